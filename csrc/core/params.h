@@ -1,0 +1,113 @@
+// What a kernel is told: raw pointers, sizes and strides. Torch-free, shared by every device.
+//
+// Letters in the comments: B batch, H query heads, H_kv key/value heads (H % H_kv == 0, query head h reads
+// key/value head h / (H / H_kv)), S_q and S_k sequence lengths, D head dimension of q and k, D_v of v and
+// out. Strides are in elements, never bytes. A new feature is a new small struct here, filled by
+// ops/pack_params.cpp.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_attn_ext {
+
+enum class DType : int8_t { kFloat32, kFloat64, kBFloat16, kFloat16, kBool };
+
+// Softmax statistics and every accumulator are fp32, and fp64 for fp64 inputs. "acc" below means that type.
+
+struct Sizes {
+  int64_t batch = 0;       // B
+  int64_t heads = 0;       // H
+  int64_t heads_kv = 0;    // H_kv
+  int64_t seqlen_q = 0;    // S_q
+  int64_t seqlen_k = 0;    // S_k
+  int64_t head_dim = 0;    // D
+  int64_t head_dim_v = 0;  // D_v
+
+  int64_t kv_head(int64_t head) const { return head / (heads / heads_kv); }
+};
+
+// A (B, heads, S, D) tensor whose last dimension is contiguous; the other strides are free.
+struct Tensor4 {
+  void* data = nullptr;
+  int64_t stride_b = 0, stride_h = 0, stride_s = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+  template <class T>
+  T* row(int64_t b, int64_t h, int64_t s) const {
+    return static_cast<T*>(data) + b * stride_b + h * stride_h + s * stride_s;
+  }
+};
+
+// Which (i, j) of the score matrix the diagonal options leave: causal, its alignment, the sliding window.
+//   -left <= j - (i + diagonal) <= right
+struct Band {
+  static constexpr int64_t kUnbounded = int64_t{1} << 60;
+  int64_t diagonal = 0;        // 0: upper-left aligned; S_k - S_q: lower-right aligned
+  int64_t left = kUnbounded;   // keys before the diagonal that stay visible
+  int64_t right = kUnbounded;  // keys after it; 0 is causal
+};
+
+// attn_mask, broadcast by zero strides: never expanded. kBool: true attends. Float: added; -inf masks.
+struct MaskParams {
+  const void* data = nullptr;  // null: no mask
+  DType dtype = DType::kBool;
+  int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// ALiBi (Press et al. 2022): score += -slope * |i + diagonal - j|, slopes in acc type, (H) or (B, H) by
+// strides.
+struct AlibiParams {
+  const void* slopes = nullptr;  // null: no ALiBi
+  int64_t stride_b = 0, stride_h = 0;
+
+  explicit operator bool() const { return slopes != nullptr; }
+};
+
+// Dropout of P, replayed by the backward: element (b, h, i, j) is kept where its Philox word (core/philox.h)
+// is at least `threshold`. The state stays a pointer so that a captured CUDA graph reads fresh values at each
+// replay.
+struct DropoutParams {
+  const int64_t* rng_state = nullptr;  // {seed, offset}, on the kernel's device; null: no dropout
+  uint64_t threshold = 0;              // round(p * 2^32)
+  double keep_scale = 1.0;             // 1 / (1 - p); 0 if p == 1
+
+  explicit operator bool() const { return rng_state != nullptr; }
+};
+
+struct AttentionParams {
+  DType dtype = DType::kFloat32;
+  Sizes sizes;
+  Tensor4 q;             // (B, H, S_q, D)
+  Tensor4 k;             // (B, H_kv, S_k, D)
+  Tensor4 v;             // (B, H_kv, S_k, D_v)
+  Tensor4 out;           // (B, H, S_q, D_v)  written by the forward, read by the backward
+  void* lse = nullptr;   // (B, H, S_q) acc, contiguous; natural log; -inf on a fully masked row
+  double scale = 1.0;    // score = scale * <q_i, k_j>
+  double softcap = 0.0;  // > 0: score = softcap * tanh(score / softcap), before ALiBi and mask
+  Band band;
+  MaskParams mask;
+  AlibiParams alibi;
+  DropoutParams dropout;
+};
+
+// Gradient of attn_mask in the mask's own shape: contiguous, dtype of the mask, each size 1 or the full one.
+struct MaskGrad {
+  void* data = nullptr;
+  int64_t batch = 1, heads = 1, rows = 1, cols = 1;
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+struct BackwardParams : AttentionParams {
+  Tensor4 dout;                   // (B, H, S_q, D_v)
+  const void* dlse = nullptr;     // (B, H, S_q) acc, contiguous; null: zero
+  Tensor4 dq, dk, dv;             // shapes of q, k, v; null data: not wanted
+  MaskGrad dmask;                 // null data: not wanted
+  void* dalibi_slopes = nullptr;  // (B, H) acc, contiguous; null: not wanted
+
+  bool wants_qkv_pass() const { return dq || dk || dv || dalibi_slopes; }
+};
+
+}  // namespace flash_attn_ext

@@ -1,0 +1,68 @@
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) and the one rule that
+// says which of its words decides about which element of P.
+//
+// The rule depends on (seed, offset; batch, head, row, column) alone, so neither tiling, nor thread count,
+// nor device changes a mask. One call serves a 2 x 2 block {i, i + 8} x {j, j + 1} with j even and i % 16 <
+// 8: that is what one CUDA thread holds of a 16 x 8 mma accumulator, and 16 rows make whole SIMD vectors on
+// the CPU.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define FA_HOST_DEVICE __host__ __device__
+#else
+#define FA_HOST_DEVICE
+#endif
+
+namespace flash_attn_ext {
+
+struct PhiloxKey {
+  uint32_t k0, k1, counter3;
+};
+
+struct PhiloxWords {
+  uint32_t w[4];
+};
+
+FA_HOST_DEVICE inline PhiloxKey philox_key(int64_t seed, int64_t offset) {
+  const auto s = static_cast<uint64_t>(seed);
+  const auto o = static_cast<uint64_t>(offset);
+  // The counter has 32 bits left for the offset; its high half goes into the key.
+  return {static_cast<uint32_t>(s), static_cast<uint32_t>(s >> 32) ^ static_cast<uint32_t>(o >> 32),
+          static_cast<uint32_t>(o)};
+}
+
+FA_HOST_DEVICE inline PhiloxWords philox4x32(PhiloxKey key, uint32_t c0, uint32_t c1, uint32_t c2) {
+  constexpr uint32_t kMul0 = 0xD2511F53u, kMul1 = 0xCD9E8D57u;    // from the paper
+  constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;  // golden ratio, sqrt(3) - 1
+  uint32_t c3 = key.counter3, k0 = key.k0, k1 = key.k1;
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = uint64_t{kMul0} * c0, p1 = uint64_t{kMul1} * c2;
+    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
+    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+    c1 = static_cast<uint32_t>(p1);
+    c3 = static_cast<uint32_t>(p0);
+    k0 += kWeyl0;
+    k1 += kWeyl1;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// The words of the block that holds (row, col); `head_index` is b * H + h.
+FA_HOST_DEVICE inline PhiloxWords dropout_words(PhiloxKey key, int64_t head_index, int64_t row, int64_t col) {
+  return philox4x32(key, static_cast<uint32_t>(col >> 1), static_cast<uint32_t>((row >> 4) * 8 + (row & 7)),
+                    static_cast<uint32_t>(head_index));
+}
+
+// Which of the four words is (row, col)'s.
+FA_HOST_DEVICE inline int dropout_word_index(int64_t row, int64_t col) {
+  return static_cast<int>(((row >> 3) & 1) * 2 + (col & 1));
+}
+
+FA_HOST_DEVICE inline bool dropout_keeps(PhiloxKey key, uint64_t threshold, int64_t head_index, int64_t row,
+                                         int64_t col) {
+  return dropout_words(key, head_index, row, col).w[dropout_word_index(row, col)] >= threshold;
+}
+
+}  // namespace flash_attn_ext

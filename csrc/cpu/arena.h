@@ -1,0 +1,30 @@
+// Scratch memory laid out by the code that uses it: run a plan once over a null base to learn its size, once
+// more over real memory to get the pointers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flash_attn_ext::cpu {
+
+class Arena {
+ public:
+  static constexpr size_t kAlignment = 64;  // a cache line, and the widest vector
+
+  explicit Arena(void* base) : base_(static_cast<char*>(base)) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    char* here = base_ ? base_ + used_ : nullptr;
+    used_ += (static_cast<size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    return reinterpret_cast<T*>(here);
+  }
+
+  size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_ = 0;
+};
+
+}  // namespace flash_attn_ext::cpu

@@ -1,0 +1,30 @@
+// AVX2 with FMA and F16C (Haswell and Zen onwards).
+#include "target_region.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define FA_ISA_NAME "avx2"
+#define FA_VECTOR_BYTES 32
+#define FA_VECTOR_REGISTERS 16
+#define FA_HAS_F16C
+#define FA_CVTPH_PS(x) _mm256_cvtph_ps((__m128i)(x))
+#define FA_CVTPS_PH(x) (Half16) _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+
+FA_TARGET_BEGIN("avx2,fma,f16c")
+namespace flash_attn_ext::cpu::avx2 {
+#include "kernels/table-inl.h"
+}  // namespace flash_attn_ext::cpu::avx2
+FA_TARGET_END
+
+namespace flash_attn_ext::cpu {
+const Kernels* const kAvx2Kernels = &avx2::kKernels;
+}
+
+#else
+
+namespace flash_attn_ext::cpu {
+const Kernels* const kAvx2Kernels = nullptr;
+}
+
+#endif

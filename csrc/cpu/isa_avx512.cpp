@@ -1,0 +1,34 @@
+// AVX-512 F, BW, DQ and VL (Skylake-X and Zen 4 onwards).
+#include "target_region.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#if !defined(__clang__)  // GCC 12 warns about its own _mm512_undefined_ps
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+#define FA_ISA_NAME "avx512"
+#define FA_VECTOR_BYTES 64
+#define FA_VECTOR_REGISTERS 32
+#define FA_HAS_F16C
+#define FA_CVTPH_PS(x) _mm512_cvtph_ps((__m256i)(x))
+#define FA_CVTPS_PH(x) (Half16) _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+
+FA_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+namespace flash_attn_ext::cpu::avx512 {
+#include "kernels/table-inl.h"
+}  // namespace flash_attn_ext::cpu::avx512
+FA_TARGET_END
+
+namespace flash_attn_ext::cpu {
+const Kernels* const kAvx512Kernels = &avx512::kKernels;
+}
+
+#else
+
+namespace flash_attn_ext::cpu {
+const Kernels* const kAvx512Kernels = nullptr;
+}
+
+#endif

@@ -1,0 +1,175 @@
+// Backward of q, k, v and the ALiBi slopes: FlashAttention-2, algorithm 2, five products a tile and no
+// atomics.
+//
+//   dV_j += P^T dO    dK_j += dS^T Q    dQ_i += dS K       key block j outside, query block i inside
+//
+// One task owns one (batch, query head) and every `chunks`-th key block of it, with a dQ accumulator of its
+// own. The number of chunks depends on the shape alone, and partial sums are added in order: the result is
+// bitwise the same for any number of threads.
+
+template <class In, class T>
+void compute_delta(const BackwardParams& p, const BackwardWorkspace<T>& w, const Parallel& parallel) {
+  constexpr int64_t kRows = 128;
+  const Sizes& z = p.sizes;
+  const int64_t blocks = (z.seqlen_q + kRows - 1) / kRows;
+  for_each_task(parallel, z.batch * z.heads * blocks, [&](int64_t task, int) {
+    const int64_t head = task / blocks, begin = task % blocks * kRows,
+                  end = std::min(begin + kRows, z.seqlen_q);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t at = head * z.seqlen_q + i, b = head / z.heads, h = head % z.heads;
+      const T dlse = p.dlse ? static_cast<const T*>(p.dlse)[at] : T(0);
+      w.delta[at] = dot_rows<In, T>(p.dout.row<In>(b, h, i), p.out.row<In>(b, h, i), z.head_dim_v) - dlse;
+    }
+  });
+}
+
+// d(score)/d(slope) = -|i + diagonal - j|, summed over the tile.
+template <class T>
+T alibi_slope_gradient(const BackwardParams& p, const TileFrame& f, const T* dscores) {
+  Vec<T> sum = {};
+  for (int64_t r = 0; r < f.queries; ++r)
+    for (int64_t c = 0; c < f.ld; c += kLanes<T>)
+      sum -= load<T>(dscores + r * f.ld + c) * alibi_distance<T>(p.band, f, r, c);
+  return sum_lanes<T>(sum);
+}
+
+// From the gradient of the finished score to that of <q, k>: through the softcap, times scale.
+template <class T>
+void unscale_dscores(const BackwardParams& p, const TileFrame& f, const T* tanh_tile, T* dscores) {
+  const T scale = static_cast<T>(p.scale);
+  for (int64_t c = 0; c < f.queries * f.ld; c += kLanes<T>) {
+    Vec<T> ds = load<T>(dscores + c) * scale;
+    if (tanh_tile) {
+      const Vec<T> t = load<T>(tanh_tile + c), slope = T(1) - t * t;
+      ds = ds == T(0) ? ds : ds * slope;  // a masked 0 stays 0 where tanh is NaN
+    }
+    store<T>(dscores + c, ds);
+  }
+}
+
+template <class In, class T>
+void backward_key_block(const BackwardParams& p, const BackwardScratch<T>& s, int64_t b, int64_t h,
+                        int64_t j0, const T* delta, T* dq, T& dslope) {
+  const auto [block_q, block_k] = backward_tiling<T>();
+  const Sizes& z = p.sizes;
+  const int64_t h_kv = z.kv_head(h), keys = std::min(block_k, z.seqlen_k - j0),
+                ld = round_up_to_lanes<T>(keys);
+  const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
+  std::fill(s.dk, s.dk + keys * d, T(0));
+  std::fill(s.dv, s.dv + keys * d_v, T(0));
+
+  const Range seen = visible_queries(p.band, j0, j0 + keys, z.seqlen_q);
+  if (seen.begin >= seen.end) return;
+  load_key_block<In, T>(p, s, b, h_kv, j0, keys);
+  const Tile<T> k = load_tile<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, z.head_dim, s.k_tile);
+
+  for (int64_t i0 = seen.begin / block_q * block_q; i0 < seen.end; i0 += block_q) {
+    const TileFrame f{b, h, i0, j0, std::min(block_q, z.seqlen_q - i0), keys, ld, false};
+    const BackwardTile<T> tile = recompute_tile<In, T>(p, s, f, delta);
+    if (tile.empty) continue;
+    if (p.dv)
+      masked_gemm<T>(tile.score, true, keys, z.head_dim_v,
+                     {f.queries, s.probs, 1, ld, tile.dout.data, tile.dout.ld, s.dv, d_v, true},
+                     s.finite_tile);
+    if (p.dalibi_slopes) dslope += alibi_slope_gradient<T>(p, f, s.dscores);
+    unscale_dscores<T>(p, f, s.tanh_tile, s.dscores);
+    if (p.dk)
+      masked_gemm<T>(tile.score, true, keys, z.head_dim,
+                     {f.queries, s.dscores, 1, ld, tile.q.data, tile.q.ld, s.dk, d, true}, s.finite_tile);
+    if (p.dq)
+      masked_gemm<T>(tile.score, false, f.queries, z.head_dim,
+                     {keys, s.dscores, ld, 1, k.data, k.ld, dq + i0 * d, d, true}, s.finite_tile);
+  }
+}
+
+// The key rows of one block, straight to dk and dv, or to the query head's own partial sum where heads share
+// keys.
+template <class In, class T>
+void store_key_rows(const Tensor4& grad, T* partial, const T* block, int64_t head, const Sizes& z, int64_t j0,
+                    int64_t keys, int64_t cols) {
+  const int64_t ld = round_up_to_lanes<T>(cols);
+  if (!grad) return;
+  if (z.heads != z.heads_kv) {
+    std::copy(block, block + keys * ld, partial + (head * z.seqlen_k + j0) * ld);
+  } else {
+    for (int64_t j = 0; j < keys; ++j)
+      store_row<In, T>(grad.row<In>(head / z.heads, head % z.heads, j0 + j), block + j * ld, cols, T(1));
+  }
+}
+
+template <class In, class T>
+void backward_qkv(const BackwardParams& p, const BackwardWorkspace<T>& w, const Parallel& parallel) {
+  const Sizes& z = p.sizes;
+  const int64_t block_k = backward_tiling<T>().block_k, heads = z.batch * z.heads;
+  const int64_t dq_rows = z.seqlen_q * round_up_to_lanes<T>(z.head_dim);
+  for_each_task(parallel, heads * w.chunks, [&](int64_t task, int thread) {
+    const BackwardScratch<T> s = thread_scratch(p, w, thread);
+    const int64_t head = task / w.chunks, chunk = task % w.chunks;
+    T* dq = p.dq ? w.dq + (chunk * heads + head) * dq_rows : nullptr;
+    if (dq) std::fill(dq, dq + dq_rows, T(0));
+    T dslope = 0;
+    for (int64_t j0 = chunk * block_k; j0 < z.seqlen_k; j0 += w.chunks * block_k) {
+      backward_key_block<In, T>(p, s, head / z.heads, head % z.heads, j0, w.delta + head * z.seqlen_q, dq,
+                                dslope);
+      const int64_t keys = std::min(block_k, z.seqlen_k - j0);
+      store_key_rows<In, T>(p.dk, w.dk, s.dk, head, z, j0, keys, z.head_dim);
+      store_key_rows<In, T>(p.dv, w.dv, s.dv, head, z, j0, keys, z.head_dim_v);
+    }
+    if (p.dalibi_slopes) w.dslopes[head * w.chunks + chunk] = dslope;
+  });
+}
+
+// Each row of `grad` is the sum of `parts` partial rows of `data`, added in order. `data` is
+// [heads][seqlen][ld]; the parts of grad's head n are the heads n * head_step, n * head_step + part_step,
+// ...; the first is overwritten.
+template <class In, class T>
+void reduce_rows(const Tensor4& grad, T* data, int64_t batch, int64_t grad_heads, int64_t seqlen,
+                 int64_t cols, int64_t head_step, int64_t parts, int64_t part_step,
+                 const Parallel& parallel) {
+  const int64_t ld = round_up_to_lanes<T>(cols);
+  for_each_task(parallel, batch * grad_heads, [&](int64_t task, int) {
+    for (int64_t s = 0; s < seqlen; ++s) {
+      T* sum = data + (task * head_step * seqlen + s) * ld;
+      for (int64_t n = 1; n < parts; ++n) add_rows<T>(sum, sum + n * part_step * seqlen * ld, ld);
+      store_row<In, T>(grad.row<In>(task / grad_heads, task % grad_heads, s), sum, cols, T(1));
+    }
+  });
+}
+
+template <class In, class T>
+void reduce_gradients(const BackwardParams& p, const BackwardWorkspace<T>& w, const Parallel& parallel) {
+  const Sizes& z = p.sizes;
+  const int64_t heads = z.batch * z.heads, group = z.heads / z.heads_kv;
+  if (p.dq)
+    reduce_rows<In, T>(p.dq, w.dq, z.batch, z.heads, z.seqlen_q, z.head_dim, 1, w.chunks, heads, parallel);
+  if (p.dk && group > 1)
+    reduce_rows<In, T>(p.dk, w.dk, z.batch, z.heads_kv, z.seqlen_k, z.head_dim, group, group, 1, parallel);
+  if (p.dv && group > 1)
+    reduce_rows<In, T>(p.dv, w.dv, z.batch, z.heads_kv, z.seqlen_k, z.head_dim_v, group, group, 1, parallel);
+  if (p.dalibi_slopes) {
+    T* dslopes = static_cast<T*>(p.dalibi_slopes);
+    for (int64_t head = 0; head < heads; ++head) {
+      dslopes[head] = 0;
+      for (int64_t n = 0; n < w.chunks; ++n) dslopes[head] += w.dslopes[head * w.chunks + n];
+    }
+  }
+}
+
+template <class In, class T>
+void backward(const BackwardParams& p, void* workspace, const Parallel& parallel) {
+  Arena arena(workspace);
+  const BackwardWorkspace<T> w = plan_backward_workspace<T>(arena, p, parallel.threads);
+  compute_delta<In, T>(p, w, parallel);
+  if (p.wants_qkv_pass()) {
+    backward_qkv<In, T>(p, w, parallel);
+    reduce_gradients<In, T>(p, w, parallel);
+  }
+  if (p.dmask) backward_mask<In, T>(p, w, parallel);
+}
+
+template <class T>
+size_t backward_workspace(const BackwardParams& p, int threads) {
+  Arena arena(nullptr);
+  plan_backward_workspace<T>(arena, p, threads);
+  return arena.used();
+}

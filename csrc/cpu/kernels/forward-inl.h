@@ -1,0 +1,141 @@
+// Forward: FlashAttention-2, algorithm 1 (Dao 2023), one task per (batch, head, query block).
+//
+//   S^T = K Q^T    m' = max(m, rowmax S)    P = 2^(S - m')    l = l 2^(m - m') + rowsum P
+//   O   = O 2^(m - m') + P V                at the end O / l and lse = (m + log2 l) ln 2
+
+template <class T>
+struct ForwardScratch {
+  T* q_transposed;  // [D][block_q]      Q^T * scale * log2(e)
+  T* k_tile;        // [block_k][D]      only if the caller's k cannot be read directly
+  T* v_tile;        // [block_k][D_v]    likewise
+  T* scores;        // [block_k][block_q]   S^T, then P^T in place
+  T* mask_tile;     // [block_k][block_q]
+  T* dropout_tile;  // [block_k][block_q]
+  T* out;           // [block_q][D_v]    O, not yet divided by l
+  T* finite_tile;   // [block_k][D_v]    for masked_gemm
+  T* row_max;       // [block_q]
+  T* row_sum;       // [block_q]
+  T* rescale;       // [block_q]
+};
+
+template <class T>
+ForwardScratch<T> plan_forward(Arena& arena, const AttentionParams& p) {
+  const auto [block_q, block_k] = forward_tiling<T>();
+  const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
+  ForwardScratch<T> s;
+  s.q_transposed = arena.take<T>(p.sizes.head_dim * block_q);
+  s.k_tile = arena.take<T>(block_k * d);
+  s.v_tile = arena.take<T>(block_k * d_v);
+  s.scores = arena.take<T>(block_k * block_q);
+  s.mask_tile = p.mask ? arena.take<T>(block_k * block_q) : nullptr;
+  s.dropout_tile = p.dropout ? arena.take<T>(block_k * block_q) : nullptr;
+  s.out = arena.take<T>(block_q * d_v);
+  s.finite_tile = arena.take<T>(block_k * d_v);
+  s.row_max = arena.take<T>(block_q);
+  s.row_sum = arena.take<T>(block_q);
+  s.rescale = arena.take<T>(block_q);
+  return s;
+}
+
+// One step of the online softmax on a finished tile: scores become P^T, the statistics move on.
+template <class T>
+inline void online_softmax(const TileFrame& f, T* scores, T* row_max, T* row_sum, T* rescale) {
+  constexpr int L = kLanes<T>;
+  for (int64_t c = 0; c < f.ld; c += L) {
+    const Vec<T> old_max = load<T>(row_max + c);
+    Vec<T> new_max = old_max;
+    for (int64_t r = 0; r < f.keys; ++r) new_max = max<T>(new_max, load<T>(scores + r * f.ld + c));
+    // A row with nothing visible so far: any finite reference makes 2^(-inf - reference) the 0 it should be.
+    const Vec<T> reference = new_max == kNegInf<T> ? Vec<T>{} : new_max;
+    Vec<T> sum = {};
+    for (int64_t r = 0; r < f.keys; ++r) {
+      const Vec<T> prob = exp2<T>(load<T>(scores + r * f.ld + c) - reference);
+      store<T>(scores + r * f.ld + c, prob);
+      sum += prob;
+    }
+    const Vec<T> factor = exp2<T>(old_max - reference);
+    store<T>(row_sum + c, load<T>(row_sum + c) * factor + sum);
+    store<T>(row_max + c, new_max);
+    store<T>(rescale + c, factor);
+  }
+}
+
+template <class In, class T>
+void forward_query_block(const AttentionParams& p, const ForwardScratch<T>& s, int64_t b, int64_t h,
+                         int64_t i0) {
+  constexpr int L = kLanes<T>;
+  const Tiling tiling = forward_tiling<T>();
+  const Sizes& z = p.sizes;
+  const int64_t h_kv = z.kv_head(h), d_v = round_up_to_lanes<T>(z.head_dim_v);
+  const int64_t queries = std::min(tiling.block_q, z.seqlen_q - i0);
+  const int64_t ld = round_up_to_lanes<T>(queries);
+
+  const double unit = p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E;
+  load_tile_transposed<In, T>(p.q.row<In>(b, h, i0), p.q.stride_s, queries, z.head_dim, static_cast<T>(unit),
+                              s.q_transposed, ld);
+  std::fill(s.row_max, s.row_max + ld, kNegInf<T>);
+  std::fill(s.row_sum, s.row_sum + ld, T(0));
+  std::fill(s.out, s.out + queries * d_v, T(0));
+
+  const Range keys = visible_keys(p.band, i0, i0 + queries, z.seqlen_k);
+  for (int64_t j0 = keys.begin / tiling.block_k * tiling.block_k; j0 < keys.end; j0 += tiling.block_k) {
+    const TileFrame f{b, h, i0, j0, queries, std::min(tiling.block_k, z.seqlen_k - j0), ld, true};
+    const TileMask masked = load_mask_tile<T>(p.mask, f, s.mask_tile);
+    if (masked == TileMask::kAll) continue;
+
+    const Tile<T> k = load_tile<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, f.keys, z.head_dim, s.k_tile);
+    gemm<T>(f.keys, ld, {z.head_dim, k.data, k.ld, 1, s.q_transposed, ld, s.scores, ld, false});
+    const ScoreTile<T> score = finish_scores<T>(p, f, masked, s.mask_tile, s.scores, nullptr);
+
+    online_softmax<T>(f, s.scores, s.row_max, s.row_sum, s.rescale);
+    if (p.dropout) {  // after the row sum: dropout acts on the normalised P
+      load_dropout_tile<T>(p, f, s.dropout_tile);
+      for (int64_t r = 0; r < f.keys; ++r)
+        for (int64_t c = 0; c < queries; ++c) s.scores[r * ld + c] *= s.dropout_tile[r * ld + c];
+    }
+
+    for (int64_t i = 0; i < queries; ++i) {
+      if (s.rescale[i] == T(1)) continue;
+      for (int64_t c = 0; c < d_v; c += L)
+        store<T>(s.out + i * d_v + c, load<T>(s.out + i * d_v + c) * s.rescale[i]);
+    }
+    const Tile<T> v =
+        load_tile<In, T>(p.v.row<In>(b, h_kv, j0), p.v.stride_s, f.keys, z.head_dim_v, s.v_tile);
+    masked_gemm<T>(score, true, queries, z.head_dim_v,
+                   {f.keys, s.scores, 1, ld, v.data, v.ld, s.out, d_v, true}, s.finite_tile);
+  }
+
+  T* lse = static_cast<T*>(p.lse) + (b * z.heads + h) * z.seqlen_q + i0;
+  for (int64_t i = 0; i < queries; ++i) {
+    // Nothing visible leaves the sum 0 (a NaN score leaves it NaN): out is 0 and lse -inf, by contract.
+    const T sum = s.row_sum[i];
+    store_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v,
+                     sum == T(0) ? T(0) : T(1) / sum);
+    lse[i] = sum == T(0) ? kNegInf<T> : s.row_max[i] * T(kLn2) + std::log(sum);
+  }
+}
+
+template <class In, class T>
+void forward(const AttentionParams& p, void* workspace, const Parallel& parallel) {
+  const Sizes& z = p.sizes;
+  const int64_t block_q = forward_tiling<T>().block_q;
+  const int64_t blocks = (z.seqlen_q + block_q - 1) / block_q;
+  Arena measure(nullptr);
+  plan_forward<T>(measure, p);
+  const size_t per_thread = measure.used();
+
+  for_each_task(parallel, z.batch * z.heads * blocks, [&](int64_t task, int thread) {
+    Arena arena(static_cast<char*>(workspace) + thread * per_thread);
+    const ForwardScratch<T> scratch = plan_forward<T>(arena, p);
+    const int64_t block = blocks - 1 - task % blocks;  // causal: the longest rows of a head first
+    const int64_t head = task / blocks;
+    forward_query_block<In, T>(p, scratch, head / z.heads, head % z.heads, block * block_q);
+  });
+}
+
+template <class T>
+size_t forward_workspace(const AttentionParams& p, int threads) {
+  Arena arena(nullptr);
+  plan_forward<T>(arena, p);
+  return arena.used() * threads;
+}

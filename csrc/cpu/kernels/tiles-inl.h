@@ -1,0 +1,78 @@
+// Bringing tiles of q, k, v and dout from the caller's strided memory into accumulator-type scratch, and
+// back.
+
+// A tile ready to be read: either scratch, or the caller's own memory where that already has the right form.
+template <class T>
+struct Tile {
+  const T* data;
+  int64_t ld;
+};
+
+// rows x cols of src as T, zero-padded to whole vectors per row. Without padding or conversion to do, no
+// copy.
+template <class In, class T>
+inline Tile<T> load_tile(const In* src, int64_t stride, int64_t rows, int64_t cols, T* scratch) {
+  constexpr int L = kLanes<T>;
+  if constexpr (std::is_same_v<In, T>) {
+    if (cols % L == 0) return {src, stride};
+  }
+  const int64_t ld = round_up_to_lanes<T>(cols);
+  for (int64_t r = 0; r < rows; ++r) {
+    const In* in = src + r * stride;
+    T* out = scratch + r * ld;
+    int64_t c = 0;
+    for (; c + L <= cols; c += L) store<T>(out + c, load_as<In, T>(in + c));
+    if (c < cols) store<T>(out + c, load_tail_as<In, T>(in + c, cols - c));
+  }
+  return {scratch, ld};
+}
+
+// dst[c][r] = factor * src[r][c], rows padded with zeros to ld.
+template <class In, class T>
+inline void load_tile_transposed(const In* src, int64_t stride, int64_t rows, int64_t cols, T factor, T* dst,
+                                 int64_t ld) {
+  constexpr int L = kLanes<T>;
+  for (int64_t c = 0; c < cols; c += L) {
+    const int64_t n = std::min<int64_t>(L, cols - c);
+    for (int64_t r = 0; r < rows; ++r) {
+      const In* in = src + r * stride + c;
+      const Vec<T> x = factor * (n == L ? load_as<In, T>(in) : load_tail_as<In, T>(in, n));
+      T* out = dst + c * ld + r;
+      for (int64_t i = 0; i < n; ++i) out[i * ld] = x[i];
+    }
+    for (int64_t i = 0; i < n; ++i) std::fill(dst + (c + i) * ld + rows, dst + (c + i) * ld + ld, T(0));
+  }
+}
+
+// dst[r][c] = factor[r] * src[r][c], rounded to Out.
+template <class Out, class T>
+inline void store_row(Out* dst, const T* src, int64_t cols, T factor) {
+  constexpr int L = kLanes<T>;
+  int64_t c = 0;
+  for (; c + L <= cols; c += L) store_as<Out, T>(dst + c, factor * load<T>(src + c));
+  if (c < cols) store_tail_as<Out, T>(dst + c, factor * load<T>(src + c), cols - c);
+}
+
+// dst += src over whole vectors.
+template <class T>
+inline void add_rows(T* dst, const T* src, int64_t count) {
+  for (int64_t c = 0; c < count; c += kLanes<T>) store<T>(dst + c, load<T>(dst + c) + load<T>(src + c));
+}
+
+template <class T>
+inline bool row_is_finite(const T* row, int64_t cols) {
+  Vec<T> probe = {};
+  for (int64_t c = 0; c < cols; c += kLanes<T>) probe += load<T>(row + c) * T(0);  // 0 unless Inf or NaN
+  return sum_lanes<T>(probe) == T(0);
+}
+
+// sum_c a[c] * b[c]: both rows of In, accumulated in T in a fixed order.
+template <class In, class T>
+inline T dot_rows(const In* a, const In* b, int64_t cols) {
+  constexpr int L = kLanes<T>;
+  Vec<T> sum = {};
+  int64_t c = 0;
+  for (; c + L <= cols; c += L) sum += load_as<In, T>(a + c) * load_as<In, T>(b + c);
+  if (c < cols) sum += load_tail_as<In, T>(a + c, cols - c) * load_tail_as<In, T>(b + c, cols - c);
+  return sum_lanes<T>(sum);
+}

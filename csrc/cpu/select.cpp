@@ -1,0 +1,95 @@
+#include "select.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace flash_attn_ext::cpu {
+namespace {
+
+bool cpu_has_avx2() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+  return false;
+#endif
+}
+
+bool cpu_has_avx512() {
+#if defined(__x86_64__)
+  return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
+}
+
+struct Candidate {
+  const Kernels* kernels;
+  bool runs_here;
+};
+
+// Slowest first.
+std::vector<Candidate> candidates() {
+  std::vector<Candidate> found;
+  const Candidate all[] = {
+      {kGenericKernels, true}, {kAvx2Kernels, cpu_has_avx2()}, {kAvx512Kernels, cpu_has_avx512()}};
+  for (const Candidate& c : all)
+    if (c.kernels) found.push_back(c);
+  return found;
+}
+
+std::string list(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
+// The kernels called `name`; throws std::invalid_argument that names `source` (where the name came from).
+const Kernels* find_kernels(const std::string& name, const std::string& source) {
+  bool known = false;
+  for (const Candidate& c : candidates()) {
+    if (name != c.kernels->isa) continue;
+    if (c.runs_here) return c.kernels;
+    known = true;
+  }
+  throw std::invalid_argument(
+      source + ": got '" + name + "', " +
+      (known ? "which this CPU cannot run" : "which is not an instruction set of this build") +
+      "; allowed here: " + list(available_isas()));
+}
+
+const Kernels* detect() {
+  const char* forced = std::getenv("FLASH_ATTN_EXT_ISA");
+  if (forced && *forced) return find_kernels(forced, "FLASH_ATTN_EXT_ISA");
+  const Kernels* best = nullptr;
+  for (const Candidate& c : candidates())
+    if (c.runs_here) best = c.kernels;
+  return best;
+}
+
+std::atomic<const Kernels*> active{nullptr};
+
+}  // namespace
+
+const Kernels& active_kernels() {
+  const Kernels* kernels = active.load(std::memory_order_acquire);
+  if (!kernels) {
+    kernels = detect();
+    active.store(kernels, std::memory_order_release);
+  }
+  return *kernels;
+}
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const Candidate& c : candidates())
+    if (c.runs_here) names.emplace_back(c.kernels->isa);
+  return names;
+}
+
+void force_isa(const std::string& name) {
+  active.store(name.empty() ? detect() : find_kernels(name, "isa"), std::memory_order_release);
+}
+
+}  // namespace flash_attn_ext::cpu

@@ -1,0 +1,31 @@
+// What an isa_*.cpp needs before it opens its target region: every standard and shared header, so that no
+// inline function of theirs is compiled for that ISA and then picked by the linker for everybody.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "../core/mask.h"
+#include "../core/params.h"
+#include "../core/philox.h"
+#include "arena.h"
+#include "half.h"
+#include "parallel.h"
+#include "run.h"
+
+#define FA_INLINE __attribute__((always_inline)) inline
+
+// FA_TARGET_BEGIN("avx2,fma") ... FA_TARGET_END: functions between them are compiled for these features.
+#define FA_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define FA_TARGET_BEGIN(features) \
+  FA_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define FA_TARGET_END FA_PRAGMA(clang attribute pop)
+#else
+#define FA_TARGET_BEGIN(features) FA_PRAGMA(GCC push_options) FA_PRAGMA(GCC target(features))
+#define FA_TARGET_END FA_PRAGMA(GCC pop_options)
+#endif

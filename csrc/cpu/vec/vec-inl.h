@@ -1,0 +1,75 @@
+// One SIMD vector of float or double, in GCC/Clang vector extensions. Included once per ISA, inside its
+// target region and namespace (see target_region.h); FA_VECTOR_BYTES is that ISA's register width.
+
+template <class T>
+struct VecOf;
+
+template <>
+struct VecOf<float> {
+  typedef float V __attribute__((vector_size(FA_VECTOR_BYTES)));
+  typedef float Unaligned __attribute__((vector_size(FA_VECTOR_BYTES), aligned(4), may_alias));
+  typedef uint32_t Bits __attribute__((vector_size(FA_VECTOR_BYTES)));
+  typedef int32_t Index __attribute__((vector_size(FA_VECTOR_BYTES)));
+};
+
+template <>
+struct VecOf<double> {
+  typedef double V __attribute__((vector_size(FA_VECTOR_BYTES)));
+  typedef double Unaligned __attribute__((vector_size(FA_VECTOR_BYTES), aligned(8), may_alias));
+  typedef uint64_t Bits __attribute__((vector_size(FA_VECTOR_BYTES)));
+  typedef int64_t Index __attribute__((vector_size(FA_VECTOR_BYTES)));
+};
+
+template <class T>
+using Vec = typename VecOf<T>::V;
+template <class T>
+using VecBits = typename VecOf<T>::Bits;
+template <class T>
+using VecIndex = typename VecOf<T>::Index;
+
+template <class T>
+constexpr int kLanes = FA_VECTOR_BYTES / sizeof(T);
+
+template <class T>
+constexpr int64_t round_up_to_lanes(int64_t n) {
+  return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+}
+
+template <class T>
+constexpr T kNegInf = -std::numeric_limits<T>::infinity();
+
+template <class T>
+FA_INLINE Vec<T> load(const T* p) {
+  return *reinterpret_cast<const typename VecOf<T>::Unaligned*>(p);
+}
+
+template <class T>
+FA_INLINE void store(T* p, Vec<T> x) {
+  *reinterpret_cast<typename VecOf<T>::Unaligned*>(p) = x;
+}
+
+template <class T>
+FA_INLINE Vec<T> splat(T x) {
+  return x - Vec<T>{};  // minus, not plus: -0 - 0 is -0, so the compiler folds it to a broadcast
+}
+
+template <class T>
+FA_INLINE VecIndex<T> iota() {
+  VecIndex<T> r;
+  for (int i = 0; i < kLanes<T>; ++i) r[i] = i;
+  return r;
+}
+
+// Maximum by comparison: a NaN in `b` is dropped, one in `a` kept. Softmax does not rely on either.
+template <class T>
+FA_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
+  return a < b ? b : a;
+}
+
+// Sum of the lanes in a fixed order.
+template <class T>
+FA_INLINE T sum_lanes(Vec<T> x) {
+  T sum = 0;
+  for (int i = 0; i < kLanes<T>; ++i) sum += x[i];
+  return sum;
+}
