@@ -1,0 +1,45 @@
+// The small inspection module flash_attn_ext._C. Importing it also runs the TORCH_LIBRARY registrations of
+// ops/.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/version.h>
+
+#include "cpu/select.h"
+#include "ops/checks.h"
+
+namespace {
+
+namespace cpu = flash_attn_ext::cpu;
+
+pybind11::dict build_info() {
+  pybind11::dict info;
+  info["torch"] = TORCH_VERSION;
+#if defined(__clang__)
+  info["compiler"] = "clang " __clang_version__;
+#else
+  info["compiler"] = "gcc " __VERSION__;
+#endif
+#if defined(FLASH_ATTN_EXT_WITH_CUDA)
+  info["cuda"] = true;
+#else
+  info["cuda"] = false;
+#endif
+#if defined(_OPENMP)
+  info["openmp"] = true;
+#else
+  info["openmp"] = false;
+#endif
+  info["max_head_dim"] = flash_attn_ext::kMaxHeadDim;
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() =
+      "Inspection of the compiled half of flash_attn_ext; the operators are in torch.ops.flash_attn_ext.";
+  m.def("build_info", build_info);
+  m.def("available_kernels", cpu::available_isas);
+  m.def("active_kernel", [] { return std::string(cpu::active_kernels().isa); });
+  m.def("force_kernel", cpu::force_isa, pybind11::arg("isa"));
+}

@@ -1,0 +1,10 @@
+// Which CUDA tier runs a call. One function answers for all of them, so that nothing falls back in silence.
+#pragma once
+
+#include "run.h"
+
+namespace flash_attn_ext::cuda {
+
+Selection select_forward(const AttentionParams& params);
+
+}  // namespace flash_attn_ext::cuda

@@ -1,0 +1,112 @@
+// Autograd key: the forward saves its inputs, out and lse only; the backward recomputes the rest tile by
+// tile.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "ops.h"
+
+namespace flash_attn_ext {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Variable;
+using torch::autograd::variable_list;
+
+OptionalTensor defined_or_none(const at::Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
+
+class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
+ public:
+  // The tensors come as arguments of their own because that is where autograd looks for what needs a
+  // gradient.
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key,
+                               const at::Tensor& value, const OptionalTensor& attn_mask,
+                               const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                               const AttentionOptions& options) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [out, lse] = call_attention(FA_INPUTS, options);
+    ctx->save_for_backward({query, key, value, attn_mask.value_or(at::Tensor()),
+                            alibi_slopes.value_or(at::Tensor()), rng_state.value_or(at::Tensor()), out, lse});
+    ctx->saved_data["scale"] = options.scale;
+    ctx->saved_data["causal"] = options.causal;
+    ctx->saved_data["lower_right"] = options.lower_right;
+    ctx->saved_data["window_left"] = options.window_left;
+    ctx->saved_data["window_right"] = options.window_right;
+    ctx->saved_data["softcap"] = options.softcap;
+    ctx->saved_data["dropout_p"] = options.dropout_p;
+    ctx->set_materialize_grads(false);  // an unused lse costs nothing in the backward
+    return {out, lse};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const AttentionInputs inputs{saved[0],
+                                 saved[1],
+                                 saved[2],
+                                 defined_or_none(saved[3]),
+                                 defined_or_none(saved[4]),
+                                 defined_or_none(saved[5])};
+    auto& data = ctx->saved_data;
+    const AttentionOptions options{data["scale"].toOptional<double>(), data["causal"].toBool(),
+                                   data["lower_right"].toBool(),       data["window_left"].toInt(),
+                                   data["window_right"].toInt(),       data["softcap"].toDouble(),
+                                   data["dropout_p"].toDouble()};
+    const GradMask wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
+                          saved[3].defined() && ctx->needs_input_grad(3),
+                          saved[4].defined() && ctx->needs_input_grad(saved[3].defined() ? 4 : 3)};
+    auto [dq, dk, dv, dmask, dslopes] = call_attention_backward(
+        defined_or_none(grads[0]), defined_or_none(grads[1]), inputs, saved[6], saved[7], options, wanted);
+    return {dq, dk, dv, dmask, dslopes, Variable(), Variable()};
+  }
+};
+
+ForwardResult attention_autograd(FA_INPUT_ARGS, FA_OPTION_ARGS) {
+  const variable_list results =
+      AttentionFunction::apply(query, key, value, attn_mask, alibi_slopes, rng_state, FA_OPTIONS);
+  return {results[0], results[1]};
+}
+
+// Differentiating the backward again would need the second-order formulas. Until they exist it is an error: a
+// gradient that silently lacks a term is worse.
+class AttentionBackwardFunction : public torch::autograd::Function<AttentionBackwardFunction> {
+ public:
+  // Returns the wanted gradients only: autograd cannot wrap undefined outputs.
+  static variable_list forward(AutogradContext*, const OptionalTensor& grad_out,
+                               const OptionalTensor& grad_lse, const at::Tensor& query, const at::Tensor& key,
+                               const at::Tensor& value, const OptionalTensor& attn_mask,
+                               const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
+                               const at::Tensor& out, const at::Tensor& lse, const AttentionOptions& options,
+                               const GradMask& grad_mask) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [dq, dk, dv, dmask, dslopes] =
+        call_attention_backward(grad_out, grad_lse, FA_INPUTS, out, lse, options, grad_mask);
+    variable_list wanted;
+    for (const at::Tensor& grad : {dq, dk, dv, dmask, dslopes})
+      if (grad.defined()) wanted.push_back(grad);
+    return wanted;
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, "flash_attn: double backward (a gradient of its gradients) is not implemented");
+  }
+};
+
+BackwardResult attention_backward_autograd(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
+                                           FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
+                                           FA_OPTION_ARGS, std::array<bool, GradMask::kCount> grad_mask) {
+  const variable_list wanted = AttentionBackwardFunction::apply(
+      grad_out, grad_lse, query, key, value, attn_mask, alibi_slopes, rng_state, out, lse, FA_OPTIONS,
+      GradMask{grad_mask[0], grad_mask[1], grad_mask[2], grad_mask[3], grad_mask[4]});
+  auto next = wanted.begin();
+  auto take = [&](size_t n) { return grad_mask[n] ? *next++ : at::Tensor(); };
+  return {take(0), take(1), take(2), take(3), take(4)};  // a braced list is evaluated left to right
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(flash_attn_ext, Autograd, m) {
+  m.impl("attention", attention_autograd);
+  m.impl("attention_backward", attention_backward_autograd);
+}
+
+}  // namespace flash_attn_ext

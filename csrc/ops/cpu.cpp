@@ -1,0 +1,119 @@
+// CPU key: check, allocate, pack, run the selected instruction set's kernels on torch's threads.
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "../core/philox.h"
+#include "../cpu/arena.h"
+#include "../cpu/select.h"
+#include "checks.h"
+#include "outputs.h"
+#include "pack_params.h"
+
+namespace flash_attn_ext {
+namespace {
+
+void run_on_torch_threads(int threads, void (*worker)(void* context, int thread), void* context) {
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) worker(context, static_cast<int>(thread));
+  });
+}
+
+cpu::Parallel torch_threads() {
+  return {at::in_parallel_region() ? 1 : at::get_num_threads(), run_on_torch_threads};
+}
+
+struct Workspace {
+  explicit Workspace(size_t bytes)
+      : memory(at::empty({static_cast<int64_t>(bytes + cpu::Arena::kAlignment)}, at::kByte)) {}
+  void* data() const {
+    const auto address = reinterpret_cast<uintptr_t>(memory.mutable_data_ptr());
+    const auto mask = static_cast<uintptr_t>(cpu::Arena::kAlignment - 1);
+    return reinterpret_cast<void*>((address + mask) & ~mask);
+  }
+  at::Tensor memory;
+};
+
+ForwardResult attention_cpu(FA_INPUT_ARGS, FA_OPTION_ARGS) {
+  check_attention(FA_INPUTS, FA_OPTIONS);
+  auto [out, lse] = empty_forward_result(FA_INPUTS);
+  if (lse.numel() == 0) return {out, lse};
+  if (key.size(2) == 0) return {out.zero_(), lse.fill_(-std::numeric_limits<double>::infinity())};
+
+  const AttentionInputs inputs = make_readable(FA_INPUTS);
+  const AttentionParams params = pack_attention(inputs, out, lse, FA_OPTIONS);
+  const cpu::Kernels& kernels = cpu::active_kernels();
+  const cpu::Parallel parallel = torch_threads();
+  const Workspace workspace(kernels.forward_workspace(params, parallel.threads));
+  kernels.forward(params, workspace.data(), parallel);
+  return {out, lse};
+}
+
+BackwardResult attention_backward_cpu(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
+                                      FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
+                                      FA_OPTION_ARGS, std::array<bool, GradMask::kCount> grad_mask) {
+  const GradMask wanted{grad_mask[0], grad_mask[1], grad_mask[2], grad_mask[3], grad_mask[4]};
+  check_attention_backward(grad_out, grad_lse, FA_INPUTS, out, lse, FA_OPTIONS, wanted);
+  BackwardResult result = empty_backward_result(FA_INPUTS, wanted);
+  auto& [dq, dk, dv, dmask, dalibi_slopes] = result;
+  if (lse.numel() == 0 || key.size(2) == 0) {  // no score at all
+    for (at::Tensor* grad : {&dq, &dk, &dv, &dmask, &dalibi_slopes})
+      if (grad->defined()) grad->zero_();
+    return result;
+  }
+
+  const AttentionInputs inputs = make_readable(FA_INPUTS);
+  const at::Tensor readable_out = make_readable(out);
+  const at::Tensor dout = grad_out ? make_readable(*grad_out)
+                                   : at::zeros({1, 1, 1, out.size(3)}, out.options()).expand(out.sizes());
+  const at::Tensor dlse = grad_lse ? grad_lse->contiguous() : at::Tensor();
+  const at::Tensor dslopes_per_head =
+      wanted.alibi_slopes ? at::empty({query.size(0), query.size(1)}, lse.options()) : at::Tensor();
+
+  BackwardParams params;
+  static_cast<AttentionParams&>(params) = pack_attention(inputs, readable_out, lse, FA_OPTIONS);
+  params.dout = pack_tensor4(dout);
+  params.dlse = dlse.defined() ? dlse.const_data_ptr() : nullptr;
+  params.dq = pack_tensor4(dq);
+  params.dk = pack_tensor4(dk);
+  params.dv = pack_tensor4(dv);
+  params.dmask = pack_mask_grad(dmask);
+  params.dalibi_slopes = wanted.alibi_slopes ? dslopes_per_head.mutable_data_ptr() : nullptr;
+
+  const cpu::Kernels& kernels = cpu::active_kernels();
+  const cpu::Parallel parallel = torch_threads();
+  const Workspace workspace(kernels.backward_workspace(params, parallel.threads));
+  kernels.backward(params, workspace.data(), parallel);
+  if (wanted.alibi_slopes)
+    dalibi_slopes.copy_(alibi_slopes->dim() == 1 ? dslopes_per_head.sum(0) : dslopes_per_head);
+  return result;
+}
+
+at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, int64_t batch, int64_t heads, int64_t seqlen_q,
+                            int64_t seqlen_k, double dropout_p) {
+  check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
+  at::Tensor kept = at::empty({batch, heads, seqlen_q, seqlen_k}, at::kBool);
+  const int64_t* state = rng_state.const_data_ptr<int64_t>();
+  const PhiloxKey key = philox_key(state[0], state[1]);
+  const uint64_t threshold = dropout_threshold(dropout_p);
+  bool* data = kept.mutable_data_ptr<bool>();
+  at::parallel_for(0, batch * heads * seqlen_q, 64, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      for (int64_t col = 0; col < seqlen_k; ++col)
+        data[row * seqlen_k + col] = dropout_keeps(key, threshold, row / seqlen_q, row % seqlen_q, col);
+  });
+  return kept;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
+  m.impl("attention", attention_cpu);
+  m.impl("attention_backward", attention_backward_cpu);
+  m.impl("dropout_mask", dropout_mask_cpu);
+}
+
+}  // namespace flash_attn_ext

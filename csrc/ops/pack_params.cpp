@@ -1,0 +1,95 @@
+#include "pack_params.h"
+
+#include <cmath>
+
+#include "outputs.h"
+
+namespace flash_attn_ext {
+namespace {
+
+DType pack_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return DType::kFloat32;
+    case at::kDouble: return DType::kFloat64;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kHalf: return DType::kFloat16;
+    case at::kBool: return DType::kBool;
+    default: TORCH_INTERNAL_ASSERT(false, "unchecked dtype ", dtype);
+  }
+}
+
+// A dimension of size 1 is broadcast: its stride must not move.
+int64_t broadcast_stride(const at::Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
+
+Band pack_band(const Sizes& z, const AttentionOptions& o) {
+  auto bounded = [](int64_t window) {
+    return window < 0 ? Band::kUnbounded : std::min(window, Band::kUnbounded);
+  };
+  Band band;
+  band.diagonal = o.lower_right ? z.seqlen_k - z.seqlen_q : 0;
+  band.left = bounded(o.window_left);
+  band.right = o.causal ? 0 : bounded(o.window_right);
+  return band;
+}
+
+}  // namespace
+
+at::Tensor make_readable(const at::Tensor& t) {
+  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
+}
+
+AttentionInputs make_readable(const AttentionInputs& in) {
+  AttentionInputs r = in;
+  r.query = make_readable(in.query);
+  r.key = make_readable(in.key);
+  r.value = make_readable(in.value);
+  if (in.alibi_slopes) r.alibi_slopes = in.alibi_slopes->to(accumulate_type(in.query));
+  return r;
+}
+
+Tensor4 pack_tensor4(const at::Tensor& t) {
+  if (!t.defined()) return {};
+  return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+MaskGrad pack_mask_grad(const at::Tensor& dmask) {
+  if (!dmask.defined()) return {};
+  return {dmask.mutable_data_ptr(), dmask.size(0), dmask.size(1), dmask.size(2), dmask.size(3)};
+}
+
+uint64_t dropout_threshold(double dropout_p) {
+  return static_cast<uint64_t>(std::llround(std::ldexp(dropout_p, 32)));
+}
+
+AttentionParams pack_attention(const AttentionInputs& in, const at::Tensor& out, const at::Tensor& lse,
+                               const AttentionOptions& o) {
+  AttentionParams p;
+  p.dtype = pack_dtype(in.query.scalar_type());
+  p.sizes = {in.query.size(0), in.query.size(1), in.key.size(1),  in.query.size(2),
+             in.key.size(2),   in.query.size(3), in.value.size(3)};
+  p.q = pack_tensor4(in.query);
+  p.k = pack_tensor4(in.key);
+  p.v = pack_tensor4(in.value);
+  p.out = pack_tensor4(out);
+  p.lse = const_cast<void*>(lse.const_data_ptr());
+  p.scale = o.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.sizes.head_dim)));
+  p.softcap = o.softcap;
+  p.band = pack_band(p.sizes, o);
+  if (in.attn_mask) {
+    const at::Tensor& mask = *in.attn_mask;
+    p.mask = {mask.const_data_ptr(),     pack_dtype(mask.scalar_type()), broadcast_stride(mask, 0),
+              broadcast_stride(mask, 1), broadcast_stride(mask, 2),      broadcast_stride(mask, 3)};
+  }
+  if (in.alibi_slopes) {
+    const at::Tensor& slopes = *in.alibi_slopes;
+    p.alibi = {slopes.const_data_ptr(), slopes.dim() == 2 ? slopes.stride(0) : 0, slopes.stride(-1)};
+  }
+  if (o.dropout_p > 0) {
+    p.dropout.rng_state = in.rng_state->const_data_ptr<int64_t>();
+    p.dropout.threshold = dropout_threshold(o.dropout_p);
+    p.dropout.keep_scale = o.dropout_p < 1 ? 1.0 / (1.0 - o.dropout_p) : 0.0;
+  }
+  return p;
+}
+
+}  // namespace flash_attn_ext

@@ -1,0 +1,15 @@
+"""flash_attn_ext: exact attention for PyTorch, tile by tile, that never stores the N x N matrix."""
+
+from . import _vmap  # noqa: F401  registers the vmap rules
+from .functional import dropout_mask, flash_attn, new_rng_state
+from .inspection import active_kernel, available_kernels, build_info, force_kernel
+
+__all__ = [
+    "active_kernel",
+    "available_kernels",
+    "build_info",
+    "dropout_mask",
+    "flash_attn",
+    "force_kernel",
+    "new_rng_state",
+]

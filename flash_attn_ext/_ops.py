@@ -1,0 +1,17 @@
+"""Loads the compiled extension and names its operators: the only module that touches torch.ops.flash_attn_ext."""
+
+import torch
+
+try:
+    from . import _C
+except ImportError as error:
+    raise ImportError(
+        f"flash_attn_ext's compiled half cannot be loaded ({error}). It must be built against the torch that is "
+        f"installed, {torch.__version__}: pip install --no-build-isolation . (in its source folder)"
+    ) from error
+
+attention = torch.ops.flash_attn_ext.attention.default
+attention_backward = torch.ops.flash_attn_ext.attention_backward.default
+dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
+
+_C.active_kernel()  # an impossible FLASH_ATTN_EXT_ISA raises here, at import, and not in the middle of a training run

@@ -1,0 +1,207 @@
+"""flash_attn: scaled dot product attention with torch's meaning, and more by keyword.
+
+This module turns what a caller may write into the one form that the operator takes: 4-D tensors, a mask of 4
+dimensions, numbers. What tensors are allowed is checked in csrc/ops/checks.cpp, for every device at once.
+"""
+
+import torch
+from torch import Tensor
+
+from . import _ops
+
+
+def flash_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal: str | None = None,
+    window: int | tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_lse: bool = False,
+    rng_state: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
+
+    The positional arguments are those of :func:`torch.nn.functional.scaled_dot_product_attention` and mean the same.
+    B is the batch, H the query heads, H_kv the key/value heads, S_q and S_k the sequence lengths, D the head
+    dimension, D_v that of ``value``. The scores are computed in this order: ``scale * <q, k>``, softcap, ALiBi, mask.
+
+    Args:
+        query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 1 to 512. (H, S, D) and (S, D) are
+            taken too, and more than one leading batch dimension. Read in place if the last dimension is contiguous.
+        key: (B, H_kv, S_k, D), dtype and device of ``query``. Leading dimensions broadcast.
+        value: (B, H_kv, S_k, D_v), likewise; D_v may differ from D.
+        attn_mask: broadcastable to (B, H, S_q, S_k) and never expanded. bool: True attends. Float (``query``'s
+            dtype or float32): added to the scores; -inf masks; receives a gradient in its own shape. Unlike in
+            torch it may be combined with ``is_causal``: both apply.
+        dropout_p: probability of dropping an element of the softmax, 0 to 1. Applied whenever it is above 0.
+        is_causal: key j is visible to query i only if j <= i (the diagonal starts in the upper left corner).
+        scale: factor of ``query @ key^T``; ``1 / sqrt(D)`` if None.
+        enable_gqa: allow H_kv < H: query head h uses key/value head ``h // (H // H_kv)``.
+        causal: "upper_left" (as ``is_causal``) or "lower_right" (the last query sees all keys); they differ where
+            S_q != S_k. If given, it decides over ``is_causal``.
+        window: (left, right), or one number for both: only keys up to ``left`` before and ``right`` after the
+            diagonal are visible; -1 is no limit. Sliding window attention of Beltagy et al. 2020.
+        softcap: above 0, scores become ``softcap * tanh(score / softcap)`` (Gemma 2, 2024).
+        alibi_slopes: (H) or (B, H), float32 or ``query``'s dtype: ``-slope * |i + diagonal - j|`` is added to the
+            scores (Press et al. 2022). Receives a gradient.
+        return_lse: also return the logsumexp of the scores. Its gradient is not dropped.
+        rng_state: int64 (seed, offset) from :func:`new_rng_state`, to replay a dropout mask; drawn from torch's
+            generator if None, so that ``torch.manual_seed`` governs it.
+
+    With ``window`` or ``alibi_slopes`` but neither ``is_causal`` nor ``causal``, the diagonal is aligned to the
+    lower right corner, as in flash-attention.
+
+    Returns:
+        out (B, H, S_q, D_v), dtype of ``query``; or (out, lse) with lse (B, H, S_q) in float32 (float64 for float64
+        inputs), natural logarithm. A row to which everything is masked has out 0, lse -inf and gradients 0.
+
+    Raises:
+        TypeError: a dtype, device or layout that is not allowed.
+        ValueError: a shape or number that is not allowed. Messages name the argument, what was got and what is allowed.
+        NotImplementedError: no kernel for the tensors' device.
+
+    Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
+    """
+    ndim = max(query.dim(), key.dim(), value.dim())
+    q, k, v, batch_shape = _as_4d(query, key, value, enable_gqa)
+    lower_right, is_causal = _diagonal(causal, is_causal, window, alibi_slopes)
+    window_left, window_right = _window(window)
+    if dropout_p > 0.0 and rng_state is None:
+        rng_state = new_rng_state(query.device)
+    out, lse = _ops.attention(
+        q,
+        k,
+        v,
+        None if attn_mask is None else _mask_as_4d(attn_mask, ndim, batch_shape),
+        alibi_slopes,
+        rng_state if dropout_p > 0.0 else None,
+        scale=scale,
+        causal=is_causal,
+        lower_right=lower_right,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        dropout_p=dropout_p,
+    )
+    if ndim != 4:
+        out, lse = _restore_shape(out, ndim, batch_shape), _restore_shape(lse, ndim, batch_shape)
+    return (out, lse) if return_lse else out
+
+
+def new_rng_state(device: torch.device | str = "cpu") -> Tensor:
+    """A fresh dropout state, int64 (seed, offset) on ``device``, drawn from torch's generator of that device."""
+    return torch.randint(torch.iinfo(torch.int64).max, (2,), dtype=torch.int64, device=device)
+
+
+def dropout_mask(rng_state: Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k: int, dropout_p: float) -> Tensor:
+    """What :func:`flash_attn` keeps with ``rng_state``: bool (batch, heads, seqlen_q, seqlen_k), False is dropped.
+
+    For tests and dense references; it is as large as the score matrix. Kept elements are scaled by
+    ``1 / (1 - dropout_p)``. Philox4x32-10 (Salmon et al. 2011) of seed, offset, batch, head, row and column.
+    """
+    return _ops.dropout_mask(rng_state, batch, heads, seqlen_q, seqlen_k, dropout_p)
+
+
+def _as_4d(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
+    """q, k, v as (B, heads, S, D), and the shape of the leading dimensions that B stands for."""
+    tensors = [query, key, value]
+    if any(t.dim() != 4 for t in tensors):
+        for name, t in zip(("query", "key", "value"), tensors, strict=True):
+            if t.dim() < 2:
+                raise ValueError(
+                    f"{name}: got shape {list(t.shape)}; allowed: at least 2 dimensions, (sequence, head_dim)"
+                )
+        ndim = max(t.dim() for t in tensors)
+        tensors = [t.reshape((1,) * (max(ndim, 4) - t.dim()) + t.shape) for t in tensors]
+    q, k, v = tensors
+    batch_shape = q.shape[:-3]
+    if k.shape[:-3] != batch_shape or v.shape[:-3] != batch_shape:
+        batch_shape = _broadcast("batch", batch_shape, k.shape[:-3], v.shape[:-3])
+        q, k, v = (t.expand(batch_shape + t.shape[-3:]) for t in (q, k, v))
+    heads = q.shape[-3]
+    if not enable_gqa and (k.shape[-3] != heads or v.shape[-3] != heads):
+        if 1 not in (heads, k.shape[-3], v.shape[-3]):
+            raise ValueError(
+                f"key, value: got {k.shape[-3]} and {v.shape[-3]} heads for {heads} query heads; allowed: the same "
+                "number, or 1, or a divisor with enable_gqa=True"
+            )
+        (heads,) = _broadcast("heads", *(t.shape[-3:-2] for t in (q, k, v)))
+        q, k, v = (t.expand((*t.shape[:-3], heads, *t.shape[-2:])) for t in (q, k, v))
+    if len(batch_shape) != 1:
+        q, k, v = (t.reshape(-1, *t.shape[-3:]) if t.numel() else _flatten_empty(t) for t in (q, k, v))
+    return q, k, v, batch_shape
+
+
+def _flatten_empty(t: Tensor) -> Tensor:
+    """What reshape(-1, ...) cannot infer for tensors without elements."""
+    batch = 1
+    for size in t.shape[:-3]:
+        batch *= size
+    return t.reshape(batch, *t.shape[-3:])
+
+
+def _broadcast(what: str, *shapes: torch.Size) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError as error:
+        got = ", ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(
+            f"query, key, value: got {what} dimensions {got}; allowed: dimensions that broadcast together"
+        ) from error
+
+
+def _mask_as_4d(mask: Tensor, ndim: int, batch_shape: torch.Size) -> Tensor:
+    """``mask`` with 4 dimensions, broadcast ones of size 1; a view unless several batch dimensions mix both kinds."""
+    if mask.dim() > max(ndim, 2):
+        raise ValueError(
+            f"attn_mask: got shape {list(mask.shape)}; allowed: at most the {ndim} dimensions of the inputs"
+        )
+    full_dim = len(batch_shape) + 3
+    mask = mask.reshape((1,) * (full_dim - mask.dim()) + mask.shape)
+    if len(batch_shape) == 1:
+        return mask
+    leading = mask.shape[:-3]
+    if any(size not in (1, full) for size, full in zip(leading, batch_shape, strict=True)):
+        raise ValueError(
+            f"attn_mask: got leading dimensions {list(leading)}; allowed: broadcastable to {list(batch_shape)}"
+        )
+    if all(size == 1 for size in leading):
+        return mask.reshape(1, *mask.shape[-3:])
+    return _flatten_empty(mask.expand(batch_shape + mask.shape[-3:]))
+
+
+def _restore_shape(t: Tensor, ndim: int, batch_shape: torch.Size) -> Tensor:
+    """Undoes :func:`_as_4d` on out (B, H, S_q, D_v) or lse (B, H, S_q)."""
+    if ndim > 4:
+        return t.reshape(batch_shape + t.shape[1:])
+    for _ in range(4 - ndim):
+        t = t.squeeze(0)
+    return t
+
+
+def _diagonal(causal: str | None, is_causal: bool, window: object, alibi_slopes: Tensor | None) -> tuple[bool, bool]:
+    """(lower_right, causal) of the operator."""
+    if causal is None:
+        return not is_causal and (window is not None or alibi_slopes is not None), is_causal
+    if causal not in ("upper_left", "lower_right"):
+        raise ValueError(f"causal: got {causal!r}; allowed: None, 'upper_left', 'lower_right'")
+    return causal == "lower_right", True
+
+
+def _window(window: int | tuple[int, int] | None) -> tuple[int, int]:
+    """(left, right) of the operator; -1 is no limit."""
+    if window is None:
+        return -1, -1
+    if isinstance(window, int):
+        return window, window
+    if isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(n, int) for n in window):
+        return tuple(window)
+    raise ValueError(f"window: got {window!r}; allowed: None, an int, or two ints (left, right), -1 for no limit")

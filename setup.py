@@ -1,0 +1,82 @@
+"""Builds flash_attn_ext._C: the operators and their CPU kernels, and the CUDA half where it can be.
+
+FLASH_ATTN_EXT_CUDA=1   build the CUDA half; an error where that is impossible
+FLASH_ATTN_EXT_CUDA=0   leave it out, on purpose
+unset                   as torch is: with a CUDA build of torch it is required, with a CPU build left out
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError as error:
+    sys.exit(
+        f"flash_attn_ext needs torch where it is built ({error}). "
+        "Install torch first, then: pip install --no-build-isolation ."
+    )
+
+# cpp_extension compiles in parallel if it finds ninja, which pip puts beside the interpreter, on PATH or not.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+CSRC = "csrc"
+OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "meta", "pack_params", "schema"]
+CPU = ["isa_avx2", "isa_avx512", "isa_generic", "select"]
+CUDA = ["select"]
+
+
+def cuda_wanted() -> bool:
+    """Whether to build the CUDA half; exits if it was asked for and cannot be."""
+    asked = os.environ.get("FLASH_ATTN_EXT_CUDA", "")
+    if asked not in ("", "0", "1"):
+        sys.exit(f"FLASH_ATTN_EXT_CUDA: got {asked!r}; allowed: 0, 1 or unset")
+    if asked == "0" or (asked == "" and torch.version.cuda is None):
+        return False
+    why = "FLASH_ATTN_EXT_CUDA=1" if asked == "1" else f"torch {torch.__version__} is a CUDA build"
+    if torch.version.cuda is None:
+        sys.exit(f"flash_attn_ext: {why}, but torch {torch.__version__} is a CPU build; install a CUDA build of torch")
+    nvcc = Path(cpp_extension.CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
+    if not nvcc.exists():
+        sys.exit(
+            f"flash_attn_ext: {why}, but there is no nvcc ({nvcc}); set CUDA_HOME, "
+            "or FLASH_ATTN_EXT_CUDA=0 for an extension that runs on CPU only"
+        )
+    return True
+
+
+def extension(with_cuda: bool):
+    sources = [f"{CSRC}/bindings.cpp"]
+    sources += [f"{CSRC}/ops/{name}.cpp" for name in OPS]
+    sources += [f"{CSRC}/cpu/{name}.cpp" for name in CPU]
+    # -fopenmp: at::parallel_for is an inline template, serial without it.
+    # -Wno-psabi: vectors wider than the baseline's never cross an object file.
+    # -g0: Python's own flags ask for debug information, which doubles the build.
+    flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas"]
+    kind = cpp_extension.CppExtension
+    if with_cuda:
+        sources += [f"{CSRC}/cuda/{name}.cu" for name in CUDA]
+        flags += ["-DFLASH_ATTN_EXT_WITH_CUDA"]
+        flags = {"cxx": flags, "nvcc": ["-O3", "--expt-relaxed-constexpr", "-DFLASH_ATTN_EXT_WITH_CUDA"]}
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0a")
+        kind = cpp_extension.CUDAExtension
+        add_wheel_headers()
+    headers = sorted(str(path) for pattern in ("**/*.h", "**/*.cuh") for path in Path(CSRC).glob(pattern))
+    link_flags = ["-fopenmp"]
+    return kind("flash_attn_ext._C", sources, depends=headers, extra_compile_args=flags, extra_link_args=link_flags)
+
+
+def add_wheel_headers() -> None:
+    """Puts the CUDA headers that torch's own wheels bring (cusparse.h and kin) behind the toolkit's."""
+    site = Path(torch.__file__).parent.parent
+    found = sorted(str(path) for path in (site / "nvidia").glob("cu1[0-9]/include"))
+    os.environ["CPATH"] = os.pathsep.join(filter(None, [os.environ.get("CPATH", ""), *found]))
+
+
+setup(
+    ext_modules=[extension(cuda_wanted())],
+    cmdclass={"build_ext": cpp_extension.BuildExtension},
+)
