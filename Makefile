@@ -1,0 +1,44 @@
+# The commands that people type. Each does its own set-up in $(VENV), from a bare clone.
+PYTHON ?= python3
+VENV ?= .venv
+# Where pip would otherwise fetch another build. FLASH_ATTN_EXT_CUDA=0 or 1 is passed on to setup.py.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+CXX_SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+PY_SOURCES := setup.py flash_attn_ext tests benchmarks examples
+
+.PHONY: demo test lint format clean
+
+# Trains a small GPT on the standard library's sources, through torch and through flash_attn_ext, and compares.
+demo: $(VENV)/.built
+	$(BIN)/python examples/train_gpt.py
+
+test: $(VENV)/.built
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check $(PY_SOURCES)
+	$(BIN)/ruff format --check $(PY_SOURCES)
+	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix $(PY_SOURCES)
+	$(BIN)/ruff format $(PY_SOURCES)
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+clean:
+	rm -rf build *.egg-info flash_attn_ext/_C*.so $(VENV)/.built
+
+$(VENV)/.torch: Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$(TORCH)" "setuptools>=77" wheel ninja
+	touch $@
+
+$(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(filter csrc/%,$(CXX_SOURCES))
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[test,demo]"
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["lint"])')
+	touch $@
