@@ -3,8 +3,12 @@
 from . import _vmap  # noqa: F401  registers the vmap rules
 from .functional import dropout_mask, flash_attn, new_rng_state
 from .inspection import active_kernel, available_kernels, build_info, force_kernel
+from .modules import MultiheadAttention
+from .patch import ReplacedAttention, replace_attention
 
 __all__ = [
+    "MultiheadAttention",
+    "ReplacedAttention",
     "active_kernel",
     "available_kernels",
     "build_info",
@@ -12,4 +16,5 @@ __all__ = [
     "flash_attn",
     "force_kernel",
     "new_rng_state",
+    "replace_attention",
 ]

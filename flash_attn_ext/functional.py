@@ -7,7 +7,7 @@ dimensions, numbers. What tensors are allowed is checked in csrc/ops/checks.cpp,
 import torch
 from torch import Tensor
 
-from . import _ops
+from . import _functorch, _ops
 
 
 def flash_attn(
@@ -70,13 +70,16 @@ def flash_attn(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        _check_is_tensor(name, t)
     ndim = max(query.dim(), key.dim(), value.dim())
     q, k, v, batch_shape = _as_4d(query, key, value, enable_gqa)
     lower_right, is_causal = _diagonal(causal, is_causal, window, alibi_slopes)
     window_left, window_right = _window(window)
     if dropout_p > 0.0 and rng_state is None:
         rng_state = new_rng_state(query.device)
-    out, lse = _ops.attention(
+    attention = _functorch.attention if _functorch.active() else _ops.attention
+    out, lse = attention(
         q,
         k,
         v,
@@ -108,6 +111,11 @@ def dropout_mask(rng_state: Tensor, batch: int, heads: int, seqlen_q: int, seqle
     ``1 / (1 - dropout_p)``. Philox4x32-10 (Salmon et al. 2011) of seed, offset, batch, head, row and column.
     """
     return _ops.dropout_mask(rng_state, batch, heads, seqlen_q, seqlen_k, dropout_p)
+
+
+def _check_is_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}; allowed: a torch.Tensor")
 
 
 def _as_4d(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
@@ -160,6 +168,7 @@ def _broadcast(what: str, *shapes: torch.Size) -> torch.Size:
 
 def _mask_as_4d(mask: Tensor, ndim: int, batch_shape: torch.Size) -> Tensor:
     """``mask`` with 4 dimensions, broadcast ones of size 1; a view unless several batch dimensions mix both kinds."""
+    _check_is_tensor("attn_mask", mask)
     if mask.dim() > max(ndim, 2):
         raise ValueError(
             f"attn_mask: got shape {list(mask.shape)}; allowed: at most the {ndim} dimensions of the inputs"

@@ -4,7 +4,7 @@ from ._ops import _C
 
 
 def build_info() -> dict:
-    """How the extension was built: torch version, compiler, whether it has the CUDA half and OpenMP, largest head_dim."""
+    """How the extension was built: torch version, compiler, CUDA half or not, OpenMP or not, largest head_dim."""
     return _C.build_info()
 
 

@@ -8,6 +8,9 @@ namespace {
 // Sizes are compared as SymInt: the same text then serves traced calls with dynamic shapes.
 using c10::SymInt;
 
+// torch's own name of a dtype, as Python shows it.
+std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
+
 void check_tensor(const char* name, const at::Tensor& t, const at::Tensor& query) {
   TORCH_CHECK_TYPE(t.layout() == at::kStrided, name, ": got a tensor of layout ", t.layout(),
                    "; allowed: dense (strided) tensors");
@@ -33,11 +36,11 @@ void check_qkv(const AttentionInputs& in) {
   const auto dtype = q.scalar_type();
   TORCH_CHECK_TYPE(
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-      "query: got dtype ", dtype, "; allowed: float32, float64, bfloat16, float16");
-  TORCH_CHECK_TYPE(k.scalar_type() == dtype, "key: got dtype ", k.scalar_type(), "; allowed: query's, ",
-                   dtype);
-  TORCH_CHECK_TYPE(v.scalar_type() == dtype, "value: got dtype ", v.scalar_type(), "; allowed: query's, ",
-                   dtype);
+      "query: got dtype ", name_of(dtype), "; allowed: float32, float64, bfloat16, float16");
+  TORCH_CHECK_TYPE(k.scalar_type() == dtype, "key: got dtype ", name_of(k.scalar_type()),
+                   "; allowed: query's, ", name_of(dtype));
+  TORCH_CHECK_TYPE(v.scalar_type() == dtype, "value: got dtype ", name_of(v.scalar_type()),
+                   "; allowed: query's, ", name_of(dtype));
   check_4d("query", q, "(batch, heads, seqlen_q, head_dim)");
   check_4d("key", k, "(batch, heads_kv, seqlen_k, head_dim)");
   check_4d("value", v, "(batch, heads_kv, seqlen_k, head_dim_v)");
@@ -60,8 +63,8 @@ void check_mask(const AttentionInputs& in) {
   check_tensor("attn_mask", mask, q);
   const auto dtype = mask.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kBool || dtype == q.scalar_type() || dtype == at::kFloat,
-                   "attn_mask: got dtype ", dtype, "; allowed: bool (true attends), query's (",
-                   q.scalar_type(), ") or float32 (added)");
+                   "attn_mask: got dtype ", name_of(dtype), "; allowed: bool (true attends), query's (",
+                   name_of(q.scalar_type()), ") or float32 (added)");
   check_4d("attn_mask", mask, "broadcastable to (batch, heads, seqlen_q, seqlen_k)");
   const SymInt full[] = {q.sym_size(0), q.sym_size(1), q.sym_size(2), in.key.sym_size(2)};
   static const char* const meaning[] = {"batch", "heads", "seqlen_q", "seqlen_k"};
@@ -75,8 +78,8 @@ void check_alibi(const AttentionInputs& in) {
   const at::Tensor &slopes = *in.alibi_slopes, &q = in.query;
   check_tensor("alibi_slopes", slopes, q);
   TORCH_CHECK_TYPE(slopes.scalar_type() == at::kFloat || slopes.scalar_type() == q.scalar_type(),
-                   "alibi_slopes: got dtype ", slopes.scalar_type(), "; allowed: float32 or query's, ",
-                   q.scalar_type());
+                   "alibi_slopes: got dtype ", name_of(slopes.scalar_type()),
+                   "; allowed: float32 or query's, ", name_of(q.scalar_type()));
   const bool per_head = slopes.dim() == 1 && slopes.sym_size(0) == q.sym_size(1);
   const bool per_batch =
       slopes.dim() == 2 && slopes.sym_size(0) == q.sym_size(0) && slopes.sym_size(1) == q.sym_size(1);
@@ -90,7 +93,7 @@ void check_dropout_p(double p) {
 }
 
 void check_rng_state(const at::Tensor& state) {
-  TORCH_CHECK_TYPE(state.scalar_type() == at::kLong, "rng_state: got dtype ", state.scalar_type(),
+  TORCH_CHECK_TYPE(state.scalar_type() == at::kLong, "rng_state: got dtype ", name_of(state.scalar_type()),
                    "; allowed: int64");
   TORCH_CHECK_VALUE(state.dim() == 1 && state.sym_size(0) == 2 && state.is_contiguous(),
                     "rng_state: got shape ", state.sym_sizes(),
@@ -118,8 +121,8 @@ void check_options(const AttentionInputs& in, const AttentionOptions& o) {
 void check_same_form(const char* name, const at::Tensor& t, const at::Tensor& model, const char* model_name) {
   TORCH_CHECK_VALUE(t.sym_sizes() == model.sym_sizes(), name, ": got shape ", t.sym_sizes(),
                     "; allowed: that of ", model_name, ", ", model.sym_sizes());
-  TORCH_CHECK_TYPE(t.scalar_type() == model.scalar_type(), name, ": got dtype ", t.scalar_type(),
-                   "; allowed: that of ", model_name, ", ", model.scalar_type());
+  TORCH_CHECK_TYPE(t.scalar_type() == model.scalar_type(), name, ": got dtype ", name_of(t.scalar_type()),
+                   "; allowed: that of ", model_name, ", ", name_of(model.scalar_type()));
 }
 
 }  // namespace
@@ -140,14 +143,14 @@ void check_attention_backward(const OptionalTensor& grad_out, const OptionalTens
   check_4d("out", out, "(batch, heads, seqlen_q, head_dim_v)");
   for (int64_t dim = 0; dim < 3; ++dim) check_size("out", out, dim, q.sym_size(dim), "query's size");
   check_size("out", out, 3, in.value.sym_size(3), "value's head_dim_v");
-  TORCH_CHECK_TYPE(out.scalar_type() == q.scalar_type(), "out: got dtype ", out.scalar_type(),
-                   "; allowed: query's, ", q.scalar_type());
+  TORCH_CHECK_TYPE(out.scalar_type() == q.scalar_type(), "out: got dtype ", name_of(out.scalar_type()),
+                   "; allowed: query's, ", name_of(q.scalar_type()));
   check_tensor("lse", lse, q);
   TORCH_CHECK_VALUE(lse.dim() == 3 && lse.is_contiguous(), "lse: got shape ", lse.sym_sizes(),
                     "; allowed: a contiguous (batch, heads, seqlen_q)");
   for (int64_t dim = 0; dim < 3; ++dim) check_size("lse", lse, dim, q.sym_size(dim), "query's size");
   TORCH_CHECK_TYPE(lse.scalar_type() == (q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat),
-                   "lse: got dtype ", lse.scalar_type(),
+                   "lse: got dtype ", name_of(lse.scalar_type()),
                    "; allowed: float32, and float64 for float64 inputs");
   if (grad_out) {
     check_tensor("grad_out", *grad_out, q);

@@ -22,8 +22,13 @@ void run_on_torch_threads(int threads, void (*worker)(void* context, int thread)
   });
 }
 
-cpu::Parallel torch_threads() {
-  return {at::in_parallel_region() ? 1 : at::get_num_threads(), run_on_torch_threads};
+// Small calls run on the calling thread: waking others costs more than they save below about 10 us of work.
+cpu::Parallel torch_threads(const Sizes& z, double products) {
+  constexpr double kSerialFlops = 1e6;
+  const double flops =
+      products * double(z.batch * z.heads) * z.seqlen_q * z.seqlen_k * (z.head_dim + z.head_dim_v);
+  const bool serial = flops < kSerialFlops || at::in_parallel_region();
+  return {serial ? 1 : at::get_num_threads(), run_on_torch_threads};
 }
 
 struct Workspace {
@@ -46,7 +51,7 @@ ForwardResult attention_cpu(FA_INPUT_ARGS, FA_OPTION_ARGS) {
   const AttentionInputs inputs = make_readable(FA_INPUTS);
   const AttentionParams params = pack_attention(inputs, out, lse, FA_OPTIONS);
   const cpu::Kernels& kernels = cpu::active_kernels();
-  const cpu::Parallel parallel = torch_threads();
+  const cpu::Parallel parallel = torch_threads(params.sizes, 2.0);
   const Workspace workspace(kernels.forward_workspace(params, parallel.threads));
   kernels.forward(params, workspace.data(), parallel);
   return {out, lse};
@@ -84,7 +89,7 @@ BackwardResult attention_backward_cpu(const OptionalTensor& grad_out, const Opti
   params.dalibi_slopes = wanted.alibi_slopes ? dslopes_per_head.mutable_data_ptr() : nullptr;
 
   const cpu::Kernels& kernels = cpu::active_kernels();
-  const cpu::Parallel parallel = torch_threads();
+  const cpu::Parallel parallel = torch_threads(params.sizes, 5.0);
   const Workspace workspace(kernels.backward_workspace(params, parallel.threads));
   kernels.backward(params, workspace.data(), parallel);
   if (wanted.alibi_slopes)

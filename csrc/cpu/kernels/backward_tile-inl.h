@@ -85,12 +85,13 @@ BackwardTile<T> recompute_tile(const BackwardParams& p, const BackwardScratch<T>
   const T* lse = static_cast<const T*>(p.lse) + (f.b * z.heads + f.h) * z.seqlen_q;
   for (int64_t r = 0; r < f.queries; ++r) {
     const T row_lse = lse[f.i0 + r], row_delta = delta[f.i0 + r];
-    const T row_lse2 = row_lse == kNegInf<T> ? -kNegInf<T> : row_lse * T(kLog2E);
+    // An lse of -inf is a row with everything masked; +inf gives it P = 0 without an Inf - Inf on the way.
+    const Vec<T> reference = splat<T>(row_lse == kNegInf<T> ? -kNegInf<T> : row_lse);
     T *prob_row = s.probs + r * f.ld, *dscore_row = s.dscores + r * f.ld;
     for (int64_t c = 0; c < f.ld; c += L) {
       const Vec<T> x = load<T>(prob_row + c);
       const VecIndex<T> hidden = x == kNegInf<T>;  // masked, or padding: 0 whatever dP and lse hold
-      const Vec<T> prob = exp2<T>(x - row_lse2);
+      const Vec<T> prob = exp2<T>(x - reference * T(kLog2E));  // one rounding: an FMA where there is one
       Vec<T> dropped = prob, dprob = load<T>(dscore_row + c);
       if (p.dropout) {
         const Vec<T> keep = load<T>(s.dropout_tile + r * f.ld + c);

@@ -1,0 +1,58 @@
+"""torch.func transforms (grad, jacrev, vmap of grad, ...) cannot pass a C++ autograd function: the same in Python.
+
+It calls the same two operators as csrc/ops/autograd.cpp, and is used only while a transform is active.
+"""
+
+import torch
+
+from . import _ops
+
+
+class _Attention(torch.autograd.Function):
+    generate_vmap_rule = True  # from the rules of the two operators, _vmap.py
+
+    @staticmethod
+    def forward(query, key, value, attn_mask, alibi_slopes, rng_state, options):
+        return _ops.attention(query, key, value, attn_mask, alibi_slopes, rng_state, **options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.options = inputs
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        options = {**ctx.options, "grad_mask": list(ctx.needs_input_grad[:5])}
+        grads = _AttentionBackward.apply(grad_out, grad_lse, *ctx.saved_tensors, options)
+        return (*grads, None, None)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args):
+        *tensors, options = args
+        return _ops.attention_backward(*tensors, **options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError("flash_attn: double backward (a gradient of its gradients) is not implemented")
+
+
+def attention(query, key, value, attn_mask, alibi_slopes, rng_state, **options):
+    """``_ops.attention`` under a torch.func transform."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # as csrc/ops/autocast.cpp, which this path does not pass
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (t.to(dtype) for t in (query, key, value))
+    return _Attention.apply(query, key, value, attn_mask, alibi_slopes, rng_state, options)
+
+
+def active() -> bool:
+    """Whether a torch.func transform is being evaluated (torch.compile traces through the operator itself)."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

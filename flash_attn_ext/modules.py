@@ -1,0 +1,405 @@
+"""MultiheadAttention: torch.nn.MultiheadAttention on the tiled kernel.
+
+Reading order: `forward` (check, project, merge the masks, attend, project back), then the helpers it calls.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .functional import dropout_mask, flash_attn, new_rng_state
+
+__all__ = ["MultiheadAttention"]
+
+
+def _run_forward(module: nn.Module, args: tuple) -> None:
+    """A forward pre-hook that does nothing; that it is attached is the point.
+
+    In eval without grad, nn.TransformerEncoderLayer takes the raw weights of its self_attn to one fused torch
+    op and never calls self_attn.forward. It leaves that path when any module below it has a forward hook,
+    since a hook says that this module's call must happen: exactly what we have to say. The other conditions
+    it looks at (`_qkv_same_embed_dim`, `in_proj_bias`, `batch_first`) describe the weights and are read by
+    other code as well, so they stay true. A plain function of this file, so that deepcopy and pickle carry
+    it along.
+    """
+
+
+def keep_forward(module: nn.Module) -> None:
+    """Attaches `_run_forward`, once."""
+    if not any(hook is _run_forward for hook in module._forward_pre_hooks.values()):
+        module.register_forward_pre_hook(_run_forward)
+
+
+def drop_keep_forward(module: nn.Module) -> None:
+    """Undoes `keep_forward`."""
+    for handle_id, hook in list(module._forward_pre_hooks.items()):
+        if hook is _run_forward:
+            del module._forward_pre_hooks[handle_id]
+
+
+def flash_class(cls: type) -> type:
+    """The class that an nn.MultiheadAttention of class `cls` becomes: MultiheadAttention.
+
+    A parametrized module has a class of its own (torch.nn.utils.parametrize makes it), which holds the
+    parameters as properties: it becomes the same class with MultiheadAttention as its base.
+    """
+    if cls is nn.MultiheadAttention:
+        return MultiheadAttention
+    body = {name: entry for name, entry in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, (MultiheadAttention,), body)
+
+
+def why_not_ours(module: nn.Module) -> str | None:
+    """Why `module` cannot become a MultiheadAttention; None if it can."""
+    original = nn.utils.parametrize.type_before_parametrizations(module)
+    if original is not nn.MultiheadAttention:
+        return (
+            f"it is a {original.__module__}.{original.__qualname__}, which may compute something else than "
+            "torch.nn.MultiheadAttention itself"
+        )
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance, and that replacement would go on running torch's"
+    return None
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention whose attention runs on `flash_attn`.
+
+    Constructor, forward arguments, return values, parameters and state_dict are those of
+    torch.nn.MultiheadAttention, of which this is a subclass: checkpoints load in both directions and
+    isinstance checks keep working. What differs:
+
+    - With `need_weights=False` nothing of size S_q x S_k is allocated except what the given masks need: a
+      `key_padding_mask` goes to the kernel as (B, 1, 1, S_k), an `attn_mask` in its own shape. Both together
+      need one (B, 1, S_q, S_k) mask (per head if `attn_mask` is 3-D), unless `is_causal=True` says that
+      `attn_mask` is causal.
+    - A query whose keys are all masked gets attention output 0, weights 0 and gradient 0, never NaN.
+    - With `need_weights=True` (torch's default) the output is the same as without; the weights are computed
+      beside it, densely.
+    - The fused inference paths of torch, in this module and in nn.TransformerEncoderLayer, are not taken: the
+      kernel runs there too. Nested inputs (strided layout), which torch takes on those paths only, are taken
+      always.
+    - torch.jit.script is not supported.
+
+    Args:
+        embed_dim: features of query and output, divisible by `num_heads`.
+        num_heads: number of heads.
+        dropout: probability with which an attention weight is dropped in training.
+        bias: whether the input and output projections have a bias.
+        add_bias_kv: appends a learned key and value to the sequences.
+        add_zero_attn: appends a key and a value of zeros.
+        kdim, vdim: features of key and value, `embed_dim` if None.
+        batch_first: batched inputs and output are (B, S, E) instead of (S, B, E).
+        device, dtype: of the parameters.
+
+    Source: Vaswani et al., "Attention Is All You Need", https://arxiv.org/abs/1706.03762, section 3.2.2; the
+    interface is torch.nn.MultiheadAttention's.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout=dropout,
+            bias=bias,
+            add_bias_kv=add_bias_kv,
+            add_zero_attn=add_zero_attn,
+            kdim=kdim,
+            vdim=vdim,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )
+        keep_forward(self)
+
+    @classmethod
+    def from_torch(cls, mha: nn.MultiheadAttention) -> MultiheadAttention:
+        """A MultiheadAttention with the very same Parameter objects, buffers, submodules, hooks and training
+        flag as `mha`, which stays as it is.
+
+        Raises TypeError if `mha` is not a torch.nn.MultiheadAttention, is of a subclass of it, or has a
+        forward of its own.
+        """
+        obstacle = why_not_ours(mha)
+        if obstacle is not None:
+            raise TypeError(f"mha: must be a torch.nn.MultiheadAttention as torch made it; {obstacle}")
+        own_class = cls if type(mha) is nn.MultiheadAttention else flash_class(type(mha))
+        new = own_class.__new__(own_class)
+        # The registries are copied, so that registering in one module leaves the other alone; what they
+        # hold is shared.
+        for name, entry in vars(mha).items():
+            new.__dict__[name] = copy.copy(entry) if isinstance(entry, (dict, set)) else entry
+        keep_forward(new)
+        return new
+
+    def merge_masks(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor):
+        """Refuses: torch calls this only on its way to a fused op that bypasses this module."""
+        raise RuntimeError(
+            "a fused torch path is about to bypass flash_attn_ext, because the forward pre-hook that "
+            "prevents it was removed from this MultiheadAttention; keep the hook, or turn that path off with "
+            "torch.backends.mha.set_fastpath_enabled(False)"
+        )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of `query` over `key` and `value`.
+
+        Args:
+            query, key, value: (S_q, B, embed_dim), (S_k, B, kdim), (S_k, B, vdim); with `batch_first`
+                (B, S, features); unbatched (S, features). float16, bfloat16, float32 or float64: the dtype of
+                the parameters, or any under autocast.
+            key_padding_mask: (B, S_k), unbatched (S_k,). Bool: True = not attended; float: added to scores.
+            need_weights: also return the attention weights, an S_q x S_k tensor.
+            attn_mask: (S_q, S_k) or (B * num_heads, S_q, S_k); bool or float as `key_padding_mask`.
+            average_attn_weights: return the weights averaged over the heads instead of one by one.
+            is_causal: a hint that `attn_mask`, which must be given, is the causal mask. With
+                `need_weights=False` the hint is taken at its word and the values of `attn_mask` are not read.
+
+        Returns:
+            (out, weights): out has the shape of `query`; weights, after dropout, are (B, S_q, S_k), or
+            (B, num_heads, S_q, S_k) if not averaged, without B if unbatched; None with `need_weights=False`.
+            `add_bias_kv` and `add_zero_attn` append one column each.
+
+        Raises:
+            AssertionError, RuntimeError: each where torch.nn.MultiheadAttention raises it.
+            TypeError: from `flash_attn`, for a float mask neither of the inputs' dtype nor float32.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._forward_nested(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        self._check(query, key, value, key_padding_mask, attn_mask, need_weights, is_causal)
+        batched = query.dim() == 3
+
+        q, k, v = self._project(query, key, value)
+        k, v = self._append_keys(k, v, batched)
+        q, k, v = (self._split_heads(x, batched) for x in (q, k, v))
+        batch, heads, seqlen_q, _ = q.shape
+        appended = (self.bias_k is not None) + bool(self.add_zero_attn)
+
+        # torch hands the hint to its kernel only without key_padding_mask; ours takes both, which saves the
+        # B x S_q x S_k mask. Not with appended keys: they lie right of the diagonal, where the hint hides
+        # them and the padded mask does not. There we do as torch does, so that a trained model computes
+        # what it learned.
+        causal = is_causal and not need_weights and (key_padding_mask is None or not appended)
+        mask = self._merge(None if causal else attn_mask, key_padding_mask, batch, appended)
+
+        dropout_p = self.dropout if self.training else 0.0
+        rng_state = new_rng_state(q.device) if need_weights and dropout_p > 0.0 else None
+        out = flash_attn(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, rng_state=rng_state)
+        out = F.linear(self._join_heads(out, batched), self.out_proj.weight, self.out_proj.bias)
+        if not need_weights:
+            return out, None
+
+        weights = _attention_weights(q, k, mask)
+        if rng_state is not None:
+            keep = dropout_mask(rng_state, batch, heads, seqlen_q, k.size(2), dropout_p)
+            weights = (weights / (1.0 - dropout_p)).masked_fill(~keep, 0.0)
+        if average_attn_weights:
+            weights = weights.mean(dim=1)
+        return out, weights if batched else weights.squeeze(0)
+
+    def _check(self, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal) -> None:
+        """The checks of torch.nn.MultiheadAttention, with its types of exception."""
+        if query.dim() not in (2, 3):
+            raise AssertionError(f"query: got a {query.dim()}-D tensor, allowed are 2-D (unbatched) and 3-D")
+        features = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
+        for (name, size), x in zip(features.items(), (query, key, value), strict=True):
+            if x.dim() != query.dim():
+                raise AssertionError(f"{name}: got a {x.dim()}-D tensor, must be {query.dim()}-D as query is")
+            if x.size(-1) != size:
+                raise AssertionError(f"{name}: got embedding dimension {x.size(-1)}, must be {size}")
+        if key.shape[:-1] != value.shape[:-1]:
+            got, allowed = tuple(value.shape[:-1]), tuple(key.shape[:-1])
+            raise AssertionError(f"value: got sequence and batch sizes {got}, must be key's {allowed}")
+        batched = query.dim() == 3
+        batch_dim, seq_dim = (0, 1) if self.batch_first and batched else (1, 0)
+        batch = (query.size(batch_dim),) if batched else ()
+        if batched and key.size(batch_dim) != batch[0]:
+            raise RuntimeError(f"key: got batch size {key.size(batch_dim)}, must be query's {batch[0]}")
+        seqlen_q, seqlen_k = query.size(seq_dim), key.size(seq_dim)
+
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+                raise AssertionError(f"{name}: got {mask.dtype}, only bool and floating types are supported")
+        if key_padding_mask is not None and key_padding_mask.shape != (*batch, seqlen_k):
+            got = tuple(key_padding_mask.shape)
+            raise AssertionError(f"key_padding_mask: got shape {got}, must be {(*batch, seqlen_k)}")
+        if attn_mask is None:
+            if is_causal:
+                raise RuntimeError(
+                    "attn_mask: got None. Need attn_mask if specifying the is_causal hint; "
+                    "torch.nn.Transformer.generate_square_subsequent_mask creates this mask"
+                )
+            return
+        if attn_mask.dim() not in (2, 3):
+            raise AssertionError(f"attn_mask: got a {attn_mask.dim()}-D tensor, allowed are 2-D and 3-D")
+        if is_causal and not need_weights and key_padding_mask is None:
+            return  # As in torch, the mask is not looked at.
+        allowed = (seqlen_q, seqlen_k)
+        if attn_mask.dim() == 3:
+            allowed = (math.prod(batch) * self.num_heads, seqlen_q, seqlen_k)
+        if attn_mask.shape != allowed:
+            error = AssertionError if attn_mask.dim() == 3 and not batched else RuntimeError
+            raise error(f"attn_mask: got shape {tuple(attn_mask.shape)}, should be {allowed}")
+        if key_padding_mask is not None and key_padding_mask.dtype != attn_mask.dtype:
+            warnings.warn(
+                "Support for mismatched key_padding_mask and attn_mask is deprecated. Use same type for both "
+                f"instead (got {key_padding_mask.dtype} and {attn_mask.dtype}).",
+                stacklevel=2,
+            )
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v of embed_dim features each, laid out as the inputs; one GEMM for inputs that are one."""
+        bias = self.in_proj_bias
+        if not self._qkv_same_embed_dim:
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            return tuple(map(F.linear, (query, key, value), weights, biases))
+        # Read once: under a parametrization every read computes it.
+        weight = self.in_proj_weight
+        if query is key and key is value:
+            return F.linear(query, weight, bias).chunk(3, dim=-1)
+        if key is value:
+            split = [self.embed_dim, 2 * self.embed_dim]
+            weight_q, weight_kv = weight.split(split)
+            bias_q, bias_kv = (None, None) if bias is None else bias.split(split)
+            return F.linear(query, weight_q, bias_q), *F.linear(key, weight_kv, bias_kv).chunk(2, dim=-1)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        return tuple(map(F.linear, (query, key, value), weight.chunk(3), biases))
+
+    def _append_keys(self, k: Tensor, v: Tensor, batched: bool) -> tuple[Tensor, Tensor]:
+        """bias_k, bias_v and the zeros of add_zero_attn, after the last key and value."""
+        bias_k, bias_v = self.bias_k, self.bias_v
+        if bias_k is None and not self.add_zero_attn:
+            return k, v
+        seq_dim = 1 if self.batch_first and batched else 0
+        shape = list(k.shape)
+        shape[seq_dim] = 1
+        tails = [], []
+        for x, bias, tail in ((k, bias_k, tails[0]), (v, bias_v, tails[1])):
+            if bias is not None:
+                # To x's dtype: under autocast the parameter is float32 and the projection is not.
+                tail.append(bias.to(x.dtype).view(-1).expand(shape))
+            if self.add_zero_attn:
+                tail.append(x.new_zeros(shape))
+        return torch.cat([k, *tails[0]], dim=seq_dim), torch.cat([v, *tails[1]], dim=seq_dim)
+
+    def _split_heads(self, x: Tensor, batched: bool) -> Tensor:
+        """(B, S, E), (S, B, E) or (S, E) -> (B, H, S, D), a view."""
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        if not batched:
+            return x.transpose(0, 1).unsqueeze(0)
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
+
+    def _join_heads(self, x: Tensor, batched: bool) -> Tensor:
+        """The inverse of _split_heads; free, because flash_attn's output has the memory order of q."""
+        if not batched:
+            x = x.squeeze(0).transpose(0, 1)
+        else:
+            x = x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)
+        return x.flatten(-2)
+
+    def _merge(
+        self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, appended: int
+    ) -> Tensor | None:
+        """One mask for the kernel, which broadcasts to (B, H, S_q, S_k) and is no larger than it must be.
+
+        In: this module's polarity, bool True = masked. Out: the kernel's, bool True = attend. Float masks are
+        added to the scores in both. Appended keys are attended by all queries: the masks grow by columns of
+        0.
+        """
+        if attn_mask is not None:
+            attn_mask = F.pad(attn_mask, (0, appended)) if appended else attn_mask
+            if attn_mask.dim() == 3:
+                attn_mask = attn_mask.unflatten(0, (batch, self.num_heads))
+        if key_padding_mask is not None:
+            key_padding_mask = F.pad(key_padding_mask, (0, appended)) if appended else key_padding_mask
+            key_padding_mask = key_padding_mask.view(batch, 1, 1, key_padding_mask.size(-1))
+        if attn_mask is None or key_padding_mask is None:
+            mask = key_padding_mask if attn_mask is None else attn_mask
+            return ~mask if mask is not None and mask.dtype == torch.bool else mask
+        if attn_mask.dtype == key_padding_mask.dtype == torch.bool:
+            return ~(attn_mask | key_padding_mask)
+        if key_padding_mask.dtype == torch.bool:
+            return torch.where(key_padding_mask, -math.inf, attn_mask)
+        if attn_mask.dtype == torch.bool:
+            return torch.where(attn_mask, -math.inf, key_padding_mask)
+        return attn_mask + key_padding_mask
+
+    def _forward_nested(
+        self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+    ) -> tuple[Tensor, Tensor | None]:
+        """Nested inputs, as nn.TransformerEncoder makes of a padded batch: pad, attend, nest the output."""
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not x.is_nested or x.layout is not torch.strided:
+                got = f"a {x.layout} nested tensor" if x.is_nested else "a plain tensor"
+                raise AssertionError(f"{name}: got {got}, must be a torch.strided nested tensor")
+        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+            if mask is not None:
+                raise AssertionError(f"{name}: must be None with nested inputs, got a tensor")
+        if not self.batch_first:
+            raise AssertionError("query: got a nested tensor, allowed with batch_first=True only")
+        lengths_q, lengths_k, lengths_v = ([part.size(0) for part in x.unbind()] for x in (query, key, value))
+        if lengths_k != lengths_v:
+            raise AssertionError(f"value: got sequence lengths {lengths_v}, must be key's {lengths_k}")
+
+        # Keep "is the same tensor" true of the padded ones: _project looks at it.
+        padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in (query, key, value)}
+        q, k, v = (padded[id(x)] for x in (query, key, value))
+        positions = torch.arange(k.size(1), device=k.device)
+        padding = positions >= torch.tensor(lengths_k, device=k.device).unsqueeze(1)
+        out, weights = self.forward(q, k, v, padding, need_weights, None, average_attn_weights, is_causal)
+        out = torch.nested.as_nested_tensor([row[:n] for row, n in zip(out, lengths_q, strict=True)])
+        if weights is not None:
+            # As torch: the weights stay padded, 0 in the rows of padded queries.
+            positions = torch.arange(q.size(1), device=q.device)
+            padding = positions >= torch.tensor(lengths_q, device=q.device).unsqueeze(1)
+            padding = padding.unsqueeze(-1) if average_attn_weights else padding[:, None, :, None]
+            weights = weights.masked_fill(padding, 0.0)
+        return out, weights
+
+
+def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(D) + mask), (B, H, S_q, S_k), rows without any key are 0."""
+    scores = torch.matmul(q * (1.0 / math.sqrt(q.size(-1))), k.transpose(-2, -1))
+    if mask is None:
+        return torch.softmax(scores, dim=-1)
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+        dead = ~mask.any(dim=-1, keepdim=True)
+    else:
+        mask = mask.to(scores.dtype)
+        scores = scores + mask
+        dead = (mask == -math.inf).all(dim=-1, keepdim=True)
+    # Replace the scores of such rows before the softmax, not its NaN afterwards: NaN would stay in the
+    # gradient.
+    return torch.softmax(scores.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)

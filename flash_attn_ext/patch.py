@@ -1,0 +1,174 @@
+"""replace_attention: run the nn.MultiheadAttention modules of an existing model on flash_attn_ext.
+
+A module is swapped by giving it another class. Nothing is built or copied, so whatever refers to the module
+or lies in it stays valid: parents, tied registrations, the user's variables, optimizers, hooks and their
+handles, training flags, devices. (torch does the same in torch.nn.utils.parametrize and in FSDP2's
+fully_shard.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from .modules import MultiheadAttention, drop_keep_forward, flash_class, keep_forward, why_not_ours
+
+__all__ = ["ReplacedAttention", "replace_attention"]
+
+# Relative to the largest value of the original output. Wider than one operator's error: models are deep.
+_DEFAULT_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class ReplacedAttention:
+    """What `replace_attention` did.
+
+    Attributes:
+        replaced: names of the modules that now run on flash_attn_ext, as in `model.named_modules()`; "" is
+            `model` itself. A module registered at several places has the first of its names.
+        already: names of those that were a flash_attn_ext.MultiheadAttention before.
+        skipped: name -> reason, of nn.MultiheadAttention modules that were left as they are.
+        max_difference: largest absolute difference of the outputs on `sample_input`; None without that.
+    """
+
+    replaced: tuple[str, ...]
+    already: tuple[str, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
+    max_difference: float | None = None
+
+
+def replace_attention(
+    model: nn.Module,
+    *,
+    sample_input: Any = None,
+    rtol: float | None = None,
+    atol: float = 0.0,
+) -> ReplacedAttention:
+    """Makes every torch.nn.MultiheadAttention of `model` a flash_attn_ext.MultiheadAttention, in place.
+
+    The module objects, their parameters (the same objects: optimizers go on working), hooks, training flags,
+    parametrizations, dtype and device stay; state_dict does not change. This includes the self_attn of
+    nn.TransformerEncoderLayer, whose fused inference path is not taken any more, and `model` itself if it
+    is an nn.MultiheadAttention. `model` is changed and need not be assigned; the report of what happened is
+    returned.
+
+    Exactly the class nn.MultiheadAttention is replaced. Modules of a subclass (such as torch.ao's
+    quantizable one) or with a forward of their own on the instance are left as they are: each is named in
+    `skipped`, and in a warning.
+
+    Args:
+        model: the model, or a single nn.MultiheadAttention.
+        sample_input: if given, `model` is run on it before and after, in eval mode, without grad and with the
+            same random numbers, and the results are compared. A tuple is passed as positional arguments, a
+            dict as keywords, anything else as the only argument. Training flags are restored.
+        rtol, atol: the results are the same if |new - old| <= atol + rtol * max|old| everywhere, tensor by
+            tensor, max over finite values. `rtol` None: 1e-9 for float64, 1e-4 float32, 1e-2 float16, 5e-2
+            bfloat16, 0 otherwise.
+
+    Returns:
+        A ReplacedAttention. A model that was replaced before gives an empty `replaced`.
+
+    Raises:
+        ValueError: `model` has no nn.MultiheadAttention at all; or nothing can be compared, because the
+            output on `sample_input` before the replacement has no tensor or has NaN (which torch's fused path
+            gives for fully padded rows).
+        RuntimeError: the results differ; names the largest difference.
+        An error of `model` itself on `sample_input` passes through. After any of them the model is as it was.
+    """
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    if not modules:
+        raise ValueError(
+            f"model: {type(model).__name__} contains no torch.nn.MultiheadAttention, there is nothing to "
+            "replace; attention that calls scaled_dot_product_attention itself can call "
+            "flash_attn_ext.flash_attn instead"
+        )
+    already = tuple(name for name, module in modules.items() if isinstance(module, MultiheadAttention))
+    reasons = {name: why_not_ours(module) for name, module in modules.items() if name not in already}
+    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    replaced = {name: modules[name] for name, reason in reasons.items() if reason is None}
+
+    expected = None if sample_input is None else _run(model, sample_input)
+    if expected is not None and any(x.isnan().any() for x in expected):
+        raise ValueError(
+            "sample_input: the output of the original model has NaN, so nothing can be compared; allowed is "
+            "an input on which it has none (torch's fused path gives NaN where all keys are masked)"
+        )
+    for name, reason in skipped.items():
+        warnings.warn(f"replace_attention left {name or 'the model'!r} as it is: {reason}", stacklevel=2)
+    original_classes = {name: type(module) for name, module in replaced.items()}
+    difference = None
+    try:
+        for module in replaced.values():
+            module.__class__ = flash_class(type(module))
+            keep_forward(module)
+        if expected is not None:
+            difference = _largest_difference(expected, _run(model, sample_input), rtol, atol)
+    except BaseException:
+        for name, module in replaced.items():
+            module.__class__ = original_classes[name]
+            drop_keep_forward(module)
+        raise
+
+    return ReplacedAttention(tuple(replaced), already, skipped, difference)
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    # Flag by flag: parts of a model may be frozen in eval while the rest trains.
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def _run(model: nn.Module, sample_input: Any) -> list[Tensor]:
+    """The tensors of the model's output."""
+    args, kwargs = (sample_input,), {}
+    if isinstance(sample_input, tuple):
+        args = sample_input
+    elif isinstance(sample_input, dict):
+        args, kwargs = (), sample_input
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    # fork_rng restores the generators afterwards, so that the next run draws the same random numbers.
+    with _eval_mode(model), torch.no_grad(), torch.random.fork_rng(sorted(devices)):
+        leaves, _ = tree_flatten(model(*args, **kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise ValueError("sample_input: the model returns no tensor for it, so nothing can be compared")
+    # Detached copies: a model may return a view of a buffer that its next call writes.
+    return [(x.to_padded_tensor(0.0) if x.is_nested else x).clone() for x in tensors]
+
+
+def _largest_difference(expected: list[Tensor], got: list[Tensor], rtol: float | None, atol: float) -> float:
+    """The largest absolute difference; RuntimeError if one is beyond the tolerance of its tensor."""
+    shapes = [[tuple(x.shape) for x in tensors] for tensors in (expected, got)]
+    if shapes[0] != shapes[1]:
+        raise RuntimeError(f"replace_attention: output shapes were {shapes[0]}, would become {shapes[1]}")
+    largest = 0.0
+    for i, (old, new) in enumerate(zip(expected, got, strict=True)):
+        if old.numel() == 0:
+            continue
+        relative = _DEFAULT_RTOL.get(old.dtype, 0.0) if rtol is None else rtol
+        # Wide, as differences of 16-bit numbers would be rounded.
+        wide = torch.complex128 if old.is_complex() else torch.float64
+        old, new = old.to(wide), new.to(wide)
+        difference = torch.where(old == new, 0.0, (new - old).abs()).max().item()  # inf - inf is 0 here
+        scale = torch.where(old.isfinite(), old.abs(), 0.0).max().item()
+        if not difference <= atol + relative * scale:
+            raise RuntimeError(
+                f"replace_attention: output tensor {i} would change by up to {difference:.3g}, where its "
+                f"largest value is {scale:.3g} and atol={atol:.3g}, rtol={relative:.3g} are allowed; nothing "
+                "was replaced"
+            )
+        largest = max(largest, difference)
+    return largest
