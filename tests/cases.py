@@ -1,0 +1,12 @@
+"""Shapes at the tile edges, written once. A tile is 48 or 64 queries by 64 keys (csrc/cpu/kernels/tiling-inl.h)."""
+
+EDGES = [1, 2, 3, 15, 16, 17, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 200]
+
+# (seqlen_q, seqlen_k): each edge against itself and against unlike partners, both ways.
+LENGTHS = sorted(
+    {(n, n) for n in EDGES} | {(n, 70) for n in EDGES} | {(70, n) for n in EDGES} | {(1, 300), (300, 1), (130, 260)}
+)
+
+# (head_dim, head_dim_v): below, at and above whole vectors of every ISA; odd; unequal; the largest.
+HEAD_DIMS = [(1, 1), (3, 5), (8, 8), (16, 16), (17, 33), (32, 32), (40, 24), (64, 64), (65, 63), (80, 128), (96, 96)]
+HEAD_DIMS += [(128, 64), (192, 128), (256, 256), (512, 512), (511, 1)]

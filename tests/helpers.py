@@ -1,0 +1,73 @@
+"""Running flash_attn, torch and the oracle on the same inputs, and comparing everything they return."""
+
+import reference
+import torch
+from tolerances import assert_as_exact_as_torch, slack_of_stored_out
+
+from flash_attn_ext import dropout_mask, flash_attn, new_rng_state
+
+
+def make_qkv(batch, heads, seqlen_q, seqlen_k, head_dim, head_dim_v=None, *, heads_kv=None, dtype=torch.float32):
+    """Leaf tensors that require gradients."""
+    heads_kv = heads_kv or heads
+    shapes = [
+        (batch, heads, seqlen_q, head_dim),
+        (batch, heads_kv, seqlen_k, head_dim),
+        (batch, heads_kv, seqlen_k, head_dim_v or head_dim),
+    ]
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def leaves(tensors, dtype=None):
+    """Fresh leaves of the same values; floats in `dtype` if given."""
+    result = []
+    for t in tensors:
+        if t is None or not t.is_floating_point():
+            result.append(t)
+        else:
+            result.append(t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad))
+    return result
+
+
+def gradients(outputs, inputs, grads):
+    """Gradients of the float inputs that require one."""
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    return torch.autograd.grad(outputs, wanted, [g.to(o.dtype) for o, g in zip(outputs, grads, strict=True)])
+
+
+def check_against_reference(q, k, v, attn_mask=None, *, alibi_slopes=None, dropout_p=0.0, **options):
+    """flash_attn's out, lse and every gradient, against the dense oracle in fp64 and in the same dtype."""
+    inputs = [q, k, v, attn_mask, alibi_slopes]
+    rng_state = new_rng_state() if dropout_p else None
+    kept = None
+    if dropout_p:
+        kept = dropout_mask(rng_state, q.shape[0], q.shape[1], q.shape[2], k.shape[2], dropout_p)
+
+    def dense(dtype):
+        q_, k_, v_, mask_, slopes_ = leaves(inputs, dtype)
+        results = reference.attention(
+            q_, k_, v_, mask_, alibi_slopes=slopes_, kept=kept, dropout_p=dropout_p, **options
+        )
+        return results, [q_, k_, v_, mask_, slopes_]
+
+    ours_in = leaves(inputs)
+    ours = flash_attn(
+        *ours_in[:3], ours_in[3], alibi_slopes=ours_in[4], dropout_p=dropout_p, rng_state=rng_state,
+        enable_gqa=True, return_lse=True, **options,
+    )  # fmt: skip
+    exact, exact_in = dense(torch.float64)
+    theirs, theirs_in = dense(q.dtype)
+    for name, factor, a, b, c in zip(("out", "lse"), (2, 2), ours, theirs, exact, strict=True):
+        assert_as_exact_as_torch(name, a, b, c, factor)
+
+    # The lse of a fully masked row is -inf: it has no gradient to pass.
+    grads = [torch.randn_like(exact[0]), torch.randn_like(exact[1]).masked_fill(exact[1] == -torch.inf, 0.0)]
+    wanted = [t for t in exact_in if t is not None and t.requires_grad]
+    slacks = slack_of_stored_out(exact[0], exact[1], wanted, grads[0], q.dtype)
+    all_grads = [gradients(o, i, grads) for o, i in ((ours, ours_in), (theirs, theirs_in), (exact, exact_in))]
+    names = ("dq", "dk", "dv", "dmask", "dslopes")
+    names = [n for n, t in zip(names, inputs, strict=True) if t is not None and t.requires_grad]
+    for name, slack, a, b, c in zip(names, slacks, *all_grads, strict=True):
+        assert a.shape == c.shape
+        assert_as_exact_as_torch(name, a, b, c, 3, slack)
+    return ours

@@ -1,0 +1,218 @@
+"""Every check of csrc/ops/checks.cpp and of functional.py: bad input raises a message that names the argument."""
+
+import re
+
+import pytest
+import torch
+
+from flash_attn_ext import _ops, dropout_mask, flash_attn, new_rng_state
+
+
+def qkv(**changed):
+    shapes = {"query": (2, 4, 5, 8), "key": (2, 4, 7, 8), "value": (2, 4, 7, 6)}
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    return {**tensors, **changed}
+
+
+BAD_CALLS = {
+    # name: (arguments, exception, what the message must say, in order)
+    "query dtype": (
+        {n: torch.zeros(2, 4, 5, 8, dtype=torch.int32) for n in ("query", "key", "value")},
+        TypeError,
+        ["query", "int32", "float32, float64, bfloat16, float16"],
+    ),
+    "complex query": (
+        {n: torch.zeros(2, 4, 5, 8, dtype=torch.complex64) for n in ("query", "key", "value")},
+        TypeError,
+        ["query", "complex64", "float32"],
+    ),
+    "key dtype": ({"key": torch.zeros(2, 4, 7, 8).double()}, TypeError, ["key", "float64", "query's", "float32"]),
+    "value dtype": ({"value": torch.zeros(2, 4, 7, 6).half()}, TypeError, ["value", "float16", "query's", "float32"]),
+    "key device": (
+        {"key": torch.zeros(2, 4, 7, 8, device="meta")},
+        TypeError,
+        ["key", "meta", "query's device", "cpu"],
+    ),
+    "sparse": ({"value": torch.zeros(2, 4, 7, 6).to_sparse()}, (TypeError, NotImplementedError), ["parse"]),
+    "1-D query": ({"query": torch.zeros(8)}, ValueError, ["query", "[8]", "at least 2 dimensions"]),
+    "0-D key": ({"key": torch.zeros(())}, ValueError, ["key", "[]", "at least 2 dimensions"]),
+    "batches": ({"key": torch.zeros(3, 4, 7, 8)}, ValueError, ["batch", "[2], [3], [2]", "broadcast"]),
+    "heads without GQA": ({"key": torch.zeros(2, 2, 7, 8)}, ValueError, ["2 and 4 heads", "enable_gqa=True"]),
+    "heads that broadcast badly": (
+        {"key": torch.zeros(2, 1, 7, 8), "value": torch.zeros(2, 3, 7, 6)},
+        ValueError,
+        ["heads", "[4], [1], [3]"],
+    ),
+    "heads not a divisor": (
+        {"key": torch.zeros(2, 3, 7, 8), "value": torch.zeros(2, 3, 7, 6), "enable_gqa": True},
+        ValueError,
+        ["key", "3 heads for 4", "divisor"],
+    ),
+    "no key heads": (
+        {"key": torch.zeros(2, 0, 7, 8), "value": torch.zeros(2, 0, 7, 6), "enable_gqa": True},
+        ValueError,
+        ["key", "0 heads for 4"],
+    ),
+    "value heads": (
+        {"value": torch.zeros(2, 2, 7, 6), "enable_gqa": True},
+        ValueError,
+        ["value", "2", "dimension 1", "4", "key's"],
+    ),
+    "value length": ({"value": torch.zeros(2, 4, 9, 6)}, ValueError, ["value", "9", "dimension 2", "7", "key's"]),
+    "key head_dim": ({"key": torch.zeros(2, 4, 7, 9)}, ValueError, ["key", "9", "dimension 3", "8", "query's"]),
+    "head_dim 0": (
+        {"query": torch.zeros(2, 4, 5, 0), "key": torch.zeros(2, 4, 7, 0)},
+        ValueError,
+        ["query", "head_dim 0", "1 to 512"],
+    ),
+    "head_dim 513": (
+        {"query": torch.zeros(2, 4, 5, 513), "key": torch.zeros(2, 4, 7, 513)},
+        ValueError,
+        ["head_dim 513", "1 to 512"],
+    ),
+    "head_dim_v 0": ({"value": torch.zeros(2, 4, 7, 0)}, ValueError, ["value", "head_dim_v 0", "1 to 512"]),
+    "head_dim_v 513": ({"value": torch.zeros(2, 4, 7, 513)}, ValueError, ["value", "head_dim_v 513", "1 to 512"]),
+    "mask shape": (
+        {"attn_mask": torch.zeros(5, 8)},
+        ValueError,
+        ["attn_mask", "8", "dimension 3", "1 or 7", "seqlen_k"],
+    ),
+    "mask heads": (
+        {"attn_mask": torch.zeros(2, 3, 5, 7)},
+        ValueError,
+        ["attn_mask", "3", "dimension 1", "1 or 4", "heads"],
+    ),
+    "mask dimensions": ({"attn_mask": torch.zeros(1, 1, 1, 5, 7)}, ValueError, ["attn_mask", "at most the 4"]),
+    "mask dtype": (
+        {"attn_mask": torch.zeros(5, 7, dtype=torch.int64)},
+        TypeError,
+        ["attn_mask", "int64", "bool", "float32"],
+    ),
+    "half mask": ({"attn_mask": torch.zeros(5, 7).half()}, TypeError, ["attn_mask", "float16", "float32"]),
+    "mask device": ({"attn_mask": torch.zeros(5, 7, device="meta")}, TypeError, ["device", "meta"]),
+    "slopes shape": ({"alibi_slopes": torch.zeros(3)}, ValueError, ["alibi_slopes", "[3]", "[4]", "[2, 4]"]),
+    "slopes dimensions": ({"alibi_slopes": torch.zeros(2, 4, 1)}, ValueError, ["alibi_slopes", "[2, 4, 1]"]),
+    "slopes dtype": ({"alibi_slopes": torch.zeros(4).half()}, TypeError, ["alibi_slopes", "float16", "float32"]),
+    "dropout_p": ({"dropout_p": 1.5}, ValueError, ["dropout_p", "1.5", "0 to 1"]),
+    "negative dropout_p": ({"dropout_p": -0.1}, ValueError, ["dropout_p", "-0.1", "0 to 1"]),
+    "dropout_p NaN": ({"dropout_p": float("nan")}, ValueError, ["dropout_p", "nan", "0 to 1"]),
+    "scale": ({"scale": float("inf")}, ValueError, ["scale", "inf", "finite"]),
+    "softcap": ({"softcap": -1.0}, ValueError, ["softcap", "-1", "positive"]),
+    "softcap NaN": ({"softcap": float("nan")}, ValueError, ["softcap", "nan", "positive"]),
+    "causal": ({"causal": "upper"}, ValueError, ["causal", "'upper'", "'upper_left'", "'lower_right'"]),
+    "causal bool": ({"causal": True}, ValueError, ["causal", "True", "'upper_left'"]),
+    "window left": ({"window": (-2, 0)}, ValueError, ["window_left", "-2", "-1 (no limit)"]),
+    "window right": ({"window": (0, -7)}, ValueError, ["window_right", "-7", "-1 (no limit)"]),
+    "window type": ({"window": "wide"}, ValueError, ["window", "'wide'", "two ints"]),
+    "window length": ({"window": (1, 2, 3)}, ValueError, ["window", "(1, 2, 3)", "two ints"]),
+    "rng_state dtype": (
+        {"dropout_p": 0.5, "rng_state": torch.zeros(2)},
+        TypeError,
+        ["rng_state", "float32", "int64"],
+    ),
+    "rng_state shape": (
+        {"dropout_p": 0.5, "rng_state": torch.zeros(3, dtype=torch.int64)},
+        ValueError,
+        ["rng_state", "[3]", "2 elements"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_arguments(name):
+    changed, exception, words = BAD_CALLS[name]
+    with pytest.raises(exception, match=".*".join(re.escape(w) for w in words)):
+        flash_attn(**qkv(**changed))
+
+
+@pytest.mark.parametrize("name", [n for n in BAD_CALLS if "device" not in n and n != "sparse"])
+def test_the_same_words_while_tracing(name):
+    """The Meta kernels run the same checks, so torch.compile and torch.export see them too."""
+    changed, exception, words = BAD_CALLS[name]
+    arguments = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in qkv(**changed).items()}
+    with pytest.raises(exception, match=".*".join(re.escape(w) for w in words)):
+        flash_attn(**arguments)
+
+
+def test_dropout_through_the_operator_needs_a_state():
+    with pytest.raises(ValueError, match="rng_state: got none"):
+        _ops.attention(*qkv().values(), dropout_p=0.5)
+
+
+def test_operator_wants_4_dimensions():
+    with pytest.raises(ValueError, match=r"query: got a tensor of shape \[4, 5, 8\].*4-D"):
+        _ops.attention(*(t[0] for t in qkv().values()))
+    with pytest.raises(ValueError, match=r"attn_mask: got a tensor of shape \[5, 7\].*4-D"):
+        _ops.attention(*qkv().values(), torch.zeros(5, 7))
+
+
+def backward_arguments(**changed):
+    tensors = qkv()
+    out, lse = _ops.attention(*tensors.values())
+    arguments = {
+        "grad_out": torch.zeros_like(out),
+        "grad_lse": torch.zeros_like(lse),
+        **tensors,
+        "attn_mask": None,
+        "alibi_slopes": None,
+        "rng_state": None,
+        "out": out,
+        "lse": lse,
+        "grad_mask": [True, True, True, False, False],
+    }
+    return {**arguments, **changed}
+
+
+BAD_BACKWARD_CALLS = {
+    "out shape": ({"out": torch.zeros(2, 4, 5, 7)}, ValueError, ["out", "7", "dimension 3", "6"]),
+    "out dimensions": ({"out": torch.zeros(2, 4, 5)}, ValueError, ["out", "4-D"]),
+    "out dtype": ({"out": torch.zeros(2, 4, 5, 6).double()}, TypeError, ["out", "float64", "query's"]),
+    "lse shape": ({"lse": torch.zeros(2, 4, 6)}, ValueError, ["lse", "6", "dimension 2", "5"]),
+    "lse strides": ({"lse": torch.zeros(2, 5, 4).transpose(1, 2)}, ValueError, ["lse", "contiguous"]),
+    "lse dtype": ({"lse": torch.zeros(2, 4, 5).double()}, TypeError, ["lse", "float64", "float32"]),
+    "grad_out shape": ({"grad_out": torch.zeros(2, 4, 5, 1)}, ValueError, ["grad_out", "that of out"]),
+    "grad_out dtype": ({"grad_out": torch.zeros(2, 4, 5, 6).half()}, TypeError, ["grad_out", "float16", "out"]),
+    "grad_lse shape": ({"grad_lse": torch.zeros(2, 4, 1)}, ValueError, ["grad_lse", "that of lse"]),
+    "mask gradient": ({"grad_mask": [False, False, False, True, False]}, ValueError, ["attn_mask", "float attn_mask"]),
+    "slopes gradient": ({"grad_mask": [False, False, False, False, True]}, ValueError, ["alibi_slopes"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BACKWARD_CALLS)
+def test_bad_backward_arguments(name):
+    changed, exception, words = BAD_BACKWARD_CALLS[name]
+    with pytest.raises(exception, match=".*".join(re.escape(w) for w in words)):
+        _ops.attention_backward(**backward_arguments(**changed))
+
+
+def test_dropout_mask_arguments():
+    with pytest.raises(ValueError, match="seqlen_q: got -1; allowed: 0 or more"):
+        dropout_mask(new_rng_state(), 1, 1, -1, 1, 0.5)
+    with pytest.raises(ValueError, match="dropout_p: got 2; allowed: 0 to 1"):
+        dropout_mask(new_rng_state(), 1, 1, 1, 1, 2.0)
+    with pytest.raises(TypeError, match="rng_state: got dtype"):
+        dropout_mask(torch.zeros(2), 1, 1, 1, 1, 0.5)
+
+
+def test_not_tensors():
+    with pytest.raises(TypeError, match=r"query: got list; allowed: a torch\.Tensor"):
+        flash_attn([1.0], torch.zeros(1, 1), torch.zeros(1, 1))
+    with pytest.raises(TypeError, match="attn_mask: got str"):
+        flash_attn(**qkv(attn_mask="causal"))
+
+
+@pytest.mark.parametrize("window", [(1 << 62, 1 << 62), (0, 1 << 62), (2**63 - 1, -1), (2**63 - 1, 0)], ids=str)
+def test_huge_windows_do_not_overflow(window):
+    q, k, v = qkv(query=torch.randn(2, 4, 5, 8)).values()
+    capped = tuple(min(n, 1000) for n in window)
+    torch.testing.assert_close(flash_attn(q, k, v, window=window), flash_attn(q, k, v, window=capped))
+
+
+def test_absurd_sizes_raise_and_do_not_crash():
+    one = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(RuntimeError, match=r"memory|overflow|storage size"):
+        flash_attn(
+            one.expand(1 << 30, 1 << 10, 1 << 20, 8),
+            one.expand(1 << 30, 1 << 10, 1, 8),
+            one.expand(1 << 30, 1 << 10, 1, 8),
+        )
