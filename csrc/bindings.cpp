@@ -41,5 +41,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("build_info", build_info);
   m.def("available_kernels", cpu::available_isas);
   m.def("active_kernel", [] { return std::string(cpu::active_kernels().isa); });
+  m.def("kernel_calls", cpu::kernel_calls);
   m.def("force_kernel", cpu::force_isa, pybind11::arg("isa"));
 }

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import reference
 import torch
 from helpers import check_against_reference, gradients, leaves, make_qkv
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -38,6 +39,30 @@ def test_a_fully_masked_row_is_zero(isa, dtype, kind):
     if kind == "float":
         assert (grads[3][dead] == 0).all()
     check_against_reference(q, k, v, mask, causal=causal)
+
+
+@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e30, -1e9, -1e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_finite_mask_values_are_not_minus_infinity(isa, dtype, value):
+    """Masks of finfo.min or -1e9 (as Hugging Face's): a row of nothing else is uniform, as in torch, not zero.
+
+    Its lse cannot hold log(S_k) beside 1e9, and still the gradients must be those of a uniform row.
+    """
+    q, k, v = make_qkv(2, 2, 100, 130, 16, dtype=dtype)
+    mask = torch.zeros(100, 130).masked_fill(torch.rand(100, 130) < 0.5, value)
+    mask[[0, 40, 99]] = value
+    grad = torch.randn(2, 2, 100, 16)
+    results = []
+    for attention in (lambda *a: flash_attn(*a, return_lse=True), reference.attention):
+        inputs = leaves([q, k, v], torch.float32 if attention is reference.attention else None)
+        inputs.append(mask.clone().requires_grad_())
+        outputs = attention(*inputs)
+        results.append([outputs[0], *gradients(outputs[:1], inputs, [grad])])
+    assert torch.isfinite(outputs[1]).all()
+    half = 0.03 if dtype == torch.bfloat16 else 0
+    for ours, theirs in zip(*results, strict=True):
+        tolerance = half + (5e-3 if value == -1e4 else 2e-5)  # at 1e4 an ulp of a score is 1e-3
+        torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=tolerance * max(1, theirs.abs().max().item()))
 
 
 def test_torch_gives_nan_where_we_give_zero():

@@ -1,7 +1,9 @@
 // The door between ops/ and the CPU kernels: one table of functions per instruction set, all torch-free.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 
 #include "../core/params.h"
 #include "parallel.h"
@@ -12,6 +14,7 @@ namespace flash_attn_ext::cpu {
 // number of threads, aligned to 64; its contents need not be set. Every size must be at least 1.
 struct Kernels {
   const char* isa;
+  std::atomic<int64_t>* calls;  // forward and backward runs so far, for inspection
   size_t (*forward_workspace)(const AttentionParams&, int threads);
   void (*forward)(const AttentionParams&, void* workspace, const Parallel&);
   size_t (*backward_workspace)(const BackwardParams&, int threads);

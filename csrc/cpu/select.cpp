@@ -88,6 +88,13 @@ std::vector<std::string> available_isas() {
   return names;
 }
 
+std::map<std::string, int64_t> kernel_calls() {
+  std::map<std::string, int64_t> calls;
+  for (const Candidate& c : candidates())
+    if (c.runs_here) calls[c.kernels->isa] = c.kernels->calls->load(std::memory_order_relaxed);
+  return calls;
+}
+
 void force_isa(const std::string& name) {
   active.store(name.empty() ? detect() : find_kernels(name, "isa"), std::memory_order_release);
 }

@@ -1,6 +1,7 @@
 // Which instruction set's kernels run. Detected at run time; FLASH_ATTN_EXT_ISA or force_isa() pins one.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,9 @@ const Kernels& active_kernels();
 
 // Names of all kernels that this build has and this CPU can run, slowest first.
 std::vector<std::string> available_isas();
+
+// How often each available instruction set's kernels have run.
+std::map<std::string, int64_t> kernel_calls();
 
 // Pins `name` for the process, or returns to detection if it is empty. Throws std::invalid_argument if it is
 // unknown or impossible here.

@@ -7,19 +7,49 @@
 // own. The number of chunks depends on the shape alone, and partial sums are added in order: the result is
 // bitwise the same for any number of threads.
 
+// Row maxima and sums of the scores, for a block of queries that holds an lse too large to be exact. A second
+// look at the scores, taken only there.
 template <class In, class T>
-void compute_delta(const BackwardParams& p, const BackwardWorkspace<T>& w, const Parallel& parallel) {
-  constexpr int64_t kRows = 128;
-  const Sizes& z = p.sizes;
-  const int64_t blocks = (z.seqlen_q + kRows - 1) / kRows;
-  for_each_task(parallel, z.batch * z.heads * blocks, [&](int64_t task, int) {
-    const int64_t head = task / blocks, begin = task % blocks * kRows,
-                  end = std::min(begin + kRows, z.seqlen_q);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t at = head * z.seqlen_q + i, b = head / z.heads, h = head % z.heads;
-      const T dlse = p.dlse ? static_cast<const T*>(p.dlse)[at] : T(0);
-      w.delta[at] = dot_rows<In, T>(p.dout.row<In>(b, h, i), p.out.row<In>(b, h, i), z.head_dim_v) - dlse;
+void recompute_row_sums(const BackwardParams& p, const BackwardScratch<T>& s, int64_t b, int64_t h,
+                        int64_t i0, int64_t queries, const RowTerms<T>& rows) {
+  const int64_t block_k = backward_tiling<T>().block_k;
+  std::fill(rows.max + i0, rows.max + i0 + queries, kNegInf<T>);
+  std::fill(rows.log_sum + i0, rows.log_sum + i0 + queries, T(0));  // the sum, until the end
+  const Range seen = visible_keys(p.band, i0, i0 + queries, p.sizes.seqlen_k);
+  for (int64_t j0 = seen.begin / block_k * block_k; j0 < seen.end; j0 += block_k) {
+    const int64_t keys = std::min(block_k, p.sizes.seqlen_k - j0);
+    const TileFrame f{b, h, i0, j0, queries, keys, round_up_to_lanes<T>(keys), false};
+    load_key_block<In, T>(p, s, b, p.sizes.kv_head(h), j0, keys);
+    if (recompute_scores<In, T>(p, s, f).empty) continue;
+    for (int64_t r = 0; r < queries; ++r) {
+      const T* scores = s.probs + r * f.ld;
+      T &row_max = rows.max[i0 + r], &sum = rows.log_sum[i0 + r];
+      const T new_max = std::max(row_max, *std::max_element(scores, scores + keys));
+      if (new_max == kNegInf<T>) continue;
+      sum *= std::exp2(row_max - new_max);
+      for (int64_t c = 0; c < keys; ++c) sum += std::exp2(scores[c] - new_max);
+      row_max = new_max;
     }
+  }
+  for (int64_t i = i0; i < i0 + queries; ++i) rows.log_sum[i] = std::log2(rows.log_sum[i]);
+}
+
+template <class In, class T>
+void compute_row_terms(const BackwardParams& p, const BackwardWorkspace<T>& w, const Parallel& parallel) {
+  const Sizes& z = p.sizes;
+  const int64_t block_q = backward_tiling<T>().block_q, blocks = (z.seqlen_q + block_q - 1) / block_q;
+  for_each_task(parallel, z.batch * z.heads * blocks, [&](int64_t task, int thread) {
+    const int64_t b = task / blocks / z.heads, h = task / blocks % z.heads, i0 = task % blocks * block_q;
+    const int64_t queries = std::min(block_q, z.seqlen_q - i0);
+    const RowTerms<T> rows = w.rows.of_head(z, b, h);
+    bool exact = true;
+    for (int64_t i = i0; i < i0 + queries; ++i) {
+      const int64_t at = (b * z.heads + h) * z.seqlen_q + i;
+      const T dlse = p.dlse ? static_cast<const T*>(p.dlse)[at] : T(0);
+      rows.delta[i] = dot_rows<In, T>(p.dout.row<In>(b, h, i), p.out.row<In>(b, h, i), z.head_dim_v) - dlse;
+      exact &= lse_is_exact(static_cast<const T*>(p.lse)[at]);
+    }
+    if (!exact) recompute_row_sums<In, T>(p, thread_scratch(p, w, thread), b, h, i0, queries, rows);
   });
 }
 
@@ -49,7 +79,7 @@ void unscale_dscores(const BackwardParams& p, const TileFrame& f, const T* tanh_
 
 template <class In, class T>
 void backward_key_block(const BackwardParams& p, const BackwardScratch<T>& s, int64_t b, int64_t h,
-                        int64_t j0, const T* delta, T* dq, T& dslope) {
+                        int64_t j0, const RowTerms<T>& rows, T* dq, T& dslope) {
   const auto [block_q, block_k] = backward_tiling<T>();
   const Sizes& z = p.sizes;
   const int64_t h_kv = z.kv_head(h), keys = std::min(block_k, z.seqlen_k - j0),
@@ -65,7 +95,7 @@ void backward_key_block(const BackwardParams& p, const BackwardScratch<T>& s, in
 
   for (int64_t i0 = seen.begin / block_q * block_q; i0 < seen.end; i0 += block_q) {
     const TileFrame f{b, h, i0, j0, std::min(block_q, z.seqlen_q - i0), keys, ld, false};
-    const BackwardTile<T> tile = recompute_tile<In, T>(p, s, f, delta);
+    const BackwardTile<T> tile = recompute_tile<In, T>(p, s, f, rows);
     if (tile.empty) continue;
     if (p.dv)
       masked_gemm<T>(tile.score, true, keys, z.head_dim_v,
@@ -109,8 +139,8 @@ void backward_qkv(const BackwardParams& p, const BackwardWorkspace<T>& w, const 
     if (dq) std::fill(dq, dq + dq_rows, T(0));
     T dslope = 0;
     for (int64_t j0 = chunk * block_k; j0 < z.seqlen_k; j0 += w.chunks * block_k) {
-      backward_key_block<In, T>(p, s, head / z.heads, head % z.heads, j0, w.delta + head * z.seqlen_q, dq,
-                                dslope);
+      backward_key_block<In, T>(p, s, head / z.heads, head % z.heads, j0,
+                                w.rows.of_head(z, head / z.heads, head % z.heads), dq, dslope);
       const int64_t keys = std::min(block_k, z.seqlen_k - j0);
       store_key_rows<In, T>(p.dk, w.dk, s.dk, head, z, j0, keys, z.head_dim);
       store_key_rows<In, T>(p.dv, w.dv, s.dv, head, z, j0, keys, z.head_dim_v);
@@ -159,7 +189,7 @@ template <class In, class T>
 void backward(const BackwardParams& p, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
   const BackwardWorkspace<T> w = plan_backward_workspace<T>(arena, p, parallel.threads);
-  compute_delta<In, T>(p, w, parallel);
+  compute_row_terms<In, T>(p, w, parallel);
   if (p.wants_qkv_pass()) {
     backward_qkv<In, T>(p, w, parallel);
     reduce_gradients<In, T>(p, w, parallel);

@@ -58,12 +58,12 @@ void backward_mask(const BackwardParams& p, const BackwardWorkspace<T>& w, const
               const Range seen = visible_queries(p.band, j0, j0 + count, queries.end);
               if (std::max(seen.begin, queries.begin) >= seen.end) continue;
               load_key_block<In, T>(p, s, b, z.kv_head(h), j0, count);
-              const T* delta = w.delta + (b * z.heads + h) * z.seqlen_q;
+              const RowTerms<T> rows = w.rows.of_head(z, b, h);
               for (int64_t i0 = queries.begin; i0 < queries.end; i0 += block_q) {
                 const TileFrame f{
                     b,    h, i0, j0, std::min(block_q, queries.end - i0), count, round_up_to_lanes<T>(count),
                     false};
-                if (recompute_tile<In, T>(p, s, f, delta).empty) continue;
+                if (recompute_tile<In, T>(p, s, f, rows).empty) continue;
                 add_to_mask_tile<T>(g, f, s.dscores, s.dmask, block_k);
               }
             }

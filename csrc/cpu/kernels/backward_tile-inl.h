@@ -56,42 +56,74 @@ void load_key_block(const BackwardParams& p, const BackwardScratch<T>& s, int64_
                               s.v_transposed, ld);
 }
 
+// What the backward knows of each query row, in arrays over S_q.
+template <class T>
+struct RowTerms {
+  T* delta;  // rowsum(dO o O) - dlse
+  T* max;    // P = 2^(score2 - max - log_sum); only where lse_is_exact() is false
+  T* log_sum;
+
+  RowTerms of_head(const Sizes& z, int64_t b, int64_t h) const {
+    const int64_t at = (b * z.heads + h) * z.seqlen_q;
+    return {delta + at, max + at, log_sum + at};
+  }
+};
+
+// Whether an lse of this size still tells log(l) apart: adding 1e9 to all scores of a row (masks of finfo.min
+// or -1e9 do) rounds it away, and 2^(S - lse) is then off by the length of the row. NaN counts as exact: it
+// stays NaN.
+template <class T>
+inline bool lse_is_exact(T lse) {
+  return !(std::abs(lse) * std::numeric_limits<T>::epsilon() > T(1e-3)) || std::isinf(lse);
+}
+
 template <class T>
 struct BackwardTile {
-  bool empty;  // every element masked: probs and dscores were not computed
+  bool empty;  // every element masked: nothing was computed
   ScoreTile<T> score;
   Tile<T> q, dout;
 };
 
-// Fills s.probs and s.dscores for the tile at f. `delta` points at the head's first row.
+// Fills s.probs with the tile's scores in units of log2.
 template <class In, class T>
-BackwardTile<T> recompute_tile(const BackwardParams& p, const BackwardScratch<T>& s, const TileFrame& f,
-                               const T* delta) {
-  constexpr int L = kLanes<T>;
-  const Sizes& z = p.sizes;
+BackwardTile<T> recompute_scores(const BackwardParams& p, const BackwardScratch<T>& s, const TileFrame& f) {
   const TileMask masked = load_mask_tile<T>(p.mask, f, s.mask_tile);
   if (masked == TileMask::kAll) return {true, {}, {}, {}};
-
   const Tile<T> q =
-      load_tile<In, T>(p.q.row<In>(f.b, f.h, f.i0), p.q.stride_s, f.queries, z.head_dim, s.q_tile);
-  const Tile<T> dout =
+      load_tile<In, T>(p.q.row<In>(f.b, f.h, f.i0), p.q.stride_s, f.queries, p.sizes.head_dim, s.q_tile);
+  gemm<T>(f.queries, f.ld, {p.sizes.head_dim, q.data, q.ld, 1, s.k_transposed, f.ld, s.probs, f.ld, false});
+  return {false, finish_scores<T>(p, f, masked, s.mask_tile, s.probs, s.tanh_tile), q, {}};
+}
+
+// Fills s.probs and s.dscores for the tile at f. `rows` are those of the tile's head.
+template <class In, class T>
+BackwardTile<T> recompute_tile(const BackwardParams& p, const BackwardScratch<T>& s, const TileFrame& f,
+                               const RowTerms<T>& rows) {
+  constexpr int L = kLanes<T>;
+  const Sizes& z = p.sizes;
+  BackwardTile<T> tile = recompute_scores<In, T>(p, s, f);
+  if (tile.empty) return tile;
+
+  tile.dout =
       load_tile<In, T>(p.dout.row<In>(f.b, f.h, f.i0), p.dout.stride_s, f.queries, z.head_dim_v, s.dout_tile);
-  gemm<T>(f.queries, f.ld, {z.head_dim, q.data, q.ld, 1, s.k_transposed, f.ld, s.probs, f.ld, false});
-  const ScoreTile<T> score = finish_scores<T>(p, f, masked, s.mask_tile, s.probs, s.tanh_tile);
   gemm<T>(f.queries, f.ld,
-          {z.head_dim_v, dout.data, dout.ld, 1, s.v_transposed, f.ld, s.dscores, f.ld, false});
+          {z.head_dim_v, tile.dout.data, tile.dout.ld, 1, s.v_transposed, f.ld, s.dscores, f.ld, false});
   if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
 
   const T* lse = static_cast<const T*>(p.lse) + (f.b * z.heads + f.h) * z.seqlen_q;
   for (int64_t r = 0; r < f.queries; ++r) {
-    const T row_lse = lse[f.i0 + r], row_delta = delta[f.i0 + r];
+    const T row_lse = lse[f.i0 + r], row_delta = rows.delta[f.i0 + r];
+    const bool exact = lse_is_exact(row_lse);
     // An lse of -inf is a row with everything masked; +inf gives it P = 0 without an Inf - Inf on the way.
     const Vec<T> reference = splat<T>(row_lse == kNegInf<T> ? -kNegInf<T> : row_lse);
     T *prob_row = s.probs + r * f.ld, *dscore_row = s.dscores + r * f.ld;
     for (int64_t c = 0; c < f.ld; c += L) {
       const Vec<T> x = load<T>(prob_row + c);
       const VecIndex<T> hidden = x == kNegInf<T>;  // masked, or padding: 0 whatever dP and lse hold
-      const Vec<T> prob = exp2<T>(x - reference * T(kLog2E));  // one rounding: an FMA where there is one
+      // One rounding of the product: an FMA where there is one.
+      const Vec<T> exponent =
+          exact ? x - reference * T(kLog2E) : (x - rows.max[f.i0 + r]) - rows.log_sum[f.i0 + r];
+      const Vec<T> prob = exp2<T>(exponent);
       Vec<T> dropped = prob, dprob = load<T>(dscore_row + c);
       if (p.dropout) {
         const Vec<T> keep = load<T>(s.dropout_tile + r * f.ld + c);
@@ -102,5 +134,5 @@ BackwardTile<T> recompute_tile(const BackwardParams& p, const BackwardScratch<T>
       store<T>(dscore_row + c, hidden ? Vec<T>{} : prob * (dprob - row_delta));
     }
   }
-  return {false, score, q, dout};
+  return tile;
 }

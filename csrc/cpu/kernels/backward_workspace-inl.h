@@ -7,12 +7,12 @@ constexpr int64_t kBackwardTasks = 8;
 template <class T>
 struct BackwardWorkspace {
   int64_t chunks;
-  T* delta;       // [B * H][S_q]
-  T* dq;          // [chunks][B * H][S_q][D]
-  T* dk;          // [B * H][S_k][D]     only if query heads share a key head
-  T* dv;          // [B * H][S_k][D_v]   likewise
-  T* dslopes;     // [B * H][chunks]
-  char* scratch;  // one BackwardScratch a thread
+  RowTerms<T> rows;  // [B * H][S_q] each
+  T* dq;             // [chunks][B * H][S_q][D]
+  T* dk;             // [B * H][S_k][D]     only if query heads share a key head
+  T* dv;             // [B * H][S_k][D_v]   likewise
+  T* dslopes;        // [B * H][chunks]
+  char* scratch;     // one BackwardScratch a thread
 };
 
 template <class T>
@@ -27,7 +27,7 @@ BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams&
 
   BackwardWorkspace<T> w;
   w.chunks = std::min((kBackwardTasks + heads - 1) / heads, key_blocks);
-  w.delta = arena.take<T>(heads * z.seqlen_q);
+  for (T** term : {&w.rows.delta, &w.rows.max, &w.rows.log_sum}) *term = arena.take<T>(heads * z.seqlen_q);
   w.dq = arena.take<T>(p.dq ? w.chunks * heads * z.seqlen_q * d : 0);
   w.dk = arena.take<T>(p.dk && shared ? heads * z.seqlen_k * d : 0);
   w.dv = arena.take<T>(p.dv && shared ? heads * z.seqlen_k * d_v : 0);

@@ -25,9 +25,14 @@ template <class T>
 inline T mask_bias(uint8_t attends) {
   return attends ? T(0) : kNegInf<T>;
 }
+// A finite value stays finite, also finfo.min, which times log2(e) is out of range: a row that holds nothing
+// else is not masked, it is uniform.
 template <class T, class M>
 inline T mask_bias(M value) {
-  return scalar_as<T>(value) * T(kLog2E);
+  constexpr T kLargest = std::numeric_limits<T>::max();
+  const T bias = scalar_as<T>(value) * T(kLog2E);
+  const bool overflowed = std::isinf(bias) && !std::isinf(scalar_as<double>(value));
+  return overflowed ? std::copysign(kLargest, bias) : bias;
 }
 
 template <class T, class M>

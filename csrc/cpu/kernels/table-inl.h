@@ -17,12 +17,15 @@
 #include "backward-inl.h"
 // clang-format on
 
+std::atomic<int64_t> calls{0};  // forward and backward runs of these kernels
+
 size_t run_forward_workspace(const AttentionParams& p, int threads) {
   return p.dtype == DType::kFloat64 ? forward_workspace<double>(p, threads)
                                     : forward_workspace<float>(p, threads);
 }
 
 void run_forward(const AttentionParams& p, void* workspace, const Parallel& parallel) {
+  calls.fetch_add(1, std::memory_order_relaxed);
   switch (p.dtype) {
     case DType::kFloat32: return forward<float, float>(p, workspace, parallel);
     case DType::kFloat64: return forward<double, double>(p, workspace, parallel);
@@ -38,6 +41,7 @@ size_t run_backward_workspace(const BackwardParams& p, int threads) {
 }
 
 void run_backward(const BackwardParams& p, void* workspace, const Parallel& parallel) {
+  calls.fetch_add(1, std::memory_order_relaxed);
   switch (p.dtype) {
     case DType::kFloat32: return backward<float, float>(p, workspace, parallel);
     case DType::kFloat64: return backward<double, double>(p, workspace, parallel);
@@ -47,5 +51,5 @@ void run_backward(const BackwardParams& p, void* workspace, const Parallel& para
   }
 }
 
-constexpr Kernels kKernels = {FA_ISA_NAME, run_forward_workspace, run_forward, run_backward_workspace,
+constexpr Kernels kKernels = {FA_ISA_NAME, &calls, run_forward_workspace, run_forward, run_backward_workspace,
                               run_backward};

@@ -1,0 +1,92 @@
+// One case: a shape, options and how the tensors lie in memory. The dtype, the instruction set and the number
+// of threads are swept over all of them.
+#pragma once
+
+#include <array>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "numbers.h"
+
+namespace test {
+
+using flash_attn_ext::Sizes;
+
+using Shape = std::array<int64_t, 4>;
+
+inline int64_t count(const Shape& s) { return s[0] * s[1] * s[2] * s[3]; }
+inline int64_t at(const Shape& s, int64_t a, int64_t b, int64_t c, int64_t d) {
+  return ((a * s[1] + b) * s[2] + c) * s[3] + d;
+}
+
+struct Layout {
+  int64_t shift = 0;             // elements between the start of the allocation and the tensor
+  int64_t gap = 0;               // unused elements after each row
+  bool heads_innermost = false;  // memory order (B, S, H, D)
+  bool transposed = false;       // memory order (B, H, D, S): masks only
+};
+
+enum class MaskFill {
+  kNothingMasked,  // finite values
+  kScattered,      // some elements masked
+  kBlocks,         // besides: whole tiles, rows, columns and the first head masked
+};
+
+struct Mask {
+  DType dtype = DType::kBool;
+  bool per_batch = true, per_head = true, per_row = true, per_col = true;  // false: broadcast
+  MaskFill fill = MaskFill::kScattered;
+  Layout layout;
+};
+
+enum class Slopes { kNone, kPerHead, kPerBatchAndHead };
+
+// Where inputs are NaN.
+enum class Poison {
+  kNowhere,
+  kHidden,  // in keys that no query sees, and in queries that see no key: must not reach anything
+  kSeen,    // in the last key of two heads besides: must reach exactly the queries that see it
+};
+
+struct Wanted {
+  bool dq = true, dk = true, dv = true, dmask = true, dslopes = true;
+};
+
+struct Case {
+  std::string name;
+  Sizes sizes;
+  double scale = 0;  // 0: 1 / sqrt(D)
+  bool causal = false, lower_right = false;
+  int64_t left = -1, right = -1;  // window; -1: unbounded
+  double softcap = 0;
+  std::optional<Mask> mask;
+  Slopes slopes = Slopes::kNone;
+  double dropout_p = 0;
+  bool dlse = true;
+  bool expanded_dout = false;  // one row of memory stands for all rows, by zero strides
+  Poison poison = Poison::kNowhere;
+  Layout layout;
+  Wanted wanted;
+
+  Shape q_shape() const { return {sizes.batch, sizes.heads, sizes.seqlen_q, sizes.head_dim}; }
+  Shape k_shape() const { return {sizes.batch, sizes.heads_kv, sizes.seqlen_k, sizes.head_dim}; }
+  Shape v_shape() const { return {sizes.batch, sizes.heads_kv, sizes.seqlen_k, sizes.head_dim_v}; }
+  Shape out_shape() const { return {sizes.batch, sizes.heads, sizes.seqlen_q, sizes.head_dim_v}; }
+  Shape lse_shape() const { return {sizes.batch, sizes.heads, sizes.seqlen_q, 1}; }
+  Shape slopes_shape() const {
+    return {slopes == Slopes::kPerHead ? 1 : sizes.batch, 1, 1, slopes == Slopes::kNone ? 0 : sizes.heads};
+  }
+  Shape dslopes_shape() const { return {sizes.batch, sizes.heads, 1, 1}; }
+  Shape mask_shape() const {
+    if (!mask) return {0, 0, 0, 0};
+    return {mask->per_batch ? sizes.batch : 1, mask->per_head ? sizes.heads : 1,
+            mask->per_row ? sizes.seqlen_q : 1, mask->per_col ? sizes.seqlen_k : 1};
+  }
+  bool wants_dmask() const { return mask && mask->dtype != DType::kBool && wanted.dmask; }
+  bool wants_dslopes() const { return slopes != Slopes::kNone && wanted.dslopes; }
+};
+
+std::vector<Case> all_cases();
+
+}  // namespace test

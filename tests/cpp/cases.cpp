@@ -1,0 +1,215 @@
+// The list of cases, chosen one by one: each tile edge and each option at least once, alone and together.
+#include "case.h"
+
+namespace test {
+namespace {
+
+// The kernels' own tile sizes, so that the sizes below stay at their edges.
+#include "cpu/kernels/tiling-inl.h"
+
+constexpr int64_t kBlockQ = forward_tiling<float>().block_q, kBlockK = forward_tiling<float>().block_k;
+constexpr int64_t kBackwardQ = backward_tiling<float>().block_q,
+                  kBackwardK = backward_tiling<float>().block_k;
+
+const Layout kContiguous{}, kUnaligned{1, 0, false, false}, kGaps{0, 9, false, false},
+    kUnalignedGaps{3, 9, false, false}, kHeadsInnermost{1, 9, true, false};
+const Layout kLayouts[] = {kContiguous, kUnaligned, kGaps, kUnalignedGaps, kHeadsInnermost};
+
+const char* fill_name(MaskFill fill) {
+  return fill == MaskFill::kBlocks ? "blocks" : fill == MaskFill::kScattered ? "scattered" : "nothing masked";
+}
+
+std::string text(int64_t n) { return std::to_string(n); }
+
+// Collects cases; add() returns the new one, to be changed in place.
+class List {
+ public:
+  Case& add(const std::string& group, const Sizes& z, const Layout& layout = kGaps) {
+    Case c;
+    c.sizes = z;
+    c.layout = layout;
+    c.name = group + ", B " + text(z.batch) + " H " + text(z.heads) + "/" + text(z.heads_kv) + " S " +
+             text(z.seqlen_q) + "x" + text(z.seqlen_k) + " D " + text(z.head_dim) + "/" + text(z.head_dim_v);
+    cases.push_back(c);
+    return cases.back();
+  }
+
+  std::vector<Case> cases;
+};
+
+void lengths(List& list) {
+  std::vector<std::array<int64_t, 2>> pairs = {{1, 1},   {1, 2},   {2, 1},   {2, 3}, {3, 2},
+                                               {1, 130}, {130, 1}, {2, 200}, {97, 3}};
+  for (const int64_t q : {kBlockQ, kBackwardQ})
+    for (const int64_t near_q : {q - 1, q, q + 1})
+      for (const int64_t k : {kBlockK, kBackwardK})
+        if (k == kBlockK || kBlockK != kBackwardK)
+          for (const int64_t near_k : {k - 1, k, k + 1}) pairs.push_back({near_q, near_k});
+  for (size_t n = 0; n < pairs.size(); ++n)
+    list.add("lengths", {1, 2, 2, pairs[n][0], pairs[n][1], 8, 8}, kLayouts[n % 5]);
+}
+
+void head_dims(List& list) {
+  // Below, at and above whole vectors of 128, 256 and 512 bits; unequal; the largest.
+  const int64_t dims[][2] = {{1, 1},   {2, 3},   {3, 2},   {5, 7},     {8, 15},   {15, 8},    {16, 16},
+                             {17, 33}, {31, 17}, {32, 32}, {33, 1},    {48, 49},  {1, 64},    {64, 64},
+                             {65, 63}, {80, 40}, {96, 96}, {128, 128}, {256, 31}, {512, 512}, {511, 5}};
+  int n = 0;
+  for (const auto& [d, d_v] : dims) {
+    const int64_t rows = d + d_v > 600 ? 5 : 50;
+    list.add("head dims", {1, 1, 1, rows, 66, d, d_v}, kLayouts[n++ % 5]);
+  }
+}
+
+void bands(List& list) {
+  struct {
+    const char* name;
+    bool causal;
+    int64_t left, right;
+  } const windows[] = {{"causal", true, -1, -1},     {"causal window 5", true, 5, -1},
+                       {"window 0+0", false, 0, 0},  {"window 70+3", false, 70, 3},
+                       {"window -+2", false, -1, 2}, {"window 9+-", false, 9, -1}};
+  const int64_t lengths[][2] = {{70, 70}, {49, 130}, {130, 49}, {1, 67}, {67, 1}};
+  for (const auto& w : windows)
+    for (const bool lower_right : {false, true})
+      for (const auto& [q, k] : lengths) {
+        if (q == k && lower_right) continue;
+        Case& c = list.add(std::string(w.name) + (lower_right ? " lower right" : ""), {1, 2, 1, q, k, 8, 9});
+        c.causal = w.causal;
+        c.left = w.left;
+        c.right = w.right;
+        c.lower_right = lower_right;
+      }
+}
+
+Case& add_mask(List& list, const std::string& group, const Mask& mask, const Sizes& sizes) {
+  std::string name = group + "mask " + name_of(mask.dtype) + " " + fill_name(mask.fill) + " (";
+  for (const auto& [has, letter] :
+       {std::pair{mask.per_batch, 'B'}, {mask.per_head, 'H'}, {mask.per_row, 'Q'}, {mask.per_col, 'K'}})
+    name += has ? letter : '1';
+  Case& c = list.add(name + ")", sizes);
+  c.mask = mask;
+  return c;
+}
+
+void masks(List& list) {
+  const Sizes sizes{2, 2, 1, 50, 70, 8, 8};
+  const DType all[] = {DType::kBool, DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
+  for (int broadcast = 0; broadcast < 16; ++broadcast) {
+    Mask mask{DType::kFloat32,  !(broadcast & 1),     !(broadcast & 2), !(broadcast & 4),
+              !(broadcast & 8), MaskFill::kScattered, kUnalignedGaps};
+    add_mask(list, "broadcast ", mask, sizes);
+  }
+  for (const DType dtype : all) {
+    add_mask(list, "every dtype, ", {dtype, true, true, true, true, MaskFill::kScattered, kUnaligned}, sizes);
+    add_mask(list, "row of ", {dtype, false, true, false, true, MaskFill::kScattered, kUnaligned}, sizes);
+    add_mask(list, "column of ", {dtype, true, false, true, false, MaskFill::kScattered, kUnaligned}, sizes);
+    const Layout transposed{1, 9, false, true};
+    add_mask(list, "transposed ", {dtype, false, true, true, true, MaskFill::kScattered, transposed}, sizes);
+  }
+  for (const DType dtype : {DType::kBool, DType::kFloat32}) {
+    const Sizes large{2, 2, 2, 70, 130, 9, 8}, one_row{2, 2, 2, 1, 130, 8, 9};
+    Mask mask{dtype, true, true, true, true, MaskFill::kBlocks, kUnaligned};
+    add_mask(list, "fully masked rows and tiles, ", mask, large);
+    add_mask(list, "fully masked, causal, ", mask, large).causal = true;
+    mask.fill = MaskFill::kNothingMasked;
+    add_mask(list, "", mask, large);
+    add_mask(list, "one query, ", mask, one_row);
+  }
+}
+
+void score_options(List& list) {
+  const Sizes sizes{2, 2, 2, 65, 67, 17, 8};
+  list.add("softcap", sizes).softcap = 1.5;
+  list.add("alibi (H)", sizes).slopes = Slopes::kPerHead;
+  list.add("alibi (B, H)", sizes).slopes = Slopes::kPerBatchAndHead;
+  list.add("large scores", sizes).scale = 2;
+  list.add("negative scale", sizes).scale = -0.5;
+  list.add("no dlse", sizes).dlse = false;
+  list.add("dout expanded from one row", sizes).expanded_dout = true;
+  for (const double p : {0.1, 0.5, 1.0}) {
+    list.add("dropout " + std::to_string(p), sizes).dropout_p = p;
+    Case& c = list.add("dropout odd, causal " + std::to_string(p), {1, 3, 1, 131, 97, 8, 3});
+    c.dropout_p = p;
+    c.causal = true;
+  }
+  Case& c = list.add("softcap, alibi (B, H), causal lower right", {2, 1, 1, 50, 97, 8, 8});
+  c.softcap = 1.5;
+  c.slopes = Slopes::kPerBatchAndHead;
+  c.causal = c.lower_right = true;
+}
+
+void grouped_heads(List& list) {
+  // At and above 8 tasks (batch x heads), the backward no longer cuts the keys of a head in chunks.
+  const Sizes sizes[] = {{1, 2, 1, 49, 200, 8, 8}, {1, 3, 1, 3, 130, 8, 5}, {2, 4, 2, 20, 130, 9, 8},
+                         {3, 6, 3, 17, 65, 5, 8},  {1, 8, 8, 2, 129, 3, 4}, {3, 3, 3, 65, 130, 8, 8}};
+  for (const Sizes& z : sizes) {
+    list.add("grouped heads", z, kHeadsInnermost);
+    list.add("grouped heads, causal", z, kUnaligned).causal = true;
+  }
+}
+
+// Everything at once, with every choice of gradients that are wanted.
+void together(List& list) {
+  const Sizes sizes{2, 4, 2, 50, 97, 17, 9};
+  auto add = [&](const std::string& name, const Wanted& wanted) {
+    Mask mask{DType::kFloat32, true, false, true, true, MaskFill::kBlocks, kUnalignedGaps};
+    Case& c = add_mask(list, "everything, " + name + ", ", mask, sizes);
+    c.layout = kUnalignedGaps;
+    c.lower_right = true;
+    c.left = 60;
+    c.right = 20;
+    c.softcap = 2;
+    c.slopes = Slopes::kPerBatchAndHead;
+    c.dropout_p = 0.3;
+    c.wanted = wanted;
+  };
+  add("all gradients", {true, true, true, true, true});
+  add("no gradient", {false, false, false, false, false});
+  add("dq only", {true, false, false, false, false});
+  add("dk only", {false, true, false, false, false});
+  add("dv only", {false, false, true, false, false});
+  add("dmask only", {false, false, false, true, false});
+  add("dslopes only", {false, false, false, false, true});
+  add("all but dq", {false, true, true, true, true});
+  add("all but dmask", {true, true, true, false, true});
+}
+
+void poisoned(List& list) {
+  for (const Poison poison : {Poison::kHidden, Poison::kSeen}) {
+    const std::string name = poison == Poison::kHidden ? "NaN hidden, " : "NaN seen by some, ";
+    // Causal cuts off early rows (lower right) or late keys (upper left).
+    for (const bool lower_right : {false, true}) {
+      const int64_t q = lower_right ? 130 : 67, k = lower_right ? 67 : poison == Poison::kSeen ? 67 : 130;
+      Case& c = list.add(name + (lower_right ? "causal lower right" : "causal"), {2, 4, 2, q, k, 8, 16});
+      c.causal = true;
+      c.lower_right = lower_right;
+      c.poison = poison;
+    }
+    for (const DType dtype : {DType::kBool, DType::kFloat32})
+      for (const double softcap : {0.0, 2.0}) {
+        Mask mask{dtype, true, true, true, true, MaskFill::kBlocks, kUnaligned};
+        const int64_t d = softcap > 0 ? 33 : 8, d_v = softcap > 0 ? 8 : 33;
+        Case& c = add_mask(list, name + (softcap > 0 ? "softcap, " : ""), mask, {2, 2, 2, 67, 70, d, d_v});
+        c.softcap = softcap;
+        c.poison = poison;
+      }
+  }
+}
+
+}  // namespace
+
+std::vector<Case> all_cases() {
+  List list;
+  lengths(list);
+  head_dims(list);
+  bands(list);
+  masks(list);
+  score_options(list);
+  grouped_heads(list);
+  together(list);
+  poisoned(list);
+  return list.cases;
+}
+
+}  // namespace test

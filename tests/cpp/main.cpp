@@ -1,0 +1,132 @@
+// Runs the kernels of one instruction set on every case and dtype, against the dense reference.
+//
+//   address ISA [MATCH]             all cases, or those whose name contains MATCH
+//   address ISA MATCH --short NAME  buffers called NAME ("q", "dk", "saved out", ...) end one element early,
+//                                   "workspace" 64 bytes
+//   address ISA MATCH --break WHAT  arena: a read past an array of the workspace; overflow: of an integer;
+//                                   reference: a wrong expectation; race: unsynchronised writes
+//
+// --short and --break must fail: they show that errors are seen. Exit status: 0 passed, 1 failed (so too if
+// AddressSanitizer or UBSan found something; ThreadSanitizer: 66), 2 wrong usage, 77 this CPU cannot run ISA.
+#include <sanitizer/common_interface_defs.h>
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <cstdio>
+#include <thread>
+
+#include "buffers.h"
+#include "cpu/arena.h"
+#include "cpu/select.h"
+#include "inputs.h"
+#include "run_case.h"
+
+namespace test {
+namespace {
+
+namespace cpu = flash_attn_ext::cpu;
+
+constexpr int kFailuresShown = 20;
+constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
+
+std::string running = "nothing yet";
+
+void say_what_was_running() { std::fprintf(stderr, "while running: %s\n", running.c_str()); }
+
+// What the kernels should return for a case: the backward reads the rounded out that the forward stores.
+Outputs expect(const Case& c, DType dtype, const Inputs& in) {
+  Outputs r;
+  reference_forward(c, in, r);
+  Outputs stored = r;
+  for (double& x : stored.out) x = rounded(dtype, x);
+  for (double& x : stored.lse) x = rounded(accumulator_of(dtype), x);
+  reference_backward(c, in, stored);
+  stored.out = r.out;
+  stored.lse = r.lse;
+  return stored;
+}
+
+// A case about NaN that has none, or nothing else, would test nothing.
+bool poison_shows(const Case& c, const Outputs& expected) {
+  const auto is_nan = [](double x) { return std::isnan(x); };
+  const auto nans = std::count_if(expected.out.begin(), expected.out.end(), is_nan);
+  return c.poison == Poison::kSeen ? nans > 0 && nans < static_cast<int64_t>(expected.out.size()) : nans == 0;
+}
+
+int run_all(const cpu::Kernels& kernels, const std::string& match, bool wrong_reference) {
+  const double reference_error = reference_self_check();
+  if (!(reference_error < 1e-7)) {
+    std::printf("FAIL reference: off by %g from finite differences\n", reference_error);
+    return 1;
+  }
+  int cases = 0, runs = 0, failures = 0;
+  for (const Case& c : all_cases()) {
+    if (c.name.find(match) == std::string::npos) continue;
+    ++cases;
+    for (const DType dtype : kDTypes) {
+      running = std::string(kernels.isa) + ", " + name_of(dtype) + ", case " + c.name;
+      const Inputs in = make_inputs(c, dtype);
+      Outputs expected = expect(c, dtype, in);
+      if (wrong_reference) expected.dk.back() += 0.1;
+      std::vector<std::string> errors = run_case(kernels, c, dtype, in, expected);
+      if (!poison_shows(c, expected)) errors.push_back("the case is not about NaN, or about nothing else");
+      runs += static_cast<int>(std::size(kThreadCounts));
+      failures += !errors.empty();
+      if (failures > kFailuresShown) continue;
+      for (const std::string& error : errors) std::printf("FAIL %s: %s\n", running.c_str(), error.c_str());
+    }
+  }
+  std::printf("%s: %d cases, %d runs, %d failures\n", kernels.isa, cases, runs, failures);
+  return failures || !cases;
+}
+
+int break_something(const cpu::Kernels& kernels, const std::string& match, const std::string& what) {
+  if (what == "arena") {
+    const Buffer memory(256, 64);
+    cpu::Arena arena(memory.data());
+    const volatile float* array = arena.take<float>(3);
+    arena.take<float>(3);
+    return array[3] == 0;
+  }
+  if (what == "overflow") {
+    const volatile int largest = INT_MAX;
+    return largest + 1 == 0;
+  }
+  if (what == "race") {
+    volatile int written = 0;
+    std::thread other([&] { written = 1; });
+    written = 2;
+    other.join();
+    return 0;
+  }
+  if (what == "reference") return run_all(kernels, match, true);
+  return 2;
+}
+
+int run(const std::vector<std::string>& args) {
+  const std::string mode = args.size() == 4 ? args[2] : "";
+  if (args.empty() || args.size() == 3 || args.size() > 4) return 2;
+  try {
+    cpu::force_isa(args[0]);
+  } catch (const std::exception& error) {
+    std::printf("%s\n", error.what());
+    return 77;
+  }
+  const cpu::Kernels& kernels = cpu::active_kernels();
+  const std::string match = args.size() > 1 ? args[1] : "";
+  if (mode == "--break") return break_something(kernels, match, args[3]);
+  if (mode == "--short") short_buffer = args[3];
+  return run_all(kernels, match, false);
+}
+
+}  // namespace
+}  // namespace test
+
+extern "C" void __ubsan_on_report() { test::say_what_was_running(); }  // its death skips the callback below
+
+int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what was said before a sanitizer ends the program is not lost
+  __sanitizer_set_death_callback(test::say_what_was_running);
+  return test::run({argv + 1, argv + argc});
+}

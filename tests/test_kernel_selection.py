@@ -1,0 +1,143 @@
+"""Which instruction set's kernels run: seen, forced from Python and from the environment, and proven by counting."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flash_attn_ext import _ops, active_kernel, available_kernels, flash_attn, force_kernel
+
+ALL = ["generic", "avx2", "avx512"]
+HARDWARE = {"avx2": "AVX2, FMA and F16C", "avx512": "AVX-512 F, BW, DQ and VL, AVX2, FMA and F16C"}
+VARIABLE = "FLASH_ATTN_EXT_ISA"
+
+
+@pytest.fixture(autouse=True)
+def detection(monkeypatch):
+    """Every test begins with what the CPU alone decides, and leaves what the environment and the CPU decide."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    force_kernel(None)
+    yield
+    monkeypatch.undo()
+    force_kernel(None)
+
+
+@pytest.fixture(params=ALL)
+def kernel(request):
+    """Each instruction set; skips one that this CPU lacks, after seeing that it cannot be forced either."""
+    if request.param not in available_kernels():
+        with pytest.raises(
+            ValueError, match=f"got '{request.param}', which this CPU cannot run; allowed here: generic"
+        ):
+            force_kernel(request.param)
+        pytest.skip(f"needs a CPU with {HARDWARE[request.param]}")
+    return request.param
+
+
+def calls_during(action):
+    """Instruction set -> how often its forward or backward kernels ran."""
+    before = _ops._C.kernel_calls()
+    action()
+    after = _ops._C.kernel_calls()
+    return {isa: after[isa] - before[isa] for isa in after if after[isa] != before[isa]}
+
+
+def forward_and_backward():
+    q, k, v = (torch.randn(2, 3, 70, 20, requires_grad=True) for _ in range(3))
+    out = flash_attn(q, k, v)
+    out.sum().backward()
+
+
+def test_detection_takes_the_best():
+    available = available_kernels()
+    assert available == [isa for isa in ALL if isa in available]
+    assert available[0] == "generic"
+    assert active_kernel() == available[-1]
+    assert calls_during(forward_and_backward) == {available[-1]: 2}
+
+
+def test_the_forced_kernel_runs(kernel):
+    force_kernel(kernel)
+    assert active_kernel() == kernel
+    assert calls_during(forward_and_backward) == {kernel: 2}
+
+
+def test_the_counter_tells_forward_from_backward(kernel):
+    force_kernel(kernel)
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    results = []
+    assert calls_during(lambda: results.append(flash_attn(q, q, q))) == {kernel: 1}
+    assert calls_during(results[0].sum().backward) == {kernel: 1}
+
+
+def test_kernels_agree(kernel):
+    """One algorithm for every instruction set: only rounding differs."""
+    q, k, v = (torch.randn(1, 2, 65, 33, dtype=torch.float64) for _ in range(3))
+    force_kernel("generic")
+    expected = flash_attn(q, k, v, is_causal=True)
+    force_kernel(kernel)
+    torch.testing.assert_close(flash_attn(q, k, v, is_causal=True), expected, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["sse9", "AVX2", " generic", "generic "])
+def test_an_unknown_name_is_an_error_and_changes_nothing(name):
+    force_kernel("generic")
+    with pytest.raises(ValueError, match="not an instruction set of this build") as error:
+        force_kernel(name)
+    assert f"got '{name}'" in str(error.value)
+    assert str(error.value).endswith("allowed here: " + ", ".join(available_kernels()))
+    assert active_kernel() == "generic"
+    assert calls_during(forward_and_backward) == {"generic": 2}
+
+
+@pytest.mark.parametrize("nothing", [None, ""])
+def test_forcing_nothing_returns_to_detection(nothing):
+    force_kernel("generic")
+    force_kernel(nothing)
+    assert active_kernel() == available_kernels()[-1]
+
+
+def test_forcing_nothing_returns_to_the_environments_choice(kernel, monkeypatch):
+    monkeypatch.setenv(VARIABLE, kernel)
+    force_kernel(available_kernels()[-1])
+    force_kernel(None)
+    assert active_kernel() == kernel
+
+
+def test_an_impossible_environment_is_an_error_that_changes_nothing(monkeypatch):
+    force_kernel("generic")
+    monkeypatch.setenv(VARIABLE, "sse9")
+    with pytest.raises(ValueError, match=f"{VARIABLE}: got 'sse9'"):
+        force_kernel(None)
+    assert active_kernel() == "generic"
+
+
+def import_with(value):
+    """A fresh interpreter with the variable set."""
+    code = "import flash_attn_ext as f; print(f.active_kernel(), f.available_kernels()[-1])"
+    environment = {**os.environ, VARIABLE: value}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_environment_forces_at_import():
+    done = import_with("generic")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["generic", available_kernels()[-1]]
+
+
+def test_empty_environment_variable_is_as_none():
+    done = import_with("")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [available_kernels()[-1]] * 2
+
+
+def test_unknown_name_in_the_environment_raises_at_import():
+    done = import_with("sse9")
+    assert done.returncode != 0
+    last_line = done.stderr.strip().splitlines()[-1]
+    allowed = ", ".join(available_kernels())
+    assert last_line == (
+        f"ValueError: {VARIABLE}: got 'sse9', which is not an instruction set of this build; allowed here: {allowed}"
+    )
