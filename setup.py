@@ -29,6 +29,16 @@ CPU = ["isa_avx2", "isa_avx512", "isa_generic", "select"]
 CUDA = ["select"]
 
 
+def cuda_toolkit() -> Path | None:
+    """The CUDA toolkit to build with: CUDA_HOME if set, else torch's guess, else the default place."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    # torch guesses from the nvcc on PATH, which may be a wrapper outside its toolkit: a guess has to have headers.
+    for place in [named] if named else [cpp_extension.CUDA_HOME, "/usr/local/cuda"]:
+        if place and (Path(place) / "bin/nvcc").exists() and (Path(place) / "include/cuda_runtime.h").exists():
+            return Path(place)
+    return None
+
+
 def cuda_wanted() -> bool:
     """Whether to build the CUDA half; exits if it was asked for and cannot be."""
     asked = os.environ.get("FLASH_ATTN_EXT_CUDA", "")
@@ -39,12 +49,14 @@ def cuda_wanted() -> bool:
     why = "FLASH_ATTN_EXT_CUDA=1" if asked == "1" else f"torch {torch.__version__} is a CUDA build"
     if torch.version.cuda is None:
         sys.exit(f"flash_attn_ext: {why}, but torch {torch.__version__} is a CPU build; install a CUDA build of torch")
-    nvcc = Path(cpp_extension.CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
-    if not nvcc.exists():
+    toolkit = cuda_toolkit()
+    if toolkit is None:
         sys.exit(
-            f"flash_attn_ext: {why}, but there is no nvcc ({nvcc}); set CUDA_HOME, "
-            "or FLASH_ATTN_EXT_CUDA=0 for an extension that runs on CPU only"
+            f"flash_attn_ext: {why}, but no CUDA toolkit (bin/nvcc and include/cuda_runtime.h) was found in "
+            f"{os.environ.get('CUDA_HOME') or '/usr/local/cuda'}; set CUDA_HOME, or FLASH_ATTN_EXT_CUDA=0 for an "
+            "extension that runs on CPU only"
         )
+    cpp_extension.CUDA_HOME = str(toolkit)
     return True
 
 
