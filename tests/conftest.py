@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import flash_attn_ext
+from flash_attn_ext import modules
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +24,24 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(threads):
+    """For tiny tensors: on a busy machine two threads mostly wait for each other."""
+    threads(1)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The keyword arguments, with q, k, v and the returned out, of every call of the kernel by a module."""
+    made = []
+    kernel = modules.flash_attn
+
+    def record(q, k, v, **kwargs):
+        out = kernel(q, k, v, **kwargs)
+        made.append(dict(kwargs, q=q, k=k, v=v, out=out))
+        return out
+
+    monkeypatch.setattr(modules, "flash_attn", record)
+    return made

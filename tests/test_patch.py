@@ -13,33 +13,10 @@ from flash_attn_ext import MultiheadAttention, modules, replace_attention
 
 B, S, T, E, H = 3, 7, 5, 12, 2
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The PyTorch API of nested tensors", "ignore:enable_nested_tensor is True"
-)
-
-
-@pytest.fixture(autouse=True)
-def seed_and_one_thread():
-    """One thread: these tensors are tiny, and on a busy machine two threads mostly wait for each other."""
-    torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """One entry for each call of the kernel by a module."""
-    made = []
-    kernel = modules.flash_attn
-
-    def record(*args, **kwargs):
-        made.append(kwargs)
-        return kernel(*args, **kwargs)
-
-    monkeypatch.setattr(modules, "flash_attn", record)
-    return made
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested_tensor is True"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 
 def assert_same(got, want, rtol=1e-10):
@@ -83,9 +60,7 @@ ENCODER_INPUTS = {
 ENCODERS = {
     "default": lambda: nn.TransformerEncoder(encoder_layer(), 2),
     "norm first": lambda: nn.TransformerEncoder(encoder_layer(norm_first=True), 2, norm=nn.LayerNorm(E)),
-    "gelu, final norm": lambda: nn.TransformerEncoder(
-        encoder_layer(activation="gelu"), 2, norm=nn.LayerNorm(E)
-    ),
+    "gelu, final norm": lambda: nn.TransformerEncoder(encoder_layer(activation="gelu"), 2, norm=nn.LayerNorm(E)),
     "no nested": lambda: nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False),
     "no bias": lambda: nn.TransformerEncoder(encoder_layer(bias=False), 2),
     "sequence first": lambda: nn.TransformerEncoder(encoder_layer(batch_first=False), 2),
@@ -213,9 +188,7 @@ def test_decoder(calls):
     model = randomize(nn.TransformerDecoder(layer, 2)).eval()
     sample = {"tgt": TGT, "memory": SRC, "tgt_mask": causal_mask(T), "memory_key_padding_mask": PADDING}
     report = replace_attention(model, sample_input=sample)
-    assert report.replaced == tuple(
-        f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attn", "multihead_attn")
-    )
+    assert report.replaced == tuple(f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attn", "multihead_attn"))
     assert len(calls) == 4
     assert 0 <= report.max_difference < 1e-10
 
@@ -415,9 +388,7 @@ def test_a_different_result_raises_and_restores(monkeypatch):
     monkeypatch.setattr(modules, "flash_attn", wrong)
     nn.init.eye_(model.attention.out_proj.weight)
     for tolerance in ({}, {"atol": 0.4}, {"atol": 0.0, "rtol": 1e-3}):
-        with pytest.raises(
-            RuntimeError, match=r"output tensor 0 would change by up to 0\.5, .* nothing was replaced"
-        ):
+        with pytest.raises(RuntimeError, match=r"output tensor 0 would change by up to 0\.5, .* nothing was replaced"):
             replace_attention(model, sample_input=SRC, **tolerance)
         check_untouched(model, hooks=1)
     assert replace_attention(model, sample_input=SRC, atol=0.6).max_difference == pytest.approx(0.5)
