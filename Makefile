@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CXX_SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PY_SOURCES := setup.py flash_attn_ext tests benchmarks examples
 
-.PHONY: demo test lint format clean
+.PHONY: demo test bench lint format clean
 
 # Trains a small GPT on the standard library's sources, through torch and through flash_attn_ext, and compares.
 demo: $(VENV)/.built
@@ -16,6 +16,10 @@ demo: $(VENV)/.built
 
 test: $(VENV)/.built
 	$(BIN)/python -m pytest
+
+# Alternates with torch in one process; a table on the terminal and everything measured in build/bench.json.
+bench: $(VENV)/.built
+	$(BIN)/python benchmarks/compare_torch.py --json build/bench.json
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check $(PY_SOURCES)

@@ -1,85 +1,6 @@
 // From raw products to scores: softcap, ALiBi, mask, band, in that order, on one tile; and dropout's keep
 // tile. Scores are in units of log2, so that softmax needs exp2 only: score2 = score * log2(e).
 
-constexpr double kLog2E = 1.4426950408889634074;
-constexpr double kLn2 = 0.69314718055994530942;
-
-// Where a tile lies. The forward keeps S^T (rows are keys, lanes are queries: row statistics become per-lane
-// vectors); the backward keeps S (rows are queries, lanes are keys: K^T and V^T are packed once per key
-// block).
-struct TileFrame {
-  int64_t b, h;
-  int64_t i0, j0;         // first query, first key
-  int64_t queries, keys;  // extents inside the tensor
-  int64_t ld;             // lanes per row, whole vectors
-  bool lanes_are_queries;
-
-  int64_t rows() const { return lanes_are_queries ? keys : queries; }
-  int64_t lanes() const { return lanes_are_queries ? queries : keys; }
-};
-
-enum class TileMask { kNone, kSome, kAll };  // how many of a tile's elements are masked
-
-// The value a mask element adds to score2; -inf where it masks.
-template <class T>
-inline T mask_bias(uint8_t attends) {
-  return attends ? T(0) : kNegInf<T>;
-}
-// A finite value stays finite, also finfo.min, which times log2(e) is out of range: a row that holds nothing
-// else is not masked, it is uniform.
-template <class T, class M>
-inline T mask_bias(M value) {
-  constexpr T kLargest = std::numeric_limits<T>::max();
-  const T bias = scalar_as<T>(value) * T(kLog2E);
-  const bool overflowed = std::isinf(bias) && !std::isinf(scalar_as<double>(value));
-  return overflowed ? std::copysign(kLargest, bias) : bias;
-}
-
-template <class T, class M>
-inline TileMask load_mask_as(const MaskParams& mask, const TileFrame& f, T* dst) {
-  const M* src = static_cast<const M*>(mask.data) + f.b * mask.stride_b + f.h * mask.stride_h +
-                 f.i0 * mask.stride_q + f.j0 * mask.stride_k;
-  const int64_t row_stride = f.lanes_are_queries ? mask.stride_k : mask.stride_q;
-  const int64_t lane_stride = f.lanes_are_queries ? mask.stride_q : mask.stride_k;
-  const int64_t rows = f.rows(), lanes = f.lanes();
-  if (lane_stride == 0) {
-    for (int64_t r = 0; r < rows; ++r)
-      std::fill(dst + r * f.ld, dst + r * f.ld + lanes, mask_bias<T>(src[r * row_stride]));
-  } else if (row_stride == 0) {
-    for (int64_t c = 0; c < lanes; ++c) dst[c] = mask_bias<T>(src[c * lane_stride]);
-    for (int64_t r = 1; r < rows; ++r) std::copy(dst, dst + lanes, dst + r * f.ld);
-  } else if (lane_stride == 1) {
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t c = 0; c < lanes; ++c) dst[r * f.ld + c] = mask_bias<T>(src[r * row_stride + c]);
-  } else {  // walk the source along its rows, which are contiguous in nearly every mask
-    for (int64_t c = 0; c < lanes; ++c)
-      for (int64_t r = 0; r < rows; ++r)
-        dst[r * f.ld + c] = mask_bias<T>(src[r * row_stride + c * lane_stride]);
-  }
-  bool any = false, all = true;
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < lanes; ++c) {
-      const bool masked = dst[r * f.ld + c] == kNegInf<T>;
-      any |= masked;
-      all &= masked;
-    }
-  return all ? TileMask::kAll : any ? TileMask::kSome : TileMask::kNone;
-}
-
-// Fills dst[row][lane] with the mask's bias. Without a mask it does nothing.
-template <class T>
-inline TileMask load_mask_tile(const MaskParams& mask, const TileFrame& f, T* dst) {
-  if (!mask) return TileMask::kNone;
-  switch (mask.dtype) {
-    case DType::kBool: return load_mask_as<T, uint8_t>(mask, f, dst);
-    case DType::kFloat32: return load_mask_as<T, float>(mask, f, dst);
-    case DType::kFloat64: return load_mask_as<T, double>(mask, f, dst);
-    case DType::kBFloat16: return load_mask_as<T, BFloat16>(mask, f, dst);
-    case DType::kFloat16: return load_mask_as<T, Float16>(mask, f, dst);
-  }
-  return TileMask::kNone;
-}
-
 // The lanes [begin, end) of row r that the band leaves.
 inline Range band_lanes(const Band& band, const TileFrame& f, int64_t r) {
   if (f.lanes_are_queries) {
@@ -159,25 +80,4 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
     }
   }
   return {f, &p.band, mask_tile, crossed || masked != TileMask::kNone};
-}
-
-// Fills dst[row][lane] with 1 / (1 - p) where the element is kept and 0 where it is dropped.
-template <class T>
-inline void load_dropout_tile(const AttentionParams& p, const TileFrame& f, T* dst) {
-  const PhiloxKey key = philox_key(p.dropout.rng_state[0], p.dropout.rng_state[1]);
-  const int64_t head_index = f.b * p.sizes.heads + f.h;
-  const T keep = static_cast<T>(p.dropout.keep_scale);
-  const int64_t row_stride = f.lanes_are_queries ? 1 : f.ld, col_stride = f.lanes_are_queries ? f.ld : 1;
-  const int64_t i_end = f.i0 + f.queries, j_end = f.j0 + f.keys;
-  for (int64_t i = f.i0; i < i_end; i += (i & 7) == 7 ? 9 : 1) {  // i and i + 8 share their calls
-    for (int64_t j = f.j0; j < j_end; j += 2) {
-      const PhiloxWords words = dropout_words(key, head_index, i, j);
-      for (int w = 0; w < 4; ++w) {
-        const int64_t row = i + (w >> 1) * 8, col = j + (w & 1);
-        if (row < i_end && col < j_end)
-          dst[(row - f.i0) * row_stride + (col - f.j0) * col_stride] =
-              words.w[w] >= p.dropout.threshold ? keep : T(0);
-      }
-    }
-  }
 }

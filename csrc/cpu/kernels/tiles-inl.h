@@ -27,20 +27,26 @@ inline Tile<T> load_tile(const In* src, int64_t stride, int64_t rows, int64_t co
   return {scratch, ld};
 }
 
-// dst[c][r] = factor * src[r][c], rows padded with zeros to ld.
+// dst[c][r] = factor * src[r][c], rows padded with zeros to ld, which is a whole number of vectors.
 template <class In, class T>
 inline void load_tile_transposed(const In* src, int64_t stride, int64_t rows, int64_t cols, T factor, T* dst,
                                  int64_t ld) {
   constexpr int L = kLanes<T>;
-  for (int64_t c = 0; c < cols; c += L) {
-    const int64_t n = std::min<int64_t>(L, cols - c);
-    for (int64_t r = 0; r < rows; ++r) {
-      const In* in = src + r * stride + c;
-      const Vec<T> x = factor * (n == L ? load_as<In, T>(in) : load_tail_as<In, T>(in, n));
-      T* out = dst + c * ld + r;
-      for (int64_t i = 0; i < n; ++i) out[i * ld] = x[i];
+  for (int64_t r0 = 0; r0 < rows; r0 += L) {
+    for (int64_t c0 = 0; c0 < cols; c0 += L) {
+      Vec<T> block[L];
+      const int64_t n = std::min<int64_t>(L, cols - c0);
+#pragma GCC unroll 16
+      for (int r = 0; r < L; ++r) {
+        const In* in = src + (r0 + r) * stride + c0;
+        block[r] =
+            r0 + r >= rows ? Vec<T>{} : factor * (n == L ? load_as<In, T>(in) : load_tail_as<In, T>(in, n));
+      }
+      transpose<T>(block);
+#pragma GCC unroll 16
+      for (int c = 0; c < L; ++c)
+        if (c < n) store<T>(dst + (c0 + c) * ld + r0, block[c]);
     }
-    for (int64_t i = 0; i < n; ++i) std::fill(dst + (c + i) * ld + rows, dst + (c + i) * ld + ld, T(0));
   }
 }
 

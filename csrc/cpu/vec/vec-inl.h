@@ -73,3 +73,45 @@ FA_INLINE T sum_lanes(Vec<T> x) {
   for (int i = 0; i < kLanes<T>; ++i) sum += x[i];
   return sum;
 }
+
+#if defined(__clang__)
+
+// Elements of (a, b), as if one vector of twice the length, at the places `from`.
+template <class T>
+FA_INLINE Vec<T> pick(Vec<T> a, Vec<T> b, VecIndex<T> from) {
+  Vec<T> r;
+  for (int i = 0; i < kLanes<T>; ++i) r[i] = from[i] < kLanes<T> ? a[from[i]] : b[from[i] - kLanes<T>];
+  return r;
+}
+
+#else
+
+template <class T>
+FA_INLINE Vec<T> pick(Vec<T> a, Vec<T> b, VecIndex<T> from) {
+  return __builtin_shuffle(a, b, from);
+}
+
+#endif
+
+// Transposes the square block rows[kLanes][kLanes] in registers: at each distance d, the off-diagonal d x d
+// blocks of every 2d x 2d block change places.
+template <class T>
+FA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int L = kLanes<T>;
+#pragma GCC unroll 8
+  for (int d = L / 2; d > 0; d /= 2) {
+    VecIndex<T> upper, lower;
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i) {
+      upper[i] = i & d ? L + i - d : i;
+      lower[i] = i & d ? L + i : i + d;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < L; ++r) {
+      if (r & d) continue;
+      const Vec<T> a = rows[r], b = rows[r + d];
+      rows[r] = pick<T>(a, b, upper);
+      rows[r + d] = pick<T>(a, b, lower);
+    }
+  }
+}

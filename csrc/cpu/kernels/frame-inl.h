@@ -1,0 +1,19 @@
+// The place of a tile of scores, and its unit: log2, so that softmax needs exp2 only: score2 = score *
+// log2(e).
+
+constexpr double kLog2E = 1.4426950408889634074;
+constexpr double kLn2 = 0.69314718055994530942;
+
+// Where a tile lies. The forward keeps S^T (rows are keys, lanes are queries: row statistics become per-lane
+// vectors); the backward keeps S (rows are queries, lanes are keys: K^T and V^T are packed once per key
+// block).
+struct TileFrame {
+  int64_t b, h;
+  int64_t i0, j0;         // first query, first key
+  int64_t queries, keys;  // extents inside the tensor
+  int64_t ld;             // lanes per row, whole vectors
+  bool lanes_are_queries;
+
+  int64_t rows() const { return lanes_are_queries ? keys : queries; }
+  int64_t lanes() const { return lanes_are_queries ? queries : keys; }
+};
