@@ -71,9 +71,12 @@ def flash_attn(
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
     for name, t in (("query", query), ("key", key), ("value", value)):
-        _check_is_tensor(name, t)
+        _check_is_dense(name, t)
     ndim = max(query.dim(), key.dim(), value.dim())
     q, k, v, batch_shape = _as_4d(query, key, value, enable_gqa)
+    for name, t in (("alibi_slopes", alibi_slopes), ("rng_state", rng_state)):
+        if t is not None:
+            _check_is_dense(name, t)
     lower_right, is_causal = _diagonal(causal, is_causal, window, alibi_slopes)
     window_left, window_right = _window(window)
     if dropout_p > 0.0 and rng_state is None:
@@ -113,9 +116,13 @@ def dropout_mask(rng_state: Tensor, batch: int, heads: int, seqlen_q: int, seqle
     return _ops.dropout_mask(rng_state, batch, heads, seqlen_q, seqlen_k, dropout_p)
 
 
-def _check_is_tensor(name: str, value: object) -> None:
+def _check_is_dense(name: str, value: object) -> None:
+    """What the dispatcher would refuse before csrc/ops/checks.cpp can name the argument."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; allowed: a torch.Tensor")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise TypeError(f"{name}: got a {kind} tensor; allowed: dense tensors")
 
 
 def _as_4d(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
@@ -168,7 +175,7 @@ def _broadcast(what: str, *shapes: torch.Size) -> torch.Size:
 
 def _mask_as_4d(mask: Tensor, ndim: int, batch_shape: torch.Size) -> Tensor:
     """``mask`` with 4 dimensions, broadcast ones of size 1; a view unless several batch dimensions mix both kinds."""
-    _check_is_tensor("attn_mask", mask)
+    _check_is_dense("attn_mask", mask)
     if mask.dim() > max(ndim, 2):
         raise ValueError(
             f"attn_mask: got shape {list(mask.shape)}; allowed: at most the {ndim} dimensions of the inputs"

@@ -33,7 +33,15 @@ BAD_CALLS = {
         TypeError,
         ["key", "meta", "query's device", "cpu"],
     ),
-    "sparse": ({"value": torch.zeros(2, 4, 7, 6).to_sparse()}, (TypeError, NotImplementedError), ["parse"]),
+    "sparse": ({"value": torch.zeros(2, 4, 7, 6).to_sparse()}, TypeError, ["value", "torch.sparse_coo", "dense"]),
+    "sparse mask": ({"attn_mask": torch.ones(5, 7).to_sparse()}, TypeError, ["attn_mask", "torch.sparse_coo", "dense"]),
+    "slopes device": ({"alibi_slopes": torch.zeros(4, device="meta")}, TypeError, ["alibi_slopes", "meta", "cpu"]),
+    "rng_state device": (
+        {"dropout_p": 0.5, "rng_state": torch.zeros(2, dtype=torch.int64, device="meta")},
+        TypeError,
+        ["rng_state", "meta", "cpu"],
+    ),
+    "slopes not a tensor": ({"alibi_slopes": [0.5, 0.25]}, TypeError, ["alibi_slopes", "list", "torch.Tensor"]),
     "1-D query": ({"query": torch.zeros(8)}, ValueError, ["query", "[8]", "at least 2 dimensions"]),
     "0-D key": ({"key": torch.zeros(())}, ValueError, ["key", "[]", "at least 2 dimensions"]),
     "batches": ({"key": torch.zeros(3, 4, 7, 8)}, ValueError, ["batch", "[2], [3], [2]", "broadcast"]),
@@ -125,7 +133,7 @@ def test_bad_arguments(name):
         flash_attn(**qkv(**changed))
 
 
-@pytest.mark.parametrize("name", [n for n in BAD_CALLS if "device" not in n and n != "sparse"])
+@pytest.mark.parametrize("name", [n for n in BAD_CALLS if "device" not in n and "sparse" not in n])
 def test_the_same_words_while_tracing(name):
     """The Meta kernels run the same checks, so torch.compile and torch.export see them too."""
     changed, exception, words = BAD_CALLS[name]
@@ -199,6 +207,14 @@ def test_not_tensors():
         flash_attn([1.0], torch.zeros(1, 1), torch.zeros(1, 1))
     with pytest.raises(TypeError, match="attn_mask: got str"):
         flash_attn(**qkv(attn_mask="causal"))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout):
+    nested = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(2, 8)], layout=layout)
+    with pytest.raises(TypeError, match="query: got a nested tensor; allowed: dense tensors"):
+        flash_attn(nested, nested, nested)
 
 
 @pytest.mark.parametrize("window", [(1 << 62, 1 << 62), (0, 1 << 62), (2**63 - 1, -1), (2**63 - 1, 0)], ids=str)

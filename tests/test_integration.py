@@ -216,6 +216,14 @@ def test_second_order_transforms_are_refused():
         torch.func.grad(lambda q: torch.func.grad(lambda q: flash_attn(q, k, v).sin().sum())(q).sum())(q)
 
 
+def test_forward_mode_is_refused():
+    q, k, v = (t.detach() for t in make_qkv(1, 1, 4, 4, 4))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp is not implemented"):
+        flash_attn(torch.autograd.forward_ad.make_dual(q, q), k, v)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda q: flash_attn(q, k, v), (q,), (q,))
+
+
 def test_checkpointing_replays_dropout():
     q, k, v = make_qkv(1, 2, 30, 30, 8)
 

@@ -11,9 +11,7 @@ using c10::SymInt;
 // torch's own name of a dtype, as Python shows it.
 std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
-void check_tensor(const char* name, const at::Tensor& t, const at::Tensor& query) {
-  TORCH_CHECK_TYPE(t.layout() == at::kStrided, name, ": got a tensor of layout ", t.layout(),
-                   "; allowed: dense (strided) tensors");
+void check_device(const char* name, const at::Tensor& t, const at::Tensor& query) {
   TORCH_CHECK_TYPE(t.device() == query.device(), name, ": got device ", t.device(),
                    "; allowed: query's device, ", query.device());
 }
@@ -30,9 +28,8 @@ void check_size(const char* name, const at::Tensor& t, int64_t dim, const SymInt
 
 void check_qkv(const AttentionInputs& in) {
   const at::Tensor &q = in.query, &k = in.key, &v = in.value;
-  check_tensor("query", q, q);
-  check_tensor("key", k, q);
-  check_tensor("value", v, q);
+  check_device("key", k, q);
+  check_device("value", v, q);
   const auto dtype = q.scalar_type();
   TORCH_CHECK_TYPE(
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
@@ -60,7 +57,7 @@ void check_qkv(const AttentionInputs& in) {
 
 void check_mask(const AttentionInputs& in) {
   const at::Tensor &mask = *in.attn_mask, &q = in.query;
-  check_tensor("attn_mask", mask, q);
+  check_device("attn_mask", mask, q);
   const auto dtype = mask.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kBool || dtype == q.scalar_type() || dtype == at::kFloat,
                    "attn_mask: got dtype ", name_of(dtype), "; allowed: bool (true attends), query's (",
@@ -76,7 +73,7 @@ void check_mask(const AttentionInputs& in) {
 
 void check_alibi(const AttentionInputs& in) {
   const at::Tensor &slopes = *in.alibi_slopes, &q = in.query;
-  check_tensor("alibi_slopes", slopes, q);
+  check_device("alibi_slopes", slopes, q);
   TORCH_CHECK_TYPE(slopes.scalar_type() == at::kFloat || slopes.scalar_type() == q.scalar_type(),
                    "alibi_slopes: got dtype ", name_of(slopes.scalar_type()),
                    "; allowed: float32 or query's, ", name_of(q.scalar_type()));
@@ -113,7 +110,7 @@ void check_options(const AttentionInputs& in, const AttentionOptions& o) {
   if (o.dropout_p > 0) {
     TORCH_CHECK_VALUE(in.rng_state.has_value(),
                       "rng_state: got none; allowed with dropout_p > 0: an int64 tensor of seed and offset");
-    check_tensor("rng_state", *in.rng_state, in.query);
+    check_device("rng_state", *in.rng_state, in.query);
     check_rng_state(*in.rng_state);
   }
 }
@@ -139,13 +136,13 @@ void check_attention_backward(const OptionalTensor& grad_out, const OptionalTens
                               const AttentionOptions& options, const GradMask& grad_mask) {
   check_attention(in, options);
   const at::Tensor& q = in.query;
-  check_tensor("out", out, q);
+  check_device("out", out, q);
   check_4d("out", out, "(batch, heads, seqlen_q, head_dim_v)");
   for (int64_t dim = 0; dim < 3; ++dim) check_size("out", out, dim, q.sym_size(dim), "query's size");
   check_size("out", out, 3, in.value.sym_size(3), "value's head_dim_v");
   TORCH_CHECK_TYPE(out.scalar_type() == q.scalar_type(), "out: got dtype ", name_of(out.scalar_type()),
                    "; allowed: query's, ", name_of(q.scalar_type()));
-  check_tensor("lse", lse, q);
+  check_device("lse", lse, q);
   TORCH_CHECK_VALUE(lse.dim() == 3 && lse.is_contiguous(), "lse: got shape ", lse.sym_sizes(),
                     "; allowed: a contiguous (batch, heads, seqlen_q)");
   for (int64_t dim = 0; dim < 3; ++dim) check_size("lse", lse, dim, q.sym_size(dim), "query's size");
@@ -153,11 +150,11 @@ void check_attention_backward(const OptionalTensor& grad_out, const OptionalTens
                    "lse: got dtype ", name_of(lse.scalar_type()),
                    "; allowed: float32, and float64 for float64 inputs");
   if (grad_out) {
-    check_tensor("grad_out", *grad_out, q);
+    check_device("grad_out", *grad_out, q);
     check_same_form("grad_out", *grad_out, out, "out");
   }
   if (grad_lse) {
-    check_tensor("grad_lse", *grad_lse, q);
+    check_device("grad_lse", *grad_lse, q);
     check_same_form("grad_lse", *grad_lse, lse, "lse");
   }
   TORCH_CHECK_VALUE(!grad_mask.attn_mask || (in.attn_mask && in.attn_mask->scalar_type() != at::kBool),

@@ -9,7 +9,7 @@ namespace flash_attn_ext {
 
 constexpr int64_t kMaxHeadDim = 512;
 
-// Throw TypeError (dtype, layout, device) or ValueError (everything else).
+// Throw TypeError (dtype, device) or ValueError (everything else).
 void check_attention(const AttentionInputs& inputs, const AttentionOptions& options);
 void check_attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
                               const AttentionInputs& inputs, const at::Tensor& out, const at::Tensor& lse,
