@@ -1,0 +1,194 @@
+"""One training run in a process of its own, driven step by step from outside."""
+
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from gpt_model import GPT, Shape, attention_by_name
+from stdlib_text import VOCABULARY, Batch, Corpus, random_windows
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+VALIDATION_BATCHES = 8
+PROMPT = b"\n    def "
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that two runs have in common; the defaults are the demo's."""
+
+    steps: int = 400
+    batch_size: int = 2
+    context: int = 1024
+    d_model: int = 128
+    heads: int = 2
+    layers: int = 4
+    learning_rate: float = 2e-3
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and name != "seed" and value <= 0:
+                raise ValueError(f"{name} is {value}; it must be positive")
+
+    def shape(self) -> Shape:
+        return Shape(VOCABULARY, self.context, self.d_model, self.heads, self.layers)
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up over the first tenth, then a cosine down to a tenth."""
+        warm_up = max(1, self.steps // 10)
+        if step < warm_up:
+            return self.learning_rate * (step + 1) / warm_up
+        progress = (step - warm_up) / max(1, self.steps - warm_up)
+        return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimiser step tells: the loss before it, the gradient's norm before clipping, the time."""
+
+    loss: float
+    grad_norm: float
+    seconds: float
+
+
+class Trainer:
+    """A model, its optimiser and its batches. Nothing here depends on which attention it is."""
+
+    def __init__(self, settings: Settings, attention_name: str, corpus: Corpus):
+        self.settings, self.corpus = settings, corpus
+        self.memory_at_start = memory_in_use(settings.device)
+        torch.manual_seed(settings.seed)
+        self.model = GPT(settings.shape(), attention_by_name(attention_name))
+        self.model.to(settings.device, torch.float64 if settings.dtype == "float64" else torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+        self.batches = random_windows(corpus.train, settings.batch_size, settings.context, settings.seed)
+        self.steps_done = 0
+        self.first_gradients: dict[str, float] = {}
+
+    def step(self) -> Step:
+        """One optimiser step, timed from the batch on the device to the updated weights."""
+        inputs, targets = self._on_device(next(self.batches))
+        self._synchronize()
+        start = time.perf_counter()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate_at(self.steps_done)
+        with self._precision():
+            loss = self.model.loss(inputs, targets)
+        self.optimizer.zero_grad()
+        loss.backward()
+        if self.steps_done == 0:
+            self.first_gradients = {name: norm(weight.grad) for name, weight in self.model.named_parameters()}
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self._synchronize()
+        seconds = time.perf_counter() - start
+        self.steps_done += 1
+        return Step(loss.item(), grad_norm.item(), seconds)
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Mean loss over always the same windows of files that training never sees."""
+        size, context, seed = self.settings.batch_size, self.settings.context, self.settings.seed + 1
+        batches = islice(random_windows(self.corpus.validation, size, context, seed), VALIDATION_BATCHES)
+        with self._precision():
+            losses = [self.model.loss(*self._on_device(batch)) for batch in batches]
+        return torch.stack(losses).mean().item()
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes: the peak so far, and what was in use before the model was made."""
+        return peak_memory(self.settings.device), self.memory_at_start
+
+    def first_gradient_norms(self) -> dict[str, float]:
+        """The norm of every parameter's gradient in the first step, before clipping."""
+        return self.first_gradients
+
+    def sample(self, characters: int) -> str:
+        """What the model writes after PROMPT."""
+        with self._precision():
+            written = self.model.generate(list(PROMPT), characters, self.settings.seed)
+        return bytes(written).decode(errors="replace").lstrip("\n")
+
+    def kernel(self) -> str | None:
+        """The name of the kernel that ran, where flash_attn_ext is what ran here."""
+        tell = getattr(sys.modules.get("flash_attn_ext"), "active_kernel", None)
+        return str(tell()) if tell else None
+
+    def _on_device(self, batch: Batch) -> Batch:
+        inputs, targets = batch
+        return inputs.to(self.settings.device), targets.to(self.settings.device)
+
+    def _precision(self):
+        if self.settings.dtype == "bfloat16":  # weights stay float32
+            return torch.autocast(torch.device(self.settings.device).type, torch.bfloat16)
+        return nullcontext()
+
+    def _synchronize(self) -> None:
+        if self.settings.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+
+class TrainingProcess:
+    """A Trainer in a new process, so that its peak memory is its own. Calls wait for their answer."""
+
+    def __init__(self, settings: Settings, attention_name: str, corpus: Corpus):
+        self._pool = ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"))
+        self._pool.submit(_start, settings, attention_name, corpus).result()
+
+    def call(self, method: str, *args):
+        """Trainer's method, over there."""
+        return self._pool.submit(_call, method, *args).result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+_trainer: Trainer  # of this process, where it is a TrainingProcess's
+
+
+def _start(settings: Settings, attention_name: str, corpus: Corpus) -> None:
+    global _trainer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns the terminal
+    _trainer = Trainer(settings, attention_name, corpus)
+
+
+def _call(method: str, *args):
+    return getattr(_trainer, method)(*args)
+
+
+def norm(gradient: torch.Tensor | None) -> float:
+    """0 for a parameter that no gradient reached."""
+    return 0.0 if gradient is None else gradient.norm().item()
+
+
+def memory_in_use(device: str) -> int:
+    """Bytes allocated now: by torch on a CUDA device, else by the whole process."""
+    if device.startswith("cuda"):
+        return torch.cuda.memory_allocated()
+    return _status_bytes("VmRSS") or peak_memory(device)
+
+
+def peak_memory(device: str) -> int:
+    """Bytes at the highest point of this process's life."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated()
+    # Linux hands ru_maxrss of the parent on to a new process, so /proc is asked first.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _status_bytes(field: str) -> int | None:
+    status = Path(f"/proc/{os.getpid()}/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), None)
