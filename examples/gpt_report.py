@@ -102,7 +102,7 @@ def table(runs: list[Run], settings: Settings) -> Table:
     title = "The same GPT, the same batches, another attention"
     result = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     result.add_column("attention", no_wrap=True)
-    headings = ["train\nloss", "val\nloss", "ms/step\n(quartiles)", "speed", "bytes/s", "peak MiB\n(training)"]
+    headings = ["train\nloss", "val\nloss", "ms/step\n(quartiles)", "speed", "tokens/s", "peak MiB\n(training)"]
     for heading in headings:
         result.add_column(heading, justify="right", no_wrap=True)
     for run in runs:

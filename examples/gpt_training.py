@@ -19,6 +19,7 @@ from stdlib_text import VOCABULARY, Batch, Corpus, random_windows
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 VALIDATION_BATCHES = 8
+WARM_UP_STEPS = 40
 PROMPT = b"\n    def "
 
 
@@ -46,11 +47,10 @@ class Settings:
         return Shape(VOCABULARY, self.context, self.d_model, self.heads, self.layers)
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up over the first tenth, then a cosine down to a tenth."""
-        warm_up = max(1, self.steps // 10)
-        if step < warm_up:
-            return self.learning_rate * (step + 1) / warm_up
-        progress = (step - warm_up) / max(1, self.steps - warm_up)
+        """Linear warm-up, then a cosine down to a tenth. A run shorter than the warm-up stays in it."""
+        if step < WARM_UP_STEPS:
+            return self.learning_rate * (step + 1) / WARM_UP_STEPS
+        progress = (step - WARM_UP_STEPS) / (self.steps - WARM_UP_STEPS)
         return self.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
