@@ -4,6 +4,8 @@ This module turns what a caller may write into the one form that the operator ta
 dimensions, numbers. What tensors are allowed is checked in csrc/ops/checks.cpp, for every device at once.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -151,16 +153,13 @@ def _as_4d(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple
         (heads,) = _broadcast("heads", *(t.shape[-3:-2] for t in (q, k, v)))
         q, k, v = (t.expand((*t.shape[:-3], heads, *t.shape[-2:])) for t in (q, k, v))
     if len(batch_shape) != 1:
-        q, k, v = (t.reshape(-1, *t.shape[-3:]) if t.numel() else _flatten_empty(t) for t in (q, k, v))
+        q, k, v = (_flatten_batch(t) for t in (q, k, v))
     return q, k, v, batch_shape
 
 
-def _flatten_empty(t: Tensor) -> Tensor:
-    """What reshape(-1, ...) cannot infer for tensors without elements."""
-    batch = 1
-    for size in t.shape[:-3]:
-        batch *= size
-    return t.reshape(batch, *t.shape[-3:])
+def _flatten_batch(t: Tensor) -> Tensor:
+    """(..., heads, S, D) as (B, heads, S, D); B is spelled out because -1 cannot be inferred without elements."""
+    return t.reshape(math.prod(t.shape[:-3]), *t.shape[-3:])
 
 
 def _broadcast(what: str, *shapes: torch.Size) -> torch.Size:
@@ -191,7 +190,7 @@ def _mask_as_4d(mask: Tensor, ndim: int, batch_shape: torch.Size) -> Tensor:
         )
     if all(size == 1 for size in leading):
         return mask.reshape(1, *mask.shape[-3:])
-    return _flatten_empty(mask.expand(batch_shape + mask.shape[-3:]))
+    return _flatten_batch(mask.expand(batch_shape + mask.shape[-3:]))
 
 
 def _restore_shape(t: Tensor, ndim: int, batch_shape: torch.Size) -> Tensor:

@@ -93,10 +93,10 @@ class AttentionBackwardFunction : public torch::autograd::Function<AttentionBack
 
 BackwardResult attention_backward_autograd(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
                                            FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
-                                           FA_OPTION_ARGS, std::array<bool, GradMask::kCount> grad_mask) {
-  const variable_list wanted = AttentionBackwardFunction::apply(
-      grad_out, grad_lse, query, key, value, attn_mask, alibi_slopes, rng_state, out, lse, FA_OPTIONS,
-      GradMask{grad_mask[0], grad_mask[1], grad_mask[2], grad_mask[3], grad_mask[4]});
+                                           FA_OPTION_ARGS, GradMask::Flags grad_mask) {
+  const variable_list wanted =
+      AttentionBackwardFunction::apply(grad_out, grad_lse, query, key, value, attn_mask, alibi_slopes,
+                                       rng_state, out, lse, FA_OPTIONS, GradMask::from(grad_mask));
   auto next = wanted.begin();
   auto take = [&](size_t n) { return grad_mask[n] ? *next++ : at::Tensor(); };
   return {take(0), take(1), take(2), take(3), take(4)};  // a braced list is evaluated left to right

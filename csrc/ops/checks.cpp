@@ -146,8 +146,7 @@ void check_attention_backward(const OptionalTensor& grad_out, const OptionalTens
   TORCH_CHECK_VALUE(lse.dim() == 3 && lse.is_contiguous(), "lse: got shape ", lse.sym_sizes(),
                     "; allowed: a contiguous (batch, heads, seqlen_q)");
   for (int64_t dim = 0; dim < 3; ++dim) check_size("lse", lse, dim, q.sym_size(dim), "query's size");
-  TORCH_CHECK_TYPE(lse.scalar_type() == (q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat),
-                   "lse: got dtype ", name_of(lse.scalar_type()),
+  TORCH_CHECK_TYPE(lse.scalar_type() == accumulate_type(q), "lse: got dtype ", name_of(lse.scalar_type()),
                    "; allowed: float32, and float64 for float64 inputs");
   if (grad_out) {
     check_device("grad_out", *grad_out, q);

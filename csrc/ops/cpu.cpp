@@ -43,13 +43,15 @@ struct Workspace {
 };
 
 ForwardResult attention_cpu(FA_INPUT_ARGS, FA_OPTION_ARGS) {
-  check_attention(FA_INPUTS, FA_OPTIONS);
-  auto [out, lse] = empty_forward_result(FA_INPUTS);
+  const AttentionInputs given = FA_INPUTS;
+  const AttentionOptions options = FA_OPTIONS;
+  check_attention(given, options);
+  auto [out, lse] = empty_forward_result(given);
   if (lse.numel() == 0) return {out, lse};
   if (key.size(2) == 0) return {out.zero_(), lse.fill_(-std::numeric_limits<double>::infinity())};
 
-  const AttentionInputs inputs = make_readable(FA_INPUTS);
-  const AttentionParams params = pack_attention(inputs, out, lse, FA_OPTIONS);
+  const AttentionInputs inputs = make_readable(given);
+  const AttentionParams params = pack_attention(inputs, out, lse, options);
   const cpu::Kernels& kernels = cpu::active_kernels();
   const cpu::Parallel parallel = torch_threads(params.sizes, 2.0);
   const Workspace workspace(kernels.forward_workspace(params, parallel.threads));
@@ -59,10 +61,12 @@ ForwardResult attention_cpu(FA_INPUT_ARGS, FA_OPTION_ARGS) {
 
 BackwardResult attention_backward_cpu(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
                                       FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
-                                      FA_OPTION_ARGS, std::array<bool, GradMask::kCount> grad_mask) {
-  const GradMask wanted{grad_mask[0], grad_mask[1], grad_mask[2], grad_mask[3], grad_mask[4]};
-  check_attention_backward(grad_out, grad_lse, FA_INPUTS, out, lse, FA_OPTIONS, wanted);
-  BackwardResult result = empty_backward_result(FA_INPUTS, wanted);
+                                      FA_OPTION_ARGS, GradMask::Flags grad_mask) {
+  const GradMask wanted = GradMask::from(grad_mask);
+  const AttentionInputs given = FA_INPUTS;
+  const AttentionOptions options = FA_OPTIONS;
+  check_attention_backward(grad_out, grad_lse, given, out, lse, options, wanted);
+  BackwardResult result = empty_backward_result(given, wanted);
   auto& [dq, dk, dv, dmask, dalibi_slopes] = result;
   if (lse.numel() == 0 || key.size(2) == 0) {  // no score at all
     for (at::Tensor* grad : {&dq, &dk, &dv, &dmask, &dalibi_slopes})
@@ -70,7 +74,7 @@ BackwardResult attention_backward_cpu(const OptionalTensor& grad_out, const Opti
     return result;
   }
 
-  const AttentionInputs inputs = make_readable(FA_INPUTS);
+  const AttentionInputs inputs = make_readable(given);
   const at::Tensor readable_out = make_readable(out);
   const at::Tensor dout = grad_out ? make_readable(*grad_out)
                                    : at::zeros({1, 1, 1, out.size(3)}, out.options()).expand(out.sizes());
@@ -79,7 +83,7 @@ BackwardResult attention_backward_cpu(const OptionalTensor& grad_out, const Opti
       wanted.alibi_slopes ? at::empty({query.size(0), query.size(1)}, lse.options()) : at::Tensor();
 
   BackwardParams params;
-  static_cast<AttentionParams&>(params) = pack_attention(inputs, readable_out, lse, FA_OPTIONS);
+  static_cast<AttentionParams&>(params) = pack_attention(inputs, readable_out, lse, options);
   params.dout = pack_tensor4(dout);
   params.dlse = dlse.defined() ? dlse.const_data_ptr() : nullptr;
   params.dq = pack_tensor4(dq);

@@ -21,11 +21,13 @@ namespace {
 #if defined(FLASH_ATTN_EXT_WITH_CUDA)
 
 ForwardResult attention_cuda(FA_INPUT_ARGS, FA_OPTION_ARGS) {
-  check_attention(FA_INPUTS, FA_OPTIONS);
+  const AttentionInputs given = FA_INPUTS;
+  const AttentionOptions options = FA_OPTIONS;
+  check_attention(given, options);
   const c10::cuda::CUDAGuard device_guard(query.device());
-  auto [out, lse] = empty_forward_result(FA_INPUTS);
-  const AttentionInputs inputs = make_readable(FA_INPUTS);
-  const AttentionParams params = pack_attention(inputs, out, lse, FA_OPTIONS);
+  auto [out, lse] = empty_forward_result(given);
+  const AttentionInputs inputs = make_readable(given);
+  const AttentionParams params = pack_attention(inputs, out, lse, options);
   const cuda::Selection selection = cuda::select_forward(params);
   TORCH_CHECK_NOT_IMPLEMENTED(selection.launch, "flash_attn on CUDA: ", selection.reason);
   selection.launch(params, c10::cuda::getCurrentCUDAStream());

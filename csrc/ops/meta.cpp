@@ -8,16 +8,18 @@ namespace flash_attn_ext {
 namespace {
 
 ForwardResult attention_meta(FA_INPUT_ARGS, FA_OPTION_ARGS) {
-  check_attention(FA_INPUTS, FA_OPTIONS);
-  return empty_forward_result(FA_INPUTS);
+  const AttentionInputs given = FA_INPUTS;
+  check_attention(given, FA_OPTIONS);
+  return empty_forward_result(given);
 }
 
 BackwardResult attention_backward_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
                                        FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
-                                       FA_OPTION_ARGS, std::array<bool, GradMask::kCount> grad_mask) {
-  const GradMask wanted{grad_mask[0], grad_mask[1], grad_mask[2], grad_mask[3], grad_mask[4]};
-  check_attention_backward(grad_out, grad_lse, FA_INPUTS, out, lse, FA_OPTIONS, wanted);
-  return empty_backward_result(FA_INPUTS, wanted);
+                                       FA_OPTION_ARGS, GradMask::Flags grad_mask) {
+  const GradMask wanted = GradMask::from(grad_mask);
+  const AttentionInputs given = FA_INPUTS;
+  check_attention_backward(grad_out, grad_lse, given, out, lse, FA_OPTIONS, wanted);
+  return empty_backward_result(given, wanted);
 }
 
 at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10::SymInt heads,

@@ -39,10 +39,18 @@ struct AttentionInputs {
   OptionalTensor rng_state;     // int64 {seed, offset} on query's device; needed if dropout_p > 0
 };
 
+// The type of lse and of every accumulator.
+inline at::ScalarType accumulate_type(const at::Tensor& query) {
+  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 // Which gradients attention_backward computes; the others come back undefined.
 struct GradMask {
-  static constexpr int kCount = 5;
+  using Flags = std::array<bool, 5>;  // the schema's bool[5]
   bool query, key, value, attn_mask, alibi_slopes;
+
+  static GradMask from(const Flags& f) { return {f[0], f[1], f[2], f[3], f[4]}; }
+  Flags flags() const { return {query, key, value, attn_mask, alibi_slopes}; }
 };
 
 using ForwardResult = std::tuple<at::Tensor, at::Tensor>;  // out (B, H, S_q, D_v), lse (B, H, S_q)

@@ -7,10 +7,6 @@
 
 namespace flash_attn_ext {
 
-inline at::ScalarType accumulate_type(const at::Tensor& query) {
-  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 // An empty tensor of `like`'s first three sizes and `last_dim`, in `like`'s memory order: a (B, S, H, D)
 // tensor seen as (B, H, S, D) gives a result that can be seen as (B, S, H, D) again without a copy.
 inline at::Tensor empty_in_order_of(const at::Tensor& like, const c10::SymInt& last_dim) {

@@ -34,14 +34,14 @@ ForwardResult call_attention(const AttentionInputs& in, const AttentionOptions& 
 BackwardResult call_attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
                                        const AttentionInputs& in, const at::Tensor& out,
                                        const at::Tensor& lse, const AttentionOptions& o, const GradMask& g) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("flash_attn_ext::attention_backward", "")
-                             .typed<BackwardResult(const OptionalTensor&, const OptionalTensor&,
-                                                   FA_INPUT_ARGS, const at::Tensor&, const at::Tensor&,
-                                                   FA_OPTION_ARGS, std::array<bool, GradMask::kCount>)>();
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("flash_attn_ext::attention_backward", "")
+          .typed<BackwardResult(const OptionalTensor&, const OptionalTensor&, FA_INPUT_ARGS,
+                                const at::Tensor&, const at::Tensor&, FA_OPTION_ARGS, GradMask::Flags)>();
   return op.call(grad_out, grad_lse, in.query, in.key, in.value, in.attn_mask, in.alibi_slopes, in.rng_state,
                  out, lse, o.scale, o.causal, o.lower_right, o.window_left, o.window_right, o.softcap,
-                 o.dropout_p, {g.query, g.key, g.value, g.attn_mask, g.alibi_slopes});
+                 o.dropout_p, g.flags());
 }
 
 }  // namespace flash_attn_ext

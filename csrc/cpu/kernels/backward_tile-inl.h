@@ -48,10 +48,9 @@ BackwardScratch<T> plan_backward(Arena& arena, const BackwardParams& p) {
 template <class In, class T>
 void load_key_block(const BackwardParams& p, const BackwardScratch<T>& s, int64_t b, int64_t h_kv, int64_t j0,
                     int64_t keys) {
-  const double unit = p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E;
   const int64_t ld = round_up_to_lanes<T>(keys);
   load_tile_transposed<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, p.sizes.head_dim,
-                              static_cast<T>(unit), s.k_transposed, ld);
+                              product_scale<T>(p), s.k_transposed, ld);
   load_tile_transposed<In, T>(p.v.row<In>(b, h_kv, j0), p.v.stride_s, keys, p.sizes.head_dim_v, T(1),
                               s.v_transposed, ld);
 }

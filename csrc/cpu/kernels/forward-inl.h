@@ -70,8 +70,7 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<T>& s, i
   const int64_t queries = std::min(tiling.block_q, z.seqlen_q - i0);
   const int64_t ld = round_up_to_lanes<T>(queries);
 
-  const double unit = p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E;
-  load_tile_transposed<In, T>(p.q.row<In>(b, h, i0), p.q.stride_s, queries, z.head_dim, static_cast<T>(unit),
+  load_tile_transposed<In, T>(p.q.row<In>(b, h, i0), p.q.stride_s, queries, z.head_dim, product_scale<T>(p),
                               s.q_transposed, ld);
   std::fill(s.row_max, s.row_max + ld, kNegInf<T>);
   std::fill(s.row_sum, s.row_sum + ld, T(0));

@@ -1,5 +1,10 @@
-// From raw products to scores: softcap, ALiBi, mask, band, in that order, on one tile; and dropout's keep
-// tile. Scores are in units of log2, so that softmax needs exp2 only: score2 = score * log2(e).
+// From raw products to scores: softcap, ALiBi, mask, band, in that order, on one tile.
+
+// What <q, k> is multiplied with before finish_scores(): folded into the packed operand, once per tile.
+template <class T>
+inline T product_scale(const AttentionParams& p) {
+  return static_cast<T>(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E);
+}
 
 // The lanes [begin, end) of row r that the band leaves.
 inline Range band_lanes(const Band& band, const TileFrame& f, int64_t r) {
@@ -36,9 +41,9 @@ struct ScoreTile {
   }
 };
 
-// scores[row][lane], holding scale * log2(e) * <q, k> (softcap: scale / softcap * <q, k>), become score2;
-// masked elements and padding lanes become -inf whatever they held, NaN included. `tanh_tile` (or null)
-// receives the softcap's tanh, which its derivative 1 - tanh^2 needs.
+// scores[row][lane], holding product_scale() * <q, k>, become score2; masked elements and padding lanes
+// become -inf whatever they held, NaN included. `tanh_tile` (or null) receives the softcap's tanh, which its
+// derivative 1 - tanh^2 needs.
 template <class T>
 inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, TileMask masked,
                                   const T* mask_tile, T* scores, T* tanh_tile) {
