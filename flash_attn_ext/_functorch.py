@@ -46,11 +46,19 @@ class _AttentionBackward(torch.autograd.Function):
 
 def attention(query, key, value, attn_mask, alibi_slopes, rng_state, **options):
     """``_ops.attention`` under a torch.func transform."""
-    device = query.device.type
-    if torch.is_autocast_enabled(device):  # as csrc/ops/autocast.cpp, which this path does not pass
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = (t.to(dtype) for t in (query, key, value))
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (_autocast(t) for t in (query, key, value))
+        attn_mask, alibi_slopes = (
+            t if t is None or t.dtype == torch.float32 else _autocast(t) for t in (attn_mask, alibi_slopes)
+        )
     return _Attention.apply(query, key, value, attn_mask, alibi_slopes, rng_state, options)
+
+
+def _autocast(t):
+    """The rule of csrc/ops/autocast.cpp, whose dispatch key this path does not pass: floats, but not float64."""
+    if not t.is_floating_point() or t.dtype == torch.float64:
+        return t
+    return t.to(torch.get_autocast_dtype(t.device.type))
 
 
 def active() -> bool:

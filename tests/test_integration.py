@@ -210,6 +210,20 @@ def test_func_grad_under_autocast():
     torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.02)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "mask_dtype"),
+    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.float32, torch.float16)],
+)
+def test_func_grad_under_autocast_casts_as_the_operator_does(dtype, mask_dtype):
+    q, k, v = (t.detach() for t in make_qkv(1, 2, 6, 6, 8, dtype=dtype))
+    mask = torch.randn(6, 6, dtype=mask_dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = torch.func.grad(lambda q: flash_attn(q, k, v, mask).double().sum())(q)
+        leaf = q.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(flash_attn(leaf, k, v, mask).double().sum(), leaf)
+    assert torch.equal(ours, expected)
+
+
 def test_second_order_transforms_are_refused():
     q, k, v = (t.detach() for t in make_qkv(1, 1, 4, 4, 4))
     with pytest.raises(NotImplementedError, match="double backward"):
