@@ -24,7 +24,7 @@ except ImportError as error:
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 CSRC = "csrc"
-OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "meta", "pack_params", "schema"]
+OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "schema"]
 CPU = ["isa_avx2", "isa_avx512", "isa_generic", "select"]
 CUDA = ["select"]
 

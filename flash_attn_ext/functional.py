@@ -11,6 +11,8 @@ from torch import Tensor
 
 from . import _functorch, _ops
 
+_OPTIONS = ("scale", "causal", "lower_right", "window_left", "window_right", "softcap", "dropout_p")
+
 
 def flash_attn(
     query: Tensor,
@@ -72,6 +74,18 @@ def flash_attn(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
+    lower_right, is_causal = _diagonal(causal, is_causal, window, alibi_slopes)
+    window_left, window_right = _window(window)
+    if dropout_p > 0.0 and rng_state is None:
+        _check_is_dense("query", query)
+        rng_state = new_rng_state(query.device)
+    # In the order of the operator's schema.
+    options = (scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p)
+    transformed = _functorch.active()
+    if not transformed and not torch.compiler.is_compiling():
+        result = _ops.attention_if_plain(query, key, value, attn_mask, alibi_slopes, rng_state, enable_gqa, *options)
+        if result is not None:
+            return result if return_lse else result[0]
     for name, t in (("query", query), ("key", key), ("value", value)):
         _check_is_dense(name, t)
     ndim = max(query.dim(), key.dim(), value.dim())
@@ -79,11 +93,7 @@ def flash_attn(
     for name, t in (("alibi_slopes", alibi_slopes), ("rng_state", rng_state)):
         if t is not None:
             _check_is_dense(name, t)
-    lower_right, is_causal = _diagonal(causal, is_causal, window, alibi_slopes)
-    window_left, window_right = _window(window)
-    if dropout_p > 0.0 and rng_state is None:
-        rng_state = new_rng_state(query.device)
-    attention = _functorch.attention if _functorch.active() else _ops.attention
+    attention = _functorch.attention if transformed else _ops.attention
     out, lse = attention(
         q,
         k,
@@ -91,13 +101,7 @@ def flash_attn(
         None if attn_mask is None else _mask_as_4d(attn_mask, ndim, batch_shape),
         alibi_slopes,
         rng_state if dropout_p > 0.0 else None,
-        scale=scale,
-        causal=is_causal,
-        lower_right=lower_right,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        dropout_p=dropout_p,
+        **dict(zip(_OPTIONS, options, strict=True)),
     )
     if ndim != 4:
         out, lse = _restore_shape(out, ndim, batch_shape), _restore_shape(lse, ndim, batch_shape)
