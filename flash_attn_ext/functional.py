@@ -11,7 +11,10 @@ from torch import Tensor
 
 from . import _functorch, _ops
 
-_OPTIONS = ("scale", "causal", "lower_right", "window_left", "window_right", "softcap", "dropout_p")
+_OPTIONS = (
+    "scale", "causal", "lower_right", "window_left", "window_right", "softcap", "dropout_p", "num_splits",
+    "unified_max",
+)  # fmt: skip
 
 
 def flash_attn(
@@ -30,6 +33,8 @@ def flash_attn(
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
     rng_state: Tensor | None = None,
+    num_splits: int = 0,
+    unified_max: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
 
@@ -59,6 +64,10 @@ def flash_attn(
         return_lse: also return the logsumexp of the scores. Its gradient is not dropped.
         rng_state: int64 (seed, offset) from :func:`new_rng_state`, to replay a dropout mask; drawn from torch's
             generator if None, so that ``torch.manual_seed`` governs it.
+        num_splits: into how many pieces the forward cuts the keys where there are few queries (Flash-Decoding, Dao et
+            al. 2023), at most one per 64 keys. 0 lets the shape decide; more asks for that kernel whatever S_q is.
+        unified_max: a guess of the largest score, used in place of the running maximum (FlashDecoding++, Hong et al.
+            2023); asks for the same kernel. Pieces whose scores are too far from it are computed again without it.
 
     With ``window`` or ``alibi_slopes`` but neither ``is_causal`` nor ``causal``, the diagonal is aligned to the
     lower right corner, as in flash-attention.
@@ -80,7 +89,7 @@ def flash_attn(
         _check_is_dense("query", query)
         rng_state = new_rng_state(query.device)
     # In the order of the operator's schema.
-    options = (scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p)
+    options = (scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p, num_splits, unified_max)
     transformed = _functorch.active()
     if not transformed and not torch.compiler.is_compiling():
         result = _ops.attention_if_plain(query, key, value, attn_mask, alibi_slopes, rng_state, enable_gqa, *options)

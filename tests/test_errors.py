@@ -235,7 +235,8 @@ def test_absurd_sizes_raise_and_do_not_crash():
 
 
 @pytest.mark.parametrize(
-    "name, value", [("scale", "x"), ("softcap", "x"), ("is_causal", "yes"), ("window", (2**70, 1)), ("dropout_p", None)]
+    ("name", "value"),
+    [("scale", "x"), ("softcap", "x"), ("is_causal", "yes"), ("window", (2**70, 1)), ("dropout_p", None)],
 )
 def test_options_of_a_wrong_type_are_refused(name, value):
     with pytest.raises((TypeError, RuntimeError, OverflowError, ValueError)) as error:

@@ -27,15 +27,22 @@ bool is_any_differentiated(const Tensors&... tensors) {
 
 // The options as one value: each entry of saved_data is a hash table's node.
 c10::IValue pack_options(const AttentionOptions& o) {
-  std::vector<c10::IValue> values{o.scale,        o.causal,  o.lower_right, o.window_left,
-                                  o.window_right, o.softcap, o.dropout_p};
+  std::vector<c10::IValue> values{o.scale,   o.causal,    o.lower_right, o.window_left, o.window_right,
+                                  o.softcap, o.dropout_p, o.num_splits,  o.unified_max};
   return c10::ivalue::Tuple::create(std::move(values));
 }
 
 AttentionOptions unpack_options(const c10::IValue& packed) {
   const std::vector<c10::IValue> o = packed.toTupleRef().elements().vec();
-  return {o[0].toOptional<double>(), o[1].toBool(), o[2].toBool(), o[3].toInt(), o[4].toInt(), o[5].toDouble(),
-          o[6].toDouble()};
+  return {o[0].toOptional<double>(),
+          o[1].toBool(),
+          o[2].toBool(),
+          o[3].toInt(),
+          o[4].toInt(),
+          o[5].toDouble(),
+          o[6].toDouble(),
+          o[7].toInt(),
+          o[8].toOptional<double>()};
 }
 
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {

@@ -28,9 +28,10 @@ OptionalTensor unpack_optional(pybind11::handle object) {
 pybind11::object attention_if_plain(pybind11::handle query, pybind11::handle key, pybind11::handle value,
                                     pybind11::handle attn_mask, pybind11::handle alibi_slopes,
                                     pybind11::handle rng_state, bool enable_gqa, FA_OPTION_ARGS) {
-  if (!is_plain_4d(query) || !is_plain_4d(key) || !is_plain_4d(value) || !is_plain_or_none(attn_mask, false) ||
-      !is_plain_or_none(alibi_slopes, true) || !is_plain_or_none(rng_state, true) ||
-      at::impl::torch_function_mode_enabled() || torch::jit::tracer::isTracing())
+  if (!is_plain_4d(query) || !is_plain_4d(key) || !is_plain_4d(value) ||
+      !is_plain_or_none(attn_mask, false) || !is_plain_or_none(alibi_slopes, true) ||
+      !is_plain_or_none(rng_state, true) || at::impl::torch_function_mode_enabled() ||
+      torch::jit::tracer::isTracing())
     return pybind11::none();
   const at::Tensor &q = THPVariable_Unpack(query.ptr()), &k = THPVariable_Unpack(key.ptr()),
                    &v = THPVariable_Unpack(value.ptr());
@@ -40,12 +41,13 @@ pybind11::object attention_if_plain(pybind11::handle query, pybind11::handle key
   ForwardResult result;
   {
     pybind11::gil_scoped_release others_may_run;
-    result = call_attention({q, k, v, unpack_optional(attn_mask), unpack_optional(alibi_slopes),
-                             unpack_optional(rng_state)},
-                            FA_OPTIONS);
+    result = call_attention(
+        {q, k, v, unpack_optional(attn_mask), unpack_optional(alibi_slopes), unpack_optional(rng_state)},
+        FA_OPTIONS);
   }
-  return pybind11::make_tuple(pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(std::get<0>(result))),
-                              pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(std::get<1>(result))));
+  return pybind11::make_tuple(
+      pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(std::get<0>(result))),
+      pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(std::get<1>(result))));
 }
 
 }  // namespace flash_attn_ext

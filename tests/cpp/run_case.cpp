@@ -70,6 +70,7 @@ struct InputBuffers {
     p.scale = c.scale != 0 ? c.scale : 1 / std::sqrt(static_cast<double>(c.sizes.head_dim));
     p.softcap = c.softcap;
     p.band = band_of(c);
+    p.decode = c.decode;
     if (c.mask) {
       auto stride = [&](int dim) { return c.mask_shape()[dim] == 1 ? 0 : mask.stride(dim); };
       p.mask = {mask.data(), c.mask->dtype, stride(0), stride(1), stride(2), stride(3)};

@@ -106,16 +106,14 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<T>& s, i
 
   T* lse = static_cast<T*>(p.lse) + (b * z.heads + h) * z.seqlen_q + i0;
   for (int64_t i = 0; i < queries; ++i) {
-    // Nothing visible leaves the sum 0 (a NaN score leaves it NaN): out is 0 and lse -inf, by contract.
-    const T sum = s.row_sum[i];
-    store_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v,
-                     sum == T(0) ? T(0) : T(1) / sum);
-    lse[i] = sum == T(0) ? kNegInf<T> : s.row_max[i] * T(kLn2) + std::log(sum);
+    finish_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v, s.row_max[i], s.row_sum[i],
+                      lse[i]);
   }
 }
 
 template <class In, class T>
 void forward(const AttentionParams& p, void* workspace, const Parallel& parallel) {
+  if (is_decode(p)) return decode<In, T>(p, workspace, parallel);
   const Sizes& z = p.sizes;
   const int64_t block_q = forward_tiling<T>().block_q;
   const int64_t blocks = (z.seqlen_q + block_q - 1) / block_q;
@@ -135,6 +133,10 @@ void forward(const AttentionParams& p, void* workspace, const Parallel& parallel
 template <class T>
 size_t forward_workspace(const AttentionParams& p, int threads) {
   Arena arena(nullptr);
+  if (is_decode(p)) {
+    plan_decode_workspace<T>(arena, p, threads);
+    return arena.used();
+  }
   plan_forward<T>(arena, p);
   return arena.used() * threads;
 }

@@ -10,10 +10,7 @@
 template <class T>
 inline void masked_gemm(const ScoreTile<T>& score, bool a_transposed, int64_t rows, int64_t cols,
                         GemmArgs<T> g, T* scratch) {
-  bool finite = true;
-  if (score.partial)
-    for (int64_t k = 0; k < g.depth && finite; ++k) finite = row_is_finite(g.b + k * g.ldb, cols);
-  if (finite) return gemm(rows, cols, g);
+  if (!score.partial || rows_are_finite(g.b, g.ldb, g.depth, cols)) return gemm(rows, cols, g);
 
   const T* b = g.b;
   const int64_t ldb = g.ldb, width = round_up_to_lanes<T>(cols);

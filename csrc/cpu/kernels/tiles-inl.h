@@ -27,6 +27,19 @@ inline Tile<T> load_tile(const In* src, int64_t stride, int64_t rows, int64_t co
   return {scratch, ld};
 }
 
+// dst[r][c] = factor * src[r][c], zero-padded to whole vectors per row.
+template <class In, class T>
+inline void load_scaled_rows(const In* src, int64_t stride, int64_t rows, int64_t cols, T factor, T* dst) {
+  constexpr int L = kLanes<T>;
+  const int64_t ld = round_up_to_lanes<T>(cols);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < cols; c += L) {
+      const In* in = src + r * stride + c;
+      store<T>(dst + r * ld + c,
+               factor * (c + L <= cols ? load_as<In, T>(in) : load_tail_as<In, T>(in, cols - c)));
+    }
+}
+
 // dst[c][r] = factor * src[r][c], rows padded with zeros to ld, which is a whole number of vectors.
 template <class In, class T>
 inline void load_tile_transposed(const In* src, int64_t stride, int64_t rows, int64_t cols, T factor, T* dst,
@@ -59,6 +72,14 @@ inline void store_row(Out* dst, const T* src, int64_t cols, T factor) {
   if (c < cols) store_tail_as<Out, T>(dst + c, factor * load<T>(src + c), cols - c);
 }
 
+// The end of a query row: out = O / l and lse = (m + log2 l) ln 2. Nothing visible leaves l = 0 (a NaN score
+// leaves it NaN): out is 0 and lse -inf then, by contract.
+template <class Out, class T>
+inline void finish_row(Out* dst, const T* out, int64_t cols, T row_max, T row_sum, T& lse) {
+  store_row<Out, T>(dst, out, cols, row_sum == T(0) ? T(0) : T(1) / row_sum);
+  lse = row_sum == T(0) ? kNegInf<T> : row_max * T(kLn2) + std::log(row_sum);
+}
+
 // dst += src over whole vectors.
 template <class T>
 inline void add_rows(T* dst, const T* src, int64_t count) {
@@ -70,6 +91,13 @@ inline bool row_is_finite(const T* row, int64_t cols) {
   Vec<T> probe = {};
   for (int64_t c = 0; c < cols; c += kLanes<T>) probe += load<T>(row + c) * T(0);  // 0 unless Inf or NaN
   return sum_lanes<T>(probe) == T(0);
+}
+
+template <class T>
+inline bool rows_are_finite(const T* data, int64_t ld, int64_t rows, int64_t cols) {
+  for (int64_t r = 0; r < rows; ++r)
+    if (!row_is_finite(data + r * ld, cols)) return false;
+  return true;
 }
 
 // sum_c a[c] * b[c]: both rows of In, accumulated in T in a fixed order.

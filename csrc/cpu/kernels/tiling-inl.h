@@ -17,3 +17,15 @@ constexpr Tiling backward_tiling() {
   // P and dS (block_q x block_k each) in L1; K, V and their transposes, dK and dV in L2.
   return {64, 64};
 }
+
+// Decode, the forward for few queries: scores of a few rows and a converted V tile in L1.
+template <class T>
+constexpr int64_t decode_block_k() {
+  return 64;
+}
+constexpr int64_t kDecodeTasks = 16;     // splits are made until there are so many tasks,
+constexpr int64_t kDecodeMinBlocks = 4;  // but none of fewer key blocks: each costs a merge
+constexpr int kPrefetchLevel = 3;  // of __builtin_prefetch: into L1, where the next tile's rows have room
+
+// Up to here a query tile is mostly padding, and the keys are read faster than the tile is multiplied.
+constexpr int64_t kDecodeMaxQueries = 8;

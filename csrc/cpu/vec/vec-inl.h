@@ -74,6 +74,13 @@ FA_INLINE T sum_lanes(Vec<T> x) {
   return sum;
 }
 
+template <class T>
+FA_INLINE T max_lanes(Vec<T> x) {
+  T highest = x[0];
+  for (int i = 1; i < kLanes<T>; ++i) highest = highest < x[i] ? x[i] : highest;
+  return highest;
+}
+
 #if defined(__clang__)
 
 // Elements of (a, b), as if one vector of twice the length, at the places `from`.
@@ -93,6 +100,25 @@ FA_INLINE Vec<T> pick(Vec<T> a, Vec<T> b, VecIndex<T> from) {
 
 #endif
 
+// The shuffles that exchange the off-diagonal d x d blocks of a 2d x 2d block of rows: pick(a, b, upper) and
+// pick(a, b, lower) of two rows at distance d are those rows afterwards.
+template <class T>
+struct Exchange {
+  VecIndex<T> upper, lower;
+};
+
+template <class T>
+FA_INLINE Exchange<T> exchange_at(int d) {
+  constexpr int L = kLanes<T>;
+  Exchange<T> e;
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) {
+    e.upper[i] = i & d ? L + i - d : i;
+    e.lower[i] = i & d ? L + i : i + d;
+  }
+  return e;
+}
+
 // Transposes the square block rows[kLanes][kLanes] in registers: at each distance d, the off-diagonal d x d
 // blocks of every 2d x 2d block change places.
 template <class T>
@@ -100,18 +126,28 @@ FA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   constexpr int L = kLanes<T>;
 #pragma GCC unroll 8
   for (int d = L / 2; d > 0; d /= 2) {
-    VecIndex<T> upper, lower;
-#pragma GCC unroll 16
-    for (int i = 0; i < L; ++i) {
-      upper[i] = i & d ? L + i - d : i;
-      lower[i] = i & d ? L + i : i + d;
-    }
+    const Exchange<T> e = exchange_at<T>(d);
 #pragma GCC unroll 16
     for (int r = 0; r < L; ++r) {
       if (r & d) continue;
       const Vec<T> a = rows[r], b = rows[r + d];
-      rows[r] = pick<T>(a, b, upper);
-      rows[r + d] = pick<T>(a, b, lower);
+      rows[r] = pick<T>(a, b, e.upper);
+      rows[r + d] = pick<T>(a, b, e.lower);
     }
   }
+}
+
+// Lane i of the result is the sum of the lanes of rows[i]: a transposition that adds what it exchanges, so
+// that each step leaves half the rows.
+template <class T>
+FA_INLINE Vec<T> sum_each(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int L = kLanes<T>;
+#pragma GCC unroll 8
+  for (int d = L / 2; d > 0; d /= 2) {
+    const Exchange<T> e = exchange_at<T>(d);
+#pragma GCC unroll 16
+    for (int r = 0; r < d; ++r)
+      rows[r] = pick<T>(rows[r], rows[r + d], e.upper) + pick<T>(rows[r], rows[r + d], e.lower);
+  }
+  return rows[0];
 }
