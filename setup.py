@@ -25,7 +25,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 CSRC = "csrc"
 OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "schema"]
-CPU = ["isa_avx2", "isa_avx512", "isa_generic", "select"]
+CPU = ["isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_generic", "select"]
 CUDA = ["select"]
 
 

@@ -84,21 +84,6 @@ DecodeWorkspace<T> plan_decode_workspace(Arena& arena, const AttentionParams& p,
   return w;
 }
 
-// Rows that are read next, asked for while others are multiplied: the hardware's own prefetching stops at the
-// end of a page and takes a few misses to start again.
-template <class In>
-struct Rows {
-  const In* data;
-  int64_t stride, cols;
-
-  const In* row(int64_t n) const { return data + n * stride; }
-  void prefetch(int64_t begin, int64_t end) const {
-    constexpr int64_t kLine = 64 / sizeof(In);
-    for (int64_t n = begin; n < end; ++n)
-      for (int64_t c = 0; c < cols; c += kLine) __builtin_prefetch(row(n) + c, 0, kPrefetchLevel);
-  }
-};
-
 // scores[r][n] = <q[r], k[n]> for R rows and kLanes / R keys: as many sums as a vector has lanes, so that one
 // reduction finishes all of them. Keys past `keys` read the last one again; nobody looks at their scores.
 template <class In, class T, int R>
@@ -205,18 +190,6 @@ inline void for_each_few_rows(int64_t rows, const Body& body) {
   for (; r < rows; ++r) body(r, std::integral_constant<int, 1>{});
 }
 
-template <class In, class T>
-inline bool values_are_finite(const Rows<In>& v, int64_t keys) {
-  constexpr int L = kLanes<T>;
-  Vec<T> probe = {};
-  for (int64_t j = 0; j < keys; ++j)
-    for (int64_t c = 0; c < v.cols; c += L)  // 0 unless Inf or NaN
-      probe +=
-          (c + L <= v.cols ? load_as<In, T>(v.row(j) + c) : load_tail_as<In, T>(v.row(j) + c, v.cols - c)) *
-          T(0);
-  return sum_lanes<T>(probe) == T(0);
-}
-
 // One row of a tile: P = 2^(S - m') in place, and its share of m, l and O. `unified` (or null) takes the
 // place of m'.
 template <class T>
@@ -263,7 +236,7 @@ void decode_tile(const AttentionParams& p, const DecodeScratch<T>& s, int64_t b,
   });
 
   const bool may_mask = p.mask || !band_covers(p.band, 0, z.seqlen_q, j0, j0 + keys);
-  const bool isolate = may_mask && !values_are_finite<In, T>(v, keys);
+  const bool isolate = may_mask && !rows_are_finite<In, T>(v, keys);
   for (int64_t g = 0; g < group; ++g) {
     const TileFrame f{b, h_kv * group + g, 0, j0, z.seqlen_q, keys, ld, false};
     T* scores = s.scores + g * z.seqlen_q * ld;

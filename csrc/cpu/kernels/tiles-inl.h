@@ -8,6 +8,23 @@ struct Tile {
   int64_t ld;
 };
 
+// Rows that are read next, asked for while others are multiplied: the hardware's own prefetching stops at the
+// end of a page and takes a few misses to start again.
+template <class In>
+struct Rows {
+  const In* data;
+  int64_t stride, cols;
+
+  const In* row(int64_t n) const { return data + n * stride; }
+  // Asks for rows while others are multiplied: the hardware's own prefetching stops at the end of a page and
+  // takes a few misses to start again.
+  void prefetch(int64_t begin, int64_t end) const {
+    constexpr int64_t kLine = 64 / sizeof(In);
+    for (int64_t n = begin; n < end; ++n)
+      for (int64_t c = 0; c < cols; c += kLine) __builtin_prefetch(row(n) + c, 0, kPrefetchLevel);
+  }
+};
+
 // rows x cols of src as T, zero-padded to whole vectors per row. Without padding or conversion to do, no
 // copy.
 template <class In, class T>
@@ -86,18 +103,16 @@ inline void add_rows(T* dst, const T* src, int64_t count) {
   for (int64_t c = 0; c < count; c += kLanes<T>) store<T>(dst + c, load<T>(dst + c) + load<T>(src + c));
 }
 
-template <class T>
-inline bool row_is_finite(const T* row, int64_t cols) {
+template <class In, class T>
+inline bool rows_are_finite(const Rows<In>& r, int64_t rows) {
+  constexpr int L = kLanes<T>;
   Vec<T> probe = {};
-  for (int64_t c = 0; c < cols; c += kLanes<T>) probe += load<T>(row + c) * T(0);  // 0 unless Inf or NaN
+  for (int64_t j = 0; j < rows; ++j)
+    for (int64_t c = 0; c < r.cols; c += L)  // 0 unless Inf or NaN
+      probe +=
+          (c + L <= r.cols ? load_as<In, T>(r.row(j) + c) : load_tail_as<In, T>(r.row(j) + c, r.cols - c)) *
+          T(0);
   return sum_lanes<T>(probe) == T(0);
-}
-
-template <class T>
-inline bool rows_are_finite(const T* data, int64_t ld, int64_t rows, int64_t cols) {
-  for (int64_t r = 0; r < rows; ++r)
-    if (!row_is_finite(data + r * ld, cols)) return false;
-  return true;
 }
 
 // sum_c a[c] * b[c]: both rows of In, accumulated in T in a fixed order.
