@@ -47,6 +47,7 @@ class SlowMemory:
     capacity: int | None = None
     traffic: dict[str, Traffic] = field(default_factory=dict)
     extra_elements: int = 0  # allocated by the algorithm beyond its inputs and its results
+    extra_bytes: int = 0
 
     def __post_init__(self):
         self.chip = Chip(self.capacity)
@@ -55,12 +56,13 @@ class SlowMemory:
         """An input, already in slow memory: nothing is counted until it is loaded."""
         return SlowTensor(self, name, tensor)
 
-    def new(self, name: str, like: "SlowTensor | Tensor", rows: int, cols: int, *, dtype=None, result=False):
+    def new(self, name: str, like: "SlowTensor", rows: int, cols: int, *, dtype=None, result=False):
         """Room for `rows` x `cols`, not yet written. What is no result counts as extra memory."""
-        tensor = like.tensor if isinstance(like, SlowTensor) else like
+        tensor = torch.empty(rows, cols, dtype=dtype or like.tensor.dtype, device=like.tensor.device)
         if not result:
-            self.extra_elements += rows * cols
-        return SlowTensor(self, name, torch.empty(rows, cols, dtype=dtype or tensor.dtype, device=tensor.device))
+            self.extra_elements += tensor.numel()
+            self.extra_bytes += tensor.nbytes
+        return SlowTensor(self, name, tensor)
 
     @property
     def reads(self) -> int:
