@@ -32,16 +32,21 @@ class Paired:
 
 def time_pairs(ours: Callable, peer: Callable, *, seconds: float = 1.0, pairs: tuple[int, int] = (5, 200)) -> Paired:
     """Runs ours and peer alternately for about `seconds`, at least pairs[0] and at most pairs[1] times each."""
-    for function in (ours, peer):
+    return Paired(*time_in_turn([ours, peer], seconds=seconds, rounds=pairs))
+
+
+def time_in_turn(functions: list[Callable], *, seconds: float, rounds: tuple[int, int]) -> list[list[float]]:
+    """Seconds of each call, by function: all run once a round, for about `seconds` and rounds[0] to rounds[1] times."""
+    for function in functions:
         function()
-    times: tuple[list[float], list[float]] = ([], [])
+    times: list[list[float]] = [[] for _ in functions]
     start = time.perf_counter()
-    while len(times[0]) < pairs[0] or (time.perf_counter() - start < seconds and len(times[0]) < pairs[1]):
-        for function, record in zip((ours, peer), times, strict=True):
+    while len(times[0]) < rounds[0] or (time.perf_counter() - start < seconds and len(times[0]) < rounds[1]):
+        for function, record in zip(functions, times, strict=True):
             before = time.perf_counter()
             function()
             record.append(time.perf_counter() - before)
-    return Paired(*times)
+    return times
 
 
 def gemm_peak(seconds: float = 0.5) -> float:
