@@ -1,16 +1,18 @@
 """The papers' table and figure, measured here: GPT-2 medium, and runtime and memory against the sequence length.
 
 One command writes tables (gpt2.md, lengths.md), a figure (lengths.png) and everything measured (results.json) to
---out. Times are medians of calls in turn in one process; peak memory is each call's own, in a process of its own;
-FLOPs and traffic are counted by flash_attn_ext.iomodel: a model, not a measurement.
+--out. Times are medians of calls in turn in one process; peak memory is each call's own, in a process of its own.
+FLOPs and traffic are counted by flash_attn_ext.iomodel: a model, not a measurement. On a GPU the traffic is measured,
+too, by its counters (dram_traffic.py).
 """
 
 import argparse
 import json
 import statistics
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import dram_traffic
 import peak_memory
 import torch
 from attention_methods import METHODS, ON_CPU, QUADRATIC, Case, training_step
@@ -57,41 +59,49 @@ def memory_of(device: str) -> int:
 
 def gpt2_table(args: argparse.Namespace) -> tuple[list[dict], str]:
     """Standard attention against ours at the shape of the published table, plain and as GPT-2 trains."""
-    problem = gpt2.PROBLEM
-    batch = args.batch or largest_batch(problem, args)
-    rows, lines = [], []
+    shape = gpt2.PROBLEM
+    batch = args.batch or largest_batch(shape, args)
+    rows = []
     for causal, dropout_p in ((False, 0.0), (True, 0.1)):
-        cases = [
-            Case(method, batch, problem.H, problem.S, problem.D, args.dtype, causal, dropout_p, args.device)
-            for method in ("standard", "ours")
+        options = (args.dtype, causal, dropout_p, args.device)
+        cases = [Case(method, batch, shape.H, shape.S, shape.D, *options) for method in ("standard", "ours")]
+        rows += [
+            asdict(result) | counted(result.case) | hardware(result.case)
+            for result in tqdm(measure(cases, args.seconds), leave=False, desc="gpt2")
         ]
-        for result in tqdm(measure(cases, args.seconds), leave=False, desc="gpt2"):
-            model = counts.count(
-                result.case.method,
-                replace(
-                    problem,
-                    B=batch,
-                    dtype=args.dtype,
-                    dropout=dropout_p,
-                    mask=causal and result.case.method == "standard",
-                ),
-                gpt2.ON_CHIP,
-            )
-            rows.append(asdict(result) | {"GFLOP": model.flops / 1e9, "GB": model.bytes / 1e9})
-            kind = "causal, dropout 0.1" if causal else "plain"
-            lines.append(
-                [
-                    f"{result.case.method}, {kind}", f"{model.flops / 1e9:.1f}", f"{model.bytes / 1e9:.2f}",
-                    milliseconds(result.seconds), mebibytes(result.peak_bytes),
-                ]
-            )  # fmt: skip
-    columns = ["", "GFLOP (counted)", "GB (counted)", "ms (measured)", "peak MiB (measured)"]
-    title = f"GPT-2 medium: B {batch}, H {problem.H}, S {problem.S}, D {problem.D}, {args.dtype}, forward + backward"
+    columns = ["", "GFLOP (counted)", "GB (counted)", "GB (counters)", "ms", "peak MiB"]
+    lines = [
+        [
+            f"{row['case']['method']}, {'causal, dropout 0.1' if row['case']['causal'] else 'plain'}",
+            f"{row['GFLOP']:.1f}", f"{row['GB']:.2f}", row["GB (counters)"],
+            milliseconds(row["seconds"]), mebibytes(row["peak_bytes"]),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    title = f"GPT-2 medium: B {batch}, H {shape.H}, S {shape.S}, D {shape.D}, {args.dtype}, forward + backward"
     note = (
-        "The published table has B 64. Counted: without what causality lets our kernel leave out; GB are tiles that go "
-        "between the chip and everything beyond it, of which caches serve a part."
+        "The published table has B 64. GFLOP and GB are counted by flash_attn_ext.iomodel, for the full matrix also "
+        "where it is causal; GB is what goes between the chip and everything beyond it, of which caches serve a part."
     )
     return rows, f"## {title}\n\n{markdown(columns, lines)}\n\n{note}\n"
+
+
+def counted(case: Case) -> dict:
+    """FLOPs and traffic by the model. The standard algorithm reads its mask; ours knows the diagonal."""
+    mask = case.causal and case.method == "standard"
+    problem = counts.Problem(case.B, case.H, case.S, case.D, case.dtype, mask=mask, dropout=case.dropout_p)
+    model = counts.count(case.method, problem, gpt2.ON_CHIP)
+    return {"GFLOP": model.flops / 1e9, "GB": model.bytes / 1e9}
+
+
+def hardware(case: Case) -> dict:
+    """The traffic by a GPU's counters; else why there is none."""
+    if case.device == "cpu":
+        return {"GB (counters)": "none on CPU"}
+    try:
+        return {"GB (counters)": f"{dram_traffic.measure(case) / 1e9:.2f}"}
+    except dram_traffic.Unavailable as reason:
+        return {"GB (counters)": str(reason)}
 
 
 def largest_batch(problem: counts.Problem, args: argparse.Namespace) -> int:
@@ -164,11 +174,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=2, help="of the sweep, default 2")
     parser.add_argument("--causal", action="store_true", help="the sweep's")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="of the sweep; default: all that the device has")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: float32 on cpu, float16 on cuda"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seconds", type=float, default=3.0, help="per problem, all methods together, default 3")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
+    args.dtype = args.dtype or ("float32" if args.device == "cpu" else "float16")
     args.methods = args.methods or list(ON_CPU if args.device == "cpu" else METHODS)
     if args.quick:
         args.lengths, args.seconds, args.tokens = [n for n in args.lengths if n <= 1024], 0.3, 1024

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import dram_traffic
 import paper_tables
 import peak_memory
 from attention_methods import METHODS, Case, standard
@@ -66,3 +67,24 @@ def test_functions_are_timed_in_turn():
     assert calls == ["a", "b"] * 4, "one round to warm up, three measured"
     assert [len(t) for t in times] == [3, 3]
     assert "ours" in METHODS
+
+
+NCU_REPORT = """==PROF== Connected to process 1
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","1","gemm","dram__bytes_read.sum","byte","1,000"
+"0","1","gemm","dram__bytes_write.sum","byte","20"
+"1","1","softmax","dram__bytes_read.sum","byte","300"
+"1","1","softmax","sm__cycles_active.avg","cycle","7"
+"""
+
+
+def test_the_counters_of_all_kernels_are_added():
+    assert dram_traffic.total(NCU_REPORT) == 1320
+    with pytest.raises(RuntimeError, match="ncu printed no table"):
+        dram_traffic.total("==ERROR== nothing to profile")
+
+
+def test_without_counters_the_table_says_why(monkeypatch):
+    case = Case("ours", 1, 1, 64, 16, device="cuda")
+    monkeypatch.setattr(dram_traffic.shutil, "which", lambda name: None)
+    assert paper_tables.hardware(case) == {"GB (counters)": "ncu (Nsight Compute) is not on PATH"}

@@ -93,7 +93,8 @@ def this_cpu(matmul: float | None = None, bandwidth: float | None = None) -> Dev
     rate = matmul or measure_products()
     stream = bandwidth or measure_bandwidth()
     rates = {"float16": rate, "bfloat16": rate, "float32": rate, "float64": rate / 2}
-    return Device("cpu", rates, rate, stream, level_2_cache(), f"this machine, {torch.get_num_threads()} threads")
+    source = "this machine" if matmul and bandwidth else f"this machine, measured on {torch.get_num_threads()} threads"
+    return Device("cpu", rates, rate, stream, level_2_cache(), source)
 
 
 def measure_products(seconds: float = 0.5) -> float:

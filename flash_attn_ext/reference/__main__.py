@@ -32,6 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--M", type=int, default=16384, help="on-chip size in elements, for FlashAttention-1's blocks")
     parser.add_argument("--plot", type=Path, help="schedule: file for the timelines")
     args = parser.parse_args(arguments)
+    if args.plot and args.what != "schedule":
+        parser.error(f"--plot: got it with {args.what}; allowed: with schedule")
     torch.manual_seed(0)
     COMMANDS[args.what](args)
 
