@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from flash_attn_ext import dropout_mask, new_rng_state
 from flash_attn_ext.reference import (
@@ -106,6 +108,23 @@ def assert_equal_to_dense(x, expected, out, lse=None, grads=()):
 def test_forward_and_backward_equal_the_dense_oracle(run, kind):
     x = make(kind)
     assert_equal_to_dense(x, dense(x), *run(x))
+
+
+@given(
+    n_q=st.integers(1, 40), n_k=st.integers(1, 40), block_q=st.integers(1, 45), block_k=st.integers(1, 45),
+    M=st.integers(1, 3000), visible=st.sampled_from([0.02, 0.5, 1.0]), seed=st.integers(0, 10**6),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_sizes_and_blocks(n_q, n_k, block_q, block_k, M, visible, seed):
+    torch.manual_seed(seed)
+    x = make("plain", n_q, n_k, d=5, d_v=3)
+    x.mask = torch.rand(n_q, n_k) < visible
+    expected = dense(x)
+    assert_equal_to_dense(x, expected, *run_standard(x, M=M))
+    assert_equal_to_dense(x, expected, *run_flash1(x, M=M))
+    assert_equal_to_dense(x, expected, *run_flash2(x, block_q=block_q, block_k=block_k))
+    run = flash3_schedule.forward(x.q, x.k, x.v, mask=x.mask, block_q=block_q, block_k=block_k)
+    assert_equal_to_dense(x, expected, run.out, run.lse)
 
 
 @training
@@ -259,6 +278,14 @@ def test_flash2_refuses_block_sizes_that_cannot_run(block_q, block_k, message):
         flash2.forward(q, q, q, block_q=block_q, block_k=block_k, memory=SlowMemory(32768))
     with pytest.raises(ValueError, match=message):
         flash2.backward(q, q, q, q, q, lse, block_q=block_q, block_k=block_k, memory=SlowMemory(32768))
+
+
+def test_flash3_refuses_what_it_cannot_schedule():
+    q, nothing = torch.zeros(4, 8), torch.zeros(0, 8)
+    with pytest.raises(ValueError, match="q, k: got 4 queries, 0 keys"):
+        flash3_schedule.forward(q, nothing, nothing)
+    with pytest.raises(ValueError, match="schedule: got 'fast'; allowed: serial, overlap, ping-pong, both"):
+        flash3_schedule.forward(q, q, q, schedule="fast")
 
 
 class TestPipeline:

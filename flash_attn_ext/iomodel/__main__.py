@@ -135,7 +135,7 @@ def run_predict(args: argparse.Namespace) -> None:
     columns = ("", "tiles q x k", "GFLOP", "GB", "FLOP/B", "ms", "bound", "extra MiB", "on chip")
     print_table(describe(problem, device, M), columns, rows)
     print(f"ms: roofline, a lower bound, from {device.source}: {rates(device, problem.dtype)}")
-    print("on chip: elements at the peak; extra: slow memory beyond inputs and results")
+    print("on chip: elements at the peak; extra: slow memory beyond inputs and results, the sum of both passes")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -76,12 +76,14 @@ def forward(
     mask: Tensor | None = None,
     memory: SlowMemory | None = None,
 ) -> Run:
-    """One head, q (N_q, d), at least one query and one key. The warpgroups share each block of `block_q` queries.
+    """One head, q (N_q, d). The warpgroups share each block of `block_q` queries.
 
     stages: how many blocks of K, and of V, the ring holds.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: got {schedule!r}; allowed: {', '.join(SCHEDULES)}")
+    if not q.shape[0] or not k.shape[0]:
+        raise ValueError(f"q, k: got {q.shape[0]} queries, {k.shape[0]} keys; allowed: at least one of each")
     memory, rates = memory or SlowMemory(), rates or Rates()
     check_blocks(block_q, block_k, q.shape[1], memory.capacity)
     Q, K, V = memory.put("q", q), memory.put("k", k), memory.put("v", v)
