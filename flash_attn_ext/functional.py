@@ -83,15 +83,18 @@ def flash_attn(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
-    lower_right, is_causal = _diagonal(causal, is_causal, window, alibi_slopes)
-    window_left, window_right = _window(window)
+    lower_right, window_left, window_right = False, -1, -1
+    if causal is not None or window is not None or alibi_slopes is not None:
+        lower_right, is_causal = _diagonal(causal, is_causal, window, alibi_slopes)
+        window_left, window_right = _window(window)
     if dropout_p > 0.0 and rng_state is None:
         _check_is_dense("query", query)
         rng_state = new_rng_state(query.device)
     # In the order of the operator's schema.
     options = (scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p, num_splits, unified_max)
-    transformed = _functorch.active()
-    if not transformed and not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()  # torch.compile traces through the operator itself
+    transformed = not compiling and _functorch.active()
+    if not compiling and not transformed:
         result = _ops.attention_if_plain(query, key, value, attn_mask, alibi_slopes, rng_state, enable_gqa, *options)
         if result is not None:
             return result if return_lse else result[0]

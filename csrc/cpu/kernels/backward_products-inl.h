@@ -15,7 +15,7 @@ struct BackwardProducts {
   Tile<T> k, q, dout;
 
   static BackwardProducts plan(Arena& arena, const BackwardParams& p) {
-    const auto [block_q, block_k] = backward_tiling<T>();
+    const auto [block_q, block_k] = fitted(backward_tiling<T>(), p.sizes);
     const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
     BackwardProducts r{};
     r.k_transposed = arena.take<T>(p.sizes.head_dim * block_k);
@@ -89,7 +89,7 @@ struct BackwardProducts<BFloat16, float> {
   Rows<BFloat16> k;    // the key block
 
   static BackwardProducts plan(Arena& arena, const BackwardParams& p) {
-    const auto [block_q, block_k] = backward_tiling<float>();
+    const auto [block_q, block_k] = fitted(backward_tiling<float>(), p.sizes);
     const int64_t d = p.sizes.head_dim, d_v = p.sizes.head_dim_v;
     const auto padded = round_up_to_lanes<float>;
     BackwardProducts r{};

@@ -19,7 +19,7 @@ struct BackwardScratch {
 
 template <class In, class T>
 BackwardScratch<In, T> plan_backward(Arena& arena, const BackwardParams& p) {
-  const auto [block_q, block_k] = backward_tiling<T>();
+  const auto [block_q, block_k] = fitted(backward_tiling<T>(), p.sizes);
   BackwardScratch<In, T> s;
   s.products = BackwardProducts<In, T>::plan(arena, p);
   s.probs = arena.take<T>(block_q * block_k);
@@ -29,7 +29,8 @@ BackwardScratch<In, T> plan_backward(Arena& arena, const BackwardParams& p) {
   s.dropout_tile = p.dropout ? arena.take<T>(block_q * block_k) : nullptr;
   s.dk = arena.take<T>(block_k * round_up_to_lanes<T>(p.sizes.head_dim));
   s.dv = arena.take<T>(block_k * round_up_to_lanes<T>(p.sizes.head_dim_v));
-  s.dmask = p.dmask ? arena.take<T>(block_q * block_k) : nullptr;
+  const Tiling whole = backward_tiling<T>();
+  s.dmask = p.dmask ? arena.take<T>(whole.block_q * whole.block_k) : nullptr;
   return s;
 }
 

@@ -47,15 +47,18 @@ struct DecodeWorkspace {
 template <class T>
 DecodeScratch<T> plan_decode(Arena& arena, const AttentionParams& p) {
   const Sizes& z = p.sizes;
-  const int64_t rows = z.heads / z.heads_kv * z.seqlen_q, block_k = decode_block_k<T>();
+  const int64_t rows = z.heads / z.heads_kv * z.seqlen_q;
+  const int64_t block_k = std::min(decode_block_k<T>(), (z.seqlen_k + 15) / 16 * 16);
   const int64_t d_v = round_up_to_lanes<T>(z.head_dim_v);
   DecodeScratch<T> s;
   s.q = arena.take<T>(rows * round_up_to_lanes<T>(z.head_dim));
   s.scores = arena.take<T>(rows * block_k);
-  s.v_tile = arena.take<T>(block_k * d_v);
+  // A band may hide keys only if it is bounded.
+  const bool may_mask = p.mask || p.band.left < Band::kUnbounded || p.band.right < Band::kUnbounded;
+  s.v_tile = may_mask ? arena.take<T>(block_k * d_v) : nullptr;
   s.mask_tile = p.mask ? arena.take<T>(z.seqlen_q * block_k) : nullptr;
   s.dropout_tile = p.dropout ? arena.take<T>(z.seqlen_q * block_k) : nullptr;
-  s.finite_tile = arena.take<T>(block_k * d_v);
+  s.finite_tile = may_mask ? arena.take<T>(block_k * d_v) : nullptr;
   return s;
 }
 

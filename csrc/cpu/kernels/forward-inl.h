@@ -17,7 +17,7 @@ struct ForwardScratch {
 
 template <class In, class T>
 ForwardScratch<In, T> plan_forward(Arena& arena, const AttentionParams& p) {
-  const auto [block_q, block_k] = forward_tiling<T>();
+  const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
   ForwardScratch<In, T> s;
   s.products = ForwardProducts<In, T>::plan(arena, p);
   s.scores = arena.take<T>(block_k * block_q);

@@ -9,7 +9,7 @@ struct ForwardProducts {
   T* finite_tile;   // [block_k][D_v]    for masked_gemm
 
   static ForwardProducts plan(Arena& arena, const AttentionParams& p) {
-    const auto [block_q, block_k] = forward_tiling<T>();
+    const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
     const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
     ForwardProducts r;
     r.q_transposed = arena.take<T>(p.sizes.head_dim * block_q);
@@ -53,7 +53,7 @@ struct ForwardProducts<BFloat16, float> {
   Pair* prob_pairs;    // [block_k / 2][block_q]
 
   static ForwardProducts plan(Arena& arena, const AttentionParams& p) {
-    const auto [block_q, block_k] = forward_tiling<float>();
+    const auto [block_q, block_k] = fitted(forward_tiling<float>(), p.sizes);
     ForwardProducts r;
     r.q_transposed = arena.take<Pair>(pairs_of(p.sizes.head_dim) * block_q);
     r.k_tile = arena.take<Pair>(block_k * round_up_to_lanes<float>(pairs_of(p.sizes.head_dim)));

@@ -18,6 +18,12 @@ constexpr Tiling backward_tiling() {
   return {64, 64};
 }
 
+// The sizes that scratch memory needs: a short sequence fills only part of its tiles.
+inline Tiling fitted(const Tiling& t, const Sizes& z) {
+  auto least = [](int64_t block, int64_t length) { return std::min(block, (length + 15) / 16 * 16); };
+  return {least(t.block_q, z.seqlen_q), least(t.block_k, z.seqlen_k)};
+}
+
 // Decode, the forward for few queries: scores of a few rows and a converted V tile in L1.
 template <class T>
 constexpr int64_t decode_block_k() {

@@ -52,7 +52,8 @@ FA_INLINE void split_exp2(Vec<T> x, Vec<T>& power, Vec<T>& fraction) {
 
 #if defined(FA_HAS_SCALEF)
 
-// 2^x for x <= 127 (1023): -inf gives 0, NaN stays NaN. An instruction multiplies with 2^n, underflow included.
+// 2^x for x <= 127 (1023): -inf gives 0, NaN stays NaN. An instruction multiplies with 2^n, underflow
+// included.
 template <class T>
 FA_INLINE Vec<T> exp2(Vec<T> x) {
   using C = Exp2<T>;
