@@ -252,8 +252,7 @@ void decode_tile(const AttentionParams& p, const DecodeScratch<T>& s, int64_t b,
     }
     if (p.dropout) {  // after the row sum: dropout acts on the normalised P
       load_dropout_tile<T>(p, f, s.dropout_tile);
-      for (int64_t i = 0; i < z.seqlen_q; ++i)
-        for (int64_t c = 0; c < keys; ++c) scores[i * ld + c] *= s.dropout_tile[i * ld + c];
+      multiply_rows<T>(scores, s.dropout_tile, z.seqlen_q * ld);
     }
     if (isolate) {
       const Tile<T> tile = load_tile<In, T>(v.data, v.stride, keys, v.cols, s.v_tile);

@@ -80,8 +80,7 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
     online_softmax<T>(f, s.scores, s.row_max, s.row_sum, s.rescale);
     if (p.dropout) {  // after the row sum: dropout acts on the normalised P
       load_dropout_tile<T>(p, f, s.dropout_tile);
-      for (int64_t r = 0; r < f.keys; ++r)
-        for (int64_t c = 0; c < queries; ++c) s.scores[r * ld + c] *= s.dropout_tile[r * ld + c];
+      multiply_rows<T>(s.scores, s.dropout_tile, f.keys * ld);
     }
 
     for (int64_t i = 0; i < queries; ++i) {
