@@ -4,19 +4,8 @@
 //   C[m][n] (+)= sum_k A[m * a_row + k * a_depth] * B[k * ldb + n]      n in whole vectors
 //
 // Elements of A and B are of C's type T, or Pairs of 16-bit values that lie behind each other along the
-// depth. A register tile of MR x NV vectors of C stays in registers over the whole depth.
-
-// Register tiles {rows, vectors}: as many accumulators as leave registers for NV vectors of B and one
-// broadcast.
-#if FA_VECTOR_REGISTERS >= 32
-constexpr int kRowsBy3 = 8;   // 24 of 32 registers: 8 x 3 + 3 + 1
-constexpr int kRowsBy2 = 12;  // 12 x 2 + 2 + 1
-constexpr int kRowsBy1 = 16;
-#else
-constexpr int kRowsBy3 = 4;  // 12 of 16 registers
-constexpr int kRowsBy2 = 6;
-constexpr int kRowsBy1 = 8;
-#endif
+// depth. A register tile of MR x NV vectors of C stays in registers over the whole depth. It starts from 0
+// and is added to C at the end: over many tiles that rounds like a sum of tiles, not like one long chain.
 
 template <class T, class E = T>
 struct GemmArgs {
@@ -55,7 +44,7 @@ FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, int64_t m0, int64_t n
 #pragma GCC unroll 16
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) acc[m][n] = g.accumulate ? load<T>(c + m * g.ldc + n * L) : Vec<T>{};
+    for (int n = 0; n < NV; ++n) acc[m][n] = Vec<T>{};
   for (int64_t k = 0; k < g.depth; ++k) {
     decltype(load_elements(b)) bv[NV];
 #pragma GCC unroll 4
@@ -72,8 +61,10 @@ FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, int64_t m0, int64_t n
 #pragma GCC unroll 16
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n)
-      store<T>(c + m * g.ldc + n * L, std::is_same_v<T, E> ? acc[m][n] : acc[m][n] * g.scale);
+    for (int n = 0; n < NV; ++n) {
+      const Vec<T> product = std::is_same_v<T, E> ? acc[m][n] : acc[m][n] * g.scale;
+      store<T>(c + m * g.ldc + n * L, g.accumulate ? load<T>(c + m * g.ldc + n * L) + product : product);
+    }
 }
 
 // All rows of one column panel of NV vectors: full register tiles, then fours, then single rows.
