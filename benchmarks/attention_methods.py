@@ -56,10 +56,12 @@ METHODS: dict[str, Callable] = {
     "torch flash": torch_backend(SDPBackend.FLASH_ATTENTION),
     "torch efficient": torch_backend(SDPBackend.EFFICIENT_ATTENTION),
     "torch cudnn": torch_backend(SDPBackend.CUDNN_ATTENTION),
+    "torch default": scaled_dot_product_attention,  # one of the four above, as torch chooses
     "ours": flash_attn,
 }
 QUADRATIC = ("standard", "torch math")  # they store the scores
 ON_CPU = ("standard", "torch math", "torch flash", "ours")  # torch has no other backends there
+ON_CUDA = ("standard", "torch math", "torch flash", "torch efficient", "torch cudnn", "ours")
 
 
 def training_step(case: Case) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import dram_traffic
 import peak_memory
 import torch
-from attention_methods import METHODS, ON_CPU, QUADRATIC, Case, training_step
+from attention_methods import METHODS, ON_CPU, ON_CUDA, QUADRATIC, Case, training_step
 from harness import machine, time_in_turn
 from tqdm import tqdm
 
@@ -182,7 +182,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     args.dtype = args.dtype or ("float32" if args.device == "cpu" else "float16")
-    args.methods = args.methods or list(ON_CPU if args.device == "cpu" else METHODS)
+    args.methods = args.methods or list(ON_CPU if args.device == "cpu" else ON_CUDA)
     if args.quick:
         args.lengths, args.seconds, args.tokens = [n for n in args.lengths if n <= 1024], 0.3, 1024
     return args

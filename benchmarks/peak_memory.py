@@ -5,6 +5,7 @@ inputs are there before; the results, and whatever the step needs between, count
 """
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -14,10 +15,11 @@ import torch
 from attention_methods import Case, training_step
 
 
-def measure(case: Case) -> int | None:
-    """Bytes, or None if the process died or could not allocate."""
+def measure(case: Case, environment: dict[str, str] | None = None) -> int | None:
+    """Bytes, or None if the process died or could not allocate. `environment` is added to that of this process."""
+    environ = os.environ | (environment or {})
     command = [sys.executable, __file__, json.dumps(asdict(case))]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=3600, env=environ)
     if run.returncode < 0 or "not enough memory" in run.stderr or "OutOfMemoryError" in run.stderr:
         return None
     if run.returncode:

@@ -1,0 +1,106 @@
+// What this machine can do at most, right now: multiply-adds in registers, and reading memory. peaks.py compiles
+// this with the flags of the instruction set that is measured and calls it through ctypes; nothing here is part
+// of the library.
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+constexpr int kChains = 24;  // independent sums: enough for two FMA units of latency 4, and they fit in registers
+#elif defined(__AVX__)
+#define VECTOR_BYTES 32
+constexpr int kChains = 10;
+#else
+#define VECTOR_BYTES 16
+constexpr int kChains = 10;
+#endif
+
+namespace {
+
+template <class Work>
+double slowest_of(int threads, const Work& work) {
+  std::vector<double> seconds(threads);
+  std::vector<std::thread> pool;
+  for (int t = 0; t < threads; ++t)
+    pool.emplace_back([&, t] {
+      const auto start = std::chrono::steady_clock::now();
+      work(t);
+      seconds[t] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    });
+  for (auto& thread : pool) thread.join();
+  double slowest = 0;
+  for (double s : seconds) slowest = s > slowest ? s : slowest;
+  return slowest;
+}
+
+template <class T>
+void multiply_add(int64_t rounds) {
+  typedef T V __attribute__((vector_size(VECTOR_BYTES)));
+  V sum[kChains] = {};
+  const V x = V{} + T(0.5), y = V{} + T(1);
+  for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 24
+    for (int i = 0; i < kChains; ++i) {
+      sum[i] = sum[i] * x + y;
+      asm volatile("" : "+x"(sum[i]));  // keeps each sum in its register and each step in the loop
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// FLOP/s of fused multiply-adds on `threads` threads; 0 where the instruction does not exist.
+double fma_float(int threads, int64_t rounds) {
+  const double flops = 2.0 * rounds * kChains * (VECTOR_BYTES / sizeof(float)) * threads;
+  return flops / slowest_of(threads, [&](int) { multiply_add<float>(rounds); });
+}
+
+double fma_double(int threads, int64_t rounds) {
+  const double flops = 2.0 * rounds * kChains * (VECTOR_BYTES / sizeof(double)) * threads;
+  return flops / slowest_of(threads, [&](int) { multiply_add<double>(rounds); });
+}
+
+double dot_bfloat16(int threads, int64_t rounds) {
+#if defined(__AVX512BF16__)
+  const double flops = 4.0 * rounds * kChains * 16 * threads;
+  return flops / slowest_of(threads, [&](int) {
+           __m512 sum[kChains] = {};
+           const __m512bh x = {};
+           for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 24
+             for (int i = 0; i < kChains; ++i) {
+               sum[i] = _mm512_dpbf16_ps(sum[i], x, x);
+               asm volatile("" : "+x"(sum[i]));
+             }
+           }
+         });
+#else
+  (void)threads, (void)rounds;
+  return 0;
+#endif
+}
+
+// Bytes per second of reading `bytes` once, cut in one piece a thread.
+double stream_read(int threads, const char* data, int64_t bytes) {
+  typedef uint64_t V __attribute__((vector_size(VECTOR_BYTES)));
+  const int64_t piece = bytes / threads / (8 * VECTOR_BYTES) * (8 * VECTOR_BYTES);
+  return piece * threads / slowest_of(threads, [&](int t) {
+           V seen[8] = {};
+           for (const char *p = data + t * piece, *end = p + piece; p < end; p += 8 * VECTOR_BYTES)
+             for (int i = 0; i < 8; ++i) {
+               V x;
+               std::memcpy(&x, p + i * VECTOR_BYTES, VECTOR_BYTES);
+               seen[i] |= x;
+             }
+           for (V& s : seen) asm volatile("" : "+x"(s));
+         });
+}
+}
