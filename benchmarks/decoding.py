@@ -123,7 +123,8 @@ def plot(record: dict, path: Path) -> None:
     )
     figure.supylabel("time of the default / time of the variant", fontsize=9)
     where = f"{record['machine']['cpu']}, {record['machine']['threads']} threads, {record['machine']['isa']}"
-    figure.suptitle(f"Decoding, H {HEADS}, D {HEAD_DIM}; {where}", fontsize=9)
+    quick = "; --quick" if record["settings"]["quick"] else ""
+    figure.suptitle(f"Decoding, H {HEADS}, D {HEAD_DIM}; {where}{quick}", fontsize=9)
     save(figure, path)
 
 
@@ -136,8 +137,8 @@ def draw(axis, rows: list[dict]) -> None:
         if points:
             axis.plot(*zip(*points, strict=True), style, color=COLORS[splits.index(base)], ms=3.5, lw=1, label=name)
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=2)
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.tick_params(labelsize=8)
     axis.grid(alpha=0.25)
 
 

@@ -1,6 +1,6 @@
-// What this machine can do at most, right now: multiply-adds in registers, and reading memory. peaks.py compiles
-// this with the flags of the instruction set that is measured and calls it through ctypes; nothing here is part
-// of the library.
+// What this machine can do at most, right now: multiply-adds in registers, and reading memory. peaks.py
+// compiles this with the flags of the instruction set that is measured and calls it through ctypes; nothing
+// here is part of the library.
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -12,7 +12,8 @@
 
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
-constexpr int kChains = 24;  // independent sums: enough for two FMA units of latency 4, and they fit in registers
+constexpr int kChains =
+    24;  // independent sums: enough for two FMA units of latency 4, and they fit in registers
 #elif defined(__AVX__)
 #define VECTOR_BYTES 32
 constexpr int kChains = 10;
@@ -20,6 +21,8 @@ constexpr int kChains = 10;
 #define VECTOR_BYTES 16
 constexpr int kChains = 10;
 #endif
+
+constexpr int64_t kPage = 4096;
 
 namespace {
 
@@ -88,7 +91,9 @@ double dot_bfloat16(int threads, int64_t rounds) {
 #endif
 }
 
-// Bytes per second of reading `bytes` once, cut in one piece a thread.
+// Bytes per second of reading `bytes` once, cut in one piece a thread. The hardware's prefetching stops at
+// the end of a page: asking for the next one made it up to twice as fast. A prefetch past the end of the data
+// is ignored.
 double stream_read(int threads, const char* data, int64_t bytes) {
   typedef uint64_t V __attribute__((vector_size(VECTOR_BYTES)));
   const int64_t piece = bytes / threads / (8 * VECTOR_BYTES) * (8 * VECTOR_BYTES);
@@ -96,6 +101,7 @@ double stream_read(int threads, const char* data, int64_t bytes) {
            V seen[8] = {};
            for (const char *p = data + t * piece, *end = p + piece; p < end; p += 8 * VECTOR_BYTES)
              for (int i = 0; i < 8; ++i) {
+               __builtin_prefetch(p + kPage + i * VECTOR_BYTES);
                V x;
                std::memcpy(&x, p + i * VECTOR_BYTES, VECTOR_BYTES);
                seen[i] |= x;
