@@ -1,6 +1,8 @@
 // What this machine can do at most, right now: multiply-adds in registers, and reading memory. peaks.py
 // compiles this with the flags of the instruction set that is measured and calls it through ctypes; nothing
 // here is part of the library.
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -22,24 +24,26 @@ constexpr int kChains = 10;
 constexpr int kChains = 10;
 #endif
 
-constexpr int64_t kPage = 4096;
+constexpr int64_t kPage = 4096, kLargestPiece = 1 << 20;
 
 namespace {
 
+// Seconds from when all threads are there to when the last one is done. Without waiting for all, one might be
+// done before the next starts, and have had the memory for itself.
 template <class Work>
-double slowest_of(int threads, const Work& work) {
+double seconds_of_all(int threads, const Work& work) {
   std::vector<double> seconds(threads);
   std::vector<std::thread> pool;
+  std::atomic<int> missing{threads};
   for (int t = 0; t < threads; ++t)
     pool.emplace_back([&, t] {
+      for (--missing; missing > 0;) std::this_thread::yield();
       const auto start = std::chrono::steady_clock::now();
-      work(t);
+      work();
       seconds[t] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     });
   for (auto& thread : pool) thread.join();
-  double slowest = 0;
-  for (double s : seconds) slowest = s > slowest ? s : slowest;
-  return slowest;
+  return *std::max_element(seconds.begin(), seconds.end());
 }
 
 template <class T>
@@ -63,18 +67,18 @@ extern "C" {
 // FLOP/s of fused multiply-adds on `threads` threads; 0 where the instruction does not exist.
 double fma_float(int threads, int64_t rounds) {
   const double flops = 2.0 * rounds * kChains * (VECTOR_BYTES / sizeof(float)) * threads;
-  return flops / slowest_of(threads, [&](int) { multiply_add<float>(rounds); });
+  return flops / seconds_of_all(threads, [&] { multiply_add<float>(rounds); });
 }
 
 double fma_double(int threads, int64_t rounds) {
   const double flops = 2.0 * rounds * kChains * (VECTOR_BYTES / sizeof(double)) * threads;
-  return flops / slowest_of(threads, [&](int) { multiply_add<double>(rounds); });
+  return flops / seconds_of_all(threads, [&] { multiply_add<double>(rounds); });
 }
 
 double dot_bfloat16(int threads, int64_t rounds) {
 #if defined(__AVX512BF16__)
   const double flops = 4.0 * rounds * kChains * 16 * threads;
-  return flops / slowest_of(threads, [&](int) {
+  return flops / seconds_of_all(threads, [&] {
            __m512 sum[kChains] = {};
            const __m512bh x = {};
            for (int64_t r = 0; r < rounds; ++r) {
@@ -91,21 +95,26 @@ double dot_bfloat16(int threads, int64_t rounds) {
 #endif
 }
 
-// Bytes per second of reading `bytes` once, cut in one piece a thread. The hardware's prefetching stops at
-// the end of a page: asking for the next one made it up to twice as fast. A prefetch past the end of the data
-// is ignored.
+// Bytes per second of reading `bytes` once. Threads take the next piece when they are done with one, so that
+// a thread which the machine holds up does not hold up all. The hardware's prefetching stops at the end of a
+// page; asking for the next one makes up for that. A prefetch past the end of the data is ignored.
 double stream_read(int threads, const char* data, int64_t bytes) {
   typedef uint64_t V __attribute__((vector_size(VECTOR_BYTES)));
-  const int64_t piece = bytes / threads / (8 * VECTOR_BYTES) * (8 * VECTOR_BYTES);
-  return piece * threads / slowest_of(threads, [&](int t) {
+  constexpr int64_t kStep = 8 * VECTOR_BYTES;
+  const int64_t piece = std::min(kLargestPiece, bytes / threads) / kStep * kStep;
+  if (piece == 0) return 0;
+  const int64_t pieces = bytes / piece;
+  std::atomic<int64_t> next{0};
+  return pieces * piece / seconds_of_all(threads, [&] {
            V seen[8] = {};
-           for (const char *p = data + t * piece, *end = p + piece; p < end; p += 8 * VECTOR_BYTES)
-             for (int i = 0; i < 8; ++i) {
-               __builtin_prefetch(p + kPage + i * VECTOR_BYTES);
-               V x;
-               std::memcpy(&x, p + i * VECTOR_BYTES, VECTOR_BYTES);
-               seen[i] |= x;
-             }
+           for (int64_t n; (n = next++) < pieces;)
+             for (const char *p = data + n * piece, *end = p + piece; p < end; p += kStep)
+               for (int i = 0; i < 8; ++i) {
+                 __builtin_prefetch(p + kPage + i * VECTOR_BYTES);
+                 V x;
+                 std::memcpy(&x, p + i * VECTOR_BYTES, VECTOR_BYTES);
+                 seen[i] |= x;
+               }
            for (V& s : seen) asm volatile("" : "+x"(s));
          });
 }

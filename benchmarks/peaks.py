@@ -46,7 +46,14 @@ def flops(isa: str, dtype: torch.dtype, threads: int) -> float:
 
 
 def stream_read(tensor: torch.Tensor, isa: str, threads: int) -> float:
-    """Bytes per second of reading the tensor's memory once, front to back, in one piece a thread."""
+    """Bytes per second of reading the tensor's memory in pieces of up to 1 MiB; the second of two readings.
+
+    The first one finds other threads still spinning, and other data in the caches.
+    """
+    size = tensor.numel() * tensor.element_size()
     if not tensor.is_contiguous():
         raise ValueError("stream_read reads a range of memory: the tensor must be contiguous")
-    return _library(isa).stream_read(threads, tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    _, rate = (_library(isa).stream_read(threads, tensor.data_ptr(), size) for _ in range(2))
+    if rate == 0:
+        raise ValueError(f"stream_read needs more than {size} bytes for {threads} threads")
+    return rate

@@ -174,6 +174,8 @@ def test_peaks_are_measured():
     assert peaks.stream_read(data, isa, 1) > 1e8
     with pytest.raises(ValueError, match="contiguous"):
         peaks.stream_read(data.view(1024, 1024).T, isa, 1)
+    with pytest.raises(ValueError, match="more than 40 bytes for 2 threads"):
+        peaks.stream_read(data[:10], isa, 2)
 
 
 def test_between_rounds_something_untimed_runs_first():
