@@ -126,8 +126,8 @@ def main(argv: list[str] | None = None) -> None:
     memory = measure_memory(lengths, args.dtypes, args.threads) if "memory" in args.kinds else []
     context = {**machine(), "backend": args.backend, "environment": environment()}
     record = {"machine": context, "settings": output.settings(args), "rows": rows, "memory": memory}
-    output.write_text(comparison_report.text(record), args.text)
     output.write_json(record, args.json)
+    output.write_text(comparison_report.text(record), args.text)
     if args.plot and rows:
         comparison_report.plot(record, args.plot)
 

@@ -179,8 +179,8 @@ def main(argv: list[str] | None = None) -> None:
         "left_out": [str(problem) for problem in problems if problem not in possible],
         "rows": [measure(problem, args.seconds, rounds) for problem in tqdm(possible, leave=False)],
     }
-    output.write_text(text(record), args.text)
     output.write_json(record, args.json)
+    output.write_text(text(record), args.text)
     if args.plot:
         plot(record, args.plot)
 

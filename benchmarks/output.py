@@ -28,6 +28,12 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     return result
 
 
+def write_json(record: dict, path: Path | None) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def write_text(parts: Iterable[str | Table], path: Path | None) -> None:
     """To the terminal, and to the file if there is one."""
     console = Console(width=260, highlight=False, markup=False, soft_wrap=True, record=True)
@@ -36,12 +42,6 @@ def write_text(parts: Iterable[str | Table], path: Path | None) -> None:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         console.save_text(path)
-
-
-def write_json(record: dict, path: Path | None) -> None:
-    if path:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def settings(args: argparse.Namespace) -> dict:
