@@ -47,7 +47,7 @@ class Workspace {
   void* data() const { return data_; }
 
  private:
-  alignas(cpu::Arena::kAlignment) char small_[16384];
+  alignas(cpu::Arena::kAlignment) char small_[65536];
   void* data_ = small_;
   at::Tensor large_;
 };

@@ -13,14 +13,13 @@ inline bool is_decode(const AttentionParams& p) {
   return p.sizes.seqlen_q <= kDecodeMaxQueries || p.decode.num_splits > 0 || p.decode.has_unified_max;
 }
 
-template <class T>
+template <class In, class T>
 struct DecodeScratch {
-  T* q;             // [rows][D]         q * scale * log2(e); row g * S_q + i is query i of the group's head g
+  DecodeProducts<In, T> products;
   T* scores;        // [rows][block_k]   S, then P in place
-  T* v_tile;        // [block_k][D_v]    this and finite_tile: for masked_gemm
   T* mask_tile;     // [S_q][block_k]
   T* dropout_tile;  // [S_q][block_k]
-  T* finite_tile;   // [block_k][D_v]
+  In* finite_tile;  // [block_k][D_v]    V without the rows that are not finite
 };
 
 template <class T>
@@ -44,25 +43,23 @@ struct DecodeWorkspace {
   }
 };
 
-template <class T>
-DecodeScratch<T> plan_decode(Arena& arena, const AttentionParams& p) {
+template <class In, class T>
+DecodeScratch<In, T> plan_decode(Arena& arena, const AttentionParams& p) {
   const Sizes& z = p.sizes;
   const int64_t rows = z.heads / z.heads_kv * z.seqlen_q;
   const int64_t block_k = std::min(decode_block_k<T>(), (z.seqlen_k + 15) / 16 * 16);
-  const int64_t d_v = round_up_to_lanes<T>(z.head_dim_v);
-  DecodeScratch<T> s;
-  s.q = arena.take<T>(rows * round_up_to_lanes<T>(z.head_dim));
+  DecodeScratch<In, T> s;
+  s.products = DecodeProducts<In, T>::plan(arena, p, rows, block_k);
   s.scores = arena.take<T>(rows * block_k);
   // A band may hide keys only if it is bounded.
   const bool may_mask = p.mask || p.band.left < Band::kUnbounded || p.band.right < Band::kUnbounded;
-  s.v_tile = may_mask ? arena.take<T>(block_k * d_v) : nullptr;
   s.mask_tile = p.mask ? arena.take<T>(z.seqlen_q * block_k) : nullptr;
   s.dropout_tile = p.dropout ? arena.take<T>(z.seqlen_q * block_k) : nullptr;
-  s.finite_tile = may_mask ? arena.take<T>(block_k * d_v) : nullptr;
+  s.finite_tile = may_mask ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
   return s;
 }
 
-template <class T>
+template <class In, class T>
 DecodeWorkspace<T> plan_decode_workspace(Arena& arena, const AttentionParams& p, int threads) {
   const Sizes& z = p.sizes;
   const int64_t kv_heads = z.batch * z.heads_kv, block_k = decode_block_k<T>();
@@ -77,120 +74,14 @@ DecodeWorkspace<T> plan_decode_workspace(Arena& arena, const AttentionParams& p,
                                         (blocks + kDecodeMinBlocks - 1) / kDecodeMinBlocks);
   w.split_keys = (blocks + wanted - 1) / wanted * block_k;
   w.splits = (blocks * block_k + w.split_keys - 1) / w.split_keys;
-  w.d_v = round_up_to_lanes<T>(z.head_dim_v);
+  w.d_v = decode_columns<T>(z.head_dim_v);
   w.out = arena.take<T>(kv_heads * w.splits * w.rows * w.d_v);
   w.row_max = arena.take<T>(kv_heads * w.splits * w.rows);
   w.row_sum = arena.take<T>(kv_heads * w.splits * w.rows);
   Arena scratch(nullptr);
-  plan_decode<T>(scratch, p);
+  plan_decode<In, T>(scratch, p);
   w.scratch = arena.take<char>(static_cast<int64_t>(scratch.used()) * threads);
   return w;
-}
-
-// scores[r][n] = <q[r], k[n]> for R rows and kLanes / R keys: as many sums as a vector has lanes, so that one
-// reduction finishes all of them. Keys past `keys` read the last one again; nobody looks at their scores.
-template <class In, class T, int R>
-FA_INLINE void dot_block(const T* q, int64_t ldq, const Rows<In>& k, int64_t j, int64_t keys, T* scores,
-                         int64_t ld) {
-  constexpr int L = kLanes<T>, N = L / R;
-  const In* key_row[N];
-  Vec<T> sum[R][N];
-#pragma GCC unroll 16
-  for (int n = 0; n < N; ++n) {
-    key_row[n] = k.row(std::min<int64_t>(j + n, keys - 1));
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) sum[r][n] = Vec<T>{};
-  }
-  for (int64_t c = 0; c < k.cols; c += L) {
-    Vec<T> key[N];
-#pragma GCC unroll 16
-    for (int n = 0; n < N; ++n)
-      key[n] =
-          c + L <= k.cols ? load_as<In, T>(key_row[n] + c) : load_tail_as<In, T>(key_row[n] + c, k.cols - c);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec<T> query = load<T>(q + r * ldq + c);
-#pragma GCC unroll 16
-      for (int n = 0; n < N; ++n) sum[r][n] += query * key[n];
-    }
-  }
-  Vec<T> flat[L];  // a copy: the sums themselves stay in registers only if nothing takes their address
-#pragma GCC unroll 16
-  for (int i = 0; i < L; ++i) flat[i] = sum[i / N][i % N];
-  T lanes[L];
-  store<T>(lanes, sum_each<T>(flat));
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) std::memcpy(scores + r * ld + j, lanes + r * N, N * sizeof(T));
-}
-
-// S = Q K^T for R rows.
-template <class In, class T, int R>
-inline void dot_rows(const T* q, int64_t ldq, const Rows<In>& k, int64_t keys, T* scores, int64_t ld,
-                     const Rows<In>& next) {
-  constexpr int N = kLanes<T> / R;
-  for (int64_t j = 0; j < keys; j += N) {
-    next.prefetch(j, std::min(j + N, keys));
-    dot_block<In, T, R>(q, ldq, k, j, keys, scores, ld);
-  }
-}
-
-// out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV vectors of columns from c on, the last of them cut off
-// at `cols`.
-template <class In, class T, int R, int NV>
-FA_INLINE void value_block(const T* probs, int64_t ld, const Rows<In>& v, int64_t c, int64_t keys, T* out,
-                           int64_t ldo) {
-  constexpr int L = kLanes<T>;
-  Vec<T> sum[R][NV];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-    for (int n = 0; n < NV; ++n) sum[r][n] = load<T>(out + r * ldo + c + n * L);
-  for (int64_t j = 0; j < keys; ++j) {
-    Vec<T> value[NV];
-#pragma GCC unroll 16
-    for (int n = 0; n < NV; ++n) {
-      const In* at = v.row(j) + c + n * L;
-      value[n] = NV > 1 || c + L <= v.cols ? load_as<In, T>(at) : load_tail_as<In, T>(at, v.cols - c);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec<T> prob = splat<T>(probs[r * ld + j]);
-#pragma GCC unroll 16
-      for (int n = 0; n < NV; ++n) sum[r][n] += prob * value[n];
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-    for (int n = 0; n < NV; ++n) store<T>(out + r * ldo + c + n * L, sum[r][n]);
-}
-
-// O += P V for R rows; a few keys at a time, so that `next` is asked for evenly.
-template <class In, class T, int R>
-inline void value_rows(const T* probs, int64_t ld, const Rows<In>& v, int64_t keys, T* out, int64_t ldo,
-                       const Rows<In>& next) {
-  constexpr int L = kLanes<T>, kWide = 16 / R < 8 ? 16 / R : 8;
-  constexpr int64_t kStep = 16;
-  for (int64_t j = 0; j < keys; j += kStep) {
-    const int64_t count = std::min(kStep, keys - j);
-    const Rows<In> here{v.row(j), v.stride, v.cols};
-    next.prefetch(j, j + count);
-    int64_t c = 0;
-    for (; c + kWide * L <= v.cols; c += kWide * L)
-      value_block<In, T, R, kWide>(probs + j, ld, here, c, count, out, ldo);
-    for (; c < v.cols; c += L) value_block<In, T, R, 1>(probs + j, ld, here, c, count, out, ldo);
-  }
-}
-
-// Calls body(first row, number of rows) with four, two or one rows at a time, a number that registers can
-// hold; the number is a compile-time constant there.
-template <class T, class Body>
-inline void for_each_few_rows(int64_t rows, const Body& body) {
-  constexpr int kMost = kLanes<T> < 4 ? kLanes<T> : 4;
-  int64_t r = 0;
-  for (; r + kMost <= rows; r += kMost) body(r, std::integral_constant<int, kMost>{});
-  for (; r + 2 <= rows; r += 2) body(r, std::integral_constant<int, 2>{});
-  for (; r < rows; ++r) body(r, std::integral_constant<int, 1>{});
 }
 
 // One row of a tile: P = 2^(S - m') in place, and its share of m, l and O. `unified` (or null) takes the
@@ -224,18 +115,29 @@ inline bool unified_max_fits(T row_max, T unified) {
   return row_max == kNegInf<T> || !(std::abs(row_max - unified) > limit);
 }
 
+// A copy of `rows` rows with zeros for those that are not finite.
 template <class In, class T>
-void decode_tile(const AttentionParams& p, const DecodeScratch<T>& s, int64_t b, int64_t h_kv, int64_t j0,
+Rows<In> finite_rows(const Rows<In>& from, int64_t rows, In* copy) {
+  for (int64_t n = 0; n < rows; ++n) {
+    In* to = copy + n * from.cols;
+    std::copy(from.row(n), from.row(n) + from.cols, to);
+    if (!rows_are_finite<In, T>({to, 0, from.cols}, 1)) std::fill(to, to + from.cols, In{});
+  }
+  return {copy, from.cols, from.cols};
+}
+
+template <class In, class T>
+void decode_tile(const AttentionParams& p, const DecodeScratch<In, T>& s, int64_t b, int64_t h_kv, int64_t j0,
                  int64_t keys, const T* unified, const SplitResult<T>& r) {
   const Sizes& z = p.sizes;
   const int64_t group = z.heads / z.heads_kv, rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
-  const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
+  const int64_t d_v = decode_columns<T>(z.head_dim_v);
   const Rows<In> k{p.k.row<In>(b, h_kv, j0), p.k.stride_s, z.head_dim};
   const Rows<In> v{p.v.row<In>(b, h_kv, j0), p.v.stride_s, z.head_dim_v};
   const Rows<In> next_k{k.row(decode_block_k<T>()), k.stride, k.cols}, nothing{nullptr, 0, 0};
 
   for_each_few_rows<T>(rows, [&](int64_t row, auto count) {
-    dot_rows<In, T, count.value>(s.q + row * d, d, k, keys, s.scores + row * ld, ld, row == 0 ? v : nothing);
+    s.products.template scores<count.value>(row, k, keys, s.scores + row * ld, ld, row == 0 ? v : nothing);
   });
 
   const bool may_mask = p.mask || !band_covers(p.band, 0, z.seqlen_q, j0, j0 + keys);
@@ -254,29 +156,26 @@ void decode_tile(const AttentionParams& p, const DecodeScratch<T>& s, int64_t b,
       load_dropout_tile<T>(p, f, s.dropout_tile);
       multiply_rows<T>(scores, s.dropout_tile, z.seqlen_q * ld);
     }
-    if (isolate) {
-      const Tile<T> tile = load_tile<In, T>(v.data, v.stride, keys, v.cols, s.v_tile);
-      masked_gemm<T>(score, false, z.seqlen_q, z.head_dim_v,
-                     {keys, scores, ld, 1, tile.data, tile.ld, r.out + g * z.seqlen_q * d_v, d_v, true},
-                     s.finite_tile);
-    }
+    if (isolate)
+      add_rows_not_finite<In, T>(score, false, z.seqlen_q, scores, ld, 1, v, keys,
+                                 r.out + g * z.seqlen_q * d_v, d_v);
   }
-  if (isolate) return;
+  const Rows<In> values = isolate ? finite_rows<In, T>(v, keys, s.finite_tile) : v;
   for_each_few_rows<T>(rows, [&](int64_t row, auto count) {
-    value_rows<In, T, count.value>(s.scores + row * ld, ld, v, keys, r.out + row * d_v, d_v,
-                                   row == 0 ? next_k : nothing);
+    s.products.template add_values<count.value>(s.scores + row * ld, ld, values, keys, r.out + row * d_v, d_v,
+                                                row == 0 ? next_k : nothing);
   });
 }
 
 template <class In, class T>
-void decode_split(const AttentionParams& p, const DecodeWorkspace<T>& w, const DecodeScratch<T>& s,
+void decode_split(const AttentionParams& p, const DecodeWorkspace<T>& w, const DecodeScratch<In, T>& s,
                   int64_t kv_head, int64_t split) {
   const Sizes& z = p.sizes;
   const int64_t b = kv_head / z.heads_kv, h_kv = kv_head % z.heads_kv, group = z.heads / z.heads_kv;
-  const int64_t d = round_up_to_lanes<T>(z.head_dim), block_k = decode_block_k<T>();
+  const int64_t block_k = decode_block_k<T>();
   for (int64_t g = 0; g < group; ++g)
-    load_scaled_rows<In, T>(p.q.row<In>(b, h_kv * group + g, 0), p.q.stride_s, z.seqlen_q, z.head_dim,
-                            product_scale<T>(p), s.q + g * z.seqlen_q * d);
+    for (int64_t n = 0; n < z.seqlen_q; ++n)
+      s.products.load_query(p, g * z.seqlen_q + n, p.q.row<In>(b, h_kv * group + g, n));
 
   const SplitResult<T> r = w.result(kv_head, split);
   const int64_t begin = w.keys.begin + split * w.split_keys, end = std::min(begin + w.split_keys, w.keys.end);
@@ -325,13 +224,13 @@ void merge_splits(const AttentionParams& p, const DecodeWorkspace<T>& w, int64_t
 template <class In, class T>
 void decode(const AttentionParams& p, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
-  const DecodeWorkspace<T> w = plan_decode_workspace<T>(arena, p, parallel.threads);
+  const DecodeWorkspace<T> w = plan_decode_workspace<In, T>(arena, p, parallel.threads);
   Arena measure(nullptr);
-  plan_decode<T>(measure, p);
+  plan_decode<In, T>(measure, p);
   const int64_t kv_heads = p.sizes.batch * p.sizes.heads_kv;
   for_each_task(parallel, kv_heads * w.splits, [&](int64_t task, int thread) {
     Arena scratch(w.scratch + thread * measure.used());
-    decode_split<In, T>(p, w, plan_decode<T>(scratch, p), task / w.splits, task % w.splits);
+    decode_split<In, T>(p, w, plan_decode<In, T>(scratch, p), task / w.splits, task % w.splits);
   });
   for_each_task(parallel, kv_heads, [&](int64_t kv_head, int) { merge_splits<In, T>(p, w, kv_head); });
 }

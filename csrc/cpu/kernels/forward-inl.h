@@ -121,7 +121,7 @@ template <class In, class T>
 size_t forward_workspace(const AttentionParams& p, int threads) {
   Arena arena(nullptr);
   if (is_decode(p)) {
-    plan_decode_workspace<T>(arena, p, threads);
+    plan_decode_workspace<In, T>(arena, p, threads);
     return arena.used();
   }
   plan_forward<In, T>(arena, p);

@@ -16,6 +16,7 @@
 #include "masked_gemm-inl.h"
 #include "pairs-inl.h"
 #include "forward_products-inl.h"
+#include "decode_products-inl.h"
 #include "decode-inl.h"
 #include "forward-inl.h"
 #include "backward_products-inl.h"

@@ -44,19 +44,6 @@ inline Tile<T> load_tile(const In* src, int64_t stride, int64_t rows, int64_t co
   return {scratch, ld};
 }
 
-// dst[r][c] = factor * src[r][c], zero-padded to whole vectors per row.
-template <class In, class T>
-inline void load_scaled_rows(const In* src, int64_t stride, int64_t rows, int64_t cols, T factor, T* dst) {
-  constexpr int L = kLanes<T>;
-  const int64_t ld = round_up_to_lanes<T>(cols);
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < cols; c += L) {
-      const In* in = src + r * stride + c;
-      store<T>(dst + r * ld + c,
-               factor * (c + L <= cols ? load_as<In, T>(in) : load_tail_as<In, T>(in, cols - c)));
-    }
-}
-
 // dst[c][r] = factor * src[r][c], rows padded with zeros to ld, which is a whole number of vectors.
 template <class In, class T>
 inline void load_tile_transposed(const In* src, int64_t stride, int64_t rows, int64_t cols, T factor, T* dst,

@@ -29,4 +29,20 @@ FA_INLINE U32 pair_up(F32 low, F32 high) {
   return FA_PERMUTE16(FA_CVTPS_BF16_2(low, high), interleaved);
 }
 
+// Values of two rows, `low` and `high`, as pairs across them: those of the first half of the columns, and of
+// the second.
+FA_INLINE void interleave(U32 low, U32 high, U32& first, U32& second) {
+  typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
+  constexpr int L = kLanes<float>;
+  Words from_first, from_second;
+  for (int i = 0; i < L; ++i) {
+    from_first[2 * i] = i;
+    from_first[2 * i + 1] = 2 * L + i;
+    from_second[2 * i] = L + i;
+    from_second[2 * i + 1] = 3 * L + i;
+  }
+  first = FA_PERMUTE16_2(low, high, from_first);
+  second = FA_PERMUTE16_2(low, high, from_second);
+}
+
 #endif

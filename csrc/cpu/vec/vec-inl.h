@@ -66,21 +66,6 @@ FA_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
   return a < b ? b : a;
 }
 
-// Sum of the lanes in a fixed order.
-template <class T>
-FA_INLINE T sum_lanes(Vec<T> x) {
-  T sum = 0;
-  for (int i = 0; i < kLanes<T>; ++i) sum += x[i];
-  return sum;
-}
-
-template <class T>
-FA_INLINE T max_lanes(Vec<T> x) {
-  T highest = x[0];
-  for (int i = 1; i < kLanes<T>; ++i) highest = highest < x[i] ? x[i] : highest;
-  return highest;
-}
-
 #if defined(__clang__)
 
 // Elements of (a, b), as if one vector of twice the length, at the places `from`.
@@ -99,6 +84,29 @@ FA_INLINE Vec<T> pick(Vec<T> a, Vec<T> b, VecIndex<T> from) {
 }
 
 #endif
+
+// x with its lanes moved down by d, around the end.
+template <class T>
+FA_INLINE Vec<T> rotate(Vec<T> x, int d) {
+  VecIndex<T> from;
+  for (int i = 0; i < kLanes<T>; ++i) from[i] = (i + d) % kLanes<T>;
+  return pick<T>(x, x, from);
+}
+
+// Sum of the lanes, in a fixed order: halves, quarters, ...
+template <class T>
+FA_INLINE T sum_lanes(Vec<T> x) {
+#pragma GCC unroll 8
+  for (int d = kLanes<T> / 2; d > 0; d /= 2) x += rotate<T>(x, d);
+  return x[0];
+}
+
+template <class T>
+FA_INLINE T max_lanes(Vec<T> x) {
+#pragma GCC unroll 8
+  for (int d = kLanes<T> / 2; d > 0; d /= 2) x = max<T>(x, rotate<T>(x, d));
+  return x[0];
+}
 
 // The shuffles that exchange the off-diagonal d x d blocks of a 2d x 2d block of rows: pick(a, b, upper) and
 // pick(a, b, lower) of two rows at distance d are those rows afterwards.
