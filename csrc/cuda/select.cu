@@ -1,9 +1,33 @@
 #include "select.h"
 
+#include "simt/simt.h"
+
 namespace flash_attn_ext::cuda {
 
-Selection select_forward(const AttentionParams&) {
-  return {nullptr, "no CUDA kernels are in this version yet; move the tensors to the CPU"};
+// One tier so far: simt takes every dtype, head dimension and option of the contract, on any GPU.
+
+Selection<AttentionParams> select_forward(const AttentionParams& p) {
+  const size_t bytes = simt::forward_workspace(p);
+  switch (p.dtype) {
+    case DType::kFloat32: return {bytes, simt::forward_float32};
+    case DType::kFloat64: return {bytes, simt::forward_float64};
+    case DType::kBFloat16: return {bytes, simt::forward_bfloat16};
+    case DType::kFloat16: return {bytes, simt::forward_float16};
+    case DType::kBool: break;
+  }
+  return {0, nullptr, "query's dtype has no kernel"};
+}
+
+Selection<BackwardParams> select_backward(const BackwardParams& p) {
+  const size_t bytes = simt::backward_workspace(p);
+  switch (p.dtype) {
+    case DType::kFloat32: return {bytes, simt::backward_float32};
+    case DType::kFloat64: return {bytes, simt::backward_float64};
+    case DType::kBFloat16: return {bytes, simt::backward_bfloat16};
+    case DType::kFloat16: return {bytes, simt::backward_float16};
+    case DType::kBool: break;
+  }
+  return {0, nullptr, "query's dtype has no kernel"};
 }
 
 }  // namespace flash_attn_ext::cuda
