@@ -26,7 +26,8 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 CSRC = "csrc"
 OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "meta", "pack_params", "schema"]
 CPU = ["isa_avx2", "isa_avx512", "isa_generic", "select"]
-CUDA = ["select.cu", "dropout_mask.cu", "simt/workspace.cpp"]
+CUDA = ["select.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/takes.cpp"]
+CUDA += ["sm80/forward_bfloat16.cu", "sm80/forward_float16.cu"]
 CUDA += [
     f"simt/{way}_{dtype}.cu"
     for way in ("forward", "backward")

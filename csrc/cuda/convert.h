@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 namespace flash_attn_ext::cuda {
@@ -26,6 +28,16 @@ __device__ inline Out round_to(T x) {
   } else {
     return static_cast<Out>(x);
   }
+}
+
+// Two neighbours of a row, as they lie in memory.
+template <class In>
+__device__ inline uint32_t pack(float first, float second) {
+  const In pair[2] = {round_to<In>(first), round_to<In>(second)};
+  uint32_t bits;
+  static_assert(sizeof(bits) == sizeof(pair));
+  memcpy(&bits, pair, sizeof(bits));
+  return bits;
 }
 
 }  // namespace flash_attn_ext::cuda

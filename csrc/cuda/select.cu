@@ -1,12 +1,16 @@
 #include "select.h"
 
 #include "simt/simt.h"
+#include "sm80/sm80.h"
 
 namespace flash_attn_ext::cuda {
 
-// One tier so far: simt takes every dtype, head dimension and option of the contract, on any GPU.
+// simt takes every dtype, head dimension and option of the contract, on any GPU; sm80 is faster where it can
+// be.
 
 Selection<AttentionParams> select_forward(const AttentionParams& p) {
+  if (sm80::takes_forward(p))
+    return {0, p.dtype == DType::kFloat16 ? sm80::forward_float16 : sm80::forward_bfloat16};
   const size_t bytes = simt::forward_workspace(p);
   switch (p.dtype) {
     case DType::kFloat32: return {bytes, simt::forward_float32};

@@ -2,6 +2,7 @@
 #include <string>
 
 #include "cuda/launch.h"
+#include "cuda/ptx.h"
 #include "cuda/shared_memory.h"
 #include "fibers.h"
 #include "memory.h"
@@ -82,6 +83,23 @@ __global__ void barrier_not_reached_by_all(float* out) {
   out[blockIdx.x * kThreads + threadIdx.x] = 0;
 }
 
+__device__ void async_copy(float* out, bool waits, bool meets) {
+  constexpr int kPerThread = 4;
+  const int t = threadIdx.x;
+  out[blockIdx.x * kThreads + t] = t;
+  __syncthreads();
+  if (t < kThreads / kPerThread)
+    flash_attn_ext::cuda::ptx::cp_async_16(&shared().value[kPerThread * t],
+                                           out + blockIdx.x * kThreads + kPerThread * t, true);
+  flash_attn_ext::cuda::ptx::cp_async_commit();
+  if (waits) flash_attn_ext::cuda::ptx::cp_async_wait<0>();
+  if (meets) __syncthreads();
+  out[blockIdx.x * kThreads + t] = shared().value[kThreads - 1 - t];
+}
+__global__ void correct_async_copy(float* out) { async_copy(out, true, true); }
+__global__ void async_copy_without_wait(float* out) { async_copy(out, false, true); }
+__global__ void async_copy_without_barrier(float* out) { async_copy(out, true, false); }
+
 __global__ void misaligned(float* out) { *reinterpret_cast<double*>(out + 1) = 0; }
 
 const struct {
@@ -101,6 +119,9 @@ const struct {
     {"divergent_barrier", divergent_barrier},
     {"barrier_not_reached_by_all", barrier_not_reached_by_all},
     {"misaligned", misaligned},
+    {"correct_async_copy", correct_async_copy},
+    {"async_copy_without_wait", async_copy_without_wait},
+    {"async_copy_without_barrier", async_copy_without_barrier},
 };
 
 std::string report;

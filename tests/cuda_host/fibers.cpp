@@ -186,6 +186,8 @@ void begin_block(dim3 block) {
     fiber.finished = false;
     fiber.site = {};
     fiber.now = 1;
+    fiber.copies.clear();
+    fiber.groups = 0;
     fiber.known = nothing_known;
     make_ready(&fiber);
   }
@@ -252,24 +254,17 @@ void meet_warp(Site site, unsigned mask) {
   meet(run.warps[current->thread / kWarpSize], __builtin_popcount(mask), site, join_clocks);
 }
 
-uint64_t exchange_in_warp(Site site, unsigned mask, uint64_t value, int source_lane) {
-  Fiber* self = current;
-  self->value = value;
-  self->source_lane = source_lane;
-  meet(run.warps[self->thread / kWarpSize], __builtin_popcount(mask), site,
-       [](const std::vector<Fiber*>& lanes) {
-         std::vector<uint64_t> results;
-         for (const Fiber* to : lanes) {
-           const auto from = std::find_if(lanes.begin(), lanes.end(),
-                                          [&](Fiber* f) { return f->thread % kWarpSize == to->source_lane; });
-           if (from == lanes.end())
-             fail("shuffle: " + describe(to->thread) + " reads a lane that does not take part, in " +
-                  text(to->site));
-           results.push_back((*from)->value);
-         }
-         for (size_t n = 0; n < lanes.size(); ++n) lanes[n]->value = results[n];
-       });
-  return self->value;
+void combine_lanes(Site site, unsigned mask, void* mine, void (*finish)(void* const* lanes)) {
+  current->brought = mine;
+  Meeting& warp = run.warps[current->thread / kWarpSize];
+  meet(warp, __builtin_popcount(mask), site, [finish](const std::vector<Fiber*>& fibers) {
+    void* lanes[kWarpSize] = {};
+    for (const Fiber* fiber : fibers) lanes[fiber->thread % kWarpSize] = fiber->brought;
+    Fiber* last =
+        std::exchange(current, nullptr);  // the host's work, on all lanes' stacks: nothing to look at
+    finish(lanes);
+    current = last;
+  });
 }
 
 // Blocks run one after another, in random order: those of one launch may not depend on each other.

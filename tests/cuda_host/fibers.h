@@ -22,11 +22,21 @@ struct Fiber {
   bool started = false;  // the context is inside the fiber's loop, and can be switched to
 
   bool finished = false;
-  Site site{};  // where it waits
-  uint64_t value = 0;
-  int source_lane = -1;
+  Site site{};              // where it waits
+  uint64_t value = 0;       // for meet_block
+  void* brought = nullptr;  // for combine_lanes
   uint32_t now = 1;
   std::shared_ptr<const Clock> known;
+
+  // Copies by cp.async that have not landed: it has ended `groups` groups of them.
+  struct Copy {
+    void* shared;
+    const void* global;
+    bool inside;
+    int group;
+  };
+  std::vector<Copy> copies;
+  int groups = 0;
 
   // Whether what `other` did at `time` is ordered before what this thread does now.
   bool knows(int other, uint32_t time) const { return other == thread || time <= (*known)[other]; }

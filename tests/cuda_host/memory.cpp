@@ -34,6 +34,8 @@ struct Write {
   bool operator==(const Write& other) const { return std::memcmp(this, &other, sizeof(Write)) == 0; }
 };
 
+constexpr uint32_t kInFlight = (1 << 22) - 1;  // the time of a write that has not landed
+
 struct Region {
   uintptr_t begin, end;
   std::string name;
@@ -98,6 +100,9 @@ void check_order(const Access& access, const Region& region, const Write& last) 
     if (unwritten && !access.is_write) fail("read of memory that nobody wrote: " + describe(access, &region));
   } else if (last.block != memory.block) {
     fail("race between blocks: " + describe(access, &region) + ", which another block of this launch wrote");
+  } else if (last.time == kInFlight) {
+    fail("touched in flight: " + describe(access, &region) + ", where a copy of thread " +
+         std::to_string(last.thread) + " has not landed");
   } else if (!current->knows(last.thread, last.time)) {
     fail("race: " + describe(access, &region) + ", which thread " + std::to_string(last.thread) +
          " wrote with no barrier in between");
@@ -135,7 +140,23 @@ void look_at(const Access& access) {
               Write{memory.block, current->now, static_cast<uint32_t>(current->thread)});
 }
 
+void set_writer(void* address, size_t bytes, uint32_t time) {
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  Region* region = memory.find(begin);
+  Write* first = &region->last_writes[(begin - region->begin) / region->element_bytes];
+  std::fill(first, first + bytes / region->element_bytes,
+            Write{memory.block, time, static_cast<uint32_t>(current->thread)});
+}
+
 }  // namespace
+
+void touch(const void* address, size_t bytes, bool is_write, void* code) {
+  look_at({reinterpret_cast<uintptr_t>(address), bytes, is_write, code});
+}
+
+void begin_flight(void* address, size_t bytes) { set_writer(address, bytes, kInFlight); }
+
+void end_flight(void* address, size_t bytes) { set_writer(address, bytes, current->now); }
 
 void register_buffer(const void* data, int64_t bytes, int64_t element_bytes, const char* name, bool writable,
                      bool initialised) {

@@ -1,4 +1,4 @@
-"""Removes each barrier of the CUDA kernels in turn and says what the host run finds.
+"""Removes each barrier and each wait of the CUDA kernels in turn and says what the host run finds.
 
     PYTHONPATH=. python tests/cuda_host/mutations.py > tests/cuda_host/mutations.md
 
@@ -21,8 +21,13 @@ from cuda_host import library
 from flash_attn_ext import flash_attn
 
 CUDA = library.ROOT / "csrc" / "cuda"
-# One dtype is enough: the others are the same text.
-REBUILT = ["simt/forward_float32.o", "simt/backward_float32.o"]
+# What is rebuilt, by folder. One dtype is enough: the others are the same text.
+REBUILT = {
+    "simt": ["simt/forward_float32.o", "simt/backward_float32.o"],
+    "sm80": ["sm80/forward_bfloat16.o"],
+}
+# Statements of their own, and what is assigned or returned.
+BARRIER = r"(?:__sync(?:threads|warp)\w*|ptx::cp_async_(?:wait<\d>|commit))\([^()]*\);?"
 SEEDS = 2
 
 
@@ -38,18 +43,16 @@ class Mutation:
 
     def apply(self, text):
         """A barrier that also returns something leaves its argument."""
-        argument = re.fullmatch(r"__\w+\((.*?)\);?", self.statement).group(1)
+        argument = re.search(r"\((.*?)\)", self.statement).group(1)
         left = f"({argument})" if argument else ""
         return text[: self.start] + left + text[self.start + len(self.statement.rstrip(";")) :]
 
 
 def mutations():
-    """Every barrier in the kernels' sources, with the comment that says what it makes safe."""
+    """Every barrier and wait in the kernels' sources, with the comment that says what it makes safe."""
     found = []
     for path in sorted(CUDA.rglob("*.cu*")):
-        for match in re.finditer(
-            r"(__sync(?:threads|warp)\w*\([^()]*\);?)[^\n]*?(?://\s*([^\n]*))?\n", path.read_text()
-        ):
+        for match in re.finditer(rf"({BARRIER})[^\n]*?(?://\s*([^\n]*))?\n", path.read_text()):
             found.append(Mutation(path.relative_to(CUDA), match.start(1), match.group(1), match.group(2) or ""))
     return found
 
@@ -60,11 +63,12 @@ def build_mutated(mutation, folder, built):
     shutil.copytree(CUDA.parent, sources)
     path = sources / "cuda" / mutation.path
     path.write_text(mutation.apply(path.read_text()))
-    targets = [objects / name for name in REBUILT]
+    rebuilt = REBUILT[mutation.path.parts[0]]
+    targets = [objects / name for name in rebuilt]
     make = ["make", "-j2", "-C", library.HERE, f"SOURCES={sources}", f"BUILD={objects}", *targets]
     subprocess.run(make, check=True, capture_output=True)
     faulty = built.parent / "faulty.o"
-    others = [o for o in built.parent.rglob("*.o") if str(o.relative_to(built.parent)) not in REBUILT and o != faulty]
+    others = [o for o in built.parent.rglob("*.o") if str(o.relative_to(built.parent)) not in rebuilt and o != faulty]
     result = folder / "libmutated.so"
     subprocess.run(["g++", "-shared", "-o", result, *targets, *others], check=True)
     return result
@@ -84,6 +88,10 @@ def results(path, seed):
         found += [out, *torch.autograd.grad(out.sin().sum(), (q, k, v, mask, slopes))]
         out = flash_attn(q, k, v, large, alibi_slopes=slopes, enable_gqa=True)  # the last tile has 3 keys
         found += [out, *torch.autograd.grad(out.sin().sum(), (q, k, v, slopes))]
+        half = [t.detach().bfloat16() for t in (torch.randn(1, 1, 150, 64), torch.randn(1, 1, 200, 64))]
+        half.append(half[1].clone())
+        half[2][:, :, 140] = torch.inf  # seen from row 140 on
+        found += [flash_attn(*half, causal="upper_left").nan_to_num(), flash_attn(*half[:2], half[1])]
         loaded.num_splits = 2
         found += [flash_attn(q[:, :, :2], k, v, enable_gqa=True)]
     return found
@@ -97,7 +105,7 @@ def what_is_found(mutation, built, expected):
             try:
                 got = results(path, seed)
             except library.KernelError as error:
-                return re.match(r"[^:]*?(?= in |:)", str(error)).group()
+                return re.match(r"(.*?)(?: in void|:)", str(error)).group(1)
             if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
                 return "wrong values"
     return None

@@ -32,10 +32,13 @@ struct Site {
 };
 #define CUDA_HOST_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
-// All threads of the block, or the lanes of a warp, meet at one site; then each goes on with its result.
-uint64_t meet_block(Site site, uint64_t value);  // result: the bitwise or of all values
+// All threads of the block meet at one site; the result is the bitwise or of their values.
+uint64_t meet_block(Site site, uint64_t value);
+// The lanes of a warp meet.
 void meet_warp(Site site, unsigned mask);
-uint64_t exchange_in_warp(Site site, unsigned mask, uint64_t value, int source_lane);  // no memory ordering
+// The lanes of a warp meet, and the last one calls finish(what each lane brought; null for those not in the
+// mask). This orders no memory.
+void combine_lanes(Site site, unsigned mask, void* mine, void (*finish)(void* const* lanes));
 
 int lane();
 
@@ -43,13 +46,18 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
                      void* arguments, size_t argument_bytes);
 
 template <class T>
-T exchange(Site site, unsigned mask, T value, int source_lane) {
-  static_assert(sizeof(T) <= sizeof(uint64_t));
-  uint64_t bits = 0;
-  std::memcpy(&bits, &value, sizeof(T));
-  bits = exchange_in_warp(site, mask, bits, source_lane);
-  std::memcpy(&value, &bits, sizeof(T));
-  return value;
+T take_from_lane(Site site, unsigned mask, T value, int source_lane) {
+  struct Lane {
+    T value, result;
+    int source;
+  };
+  Lane mine{value, value, source_lane};
+  combine_lanes(site, mask, &mine, [](void* const* lanes) {
+    for (int n = 0; n < 32; ++n)
+      if (auto* lane = static_cast<Lane*>(lanes[n]))
+        if (const auto* source = static_cast<const Lane*>(lanes[lane->source])) lane->result = source->value;
+  });
+  return mine.result;
 }
 
 }  // namespace cuda_host
@@ -65,11 +73,14 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, CUDA_HOST_SITE) {
 }
 
 template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, CUDA_HOST_SITE) {
-  const int source = cuda_host::lane() ^ lane_mask;
-  const bool inside = source / width <= cuda_host::lane() / width;
-  return cuda_host::exchange({"__shfl_xor_sync", file, line}, mask, value,
-                             inside ? source : cuda_host::lane());
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask, CUDA_HOST_SITE) {
+  return cuda_host::take_from_lane({"__shfl_xor_sync", file, line}, mask, value,
+                                   cuda_host::lane() ^ lane_mask);
+}
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source_lane, CUDA_HOST_SITE) {
+  return cuda_host::take_from_lane({"__shfl_sync", file, line}, mask, value, source_lane % 32);
 }
 
 // Runs the kernel to its end: a host run has no streams.
