@@ -40,13 +40,15 @@ struct Region {
   uintptr_t begin, end;
   std::string name;
   bool writable, initialised, shared;
-  size_t element_bytes;
+  int element_shift;  // log2 of an element's bytes: this is where a run's time goes, so no division
   std::vector<Write> last_writes;  // one per element
 
   bool contains(uintptr_t address) const { return begin <= address && address < end; }
+  Write* last_write(uintptr_t address) { return &last_writes[(address - begin) >> element_shift]; }
+  size_t elements(size_t bytes) const { return (bytes + (size_t{1} << element_shift) - 1) >> element_shift; }
 };
 
-constexpr size_t kSharedElementBytes = 2;  // the smallest that kernels keep there
+constexpr int kSharedElementShift = 1;  // the smallest elements that kernels keep there have 2 bytes
 
 struct Memory {
   std::vector<Region> regions;  // the first is shared memory
@@ -59,8 +61,8 @@ struct Memory {
   void begin_regions() {
     regions.clear();
     const auto shared = reinterpret_cast<uintptr_t>(flash_attn_ext::cuda::shared_bytes);
-    regions.push_back({shared, shared, "shared memory", true, false, true, kSharedElementBytes,
-                       std::vector<Write>(kMaxSharedBytes / kSharedElementBytes)});
+    regions.push_back({shared, shared, "shared memory", true, false, true, kSharedElementShift,
+                       std::vector<Write>(kMaxSharedBytes >> kSharedElementShift)});
     last_found = &regions[0];
   }
 
@@ -129,10 +131,10 @@ void look_at(const Access& access) {
   }
   if (access.address + access.bytes > region->end || (access.is_write && !region->writable))
     fail("out of bounds: " + describe(access, region));
-  if (access.bytes <= 16 && access.address % access.bytes != 0)
-    fail("misaligned: " + describe(access, region));
-  Write* last = &region->last_writes[(access.address - region->begin) / region->element_bytes];
-  const size_t elements = (access.bytes + region->element_bytes - 1) / region->element_bytes;
+  const bool is_copy = (access.bytes & (access.bytes - 1)) != 0;  // of a struct
+  if (!is_copy && (access.address & (access.bytes - 1)) != 0) fail("misaligned: " + describe(access, region));
+  Write* last = region->last_write(access.address);
+  const size_t elements = region->elements(access.bytes);
   for (size_t n = 0; n < elements; ++n)
     if (n == 0 || !(last[n] == last[n - 1])) check_order(access, *region, last[n]);
   if (access.is_write)
@@ -143,8 +145,8 @@ void look_at(const Access& access) {
 void set_writer(void* address, size_t bytes, uint32_t time) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   Region* region = memory.find(begin);
-  Write* first = &region->last_writes[(begin - region->begin) / region->element_bytes];
-  std::fill(first, first + bytes / region->element_bytes,
+  Write* first = region->last_write(begin);
+  std::fill(first, first + region->elements(bytes),
             Write{memory.block, time, static_cast<uint32_t>(current->thread)});
 }
 
@@ -162,7 +164,7 @@ void register_buffer(const void* data, int64_t bytes, int64_t element_bytes, con
                      bool initialised) {
   const auto begin = reinterpret_cast<uintptr_t>(data);
   memory.regions.push_back({begin, begin + bytes, name, writable, initialised, false,
-                            static_cast<size_t>(element_bytes), std::vector<Write>(bytes / element_bytes)});
+                            __builtin_ctzll(element_bytes), std::vector<Write>(bytes / element_bytes)});
   memory.last_found = &memory.regions[0];
 }
 
