@@ -78,6 +78,14 @@ struct DropoutParams {
   FA_HOST_DEVICE explicit operator bool() const { return rng_state != nullptr; }
 };
 
+// How the forward cuts the keys where there are few queries (Flash-Decoding). Either option, if given, asks
+// for that kernel whatever the number of queries.
+struct DecodeParams {
+  int64_t num_splits = 0;        // pieces of the keys, at most; 0: as many as the shape needs
+  bool has_unified_max = false;  // FlashDecoding++: exp(score - unified_max) in place of the running maximum
+  double unified_max = 0.0;
+};
+
 struct AttentionParams {
   DType dtype = DType::kFloat32;
   Sizes sizes;
@@ -92,7 +100,7 @@ struct AttentionParams {
   MaskParams mask;
   AlibiParams alibi;
   DropoutParams dropout;
-  int64_t num_splits = 0;  // CUDA forward: into how many parts the keys are split; 0: chosen by shape
+  DecodeParams decode;  // read by the forward only
 };
 
 // Gradient of attn_mask in the mask's own shape: contiguous, dtype of the mask, each size 1 or the full one.

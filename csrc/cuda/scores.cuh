@@ -19,7 +19,7 @@ constexpr double kLn2 = 0.69314718055994530942;
 template <class T>
 constexpr T kInf = std::numeric_limits<T>::infinity();
 
-// A NaN is never the larger one.
+// The larger one of a number and what may be NaN: never the NaN.
 template <class T>
 __device__ T larger(T a, T b) {
   return b > a ? b : a;

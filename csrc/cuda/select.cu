@@ -9,6 +9,7 @@ namespace flash_attn_ext::cuda {
 // be.
 
 Selection<AttentionParams> select_forward(const AttentionParams& p) {
+  if (p.decode.has_unified_max) return {0, nullptr, "unified_max is for the CPU only so far"};
   if (sm80::takes_forward(p))
     return {0, p.dtype == DType::kFloat16 ? sm80::forward_float16 : sm80::forward_bfloat16};
   const size_t bytes = simt::forward_workspace(p);

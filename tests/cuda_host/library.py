@@ -36,9 +36,10 @@ MaskParams = struct(
 )
 AlibiParams = struct("AlibiParams", slopes=pointer, stride_b=i64, stride_h=i64)
 DropoutParams = struct("DropoutParams", rng_state=pointer, threshold=u64, keep_scale=f64)
+DecodeParams = struct("DecodeParams", num_splits=i64, has_unified_max=ctypes.c_bool, unified_max=f64)
 AttentionParams = struct(
     "AttentionParams", dtype=ctypes.c_int8, sizes=Sizes, q=Tensor4, k=Tensor4, v=Tensor4, out=Tensor4, lse=pointer,
-    scale=f64, softcap=f64, band=Band, mask=MaskParams, alibi=AlibiParams, dropout=DropoutParams, num_splits=i64,
+    scale=f64, softcap=f64, band=Band, mask=MaskParams, alibi=AlibiParams, dropout=DropoutParams, decode=DecodeParams,
 )  # fmt: skip
 MaskGrad = struct("MaskGrad", data=pointer, batch=i64, heads=i64, rows=i64, cols=i64)
 BackwardParams = struct(
@@ -126,7 +127,9 @@ class Library:
             )
         if options["dropout_p"] > 0:
             params.dropout = dropout_params(tensors["rng_state"], options["dropout_p"])
-        params.num_splits = self.num_splits
+        unified_max = options["unified_max"]
+        num_splits = options["num_splits"] or self.num_splits
+        params.decode = DecodeParams(num_splits, unified_max is not None, unified_max or 0.0)
         return params
 
     def forward(self, tensors, **options):
@@ -198,8 +201,10 @@ def empty_in_order_of(like, last_dim):
     return torch.empty(b, h, s, last_dim, dtype=like.dtype)
 
 
-OPTIONS = ("scale", "causal", "lower_right", "window_left", "window_right", "softcap", "dropout_p")
-DEFAULTS = dict(zip(OPTIONS, (None, False, False, -1, -1, 0.0, 0.0), strict=True))
+DEFAULTS = {
+    "scale": None, "causal": False, "lower_right": False, "window_left": -1, "window_right": -1, "softcap": 0.0,
+    "dropout_p": 0.0, "num_splits": 0, "unified_max": None,
+}  # fmt: skip
 
 
 @contextmanager

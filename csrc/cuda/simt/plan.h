@@ -40,7 +40,7 @@ inline ForwardPlan plan_forward(const AttentionParams& p) {
   plan.slices = ceil_div(z.head_dim_v, slice_of(z.head_dim_v));
 
   const int64_t tiles = ceil_div(z.seqlen_k, kBlockK), blocks = plan.tasks * plan.slices;
-  int64_t splits = p.num_splits;
+  int64_t splits = p.decode.num_splits;
   if (splits == 0 && blocks > 0)
     splits = ceil_div(kWantedBlocks, blocks) < tiles / kLeastTilesPerSplit ? ceil_div(kWantedBlocks, blocks)
                                                                            : tiles / kLeastTilesPerSplit;

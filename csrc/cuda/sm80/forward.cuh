@@ -69,7 +69,7 @@ struct RowStatistics {
     for (int r = 0; r < 2; ++r) {
       float new_max = max[r];
 #pragma unroll
-      for (int n = 0; n < N; ++n) new_max = larger(new_max, larger(scores[n][2 * r], scores[n][2 * r + 1]));
+      for (int n = 0; n < N; ++n) new_max = larger(larger(new_max, scores[n][2 * r]), scores[n][2 * r + 1]);
       new_max = quad_maximum(new_max);
       const float reference = new_max == -kInf<float> ? 0.0f : new_max;  // nothing visible so far: P is 0
       factor[r] = std::exp2(max[r] - reference);

@@ -15,7 +15,7 @@ bool is_aligned(const Tensor4& t, int64_t columns) {
 bool takes_forward(const AttentionParams& p) {
   constexpr int64_t kMaxHeadDim = 128, kFewQueries = 16;
   const Sizes& z = p.sizes;
-  const bool splits = z.seqlen_q <= kFewQueries || p.num_splits > 1;  // simt splits the keys
+  const bool splits = z.seqlen_q <= kFewQueries || p.decode.num_splits > 1;  // simt splits the keys
   return (p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16) && !splits &&
          z.head_dim <= kMaxHeadDim && z.head_dim_v <= kMaxHeadDim && is_aligned(p.q, z.head_dim) &&
          is_aligned(p.k, z.head_dim) && is_aligned(p.v, z.head_dim_v) && is_aligned(p.out, z.head_dim_v);
