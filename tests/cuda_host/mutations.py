@@ -5,6 +5,7 @@
 tests/test_cuda_mutations.py does the same, and compares the list with that file.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -70,7 +71,7 @@ def build_mutated(mutation, folder, built):
     faulty = built.parent / "faulty.o"
     others = [o for o in built.parent.rglob("*.o") if str(o.relative_to(built.parent)) not in rebuilt and o != faulty]
     result = folder / "libmutated.so"
-    subprocess.run(["g++", "-shared", "-o", result, *targets, *others], check=True)
+    subprocess.run([os.environ.get("CXX", "g++"), "-shared", "-o", result, *targets, *others], check=True)
     return result
 
 
