@@ -26,7 +26,13 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 CSRC = "csrc"
 OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "schema"]
 CPU = ["isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_generic", "select"]
-CUDA = ["select"]
+CUDA = ["select.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/takes.cpp"]
+CUDA += ["sm80/forward_bfloat16.cu", "sm80/forward_float16.cu"]
+CUDA += [
+    f"simt/{way}_{dtype}.cu"
+    for way in ("forward", "backward")
+    for dtype in ("bfloat16", "float16", "float32", "float64")
+]
 
 
 def cuda_toolkit() -> Path | None:
@@ -70,10 +76,11 @@ def extension(with_cuda: bool):
     flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas"]
     kind = cpp_extension.CppExtension
     if with_cuda:
-        sources += [f"{CSRC}/cuda/{name}.cu" for name in CUDA]
+        sources += [f"{CSRC}/cuda/{name}" for name in CUDA]
         flags += ["-DFLASH_ATTN_EXT_WITH_CUDA"]
         flags = {"cxx": flags, "nvcc": ["-O3", "--expt-relaxed-constexpr", "-DFLASH_ATTN_EXT_WITH_CUDA"]}
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0a")
+        # PTX of 8.0 is what newer GPUs than these compile for themselves at first use.
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX;9.0a")
         kind = cpp_extension.CUDAExtension
         add_wheel_headers()
     headers = sorted(str(path) for pattern in ("**/*.h", "**/*.cuh") for path in Path(CSRC).glob(pattern))

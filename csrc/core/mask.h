@@ -2,8 +2,8 @@
 // device.
 #pragma once
 
+#include "host_device.h"
 #include "params.h"
-#include "philox.h"  // FA_HOST_DEVICE
 
 namespace flash_attn_ext {
 

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "host_device.h"
+
 namespace flash_attn_ext {
 
 enum class DType : int8_t { kFloat32, kFloat64, kBFloat16, kFloat16, kBool };
@@ -23,7 +25,7 @@ struct Sizes {
   int64_t head_dim = 0;    // D
   int64_t head_dim_v = 0;  // D_v
 
-  int64_t kv_head(int64_t head) const { return head / (heads / heads_kv); }
+  FA_HOST_DEVICE int64_t kv_head(int64_t head) const { return head / (heads / heads_kv); }
 };
 
 // A (B, heads, S, D) tensor whose last dimension is contiguous; the other strides are free.
@@ -31,9 +33,9 @@ struct Tensor4 {
   void* data = nullptr;
   int64_t stride_b = 0, stride_h = 0, stride_s = 0;
 
-  explicit operator bool() const { return data != nullptr; }
+  FA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
   template <class T>
-  T* row(int64_t b, int64_t h, int64_t s) const {
+  FA_HOST_DEVICE T* row(int64_t b, int64_t h, int64_t s) const {
     return static_cast<T*>(data) + b * stride_b + h * stride_h + s * stride_s;
   }
 };
@@ -53,7 +55,7 @@ struct MaskParams {
   DType dtype = DType::kBool;
   int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;
 
-  explicit operator bool() const { return data != nullptr; }
+  FA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
 };
 
 // ALiBi (Press et al. 2022): score += -slope * |i + diagonal - j|, slopes in acc type, (H) or (B, H) by
@@ -62,7 +64,7 @@ struct AlibiParams {
   const void* slopes = nullptr;  // null: no ALiBi
   int64_t stride_b = 0, stride_h = 0;
 
-  explicit operator bool() const { return slopes != nullptr; }
+  FA_HOST_DEVICE explicit operator bool() const { return slopes != nullptr; }
 };
 
 // Dropout of P, replayed by the backward: element (b, h, i, j) is kept where its Philox word (core/philox.h)
@@ -73,7 +75,7 @@ struct DropoutParams {
   uint64_t threshold = 0;              // round(p * 2^32)
   double keep_scale = 1.0;             // 1 / (1 - p); 0 if p == 1
 
-  explicit operator bool() const { return rng_state != nullptr; }
+  FA_HOST_DEVICE explicit operator bool() const { return rng_state != nullptr; }
 };
 
 // How the forward cuts the keys where there are few queries (Flash-Decoding). Either option, if given, asks
@@ -106,7 +108,7 @@ struct MaskGrad {
   void* data = nullptr;
   int64_t batch = 1, heads = 1, rows = 1, cols = 1;
 
-  explicit operator bool() const { return data != nullptr; }
+  FA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
 };
 
 struct BackwardParams : AttentionParams {

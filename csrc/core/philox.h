@@ -9,11 +9,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define FA_HOST_DEVICE __host__ __device__
-#else
-#define FA_HOST_DEVICE
-#endif
+#include "host_device.h"
 
 namespace flash_attn_ext {
 
@@ -62,7 +58,11 @@ FA_HOST_DEVICE inline int dropout_word_index(int64_t row, int64_t col) {
 
 FA_HOST_DEVICE inline bool dropout_keeps(PhiloxKey key, uint64_t threshold, int64_t head_index, int64_t row,
                                          int64_t col) {
-  return dropout_words(key, head_index, row, col).w[dropout_word_index(row, col)] >= threshold;
+  const PhiloxWords words = dropout_words(key, head_index, row, col);
+  const int n = dropout_word_index(row, col);
+  // Not w[n]: on a GPU an index that is not a constant moves the array to memory.
+  const uint32_t word = n < 2 ? (n == 0 ? words.w[0] : words.w[1]) : (n == 2 ? words.w[2] : words.w[3]);
+  return word >= threshold;
 }
 
 }  // namespace flash_attn_ext

@@ -1,9 +1,38 @@
 #include "select.h"
 
+#include "simt/simt.h"
+#include "sm80/sm80.h"
+
 namespace flash_attn_ext::cuda {
 
-Selection select_forward(const AttentionParams&) {
-  return {nullptr, "no CUDA kernels are in this version yet; move the tensors to the CPU"};
+// simt takes every dtype, head dimension and option of the contract, on any GPU; sm80 is faster where it can
+// be.
+
+Selection<AttentionParams> select_forward(const AttentionParams& p) {
+  if (p.decode.has_unified_max) return {0, nullptr, "unified_max is for the CPU only so far"};
+  if (sm80::takes_forward(p))
+    return {0, p.dtype == DType::kFloat16 ? sm80::forward_float16 : sm80::forward_bfloat16};
+  const size_t bytes = simt::forward_workspace(p);
+  switch (p.dtype) {
+    case DType::kFloat32: return {bytes, simt::forward_float32};
+    case DType::kFloat64: return {bytes, simt::forward_float64};
+    case DType::kBFloat16: return {bytes, simt::forward_bfloat16};
+    case DType::kFloat16: return {bytes, simt::forward_float16};
+    case DType::kBool: break;
+  }
+  return {0, nullptr, "query's dtype has no kernel"};
+}
+
+Selection<BackwardParams> select_backward(const BackwardParams& p) {
+  const size_t bytes = simt::backward_workspace(p);
+  switch (p.dtype) {
+    case DType::kFloat32: return {bytes, simt::backward_float32};
+    case DType::kFloat64: return {bytes, simt::backward_float64};
+    case DType::kBFloat16: return {bytes, simt::backward_bfloat16};
+    case DType::kFloat16: return {bytes, simt::backward_float16};
+    case DType::kBool: break;
+  }
+  return {0, nullptr, "query's dtype has no kernel"};
 }
 
 }  // namespace flash_attn_ext::cuda

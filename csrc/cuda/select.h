@@ -5,6 +5,7 @@
 
 namespace flash_attn_ext::cuda {
 
-Selection select_forward(const AttentionParams& params);
+Selection<AttentionParams> select_forward(const AttentionParams& params);
+Selection<BackwardParams> select_backward(const BackwardParams& params);
 
 }  // namespace flash_attn_ext::cuda

@@ -1,7 +1,7 @@
 // CUDA key: check, allocate, pack, let the selector choose a tier, launch on the current stream.
 //
-// This build has no tier yet, so the selector refuses every call and says why; nothing falls back to another
-// implementation. The host side below is what the tiers will be called from.
+// Nothing here waits for the GPU, and memory comes from torch's allocator, so that a call can be captured in
+// a CUDA graph. Compiled and, by tests/cuda_host, its kernels tested on the host; not yet run on hardware.
 #include <torch/library.h>
 
 #include "checks.h"
@@ -9,6 +9,9 @@
 #include "pack_params.h"
 
 #if defined(FLASH_ATTN_EXT_WITH_CUDA)
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -20,6 +23,16 @@ namespace {
 
 #if defined(FLASH_ATTN_EXT_WITH_CUDA)
 
+// The allocator keeps the workspace for this stream: it may be handed out again as soon as we return, to work
+// that comes after ours.
+template <class Params>
+void run(const cuda::Selection<Params>& selection, const Params& params, const at::TensorOptions& options) {
+  TORCH_CHECK_NOT_IMPLEMENTED(selection.launch, "flash_attn on CUDA: ", selection.reason);
+  const at::Tensor workspace =
+      at::empty({static_cast<int64_t>(selection.workspace_bytes)}, options.dtype(at::kByte));
+  C10_CUDA_CHECK(selection.launch(params, workspace.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+}
+
 ForwardResult attention_cuda(FA_INPUT_ARGS, FA_OPTION_ARGS) {
   const AttentionInputs given = FA_INPUTS;
   const AttentionOptions options = FA_OPTIONS;
@@ -28,25 +41,96 @@ ForwardResult attention_cuda(FA_INPUT_ARGS, FA_OPTION_ARGS) {
   auto [out, lse] = empty_forward_result(given);
   const AttentionInputs inputs = make_readable(given);
   const AttentionParams params = pack_attention(inputs, out, lse, options);
-  const cuda::Selection selection = cuda::select_forward(params);
-  TORCH_CHECK_NOT_IMPLEMENTED(selection.launch, "flash_attn on CUDA: ", selection.reason);
-  selection.launch(params, c10::cuda::getCurrentCUDAStream());
+  run(cuda::select_forward(params), params, query.options());
   return {out, lse};
+}
+
+BackwardResult attention_backward_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
+                                       FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
+                                       FA_OPTION_ARGS, GradMask::Flags grad_mask) {
+  const GradMask wanted = GradMask::from(grad_mask);
+  const AttentionInputs given = FA_INPUTS;
+  const AttentionOptions options = FA_OPTIONS;
+  check_attention_backward(grad_out, grad_lse, given, out, lse, options, wanted);
+  const c10::cuda::CUDAGuard device_guard(query.device());
+  BackwardResult result = empty_backward_result(given, wanted);
+  auto& [dq, dk, dv, dmask, dalibi_slopes] = result;
+
+  const AttentionInputs inputs = make_readable(given);
+  const at::Tensor readable_out = make_readable(out);
+  const at::Tensor dout = grad_out ? make_readable(*grad_out)
+                                   : at::zeros({1, 1, 1, out.size(3)}, out.options()).expand(out.sizes());
+  const at::Tensor dlse = grad_lse ? grad_lse->contiguous() : at::Tensor();
+  const at::Tensor dslopes_per_head =
+      wanted.alibi_slopes ? at::empty({query.size(0), query.size(1)}, lse.options()) : at::Tensor();
+
+  BackwardParams params;
+  static_cast<AttentionParams&>(params) = pack_attention(inputs, readable_out, lse, options);
+  params.dout = pack_tensor4(dout);
+  params.dlse = dlse.defined() ? dlse.const_data_ptr() : nullptr;
+  params.dq = pack_tensor4(dq);
+  params.dk = pack_tensor4(dk);
+  params.dv = pack_tensor4(dv);
+  params.dmask = pack_mask_grad(dmask);
+  params.dalibi_slopes = wanted.alibi_slopes ? dslopes_per_head.mutable_data_ptr() : nullptr;
+  run(cuda::select_backward(params), params, query.options());
+  if (wanted.alibi_slopes)
+    dalibi_slopes.copy_(alibi_slopes->dim() == 1 ? dslopes_per_head.sum(0) : dslopes_per_head);
+  return result;
+}
+
+at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t heads, int64_t seqlen_q,
+                             int64_t seqlen_k, double dropout_p) {
+  check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
+  const c10::cuda::CUDAGuard device_guard(rng_state.device());
+  at::Tensor kept = at::empty({batch, heads, seqlen_q, seqlen_k}, rng_state.options().dtype(at::kBool));
+  DropoutParams dropout;
+  dropout.rng_state = rng_state.const_data_ptr<int64_t>();
+  dropout.threshold = dropout_threshold(dropout_p);
+  Sizes sizes;
+  sizes.batch = batch;
+  sizes.heads = heads;
+  sizes.seqlen_q = seqlen_q;
+  sizes.seqlen_k = seqlen_k;
+  C10_CUDA_CHECK(cuda::launch_dropout_mask(dropout, sizes, kept.mutable_data_ptr<bool>(),
+                                           c10::cuda::getCurrentCUDAStream()));
+  return kept;
 }
 
 #else
 
-ForwardResult attention_cuda(FA_INPUT_ARGS, FA_OPTION_ARGS) {
-  check_attention(FA_INPUTS, FA_OPTIONS);
+[[noreturn]] void refuse() {
   TORCH_CHECK_NOT_IMPLEMENTED(false,
                               "flash_attn on CUDA: this build has no CUDA half; install it again with "
                               "FLASH_ATTN_EXT_CUDA=1, a CUDA build of torch and nvcc");
+}
+
+ForwardResult attention_cuda(FA_INPUT_ARGS, FA_OPTION_ARGS) {
+  check_attention(FA_INPUTS, FA_OPTIONS);
+  refuse();
+}
+
+BackwardResult attention_backward_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
+                                       FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
+                                       FA_OPTION_ARGS, GradMask::Flags grad_mask) {
+  check_attention_backward(grad_out, grad_lse, FA_INPUTS, out, lse, FA_OPTIONS, GradMask::from(grad_mask));
+  refuse();
+}
+
+at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t heads, int64_t seqlen_q,
+                             int64_t seqlen_k, double dropout_p) {
+  check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
+  refuse();
 }
 
 #endif
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) { m.impl("attention", attention_cuda); }
+TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) {
+  m.impl("attention", attention_cuda);
+  m.impl("attention_backward", attention_backward_cuda);
+  m.impl("dropout_mask", dropout_mask_cuda);
+}
 
 }  // namespace flash_attn_ext

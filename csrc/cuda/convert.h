@@ -1,0 +1,43 @@
+// Element types: what a kernel loads is widened to the accumulator's type, what it stores is rounded once.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace flash_attn_ext::cuda {
+
+// fp64 for fp64, fp32 for everything else.
+template <class In>
+using Accumulator = std::conditional_t<std::is_same_v<In, double>, double, float>;
+
+__device__ inline float widen(float x) { return x; }
+__device__ inline double widen(double x) { return x; }
+__device__ inline float widen(__half x) { return __half2float(x); }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class Out, class T>
+__device__ inline Out round_to(T x) {
+  if constexpr (std::is_same_v<Out, __half>) {
+    return __float2half_rn(static_cast<float>(x));
+  } else if constexpr (std::is_same_v<Out, __nv_bfloat16>) {
+    return __float2bfloat16_rn(static_cast<float>(x));
+  } else {
+    return static_cast<Out>(x);
+  }
+}
+
+// Two neighbours of a row, as they lie in memory.
+template <class In>
+__device__ inline uint32_t pack(float first, float second) {
+  const In pair[2] = {round_to<In>(first), round_to<In>(second)};
+  uint32_t bits;
+  static_assert(sizeof(bits) == sizeof(pair));
+  memcpy(&bits, pair, sizeof(bits));
+  return bits;
+}
+
+}  // namespace flash_attn_ext::cuda

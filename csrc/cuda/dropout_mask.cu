@@ -1,0 +1,32 @@
+// What dropout keeps, element by element: for tests and dense references.
+#include "launch.h"
+#include "run.h"
+#include "scores.cuh"
+
+namespace flash_attn_ext::cuda {
+namespace {
+
+constexpr int kThreads = 256, kElementsPerBlock = 16 * kThreads;
+
+__global__ void __launch_bounds__(kThreads)
+    dropout_mask_kernel(const DropoutParams dropout, const Sizes sizes, bool* kept) {
+  const PhiloxKey key = dropout_key(dropout);
+  const int64_t elements = sizes.batch * sizes.heads * sizes.seqlen_q * sizes.seqlen_k;
+  const int64_t first = int64_t{blockIdx.x} * kElementsPerBlock, end = first + kElementsPerBlock;
+  for (int64_t e = first + threadIdx.x; e < end && e < elements; e += kThreads) {
+    const int64_t row = e / sizes.seqlen_k;
+    kept[e] =
+        dropout_keeps(key, dropout.threshold, row / sizes.seqlen_q, row % sizes.seqlen_q, e % sizes.seqlen_k);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_dropout_mask(const DropoutParams& dropout, const Sizes& sizes, bool* kept,
+                                cudaStream_t stream) {
+  const int64_t elements = sizes.batch * sizes.heads * sizes.seqlen_q * sizes.seqlen_k;
+  const int64_t blocks = (elements + kElementsPerBlock - 1) / kElementsPerBlock;
+  return launch(dropout_mask_kernel, {blocks, 1, 1, kThreads}, stream, dropout, sizes, kept);
+}
+
+}  // namespace flash_attn_ext::cuda

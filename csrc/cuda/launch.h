@@ -1,0 +1,49 @@
+// Starting a kernel. Every launch goes through here, so that each is checked and none is forgotten.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <limits>
+
+namespace flash_attn_ext::cuda {
+
+struct LaunchShape {
+  int64_t tasks;       // blocks along x, where the hardware takes 2^31 - 1: batches and heads go here
+  int64_t slices = 1;  // along y
+  int64_t splits = 1;  // along z
+  int threads = 256;
+  size_t shared_bytes = 0;
+};
+
+// Nothing to do is no launch and no error.
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream,
+                   const Args&... args) {
+  constexpr int64_t kMaxTasks = std::numeric_limits<int32_t>::max(), kMaxOther = 65535;
+  if (shape.tasks == 0 || shape.slices == 0 || shape.splits == 0) return cudaSuccess;
+  if (shape.tasks > kMaxTasks || shape.slices > kMaxOther || shape.splits > kMaxOther)
+    return cudaErrorInvalidConfiguration;
+  constexpr size_t kWithoutOptIn = 48 << 10;
+  if (shape.shared_bytes > kWithoutOptIn) {
+    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                    static_cast<int>(shape.shared_bytes));
+    if (status != cudaSuccess) return status;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(shape.tasks, shape.slices, shape.splits);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+// Runs launches one after the other until one fails.
+template <class... Steps>
+cudaError_t in_order(const Steps&... steps) {
+  cudaError_t status = cudaSuccess;
+  ((status = status == cudaSuccess ? steps() : status), ...);
+  return status;
+}
+
+}  // namespace flash_attn_ext::cuda

@@ -1,0 +1,19 @@
+// A block's shared memory: one array, whose plan is a struct.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace flash_attn_ext::cuda {
+
+extern __shared__ __align__(1024) unsigned char shared_bytes[];
+
+// The largest plan that a block may have on every GPU from compute capability 8.0 on.
+constexpr size_t kMaxSharedBytes = 99 << 10;
+
+template <class Plan>
+__device__ Plan& shared_memory() {
+  static_assert(sizeof(Plan) <= kMaxSharedBytes && alignof(Plan) <= 1024);
+  return *reinterpret_cast<Plan*>(shared_bytes);
+}
+
+}  // namespace flash_attn_ext::cuda

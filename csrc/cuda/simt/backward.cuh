@@ -1,0 +1,162 @@
+// Backward: FlashAttention-2, algorithm 2, cut so that nobody adds to what another block writes.
+//
+//   row_terms_kernel  delta, and what P is recomputed from      a block owns 64 queries of a head
+//   dq_kernel         dQ += dS K, partial sums of dslopes       likewise, and a slice of the D columns
+//   dkv_kernel        dV += P^T dO  or  dK += dS^T Q            a block owns 64 keys of a key head, and a
+//   slice dslopes_kernel    adds the partial sums                     a thread owns a head
+#pragma once
+
+#include "backward_tile.cuh"
+#include "forward.cuh"
+
+namespace flash_attn_ext::cuda::simt {
+
+// Whether an lse of this size still tells log(l) apart: adding 1e9 to all scores of a row (masks of finfo.min
+// or -1e9 do) rounds it away, and 2^(S - lse) is then off by the length of the row. NaN counts as exact: it
+// stays NaN.
+template <class T>
+__device__ bool lse_is_exact(T lse) {
+  return !(std::abs(lse) * std::numeric_limits<T>::epsilon() > T(1e-3)) || std::isinf(lse);
+}
+
+// Row maxima and sums of the scores, for a block with an lse too large to be exact: a second look at the
+// scores, taken only there.
+template <class In, class T>
+__device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& terms,
+                                   BackwardMemory<T>& shared, int64_t b, int64_t h, int64_t i0) {
+  const Sizes& z = p.sizes;
+  const Rows<In> q = rows_from<In>(p.q, b, h, i0, z.seqlen_q);
+  const QueryTile<false> tile{b, h, i0, q.count, z.seqlen_q};
+  RowStatistics<T, kRows> statistics;
+  const Range seen = visible_keys(p.band, i0, i0 + q.count, z.seqlen_k);
+  for (int64_t j0 = seen.begin / kBlockK * kBlockK; j0 < seen.end; j0 += kBlockK) {
+    T products[kRows][kCols] = {}, factor[kRows];
+    add_row_products(shared, q, rows_from<In>(p.k, b, z.kv_head(h), j0, z.seqlen_k), z.head_dim, products);
+    store_elements(products, shared.weights);
+    const uint32_t attends = finish_scores<T, kBlockQ>(p, tile, j0, shared.weights);
+    statistics.update(shared.weights, attends, factor);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const T sum = row_total(statistics.sum[r]);
+    const int64_t i = i0 + tile_row(r);
+    if (i >= z.seqlen_q || thread_x() != 0) continue;
+    const int64_t row = (b * z.heads + h) * z.seqlen_q + i;
+    if (lse_is_exact(static_cast<const T*>(p.lse)[row])) continue;
+    terms.reference[row] = statistics.max[r];
+    terms.correction[row] = std::log2(sum);
+  }
+}
+
+template <class In, class T = Accumulator<In>>
+__global__ void __launch_bounds__(kThreads, 1)
+    row_terms_kernel(const BackwardParams p, const RowTerms<T> terms) {
+  auto& shared = shared_memory<BackwardMemory<T>>();
+  const Sizes& z = p.sizes;
+  const int64_t blocks = ceil_div(z.seqlen_q, kBlockQ), head = blockIdx.x / blocks;
+  const int64_t b = head / z.heads, h = head % z.heads, i0 = blockIdx.x % blocks * kBlockQ;
+
+  bool inexact = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t i = i0 + tile_row(r), row = head * z.seqlen_q + i;
+    T dot = 0;
+    if (i < z.seqlen_q) {
+      const In *dout = p.dout.row<In>(b, h, i), *out = p.out.row<In>(b, h, i);
+      for (int64_t c = thread_x(); c < z.head_dim_v; c += kSide) dot += widen(dout[c]) * widen(out[c]);
+    }
+    dot = row_total(dot);
+    if (i >= z.seqlen_q || thread_x() != 0) continue;
+    const T lse = static_cast<const T*>(p.lse)[row];
+    // An lse of -inf is a row with everything masked; +inf gives it P = 0 without an Inf - Inf on the way.
+    const T reference = lse == -kInf<T> ? kInf<T> : lse * T(kLog2E);
+    terms.delta[row] = dot - (p.dlse ? static_cast<const T*>(p.dlse)[row] : T(0));
+    terms.reference[row] = reference;
+    // What rounding the product lost, so that large scores lose no more than they must.
+    terms.correction[row] = std::isinf(reference) ? T(0) : std::fma(lse, T(kLog2E), -reference);
+    inexact |= !lse_is_exact(lse);
+  }
+  const bool some_inexact = __syncthreads_or(inexact);  // all threads look again, or none
+  if (some_inexact) recompute_row_sums<In>(p, terms, shared, b, h, i0);
+}
+
+// The sum over all threads of the block, to thread 0.
+template <class T>
+__device__ T block_total(T x, BackwardMemory<T>& shared) {
+  x = row_total(x);
+  __syncthreads();  // everyone has read the weights
+  if (thread_x() == 0) shared.weights[0][thread_y()] = x;
+  __syncthreads();  // the 16 partial sums are there
+  T total = 0;
+  for (int n = 0; n < kSide; ++n) total += shared.weights[0][n];
+  return total;
+}
+
+template <class In, int kSlice, class T = Accumulator<In>>
+__global__ void __launch_bounds__(kThreads, 1) dq_kernel(const BackwardParams p, const RowTerms<T> terms) {
+  auto& shared = shared_memory<BackwardMemory<T>>();
+  const Sizes& z = p.sizes;
+  const int64_t blocks = ceil_div(z.seqlen_q, kBlockQ), head = blockIdx.x / blocks;
+  const int64_t block = blocks - 1 - blockIdx.x % blocks;  // causal: the longest rows first
+  const int64_t b = head / z.heads, h = head % z.heads, i0 = block * kBlockQ;
+  const int64_t first_col = int64_t{blockIdx.y} * kSlice;
+  const PhiloxKey key = dropout_key(p.dropout);
+
+  T dq[kRows][kSlice / kSide] = {}, dslope = 0;
+  const Range seen = visible_keys(p.band, i0, smaller<int64_t>(i0 + kBlockQ, z.seqlen_q), z.seqlen_k);
+  for (int64_t j0 = seen.begin / kBlockK * kBlockK; j0 < seen.end; j0 += kBlockK) {
+    const TilePlace at{b, h, i0, j0};
+    recompute_tile<true, In>(p, terms, key, shared, at, [&](int row, int col, const Element<T>& element) {
+      shared.weights[row][col] = weight_of(element.dproduct, element.attends);
+      if (p.dalibi_slopes) dslope -= element.dscore * alibi_distance<T>(p.band, i0 + row, j0 + col);
+    });
+    if (p.dq)
+      add_weighted_rows<false>(shared, rows_from<In>(p.k, b, z.kv_head(h), j0, z.seqlen_k), first_col,
+                               z.head_dim, is_partial(p, at), dq);
+  }
+  if (p.dq) store_gradient<In>(p.dq, b, h, i0, z.seqlen_q, first_col, z.head_dim, dq);
+  if (p.dalibi_slopes && blockIdx.y == 0) {
+    const T total = block_total(dslope, shared);
+    if (threadIdx.x == 0) terms.dslopes[head * blocks + block] = total;
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1)
+    dslopes_kernel(const BackwardParams p, const RowTerms<T> terms) {
+  const int64_t head = int64_t{blockIdx.x} * kThreads + threadIdx.x,
+                blocks = ceil_div(p.sizes.seqlen_q, kBlockQ);
+  if (head >= p.sizes.batch * p.sizes.heads) return;
+  T total = 0;
+  for (int64_t n = 0; n < blocks; ++n) total += terms.dslopes[head * blocks + n];
+  static_cast<T*>(p.dalibi_slopes)[head] = total;
+}
+
+enum class KeyGradient { kDk, kDv };
+
+template <class In, KeyGradient kWhich, int kSlice, class T = Accumulator<In>>
+__global__ void __launch_bounds__(kThreads, 1) dkv_kernel(const BackwardParams p, const RowTerms<T> terms) {
+  constexpr bool kIsDk = kWhich == KeyGradient::kDk;
+  auto& shared = shared_memory<BackwardMemory<T>>();
+  const Sizes& z = p.sizes;
+  const int64_t blocks = ceil_div(z.seqlen_k, kBlockK), head = blockIdx.x / blocks;
+  const int64_t b = head / z.heads_kv, h_kv = head % z.heads_kv, j0 = blockIdx.x % blocks * kBlockK;
+  const int64_t first_col = int64_t{blockIdx.y} * kSlice, columns = kIsDk ? z.head_dim : z.head_dim_v;
+  const int64_t group = z.heads / z.heads_kv;
+  const PhiloxKey key = dropout_key(p.dropout);
+
+  T grad[kRows][kSlice / kSide] = {};
+  const Range seen = visible_queries(p.band, j0, smaller<int64_t>(j0 + kBlockK, z.seqlen_k), z.seqlen_q);
+  for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h)
+    for (int64_t i0 = seen.begin / kBlockQ * kBlockQ; i0 < seen.end; i0 += kBlockQ) {
+      const TilePlace at{b, h, i0, j0};
+      recompute_tile<kIsDk, In>(p, terms, key, shared, at, [&](int row, int col, const Element<T>& element) {
+        shared.weights[row][col] = weight_of(kIsDk ? element.dproduct : element.prob, element.attends);
+      });
+      add_weighted_rows<true>(shared, rows_from<In>(kIsDk ? p.q : p.dout, b, h, i0, z.seqlen_q), first_col,
+                              columns, is_partial(p, at), grad);
+    }
+  store_gradient<In>(kIsDk ? p.dk : p.dv, b, h_kv, j0, z.seqlen_k, first_col, columns, grad);
+}
+
+}  // namespace flash_attn_ext::cuda::simt

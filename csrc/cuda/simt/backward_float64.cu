@@ -1,0 +1,9 @@
+#include "launch_backward.cuh"
+
+namespace flash_attn_ext::cuda::simt {
+
+cudaError_t backward_float64(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+  return launch_backward<double>(p, workspace, stream);
+}
+
+}  // namespace flash_attn_ext::cuda::simt

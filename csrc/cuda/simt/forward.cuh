@@ -1,0 +1,229 @@
+// Forward: FlashAttention-2, algorithm 1 (Dao 2023). A block owns query rows and a slice of the D_v columns.
+//
+//   S = Q K^T    m' = max(m, rowmax S)    P = 2^(S - m')    l = l 2^(m - m') + rowsum P
+//   O = O 2^(m - m') + P V                at the end O / l and lse = (m + log2 l) ln 2
+//
+// With few queries the keys are split over blocks as well (Dao et al. 2023, "Flash-Decoding"); each leaves
+// (m, l, O), and combine_kernel merges them in order.
+#pragma once
+
+#include "../launch.h"
+#include "../scores.cuh"
+#include "simt.h"
+#include "tile.cuh"
+
+namespace flash_attn_ext::cuda::simt {
+
+// The query rows of a tile: of one head, or, packed, of the heads that share a key head, one after another.
+template <bool kPacked>
+struct QueryTile {
+  int64_t b, first_head, first_row, count;
+  int64_t seqlen_q;
+
+  __device__ int64_t head(int n) const {
+    return kPacked ? first_head + static_cast<uint32_t>(first_row + n) / static_cast<uint32_t>(seqlen_q)
+                   : first_head;
+  }
+  __device__ int64_t query(int n) const {
+    return kPacked ? static_cast<uint32_t>(first_row + n) % static_cast<uint32_t>(seqlen_q) : first_row + n;
+  }
+  // The first query of the tile, and the one after the last.
+  __device__ Range queries() const {
+    return kPacked ? Range{0, seqlen_q} : Range{first_row, first_row + count};
+  }
+};
+
+// Turns the thread's products into score2, in place. Bit 4 r + c of the result: that element attends.
+template <class T, int kTileRows, class Tile>
+__device__ uint32_t finish_scores(const AttentionParams& p, const Tile& tile, int64_t j0,
+                                  ScoreTile<T, kTileRows>& scores) {
+  uint32_t attends = 0;
+#pragma unroll 1
+  for (int e = 0; e < kTileRows / kSide * kCols; ++e) {
+    const int row = tile_row(e / kCols), col = tile_col(e % kCols);
+    const bool inside = row < tile.count && j0 + col < p.sizes.seqlen_k;
+    const Score<T> score =
+        finish_score(p, scores[row][col], tile.b, tile.head(row), tile.query(row), j0 + col, inside);
+    scores[row][col] = score.value;
+    attends |= uint32_t{score.attends} << e;
+  }
+  return attends;
+}
+
+// The running statistics of a thread's rows. Every thread of a row knows the maximum; the sum is the thread's
+// own share until the end.
+template <class T, int R>
+struct RowStatistics {
+  T max[R], sum[R];
+
+  __device__ RowStatistics() {
+    for (int r = 0; r < R; ++r) max[r] = -kInf<T>, sum[r] = T(0);
+  }
+
+  // Takes in one tile of scores, which become the weights P. What the row has summed up so far is to be
+  // multiplied with factor[r].
+  __device__ void update(ScoreTile<T, kSide * R>& scores, uint32_t attends, T (&factor)[R]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      T row[kCols], new_max = max[r];
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) new_max = larger(new_max, row[c] = scores[tile_row(r)][tile_col(c)]);
+      new_max = row_maximum(new_max);
+      // A row with nothing visible so far: any finite reference makes 2^(-inf - reference) the 0 it should
+      // be.
+      const T reference = new_max == -kInf<T> ? T(0) : new_max;
+      factor[r] = std::exp2(max[r] - reference);
+      sum[r] *= factor[r];
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) {
+        const T prob = std::exp2(row[c] - reference);
+        sum[r] += prob;
+        scores[tile_row(r)][tile_col(c)] = weight_of(prob, attends >> (r * kCols + c) & 1);
+      }
+      max[r] = new_max;
+    }
+  }
+};
+
+// Dropout acts on the normalised P: after the row sum.
+template <class T, int kTileRows, class Tile>
+__device__ void drop_weights(const AttentionParams& p, PhiloxKey key, const Tile& tile, int64_t j0,
+                             ScoreTile<T, kTileRows>& weights) {
+#pragma unroll 1
+  for (int e = 0; e < kTileRows / kSide * kCols; ++e) {
+    const int row = tile_row(e / kCols), col = tile_col(e % kCols);
+    weights[row][col] *= dropout_factor<T>(p, key, tile.b, tile.head(row), tile.query(row), j0 + col);
+  }
+}
+
+template <class In, int R, int kSlice, class T = Accumulator<In>>
+__global__ void __launch_bounds__(kThreads, 1)
+    forward_kernel(const AttentionParams p, const ForwardPlan plan, const Partials<T> partials) {
+  constexpr int kTileRows = kSide * R, kSliceCols = kSlice / kSide;
+  constexpr bool kPacked = R == kDecodeRows;
+  auto& shared = shared_memory<SharedMemory<T, kTileRows>>();
+  const Sizes& z = p.sizes;
+
+  // What this block owns. Causal: the longest rows of a head first.
+  const int64_t heads = z.heads / plan.heads_per_tile, head = blockIdx.x / plan.row_blocks;
+  const int64_t block = plan.row_blocks - 1 - blockIdx.x % plan.row_blocks;
+  QueryTile<kPacked> tile{head / heads, head % heads * plan.heads_per_tile, block * kTileRows, 0, z.seqlen_q};
+  const int64_t rows_left = plan.heads_per_tile * z.seqlen_q - tile.first_row;
+  tile.count = rows_left < kTileRows ? rows_left : kTileRows;
+  const int64_t h_kv = z.kv_head(tile.first_head), first_col = int64_t{blockIdx.y} * kSlice;
+  const auto q_row = [&](int n) {
+    return n < tile.count ? p.q.row<In>(tile.b, tile.head(n), tile.query(n)) : nullptr;
+  };
+  const PhiloxKey key = dropout_key(p.dropout);
+
+  const Range queries = tile.queries();
+  const Range seen = visible_keys(p.band, queries.begin, queries.end, z.seqlen_k);
+  const int64_t split_begin = blockIdx.z * plan.tiles_per_split * kBlockK;
+  const int64_t split_end = split_begin + plan.tiles_per_split * kBlockK;
+  const int64_t first_key = seen.begin / kBlockK * kBlockK;
+  const int64_t begin = first_key > split_begin ? first_key : split_begin;
+  const int64_t end = seen.end < split_end ? seen.end : split_end;
+
+  RowStatistics<T, R> statistics;
+  T out[R][kSliceCols] = {};
+  for (int64_t j0 = begin; j0 < end; j0 += kBlockK) {
+    const Rows<In> k{p.k.row<In>(tile.b, h_kv, j0), p.k.stride_s, z.seqlen_k - j0};
+    const Rows<In> v{p.v.row<In>(tile.b, h_kv, j0), p.v.stride_s, smaller<int64_t>(z.seqlen_k - j0, kBlockK)};
+    const bool partial = p.mask || !band_covers(p.band, queries.begin, queries.end, j0, j0 + v.count);
+
+    T products[R][kCols] = {};
+    add_row_products(shared, q_row, k, z.head_dim, products);
+    store_elements(products, shared.weights);
+    const uint32_t attends = finish_scores<T, kTileRows>(p, tile, j0, shared.weights);
+
+    T factor[R];
+    statistics.update(shared.weights, attends, factor);
+    if (p.dropout) drop_weights<T, kTileRows>(p, key, tile, j0, shared.weights);
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+      for (int c = 0; c < kSliceCols; ++c) out[r][c] *= factor[r];
+    add_weighted_rows<false>(shared, v, first_col, z.head_dim_v, partial, out);
+  }
+
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const T max = statistics.max[r], sum = row_total(statistics.sum[r]);
+    if (tile_row(r) >= tile.count) continue;
+    const int64_t h = tile.head(tile_row(r)), i = tile.query(tile_row(r));
+    const int64_t row = (tile.b * z.heads + h) * z.seqlen_q + i;
+    const int64_t partial_row = blockIdx.z * z.batch * z.heads * z.seqlen_q + row;
+    const bool writes_statistics = thread_x() == 0 && blockIdx.y == 0;
+    const RowResult<T> result = finish_row(max, sum);
+    if (plan.splits == 1 && writes_statistics) static_cast<T*>(p.lse)[row] = result.lse;
+    if (plan.splits > 1 && writes_statistics) {
+      partials.row_max[partial_row] = max;
+      partials.row_sum[partial_row] = sum;
+    }
+#pragma unroll
+    for (int c = 0; c < kSliceCols; ++c) {
+      const int64_t col = first_col + tile_col(c);
+      if (col >= z.head_dim_v) continue;
+      if (plan.splits == 1) {
+        p.out.row<In>(tile.b, h, i)[col] = round_to<In>(out[r][c] * result.out_factor);
+      } else {
+        partials.out[partial_row * z.head_dim_v + col] = out[r][c];
+      }
+    }
+  }
+}
+
+// Merges the splits of a row, in order: a warp a row.
+template <class In, class T = Accumulator<In>>
+__global__ void __launch_bounds__(kThreads, 1)
+    combine_kernel(const AttentionParams p, int64_t splits, const Partials<T> partials) {
+  constexpr int kWarp = 32;
+  const Sizes& z = p.sizes;
+  const int64_t rows = z.batch * z.heads * z.seqlen_q;
+  const int64_t row = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
+  if (row >= rows) return;
+
+  T max = -kInf<T>;
+  for (int64_t n = 0; n < splits; ++n) max = larger(max, partials.row_max[n * rows + row]);
+  const T reference = max == -kInf<T> ? T(0) : max;
+  T sum = 0;
+  for (int64_t n = 0; n < splits; ++n)
+    sum += partials.row_sum[n * rows + row] * std::exp2(partials.row_max[n * rows + row] - reference);
+  const RowResult<T> result = finish_row(max, sum);
+
+  const int64_t head = row / z.seqlen_q;
+  In* out = p.out.row<In>(head / z.heads, head % z.heads, row % z.seqlen_q);
+  for (int64_t col = threadIdx.x % kWarp; col < z.head_dim_v; col += kWarp) {
+    T total = 0;
+    for (int64_t n = 0; n < splits; ++n)
+      total += partials.out[(n * rows + row) * z.head_dim_v + col] *
+               std::exp2(partials.row_max[n * rows + row] - reference);
+    out[col] = round_to<In>(total * result.out_factor);
+  }
+  if (threadIdx.x % kWarp == 0) static_cast<T*>(p.lse)[row] = result.lse;
+}
+
+template <class In, int R, int kSlice, class T = Accumulator<In>>
+cudaError_t launch_attend(const AttentionParams& p, const ForwardPlan& plan, const Partials<T>& partials,
+                          cudaStream_t stream) {
+  const LaunchShape shape{plan.tasks, plan.slices, plan.splits, kThreads, sizeof(SharedMemory<T, kSide * R>)};
+  return launch(forward_kernel<In, R, kSlice>, shape, stream, p, plan, partials);
+}
+
+template <class In, class T = Accumulator<In>>
+cudaError_t launch_forward(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  const ForwardPlan plan = plan_forward(p);
+  const Partials<T> partials(workspace, p.sizes, plan.splits);
+  const bool narrow = slice_of(p.sizes.head_dim_v) == kNarrowSlice;
+  const auto attend =
+      plan.decode ? (narrow ? launch_attend<In, kDecodeRows, kNarrowSlice>
+                            : launch_attend<In, kDecodeRows, kMaxSlice>)
+                  : (narrow ? launch_attend<In, kRows, kNarrowSlice> : launch_attend<In, kRows, kMaxSlice>);
+  const int64_t rows = p.sizes.batch * p.sizes.heads * p.sizes.seqlen_q;
+  const int64_t combine_blocks = plan.splits == 1 ? 0 : ceil_div(rows, kThreads / 32);
+  return in_order(
+      [&] { return attend(p, plan, partials, stream); },
+      [&] { return launch(combine_kernel<In>, {combine_blocks}, stream, p, plan.splits, partials); });
+}
+
+}  // namespace flash_attn_ext::cuda::simt

@@ -1,0 +1,92 @@
+// How a call is cut into blocks, from its shape alone, so that results do not depend on the machine.
+#pragma once
+
+#include "../../core/params.h"
+
+namespace flash_attn_ext::cuda::simt {
+
+constexpr int kSide = 16;  // a block is a square of 16 x 16 threads
+// Kernels are compiled for at least one such block a multiprocessor: asked for more, they would spill.
+constexpr int kThreads = kSide * kSide;
+constexpr int kBlockK = 64;                        // keys of a tile
+constexpr int kRows = 4, kDecodeRows = 1;          // query rows of a thread
+constexpr int kBlockQ = kSide * kRows;             // query rows of a tile
+constexpr int kNarrowSlice = 64, kMaxSlice = 128;  // columns of a result that a block owns
+
+constexpr int slice_of(int64_t columns) { return columns <= kNarrowSlice ? kNarrowSlice : kMaxSlice; }
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct ForwardPlan {
+  // Few queries: tiles of 16 rows, which the heads that share a key head fill together, so that K and V are
+  // read once for all of them.
+  bool decode;
+  int64_t heads_per_tile;
+  int64_t row_blocks;  // per batch and tile of heads
+  int64_t tasks;       // row blocks of all batches and heads
+  int64_t slices;      // of the D_v columns
+  int64_t splits;      // of the keys; combine_kernel merges them
+  int64_t tiles_per_split;
+};
+
+inline ForwardPlan plan_forward(const AttentionParams& p) {
+  constexpr int64_t kWantedBlocks = 256;      // about two for each multiprocessor of a large GPU
+  constexpr int64_t kLeastTilesPerSplit = 4;  // below this, merging costs more than it wins
+  const Sizes& z = p.sizes;
+  ForwardPlan plan;
+  plan.decode = z.seqlen_q <= kSide;
+  plan.heads_per_tile = plan.decode && z.heads_kv > 0 ? z.heads / z.heads_kv : 1;
+  plan.row_blocks = ceil_div(z.seqlen_q * plan.heads_per_tile, kSide * (plan.decode ? kDecodeRows : kRows));
+  plan.tasks = plan.heads_per_tile == 0 ? 0 : z.batch * (z.heads / plan.heads_per_tile) * plan.row_blocks;
+  plan.slices = ceil_div(z.head_dim_v, slice_of(z.head_dim_v));
+
+  const int64_t tiles = ceil_div(z.seqlen_k, kBlockK), blocks = plan.tasks * plan.slices;
+  int64_t splits = p.decode.num_splits;
+  if (splits == 0 && blocks > 0)
+    splits = ceil_div(kWantedBlocks, blocks) < tiles / kLeastTilesPerSplit ? ceil_div(kWantedBlocks, blocks)
+                                                                           : tiles / kLeastTilesPerSplit;
+  splits = splits < 1 ? 1 : (splits > tiles && tiles > 0 ? tiles : splits);
+  plan.tiles_per_split = ceil_div(tiles, splits);
+  plan.splits = tiles == 0 ? 1 : ceil_div(tiles, plan.tiles_per_split);
+  return plan;
+}
+
+// What the splits of the forward leave for combine_kernel.
+template <class T>
+struct Partials {
+  T* out;      // [splits][B * H * S_q][D_v], not divided by the sum
+  T* row_max;  // [splits][B * H * S_q]
+  T* row_sum;  // likewise
+
+  Partials(void* workspace, const Sizes& z, int64_t splits) {
+    const int64_t rows = z.batch * z.heads * z.seqlen_q;
+    out = static_cast<T*>(workspace);
+    row_max = out + splits * rows * z.head_dim_v;
+    row_sum = row_max + splits * rows;
+  }
+  static int64_t elements(const Sizes& z, int64_t splits) {
+    return splits * z.batch * z.heads * z.seqlen_q * (z.head_dim_v + 2);
+  }
+};
+
+// What the backward kernels know of each query row: P = 2^((score2 - reference) - correction), and delta.
+template <class T>
+struct RowTerms {
+  T *delta, *reference, *correction;  // [B * H * S_q] each
+  T* dslopes;                         // [B * H][query blocks]: partial sums of the slopes' gradients
+
+  RowTerms(void* workspace, const Sizes& z) {
+    const int64_t rows = z.batch * z.heads * z.seqlen_q;
+    delta = static_cast<T*>(workspace);
+    reference = delta + rows;
+    correction = reference + rows;
+    dslopes = correction + rows;
+  }
+  static int64_t elements(const Sizes& z) {
+    return z.batch * z.heads * (3 * z.seqlen_q + ceil_div(z.seqlen_q, kBlockQ));
+  }
+};
+
+inline int64_t accumulator_bytes(const AttentionParams& p) { return p.dtype == DType::kFloat64 ? 8 : 4; }
+
+}  // namespace flash_attn_ext::cuda::simt

@@ -1,0 +1,17 @@
+// The simt tier: plain CUDA C++ for every dtype, head dimension and option, on any GPU. Torch-free.
+#pragma once
+
+#include "../run.h"
+
+namespace flash_attn_ext::cuda::simt {
+
+size_t forward_workspace(const AttentionParams& p);
+size_t backward_workspace(const BackwardParams& p);
+
+using Forward = cudaError_t(const AttentionParams&, void* workspace, cudaStream_t);
+using Backward = cudaError_t(const BackwardParams&, void* workspace, cudaStream_t);
+
+Forward forward_float32, forward_float64, forward_bfloat16, forward_float16;
+Backward backward_float32, backward_float64, backward_bfloat16, backward_float16;
+
+}  // namespace flash_attn_ext::cuda::simt

@@ -1,0 +1,167 @@
+// One block's tile: which thread holds what, the shared memory plan, and the two products that every kernel
+// of this tier is made of.
+//
+//   add_row_products     acc += L R^T    S = Q K^T, dP = dO V^T
+//   add_weighted_rows    acc += W V      O = P V, dQ = dS K;  with W^T: dV = P^T dO, dK = dS^T Q
+//
+// No head dimension is compiled in: the first product walks D in chunks, and of the second a block owns a
+// slice of columns.
+#pragma once
+
+#include <cmath>
+
+#include "../../core/params.h"
+#include "../convert.h"
+#include "../scores.cuh"
+#include "../shared_memory.h"
+#include "plan.h"
+
+namespace flash_attn_ext::cuda::simt {
+
+constexpr int kCols = kBlockK / kSide;  // score columns of a thread
+constexpr int kDepth = 16;              // columns of L and R in shared memory at a time
+constexpr int kStep = 16;               // rows of V in shared memory at a time
+
+// Thread (x, y) of the square holds the elements (y + 16 r, x + 16 c) of a tile. The 16 threads of a row are
+// one half of a warp.
+__device__ inline int thread_x() { return threadIdx.x % kSide; }
+__device__ inline int thread_y() { return threadIdx.x / kSide; }
+__device__ inline int tile_row(int r) { return thread_y() + kSide * r; }
+__device__ inline int tile_col(int c) { return thread_x() + kSide * c; }
+
+// A tile of scores, P or dS: queries by keys. What happens between two products to one element is its
+// thread's own affair, in shared memory and in a loop that is not unrolled: masks, softcap, ALiBi and dropout
+// are long code.
+template <class T, int kTileRows>
+using ScoreTile = T[kTileRows][kBlockK + 1];  // the odd length spreads a column over all banks
+
+template <class T, int kTileRows>
+struct SharedMemory {
+  T left[kTileRows][kDepth + 1];
+  union {  // the products follow one another
+    T right[kBlockK][kDepth + 1];
+    T values[kStep][kMaxSlice];
+  };
+  ScoreTile<T, kTileRows> weights;
+};
+static_assert(sizeof(SharedMemory<double, kBlockQ>) <= kMaxSharedBytes);
+
+// A masked element's weight is -0, which no other weight is: a NaN or Inf in its value row must not pass, and
+// 0 * NaN is NaN. One that attends keeps its NaN, also if its weight has become 0.
+template <class T>
+constexpr T kMaskedWeight = T(-0.0);
+
+template <class T>
+__device__ T weight_of(T x, bool attends) {
+  return attends ? x + T(0) : kMaskedWeight<T>;  // -0 + 0 is 0
+}
+
+template <class T>
+__device__ bool is_masked_weight(T weight) {
+  return weight == T(0) && std::signbit(weight);
+}
+
+// Rows of a (.., S, D) tensor from one position on; only `count` of them are inside.
+template <class In>
+struct Rows {
+  const In* first;
+  int64_t stride;
+  int64_t count;
+
+  __device__ const In* operator()(int n) const { return n < count ? first + n * stride : nullptr; }
+};
+
+// tile[n][d] = column `first` + d of row n; zero outside.
+template <class T, int kCount, class Source>
+__device__ void load_columns(T (&tile)[kCount][kDepth + 1], const Source& rows, int64_t first,
+                             int64_t columns) {
+  for (int e = threadIdx.x; e < kCount * kDepth; e += kThreads) {
+    const int n = e / kDepth, d = e % kDepth;
+    const auto* row = rows(n);
+    tile[n][d] = row && first + d < columns ? widen(row[first + d]) : T(0);
+  }
+}
+
+// acc[r][c] += <left row, right row>. Returns with `right` still being read: the next barrier is the
+// caller's.
+template <class T, int kTileRows, class Left, class Right>
+__device__ void add_row_products(SharedMemory<T, kTileRows>& shared, const Left& left, const Right& right,
+                                 int64_t columns, T (&acc)[kTileRows / kSide][kCols]) {
+  constexpr int R = kTileRows / kSide;
+  for (int64_t d0 = 0; d0 < columns; d0 += kDepth) {
+    __syncthreads();  // everyone has read what lies in left, right, values and weights
+    load_columns(shared.left, left, d0, columns);
+    load_columns(shared.right, right, d0, columns);
+    __syncthreads();  // left and right are complete
+#pragma unroll
+    for (int d = 0; d < kDepth; ++d) {
+      T a[R], b[kCols];
+#pragma unroll
+      for (int r = 0; r < R; ++r) a[r] = shared.left[tile_row(r)][d];
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) b[c] = shared.right[tile_col(c)][d];
+#pragma unroll
+      for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) acc[r][c] += a[r] * b[c];
+    }
+  }
+}
+
+// acc[r][c] += sum over n of weights[row][n] * value row n, in the slice of columns from `first_col` on.
+// Transposed: weights[n][row]. `partial` says that some element of the tile is masked. The weights' writers
+// need no barrier before the call.
+template <bool kTransposed, class T, int kTileRows, int kAccRows, int kSliceCols, class Values>
+__device__ void add_weighted_rows(SharedMemory<T, kTileRows>& shared, const Values& values, int64_t first_col,
+                                  int64_t columns, bool partial, T (&acc)[kAccRows][kSliceCols]) {
+  constexpr int kSlice = kSide * kSliceCols;
+  for (int n0 = 0; n0 < values.count; n0 += kStep) {
+    __syncthreads();  // the weights are complete; everyone has read right and the last values
+    for (int e = threadIdx.x; e < kStep * kSlice; e += kThreads) {
+      const int n = e / kSlice, c = e % kSlice;
+      const auto* row = values(n0 + n);
+      shared.values[n][c] = row && first_col + c < columns ? widen(row[first_col + c]) : T(0);
+    }
+    __syncthreads();  // values are complete
+    for (int n = 0; n < kStep; ++n) {
+      T v[kSliceCols];
+#pragma unroll
+      for (int c = 0; c < kSliceCols; ++c) v[c] = shared.values[n][tile_col(c)];
+#pragma unroll
+      for (int r = 0; r < kAccRows; ++r) {
+        const int row = kTransposed ? n0 + n : tile_row(r), col = kTransposed ? tile_row(r) : n0 + n;
+        const T weight = shared.weights[row][col];
+        if (partial && is_masked_weight(weight)) continue;
+#pragma unroll
+        for (int c = 0; c < kSliceCols; ++c) acc[r][c] += weight * v[c];
+      }
+    }
+  }
+}
+
+// Writes the thread's elements of a product to shared memory.
+template <class T, int R>
+__device__ void store_elements(const T (&elements)[R][kCols], ScoreTile<T, R * kSide>& tile) {
+#pragma unroll
+  for (int r = 0; r < R; ++r)
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) tile[tile_row(r)][tile_col(c)] = elements[r][c];
+}
+
+// The largest, or the sum, over the 16 threads of a row.
+
+template <class T>
+__device__ T row_maximum(T x) {
+#pragma unroll
+  for (int lanes = kSide / 2; lanes > 0; lanes /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+  return x;
+}
+
+template <class T>
+__device__ T row_total(T x) {
+#pragma unroll
+  for (int lanes = kSide / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+  return x;
+}
+
+}  // namespace flash_attn_ext::cuda::simt

@@ -1,0 +1,145 @@
+// Kernels with one fault each, to show that the host run reports it. tests/test_cuda_host.py names them.
+#include <string>
+
+#include "cuda/launch.h"
+#include "cuda/ptx.h"
+#include "cuda/shared_memory.h"
+#include "fibers.h"
+#include "memory.h"
+
+namespace {
+
+using flash_attn_ext::cuda::LaunchShape;
+
+constexpr int kThreads = 64;
+struct Shared {
+  float value[kThreads];
+};
+
+__device__ Shared& shared() { return flash_attn_ext::cuda::shared_memory<Shared>(); }
+
+// Sums neighbours, correctly: what the others are a variation of.
+__global__ void correct(float* out) {
+  const int t = threadIdx.x;
+  shared().value[t] = t;
+  __syncthreads();
+  out[blockIdx.x * kThreads + t] = shared().value[t] + shared().value[kThreads - 1 - t];
+}
+
+__global__ void missing_barrier_after_write(float* out) {
+  const int t = threadIdx.x;
+  shared().value[t] = t;
+  out[blockIdx.x * kThreads + t] = shared().value[kThreads - 1 - t];
+}
+
+__global__ void missing_barrier_before_overwrite(float* out) {
+  const int t = threadIdx.x;
+  for (int round = 0; round < 2; ++round) {
+    shared().value[t] = t;
+    __syncthreads();
+    out[blockIdx.x * kThreads + t] = shared().value[kThreads - 1 - t];
+  }
+}
+
+__global__ void warp_barrier_between_warps(float* out) {
+  const int t = threadIdx.x;
+  shared().value[t] = t;
+  __syncwarp();
+  out[blockIdx.x * kThreads + t] = shared().value[kThreads - 1 - t];
+}
+
+__global__ void shuffle_taken_for_a_barrier(float* out) {
+  const int t = threadIdx.x;
+  shared().value[t] = t;
+  const float other = __shfl_xor_sync(0xffffffffu, 1.0f, 1);
+  out[blockIdx.x * kThreads + t] = shared().value[t ^ 1] + other;
+}
+
+__global__ void unwritten_shared_memory(float* out) { out[threadIdx.x] = shared().value[threadIdx.x]; }
+
+__global__ void shared_memory_out_of_bounds(float* out) {
+  shared().value[threadIdx.x + 1] = 0;
+  out[threadIdx.x] = 0;
+}
+
+__global__ void write_out_of_bounds(float* out) { out[blockIdx.x * kThreads + threadIdx.x + 1] = 0; }
+
+__global__ void read_out_of_bounds(float* out) { out[threadIdx.x] = out[-1]; }
+
+__global__ void blocks_write_the_same(float* out) { out[threadIdx.x] = 0; }
+
+__global__ void divergent_barrier(float* out) {
+  if (threadIdx.x < 32) {
+    __syncthreads();
+  } else {
+    __syncthreads();
+  }
+  out[blockIdx.x * kThreads + threadIdx.x] = 0;
+}
+
+__global__ void barrier_not_reached_by_all(float* out) {
+  if (threadIdx.x == 7) return;
+  __syncthreads();
+  out[blockIdx.x * kThreads + threadIdx.x] = 0;
+}
+
+__device__ void async_copy(float* out, bool waits, bool meets) {
+  constexpr int kPerThread = 4;
+  const int t = threadIdx.x;
+  out[blockIdx.x * kThreads + t] = t;
+  __syncthreads();
+  if (t < kThreads / kPerThread)
+    flash_attn_ext::cuda::ptx::cp_async_16(&shared().value[kPerThread * t],
+                                           out + blockIdx.x * kThreads + kPerThread * t, true);
+  flash_attn_ext::cuda::ptx::cp_async_commit();
+  if (waits) flash_attn_ext::cuda::ptx::cp_async_wait<0>();
+  if (meets) __syncthreads();
+  out[blockIdx.x * kThreads + t] = shared().value[kThreads - 1 - t];
+}
+__global__ void correct_async_copy(float* out) { async_copy(out, true, true); }
+__global__ void async_copy_without_wait(float* out) { async_copy(out, false, true); }
+__global__ void async_copy_without_barrier(float* out) { async_copy(out, true, false); }
+
+__global__ void misaligned(float* out) { *reinterpret_cast<double*>(out + 1) = 0; }
+
+const struct {
+  const char* name;
+  void (*kernel)(float*);
+} kKernels[] = {
+    {"correct", correct},
+    {"missing_barrier_after_write", missing_barrier_after_write},
+    {"missing_barrier_before_overwrite", missing_barrier_before_overwrite},
+    {"warp_barrier_between_warps", warp_barrier_between_warps},
+    {"shuffle_taken_for_a_barrier", shuffle_taken_for_a_barrier},
+    {"unwritten_shared_memory", unwritten_shared_memory},
+    {"shared_memory_out_of_bounds", shared_memory_out_of_bounds},
+    {"write_out_of_bounds", write_out_of_bounds},
+    {"read_out_of_bounds", read_out_of_bounds},
+    {"blocks_write_the_same", blocks_write_the_same},
+    {"divergent_barrier", divergent_barrier},
+    {"barrier_not_reached_by_all", barrier_not_reached_by_all},
+    {"misaligned", misaligned},
+    {"correct_async_copy", correct_async_copy},
+    {"async_copy_without_wait", async_copy_without_wait},
+    {"async_copy_without_barrier", async_copy_without_barrier},
+};
+
+std::string report;
+
+}  // namespace
+
+// The report of two blocks of the named kernel; empty if it found nothing.
+extern "C" const char* run_faulty(const char* name, uint64_t seed) {
+  alignas(16) static float out[2 * kThreads];
+  cuda_host::seed_order(seed);
+  cuda_host::forget_buffers();
+  cuda_host::register_buffer(out, sizeof(out), sizeof(float), "out", true, false);
+  for (const auto& entry : kKernels)
+    if (entry.name == std::string(name)) {
+      const LaunchShape shape{2, 1, 1, kThreads, sizeof(Shared)};
+      flash_attn_ext::cuda::launch(entry.kernel, shape, nullptr, &out[0]);
+      report = cuda_host::take_error();
+      return report.c_str();
+    }
+  return "no such kernel";
+}

@@ -1,0 +1,309 @@
+#include "fibers.h"
+
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <utility>
+
+#include "memory.h"
+
+dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace cuda_host {
+
+Fiber* current = nullptr;
+
+namespace {
+
+constexpr int kWarpSize = 32;
+
+// Threads that wait for each other.
+struct Meeting {
+  std::vector<Fiber*> arrived;
+};
+
+// What runs now: one launch, of it one block.
+struct Execution {
+  void (*enter)(void*);
+  void* arguments;
+  std::string kernel;
+  int threads;
+  int finished;
+  std::vector<std::vector<Fiber*>> ready;  // of each warp
+  std::vector<int> warp_order;             // whose fibers run first
+  Meeting block;
+  std::vector<Meeting> warps;
+  std::string error;
+};
+
+Execution run;
+std::vector<std::unique_ptr<Fiber>> fibers;  // reused from block to block
+jmp_buf scheduler;
+uint64_t random_state = 1;
+
+uint64_t random_below(uint64_t n) {
+  random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+  return (random_state >> 33) % n;
+}
+
+template <class T>
+void shuffle(std::vector<T>& items) {
+  for (size_t n = items.size(); n > 1; --n) std::swap(items[n - 1], items[random_below(n)]);
+}
+
+void make_ready(Fiber* fiber) { run.ready[fiber->thread / kWarpSize].push_back(fiber); }
+
+// One warp runs as far as it can before the next one starts, which is what shows a barrier that is missing;
+// in a warp the lanes go in random order.
+Fiber* next_fiber() {
+  for (const int warp : run.warp_order) {
+    std::vector<Fiber*>& lanes = run.ready[warp];
+    if (lanes.empty()) continue;
+    std::swap(lanes[random_below(lanes.size())], lanes.back());
+    Fiber* next = lanes.back();
+    lanes.pop_back();
+    return next;
+  }
+  return nullptr;
+}
+
+// _setjmp and _longjmp switch between stacks that already run; makecontext only starts one.
+void switch_to_scheduler() {
+  Fiber* self = current;
+  if (_setjmp(self->context) == 0) _longjmp(scheduler, 1);
+}
+
+// A fiber's whole life: one block's kernel after the other.
+void fiber_loop() {
+  for (;;) {
+    run.enter(run.arguments);
+    current->finished = true;
+    ++run.finished;
+    switch_to_scheduler();
+  }
+}
+
+void switch_to(Fiber* fiber) {
+  current = fiber;
+  threadIdx = fiber->index;
+  if (_setjmp(scheduler) == 0) {
+    if (fiber->started) _longjmp(fiber->context, 1);
+    fiber->started = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = fiber->stack.get();
+    context.uc_stack.ss_size = kStackBytes;
+    context.uc_link = nullptr;
+    makecontext(&context, fiber_loop, 0);
+    setcontext(&context);
+  }
+  current = nullptr;
+}
+
+std::string text(const Site& site) {
+  const char* name = std::strrchr(site.file, '/');
+  return std::string(site.what) + " at " + (name ? name + 1 : site.file) + ":" + std::to_string(site.line);
+}
+
+// Everything that any of them did before is now known to all of them.
+void join_clocks(const std::vector<Fiber*>& fibers) {
+  const auto joined = std::make_shared<Clock>(*fibers[0]->known);
+  const Clock* last = nullptr;
+  for (const Fiber* fiber : fibers) {
+    if (fiber->known.get() != last) {  // threads that met before share one clock
+      last = fiber->known.get();
+      for (size_t n = 0; n < joined->size(); ++n) (*joined)[n] = std::max((*joined)[n], (*last)[n]);
+    }
+  }
+  for (const Fiber* fiber : fibers) (*joined)[fiber->thread] = fiber->now;
+  for (Fiber* fiber : fibers) {
+    fiber->known = joined;
+    ++fiber->now;
+  }
+}
+
+// Waits until `expected` threads are here. The last one finishes the meeting for all of them.
+template <class Finish>
+void meet(Meeting& meeting, size_t expected, Site site, Finish finish) {
+  Fiber* self = current;
+  self->site = site;
+  if (!meeting.arrived.empty()) {
+    const Site& first = meeting.arrived[0]->site;
+    if (first.line != site.line || std::strcmp(first.file, site.file) != 0)
+      fail("divergent barrier: " + describe(self->thread) + " is in " + text(site) + ", thread " +
+           std::to_string(meeting.arrived[0]->thread) + " in " + text(first));
+  }
+  meeting.arrived.push_back(self);
+  if (meeting.arrived.size() == expected) {
+    finish(meeting.arrived);
+    for (Fiber* fiber : meeting.arrived) {
+      fiber->site = {};
+      make_ready(fiber);
+    }
+    meeting.arrived.clear();
+  }
+  switch_to_scheduler();
+}
+
+// All fibers that are left wait: says who waits where.
+std::string describe_deadlock() {
+  std::map<std::string, std::vector<int>> waiting;
+  for (int n = 0; n < run.threads; ++n)
+    waiting[fibers[n]->finished ? "has ended" : "waits in " + text(fibers[n]->site)].push_back(n);
+  std::string message = "deadlock in " + run.kernel + ":";
+  for (const auto& [where, threads] : waiting) {
+    message += " thread " + std::to_string(threads[0]);
+    if (threads.size() > 1) message += " and " + std::to_string(threads.size() - 1) + " more";
+    message += " " + where + ";";
+  }
+  return message;
+}
+
+void begin_block(dim3 block) {
+  blockIdx = block;
+  run.finished = 0;
+  run.block.arrived.clear();
+  const int warps = (run.threads + kWarpSize - 1) / kWarpSize;
+  run.warps.assign(warps, {});
+  run.ready.assign(warps, {});
+  run.warp_order.resize(warps);
+  std::iota(run.warp_order.begin(), run.warp_order.end(), 0);
+  shuffle(run.warp_order);
+  const auto nothing_known = std::make_shared<const Clock>(run.threads, 0);
+  while (fibers.size() < static_cast<size_t>(run.threads)) {
+    fibers.push_back(std::make_unique<Fiber>());
+    fibers.back()->stack = std::make_unique<char[]>(kStackBytes);
+  }
+  for (int n = 0; n < run.threads; ++n) {
+    Fiber& fiber = *fibers[n];
+    const dim3 size = blockDim;
+    fiber.thread = n;
+    fiber.index = dim3(n % size.x, n / size.x % size.y, n / (size.x * size.y));
+    fiber.finished = false;
+    fiber.site = {};
+    fiber.now = 1;
+    fiber.copies.clear();
+    fiber.groups = 0;
+    fiber.known = nothing_known;
+    make_ready(&fiber);
+  }
+}
+
+// A fiber runs until it meets others.
+void run_block(dim3 block) {
+  begin_block(block);
+  while (run.error.empty()) {
+    Fiber* next = next_fiber();
+    if (!next) break;
+    switch_to(next);
+  }
+  if (run.error.empty() && run.finished < run.threads) run.error = describe_deadlock();
+  if (!run.error.empty())
+    for (auto& fiber : fibers) fiber->started = false;  // left in the middle of the kernel
+}
+
+std::string name_of(const void* kernel) {
+  Dl_info info;
+  if (!dladdr(kernel, &info) || !info.dli_sname) return "kernel";
+  int status;
+  char* demangled = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);
+  const std::string name = status == 0 ? demangled : info.dli_sname;
+  std::free(demangled);
+  return name.substr(0, name.find('('));
+}
+
+std::map<const void*, int> dynamic_shared_limit;  // set by cudaFuncSetAttribute
+
+}  // namespace
+
+void fail(const std::string& message) {
+  run.error = message;
+  _longjmp(scheduler, 1);
+}
+
+std::string describe(int thread) {
+  const dim3 b = blockIdx;
+  return run.kernel + ", block (" + std::to_string(b.x) + ", " + std::to_string(b.y) + ", " +
+         std::to_string(b.z) + "), thread " + std::to_string(thread);
+}
+
+void seed_order(uint64_t seed) { random_state = seed * 2 + 1; }
+
+std::string take_error() { return std::exchange(run.error, ""); }
+
+int lane() { return current->thread % kWarpSize; }
+
+uint64_t meet_block(Site site, uint64_t value) {
+  Fiber* self = current;
+  self->value = value;
+  meet(run.block, run.threads, site, [](const std::vector<Fiber*>& fibers) {
+    uint64_t all = 0;
+    for (const Fiber* fiber : fibers) all |= fiber->value;
+    for (Fiber* fiber : fibers) fiber->value = all;
+    join_clocks(fibers);
+    shuffle(run.warp_order);
+  });
+  return self->value;
+}
+
+void meet_warp(Site site, unsigned mask) {
+  meet(run.warps[current->thread / kWarpSize], __builtin_popcount(mask), site, join_clocks);
+}
+
+void combine_lanes(Site site, unsigned mask, void* mine, void (*finish)(void* const* lanes)) {
+  current->brought = mine;
+  Meeting& warp = run.warps[current->thread / kWarpSize];
+  meet(warp, __builtin_popcount(mask), site, [finish](const std::vector<Fiber*>& fibers) {
+    void* lanes[kWarpSize] = {};
+    for (const Fiber* fiber : fibers) lanes[fiber->thread % kWarpSize] = fiber->brought;
+    Fiber* last =
+        std::exchange(current, nullptr);  // the host's work, on all lanes' stacks: nothing to look at
+    finish(lanes);
+    current = last;
+  });
+}
+
+// Blocks run one after another, in random order: those of one launch may not depend on each other.
+cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void (*enter)(void*),
+                     void* arguments, size_t argument_bytes) {
+  const dim3 grid = config.gridDim, block = config.blockDim;
+  constexpr size_t kSharedBytesWithoutOptIn = 48 << 10;
+  const auto limit = dynamic_shared_limit.find(kernel);
+  const size_t allowed = limit == dynamic_shared_limit.end() ? kSharedBytesWithoutOptIn : limit->second;
+  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535 ||
+      threads == 0 || threads > 1024 || config.dynamicSmemBytes > std::max(allowed, kSharedBytesWithoutOptIn))
+    return cudaErrorInvalidConfiguration;
+
+  run.enter = enter;
+  run.arguments = arguments;
+  run.kernel = name_of(kernel);
+  run.threads = static_cast<int>(threads);
+  blockDim = block;
+  gridDim = grid;
+  memory_begin_launch(arguments, argument_bytes);
+
+  std::vector<dim3> order;
+  for (unsigned z = 0; z < grid.z; ++z)
+    for (unsigned y = 0; y < grid.y; ++y)
+      for (unsigned x = 0; x < grid.x; ++x) order.emplace_back(x, y, z);
+  shuffle(order);
+  for (const dim3& next : order) {
+    memory_begin_block(config.dynamicSmemBytes);
+    run_block(next);
+    if (!run.error.empty()) return cudaErrorLaunchFailure;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace cuda_host
+
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+  if (value < 0 || static_cast<size_t>(value) > cuda_host::kMaxSharedBytes) return cudaErrorInvalidValue;
+  cuda_host::dynamic_shared_limit[kernel] = value;
+  return cudaSuccess;
+}

@@ -1,0 +1,58 @@
+// One fiber per CUDA thread of the block that runs, and when the fibers learned of each other's writes.
+#pragma once
+
+#include <csetjmp>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "include/cuda_runtime.h"
+
+namespace cuda_host {
+
+// Vector clocks: a thread's events happen at its own time `now`, which advances when it meets others.
+using Clock = std::vector<uint32_t>;  // the latest time of each thread that is known to have passed
+
+struct Fiber {
+  int thread;  // its number in the block
+  dim3 index;
+  std::unique_ptr<char[]> stack;
+  jmp_buf context;
+  bool started = false;  // the context is inside the fiber's loop, and can be switched to
+
+  bool finished = false;
+  Site site{};              // where it waits
+  uint64_t value = 0;       // for meet_block
+  void* brought = nullptr;  // for combine_lanes
+  uint32_t now = 1;
+  std::shared_ptr<const Clock> known;
+
+  // Copies by cp.async that have not landed: it has ended `groups` groups of them.
+  struct Copy {
+    void* shared;
+    const void* global;
+    bool inside;
+    int group;
+  };
+  std::vector<Copy> copies;
+  int groups = 0;
+
+  // Whether what `other` did at `time` is ordered before what this thread does now.
+  bool knows(int other, uint32_t time) const { return other == thread || time <= (*known)[other]; }
+};
+
+constexpr size_t kStackBytes = 64 << 10;
+
+extern Fiber* current;  // null while no kernel runs
+
+// Ends the launch with this message; called by the fiber that runs, to which it never returns.
+[[noreturn]] void fail(const std::string& message);
+
+std::string describe(int thread);  // "kernel<...>, block (0, 1, 0), thread 7"
+
+void seed_order(uint64_t seed);
+// The first error since the last call, or an empty string.
+std::string take_error();
+
+}  // namespace cuda_host

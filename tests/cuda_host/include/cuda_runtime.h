@@ -1,0 +1,101 @@
+// What the kernels use of CUDA's language and runtime, for a run on the host. Found instead of the toolkit's
+// header because the host build's include path puts this folder first; the kernels' sources do not know.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <tuple>
+#include <type_traits>
+
+#include "cuda_runtime_api.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+// g++ refuses this attribute on a local variable: shared memory is the block's one dynamic array, or an
+// error.
+#define __shared__ __attribute__((section(".bss.cuda_shared")))
+
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;  // of the fiber that runs
+
+namespace cuda_host {
+
+// Where in the source a thread meets others.
+struct Site {
+  const char* what;
+  const char* file;
+  int line;
+};
+#define CUDA_HOST_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+
+// All threads of the block meet at one site; the result is the bitwise or of their values.
+uint64_t meet_block(Site site, uint64_t value);
+// The lanes of a warp meet.
+void meet_warp(Site site, unsigned mask);
+// The lanes of a warp meet, and the last one calls finish(what each lane brought; null for those not in the
+// mask). This orders no memory.
+void combine_lanes(Site site, unsigned mask, void* mine, void (*finish)(void* const* lanes));
+
+int lane();
+
+cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void (*enter)(void*),
+                     void* arguments, size_t argument_bytes);
+
+template <class T>
+T take_from_lane(Site site, unsigned mask, T value, int source_lane) {
+  struct Lane {
+    T value, result;
+    int source;
+  };
+  Lane mine{value, value, source_lane};
+  combine_lanes(site, mask, &mine, [](void* const* lanes) {
+    for (int n = 0; n < 32; ++n)
+      if (auto* lane = static_cast<Lane*>(lanes[n]))
+        if (const auto* source = static_cast<const Lane*>(lanes[lane->source])) lane->result = source->value;
+  });
+  return mine.result;
+}
+
+}  // namespace cuda_host
+
+inline void __syncthreads(CUDA_HOST_SITE) { cuda_host::meet_block({"__syncthreads", file, line}, 0); }
+
+inline int __syncthreads_or(int value, CUDA_HOST_SITE) {
+  return cuda_host::meet_block({"__syncthreads_or", file, line}, value != 0) != 0;
+}
+
+inline void __syncwarp(unsigned mask = 0xffffffffu, CUDA_HOST_SITE) {
+  cuda_host::meet_warp({"__syncwarp", file, line}, mask);
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask, CUDA_HOST_SITE) {
+  return cuda_host::take_from_lane({"__shfl_xor_sync", file, line}, mask, value,
+                                   cuda_host::lane() ^ lane_mask);
+}
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source_lane, CUDA_HOST_SITE) {
+  return cuda_host::take_from_lane({"__shfl_sync", file, line}, mask, value, source_lane % 32);
+}
+
+// Runs the kernel to its end: a host run has no streams.
+template <class... Params, class... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
+  using Arguments = std::tuple<void (*)(Params...), Params...>;
+  Arguments arguments(kernel, args...);
+  const auto enter = [](void* pointer) {
+    std::apply([](auto run, auto&... params) { run(params...); }, *static_cast<Arguments*>(pointer));
+  };
+  return cuda_host::run_grid(*config, reinterpret_cast<const void*>(kernel), enter, &arguments,
+                             sizeof(arguments));
+}
+
+template <class... Params>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(Params...), cudaFuncAttribute attribute, int value) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
+}

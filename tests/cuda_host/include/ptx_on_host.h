@@ -1,0 +1,54 @@
+// csrc/cuda/ptx.h for a run on the host: the same functions, by instructions.cpp.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
+#include "cuda_runtime.h"
+
+namespace cuda_host {
+
+void cp_async_16(void* shared, const void* global, bool inside);
+void cp_async_commit();
+void cp_async_wait(int pending);
+void ldmatrix_x4(Site site, uint32_t* r, const void* row, bool transposed);
+void mma_m16n8k16(Site site, float* c, const uint32_t* a, uint32_t b0, uint32_t b1,
+                  float (*widen)(uint16_t bits));
+
+template <class In>
+float widen_bits(uint16_t bits) {
+  In x;
+  std::memcpy(&x, &bits, sizeof(x));
+  if constexpr (std::is_same_v<In, __half>)
+    return __half2float(x);
+  else
+    return __bfloat162float(x);
+}
+
+}  // namespace cuda_host
+
+namespace flash_attn_ext::cuda::ptx {
+
+using cuda_host::cp_async_16;
+using cuda_host::cp_async_commit;
+
+template <int kPending>
+void cp_async_wait() {
+  cuda_host::cp_async_wait(kPending);
+}
+
+inline void ldmatrix_x4(uint32_t (&r)[4], const void* row, CUDA_HOST_SITE) {
+  cuda_host::ldmatrix_x4({"ldmatrix", file, line}, r, row, false);
+}
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row, CUDA_HOST_SITE) {
+  cuda_host::ldmatrix_x4({"ldmatrix.trans", file, line}, r, row, true);
+}
+
+template <class In>
+void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, CUDA_HOST_SITE) {
+  cuda_host::mma_m16n8k16({"mma", file, line}, c, a, b0, b1, cuda_host::widen_bits<In>);
+}
+
+}  // namespace flash_attn_ext::cuda::ptx

@@ -1,0 +1,243 @@
+"""The CUDA kernels' host build as a library, and as the operators' CPU kernels for as long as a test runs."""
+
+import ctypes
+import math
+import os
+import re
+import shutil
+import subprocess
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+BUILD = ROOT / "build" / "cuda_host"
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool: 4}
+UNBOUNDED = 1 << 60
+
+i64, u64, f64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
+
+
+def struct(name, base=ctypes.Structure, **fields):
+    return type(name, (base,), {"_fields_": list(fields.items())})
+
+
+# csrc/core/params.h, field by field; Library compares the sizes.
+Sizes = struct("Sizes", **dict.fromkeys(
+    ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"), i64
+))  # fmt: skip
+Tensor4 = struct("Tensor4", data=pointer, stride_b=i64, stride_h=i64, stride_s=i64)
+Band = struct("Band", diagonal=i64, left=i64, right=i64)
+MaskParams = struct(
+    "MaskParams", data=pointer, dtype=ctypes.c_int8, stride_b=i64, stride_h=i64, stride_q=i64, stride_k=i64
+)
+AlibiParams = struct("AlibiParams", slopes=pointer, stride_b=i64, stride_h=i64)
+DropoutParams = struct("DropoutParams", rng_state=pointer, threshold=u64, keep_scale=f64)
+DecodeParams = struct("DecodeParams", num_splits=i64, has_unified_max=ctypes.c_bool, unified_max=f64)
+AttentionParams = struct(
+    "AttentionParams", dtype=ctypes.c_int8, sizes=Sizes, q=Tensor4, k=Tensor4, v=Tensor4, out=Tensor4, lse=pointer,
+    scale=f64, softcap=f64, band=Band, mask=MaskParams, alibi=AlibiParams, dropout=DropoutParams, decode=DecodeParams,
+)  # fmt: skip
+MaskGrad = struct("MaskGrad", data=pointer, batch=i64, heads=i64, rows=i64, cols=i64)
+BackwardParams = struct(
+    "BackwardParams", AttentionParams, dout=Tensor4, dlse=pointer, dq=Tensor4, dk=Tensor4, dv=Tensor4, dmask=MaskGrad,
+    dalibi_slopes=pointer,
+)  # fmt: skip
+
+
+class KernelError(Exception):
+    """What the host run found: a race, an access out of bounds, a deadlock, a launch that failed."""
+
+
+def build(sources=ROOT / "csrc", folder=BUILD):
+    """The library's path, after rebuilding what changed."""
+    if shutil.which("make") is None:
+        raise RuntimeError("needs make and g++ (or CXX); there is no make")
+    command = ["make", f"-j{len(os.sched_getaffinity(0))}", "-C", HERE, f"SOURCES={sources}", f"BUILD={folder}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(done.stdout[-5000:])
+    return Path(folder) / "libcuda_host.so"
+
+
+class Library:
+    def __init__(self, path, seed=1):
+        self.path = path
+        self.num_splits = 0
+        self.c = ctypes.CDLL(str(path))
+        for name in ("forward", "backward", "dropout_mask"):
+            getattr(self.c, name).restype = ctypes.c_char_p
+        for name in ("forward_workspace", "backward_workspace"):
+            getattr(self.c, name).restype = ctypes.c_size_t
+        self.c.register_buffer.argtypes = [pointer, i64, i64, ctypes.c_char_p, ctypes.c_bool, ctypes.c_bool]
+        self.c.seed_order.argtypes = [u64]
+        assert self.c.attention_params_bytes() == ctypes.sizeof(AttentionParams)
+        assert self.c.backward_params_bytes() == ctypes.sizeof(BackwardParams)
+        self.seed_order(seed)
+
+    def seed_order(self, seed):
+        """Another order of fibers and blocks, the same for the same seed."""
+        self.c.seed_order(seed)
+
+    def show(self, tensors, outputs=()):
+        """Tells the library what memory there is: everything else is out of bounds."""
+        self.c.forget_buffers()
+        for name, t in tensors.items():
+            if t is not None and t.numel():
+                storage = t.untyped_storage()
+                written = name in outputs
+                self.c.register_buffer(
+                    storage.data_ptr(), storage.nbytes(), t.element_size(), name.encode(), written, not written
+                )
+
+    def check(self, error):
+        if error is not None:
+            raise KernelError(re.sub(r"code (0x[0-9a-f]+)", self._source_line, error.decode()))
+
+    def _source_line(self, match):
+        command = ["addr2line", "-e", str(self.path), match.group(1)]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip().rsplit("/", 1)[-1]
+
+    def pack(self, params, tensors, options):
+        """As csrc/ops/pack_params.cpp does."""
+        q, k, v, mask = (tensors[name] for name in ("q", "k", "v", "attn_mask"))
+        params.dtype = DTYPES[q.dtype]
+        params.sizes = Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        for name in ("q", "k", "v", "out"):
+            setattr(params, name, tensor4(tensors[name]))
+        params.lse = tensors["lse"].data_ptr()
+        params.scale = 1 / math.sqrt(q.shape[3]) if options["scale"] is None else options["scale"]
+        params.softcap = options["softcap"]
+        left, right = options["window_left"], options["window_right"]
+        params.band = Band(
+            k.shape[2] - q.shape[2] if options["lower_right"] else 0,
+            UNBOUNDED if left < 0 else left,
+            0 if options["causal"] else UNBOUNDED if right < 0 else right,
+        )
+        if mask is not None:
+            strides = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
+            params.mask = MaskParams(mask.data_ptr(), DTYPES[mask.dtype], *strides)
+        slopes = tensors["slopes"]
+        if slopes is not None:
+            params.alibi = AlibiParams(
+                slopes.data_ptr(), slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1)
+            )
+        if options["dropout_p"] > 0:
+            params.dropout = dropout_params(tensors["rng_state"], options["dropout_p"])
+        unified_max = options["unified_max"]
+        num_splits = options["num_splits"] or self.num_splits
+        params.decode = DecodeParams(num_splits, unified_max is not None, unified_max or 0.0)
+        return params
+
+    def forward(self, tensors, **options):
+        q, v = tensors["q"], tensors["v"]
+        tensors["out"] = empty_in_order_of(q, v.shape[3])
+        tensors["lse"] = torch.empty(q.shape[:3], dtype=accumulate_type(q))
+        params = self.pack(AttentionParams(), tensors, options)
+        workspace = empty_workspace(self.c.forward_workspace(ctypes.byref(params)))
+        self.show({**tensors, "workspace": workspace}, ("out", "lse", "workspace"))
+        self.check(self.c.forward(ctypes.byref(params), pointer(workspace.data_ptr())))
+        return tensors["out"], tensors["lse"]
+
+    def backward(self, tensors, wanted, **options):
+        params = self.pack(BackwardParams(), tensors, options)
+        params.dout = tensor4(tensors["dout"])
+        params.dlse = None if tensors["dlse"] is None else tensors["dlse"].data_ptr()
+        grads = {}
+        for name in ("q", "k", "v"):
+            if wanted[name]:
+                grads["d" + name] = empty_in_order_of(tensors[name], tensors[name].shape[3])
+                setattr(params, "d" + name, tensor4(grads["d" + name]))
+        if wanted["attn_mask"]:
+            grads["dmask"] = torch.empty(tensors["attn_mask"].shape, dtype=tensors["attn_mask"].dtype)
+            params.dmask = MaskGrad(grads["dmask"].data_ptr(), *grads["dmask"].shape)
+        if wanted["slopes"]:
+            grads["dslopes"] = torch.empty(tensors["q"].shape[:2], dtype=tensors["lse"].dtype)
+            params.dalibi_slopes = grads["dslopes"].data_ptr()
+        workspace = empty_workspace(self.c.backward_workspace(ctypes.byref(params)))
+        self.show({**tensors, **grads, "workspace": workspace}, (*grads, "workspace"))
+        self.check(self.c.backward(ctypes.byref(params), pointer(workspace.data_ptr())))
+        if wanted["slopes"] and tensors["slopes"].dim() == 1:
+            grads["dslopes"] = grads["dslopes"].sum(0)
+        return grads
+
+    def dropout_mask(self, rng_state, batch, heads, seqlen_q, seqlen_k, dropout_p):
+        kept = torch.empty(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool)
+        self.show({"rng_state": rng_state, "kept": kept}, ("kept",))
+        sizes = Sizes(batch, heads, heads, seqlen_q, seqlen_k, 1, 1)
+        dropout = dropout_params(rng_state, dropout_p)
+        self.check(self.c.dropout_mask(ctypes.byref(dropout), ctypes.byref(sizes), pointer(kept.data_ptr())))
+        return kept
+
+
+def tensor4(t):
+    return Tensor4(t.data_ptr(), *t.stride()[:3])
+
+
+def empty_workspace(size):
+    assert size % 4 == 0
+    return torch.empty(size // 4, dtype=torch.float32)
+
+
+def dropout_params(rng_state, p):
+    return DropoutParams(rng_state.data_ptr(), round(math.ldexp(p, 32)), 1 / (1 - p) if p < 1 else 0.0)
+
+
+def accumulate_type(t):
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def readable(t):
+    return t if t.shape[-1] <= 1 or t.stride(-1) == 1 else t.contiguous()
+
+
+def empty_in_order_of(like, last_dim):
+    b, h, s, _ = like.shape
+    if like.stride(1) < like.stride(2):
+        return torch.empty(b, s, h, last_dim, dtype=like.dtype).transpose(1, 2)
+    return torch.empty(b, h, s, last_dim, dtype=like.dtype)
+
+
+DEFAULTS = {
+    "scale": None, "causal": False, "lower_right": False, "window_left": -1, "window_right": -1, "softcap": 0.0,
+    "dropout_p": 0.0, "num_splits": 0, "unified_max": None,
+}  # fmt: skip
+
+
+@contextmanager
+def as_cpu_kernels(library):
+    """Inside, flash_attn and its backward on CPU tensors run through the CUDA kernels' host build."""
+
+    def inputs(q, k, v, mask, slopes, rng_state):
+        slopes = None if slopes is None else slopes.to(accumulate_type(q))
+        tensors = {"q": readable(q), "k": readable(k), "v": readable(v)}
+        return tensors | {"attn_mask": mask, "slopes": slopes, "rng_state": rng_state}
+
+    def attention(q, k, v, attn_mask=None, alibi_slopes=None, rng_state=None, **options):
+        return library.forward(inputs(q, k, v, attn_mask, alibi_slopes, rng_state), **DEFAULTS | options)
+
+    def attention_backward(dout, dlse, q, k, v, mask, slopes, rng_state, out, lse, grad_mask=None, **options):
+        tensors = inputs(q, k, v, mask, slopes, rng_state) | {"out": readable(out), "lse": lse}
+        tensors["dout"] = torch.zeros(1, 1, 1, out.shape[3], dtype=out.dtype).expand_as(out)
+        if dout is not None:
+            tensors["dout"] = readable(dout)
+        tensors["dlse"] = None if dlse is None else dlse.contiguous()
+        wanted = dict(zip(("q", "k", "v", "attn_mask", "slopes"), grad_mask, strict=True))
+        grads = library.backward(tensors, wanted, **DEFAULTS | options)
+        if wanted["slopes"]:
+            grads["dslopes"] = grads["dslopes"].to(slopes.dtype)
+        return tuple(grads.get(name) for name in ("dq", "dk", "dv", "dmask", "dslopes"))
+
+    registration = torch.library.Library("flash_attn_ext", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")
+        registration.impl("attention", attention, "CPU")
+        registration.impl("attention_backward", attention_backward, "CPU")
+        registration.impl("dropout_mask", library.dropout_mask, "CPU")
+    try:
+        yield library
+    finally:
+        registration._destroy()

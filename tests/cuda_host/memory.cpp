@@ -1,0 +1,213 @@
+// The kernels are compiled with -fsanitize=thread, which puts a call before every access to memory. The
+// functions that it calls are these here, not those of ThreadSanitizer's library, which knows neither shared
+// memory nor warps.
+//
+// Every element remembers who wrote it last and when. An access is an error
+//   - outside what was registered, or a write to what is only for reading: out of bounds;
+//   - if it reads what nobody wrote, where the memory did not come initialised;
+//   - to what another thread wrote with no barrier in between, or another block of the same launch: a race.
+// Only writes are remembered. A missing barrier between a read and a later write shows where the writer's
+// warp is ahead of the reader's, and fibers.cpp lets each warp in turn run ahead of the others as far as it
+// can.
+#include "memory.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <vector>
+
+#include "fibers.h"
+
+namespace flash_attn_ext::cuda {
+// The array behind csrc/cuda/shared_memory.h.
+alignas(1024) unsigned char shared_bytes[cuda_host::kMaxSharedBytes];
+}  // namespace flash_attn_ext::cuda
+
+namespace cuda_host {
+namespace {
+
+struct Write {
+  uint32_t block;  // number of the block since the program began; 0: never written
+  uint32_t time : 22, thread : 10;
+
+  bool operator==(const Write& other) const { return std::memcmp(this, &other, sizeof(Write)) == 0; }
+};
+
+constexpr uint32_t kInFlight = (1 << 22) - 1;  // the time of a write that has not landed
+
+struct Region {
+  uintptr_t begin, end;
+  std::string name;
+  bool writable, initialised, shared;
+  int element_shift;  // log2 of an element's bytes: this is where a run's time goes, so no division
+  std::vector<Write> last_writes;  // one per element
+
+  bool contains(uintptr_t address) const { return begin <= address && address < end; }
+  Write* last_write(uintptr_t address) { return &last_writes[(address - begin) >> element_shift]; }
+  size_t elements(size_t bytes) const { return (bytes + (size_t{1} << element_shift) - 1) >> element_shift; }
+};
+
+constexpr int kSharedElementShift = 1;  // the smallest elements that kernels keep there have 2 bytes
+
+struct Memory {
+  std::vector<Region> regions;  // the first is shared memory
+  Region* last_found;
+  uintptr_t arguments_begin, arguments_end;
+  uint32_t first_block_of_launch = 1, block = 1;
+
+  Memory() { begin_regions(); }
+
+  void begin_regions() {
+    regions.clear();
+    const auto shared = reinterpret_cast<uintptr_t>(flash_attn_ext::cuda::shared_bytes);
+    regions.push_back({shared, shared, "shared memory", true, false, true, kSharedElementShift,
+                       std::vector<Write>(kMaxSharedBytes >> kSharedElementShift)});
+    last_found = &regions[0];
+  }
+
+  Region* find(uintptr_t address) {
+    if (regions[0].contains(address)) return &regions[0];
+    if (last_found->contains(address)) return last_found;
+    for (Region& region : regions)
+      if (region.contains(address)) return last_found = &region;
+    return nullptr;
+  }
+};
+
+Memory memory;
+
+struct Access {
+  uintptr_t address;
+  size_t bytes;
+  bool is_write;
+  void* code;
+};
+
+// "<kernel, block, thread> reads 4 bytes at +12 of q [code 0x1234]": addr2line turns the last into a line.
+std::string describe(const Access& access, const Region* region) {
+  Dl_info info;
+  char text[160];
+  const uintptr_t base = dladdr(access.code, &info) ? reinterpret_cast<uintptr_t>(info.dli_fbase) : 0;
+  std::snprintf(text, sizeof(text), " %s %zu bytes at +%zu of %s [code 0x%zx]",
+                access.is_write ? "writes" : "reads", access.bytes,
+                region ? access.address - region->begin : 0, region ? region->name.c_str() : "unknown memory",
+                reinterpret_cast<uintptr_t>(access.code) - base - 1);
+  return cuda_host::describe(current->thread) + text;
+}
+
+void check_order(const Access& access, const Region& region, const Write& last) {
+  if (last.block < memory.first_block_of_launch || (region.shared && last.block != memory.block)) {
+    const bool unwritten = region.shared || (last.block == 0 && !region.initialised);
+    if (unwritten && !access.is_write) fail("read of memory that nobody wrote: " + describe(access, &region));
+  } else if (last.block != memory.block) {
+    fail("race between blocks: " + describe(access, &region) + ", which another block of this launch wrote");
+  } else if (last.time == kInFlight) {
+    fail("touched in flight: " + describe(access, &region) + ", where a copy of thread " +
+         std::to_string(last.thread) + " has not landed");
+  } else if (!current->knows(last.thread, last.time)) {
+    fail("race: " + describe(access, &region) + ", which thread " + std::to_string(last.thread) +
+         " wrote with no barrier in between");
+  }
+}
+
+// The kernel's arguments and the built-in variables.
+bool is_launch_state(uintptr_t address) {
+  for (const dim3* variable : {&threadIdx, &blockIdx, &blockDim, &gridDim}) {
+    const auto begin = reinterpret_cast<uintptr_t>(variable);
+    if (begin <= address && address < begin + sizeof(dim3)) return true;
+  }
+  return memory.arguments_begin <= address && address < memory.arguments_end;
+}
+
+void look_at(const Access& access) {
+  if (!current) return;  // host code of the launch side
+  const auto stack = reinterpret_cast<uintptr_t>(current->stack.get());
+  if (stack <= access.address && access.address < stack + kStackBytes) return;
+  Region* region = memory.find(access.address);
+  if (!region) {
+    if (!access.is_write && is_launch_state(access.address)) return;
+    fail("out of bounds: " + describe(access, nullptr));
+  }
+  if (access.address + access.bytes > region->end || (access.is_write && !region->writable))
+    fail("out of bounds: " + describe(access, region));
+  const bool is_copy = (access.bytes & (access.bytes - 1)) != 0;  // of a struct
+  if (!is_copy && (access.address & (access.bytes - 1)) != 0) fail("misaligned: " + describe(access, region));
+  Write* last = region->last_write(access.address);
+  const size_t elements = region->elements(access.bytes);
+  for (size_t n = 0; n < elements; ++n)
+    if (n == 0 || !(last[n] == last[n - 1])) check_order(access, *region, last[n]);
+  if (access.is_write)
+    std::fill(last, last + elements,
+              Write{memory.block, current->now, static_cast<uint32_t>(current->thread)});
+}
+
+void set_writer(void* address, size_t bytes, uint32_t time) {
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  Region* region = memory.find(begin);
+  Write* first = region->last_write(begin);
+  std::fill(first, first + region->elements(bytes),
+            Write{memory.block, time, static_cast<uint32_t>(current->thread)});
+}
+
+}  // namespace
+
+void touch(const void* address, size_t bytes, bool is_write, void* code) {
+  look_at({reinterpret_cast<uintptr_t>(address), bytes, is_write, code});
+}
+
+void begin_flight(void* address, size_t bytes) { set_writer(address, bytes, kInFlight); }
+
+void end_flight(void* address, size_t bytes) { set_writer(address, bytes, current->now); }
+
+void register_buffer(const void* data, int64_t bytes, int64_t element_bytes, const char* name, bool writable,
+                     bool initialised) {
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  memory.regions.push_back({begin, begin + bytes, name, writable, initialised, false,
+                            __builtin_ctzll(element_bytes), std::vector<Write>(bytes / element_bytes)});
+  memory.last_found = &memory.regions[0];
+}
+
+void forget_buffers() { memory.begin_regions(); }
+
+void memory_begin_launch(const void* arguments, size_t argument_bytes) {
+  memory.first_block_of_launch = memory.block + 1;
+  memory.arguments_begin = reinterpret_cast<uintptr_t>(arguments);
+  memory.arguments_end = memory.arguments_begin + argument_bytes;
+}
+
+void memory_begin_block(size_t shared_bytes) {
+  ++memory.block;
+  memory.regions[0].end = memory.regions[0].begin + shared_bytes;
+  std::memset(flash_attn_ext::cuda::shared_bytes, 0xff, shared_bytes);  // NaN in every float type
+}
+
+}  // namespace cuda_host
+
+extern "C" {
+
+void __tsan_init() {}
+
+#define CUDA_HOST_HOOK(name, bytes, is_write)                                                           \
+  void __tsan_##name(void* p) {                                                                         \
+    cuda_host::look_at({reinterpret_cast<uintptr_t>(p), bytes, is_write, __builtin_return_address(0)}); \
+  }
+CUDA_HOST_HOOK(read1, 1, false)
+CUDA_HOST_HOOK(read2, 2, false)
+CUDA_HOST_HOOK(read4, 4, false)
+CUDA_HOST_HOOK(read8, 8, false)
+CUDA_HOST_HOOK(read16, 16, false)
+CUDA_HOST_HOOK(write1, 1, true)
+CUDA_HOST_HOOK(write2, 2, true)
+CUDA_HOST_HOOK(write4, 4, true)
+CUDA_HOST_HOOK(write8, 8, true)
+CUDA_HOST_HOOK(write16, 16, true)
+
+// Copies of whole structs.
+void __tsan_read_range(void* p, size_t bytes) {
+  cuda_host::look_at({reinterpret_cast<uintptr_t>(p), bytes, false, __builtin_return_address(0)});
+}
+void __tsan_write_range(void* p, size_t bytes) {
+  cuda_host::look_at({reinterpret_cast<uintptr_t>(p), bytes, true, __builtin_return_address(0)});
+}
+}

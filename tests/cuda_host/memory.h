@@ -1,0 +1,26 @@
+// Every access that a kernel makes to shared or global memory is looked at here.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace cuda_host {
+
+// Makes a piece of memory known to the kernels; an access anywhere else is an error.
+void register_buffer(const void* data, int64_t bytes, int64_t element_bytes, const char* name, bool writable,
+                     bool initialised);
+void forget_buffers();
+
+// For instructions that the compiler cannot see: an access by the current thread, and an asynchronous write,
+// which nobody may touch before it has landed.
+void touch(const void* address, size_t bytes, bool is_write, void* code);
+void begin_flight(void* address, size_t bytes);
+void end_flight(void* address, size_t bytes);
+
+// Called by the launch.
+void memory_begin_launch(const void* arguments, size_t argument_bytes);
+void memory_begin_block(size_t shared_bytes);
+
+constexpr size_t kMaxSharedBytes = 227 << 10;
+
+}  // namespace cuda_host

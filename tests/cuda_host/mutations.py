@@ -1,0 +1,121 @@
+"""Removes each barrier and each wait of the CUDA kernels in turn and says what the host run finds.
+
+    PYTHONPATH=. python tests/cuda_host/mutations.py > tests/cuda_host/mutations.md
+
+tests/test_cuda_mutations.py does the same, and compares the list with that file.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from cuda_host import library
+
+from flash_attn_ext import flash_attn
+
+CUDA = library.ROOT / "csrc" / "cuda"
+# What is rebuilt, by folder. One dtype is enough: the others are the same text.
+REBUILT = {
+    "simt": ["simt/forward_float32.o", "simt/backward_float32.o"],
+    "sm80": ["sm80/forward_bfloat16.o"],
+}
+# Statements of their own, and what is assigned or returned.
+BARRIER = r"(?:__sync(?:threads|warp)\w*|ptx::cp_async_(?:wait<\d>|commit))\([^()]*\);?"
+SEEDS = 2
+
+
+@dataclass(frozen=True)
+class Mutation:
+    path: Path  # below csrc/cuda
+    start: int  # of the statement's text
+    statement: str
+    comment: str
+
+    def __str__(self):
+        return f"{self.path} `{self.statement}` {self.comment}"
+
+    def apply(self, text):
+        """A barrier that also returns something leaves its argument."""
+        argument = re.search(r"\((.*?)\)", self.statement).group(1)
+        left = f"({argument})" if argument else ""
+        return text[: self.start] + left + text[self.start + len(self.statement.rstrip(";")) :]
+
+
+def mutations():
+    """Every barrier and wait in the kernels' sources, with the comment that says what it makes safe."""
+    found = []
+    for path in sorted(CUDA.rglob("*.cu*")):
+        for match in re.finditer(rf"({BARRIER})[^\n]*?(?://\s*([^\n]*))?\n", path.read_text()):
+            found.append(Mutation(path.relative_to(CUDA), match.start(1), match.group(1), match.group(2) or ""))
+    return found
+
+
+def build_mutated(mutation, folder, built):
+    """The library with one barrier less: what is rebuilt comes first, the rest is taken from the build as it is."""
+    sources, objects = folder / "csrc", folder / "objects"
+    shutil.copytree(CUDA.parent, sources)
+    path = sources / "cuda" / mutation.path
+    path.write_text(mutation.apply(path.read_text()))
+    rebuilt = REBUILT[mutation.path.parts[0]]
+    targets = [objects / name for name in rebuilt]
+    make = ["make", "-j2", "-C", library.HERE, f"SOURCES={sources}", f"BUILD={objects}", *targets]
+    subprocess.run(make, check=True, capture_output=True)
+    faulty = built.parent / "faulty.o"
+    others = [o for o in built.parent.rglob("*.o") if str(o.relative_to(built.parent)) not in rebuilt and o != faulty]
+    result = folder / "libmutated.so"
+    subprocess.run([os.environ.get("CXX", "g++"), "-shared", "-o", result, *targets, *others], check=True)
+    return result
+
+
+def results(path, seed):
+    """Calls that reach every barrier; everything that they return."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 70, 20, requires_grad=True)
+    k, v = (torch.randn(1, 2, 131, 20, requires_grad=True) for _ in range(2))
+    mask = torch.randn(1, 4, 70, 131).requires_grad_()
+    large = torch.full((70, 131), -1e9)  # an lse that is not exact
+    slopes = torch.rand(4, requires_grad=True)
+    found = []
+    with library.as_cpu_kernels(library.Library(path, seed)) as loaded:
+        out = flash_attn(q, k, v, mask, alibi_slopes=slopes, is_causal=True, enable_gqa=True)
+        found += [out, *torch.autograd.grad(out.sin().sum(), (q, k, v, mask, slopes))]
+        out = flash_attn(q, k, v, large, alibi_slopes=slopes, enable_gqa=True)  # the last tile has 3 keys
+        found += [out, *torch.autograd.grad(out.sin().sum(), (q, k, v, slopes))]
+        half = [t.detach().bfloat16() for t in (torch.randn(1, 1, 150, 64), torch.randn(1, 1, 200, 64))]
+        half.append(half[1].clone())
+        half[2][:, :, 140] = torch.inf  # seen from row 140 on
+        found += [flash_attn(*half, causal="upper_left").nan_to_num(), flash_attn(*half[:2], half[1])]
+        loaded.num_splits = 2
+        found += [flash_attn(q[:, :, :2], k, v, enable_gqa=True)]
+    return found
+
+
+def what_is_found(mutation, built, expected):
+    """The host run's report, or that values changed, or None: nobody would notice."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = build_mutated(mutation, Path(folder), built)
+        for seed in range(1, SEEDS + 1):
+            try:
+                got = results(path, seed)
+            except library.KernelError as error:
+                return re.match(r"(.*?)(?: in void|:)", str(error)).group(1)
+            if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
+                return "wrong values"
+    return None
+
+
+if __name__ == "__main__":
+    built = library.build()
+    expected = results(built, 1)
+    print("What the host run finds if one barrier is removed; written by mutations.py.\n")
+    print("| file | barrier | what it makes safe | without it |\n|---|---|---|---|")
+    for m in mutations():
+        print(f"| {m.path} | `{m.statement}` | {m.comment} | {what_is_found(m, built, expected)} |", flush=True)
