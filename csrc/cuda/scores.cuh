@@ -19,6 +19,17 @@ constexpr double kLn2 = 0.69314718055994530942;
 template <class T>
 constexpr T kInf = std::numeric_limits<T>::infinity();
 
+// A NaN is never the larger one.
+template <class T>
+__device__ T larger(T a, T b) {
+  return b > a ? b : a;
+}
+
+template <class T>
+__device__ T smaller(T a, T b) {
+  return b < a ? b : a;
+}
+
 // What the mask adds, in units of log2; -inf masks. A finite value stays finite, also finfo.min, which times
 // log2(e) is out of range: a row that holds nothing else is not masked, it is uniform.
 template <class T>
@@ -92,6 +103,19 @@ __device__ T dropout_factor(const AttentionParams& p, PhiloxKey key, int64_t b, 
 
 __device__ inline PhiloxKey dropout_key(const DropoutParams& dropout) {
   return dropout ? philox_key(dropout.rng_state[0], dropout.rng_state[1]) : PhiloxKey{};
+}
+
+// What a row ends with: the factor of its summed-up values, and lse.
+template <class T>
+struct RowResult {
+  T out_factor, lse;
+};
+
+// Nothing visible leaves the sum 0 (a NaN score leaves it NaN): out is 0 and lse -inf, by contract.
+template <class T>
+__device__ RowResult<T> finish_row(T max, T sum) {
+  if (sum == T(0)) return {T(0), -kInf<T>};
+  return {T(1) / sum, max * T(kLn2) + std::log(sum)};
 }
 
 }  // namespace flash_attn_ext::cuda

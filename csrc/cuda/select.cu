@@ -1,12 +1,17 @@
 #include "select.h"
 
+#include "device.h"
 #include "simt/simt.h"
+#include "sm90/sm90.h"
 
 namespace flash_attn_ext::cuda {
 
-// One tier so far: simt takes every dtype, head dimension and option of the contract, on any GPU.
+// simt takes every dtype, head dimension and option of the contract, on any GPU; sm90 is for Hopper, and says
+// why it does not take a call.
 
 Selection<AttentionParams> select_forward(const AttentionParams& p) {
+  if (compute_capability() == 90 && sm90::why_not_forward(p) == nullptr)
+    return {0, p.dtype == DType::kFloat16 ? sm90::forward_float16 : sm90::forward_bfloat16};
   const size_t bytes = simt::forward_workspace(p);
   switch (p.dtype) {
     case DType::kFloat32: return {bytes, simt::forward_float32};

@@ -44,6 +44,8 @@ struct Region {
   bool contains(uintptr_t address) const { return begin <= address && address < end; }
 };
 
+constexpr uint32_t kNotLanded = (1 << 22) - 2;  // the time of an asynchronous write before it is complete
+
 constexpr size_t kSharedElementBytes = 2;  // the smallest that kernels keep there
 
 struct Memory {
@@ -98,6 +100,8 @@ void check_order(const Access& access, const Region& region, const Write& last) 
     if (unwritten && !access.is_write) fail("read of memory that nobody wrote: " + describe(access, &region));
   } else if (last.block != memory.block) {
     fail("race between blocks: " + describe(access, &region) + ", which another block of this launch wrote");
+  } else if (last.time == kNotLanded) {
+    fail("touched before it has landed: " + describe(access, &region));
   } else if (!current->knows(last.thread, last.time)) {
     fail("race: " + describe(access, &region) + ", which thread " + std::to_string(last.thread) +
          " wrote with no barrier in between");
@@ -136,6 +140,29 @@ void look_at(const Access& access) {
 }
 
 }  // namespace
+
+void for_each_last_write(uintptr_t address, size_t bytes,
+                         const std::function<void(const LastWrite&)>& check) {
+  const Region& shared = memory.regions[0];
+  if (address < shared.begin || address + bytes > shared.end)
+    fail("out of bounds of shared memory: TMA or wgmma");
+  const Write* last = &shared.last_writes[(address - shared.begin) / kSharedElementBytes];
+  for (size_t n = 0; n < bytes / kSharedElementBytes; ++n)
+    if (n == 0 || !(last[n] == last[n - 1]))
+      check({last[n].block == memory.block, last[n].time != kNotLanded, static_cast<int>(last[n].thread),
+             last[n].time});
+}
+
+void set_last_write(uintptr_t address, size_t bytes, const LastWrite& write) {
+  Region& shared = memory.regions[0];
+  Write* first = &shared.last_writes[(address - shared.begin) / kSharedElementBytes];
+  std::fill(first, first + bytes / kSharedElementBytes,
+            Write{memory.block, write.landed ? write.time : kNotLanded, static_cast<uint32_t>(write.writer)});
+}
+
+void check_global_read(const void* address, size_t bytes, void* code) {
+  look_at({reinterpret_cast<uintptr_t>(address), bytes, false, code});
+}
 
 void register_buffer(const void* data, int64_t bytes, int64_t element_bytes, const char* name, bool writable,
                      bool initialised) {

@@ -96,18 +96,6 @@ __device__ void drop_weights(const AttentionParams& p, PhiloxKey key, const Tile
   }
 }
 
-template <class T>
-struct RowResult {
-  T out_factor, lse;
-};
-
-// Nothing visible leaves the sum 0 (a NaN score leaves it NaN): out is 0 and lse -inf, by contract.
-template <class T>
-__device__ RowResult<T> finish_row(T max, T sum) {
-  if (sum == T(0)) return {T(0), -kInf<T>};
-  return {T(1) / sum, max * T(kLn2) + std::log(sum)};
-}
-
 template <class In, int R, int kSlice, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(const AttentionParams p, const ForwardPlan plan, const Partials<T> partials) {

@@ -12,6 +12,7 @@
 
 #include "../../core/params.h"
 #include "../convert.h"
+#include "../scores.cuh"
 #include "../shared_memory.h"
 #include "plan.h"
 
@@ -136,17 +137,6 @@ __device__ void add_weighted_rows(SharedMemory<T, kTileRows>& shared, const Valu
       }
     }
   }
-}
-
-// A NaN is never the larger one.
-template <class T>
-__device__ T larger(T a, T b) {
-  return b > a ? b : a;
-}
-
-template <class T>
-__device__ T smaller(T a, T b) {
-  return b < a ? b : a;
 }
 
 // Writes the thread's elements of a product to shared memory.
