@@ -150,7 +150,7 @@ struct Matrix {
         leading((descriptor >> 16 & 0x3fff) * 16),
         stride((descriptor >> 32 & 0x3fff) * 16) {
     if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0)
-      fail("wgmma: only the 128-byte swizzle, from a multiple of 1024 bytes on: " + who());
+      fail("wgmma takes only the 128-byte swizzle, from a multiple of 1024 bytes on: " + who());
   }
 
   // Contiguous along k (for 16 of it), or along the rows, in panels of 64.
@@ -259,11 +259,11 @@ void finish_products(const std::vector<Fiber*>& fibers, int pending) {
     std::vector<const Product*> products;
     for (int t = 0; t < kWarpgroup; ++t) {
       if (threads[t].products.size() != threads[0].products.size() || threads[t].groups != threads[0].groups)
-        fail("wgmma: the threads of a warpgroup differ in what they started: " + describe(first_thread + t));
+        fail("the threads of a warpgroup differ in what they started: " + describe(first_thread + t));
       pending_products.push_back(&threads[t].products[done]);
       products.push_back(&threads[t].products[done].product);
       if (products[t]->a != products[0]->a || products[t]->b != products[0]->b)
-        fail("wgmma: the threads of a warpgroup differ in their descriptors: " + describe(first_thread + t));
+        fail("the threads of a warpgroup differ in their descriptors: " + describe(first_thread + t));
     }
     for (const Bytes& bytes : bytes_read(*products[0]))
       if (read.insert(bytes).second) check_operands(pending_products, bytes);
@@ -294,7 +294,7 @@ void finish_products(const std::vector<Fiber*>& fibers, int pending) {
     threads[t].fenced = false;
     for (const PendingProduct& left : products)
       if (threads[t].accumulators.count(left.product.d) == 0)
-        fail("wgmma: one accumulator in batches before and after a wait: " + describe(first_thread + t));
+        fail("an accumulator of wgmma is in batches before and after a wait: " + describe(first_thread + t));
   }
   for (const Bytes& bytes : read) {
     const auto found = std::find_if(block.reads.begin(), block.reads.end(), [&](const Read& r) {
@@ -447,8 +447,7 @@ void wgmma_fence() { block.threads[current->thread].fenced = true; }
 
 void wgmma(Site site, const Product& product) {
   Thread& self = block.threads[current->thread];
-  if (!self.fenced)
-    fail("wgmma without a fence after the registers were the thread's: " + text(site) + ", " + who());
+  if (!self.fenced) fail("wgmma without a fence at the start of its batch: " + text(site) + ", " + who());
   const int count = product.columns / 2;
   if (self.accumulators.count(product.d) == 0) {
     self.accumulators[product.d].assign(product.d, product.d + count);
@@ -457,7 +456,11 @@ void wgmma(Site site, const Product& product) {
   self.products.push_back({product, self.groups, current->known});
 }
 
-void wgmma_commit() { ++block.threads[current->thread].groups; }
+// A batch takes its own fence: ptxas puts one in where it is missing, and says so (C7519).
+void wgmma_commit() {
+  ++block.threads[current->thread].groups;
+  block.threads[current->thread].fenced = false;
+}
 
 void wgmma_wait(Site site, int pending) {
   meet_warpgroup(site, [pending](const std::vector<Fiber*>& fibers) { finish_products(fibers, pending); });

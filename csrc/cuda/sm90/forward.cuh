@@ -50,8 +50,8 @@ struct Pipeline {
 
   __device__ void init(uint32_t consumer_warps) {
     for (int n = 0; n < kStages; ++n) {
-      ptx::barrier_init(full[n], 1);
-      ptx::barrier_init(empty[n], consumer_warps);
+      ptx::barrier_init(full[n], 1);                // the producer
+      ptx::barrier_init(empty[n], consumer_warps);  // one lane of each
     }
   }
 
@@ -63,7 +63,7 @@ struct Pipeline {
 
   // Consumers: this warp has read tile n.
   __device__ void release(int n) {
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(empty[stage(n)]);  // the producer may overwrite the tile
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(empty[stage(n)]);  // the producer may overwrite it
   }
 };
 
@@ -118,7 +118,7 @@ __device__ BlockRange block_range(const ForwardArguments& a) {
 
 template <class Tile>
 __device__ void load_tile(Tile& tile, const CUtensorMap& map, int row, int h, int b, ptx::Barrier& full) {
-  ptx::barrier_arrive_expecting(full, sizeof(tile.bytes));
+  ptx::barrier_arrive_expecting(full, sizeof(tile.bytes));  // the phase ends when they have landed
   for (int n = 0; n < Tile::kCount; ++n)
     ptx::load_box(tile.bytes[n], &map, {n * kPanelColumns, row, h, b}, full);
 }
@@ -150,7 +150,7 @@ __device__ void start_scores(uint32_t q, uint32_t k, float (&s)[kElements]) {
   for (int n = 0; n < kHeadDim / 16; ++n)
     ptx::wgmma_shared<In>(s, along_columns<typename Config::QTile>(q, n),
                           along_columns<typename Config::KVTile>(k, n), n > 0);
-  ptx::wgmma_commit();
+  ptx::wgmma_commit();  // S is a batch of its own
 }
 
 // O += P V. Only starts it.
@@ -159,7 +159,7 @@ __device__ void start_output(const uint32_t (&weights)[kSteps][4], uint32_t v, f
 #pragma unroll
   for (int n = 0; n < kSteps; ++n)
     ptx::wgmma_registers<In>(o, weights[n], along_rows<typename Config::KVTile>(v, n));
-  ptx::wgmma_commit();
+  ptx::wgmma_commit();  // so is O
 }
 
 template <class In, int kHeadDim, class Config>
@@ -188,8 +188,8 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
     const uint32_t k = shared.k.wait(0);
     ptx::wgmma_fence();  // s may be written
     start_scores<In, Config, kHeadDim>(q, k, s);
-    ptx::wgmma_wait<0>(s);
-    shared.k.release(0);
+    ptx::wgmma_wait<0>(s);  // s is complete, K has been read
+    shared.k.release(0);    // K may be overwritten
     softmax(0);
     round_weights<In>(s, weights);
   }
@@ -198,13 +198,14 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
     ptx::wgmma_fence();  // s has been read, weights and o are written
     start_scores<In, Config, kHeadDim>(q, k, s);
     const uint32_t v = shared.v.wait(n - 1);
+    ptx::wgmma_fence();  // ptxas wants one before each batch, and would put it in
     start_output<In, Config>(weights, v, o);
-    ptx::wgmma_wait<1>(s);
-    shared.k.release(n);
-    softmax(n);  // the exponentials, while the tensor cores work on o
+    ptx::wgmma_wait<1>(s);  // s is complete, K has been read
+    shared.k.release(n);    // K may be overwritten
+    softmax(n);             // the exponentials, while the tensor cores work on o
     ptx::compute_before_wait(statistics.sum[0] + statistics.sum[1], q);
-    ptx::wgmma_wait<0>(o);  // o is complete, weights have been read
-    shared.v.release(n - 1);
+    ptx::wgmma_wait<0>(o);    // o is complete, weights and V have been read
+    shared.v.release(n - 1);  // V may be overwritten
     scale_rows(o, factor);
     round_weights<In>(s, weights);
   }
@@ -212,7 +213,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
     const uint32_t v = shared.v.wait(range.tiles - 1);
     ptx::wgmma_fence();  // weights and o are written
     start_output<In, Config>(weights, v, o);
-    ptx::wgmma_wait<0>(o);
+    ptx::wgmma_wait<0>(o);  // o is complete
   }
   finish_rows<In, kHeadDim>(p, range.b, range.h, warp_row, scale2, statistics, o);
 }
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #if defined(FA_HAS_HOPPER)
   auto& shared = shared_memory<typename Config::Shared, kMaxHopperSharedBytes>();
   if (threadIdx.x == 0) {
-    ptx::barrier_init(shared.q_full, 1);
+    ptx::barrier_init(shared.q_full, 1);  // the producer
     shared.k.init(Config::kConsumers * 4);
     shared.v.init(Config::kConsumers * 4);
     ptx::barrier_init_fence();  // TMA sees the barriers
