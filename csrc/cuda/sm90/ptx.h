@@ -8,7 +8,7 @@
 #else
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define FA_HAS_HOPPER 1  // elsewhere the kernels are empty; the selector does not send calls there
+#define FA_HAS_HOPPER 1  // elsewhere the kernels trap; the selector does not send calls there
 #endif
 
 #include <cuda_runtime.h>
