@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CXX_SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PY_SOURCES := setup.py flash_attn_ext tests benchmarks examples
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test bench gpu lint format clean
 
 # Trains a small GPT on the standard library's sources, through torch and through flash_attn_ext, and compares.
 demo: $(VENV)/.built
@@ -20,6 +20,11 @@ test: $(VENV)/.built
 # Alternates with torch in one process; a table on the terminal and everything measured in build/bench.json.
 bench: $(VENV)/.built
 	$(BIN)/python benchmarks/compare_torch.py --json build/bench.json
+
+# All that a machine with an NVIDIA GPU can tell, in build/gpu/, with the Python that has torch there: no environment, no
+# network. OUT=folder also gets the summary and one archive of everything. GPU="--only tests --quick" chooses.
+gpu:
+	$(PYTHON) benchmarks/gpu/run.py $(if $(OUT),--pack $(OUT)) $(GPU)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check $(PY_SOURCES)

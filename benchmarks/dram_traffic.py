@@ -1,0 +1,60 @@
+"""Bytes that one training step really moves between a GPU and its memory, by Nsight Compute's counters.
+
+Needs `ncu` on PATH and the right to read the counters (NVIDIA gives it to root, or to all by a driver option). As a
+program, python benchmarks/dram_traffic.py '<a Case as JSON>', it is what ncu looks at: one step, after one to warm up.
+"""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+
+import torch
+from attention_methods import Case, training_step
+
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+
+
+class Unavailable(RuntimeError):
+    """The counters cannot be read; the message says why."""
+
+
+def measure(case: Case) -> int:
+    """Bytes read and written by all kernels of one step."""
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise Unavailable("ncu (Nsight Compute) is not on PATH")
+    command = [ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--metrics", ",".join(METRICS)]
+    command += ["--clock-control", "none"]  # bytes do not depend on clocks, and the GPU may be lent
+    run = subprocess.run(
+        [*command, sys.executable, __file__, json.dumps(asdict(case))], capture_output=True, text=True, timeout=3600
+    )
+    if "ERR_NVGPUCTRPERM" in run.stdout + run.stderr:
+        raise Unavailable("this user may not read the GPU's counters (ERR_NVGPUCTRPERM)")
+    if run.returncode:
+        raise RuntimeError(f"{case}: {run.stderr or run.stdout}")
+    return total(run.stdout)
+
+
+def total(report: str) -> int:
+    """The sum over all kernels of an `ncu --csv` report."""
+    lines = report.splitlines()
+    header = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if header is None:
+        raise RuntimeError(f"ncu printed no table: {report}")
+    rows = csv.DictReader(lines[header:])
+    return sum(int(float(row["Metric Value"].replace(",", ""))) for row in rows if row["Metric Name"] in METRICS)
+
+
+def run_under_ncu(case: Case) -> None:
+    step = training_step(case)
+    step()
+    torch.cuda.profiler.start()
+    step()
+    torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    run_under_ncu(Case(**json.loads(sys.argv[1])))

@@ -1,0 +1,49 @@
+"""What a benchmark leaves: tables as text, that are Markdown too, everything measured as JSON, and a figure."""
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--text", type=Path, metavar="FILE", help="for the tables, as they are on the terminal")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="for everything measured")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="for the figure, a PNG")
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """In Markdown; the first column to the left, the others to the right."""
+    result = Table(box=box.MARKDOWN)
+    for n, column in enumerate(columns):
+        result.add_column(column, justify="right" if n else "left", no_wrap=True)
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def write_json(record: dict, path: Path | None) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def write_text(parts: Iterable[str | Table], path: Path | None) -> None:
+    """To the terminal, and to the file if there is one."""
+    console = Console(width=260, highlight=False, markup=False, soft_wrap=True, record=True)
+    for part in parts:
+        console.print(part)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        console.save_text(path)
+
+
+def settings(args: argparse.Namespace) -> dict:
+    """What was asked for, without the names of the files written."""
+    return {key: value for key, value in vars(args).items() if key not in ("text", "json", "plot")}
