@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def python(program):
 
 
 FAKES = [
-    Stage("good", python("print('all is well')"), 20),
+    Stage("good", python("print('all is well'); open('{out}/good.txt', 'w').write('a table')"), 20),
     Stage("bad", python("print('first'); raise ValueError('no such kernel')"), 20),
     Stage("slow", python("import time; print('begun', flush=True); time.sleep(60)"), 0.7),
     Stage("lacking", python("print('skipped: no ncu'); raise SystemExit(77)"), 20),
@@ -46,13 +47,22 @@ FAKES = [
 
 @pytest.fixture
 def fakes(monkeypatch):
-    monkeypatch.setattr(run, "stages", lambda out, quick: FAKES)
+    """Stages with the folder of their results filled in."""
+
+    def made_up(out, quick):
+        return [
+            replace(stage, command=tuple(part.replace("{out}", str(out)) for part in stage.command)) for stage in FAKES
+        ]
+
+    monkeypatch.setattr(run, "stages", made_up)
     monkeypatch.setattr(run, "describe", lambda commit: {"commit": commit, "GPU": "none | at all"})
 
 
 @pytest.mark.usefixtures("fakes")
 def test_it_goes_on_past_stages_that_fail_and_says_so(tmp_path, capsys):
     out, pack = tmp_path / "out", tmp_path / "pack"
+    out.mkdir()
+    (out / "bad.json").write_text("of an earlier run")
     assert run.main(["--out", str(out), "--pack", str(pack), "--commit", "abc"]) == 1
     record = json.loads((out / "summary.json").read_text())
     assert record["machine"]["commit"] == "abc"
@@ -71,6 +81,8 @@ def test_it_goes_on_past_stages_that_fail_and_says_so(tmp_path, capsys):
     table = (out / "summary.md").read_text()
     assert "| good | ok |" in table
     assert "| bad | failed |" in table
+    assert table.endswith("\n## good\n\na table")
+    assert not (out / "bad.json").exists()
     assert "failed: bad, slow, missing" in capsys.readouterr().out
     assert sorted(path.name for path in pack.iterdir()) == ["results.tar.gz", "summary.md"], "few files come back"
     with tarfile.open(pack / "results.tar.gz") as archive:
@@ -113,7 +125,7 @@ def is_running(pid):
 
 
 def test_stages_without_time_left_are_not_started_and_fail(tmp_path):
-    results = run.run_all([FAKES[2], FAKES[0]], tmp_path, {}, limit=1.2, pack=None)
+    results = run.run_all([FAKES[2], FAKES[5]], tmp_path, {}, limit=1.2, pack=None)
     assert [result.status for result in results] == ["timed out", "not started"]
     assert results[1].says == "the 1 s were used up"
 

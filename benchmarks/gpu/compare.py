@@ -147,7 +147,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", help=f"default {LENGTHS}, with --quick 1024 and 8192")
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
     parser.add_argument("--seconds", type=float, help="per problem; default 0.5, with --quick 0.1")
-    parser.add_argument("--budget", type=float, default=100, help="seconds, after which no problem is begun")
+    parser.add_argument("--budget", type=float, default=80, help="seconds, after which no problem is begun")
     parser.add_argument("--flush-l2", action="store_true", help="empty the GPU's cache before every call")
     parser.add_argument("--quick", action="store_true", help="fewer problems, fewer rounds")
     output.add_arguments(parser)

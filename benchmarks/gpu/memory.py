@@ -12,7 +12,7 @@ import peak_memory
 import torch
 from attention_methods import Case
 
-LENGTHS = [1024, 4096, 16384, 65536]
+LENGTHS = [2048, 16384, 65536]
 METHODS = ["ours", "torch flash", "torch efficient", "torch cudnn", "standard"]
 LONGEST_STANDARD = 16384  # it stores the scores
 

@@ -78,6 +78,8 @@ def run_all(chosen: list[Stage], out: Path, machine: dict, limit: float, pack: P
     """Stages for which no time is left are not started, and count as failed."""
     start, results = time.monotonic(), []
     for stage in chosen:
+        for old in out.glob(f"{stage.name}.*"):  # of an earlier run
+            old.unlink()
         left = limit - (time.monotonic() - start)
         if left > 1:
             print(f"{stage.name}: up to {min(stage.timeout, left):.0f} s ...", flush=True)
@@ -94,7 +96,10 @@ def run_all(chosen: list[Stage], out: Path, machine: dict, limit: float, pack: P
 def write_summary(results: list[Result], out: Path, machine: dict) -> None:
     record = {"machine": machine, "stages": [asdict(result) for result in results]}
     (out / "summary.json").write_text(json.dumps(record, indent=1) + "\n")
-    (out / "summary.md").write_text(markdown(results, machine))
+    tables = [
+        (path.stem, path.read_text()) for path in (out / f"{result.stage}.txt" for result in results) if path.exists()
+    ]
+    (out / "summary.md").write_text(markdown(results, machine) + "".join(f"\n## {n}\n\n{t}" for n, t in tables))
 
 
 def markdown(results: list[Result], machine: dict) -> str:
