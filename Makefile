@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CXX_SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PY_SOURCES := setup.py flash_attn_ext tests benchmarks examples
 
-.PHONY: demo test bench gpu lint format clean
+.PHONY: demo test bench lint format clean
 
 # Trains a small GPT on the standard library's sources, through torch and through flash_attn_ext, and compares.
 demo: $(VENV)/.built
@@ -23,6 +23,7 @@ bench: $(VENV)/.built
 
 # All that a machine with an NVIDIA GPU can tell, in build/gpu/, with the Python that has torch there: no environment, no
 # network. OUT=folder also gets the summary and one archive of everything. GPU="--only tests --quick" chooses.
+.PHONY: gpu
 gpu:
 	$(PYTHON) benchmarks/gpu/run.py $(if $(OUT),--pack $(OUT)) $(GPU)
 
