@@ -33,6 +33,7 @@ CUDA += [
     for way in ("forward", "backward")
     for dtype in ("bfloat16", "float16", "float32", "float64")
 ]
+CUDA += ["sm90/why_not.cpp", "sm90/forward_bfloat16.cu", "sm90/forward_float16.cu"]
 
 
 def cuda_toolkit() -> Path | None:
