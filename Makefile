@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 CXX_SOURCES := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PY_SOURCES := setup.py flash_attn_ext tests benchmarks examples
 
+bench_files = --text build/bench/$(1).txt --json build/bench/$(1).json --plot build/bench/$(1).png
+
 .PHONY: demo test bench lint format clean
 
 # Trains a small GPT on the standard library's sources, through torch and through flash_attn_ext, and compares.
@@ -17,9 +19,11 @@ demo: $(VENV)/.built
 test: $(VENV)/.built
 	$(BIN)/python -m pytest
 
-# Alternates with torch in one process; a table on the terminal and everything measured in build/bench.json.
+# Time and memory against torch, and the decode kernel's options: tables, everything measured and figures in build/bench/.
+# BENCH=--quick looks at cheap cells only; BENCH="--isa avx2" takes other kernels.
 bench: $(VENV)/.built
-	$(BIN)/python benchmarks/compare_torch.py --json build/bench.json
+	$(BIN)/python benchmarks/compare_torch.py $(BENCH) $(call bench_files,compare_torch)
+	$(BIN)/python benchmarks/decoding.py $(BENCH) $(call bench_files,decoding)
 
 # All that a machine with an NVIDIA GPU can tell, in build/gpu/, with the Python that has torch there: no environment, no
 # network. OUT=folder also gets the summary and one archive of everything. GPU="--only tests --quick" chooses.

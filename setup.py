@@ -24,8 +24,8 @@ except ImportError as error:
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 CSRC = "csrc"
-OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "meta", "pack_params", "schema"]
-CPU = ["isa_avx2", "isa_avx512", "isa_generic", "select"]
+OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "schema"]
+CPU = ["isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_generic", "select"]
 CUDA = ["select.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/takes.cpp"]
 CUDA += ["sm80/forward_bfloat16.cu", "sm80/forward_float16.cu"]
 CUDA += [
@@ -33,6 +33,7 @@ CUDA += [
     for way in ("forward", "backward")
     for dtype in ("bfloat16", "float16", "float32", "float64")
 ]
+CUDA += ["sm90/why_not.cpp", "sm90/forward_bfloat16.cu", "sm90/forward_float16.cu"]
 
 
 def cuda_toolkit() -> Path | None:

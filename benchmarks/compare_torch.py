@@ -1,153 +1,135 @@
-"""flash_attn against torch's scaled_dot_product_attention on CPU, forward and backward, by shape, dtype and option.
+"""flash_attn against torch's scaled_dot_product_attention on CPU: time by shape, dtype and option, and peak memory.
 
-Writes a table to the terminal and, with --json, everything measured to a file.
+Both run in turn in one process. A ratio is torch's time over ours, pair by pair: above 1, ours is faster. The table has
+its median and [quartiles]; our GFLOP/s as a fraction of the multiply-adds that this machine does in registers, measured
+before and after each cell; and for decode, where reading K and V is the work, our bytes/s as a fraction of a plain read
+of the same memory, in the same rounds.
+
+`--isa` sets our instruction set. torch's is set from outside, before it is loaded; the JSON records it:
+
+    ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \\
+        python benchmarks/compare_torch.py --isa avx2
 """
 
 import argparse
-import json
+import math
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 
+import comparison_report
+import output
+import peak_memory
+import peaks
 import torch
-from harness import gemm_peak, machine, time_pairs
-from rich.console import Console
-from rich.table import Table
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from attention_methods import METHODS
+from attention_methods import Case as TrainingStep
+from cells import DTYPES, KINDS, Cell, Inputs, cells
+from harness import Paired, environment, machine, quartiles, time_in_turn
 from tqdm import tqdm
 
+import flash_attn_ext
 from flash_attn_ext import flash_attn
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SHAPES = [  # B, H, S, D
-    (1, 8, 512, 64), (1, 8, 2048, 64), (1, 4, 4096, 64), (1, 4, 2048, 128),
-    (8, 12, 1024, 64), (2, 8, 1024, 32), (1, 4, 1024, 256), (32, 8, 128, 64),
-]  # fmt: skip
+BACKENDS = {"default": METHODS["torch default"], "math": METHODS["torch math"]}
+MEMORY_LENGTHS, QUICK_MEMORY_LENGTHS = (1024, 4096, 8192), (1024,)
+MEMORY_DTYPES = ("float32", "bfloat16")  # the others need as much as one of these, or twice
+QUICK_FLOPS = 5e9  # a cell of --quick costs at most this
 
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-    query: tuple[int, int, int, int]
-    key: tuple[int, int, int, int]
-    dtype: str
-    backward: bool
-    options: dict = field(default_factory=dict)
-    mask: Callable[[], torch.Tensor] | None = None
-
-    def flops(self) -> float:
-        """4 B H S_q S_k D forward, 3.5 times that with the backward; half if causal."""
-        batch, heads, seqlen_q, head_dim = self.query
-        flops = 4 * batch * heads * seqlen_q * self.key[2] * head_dim * (3.5 if self.backward else 1)
-        return flops / 2 if self.options.get("is_causal") else flops
+def measure(cell: Cell, peer: Callable, seconds: float, rounds: tuple[int, int]) -> dict:
+    """One row: times of ours and the peer in turn, and what the machine could do meanwhile."""
+    isa, threads, inputs = flash_attn_ext.active_kernel(), torch.get_num_threads(), Inputs(cell)
+    functions = [inputs.ours(flash_attn), inputs.torchs(peer)]
+    streams: list[float] = []
+    read = lambda: streams.append(peaks.stream_read(inputs.kv, isa, threads))  # noqa: E731
+    fma_rates = [peaks.flops(isa, DTYPES[cell.dtype], threads) for _ in range(2)]
+    between = read if cell.kind == "decode" else None
+    ours, theirs = time_in_turn(functions, seconds=seconds, rounds=rounds, between=between)
+    fma_rates += [peaks.flops(isa, DTYPES[cell.dtype], threads) for _ in range(2)]
+    row = describe(cell, isa) | times(Paired(ours, theirs)) | arithmetic(cell, ours, statistics.median(fma_rates))
+    return row | (reading(inputs.kv, ours, streams) if streams else {})
 
 
-def cases(dtypes: list[str], kinds: list[str]) -> Iterator[Case]:
-    """The sweep: the main shapes, then options, small sizes and decode."""
-    for dtype in dtypes:
-        if "shapes" in kinds:
-            for shape in SHAPES:
-                for causal in (False, True):
-                    for backward in (False, True):
-                        name = "causal" if causal else "full"
-                        yield Case(name, shape, shape, dtype, backward, {"is_causal": causal})
-        shape = (2, 8, 1024, 64)
-        if "options" in kinds:
-            padding = lambda: torch.arange(1024) < torch.tensor([1024, 700])[:, None, None, None]  # noqa: E731
-            for backward in (False, True):
-                yield Case("dropout 0.1", shape, shape, dtype, backward, {"dropout_p": 0.1})
-                yield Case("bool mask", shape, shape, dtype, backward, mask=lambda: torch.rand(1024, 1024) > 0.1)
-                float_mask = lambda dtype=dtype: torch.randn(1024, 1024, dtype=DTYPES[dtype])  # noqa: E731
-                yield Case("float mask", shape, shape, dtype, backward, mask=float_mask)
-                yield Case("key padding", shape, shape, dtype, backward, mask=padding)
-                yield Case("GQA 8:1", shape, (2, 1, 1024, 64), dtype, backward, {"enable_gqa": True})
-        if "small" in kinds:
-            for length in (1, 2, 7, 16, 33, 64, 100):
-                for backward in (False, True):
-                    yield Case("small", (1, 1, length, 64), (1, 1, length, 64), dtype, backward)
-        if "decode" in kinds:
-            for heads_kv in (32, 8):
-                gqa = {"enable_gqa": True} if heads_kv != 32 else {}
-                yield Case("decode", (1, 32, 1, 128), (1, heads_kv, 8192, 128), dtype, False, gqa)
-
-
-def prepare(case: Case, attention: Callable) -> Callable[[], None]:
-    """A function of no arguments that runs the case once, on inputs of a fixed seed."""
-    torch.manual_seed(0)
-    dtype = DTYPES[case.dtype]
-    q, k, v = (torch.randn(s, dtype=dtype, requires_grad=case.backward) for s in (case.query, case.key, case.key))
-    mask = case.mask() if case.mask else None
-    grad = torch.randn(case.query, dtype=dtype)
-
-    def run() -> None:
-        with nullcontext() if case.backward else torch.no_grad():
-            out = attention(q, k, v, mask, **case.options)
-        if case.backward:
-            torch.autograd.grad(out, (q, k, v), grad)
-
-    return run
-
-
-def torch_attention(backend: str) -> Callable:
-    """torch's function, with the backend that it chooses itself or with its math backend."""
-    if backend == "default":
-        return scaled_dot_product_attention
-
-    def math(*args, **kwargs):
-        with sdpa_kernel(SDPBackend.MATH):
-            return scaled_dot_product_attention(*args, **kwargs)
-
-    return math
-
-
-def measure(case: Case, backend: str, seconds: float) -> dict:
-    peak = gemm_peak(0.1)
-    pairs = time_pairs(prepare(case, flash_attn), prepare(case, torch_attention(backend)), seconds=seconds)
-    low, middle, high = pairs.quartiles()
-    ours = statistics.median(pairs.ours)
+def describe(cell: Cell, isa: str) -> dict:
     return {
-        "case": case.name, "B,H,S_q,D": case.query, "H_kv,S_k": case.key[1:3], "dtype": case.dtype,
-        "pass": "fwd+bwd" if case.backward else "fwd", "ms": ours * 1e3, "GFLOP/s": case.flops() / ours / 1e9,
-        "of_gemm_peak": case.flops() / ours / 1e9 / peak, "ratio": middle, "ratio_quartiles": [low, high],
-        "pairs": len(pairs.ours),
+        "kind": cell.kind, "case": cell.name, "B,H,S_q,D": cell.query, "H_kv,S_k": cell.key[1:3], "dtype": cell.dtype,
+        "pass": "fwd+bwd" if cell.backward else "fwd", "isa": isa,
     }  # fmt: skip
 
 
-def print_table(rows: list[dict], title: str) -> None:
-    table = Table(title=title)
-    for column in ("case", "dtype", "pass", "B,H,S_q,D", "H_kv,S_k", "ours ms", "GFLOP/s", "of GEMM", "torch / ours"):
-        table.add_column(column, justify="left" if column in ("case", "dtype", "pass") else "right")
-    for row in rows:
-        low, high = row["ratio_quartiles"]
-        ratio = f"{row['ratio']:.2f} [{low:.2f}, {high:.2f}]"
-        table.add_row(
-            row["case"], row["dtype"], row["pass"], ",".join(map(str, row["B,H,S_q,D"])),
-            ",".join(map(str, row["H_kv,S_k"])), f"{row['ms']:.3f}", f"{row['GFLOP/s']:.0f}",
-            f"{row['of_gemm_peak']:.0%}", f"[red]{ratio}[/]" if row["ratio"] < 1 else ratio,
-        )  # fmt: skip
-    Console(width=140).print(table)
+def times(pairs: Paired) -> dict:
+    (low, middle, high), ours, theirs = quartiles(pairs.ratios), quartiles(pairs.ours), quartiles(pairs.peer)
+    return {
+        "ms": ours[1] * 1e3, "ms_quartiles": [ours[0] * 1e3, ours[2] * 1e3],
+        "torch_ms": theirs[1] * 1e3, "torch_ms_quartiles": [theirs[0] * 1e3, theirs[2] * 1e3],
+        "ratio": middle, "ratio_quartiles": [low, high], "pairs": len(pairs.ours),
+    }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    kinds = ["shapes", "options", "small", "decode"]
+def arithmetic(cell: Cell, ours: list[float], fma_rate: float) -> dict:
+    rate = cell.flops() / statistics.median(ours)
+    return {"GFLOP/s": rate / 1e9, "fma_peak_GFLOP/s": fma_rate / 1e9, "of_fma_peak": rate / fma_rate}
+
+
+def reading(kv: torch.Tensor, ours: list[float], streams: list[float]) -> dict:
+    """K and V a second, and as a fraction of the plain read of the same round."""
+    rates = [kv.numel() * kv.element_size() / seconds for seconds in ours]
+    low, middle, high = quartiles([rate / stream for rate, stream in zip(rates, streams, strict=True)])
+    slow, usual, fast = quartiles(streams)
+    return {
+        "GB/s": statistics.median(rates) / 1e9,
+        "stream_GB/s": usual / 1e9, "stream_GB/s_quartiles": [slow / 1e9, fast / 1e9],
+        "of_stream": middle, "of_stream_quartiles": [low, high],
+    }  # fmt: skip
+
+
+def measure_memory(lengths: tuple[int, ...], dtypes: list[str], threads: int) -> list[dict]:
+    """Peak memory of forward and backward, each in a process of its own, with our kernels and threads of this one."""
+    environ = {"OMP_NUM_THREADS": str(threads), "FLASH_ATTN_EXT_ISA": flash_attn_ext.active_kernel()}
+    methods = ("ours", "torch default", "torch math")
+    problems = [(s, dtype, p) for dtype in dtypes if dtype in MEMORY_DTYPES for p in (0.0, 0.1) for s in lengths]
+    rows = []
+    for length, dtype, dropout_p in tqdm(problems, leave=False, desc="memory"):
+        steps = {method: TrainingStep(method, 1, 2, length, 64, dtype, False, dropout_p) for method in methods}
+        row = {"B,H,S,D": (1, 2, length, 64), "dtype": dtype, "dropout": dropout_p}
+        rows.append(row | {method: peak_memory.measure(step, environ) for method, step in steps.items()})
+    return rows
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = [*KINDS, "memory"]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
-    parser.add_argument("--backend", choices=["default", "math"], default="default", help="torch's own choice, or math")
-    parser.add_argument("--seconds", type=float, default=1.0, help="per case")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="file for everything measured")
-    args = parser.parse_args()
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: all; with --quick float32 and bfloat16")
+    parser.add_argument("--isa", choices=flash_attn_ext.available_kernels(), help="of our kernels; default: the best")
+    parser.add_argument("--backend", choices=BACKENDS, default="default", help="torch's own choice, or math")
+    parser.add_argument("--seconds", type=float, help="per cell; default 1, with --quick 0.1")
+    parser.add_argument("--quick", action="store_true", help="cheap cells only, few rounds: for a look, not to publish")
+    output.add_arguments(parser)
+    args = parser.parse_args(argv)
+    args.dtypes = args.dtypes or (["float32", "bfloat16"] if args.quick else list(DTYPES))
+    args.seconds = args.seconds or (0.1 if args.quick else 1.0)
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
     torch.set_num_threads(args.threads)
-    rows = [measure(c, args.backend, args.seconds) for c in tqdm(list(cases(args.dtypes, args.kinds)), leave=False)]
-    context = {**machine(), "backend": args.backend}
-    print_table(rows, f"torch ({args.backend}) / ours; " + ", ".join(f"{k} {v}" for k, v in context.items()))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"machine": context, "rows": rows}, indent=1) + "\n")
+    flash_attn_ext.force_kernel(args.isa)
+    most_flops, rounds = (QUICK_FLOPS, (3, 50)) if args.quick else (math.inf, (5, 200))
+    timed = [kind for kind in args.kinds if kind in KINDS]
+    rows = [
+        measure(cell, BACKENDS[args.backend], args.seconds, rounds)
+        for cell in tqdm(list(cells(args.dtypes, timed, most_flops)), leave=False)
+    ]
+    lengths = QUICK_MEMORY_LENGTHS if args.quick else MEMORY_LENGTHS
+    memory = measure_memory(lengths, args.dtypes, args.threads) if "memory" in args.kinds else []
+    context = {**machine(), "backend": args.backend, "environment": environment()}
+    record = {"machine": context, "settings": output.settings(args), "rows": rows, "memory": memory}
+    output.write_json(record, args.json)
+    output.write_text(comparison_report.text(record), args.text)
+    if args.plot and rows:
+        comparison_report.plot(record, args.plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Paired timing: two functions in turn in one process, so that a noisy machine slows both alike."""
+"""Paired timing: functions in turn in one process, so that a noisy machine slows all alike; and what machine it was."""
 
+import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +12,11 @@ from pathlib import Path
 import torch
 
 import flash_attn_ext
+
+# What limits either side's instruction sets or threads from outside.
+ENVIRONMENT = (
+    "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "FLASH_ATTN_EXT_ISA", "OMP_NUM_THREADS",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -22,37 +29,44 @@ class Paired:
     @property
     def ratios(self) -> list[float]:
         """peer / ours: above 1, ours is faster."""
-        return sorted(p / o for o, p in zip(self.ours, self.peer, strict=True))
-
-    def quartiles(self) -> tuple[float, float, float]:
-        """Lower quartile, median and upper quartile of the ratio."""
-        low, middle, high = statistics.quantiles(self.ratios, n=4, method="inclusive")
-        return low, middle, high
+        return [p / o for o, p in zip(self.ours, self.peer, strict=True)]
 
 
-def time_pairs(ours: Callable, peer: Callable, *, seconds: float = 1.0, pairs: tuple[int, int] = (5, 200)) -> Paired:
-    """Runs ours and peer alternately for about `seconds`, at least pairs[0] and at most pairs[1] times each."""
-    for function in (ours, peer):
+def time_in_turn(
+    functions: list[Callable],
+    *,
+    seconds: float,
+    rounds: tuple[int, int],
+    between: Callable | None = None,
+    shuffle: bool = False,
+) -> list[list[float]]:
+    """Seconds of each call, by function: all run once a round, for about `seconds` and rounds[0] to rounds[1] times.
+
+    What ran before a call leaves caches and threads in some state. `between` runs ahead of each round, and then the
+    first function once untimed, so that none is timed just behind it. `shuffle` changes the order from round to round.
+    """
+    for function in functions:
         function()
-    times: tuple[list[float], list[float]] = ([], [])
+    times: list[list[float]] = [[] for _ in functions]
+    order, shuffled = list(range(len(functions))), random.Random(0)
     start = time.perf_counter()
-    while len(times[0]) < pairs[0] or (time.perf_counter() - start < seconds and len(times[0]) < pairs[1]):
-        for function, record in zip((ours, peer), times, strict=True):
+    while len(times[0]) < rounds[0] or (time.perf_counter() - start < seconds and len(times[0]) < rounds[1]):
+        if between:
+            between()
+            functions[0]()
+        if shuffle:
+            shuffled.shuffle(order)
+        for n in order:
             before = time.perf_counter()
-            function()
-            record.append(time.perf_counter() - before)
-    return Paired(*times)
+            functions[n]()
+            times[n].append(time.perf_counter() - before)
+    return times
 
 
-def gemm_peak(seconds: float = 0.5) -> float:
-    """GFLOP/s of torch's fp32 matmul at 1024 x 1024 now, the practical ceiling of this machine; best of several."""
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    best, start = float("inf"), time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        before = time.perf_counter()
-        torch.mm(a, b)
-        best = min(best, time.perf_counter() - before)
-    return 2 * 1024**3 / best / 1e9
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
 
 
 def machine() -> dict:
@@ -68,3 +82,8 @@ def machine() -> dict:
         "isa": flash_attn_ext.active_kernel(),
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def environment() -> dict[str, str]:
+    """Those of ENVIRONMENT that are set."""
+    return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}

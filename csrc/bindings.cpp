@@ -6,6 +6,7 @@
 
 #include "cpu/select.h"
 #include "ops/checks.h"
+#include "ops/eager.h"
 
 namespace {
 
@@ -38,6 +39,9 @@ pybind11::dict build_info() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() =
       "Inspection of the compiled half of flash_attn_ext; the operators are in torch.ops.flash_attn_ext.";
+  m.def("attention_if_plain", flash_attn_ext::attention_if_plain);
+  // Arguments of other types than that: torch.ops words the error.
+  m.def("attention_if_plain", [](const pybind11::args&) { return pybind11::none(); });
   m.def("build_info", build_info);
   m.def("available_kernels", cpu::available_isas);
   m.def("active_kernel", [] { return std::string(cpu::active_kernels().isa); });

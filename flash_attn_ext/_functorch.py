@@ -61,6 +61,5 @@ def _autocast(t):
     return t.to(torch.get_autocast_dtype(t.device.type))
 
 
-def active() -> bool:
-    """Whether a torch.func transform is being evaluated (torch.compile traces through the operator itself)."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+# Whether a torch.func transform is being evaluated.
+active = torch._C._are_functorch_transforms_active

@@ -11,6 +11,11 @@ from torch import Tensor
 
 from . import _functorch, _ops
 
+_OPTIONS = (
+    "scale", "causal", "lower_right", "window_left", "window_right", "softcap", "dropout_p", "num_splits",
+    "unified_max",
+)  # fmt: skip
+
 
 def flash_attn(
     query: Tensor,
@@ -28,6 +33,8 @@ def flash_attn(
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
     rng_state: Tensor | None = None,
+    num_splits: int = 0,
+    unified_max: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
 
@@ -57,6 +64,10 @@ def flash_attn(
         return_lse: also return the logsumexp of the scores. Its gradient is not dropped.
         rng_state: int64 (seed, offset) from :func:`new_rng_state`, to replay a dropout mask; drawn from torch's
             generator if None, so that ``torch.manual_seed`` governs it.
+        num_splits: into how many pieces the forward cuts the keys where there are few queries (Flash-Decoding, Dao et
+            al. 2023), at most one per 64 keys. 0 lets the shape decide; more asks for that kernel whatever S_q is.
+        unified_max: a guess of the largest score, used in place of the running maximum (FlashDecoding++, Hong et al.
+            2023); asks for the same kernel. Pieces whose scores are too far from it are computed again without it.
 
     With ``window`` or ``alibi_slopes`` but neither ``is_causal`` nor ``causal``, the diagonal is aligned to the
     lower right corner, as in flash-attention.
@@ -72,6 +83,21 @@ def flash_attn(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
+    lower_right, window_left, window_right = False, -1, -1
+    if causal is not None or window is not None or alibi_slopes is not None:
+        lower_right, is_causal = _diagonal(causal, is_causal, window, alibi_slopes)
+        window_left, window_right = _window(window)
+    if dropout_p > 0.0 and rng_state is None:
+        _check_is_dense("query", query)
+        rng_state = new_rng_state(query.device)
+    # In the order of the operator's schema.
+    options = (scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p, num_splits, unified_max)
+    compiling = torch.compiler.is_compiling()  # torch.compile traces through the operator itself
+    transformed = not compiling and _functorch.active()
+    if not compiling and not transformed:
+        result = _ops.attention_if_plain(query, key, value, attn_mask, alibi_slopes, rng_state, enable_gqa, *options)
+        if result is not None:
+            return result if return_lse else result[0]
     for name, t in (("query", query), ("key", key), ("value", value)):
         _check_is_dense(name, t)
     ndim = max(query.dim(), key.dim(), value.dim())
@@ -79,11 +105,7 @@ def flash_attn(
     for name, t in (("alibi_slopes", alibi_slopes), ("rng_state", rng_state)):
         if t is not None:
             _check_is_dense(name, t)
-    lower_right, is_causal = _diagonal(causal, is_causal, window, alibi_slopes)
-    window_left, window_right = _window(window)
-    if dropout_p > 0.0 and rng_state is None:
-        rng_state = new_rng_state(query.device)
-    attention = _functorch.attention if _functorch.active() else _ops.attention
+    attention = _functorch.attention if transformed else _ops.attention
     out, lse = attention(
         q,
         k,
@@ -91,13 +113,7 @@ def flash_attn(
         None if attn_mask is None else _mask_as_4d(attn_mask, ndim, batch_shape),
         alibi_slopes,
         rng_state if dropout_p > 0.0 else None,
-        scale=scale,
-        causal=is_causal,
-        lower_right=lower_right,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        dropout_p=dropout_p,
+        **dict(zip(_OPTIONS, options, strict=True)),
     )
     if ndim != 4:
         out, lse = _restore_shape(out, ndim, batch_shape), _restore_shape(lse, ndim, batch_shape)

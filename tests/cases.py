@@ -1,4 +1,15 @@
-"""Shapes at the tile edges, written once. A tile is 48 or 64 queries by 64 keys (csrc/cpu/kernels/tiling-inl.h)."""
+"""Shapes at the tile edges and the instruction sets, written once.
+
+A tile is 48 or 64 queries by 64 keys (csrc/cpu/kernels/tiling-inl.h).
+"""
+
+# Instruction set -> what the CPU must have for it; slowest first.
+KERNELS = {
+    "generic": "nothing special",
+    "avx2": "AVX2, FMA and F16C",
+    "avx512": "AVX-512 F, BW, DQ and VL, AVX2, FMA and F16C",
+    "avx512_bf16": "AVX-512 BF16, F, BW, DQ and VL, AVX2, FMA and F16C",
+}
 
 EDGES = [1, 2, 3, 15, 16, 17, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 200]
 

@@ -35,7 +35,9 @@ def gradients(outputs, inputs, grads):
     return torch.autograd.grad(outputs, wanted, [g.to(o.dtype) for o, g in zip(outputs, grads, strict=True)])
 
 
-def check_against_reference(q, k, v, attn_mask=None, *, alibi_slopes=None, dropout_p=0.0, **options):
+def check_against_reference(
+    q, k, v, attn_mask=None, *, alibi_slopes=None, dropout_p=0.0, num_splits=0, unified_max=None, **options
+):  # fmt: skip
     """flash_attn's out, lse and every gradient, against the dense oracle in fp64 and in the same dtype."""
     inputs = [q, k, v, attn_mask, alibi_slopes]
     rng_state = new_rng_state() if dropout_p else None
@@ -53,7 +55,7 @@ def check_against_reference(q, k, v, attn_mask=None, *, alibi_slopes=None, dropo
     ours_in = leaves(inputs)
     ours = flash_attn(
         *ours_in[:3], ours_in[3], alibi_slopes=ours_in[4], dropout_p=dropout_p, rng_state=rng_state,
-        enable_gqa=True, return_lse=True, **options,
+        enable_gqa=True, return_lse=True, num_splits=num_splits, unified_max=unified_max, **options,
     )  # fmt: skip
     exact, exact_in = dense(torch.float64)
     theirs, theirs_in = dense(q.dtype)

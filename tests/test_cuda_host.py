@@ -38,6 +38,17 @@ def isa():
     return "cuda on the host"
 
 
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_the_operators_run_the_cuda_kernels(kernels, monkeypatch, requires_grad):
+    def refuse(*_, **__):
+        raise library.KernelError("called")
+
+    monkeypatch.setattr(kernels, "forward", refuse)
+    q = torch.randn(1, 1, 4, 8, requires_grad=requires_grad)
+    with pytest.raises(library.KernelError, match="called"):
+        flash_attn(q, q, q)
+
+
 # The CPU kernels' tests of what must not reach a result, and of empty inputs.
 test_a_partly_visible_nan = test_contract.test_a_partly_visible_nan_reaches_exactly_who_attends_to_it
 test_a_nan_query_or_gradient = test_contract.test_a_nan_query_or_gradient_stays_in_what_it_attends_to

@@ -232,3 +232,13 @@ def test_absurd_sizes_raise_and_do_not_crash():
             one.expand(1 << 30, 1 << 10, 1, 8),
             one.expand(1 << 30, 1 << 10, 1, 8),
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("scale", "x"), ("softcap", "x"), ("is_causal", "yes"), ("window", (2**70, 1)), ("dropout_p", None)],
+)
+def test_options_of_a_wrong_type_are_refused(name, value):
+    with pytest.raises((TypeError, RuntimeError, OverflowError, ValueError)) as error:
+        flash_attn(**qkv(), **{name: value})
+    assert "attention_if_plain" not in str(error.value)  # an internal name tells nobody anything

@@ -4,6 +4,8 @@ import pytest
 import torch
 from helpers import make_qkv
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_ext import _ops, dropout_mask, flash_attn, new_rng_state
 
@@ -288,3 +290,46 @@ def test_many_threads_of_the_caller():
     with ThreadPoolExecutor(4) as pool:
         for ours, wanted in zip(pool.map(lambda i: flash_attn(*i, is_causal=True), inputs), expected, strict=True):
             assert torch.equal(ours, wanted)
+
+
+def test_modes_and_subclasses_see_the_call():
+    """The short way past torch.ops (csrc/ops/eager.cpp) must not hide a call from those who listen."""
+    q, k, v = make_qkv(1, 2, 5, 7, 8)
+
+    class Functions(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            Functions.seen += function is _ops.attention
+            return function(*args, **(kwargs or {}))
+
+    class Dispatches(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            Dispatches.seen += function is _ops.attention
+            return function(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        seen = 0
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            Subclass.seen += function is _ops.attention
+            return super().__torch_function__(function, types, args, kwargs)
+
+    with Functions():
+        flash_attn(q, k, v)
+    with Dispatches():
+        flash_attn(q, k, v)
+    flash_attn(q.as_subclass(Subclass), k, v)
+    assert (Functions.seen, Dispatches.seen, Subclass.seen) == (1, 1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore:Converting a tensor")
+def test_jit_trace_records_the_operator():
+    q, k, v = make_qkv(1, 2, 5, 7, 8)
+    traced = torch.jit.trace(lambda q, k, v: flash_attn(q, k, v, is_causal=True), (q, k, v))
+    assert "flash_attn_ext::attention" in str(traced.graph)
+    q, k, v = make_qkv(1, 2, 5, 7, 8)
+    torch.testing.assert_close(traced(q, k, v), flash_attn(q, k, v, is_causal=True))

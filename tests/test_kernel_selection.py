@@ -6,11 +6,10 @@ import sys
 
 import pytest
 import torch
+from cases import KERNELS
 
 from flash_attn_ext import _ops, active_kernel, available_kernels, flash_attn, force_kernel
 
-ALL = ["generic", "avx2", "avx512"]
-HARDWARE = {"avx2": "AVX2, FMA and F16C", "avx512": "AVX-512 F, BW, DQ and VL, AVX2, FMA and F16C"}
 VARIABLE = "FLASH_ATTN_EXT_ISA"
 
 
@@ -24,7 +23,7 @@ def detection(monkeypatch):
     force_kernel(None)
 
 
-@pytest.fixture(params=ALL)
+@pytest.fixture(params=KERNELS)
 def kernel(request):
     """Each instruction set; skips one that this CPU lacks, after seeing that it cannot be forced either."""
     if request.param not in available_kernels():
@@ -32,7 +31,7 @@ def kernel(request):
             ValueError, match=f"got '{request.param}', which this CPU cannot run; allowed here: generic"
         ):
             force_kernel(request.param)
-        pytest.skip(f"needs a CPU with {HARDWARE[request.param]}")
+        pytest.skip(f"needs a CPU with {KERNELS[request.param]}")
     return request.param
 
 
@@ -52,7 +51,7 @@ def forward_and_backward():
 
 def test_detection_takes_the_best():
     available = available_kernels()
-    assert available == [isa for isa in ALL if isa in available]
+    assert available == [isa for isa in KERNELS if isa in available]
     assert available[0] == "generic"
     assert active_kernel() == available[-1]
     assert calls_during(forward_and_backward) == {available[-1]: 2}

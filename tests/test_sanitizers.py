@@ -7,11 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cases import KERNELS
 
 CPP = Path(__file__).parent / "cpp"
 BUILD = CPP.parent.parent / "build" / "sanitizers"
 NEEDS = "needs make and g++ (or CXX) with the runtimes of -fsanitize=address,undefined and -fsanitize=thread"
-HARDWARE = {"avx2": "AVX2, FMA and F16C", "avx512": "AVX-512 F, BW, DQ and VL, AVX2, FMA and F16C"}
 
 DTYPES, THREAD_COUNTS = 4, 3
 ONE_CASE = "everything, all gradients"
@@ -49,12 +49,12 @@ def assert_passed(output, status, isa, min_cases):
     assert failures == 0
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", KERNELS)
 def test_memory_and_values(programs, isa):
     """No access outside a buffer, no undefined behaviour, the reference's values, the same bits on 1, 2, 4 threads."""
     status, output = run(programs / "address", isa)
     if status == 77:
-        pytest.skip(f"needs a CPU with {HARDWARE[isa]}: {output.strip()}")
+        pytest.skip(f"needs a CPU with {KERNELS[isa]}: {output.strip()}")
     assert_passed(output, status, isa, MIN_CASES)
 
 

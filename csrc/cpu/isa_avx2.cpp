@@ -8,6 +8,7 @@
 #define FA_VECTOR_BYTES 32
 #define FA_VECTOR_REGISTERS 16
 #define FA_MUL_EPU32(a, b) _mm256_mul_epu32((__m256i)(a), (__m256i)(b))
+#define FA_WIDEN(x) (U32) _mm256_cvtepu16_epi32((__m128i)(x))
 #define FA_HAS_F16C
 #define FA_CVTPH_PS(x) _mm256_cvtph_ps((__m128i)(x))
 #define FA_CVTPS_PH(x) (Half16) _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)

@@ -2,19 +2,9 @@
 #include "target_region.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
-#if !defined(__clang__)  // GCC 12 warns about its own _mm512_undefined_ps
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
+#include "avx512.h"
 
 #define FA_ISA_NAME "avx512"
-#define FA_VECTOR_BYTES 64
-#define FA_VECTOR_REGISTERS 32
-#define FA_MUL_EPU32(a, b) _mm512_mul_epu32((__m512i)(a), (__m512i)(b))
-#define FA_HAS_F16C
-#define FA_CVTPH_PS(x) _mm512_cvtph_ps((__m256i)(x))
-#define FA_CVTPS_PH(x) (Half16) _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 
 FA_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace flash_attn_ext::cpu::avx512 {

@@ -25,5 +25,6 @@ struct Kernels {
 extern const Kernels* const kGenericKernels;
 extern const Kernels* const kAvx2Kernels;
 extern const Kernels* const kAvx512Kernels;
+extern const Kernels* const kAvx512Bf16Kernels;
 
 }  // namespace flash_attn_ext::cpu

@@ -24,6 +24,14 @@ bool cpu_has_avx512() {
 #endif
 }
 
+bool cpu_has_avx512_bf16() {
+#if defined(__x86_64__)
+  return cpu_has_avx512() && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 struct Candidate {
   const Kernels* kernels;
   bool runs_here;
@@ -33,7 +41,11 @@ struct Candidate {
 std::vector<Candidate> candidates() {
   std::vector<Candidate> found;
   const Candidate all[] = {
-      {kGenericKernels, true}, {kAvx2Kernels, cpu_has_avx2()}, {kAvx512Kernels, cpu_has_avx512()}};
+      {kGenericKernels, true},
+      {kAvx2Kernels, cpu_has_avx2()},
+      {kAvx512Kernels, cpu_has_avx512()},
+      {kAvx512Bf16Kernels, cpu_has_avx512_bf16()},
+  };
   for (const Candidate& c : all)
     if (c.kernels) found.push_back(c);
   return found;

@@ -18,6 +18,7 @@
 #include "run.h"
 
 #define FA_INLINE __attribute__((always_inline)) inline
+#define FA_INLINE_LAMBDA __attribute__((always_inline))
 
 // FA_TARGET_BEGIN("avx2,fma") ... FA_TARGET_END: functions between them are compiled for these features.
 #define FA_PRAGMA(text) _Pragma(#text)

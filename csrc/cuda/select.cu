@@ -1,15 +1,19 @@
 #include "select.h"
 
+#include "device.h"
 #include "simt/simt.h"
 #include "sm80/sm80.h"
+#include "sm90/sm90.h"
 
 namespace flash_attn_ext::cuda {
 
-// simt takes every dtype, head dimension and option of the contract, on any GPU; sm80 is faster where it can
-// be.
+// simt takes every dtype, head dimension and option of the contract, on any GPU; sm80 and, on Hopper, sm90
+// are faster where they can be.
 
 Selection<AttentionParams> select_forward(const AttentionParams& p) {
   if (p.decode.has_unified_max) return {0, nullptr, "unified_max is for the CPU only so far"};
+  if (compute_capability() == 90 && sm90::why_not_forward(p) == nullptr)
+    return {0, p.dtype == DType::kFloat16 ? sm90::forward_float16 : sm90::forward_bfloat16};
   if (sm80::takes_forward(p))
     return {0, p.dtype == DType::kFloat16 ? sm80::forward_float16 : sm80::forward_bfloat16};
   const size_t bytes = simt::forward_workspace(p);

@@ -7,12 +7,12 @@ namespace flash_attn_ext::cuda {
 
 extern __shared__ __align__(1024) unsigned char shared_bytes[];
 
-// The largest plan that a block may have on every GPU from compute capability 8.0 on.
-constexpr size_t kMaxSharedBytes = 99 << 10;
+// The largest plan that a block may have on every GPU from compute capability 8.0 on, and on Hopper.
+constexpr size_t kMaxSharedBytes = 99 << 10, kMaxHopperSharedBytes = 227 << 10;
 
-template <class Plan>
+template <class Plan, size_t kMaxBytes = kMaxSharedBytes>
 __device__ Plan& shared_memory() {
-  static_assert(sizeof(Plan) <= kMaxSharedBytes && alignof(Plan) <= 1024);
+  static_assert(sizeof(Plan) <= kMaxBytes && alignof(Plan) <= 1024);
   return *reinterpret_cast<Plan*>(shared_bytes);
 }
 

@@ -14,6 +14,37 @@ using torch::autograd::variable_list;
 
 OptionalTensor defined_or_none(const at::Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
 
+// Whether autograd has anything to record: setting up a Function takes longer than attention on a few rows. A
+// forward-mode tangent counts, so that the Functions below refuse it loudly.
+bool is_differentiated(const OptionalTensor& t) {
+  return t && ((at::GradMode::is_enabled() && t->requires_grad()) || t->_fw_grad(/*level=*/0).defined());
+}
+
+template <class... Tensors>
+bool is_any_differentiated(const Tensors&... tensors) {
+  return (is_differentiated(tensors) || ...);
+}
+
+// The options as one value: each entry of saved_data is a hash table's node.
+c10::IValue pack_options(const AttentionOptions& o) {
+  std::vector<c10::IValue> values{o.scale,   o.causal,    o.lower_right, o.window_left, o.window_right,
+                                  o.softcap, o.dropout_p, o.num_splits,  o.unified_max};
+  return c10::ivalue::Tuple::create(std::move(values));
+}
+
+AttentionOptions unpack_options(const c10::IValue& packed) {
+  const std::vector<c10::IValue> o = packed.toTupleRef().elements().vec();
+  return {o[0].toOptional<double>(),
+          o[1].toBool(),
+          o[2].toBool(),
+          o[3].toInt(),
+          o[4].toInt(),
+          o[5].toDouble(),
+          o[6].toDouble(),
+          o[7].toInt(),
+          o[8].toOptional<double>()};
+}
+
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
   // The tensors come as arguments of their own because that is where autograd looks for what needs a
@@ -26,13 +57,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     auto [out, lse] = call_attention(FA_INPUTS, options);
     ctx->save_for_backward({query, key, value, attn_mask.value_or(at::Tensor()),
                             alibi_slopes.value_or(at::Tensor()), rng_state.value_or(at::Tensor()), out, lse});
-    ctx->saved_data["scale"] = options.scale;
-    ctx->saved_data["causal"] = options.causal;
-    ctx->saved_data["lower_right"] = options.lower_right;
-    ctx->saved_data["window_left"] = options.window_left;
-    ctx->saved_data["window_right"] = options.window_right;
-    ctx->saved_data["softcap"] = options.softcap;
-    ctx->saved_data["dropout_p"] = options.dropout_p;
+    ctx->saved_data["options"] = pack_options(options);
     ctx->set_materialize_grads(false);  // an unused lse costs nothing in the backward
     return {out, lse};
   }
@@ -45,11 +70,7 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
                                  defined_or_none(saved[3]),
                                  defined_or_none(saved[4]),
                                  defined_or_none(saved[5])};
-    auto& data = ctx->saved_data;
-    const AttentionOptions options{data["scale"].toOptional<double>(), data["causal"].toBool(),
-                                   data["lower_right"].toBool(),       data["window_left"].toInt(),
-                                   data["window_right"].toInt(),       data["softcap"].toDouble(),
-                                   data["dropout_p"].toDouble()};
+    const AttentionOptions options = unpack_options(ctx->saved_data["options"]);
     const GradMask wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
                           saved[3].defined() && ctx->needs_input_grad(3),
                           saved[4].defined() && ctx->needs_input_grad(saved[3].defined() ? 4 : 3)};
@@ -60,6 +81,10 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 };
 
 ForwardResult attention_autograd(FA_INPUT_ARGS, FA_OPTION_ARGS) {
+  if (!is_any_differentiated(query, key, value, attn_mask, alibi_slopes)) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_attention(FA_INPUTS, FA_OPTIONS);
+  }
   const variable_list results =
       AttentionFunction::apply(query, key, value, attn_mask, alibi_slopes, rng_state, FA_OPTIONS);
   return {results[0], results[1]};
@@ -94,6 +119,11 @@ class AttentionBackwardFunction : public torch::autograd::Function<AttentionBack
 BackwardResult attention_backward_autograd(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
                                            FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
                                            FA_OPTION_ARGS, GradMask::Flags grad_mask) {
+  if (!is_any_differentiated(grad_out, grad_lse, query, key, value, attn_mask, alibi_slopes, out, lse)) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_attention_backward(grad_out, grad_lse, FA_INPUTS, out, lse, FA_OPTIONS,
+                                   GradMask::from(grad_mask));
+  }
   const variable_list wanted =
       AttentionBackwardFunction::apply(grad_out, grad_lse, query, key, value, attn_mask, alibi_slopes,
                                        rng_state, out, lse, FA_OPTIONS, GradMask::from(grad_mask));

@@ -106,6 +106,10 @@ void check_options(const AttentionInputs& in, const AttentionOptions& o) {
                     "; allowed: -1 (no limit) or more");
   TORCH_CHECK_VALUE(o.window_right >= -1, "window_right: got ", o.window_right,
                     "; allowed: -1 (no limit) or more");
+  TORCH_CHECK_VALUE(o.num_splits >= 0, "num_splits: got ", o.num_splits,
+                    "; allowed: 0 (chosen by the shape) or more");
+  TORCH_CHECK_VALUE(!o.unified_max || std::isfinite(*o.unified_max), "unified_max: got ", *o.unified_max,
+                    "; allowed: a finite number");
   check_dropout_p(o.dropout_p);
   if (o.dropout_p > 0) {
     TORCH_CHECK_VALUE(in.rng_state.has_value(),

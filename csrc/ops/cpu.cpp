@@ -31,15 +31,25 @@ cpu::Parallel torch_threads(const Sizes& z, double products) {
   return {serial ? 1 : at::get_num_threads(), run_on_torch_threads};
 }
 
-struct Workspace {
-  explicit Workspace(size_t bytes)
-      : memory(at::empty({static_cast<int64_t>(bytes + cpu::Arena::kAlignment)}, at::kByte)) {}
-  void* data() const {
-    const auto address = reinterpret_cast<uintptr_t>(memory.mutable_data_ptr());
+// Scratch for one call: from torch's allocator, or on the stack where an allocation would take longer than
+// the call.
+class Workspace {
+ public:
+  explicit Workspace(size_t bytes) {
+    if (bytes <= sizeof(small_)) return;
+    large_ = at::empty({static_cast<int64_t>(bytes + cpu::Arena::kAlignment)}, at::kByte);
+    const auto address = reinterpret_cast<uintptr_t>(large_.mutable_data_ptr());
     const auto mask = static_cast<uintptr_t>(cpu::Arena::kAlignment - 1);
-    return reinterpret_cast<void*>((address + mask) & ~mask);
+    data_ = reinterpret_cast<void*>((address + mask) & ~mask);
   }
-  at::Tensor memory;
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  alignas(cpu::Arena::kAlignment) char small_[65536];
+  void* data_ = small_;
+  at::Tensor large_;
 };
 
 ForwardResult attention_cpu(FA_INPUT_ARGS, FA_OPTION_ARGS) {
@@ -54,7 +64,7 @@ ForwardResult attention_cpu(FA_INPUT_ARGS, FA_OPTION_ARGS) {
   const AttentionParams params = pack_attention(inputs, out, lse, options);
   const cpu::Kernels& kernels = cpu::active_kernels();
   const cpu::Parallel parallel = torch_threads(params.sizes, 2.0);
-  const Workspace workspace(kernels.forward_workspace(params, parallel.threads));
+  Workspace workspace(kernels.forward_workspace(params, parallel.threads));
   kernels.forward(params, workspace.data(), parallel);
   return {out, lse};
 }
@@ -94,7 +104,7 @@ BackwardResult attention_backward_cpu(const OptionalTensor& grad_out, const Opti
 
   const cpu::Kernels& kernels = cpu::active_kernels();
   const cpu::Parallel parallel = torch_threads(params.sizes, 5.0);
-  const Workspace workspace(kernels.backward_workspace(params, parallel.threads));
+  Workspace workspace(kernels.backward_workspace(params, parallel.threads));
   kernels.backward(params, workspace.data(), parallel);
   if (wanted.alibi_slopes)
     dalibi_slopes.copy_(alibi_slopes->dim() == 1 ? dslopes_per_head.sum(0) : dslopes_per_head);

@@ -28,6 +28,8 @@ struct AttentionOptions {
   int64_t window_right = -1;  // keys after it
   double softcap = 0.0;       // 0: none
   double dropout_p = 0.0;
+  int64_t num_splits = 0;  // pieces of the keys for few queries; 0: as the shape needs. Forward only
+  std::optional<double> unified_max;  // FlashDecoding++'s constant for the running maximum. Forward only
 };
 
 struct AttentionInputs {
@@ -62,11 +64,11 @@ using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor
       const OptionalTensor &alibi_slopes, const OptionalTensor &rng_state
 #define FA_OPTION_ARGS                                                                                   \
   std::optional<double> scale, bool causal, bool lower_right, int64_t window_left, int64_t window_right, \
-      double softcap, double dropout_p
+      double softcap, double dropout_p, int64_t num_splits, std::optional<double> unified_max
 #define FA_INPUTS (::flash_attn_ext::AttentionInputs{query, key, value, attn_mask, alibi_slopes, rng_state})
 #define FA_OPTIONS                                                                                    \
   (::flash_attn_ext::AttentionOptions{scale, causal, lower_right, window_left, window_right, softcap, \
-                                      dropout_p})
+                                      dropout_p, num_splits, unified_max})
 
 // Through the dispatcher.
 ForwardResult call_attention(const AttentionInputs& inputs, const AttentionOptions& options);

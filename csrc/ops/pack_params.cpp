@@ -89,6 +89,7 @@ AttentionParams pack_attention(const AttentionInputs& in, const at::Tensor& out,
     p.dropout.threshold = dropout_threshold(o.dropout_p);
     p.dropout.keep_scale = o.dropout_p < 1 ? 1.0 / (1.0 - o.dropout_p) : 0.0;
   }
+  p.decode = {o.num_splits, o.unified_max.has_value(), o.unified_max.value_or(0.0)};
   return p;
 }
 

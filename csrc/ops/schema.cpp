@@ -10,14 +10,16 @@ TORCH_LIBRARY(flash_attn_ext, m) {
       "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
       "Tensor? rng_state=None, *, float? scale=None, bool causal=False, bool lower_right=False, int "
       "window_left=-1, "
-      "int window_right=-1, float softcap=0.0, float dropout_p=0.0) -> (Tensor out, Tensor lse)");
+      "int window_right=-1, float softcap=0.0, float dropout_p=0.0, int num_splits=0, float? "
+      "unified_max=None) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? rng_state, Tensor out, Tensor lse, *, float? "
       "scale=None, "
       "bool causal=False, bool lower_right=False, int window_left=-1, int window_right=-1, float "
       "softcap=0.0, "
-      "float dropout_p=0.0, bool[5] grad_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "float dropout_p=0.0, int num_splits=0, float? unified_max=None, bool[5] grad_mask) -> (Tensor, "
+      "Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "dropout_mask(Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, "
       "float dropout_p) -> Tensor");
@@ -28,7 +30,8 @@ ForwardResult call_attention(const AttentionInputs& in, const AttentionOptions& 
                              .findSchemaOrThrow("flash_attn_ext::attention", "")
                              .typed<ForwardResult(FA_INPUT_ARGS, FA_OPTION_ARGS)>();
   return op.call(in.query, in.key, in.value, in.attn_mask, in.alibi_slopes, in.rng_state, o.scale, o.causal,
-                 o.lower_right, o.window_left, o.window_right, o.softcap, o.dropout_p);
+                 o.lower_right, o.window_left, o.window_right, o.softcap, o.dropout_p, o.num_splits,
+                 o.unified_max);
 }
 
 BackwardResult call_attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
@@ -41,7 +44,7 @@ BackwardResult call_attention_backward(const OptionalTensor& grad_out, const Opt
                                 const at::Tensor&, const at::Tensor&, FA_OPTION_ARGS, GradMask::Flags)>();
   return op.call(grad_out, grad_lse, in.query, in.key, in.value, in.attn_mask, in.alibi_slopes, in.rng_state,
                  out, lse, o.scale, o.causal, o.lower_right, o.window_left, o.window_right, o.softcap,
-                 o.dropout_p, g.flags());
+                 o.dropout_p, o.num_splits, o.unified_max, g.flags());
 }
 
 }  // namespace flash_attn_ext

@@ -63,6 +63,7 @@ struct Case {
   std::optional<Mask> mask;
   Slopes slopes = Slopes::kNone;
   double dropout_p = 0;
+  flash_attn_ext::DecodeParams decode;
   bool dlse = true;
   bool expanded_dout = false;  // one row of memory stands for all rows, by zero strides
   Poison poison = Poison::kNowhere;

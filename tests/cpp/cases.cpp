@@ -149,6 +149,33 @@ void grouped_heads(List& list) {
   }
 }
 
+// Few queries: split keys, grouped heads, tails of every kind; and the same kernel asked for with many
+// queries.
+void decode(List& list) {
+  const int64_t groups[][2] = {{1, 1}, {2, 1}, {3, 1}, {5, 1}, {8, 2}};
+  const int64_t lengths[][2] = {{1, 1}, {1, 17}, {1, 700}, {2, 129}, {3, 64}, {8, 300}, {60, 140}};
+  int n = 0;
+  for (const auto& [heads, heads_kv] : groups)
+    for (const auto& [q, k] : lengths)
+      for (const int64_t splits : {0, 2}) {
+        const int64_t d = std::array<int64_t, 4>{8, 17, 33, 128}[n % 4];
+        Case& c = list.add("decode, splits " + text(splits), {1, heads, heads_kv, q, k, d, d + n % 3 - 1},
+                           kLayouts[n % 5]);
+        c.decode.num_splits = splits;
+        c.causal = c.lower_right = n % 2 == 0;
+        c.poison = n % 3 == 0 ? Poison::kHidden : Poison::kNowhere;
+        ++n;
+      }
+  for (const double unified : {0.0, 1000.0}) {
+    Mask mask{DType::kFloat32, true, false, true, true, MaskFill::kBlocks, kUnalignedGaps};
+    Case& c = add_mask(list, "decode, unified maximum, ", mask, {2, 4, 2, 3, 200, 17, 9});
+    c.decode = {3, true, unified};
+    c.softcap = 2;
+    c.slopes = Slopes::kPerBatchAndHead;
+    c.dropout_p = 0.3;
+  }
+}
+
 // Everything at once, with every choice of gradients that are wanted.
 void together(List& list) {
   const Sizes sizes{2, 4, 2, 50, 97, 17, 9};
@@ -207,6 +234,7 @@ std::vector<Case> all_cases() {
   masks(list);
   score_options(list);
   grouped_heads(list);
+  decode(list);
   together(list);
   poisoned(list);
   return list.cases;

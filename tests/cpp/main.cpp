@@ -127,6 +127,8 @@ extern "C" void __ubsan_on_report() { test::say_what_was_running(); }  // its de
 
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what was said before a sanitizer ends the program is not lost
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   __sanitizer_set_death_callback(test::say_what_was_running);
+#endif
   return test::run({argv + 1, argv + argc});
 }

@@ -1,7 +1,8 @@
-// Stands for isa_avx2.cpp and isa_avx512.cpp in the ThreadSanitizer build.
+// Stands for the isa_*.cpp of the other instruction sets in the ThreadSanitizer build.
 #include "cpu/run.h"
 
 namespace flash_attn_ext::cpu {
 const Kernels* const kAvx2Kernels = nullptr;
 const Kernels* const kAvx512Kernels = nullptr;
+const Kernels* const kAvx512Bf16Kernels = nullptr;
 }  // namespace flash_attn_ext::cpu

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <utility>
 
+#include "hopper.h"
 #include "memory.h"
 
 dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -16,6 +17,17 @@ dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace cuda_host {
 
 Fiber* current = nullptr;
+
+namespace {
+
+uint64_t random_state = 1;
+
+}  // namespace
+
+uint64_t random_below(uint64_t n) {
+  random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+  return (random_state >> 33) % n;
+}
 
 namespace {
 
@@ -36,19 +48,13 @@ struct Execution {
   std::vector<std::vector<Fiber*>> ready;  // of each warp
   std::vector<int> warp_order;             // whose fibers run first
   Meeting block;
-  std::vector<Meeting> warps;
+  std::vector<Meeting> warps, warpgroups;
   std::string error;
 };
 
 Execution run;
 std::vector<std::unique_ptr<Fiber>> fibers;  // reused from block to block
 jmp_buf scheduler;
-uint64_t random_state = 1;
-
-uint64_t random_below(uint64_t n) {
-  random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-  return (random_state >> 33) % n;
-}
 
 template <class T>
 void shuffle(std::vector<T>& items) {
@@ -169,11 +175,13 @@ void begin_block(dim3 block) {
   run.block.arrived.clear();
   const int warps = (run.threads + kWarpSize - 1) / kWarpSize;
   run.warps.assign(warps, {});
+  run.warpgroups.assign((warps + 3) / 4, {});
   run.ready.assign(warps, {});
   run.warp_order.resize(warps);
   std::iota(run.warp_order.begin(), run.warp_order.end(), 0);
   shuffle(run.warp_order);
-  const auto nothing_known = std::make_shared<const Clock>(run.threads, 0);
+  const auto nothing_known = std::make_shared<const Clock>(run.threads + kMaxAsyncWriters, 0);
+  hopper_begin_block(run.threads);
   while (fibers.size() < static_cast<size_t>(run.threads)) {
     fibers.push_back(std::make_unique<Fiber>());
     fibers.back()->stack = std::make_unique<char[]>(kStackBytes);
@@ -198,9 +206,13 @@ void run_block(dim3 block) {
   begin_block(block);
   while (run.error.empty()) {
     Fiber* next = next_fiber();
-    if (!next) break;
-    switch_to(next);
+    if (next) {
+      switch_to(next);
+    } else if (!hopper_land_one()) {  // what is asynchronous comes as late as it may: when all threads wait
+      break;
+    }
   }
+  if (run.error.empty() && run.finished == run.threads) run.error = hopper_end_block();
   if (run.error.empty() && run.finished < run.threads) run.error = describe_deadlock();
   if (!run.error.empty())
     for (auto& fiber : fibers) fiber->started = false;  // left in the middle of the kernel
@@ -233,7 +245,26 @@ std::string describe(int thread) {
 
 void seed_order(uint64_t seed) { random_state = seed * 2 + 1; }
 
+std::string last_kernel() { return run.kernel; }
+
 std::string take_error() { return std::exchange(run.error, ""); }
+
+void wait_to_be_woken(Site site) {
+  current->site = site;
+  switch_to_scheduler();
+}
+
+void wake(Fiber* fiber) {
+  fiber->site = {};
+  make_ready(fiber);
+}
+
+void meet_warpgroup(Site site, const std::function<void(const std::vector<Fiber*>&)>& finish) {
+  constexpr int kThreads = 128;
+  meet(run.warpgroups[current->thread / kThreads], kThreads, site, finish);
+}
+
+void shuffle_warps() { shuffle(run.warp_order); }
 
 int lane() { return current->thread % kWarpSize; }
 

@@ -3,6 +3,7 @@
 
 #include <csetjmp>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -42,16 +43,28 @@ struct Fiber {
   bool knows(int other, uint32_t time) const { return other == thread || time <= (*known)[other]; }
 };
 
+// Clocks have entries behind the threads', for what writes to memory on its own: hopper.cpp's barriers.
+constexpr int kMaxAsyncWriters = 32;
+
 constexpr size_t kStackBytes = 64 << 10;
 
 extern Fiber* current;  // null while no kernel runs
 
+// For hopper.cpp: a thread waits until another one wakes it; the 128 threads of a warpgroup meet, which
+// orders no memory, and the last one calls `finish` with all of them; warps take turns in another order from
+// now on.
+void wait_to_be_woken(Site site);
+void wake(Fiber* fiber);
+void meet_warpgroup(Site site, const std::function<void(const std::vector<Fiber*>&)>& finish);
+void shuffle_warps();
+uint64_t random_below(uint64_t n);
 // Ends the launch with this message; called by the fiber that runs, to which it never returns.
 [[noreturn]] void fail(const std::string& message);
 
 std::string describe(int thread);  // "kernel<...>, block (0, 1, 0), thread 7"
 
 void seed_order(uint64_t seed);
+std::string last_kernel();  // the name of the one launched last
 // The first error since the last call, or an empty string.
 std::string take_error();
 

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "cuda/select.h"
+#include "cuda/sm90/sm90.h"
 #include "fibers.h"
 #include "memory.h"
 
@@ -46,6 +47,14 @@ size_t forward_workspace(const AttentionParams* p) {
 }
 const char* forward(const AttentionParams* p, void* workspace) {
   return run(flash_attn_ext::cuda::select_forward(*p), *p, workspace);
+}
+
+const char* why_not_sm90_forward(const AttentionParams* p) {
+  return flash_attn_ext::cuda::sm90::why_not_forward(*p);
+}
+const char* last_kernel() {
+  static std::string name;
+  return (name = cuda_host::last_kernel()).c_str();
 }
 
 size_t backward_workspace(const BackwardParams* p) {

@@ -68,7 +68,7 @@ class Library:
         self.path = path
         self.num_splits = 0
         self.c = ctypes.CDLL(str(path))
-        for name in ("forward", "backward", "dropout_mask"):
+        for name in ("forward", "backward", "dropout_mask", "why_not_sm90_forward", "last_kernel"):
             getattr(self.c, name).restype = ctypes.c_char_p
         for name in ("forward_workspace", "backward_workspace"):
             getattr(self.c, name).restype = ctypes.c_size_t

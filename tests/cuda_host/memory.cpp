@@ -159,6 +159,28 @@ void touch(const void* address, size_t bytes, bool is_write, void* code) {
 void begin_flight(void* address, size_t bytes) { set_writer(address, bytes, kInFlight); }
 
 void end_flight(void* address, size_t bytes) { set_writer(address, bytes, current->now); }
+void for_each_last_write(uintptr_t address, size_t bytes,
+                         const std::function<void(const LastWrite&)>& check) {
+  const Region& shared = memory.regions[0];
+  if (address < shared.begin || address + bytes > shared.end)
+    fail("out of bounds of shared memory: TMA or wgmma");
+  const Write* last = &shared.last_writes[(address - shared.begin) >> kSharedElementShift];
+  for (size_t n = 0; n < (bytes >> kSharedElementShift); ++n)
+    if (n == 0 || !(last[n] == last[n - 1]))
+      check({last[n].block == memory.block, last[n].time != kInFlight, static_cast<int>(last[n].thread),
+             last[n].time});
+}
+
+void set_last_write(uintptr_t address, size_t bytes, const LastWrite& write) {
+  Region& shared = memory.regions[0];
+  Write* first = &shared.last_writes[(address - shared.begin) >> kSharedElementShift];
+  std::fill(first, first + (bytes >> kSharedElementShift),
+            Write{memory.block, write.landed ? write.time : kInFlight, static_cast<uint32_t>(write.writer)});
+}
+
+void check_global_read(const void* address, size_t bytes, void* code) {
+  look_at({reinterpret_cast<uintptr_t>(address), bytes, false, code});
+}
 
 void register_buffer(const void* data, int64_t bytes, int64_t element_bytes, const char* name, bool writable,
                      bool initialised) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 namespace cuda_host {
@@ -16,6 +17,17 @@ void forget_buffers();
 void touch(const void* address, size_t bytes, bool is_write, void* code);
 void begin_flight(void* address, size_t bytes);
 void end_flight(void* address, size_t bytes);
+// For hopper.cpp, which accesses memory without the compiler's knowledge. Shared memory, by its writers: each
+// distinct last write of the bytes is given to `check`; and who wrote them is set.
+struct LastWrite {
+  bool written, landed;
+  int writer;
+  uint32_t time;
+};
+void for_each_last_write(uintptr_t address, size_t bytes, const std::function<void(const LastWrite&)>& check);
+void set_last_write(uintptr_t address, size_t bytes, const LastWrite& write);
+// Global memory: an error if the current thread may not read there.
+void check_global_read(const void* address, size_t bytes, void* code);
 
 // Called by the launch.
 void memory_begin_launch(const void* arguments, size_t argument_bytes);

@@ -10,8 +10,8 @@
 // Row maxima and sums of the scores, for a block of queries that holds an lse too large to be exact. A second
 // look at the scores, taken only there.
 template <class In, class T>
-void recompute_row_sums(const BackwardParams& p, const BackwardScratch<T>& s, int64_t b, int64_t h,
-                        int64_t i0, int64_t queries, const RowTerms<T>& rows) {
+void recompute_row_sums(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b, int64_t h, int64_t i0,
+                        int64_t queries, const RowTerms<T>& rows) {
   const int64_t block_k = backward_tiling<T>().block_k;
   std::fill(rows.max + i0, rows.max + i0 + queries, kNegInf<T>);
   std::fill(rows.log_sum + i0, rows.log_sum + i0 + queries, T(0));  // the sum, until the end
@@ -19,7 +19,7 @@ void recompute_row_sums(const BackwardParams& p, const BackwardScratch<T>& s, in
   for (int64_t j0 = seen.begin / block_k * block_k; j0 < seen.end; j0 += block_k) {
     const int64_t keys = std::min(block_k, p.sizes.seqlen_k - j0);
     const TileFrame f{b, h, i0, j0, queries, keys, round_up_to_lanes<T>(keys), false};
-    load_key_block<In, T>(p, s, b, p.sizes.kv_head(h), j0, keys);
+    s.products.load_keys(p, b, p.sizes.kv_head(h), j0, keys);
     if (recompute_scores<In, T>(p, s, f).empty) continue;
     for (int64_t r = 0; r < queries; ++r) {
       const T* scores = s.probs + r * f.ld;
@@ -49,7 +49,9 @@ void compute_row_terms(const BackwardParams& p, const BackwardWorkspace<T>& w, c
       rows.delta[i] = dot_rows<In, T>(p.dout.row<In>(b, h, i), p.out.row<In>(b, h, i), z.head_dim_v) - dlse;
       exact &= lse_is_exact(static_cast<const T*>(p.lse)[at]);
     }
-    if (!exact) recompute_row_sums<In, T>(p, thread_scratch(p, w, thread), b, h, i0, queries, rows);
+    if (exact) return;
+    BackwardScratch<In, T> s = thread_scratch<In, T>(p, w, thread);
+    recompute_row_sums<In, T>(p, s, b, h, i0, queries, rows);
   });
 }
 
@@ -78,8 +80,8 @@ void unscale_dscores(const BackwardParams& p, const TileFrame& f, const T* tanh_
 }
 
 template <class In, class T>
-void backward_key_block(const BackwardParams& p, const BackwardScratch<T>& s, int64_t b, int64_t h,
-                        int64_t j0, const RowTerms<T>& rows, T* dq, T& dslope) {
+void backward_key_block(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b, int64_t h, int64_t j0,
+                        const RowTerms<T>& rows, T* dq, T& dslope) {
   const auto [block_q, block_k] = backward_tiling<T>();
   const Sizes& z = p.sizes;
   const int64_t h_kv = z.kv_head(h), keys = std::min(block_k, z.seqlen_k - j0),
@@ -90,25 +92,17 @@ void backward_key_block(const BackwardParams& p, const BackwardScratch<T>& s, in
 
   const Range seen = visible_queries(p.band, j0, j0 + keys, z.seqlen_q);
   if (seen.begin >= seen.end) return;
-  load_key_block<In, T>(p, s, b, h_kv, j0, keys);
-  const Tile<T> k = load_tile<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, z.head_dim, s.k_tile);
+  s.products.load_keys(p, b, h_kv, j0, keys);
 
   for (int64_t i0 = seen.begin / block_q * block_q; i0 < seen.end; i0 += block_q) {
     const TileFrame f{b, h, i0, j0, std::min(block_q, z.seqlen_q - i0), keys, ld, false};
     const BackwardTile<T> tile = recompute_tile<In, T>(p, s, f, rows);
     if (tile.empty) continue;
-    if (p.dv)
-      masked_gemm<T>(tile.score, true, keys, z.head_dim_v,
-                     {f.queries, s.probs, 1, ld, tile.dout.data, tile.dout.ld, s.dv, d_v, true},
-                     s.finite_tile);
+    if (p.dv) s.products.add_dv(p, tile.score, s.probs, s.dv);
     if (p.dalibi_slopes) dslope += alibi_slope_gradient<T>(p, f, s.dscores);
     unscale_dscores<T>(p, f, s.tanh_tile, s.dscores);
-    if (p.dk)
-      masked_gemm<T>(tile.score, true, keys, z.head_dim,
-                     {f.queries, s.dscores, 1, ld, tile.q.data, tile.q.ld, s.dk, d, true}, s.finite_tile);
-    if (p.dq)
-      masked_gemm<T>(tile.score, false, f.queries, z.head_dim,
-                     {keys, s.dscores, ld, 1, k.data, k.ld, dq + i0 * d, d, true}, s.finite_tile);
+    if (p.dk) s.products.add_dk(p, tile.score, s.dscores, s.dk);
+    if (p.dq) s.products.add_dq(p, tile.score, s.dscores, dq + i0 * d);
   }
 }
 
@@ -133,7 +127,7 @@ void backward_qkv(const BackwardParams& p, const BackwardWorkspace<T>& w, const 
   const int64_t block_k = backward_tiling<T>().block_k, heads = z.batch * z.heads;
   const int64_t dq_rows = z.seqlen_q * round_up_to_lanes<T>(z.head_dim);
   for_each_task(parallel, heads * w.chunks, [&](int64_t task, int thread) {
-    const BackwardScratch<T> s = thread_scratch(p, w, thread);
+    BackwardScratch<In, T> s = thread_scratch<In, T>(p, w, thread);
     const int64_t head = task / w.chunks, chunk = task % w.chunks;
     T* dq = p.dq ? w.dq + (chunk * heads + head) * dq_rows : nullptr;
     if (dq) std::fill(dq, dq + dq_rows, T(0));
@@ -188,7 +182,7 @@ void reduce_gradients(const BackwardParams& p, const BackwardWorkspace<T>& w, co
 template <class In, class T>
 void backward(const BackwardParams& p, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
-  const BackwardWorkspace<T> w = plan_backward_workspace<T>(arena, p, parallel.threads);
+  const BackwardWorkspace<T> w = plan_backward_workspace<In, T>(arena, p, parallel.threads);
   compute_row_terms<In, T>(p, w, parallel);
   if (p.wants_qkv_pass()) {
     backward_qkv<In, T>(p, w, parallel);
@@ -197,9 +191,9 @@ void backward(const BackwardParams& p, void* workspace, const Parallel& parallel
   if (p.dmask) backward_mask<In, T>(p, w, parallel);
 }
 
-template <class T>
+template <class In, class T>
 size_t backward_workspace(const BackwardParams& p, int threads) {
   Arena arena(nullptr);
-  plan_backward_workspace<T>(arena, p, threads);
+  plan_backward_workspace<In, T>(arena, p, threads);
   return arena.used();
 }

@@ -38,7 +38,7 @@ void backward_mask(const BackwardParams& p, const BackwardWorkspace<T>& w, const
   for_each_task(
       parallel, g.batch * g.heads * row_blocks * col_blocks,
       [&, block_q = block_q, block_k = block_k](int64_t task, int thread) {
-        const BackwardScratch<T> s = thread_scratch(p, w, thread);
+        BackwardScratch<In, T> s = thread_scratch<In, T>(p, w, thread);
         const int64_t mj = task % col_blocks * block_k, mi = task / col_blocks % row_blocks * block_q;
         const int64_t mh = task / (col_blocks * row_blocks) % g.heads,
                       mb = task / (col_blocks * row_blocks * g.heads);
@@ -57,7 +57,7 @@ void backward_mask(const BackwardParams& p, const BackwardWorkspace<T>& w, const
               const int64_t count = std::min(block_k, keys.end - j0);
               const Range seen = visible_queries(p.band, j0, j0 + count, queries.end);
               if (std::max(seen.begin, queries.begin) >= seen.end) continue;
-              load_key_block<In, T>(p, s, b, z.kv_head(h), j0, count);
+              s.products.load_keys(p, b, z.kv_head(h), j0, count);
               const RowTerms<T> rows = w.rows.of_head(z, b, h);
               for (int64_t i0 = queries.begin; i0 < queries.end; i0 += block_q) {
                 const TileFrame f{

@@ -4,13 +4,9 @@
 //
 // Rows are queries and lanes are keys; nothing here needs a reduction along a row.
 
-template <class T>
+template <class In, class T>
 struct BackwardScratch {
-  T* k_transposed;  // [D][block_k]     K^T * scale * log2(e)
-  T* v_transposed;  // [D_v][block_k]
-  T* k_tile;        // [block_k][D]     used only where the caller's memory cannot be read directly; so too:
-  T* q_tile;        // [block_q][D]
-  T* dout_tile;     // [block_q][D_v]
+  BackwardProducts<In, T> products;
   T* probs;         // [block_q][block_k]  S, then P (after dropout)
   T* dscores;       // [block_q][block_k]  dP, then dS
   T* tanh_tile;     // [block_q][block_k]  only with softcap
@@ -19,40 +15,23 @@ struct BackwardScratch {
   T* dk;            // [block_k][D]
   T* dv;            // [block_k][D_v]
   T* dmask;         // [block_q][block_k]  only if the mask's gradient is wanted
-  T* finite_tile;   // [max(block_q, block_k)][max(D, D_v)]  for masked_gemm
 };
 
-template <class T>
-BackwardScratch<T> plan_backward(Arena& arena, const BackwardParams& p) {
-  const auto [block_q, block_k] = backward_tiling<T>();
-  const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
-  BackwardScratch<T> s;
-  s.k_transposed = arena.take<T>(p.sizes.head_dim * block_k);
-  s.v_transposed = arena.take<T>(p.sizes.head_dim_v * block_k);
-  s.k_tile = arena.take<T>(block_k * d);
-  s.q_tile = arena.take<T>(block_q * d);
-  s.dout_tile = arena.take<T>(block_q * d_v);
+template <class In, class T>
+BackwardScratch<In, T> plan_backward(Arena& arena, const BackwardParams& p) {
+  const auto [block_q, block_k] = fitted(backward_tiling<T>(), p.sizes);
+  BackwardScratch<In, T> s;
+  s.products = BackwardProducts<In, T>::plan(arena, p);
   s.probs = arena.take<T>(block_q * block_k);
   s.dscores = arena.take<T>(block_q * block_k);
   s.tanh_tile = p.softcap > 0 ? arena.take<T>(block_q * block_k) : nullptr;
   s.mask_tile = p.mask ? arena.take<T>(block_q * block_k) : nullptr;
   s.dropout_tile = p.dropout ? arena.take<T>(block_q * block_k) : nullptr;
-  s.dk = arena.take<T>(block_k * d);
-  s.dv = arena.take<T>(block_k * d_v);
-  s.dmask = p.dmask ? arena.take<T>(block_q * block_k) : nullptr;
-  s.finite_tile = arena.take<T>(std::max(block_q, block_k) * std::max(d, d_v));
+  s.dk = arena.take<T>(block_k * round_up_to_lanes<T>(p.sizes.head_dim));
+  s.dv = arena.take<T>(block_k * round_up_to_lanes<T>(p.sizes.head_dim_v));
+  const Tiling whole = backward_tiling<T>();
+  s.dmask = p.dmask ? arena.take<T>(whole.block_q * whole.block_k) : nullptr;
   return s;
-}
-
-// Loads K^T and V^T of the keys [j0, j0 + keys) of one head, zero-padded to whole vectors of keys.
-template <class In, class T>
-void load_key_block(const BackwardParams& p, const BackwardScratch<T>& s, int64_t b, int64_t h_kv, int64_t j0,
-                    int64_t keys) {
-  const int64_t ld = round_up_to_lanes<T>(keys);
-  load_tile_transposed<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, p.sizes.head_dim,
-                              product_scale<T>(p), s.k_transposed, ld);
-  load_tile_transposed<In, T>(p.v.row<In>(b, h_kv, j0), p.v.stride_s, keys, p.sizes.head_dim_v, T(1),
-                              s.v_transposed, ld);
 }
 
 // What the backward knows of each query row, in arrays over S_q.
@@ -80,33 +59,27 @@ template <class T>
 struct BackwardTile {
   bool empty;  // every element masked: nothing was computed
   ScoreTile<T> score;
-  Tile<T> q, dout;
 };
 
 // Fills s.probs with the tile's scores in units of log2.
 template <class In, class T>
-BackwardTile<T> recompute_scores(const BackwardParams& p, const BackwardScratch<T>& s, const TileFrame& f) {
+BackwardTile<T> recompute_scores(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f) {
   const TileMask masked = load_mask_tile<T>(p.mask, f, s.mask_tile);
-  if (masked == TileMask::kAll) return {true, {}, {}, {}};
-  const Tile<T> q =
-      load_tile<In, T>(p.q.row<In>(f.b, f.h, f.i0), p.q.stride_s, f.queries, p.sizes.head_dim, s.q_tile);
-  gemm<T>(f.queries, f.ld, {p.sizes.head_dim, q.data, q.ld, 1, s.k_transposed, f.ld, s.probs, f.ld, false});
-  return {false, finish_scores<T>(p, f, masked, s.mask_tile, s.probs, s.tanh_tile), q, {}};
+  if (masked == TileMask::kAll) return {true, {}};
+  s.products.scores(p, f, s.probs);
+  return {false, finish_scores<T>(p, f, masked, s.mask_tile, s.probs, s.tanh_tile)};
 }
 
 // Fills s.probs and s.dscores for the tile at f. `rows` are those of the tile's head.
 template <class In, class T>
-BackwardTile<T> recompute_tile(const BackwardParams& p, const BackwardScratch<T>& s, const TileFrame& f,
+BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f,
                                const RowTerms<T>& rows) {
   constexpr int L = kLanes<T>;
   const Sizes& z = p.sizes;
   BackwardTile<T> tile = recompute_scores<In, T>(p, s, f);
   if (tile.empty) return tile;
 
-  tile.dout =
-      load_tile<In, T>(p.dout.row<In>(f.b, f.h, f.i0), p.dout.stride_s, f.queries, z.head_dim_v, s.dout_tile);
-  gemm<T>(f.queries, f.ld,
-          {z.head_dim_v, tile.dout.data, tile.dout.ld, 1, s.v_transposed, f.ld, s.dscores, f.ld, false});
+  s.products.dprobs(p, f, s.dscores);
   if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
 
   const T* lse = static_cast<const T*>(p.lse) + (f.b * z.heads + f.h) * z.seqlen_q;

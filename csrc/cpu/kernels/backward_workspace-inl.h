@@ -15,7 +15,7 @@ struct BackwardWorkspace {
   char* scratch;     // one BackwardScratch a thread
 };
 
-template <class T>
+template <class In, class T>
 BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams& p, int threads) {
   const Sizes& z = p.sizes;
   const int64_t heads = z.batch * z.heads;
@@ -23,7 +23,7 @@ BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams&
   const int64_t block_k = backward_tiling<T>().block_k, key_blocks = (z.seqlen_k + block_k - 1) / block_k;
   const bool shared = z.heads != z.heads_kv;
   Arena scratch(nullptr);
-  plan_backward<T>(scratch, p);
+  plan_backward<In, T>(scratch, p);
 
   BackwardWorkspace<T> w;
   w.chunks = std::min((kBackwardTasks + heads - 1) / heads, key_blocks);
@@ -36,10 +36,10 @@ BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams&
   return w;
 }
 
-template <class T>
-BackwardScratch<T> thread_scratch(const BackwardParams& p, const BackwardWorkspace<T>& w, int thread) {
+template <class In, class T>
+BackwardScratch<In, T> thread_scratch(const BackwardParams& p, const BackwardWorkspace<T>& w, int thread) {
   Arena measure(nullptr);
-  plan_backward<T>(measure, p);
+  plan_backward<In, T>(measure, p);
   Arena arena(w.scratch + thread * measure.used());
-  return plan_backward<T>(arena, p);
+  return plan_backward<In, T>(arena, p);
 }

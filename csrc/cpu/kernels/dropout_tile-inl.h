@@ -34,28 +34,63 @@ FA_INLINE void philox_words(PhiloxKey key, Words c0, Words c1, uint32_t head_ind
   for (int w = 0; w < 4; ++w) out[w] = *words[w] & 0xffffffffu;
 }
 
+// `keep` in the lanes of `kept` that are all ones, 0 in the others.
+FA_INLINE Vec<double> keep_where(Words kept, double keep) { return (Vec<double>)(kept & (Words)splat(keep)); }
+FA_INLINE auto keep_where(Words kept, float keep) {
+  typedef uint32_t Narrow __attribute__((vector_size(kCalls * 4)));
+  typedef float Floats __attribute__((vector_size(kCalls * 4)));
+  return (Floats)(__builtin_convertvector(kept, Narrow) & (Narrow)(Floats{} + keep));
+}
+
+// The keep factors of 16 queries from i on, one row a key, for kLanes keys from j on. One vector of calls
+// holds the queries t, t + 1, ... and the same + 8, at two keys.
+template <class T>
+FA_INLINE void dropout_block(const AttentionParams& p, PhiloxKey key, uint32_t head_index, int64_t i,
+                             int64_t j, T (&block)[kLanes<T>][16]) {
+  const T keep = static_cast<T>(p.dropout.keep_scale);
+  for (int n = 0; n < kLanes<T>; n += 2)
+#pragma GCC unroll 4
+    for (int t = 0; t < 8; t += kCalls) {
+      const Words row = (Words)iota<double>() + static_cast<uint64_t>(i / 2 + t);
+      Words words[4];
+      philox_words(key, Words{} + static_cast<uint64_t>((j + n) >> 1), row, head_index, words);
+#pragma GCC unroll 4
+      for (int w = 0; w < 4; ++w) {
+        const auto factor = keep_where((Words)(words[w] >= p.dropout.threshold), keep);
+        std::memcpy(&block[n + (w & 1)][(w >> 1) * 8 + t], &factor, sizeof(factor));
+      }
+    }
+}
+
 // Fills dst[row][lane] with 1 / (1 - p) where the element is kept and 0 where it is dropped.
 template <class T>
 inline void load_dropout_tile(const AttentionParams& p, const TileFrame& f, T* dst) {
+  constexpr int L = kLanes<T>;
   const PhiloxKey key = philox_key(p.dropout.rng_state[0], p.dropout.rng_state[1]);
   const auto head_index = static_cast<uint32_t>(f.b * p.sizes.heads + f.h);
-  const T keep = static_cast<T>(p.dropout.keep_scale);
-  const int64_t i_stride = f.lanes_are_queries ? 1 : f.ld, j_stride = f.lanes_are_queries ? f.ld : 1;
-  // One vector of calls holds the rows t, t + 1, ... of a group of 16 rows, and the same + 8, at two columns.
-  for (int64_t group = 0; group < f.queries; group += 16)
-    for (int64_t j = 0; j < f.keys; j += 2)
-      for (int t = 0; t < 8; t += kCalls) {
-        const Words row = (Words)iota<double>() + static_cast<uint64_t>((f.i0 + group) / 2 + t);
-        Words words[4];
-        philox_words(key, Words{} + static_cast<uint64_t>((f.j0 + j) >> 1), row, head_index, words);
-#pragma GCC unroll 4
-        for (int w = 0; w < 4; ++w) {
-          const Words kept = (Words)(words[w] >= p.dropout.threshold);
-          const int64_t i = group + (w >> 1) * 8 + t, col = j + (w & 1);
-          T* out = dst + i * i_stride + col * j_stride;
-          const int64_t n = std::min<int64_t>(std::min(kCalls, 8), f.queries - i);
-          if (col >= f.keys) continue;
-          for (int c = 0; c < n; ++c) out[c * i_stride] = kept[c] ? keep : T(0);
+  for (int64_t i = 0; i < f.queries; i += 16)
+    for (int64_t j = 0; j < f.keys; j += L) {
+      T block[L][16];
+      dropout_block<T>(p, key, head_index, f.i0 + i, f.j0 + j, block);
+      for (int64_t c = 0; c < 16 && i + c < f.queries; c += L) {  // kLanes queries
+        if (f.lanes_are_queries) {
+          for (int64_t n = 0; n < L && j + n < f.keys; ++n)
+            store<T>(dst + (j + n) * f.ld + i + c, load<T>(&block[n][c]));
+        } else {
+          Vec<T> rows[L];
+#pragma GCC unroll 16
+          for (int n = 0; n < L; ++n) rows[n] = load<T>(&block[n][c]);
+          transpose<T>(rows);
+#pragma GCC unroll 16
+          for (int n = 0; n < L; ++n)
+            if (i + c + n < f.queries) store<T>(dst + (i + c + n) * f.ld + j, rows[n]);
         }
       }
+    }
+}
+
+// rows *= factors, over whole vectors.
+template <class T>
+inline void multiply_rows(T* rows, const T* factors, int64_t count) {
+  for (int64_t n = 0; n < count; n += kLanes<T>) store<T>(rows + n, load<T>(rows + n) * load<T>(factors + n));
 }

@@ -3,34 +3,27 @@
 //   S^T = K Q^T    m' = max(m, rowmax S)    P = 2^(S - m')    l = l 2^(m - m') + rowsum P
 //   O   = O 2^(m - m') + P V                at the end O / l and lse = (m + log2 l) ln 2
 
-template <class T>
+template <class In, class T>
 struct ForwardScratch {
-  T* q_transposed;  // [D][block_q]      Q^T * scale * log2(e)
-  T* k_tile;        // [block_k][D]      only if the caller's k cannot be read directly
-  T* v_tile;        // [block_k][D_v]    likewise
+  ForwardProducts<In, T> products;
   T* scores;        // [block_k][block_q]   S^T, then P^T in place
   T* mask_tile;     // [block_k][block_q]
   T* dropout_tile;  // [block_k][block_q]
   T* out;           // [block_q][D_v]    O, not yet divided by l
-  T* finite_tile;   // [block_k][D_v]    for masked_gemm
   T* row_max;       // [block_q]
   T* row_sum;       // [block_q]
   T* rescale;       // [block_q]
 };
 
-template <class T>
-ForwardScratch<T> plan_forward(Arena& arena, const AttentionParams& p) {
-  const auto [block_q, block_k] = forward_tiling<T>();
-  const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
-  ForwardScratch<T> s;
-  s.q_transposed = arena.take<T>(p.sizes.head_dim * block_q);
-  s.k_tile = arena.take<T>(block_k * d);
-  s.v_tile = arena.take<T>(block_k * d_v);
+template <class In, class T>
+ForwardScratch<In, T> plan_forward(Arena& arena, const AttentionParams& p) {
+  const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
+  ForwardScratch<In, T> s;
+  s.products = ForwardProducts<In, T>::plan(arena, p);
   s.scores = arena.take<T>(block_k * block_q);
   s.mask_tile = p.mask ? arena.take<T>(block_k * block_q) : nullptr;
   s.dropout_tile = p.dropout ? arena.take<T>(block_k * block_q) : nullptr;
-  s.out = arena.take<T>(block_q * d_v);
-  s.finite_tile = arena.take<T>(block_k * d_v);
+  s.out = arena.take<T>(block_q * round_up_to_lanes<T>(p.sizes.head_dim_v));
   s.row_max = arena.take<T>(block_q);
   s.row_sum = arena.take<T>(block_q);
   s.rescale = arena.take<T>(block_q);
@@ -61,17 +54,16 @@ inline void online_softmax(const TileFrame& f, T* scores, T* row_max, T* row_sum
 }
 
 template <class In, class T>
-void forward_query_block(const AttentionParams& p, const ForwardScratch<T>& s, int64_t b, int64_t h,
+void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& s, int64_t b, int64_t h,
                          int64_t i0) {
   constexpr int L = kLanes<T>;
   const Tiling tiling = forward_tiling<T>();
   const Sizes& z = p.sizes;
-  const int64_t h_kv = z.kv_head(h), d_v = round_up_to_lanes<T>(z.head_dim_v);
+  const int64_t d_v = round_up_to_lanes<T>(z.head_dim_v);
   const int64_t queries = std::min(tiling.block_q, z.seqlen_q - i0);
   const int64_t ld = round_up_to_lanes<T>(queries);
 
-  load_tile_transposed<In, T>(p.q.row<In>(b, h, i0), p.q.stride_s, queries, z.head_dim, product_scale<T>(p),
-                              s.q_transposed, ld);
+  s.products.load_queries(p, b, h, i0, queries, ld);
   std::fill(s.row_max, s.row_max + ld, kNegInf<T>);
   std::fill(s.row_sum, s.row_sum + ld, T(0));
   std::fill(s.out, s.out + queries * d_v, T(0));
@@ -82,15 +74,13 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<T>& s, i
     const TileMask masked = load_mask_tile<T>(p.mask, f, s.mask_tile);
     if (masked == TileMask::kAll) continue;
 
-    const Tile<T> k = load_tile<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, f.keys, z.head_dim, s.k_tile);
-    gemm<T>(f.keys, ld, {z.head_dim, k.data, k.ld, 1, s.q_transposed, ld, s.scores, ld, false});
+    s.products.scores(p, f, s.scores);
     const ScoreTile<T> score = finish_scores<T>(p, f, masked, s.mask_tile, s.scores, nullptr);
 
     online_softmax<T>(f, s.scores, s.row_max, s.row_sum, s.rescale);
     if (p.dropout) {  // after the row sum: dropout acts on the normalised P
       load_dropout_tile<T>(p, f, s.dropout_tile);
-      for (int64_t r = 0; r < f.keys; ++r)
-        for (int64_t c = 0; c < queries; ++c) s.scores[r * ld + c] *= s.dropout_tile[r * ld + c];
+      multiply_rows<T>(s.scores, s.dropout_tile, f.keys * ld);
     }
 
     for (int64_t i = 0; i < queries; ++i) {
@@ -98,43 +88,42 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<T>& s, i
       for (int64_t c = 0; c < d_v; c += L)
         store<T>(s.out + i * d_v + c, load<T>(s.out + i * d_v + c) * s.rescale[i]);
     }
-    const Tile<T> v =
-        load_tile<In, T>(p.v.row<In>(b, h_kv, j0), p.v.stride_s, f.keys, z.head_dim_v, s.v_tile);
-    masked_gemm<T>(score, true, queries, z.head_dim_v,
-                   {f.keys, s.scores, 1, ld, v.data, v.ld, s.out, d_v, true}, s.finite_tile);
+    s.products.add_values(p, score, s.scores, s.out);
   }
 
   T* lse = static_cast<T*>(p.lse) + (b * z.heads + h) * z.seqlen_q + i0;
   for (int64_t i = 0; i < queries; ++i) {
-    // Nothing visible leaves the sum 0 (a NaN score leaves it NaN): out is 0 and lse -inf, by contract.
-    const T sum = s.row_sum[i];
-    store_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v,
-                     sum == T(0) ? T(0) : T(1) / sum);
-    lse[i] = sum == T(0) ? kNegInf<T> : s.row_max[i] * T(kLn2) + std::log(sum);
+    finish_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v, s.row_max[i], s.row_sum[i],
+                      lse[i]);
   }
 }
 
 template <class In, class T>
 void forward(const AttentionParams& p, void* workspace, const Parallel& parallel) {
+  if (is_decode(p)) return decode<In, T>(p, workspace, parallel);
   const Sizes& z = p.sizes;
   const int64_t block_q = forward_tiling<T>().block_q;
   const int64_t blocks = (z.seqlen_q + block_q - 1) / block_q;
   Arena measure(nullptr);
-  plan_forward<T>(measure, p);
+  plan_forward<In, T>(measure, p);
   const size_t per_thread = measure.used();
 
   for_each_task(parallel, z.batch * z.heads * blocks, [&](int64_t task, int thread) {
     Arena arena(static_cast<char*>(workspace) + thread * per_thread);
-    const ForwardScratch<T> scratch = plan_forward<T>(arena, p);
+    const ForwardScratch<In, T> scratch = plan_forward<In, T>(arena, p);
     const int64_t block = blocks - 1 - task % blocks;  // causal: the longest rows of a head first
     const int64_t head = task / blocks;
     forward_query_block<In, T>(p, scratch, head / z.heads, head % z.heads, block * block_q);
   });
 }
 
-template <class T>
+template <class In, class T>
 size_t forward_workspace(const AttentionParams& p, int threads) {
   Arena arena(nullptr);
-  plan_forward<T>(arena, p);
+  if (is_decode(p)) {
+    plan_decode_workspace<In, T>(arena, p, threads);
+    return arena.used();
+  }
+  plan_forward<In, T>(arena, p);
   return arena.used() * threads;
 }

@@ -3,52 +3,57 @@
 //
 //   C[m][n] (+)= sum_k A[m * a_row + k * a_depth] * B[k * ldb + n]      n in whole vectors
 //
-// A register tile of MR x NV vectors of C stays in registers over the whole depth.
+// Elements of A and B are of C's type T, or Pairs of 16-bit values that lie behind each other along the
+// depth. A register tile of MR x NV vectors of C stays in registers over the whole depth. It starts from 0
+// and is added to C at the end: over many tiles that rounds like a sum of tiles, not like one long chain.
 
-// Register tiles {rows, vectors}: as many accumulators as leave registers for NV vectors of B and one
-// broadcast.
-#if FA_VECTOR_REGISTERS >= 32
-constexpr int kRowsBy3 = 8;   // 24 of 32 registers: 8 x 3 + 3 + 1
-constexpr int kRowsBy2 = 12;  // 12 x 2 + 2 + 1
-constexpr int kRowsBy1 = 16;
-#else
-constexpr int kRowsBy3 = 4;  // 12 of 16 registers
-constexpr int kRowsBy2 = 6;
-constexpr int kRowsBy1 = 8;
-#endif
-
-template <class T>
+template <class T, class E = T>
 struct GemmArgs {
   int64_t depth;
-  const T* a;
+  const E* a;
   int64_t a_row, a_depth;
-  const T* b;
+  const E* b;
   int64_t ldb;
   T* c;
   int64_t ldc;
   bool accumulate;
+  T scale = 1;  // of the product, for Pairs: they cannot be scaled beforehand without rounding
 };
 
-template <class T, int MR, int NV>
-FA_INLINE void gemm_register_tile(const GemmArgs<T>& g, int64_t m0, int64_t n0) {
+// What the product needs of an element type; pairs-inl.h has the other.
+template <class T>
+FA_INLINE Vec<T> broadcast_element(const T* p) {
+  return splat<T>(*p);
+}
+template <class T>
+FA_INLINE Vec<T> load_elements(const T* p) {
+  return load<T>(p);
+}
+template <class V>
+FA_INLINE V multiply_add(V sum, V a, V b) {
+  return sum + a * b;
+}
+
+template <class T, class E, int MR, int NV>
+FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, int64_t m0, int64_t n0) {
   constexpr int L = kLanes<T>;
-  const T* a = g.a + m0 * g.a_row;
-  const T* b = g.b + n0;
+  const E* a = g.a + m0 * g.a_row;
+  const E* b = g.b + n0;
   T* c = g.c + m0 * g.ldc + n0;
   Vec<T> acc[MR][NV];
 #pragma GCC unroll 16
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) acc[m][n] = g.accumulate ? load<T>(c + m * g.ldc + n * L) : Vec<T>{};
+    for (int n = 0; n < NV; ++n) acc[m][n] = Vec<T>{};
   for (int64_t k = 0; k < g.depth; ++k) {
-    Vec<T> bv[NV];
+    decltype(load_elements(b)) bv[NV];
 #pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) bv[n] = load<T>(b + n * L);
+    for (int n = 0; n < NV; ++n) bv[n] = load_elements(b + n * L);
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) {
-      const Vec<T> av = splat<T>(a[m * g.a_row]);
+      const auto av = broadcast_element(a + m * g.a_row);
 #pragma GCC unroll 4
-      for (int n = 0; n < NV; ++n) acc[m][n] += av * bv[n];
+      for (int n = 0; n < NV; ++n) acc[m][n] = multiply_add(acc[m][n], av, bv[n]);
     }
     a += g.a_depth;
     b += g.ldb;
@@ -56,28 +61,31 @@ FA_INLINE void gemm_register_tile(const GemmArgs<T>& g, int64_t m0, int64_t n0) 
 #pragma GCC unroll 16
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < NV; ++n) store<T>(c + m * g.ldc + n * L, acc[m][n]);
+    for (int n = 0; n < NV; ++n) {
+      const Vec<T> product = std::is_same_v<T, E> ? acc[m][n] : acc[m][n] * g.scale;
+      store<T>(c + m * g.ldc + n * L, g.accumulate ? load<T>(c + m * g.ldc + n * L) + product : product);
+    }
 }
 
 // All rows of one column panel of NV vectors: full register tiles, then fours, then single rows.
-template <class T, int MR, int NV>
-inline void gemm_panel(const GemmArgs<T>& g, int64_t rows, int64_t n0) {
+template <class T, class E, int MR, int NV>
+inline void gemm_panel(const GemmArgs<T, E>& g, int64_t rows, int64_t n0) {
   int64_t m = 0;
-  for (; m + MR <= rows; m += MR) gemm_register_tile<T, MR, NV>(g, m, n0);
+  for (; m + MR <= rows; m += MR) gemm_register_tile<T, E, MR, NV>(g, m, n0);
   if constexpr (MR > 4)
-    for (; m + 4 <= rows; m += 4) gemm_register_tile<T, 4, NV>(g, m, n0);
-  for (; m < rows; ++m) gemm_register_tile<T, 1, NV>(g, m, n0);
+    for (; m + 4 <= rows; m += 4) gemm_register_tile<T, E, 4, NV>(g, m, n0);
+  for (; m < rows; ++m) gemm_register_tile<T, E, 1, NV>(g, m, n0);
 }
 
 // `cols` is rounded up to whole vectors: B and C must have room, and B's padding must be finite.
-template <class T>
-inline void gemm(int64_t rows, int64_t cols, const GemmArgs<T>& g) {
+template <class T, class E = T>
+inline void gemm(int64_t rows, int64_t cols, const GemmArgs<T, E>& g) {
   constexpr int L = kLanes<T>;
   int64_t vectors = (cols + L - 1) / L;
   int64_t n = 0;
   if (vectors % 3 == 0) {
-    for (; vectors >= 3; vectors -= 3, n += 3 * L) gemm_panel<T, kRowsBy3, 3>(g, rows, n);
+    for (; vectors >= 3; vectors -= 3, n += 3 * L) gemm_panel<T, E, kRowsBy3, 3>(g, rows, n);
   }
-  for (; vectors >= 2; vectors -= 2, n += 2 * L) gemm_panel<T, kRowsBy2, 2>(g, rows, n);
-  if (vectors == 1) gemm_panel<T, kRowsBy1, 1>(g, rows, n);
+  for (; vectors >= 2; vectors -= 2, n += 2 * L) gemm_panel<T, E, kRowsBy2, 2>(g, rows, n);
+  if (vectors == 1) gemm_panel<T, E, kRowsBy1, 1>(g, rows, n);
 }

@@ -5,34 +5,39 @@
 // and added to just those rows of C that attend to them. Finite data, which is nearly all, pays one read of
 // B.
 
-// C (+)= A * B as gemm(). A element (m, k) belongs to score (row m, lane k), or (row k, lane m) if
-// a_transposed.
+// C[m] += A[m][k] * B[k] for the rows k of B that are not finite and the rows m of C that attend to them. A
+// element (m, k) belongs to score (row m, lane k), or (row k, lane m) if a_transposed.
+template <class In, class T>
+inline void add_rows_not_finite(const ScoreTile<T>& score, bool a_transposed, int64_t rows, const T* a,
+                                int64_t a_row, int64_t a_depth, const Rows<In>& b, int64_t depth, T* c,
+                                int64_t ldc) {
+  for (int64_t k = 0; k < depth; ++k) {
+    if (rows_are_finite<In, T>({b.row(k), b.stride, b.cols}, 1)) continue;
+    for (int64_t m = 0; m < rows; ++m) {
+      if (!(a_transposed ? score.attends(k, m) : score.attends(m, k))) continue;
+      const T factor = a[m * a_row + k * a_depth];
+      for (int64_t n = 0; n < b.cols; ++n) c[m * ldc + n] += factor * scalar_as<T>(b.row(k)[n]);
+    }
+  }
+}
+
+// C (+)= A * B as gemm(), for a partly masked tile; A as above.
 template <class T>
 inline void masked_gemm(const ScoreTile<T>& score, bool a_transposed, int64_t rows, int64_t cols,
-                        GemmArgs<T> g, T* scratch) {
-  bool finite = true;
-  if (score.partial)
-    for (int64_t k = 0; k < g.depth && finite; ++k) finite = row_is_finite(g.b + k * g.ldb, cols);
-  if (finite) return gemm(rows, cols, g);
-
-  const T* b = g.b;
-  const int64_t ldb = g.ldb, width = round_up_to_lanes<T>(cols);
+                        const GemmArgs<T>& g, T* scratch) {
+  const Rows<T> b{g.b, g.ldb, cols};
+  if (!score.partial || rows_are_finite<T, T>(b, g.depth)) return gemm(rows, cols, g);
+  const int64_t width = round_up_to_lanes<T>(cols);
   for (int64_t k = 0; k < g.depth; ++k) {
-    if (row_is_finite(b + k * ldb, cols)) {
-      std::copy(b + k * ldb, b + k * ldb + width, scratch + k * width);
+    if (rows_are_finite<T, T>({b.row(k), b.stride, cols}, 1)) {
+      std::copy(b.row(k), b.row(k) + width, scratch + k * width);
     } else {
       std::fill(scratch + k * width, scratch + (k + 1) * width, T(0));
     }
   }
-  g.b = scratch;
-  g.ldb = width;
-  gemm(rows, cols, g);
-  for (int64_t k = 0; k < g.depth; ++k) {
-    if (row_is_finite(b + k * ldb, cols)) continue;
-    for (int64_t m = 0; m < rows; ++m) {
-      if (!(a_transposed ? score.attends(k, m) : score.attends(m, k))) continue;
-      const T a = g.a[m * g.a_row + k * g.a_depth];
-      for (int64_t n = 0; n < cols; ++n) g.c[m * g.ldc + n] += a * b[k * ldb + n];
-    }
-  }
+  GemmArgs<T> finite = g;
+  finite.b = scratch;
+  finite.ldb = width;
+  gemm(rows, cols, finite);
+  add_rows_not_finite<T, T>(score, a_transposed, rows, g.a, g.a_row, g.a_depth, b, g.depth, g.c, g.ldc);
 }

@@ -5,15 +5,21 @@
 #include "../vec/vec-inl.h"
 #include "../vec/math-inl.h"
 #include "../vec/convert-inl.h"
+#include "../vec/pair-inl.h"
 #include "tiling-inl.h"
+#include "frame-inl.h"
 #include "gemm-inl.h"
 #include "tiles-inl.h"
-#include "frame-inl.h"
 #include "mask_tile-inl.h"
 #include "dropout_tile-inl.h"
 #include "scores-inl.h"
 #include "masked_gemm-inl.h"
+#include "pairs-inl.h"
+#include "forward_products-inl.h"
+#include "decode_products-inl.h"
+#include "decode-inl.h"
 #include "forward-inl.h"
+#include "backward_products-inl.h"
 #include "backward_tile-inl.h"
 #include "backward_workspace-inl.h"
 #include "backward_mask-inl.h"
@@ -22,36 +28,53 @@
 
 std::atomic<int64_t> calls{0};  // forward and backward runs of these kernels
 
+template <class In_, class T_>
+struct Types {
+  using In = In_;  // of q, k, v
+  using T = T_;    // of accumulators
+};
+
+// body(Types<...>{}) for the types that belong to q's dtype.
+template <class Body>
+auto for_types_of(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat64: return body(Types<double, double>{});
+    case DType::kBFloat16: return body(Types<BFloat16, float>{});
+    case DType::kFloat16: return body(Types<Float16, float>{});
+    case DType::kFloat32:
+    case DType::kBool: break;  // kBool is not a type of q: checked in ops/checks.cpp
+  }
+  return body(Types<float, float>{});
+}
+
 size_t run_forward_workspace(const AttentionParams& p, int threads) {
-  return p.dtype == DType::kFloat64 ? forward_workspace<double>(p, threads)
-                                    : forward_workspace<float>(p, threads);
+  return for_types_of(p.dtype, [&](auto types) {
+    using Of = decltype(types);
+    return forward_workspace<typename Of::In, typename Of::T>(p, threads);
+  });
 }
 
 void run_forward(const AttentionParams& p, void* workspace, const Parallel& parallel) {
   calls.fetch_add(1, std::memory_order_relaxed);
-  switch (p.dtype) {
-    case DType::kFloat32: return forward<float, float>(p, workspace, parallel);
-    case DType::kFloat64: return forward<double, double>(p, workspace, parallel);
-    case DType::kBFloat16: return forward<BFloat16, float>(p, workspace, parallel);
-    case DType::kFloat16: return forward<Float16, float>(p, workspace, parallel);
-    case DType::kBool: return;  // not a type of q: checked in ops/checks.cpp
-  }
+  for_types_of(p.dtype, [&](auto types) {
+    using Of = decltype(types);
+    forward<typename Of::In, typename Of::T>(p, workspace, parallel);
+  });
 }
 
 size_t run_backward_workspace(const BackwardParams& p, int threads) {
-  return p.dtype == DType::kFloat64 ? backward_workspace<double>(p, threads)
-                                    : backward_workspace<float>(p, threads);
+  return for_types_of(p.dtype, [&](auto types) {
+    using Of = decltype(types);
+    return backward_workspace<typename Of::In, typename Of::T>(p, threads);
+  });
 }
 
 void run_backward(const BackwardParams& p, void* workspace, const Parallel& parallel) {
   calls.fetch_add(1, std::memory_order_relaxed);
-  switch (p.dtype) {
-    case DType::kFloat32: return backward<float, float>(p, workspace, parallel);
-    case DType::kFloat64: return backward<double, double>(p, workspace, parallel);
-    case DType::kBFloat16: return backward<BFloat16, float>(p, workspace, parallel);
-    case DType::kFloat16: return backward<Float16, float>(p, workspace, parallel);
-    case DType::kBool: return;
-  }
+  for_types_of(p.dtype, [&](auto types) {
+    using Of = decltype(types);
+    backward<typename Of::In, typename Of::T>(p, workspace, parallel);
+  });
 }
 
 constexpr Kernels kKernels = {FA_ISA_NAME, &calls, run_forward_workspace, run_forward, run_backward_workspace,

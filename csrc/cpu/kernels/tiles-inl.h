@@ -8,6 +8,23 @@ struct Tile {
   int64_t ld;
 };
 
+// Rows that are read next, asked for while others are multiplied: the hardware's own prefetching stops at the
+// end of a page and takes a few misses to start again.
+template <class In>
+struct Rows {
+  const In* data;
+  int64_t stride, cols;
+
+  const In* row(int64_t n) const { return data + n * stride; }
+  // Asks for rows while others are multiplied: the hardware's own prefetching stops at the end of a page and
+  // takes a few misses to start again.
+  void prefetch(int64_t begin, int64_t end) const {
+    constexpr int64_t kLine = 64 / sizeof(In);
+    for (int64_t n = begin; n < end; ++n)
+      for (int64_t c = 0; c < cols; c += kLine) __builtin_prefetch(row(n) + c, 0, kPrefetchLevel);
+  }
+};
+
 // rows x cols of src as T, zero-padded to whole vectors per row. Without padding or conversion to do, no
 // copy.
 template <class In, class T>
@@ -59,16 +76,29 @@ inline void store_row(Out* dst, const T* src, int64_t cols, T factor) {
   if (c < cols) store_tail_as<Out, T>(dst + c, factor * load<T>(src + c), cols - c);
 }
 
+// The end of a query row: out = O / l and lse = (m + log2 l) ln 2. Nothing visible leaves l = 0 (a NaN score
+// leaves it NaN): out is 0 and lse -inf then, by contract.
+template <class Out, class T>
+inline void finish_row(Out* dst, const T* out, int64_t cols, T row_max, T row_sum, T& lse) {
+  store_row<Out, T>(dst, out, cols, row_sum == T(0) ? T(0) : T(1) / row_sum);
+  lse = row_sum == T(0) ? kNegInf<T> : row_max * T(kLn2) + std::log(row_sum);
+}
+
 // dst += src over whole vectors.
 template <class T>
 inline void add_rows(T* dst, const T* src, int64_t count) {
   for (int64_t c = 0; c < count; c += kLanes<T>) store<T>(dst + c, load<T>(dst + c) + load<T>(src + c));
 }
 
-template <class T>
-inline bool row_is_finite(const T* row, int64_t cols) {
+template <class In, class T>
+inline bool rows_are_finite(const Rows<In>& r, int64_t rows) {
+  constexpr int L = kLanes<T>;
   Vec<T> probe = {};
-  for (int64_t c = 0; c < cols; c += kLanes<T>) probe += load<T>(row + c) * T(0);  // 0 unless Inf or NaN
+  for (int64_t j = 0; j < rows; ++j)
+    for (int64_t c = 0; c < r.cols; c += L)  // 0 unless Inf or NaN
+      probe +=
+          (c + L <= r.cols ? load_as<In, T>(r.row(j) + c) : load_tail_as<In, T>(r.row(j) + c, r.cols - c)) *
+          T(0);
   return sum_lanes<T>(probe) == T(0);
 }
 

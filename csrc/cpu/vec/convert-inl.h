@@ -7,17 +7,25 @@ typedef uint16_t UnalignedHalf16 __attribute__((vector_size(FA_VECTOR_BYTES / 2)
 using F32 = Vec<float>;
 using U32 = VecBits<float>;
 
+#if defined(FA_WIDEN)  // GCC 12 makes two halves and puts them together where one instruction is meant
+FA_INLINE U32 widen(Half16 x) { return FA_WIDEN(x); }
+#else
 FA_INLINE U32 widen(Half16 x) { return __builtin_convertvector(x, U32); }
+#endif
 FA_INLINE Half16 narrow(U32 x) { return __builtin_convertvector(x, Half16); }
 
 FA_INLINE F32 to_float(Half16 x, BFloat16) { return (F32)(widen(x) << 16); }
 
+#if defined(FA_CVTPS_BF16)
+FA_INLINE Half16 from_float(F32 x, BFloat16) { return FA_CVTPS_BF16(x); }
+#else
 FA_INLINE Half16 from_float(F32 x, BFloat16) {
   const U32 bits = (U32)x;
   const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const U32 nan = (bits >> 16) | 0x40u;  // quiet, so that rounding cannot turn a NaN into infinity
   return narrow(x != x ? nan : rounded);
 }
+#endif
 
 #if defined(FA_HAS_F16C)
 

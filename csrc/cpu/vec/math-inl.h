@@ -27,6 +27,17 @@ struct Exp2<double> {
   static constexpr uint64_t kOne = uint64_t{1023} << 52;
 };
 
+// (2^f - 1) / f for f in [-1/2, 1/2].
+template <class T>
+FA_INLINE Vec<T> exp2_polynomial(Vec<T> f) {
+  using C = Exp2<T>;
+  constexpr int kTerms = sizeof(C::kPoly) / sizeof(T);
+  Vec<T> p = splat<T>(C::kPoly[kTerms - 1]);
+#pragma GCC unroll 16
+  for (int i = kTerms - 2; i >= 0; --i) p = p * f + C::kPoly[i];
+  return p;
+}
+
 // 2^x - 1 = power * fraction + (power - 1) with power = 2^round(x); x must lie in [kLowest, kHighest] or be
 // NaN.
 template <class T>
@@ -36,12 +47,27 @@ FA_INLINE void split_exp2(Vec<T> x, Vec<T>& power, Vec<T>& fraction) {
   const Vec<T> f = x - (shifted - C::kRound);
   const VecBits<T> bits = ((VecBits<T>)shifted << C::kMantissaBits) + C::kOne;
   power = (Vec<T>)bits;
-  constexpr int kTerms = sizeof(C::kPoly) / sizeof(T);
-  Vec<T> p = splat<T>(C::kPoly[kTerms - 1]);
-#pragma GCC unroll 16
-  for (int i = kTerms - 2; i >= 0; --i) p = p * f + C::kPoly[i];
-  fraction = p * f;
+  fraction = exp2_polynomial<T>(f) * f;
 }
+
+#if defined(FA_HAS_SCALEF)
+
+// 2^x for x <= 127 (1023): -inf gives 0, NaN stays NaN. An instruction multiplies with 2^n, underflow
+// included.
+template <class T>
+FA_INLINE Vec<T> exp2(Vec<T> x) {
+  using C = Exp2<T>;
+  x = x < C::kLowest * 2 ? splat<T>(C::kLowest * 2) : x;  // finite, and far below what underflows
+  if constexpr (sizeof(T) == 4) {
+    const Vec<T> whole = FA_ROUND_PS(x), f = x - whole;
+    return FA_SCALEF_PS(exp2_polynomial<T>(f) * f + T(1), whole);
+  } else {
+    const Vec<T> whole = FA_ROUND_PD(x), f = x - whole;
+    return FA_SCALEF_PD(exp2_polynomial<T>(f) * f + T(1), whole);
+  }
+}
+
+#else
 
 // 2^x for x <= 127 (1023): -inf gives 0, results below the normal range give 0, NaN stays NaN.
 template <class T>
@@ -53,6 +79,8 @@ FA_INLINE Vec<T> exp2(Vec<T> x) {
   const Vec<T> y = power * fraction + power;
   return tiny ? Vec<T>{} : y;
 }
+
+#endif
 
 // tanh by expm1, exact to a few ulp also near 0: with e = exp(2|x|) - 1, tanh|x| = e / (e + 2).
 template <class T>

@@ -66,14 +66,6 @@ FA_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
   return a < b ? b : a;
 }
 
-// Sum of the lanes in a fixed order.
-template <class T>
-FA_INLINE T sum_lanes(Vec<T> x) {
-  T sum = 0;
-  for (int i = 0; i < kLanes<T>; ++i) sum += x[i];
-  return sum;
-}
-
 #if defined(__clang__)
 
 // Elements of (a, b), as if one vector of twice the length, at the places `from`.
@@ -93,6 +85,48 @@ FA_INLINE Vec<T> pick(Vec<T> a, Vec<T> b, VecIndex<T> from) {
 
 #endif
 
+// x with its lanes moved down by d, around the end.
+template <class T>
+FA_INLINE Vec<T> rotate(Vec<T> x, int d) {
+  VecIndex<T> from;
+  for (int i = 0; i < kLanes<T>; ++i) from[i] = (i + d) % kLanes<T>;
+  return pick<T>(x, x, from);
+}
+
+// Sum of the lanes, in a fixed order: halves, quarters, ...
+template <class T>
+FA_INLINE T sum_lanes(Vec<T> x) {
+#pragma GCC unroll 8
+  for (int d = kLanes<T> / 2; d > 0; d /= 2) x += rotate<T>(x, d);
+  return x[0];
+}
+
+template <class T>
+FA_INLINE T max_lanes(Vec<T> x) {
+#pragma GCC unroll 8
+  for (int d = kLanes<T> / 2; d > 0; d /= 2) x = max<T>(x, rotate<T>(x, d));
+  return x[0];
+}
+
+// The shuffles that exchange the off-diagonal d x d blocks of a 2d x 2d block of rows: pick(a, b, upper) and
+// pick(a, b, lower) of two rows at distance d are those rows afterwards.
+template <class T>
+struct Exchange {
+  VecIndex<T> upper, lower;
+};
+
+template <class T>
+FA_INLINE Exchange<T> exchange_at(int d) {
+  constexpr int L = kLanes<T>;
+  Exchange<T> e;
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) {
+    e.upper[i] = i & d ? L + i - d : i;
+    e.lower[i] = i & d ? L + i : i + d;
+  }
+  return e;
+}
+
 // Transposes the square block rows[kLanes][kLanes] in registers: at each distance d, the off-diagonal d x d
 // blocks of every 2d x 2d block change places.
 template <class T>
@@ -100,18 +134,28 @@ FA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   constexpr int L = kLanes<T>;
 #pragma GCC unroll 8
   for (int d = L / 2; d > 0; d /= 2) {
-    VecIndex<T> upper, lower;
-#pragma GCC unroll 16
-    for (int i = 0; i < L; ++i) {
-      upper[i] = i & d ? L + i - d : i;
-      lower[i] = i & d ? L + i : i + d;
-    }
+    const Exchange<T> e = exchange_at<T>(d);
 #pragma GCC unroll 16
     for (int r = 0; r < L; ++r) {
       if (r & d) continue;
       const Vec<T> a = rows[r], b = rows[r + d];
-      rows[r] = pick<T>(a, b, upper);
-      rows[r + d] = pick<T>(a, b, lower);
+      rows[r] = pick<T>(a, b, e.upper);
+      rows[r + d] = pick<T>(a, b, e.lower);
     }
   }
+}
+
+// Lane i of the result is the sum of the lanes of rows[i]: a transposition that adds what it exchanges, so
+// that each step leaves half the rows.
+template <class T>
+FA_INLINE Vec<T> sum_each(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int L = kLanes<T>;
+#pragma GCC unroll 8
+  for (int d = L / 2; d > 0; d /= 2) {
+    const Exchange<T> e = exchange_at<T>(d);
+#pragma GCC unroll 16
+    for (int r = 0; r < d; ++r)
+      rows[r] = pick<T>(rows[r], rows[r + d], e.upper) + pick<T>(rows[r], rows[r + d], e.lower);
+  }
+  return rows[0];
 }

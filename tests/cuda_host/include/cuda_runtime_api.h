@@ -12,7 +12,8 @@ enum cudaError_t {
   cudaSuccess,
   cudaErrorInvalidValue,
   cudaErrorInvalidConfiguration,
-  cudaErrorLaunchFailure
+  cudaErrorLaunchFailure,
+  cudaErrorNotSupported
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
@@ -25,3 +26,13 @@ struct cudaLaunchConfig_t {
 };
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
+
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
+enum { cudaEnableDefault };
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* result);

@@ -1,0 +1,121 @@
+// What this machine can do at most, right now: multiply-adds in registers, and reading memory. peaks.py
+// compiles this with the flags of the instruction set that is measured and calls it through ctypes; nothing
+// here is part of the library.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+constexpr int kChains =
+    24;  // independent sums: enough for two FMA units of latency 4, and they fit in registers
+#elif defined(__AVX__)
+#define VECTOR_BYTES 32
+constexpr int kChains = 10;
+#else
+#define VECTOR_BYTES 16
+constexpr int kChains = 10;
+#endif
+
+constexpr int64_t kPage = 4096, kLargestPiece = 1 << 20;
+
+namespace {
+
+// Seconds from when all threads are there to when the last one is done. Without waiting for all, one might be
+// done before the next starts, and have had the memory for itself.
+template <class Work>
+double seconds_of_all(int threads, const Work& work) {
+  std::vector<double> seconds(threads);
+  std::vector<std::thread> pool;
+  std::atomic<int> missing{threads};
+  for (int t = 0; t < threads; ++t)
+    pool.emplace_back([&, t] {
+      for (--missing; missing > 0;) std::this_thread::yield();
+      const auto start = std::chrono::steady_clock::now();
+      work();
+      seconds[t] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    });
+  for (auto& thread : pool) thread.join();
+  return *std::max_element(seconds.begin(), seconds.end());
+}
+
+template <class T>
+void multiply_add(int64_t rounds) {
+  typedef T V __attribute__((vector_size(VECTOR_BYTES)));
+  V sum[kChains] = {};
+  const V x = V{} + T(0.5), y = V{} + T(1);
+  for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 24
+    for (int i = 0; i < kChains; ++i) {
+      sum[i] = sum[i] * x + y;
+      asm volatile("" : "+x"(sum[i]));  // keeps each sum in its register and each step in the loop
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// FLOP/s of fused multiply-adds on `threads` threads; 0 where the instruction does not exist.
+double fma_float(int threads, int64_t rounds) {
+  const double flops = 2.0 * rounds * kChains * (VECTOR_BYTES / sizeof(float)) * threads;
+  return flops / seconds_of_all(threads, [&] { multiply_add<float>(rounds); });
+}
+
+double fma_double(int threads, int64_t rounds) {
+  const double flops = 2.0 * rounds * kChains * (VECTOR_BYTES / sizeof(double)) * threads;
+  return flops / seconds_of_all(threads, [&] { multiply_add<double>(rounds); });
+}
+
+double dot_bfloat16(int threads, int64_t rounds) {
+#if defined(__AVX512BF16__)
+  const double flops = 4.0 * rounds * kChains * 16 * threads;
+  return flops / seconds_of_all(threads, [&] {
+           __m512 sum[kChains] = {};
+           const __m512bh x = {};
+           for (int64_t r = 0; r < rounds; ++r) {
+#pragma GCC unroll 24
+             for (int i = 0; i < kChains; ++i) {
+               sum[i] = _mm512_dpbf16_ps(sum[i], x, x);
+               asm volatile("" : "+x"(sum[i]));
+             }
+           }
+         });
+#else
+  (void)threads, (void)rounds;
+  return 0;
+#endif
+}
+
+// Bytes per second of reading `bytes` once. Threads take the next piece when they are done with one, so that
+// a thread which the machine holds up does not hold up all. The hardware's prefetching stops at the end of a
+// page; asking for the next one makes up for that. A prefetch past the end of the data is ignored.
+double stream_read(int threads, const char* data, int64_t bytes) {
+  typedef uint64_t V __attribute__((vector_size(VECTOR_BYTES)));
+  constexpr int64_t kStep = 8 * VECTOR_BYTES;
+  const int64_t piece = std::min(kLargestPiece, bytes / threads) / kStep * kStep;
+  if (piece == 0) return 0;
+  const int64_t pieces = bytes / piece;
+  std::atomic<int64_t> next{0};
+  return pieces * piece / seconds_of_all(threads, [&] {
+           V seen[8] = {};
+           for (int64_t n; (n = next++) < pieces;)
+             for (const char *p = data + n * piece, *end = p + piece; p < end; p += kStep)
+               for (int i = 0; i < 8; ++i) {
+                 __builtin_prefetch(p + kPage + i * VECTOR_BYTES);
+                 V x;
+                 std::memcpy(&x, p + i * VECTOR_BYTES, VECTOR_BYTES);
+                 seen[i] |= x;
+               }
+           for (V& s : seen) asm volatile("" : "+x"(s));
+         });
+}
+}

@@ -1,0 +1,22 @@
+// What the two AVX-512 files share: the intrinsics behind the names that vec/ uses.
+#pragma once
+
+#include <immintrin.h>
+
+#if !defined(__clang__)  // GCC 12 warns about its own _mm512_undefined_ps
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+#define FA_VECTOR_BYTES 64
+#define FA_VECTOR_REGISTERS 32
+#define FA_MUL_EPU32(a, b) _mm512_mul_epu32((__m512i)(a), (__m512i)(b))
+// x rounded to whole numbers; y * 2^n for whole n.
+#define FA_HAS_SCALEF
+#define FA_ROUND_PS(x) _mm512_roundscale_ps(x, 0)
+#define FA_ROUND_PD(x) _mm512_roundscale_pd(x, 0)
+#define FA_SCALEF_PS(y, n) _mm512_scalef_ps(y, n)
+#define FA_SCALEF_PD(y, n) _mm512_scalef_pd(y, n)
+#define FA_WIDEN(x) (U32) _mm512_cvtepu16_epi32((__m256i)(x))
+#define FA_HAS_F16C
+#define FA_CVTPH_PS(x) _mm512_cvtph_ps((__m256i)(x))
+#define FA_CVTPS_PH(x) (Half16) _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)

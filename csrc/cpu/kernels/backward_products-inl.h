@@ -1,0 +1,175 @@
+// The five products of the backward on one tile: S = Q K^T, dP = dO V^T, dV += P^T dO, dK += dS^T Q, dQ += dS
+// K. Here with operands of the accumulator's type, 16-bit ones widened when their tile is loaded.
+//
+// load_keys() comes before the tiles of a key block; scores() and dprobs() before the sums of a tile, which
+// use the rows of Q and dO that those two have loaded.
+
+template <class In, class T>
+struct BackwardProducts {
+  T* k_transposed;  // [D][block_k]     K^T * scale * log2(e)
+  T* v_transposed;  // [D_v][block_k]
+  T* k_tile;        // [block_k][D]     used only where the caller's memory cannot be read directly; so too:
+  T* q_tile;        // [block_q][D]
+  T* dout_tile;     // [block_q][D_v]
+  T* finite_tile;   // [max(block_q, block_k)][max(D, D_v)]  for masked_gemm
+  Tile<T> k, q, dout;
+
+  static BackwardProducts plan(Arena& arena, const BackwardParams& p) {
+    const auto [block_q, block_k] = fitted(backward_tiling<T>(), p.sizes);
+    const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
+    BackwardProducts r{};
+    r.k_transposed = arena.take<T>(p.sizes.head_dim * block_k);
+    r.v_transposed = arena.take<T>(p.sizes.head_dim_v * block_k);
+    r.k_tile = arena.take<T>(block_k * d);
+    r.q_tile = arena.take<T>(block_q * d);
+    r.dout_tile = arena.take<T>(block_q * d_v);
+    r.finite_tile = arena.take<T>(std::max(block_q, block_k) * std::max(d, d_v));
+    return r;
+  }
+
+  // Keys [j0, j0 + keys) of one head; K^T and V^T are zero-padded to whole vectors of keys.
+  void load_keys(const BackwardParams& p, int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {
+    const int64_t ld = round_up_to_lanes<T>(keys);
+    load_tile_transposed<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, p.sizes.head_dim,
+                                product_scale<T>(p), k_transposed, ld);
+    load_tile_transposed<In, T>(p.v.row<In>(b, h_kv, j0), p.v.stride_s, keys, p.sizes.head_dim_v, T(1),
+                                v_transposed, ld);
+    k = load_tile<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, p.sizes.head_dim, k_tile);
+  }
+
+  void scores(const BackwardParams& p, const TileFrame& f, T* out) {
+    q = load_tile<In, T>(p.q.row<In>(f.b, f.h, f.i0), p.q.stride_s, f.queries, p.sizes.head_dim, q_tile);
+    gemm<T>(f.queries, f.ld, {p.sizes.head_dim, q.data, q.ld, 1, k_transposed, f.ld, out, f.ld, false});
+  }
+
+  void dprobs(const BackwardParams& p, const TileFrame& f, T* out) {
+    dout = load_tile<In, T>(p.dout.row<In>(f.b, f.h, f.i0), p.dout.stride_s, f.queries, p.sizes.head_dim_v,
+                            dout_tile);
+    gemm<T>(f.queries, f.ld,
+            {p.sizes.head_dim_v, dout.data, dout.ld, 1, v_transposed, f.ld, out, f.ld, false});
+  }
+
+  void add_dv(const BackwardParams& p, const ScoreTile<T>& score, const T* probs, T* dv) const {
+    const TileFrame& f = score.frame;
+    const int64_t d_v = p.sizes.head_dim_v;
+    masked_gemm<T>(score, true, f.keys, d_v,
+                   {f.queries, probs, 1, f.ld, dout.data, dout.ld, dv, round_up_to_lanes<T>(d_v), true},
+                   finite_tile);
+  }
+
+  void add_dk(const BackwardParams& p, const ScoreTile<T>& score, const T* dscores, T* dk) const {
+    const TileFrame& f = score.frame;
+    const int64_t d = p.sizes.head_dim;
+    masked_gemm<T>(score, true, f.keys, d,
+                   {f.queries, dscores, 1, f.ld, q.data, q.ld, dk, round_up_to_lanes<T>(d), true},
+                   finite_tile);
+  }
+
+  void add_dq(const BackwardParams& p, const ScoreTile<T>& score, const T* dscores, T* dq) const {
+    const TileFrame& f = score.frame;
+    const int64_t d = p.sizes.head_dim;
+    masked_gemm<T>(score, false, f.queries, d,
+                   {f.keys, dscores, f.ld, 1, k.data, k.ld, dq, round_up_to_lanes<T>(d), true}, finite_tile);
+  }
+};
+
+#if defined(FA_DOT_BFLOAT16)
+
+// bfloat16 operands as they are, P and dS rounded to bfloat16. `wide` takes the tiles that must keep a NaN
+// from masked rows.
+template <>
+struct BackwardProducts<BFloat16, float> {
+  Pair* k_transposed;  // [D / 2][block_k]
+  Pair* v_transposed;  // [D_v / 2][block_k]
+  Pair* k_across;      // [block_k / 2][D]
+  Pair* q_rows;        // [block_q][D / 2]      only if the caller's memory does not come in pairs; so too:
+  Pair* dout_rows;     // [block_q][D_v / 2]
+  Pair* across;        // [max(block_q, block_k) / 2][max(D, D_v)]   dO, then Q
+  Pair* weights;       // [block_q][block_k / 2] or [block_q / 2][block_k]   P or dS
+  Rows<BFloat16> k;    // the key block
+
+  static BackwardProducts plan(Arena& arena, const BackwardParams& p) {
+    const auto [block_q, block_k] = fitted(backward_tiling<float>(), p.sizes);
+    const int64_t d = p.sizes.head_dim, d_v = p.sizes.head_dim_v;
+    const auto padded = round_up_to_lanes<float>;
+    BackwardProducts r{};
+    r.k_transposed = arena.take<Pair>(pairs_of(d) * block_k);
+    r.v_transposed = arena.take<Pair>(pairs_of(d_v) * block_k);
+    r.k_across = arena.take<Pair>(pairs_of(block_k) * padded(d));
+    r.q_rows = arena.take<Pair>(block_q * padded(pairs_of(d)));
+    r.dout_rows = arena.take<Pair>(block_q * padded(pairs_of(d_v)));
+    r.across = arena.take<Pair>(pairs_of(std::max(block_q, block_k)) * padded(std::max(d, d_v)));
+    r.weights = arena.take<Pair>(block_q * block_k / 2);
+    return r;
+  }
+
+  void load_keys(const BackwardParams& p, int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {
+    const int64_t ld = round_up_to_lanes<float>(keys), d = p.sizes.head_dim;
+    k = {p.k.row<BFloat16>(b, h_kv, j0), p.k.stride_s, d};
+    load_pairs_transposed(k.data, k.stride, keys, d, k_transposed, ld);
+    load_pairs_transposed(p.v.row<BFloat16>(b, h_kv, j0), p.v.stride_s, keys, p.sizes.head_dim_v,
+                          v_transposed, ld);
+    load_pairs_across(k.data, k.stride, keys, d, k_across, round_up_to_lanes<float>(d));
+  }
+
+  void scores(const BackwardParams& p, const TileFrame& f, float* out) const {
+    const int64_t d = p.sizes.head_dim;
+    const Tile<Pair> q =
+        load_pair_rows(p.q.row<BFloat16>(f.b, f.h, f.i0), p.q.stride_s, f.queries, d, q_rows);
+    gemm<float, Pair>(
+        f.queries, f.ld,
+        {pairs_of(d), q.data, q.ld, 1, k_transposed, f.ld, out, f.ld, false, product_scale<float>(p)});
+  }
+
+  void dprobs(const BackwardParams& p, const TileFrame& f, float* out) const {
+    const int64_t d_v = p.sizes.head_dim_v;
+    const Tile<Pair> dout =
+        load_pair_rows(p.dout.row<BFloat16>(f.b, f.h, f.i0), p.dout.stride_s, f.queries, d_v, dout_rows);
+    gemm<float, Pair>(f.queries, f.ld,
+                      {pairs_of(d_v), dout.data, dout.ld, 1, v_transposed, f.ld, out, f.ld, false});
+  }
+
+  void add_dv(const BackwardParams& p, const ScoreTile<float>& score, const float* probs, float* dv) const {
+    const TileFrame& f = score.frame;
+    add_transposed(score, probs, {p.dout.row<BFloat16>(f.b, f.h, f.i0), p.dout.stride_s, p.sizes.head_dim_v},
+                   dv);
+  }
+
+  void add_dk(const BackwardParams& p, const ScoreTile<float>& score, const float* dscores, float* dk) const {
+    const TileFrame& f = score.frame;
+    add_transposed(score, dscores, {p.q.row<BFloat16>(f.b, f.h, f.i0), p.q.stride_s, p.sizes.head_dim}, dk);
+  }
+
+  void add_dq(const BackwardParams&, const ScoreTile<float>& score, const float* dscores, float* dq) const {
+    const TileFrame& f = score.frame;
+    const int64_t ld = round_up_to_lanes<float>(k.cols);
+    const bool clear = score.partial && !rows_are_finite<BFloat16, float>(k, f.keys);
+    if (clear) {  // in a copy: other tiles need the key block as it is
+      load_pairs_across(k.data, k.stride, f.keys, k.cols, across, ld);
+      clear_rows_not_finite(k, f.keys, across, ld);
+    }
+    // Padding lanes of dS are 0, so that an odd number of keys may end in half a pair.
+    for (int64_t n = 0; n < f.queries * f.ld; n += kLanes<float>)
+      store_as<BFloat16, float>(reinterpret_cast<BFloat16*>(weights) + n, load<float>(dscores + n));
+    gemm<float, Pair>(f.queries, k.cols,
+                      {pairs_of(f.keys), weights, f.ld / 2, 1, clear ? across : k_across, ld, dq, ld, true});
+    if (clear)
+      add_rows_not_finite<BFloat16, float>(score, false, f.queries, dscores, f.ld, 1, k, f.keys, dq, ld);
+  }
+
+ private:
+  // sum[key] += sum over queries of factor[query][key] * rows[query].
+  void add_transposed(const ScoreTile<float>& score, const float* factor, const Rows<BFloat16>& rows,
+                      float* sum) const {
+    const TileFrame& f = score.frame;
+    const int64_t ld = round_up_to_lanes<float>(rows.cols);
+    load_pairs_across(rows.data, rows.stride, f.queries, rows.cols, across, ld);
+    const bool cleared = score.partial && clear_rows_not_finite(rows, f.queries, across, ld);
+    pair_rows_up(factor, f.queries, f.ld, weights);
+    gemm<float, Pair>(f.keys, rows.cols, {pairs_of(f.queries), weights, 1, f.ld, across, ld, sum, ld, true});
+    if (cleared)
+      add_rows_not_finite<BFloat16, float>(score, true, f.keys, factor, 1, f.ld, rows, f.queries, sum, ld);
+  }
+};
+
+#endif

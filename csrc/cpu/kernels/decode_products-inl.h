@@ -1,0 +1,215 @@
+// The two products of decode, a few rows of Q at a time: S = Q K^T, whose sums run along the lanes, and O +=
+// P V. K and V are read where the caller has them, and `next` rows are asked for meanwhile.
+
+// Columns of O in scratch: whole pairs of vectors.
+template <class T>
+constexpr int64_t decode_columns(int64_t n) {
+  return (n + 2 * kLanes<T> - 1) / (2 * kLanes<T>)*(2 * kLanes<T>);
+}
+
+// Calls body(first row, number of rows) with four, two or one rows at a time, a number that registers can
+// hold; the number is a compile-time constant there.
+template <class T, class Body>
+inline void for_each_few_rows(int64_t rows, const Body& body) {
+  constexpr int kMost = kLanes<T> < 4 ? kLanes<T> : 4;
+  int64_t r = 0;
+  for (; r + kMost <= rows; r += kMost) body(r, std::integral_constant<int, kMost>{});
+  for (; r + 2 <= rows; r += 2) body(r, std::integral_constant<int, 2>{});
+  for (; r < rows; ++r) body(r, std::integral_constant<int, 1>{});
+}
+
+// A vector of n columns of a row, or of as many as it holds, as the elements that are multiplied.
+template <class T, class In>
+FA_INLINE Vec<T> load_columns(const In* p, int64_t n) {
+  return n >= kLanes<T> ? load_as<In, T>(p) : load_tail_as<In, T>(p, n);
+}
+
+// scores[r][n] = scale * <q[r], k[n]> for R rows and kLanes / R keys: as many sums as a vector has lanes, so
+// that one reduction finishes all of them. Keys past `keys` read the last one again; nobody looks at their
+// scores. `load` makes a vector of elements E of a key's columns, kCols of them.
+template <class T, int R, int kCols, class E, class In, class Load>
+FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, int64_t keys, T scale,
+                         T* scores, int64_t ld, const Load& load) {
+  constexpr int L = kLanes<T>, N = L / R;
+  const In* key_row[N];
+  Vec<T> sum[R][N];
+#pragma GCC unroll 16
+  for (int n = 0; n < N; ++n) {
+    key_row[n] = k.row(std::min<int64_t>(j + n, keys - 1));
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) sum[r][n] = Vec<T>{};
+  }
+  for (int64_t c = 0; c < k.cols; c += kCols) {
+    decltype(load_elements(q)) key[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) key[n] = load(key_row[n] + c, k.cols - c);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const auto query = load_elements(q + r * ldq + c / kCols * L);
+#pragma GCC unroll 16
+      for (int n = 0; n < N; ++n) sum[r][n] = multiply_add(sum[r][n], query, key[n]);
+    }
+  }
+  Vec<T> flat[L];  // a copy: the sums themselves stay in registers only if nothing takes their address
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) flat[i] = sum[i / N][i % N];
+  T lanes[L];
+  store<T>(lanes, sum_each<T>(flat) * scale);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) std::memcpy(scores + r * ld + j, lanes + r * N, N * sizeof(T));
+}
+
+// out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV vectors of columns from c on; a single one may be cut
+// off.
+template <class In, class T, int R, int NV>
+FA_INLINE void value_block(const T* probs, int64_t ld, const Rows<In>& v, int64_t c, int64_t keys, T* out,
+                           int64_t ldo) {
+  constexpr int L = kLanes<T>;
+  Vec<T> sum[R][NV];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int n = 0; n < NV; ++n) sum[r][n] = load<T>(out + r * ldo + c + n * L);
+  for (int64_t j = 0; j < keys; ++j) {
+    Vec<T> value[NV];
+#pragma GCC unroll 16
+    for (int n = 0; n < NV; ++n) value[n] = load_columns<T>(v.row(j) + c + n * L, NV > 1 ? L : v.cols - c);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Vec<T> prob = splat<T>(probs[r * ld + j]);
+#pragma GCC unroll 16
+      for (int n = 0; n < NV; ++n) sum[r][n] += prob * value[n];
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int n = 0; n < NV; ++n) store<T>(out + r * ldo + c + n * L, sum[r][n]);
+}
+
+template <class In, class T>
+struct DecodeProducts {
+  T* q;  // [rows][D]  q * scale * log2(e)
+  int64_t ldq;
+
+  static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t /*block_k*/) {
+    const int64_t ldq = round_up_to_lanes<T>(p.sizes.head_dim);
+    return {arena.take<T>(rows * ldq), ldq};
+  }
+
+  void load_query(const AttentionParams& p, int64_t row, const In* src) const {
+    const T scale = product_scale<T>(p);
+    for (int64_t c = 0; c < p.sizes.head_dim; c += kLanes<T>)
+      store<T>(q + row * ldq + c, scale * load_columns<T>(src + c, p.sizes.head_dim - c));
+  }
+
+  template <int R>
+  void scores(int64_t row, const Rows<In>& k, int64_t keys, T* out, int64_t ld, const Rows<In>& next) const {
+    constexpr int N = kLanes<T> / R;
+    const auto load = [](const In* p, int64_t n) FA_INLINE_LAMBDA { return load_columns<T>(p, n); };
+    for (int64_t j = 0; j < keys; j += N) {
+      next.prefetch(j, std::min(j + N, keys));
+      dot_block<T, R, kLanes<T>>(q + row * ldq, ldq, k, j, keys, T(1), out, ld, load);
+    }
+  }
+
+  template <int R>
+  void add_values(const T* probs, int64_t ld, const Rows<In>& v, int64_t keys, T* out, int64_t ldo,
+                  const Rows<In>& next) const {
+    constexpr int L = kLanes<T>, kWide = 16 / R < 8 ? 16 / R : 8;
+    constexpr int64_t kStep = 16;  // so that `next` is asked for evenly
+    for (int64_t j = 0; j < keys; j += kStep) {
+      const int64_t count = std::min(kStep, keys - j);
+      const Rows<In> here{v.row(j), v.stride, v.cols};
+      next.prefetch(j, j + count);
+      int64_t c = 0;
+      for (; c + kWide * L <= v.cols; c += kWide * L)
+        value_block<In, T, R, kWide>(probs + j, ld, here, c, count, out, ldo);
+      for (; c < v.cols; c += L) value_block<In, T, R, 1>(probs + j, ld, here, c, count, out, ldo);
+    }
+  }
+};
+
+#if defined(FA_DOT_BFLOAT16)
+
+// As value_block(), for bfloat16 as it is: pairs of keys, NV times two vectors of columns.
+template <int R, int NV>
+FA_INLINE void value_pairs_block(const Pair* probs, int64_t ld, const Rows<BFloat16>& v, int64_t c,
+                                 int64_t keys, float* out, int64_t ldo) {
+  constexpr int L = kLanes<float>;
+  F32 sum[R][2 * NV];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int n = 0; n < 2 * NV; ++n) sum[r][n] = load<float>(out + r * ldo + c + n * L);
+  for (int64_t j = 0; j < keys; j += 2) {
+    U32 value[2 * NV];
+#pragma GCC unroll 16
+    for (int n = 0; n < NV; ++n) {
+      const int64_t at = c + n * 2 * L;
+      const U32 low = load_pairs(v.row(j) + at, v.cols - at);
+      const U32 high = j + 1 < keys ? load_pairs(v.row(j + 1) + at, v.cols - at) : U32{};
+      interleave(low, high, value[2 * n], value[2 * n + 1]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const U32 prob = broadcast_element(probs + r * ld + j / 2);
+#pragma GCC unroll 16
+      for (int n = 0; n < 2 * NV; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int n = 0; n < 2 * NV; ++n) store<float>(out + r * ldo + c + n * L, sum[r][n]);
+}
+
+template <>
+struct DecodeProducts<BFloat16, float> {
+  Pair* q;  // [rows][D / 2]
+  int64_t ldq;
+  Pair* prob_pairs;  // [4][block_k / 2]   P of the rows at hand, pairs along the keys
+  float scale;
+
+  static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t block_k) {
+    const int64_t ldq = round_up_to_lanes<float>(pairs_of(p.sizes.head_dim));
+    return {arena.take<Pair>(rows * ldq), ldq, arena.take<Pair>(4 * block_k / 2), product_scale<float>(p)};
+  }
+
+  void load_query(const AttentionParams& p, int64_t row, const BFloat16* src) const {
+    for (int64_t c = 0; c < p.sizes.head_dim; c += 2 * kLanes<float>)
+      store_elements(q + row * ldq + c / 2, load_pairs(src + c, p.sizes.head_dim - c));
+  }
+
+  template <int R>
+  void scores(int64_t row, const Rows<BFloat16>& k, int64_t keys, float* out, int64_t ld,
+              const Rows<BFloat16>& next) const {
+    constexpr int N = kLanes<float> / R;
+    const auto load = [](const BFloat16* p, int64_t n) FA_INLINE_LAMBDA { return load_pairs(p, n); };
+    for (int64_t j = 0; j < keys; j += N) {
+      next.prefetch(j, std::min(j + N, keys));
+      dot_block<float, R, 2 * kLanes<float>>(q + row * ldq, ldq, k, j, keys, scale, out, ld, load);
+    }
+  }
+
+  template <int R>
+  void add_values(const float* probs, int64_t ld, const Rows<BFloat16>& v, int64_t keys, float* out,
+                  int64_t ldo, const Rows<BFloat16>& next) const {
+    constexpr int kCols = 2 * kLanes<float>, kWide = 8 / R < 4 ? 8 / R : 4;
+    constexpr int64_t kStep = 16;
+    for (int64_t n = 0; n < R * ld; n += kLanes<float>)  // padding lanes of P are 0
+      store_as<BFloat16, float>(reinterpret_cast<BFloat16*>(prob_pairs) + n, load<float>(probs + n));
+    for (int64_t j = 0; j < keys; j += kStep) {
+      const int64_t count = std::min(kStep, keys - j);
+      const Rows<BFloat16> here{v.row(j), v.stride, v.cols};
+      next.prefetch(j, j + count);
+      int64_t c = 0;
+      for (; c + kWide * kCols <= v.cols; c += kWide * kCols)
+        value_pairs_block<R, kWide>(prob_pairs + j / 2, ld / 2, here, c, count, out, ldo);
+      for (; c < v.cols; c += kCols)
+        value_pairs_block<R, 1>(prob_pairs + j / 2, ld / 2, here, c, count, out, ldo);
+    }
+  }
+};
+
+#endif

@@ -1,0 +1,94 @@
+// The two products of the forward on one tile: S^T = K Q^T and O += P V. Here with operands of the
+// accumulator's type, 16-bit ones widened when their tile is loaded.
+
+template <class In, class T>
+struct ForwardProducts {
+  T* q_transposed;  // [D][block_q]      Q^T * scale * log2(e)
+  T* k_tile;        // [block_k][D]      only if the caller's k cannot be read directly
+  T* v_tile;        // [block_k][D_v]    likewise
+  T* finite_tile;   // [block_k][D_v]    for masked_gemm
+
+  static ForwardProducts plan(Arena& arena, const AttentionParams& p) {
+    const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
+    const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
+    ForwardProducts r;
+    r.q_transposed = arena.take<T>(p.sizes.head_dim * block_q);
+    r.k_tile = arena.take<T>(block_k * d);
+    r.v_tile = arena.take<T>(block_k * d_v);
+    r.finite_tile = arena.take<T>(block_k * d_v);
+    return r;
+  }
+
+  void load_queries(const AttentionParams& p, int64_t b, int64_t h, int64_t i0, int64_t queries,
+                    int64_t ld) const {
+    load_tile_transposed<In, T>(p.q.row<In>(b, h, i0), p.q.stride_s, queries, p.sizes.head_dim,
+                                product_scale<T>(p), q_transposed, ld);
+  }
+
+  void scores(const AttentionParams& p, const TileFrame& f, T* out) const {
+    const int64_t d = p.sizes.head_dim;
+    const Tile<T> k =
+        load_tile<In, T>(p.k.row<In>(f.b, p.sizes.kv_head(f.h), f.j0), p.k.stride_s, f.keys, d, k_tile);
+    gemm<T>(f.keys, f.ld, {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, false});
+  }
+
+  void add_values(const AttentionParams& p, const ScoreTile<T>& score, const T* probs, T* out) const {
+    const TileFrame& f = score.frame;
+    const int64_t d_v = p.sizes.head_dim_v;
+    const Tile<T> v =
+        load_tile<In, T>(p.v.row<In>(f.b, p.sizes.kv_head(f.h), f.j0), p.v.stride_s, f.keys, d_v, v_tile);
+    masked_gemm<T>(score, true, f.queries, d_v,
+                   {f.keys, probs, 1, f.ld, v.data, v.ld, out, round_up_to_lanes<T>(d_v), true}, finite_tile);
+  }
+};
+
+#if defined(FA_DOT_BFLOAT16)
+
+// bfloat16 operands as they are. P is rounded to bfloat16, as torch does; its sum l is not.
+template <>
+struct ForwardProducts<BFloat16, float> {
+  Pair* q_transposed;  // [D / 2][block_q]
+  Pair* k_tile;        // [block_k][D / 2]    only if the caller's k does not come in pairs
+  Pair* v_pairs;       // [block_k / 2][D_v]
+  Pair* prob_pairs;    // [block_k / 2][block_q]
+
+  static ForwardProducts plan(Arena& arena, const AttentionParams& p) {
+    const auto [block_q, block_k] = fitted(forward_tiling<float>(), p.sizes);
+    ForwardProducts r;
+    r.q_transposed = arena.take<Pair>(pairs_of(p.sizes.head_dim) * block_q);
+    r.k_tile = arena.take<Pair>(block_k * round_up_to_lanes<float>(pairs_of(p.sizes.head_dim)));
+    r.v_pairs = arena.take<Pair>(pairs_of(block_k) * round_up_to_lanes<float>(p.sizes.head_dim_v));
+    r.prob_pairs = arena.take<Pair>(pairs_of(block_k) * block_q);
+    return r;
+  }
+
+  void load_queries(const AttentionParams& p, int64_t b, int64_t h, int64_t i0, int64_t queries,
+                    int64_t ld) const {
+    load_pairs_transposed(p.q.row<BFloat16>(b, h, i0), p.q.stride_s, queries, p.sizes.head_dim, q_transposed,
+                          ld);
+  }
+
+  void scores(const AttentionParams& p, const TileFrame& f, float* out) const {
+    const int64_t d = p.sizes.head_dim;
+    const Tile<Pair> k =
+        load_pair_rows(p.k.row<BFloat16>(f.b, p.sizes.kv_head(f.h), f.j0), p.k.stride_s, f.keys, d, k_tile);
+    gemm<float, Pair>(
+        f.keys, f.ld,
+        {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, false, product_scale<float>(p)});
+  }
+
+  void add_values(const AttentionParams& p, const ScoreTile<float>& score, const float* probs,
+                  float* out) const {
+    const TileFrame& f = score.frame;
+    const int64_t d_v = p.sizes.head_dim_v, ld = round_up_to_lanes<float>(d_v);
+    const Rows<BFloat16> v{p.v.row<BFloat16>(f.b, p.sizes.kv_head(f.h), f.j0), p.v.stride_s, d_v};
+    load_pairs_across(v.data, v.stride, f.keys, d_v, v_pairs, ld);
+    const bool cleared = score.partial && clear_rows_not_finite(v, f.keys, v_pairs, ld);
+    pair_rows_up(probs, f.keys, f.ld, prob_pairs);
+    gemm<float, Pair>(f.queries, d_v, {pairs_of(f.keys), prob_pairs, 1, f.ld, v_pairs, ld, out, ld, true});
+    if (cleared)
+      add_rows_not_finite<BFloat16, float>(score, true, f.queries, probs, 1, f.ld, v, f.keys, out, ld);
+  }
+};
+
+#endif

@@ -1,0 +1,82 @@
+// Tiles of bfloat16 pairs, for the products of vec/pair-inl.h.
+
+#if defined(FA_DOT_BFLOAT16)
+
+constexpr int64_t pairs_of(int64_t n) { return (n + 1) / 2; }
+
+// `n` <= 2 * lanes values of a row as pairs along it, zeros behind them.
+FA_INLINE U32 load_pairs(const BFloat16* p, int64_t n) {
+  constexpr int64_t kMost = 2 * kLanes<float>;
+  if (n >= kMost) return load_elements(reinterpret_cast<const Pair*>(p));
+  BFloat16 buffer[kMost] = {};
+  std::memcpy(buffer, p, n * sizeof(BFloat16));
+  return load_elements(reinterpret_cast<const Pair*>(buffer));
+}
+
+// Rows as pairs along them: in place, or copied and padded with a zero where the memory does not come in
+// pairs.
+inline Tile<Pair> load_pair_rows(const BFloat16* src, int64_t stride, int64_t rows, int64_t cols,
+                                 Pair* scratch) {
+  if (cols % 2 == 0 && stride % 2 == 0) return {reinterpret_cast<const Pair*>(src), stride / 2};
+  constexpr int64_t L = kLanes<float>;
+  const int64_t ld = round_up_to_lanes<float>(pairs_of(cols));
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < cols; c += 2 * L)
+      store_elements(scratch + r * ld + c / 2, load_pairs(src + r * stride + c, cols - c));
+  return {scratch, ld};
+}
+
+// dst[c / 2][r] = (src[r][c], src[r][c + 1]): pairs along the rows, transposed. Zeros behind rows and
+// columns.
+inline void load_pairs_transposed(const BFloat16* src, int64_t stride, int64_t rows, int64_t cols, Pair* dst,
+                                  int64_t ld) {
+  constexpr int L = kLanes<float>;
+  const int64_t words = pairs_of(cols);
+  for (int64_t r0 = 0; r0 < rows; r0 += L)
+    for (int64_t w0 = 0; w0 < words; w0 += L) {
+      F32 block[L];
+#pragma GCC unroll 16
+      for (int r = 0; r < L; ++r)
+        block[r] = r0 + r < rows ? (F32)load_pairs(src + (r0 + r) * stride + 2 * w0, cols - 2 * w0) : F32{};
+      transpose<float>(block);
+#pragma GCC unroll 16
+      for (int w = 0; w < L; ++w)
+        if (w0 + w < words) store_elements(dst + (w0 + w) * ld + r0, (U32)block[w]);
+    }
+}
+
+// dst[r / 2][c] = (src[r][c], src[r + 1][c]): pairs across the rows. Zeros behind rows and columns.
+inline void load_pairs_across(const BFloat16* src, int64_t stride, int64_t rows, int64_t cols, Pair* dst,
+                              int64_t ld) {
+  constexpr int L = kLanes<float>;
+  auto row_bits = [&](int64_t r, int64_t c) {
+    if (r >= rows) return U32{};
+    const BFloat16* p = src + r * stride + c;
+    return (U32)(c + L <= cols ? load_as<BFloat16, float>(p) : load_tail_as<BFloat16, float>(p, cols - c));
+  };
+  for (int64_t r = 0; r < rows; r += 2)
+    for (int64_t c = 0; c < cols; c += L)  // widened, a value is the upper half of its lane
+      store_elements(dst + r / 2 * ld + c, (row_bits(r, c) >> 16) | row_bits(r + 1, c));
+}
+
+// Puts zeros for the rows that are not finite into what load_pairs_across() made of them; whether there were
+// any.
+inline bool clear_rows_not_finite(const Rows<BFloat16>& src, int64_t rows, Pair* pairs, int64_t ld) {
+  if (rows_are_finite<BFloat16, float>(src, rows)) return false;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (rows_are_finite<BFloat16, float>({src.row(r), src.stride, src.cols}, 1)) continue;
+    for (int64_t c = 0; c < ld; ++c) (r % 2 ? pairs[r / 2 * ld + c].high : pairs[r / 2 * ld + c].low) = 0;
+  }
+  return true;
+}
+
+// dst[r / 2][c] = src[r][c] and src[r + 1][c], rounded. Both have rows of ld lanes.
+inline void pair_rows_up(const float* src, int64_t rows, int64_t ld, Pair* dst) {
+  for (int64_t r = 0; r < rows; r += 2)
+    for (int64_t c = 0; c < ld; c += kLanes<float>) {
+      const F32 high = r + 1 < rows ? load<float>(src + (r + 1) * ld + c) : F32{};
+      store_elements(dst + r / 2 * ld + c, pair_up(load<float>(src + r * ld + c), high));
+    }
+}
+
+#endif

@@ -1,0 +1,280 @@
+// Forward for Hopper: FlashAttention-2, algorithm 1 (Dao 2023), in the form of FlashAttention-3 (Shah et al.
+// 2024): a producer loads, consumers compute, and the softmax of a tile runs under the product of the last.
+//
+//   S = Q K^T    m' = max(m, rowmax S)    P = 2^(S - m')    l = l 2^(m - m') + rowsum P
+//   O = (O + P_last V_last) 2^(m - m')    at the end O / l and lse = (m + log2 l) ln 2
+//
+// A block owns 64 query rows for each of its consumer warpgroups. Q, K and V come by TMA; S and O live in
+// registers, and so does P, which is the left operand of the second product as it stands.
+#pragma once
+
+#include "../launch.h"
+#include "../shared_memory.h"
+#include "epilogue.cuh"
+#include "plan.h"
+#include "ptx.h"
+#include "sm90.h"
+#include "softmax.cuh"
+#include "tensor_map.h"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+constexpr int kWarpgroup = 128, kWarpgroupRows = 64;
+
+// Tile sizes, and how the registers of a multiprocessor are dealt out, for each head dimension.
+template <int kHeadDim>
+struct Tiling;
+template <>
+struct Tiling<64> {
+  static constexpr int kConsumers = 3, kKeys = 128, kProducerRegisters = 32, kConsumerRegisters = 160;
+};
+template <>
+struct Tiling<128> {
+  static constexpr int kConsumers = 2, kKeys = 128, kProducerRegisters = 24, kConsumerRegisters = 240;
+};
+template <>
+struct Tiling<256> {
+  static constexpr int kConsumers = 2, kKeys = 80, kProducerRegisters = 24, kConsumerRegisters = 240;
+};
+
+// Tiles on their way from the producer to the consumers: tile n is in stage n % 2, for the (n / 2)-th time.
+template <class Tile>
+struct Pipeline {
+  static constexpr int kStages = 2;
+  Tile tiles[kStages];
+  ptx::Barrier full[kStages];   // the tile has landed
+  ptx::Barrier empty[kStages];  // all consumer warps have read it
+
+  __device__ static int stage(int n) { return n % kStages; }
+  __device__ static uint32_t parity(int n) { return n / kStages % 2; }
+
+  __device__ void init(uint32_t consumer_warps) {
+    for (int n = 0; n < kStages; ++n) {
+      ptx::barrier_init(full[n], 1);                // the producer
+      ptx::barrier_init(empty[n], consumer_warps);  // one lane of each
+    }
+  }
+
+  // Consumers: returns where tile n lies, when it is there.
+  __device__ uint32_t wait(int n) {
+    ptx::barrier_wait(full[stage(n)], parity(n));  // TMA has written the tile
+    return ptx::shared_address(&tiles[stage(n)]);
+  }
+
+  // Consumers: this warp has read tile n.
+  __device__ void release(int n) {
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(empty[stage(n)]);  // the producer may overwrite it
+  }
+};
+
+template <class In, int kHeadDim>
+struct Forward : Tiling<kHeadDim> {
+  using Tiling<kHeadDim>::kConsumers, Tiling<kHeadDim>::kKeys;
+  static constexpr int kRows = kConsumers * kWarpgroupRows;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+  static_assert(Tiling<kHeadDim>::kProducerRegisters + kConsumers * Tiling<kHeadDim>::kConsumerRegisters <=
+                (64 << 10) / kWarpgroup);
+
+  using QTile = Panels<In, kRows, kHeadDim>;
+  using KVTile = Panels<In, kKeys, kHeadDim>;
+
+  struct Shared {
+    Pipeline<KVTile> k, v;
+    QTile q;
+    ptx::Barrier q_full;
+  };
+  static_assert(sizeof(Shared) <= kMaxHopperSharedBytes);
+};
+
+struct ForwardArguments {
+  CUtensorMap q, k, v;
+  AttentionParams p;
+  ForwardPlan plan;
+};
+
+// What a block computes, and the key tiles that its rows can see.
+struct BlockRange {
+  int b, h, h_kv, first_row, first_key, tiles;
+};
+
+template <class Config>
+__device__ BlockRange block_range(const ForwardArguments& a) {
+  const Sizes& z = a.p.sizes;
+  const Task task = task_of(a.plan, blockIdx.x);
+  BlockRange range;
+  range.b = task.head / z.heads;
+  range.h = task.head % z.heads;
+  range.h_kv = z.kv_head(range.h);
+  range.first_row = task.row_block * Config::kRows;
+  const int64_t end_row = range.first_row + Config::kRows;
+  const Range seen =
+      visible_keys(a.p.band, range.first_row, end_row < z.seqlen_q ? end_row : z.seqlen_q, z.seqlen_k);
+  range.first_key = seen.begin / Config::kKeys * Config::kKeys;
+  range.tiles = seen.begin < seen.end ? (seen.end - range.first_key + Config::kKeys - 1) / Config::kKeys : 0;
+  return range;
+}
+
+// ---- load: one thread of the producer warpgroup
+
+template <class Tile>
+__device__ void load_tile(Tile& tile, const CUtensorMap& map, int row, int h, int b, ptx::Barrier& full) {
+  ptx::barrier_arrive_expecting(full, sizeof(tile.bytes));  // the phase ends when they have landed
+  for (int n = 0; n < Tile::kCount; ++n)
+    ptx::load_box(tile.bytes[n], &map, {n * kPanelColumns, row, h, b}, full);
+}
+
+template <class Tile>
+__device__ void load_next(Pipeline<Tile>& pipeline, int n, const CUtensorMap& map, int key,
+                          const BlockRange& range) {
+  const int stage = pipeline.stage(n);
+  ptx::barrier_wait(pipeline.empty[stage], pipeline.parity(n) ^ 1);  // the consumers have read tile n - 2
+  load_tile(pipeline.tiles[stage], map, key, range.h_kv, range.b, pipeline.full[stage]);
+}
+
+template <class Config>
+__device__ void produce(const ForwardArguments& a, const BlockRange& range, typename Config::Shared& shared) {
+  load_tile(shared.q, a.q, range.first_row, range.h, range.b, shared.q_full);
+  for (int n = 0; n < range.tiles; ++n) {
+    const int key = range.first_key + n * Config::kKeys;
+    load_next(shared.k, n, a.k, key, range);
+    load_next(shared.v, n, a.v, key, range);
+  }
+}
+
+// ---- compute: a consumer warpgroup, for its 64 rows
+
+// S = Q K^T. Only starts it.
+template <class In, class Config, int kHeadDim, int kElements>
+__device__ void start_scores(uint32_t q, uint32_t k, float (&s)[kElements]) {
+#pragma unroll
+  for (int n = 0; n < kHeadDim / 16; ++n)
+    ptx::wgmma_shared<In>(s, along_columns<typename Config::QTile>(q, n),
+                          along_columns<typename Config::KVTile>(k, n), n > 0);
+  ptx::wgmma_commit();  // S is a batch of its own
+}
+
+// O += P V. Only starts it.
+template <class In, class Config, int kSteps, int kElements>
+__device__ void start_output(const uint32_t (&weights)[kSteps][4], uint32_t v, float (&o)[kElements]) {
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n)
+    ptx::wgmma_registers<In>(o, weights[n], along_rows<typename Config::KVTile>(v, n));
+  ptx::wgmma_commit();  // so is O
+}
+
+template <class In, int kHeadDim, class Config>
+__device__ void consume(const ForwardArguments& a, const BlockRange& range, typename Config::Shared& shared) {
+  constexpr int kKeys = Config::kKeys;
+  const AttentionParams& p = a.p;
+  const int warpgroup = threadIdx.x / kWarpgroup - 1, warp = threadIdx.x % kWarpgroup / 32;
+  const int warpgroup_row = range.first_row + warpgroup * kWarpgroupRows;
+  const int warp_row = warpgroup_row + warp * kWarpRows;
+  const ShortBand band(p);
+  const float scale2 = static_cast<float>(p.scale * kLog2E);
+  const uint32_t q = ptx::shared_address(&shared.q) + warpgroup * kWarpgroupRows * kPanelRowBytes;
+
+  float s[kKeys / 2], o[kHeadDim / 2] = {}, factor[2];
+  uint32_t weights[kKeys / 16][4];
+  RowStatistics statistics;
+  const auto softmax = [&](int n) {
+    const int key = range.first_key + n * kKeys;
+    if (!band.shows_all(warpgroup_row, kWarpgroupRows, key, kKeys))
+      hide_invisible(band, warp_row + first_row_in_warp(), key, s);
+    statistics.update(scale2, s, factor);
+  };
+
+  if (range.tiles > 0) {
+    ptx::barrier_wait(shared.q_full, 0);  // TMA has written Q
+    const uint32_t k = shared.k.wait(0);
+    ptx::wgmma_fence();  // s may be written
+    start_scores<In, Config, kHeadDim>(q, k, s);
+    ptx::wgmma_wait<0>(s);  // s is complete, K has been read
+    shared.k.release(0);    // K may be overwritten
+    softmax(0);
+    round_weights<In>(s, weights);
+  }
+  for (int n = 1; n < range.tiles; ++n) {
+    const uint32_t k = shared.k.wait(n);
+    ptx::wgmma_fence();  // s has been read, weights and o are written
+    start_scores<In, Config, kHeadDim>(q, k, s);
+    const uint32_t v = shared.v.wait(n - 1);
+    ptx::wgmma_fence();  // ptxas wants one before each batch, and would put it in
+    start_output<In, Config>(weights, v, o);
+    ptx::wgmma_wait<1>(s);  // s is complete, K has been read
+    shared.k.release(n);    // K may be overwritten
+    softmax(n);             // the exponentials, while the tensor cores work on o
+    ptx::compute_before_wait(statistics.sum[0] + statistics.sum[1], q);
+    ptx::wgmma_wait<0>(o);    // o is complete, weights and V have been read
+    shared.v.release(n - 1);  // V may be overwritten
+    scale_rows(o, factor);
+    round_weights<In>(s, weights);
+  }
+  if (range.tiles > 0) {
+    const uint32_t v = shared.v.wait(range.tiles - 1);
+    ptx::wgmma_fence();  // weights and o are written
+    start_output<In, Config>(weights, v, o);
+    ptx::wgmma_wait<0>(o);  // o is complete
+  }
+  finish_rows<In, kHeadDim>(p, range.b, range.h, warp_row, scale2, statistics, o);
+}
+
+template <class In, int kHeadDim, class Config = Forward<In, kHeadDim>>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    forward_kernel(const __grid_constant__ ForwardArguments a) {
+#if defined(FA_HAS_HOPPER)
+  auto& shared = shared_memory<typename Config::Shared, kMaxHopperSharedBytes>();
+  if (threadIdx.x == 0) {
+    ptx::barrier_init(shared.q_full, 1);  // the producer
+    shared.k.init(Config::kConsumers * 4);
+    shared.v.init(Config::kConsumers * 4);
+    ptx::barrier_init_fence();  // TMA sees the barriers
+  }
+  __syncthreads();  // all threads see the barriers
+  const BlockRange range = block_range<Config>(a);
+  if (threadIdx.x < kWarpgroup) {
+    ptx::release_registers<Config::kProducerRegisters>();
+    if (threadIdx.x == 0) produce<Config>(a, range, shared);
+  } else {
+    ptx::claim_registers<Config::kConsumerRegisters>();
+    consume<In, kHeadDim, Config>(a, range, shared);
+  }
+#else
+  __trap();  // this build has no code for compute capability 9.0a: an error, not an empty result
+#endif
+}
+
+// ---- launch
+
+template <class In, int kHeadDim>
+cudaError_t launch_head_dim(const AttentionParams& p, cudaStream_t stream) {
+  using Config = Forward<In, kHeadDim>;
+  const Sizes& z = p.sizes;
+  ForwardArguments a;
+  a.p = p;
+  a.plan = plan_forward(z, Config::kRows);
+  const LaunchShape shape{a.plan.row_blocks * a.plan.heads, 1, 1, Config::kThreads,
+                          sizeof(typename Config::Shared)};
+  return in_order(
+      [&] {
+        return encode_tensor_map(a.q, p.q, p.dtype, kHeadDim, z.seqlen_q, z.heads, z.batch, Config::kRows);
+      },
+      [&] {
+        return encode_tensor_map(a.k, p.k, p.dtype, kHeadDim, z.seqlen_k, z.heads_kv, z.batch, Config::kKeys);
+      },
+      [&] {
+        return encode_tensor_map(a.v, p.v, p.dtype, kHeadDim, z.seqlen_k, z.heads_kv, z.batch, Config::kKeys);
+      },
+      [&] { return launch(forward_kernel<In, kHeadDim>, shape, stream, a); });
+}
+
+template <class In>
+cudaError_t launch_forward(const AttentionParams& p, cudaStream_t stream) {
+  switch (p.sizes.head_dim) {
+    case 64: return launch_head_dim<In, 64>(p, stream);
+    case 128: return launch_head_dim<In, 128>(p, stream);
+    case 256: return launch_head_dim<In, 256>(p, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace flash_attn_ext::cuda::sm90

@@ -1,0 +1,49 @@
+// How a tile of 16-bit elements lies in shared memory, for TMA, which writes it, and wgmma, which reads it:
+// panels of 64 columns, 128 bytes a row, in the 128-byte swizzle: of each 8 rows, row r has its pieces of 16
+// bytes in the order piece ^ r. Panels start at multiples of 1024 bytes.
+#pragma once
+
+#include <cstdint>
+
+#include "../../core/host_device.h"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+constexpr int kPanelColumns = 64, kPanelRowBytes = 128, kSwizzleBytes = 8 * kPanelRowBytes;
+
+template <class In, int kRows, int kColumns>
+struct alignas(kSwizzleBytes) Panels {
+  static_assert(sizeof(In) == 2 && kRows % 8 == 0 && kColumns % kPanelColumns == 0);
+  static constexpr int kCount = kColumns / kPanelColumns, kPanelBytes = kRows * kPanelRowBytes;
+  unsigned char bytes[kCount][kPanelBytes];
+
+  // Where an element lies, counted in bytes from the start.
+  FA_HOST_DEVICE static constexpr int offset(int row, int column) {
+    const int piece = column % kPanelColumns / 8;
+    return column / kPanelColumns * kPanelBytes + row * kPanelRowBytes + (piece ^ row % 8) * 16 +
+           column % 8 * 2;
+  }
+};
+
+// wgmma's descriptor of a matrix in shared memory, in units of 16 bytes: its start, the distance between
+// panels ("leading"), the distance between groups of 8 rows ("stride"), and the swizzle.
+FA_HOST_DEVICE constexpr uint64_t matrix_descriptor(uint32_t address, uint32_t panel_bytes) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kGroup = uint64_t{kSwizzleBytes / 16} << 32;
+  return kSwizzle128 | kGroup | uint64_t{(panel_bytes & 0x3ffff) / 16} << 16 | (address & 0x3ffff) / 16;
+}
+
+// The k-th 16 columns of the tile at `address`, for a product along the columns: S = Q K^T.
+template <class Tile>
+FA_HOST_DEVICE constexpr uint64_t along_columns(uint32_t address, int k) {
+  constexpr int kSteps = kPanelColumns / 16;
+  return matrix_descriptor(address + k / kSteps * Tile::kPanelBytes + k % kSteps * 32, 16);
+}
+
+// The k-th 16 rows of the tile at `address`, for a product along the rows: O = P V.
+template <class Tile>
+FA_HOST_DEVICE constexpr uint64_t along_rows(uint32_t address, int k) {
+  return matrix_descriptor(address + k * 16 * kPanelRowBytes, Tile::kPanelBytes);
+}
+
+}  // namespace flash_attn_ext::cuda::sm90

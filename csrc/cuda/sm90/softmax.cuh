@@ -1,0 +1,110 @@
+// What a consumer thread does to its part of S between the two products. Its elements: see wgmma.h.
+#pragma once
+
+#include "../../core/mask.h"
+#include "../scores.cuh"
+#include "plan.h"
+#include "ptx.h"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+// The rows of a thread are g and g + 8 of a warp's 16.
+__device__ inline int first_row_in_warp() { return threadIdx.x % 32 / 4; }
+__device__ inline int first_column_in_eight() { return threadIdx.x % 4 * 2; }
+
+// The band in 32 bits: row i sees the keys from i + low on, below i + high and below the end.
+struct ShortBand {
+  int low, high, seqlen_k;
+
+  __device__ explicit ShortBand(const AttentionParams& p)
+      : low(clamp_to(p.band.diagonal - p.band.left, -kMaxLength, kMaxLength)),
+        high(clamp_to(p.band.diagonal + p.band.right + 1, -kMaxLength, kMaxLength)),
+        seqlen_k(p.sizes.seqlen_k) {}
+
+  __device__ int begin(int row) const { return row + low; }
+  __device__ int end(int row) const { return min(row + high, seqlen_k); }
+  // Nothing to hide from any of the rows.
+  __device__ bool shows_all(int first_row, int rows, int first_key, int keys) const {
+    return begin(first_row + rows - 1) <= first_key && first_key + keys <= end(first_row);
+  }
+};
+
+// -inf where the band hides an element. Row `row` is the thread's first.
+template <int kElements>
+__device__ void hide_invisible(const ShortBand& band, int row, int first_key, float (&s)[kElements]) {
+  const int key = first_key + first_column_in_eight();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int begin = band.begin(row + 8 * r) - key, end = band.end(row + 8 * r) - key;
+#pragma unroll
+    for (int n = 0; n < kElements / 4; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& element = s[4 * n + 2 * r + e];
+        element = begin <= 8 * n + e && 8 * n + e < end ? element : -kInf<float>;
+      }
+  }
+}
+
+// The four threads of a row.
+
+__device__ inline float row_maximum(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ inline float row_total(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// The running statistics of a thread's two rows. All threads of a row know its maximum, of the unscaled
+// products; the sum is the thread's own share until the end.
+struct RowStatistics {
+  float max[2] = {-kInf<float>, -kInf<float>}, sum[2] = {0, 0};
+
+  // Takes in a tile of S, which becomes P. What the rows have summed up so far is to be multiplied with
+  // factor[r].
+  template <int kElements>
+  __device__ void update(float scale2, float (&s)[kElements], float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float new_max = max[r];
+#pragma unroll
+      for (int n = 0; n < kElements / 4; ++n)
+        new_max = fmaxf(new_max, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));  // a NaN never wins
+      new_max = row_maximum(new_max);
+      // A row with nothing visible so far: any finite reference makes 2^(-inf - reference) the 0 it should
+      // be.
+      const float reference = new_max == -kInf<float> ? 0.0f : new_max * scale2;
+      factor[r] = ptx::exp2_fast(max[r] * scale2 - reference);
+      max[r] = new_max;
+      sum[r] *= factor[r];
+#pragma unroll
+      for (int n = 0; n < kElements / 4; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& element = s[4 * n + 2 * r + e];
+          element = ptx::exp2_fast(fmaf(element, scale2, -reference));
+          sum[r] += element;
+        }
+    }
+  }
+};
+
+template <int kElements>
+__device__ void scale_rows(float (&o)[kElements], const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < kElements; ++n) o[n] *= factor[n / 2 % 2];
+}
+
+// P as the left operand of O += P V, 16 keys each.
+template <class In, int kElements>
+__device__ void round_weights(const float (&s)[kElements], uint32_t (&weights)[kElements / 8][4]) {
+#pragma unroll
+  for (int k = 0; k < kElements / 8; ++k)
+#pragma unroll
+    for (int n = 0; n < 4; ++n) weights[k][n] = ptx::pack<In>(s[8 * k + 2 * n], s[8 * k + 2 * n + 1]);
+}
+
+}  // namespace flash_attn_ext::cuda::sm90

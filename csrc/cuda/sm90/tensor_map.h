@@ -1,0 +1,41 @@
+// What TMA is told of a (B, heads, S, D) tensor: sizes, strides, the box that a copy brings, its swizzle.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "../../core/params.h"
+#include "panels.h"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+// A box is `rows` rows of one panel. The driver's encoder is found at run time: libcuda is not linked.
+inline cudaError_t encode_tensor_map(CUtensorMap& map, const Tensor4& t, DType dtype, int64_t columns,
+                                     int64_t length, int64_t heads, int64_t batch, uint32_t rows) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+  if (status != cudaSuccess) return status;
+  if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+  const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+
+  constexpr int kRank = 4, kElementBytes = 2;
+  // A dimension of one element is never stepped along; its stride still has to be one that TMA takes.
+  const auto bytes = [](int64_t size, int64_t stride) -> cuuint64_t {
+    return size == 1 ? kPanelRowBytes : stride * kElementBytes;
+  };
+  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
+  const cuuint64_t sizes[kRank] = {size(columns), size(length), size(heads), size(batch)};
+  const cuuint64_t strides[kRank - 1] = {bytes(length, t.stride_s), bytes(heads, t.stride_h),
+                                         bytes(batch, t.stride_b)};
+  const cuuint32_t box[kRank] = {kPanelColumns, rows, 1, 1}, every[kRank] = {1, 1, 1, 1};
+  const auto type =
+      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUresult encoded = encode(&map, type, kRank, t.data, sizes, strides, box, every,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return encoded == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace flash_attn_ext::cuda::sm90

@@ -1,0 +1,127 @@
+// wgmma: 64 x N += 64 x 16 times 16 x N, by a warpgroup. Thread t of it holds of the accumulator, with
+// g = 16 (t / 32) + t % 32 / 4 and c = 2 (t % 4), as d[4 n + 0..3] the elements (g, 8 n + c), (g, 8 n + c +
+// 1), (g + 8, 8 n + c), (g + 8, 8 n + c + 1); and of A as a[0..3] the pairs (g, c), (g + 8, c), (g, c + 8),
+// (g + 8, c + 8).
+//
+// The instructions run on their own. Until wgmma_wait, accumulators and operands belong to them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace flash_attn_ext::cuda::ptx {
+
+// Makes what this thread wrote to registers visible to the wgmma that follow: before each batch of them.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Ends a batch.
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits for all but the last kPending batches, and gives `d` back to the compiler.
+template <int kPending, int kCount>
+__device__ inline void wgmma_wait(float (&d)[kCount]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) asm volatile("" : "+f"(d[n])::"memory");
+}
+
+// Keeps the computation of x, which is never negative, above the wait that follows: ptxas would move the wait
+// up, and nothing would overlap. It does not know that the store to `address` never happens.
+__device__ inline void compute_before_wait(float x, uint32_t address) {
+  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(x),
+               "r"(address)
+               : "memory");
+}
+
+// The operands of an asm statement: text "%0, %1, ..." and the accumulator's registers.
+#define FA_TEXT_32                                                       \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FA_TEXT_40 \
+  FA_TEXT_32       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define FA_TEXT_64                                                                   \
+  FA_TEXT_40                                                                         \
+  ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55" \
+  ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define FA_TEXT_128                                                                              \
+  FA_TEXT_64                                                                                     \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define FA_FLOATS_8(n)                                                                        \
+  "+f"(d[n]), "+f"(d[n + 1]), "+f"(d[n + 2]), "+f"(d[n + 3]), "+f"(d[n + 4]), "+f"(d[n + 5]), \
+      "+f"(d[n + 6]), "+f"(d[n + 7])
+#define FA_FLOATS_32(n) FA_FLOATS_8(n), FA_FLOATS_8(n + 8), FA_FLOATS_8(n + 16), FA_FLOATS_8(n + 24)
+#define FA_FLOATS_40 FA_FLOATS_32(0), FA_FLOATS_8(32)
+#define FA_FLOATS_64 FA_FLOATS_32(0), FA_FLOATS_32(32)
+#define FA_FLOATS_128 FA_FLOATS_64, FA_FLOATS_32(64), FA_FLOATS_32(96)
+
+// The numbers are those of the operands behind the accumulator's.
+#define FA_WGMMA_SS(TYPE, N, TEXT, FLOATS, A, B, P)                                           \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0; wgmma.mma_async.sync.aligned.m64n" #N \
+               "k16.f32." TYPE "." TYPE " {" TEXT "}, " A ", " B ", p, 1, 1, 0, 0;}"          \
+               : FLOATS                                                                       \
+               : "l"(a), "l"(b), "r"(accumulate ? 1 : 0))
+#define FA_WGMMA_RS(TYPE, N, TEXT, FLOATS, A, B)                                                          \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" TEXT "}, {" A "}, " B \
+               ", 1, 1, 1, 1;"                                                                            \
+               : FLOATS                                                                                   \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+// d = a b, or d += a b: both from shared memory, both with contiguous k.
+template <class In>
+__device__ inline void wgmma_shared(float (&d)[40], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_SS("f16", 80, FA_TEXT_40, FA_FLOATS_40, "%40", "%41", "%42");
+  else
+    FA_WGMMA_SS("bf16", 80, FA_TEXT_40, FA_FLOATS_40, "%40", "%41", "%42");
+}
+template <class In>
+__device__ inline void wgmma_shared(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_SS("f16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66");
+  else
+    FA_WGMMA_SS("bf16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66");
+}
+
+// d += a b: a from registers, b from shared memory with contiguous columns.
+template <class In>
+__device__ inline void wgmma_registers(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_RS("f16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32, %33, %34, %35", "%36");
+  else
+    FA_WGMMA_RS("bf16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32, %33, %34, %35", "%36");
+}
+template <class In>
+__device__ inline void wgmma_registers(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_RS("f16", 128, FA_TEXT_64, FA_FLOATS_64, "%64, %65, %66, %67", "%68");
+  else
+    FA_WGMMA_RS("bf16", 128, FA_TEXT_64, FA_FLOATS_64, "%64, %65, %66, %67", "%68");
+}
+template <class In>
+__device__ inline void wgmma_registers(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_RS("f16", 256, FA_TEXT_128, FA_FLOATS_128, "%128, %129, %130, %131", "%132");
+  else
+    FA_WGMMA_RS("bf16", 256, FA_TEXT_128, FA_FLOATS_128, "%128, %129, %130, %131", "%132");
+}
+
+#undef FA_WGMMA_SS
+#undef FA_WGMMA_RS
+#undef FA_TEXT_32
+#undef FA_TEXT_40
+#undef FA_TEXT_64
+#undef FA_TEXT_128
+#undef FA_FLOATS_8
+#undef FA_FLOATS_32
+#undef FA_FLOATS_40
+#undef FA_FLOATS_64
+#undef FA_FLOATS_128
+
+}  // namespace flash_attn_ext::cuda::ptx

@@ -1,0 +1,36 @@
+#include "plan.h"
+#include "sm90.h"
+
+namespace flash_attn_ext::cuda::sm90 {
+namespace {
+
+// TMA takes tensors that start at a multiple of 16 bytes and step by multiples of 16 bytes, below 2^40.
+bool tma_takes(const Tensor4& t, int64_t length, int64_t heads, int64_t batch) {
+  constexpr int64_t kBytes = 16, kElements = 8, kMaxStride = int64_t{1} << 39;
+  const auto step = [](int64_t stride, int64_t size) {
+    return size == 1 || (stride > 0 && stride % kElements == 0 && stride < kMaxStride);
+  };
+  return reinterpret_cast<uintptr_t>(t.data) % kBytes == 0 && step(t.stride_s, length) &&
+         step(t.stride_h, heads) && step(t.stride_b, batch);
+}
+
+}  // namespace
+
+const char* why_not_forward(const AttentionParams& p) {
+  constexpr int64_t kFewQueries = 16;
+  const Sizes& z = p.sizes;
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm90: only float16 and bfloat16";
+  if (z.head_dim != z.head_dim_v || (z.head_dim != 64 && z.head_dim != 128 && z.head_dim != 256))
+    return "sm90: only head dimensions 64, 128 and 256, the same for query, key and value";
+  if (p.mask || p.alibi || p.dropout || p.softcap > 0) return "sm90: no mask, ALiBi, dropout or softcap";
+  if (!(p.scale > 0)) return "sm90: only a positive scale";
+  if (z.batch == 0 || z.heads == 0 || z.seqlen_q == 0 || z.seqlen_k == 0) return "sm90: an empty input";
+  if (z.seqlen_q > kMaxLength || z.seqlen_k > kMaxLength) return "sm90: a sequence is too long";
+  if (z.seqlen_q <= kFewQueries || p.decode.num_splits > 1) return "sm90: does not split the keys of few queries";
+  if (!tma_takes(p.q, z.seqlen_q, z.heads, z.batch) || !tma_takes(p.k, z.seqlen_k, z.heads_kv, z.batch) ||
+      !tma_takes(p.v, z.seqlen_k, z.heads_kv, z.batch) || !tma_takes(p.out, z.seqlen_q, z.heads, z.batch))
+    return "sm90: a tensor is not aligned to 16 bytes, or is broadcast";
+  return nullptr;
+}
+
+}  // namespace flash_attn_ext::cuda::sm90

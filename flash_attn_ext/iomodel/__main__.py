@@ -1,0 +1,222 @@
+"""python -m flash_attn_ext.iomodel: FLOPs, slow-memory traffic and predicted time of attention.
+
+predict   standard attention, FlashAttention-1 and -2 and our kernel on one problem and device
+blocks    the same against the block size
+scaling   accesses against N, d and M, with the exponents of the theorems
+gpt2      the table of the FlashAttention paper next to our counts, and where the two part
+devices   the rates that are used
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from ..reference.report import print_table
+from . import gpt2, plots, sweeps
+from .counts import ALGORITHMS, Problem, count
+from .devices import DTYPES, GPUS, NAMES, Device, find, this_cpu
+from .roofline import predict
+
+LABELS = {
+    "standard": "standard",
+    "flash1": "FlashAttention-1",
+    "flash2": "FlashAttention-2",
+    "ours": "our CPU kernel's tiles",
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    try:
+        args.command(args)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_attn_ext.iomodel",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    one = commands.add_parser("predict", help="all algorithms on one problem")
+    add_problem(one)
+    one.add_argument("--json", type=Path, help="file for everything counted, by pass and tensor")
+    one.set_defaults(command=run_predict)
+
+    many = commands.add_parser("blocks", help="traffic and predicted time against the block size")
+    add_problem(many)
+    many.add_argument("--plot", type=Path, help="file for the figure")
+    many.set_defaults(command=run_blocks)
+
+    scaling = commands.add_parser("scaling", help="accesses against N, d and M, and their exponents")
+    scaling.add_argument("--plot", type=Path, help="file for the figure")
+    scaling.set_defaults(command=run_scaling)
+
+    paper = commands.add_parser("gpt2", help="the FlashAttention paper's table next to our counts")
+    paper.set_defaults(command=run_gpt2)
+
+    devices = commands.add_parser("devices", help="the rates that are used")
+    devices.add_argument("--measure", action="store_true", help="also this CPU's, measured in about a second")
+    devices.set_defaults(command=run_devices)
+    return parser.parse_args(arguments)
+
+
+def add_problem(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    for name, default, text in (
+        ("B", 64, "batch"),
+        ("H", 16, "heads"),
+        ("S", 1024, "sequence"),
+        ("D", 64, "head size"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=default, help=text)
+    parser.add_argument("--dtype", choices=DTYPES, default="float16")
+    parser.add_argument("--M", type=positive, help="on-chip size in elements; the device's, if not given")
+    parser.add_argument("--device", choices=NAMES, default="A100-40GB", help="cpu: this one, measured unless given")
+    parser.add_argument("--matmul", type=positive, help="FLOP/s of products, in place of the device's")
+    parser.add_argument("--bandwidth", type=positive, help="bytes/s of slow memory, in place of the device's")
+    parser.add_argument("--forward-only", action="store_true", help="without the backward")
+    parser.add_argument("--mask", action="store_true", help="with an (S, S) mask, shared by all heads")
+    parser.add_argument("--dropout", type=float, default=0.0, help="probability; FlashAttention replays it")
+
+
+def positive(text: str) -> int:
+    """An int above 0; 312e12 is taken, too."""
+    value = int(float(text))
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}; allowed: at least 1")
+    return value
+
+
+def problem_of(args: argparse.Namespace) -> Problem:
+    if not 0 <= args.dropout <= 1:
+        raise ValueError(f"--dropout: got {args.dropout}; allowed: 0 to 1")
+    return Problem(args.B, args.H, args.S, args.D, args.dtype, not args.forward_only, args.mask, args.dropout)
+
+
+def device_of(args: argparse.Namespace) -> tuple[Device, int]:
+    device = find(args.device, matmul=args.matmul, bandwidth=args.bandwidth)
+    return device, args.M or device.elements(args.dtype)
+
+
+def describe(problem: Problem, device: Device, M: int) -> str:
+    passes = "forward + backward" if problem.backward else "forward"
+    extras = [
+        name for name, used in (("mask", problem.mask), (f"dropout {problem.dropout:g}", problem.dropout)) if used
+    ]
+    return (
+        f"B {problem.B}, H {problem.H}, S {problem.S}, D {problem.D}, {problem.dtype}, "
+        f"{', '.join([passes, *extras])}; {device.name}, M {M}"
+    )
+
+
+def run_predict(args: argparse.Namespace) -> None:
+    problem, (device, M) = problem_of(args), device_of(args)
+    rows, record = [], {"problem": asdict(problem), "device": asdict(device), "M": M, "algorithms": {}}
+    for name in ALGORITHMS:
+        counts = count(name, problem, M)
+        time = predict(counts, device, problem.dtype)
+        record["algorithms"][name] = {
+            **asdict(counts),
+            "traffic": {" ".join(key): moved for key, moved in counts.traffic.items()},
+            "predicted_seconds": time.seconds,
+        }
+        rows.append(
+            [
+                LABELS[name], counts.tiles, f"{counts.flops / 1e9:.1f}", f"{counts.bytes / 1e9:.2f}",
+                f"{counts.intensity:.0f}", f"{time.seconds * 1e3:.2f}", time.bound,
+                f"{counts.extra_bytes / 2**20:.0f}", f"{counts.chip_peak or '-'}",
+            ]
+        )  # fmt: skip
+    columns = ("", "tiles q x k", "GFLOP", "GB", "FLOP/B", "ms", "bound", "extra MiB", "on chip")
+    print_table(describe(problem, device, M), columns, rows)
+    print(f"ms: roofline, a lower bound, from {device.source}: {rates(device, problem.dtype)}")
+    print("on chip: elements at the peak; extra: slow memory beyond inputs and results, the sum of both passes")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def rates(device: Device, dtype: str) -> str:
+    return f"{device.matmul[dtype] / 1e12:.3g} TFLOP/s ({dtype}), {device.bandwidth / 1e9:.4g} GB/s"
+
+
+def run_blocks(args: argparse.Namespace) -> None:
+    problem, (device, M) = problem_of(args), device_of(args)
+    points = sweeps.over_blocks(problem, device)
+    rows = [
+        [
+            LABELS[p.algorithm], p.counts.tiles, f"{p.counts.bytes / 1e9:.2f}", f"{p.time.seconds * 1e3:.2f}",
+            p.time.bound, p.counts.chip_peak, "yes" if p.counts.chip_peak <= M else "no",
+        ]
+        for p in points
+    ]  # fmt: skip
+    columns = ("", "tiles q x k", "GB", "ms", "bound", "on chip", "fits M")
+    print_table(describe(problem, device, M), columns, rows)
+    if args.plot:
+        plots.blocks(args.plot, points, describe(problem, device, M), M)
+
+
+def run_scaling(args: argparse.Namespace) -> None:
+    rows = []
+    for sweep in sweeps.scaling():
+        for algorithm, counts in sweep.counts.items():
+            series = [[value(c) for c in counts] for value in sweeps.VALUES.values()]
+            exponents = [f"{sweeps.exponent(sweep.values, ys):.2f}" for ys in series]
+            rows.append(
+                [LABELS[algorithm], f"{sweep.variable} from {sweep.values[0]} to {sweep.values[-1]}", *exponents]
+            )
+    centre = f"N {sweeps.CENTRE.S}, d {sweeps.CENTRE.D}, M {sweeps.CENTRE_M}"
+    title = f"exponents over the last doubling; one head, forward + backward, around {centre}"
+    print_table(title, ("", "sweep", *sweeps.VALUES), rows)
+    if args.plot:
+        plots.scaling(args.plot, sweeps.scaling())
+
+
+def run_gpt2(_: argparse.Namespace) -> None:
+    rows = [
+        [
+            LABELS[name], f"{published.gflop} / {counts.flops / 1e9:.1f}",
+            f"{published.gigabytes} / {counts.bytes / 1e9:.2f}", f"{published.milliseconds} / {milliseconds:.1f}",
+        ]
+        for name, published, counts, milliseconds in gpt2.comparison()
+    ]  # fmt: skip
+    print_table(
+        "GPT-2 medium, A100 40 GB, forward + backward: published / counted",
+        ("", "GFLOP", "GB", "ms (measured / roofline)"),
+        rows,
+    )
+    for title, steps in (("Gigabytes", gpt2.traffic_steps()), ("GFLOP", gpt2.flop_steps())):
+        print_table(
+            title,
+            ("", "counted", "published", "ratio"),
+            [
+                [
+                    s.text,
+                    f"{s.ours:.2f}",
+                    *(("", "") if s.published is None else (f"{s.published:.1f}", f"{s.ratio:.3f}")),
+                ]
+                for s in steps
+            ],
+        )
+
+
+def run_devices(args: argparse.Namespace) -> None:
+    devices = [*GPUS.values(), *([this_cpu()] if args.measure else [])]
+    rows = [
+        [
+            d.name, f"{d.matmul['float16'] / 1e12:.4g}", f"{d.matmul['float32'] / 1e12:.4g}",
+            f"{d.bandwidth / 1e9:.4g}", d.on_chip_bytes // 1024, d.source,
+        ]
+        for d in devices
+    ]  # fmt: skip
+    columns = ("", "16-bit TFLOP/s", "fp32", "GB/s", "chip KiB", "source")
+    print_table("dense products, slow memory, and the memory of one multiprocessor or core", columns, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""FLOPs and traffic of each algorithm, counted by running it on shapes alone: no formula stands here.
+
+One head is run. Everything of a head is multiplied by B * H; a mask, which all heads share, is counted once.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..reference import flash1, flash2, standard
+from ..reference.dropout import Dropout
+from ..reference.memory import SlowMemory
+from .devices import DTYPES
+
+ALGORITHMS = ("standard", "flash1", "flash2", "ours")
+# Of {64, 128} x {64, 128}, which FlashAttention-2 chooses from (section 3.3), and smaller ones for smaller chips.
+CANDIDATES = [
+    (128, 128),
+    (128, 64),
+    (64, 128),
+    (64, 64),
+    (64, 32),
+    (32, 32),
+    (32, 16),
+    (16, 16),
+    (8, 8),
+    (4, 4),
+    (1, 1),
+]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Self-attention of B * H heads."""
+
+    B: int
+    H: int
+    S: int
+    D: int
+    dtype: str = "float16"
+    backward: bool = True
+    mask: bool = False
+    dropout: float = 0.0
+
+    @property
+    def heads(self) -> int:
+        return self.B * self.H
+
+    def tensors(self, n: int) -> list[torch.Tensor]:
+        return [torch.empty(self.S, self.D, dtype=DTYPES[self.dtype], device="meta") for _ in range(n)]
+
+    def options(self) -> dict:
+        mask = torch.empty(self.S, self.S, dtype=DTYPES[self.dtype], device="meta") if self.mask else None
+        dropout = Dropout(self.dropout, torch.zeros(2, dtype=torch.int64)) if self.dropout else None
+        return {"mask": mask, "dropout": dropout}
+
+
+@dataclass
+class Counts:
+    """Of all heads. `traffic` is bytes by the pass and the tensor's name, reads and writes apart."""
+
+    tiles: str
+    matmul_flops: int = 0
+    other_flops: int = 0
+    accesses: int = 0  # elements read and written
+    bytes: int = 0
+    chip_peak: int = 0  # elements, the larger of the passes
+    extra_bytes: int = 0  # beyond inputs and results, the sum of the passes
+    traffic: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def flops(self) -> int:
+        return self.matmul_flops + self.other_flops
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte."""
+        return self.flops / self.bytes
+
+    def add(self, name: str, memory: SlowMemory, problem: Problem) -> None:
+        """One pass of one head, `name`."""
+        self.matmul_flops += memory.chip.matmul_flops * problem.heads
+        self.other_flops += memory.chip.other_flops * problem.heads
+        self.chip_peak = max(self.chip_peak, memory.chip.peak)
+        self.extra_bytes += memory.extra_bytes * problem.heads
+        for tensor, moved in memory.traffic.items():
+            heads = 1 if tensor == "mask" else problem.heads
+            self.traffic[name, tensor] = tuple(n * moved.itemsize * heads for n in (moved.reads, moved.writes))
+            self.accesses += moved.elements * heads
+            self.bytes += moved.bytes * heads
+
+
+def kernel_tiles() -> dict[str, tuple[int, int]]:
+    """(block_q, block_k) of the CPU kernels, as csrc/cpu/kernels/tiling-inl.h has them; a test compares."""
+    return {"forward": (48, 64), "backward": (64, 64)}
+
+
+def count(algorithm: str, problem: Problem, M: int, blocks: tuple[int, int] | None = None) -> Counts:
+    """`algorithm` on a chip of M elements. `blocks` sets flash2's (block_q, block_k) for both passes."""
+    if algorithm == "standard":
+        return _count_standard(problem)
+    if algorithm == "flash1":
+        return _count_flash1(problem, M)
+    if algorithm == "ours":
+        return _count_flash2(problem, kernel_tiles())
+    if algorithm == "flash2":
+        passes = ("forward", "backward")
+        return _count_flash2(problem, {p: blocks or largest_blocks(p, problem.D, M) for p in passes})
+    raise ValueError(f"algorithm: got {algorithm!r}; allowed: {', '.join(ALGORITHMS)}")
+
+
+def _count_standard(problem: Problem) -> Counts:
+    """Each kernel reads its operands once: the best that its caches can do for it."""
+    options, counts = problem.options(), Counts("whole matrices")
+    q, k, v, dout = problem.tensors(4)
+    forward, backward = SlowMemory(), SlowMemory()
+    _, saved = standard.forward(q, k, v, memory=forward, **options)
+    counts.add("forward", forward, problem)
+    if problem.backward:
+        standard.backward(q, k, v, dout, saved, dropout=options["dropout"], memory=backward)
+        counts.add("backward", backward, problem)
+    counts.chip_peak = 0  # a property of its GEMMs, not of the algorithm
+    return counts
+
+
+def _count_flash1(problem: Problem, M: int) -> Counts:
+    B_c, B_r = flash1.block_sizes(M, problem.D)
+    options, counts = problem.options() | {"M": M}, Counts(f"{B_r} x {B_c}")
+    q, k, v, dout = problem.tensors(4)
+    forward, backward = SlowMemory(), SlowMemory()
+    out, l, m = flash1.forward(q, k, v, memory=forward, **options)
+    counts.add("forward", forward, problem)
+    if problem.backward:
+        flash1.backward(q, k, v, out, dout, l, m, memory=backward, **options)
+        counts.add("backward", backward, problem)
+    return counts
+
+
+def _count_flash2(problem: Problem, tiles: dict[str, tuple[int, int]]) -> Counts:
+    text = [f"{block_q} x {block_k}" for block_q, block_k in tiles.values()]
+    same = tiles["forward"] == tiles["backward"] or not problem.backward
+    options, counts = problem.options(), Counts(text[0] if same else ", ".join(text))
+    q, k, v, dout = problem.tensors(4)
+    forward, backward = SlowMemory(), SlowMemory()
+    out, lse = flash2.forward(q, k, v, memory=forward, **_blocks(tiles["forward"]), **options)
+    counts.add("forward", forward, problem)
+    if problem.backward:
+        flash2.backward(q, k, v, out, dout, lse, memory=backward, **_blocks(tiles["backward"]), **options)
+        counts.add("backward", backward, problem)
+    return counts
+
+
+def largest_blocks(which: str, D: int, M: int) -> tuple[int, int]:
+    """The first of CANDIDATES that really runs on a chip of M elements."""
+    for blocks in CANDIDATES:
+        probe = Problem(1, 1, max(blocks), D)
+        q, k, v, dout = probe.tensors(4)
+        lse = torch.empty(probe.S, 1, device="meta")
+        try:
+            if which == "forward":
+                flash2.forward(q, k, v, memory=SlowMemory(M), **_blocks(blocks))
+            else:
+                flash2.backward(q, k, v, q, dout, lse, memory=SlowMemory(M), **_blocks(blocks))
+        except (MemoryError, ValueError):
+            continue
+        return blocks
+    raise ValueError(f"M: got {M} elements; allowed: enough for one row of each tile at D = {D}")
+
+
+def _blocks(blocks: tuple[int, int]) -> dict[str, int]:
+    return {"block_q": blocks[0], "block_k": blocks[1]}

@@ -1,0 +1,134 @@
+"""What the model knows of a device: rates, and the size of the memory near the arithmetic."""
+
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peak rates. `matmul` is dense products in FLOP/s by dtype; `other` is everything else, in fp32."""
+
+    name: str
+    matmul: dict[str, float]
+    other: float
+    bandwidth: float  # bytes/s of the slow memory
+    on_chip_bytes: int  # of one multiprocessor or core
+    source: str
+
+    def elements(self, dtype: str) -> int:
+        """M, if tiles are held in `dtype`."""
+        return self.on_chip_bytes // DTYPES[dtype].itemsize
+
+
+# Tensor core rates are dense, without the data sheets' factor 2 for sparsity. On-chip: shared memory of one
+# multiprocessor, from NVIDIA's Ampere and Hopper tuning guides. fp32 products are those of the CUDA cores, not TF32.
+GPUS = {
+    "A100-40GB": Device(
+        "A100-40GB",
+        {"float16": 312e12, "bfloat16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
+        19.5e12,
+        1555e9,
+        164 * 1024,
+        "NVIDIA A100 data sheet, 40 GB",
+    ),
+    "A100-80GB": Device(
+        "A100-80GB",
+        {"float16": 312e12, "bfloat16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
+        19.5e12,
+        2039e9,
+        164 * 1024,
+        "NVIDIA A100 data sheet, 80 GB SXM",
+    ),
+    "H100": Device(
+        "H100",
+        {"float16": 989e12, "bfloat16": 989e12, "float32": 67e12, "float64": 67e12},
+        67e12,
+        3350e9,
+        228 * 1024,
+        "NVIDIA H100 data sheet, SXM",
+    ),
+    "H200": Device(
+        "H200",
+        {"float16": 989e12, "bfloat16": 989e12, "float32": 67e12, "float64": 67e12},
+        67e12,
+        4800e9,
+        228 * 1024,
+        "NVIDIA H200 data sheet, SXM",
+    ),
+}
+NAMES = [*GPUS, "cpu"]
+
+
+def find(
+    name: str, *, matmul: float | None = None, bandwidth: float | None = None, on_chip_bytes: int | None = None
+) -> Device:
+    """A device by name, with figures of the caller's in the place of its own. The CPU's own are measured now."""
+    if name in GPUS:
+        device = GPUS[name]
+    elif name == "cpu":
+        device = this_cpu(matmul, bandwidth)
+    else:
+        raise ValueError(f"device: got {name!r}; allowed: {', '.join(NAMES)}")
+    if matmul is not None:
+        device = replace(device, matmul=dict.fromkeys(DTYPES, matmul), source=device.source + ", --matmul")
+    if bandwidth is not None:
+        device = replace(device, bandwidth=bandwidth, source=device.source + ", --bandwidth")
+    if on_chip_bytes is not None:
+        device = replace(device, on_chip_bytes=on_chip_bytes)
+    return device
+
+
+def this_cpu(matmul: float | None = None, bandwidth: float | None = None) -> Device:
+    """This machine: torch's fp32 products and a stream of reads, measured in a second or two, unless they are given.
+
+    16-bit products are given the rate of fp32, in which our kernels compute them. What is not a product is given the
+    rate of a product, too: both use the same vector units. On the chip is one core's L2 cache.
+    """
+    rate = matmul or measure_products()
+    stream = bandwidth or measure_bandwidth()
+    rates = {"float16": rate, "bfloat16": rate, "float32": rate, "float64": rate / 2}
+    source = "this machine" if matmul and bandwidth else f"this machine, measured on {torch.get_num_threads()} threads"
+    return Device("cpu", rates, rate, stream, level_2_cache(), source)
+
+
+def measure_products(seconds: float = 0.5) -> float:
+    """FLOP/s of torch's fp32 products, the better of two libraries: best of what fits into `seconds` for each.
+
+    MKL multiplies matrices; on some AMD machines it reaches half of what oneDNN's convolutions do.
+    """
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    image, kernel = torch.randn(1, 256, 64, 64), torch.randn(256, 256, 3, 3)
+    with torch.no_grad():
+        matmul = 2 * 1024**3 / _best(lambda: torch.mm(a, b), seconds)
+        convolution = 2 * 9 * 256**2 * 64**2 / _best(lambda: torch.conv2d(image, kernel, padding=1), seconds)
+    return max(matmul, convolution)
+
+
+def measure_bandwidth(seconds: float = 0.5) -> float:
+    """Bytes/s of reading 256 MiB, more than any cache here: best of what fits into `seconds`."""
+    data = torch.ones(64 * 2**20)
+    return data.nbytes / _best(data.sum, seconds)
+
+
+def _best(function, seconds: float) -> float:
+    best, start = float("inf"), time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        before = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - before)
+    return best
+
+
+def level_2_cache(default: int = 1 << 20) -> int:
+    """Bytes of one core's L2, as Linux tells; `default` where it does not."""
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        if (index / "level").read_text().strip() == "2":
+            size = re.fullmatch(r"(\d+)([KM])", (index / "size").read_text().strip())
+            return int(size[1]) * {"K": 1 << 10, "M": 1 << 20}[size[2]]
+    return default

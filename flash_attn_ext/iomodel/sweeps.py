@@ -1,0 +1,64 @@
+"""Series of counts: over the block size, and over N, d and M."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from .counts import Counts, Problem, count
+from .devices import Device
+from .roofline import Prediction, predict
+
+BLOCKS = (16, 32, 64, 128, 256, 512)
+# One head, forward and backward: N, d and M are each varied alone around these.
+CENTRE = Problem(1, 1, 2048, 64)
+CENTRE_M = 32768
+LENGTHS, HEAD_SIZES, CHIP_SIZES = (512, 1024, 2048, 4096, 8192), (16, 32, 64, 128), (8192, 16384, 32768, 65536)
+
+VALUES: dict[str, Callable[[Counts], int]] = {
+    "FLOPs": lambda c: c.flops,
+    "accesses": lambda c: c.accesses,
+    "extra memory": lambda c: c.extra_bytes,
+}
+
+
+@dataclass(frozen=True)
+class BlockPoint:
+    algorithm: str
+    block: int
+    counts: Counts
+    time: Prediction
+
+
+def over_blocks(problem: Problem, device: Device) -> list[BlockPoint]:
+    """FlashAttention-1 with B_c = block (by M = 4 d B_c), and FlashAttention-2 with square blocks."""
+    points = []
+    for algorithm in ("flash1", "flash2"):
+        for block in BLOCKS:
+            counts = count(algorithm, problem, 4 * problem.D * block, (block, block))
+            points.append(BlockPoint(algorithm, block, counts, predict(counts, device, problem.dtype)))
+    return points
+
+
+@dataclass(frozen=True)
+class Sweep:
+    variable: str
+    values: Sequence[int]
+    counts: dict[str, list[Counts]]  # by algorithm
+
+
+def scaling() -> list[Sweep]:
+    """Standard attention and FlashAttention-1 along each of N, d and M."""
+    runs = {
+        "N": (LENGTHS, lambda n: (replace(CENTRE, S=n), CENTRE_M)),
+        "d": (HEAD_SIZES, lambda d: (replace(CENTRE, D=d), CENTRE_M)),
+        "M": (CHIP_SIZES, lambda m: (CENTRE, m)),
+    }
+    return [
+        Sweep(name, values, {a: [count(a, *at(value)) for value in values] for a in ("standard", "flash1")})
+        for name, (values, at) in runs.items()
+    ]
+
+
+def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """e of y ~ x^e between the last two points, to two digits; 0 where y does not change."""
+    return round(math.log(ys[-1] / ys[-2]) / math.log(xs[-1] / xs[-2]), 2) + 0.0  # no -0.0

@@ -1,0 +1,78 @@
+"""1. The softmax of rows that do not fit the chip: three passes, then two.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (arXiv 1805.02867), algorithms 1
+to 3. Their denominator d is d here too.
+
+    naive    y = e^x / sum e^x                     overflows where x > 88 (fp32) or 709 (fp64)
+    safe     y = e^(x - max x) / sum e^(x - max x)   three reads and one write an element
+    online   the maximum and the denominator at once    two reads and one write
+
+The arguments are matrices: each row is a softmax of its own, read in blocks of `block` elements. A row of nothing
+but -inf gives zeros, here and in every module of this folder.
+"""
+
+import math
+
+from torch import Tensor
+
+from .memory import SlowMemory, SlowTensor, blocks
+from .tile import Tile, exp_minus, maximum, row_max, row_sum
+
+
+def naive_softmax(x: Tensor, *, block: int = 1024, memory: SlowMemory | None = None) -> Tensor:
+    """Algorithm 1: two passes, and inf / inf = NaN once an exp overflows. It is here to show what the others repair."""
+    X, Y = _in_slow_memory(x, memory)
+    for row in blocks(x.shape[0], 1):
+        d = X.on_chip(1, 1, 0.0)
+        for cols in blocks(x.shape[1], block):
+            d += row_sum(X.load(row, cols).exp_())
+        for cols in blocks(x.shape[1], block):
+            Y.store(X.load(row, cols).exp_().divide_rows_(d), row, cols)
+    return Y.tensor
+
+
+def safe_softmax(x: Tensor, *, block: int = 1024, memory: SlowMemory | None = None) -> Tensor:
+    """Algorithm 2: one pass for the maximum, one for the denominator, one for the result."""
+    X, Y = _in_slow_memory(x, memory)
+    for row in blocks(x.shape[0], 1):
+        m = X.on_chip(1, 1, -math.inf)
+        for cols in blocks(x.shape[1], block):
+            m = maximum(m, row_max(X.load(row, cols)))
+        d = X.on_chip(1, 1, 0.0)
+        for cols in blocks(x.shape[1], block):
+            d += row_sum(X.load(row, cols).exp_minus_(m))
+        _write_result(X, Y, row, m, d, block)
+    return Y.tensor
+
+
+def online_softmax(x: Tensor, *, block: int = 1024, memory: SlowMemory | None = None) -> Tensor:
+    """Algorithm 3: the maximum and the denominator in one pass.
+
+    Where the running maximum grows from m to m', everything summed so far was relative to m. One factor repairs it:
+
+        d' = d e^(m - m') + sum of the block's e^(x - m')
+    """
+    X, Y = _in_slow_memory(x, memory)
+    for row in blocks(x.shape[0], 1):
+        m, d = X.on_chip(1, 1, -math.inf), X.on_chip(1, 1, 0.0)
+        for cols in blocks(x.shape[1], block):
+            tile = X.load(row, cols)
+            m_new = maximum(m, row_max(tile))
+            d *= exp_minus(m, m_new)
+            d += row_sum(tile.exp_minus_(m_new))
+            m = m_new
+            del tile  # the next block takes its place on the chip
+        _write_result(X, Y, row, m, d, block)
+    return Y.tensor
+
+
+def _write_result(X: SlowTensor, Y: SlowTensor, row: slice, m: Tile, d: Tile, block: int) -> None:
+    """The last pass of both."""
+    for cols in blocks(X.shape[1], block):
+        Y.store(X.load(row, cols).exp_minus_(m).divide_rows_(d), row, cols)
+
+
+def _in_slow_memory(x: Tensor, memory: SlowMemory | None) -> tuple[SlowTensor, SlowTensor]:
+    memory = memory or SlowMemory()
+    X = memory.put("x", x)
+    return X, memory.new("y", X, *x.shape, result=True)

@@ -1,0 +1,28 @@
+// The part of CUDA's driver interface that makes tensor maps for TMA.
+#pragma once
+
+#include <cstdint>
+
+using cuuint32_t = uint32_t;
+using cuuint64_t = uint64_t;
+
+enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
+enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_FLOAT16, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 };
+enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE };
+enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B };
+enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B };
+enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
+
+// On the GPU 128 bytes that only the hardware reads.
+struct alignas(64) CUtensorMap {
+  static constexpr int kRank = 4;  // the kernels' tensors; strides in bytes, that of the innermost left out
+  const unsigned char* data;
+  uint64_t size[kRank], stride[kRank - 1];
+  uint32_t box[kRank];
+};
+
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
+                                const cuuint64_t* size, const cuuint64_t* stride, const cuuint32_t* box,
+                                const cuuint32_t* element_stride, CUtensorMapInterleave interleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                CUtensorMapFloatOOBfill fill);

@@ -1,0 +1,117 @@
+// csrc/cuda/sm90/ptx.h and wgmma.h for a run on the host: the same functions, by hopper.cpp.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "cuda.h"
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
+#include "cuda_runtime.h"
+
+#define __grid_constant__
+
+using std::min;
+
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+namespace cuda_host {
+
+void barrier_init(uint64_t* barrier, uint32_t arrivals);
+void barrier_init_fence();
+void barrier_arrive(uint64_t* barrier, uint32_t bytes);
+void barrier_wait(Site site, uint64_t* barrier, uint32_t parity);
+void load_box(Site site, void* shared, const CUtensorMap* map, const int32_t* corner, uint64_t* barrier);
+uint32_t shared_address(const void* pointer);
+
+// d += a b, or d = a b: 64 x 16 by 16 x columns. `a` comes from shared memory if a_registers is null.
+struct Product {
+  float* d;
+  uint64_t a, b;
+  const uint32_t* a_registers;
+  int columns;
+  bool accumulate;
+  float (*widen)(uint16_t bits);
+};
+void wgmma(Site site, const Product& product);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait(Site site, int pending);
+
+template <class In>
+float widen_element(uint16_t bits) {
+  In x;
+  std::memcpy(&x, &bits, sizeof(x));
+  if constexpr (std::is_same_v<In, __half>) {
+    return __half2float(x);
+  } else {
+    return __bfloat162float(x);
+  }
+}
+
+}  // namespace cuda_host
+
+namespace flash_attn_ext::cuda::ptx {
+
+using Barrier = uint64_t;
+using cuda_host::barrier_init_fence;
+using cuda_host::shared_address;
+using cuda_host::wgmma_commit;
+using cuda_host::wgmma_fence;
+
+inline void barrier_init(Barrier& barrier, uint32_t arrivals) { cuda_host::barrier_init(&barrier, arrivals); }
+inline void barrier_arrive(Barrier& barrier) { cuda_host::barrier_arrive(&barrier, 0); }
+inline void barrier_arrive_expecting(Barrier& barrier, uint32_t bytes) {
+  cuda_host::barrier_arrive(&barrier, bytes);
+}
+inline void barrier_wait(Barrier& barrier, uint32_t parity, CUDA_HOST_SITE) {
+  cuda_host::barrier_wait({"barrier_wait", file, line}, &barrier, parity);
+}
+inline void load_box(void* shared, const void* map, const int32_t (&corner)[4], Barrier& barrier,
+                     CUDA_HOST_SITE) {
+  cuda_host::load_box({"load_box", file, line}, shared, static_cast<const CUtensorMap*>(map), corner,
+                      &barrier);
+}
+
+// How many registers a thread has does not show here.
+template <int kRegisters>
+void release_registers() {}
+template <int kRegisters>
+void claim_registers() {}
+
+template <class In>
+uint32_t pack(float first, float second) {
+  In pair[2];
+  if constexpr (std::is_same_v<In, __half>) {
+    pair[0] = __float2half_rn(first), pair[1] = __float2half_rn(second);
+  } else {
+    pair[0] = __float2bfloat16_rn(first), pair[1] = __float2bfloat16_rn(second);
+  }
+  uint32_t bits;
+  std::memcpy(&bits, pair, sizeof(bits));
+  return bits;
+}
+
+inline float exp2_fast(float x) { return std::exp2(x); }
+inline void compute_before_wait(float, uint32_t) {}
+
+template <class In, int kCount>
+void wgmma_shared(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate, CUDA_HOST_SITE) {
+  cuda_host::wgmma({"wgmma", file, line},
+                   {d, a, b, nullptr, 2 * kCount, accumulate, cuda_host::widen_element<In>});
+}
+template <class In, int kCount>
+void wgmma_registers(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, CUDA_HOST_SITE) {
+  cuda_host::wgmma({"wgmma", file, line}, {d, 0, b, a, 2 * kCount, true, cuda_host::widen_element<In>});
+}
+template <int kPending, int kCount>
+void wgmma_wait(float (&)[kCount], CUDA_HOST_SITE) {
+  cuda_host::wgmma_wait({"wgmma_wait", file, line}, kPending);
+}
+
+}  // namespace flash_attn_ext::cuda::ptx

@@ -1,0 +1,189 @@
+"""The Hopper tier on the host (tests/cuda_host): wgmma, TMA and mbarriers emulated as late as they may act.
+
+No GPU has run these kernels yet. Values are compared with the dense oracle; a fault in the synchronisation is an error.
+"""
+
+import ctypes
+import re
+
+import pytest
+import reference
+import test_contract
+import torch
+from cuda_host import library
+from helpers import check_against_reference, make_qkv
+from tolerances import assert_as_exact_as_torch
+
+from flash_attn_ext import flash_attn
+
+# Query rows and keys of a tile, by head dimension.
+TILES = {64: (192, 128), 128: (128, 128), 256: (128, 80)}
+
+
+@pytest.fixture(scope="session")
+def built():
+    return library.build()
+
+
+@pytest.fixture(autouse=True)
+def kernels(built):
+    loaded = library.Library(built)
+    loaded.c.set_compute_capability(9, 0)
+    with library.as_cpu_kernels(loaded):
+        yield loaded
+    loaded.c.set_compute_capability(8, 0)
+
+
+def check_forward(kernels, q, k, v, **options):
+    """out and lse by the tier under test, against the oracle in fp64 and in the same dtype."""
+    with torch.no_grad():
+        ours = flash_attn(q, k, v, enable_gqa=True, return_lse=True, **options)
+        assert b"sm90::forward_kernel" in kernels.c.last_kernel()
+        exact = reference.attention(q.double(), k.double(), v.double(), **options)
+        theirs = reference.attention(q, k, v, **options)
+    for name, a, b, c in zip(("out", "lse"), ours, theirs, exact, strict=True):
+        assert_as_exact_as_torch(name, a, b, c, 2)
+    return ours
+
+
+def make(*shape, dtype=torch.bfloat16, **options):
+    return [t.detach() for t in make_qkv(*shape, dtype=dtype, **options)]
+
+
+@pytest.mark.parametrize("head_dim", TILES)
+@pytest.mark.parametrize("edge", [-1, 0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tile_edges(kernels, head_dim, edge, dtype):
+    rows, keys = TILES[head_dim]
+    for seqlen_q, seqlen_k in [(rows + edge, keys + edge), (17, 2 * keys + edge), (2 * rows + edge, 1), (64 + edge, 5)]:
+        check_forward(kernels, *make(1, 1, seqlen_q, seqlen_k, head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("head_dim", TILES)
+@pytest.mark.parametrize("causal", ["upper_left", "lower_right"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(130, 130), (200, 97), (97, 400), (193, 257)])
+def test_causal(kernels, head_dim, causal, seqlen_q, seqlen_k):
+    check_forward(kernels, *make(1, 1, seqlen_q, seqlen_k, head_dim), causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", TILES)
+@pytest.mark.parametrize("window", [(0, 0), (3, 100), (130, -1), (-1, 70), (1000, 1000)])
+def test_windows(kernels, head_dim, window):
+    check_forward(kernels, *make(1, 1, 260, 300, head_dim), window=window)
+    check_forward(kernels, *make(1, 1, 260, 300, head_dim), window=window, causal="lower_right")
+
+
+@pytest.mark.parametrize(("heads", "heads_kv"), [(4, 2), (6, 1), (3, 3)])
+def test_heads_and_batches(kernels, heads, heads_kv):
+    q, k, v = make(3, heads, 140, 150, 64, heads_kv=heads_kv)
+    check_forward(kernels, q, k, v, causal="lower_right", scale=0.3)
+
+
+def test_rows_that_see_nothing(kernels):
+    q, k, v = make(1, 1, 300, 100, 128)
+    out, lse = check_forward(kernels, q, k, v, causal="lower_right")  # the first 200 rows
+    assert (out[:, :, :200] == 0).all()
+    assert (lse[:, :, :200] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("layout", ["B S H D", "S B H D"])
+def test_strided_inputs(kernels, layout):
+    inputs = make(2, 3, 70, 200, 64)
+    strided = [dict(test_contract.strided_versions(t))[layout] for t in inputs]
+    expected, _ = check_forward(kernels, *inputs, causal="upper_left")
+    assert torch.equal(check_forward(kernels, *strided, causal="upper_left")[0], expected)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize(("first", "taken"), [(8, True), (1, False)])
+def test_slices_of_wider_rows(kernels, which, first, taken):
+    """TMA takes what starts at a multiple of 16 bytes; the rest goes to another tier."""
+    inputs = make(2, 3, 70, 200, 64)
+    expected, _ = check_forward(kernels, *inputs)
+    wide = torch.randn(*inputs[which].shape[:3], 80).to(torch.bfloat16)
+    wide[..., first : first + 64] = inputs[which]
+    inputs[which] = wide[..., first : first + 64]
+    out = flash_attn(*inputs)
+    assert (b"sm90::forward_kernel" in kernels.c.last_kernel()) == taken
+    torch.testing.assert_close(out, expected, rtol=0, atol=0.0 if taken else 0.02)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["key", "value"])
+@pytest.mark.parametrize("head_dim", TILES)
+def test_what_is_masked_cannot_poison(kernels, head_dim, where, poison):
+    """0 x NaN is NaN: rows that do not see the poisoned key are computed once more, without it."""
+    q, k, v = make(1, 2, 150, 150, head_dim)
+    (k if where == "key" else v)[:, 0, 100, 5] = poison
+    with torch.no_grad():
+        out = flash_attn(q, k, v, causal="upper_left")
+        assert b"sm90::forward_kernel" in kernels.c.last_kernel()
+    clean = reference.attention(q[:, :, :100], k[:, :, :100], v[:, :, :100], causal="upper_left")
+    torch.testing.assert_close(out[:, :, :100], clean[0], rtol=0, atol=0.02)
+    if where == "value" or poison is torch.nan:  # a score of -inf is a weight of 0
+        assert not torch.isfinite(out[:, 0, 100:]).all(-1).any()  # these see it
+    assert torch.isfinite(out[:, 1]).all()
+
+
+def test_what_lies_behind_the_end_cannot_poison(kernels):
+    """TMA brings zeros from outside of a tensor, not what lies behind it in memory."""
+    q, k, v = (t[:, :, :100] for t in make(1, 1, 128, 128, 128))
+    expected = flash_attn(q, k, v)
+    for t in (k, v):
+        t._base[:, :, 100:] = torch.nan
+    assert torch.equal(flash_attn(q, k, v), expected)
+
+
+def test_gradients_through_it(kernels):
+    """The backward, of another tier, takes this tier's out and lse."""
+    q, k, v = make_qkv(1, 2, 20, 30, 64, heads_kv=1, dtype=torch.bfloat16)
+    check_against_reference(q, k, v, causal="lower_right")
+
+
+def test_results_do_not_depend_on_the_order_of_threads_and_copies(kernels):
+    q, k, v = make(1, 2, 200, 400, 64)
+    results = []
+    for seed in range(4):
+        kernels.seed_order(seed)
+        results.append(check_forward(kernels, q, k, v, causal="lower_right")[0])
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+REFUSED = {
+    "dtype": (dict(dtype=torch.float32), {}, "only float16 and bfloat16"),
+    "head dimension": (dict(head_dim=96), {}, "only head dimensions"),
+    "unlike head dimensions": (dict(head_dim_v=128), {}, "only head dimensions"),
+    "softcap": ({}, dict(softcap=3.0), "no mask, ALiBi, dropout or softcap"),
+    "mask": ({}, dict(attn_mask=torch.ones(20, 30, dtype=torch.bool)), "no mask, ALiBi, dropout or softcap"),
+    "slopes": ({}, dict(alibi_slopes=torch.ones(1)), "no mask, ALiBi, dropout or softcap"),
+    "dropout": ({}, dict(dropout_p=0.5), "no mask, ALiBi, dropout or softcap"),
+    "negative scale": ({}, dict(scale=-1.0), "only a positive scale"),
+    "few queries": (dict(seqlen_q=16), {}, "few queries"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_rest_goes_elsewhere_and_says_why(kernels, case, monkeypatch):
+    shape, options, reason = REFUSED[case]
+    shape = dict(batch=1, heads=1, seqlen_q=20, seqlen_k=30, head_dim=64, dtype=torch.bfloat16) | shape
+    said = []
+    pack = kernels.pack
+
+    def packed(*args):
+        params = pack(*args)
+        said.append(kernels.c.why_not_sm90_forward(ctypes.byref(params)).decode())
+        return params
+
+    monkeypatch.setattr(kernels, "pack", packed)
+    with torch.no_grad():
+        flash_attn(*make_qkv(**shape), **options)
+    assert re.search(reason, said[0])
+    assert b"sm90" not in kernels.c.last_kernel()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_do_not_get_it(kernels, capability):
+    kernels.c.set_compute_capability(*capability)
+    with torch.no_grad():
+        flash_attn(*make(1, 1, 20, 30, 64))
+    assert b"sm90" not in kernels.c.last_kernel()

@@ -1,0 +1,36 @@
+"""Without any one barrier, wait, fence or arrival of the sm90 kernels, their host run fails."""
+
+import pytest
+from cuda_host import library, mutations_sm90
+
+ALL = mutations_sm90.mutations()
+LISTED = library.HERE / "mutations_sm90.md"
+
+
+@pytest.fixture(scope="module")
+def built():
+    return library.build()
+
+
+@pytest.fixture(scope="module")
+def expected(built):
+    return mutations_sm90.results(built, 1)
+
+
+def test_without_a_mutation_nothing_is_found(built, expected):
+    assert mutations_sm90.what_is_found(None, built, expected) is None
+
+
+@pytest.mark.parametrize("mutation", ALL, ids=str)
+def test_a_removed_statement_is_found(mutation, built, expected):
+    assert mutations_sm90.what_is_found(mutation, built, expected) is not None
+
+
+def test_the_list_is_of_these_sources():
+    """mutations_sm90.md is rewritten by `python tests/cuda_host/mutations_sm90.py`."""
+    listed = LISTED.read_text()
+    assert ALL
+    for mutation in ALL:
+        assert f"| `{mutation.statement}` | {mutation.comment} |" in listed
+    assert listed.count("\n| ") == len(ALL) + 1
+    assert "| None |" not in listed

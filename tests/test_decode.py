@@ -1,0 +1,126 @@
+"""The forward for few queries (Flash-Decoding): tile edges, grouped heads, splits of the keys, the unified maximum."""
+
+import pytest
+import torch
+from helpers import check_against_reference, make_qkv
+
+from flash_attn_ext import flash_attn
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+KEY_EDGES = [1, 2, 3, 7, 15, 16, 17, 63, 64, 65, 127, 129, 256, 257, 1030]
+
+
+@dtypes
+@pytest.mark.parametrize("seqlen_q", [1, 2, 3, 4, 7, 8])
+def test_few_queries_at_the_edges_of_the_key_tiles(isa, dtype, seqlen_q):
+    for seqlen_k in KEY_EDGES:
+        check_against_reference(*make_qkv(1, 2, seqlen_q, seqlen_k, 20, 12, dtype=dtype), causal="lower_right")
+
+
+@dtypes
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 13])
+def test_heads_that_share_keys(isa, dtype, group):
+    for seqlen_q in (1, 3):
+        inputs = make_qkv(2, 2 * group, seqlen_q, 200, 33, 40, heads_kv=2, dtype=dtype)
+        check_against_reference(*inputs, causal="lower_right")
+
+
+@pytest.mark.parametrize("head_dim", [1, 8, 16, 31, 64, 127, 128, 129, 256, 300, 512])
+def test_head_dims_of_one_query(isa, head_dim):
+    for dtype in (torch.float32, torch.bfloat16):
+        check_against_reference(*make_qkv(1, 4, 1, 100, head_dim, heads_kv=1, dtype=dtype))
+
+
+@dtypes
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 5, 1000])
+@pytest.mark.parametrize("unified_max", [None, 0.0, 3.0])
+def test_splits_and_unified_max_with_every_option(isa, dtype, num_splits, unified_max):
+    """Also with many queries: the options ask for this kernel whatever S_q is."""
+    for seqlen_q in (1, 4, 70):
+        inputs = make_qkv(2, 4, seqlen_q, 331, 24, 40, heads_kv=2, dtype=dtype)
+        mask = torch.randn(2, 1, seqlen_q, 331, dtype=dtype).masked_fill(torch.rand(331) > 0.8, -torch.inf)
+        mask[0, :, 0] = -torch.inf  # a row that sees nothing
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=dtype)
+        check_against_reference(
+            *inputs, mask, alibi_slopes=slopes, causal="lower_right", window=(200, 0), softcap=8.0, scale=0.4,
+            dropout_p=0.2, num_splits=num_splits, unified_max=unified_max,
+        )  # fmt: skip
+
+
+@dtypes
+@pytest.mark.parametrize("unified_max", [-1e300, -600.0, -400.0, 400.0, 600.0, 1e300])
+def test_a_unified_max_far_from_the_scores_is_made_good(isa, dtype, unified_max):
+    q, k, v = make_qkv(1, 2, 1, 500, 32, dtype=dtype)
+    out, lse = flash_attn(q, k, v, return_lse=True, num_splits=3)
+    far_out, far_lse = flash_attn(q, k, v, return_lse=True, num_splits=3, unified_max=unified_max)
+    assert torch.equal(out, far_out)  # every split was computed again, as without the option
+    assert torch.equal(lse, far_lse)
+
+
+def test_splits_on_both_sides_of_the_unified_max(isa):
+    """One split in range, one far above, one far below: they must still merge."""
+    q, k, v = (t.detach() for t in make_qkv(1, 1, 1, 192, 8))
+    q.fill_(1.0)
+    k[0, 0, :64], k[0, 0, 64:128], k[0, 0, 128:] = 0.0, 60.0, -60.0
+    k += torch.randn_like(k) * 0.1
+    check_against_reference(*(t.requires_grad_() for t in (q, k, v)), num_splits=3, unified_max=0.0)
+
+
+@pytest.mark.parametrize("unified_max", [None, 0.0])
+@pytest.mark.parametrize("num_splits", [0, 1, 4])
+def test_nan_reaches_those_who_attend_to_it_and_nobody_else(isa, num_splits, unified_max):
+    q, k, v = (t.detach() for t in make_qkv(2, 4, 2, 300, 24, heads_kv=2))
+    options = {"enable_gqa": True, "num_splits": num_splits, "unified_max": unified_max}
+    mask = torch.ones(2, 1, 1, 300, dtype=torch.bool)
+    mask[1, ..., 200:] = False
+    clean = flash_attn(q, k, v, mask, **options)
+    k[1, :, 250], v[1, :, 251], v[1, :, 252] = torch.nan, torch.nan, torch.inf  # masked
+    assert torch.equal(flash_attn(q, k, v, mask, **options), clean)
+    v[1, 0, 10, 3] = torch.nan  # attended to, by the query heads 0 and 1 of batch 1, in one column
+    dirty = flash_attn(q, k, v, mask, **options)
+    assert dirty[1, :2, :, 3].isnan().all()
+    dirty[1, :2, :, 3] = clean[1, :2, :, 3]
+    torch.testing.assert_close(dirty, clean)
+    k[0, 1, 10] = torch.nan
+    assert flash_attn(q, k, v, mask, **options)[0, 2:].isnan().all()
+
+
+def test_a_batch_of_fully_masked_rows(isa):
+    q, k, v = make_qkv(2, 2, 1, 100, 16)
+    mask = torch.tensor([True, False])[:, None, None, None]
+    for options in ({}, {"num_splits": 2}, {"unified_max": 1.0}):
+        out, lse = flash_attn(q, k, v, mask, return_lse=True, **options)
+        assert (out[1] == 0).all()
+        assert (lse[1] == -torch.inf).all()
+
+
+@dtypes
+def test_bitwise_the_same_for_any_number_of_threads(dtype, threads):
+    q, k, v = make_qkv(1, 8, 1, 3000, 64, heads_kv=2, dtype=dtype)
+    results = []
+    for count in (1, 2, 3, 4):
+        threads(count)
+        results.append(flash_attn(q, k, v, enable_gqa=True, return_lse=True))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(lse, results[0][1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_splits": -1}, r"num_splits: got -1; allowed: 0 \(chosen by the shape\) or more"),
+        ({"unified_max": float("inf")}, "unified_max: got inf; allowed: a finite number"),
+        ({"unified_max": float("nan")}, "unified_max: got nan; allowed: a finite number"),
+    ],
+)
+def test_bad_options(options, message):
+    q, k, v = make_qkv(1, 1, 1, 5, 8)
+    with pytest.raises(ValueError, match=message):
+        flash_attn(q, k, v, **options)
+
+
+def test_absurd_numbers_of_splits_are_fine():
+    q, k, v = make_qkv(1, 1, 1, 100, 8)
+    torch.testing.assert_close(flash_attn(q, k, v, num_splits=2**62), flash_attn(q, k, v))
