@@ -25,6 +25,12 @@ bench: $(VENV)/.built
 	$(BIN)/python benchmarks/compare_torch.py $(BENCH) $(call bench_files,compare_torch)
 	$(BIN)/python benchmarks/decoding.py $(BENCH) $(call bench_files,decoding)
 
+# All that a machine with an NVIDIA GPU can tell, in build/gpu/, with the Python that has torch there: no environment, no
+# network. OUT=folder also gets the summary and one archive of everything. GPU="--only tests --quick" chooses.
+.PHONY: gpu
+gpu:
+	$(PYTHON) benchmarks/gpu/run.py $(if $(OUT),--pack $(OUT)) $(GPU)
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff check $(PY_SOURCES)
 	$(BIN)/ruff format --check $(PY_SOURCES)

@@ -1,0 +1,106 @@
+"""Decoding, one query a sequence: how fast K and V are read, as a fraction of what a copy on this GPU moves.
+
+bfloat16, D 128. Bytes are those of K and V, each once; the copy's are those read and those written.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import needs  # first: it adds the path to the modules below
+import output
+import torch
+from figures import plot_decoding
+from timing import copy_bandwidth, time_in_turn
+
+HEAD_DIM, ELEMENT_BYTES = 128, 2
+BATCHES, LENGTHS = [1, 4, 16, 64], [8192, 32768, 131072]
+HEADS = [(32, 32), (32, 8), (32, 1)]  # H, H_kv
+MOST_GIB = 24.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    B: int
+    H: int
+    H_kv: int
+    S_k: int
+
+    def bytes(self) -> int:
+        return 2 * self.B * self.H_kv * self.S_k * HEAD_DIM * ELEMENT_BYTES
+
+
+def measure(problem: Problem, args: argparse.Namespace, copy: float) -> dict:
+    from flash_attn_ext import flash_attn
+
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    q = torch.randn(problem.B, problem.H, 1, HEAD_DIM, **options)
+    k, v = (torch.randn(problem.B, problem.H_kv, problem.S_k, HEAD_DIM, **options) for _ in range(2))
+    with torch.no_grad():
+        (taken,) = time_in_turn(
+            [lambda: flash_attn(q, k, v, enable_gqa=True)], seconds=args.seconds, rounds=(5, 100), flush_l2=True
+        )
+    return {**asdict(problem), **rates(statistics.median(taken), problem.bytes(), copy), "seconds": taken}
+
+
+def rates(seconds: float, size: int, copy: float) -> dict:
+    return {"us": seconds * 1e6, "GB/s": size / seconds / 1e9, "of_copy": size / seconds / copy}
+
+
+def text(record: dict) -> Iterator:
+    yield f"{record['machine']}; a copy moves {record['copy_GB/s']:.0f} GB/s\n"
+    lines = [
+        [f"H {row['H']}, H_kv {row['H_kv']}", str(row["B"]), str(row["S_k"]), f"{row['us']:.1f}", f"{row['GB/s']:.0f}",
+         f"{row['of_copy']:.0%}"]
+        for row in record["rows"]
+    ]  # fmt: skip
+    yield output.table(["", "B", "S_k", "us", "GB/s", "of a copy"], lines)
+    if record["left_out"]:
+        yield f"Left out, K and V above {MOST_GIB:g} GiB: {', '.join(record['left_out'])}"
+
+
+def problems(args: argparse.Namespace) -> Iterator[Problem]:
+    for heads, heads_kv in HEADS:
+        for batch in args.batches:
+            for length in args.lengths:
+                yield Problem(batch, heads, heads_kv, length)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", help=f"default {BATCHES}, with --quick 1 16")
+    parser.add_argument("--lengths", type=int, nargs="+", help=f"default {LENGTHS}, with --quick 8192")
+    parser.add_argument("--seconds", type=float, help="per problem; default 0.3, with --quick 0.1")
+    parser.add_argument("--quick", action="store_true", help="fewer problems, fewer rounds")
+    output.add_arguments(parser)
+    args = parser.parse_args(argv)
+    args.batches = args.batches or ([1, 16] if args.quick else BATCHES)
+    args.lengths = args.lengths or ([8192] if args.quick else LENGTHS)
+    args.seconds = args.seconds or (0.1 if args.quick else 0.3)
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    needs.a_gpu_and_our_build()
+    copy = copy_bandwidth()
+    wanted = list(problems(args))
+    record = {
+        "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
+        "settings": output.settings(args),
+        "copy_GB/s": copy / 1e9,
+        "left_out": [str(problem) for problem in wanted if problem.bytes() > MOST_GIB * 2**30],
+        "rows": [],
+    }
+    for problem in wanted:
+        if problem.bytes() <= MOST_GIB * 2**30:
+            record["rows"].append(measure(problem, args, copy))
+            output.write_json(record, args.json)
+    output.write_text(text(record), args.text)
+    plot_decoding(record, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Peak memory of one training step against S, of torch's allocator, each method in a process of its own.
+
+B 1, H 8, D 64, bfloat16. Inputs are there before; results, and what the step needs between, count.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import needs  # first: it adds the path to the modules below
+import output
+import peak_memory
+import torch
+from attention_methods import Case
+
+LENGTHS = [2048, 16384, 65536]
+METHODS = ["ours", "torch flash", "torch efficient", "torch cudnn", "standard"]
+LONGEST_STANDARD = 16384  # it stores the scores
+
+
+def measure(method: str, length: int) -> dict:
+    row = {"method": method, "S": length}
+    if method == "standard" and length > LONGEST_STANDARD:
+        return row | {"bytes": None, "why": "would store the scores"}
+    try:
+        size = peak_memory.measure(Case(method, 1, 8, length, 64, "bfloat16", device="cuda"))
+    except RuntimeError as error:
+        return row | {"bytes": None, "why": str(error).strip().splitlines()[-1]}
+    return row | {"bytes": size, "why": "" if size is not None else "out of memory"}
+
+
+def text(record: dict) -> Iterator:
+    yield f"{record['machine']}; peak MiB of forward + backward, B 1, H 8, D 64, bfloat16\n"
+    found = {(row["method"], row["S"]): row["bytes"] for row in record["rows"]}
+    lengths = sorted({row["S"] for row in record["rows"]})
+    lines = [[method, *(mebibytes(found.get((method, length))) for length in lengths)] for method in METHODS]
+    yield output.table(["S", *map(str, lengths)], lines)
+    yield from sorted({f"{row['method']}: {row['why']}" for row in record["rows"] if row["why"]})
+
+
+def mebibytes(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**20:.1f}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two lengths only")
+    output.add_arguments(parser)
+    args = parser.parse_args(argv)
+    needs.a_gpu_and_our_build()
+    record = {"machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}", "rows": []}
+    for length in LENGTHS[:2] if args.quick else LENGTHS:
+        for method in METHODS:
+            record["rows"].append(measure(method, length))
+            output.write_json(record, args.json)
+    output.write_text(text(record), args.text)
+
+
+if __name__ == "__main__":
+    main()

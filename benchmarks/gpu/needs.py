@@ -1,0 +1,29 @@
+"""What a stage cannot do without, asked at its start: a clear last line in its log instead of a traceback."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # flash_attn_ext, built in place
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the other benchmarks
+
+SKIPPED = 77
+
+
+def a_gpu_and_our_build() -> None:
+    """Ends the process with status 1 where torch sees no GPU, or flash_attn_ext has no CUDA half."""
+    if not torch.cuda.is_available():
+        sys.exit(f"needs an NVIDIA GPU: torch {torch.__version__} sees none")
+    try:
+        import flash_attn_ext
+    except ImportError as error:
+        sys.exit(f"needs flash_attn_ext built in place (stage build): {error}")
+    if not flash_attn_ext.build_info()["cuda"]:
+        sys.exit("needs flash_attn_ext with its CUDA half: FLASH_ATTN_EXT_CUDA=1 python setup.py build_ext --inplace")
+
+
+def skip(reason: str) -> None:
+    """Ends the process: this stage lacks a tool."""
+    print(f"skipped: {reason}")
+    sys.exit(SKIPPED)

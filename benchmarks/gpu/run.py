@@ -1,0 +1,183 @@
+"""Everything that a machine with an NVIDIA GPU can tell, in one command: `make gpu`, or this file.
+
+Runs the stages of stages.py one after the other, each in a process of its own with a time-out, and goes on past one
+that fails. Writes into --out: <stage>.log, what the stages measured, and after every stage summary.json and
+summary.md. The exit status is 0 if no stage failed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from stages import ROOT, Stage, stages
+
+SKIPPED = 77  # the exit status of a stage that lacks a tool; its last line says which
+GRACE = 5.0  # seconds between asking a stage to end and killing it
+FAILURES = ("failed", "timed out", "not started")
+
+
+@dataclass(frozen=True)
+class Result:
+    stage: str
+    status: str  # ok, skipped, or one of FAILURES
+    seconds: float
+    timeout: float
+    says: str  # the last line of its output
+
+
+def run(stage: Stage, log: Path, timeout: float) -> Result:
+    """Its output goes to the log as it comes, so that the log holds it whatever happens to us."""
+    start = time.monotonic()
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | stage.environment
+    with log.open("w") as output:
+        try:
+            process = subprocess.Popen(
+                stage.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            return Result(stage.name, "not started", 0.0, timeout, str(error))
+        try:
+            code = process.wait(timeout)
+            status = {0: "ok", SKIPPED: "skipped"}.get(code, "failed")
+        except subprocess.TimeoutExpired:
+            status = "timed out"
+        finally:
+            end(process)
+    return Result(stage.name, status, time.monotonic() - start, timeout, last_line(log))
+
+
+def end(process: subprocess.Popen) -> None:
+    """The process and all that it started. Asked first: a compiler then removes its files."""
+    for sign, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def run_all(chosen: list[Stage], out: Path, machine: dict, limit: float, pack: Path | None) -> list[Result]:
+    """Stages for which no time is left are not started, and count as failed."""
+    start, results = time.monotonic(), []
+    for stage in chosen:
+        for old in out.glob(f"{stage.name}.*"):  # of an earlier run
+            old.unlink()
+        left = limit - (time.monotonic() - start)
+        if left > 1:
+            print(f"{stage.name}: up to {min(stage.timeout, left):.0f} s ...", flush=True)
+            results.append(run(stage, out / f"{stage.name}.log", min(stage.timeout, left)))
+        else:
+            results.append(Result(stage.name, "not started", 0.0, stage.timeout, f"the {limit:.0f} s were used up"))
+        print(f"{stage.name}: {results[-1].status}, {results[-1].seconds:.1f} s: {results[-1].says}", flush=True)
+        write_summary(results, out, machine)
+        if pack:
+            write_pack(out, pack)
+    return results
+
+
+def write_summary(results: list[Result], out: Path, machine: dict) -> None:
+    record = {"machine": machine, "stages": [asdict(result) for result in results]}
+    (out / "summary.json").write_text(json.dumps(record, indent=1) + "\n")
+    tables = [
+        (path.stem, path.read_text()) for path in (out / f"{result.stage}.txt" for result in results) if path.exists()
+    ]
+    (out / "summary.md").write_text(markdown(results, machine) + "".join(f"\n## {n}\n\n{t}" for n, t in tables))
+
+
+def markdown(results: list[Result], machine: dict) -> str:
+    lines = ["# make gpu", "", *(f"- {key}: {value}" for key, value in machine.items()), ""]
+    lines += ["| stage | status | seconds | time-out | last line of its log |", "|---|---|---:|---:|---|"]
+    for result in results:
+        says = result.says[:160].replace("|", "\\|")
+        lines.append(f"| {result.stage} | {result.status} | {result.seconds:.1f} | {result.timeout:.0f} | {says} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_pack(out: Path, pack: Path) -> None:
+    """Few files, for a machine that gives back only few: the summary, and all of `out` in one archive."""
+    pack.mkdir(parents=True, exist_ok=True)
+    shutil.copy(out / "summary.md", pack)
+    with tarfile.open(pack / "results.tar.gz", "w:gz") as archive:
+        archive.add(out, arcname="results")
+
+
+def describe(commit: str | None) -> dict:
+    """The machine, by a process of its own: importing torch or asking the driver may fail or hang."""
+    facts = {"time": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "commit": commit or current_commit(), "python": sys.version}
+    command = [sys.executable, str(Path(__file__).with_name("machine.py"))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return facts | {"machine": "unknown: machine.py hung"}
+    return facts | (json.loads(done.stdout) if done.returncode == 0 else {"machine": done.stderr.strip()[-300:]})
+
+
+def current_commit() -> str:
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: no git here; say --commit"
+    return head + (" with changes" if changed else "")
+
+
+def choose(all_stages: list[Stage], names: Iterable[str] | None) -> list[Stage]:
+    known = [stage.name for stage in all_stages]
+    unknown = sorted(set(names or ()) - set(known))
+    if unknown:
+        sys.exit(f"--only: got {', '.join(unknown)}; allowed: {', '.join(known)}")
+    return [stage for stage in all_stages if not names or stage.name in names]
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="default: build/gpu")
+    parser.add_argument("--only", nargs="+", metavar="STAGE", help="these stages, in the usual order")
+    parser.add_argument("--list", action="store_true", help="print the stages, their time-outs and commands")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller problems: for a look, not to publish")
+    parser.add_argument("--limit", type=float, default=570, help="seconds for all together; default 570")
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="also write the summary and one archive there")
+    args = parser.parse_args(argv)
+    args.out = args.out.resolve()  # the stages run elsewhere
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    chosen = choose(stages(args.out, args.quick), args.only)
+    if args.list:
+        for stage in chosen:
+            settings = "".join(f"{key}={value} " for key, value in stage.environment.items())
+            print(f"{stage.name:10} {stage.timeout:4.0f} s  {settings}{' '.join(stage.command)}")
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = run_all(chosen, args.out, describe(args.commit), args.limit, args.pack)
+    print((args.out / "summary.md").read_text())
+    failed = [result.stage for result in results if result.status in FAILURES]
+    print(f"failed: {', '.join(failed)}" if failed else "no stage failed")
+    print(f"everything is in {args.out}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""`make gpu` without a GPU: the driver on made-up stages, what each stage says it needs, and the arithmetic."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "gpu"))
+import compare
+import decode
+import figures
+import gpu_tests
+import memory
+import needs
+import run
+import sanitize
+import stages
+import timing
+import traffic
+import units
+from stages import Stage
+
+ROOT = Path(__file__).parent.parent
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the stages would run")
+
+
+def python(program):
+    return (sys.executable, "-c", program)
+
+
+FAKES = [
+    Stage("good", python("print('all is well'); open('{out}/good.txt', 'w').write('a table')"), 20),
+    Stage("bad", python("print('first'); raise ValueError('no such kernel')"), 20),
+    Stage("slow", python("import time; print('begun', flush=True); time.sleep(60)"), 0.7),
+    Stage("lacking", python("print('skipped: no ncu'); raise SystemExit(77)"), 20),
+    Stage("missing", ("/nowhere/program",), 20),
+    Stage("last", python("import os; print(os.environ['GREETING'])"), 20, {"GREETING": "hello"}),
+]
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Stages with the folder of their results filled in."""
+
+    def made_up(out, quick):
+        return [
+            replace(stage, command=tuple(part.replace("{out}", str(out)) for part in stage.command)) for stage in FAKES
+        ]
+
+    monkeypatch.setattr(run, "stages", made_up)
+    monkeypatch.setattr(run, "describe", lambda commit: {"commit": commit, "GPU": "none | at all"})
+
+
+@pytest.mark.usefixtures("fakes")
+def test_it_goes_on_past_stages_that_fail_and_says_so(tmp_path, capsys):
+    out, pack = tmp_path / "out", tmp_path / "pack"
+    out.mkdir()
+    (out / "bad.json").write_text("of an earlier run")
+    assert run.main(["--out", str(out), "--pack", str(pack), "--commit", "abc"]) == 1
+    record = json.loads((out / "summary.json").read_text())
+    assert record["machine"]["commit"] == "abc"
+    assert [(stage["stage"], stage["status"]) for stage in record["stages"]] == [
+        ("good", "ok"), ("bad", "failed"), ("slow", "timed out"), ("lacking", "skipped"), ("missing", "not started"),
+        ("last", "ok"),
+    ]  # fmt: skip
+    says = {stage["stage"]: stage["says"] for stage in record["stages"]}
+    assert says["good"] == "all is well"
+    assert says["bad"] == "ValueError: no such kernel"
+    assert says["slow"] == "begun"
+    assert says["last"] == "hello"
+    assert (out / "bad.log").read_text().startswith("first\n")
+    slow = record["stages"][2]
+    assert 0.7 <= slow["seconds"] < 20
+    table = (out / "summary.md").read_text()
+    assert "| good | ok |" in table
+    assert "| bad | failed |" in table
+    assert table.endswith("\n## good\n\na table")
+    assert not (out / "bad.json").exists()
+    assert "failed: bad, slow, missing" in capsys.readouterr().out
+    assert sorted(path.name for path in pack.iterdir()) == ["results.tar.gz", "summary.md"], "few files come back"
+    with tarfile.open(pack / "results.tar.gz") as archive:
+        assert {"results/summary.json", "results/bad.log", "results/last.log"} <= set(archive.getnames())
+
+
+@pytest.mark.usefixtures("fakes")
+def test_only_some_stages(tmp_path):
+    assert run.main(["--out", str(tmp_path), "--only", "last", "good", "lacking"]) == 0
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert [stage["stage"] for stage in record["stages"]] == ["good", "lacking", "last"]
+    with pytest.raises(SystemExit, match="--only: got nonsense; allowed: good, bad"):
+        run.main(["--out", str(tmp_path), "--only", "nonsense"])
+
+
+def test_a_stage_that_does_not_want_to_end_is_killed_with_its_children(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "GRACE", 0.3)
+    stubborn = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal, time;"
+        " signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    result = run.run(Stage("stubborn", python(stubborn), 1), tmp_path / "log", 1)
+    assert result.status == "timed out"
+    for _ in range(50):
+        if not is_running(int(result.says)):
+            break
+        time.sleep(0.1)
+    assert not is_running(int(result.says))
+
+
+def is_running(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_stages_without_time_left_are_not_started_and_fail(tmp_path):
+    results = run.run_all([FAKES[2], FAKES[5]], tmp_path, {}, limit=1.2, pack=None)
+    assert [result.status for result in results] == ["timed out", "not started"]
+    assert results[1].says == "the 1 s were used up"
+
+
+def test_the_list_shows_every_stage(tmp_path, capsys):
+    assert run.main(["--list", "--out", str(tmp_path / "new")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = ["build", "units", "tests", *stages.SANITIZERS, "compare", "decode", "memory", "traffic"]
+    assert [line.split()[0] for line in lines] == names
+    assert "FLASH_ATTN_EXT_CUDA=1" in lines[0]
+    assert "setup.py build_ext --inplace" in lines[0]
+    assert not (tmp_path / "new").exists()
+    build = stages.stages(tmp_path, quick=False)[0]
+    assert build.timeout <= 240, "issue 5: the build takes under 4 minutes"
+
+
+def test_the_machine_is_described_even_without_a_gpu():
+    facts = run.describe(None)
+    assert facts["torch"] == torch.__version__
+    assert {"commit", "python", "driver", "nvcc", "GPU"} <= facts.keys()
+
+
+@without_a_gpu
+@pytest.mark.parametrize("script", [compare, decode, memory, traffic])
+def test_a_benchmark_says_that_it_needs_a_gpu(script):
+    with pytest.raises(SystemExit, match=r"needs an NVIDIA GPU: torch .* sees none"):
+        script.main([])
+
+
+@without_a_gpu
+def test_the_other_stages_say_that_they_need_a_gpu(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_tests.py"])
+    for main in (gpu_tests.main, lambda: sanitize.main("memcheck")):
+        with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+            main()
+
+
+@without_a_gpu
+def test_a_real_stage_fails_with_the_reason_as_its_last_line(tmp_path):
+    stage = next(stage for stage in stages.stages(tmp_path, quick=True) if stage.name == "decode")
+    result = run.run(stage, tmp_path / "log", 60)
+    assert (result.status, result.says) == ("failed", f"needs an NVIDIA GPU: torch {torch.__version__} sees none")
+
+
+def test_a_build_without_the_cuda_half_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("flash_attn_ext.build_info", lambda: {"cuda": False})
+    with pytest.raises(SystemExit, match="needs flash_attn_ext with its CUDA half: FLASH_ATTN_EXT_CUDA=1"):
+        needs.a_gpu_and_our_build()
+
+
+@pytest.mark.parametrize(("module", "tool"), [(sanitize, "compute-sanitizer"), (traffic, "ncu")])
+def test_a_missing_tool_skips_the_stage(module, tool, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(needs, "a_gpu_and_our_build", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(SystemExit) as end:
+        module.main("racecheck" if module is sanitize else [])
+    assert end.value.code == run.SKIPPED == needs.SKIPPED
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"skipped: {tool} ")
+
+
+def test_a_sanitizer_that_finds_something_fails_the_stage(monkeypatch, tmp_path):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nexit {sanitize.FOUND}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(needs, "a_gpu_and_our_build", lambda: None)
+    assert sanitize.main("racecheck") == sanitize.FOUND
+    arguments = (tmp_path / "arguments").read_text()
+    assert "--tool=racecheck --error-exitcode=9" in arguments
+    assert arguments.endswith("sanitize.py calls\n")
+
+
+def test_each_case_of_the_tests_has_a_time_out(tmp_path):
+    with_both = gpu_tests.command(tmp_path / "t.xml", False, {"pytest_timeout", "xdist"})
+    assert {"--timeout=60", "--timeout-method=thread", "--numprocesses=4"} <= set(with_both)
+    with_neither = gpu_tests.command(None, True, set())
+    assert "faulthandler_timeout=60" in with_neither
+    assert not any("numprocesses" in argument for argument in with_neither)
+
+
+@without_a_gpu
+def test_the_gpu_tests_are_skipped_visibly():
+    program = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_gpu.py",
+    ]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert "needs an NVIDIA GPU and a build with the CUDA half" in done.stdout
+
+
+def test_flops_of_attention():
+    full = compare.Problem(B=2, H=3, S=100, D=16, causal=False)
+    causal = compare.Problem(B=2, H=3, S=100, D=16, causal=True)
+    assert full.flops(backward=False) == 2 * (2 * 3 * 100 * 100 * 16) * 2  # two products of 2 FLOPs a multiply-add
+    assert full.flops(backward=True) == 2.5 * full.flops(backward=False)  # five products
+    assert causal.flops(backward=False) == full.flops(backward=False) / 2
+    assert timing.matmul_flops(8192) == 2 * 8192**3
+
+
+def test_the_sweep_is_that_of_issue_5():
+    sweep = list(compare.problems(compare.LENGTHS, compare.HEAD_DIMS))
+    assert len(sweep) == 6 * 3 * 2
+    assert {problem.B * problem.S for problem in sweep} == {16384}
+    assert {problem.H * problem.D for problem in sweep} == {2048}
+
+
+def test_a_comparison_is_with_the_best_peer():
+    row = compare.rates({"ours": 2e-3, "torch flash": 3e-3, "torch cudnn": 1e-3}, flops=1e12, peak=8e14)
+    assert row["TFLOP/s"] == {"ours": 500, "torch flash": pytest.approx(1000 / 3), "torch cudnn": 1000}
+    assert (row["best_peer"], row["ratio"]) == ("torch cudnn", 0.5)
+    assert row["of_matmul_peak"] == pytest.approx(0.625)
+    assert compare.rates({"torch flash": 1.0}, 1.0, 1.0)["ratio"] is None
+    assert compare.rates({"ours": 1.0}, 1.0, 1.0)["best_peer"] is None
+
+
+def test_decoding_counts_k_and_v_once():
+    problem = decode.Problem(B=4, H=32, H_kv=8, S_k=1000)
+    assert problem.bytes() == 2 * (4 * 8 * 1000 * 128) * 2
+    assert decode.rates(1e-3, 10**9, 4e12) == {"us": 1000, "GB/s": 1000, "of_copy": 0.25}
+
+
+def test_the_least_traffic_of_gpt2():
+    assert traffic.least_bytes(64) == 12 * (64 * 16 * 1024 * 64 * 2)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_methods_compute_the_same_and_who_refuses_says_why(backward, one_thread):
+    problem = compare.Problem(B=1, H=2, S=64, D=16, causal=True)
+    functions, refused = compare.calls(problem, backward, device="cpu")
+    assert {"ours", "torch flash"} <= functions.keys()
+    assert {"torch cudnn"} <= refused.keys()
+    assert all(refused.values())
+    ours, theirs = functions["ours"](), functions["torch flash"]()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.03)
+    assert len(ours) == 3 if backward else ours.shape == (1, 2, 64, 16)
+
+
+def comparison():
+    medians = {"ours": 2e-3, "torch flash": 3e-3}
+    row = {"B": 1, "H": 2, "S": 512, "D": 64, "causal": False, "pass": "fwd", **compare.rates(medians, 1e12, 8e14)}
+    refusing = {**row, "S": 1024, **compare.rates({}, 1e12, 8e14)}
+    rows = [row | {"refused": {"torch cudnn": "not today"}}, refusing | {"refused": {"ours": "too long"}}]
+    return {"machine": "a GPU", "matmul_peak_TFLOP/s": 800.0, "left_out": ["the rest"], "rows": rows}
+
+
+def test_the_tables(tmp_path):
+    import output
+
+    output.write_text(compare.text(comparison()), tmp_path / "compare.txt")
+    table = (tmp_path / "compare.txt").read_text()
+    assert "torch flash |  1.50 |            62% |" in table
+    assert "torch cudnn: not today" in table
+    assert "ours: too long" in table
+    assert "Left out, the time was used up: the rest" in table
+    rows = [{"method": "ours", "S": 1024, "bytes": 3 << 20, "why": ""}]
+    rows += [{"method": "standard", "S": 1024, "bytes": None, "why": "out of memory"}]
+    output.write_text(memory.text({"machine": "a GPU", "rows": rows}), tmp_path / "memory.txt")
+    assert "| ours            |  3.0 |" in (tmp_path / "memory.txt").read_text()
+    assert "standard: out of memory" in (tmp_path / "memory.txt").read_text()
+
+
+def test_the_figures(tmp_path):
+    figures.plot_comparison(comparison(), tmp_path / "compare.png")
+    row = {"B": 1, "H": 32, "H_kv": 8, "S_k": 8192, **decode.rates(1e-4, 10**8, 3e12)}
+    figures.plot_decoding({"machine": "a GPU", "rows": [row]}, tmp_path / "decode.png")
+    for name in ("compare.png", "decode.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(units.nvcc() is None, reason="needs nvcc to compile the units")
+def test_the_units_compile_and_name_what_they_need(monkeypatch, tmp_path):
+    monkeypatch.setattr(units, "PROGRAM", tmp_path / "gpu_units")
+    units.compile_units(units.nvcc())
+    listed = subprocess.run([units.PROGRAM, "--list"], capture_output=True, text=True, check=True).stdout
+    for name in ("cp.async", "ldmatrix x4 trans", "mma.sync m16n8k16 bf16", "TMA load", "cp.reduce.async.bulk"):
+        assert name in listed
+    for width in (64, 80, 96, 128, 192, 256):
+        for a in ("K-major", "M-major", "registers"):
+            for b in ("K-major", "N-major"):
+                assert f"wgmma m64n{width}k16 bf16, A {a}, B {b}\n" in listed
+    if not torch.cuda.is_available():
+        done = subprocess.run([units.PROGRAM], capture_output=True, text=True)
+        assert done.returncode == 3
+        assert "needs a GPU of compute capability 9.0" in done.stdout
