@@ -159,8 +159,10 @@ def test_the_variants_of_decoding_are_the_same_attention(dtype):
     problem = decoding.Problem(batch=2, heads_kv=2, seqlen_k=500, dtype=dtype)
     kv = torch.randn(problem.shape(), dtype=getattr(torch, dtype))
     results = {name: call() for name, call in decoding.variants(problem, kv).items()}
+    # Where the kernel rounds P to bfloat16, it is relative to the maximum of the split.
+    tolerance = {"rtol": 0.02, "atol": 1e-3} if dtype == "bfloat16" else {}
     for out in results.values():
-        torch.testing.assert_close(out, results["default"])
+        torch.testing.assert_close(out, results["default"], **tolerance)
     # What is computed again is bitwise what it would have been without the guess; a guess that holds is not.
     assert torch.equal(results["default, unified misses"], results["default"])
     if dtype == "float32":
