@@ -1,7 +1,6 @@
 // CPU key: check, allocate, pack, run the selected instruction set's kernels on torch's threads.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <limits>
@@ -84,30 +83,13 @@ BackwardResult attention_backward_cpu(const OptionalTensor& grad_out, const Opti
     return result;
   }
 
-  const AttentionInputs inputs = make_readable(given);
-  const at::Tensor readable_out = make_readable(out);
-  const at::Tensor dout = grad_out ? make_readable(*grad_out)
-                                   : at::zeros({1, 1, 1, out.size(3)}, out.options()).expand(out.sizes());
-  const at::Tensor dlse = grad_lse ? grad_lse->contiguous() : at::Tensor();
-  const at::Tensor dslopes_per_head =
-      wanted.alibi_slopes ? at::empty({query.size(0), query.size(1)}, lse.options()) : at::Tensor();
-
-  BackwardParams params;
-  static_cast<AttentionParams&>(params) = pack_attention(inputs, readable_out, lse, options);
-  params.dout = pack_tensor4(dout);
-  params.dlse = dlse.defined() ? dlse.const_data_ptr() : nullptr;
-  params.dq = pack_tensor4(dq);
-  params.dk = pack_tensor4(dk);
-  params.dv = pack_tensor4(dv);
-  params.dmask = pack_mask_grad(dmask);
-  params.dalibi_slopes = wanted.alibi_slopes ? dslopes_per_head.mutable_data_ptr() : nullptr;
-
+  const PackedBackward packed = pack_backward(grad_out, grad_lse, given, out, lse, options, result);
+  const BackwardParams& params = packed.params;
   const cpu::Kernels& kernels = cpu::active_kernels();
   const cpu::Parallel parallel = torch_threads(params.sizes, 5.0);
   Workspace workspace(kernels.backward_workspace(params, parallel.threads));
   kernels.backward(params, workspace.data(), parallel);
-  if (wanted.alibi_slopes)
-    dalibi_slopes.copy_(alibi_slopes->dim() == 1 ? dslopes_per_head.sum(0) : dslopes_per_head);
+  store_slopes_gradient(packed, given, result);
   return result;
 }
 

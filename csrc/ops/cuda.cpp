@@ -10,7 +10,6 @@
 
 #if defined(FLASH_ATTN_EXT_WITH_CUDA)
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -54,28 +53,9 @@ BackwardResult attention_backward_cuda(const OptionalTensor& grad_out, const Opt
   check_attention_backward(grad_out, grad_lse, given, out, lse, options, wanted);
   const c10::cuda::CUDAGuard device_guard(query.device());
   BackwardResult result = empty_backward_result(given, wanted);
-  auto& [dq, dk, dv, dmask, dalibi_slopes] = result;
-
-  const AttentionInputs inputs = make_readable(given);
-  const at::Tensor readable_out = make_readable(out);
-  const at::Tensor dout = grad_out ? make_readable(*grad_out)
-                                   : at::zeros({1, 1, 1, out.size(3)}, out.options()).expand(out.sizes());
-  const at::Tensor dlse = grad_lse ? grad_lse->contiguous() : at::Tensor();
-  const at::Tensor dslopes_per_head =
-      wanted.alibi_slopes ? at::empty({query.size(0), query.size(1)}, lse.options()) : at::Tensor();
-
-  BackwardParams params;
-  static_cast<AttentionParams&>(params) = pack_attention(inputs, readable_out, lse, options);
-  params.dout = pack_tensor4(dout);
-  params.dlse = dlse.defined() ? dlse.const_data_ptr() : nullptr;
-  params.dq = pack_tensor4(dq);
-  params.dk = pack_tensor4(dk);
-  params.dv = pack_tensor4(dv);
-  params.dmask = pack_mask_grad(dmask);
-  params.dalibi_slopes = wanted.alibi_slopes ? dslopes_per_head.mutable_data_ptr() : nullptr;
-  run(cuda::select_backward(params), params, query.options());
-  if (wanted.alibi_slopes)
-    dalibi_slopes.copy_(alibi_slopes->dim() == 1 ? dslopes_per_head.sum(0) : dslopes_per_head);
+  const PackedBackward packed = pack_backward(grad_out, grad_lse, given, out, lse, options, result);
+  run(cuda::select_backward(packed.params), packed.params, query.options());
+  store_slopes_gradient(packed, given, result);
   return result;
 }
 

@@ -1,5 +1,8 @@
 #include "pack_params.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
 #include <cmath>
 
 #include "outputs.h"
@@ -91,6 +94,39 @@ AttentionParams pack_attention(const AttentionInputs& in, const at::Tensor& out,
   }
   p.decode = {o.num_splits, o.unified_max.has_value(), o.unified_max.value_or(0.0)};
   return p;
+}
+
+PackedBackward pack_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
+                             const AttentionInputs& in, const at::Tensor& out, const at::Tensor& lse,
+                             const AttentionOptions& options, const BackwardResult& result) {
+  const auto& [dq, dk, dv, dmask, dslopes] = result;
+  PackedBackward packed;
+  packed.inputs = make_readable(in);
+  packed.out = make_readable(out);
+  packed.dout = grad_out ? make_readable(*grad_out)
+                         : at::zeros({1, 1, 1, out.size(3)}, out.options()).expand(out.sizes());
+  if (grad_lse) packed.dlse = grad_lse->contiguous();
+  if (dslopes.defined())
+    packed.dslopes_per_head = at::empty({in.query.size(0), in.query.size(1)}, lse.options());
+
+  BackwardParams& p = packed.params;
+  static_cast<AttentionParams&>(p) = pack_attention(packed.inputs, packed.out, lse, options);
+  p.dout = pack_tensor4(packed.dout);
+  p.dlse = packed.dlse.defined() ? packed.dlse.const_data_ptr() : nullptr;
+  p.dq = pack_tensor4(dq);
+  p.dk = pack_tensor4(dk);
+  p.dv = pack_tensor4(dv);
+  p.dmask = pack_mask_grad(dmask);
+  p.dalibi_slopes = dslopes.defined() ? packed.dslopes_per_head.mutable_data_ptr() : nullptr;
+  return packed;
+}
+
+void store_slopes_gradient(const PackedBackward& packed, const AttentionInputs& in,
+                           const BackwardResult& result) {
+  const at::Tensor& dslopes = std::get<4>(result);
+  if (!dslopes.defined()) return;
+  const at::Tensor& per_head = packed.dslopes_per_head;
+  dslopes.copy_(in.alibi_slopes->dim() == 1 ? per_head.sum(0) : per_head);
 }
 
 }  // namespace flash_attn_ext

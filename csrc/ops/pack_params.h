@@ -19,4 +19,21 @@ Tensor4 pack_tensor4(const at::Tensor& t);  // an undefined tensor gives a null 
 MaskGrad pack_mask_grad(const at::Tensor& dmask);
 uint64_t dropout_threshold(double dropout_p);
 
+// The backward's params and what they point to: tensors in a form that kernels read.
+struct PackedBackward {
+  AttentionInputs inputs;
+  at::Tensor out, dout, dlse;
+  at::Tensor dslopes_per_head;  // (B, H); defined if the slopes' gradient is wanted
+  BackwardParams params;
+};
+
+// `result` is from empty_backward_result(); kernels write to it, all but the slopes' gradient.
+PackedBackward pack_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
+                             const AttentionInputs& in, const at::Tensor& out, const at::Tensor& lse,
+                             const AttentionOptions& options, const BackwardResult& result);
+
+// After the kernels: the slopes' gradient in the slopes' own shape.
+void store_slopes_gradient(const PackedBackward& packed, const AttentionInputs& in,
+                           const BackwardResult& result);
+
 }  // namespace flash_attn_ext
