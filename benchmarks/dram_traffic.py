@@ -27,6 +27,7 @@ def measure(case: Case) -> int:
     if ncu is None:
         raise Unavailable("ncu (Nsight Compute) is not on PATH")
     command = [ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--metrics", ",".join(METRICS)]
+    command += ["--clock-control", "none"]  # bytes do not depend on clocks, and the GPU may be lent
     run = subprocess.run(
         [*command, sys.executable, __file__, json.dumps(asdict(case))], capture_output=True, text=True, timeout=3600
     )

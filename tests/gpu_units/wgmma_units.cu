@@ -1,45 +1,47 @@
 // wgmma, for every width and major-ness: 64 x N = A (64 x 64) B (64 x N), in four steps along k.
 //
-// The host writes A and B as they are to lie in shared memory: panels of 64 columns, 128-byte swizzle.
+// The host writes A and B as they are to lie in shared memory. Places and descriptors are those of the
+// kernels (csrc/cuda/sm90/panels.h).
+#include <csrc/cuda/sm90/panels.h>
+
 #include "unit.h"
 #include "wgmma.h"
 
 namespace gpu_units {
 namespace {
 
+namespace sm90 = flash_attn_ext::cuda::sm90;
+
 constexpr int kThreads = 128, kM = 64, kK = 64, kStep = 16, kSteps = kK / kStep;
-constexpr int kPanel = 64, kRowBytes = 128, kPanelBytes = kPanel * kRowBytes;  // a panel of 64 rows
-constexpr int kAlignment = 1024;
+constexpr int kPanel = sm90::kPanelColumns, kAlignment = sm90::kSwizzleBytes;
 
 enum class Source { kAlongK, kAlongM, kRegisters };  // A in shared memory: which index is contiguous
 
-// A descriptor: start, distance of panels, distance of groups of 8 rows, in units of 16 bytes; 128-byte
-// swizzle.
-__device__ uint64_t descriptor(uint32_t address) {
-  return uint64_t{1} << 62 | uint64_t{8 * kRowBytes / 16} << 32 | uint64_t{kPanelBytes / 16} << 16 |
-         (address & 0x3ffff) / 16;
+// A tile in shared memory with `kRows` rows; and the descriptor of its step-th 16 of k, both as the kernels
+// have them.
+template <int kRows, int kColumns>
+using Tile = sm90::Panels<__half, kRows, (kColumns + kPanel - 1) / kPanel * kPanel>;
+
+template <class T, bool kAlongK>
+__device__ uint64_t step_descriptor(uint32_t tile, int step) {
+  return kAlongK ? sm90::along_columns<T>(tile, step) : sm90::along_rows<T>(tile, step);
 }
 
-// Of the step-th 16 of k: neighbours in a row, or 16 rows.
-__device__ uint64_t step_descriptor(uint32_t tile, int step, bool along_k) {
-  return descriptor(tile + step * (along_k ? kStep * 2 : kStep * kRowBytes));
-}
-
-constexpr int b_bytes(int n, bool along_k) {
-  return along_k ? n * kRowBytes : (n + kPanel - 1) / kPanel * kPanelBytes;
-}
+using ATile = Tile<kM, kK>;  // K-major or M-major: it is square
+template <int kN, bool kAlongK>
+using BTile = std::conditional_t<kAlongK, Tile<kN, kK>, Tile<kK, kN>>;
 
 template <class In, int kN, Source kSource, bool kBAlongK>
 __global__ __launch_bounds__(kThreads) void wgmma_kernel(const uint4* a_image, const uint4* b_image,
                                                          const uint16_t* a_rows, float* out) {
+  using B = BTile<kN, kBAlongK>;
   extern __shared__ uint4 memory[];
   const uint32_t start = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   const uint32_t padding = (kAlignment - start % kAlignment) % kAlignment;
   uint4* tiles = memory + padding / 16;
-  const uint32_t a_tile = start + padding, b_tile = a_tile + kPanelBytes;
-  for (int n = threadIdx.x; n < kPanelBytes / 16; n += kThreads) tiles[n] = a_image[n];
-  for (int n = threadIdx.x; n < b_bytes(kN, kBAlongK) / 16; n += kThreads)
-    tiles[kPanelBytes / 16 + n] = b_image[n];
+  const uint32_t a_tile = start + padding, b_tile = a_tile + sizeof(ATile);
+  for (int n = threadIdx.x; n < sizeof(ATile) / 16; n += kThreads) tiles[n] = a_image[n];
+  for (int n = threadIdx.x; n < sizeof(B) / 16; n += kThreads) tiles[sizeof(ATile) / 16 + n] = b_image[n];
   const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
   uint32_t a[kSteps][4];
   for (int step = 0; step < kSteps; ++step)
@@ -56,13 +58,13 @@ __global__ __launch_bounds__(kThreads) void wgmma_kernel(const uint4* a_image, c
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const uint64_t b = step_descriptor(b_tile, step, kBAlongK);
+    const uint64_t b = step_descriptor<B, kBAlongK>(b_tile, step);
     if constexpr (kSource == Source::kRegisters) {
       Wgmma<kN>::template registers<In, !kBAlongK>(d, a[step], b, step > 0);
     } else {
       constexpr bool kAAlongK = kSource == Source::kAlongK;
-      Wgmma<kN>::template shared<In, !kAAlongK, !kBAlongK>(d, step_descriptor(a_tile, step, kAAlongK), b,
-                                                           step > 0);
+      Wgmma<kN>::template shared<In, !kAAlongK, !kBAlongK>(d, step_descriptor<ATile, kAAlongK>(a_tile, step),
+                                                           b, step > 0);
     }
   }
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -85,14 +87,13 @@ uint16_t bits(int value) {
 int a_value(int m, int k) { return small_integer(m, k); }
 int b_value(int n, int k) { return small_integer(n + 5, 2 * k); }
 
-// A matrix of `rows` rows as it lies in shared memory.
-template <class In, class Value>
-std::vector<uint16_t> image(int rows, int columns, Value value) {
-  const int panels = (columns + kPanel - 1) / kPanel;
-  std::vector<uint16_t> result(panels * rows * kPanel, 0xffff);
-  for (int r = 0; r < rows; ++r)
-    for (int c = 0; c < columns; ++c)
-      result[(c / kPanel * rows * kRowBytes + swizzled(r, c % kPanel * 2)) / 2] = bits<In>(value(r, c));
+// A matrix as it lies in shared memory.
+template <class In, int kRows, int kColumns, class Value>
+std::vector<uint16_t> image(Value value) {
+  using T = Tile<kRows, kColumns>;
+  std::vector<uint16_t> result(sizeof(T) / 2, 0xffff);
+  for (int r = 0; r < kRows; ++r)
+    for (int c = 0; c < kColumns; ++c) result[T::offset(r, c) / 2] = bits<In>(value(r, c));
   return result;
 }
 
@@ -100,8 +101,8 @@ template <class In, int kN, Source kSource, bool kBAlongK>
 std::string wgmma() {
   const auto flipped = [](int (*value)(int, int)) { return [=](int r, int c) { return value(c, r); }; };
   const auto a_image =
-      kSource == Source::kAlongM ? image<In>(kK, kM, flipped(a_value)) : image<In>(kM, kK, a_value);
-  const auto b_image = kBAlongK ? image<In>(kN, kK, b_value) : image<In>(kK, kN, flipped(b_value));
+      kSource == Source::kAlongM ? image<In, kK, kM>(flipped(a_value)) : image<In, kM, kK>(a_value);
+  const auto b_image = kBAlongK ? image<In, kN, kK>(b_value) : image<In, kK, kN>(flipped(b_value));
   std::vector<uint16_t> a_rows(kM * kK);
   for (int n = 0; n < kM * kK; ++n) a_rows[n] = bits<In>(a_value(n / kK, n % kK));
   std::vector<float> expected(kM * kN);
@@ -110,7 +111,7 @@ std::string wgmma() {
 
   const Buffer<uint16_t> on_a(a_image), on_b(b_image), on_rows(a_rows);
   const Buffer<float> out(expected.size());
-  const int bytes = kPanelBytes + b_bytes(kN, kBAlongK) + kAlignment;
+  const int bytes = sizeof(ATile) + sizeof(BTile<kN, kBAlongK>) + kAlignment;
   wgmma_kernel<In, kN, kSource, kBAlongK><<<1, kThreads, bytes>>>(reinterpret_cast<const uint4*>(on_a.get()),
                                                                   reinterpret_cast<const uint4*>(on_b.get()),
                                                                   on_rows.get(), out.get());
