@@ -68,9 +68,15 @@ def build_mutated(mutation, folder, built):
     targets = [objects / name for name in rebuilt]
     make = ["make", "-j2", "-C", library.HERE, f"SOURCES={sources}", f"BUILD={objects}", *targets]
     subprocess.run(make, check=True, capture_output=True)
-    faulty = built.parent / "faulty.o"
-    others = [o for o in built.parent.rglob("*.o") if str(o.relative_to(built.parent)) not in rebuilt and o != faulty]
+    return link(folder, built, objects, rebuilt)
+
+
+def link(folder, built, objects, rebuilt):
+    """The library of the objects named `rebuilt`, from `objects`, and all others of the build as it is."""
+    left_out = {built.parent / name for name in ("faulty.o", *rebuilt)}
+    others = [o for o in built.parent.rglob("*.o") if o not in left_out]
     result = folder / "libmutated.so"
+    targets = [objects / name for name in rebuilt]
     subprocess.run([os.environ.get("CXX", "g++"), "-shared", "-o", result, *targets, *others], check=True)
     return result
 
@@ -101,14 +107,18 @@ def results(path, seed):
 def what_is_found(mutation, built, expected):
     """The host run's report, or that values changed, or None: nobody would notice."""
     with tempfile.TemporaryDirectory() as folder:
-        path = build_mutated(mutation, Path(folder), built)
-        for seed in range(1, SEEDS + 1):
-            try:
-                got = results(path, seed)
-            except library.KernelError as error:
-                return re.match(r"(.*?)(?: in void|:)", str(error)).group(1)
-            if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
-                return "wrong values"
+        return judge(build_mutated(mutation, Path(folder), built), results, expected, SEEDS)
+
+
+def judge(path, results, expected, seeds):
+    """what_is_found() of a built library, by `results` of each seed."""
+    for seed in range(1, seeds + 1):
+        try:
+            got = results(path, seed)
+        except library.KernelError as error:
+            return re.split(r" in void|:", str(error))[0]
+        if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
+            return "wrong values"
     return None
 
 

@@ -17,6 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from cuda_host import library
+from cuda_host.mutations import judge, link
 
 from flash_attn_ext import flash_attn
 
@@ -72,11 +73,7 @@ def build_mutated(mutation, folder, built):
     target = objects / INSTANCE.with_suffix(".o")
     make = ["make", "-C", library.HERE, f"SOURCES={sources}", f"BUILD={objects}", target]
     subprocess.run(make, check=True, capture_output=True)
-    left_out = {built.parent / "faulty.o", built.parent / INSTANCE.with_suffix(".o")}
-    result = folder / "libmutated.so"
-    others = [o for o in built.parent.rglob("*.o") if o not in left_out]
-    subprocess.run(["g++", "-shared", "-o", result, target, *others], check=True)
-    return result
+    return link(folder, built, objects, [str(INSTANCE.with_suffix(".o"))])
 
 
 def results(path, seed):
@@ -95,15 +92,7 @@ def results(path, seed):
 def what_is_found(mutation, built, expected):
     """The host run's report, or that values changed, or None: nobody would notice."""
     with tempfile.TemporaryDirectory() as folder:
-        path = build_mutated(mutation, Path(folder), built)
-        for seed in range(1, SEEDS + 1):
-            try:
-                got = results(path, seed)
-            except library.KernelError as error:
-                return re.split(r" in void|:", str(error))[0]
-            if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
-                return "wrong values"
-    return None
+        return judge(build_mutated(mutation, Path(folder), built), results, expected, SEEDS)
 
 
 if __name__ == "__main__":
