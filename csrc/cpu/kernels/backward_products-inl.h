@@ -75,8 +75,7 @@ struct BackwardProducts {
 
 #if defined(FA_DOT_BFLOAT16)
 
-// bfloat16 operands as they are, P and dS rounded to bfloat16. `wide` takes the tiles that must keep a NaN
-// from masked rows.
+// bfloat16 operands as they are, P and dS rounded to bfloat16.
 template <>
 struct BackwardProducts<BFloat16, float> {
   Pair* k_transposed;  // [D / 2][block_k]
@@ -84,7 +83,7 @@ struct BackwardProducts<BFloat16, float> {
   Pair* k_across;      // [block_k / 2][D]
   Pair* q_rows;        // [block_q][D / 2]      only if the caller's memory does not come in pairs; so too:
   Pair* dout_rows;     // [block_q][D_v / 2]
-  Pair* across;        // [max(block_q, block_k) / 2][max(D, D_v)]   dO, then Q
+  Pair* across;        // [max(block_q, block_k) / 2][max(D, D_v)]   dO, Q, or K cleared
   Pair* weights;       // [block_q][block_k / 2] or [block_q / 2][block_k]   P or dS
   Rows<BFloat16> k;    // the key block
 

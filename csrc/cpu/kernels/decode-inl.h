@@ -47,7 +47,7 @@ template <class In, class T>
 DecodeScratch<In, T> plan_decode(Arena& arena, const AttentionParams& p) {
   const Sizes& z = p.sizes;
   const int64_t rows = z.heads / z.heads_kv * z.seqlen_q;
-  const int64_t block_k = std::min(decode_block_k<T>(), (z.seqlen_k + 15) / 16 * 16);
+  const int64_t block_k = fitted(decode_block_k<T>(), z.seqlen_k);
   DecodeScratch<In, T> s;
   s.products = DecodeProducts<In, T>::plan(arena, p, rows, block_k);
   s.scores = arena.take<T>(rows * block_k);
@@ -69,7 +69,7 @@ DecodeWorkspace<T> plan_decode_workspace(Arena& arena, const AttentionParams& p,
   w.keys.begin = w.keys.begin / block_k * block_k;  // dropout's words come in pairs of keys
   const int64_t blocks = std::max<int64_t>((w.keys.end - w.keys.begin + block_k - 1) / block_k, 1);
   const int64_t wanted = p.decode.num_splits > 0
-                             ? p.decode.num_splits
+                             ? std::min(p.decode.num_splits, blocks)
                              : std::min((kDecodeTasks + kv_heads - 1) / kv_heads,
                                         (blocks + kDecodeMinBlocks - 1) / kDecodeMinBlocks);
   w.split_keys = (blocks + wanted - 1) / wanted * block_k;

@@ -18,12 +18,6 @@ inline void for_each_few_rows(int64_t rows, const Body& body) {
   for (; r < rows; ++r) body(r, std::integral_constant<int, 1>{});
 }
 
-// A vector of n columns of a row, or of as many as it holds, as the elements that are multiplied.
-template <class T, class In>
-FA_INLINE Vec<T> load_columns(const In* p, int64_t n) {
-  return n >= kLanes<T> ? load_as<In, T>(p) : load_tail_as<In, T>(p, n);
-}
-
 // scores[r][n] = scale * <q[r], k[n]> for R rows and kLanes / R keys: as many sums as a vector has lanes, so
 // that one reduction finishes all of them. Keys past `keys` read the last one again; nobody looks at their
 // scores. `load` makes a vector of elements E of a key's columns, kCols of them.

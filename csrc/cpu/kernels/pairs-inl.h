@@ -51,8 +51,7 @@ inline void load_pairs_across(const BFloat16* src, int64_t stride, int64_t rows,
   constexpr int L = kLanes<float>;
   auto row_bits = [&](int64_t r, int64_t c) {
     if (r >= rows) return U32{};
-    const BFloat16* p = src + r * stride + c;
-    return (U32)(c + L <= cols ? load_as<BFloat16, float>(p) : load_tail_as<BFloat16, float>(p, cols - c));
+    return (U32)load_columns<float>(src + r * stride + c, cols - c);
   };
   for (int64_t r = 0; r < rows; r += 2)
     for (int64_t c = 0; c < cols; c += L)  // widened, a value is the upper half of its lane

@@ -56,8 +56,7 @@ inline void load_tile_transposed(const In* src, int64_t stride, int64_t rows, in
 #pragma GCC unroll 16
       for (int r = 0; r < L; ++r) {
         const In* in = src + (r0 + r) * stride + c0;
-        block[r] =
-            r0 + r >= rows ? Vec<T>{} : factor * (n == L ? load_as<In, T>(in) : load_tail_as<In, T>(in, n));
+        block[r] = r0 + r >= rows ? Vec<T>{} : factor * load_columns<T>(in, n);
       }
       transpose<T>(block);
 #pragma GCC unroll 16
@@ -96,9 +95,7 @@ inline bool rows_are_finite(const Rows<In>& r, int64_t rows) {
   Vec<T> probe = {};
   for (int64_t j = 0; j < rows; ++j)
     for (int64_t c = 0; c < r.cols; c += L)  // 0 unless Inf or NaN
-      probe +=
-          (c + L <= r.cols ? load_as<In, T>(r.row(j) + c) : load_tail_as<In, T>(r.row(j) + c, r.cols - c)) *
-          T(0);
+      probe += load_columns<T>(r.row(j) + c, r.cols - c) * T(0);
   return sum_lanes<T>(probe) == T(0);
 }
 

@@ -37,9 +37,9 @@ constexpr int kRowsBy1 = 8;
 #endif
 
 // The sizes that scratch memory needs: a short sequence fills only part of its tiles.
+inline int64_t fitted(int64_t block, int64_t length) { return std::min(block, (length + 15) / 16 * 16); }
 inline Tiling fitted(const Tiling& t, const Sizes& z) {
-  auto least = [](int64_t block, int64_t length) { return std::min(block, (length + 15) / 16 * 16); };
-  return {least(t.block_q, z.seqlen_q), least(t.block_k, z.seqlen_k)};
+  return {fitted(t.block_q, z.seqlen_q), fitted(t.block_k, z.seqlen_k)};
 }
 
 template <class T>

@@ -86,6 +86,12 @@ FA_INLINE Vec<T> load_tail_as(const In* p, int64_t n) {
   return load_as<In, T>(buffer);
 }
 
+// A vector of the first n values, or of as many as it holds.
+template <class T, class In>
+FA_INLINE Vec<T> load_columns(const In* p, int64_t n) {
+  return n >= kLanes<T> ? load_as<In, T>(p) : load_tail_as<In, T>(p, n);
+}
+
 template <class Out, class T>
 FA_INLINE void store_tail_as(Out* p, Vec<T> x, int64_t n) {
   Out buffer[kLanes<T>];
