@@ -117,6 +117,7 @@ struct BackwardParams : AttentionParams {
   Tensor4 dq, dk, dv;             // shapes of q, k, v; null data: not wanted
   MaskGrad dmask;                 // null data: not wanted
   void* dalibi_slopes = nullptr;  // (B, H) acc, contiguous; null: not wanted
+  bool deterministic = true;      // the same bits at every run; false lets a kernel add dq in any order
 
   bool wants_qkv_pass() const { return dq || dk || dv || dalibi_slopes; }
 };

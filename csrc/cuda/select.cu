@@ -14,7 +14,7 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
   if (p.decode.has_unified_max) return {0, nullptr, "unified_max is for the CPU only so far"};
   if (compute_capability() == 90 && sm90::why_not_forward(p) == nullptr)
     return {0, p.dtype == DType::kFloat16 ? sm90::forward_float16 : sm90::forward_bfloat16};
-  if (sm80::takes_forward(p))
+  if (sm80::why_not_forward(p) == nullptr)
     return {0, p.dtype == DType::kFloat16 ? sm80::forward_float16 : sm80::forward_bfloat16};
   const size_t bytes = simt::forward_workspace(p);
   switch (p.dtype) {

@@ -44,7 +44,7 @@ AttentionParams = struct(
 MaskGrad = struct("MaskGrad", data=pointer, batch=i64, heads=i64, rows=i64, cols=i64)
 BackwardParams = struct(
     "BackwardParams", AttentionParams, dout=Tensor4, dlse=pointer, dq=Tensor4, dk=Tensor4, dv=Tensor4, dmask=MaskGrad,
-    dalibi_slopes=pointer,
+    dalibi_slopes=pointer, deterministic=ctypes.c_bool,
 )  # fmt: skip
 
 
@@ -67,6 +67,7 @@ class Library:
     def __init__(self, path, seed=1):
         self.path = path
         self.num_splits = 0
+        self.deterministic = True
         self.c = ctypes.CDLL(str(path))
         for name in ("forward", "backward", "dropout_mask", "why_not_sm90_forward", "last_kernel"):
             getattr(self.c, name).restype = ctypes.c_char_p
@@ -144,6 +145,7 @@ class Library:
 
     def backward(self, tensors, wanted, **options):
         params = self.pack(BackwardParams(), tensors, options)
+        params.deterministic = self.deterministic
         params.dout = tensor4(tensors["dout"])
         params.dlse = None if tensors["dlse"] is None else tensors["dlse"].data_ptr()
         grads = {}

@@ -6,8 +6,8 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// Whether the forward takes this call; the simt tier takes the others.
-bool takes_forward(const AttentionParams& p);
+// Why another tier must run the forward; null: this one can, on a GPU of compute capability 8.0 or later.
+const char* why_not_forward(const AttentionParams& p);
 
 cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);

@@ -1,0 +1,28 @@
+#include "sm80.h"
+
+namespace flash_attn_ext::cuda::sm80 {
+namespace {
+
+// cp.async copies 16 aligned bytes.
+bool is_aligned(const Tensor4& t, int64_t columns) {
+  constexpr int64_t kBytes = 16, kElements = 8;
+  return reinterpret_cast<uintptr_t>(t.data) % kBytes == 0 && t.stride_b % kElements == 0 &&
+         t.stride_h % kElements == 0 && t.stride_s % kElements == 0 && columns % kElements == 0;
+}
+
+}  // namespace
+
+const char* why_not_forward(const AttentionParams& p) {
+  constexpr int64_t kMaxHeadDim = 128, kFewQueries = 16;
+  const Sizes& z = p.sizes;
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
+  if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return "sm80: only head dimensions up to 128";
+  if (z.seqlen_q <= kFewQueries || p.decode.num_splits > 1)
+    return "sm80: does not split the keys of few queries";
+  if (!is_aligned(p.q, z.head_dim) || !is_aligned(p.k, z.head_dim) || !is_aligned(p.v, z.head_dim_v) ||
+      !is_aligned(p.out, z.head_dim_v))
+    return "sm80: a tensor's rows are not aligned to 16 bytes";
+  return nullptr;
+}
+
+}  // namespace flash_attn_ext::cuda::sm80
