@@ -30,14 +30,26 @@ ForwardScratch<In, T> plan_forward(Arena& arena, const AttentionParams& p) {
   return s;
 }
 
+// The maximum of a column of vectors, in four chains: in one, each maximum would wait for the last.
+template <class T>
+FA_INLINE Vec<T> max_of_column(const T* column, int64_t rows, int64_t ld) {
+  Vec<T> chain[4];
+  for (auto& m : chain) m = splat<T>(kNegInf<T>);
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4)
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) chain[n] = max<T>(chain[n], load<T>(column + (r + n) * ld));
+  for (; r < rows; ++r) chain[0] = max<T>(chain[0], load<T>(column + r * ld));
+  return max<T>(max<T>(chain[0], chain[1]), max<T>(chain[2], chain[3]));
+}
+
 // One step of the online softmax on a finished tile: scores become P^T, the statistics move on.
 template <class T>
 inline void online_softmax(const TileFrame& f, T* scores, T* row_max, T* row_sum, T* rescale) {
   constexpr int L = kLanes<T>;
   for (int64_t c = 0; c < f.ld; c += L) {
     const Vec<T> old_max = load<T>(row_max + c);
-    Vec<T> new_max = old_max;
-    for (int64_t r = 0; r < f.keys; ++r) new_max = max<T>(new_max, load<T>(scores + r * f.ld + c));
+    const Vec<T> new_max = max<T>(old_max, max_of_column<T>(scores + c, f.keys, f.ld));
     // A row with nothing visible so far: any finite reference makes 2^(-inf - reference) the 0 it should be.
     const Vec<T> reference = new_max == kNegInf<T> ? Vec<T>{} : new_max;
     Vec<T> sum = {};
@@ -56,7 +68,6 @@ inline void online_softmax(const TileFrame& f, T* scores, T* row_max, T* row_sum
 template <class In, class T>
 void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& s, int64_t b, int64_t h,
                          int64_t i0) {
-  constexpr int L = kLanes<T>;
   const Tiling tiling = forward_tiling<T>();
   const Sizes& z = p.sizes;
   const int64_t d_v = round_up_to_lanes<T>(z.head_dim_v);
@@ -83,12 +94,7 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
       multiply_rows<T>(s.scores, s.dropout_tile, f.keys * ld);
     }
 
-    for (int64_t i = 0; i < queries; ++i) {
-      if (s.rescale[i] == T(1)) continue;
-      for (int64_t c = 0; c < d_v; c += L)
-        store<T>(s.out + i * d_v + c, load<T>(s.out + i * d_v + c) * s.rescale[i]);
-    }
-    s.products.add_values(p, score, s.scores, s.out);
+    s.products.add_values(p, score, s.scores, s.rescale, s.out);
   }
 
   T* lse = static_cast<T*>(p.lse) + (b * z.heads + h) * z.seqlen_q + i0;

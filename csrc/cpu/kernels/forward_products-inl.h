@@ -32,13 +32,17 @@ struct ForwardProducts {
     gemm<T>(f.keys, f.ld, {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, false});
   }
 
-  void add_values(const AttentionParams& p, const ScoreTile<T>& score, const T* probs, T* out) const {
+  // out = out * rescale + P V, rescale for each query.
+  void add_values(const AttentionParams& p, const ScoreTile<T>& score, const T* probs, const T* rescale,
+                  T* out) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v;
     const Tile<T> v =
         load_tile<In, T>(p.v.row<In>(f.b, p.sizes.kv_head(f.h), f.j0), p.v.stride_s, f.keys, d_v, v_tile);
-    masked_gemm<T>(score, true, f.queries, d_v,
-                   {f.keys, probs, 1, f.ld, v.data, v.ld, out, round_up_to_lanes<T>(d_v), true}, finite_tile);
+    masked_gemm<T>(
+        score, true, f.queries, d_v,
+        {f.keys, probs, 1, f.ld, v.data, v.ld, out, round_up_to_lanes<T>(d_v), true, T(1), rescale},
+        finite_tile);
   }
 };
 
@@ -78,14 +82,15 @@ struct ForwardProducts<BFloat16, float> {
   }
 
   void add_values(const AttentionParams& p, const ScoreTile<float>& score, const float* probs,
-                  float* out) const {
+                  const float* rescale, float* out) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v, ld = round_up_to_lanes<float>(d_v);
     const Rows<BFloat16> v{p.v.row<BFloat16>(f.b, p.sizes.kv_head(f.h), f.j0), p.v.stride_s, d_v};
     load_pairs_across(v.data, v.stride, f.keys, d_v, v_pairs, ld);
     const bool cleared = score.partial && clear_rows_not_finite(v, f.keys, v_pairs, ld);
     pair_rows_up(probs, f.keys, f.ld, prob_pairs);
-    gemm<float, Pair>(f.queries, d_v, {pairs_of(f.keys), prob_pairs, 1, f.ld, v_pairs, ld, out, ld, true});
+    gemm<float, Pair>(f.queries, d_v,
+                      {pairs_of(f.keys), prob_pairs, 1, f.ld, v_pairs, ld, out, ld, true, 1.0f, rescale});
     if (cleared)
       add_rows_not_finite<BFloat16, float>(score, true, f.queries, probs, 1, f.ld, v, f.keys, out, ld);
   }

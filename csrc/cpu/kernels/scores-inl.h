@@ -49,6 +49,9 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
                                   const T* mask_tile, T* scores, T* tanh_tile) {
   constexpr int L = kLanes<T>;
   const bool crossed = !band_covers(p.band, f.i0, f.i0 + f.queries, f.j0, f.j0 + f.keys);
+  const ScoreTile<T> tile{f, &p.band, mask_tile, crossed || masked != TileMask::kNone};
+  const bool padded = f.lanes() < f.ld;
+  if (!crossed && !padded && !mask_tile && !p.alibi && p.softcap == 0) return tile;  // most tiles
   const VecIndex<T> lane = iota<T>();
   for (int64_t r = 0; r < f.rows(); ++r) {
     T* row = scores + r * f.ld;
@@ -84,5 +87,5 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
       }
     }
   }
-  return {f, &p.band, mask_tile, crossed || masked != TileMask::kNone};
+  return tile;
 }

@@ -57,7 +57,7 @@ FA_INLINE void split_exp2(Vec<T> x, Vec<T>& power, Vec<T>& fraction) {
 template <class T>
 FA_INLINE Vec<T> exp2(Vec<T> x) {
   using C = Exp2<T>;
-  x = x < C::kLowest * 2 ? splat<T>(C::kLowest * 2) : x;  // finite, and far below what underflows
+  x = max<T>(x, splat<T>(C::kLowest * 2));  // finite, and far below what underflows
   if constexpr (sizeof(T) == 4) {
     const Vec<T> whole = FA_ROUND_PS(x), f = x - whole;
     return FA_SCALEF_PS(exp2_polynomial<T>(f) * f + T(1), whole);
