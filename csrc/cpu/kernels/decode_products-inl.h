@@ -18,13 +18,16 @@ inline void for_each_few_rows(int64_t rows, const Body& body) {
   for (; r < rows; ++r) body(r, std::integral_constant<int, 1>{});
 }
 
-// scores[r][n] = scale * <q[r], k[n]> for R rows and kLanes / R keys: as many sums as a vector has lanes, so
-// that one reduction finishes all of them. Keys past `keys` read the last one again; nobody looks at their
-// scores. `load` makes a vector of elements E of a key's columns, kCols of them.
+// The sums of a dot_block: half the registers. One reduction finishes as many of them as a vector has lanes.
+constexpr int kDotSums = FA_VECTOR_REGISTERS / 2;
+
+// scores[r][n] = scale * <q[r], k[n]> for R rows and kDotSums / R keys. Keys past `keys` read the last one
+// again; nobody looks at their scores. `load` makes a vector of elements E of a key's columns, kCols of them.
 template <class T, int R, int kCols, class E, class In, class Load>
 FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, int64_t keys, T scale,
                          T* scores, int64_t ld, const Load& load) {
-  constexpr int L = kLanes<T>, N = L / R;
+  constexpr int L = kLanes<T>, N = kDotSums / R;
+  static_assert(kDotSums % L == 0);
   const In* key_row[N];
   Vec<T> sum[R][N];
 #pragma GCC unroll 16
@@ -44,13 +47,22 @@ FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, 
       for (int n = 0; n < N; ++n) sum[r][n] = multiply_add(sum[r][n], query, key[n]);
     }
   }
-  Vec<T> flat[L];  // a copy: the sums themselves stay in registers only if nothing takes their address
+  T lanes[kDotSums];
 #pragma GCC unroll 16
-  for (int i = 0; i < L; ++i) flat[i] = sum[i / N][i % N];
-  T lanes[L];
-  store<T>(lanes, sum_each<T>(flat) * scale);
+  for (int first = 0; first < kDotSums; first += L) {
+    Vec<T> flat[L];  // a copy: the sums themselves stay in registers only if nothing takes their address
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) std::memcpy(scores + r * ld + j, lanes + r * N, N * sizeof(T));
+    for (int i = 0; i < L; ++i) flat[i] = sum[(first + i) / N][(first + i) % N];
+    store<T>(lanes + first, sum_each<T>(flat) * scale);
+  }
+  const int64_t count = std::min<int64_t>(N, ld - j);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    if (count == N)
+      std::memcpy(scores + r * ld + j, lanes + r * N, N * sizeof(T));
+    else
+      std::memcpy(scores + r * ld + j, lanes + r * N, count * sizeof(T));
+  }
 }
 
 // out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV vectors of columns from c on; a single one may be cut
@@ -99,7 +111,7 @@ struct DecodeProducts {
 
   template <int R>
   void scores(int64_t row, const Rows<In>& k, int64_t keys, T* out, int64_t ld, const Rows<In>& next) const {
-    constexpr int N = kLanes<T> / R;
+    constexpr int N = kDotSums / R;
     const auto load = [](const In* p, int64_t n) FA_INLINE_LAMBDA { return load_columns<T>(p, n); };
     for (int64_t j = 0; j < keys; j += N) {
       next.prefetch(j, std::min(j + N, keys));
@@ -178,7 +190,7 @@ struct DecodeProducts<BFloat16, float> {
   template <int R>
   void scores(int64_t row, const Rows<BFloat16>& k, int64_t keys, float* out, int64_t ld,
               const Rows<BFloat16>& next) const {
-    constexpr int N = kLanes<float> / R;
+    constexpr int N = kDotSums / R;
     const auto load = [](const BFloat16* p, int64_t n) FA_INLINE_LAMBDA { return load_pairs(p, n); };
     for (int64_t j = 0; j < keys; j += N) {
       next.prefetch(j, std::min(j + N, keys));
