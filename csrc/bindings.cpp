@@ -5,6 +5,7 @@
 #include <torch/version.h>
 
 #include "cpu/select.h"
+#include "cuda/tiers.h"
 #include "ops/checks.h"
 #include "ops/eager.h"
 
@@ -47,4 +48,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("active_kernel", [] { return std::string(cpu::active_kernels().isa); });
   m.def("kernel_calls", cpu::kernel_calls);
   m.def("force_kernel", cpu::force_isa, pybind11::arg("isa"));
+  m.def("forced_cuda_tier", flash_attn_ext::cuda::forced_tier);
+  m.def("force_cuda_tier", flash_attn_ext::cuda::force_tier, pybind11::arg("tier"));
 }

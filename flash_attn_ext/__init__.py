@@ -2,7 +2,7 @@
 
 from . import _vmap  # noqa: F401  registers the vmap rules
 from .functional import dropout_mask, flash_attn, new_rng_state
-from .inspection import active_kernel, available_kernels, build_info, force_kernel
+from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
 from .modules import MultiheadAttention
 from .patch import ReplacedAttention, replace_attention
 
@@ -14,6 +14,7 @@ __all__ = [
     "build_info",
     "dropout_mask",
     "flash_attn",
+    "force_cuda_tier",
     "force_kernel",
     "new_rng_state",
     "replace_attention",
