@@ -11,9 +11,10 @@ from torch import Tensor
 
 from . import _functorch, _ops
 
+# In the order of the operator's schema.
 _OPTIONS = (
     "scale", "causal", "lower_right", "window_left", "window_right", "softcap", "dropout_p", "num_splits",
-    "unified_max",
+    "unified_max", "deterministic",
 )  # fmt: skip
 
 
@@ -35,6 +36,7 @@ def flash_attn(
     rng_state: Tensor | None = None,
     num_splits: int = 0,
     unified_max: float | None = None,
+    deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
 
@@ -68,6 +70,9 @@ def flash_attn(
             al. 2023), at most one per 64 keys. 0 lets the shape decide; more asks for that kernel whatever S_q is.
         unified_max: a guess of the largest score, used in place of the running maximum (FlashDecoding++, Hong et al.
             2023); asks for the same kernel. Pieces whose scores are too far from it are computed again without it.
+        deterministic: True makes the gradients the same bits at every run; False lets a CUDA kernel add to dq in any
+            order. None follows ``torch.use_deterministic_algorithms``, as it is set when flash_attn is called. On CPU
+            results are always deterministic, for any number of threads.
 
     With ``window`` or ``alibi_slopes`` but neither ``is_causal`` nor ``causal``, the diagonal is aligned to the
     lower right corner, as in flash-attention.
@@ -90,8 +95,14 @@ def flash_attn(
     if dropout_p > 0.0 and rng_state is None:
         _check_is_dense("query", query)
         rng_state = new_rng_state(query.device)
-    # In the order of the operator's schema.
-    options = (scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p, num_splits, unified_max)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    elif not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic: got {deterministic!r}; allowed: None, True, False")
+    options = (
+        scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p, num_splits, unified_max,
+        deterministic,
+    )  # fmt: skip
     compiling = torch.compiler.is_compiling()  # torch.compile traces through the operator itself
     transformed = not compiling and _functorch.active()
     if not compiling and not transformed:

@@ -73,7 +73,7 @@ class Library:
     def __init__(self, path, seed=1):
         self.path = path
         self.num_splits = 0
-        self.deterministic = True
+        self.deterministic = None  # as the option says; a bool decides over it
         self.c = ctypes.CDLL(str(path))
         for name in TEXTS:
             getattr(self.c, name).restype = ctypes.c_char_p
@@ -173,7 +173,7 @@ class Library:
 
     def backward(self, tensors, wanted, **options):
         params = self.pack(BackwardParams(), tensors, options)
-        params.deterministic = self.deterministic
+        params.deterministic = options["deterministic"] if self.deterministic is None else self.deterministic
         params.dout = tensor4(tensors["dout"])
         params.dlse = None if tensors["dlse"] is None else tensors["dlse"].data_ptr()
         grads = {}
@@ -233,7 +233,7 @@ def empty_in_order_of(like, last_dim):
 
 DEFAULTS = {
     "scale": None, "causal": False, "lower_right": False, "window_left": -1, "window_right": -1, "softcap": 0.0,
-    "dropout_p": 0.0, "num_splits": 0, "unified_max": None,
+    "dropout_p": 0.0, "num_splits": 0, "unified_max": None, "deterministic": False,
 }  # fmt: skip
 
 
