@@ -122,6 +122,14 @@ def test_an_exported_program_keeps_it():
     assert torch.equal(program.module()(*qkv), flash_attn(*qkv))
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_it_is_packed_for_the_kernels(asked):
+    """csrc/ops/pack_params.cpp; the tests above stand in for it."""
+    options = (None, False, False, -1, -1, 0.0, 0.0, 0, None, asked)
+    plan = _ops._C.plan_attention_backward(*inputs(), None, None, None, *options, [True] * 3 + [False] * 2)
+    assert plan.deterministic is asked
+
+
 def test_on_cpu_it_changes_nothing(threads):
     qkv, results = inputs(2, 3, 300, 400, 32), []
     for count in (1, 2):
