@@ -6,6 +6,7 @@ unset                   as torch is: with a CUDA build of torch it is required, 
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -24,7 +25,7 @@ except ImportError as error:
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 CSRC = "csrc"
-OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "schema"]
+OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "plan", "schema"]
 CPU = ["isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_generic", "select"]
 CUDA = ["select.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/why_not.cpp"]
 CUDA += ["sm80/forward_bfloat16.cu", "sm80/forward_float16.cu"]
@@ -34,6 +35,7 @@ CUDA += [
     for dtype in ("bfloat16", "float16", "float32", "float64")
 ]
 CUDA += ["sm90/why_not.cpp", "sm90/forward_bfloat16.cu", "sm90/forward_float16.cu"]
+CUDA += ["gpu_code.cpp"]
 
 
 def cuda_toolkit() -> Path | None:
@@ -71,6 +73,7 @@ def extension(with_cuda: bool):
     sources = [f"{CSRC}/bindings.cpp"]
     sources += [f"{CSRC}/ops/{name}.cpp" for name in OPS]
     sources += [f"{CSRC}/cpu/{name}.cpp" for name in CPU]
+    sources += [f"{CSRC}/cuda/tiers.cpp"]  # of every build: a tier that cannot run is an error and never ignored
     # -fopenmp: at::parallel_for is an inline template, serial without it.
     # -Wno-psabi: vectors wider than the baseline's never cross an object file.
     # -g0: Python's own flags ask for debug information, which doubles the build.
@@ -82,11 +85,19 @@ def extension(with_cuda: bool):
         flags = {"cxx": flags, "nvcc": ["-O3", "--expt-relaxed-constexpr", "-DFLASH_ATTN_EXT_WITH_CUDA"]}
         # PTX of 8.0 is what newer GPUs than these compile for themselves at first use.
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX;9.0a")
+        flags["cxx"] += [f"-DFLASH_ATTN_EXT_GPU_CODE={gpu_code()}"]
         kind = cpp_extension.CUDAExtension
         add_wheel_headers()
     headers = sorted(str(path) for pattern in ("**/*.h", "**/*.cuh") for path in Path(CSRC).glob(pattern))
     link_flags = ["-fopenmp"]
     return kind("flash_attn_ext._C", sources, depends=headers, extra_compile_args=flags, extra_link_args=link_flags)
+
+
+def gpu_code() -> str:
+    """What torch makes nvcc generate, as "compute_80,sm_80,sm_90a": cuda/gpu_code.h has to know."""
+    # Private, but what BuildExtension itself calls: reading TORCH_CUDA_ARCH_LIST again could come to something else.
+    options = cpp_extension._get_cuda_arch_flags()
+    return ",".join(re.search(r"code=(\w+)$", option)[1] for option in options)
 
 
 def add_wheel_headers() -> None:

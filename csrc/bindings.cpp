@@ -2,15 +2,20 @@
 // ops/.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include "cpu/select.h"
+#include "cuda/tiers.h"
 #include "ops/checks.h"
 #include "ops/eager.h"
+#include "ops/plan.h"
 
 namespace {
 
 namespace cpu = flash_attn_ext::cpu;
+using flash_attn_ext::KernelChoice;
+using flash_attn_ext::Plan;
 
 pybind11::dict build_info() {
   pybind11::dict info;
@@ -42,9 +47,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("attention_if_plain", flash_attn_ext::attention_if_plain);
   // Arguments of other types than that: torch.ops words the error.
   m.def("attention_if_plain", [](const pybind11::args&) { return pybind11::none(); });
+  pybind11::class_<KernelChoice>(m, "KernelChoice")
+      .def_readonly("kernel", &KernelChoice::kernel)
+      .def_readonly("refusal", &KernelChoice::refusal)
+      .def_readonly("why_not", &KernelChoice::why_not)
+      .def_readonly("decode_splits", &KernelChoice::decode_splits);
+  pybind11::class_<Plan>(m, "Plan")
+      .def_readonly("choice", &Plan::choice)
+      .def_readonly("bytes", &Plan::bytes)
+      .def_readonly("deterministic", &Plan::deterministic)
+      .def("visible_tiles", &Plan::visible_tiles);
+  m.def("plan_attention", flash_attn_ext::plan_attention);
+  m.def("plan_attention", [](const pybind11::args&) { return pybind11::none(); });  // as above
+  m.def("plan_attention_backward", flash_attn_ext::plan_attention_backward);
   m.def("build_info", build_info);
   m.def("available_kernels", cpu::available_isas);
   m.def("active_kernel", [] { return std::string(cpu::active_kernels().isa); });
   m.def("kernel_calls", cpu::kernel_calls);
   m.def("force_kernel", cpu::force_isa, pybind11::arg("isa"));
+  m.def("forced_cuda_tier", flash_attn_ext::cuda::forced_tier);
+  m.def("force_cuda_tier", flash_attn_ext::cuda::force_tier, pybind11::arg("tier"));
 }

@@ -1,19 +1,23 @@
 """flash_attn_ext: exact attention for PyTorch, tile by tile, that never stores the N x N matrix."""
 
 from . import _vmap  # noqa: F401  registers the vmap rules
+from .explain import Explanation, explain
 from .functional import dropout_mask, flash_attn, new_rng_state
-from .inspection import active_kernel, available_kernels, build_info, force_kernel
+from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
 from .modules import MultiheadAttention
 from .patch import ReplacedAttention, replace_attention
 
 __all__ = [
+    "Explanation",
     "MultiheadAttention",
     "ReplacedAttention",
     "active_kernel",
     "available_kernels",
     "build_info",
     "dropout_mask",
+    "explain",
     "flash_attn",
+    "force_cuda_tier",
     "force_kernel",
     "new_rng_state",
     "replace_attention",

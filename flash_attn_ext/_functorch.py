@@ -54,6 +54,19 @@ def attention(query, key, value, attn_mask, alibi_slopes, rng_state, **options):
     return _Attention.apply(query, key, value, attn_mask, alibi_slopes, rng_state, options)
 
 
+def autocast_forms(query, key, value, attn_mask, alibi_slopes, rng_state):
+    """What the autocast of these makes, without its values: for explain.py."""
+
+    def form(t):
+        dtype = _autocast(t.new_empty(0)).dtype
+        return t if dtype == t.dtype else torch.empty_like(t, dtype=dtype)
+
+    def form_unless_float32(t):
+        return t if t is None or t.dtype == torch.float32 else form(t)
+
+    return (*map(form, (query, key, value)), *map(form_unless_float32, (attn_mask, alibi_slopes)), rng_state)
+
+
 def _autocast(t):
     """The rule of csrc/ops/autocast.cpp, whose dispatch key this path does not pass: floats, but not float64."""
     if not t.is_floating_point() or t.dtype == torch.float64:

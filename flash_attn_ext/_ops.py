@@ -13,6 +13,11 @@ except ImportError as error:
 attention = torch.ops.flash_attn_ext.attention.default
 attention_backward = torch.ops.flash_attn_ext.attention_backward.default
 attention_if_plain = _C.attention_if_plain
+plan_attention = _C.plan_attention
+plan_attention_backward = _C.plan_attention_backward
 dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 
-_C.active_kernel()  # an impossible FLASH_ATTN_EXT_ISA raises here, at import, and not in the middle of a training run
+# An impossible FLASH_ATTN_EXT_ISA or FLASH_ATTN_EXT_CUDA_TIER raises here, at import, and not in the middle of a
+# training run.
+_C.active_kernel()
+_C.forced_cuda_tier()

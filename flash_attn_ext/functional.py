@@ -11,9 +11,10 @@ from torch import Tensor
 
 from . import _functorch, _ops
 
-_OPTIONS = (
+# In the order of the operator's schema.
+OPTIONS = (
     "scale", "causal", "lower_right", "window_left", "window_right", "softcap", "dropout_p", "num_splits",
-    "unified_max",
+    "unified_max", "deterministic",
 )  # fmt: skip
 
 
@@ -35,6 +36,7 @@ def flash_attn(
     rng_state: Tensor | None = None,
     num_splits: int = 0,
     unified_max: float | None = None,
+    deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
 
@@ -68,6 +70,9 @@ def flash_attn(
             al. 2023), at most one per 64 keys. 0 lets the shape decide; more asks for that kernel whatever S_q is.
         unified_max: a guess of the largest score, used in place of the running maximum (FlashDecoding++, Hong et al.
             2023); asks for the same kernel. Pieces whose scores are too far from it are computed again without it.
+        deterministic: True makes the gradients the same bits at every run; False lets a CUDA kernel add to dq in any
+            order. None follows ``torch.use_deterministic_algorithms``, as it is set when flash_attn is called. On CPU
+            results are always deterministic, for any number of threads.
 
     With ``window`` or ``alibi_slopes`` but neither ``is_causal`` nor ``causal``, the diagonal is aligned to the
     lower right corner, as in flash-attention.
@@ -83,38 +88,32 @@ def flash_attn(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
+    # explain.py does the same, without running anything.
     lower_right, window_left, window_right = False, -1, -1
     if causal is not None or window is not None or alibi_slopes is not None:
-        lower_right, is_causal = _diagonal(causal, is_causal, window, alibi_slopes)
-        window_left, window_right = _window(window)
+        lower_right, is_causal = diagonal(causal, is_causal, window, alibi_slopes)
+        window_left, window_right = window_sides(window)
     if dropout_p > 0.0 and rng_state is None:
-        _check_is_dense("query", query)
+        check_is_dense("query", query)
         rng_state = new_rng_state(query.device)
-    # In the order of the operator's schema.
-    options = (scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p, num_splits, unified_max)
+    if not isinstance(deterministic, bool):
+        deterministic = is_deterministic(deterministic)
+    options = (
+        scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p, num_splits, unified_max,
+        deterministic,
+    )  # fmt: skip
     compiling = torch.compiler.is_compiling()  # torch.compile traces through the operator itself
     transformed = not compiling and _functorch.active()
     if not compiling and not transformed:
         result = _ops.attention_if_plain(query, key, value, attn_mask, alibi_slopes, rng_state, enable_gqa, *options)
         if result is not None:
             return result if return_lse else result[0]
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        _check_is_dense(name, t)
-    ndim = max(query.dim(), key.dim(), value.dim())
-    q, k, v, batch_shape = _as_4d(query, key, value, enable_gqa)
-    for name, t in (("alibi_slopes", alibi_slopes), ("rng_state", rng_state)):
-        if t is not None:
-            _check_is_dense(name, t)
+    tensors, batch_shape = operator_tensors(query, key, value, attn_mask, alibi_slopes, rng_state, enable_gqa)
+    if dropout_p <= 0.0:
+        tensors = (*tensors[:5], None)
     attention = _functorch.attention if transformed else _ops.attention
-    out, lse = attention(
-        q,
-        k,
-        v,
-        None if attn_mask is None else _mask_as_4d(attn_mask, ndim, batch_shape),
-        alibi_slopes,
-        rng_state if dropout_p > 0.0 else None,
-        **dict(zip(_OPTIONS, options, strict=True)),
-    )
+    out, lse = attention(*tensors, **dict(zip(OPTIONS, options, strict=True)))
+    ndim = max(query.dim(), key.dim(), value.dim())
     if ndim != 4:
         out, lse = _restore_shape(out, ndim, batch_shape), _restore_shape(lse, ndim, batch_shape)
     return (out, lse) if return_lse else out
@@ -134,7 +133,28 @@ def dropout_mask(rng_state: Tensor, batch: int, heads: int, seqlen_q: int, seqle
     return _ops.dropout_mask(rng_state, batch, heads, seqlen_q, seqlen_k, dropout_p)
 
 
-def _check_is_dense(name: str, value: object) -> None:
+def operator_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    rng_state: Tensor | None,
+    enable_gqa: bool,
+) -> tuple[tuple[Tensor | None, ...], torch.Size]:
+    """The operator's tensors, in the order of its schema; and the shape of the leading dimensions that B stands for."""
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        check_is_dense(name, t)
+    ndim = max(query.dim(), key.dim(), value.dim())
+    q, k, v, batch_shape = _as_4d(query, key, value, enable_gqa)
+    for name, t in (("alibi_slopes", alibi_slopes), ("rng_state", rng_state)):
+        if t is not None:
+            check_is_dense(name, t)
+    mask = None if attn_mask is None else _mask_as_4d(attn_mask, ndim, batch_shape)
+    return (q, k, v, mask, alibi_slopes, rng_state), batch_shape
+
+
+def check_is_dense(name: str, value: object) -> None:
     """What the dispatcher would refuse before csrc/ops/checks.cpp can name the argument."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; allowed: a torch.Tensor")
@@ -190,7 +210,7 @@ def _broadcast(what: str, *shapes: torch.Size) -> torch.Size:
 
 def _mask_as_4d(mask: Tensor, ndim: int, batch_shape: torch.Size) -> Tensor:
     """``mask`` with 4 dimensions, broadcast ones of size 1; a view unless several batch dimensions mix both kinds."""
-    _check_is_dense("attn_mask", mask)
+    check_is_dense("attn_mask", mask)
     if mask.dim() > max(ndim, 2):
         raise ValueError(
             f"attn_mask: got shape {list(mask.shape)}; allowed: at most the {ndim} dimensions of the inputs"
@@ -218,7 +238,7 @@ def _restore_shape(t: Tensor, ndim: int, batch_shape: torch.Size) -> Tensor:
     return t
 
 
-def _diagonal(causal: str | None, is_causal: bool, window: object, alibi_slopes: Tensor | None) -> tuple[bool, bool]:
+def diagonal(causal: str | None, is_causal: bool, window: object, alibi_slopes: Tensor | None) -> tuple[bool, bool]:
     """(lower_right, causal) of the operator."""
     if causal is None:
         return not is_causal and (window is not None or alibi_slopes is not None), is_causal
@@ -227,7 +247,15 @@ def _diagonal(causal: str | None, is_causal: bool, window: object, alibi_slopes:
     return causal == "lower_right", True
 
 
-def _window(window: int | tuple[int, int] | None) -> tuple[int, int]:
+def is_deterministic(asked: object) -> bool:
+    if asked is None:
+        return torch.are_deterministic_algorithms_enabled()
+    if isinstance(asked, bool):
+        return asked
+    raise TypeError(f"deterministic: got {asked!r}; allowed: None, True, False")
+
+
+def window_sides(window: int | tuple[int, int] | None) -> tuple[int, int]:
     """(left, right) of the operator; -1 is no limit."""
     if window is None:
         return -1, -1

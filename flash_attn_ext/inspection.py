@@ -27,3 +27,15 @@ def force_kernel(isa: str | None) -> None:
         ValueError: ``isa`` is not in :func:`available_kernels`. Nothing changes then.
     """
     _C.force_kernel(isa or "")
+
+
+def force_cuda_tier(tier: str | None) -> None:
+    """Lets only one tier of CUDA kernels run in this process: "simt", "sm80" or "sm90"; ``None`` lets the call decide.
+
+    A call that the forced tier cannot run raises NotImplementedError with the tier's reason: nothing else runs in its
+    place. The environment variable ``FLASH_ATTN_EXT_CUDA_TIER`` does the same from outside.
+
+    Raises:
+        ValueError: ``tier`` is not a tier, or this build has no CUDA half. Nothing changes then.
+    """
+    _C.force_cuda_tier(tier or "")

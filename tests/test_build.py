@@ -51,6 +51,33 @@ def test_nonsense_is_refused():
     assert "FLASH_ATTN_EXT_CUDA: got 'yes'; allowed: 0, 1 or unset" in message
 
 
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        (None, "compute_80,sm_80,sm_90a"),
+        ("9.0", "sm_90"),
+        ("8.0;9.0a+PTX", "sm_80,compute_90a,sm_90a"),
+        ("Ampere", "sm_80,compute_86,sm_86"),
+    ],
+)
+def test_the_cuda_half_knows_for_which_gpus_it_is_built(tmp_path, asked, code):
+    """What nvcc is told reaches csrc/cuda/gpu_code.cpp: the -gencode options and the macro name the same."""
+    for name in ("bin/nvcc", "include/cuda_runtime.h"):  # as much of a toolkit as setup.py looks for
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    show = (
+        f"{CUDA_TORCH}\nimport setuptools\nfrom torch.utils import cpp_extension\n"
+        "def setup(ext_modules, **_):\n"
+        "    flags = ext_modules[0].extra_compile_args\n"
+        "    options = cpp_extension._get_cuda_arch_flags(flags['nvcc'])\n"
+        "    print([f for f in flags['cxx'] if 'GPU_CODE' in f], [o.rsplit('code=')[-1] for o in options])\n"
+        "setuptools.setup = setup\n"
+    )
+    environment = {} if asked is None else {"TORCH_CUDA_ARCH_LIST": asked}
+    result = run_setup(show, FLASH_ATTN_EXT_CUDA="1", CUDA_HOME=str(tmp_path), **environment)
+    assert result == (0, f"['-DFLASH_ATTN_EXT_GPU_CODE={code}'] {code.split(',')}")
+
+
 def test_build_info():
     info = flash_attn_ext.build_info()
     assert info["openmp"] is True

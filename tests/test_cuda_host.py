@@ -101,6 +101,54 @@ def test_mask_shapes(shape):
     check_against_reference(q, k, v, torch.randn(shape).requires_grad_())
 
 
+class TestPartsOfABroadcastMasksGradient:
+    """Where a mask has few elements and many scores share each, blocks share the sum."""
+
+    @staticmethod
+    def workspace(kernels, sizes, mask_shape):
+        params = library.BackwardParams(dtype=library.DTYPES[torch.float32], sizes=library.Sizes(*sizes))
+        if mask_shape:
+            params.dmask = library.MaskGrad(4096, *mask_shape)
+        return kernels.c.backward_workspace(ctypes.byref(params)) // 4
+
+    @pytest.mark.parametrize(
+        ("shape", "parts"),
+        [
+            ((1, 1, 1, 1), 256),  # 2 * 8 * 64 * 64 tiles of scores
+            ((1, 1, 1, 4096), 4),  # 64 tiles of the mask, 2 * 8 * 64 each
+            ((2, 1, 1, 4096), 2),
+            ((1, 1, 4096, 1), 4),
+            ((1, 8, 1, 1), 32),
+            ((1, 1, 4096, 4096), 0),  # enough blocks without
+            ((2, 8, 4096, 4096), 0),
+        ],
+    )
+    def test_how_many(self, kernels, shape, parts):
+        sizes = (2, 8, 8, 4096, 4096, 64, 64)
+        extra = self.workspace(kernels, sizes, shape) - self.workspace(kernels, sizes, None)
+        assert extra == parts * torch.Size(shape).numel()
+
+    @pytest.mark.parametrize("shape", [(1, 1), (1, 200), (150, 1), (2, 3, 1, 1), (2, 1, 1, 200)], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+    def test_gradient(self, kernels, shape, dtype):
+        full = (1,) * (4 - len(shape)) + shape
+        sizes = (2, 3, 3, 150, 200, 8, 8)
+        assert self.workspace(kernels, sizes, full) > self.workspace(kernels, sizes, None)
+        q, k, v = make_qkv(2, 3, 150, 200, 8, dtype=dtype)
+        mask = torch.randn(shape, dtype=dtype).requires_grad_()
+        check_against_reference(q, k, v, mask, causal="lower_right", window=(90, 0), dropout_p=0.1)
+
+    def test_the_same_bits_in_any_order(self, kernels):
+        q, k, v = (t.detach() for t in make_qkv(2, 3, 150, 200, 8))
+        mask, grad = torch.randn(1, 200).requires_grad_(), torch.randn(2, 3, 150, 8)
+        results = []
+        for seed in range(3):
+            kernels.seed_order(seed)
+            results += torch.autograd.grad(flash_attn(q, k, v, mask), mask, grad)
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_float32_mask_on_other_inputs(dtype):
     q, k, v = make_qkv(1, 2, 20, 70, 8, dtype=dtype)

@@ -19,6 +19,8 @@ struct Kernels {
   void (*forward)(const AttentionParams&, void* workspace, const Parallel&);
   size_t (*backward_workspace)(const BackwardParams&, int threads);
   void (*backward)(const BackwardParams&, void* workspace, const Parallel&);
+  int64_t (*decode_splits)(const AttentionParams&);  // pieces of the keys; 0: the decode kernel does not run
+  int64_t decode_max_queries;                        // up to which it runs unasked
 };
 
 // Defined by isa_*.cpp; null where that file's instruction set does not exist on the compiled architecture.

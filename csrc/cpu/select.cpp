@@ -100,6 +100,17 @@ std::vector<std::string> available_isas() {
   return names;
 }
 
+std::vector<std::string> why_not_faster() {
+  const std::string active_isa = active_kernels().isa;
+  std::vector<std::string> reasons;
+  for (const Candidate& c : candidates()) {
+    const std::string reason = c.runs_here ? active_isa + " is forced" : "this CPU cannot run it";
+    reasons.insert(reasons.begin(), c.kernels->isa + (": " + reason));
+    if (c.kernels->isa == active_isa) reasons.clear();  // this one runs, and those before it are slower
+  }
+  return reasons;
+}
+
 std::map<std::string, int64_t> kernel_calls() {
   std::map<std::string, int64_t> calls;
   for (const Candidate& c : candidates())

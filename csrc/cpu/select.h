@@ -16,6 +16,9 @@ const Kernels& active_kernels();
 // Names of all kernels that this build has and this CPU can run, slowest first.
 std::vector<std::string> available_isas();
 
+// Why each instruction set that is faster than the active one does not run, the fastest first.
+std::vector<std::string> why_not_faster();
+
 // How often each available instruction set's kernels have run.
 std::map<std::string, int64_t> kernel_calls();
 

@@ -1,42 +1,141 @@
 #include "select.h"
 
+#include <string_view>
+
 #include "device.h"
+#include "gpu_code.h"
 #include "simt/simt.h"
 #include "sm80/sm80.h"
 #include "sm90/sm90.h"
+#include "tiers.h"
 
 namespace flash_attn_ext::cuda {
+namespace {
 
-// simt takes every dtype, head dimension and option of the contract, on any GPU; sm80 and, on Hopper, sm90
-// are faster where they can be.
+std::string version(int capability) {
+  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
 
-Selection<AttentionParams> select_forward(const AttentionParams& p) {
-  if (p.decode.has_unified_max) return {0, nullptr, "unified_max is for the CPU only so far"};
-  if (compute_capability() == 90 && sm90::why_not_forward(p) == nullptr)
-    return {0, p.dtype == DType::kFloat16 ? sm90::forward_float16 : sm90::forward_bfloat16};
-  if (sm80::why_not_forward(p) == nullptr)
-    return {0, p.dtype == DType::kFloat16 ? sm80::forward_float16 : sm80::forward_bfloat16};
-  const size_t bytes = simt::forward_workspace(p);
-  switch (p.dtype) {
-    case DType::kFloat32: return {bytes, simt::forward_float32};
-    case DType::kFloat64: return {bytes, simt::forward_float64};
-    case DType::kBFloat16: return {bytes, simt::forward_bfloat16};
-    case DType::kFloat16: return {bytes, simt::forward_float16};
+// Why a tier does not run on this GPU, whatever the call; empty if it does.
+std::string why_not_here(std::string_view tier, const char* forced, int capability) {
+  const bool is_sm90 = tier == "sm90";
+  if (forced && tier != forced) return std::string(forced) + " is forced";
+  if (capability == 0) return "the GPU does not tell its compute capability";
+  if (is_sm90 ? capability != 90 : tier == "sm80" && capability < 80)
+    return "this GPU has compute capability " + version(capability);
+  if (is_sm90 ? !has_code_for_9_0a() : !has_code_for(capability))
+    return "this build has no code for compute capability " + version(capability) + (is_sm90 ? "a" : "") +
+           ", only " + gpu_code();
+  return "";
+}
+
+template <class Params>
+using Workspace = size_t(const Params&);
+
+template <class Params>
+size_t no_workspace(const Params&) {
+  return 0;
+}
+
+// Takes the first tier that can run; the fastest is offered first.
+template <class Params>
+class Choice {
+ public:
+  explicit Choice(const Params& params) : params_(params) {}
+
+  // `why_not`: the tier's own answer for this call, which starts with its name; null: it can. No launch: the
+  // tier has no kernel for the dtype.
+  void offer(const char* tier, const char* why_not, Launch<Params>* launch, Workspace<Params>* workspace) {
+    if (selection_.launch) return;
+    std::string reason = why_not_here(tier, forced_, capability_);
+    if (!reason.empty()) {
+      reason = tier + (": " + reason);
+    } else if (why_not) {
+      reason = why_not;
+    } else if (!launch) {
+      reason = std::string(tier) + ": no kernel for query's dtype";
+    } else {
+      selection_.tier = tier;
+      selection_.launch = launch;
+      selection_.workspace_bytes = workspace(params_);
+      return;
+    }
+    if (!forced_ || std::string_view(tier) == forced_) refusal_ = reason;
+    selection_.why_not.push_back(std::move(reason));
+  }
+
+  // With no tier to run it, the reason of the forced one, or of the one that takes most.
+  Selection<Params> take() {
+    if (!selection_.launch)
+      selection_.reason = forced_ ? refusal_ + " (" + forced_ + " is forced)" : refusal_;
+    return std::move(selection_);
+  }
+
+ private:
+  const Params& params_;
+  const char* const forced_ = forced_tier();
+  const int capability_ = compute_capability();
+  std::string refusal_;
+  Selection<Params> selection_;
+};
+
+Launch<AttentionParams>* simt_forward(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return simt::forward_float32;
+    case DType::kFloat64: return simt::forward_float64;
+    case DType::kBFloat16: return simt::forward_bfloat16;
+    case DType::kFloat16: return simt::forward_float16;
     case DType::kBool: break;
   }
-  return {0, nullptr, "query's dtype has no kernel"};
+  return nullptr;
+}
+
+Launch<BackwardParams>* simt_backward(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return simt::backward_float32;
+    case DType::kFloat64: return simt::backward_float64;
+    case DType::kBFloat16: return simt::backward_bfloat16;
+    case DType::kFloat16: return simt::backward_float16;
+    case DType::kBool: break;
+  }
+  return nullptr;
+}
+
+// What the tiers for 16 bits have.
+template <class Params>
+Launch<Params>* of_half(DType dtype, Launch<Params>* bfloat16, Launch<Params>* float16) {
+  return dtype == DType::kFloat16 ? float16 : bfloat16;
+}
+
+template <class Params>
+Selection<Params> refuse(const char* reason) {
+  Selection<Params> selection;
+  selection.reason = reason;
+  return selection;
+}
+
+}  // namespace
+
+// A tier is one line for the forward and one for the backward, the fastest first. simt takes every dtype,
+// head dimension and option of the contract.
+
+Selection<AttentionParams> select_forward(const AttentionParams& p) {
+  if (p.decode.has_unified_max) return refuse<AttentionParams>("unified_max is for the CPU only so far");
+  Choice<AttentionParams> choice(p);
+  choice.offer("sm90", sm90::why_not_forward(p),
+               of_half(p.dtype, sm90::forward_bfloat16, sm90::forward_float16), no_workspace);
+  choice.offer("sm80", sm80::why_not_forward(p),
+               of_half(p.dtype, sm80::forward_bfloat16, sm80::forward_float16), no_workspace);
+  choice.offer("simt", nullptr, simt_forward(p.dtype), simt::forward_workspace);
+  return choice.take();
 }
 
 Selection<BackwardParams> select_backward(const BackwardParams& p) {
-  const size_t bytes = simt::backward_workspace(p);
-  switch (p.dtype) {
-    case DType::kFloat32: return {bytes, simt::backward_float32};
-    case DType::kFloat64: return {bytes, simt::backward_float64};
-    case DType::kBFloat16: return {bytes, simt::backward_bfloat16};
-    case DType::kFloat16: return {bytes, simt::backward_float16};
-    case DType::kBool: break;
-  }
-  return {0, nullptr, "query's dtype has no kernel"};
+  Choice<BackwardParams> choice(p);
+  choice.offer("sm90", "sm90: no backward", nullptr, no_workspace);
+  choice.offer("sm80", "sm80: no backward", nullptr, no_workspace);
+  choice.offer("simt", nullptr, simt_backward(p.dtype), simt::backward_workspace);
+  return choice.take();
 }
 
 }  // namespace flash_attn_ext::cuda

@@ -28,7 +28,7 @@ bool is_any_differentiated(const Tensors&... tensors) {
 // The options as one value: each entry of saved_data is a hash table's node.
 c10::IValue pack_options(const AttentionOptions& o) {
   std::vector<c10::IValue> values{o.scale,   o.causal,    o.lower_right, o.window_left, o.window_right,
-                                  o.softcap, o.dropout_p, o.num_splits,  o.unified_max};
+                                  o.softcap, o.dropout_p, o.num_splits,  o.unified_max, o.deterministic};
   return c10::ivalue::Tuple::create(std::move(values));
 }
 
@@ -42,7 +42,8 @@ AttentionOptions unpack_options(const c10::IValue& packed) {
           o[5].toDouble(),
           o[6].toDouble(),
           o[7].toInt(),
-          o[8].toOptional<double>()};
+          o[8].toOptional<double>(),
+          o[9].toBool()};
 }
 
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {

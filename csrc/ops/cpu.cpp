@@ -11,6 +11,7 @@
 #include "checks.h"
 #include "outputs.h"
 #include "pack_params.h"
+#include "plan.h"
 
 namespace flash_attn_ext {
 namespace {
@@ -30,13 +31,16 @@ cpu::Parallel torch_threads(const Sizes& z, double products) {
   return {serial ? 1 : at::get_num_threads(), run_on_torch_threads};
 }
 
+cpu::Parallel forward_threads(const AttentionParams& p) { return torch_threads(p.sizes, 2.0); }
+cpu::Parallel backward_threads(const BackwardParams& p) { return torch_threads(p.sizes, 5.0); }
+
 // Scratch for one call: from torch's allocator, or on the stack where an allocation would take longer than
 // the call.
 class Workspace {
  public:
   explicit Workspace(size_t bytes) {
-    if (bytes <= sizeof(small_)) return;
-    large_ = at::empty({static_cast<int64_t>(bytes + cpu::Arena::kAlignment)}, at::kByte);
+    if (allocated(bytes) == 0) return;
+    large_ = at::empty({allocated(bytes)}, at::kByte);
     const auto address = reinterpret_cast<uintptr_t>(large_.mutable_data_ptr());
     const auto mask = static_cast<uintptr_t>(cpu::Arena::kAlignment - 1);
     data_ = reinterpret_cast<void*>((address + mask) & ~mask);
@@ -45,8 +49,14 @@ class Workspace {
   Workspace& operator=(const Workspace&) = delete;
   void* data() const { return data_; }
 
+  // What torch's allocator is asked for where kernels need `bytes`.
+  static int64_t allocated(size_t bytes) {
+    return bytes <= kSmall ? 0 : static_cast<int64_t>(bytes + cpu::Arena::kAlignment);
+  }
+
  private:
-  alignas(cpu::Arena::kAlignment) char small_[65536];
+  static constexpr size_t kSmall = 65536;
+  alignas(cpu::Arena::kAlignment) char small_[kSmall];
   void* data_ = small_;
   at::Tensor large_;
 };
@@ -62,7 +72,7 @@ ForwardResult attention_cpu(FA_INPUT_ARGS, FA_OPTION_ARGS) {
   const AttentionInputs inputs = make_readable(given);
   const AttentionParams params = pack_attention(inputs, out, lse, options);
   const cpu::Kernels& kernels = cpu::active_kernels();
-  const cpu::Parallel parallel = torch_threads(params.sizes, 2.0);
+  const cpu::Parallel parallel = forward_threads(params);
   Workspace workspace(kernels.forward_workspace(params, parallel.threads));
   kernels.forward(params, workspace.data(), parallel);
   return {out, lse};
@@ -86,7 +96,7 @@ BackwardResult attention_backward_cpu(const OptionalTensor& grad_out, const Opti
   const PackedBackward packed = pack_backward(grad_out, grad_lse, given, out, lse, options, result);
   const BackwardParams& params = packed.params;
   const cpu::Kernels& kernels = cpu::active_kernels();
-  const cpu::Parallel parallel = torch_threads(params.sizes, 5.0);
+  const cpu::Parallel parallel = backward_threads(params);
   Workspace workspace(kernels.backward_workspace(params, parallel.threads));
   kernels.backward(params, workspace.data(), parallel);
   store_slopes_gradient(packed, given, result);
@@ -109,7 +119,35 @@ at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, int64_t batch, int64_t 
   return kept;
 }
 
+bool has_scores(const Sizes& z) { return z.batch * z.heads * z.seqlen_q * z.seqlen_k != 0; }
+
 }  // namespace
+
+KernelChoice choose_on_cpu(const AttentionParams& params) {
+  KernelChoice choice;
+  if (!has_scores(params.sizes)) return choice;
+  const cpu::Kernels& kernels = cpu::active_kernels();
+  choice.kernel = kernels.isa;
+  choice.why_not = cpu::why_not_faster();
+  choice.decode_splits = kernels.decode_splits(params);
+  if (choice.decode_splits == 0)
+    choice.why_not.push_back("decode: for at most " + std::to_string(kernels.decode_max_queries) +
+                             " queries, or where num_splits or unified_max asks for it");
+  choice.workspace_bytes =
+      Workspace::allocated(kernels.forward_workspace(params, forward_threads(params).threads));
+  return choice;
+}
+
+KernelChoice choose_on_cpu(const BackwardParams& params) {
+  KernelChoice choice;
+  if (!has_scores(params.sizes)) return choice;
+  const cpu::Kernels& kernels = cpu::active_kernels();
+  choice.kernel = kernels.isa;
+  choice.why_not = cpu::why_not_faster();
+  choice.workspace_bytes =
+      Workspace::allocated(kernels.backward_workspace(params, backward_threads(params).threads));
+  return choice;
+}
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
   m.impl("attention", attention_cpu);

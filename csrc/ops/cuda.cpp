@@ -7,6 +7,7 @@
 #include "checks.h"
 #include "outputs.h"
 #include "pack_params.h"
+#include "plan.h"
 
 #if defined(FLASH_ATTN_EXT_WITH_CUDA)
 #include <ATen/ops/empty.h>
@@ -22,11 +23,16 @@ namespace {
 
 #if defined(FLASH_ATTN_EXT_WITH_CUDA)
 
+template <class Params>
+std::string refusal_of(const cuda::Selection<Params>& selection) {
+  return "flash_attn on CUDA: " + selection.reason;
+}
+
 // The allocator keeps the workspace for this stream: it may be handed out again as soon as we return, to work
 // that comes after ours.
 template <class Params>
 void run(const cuda::Selection<Params>& selection, const Params& params, const at::TensorOptions& options) {
-  TORCH_CHECK_NOT_IMPLEMENTED(selection.launch, "flash_attn on CUDA: ", selection.reason);
+  TORCH_CHECK_NOT_IMPLEMENTED(selection.launch, refusal_of(selection));
   const at::Tensor workspace =
       at::empty({static_cast<int64_t>(selection.workspace_bytes)}, options.dtype(at::kByte));
   C10_CUDA_CHECK(selection.launch(params, workspace.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
@@ -77,6 +83,16 @@ at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t
   return kept;
 }
 
+template <class Params>
+KernelChoice as_choice(cuda::Selection<Params> selection) {
+  KernelChoice choice;
+  choice.kernel = selection.tier;
+  choice.refusal = selection.launch ? "" : refusal_of(selection);
+  choice.why_not = std::move(selection.why_not);
+  choice.workspace_bytes = static_cast<int64_t>(selection.workspace_bytes);
+  return choice;
+}
+
 #else
 
 [[noreturn]] void refuse() {
@@ -106,6 +122,28 @@ at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t
 #endif
 
 }  // namespace
+
+#if defined(FLASH_ATTN_EXT_WITH_CUDA)
+
+void check_has_cuda_half() {}
+
+KernelChoice choose_on_cuda(const AttentionParams& params, at::Device device) {
+  const c10::cuda::CUDAGuard device_guard(device);
+  return as_choice(cuda::select_forward(params));
+}
+
+KernelChoice choose_on_cuda(const BackwardParams& params, at::Device device) {
+  const c10::cuda::CUDAGuard device_guard(device);
+  return as_choice(cuda::select_backward(params));
+}
+
+#else
+
+void check_has_cuda_half() { refuse(); }
+KernelChoice choose_on_cuda(const AttentionParams&, at::Device) { refuse(); }
+KernelChoice choose_on_cuda(const BackwardParams&, at::Device) { refuse(); }
+
+#endif
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) {
   m.impl("attention", attention_cuda);

@@ -30,6 +30,7 @@ struct AttentionOptions {
   double dropout_p = 0.0;
   int64_t num_splits = 0;  // pieces of the keys for few queries; 0: as the shape needs. Forward only
   std::optional<double> unified_max;  // FlashDecoding++'s constant for the running maximum. Forward only
+  bool deterministic = false;         // the same bits at every run; on CPU they are anyway. Backward only
 };
 
 struct AttentionInputs {
@@ -64,11 +65,12 @@ using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor
       const OptionalTensor &alibi_slopes, const OptionalTensor &rng_state
 #define FA_OPTION_ARGS                                                                                   \
   std::optional<double> scale, bool causal, bool lower_right, int64_t window_left, int64_t window_right, \
-      double softcap, double dropout_p, int64_t num_splits, std::optional<double> unified_max
+      double softcap, double dropout_p, int64_t num_splits, std::optional<double> unified_max,           \
+      bool deterministic
 #define FA_INPUTS (::flash_attn_ext::AttentionInputs{query, key, value, attn_mask, alibi_slopes, rng_state})
 #define FA_OPTIONS                                                                                    \
   (::flash_attn_ext::AttentionOptions{scale, causal, lower_right, window_left, window_right, softcap, \
-                                      dropout_p, num_splits, unified_max})
+                                      dropout_p, num_splits, unified_max, deterministic})
 
 // Through the dispatcher.
 ForwardResult call_attention(const AttentionInputs& inputs, const AttentionOptions& options);

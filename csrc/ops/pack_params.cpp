@@ -117,6 +117,7 @@ PackedBackward pack_backward(const OptionalTensor& grad_out, const OptionalTenso
   p.dk = pack_tensor4(dk);
   p.dv = pack_tensor4(dv);
   p.dmask = pack_mask_grad(dmask);
+  p.deterministic = options.deterministic;
   p.dalibi_slopes = dslopes.defined() ? packed.dslopes_per_head.mutable_data_ptr() : nullptr;
   return packed;
 }

@@ -11,14 +11,15 @@ TORCH_LIBRARY(flash_attn_ext, m) {
       "Tensor? rng_state=None, *, float? scale=None, bool causal=False, bool lower_right=False, int "
       "window_left=-1, "
       "int window_right=-1, float softcap=0.0, float dropout_p=0.0, int num_splits=0, float? "
-      "unified_max=None) -> (Tensor out, Tensor lse)");
+      "unified_max=None, bool deterministic=False) -> (Tensor out, Tensor lse)");
   m.def(
       "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
       "Tensor? attn_mask, Tensor? alibi_slopes, Tensor? rng_state, Tensor out, Tensor lse, *, float? "
       "scale=None, "
       "bool causal=False, bool lower_right=False, int window_left=-1, int window_right=-1, float "
       "softcap=0.0, "
-      "float dropout_p=0.0, int num_splits=0, float? unified_max=None, bool[5] grad_mask) -> (Tensor, "
+      "float dropout_p=0.0, int num_splits=0, float? unified_max=None, bool deterministic=False, bool[5] "
+      "grad_mask) -> (Tensor, "
       "Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "dropout_mask(Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, "
@@ -31,7 +32,7 @@ ForwardResult call_attention(const AttentionInputs& in, const AttentionOptions& 
                              .typed<ForwardResult(FA_INPUT_ARGS, FA_OPTION_ARGS)>();
   return op.call(in.query, in.key, in.value, in.attn_mask, in.alibi_slopes, in.rng_state, o.scale, o.causal,
                  o.lower_right, o.window_left, o.window_right, o.softcap, o.dropout_p, o.num_splits,
-                 o.unified_max);
+                 o.unified_max, o.deterministic);
 }
 
 BackwardResult call_attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
@@ -44,7 +45,7 @@ BackwardResult call_attention_backward(const OptionalTensor& grad_out, const Opt
                                 const at::Tensor&, const at::Tensor&, FA_OPTION_ARGS, GradMask::Flags)>();
   return op.call(grad_out, grad_lse, in.query, in.key, in.value, in.attn_mask, in.alibi_slopes, in.rng_state,
                  out, lse, o.scale, o.causal, o.lower_right, o.window_left, o.window_right, o.softcap,
-                 o.dropout_p, o.num_splits, o.unified_max, g.flags());
+                 o.dropout_p, o.num_splits, o.unified_max, o.deterministic, g.flags());
 }
 
 }  // namespace flash_attn_ext

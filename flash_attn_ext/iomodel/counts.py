@@ -31,7 +31,7 @@ CANDIDATES = [
 
 @dataclass(frozen=True)
 class Problem:
-    """Self-attention of B * H heads."""
+    """Attention of B * H heads: self-attention, unless S_k or D_v is given."""
 
     B: int
     H: int
@@ -41,16 +41,21 @@ class Problem:
     backward: bool = True
     mask: bool = False
     dropout: float = 0.0
+    S_k: int | None = None
+    D_v: int | None = None
 
     @property
     def heads(self) -> int:
         return self.B * self.H
 
     def tensors(self, n: int) -> list[torch.Tensor]:
-        return [torch.empty(self.S, self.D, dtype=DTYPES[self.dtype], device="meta") for _ in range(n)]
+        """The first n of q, k, v and dout of one head."""
+        S_k, D_v = self.S_k or self.S, self.D_v or self.D
+        shapes = [(self.S, self.D), (S_k, self.D), (S_k, D_v), (self.S, D_v)]
+        return [torch.empty(shape, dtype=DTYPES[self.dtype], device="meta") for shape in shapes[:n]]
 
     def options(self) -> dict:
-        mask = torch.empty(self.S, self.S, dtype=DTYPES[self.dtype], device="meta") if self.mask else None
+        mask = torch.empty(self.S, self.S_k or self.S, dtype=DTYPES[self.dtype], device="meta") if self.mask else None
         dropout = Dropout(self.dropout, torch.zeros(2, dtype=torch.int64)) if self.dropout else None
         return {"mask": mask, "dropout": dropout}
 

@@ -1,9 +1,12 @@
 // What tests/cuda_host.py calls through ctypes. The params structs are mirrored there; their sizes are
 // compared.
+#include <stdexcept>
 #include <string>
 
+#include "cuda/gpu_code.h"
 #include "cuda/select.h"
 #include "cuda/sm90/sm90.h"
+#include "cuda/tiers.h"
 #include "fibers.h"
 #include "memory.h"
 
@@ -25,10 +28,25 @@ const char* report(cudaError_t status) {
 template <class Params>
 const char* run(const flash_attn_ext::cuda::Selection<Params>& selection, const Params& params,
                 void* workspace) {
-  return selection.launch ? report(selection.launch(params, workspace, nullptr)) : selection.reason;
+  static std::string reason;
+  if (selection.launch) return report(selection.launch(params, workspace, nullptr));
+  return (reason = selection.reason).c_str();
 }
 
+// The tier, and a line for each reason why a faster one does not run; with no tier, why nothing can.
+template <class Params>
+const char* describe(const flash_attn_ext::cuda::Selection<Params>& selection) {
+  static std::string text;
+  text = selection.launch ? selection.tier : selection.reason;
+  for (const std::string& reason : selection.why_not) text += "\n" + reason;
+  return text.c_str();
+}
+
+std::string code_of_build = "sm_80,compute_80,sm_90a";
+
 }  // namespace
+
+const char* flash_attn_ext::cuda::gpu_code() { return code_of_build.c_str(); }
 
 extern "C" {
 
@@ -40,6 +58,23 @@ void forget_buffers() { cuda_host::forget_buffers(); }
 void register_buffer(const void* data, int64_t bytes, int64_t element_bytes, const char* name, bool writable,
                      bool initialised) {
   cuda_host::register_buffer(data, bytes, element_bytes, name, writable, initialised);
+}
+
+void set_gpu_code(const char* code) { code_of_build = code; }
+const char* force_tier(const char* tier) {
+  static std::string error;
+  try {
+    flash_attn_ext::cuda::force_tier(tier);
+    return nullptr;
+  } catch (const std::invalid_argument& refusal) {
+    return (error = refusal.what()).c_str();
+  }
+}
+const char* forward_choice(const AttentionParams* p) {
+  return describe(flash_attn_ext::cuda::select_forward(*p));
+}
+const char* backward_choice(const BackwardParams* p) {
+  return describe(flash_attn_ext::cuda::select_backward(*p));
 }
 
 size_t forward_workspace(const AttentionParams* p) {

@@ -17,6 +17,12 @@ ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "cuda_host"
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool: 4}
 UNBOUNDED = 1 << 60
+GPU_CODE = "sm_80,compute_80,sm_90a"  # what setup.py builds
+# The C functions that return text, or null.
+TEXTS = (
+    "forward", "backward", "dropout_mask", "why_not_sm90_forward", "last_kernel", "forward_choice", "backward_choice",
+    "force_tier",
+)  # fmt: skip
 
 i64, u64, f64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
 
@@ -67,9 +73,9 @@ class Library:
     def __init__(self, path, seed=1):
         self.path = path
         self.num_splits = 0
-        self.deterministic = True
+        self.deterministic = None  # as the option says; a bool decides over it
         self.c = ctypes.CDLL(str(path))
-        for name in ("forward", "backward", "dropout_mask", "why_not_sm90_forward", "last_kernel"):
+        for name in TEXTS:
             getattr(self.c, name).restype = ctypes.c_char_p
         for name in ("forward_workspace", "backward_workspace"):
             getattr(self.c, name).restype = ctypes.c_size_t
@@ -78,6 +84,28 @@ class Library:
         assert self.c.attention_params_bytes() == ctypes.sizeof(AttentionParams)
         assert self.c.backward_params_bytes() == ctypes.sizeof(BackwardParams)
         self.seed_order(seed)
+
+    @contextmanager
+    def on_gpu(self, major, minor, code=GPU_CODE):
+        """Inside, the selector sees a GPU of this compute capability, and a build with this code."""
+        self.c.set_compute_capability(major, minor)
+        self.c.set_gpu_code(code.encode())
+        try:
+            yield
+        finally:
+            self.c.set_compute_capability(8, 0)
+            self.c.set_gpu_code(GPU_CODE.encode())
+
+    def force_tier(self, tier):
+        error = self.c.force_tier(tier.encode())
+        if error is not None:
+            raise ValueError(error.decode())
+
+    def choice(self, params):
+        """The tier that the selector takes, or, if none can run, the reason; and why each faster one does not."""
+        select = self.c.backward_choice if isinstance(params, BackwardParams) else self.c.forward_choice
+        tier, *why_not = select(ctypes.byref(params)).decode().splitlines()
+        return tier, why_not
 
     def seed_order(self, seed):
         """Another order of fibers and blocks, the same for the same seed."""
@@ -145,7 +173,7 @@ class Library:
 
     def backward(self, tensors, wanted, **options):
         params = self.pack(BackwardParams(), tensors, options)
-        params.deterministic = self.deterministic
+        params.deterministic = options["deterministic"] if self.deterministic is None else self.deterministic
         params.dout = tensor4(tensors["dout"])
         params.dlse = None if tensors["dlse"] is None else tensors["dlse"].data_ptr()
         grads = {}
@@ -205,7 +233,7 @@ def empty_in_order_of(like, last_dim):
 
 DEFAULTS = {
     "scale": None, "causal": False, "lower_right": False, "window_left": -1, "window_right": -1, "softcap": 0.0,
-    "dropout_p": 0.0, "num_splits": 0, "unified_max": None,
+    "dropout_p": 0.0, "num_splits": 0, "unified_max": None, "deterministic": False,
 }  # fmt: skip
 
 

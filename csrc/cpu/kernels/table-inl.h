@@ -77,5 +77,15 @@ void run_backward(const BackwardParams& p, void* workspace, const Parallel& para
   });
 }
 
-constexpr Kernels kKernels = {FA_ISA_NAME, &calls, run_forward_workspace, run_forward, run_backward_workspace,
-                              run_backward};
+int64_t decode_splits(const AttentionParams& p) {
+  if (!is_decode(p)) return 0;
+  return for_types_of(p.dtype, [&](auto types) {
+    using Of = decltype(types);
+    Arena measure(nullptr);
+    return plan_decode_workspace<typename Of::In, typename Of::T>(measure, p, 1).splits;
+  });
+}
+
+constexpr Kernels kKernels = {
+    FA_ISA_NAME,  &calls,        run_forward_workspace, run_forward, run_backward_workspace,
+    run_backward, decode_splits, kDecodeMaxQueries};

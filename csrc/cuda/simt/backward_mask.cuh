@@ -1,13 +1,25 @@
 // Gradient of a float mask, in the mask's own broadcast shape: dmask = sum of dS over what the mask was
 // broadcast.
 //
-// A block owns a tile of the mask's elements and adds the batches, heads and tiles that share it, in a fixed
-// order. Nothing of size S_q x S_k is stored that the mask itself is not.
+// A block owns a tile of the mask's elements, or a part of the sum for it, and adds the batches, heads and
+// tiles that share it, in a fixed order. Nothing of size S_q x S_k is stored that the mask itself is not.
 #pragma once
 
 #include "backward_tile.cuh"
 
 namespace flash_attn_ext::cuda::simt {
+
+// body(zero of the mask's type).
+template <class Body>
+__device__ void for_mask_type(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat32: return body(float{});
+    case DType::kFloat64: return body(double{});
+    case DType::kBFloat16: return body(__nv_bfloat16{});
+    case DType::kFloat16: return body(__half{});
+    case DType::kBool: return;  // has no gradient: checked in ops/checks.cpp
+  }
+}
 
 // Writes the tile (row block `mi`, column block `mj`) of mask gradient (mb, mh); a mask
 // that is broadcast along rows or columns takes their sum.
@@ -32,47 +44,59 @@ __global__ void __launch_bounds__(kThreads, 1) dmask_kernel(const BackwardParams
   auto& shared = shared_memory<BackwardMemory<T>>();
   const Sizes& z = p.sizes;
   const MaskGrad& g = p.dmask;
-  const int64_t row_blocks = ceil_div(g.rows, kBlockQ), col_blocks = ceil_div(g.cols, kBlockK);
-  const int64_t mj = blockIdx.x % col_blocks * kBlockK, mi = blockIdx.x / col_blocks % row_blocks * kBlockQ;
-  const int64_t head = blockIdx.x / (col_blocks * row_blocks), mh = head % g.heads, mb = head / g.heads;
+  const MaskPlan plan = plan_mask(z, g);
+  const int64_t mj = blockIdx.x % plan.col_blocks * kBlockK;
+  const int64_t mi = blockIdx.x / plan.col_blocks % plan.row_blocks * kBlockQ;
+  const int64_t head = blockIdx.x / (plan.col_blocks * plan.row_blocks), mh = head % g.heads,
+                mb = head / g.heads;
   const PhiloxKey key = dropout_key(p.dropout);
 
-  // What shares this tile: one block where the mask has the dimension, everything where it is broadcast.
-  const Range batches = g.batch == 1 ? Range{0, z.batch} : Range{mb, mb + 1};
-  const Range heads = g.heads == 1 ? Range{0, z.heads} : Range{mh, mh + 1};
-  const Range queries =
-      g.rows == 1 ? Range{0, z.seqlen_q} : Range{mi, smaller<int64_t>(mi + kBlockQ, z.seqlen_q)};
-  const Range keys =
-      g.cols == 1 ? Range{0, z.seqlen_k} : Range{mj, smaller<int64_t>(mj + kBlockK, z.seqlen_k)};
-
+  const int64_t tiles = plan.batches * plan.heads * plan.query_blocks * plan.key_blocks;
+  const int64_t first = blockIdx.z * plan.tiles_per_part;
+  const int64_t end = smaller<int64_t>(first + plan.tiles_per_part, tiles);
   T dmask[kRows][kCols] = {};
-  for (int64_t b = batches.begin; b < batches.end; ++b)
-    for (int64_t h = heads.begin; h < heads.end; ++h)
-      for (int64_t i0 = queries.begin; i0 < queries.end; i0 += kBlockQ) {
-        const int64_t i_end = smaller<int64_t>(i0 + kBlockQ, z.seqlen_q);
-        for (int64_t j0 = keys.begin; j0 < keys.end; j0 += kBlockK) {
-          const Range seen = visible_keys(p.band, i0, i_end, z.seqlen_k);
-          if (j0 >= seen.end || j0 + kBlockK <= seen.begin) continue;
-          recompute_tile<true, In>(p, terms, key, shared, {b, h, i0, j0},
-                                   [&](int row, int col, const Element<T>& element) {
-                                     shared.weights[row][col] = element.dscore;
-                                   });
+  for (int64_t n = first; n < end; ++n) {
+    // mb, mh, mi and mj are 0 where the mask is broadcast.
+    const int64_t row = n / plan.key_blocks, shared_head = row / plan.query_blocks;
+    const int64_t b = mb + shared_head / plan.heads, h = mh + shared_head % plan.heads;
+    const int64_t i0 = mi + row % plan.query_blocks * kBlockQ, j0 = mj + n % plan.key_blocks * kBlockK;
+    const int64_t i_end = smaller<int64_t>(i0 + kBlockQ, z.seqlen_q);
+    const Range seen = visible_keys(p.band, i0, i_end, z.seqlen_k);
+    if (j0 >= seen.end || j0 + kBlockK <= seen.begin) continue;
+    recompute_tile<true, In>(
+        p, terms, key, shared, {b, h, i0, j0},
+        [&](int row, int col, const Element<T>& element) { shared.weights[row][col] = element.dscore; });
 #pragma unroll
-          for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kRows; ++r)
 #pragma unroll
-            for (int c = 0; c < kCols; ++c) dmask[r][c] += shared.weights[tile_row(r)][tile_col(c)];
-        }
-      }
+      for (int c = 0; c < kCols; ++c) dmask[r][c] += shared.weights[tile_row(r)][tile_col(c)];
+  }
 
   store_elements(dmask, shared.weights);
   __syncthreads();  // the tile is complete
-  switch (p.mask.dtype) {
-    case DType::kFloat32: return store_mask_tile<float>(g, shared.weights, mb, mh, mi, mj);
-    case DType::kFloat64: return store_mask_tile<double>(g, shared.weights, mb, mh, mi, mj);
-    case DType::kBFloat16: return store_mask_tile<__nv_bfloat16>(g, shared.weights, mb, mh, mi, mj);
-    case DType::kFloat16: return store_mask_tile<__half>(g, shared.weights, mb, mh, mi, mj);
-    case DType::kBool: return;  // has no gradient: checked in ops/checks.cpp
+  if (plan.parts > 1) {
+    MaskGrad part = g;
+    part.data = terms.dmask_parts + blockIdx.z * (g.batch * g.heads * g.rows * g.cols);
+    return store_mask_tile<T>(part, shared.weights, mb, mh, mi, mj);
   }
+  for_mask_type(p.mask.dtype,
+                [&](auto out) { store_mask_tile<decltype(out)>(g, shared.weights, mb, mh, mi, mj); });
+}
+
+// Adds the parts, in order: a thread owns an element of the mask.
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1)
+    dmask_sum_kernel(const BackwardParams p, const RowTerms<T> terms) {
+  const MaskGrad& g = p.dmask;
+  const int64_t element = int64_t{blockIdx.x} * kThreads + threadIdx.x,
+                elements = g.batch * g.heads * g.rows * g.cols, parts = plan_mask(p.sizes, g).parts;
+  if (element >= elements) return;
+  T total = 0;
+  for (int64_t n = 0; n < parts; ++n) total += terms.dmask_parts[n * elements + element];
+  for_mask_type(p.mask.dtype, [&](auto out) {
+    using Out = decltype(out);
+    static_cast<Out*>(g.data)[element] = round_to<Out>(total);
+  });
 }
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -13,10 +13,10 @@ cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream
   const int64_t heads = z.batch * z.heads;
   const int64_t query_tasks = heads * ceil_div(z.seqlen_q, kBlockQ);
   const int64_t key_tasks = z.batch * z.heads_kv * ceil_div(z.seqlen_k, kBlockK);
-  const int64_t mask_tasks =
-      p.dmask.batch * p.dmask.heads * ceil_div(p.dmask.rows, kBlockQ) * ceil_div(p.dmask.cols, kBlockK);
-  const auto run = [&](auto kernel, bool wanted, int64_t tasks, int64_t slices) {
-    const LaunchShape shape{wanted ? tasks : 0, slices, 1, kThreads, sizeof(BackwardMemory<T>)};
+  const MaskPlan mask = plan_mask(z, p.dmask);
+  const int64_t mask_elements = p.dmask.batch * p.dmask.heads * p.dmask.rows * p.dmask.cols;
+  const auto run = [&](auto kernel, bool wanted, int64_t tasks, int64_t slices, int64_t splits = 1) {
+    const LaunchShape shape{wanted ? tasks : 0, slices, splits, kThreads, sizeof(BackwardMemory<T>)};
     return launch(kernel, shape, stream, p, terms);
   };
   const bool narrow = slice_of(z.head_dim) == kNarrowSlice, narrow_v = slice_of(z.head_dim_v) == kNarrowSlice;
@@ -38,7 +38,10 @@ cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream
                             : dkv_kernel<In, KeyGradient::kDv, kMaxSlice>,
                    bool(p.dv), key_tasks, slices_v);
       },
-      [&] { return run(dmask_kernel<In>, bool(p.dmask), mask_tasks, 1); },
+      [&] { return run(dmask_kernel<In>, bool(p.dmask), mask.tasks, 1, mask.parts); },
+      [&] {
+        return run(dmask_sum_kernel<T>, p.dmask && mask.parts > 1, ceil_div(mask_elements, kThreads), 1);
+      },
       [&] { return run(dslopes_kernel<T>, p.dalibi_slopes != nullptr, ceil_div(heads, kThreads), 1); });
 }
 

@@ -74,6 +74,7 @@ template <class T>
 struct RowTerms {
   T *delta, *reference, *correction;  // [B * H * S_q] each
   T* dslopes;                         // [B * H][query blocks]: partial sums of the slopes' gradients
+  T* dmask_parts;                     // MaskPlan's
 
   RowTerms(void* workspace, const Sizes& z) {
     const int64_t rows = z.batch * z.heads * z.seqlen_q;
@@ -81,11 +82,47 @@ struct RowTerms {
     reference = delta + rows;
     correction = reference + rows;
     dslopes = correction + rows;
+    dmask_parts = static_cast<T*>(workspace) + elements(z);
   }
   static int64_t elements(const Sizes& z) {
     return z.batch * z.heads * (3 * z.seqlen_q + ceil_div(z.seqlen_q, kBlockQ));
   }
 };
+
+// The gradient of the mask: a tile of the mask's own elements takes the sum of all score tiles that share it.
+// Where a mask that is broadcast has few tiles, that sum is cut into parts, which dmask_sum_kernel adds in
+// order.
+struct MaskPlan {
+  int64_t row_blocks, col_blocks;                    // tiles of the mask's rows and columns
+  int64_t tasks;                                     // tiles of all its batches and heads
+  int64_t batches, heads, query_blocks, key_blocks;  // that share a tile: 1 where the mask has the dimension
+  int64_t parts, tiles_per_part;
+};
+
+FA_HOST_DEVICE inline MaskPlan plan_mask(const Sizes& z, const MaskGrad& g) {
+  constexpr int64_t kWantedBlocks = 256, kLeastTilesPerPart = 4;  // as for the forward's splits
+  MaskPlan plan;
+  plan.row_blocks = ceil_div(g.rows, kBlockQ);
+  plan.col_blocks = ceil_div(g.cols, kBlockK);
+  plan.tasks = g.batch * g.heads * plan.row_blocks * plan.col_blocks;
+  plan.batches = g.batch == 1 ? z.batch : 1;
+  plan.heads = g.heads == 1 ? z.heads : 1;
+  plan.query_blocks = g.rows == 1 ? ceil_div(z.seqlen_q, kBlockQ) : 1;
+  plan.key_blocks = g.cols == 1 ? ceil_div(z.seqlen_k, kBlockK) : 1;
+
+  const int64_t tiles = plan.batches * plan.heads * plan.query_blocks * plan.key_blocks;
+  const int64_t wanted = plan.tasks > 0 ? ceil_div(kWantedBlocks, plan.tasks) : 1;
+  const int64_t most = tiles / kLeastTilesPerPart, parts = wanted < most ? wanted : most;
+  plan.tiles_per_part = ceil_div(tiles, parts < 1 ? 1 : parts);
+  plan.parts = tiles == 0 ? 1 : ceil_div(tiles, plan.tiles_per_part);
+  return plan;
+}
+
+// The parts of the mask's gradient, [parts][the mask's elements]; none where one part writes the gradient.
+inline int64_t mask_part_elements(const Sizes& z, const MaskGrad& g) {
+  const int64_t parts = g ? plan_mask(z, g).parts : 1;
+  return parts == 1 ? 0 : parts * g.batch * g.heads * g.rows * g.cols;
+}
 
 inline int64_t accumulator_bytes(const AttentionParams& p) { return p.dtype == DType::kFloat64 ? 8 : 4; }
 

@@ -9,7 +9,7 @@ size_t forward_workspace(const AttentionParams& p) {
 }
 
 size_t backward_workspace(const BackwardParams& p) {
-  return accumulator_bytes(p) * RowTerms<char>::elements(p.sizes);
+  return accumulator_bytes(p) * (RowTerms<char>::elements(p.sizes) + mask_part_elements(p.sizes, p.dmask));
 }
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -1,0 +1,63 @@
+#include "gpu_code.h"
+
+#include <cstdlib>
+#include <string>
+#include <string_view>
+
+namespace flash_attn_ext::cuda {
+namespace {
+
+constexpr std::string_view kMachineCode = "sm_", kPtx = "compute_";
+
+bool starts_with(std::string_view text, std::string_view start) {
+  return text.substr(0, start.size()) == start;
+}
+
+// Machine code runs on later minor versions of its major one, PTX on everything later. What is compiled for
+// "a" runs on that one alone, for "f" on later minor versions, PTX or not.
+bool runs_on(std::string_view code, int capability) {
+  const bool is_ptx = starts_with(code, kPtx);
+  const std::string version(code.substr(is_ptx ? kPtx.size() : kMachineCode.size()));
+  char* suffix = nullptr;
+  const int number = static_cast<int>(std::strtol(version.c_str(), &suffix, 10));
+  if (*suffix == 'a') return capability == number;
+  const bool same_major = capability / 10 == number / 10;
+  return capability >= number && (same_major || (is_ptx && *suffix == '\0'));
+}
+
+template <class Predicate>
+bool any_code(const Predicate& predicate) {
+  const std::string_view all = gpu_code();
+  for (size_t begin = 0; begin < all.size();) {
+    const size_t end = all.find(',', begin);
+    if (predicate(all.substr(begin, end - begin))) return true;
+    if (end == all.npos) break;
+    begin = end + 1;
+  }
+  return false;
+}
+
+}  // namespace
+
+#if !defined(FLASH_ATTN_EXT_CUDA_ON_HOST)  // there the test says what a build has
+
+// nvcc's own __CUDA_ARCH_LIST__ calls both 9.0 and 9.0a 900, and does not tell whether there is PTX.
+#if !defined(FLASH_ATTN_EXT_GPU_CODE)
+#error "setup.py defines FLASH_ATTN_EXT_GPU_CODE: what nvcc's -gencode options say after code="
+#endif
+#define FA_TEXT_OF(...) #__VA_ARGS__
+#define FA_TEXT(...) FA_TEXT_OF(__VA_ARGS__)
+
+const char* gpu_code() { return FA_TEXT(FLASH_ATTN_EXT_GPU_CODE); }
+
+#endif
+
+bool has_code_for(int capability) {
+  return any_code([capability](std::string_view code) { return runs_on(code, capability); });
+}
+
+bool has_code_for_9_0a() {
+  return any_code([](std::string_view code) { return code == "sm_90a" || code == "compute_90a"; });
+}
+
+}  // namespace flash_attn_ext::cuda
