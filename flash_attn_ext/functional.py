@@ -96,7 +96,9 @@ def flash_attn(
     if dropout_p > 0.0 and rng_state is None:
         check_is_dense("query", query)
         rng_state = new_rng_state(query.device)
-    if not isinstance(deterministic, bool):
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    else:
         deterministic = is_deterministic(deterministic)
     options = (
         scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p, num_splits, unified_max,

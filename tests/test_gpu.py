@@ -3,6 +3,8 @@
 Written without a GPU at hand. `make gpu` runs it, with a time-out for each case.
 """
 
+import re
+
 import helpers
 import pytest
 import test_contract
@@ -104,11 +106,12 @@ def test_the_dropout_mask_is_that_of_the_cpu(dropout_p):
 
 
 def everything(dtype):
-    """Inputs and options that reach every gradient."""
+    """Inputs and options that reach every gradient, with results that can be compared bit by bit."""
     q, k, v = make_qkv(2, 4, 300, 333, 64, heads_kv=2, dtype=dtype)
     mask = torch.randn(1, 4, 1, 333, dtype=dtype).requires_grad_()
     slopes = torch.rand(4, dtype=dtype).requires_grad_()
-    return [q, k, v, mask, slopes], {"causal": "lower_right", "dropout_p": 0.2, "rng_state": new_rng_state()}
+    options = {"causal": "lower_right", "dropout_p": 0.2, "rng_state": new_rng_state(), "deterministic": True}
+    return [q, k, v, mask, slopes], options
 
 
 def run(inputs, options):
@@ -129,7 +132,7 @@ def test_two_runs_are_bitwise_equal(dtype):
 def test_a_plain_call_is_bitwise_repeatable(dtype):
     """No option that only some tiers take."""
     q, k, v = make_qkv(2, 4, 300, 333, 64, heads_kv=2, dtype=dtype)
-    first, second = (run([q, k, v, None, None], {"is_causal": True}) for _ in range(2))
+    first, second = (run([q, k, v, None, None], {"is_causal": True, "deterministic": True}) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -152,7 +155,7 @@ def test_a_graph_replays_with_new_inputs(dtype):
     grad = torch.randn(2, 2, 130, 64, dtype=dtype)
 
     def step():
-        out = flash_attn(q, k, v, is_causal=True)
+        out = flash_attn(q, k, v, is_causal=True, deterministic=True)
         return [out, *torch.autograd.grad(out, (q, k, v), grad)]
 
     graph, results = captured(step)
@@ -170,7 +173,7 @@ def test_a_graph_draws_a_fresh_dropout_mask_at_each_replay():
     grad = torch.randn(2, 2, 130, 64)
 
     def step(state):
-        out = flash_attn(q, k, v, dropout_p=0.3, rng_state=state)
+        out = flash_attn(q, k, v, dropout_p=0.3, rng_state=state, deterministic=True)
         return [state, out, *torch.autograd.grad(out, (q, k, v), grad)]
 
     graph, results = captured(lambda: step(new_rng_state()))
@@ -205,10 +208,10 @@ def test_another_stream_than_the_default():
         torch.cuda._sleep(100_000_000)
         with torch.no_grad():
             q.copy_(new)
-        out = flash_attn(q, k, v)
+        out = flash_attn(q, k, v, deterministic=True)
         grads = torch.autograd.grad(out, (q, k, v), grad)
     torch.cuda.synchronize()
-    expected = flash_attn(q, k, v)
+    expected = flash_attn(q, k, v, deterministic=True)
     assert torch.equal(out, expected)
     for a, b in zip(grads, torch.autograd.grad(expected, (q, k, v), grad), strict=True):
         assert torch.equal(a, b)
@@ -253,6 +256,52 @@ def test_nothing_waits_for_the_gpu(dtype):
         run(inputs, options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class TestTiers:
+    """Each tier by force, and what explain says of it."""
+
+    @pytest.fixture(params=["simt", "sm80", "sm90"])
+    def tier(self, request):
+        flash_attn_ext.force_cuda_tier(request.param)
+        yield request.param
+        flash_attn_ext.force_cuda_tier(None)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+    def test_a_forced_tier_runs_or_says_why_not(self, tier, dtype):
+        q, k, v = make_qkv(2, 4, 300, 333, 64, heads_kv=2, dtype=dtype)
+        explained = flash_attn_ext.explain(q, k, v, is_causal=True, enable_gqa=True)
+        call = lambda: flash_attn(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
+        out = self.runs_or_raises(tier, explained.forward, call)
+        if out is not None:
+            self.runs_or_raises(tier, explained.backward, lambda: torch.autograd.grad(out.sum(), (q, k, v)))
+
+    @staticmethod
+    def runs_or_raises(tier, explained, action):
+        """As was explained; the action's result, if there is one."""
+        if explained.error is None:
+            assert explained.kernel == tier
+            return action()
+        assert f"{tier}: " in explained.error
+        assert explained.error.endswith(f"({tier} is forced)")
+        with pytest.raises(NotImplementedError, match=re.escape(explained.error)):
+            action()
+        return None
+
+    @dtypes
+    def test_memory_is_what_the_call_allocates(self, dtype):
+        q, k, v = make_qkv(2, 4, 300, 333, 64, dtype=dtype)
+
+        def requested(action):
+            before = torch.cuda.memory_stats()["requested_bytes.all.allocated"]
+            result = action()
+            return torch.cuda.memory_stats()["requested_bytes.all.allocated"] - before, result
+
+        explained = flash_attn_ext.explain(q, k, v)
+        forward, out = requested(lambda: flash_attn(q, k, v))
+        grad = torch.ones_like(out)
+        backward, _ = requested(lambda: torch.autograd.grad(out, (q, k, v), grad))
+        assert (explained.forward.allocated_bytes, explained.backward.allocated_bytes) == (forward, backward)
 
 
 def test_no_memory_grows_with_the_square_of_the_length():
