@@ -4,8 +4,6 @@
 #include "scores.cuh"
 
 namespace flash_attn_ext::cuda {
-namespace {
-
 constexpr int kWarp = 32, kThreads = 128;
 
 // The largest, or the sum, over the lanes of a warp.
@@ -69,8 +67,6 @@ cudaError_t launch_of(const AttentionParams& p, int64_t splits, void* workspace,
   return launch(combine_kernel<In>, {(warps + kWarps - 1) / kWarps, 1, 1, kThreads}, stream, p, splits,
                 Partials<T>(workspace, z, splits), slices);
 }
-
-}  // namespace
 
 cudaError_t launch_combine(const AttentionParams& p, int64_t splits, void* workspace, cudaStream_t stream) {
   if (splits == 1) return cudaSuccess;

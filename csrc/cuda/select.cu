@@ -16,6 +16,9 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
     return {0, p.dtype == DType::kFloat16 ? sm90::forward_float16 : sm90::forward_bfloat16};
   if (sm80::why_not_forward(p) == nullptr)
     return {0, p.dtype == DType::kFloat16 ? sm80::forward_float16 : sm80::forward_bfloat16};
+  if (sm80::why_not_decode(p) == nullptr)
+    return {sm80::decode_workspace(p),
+            p.dtype == DType::kFloat16 ? sm80::decode_float16 : sm80::decode_bfloat16};
   const size_t bytes = simt::forward_workspace(p);
   switch (p.dtype) {
     case DType::kFloat32: return {bytes, simt::forward_float32};

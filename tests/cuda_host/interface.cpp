@@ -3,6 +3,7 @@
 #include <string>
 
 #include "cuda/select.h"
+#include "cuda/sm80/sm80.h"
 #include "cuda/sm90/sm90.h"
 #include "fibers.h"
 #include "memory.h"
@@ -51,6 +52,12 @@ const char* forward(const AttentionParams* p, void* workspace) {
 
 const char* why_not_sm90_forward(const AttentionParams* p) {
   return flash_attn_ext::cuda::sm90::why_not_forward(*p);
+}
+const char* why_not_sm80_forward(const AttentionParams* p) {
+  return flash_attn_ext::cuda::sm80::why_not_forward(*p);
+}
+const char* why_not_sm80_decode(const AttentionParams* p) {
+  return flash_attn_ext::cuda::sm80::why_not_decode(*p);
 }
 const char* last_kernel() {
   static std::string name;

@@ -69,7 +69,8 @@ class Library:
         self.num_splits = 0
         self.deterministic = True
         self.c = ctypes.CDLL(str(path))
-        for name in ("forward", "backward", "dropout_mask", "why_not_sm90_forward", "last_kernel"):
+        reasons = ("why_not_sm80_forward", "why_not_sm80_decode", "why_not_sm90_forward")
+        for name in ("forward", "backward", "dropout_mask", "last_kernel", *reasons):
             getattr(self.c, name).restype = ctypes.c_char_p
         for name in ("forward_workspace", "backward_workspace"):
             getattr(self.c, name).restype = ctypes.c_size_t

@@ -9,7 +9,13 @@ namespace flash_attn_ext::cuda::sm80 {
 // Why another tier must run the forward; null: this one can, on a GPU of compute capability 8.0 or later.
 const char* why_not_forward(const AttentionParams& p);
 
+// The same for the forward of few queries, or of more whose keys the caller wants to be split.
+const char* why_not_decode(const AttentionParams& p);
+size_t decode_workspace(const AttentionParams& p);
+
 cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
+cudaError_t decode_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
+cudaError_t decode_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_attn_ext::cuda::sm80
