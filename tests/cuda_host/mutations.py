@@ -25,10 +25,10 @@ CUDA = library.ROOT / "csrc" / "cuda"
 # What is rebuilt, by folder. One dtype is enough: the others are the same text.
 REBUILT = {
     "simt": ["simt/forward_float32.o", "simt/backward_float32.o"],
-    "sm80": ["sm80/forward_bfloat16.o"],
+    "sm80": ["sm80/forward_bfloat16.o", "sm80/decode_bfloat16.o"],
 }
 # Statements of their own, and what is assigned or returned.
-BARRIER = r"(?:__sync(?:threads|warp)\w*|ptx::cp_async_(?:wait<\d>|commit))\([^()]*\);?"
+BARRIER = r"(?:__sync(?:threads|warp)\w*|ptx::cp_async_(?:wait<[^<>()]*>|commit))\([^()]*\);?"
 SEEDS = 2
 
 
@@ -101,6 +101,11 @@ def results(path, seed):
         found += [flash_attn(*half, causal="upper_left").nan_to_num(), flash_attn(*half[:2], half[1])]
         loaded.num_splits = 2
         found += [flash_attn(q[:, :, :2], k, v, enable_gqa=True)]
+        few = [torch.randn(1, 4, 8, 64).bfloat16(), *(torch.randn(1, 2, 500, 64).bfloat16() for _ in range(2))]
+        few[2][:, :, 30:480:50] = torch.nan  # the first row sees none of these, the others do
+        mask = torch.rand(8, 500) > 0.2
+        mask[0, 30:480:50], mask[1:, 30:480:50] = False, True
+        found += [flash_attn(*few, mask, enable_gqa=True).nan_to_num(), flash_attn(*few[:2], few[1], enable_gqa=True)]
     return found
 
 
