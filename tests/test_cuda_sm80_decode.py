@@ -4,16 +4,14 @@ import ctypes
 import re
 
 import pytest
-import reference
 import test_contract
 import torch
 from cuda_host import library
-from helpers import make_qkv
+from helpers import check_forward_against_reference, make_qkv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tolerances import assert_as_exact_as_torch
 
-from flash_attn_ext import dropout_mask, flash_attn, new_rng_state
+from flash_attn_ext import flash_attn
 
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 # Three warps share out tiles of 48 keys, 16 each; up to D 64 a warp has 7 of them on its ring, then 5, then 3.
@@ -49,28 +47,11 @@ def make(*shape, dtype=torch.bfloat16, **options):
     return [t.detach() for t in make_qkv(*shape, dtype=dtype, **options)]
 
 
-def check_decode(kernels, q, k, v, mask=None, *, dropout_p=0.0, **options):
-    """out and lse by the kernel under test, against the oracle in fp64 and in the same dtype."""
-    state, kept = None, None
-    if dropout_p:
-        state = new_rng_state()
-        kept = dropout_mask(state, *q.shape[:3], k.shape[2], dropout_p)
-    with torch.no_grad():
-        given = {"dropout_p": dropout_p, **options}
-        ours = flash_attn(q, k, v, mask, rng_state=state, enable_gqa=True, return_lse=True, **given)
-        if q.numel():
-            assert re.search(rb"sm80::decode_kernel|cuda::combine_kernel", kernels.c.last_kernel())
-
-        def dense(dtype):
-            float_mask = mask is not None and mask.is_floating_point()
-            wider = {n: t.to(dtype) if torch.is_tensor(t) else t for n, t in given.items()}
-            tensors = [t.to(dtype) for t in (q, k, v)]
-            return reference.attention(*tensors, mask.to(dtype) if float_mask else mask, kept=kept, **wider)
-
-        exact, theirs = dense(torch.float64), dense(q.dtype)
-    for name, a, b, c in zip(("out", "lse"), ours, theirs, exact, strict=True):
-        assert_as_exact_as_torch(name, a, b, c, 2)
-    return ours
+def check_decode(kernels, q, *inputs, **options):
+    """out and lse by the kernel under test, against the oracle."""
+    results = check_forward_against_reference(q, *inputs, **options)
+    assert re.search(rb"sm80::decode_kernel|cuda::combine_kernel", kernels.c.last_kernel())
+    return results
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

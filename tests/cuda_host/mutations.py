@@ -22,10 +22,11 @@ from cuda_host import library
 from flash_attn_ext import flash_attn
 
 CUDA = library.ROOT / "csrc" / "cuda"
-# What is rebuilt, by folder. One dtype is enough: the others are the same text.
+# What is rebuilt, by source or by folder. One dtype is enough: the others are the same text.
 REBUILT = {
     "simt": ["simt/forward_float32.o", "simt/backward_float32.o"],
-    "sm80": ["sm80/forward_bfloat16.o", "sm80/decode_bfloat16.o"],
+    "sm80/forward.cuh": ["sm80/forward_bfloat16.o"],
+    "sm80/decode.cuh": ["sm80/decode_bfloat16.o"],
 }
 # Statements of their own, and what is assigned or returned.
 BARRIER = r"(?:__sync(?:threads|warp)\w*|ptx::cp_async_(?:wait<[^<>()]*>|commit))\([^()]*\);?"
@@ -64,7 +65,7 @@ def build_mutated(mutation, folder, built):
     shutil.copytree(CUDA.parent, sources)
     path = sources / "cuda" / mutation.path
     path.write_text(mutation.apply(path.read_text()))
-    rebuilt = REBUILT[mutation.path.parts[0]]
+    rebuilt = REBUILT.get(str(mutation.path)) or REBUILT[mutation.path.parts[0]]
     targets = [objects / name for name in rebuilt]
     make = ["make", "-j2", "-C", library.HERE, f"SOURCES={sources}", f"BUILD={objects}", *targets]
     subprocess.run(make, check=True, capture_output=True)

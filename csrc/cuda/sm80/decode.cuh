@@ -5,6 +5,8 @@
 // them, and combine.cu merges.
 #pragma once
 
+#include <algorithm>
+
 #include "../combine.h"
 #include "../launch.h"
 #include "../shared_memory.h"
@@ -303,7 +305,7 @@ template <class In>
 cudaError_t launch_decode(const AttentionParams& p, void* workspace, cudaStream_t stream) {
   const DecodePlan plan = plan_decode(p);
   const Partials<float> partials(workspace, p.sizes, plan.splits);
-  const int64_t widest = p.sizes.head_dim > p.sizes.head_dim_v ? p.sizes.head_dim : p.sizes.head_dim_v;
+  const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
   const auto attend = widest <= 64    ? launch_decode_padded<DecodeConfig<In, 64, 7>>
                       : widest <= 128 ? launch_decode_padded<DecodeConfig<In, 128, 5>>
                                       : launch_decode_padded<DecodeConfig<In, 256, 3>>;

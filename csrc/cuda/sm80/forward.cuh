@@ -1,7 +1,8 @@
 // Forward on tensor cores: FlashAttention-2, algorithm 1. A block owns 128 query rows of a head, a warp 16 of
-// them. K and V come by cp.async, each in two buffers, so that the next tile's copy runs under this tile's
-// products.
+// them. K and V come by cp.async, so that copies run under products.
 #pragma once
+
+#include <algorithm>
 
 #include "../launch.h"
 #include "../shared_memory.h"
@@ -10,21 +11,21 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-template <class In_, int kHeadDim_>
+template <class In_, int kHeadDim_, int kBlockK_, int kBuffers_>
 struct Config {
   using In = In_;
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kBlockQ = 16 * kWarps, kBlockK = 64;
+  static constexpr int kBlockQ = 16 * kWarps, kBlockK = kBlockK_;
+  static constexpr int kBuffers = kBuffers_;  // of K, and as many of V
 };
 
 template <class C>
 struct SharedMemory {
   Tile<typename C::In, C::kBlockQ, C::kHeadDim> q;
-  Tile<typename C::In, C::kBlockK, C::kHeadDim> k[2], v[2];
+  Tile<typename C::In, C::kBlockK, C::kHeadDim> k[C::kBuffers], v[C::kBuffers];
   int row_is_finite[C::kBlockK];  // of v, where take_out_non_finite_rows() looked
 };
-static_assert(sizeof(SharedMemory<Config<__half, 128>>) <= kMaxSharedBytes);
 
 // Where a thread's elements of the block's scores lie: element e of accumulator n.
 struct Place {
@@ -98,6 +99,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int64_t begin = keys.begin / C::kBlockK * C::kBlockK;
   const PhiloxKey key = dropout_key(p.dropout);
 
+  // Two buffers: the next tile's K and V come while this one's are used. One: V comes while K is used, and K
+  // while V is.
+  constexpr bool kDouble = C::kBuffers == 2;
+  constexpr int kLater = kDouble ? 1 : 0;  // groups on their way that nobody waits for yet
   const auto load_k = [&](int64_t j0, int buffer) {
     if (j0 < keys.end)
       shared.k[buffer].template load_async<C::kThreads>(p.k, b, h_kv, j0, z.seqlen_k, z.head_dim);
@@ -111,20 +116,24 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   shared.q.template load_async<C::kThreads>(p.q, b, h, i0, z.seqlen_q, z.head_dim);
   load_k(begin, 0);  // one group with q
-  load_v(begin, 0);
+  if (kDouble) load_v(begin, 0);
 
   RowStatistics statistics;
   float out[C::kHeadDim / 8][4] = {};
   int buffer = 0;
-  for (int64_t j0 = begin; j0 < keys.end; j0 += C::kBlockK, buffer ^= 1) {
+  for (int64_t j0 = begin; j0 < keys.end; j0 += C::kBlockK, buffer ^= kDouble) {
     const Place at{z, b, h, i0, j0};
     const int64_t j_end = smaller<int64_t>(j0 + C::kBlockK, z.seqlen_k);
     const bool tail = j_end < j0 + C::kBlockK;
     const bool partial = p.mask || tail || !band_covers(p.band, i0, i_end, j0, j_end);
 
-    ptx::cp_async_wait<1>();  // this thread's part of q and k has landed; v may be on its way
-    __syncthreads();          // everyone's part has; everyone has read the other k
-    load_k(j0 + C::kBlockK, buffer ^ 1);
+    ptx::cp_async_wait<kLater>();  // this thread's part of q and k has landed; v may be on its way
+    __syncthreads();               // everyone's part has; everyone has read the other k, or, of one, v
+    if constexpr (kDouble) {
+      load_k(j0 + C::kBlockK, buffer ^ 1);
+    } else {
+      load_v(j0, 0);
+    }
 
     float scores[C::kBlockK / 8][4] = {};
     multiply_rows(shared.q, shared.k[buffer], scores);
@@ -137,9 +146,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
 
-    ptx::cp_async_wait<1>();  // this thread's part of v has landed; the next k may be on its way
-    __syncthreads();          // everyone's part has; everyone has read the other v
-    load_v(j0 + C::kBlockK, buffer ^ 1);
+    ptx::cp_async_wait<kLater>();  // this thread's part of v has landed; the next k may be on its way
+    __syncthreads();               // everyone's part has; everyone has read the other v, or, of one, k
+    if constexpr (kDouble) {
+      load_v(j0 + C::kBlockK, buffer ^ 1);
+    } else {
+      load_k(j0 + C::kBlockK, 0);
+    }
     if (partial && has_non_finite<C>(shared.v[buffer]))
       take_out_non_finite_rows<C>(scores, attends, shared, buffer, out);
     multiply_weights(scores, shared.v[buffer], out);
@@ -173,10 +186,16 @@ cudaError_t launch_padded(const AttentionParams& p, cudaStream_t stream) {
   return launch(forward_kernel<C>, shape, stream, p, query_blocks);
 }
 
+// Each of 99 KB at most, what GPUs of compute capability 8.6 and 8.9 have. 128 queries everywhere: K and V
+// come from L2 once for all of them, and of eight warps two share a scheduler, one's softmax under the
+// other's products.
 template <class In>
 cudaError_t launch_forward(const AttentionParams& p, cudaStream_t stream) {
-  const bool narrow = p.sizes.head_dim <= 64 && p.sizes.head_dim_v <= 64;
-  return narrow ? launch_padded<Config<In, 64>>(p, stream) : launch_padded<Config<In, 128>>(p, stream);
+  const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
+  if (widest <= 64) return launch_padded<Config<In, 64, 64, 2>>(p, stream);    // 48 KB
+  if (widest <= 128) return launch_padded<Config<In, 128, 64, 2>>(p, stream);  // 96 KB
+  if (widest <= 192) return launch_padded<Config<In, 192, 32, 2>>(p, stream);  // 96 KB: fewer keys
+  return launch_padded<Config<In, 256, 32, 1>>(p, stream);                     // 96 KB: and one buffer
 }
 
 }  // namespace flash_attn_ext::cuda::sm80

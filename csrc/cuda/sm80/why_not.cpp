@@ -13,10 +13,11 @@ bool is_aligned(const Tensor4& t, int64_t columns) {
 constexpr int64_t kFewQueries = 16;
 
 // The same for few and for many queries.
-const char* why_not_tensors(const AttentionParams& p, int64_t max_head_dim, const char* too_large) {
+const char* why_not_tensors(const AttentionParams& p) {
+  constexpr int64_t kMaxHeadDim = 256;
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
-  if (z.head_dim > max_head_dim || z.head_dim_v > max_head_dim) return too_large;
+  if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return "sm80: only head dimensions up to 256";
   if (!is_aligned(p.q, z.head_dim) || !is_aligned(p.k, z.head_dim) || !is_aligned(p.v, z.head_dim_v) ||
       !is_aligned(p.out, z.head_dim_v))
     return "sm80: a tensor's rows are not aligned to 16 bytes";
@@ -31,12 +32,12 @@ bool splits_keys(const AttentionParams& p) {
 
 const char* why_not_forward(const AttentionParams& p) {
   if (splits_keys(p)) return "sm80: its forward does not split the keys of few queries; its decode does";
-  return why_not_tensors(p, 128, "sm80: only head dimensions up to 128");
+  return why_not_tensors(p);
 }
 
 const char* why_not_decode(const AttentionParams& p) {
   if (!splits_keys(p)) return "sm80: more than 16 queries, and num_splits does not ask for splits";
-  return why_not_tensors(p, 256, "sm80: only head dimensions up to 256");
+  return why_not_tensors(p);
 }
 
 }  // namespace flash_attn_ext::cuda::sm80
