@@ -142,23 +142,32 @@ __device__ inline void drop_weights(const AttentionParams& p, const DecodePlace&
     }
 }
 
+// Whether one of the chunk's elements is Inf or NaN: all bits of its exponent are set.
+template <class In>
+__device__ bool has_non_finite(const In* chunk) {
+  constexpr uint32_t kExponent = std::is_same_v<In, __half> ? 0x7c00 : 0x7f80;
+  const uint4 pairs = *reinterpret_cast<const uint4*>(chunk);
+  bool found = false;
+  for (const uint32_t pair : {pairs.x, pairs.y, pairs.z, pairs.w})
+    found |= (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
+  return found;
+}
+
 // add_non_finite_rows() for a warp and its tile: it looks for such rows, adds them, and makes them zeros.
 template <class In, int kCols>
 __device__ void take_out_non_finite_rows(const float (&weights)[2][4], uint32_t attends,
                                          Tile<In, kWarpKeys, kCols>& values, float (&acc)[kCols / 8][4]) {
   const int my_row = lane() / 2;  // two lanes judge a row, each every other chunk of it
-  bool finite = true;
-  for (int n = lane() % 2; n < kCols / kChunk; n += 2)
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) finite &= std::isfinite(widen(values.chunk(my_row, n)[i]));
-  const uint32_t found = __ballot_sync(0xffffffffu, !finite);
+  bool mine = false;
+  for (int n = lane() % 2; n < kCols / kChunk; n += 2) mine |= has_non_finite(values.chunk(my_row, n));
+  const uint32_t found = __ballot_sync(0xffffffffu, mine);
   if (found == 0) return;
-  add_non_finite_rows(weights, attends, values, [&](int row) { return (found >> 2 * row & 3) == 0; }, acc);
+  const auto is_finite = [&](int row) { return (found >> 2 * row & 3) == 0; };
+  add_non_finite_rows(weights, attends, values, is_finite, acc);
   __syncwarp();  // everyone has read the rows
-  if (found >> (lane() & ~1) & 3)
+  if (!is_finite(my_row))
     for (int n = lane() % 2; n < kCols / kChunk; n += 2)
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) values.chunk(my_row, n)[i] = round_to<In>(0.0f);
+      *reinterpret_cast<uint4*>(values.chunk(my_row, n)) = make_uint4(0, 0, 0, 0);
   __syncwarp();  // they are zeros
 }
 
@@ -299,8 +308,7 @@ cudaError_t launch_decode_padded(const AttentionParams& p, const DecodePlan& pla
   return launch(decode_kernel<C>, shape, stream, p, plan, partials);
 }
 
-// At most 80 KB of shared memory up to D 128: two blocks a multiprocessor on an A100, two on an H100. At D
-// 256 it is 96 KB, and one on an A100.
+// 44 to 80 KB of shared memory: two blocks fit an A100's multiprocessor, two or more an H100's.
 template <class In>
 cudaError_t launch_decode(const AttentionParams& p, void* workspace, cudaStream_t stream) {
   const DecodePlan plan = plan_decode(p);
