@@ -273,6 +273,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   ptx::cp_async_wait<2 * kAhead>();  // this thread's part of q has landed
   __syncthreads();                   // everyone's part has
 
+  const auto scale = product_scale<float>(p);
   RowStatistics statistics;
   float out[C::kHeadDim / 8][4] = {};
   for (int64_t j0 = first; j0 < end; j0 += kDecodeBlockKeys) {
@@ -282,7 +283,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
     float scores[2][4] = {};
     multiply_queries(shared.q, take(k, j0), scores);
-    const uint32_t attends = finish_scores(p, at, hides || j_end < j0 + kWarpKeys, scores);
+    const uint32_t attends = finish_scores(p, scale, at, hides || j_end < j0 + kWarpKeys, scores);
     float factor[2];
     statistics.update(scores, factor);
     if (p.dropout) drop_weights(p, at, scores);  // after the row sum: it acts on the normalised P

@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   load_k(begin, 0);  // one group with q
   if (kDouble) load_v(begin, 0);
 
+  const auto scale = product_scale<float>(p);
   RowStatistics statistics;
   float out[C::kHeadDim / 8][4] = {};
   int buffer = 0;
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
     float scores[C::kBlockK / 8][4] = {};
     multiply_rows(shared.q, shared.k[buffer], scores);
-    const uint32_t attends = finish_scores(p, at, partial, scores);
+    const uint32_t attends = finish_scores(p, scale, at, partial, scores);
     float factor[2];
     statistics.update(scores, factor);
     if (p.dropout) drop_weights(p, key, at, head, scores);  // after the row sum: it acts on the normalised P

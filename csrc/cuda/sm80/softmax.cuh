@@ -7,27 +7,29 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// Products become score2. Masked ones get -inf; bit 4 n + e of the result: that element attends. A Place
-// knows where element e of accumulator n lies: batch(), head(e), query(e), key(n, e), inside(n, e).
+// Products become score2. Masked ones get -inf; bit 4 n + e of the result: that element attends. `scale` is
+// product_scale(). A Place knows where element e of accumulator n lies: batch(), head(e), query(e),
+// key(n, e), inside(n, e).
 template <int N, class Place>
-__device__ uint32_t finish_scores(const AttentionParams& p, const Place& at, bool partial,
+__device__ uint32_t finish_scores(const AttentionParams& p, float scale, const Place& at, bool partial,
                                   float (&scores)[N][4]) {
-  const bool plain = !partial && !(p.softcap > 0) && !p.alibi;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
+  if (!partial && !(p.softcap > 0) && !p.alibi) return ~uint32_t{0};
+
   uint32_t attends = 0;
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (plain) {
-        scores[n][e] *= product_scale<float>(p);
-        continue;
-      }
-      const Score<float> score =
-          finish_score(p, scores[n][e], at.batch(), at.head(e), at.query(e), at.key(n, e), at.inside(n, e));
+      const Score<float> score = finish_scaled_score(p, scores[n][e], at.batch(), at.head(e), at.query(e),
+                                                     at.key(n, e), at.inside(n, e));
       scores[n][e] = score.value;
       attends |= uint32_t{score.attends} << (4 * n + e);
     }
-  return plain ? ~uint32_t{0} : attends;
+  return attends;
 }
 
 // Running statistics of the thread's two rows; the sum is the thread's own share until the end.
