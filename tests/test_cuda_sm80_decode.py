@@ -72,12 +72,13 @@ def test_head_dims(kernels, dtype, head_dim, head_dim_v):
         check_decode(kernels, *make(1, 4, 3, 150, head_dim, head_dim_v, heads_kv=2, dtype=dtype))
 
 
+# Up to 16 rows make a tile, up to head dimension 128 two tiles a block.
 @pytest.mark.parametrize(("heads", "heads_kv"), [(1, 1), (3, 3), (8, 2), (5, 1), (16, 1), (34, 2)])
-@pytest.mark.parametrize("seqlen_q", [1, 3, 16])
-def test_rows_of_several_heads_share_a_tile(kernels, heads, heads_kv, seqlen_q):
-    for num_splits in (1, 2):
+@pytest.mark.parametrize("seqlen_q", [1, 2, 3, 16])
+def test_rows_of_several_heads_share_a_block(kernels, heads, heads_kv, seqlen_q):
+    for num_splits, head_dim in ((1, 32), (2, 32), (2, 128), (1, 136)):
         kernels.num_splits = num_splits
-        check_decode(kernels, *make(2, heads, seqlen_q, 110, 32, heads_kv=heads_kv), causal="lower_right")
+        check_decode(kernels, *make(2, heads, seqlen_q, 110, head_dim, heads_kv=heads_kv), causal="lower_right")
 
 
 @pytest.mark.parametrize("causal", ["upper_left", "lower_right"])
@@ -181,12 +182,12 @@ class TestWhatIsNotFinite:
     @pytest.mark.parametrize("head_dim", [16, 256])
     def test_rows_that_do_not_see_it(self, kernels, poison, where, num_splits, head_dim):
         kernels.num_splits = num_splits
-        q, k, v = make(2, 4, 4, 200, head_dim, heads_kv=2)
-        mask = torch.rand(2, 4, 4, 200) > 0.3
+        q, k, v = make(2, 10, 4, 200, head_dim, heads_kv=2)
+        mask = torch.rand(2, 10, 4, 200) > 0.3
         mask[0, 0, 0, 100:] = mask[1, 3, 2, :50] = False
         bad = torch.zeros(200, dtype=torch.bool)
         bad[[3, 17, 60, 128, 199]] = True
-        mask &= ~bad | (torch.rand(2, 4, 4, 1) > 0.5)  # half of the rows see none of them
+        mask &= ~bad | (torch.rand(2, 10, 4, 1) > 0.5)  # half of the rows see none of them
         dirty = [t.clone() for t in (k, v)]
         for name, t in zip(("key", "value"), dirty, strict=True):
             if where in (name, "both"):
@@ -316,9 +317,10 @@ class TestPlan:
 
     def test_few_tasks_fill_a_large_gpu(self, kernels):
         for heads_kv in (1, 2, 8, 32):
-            tasks = heads_kv * max(32 // heads_kv // 16, 1)
-            blocks = self.splits(kernels, 131072, heads_kv=heads_kv) * tasks
-            assert 200 <= blocks <= 1024
+            for head_dim in (128, 256):
+                splits = self.splits(kernels, 131072, heads_kv=heads_kv, head_dim=head_dim)
+                row_blocks = 2 if head_dim == 256 and heads_kv == 1 else 1  # of 16 rows, up to 128 of 32
+                assert 200 <= splits * heads_kv * row_blocks <= 1024
 
     def test_many_tasks_are_not_split(self, kernels):
         assert self.splits(kernels, batch=64) == 1

@@ -1,8 +1,8 @@
 // Few queries, where reading K and V is what takes the time: Flash-Decoding (Dao et al. 2023). A block owns
-// 16 query rows, of all heads that share a key head, so that K and V come once for all of them. Its warps
-// share out the keys; each has a ring of tiles of its own, filled by cp.async, and waits for nobody until the
-// end, when the warps' (m, l, O) become one. Where there are few blocks, the keys are split over more of
-// them, and combine.cu merges.
+// 16 or 32 query rows, of all heads that share a key head, so that K and V come once for all of them. Its
+// warps share out the keys; each has a ring of tiles of its own, filled by cp.async, and waits for nobody
+// until the end, when the warps' (m, l, O) become one. Where there are few blocks, the keys are split over
+// more of them, and combine.cu merges.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,10 @@
 namespace flash_attn_ext::cuda::sm80 {
 
 // kRing tiles of 16 keys a warp: one is in use, the others are on their way.
-template <class In_, int kHeadDim_, int kRing_>
+template <class In_, int kHeadDim_, int kRowTiles_, int kRing_>
 struct DecodeConfig {
   using In = In_;
+  static constexpr int kRowTiles = kRowTiles_, kRows = kMmaRows * kRowTiles;  // query rows of a block
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
   static constexpr int kRing = kRing_;
   static_assert(kRing % 2 == 1);  // where a K was, the next one on its way is a K
@@ -29,14 +30,14 @@ template <class C>
 struct WarpMemory {
   union {
     Tile<typename C::In, kWarpKeys, C::kHeadDim> ring[C::kRing];
-    float out[kDecodeRows][C::kHeadDim + 8];  // at the end; rows begin in different banks
+    float out[C::kRows][C::kHeadDim + 8];  // at the end; rows begin in different banks
   };
-  float max[kDecodeRows], sum[kDecodeRows];
+  float max[C::kRows], sum[C::kRows];
 };
 
 template <class C>
 struct DecodeMemory {
-  Tile<typename C::In, kDecodeRows, C::kHeadDim> q;
+  Tile<typename C::In, C::kRows, C::kHeadDim> q;
   WarpMemory<C> warps[kDecodeWarps];
 };
 
@@ -46,8 +47,7 @@ struct QueryRow {
   int head, query;
 };
 
-// The rows of a block, of all heads of a group, one head after another. Numbers that live as long as the
-// kernel have 32 bits: at D 256 there are no registers left.
+// The rows of a block, of all heads of a group, one head after another. They have 32 bits: registers are few.
 struct QueryRows {
   int b, first_head, first, count;
 
@@ -101,9 +101,9 @@ struct TileStream {
 // Starts the copy of the block's rows of q; zeros where there are fewer.
 template <class C>
 __device__ void load_queries(const AttentionParams& p, const QueryRows& rows,
-                             Tile<typename C::In, kDecodeRows, C::kHeadDim>& tile) {
+                             Tile<typename C::In, C::kRows, C::kHeadDim>& tile) {
   constexpr int kChunks = C::kHeadDim / kChunk;
-  for (int e = threadIdx.x; e < kDecodeRows * kChunks; e += kDecodeThreads) {
+  for (int e = threadIdx.x; e < C::kRows * kChunks; e += kDecodeThreads) {
     const int row = e / kChunks, n = e % kChunks;
     const QueryRow at = rows(p.sizes, row);
     const bool inside = at.inside && n * kChunk < p.sizes.head_dim;
@@ -113,16 +113,19 @@ __device__ void load_queries(const AttentionParams& p, const QueryRows& rows,
 }
 
 // acc += Q K^T for the 16 keys of a tile.
-template <class In, int kCols>
-__device__ void multiply_queries(Tile<In, kDecodeRows, kCols>& queries, Tile<In, kWarpKeys, kCols>& keys,
-                                 float (&acc)[2][4]) {
+template <class In, int kRows, int kRowTiles, int kCols>
+__device__ void multiply_queries(Tile<In, kRows, kCols>& queries, Tile<In, kWarpKeys, kCols>& keys,
+                                 float (&acc)[kRowTiles][2][4]) {
 #pragma unroll
   for (int k = 0; k < kCols / 16; ++k) {
     uint32_t a[4], b[4];
-    ptx::ldmatrix_x4(a, queries.chunk(lane() % 16, 2 * k + lane() / 16));
     ptx::ldmatrix_x4(b, keys.chunk(lane() / 16 * 8 + lane() % 8, 2 * k + lane() / 8 % 2));
-    ptx::mma_m16n8k16<In>(acc[0], a, b[0], b[1]);
-    ptx::mma_m16n8k16<In>(acc[1], a, b[2], b[3]);
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      ptx::ldmatrix_x4(a, queries.chunk(kMmaRows * r + lane() % 16, 2 * k + lane() / 16));
+      ptx::mma_m16n8k16<In>(acc[r][0], a, b[0], b[1]);
+      ptx::mma_m16n8k16<In>(acc[r][1], a, b[2], b[3]);
+    }
   }
 }
 
@@ -154,16 +157,19 @@ __device__ bool has_non_finite(const In* chunk) {
 }
 
 // add_non_finite_rows() for a warp and its tile: it looks for such rows, adds them, and makes them zeros.
-template <class In, int kCols>
-__device__ void take_out_non_finite_rows(const float (&weights)[2][4], uint32_t attends,
-                                         Tile<In, kWarpKeys, kCols>& values, float (&acc)[kCols / 8][4]) {
+template <class In, int kRowTiles, int kCols>
+__device__ void take_out_non_finite_rows(const float (&weights)[kRowTiles][2][4],
+                                         const uint32_t (&attends)[kRowTiles],
+                                         Tile<In, kWarpKeys, kCols>& values,
+                                         float (&acc)[kRowTiles][kCols / 8][4]) {
   const int my_row = lane() / 2;  // two lanes judge a row, each every other chunk of it
   bool mine = false;
   for (int n = lane() % 2; n < kCols / kChunk; n += 2) mine |= has_non_finite(values.chunk(my_row, n));
   const uint32_t found = __ballot_sync(0xffffffffu, mine);
   if (found == 0) return;
   const auto is_finite = [&](int row) { return (found >> 2 * row & 3) == 0; };
-  add_non_finite_rows(weights, attends, values, is_finite, acc);
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) add_non_finite_rows(weights[r], attends[r], values, is_finite, acc[r]);
   __syncwarp();  // everyone has read the rows
   if (!is_finite(my_row))
     for (int n = lane() % 2; n < kCols / kChunk; n += 2)
@@ -171,15 +177,15 @@ __device__ void take_out_non_finite_rows(const float (&weights)[2][4], uint32_t 
   __syncwarp();  // they are zeros
 }
 
-// Leaves the warp's (m, l, O) where the block finds them.
+// Leaves the (m, l, O) of one of the warp's row tiles where the block finds them.
 template <class C>
 __device__ void store_results(const RowStatistics& statistics, const float (&out)[C::kHeadDim / 8][4],
-                              const QueryRow (&rows)[2], WarpMemory<C>& mine) {
+                              int first_row, int count, WarpMemory<C>& mine) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = lane() / 4 + 8 * r;
+    const int row = first_row + lane() / 4 + 8 * r;
     const float sum = quad_total(statistics.sum[r]);
-    if (!rows[r].inside) continue;
+    if (row >= count) continue;
     if (lane() % 4 == 0) mine.max[row] = statistics.max[r], mine.sum[row] = sum;
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n)
@@ -237,10 +243,12 @@ __global__ void __launch_bounds__(kDecodeThreads)
   const auto row_blocks = static_cast<int>(plan.row_blocks), heads_kv = static_cast<int>(z.heads_kv);
   const auto group = static_cast<int>(plan.group), task = static_cast<int>(blockIdx.x);
   const int b = task / row_blocks / heads_kv, h_kv = task / row_blocks % heads_kv;
-  const int first_row = task % row_blocks * kDecodeRows;
+  const int first_row = task % row_blocks * C::kRows;
   const auto rows_left = static_cast<int>(group * z.seqlen_q - first_row);
-  const QueryRows block_rows{b, h_kv * group, first_row, smaller(rows_left, kDecodeRows)};
-  const QueryRow rows[2] = {block_rows(z, lane() / 4), block_rows(z, lane() / 4 + 8)};
+  const QueryRows block_rows{b, h_kv * group, first_row, smaller(rows_left, C::kRows)};
+  QueryRow rows[C::kRowTiles][2];
+#pragma unroll
+  for (int n = 0; n < 2 * C::kRowTiles; ++n) rows[n / 2][n % 2] = block_rows(z, lane() / 4 + 8 * n);
   const int64_t begin = plan.keys.begin + blockIdx.z * plan.keys_per_split;
   const int64_t end = smaller(begin + plan.keys_per_split, plan.keys.end);
   const int64_t first = begin + warp() * kWarpKeys;
@@ -274,30 +282,37 @@ __global__ void __launch_bounds__(kDecodeThreads)
   __syncthreads();                   // everyone's part has
 
   const auto scale = product_scale<float>(p);
-  RowStatistics statistics;
-  float out[C::kHeadDim / 8][4] = {};
+  RowStatistics statistics[C::kRowTiles];
+  float out[C::kRowTiles][C::kHeadDim / 8][4] = {};
   for (int64_t j0 = first; j0 < end; j0 += kDecodeBlockKeys) {
     const int64_t j_end = smaller(j0 + kWarpKeys, end);
     const bool hides = p.mask || !band_covers(p.band, 0, z.seqlen_q, j0, j_end);  // one of its keys
-    const DecodePlace at{b, rows, j0, end};
 
-    float scores[2][4] = {};
+    float scores[C::kRowTiles][2][4] = {};
+    uint32_t attends[C::kRowTiles];
     multiply_queries(shared.q, take(k, j0), scores);
-    const uint32_t attends = finish_scores(p, scale, at, hides || j_end < j0 + kWarpKeys, scores);
-    float factor[2];
-    statistics.update(scores, factor);
-    if (p.dropout) drop_weights(p, at, scores);  // after the row sum: it acts on the normalised P
 #pragma unroll
-    for (int n = 0; n < C::kHeadDim / 8; ++n)
+    for (int r = 0; r < C::kRowTiles; ++r) {
+      const DecodePlace at{b, rows[r], j0, end};
+      attends[r] = finish_scores(p, scale, at, hides || j_end < j0 + kWarpKeys, scores[r]);
+      float factor[2];
+      statistics[r].update(scores[r], factor);
+      if (p.dropout) drop_weights(p, at, scores[r]);  // after the row sum: it acts on the normalised P
 #pragma unroll
-      for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
+      for (int n = 0; n < C::kHeadDim / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[r][n][e] *= factor[e / 2];
+    }
 
     auto& values = take(v, j0);
     if (hides) take_out_non_finite_rows(scores, attends, values, out);
-    multiply_weights(scores, values, out);
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) multiply_weights(scores[r], values, out[r]);
   }
 
-  store_results(statistics, out, rows, mine);
+#pragma unroll
+  for (int r = 0; r < C::kRowTiles; ++r)
+    store_results(statistics[r], out[r], kMmaRows * r, block_rows.count, mine);
   __syncthreads();  // all warps' results are there
   finish_block(p, shared, block_rows, plan.splits, partials);
 }
@@ -315,9 +330,12 @@ cudaError_t launch_decode(const AttentionParams& p, void* workspace, cudaStream_
   const DecodePlan plan = plan_decode(p);
   const Partials<float> partials(workspace, p.sizes, plan.splits);
   const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
-  const auto attend = widest <= 64    ? launch_decode_padded<DecodeConfig<In, 64, 7>>
-                      : widest <= 128 ? launch_decode_padded<DecodeConfig<In, 128, 5>>
-                                      : launch_decode_padded<DecodeConfig<In, 256, 3>>;
+  const bool one = plan.row_tiles == 1;
+  const auto attend = widest > 128  ? launch_decode_padded<DecodeConfig<In, 256, 1, 3>>
+                      : widest > 64 ? (one ? launch_decode_padded<DecodeConfig<In, 128, 1, 5>>
+                                           : launch_decode_padded<DecodeConfig<In, 128, 2, 5>>)
+                                    : (one ? launch_decode_padded<DecodeConfig<In, 64, 1, 7>>
+                                           : launch_decode_padded<DecodeConfig<In, 64, 2, 7>>);
   return in_order([&] { return attend(p, plan, partials, stream); },
                   [&] { return launch_combine(p, plan.splits, workspace, stream); });
 }

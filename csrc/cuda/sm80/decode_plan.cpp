@@ -27,7 +27,10 @@ DecodePlan plan_decode(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   DecodePlan plan;
   plan.group = z.heads_kv == 0 ? 0 : z.heads / z.heads_kv;
-  plan.row_blocks = ceil_div(plan.group * z.seqlen_q, kDecodeRows);
+  const int64_t rows = plan.group * z.seqlen_q;
+  // A block of two tiles reads K and V half as often; registers for two there are up to D 128.
+  plan.row_tiles = rows > kMmaRows && std::max(z.head_dim, z.head_dim_v) <= 128 ? 2 : 1;
+  plan.row_blocks = ceil_div(rows, kMmaRows * plan.row_tiles);
   plan.tasks = z.batch * z.heads_kv * plan.row_blocks;
 
   plan.keys = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
