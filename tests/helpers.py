@@ -73,3 +73,22 @@ def check_against_reference(
         assert a.shape == c.shape
         assert_as_exact_as_torch(name, a, b, c, 3, slack)
     return ours
+
+
+def check_forward_against_reference(q, k, v, attn_mask=None, *, alibi_slopes=None, dropout_p=0.0, **options):
+    """flash_attn's out and lse alone, against the dense oracle in fp64 and in the same dtype."""
+    inputs = [t if t is None else t.detach() for t in (q, k, v, attn_mask, alibi_slopes)]
+    rng_state = new_rng_state() if dropout_p else None
+    kept = dropout_mask(rng_state, *q.shape[:3], k.shape[2], dropout_p) if dropout_p else None
+    ours = flash_attn(
+        *inputs[:4], alibi_slopes=inputs[4], dropout_p=dropout_p, rng_state=rng_state, enable_gqa=True,
+        return_lse=True, **options,
+    )  # fmt: skip
+
+    def dense(dtype):
+        *tensors, slopes = leaves(inputs, dtype)
+        return reference.attention(*tensors, alibi_slopes=slopes, kept=kept, dropout_p=dropout_p, **options)
+
+    for name, a, b, c in zip(("out", "lse"), ours, dense(q.dtype), dense(torch.float64), strict=True):
+        assert_as_exact_as_torch(name, a, b, c, 2)
+    return ours

@@ -193,7 +193,7 @@ def test_strided_inputs(layout):
 
 
 class TestTensorCores:
-    """The sm80 tier: fp16 and bf16 from 17 queries on, head dimensions up to 128 in eights."""
+    """The sm80 tier: fp16 and bf16 from 17 queries on, head dimensions up to 256 in eights."""
 
     halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 

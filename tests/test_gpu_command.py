@@ -17,6 +17,7 @@ import compare
 import decode
 import figures
 import gpu_tests
+import kernels
 import memory
 import needs
 import run
@@ -253,6 +254,17 @@ def test_decoding_counts_k_and_v_once():
     problem = decode.Problem(B=4, H=32, H_kv=8, S_k=1000)
     assert problem.bytes() == 2 * (4 * 8 * 1000 * 128) * 2
     assert decode.rates(1e-3, 10**9, 4e12) == {"us": 1000, "GB/s": 1000, "of_copy": 0.25}
+
+
+def test_the_decode_table_names_the_kernels(tmp_path):
+    import output
+
+    names = ["void flash_attn_ext::cuda::sm80::decode_kernel<flash_attn_ext::X<int, 3>>(int)", "memset"]
+    row = {"B": 1, "H": 32, "H_kv": 8, "S_k": 8192, **decode.rates(1e-4, 10**8, 3e12)}
+    row["kernels"] = [kernels.short_name(name) for name in names]
+    record = {"machine": "a GPU", "copy_GB/s": 3000.0, "left_out": [], "rows": [row]}
+    output.write_text(decode.text(record), tmp_path / "decode.txt")
+    assert "33% | sm80::decode_kernel, memset |" in (tmp_path / "decode.txt").read_text()
 
 
 def test_the_least_traffic_of_gpt2():

@@ -12,6 +12,7 @@ import needs  # first: it adds the path to the modules below
 import output
 import torch
 from figures import plot_decoding
+from kernels import kernels_of
 from timing import copy_bandwidth, time_in_turn
 
 HEAD_DIM, ELEMENT_BYTES = 128, 2
@@ -38,11 +39,15 @@ def measure(problem: Problem, args: argparse.Namespace, copy: float) -> dict:
     options = {"device": "cuda", "dtype": torch.bfloat16}
     q = torch.randn(problem.B, problem.H, 1, HEAD_DIM, **options)
     k, v = (torch.randn(problem.B, problem.H_kv, problem.S_k, HEAD_DIM, **options) for _ in range(2))
+
+    def decode():
+        return flash_attn(q, k, v, enable_gqa=True)
+
     with torch.no_grad():
-        (taken,) = time_in_turn(
-            [lambda: flash_attn(q, k, v, enable_gqa=True)], seconds=args.seconds, rounds=(5, 100), flush_l2=True
-        )
-    return {**asdict(problem), **rates(statistics.median(taken), problem.bytes(), copy), "seconds": taken}
+        (taken,) = time_in_turn([decode], seconds=args.seconds, rounds=(5, 100), flush_l2=True)
+        kernels = kernels_of(decode)
+    row = {**asdict(problem), **rates(statistics.median(taken), problem.bytes(), copy)}
+    return {**row, "kernels": kernels, "seconds": taken}
 
 
 def rates(seconds: float, size: int, copy: float) -> dict:
@@ -53,10 +58,10 @@ def text(record: dict) -> Iterator:
     yield f"{record['machine']}; a copy moves {record['copy_GB/s']:.0f} GB/s\n"
     lines = [
         [f"H {row['H']}, H_kv {row['H_kv']}", str(row["B"]), str(row["S_k"]), f"{row['us']:.1f}", f"{row['GB/s']:.0f}",
-         f"{row['of_copy']:.0%}"]
+         f"{row['of_copy']:.0%}", ", ".join(row["kernels"])]
         for row in record["rows"]
     ]  # fmt: skip
-    yield output.table(["", "B", "S_k", "us", "GB/s", "of a copy"], lines)
+    yield output.table(["", "B", "S_k", "us", "GB/s", "of a copy", "kernels"], lines)
     if record["left_out"]:
         yield f"Left out, K and V above {MOST_GIB:g} GiB: {', '.join(record['left_out'])}"
 

@@ -74,12 +74,13 @@ __device__ T alibi_distance(const Band& band, int64_t i, int64_t j) {
   return static_cast<T>(distance < 0 ? -distance : distance);
 }
 
+// `scaled` is <q, k> times product_scale(), which a kernel computes once: it takes fp64.
 template <class T>
-__device__ Score<T> finish_score(const AttentionParams& p, T product, int64_t b, int64_t h, int64_t i,
-                                 int64_t j, bool inside) {
+__device__ Score<T> finish_scaled_score(const AttentionParams& p, T scaled, int64_t b, int64_t h, int64_t i,
+                                        int64_t j, bool inside) {
   const Score<T> masked{-kInf<T>, T(0), false};
   if (!inside || !in_band(p.band, i, j)) return masked;
-  T score = product * product_scale<T>(p), t = 0;
+  T score = scaled, t = 0;
   if (p.softcap > 0) {
     t = std::tanh(score);
     score = t * static_cast<T>(p.softcap * kLog2E);
@@ -91,6 +92,12 @@ __device__ Score<T> finish_score(const AttentionParams& p, T product, int64_t b,
     score += bias;
   }
   return {score, t, true};
+}
+
+template <class T>
+__device__ Score<T> finish_score(const AttentionParams& p, T product, int64_t b, int64_t h, int64_t i,
+                                 int64_t j, bool inside) {
+  return finish_scaled_score(p, product * product_scale<T>(p), b, h, i, j, inside);
 }
 
 // The factor of an element of P: 1 / (1 - p) where it is kept, 0 where it is dropped.

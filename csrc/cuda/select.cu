@@ -125,7 +125,9 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
   choice.offer("sm90", sm90::why_not_forward(p),
                of_half(p.dtype, sm90::forward_bfloat16, sm90::forward_float16), no_workspace);
   choice.offer("sm80", sm80::why_not_forward(p),
-               of_half(p.dtype, sm80::forward_bfloat16, sm80::forward_float16), no_workspace);
+               sm80::is_decode(p) ? of_half(p.dtype, sm80::decode_bfloat16, sm80::decode_float16)
+                                  : of_half(p.dtype, sm80::forward_bfloat16, sm80::forward_float16),
+               sm80::forward_workspace);
   choice.offer("simt", nullptr, simt_forward(p.dtype), simt::forward_workspace);
   return choice.take();
 }

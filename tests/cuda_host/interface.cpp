@@ -5,6 +5,7 @@
 
 #include "cuda/gpu_code.h"
 #include "cuda/select.h"
+#include "cuda/sm80/sm80.h"
 #include "cuda/sm90/sm90.h"
 #include "cuda/tiers.h"
 #include "fibers.h"
@@ -86,6 +87,9 @@ const char* forward(const AttentionParams* p, void* workspace) {
 
 const char* why_not_sm90_forward(const AttentionParams* p) {
   return flash_attn_ext::cuda::sm90::why_not_forward(*p);
+}
+const char* why_not_sm80_forward(const AttentionParams* p) {
+  return flash_attn_ext::cuda::sm80::why_not_forward(*p);
 }
 const char* last_kernel() {
   static std::string name;

@@ -20,7 +20,7 @@ UNBOUNDED = 1 << 60
 GPU_CODE = "sm_80,compute_80,sm_90a"  # what setup.py builds
 # The C functions that return text, or null.
 TEXTS = (
-    "forward", "backward", "dropout_mask", "why_not_sm90_forward", "last_kernel", "forward_choice", "backward_choice",
+    "forward", "backward", "dropout_mask", "why_not_sm80_forward", "why_not_sm90_forward", "last_kernel", "forward_choice", "backward_choice",
     "force_tier",
 )  # fmt: skip
 

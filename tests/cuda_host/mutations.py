@@ -22,13 +22,14 @@ from cuda_host import library
 from flash_attn_ext import flash_attn
 
 CUDA = library.ROOT / "csrc" / "cuda"
-# What is rebuilt, by folder. One dtype is enough: the others are the same text.
+# What is rebuilt, by source or by folder. One dtype is enough: the others are the same text.
 REBUILT = {
     "simt": ["simt/forward_float32.o", "simt/backward_float32.o"],
-    "sm80": ["sm80/forward_bfloat16.o"],
+    "sm80/forward.cuh": ["sm80/forward_bfloat16.o"],
+    "sm80/decode.cuh": ["sm80/decode_bfloat16.o"],
 }
 # Statements of their own, and what is assigned or returned.
-BARRIER = r"(?:__sync(?:threads|warp)\w*|ptx::cp_async_(?:wait<\d>|commit))\([^()]*\);?"
+BARRIER = r"(?:__sync(?:threads|warp)\w*|ptx::cp_async_(?:wait<[^<>()]*>|commit))\([^()]*\);?"
 SEEDS = 2
 
 
@@ -64,7 +65,7 @@ def build_mutated(mutation, folder, built):
     shutil.copytree(CUDA.parent, sources)
     path = sources / "cuda" / mutation.path
     path.write_text(mutation.apply(path.read_text()))
-    rebuilt = REBUILT[mutation.path.parts[0]]
+    rebuilt = REBUILT.get(str(mutation.path)) or REBUILT[mutation.path.parts[0]]
     targets = [objects / name for name in rebuilt]
     make = ["make", "-j2", "-C", library.HERE, f"SOURCES={sources}", f"BUILD={objects}", *targets]
     subprocess.run(make, check=True, capture_output=True)
@@ -101,6 +102,11 @@ def results(path, seed):
         found += [flash_attn(*half, causal="upper_left").nan_to_num(), flash_attn(*half[:2], half[1])]
         loaded.num_splits = 2
         found += [flash_attn(q[:, :, :2], k, v, enable_gqa=True)]
+        few = [torch.randn(1, 4, 8, 64).bfloat16(), *(torch.randn(1, 2, 500, 64).bfloat16() for _ in range(2))]
+        few[2][:, :, 30:480:50] = torch.nan  # the first row sees none of these, the others do
+        mask = torch.rand(8, 500) > 0.2
+        mask[0, 30:480:50], mask[1:, 30:480:50] = False, True
+        found += [flash_attn(*few, mask, enable_gqa=True).nan_to_num(), flash_attn(*few[:2], few[1], enable_gqa=True)]
     return found
 
 

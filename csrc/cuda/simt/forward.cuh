@@ -4,9 +4,10 @@
 //   O = O 2^(m - m') + P V                at the end O / l and lse = (m + log2 l) ln 2
 //
 // With few queries the keys are split over blocks as well (Dao et al. 2023, "Flash-Decoding"); each leaves
-// (m, l, O), and combine_kernel merges them in order.
+// (m, l, O), and combine.cu merges them.
 #pragma once
 
+#include "../combine.h"
 #include "../launch.h"
 #include "../scores.cuh"
 #include "simt.h"
@@ -173,36 +174,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Merges the splits of a row, in order: a warp a row.
-template <class In, class T = Accumulator<In>>
-__global__ void __launch_bounds__(kThreads, 1)
-    combine_kernel(const AttentionParams p, int64_t splits, const Partials<T> partials) {
-  constexpr int kWarp = 32;
-  const Sizes& z = p.sizes;
-  const int64_t rows = z.batch * z.heads * z.seqlen_q;
-  const int64_t row = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
-  if (row >= rows) return;
-
-  T max = -kInf<T>;
-  for (int64_t n = 0; n < splits; ++n) max = larger(max, partials.row_max[n * rows + row]);
-  const T reference = max == -kInf<T> ? T(0) : max;
-  T sum = 0;
-  for (int64_t n = 0; n < splits; ++n)
-    sum += partials.row_sum[n * rows + row] * std::exp2(partials.row_max[n * rows + row] - reference);
-  const RowResult<T> result = finish_row(max, sum);
-
-  const int64_t head = row / z.seqlen_q;
-  In* out = p.out.row<In>(head / z.heads, head % z.heads, row % z.seqlen_q);
-  for (int64_t col = threadIdx.x % kWarp; col < z.head_dim_v; col += kWarp) {
-    T total = 0;
-    for (int64_t n = 0; n < splits; ++n)
-      total += partials.out[(n * rows + row) * z.head_dim_v + col] *
-               std::exp2(partials.row_max[n * rows + row] - reference);
-    out[col] = round_to<In>(total * result.out_factor);
-  }
-  if (threadIdx.x % kWarp == 0) static_cast<T*>(p.lse)[row] = result.lse;
-}
-
 template <class In, int R, int kSlice, class T = Accumulator<In>>
 cudaError_t launch_attend(const AttentionParams& p, const ForwardPlan& plan, const Partials<T>& partials,
                           cudaStream_t stream) {
@@ -219,11 +190,8 @@ cudaError_t launch_forward(const AttentionParams& p, void* workspace, cudaStream
       plan.decode ? (narrow ? launch_attend<In, kDecodeRows, kNarrowSlice>
                             : launch_attend<In, kDecodeRows, kMaxSlice>)
                   : (narrow ? launch_attend<In, kRows, kNarrowSlice> : launch_attend<In, kRows, kMaxSlice>);
-  const int64_t rows = p.sizes.batch * p.sizes.heads * p.sizes.seqlen_q;
-  const int64_t combine_blocks = plan.splits == 1 ? 0 : ceil_div(rows, kThreads / 32);
-  return in_order(
-      [&] { return attend(p, plan, partials, stream); },
-      [&] { return launch(combine_kernel<In>, {combine_blocks}, stream, p, plan.splits, partials); });
+  return in_order([&] { return attend(p, plan, partials, stream); },
+                  [&] { return launch_combine(p, plan.splits, workspace, stream); });
 }
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -25,7 +25,7 @@ struct ForwardPlan {
   int64_t row_blocks;  // per batch and tile of heads
   int64_t tasks;       // row blocks of all batches and heads
   int64_t slices;      // of the D_v columns
-  int64_t splits;      // of the keys; combine_kernel merges them
+  int64_t splits;      // of the keys; combine.cu merges them
   int64_t tiles_per_split;
 };
 
@@ -50,24 +50,6 @@ inline ForwardPlan plan_forward(const AttentionParams& p) {
   plan.splits = tiles == 0 ? 1 : ceil_div(tiles, plan.tiles_per_split);
   return plan;
 }
-
-// What the splits of the forward leave for combine_kernel.
-template <class T>
-struct Partials {
-  T* out;      // [splits][B * H * S_q][D_v], not divided by the sum
-  T* row_max;  // [splits][B * H * S_q]
-  T* row_sum;  // likewise
-
-  Partials(void* workspace, const Sizes& z, int64_t splits) {
-    const int64_t rows = z.batch * z.heads * z.seqlen_q;
-    out = static_cast<T*>(workspace);
-    row_max = out + splits * rows * z.head_dim_v;
-    row_sum = row_max + splits * rows;
-  }
-  static int64_t elements(const Sizes& z, int64_t splits) {
-    return splits * z.batch * z.heads * z.seqlen_q * (z.head_dim_v + 2);
-  }
-};
 
 // What the backward kernels know of each query row: P = 2^((score2 - reference) - correction), and delta.
 template <class T>

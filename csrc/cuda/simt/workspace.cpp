@@ -1,3 +1,4 @@
+#include "../combine.h"
 #include "plan.h"
 #include "simt.h"
 

@@ -1,85 +1,43 @@
 // Forward on tensor cores: FlashAttention-2, algorithm 1. A block owns 128 query rows of a head, a warp 16 of
-// them. K and V come by cp.async, each in two buffers, so that the next tile's copy runs under this tile's
-// products.
+// them. K and V come by cp.async, so that copies run under products.
 #pragma once
 
+#include <algorithm>
+
 #include "../launch.h"
-#include "../scores.cuh"
 #include "../shared_memory.h"
 #include "sm80.h"
-#include "tile.cuh"
+#include "softmax.cuh"
 
 namespace flash_attn_ext::cuda::sm80 {
 
-template <class In_, int kHeadDim_>
+template <class In_, int kHeadDim_, int kBlockK_, int kBuffers_>
 struct Config {
   using In = In_;
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kBlockQ = 16 * kWarps, kBlockK = 64;
+  static constexpr int kBlockQ = 16 * kWarps, kBlockK = kBlockK_;
+  static constexpr int kBuffers = kBuffers_;  // of K, and as many of V
 };
 
 template <class C>
 struct SharedMemory {
   Tile<typename C::In, C::kBlockQ, C::kHeadDim> q;
-  Tile<typename C::In, C::kBlockK, C::kHeadDim> k[2], v[2];
+  Tile<typename C::In, C::kBlockK, C::kHeadDim> k[C::kBuffers], v[C::kBuffers];
   int row_is_finite[C::kBlockK];  // of v, where take_out_non_finite_rows() looked
 };
-static_assert(sizeof(SharedMemory<Config<__half, 128>>) <= kMaxSharedBytes);
 
-// Where a thread's elements of the 128 x 64 scores lie: element e of accumulator n.
+// Where a thread's elements of the block's scores lie: element e of accumulator n.
 struct Place {
-  int64_t i0, j0;
+  const Sizes& sizes;
+  int64_t b, h, i0, j0;
 
+  __device__ int64_t batch() const { return b; }
+  __device__ int64_t head(int) const { return h; }
   __device__ int64_t query(int e) const { return i0 + 16 * warp() + lane() / 4 + e / 2 * 8; }
   __device__ int64_t key(int n, int e) const { return j0 + 8 * n + lane() % 4 * 2 + e % 2; }
-};
-
-// Products become score2. Masked ones get -inf; bit 4 n + e of the result: that element attends.
-template <int N>
-__device__ uint32_t finish_scores(const AttentionParams& p, const Place& at, int64_t b, int64_t h,
-                                  bool partial, float (&scores)[N][4]) {
-  const bool plain = !partial && !(p.softcap > 0) && !p.alibi;
-  uint32_t attends = 0;
-#pragma unroll
-  for (int n = 0; n < N; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (plain) {
-        scores[n][e] *= product_scale<float>(p);
-        continue;
-      }
-      const int64_t i = at.query(e), j = at.key(n, e);
-      const bool inside = i < p.sizes.seqlen_q && j < p.sizes.seqlen_k;
-      const Score<float> score = finish_score(p, scores[n][e], b, h, i, j, inside);
-      scores[n][e] = score.value;
-      attends |= uint32_t{score.attends} << (4 * n + e);
-    }
-  return plain ? ~uint32_t{0} : attends;
-}
-
-// Running statistics of the thread's two rows; the sum is the thread's own share until the end.
-struct RowStatistics {
-  float max[2] = {-kInf<float>, -kInf<float>}, sum[2] = {0, 0};
-
-  // Scores become P. factor[r] is what earlier results of the row are multiplied with.
-  template <int N>
-  __device__ void update(float (&scores)[N][4], float (&factor)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float new_max = max[r];
-#pragma unroll
-      for (int n = 0; n < N; ++n) new_max = larger(larger(new_max, scores[n][2 * r]), scores[n][2 * r + 1]);
-      new_max = quad_maximum(new_max);
-      const float reference = new_max == -kInf<float> ? 0.0f : new_max;  // nothing visible so far: P is 0
-      factor[r] = std::exp2(max[r] - reference);
-      sum[r] *= factor[r];
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) sum[r] += scores[n][e] = std::exp2(scores[n][e] - reference);
-      max[r] = new_max;
-    }
+  __device__ bool inside(int n, int e) const {
+    return query(e) < sizes.seqlen_q && key(n, e) < sizes.seqlen_k;
   }
 };
 
@@ -106,8 +64,7 @@ __device__ bool has_non_finite(const ValueTile& tile) {
   return __syncthreads_or(found);  // one answer for all, or the warps would part
 }
 
-// What is masked must not reach a result, but on a tensor core a masked 0 * NaN is NaN. So value rows that
-// hold an Inf or NaN are added here, to just those results that attend to them, and become zeros.
+// add_non_finite_rows() for the block: it judges the rows, adds them, and makes them zeros.
 template <class C>
 __device__ void take_out_non_finite_rows(const float (&weights)[C::kBlockK / 8][4], uint32_t attends,
                                          SharedMemory<C>& shared, int buffer,
@@ -119,23 +76,8 @@ __device__ void take_out_non_finite_rows(const float (&weights)[C::kBlockK / 8][
     shared.row_is_finite[threadIdx.x] = finite;
   }
   __syncthreads();  // every row has been judged
-#pragma unroll
-  for (int n = 0; n < C::kBlockK / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-#pragma unroll 1
-      for (int t = 0; t < 4; ++t) {  // lane t of a result row's four holds its weights 8 n + 2 t and the next
-        const int row = 8 * n + 2 * t + e % 2, r = e / 2, owner = lane() / 4 * 4 + t;
-        if (shared.row_is_finite[row]) continue;
-        const float weight = __shfl_sync(0xffffffffu, weights[n][e], owner);
-        const uint32_t attended = __shfl_sync(0xffffffffu, attends >> (4 * n + e) & 1, owner);
-        if (!attended) continue;
-#pragma unroll
-        for (int c = 0; c < C::kHeadDim / 8; ++c) {
-          acc[c][2 * r] += weight * widen(values.at(row, 8 * c + lane() % 4 * 2));
-          acc[c][2 * r + 1] += weight * widen(values.at(row, 8 * c + lane() % 4 * 2 + 1));
-        }
-      }
+  const auto is_finite = [&](int row) { return shared.row_is_finite[row] != 0; };
+  add_non_finite_rows(weights, attends, values, is_finite, acc);
   __syncthreads();  // everyone has read the rows
   for (int e = threadIdx.x; e < C::kBlockK * C::kHeadDim; e += C::kThreads)
     if (!shared.row_is_finite[e / C::kHeadDim]) values.elements[e] = round_to<typename C::In>(0.0f);
@@ -157,6 +99,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int64_t begin = keys.begin / C::kBlockK * C::kBlockK;
   const PhiloxKey key = dropout_key(p.dropout);
 
+  // Two buffers: the next tile's K and V come while this one's are used. One: V comes while K is used, and K
+  // while V is.
+  constexpr bool kDouble = C::kBuffers == 2;
+  constexpr int kLater = kDouble ? 1 : 0;  // groups on their way that nobody waits for yet
   const auto load_k = [&](int64_t j0, int buffer) {
     if (j0 < keys.end)
       shared.k[buffer].template load_async<C::kThreads>(p.k, b, h_kv, j0, z.seqlen_k, z.head_dim);
@@ -170,24 +116,29 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   shared.q.template load_async<C::kThreads>(p.q, b, h, i0, z.seqlen_q, z.head_dim);
   load_k(begin, 0);  // one group with q
-  load_v(begin, 0);
+  if (kDouble) load_v(begin, 0);
 
+  const auto scale = product_scale<float>(p);
   RowStatistics statistics;
   float out[C::kHeadDim / 8][4] = {};
   int buffer = 0;
-  for (int64_t j0 = begin; j0 < keys.end; j0 += C::kBlockK, buffer ^= 1) {
-    const Place at{i0, j0};
+  for (int64_t j0 = begin; j0 < keys.end; j0 += C::kBlockK, buffer ^= kDouble) {
+    const Place at{z, b, h, i0, j0};
     const int64_t j_end = smaller<int64_t>(j0 + C::kBlockK, z.seqlen_k);
     const bool tail = j_end < j0 + C::kBlockK;
     const bool partial = p.mask || tail || !band_covers(p.band, i0, i_end, j0, j_end);
 
-    ptx::cp_async_wait<1>();  // this thread's part of q and k has landed; v may be on its way
-    __syncthreads();          // everyone's part has; everyone has read the other k
-    load_k(j0 + C::kBlockK, buffer ^ 1);
+    ptx::cp_async_wait<kLater>();  // this thread's part of q and k has landed; v may be on its way
+    __syncthreads();               // everyone's part has; everyone has read the other k, or, of one, v
+    if constexpr (kDouble) {
+      load_k(j0 + C::kBlockK, buffer ^ 1);
+    } else {
+      load_v(j0, 0);
+    }
 
     float scores[C::kBlockK / 8][4] = {};
     multiply_rows(shared.q, shared.k[buffer], scores);
-    const uint32_t attends = finish_scores(p, at, b, h, partial, scores);
+    const uint32_t attends = finish_scores(p, scale, at, partial, scores);
     float factor[2];
     statistics.update(scores, factor);
     if (p.dropout) drop_weights(p, key, at, head, scores);  // after the row sum: it acts on the normalised P
@@ -196,26 +147,31 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
 
-    ptx::cp_async_wait<1>();  // this thread's part of v has landed; the next k may be on its way
-    __syncthreads();          // everyone's part has; everyone has read the other v
-    load_v(j0 + C::kBlockK, buffer ^ 1);
+    ptx::cp_async_wait<kLater>();  // this thread's part of v has landed; the next k may be on its way
+    __syncthreads();               // everyone's part has; everyone has read the other v, or, of one, k
+    if constexpr (kDouble) {
+      load_v(j0 + C::kBlockK, buffer ^ 1);
+    } else {
+      load_k(j0 + C::kBlockK, 0);
+    }
     if (partial && has_non_finite<C>(shared.v[buffer]))
       take_out_non_finite_rows<C>(scores, attends, shared, buffer, out);
     multiply_weights(scores, shared.v[buffer], out);
   }
 
+  const Place at_end{z, b, h, i0, 0};  // of the results: their columns in place of keys
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const RowResult<float> result = finish_row(statistics.max[r], quad_total(statistics.sum[r]));
     const float out_factor =
         result.out_factor * (p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f);
-    const int64_t i = Place{i0, 0}.query(2 * r);
+    const int64_t i = at_end.query(2 * r);
     if (i >= z.seqlen_q) continue;
     if (lane() % 4 == 0) static_cast<float*>(p.lse)[head * z.seqlen_q + i] = result.lse;
     In* row = p.out.row<In>(b, h, i);
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n) {
-      const int64_t col = Place{0, 0}.key(n, 0);
+      const int64_t col = at_end.key(n, 0);
       if (col < z.head_dim_v)
         *reinterpret_cast<uint32_t*>(row + col) =
             pack<In>(out[n][2 * r] * out_factor, out[n][2 * r + 1] * out_factor);
@@ -231,10 +187,16 @@ cudaError_t launch_padded(const AttentionParams& p, cudaStream_t stream) {
   return launch(forward_kernel<C>, shape, stream, p, query_blocks);
 }
 
+// Each of 99 KB at most, what GPUs of compute capability 8.6 and 8.9 have. 128 queries everywhere: K and V
+// come from L2 once for all of them, and of eight warps two share a scheduler, one's softmax under the
+// other's products.
 template <class In>
 cudaError_t launch_forward(const AttentionParams& p, cudaStream_t stream) {
-  const bool narrow = p.sizes.head_dim <= 64 && p.sizes.head_dim_v <= 64;
-  return narrow ? launch_padded<Config<In, 64>>(p, stream) : launch_padded<Config<In, 128>>(p, stream);
+  const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
+  if (widest <= 64) return launch_padded<Config<In, 64, 64, 2>>(p, stream);    // 48 KB
+  if (widest <= 128) return launch_padded<Config<In, 128, 64, 2>>(p, stream);  // 96 KB
+  if (widest <= 192) return launch_padded<Config<In, 192, 32, 2>>(p, stream);  // 96 KB: fewer keys
+  return launch_padded<Config<In, 256, 32, 1>>(p, stream);                     // 96 KB: and one buffer
 }
 
 }  // namespace flash_attn_ext::cuda::sm80

@@ -9,7 +9,13 @@ namespace flash_attn_ext::cuda::sm80 {
 // Why another tier must run the forward; null: this one can, on a GPU of compute capability 8.0 or later.
 const char* why_not_forward(const AttentionParams& p);
 
+// Whether the forward splits the keys: for few queries, or where the caller asks for it.
+bool is_decode(const AttentionParams& p);
+size_t forward_workspace(const AttentionParams& p);
+
 cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
+cudaError_t decode_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
+cudaError_t decode_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_attn_ext::cuda::sm80

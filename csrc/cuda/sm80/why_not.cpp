@@ -12,13 +12,16 @@ bool is_aligned(const Tensor4& t, int64_t columns) {
 
 }  // namespace
 
+bool is_decode(const AttentionParams& p) {
+  constexpr int64_t kFewQueries = 16;
+  return p.sizes.seqlen_q <= kFewQueries || p.decode.num_splits > 1;
+}
+
 const char* why_not_forward(const AttentionParams& p) {
-  constexpr int64_t kMaxHeadDim = 128, kFewQueries = 16;
+  constexpr int64_t kMaxHeadDim = 256;
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
-  if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return "sm80: only head dimensions up to 128";
-  if (z.seqlen_q <= kFewQueries || p.decode.num_splits > 1)
-    return "sm80: does not split the keys of few queries";
+  if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return "sm80: only head dimensions up to 256";
   if (!is_aligned(p.q, z.head_dim) || !is_aligned(p.k, z.head_dim) || !is_aligned(p.v, z.head_dim_v) ||
       !is_aligned(p.out, z.head_dim_v))
     return "sm80: a tensor's rows are not aligned to 16 bytes";

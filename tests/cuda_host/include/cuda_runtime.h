@@ -20,6 +20,15 @@
 // error.
 #define __shared__ __attribute__((section(".bss.cuda_shared")))
 
+struct alignas(8) float2 {
+  float x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;  // of the fiber that runs
 
 namespace cuda_host {
@@ -81,6 +90,23 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, CUDA_HOST_SITE) {
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source_lane, CUDA_HOST_SITE) {
   return cuda_host::take_from_lane({"__shfl_sync", file, line}, mask, value, source_lane % 32);
+}
+
+// Bit n: lane n brought true.
+inline uint32_t __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
+  struct Lane {
+    bool predicate;
+    uint32_t result;
+  };
+  Lane mine{predicate != 0, 0};
+  cuda_host::combine_lanes({"__ballot_sync", file, line}, mask, &mine, [](void* const* lanes) {
+    uint32_t result = 0;
+    for (int n = 0; n < 32; ++n)
+      if (const auto* lane = static_cast<const Lane*>(lanes[n])) result |= uint32_t{lane->predicate} << n;
+    for (int n = 0; n < 32; ++n)
+      if (auto* lane = static_cast<Lane*>(lanes[n])) lane->result = result;
+  });
+  return mine.result;
 }
 
 // Runs the kernel to its end: a host run has no streams.

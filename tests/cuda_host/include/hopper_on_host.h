@@ -15,11 +15,6 @@
 
 using std::min;
 
-struct alignas(16) uint4 {
-  uint32_t x, y, z, w;
-};
-inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-
 namespace cuda_host {
 
 void barrier_init(uint64_t* barrier, uint32_t arrivals);

@@ -1,0 +1,83 @@
+#include "combine.h"
+
+#include "launch.h"
+#include "scores.cuh"
+
+namespace flash_attn_ext::cuda {
+constexpr int kWarp = 32, kThreads = 128;
+
+// The largest, or the sum, over the lanes of a warp.
+template <class T>
+__device__ T warp_maximum(T x) {
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+  return x;
+}
+template <class T>
+__device__ T warp_total(T x) {
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+  return x;
+}
+
+// A warp owns 32 columns of a row, a lane one of them. Decoding waits for this kernel, so its reads depend on
+// each other as little as they can: lane n reads the statistics of split n.
+template <class In, class T = Accumulator<In>>
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const AttentionParams p, int64_t splits, const Partials<T> partials, int64_t slices) {
+  const Sizes& z = p.sizes;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t rows = z.batch * z.heads * z.seqlen_q;
+  const int64_t task = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
+  const int64_t row = task / slices, slice = task % slices, col = slice * kWarp + lane;
+  if (row >= rows) return;
+
+  T max = -kInf<T>;
+  for (int64_t n = lane; n < splits; n += kWarp) max = larger(max, partials.row_max[n * rows + row]);
+  max = warp_maximum(max);
+  const T reference = max == -kInf<T> ? T(0) : max;  // nothing visible: all factors are 0
+
+  T sum = 0, total = 0;
+  for (int64_t n0 = 0; n0 < splits; n0 += kWarp) {
+    const int64_t n = n0 + lane;
+    const T factor = n < splits ? std::exp2(partials.row_max[n * rows + row] - reference) : T(0);
+    if (n < splits) sum += partials.row_sum[n * rows + row] * factor;
+    const int count = static_cast<int>(smaller<int64_t>(splits - n0, kWarp));
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const T factor_i = __shfl_sync(0xffffffffu, factor, i);
+      if (col < z.head_dim_v) total += partials.out[((n0 + i) * rows + row) * z.head_dim_v + col] * factor_i;
+    }
+  }
+  const RowResult<T> result = finish_row(max, warp_total(sum));
+
+  const int64_t head = row / z.seqlen_q;
+  if (col < z.head_dim_v)
+    p.out.row<In>(head / z.heads, head % z.heads, row % z.seqlen_q)[col] =
+        round_to<In>(total * result.out_factor);
+  if (slice == 0 && lane == 0) static_cast<T*>(p.lse)[row] = result.lse;
+}
+
+template <class In, class T = Accumulator<In>>
+cudaError_t launch_of(const AttentionParams& p, int64_t splits, void* workspace, cudaStream_t stream) {
+  constexpr int64_t kWarps = kThreads / kWarp;
+  const Sizes& z = p.sizes;
+  const int64_t slices = (z.head_dim_v + kWarp - 1) / kWarp;
+  const int64_t warps = z.batch * z.heads * z.seqlen_q * slices;
+  return launch(combine_kernel<In>, {(warps + kWarps - 1) / kWarps, 1, 1, kThreads}, stream, p, splits,
+                Partials<T>(workspace, z, splits), slices);
+}
+
+cudaError_t launch_combine(const AttentionParams& p, int64_t splits, void* workspace, cudaStream_t stream) {
+  if (splits == 1) return cudaSuccess;
+  switch (p.dtype) {
+    case DType::kFloat32: return launch_of<float>(p, splits, workspace, stream);
+    case DType::kFloat64: return launch_of<double>(p, splits, workspace, stream);
+    case DType::kBFloat16: return launch_of<__nv_bfloat16>(p, splits, workspace, stream);
+    case DType::kFloat16: return launch_of<__half>(p, splits, workspace, stream);
+    case DType::kBool: break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace flash_attn_ext::cuda

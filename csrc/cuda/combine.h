@@ -1,0 +1,33 @@
+// Flash-Decoding's second step: where a forward has split the keys over blocks, their results become one.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "../core/params.h"
+
+namespace flash_attn_ext::cuda {
+
+// What the splits of a forward leave for launch_combine(). T is the accumulators' type.
+template <class T>
+struct Partials {
+  T* out;      // [splits][B * H * S_q][D_v], not divided by the sum
+  T* row_max;  // [splits][B * H * S_q]
+  T* row_sum;  // likewise
+
+  Partials(void* workspace, const Sizes& z, int64_t splits) {
+    const int64_t rows = z.batch * z.heads * z.seqlen_q;
+    out = static_cast<T*>(workspace);
+    row_max = out + splits * rows * z.head_dim_v;
+    row_sum = row_max + splits * rows;
+  }
+  static int64_t elements(const Sizes& z, int64_t splits) {
+    return splits * z.batch * z.heads * z.seqlen_q * (z.head_dim_v + 2);
+  }
+};
+
+// Merges the splits into p.out and p.lse; one split has written them itself, and this does nothing.
+cudaError_t launch_combine(const AttentionParams& p, int64_t splits, void* workspace, cudaStream_t stream);
+
+}  // namespace flash_attn_ext::cuda

@@ -1,0 +1,343 @@
+// Few queries, where reading K and V is what takes the time: Flash-Decoding (Dao et al. 2023). A block owns
+// 16 or 32 query rows, of all heads that share a key head, so that K and V come once for all of them. Its
+// warps share out the keys; each has a ring of tiles of its own, filled by cp.async, and waits for nobody
+// until the end, when the warps' (m, l, O) become one. Where there are few blocks, the keys are split over
+// more of them, and combine.cu merges.
+#pragma once
+
+#include <algorithm>
+
+#include "../combine.h"
+#include "../launch.h"
+#include "../shared_memory.h"
+#include "decode_plan.h"
+#include "sm80.h"
+#include "softmax.cuh"
+
+namespace flash_attn_ext::cuda::sm80 {
+
+// kRing tiles of 16 keys a warp: one is in use, the others are on their way.
+template <class In_, int kHeadDim_, int kRowTiles_, int kRing_>
+struct DecodeConfig {
+  using In = In_;
+  static constexpr int kRowTiles = kRowTiles_, kRows = kMmaRows * kRowTiles;  // query rows of a block
+  static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
+  static constexpr int kRing = kRing_;
+  static_assert(kRing % 2 == 1);  // where a K was, the next one on its way is a K
+};
+
+template <class C>
+struct WarpMemory {
+  union {
+    Tile<typename C::In, kWarpKeys, C::kHeadDim> ring[C::kRing];
+    float out[C::kRows][C::kHeadDim + 8];  // at the end; rows begin in different banks
+  };
+  float max[C::kRows], sum[C::kRows];
+};
+
+template <class C>
+struct DecodeMemory {
+  Tile<typename C::In, C::kRows, C::kHeadDim> q;
+  WarpMemory<C> warps[kDecodeWarps];
+};
+
+// A query row: of one of the heads that share a key head.
+struct QueryRow {
+  bool inside;
+  int head, query;
+};
+
+// The rows of a block, of all heads of a group, one head after another. They have 32 bits: registers are few.
+struct QueryRows {
+  int b, first_head, first, count;
+
+  __device__ QueryRow operator()(const Sizes& z, int n) const {
+    const auto row = static_cast<uint32_t>(first + n), length = static_cast<uint32_t>(z.seqlen_q);
+    return {n < count, first_head + static_cast<int>(row / length), static_cast<int>(row % length)};
+  }
+};
+
+// Where a thread's elements of the warp's 16 x 16 scores lie: element e of accumulator n.
+struct DecodePlace {
+  int64_t b;
+  const QueryRow (&rows)[2];
+  int64_t j0, end;
+
+  __device__ int64_t batch() const { return b; }
+  __device__ int64_t head(int e) const { return rows[e / 2].head; }
+  __device__ int64_t query(int e) const { return rows[e / 2].query; }
+  __device__ int64_t key(int n, int e) const { return j0 + 8 * n + lane() % 4 * 2 + e % 2; }
+  __device__ bool inside(int n, int e) const { return rows[e / 2].inside && key(n, e) < end; }
+};
+
+// The warp's tiles of K or V, one after another. A lane copies the same chunk of every kStep-th row.
+template <class C>
+struct TileStream {
+  using In = typename C::In;
+  static constexpr int kChunks = C::kHeadDim / kChunk, kStep = 32 / kChunks;
+  const Tensor4& tensor;
+  const In* next;  // the lane's first chunk of the next tile
+  bool in_columns;
+
+  __device__ TileStream(const Tensor4& t, int64_t b, int64_t h, int64_t first, int64_t columns)
+      : tensor(t), in_columns(lane() % kChunks * kChunk < columns) {
+    next = t.row<In>(b, h, first + lane() / kChunks) + lane() % kChunks * kChunk;
+  }
+
+  // `keys_left` are to come, those of this tile included.
+  __device__ void load_async(Tile<In, kWarpKeys, C::kHeadDim>& tile, int64_t keys_left) {
+    const int row = lane() / kChunks, rows = in_columns ? smaller<int64_t>(keys_left, kWarpKeys) : 0;
+    const In* source = next;
+    if (keys_left > 0)
+#pragma unroll
+      for (int n = 0; n < kWarpKeys; n += kStep, source += kStep * tensor.stride_s) {
+        const bool inside = row + n < rows;
+        ptx::cp_async_16(tile.chunk(row + n, lane() % kChunks), inside ? source : tensor.data, inside);
+      }
+    next += kDecodeBlockKeys * tensor.stride_s;
+  }
+};
+
+// Starts the copy of the block's rows of q; zeros where there are fewer.
+template <class C>
+__device__ void load_queries(const AttentionParams& p, const QueryRows& rows,
+                             Tile<typename C::In, C::kRows, C::kHeadDim>& tile) {
+  constexpr int kChunks = C::kHeadDim / kChunk;
+  for (int e = threadIdx.x; e < C::kRows * kChunks; e += kDecodeThreads) {
+    const int row = e / kChunks, n = e % kChunks;
+    const QueryRow at = rows(p.sizes, row);
+    const bool inside = at.inside && n * kChunk < p.sizes.head_dim;
+    const auto* source = p.q.row<typename C::In>(rows.b, at.head, at.query) + n * kChunk;
+    ptx::cp_async_16(tile.chunk(row, n), inside ? source : p.q.data, inside);
+  }
+}
+
+// acc += Q K^T for the 16 keys of a tile.
+template <class In, int kRows, int kRowTiles, int kCols>
+__device__ void multiply_queries(Tile<In, kRows, kCols>& queries, Tile<In, kWarpKeys, kCols>& keys,
+                                 float (&acc)[kRowTiles][2][4]) {
+#pragma unroll
+  for (int k = 0; k < kCols / 16; ++k) {
+    uint32_t a[4], b[4];
+    ptx::ldmatrix_x4(b, keys.chunk(lane() / 16 * 8 + lane() % 8, 2 * k + lane() / 8 % 2));
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+      ptx::ldmatrix_x4(a, queries.chunk(kMmaRows * r + lane() % 16, 2 * k + lane() / 16));
+      ptx::mma_m16n8k16<In>(acc[r][0], a, b[0], b[1]);
+      ptx::mma_m16n8k16<In>(acc[r][1], a, b[2], b[3]);
+    }
+  }
+}
+
+// Drops elements of P; those that stay are scaled at the end, in fp32. The rows of a thread are of any two
+// queries, so a Philox call serves two neighbours of one.
+__device__ inline void drop_weights(const AttentionParams& p, const DecodePlace& at, float (&weights)[2][4]) {
+  const PhiloxKey key = dropout_key(p.dropout);
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {
+      const PhiloxWords words =
+          dropout_words(key, at.b * p.sizes.heads + at.head(e), at.query(e), at.key(n, e));
+      const bool lower = dropout_word_index(at.query(e), at.key(n, e)) == 2;
+      if ((lower ? words.w[2] : words.w[0]) < p.dropout.threshold) weights[n][e] = 0;
+      if ((lower ? words.w[3] : words.w[1]) < p.dropout.threshold) weights[n][e + 1] = 0;
+    }
+}
+
+// Whether one of the chunk's elements is Inf or NaN: all bits of its exponent are set.
+template <class In>
+__device__ bool has_non_finite(const In* chunk) {
+  constexpr uint32_t kExponent = std::is_same_v<In, __half> ? 0x7c00 : 0x7f80;
+  const uint4 pairs = *reinterpret_cast<const uint4*>(chunk);
+  bool found = false;
+  for (const uint32_t pair : {pairs.x, pairs.y, pairs.z, pairs.w})
+    found |= (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
+  return found;
+}
+
+// add_non_finite_rows() for a warp and its tile: it looks for such rows, adds them, and makes them zeros.
+template <class In, int kRowTiles, int kCols>
+__device__ void take_out_non_finite_rows(const float (&weights)[kRowTiles][2][4],
+                                         const uint32_t (&attends)[kRowTiles],
+                                         Tile<In, kWarpKeys, kCols>& values,
+                                         float (&acc)[kRowTiles][kCols / 8][4]) {
+  const int my_row = lane() / 2;  // two lanes judge a row, each every other chunk of it
+  bool mine = false;
+  for (int n = lane() % 2; n < kCols / kChunk; n += 2) mine |= has_non_finite(values.chunk(my_row, n));
+  const uint32_t found = __ballot_sync(0xffffffffu, mine);
+  if (found == 0) return;
+  const auto is_finite = [&](int row) { return (found >> 2 * row & 3) == 0; };
+#pragma unroll
+  for (int r = 0; r < kRowTiles; ++r) add_non_finite_rows(weights[r], attends[r], values, is_finite, acc[r]);
+  __syncwarp();  // everyone has read the rows
+  if (!is_finite(my_row))
+    for (int n = lane() % 2; n < kCols / kChunk; n += 2)
+      *reinterpret_cast<uint4*>(values.chunk(my_row, n)) = make_uint4(0, 0, 0, 0);
+  __syncwarp();  // they are zeros
+}
+
+// Leaves the (m, l, O) of one of the warp's row tiles where the block finds them.
+template <class C>
+__device__ void store_results(const RowStatistics& statistics, const float (&out)[C::kHeadDim / 8][4],
+                              int first_row, int count, WarpMemory<C>& mine) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + lane() / 4 + 8 * r;
+    const float sum = quad_total(statistics.sum[r]);
+    if (row >= count) continue;
+    if (lane() % 4 == 0) mine.max[row] = statistics.max[r], mine.sum[row] = sum;
+#pragma unroll
+    for (int n = 0; n < C::kHeadDim / 8; ++n)
+      *reinterpret_cast<float2*>(&mine.out[row][8 * n + lane() % 4 * 2]) =
+          make_float2(out[n][2 * r], out[n][2 * r + 1]);
+  }
+}
+
+// Merges the warps and writes the rows: finished if there is one split, for combine.cu if there are more.
+template <class C>
+__device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& shared, const QueryRows& rows,
+                             int64_t splits, const Partials<float>& partials) {
+  using In = typename C::In;
+  const Sizes& z = p.sizes;
+  const int pairs = static_cast<int>(z.head_dim_v / 2);
+  const float keep_scale = p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f;
+  for (int e = threadIdx.x; e < rows.count * pairs; e += kDecodeThreads) {
+    const int row = e / pairs, col = e % pairs * 2;
+    float max = -kInf<float>, sum = 0, first = 0, second = 0;
+    for (const WarpMemory<C>& warp : shared.warps) max = larger(max, warp.max[row]);
+    const float reference = max == -kInf<float> ? 0.0f : max;
+#pragma unroll
+    for (const WarpMemory<C>& warp : shared.warps) {
+      const float factor = std::exp2(warp.max[row] - reference);
+      sum += warp.sum[row] * factor;
+      first += warp.out[row][col] * factor;
+      second += warp.out[row][col + 1] * factor;
+    }
+
+    const QueryRow at = rows(z, row);
+    const int64_t out_row = (rows.b * z.heads + at.head) * z.seqlen_q + at.query;
+    if (splits == 1) {
+      const RowResult<float> result = finish_row(max, sum);
+      const float factor = result.out_factor * keep_scale;
+      *reinterpret_cast<uint32_t*>(p.out.row<In>(rows.b, at.head, at.query) + col) =
+          pack<In>(first * factor, second * factor);
+      if (col == 0) static_cast<float*>(p.lse)[out_row] = result.lse;
+    } else {
+      const int64_t partial_row = blockIdx.z * z.batch * z.heads * z.seqlen_q + out_row;
+      *reinterpret_cast<float2*>(partials.out + partial_row * z.head_dim_v + col) =
+          make_float2(first * keep_scale, second * keep_scale);
+      if (col == 0) partials.row_max[partial_row] = max, partials.row_sum[partial_row] = sum;
+    }
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(kDecodeThreads)
+    decode_kernel(const AttentionParams p, const DecodePlan plan, const Partials<float> partials) {
+  auto& shared = shared_memory<DecodeMemory<C>>();
+  WarpMemory<C>& mine = shared.warps[warp()];
+  const Sizes& z = p.sizes;
+
+  // What this block owns. Row blocks that read the same keys run side by side.
+  const auto row_blocks = static_cast<int>(plan.row_blocks), heads_kv = static_cast<int>(z.heads_kv);
+  const auto group = static_cast<int>(plan.group), task = static_cast<int>(blockIdx.x);
+  const int b = task / row_blocks / heads_kv, h_kv = task / row_blocks % heads_kv;
+  const int first_row = task % row_blocks * C::kRows;
+  const auto rows_left = static_cast<int>(group * z.seqlen_q - first_row);
+  const QueryRows block_rows{b, h_kv * group, first_row, smaller(rows_left, C::kRows)};
+  QueryRow rows[C::kRowTiles][2];
+#pragma unroll
+  for (int n = 0; n < 2 * C::kRowTiles; ++n) rows[n / 2][n % 2] = block_rows(z, lane() / 4 + 8 * n);
+  const int64_t begin = plan.keys.begin + blockIdx.z * plan.keys_per_split;
+  const int64_t end = smaller(begin + plan.keys_per_split, plan.keys.end);
+  const int64_t first = begin + warp() * kWarpKeys;
+
+  TileStream<C> k(p.k, b, h_kv, first, z.head_dim), v(p.v, b, h_kv, first, z.head_dim_v);
+  const auto start_copy = [&](TileStream<C>& stream, int slot, int64_t j0) {
+    stream.load_async(mine.ring[slot], end - j0);
+    ptx::cp_async_commit();  // ends the group of a tile; an empty one too, because the waits count groups
+  };
+  constexpr int kAhead = C::kRing / 2;  // tiles of K, and as many of V
+  int slot = 0;
+  // The stream's tile of keys from j0 on, once it has landed. Starts the copy of the one kAhead further on,
+  // to where the last tile was: all lanes have come from its products by mma.sync, which nobody leaves alone.
+  const auto take = [&](TileStream<C>& stream, int64_t j0) -> auto& {
+    ptx::cp_async_wait<C::kRing - 2>();  // this lane's part of the tile has landed
+    __syncwarp();                        // all lanes' parts have
+    start_copy(stream, slot == 0 ? C::kRing - 1 : slot - 1, j0 + kAhead * kDecodeBlockKeys);
+    auto& tile = mine.ring[slot];
+    slot = slot == C::kRing - 1 ? 0 : slot + 1;
+    return tile;
+  };
+
+  load_queries<C>(p, block_rows, shared.q);
+  ptx::cp_async_commit();  // ends the group of q
+#pragma unroll
+  for (int n = 0; n < kAhead; ++n) {
+    start_copy(k, 2 * n, first + n * kDecodeBlockKeys);
+    start_copy(v, 2 * n + 1, first + n * kDecodeBlockKeys);
+  }
+  ptx::cp_async_wait<2 * kAhead>();  // this thread's part of q has landed
+  __syncthreads();                   // everyone's part has
+
+  const auto scale = product_scale<float>(p);
+  RowStatistics statistics[C::kRowTiles];
+  float out[C::kRowTiles][C::kHeadDim / 8][4] = {};
+  for (int64_t j0 = first; j0 < end; j0 += kDecodeBlockKeys) {
+    const int64_t j_end = smaller(j0 + kWarpKeys, end);
+    const bool hides = p.mask || !band_covers(p.band, 0, z.seqlen_q, j0, j_end);  // one of its keys
+
+    float scores[C::kRowTiles][2][4] = {};
+    uint32_t attends[C::kRowTiles];
+    multiply_queries(shared.q, take(k, j0), scores);
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+      const DecodePlace at{b, rows[r], j0, end};
+      attends[r] = finish_scores(p, scale, at, hides || j_end < j0 + kWarpKeys, scores[r]);
+      float factor[2];
+      statistics[r].update(scores[r], factor);
+      if (p.dropout) drop_weights(p, at, scores[r]);  // after the row sum: it acts on the normalised P
+#pragma unroll
+      for (int n = 0; n < C::kHeadDim / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[r][n][e] *= factor[e / 2];
+    }
+
+    auto& values = take(v, j0);
+    if (hides) take_out_non_finite_rows(scores, attends, values, out);
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) multiply_weights(scores[r], values, out[r]);
+  }
+
+#pragma unroll
+  for (int r = 0; r < C::kRowTiles; ++r)
+    store_results(statistics[r], out[r], kMmaRows * r, block_rows.count, mine);
+  __syncthreads();  // all warps' results are there
+  finish_block(p, shared, block_rows, plan.splits, partials);
+}
+
+template <class C>
+cudaError_t launch_decode_padded(const AttentionParams& p, const DecodePlan& plan,
+                                 const Partials<float>& partials, cudaStream_t stream) {
+  const LaunchShape shape{plan.tasks, 1, plan.splits, kDecodeThreads, sizeof(DecodeMemory<C>)};
+  return launch(decode_kernel<C>, shape, stream, p, plan, partials);
+}
+
+// 44 to 80 KB of shared memory: two blocks fit an A100's multiprocessor, two or more an H100's.
+template <class In>
+cudaError_t launch_decode(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  const DecodePlan plan = plan_decode(p);
+  const Partials<float> partials(workspace, p.sizes, plan.splits);
+  const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
+  const bool one = plan.row_tiles == 1;
+  const auto attend = widest > 128  ? launch_decode_padded<DecodeConfig<In, 256, 1, 3>>
+                      : widest > 64 ? (one ? launch_decode_padded<DecodeConfig<In, 128, 1, 5>>
+                                           : launch_decode_padded<DecodeConfig<In, 128, 2, 5>>)
+                                    : (one ? launch_decode_padded<DecodeConfig<In, 64, 1, 7>>
+                                           : launch_decode_padded<DecodeConfig<In, 64, 2, 7>>);
+  return in_order([&] { return attend(p, plan, partials, stream); },
+                  [&] { return launch_combine(p, plan.splits, workspace, stream); });
+}
+
+}  // namespace flash_attn_ext::cuda::sm80

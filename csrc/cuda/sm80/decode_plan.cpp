@@ -1,0 +1,53 @@
+#include "decode_plan.h"
+
+#include <algorithm>
+
+#include "../combine.h"
+#include "sm80.h"
+
+namespace flash_attn_ext::cuda::sm80 {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// `tiles` of keys are to be read for each of `tasks`. One block a task leaves most of a GPU idle if tasks are
+// few; very short splits cost more to start and to merge than they win.
+int64_t splits_by_shape(int64_t tiles, int64_t tasks) {
+  constexpr int64_t kBlocks = 256, kLeastTiles = 2;  // two for each multiprocessor of a large GPU
+  constexpr int64_t kManyBlocks = 1024,
+                    kManyTilesEach = 16;  // so that the last wave of blocks is a small part
+  return std::max(std::min(kBlocks / tasks, tiles / kLeastTiles),
+                  std::min(kManyBlocks / tasks, tiles / kManyTilesEach));
+}
+
+}  // namespace
+
+DecodePlan plan_decode(const AttentionParams& p) {
+  constexpr int64_t kMostSplits = 65535;  // along z of a grid
+  const Sizes& z = p.sizes;
+  DecodePlan plan;
+  plan.group = z.heads_kv == 0 ? 0 : z.heads / z.heads_kv;
+  const int64_t rows = plan.group * z.seqlen_q;
+  // A block of two tiles reads K and V half as often; registers for two there are up to D 128.
+  plan.row_tiles = rows > kMmaRows && std::max(z.head_dim, z.head_dim_v) <= 128 ? 2 : 1;
+  plan.row_blocks = ceil_div(rows, kMmaRows * plan.row_tiles);
+  plan.tasks = z.batch * z.heads_kv * plan.row_blocks;
+
+  plan.keys = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
+  plan.keys.begin = plan.keys.begin / kWarpKeys * kWarpKeys;
+  const int64_t tiles = std::max<int64_t>(ceil_div(plan.keys.end - plan.keys.begin, kDecodeBlockKeys), 0);
+  int64_t splits = p.decode.num_splits;
+  if (splits == 0 && plan.tasks > 0) splits = splits_by_shape(tiles, plan.tasks);
+  splits = std::clamp<int64_t>(splits, 1, std::clamp<int64_t>(tiles, 1, kMostSplits));
+  const int64_t tiles_per_split = ceil_div(tiles, splits);
+  plan.splits = tiles == 0 ? 1 : ceil_div(tiles, tiles_per_split);
+  plan.keys_per_split = tiles_per_split * kDecodeBlockKeys;
+  return plan;
+}
+
+size_t forward_workspace(const AttentionParams& p) {
+  const int64_t splits = is_decode(p) ? plan_decode(p).splits : 1;
+  return splits == 1 ? 0 : sizeof(float) * Partials<float>::elements(p.sizes, splits);
+}
+
+}  // namespace flash_attn_ext::cuda::sm80

@@ -1,0 +1,84 @@
+// What happens to a tile of scores in registers, between the two products: scores, softmax, and the value
+// rows that a product must not touch.
+#pragma once
+
+#include "../scores.cuh"
+#include "tile.cuh"
+
+namespace flash_attn_ext::cuda::sm80 {
+
+// Products become score2. Masked ones get -inf; bit 4 n + e of the result: that element attends. `scale` is
+// product_scale(). A Place knows where element e of accumulator n lies: batch(), head(e), query(e),
+// key(n, e), inside(n, e).
+template <int N, class Place>
+__device__ uint32_t finish_scores(const AttentionParams& p, float scale, const Place& at, bool partial,
+                                  float (&scores)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
+  if (!partial && !(p.softcap > 0) && !p.alibi) return ~uint32_t{0};
+
+  uint32_t attends = 0;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const Score<float> score = finish_scaled_score(p, scores[n][e], at.batch(), at.head(e), at.query(e),
+                                                     at.key(n, e), at.inside(n, e));
+      scores[n][e] = score.value;
+      attends |= uint32_t{score.attends} << (4 * n + e);
+    }
+  return attends;
+}
+
+// Running statistics of the thread's two rows; the sum is the thread's own share until the end.
+struct RowStatistics {
+  float max[2] = {-kInf<float>, -kInf<float>}, sum[2] = {0, 0};
+
+  // Scores become P. factor[r] is what earlier results of the row are multiplied with.
+  template <int N>
+  __device__ void update(float (&scores)[N][4], float (&factor)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float new_max = max[r];
+#pragma unroll
+      for (int n = 0; n < N; ++n) new_max = larger(larger(new_max, scores[n][2 * r]), scores[n][2 * r + 1]);
+      new_max = quad_maximum(new_max);
+      const float reference = new_max == -kInf<float> ? 0.0f : new_max;  // nothing visible so far: P is 0
+      factor[r] = std::exp2(max[r] - reference);
+      sum[r] *= factor[r];
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; ++e) sum[r] += scores[n][e] = std::exp2(scores[n][e] - reference);
+      max[r] = new_max;
+    }
+  }
+};
+
+// What is masked must not reach a result, but on a tensor core a masked 0 * NaN is NaN. So value rows that
+// hold an Inf or NaN are added here, to just those results that attend to them; the caller makes them zeros.
+template <int N, int kColumns, class Values, class IsFinite>
+__device__ void add_non_finite_rows(const float (&weights)[N][4], uint32_t attends, const Values& values,
+                                    const IsFinite& is_finite, float (&acc)[kColumns][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+#pragma unroll 1
+      for (int t = 0; t < 4; ++t) {  // lane t of a result row's four holds its weights 8 n + 2 t and the next
+        const int row = 8 * n + 2 * t + e % 2, r = e / 2, owner = lane() / 4 * 4 + t;
+        if (is_finite(row)) continue;
+        const float weight = __shfl_sync(0xffffffffu, weights[n][e], owner);
+        const uint32_t attended = __shfl_sync(0xffffffffu, attends >> (4 * n + e) & 1, owner);
+        if (!attended) continue;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          acc[c][2 * r] += weight * widen(values.at(row, 8 * c + lane() % 4 * 2));
+          acc[c][2 * r + 1] += weight * widen(values.at(row, 8 * c + lane() % 4 * 2 + 1));
+        }
+      }
+}
+
+}  // namespace flash_attn_ext::cuda::sm80
