@@ -23,7 +23,7 @@ struct DecodeConfig {
   static constexpr int kRowTiles = kRowTiles_, kRows = kMmaRows * kRowTiles;  // query rows of a block
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
   static constexpr int kRing = kRing_;
-  static_assert(kRing % 2 == 1);  // where a K was, the next one on its way is a K
+  static_assert(kRing % 2 == 1);  // so a K in use lets a K start on its way, a V a V
 };
 
 template <class C>

@@ -13,9 +13,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // `tiles` of keys are to be read for each of `tasks`. One block a task leaves most of a GPU idle if tasks are
 // few; very short splits cost more to start and to merge than they win.
 int64_t splits_by_shape(int64_t tiles, int64_t tasks) {
-  constexpr int64_t kBlocks = 256, kLeastTiles = 2;  // two for each multiprocessor of a large GPU
-  constexpr int64_t kManyBlocks = 1024,
-                    kManyTilesEach = 16;  // so that the last wave of blocks is a small part
+  // Two blocks for each multiprocessor of a large GPU. Of more keys more, so that the last wave of blocks is
+  // a small part. Both are reckoned, not yet measured.
+  constexpr int64_t kBlocks = 256, kLeastTiles = 2, kManyBlocks = 1024, kManyTilesEach = 16;
   return std::max(std::min(kBlocks / tasks, tiles / kLeastTiles),
                   std::min(kManyBlocks / tasks, tiles / kManyTilesEach));
 }
