@@ -348,6 +348,10 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
 
 }  // namespace cuda_host
 
+cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
+  return cuda_host::set_buffer(data, value, bytes) ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
   if (value < 0 || static_cast<size_t>(value) > cuda_host::kMaxSharedBytes) return cudaErrorInvalidValue;
   cuda_host::dynamic_shared_limit[kernel] = value;

@@ -33,6 +33,7 @@ struct Fiber {
   struct Copy {
     void* shared;
     const void* global;
+    size_t bytes;
     bool inside;
     int group;
   };

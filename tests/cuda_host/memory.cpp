@@ -60,6 +60,7 @@ struct Memory {
   uintptr_t arguments_begin, arguments_end;
   uint32_t first_block_of_launch = 1, block = 1;
   bool ordered_adds = false;
+  std::map<int, uint32_t> adds;                           // when each thread of this block last added
   std::set<uint32_t> known_blocks;                        // what this block has learned of by waiting
   std::map<const void*, std::set<uint32_t>> told_blocks;  // what it takes to learn of them
 
@@ -193,6 +194,7 @@ void add_to_global(float* sums, size_t bytes, void* code) {
     if (memory.ordered_adds && last.block != memory.block && memory.known_blocks.count(last.block) == 0)
       fail("additions in no fixed order: " + describe(access, nullptr));
   });
+  memory.adds[current->thread] = current->now;
 }
 
 void learn_blocks_of(const void* turns) {
@@ -201,6 +203,10 @@ void learn_blocks_of(const void* turns) {
 }
 
 void tell_blocks_of(const void* turns) {
+  for (const auto& [thread, time] : memory.adds)
+    if (!current->knows(thread, time))
+      fail("a turn ends too early: " + describe(current->thread) + " does not know that thread " +
+           std::to_string(thread) + " has added");
   std::set<uint32_t>& told = memory.told_blocks[turns];
   told.insert(memory.known_blocks.begin(), memory.known_blocks.end());
   told.insert(memory.block);
@@ -244,6 +250,16 @@ void register_buffer(const void* data, int64_t bytes, int64_t element_bytes, con
   memory.last_found = &memory.regions[0];
 }
 
+bool set_buffer(void* data, int value, size_t bytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  Region* region = memory.find(begin);
+  if (!region || !region->writable || begin + bytes > region->end) return false;
+  std::memset(data, value, bytes);
+  Write* first = region->last_write(begin);
+  std::fill(first, first + region->elements(bytes), Write{memory.block, 0, 0});
+  return true;
+}
+
 void forget_buffers() { memory.begin_regions(); }
 
 void memory_begin_launch(const void* arguments, size_t argument_bytes) {
@@ -255,6 +271,7 @@ void memory_begin_launch(const void* arguments, size_t argument_bytes) {
 
 void memory_begin_block(size_t shared_bytes) {
   ++memory.block;
+  memory.adds.clear();
   memory.known_blocks.clear();
   memory.regions[0].end = memory.regions[0].begin + shared_bytes;
   std::memset(flash_attn_ext::cuda::shared_bytes, 0xff, shared_bytes);  // NaN in every float type

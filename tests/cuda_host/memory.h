@@ -35,6 +35,9 @@ void add_to_global(float* sums, size_t bytes, void* code);
 void learn_blocks_of(const void* turns);
 void tell_blocks_of(const void* turns);
 
+// The host writes a buffer, between launches.
+bool set_buffer(void* data, int value, size_t bytes);
+
 // Called by the launch.
 void memory_begin_launch(const void* arguments, size_t argument_bytes);
 void memory_begin_block(size_t shared_bytes);

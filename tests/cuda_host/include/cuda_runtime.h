@@ -83,6 +83,9 @@ T __shfl_sync(unsigned mask, T value, int source_lane, CUDA_HOST_SITE) {
   return cuda_host::take_from_lane({"__shfl_sync", file, line}, mask, value, source_lane % 32);
 }
 
+float atomicAdd(float* address, float x);
+int atomicAdd(int* address, int x);
+
 // Runs the kernel to its end: a host run has no streams.
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
