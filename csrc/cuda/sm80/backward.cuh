@@ -36,8 +36,8 @@ __device__ void add_query_gradient(BackwardMemory<C>& shared, const BackwardWork
   Gradient dq;
   multiply_transposed(shared.dscores, shared.k, Gradient::first_row(), Gradient::first_col(), dq.acc);
   if (turn >= 0) {
-    if (threadIdx.x == 0) ptx::acquire_turn(w.turns + tile, turn);
-    __syncthreads();  // it is everyone's turn
+    if (threadIdx.x == 0) ptx::acquire_turn(w.turns + tile, turn);  // those before have added
+    __syncthreads();                                                // it is everyone's turn
   }
   float* const sums = Gradient::sums(w, tile);
 #pragma unroll
@@ -45,8 +45,8 @@ __device__ void add_query_gradient(BackwardMemory<C>& shared, const BackwardWork
 #pragma unroll
     for (int e = 0; e < 4; ++e) atomicAdd(sums + (4 * n + e) * 32, dq.acc[n][e]);
   if (turn >= 0) {
-    __syncthreads();  // everyone has added
-    if (threadIdx.x == 0) ptx::release_turn(w.turns + tile);
+    __syncthreads();                                          // everyone has added
+    if (threadIdx.x == 0) ptx::release_turn(w.turns + tile);  // the next block may add
   }
 }
 
