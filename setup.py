@@ -27,9 +27,8 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 CSRC = "csrc"
 OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "plan", "schema"]
 CPU = ["isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_generic", "select"]
-CUDA = ["select.cu", "combine.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/why_not.cpp"]
-CUDA += ["sm80/forward_bfloat16.cu", "sm80/forward_float16.cu"]
-CUDA += ["sm80/decode_bfloat16.cu", "sm80/decode_float16.cu", "sm80/decode_plan.cpp"]
+CUDA = ["select.cu", "combine.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/why_not.cpp", "sm80/decode_plan.cpp"]
+CUDA += [f"sm80/{way}_{dtype}.cu" for way in ("forward", "decode", "backward") for dtype in ("bfloat16", "float16")]
 CUDA += [
     f"simt/{way}_{dtype}.cu"
     for way in ("forward", "backward")

@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from helpers import check_against_reference, gradients, leaves, make_qkv
+from tolerances import EPS, ULPS_16BIT
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from flash_attn_ext import dropout_mask, flash_attn, new_rng_state
@@ -109,7 +110,9 @@ def test_what_is_masked_cannot_poison(isa, dtype, poison, where, kind):
         assert torch.equal(a, b)
     for a, b in zip(gradients(clean, [q, k, v], grads), gradients(dirty, poisoned, grads), strict=True):
         assert torch.isfinite(b).all()
-        torch.testing.assert_close(a, b)
+        # Kernels on tensor cores compute what NaN would reach once more, with other roundings of P and dS.
+        close = {"rtol": 0, "atol": ULPS_16BIT * EPS[dtype] * a.abs().max().item()}
+        torch.testing.assert_close(a, b, **(close if dtype in (torch.bfloat16, torch.float16) else {}))
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])

@@ -332,6 +332,9 @@ FAULTS = {
     "divergent_barrier": "divergent barrier: .* faulty.cu:",
     "barrier_not_reached_by_all": r"deadlock .* thread 7 has ended; .*62 more waits in __syncthreads at faulty.cu:",
     "misaligned": "misaligned: ",
+    "atomic_adds_to_unwritten_memory": "read of memory that nobody wrote",
+    "atomic_adds_without_barrier": "race: |nobody wrote",
+    "atomic_adds_and_plain_reads": "race: ",
     "async_copy_without_wait": "touched in flight: .* of shared memory",
     "async_copy_without_barrier": "touched in flight: |race: |nobody wrote",
 }
@@ -347,7 +350,7 @@ class TestReports:
         faulty.run_faulty.argtypes = [ctypes.c_char_p, ctypes.c_uint64]
         return lambda name, seed: faulty.run_faulty(name.encode(), seed).decode()
 
-    @pytest.mark.parametrize("name", ["correct", "correct_async_copy"])
+    @pytest.mark.parametrize("name", ["correct", "correct_async_copy", "correct_atomic_adds"])
     def test_a_correct_kernel_passes(self, run, name):
         assert [run(name, seed) for seed in range(5)] == [""] * 5
 

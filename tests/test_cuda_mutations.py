@@ -14,7 +14,7 @@ def built():
 
 @pytest.fixture(scope="module")
 def expected(built):
-    return mutations.results(built, 1)
+    return mutations.expected_results(built)
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=str)

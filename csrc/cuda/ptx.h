@@ -26,6 +26,13 @@ __device__ inline void cp_async_16(void* shared, const void* global, bool inside
                : "memory");
 }
 
+// The same with 4 bytes.
+__device__ inline void cp_async_4(void* shared, const void* global, bool inside) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(inside ? 4 : 0)
+               : "memory");
+}
+
 // Ends a group of this thread's copies.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -69,6 +76,20 @@ __device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint3
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+// Blocks that take turns: waits for this one's, until `turn` blocks have had theirs. What they wrote can be
+// seen then.
+__device__ inline void acquire_turn(const int* turns, int turn) {
+  int had;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(had) : "l"(turns) : "memory");
+  } while (had != turn);
+}
+
+// This block has had its turn, with all that this thread knows to be written.
+__device__ inline void release_turn(int* turns) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
 }
 
 }  // namespace flash_attn_ext::cuda::ptx

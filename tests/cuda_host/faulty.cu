@@ -100,6 +100,19 @@ __global__ void correct_async_copy(float* out) { async_copy(out, true, true); }
 __global__ void async_copy_without_wait(float* out) { async_copy(out, false, true); }
 __global__ void async_copy_without_barrier(float* out) { async_copy(out, true, false); }
 
+// Threads that add to one element, of what thread 0 has written.
+__device__ void atomic_adds(float* out, bool writes, bool meets, bool reads) {
+  float* const sum = out + blockIdx.x * kThreads;
+  if (writes && threadIdx.x == 0) *sum = 0;
+  if (meets) __syncthreads();
+  atomicAdd(sum, 1.0f);
+  if (reads && *sum > kThreads) out[blockIdx.x * kThreads + threadIdx.x] = *sum;
+}
+__global__ void correct_atomic_adds(float* out) { atomic_adds(out, true, true, false); }
+__global__ void atomic_adds_to_unwritten_memory(float* out) { atomic_adds(out, false, true, false); }
+__global__ void atomic_adds_without_barrier(float* out) { atomic_adds(out, true, false, false); }
+__global__ void atomic_adds_and_plain_reads(float* out) { atomic_adds(out, true, true, true); }
+
 __global__ void misaligned(float* out) { *reinterpret_cast<double*>(out + 1) = 0; }
 
 const struct {
@@ -119,6 +132,10 @@ const struct {
     {"divergent_barrier", divergent_barrier},
     {"barrier_not_reached_by_all", barrier_not_reached_by_all},
     {"misaligned", misaligned},
+    {"correct_atomic_adds", correct_atomic_adds},
+    {"atomic_adds_to_unwritten_memory", atomic_adds_to_unwritten_memory},
+    {"atomic_adds_without_barrier", atomic_adds_without_barrier},
+    {"atomic_adds_and_plain_reads", atomic_adds_and_plain_reads},
     {"correct_async_copy", correct_async_copy},
     {"async_copy_without_wait", async_copy_without_wait},
     {"async_copy_without_barrier", async_copy_without_barrier},

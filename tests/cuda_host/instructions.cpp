@@ -1,21 +1,34 @@
-// The instructions of csrc/cuda/ptx.h, as the PTX manual defines them.
+// The instructions of csrc/cuda/ptx.h, and stmatrix, as the PTX manual defines them.
 #include <cstring>
+#include <utility>
 
 #include "fibers.h"
+#include "include/hopper_on_host.h"
 #include "include/ptx_on_host.h"
 #include "memory.h"
 
 namespace cuda_host {
 
+namespace {
+
 // A copy lands as late as it may, at the wait for its group. Until then its target holds NaN, and touching it
 // is an error.
+void cp_async(void* shared, const void* global, size_t bytes, bool inside, void* code) {
+  if (inside) touch(global, bytes, false, code);
+  touch(shared, bytes, true, code);
+  std::memset(shared, 0xff, bytes);
+  begin_flight(shared, bytes);
+  current->copies.push_back({shared, global, bytes, inside, current->groups});
+}
+
+}  // namespace
+
 void cp_async_16(void* shared, const void* global, bool inside) {
-  constexpr size_t kBytes = 16;
-  if (inside) touch(global, kBytes, false, __builtin_return_address(0));
-  touch(shared, kBytes, true, __builtin_return_address(0));
-  std::memset(shared, 0xff, kBytes);
-  begin_flight(shared, kBytes);
-  current->copies.push_back({shared, global, inside, current->groups});
+  cp_async(shared, global, 16, inside, __builtin_return_address(0));
+}
+
+void cp_async_4(void* shared, const void* global, bool inside) {
+  cp_async(shared, global, 4, inside, __builtin_return_address(0));
 }
 
 void cp_async_commit() { ++current->groups; }
@@ -28,11 +41,11 @@ void cp_async_wait(int pending) {
       continue;
     }
     if (copy.inside) {
-      std::memcpy(copy.shared, copy.global, 16);
+      std::memcpy(copy.shared, copy.global, copy.bytes);
     } else {
-      std::memset(copy.shared, 0, 16);
+      std::memset(copy.shared, 0, copy.bytes);
     }
-    end_flight(copy.shared, 16);
+    end_flight(copy.shared, copy.bytes);
   }
   current->copies = later;
 }
@@ -56,6 +69,20 @@ void load_matrices(void* const* lanes) {
       static_cast<LoadLane*>(lanes[lane])->r[m] = kTransposed
                                                       ? element(2 * t, g) | element(2 * t + 1, g) << 16
                                                       : element(g, 2 * t) | element(g, 2 * t + 1) << 16;
+    }
+}
+
+struct StoreLane {
+  uint16_t* row;
+  const uint32_t* r;
+};
+
+// The other way round.
+void store_pairs(void* const* lanes) {
+  for (int lane = 0; lane < 32; ++lane)
+    for (int m = 0; m < 4; ++m) {
+      uint16_t* row = static_cast<const StoreLane*>(lanes[8 * m + lane / 4])->row;
+      std::memcpy(row + lane % 4 * 2, &static_cast<const StoreLane*>(lanes[lane])->r[m], 4);
     }
 }
 
@@ -95,10 +122,41 @@ void ldmatrix_x4(Site site, uint32_t* r, const void* row, bool transposed) {
   combine_lanes(site, 0xffffffffu, &mine, transposed ? load_matrices<true> : load_matrices<false>);
 }
 
+void store_matrices(Site site, void* row, const uint32_t* r) {
+  touch(row, 16, true, __builtin_return_address(0));
+  StoreLane mine{static_cast<uint16_t*>(row), r};
+  combine_lanes(site, 0xffffffffu, &mine, store_pairs);
+}
+
 void mma_m16n8k16(Site site, float* c, const uint32_t* a, uint32_t b0, uint32_t b1,
                   float (*widen)(uint16_t bits)) {
   MmaLane mine{c, a, {b0, b1}, widen};
   combine_lanes(site, 0xffffffffu, &mine, multiply);
 }
 
+// Blocks run one after another, so who waits for a later one waits for ever.
+void acquire_turn(Site site, const int* turns, int turn) {
+  touch_atomically(turns, sizeof(int), __builtin_return_address(0));
+  if (*turns != turn)
+    fail(std::string("deadlock: ") + site.what + " of turn " + std::to_string(turn) + ", after " +
+         std::to_string(*turns) + " of them, by " + describe(current->thread));
+  learn_blocks_of(turns);
+}
+
+void release_turn(int* turns) {
+  touch_atomically(turns, sizeof(int), __builtin_return_address(0));
+  tell_blocks_of(turns);
+  ++*turns;
+}
+
 }  // namespace cuda_host
+
+float atomicAdd(float* sum, float x) {
+  cuda_host::add_to_global(sum, sizeof(float), __builtin_return_address(0));
+  return std::exchange(*sum, *sum + x);
+}
+
+int atomicAdd(int* sum, int x) {
+  cuda_host::touch_atomically(sum, sizeof(int), __builtin_return_address(0));
+  return std::exchange(*sum, *sum + x);
+}

@@ -1,10 +1,12 @@
 // What tests/cuda_host.py calls through ctypes. The params structs are mirrored there; their sizes are
 // compared.
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
 #include "cuda/gpu_code.h"
 #include "cuda/select.h"
+#include "cuda/sm80/backward_plan.h"
 #include "cuda/sm80/sm80.h"
 #include "cuda/sm90/sm90.h"
 #include "cuda/tiers.h"
@@ -101,6 +103,22 @@ size_t backward_workspace(const BackwardParams* p) {
 }
 const char* backward(const BackwardParams* p, void* workspace) {
   return run(flash_attn_ext::cuda::select_backward(*p), *p, workspace);
+}
+
+const char* why_not_sm80_backward(const BackwardParams* p) {
+  return flash_attn_ext::cuda::sm80::why_not_backward(*p);
+}
+// Tiles of dq, dk and dv that the sm80 backward had to leave to simt, because they were not finite; -1 if
+// another tier ran.
+int64_t sm80_recomputed_tiles(const BackwardParams* p, void* workspace) {
+  using namespace flash_attn_ext::cuda;
+  const auto ran = select_backward(*p).launch;
+  if (ran != sm80::backward_bfloat16 && ran != sm80::backward_float16) return -1;
+  const auto& z = p->sizes;
+  const auto flags = sm80::BackwardWorkspace(workspace, *p).flags;
+  const int64_t queries = p->dq ? z.batch * z.heads * RecomputeFlags::tiles(z.seqlen_q) : 0;
+  const int64_t keys = p->dk || p->dv ? z.batch * z.heads_kv * RecomputeFlags::tiles(z.seqlen_k) : 0;
+  return std::count(flags.queries, flags.queries + queries, 1) + std::count(flags.keys, flags.keys + keys, 1);
 }
 
 const char* dropout_mask(const DropoutParams* dropout, const Sizes* sizes, bool* kept) {

@@ -20,8 +20,8 @@ UNBOUNDED = 1 << 60
 GPU_CODE = "sm_80,compute_80,sm_90a"  # what setup.py builds
 # The C functions that return text, or null.
 TEXTS = (
-    "forward", "backward", "dropout_mask", "why_not_sm80_forward", "why_not_sm90_forward", "last_kernel", "forward_choice", "backward_choice",
-    "force_tier",
+    "forward", "backward", "dropout_mask", "last_kernel", "forward_choice", "backward_choice", "force_tier",
+    "why_not_sm80_forward", "why_not_sm80_backward", "why_not_sm90_forward",
 )  # fmt: skip
 
 i64, u64, f64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
@@ -74,11 +74,13 @@ class Library:
         self.path = path
         self.num_splits = 0
         self.deterministic = None  # as the option says; a bool decides over it
+        self.recomputed_tiles = -1  # by the last backward, because they were not finite; -1: it was not sm80's
         self.c = ctypes.CDLL(str(path))
         for name in TEXTS:
             getattr(self.c, name).restype = ctypes.c_char_p
         for name in ("forward_workspace", "backward_workspace"):
             getattr(self.c, name).restype = ctypes.c_size_t
+        self.c.sm80_recomputed_tiles.restype = i64
         self.c.register_buffer.argtypes = [pointer, i64, i64, ctypes.c_char_p, ctypes.c_bool, ctypes.c_bool]
         self.c.seed_order.argtypes = [u64]
         assert self.c.attention_params_bytes() == ctypes.sizeof(AttentionParams)
@@ -189,7 +191,10 @@ class Library:
             params.dalibi_slopes = grads["dslopes"].data_ptr()
         workspace = empty_workspace(self.c.backward_workspace(ctypes.byref(params)))
         self.show({**tensors, **grads, "workspace": workspace}, (*grads, "workspace"))
-        self.check(self.c.backward(ctypes.byref(params), pointer(workspace.data_ptr())))
+        self.c.require_ordered_adds(params.deterministic)
+        arguments = ctypes.byref(params), pointer(workspace.data_ptr())
+        self.check(self.c.backward(*arguments))
+        self.recomputed_tiles = self.c.sm80_recomputed_tiles(*arguments)
         if wanted["slopes"] and tensors["slopes"].dim() == 1:
             grads["dslopes"] = grads["dslopes"].sum(0)
         return grads

@@ -6,10 +6,13 @@
 //   slice dslopes_kernel    adds the partial sums                     a thread owns a head
 #pragma once
 
+#include "../recompute.cuh"
 #include "backward_tile.cuh"
 #include "forward.cuh"
 
 namespace flash_attn_ext::cuda::simt {
+
+static_assert(kBlockQ == kRecomputedRows && kBlockK == kRecomputedRows, "a block of ours is a flagged tile");
 
 // Whether an lse of this size still tells log(l) apart: adding 1e9 to all scores of a row (masks of finfo.min
 // or -1e9 do) rounds it away, and 2^(S - lse) is then off by the length of the row. NaN counts as exact: it
@@ -93,11 +96,13 @@ __device__ T block_total(T x, BackwardMemory<T>& shared) {
 }
 
 template <class In, int kSlice, class T = Accumulator<In>>
-__global__ void __launch_bounds__(kThreads, 1) dq_kernel(const BackwardParams p, const RowTerms<T> terms) {
+__global__ void __launch_bounds__(kThreads, 1)
+    dq_kernel(const BackwardParams p, const RowTerms<T> terms, const RecomputeFlags flags) {
   auto& shared = shared_memory<BackwardMemory<T>>();
   const Sizes& z = p.sizes;
   const int64_t blocks = ceil_div(z.seqlen_q, kBlockQ), head = blockIdx.x / blocks;
   const int64_t block = blocks - 1 - blockIdx.x % blocks;  // causal: the longest rows first
+  if (flags.queries && !flags.queries[head * blocks + block]) return;
   const int64_t b = head / z.heads, h = head % z.heads, i0 = block * kBlockQ;
   const int64_t first_col = int64_t{blockIdx.y} * kSlice;
   const PhiloxKey key = dropout_key(p.dropout);
@@ -135,7 +140,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 enum class KeyGradient { kDk, kDv };
 
 template <class In, KeyGradient kWhich, int kSlice, class T = Accumulator<In>>
-__global__ void __launch_bounds__(kThreads, 1) dkv_kernel(const BackwardParams p, const RowTerms<T> terms) {
+__global__ void __launch_bounds__(kThreads, 1)
+    dkv_kernel(const BackwardParams p, const RowTerms<T> terms, const RecomputeFlags flags) {
+  if (flags.keys && !flags.keys[blockIdx.x]) return;
   constexpr bool kIsDk = kWhich == KeyGradient::kDk;
   auto& shared = shared_memory<BackwardMemory<T>>();
   const Sizes& z = p.sizes;

@@ -106,6 +106,11 @@ inline int64_t mask_part_elements(const Sizes& z, const MaskGrad& g) {
   return parts == 1 ? 0 : parts * g.batch * g.heads * g.rows * g.cols;
 }
 
+// Of the backward's workspace.
+inline int64_t backward_elements(const BackwardParams& p) {
+  return RowTerms<char>::elements(p.sizes) + mask_part_elements(p.sizes, p.dmask);
+}
+
 inline int64_t accumulator_bytes(const AttentionParams& p) { return p.dtype == DType::kFloat64 ? 8 : 4; }
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -9,8 +9,6 @@ size_t forward_workspace(const AttentionParams& p) {
   return plan.splits == 1 ? 0 : accumulator_bytes(p) * Partials<char>::elements(p.sizes, plan.splits);
 }
 
-size_t backward_workspace(const BackwardParams& p) {
-  return accumulator_bytes(p) * (RowTerms<char>::elements(p.sizes) + mask_part_elements(p.sizes, p.dmask));
-}
+size_t backward_workspace(const BackwardParams& p) { return accumulator_bytes(p) * backward_elements(p); }
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -18,4 +18,11 @@ cudaError_t forward_float16(const AttentionParams& p, void* workspace, cudaStrea
 cudaError_t decode_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t decode_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 
+// The same for the backward.
+const char* why_not_backward(const BackwardParams& p);
+
+size_t backward_workspace(const BackwardParams& p);
+cudaError_t backward_bfloat16(const BackwardParams& p, void* workspace, cudaStream_t stream);
+cudaError_t backward_float16(const BackwardParams& p, void* workspace, cudaStream_t stream);
+
 }  // namespace flash_attn_ext::cuda::sm80

@@ -10,39 +10,56 @@ namespace flash_attn_ext::cuda::sm80 {
 
 constexpr int kChunk = 8;  // elements in 16 bytes, what cp.async and a lane of ldmatrix move
 
-__device__ inline int lane() { return threadIdx.x % 32; }
+__device__ inline uint32_t lane() { return threadIdx.x % 32; }
 __device__ inline int warp() { return threadIdx.x / 32; }
 
 // Rows of kCols elements. The chunks of a row are swizzled, so that the same chunk of eight rows lies in
-// eight different groups of banks.
+// eight different groups of banks: 128 bytes hold eight chunks, of one row or, where rows are short, of two.
 template <class In, int kRows, int kCols>
 struct Tile {
   In elements[kRows * kCols];
 
-  __device__ In* chunk(int row, int n) { return elements + row * kCols + (n ^ (row % 8)) * kChunk; }
+  static __device__ uint32_t swizzled(uint32_t row, uint32_t n) {
+    constexpr int kBankRows = kCols >= 64 ? 1 : 64 / kCols;
+    return n ^ (row / kBankRows % (8 / kBankRows));
+  }
+  __device__ In* chunk(uint32_t row, uint32_t n) {
+    return elements + row * kCols + swizzled(row, n) * kChunk;
+  }
   __device__ const In& at(int row, int col) const {
-    return elements[row * kCols + ((col / kChunk) ^ (row % 8)) * kChunk + col % kChunk];
+    return elements[row * kCols + swizzled(row, col / kChunk) * kChunk + col % kChunk];
   }
 
   // Starts the copy of rows [first, first + kRows) of a (.., S, D) tensor; zeros beyond its ends.
   template <int kThreads>
   __device__ void load_async(const Tensor4& t, int64_t b, int64_t h, int64_t first, int64_t seqlen,
                              int64_t columns) {
-    constexpr int kChunks = kCols / kChunk;
-    for (int e = threadIdx.x; e < kRows * kChunks; e += kThreads) {
-      const int row = e / kChunks, n = e % kChunks;
+    constexpr int kChunks = kCols / kChunk, kRowsAtOnce = kThreads / kChunks;
+    // Every eighth row is swizzled alike: a thread that walks by eights keeps its column.
+    constexpr bool kKeepsColumn = kThreads % kChunks == 0 && kRowsAtOnce % 8 == 0 && kRows % kRowsAtOnce == 0;
+    const auto copy = [&](In* target, int row, int n) {
       const bool inside = first + row < seqlen && n * kChunk < columns;
       const In* source = t.row<In>(b, h, inside ? first + row : 0) + (inside ? n * kChunk : 0);
-      ptx::cp_async_16(chunk(row, n), source, inside);
+      ptx::cp_async_16(target, source, inside);
+    };
+    if constexpr (kKeepsColumn) {
+      const int first_row = threadIdx.x / kChunks, n = threadIdx.x % kChunks;
+      In* const target = chunk(first_row, n);
+#pragma unroll
+      for (int at = 0; at < kRows; at += kRowsAtOnce) copy(target + at * kCols, first_row + at, n);
+    } else {
+      for (int e = threadIdx.x; e < kRows * kChunks; e += kThreads)
+        copy(chunk(e / kChunks, e % kChunks), e / kChunks, e % kChunks);
     }
   }
 };
 
-// acc += A B^T. A is rows [16 warp, 16 warp + 16) of `a`, B all rows of `b`: S = Q K^T.
-template <class In, int kRowsA, int kRowsB, int kCols>
+// acc += A B^T. A is rows [16 warp, 16 warp + 16) of `a`, B all rows of `b`: S = Q K^T. Unrolled less, it
+// needs fewer registers.
+template <int kUnrolled = 16, class In, int kRowsA, int kRowsB, int kCols>
 __device__ void multiply_rows(Tile<In, kRowsA, kCols>& a, Tile<In, kRowsB, kCols>& b,
                               float (&acc)[kRowsB / 8][4]) {
-#pragma unroll
+#pragma unroll kUnrolled
   for (int k = 0; k < kCols / 16; ++k) {
     uint32_t fragment_a[4];
     ptx::ldmatrix_x4(fragment_a, a.chunk(16 * warp() + lane() % 16, 2 * k + lane() / 16));
@@ -56,21 +73,63 @@ __device__ void multiply_rows(Tile<In, kRowsA, kCols>& a, Tile<In, kRowsB, kCols
   }
 }
 
+// A pair of neighbouring 16 x 8 accumulators as one 16 x 16 operand.
+template <class In>
+__device__ void pack_operand(const float (&left)[4], const float (&right)[4], uint32_t (&operand)[4]) {
+  operand[0] = pack<In>(left[0], left[1]);
+  operand[1] = pack<In>(left[2], left[3]);
+  operand[2] = pack<In>(right[0], right[1]);
+  operand[3] = pack<In>(right[2], right[3]);
+}
+
+// acc += W B of columns [16 k, 16 k + 16) of W, the warp's 16 rows of which are an operand, and rows of B.
+template <class In, int kRowsB, int kCols>
+__device__ void multiply_operand(const uint32_t (&operand)[4], Tile<In, kRowsB, kCols>& b, int k,
+                                 float (&acc)[kCols / 8][4]) {
+#pragma unroll
+  for (int n = 0; n < kCols / 16; ++n) {
+    uint32_t fragment_b[4];
+    ptx::ldmatrix_x4_trans(fragment_b,
+                           b.chunk(16 * k + lane() / 8 % 2 * 8 + lane() % 8, 2 * n + lane() / 16));
+    ptx::mma_m16n8k16<In>(acc[2 * n], operand, fragment_b[0], fragment_b[1]);
+    ptx::mma_m16n8k16<In>(acc[2 * n + 1], operand, fragment_b[2], fragment_b[3]);
+  }
+}
+
 // acc += W B, with the warp's 16 rows of W in registers, as multiply_rows left them: O = P V.
 template <class In, int kRowsB, int kCols>
 __device__ void multiply_weights(const float (&weights)[kRowsB / 8][4], Tile<In, kRowsB, kCols>& b,
                                  float (&acc)[kCols / 8][4]) {
 #pragma unroll
   for (int k = 0; k < kRowsB / 16; ++k) {
-    // A pair of neighbouring 16 x 8 accumulators is one 16 x 16 operand.
-    const float (&left)[4] = weights[2 * k], (&right)[4] = weights[2 * k + 1];
-    const uint32_t fragment_a[4] = {pack<In>(left[0], left[1]), pack<In>(left[2], left[3]),
-                                    pack<In>(right[0], right[1]), pack<In>(right[2], right[3])};
+    uint32_t operand[4];
+    pack_operand<In>(weights[2 * k], weights[2 * k + 1], operand);
+    multiply_operand(operand, b, k, acc);
+  }
+}
+
+// The same, packed before: dV = P^T dO, dK = dS^T Q.
+template <class In, int kRowsB, int kCols>
+__device__ void multiply_packed(const uint32_t (&weights)[kRowsB / 16][4], Tile<In, kRowsB, kCols>& b,
+                                float (&acc)[kCols / 8][4]) {
 #pragma unroll
-    for (int n = 0; n < kCols / 16; ++n) {
+  for (int k = 0; k < kRowsB / 16; ++k) multiply_operand(weights[k], b, k, acc);
+}
+
+// acc += A^T B, the 16 x 32 piece of it from (row, col) on: dQ = dS K.
+template <class In, int kRows, int kColsA, int kColsB>
+__device__ void multiply_transposed(Tile<In, kRows, kColsA>& a, Tile<In, kRows, kColsB>& b, int row, int col,
+                                    float (&acc)[4][4]) {
+#pragma unroll
+  for (int k = 0; k < kRows / 16; ++k) {
+    uint32_t fragment_a[4];
+    ptx::ldmatrix_x4_trans(fragment_a,
+                           a.chunk(16 * k + lane() / 16 * 8 + lane() % 8, row / kChunk + lane() / 8 % 2));
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
       uint32_t fragment_b[4];
-      ptx::ldmatrix_x4_trans(fragment_b,
-                             b.chunk(16 * k + lane() / 8 % 2 * 8 + lane() % 8, 2 * n + lane() / 16));
+      ptx::ldmatrix_x4_trans(
+          fragment_b, b.chunk(16 * k + lane() / 8 % 2 * 8 + lane() % 8, col / kChunk + 2 * n + lane() / 16));
       ptx::mma_m16n8k16<In>(acc[2 * n], fragment_a, fragment_b[0], fragment_b[1]);
       ptx::mma_m16n8k16<In>(acc[2 * n + 1], fragment_a, fragment_b[2], fragment_b[3]);
     }

@@ -1,7 +1,12 @@
+#include <initializer_list>
+
+#include "backward_plan.h"
 #include "sm80.h"
 
 namespace flash_attn_ext::cuda::sm80 {
 namespace {
+
+constexpr int64_t kMaxHeadDim = 256, kMaxBackwardHeadDim = 128;
 
 // cp.async copies 16 aligned bytes.
 bool is_aligned(const Tensor4& t, int64_t columns) {
@@ -18,7 +23,6 @@ bool is_decode(const AttentionParams& p) {
 }
 
 const char* why_not_forward(const AttentionParams& p) {
-  constexpr int64_t kMaxHeadDim = 256;
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
   if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return "sm80: only head dimensions up to 256";
@@ -26,6 +30,23 @@ const char* why_not_forward(const AttentionParams& p) {
       !is_aligned(p.out, z.head_dim_v))
     return "sm80: a tensor's rows are not aligned to 16 bytes";
   return nullptr;
+}
+
+const char* why_not_backward(const BackwardParams& p) {
+  const Sizes& z = p.sizes;
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
+  if (z.head_dim > kMaxBackwardHeadDim || z.head_dim_v > kMaxBackwardHeadDim)
+    return "sm80: its backward takes only head dimensions up to 128";
+  // A gradient that is not wanted is null, which is aligned.
+  for (const Tensor4& t : {p.q, p.k, p.dq, p.dk})
+    if (!is_aligned(t, z.head_dim)) return "sm80: a tensor's rows are not aligned to 16 bytes";
+  for (const Tensor4& t : {p.v, p.dout, p.dv})
+    if (!is_aligned(t, z.head_dim_v)) return "sm80: a tensor's rows are not aligned to 16 bytes";
+  return nullptr;
+}
+
+size_t backward_workspace(const BackwardParams& p) {
+  return BackwardWorkspace(nullptr, p).elements * sizeof(float);
 }
 
 }  // namespace flash_attn_ext::cuda::sm80

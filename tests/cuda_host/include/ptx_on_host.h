@@ -11,11 +11,14 @@
 namespace cuda_host {
 
 void cp_async_16(void* shared, const void* global, bool inside);
+void cp_async_4(void* shared, const void* global, bool inside);
 void cp_async_commit();
 void cp_async_wait(int pending);
 void ldmatrix_x4(Site site, uint32_t* r, const void* row, bool transposed);
 void mma_m16n8k16(Site site, float* c, const uint32_t* a, uint32_t b0, uint32_t b1,
                   float (*widen)(uint16_t bits));
+void acquire_turn(Site site, const int* turns, int turn);
+void release_turn(int* turns);
 
 template <class In>
 float widen_bits(uint16_t bits) {
@@ -32,7 +35,13 @@ float widen_bits(uint16_t bits) {
 namespace flash_attn_ext::cuda::ptx {
 
 using cuda_host::cp_async_16;
+using cuda_host::cp_async_4;
 using cuda_host::cp_async_commit;
+using cuda_host::release_turn;
+
+inline void acquire_turn(const int* turns, int turn, CUDA_HOST_SITE) {
+  cuda_host::acquire_turn({"acquire_turn", file, line}, turns, turn);
+}
 
 template <int kPending>
 void cp_async_wait() {

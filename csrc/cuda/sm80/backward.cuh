@@ -1,0 +1,205 @@
+// Backward on tensor cores: FlashAttention-2, algorithm 2, five products a tile. A block owns 128 keys of a
+// key head, a warp 16 of them, and walks over all queries that see them. Tiles are held transposed, keys by
+// queries, so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q as they lie in registers. dQ is
+// added to an fp32 sum in global memory; dq_kernel rounds it.
+//
+// Where the same bits are wanted at every run, blocks add to a tile of dQ in turns. A block that waits needs
+// those before it to be running: so they draw tickets when they start, which say what they own. The other
+// way, a block that owns the queries, needs seven products and another kernel.
+#pragma once
+
+#include "../launch.h"
+#include "backward_tile.cuh"
+
+namespace flash_attn_ext::cuda::sm80 {
+
+// A thread's 16 elements of a tile of dQ: its warp has a piece of 16 x 32.
+template <class C>
+struct QueryGradient {
+  static constexpr int kRowPieces = C::kBlockQ / 16;
+  float acc[4][4] = {};
+
+  static __device__ int first_row() { return warp() % kRowPieces * 16; }
+  static __device__ int first_col() { return warp() / kRowPieces * 32; }
+
+  // Where the thread's element 0 is summed up; the next ones lie 32 apart, so that lanes are neighbours.
+  static __device__ float* sums(const BackwardWorkspace& w, int64_t tile) {
+    return w.dq + tile * C::kBlockQ * C::kHeadDim + warp() * 16 * 32 + lane();
+  }
+};
+
+// dq_tile += dS K. `turn`: how many blocks add to it before this one does; -1: in any order.
+template <class C>
+__device__ void add_query_gradient(BackwardMemory<C>& shared, const BackwardWorkspace& w, int64_t tile,
+                                   int turn) {
+  using Gradient = QueryGradient<C>;
+  Gradient dq;
+  multiply_transposed(shared.dscores, shared.k, Gradient::first_row(), Gradient::first_col(), dq.acc);
+  if (turn >= 0) {
+    if (threadIdx.x == 0) ptx::acquire_turn(w.turns + tile, turn);  // those before have added
+    __syncthreads();                                                // it is everyone's turn
+  }
+  float* const sums = Gradient::sums(w, tile);
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) atomicAdd(sums + (4 * n + e) * 32, dq.acc[n][e]);
+  if (turn >= 0) {
+    __syncthreads();                                          // everyone has added
+    if (threadIdx.x == 0) ptx::release_turn(w.turns + tile);  // the next block may add
+  }
+}
+
+// Writes a warp's rows [first, first + 16) of a gradient, as far as they exist. Returns whether one of the
+// thread's elements is not finite.
+template <class In, int N>
+__device__ bool store_rows(const Tensor4& grad, int64_t b, int64_t h, int64_t first, int64_t seqlen,
+                           int64_t first_col, int64_t columns, float factor, const float (&acc)[N][4]) {
+  bool finite = true;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int64_t row = first + lane() / 4 + 8 * r;
+    if (row >= seqlen) continue;
+    In* const to = grad.row<In>(b, h, row);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int64_t col = first_col + 8 * n + lane() % 4 * 2;
+      if (col >= columns) continue;
+      const float left = acc[n][2 * r] * factor, right = acc[n][2 * r + 1] * factor;
+      finite &= std::isfinite(left) && std::isfinite(right);
+      *reinterpret_cast<uint32_t*>(to + col) = pack<In>(left, right);
+    }
+  }
+  return !finite;
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    backward_kernel(const BackwardParams p, const BackwardWorkspace w) {
+  using In = typename C::In;
+  auto& shared = shared_memory<BackwardMemory<C>>();
+  const Sizes& z = p.sizes;
+
+  // What this block owns. In turns, the last keys of a head come first: causal, they have few queries, and
+  // nobody waits long.
+  const bool in_turns = p.dq && p.deterministic;
+  int task = blockIdx.x;
+  if (in_turns) {
+    if (threadIdx.x == 0) shared.ticket = atomicAdd(w.ticket, 1);
+    __syncthreads();  // the ticket is there
+    task = shared.ticket;
+  }
+  const int key_blocks = ceil_div(z.seqlen_k, C::kBlockK), heads_kv = z.heads_kv;
+  const int head_kv = task / key_blocks, b = head_kv / heads_kv, h_kv = head_kv % heads_kv;
+  const int key_block = in_turns ? key_blocks - 1 - task % key_blocks : task % key_blocks;
+  const int64_t j0 = int64_t{key_block} * C::kBlockK;
+  const int64_t j_end = smaller<int64_t>(j0 + C::kBlockK, z.seqlen_k);
+
+  // Its steps: each query tile that can see the keys, of each head of the group. An int holds any number of
+  // tiles that a GPU's memory holds.
+  const int group = z.heads / z.heads_kv, query_tiles = ceil_div(z.seqlen_q, C::kBlockQ);
+  const Range seen = visible_queries(p.band, j0, j_end, z.seqlen_q);
+  const int first_tile = seen.begin / C::kBlockQ;
+  const int tiles = seen.begin < seen.end ? ceil_div(seen.end, C::kBlockQ) - first_tile : 0;
+  const int steps = group * tiles;
+  const auto place = [&](int step) {
+    const int64_t tile = first_tile + step % tiles;
+    return TransposedPlace{b, h_kv * group + step / tiles, tile * C::kBlockQ, j0};
+  };
+
+  const auto load_q = [&](int step, int buffer) {
+    if (step < steps) {
+      const TransposedPlace at = place(step);
+      shared.q[buffer].template load_async<C::kThreads>(p.q, b, at.h, at.i0, z.seqlen_q, z.head_dim);
+      shared.terms[buffer].load_async(w.terms, (b * z.heads + at.h) * z.seqlen_q + at.i0, z.seqlen_q - at.i0);
+    }
+    ptx::cp_async_commit();  // ends the group of q; an empty one too, because the waits count groups
+  };
+  const auto load_dout = [&](int step) {
+    if (step < steps) {
+      const TransposedPlace at = place(step);
+      shared.dout.template load_async<C::kThreads>(p.dout, b, at.h, at.i0, z.seqlen_q, z.head_dim_v);
+    }
+    ptx::cp_async_commit();  // ends the group of dout
+  };
+
+  if (steps > 0) {
+    shared.k.template load_async<C::kThreads>(p.k, b, h_kv, j0, z.seqlen_k, z.head_dim);
+    load_q(0, 0);  // one group with k
+    shared.v.template load_async<C::kThreads>(p.v, b, h_kv, j0, z.seqlen_k, z.head_dim_v);
+    load_dout(0);  // one group with v
+  }
+
+  float dk[C::kHeadDim / 8][4] = {}, dv[C::kHeadDim / 8][4] = {};
+  for (int step = 0; step < steps; ++step) {
+    const int buffer = step % 2;
+    const TransposedPlace at = place(step);
+    const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, z.seqlen_q);
+    const bool tail = j_end < j0 + C::kBlockK;
+    const bool partial = p.mask || tail || !band_covers(p.band, at.i0, i_end, j0, j_end);
+
+    ptx::cp_async_wait<1>();  // this thread's part of q has landed; dout may be on its way
+    __syncthreads();          // everyone's part has; everyone has read the other q, and dS
+    load_q(step + 1, buffer ^ 1);
+
+    float products[C::kColumns][4] = {};
+    multiply_rows<C::kUnrolled>(shared.k, shared.q[buffer], products);
+    Probs<C::kColumns> probs;
+    recompute_probs<In>(p, at, partial, shared.terms[buffer], products, probs);
+
+    ptx::cp_async_wait<1>();  // this thread's part of dout has landed; the next q may be on its way
+    __syncthreads();          // everyone's part has
+    multiply_packed(probs.weights, shared.dout, dv);
+    float dprobs[C::kColumns][4] = {};
+    multiply_rows<C::kUnrolled>(shared.v, shared.dout, dprobs);
+    uint32_t dscores[C::kColumns / 2][4];
+    finish_dscores<In>(p, shared.terms[buffer], probs, dprobs, dscores);
+    store_dscores(dscores, shared.dscores);
+
+    __syncthreads();  // dS is complete; everyone has read dout
+    load_dout(step + 1);
+    multiply_packed(dscores, shared.q[buffer], dk);
+    if (p.dq) {
+      int turn = -1;
+      if (in_turns) turn = (visible_keys(p.band, at.i0, i_end, z.seqlen_k).end - 1) / C::kBlockK - key_block;
+      add_query_gradient(shared, w, (b * z.heads + at.h) * query_tiles + at.i0 / C::kBlockQ, turn);
+    }
+  }
+
+  bool not_finite = false;
+  const int64_t first = j0 + 16 * warp();
+  const float keep_scale = p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f;
+  if (p.dk) not_finite |= store_rows<In>(p.dk, b, h_kv, first, z.seqlen_k, 0, z.head_dim, float(p.scale), dk);
+  if (p.dv) not_finite |= store_rows<In>(p.dv, b, h_kv, first, z.seqlen_k, 0, z.head_dim_v, keep_scale, dv);
+  const bool flag = __syncthreads_or(not_finite);  // one flag for all that the block wrote
+  const int64_t flags = RecomputeFlags::tiles(z.seqlen_k), at = j0 / kRecomputedRows + threadIdx.x;
+  if (threadIdx.x < C::kBlockK / kRecomputedRows && at < flags) w.flags.keys[head_kv * flags + at] = flag;
+}
+
+// Rounds dq. A block owns as many of its query rows as have one flag.
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    dq_kernel(const BackwardParams p, const BackwardWorkspace w) {
+  using Gradient = QueryGradient<C>;
+  const Sizes& z = p.sizes;
+  const int64_t flags = RecomputeFlags::tiles(z.seqlen_q), head = blockIdx.x / flags;
+  const int64_t query_tiles = ceil_div(z.seqlen_q, C::kBlockQ);
+  bool not_finite = false;
+  for (int part = 0; part < kRecomputedRows / C::kBlockQ; ++part) {
+    const int64_t i0 = blockIdx.x % flags * kRecomputedRows + part * C::kBlockQ;
+    if (i0 >= z.seqlen_q) break;
+    Gradient dq;
+    const float* const sums = Gradient::sums(w, head * query_tiles + i0 / C::kBlockQ);
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dq.acc[n][e] = sums[(4 * n + e) * 32];
+    not_finite |=
+        store_rows<typename C::In>(p.dq, head / z.heads, head % z.heads, i0 + Gradient::first_row(),
+                                   z.seqlen_q, Gradient::first_col(), z.head_dim, float(p.scale), dq.acc);
+  }
+  const bool flag = __syncthreads_or(not_finite);  // one flag for all that the block wrote
+  if (threadIdx.x == 0) w.flags.queries[blockIdx.x] = flag;
+}
+
+}  // namespace flash_attn_ext::cuda::sm80

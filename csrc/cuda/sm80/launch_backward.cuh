@@ -1,0 +1,46 @@
+// The backward's launches, in order.
+#pragma once
+
+#include "../simt/simt.h"
+#include "backward.cuh"
+#include "sm80.h"
+
+namespace flash_attn_ext::cuda::sm80 {
+
+template <class C>
+cudaError_t launch_padded(const BackwardParams& p, const BackwardWorkspace& w, cudaStream_t stream) {
+  const Sizes& z = p.sizes;
+  const int64_t key_tasks = z.batch * z.heads_kv * ceil_div(z.seqlen_k, C::kBlockK);
+  const int64_t query_tasks = p.dq ? z.batch * z.heads * RecomputeFlags::tiles(z.seqlen_q) : 0;
+  return in_order(
+      [&] {
+        const LaunchShape shape{key_tasks, 1, 1, C::kThreads, sizeof(BackwardMemory<C>)};
+        return launch(backward_kernel<C>, shape, stream, p, w);
+      },
+      [&] { return launch(dq_kernel<C>, {query_tasks, 1, 1, C::kThreads}, stream, p, w); });
+}
+
+// simt brings the terms of the rows, and computes flagged tiles once more. The gradients of the mask and the
+// slopes are simt's as they are: sums over whole tiles of dS, which do not go through tensor cores.
+template <class In>
+cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream_t stream,
+                            simt::Backward* row_terms, simt::Gradients* gradients) {
+  const BackwardWorkspace w(workspace, p);
+  BackwardParams qkv = p, others = p;
+  qkv.dmask = {};
+  qkv.dalibi_slopes = nullptr;
+  others.dq = others.dk = others.dv = {};
+  const auto on_tensor_cores = [&] {
+    return padded_head_dim(p.sizes) == 64 ? launch_padded<BackwardConfig<In, 64>>(p, w, stream)
+                                          : launch_padded<BackwardConfig<In, 128>>(p, w, stream);
+  };
+  const auto qkv_pass = [&] {
+    return in_order([&] { return cudaMemsetAsync(w.ticket, 0, w.zeroed_elements * sizeof(int), stream); },
+                    on_tensor_cores, [&] { return gradients(qkv, workspace, w.flags, stream); });
+  };
+  return in_order([&] { return row_terms(p, workspace, stream); },
+                  [&] { return p.dq || p.dk || p.dv ? qkv_pass() : cudaSuccess; },
+                  [&] { return gradients(others, workspace, {}, stream); });
+}
+
+}  // namespace flash_attn_ext::cuda::sm80
