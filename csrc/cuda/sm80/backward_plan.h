@@ -3,6 +3,7 @@
 
 #include "../recompute.cuh"
 #include "../simt/plan.h"
+#include "../simt/simt.h"
 
 namespace flash_attn_ext::cuda::sm80 {
 
@@ -14,9 +15,9 @@ constexpr int backward_rows(int padded) { return padded == 64 ? 64 : 32; }
 
 using simt::ceil_div;
 
-// A workspace of 4-byte elements.
+// 4-byte elements, behind those that simt needs for its steps.
 struct BackwardWorkspace {
-  simt::RowTerms<float> terms;
+  simt::RowTerms<float> terms;  // the first of simt's
   RecomputeFlags flags;
   // From here on all is zero before the backward's kernel starts.
   int* ticket;  // blocks that have started
@@ -29,7 +30,7 @@ struct BackwardWorkspace {
     const int padded = padded_head_dim(z);
     const int64_t heads = z.batch * z.heads, tiles = heads * ceil_div(z.seqlen_q, backward_rows(padded));
     int* const first = static_cast<int*>(workspace);
-    flags.queries = first + simt::RowTerms<float>::elements(z);
+    flags.queries = first + simt::backward_workspace(p) / sizeof(int);
     flags.keys = flags.queries + heads * RecomputeFlags::tiles(z.seqlen_q);
     ticket = flags.keys + z.batch * z.heads_kv * RecomputeFlags::tiles(z.seqlen_k);
     turns = ticket + 1;
