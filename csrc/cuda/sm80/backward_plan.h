@@ -3,7 +3,6 @@
 
 #include "../recompute.cuh"
 #include "../simt/plan.h"
-#include "../simt/simt.h"
 
 namespace flash_attn_ext::cuda::sm80 {
 
