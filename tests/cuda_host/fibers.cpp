@@ -31,7 +31,7 @@ uint64_t random_below(uint64_t n) {
 
 namespace {
 
-constexpr int kWarpSize = 32;
+constexpr int kWarpSize = 32, kNamedBarriers = 16;
 
 // Threads that wait for each other.
 struct Meeting {
@@ -48,7 +48,7 @@ struct Execution {
   std::vector<std::vector<Fiber*>> ready;  // of each warp
   std::vector<int> warp_order;             // whose fibers run first
   Meeting block;
-  std::vector<Meeting> warps, warpgroups;
+  std::vector<Meeting> warps, warpgroups, named;
   std::string error;
 };
 
@@ -173,6 +173,7 @@ void begin_block(dim3 block) {
   blockIdx = block;
   run.finished = 0;
   run.block.arrived.clear();
+  run.named.assign(kNamedBarriers, {});
   const int warps = (run.threads + kWarpSize - 1) / kWarpSize;
   run.warps.assign(warps, {});
   run.warpgroups.assign((warps + 3) / 4, {});
@@ -259,6 +260,11 @@ void wake(Fiber* fiber) {
   make_ready(fiber);
 }
 
+void pause() {
+  make_ready(current);
+  switch_to_scheduler();
+}
+
 void meet_warpgroup(Site site, const std::function<void(const std::vector<Fiber*>&)>& finish) {
   constexpr int kThreads = 128;
   meet(run.warpgroups[current->thread / kThreads], kThreads, site, finish);
@@ -279,6 +285,15 @@ uint64_t meet_block(Site site, uint64_t value) {
     shuffle(run.warp_order);
   });
   return self->value;
+}
+
+void meet_named(Site site, int barrier, int threads) {
+  if (barrier <= 0 || barrier >= kNamedBarriers || threads % kWarpSize != 0)
+    fail("a named barrier is 1 to 15, for whole warps: " + text(site) + ", " + describe(current->thread));
+  meet(run.named[barrier], threads, site, [](const std::vector<Fiber*>& fibers) {
+    join_clocks(fibers);
+    shuffle(run.warp_order);
+  });
 }
 
 void meet_warp(Site site, unsigned mask) {

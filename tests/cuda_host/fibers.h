@@ -55,6 +55,7 @@ extern Fiber* current;  // null while no kernel runs
 // now on.
 void wait_to_be_woken(Site site);
 void wake(Fiber* fiber);
+void pause();  // others may run first
 void meet_warpgroup(Site site, const std::function<void(const std::vector<Fiber*>&)>& finish);
 void shuffle_warps();
 uint64_t random_below(uint64_t n);

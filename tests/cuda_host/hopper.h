@@ -2,6 +2,7 @@
 // for the kernels; this here is for fibers.cpp.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 namespace cuda_host {
@@ -9,6 +10,8 @@ namespace cuda_host {
 void hopper_begin_block(int threads);
 // Lets one outstanding copy land; false if there is none.
 bool hopper_land_one();
+// Before a thread writes to shared memory: an error if something asynchronous may still read there.
+void hopper_check_write(const void* address, size_t bytes);
 // What is left undone when all threads have ended; empty if nothing.
 std::string hopper_end_block();
 

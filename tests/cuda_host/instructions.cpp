@@ -1,7 +1,8 @@
-// The instructions of csrc/cuda/ptx.h, as the PTX manual defines them.
+// The instructions of csrc/cuda/ptx.h, and stmatrix, as the PTX manual defines them.
 #include <cstring>
 
 #include "fibers.h"
+#include "include/hopper_on_host.h"
 #include "include/ptx_on_host.h"
 #include "memory.h"
 
@@ -59,6 +60,20 @@ void load_matrices(void* const* lanes) {
     }
 }
 
+struct StoreLane {
+  uint16_t* row;
+  const uint32_t* r;
+};
+
+// The other way round.
+void store_pairs(void* const* lanes) {
+  for (int lane = 0; lane < 32; ++lane)
+    for (int m = 0; m < 4; ++m) {
+      uint16_t* row = static_cast<const StoreLane*>(lanes[8 * m + lane / 4])->row;
+      std::memcpy(row + lane % 4 * 2, &static_cast<const StoreLane*>(lanes[lane])->r[m], 4);
+    }
+}
+
 struct MmaLane {
   float* c;
   const uint32_t* a;
@@ -93,6 +108,12 @@ void ldmatrix_x4(Site site, uint32_t* r, const void* row, bool transposed) {
   touch(row, 16, false, __builtin_return_address(0));
   LoadLane mine{static_cast<const uint16_t*>(row), r};
   combine_lanes(site, 0xffffffffu, &mine, transposed ? load_matrices<true> : load_matrices<false>);
+}
+
+void store_matrices(Site site, void* row, const uint32_t* r) {
+  touch(row, 16, true, __builtin_return_address(0));
+  StoreLane mine{static_cast<uint16_t*>(row), r};
+  combine_lanes(site, 0xffffffffu, &mine, store_pairs);
 }
 
 void mma_m16n8k16(Site site, float* c, const uint32_t* a, uint32_t b0, uint32_t b1,

@@ -15,9 +15,12 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
+#include <set>
 #include <vector>
 
 #include "fibers.h"
+#include "hopper.h"
 
 namespace flash_attn_ext::cuda {
 // The array behind csrc/cuda/shared_memory.h.
@@ -35,6 +38,7 @@ struct Write {
 };
 
 constexpr uint32_t kInFlight = (1 << 22) - 1;  // the time of a write that has not landed
+constexpr uint32_t kAtomic = (1 << 22) - 2;    // of one that other blocks may follow with their own
 
 struct Region {
   uintptr_t begin, end;
@@ -55,6 +59,9 @@ struct Memory {
   Region* last_found;
   uintptr_t arguments_begin, arguments_end;
   uint32_t first_block_of_launch = 1, block = 1;
+  bool ordered_adds = false;
+  std::set<uint32_t> known_blocks;                        // what this block has learned of by waiting
+  std::map<const void*, std::set<uint32_t>> told_blocks;  // what it takes to learn of them
 
   Memory() { begin_regions(); }
 
@@ -100,6 +107,8 @@ void check_order(const Access& access, const Region& region, const Write& last) 
   if (last.block < memory.first_block_of_launch || (region.shared && last.block != memory.block)) {
     const bool unwritten = region.shared || (last.block == 0 && !region.initialised);
     if (unwritten && !access.is_write) fail("read of memory that nobody wrote: " + describe(access, &region));
+  } else if (last.time == kAtomic) {
+    fail("race: " + describe(access, &region) + ", which blocks of this launch change atomically");
   } else if (last.block != memory.block) {
     fail("race between blocks: " + describe(access, &region) + ", which another block of this launch wrote");
   } else if (last.time == kInFlight) {
@@ -137,6 +146,8 @@ void look_at(const Access& access) {
   const size_t elements = region->elements(access.bytes);
   for (size_t n = 0; n < elements; ++n)
     if (n == 0 || !(last[n] == last[n - 1])) check_order(access, *region, last[n]);
+  if (access.is_write && region->shared)
+    hopper_check_write(reinterpret_cast<const void*>(access.address), access.bytes);
   if (access.is_write)
     std::fill(last, last + elements,
               Write{memory.block, current->now, static_cast<uint32_t>(current->thread)});
@@ -150,7 +161,50 @@ void set_writer(void* address, size_t bytes, uint32_t time) {
             Write{memory.block, time, static_cast<uint32_t>(current->thread)});
 }
 
+// What blocks of one launch may all change. `visit` gets the last write of each element that is such a
+// change.
+template <class Visit>
+void change_atomically(const Access& access, const Visit& visit) {
+  Region* region = memory.find(access.address);
+  if (!region || region->shared || access.address + access.bytes > region->end || !region->writable)
+    fail("out of bounds: " + describe(access, region));
+  Write* last = region->last_write(access.address);
+  const size_t elements = region->elements(access.bytes);
+  for (size_t n = 0; n < elements; ++n) {
+    if (n > 0 && last[n] == last[n - 1]) continue;
+    if (last[n].time == kAtomic && last[n].block >= memory.first_block_of_launch) {
+      visit(last[n]);
+    } else {
+      check_order({access.address, access.bytes, false, access.code}, *region, last[n]);
+    }
+  }
+  std::fill(last, last + elements, Write{memory.block, kAtomic, static_cast<uint32_t>(current->thread)});
+}
+
 }  // namespace
+
+void touch_atomically(const void* address, size_t bytes, void* code) {
+  change_atomically({reinterpret_cast<uintptr_t>(address), bytes, true, code}, [](const Write&) {});
+}
+
+void add_to_global(float* sums, size_t bytes, void* code) {
+  const Access access{reinterpret_cast<uintptr_t>(sums), bytes, true, code};
+  change_atomically(access, [&](const Write& last) {
+    if (memory.ordered_adds && last.block != memory.block && memory.known_blocks.count(last.block) == 0)
+      fail("additions in no fixed order: " + describe(access, nullptr));
+  });
+}
+
+void learn_blocks_of(const void* turns) {
+  const std::set<uint32_t>& told = memory.told_blocks[turns];
+  memory.known_blocks.insert(told.begin(), told.end());
+}
+
+void tell_blocks_of(const void* turns) {
+  std::set<uint32_t>& told = memory.told_blocks[turns];
+  told.insert(memory.known_blocks.begin(), memory.known_blocks.end());
+  told.insert(memory.block);
+}
 
 void touch(const void* address, size_t bytes, bool is_write, void* code) {
   look_at({reinterpret_cast<uintptr_t>(address), bytes, is_write, code});
@@ -194,12 +248,14 @@ void forget_buffers() { memory.begin_regions(); }
 
 void memory_begin_launch(const void* arguments, size_t argument_bytes) {
   memory.first_block_of_launch = memory.block + 1;
+  memory.told_blocks.clear();
   memory.arguments_begin = reinterpret_cast<uintptr_t>(arguments);
   memory.arguments_end = memory.arguments_begin + argument_bytes;
 }
 
 void memory_begin_block(size_t shared_bytes) {
   ++memory.block;
+  memory.known_blocks.clear();
   memory.regions[0].end = memory.regions[0].begin + shared_bytes;
   std::memset(flash_attn_ext::cuda::shared_bytes, 0xff, shared_bytes);  // NaN in every float type
 }
@@ -207,6 +263,9 @@ void memory_begin_block(size_t shared_bytes) {
 }  // namespace cuda_host
 
 extern "C" {
+
+// Whether what blocks add to the same place must come in an order that they agree on.
+void require_ordered_adds(bool required) { cuda_host::memory.ordered_adds = required; }
 
 void __tsan_init() {}
 

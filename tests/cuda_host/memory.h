@@ -28,6 +28,12 @@ void for_each_last_write(uintptr_t address, size_t bytes, const std::function<vo
 void set_last_write(uintptr_t address, size_t bytes, const LastWrite& write);
 // Global memory: an error if the current thread may not read there.
 void check_global_read(const void* address, size_t bytes, void* code);
+// Global memory that several blocks of a launch may change: by an atomic instruction, and by adding in bulk.
+void touch_atomically(const void* address, size_t bytes, void* code);
+void add_to_global(float* sums, size_t bytes, void* code);
+// A block learns of those that told so at the same place, and of whom they had learned.
+void learn_blocks_of(const void* turns);
+void tell_blocks_of(const void* turns);
 
 // Called by the launch.
 void memory_begin_launch(const void* arguments, size_t argument_bytes);

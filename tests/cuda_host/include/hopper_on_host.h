@@ -19,23 +19,42 @@ struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 namespace cuda_host {
 
+void meet_named(Site site, int barrier, int threads);
+void proxy_fence();
 void barrier_init(uint64_t* barrier, uint32_t arrivals);
 void barrier_init_fence();
 void barrier_arrive(uint64_t* barrier, uint32_t bytes);
 void barrier_wait(Site site, uint64_t* barrier, uint32_t parity);
 void load_box(Site site, void* shared, const CUtensorMap* map, const int32_t* corner, uint64_t* barrier);
+void load_bytes(Site site, void* shared, const void* global, uint32_t bytes, uint64_t* barrier);
+void bulk_add(Site site, float* sums, const float* terms, uint32_t count);
+void bulk_commit();
+void bulk_wait_read();
+void bulk_wait();
+int draw_ticket(int32_t* ticket);
+void wait_for_turn(Site site, const int32_t* turns, int turn);
+void pass_turn(Site site, int32_t* turns, int turn);
+void store_matrices(Site site, void* row, const uint32_t* r);
 uint32_t shared_address(const void* pointer);
 
 // d += a b, or d = a b: 64 x 16 by 16 x columns. `a` comes from shared memory if a_registers is null.
+// By rows: b, and a if it is there, have contiguous columns and rows, instead of contiguous k.
 struct Product {
   float* d;
   uint64_t a, b;
   const uint32_t* a_registers;
   int columns;
-  bool accumulate;
+  bool accumulate, b_by_rows;
   float (*widen)(uint16_t bits);
 };
 void wgmma(Site site, const Product& product);
@@ -60,6 +79,11 @@ namespace flash_attn_ext::cuda::ptx {
 
 using Barrier = uint64_t;
 using cuda_host::barrier_init_fence;
+using cuda_host::bulk_commit;
+using cuda_host::bulk_wait;
+using cuda_host::bulk_wait_read;
+using cuda_host::draw_ticket;
+using cuda_host::proxy_fence;
 using cuda_host::shared_address;
 using cuda_host::wgmma_commit;
 using cuda_host::wgmma_fence;
@@ -76,6 +100,26 @@ inline void load_box(void* shared, const void* map, const int32_t (&corner)[4], 
                      CUDA_HOST_SITE) {
   cuda_host::load_box({"load_box", file, line}, shared, static_cast<const CUtensorMap*>(map), corner,
                       &barrier);
+}
+
+inline void load_bytes(void* shared, const void* global, uint32_t bytes, Barrier& barrier, CUDA_HOST_SITE) {
+  cuda_host::load_bytes({"load_bytes", file, line}, shared, global, bytes, &barrier);
+}
+inline void bulk_add(float* sums, const float* terms, uint32_t count, CUDA_HOST_SITE) {
+  cuda_host::bulk_add({"bulk_add", file, line}, sums, terms, count);
+}
+inline void wait_for_turn(const int32_t* turns, int turn, CUDA_HOST_SITE) {
+  cuda_host::wait_for_turn({"wait_for_turn", file, line}, turns, turn);
+}
+inline void pass_turn(int32_t* turns, int turn, CUDA_HOST_SITE) {
+  cuda_host::pass_turn({"pass_turn", file, line}, turns, turn);
+}
+inline void store_matrices(void* row, const uint32_t (&r)[4], CUDA_HOST_SITE) {
+  cuda_host::store_matrices({"store_matrices", file, line}, row, r);
+}
+template <int kBarrier, int kThreads>
+void named_barrier_sync(CUDA_HOST_SITE) {
+  cuda_host::meet_named({"named_barrier_sync", file, line}, kBarrier, kThreads);
 }
 
 // How many registers a thread has does not show here.
@@ -103,11 +147,16 @@ inline void compute_before_wait(float, uint32_t) {}
 template <class In, int kCount>
 void wgmma_shared(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate, CUDA_HOST_SITE) {
   cuda_host::wgmma({"wgmma", file, line},
-                   {d, a, b, nullptr, 2 * kCount, accumulate, cuda_host::widen_element<In>});
+                   {d, a, b, nullptr, 2 * kCount, accumulate, false, cuda_host::widen_element<In>});
+}
+template <class In, int kCount>
+void wgmma_shared_by_rows(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate, CUDA_HOST_SITE) {
+  cuda_host::wgmma({"wgmma", file, line},
+                   {d, a, b, nullptr, 2 * kCount, accumulate, true, cuda_host::widen_element<In>});
 }
 template <class In, int kCount>
 void wgmma_registers(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, CUDA_HOST_SITE) {
-  cuda_host::wgmma({"wgmma", file, line}, {d, 0, b, a, 2 * kCount, true, cuda_host::widen_element<In>});
+  cuda_host::wgmma({"wgmma", file, line}, {d, 0, b, a, 2 * kCount, true, true, cuda_host::widen_element<In>});
 }
 template <int kPending, int kCount>
 void wgmma_wait(float (&)[kCount], CUDA_HOST_SITE) {

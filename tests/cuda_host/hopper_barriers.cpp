@@ -1,0 +1,165 @@
+// mbarriers, named barriers and fences as the PTX manual defines them. Barriers carry vector clocks: who
+// waits knows what those knew who arrived.
+#pragma GCC optimize("O3")
+
+#include <algorithm>
+
+#include "hopper_block.h"
+#include "memory.h"
+
+namespace cuda_host {
+
+Block block;
+
+namespace {
+
+void join(Clock& into, const Clock& other) {
+  for (size_t n = 0; n < into.size(); ++n) into[n] = std::max(into[n], other[n]);
+}
+
+}  // namespace
+
+Barrier& find_barrier(uint64_t* address) {
+  const auto found = block.barriers.find(address);
+  if (found == block.barriers.end() || !current->knows(found->second.init_thread, found->second.init_time))
+    fail("mbarrier used before its initialisation is known: " + who());
+  return found->second;
+}
+
+bool complete_if_done(Barrier& barrier) {
+  if (barrier.pending > 0 || barrier.bytes_expected != 0) return false;
+  ++barrier.phase;
+  barrier.pending = barrier.expected;
+  barrier.completed = barrier.arriving;
+  barrier.joined.clear();
+  const bool wakes = !barrier.waiting.empty();
+  for (Fiber* fiber : barrier.waiting) wake(fiber);
+  barrier.waiting.clear();
+  shuffle_warps();
+  return wakes;
+}
+
+void barrier_init(uint64_t* address, uint32_t arrivals) {
+  if (block.barriers.size() == kMaxAsyncWriters) fail("more mbarriers than kMaxAsyncWriters");
+  Barrier barrier;
+  barrier.writer = static_cast<int>(block.threads.size() + block.barriers.size());
+  barrier.init_thread = current->thread;
+  barrier.init_time = current->now;
+  barrier.fence_time = 0;
+  barrier.expected = barrier.pending = arrivals;
+  barrier.arriving = barrier.completed = Clock(current->known->size(), 0);
+  block.barriers[address] = barrier;
+}
+
+void barrier_init_fence() {
+  for (auto& [address, barrier] : block.barriers)
+    if (barrier.init_thread == current->thread) barrier.fence_time = current->now;
+}
+
+void barrier_arrive(uint64_t* address, uint32_t bytes) {
+  Barrier& barrier = find_barrier(address);
+  if (barrier.pending == 0) fail("too many arrivals at an mbarrier: " + who());
+  barrier.bytes_expected += bytes;
+  --barrier.pending;
+  join(barrier.arriving, *current->known);
+  barrier.arriving[current->thread] = current->now++;
+  if (complete_if_done(barrier)) pause();  // those who waited may be ahead of the one who came last
+}
+
+void barrier_wait(Site site, uint64_t* address, uint32_t parity) {
+  Barrier& barrier = find_barrier(address);
+  while ((barrier.phase & 1) == parity) {
+    barrier.waiting.push_back(current);
+    wait_to_be_woken(site);
+  }
+  for (const auto& [before, after] : barrier.joined)
+    if (before == current->known) {
+      current->known = after;
+      return;
+    }
+  const auto after = std::make_shared<Clock>(*current->known);
+  join(*after, barrier.completed);
+  barrier.joined.push_back({current->known, after});
+  current->known = after;
+}
+
+// What the thread writes from now on is later than the fence.
+void proxy_fence() { block.threads[current->thread].proxy_fences.push_back(current->now++); }
+
+// ---- what reads shared memory on its own
+
+void check_readable(const char* reader, const Bytes& bytes, const std::vector<const Start*>& starts) {
+  const auto refuse = [&](const char* what) { fail(std::string(reader) + what + who()); };
+  for_each_last_write(bytes.begin, bytes.end - bytes.begin, [&](const LastWrite& last) {
+    if (!last.written) refuse(" reads memory that nobody wrote: ");
+    if (!last.landed) refuse(" reads what has not landed: ");
+    uint32_t time = last.time;
+    const bool by_thread = last.writer < static_cast<int>(block.threads.size());
+    if (by_thread) {
+      const std::vector<uint32_t>& fences = block.threads[last.writer].proxy_fences;
+      const auto fence = std::lower_bound(fences.begin(), fences.end(), time);
+      if (fence == fences.end()) refuse(" reads what a thread wrote, with no proxy fence: ");
+      time = *fence;
+    }
+    for (const Start* start : starts) {
+      const bool known = by_thread && start->thread == last.writer ? time < start->now
+                                                                   : time <= (*start->known)[last.writer];
+      if (!known)
+        fail(std::string("race: ") + reader + " reads what its thread has not waited for: " + who());
+    }
+  });
+}
+
+void remember_read(const Bytes& bytes, int first_thread, const std::vector<Fiber*>& fibers) {
+  const auto found = std::find_if(block.reads.begin(), block.reads.end(), [&](const Read& r) {
+    return r.first_thread == first_thread && r.times.size() == fibers.size() &&
+           r.bytes.begin == bytes.begin && r.bytes.end == bytes.end;
+  });
+  Read& entry = found == block.reads.end() ? block.reads.emplace_back() : *found;
+  entry.bytes = bytes;
+  entry.first_thread = first_thread;
+  entry.times.resize(fibers.size());
+  for (const Fiber* fiber : fibers) entry.times[fiber->thread - first_thread] = fiber->now;
+}
+
+void check_not_read(const char* writer, const Bytes& target) {
+  for (const BulkAdd& add : block.adds)
+    if (!add.has_read && add.source.overlaps(target))
+      fail(std::string(writer) + " overwrites what a bulk copy still reads: " + who());
+  for (const Read& read : block.reads) {
+    if (!read.bytes.overlaps(target)) continue;
+    const int threads = static_cast<int>(read.times.size());
+    for (int warp = 0; warp < threads; warp += kWarp) {  // one lane is enough: a warp waits as one
+      bool known = false;
+      for (int t = warp; t < std::min(warp + kWarp, threads); ++t)
+        known |= current->knows(read.first_thread + t, read.times[t]);
+      if (!known)
+        fail(std::string("race: ") + writer +
+             " overwrites what was read on its own, with no barrier in between: " + who());
+    }
+  }
+}
+
+void hopper_check_write(const void* address, size_t bytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  check_not_read("a thread", {begin, begin + bytes});
+}
+
+// ---- a block's life
+
+void hopper_begin_block(int threads) {
+  block = {};
+  block.threads.resize(threads);
+}
+
+std::string hopper_end_block() {
+  if (!block.copies.empty()) return "the block ended before a copy by TMA had landed";
+  for (const Thread& thread : block.threads)
+    if (!thread.products.empty()) return "the block ended before a wgmma was waited for";
+  for (const BulkAdd& add : block.adds)
+    if (!add.has_read) return "the block ended before a bulk copy had read its source";
+  for (size_t n = 0; n < block.threads.size(); ++n) land_adds(n, block.threads[n].bulk_groups + 1);
+  return "";
+}
+
+}  // namespace cuda_host

@@ -1,0 +1,117 @@
+// What the files hopper_*.cpp know of the block that runs.
+#pragma once
+
+#include <array>
+#include <map>
+
+#include "fibers.h"
+#include "hopper.h"
+#include "include/hopper_on_host.h"
+
+namespace flash_attn_ext::cuda {
+extern unsigned char shared_bytes[];
+}
+
+namespace cuda_host {
+
+constexpr int kWarpgroup = 128, kWarp = 32;
+
+struct Bytes {
+  uintptr_t begin, end;
+
+  bool overlaps(const Bytes& other) const { return begin < other.end && other.begin < end; }
+  bool operator<(const Bytes& other) const {
+    return begin != other.begin ? begin < other.begin : end < other.end;
+  }
+};
+
+struct Barrier {
+  int writer;  // as which its copies write to memory
+  int init_thread;
+  uint32_t init_time, fence_time;  // fence_time 0: TMA does not see the barrier
+  uint32_t expected, pending;
+  int64_t bytes_expected = 0;
+  uint32_t phase = 0;
+  uint32_t copies = 0;
+  Clock arriving, completed;
+  std::vector<Fiber*> waiting;
+  std::vector<std::array<std::shared_ptr<const Clock>, 2>> joined;  // what a clock becomes by waiting
+};
+
+// To shared memory.
+struct Copy {
+  Bytes target;
+  Barrier* barrier;
+  std::function<void()> land;
+};
+
+// From shared memory to sums in global memory.
+struct BulkAdd {
+  int thread, group;
+  Bytes source;
+  float* sums;
+  bool has_read = false;
+  std::vector<float> terms;
+};
+
+// When a thread started something asynchronous: what it knew, and its own time.
+struct Start {
+  int thread;
+  uint32_t now;
+  std::shared_ptr<const Clock> known;
+};
+
+struct PendingProduct {
+  Product product;
+  int group;
+  Start start;
+};
+
+struct Thread {
+  bool fenced = false;
+  int groups = 0, bulk_groups = 0;
+  std::vector<uint32_t> proxy_fences;  // when
+  std::vector<PendingProduct> products;
+  std::map<float*, std::vector<float>> accumulators;  // what was in those that are in flight
+};
+
+// A part of shared memory that something asynchronous has read, and when each thread that waited for it
+// learned so: a warpgroup for a product, one thread for a bulk copy.
+struct Read {
+  Bytes bytes;
+  int first_thread;
+  std::vector<uint32_t> times;
+};
+
+struct Block {
+  std::map<const uint64_t*, Barrier> barriers;
+  std::vector<Copy> copies;
+  std::vector<BulkAdd> adds;
+  std::vector<Thread> threads;
+  std::vector<Read> reads;
+};
+
+extern Block block;
+
+inline unsigned char* shared_begin() { return flash_attn_ext::cuda::shared_bytes; }
+inline std::string who() { return describe(current->thread); }
+inline std::string text(Site site) {
+  return std::string(site.what) + " at line " + std::to_string(site.line);
+}
+
+// For a copy that is about to start.
+Barrier& find_barrier(uint64_t* address);
+bool complete_if_done(Barrier& barrier);  // true if somebody had waited for that
+
+// Something asynchronous reads `bytes`: they have landed, and each of `starts` knew so; what threads wrote
+// there they had put behind a proxy fence, and that, too, each of `starts` knew.
+void check_readable(const char* reader, const Bytes& bytes, const std::vector<const Start*>& starts);
+// It has read them; `fibers`, of which that of first_thread is the first, know so now.
+void remember_read(const Bytes& bytes, int first_thread, const std::vector<Fiber*>& fibers);
+// Before somebody writes there: the current thread knows that what has read it is done.
+void check_not_read(const char* writer, const Bytes& target);
+// The same of products that are not done.
+void check_no_product_reads(const char* writer, const Bytes& target);
+void land_adds(int thread, int group_end);
+
+}  // namespace cuda_host

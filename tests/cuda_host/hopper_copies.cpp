@@ -1,0 +1,187 @@
+// TMA and bulk copies as the PTX manual defines them, against the kernel where it leaves a choice:
+//   - A copy to shared memory lands when all threads wait, in random order. From its start on the target
+//   holds
+//     NaN, and touching it is an error. So is starting one where something may still read, or without the
+//     barriers' fence.
+//   - An addition to global memory reads its source when its thread waits for that, and is done when the
+//     thread waits for it or the block ends. Until the former nobody may write to the source.
+#pragma GCC optimize("O3")
+
+#include <algorithm>
+
+#include "hopper_block.h"
+#include "memory.h"
+
+namespace cuda_host {
+
+uintptr_t swizzled(uintptr_t address) {
+  const uintptr_t offset = address - reinterpret_cast<uintptr_t>(shared_begin());
+  return reinterpret_cast<uintptr_t>(shared_begin()) + (offset ^ (offset >> 7 & 7) << 4);
+}
+
+namespace {
+
+template <class Function>  // (row of the box, its address in the tensor or null)
+void for_each_row(const CUtensorMap& map, const std::array<int32_t, CUtensorMap::kRank>& corner,
+                  const Function& function) {
+  uint32_t row = 0;
+  for (uint32_t n3 = 0; n3 < map.box[3]; ++n3)
+    for (uint32_t n2 = 0; n2 < map.box[2]; ++n2)
+      for (uint32_t n1 = 0; n1 < map.box[1]; ++n1, ++row) {
+        const int64_t at[] = {corner[1] + n1, corner[2] + n2, corner[3] + n3};
+        const unsigned char* source = map.data + 2 * corner[0];
+        for (int n = 0; n < 3 && source; ++n) {
+          const bool inside = 0 <= at[n] && at[n] < static_cast<int64_t>(map.size[n + 1]);
+          source = inside ? source + at[n] * static_cast<int64_t>(map.stride[n]) : nullptr;
+        }
+        function(row, source);
+      }
+}
+
+// What all copies to shared memory have in common.
+void start_copy(Site site, void* shared, size_t bytes, uint64_t* address, std::function<void()> land) {
+  Barrier& barrier = find_barrier(address);
+  if (barrier.fence_time == 0 || !current->knows(barrier.init_thread, barrier.fence_time))
+    fail("TMA does not see an mbarrier, for want of a fence: " + text(site) + ", " + who());
+  const auto target = reinterpret_cast<uintptr_t>(shared);
+  const Bytes range{target, target + bytes};
+  check_no_product_reads("TMA", range);
+  check_not_read("TMA", range);
+  for_each_last_write(target, bytes, [&](const LastWrite& last) {
+    if (last.written && !last.landed) fail("TMA writes where another copy has not landed: " + text(site));
+    if (last.written && !current->knows(last.writer, last.time))
+      fail("race: TMA overwrites what was written with no barrier in between: " + text(site) + ", " + who());
+  });
+  std::memset(shared, 0xff, bytes);
+  set_last_write(target, bytes, {true, false, barrier.writer, 0});
+  block.copies.push_back({range, &barrier, std::move(land)});
+}
+
+}  // namespace
+
+void load_box(Site site, void* shared, const CUtensorMap* map, const int32_t* corner, uint64_t* address) {
+  std::array<int32_t, CUtensorMap::kRank> from;
+  std::copy_n(corner, CUtensorMap::kRank, from.begin());
+  const size_t bytes = size_t{map->box[0]} * map->box[1] * map->box[2] * map->box[3] * 2;
+  const auto target = reinterpret_cast<uintptr_t>(shared);
+  if (target % 128 != 0 || map->box[0] * 2 != 128)
+    fail("TMA: a box of 128-byte rows, at a multiple of 128 bytes");
+  for_each_row(*map, from, [&](uint32_t, const unsigned char* source) {
+    const int64_t left = static_cast<int64_t>(map->size[0]) - from[0];
+    if (source && left > 0)
+      for (int64_t n = 0; n < std::min<int64_t>(left, map->box[0]); n += 8)
+        check_global_read(source + 2 * n, 16, __builtin_return_address(0));
+  });
+  start_copy(site, shared, bytes, address, [=] {
+    for_each_row(*map, from, [&](uint32_t row, const unsigned char* source) {
+      for (int64_t column = 0; column < map->box[0]; ++column) {
+        auto* to = reinterpret_cast<void*>(swizzled(target + row * 128 + column * 2));
+        if (source && from[0] + column < static_cast<int64_t>(map->size[0])) {
+          std::memcpy(to, source + column * 2, 2);
+        } else {
+          std::memset(to, 0, 2);
+        }
+      }
+    });
+  });
+}
+
+void load_bytes(Site site, void* shared, const void* global, uint32_t bytes, uint64_t* address) {
+  if (bytes % 16 != 0 ||
+      (reinterpret_cast<uintptr_t>(shared) | reinterpret_cast<uintptr_t>(global)) % 16 != 0)
+    fail("a bulk copy of pieces of 16 aligned bytes: " + text(site));
+  for (uint32_t n = 0; n < bytes; n += 16)
+    check_global_read(static_cast<const char*>(global) + n, 16, __builtin_return_address(0));
+  start_copy(site, shared, bytes, address, [=] { std::memcpy(shared, global, bytes); });
+}
+
+bool hopper_land_one() {
+  if (block.copies.empty()) return false;
+  std::swap(block.copies[random_below(block.copies.size())], block.copies.back());
+  const Copy copy = block.copies.back();
+  block.copies.pop_back();
+  copy.land();
+  Barrier& barrier = *copy.barrier;
+  const size_t bytes = copy.target.end - copy.target.begin;
+  set_last_write(copy.target.begin, bytes, {true, true, barrier.writer, ++barrier.copies});
+  barrier.arriving[barrier.writer] = barrier.copies;
+  barrier.bytes_expected -= bytes;
+  complete_if_done(barrier);
+  return true;
+}
+
+// ---- additions
+
+void bulk_add(Site site, float* sums, const float* terms, uint32_t count) {
+  const auto source = reinterpret_cast<uintptr_t>(terms);
+  const size_t bytes = count * sizeof(float);
+  if (bytes % 16 != 0 || (source | reinterpret_cast<uintptr_t>(sums)) % 16 != 0)
+    fail("a bulk copy of pieces of 16 aligned bytes: " + text(site));
+  const Start start{current->thread, current->now, current->known};
+  check_readable("a bulk copy", {source, source + bytes}, {&start});
+  add_to_global(sums, bytes, __builtin_return_address(0));
+  block.adds.push_back({current->thread,
+                        block.threads[current->thread].bulk_groups,
+                        Bytes{source, source + bytes},
+                        sums,
+                        false,
+                        {}});
+}
+
+void bulk_commit() { ++block.threads[current->thread].bulk_groups; }
+
+void bulk_wait_read() {
+  for (BulkAdd& add : block.adds) {
+    if (add.has_read || add.thread != current->thread ||
+        add.group >= block.threads[current->thread].bulk_groups)
+      continue;
+    const auto* source = reinterpret_cast<const float*>(add.source.begin);
+    add.terms.assign(source, reinterpret_cast<const float*>(add.source.end));
+    add.has_read = true;
+    remember_read(add.source, current->thread, {current});
+  }
+}
+
+void land_adds(int thread, int group_end) {
+  for (const BulkAdd& add : block.adds)
+    if (add.thread == thread && add.group < group_end)
+      for (size_t n = 0; n < add.terms.size(); ++n) add.sums[n] += add.terms[n];
+  const auto landed = [&](const BulkAdd& add) { return add.thread == thread && add.group < group_end; };
+  block.adds.erase(std::remove_if(block.adds.begin(), block.adds.end(), landed), block.adds.end());
+}
+
+void bulk_wait() {
+  bulk_wait_read();
+  land_adds(current->thread, block.threads[current->thread].bulk_groups);
+}
+
+// ---- blocks that wait for each other
+
+int draw_ticket(int32_t* ticket) {
+  touch_atomically(ticket, sizeof(*ticket), __builtin_return_address(0));
+  return (*ticket)++;
+}
+
+// Blocks run one after another: a turn that has not come never comes.
+void wait_for_turn(Site site, const int32_t* turns, int turn) {
+  touch_atomically(turns, sizeof(*turns), __builtin_return_address(0));
+  if (*turns != turn)
+    fail("deadlock: waits for turn " + std::to_string(turn) + ", it is turn " + std::to_string(*turns) +
+         ": " + text(site) + ", " + who());
+  learn_blocks_of(turns);
+}
+
+void pass_turn(Site site, int32_t* turns, int turn) {
+  for (const BulkAdd& add : block.adds)
+    if (add.thread == current->thread)
+      fail("a turn is passed on before what was added is there: " + text(site) + ", " + who());
+  touch_atomically(turns, sizeof(*turns), __builtin_return_address(0));
+  tell_blocks_of(turns);
+  *turns = turn + 1;
+}
+
+uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - shared_begin());
+}
+
+}  // namespace cuda_host

@@ -1,0 +1,55 @@
+// What the launch side asks a Hopper for: tensor maps, with their limits, and which GPU it is.
+#include <cstring>
+
+#include "include/hopper_on_host.h"
+
+namespace cuda_host {
+namespace {
+
+int compute_capability[2] = {8, 0};
+
+}  // namespace
+}  // namespace cuda_host
+
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
+                                const cuuint64_t* size, const cuuint64_t* stride, const cuuint32_t* box,
+                                const cuuint32_t* element_stride, CUtensorMapInterleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  bool valid = rank == CUtensorMap::kRank && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
+               swizzle == CU_TENSOR_MAP_SWIZZLE_128B && box[0] * 2 <= 128;
+  map->data = static_cast<const unsigned char*>(data);
+  for (int n = 0; n < CUtensorMap::kRank; ++n) {
+    map->size[n] = size[n];
+    map->box[n] = box[n];
+    valid = valid && size[n] > 0 && size[n] <= uint64_t{1} << 32 && box[n] > 0 && box[n] <= 256 &&
+            element_stride[n] == 1;
+  }
+  for (int n = 0; n < CUtensorMap::kRank - 1; ++n) {
+    map->stride[n] = stride[n];
+    valid = valid && stride[n] > 0 && stride[n] % 16 == 0 && stride[n] < uint64_t{1} << 40;
+  }
+  return valid ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
+                                             unsigned long long, cudaDriverEntryPointQueryResult* result) {
+  const bool found = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
+  *function = found ? reinterpret_cast<void*>(cuTensorMapEncodeTiled) : nullptr;
+  *result = found ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = cuda_host::compute_capability[attribute == cudaDevAttrComputeCapabilityMinor];
+  return cudaSuccess;
+}
+
+extern "C" void set_compute_capability(int major, int minor) {
+  cuda_host::compute_capability[0] = major;
+  cuda_host::compute_capability[1] = minor;
+}

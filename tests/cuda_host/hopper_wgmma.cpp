@@ -1,0 +1,200 @@
+// wgmma as the PTX manual defines it, against the kernel where it leaves a choice: it reads its operands,
+// registers too, and writes its accumulators when all threads of the warpgroup wait for it. From its start on
+// the accumulators hold NaN. What it reads from shared memory must have landed, and each thread must have
+// known so at the start.
+#pragma GCC optimize("O3")
+
+#include <set>
+
+#include "hopper_block.h"
+
+namespace cuda_host {
+
+uintptr_t swizzled(uintptr_t address);  // the 128-byte swizzle is one of address bits
+
+namespace {
+
+constexpr int kRows = 64, kDepth = 16;
+
+struct Matrix {
+  uintptr_t start;
+  uint32_t leading, stride;
+
+  explicit Matrix(uint64_t descriptor)
+      : start(reinterpret_cast<uintptr_t>(shared_begin()) + (descriptor & 0x3fff) * 16),
+        leading((descriptor >> 16 & 0x3fff) * 16),
+        stride((descriptor >> 32 & 0x3fff) * 16) {
+    if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0)
+      fail("wgmma takes only the 128-byte swizzle, from a multiple of 1024 bytes on: " + who());
+  }
+
+  // Contiguous along k (for 16 of it), or along the rows, in panels of 64.
+  uint16_t along_k(int row, int k) const { return at(row / 8 * stride + row % 8 * 128 + k * 2); }
+  uint16_t along_rows(int row, int k) const {
+    return at(row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2);
+  }
+  // Whole rows of 128 bytes.
+  std::vector<Bytes> bytes_along_k(int rows) const {
+    std::vector<Bytes> result;
+    for (int row = 0; row < rows; row += 8) {
+      const uintptr_t group = start / 128 * 128 + row / 8 * stride;
+      if (!result.empty() && result.back().end == group) {
+        result.back().end += 1024;
+      } else {
+        result.push_back({group, group + 1024});
+      }
+    }
+    return result;
+  }
+  std::vector<Bytes> bytes_along_rows(int rows) const {
+    std::vector<Bytes> result;
+    for (int panel = 0; panel < rows / 64; ++panel)
+      for (int group = 0; group < kDepth / 8; ++group) {
+        const uintptr_t begin = start + panel * leading + group * stride;
+        result.push_back({begin, begin + 1024});
+      }
+    return result;
+  }
+
+ private:
+  uint16_t at(uintptr_t offset) const {
+    uint16_t bits;
+    std::memcpy(&bits, reinterpret_cast<const void*>(swizzled(start + offset)), sizeof(bits));
+    return bits;
+  }
+};
+
+std::vector<Bytes> bytes_read(const Product& product) {
+  std::vector<Bytes> result;
+  if (product.b_by_rows) {
+    result = Matrix(product.b).bytes_along_rows(product.columns);
+    if (product.a_registers) return result;
+    for (const Bytes& bytes : Matrix(product.a).bytes_along_rows(kRows)) result.push_back(bytes);
+  } else {
+    result = Matrix(product.b).bytes_along_k(product.columns);
+    for (const Bytes& bytes : Matrix(product.a).bytes_along_k(kRows)) result.push_back(bytes);
+  }
+  return result;
+}
+
+// Element e of a thread's n-th four in an accumulator, or of its pairs in A.
+int row_of(int thread, int e) { return thread / kWarp * 16 + thread % kWarp / 4 + e / 2 * 8; }
+int column_of(int thread, int n, int e) { return 8 * n + thread % 4 * 2 + e % 2; }
+
+// c += a b, c 64 x columns.
+void multiply(const std::vector<const Product*>& products, std::vector<float>& c) {
+  const Product& first = *products[0];
+  const int columns = first.columns;
+  float a[kRows][kDepth];
+  std::vector<float> b(kDepth * columns);
+  if (first.a_registers) {
+    for (int t = 0; t < kWarpgroup; ++t)
+      for (int n = 0; n < 4; ++n)
+        for (int e = 0; e < 2; ++e)
+          a[row_of(t, n % 2 * 2)][column_of(t, n / 2, e)] =
+              first.widen(static_cast<uint16_t>(products[t]->a_registers[n] >> 16 * e));
+  } else {
+    const Matrix matrix(first.a);
+    for (int row = 0; row < kRows; ++row)
+      for (int k = 0; k < kDepth; ++k)
+        a[row][k] = first.widen(first.b_by_rows ? matrix.along_rows(row, k) : matrix.along_k(row, k));
+  }
+  const Matrix matrix(first.b);
+  for (int column = 0; column < columns; ++column)
+    for (int k = 0; k < kDepth; ++k)
+      b[k * columns + column] =
+          first.widen(first.b_by_rows ? matrix.along_rows(column, k) : matrix.along_k(column, k));
+  for (int row = 0; row < kRows; ++row)
+    for (int k = 0; k < kDepth; ++k) {
+      const float factor = a[row][k];
+      for (int column = 0; column < columns; ++column)
+        c[row * columns + column] += factor * b[k * columns + column];
+    }
+}
+
+void finish_products(const std::vector<Fiber*>& fibers, int pending) {
+  const int first_thread = fibers[0]->thread / kWarpgroup * kWarpgroup;
+  Thread* threads = &block.threads[first_thread];
+  std::map<float*, std::vector<float>> results;  // by the first thread's accumulator
+  std::set<Bytes> read;
+  size_t done = 0;
+  for (; done < threads[0].products.size(); ++done) {
+    if (threads[0].products[done].group >= threads[0].groups - pending) break;
+    std::vector<const Start*> started;
+    std::vector<const Product*> products;
+    for (int t = 0; t < kWarpgroup; ++t) {
+      if (threads[t].products.size() != threads[0].products.size() || threads[t].groups != threads[0].groups)
+        fail("the threads of a warpgroup differ in what they started: " + describe(first_thread + t));
+      started.push_back(&threads[t].products[done].start);
+      products.push_back(&threads[t].products[done].product);
+      if (products[t]->a != products[0]->a || products[t]->b != products[0]->b)
+        fail("the threads of a warpgroup differ in their descriptors: " + describe(first_thread + t));
+    }
+    for (const Bytes& bytes : bytes_read(*products[0]))
+      if (read.insert(bytes).second) check_readable("wgmma", bytes, started);
+    const int columns = products[0]->columns;
+    std::vector<float>& result = results[products[0]->d];
+    const bool starts = result.empty();
+    if (starts || !products[0]->accumulate) result.assign(kRows * columns, 0);
+    if (starts && products[0]->accumulate)
+      for (int t = 0; t < kWarpgroup; ++t)
+        for (int n = 0; n < columns / 2; ++n)
+          result[row_of(t, n % 4) * columns + column_of(t, n / 4, n % 4)] =
+              threads[t].accumulators.at(products[t]->d)[n];
+    multiply(products, result);
+  }
+  for (int t = 0; t < kWarpgroup; ++t) {
+    auto& products = threads[t].products;
+    for (size_t n = 0; n < done; ++n) {
+      const auto result = results.find(threads[0].products[n].product.d);
+      const Product& product = products[n].product;
+      if (threads[t].accumulators.erase(product.d) == 0) continue;  // written already
+      for (int e = 0; e < product.columns / 2; ++e)
+        product.d[e] = result->second[row_of(t, e % 4) * product.columns + column_of(t, e / 4, e % 4)];
+    }
+  }
+  for (int t = 0; t < kWarpgroup; ++t) {
+    auto& products = threads[t].products;
+    products.erase(products.begin(), products.begin() + done);
+    threads[t].fenced = false;
+    for (const PendingProduct& left : products)
+      if (threads[t].accumulators.count(left.product.d) == 0)
+        fail("an accumulator of wgmma is in batches before and after a wait: " + describe(first_thread + t));
+  }
+  for (const Bytes& bytes : read) remember_read(bytes, first_thread, fibers);
+}
+
+}  // namespace
+
+void check_no_product_reads(const char* writer, const Bytes& target) {
+  for (const Thread& thread : block.threads)
+    for (const PendingProduct& product : thread.products)
+      for (const Bytes& bytes : bytes_read(product.product))
+        if (bytes.overlaps(target))
+          fail(std::string(writer) + " overwrites what a wgmma still reads: " + who());
+}
+
+void wgmma_fence() { block.threads[current->thread].fenced = true; }
+
+void wgmma(Site site, const Product& product) {
+  Thread& self = block.threads[current->thread];
+  if (!self.fenced) fail("wgmma without a fence at the start of its batch: " + text(site) + ", " + who());
+  const int count = product.columns / 2;
+  if (self.accumulators.count(product.d) == 0) {
+    self.accumulators[product.d].assign(product.d, product.d + count);
+    std::fill(product.d, product.d + count, NAN);
+  }
+  self.products.push_back({product, self.groups, {current->thread, current->now, current->known}});
+}
+
+// A batch takes its own fence: ptxas puts one in where it is missing, and says so (C7519).
+void wgmma_commit() {
+  ++block.threads[current->thread].groups;
+  block.threads[current->thread].fenced = false;
+}
+
+void wgmma_wait(Site site, int pending) {
+  meet_warpgroup(site, [pending](const std::vector<Fiber*>& fibers) { finish_products(fibers, pending); });
+}
+
+}  // namespace cuda_host
