@@ -28,6 +28,9 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
 }
 
 Selection<BackwardParams> select_backward(const BackwardParams& p) {
+  if (compute_capability() == 90 && sm90::why_not_backward(p) == nullptr)
+    return {sm90::backward_workspace(p),
+            p.dtype == DType::kFloat16 ? sm90::backward_float16 : sm90::backward_bfloat16};
   const size_t bytes = simt::backward_workspace(p);
   switch (p.dtype) {
     case DType::kFloat32: return {bytes, simt::backward_float32};

@@ -69,7 +69,8 @@ class Library:
         self.num_splits = 0
         self.deterministic = True
         self.c = ctypes.CDLL(str(path))
-        for name in ("forward", "backward", "dropout_mask", "why_not_sm90_forward", "last_kernel"):
+        why_not = ("why_not_sm90_forward", "why_not_sm90_backward")
+        for name in ("forward", "backward", "dropout_mask", "last_kernel", *why_not):
             getattr(self.c, name).restype = ctypes.c_char_p
         for name in ("forward_workspace", "backward_workspace"):
             getattr(self.c, name).restype = ctypes.c_size_t
@@ -161,6 +162,7 @@ class Library:
             params.dalibi_slopes = grads["dslopes"].data_ptr()
         workspace = empty_workspace(self.c.backward_workspace(ctypes.byref(params)))
         self.show({**tensors, **grads, "workspace": workspace}, (*grads, "workspace"))
+        self.c.require_ordered_adds(self.deterministic)
         self.check(self.c.backward(ctypes.byref(params), pointer(workspace.data_ptr())))
         if wanted["slopes"] and tensors["slopes"].dim() == 1:
             grads["dslopes"] = grads["dslopes"].sum(0)

@@ -62,9 +62,9 @@ __device__ inline void compute_before_wait(float x, uint32_t address) {
 #define FA_FLOATS_128 FA_FLOATS_64, FA_FLOATS_32(64), FA_FLOATS_32(96)
 
 // The numbers are those of the operands behind the accumulator's.
-#define FA_WGMMA_SS(TYPE, N, TEXT, FLOATS, A, B, P)                                           \
+#define FA_WGMMA_SS(TYPE, N, TEXT, FLOATS, A, B, P, BY_ROWS)                                  \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0; wgmma.mma_async.sync.aligned.m64n" #N \
-               "k16.f32." TYPE "." TYPE " {" TEXT "}, " A ", " B ", p, 1, 1, 0, 0;}"          \
+               "k16.f32." TYPE "." TYPE " {" TEXT "}, " A ", " B ", p, 1, 1, " BY_ROWS ";}"   \
                : FLOATS                                                                       \
                : "l"(a), "l"(b), "r"(accumulate ? 1 : 0))
 #define FA_WGMMA_RS(TYPE, N, TEXT, FLOATS, A, B)                                                          \
@@ -75,18 +75,34 @@ __device__ inline void compute_before_wait(float x, uint32_t address) {
 
 // d = a b, or d += a b: both from shared memory, both with contiguous k.
 template <class In>
+__device__ inline void wgmma_shared(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_SS("f16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32", "%33", "%34", "0, 0");
+  else
+    FA_WGMMA_SS("bf16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32", "%33", "%34", "0, 0");
+}
+template <class In>
 __device__ inline void wgmma_shared(float (&d)[40], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<In, __half>)
-    FA_WGMMA_SS("f16", 80, FA_TEXT_40, FA_FLOATS_40, "%40", "%41", "%42");
+    FA_WGMMA_SS("f16", 80, FA_TEXT_40, FA_FLOATS_40, "%40", "%41", "%42", "0, 0");
   else
-    FA_WGMMA_SS("bf16", 80, FA_TEXT_40, FA_FLOATS_40, "%40", "%41", "%42");
+    FA_WGMMA_SS("bf16", 80, FA_TEXT_40, FA_FLOATS_40, "%40", "%41", "%42", "0, 0");
 }
 template <class In>
 __device__ inline void wgmma_shared(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<In, __half>)
-    FA_WGMMA_SS("f16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66");
+    FA_WGMMA_SS("f16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66", "0, 0");
   else
-    FA_WGMMA_SS("bf16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66");
+    FA_WGMMA_SS("bf16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66", "0, 0");
+}
+
+// d = a b, or d += a b: both from shared memory, a with contiguous rows and b with contiguous columns.
+template <class In>
+__device__ inline void wgmma_shared_by_rows(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_SS("f16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32", "%33", "%34", "1, 1");
+  else
+    FA_WGMMA_SS("bf16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32", "%33", "%34", "1, 1");
 }
 
 // d += a b: a from registers, b from shared memory with contiguous columns.
