@@ -4,6 +4,7 @@
 
 #include "band.h"
 #include "panels.h"
+#include "pipeline.cuh"
 #include "recompute.cuh"
 #include "rows.cuh"
 #include "softmax.cuh"
