@@ -1,11 +1,14 @@
 // Backward for Hopper: FlashAttention-2, algorithm 2 (Dao 2023), in the form of FlashAttention-3 (Shah et al.
-// 2024). A block owns 128 keys and walks over the queries of all heads that share them:
+// 2024). A block owns 128 keys (64 at head dimension 256) and walks over the queries of all heads that share
+// them:
 //
 //   S^T = K Q^T    P^T = 2^(S^T - lse)    dP^T = V dO^T    dS^T = P^T o (dP^T - delta)
 //   dV += P^T dO   dK += dS^T Q           dQ += dS K
 //
 // Transposed, P and dS are left operands as they stand in registers; only dS also goes to shared memory, for
-// dQ. K, V, Q and dO come by TMA. dK and dV stay in registers to the end; what a tile gives to dQ is added to
+// dQ. At head dimension 256 dK and dV of 64 keys are all that the registers of two warpgroups hold: each has
+// half of their columns and makes P and dS of half of the queries, and both go to shared memory. K, V, Q and
+// dO come by TMA. dK and dV stay in registers to the end; what a tile gives to dQ is added to
 // fp32 sums in global memory, by a thread that does nothing else.
 #pragma once
 
@@ -22,24 +25,31 @@ template <class In, int kHeadDim>
 struct Backward {
   static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup, kConsumerThreads = kConsumers * kWarpgroup;
-  static constexpr int kKeys = kBackwardKeys, kRows = backward_rows(kHeadDim);
-  static_assert(kKeys == kConsumers * kWarpgroupRows);
+  static constexpr int kKeys = backward_keys(kHeadDim), kRows = backward_rows(kHeadDim);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (64 << 10) / kWarpgroup);
 
+  // A warpgroup's share: of S and dP 64 keys, of dK and dV these with all columns; or, where the columns are
+  // split, half of the queries and half of the columns, of the same keys.
+  static constexpr bool kSplitsColumns = kKeys == kWarpgroupRows;
+  static constexpr int kOwnRows = kSplitsColumns ? kRows / kConsumers : kRows;
+  static constexpr int kOwnColumns = kSplitsColumns ? kHeadDim / kConsumers : kHeadDim;
+  static_assert(kSplitsColumns || kKeys == kConsumers * kWarpgroupRows);
+  // Of dQ: 64 of 128 queries, or half of the columns of 64.
+  static constexpr int kDQColumns = kRows == kPieceRows ? kHeadDim / kConsumers : kHeadDim;
+  static_assert(kRows == kPieceRows || kRows == kConsumers * kPieceRows);
+
   using KVTile = Panels<In, kKeys, kHeadDim>;
-  using DSTile = Panels<In, kKeys, kRows>;  // dS^T
+  using WeightTile = Panels<In, kKeys, kRows>;  // dS^T or P^T
   struct RowTile : Panels<In, kRows, kHeadDim> {
     float terms[kRows];
   };
-  // What a tile gives to dQ is one accumulator of 64 x 64 for each warpgroup: its 64 queries, or, of 64
-  // queries, its 64 columns.
-  static_assert(kRows * kHeadDim == kConsumers * kPieceRows * kPanelColumns);
-  using DQTile = float[kConsumers][kPanelColumns / 8][kWarpgroup][4];
+  using Rows = Pipeline<RowTile, kSplitsColumns ? 1 : 2>;
+  using DQTile = float[kConsumers][kDQColumns / 8][kWarpgroup][4];
 
   struct Shared {
-    Pipeline<RowTile> q, dout;  // with lse and with delta
+    Rows q, dout;  // with lse and with delta
     KVTile k, v;
-    DSTile ds[2];  // that of tile n in the n % 2-th
+    WeightTile weights[2];  // dS of tile n in the n % 2-th; where the columns are split, dS and P of a tile
     DQTile dq;
     ptx::Barrier k_full, v_full, dq_full, dq_empty;
     int block;  // its number, in the order in which blocks begin
@@ -85,14 +95,14 @@ __device__ BackwardRange backward_range(const BackwardArguments& a, int64_t bloc
 template <class Config>
 __device__ void produce(const BackwardArguments& a, const BackwardRange& range, const CUtensorMap& keys_map,
                         typename Config::KVTile& keys, ptx::Barrier& keys_full, const CUtensorMap& rows_map,
-                        const float* terms, Pipeline<typename Config::RowTile>& rows) {
+                        const float* terms, typename Config::Rows& rows) {
   if (range.tiles() > 0)
     load_tile(keys, keys_map, range.key_tile * Config::kKeys, range.h_kv, range.b, keys_full);
   for (int n = 0; n < range.tiles(); ++n) {
     const int h = range.head(n), row = range.tile(n) * Config::kRows, stage = rows.stage(n);
     const float* tile_terms = terms + (int64_t{range.b} * a.p.sizes.heads + h) * a.w.rows + row;
     auto& tile = rows.tiles[stage];
-    ptx::barrier_wait(rows.empty[stage], rows.parity(n) ^ 1);  // the consumers have read tile n - 2
+    ptx::barrier_wait(rows.empty[stage], rows.parity(n) ^ 1);  // the consumers have read what was there
     load_tile(tile, rows_map, row, h, range.b, rows.full[stage], sizeof(tile.terms));
     ptx::load_bytes(tile.terms, tile_terms, sizeof(tile.terms), rows.full[stage]);
   }
@@ -119,69 +129,91 @@ __device__ void add_dq(const BackwardArguments& a, const BackwardRange& range,
   }
 }
 
-// ---- compute: a consumer warpgroup, for its 64 keys
+// ---- compute: a consumer warpgroup, for its share
 
 template <class In, int kHeadDim, class Config>
 __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
                         typename Config::Shared& shared) {
-  constexpr int kRows = Config::kRows, kKeys = Config::kKeys;
+  constexpr int kRows = Config::kRows, kOwnRows = Config::kOwnRows, kOwnColumns = Config::kOwnColumns;
+  constexpr bool kSplitsColumns = Config::kSplitsColumns;
+  constexpr int kAll = Config::kConsumerThreads;
   using KVTile = typename Config::KVTile;
   using RowTile = typename Config::RowTile;
-  using DSTile = typename Config::DSTile;
+  using WeightTile = typename Config::WeightTile;
   const BackwardParams& p = a.p;
   const int warpgroup = threadIdx.x / kWarpgroup - 1, warp = threadIdx.x % kWarpgroup / 32;
-  const int warpgroup_key = range.key_tile * kKeys + warpgroup * kWarpgroupRows;
-  const int warp_key = warpgroup_key + warp * kWarpRows;
+  const int own_key = kSplitsColumns ? 0 : warpgroup * kWarpgroupRows;
+  const int own_row = kSplitsColumns ? warpgroup * kOwnRows : 0;
+  const int own_column = kSplitsColumns ? warpgroup * kOwnColumns : 0;
+  const int own_dq_row = kRows == kPieceRows ? 0 : warpgroup * kPieceRows;
+  const int own_dq_column = kRows == kPieceRows ? warpgroup * Config::kDQColumns : 0;
+  const int first_key = range.key_tile * Config::kKeys + own_key, warp_key = first_key + warp * kWarpRows;
   const ShortBand band(p);
   const float scale2 = static_cast<float>(p.scale * kLog2E);
   const uint32_t k = ptx::shared_address(&shared.k), v = ptx::shared_address(&shared.v);
-  const uint32_t own_rows = warpgroup * kWarpgroupRows * kPanelRowBytes;
-  // Of dQ, this warpgroup's accumulator: the next 64 queries, or the next 64 columns.
-  const uint32_t dq_queries = kRows == 128 ? warpgroup * DSTile::kPanelBytes : 0;
-  const uint32_t dq_columns = kRows == 128 ? 0 : warpgroup * KVTile::kPanelBytes;
+  const uint32_t own_keys = own_key * kPanelRowBytes, own_rows = own_row * kPanelRowBytes;
+  const uint32_t own_panels = own_column / kPanelColumns * RowTile::kPanelBytes;
+  const uint32_t own_dq_keys = own_dq_column / kPanelColumns * KVTile::kPanelBytes;
+  const uint32_t own_dq_weights = own_dq_row / kPanelColumns * WeightTile::kPanelBytes;
 
-  float dk[kHeadDim / 2] = {}, dv[kHeadDim / 2] = {};
+  float dk[kOwnColumns / 2] = {}, dv[kOwnColumns / 2] = {};
   if (range.tiles() > 0) {
     ptx::barrier_wait(shared.k_full, 0);  // TMA has written K
     ptx::barrier_wait(shared.v_full, 0);  // TMA has written V
   }
   for (int n = 0; n < range.tiles(); ++n) {
-    const int first_row = range.tile(n) * kRows;
-    float s[kRows / 2], ds[kRows / 2];
-    uint32_t p16[kRows / 16][4], ds16[kRows / 16][4];
+    const int first_row = range.tile(n) * kRows + own_row;
+    float s[kOwnRows / 2], ds[kOwnRows / 2];
+    uint32_t p16[kOwnRows / 16][4], ds16[kOwnRows / 16][4];
 
     const uint32_t q = shared.q.wait(n);
     ptx::wgmma_fence();  // s may be written
-    start_product<In, KVTile, RowTile, kHeadDim>(k + own_rows, q, s);
+    start_product<In, KVTile, RowTile, kHeadDim>(k + own_keys, q + own_rows, s);
     ptx::wgmma_commit();  // S is a batch of its own
     const uint32_t dout = shared.dout.wait(n);
     ptx::wgmma_fence();  // ds may be written
-    start_product<In, KVTile, RowTile, kHeadDim>(v + own_rows, dout, ds);
+    start_product<In, KVTile, RowTile, kHeadDim>(v + own_keys, dout + own_rows, ds);
     ptx::wgmma_commit();    // so is dP
     ptx::wgmma_wait<1>(s);  // s is complete
-    const bool partial =
-        !band.shows_all(first_row, kRows, warpgroup_key, kWarpgroupRows) || first_row + kRows > band.seqlen_q;
-    probabilities(scale2, shared.q.tiles[shared.q.stage(n)].terms, s);
+    const bool partial = !band.shows_all(first_row, kOwnRows, first_key, kWarpgroupRows) ||
+                         first_row + kOwnRows > band.seqlen_q;
+    probabilities(scale2, shared.q.tiles[shared.q.stage(n)].terms + own_row, s);
     if (partial) clear_invisible(band, warp_key + first_row_in_warp(), first_row, s);
     round_weights<In>(s, p16);
     ptx::wgmma_wait<0>(ds);  // ds holds dP
-    score_gradients(s, shared.dout.tiles[shared.dout.stage(n)].terms, ds);
+    score_gradients(s, shared.dout.tiles[shared.dout.stage(n)].terms + own_row, ds);
     if (partial) clear_invisible(band, warp_key + first_row_in_warp(), first_row, ds);
     round_weights<In>(ds, ds16);
 
-    DSTile& ds_tile = shared.ds[n % 2];
-    store_transposed<DSTile>(ds_tile, warpgroup * kWarpgroupRows + warp * kWarpRows, ds16);
+    WeightTile &ds_tile = shared.weights[kSplitsColumns ? 0 : n % 2], &p_tile = shared.weights[1];
+    const uint32_t ds_address = ptx::shared_address(&ds_tile);
+    const int weights_row = own_key + warp * kWarpRows;
+    // Nobody reads the last ones any more: of dS there are two, and, where there is one, Q of this tile came
+    // to the place of the last one's only when all had made dK of it.
+    if constexpr (kSplitsColumns) store_weights(p_tile, weights_row, own_row, p16);
+    store_weights(ds_tile, weights_row, own_row, ds16);
     ptx::proxy_fence();  // wgmma sees what this thread has written
-    ptx::wgmma_fence();  // p16 and dv are written
-    start_sum<In, RowTile>(p16, dout, dv);
-    ptx::wgmma_commit();                                                    // so is dV
-    ptx::named_barrier_sync<kConsumerBarrier, Config::kConsumerThreads>();  // all of dS is written
-    float dq[kPieceRows / 2];
+    if constexpr (kSplitsColumns) {
+      ptx::named_barrier_sync<kConsumerBarrier, kAll>();  // all of P and dS is written
+      ptx::wgmma_fence();                                 // dv is written
+      start_sum<In, WeightTile, RowTile, kRows / 16>(ptx::shared_address(&p_tile), dout + own_panels, dv);
+      ptx::wgmma_commit();  // so is dV
+    } else {
+      ptx::wgmma_fence();  // p16 and dv are written
+      start_sum<In, RowTile>(p16, dout, dv);
+      ptx::wgmma_commit();                                // so is dV
+      ptx::named_barrier_sync<kConsumerBarrier, kAll>();  // all of dS is written
+    }
+    float dq[Config::kDQColumns / 2];
     ptx::wgmma_fence();  // dq may be written
-    start_dq<In, DSTile, KVTile>(ptx::shared_address(&ds_tile) + dq_queries, k + dq_columns, dq);
+    start_dq<In, WeightTile, KVTile>(ds_address + own_dq_weights, k + own_dq_keys, dq);
     ptx::wgmma_commit();  // so is dQ
     ptx::wgmma_fence();   // ds16 and dk are written
-    start_sum<In, RowTile>(ds16, q, dk);
+    if constexpr (kSplitsColumns) {
+      start_sum<In, WeightTile, RowTile, kRows / 16>(ds_address, q + own_panels, dk);
+    } else {
+      start_sum<In, RowTile>(ds16, q, dk);
+    }
     ptx::wgmma_commit();                            // so is dK
     ptx::wgmma_wait<2>(dv);                         // dv is complete, dO has been read
     shared.dout.release(n);                         // dO may be overwritten
@@ -194,7 +226,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     ptx::wgmma_wait<0>(dk);                                          // dk is complete, Q has been read
     shared.q.release(n);                                             // Q may be overwritten
   }
-  finish_keys<In, kHeadDim>(p, a.w, range.b, range.h_kv, warp_key, dk, dv);
+  finish_keys<In, kHeadDim>(p, a.w, range.b, range.h_kv, warp_key, own_column, dk, dv);
 }
 
 template <class In, int kHeadDim, class Config = Backward<In, kHeadDim>>
@@ -261,6 +293,7 @@ cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream
   switch (p.sizes.head_dim) {
     case 64: return launch_backward_head_dim<In, 64>(p, workspace, stream);
     case 128: return launch_backward_head_dim<In, 128>(p, workspace, stream);
+    case 256: return launch_backward_head_dim<In, 256>(p, workspace, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -6,10 +6,10 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-constexpr int kBackwardKeys = 128;  // keys of a block, 64 for each consumer warpgroup
-constexpr int kPieceRows = 64;      // query rows of an accumulator of dQ
+constexpr int kPieceRows = 64;  // query rows of an accumulator of dQ
 
-// Query rows of a tile. Registers set it: S, dP, dK and dV of a tile are in them at a time.
+// Keys of a block and query rows of a tile. Registers set them: S, dP, dK and dV are in them at a time.
+constexpr int backward_keys(int64_t head_dim) { return head_dim == 256 ? 64 : 128; }
 constexpr int backward_rows(int64_t head_dim) { return head_dim == 64 ? 128 : 64; }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -56,7 +56,7 @@ FA_HOST_DEVICE inline int64_t turn_of(const AttentionParams& p, int64_t key_tile
   const int64_t rows = backward_rows(p.sizes.head_dim), begin = row_tile * rows, end = begin + rows;
   const Range seen =
       visible_keys(p.band, begin, end < p.sizes.seqlen_q ? end : p.sizes.seqlen_q, p.sizes.seqlen_k);
-  return (seen.end - 1) / kBackwardKeys - key_tile;
+  return (seen.end - 1) / backward_keys(p.sizes.head_dim) - key_tile;
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

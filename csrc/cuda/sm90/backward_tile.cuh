@@ -21,19 +21,26 @@ __device__ void start_product(uint32_t left, uint32_t right, float (&x)[kElement
     ptx::wgmma_shared<In>(x, along_columns<LeftTile>(left, n), along_columns<RightTile>(right, n), n > 0);
 }
 
-// dV += P^T dO, or dK += dS^T Q. Only starts it.
+// dV += P^T dO, or dK += dS^T Q, the left operand in registers or in shared memory. Only starts it.
 template <class In, class Tile, int kSteps, int kElements>
 __device__ void start_sum(const uint32_t (&weights)[kSteps][4], uint32_t rows, float (&sum)[kElements]) {
 #pragma unroll
   for (int n = 0; n < kSteps; ++n) ptx::wgmma_registers<In>(sum, weights[n], along_rows<Tile>(rows, n));
 }
-
-// dQ = dS K, of 64 queries and 64 columns. Only starts it.
-template <class In, class DSTile, class KTile>
-__device__ void start_dq(uint32_t ds, uint32_t k, float (&dq)[32]) {
+template <class In, class WeightTile, class Tile, int kSteps, int kElements>
+__device__ void start_sum(uint32_t weights, uint32_t rows, float (&sum)[kElements]) {
 #pragma unroll
-  for (int n = 0; n < DSTile::kPanelBytes / kPanelRowBytes / 16; ++n)
-    ptx::wgmma_shared_by_rows<In>(dq, along_rows<DSTile>(ds, n), along_rows<KTile>(k, n), n > 0);
+  for (int n = 0; n < kSteps; ++n)
+    ptx::wgmma_shared_right_by_rows<In>(sum, along_columns<WeightTile>(weights, n),
+                                        along_rows<Tile>(rows, n));
+}
+
+// dQ = dS K, of 64 queries. Only starts it.
+template <class In, class WeightTile, class KTile, int kElements>
+__device__ void start_dq(uint32_t ds, uint32_t k, float (&dq)[kElements]) {
+#pragma unroll
+  for (int n = 0; n < WeightTile::kPanelBytes / kPanelRowBytes / 16; ++n)
+    ptx::wgmma_shared_by_rows<In>(dq, along_rows<WeightTile>(ds, n), along_rows<KTile>(k, n), n > 0);
 }
 
 // S^T becomes P^T. lse2 holds the tile's queries.
@@ -81,39 +88,42 @@ __device__ void clear_invisible(const ShortBand& band, int key, int first_row, f
   }
 }
 
-// A warp's 16 rows of dS^T to shared memory, from row `first_row` of the tile on.
+// A warp's 16 rows of P^T or dS^T to shared memory, from (first_row, first_column) of the tile on.
 template <class Tile, int kSteps>
-__device__ void store_transposed(Tile& tile, int first_row, const uint32_t (&ds)[kSteps][4]) {
-  const int lane = threadIdx.x % 32, row = first_row + lane % 16;
+__device__ void store_weights(Tile& tile, int first_row, int first_column,
+                              const uint32_t (&weights)[kSteps][4]) {
+  const int lane = threadIdx.x % 32, row = first_row + lane % 16, column = first_column + lane / 16 * 8;
 #pragma unroll
   for (int n = 0; n < kSteps; ++n)
-    ptx::store_matrices(&tile.bytes[0][0] + Tile::offset(row, 16 * n + lane / 16 * 8), ds[n]);
+    ptx::store_matrices(&tile.bytes[0][0] + Tile::offset(row, column + 16 * n), weights[n]);
 }
 
 // A warpgroup's accumulator of dQ to shared memory, as it lies in global memory.
-__device__ inline void store_sums(float (&sums)[kPanelColumns / 8][kWarpgroup][4],
-                                  const float (&dq)[kPieceRows / 2]) {
+template <int kFours>
+__device__ void store_sums(float (&sums)[kFours][kWarpgroup][4], const float (&dq)[4 * kFours]) {
 #pragma unroll
-  for (int n = 0; n < kPanelColumns / 8; ++n)
+  for (int n = 0; n < kFours; ++n)
     *reinterpret_cast<float4*>(sums[n][threadIdx.x % kWarpgroup]) =
         make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
 
-// Writes a warp's 16 rows of dK and dV, as far as they exist.
-template <class In, int kHeadDim>
+// Writes a warp's 16 rows of dK and dV, as far as they exist, from `first_column` on.
+template <class In, int kHeadDim, int kElements>
 __device__ void finish_keys(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
-                            int64_t warp_key, float (&dk)[kHeadDim / 2], const float (&dv)[kHeadDim / 2]) {
+                            int64_t warp_key, int first_column, float (&dk)[kElements],
+                            const float (&dv)[kElements]) {
   const int64_t length = p.sizes.seqlen_k;
   const float scale = static_cast<float>(p.scale);
 #pragma unroll
-  for (int n = 0; n < kHeadDim / 2; ++n) dk[n] *= scale;
+  for (int n = 0; n < kElements; ++n) dk[n] *= scale;
   const uint32_t nan_rows = rows_with_nan(dk) | rows_with_nan(dv);
-  if (p.dk) store_rows<In>(p.dk, b, h_kv, warp_key, length, nan_rows, dk);
-  if (p.dv) store_rows<In>(p.dv, b, h_kv, warp_key, length, nan_rows, dv);
+  if (p.dk) store_rows<In>(p.dk, b, h_kv, warp_key, length, nan_rows, dk, first_column);
+  if (p.dv) store_rows<In>(p.dv, b, h_kv, warp_key, length, nan_rows, dv, first_column);
 #pragma unroll 1
   for (int n = 0; n < kWarpRows; ++n)
     if ((nan_rows >> n & 1) && warp_key + n < length)
-      key_gradients_alone<In, kHeadDim>(p, w, b, h_kv, warp_key + n);
+      key_gradients_alone<In, kHeadDim>(p, w, b, h_kv, warp_key + n, first_column,
+                                        first_column + 2 * kElements);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -10,10 +10,10 @@ namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kWarpgroup = 128, kWarpgroupRows = 64;
 
-// Tiles on their way from the producer to the consumers: tile n is in stage n % 2, for the (n / 2)-th time.
-template <class Tile>
+// Tiles on their way from the producer to the consumers: of two stages, tile n is in stage n % 2, for the
+// (n / 2)-th time.
+template <class Tile, int kStages = 2>
 struct Pipeline {
-  static constexpr int kStages = 2;
   Tile tiles[kStages];
   ptx::Barrier full[kStages];   // the tile has landed
   ptx::Barrier empty[kStages];  // all consumer warps have read it

@@ -33,10 +33,13 @@ struct LaneRow {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) x[n] += factor * other.x[n];
   }
-  __device__ void store(const Tensor4& t, int64_t b, int64_t h, int64_t row, float factor) const {
+  // The columns [begin, end), multiples of 32.
+  __device__ void store(const Tensor4& t, int64_t b, int64_t h, int64_t row, float factor, int begin = 0,
+                        int end = kHeadDim) const {
     In* to = t.row<In>(b, h, row) + threadIdx.x % 32;
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) to[32 * n] = round_to<In>(x[n] * factor);
+    for (int n = 0; n < kCount; ++n)
+      if (begin <= 32 * n && 32 * n < end) to[32 * n] = round_to<In>(x[n] * factor);
   }
 };
 
@@ -53,10 +56,10 @@ __device__ ElementAlone element_alone(const BackwardParams& p, const BackwardWor
   return {prob, prob * (dout.dot(v) - w.delta[at])};
 }
 
-// dK and dV of key j.
+// dK and dV of key j, in the columns [begin, end).
 template <class In, int kHeadDim>
 __device__ void key_gradients_alone(const BackwardParams& p, const BackwardWorkspace& w, int64_t b,
-                                    int64_t h_kv, int64_t j) {
+                                    int64_t h_kv, int64_t j, int begin, int end) {
   using Row = LaneRow<In, kHeadDim>;
   const Sizes& z = p.sizes;
   const int64_t group = z.heads / z.heads_kv;
@@ -70,8 +73,8 @@ __device__ void key_gradients_alone(const BackwardParams& p, const BackwardWorks
       dk.add(element.dscore, q);
       dv.add(element.prob, dout);
     }
-  if (p.dk) dk.store(p.dk, b, h_kv, j, static_cast<float>(p.scale));
-  if (p.dv) dv.store(p.dv, b, h_kv, j, 1.0f);
+  if (p.dk) dk.store(p.dk, b, h_kv, j, static_cast<float>(p.scale), begin, end);
+  if (p.dv) dv.store(p.dv, b, h_kv, j, 1.0f, begin, end);
 }
 
 // dQ of query i.

@@ -41,10 +41,10 @@ __device__ uint32_t rows_with_nan(const float (&x)[kElements]) {
   return rows;
 }
 
-// Writes a warp's 16 rows, rounded, as far as they exist and are not in `left_out`.
+// Writes a warp's 16 rows, rounded, as far as they exist and are not in `left_out`; from `first_column` on.
 template <class In, int kElements>
 __device__ void store_rows(const Tensor4& t, int64_t b, int64_t h, int64_t warp_row, int64_t length,
-                           uint32_t left_out, const float (&x)[kElements]) {
+                           uint32_t left_out, const float (&x)[kElements], int first_column = 0) {
   // Of 32 columns, the four threads of a row hold pairs in each eight; each then stores one eight.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -60,7 +60,7 @@ __device__ void store_rows(const Tensor4& t, int64_t b, int64_t h, int64_t warp_
       }
       transpose_in_four(pairs);
       if (i < length && !(left_out >> row_in_warp & 1))
-        *reinterpret_cast<uint4*>(t.row<In>(b, h, i) + c + 4 * first_column_in_eight()) =
+        *reinterpret_cast<uint4*>(t.row<In>(b, h, i) + first_column + c + 4 * first_column_in_eight()) =
             make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
   }

@@ -26,6 +26,8 @@ bool is_aligned(const Tensor4& t) {
 const char* why_not_either(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm90: only float16 and bfloat16";
+  if (z.head_dim != z.head_dim_v || (z.head_dim != 64 && z.head_dim != 128 && z.head_dim != 256))
+    return "sm90: only head dimensions 64, 128 and 256, the same for query, key and value";
   if (p.mask || p.alibi || p.dropout || p.softcap > 0) return "sm90: no mask, ALiBi, dropout or softcap";
   if (z.batch == 0 || z.heads == 0 || z.seqlen_q == 0 || z.seqlen_k == 0) return "sm90: an empty input";
   if (z.seqlen_q > kMaxLength || z.seqlen_k > kMaxLength) return "sm90: a sequence is too long";
@@ -40,8 +42,6 @@ const char* why_not_forward(const AttentionParams& p) {
   constexpr int64_t kFewQueries = 16;
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
-  if (z.head_dim != z.head_dim_v || (z.head_dim != 64 && z.head_dim != 128 && z.head_dim != 256))
-    return "sm90: only head dimensions 64, 128 and 256, the same for query, key and value";
   if (!(p.scale > 0)) return "sm90: only a positive scale";
   if (z.seqlen_q <= kFewQueries || p.decode.num_splits > 1)
     return "sm90: does not split the keys of few queries";
@@ -54,8 +54,6 @@ const char* why_not_forward(const AttentionParams& p) {
 const char* why_not_backward(const BackwardParams& p) {
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
-  if (z.head_dim != z.head_dim_v || (z.head_dim != 64 && z.head_dim != 128))
-    return "sm90: the backward only of head dimensions 64 and 128, the same for query, key and value";
   if (!tma_takes(p.q, z.seqlen_q, z.heads, z.batch) || !tma_takes(p.k, z.seqlen_k, z.heads_kv, z.batch) ||
       !tma_takes(p.v, z.seqlen_k, z.heads_kv, z.batch) || !tma_takes(p.dout, z.seqlen_q, z.heads, z.batch) ||
       !is_aligned(p.out) || !is_aligned(p.dq) || !is_aligned(p.dk) || !is_aligned(p.dv))
