@@ -1,5 +1,6 @@
 """The Hopper tier's backward on the host (tests/cuda_host), against the dense oracle. No GPU has run it yet."""
 
+import random
 import re
 
 import pytest
@@ -75,6 +76,16 @@ def test_windows(kernels, head_dim, window, deterministic):
     kernels.deterministic = deterministic
     check(kernels, *make(1, 1, 260, 300, head_dim), window=window)
     check(kernels, *make(1, 1, 300, 260, head_dim), window=window, causal="lower_right")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_band(kernels, seed):
+    """Who adds to a tile of dQ, and in which turn, follows from the band: a turn that nobody takes is a deadlock."""
+    generator = random.Random(seed)
+    seqlen_q, seqlen_k = generator.randint(1, 300), generator.randint(1, 300)
+    window = (generator.randint(-1, 200), generator.randint(-1, 200))
+    causal = generator.choice([None, "upper_left", "lower_right"])
+    check(kernels, *make(1, 1, seqlen_q, seqlen_k, generator.choice([64, 128])), window=window, causal=causal)
 
 
 @head_dims

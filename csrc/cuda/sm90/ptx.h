@@ -92,13 +92,17 @@ __device__ inline int draw_ticket(int32_t* ticket) { return atomicAdd(ticket, 1)
 __device__ inline void wait_for_turn(const int32_t* turns, int turn) {
   int now;
   do {
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turns) : "memory");
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];"
+                 : "=r"(now)
+                 : "l"(__cvta_generic_to_global(turns))
+                 : "memory");
   } while (now != turn);
   ::cuda::ptx::fence_proxy_async();  // bulk copies come after what was waited for
 }
 __device__ inline void pass_turn(int32_t* turns, int turn) {
   ::cuda::ptx::fence_proxy_async();
-  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(turns), "r"(turn + 1) : "memory");
+  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(__cvta_generic_to_global(turns)), "r"(turn + 1)
+               : "memory");
 }
 
 // Stores four 8 x 8 matrices of 16-bit elements. Lane l points to row l % 8 of matrix l / 8, and has of each
