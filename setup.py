@@ -34,7 +34,8 @@ CUDA += [
     for way in ("forward", "backward")
     for dtype in ("bfloat16", "float16", "float32", "float64")
 ]
-CUDA += ["sm90/why_not.cpp", "sm90/forward_bfloat16.cu", "sm90/forward_float16.cu"]
+CUDA += ["sm90/why_not.cpp"]
+CUDA += [f"sm90/{way}_{dtype}.cu" for way in ("forward", "backward") for dtype in ("bfloat16", "float16")]
 CUDA += ["gpu_code.cpp"]
 
 

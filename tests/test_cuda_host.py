@@ -337,6 +337,15 @@ FAULTS = {
     "atomic_adds_and_plain_reads": "race: ",
     "async_copy_without_wait": "touched in flight: .* of shared memory",
     "async_copy_without_barrier": "touched in flight: |race: |nobody wrote",
+    "addition_without_proxy_fence": "a bulk copy reads what a thread wrote, with no proxy fence",
+    "proxy_fence_after_barrier": "with no proxy fence|race: a bulk copy reads what its thread has not waited for",
+    "addition_not_waited_for": "the block ended before a bulk copy had read its source",
+    "addition_source_overwritten": "a thread overwrites what a bulk copy still reads",
+    "sums_read_by_a_block_that_adds": "race: .* of sums .*, which blocks of this launch change atomically",
+    "turn_not_waited_for": "additions in no fixed order: .* 256 bytes",
+    "turn_passed_too_early": "a turn is passed on before what was added is there",
+    "turn_not_passed": "deadlock: waits for turn 1, it is turn 0",
+    "named_barrier_of_too_many": "deadlock .* thread 0 and 63 more waits in named_barrier_sync at faulty_hopper.h:",
 }
 
 
@@ -348,11 +357,22 @@ class TestReports:
         faulty = ctypes.CDLL(str(built.parent / "libfaulty.so"))
         faulty.run_faulty.restype = ctypes.c_char_p
         faulty.run_faulty.argtypes = [ctypes.c_char_p, ctypes.c_uint64]
-        return lambda name, seed: faulty.run_faulty(name.encode(), seed).decode()
+        faulty.require_ordered_adds(True)
 
-    @pytest.mark.parametrize("name", ["correct", "correct_async_copy", "correct_atomic_adds"])
+        def run(name, seed):
+            return faulty.run_faulty(name.encode(), seed).decode()
+
+        run.library = faulty
+        return run
+
+    @pytest.mark.parametrize("name", ["correct", "correct_async_copy", "correct_atomic_adds", "correct_turns", "correct_named_barrier"])
     def test_a_correct_kernel_passes(self, run, name):
         assert [run(name, seed) for seed in range(5)] == [""] * 5
+
+    def test_additions_in_any_order_pass_where_they_may(self, run):
+        assert "no fixed order" in run("correct_addition", 0)
+        run.library.require_ordered_adds(False)
+        assert run("correct_addition", 0) == ""
 
     @pytest.mark.parametrize("fault", FAULTS)
     def test_fault_is_found_in_any_order(self, run, fault):

@@ -8,22 +8,17 @@ LISTED = library.HERE / "mutations_sm90.md"
 
 
 @pytest.fixture(scope="module")
-def built():
-    return library.build()
+def judge(tmp_path_factory):
+    return mutations_sm90.Judge(tmp_path_factory.mktemp("mutations"), library.build())
 
 
-@pytest.fixture(scope="module")
-def expected(built):
-    return mutations_sm90.results(built, 1)
-
-
-def test_without_a_mutation_nothing_is_found(built, expected):
-    assert mutations_sm90.what_is_found(None, built, expected) is None
+def test_without_a_mutation_nothing_is_found(judge):
+    assert judge.what_is_found(None) is None
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=str)
-def test_a_removed_statement_is_found(mutation, built, expected):
-    assert mutations_sm90.what_is_found(mutation, built, expected) is not None
+def test_a_statement_left_out_is_found(mutation, judge):
+    assert judge.what_is_found(mutation) is not None
 
 
 def test_the_list_is_of_these_sources():
@@ -31,6 +26,6 @@ def test_the_list_is_of_these_sources():
     listed = LISTED.read_text()
     assert ALL
     for mutation in ALL:
-        assert f"| `{mutation.statement}` | {mutation.comment} |" in listed
+        assert f"| {mutation.path} | `{mutation.statement}` | {mutation.comment} |" in listed
     assert listed.count("\n| ") == len(ALL) + 1
     assert "| None |" not in listed

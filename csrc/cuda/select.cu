@@ -134,7 +134,8 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
 
 Selection<BackwardParams> select_backward(const BackwardParams& p) {
   Choice<BackwardParams> choice(p);
-  choice.offer("sm90", "sm90: no backward", nullptr, no_workspace);
+  choice.offer("sm90", sm90::why_not_backward(p),
+               of_half(p.dtype, sm90::backward_bfloat16, sm90::backward_float16), sm90::backward_workspace);
   choice.offer("sm80", sm80::why_not_backward(p),
                of_half(p.dtype, sm80::backward_bfloat16, sm80::backward_float16), sm80::backward_workspace);
   choice.offer("simt", nullptr, simt_backward(p.dtype), simt::backward_workspace);

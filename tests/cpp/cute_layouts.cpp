@@ -60,6 +60,9 @@ void compare_tile() {
 }
 
 int main() {
+  compare_tile<64, 64>();
+  compare_tile<64, 128>();
+  compare_tile<64, 256>();
   compare_tile<192, 64>();
   compare_tile<128, 64>();
   compare_tile<128, 128>();

@@ -4,6 +4,7 @@
 #include "cuda/launch.h"
 #include "cuda/ptx.h"
 #include "cuda/shared_memory.h"
+#include "faulty_hopper.h"
 #include "fibers.h"
 #include "memory.h"
 
@@ -139,6 +140,20 @@ const struct {
     {"correct_async_copy", correct_async_copy},
     {"async_copy_without_wait", async_copy_without_wait},
     {"async_copy_without_barrier", async_copy_without_barrier},
+#define FA_HOPPER(name) {#name, faulty_hopper::name}
+    FA_HOPPER(correct_addition),
+    FA_HOPPER(addition_without_proxy_fence),
+    FA_HOPPER(proxy_fence_after_barrier),
+    FA_HOPPER(addition_not_waited_for),
+    FA_HOPPER(addition_source_overwritten),
+    FA_HOPPER(sums_read_by_a_block_that_adds),
+    FA_HOPPER(correct_turns),
+    FA_HOPPER(turn_not_waited_for),
+    FA_HOPPER(turn_passed_too_early),
+    FA_HOPPER(turn_not_passed),
+    FA_HOPPER(correct_named_barrier),
+    FA_HOPPER(named_barrier_of_too_many),
+#undef FA_HOPPER
 };
 
 std::string report;
@@ -151,6 +166,9 @@ extern "C" const char* run_faulty(const char* name, uint64_t seed) {
   cuda_host::seed_order(seed);
   cuda_host::forget_buffers();
   cuda_host::register_buffer(out, sizeof(out), sizeof(float), "out", true, false);
+  faulty_hopper::global = {};
+  cuda_host::register_buffer(&faulty_hopper::global, sizeof(faulty_hopper::global), sizeof(float), "sums",
+                             true, true);
   for (const auto& entry : kKernels)
     if (entry.name == std::string(name)) {
       const LaunchShape shape{2, 1, 1, kThreads, sizeof(Shared)};

@@ -65,15 +65,12 @@ struct Matrix {
 };
 
 std::vector<Bytes> bytes_read(const Product& product) {
-  std::vector<Bytes> result;
-  if (product.b_by_rows) {
-    result = Matrix(product.b).bytes_along_rows(product.columns);
-    if (product.a_registers) return result;
-    for (const Bytes& bytes : Matrix(product.a).bytes_along_rows(kRows)) result.push_back(bytes);
-  } else {
-    result = Matrix(product.b).bytes_along_k(product.columns);
-    for (const Bytes& bytes : Matrix(product.a).bytes_along_k(kRows)) result.push_back(bytes);
-  }
+  const auto bytes_of = [](uint64_t descriptor, int rows, bool by_rows) {
+    return by_rows ? Matrix(descriptor).bytes_along_rows(rows) : Matrix(descriptor).bytes_along_k(rows);
+  };
+  std::vector<Bytes> result = bytes_of(product.b, product.columns, product.b_by_rows);
+  if (product.a_registers) return result;
+  for (const Bytes& bytes : bytes_of(product.a, kRows, product.a_by_rows)) result.push_back(bytes);
   return result;
 }
 
@@ -97,7 +94,7 @@ void multiply(const std::vector<const Product*>& products, std::vector<float>& c
     const Matrix matrix(first.a);
     for (int row = 0; row < kRows; ++row)
       for (int k = 0; k < kDepth; ++k)
-        a[row][k] = first.widen(first.b_by_rows ? matrix.along_rows(row, k) : matrix.along_k(row, k));
+        a[row][k] = first.widen(first.a_by_rows ? matrix.along_rows(row, k) : matrix.along_k(row, k));
   }
   const Matrix matrix(first.b);
   for (int column = 0; column < columns; ++column)

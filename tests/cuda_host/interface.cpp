@@ -20,6 +20,8 @@ using flash_attn_ext::Sizes;
 
 namespace {
 
+int left_out = -1;
+
 // Null if all went well; valid until the next call.
 const char* report(cudaError_t status) {
   static std::string error;
@@ -55,6 +57,10 @@ extern "C" {
 
 size_t attention_params_bytes() { return sizeof(AttentionParams); }
 size_t backward_params_bytes() { return sizeof(BackwardParams); }
+
+// For mutations_sm90.py, which puts a condition before some statements: all but one of them stay.
+void leave_out(int number) { left_out = number; }
+bool statement_stays(int number) { return number != left_out; }
 
 void seed_order(uint64_t seed) { cuda_host::seed_order(seed); }
 void forget_buffers() { cuda_host::forget_buffers(); }
@@ -92,6 +98,9 @@ const char* why_not_sm90_forward(const AttentionParams* p) {
 }
 const char* why_not_sm80_forward(const AttentionParams* p) {
   return flash_attn_ext::cuda::sm80::why_not_forward(*p);
+}
+const char* why_not_sm90_backward(const BackwardParams* p) {
+  return flash_attn_ext::cuda::sm90::why_not_backward(*p);
 }
 const char* last_kernel() {
   static std::string name;

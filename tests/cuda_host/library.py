@@ -22,6 +22,7 @@ GPU_CODE = "sm_80,compute_80,sm_90a"  # what setup.py builds
 TEXTS = (
     "forward", "backward", "dropout_mask", "last_kernel", "forward_choice", "backward_choice", "force_tier",
     "why_not_sm80_forward", "why_not_sm80_backward", "why_not_sm90_forward",
+    "why_not_sm90_backward",
 )  # fmt: skip
 
 i64, u64, f64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p

@@ -1,8 +1,9 @@
-"""Removes each barrier, wait, fence and arrival of the sm90 kernels in turn and says what the host run finds.
+"""Leaves out each barrier, wait, fence and arrival of the sm90 kernels in turn and says what the host run finds.
 
     PYTHONPATH=. python tests/cuda_host/mutations_sm90.py > tests/cuda_host/mutations_sm90.md
 
-tests/test_cuda_sm90_mutations.py does the same, and compares the list with that file.
+tests/test_cuda_sm90_mutations.py does the same, and compares the list with that file. The kernels are built once, with
+a condition before each of these statements; interface.cpp says which of them is left out.
 """
 
 import re
@@ -22,12 +23,17 @@ from cuda_host.mutations import judge, link
 from flash_attn_ext import flash_attn
 
 CUDA = library.ROOT / "csrc" / "cuda"
-SOURCE = Path("sm90/forward.cuh")
+FORWARD = ["sm90/pipeline.cuh", "sm90/forward.cuh"]
+BACKWARD = ["sm90/backward.cuh", "sm90/backward_tile.cuh"]
 SEEDS = 3
+STATEMENT = (
+    r"(?:ptx::(?:barrier_\w+|wgmma_(?:fence|commit|wait)|named_barrier_sync|proxy_fence|bulk_commit|bulk_wait\w*"
+    r"|wait_for_turn|pass_turn)(?:<[^>]*>)?|__syncthreads|__syncwarp|shared\.\w+\.release)\([^;]*\)"
+)
 
-# One head dimension and one dtype are enough: the others are the same text.
-INSTANCE = Path("sm90/forward_bfloat16.cu")
-INSTANCE_TEXT = """#include "forward.cuh"
+# One dtype is enough, and one head dimension of each form: the others are the same text.
+INSTANCES = {
+    "sm90/forward_bfloat16.cu": """#include "forward.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
 
@@ -36,69 +42,130 @@ cudaError_t forward_bfloat16(const AttentionParams& p, void*, cudaStream_t strea
 }
 
 }  // namespace flash_attn_ext::cuda::sm90
-"""
+""",
+    "sm90/backward_bfloat16.cu": """#include "backward.cuh"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+cudaError_t backward_bfloat16(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+  return p.sizes.head_dim == 64 ? launch_backward_head_dim<__nv_bfloat16, 64>(p, workspace, stream)
+                                : launch_backward_head_dim<__nv_bfloat16, 256>(p, workspace, stream);
+}
+
+}  // namespace flash_attn_ext::cuda::sm90
+""",
+}
 
 
 @dataclass(frozen=True)
 class Mutation:
-    line: int
+    number: int
+    path: str  # below csrc/cuda
     start: int  # of the statement's text
     statement: str
     comment: str
 
     def __str__(self):
-        return f"line {self.line} `{self.statement}` {self.comment}"
-
-    def apply(self, text):
-        """Leaves the semicolon, an empty statement."""
-        return text[: self.start] + text[self.start + len(self.statement) :]
+        return f"{self.path} `{self.statement}` {self.comment}"
 
 
 def mutations():
     """All that synchronises, with the comment that says what it makes safe."""
-    text = (CUDA / SOURCE).read_text()
-    calls = r"(?:ptx::(?:barrier|wgmma)_\w+(?:<\d>)?|__syncthreads|shared\.[kv]\.release)\([^;]*\)"
-    found = re.finditer(rf"({calls});(?:\s*//\s*([^\n]*))?\n", text)
-    return [Mutation(text.count("\n", 0, m.start()) + 1, m.start(1), m.group(1), m.group(2) or "") for m in found]
+    found = []
+    for path in FORWARD + BACKWARD:
+        for m in re.finditer(rf"({STATEMENT});(?:\s*//\s*([^\n]*))?\n", (CUDA / path).read_text()):
+            found.append(Mutation(len(found), path, m.start(1), " ".join(m.group(1).split()), m.group(2) or ""))
+    return found
 
 
-def build_mutated(mutation, folder, built):
-    """The library with one statement less: what is rebuilt comes first, the rest is taken from the build as it is."""
+def with_conditions(path):
+    text = (CUDA / path).read_text()
+    for mutation in reversed([m for m in mutations() if m.path == path]):
+        text = f"{text[: mutation.start]}if (statement_stays({mutation.number})) {text[mutation.start :]}"
+    return text.replace("#pragma once\n", '#pragma once\nextern "C" bool statement_stays(int number);\n', 1)
+
+
+def build(folder, built):
+    """The library with a condition before each statement: what is rebuilt comes first, the rest is taken as it is."""
     sources, objects = folder / "csrc", folder / "objects"
     shutil.copytree(CUDA.parent, sources)
-    if mutation:
-        path = sources / "cuda" / SOURCE
-        path.write_text(mutation.apply(path.read_text()))
-    (sources / "cuda" / INSTANCE).write_text(INSTANCE_TEXT)
-    target = objects / INSTANCE.with_suffix(".o")
-    make = ["make", "-C", library.HERE, f"SOURCES={sources}", f"BUILD={objects}", target]
+    for path in FORWARD + BACKWARD:
+        (sources / "cuda" / path).write_text(with_conditions(path))
+    for path, text in INSTANCES.items():
+        (sources / "cuda" / path).write_text(text)
+    rebuilt = [str(Path(path).with_suffix(".o")) for path in INSTANCES]
+    targets = [objects / name for name in rebuilt]
+    make = ["make", "-j2", "-C", library.HERE, f"SOURCES={sources}", f"BUILD={objects}", *targets]
     subprocess.run(make, check=True, capture_output=True)
-    return link(folder, built, objects, [str(INSTANCE.with_suffix(".o"))])
+    return link(folder, built, objects, rebuilt)
 
 
-def results(path, seed):
+def forward_results(path, seed):
     """A call of two blocks, the second of them with warpgroups without rows, and seven tiles of keys."""
     torch.manual_seed(0)
     q = torch.randn(1, 1, 200, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 850, 64, dtype=torch.bfloat16) for _ in range(2))
-    with torch.no_grad(), library.as_cpu_kernels(library.Library(path, seed)) as loaded:
-        loaded.c.set_compute_capability(9, 0)
+    with torch.no_grad(), on_hopper(path, seed) as loaded:
         out, lse = flash_attn(q, k, v, return_lse=True)
         assert b"sm90::forward_kernel" in loaded.c.last_kernel()
         loaded.c.set_compute_capability(8, 0)
     return out, lse
 
 
-def what_is_found(mutation, built, expected):
-    """The host run's report, or that values changed, or None: nobody would notice."""
-    with tempfile.TemporaryDirectory() as folder:
-        return judge(build_mutated(mutation, Path(folder), built), results, expected, SEEDS)
+def backward_results(path, seed):
+    """Two blocks, of which each has three tiles of queries; then the same with columns split."""
+    return [grad for shape in ((260, 130, 64), (130, 66, 256)) for grad in gradients(path, seed, *shape)]
+
+
+def gradients(path, seed, seqlen_q, seqlen_k, head_dim):
+    torch.manual_seed(0)
+    q, dout = (torch.randn(1, 1, seqlen_q, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(1, 1, seqlen_k, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    # The forward has only one head dimension here, and the backward need not have its results.
+    out, lse = torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[:3])
+    with on_hopper(path, seed) as loaded:
+        grads = torch.ops.flash_attn_ext.attention_backward(
+            dout, None, q, k, v, None, None, None, out, lse, grad_mask=[True, True, True, False, False]
+        )
+        assert b"sm90::dq_kernel" in loaded.c.last_kernel()
+        loaded.c.set_compute_capability(8, 0)
+    return grads[:3]
+
+
+def on_hopper(path, seed):
+    loaded = library.Library(path, seed)
+    loaded.c.set_compute_capability(9, 0)
+    return library.as_cpu_kernels(loaded)
+
+
+class Judge:
+    """Says of each mutation what the host run finds, in a library built once."""
+
+    def __init__(self, folder, built):
+        self.path = build(Path(folder), built)
+        self.c = library.Library(self.path).c
+        self.expected = {way: way(built, 1) for way in (forward_results, backward_results)}
+
+    def what_is_found(self, mutation):
+        """The host run's report, or that values changed, or None: nobody would notice."""
+        if mutation is None:
+            return self._judge(forward_results) or self._judge(backward_results)
+        self.c.leave_out(mutation.number)
+        try:
+            return self._judge(forward_results if mutation.path in FORWARD else backward_results)
+        finally:
+            self.c.leave_out(-1)
+
+    def _judge(self, way):
+        return judge(self.path, way, self.expected[way], SEEDS)
 
 
 if __name__ == "__main__":
-    built = library.build()
-    expected = results(built, 1)
-    print("What the host run finds if one statement of sm90/forward.cuh is removed; written by mutations_sm90.py.\n")
-    print("| statement | what it makes safe | without it |\n|---|---|---|")
-    for m in mutations():
-        print(f"| `{m.statement}` | {m.comment} | {what_is_found(m, built, expected)} |", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        judge_of = Judge(folder, library.build())
+        print(
+            "What the host run finds if one statement of the sm90 kernels is left out; written by mutations_sm90.py.\n"
+        )
+        print("| file | statement | what it makes safe | without it |\n|---|---|---|---|")
+        for m in mutations():
+            print(f"| {m.path} | `{m.statement}` | {m.comment} | {judge_of.what_is_found(m)} |", flush=True)

@@ -16,6 +16,7 @@ struct Unit {
   std::function<std::string()> run;  // empty: as expected; else the first difference
 };
 
+std::vector<Unit> backward_units();
 std::vector<Unit> sm80_units();
 std::vector<Unit> tma_units();
 std::vector<Unit> wgmma_units();

@@ -11,6 +11,7 @@
 #include "../launch.h"
 #include "../shared_memory.h"
 #include "epilogue.cuh"
+#include "pipeline.cuh"
 #include "plan.h"
 #include "ptx.h"
 #include "sm90.h"
@@ -18,8 +19,6 @@
 #include "tensor_map.h"
 
 namespace flash_attn_ext::cuda::sm90 {
-
-constexpr int kWarpgroup = 128, kWarpgroupRows = 64;
 
 // Tile sizes, and how the registers of a multiprocessor are dealt out, for each head dimension.
 template <int kHeadDim>
@@ -35,36 +34,6 @@ struct Tiling<128> {
 template <>
 struct Tiling<256> {
   static constexpr int kConsumers = 2, kKeys = 80, kProducerRegisters = 24, kConsumerRegisters = 240;
-};
-
-// Tiles on their way from the producer to the consumers: tile n is in stage n % 2, for the (n / 2)-th time.
-template <class Tile>
-struct Pipeline {
-  static constexpr int kStages = 2;
-  Tile tiles[kStages];
-  ptx::Barrier full[kStages];   // the tile has landed
-  ptx::Barrier empty[kStages];  // all consumer warps have read it
-
-  __device__ static int stage(int n) { return n % kStages; }
-  __device__ static uint32_t parity(int n) { return n / kStages % 2; }
-
-  __device__ void init(uint32_t consumer_warps) {
-    for (int n = 0; n < kStages; ++n) {
-      ptx::barrier_init(full[n], 1);                // the producer
-      ptx::barrier_init(empty[n], consumer_warps);  // one lane of each
-    }
-  }
-
-  // Consumers: returns where tile n lies, when it is there.
-  __device__ uint32_t wait(int n) {
-    ptx::barrier_wait(full[stage(n)], parity(n));  // TMA has written the tile
-    return ptx::shared_address(&tiles[stage(n)]);
-  }
-
-  // Consumers: this warp has read tile n.
-  __device__ void release(int n) {
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(empty[stage(n)]);  // the producer may overwrite it
-  }
 };
 
 template <class In, int kHeadDim>
@@ -115,13 +84,6 @@ __device__ BlockRange block_range(const ForwardArguments& a) {
 }
 
 // ---- load: one thread of the producer warpgroup
-
-template <class Tile>
-__device__ void load_tile(Tile& tile, const CUtensorMap& map, int row, int h, int b, ptx::Barrier& full) {
-  ptx::barrier_arrive_expecting(full, sizeof(tile.bytes));  // the phase ends when they have landed
-  for (int n = 0; n < Tile::kCount; ++n)
-    ptx::load_box(tile.bytes[n], &map, {n * kPanelColumns, row, h, b}, full);
-}
 
 template <class Tile>
 __device__ void load_next(Pipeline<Tile>& pipeline, int n, const CUtensorMap& map, int key,

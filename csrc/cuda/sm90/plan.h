@@ -5,7 +5,8 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-constexpr int64_t kMaxLength = int64_t{1} << 30;  // of a sequence: the sum of two lies in 32 bits
+// Of a sequence: the sum of two, each filled up to whole tiles, lies in 32 bits.
+constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1024;
 
 struct ForwardPlan {
   int64_t row_blocks;       // of a head

@@ -57,6 +57,63 @@ __device__ inline void load_box(void* shared, const void* tensor_map, const int3
                                     corner, &barrier);
 }
 
+// Copies `bytes`, a multiple of 16, from global to shared memory, and counts them on the barrier.
+__device__ inline void load_bytes(void* shared, const void* global, uint32_t bytes, Barrier& barrier) {
+  ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_global, shared, global, bytes,
+                             &barrier);
+}
+
+// Adds `count` floats of shared memory to those in global memory, some time before the waits for its batch:
+// until the first, shared memory may still be read; at the second, the sums are there.
+__device__ inline void bulk_add(float* sums, const float* terms, uint32_t count) {
+  ::cuda::ptx::cp_reduce_async_bulk(::cuda::ptx::space_global, ::cuda::ptx::space_shared, ::cuda::ptx::op_add,
+                                    sums, terms, count * static_cast<uint32_t>(sizeof(float)));
+}
+__device__ inline void bulk_commit() { ::cuda::ptx::cp_async_bulk_commit_group(); }
+__device__ inline void bulk_wait_read() {
+  ::cuda::ptx::cp_async_bulk_wait_group_read(::cuda::ptx::n32_t<0>{});
+}
+__device__ inline void bulk_wait() { ::cuda::ptx::cp_async_bulk_wait_group(::cuda::ptx::n32_t<0>{}); }
+
+// Makes what this thread wrote to shared memory visible to wgmma and to bulk copies, of those threads that it
+// meets after this.
+__device__ inline void proxy_fence() { ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared); }
+
+// Some of a block's threads meet; __syncthreads for kThreads of them.
+template <int kBarrier, int kThreads>
+__device__ inline void named_barrier_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
+// The next number, from 0 on.
+__device__ inline int draw_ticket(int32_t* ticket) { return atomicAdd(ticket, 1); }
+
+// Waits until `turns` is `turn`: blocks that do so one after the other add in bulk in this order.
+__device__ inline void wait_for_turn(const int32_t* turns, int turn) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];"
+                 : "=r"(now)
+                 : "l"(__cvta_generic_to_global(turns))
+                 : "memory");
+  } while (now != turn);
+  ::cuda::ptx::fence_proxy_async();  // bulk copies come after what was waited for
+}
+__device__ inline void pass_turn(int32_t* turns, int turn) {
+  ::cuda::ptx::fence_proxy_async();
+  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(__cvta_generic_to_global(turns)), "r"(turn + 1)
+               : "memory");
+}
+
+// Stores four 8 x 8 matrices of 16-bit elements. Lane l points to row l % 8 of matrix l / 8, and has of each
+// matrix the elements (l / 4, 2 (l % 4)) and the next one.
+__device__ inline void store_matrices(void* row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(row))),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // All four warps of a warpgroup hand registers back to the pool, or wait for more from it.
 template <int kRegisters>
 __device__ inline void release_registers() {

@@ -9,7 +9,13 @@ namespace flash_attn_ext::cuda::sm90 {
 // Why another tier must run the forward; null: this one can, on a GPU of compute capability 9.0.
 const char* why_not_forward(const AttentionParams& p);
 
+// The same for the backward, and the bytes that it needs.
+const char* why_not_backward(const BackwardParams& p);
+size_t backward_workspace(const BackwardParams& p);
+
 cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
+cudaError_t backward_bfloat16(const BackwardParams& p, void* workspace, cudaStream_t stream);
+cudaError_t backward_float16(const BackwardParams& p, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -1,33 +1,10 @@
 // What a consumer thread does to its part of S between the two products. Its elements: see wgmma.h.
 #pragma once
 
-#include "../../core/mask.h"
-#include "../scores.cuh"
-#include "plan.h"
-#include "ptx.h"
+#include "band.h"
+#include "rows.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
-
-// The rows of a thread are g and g + 8 of a warp's 16.
-__device__ inline int first_row_in_warp() { return threadIdx.x % 32 / 4; }
-__device__ inline int first_column_in_eight() { return threadIdx.x % 4 * 2; }
-
-// The band in 32 bits: row i sees the keys from i + low on, below i + high and below the end.
-struct ShortBand {
-  int low, high, seqlen_k;
-
-  __device__ explicit ShortBand(const AttentionParams& p)
-      : low(clamp_to(p.band.diagonal - p.band.left, -kMaxLength, kMaxLength)),
-        high(clamp_to(p.band.diagonal + p.band.right + 1, -kMaxLength, kMaxLength)),
-        seqlen_k(p.sizes.seqlen_k) {}
-
-  __device__ int begin(int row) const { return row + low; }
-  __device__ int end(int row) const { return min(row + high, seqlen_k); }
-  // Nothing to hide from any of the rows.
-  __device__ bool shows_all(int first_row, int rows, int first_key, int keys) const {
-    return begin(first_row + rows - 1) <= first_key && first_key + keys <= end(first_row);
-  }
-};
 
 // -inf where the band hides an element. Row `row` is the thread's first.
 template <int kElements>

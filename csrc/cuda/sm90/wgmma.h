@@ -37,8 +37,9 @@ __device__ inline void compute_before_wait(float x, uint32_t address) {
 }
 
 // The operands of an asm statement: text "%0, %1, ..." and the accumulator's registers.
-#define FA_TEXT_32                                                       \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
+#define FA_TEXT_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define FA_TEXT_32 \
+  FA_TEXT_16       \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define FA_TEXT_40 \
   FA_TEXT_32       \
@@ -57,14 +58,15 @@ __device__ inline void compute_before_wait(float x, uint32_t address) {
   "+f"(d[n]), "+f"(d[n + 1]), "+f"(d[n + 2]), "+f"(d[n + 3]), "+f"(d[n + 4]), "+f"(d[n + 5]), \
       "+f"(d[n + 6]), "+f"(d[n + 7])
 #define FA_FLOATS_32(n) FA_FLOATS_8(n), FA_FLOATS_8(n + 8), FA_FLOATS_8(n + 16), FA_FLOATS_8(n + 24)
+#define FA_FLOATS_16 FA_FLOATS_8(0), FA_FLOATS_8(8)
 #define FA_FLOATS_40 FA_FLOATS_32(0), FA_FLOATS_8(32)
 #define FA_FLOATS_64 FA_FLOATS_32(0), FA_FLOATS_32(32)
 #define FA_FLOATS_128 FA_FLOATS_64, FA_FLOATS_32(64), FA_FLOATS_32(96)
 
 // The numbers are those of the operands behind the accumulator's.
-#define FA_WGMMA_SS(TYPE, N, TEXT, FLOATS, A, B, P)                                           \
+#define FA_WGMMA_SS(TYPE, N, TEXT, FLOATS, A, B, P, BY_ROWS)                                  \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0; wgmma.mma_async.sync.aligned.m64n" #N \
-               "k16.f32." TYPE "." TYPE " {" TEXT "}, " A ", " B ", p, 1, 1, 0, 0;}"          \
+               "k16.f32." TYPE "." TYPE " {" TEXT "}, " A ", " B ", p, 1, 1, " BY_ROWS ";}"   \
                : FLOATS                                                                       \
                : "l"(a), "l"(b), "r"(accumulate ? 1 : 0))
 #define FA_WGMMA_RS(TYPE, N, TEXT, FLOATS, A, B)                                                          \
@@ -75,18 +77,58 @@ __device__ inline void compute_before_wait(float x, uint32_t address) {
 
 // d = a b, or d += a b: both from shared memory, both with contiguous k.
 template <class In>
+__device__ inline void wgmma_shared(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_SS("f16", 32, FA_TEXT_16, FA_FLOATS_16, "%16", "%17", "%18", "0, 0");
+  else
+    FA_WGMMA_SS("bf16", 32, FA_TEXT_16, FA_FLOATS_16, "%16", "%17", "%18", "0, 0");
+}
+template <class In>
+__device__ inline void wgmma_shared(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_SS("f16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32", "%33", "%34", "0, 0");
+  else
+    FA_WGMMA_SS("bf16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32", "%33", "%34", "0, 0");
+}
+template <class In>
 __device__ inline void wgmma_shared(float (&d)[40], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<In, __half>)
-    FA_WGMMA_SS("f16", 80, FA_TEXT_40, FA_FLOATS_40, "%40", "%41", "%42");
+    FA_WGMMA_SS("f16", 80, FA_TEXT_40, FA_FLOATS_40, "%40", "%41", "%42", "0, 0");
   else
-    FA_WGMMA_SS("bf16", 80, FA_TEXT_40, FA_FLOATS_40, "%40", "%41", "%42");
+    FA_WGMMA_SS("bf16", 80, FA_TEXT_40, FA_FLOATS_40, "%40", "%41", "%42", "0, 0");
 }
 template <class In>
 __device__ inline void wgmma_shared(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
   if constexpr (std::is_same_v<In, __half>)
-    FA_WGMMA_SS("f16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66");
+    FA_WGMMA_SS("f16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66", "0, 0");
   else
-    FA_WGMMA_SS("bf16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66");
+    FA_WGMMA_SS("bf16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66", "0, 0");
+}
+
+// d = a b, or d += a b: both from shared memory, a with contiguous rows and b with contiguous columns.
+template <class In>
+__device__ inline void wgmma_shared_by_rows(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_SS("f16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32", "%33", "%34", "1, 1");
+  else
+    FA_WGMMA_SS("bf16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32", "%33", "%34", "1, 1");
+}
+template <class In>
+__device__ inline void wgmma_shared_by_rows(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_SS("f16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66", "1, 1");
+  else
+    FA_WGMMA_SS("bf16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66", "1, 1");
+}
+
+// d += a b: both from shared memory, a with contiguous k and b with contiguous columns.
+template <class In>
+__device__ inline void wgmma_shared_right_by_rows(float (&d)[64], uint64_t a, uint64_t b) {
+  constexpr bool accumulate = true;
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_SS("f16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66", "0, 1");
+  else
+    FA_WGMMA_SS("bf16", 128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66", "0, 1");
 }
 
 // d += a b: a from registers, b from shared memory with contiguous columns.
@@ -114,11 +156,13 @@ __device__ inline void wgmma_registers(float (&d)[128], const uint32_t (&a)[4], 
 
 #undef FA_WGMMA_SS
 #undef FA_WGMMA_RS
+#undef FA_TEXT_16
 #undef FA_TEXT_32
 #undef FA_TEXT_40
 #undef FA_TEXT_64
 #undef FA_TEXT_128
 #undef FA_FLOATS_8
+#undef FA_FLOATS_16
 #undef FA_FLOATS_32
 #undef FA_FLOATS_40
 #undef FA_FLOATS_64

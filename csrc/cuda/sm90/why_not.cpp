@@ -1,3 +1,4 @@
+#include "backward_plan.h"
 #include "plan.h"
 #include "sm90.h"
 
@@ -14,24 +15,52 @@ bool tma_takes(const Tensor4& t, int64_t length, int64_t heads, int64_t batch) {
          step(t.stride_h, heads) && step(t.stride_b, batch);
 }
 
-}  // namespace
+// By 16 bytes at a time.
+bool is_aligned(const Tensor4& t) {
+  constexpr int64_t kBytes = 16, kElements = 8;
+  return reinterpret_cast<uintptr_t>(t.data) % kBytes == 0 && t.stride_b % kElements == 0 &&
+         t.stride_h % kElements == 0 && t.stride_s % kElements == 0;
+}
 
-const char* why_not_forward(const AttentionParams& p) {
-  constexpr int64_t kFewQueries = 16;
+// What neither way takes.
+const char* why_not_either(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm90: only float16 and bfloat16";
   if (z.head_dim != z.head_dim_v || (z.head_dim != 64 && z.head_dim != 128 && z.head_dim != 256))
     return "sm90: only head dimensions 64, 128 and 256, the same for query, key and value";
   if (p.mask || p.alibi || p.dropout || p.softcap > 0) return "sm90: no mask, ALiBi, dropout or softcap";
-  if (!(p.scale > 0)) return "sm90: only a positive scale";
   if (z.batch == 0 || z.heads == 0 || z.seqlen_q == 0 || z.seqlen_k == 0) return "sm90: an empty input";
   if (z.seqlen_q > kMaxLength || z.seqlen_k > kMaxLength) return "sm90: a sequence is too long";
+  return nullptr;
+}
+
+constexpr const char* kNotAligned = "sm90: a tensor is not aligned to 16 bytes, or is broadcast";
+
+}  // namespace
+
+const char* why_not_forward(const AttentionParams& p) {
+  constexpr int64_t kFewQueries = 16;
+  const Sizes& z = p.sizes;
+  if (const char* reason = why_not_either(p)) return reason;
+  if (!(p.scale > 0)) return "sm90: only a positive scale";
   if (z.seqlen_q <= kFewQueries || p.decode.num_splits > 1)
     return "sm90: does not split the keys of few queries";
   if (!tma_takes(p.q, z.seqlen_q, z.heads, z.batch) || !tma_takes(p.k, z.seqlen_k, z.heads_kv, z.batch) ||
       !tma_takes(p.v, z.seqlen_k, z.heads_kv, z.batch) || !tma_takes(p.out, z.seqlen_q, z.heads, z.batch))
-    return "sm90: a tensor is not aligned to 16 bytes, or is broadcast";
+    return kNotAligned;
   return nullptr;
 }
+
+const char* why_not_backward(const BackwardParams& p) {
+  const Sizes& z = p.sizes;
+  if (const char* reason = why_not_either(p)) return reason;
+  if (!tma_takes(p.q, z.seqlen_q, z.heads, z.batch) || !tma_takes(p.k, z.seqlen_k, z.heads_kv, z.batch) ||
+      !tma_takes(p.v, z.seqlen_k, z.heads_kv, z.batch) || !tma_takes(p.dout, z.seqlen_q, z.heads, z.batch) ||
+      !is_aligned(p.out) || !is_aligned(p.dq) || !is_aligned(p.dk) || !is_aligned(p.dv))
+    return kNotAligned;
+  return nullptr;
+}
+
+size_t backward_workspace(const BackwardParams& p) { return BackwardWorkspace::bytes(p.sizes); }
 
 }  // namespace flash_attn_ext::cuda::sm90

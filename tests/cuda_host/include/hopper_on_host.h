@@ -41,13 +41,13 @@ void store_matrices(Site site, void* row, const uint32_t* r);
 uint32_t shared_address(const void* pointer);
 
 // d += a b, or d = a b: 64 x 16 by 16 x columns. `a` comes from shared memory if a_registers is null.
-// By rows: b, and a if it is there, have contiguous columns and rows, instead of contiguous k.
+// By rows: it has contiguous rows (b: columns) instead of contiguous k.
 struct Product {
   float* d;
   uint64_t a, b;
   const uint32_t* a_registers;
   int columns;
-  bool accumulate, b_by_rows;
+  bool accumulate, a_by_rows, b_by_rows;
   float (*widen)(uint16_t bits);
 };
 void wgmma(Site site, const Product& product);
@@ -140,16 +140,22 @@ inline void compute_before_wait(float, uint32_t) {}
 template <class In, int kCount>
 void wgmma_shared(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate, CUDA_HOST_SITE) {
   cuda_host::wgmma({"wgmma", file, line},
-                   {d, a, b, nullptr, 2 * kCount, accumulate, false, cuda_host::widen_element<In>});
+                   {d, a, b, nullptr, 2 * kCount, accumulate, false, false, cuda_host::widen_element<In>});
 }
 template <class In, int kCount>
 void wgmma_shared_by_rows(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate, CUDA_HOST_SITE) {
   cuda_host::wgmma({"wgmma", file, line},
-                   {d, a, b, nullptr, 2 * kCount, accumulate, true, cuda_host::widen_element<In>});
+                   {d, a, b, nullptr, 2 * kCount, accumulate, true, true, cuda_host::widen_element<In>});
+}
+template <class In, int kCount>
+void wgmma_shared_right_by_rows(float (&d)[kCount], uint64_t a, uint64_t b, CUDA_HOST_SITE) {
+  cuda_host::wgmma({"wgmma", file, line},
+                   {d, a, b, nullptr, 2 * kCount, true, false, true, cuda_host::widen_element<In>});
 }
 template <class In, int kCount>
 void wgmma_registers(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, CUDA_HOST_SITE) {
-  cuda_host::wgmma({"wgmma", file, line}, {d, 0, b, a, 2 * kCount, true, true, cuda_host::widen_element<In>});
+  cuda_host::wgmma({"wgmma", file, line},
+                   {d, 0, b, a, 2 * kCount, true, false, true, cuda_host::widen_element<In>});
 }
 template <int kPending, int kCount>
 void wgmma_wait(float (&)[kCount], CUDA_HOST_SITE) {

@@ -1,0 +1,301 @@
+// Backward for Hopper: FlashAttention-2, algorithm 2 (Dao 2023), in the form of FlashAttention-3 (Shah et al.
+// 2024). A block owns 128 keys (64 at head dimension 256) and walks over the queries of all heads that share
+// them:
+//
+//   S^T = K Q^T    P^T = 2^(S^T - lse)    dP^T = V dO^T    dS^T = P^T o (dP^T - delta)
+//   dV += P^T dO   dK += dS^T Q           dQ += dS K
+//
+// Transposed, P and dS are left operands as they stand in registers; only dS also goes to shared memory, for
+// dQ. At head dimension 256 dK and dV of 64 keys are all that the registers of two warpgroups hold: each has
+// half of their columns and makes P and dS of half of the queries, and both go to shared memory. K, V, Q and
+// dO come by TMA. dK and dV stay in registers to the end; what a tile gives to dQ is added to
+// fp32 sums in global memory, by a thread that does nothing else.
+#pragma once
+
+#include "../launch.h"
+#include "../shared_memory.h"
+#include "backward_rows.cuh"
+#include "backward_tile.cuh"
+#include "sm90.h"
+#include "tensor_map.h"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+template <class In, int kHeadDim>
+struct Backward {
+  static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup, kConsumerThreads = kConsumers * kWarpgroup;
+  static constexpr int kKeys = backward_keys(kHeadDim), kRows = backward_rows(kHeadDim);
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (64 << 10) / kWarpgroup);
+
+  // A warpgroup's share: of S and dP 64 keys, of dK and dV these with all columns; or, where the columns are
+  // split, half of the queries and half of the columns, of the same keys.
+  static constexpr bool kSplitsColumns = kKeys == kWarpgroupRows;
+  static constexpr int kOwnRows = kSplitsColumns ? kRows / kConsumers : kRows;
+  static constexpr int kOwnColumns = kSplitsColumns ? kHeadDim / kConsumers : kHeadDim;
+  static_assert(kSplitsColumns || kKeys == kConsumers * kWarpgroupRows);
+  // Of dQ: 64 of 128 queries, or half of the columns of 64.
+  static constexpr int kDQColumns = kRows == kPieceRows ? kHeadDim / kConsumers : kHeadDim;
+  static_assert(kRows == kPieceRows || kRows == kConsumers * kPieceRows);
+
+  using KVTile = Panels<In, kKeys, kHeadDim>;
+  using WeightTile = Panels<In, kKeys, kRows>;  // dS^T or P^T
+  struct RowTile : Panels<In, kRows, kHeadDim> {
+    float terms[kRows];
+  };
+  using Rows = Pipeline<RowTile, kSplitsColumns ? 1 : 2>;
+  using DQTile = float[kConsumers][kDQColumns / 8][kWarpgroup][4];
+
+  struct Shared {
+    Rows q, dout;  // with lse and with delta
+    KVTile k, v;
+    WeightTile weights[2];  // dS of tile n in the n % 2-th; where the columns are split, dS and P of a tile
+    DQTile dq;
+    ptx::Barrier k_full, v_full, dq_full, dq_empty;
+    int block;  // its number, in the order in which blocks begin
+  };
+  static_assert(sizeof(Shared) <= kMaxHopperSharedBytes);
+};
+
+struct BackwardArguments {
+  CUtensorMap q, k, v, dout;
+  BackwardParams p;
+  BackwardWorkspace w;
+  int64_t key_tiles;
+};
+
+// What a block computes: for each head, `row_tiles` tiles of queries from `first_tile` on.
+struct BackwardRange {
+  int b, h_kv, key_tile, first_head, heads, first_tile, row_tiles;
+
+  __device__ int tiles() const { return heads * row_tiles; }
+  __device__ int head(int n) const { return first_head + n / row_tiles; }
+  __device__ int tile(int n) const { return first_tile + n % row_tiles; }
+};
+
+template <class Config>
+__device__ BackwardRange backward_range(const BackwardArguments& a, int64_t block) {
+  const Sizes& z = a.p.sizes;
+  const KeyTile task = key_tile_of(block, a.key_tiles, a.p.deterministic);
+  BackwardRange range;
+  range.b = task.head / z.heads_kv;
+  range.h_kv = task.head % z.heads_kv;
+  range.key_tile = task.tile;
+  range.heads = z.heads / z.heads_kv;
+  range.first_head = range.h_kv * range.heads;
+  const int64_t begin = task.tile * Config::kKeys, end = begin + Config::kKeys;
+  const Range seen = visible_queries(a.p.band, begin, end < z.seqlen_k ? end : z.seqlen_k, z.seqlen_q);
+  range.first_tile = seen.begin / Config::kRows;
+  range.row_tiles = seen.begin < seen.end ? ceil_div(seen.end, Config::kRows) - range.first_tile : 0;
+  return range;
+}
+
+// ---- load: two threads of the producer warpgroup, one for K, Q and lse, one for V, dO and delta
+
+template <class Config>
+__device__ void produce(const BackwardArguments& a, const BackwardRange& range, const CUtensorMap& keys_map,
+                        typename Config::KVTile& keys, ptx::Barrier& keys_full, const CUtensorMap& rows_map,
+                        const float* terms, typename Config::Rows& rows) {
+  if (range.tiles() > 0)
+    load_tile(keys, keys_map, range.key_tile * Config::kKeys, range.h_kv, range.b, keys_full);
+  for (int n = 0; n < range.tiles(); ++n) {
+    const int h = range.head(n), row = range.tile(n) * Config::kRows, stage = rows.stage(n);
+    const float* tile_terms = terms + (int64_t{range.b} * a.p.sizes.heads + h) * a.w.rows + row;
+    auto& tile = rows.tiles[stage];
+    ptx::barrier_wait(rows.empty[stage], rows.parity(n) ^ 1);  // the consumers have read what was there
+    load_tile(tile, rows_map, row, h, range.b, rows.full[stage], sizeof(tile.terms));
+    ptx::load_bytes(tile.terms, tile_terms, sizeof(tile.terms), rows.full[stage]);
+  }
+}
+
+// ---- add to dQ: a third thread of that warpgroup
+
+template <class Config>
+__device__ void add_dq(const BackwardArguments& a, const BackwardRange& range,
+                       typename Config::Shared& shared) {
+  for (int n = 0; n < range.tiles(); ++n) {
+    const int64_t tile = (int64_t{range.b} * a.p.sizes.heads + range.head(n)) * a.w.tiles + range.tile(n);
+    ptx::barrier_wait(shared.dq_full, n % 2);  // the consumers have written all of it
+    const int turn = a.p.deterministic ? turn_of(a.p, range.key_tile, range.tile(n)) : 0;
+    if (a.p.deterministic) ptx::wait_for_turn(a.w.turns + tile, turn);  // in the same order at every run
+    constexpr int kElements = sizeof(shared.dq) / sizeof(float);
+    ptx::bulk_add(a.w.dq + tile * kElements, &shared.dq[0][0][0][0], kElements);
+    ptx::bulk_commit();                    // a batch of its own
+    ptx::bulk_wait_read();                 // shared memory has been read
+    ptx::barrier_arrive(shared.dq_empty);  // the consumers may overwrite it
+    if (!a.p.deterministic) continue;
+    ptx::bulk_wait();                        // it is added
+    ptx::pass_turn(a.w.turns + tile, turn);  // the next block may add
+  }
+}
+
+// ---- compute: a consumer warpgroup, for its share
+
+template <class In, int kHeadDim, class Config>
+__device__ void consume(const BackwardArguments& a, const BackwardRange& range,
+                        typename Config::Shared& shared) {
+  constexpr int kRows = Config::kRows, kOwnRows = Config::kOwnRows, kOwnColumns = Config::kOwnColumns;
+  constexpr bool kSplitsColumns = Config::kSplitsColumns;
+  constexpr int kAll = Config::kConsumerThreads;
+  using KVTile = typename Config::KVTile;
+  using RowTile = typename Config::RowTile;
+  using WeightTile = typename Config::WeightTile;
+  const BackwardParams& p = a.p;
+  const int warpgroup = threadIdx.x / kWarpgroup - 1, warp = threadIdx.x % kWarpgroup / 32;
+  const int own_key = kSplitsColumns ? 0 : warpgroup * kWarpgroupRows;
+  const int own_row = kSplitsColumns ? warpgroup * kOwnRows : 0;
+  const int own_column = kSplitsColumns ? warpgroup * kOwnColumns : 0;
+  const int own_dq_row = kRows == kPieceRows ? 0 : warpgroup * kPieceRows;
+  const int own_dq_column = kRows == kPieceRows ? warpgroup * Config::kDQColumns : 0;
+  const int first_key = range.key_tile * Config::kKeys + own_key, warp_key = first_key + warp * kWarpRows;
+  const ShortBand band(p);
+  const float scale2 = static_cast<float>(p.scale * kLog2E);
+  const uint32_t k = ptx::shared_address(&shared.k), v = ptx::shared_address(&shared.v);
+  const uint32_t own_keys = own_key * kPanelRowBytes, own_rows = own_row * kPanelRowBytes;
+  const uint32_t own_panels = own_column / kPanelColumns * RowTile::kPanelBytes;
+  const uint32_t own_dq_keys = own_dq_column / kPanelColumns * KVTile::kPanelBytes;
+  const uint32_t own_dq_weights = own_dq_row / kPanelColumns * WeightTile::kPanelBytes;
+
+  float dk[kOwnColumns / 2] = {}, dv[kOwnColumns / 2] = {};
+  if (range.tiles() > 0) {
+    ptx::barrier_wait(shared.k_full, 0);  // TMA has written K
+    ptx::barrier_wait(shared.v_full, 0);  // TMA has written V
+  }
+  for (int n = 0; n < range.tiles(); ++n) {
+    const int first_row = range.tile(n) * kRows + own_row;
+    float s[kOwnRows / 2], ds[kOwnRows / 2];
+    uint32_t p16[kOwnRows / 16][4], ds16[kOwnRows / 16][4];
+
+    const uint32_t q = shared.q.wait(n);
+    ptx::wgmma_fence();  // s may be written
+    start_product<In, KVTile, RowTile, kHeadDim>(k + own_keys, q + own_rows, s);
+    ptx::wgmma_commit();  // S is a batch of its own
+    const uint32_t dout = shared.dout.wait(n);
+    ptx::wgmma_fence();  // ds may be written
+    start_product<In, KVTile, RowTile, kHeadDim>(v + own_keys, dout + own_rows, ds);
+    ptx::wgmma_commit();    // so is dP
+    ptx::wgmma_wait<1>(s);  // s is complete
+    const bool partial = !band.shows_all(first_row, kOwnRows, first_key, kWarpgroupRows) ||
+                         first_row + kOwnRows > band.seqlen_q;
+    probabilities(scale2, shared.q.tiles[shared.q.stage(n)].terms + own_row, s);
+    if (partial) clear_invisible(band, warp_key + first_row_in_warp(), first_row, s);
+    round_weights<In>(s, p16);
+    ptx::wgmma_wait<0>(ds);  // ds holds dP
+    score_gradients(s, shared.dout.tiles[shared.dout.stage(n)].terms + own_row, ds);
+    if (partial) clear_invisible(band, warp_key + first_row_in_warp(), first_row, ds);
+    round_weights<In>(ds, ds16);
+
+    WeightTile &ds_tile = shared.weights[kSplitsColumns ? 0 : n % 2], &p_tile = shared.weights[1];
+    const uint32_t ds_address = ptx::shared_address(&ds_tile);
+    const int weights_row = own_key + warp * kWarpRows;
+    // Nobody reads the last ones any more: of dS there are two, and, where there is one, Q of this tile came
+    // to the place of the last one's only when all had made dK of it.
+    if constexpr (kSplitsColumns) store_weights(p_tile, weights_row, own_row, p16);
+    store_weights(ds_tile, weights_row, own_row, ds16);
+    ptx::proxy_fence();  // wgmma sees what this thread has written
+    if constexpr (kSplitsColumns) {
+      ptx::named_barrier_sync<kConsumerBarrier, kAll>();  // all of P and dS is written
+      ptx::wgmma_fence();                                 // dv is written
+      start_sum<In, WeightTile, RowTile, kRows / 16>(ptx::shared_address(&p_tile), dout + own_panels, dv);
+      ptx::wgmma_commit();  // so is dV
+    } else {
+      ptx::wgmma_fence();  // p16 and dv are written
+      start_sum<In, RowTile>(p16, dout, dv);
+      ptx::wgmma_commit();                                // so is dV
+      ptx::named_barrier_sync<kConsumerBarrier, kAll>();  // all of dS is written
+    }
+    float dq[Config::kDQColumns / 2];
+    ptx::wgmma_fence();  // dq may be written
+    start_dq<In, WeightTile, KVTile>(ds_address + own_dq_weights, k + own_dq_keys, dq);
+    ptx::wgmma_commit();  // so is dQ
+    ptx::wgmma_fence();   // ds16 and dk are written
+    if constexpr (kSplitsColumns) {
+      start_sum<In, WeightTile, RowTile, kRows / 16>(ds_address, q + own_panels, dk);
+    } else {
+      start_sum<In, RowTile>(ds16, q, dk);
+    }
+    ptx::wgmma_commit();                            // so is dK
+    ptx::wgmma_wait<2>(dv);                         // dv is complete, dO has been read
+    shared.dout.release(n);                         // dO may be overwritten
+    ptx::wgmma_wait<1>(dq);                         // dq is complete
+    ptx::barrier_wait(shared.dq_empty, n % 2 ^ 1);  // the sums of tile n - 1 are on their way
+    store_sums(shared.dq[warpgroup], dq);
+    ptx::proxy_fence();  // the copy engine sees what this thread has written
+    __syncwarp();        // all lanes have
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(shared.dq_full);  // dQ may be added
+    ptx::wgmma_wait<0>(dk);                                          // dk is complete, Q has been read
+    shared.q.release(n);                                             // Q may be overwritten
+  }
+  finish_keys<In, kHeadDim>(p, a.w, range.b, range.h_kv, warp_key, own_column, dk, dv);
+}
+
+template <class In, int kHeadDim, class Config = Backward<In, kHeadDim>>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardArguments a) {
+#if defined(FA_HAS_HOPPER)
+  auto& shared = shared_memory<typename Config::Shared, kMaxHopperSharedBytes>();
+  if (threadIdx.x == 0) {
+    ptx::barrier_init(shared.k_full, 1);                               // a producer
+    ptx::barrier_init(shared.v_full, 1);                               // a producer
+    ptx::barrier_init(shared.dq_full, Config::kConsumerThreads / 32);  // one lane of each warp
+    ptx::barrier_init(shared.dq_empty, 1);                             // who adds to dQ
+    shared.q.init(Config::kConsumers * 4);
+    shared.dout.init(Config::kConsumers * 4);
+    ptx::barrier_init_fence();  // TMA sees the barriers
+    // Who begins late waits for who began earlier, never the other way round.
+    shared.block = a.p.deterministic ? ptx::draw_ticket(a.w.ticket) : blockIdx.x;
+  }
+  __syncthreads();  // all threads see the barriers and the block's number
+  const BackwardRange range = backward_range<Config>(a, shared.block);
+  if (threadIdx.x < kWarpgroup) {
+    ptx::release_registers<Config::kProducerRegisters>();
+    if (threadIdx.x == 0) produce<Config>(a, range, a.k, shared.k, shared.k_full, a.q, a.w.lse2, shared.q);
+    if (threadIdx.x == 32)
+      produce<Config>(a, range, a.v, shared.v, shared.v_full, a.dout, a.w.delta, shared.dout);
+    if (threadIdx.x == 64) add_dq<Config>(a, range, shared);
+  } else {
+    ptx::claim_registers<Config::kConsumerRegisters>();
+    consume<In, kHeadDim, Config>(a, range, shared);
+  }
+#else
+  __trap();  // this build has no code for compute capability 9.0a: an error, not an empty result
+#endif
+}
+
+// ---- launch
+
+template <class In, int kHeadDim>
+cudaError_t launch_backward_head_dim(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+  using Config = Backward<In, kHeadDim>;
+  const Sizes& z = p.sizes;
+  const BackwardWorkspace w(workspace, z);
+  const int64_t key_tiles = ceil_div(z.seqlen_k, Config::kKeys), pieces = w.rows / kPieceRows;
+  BackwardArguments a{{}, {}, {}, {}, p, w, key_tiles};
+  const LaunchShape by_keys{z.batch * z.heads_kv * key_tiles, 1, 1, Config::kThreads,
+                            sizeof(typename Config::Shared)};
+  const LaunchShape by_rows{z.batch * z.heads * pieces, 1, 1, kWarpgroup};
+  const auto rows_map = [&](CUtensorMap& map, const Tensor4& t) {
+    return encode_tensor_map(map, t, p.dtype, kHeadDim, z.seqlen_q, z.heads, z.batch, Config::kRows);
+  };
+  const auto keys_map = [&](CUtensorMap& map, const Tensor4& t) {
+    return encode_tensor_map(map, t, p.dtype, kHeadDim, z.seqlen_k, z.heads_kv, z.batch, Config::kKeys);
+  };
+  return in_order(
+      [&] { return rows_map(a.q, p.q); }, [&] { return rows_map(a.dout, p.dout); },
+      [&] { return keys_map(a.k, p.k); }, [&] { return keys_map(a.v, p.v); },
+      [&] { return launch(row_terms_kernel<In, kHeadDim>, by_rows, stream, p, w); },
+      [&] { return launch(backward_kernel<In, kHeadDim>, by_keys, stream, a); },
+      [&] { return p.dq ? launch(dq_kernel<In, kHeadDim>, by_rows, stream, p, w) : cudaSuccess; });
+}
+
+template <class In>
+cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+  switch (p.sizes.head_dim) {
+    case 64: return launch_backward_head_dim<In, 64>(p, workspace, stream);
+    case 128: return launch_backward_head_dim<In, 128>(p, workspace, stream);
+    case 256: return launch_backward_head_dim<In, 256>(p, workspace, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace flash_attn_ext::cuda::sm90

@@ -1,0 +1,62 @@
+// How the backward is cut into blocks, what they leave in the workspace, and in which order they add to dQ.
+#pragma once
+
+#include "../../core/mask.h"
+#include "../../core/params.h"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+constexpr int kPieceRows = 64;  // query rows of an accumulator of dQ
+
+// Keys of a block and query rows of a tile. Registers set them: S, dP, dK and dV are in them at a time.
+constexpr int backward_keys(int64_t head_dim) { return head_dim == 256 ? 64 : 128; }
+constexpr int backward_rows(int64_t head_dim) { return head_dim == 64 ? 128 : 64; }
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct BackwardWorkspace {
+  int64_t tiles, rows;  // of queries, per head: whole tiles
+  // dQ before its scale, [B * H][rows / 64][D / 64][8][128][4]: of each 64 x 64 the fours n of accumulator
+  // registers, by threads. What a block adds is contiguous, and no thread has to move its elements.
+  float* dq;
+  float* lse2;      // [B * H][rows] lse in units of log2; +inf, which makes P = 0, where nothing is visible
+  float* delta;     // [B * H][rows] rowsum(dO o O) - dlse
+  int32_t* turns;   // [B * H][tiles] how many blocks have added to a tile of dQ
+  int32_t* ticket;  // how many blocks have begun
+
+  BackwardWorkspace(void* workspace, const Sizes& z)
+      : tiles(ceil_div(z.seqlen_q, backward_rows(z.head_dim))), rows(tiles * backward_rows(z.head_dim)) {
+    const int64_t heads = z.batch * z.heads;
+    dq = static_cast<float*>(workspace);
+    lse2 = dq + heads * rows * z.head_dim;
+    delta = lse2 + heads * rows;
+    turns = reinterpret_cast<int32_t*>(delta + heads * rows);
+    ticket = turns + heads * tiles;
+  }
+  static int64_t bytes(const Sizes& z) {
+    const BackwardWorkspace w(nullptr, z);
+    return 4 * (z.batch * z.heads * (w.rows * (z.head_dim + 2) + w.tiles) + 1);
+  }
+};
+
+struct KeyTile {
+  int64_t head, tile;  // head of k and v, counted through all batches
+};
+
+// The `block`-th tile of keys: head after head. Causal lets the first keys see most queries, so they come
+// first; deterministic takes the last ones first, who add to a tile of dQ first.
+FA_HOST_DEVICE inline KeyTile key_tile_of(int64_t block, int64_t tiles, bool deterministic) {
+  const int64_t tile = block % tiles;
+  return {block / tiles, deterministic ? tiles - 1 - tile : tile};
+}
+
+// When a tile of keys adds to a tile of dQ: after those behind it. On the diagonal of a causal call nobody
+// waits so, because each tile of keys begins there.
+FA_HOST_DEVICE inline int64_t turn_of(const AttentionParams& p, int64_t key_tile, int64_t row_tile) {
+  const int64_t rows = backward_rows(p.sizes.head_dim), begin = row_tile * rows, end = begin + rows;
+  const Range seen =
+      visible_keys(p.band, begin, end < p.sizes.seqlen_q ? end : p.sizes.seqlen_q, p.sizes.seqlen_k);
+  return (seen.end - 1) / backward_keys(p.sizes.head_dim) - key_tile;
+}
+
+}  // namespace flash_attn_ext::cuda::sm90

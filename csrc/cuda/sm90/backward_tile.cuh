@@ -1,0 +1,129 @@
+// What a consumer of the backward does with a tile: the five products, and P and dS between them. Tiles are
+// transposed, 64 keys by the queries. A thread's elements: see wgmma.h.
+#pragma once
+
+#include "band.h"
+#include "panels.h"
+#include "pipeline.cuh"
+#include "recompute.cuh"
+#include "rows.cuh"
+#include "softmax.cuh"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+constexpr int kConsumerBarrier = 1;  // of the named ones; 0 is __syncthreads
+
+// S^T = K Q^T, or dP^T = V dO^T. Only starts it.
+template <class In, class LeftTile, class RightTile, int kHeadDim, int kElements>
+__device__ void start_product(uint32_t left, uint32_t right, float (&x)[kElements]) {
+#pragma unroll
+  for (int n = 0; n < kHeadDim / 16; ++n)
+    ptx::wgmma_shared<In>(x, along_columns<LeftTile>(left, n), along_columns<RightTile>(right, n), n > 0);
+}
+
+// dV += P^T dO, or dK += dS^T Q, the left operand in registers or in shared memory. Only starts it.
+template <class In, class Tile, int kSteps, int kElements>
+__device__ void start_sum(const uint32_t (&weights)[kSteps][4], uint32_t rows, float (&sum)[kElements]) {
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n) ptx::wgmma_registers<In>(sum, weights[n], along_rows<Tile>(rows, n));
+}
+template <class In, class WeightTile, class Tile, int kSteps, int kElements>
+__device__ void start_sum(uint32_t weights, uint32_t rows, float (&sum)[kElements]) {
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n)
+    ptx::wgmma_shared_right_by_rows<In>(sum, along_columns<WeightTile>(weights, n),
+                                        along_rows<Tile>(rows, n));
+}
+
+// dQ = dS K, of 64 queries. Only starts it.
+template <class In, class WeightTile, class KTile, int kElements>
+__device__ void start_dq(uint32_t ds, uint32_t k, float (&dq)[kElements]) {
+#pragma unroll
+  for (int n = 0; n < WeightTile::kPanelBytes / kPanelRowBytes / 16; ++n)
+    ptx::wgmma_shared_by_rows<In>(dq, along_rows<WeightTile>(ds, n), along_rows<KTile>(k, n), n > 0);
+}
+
+// S^T becomes P^T. lse2 holds the tile's queries.
+template <int kElements>
+__device__ void probabilities(float scale2, const float* lse2, float (&s)[kElements]) {
+#pragma unroll
+  for (int n = 0; n < kElements / 4; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(lse2 + 8 * n + first_column_in_eight());
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& element = s[4 * n + e];
+      element = ptx::exp2_fast(fmaf(element, scale2, e % 2 ? -pair.y : -pair.x));
+    }
+  }
+}
+
+// dP^T becomes dS^T.
+template <int kElements>
+__device__ void score_gradients(const float (&p)[kElements], const float* delta, float (&dp)[kElements]) {
+#pragma unroll
+  for (int n = 0; n < kElements / 4; ++n) {
+    const float2 pair = *reinterpret_cast<const float2*>(delta + 8 * n + first_column_in_eight());
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& element = dp[4 * n + e];
+      element = p[4 * n + e] * (element - (e % 2 ? pair.y : pair.x));
+    }
+  }
+}
+
+// 0 where the band hides an element, whatever it is. Key `key` is the thread's first.
+template <int kElements>
+__device__ void clear_invisible(const ShortBand& band, int key, int first_row, float (&x)[kElements]) {
+  const int row = first_row + first_column_in_eight();
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int begin = band.begin_row(key + 8 * r) - row, end = band.end_row(key + 8 * r) - row;
+#pragma unroll
+    for (int n = 0; n < kElements / 4; ++n)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& element = x[4 * n + 2 * r + e];
+        element = begin <= 8 * n + e && 8 * n + e < end ? element : 0.0f;
+      }
+  }
+}
+
+// A warp's 16 rows of P^T or dS^T to shared memory, from (first_row, first_column) of the tile on.
+template <class Tile, int kSteps>
+__device__ void store_weights(Tile& tile, int first_row, int first_column,
+                              const uint32_t (&weights)[kSteps][4]) {
+  const int lane = threadIdx.x % 32, row = first_row + lane % 16, column = first_column + lane / 16 * 8;
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n)
+    ptx::store_matrices(&tile.bytes[0][0] + Tile::offset(row, column + 16 * n), weights[n]);
+}
+
+// A warpgroup's accumulator of dQ to shared memory, as it lies in global memory.
+template <int kFours>
+__device__ void store_sums(float (&sums)[kFours][kWarpgroup][4], const float (&dq)[4 * kFours]) {
+#pragma unroll
+  for (int n = 0; n < kFours; ++n)
+    *reinterpret_cast<float4*>(sums[n][threadIdx.x % kWarpgroup]) =
+        make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+}
+
+// Writes a warp's 16 rows of dK and dV, as far as they exist, from `first_column` on.
+template <class In, int kHeadDim, int kElements>
+__device__ void finish_keys(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
+                            int64_t warp_key, int first_column, float (&dk)[kElements],
+                            const float (&dv)[kElements]) {
+  const int64_t length = p.sizes.seqlen_k;
+  const float scale = static_cast<float>(p.scale);
+#pragma unroll
+  for (int n = 0; n < kElements; ++n) dk[n] *= scale;
+  const uint32_t nan_rows = rows_with_nan(dk) | rows_with_nan(dv);
+  if (p.dk) store_rows<In>(p.dk, b, h_kv, warp_key, length, nan_rows, dk, first_column);
+  if (p.dv) store_rows<In>(p.dv, b, h_kv, warp_key, length, nan_rows, dv, first_column);
+#pragma unroll 1
+  for (int n = 0; n < kWarpRows; ++n)
+    if ((nan_rows >> n & 1) && warp_key + n < length)
+      key_gradients_alone<In, kHeadDim>(p, w, b, h_kv, warp_key + n, first_column,
+                                        first_column + 2 * kElements);
+}
+
+}  // namespace flash_attn_ext::cuda::sm90

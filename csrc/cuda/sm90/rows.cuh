@@ -1,0 +1,69 @@
+// From an accumulator of wgmma to rows of a tensor, 16 a warp.
+#pragma once
+
+#include "../scores.cuh"
+#include "ptx.h"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+constexpr int kWarpRows = 16;
+
+// The rows of a thread are g and g + 8 of a warp's 16.
+__device__ inline int first_row_in_warp() { return threadIdx.x % 32 / 4; }
+__device__ inline int first_column_in_eight() { return threadIdx.x % 4 * 2; }
+
+// Thread t of four holds x[n] = element (n, t) of a 4 x 4 matrix; then x[n] = element (t, n).
+__device__ inline void transpose_in_four(uint32_t (&x)[4]) {
+#pragma unroll
+  for (int side = 1; side <= 2; side *= 2) {
+    const bool upper = threadIdx.x & side;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (n & side) continue;
+      const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? x[n] : x[n + side], side);
+      if (upper) {
+        x[n] = received;
+      } else {
+        x[n + side] = received;
+      }
+    }
+  }
+}
+
+// Bit n: row n of the warp holds a NaN, rightly or because 0 x NaN of a masked element is NaN.
+template <int kElements>
+__device__ uint32_t rows_with_nan(const float (&x)[kElements]) {
+  uint32_t rows = 0;
+#pragma unroll
+  for (int n = 0; n < kElements; ++n) rows |= uint32_t{x[n] != x[n]} << (first_row_in_warp() + n / 2 % 2 * 8);
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) rows |= __shfl_xor_sync(0xffffffffu, rows, lanes);
+  return rows;
+}
+
+// Writes a warp's 16 rows, rounded, as far as they exist and are not in `left_out`; from `first_column` on.
+template <class In, int kElements>
+__device__ void store_rows(const Tensor4& t, int64_t b, int64_t h, int64_t warp_row, int64_t length,
+                           uint32_t left_out, const float (&x)[kElements], int first_column = 0) {
+  // Of 32 columns, the four threads of a row hold pairs in each eight; each then stores one eight.
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row_in_warp = first_row_in_warp() + 8 * r;
+    const int64_t i = warp_row + row_in_warp;
+#pragma unroll
+    for (int c = 0; c < 2 * kElements; c += 32) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int at = (c / 8 + n) * 4 + 2 * r;
+        pairs[n] = ptx::pack<In>(x[at], x[at + 1]);
+      }
+      transpose_in_four(pairs);
+      if (i < length && !(left_out >> row_in_warp & 1))
+        *reinterpret_cast<uint4*>(t.row<In>(b, h, i) + first_column + c + 4 * first_column_in_eight()) =
+            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+}
+
+}  // namespace flash_attn_ext::cuda::sm90

@@ -1,0 +1,109 @@
+// Kernels with one fault each, in what only Hopper has: proxy fences, bulk additions, turns, named barriers.
+// For faulty.cu.
+#pragma once
+
+#include "cuda/shared_memory.h"
+#include "cuda/sm90/ptx.h"
+
+namespace faulty_hopper {
+
+namespace ptx = flash_attn_ext::cuda::ptx;
+
+constexpr int kThreads = 64;
+struct Shared {
+  float terms[kThreads];
+};
+struct Sums {
+  alignas(16) float sums[kThreads];
+  int32_t ticket, turns;
+};
+inline Sums global;  // zeros when a kernel begins
+
+__device__ inline float* terms() { return flash_attn_ext::cuda::shared_memory<Shared>().terms; }
+
+struct Steps {
+  bool fences = true, fences_late = false, waits = true, overwrites = false, reads_sums = false;
+};
+
+__device__ inline void add(const Steps& steps) {
+  terms()[threadIdx.x] = threadIdx.x;
+  if (steps.fences) ptx::proxy_fence();
+  __syncthreads();
+  if (steps.fences_late) ptx::proxy_fence();
+  if (threadIdx.x == 0) {
+    ptx::bulk_add(global.sums, terms(), kThreads);
+    ptx::bulk_commit();
+    if (steps.waits) ptx::bulk_wait_read();
+  }
+  __syncthreads();
+  if (steps.overwrites) terms()[threadIdx.x] = 0;
+  if (steps.reads_sums) terms()[threadIdx.x] = global.sums[threadIdx.x];
+}
+
+__global__ void correct_addition(float*) {
+  Steps steps;
+  steps.overwrites = true;
+  add(steps);
+}
+__global__ void addition_without_proxy_fence(float*) {
+  Steps steps;
+  steps.fences = false;
+  add(steps);
+}
+__global__ void proxy_fence_after_barrier(float*) {
+  Steps steps;
+  steps.fences = false;
+  steps.fences_late = true;
+  add(steps);
+}
+__global__ void addition_not_waited_for(float*) {
+  Steps steps;
+  steps.waits = false;
+  add(steps);
+}
+__global__ void addition_source_overwritten(float*) {
+  Steps steps;
+  steps.waits = false;
+  steps.overwrites = true;
+  add(steps);
+}
+__global__ void sums_read_by_a_block_that_adds(float*) {
+  Steps steps;
+  steps.reads_sums = true;
+  add(steps);
+}
+
+// Blocks add one after the other.
+__device__ inline void add_in_turn(bool waits_for_turn, bool waits_for_addition, bool passes) {
+  terms()[threadIdx.x] = threadIdx.x;
+  ptx::proxy_fence();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  const int turn = ptx::draw_ticket(&global.ticket);
+  if (waits_for_turn) ptx::wait_for_turn(&global.turns, turn);
+  ptx::bulk_add(global.sums, terms(), kThreads);
+  ptx::bulk_commit();
+  if (waits_for_addition) {
+    ptx::bulk_wait();
+  } else {
+    ptx::bulk_wait_read();
+  }
+  if (passes) ptx::pass_turn(&global.turns, turn);
+}
+__global__ void correct_turns(float*) { add_in_turn(true, true, true); }
+__global__ void turn_not_waited_for(float*) { add_in_turn(false, true, true); }
+__global__ void turn_passed_too_early(float*) { add_in_turn(true, false, true); }
+__global__ void turn_not_passed(float*) { add_in_turn(true, true, false); }
+
+__global__ void correct_named_barrier(float* out) {
+  const int t = threadIdx.x;
+  terms()[t] = t;
+  ptx::named_barrier_sync<1, kThreads>();
+  out[blockIdx.x * kThreads + t] = terms()[kThreads - 1 - t];
+}
+__global__ void named_barrier_of_too_many(float* out) {
+  ptx::named_barrier_sync<1, kThreads + 32>();
+  out[blockIdx.x * kThreads + threadIdx.x] = 0;
+}
+
+}  // namespace faulty_hopper
