@@ -23,7 +23,7 @@ def built():
 
 @pytest.fixture(autouse=True)
 def kernels(built):
-    loaded = library.Library(built)
+    loaded = library.Library(built, deterministic=True)
     loaded.c.set_compute_capability(9, 0)
     with library.as_cpu_kernels(loaded):
         yield loaded

@@ -71,10 +71,10 @@ def build(sources=ROOT / "csrc", folder=BUILD):
 
 
 class Library:
-    def __init__(self, path, seed=1):
+    def __init__(self, path, seed=1, deterministic=None):
         self.path = path
         self.num_splits = 0
-        self.deterministic = None  # as the option says; a bool decides over it
+        self.deterministic = deterministic  # None: as the option says; a bool decides over it
         self.recomputed_tiles = -1  # by the last backward, because they were not finite; -1: it was not sm80's
         self.c = ctypes.CDLL(str(path))
         for name in TEXTS:
