@@ -1,5 +1,6 @@
 import pytest
 import torch
+from cuda_host import library
 
 import flash_attn_ext
 from flash_attn_ext import modules
@@ -30,6 +31,19 @@ def threads():
 def one_thread(threads):
     """For tiny tensors: on a busy machine two threads mostly wait for each other."""
     threads(1)
+
+
+@pytest.fixture(scope="session")
+def built():
+    """Where the CUDA kernels' host build lies, after rebuilding what changed."""
+    return library.build()
+
+
+@pytest.fixture
+def kernels(built):
+    """flash_attn on CPU tensors runs the CUDA kernels; the library, whose order of threads and splits may be set."""
+    with library.as_cpu_kernels(library.Library(built)) as loaded:
+        yield loaded
 
 
 @pytest.fixture

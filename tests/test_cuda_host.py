@@ -16,20 +16,10 @@ from hypothesis import HealthCheck, given, settings
 
 from flash_attn_ext import dropout_mask, flash_attn, new_rng_state
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-
-
-@pytest.fixture(scope="session")
-def built():
-    return library.build()
-
-
-@pytest.fixture(autouse=True)
-def kernels(built):
-    """flash_attn on CPU tensors runs the CUDA kernels; the library, whose order of threads and splits may be set."""
-    with library.as_cpu_kernels(library.Library(built)) as loaded:
-        yield loaded
 
 
 @pytest.fixture
@@ -365,7 +355,9 @@ class TestReports:
         run.library = faulty
         return run
 
-    @pytest.mark.parametrize("name", ["correct", "correct_async_copy", "correct_atomic_adds", "correct_turns", "correct_named_barrier"])
+    @pytest.mark.parametrize(
+        "name", ["correct", "correct_async_copy", "correct_atomic_adds", "correct_turns", "correct_named_barrier"]
+    )
     def test_a_correct_kernel_passes(self, run, name):
         assert [run(name, seed) for seed in range(5)] == [""] * 5
 

@@ -18,11 +18,6 @@ VARIABLE = "FLASH_ATTN_EXT_CUDA_TIER"
 NOT_A_TIER = "got 'sm70'; allowed: simt, sm80, sm90"
 
 
-@pytest.fixture(scope="session")
-def built():
-    return library.build()
-
-
 @pytest.fixture
 def kernels(built):
     loaded = library.Library(built)

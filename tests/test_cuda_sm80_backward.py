@@ -14,19 +14,10 @@ from tolerances import assert_as_exact_as_torch
 
 from flash_attn_ext import flash_attn
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 orders = pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "in any order"])
-
-
-@pytest.fixture(scope="session")
-def built():
-    return library.build()
-
-
-@pytest.fixture(autouse=True)
-def kernels(built):
-    with library.as_cpu_kernels(library.Library(built)) as loaded:
-        yield loaded
 
 
 @pytest.fixture

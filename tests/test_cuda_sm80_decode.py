@@ -13,20 +13,11 @@ from hypothesis import strategies as st
 
 from flash_attn_ext import flash_attn
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 # Three warps share out tiles of 48 keys, 16 each; up to D 64 a warp has 7 of them on its ring, then 5, then 3.
 HEAD_DIMS = [64, 128, 256]
-
-
-@pytest.fixture(scope="session")
-def built():
-    return library.build()
-
-
-@pytest.fixture(autouse=True)
-def kernels(built):
-    with library.as_cpu_kernels(library.Library(built)) as loaded:
-        yield loaded
 
 
 def names_of_launched(kernels, monkeypatch):

@@ -6,24 +6,14 @@ Tiles are 128 queries by 32 keys; up to 192 K and V have two buffers each, beyon
 import pytest
 import test_contract
 import torch
-from cuda_host import library
 from helpers import check_forward_against_reference, make_qkv
 
 from flash_attn_ext import flash_attn
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 head_dims = pytest.mark.parametrize("head_dim", [192, 256])
-
-
-@pytest.fixture(scope="session")
-def built():
-    return library.build()
-
-
-@pytest.fixture(autouse=True)
-def kernels(built):
-    with library.as_cpu_kernels(library.Library(built)) as loaded:
-        yield loaded
 
 
 def make(*shape, dtype=torch.bfloat16, **options):

@@ -20,11 +20,6 @@ from flash_attn_ext import flash_attn
 TILES = {64: (192, 128), 128: (128, 128), 256: (128, 80)}
 
 
-@pytest.fixture(scope="session")
-def built():
-    return library.build()
-
-
 @pytest.fixture(autouse=True)
 def kernels(built):
     loaded = library.Library(built)

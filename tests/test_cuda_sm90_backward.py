@@ -16,11 +16,6 @@ TILES = {64: (128, 128), 128: (64, 128), 256: (64, 64)}
 head_dims = pytest.mark.parametrize("head_dim", TILES)
 
 
-@pytest.fixture(scope="session")
-def built():
-    return library.build()
-
-
 @pytest.fixture(autouse=True)
 def kernels(built):
     loaded = library.Library(built, deterministic=True)

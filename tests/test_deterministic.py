@@ -8,11 +8,6 @@ from helpers import make_qkv
 from flash_attn_ext import _ops, flash_attn
 
 
-@pytest.fixture(scope="session")
-def built():
-    return library.build()
-
-
 @pytest.fixture
 def flags(built, monkeypatch):
     """What each backward on CPU tensors was told; it runs through the CUDA kernels' host build."""

@@ -171,7 +171,7 @@ def test_devices_without_kernels():
             explain(q, q, q)
 
 
-def test_printed():
+def test_printed(one_thread):  # the workspace is by threads
     q, k, v = make_qkv(1, 2, 1000, 1000, 64, dtype=torch.bfloat16)
     text = str(explain(q, k, v))
     assert text.startswith("flash_attn of query (1, 2, 1000, 64), key (1, 2, 1000, 64), value (1, 2, 1000, 64), bfloat")
