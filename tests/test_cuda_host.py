@@ -335,8 +335,14 @@ FAULTS = {
     "turn_not_waited_for": "additions in no fixed order: .* 256 bytes",
     "turn_passed_too_early": "a turn is passed on before what was added is there",
     "turn_not_passed": "deadlock: waits for turn 1, it is turn 0",
+    "registers_not_released": r"deadlock .* more waits in setmaxnreg.inc at faulty_hopper.h:",
+    "registers_claimed_by_a_part": r"deadlock .* waits in setmaxnreg.dec at faulty_hopper.h:",
+    "registers_released_to_more": "setmaxnreg.dec at line .* to more registers than 168",
     "named_barrier_of_too_many": "deadlock .* thread 0 and 63 more waits in named_barrier_sync at faulty_hopper.h:",
 }
+
+
+CORRECT = [f"correct{what}" for what in ("", "_async_copy", "_atomic_adds", "_turns", "_named_barrier", "_registers")]
 
 
 class TestReports:
@@ -355,9 +361,7 @@ class TestReports:
         run.library = faulty
         return run
 
-    @pytest.mark.parametrize(
-        "name", ["correct", "correct_async_copy", "correct_atomic_adds", "correct_turns", "correct_named_barrier"]
-    )
+    @pytest.mark.parametrize("name", CORRECT)
     def test_a_correct_kernel_passes(self, run, name):
         assert [run(name, seed) for seed in range(5)] == [""] * 5
 

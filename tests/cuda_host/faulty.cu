@@ -119,6 +119,7 @@ __global__ void misaligned(float* out) { *reinterpret_cast<double*>(out + 1) = 0
 const struct {
   const char* name;
   void (*kernel)(float*);
+  int threads = kThreads;
 } kKernels[] = {
     {"correct", correct},
     {"missing_barrier_after_write", missing_barrier_after_write},
@@ -153,6 +154,12 @@ const struct {
     FA_HOPPER(turn_not_passed),
     FA_HOPPER(correct_named_barrier),
     FA_HOPPER(named_barrier_of_too_many),
+#define FA_WARPGROUPS(name) {#name, faulty_hopper::name, 3 * 128}
+    FA_WARPGROUPS(correct_registers),
+    FA_WARPGROUPS(registers_not_released),
+    FA_WARPGROUPS(registers_claimed_by_a_part),
+    FA_WARPGROUPS(registers_released_to_more),
+#undef FA_WARPGROUPS
 #undef FA_HOPPER
 };
 
@@ -171,7 +178,7 @@ extern "C" const char* run_faulty(const char* name, uint64_t seed) {
                              true, true);
   for (const auto& entry : kKernels)
     if (entry.name == std::string(name)) {
-      const LaunchShape shape{2, 1, 1, kThreads, sizeof(Shared)};
+      const LaunchShape shape{2, 1, 1, entry.threads, sizeof(Shared)};
       flash_attn_ext::cuda::launch(entry.kernel, shape, nullptr, &out[0]);
       report = cuda_host::take_error();
       return report.c_str();

@@ -106,4 +106,19 @@ __global__ void named_barrier_of_too_many(float* out) {
   out[blockIdx.x * kThreads + threadIdx.x] = 0;
 }
 
+// Three warpgroups of 168 registers a thread: one hands some back, two want more.
+__device__ inline void deal_registers(bool releases) {
+  if (threadIdx.x >= 128) {
+    ptx::claim_registers<240>();
+  } else if (releases) {
+    ptx::release_registers<24>();
+  }
+}
+__global__ void correct_registers(float*) { deal_registers(true); }
+__global__ void registers_not_released(float*) { deal_registers(false); }
+__global__ void registers_claimed_by_a_part(float*) {
+  if (threadIdx.x < 64) ptx::release_registers<24>();
+}
+__global__ void registers_released_to_more(float*) { ptx::release_registers<240>(); }
+
 }  // namespace faulty_hopper

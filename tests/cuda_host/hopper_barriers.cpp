@@ -150,6 +150,7 @@ void hopper_check_write(const void* address, size_t bytes) {
 void hopper_begin_block(int threads) {
   block = {};
   block.threads.resize(threads);
+  begin_registers(threads);
 }
 
 std::string hopper_end_block() {

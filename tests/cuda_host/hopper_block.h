@@ -1,6 +1,7 @@
 // What the files hopper_*.cpp know of the block that runs.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <map>
 
@@ -83,12 +84,20 @@ struct Read {
   std::vector<uint32_t> times;
 };
 
+// Of a thread, by warpgroup.
+struct Registers {
+  std::vector<int> held;
+  int free;  // in the pool
+  std::vector<Fiber*> waiting;
+};
+
 struct Block {
   std::map<const uint64_t*, Barrier> barriers;
   std::vector<Copy> copies;
   std::vector<BulkAdd> adds;
   std::vector<Thread> threads;
   std::vector<Read> reads;
+  Registers registers;
 };
 
 extern Block block;
@@ -113,5 +122,6 @@ void check_not_read(const char* writer, const Bytes& target);
 // The same of products that are not done.
 void check_no_product_reads(const char* writer, const Bytes& target);
 void land_adds(int thread, int group_end);
+void begin_registers(int threads);
 
 }  // namespace cuda_host

@@ -24,6 +24,8 @@ namespace cuda_host {
 
 void meet_named(Site site, int barrier, int threads);
 void proxy_fence();
+void release_registers(Site site, int count);
+void claim_registers(Site site, int count);
 void barrier_init(uint64_t* barrier, uint32_t arrivals);
 void barrier_init_fence();
 void barrier_arrive(uint64_t* barrier, uint32_t bytes);
@@ -115,11 +117,14 @@ void named_barrier_sync(CUDA_HOST_SITE) {
   cuda_host::meet_named({"named_barrier_sync", file, line}, kBarrier, kThreads);
 }
 
-// How many registers a thread has does not show here.
 template <int kRegisters>
-void release_registers() {}
+void release_registers(CUDA_HOST_SITE) {
+  cuda_host::release_registers({"setmaxnreg.dec", file, line}, kRegisters);
+}
 template <int kRegisters>
-void claim_registers() {}
+void claim_registers(CUDA_HOST_SITE) {
+  cuda_host::claim_registers({"setmaxnreg.inc", file, line}, kRegisters);
+}
 
 template <class In>
 uint32_t pack(float first, float second) {

@@ -1,0 +1,61 @@
+// setmaxnreg as the PTX manual defines it: a block starts with the same number of registers for each thread;
+// a warpgroup hands some back to the block's pool, or waits until the pool has what it wants.
+#include "hopper_block.h"
+
+namespace cuda_host {
+namespace {
+
+constexpr int kRegisterFile = 64 << 10, kMostRegisters = 255, kStep = 8;
+
+void check_count(const char* name, int count) {
+  if (count < 24 || count > 256 || count % kStep != 0)
+    fail(std::string(name) + " takes multiples of 8 from 24 to 256, not " + std::to_string(count) + ": " +
+         who());
+}
+
+int& registers_held() { return block.registers.held[current->thread / kWarpgroup]; }
+
+void wake_all() {
+  for (Fiber* fiber : block.registers.waiting) wake(fiber);
+  block.registers.waiting.clear();
+}
+
+}  // namespace
+
+void begin_registers(int threads) {
+  const int each = std::min(kRegisterFile / threads, kMostRegisters) / kStep * kStep;
+  block.registers.held.assign((threads + kWarpgroup - 1) / kWarpgroup, each);
+  block.registers.free = 0;
+}
+
+void release_registers(Site site, int count) {
+  check_count(site.what, count);
+  meet_warpgroup(site, [&](const std::vector<Fiber*>&) {
+    int& held = registers_held();
+    if (count > held) fail(text(site) + " to more registers than " + std::to_string(held) + ": " + who());
+    block.registers.free += held - count;
+    held = count;
+    wake_all();
+  });
+}
+
+void claim_registers(Site site, int count) {
+  check_count(site.what, count);
+  meet_warpgroup(site, [&](const std::vector<Fiber*>&) {
+    if (count < registers_held())
+      fail(text(site) + " to fewer registers than " + std::to_string(registers_held()) + ": " + who());
+  });
+  // The first thread of the warpgroup to find enough takes them for all.
+  for (int* held = &registers_held(); *held < count;) {
+    if (block.registers.free >= count - *held) {
+      block.registers.free -= count - *held;
+      *held = count;
+      wake_all();
+    } else {
+      block.registers.waiting.push_back(current);
+      wait_to_be_woken(site);
+    }
+  }
+}
+
+}  // namespace cuda_host
