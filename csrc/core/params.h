@@ -86,6 +86,22 @@ struct DecodeParams {
   double unified_max = 0.0;
 };
 
+// Packed sequences of different lengths: rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) of q, out and their
+// gradients are those of sequence b, whose stride_b is 0; so are those of k and v by cu_seqlens_k. B counts
+// sequences, S_q and S_k are the longest lengths, and lse stays (B, H, S_q): rows past a sequence's end are
+// not written. Masks, slopes and dropout count rows and columns from each sequence's start.
+//
+// Read by the CUDA tier simt; the other tiers refuse it by name, and no operator fills it yet.
+struct VarlenParams {
+  const int32_t* cu_seqlens_q =
+      nullptr;  // (B + 1), ascending from 0, on the kernel's device; null: no packing
+  const int32_t* cu_seqlens_k = nullptr;  // (B + 1)
+  int64_t max_seqlen_q = 0;               // S_q
+  bool lower_right = false;               // each sequence's diagonal ends in its last row and column
+
+  FA_HOST_DEVICE explicit operator bool() const { return cu_seqlens_q != nullptr; }
+};
+
 struct AttentionParams {
   DType dtype = DType::kFloat32;
   Sizes sizes;
@@ -101,6 +117,12 @@ struct AttentionParams {
   AlibiParams alibi;
   DropoutParams dropout;
   DecodeParams decode;  // read by the forward only
+  VarlenParams varlen;
+
+  // Where lse, and what kernels keep of each row, have row i of head h.
+  FA_HOST_DEVICE int64_t statistics_row(int64_t b, int64_t h, int64_t i) const {
+    return (b * sizes.heads + h) * (varlen ? varlen.max_seqlen_q : sizes.seqlen_q) + i;
+  }
 };
 
 // Gradient of attn_mask in the mask's own shape: contiguous, dtype of the mask, each size 1 or the full one.

@@ -2,6 +2,7 @@
 
 #include "launch.h"
 #include "scores.cuh"
+#include "sequence.cuh"
 
 namespace flash_attn_ext::cuda {
 constexpr int kWarp = 32, kThreads = 128;
@@ -24,13 +25,16 @@ __device__ T warp_total(T x) {
 // each other as little as they can: lane n reads the statistics of split n.
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads)
-    combine_kernel(const AttentionParams p, int64_t splits, const Partials<T> partials, int64_t slices) {
-  const Sizes& z = p.sizes;
+    combine_kernel(const AttentionParams call, int64_t splits, const Partials<T> partials, int64_t slices) {
+  const Sizes& z = call.sizes;
   const int lane = threadIdx.x % kWarp;
   const int64_t rows = z.batch * z.heads * z.seqlen_q;
   const int64_t task = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
   const int64_t row = task / slices, slice = task % slices, col = slice * kWarp + lane;
   if (row >= rows) return;
+  const int64_t b = row / z.seqlen_q / z.heads, h = row / z.seqlen_q % z.heads, i = row % z.seqlen_q;
+  const AttentionParams p = of_sequence<In>(call, b);
+  if (i >= p.sizes.seqlen_q) return;  // of a sequence that is shorter than the longest
 
   T max = -kInf<T>;
   for (int64_t n = lane; n < splits; n += kWarp) max = larger(max, partials.row_max[n * rows + row]);
@@ -51,10 +55,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const RowResult<T> result = finish_row(max, warp_total(sum));
 
-  const int64_t head = row / z.seqlen_q;
-  if (col < z.head_dim_v)
-    p.out.row<In>(head / z.heads, head % z.heads, row % z.seqlen_q)[col] =
-        round_to<In>(total * result.out_factor);
+  if (col < z.head_dim_v) p.out.row<In>(b, h, i)[col] = round_to<In>(total * result.out_factor);
   if (slice == 0 && lane == 0) static_cast<T*>(p.lse)[row] = result.lse;
 }
 

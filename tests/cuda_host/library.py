@@ -44,9 +44,13 @@ MaskParams = struct(
 AlibiParams = struct("AlibiParams", slopes=pointer, stride_b=i64, stride_h=i64)
 DropoutParams = struct("DropoutParams", rng_state=pointer, threshold=u64, keep_scale=f64)
 DecodeParams = struct("DecodeParams", num_splits=i64, has_unified_max=ctypes.c_bool, unified_max=f64)
+VarlenParams = struct(
+    "VarlenParams", cu_seqlens_q=pointer, cu_seqlens_k=pointer, max_seqlen_q=i64, lower_right=ctypes.c_bool
+)
 AttentionParams = struct(
     "AttentionParams", dtype=ctypes.c_int8, sizes=Sizes, q=Tensor4, k=Tensor4, v=Tensor4, out=Tensor4, lse=pointer,
     scale=f64, softcap=f64, band=Band, mask=MaskParams, alibi=AlibiParams, dropout=DropoutParams, decode=DecodeParams,
+    varlen=VarlenParams,
 )  # fmt: skip
 MaskGrad = struct("MaskGrad", data=pointer, batch=i64, heads=i64, rows=i64, cols=i64)
 BackwardParams = struct(

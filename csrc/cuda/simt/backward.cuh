@@ -44,7 +44,7 @@ __device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& t
     const T sum = row_total(statistics.sum[r]);
     const int64_t i = i0 + tile_row(r);
     if (i >= z.seqlen_q || thread_x() != 0) continue;
-    const int64_t row = (b * z.heads + h) * z.seqlen_q + i;
+    const int64_t row = p.statistics_row(b, h, i);
     if (lse_is_exact(static_cast<const T*>(p.lse)[row])) continue;
     terms.reference[row] = statistics.max[r];
     terms.correction[row] = std::log2(sum);
@@ -53,16 +53,18 @@ __device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& t
 
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
-    row_terms_kernel(const BackwardParams p, const RowTerms<T> terms) {
+    row_terms_kernel(const BackwardParams call, const RowTerms<T> terms) {
   auto& shared = shared_memory<BackwardMemory<T>>();
+  const int64_t blocks = ceil_div(call.sizes.seqlen_q, kBlockQ), head = blockIdx.x / blocks;
+  const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads, i0 = blockIdx.x % blocks * kBlockQ;
+  const BackwardParams p = of_sequence<In>(call, b);
   const Sizes& z = p.sizes;
-  const int64_t blocks = ceil_div(z.seqlen_q, kBlockQ), head = blockIdx.x / blocks;
-  const int64_t b = head / z.heads, h = head % z.heads, i0 = blockIdx.x % blocks * kBlockQ;
+  if (i0 >= z.seqlen_q) return;  // of a sequence that is shorter than the longest
 
   bool inexact = false;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const int64_t i = i0 + tile_row(r), row = head * z.seqlen_q + i;
+    const int64_t i = i0 + tile_row(r), row = p.statistics_row(b, h, i);
     T dot = 0;
     if (i < z.seqlen_q) {
       const In *dout = p.dout.row<In>(b, h, i), *out = p.out.row<In>(b, h, i);
@@ -97,18 +99,20 @@ __device__ T block_total(T x, BackwardMemory<T>& shared) {
 
 template <class In, int kSlice, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
-    dq_kernel(const BackwardParams p, const RowTerms<T> terms, const RecomputeFlags flags) {
+    dq_kernel(const BackwardParams call, const RowTerms<T> terms, const RecomputeFlags flags) {
   auto& shared = shared_memory<BackwardMemory<T>>();
-  const Sizes& z = p.sizes;
-  const int64_t blocks = ceil_div(z.seqlen_q, kBlockQ), head = blockIdx.x / blocks;
+  const int64_t blocks = ceil_div(call.sizes.seqlen_q, kBlockQ), head = blockIdx.x / blocks;
   const int64_t block = blocks - 1 - blockIdx.x % blocks;  // causal: the longest rows first
   if (flags.queries && !flags.queries[head * blocks + block]) return;
-  const int64_t b = head / z.heads, h = head % z.heads, i0 = block * kBlockQ;
+  const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads, i0 = block * kBlockQ;
   const int64_t first_col = int64_t{blockIdx.y} * kSlice;
+  const BackwardParams p = of_sequence<In>(call, b);
+  const Sizes& z = p.sizes;
   const PhiloxKey key = dropout_key(p.dropout);
 
   T dq[kRows][kSlice / kSide] = {}, dslope = 0;
-  const Range seen = visible_keys(p.band, i0, smaller<int64_t>(i0 + kBlockQ, z.seqlen_q), z.seqlen_k);
+  Range seen = visible_keys(p.band, i0, smaller<int64_t>(i0 + kBlockQ, z.seqlen_q), z.seqlen_k);
+  if (i0 >= z.seqlen_q) seen.end = seen.begin;  // past the end of a sequence: nothing to add up
   for (int64_t j0 = seen.begin / kBlockK * kBlockK; j0 < seen.end; j0 += kBlockK) {
     const TilePlace at{b, h, i0, j0};
     recompute_tile<true, In>(p, terms, key, shared, at, [&](int row, int col, const Element<T>& element) {
@@ -141,13 +145,16 @@ enum class KeyGradient { kDk, kDv };
 
 template <class In, KeyGradient kWhich, int kSlice, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
-    dkv_kernel(const BackwardParams p, const RowTerms<T> terms, const RecomputeFlags flags) {
+    dkv_kernel(const BackwardParams call, const RowTerms<T> terms, const RecomputeFlags flags) {
   if (flags.keys && !flags.keys[blockIdx.x]) return;
   constexpr bool kIsDk = kWhich == KeyGradient::kDk;
   auto& shared = shared_memory<BackwardMemory<T>>();
+  const int64_t blocks = ceil_div(call.sizes.seqlen_k, kBlockK), head = blockIdx.x / blocks;
+  const int64_t b = head / call.sizes.heads_kv, h_kv = head % call.sizes.heads_kv;
+  const int64_t j0 = blockIdx.x % blocks * kBlockK;
+  const BackwardParams p = of_sequence<In>(call, b);
   const Sizes& z = p.sizes;
-  const int64_t blocks = ceil_div(z.seqlen_k, kBlockK), head = blockIdx.x / blocks;
-  const int64_t b = head / z.heads_kv, h_kv = head % z.heads_kv, j0 = blockIdx.x % blocks * kBlockK;
+  if (j0 >= z.seqlen_k) return;  // of a sequence that is shorter than the longest
   const int64_t first_col = int64_t{blockIdx.y} * kSlice, columns = kIsDk ? z.head_dim : z.head_dim_v;
   const int64_t group = z.heads / z.heads_kv;
   const PhiloxKey key = dropout_key(p.dropout);

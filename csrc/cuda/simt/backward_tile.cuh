@@ -48,7 +48,7 @@ __device__ Element<T> backward_element(const BackwardParams& p, const RowTerms<T
   const Score<T> score = finish_score(p, product, at.b, at.h, i, j, inside);
   if (score.value == -kInf<T>) return {T(0), T(0), T(0), score.attends};  // whatever dP and lse hold
 
-  const int64_t n = (at.b * z.heads + at.h) * z.seqlen_q + i;
+  const int64_t n = p.statistics_row(at.b, at.h, i);
   const T prob = std::exp2((score.value - terms.reference[n]) - terms.correction[n]);
   const T factor = p.dropout ? dropout_factor<T>(p, key, at.b, at.h, i, j) : T(1);
   const T dscore = prob * (dprob * factor - terms.delta[n]);

@@ -10,6 +10,7 @@
 #include "../combine.h"
 #include "../launch.h"
 #include "../scores.cuh"
+#include "../sequence.cuh"
 #include "simt.h"
 #include "tile.cuh"
 
@@ -99,17 +100,19 @@ __device__ void drop_weights(const AttentionParams& p, PhiloxKey key, const Tile
 
 template <class In, int R, int kSlice, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
-    forward_kernel(const AttentionParams p, const ForwardPlan plan, const Partials<T> partials) {
+    forward_kernel(const AttentionParams call, const ForwardPlan plan, const Partials<T> partials) {
   constexpr int kTileRows = kSide * R, kSliceCols = kSlice / kSide;
   constexpr bool kPacked = R == kDecodeRows;
   auto& shared = shared_memory<SharedMemory<T, kTileRows>>();
-  const Sizes& z = p.sizes;
 
   // What this block owns. Causal: the longest rows of a head first.
-  const int64_t heads = z.heads / plan.heads_per_tile, head = blockIdx.x / plan.row_blocks;
+  const int64_t heads = call.sizes.heads / plan.heads_per_tile, head = blockIdx.x / plan.row_blocks;
   const int64_t block = plan.row_blocks - 1 - blockIdx.x % plan.row_blocks;
+  const AttentionParams p = of_sequence<In>(call, head / heads);
+  const Sizes& z = p.sizes;
   QueryTile<kPacked> tile{head / heads, head % heads * plan.heads_per_tile, block * kTileRows, 0, z.seqlen_q};
   const int64_t rows_left = plan.heads_per_tile * z.seqlen_q - tile.first_row;
+  if (rows_left <= 0) return;  // of a sequence that is shorter than the longest
   tile.count = rows_left < kTileRows ? rows_left : kTileRows;
   const int64_t h_kv = z.kv_head(tile.first_head), first_col = int64_t{blockIdx.y} * kSlice;
   const auto q_row = [&](int n) {
@@ -152,8 +155,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const T max = statistics.max[r], sum = row_total(statistics.sum[r]);
     if (tile_row(r) >= tile.count) continue;
     const int64_t h = tile.head(tile_row(r)), i = tile.query(tile_row(r));
-    const int64_t row = (tile.b * z.heads + h) * z.seqlen_q + i;
-    const int64_t partial_row = blockIdx.z * z.batch * z.heads * z.seqlen_q + row;
+    const int64_t row = p.statistics_row(tile.b, h, i);
+    const int64_t partial_row = blockIdx.z * call.sizes.batch * call.sizes.heads * call.sizes.seqlen_q + row;
     const bool writes_statistics = thread_x() == 0 && blockIdx.y == 0;
     const RowResult<T> result = finish_row(max, sum);
     if (plan.splits == 1 && writes_statistics) static_cast<T*>(p.lse)[row] = result.lse;

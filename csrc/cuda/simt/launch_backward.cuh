@@ -14,6 +14,20 @@ cudaError_t launch_row_terms(const BackwardParams& p, void* workspace, cudaStrea
   return launch(row_terms_kernel<In>, shape, stream, p, RowTerms<T>(workspace, z));
 }
 
+// Columns of dk and dv that a block owns: of fp64, more would not fit into registers.
+template <class T>
+constexpr int64_t key_gradient_slice(int64_t columns) {
+  return sizeof(T) == sizeof(double) ? kNarrowSlice : slice_of(columns);
+}
+
+template <class In, KeyGradient kWhich, class T = Accumulator<In>>
+auto dkv_kernel_for(int64_t columns) {
+  if constexpr (key_gradient_slice<T>(kMaxSlice) == kMaxSlice) {
+    if (key_gradient_slice<T>(columns) == kMaxSlice) return dkv_kernel<In, kWhich, kMaxSlice>;
+  }
+  return dkv_kernel<In, kWhich, kNarrowSlice>;
+}
+
 // All gradients that are wanted; of dq, dk and dv the flagged tiles.
 template <class In, class T = Accumulator<In>>
 cudaError_t launch_gradients(const BackwardParams& p, void* workspace, const RecomputeFlags& flags,
@@ -33,23 +47,20 @@ cudaError_t launch_gradients(const BackwardParams& p, void* workspace, const Rec
   const auto run = [&](auto kernel, bool wanted, int64_t tasks, int64_t slices, const auto&... more) {
     return run_split(kernel, wanted, tasks, slices, 1, more...);
   };
-  const bool narrow = slice_of(z.head_dim) == kNarrowSlice, narrow_v = slice_of(z.head_dim_v) == kNarrowSlice;
+  const bool narrow = slice_of(z.head_dim) == kNarrowSlice;
   const int64_t slices = ceil_div(z.head_dim, slice_of(z.head_dim));
-  const int64_t slices_v = ceil_div(z.head_dim_v, slice_of(z.head_dim_v));
   return in_order(
       [&] {
         return run(narrow ? dq_kernel<In, kNarrowSlice> : dq_kernel<In, kMaxSlice>, p.dq || p.dalibi_slopes,
                    query_tasks, p.dq ? slices : 1, flags);
       },
       [&] {
-        return run(narrow ? dkv_kernel<In, KeyGradient::kDk, kNarrowSlice>
-                          : dkv_kernel<In, KeyGradient::kDk, kMaxSlice>,
-                   bool(p.dk), key_tasks, slices, flags);
+        return run(dkv_kernel_for<In, KeyGradient::kDk>(z.head_dim), bool(p.dk), key_tasks,
+                   ceil_div(z.head_dim, key_gradient_slice<T>(z.head_dim)), flags);
       },
       [&] {
-        return run(narrow_v ? dkv_kernel<In, KeyGradient::kDv, kNarrowSlice>
-                            : dkv_kernel<In, KeyGradient::kDv, kMaxSlice>,
-                   bool(p.dv), key_tasks, slices_v, flags);
+        return run(dkv_kernel_for<In, KeyGradient::kDv>(z.head_dim_v), bool(p.dv), key_tasks,
+                   ceil_div(z.head_dim_v, key_gradient_slice<T>(z.head_dim_v)), flags);
       },
       [&] { return run_split(dmask_kernel<In>, bool(p.dmask), mask.tasks, 1, mask.parts); },
       [&] {

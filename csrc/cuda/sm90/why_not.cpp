@@ -26,6 +26,7 @@ bool is_aligned(const Tensor4& t) {
 const char* why_not_either(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm90: only float16 and bfloat16";
+  if (p.varlen) return "sm90: no packed sequences";
   if (z.head_dim != z.head_dim_v || (z.head_dim != 64 && z.head_dim != 128 && z.head_dim != 256))
     return "sm90: only head dimensions 64, 128 and 256, the same for query, key and value";
   if (p.mask || p.alibi || p.dropout || p.softcap > 0) return "sm90: no mask, ALiBi, dropout or softcap";

@@ -1,0 +1,126 @@
+"""Packed sequences (VarlenParams of csrc/core/params.h) in the CUDA kernels' host build, against the dense oracle of
+each sequence."""
+
+import ctypes
+from itertools import accumulate
+
+import pytest
+import reference
+import torch
+from cuda_host import library
+
+from flash_attn_ext import dropout_mask, new_rng_state
+
+LENGTHS = [(70, 130), (1, 64), (0, 5), (129, 3), (65, 0), (64, 65)]  # queries and keys of each sequence
+FEW = [(3, 700), (1, 64), (2, 0), (0, 9), (16, 130)]  # the keys are split
+HEADS, HEADS_KV, HEAD_DIM = 4, 2, 24
+
+
+def packed(lengths, heads, dtype):
+    return torch.randn(sum(lengths), heads, HEAD_DIM, dtype=torch.float64).to(dtype)
+
+
+def by_batch(t, batch):
+    """(total, H, D) as the kernels take it: (B, H, total, D) with a batch stride of 0."""
+    return t.transpose(0, 1).expand(batch, -1, -1, -1)
+
+
+def run(kernels, q, k, v, dout, lengths, *, lower_right=False, attn_mask=None, slopes=None, rng_state=None, **options):
+    """out, lse, dq, dk, dv, dslopes by the kernels, of packed tensors."""
+    options = library.DEFAULTS | {"lower_right": lower_right} | options
+    cu_seqlens = [torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in zip(*lengths, strict=True)]
+    batch, longest = len(lengths), [max(side) for side in zip(*lengths, strict=True)]
+    made = {"out": torch.zeros_like(q), "dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
+    rows = {name: by_batch(t, batch) for name, t in {"q": q, "k": k, "v": v, "dout": dout, **made}.items()}
+    statistics = torch.zeros(batch, HEADS, longest[0], dtype=library.accumulate_type(q))
+    made |= {"lse": statistics, "dslopes": torch.zeros(batch, HEADS, dtype=library.accumulate_type(q))}
+    tensors = rows | {"lse": statistics, "attn_mask": attn_mask, "slopes": slopes, "rng_state": rng_state}
+
+    def pack(kind):
+        params = kernels.pack(kind(), tensors, options)
+        params.sizes = library.Sizes(batch, HEADS, HEADS_KV, *longest, HEAD_DIM, HEAD_DIM)
+        params.varlen = library.VarlenParams(*(t.data_ptr() for t in cu_seqlens), longest[0], lower_right)
+        params.band.diagonal = 0
+        return params
+
+    known = {"q": q, "k": k, "v": v, "dout": dout, "cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1]}
+    known |= {"attn_mask": attn_mask, "slopes": slopes, "rng_state": rng_state, **made}
+    params = pack(library.AttentionParams)
+    workspace = library.empty_workspace(kernels.c.forward_workspace(ctypes.byref(params)))
+    kernels.show(known | {"workspace": workspace}, ("out", "lse", "workspace"))
+    kernels.check(kernels.c.forward(ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())))
+
+    params = pack(library.BackwardParams)
+    for name in ("dout", "dq", "dk", "dv"):
+        setattr(params, name, library.tensor4(rows[name]))
+    params.dalibi_slopes = made["dslopes"].data_ptr() if slopes is not None else None
+    workspace = library.empty_workspace(kernels.c.backward_workspace(ctypes.byref(params)))
+    kernels.show(known | {"workspace": workspace}, ("dq", "dk", "dv", "dslopes", "workspace"))
+    kernels.check(kernels.c.backward(ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())))
+    return [made[name] for name in ("out", "lse", "dq", "dk", "dv", "dslopes")]
+
+
+def check(kernels, lengths, dtype=torch.float64, **options):
+    q, k, v = (packed(side, heads, dtype) for side, heads in zip(
+        (*zip(*lengths, strict=True), [n for _, n in lengths]), (HEADS, HEADS_KV, HEADS_KV), strict=True))  # fmt: skip
+    dout = torch.randn_like(q)
+    slopes, mask, rng_state = (options.get(name) for name in ("slopes", "attn_mask", "rng_state"))
+    out, lse, dq, dk, dv, dslopes = run(kernels, q, k, v, dout, lengths, **options)
+    at_q = at_k = 0
+    for b, (seqlen_q, seqlen_k) in enumerate(lengths):
+        own_q, own_k = slice(at_q, at_q + seqlen_q), slice(at_k, at_k + seqlen_k)
+        at_q, at_k = own_q.stop, own_k.stop
+        inputs = [t.transpose(0, 1)[None].double().requires_grad_() for t in (q[own_q], k[own_k], v[own_k])]
+        own_slopes = None if slopes is None else slopes[b : b + 1].clone().requires_grad_()
+        kept = None
+        if rng_state is not None:  # its words are counted by batch: those of sequence b
+            kept = dropout_mask(rng_state, len(lengths), HEADS, seqlen_q, seqlen_k, options["dropout_p"])[b : b + 1]
+        causal = ("lower_right" if options.get("lower_right") else "upper_left") if options.get("causal") else None
+        expected, expected_lse = reference.attention(
+            *inputs, mask[..., :seqlen_q, :seqlen_k] if mask is not None else None, causal=causal, kept=kept,
+            alibi_slopes=own_slopes, dropout_p=options.get("dropout_p", 0.0), softcap=options.get("softcap", 0.0),
+        )  # fmt: skip
+        wanted = inputs if slopes is None else [*inputs, own_slopes]
+        grads = torch.autograd.grad(expected, wanted, dout[own_q].transpose(0, 1)[None].double())
+        tolerance = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=0.03, atol=0.05)
+        close = lambda ours, exact: torch.testing.assert_close(ours.double(), exact.double(), **tolerance)  # noqa: E731, B023
+        close(out[own_q].transpose(0, 1)[None], expected)
+        close(lse[b : b + 1, :, :seqlen_q], expected_lse)
+        for ours, own, exact in zip((dq, dk, dv), (own_q, own_k, own_k), grads, strict=False):
+            close(ours[own].transpose(0, 1)[None], exact)
+        if slopes is not None:
+            close(dslopes[b : b + 1], grads[3])
+
+
+@pytest.mark.parametrize("lower_right", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [LENGTHS, FEW], ids=["tiles", "splits"])
+def test_each_sequence_is_its_own(kernels, lengths, causal, lower_right):
+    check(kernels, lengths, causal=causal, lower_right=lower_right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes(kernels, dtype):
+    check(kernels, LENGTHS, dtype, causal=True, lower_right=True)
+
+
+def test_options_count_from_the_start_of_a_sequence(kernels):
+    longest_q, longest_k = (max(side) for side in zip(*LENGTHS, strict=True))
+    mask = torch.randn(1, HEADS, longest_q, longest_k, dtype=torch.float64)
+    slopes = torch.rand(len(LENGTHS), HEADS, dtype=torch.float64)
+    check(kernels, LENGTHS, attn_mask=mask, slopes=slopes, softcap=2.0, causal=True)
+    check(kernels, LENGTHS, rng_state=new_rng_state(torch.device("cpu")), dropout_p=0.3)
+
+
+def test_other_tiers_refuse_by_name(kernels):
+    cu_seqlens = torch.tensor([0, 128, 256], dtype=torch.int32)
+    rows = library.Tensor4(4096, 0, 64, 128)
+    tensors = dict.fromkeys(("q", "k", "v", "out"), rows)
+    varlen = library.VarlenParams(cu_seqlens.data_ptr(), cu_seqlens.data_ptr(), 128, False)
+    for kind in (library.AttentionParams, library.BackwardParams):
+        params = kind(dtype=library.DTYPES[torch.bfloat16], sizes=library.Sizes(2, 2, 2, 128, 128, 64, 64), scale=0.125,
+                      varlen=varlen, **tensors)  # fmt: skip
+        with kernels.on_gpu(9, 0):
+            assert kernels.choice(params) == ("simt", ["sm90: no packed sequences", "sm80: no packed sequences"])
+    params.dmask = library.MaskGrad(4096, 1, 1, 128, 128)
+    assert kernels.choice(params)[0] == "packed sequences give no gradient to their mask"
