@@ -1,25 +1,12 @@
 #include "combine.h"
 
+#include "lanes.cuh"
 #include "launch.h"
 #include "scores.cuh"
 #include "sequence.cuh"
 
 namespace flash_attn_ext::cuda {
 constexpr int kWarp = 32, kThreads = 128;
-
-// The largest, or the sum, over the lanes of a warp.
-template <class T>
-__device__ T warp_maximum(T x) {
-#pragma unroll
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, lanes));
-  return x;
-}
-template <class T>
-__device__ T warp_total(T x) {
-#pragma unroll
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-  return x;
-}
 
 // A warp owns 32 columns of a row, a lane one of them. Decoding waits for this kernel, so its reads depend on
 // each other as little as they can: lane n reads the statistics of split n.
@@ -38,7 +25,7 @@ __global__ void __launch_bounds__(kThreads)
 
   T max = -kInf<T>;
   for (int64_t n = lane; n < splits; n += kWarp) max = larger(max, partials.row_max[n * rows + row]);
-  max = warp_maximum(max);
+  max = maximum_of_lanes<kWarp>(max);
   const T reference = max == -kInf<T> ? T(0) : max;  // nothing visible: all factors are 0
 
   T sum = 0, total = 0;
@@ -53,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
       if (col < z.head_dim_v) total += partials.out[((n0 + i) * rows + row) * z.head_dim_v + col] * factor_i;
     }
   }
-  const RowResult<T> result = finish_row(max, warp_total(sum));
+  const RowResult<T> result = finish_row(max, total_of_lanes<kWarp>(sum));
 
   if (col < z.head_dim_v) p.out.row<In>(b, h, i)[col] = round_to<In>(total * result.out_factor);
   if (slice == 0 && lane == 0) static_cast<T*>(p.lse)[row] = result.lse;

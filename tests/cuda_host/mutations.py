@@ -51,6 +51,15 @@ class Mutation:
         return text[: self.start] + left + text[self.start + len(self.statement.rstrip(";")) :]
 
 
+def check_list(listed, found):
+    """That a list, in Markdown, has just these mutations, and that none of them went unnoticed."""
+    assert found
+    for mutation in found:
+        assert f"| {mutation.path} | `{mutation.statement}` | {mutation.comment} |" in listed
+    assert listed.count("\n| ") == len(found) + 1
+    assert "| None |" not in listed
+
+
 def mutations():
     """Every barrier and wait in the kernels' sources, with the comment that says what it makes safe."""
     found = []

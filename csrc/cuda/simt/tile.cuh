@@ -12,6 +12,7 @@
 
 #include "../../core/params.h"
 #include "../convert.h"
+#include "../lanes.cuh"
 #include "../scores.cuh"
 #include "../shared_memory.h"
 #include "plan.h"
@@ -149,19 +150,13 @@ __device__ void store_elements(const T (&elements)[R][kCols], ScoreTile<T, R * k
 }
 
 // The largest, or the sum, over the 16 threads of a row.
-
 template <class T>
 __device__ T row_maximum(T x) {
-#pragma unroll
-  for (int lanes = kSide / 2; lanes > 0; lanes /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, lanes));
-  return x;
+  return maximum_of_lanes<kSide>(x);
 }
-
 template <class T>
 __device__ T row_total(T x) {
-#pragma unroll
-  for (int lanes = kSide / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
-  return x;
+  return total_of_lanes<kSide>(x);
 }
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -1,6 +1,7 @@
 // Before and after the backward's main kernel: what it needs of each query row, and dQ from its sums.
 #pragma once
 
+#include "../lanes.cuh"
 #include "backward_plan.h"
 #include "pipeline.cuh"
 #include "recompute.cuh"
@@ -22,9 +23,7 @@ __device__ float row_product(const In* dout, const In* out) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) sum += widen(elements[0][n]) * widen(elements[1][n]);
   }
-#pragma unroll
-  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-  return sum;
+  return total_of_lanes<kLanes>(sum);
 }
 
 // A block owns 64 query rows of a head, also those that only fill up the last tile.

@@ -1,6 +1,7 @@
 // From accumulators to out and lse.
 #pragma once
 
+#include "../lanes.cuh"
 #include "rows.cuh"
 #include "softmax.cuh"
 
@@ -21,8 +22,7 @@ __device__ void attend_alone(const AttentionParams& p, int64_t b, int64_t h, int
     float product = 0;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) product += widen(q[lane + 32 * n]) * widen(k[lane + 32 * n]);
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) product += __shfl_xor_sync(0xffffffffu, product, lanes);
+    product = total_of_lanes<32>(product);
     const float new_max = fmaxf(max, product), reference = new_max == -kInf<float> ? 0.0f : new_max * scale2;
     const float factor = ptx::exp2_fast(max * scale2 - reference);
     const float weight = ptx::exp2_fast(product * scale2 - reference);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../core/mask.h"
+#include "../lanes.cuh"
 #include "../scores.cuh"
 #include "backward_plan.h"
 #include "ptx.h"
@@ -25,9 +26,7 @@ struct LaneRow {
     float sum = 0;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) sum += x[n] * other.x[n];
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    return sum;
+    return total_of_lanes<32>(sum);
   }
   __device__ void add(float factor, const LaneRow& other) {
 #pragma unroll
