@@ -3,6 +3,9 @@
 FLASH_ATTN_EXT_CUDA=1   build the CUDA half; an error where that is impossible
 FLASH_ATTN_EXT_CUDA=0   leave it out, on purpose
 unset                   as torch is: with a CUDA build of torch it is required, with a CPU build left out
+
+FLASH_ATTN_EXT_LOCAL_VERSION=1   put torch's version into ours, as 0.1.0+torch2.13: then wheels for different versions
+of torch have different names
 """
 
 import os
@@ -16,14 +19,17 @@ try:
     import torch
     from torch.utils import cpp_extension
 except ImportError as error:
-    sys.exit(
-        f"flash_attn_ext needs torch where it is built ({error}). "
-        "Install torch first, then: pip install --no-build-isolation ."
-    )
+    if not {"sdist", "egg_info"} & set(sys.argv):  # an sdist holds sources only
+        sys.exit(
+            f"flash_attn_ext needs torch where it is built ({error}). "
+            "Install torch first, then: pip install --no-build-isolation ."
+        )
+    torch = None
 
 # cpp_extension compiles in parallel if it finds ninja, which pip puts beside the interpreter, on PATH or not.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
+OLDEST_TORCH = "2.11"
 CSRC = "csrc"
 OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "plan", "schema"]
 CPU = ["isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_generic", "select"]
@@ -71,7 +77,7 @@ def cuda_wanted() -> bool:
 
 
 def extension(with_cuda: bool):
-    sources = [f"{CSRC}/bindings.cpp"]
+    sources = [f"{CSRC}/bindings.cpp", f"{CSRC}/built_for.cpp"]
     sources += [f"{CSRC}/ops/{name}.cpp" for name in OPS]
     sources += [f"{CSRC}/cpu/{name}.cpp" for name in CPU]
     sources += [f"{CSRC}/cuda/tiers.cpp"]  # of every build: a tier that cannot run is an error and never ignored
@@ -108,7 +114,24 @@ def add_wheel_headers() -> None:
     os.environ["CPATH"] = os.pathsep.join(filter(None, [os.environ.get("CPATH", ""), *found]))
 
 
+def torch_minor() -> str:
+    """As "2.13": extensions in C++ work with the minor version that they were compiled against, and with no other."""
+    major, minor = torch.__version__.split(".")[:2]
+    if (int(major), int(minor)) < tuple(map(int, OLDEST_TORCH.split("."))):
+        sys.exit(f"flash_attn_ext needs torch {OLDEST_TORCH} or later; installed is {torch.__version__}")
+    return f"{major}.{minor}"
+
+
+def version() -> str:
+    here = Path(__file__).parent
+    number = re.search(r'__version__ = "(.+)"', (here / "flash_attn_ext/_version.py").read_text())[1]
+    labelled = torch and os.environ.get("FLASH_ATTN_EXT_LOCAL_VERSION") == "1"
+    return f"{number}+torch{torch_minor()}" if labelled else number
+
+
 setup(
-    ext_modules=[extension(cuda_wanted())],
-    cmdclass={"build_ext": cpp_extension.BuildExtension},
+    version=version(),
+    install_requires=[f"torch=={torch_minor()}.*" if torch else f"torch>={OLDEST_TORCH}"],
+    ext_modules=[extension(cuda_wanted())] if torch else [],
+    cmdclass={"build_ext": cpp_extension.BuildExtension} if torch else {},
 )

@@ -1,6 +1,7 @@
 """flash_attn_ext: exact attention for PyTorch, tile by tile, that never stores the N x N matrix."""
 
 from . import _vmap  # noqa: F401  registers the vmap rules
+from ._version import __version__
 from .explain import Explanation, explain
 from .functional import dropout_mask, flash_attn, new_rng_state
 from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
@@ -11,6 +12,7 @@ __all__ = [
     "Explanation",
     "MultiheadAttention",
     "ReplacedAttention",
+    "__version__",
     "active_kernel",
     "available_kernels",
     "build_info",

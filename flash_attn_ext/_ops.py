@@ -1,13 +1,43 @@
 """Loads the compiled extension and names its operators: the only module that touches torch.ops.flash_attn_ext."""
 
+import importlib.machinery
+import importlib.util
+import mmap
+from pathlib import Path
+
 import torch
 
+REBUILD = "build it again where its sources are: pip install --force-reinstall --no-deps ."
+
+
+def torch_built_for() -> str | None:
+    """The torch version that the extension's file names (csrc/built_for.cpp), read without loading it."""
+    found = importlib.util.find_spec("._C", __package__)
+    if found is None or not isinstance(found.loader, importlib.machinery.ExtensionFileLoader):
+        return None
+    with Path(found.origin).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+        text = b"flash_attn_ext was built for torch "
+        at = library.find(text)
+        return None if at < 0 else library[at + len(text) : library.find(b"\0", at)].decode()
+
+
+def minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+# Loaded with another minor version of torch, the extension misses symbols, or finds them with another meaning.
+built_for = torch_built_for()
+if built_for is not None and minor(built_for) != minor(torch.__version__):
+    raise ImportError(
+        f"flash_attn_ext was built for torch {built_for}, but torch {torch.__version__} is installed; {REBUILD}"
+    )
 try:
     from . import _C
 except ImportError as error:
+    built = f"It was built for torch {built_for}; " if built_for else ""
     raise ImportError(
-        f"flash_attn_ext's compiled half cannot be loaded ({error}). It must be built against the torch that is "
-        f"installed, {torch.__version__}: pip install --no-build-isolation . (in its source folder)"
+        f"flash_attn_ext's compiled half cannot be loaded ({error}). {built}torch {torch.__version__} is installed. If "
+        f"they differ, {REBUILD}"
     ) from error
 
 attention = torch.ops.flash_attn_ext.attention.default

@@ -1,14 +1,20 @@
-"""setup.py: what is asked for and impossible is a loud error; and the README's Python runs as printed."""
+"""setup.py and the build backend: what is asked for and impossible is a loud error; what an sdist holds; the import."""
 
+import importlib.machinery
 import os
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
+import _distutils_hack
 import pytest
+import setuptools
+import torch
 
 import flash_attn_ext
+from flash_attn_ext import _ops
 
 ROOT = Path(__file__).parent.parent
 
@@ -95,14 +101,114 @@ def test_the_readmes_python():
     assert "ReplacedAttention" in run.stdout
 
 
-def test_a_broken_extension_says_what_to_do(tmp_path):
-    """The extension of another torch: ImportError names the command."""
+def test_torch_too_old_is_an_error():
+    code, message = run_setup(f"{CPU_TORCH}\ntorch.__version__ = '2.10.1+cpu'")
+    assert (code, message) == (1, "flash_attn_ext needs torch 2.11 or later; installed is 2.10.1+cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "version"), [({}, "0.1.0"), ({"FLASH_ATTN_EXT_LOCAL_VERSION": "1"}, "0.1.0+torch2.37")]
+)
+def test_a_wheel_requires_the_torch_that_it_was_built_for(asked, version):
+    show = (
+        f"{CPU_TORCH}\nimport setuptools\ntorch.__version__ = '2.37.1+cpu'\n"
+        "setuptools.setup = lambda version, install_requires, **_: print(version, install_requires)\n"
+    )
+    assert run_setup(show, **asked) == (0, f"{version} ['torch==2.37.*']")
+
+
+def test_the_version_is_one():
+    assert run_setup(CPU_TORCH) == (0, flash_attn_ext.__version__)
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^version: (.+)$", citation, re.MULTILINE)[1] == flash_attn_ext.__version__
+
+
+def test_an_sdist_needs_no_torch_and_holds_every_source(tmp_path):
+    program = (
+        "import runpy, sys\nsys.modules['torch'] = None\n"
+        f"folder = {str(tmp_path)!r}\n"
+        "sys.argv = ['setup.py', '-q', 'egg_info', '--egg-base', folder, 'sdist', '-d', folder]\n"
+        "runpy.run_path('setup.py')"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("csrc", "flash_attn_ext", "tests", "tools", "examples", "benchmarks/gpu")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    wanted = {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".pyc", ".so")}
+    assert len([name for name in wanted if name.endswith(".cu")]) > 10
+    assert wanted <= held
+    assert {"LICENSE", "Makefile", "pyproject.toml", "setup.py"} <= held
+    assert not [name for name in held if name.endswith((".so", ".pyc"))]
+
+
+def run_backend(tmp_path, *site_folders):
+    """The build backend where torch is in these folders or nowhere: its exit status, and torch's file or the error."""
+    environment = tmp_path / "build_environment"
+    environment.mkdir()
+    for module in (setuptools, _distutils_hack):
+        folder = Path(module.__file__).parent
+        (environment / folder.name).symlink_to(folder)
+    program = (
+        f"import site, sys\nsys.path[:0] = [{str(environment)!r}, {str(ROOT / 'tools')!r}]\n"
+        f"site.getsitepackages = lambda: {[str(folder) for folder in site_folders]}\n"
+        f"site.getusersitepackages = lambda: '/nowhere'\n"
+        "import build_backend\nbuild_backend.require_torch()\nimport torch\nprint(torch.__file__)"
+    )
+    command = [sys.executable, "-S", "-c", program]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    return run.returncode, (run.stdout + run.stderr).strip()
+
+
+def test_an_isolated_build_takes_the_torch_that_is_installed(tmp_path):
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").touch()
+    assert run_backend(tmp_path, tmp_path / "site") == (0, str(tmp_path / "site" / "torch" / "__init__.py"))
+
+
+def test_an_isolated_build_without_torch_stops_and_says_what_to_do(tmp_path):
+    code, message = run_backend(tmp_path, tmp_path)
+    assert code == 1
+    assert message.startswith("flash_attn_ext is compiled against torch, and ")
+    assert "pip install torch" in message
+    assert len(message.splitlines()) == 1
+
+
+def import_package(tmp_path, extension, content):
+    """The last line of stderr of an import of the package with another compiled half."""
     package = tmp_path / "flash_attn_ext"
     package.mkdir()
     for source in (ROOT / "flash_attn_ext").glob("*.py"):
         (package / source.name).write_text(source.read_text())
-    (package / "_C.py").write_text("raise ImportError('undefined symbol: _ZN3c104impl')")
+    (package / extension).write_bytes(content)
     run = subprocess.run([sys.executable, "-c", "import flash_attn_ext"], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode != 0
-    assert "ImportError: flash_attn_ext's compiled half cannot be loaded (undefined symbol" in run.stderr
-    assert "pip install --no-build-isolation ." in run.stderr
+    return run.stderr.strip().splitlines()[-1]
+
+
+EXTENSION = "_C" + importlib.machinery.EXTENSION_SUFFIXES[0]
+
+
+def test_the_extension_of_another_torch_is_refused_with_both_versions(tmp_path):
+    message = import_package(tmp_path, EXTENSION, b"\0flash_attn_ext was built for torch 2.3.1\0")
+    versions = f"flash_attn_ext was built for torch 2.3.1, but torch {torch.__version__} is installed"
+    assert message.startswith(f"ImportError: {versions}; build it again")
+
+
+def test_an_extension_that_does_not_load_says_what_it_was_built_for(tmp_path):
+    here = torch.__version__.split("+")[0]
+    message = import_package(tmp_path, EXTENSION, f"no ELF\0flash_attn_ext was built for torch {here}\0".encode())
+    assert "compiled half cannot be loaded" in message
+    assert f"built for torch {here}; torch {torch.__version__} is installed" in message
+
+
+def test_the_extension_names_the_torch_of_its_headers():
+    assert _ops.torch_built_for() == flash_attn_ext.build_info()["torch"]
+
+
+def test_a_broken_extension_says_what_to_do(tmp_path):
+    """One that names no torch: the error of the import, and the command."""
+    message = import_package(tmp_path, "_C.py", b"raise ImportError('undefined symbol: _ZN3c104impl')")
+    assert message.startswith("ImportError: flash_attn_ext's compiled half cannot be loaded (undefined symbol")
+    assert "pip install --force-reinstall --no-deps ." in message
