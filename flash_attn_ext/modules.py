@@ -13,59 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import _nested
+from ._class_swap import exchange_base, is_sharded, keep_forward, why_not_ours
 from .functional import dropout_mask, flash_attn, new_rng_state
 
 __all__ = ["MultiheadAttention"]
-
-
-def _run_forward(module: nn.Module, args: tuple) -> None:
-    """A forward pre-hook that does nothing; that it is attached is the point.
-
-    In eval without grad, nn.TransformerEncoderLayer takes the raw weights of its self_attn to one fused torch
-    op and never calls self_attn.forward. It leaves that path when any module below it has a forward hook,
-    since a hook says that this module's call must happen: exactly what we have to say. The other conditions
-    it looks at (`_qkv_same_embed_dim`, `in_proj_bias`, `batch_first`) describe the weights and are read by
-    other code as well, so they stay true. A plain function of this file, so that deepcopy and pickle carry
-    it along.
-    """
-
-
-def keep_forward(module: nn.Module) -> None:
-    """Attaches `_run_forward`, once."""
-    if not any(hook is _run_forward for hook in module._forward_pre_hooks.values()):
-        module.register_forward_pre_hook(_run_forward)
-
-
-def drop_keep_forward(module: nn.Module) -> None:
-    """Undoes `keep_forward`."""
-    for handle_id, hook in list(module._forward_pre_hooks.items()):
-        if hook is _run_forward:
-            del module._forward_pre_hooks[handle_id]
-
-
-def flash_class(cls: type) -> type:
-    """The class that an nn.MultiheadAttention of class `cls` becomes: MultiheadAttention.
-
-    A parametrized module has a class of its own (torch.nn.utils.parametrize makes it), which holds the
-    parameters as properties: it becomes the same class with MultiheadAttention as its base.
-    """
-    if cls is nn.MultiheadAttention:
-        return MultiheadAttention
-    body = {name: entry for name, entry in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    return type(cls.__name__, (MultiheadAttention,), body)
-
-
-def why_not_ours(module: nn.Module) -> str | None:
-    """Why `module` cannot become a MultiheadAttention; None if it can."""
-    original = nn.utils.parametrize.type_before_parametrizations(module)
-    if original is not nn.MultiheadAttention:
-        return (
-            f"it is a {original.__module__}.{original.__qualname__}, which may compute something else than "
-            "torch.nn.MultiheadAttention itself"
-        )
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance, and that replacement would go on running torch's"
-    return None
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -77,14 +29,14 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     - With `need_weights=False` nothing of size S_q x S_k is allocated except what the given masks need: a
       `key_padding_mask` goes to the kernel as (B, 1, 1, S_k), an `attn_mask` in its own shape. Both together
-      need one (B, 1, S_q, S_k) mask (per head if `attn_mask` is 3-D), unless `is_causal=True` says that
-      `attn_mask` is causal.
+      need one (B, 1, S_q, S_k) mask (per head if `attn_mask` is 3-D), unless `is_causal=True` hints that
+      `attn_mask` is the causal mask and, on CPU, a look at it shows that it is.
     - A query whose keys are all masked gets attention output 0, weights 0 and gradient 0, never NaN.
-    - With `need_weights=True` (torch's default) the output is the same as without; the weights are computed
-      beside it, densely.
+    - With `need_weights=True` (torch's default) the output is the same as without, where the `is_causal` hint
+      is true; the weights are computed beside it, densely.
     - The fused inference paths of torch, in this module and in nn.TransformerEncoderLayer, are not taken: the
-      kernel runs there too. Nested inputs (strided layout), which torch takes on those paths only, are taken
-      always.
+      kernel runs there too. Nested inputs, which torch takes on those paths only and in the strided layout
+      only, are taken always and in both layouts.
     - torch.jit.script is not supported.
 
     Args:
@@ -136,13 +88,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         """A MultiheadAttention with the very same Parameter objects, buffers, submodules, hooks and training
         flag as `mha`, which stays as it is.
 
-        Raises TypeError if `mha` is not a torch.nn.MultiheadAttention, is of a subclass of it, or has a
-        forward of its own.
+        Raises TypeError if `mha` is not a torch.nn.MultiheadAttention, is of a subclass of it, has a forward
+        of its own, is sharded by FSDP2 (`replace_attention` changes such a module in place), or could not run.
         """
+        if not isinstance(mha, nn.MultiheadAttention):
+            raise TypeError(f"mha: got {type(mha).__qualname__}; allowed: a torch.nn.MultiheadAttention")
         obstacle = why_not_ours(mha)
+        if obstacle is None and is_sharded(mha):
+            obstacle = "FSDP2 (fully_shard) manages its parameters; replace_attention changes it in place"
         if obstacle is not None:
             raise TypeError(f"mha: must be a torch.nn.MultiheadAttention as torch made it; {obstacle}")
-        own_class = cls if type(mha) is nn.MultiheadAttention else flash_class(type(mha))
+        own_class = exchange_base(type(mha), nn.MultiheadAttention, cls)
         new = own_class.__new__(own_class)
         # The registries are copied, so that registering in one module leaves the other alone; what they
         # hold is shared.
@@ -180,8 +136,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             need_weights: also return the attention weights, an S_q x S_k tensor.
             attn_mask: (S_q, S_k) or (B * num_heads, S_q, S_k); bool or float as `key_padding_mask`.
             average_attn_weights: return the weights averaged over the heads instead of one by one.
-            is_causal: a hint that `attn_mask`, which must be given, is the causal mask. With
-                `need_weights=False` the hint is taken at its word and the values of `attn_mask` are not read.
+            is_causal: a hint that `attn_mask`, which must be given, is the causal mask. As in torch, with
+                `need_weights=False` and no `key_padding_mask` the hint is taken at its word and the values of
+                `attn_mask` are not read; otherwise they are, and the hint changes nothing but the speed.
 
         Returns:
             (out, weights): out has the shape of `query`; weights, after dropout, are (B, S_q, S_k), or
@@ -192,10 +149,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             AssertionError, RuntimeError: each where torch.nn.MultiheadAttention raises it.
             TypeError: from `flash_attn`, for a float mask neither of the inputs' dtype nor float32.
         """
+        arguments = (
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )  # fmt: skip
+        for argument in arguments:
+            if isinstance(argument, torch.fx.Proxy):
+                # torch.fx.symbolic_trace: one node, as torch's own module is to it.
+                name = argument.tracer.path_of_module(self)
+                return argument.tracer.create_proxy("call_module", name, arguments, {})
         if query.is_nested or key.is_nested or value.is_nested:
-            return self._forward_nested(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
+            return self._forward_nested(*arguments)
         self._check(query, key, value, key_padding_mask, attn_mask, need_weights, is_causal)
         batched = query.dim() == 3
 
@@ -205,11 +168,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch, heads, seqlen_q, _ = q.shape
         appended = (self.bias_k is not None) + bool(self.add_zero_attn)
 
-        # torch hands the hint to its kernel only without key_padding_mask; ours takes both, which saves the
-        # B x S_q x S_k mask. Not with appended keys: they lie right of the diagonal, where the hint hides
-        # them and the padded mask does not. There we do as torch does, so that a trained model computes
-        # what it learned.
-        causal = is_causal and not need_weights and (key_padding_mask is None or not appended)
+        # torch takes the hint at its word only without key_padding_mask. With one, our kernel can do with the
+        # band of a causal mask, which saves the B x S_q x S_k mask, if that is what attn_mask is. Not with
+        # appended keys: they lie right of the diagonal, where the band hides them and the padded mask does not.
+        causal = is_causal and not need_weights
+        if causal and key_padding_mask is not None:
+            causal = not appended and _is_seen_to_be_causal(attn_mask)
         mask = self._merge(None if causal else attn_mask, key_padding_mask, batch, appended)
 
         dropout_p = self.dropout if self.training else 0.0
@@ -222,7 +186,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         weights = _attention_weights(q, k, mask)
         if rng_state is not None:
             keep = dropout_mask(rng_state, batch, heads, seqlen_q, k.size(2), dropout_p)
-            weights = (weights / (1.0 - dropout_p)).masked_fill(~keep, 0.0)
+            # One finite factor: with 1 / 0 at dropout_p 1 the gradient of what is dropped would be 0 * inf.
+            weights = weights * keep * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
         if average_attn_weights:
             weights = weights.mean(dim=1)
         return out, weights if batched else weights.squeeze(0)
@@ -359,33 +324,56 @@ class MultiheadAttention(nn.MultiheadAttention):
         self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
     ) -> tuple[Tensor, Tensor | None]:
         """Nested inputs, as nn.TransformerEncoder makes of a padded batch: pad, attend, nest the output."""
+        layout = next(x.layout for x in (query, key, value) if x.is_nested)
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if not x.is_nested or x.layout is not torch.strided:
+            if not x.is_nested or x.layout is not layout:
                 got = f"a {x.layout} nested tensor" if x.is_nested else "a plain tensor"
-                raise AssertionError(f"{name}: got {got}, must be a torch.strided nested tensor")
+                raise AssertionError(f"{name}: got {got}, must be a {layout} nested tensor as the others")
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None:
                 raise AssertionError(f"{name}: must be None with nested inputs, got a tensor")
         if not self.batch_first:
             raise AssertionError("query: got a nested tensor, allowed with batch_first=True only")
-        lengths_q, lengths_k, lengths_v = ([part.size(0) for part in x.unbind()] for x in (query, key, value))
-        if lengths_k != lengths_v:
-            raise AssertionError(f"value: got sequence lengths {lengths_v}, must be key's {lengths_k}")
+        lengths_q, lengths_k = _nested.lengths(query), _nested.lengths(key)
+        if value is not key and not torch.equal(lengths_k, lengths_v := _nested.lengths(value)):
+            got, allowed = lengths_v.tolist(), lengths_k.tolist()
+            raise AssertionError(f"value: got sequence lengths {got}, must be key's {allowed}")
 
         # Keep "is the same tensor" true of the padded ones: _project looks at it.
-        padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in (query, key, value)}
+        padded = {id(x): _nested.to_padded(x) for x in (query, key, value)}
         q, k, v = (padded[id(x)] for x in (query, key, value))
-        positions = torch.arange(k.size(1), device=k.device)
-        padding = positions >= torch.tensor(lengths_k, device=k.device).unsqueeze(1)
+        padding = _nested.is_padding(lengths_k, k.size(1))
         out, weights = self.forward(q, k, v, padding, need_weights, None, average_attn_weights, is_causal)
-        out = torch.nested.as_nested_tensor([row[:n] for row, n in zip(out, lengths_q, strict=True)])
         if weights is not None:
             # As torch: the weights stay padded, 0 in the rows of padded queries.
-            positions = torch.arange(q.size(1), device=q.device)
-            padding = positions >= torch.tensor(lengths_q, device=q.device).unsqueeze(1)
+            padding = _nested.is_padding(lengths_q, q.size(1))
             padding = padding.unsqueeze(-1) if average_attn_weights else padding[:, None, :, None]
             weights = weights.masked_fill(padding, 0.0)
-        return out, weights
+        return _nested.like(out, query), weights
+
+
+def _is_seen_to_be_causal(mask: Tensor) -> bool:
+    """Whether `mask`, (S_q, S_k) or (B * H, S_q, S_k), is the causal mask; False where its values cannot be read
+    at once: while something traces or transforms the call, and on a device that works in the background."""
+    if (
+        type(mask) not in (Tensor, nn.Parameter)
+        or mask.device.type != "cpu"
+        or mask.requires_grad
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return False
+    rows = 256  # at a time, so that the causal mask to compare with is never there as a whole
+    for start in range(0, mask.size(-2), rows):
+        block = mask[..., start : start + rows, :]
+        causal = torch.ones(block.shape[-2:], dtype=torch.bool).triu(start + 1)
+        if mask.dtype != torch.bool:
+            causal = torch.zeros(causal.shape, dtype=mask.dtype).masked_fill(causal, -math.inf)
+        if not torch.equal(block, causal.expand_as(block)):
+            return False
+    return True
 
 
 def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:

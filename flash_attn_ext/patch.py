@@ -8,6 +8,7 @@ fully_shard.)
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from .modules import MultiheadAttention, drop_keep_forward, flash_class, keep_forward, why_not_ours
+from ._class_swap import drop_keep_forward, exchange_base, keep_forward, why_not_ours
+from .modules import MultiheadAttention
 
 __all__ = ["ReplacedAttention", "replace_attention"]
 
@@ -28,13 +30,15 @@ _DEFAULT_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, 
 
 @dataclass(frozen=True)
 class ReplacedAttention:
-    """What `replace_attention` did.
+    """What `replace_attention` did. Printed, it is a table.
 
     Attributes:
         replaced: names of the modules that now run on flash_attn_ext, as in `model.named_modules()`; "" is
             `model` itself. A module registered at several places has the first of its names.
         already: names of those that were a flash_attn_ext.MultiheadAttention before.
         skipped: name -> reason, of nn.MultiheadAttention modules that were left as they are.
+        others: name -> reason, of modules of other classes whose forward attends by itself, through
+            torch.nn.functional.scaled_dot_product_attention: timm's, for instance. They are never replaced.
         max_difference: largest absolute difference of the outputs on `sample_input`; None without that.
     """
 
@@ -42,6 +46,33 @@ class ReplacedAttention:
     already: tuple[str, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)
     max_difference: float | None = None
+    others: dict[str, str] = field(default_factory=dict)
+    # Each module that was changed, the class that it had and the class that it got.
+    _changed: tuple[tuple[nn.Module, type, type], ...] = field(default=(), repr=False, compare=False)
+
+    def undo(self) -> None:
+        """Makes torch's modules of those in `replaced` again, in place; parameters, hooks and flags stay as they are.
+
+        Those that are not ours any more are left. A class that torch wrapped around a module since (parametrize,
+        fully_shard) stays. A second call changes nothing.
+        """
+        for module, before, after in self._changed:
+            if not isinstance(module, MultiheadAttention):
+                continue
+            now = type(module)
+            module.__class__ = before if now is after else exchange_base(now, MultiheadAttention, nn.MultiheadAttention)
+            drop_keep_forward(module)
+
+    def __str__(self) -> str:
+        rows = [(name, "replaced", "") for name in self.replaced]
+        rows += [(name, "already", "it was a flash_attn_ext.MultiheadAttention before") for name in self.already]
+        rows += [(name, "left", reason) for reasons in (self.skipped, self.others) for name, reason in reasons.items()]
+        rows = [(name or "(the model)", *rest) for name, *rest in rows]
+        width = max(len(name) for name, *_ in rows)
+        lines = [f"{name:{width}}  {what:8}  {why}".rstrip() for name, what, why in rows]
+        if self.max_difference is not None:
+            lines.append(f"largest difference on sample_input: {self.max_difference:.3g}")
+        return "\n".join(lines)
 
 
 def replace_attention(
@@ -57,11 +88,12 @@ def replace_attention(
     parametrizations, dtype and device stay; state_dict does not change. This includes the self_attn of
     nn.TransformerEncoderLayer, whose fused inference path is not taken any more, and `model` itself if it
     is an nn.MultiheadAttention. `model` is changed and need not be assigned; the report of what happened is
-    returned.
+    returned, and its `undo()` gives torch's modules back.
 
-    Exactly the class nn.MultiheadAttention is replaced. Modules of a subclass (such as torch.ao's
-    quantizable one) or with a forward of their own on the instance are left as they are: each is named in
-    `skipped`, and in a warning.
+    Exactly the class nn.MultiheadAttention is replaced, also under torch's parametrize and fully_shard (FSDP2).
+    Modules of a subclass (such as torch.ao's quantizable one), with a forward of their own on the instance, or
+    that the kernels could not run (head dimension, dtype, device) are left as they are: each is named in
+    `skipped`, and in a warning. Modules that call scaled_dot_product_attention themselves are named in `others`.
 
     Args:
         model: the model, or a single nn.MultiheadAttention.
@@ -93,6 +125,7 @@ def replace_attention(
     reasons = {name: why_not_ours(module) for name, module in modules.items() if name not in already}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     replaced = {name: modules[name] for name, reason in reasons.items() if reason is None}
+    others = {name: _OTHERS for name, m in model.named_modules() if name not in modules and _calls_sdpa(m)}
 
     expected = None if sample_input is None else _run(model, sample_input)
     if expected is not None and any(x.isnan().any() for x in expected):
@@ -102,21 +135,31 @@ def replace_attention(
         )
     for name, reason in skipped.items():
         warnings.warn(f"replace_attention left {name or 'the model'!r} as it is: {reason}", stacklevel=2)
-    original_classes = {name: type(module) for name, module in replaced.items()}
-    difference = None
+    changes = []
+    for module in replaced.values():
+        before = type(module)
+        changes.append((module, before, exchange_base(before, nn.MultiheadAttention, MultiheadAttention)))
+    report = ReplacedAttention(tuple(replaced), already, skipped, None, others, tuple(changes))
     try:
-        for module in replaced.values():
-            module.__class__ = flash_class(type(module))
+        for module, _, after in changes:
+            module.__class__ = after
             keep_forward(module)
         if expected is not None:
             difference = _largest_difference(expected, _run(model, sample_input), rtol, atol)
+            report = dataclasses.replace(report, max_difference=difference)
     except BaseException:
-        for name, module in replaced.items():
-            module.__class__ = original_classes[name]
-            drop_keep_forward(module)
+        report.undo()
         raise
+    return report
 
-    return ReplacedAttention(tuple(replaced), already, skipped, difference)
+
+_OTHERS = "it is no nn.MultiheadAttention; its forward calls scaled_dot_product_attention itself"
+
+
+def _calls_sdpa(module: nn.Module) -> bool:
+    """Whether the text of the class's forward names torch's scaled_dot_product_attention."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and "scaled_dot_product_attention" in code.co_names
 
 
 @contextmanager

@@ -206,6 +206,37 @@ def test_the_hint_is_taken_at_its_word():
     compare(torch_mha, ours, (x, x, x), masks, {"need_weights": True})
 
 
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("padding", ["none", "given"])
+def test_the_hint_with_a_mask_that_is_more_than_causal(padding, kind, forward, calls):
+    """With a key_padding_mask torch reads attn_mask whatever the hint says: all of it must count."""
+    torch_mha, ours = make_pair(batch_first=True)
+    inputs, masks = make_inputs(), make_masks("causal" if padding == "none" else "causal+kpm_bool")
+    masks["attn_mask"][4, 1] = True
+    if kind == "float":
+        for name in masks.keys() - {"is_causal"}:
+            masks[name] = torch.zeros(masks[name].shape).double().masked_fill(masks[name], -math.inf)
+    compare(torch_mha, ours, inputs, masks, FORWARDS[forward])
+    assert calls[0]["is_causal"] == (padding == "none" and forward == "no_weights")
+
+
+def test_the_hint_with_padding_keeps_the_band_if_it_is_true(calls):
+    """Long enough for several blocks of the look at the mask; 3-D as well."""
+    _, ours = make_pair(batch_first=True)
+    size = 300
+    x, padding = torch.randn(B, size, E).double(), torch.rand(B, size) < 0.3
+    causal = torch.ones(size, size, dtype=torch.bool).triu(1)
+    for mask in (causal, causal.expand(B * H, size, size)):
+        ours(x, x, x, padding, False, mask, is_causal=True)
+        assert calls[-1]["is_causal"]
+        assert calls[-1]["attn_mask"].shape == (B, 1, 1, size)
+        almost = mask.clone()
+        almost[..., 299, 280] = True
+        ours(x, x, x, padding, False, almost, is_causal=True)
+        assert not calls[-1]["is_causal"]
+
+
 # Dropout
 
 
@@ -243,8 +274,9 @@ def test_dropout_of_out_and_weights_is_the_same():
     assert torch.equal(ours(*inputs, **masks, need_weights=False)[0], first[0])
 
 
-def test_dropout_gradients():
-    ours = MultiheadAttention(4, 2, dropout=0.4, batch_first=True, dtype=torch.float64)
+@pytest.mark.parametrize("p", [0.4, 1.0])
+def test_dropout_gradients(p):
+    ours = MultiheadAttention(4, 2, dropout=p, batch_first=True, dtype=torch.float64)
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
 
     def function(x):

@@ -1,4 +1,4 @@
-"""MultiheadAttention as a part: nested tensors, errors, state, copies, encoder layers, compile, autocast."""
+"""MultiheadAttention as a part: errors, state, copies, encoder layers, compile, autocast."""
 
 import copy
 import io
@@ -25,64 +25,6 @@ from torch import nn
 from flash_attn_ext import MultiheadAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-# Nested tensors
-
-
-def nest(x, lengths):
-    return torch.nested.as_nested_tensor([row[:length] for row, length in zip(x, lengths, strict=True)])
-
-
-@pytest.mark.parametrize("forward", FORWARDS)
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_self_attention(forward):
-    torch_mha, ours = make_pair(torch.float32, batch_first=True)
-    nested = nest(make_inputs(dtype=torch.float32)[0], [7, 1, 4])
-    with torch.no_grad():
-        want = torch_mha.eval()(nested, nested, nested, **FORWARDS[forward])
-        got = ours.eval()(nested, nested, nested, **FORWARDS[forward])
-    for x, y in zip(got[0].unbind(), want[0].unbind(), strict=True):
-        assert_same(x, y)
-    assert (got[1] is None) == (want[1] is None)
-    if want[1] is not None:
-        assert_same(got[1], want[1])
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_cross_attention_trains():
-    """Beyond torch, which takes nested inputs on its inference path only."""
-    _, ours = make_pair(batch_first=True)
-    q, k, v = make_inputs()
-    lengths_q, lengths_k = [7, 2, 0], [3, 10, 4]
-    out, _ = ours(nest(q, lengths_q), nest(k, lengths_k), nest(v, lengths_k), need_weights=False)
-    sum(row.square().sum() for row in out.unbind()).backward()
-    got = {name: parameter.grad.clone() for name, parameter in ours.named_parameters()}
-    ours.zero_grad()
-    for i, (n, m) in enumerate(zip(lengths_q, lengths_k, strict=True)):
-        expected, _ = ours(q[i, :n], k[i, :m], v[i, :m], need_weights=False)
-        assert_same(out.unbind()[i], expected)
-        expected.square().sum().backward()
-    for name, parameter in ours.named_parameters():
-        assert_same(got[name], parameter.grad)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_errors():
-    _, ours = make_pair(batch_first=True)
-    x = make_inputs()[0]
-    nested = nest(x, [7, 1, 4])
-    jagged = torch.nested.as_nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
-    with pytest.raises(AssertionError, match=r"^key: got a plain tensor"):
-        ours(nested, x, x)
-    with pytest.raises(AssertionError, match=r"^query: got a torch.jagged nested"):
-        ours(jagged, jagged, jagged)
-    with pytest.raises(AssertionError, match=r"^attn_mask: must be None"):
-        ours(nested, nested, nested, attn_mask=torch.zeros(7, 7))
-    with pytest.raises(AssertionError, match=r"^value: got sequence lengths"):
-        ours(nested, nested, nest(x, [7, 2, 4]))
-    with pytest.raises(AssertionError, match="batch_first"):
-        make_pair()[1](nested, nested, nested)
 
 
 # Errors

@@ -1,0 +1,112 @@
+"""MultiheadAttention on nested tensors, in both of torch's layouts, against torch and against one row at a time."""
+
+import pytest
+import torch
+from module_helpers import FORWARDS, E, assert_same, make_inputs, make_pair
+
+LAYOUTS = {"strided": torch.strided, "jagged": torch.jagged}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+
+def nest(x, lengths, layout="strided"):
+    parts = [row[:length] for row, length in zip(x, lengths, strict=True)]
+    return torch.nested.as_nested_tensor(parts, layout=LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_self_attention(forward, layout):
+    """torch takes the strided layout only, in eval without grad."""
+    torch_mha, ours = make_pair(torch.float32, batch_first=True)
+    x, lengths = make_inputs(dtype=torch.float32)[0], [7, 1, 4]
+    nested, given = nest(x, lengths), nest(x, lengths, layout)
+    with torch.no_grad():
+        want = torch_mha.eval()(nested, nested, nested, **FORWARDS[forward])
+        got = ours.eval()(given, given, given, **FORWARDS[forward])
+    assert got[0].is_nested
+    assert got[0].layout is LAYOUTS[layout]
+    for x, y in zip(got[0].unbind(), want[0].unbind(), strict=True):
+        assert_same(x, y)
+    assert (got[1] is None) == (want[1] is None)
+    if want[1] is not None:
+        assert_same(got[1], want[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cross_attention_trains(layout):
+    """Beyond torch, which takes nested inputs on its inference path only."""
+    _, ours = make_pair(batch_first=True)
+    q, k, v = make_inputs()
+    lengths_q, lengths_k = [7, 2, 0], [3, 10, 4]
+    out, _ = ours(
+        *(nest(x, n, layout) for x, n in ((q, lengths_q), (k, lengths_k), (v, lengths_k))), need_weights=False
+    )
+    sum(row.square().sum() for row in out.unbind()).backward()
+    got = {name: parameter.grad.clone() for name, parameter in ours.named_parameters()}
+    ours.zero_grad()
+    for i, (n, m) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        expected, _ = ours(q[i, :n], k[i, :m], v[i, :m], need_weights=False)
+        assert_same(out.unbind()[i], expected)
+        expected.square().sum().backward()
+    for name, parameter in ours.named_parameters():
+        assert_same(got[name], parameter.grad)
+
+
+def test_jagged_output_adds_to_its_input():
+    """torch adds jagged tensors only if they share their offsets, as in every residual connection."""
+    _, ours = make_pair(batch_first=True)
+    x = nest(make_inputs()[0], [7, 0, 4], "jagged").requires_grad_()
+    y = x + ours(x, x, x, need_weights=False)[0]
+    y = y + ours(y, y, y)[0]
+    y.values().square().sum().backward()
+    assert x.grad.values().abs().sum() > 0
+
+
+def test_jagged_with_holes():
+    """Lengths beside offsets, as torch.nested.narrow gives: what lies in the holes is not attended, even if NaN."""
+    _, ours = make_pair(batch_first=True)
+    x = make_inputs()[0]
+    x[0, 5:], x[1, 2:] = float("nan"), float("nan")
+    narrow = torch.nested.narrow(
+        x, dim=1, start=torch.tensor([0, 1, 2]), length=torch.tensor([5, 1, 0]), layout=torch.jagged
+    )
+    out, weights = ours(narrow, narrow, narrow)
+    for row, (start, length) in enumerate([(0, 5), (1, 1), (2, 0)]):
+        part = x[row, start : start + length]
+        expected, expected_weights = ours(part, part, part)
+        assert_same(out.unbind()[row], expected)
+        assert_same(weights[row, :length, :length], expected_weights)
+    assert (narrow + out).unbind()[0].isfinite().all()
+
+
+def test_empty_batches():
+    _, ours = make_pair(batch_first=True)
+    x = torch.nested.nested_tensor_from_jagged(torch.zeros(0, E).double(), torch.zeros(3, dtype=torch.int64))
+    assert ours(x, x, x)[0].values().shape == (0, E)
+
+
+def test_errors():
+    _, ours = make_pair(batch_first=True)
+    x = make_inputs()[0]
+    nested = nest(x, [7, 1, 4])
+    jagged = nest(x, [7, 1, 4], "jagged")
+    with pytest.raises(AssertionError, match=r"^key: got a plain tensor, must be a torch.strided nested"):
+        ours(nested, x, x)
+    with pytest.raises(AssertionError, match=r"^query: got a plain tensor, must be a torch.jagged nested"):
+        ours(x, jagged, jagged)
+    with pytest.raises(AssertionError, match=r"^value: got a torch.strided nested tensor, must be a torch.jagged"):
+        ours(jagged, jagged, nested)
+    for given in (nested, jagged):
+        with pytest.raises(AssertionError, match=r"^attn_mask: must be None"):
+            ours(given, given, given, attn_mask=torch.zeros(7, 7))
+        with pytest.raises(AssertionError, match="batch_first"):
+            make_pair()[1](given, given, given)
+    for layout in LAYOUTS:
+        with pytest.raises(
+            AssertionError, match=r"^value: got sequence lengths \[7, 2, 4\], must be key's \[7, 1, 4\]"
+        ):
+            ours(*(nest(x, n, layout) for n in ([7, 1, 4], [7, 1, 4], [7, 2, 4])))
