@@ -1,4 +1,7 @@
-"""Runs tests/test_gpu.py on the GPU, with a time-out for each case.
+"""Runs tests/test_gpu.py on the GPU, with a time-out for each case, by the tier that --tier forces.
+
+A case that the forced tier does not take is skipped, with its reason. "sm90" forces nothing: the selector takes it
+where it can, and the other tiers for the rest.
 
 A case that hangs on the GPU cannot be interrupted: pytest-timeout ends its process, and pytest-xdist goes on with the
 other cases in a new one. Without these two, the first hanging case ends the stage, with a traceback of where it hangs.
@@ -7,6 +10,7 @@ other cases in a new one. Without these two, the first hanging case ends the sta
 import argparse
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +18,14 @@ from pathlib import Path
 import needs
 
 ROOT = Path(__file__).parent.parent.parent
-SECONDS_PER_CASE = 60
-WORKERS = 4
+SECONDS_PER_CASE = 10
+WORKERS = 8
+STOP_BEFORE = 4  # seconds before the stage's end: pytest then writes what it has
 
 
 def command(junit: Path | None, quick: bool, installed: set[str]) -> list[str]:
     result = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    result += ["--tb=short", "-p", "skip_refusals"]
     if "pytest_timeout" in installed:
         result += [f"--timeout={SECONDS_PER_CASE}", "--timeout-method=thread"]
     else:
@@ -33,8 +39,24 @@ def command(junit: Path | None, quick: bool, installed: set[str]) -> list[str]:
     return result
 
 
+def run(arguments: list[str], environment: dict[str, str], seconds: float) -> int:
+    """Interrupted when the time is over, so that pytest still says what it found."""
+    process = subprocess.Popen(arguments, cwd=ROOT, env=environment)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_BEFORE / 2)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    print(f"stopped after {seconds:.0f} s, before the last case")
+    return 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tier", choices=("simt", "sm80", "sm90"), default="sm90")
     parser.add_argument("--junit", type=Path, help="for pytest's record")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
@@ -42,8 +64,11 @@ def main() -> int:
     installed = {name for name in ("pytest_timeout", "xdist") if importlib.util.find_spec(name)}
     for name in {"pytest_timeout", "xdist"} - installed:
         print(f"{name} is not installed: the first case that hangs ends the stage")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(command(args.junit, args.quick, installed), cwd=ROOT, env=environment).returncode
+    path = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    if args.tier != "sm90":
+        environment["FLASH_ATTN_EXT_CUDA_TIER"] = args.tier
+    return run(command(args.junit, args.quick, installed), environment, needs.seconds_of_stage() - STOP_BEFORE)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What a stage cannot do without, asked at its start: a clear last line in its log instead of a traceback."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +22,16 @@ def a_gpu_and_our_build() -> None:
         sys.exit(f"needs flash_attn_ext built in place (stage build): {error}")
     if not flash_attn_ext.build_info()["cuda"]:
         sys.exit("needs flash_attn_ext with its CUDA half: FLASH_ATTN_EXT_CUDA=1 python setup.py build_ext --inplace")
+
+
+def seconds_of_stage() -> float:
+    """That run.py gives this stage; without it, an hour."""
+    return float(os.environ.get("GPU_STAGE_SECONDS", 3600))
+
+
+def the_tests() -> None:
+    """Adds the path to the tests' modules: their dense oracle."""
+    sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
 
 
 def skip(reason: str) -> None:

@@ -1,8 +1,9 @@
 """Everything that a machine with an NVIDIA GPU can tell, in one command: `make gpu`, or this file.
 
 Runs the stages of stages.py one after the other, each in a process of its own with a time-out, and goes on past one
-that fails. Writes into --out: <stage>.log, what the stages measured, and after every stage summary.json and
-summary.md. The exit status is 0 if no stage failed.
+that fails. The first stages, as many as their time-outs together fit into --limit, have their time whatever the others
+do; the later ones share what is left over. Fewer stages (--only) get more time each. Writes into --out: <stage>.log,
+what the stages measured, and after every stage summary.json and summary.md. The exit status is 0 if no stage failed.
 """
 
 import argparse
@@ -21,14 +22,18 @@ from pathlib import Path
 from stages import ROOT, Stage, stages
 
 SKIPPED = 77  # the exit status of a stage that lacks a tool; its last line says which
-GRACE = 5.0  # seconds between asking a stage to end and killing it
+GRACE = 1.0  # seconds between asking a stage to end and killing it, and for it to be gone after that
+OVERHEAD = 2 * GRACE + 0.5  # seconds that a stage may take beyond its time-out: to end, and for the summary
+SHORTEST = 10.0  # seconds: a stage that does not fit in before the limit is begun if this much is left
+MACHINE_SECONDS = 25.0  # for machine.py
+NO_TIME = "no time left"
 FAILURES = ("failed", "timed out", "not started")
 
 
 @dataclass(frozen=True)
 class Result:
     stage: str
-    status: str  # ok, skipped, or one of FAILURES
+    status: str  # ok, skipped, NO_TIME, or one of FAILURES
     seconds: float
     timeout: float
     says: str  # the last line of its output
@@ -37,7 +42,8 @@ class Result:
 def run(stage: Stage, log: Path, timeout: float) -> Result:
     """Its output goes to the log as it comes, so that the log holds it whatever happens to us."""
     start = time.monotonic()
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | stage.environment
+    given = {"PYTHONUNBUFFERED": "1", "GPU_STAGE_SECONDS": f"{timeout:.1f}"}
+    environment = os.environ | given | stage.environment
     with log.open("w") as output:
         try:
             process = subprocess.Popen(
@@ -57,14 +63,17 @@ def run(stage: Stage, log: Path, timeout: float) -> Result:
 
 
 def end(process: subprocess.Popen) -> None:
-    """The process and all that it started. Asked first: a compiler then removes its files."""
-    for sign, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
+    """The process and all that it started. Asked first: a compiler then removes its files.
+
+    One that the GPU's driver holds may outlive even a kill: nobody waits for that.
+    """
+    for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)
         except ProcessLookupError:
             return
         try:
-            process.wait(patience)
+            process.wait(GRACE)
         except subprocess.TimeoutExpired:
             continue
 
@@ -74,18 +83,34 @@ def last_line(log: Path) -> str:
     return lines[-1] if lines else ""
 
 
-def run_all(chosen: list[Stage], out: Path, machine: dict, limit: float, pack: Path | None) -> list[Result]:
-    """Stages for which no time is left are not started, and count as failed."""
-    start, results = time.monotonic(), []
+def seconds_of(chosen: list[Stage], limit: float) -> list[float]:
+    """How long each may run: its time-out, or more where all together leave some of the limit; 0: what is left over.
+
+    From the first one on that the limit does not hold, stages get what is left over.
+    """
+    wanted = sum(stage.timeout for stage in chosen)
+    factor = max(1.0, (limit - len(chosen) * OVERHEAD) / wanted)
+    result, total = [], 0.0
     for stage in chosen:
+        total += stage.timeout * factor + OVERHEAD
+        result.append(stage.timeout * factor if total <= limit else 0.0)
+    return result
+
+
+def run_all(chosen: list[Stage], out: Path, machine: dict, limit: float, pack: Path | None) -> list[Result]:
+    """Within `limit` seconds. A stage for which no time is left is not started: no failure, but the summary says so."""
+    end_of_all, results = time.monotonic() + limit, []
+    for stage, seconds in zip(chosen, seconds_of(chosen, limit), strict=True):
         for old in out.glob(f"{stage.name}.*"):  # of an earlier run
             old.unlink()
-        left = limit - (time.monotonic() - start)
-        if left > 1:
-            print(f"{stage.name}: up to {min(stage.timeout, left):.0f} s ...", flush=True)
-            results.append(run(stage, out / f"{stage.name}.log", min(stage.timeout, left)))
+        left = end_of_all - time.monotonic() - OVERHEAD
+        allowed = min(seconds or stage.timeout, left)
+        if allowed >= min(stage.timeout, SHORTEST):
+            print(f"{stage.name}: up to {allowed:.0f} s ...", flush=True)
+            results.append(run(stage, out / f"{stage.name}.log", allowed))
         else:
-            results.append(Result(stage.name, "not started", 0.0, stage.timeout, f"the {limit:.0f} s were used up"))
+            says = f"{max(left, 0):.0f} s were left; run it by --only {stage.name}"
+            results.append(Result(stage.name, NO_TIME, 0.0, stage.timeout, says))
         print(f"{stage.name}: {results[-1].status}, {results[-1].seconds:.1f} s: {results[-1].says}", flush=True)
         write_summary(results, out, machine)
         if pack:
@@ -99,7 +124,8 @@ def write_summary(results: list[Result], out: Path, machine: dict) -> None:
     tables = [
         (path.stem, path.read_text()) for path in (out / f"{result.stage}.txt" for result in results) if path.exists()
     ]
-    (out / "summary.md").write_text(markdown(results, machine) + "".join(f"\n## {n}\n\n{t}" for n, t in tables))
+    # The stages come last: of a long output, machines often return the end.
+    (out / "summary.md").write_text("".join(f"## {n}\n\n{t}\n" for n, t in tables) + markdown(results, machine))
 
 
 def markdown(results: list[Result], machine: dict) -> str:
@@ -124,7 +150,7 @@ def describe(commit: str | None) -> dict:
     facts = {"time": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "commit": commit or current_commit(), "python": sys.version}
     command = [sys.executable, str(Path(__file__).with_name("machine.py"))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MACHINE_SECONDS)
     except subprocess.TimeoutExpired:
         return facts | {"machine": "unknown: machine.py hung"}
     return facts | (json.loads(done.stdout) if done.returncode == 0 else {"machine": done.stderr.strip()[-300:]})
@@ -154,7 +180,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="STAGE", help="these stages, in the usual order")
     parser.add_argument("--list", action="store_true", help="print the stages, their time-outs and commands")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller problems: for a look, not to publish")
-    parser.add_argument("--limit", type=float, default=570, help="seconds for all together; default 570")
+    parser.add_argument("--limit", type=float, default=580, help="seconds from start to end; default 580")
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="also write the summary and one archive there")
     args = parser.parse_args(argv)
@@ -163,7 +189,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    start, args = time.monotonic(), parse(argv)
     chosen = choose(stages(args.out, args.quick), args.only)
     if args.list:
         for stage in chosen:
@@ -171,10 +197,14 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{stage.name:10} {stage.timeout:4.0f} s  {settings}{' '.join(stage.command)}")
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
-    results = run_all(chosen, args.out, describe(args.commit), args.limit, args.pack)
+    machine = describe(args.commit)
+    results = run_all(chosen, args.out, machine, args.limit - (time.monotonic() - start), args.pack)
     print((args.out / "summary.md").read_text())
     failed = [result.stage for result in results if result.status in FAILURES]
+    not_run = [result.stage for result in results if result.status == NO_TIME]
     print(f"failed: {', '.join(failed)}" if failed else "no stage failed")
+    if not_run:
+        print(f'no time was left for these: make gpu GPU="--only {" ".join(not_run)}"')
     print(f"everything is in {args.out}")
     return 1 if failed else 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import needs
 import torch
+from calls import CALLS, inputs
 
 FOUND = 9  # the tool's exit status if it found something
 
@@ -21,31 +22,19 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or (str(beside) if beside.exists() else None)
 
 
-# Tier that the call is meant for -> dtype, B, H, H_kv, S_q, S_k, D, and options. sm90 is Hopper's alone and takes
-# plain calls; what it leaves goes to sm80 (16 bits, D in eights), and the rest to simt.
-CALLS = {
-    "simt": (torch.float32, 1, 2, 1, 70, 75, 20, {"is_causal": True}),
-    "simt, 64 bits": (torch.float64, 1, 1, 1, 20, 70, 9, {}),
-    "simt, decoding": (torch.bfloat16, 1, 4, 1, 1, 300, 64, {}),
-    "sm80": (torch.bfloat16, 1, 2, 1, 70, 75, 24, {"is_causal": True}),
-    "sm80, softcap": (torch.float16, 1, 2, 2, 130, 75, 64, {"softcap": 5.0}),
-    "sm90": (torch.bfloat16, 1, 2, 1, 200, 150, 64, {"is_causal": True}),
-    "sm90, D 128": (torch.float16, 1, 1, 1, 130, 300, 128, {}),
-    "sm90, D 256": (torch.bfloat16, 1, 1, 1, 70, 100, 256, {}),
-}
-
-
 def make_calls() -> None:
-    """Forward and backward. Inputs come from the CPU, so that few kernels run that are not ours."""
-    from flash_attn_ext import flash_attn
+    """Forward and backward of every call of every tier, by force of that tier."""
+    from flash_attn_ext import flash_attn, force_cuda_tier
 
-    for name, (dtype, batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, options) in CALLS.items():
-        shapes = [(batch, heads, seqlen_q, head_dim), *[(batch, heads_kv, seqlen_k, head_dim)] * 2]
-        q, k, v = (torch.randn(shape, dtype=dtype).cuda().requires_grad_() for shape in shapes)
-        out = flash_attn(q, k, v, enable_gqa=True, **options)
-        torch.autograd.grad(out, (q, k, v), torch.randn(out.shape, dtype=dtype).cuda())
-        torch.cuda.synchronize()
-        print(f"called: {name}", flush=True)
+    for tier, named in CALLS.items():
+        force_cuda_tier(tier)
+        for name, call in named.items():
+            q, k, v = inputs(call, requires_grad=True)
+            out = flash_attn(q, k, v, enable_gqa=True, **call.options)
+            grad = torch.randn(out.shape, dtype=out.dtype, device="cpu").cuda()
+            torch.autograd.grad(out, (q, k, v), grad)
+            torch.cuda.synchronize()
+            print(f"called: {tier}, {name}", flush=True)
 
 
 def main(tool: str) -> int:

@@ -1,4 +1,8 @@
-"""The stages of `make gpu`, in the order in which they run. Each is a command of its own, with a time-out."""
+"""The stages of `make gpu`, in the order in which they run. Each is a command of its own, with a time-out.
+
+What tells most comes first: what the compiler says, what the hardware does, whether each tier runs, how fast it is. The
+time-outs of the stages up to ncu add up to at most run.py's --limit; those behind it run in the time that is left over.
+"""
 
 import sys
 from dataclasses import dataclass, field
@@ -6,7 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+TIERS = ("simt", "sm80", "sm90")
 
 
 @dataclass(frozen=True)
@@ -22,16 +26,31 @@ def script(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 def stages(out: Path, quick: bool) -> list[Stage]:
-    """`out` is where the scripts write what they measured. The time-outs add up to more than run.py's --limit."""
+    """`out` is where the scripts write what they measured."""
     faster = ("--quick",) if quick else ()
-    build = (sys.executable, "setup.py", "build_ext", "--inplace")
+
+    def compare(name: str, timeout: float, *lengths: int) -> Stage:
+        wanted = ("--lengths", *map(str, lengths))
+        return Stage(name, script("compare.py", *wanted, *files(out, name), *faster), timeout)
+
+    def tests(tier: str, timeout: float) -> Stage:
+        junit = str(out / f"tests-{tier}.xml")
+        return Stage(f"tests-{tier}", script("gpu_tests.py", "--tier", tier, "--junit", junit, *faster), timeout)
+
     return [
-        Stage("build", build, 240, {"FLASH_ATTN_EXT_CUDA": "1"}),
-        Stage("units", script("units.py"), 90),
-        Stage("tests", script("gpu_tests.py", "--junit", str(out / "tests.xml"), *faster), 150),
-        *[Stage(tool, script("sanitize.py", tool), 60) for tool in SANITIZERS],
-        Stage("compare", script("compare.py", *files(out, "compare"), *faster), 110),
-        Stage("decode", script("decode.py", *files(out, "decode"), *faster), 60),
+        Stage("build", script("build_all.py", files(out, "build")[0]), 100),
+        Stage("units", script("units.py"), 30),
+        *[Stage(f"smoke-{tier}", script("smoke.py", tier), 20) for tier in TIERS],
+        compare("compare-16384-1024", 50, 16384, 1024),
+        compare("compare-8192", 30, 8192),
+        compare("compare-others", 45, 4096, 2048, 512),
+        tests("simt", 35),
+        tests("sm80", 35),
+        tests("sm90", 35),
+        Stage("memcheck", script("sanitize.py", "memcheck"), 30),
+        Stage("decode", script("decode.py", *files(out, "decode"), *faster), 25),
+        Stage("ncu", script("ncu.py", *files(out, "ncu")[:2]), 45),
+        *[Stage(tool, script("sanitize.py", tool), 60) for tool in ("racecheck", "synccheck", "initcheck")],
         Stage("memory", script("memory.py", *files(out, "memory")[:2], *faster), 90),
         Stage("traffic", script("traffic.py", *files(out, "traffic")[:2], *faster), 90),
     ]

@@ -1,0 +1,102 @@
+"""Builds the extension in place, and beside it what later stages need; prints what ptxas says of each kernel.
+
+Where the GPU is a Hopper, for that alone: code for other GPUs takes longer than Hopper's, and does not run there.
+TORCH_CUDA_ARCH_LIST asks for something else.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import time_model
+import units
+from machine import said
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND = (sys.executable, "setup.py", "build_ext", "--inplace")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    architecture: str
+    registers: int
+    spilled: int  # bytes stored
+
+
+def kernels(log: str) -> list[Kernel]:
+    """All that `ptxas -v` reports, in its order."""
+    found = []
+    for entry in re.split(r"Compiling entry function ", log)[1:]:
+        name = re.match(r"'(\S+)' for '(\w+)'", entry)
+        spilled, registers = re.search(r"(\d+) bytes spill stores", entry), re.search(r"Used (\d+) registers", entry)
+        if name and spilled and registers:
+            found.append(Kernel(name[1], name[2], int(registers[1]), int(spilled[1])))
+    return found
+
+
+def text(log: str) -> Iterator[str]:
+    """Warnings first, then kernels: what spills before what does not."""
+    yield from dict.fromkeys(line for line in log.splitlines() if re.search(r"\bwarning\b|C75\d\d", line))
+    found = sorted(kernels(log), key=lambda kernel: (-kernel.spilled, -kernel.registers))
+    names = demangled([kernel.name for kernel in found])
+    for kernel, name in zip(found, names, strict=True):
+        yield f"{kernel.architecture} {kernel.registers:3} registers, {kernel.spilled} bytes spilled: {name}"
+    yield f"{len(found)} kernels compiled, {sum(kernel.spilled > 0 for kernel in found)} with spills"
+
+
+def demangled(names: list[str]) -> list[str]:
+    """Without their arguments, if there is a c++filt."""
+    if shutil.which("c++filt") is None or not names:
+        return names
+    lines = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True).stdout.splitlines()
+    return [re.sub(r"\(.*|^void |flash_attn_ext::cuda::", "", line) for line in lines]
+
+
+def settings() -> dict[str, str]:
+    """Environment variables of the build."""
+    result = {"FLASH_ATTN_EXT_CUDA": "1", "NVCC_APPEND_FLAGS": "-Xptxas -v"}
+    capability = said("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader").splitlines()
+    if "TORCH_CUDA_ARCH_LIST" not in os.environ and capability[:1] == ["9.0"]:
+        result["TORCH_CUDA_ARCH_LIST"] = "9.0a"
+    return result
+
+
+def run(command: tuple[str, ...]) -> tuple[int, str]:
+    """Its exit status and output, which is also printed as it comes."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | settings(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines.append(line)
+    return process.wait(), "".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, metavar="FILE", help="for what ptxas says")
+    args = parser.parse_args(argv)
+    beside = [threading.Thread(target=compile_it) for compile_it in (units.try_to_compile, time_model.turns)]
+    for thread in beside:
+        thread.start()
+    status, log = run(COMMAND)
+    for thread in beside:
+        thread.join()
+    lines = list(text(log))
+    if args.text:
+        args.text.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

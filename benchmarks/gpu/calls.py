@@ -1,0 +1,55 @@
+"""Small calls of every tier: what smoke.py tries and what sanitize.py looks at."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Call:
+    """Tensors (B, H, S, D) of torch's `dtype`, and options of flash_attn."""
+
+    dtype: str
+    B: int
+    H: int
+    H_kv: int
+    S_q: int
+    S_k: int
+    D: int
+    options: dict = field(default_factory=dict)
+
+
+# By tier, then by what is said of it. Lengths are multiples of no tile. sm90 takes plain calls on Hopper; sm80 takes
+# 16 bits and D in eights; simt takes all.
+CALLS = {
+    "simt": {
+        "causal": Call("float32", 1, 2, 1, 70, 75, 20, {"is_causal": True}),
+        "64 bits": Call("float64", 1, 1, 1, 20, 70, 9),
+        "decoding": Call("bfloat16", 1, 4, 1, 1, 300, 64),
+    },
+    "sm80": {
+        "D 24, causal": Call("bfloat16", 1, 2, 1, 70, 75, 24, {"is_causal": True}),
+        "D 64, softcap": Call("float16", 1, 2, 2, 130, 75, 64, {"softcap": 5.0}),
+        "D 128": Call("bfloat16", 1, 2, 2, 300, 330, 128),
+        "decoding": Call("bfloat16", 1, 8, 2, 1, 1000, 128),
+    },
+    "sm90": {
+        "D 64": Call("bfloat16", 1, 2, 1, 500, 600, 64),
+        "D 64, causal": Call("bfloat16", 1, 2, 1, 200, 150, 64, {"is_causal": True}),
+        "D 128": Call("float16", 1, 2, 2, 330, 300, 128),
+        "D 128, window": Call("bfloat16", 1, 1, 1, 400, 400, 128, {"window": (100, 0)}),
+        "D 256": Call("bfloat16", 1, 2, 2, 270, 300, 256),
+        "D 256, causal": Call("bfloat16", 1, 1, 1, 170, 200, 256, {"causal": "lower_right"}),
+        "D 128, deterministic": Call("bfloat16", 1, 4, 2, 600, 700, 128, {"deterministic": True}),
+    },
+}
+
+
+def inputs(call: Call, requires_grad: bool) -> list:
+    """q, k, v on the GPU. They come from the CPU, so that few kernels run that are not ours."""
+    import torch
+
+    torch.manual_seed(0)
+    shapes = [(call.B, call.H, call.S_q, call.D), *[(call.B, call.H_kv, call.S_k, call.D)] * 2]
+    return [
+        torch.randn(shape, dtype=getattr(torch, call.dtype), device="cpu").cuda().requires_grad_(requires_grad)
+        for shape in shapes
+    ]

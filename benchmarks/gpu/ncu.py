@@ -1,0 +1,136 @@
+"""What keeps our kernels busy, by Nsight Compute: one forward and one backward of each head dimension.
+
+Of each kernel its time, how busy tensor cores, shared memory, L2 and memory were, and what its warps waited for most.
+Everything that ncu read is in the JSON. With --child it makes the calls: that is what ncu looks at.
+"""
+
+import argparse
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import needs  # first: it adds the path to the modules below
+import output
+import torch
+from kernels import short_name
+from problem import HEAD_DIMS, Problem
+
+SECTIONS = (
+    "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "WarpStateStats", "InstructionStats",
+    "SchedulerStats", "LaunchStats",
+)  # fmt: skip
+# Column of the table -> the metrics that may hold it; their names differ between versions.
+BUSY = {
+    "tensor": r"sm__(inst_executed_)?pipe_tensor\w*\.(avg|sum)\.pct_of_peak_sustained_active",
+    "shared memory": r"l1tex__data_pipe\w*shared\w*\.(avg|sum)\.pct_of_peak_sustained_elapsed"
+    r"|l1tex__data_bank\w*\.(avg|sum)\.pct_of_peak_sustained_elapsed|l1tex__throughput\.avg\.pct\w*",
+    "L2": r"lts__throughput\.avg\.pct_of_peak_sustained_elapsed",
+    "memory": r"(gpu__dram|dram)__throughput\.avg\.pct_of_peak_sustained_elapsed",
+    "issue": r"smsp?__(inst_executed|issue_active)\.avg\.(pct_of_peak_sustained_active|per_cycle_active)",
+}
+DURATION = "gpu__time_duration.sum"
+STALL = re.compile(r"smsp__average_warps?_(?:issue_stalled|latency_issue_stalled)_(\w+?)(?:_per_issue_active)?\.ratio")
+
+
+def problem_of(head_dim: int) -> Problem:
+    """A smaller one than the comparison's: ncu runs each kernel many times."""
+    return Problem(B=2, H=2048 // head_dim, S=4096, D=head_dim, causal=False)
+
+
+def make_calls() -> None:
+    from flash_attn_ext import flash_attn
+
+    for head_dim in HEAD_DIMS:
+        problem = problem_of(head_dim)
+        shape = (problem.B, problem.H, problem.S, problem.D)
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+        out = flash_attn(q, k, v)
+        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+        torch.cuda.synchronize()
+        print(f"called: D {head_dim}", flush=True)
+
+
+def command(ncu: str, report: Path) -> list[str]:
+    """The clocks stay as they are: the machine may be lent."""
+    sections = [part for name in SECTIONS for part in ("--section", name)]
+    chosen = ["--kernel-name", r"regex:^(forward|backward)_kernel$"]
+    how = ["--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(report)]
+    return [ncu, *chosen, *sections, *how, sys.executable, __file__, "--child"]
+
+
+def rows_of(report: str) -> list[dict]:
+    """Of `ncu --csv --page raw`, whose second line holds units: the kernels with all that was read of them."""
+    lines = report.splitlines()
+    header = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if header is None:
+        raise RuntimeError(f"ncu printed no table: {report.strip()[-300:]}")
+    return [row for row in csv.DictReader(lines[header:]) if row["ID"]]
+
+
+def number(text: str | None) -> float | None:
+    try:
+        return float((text or "").replace(",", ""))
+    except ValueError:
+        return None
+
+
+def largest(row: dict, pattern: str) -> float | None:
+    """Several metrics may be of the same unit: the busiest counts."""
+    found = [number(text) for name, text in row.items() if name and re.fullmatch(pattern, name)]
+    values = [value for value in found if value is not None]
+    return max(values, default=None)
+
+
+def stalls(row: dict) -> list[tuple[str, float]]:
+    """What a warp waited for, in cycles for each instruction that it issued; the longest first."""
+    found = [(match[1], number(text)) for name, text in row.items() if name and (match := STALL.fullmatch(name))]
+    return sorted(((name, value) for name, value in found if value), key=lambda pair: -pair[1])
+
+
+def text(record: dict) -> Iterator:
+    yield f"{record['machine']}; B 2, S 4096, 2048 columns of heads, bf16, full; % of the unit's peak\n"
+    lines = []
+    for row in record["rows"]:
+        duration = number(row.get(DURATION))
+        busy = [largest(row, pattern) for pattern in BUSY.values()]
+        measured = ["-" if value is None else f"{value:.0f}" for value in busy]
+        worst = ", ".join(f"{name} {value:.1f}" for name, value in stalls(row)[:3])
+        name = short_name(row["Kernel Name"])
+        registers = row.get("launch__registers_per_thread") or "-"
+        lines.append([name, "-" if duration is None else f"{duration / 1e3:.0f}", *measured, registers, worst or "-"])
+    yield output.table(["", "us", *BUSY, "registers", "stalls"], lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--child", action="store_true")
+    output.add_arguments(parser)
+    args = parser.parse_args(argv)
+    needs.a_gpu_and_our_build()
+    if args.child:
+        make_calls()
+        return 0
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        needs.skip("ncu (Nsight Compute) is not on PATH")
+    report = (args.json or Path("ncu.json")).with_suffix(".csv")
+    done = subprocess.run(command(ncu, report), env=os.environ)
+    said = report.read_text() if report.exists() else ""
+    if "ERR_NVGPUCTRPERM" in said:
+        needs.skip("this user may not read the GPU's counters (ERR_NVGPUCTRPERM)")
+    if done.returncode:
+        print(f"ncu: exit status {done.returncode}: {said.strip()[-500:]}")
+        return 1
+    record = {"machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}", "rows": rows_of(said)}
+    output.write_json(record, args.json)
+    output.write_text(text(record), args.text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

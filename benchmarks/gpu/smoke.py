@@ -1,0 +1,121 @@
+"""Does a tier run at all, and right? Small calls by force of that tier, forward and backward, each against fp64.
+
+A call that hangs or breaks the CUDA context costs a few seconds, and the next one runs in a new process. Of the tests'
+error rule this is only a rough form: it tells a wrong kernel from one that rounds.
+"""
+
+import argparse
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import needs  # first: it adds the path to the modules below
+from calls import CALLS, Call, inputs
+from worker import Worker, serve
+
+PATIENCE = 5.0  # seconds for one call: it takes milliseconds
+AT_THE_END = 1.0  # seconds of the stage for the verdict
+AT_ONCE = 4  # processes: a hang then delays only a part of the calls
+# Of the largest value. Gradients are sums of more terms.
+ALLOWED = {"bfloat16": 0.03, "float16": 0.005, "float32": 1e-4, "float64": 1e-10}
+
+
+def tasks(tier: str) -> list[dict]:
+    """All forwards first: a backward needs one."""
+    return [{"tier": tier, "name": name, "pass": way} for way in ("forward", "backward") for name in CALLS[tier]]
+
+
+def check(task: dict) -> dict:
+    """In the child. The largest error of each result, as a part of the largest value."""
+    import flash_attn_ext
+
+    flash_attn_ext.force_cuda_tier(task["tier"])
+    call = CALLS[task["tier"]][task["name"]]
+    return errors(call, flash_attn_ext.flash_attn, backward=task["pass"] == "backward")
+
+
+def errors(call: Call, attention, backward: bool) -> dict:
+    import torch
+
+    given = inputs(call, requires_grad=backward)
+    names = ["dq", "dk", "dv"] if backward else ["out", "lse"]
+    ours = attention(*given, enable_gqa=True, return_lse=True, **call.options)
+    exact_in = [t.detach().double().requires_grad_(backward) for t in given]
+    exact = dense(exact_in, call.options)
+    if backward:
+        grad = torch.randn(exact[0].shape, dtype=torch.float64, device="cpu").to(exact[0].device)
+        ours = torch.autograd.grad(ours[0], given, grad.to(given[0].dtype))
+        exact = torch.autograd.grad(exact[0], exact_in, grad.to(given[0].dtype).double())
+    return {name: error(a, b) for name, a, b in zip(names, ours, exact, strict=True)}
+
+
+def dense(tensors: list, options: dict) -> tuple:
+    """By the tests' oracle."""
+    import reference
+
+    known = {name: value for name, value in options.items() if name not in ("is_causal", "deterministic")}
+    if options.get("is_causal"):
+        known["causal"] = "upper_left"
+    return reference.attention(*tensors, **known)
+
+
+def error(ours, exact) -> float:
+    """NaN if they do not have their infinite values in the same places."""
+    import torch
+
+    if not torch.equal(torch.isfinite(ours), torch.isfinite(exact)):
+        return float("nan")
+    finite = torch.isfinite(exact)
+    difference = (ours.double() - exact)[finite].abs()
+    return (difference.max() / exact[finite].abs().max()).item() if difference.numel() else 0.0
+
+
+def verdict(task: dict, reply: dict) -> tuple[bool, str]:
+    call = CALLS[task["tier"]][task["name"]]
+    what = f"{task['tier']} {task['pass']}, {call.dtype}, {task['name']}"
+    if "error" in reply:
+        return False, f"FAILED  {what}: {reply['error']}"
+    allowed = ALLOWED[call.dtype]
+    wrong = {name: e for name, e in reply["result"].items() if not e <= allowed}
+    errors = ", ".join(f"{name} {e:.1e}" for name, e in reply["result"].items())
+    if wrong:
+        return False, f"WRONG   {what}: errors {errors}; allowed {allowed:g}"
+    return True, f"ok      {what}: {errors}"
+
+
+def run(tier: str, command: list[str]) -> list[tuple[bool, str]]:
+    """The verdicts, printed as they come."""
+
+    def some(part: list[dict]) -> list[tuple[bool, str]]:
+        found = []
+        with Worker(command, needs.seconds_of_stage() - AT_THE_END) as worker:
+            for task in part:
+                found.append(verdict(task, worker.ask(task, PATIENCE)))
+                print(found[-1][1], flush=True)
+        return found
+
+    parts = [part for n in range(AT_ONCE) if (part := tasks(tier)[n::AT_ONCE])]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return [one for part in pool.map(some, parts) for one in part]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tier", choices=CALLS)
+    parser.add_argument("--child", action="store_true", help="answer tasks on stdin: this program calls itself so")
+    args = parser.parse_args(argv)
+    if args.child:
+        import torch
+
+        torch.set_default_device("cuda")
+        needs.the_tests()
+        serve(check)
+        return 0
+    needs.a_gpu_and_our_build()
+    verdicts = run(args.tier, [sys.executable, __file__, args.tier, "--child"])
+    bad = [line for good, line in verdicts if not good]
+    print(f"{args.tier}: {len(verdicts)} calls, {len(bad)} bad" + (f"; the first: {bad[0]}" if bad else ""))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

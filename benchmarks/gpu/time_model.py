@@ -1,0 +1,288 @@
+"""How fast the sm90 kernels can be, from their machine code: TFLOP/s for each shape, and what bounds it.
+
+The main loop's instructions are read from SASS. A block's consumer warpgroups then run them against each other
+(multiprocessor.py); between two products a warpgroup needs issue slots, and the units for exponentials, other
+arithmetic and shared memory. Blocks are dealt out to the multiprocessors, longest first. Beside a measurement it says
+where to look; it is no measurement: instructions wait for nothing here but the tensor cores, barriers among the
+consumers, full units and the compiler's own stall counts.
+
+python benchmarks/gpu/time_model.py prints the table. Needs cuobjdump, and nvcc or a build of the extension; no GPU.
+"""
+
+import argparse
+import functools
+import heapq
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import needs  # noqa: F401  first: it adds the path to the modules below
+import output
+import sass
+import units
+from multiprocessor import Meet, Product, Program, Wait, Work, simulate
+from problem import HEAD_DIMS, LENGTHS, Problem, problems
+
+ROOT = Path(__file__).parent.parent.parent
+
+# A multiprocessor of an H100 or H200, a clock cycle. The first five are NVIDIA's (CUDA programming guide, throughput of
+# arithmetic instructions, 9.0; H100 white paper); L2 and the clock are estimates.
+MULTIPROCESSORS = 132
+TENSOR_FMA = 2048  # bfloat16
+SHARED_BYTES = 128
+LANES = {"exponentials": 16, "ALU": 64, "fp32": 128, "lsu": 32}  # results a cycle
+SCHEDULERS = 4  # instructions issued a cycle; each warpgroup has one warp on each
+L2_BYTES = 32
+MEMORY_BYTES_PER_SECOND = 4.2e12  # HBM3e, as a copy moves
+CLOCK = 1.7e9  # under load; a matmul's 788 TFLOP/s would be all tensor cycles at 1.46 GHz
+BLOCK_CYCLES = 2500  # before the first product and after the last: launch, first copies, the stores (est.)
+
+FP32 = ("FFMA", "FMUL", "FADD", "IMAD")
+MEMORY = ("LDS", "STS", "STSM", "LDSM")
+UNIFORM = ("U", "R2UR", "HGMMA", "WARPGROUP", "SYNCS", "BRA", "BAR", "NOP", "S2", "VOTEU", "BSSY", "BSYNC", "MEMBAR")
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Of a kernel at one head dimension, as csrc/cuda/sm90 has it: a test compares it with the machine code."""
+
+    consumers: int
+    rows: int  # queries of a tile
+    keys: int
+    owns_keys: bool  # a block owns a tile of keys and walks over queries; else the other way round
+
+    def loaded_bytes(self, head_dim: int) -> int:
+        """From L2 in a turn: two tiles of 16 bits; the backward adds a tile of dQ in fp32."""
+        return (8 * self.rows if self.owns_keys else 4 * self.keys) * head_dim
+
+
+TILINGS = {
+    ("forward", 64): Tiling(3, 192, 128, False),
+    ("forward", 128): Tiling(2, 128, 128, False),
+    ("forward", 256): Tiling(2, 128, 80, False),
+    ("backward", 64): Tiling(2, 128, 128, True),
+    ("backward", 128): Tiling(2, 64, 128, True),
+    ("backward", 256): Tiling(2, 64, 64, True),
+}
+
+
+# ---- one turn of the main loop, as a warpgroup's program
+
+
+def program(loop: list[sass.Instruction]) -> Program:
+    result, between = [], []
+
+    def event(what: Product | Wait | Meet) -> None:
+        if between:
+            result.append(work(between))
+        between.clear()
+        result.append(what)
+
+    for instruction in loop:
+        between.append(instruction)
+        if instruction.name.startswith("HGMMA"):
+            event(product(instruction))
+        elif instruction.name == "WARPGROUP.DEPBAR.LE":
+            event(Wait(int(re.search(r"gsb0, 0x(\w+)", instruction.operands)[1], 16)))
+        elif instruction.name.startswith("BAR.SYNC"):
+            event(Meet())
+    return [*result, work(between)] if between else result
+
+
+def product(instruction: sass.Instruction) -> Product:
+    rows, columns, depth = map(int, re.search(r"(\d+)x(\d+)x(\d+)", instruction.name).groups())
+    from_registers = re.match(r"R\d+, R\d+, gdesc", instruction.operands)
+    read = 2 * depth * (columns + (0 if from_registers else rows))
+    cycles = max(rows * columns * depth / TENSOR_FMA, read / SHARED_BYTES)
+    return Product(cycles, read, "gsb0" in instruction.operands)
+
+
+def work(instructions: list[sass.Instruction]) -> Work:
+    """Of the four warps of a warpgroup."""
+    lanes = dict.fromkeys(LANES, 0)
+    for instruction in instructions:
+        unit = unit_of(instruction.name)
+        if unit:
+            lanes[unit] += 4 * 32
+    busy = {unit: amount / LANES[unit] for unit, amount in lanes.items() if amount}
+    issue = 4 * len(instructions) / SCHEDULERS
+    return Work({"issue": issue} | busy, sum(instruction.stall for instruction in instructions))
+
+
+def unit_of(name: str) -> str | None:
+    base = name.split(".")[0]
+    if base == "MUFU":
+        return "exponentials"
+    if base in FP32:
+        return "fp32"
+    if base in MEMORY or base == "SHFL":
+        return "lsu"
+    return None if base.startswith(UNIFORM) else "ALU"
+
+
+# ---- one turn of a block
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Cycles of one turn of a block's main loop: simulated, and what each unit would need alone."""
+
+    cycles: float
+    units: dict[str, float]
+
+    @property
+    def bound(self) -> str:
+        """The unit that is busy most, and how much of the time."""
+        unit = max(self.units, key=self.units.get)
+        return f"{unit} {self.units[unit] / self.cycles:.0%}"
+
+
+TURNS = 12  # simulated; the first ones fill the pipeline
+
+
+def turn_of(its_program: Program, tiling: Tiling, head_dim: int) -> Turn:
+    total: dict[str, float] = {"tensor": 0.0, "shared memory": 0.0}
+    for step in its_program:
+        if isinstance(step, Product):
+            total["tensor"] += step.cycles * tiling.consumers
+            total["shared memory"] += step.shared_bytes * tiling.consumers / SHARED_BYTES
+        elif isinstance(step, Work):
+            for unit, cycles in step.units.items():
+                total[unit] = total.get(unit, 0.0) + cycles * tiling.consumers
+    loaded = tiling.loaded_bytes(head_dim)
+    total["shared memory"] += total.pop("lsu", 0.0) + loaded / SHARED_BYTES
+    total["L2"] = loaded / L2_BYTES
+    turns = [simulate(its_program, tiling.consumers, n) for n in (TURNS // 2, TURNS)]
+    cycles = (turns[1] - turns[0]) / (TURNS - TURNS // 2)
+    return Turn(max(cycles, *total.values()), total)
+
+
+# ---- a whole call
+
+
+def tiles_of_blocks(problem: Problem, tiling: Tiling) -> list[int]:
+    """How many turns each block of one head makes."""
+    own, walked = (tiling.keys, tiling.rows) if tiling.owns_keys else (tiling.rows, tiling.keys)
+    all_tiles = -(-problem.S // walked)
+    blocks = range(-(-problem.S // own))
+    if not problem.causal:
+        return [all_tiles for _ in blocks]
+    if tiling.owns_keys:
+        return [all_tiles - n * own // walked for n in blocks]
+    return [min(all_tiles, -(-(n + 1) * own // walked)) for n in blocks]
+
+
+def seconds(problem: Problem, backward: bool, turn: Turn) -> float:
+    tiling = TILINGS["backward" if backward else "forward", problem.D]
+    blocks = sorted(tiles_of_blocks(problem, tiling) * (problem.B * problem.H), reverse=True)
+    free = [0.0] * MULTIPROCESSORS
+    for tiles in blocks:
+        heapq.heappush(free, heapq.heappop(free) + BLOCK_CYCLES + (tiles + 1) * turn.cycles)
+    # Beside the main kernel the backward reads out and dout, writes, reads and rounds dQ's sums.
+    around = 14 * problem.B * problem.H * problem.S * problem.D / MEMORY_BYTES_PER_SECOND if backward else 0.0
+    return max(free) / CLOCK + around
+
+
+def prediction(problem: Problem, backward: bool) -> dict | None:
+    """TFLOP/s and what bounds them; None without the tools to read machine code, or for another head dimension."""
+    turn = turns().get(("backward" if backward else "forward", problem.D))
+    if turn is None:
+        return None
+    return {"TFLOP/s": problem.flops(backward) / seconds(problem, backward, turn) / 1e12, "bound": turn.bound}
+
+
+@functools.cache
+def turns() -> dict[tuple[str, int], Turn]:
+    result = {}
+    for (way, head_dim), loop in main_loops().items():
+        result[way, head_dim] = turn_of(program(loop), TILINGS[way, head_dim], head_dim)
+    return result
+
+
+@functools.cache
+def main_loops() -> dict[tuple[str, int], list[sass.Instruction]]:
+    """Of the bfloat16 kernels, by pass and head dimension. Empty, with a line that says why, if a tool is missing."""
+    result = {}
+    try:
+        for way in ("forward", "backward"):
+            for name, code in sass.functions(sass.disassemble(machine_code(way))).items():
+                found = re.search(rf"\d{way}_kernelI13__nv_bfloat16Li(\d+)E", name)
+                if found:
+                    result[way, int(found[1])] = sass.main_loop(code)
+    except FileNotFoundError as error:
+        print(f"no time model: {error}", file=sys.stderr)
+        return {}
+    return result
+
+
+def machine_code(way: str) -> Path:
+    """The kernels of the sources as they are: an extension may have been built before."""
+    result = ROOT / "build" / "time_model" / f"{way}.cubin"
+    if not units.is_newer_than_sources(result):
+        compile_machine_code()
+    return result
+
+
+def compile_machine_code() -> None:
+    """Both passes at once; it takes seconds."""
+    compiler = units.nvcc()
+    if compiler is None:
+        raise FileNotFoundError("needs nvcc: CUDA_HOME, /usr/local/cuda and PATH have none")
+    folder = ROOT / "build" / "time_model"
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-arch=sm_90a", "-cubin"]
+    sources = {way: ROOT / "csrc" / "cuda" / "sm90" / f"{way}_bfloat16.cu" for way in ("forward", "backward")}
+    compilers = [
+        subprocess.Popen([compiler, *flags, source, "-o", folder / f"{way}.cubin"]) for way, source in sources.items()
+    ]
+    if any([process.wait() for process in compilers]):
+        raise FileNotFoundError("nvcc could not compile the sm90 kernels")
+
+
+# ---- the table
+
+
+def text() -> Iterator:
+    yield f"What the sm90 kernels can reach at {CLOCK / 1e9:g} GHz, bf16, by a model of their machine code"
+    yield "Cycles of one turn of a block's main loop; of each unit, what it alone would need\n"
+    columns = ["tensor", "exponentials", "issue", "ALU", "fp32", "shared memory", "L2"]
+    lines = []
+    for (way, head_dim), turn in sorted(turns().items()):
+        loop = main_loops()[way, head_dim]
+        line = [f"{way} D {head_dim}", str(len(loop)), f"{turn.cycles:.0f}"]
+        lines.append([*line, *(f"{turn.units.get(unit, 0):.0f}" for unit in columns), turn.bound])
+    yield output.table(["", "instructions", "cycles", *columns, "most busy"], lines)
+    yield "\nTFLOP/s, full / causal\n"
+    lengths = sorted(LENGTHS)
+    found = {asdict_key(problem, b): prediction(problem, b) for problem in problems(lengths, HEAD_DIMS) for b in (0, 1)}
+    lines = []
+    for backward in (0, 1):
+        for head_dim in sorted(HEAD_DIMS):
+            cells = [
+                "/".join(f"{found[length, head_dim, causal, backward]['TFLOP/s']:.0f}" for causal in (False, True))
+                for length in lengths
+            ]
+            lines.append([f"{'bwd' if backward else 'fwd'} D{head_dim}", *cells])
+    yield output.table(["", *map(str, lengths)], lines)
+
+
+def asdict_key(problem: Problem, backward: int) -> tuple:
+    fields = asdict(problem)
+    return (fields["S"], fields["D"], fields["causal"], backward)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, metavar="FILE", help="for the tables")
+    args = parser.parse_args(argv)
+    if not turns():
+        return 1
+    output.write_text(text(), args.text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
