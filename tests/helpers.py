@@ -75,14 +75,16 @@ def check_against_reference(
     return ours
 
 
-def check_forward_against_reference(q, k, v, attn_mask=None, *, alibi_slopes=None, dropout_p=0.0, **options):
+def check_forward_against_reference(
+    q, k, v, attn_mask=None, *, alibi_slopes=None, dropout_p=0.0, num_splits=0, unified_max=None, **options
+):  # fmt: skip
     """flash_attn's out and lse alone, against the dense oracle in fp64 and in the same dtype."""
     inputs = [t if t is None else t.detach() for t in (q, k, v, attn_mask, alibi_slopes)]
     rng_state = new_rng_state() if dropout_p else None
     kept = dropout_mask(rng_state, *q.shape[:3], k.shape[2], dropout_p) if dropout_p else None
     ours = flash_attn(
         *inputs[:4], alibi_slopes=inputs[4], dropout_p=dropout_p, rng_state=rng_state, enable_gqa=True,
-        return_lse=True, **options,
+        return_lse=True, num_splits=num_splits, unified_max=unified_max, **options,
     )  # fmt: skip
 
     def dense(dtype):

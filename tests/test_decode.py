@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import check_against_reference, make_qkv
+from helpers import check_against_reference, check_forward_against_reference, make_qkv
 
 from flash_attn_ext import flash_attn
 
@@ -65,6 +65,20 @@ def test_splits_on_both_sides_of_the_unified_max(isa):
     k[0, 0, :64], k[0, 0, 64:128], k[0, 0, 128:] = 0.0, 60.0, -60.0
     k += torch.randn_like(k) * 0.1
     check_against_reference(*(t.requires_grad_() for t in (q, k, v)), num_splits=3, unified_max=0.0)
+
+
+@dtypes
+@pytest.mark.parametrize("unified_max", [0.0, -20.0, 1e39, -1e39, 1e300])
+def test_unified_max_where_a_split_sees_nothing(isa, dtype, unified_max):
+    """Splits behind the padding fit any guess; those before it are computed again, and must survive the merge."""
+    q, k, v = make_qkv(2, 2, 1, 512, 16, dtype=dtype)
+    with torch.no_grad():
+        q.fill_(1.0)
+        k.fill_(-120.0 / 16)
+        k[:, 1] *= -1
+    mask = (torch.arange(512) < 128).expand(2, 1, 1, 512).clone()
+    mask[1] = False  # rows that see nothing at all
+    check_forward_against_reference(q, k, v, mask, scale=1.0, num_splits=4, unified_max=unified_max)
 
 
 @pytest.mark.parametrize("unified_max", [None, 0.0])

@@ -187,11 +187,15 @@ void decode_split(const AttentionParams& p, const DecodeWorkspace<T>& w, const D
       decode_tile<In, T>(p, s, b, h_kv, j0, std::min(block_k, end - j0), unified, r);
   };
   if (!p.decode.has_unified_max) return run(nullptr);
-  const T unified = static_cast<T>(p.decode.unified_max * kLog2E);
+  constexpr double kLargest = std::numeric_limits<T>::max();  // of the finite guesses that T holds
+  const T unified = static_cast<T>(std::clamp(p.decode.unified_max * kLog2E, -kLargest, kLargest));
   run(&unified);
   for (int64_t row = 0; row < w.rows; ++row)
     if (!unified_max_fits<T>(r.row_max[row], unified)) return run(nullptr);
-  std::fill(r.row_max, r.row_max + w.rows, unified);  // what O and l are relative to
+  // What O and l are relative to. A row that sees no key of this split has no maximum: other splits, computed
+  // again, may have one far below the guess.
+  for (int64_t row = 0; row < w.rows; ++row)
+    if (r.row_sum[row] != T(0)) r.row_max[row] = unified;
 }
 
 // O and lse of one key head's queries from its splits, added in order.
