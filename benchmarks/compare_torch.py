@@ -3,7 +3,8 @@
 Both run in turn in one process. A ratio is torch's time over ours, pair by pair: above 1, ours is faster. The table has
 its median and [quartiles]; our GFLOP/s as a fraction of the multiply-adds that this machine does in registers, measured
 before and after each cell; and for decode, where reading K and V is the work, our bytes/s as a fraction of a plain read
-of the same memory, in the same rounds.
+of the same memory, in the same rounds. A cell that was measured on a busy machine is repeated, and marked if that does
+not help (watch.py).
 
 `--isa` sets our instruction set. torch's is set from outside, before it is loaded; the JSON records it:
 
@@ -26,6 +27,7 @@ from attention_methods import Case as TrainingStep
 from cells import DTYPES, KINDS, Cell, Inputs, cells
 from harness import Paired, environment, machine, quartiles, time_in_turn
 from tqdm import tqdm
+from watch import Watch, measure_all
 
 import flash_attn_ext
 from flash_attn_ext import flash_attn
@@ -41,13 +43,18 @@ def measure(cell: Cell, peer: Callable, seconds: float, rounds: tuple[int, int])
     isa, threads, inputs = flash_attn_ext.active_kernel(), torch.get_num_threads(), Inputs(cell)
     functions = [inputs.ours(flash_attn), inputs.torchs(peer)]
     streams: list[float] = []
-    read = lambda: streams.append(peaks.stream_read(inputs.kv, isa, threads))  # noqa: E731
+    watch = Watch(functions[0])
+
+    def between() -> None:
+        watch()
+        if cell.kind == "decode":
+            streams.append(peaks.stream_read(inputs.kv, isa, threads))
+
     fma_rates = [peaks.flops(isa, DTYPES[cell.dtype], threads) for _ in range(2)]
-    between = read if cell.kind == "decode" else None
     ours, theirs = time_in_turn(functions, seconds=seconds, rounds=rounds, between=between)
     fma_rates += [peaks.flops(isa, DTYPES[cell.dtype], threads) for _ in range(2)]
     row = describe(cell, isa) | times(Paired(ours, theirs)) | arithmetic(cell, ours, statistics.median(fma_rates))
-    return row | (reading(inputs.kv, ours, streams) if streams else {})
+    return row | watch.row() | (reading(inputs.kv, ours, streams) if streams else {})
 
 
 def describe(cell: Cell, isa: str) -> dict:
@@ -73,11 +80,12 @@ def arithmetic(cell: Cell, ours: list[float], fma_rate: float) -> dict:
 
 def reading(kv: torch.Tensor, ours: list[float], streams: list[float]) -> dict:
     """K and V a second, and as a fraction of the plain read of the same round."""
-    rates = [kv.numel() * kv.element_size() / seconds for seconds in ours]
+    size = kv.numel() * kv.element_size()
+    rates = [size / seconds for seconds in ours]
     low, middle, high = quartiles([rate / stream for rate, stream in zip(rates, streams, strict=True)])
     slow, usual, fast = quartiles(streams)
     return {
-        "GB/s": statistics.median(rates) / 1e9,
+        "GB/s": size / statistics.median(ours) / 1e9,
         "stream_GB/s": usual / 1e9, "stream_GB/s_quartiles": [slow / 1e9, fast / 1e9],
         "of_stream": middle, "of_stream_quartiles": [low, high],
     }  # fmt: skip
@@ -105,8 +113,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=BACKENDS, default="default", help="torch's own choice, or math")
     parser.add_argument("--seconds", type=float, help="per cell; default 1, with --quick 0.1")
     parser.add_argument("--quick", action="store_true", help="cheap cells only, few rounds: for a look, not to publish")
+    parser.add_argument("--repeats", type=int, help="of cells that a busy machine spoilt; default 2, with --quick 0")
     output.add_arguments(parser)
     args = parser.parse_args(argv)
+    if args.repeats is None:
+        args.repeats = 0 if args.quick else 2
     args.dtypes = args.dtypes or (["float32", "bfloat16"] if args.quick else list(DTYPES))
     args.seconds = args.seconds or (0.1 if args.quick else 1.0)
     return args
@@ -118,10 +129,11 @@ def main(argv: list[str] | None = None) -> None:
     flash_attn_ext.force_kernel(args.isa)
     most_flops, rounds = (QUICK_FLOPS, (3, 50)) if args.quick else (math.inf, (5, 200))
     timed = [kind for kind in args.kinds if kind in KINDS]
-    rows = [
-        measure(cell, BACKENDS[args.backend], args.seconds, rounds)
-        for cell in tqdm(list(cells(args.dtypes, timed, most_flops)), leave=False)
-    ]
+    rows = measure_all(
+        list(cells(args.dtypes, timed, most_flops)),
+        lambda cell: measure(cell, BACKENDS[args.backend], args.seconds, rounds),
+        args.repeats,
+    )
     lengths = QUICK_MEMORY_LENGTHS if args.quick else MEMORY_LENGTHS
     memory = measure_memory(lengths, args.dtypes, args.threads) if "memory" in args.kinds else []
     context = {**machine(), "backend": args.backend, "environment": environment()}

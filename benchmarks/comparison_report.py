@@ -7,6 +7,7 @@ from pathlib import Path
 import output
 from cells import KINDS
 from rich.table import Table
+from watch import note
 
 from flash_attn_ext.reference.report import COLORS, pyplot, save
 
@@ -20,6 +21,7 @@ NOTES = {
 def text(record: dict) -> Iterator[str | Table]:
     rows = record["rows"]
     yield heading(record)
+    yield note(rows)
     for kind in KINDS:
         of_kind = [row for row in rows if row["kind"] == kind]
         if of_kind:
@@ -51,7 +53,8 @@ def times(rows: list[dict]) -> Table:
     for row in rows:
         line = [
             row["case"], ",".join(map(str, row["B,H,S_q,D"])), ",".join(map(str, row["H_kv,S_k"])), row["dtype"],
-            row["pass"], f"{row['torch_ms']:.4g}", f"{row['ms']:.4g}", spread(row, "ratio"), f"{row['GFLOP/s']:.3g}",
+            row["pass"], f"{row['torch_ms']:.4g}", f"{row['ms']:.4g}", spread(row, "ratio") + " ?" * row["busy"],
+            f"{row['GFLOP/s']:.3g}",
             f"{row['of_fma_peak']:.0%}", row["isa"],
         ]  # fmt: skip
         if reads:
@@ -110,13 +113,17 @@ def plot(record: dict, path: Path) -> None:
 
 
 def draw(axis, rows: list[dict], labels: list[tuple[str, str]], name: str, color: str, offset: float) -> None:
-    if not rows:
-        return
-    middle = [row["ratio"] for row in rows]
-    low = [row["ratio"] - row["ratio_quartiles"][0] for row in rows]
-    high = [row["ratio_quartiles"][1] - row["ratio"] for row in rows]
-    at = [labels.index((row["kind"], label(row))) + offset for row in rows]
-    axis.errorbar(middle, at, xerr=[low, high], fmt="o", ms=3, lw=1, color=color, label=name)
+    """Rows of a busy machine are hollow."""
+    for busy, face in ((False, color), (True, "white")):
+        these = [row for row in rows if row["busy"] is busy]
+        if not these:
+            continue
+        middle = [row["ratio"] for row in these]
+        low = [row["ratio"] - row["ratio_quartiles"][0] for row in these]
+        high = [row["ratio_quartiles"][1] - row["ratio"] for row in these]
+        at = [labels.index((row["kind"], label(row))) + offset for row in these]
+        text = f"{name}, busy machine" if busy else name
+        axis.errorbar(middle, at, xerr=[low, high], fmt="o", ms=3, lw=1, color=color, mfc=face, label=text)
 
 
 def label(row: dict) -> str:

@@ -18,7 +18,7 @@ import peaks
 import torch
 from harness import environment, machine, quartiles, time_in_turn
 from rich.table import Table
-from tqdm import tqdm
+from watch import Watch, measure_all, note
 
 import flash_attn_ext
 from flash_attn_ext import flash_attn
@@ -62,14 +62,19 @@ def measure(problem: Problem, seconds: float, rounds: tuple[int, int]) -> dict:
     isa, threads, streams = flash_attn_ext.active_kernel(), torch.get_num_threads(), []
     kv = torch.randn(problem.shape(), dtype=getattr(torch, problem.dtype))
     calls = variants(problem, kv)
-    read = lambda: streams.append(peaks.stream_read(kv, isa, threads))  # noqa: E731
     with torch.no_grad():
-        taken = time_in_turn(list(calls.values()), seconds=seconds, rounds=rounds, between=read, shuffle=True)
+        watch = Watch(calls["default"])
+
+        def between() -> None:
+            watch()
+            streams.append(peaks.stream_read(kv, isa, threads))
+
+        taken = time_in_turn(list(calls.values()), seconds=seconds, rounds=rounds, between=between, shuffle=True)
     times = dict(zip(calls, taken, strict=True))
     return {
         "B": problem.batch, "H": HEADS, "H_kv": problem.heads_kv, "S_k": problem.seqlen_k, "D": HEAD_DIM,
         "dtype": problem.dtype, "isa": isa, "rounds": len(streams),
-        "stream_GB/s": statistics.median(streams) / 1e9,
+        "stream_GB/s": statistics.median(streams) / 1e9, **watch.row(),
         "variants": {name: summary(times["default"], times[name], streams, problem.bytes()) for name in calls},
     }  # fmt: skip
 
@@ -96,8 +101,10 @@ def text(record: dict) -> Iterator[str | Table]:
         default = row["variants"]["default"]
         line = [str(row[key]) for key in ("H_kv", "B", "S_k", "dtype")]
         line += [f"{default['ms']:.4g}", f"{default['GB/s']:.1f}", f"{default['of_stream']:.0%}"]
+        line[4] += " ?" * row["busy"]
         lines.append(line + [f"{row['variants'][name]['speed']:.2f}" for name in others])
     yield output.table(columns, lines)
+    yield note(record["rows"])
     if record["left_out"]:
         yield f"\nLeft out, K and V above --most-gib: {', '.join(record['left_out'])}"
 
@@ -137,7 +144,9 @@ def draw(axis, rows: list[dict]) -> None:
         if points:
             axis.plot(*zip(*points, strict=True), style, color=COLORS[splits.index(base)], ms=3.5, lw=1, label=name)
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_yscale("log", base=2)
+    for direction in (axis.xaxis, axis.yaxis):
+        direction.set_major_formatter(lambda value, _: f"{value:g}")
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.25)
 
@@ -152,8 +161,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="per problem; default 2, with --quick 0.2")
     parser.add_argument("--most-gib", type=float, default=2.0, help="of K and V; larger problems are left out")
     parser.add_argument("--quick", action="store_true", help="small problems, few rounds: for a look, not to publish")
+    parser.add_argument("--repeats", type=int, help="of problems that a busy machine spoilt; default 2, with --quick 0")
     output.add_arguments(parser)
     args = parser.parse_args(argv)
+    if args.repeats is None:
+        args.repeats = 0 if args.quick else 2
     args.lengths = args.lengths or [length for length in LENGTHS if not args.quick or length <= 8192]
     args.batches = args.batches or ([1, 4] if args.quick else [1, 4, 16])
     args.seconds = args.seconds or (0.2 if args.quick else 2.0)
@@ -177,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
         "machine": {**machine(), "environment": environment()},
         "settings": output.settings(args),
         "left_out": [str(problem) for problem in problems if problem not in possible],
-        "rows": [measure(problem, args.seconds, rounds) for problem in tqdm(possible, leave=False)],
+        "rows": measure_all(possible, lambda problem: measure(problem, args.seconds, rounds), args.repeats),
     }
     output.write_json(record, args.json)
     output.write_text(text(record), args.text)

@@ -100,7 +100,7 @@ def replace_attention(
         sample_input: if given, `model` is run on it before and after, in eval mode, without grad and with the
             same random numbers, and the results are compared. A tuple is passed as positional arguments, a
             dict as keywords, anything else as the only argument. Training flags are restored.
-        rtol, atol: the results are the same if |new - old| <= atol + rtol * max|old| everywhere, tensor by
+        rtol, atol: the results are the same if ``|new - old| <= atol + rtol * max|old|`` everywhere, tensor by
             tensor, max over finite values. `rtol` None: 1e-9 for float64, 1e-4 float32, 1e-2 float16, 5e-2
             bfloat16, 0 otherwise.
 

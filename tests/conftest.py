@@ -1,9 +1,16 @@
 import pytest
+import slow
 import torch
 from cuda_host import library
 
 import flash_attn_ext
 from flash_attn_ext import modules
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if slow.is_slow(item.path.stem, item.originalname):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -91,16 +91,6 @@ def test_build_info():
     assert set(info) == {"torch", "compiler", "cuda", "openmp", "max_head_dim"}
 
 
-def test_the_readmes_python():
-    """All blocks in order, in one process, as a reader would paste them."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 5
-    setup = "import torch; q = k = v = torch.randn(1, 2, 16, 8)\n"
-    run = subprocess.run([sys.executable, "-c", setup + "\n".join(blocks)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "ReplacedAttention" in run.stdout
-
-
 def test_torch_too_old_is_an_error():
     code, message = run_setup(f"{CPU_TORCH}\ntorch.__version__ = '2.10.1+cpu'")
     assert (code, message) == (1, "flash_attn_ext needs torch 2.11 or later; installed is 2.10.1+cpu")

@@ -1,0 +1,30 @@
+"""What `make test-quick` leaves out, and why. Each test here takes many times the CPU time of an ordinary one."""
+
+# Whole files.
+FILES = {
+    "test_arm": "cross-compiles the kernels and runs them in an emulator",
+    "test_build": "a process with torch for each way to call setup.py",
+    "test_cuda_binding": "compiles the binding's CUDA half",
+    "test_cuda_compile": "compiles every CUDA kernel",
+    "test_cuda_host": "runs CUDA kernels on the host, one fiber for each thread",
+    "test_cuda_layouts": "compiles CuTe",
+    "test_cuda_mutations": "compiles a kernel for each barrier that is taken out",
+    "test_cuda_selection": "builds the CUDA kernels for the host",
+    "test_cuda_sm80_backward": "as test_cuda_host",
+    "test_cuda_sm80_decode": "as test_cuda_host",
+    "test_cuda_sm80_head_dims": "as test_cuda_host",
+    "test_cuda_sm90": "as test_cuda_host",
+    "test_cuda_sm90_backward": "as test_cuda_host",
+    "test_cuda_sm90_code": "compiles the sm90 kernels and reads their machine code",
+    "test_cuda_sm90_mutations": "as test_cuda_mutations",
+    "test_cuda_varlen": "as test_cuda_host",
+    "test_demo": "trains models",
+    "test_paper_tables": "a process with torch for each measurement",
+    "test_sanitizers": "compiles the kernels with sanitizers",
+}
+# Single tests of other files: (file, function).
+TESTS: set[tuple[str, str]] = set()
+
+
+def is_slow(file: str, function: str) -> bool:
+    return file in FILES or (file, function) in TESTS
