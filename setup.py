@@ -32,6 +32,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 OLDEST_TORCH = "2.11"
 CSRC = "csrc"
 OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "plan", "schema"]
+TORCH_OPS = ["arguments", "flash_for_cpu", "native_mha", "overrides", "sdpa"]
 CPU = ["isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_generic", "select"]
 CUDA = ["select.cu", "combine.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/why_not.cpp", "sm80/decode_plan.cpp"]
 CUDA += [f"sm80/{way}_{dtype}.cu" for way in ("forward", "decode", "backward") for dtype in ("bfloat16", "float16")]
@@ -79,6 +80,7 @@ def cuda_wanted() -> bool:
 def extension(with_cuda: bool):
     sources = [f"{CSRC}/bindings.cpp", f"{CSRC}/built_for.cpp"]
     sources += [f"{CSRC}/ops/{name}.cpp" for name in OPS]
+    sources += [f"{CSRC}/torch_ops/{name}.cpp" for name in TORCH_OPS]
     sources += [f"{CSRC}/cpu/{name}.cpp" for name in CPU]
     sources += [f"{CSRC}/cuda/tiers.cpp"]  # of every build: a tier that cannot run is an error and never ignored
     # -fopenmp: at::parallel_for is an inline template, serial without it.

@@ -10,6 +10,7 @@
 #include "ops/checks.h"
 #include "ops/eager.h"
 #include "ops/plan.h"
+#include "torch_ops/overrides.h"
 
 namespace {
 
@@ -66,5 +67,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("kernel_calls", cpu::kernel_calls);
   m.def("force_kernel", cpu::force_isa, pybind11::arg("isa"));
   m.def("forced_cuda_tier", flash_attn_ext::cuda::forced_tier);
+  m.def("activate", flash_attn_ext::torch_ops::activate);
+  m.def("deactivate", flash_attn_ext::torch_ops::deactivate);
+  m.def("is_active", flash_attn_ext::torch_ops::is_active);
+  m.def("activation_counts", flash_attn_ext::torch_ops::counts);
+  m.def("reset_activation_counts", flash_attn_ext::torch_ops::reset_counts);
   m.def("force_cuda_tier", flash_attn_ext::cuda::force_tier, pybind11::arg("tier"));
 }

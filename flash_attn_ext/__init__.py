@@ -2,6 +2,7 @@
 
 from . import _vmap  # noqa: F401  registers the vmap rules
 from ._version import __version__
+from .activate import ActivationReport, activate, activated, activation_report, deactivate, is_active
 from .explain import Explanation, explain
 from .functional import dropout_mask, flash_attn, new_rng_state
 from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
@@ -9,18 +10,24 @@ from .modules import MultiheadAttention
 from .patch import ReplacedAttention, replace_attention
 
 __all__ = [
+    "ActivationReport",
     "Explanation",
     "MultiheadAttention",
     "ReplacedAttention",
     "__version__",
+    "activate",
+    "activated",
+    "activation_report",
     "active_kernel",
     "available_kernels",
     "build_info",
+    "deactivate",
     "dropout_mask",
     "explain",
     "flash_attn",
     "force_cuda_tier",
     "force_kernel",
+    "is_active",
     "new_rng_state",
     "replace_attention",
 ]

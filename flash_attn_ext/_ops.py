@@ -45,6 +45,11 @@ attention_backward = torch.ops.flash_attn_ext.attention_backward.default
 attention_if_plain = _C.attention_if_plain
 plan_attention = _C.plan_attention
 plan_attention_backward = _C.plan_attention_backward
+activate = _C.activate
+deactivate = _C.deactivate
+is_active = _C.is_active
+activation_counts = _C.activation_counts
+reset_activation_counts = _C.reset_activation_counts
 dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 
 # An impossible FLASH_ATTN_EXT_ISA or FLASH_ATTN_EXT_CUDA_TIER raises here, at import, and not in the middle of a

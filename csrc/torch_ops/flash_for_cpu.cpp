@@ -1,0 +1,73 @@
+// _scaled_dot_product_flash_attention_for_cpu and its backward, below autograd: what compiled graphs hold, and
+// what torch.func and torch.jit come to. Both return what torch's kernels would, also in their memory order,
+// so that forward and backward of one call may run on different sides of activate() or deactivate().
+#include <ATen/ops/isneginf.h>
+
+#include <cmath>
+
+#include "arguments.h"
+#include "overrides.h"
+
+namespace flash_attn_ext::torch_ops {
+namespace {
+
+struct Call {
+  AttentionInputs inputs;
+  AttentionOptions options;
+};
+
+const char* read_call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                      double dropout_p, bool is_causal, const OptionalTensor& mask,
+                      std::optional<double> scale, Call& call) {
+  if (const char* reason = why_not_tensors(query, key, value)) return reason;
+  if (const char* reason = why_not_mask(mask, query)) return reason;
+  if (query.dim() != 4) return "the tensors do not have 4 dimensions";
+  if (value.size(3) != query.size(3)) return "the head dimensions of query and value differ";
+  if (dropout_p > 0) return "dropout";
+  if (scale && !std::isfinite(*scale)) return "scale is not finite";
+  if (mask && mask->dim() > 4) return "attn_mask has more dimensions than query";
+  call.inputs = {query, key, value, mask_as_4d(mask), OptionalTensor(), OptionalTensor()};
+  if (call.inputs.attn_mask) {
+    const int64_t full[] = {query.size(0), query.size(1), query.size(2), key.size(2)};
+    for (int64_t dim = 0; dim < 4; ++dim) {
+      const int64_t size = call.inputs.attn_mask->size(dim);
+      if (size != 1 && size != full[dim]) return "attn_mask does not broadcast to the scores";
+    }
+  }
+  call.options.scale = scale;
+  call.options.causal = is_causal;
+  return nullptr;
+}
+
+}  // namespace
+
+const char* try_flash_for_cpu(Arguments arguments, Results& results) {
+  const at::Tensor& query = arguments[0].toTensor();
+  Call call;
+  if (const char* reason = read_call(query, arguments[1].toTensor(), arguments[2].toTensor(),
+                                     arguments[3].toDouble(), arguments[4].toBool(),
+                                     tensor_or_none(arguments[5]), arguments[6].toOptional<double>(), call))
+    return reason;
+  auto [out, lse] = call_attention(call.inputs, call.options);
+  // torch's lse of a row without keys is 0, and its backward relies on that; ours takes either.
+  if (call.inputs.attn_mask) lse.masked_fill_(at::isneginf(lse), 0);
+  results = {in_memory_order_of(out, query), sequence_before_heads(lse)};
+  return nullptr;
+}
+
+const char* try_flash_for_cpu_backward(Arguments arguments, Results& results) {
+  const at::Tensor &grad_out = arguments[0].toTensor(), &out = arguments[4].toTensor(),
+                   &lse = arguments[5].toTensor();
+  Call call;
+  if (const char* reason = read_call(arguments[1].toTensor(), arguments[2].toTensor(),
+                                     arguments[3].toTensor(), arguments[6].toDouble(), arguments[7].toBool(),
+                                     tensor_or_none(arguments[8]), arguments[9].toOptional<double>(), call))
+    return reason;
+  auto [dq, dk, dv, dmask, dslopes] =
+      call_attention_backward(grad_out, OptionalTensor(), call.inputs, out, lse.contiguous(), call.options,
+                              GradMask{true, true, true, false, false});
+  results = {sequence_before_heads(dq), sequence_before_heads(dk), sequence_before_heads(dv)};
+  return nullptr;
+}
+
+}  // namespace flash_attn_ext::torch_ops

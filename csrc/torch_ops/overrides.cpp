@@ -1,0 +1,155 @@
+#include "overrides.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+namespace flash_attn_ext::torch_ops {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::OperatorHandle;
+using Stack = torch::jit::Stack;
+
+struct Override {
+  const char* op;
+  DispatchKey key;
+  Attempt attempt;
+};
+
+// Under AutogradCPU scaled_dot_product_attention still has everything that its caller passed. Under tracing and
+// torch.func it is left alone, so that torch breaks it into the operators that follow; compiled graphs hold those.
+constexpr std::array kOverrides{
+    Override{"aten::scaled_dot_product_attention", DispatchKey::AutogradCPU, try_sdpa},
+    Override{"aten::scaled_dot_product_attention", DispatchKey::CPU, try_sdpa},
+    Override{"aten::_scaled_dot_product_flash_attention_for_cpu", DispatchKey::CPU, try_flash_for_cpu},
+    Override{"aten::_scaled_dot_product_flash_attention_for_cpu_backward", DispatchKey::CPU,
+             try_flash_for_cpu_backward},
+    Override{"aten::_native_multi_head_attention", DispatchKey::CPU, try_native_mha},
+    Override{"aten::_native_multi_head_attention", DispatchKey::NestedTensorCPU, try_native_mha_nested},
+};
+
+// torch's kernels, which run what ours leave. They are looked up before the first registration and kept for good: a call may still need
+// its own after deactivate().
+using Originals = std::array<std::optional<c10::SafeKernelFunction>, kOverrides.size()>;
+
+const Originals& originals() {
+  static const Originals found = [] {
+    Originals all;
+    for (size_t i = 0; i < kOverrides.size(); ++i)
+      all[i] = c10::Dispatcher::singleton()
+                   .findSchemaOrThrow(kOverrides[i].op, "")
+                   .getComputedKernelForDispatchKey(kOverrides[i].key);
+    return all;
+  }();
+  return found;
+}
+
+// One counter for each (override, reason). Reasons are literals, so few; a list that only grows needs no lock
+// to be read.
+struct Counter {
+  const size_t override_index;
+  const std::string reason;
+  std::atomic<int64_t> calls{0};
+  Counter* next = nullptr;
+};
+
+std::atomic<Counter*> counters{nullptr};
+std::mutex new_counter;
+
+Counter* find_counter(size_t index, const std::string& reason) {
+  for (Counter* c = counters.load(std::memory_order_acquire); c; c = c->next)
+    if (c->override_index == index && c->reason == reason) return c;
+  return nullptr;
+}
+
+void count(size_t index, const char* reason) {
+  Counter* counter = find_counter(index, reason);
+  if (!counter) {
+    const std::lock_guard lock(new_counter);
+    counter = find_counter(index, reason);
+    if (!counter) {
+      counter = new Counter{index, reason};
+      counter->next = counters.load(std::memory_order_relaxed);
+      counters.store(counter, std::memory_order_release);
+    }
+  }
+  counter->calls.fetch_add(1, std::memory_order_relaxed);
+}
+
+template <size_t index>
+void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const size_t arguments = op.schema().arguments().size();
+  Results results;
+  const char* why_not = kOverrides[index].attempt(torch::jit::last(*stack, arguments), results);
+  count(index, why_not ? why_not : "");
+  if (why_not) {
+    originals()[index]->callBoxed(op, keys, stack);
+    return;
+  }
+  torch::jit::drop(*stack, arguments);
+  for (c10::IValue& result : results) stack->push_back(std::move(result));
+}
+
+template <size_t... index>
+void register_all(torch::Library& library, std::index_sequence<index...>) {
+  (library.impl(
+       kOverrides[index].op,
+       torch::dispatch(kOverrides[index].key, torch::CppFunction::makeFromBoxedFunction<run<index>>())),
+   ...);
+}
+
+// The dispatcher warns about a kernel in place of another, which here is the point. (It does so once in a
+// process, whatever the operator: after this, not again.)
+struct NoWarnings : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+std::mutex registration_mutex;
+std::unique_ptr<torch::Library> registration;
+
+}  // namespace
+
+void activate() {
+  const std::lock_guard lock(registration_mutex);
+  if (registration) return;
+  originals();
+  auto library =
+      std::make_unique<torch::Library>(torch::Library::IMPL, "aten", std::nullopt, __FILE__, __LINE__);
+  NoWarnings no_warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
+  register_all(*library, std::make_index_sequence<kOverrides.size()>());
+  registration = std::move(library);
+}
+
+void deactivate() {
+  const std::lock_guard lock(registration_mutex);
+  registration.reset();
+}
+
+bool is_active() {
+  const std::lock_guard lock(registration_mutex);
+  return registration != nullptr;
+}
+
+Counts counts() {
+  Counts all;
+  for (const Counter* c = counters.load(std::memory_order_acquire); c; c = c->next)
+    if (const int64_t calls = c->calls.load(std::memory_order_relaxed))
+      all[{kOverrides[c->override_index].op, c->reason}] += calls;
+  return all;
+}
+
+void reset_counts() {
+  for (Counter* c = counters.load(std::memory_order_acquire); c; c = c->next) c->calls.store(0);
+}
+
+}  // namespace flash_attn_ext::torch_ops
