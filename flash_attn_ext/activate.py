@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch.nn.attention as torch_attention
+import torch
+import torch.nn.attention
 
 from . import _ops
 
@@ -60,11 +61,18 @@ def activate() -> None:
       gradient, with a head dimension of ``value`` of its own, and in the fused inference path.
     """
     _ops.activate()
+    _forget_dispatch()
 
 
 def deactivate() -> None:
     """torch's own kernels run again. Calls in other threads end with the kernel that they began with."""
     _ops.deactivate()
+    _forget_dispatch()
+
+
+def _forget_dispatch() -> None:
+    """torch.compile remembers which kernel an operator has, and would not look again."""
+    torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
 
 
 def is_active() -> bool:
@@ -85,7 +93,7 @@ def _activate_for_torch() -> _Handle:
 
 
 # torch.nn.attention.activate_flash_attention_impl("flash_attn_ext") and restore_flash_attention_impl() work too.
-torch_attention.register_flash_attention_impl(IMPLEMENTATION, register_fn=_activate_for_torch)
+torch.nn.attention.register_flash_attention_impl(IMPLEMENTATION, register_fn=_activate_for_torch)
 
 
 @contextmanager

@@ -64,7 +64,7 @@ const char* try_sdpa(Arguments arguments, Results& results) {
   if (const char* reason = why_not_mask(mask, query)) return reason;
   if (!enable_gqa && key.size(-3) != query.size(-3))
     return "the heads of query and key differ without enable_gqa";
-  if (is_causal && mask) return "is_causal with attn_mask: torch refuses it";
+  if (is_causal && mask) return "is_causal together with attn_mask, which torch does not always take";
   if (!(dropout_p >= 0 && dropout_p <= 1)) return "dropout_p is not from 0 to 1";
   if (scale && !std::isfinite(*scale)) return "scale is not finite";
   if (mask && mask->dim() > std::max<int64_t>(query.dim(), 4))

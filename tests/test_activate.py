@@ -1,0 +1,503 @@
+"""activate: torch's own attention calls run our kernels, give what torch gives, and are torch's again afterwards."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from helpers import leaves
+from tolerances import assert_as_exact_as_torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flash_attn_ext
+from flash_attn_ext import activate, activated, activation_report, deactivate, flash_attn, is_active
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SDPA = "scaled_dot_product_attention"
+FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+NATIVE_MHA = "_native_multi_head_attention"
+OVERRIDDEN = (SDPA, FOR_CPU, FOR_CPU + "_backward", NATIVE_MHA)
+
+
+@pytest.fixture(autouse=True)
+def torch_again():
+    """Leaves torch as it was, also where a test fails."""
+    deactivate()
+    activation_report(reset=True)
+    yield
+    deactivate()
+    activation_report(reset=True)
+
+
+def make(*shape, dtype=torch.float32):
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def run(call, inputs):
+    """What `call` returns for fresh leaves of `inputs`, and the gradients of a fixed sum of it."""
+    inputs = leaves(inputs)
+    out = call(*inputs)
+    weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    return out.detach(), *torch.autograd.grad(out, wanted, weights)
+
+
+def assert_same_as_torch(call, inputs, taken):
+    """`call` gives what torch gives, as exactly as torch, and ran on our kernels at each of the operators `taken`."""
+    theirs = run(call, inputs)
+    exact = run(
+        call,
+        [
+            t if t is None or not t.is_floating_point() else t.double().detach().requires_grad_(t.requires_grad)
+            for t in inputs
+        ],
+    )
+    with activated():
+        activation_report(reset=True)
+        ours = run(call, inputs)
+        report = activation_report()
+    assert set(report.taken) == set(taken), report
+    for n, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        assert_as_exact_as_torch(f"result {n}", a, b, c, 3, slack=1e-2 if a.dtype.itemsize == 2 else 0.0)
+
+
+MASK_BOOL = torch.rand(2, 1, 33, 40, generator=torch.Generator().manual_seed(0)) > 0.3
+
+CALLS = {
+    "plain": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (2, 4, 33, 16), (2, 4, 40, 16), (2, 4, 40, 16)),
+    "causal": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),) + ((2, 4, 33, 16),) * 3,
+    "causal_longer_keys": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        (1, 2, 5, 16), (1, 2, 9, 16), (1, 2, 9, 16),
+    ),
+    "bool_mask": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=MASK_BOOL),
+        (2, 4, 33, 16), (2, 4, 40, 16), (2, 4, 40, 16),
+    ),
+    "mask_with_gradient": (
+        lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+        (2, 4, 33, 16), (2, 4, 40, 16), (2, 4, 40, 16), (4, 33, 40),
+    ),
+    "scale": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.5),) + ((2, 4, 33, 16),) * 3,
+    "grouped_heads": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        (2, 6, 33, 16), (2, 2, 40, 16), (2, 2, 40, 16),
+    ),
+    "value_head_dim": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        (2, 4, 33, 24), (2, 4, 33, 24), (2, 4, 33, 16),
+    ),
+    "three_dimensions": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=MASK_BOOL[:, 0]),
+        (2, 33, 16), (2, 40, 16), (2, 40, 16),
+    ),
+    "five_dimensions": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=MASK_BOOL[0, 0]),
+        (2, 2, 3, 33, 16), (2, 2, 3, 40, 16), (2, 2, 3, 40, 16),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_scaled_dot_product_attention(name):
+    call, *shapes = CALLS[name]
+    assert_same_as_torch(call, [make(*shape) for shape in shapes], {SDPA})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes(dtype):
+    inputs = [make(1, 2, 40, 16, dtype=dtype) for _ in range(3)]
+    assert_same_as_torch(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, {SDPA})
+
+
+def test_inference_mode():
+    q = torch.randn(2, 2, 20, 8)
+    v = torch.randn(2, 2, 20, 4)
+    expected = F.scaled_dot_product_attention(q, q, v)
+    with activated(), torch.inference_mode():
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, q, v), expected)
+    assert activation_report().taken == {SDPA: 1}
+
+
+def test_dropout_is_that_of_flash_attn_with_the_same_seed():
+    q, k, v = (make(2, 2, 40, 16) for _ in range(3))
+    torch.manual_seed(3)
+    expected = run(lambda q, k, v: flash_attn(q, k, v, dropout_p=0.25), [q, k, v])
+    with activated():
+        torch.manual_seed(3)
+        got = run(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.25), [q, k, v])
+    assert activation_report().taken == {SDPA: 1}
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_autocast():
+    q, k, v = (make(1, 2, 40, 16) for _ in range(3))
+    mask = torch.randn(40, 40)
+
+    def call(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    expected = run(call, [q, k, v])
+    with activated():
+        got = run(call, [q, k, v])
+    assert activation_report().taken == {SDPA: 1}
+    assert got[0].dtype == torch.bfloat16
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+
+
+def test_rows_without_keys_are_zero_with_zero_gradients():
+    q, k, v = (make(1, 2, 8, 16) for _ in range(3))
+    mask = torch.ones(8, 8, dtype=torch.bool)
+    mask[3] = False
+    with activated():
+        out, dq, dk, dv = run(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask), [q, k, v])
+    assert not any(t.isnan().any() for t in (out, dq, dk, dv))
+    assert out[:, :, 3].eq(0).all()
+    assert dq[:, :, 3].eq(0).all()
+
+
+LEFT = {
+    "the head dimension is above 512": lambda q: F.scaled_dot_product_attention(*[q.repeat(1, 1, 1, 65)] * 3),
+    "the flash backend is turned off (torch.nn.attention.sdpa_kernel)": lambda q: math_only(q),
+    "the batches of query, key and value differ": lambda q: F.scaled_dot_product_attention(q, q[:1], q[:1]),
+    "forward-mode autograd": lambda q: torch.func.jvp(math_only, (q,), (q,)),
+}
+
+
+def math_only(q):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_what_is_left_to_torch_is_torchs_to_the_bit_and_counted(reason):
+    q = torch.randn(2, 2, 12, 8)
+    expected = LEFT[reason](q)
+    with activated():
+        got = LEFT[reason](q)
+    report = activation_report()
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert not report.taken
+    if reason != "forward-mode autograd":  # torch.func.jvp is a transform, and named as one
+        assert (SDPA, reason) in report.left
+        assert reason in str(report)
+    assert report.left
+
+
+def test_forward_mode_autograd_is_left_to_torch():
+    q = torch.randn(1, 2, 12, 8)
+
+    def tangent():
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(q, q)
+            return torch.autograd.forward_ad.unpack_dual(math_only(dual)).tangent
+
+    expected = tangent()
+    with activated():
+        torch.testing.assert_close(tangent(), expected, rtol=0, atol=0)
+
+
+def test_torchs_errors_stay():
+    q, mask = torch.randn(1, 2, 12, 8), torch.ones(12, 12, dtype=torch.bool)
+    for bad in (
+        lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True, dropout_p=0.1),
+        lambda: F.scaled_dot_product_attention(q, q[:, :1].repeat(1, 3, 1, 1), q),
+        lambda: F.scaled_dot_product_attention(q, q.double(), q),
+        lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask[:5]),
+    ):
+        with pytest.raises(RuntimeError) as theirs:
+            bad()
+        with activated(), pytest.raises(RuntimeError) as ours:
+            bad()
+        assert str(ours.value) == str(theirs.value)
+
+
+def tables():
+    return [torch._C._dispatch_dump_table(f"aten::{operator}") for operator in OVERRIDDEN]
+
+
+def test_deactivate_restores_torch_exactly():
+    q = torch.randn(2, 4, 100, 32)
+    expected, before = F.scaled_dot_product_attention(q, q, q), tables()
+    activate()
+    assert is_active()
+    assert tables() != before
+    deactivate()
+    assert not is_active()
+    assert tables() == before
+    assert torch.equal(F.scaled_dot_product_attention(q, q, q), expected)
+    assert not activation_report().taken
+
+
+def test_twice_is_once_and_contexts_nest():
+    before = tables()
+    activate()
+    activate()
+    with activated():
+        pass
+    assert is_active()
+    deactivate()
+    deactivate()
+    assert tables() == before
+    with activated(), activated():
+        assert is_active()
+    assert tables() == before
+    with pytest.raises(KeyError), activated():
+        raise KeyError
+    assert not is_active()
+
+
+def test_through_torchs_own_interface():
+    assert flash_attn_ext.activate.__module__ == "flash_attn_ext.activate"
+    assert "flash_attn_ext" in torch.nn.attention.list_flash_attention_impls()
+    torch.nn.attention.activate_flash_attention_impl("flash_attn_ext")
+    assert is_active()
+    assert torch.nn.attention.current_flash_attention_impl() == "flash_attn_ext"
+    torch.nn.attention.restore_flash_attention_impl()
+    assert not is_active()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("1", "True"), ("0", "False"), ("yes", "FLASH_ATTN_EXT_ACTIVATE: got 'yes'; allowed: 0, 1")]
+)
+def test_environment(value, expected):
+    program = "import flash_attn_ext; print(flash_attn_ext.is_active())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "FLASH_ATTN_EXT_ACTIVATE": value, "PYTHONPATH": "."},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert expected in done.stdout + done.stderr
+
+
+def test_threads_may_switch_while_others_compute():
+    q = torch.randn(1, 2, 40, 16)
+    expected = F.scaled_dot_product_attention(q, q, q)
+    wrong, stop = [], threading.Event()
+
+    def compute():
+        while not stop.is_set():
+            leaf = q.clone().requires_grad_()
+            out = F.scaled_dot_product_attention(leaf, q, q)
+            out.sum().backward()
+            if not torch.allclose(out, expected, atol=1e-5):
+                wrong.append(out)
+
+    def switch():
+        for _ in range(300):
+            activate()
+            deactivate()
+
+    workers = [threading.Thread(target=compute) for _ in range(2)]
+    switchers = [threading.Thread(target=switch) for _ in range(2)]
+    for thread in workers + switchers:
+        thread.start()
+    for thread in switchers:
+        thread.join()
+    stop.set()
+    for thread in workers:
+        thread.join()
+    assert not wrong
+    assert not is_active()
+
+
+# Compiled graphs, torch.func, and the operator that they come to.
+
+ORDERS = {
+    "contiguous": lambda: torch.randn(2, 3, 16, 8),
+    "heads_after_sequence": lambda: torch.randn(2, 16, 3, 8).transpose(1, 2),
+    "sequence_first": lambda: torch.randn(16, 2, 3, 8).permute(1, 2, 0, 3),
+    "projected_together": lambda: torch.randn(2, 16, 3, 3, 8)[:, :, 0].transpose(1, 2),
+    "broadcast": lambda: torch.randn(1, 3, 16, 8).expand(2, 3, 16, 8),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_memory_order_is_torchs(order, masked):
+    """Compiled code relies on the strides of what this operator returns; both kernels give the same in each."""
+    forward, backward = (getattr(torch.ops.aten, name) for name in (FOR_CPU, FOR_CPU + "_backward"))
+    q, k, v = (ORDERS[order]() for _ in range(3))
+    mask = torch.zeros(16, 16)
+    mask[4] = -torch.inf  # a row without keys
+    mask = mask if masked else None
+    out, lse = forward(q, k, v, attn_mask=mask)
+    theirs = out, lse, *backward(torch.ones_like(out), q, k, v, out, lse, 0.0, False, attn_mask=mask)
+    with activated():
+        ours = forward(q, k, v, attn_mask=mask)
+        # The backward of a call that torch's kernel began.
+        ours += backward(torch.ones_like(out), q, k, v, out, lse, 0.0, False, attn_mask=mask)
+    mixed = backward(torch.ones_like(out), q, k, v, *ours[:2], 0.0, False, attn_mask=mask)
+    assert activation_report().taken == {FOR_CPU: 1, FOR_CPU + "_backward": 1}
+    for a, b in zip((*ours, *mixed), (*theirs, *theirs[2:]), strict=True):
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_code_follows_activate_and_deactivate(backend):
+    compiled = torch.compile(
+        lambda x, y: F.scaled_dot_product_attention(x.sin(), y, y, is_causal=True), backend=backend
+    )
+    x, y = make(1, 2, 40, 16), make(1, 2, 40, 16)
+    expected = run(compiled, [x, y])
+    assert not activation_report().taken
+    with activated():
+        got = run(compiled, [x, y])
+    assert activation_report().taken == {FOR_CPU: 1, FOR_CPU + "_backward": 1}
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    activation_report(reset=True)
+    assert all(torch.equal(a, b) for a, b in zip(run(compiled, [x, y]), expected, strict=True))
+    assert not activation_report().taken
+
+
+def test_what_is_compiled_while_active_holds_torchs_operators_alone():
+    """Such graphs outlive deactivate(), in torch's caches on disk even the process."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    call = torch.compile(
+        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), backend=aot_autograd(fw_compiler=backend)
+    )
+    with activated():
+        call(torch.randn(1, 2, 8, 8))
+    targets = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert not any("flash_attn_ext" in target for target in targets), targets
+    assert (SDPA, "traced by torch.compile or torch.func, with dropout") in activation_report().left
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_torch_func():
+    q = torch.randn(3, 1, 2, 12, 8)
+
+    def loss(x):
+        return F.scaled_dot_product_attention(x, x.sin(), x).square().sum()
+
+    expected = torch.func.vmap(torch.func.grad(loss))(q)
+    with activated():
+        got = torch.func.vmap(torch.func.grad(loss))(q)
+    assert set(activation_report().taken) == {FOR_CPU, FOR_CPU + "_backward"}
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_traced_script_follows_too():
+    x = torch.randn(1, 2, 12, 8)
+    script = torch.jit.trace(lambda x: F.scaled_dot_product_attention(x, x.sin(), x), x)
+    with activated():
+        torch.testing.assert_close(script(x), F.scaled_dot_product_attention(x, x.sin(), x))
+    assert activation_report().taken == {SDPA: 2}
+
+
+# Modules.
+
+
+def assert_module_is_same(module, operators, *args, **kwargs):
+    def call(x):
+        got = module(x, *args, **kwargs)
+        return got[0] if isinstance(got, tuple) else got
+
+    x = torch.randn(2, 20, 32)
+    expected = call(x)
+    with activated():
+        got = call(x)
+    report = activation_report(reset=True)
+    assert set(report.taken) == operators, report
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def padding(*lengths, longest=20):
+    return torch.arange(longest) >= torch.tensor(lengths)[:, None]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {},
+        {"key_padding_mask": padding(20, 7)},
+        {"attn_mask": nn.Transformer.generate_square_subsequent_mask(20), "is_causal": True},
+        {"attn_mask": torch.ones(20, 20, dtype=torch.bool).triu(1)},
+        {"attn_mask": torch.ones(20, 20, dtype=torch.bool).triu(1), "key_padding_mask": padding(20, 7)},
+        {"attn_mask": torch.ones(8, 20, 20, dtype=torch.bool).triu(1)},
+    ],
+    ids=["plain", "padding", "hint", "causal", "both", "per_head"],
+)
+def test_multihead_attention(masks, training):
+    module = nn.MultiheadAttention(32, 4, batch_first=True).train(training)
+    with torch.set_grad_enabled(training):
+        assert_module_is_same(
+            lambda x: module(x, x, x, need_weights=False, **masks),
+            # With the hint torch does not take its fused path.
+            {SDPA} if training or "is_causal" in masks else {NATIVE_MHA},
+        )
+
+
+def test_multihead_attention_with_weights_is_left_to_torch():
+    module = nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    x = torch.randn(2, 20, 32)
+    with torch.no_grad():
+        expected = module(x, x, x)
+        with activated():
+            got = module(x, x, x)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert activation_report().left == {(NATIVE_MHA, "the attention weights are asked for (need_weights)"): 1}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_encoder_in_its_fused_inference_path(padded, norm_first):
+    """With padding torch runs nested tensors here (unless norm_first), and so do we."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval()
+    with torch.no_grad():
+        masks = {"src_key_padding_mask": padding(20, 7)} if padded else {}
+        assert_module_is_same(encoder, {NATIVE_MHA}, **masks)
+
+
+def test_encoder_training():
+    torch.manual_seed(1)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 1)
+    x = make(2, 20, 32)
+    assert_same = []
+    for active in (False, True):
+        if active:
+            activate()
+        encoder.zero_grad()
+        encoder(x, src_key_padding_mask=padding(20, 7)).square().sum().backward()
+        assert_same.append([p.grad.clone() for p in encoder.parameters()])
+    for a, b in zip(*assert_same, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert activation_report().taken == {SDPA: 1}
+
+
+def test_fused_inference_path_gives_zero_where_torch_gives_nan():
+    module = nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    x = torch.randn(1, 20, 32)
+    mask = torch.zeros(20, 20, dtype=torch.bool)
+    mask[5] = True
+    with activated(), torch.no_grad():
+        out, _ = module(x, x, x, attn_mask=mask, need_weights=False)
+    assert activation_report().taken == {NATIVE_MHA: 1}
+    torch.testing.assert_close(out[0, 5], module.out_proj.bias)
+    exact, _ = reference.attention(*[t.unflatten(-1, (4, 8)).transpose(1, 2) for t in module_qkv(module, x)], ~mask)
+    torch.testing.assert_close(out, module.out_proj(exact.transpose(1, 2).flatten(2)), atol=1e-5, rtol=1e-5)
+
+
+def module_qkv(module, x):
+    return F.linear(x, module.in_proj_weight, module.in_proj_bias).detach().chunk(3, -1)
