@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -395,12 +396,14 @@ def test_the_units_compile_and_name_what_they_need(monkeypatch, tmp_path):
     monkeypatch.setattr(units, "PROGRAM", tmp_path / "gpu_units")
     units.compile_units(units.nvcc())
     listed = subprocess.run([units.PROGRAM, "--list"], capture_output=True, text=True, check=True).stdout
-    for name in ("cp.async", "ldmatrix x4 trans", "mma.sync m16n8k16 bf16", "TMA load", "cp.reduce.async.bulk"):
+    for name in ("cp.async", "ldmatrix x4 trans", "mma.sync m16n8k16 bf16", "cp.reduce.async.bulk", "setmaxnreg"):
         assert name in listed
-    for width in (64, 80, 96, 128, 192, 256):
-        for a in ("K-major", "M-major", "registers"):
-            for b in ("K-major", "N-major"):
-                assert f"wgmma m64n{width}k16 bf16, A {a}, B {b}\n" in listed
+    wrappers = (ROOT / "csrc" / "cuda" / "sm90" / "wgmma.h").read_text()
+    forms = re.findall(r"inline void (wgmma_\w+)\(float \(&d\)\[(\d+)\]", wrappers)
+    assert len(forms) >= 10
+    for form, registers in forms:
+        for dtype in ("bf16", "f16"):
+            assert f"{form} m64n{2 * int(registers)}k16 {dtype}\n" in listed, "a unit for every function of wgmma.h"
     if not torch.cuda.is_available():
         done = subprocess.run([units.PROGRAM], capture_output=True, text=True)
         assert done.returncode == 3

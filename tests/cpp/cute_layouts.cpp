@@ -1,5 +1,5 @@
-// The layouts and descriptors of csrc/cuda/sm90/panels.h, element by element against CuTe's. Prints
-// differences.
+// Element by element against CuTe's: the layouts and descriptors of csrc/cuda/sm90/panels.h, and which element
+// a thread holds in which register, as the host models of the instructions have it. Prints differences.
 #include <cstdint>
 #include <cstdio>
 
@@ -10,10 +10,15 @@ static size_t __cvta_generic_to_shared(const void* pointer) {
   return static_cast<const unsigned char*>(pointer) - shared_bytes;
 }
 
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED 1
+#include <cute/atom/copy_traits_sm75.hpp>
+#include <cute/atom/copy_traits_sm90.hpp>
+#include <cute/atom/mma_traits_sm80.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 
 #include "cuda/sm90/panels.h"
+#include "fragments.h"
 
 using namespace cute;
 namespace sm90 = flash_attn_ext::cuda::sm90;
@@ -59,7 +64,75 @@ void compare_tile() {
   }
 }
 
+// A fragment's layout maps (thread, n) to a place in a matrix that is stored by columns. Where a register holds
+// a pair, n counts halves.
+template <class Layout, class Ours>
+void compare_fragment(const char* what, int rows, int columns, Layout layout, Ours ours) {
+  for (int thread = 0; thread < size<0>(layout); ++thread)
+    for (int n = 0; n < size<1>(layout); ++n) {
+      const cuda_host::Element at = ours(thread, n);
+      compare(what, rows, columns, thread * size<1>(layout) + n, at.row + at.column * rows,
+              layout(thread, n));
+    }
+}
+
+template <class Traits>
+void compare_accumulator() {
+  constexpr int kColumns = size<1>(typename Traits::Shape_MNK{});
+  compare_fragment("wgmma accumulator", 64, kColumns, typename Traits::CLayout{},
+                   cuda_host::wgmma_accumulator_element);
+}
+
+template <class Traits>
+void compare_mma() {
+  compare_fragment("mma A", 16, 16, typename Traits::ALayout{},
+                   [](int lane, int n) { return cuda_host::mma_a_element(lane, n / 2, n % 2); });
+  // CuTe's B is N x K.
+  compare_fragment("mma B", 8, 16, typename Traits::BLayout{}, [](int lane, int n) {
+    const cuda_host::Element at = cuda_host::mma_b_element(lane, n / 2, n % 2);
+    return cuda_host::Element{at.column, at.row};
+  });
+  compare_fragment("mma C", 16, 8, typename Traits::CLayout{}, cuda_host::mma_c_element);
+}
+
+// Copies of four 8 x 8 matrices: CuTe counts bits; `memory` is the side where a lane has a row of 128 bits.
+template <class Memory, class Registers>
+void compare_matrices(const char* what, Memory memory, Registers registers, bool transposed) {
+  constexpr int kMatrixBits = 64 * 16, kRowBits = 128;
+  for (int m = 0; m < 4; ++m)
+    for (int row = 0; row < 8; ++row)
+      compare(what, 8, 8, m * 8 + row, m * kMatrixBits + row * kRowBits,
+              memory(cuda_host::lane_of_row(m, row), 0));
+  for (int lane = 0; lane < 32; ++lane)
+    for (int m = 0; m < 4; ++m)
+      for (int e = 0; e < 2; ++e) {
+        const cuda_host::Element at = cuda_host::matrix_element(lane, e, transposed);
+        compare(what, 8, 8, lane * 8 + m * 2 + e, m * kMatrixBits + at.row * kRowBits + at.column * 16,
+                registers(lane, m * 32 + e * 16));
+      }
+}
+
+void compare_fragments() {
+  constexpr auto kK = GMMA::Major::K;
+  compare_fragment("wgmma A", 64, 16, typename MMA_Traits<SM90_64x64x16_F32BF16BF16_RS<kK, kK>>::ALayout{},
+                   [](int thread, int n) { return cuda_host::wgmma_a_element(thread, n / 2, n % 2); });
+  compare_accumulator<MMA_Traits<SM90_64x32x16_F32BF16BF16_SS<kK, kK>>>();
+  compare_accumulator<MMA_Traits<SM90_64x64x16_F32BF16BF16_SS<kK, kK>>>();
+  compare_accumulator<MMA_Traits<SM90_64x80x16_F32BF16BF16_SS<kK, kK>>>();
+  compare_accumulator<MMA_Traits<SM90_64x128x16_F32F16F16_RS<kK, GMMA::Major::MN>>>();
+  compare_accumulator<MMA_Traits<SM90_64x256x16_F32BF16BF16_RS<kK, GMMA::Major::MN>>>();
+  compare_mma<MMA_Traits<SM80_16x8x16_F32BF16BF16F32_TN>>();
+  compare_mma<MMA_Traits<SM80_16x8x16_F32F16F16F32_TN>>();
+  using Load = Copy_Traits<SM75_U32x4_LDSM_N>;
+  using LoadTransposed = Copy_Traits<SM75_U16x8_LDSM_T>;
+  using Store = Copy_Traits<SM90_U32x4_STSM_N>;
+  compare_matrices("ldmatrix", Load::SrcLayout{}, Load::DstLayout{}, false);
+  compare_matrices("ldmatrix.trans", LoadTransposed::SrcLayout{}, LoadTransposed::DstLayout{}, true);
+  compare_matrices("stmatrix", Store::DstLayout{}, Store::SrcLayout{}, false);
+}
+
 int main() {
+  compare_fragments();
   compare_tile<64, 64>();
   compare_tile<64, 128>();
   compare_tile<64, 256>();

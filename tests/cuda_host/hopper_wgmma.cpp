@@ -6,6 +6,7 @@
 
 #include <set>
 
+#include "fragments.h"
 #include "hopper_block.h"
 
 namespace cuda_host {
@@ -74,9 +75,11 @@ std::vector<Bytes> bytes_read(const Product& product) {
   return result;
 }
 
-// Element e of a thread's n-th four in an accumulator, or of its pairs in A.
-int row_of(int thread, int e) { return thread / kWarp * 16 + thread % kWarp / 4 + e / 2 * 8; }
-int column_of(int thread, int n, int e) { return 8 * n + thread % 4 * 2 + e % 2; }
+// Where register n of a thread's accumulator lies in a matrix of so many columns.
+int accumulator_place(int thread, int n, int columns) {
+  const Element at = wgmma_accumulator_element(thread, n);
+  return at.row * columns + at.column;
+}
 
 // c += a b, c 64 x columns.
 void multiply(const std::vector<const Product*>& products, std::vector<float>& c) {
@@ -87,9 +90,10 @@ void multiply(const std::vector<const Product*>& products, std::vector<float>& c
   if (first.a_registers) {
     for (int t = 0; t < kWarpgroup; ++t)
       for (int n = 0; n < 4; ++n)
-        for (int e = 0; e < 2; ++e)
-          a[row_of(t, n % 2 * 2)][column_of(t, n / 2, e)] =
-              first.widen(static_cast<uint16_t>(products[t]->a_registers[n] >> 16 * e));
+        for (int e = 0; e < 2; ++e) {
+          const Element at = wgmma_a_element(t, n, e);
+          a[at.row][at.column] = first.widen(static_cast<uint16_t>(products[t]->a_registers[n] >> 16 * e));
+        }
   } else {
     const Matrix matrix(first.a);
     for (int row = 0; row < kRows; ++row)
@@ -136,8 +140,7 @@ void finish_products(const std::vector<Fiber*>& fibers, int pending) {
     if (starts && products[0]->accumulate)
       for (int t = 0; t < kWarpgroup; ++t)
         for (int n = 0; n < columns / 2; ++n)
-          result[row_of(t, n % 4) * columns + column_of(t, n / 4, n % 4)] =
-              threads[t].accumulators.at(products[t]->d)[n];
+          result[accumulator_place(t, n, columns)] = threads[t].accumulators.at(products[t]->d)[n];
     multiply(products, result);
   }
   for (int t = 0; t < kWarpgroup; ++t) {
@@ -147,7 +150,7 @@ void finish_products(const std::vector<Fiber*>& fibers, int pending) {
       const Product& product = products[n].product;
       if (threads[t].accumulators.erase(product.d) == 0) continue;  // written already
       for (int e = 0; e < product.columns / 2; ++e)
-        product.d[e] = result->second[row_of(t, e % 4) * product.columns + column_of(t, e / 4, e % 4)];
+        product.d[e] = result->second[accumulator_place(t, e, product.columns)];
     }
   }
   for (int t = 0; t < kWarpgroup; ++t) {

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "fibers.h"
+#include "fragments.h"
 #include "include/hopper_on_host.h"
 #include "include/ptx_on_host.h"
 #include "memory.h"
@@ -57,18 +58,15 @@ struct LoadLane {
   uint32_t* r;
 };
 
-// Matrix m's row n is what lane 8 m + n points to.
 template <bool kTransposed>
 void load_matrices(void* const* lanes) {
   for (int lane = 0; lane < 32; ++lane)
     for (int m = 0; m < 4; ++m) {
-      const int g = lane / 4, t = lane % 4;
-      const auto element = [&](int row, int col) {
-        return uint32_t{static_cast<const LoadLane*>(lanes[8 * m + row])->row[col]};
+      const auto half = [&](int e) {
+        const Element at = matrix_element(lane, e, kTransposed);
+        return uint32_t{static_cast<const LoadLane*>(lanes[lane_of_row(m, at.row)])->row[at.column]};
       };
-      static_cast<LoadLane*>(lanes[lane])->r[m] = kTransposed
-                                                      ? element(2 * t, g) | element(2 * t + 1, g) << 16
-                                                      : element(g, 2 * t) | element(g, 2 * t + 1) << 16;
+      static_cast<LoadLane*>(lanes[lane])->r[m] = half(0) | half(1) << 16;
     }
 }
 
@@ -80,10 +78,12 @@ struct StoreLane {
 // The other way round.
 void store_pairs(void* const* lanes) {
   for (int lane = 0; lane < 32; ++lane)
-    for (int m = 0; m < 4; ++m) {
-      uint16_t* row = static_cast<const StoreLane*>(lanes[8 * m + lane / 4])->row;
-      std::memcpy(row + lane % 4 * 2, &static_cast<const StoreLane*>(lanes[lane])->r[m], 4);
-    }
+    for (int m = 0; m < 4; ++m)
+      for (int e = 0; e < 2; ++e) {
+        const Element at = matrix_element(lane, e, false);
+        const uint32_t pair = static_cast<const StoreLane*>(lanes[lane])->r[m];
+        static_cast<const StoreLane*>(lanes[lane_of_row(m, at.row)])->row[at.column] = pair >> 16 * e;
+      }
 }
 
 struct MmaLane {
@@ -93,8 +93,6 @@ struct MmaLane {
   float (*widen)(uint16_t bits);
 };
 
-// Lane (g, t) holds of A the pairs (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), of B the pairs (2t, g)
-// and (2t + 8, g), one below the other.
 void multiply(void* const* lanes) {
   const auto lane = [&](int n) { return static_cast<MmaLane*>(lanes[n]); };
   const auto half = [&](uint32_t pair, int upper) {
@@ -102,15 +100,20 @@ void multiply(void* const* lanes) {
   };
   float a[16][16], b[16][8];
   for (int n = 0; n < 32; ++n)
-    for (int upper = 0; upper < 2; ++upper) {
-      const int g = n / 4, t = n % 4;
-      for (int r = 0; r < 4; ++r) a[g + r % 2 * 8][2 * t + r / 2 * 8 + upper] = half(lane(n)->a[r], upper);
-      for (int r = 0; r < 2; ++r) b[2 * t + r * 8 + upper][g] = half(lane(n)->b[r], upper);
+    for (int e = 0; e < 2; ++e) {
+      for (int r = 0; r < 4; ++r) {
+        const Element at = mma_a_element(n, r, e);
+        a[at.row][at.column] = half(lane(n)->a[r], e);
+      }
+      for (int r = 0; r < 2; ++r) {
+        const Element at = mma_b_element(n, r, e);
+        b[at.row][at.column] = half(lane(n)->b[r], e);
+      }
     }
   for (int n = 0; n < 32; ++n)
     for (int r = 0; r < 4; ++r) {
-      const int row = n / 4 + r / 2 * 8, col = n % 4 * 2 + r % 2;
-      for (int k = 0; k < 16; ++k) lane(n)->c[r] += a[row][k] * b[k][col];
+      const Element at = mma_c_element(n, r);
+      for (int k = 0; k < 16; ++k) lane(n)->c[r] += a[at.row][k] * b[k][at.column];
     }
 }
 

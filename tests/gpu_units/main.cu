@@ -15,7 +15,8 @@ namespace {
 
 using gpu_units::Unit;
 
-constexpr unsigned kSecondsPerUnit = 20;  // the first one also starts CUDA
+constexpr unsigned kSecondsToStart = 15;  // CUDA, in each child
+constexpr unsigned kSecondsPerUnit = 3;   // they take milliseconds
 constexpr int kNoDevice = 3;
 constexpr int kCapability = 90;  // what they are compiled for: sm_90a runs nowhere else
 
@@ -28,7 +29,7 @@ struct Progress {
 std::vector<Unit> all_units() {
   std::vector<Unit> units;
   for (const auto& some : {gpu_units::sm80_units(), gpu_units::tma_units(), gpu_units::wgmma_units(),
-                           gpu_units::backward_units()})
+                           gpu_units::registers_units(), gpu_units::backward_units()})
     units.insert(units.end(), some.begin(), some.end());
   return units;
 }
@@ -40,9 +41,10 @@ void report(const char* verdict, const Unit& unit, const std::string& why = "") 
 
 // From progress.next on. Returns when all have run; ends the process where nothing more can be learnt in it.
 void run_units(const std::vector<Unit>& units, Progress& progress) {
-  alarm(kSecondsPerUnit);
+  alarm(kSecondsToStart);
   cudaDeviceProp device;
-  const cudaError_t status = cudaGetDeviceProperties(&device, 0);
+  cudaError_t status = cudaGetDeviceProperties(&device, 0);
+  if (status == cudaSuccess) status = cudaFree(nullptr);  // starts CUDA
   const int capability = status == cudaSuccess ? 10 * device.major + device.minor : 0;
   if (capability != kCapability) {
     std::printf("gpu_units needs a GPU of compute capability 9.0 (H100, H200); got %s\n",
@@ -100,7 +102,9 @@ int main(int argc, char** argv) {
     if (WIFEXITED(status) && WEXITSTATUS(status) == kNoDevice) return kNoDevice;
     if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
       const bool late = WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM;
-      report("FAILED", units[progress.next], late ? "hangs: stopped after 20 s" : "its process died");
+      report("FAILED", units[progress.next],
+             late ? "hangs: stopped after " + std::to_string(kSecondsPerUnit) + " s"
+                  : std::string("its process died"));
       ++progress.failed;
       ++progress.next;
     }

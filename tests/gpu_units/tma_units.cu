@@ -1,80 +1,73 @@
-// Hopper's copy engine: one tile with the 128-byte swizzle, partly outside of its tensor, and one addition in
-// bulk.
-#include <cuda.h>
+// Hopper's copy engine by the kernels' own functions: tiles of (B, H, S, D) tensors, partly outside of them,
+// and additions in bulk.
+#include <csrc/cuda/sm90/tensor_map.h>
+#include <csrc/cuda/sm90/pipeline.cuh>
 
 #include "unit.h"
 
 namespace gpu_units {
 namespace {
 
+namespace sm90 = flash_attn_ext::cuda::sm90;
+namespace ptx = flash_attn_ext::cuda::ptx;
+using flash_attn_ext::DType;
+using flash_attn_ext::Tensor4;
+
 constexpr int kThreads = 128;
-// A tensor of 100 x 88 elements of 16 bits, in rows of 96, and a box of 64 x 64 that leaves it on two sides.
-constexpr int kRows = 100, kColumns = 88, kPitch = 96, kBox = 64, kTop = 50, kLeft = 40;
-constexpr int kBoxBytes = kBox * kBox * 2;
-constexpr int kNeverLanded = 1;
 
-__device__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__global__ void tma_kernel(const __grid_constant__ CUtensorMap map, uint16_t* out, int* status) {
-  __shared__ alignas(1024) uint16_t tile[kBox * kBox];
-  __shared__ alignas(8) uint64_t barrier;
-  const uint32_t barrier_at = shared_address(&barrier);
+// Copies the tile from `row` on to shared memory by TMA, and from there, as it lies, to `out`.
+template <class Tile>
+__global__ void tile_kernel(const __grid_constant__ CUtensorMap map, int row, int h, int b, uint4* out) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  __shared__ ptx::Barrier landed;
+  auto& tile = *reinterpret_cast<Tile*>(memory);
   if (threadIdx.x == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier_at) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier_at), "n"(kBoxBytes)
-                 : "memory");
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-        "%3}], [%4];" ::"r"(shared_address(tile)),
-        "l"(&map), "r"(kLeft), "r"(kTop), "r"(barrier_at)
-        : "memory");
+    ptx::barrier_init(landed, 1);  // this thread
+    ptx::barrier_init_fence();     // TMA sees the barrier
+    sm90::load_tile(tile, map, row, h, b, landed);
   }
-  __syncthreads();
-  uint32_t landed = 0;
-  for (int tries = 0; tries < 100000 && !landed; ++tries)
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(landed)
-                 : "r"(barrier_at)
-                 : "memory");
-  if (!landed) *status = kNeverLanded;
-  for (int n = threadIdx.x; n < kBox * kBox; n += kThreads) out[n] = tile[n];
+  __syncthreads();               // all threads see the barrier
+  ptx::barrier_wait(landed, 0);  // TMA has written the tile
+  for (int n = threadIdx.x; n < sizeof(Tile) / 16; n += kThreads)
+    out[n] = reinterpret_cast<const uint4*>(memory)[n];
 }
 
-CUtensorMap tensor_map(const uint16_t* data) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  check(
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result));
-  if (result != cudaDriverEntryPointSuccess) throw CudaError("the driver has no cuTensorMapEncodeTiled");
-  const cuuint64_t sizes[] = {kColumns, kRows}, pitch[] = {kPitch * 2};
-  const cuuint32_t box[] = {kBox, kBox}, every[] = {1, 1};
-  CUtensorMap map;
-  const CUresult encoded = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<uint16_t*>(data), sizes, pitch, box, every,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (encoded != CUDA_SUCCESS)
-    throw CudaError("cuTensorMapEncodeTiled gave error " + std::to_string(encoded));
-  return map;
-}
+// Tensors as torch has them after a transpose: heads lie between the columns of a row and the next row, and a
+// row has a gap behind it. `kBeyond` rows of the tile lie outside.
+template <int kRows, int kColumns>
+std::string tile_of_four_dimensions() {
+  using Tile = sm90::Panels<uint16_t, kRows, kColumns>;
+  constexpr int kBatch = 2, kHeads = 3, kLength = 333, kBeyond = kRows / 2 - 3, kGap = 8;
+  constexpr int kHeadStride = kColumns, kRowStride = kHeads * kColumns + kGap,
+                kBatchStride = kLength * kRowStride;
+  constexpr int kB = 1, kH = 2, kRow = kLength - (kRows - kBeyond);
+  std::vector<uint16_t> tensor(kBatch * kBatchStride), expected(sizeof(Tile) / 2);
+  for (size_t n = 0; n < tensor.size(); ++n) tensor[n] = 1 + n % 65521;
+  for (int r = 0; r < kRows; ++r)
+    for (int c = 0; c < kColumns; ++c)
+      expected[Tile::offset(r, c) / 2] =
+          r < kRows - kBeyond ? tensor[kB * kBatchStride + kH * kHeadStride + (kRow + r) * kRowStride + c]
+                              : 0;
 
-std::string tma_load() {
-  std::vector<uint16_t> tensor(kRows * kPitch), expected(kBox * kBox);
-  for (int n = 0; n < kRows * kPitch; ++n) tensor[n] = n + 1;
-  for (int r = 0; r < kBox; ++r)
-    for (int c = 0; c < kBox; ++c) {
-      const bool inside = kTop + r < kRows && kLeft + c < kColumns;
-      expected[swizzled(r, 2 * c) / 2] = inside ? tensor[(kTop + r) * kPitch + kLeft + c] : 0;
-    }
   const Buffer<uint16_t> in(tensor), out(expected.size());
-  const Buffer<int> status(std::vector<int>{0});
-  tma_kernel<<<1, kThreads>>>(tensor_map(in.get()), out.get(), status.get());
+  Tensor4 t{};
+  t.data = in.get();
+  t.stride_b = kBatchStride;
+  t.stride_h = kHeadStride;
+  t.stride_s = kRowStride;
+  CUtensorMap map;
+  check(sm90::encode_tensor_map(map, t, DType::kBFloat16, kColumns, kLength, kHeads, kBatch, kRows));
+  const auto kernel = tile_kernel<Tile>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Tile)));
+  kernel<<<1, kThreads, sizeof(Tile)>>>(map, kRow, kH, kB, reinterpret_cast<uint4*>(out.get()));
   finish();
-  if (status.values()[0] == kNeverLanded) return "the tile did not land: its mbarrier never completed";
-  return first_difference(out.values(), expected, kBox);
+  return first_difference(out.values(), expected, sm90::kPanelColumns);
+}
+
+template <int kRows, int kColumns>
+Unit tile_unit() {
+  return {"TMA: tile of " + std::to_string(kRows) + " x " + std::to_string(kColumns) + " of (B, H, S, D)",
+          tile_of_four_dimensions<kRows, kColumns>};
 }
 
 constexpr int kSums = 256, kBlocks = 4;
@@ -83,15 +76,12 @@ constexpr int kSums = 256, kBlocks = 4;
 __global__ void bulk_add_kernel(float* sums) {
   __shared__ alignas(16) float terms[kSums];
   for (int n = threadIdx.x; n < kSums; n += kThreads) terms[n] = blockIdx.x + n;
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncthreads();
+  ptx::proxy_fence();  // the copy engine sees what the threads wrote
+  __syncthreads();     // all of them have
   if (threadIdx.x == 0) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                     __cvta_generic_to_global(sums)),
-                 "r"(shared_address(terms)), "n"(kSums * 4)
-                 : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    ptx::bulk_add(sums, terms, kSums);
+    ptx::bulk_commit();
+    ptx::bulk_wait();
   }
 }
 
@@ -109,10 +99,12 @@ std::string bulk_add() {
 
 }  // namespace
 
+// The boxes of the kernels: Q, K and V of the forward, and all four tensors of the backward.
 std::vector<Unit> tma_units() {
   return {
-      {"TMA load of a 64 x 64 tile, 128-byte swizzle, zeros outside", tma_load},
-      {"cp.reduce.async.bulk add.f32 by 4 blocks", bulk_add},
+      tile_unit<64, 64>(),  tile_unit<128, 64>(),  tile_unit<192, 64>(),
+      tile_unit<64, 128>(), tile_unit<128, 128>(), tile_unit<128, 256>(),
+      tile_unit<80, 256>(), tile_unit<64, 256>(),  {"cp.reduce.async.bulk add.f32 by 4 blocks", bulk_add},
   };
 }
 

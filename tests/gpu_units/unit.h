@@ -17,6 +17,7 @@ struct Unit {
 };
 
 std::vector<Unit> backward_units();
+std::vector<Unit> registers_units();
 std::vector<Unit> sm80_units();
 std::vector<Unit> tma_units();
 std::vector<Unit> wgmma_units();
@@ -76,12 +77,6 @@ std::string first_difference(const std::vector<T>& got, const std::vector<T>& ex
   return "element (" + std::to_string(first / columns) + ", " + std::to_string(first % columns) + "): got " +
          std::to_string(got[first]) + ", expected " + std::to_string(expected[first]) + "; " +
          std::to_string(wrong) + " of " + std::to_string(got.size()) + " are wrong";
-}
-
-// The 128-byte swizzle: where byte `byte` of a 128-byte row lies. Of each 8 rows, row r has its pieces of 16
-// bytes in the order piece ^ r.
-constexpr size_t swizzled(size_t row, size_t byte) {
-  return row * 128 + ((byte / 16) ^ (row % 8)) * 16 + byte % 16;
 }
 
 // Small integers, so that every product and sum is exact; no two rows or columns are alike.

@@ -1,21 +1,28 @@
-// wgmma, for every width and major-ness: 64 x N = A (64 x 64) B (64 x N), in four steps along k.
+// wgmma, each form and width of csrc/cuda/sm90/wgmma.h: 64 x N = A (64 x 64) B (64 x N), in four steps along
+// k.
 //
-// The host writes A and B as they are to lie in shared memory. Places and descriptors are those of the
-// kernels (csrc/cuda/sm90/panels.h).
+// The host writes A and B as they are to lie in shared memory. Places, descriptors and instructions are those
+// of the kernels.
 #include <csrc/cuda/sm90/panels.h>
+#include <csrc/cuda/sm90/ptx.h>
 
 #include "unit.h"
-#include "wgmma.h"
 
 namespace gpu_units {
 namespace {
 
 namespace sm90 = flash_attn_ext::cuda::sm90;
+namespace ptx = flash_attn_ext::cuda::ptx;
 
 constexpr int kThreads = 128, kM = 64, kK = 64, kStep = 16, kSteps = kK / kStep;
 constexpr int kPanel = sm90::kPanelColumns, kAlignment = sm90::kSwizzleBytes;
+constexpr float kBefore = 3;  // in the accumulator, where the first step adds to it
 
-enum class Source { kAlongK, kAlongM, kRegisters };  // A in shared memory: which index is contiguous
+// By their names in wgmma.h.
+enum class Form { kShared, kSharedByRows, kSharedRightByRows, kRegisters };
+constexpr bool a_along_k(Form form) { return form != Form::kSharedByRows; }
+constexpr bool b_along_k(Form form) { return form == Form::kShared; }
+constexpr bool may_overwrite(Form form) { return form == Form::kShared || form == Form::kSharedByRows; }
 
 // A tile in shared memory with `kRows` rows; and the descriptor of its step-th 16 of k, both as the kernels
 // have them.
@@ -31,49 +38,47 @@ using ATile = Tile<kM, kK>;  // K-major or M-major: it is square
 template <int kN, bool kAlongK>
 using BTile = std::conditional_t<kAlongK, Tile<kN, kK>, Tile<kK, kN>>;
 
-template <class In, int kN, Source kSource, bool kBAlongK>
+template <class In, int kN, Form kForm>
 __global__ __launch_bounds__(kThreads) void wgmma_kernel(const uint4* a_image, const uint4* b_image,
                                                          const uint16_t* a_rows, float* out) {
-  using B = BTile<kN, kBAlongK>;
+  using B = BTile<kN, b_along_k(kForm)>;
   extern __shared__ uint4 memory[];
-  const uint32_t start = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  const uint32_t start = ptx::shared_address(memory);
   const uint32_t padding = (kAlignment - start % kAlignment) % kAlignment;
   uint4* tiles = memory + padding / 16;
   const uint32_t a_tile = start + padding, b_tile = a_tile + sizeof(ATile);
   for (int n = threadIdx.x; n < sizeof(ATile) / 16; n += kThreads) tiles[n] = a_image[n];
   for (int n = threadIdx.x; n < sizeof(B) / 16; n += kThreads) tiles[sizeof(ATile) / 16 + n] = b_image[n];
   const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
-  uint32_t a[kSteps][4];
+  uint32_t a_registers[kSteps][4];
   for (int step = 0; step < kSteps; ++step)
     for (int n = 0; n < 4; ++n) {
       const int at = (row + n % 2 * 8) * kK + step * kStep + column + n / 2 * 8;
-      a[step][n] = *reinterpret_cast<const uint32_t*>(a_rows + at);
+      a_registers[step][n] = *reinterpret_cast<const uint32_t*>(a_rows + at);
     }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncthreads();
+  ptx::proxy_fence();  // wgmma sees what the threads wrote
+  __syncthreads();     // all of them have
 
   float d[kN / 2];
 #pragma unroll
-  for (int n = 0; n < kN / 2; ++n) d[n] = __int_as_float(0x7fffffff);  // the first step must not add to it
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  for (int n = 0; n < kN / 2; ++n) {
+    d[n] = may_overwrite(kForm) ? __int_as_float(0x7fffffff) : kBefore;  // the first step must not add to NaN
+    asm volatile("" : "+f"(d[n]));                                       // written before the fence
+  }
+  ptx::wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const uint64_t b = step_descriptor<B, kBAlongK>(b_tile, step);
-    if constexpr (kSource == Source::kRegisters) {
-      Wgmma<kN>::template registers<In, !kBAlongK>(d, a[step], b, step > 0);
-    } else {
-      constexpr bool kAAlongK = kSource == Source::kAlongK;
-      Wgmma<kN>::template shared<In, !kAAlongK, !kBAlongK>(d, step_descriptor<ATile, kAAlongK>(a_tile, step),
-                                                           b, step > 0);
-    }
+    const uint64_t a = step_descriptor<ATile, a_along_k(kForm)>(a_tile, step);
+    const uint64_t b = step_descriptor<B, b_along_k(kForm)>(b_tile, step);
+    if constexpr (kForm == Form::kShared) ptx::wgmma_shared<In>(d, a, b, step > 0);
+    if constexpr (kForm == Form::kSharedByRows) ptx::wgmma_shared_by_rows<In>(d, a, b, step > 0);
+    if constexpr (kForm == Form::kSharedRightByRows) ptx::wgmma_shared_right_by_rows<In>(d, a, b);
+    if constexpr (kForm == Form::kRegisters) ptx::wgmma_registers<In>(d, a_registers[step], b);
   }
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>(d);
 #pragma unroll
-  for (int n = 0; n < kN / 2; ++n) {
-    asm volatile("" : "+f"(d[n])::"memory");
-    out[(row + n % 4 / 2 * 8) * kN + n / 4 * 8 + column + n % 2] = d[n];
-  }
+  for (int n = 0; n < kN / 2; ++n) out[(row + n % 4 / 2 * 8) * kN + n / 4 * 8 + column + n % 2] = d[n];
 }
 
 template <class In>
@@ -97,53 +102,46 @@ std::vector<uint16_t> image(Value value) {
   return result;
 }
 
-template <class In, int kN, Source kSource, bool kBAlongK>
+template <class In, int kN, Form kForm>
 std::string wgmma() {
   const auto flipped = [](int (*value)(int, int)) { return [=](int r, int c) { return value(c, r); }; };
-  const auto a_image =
-      kSource == Source::kAlongM ? image<In, kK, kM>(flipped(a_value)) : image<In, kM, kK>(a_value);
-  const auto b_image = kBAlongK ? image<In, kN, kK>(b_value) : image<In, kK, kN>(flipped(b_value));
+  const auto a_image = a_along_k(kForm) ? image<In, kM, kK>(a_value) : image<In, kK, kM>(flipped(a_value));
+  const auto b_image = b_along_k(kForm) ? image<In, kN, kK>(b_value) : image<In, kK, kN>(flipped(b_value));
   std::vector<uint16_t> a_rows(kM * kK);
   for (int n = 0; n < kM * kK; ++n) a_rows[n] = bits<In>(a_value(n / kK, n % kK));
-  std::vector<float> expected(kM * kN);
+  std::vector<float> expected(kM * kN, may_overwrite(kForm) ? 0 : kBefore);
   for (int n = 0; n < kM * kN; ++n)
     for (int k = 0; k < kK; ++k) expected[n] += a_value(n / kN, k) * b_value(n % kN, k);
 
   const Buffer<uint16_t> on_a(a_image), on_b(b_image), on_rows(a_rows);
   const Buffer<float> out(expected.size());
-  const int bytes = sizeof(ATile) + sizeof(BTile<kN, kBAlongK>) + kAlignment;
-  wgmma_kernel<In, kN, kSource, kBAlongK><<<1, kThreads, bytes>>>(reinterpret_cast<const uint4*>(on_a.get()),
-                                                                  reinterpret_cast<const uint4*>(on_b.get()),
-                                                                  on_rows.get(), out.get());
+  const int bytes = sizeof(ATile) + sizeof(BTile<kN, b_along_k(kForm)>) + kAlignment;
+  const auto kernel = wgmma_kernel<In, kN, kForm>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  kernel<<<1, kThreads, bytes>>>(reinterpret_cast<const uint4*>(on_a.get()),
+                                 reinterpret_cast<const uint4*>(on_b.get()), on_rows.get(), out.get());
   finish();
   return first_difference(out.values(), expected, kN);
 }
 
-template <class In, int kN>
-void add_units(std::vector<Unit>& units) {
-  const std::string type = std::is_same_v<In, __half> ? "f16" : "bf16";
-  const auto add = [&](const char* a, const char* b, std::string (*run)()) {
-    units.push_back({"wgmma m64n" + std::to_string(kN) + "k16 " + type + ", A " + a + ", B " + b, run});
+// The widths that wgmma.h has of this form, in both types.
+template <Form kForm, int... kWidths>
+void add_units(std::vector<Unit>& units, const std::string& name) {
+  const auto add = [&](int width, const char* type, std::string (*run)()) {
+    units.push_back({name + " m64n" + std::to_string(width) + "k16 " + type, run});
   };
-  add("K-major", "K-major", wgmma<In, kN, Source::kAlongK, true>);
-  add("K-major", "N-major", wgmma<In, kN, Source::kAlongK, false>);
-  add("M-major", "K-major", wgmma<In, kN, Source::kAlongM, true>);
-  add("M-major", "N-major", wgmma<In, kN, Source::kAlongM, false>);
-  add("registers", "K-major", wgmma<In, kN, Source::kRegisters, true>);
-  add("registers", "N-major", wgmma<In, kN, Source::kRegisters, false>);
+  (add(kWidths, "bf16", wgmma<__nv_bfloat16, kWidths, kForm>), ...);
+  (add(kWidths, "f16", wgmma<__half, kWidths, kForm>), ...);
 }
 
 }  // namespace
 
 std::vector<Unit> wgmma_units() {
   std::vector<Unit> units;
-  add_units<__nv_bfloat16, 64>(units);
-  add_units<__nv_bfloat16, 80>(units);
-  add_units<__nv_bfloat16, 96>(units);
-  add_units<__nv_bfloat16, 128>(units);
-  add_units<__nv_bfloat16, 192>(units);
-  add_units<__nv_bfloat16, 256>(units);
-  add_units<__half, 128>(units);
+  add_units<Form::kShared, 32, 64, 80, 128>(units, "wgmma_shared");
+  add_units<Form::kSharedByRows, 64, 128>(units, "wgmma_shared_by_rows");
+  add_units<Form::kSharedRightByRows, 128>(units, "wgmma_shared_right_by_rows");
+  add_units<Form::kRegisters, 64, 128, 256>(units, "wgmma_registers");
   return units;
 }
 
