@@ -5,10 +5,12 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <map>
+
 #include "cpu/select.h"
 #include "cuda/tiers.h"
-#include "ops/checks.h"
 #include "ops/eager.h"
+#include "ops/from_python.h"
 #include "ops/plan.h"
 #include "torch_ops/overrides.h"
 
@@ -40,14 +42,50 @@ pybind11::dict build_info() {
   return info;
 }
 
+// A tuple with an object for each member.
+template <class Struct>
+Struct read(const pybind11::tuple& objects) {
+  Struct result;
+  TORCH_CHECK_TYPE(objects.size() == std::tuple_size_v<decltype(result.tie())> &&
+                       flash_attn_ext::all_from_python(PySequence_Fast_ITEMS(objects.ptr()), result),
+                   "flash_attn_ext: internal error, got ", std::string(pybind11::str(objects)));
+  return result;
+}
+
+template <size_t n>
+pybind11::tuple names(const char* const (&names)[n]) {
+  return pybind11::cast(std::vector<std::string>(names, names + n));
+}
+
+// What the declarations say of each tensor, for those parts of torch that take Python functions only.
+template <class Tensors>
+pybind11::tuple rules() {
+  using flash_attn_ext::AutocastRule, flash_attn_ext::VmapRule;
+  pybind11::list result;
+  for (const flash_attn_ext::TensorRule& rule : Tensors::kRules) {
+    static const std::map<AutocastRule, const char*> autocast = {
+        {AutocastRule::kCast, "cast"},
+        {AutocastRule::kUnlessFloat32, "unless_float32"},
+        {AutocastRule::kKeep, "keep"}};
+    static const std::map<VmapRule, const char*> vmap = {{VmapRule::kBatch, "batch"},
+                                                         {VmapRule::kBatchOrOne, "batch_or_one"},
+                                                         {VmapRule::kPerHead, "per_head"},
+                                                         {VmapRule::kLoop, "loop"}};
+    result.append(pybind11::make_tuple(rule.name, autocast.at(rule.autocast), vmap.at(rule.vmap)));
+  }
+  return result;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() =
       "Inspection of the compiled half of flash_attn_ext; the operators are in torch.ops.flash_attn_ext.";
-  m.def("attention_if_plain", flash_attn_ext::attention_if_plain);
-  // Arguments of other types than that: torch.ops words the error.
-  m.def("attention_if_plain", [](const pybind11::args&) { return pybind11::none(); });
+  m.add_object("attention_if_plain", pybind11::reinterpret_steal<pybind11::object>(
+                                         PyCFunction_New(&flash_attn_ext::kAttentionIfPlain, nullptr)));
+  m.attr("attention_rules") = rules<flash_attn_ext::AttentionTensors>();
+  m.attr("attention_backward_rules") = rules<flash_attn_ext::AttentionBackwardTensors>();
+  m.attr("differentiable") = names(flash_attn_ext::Gradients::kNames);
   pybind11::class_<KernelChoice>(m, "KernelChoice")
       .def_readonly("kernel", &KernelChoice::kernel)
       .def_readonly("refusal", &KernelChoice::refusal)
@@ -58,9 +96,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("bytes", &Plan::bytes)
       .def_readonly("deterministic", &Plan::deterministic)
       .def("visible_tiles", &Plan::visible_tiles);
-  m.def("plan_attention", flash_attn_ext::plan_attention);
-  m.def("plan_attention", [](const pybind11::args&) { return pybind11::none(); });  // as above
-  m.def("plan_attention_backward", flash_attn_ext::plan_attention_backward);
+  m.def("plan_attention", [](const pybind11::tuple& tensors, const pybind11::tuple& options) {
+    return flash_attn_ext::plan_attention(read<flash_attn_ext::AttentionTensors>(tensors),
+                                          read<flash_attn_ext::AttentionOptions>(options));
+  });
+  m.def("plan_attention_backward", [](const pybind11::tuple& tensors, const pybind11::tuple& options,
+                                      const flash_attn_ext::GradFlags& grad_mask) {
+    return flash_attn_ext::plan_attention_backward(read<flash_attn_ext::AttentionTensors>(tensors),
+                                                   read<flash_attn_ext::AttentionOptions>(options),
+                                                   grad_mask);
+  });
   m.def("build_info", build_info);
   m.def("available_kernels", cpu::available_isas);
   m.def("active_kernel", [] { return std::string(cpu::active_kernels().isa); });

@@ -1,38 +1,45 @@
 """torch.func transforms (grad, jacrev, vmap of grad, ...) cannot pass a C++ autograd function: the same in Python.
 
-It calls the same two operators as csrc/ops/autograd.cpp, and is used only while a transform is active.
+It calls the same two operators as csrc/ops/autograd.cpp, and is used only while a transform is active. Calls without a
+transform do not come here: a Python autograd function takes 30 us more.
 """
 
 import torch
+from torch._C._functorch import TransformType, get_interpreter_stack
 
 from . import _ops
+
+GRADIENTS = len(_ops.DIFFERENTIABLE)
 
 
 class _Attention(torch.autograd.Function):
     generate_vmap_rule = True  # from the rules of the two operators, _vmap.py
 
     @staticmethod
-    def forward(query, key, value, attn_mask, alibi_slopes, rng_state, options):
-        return _ops.attention(query, key, value, attn_mask, alibi_slopes, rng_state, **options)
+    def forward(options, *tensors):
+        return _ops.attention(*tensors, **options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, ctx.options = inputs
+        ctx.options, *tensors = inputs
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse):
-        options = {**ctx.options, "grad_mask": list(ctx.needs_input_grad[:5])}
-        grads = _AttentionBackward.apply(grad_out, grad_lse, *ctx.saved_tensors, options)
-        return (*grads, None, None)
+        options = {**ctx.options, "grad_mask": list(ctx.needs_input_grad[1 : 1 + GRADIENTS])}
+        grads = _AttentionBackward.apply(options, grad_out, grad_lse, *ctx.saved_tensors)
+        return (None, *grads, *[None] * (len(_ops.TENSORS) - GRADIENTS))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError("flash_attn: forward-mode AD (jvp, jacfwd, hessian) is not implemented")
 
 
 class _AttentionBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args):
-        *tensors, options = args
+    def forward(options, *tensors):
         return _ops.attention_backward(*tensors, **options)
 
     @staticmethod
@@ -43,33 +50,39 @@ class _AttentionBackward(torch.autograd.Function):
     def backward(ctx, *grads):
         raise NotImplementedError("flash_attn: double backward (a gradient of its gradients) is not implemented")
 
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError("flash_attn: forward-mode AD of its gradients (hessian) is not implemented")
 
-def attention(query, key, value, attn_mask, alibi_slopes, rng_state, **options):
+
+def attention(*tensors, **options):
     """``_ops.attention`` under a torch.func transform."""
-    if torch.is_autocast_enabled(query.device.type):
-        query, key, value = (_autocast(t) for t in (query, key, value))
-        attn_mask, alibi_slopes = (
-            t if t is None or t.dtype == torch.float32 else _autocast(t) for t in (attn_mask, alibi_slopes)
-        )
-    return _Attention.apply(query, key, value, attn_mask, alibi_slopes, rng_state, options)
+    stack = get_interpreter_stack()
+    # functionalize alone has nothing to differentiate, and cannot see into an autograd function.
+    if all(interpreter.key() == TransformType.Functionalize for interpreter in stack):
+        return _ops.attention(*tensors, **options)
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        tensors = [_autocast(t, rule.autocast) for t, rule in zip(tensors, _ops.TENSORS, strict=True)]
+    return _Attention.apply(options, *tensors)
 
 
-def autocast_forms(query, key, value, attn_mask, alibi_slopes, rng_state):
-    """What the autocast of these makes, without its values: for explain.py."""
+def autocast_forms(*tensors):
+    """What the autocast of attention's tensors makes, without its values: for explain.py."""
 
-    def form(t):
-        dtype = _autocast(t.new_empty(0)).dtype
+    def form(t, rule):
+        if t is None:
+            return None
+        dtype = _autocast(t.new_empty(0), rule.autocast).dtype
         return t if dtype == t.dtype else torch.empty_like(t, dtype=dtype)
 
-    def form_unless_float32(t):
-        return t if t is None or t.dtype == torch.float32 else form(t)
-
-    return (*map(form, (query, key, value)), *map(form_unless_float32, (attn_mask, alibi_slopes)), rng_state)
+    return tuple(form(t, rule) for t, rule in zip(tensors, _ops.TENSORS, strict=True))
 
 
-def _autocast(t):
-    """The rule of csrc/ops/autocast.cpp, whose dispatch key this path does not pass: floats, but not float64."""
-    if not t.is_floating_point() or t.dtype == torch.float64:
+def _autocast(t, rule):
+    """What csrc/ops/autocast.cpp does, whose dispatch key this path does not pass: floats, but not float64."""
+    if t is None or rule == "keep" or not t.is_floating_point() or t.dtype == torch.float64:
+        return t
+    if rule == "unless_float32" and t.dtype == torch.float32:
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))
 

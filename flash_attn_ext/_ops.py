@@ -4,6 +4,7 @@ import importlib.machinery
 import importlib.util
 import mmap
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -51,6 +52,26 @@ is_active = _C.is_active
 activation_counts = _C.activation_counts
 reset_activation_counts = _C.reset_activation_counts
 dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
+
+
+class TensorRule(NamedTuple):
+    """A row of csrc/ops/ops.h; csrc/ops/rules.h says what the words mean."""
+
+    name: str
+    autocast: str
+    vmap: str
+
+
+# In the order of each operator's schema.
+TENSORS = tuple(TensorRule(*rule) for rule in _C.attention_rules)
+BACKWARD_TENSORS = tuple(TensorRule(*rule) for rule in _C.attention_backward_rules)
+DIFFERENTIABLE = _C.differentiable  # those of attention's tensors that have a gradient, which come first
+# (name, "float", "int" or "bool", with "?" where None is allowed)
+OPTION_TYPES = tuple(
+    (a.name, str(a.type).replace("Optional[", "").replace("]", "?"))
+    for a in attention._schema.arguments
+    if a.kwarg_only
+)
 
 # An impossible FLASH_ATTN_EXT_ISA or FLASH_ATTN_EXT_CUDA_TIER raises here, at import, and not in the middle of a
 # training run.

@@ -1,4 +1,7 @@
-"""torch.vmap rules: the mapped dimension joins the batch, or, where that would change the meaning, is looped over."""
+"""torch.vmap rules: the mapped dimension joins the batch, or, where that would change the meaning, is looped over.
+
+The rule of each tensor is in its declaration, csrc/ops/ops.h.
+"""
 
 import torch
 from torch import Tensor
@@ -15,21 +18,32 @@ def _fold(t: Tensor | None, dim: int | None, n: int) -> Tensor | None:
 
 
 def _fold_batch_of_one(t: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
-    """A mask, or slopes of two dimensions, whose batch may be 1; left alone if it is and nothing maps it."""
+    """A mask, or slopes of two dimensions, whose batch may be 1; it stays if it is and nothing maps it."""
     if t is None or (dim is None and t.shape[0] == 1):
         return t
     t = t.unsqueeze(0).expand(n, *t.shape) if dim is None else t.movedim(dim, 0)
     return t.expand(n, batch, *t.shape[2:]).reshape(n * batch, *t.shape[2:])
 
 
-def _fold_slopes(slopes: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
-    if slopes is None:
+def _fold_per_head(t: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
+    """(H) or (B, H), without the mapped dimension."""
+    if t is None:
         return None
-    if slopes.dim() - (dim is not None) == 1:  # (H): one row, whatever the batch
+    if t.dim() - (dim is not None) == 1:  # (H): one row, whatever the batch
         if dim is None:
-            return slopes
-        slopes, dim = slopes.movedim(dim, 0).unsqueeze(1), 0
-    return _fold_batch_of_one(slopes, dim, n, batch)
+            return t
+        t, dim = t.movedim(dim, 0).unsqueeze(1), 0
+    return _fold_batch_of_one(t, dim, n, batch)
+
+
+def _fold_by_rule(rule: str, t: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
+    if rule == "batch":
+        return _fold(t, dim, n)
+    if rule == "batch_or_one":
+        return _fold_batch_of_one(t, dim, n, batch)
+    if rule == "per_head":
+        return _fold_per_head(t, dim, n, batch)
+    return None  # "loop": not used by the call, or it would be looped over
 
 
 def _loop(op, n: int, in_dims: tuple, args: tuple, kwargs: dict) -> tuple:
@@ -46,35 +60,30 @@ def _unfold(results: tuple, n: int) -> tuple:
     return unfolded, tuple(None if t is None else 0 for t in unfolded)
 
 
-def _attention_vmap(info, in_dims, *args, **kwargs):
-    in_dims = tuple(in_dims[: len(args)])
-    n = info.batch_size
-    # Dropout depends on the batch index, so folding would draw other masks than the mapped function says.
-    if kwargs.get("dropout_p", 0.0) > 0.0:
-        return _loop(_ops.attention, n, in_dims, args, kwargs)
-    q, k, v, mask, slopes, _ = (*args, *[None] * (6 - len(args)))
-    dims = (*in_dims, *[None] * (6 - len(in_dims)))
-    batch = q.shape[0] if dims[0] is None else q.movedim(dims[0], 0).shape[1]
-    folded = [_fold(t, d, n) for t, d in zip((q, k, v), dims, strict=False)]
-    mask = _fold_batch_of_one(mask, dims[3], n, batch)
-    return _unfold(_ops.attention(*folded, mask, _fold_slopes(slopes, dims[4], n, batch), None, **kwargs), n)
+def _vmap_rule(op, rules: tuple):
+    shared = {rule.name for rule in rules if rule.vmap != "batch"}  # one for several elements of the batch
+
+    def vmap(info, in_dims, *args, **kwargs):
+        in_dims, n = tuple(in_dims[: len(args)]), info.batch_size
+        args, in_dims = (tuple(x) + (None,) * (len(rules) - len(x)) for x in (args, in_dims))
+        # Dropout depends on the batch index, and the gradient of what is shared is per mapped element.
+        wanted = zip(_ops.DIFFERENTIABLE, kwargs.get("grad_mask", ()), strict=False)
+        if kwargs.get("dropout_p", 0.0) > 0.0 or any(want and name in shared for name, want in wanted):
+            return _loop(op, n, in_dims, args, kwargs)
+        query = [rule.name for rule in rules].index("query")
+        query_shape, dim = list(args[query].shape), in_dims[query]
+        if dim is not None:
+            del query_shape[dim]
+        folded = [
+            _fold_by_rule(rule.vmap, t, dim, n, query_shape[0])
+            for rule, t, dim in zip(rules, args, in_dims, strict=True)
+        ]
+        return _unfold(op(*folded, **kwargs), n)
+
+    return vmap
 
 
-def _attention_backward_vmap(info, in_dims, *args, **kwargs):
-    in_dims = tuple(in_dims[: len(args)])
-    n = info.batch_size
-    *_, mask_grad, slopes_grad = kwargs["grad_mask"]
-    if kwargs.get("dropout_p", 0.0) > 0.0 or mask_grad or slopes_grad:  # those gradients are per mapped element
-        return _loop(_ops.attention_backward, n, in_dims, args, kwargs)
-    dout, dlse, q, k, v, mask, slopes, _, out, lse = args
-    dims = in_dims
-    batch = q.shape[0] if dims[2] is None else q.movedim(dims[2], 0).shape[1]
-    fold = [_fold(t, d, n) for t, d in zip((dout, dlse, q, k, v), dims, strict=False)]
-    mask = _fold_batch_of_one(mask, dims[5], n, batch)
-    slopes = _fold_slopes(slopes, dims[6], n, batch)
-    out, lse = _fold(out, dims[8], n), _fold(lse, dims[9], n).contiguous()
-    return _unfold(_ops.attention_backward(*fold, mask, slopes, None, out, lse, **kwargs), n)
-
-
-torch.library.register_vmap("flash_attn_ext::attention", _attention_vmap)
-torch.library.register_vmap("flash_attn_ext::attention_backward", _attention_backward_vmap)
+torch.library.register_vmap("flash_attn_ext::attention", _vmap_rule(_ops.attention, _ops.TENSORS))
+torch.library.register_vmap(
+    "flash_attn_ext::attention_backward", _vmap_rule(_ops.attention_backward, _ops.BACKWARD_TENSORS)
+)

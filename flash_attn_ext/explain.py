@@ -1,17 +1,25 @@
 """explain: what a call of flash_attn would do, without doing it."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 from . import _functorch, _ops
-from .functional import OPTIONS, check_is_dense, diagonal, is_deterministic, operator_tensors, window_sides
+from .functional import (
+    causal_of_bias,
+    check_is_dense,
+    checked_options,
+    flash_attn,
+    operator_options,
+    operator_tensors,
+)
 from .iomodel.calls import Cost, pass_cost
 from .iomodel.counts import Problem, kernel_tiles, largest_blocks
 
-INPUTS = ("query", "key", "value", "attn_mask", "alibi_slopes")
 # Of a block on every GPU from compute capability 8.0 on: kMaxSharedBytes of csrc/cuda/shared_memory.h.
 SHARED_BYTES = 99 << 10
 
@@ -62,27 +70,13 @@ class Explanation:
         return "\n".join([self.call, *(f"{name}: {p}".replace("\n", "\n  ") for name, p in passes.items())])
 
 
-def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    causal: str | None = None,
-    window: int | tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_lse: bool = False,
-    rng_state: Tensor | None = None,
-    num_splits: int = 0,
-    unified_max: float | None = None,
-    deterministic: bool | None = None,
-) -> Explanation:
+_SIGNATURE = inspect.signature(flash_attn)
+
+
+def explain(*args, **kwargs) -> Explanation:
     """What :func:`flash_attn` would do with these arguments: its kernels, memory and traffic. It runs nothing.
+
+    Arguments: those of :func:`flash_attn`.
 
     The kernels and workspaces are those that the call itself would ask for, on the tensors' device, with what is forced
     at the moment. FLOPs and traffic are predicted by :mod:`flash_attn_ext.iomodel`, which counts FlashAttention-2 in
@@ -97,42 +91,48 @@ def explain(
     Raises:
         TypeError, ValueError: as :func:`flash_attn`.
         NotImplementedError: no kernels for the tensors' device. What a kernel refuses is in :attr:`Pass.error` instead.
+
+    Tensors on the Meta device have no kernels; memory without workspace and the predictions are still there.
     """
-    lower_right, is_causal = diagonal(causal, is_causal, window, alibi_slopes)
-    window_left, window_right = window_sides(window)
+    call = _SIGNATURE.bind(*args, **kwargs)
+    call.apply_defaults()
+    return _explain(**call.arguments)
+
+
+explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)
+
+
+def _explain(query, key, value, attn_mask, alibi_slopes, rng_state, enable_gqa, return_lse, **options) -> Explanation:
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, options["causal"] = (
+            None,
+            causal_of_bias(attn_mask, query, key, options["is_causal"], options["causal"]),
+        )
+    options = checked_options(operator_options(alibi_slopes=alibi_slopes, **options))
     drawn = None
-    if dropout_p > 0.0 and rng_state is None:
+    if options["dropout_p"] > 0.0 and rng_state is None:
         check_is_dense("query", query)
         drawn = rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
-    options = (
-        scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p, num_splits, unified_max,
-        is_deterministic(deterministic),
-    )  # fmt: skip
     given = (query, key, value, attn_mask, alibi_slopes, rng_state)
     tensors, _ = operator_tensors(*given, enable_gqa)
-    if dropout_p <= 0.0:
-        tensors = (*tensors[:5], None)
     copies = [drawn, *(t for t, g in zip(tensors, given, strict=True) if _is_copy(t, g))]
     device = query.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         cast = _functorch.autocast_forms(*tensors)
         copies += [c for c, t in zip(cast, tensors, strict=True) if c is not t]
         tensors = cast
-    wanted = [t is not None and t.requires_grad for t in given[:5]]
+    wanted = [t is not None and t.requires_grad for t in given[: len(_ops.DIFFERENTIABLE)]]
     if not any(wanted):
-        wanted = [True, True, True, False, False]
+        wanted = [name in ("query", "key", "value") for name in _ops.DIFFERENTIABLE]
 
-    forward = _ops.plan_attention(*tensors, *options)
-    if forward is None:  # arguments of other types than those: the operator words the error
-        forms = (None if t is None else t.to("meta") for t in tensors)
-        _ops.attention(*forms, **dict(zip(OPTIONS, options, strict=True)))
-        raise TypeError("explain: got an argument of a type that is not allowed")
-    backward = _ops.plan_attention_backward(*tensors, *options, wanted)
+    forward = _ops.plan_attention(tensors, tuple(options.values()))
+    backward = _ops.plan_attention_backward(tensors, tuple(options.values()), wanted)
+    dropout_p = options["dropout_p"]
     return Explanation(
         call=_describe(*tensors[:3]),
         forward=_explained("forward", forward, tensors, dropout_p, sum(t.nbytes for t in copies if t is not None)),
         backward=_explained("backward", backward, tensors, dropout_p),
-        gradients=tuple(name for name, want in zip(INPUTS, wanted, strict=True) if want),
+        gradients=tuple(name for name, want in zip(_ops.DIFFERENTIABLE, wanted, strict=True) if want),
         deterministic=backward.deterministic,
     )
 
@@ -184,7 +184,7 @@ def _is_copy(t: Tensor | None, given: Tensor | None) -> bool:
 
 
 def _describe(q: Tensor, k: Tensor, v: Tensor) -> str:
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(INPUTS, (q, k, v), strict=False))
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(_ops.DIFFERENTIABLE, (q, k, v), strict=False))
     return f"flash_attn of {shapes}, {str(q.dtype).removeprefix('torch.')} on {q.device}"
 
 

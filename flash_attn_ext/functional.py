@@ -5,17 +5,14 @@ dimensions, numbers. What tensors are allowed is checked in csrc/ops/checks.cpp,
 """
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import _functorch, _ops
-
-# In the order of the operator's schema.
-OPTIONS = (
-    "scale", "causal", "lower_right", "window_left", "window_right", "softcap", "dropout_p", "num_splits",
-    "unified_max", "deterministic",
-)  # fmt: skip
 
 
 def flash_attn(
@@ -29,7 +26,7 @@ def flash_attn(
     enable_gqa: bool = False,
     *,
     causal: str | None = None,
-    window: int | tuple[int, int] | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
@@ -45,13 +42,13 @@ def flash_attn(
     dimension, D_v that of ``value``. The scores are computed in this order: ``scale * <q, k>``, softcap, ALiBi, mask.
 
     Args:
-        query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 1 to 512. (H, S, D) and (S, D) are
+        query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 0 to 512. (H, S, D) and (S, D) are
             taken too, and more than one leading batch dimension. Read in place if the last dimension is contiguous.
         key: (B, H_kv, S_k, D), dtype and device of ``query``. Leading dimensions broadcast.
         value: (B, H_kv, S_k, D_v), likewise; D_v may differ from D.
         attn_mask: broadcastable to (B, H, S_q, S_k) and never expanded. bool: True attends. Float (``query``'s
             dtype or float32): added to the scores; -inf masks; receives a gradient in its own shape. Unlike in
-            torch it may be combined with ``is_causal``: both apply.
+            torch it may be combined with ``is_causal``: both apply. A ``CausalBias`` of torch is taken too.
         dropout_p: probability of dropping an element of the softmax, 0 to 1. Applied whenever it is above 0.
         is_causal: key j is visible to query i only if j <= i (the diagonal starts in the upper left corner).
         scale: factor of ``query @ key^T``; ``1 / sqrt(D)`` if None.
@@ -59,7 +56,8 @@ def flash_attn(
         causal: "upper_left" (as ``is_causal``) or "lower_right" (the last query sees all keys); they differ where
             S_q != S_k. If given, it decides over ``is_causal``.
         window: (left, right), or one number for both: only keys up to ``left`` before and ``right`` after the
-            diagonal are visible; -1 is no limit. Sliding window attention of Beltagy et al. 2020.
+            diagonal are visible. -1 and None are no limit. Numbers below -1 move a side past the diagonal: (-2, 5)
+            shows query i the keys i + 2 to i + 5. Sliding window attention of Beltagy et al. 2020.
         softcap: above 0, scores become ``softcap * tanh(score / softcap)`` (Gemma 2, 2024).
         alibi_slopes: (H) or (B, H), float32 or ``query``'s dtype: ``-slope * |i + diagonal - j|`` is added to the
             scores (Press et al. 2022). Receives a gradient.
@@ -88,33 +86,29 @@ def flash_attn(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
-    # explain.py does the same, without running anything.
-    lower_right, window_left, window_right = False, -1, -1
-    if causal is not None or window is not None or alibi_slopes is not None:
-        lower_right, is_causal = diagonal(causal, is_causal, window, alibi_slopes)
-        window_left, window_right = window_sides(window)
-    if dropout_p > 0.0 and rng_state is None:
-        check_is_dense("query", query)
-        rng_state = new_rng_state(query.device)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    else:
-        deterministic = is_deterministic(deterministic)
-    options = (
-        scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p, num_splits, unified_max,
-        deterministic,
-    )  # fmt: skip
+    # Subclasses and modes that want to see the call, torch.fx's proxies among them.
+    if has_torch_function_variadic(query, key, value, attn_mask, alibi_slopes):
+        return _through_torch_function(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal=causal, window=window,
+            softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse, rng_state=rng_state,
+            num_splits=num_splits, unified_max=unified_max, deterministic=deterministic,
+        )  # fmt: skip
+    options = operator_options(
+        dropout_p, is_causal, scale, causal, window, softcap, alibi_slopes, num_splits, unified_max, deterministic
+    )
+    if dropout_p != 0.0 and rng_state is None:
+        rng_state = _rng_state_for(query, dropout_p)
     compiling = torch.compiler.is_compiling()  # torch.compile traces through the operator itself
-    transformed = not compiling and _functorch.active()
-    if not compiling and not transformed:
-        result = _ops.attention_if_plain(query, key, value, attn_mask, alibi_slopes, rng_state, enable_gqa, *options)
+    if not compiling:
+        result = _ops.attention_if_plain(enable_gqa, query, key, value, attn_mask, alibi_slopes, rng_state, *options)
         if result is not None:
             return result if return_lse else result[0]
+    options = checked_options(options)
     tensors, batch_shape = operator_tensors(query, key, value, attn_mask, alibi_slopes, rng_state, enable_gqa)
-    if dropout_p <= 0.0:
-        tensors = (*tensors[:5], None)
-    attention = _functorch.attention if transformed else _ops.attention
-    out, lse = attention(*tensors, **dict(zip(OPTIONS, options, strict=True)))
+    attention = _functorch.attention if not compiling and _functorch.active() else _ops.attention
+    out, lse = attention(*tensors, **options)
+    if out.shape[3] != value.shape[-1]:  # head_dim_v 0 was padded
+        out = out[..., : value.shape[-1]]
     ndim = max(query.dim(), key.dim(), value.dim())
     if ndim != 4:
         out, lse = _restore_shape(out, ndim, batch_shape), _restore_shape(lse, ndim, batch_shape)
@@ -147,8 +141,14 @@ def operator_tensors(
     """The operator's tensors, in the order of its schema; and the shape of the leading dimensions that B stands for."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_is_dense(name, t)
+    if not isinstance(enable_gqa, (bool, int)):
+        raise TypeError(f"enable_gqa: got {enable_gqa!r}; allowed: True, False")
     ndim = max(query.dim(), key.dim(), value.dim())
     q, k, v, batch_shape = _as_4d(query, key, value, enable_gqa)
+    if q.shape[3] == 0 and k.shape[3] == 0:  # all scores are 0, as with a column of zeros
+        q, k = (torch.nn.functional.pad(t, (0, 1)) for t in (q, k))
+    if v.shape[3] == 0:
+        v = torch.nn.functional.pad(v, (0, 1))
     for name, t in (("alibi_slopes", alibi_slopes), ("rng_state", rng_state)):
         if t is not None:
             check_is_dense(name, t)
@@ -240,6 +240,89 @@ def _restore_shape(t: Tensor, ndim: int, batch_shape: torch.Size) -> Tensor:
     return t
 
 
+def causal_of_bias(bias: CausalBias, query: Tensor, key: Tensor, is_causal: bool, causal: str | None) -> str:
+    """The ``causal`` that a CausalBias stands for. It has no elements that a mask could be read from."""
+    if is_causal or causal is not None:
+        raise ValueError("attn_mask: got a CausalBias with is_causal or causal; allowed: one of them")
+    got, wanted = (bias.seq_len_q, bias.seq_len_kv), (query.shape[-2], key.shape[-2])
+    if got != wanted:
+        raise ValueError(f"attn_mask: got a CausalBias of {got}; allowed: (seqlen_q, seqlen_k) = {wanted}")
+    return "upper_left" if bias.variant is CausalVariant.UPPER_LEFT else "lower_right"
+
+
+def operator_options(
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    causal: str | None,
+    window: int | tuple[int | None, int | None] | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    num_splits: int,
+    unified_max: float | None,
+    deterministic: bool | None,
+) -> tuple:
+    """The operator's options, in the order of its schema. Their types are not looked at yet."""
+    lower_right, window_left, window_right = False, None, None
+    if causal is not None or window is not None or alibi_slopes is not None:
+        lower_right, is_causal = diagonal(causal, is_causal, window, alibi_slopes)
+        window_left, window_right = window_sides(window)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return (
+        scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p, num_splits, unified_max,
+        deterministic,
+    )  # fmt: skip
+
+
+def checked_options(options: tuple) -> dict:
+    """Options as keywords of the operator, each of the type in its schema; raises a TypeError that names the option."""
+    return {name: _as_type(kind, name, value) for (name, kind), value in zip(_ops.OPTION_TYPES, options, strict=True)}
+
+
+_PUBLIC_NAMES = {"causal": "is_causal", "window_left": "window", "window_right": "window"}
+_ALLOWED = {"float": "a number", "int": "an int", "bool": "True, False"}
+
+
+def _as_type(kind: str, name: str, value: object) -> object:
+    optional, kind = kind.endswith("?"), kind.removesuffix("?")
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) and kind == "bool":
+        return value
+    if isinstance(value, numbers.Integral) and name == "causal":  # is_causal=1, as torch's functions take it
+        return bool(value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value
+    if kind == "int" and isinstance(value, numbers.Integral) and -(2**63) <= value < 2**63:
+        return int(value)
+    if kind == "float" and not isinstance(value, bool):
+        number_tensor = isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
+        if isinstance(value, (float, int, numbers.Real)) or number_tensor:
+            return float(value)
+    allowed = ("None, " if optional or name == "deterministic" else "") + _ALLOWED[kind]
+    raise TypeError(f"{_PUBLIC_NAMES.get(name, name)}: got {value!r}; allowed: {allowed}")
+
+
+def _rng_state_for(query: Tensor, dropout_p: float) -> Tensor | None:
+    check_is_dense("query", query)
+    return new_rng_state(query.device) if _as_type("float", "dropout_p", dropout_p) > 0.0 else None
+
+
+def _through_torch_function(
+    query, key, value, attn_mask, dropout_p, is_causal, *others, causal, alibi_slopes, **options
+):
+    """flash_attn for arguments with a ``__torch_function__``, which get to see it."""
+    if isinstance(attn_mask, CausalBias):
+        causal, attn_mask = causal_of_bias(attn_mask, query, key, is_causal, causal), None
+    arguments = (query, key, value, attn_mask, dropout_p, is_causal, *others)
+    options = {"causal": causal, "alibi_slopes": alibi_slopes, **options}
+    relevant = (query, key, value, attn_mask, alibi_slopes)
+    if has_torch_function_variadic(*relevant):
+        return handle_torch_function(flash_attn, relevant, *arguments, **options)
+    return flash_attn(*arguments, **options)
+
+
 def diagonal(causal: str | None, is_causal: bool, window: object, alibi_slopes: Tensor | None) -> tuple[bool, bool]:
     """(lower_right, causal) of the operator."""
     if causal is None:
@@ -249,20 +332,12 @@ def diagonal(causal: str | None, is_causal: bool, window: object, alibi_slopes: 
     return causal == "lower_right", True
 
 
-def is_deterministic(asked: object) -> bool:
-    if asked is None:
-        return torch.are_deterministic_algorithms_enabled()
-    if isinstance(asked, bool):
-        return asked
-    raise TypeError(f"deterministic: got {asked!r}; allowed: None, True, False")
-
-
-def window_sides(window: int | tuple[int, int] | None) -> tuple[int, int]:
-    """(left, right) of the operator; -1 is no limit."""
-    if window is None:
-        return -1, -1
-    if isinstance(window, int):
-        return window, window
-    if isinstance(window, (tuple, list)) and len(window) == 2 and all(isinstance(n, int) for n in window):
-        return tuple(window)
-    raise ValueError(f"window: got {window!r}; allowed: None, an int, or two ints (left, right), -1 for no limit")
+def window_sides(window: int | tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """(left, right) of the operator; None is no limit."""
+    left, right = window if isinstance(window, (tuple, list)) and len(window) == 2 else (window, window)
+    for side in (left, right):
+        if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
+            raise ValueError(
+                f"window: got {window!r}; allowed: None, an int, or two of them (left, right); -1 and None are no limit"
+            )
+    return None if left == -1 else left, None if right == -1 else right

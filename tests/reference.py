@@ -9,15 +9,15 @@ def visible(seqlen_q, seqlen_k, *, causal=None, window=None, default_lower_right
     """bool (S_q, S_k): what the diagonal options leave, written from their definitions."""
     lower_right = causal == "lower_right" or (causal is None and default_lower_right)
     diagonal = seqlen_k - seqlen_q if lower_right else 0
-    left, right = (-1, -1) if window is None else ((window, window) if isinstance(window, int) else window)
+    left, right = window if isinstance(window, (tuple, list)) else (window, window)
     i = torch.arange(seqlen_q)[:, None] + diagonal
     j = torch.arange(seqlen_k)[None, :]
     keep = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
     if causal is not None:
         keep &= j <= i
-    if left >= 0:
+    if left not in (None, -1):
         keep &= j >= i - left
-    if right >= 0:
+    if right not in (None, -1):
         keep &= j <= i + right
     return keep
 

@@ -120,8 +120,9 @@ def test_an_exported_program_keeps_it():
 @pytest.mark.parametrize("asked", [False, True])
 def test_it_is_packed_for_the_kernels(asked):
     """csrc/ops/pack_params.cpp; the tests above stand in for it."""
-    options = (None, False, False, -1, -1, 0.0, 0.0, 0, None, asked)
-    plan = _ops._C.plan_attention_backward(*inputs(), None, None, None, *options, [True] * 3 + [False] * 2)
+    defaults = [a.default_value for a in _ops.attention._schema.arguments if a.kwarg_only]
+    options = (*defaults[:-1], asked)
+    plan = _ops.plan_attention_backward((*inputs(), None, None, None), options, [True] * 3 + [False] * 2)
     assert plan.deterministic is asked
 
 

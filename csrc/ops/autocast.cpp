@@ -1,5 +1,4 @@
-// Autocast keys: q, k and v are cast to the autocast dtype, as torch does for scaled_dot_product_attention. A
-// mask or slopes in float32 stay as they are: the kernels add them in float32 anyway.
+// Autocast keys: each tensor is cast as its row in the declaration says.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -9,26 +8,27 @@ namespace flash_attn_ext {
 namespace {
 
 template <c10::DispatchKey kAutocastKey, at::DeviceType kDevice>
-ForwardResult attention_autocast(FA_INPUT_ARGS, FA_OPTION_ARGS) {
+AttentionResult attention_autocast(const AttentionTensors& given, const AttentionOptions& options) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(kAutocastKey);
   const auto dtype = at::autocast::get_autocast_dtype(kDevice);
-  auto cast = [&](const at::Tensor& t) { return at::autocast::cached_cast(dtype, t, kDevice); };
-  auto cast_unless_float32 = [&](const OptionalTensor& t) {
-    return t && t->scalar_type() != at::kFloat ? OptionalTensor(cast(*t)) : t;
-  };
-  return call_attention({cast(query), cast(key), cast(value), cast_unless_float32(attn_mask),
-                         cast_unless_float32(alibi_slopes), rng_state},
-                        FA_OPTIONS);
+  AttentionTensors tensors = given;
+  for_each_tensor(tensors, [&](const TensorRule& rule, auto& t) {
+    const at::Tensor* from = tensor_or_null(t);
+    if (!from || rule.autocast == AutocastRule::kKeep) return;
+    if (rule.autocast == AutocastRule::kUnlessFloat32 && from->scalar_type() == at::kFloat) return;
+    t = at::autocast::cached_cast(dtype, *from, kDevice);
+  });
+  return call<Attention>(tensors, options);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, AutocastCPU, m) {
-  m.impl("attention", attention_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>);
+  implement<Attention, attention_autocast<c10::DispatchKey::AutocastCPU, at::kCPU>>(m);
 }
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, AutocastCUDA, m) {
-  m.impl("attention", attention_autocast<c10::DispatchKey::AutocastCUDA, at::kCUDA>);
+  implement<Attention, attention_autocast<c10::DispatchKey::AutocastCUDA, at::kCUDA>>(m);
 }
 
 }  // namespace flash_attn_ext

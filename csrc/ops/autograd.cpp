@@ -1,5 +1,4 @@
-// Autograd key: the forward saves its inputs, out and lse only; the backward recomputes the rest tile by
-// tile.
+// Autograd key: the forward saves its inputs, out and lse only; the backward recomputes the rest tile by tile.
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -9,55 +8,39 @@ namespace flash_attn_ext {
 namespace {
 
 using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
-OptionalTensor defined_or_none(const at::Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; }
-
 // Whether autograd has anything to record: setting up a Function takes longer than attention on a few rows. A
-// forward-mode tangent counts, so that the Functions below refuse it loudly.
-bool is_differentiated(const OptionalTensor& t) {
-  return t && ((at::GradMode::is_enabled() && t->requires_grad()) || t->_fw_grad(/*level=*/0).defined());
+// forward-mode tangent counts, so that it is refused and never dropped.
+template <class Tensors>
+bool is_any_differentiated(const Tensors& tensors) {
+  bool any = false;
+  for_each_tensor(tensors, [&](const TensorRule&, const auto& optional) {
+    const at::Tensor* t = tensor_or_null(optional);
+    if (!t) return;
+    TORCH_CHECK_NOT_IMPLEMENTED(!t->_fw_grad(/*level=*/0).defined(),
+                                "flash_attn: forward-mode AD (jvp, jacfwd, hessian) is not implemented");
+    any = any || (at::GradMode::is_enabled() && t->requires_grad());
+  });
+  return any;
 }
 
-template <class... Tensors>
-bool is_any_differentiated(const Tensors&... tensors) {
-  return (is_differentiated(tensors) || ...);
-}
+at::Tensor tensor_or_undefined(const at::Tensor& t) { return t; }
+at::Tensor tensor_or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }
 
-// The options as one value: each entry of saved_data is a hash table's node.
-c10::IValue pack_options(const AttentionOptions& o) {
-  std::vector<c10::IValue> values{o.scale,   o.causal,    o.lower_right, o.window_left, o.window_right,
-                                  o.softcap, o.dropout_p, o.num_splits,  o.unified_max, o.deterministic};
-  return c10::ivalue::Tuple::create(std::move(values));
-}
+void load(const at::Tensor& saved, at::Tensor& t) { t = saved; }
+void load(const at::Tensor& saved, OptionalTensor& t) { t = defined_or_none(saved); }
 
-AttentionOptions unpack_options(const c10::IValue& packed) {
-  const std::vector<c10::IValue> o = packed.toTupleRef().elements().vec();
-  return {o[0].toOptional<double>(),
-          o[1].toBool(),
-          o[2].toBool(),
-          o[3].toInt(),
-          o[4].toInt(),
-          o[5].toDouble(),
-          o[6].toDouble(),
-          o[7].toInt(),
-          o[8].toOptional<double>(),
-          o[9].toBool()};
-}
-
+// Autograd looks for what needs a gradient among the arguments, so the tensors are arguments of their own. They come
+// last: the gradients of those before, which are none, are easy to count.
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
-  // The tensors come as arguments of their own because that is where autograd looks for what needs a
-  // gradient.
-  static variable_list forward(AutogradContext* ctx, const at::Tensor& query, const at::Tensor& key,
-                               const at::Tensor& value, const OptionalTensor& attn_mask,
-                               const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
-                               const AttentionOptions& options) {
+  template <class... Tensor>
+  static variable_list forward(AutogradContext* ctx, const AttentionOptions& options,
+                               const Tensor&... tensor) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [out, lse] = call_attention(FA_INPUTS, options);
-    ctx->save_for_backward({query, key, value, attn_mask.value_or(at::Tensor()),
-                            alibi_slopes.value_or(at::Tensor()), rng_state.value_or(at::Tensor()), out, lse});
+    auto [out, lse] = call<Attention>({tensor...}, options);
+    ctx->save_for_backward({tensor_or_undefined(tensor)..., out, lse});
     ctx->saved_data["options"] = pack_options(options);
     ctx->set_materialize_grads(false);  // an unused lse costs nothing in the backward
     return {out, lse};
@@ -65,29 +48,41 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const AttentionInputs inputs{saved[0],
-                                 saved[1],
-                                 saved[2],
-                                 defined_or_none(saved[3]),
-                                 defined_or_none(saved[4]),
-                                 defined_or_none(saved[5])};
-    const AttentionOptions options = unpack_options(ctx->saved_data["options"]);
-    const GradMask wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
-                          saved[3].defined() && ctx->needs_input_grad(3),
-                          saved[4].defined() && ctx->needs_input_grad(saved[3].defined() ? 4 : 3)};
-    auto [dq, dk, dv, dmask, dslopes] = call_attention_backward(
-        defined_or_none(grads[0]), defined_or_none(grads[1]), inputs, saved[6], saved[7], options, wanted);
-    return {dq, dk, dv, dmask, dslopes, Variable(), Variable()};
+    auto next = saved.begin();
+    AttentionTensors tensors;
+    for_each_tensor(tensors, [&](const TensorRule&, auto& t) { load(*next++, t); });
+    AttentionBackwardTensors inputs;
+    inputs.set_forward(tensors);
+    inputs.out = *next++;
+    inputs.lse = *next++;
+    inputs.grad_out = defined_or_none(grads[0]);
+    inputs.grad_lse = defined_or_none(grads[1]);
+
+    AttentionBackwardOptions options;
+    options.set_forward(unpack_options<AttentionOptions>(ctx->saved_data["options"]));
+    size_t edge = 0;  // tensors that were not given have none
+    for (size_t n = 0; n < kGradients; ++n)
+      options.grad_mask[n] = saved[n].defined() && ctx->needs_input_grad(edge++);
+
+    const Gradients gradients = call<AttentionBackward>(inputs, options);
+    variable_list result(1 + std::size(AttentionTensors::kRules));  // the options' is undefined
+    std::apply(
+        [&](const auto&... grad) {
+          size_t n = 1;
+          ((result[n++] = grad), ...);
+        },
+        gradients.tie());
+    return result;
   }
 };
 
-ForwardResult attention_autograd(FA_INPUT_ARGS, FA_OPTION_ARGS) {
-  if (!is_any_differentiated(query, key, value, attn_mask, alibi_slopes)) {
+AttentionResult attention_autograd(const AttentionTensors& tensors, const AttentionOptions& options) {
+  if (!is_any_differentiated(tensors)) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_attention(FA_INPUTS, FA_OPTIONS);
+    return call<Attention>(tensors, options);
   }
-  const variable_list results =
-      AttentionFunction::apply(query, key, value, attn_mask, alibi_slopes, rng_state, FA_OPTIONS);
+  const variable_list results = std::apply(
+      [&](const auto&... tensor) { return AttentionFunction::apply(options, tensor...); }, tensors.tie());
   return {results[0], results[1]};
 }
 
@@ -96,18 +91,14 @@ ForwardResult attention_autograd(FA_INPUT_ARGS, FA_OPTION_ARGS) {
 class AttentionBackwardFunction : public torch::autograd::Function<AttentionBackwardFunction> {
  public:
   // Returns the wanted gradients only: autograd cannot wrap undefined outputs.
-  static variable_list forward(AutogradContext*, const OptionalTensor& grad_out,
-                               const OptionalTensor& grad_lse, const at::Tensor& query, const at::Tensor& key,
-                               const at::Tensor& value, const OptionalTensor& attn_mask,
-                               const OptionalTensor& alibi_slopes, const OptionalTensor& rng_state,
-                               const at::Tensor& out, const at::Tensor& lse, const AttentionOptions& options,
-                               const GradMask& grad_mask) {
+  template <class... Tensor>
+  static variable_list forward(AutogradContext*, const AttentionBackwardOptions& options,
+                               const Tensor&... tensor) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [dq, dk, dv, dmask, dslopes] =
-        call_attention_backward(grad_out, grad_lse, FA_INPUTS, out, lse, options, grad_mask);
+    const Gradients gradients = call<AttentionBackward>({tensor...}, options);
     variable_list wanted;
-    for (const at::Tensor& grad : {dq, dk, dv, dmask, dslopes})
-      if (grad.defined()) wanted.push_back(grad);
+    std::apply([&](const auto&... grad) { ((grad.defined() ? wanted.push_back(grad) : void()), ...); },
+               gradients.tie());
     return wanted;
   }
 
@@ -117,27 +108,27 @@ class AttentionBackwardFunction : public torch::autograd::Function<AttentionBack
   }
 };
 
-BackwardResult attention_backward_autograd(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                           FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
-                                           FA_OPTION_ARGS, GradMask::Flags grad_mask) {
-  if (!is_any_differentiated(grad_out, grad_lse, query, key, value, attn_mask, alibi_slopes, out, lse)) {
+Gradients attention_backward_autograd(const AttentionBackwardTensors& tensors,
+                                      const AttentionBackwardOptions& options) {
+  if (!is_any_differentiated(tensors)) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_attention_backward(grad_out, grad_lse, FA_INPUTS, out, lse, FA_OPTIONS,
-                                   GradMask::from(grad_mask));
+    return call<AttentionBackward>(tensors, options);
   }
   const variable_list wanted =
-      AttentionBackwardFunction::apply(grad_out, grad_lse, query, key, value, attn_mask, alibi_slopes,
-                                       rng_state, out, lse, FA_OPTIONS, GradMask::from(grad_mask));
+      std::apply([&](const auto&... tensor) { return AttentionBackwardFunction::apply(options, tensor...); },
+                 tensors.tie());
+  Gradients gradients;
   auto next = wanted.begin();
-  auto take = [&](size_t n) { return grad_mask[n] ? *next++ : at::Tensor(); };
-  return {take(0), take(1), take(2), take(3), take(4)};  // a braced list is evaluated left to right
+  auto flag = options.grad_mask.begin();
+  std::apply([&](auto&... grad) { ((*flag++ ? void(grad = *next++) : void()), ...); }, gradients.tie());
+  return gradients;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, Autograd, m) {
-  m.impl("attention", attention_autograd);
-  m.impl("attention_backward", attention_backward_autograd);
+  implement<Attention, attention_autograd>(m);
+  implement<AttentionBackward, attention_backward_autograd>(m);
 }
 
 }  // namespace flash_attn_ext

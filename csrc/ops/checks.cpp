@@ -8,170 +8,182 @@ namespace {
 // Sizes are compared as SymInt: the same text then serves traced calls with dynamic shapes.
 using c10::SymInt;
 
+struct DimSizes {
+  SymInt sizes[static_cast<size_t>(Dim::kCount)];
+  const SymInt& operator[](Dim dim) const { return sizes[static_cast<size_t>(dim)]; }
+};
+
+const DimName& name_of(Dim dim) { return kDimNames[static_cast<size_t>(dim)]; }
+
 // torch's own name of a dtype, as Python shows it.
 std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 
-void check_device(const char* name, const at::Tensor& t, const at::Tensor& query) {
-  TORCH_CHECK_TYPE(t.device() == query.device(), name, ": got device ", t.device(),
-                   "; allowed: query's device, ", query.device());
+// "(batch, heads, seqlen_q, head_dim)"
+std::string names_of(const Shape& shape) {
+  std::string text;
+  for (int n = 0; n < shape.count; ++n) text += (n ? ", " : "(") + std::string(name_of(shape.dims[n]).name);
+  return text + ")";
 }
 
-void check_4d(const char* name, const at::Tensor& t, const char* shape) {
-  TORCH_CHECK_VALUE(t.dim() == 4, name, ": got a tensor of shape ", t.sym_sizes(), "; allowed: 4-D, ", shape);
+bool is_floating(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-void check_size(const char* name, const at::Tensor& t, int64_t dim, const SymInt& allowed,
-                const char* meaning) {
-  TORCH_CHECK_VALUE(t.sym_size(dim) == allowed, name, ": got shape ", t.sym_sizes(), ", with size ",
-                    t.sym_size(dim), " in dimension ", dim, "; allowed there: ", allowed, " (", meaning, ")");
+// What a dtype rule allows, in words; empty if it allows `dtype`.
+std::string refused_dtype(DtypeRule rule, at::ScalarType dtype, at::ScalarType query) {
+  switch (rule) {
+    case DtypeRule::kFloating: return is_floating(dtype) ? "" : "float32, float64, bfloat16, float16";
+    case DtypeRule::kOfQuery: return dtype == query ? "" : "query's, " + name_of(query);
+    case DtypeRule::kMask:
+      if (dtype == at::kBool || dtype == query || dtype == at::kFloat) return "";
+      return "bool (true attends), query's (" + name_of(query) + ") or float32 (added)";
+    case DtypeRule::kAdded:
+      return dtype == query || dtype == at::kFloat ? "" : "float32 or query's, " + name_of(query);
+    case DtypeRule::kAccumulator:
+      return dtype == (query == at::kDouble ? at::kDouble : at::kFloat)
+                 ? ""
+                 : "float32, and float64 for float64 inputs";
+    case DtypeRule::kInt64: return dtype == at::kLong ? "" : "int64";
+  }
+  return "";
 }
 
-void check_qkv(const AttentionInputs& in) {
-  const at::Tensor &q = in.query, &k = in.key, &v = in.value;
-  check_device("key", k, q);
-  check_device("value", v, q);
-  const auto dtype = q.scalar_type();
-  TORCH_CHECK_TYPE(
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-      "query: got dtype ", name_of(dtype), "; allowed: float32, float64, bfloat16, float16");
-  TORCH_CHECK_TYPE(k.scalar_type() == dtype, "key: got dtype ", name_of(k.scalar_type()),
-                   "; allowed: query's, ", name_of(dtype));
-  TORCH_CHECK_TYPE(v.scalar_type() == dtype, "value: got dtype ", name_of(v.scalar_type()),
-                   "; allowed: query's, ", name_of(dtype));
-  check_4d("query", q, "(batch, heads, seqlen_q, head_dim)");
-  check_4d("key", k, "(batch, heads_kv, seqlen_k, head_dim)");
-  check_4d("value", v, "(batch, heads_kv, seqlen_k, head_dim_v)");
-  check_size("key", k, 0, q.sym_size(0), "query's batch");
-  check_size("value", v, 0, q.sym_size(0), "query's batch");
-  check_size("value", v, 1, k.sym_size(1), "key's heads");
-  check_size("value", v, 2, k.sym_size(2), "key's sequence length");
-  check_size("key", k, 3, q.sym_size(3), "query's head_dim");
-  const SymInt heads = q.sym_size(1), heads_kv = k.sym_size(1);
-  TORCH_CHECK_VALUE(heads_kv == 0 ? heads == 0 : heads % heads_kv == 0, "key: got ", heads_kv, " heads for ",
-                    heads, " query heads; allowed: a divisor of the number of query heads");
-  TORCH_CHECK_VALUE(q.sym_size(3) >= 1 && q.sym_size(3) <= kMaxHeadDim, "query: got head_dim ", q.sym_size(3),
-                    "; allowed: 1 to ", kMaxHeadDim);
-  TORCH_CHECK_VALUE(v.sym_size(3) >= 1 && v.sym_size(3) <= kMaxHeadDim, "value: got head_dim_v ",
-                    v.sym_size(3), "; allowed: 1 to ", kMaxHeadDim);
+void check_dimensions(const TensorRule& rule, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(t.dim() == rule.shape.count, rule.name, ": got a tensor of shape ", t.sym_sizes(),
+                    "; allowed: ", int{rule.shape.count}, "-D, ",
+                    rule.shape.kind == Shape::kBroadcast ? "broadcastable to " : "", names_of(rule.shape));
 }
 
-void check_mask(const AttentionInputs& in) {
-  const at::Tensor &mask = *in.attn_mask, &q = in.query;
-  check_device("attn_mask", mask, q);
-  const auto dtype = mask.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kBool || dtype == q.scalar_type() || dtype == at::kFloat,
-                   "attn_mask: got dtype ", name_of(dtype), "; allowed: bool (true attends), query's (",
-                   name_of(q.scalar_type()), ") or float32 (added)");
-  check_4d("attn_mask", mask, "broadcastable to (batch, heads, seqlen_q, seqlen_k)");
-  const SymInt full[] = {q.sym_size(0), q.sym_size(1), q.sym_size(2), in.key.sym_size(2)};
-  static const char* const meaning[] = {"batch", "heads", "seqlen_q", "seqlen_k"};
-  for (int64_t dim = 0; dim < 4; ++dim)
-    TORCH_CHECK_VALUE(mask.sym_size(dim) == 1 || mask.sym_size(dim) == full[dim], "attn_mask: got shape ",
-                      mask.sym_sizes(), ", with size ", mask.sym_size(dim), " in dimension ", dim,
-                      "; allowed there: 1 or ", full[dim], " (", meaning[dim], ")");
-}
-
-void check_alibi(const AttentionInputs& in) {
-  const at::Tensor &slopes = *in.alibi_slopes, &q = in.query;
-  check_device("alibi_slopes", slopes, q);
-  TORCH_CHECK_TYPE(slopes.scalar_type() == at::kFloat || slopes.scalar_type() == q.scalar_type(),
-                   "alibi_slopes: got dtype ", name_of(slopes.scalar_type()),
-                   "; allowed: float32 or query's, ", name_of(q.scalar_type()));
-  const bool per_head = slopes.dim() == 1 && slopes.sym_size(0) == q.sym_size(1);
-  const bool per_batch =
-      slopes.dim() == 2 && slopes.sym_size(0) == q.sym_size(0) && slopes.sym_size(1) == q.sym_size(1);
-  TORCH_CHECK_VALUE(per_head || per_batch, "alibi_slopes: got shape ", slopes.sym_sizes(),
-                    "; allowed: (heads) = [", q.sym_size(1), "] or (batch, heads) = [", q.sym_size(0), ", ",
-                    q.sym_size(1), "]");
-}
-
-void check_dropout_p(double p) {
-  TORCH_CHECK_VALUE(p >= 0.0 && p <= 1.0, "dropout_p: got ", p, "; allowed: 0 to 1");
-}
-
-void check_rng_state(const at::Tensor& state) {
-  TORCH_CHECK_TYPE(state.scalar_type() == at::kLong, "rng_state: got dtype ", name_of(state.scalar_type()),
-                   "; allowed: int64");
-  TORCH_CHECK_VALUE(state.dim() == 1 && state.sym_size(0) == 2 && state.is_contiguous(),
-                    "rng_state: got shape ", state.sym_sizes(),
-                    "; allowed: a contiguous tensor of 2 elements, seed and offset");
-}
-
-void check_options(const AttentionInputs& in, const AttentionOptions& o) {
-  TORCH_CHECK_VALUE(!o.scale || std::isfinite(*o.scale), "scale: got ", *o.scale,
-                    "; allowed: a finite number");
-  TORCH_CHECK_VALUE(std::isfinite(o.softcap) && o.softcap >= 0, "softcap: got ", o.softcap,
-                    "; allowed: 0 (none) or a positive finite number");
-  TORCH_CHECK_VALUE(o.window_left >= -1, "window_left: got ", o.window_left,
-                    "; allowed: -1 (no limit) or more");
-  TORCH_CHECK_VALUE(o.window_right >= -1, "window_right: got ", o.window_right,
-                    "; allowed: -1 (no limit) or more");
-  TORCH_CHECK_VALUE(o.num_splits >= 0, "num_splits: got ", o.num_splits,
-                    "; allowed: 0 (chosen by the shape) or more");
-  TORCH_CHECK_VALUE(!o.unified_max || std::isfinite(*o.unified_max), "unified_max: got ", *o.unified_max,
-                    "; allowed: a finite number");
-  check_dropout_p(o.dropout_p);
-  if (o.dropout_p > 0) {
-    TORCH_CHECK_VALUE(in.rng_state.has_value(),
-                      "rng_state: got none; allowed with dropout_p > 0: an int64 tensor of seed and offset");
-    check_device("rng_state", *in.rng_state, in.query);
-    check_rng_state(*in.rng_state);
+void check_exact(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes) {
+  check_dimensions(rule, t);
+  const bool may_be_1 = rule.shape.kind == Shape::kBroadcast;
+  for (int n = 0; n < rule.shape.count; ++n) {
+    const Dim dim = rule.shape.dims[n];
+    const SymInt size = t.sym_size(n);
+    TORCH_CHECK_VALUE((may_be_1 && size == 1) || size == sizes[dim], rule.name, ": got shape ", t.sym_sizes(),
+                      ", with size ", size, " in dimension ", n, "; allowed there: ", may_be_1 ? "1 or " : "",
+                      sizes[dim], " (", name_of(dim).owner, "'s ", name_of(dim).name, ")");
   }
 }
 
-void check_same_form(const char* name, const at::Tensor& t, const at::Tensor& model, const char* model_name) {
-  TORCH_CHECK_VALUE(t.sym_sizes() == model.sym_sizes(), name, ": got shape ", t.sym_sizes(),
-                    "; allowed: that of ", model_name, ", ", model.sym_sizes());
-  TORCH_CHECK_TYPE(t.scalar_type() == model.scalar_type(), name, ": got dtype ", name_of(t.scalar_type()),
-                   "; allowed: that of ", model_name, ", ", name_of(model.scalar_type()));
+void check_maybe_batched(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes) {
+  const SymInt &batch = sizes[rule.shape.dims[0]], &heads = sizes[rule.shape.dims[1]];
+  const bool alone = t.dim() == 1 && t.sym_size(0) == heads;
+  const bool batched = t.dim() == 2 && t.sym_size(0) == batch && t.sym_size(1) == heads;
+  TORCH_CHECK_VALUE(alone || batched, rule.name, ": got shape ", t.sym_sizes(), "; allowed: (heads) = [",
+                    heads, "] or (batch, heads) = [", batch, ", ", heads, "]");
+}
+
+void check_seed_offset(const char* name, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(t.dim() == 1 && t.sym_size(0) == 2 && t.is_contiguous(), name, ": got shape ",
+                    t.sym_sizes(), "; allowed: a contiguous tensor of 2 elements, seed and offset");
+}
+
+void check_dtype(const TensorRule& rule, const at::Tensor& t, at::ScalarType query) {
+  const std::string allowed = refused_dtype(rule.dtype, t.scalar_type(), query);
+  TORCH_CHECK_TYPE(allowed.empty(), rule.name, ": got dtype ", name_of(t.scalar_type()),
+                   "; allowed: ", allowed);
+}
+
+// The sizes that query, key and value give.
+template <class Tensors>
+DimSizes sizes_of(const Tensors& in) {
+  for_each_tensor(in, [&](const TensorRule& rule, const auto& t) {
+    if constexpr (std::is_same_v<decltype(t), const at::Tensor&>) check_dimensions(rule, t);
+  });
+  const at::Tensor &q = in.query, &k = in.key, &v = in.value;
+  return {{q.sym_size(0), q.sym_size(1), k.sym_size(1), q.sym_size(2), k.sym_size(2), q.sym_size(3),
+           v.sym_size(3)}};
+}
+
+template <class Tensors>
+DimSizes check_tensors(const Tensors& tensors) {
+  const auto query = tensors.query.scalar_type();
+  for_each_tensor(tensors, [&](const TensorRule& rule, const auto& optional) {
+    const at::Tensor* t = tensor_or_null(optional);
+    if (!t) return;
+    TORCH_CHECK_TYPE(t->device() == tensors.query.device(), rule.name, ": got device ", t->device(),
+                     "; allowed: query's device, ", tensors.query.device());
+    check_dtype(rule, *t, query);
+  });
+  const DimSizes sizes = sizes_of(tensors);
+  for_each_tensor(tensors, [&](const TensorRule& rule, const auto& optional) {
+    const at::Tensor* t = tensor_or_null(optional);
+    if (!t) return;
+    switch (rule.shape.kind) {
+      case Shape::kExact:
+      case Shape::kBroadcast: return check_exact(rule, *t, sizes);
+      case Shape::kMaybeBatched: return check_maybe_batched(rule, *t, sizes);
+      case Shape::kSeedOffset: return check_seed_offset(rule.name, *t);
+    }
+  });
+  return sizes;
+}
+
+// What the sizes have to be among themselves.
+void check_sizes(const DimSizes& sizes) {
+  const SymInt &heads = sizes[Dim::kHeads], &heads_kv = sizes[Dim::kHeadsKv];
+  TORCH_CHECK_VALUE(heads_kv == 0 ? heads == 0 : heads % heads_kv == 0, "key: got ", heads_kv, " heads for ",
+                    heads, " query heads; allowed: a divisor of the number of query heads");
+  for (Dim dim : {Dim::kHeadDim, Dim::kHeadDimV})
+    TORCH_CHECK_VALUE(sizes[dim] >= 1 && sizes[dim] <= kMaxHeadDim, name_of(dim).owner, ": got ",
+                      name_of(dim).name, " ", sizes[dim], "; allowed: 1 to ", kMaxHeadDim);
+}
+
+double shown(double v) { return v; }
+double shown(const std::optional<double>& v) { return v.value_or(0.0); }
+int64_t shown(int64_t v) { return v; }
+int64_t shown(const std::optional<int64_t>& v) { return v.value_or(0); }
+bool shown(bool v) { return v; }
+
+void check_options(const AttentionTensors& in, const AttentionOptions& options) {
+#define FA_CHECK_OPTION(name, type, default_value, check, allowed)                         \
+  {                                                                                        \
+    [[maybe_unused]] const auto& v = options.name;                                         \
+    TORCH_CHECK_VALUE(check, #name ": got ", shown(options.name), "; allowed: ", allowed); \
+  }
+  FA_ATTENTION_OPTIONS(FA_CHECK_OPTION)
+#undef FA_CHECK_OPTION
+  TORCH_CHECK_VALUE(options.dropout_p == 0.0 || in.rng_state,
+                    "rng_state: got none; allowed with dropout_p > 0: an int64 tensor of seed and offset");
 }
 
 }  // namespace
 
-void check_attention(const AttentionInputs& in, const AttentionOptions& options) {
-  check_qkv(in);
-  if (in.attn_mask) check_mask(in);
-  if (in.alibi_slopes) check_alibi(in);
-  check_options(in, options);
+void check_attention(const AttentionTensors& tensors, const AttentionOptions& options) {
+  check_sizes(check_tensors(tensors));
+  check_options(tensors, options);
 }
 
-void check_attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                              const AttentionInputs& in, const at::Tensor& out, const at::Tensor& lse,
-                              const AttentionOptions& options, const GradMask& grad_mask) {
-  check_attention(in, options);
-  const at::Tensor& q = in.query;
-  check_device("out", out, q);
-  check_4d("out", out, "(batch, heads, seqlen_q, head_dim_v)");
-  for (int64_t dim = 0; dim < 3; ++dim) check_size("out", out, dim, q.sym_size(dim), "query's size");
-  check_size("out", out, 3, in.value.sym_size(3), "value's head_dim_v");
-  TORCH_CHECK_TYPE(out.scalar_type() == q.scalar_type(), "out: got dtype ", name_of(out.scalar_type()),
-                   "; allowed: query's, ", name_of(q.scalar_type()));
-  check_device("lse", lse, q);
-  TORCH_CHECK_VALUE(lse.dim() == 3 && lse.is_contiguous(), "lse: got shape ", lse.sym_sizes(),
-                    "; allowed: a contiguous (batch, heads, seqlen_q)");
-  for (int64_t dim = 0; dim < 3; ++dim) check_size("lse", lse, dim, q.sym_size(dim), "query's size");
-  TORCH_CHECK_TYPE(lse.scalar_type() == accumulate_type(q), "lse: got dtype ", name_of(lse.scalar_type()),
-                   "; allowed: float32, and float64 for float64 inputs");
-  if (grad_out) {
-    check_device("grad_out", *grad_out, q);
-    check_same_form("grad_out", *grad_out, out, "out");
-  }
-  if (grad_lse) {
-    check_device("grad_lse", *grad_lse, q);
-    check_same_form("grad_lse", *grad_lse, lse, "lse");
-  }
-  TORCH_CHECK_VALUE(!grad_mask.attn_mask || (in.attn_mask && in.attn_mask->scalar_type() != at::kBool),
+void check_attention_backward(const AttentionBackwardTensors& tensors,
+                              const AttentionBackwardOptions& options) {
+  check_sizes(check_tensors(tensors));
+  check_options(tensors.forward(), options.forward());
+  const GradMask wanted(options.grad_mask);
+  TORCH_CHECK_VALUE(!wanted.attn_mask || (tensors.attn_mask && tensors.attn_mask->scalar_type() != at::kBool),
                     "grad_mask: got a request for attn_mask's gradient; allowed only with a float attn_mask");
-  TORCH_CHECK_VALUE(!grad_mask.alibi_slopes || in.alibi_slopes,
+  TORCH_CHECK_VALUE(!wanted.alibi_slopes || tensors.alibi_slopes,
                     "grad_mask: got a request for alibi_slopes' gradient; allowed only with alibi_slopes");
 }
 
 void check_dropout_mask(const at::Tensor& rng_state, c10::ArrayRef<c10::SymInt> sizes, double dropout_p) {
-  check_rng_state(rng_state);
-  check_dropout_p(dropout_p);
-  static const char* const names[] = {"batch", "heads", "seqlen_q", "seqlen_k"};
+  TORCH_CHECK_TYPE(rng_state.scalar_type() == at::kLong, "rng_state: got dtype ",
+                   name_of(rng_state.scalar_type()), "; allowed: int64");
+  check_seed_offset("rng_state", rng_state);
+  TORCH_CHECK_VALUE(dropout_p >= 0.0 && dropout_p <= 1.0, "dropout_p: got ", dropout_p, "; allowed: 0 to 1");
+  const Dim dims[] = {Dim::kBatch, Dim::kHeads, Dim::kSeqlenQ, Dim::kSeqlenK};
   for (size_t n = 0; n < sizes.size(); ++n)
-    TORCH_CHECK_VALUE(sizes[n] >= 0, names[n], ": got ", sizes[n], "; allowed: 0 or more");
+    TORCH_CHECK_VALUE(sizes[n] >= 0, name_of(dims[n]).name, ": got ", sizes[n], "; allowed: 0 or more");
+}
+
+void check_storage(const char* name, const at::Tensor& t) {
+  if (t.numel() == 0) return;
+  int64_t last = t.storage_offset();
+  for (int64_t dim = 0; dim < t.dim(); ++dim) last += (t.size(dim) - 1) * t.stride(dim);
+  const size_t needed = static_cast<size_t>(last + 1) * t.element_size();
+  TORCH_CHECK_VALUE(t.storage().nbytes() >= needed, name, ": got a tensor whose storage has ",
+                    t.storage().nbytes(), " bytes of the ", needed,
+                    " that it needs; allowed: a storage that was not freed");
 }
 
 }  // namespace flash_attn_ext

@@ -7,13 +7,20 @@
 
 namespace flash_attn_ext {
 
-constexpr int64_t kMaxHeadDim = 512;
-
 // Throw TypeError (dtype, device) or ValueError (everything else).
-void check_attention(const AttentionInputs& inputs, const AttentionOptions& options);
-void check_attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                              const AttentionInputs& inputs, const at::Tensor& out, const at::Tensor& lse,
-                              const AttentionOptions& options, const GradMask& grad_mask);
+void check_attention(const AttentionTensors& tensors, const AttentionOptions& options);
+void check_attention_backward(const AttentionBackwardTensors& tensors,
+                              const AttentionBackwardOptions& options);
 void check_dropout_mask(const at::Tensor& rng_state, c10::ArrayRef<c10::SymInt> sizes, double dropout_p);
+
+// Throws ValueError if the memory that `t` shows is not all there: FSDP, and untyped_storage().resize_(0), free storage
+// under a tensor. For kernels that read: a tensor without data, as on the Meta device, has none by right.
+void check_storage(const char* name, const at::Tensor& t);
+template <class Tensors>
+void check_storages(const Tensors& tensors) {
+  for_each_tensor(tensors, [](const TensorRule& rule, const auto& optional) {
+    if (const at::Tensor* t = tensor_or_null(optional)) check_storage(rule.name, *t);
+  });
+}
 
 }  // namespace flash_attn_ext

@@ -61,51 +61,47 @@ class Workspace {
   at::Tensor large_;
 };
 
-ForwardResult attention_cpu(FA_INPUT_ARGS, FA_OPTION_ARGS) {
-  const AttentionInputs given = FA_INPUTS;
-  const AttentionOptions options = FA_OPTIONS;
+AttentionResult attention_cpu(const AttentionTensors& given, const AttentionOptions& options) {
   check_attention(given, options);
-  auto [out, lse] = empty_forward_result(given);
-  if (lse.numel() == 0) return {out, lse};
-  if (key.size(2) == 0) return {out.zero_(), lse.fill_(-std::numeric_limits<double>::infinity())};
+  check_storages(given);
+  AttentionResult result = empty_result(given);
+  auto& [out, lse] = result;
+  if (lse.numel() == 0) return result;
+  if (given.key.size(2) == 0) return {out.zero_(), lse.fill_(-std::numeric_limits<double>::infinity())};
 
-  const AttentionInputs inputs = make_readable(given);
-  const AttentionParams params = pack_attention(inputs, out, lse, options);
+  const AttentionTensors tensors = readable(given);
+  const AttentionParams params = pack_attention(tensors, out, lse, options);
   const cpu::Kernels& kernels = cpu::active_kernels();
   const cpu::Parallel parallel = forward_threads(params);
   Workspace workspace(kernels.forward_workspace(params, parallel.threads));
   kernels.forward(params, workspace.data(), parallel);
-  return {out, lse};
+  return result;
 }
 
-BackwardResult attention_backward_cpu(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                      FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
-                                      FA_OPTION_ARGS, GradMask::Flags grad_mask) {
-  const GradMask wanted = GradMask::from(grad_mask);
-  const AttentionInputs given = FA_INPUTS;
-  const AttentionOptions options = FA_OPTIONS;
-  check_attention_backward(grad_out, grad_lse, given, out, lse, options, wanted);
-  BackwardResult result = empty_backward_result(given, wanted);
-  auto& [dq, dk, dv, dmask, dalibi_slopes] = result;
-  if (lse.numel() == 0 || key.size(2) == 0) {  // no score at all
-    for (at::Tensor* grad : {&dq, &dk, &dv, &dmask, &dalibi_slopes})
-      if (grad->defined()) grad->zero_();
+Gradients attention_backward_cpu(const AttentionBackwardTensors& given,
+                                 const AttentionBackwardOptions& options) {
+  check_attention_backward(given, options);
+  check_storages(given);
+  Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
+  if (given.lse.numel() == 0 || given.key.size(2) == 0) {  // no score at all
+    std::apply([](auto&... grad) { ((grad.defined() ? void(grad.zero_()) : void()), ...); }, result.tie());
     return result;
   }
 
-  const PackedBackward packed = pack_backward(grad_out, grad_lse, given, out, lse, options, result);
+  const PackedBackward packed = pack_backward(given, options, result);
   const BackwardParams& params = packed.params;
   const cpu::Kernels& kernels = cpu::active_kernels();
   const cpu::Parallel parallel = backward_threads(params);
   Workspace workspace(kernels.backward_workspace(params, parallel.threads));
   kernels.backward(params, workspace.data(), parallel);
-  store_slopes_gradient(packed, given, result);
+  store_slopes_gradient(packed, result);
   return result;
 }
 
 at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, int64_t batch, int64_t heads, int64_t seqlen_q,
                             int64_t seqlen_k, double dropout_p) {
   check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
+  check_storage("rng_state", rng_state);
   at::Tensor kept = at::empty({batch, heads, seqlen_q, seqlen_k}, at::kBool);
   const int64_t* state = rng_state.const_data_ptr<int64_t>();
   const PhiloxKey key = philox_key(state[0], state[1]);
@@ -150,8 +146,8 @@ KernelChoice choose_on_cpu(const BackwardParams& params) {
 }
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
-  m.impl("attention", attention_cpu);
-  m.impl("attention_backward", attention_backward_cpu);
+  implement<Attention, attention_cpu>(m);
+  implement<AttentionBackward, attention_backward_cpu>(m);
   m.impl("dropout_mask", dropout_mask_cpu);
 }
 

@@ -38,30 +38,26 @@ void run(const cuda::Selection<Params>& selection, const Params& params, const a
   C10_CUDA_CHECK(selection.launch(params, workspace.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
 }
 
-ForwardResult attention_cuda(FA_INPUT_ARGS, FA_OPTION_ARGS) {
-  const AttentionInputs given = FA_INPUTS;
-  const AttentionOptions options = FA_OPTIONS;
+AttentionResult attention_cuda(const AttentionTensors& given, const AttentionOptions& options) {
   check_attention(given, options);
-  const c10::cuda::CUDAGuard device_guard(query.device());
-  auto [out, lse] = empty_forward_result(given);
-  const AttentionInputs inputs = make_readable(given);
-  const AttentionParams params = pack_attention(inputs, out, lse, options);
-  run(cuda::select_forward(params), params, query.options());
-  return {out, lse};
+  check_storages(given);
+  const c10::cuda::CUDAGuard device_guard(given.query.device());
+  AttentionResult result = empty_result(given);
+  const AttentionTensors tensors = readable(given);
+  const AttentionParams params = pack_attention(tensors, result.out, result.lse, options);
+  run(cuda::select_forward(params), params, given.query.options());
+  return result;
 }
 
-BackwardResult attention_backward_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                       FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
-                                       FA_OPTION_ARGS, GradMask::Flags grad_mask) {
-  const GradMask wanted = GradMask::from(grad_mask);
-  const AttentionInputs given = FA_INPUTS;
-  const AttentionOptions options = FA_OPTIONS;
-  check_attention_backward(grad_out, grad_lse, given, out, lse, options, wanted);
-  const c10::cuda::CUDAGuard device_guard(query.device());
-  BackwardResult result = empty_backward_result(given, wanted);
-  const PackedBackward packed = pack_backward(grad_out, grad_lse, given, out, lse, options, result);
-  run(cuda::select_backward(packed.params), packed.params, query.options());
-  store_slopes_gradient(packed, given, result);
+Gradients attention_backward_cuda(const AttentionBackwardTensors& given,
+                                  const AttentionBackwardOptions& options) {
+  check_attention_backward(given, options);
+  check_storages(given);
+  const c10::cuda::CUDAGuard device_guard(given.query.device());
+  const Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
+  const PackedBackward packed = pack_backward(given, options, result);
+  run(cuda::select_backward(packed.params), packed.params, given.query.options());
+  store_slopes_gradient(packed, result);
   return result;
 }
 
@@ -101,15 +97,14 @@ KernelChoice as_choice(cuda::Selection<Params> selection) {
                               "FLASH_ATTN_EXT_CUDA=1, a CUDA build of torch and nvcc");
 }
 
-ForwardResult attention_cuda(FA_INPUT_ARGS, FA_OPTION_ARGS) {
-  check_attention(FA_INPUTS, FA_OPTIONS);
+AttentionResult attention_cuda(const AttentionTensors& given, const AttentionOptions& options) {
+  check_attention(given, options);
   refuse();
 }
 
-BackwardResult attention_backward_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                       FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
-                                       FA_OPTION_ARGS, GradMask::Flags grad_mask) {
-  check_attention_backward(grad_out, grad_lse, FA_INPUTS, out, lse, FA_OPTIONS, GradMask::from(grad_mask));
+Gradients attention_backward_cuda(const AttentionBackwardTensors& given,
+                                  const AttentionBackwardOptions& options) {
+  check_attention_backward(given, options);
   refuse();
 }
 
@@ -125,8 +120,6 @@ at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t
 
 #if defined(FLASH_ATTN_EXT_WITH_CUDA)
 
-void check_has_cuda_half() {}
-
 KernelChoice choose_on_cuda(const AttentionParams& params, at::Device device) {
   const c10::cuda::CUDAGuard device_guard(device);
   return as_choice(cuda::select_forward(params));
@@ -139,15 +132,14 @@ KernelChoice choose_on_cuda(const BackwardParams& params, at::Device device) {
 
 #else
 
-void check_has_cuda_half() { refuse(); }
 KernelChoice choose_on_cuda(const AttentionParams&, at::Device) { refuse(); }
 KernelChoice choose_on_cuda(const BackwardParams&, at::Device) { refuse(); }
 
 #endif
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) {
-  m.impl("attention", attention_cuda);
-  m.impl("attention_backward", attention_backward_cuda);
+  implement<Attention, attention_cuda>(m);
+  implement<AttentionBackward, attention_backward_cuda>(m);
   m.impl("dropout_mask", dropout_mask_cuda);
 }
 

@@ -1,53 +1,70 @@
 #include "eager.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/frontend/tracer.h>
+
+#include "from_python.h"
 
 namespace flash_attn_ext {
 namespace {
 
-bool is_plain_4d(pybind11::handle object) {
-  if (!THPVariable_CheckExact(object.ptr())) return false;
-  const at::Tensor& t = THPVariable_Unpack(object.ptr());
-  return t.layout() == at::kStrided && !t.is_nested() && t.dim() == 4;
+constexpr size_t kTensors = std::size(AttentionTensors::kRules);
+constexpr size_t kOptions = std::size(AttentionOptions::kNames);
+
+// A torch.Tensor and no subclass, dense, with as many dimensions as the operator wants.
+bool is_plain(PyObject* object, const TensorRule& rule) {
+  if (object == Py_None) return true;
+  if (!THPVariable_CheckExact(object)) return false;
+  const at::Tensor& t = THPVariable_Unpack(object);
+  const bool any_dim = rule.shape.kind == Shape::kMaybeBatched || rule.shape.kind == Shape::kSeedOffset;
+  return t.layout() == at::kStrided && !t.is_nested() && (any_dim || t.dim() == rule.shape.count);
 }
 
-bool is_plain_or_none(pybind11::handle object, bool any_dim) {
-  if (object.is_none()) return true;
-  if (!any_dim) return is_plain_4d(object);
-  return THPVariable_CheckExact(object.ptr()) && THPVariable_Unpack(object.ptr()).layout() == at::kStrided;
+// Whether a function mode, a torch.func transform or the tracer has to see the call.
+bool is_observed() {
+  return at::impl::torch_function_mode_enabled() ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         torch::jit::tracer::isTracing();
 }
 
-OptionalTensor unpack_optional(pybind11::handle object) {
-  return object.is_none() ? OptionalTensor() : OptionalTensor(THPVariable_Unpack(object.ptr()));
+// Whether nothing has to be broadcast or padded.
+bool fits(const AttentionTensors& t, bool enable_gqa) {
+  const auto batch = t.query.size(0), heads = t.query.size(1);
+  return t.key.size(0) == batch && t.value.size(0) == batch &&
+         (enable_gqa || (t.key.size(1) == heads && t.value.size(1) == heads)) && t.query.size(3) > 0 &&
+         t.value.size(3) > 0;
+}
+
+PyObject* attention_if_plain(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 1 + kTensors + kOptions, "attention_if_plain: got ", count,
+                   " arguments; allowed: ", 1 + kTensors + kOptions);
+  PyObject* const* tensor_objects = arguments + 1;
+  for (size_t n = 0; n < kTensors; ++n)
+    if (!is_plain(tensor_objects[n], AttentionTensors::kRules[n])) Py_RETURN_NONE;
+  bool enable_gqa = false;
+  AttentionTensors tensors;
+  AttentionOptions options;
+  if (!from_python(arguments[0], enable_gqa) || !all_from_python(tensor_objects, tensors) ||
+      !all_from_python(tensor_objects + kTensors, options) || is_observed() || !fits(tensors, enable_gqa))
+    Py_RETURN_NONE;
+  AttentionResult result;
+  {
+    pybind11::gil_scoped_release others_may_run;
+    result = call<Attention>(tensors, options);
+  }
+  PyObject* pair = PyTuple_New(2);
+  if (!pair) return nullptr;
+  PyTuple_SET_ITEM(pair, 0, THPVariable_Wrap(std::move(result.out)));
+  PyTuple_SET_ITEM(pair, 1, THPVariable_Wrap(std::move(result.lse)));
+  return pair;
+  END_HANDLE_TH_ERRORS
 }
 
 }  // namespace
 
-pybind11::object attention_if_plain(pybind11::handle query, pybind11::handle key, pybind11::handle value,
-                                    pybind11::handle attn_mask, pybind11::handle alibi_slopes,
-                                    pybind11::handle rng_state, bool enable_gqa, FA_OPTION_ARGS) {
-  if (!is_plain_4d(query) || !is_plain_4d(key) || !is_plain_4d(value) ||
-      !is_plain_or_none(attn_mask, false) || !is_plain_or_none(alibi_slopes, true) ||
-      !is_plain_or_none(rng_state, true) || at::impl::torch_function_mode_enabled() ||
-      torch::jit::tracer::isTracing())
-    return pybind11::none();
-  const at::Tensor &q = THPVariable_Unpack(query.ptr()), &k = THPVariable_Unpack(key.ptr()),
-                   &v = THPVariable_Unpack(value.ptr());
-  const auto batch = q.size(0), heads = q.size(1);
-  if (k.size(0) != batch || v.size(0) != batch || (!enable_gqa && (k.size(1) != heads || v.size(1) != heads)))
-    return pybind11::none();
-  ForwardResult result;
-  {
-    pybind11::gil_scoped_release others_may_run;
-    result = call_attention(
-        {q, k, v, unpack_optional(attn_mask), unpack_optional(alibi_slopes), unpack_optional(rng_state)},
-        FA_OPTIONS);
-  }
-  return pybind11::make_tuple(
-      pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(std::get<0>(result))),
-      pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(std::get<1>(result))));
-}
+PyMethodDef kAttentionIfPlain = {"attention_if_plain", reinterpret_cast<PyCFunction>(attention_if_plain),
+                                 METH_FASTCALL, nullptr};
 
 }  // namespace flash_attn_ext

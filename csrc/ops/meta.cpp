@@ -7,19 +7,15 @@
 namespace flash_attn_ext {
 namespace {
 
-ForwardResult attention_meta(FA_INPUT_ARGS, FA_OPTION_ARGS) {
-  const AttentionInputs given = FA_INPUTS;
-  check_attention(given, FA_OPTIONS);
-  return empty_forward_result(given);
+AttentionResult attention_meta(const AttentionTensors& given, const AttentionOptions& options) {
+  check_attention(given, options);
+  return empty_result(given);
 }
 
-BackwardResult attention_backward_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                       FA_INPUT_ARGS, const at::Tensor& out, const at::Tensor& lse,
-                                       FA_OPTION_ARGS, GradMask::Flags grad_mask) {
-  const GradMask wanted = GradMask::from(grad_mask);
-  const AttentionInputs given = FA_INPUTS;
-  check_attention_backward(grad_out, grad_lse, given, out, lse, FA_OPTIONS, wanted);
-  return empty_backward_result(given, wanted);
+Gradients attention_backward_meta(const AttentionBackwardTensors& given,
+                                  const AttentionBackwardOptions& options) {
+  check_attention_backward(given, options);
+  return empty_gradients(given.forward(), GradMask(options.grad_mask));
 }
 
 at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10::SymInt heads,
@@ -33,8 +29,8 @@ at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10
 }  // namespace
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, Meta, m) {
-  m.impl("attention", attention_meta);
-  m.impl("attention_backward", attention_backward_meta);
+  implement<Attention, attention_meta>(m);
+  implement<AttentionBackward, attention_backward_meta>(m);
   m.impl("dropout_mask", dropout_mask_meta);
 }
 

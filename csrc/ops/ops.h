@@ -1,82 +1,148 @@
-// The operators of this library, as C++ functions: one argument list per operator, in the order of the
-// schema.
+// The operators of this library, declared: each tensor and each option is one row of a list, and nowhere else.
 //
 //   attention            forward; differentiable
 //   attention_backward   its gradients; what autograd.cpp calls, and torch.compile traces
 //   dropout_mask         what dropout keeps, for tests and for dense references
 //
-// schema.cpp tells the dispatcher about them; autograd.cpp, autocast.cpp, meta.cpp, cpu.cpp and cuda.cpp each
-// give the kernels of one dispatch key.
+// Letters: B batch, H query heads, H_kv key/value heads, S_q and S_k sequence lengths, D head dimension of query and
+// key, D_v of value and out. signature.h turns rows into schemas, structs and arguments; rules.h has their words.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
-#include <optional>
-#include <tuple>
+#include <cmath>
+
+#include "signature.h"
 
 namespace flash_attn_ext {
 
-using OptionalTensor = std::optional<at::Tensor>;
+constexpr int64_t kMaxHeadDim = 512;
 
-// What shapes the scores, beside the tensors; the same for forward and backward.
-struct AttentionOptions {
-  std::optional<double> scale;  // none: 1 / sqrt(D)
-  bool causal = false;
-  bool lower_right = false;  // alignment of the diagonal where S_q != S_k: false upper-left, true lower-right
-  int64_t window_left = -1;  // keys before the diagonal that stay visible; -1: all
-  int64_t window_right = -1;  // keys after it
-  double softcap = 0.0;       // 0: none
-  double dropout_p = 0.0;
-  int64_t num_splits = 0;  // pieces of the keys for few queries; 0: as the shape needs. Forward only
-  std::optional<double> unified_max;  // FlashDecoding++'s constant for the running maximum. Forward only
-  bool deterministic = false;         // the same bits at every run; on CPU they are anyway. Backward only
+constexpr Shape kQueryShape{Shape::kExact, 4, {Dim::kBatch, Dim::kHeads, Dim::kSeqlenQ, Dim::kHeadDim}};
+constexpr Shape kKeyShape{Shape::kExact, 4, {Dim::kBatch, Dim::kHeadsKv, Dim::kSeqlenK, Dim::kHeadDim}};
+constexpr Shape kValueShape{Shape::kExact, 4, {Dim::kBatch, Dim::kHeadsKv, Dim::kSeqlenK, Dim::kHeadDimV}};
+constexpr Shape kOutShape{Shape::kExact, 4, {Dim::kBatch, Dim::kHeads, Dim::kSeqlenQ, Dim::kHeadDimV}};
+constexpr Shape kLseShape{Shape::kExact, 3, {Dim::kBatch, Dim::kHeads, Dim::kSeqlenQ}};
+constexpr Shape kMaskShape{Shape::kBroadcast, 4, {Dim::kBatch, Dim::kHeads, Dim::kSeqlenQ, Dim::kSeqlenK}};
+constexpr Shape kPerHeadShape{Shape::kMaybeBatched, 2, {Dim::kBatch, Dim::kHeads}};
+constexpr Shape kRngStateShape{Shape::kSeedOffset};
+
+// clang-format off
+// Tensors with a gradient, in the order of attention_backward's results.
+//   name          type            shape          dtype      autocast        vmap
+#define FA_ATTENTION_DIFFERENTIABLE(X)                                                          \
+  X(query,         at::Tensor,     kQueryShape,   kFloating, kCast,          kBatch)            \
+  X(key,           at::Tensor,     kKeyShape,     kOfQuery,  kCast,          kBatch)            \
+  X(value,         at::Tensor,     kValueShape,   kOfQuery,  kCast,          kBatch)            \
+  /* bool: true attends. Float: added to the scores. */                                         \
+  X(attn_mask,     OptionalTensor, kMaskShape,    kMask,     kUnlessFloat32, kBatchOrOne)       \
+  /* -slope * |i + diagonal - j| is added to the scores. */                                     \
+  X(alibi_slopes,  OptionalTensor, kPerHeadShape, kAdded,    kUnlessFloat32, kPerHead)
+
+#define FA_ATTENTION_TENSORS(X)                                                                 \
+  FA_ATTENTION_DIFFERENTIABLE(X)                                                                \
+  /* {seed, offset} of dropout, on query's device; needed if dropout_p > 0. */                  \
+  X(rng_state,     OptionalTensor, kRngStateShape, kInt64,   kKeep,          kLoop)
+
+//   name           type                    default       check, of the value v             what is allowed
+#define FA_ATTENTION_OPTIONS(X)                                                                                  \
+  /* Factor of <q, k>; none: 1 / sqrt(D). */                                                                     \
+  X(scale,          std::optional<double>,  std::nullopt, !v || std::isfinite(*v),          "a finite number")   \
+  X(causal,         bool,                   false,        true,                             "")                  \
+  /* Where the diagonal lies if S_q != S_k: false upper-left, true lower-right. */                               \
+  X(lower_right,    bool,                   false,        true,                             "")                  \
+  /* Key j is visible to query i if -window_left <= j - (i + diagonal) <= window_right; none: no limit. */       \
+  X(window_left,    std::optional<int64_t>, std::nullopt, true,                             "")                  \
+  X(window_right,   std::optional<int64_t>, std::nullopt, true,                             "")                  \
+  X(softcap,        double,                 0.0,          std::isfinite(v) && v >= 0,                            \
+    "0 (none) or a positive finite number")                                                                      \
+  X(dropout_p,      double,                 0.0,          v >= 0.0 && v <= 1.0,             "0 to 1")            \
+  /* Pieces of the keys for few queries; 0: as the shape needs. Forward only. */                                 \
+  X(num_splits,     int64_t,                0,            v >= 0,                "0 (chosen by the shape) or more") \
+  /* FlashDecoding++'s constant in place of the running maximum. Forward only. */                                \
+  X(unified_max,    std::optional<double>,  std::nullopt, !v || std::isfinite(*v),          "a finite number")   \
+  /* The same bits at every run; on CPU they are anyway. Backward only. */                                       \
+  X(deterministic,  bool,                   false,        true,                             "")
+
+#define FA_ATTENTION_BACKWARD_TENSORS(X)                                                        \
+  X(grad_out,      OptionalTensor, kOutShape,     kOfQuery,     kKeep,       kBatch)            \
+  X(grad_lse,      OptionalTensor, kLseShape,     kAccumulator, kKeep,       kBatch)            \
+  FA_ATTENTION_TENSORS(X)                                                                       \
+  X(out,           at::Tensor,     kOutShape,     kOfQuery,     kKeep,       kBatch)            \
+  X(lse,           at::Tensor,     kLseShape,     kAccumulator, kKeep,       kBatch)
+
+#define FA_ATTENTION_BACKWARD_OPTIONS(X)                                                                         \
+  FA_ATTENTION_OPTIONS(X)                                                                                        \
+  /* Which gradients are wanted; the others come back undefined. */                                              \
+  X(grad_mask,      GradFlags,              {},           true,                             "")
+
+#define FA_ATTENTION_RESULT(X)                                                                  \
+  X(out,           at::Tensor)  /* (B, H, S_q, D_v), query's dtype */                           \
+  X(lse,           at::Tensor)  /* (B, H, S_q), the accumulators' type */
+// clang-format on
+
+// A value for each tensor that has a gradient, by name.
+template <class Value>
+struct PerGradient {
+#define FA_VALUE_FIELD(name, ...) Value name{};
+#define FA_VALUE_TYPE(name, ...) , Value
+  FA_ATTENTION_DIFFERENTIABLE(FA_VALUE_FIELD)
+  using MemberTypes = decltype(without_first(Types<void FA_ATTENTION_DIFFERENTIABLE(FA_VALUE_TYPE)>{}));
+  auto tie() { return tie_but_first(0 FA_ATTENTION_DIFFERENTIABLE(FA_NAME)); }
+  auto tie() const { return tie_but_first(0 FA_ATTENTION_DIFFERENTIABLE(FA_NAME)); }
+  static constexpr const char* kNames[] = {FA_ATTENTION_DIFFERENTIABLE(FA_QUOTED_NAME)};
+#undef FA_VALUE_FIELD
+#undef FA_VALUE_TYPE
+};
+constexpr size_t kGradients = std::size(PerGradient<bool>::kNames);
+
+using Gradients = PerGradient<at::Tensor>;       // undefined where not wanted
+using GradFlags = std::array<bool, kGradients>;  // as the dispatcher passes it
+struct GradMask : PerGradient<bool> {
+  GradMask() = default;
+  explicit GradMask(const GradFlags& flags) { tie() = std::tuple_cat(flags); }
 };
 
-struct AttentionInputs {
-  at::Tensor query;          // (B, H, S_q, D)
-  at::Tensor key;            // (B, H_kv, S_k, D)
-  at::Tensor value;          // (B, H_kv, S_k, D_v)
-  OptionalTensor attn_mask;  // 4-D, each size 1 or that of (B, H, S_q, S_k); bool, query's dtype, or float32
-  OptionalTensor alibi_slopes;  // (H) or (B, H); float32, or query's dtype
-  OptionalTensor rng_state;     // int64 {seed, offset} on query's device; needed if dropout_p > 0
+struct AttentionTensors {
+  FA_TENSOR_FIELDS(FA_ATTENTION_TENSORS)
+};
+struct AttentionOptions {
+  FA_OPTION_FIELDS(FA_ATTENTION_OPTIONS)
+};
+struct AttentionResult {
+  FA_ATTENTION_RESULT(FA_TENSOR_FIELD)
+  FA_MEMBERS(FA_ATTENTION_RESULT)
+};
+struct Attention {
+  static constexpr const char* kName = "attention";
+  static std::string results() { return "(Tensor out, Tensor lse)"; }
+  using Tensors = AttentionTensors;
+  using Options = AttentionOptions;
+  using Result = AttentionResult;
+};
+
+// Results are those of PerGradient, in its order.
+struct AttentionBackwardTensors {
+  FA_TENSOR_FIELDS(FA_ATTENTION_BACKWARD_TENSORS)
+  AttentionTensors forward() const { FA_PICK(AttentionTensors, FA_ATTENTION_TENSORS) }
+  void set_forward(const AttentionTensors& forward) { FA_SET(forward, FA_ATTENTION_TENSORS) }
+};
+struct AttentionBackwardOptions {
+  FA_OPTION_FIELDS(FA_ATTENTION_BACKWARD_OPTIONS)
+  AttentionOptions forward() const { FA_PICK(AttentionOptions, FA_ATTENTION_OPTIONS) }
+  void set_forward(const AttentionOptions& forward) { FA_SET(forward, FA_ATTENTION_OPTIONS) }
+};
+struct AttentionBackward {
+  static constexpr const char* kName = "attention_backward";
+  static std::string results() { return tensor_list(kGradients); }
+  using Tensors = AttentionBackwardTensors;
+  using Options = AttentionBackwardOptions;
+  using Result = Gradients;
 };
 
 // The type of lse and of every accumulator.
 inline at::ScalarType accumulate_type(const at::Tensor& query) {
   return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
-
-// Which gradients attention_backward computes; the others come back undefined.
-struct GradMask {
-  using Flags = std::array<bool, 5>;  // the schema's bool[5]
-  bool query, key, value, attn_mask, alibi_slopes;
-
-  static GradMask from(const Flags& f) { return {f[0], f[1], f[2], f[3], f[4]}; }
-  Flags flags() const { return {query, key, value, attn_mask, alibi_slopes}; }
-};
-
-using ForwardResult = std::tuple<at::Tensor, at::Tensor>;  // out (B, H, S_q, D_v), lse (B, H, S_q)
-using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-// The flat argument lists of the schemas, written once. Every dispatch key's function takes one of them.
-#define FA_INPUT_ARGS                                                                                       \
-  const at::Tensor &query, const at::Tensor &key, const at::Tensor &value, const OptionalTensor &attn_mask, \
-      const OptionalTensor &alibi_slopes, const OptionalTensor &rng_state
-#define FA_OPTION_ARGS                                                                                   \
-  std::optional<double> scale, bool causal, bool lower_right, int64_t window_left, int64_t window_right, \
-      double softcap, double dropout_p, int64_t num_splits, std::optional<double> unified_max,           \
-      bool deterministic
-#define FA_INPUTS (::flash_attn_ext::AttentionInputs{query, key, value, attn_mask, alibi_slopes, rng_state})
-#define FA_OPTIONS                                                                                    \
-  (::flash_attn_ext::AttentionOptions{scale, causal, lower_right, window_left, window_right, softcap, \
-                                      dropout_p, num_splits, unified_max, deterministic})
-
-// Through the dispatcher.
-ForwardResult call_attention(const AttentionInputs& inputs, const AttentionOptions& options);
-BackwardResult call_attention_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                                       const AttentionInputs& inputs, const at::Tensor& out,
-                                       const at::Tensor& lse, const AttentionOptions& options,
-                                       const GradMask& grad_mask);
 
 }  // namespace flash_attn_ext

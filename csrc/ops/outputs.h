@@ -20,21 +20,25 @@ inline at::Tensor empty_lse(const at::Tensor& query) {
   return at::empty_symint(query.sym_sizes().slice(0, 3), query.options().dtype(accumulate_type(query)));
 }
 
-inline ForwardResult empty_forward_result(const AttentionInputs& in) {
+inline AttentionResult empty_result(const AttentionTensors& in) {
   return {empty_in_order_of(in.query, in.value.sym_size(3)), empty_lse(in.query)};
 }
 
-// Gradients that were not asked for stay undefined.
-inline BackwardResult empty_backward_result(const AttentionInputs& in, const GradMask& wanted) {
-  auto like = [](bool want, const at::Tensor& t) {
-    return want ? empty_in_order_of(t, t.sym_size(3)) : at::Tensor();
+// Gradients that were not asked for stay undefined. Those of q, k and v keep their tensor's memory order, the others
+// are contiguous.
+inline Gradients empty_gradients(const AttentionTensors& in, const GradMask& wanted) {
+  Gradients grads;
+  auto allocate = [](at::Tensor& grad, bool want, const auto& t) {
+    if (!want) return;
+    if constexpr (std::is_same_v<decltype(t), const at::Tensor&>)
+      grad = empty_in_order_of(t, t.sym_size(3));
+    else
+      grad = at::empty_symint(t->sym_sizes(), t->options());
   };
-  auto contiguous_like = [](bool want, const OptionalTensor& t) {
-    return want ? at::empty_symint(t->sym_sizes(), t->options()) : at::Tensor();
-  };
-  return {like(wanted.query, in.query), like(wanted.key, in.key), like(wanted.value, in.value),
-          contiguous_like(wanted.attn_mask, in.attn_mask),
-          contiguous_like(wanted.alibi_slopes, in.alibi_slopes)};
+#define FA_ALLOCATE(name, ...) allocate(grads.name, wanted.name, in.name);
+  FA_ATTENTION_DIFFERENTIABLE(FA_ALLOCATE)
+#undef FA_ALLOCATE
+  return grads;
 }
 
 }  // namespace flash_attn_ext

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "outputs.h"
@@ -25,32 +26,19 @@ DType pack_dtype(at::ScalarType dtype) {
 int64_t broadcast_stride(const at::Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
 
 Band pack_band(const Sizes& z, const AttentionOptions& o) {
-  auto bounded = [](int64_t window) {
-    return window < 0 ? Band::kUnbounded : std::min(window, Band::kUnbounded);
+  auto bounded = [](const std::optional<int64_t>& window) {
+    return window ? std::clamp(*window, -Band::kUnbounded, Band::kUnbounded) : Band::kUnbounded;
   };
   Band band;
   band.diagonal = o.lower_right ? z.seqlen_k - z.seqlen_q : 0;
   band.left = bounded(o.window_left);
-  band.right = o.causal ? 0 : bounded(o.window_right);
+  band.right = o.causal ? std::min<int64_t>(0, bounded(o.window_right)) : bounded(o.window_right);
   return band;
 }
 
-}  // namespace
+at::Tensor readable(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous(); }
 
-at::Tensor make_readable(const at::Tensor& t) {
-  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
-}
-
-AttentionInputs make_readable(const AttentionInputs& in) {
-  AttentionInputs r = in;
-  r.query = make_readable(in.query);
-  r.key = make_readable(in.key);
-  r.value = make_readable(in.value);
-  if (in.alibi_slopes) r.alibi_slopes = in.alibi_slopes->to(accumulate_type(in.query));
-  return r;
-}
-
-Tensor4 pack_tensor4(const at::Tensor& t) {
+Tensor4 pack_tensor4(const at::Tensor& t) {  // an undefined tensor gives a null Tensor4
   if (!t.defined()) return {};
   return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)};
 }
@@ -60,11 +48,22 @@ MaskGrad pack_mask_grad(const at::Tensor& dmask) {
   return {dmask.mutable_data_ptr(), dmask.size(0), dmask.size(1), dmask.size(2), dmask.size(3)};
 }
 
+}  // namespace
+
+AttentionTensors readable(const AttentionTensors& given) {
+  AttentionTensors tensors = given;
+  tensors.query = readable(given.query);
+  tensors.key = readable(given.key);
+  tensors.value = readable(given.value);
+  if (given.alibi_slopes) tensors.alibi_slopes = given.alibi_slopes->to(accumulate_type(given.query));
+  return tensors;
+}
+
 uint64_t dropout_threshold(double dropout_p) {
   return static_cast<uint64_t>(std::llround(std::ldexp(dropout_p, 32)));
 }
 
-AttentionParams pack_attention(const AttentionInputs& in, const at::Tensor& out, const at::Tensor& lse,
+AttentionParams pack_attention(const AttentionTensors& in, const at::Tensor& out, const at::Tensor& lse,
                                const AttentionOptions& o) {
   AttentionParams p;
   p.dtype = pack_dtype(in.query.scalar_type());
@@ -96,38 +95,37 @@ AttentionParams pack_attention(const AttentionInputs& in, const at::Tensor& out,
   return p;
 }
 
-PackedBackward pack_backward(const OptionalTensor& grad_out, const OptionalTensor& grad_lse,
-                             const AttentionInputs& in, const at::Tensor& out, const at::Tensor& lse,
-                             const AttentionOptions& options, const BackwardResult& result) {
-  const auto& [dq, dk, dv, dmask, dslopes] = result;
+PackedBackward pack_backward(const AttentionBackwardTensors& given, const AttentionBackwardOptions& options,
+                             const Gradients& result) {
   PackedBackward packed;
-  packed.inputs = make_readable(in);
-  packed.out = make_readable(out);
-  packed.dout = grad_out ? make_readable(*grad_out)
-                         : at::zeros({1, 1, 1, out.size(3)}, out.options()).expand(out.sizes());
-  if (grad_lse) packed.dlse = grad_lse->contiguous();
-  if (dslopes.defined())
-    packed.dslopes_per_head = at::empty({in.query.size(0), in.query.size(1)}, lse.options());
+  packed.tensors = readable(given.forward());
+  packed.out = readable(given.out);
+  packed.lse = given.lse.contiguous();
+  packed.dout = given.grad_out
+                    ? readable(*given.grad_out)
+                    : at::zeros({1, 1, 1, given.out.size(3)}, given.out.options()).expand_as(given.out);
+  if (given.grad_lse) packed.dlse = given.grad_lse->contiguous();
+  if (result.alibi_slopes.defined())
+    packed.dslopes_per_head = at::empty({given.query.size(0), given.query.size(1)}, given.lse.options());
 
   BackwardParams& p = packed.params;
-  static_cast<AttentionParams&>(p) = pack_attention(packed.inputs, packed.out, lse, options);
+  static_cast<AttentionParams&>(p) =
+      pack_attention(packed.tensors, packed.out, packed.lse, options.forward());
   p.dout = pack_tensor4(packed.dout);
   p.dlse = packed.dlse.defined() ? packed.dlse.const_data_ptr() : nullptr;
-  p.dq = pack_tensor4(dq);
-  p.dk = pack_tensor4(dk);
-  p.dv = pack_tensor4(dv);
-  p.dmask = pack_mask_grad(dmask);
+  p.dq = pack_tensor4(result.query);
+  p.dk = pack_tensor4(result.key);
+  p.dv = pack_tensor4(result.value);
+  p.dmask = pack_mask_grad(result.attn_mask);
   p.deterministic = options.deterministic;
-  p.dalibi_slopes = dslopes.defined() ? packed.dslopes_per_head.mutable_data_ptr() : nullptr;
+  p.dalibi_slopes = packed.dslopes_per_head.defined() ? packed.dslopes_per_head.mutable_data_ptr() : nullptr;
   return packed;
 }
 
-void store_slopes_gradient(const PackedBackward& packed, const AttentionInputs& in,
-                           const BackwardResult& result) {
-  const at::Tensor& dslopes = std::get<4>(result);
-  if (!dslopes.defined()) return;
-  const at::Tensor& per_head = packed.dslopes_per_head;
-  dslopes.copy_(in.alibi_slopes->dim() == 1 ? per_head.sum(0) : per_head);
+void store_slopes_gradient(const PackedBackward& packed, const Gradients& result) {
+  const at::Tensor& dslopes = result.alibi_slopes;
+  if (dslopes.defined())
+    dslopes.copy_(dslopes.dim() == 1 ? packed.dslopes_per_head.sum(0) : packed.dslopes_per_head);
 }
 
 }  // namespace flash_attn_ext

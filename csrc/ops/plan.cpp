@@ -11,131 +11,165 @@
 namespace flash_attn_ext {
 namespace {
 
-// Stand-ins have the sizes, strides and address of a tensor on any device, and nobody reads their elements:
-// params are packed from them as from the tensors themselves.
-at::Tensor stand_in(const void* address, const at::Tensor& form) {
+// A tensor with the size, strides and dtype of `form` at `address`, on any device. Nobody reads its elements: params
+// are packed from it as from the tensor itself.
+at::Tensor without_elements(const void* address, const at::Tensor& form) {
   return at::from_blob(const_cast<void*>(address), form.sizes(), form.strides(),
                        at::TensorOptions(form.scalar_type()));
 }
 
 // For memory that is still to be allocated: aligned as allocators do it.
-at::Tensor stand_in_for_new(const at::Tensor& form) {
-  return form.defined() ? stand_in(reinterpret_cast<void*>(uintptr_t{1} << 20), form) : at::Tensor();
+at::Tensor not_allocated(const at::Tensor& form) {
+  return form.defined() ? without_elements(reinterpret_cast<void*>(uintptr_t{1} << 20), form) : at::Tensor();
 }
 
-// Sizes and strides without memory.
-at::Tensor form_of(const at::Tensor& t, at::ScalarType dtype) {
-  return at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta).dtype(dtype));
+at::Tensor meta_like(const at::Tensor& t) {
+  return at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta));
 }
-at::Tensor form_of(const at::Tensor& t) { return form_of(t, t.scalar_type()); }
 
 int64_t bytes_of(const at::Tensor& t) { return t.defined() ? static_cast<int64_t>(t.nbytes()) : 0; }
 
-struct StandIns {
-  AttentionInputs forms;   // the inputs as they are
-  AttentionInputs inputs;  // what make_readable() makes of them
-  int64_t copied_bytes = 0;
+// The tensors of a call without their elements.
+struct Forms {
+  AttentionTensors given;     // as the caller passed them, on the Meta device
+  AttentionTensors readable;  // as kernels read them
+  int64_t copied_bytes = 0;   // of those that have to be copied for that
 };
 
-StandIns stand_ins_for(const AttentionInputs& in) {
-  StandIns result;
-  result.forms = {form_of(in.query), form_of(in.key), form_of(in.value),
-                  in.attn_mask,      in.alibi_slopes, in.rng_state};
-  for (OptionalTensor* t : {&result.forms.attn_mask, &result.forms.alibi_slopes, &result.forms.rng_state})
-    if (*t) *t = form_of(**t);
-  const AttentionInputs readable = make_readable(result.forms);
-  auto replace = [&](const at::Tensor& given, const at::Tensor& form, const at::Tensor& readable_form) {
-    if (readable_form.is_same(form)) return stand_in(given.const_data_ptr(), form);
-    result.copied_bytes += bytes_of(readable_form);
-    return stand_in_for_new(readable_form);
+Forms forms_of(const AttentionTensors& tensors) {
+  Forms forms;
+  forms.given = tensors;
+  for_each_tensor(forms.given, [](const TensorRule&, auto& t) {
+    if (tensor_or_null(t)) t = meta_like(*tensor_or_null(t));
+  });
+  forms.readable = readable(forms.given);
+  auto fill = [&](const auto& given, const auto& form, auto& readable) {
+    if (!tensor_or_null(given)) return;
+    const at::Tensor& r = *tensor_or_null(readable);
+    if (r.is_same(*tensor_or_null(form))) {
+      readable = without_elements(tensor_or_null(given)->const_data_ptr(), r);
+    } else {
+      forms.copied_bytes += bytes_of(r);
+      readable = not_allocated(r);
+    }
   };
-  auto replace_optional = [&](const OptionalTensor& given, const OptionalTensor& form,
-                              const OptionalTensor& readable_form) {
-    return given ? OptionalTensor(replace(*given, *form, *readable_form)) : std::nullopt;
-  };
-  result.inputs = {replace(in.query, result.forms.query, readable.query),
-                   replace(in.key, result.forms.key, readable.key),
-                   replace(in.value, result.forms.value, readable.value),
-                   replace_optional(in.attn_mask, result.forms.attn_mask, readable.attn_mask),
-                   replace_optional(in.alibi_slopes, result.forms.alibi_slopes, readable.alibi_slopes),
-                   replace_optional(in.rng_state, result.forms.rng_state, readable.rng_state)};
-  return result;
+#define FA_FILL(name, ...) fill(tensors.name, forms.given.name, forms.readable.name);
+  FA_ATTENTION_TENSORS(FA_FILL)
+#undef FA_FILL
+  return forms;
 }
 
-void check_has_kernels(at::Device device) {
-  if (device.is_cuda()) return check_has_cuda_half();
-  TORCH_CHECK_NOT_IMPLEMENTED(device.is_cpu(), "flash_attn: no kernel for device ", device,
-                              "; allowed: cpu, cuda");
-}
-
+// The Meta device has shapes and no kernels: a plan for it says what is allocated, and no more.
 template <class Params>
 KernelChoice choose(const Params& params, at::Device device) {
-  return device.is_cuda() ? choose_on_cuda(params, device) : choose_on_cpu(params);
+  if (device.is_cpu()) return choose_on_cpu(params);
+  if (device.is_cuda()) return choose_on_cuda(params, device);
+  TORCH_CHECK_NOT_IMPLEMENTED(device.is_meta(), "flash_attn: no kernel for device ", device,
+                              "; allowed: cpu, cuda");
+  return {};
 }
 
-Plan plan_of(const AttentionParams& params, KernelChoice choice) {
+Plan plan_of(const AttentionParams& params, KernelChoice choice, bool deterministic) {
   Plan plan;
   plan.choice = std::move(choice);
+  plan.deterministic = deterministic;
   plan.sizes = params.sizes;
   plan.band = params.band;
   return plan;
 }
 
+// The sum over i < count of (first + i * step) / divisor, rounded down; first, step >= 0. Euclid's algorithm.
+int64_t sum_of_quotients(int64_t count, int64_t first, int64_t step, int64_t divisor) {
+  int64_t sum = 0;
+  while (count > 0) {
+    sum += count * (first / divisor) + count * (count - 1) / 2 * (step / divisor);
+    first %= divisor;
+    step %= divisor;
+    const int64_t last = first + step * count;
+    if (last < divisor) break;
+    // What is left counts lattice points under a line: count them by columns instead of rows.
+    count = last / divisor;
+    first = last % divisor;
+    std::swap(step, divisor);
+  }
+  return sum;
+}
+
 }  // namespace
 
 int64_t Plan::visible_tiles(int64_t block_q, int64_t block_k) const {
+  const int64_t blocks = sizes.seqlen_q / block_q;  // whole ones
+  const int64_t last_rows = sizes.seqlen_q % block_q;
   int64_t tiles = 0;
-  for (int64_t i = 0; i < sizes.seqlen_q; i += block_q) {
-    const Range seen = visible_keys(band, i, std::min(i + block_q, sizes.seqlen_q), sizes.seqlen_k);
+  if (last_rows > 0) {
+    const Range seen = visible_keys(band, sizes.seqlen_q - last_rows, sizes.seqlen_q, sizes.seqlen_k);
     if (seen.begin < seen.end) tiles += (seen.end - 1) / block_k - seen.begin / block_k + 1;
   }
+  // Block i sees the keys [begin + i * block_q, end + i * block_q), cut off at 0 and seqlen_k.
+  const int64_t begin = band.diagonal - band.left;
+  const int64_t end = block_q + band.diagonal + band.right;
+  if (begin >= end) return tiles;
+  auto first_block_at = [&](int64_t key, int64_t offset) {  // the first i with offset + i * block_q >= key
+    return clamp_to(key <= offset ? 0 : (key - offset - 1) / block_q + 1, 0, blocks);
+  };
+  const int64_t first = first_block_at(1, end);                // the first block that sees a key
+  const int64_t last = first_block_at(sizes.seqlen_k, begin);  // behind the last one
+  if (first >= last) return tiles;
+  const int64_t past_0 = clamp_to(first_block_at(0, begin), first, last);
+  const int64_t at_end = clamp_to(first_block_at(sizes.seqlen_k, end), first, last);
+  // Up to the tile of the last key seen, less those before the tile of the first one.
+  tiles += sum_of_quotients(at_end - first, end + first * block_q + block_k - 1, block_q, block_k);
+  tiles += (last - at_end) * ((sizes.seqlen_k + block_k - 1) / block_k);
+  tiles -= sum_of_quotients(last - past_0, begin + past_0 * block_q, block_q, block_k);
   return tiles;
 }
 
-Plan plan_attention(FA_INPUT_ARGS, FA_OPTION_ARGS) {
-  const AttentionInputs given = FA_INPUTS;
-  const AttentionOptions options = FA_OPTIONS;
+Plan plan_attention(const AttentionTensors& given, const AttentionOptions& options) {
   check_attention(given, options);
-  check_has_kernels(query.device());
-  const StandIns stand_ins = stand_ins_for(given);
-  const auto [out, lse] = empty_forward_result(stand_ins.forms);
+  const Forms forms = forms_of(given);
+  const auto [out, lse] = empty_result(forms.given);
   const AttentionParams params =
-      pack_attention(stand_ins.inputs, stand_in_for_new(out), stand_in_for_new(lse), options);
-  Plan plan = plan_of(params, choose(params, query.device()));
-  plan.deterministic = options.deterministic;
+      pack_attention(forms.readable, not_allocated(out), not_allocated(lse), options);
+  Plan plan = plan_of(params, choose(params, given.query.device()), options.deterministic);
   plan.bytes = {{"out", bytes_of(out)},
                 {"lse", bytes_of(lse)},
                 {"workspace", plan.choice.workspace_bytes},
-                {"copies", stand_ins.copied_bytes}};
+                {"copies", forms.copied_bytes}};
   return plan;
 }
 
-Plan plan_attention_backward(FA_INPUT_ARGS, FA_OPTION_ARGS, GradMask::Flags grad_mask) {
-  const AttentionInputs given = FA_INPUTS;
-  const AttentionOptions options = FA_OPTIONS;
+Plan plan_attention_backward(const AttentionTensors& given, const AttentionOptions& options,
+                             const GradFlags& grad_mask) {
   check_attention(given, options);
-  check_has_kernels(query.device());
-  const StandIns stand_ins = stand_ins_for(given);
-  const auto [out, lse] = empty_forward_result(stand_ins.forms);
-  const BackwardResult grads = empty_backward_result(stand_ins.forms, GradMask::from(grad_mask));
-  const auto& [dq, dk, dv, dmask, dslopes] = grads;
-  const BackwardResult new_grads{stand_in_for_new(dq), stand_in_for_new(dk), stand_in_for_new(dv),
-                                 stand_in_for_new(dmask), stand_in_for_new(dslopes)};
-  const at::Tensor new_out = stand_in_for_new(out);
-  const PackedBackward packed = pack_backward(new_out, std::nullopt, stand_ins.inputs, new_out,
-                                              stand_in_for_new(lse), options, new_grads);
-  Plan plan = plan_of(packed.params, choose(packed.params, query.device()));
-  plan.deterministic = packed.params.deterministic;
+  const Forms forms = forms_of(given);
+  const auto [out, lse] = empty_result(forms.given);
+  const Gradients gradients = empty_gradients(forms.given, GradMask(grad_mask));
+  Gradients results = gradients;
+  std::apply([](auto&... grad) { ((grad = not_allocated(grad)), ...); }, results.tie());
+
+  AttentionBackwardTensors tensors;
+  tensors.set_forward(forms.readable);
+  tensors.out = not_allocated(out);
+  tensors.lse = not_allocated(lse);
+  tensors.grad_out = tensors.out;
+  AttentionBackwardOptions backward_options;
+  backward_options.set_forward(options);
+  backward_options.grad_mask = grad_mask;
+  const PackedBackward packed = pack_backward(tensors, backward_options, results);
+
+  Plan plan =
+      plan_of(packed.params, choose(packed.params, given.query.device()), packed.params.deterministic);
+  auto name = std::begin(Gradients::kNames);
+  std::apply(
+      [&](const auto&... grad) {
+        (plan.bytes.emplace_back(std::string("d") + *name++, bytes_of(grad)), ...);
+      },
+      gradients.tie());
   // Per batch and head, and, where the slopes are the same for all batches, once more per head.
   int64_t slopes_bytes = bytes_of(packed.dslopes_per_head);
-  if (slopes_bytes > 0 && alibi_slopes->dim() == 1) slopes_bytes += slopes_bytes / query.size(0);
-  plan.bytes = {{"dq", bytes_of(dq)},
-                {"dk", bytes_of(dk)},
-                {"dv", bytes_of(dv)},
-                {"dmask", bytes_of(dmask)},
-                {"dslopes", bytes_of(dslopes)},
-                {"workspace", plan.choice.workspace_bytes + slopes_bytes},
-                {"copies", stand_ins.copied_bytes}};
+  if (slopes_bytes > 0 && given.alibi_slopes->dim() == 1) slopes_bytes += slopes_bytes / given.query.size(0);
+  plan.bytes.emplace_back("workspace", plan.choice.workspace_bytes + slopes_bytes);
+  plan.bytes.emplace_back("copies", forms.copied_bytes);
   return plan;
 }
 

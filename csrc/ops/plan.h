@@ -19,8 +19,6 @@ struct KernelChoice {
   int64_t workspace_bytes = 0;       // of torch's allocator
 };
 
-void check_has_cuda_half();  // throws NotImplementedError where a call on CUDA does
-
 KernelChoice choose_on_cpu(const AttentionParams& params);
 KernelChoice choose_on_cpu(const BackwardParams& params);
 KernelChoice choose_on_cuda(const AttentionParams& params, at::Device device);
@@ -38,7 +36,8 @@ struct Plan {
 
 // Checked as the call itself is. Nothing is computed; inputs are not read, and nothing of their size is
 // allocated.
-Plan plan_attention(FA_INPUT_ARGS, FA_OPTION_ARGS);
-Plan plan_attention_backward(FA_INPUT_ARGS, FA_OPTION_ARGS, GradMask::Flags grad_mask);
+Plan plan_attention(const AttentionTensors& tensors, const AttentionOptions& options);
+Plan plan_attention_backward(const AttentionTensors& tensors, const AttentionOptions& options,
+                             const GradFlags& grad_mask);
 
 }  // namespace flash_attn_ext

@@ -12,7 +12,7 @@ namespace flash_attn_ext::torch_ops {
 namespace {
 
 struct Call {
-  AttentionInputs inputs;
+  AttentionTensors tensors;
   AttentionOptions options;
 };
 
@@ -26,11 +26,14 @@ const char* read_call(const at::Tensor& query, const at::Tensor& key, const at::
   if (dropout_p > 0) return "dropout";
   if (scale && !std::isfinite(*scale)) return "scale is not finite";
   if (mask && mask->dim() > 4) return "attn_mask has more dimensions than query";
-  call.inputs = {query, key, value, mask_as_4d(mask), OptionalTensor(), OptionalTensor()};
-  if (call.inputs.attn_mask) {
+  call.tensors.query = query;
+  call.tensors.key = key;
+  call.tensors.value = value;
+  call.tensors.attn_mask = mask_as_4d(mask);
+  if (call.tensors.attn_mask) {
     const int64_t full[] = {query.size(0), query.size(1), query.size(2), key.size(2)};
     for (int64_t dim = 0; dim < 4; ++dim) {
-      const int64_t size = call.inputs.attn_mask->size(dim);
+      const int64_t size = call.tensors.attn_mask->size(dim);
       if (size != 1 && size != full[dim]) return "attn_mask does not broadcast to the scores";
     }
   }
@@ -48,9 +51,9 @@ const char* try_flash_for_cpu(Arguments arguments, Results& results) {
                                      arguments[3].toDouble(), arguments[4].toBool(),
                                      tensor_or_none(arguments[5]), arguments[6].toOptional<double>(), call))
     return reason;
-  auto [out, lse] = call_attention(call.inputs, call.options);
+  auto [out, lse] = flash_attn_ext::call<Attention>(call.tensors, call.options);
   // torch's lse of a row without keys is 0, and its backward relies on that; ours takes either.
-  if (call.inputs.attn_mask) lse.masked_fill_(at::isneginf(lse), 0);
+  if (call.tensors.attn_mask) lse.masked_fill_(at::isneginf(lse), 0);
   results = {in_memory_order_of(out, query), sequence_before_heads(lse)};
   return nullptr;
 }
@@ -63,10 +66,17 @@ const char* try_flash_for_cpu_backward(Arguments arguments, Results& results) {
                                      arguments[3].toTensor(), arguments[6].toDouble(), arguments[7].toBool(),
                                      tensor_or_none(arguments[8]), arguments[9].toOptional<double>(), call))
     return reason;
-  auto [dq, dk, dv, dmask, dslopes] =
-      call_attention_backward(grad_out, OptionalTensor(), call.inputs, out, lse.contiguous(), call.options,
-                              GradMask{true, true, true, false, false});
-  results = {sequence_before_heads(dq), sequence_before_heads(dk), sequence_before_heads(dv)};
+  AttentionBackwardTensors tensors;
+  tensors.set_forward(call.tensors);
+  tensors.out = out;
+  tensors.lse = lse;
+  tensors.grad_out = grad_out;
+  AttentionBackwardOptions options;
+  options.set_forward(call.options);
+  options.grad_mask[0] = options.grad_mask[1] = options.grad_mask[2] = true;
+  const Gradients gradients = flash_attn_ext::call<AttentionBackward>(tensors, options);
+  results = {sequence_before_heads(gradients.query), sequence_before_heads(gradients.key),
+             sequence_before_heads(gradients.value)};
   return nullptr;
 }
 

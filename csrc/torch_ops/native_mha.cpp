@@ -54,8 +54,7 @@ const char* why_not_layer(const Layer& layer) {
 at::Tensor attend(const at::Tensor& qkv, int64_t heads, const OptionalTensor& mask) {
   const at::Tensor parts = qkv.unflatten(-1, {3, heads, -1});  // (B, S, 3, H, D)
   auto part = [&](int64_t n) { return parts.select(2, n).transpose(1, 2); };
-  auto [out, lse] = call_attention({part(0), part(1), part(2), mask, OptionalTensor(), OptionalTensor()},
-                                   AttentionOptions{});
+  auto [out, lse] = call<Attention>({part(0), part(1), part(2), mask}, AttentionOptions{});
   return out.transpose(1, 2).flatten(2);
 }
 

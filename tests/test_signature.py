@@ -1,0 +1,199 @@
+"""What the declaration in csrc/ops/ops.h and the arguments of flash_attn make of a call: options, tracing, masks."""
+
+import inspect
+
+import pytest
+import torch
+from reference import attention as reference
+from reference import visible
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.functional import scaled_dot_product_attention
+
+from flash_attn_ext import _ops, explain, flash_attn, functional, new_rng_state
+
+
+def qkv(seqlen_q=5, seqlen_k=7, head_dim=8, head_dim_v=8, **options):
+    torch.manual_seed(0)
+    shapes = [(2, 4, seqlen_q, head_dim), (2, 4, seqlen_k, head_dim), (2, 4, seqlen_k, head_dim_v)]
+    return [torch.randn(shape, **options) for shape in shapes]
+
+
+def test_options_come_in_the_order_of_the_schema():
+    values = {name: object() for name in inspect.signature(functional.operator_options).parameters}
+    values |= {"causal": "lower_right", "window": (3, 4), "is_causal": True}
+    options = dict(zip([name for name, _ in _ops.OPTION_TYPES], functional.operator_options(**values), strict=True))
+    assert options.pop("window_left") == 3
+    assert options.pop("window_right") == 4
+    assert options.pop("causal") is True
+    assert options.pop("lower_right") is True
+    for name, value in options.items():
+        assert value is values[name]
+
+
+def test_gradients_belong_to_the_first_tensors():
+    names = tuple(rule.name for rule in _ops.TENSORS)
+    assert names[: len(_ops.DIFFERENTIABLE)] == tuple(_ops.DIFFERENTIABLE)
+    assert [a.name for a in _ops.attention._schema.arguments if not a.kwarg_only] == list(names)
+
+
+SIMILAR = [
+    ({"softcap": 50}, {"softcap": 50.0}),
+    ({"scale": 1}, {"scale": 1.0}),
+    ({"unified_max": 10}, {"unified_max": 10.0}),
+    ({"dropout_p": 1, "rng_state": new_rng_state()}, {"dropout_p": 1.0, "rng_state": new_rng_state()}),
+]
+
+
+@pytest.mark.parametrize(("options", "floats"), SIMILAR, ids=str)
+def test_integers_are_numbers_and_take_the_short_path(options, floats, monkeypatch):
+    expected = flash_attn(*qkv(), **floats)
+    explain(*qkv(), **options)
+    monkeypatch.setattr(_ops, "attention", None)  # the long path would call it
+    assert torch.equal(flash_attn(*qkv(), **options), expected)
+
+
+def test_an_integer_is_causal():
+    assert torch.equal(flash_attn(*qkv(), is_causal=1), flash_attn(*qkv(), is_causal=True))
+    assert str(explain(*qkv(), is_causal=1)) == str(explain(*qkv(), is_causal=True))
+
+
+def test_a_number_in_a_tensor_is_a_number():
+    q, k, v = qkv()
+    scale = torch.tensor(0.3)
+    assert torch.equal(flash_attn(q, k, v, scale=scale), flash_attn(q, k, v, scale=float(scale)))
+
+
+WINDOWS = [(-2, 5), (5, -2), (-3, -3), (-4, 2), (-9, 9), (None, -2), (-2, None), (None, None), (3, None), (-2, -9)]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("lengths", [(5, 7), (130, 70), (70, 200), (1, 300)])
+def test_windows_beside_the_diagonal(window, lengths):
+    """flash-attention 4 has them. Rows that see nothing are 0, forward and backward."""
+    q, k, v = (t.double().requires_grad_() for t in qkv(*lengths))
+    out, lse = flash_attn(q, k, v, window=window, return_lse=True)
+    expected, expected_lse = reference(q, k, v, window=window)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    grads, expected_grads = (torch.autograd.grad(o.sin().sum(), (q, k, v)) for o in (out, expected))
+    torch.testing.assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (0, 4), (4, 0)])
+def test_head_dim_0(dims):
+    q, k, v = (t.requires_grad_() for t in qkv(5, 7, *dims))
+    out, lse = flash_attn(q, k, v, return_lse=True)
+    torch.testing.assert_close(out, scaled_dot_product_attention(q, k, v))
+    assert lse.shape == (2, 4, 5)
+    (out.sum() + lse.sum()).backward()
+    assert [t.grad.shape for t in (q, k, v)] == [t.shape for t in (q, k, v)]
+    if dims[0] == 0:
+        torch.testing.assert_close(lse, torch.full_like(lse, 7).log())
+
+
+@pytest.mark.parametrize("bias", [causal_upper_left, causal_lower_right])
+def test_causal_bias_is_not_read_as_a_mask(bias):
+    q, k, v = qkv()
+    mask = bias(5, 7)
+    torch.testing.assert_close(flash_attn(q, k, v, mask), scaled_dot_product_attention(q, k, v, mask))
+    assert str(explain(q, k, v, mask)) == str(explain(q, k, v, causal=bias.__name__.removeprefix("causal_")))
+    with pytest.raises(ValueError, match="attn_mask: got a CausalBias with is_causal"):
+        flash_attn(q, k, v, mask, is_causal=True)
+    with pytest.raises(ValueError, match=r"attn_mask: got a CausalBias of \(4, 7\)"):
+        flash_attn(q, k, v, bias(4, 7))
+
+
+class Logged(torch.Tensor):
+    seen = ()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen = (*cls.seen, func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_subclass_sees_the_call():
+    q, k, v = qkv()
+    mask = torch.randn(5, 7).as_subclass(Logged)
+    Logged.seen = ()
+    out = flash_attn(q, k, v, mask)
+    assert flash_attn in Logged.seen
+    assert isinstance(out, Logged)
+    torch.testing.assert_close(out.as_subclass(torch.Tensor), flash_attn(q, k, v, mask.as_subclass(torch.Tensor)))
+
+
+def causal(q, k, v):
+    return flash_attn(q, k, v, is_causal=True)
+
+
+def test_functionalize():
+    inputs = qkv()
+    assert torch.equal(torch.func.functionalize(causal)(*inputs), causal(*inputs))
+    graph = make_fx(torch.func.functionalize(causal))(*inputs)
+    assert "attention" in graph.code
+    assert torch.equal(graph(*inputs), causal(*inputs))
+
+
+def test_symbolic_trace():
+    inputs = qkv()
+    graph = torch.fx.symbolic_trace(causal)
+    assert any(node.target is flash_attn for node in graph.graph.nodes)
+    assert torch.equal(graph(*inputs), causal(*inputs))
+    graph = torch.fx.symbolic_trace(lambda q, k, v: flash_attn(q, k, v, softcap=5, window=2, return_lse=True)[1])
+    assert torch.equal(graph(*inputs), flash_attn(*inputs, softcap=5, window=2, return_lse=True)[1])
+
+
+def test_saved_tensors_may_come_back_in_other_strides():
+    q, k, v = (t.requires_grad_() for t in qkv())
+    expected = torch.autograd.grad(flash_attn(q, k, v).sum(), (q, k, v))
+
+    def unpack(t):
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        out = flash_attn(q, k, v)
+    for ours, theirs in zip(torch.autograd.grad(out.sum(), (q, k, v)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.hessian])
+def test_errors_of_forward_mode_name_flash_attn(transform):
+    q, k, v = qkv()
+    with pytest.raises(NotImplementedError, match="flash_attn: "):
+        transform(lambda q: flash_attn(q, k, v).sum())(q)
+
+
+def test_errors_of_dual_numbers_name_flash_attn():
+    q, k, v = qkv()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="flash_attn: "):
+        flash_attn(torch.autograd.forward_ad.make_dual(q, q), k, v)
+
+
+def tiles_by_rows(seqlen_q, seqlen_k, window, tile):
+    keep = visible(seqlen_q, seqlen_k, window=window)
+    total = 0
+    for i in range(0, seqlen_q, tile[0]):
+        seen = keep[i : i + tile[0]].any(0).nonzero().flatten()
+        if len(seen):
+            total += int(seen[-1]) // tile[1] - int(seen[0]) // tile[1] + 1
+    return total
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (3, 5), (48, 64), (64, 48), (500, 500)])
+@pytest.mark.parametrize("window", [None, (0, 0), (-1, 0), (3, 4), (70, 10), (10, 70), (5, -3), (-30, 60)], ids=str)
+def test_tiles_are_counted_in_closed_form(window, tile):
+    for lengths in [(1, 1), (7, 300), (300, 7), (130, 130), (127, 260), (260, 127)]:
+        q, k, v = qkv(*lengths)
+        options = functional.operator_options(0.0, False, None, None, window, 0.0, None, 0, None, None)
+        options = tuple(functional.checked_options(options).values())
+        plan = _ops.plan_attention((q, k, v, None, None, None), options)
+        # A band is a whole interval for each block of rows: what lies between two visible keys counts too.
+        assert plan.visible_tiles(*tile) == tiles_by_rows(*lengths, window, tile)
+
+
+def test_explain_of_a_very_long_sequence_and_without_data():
+    q = torch.empty(1, 1, 2**33, 8, device="meta")
+    said = explain(q, q, q, is_causal=True)
+    assert said.forward.kernel is None
+    assert said.forward.flops == pytest.approx((4 * 8 + 5) * 2**65, rel=0.01)  # 5 for the softmax of a score
