@@ -16,12 +16,16 @@ bench_files = --text build/bench/$(1).txt --json build/bench/$(1).json --plot bu
 demo: $(VENV)/.built
 	$(BIN)/python examples/train_gpt.py
 
+# One worker of pytest-xdist for each core of a small machine; each takes whole files.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
 test: $(VENV)/.built
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # Without the tests of tests/slow.py: what to run after each change.
 test-quick: $(VENV)/.built
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # Time and memory against torch, and the decode kernel's options: tables, everything measured and figures in build/bench/.
 # BENCH=--quick looks at cheap cells only; BENCH="--isa avx2" takes other kernels.
@@ -49,12 +53,14 @@ clean:
 	rm -rf build *.egg-info flash_attn_ext/_C*.so $(VENV)/.built
 
 $(VENV)/.torch: Makefile
+	@echo "Making $(VENV) and installing $(TORCH) ..."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$(TORCH)" "setuptools>=77" wheel ninja
 	touch $@
 
 $(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(filter csrc/%,$(CXX_SOURCES))
-	$(BIN)/pip install --quiet --no-build-isolation --editable ".[test,demo]"
+	@echo "Compiling what changed: two minutes on two idle cores the first time, longer with the CUDA kernels ..."
+	$(BIN)/pip install --no-build-isolation --editable ".[test,demo]" | grep -v "already satisfied"
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.torch pyproject.toml

@@ -133,7 +133,7 @@ class GPT(nn.Module):
         return cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten())
 
     @torch.no_grad()
-    def generate(self, prompt: list[int], count: int, seed: int, temperature: float = 0.7) -> list[int]:
+    def generate(self, prompt: list[int], count: int, seed: int, temperature: float = 0.5) -> list[int]:
         """The prompt and `count` sampled tokens after it; fewer where the logits are no longer finite."""
         device = self.token_embedding.weight.device
         generator = torch.Generator().manual_seed(seed)

@@ -44,7 +44,7 @@ def _plot_losses(axis, runs: list[Run]) -> None:
         axis.plot(steps, run.curves.loss, color=color, label=f"{run.name}, training", **line)
         steps, losses = zip(*run.validation, strict=True)
         axis.plot(steps, losses, color=color, ls="none", label=f"{run.name}, validation", **marker)
-    axis.set_ylabel("loss (nats per byte)")
+    axis.set_ylabel("loss (nats per token)")
     axis.set_title("Loss curves, overlaid", loc="left")
     axis.legend(frameon=False)
     axis.grid(alpha=0.25)

@@ -116,9 +116,10 @@ class Trainer:
 
     def sample(self, characters: int) -> str:
         """What the model writes after PROMPT."""
-        with self._precision():
-            written = self.model.generate(list(PROMPT), characters, self.settings.seed)
-        return bytes(written).decode(errors="replace").lstrip("\n")
+        tokenizer = self.corpus.tokenizer
+        with self._precision():  # a token is one character or more
+            written = self.model.generate(tokenizer.encode(PROMPT).tolist(), characters, self.settings.seed)
+        return tokenizer.decode(written)[: characters + len(PROMPT)].decode(errors="replace").lstrip("\n")
 
     def kernel(self) -> str | None:
         """The name of the kernel that ran, where flash_attn_ext is what ran here."""

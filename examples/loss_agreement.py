@@ -20,8 +20,8 @@ class Tolerance:
 
     first_loss: float  # relative
     first_gradients: float  # relative, of the norm of each parameter's gradient
-    curve: float  # nats per byte, the largest of all steps
-    validation: float  # nats per byte
+    curve: float  # nats per token, the largest of all steps
+    validation: float  # nats per token
 
 
 TOLERANCES = {

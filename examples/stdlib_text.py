@@ -1,7 +1,9 @@
 """Real text without a download: the sources of the Python standard library that runs this very file."""
 
+import re
 import sysconfig
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +14,9 @@ from torch import Tensor
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "turtledemo", "encodings", "pydoc_data"}
 SKIPPED_FOLDERS |= {"site-packages", "dist-packages", "__pycache__"}
 
-VOCABULARY = 256  # a token is a byte
+VOCABULARY = 2048
 FILE_START = b"\0"  # a byte that no Python source may contain
+PIECE = re.compile(rb" ?[A-Za-z_]+|\n *|[^A-Za-z_\n]")  # a word with the space before it, an indentation, or one byte
 
 
 def source_files() -> list[Path]:
@@ -23,17 +26,44 @@ def source_files() -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
+class Tokenizer:
+    """Bytes to tokens and back. The pieces that save most have a token each; all others are spelled byte by byte."""
+
+    def __init__(self, text: bytes) -> None:
+        counts = Counter(PIECE.findall(text))
+        saved = {piece: count * (len(piece) - 1) for piece, count in counts.items() if len(piece) > 1}
+        best = sorted(saved, key=lambda piece: (-saved[piece], piece))[: VOCABULARY - 256]
+        self.pieces = [bytes([n]) for n in range(256)] + best
+        self._token = {piece: token for token, piece in enumerate(self.pieces)}
+        self.pieces += [b""] * (VOCABULARY - len(self.pieces))  # a short text has fewer
+
+    def encode(self, text: bytes) -> Tensor:
+        """int16, one dimension."""
+        tokens: list[int] = []
+        for piece in PIECE.findall(text):
+            token = self._token.get(piece)
+            if token is None:
+                tokens.extend(piece)
+            else:
+                tokens.append(token)
+        return torch.tensor(tokens, dtype=torch.int16)
+
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        return b"".join(self.pieces[token] for token in tokens)
+
+
 @dataclass
 class Corpus:
-    """The bytes of two sets of files, each a one-dimensional uint8 tensor."""
+    """The tokens of two sets of files, and what made them."""
 
     train: Tensor
     validation: Tensor
+    tokenizer: Tokenizer
     files: int
 
     def description(self) -> str:
         train, validation = len(self.train), len(self.validation)
-        return f"{self.files} files: {train:,} bytes for training, {validation:,} for validation"
+        return f"{self.files} files: {train:,} tokens for training, {validation:,} for validation"
 
 
 def load_corpus() -> Corpus:
@@ -43,12 +73,12 @@ def load_corpus() -> Corpus:
         folder = sysconfig.get_paths()["stdlib"]
         raise FileNotFoundError(f"{folder} has only {len(texts)} .py files: is the library zipped?")
     train = b"".join(text for index, text in enumerate(texts) if index % 10 != 9)
-    return Corpus(as_tokens(train), as_tokens(b"".join(texts[9::10])), len(texts))
+    return as_corpus(train, b"".join(texts[9::10]), len(texts))
 
 
-def as_tokens(text: bytes) -> Tensor:
-    """One token per byte."""
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+def as_corpus(train: bytes, validation: bytes, files: int) -> Corpus:
+    tokenizer = Tokenizer(train)
+    return Corpus(tokenizer.encode(train), tokenizer.encode(validation), tokenizer, files)
 
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch_size, context), int64
@@ -57,7 +87,7 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch_size, context),
 def random_windows(tokens: Tensor, batch_size: int, context: int, seed: int) -> Iterator[Batch]:
     """Endless batches at random places; the same seed gives the same batches."""
     if len(tokens) <= context:
-        raise ValueError(f"context is {context}, but this part of the text has only {len(tokens)} bytes")
+        raise ValueError(f"context is {context}, but this part of the text has only {len(tokens)} tokens")
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(tokens) - context, (batch_size, 1), generator=generator)

@@ -1,5 +1,7 @@
 """Trains a small GPT on Python's standard library, once through each attention, and compares the runs.
 
+Then it measures attention alone, forward and backward, against the sequence length.
+
 The runs start from the same seed, see the same batches, and take turns step by step, each in a process of its
 own: what else the machine does slows both alike, and peak memory is each run's own. The exit status is 1 if the
 loss curves do not agree, and 2 if the demo cannot run.
@@ -27,7 +29,7 @@ SAMPLE_CHARACTERS = 300
 NUMBERS = {
     "steps": "optimiser steps per run",
     "batch_size": "windows of text per step",
-    "context": "bytes per window: the sequence length of the attention",
+    "context": "tokens per window: the sequence length of the attention",
     "d_model": "width of the model",
     "heads": "attention heads; the head dimension is d_model / heads",
     "layers": "transformer layers",
@@ -61,7 +63,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "it has CUDA kernels), otherwise cpu (default: auto)"
     )
     parser.add_argument("--device", default="auto", help=text)
-    text = "folder for results.json and loss_curves.png (default: build/demo)"
+    text = "sequence lengths of the second figure (default: 512 to 8192); none leaves it out"
+    parser.add_argument("--lengths", type=int, nargs="*", metavar="S", default=[2**n for n in range(9, 14)], help=text)
+    text = "folder for results.json, loss_curves.png and attention.png (default: build/demo)"
     parser.add_argument("--out", type=Path, default=Path("build/demo"), metavar="FOLDER", help=text)
     return parser.parse_args(argv)
 
@@ -117,6 +121,21 @@ def train_in_turns(runs: list[Run], settings: Settings, corpus: Corpus) -> None:
             run.sample = process.call("sample", SAMPLE_CHARACTERS)
 
 
+def compare_attention_alone(console: Console, lengths: list[int], device: str, out: Path) -> None:
+    """Table, figure and numbers of attention_scaling.py."""
+    import attention_scaling
+
+    if not attention_scaling.can_measure_memory(device):
+        console.print("\nAttention alone is left out: on CPU, peak memory is read from Linux's /proc.")
+        return
+    console.print("\nAttention alone, forward and backward, by sequence length ...")
+    measured = list(tqdm(attention_scaling.measure_lengths(lengths, device), total=len(lengths), leave=False))
+    console.print(attention_scaling.table(measured))
+    picture, numbers = out / "attention.png", out / "attention.json"
+    attention_scaling.write(measured, device, picture, numbers)
+    console.print(f"Plot: {picture}\nNumbers: {numbers}")
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     values = {setting.name: getattr(arguments, setting.name) for setting in fields(Settings)}
@@ -149,6 +168,8 @@ def main(argv: list[str] | None = None) -> int:
     plot(picture, runs, settings, tolerance.curve)
     write_json(numbers, runs, comparisons, settings, corpus)
     console.print(f"\nPlot: {picture}\nNumbers: {numbers}")
+    if "flash_attn_ext" in arguments.attention and arguments.lengths:
+        compare_attention_alone(console, arguments.lengths, settings.device, arguments.out)
     return 0 if all(comparison["agree"] for comparison in comparisons) else 1
 
 

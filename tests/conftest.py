@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import slow
 import torch
@@ -5,6 +7,12 @@ from cuda_host import library
 
 import flash_attn_ext
 from flash_attn_ext import modules
+
+
+# One thread, here and in the processes that tests start. The tensors are small: on a busy machine, and with a worker of
+# pytest-xdist on each core, several threads wait for each other most of the time. Tests of threads set their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_modifyitems(items):
@@ -36,7 +44,7 @@ def threads():
 
 @pytest.fixture
 def one_thread(threads):
-    """For tiny tensors: on a busy machine two threads mostly wait for each other."""
+    """Whatever OMP_NUM_THREADS says."""
     threads(1)
 
 

@@ -19,7 +19,7 @@ import train_gpt
 from gpt_model import AttentionUnavailable, attention_by_name
 from gpt_training import Settings, Trainer
 from loss_agreement import TOLERANCES, Curves, compare, differences
-from stdlib_text import Corpus, as_tokens, random_windows, source_files
+from stdlib_text import VOCABULARY, Tokenizer, as_corpus, load_corpus, random_windows, source_files
 
 STEPS = 8
 TINY = f"--steps {STEPS} --context 48 --batch-size 4 --d-model 32 --heads 2 --layers 2".split()
@@ -32,7 +32,7 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_both_attentions_train_the_same_model(tmp_path):
-    finished = run_demo("--out", str(tmp_path), "--device", "cpu")
+    finished = run_demo("--out", str(tmp_path), "--device", "cpu", "--lengths", "64", "128")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "The two loss curves agree" in finished.stdout
     assert (tmp_path / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
@@ -50,6 +50,12 @@ def test_both_attentions_train_the_same_model(tmp_path):
         assert run["validation"][-1]["step"] == STEPS
         assert run["peak_memory_bytes"] > run["memory_at_start_bytes"] > 0
         assert run["sample"]
+    alone = json.loads((tmp_path / "attention.json").read_text())["rows"]
+    assert [(row["method"], row["length"]) for row in alone] == [
+        (method, length) for length in (64, 128) for method in ("torch math", "torch default", "ours")
+    ]
+    assert all(row["bytes"] is not None and row["milliseconds"] > 0 for row in alone)
+    assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
     assert results["runs"][0]["kernel"] is None
     assert results["runs"][1]["kernel"], "no kernel name: was it flash_attn_ext that ran?"
 
@@ -92,12 +98,12 @@ def correct(query, key, value, is_causal):
 def test_the_exit_status_tells_a_wrong_attention(attention, tmp_path, monkeypatch, capsys, threads):
     threads(1)
     text = Path(train_gpt.__file__).read_bytes()
-    corpus = Corpus(as_tokens(text[:4000]), as_tokens(text[4000:]), files=1)
+    corpus = as_corpus(text[:4000], text[4000:], files=1)
     monkeypatch.setattr(train_gpt, "load_corpus", lambda: corpus)
     monkeypatch.setattr(train_gpt, "TrainingProcess", InThisProcess)
     monkeypatch.setitem(sys.modules, "flash_attn_ext", SimpleNamespace(flash_attn=attention))
 
-    status = train_gpt.main([*TINY, "--out", str(tmp_path), "--device", "cpu"])
+    status = train_gpt.main([*TINY, "--out", str(tmp_path), "--device", "cpu", "--lengths"])
 
     agree = attention is correct
     assert status == (0 if agree else 1)
@@ -182,6 +188,23 @@ def test_the_text_is_the_library_without_its_tests():
     files = source_files()
     assert {"argparse.py", "dataclasses.py"} <= {path.name for path in files}
     assert not [path for path in files if "site-packages" in path.parts or "test" in path.parts]
+
+
+def test_tokens_are_words_and_nothing_is_lost():
+    text = "def f(x):\n    return x  # na\u00efve\n\n\ndef g(x):\n    return f(x) + 10\0".encode()
+    tokenizer = Tokenizer(text * 3)
+    for part in (text, b"not seen before: \xff\t123"):
+        assert tokenizer.decode(tokenizer.encode(part).tolist()) == part
+    assert b" return" not in tokenizer.pieces, "the indentation and the word are two pieces"
+    assert {b"return", b"\n    "} <= set(tokenizer.pieces)
+    assert len(tokenizer.encode(text)) < len(text)
+
+
+def test_the_corpus_is_in_tokens_of_its_own_vocabulary():
+    corpus = load_corpus()
+    assert corpus.train.max() < len(corpus.tokenizer.pieces) == VOCABULARY
+    words = set(corpus.tokenizer.pieces)
+    assert {b"self", b" import", b"def", b"\n        "} <= words
 
 
 def test_the_same_seed_gives_the_same_batches():

@@ -1,6 +1,7 @@
 """The CUDA kernels' host build as a library, and as the operators' CPU kernels for as long as a test runs."""
 
 import ctypes
+import fcntl
 import math
 import os
 import re
@@ -68,7 +69,10 @@ def build(sources=ROOT / "csrc", folder=BUILD):
     if shutil.which("make") is None:
         raise RuntimeError("needs make and g++ (or CXX); there is no make")
     command = ["make", f"-j{len(os.sched_getaffinity(0))}", "-C", HERE, f"SOURCES={sources}", f"BUILD={folder}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with (Path(folder) / "lock").open("w") as lock:  # the workers of pytest-xdist share the folder
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         raise RuntimeError(done.stdout[-5000:])
     return Path(folder) / "libcuda_host.so"
