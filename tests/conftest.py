@@ -8,7 +8,6 @@ from cuda_host import library
 import flash_attn_ext
 from flash_attn_ext import modules
 
-
 # One thread, here and in the processes that tests start. The tensors are small: on a busy machine, and with a worker of
 # pytest-xdist on each core, several threads wait for each other most of the time. Tests of threads set their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
