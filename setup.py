@@ -82,9 +82,9 @@ def extension(with_cuda: bool):
     sources += [f"{CSRC}/ops/{name}.cpp" for name in OPS]
     sources += [f"{CSRC}/torch_ops/{name}.cpp" for name in TORCH_OPS]
     sources += [f"{CSRC}/cpu/{name}.cpp" for name in CPU]
-    sources += [f"{CSRC}/cuda/tiers.cpp"]  # of every build: a tier that cannot run is an error and never ignored
+    sources += [f"{CSRC}/cuda/tiers.cpp"]  # in every build: to force a tier that is not built must be an error
     # -fopenmp: at::parallel_for is an inline template, serial without it.
-    # -Wno-psabi: vectors wider than the baseline's never cross an object file.
+    # -Wno-psabi: vectors wider than the baseline's are never passed from one object file to another.
     # -g0: Python's own flags ask for debug information, which doubles the build.
     flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas"]
     kind = cpp_extension.CppExtension
@@ -92,7 +92,7 @@ def extension(with_cuda: bool):
         sources += [f"{CSRC}/cuda/{name}" for name in CUDA]
         flags += ["-DFLASH_ATTN_EXT_WITH_CUDA"]
         flags = {"cxx": flags, "nvcc": ["-O3", "--expt-relaxed-constexpr", "-DFLASH_ATTN_EXT_WITH_CUDA"]}
-        # PTX of 8.0 is what newer GPUs than these compile for themselves at first use.
+        # GPUs newer than these have no machine code here: their driver compiles the PTX of 8.0 at the first use.
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX;9.0a")
         flags["cxx"] += [f"-DFLASH_ATTN_EXT_GPU_CODE={gpu_code()}"]
         kind = cpp_extension.CUDAExtension
@@ -103,8 +103,8 @@ def extension(with_cuda: bool):
 
 
 def gpu_code() -> str:
-    """What torch makes nvcc generate, as "compute_80,sm_80,sm_90a": cuda/gpu_code.h has to know."""
-    # Private, but what BuildExtension itself calls: reading TORCH_CUDA_ARCH_LIST again could come to something else.
+    """For which GPUs torch has nvcc generate code, as "compute_80,sm_80,sm_90a". cuda/gpu_code.h needs the list."""
+    # A private function, but the one that BuildExtension calls: reading TORCH_CUDA_ARCH_LIST here could differ from it.
     options = cpp_extension._get_cuda_arch_flags()
     return ",".join(re.search(r"code=(\w+)$", option)[1] for option in options)
 

@@ -6,7 +6,8 @@
 namespace flash_attn_ext::cuda::simt {
 
 constexpr int kSide = 16;  // a block is a square of 16 x 16 threads
-// Kernels are compiled for at least one such block a multiprocessor: asked for more, they would spill.
+// The launch bounds ask for one block of this size on a multiprocessor. For two, a thread would have half the
+// registers, and spill.
 constexpr int kThreads = kSide * kSide;
 constexpr int kBlockK = 64;                        // keys of a tile
 constexpr int kRows = 4, kDecodeRows = 1;          // query rows of a thread

@@ -23,7 +23,7 @@ struct DecodeConfig {
   static constexpr int kRowTiles = kRowTiles_, kRows = kMmaRows * kRowTiles;  // query rows of a block
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
   static constexpr int kRing = kRing_;
-  static_assert(kRing % 2 == 1);  // so a K in use lets a K start on its way, a V a V
+  static_assert(kRing % 2 == 1);  // then using a tile of K starts the copy of a tile of K, and V's of V
 };
 
 template <class C>
@@ -260,8 +260,9 @@ __global__ void __launch_bounds__(kDecodeThreads)
   };
   constexpr int kAhead = C::kRing / 2;  // tiles of K, and as many of V
   int slot = 0;
-  // The stream's tile of keys from j0 on, once it has landed. Starts the copy of the one kAhead further on,
-  // to where the last tile was: all lanes have come from its products by mma.sync, which nobody leaves alone.
+  // The stream's tile of keys from j0 on, once it has landed. Starts the copy of the one kAhead further on, into
+  // the slot of the last tile. That slot is free: mma.sync is one instruction of the whole warp, so all lanes
+  // have finished the last tile's products.
   const auto take = [&](TileStream<C>& stream, int64_t j0) -> auto& {
     ptx::cp_async_wait<C::kRing - 2>();  // this lane's part of the tile has landed
     __syncwarp();                        // all lanes' parts have

@@ -188,8 +188,9 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     WeightTile &ds_tile = shared.weights[kSplitsColumns ? 0 : n % 2], &p_tile = shared.weights[1];
     const uint32_t ds_address = ptx::shared_address(&ds_tile);
     const int weights_row = own_key + warp * kWarpRows;
-    // Nobody reads the last ones any more: of dS there are two, and, where there is one, Q of this tile came
-    // to the place of the last one's only when all had made dK of it.
+    // These buffers are free. Where dS has two, the products that read this one are two tiles back. Where dS has
+    // one, the tile before was its last reader: this tile's Q, which is here, was loaded only after all had
+    // made dK of that tile.
     if constexpr (kSplitsColumns) store_weights(p_tile, weights_row, own_row, p16);
     store_weights(ds_tile, weights_row, own_row, ds16);
     ptx::proxy_fence();  // wgmma sees what this thread has written

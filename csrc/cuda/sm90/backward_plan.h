@@ -50,8 +50,8 @@ FA_HOST_DEVICE inline KeyTile key_tile_of(int64_t block, int64_t tiles, bool det
   return {block / tiles, deterministic ? tiles - 1 - tile : tile};
 }
 
-// When a tile of keys adds to a tile of dQ: after those behind it. On the diagonal of a causal call nobody
-// waits so, because each tile of keys begins there.
+// The turn in which a tile of keys adds to a tile of dQ: tiles of later keys go first. In a causal call a tile of
+// keys begins with the queries at its diagonal. No later keys are visible to them, so it does not wait there.
 FA_HOST_DEVICE inline int64_t turn_of(const AttentionParams& p, int64_t key_tile, int64_t row_tile) {
   const int64_t rows = backward_rows(p.sizes.head_dim), begin = row_tile * rows, end = begin + rows;
   const Range seen =

@@ -5,7 +5,7 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// Of a sequence: the sum of two, each filled up to whole tiles, lies in 32 bits.
+// The longest sequence: the sum of two lengths, each rounded up to whole tiles, fits in 32 bits.
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1024;
 
 struct ForwardPlan {
