@@ -40,12 +40,12 @@ class Cell:
     window: tuple[int, int] | None = None  # ours takes it as it is; torch gets the band as a bool mask
 
     def flops(self) -> float:
-        """4 B H D a visible score, 3.5 times that with the backward. Causal counts as half, a mask as if all saw."""
+        """4 B H D for each visible score, times 3.5 with the backward. Of causal scores half count, with a mask all."""
         batch, heads, _, head_dim = self.query
         return 4 * batch * heads * head_dim * self.visible() * (3.5 if self.backward else 1)
 
     def visible(self) -> float:
-        """Pairs of a query and a key."""
+        """The number of visible scores of one head."""
         if self.window:
             return int(band(self.query[2], self.key[2], self.window).sum())
         return self.query[2] * self.key[2] / (2 if self.options.get("is_causal") else 1)
@@ -59,7 +59,7 @@ def band(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> Tensor:
 
 
 class Inputs:
-    """What a cell's functions read, of a fixed seed. K and V are one tensor, so that one loop can stream over both."""
+    """The inputs of a cell, drawn with a fixed seed. K and V lie in one tensor, so that one loop can read both."""
 
     def __init__(self, cell: Cell) -> None:
         torch.manual_seed(0)
@@ -114,7 +114,7 @@ def options(dtype: str) -> Iterator[Cell]:
 
 
 def windows(dtype: str) -> Iterator[Cell]:
-    """The last one is no window but all that a causal query sees: what the windows' cost is to be compared with."""
+    """The last one is as wide as the sequence, so it hides only what causal hides: the others are compared with it."""
     shape = WITH_WINDOW
     for backward in (False, True):
         for window in [*WINDOWS, (shape[2], 0)]:

@@ -39,7 +39,7 @@ QUICK_FLOPS = 5e9  # a cell of --quick costs at most this
 
 
 def measure(cell: Cell, peer: Callable, seconds: float, rounds: tuple[int, int]) -> dict:
-    """One row: times of ours and the peer in turn, and what the machine could do meanwhile."""
+    """One row: the times of ours and the peer, in turn, and the rates that the machine reached meanwhile."""
     isa, threads, inputs = flash_attn_ext.active_kernel(), torch.get_num_threads(), Inputs(cell)
     functions = [inputs.ours(flash_attn), inputs.torchs(peer)]
     streams: list[float] = []
@@ -79,7 +79,7 @@ def arithmetic(cell: Cell, ours: list[float], fma_rate: float) -> dict:
 
 
 def reading(kv: torch.Tensor, ours: list[float], streams: list[float]) -> dict:
-    """K and V a second, and as a fraction of the plain read of the same round."""
+    """Bytes of K and V per second, and their fraction of the plain read in the same round."""
     size = kv.numel() * kv.element_size()
     rates = [size / seconds for seconds in ours]
     low, middle, high = quartiles([rate / stream for rate, stream in zip(rates, streams, strict=True)])

@@ -1,4 +1,4 @@
-"""How compare_torch.py's record looks: tables, and a figure of the ratios."""
+"""Tables, and a figure of the ratios, from what compare_torch.py measured."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -82,7 +82,7 @@ def memory(rows: list[dict]) -> Table:
 
 
 def plot(record: dict, path: Path) -> None:
-    """A dot with quartiles a row; a column a dtype, a colour a pass."""
+    """A dot with quartiles for each row. One column for each dtype, one colour for each pass."""
     rows = record["rows"]
     labels = list(dict.fromkeys((row["kind"], label(row)) for row in rows))
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
@@ -127,6 +127,6 @@ def draw(axis, rows: list[dict], labels: list[tuple[str, str]], name: str, color
 
 
 def label(row: dict) -> str:
-    """Without the dtype and the pass."""
+    """A row's name on the axis; dtype and pass are shown by column and colour."""
     shape = ",".join(map(str, row["B,H,S_q,D"]))
     return f"{row['case']}  {shape}" + (f"  S_k {row['H_kv,S_k'][1]}" if row["kind"] == "decode" else "")

@@ -1,4 +1,4 @@
-"""Flash-Decoding and FlashDecoding++ as options of our decode kernel, against each other, over S_k and the batch.
+"""Compares Flash-Decoding and FlashDecoding++, as options of our decode kernel, over S_k and the batch.
 
 One query a sequence, 8 heads, D 128. Flash-Decoding is `num_splits`: into how many pieces the keys are cut; its default
 goes by the shape, 1 is decoding without it. FlashDecoding++ is `unified_max`: a guess of the largest score, here one
@@ -43,7 +43,7 @@ class Problem:
     dtype: str
 
     def shape(self) -> tuple[int, ...]:
-        """Of K and V as one tensor."""
+        """The shape of the one tensor that holds K and V."""
         return 2, self.batch, self.heads_kv, self.seqlen_k, HEAD_DIM
 
     def bytes(self) -> int:
@@ -110,7 +110,7 @@ def text(record: dict) -> Iterator[str | Table]:
 
 
 def plot(record: dict, path: Path) -> None:
-    """Speed against S_k; a column a batch, a row a dtype and number of key heads."""
+    """Speed against S_k. One column for each batch size, one row for each dtype and number of key heads."""
     rows = record["rows"]
     batches = sorted({row["B"] for row in rows})
     kinds = list(dict.fromkeys((row["dtype"], row["H_kv"]) for row in rows))

@@ -1,4 +1,4 @@
-"""Paired timing: functions in turn in one process, so that a noisy machine slows all alike; and what machine it was."""
+"""Paired timing: functions run in turn in one process, so that other load slows all alike; and which machine it is."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ import torch
 
 import flash_attn_ext
 
-# What limits either side's instruction sets or threads from outside.
+# Environment variables that limit the instruction sets or the threads of one side.
 ENVIRONMENT = (
     "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "FLASH_ATTN_EXT_ISA", "OMP_NUM_THREADS",
 )  # fmt: skip
@@ -40,10 +40,12 @@ def time_in_turn(
     between: Callable | None = None,
     shuffle: bool = False,
 ) -> list[list[float]]:
-    """Seconds of each call, by function: all run once a round, for about `seconds` and rounds[0] to rounds[1] times.
+    """Seconds of each call, a list for each function. A round runs every function once. There are rounds[0] to
+    rounds[1] of them, for about `seconds`.
 
-    What ran before a call leaves caches and threads in some state. `between` runs ahead of each round, and then the
-    first function once untimed, so that none is timed just behind it. `shuffle` changes the order from round to round.
+    A call depends on the state of caches and threads, and so on what ran before it. `between` runs before each round,
+    and after it the first function once without timing, so that no timed call comes right after `between`. `shuffle`
+    changes the order from round to round.
     """
     for function in functions:
         function()

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: tables as text, that are Markdown too, everything measured as JSON, and a figure."""
+"""What a benchmark writes: tables as text (which is Markdown), everything measured as JSON, and a figure."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """In Markdown; the first column to the left, the others to the right."""
+    """A table in Markdown. The first column is aligned left, the others right."""
     result = Table(box=box.MARKDOWN)
     for n, column in enumerate(columns):
         result.add_column(column, justify="right" if n else "left", no_wrap=True)

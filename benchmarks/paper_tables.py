@@ -87,7 +87,7 @@ def gpt2_table(args: argparse.Namespace) -> tuple[list[dict], str]:
 
 
 def counted(case: Case) -> dict:
-    """FLOPs and traffic by the model. The standard algorithm reads its mask; ours knows the diagonal."""
+    """FLOPs and traffic by the model. The standard algorithm reads a mask; ours computes where the diagonal is."""
     mask = case.causal and case.method == "standard"
     problem = counts.Problem(case.B, case.H, case.S, case.D, case.dtype, mask=mask, dropout=case.dropout_p)
     model = counts.count(case.method, problem, gpt2.ON_CHIP)
@@ -105,7 +105,7 @@ def hardware(case: Case) -> dict:
 
 
 def largest_batch(problem: counts.Problem, args: argparse.Namespace) -> int:
-    """The published 64, halved until the standard algorithm fits the memory."""
+    """The batch size: the published 64, halved until the standard algorithm fits the memory."""
     batch = 1 if args.quick else problem.B
     while batch > 1:
         case = Case("standard", batch, problem.H, problem.S, problem.D, args.dtype)

@@ -1,4 +1,4 @@
-"""The machine's own limits, measured in the same run as what is compared with them: FMA rate and memory reading.
+"""The machine's own limits, its FMA rate and its memory rate, measured in the same run as the kernels.
 
 The loops are in peaks.cpp, compiled by g++ at the first use: they need the flags of the instruction set they measure.
 """
@@ -48,7 +48,7 @@ def flops(isa: str, dtype: torch.dtype, threads: int) -> float:
 def stream_read(tensor: torch.Tensor, isa: str, threads: int) -> float:
     """Bytes per second of reading the tensor's memory in pieces of up to 1 MiB; the second of two readings.
 
-    The first one finds other threads still spinning, and other data in the caches.
+    During the first one, other threads may still be spinning, and other data is in the caches.
     """
     size = tensor.numel() * tensor.element_size()
     if not tensor.is_contiguous():

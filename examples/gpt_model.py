@@ -1,4 +1,4 @@
-"""A small GPT whose attention is an argument: any callable that means what torch's SDPA means."""
+"""A small GPT whose attention is an argument: any callable with the arguments and the meaning of torch's SDPA."""
 
 import math
 import sys
@@ -24,7 +24,7 @@ class AttentionUnavailable(RuntimeError):
 
 
 def attention_by_name(name: str) -> Attention:
-    """The callable behind one of ATTENTION_NAMES; AttentionUnavailable where it cannot be had."""
+    """The callable of this name, one of ATTENTION_NAMES; AttentionUnavailable if it cannot be used here."""
     if name == "sdpa":
         return scaled_dot_product_attention
     if name == "sdpa-math":

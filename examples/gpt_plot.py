@@ -37,7 +37,7 @@ def plot(path: Path, runs: list[Run], settings: Settings, curve_limit: float) ->
 
 def _plot_losses(axis, runs: list[Run]) -> None:
     for index, (run, color) in enumerate(zip(runs, COLORS, strict=False)):
-        # The first run is broad and pale, the others thin and dashed: on top of each other all are seen.
+        # The first run is broad and pale, the others are thin and dashed: so all are visible where they coincide.
         line = {"lw": 4, "alpha": 0.4} if index == 0 else {"lw": 1.1, "ls": (4 * index, (4, 2))}
         marker = {"marker": "o", "ms": 9, "alpha": 0.6} if index == 0 else {"marker": "x", "ms": 7}
         steps = range(1, len(run.steps) + 1)

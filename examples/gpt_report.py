@@ -1,4 +1,4 @@
-"""What two or more training runs showed: a table for the terminal and a JSON file."""
+"""The results of training runs: a table for the terminal and a JSON file."""
 
 import json
 import os

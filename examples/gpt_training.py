@@ -56,7 +56,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimiser step tells: the loss before it, the gradient's norm before clipping, the time."""
+    """The results of one optimiser step: the loss before it, the gradient's norm before clipping, the time."""
 
     loss: float
     grad_norm: float
@@ -148,7 +148,7 @@ class TrainingProcess:
         self._pool.submit(_start, settings, attention_name, corpus).result()
 
     def call(self, method: str, *args):
-        """Trainer's method, over there."""
+        """Calls a method of the Trainer in its process, and returns the result."""
         return self._pool.submit(_call, method, *args).result()
 
     def close(self) -> None:

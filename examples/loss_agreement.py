@@ -1,4 +1,4 @@
-"""Do two training runs tell the same story? The rule, in one place and without torch."""
+"""Do two training runs agree? The rule, in one place and without torch."""
 
 import math
 from collections.abc import Mapping, Sequence

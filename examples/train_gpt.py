@@ -84,7 +84,7 @@ def choose_device(wanted: str, names: list[str], dtype: str = "float32") -> str:
 
 
 def try_attention(name: str, device: str, dtype: torch.dtype) -> None:
-    """Calls the attention once on a tiny input: what is missing is told before minutes have passed."""
+    """Calls the attention once on a tiny input, so that a missing part is reported before the training."""
     attention = attention_by_name(name)
     try:
         query = torch.ones(1, 1, 2, 8, device=device, dtype=dtype)
