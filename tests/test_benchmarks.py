@@ -16,6 +16,7 @@ import compare_torch
 import decoding
 import peak_memory
 import peaks
+import summary_figure
 import watch
 from harness import Paired, quartiles, time_in_turn
 
@@ -203,6 +204,12 @@ def test_the_variants_of_decoding_are_the_same_attention(dtype):
     assert torch.equal(results["default, unified misses"], results["default"])
     if dtype == "float32":
         assert not torch.equal(results["default, unified"], results["default"])
+
+
+def test_the_figure_of_the_readme_is_drawn_from_a_record(tmp_path):
+    record = Path(summary_figure.__file__).parent / "results" / "cpu_zen5.json"
+    summary_figure.main(record, tmp_path / "summary.png")
+    assert (tmp_path / "summary.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_peaks_are_measured():
