@@ -119,7 +119,7 @@ struct AttentionParams {
   DecodeParams decode;  // read by the forward only
   VarlenParams varlen;
 
-  // The index of row i of head h of batch b in lse, and in all else that has one value for each row.
+  // Where lse, and what kernels keep of each row, have row i of head h.
   FA_HOST_DEVICE int64_t statistics_row(int64_t b, int64_t h, int64_t i) const {
     return (b * sizes.heads + h) * (varlen ? varlen.max_seqlen_q : sizes.seqlen_q) + i;
   }

@@ -3,7 +3,7 @@
 predict   standard attention, FlashAttention-1 and -2 and our kernel on one problem and device
 blocks    the same against the block size
 scaling   accesses against N, d and M, with the exponents of the theorems
-gpt2      the table of the FlashAttention paper next to our counts, and why they differ
+gpt2      the table of the FlashAttention paper next to our counts, and where the two part
 devices   the rates that are used
 """
 

@@ -1,4 +1,4 @@
-"""FLOPs and traffic of one call of flash_attn, for any two lengths, with or without causal and window.
+"""The counts of one call of flash_attn: any two lengths, of which a band may hide a part.
 
 Counting walks every tile. But a further block of rows or keys costs what the one before it did, so that a few tiles
 give the counts of any length exactly; and a tile that the band hides costs nothing but the visit that is left out.

@@ -1,4 +1,4 @@
-"""FLOPs and traffic of each algorithm, counted by running it on tensors without values: there are no formulas here.
+"""FLOPs and traffic of each algorithm, counted by running it on shapes alone: no formula stands here.
 
 One head is run. Everything of a head is multiplied by B * H; a mask, which all heads share, is counted once.
 """
@@ -115,7 +115,7 @@ def count(algorithm: str, problem: Problem, M: int, blocks: tuple[int, int] | No
 
 
 def _count_standard(problem: Problem) -> Counts:
-    """Each kernel reads its operands once, as if its caches were perfect."""
+    """Each kernel reads its operands once: the best that its caches can do for it."""
     options, counts = problem.options(), Counts("whole matrices")
     q, k, v, dout = problem.tensors(4)
     forward, backward = SlowMemory(), SlowMemory()
@@ -156,7 +156,7 @@ def _count_flash2(problem: Problem, tiles: dict[str, tuple[int, int]]) -> Counts
 
 
 def largest_blocks(which: str, D: int, M: int) -> tuple[int, int]:
-    """The first of CANDIDATES that runs on a chip of M elements without running out of memory."""
+    """The first of CANDIDATES that really runs on a chip of M elements."""
     for blocks in CANDIDATES:
         probe = Problem(1, 1, max(blocks), D)
         q, k, v, dout = probe.tensors(4)

@@ -1,4 +1,4 @@
-"""The table of the FlashAttention paper (2022, figure 2 left) next to our counts, and why they differ.
+"""The table of the FlashAttention paper (2022, figure 2 left) next to our counts, and where the two part.
 
 GPT-2 medium on an A100 (40 GB), sequence length 1024, head dimension 64, 16 heads, batch 64, forward and backward.
 """
