@@ -3,7 +3,6 @@
 # Whole files.
 FILES = {
     "test_arm": "cross-compiles the kernels and runs them in an emulator",
-    "test_build": "a process with torch for each way to call setup.py",
     "test_cuda_binding": "compiles the binding's CUDA half",
     "test_cuda_compile": "compiles every CUDA kernel",
     "test_cuda_host": "runs CUDA kernels on the host, one fiber for each thread",
@@ -22,8 +21,11 @@ FILES = {
     "test_paper_tables": "a process with torch for each measurement",
     "test_sanitizers": "compiles the kernels with sanitizers",
 }
-# Single tests of other files: (file, function).
-TESTS: set[tuple[str, str]] = set()
+# Single tests of other files.
+TESTS = {
+    ("test_contract", "test_peak_memory_grows_linearly"): "a process with torch for each size",
+    ("test_integration", "test_compile_fullgraph"): "compiles by inductor",
+}
 
 
 def is_slow(file: str, function: str) -> bool:

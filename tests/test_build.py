@@ -1,8 +1,11 @@
 """setup.py and the build backend: what is asked for and impossible is a loud error; what an sdist holds; the import."""
 
+import contextlib
 import importlib.machinery
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -12,6 +15,7 @@ import _distutils_hack
 import pytest
 import setuptools
 import torch
+from torch.utils import cpp_extension
 
 import flash_attn_ext
 from flash_attn_ext import _ops
@@ -20,13 +24,23 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_setup(prelude="", **environment):
-    """The end of what `setup.py --version` says, with `prelude` run first."""
-    program = f"import runpy, sys, torch\n{prelude}\nsys.argv = ['setup.py', '--version']\nrunpy.run_path('setup.py')"
+    """The exit status of `setup.py --version`, and the last line of what it says, with `prelude` run first."""
     clean = {k: v for k, v in os.environ.items() if k not in ("FLASH_ATTN_EXT_CUDA", "CUDA_HOME", "CUDA_PATH")}
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env={**clean, **environment}, capture_output=True, text=True
-    )
-    return run.returncode, (run.stdout + run.stderr).strip().splitlines()[-1]
+    said, code = io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        for module, name in ((torch, "__version__"), (torch.version, "cuda"), (cpp_extension, "CUDA_HOME")):
+            patch.setattr(module, name, getattr(module, name))  # to be as before afterwards, whatever changes it
+        patch.setattr(setuptools, "setup", setuptools.setup)
+        patch.setattr(os, "environ", clean | environment)
+        patch.setattr(sys, "argv", ["setup.py", "--version"])
+        patch.chdir(ROOT)
+        exec(prelude, {"torch": torch})
+        try:
+            runpy.run_path("setup.py")
+        except SystemExit as error:
+            code = 1
+            print(error)
+    return code, said.getvalue().strip().splitlines()[-1]
 
 
 CPU_TORCH, CUDA_TORCH = "torch.version.cuda = None", "torch.version.cuda = '13.0'"
