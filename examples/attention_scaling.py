@@ -61,10 +61,11 @@ def measure_lengths(lengths: Iterable[int], device: str, seconds: float = 1.0) -
 def table(measured: list[list[Measured]]) -> Table:
     """A row a length; time and memory of each method."""
     result = Table(title="Attention alone: a training step", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    result.add_column("S", justify="right")
+    result.add_column("S", justify="right", no_wrap=True, min_width=4)
     for what in ("time", "memory"):
         for method in METHODS:
-            result.add_column(f"{method}\n{what}", justify="right", no_wrap=True)
+            heading = f"{method} {what}".replace(" ", "\n")
+            result.add_column(heading, justify="right", no_wrap=True)
     for row in measured:
         times, sizes = zip(*(each.cells() for each in row), strict=True)
         result.add_row(str(row[0].length), *times, *sizes)
