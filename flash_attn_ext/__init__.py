@@ -1,13 +1,19 @@
 """flash_attn_ext: exact attention for PyTorch, tile by tile, that never stores the N x N matrix."""
 
-from . import _vmap  # noqa: F401  registers the vmap rules
+from ._unbuilt import is_unbuilt
 from ._version import __version__
-from .activate import ActivationReport, activate, activated, activation_report, deactivate, is_active
-from .explain import Explanation, explain
-from .functional import dropout_mask, flash_attn, new_rng_state
-from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
-from .modules import MultiheadAttention
-from .patch import ReplacedAttention, replace_attention
+
+if is_unbuilt():
+    # iomodel and reference run; every name of __all__ raises, and says what to do.
+    from ._unbuilt import refuse as __getattr__  # noqa: F401
+else:
+    from . import _flops, _vmap  # noqa: F401  register what FlopCounterMode counts, and the vmap rules
+    from .activate import ActivationReport, activate, activated, activation_report, deactivate, is_active
+    from .explain import Explanation, explain
+    from .functional import dropout_mask, flash_attn, new_rng_state
+    from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
+    from .modules import MultiheadAttention
+    from .patch import ReplacedAttention, replace_attention
 
 __all__ = [
     "ActivationReport",

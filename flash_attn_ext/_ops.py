@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from . import _unbuilt
+
 REBUILD = "build it again where its sources are: pip install --force-reinstall --no-deps ."
 
 
@@ -26,6 +28,8 @@ def minor(version: str) -> list[str]:
     return version.split(".")[:2]
 
 
+if _unbuilt.is_unbuilt():
+    raise ImportError(_unbuilt.message())
 # Loaded with another minor version of torch, the extension misses symbols, or finds them with another meaning.
 built_for = torch_built_for()
 if built_for is not None and minor(built_for) != minor(torch.__version__):

@@ -17,8 +17,7 @@ from .functional import (
     operator_options,
     operator_tensors,
 )
-from .iomodel.calls import Cost, pass_cost
-from .iomodel.counts import Problem, kernel_tiles, largest_blocks
+from .iomodel.calls import Cost, Problem, kernel_tiles, largest_blocks, pass_cost
 
 # Of a block on every GPU from compute capability 8.0 on: kMaxSharedBytes of csrc/cuda/shared_memory.h.
 SHARED_BYTES = 99 << 10

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flash_attn_ext.iomodel import __main__ as cli
-from flash_attn_ext.iomodel import counts, devices, gpt2, roofline, sweeps
+from flash_attn_ext.iomodel import calls, counts, devices, gpt2, roofline, sweeps
 from flash_attn_ext.iomodel.counts import Problem, count
 from flash_attn_ext.reference import flash2
 from flash_attn_ext.reference.memory import SlowMemory
@@ -48,11 +48,36 @@ def test_counts_are_those_of_the_reference():
     assert counted.tiles == "64 x 32"
 
 
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("blocks", calls.CANDIDATES, ids=str)
+@pytest.mark.parametrize("D", [32, 128])
+def test_what_tiles_take_on_the_chip_is_what_the_reference_needs(D, blocks, which):
+    q, k, v, dout = Problem(1, 1, 3 * max(blocks), D).tensors(4)
+    memory, sizes = SlowMemory(), {"block_q": blocks[0], "block_k": blocks[1]}
+    if which == "forward":
+        flash2.forward(q, k, v, memory=memory, **sizes)
+    else:
+        flash2.backward(q, k, v, q, dout, torch.empty(len(q), 1, device="meta"), memory=memory, **sizes)
+    assert calls.chip_peak(which, D, blocks) == memory.chip.peak
+
+
 @pytest.mark.parametrize("M", [1000, 8192, 65536])
 @pytest.mark.parametrize("D", [32, 64, 128])
 def test_chosen_blocks_fit_the_chip(D, M):
     result = count("flash2", replace(SMALL, D=D), M)
     assert 0 < result.chip_peak <= M
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_the_counts_of_a_call_are_those_of_the_algorithm(dtype, dropout):
+    """calls.py adds up what counts.py runs; with tests/test_explain.py, which takes any two lengths."""
+    problem = Problem(2, 3, 200, 32, dtype, dropout=dropout, S_k=130, D_v=40)
+    both, forward = (count("flash2", replace(problem, backward=b), 0, (64, 48)) for b in (True, False))
+    passes = [calls.pass_cost(which, problem, (64, 48)) for which in ("forward", "backward")]
+    assert (passes[0].flops, passes[0].bytes) == (forward.flops, forward.bytes)
+    total = passes[0] + passes[1]
+    assert (total.flops, total.bytes) == (both.flops, both.bytes)
 
 
 def test_a_chip_without_room_for_one_row_is_refused():
@@ -93,14 +118,36 @@ class TestThePublishedTable:
             assert 0.4 * published.milliseconds < milliseconds < published.milliseconds
 
 
+def test_with_a_perfect_cache_each_tensor_moves_once():
+    """FlashAttention-2 loads K and V for every block of queries, FlashAttention-1 Q and O for every one of keys."""
+    problem = replace(SMALL, B=1, H=1, backward=False)
+    q, _, _ = problem.tensors(3)
+    flash1, flash2_ = (count(name, problem, 8192, (64, 64)) for name in ("flash1", "flash2"))
+    statistics = 4 * problem.S  # lse; FlashAttention-1 reads and writes l, m and O
+    assert flash2_.bytes_once == 4 * q.nbytes + statistics < flash2_.bytes
+    assert flash1.bytes_once == 5 * q.nbytes + 4 * statistics < flash1.bytes
+
+
+def test_flash2_is_not_predicted_slower_than_flash1_where_a_cache_serves_it():
+    """On an A100 the model's FlashAttention-2 moves twice as much as its FlashAttention-1; most of it through L2."""
+    problem, device = Problem(64, 16, 1024, 64), devices.find("A100-40GB")
+    times = [
+        roofline.predict(count(a, problem, device.elements("float16")), device, "float16") for a in ("flash1", "flash2")
+    ]
+    assert times[1].seconds > 1.8 * times[0].seconds
+    assert times[1].least_seconds < times[0].least_seconds <= times[0].seconds
+
+
 def test_roofline():
     device = devices.Device("d", {"float32": 100.0}, 10.0, 4.0, 1024, "a test")
-    work = counts.Counts("", matmul_flops=200, other_flops=10, bytes=8)
+    work = counts.Counts("", matmul_flops=200, other_flops=10, bytes=8, bytes_once=4)
     prediction = roofline.predict(work, device, "float32")
     assert (prediction.compute_seconds, prediction.memory_seconds) == (3.0, 2.0)
     assert (prediction.seconds, prediction.bound) == (3.0, "compute")
     prediction = roofline.predict(replace(work, bytes=16), device, "float32")
-    assert (prediction.seconds, prediction.bound) == (4.0, "memory")
+    assert (prediction.seconds, prediction.bound, prediction.least_seconds) == (4.0, "memory", 3.0)
+    prediction = roofline.predict(replace(work, bytes=16, bytes_once=15), device, "float32")
+    assert prediction.least_seconds == 3.75
 
 
 def test_devices():
@@ -140,7 +187,7 @@ class TestCommands:
         problem = ["--B=2", "--H=3", "--S=256", "--D=32", "--dtype=float32", "--M=8192", "--device=H100"]
         cli.main(["predict", *problem, "--mask", "--dropout=0.1", "--json", str(file)])
         printed = capsys.readouterr().out
-        for label in cli.LABELS.values():
+        for label in (*cli.LABELS.values(), "least ms", "L2"):
             assert label in printed
         assert "B 2, H 3, S 256, D 32, float32, forward + backward, mask, dropout 0.1; H100, M 8192" in printed
         record = json.loads(file.read_text())

@@ -1,12 +1,28 @@
-"""The counts of one call of flash_attn: any two lengths, of which a band may hide a part.
+"""The counts of one call of flash_attn, any two lengths, of which a band may hide a part; and its tiles.
 
-Counting walks every tile. But a further block of rows or keys costs what the one before it did, so that a few tiles
-give the counts of any length exactly; and a tile that the band hides costs nothing but the visit that is left out.
+This is the part of the model that flash_attn_ext.explain uses, so it runs nothing and loads nothing of
+flash_attn_ext.reference: it adds up FlashAttention-2's steps (Dao 2023, algorithms 1 and 2), as
+flash_attn_ext/reference/flash2.py has them. A test runs those and compares, to the last FLOP and element.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from .counts import Problem, count
+from .problem import DTYPES, Problem
+
+# Of {64, 128} x {64, 128}, which FlashAttention-2 chooses from (section 3.3), and smaller ones for smaller chips.
+CANDIDATES = [
+    (128, 128),
+    (128, 64),
+    (64, 128),
+    (64, 64),
+    (64, 32),
+    (32, 32),
+    (32, 16),
+    (16, 16),
+    (8, 8),
+    (4, 4),
+    (1, 1),
+]
 
 
 @dataclass(frozen=True)
@@ -29,42 +45,69 @@ def tiles(length: int, block: int) -> int:
     return -(-length // block)
 
 
+def kernel_tiles() -> dict[str, tuple[int, int]]:
+    """(block_q, block_k) of the CPU kernels, as csrc/cpu/kernels/tiling-inl.h has them; a test compares."""
+    return {"forward": (48, 64), "backward": (64, 64)}
+
+
 def pass_cost(which: str, problem: Problem, blocks: tuple[int, int], visible_tiles: int | None = None) -> Cost:
-    """FlashAttention-2's "forward" or "backward" of all heads in tiles of `blocks`; all tiles are visible if None."""
+    """FlashAttention-2's "forward" or "backward" of all heads in tiles of `blocks`; all tiles are visible if None.
+
+    A mask is not counted: what is read of it depends on how it is broadcast.
+    """
     S_k = problem.S_k or problem.S
-    head = replace(problem, B=1, H=1)
-
-    def along_keys(S: int) -> Cost:
-        return _extrapolate(lambda n: _counted(which, replace(head, S=S, S_k=n), blocks), S_k, blocks[1])
-
-    cost = _extrapolate(along_keys, problem.S, blocks[0])
+    grid = tiles(problem.S, blocks[0]), tiles(S_k, blocks[1])
+    head = _outside_of_tiles(which, problem) + _of_tiles(which, problem, grid, problem.S, S_k)
     if visible_tiles is not None:
-        hidden = tiles(problem.S, blocks[0]) * tiles(S_k, blocks[1]) - visible_tiles
-        cost -= _of_one_tile(which, head, (min(blocks[0], problem.S), min(blocks[1], S_k))) * hidden
-    return cost * problem.heads
+        one = _of_tiles(which, problem, (1, 1), min(blocks[0], problem.S), min(blocks[1], S_k))
+        head -= one * (grid[0] * grid[1] - visible_tiles)
+    return head * problem.heads
 
 
-def _counted(which: str, problem: Problem, blocks: tuple[int, int]) -> Cost:
-    forward = count("flash2", replace(problem, backward=False), 0, blocks)
+def _of_tiles(which: str, problem: Problem, grid: tuple[int, int], rows: int, columns: int) -> Cost:
+    """The inner loops of one head: grid[0] x grid[1] tiles, which together are rows x columns scores."""
+    D, D_v = problem.D, problem.D_v or problem.D
+    item, statistic, drops = *_sizes(problem), int(problem.dropout > 0)
+    scores = rows * columns
+    per_row, per_column = rows * grid[1], columns * grid[0]  # rows times the tiles that each is in; likewise
     if which == "forward":
-        return Cost(forward.flops, forward.bytes)
-    both = count("flash2", replace(problem, backward=True), 0, blocks)
-    return Cost(both.flops - forward.flops, both.bytes - forward.bytes)
+        # scale, row_max, exp(S - m) as two, row_sum; the products Q K^T and P V; m, rescale, l; O *= rescale.
+        flops = scores * (5 + drops + 2 * D + 2 * D_v) + per_row * (5 + D_v)
+        return Cost(flops, per_column * (D + D_v) * item)
+    # scale, exp(S - lse) as two, dP - delta, * P, * scale; with dropout P o Z and dP o Z; five products. Each tile
+    # loads Q, dO, lse, delta, and dQ, which it stores again.
+    flops = scores * (6 + 2 * drops + 6 * D + 4 * D_v)
+    return Cost(flops, per_row * ((3 * D + D_v) * item + 2 * statistic))
 
 
-def _extrapolate(cost_of, length: int, block: int) -> Cost:
-    """cost_of(length), from two lengths of at most two blocks and the same rest."""
-    steps = length // block - 1
-    if steps < 2:
-        return cost_of(length)
-    first = cost_of(length - steps * block)
-    return first + (cost_of(length - (steps - 1) * block) - first) * steps
+def _outside_of_tiles(which: str, problem: Problem) -> Cost:
+    """Of one head, what is done once for each row or key."""
+    S_k, D, D_v = problem.S_k or problem.S, problem.D, problem.D_v or problem.D
+    item, statistic = _sizes(problem)
+    if which == "forward":  # loads Q; O / l and m + log l, stored
+        return Cost(problem.S * (D_v + 2), problem.S * ((D + D_v) * item + statistic))
+    # delta from O and dO, stored; dQ filled with zeros; K and V loaded, dK and dV stored
+    rows = Cost(2 * problem.S * D_v, problem.S * ((D + 2 * D_v) * item + statistic))
+    return rows + Cost(0, 2 * S_k * (D + D_v) * item)
 
 
-def _of_one_tile(which: str, head: Problem, blocks: tuple[int, int]) -> Cost:
-    """What one tile costs beyond its row block and its key block."""
+def _sizes(problem: Problem) -> tuple[int, int]:
+    """Bytes of an element, and of one of lse or delta."""
+    return DTYPES[problem.dtype].itemsize, 8 if problem.dtype == "float64" else 4
 
-    def of(rows: int, columns: int) -> Cost:
-        return _counted(which, replace(head, S=rows * blocks[0], S_k=columns * blocks[1]), blocks)
 
-    return of(2, 2) - of(2, 1) - of(1, 2) + of(1, 1)
+def largest_blocks(which: str, D: int, M: int) -> tuple[int, int]:
+    """The first of CANDIDATES whose tiles fit a chip of M elements."""
+    for blocks in CANDIDATES:
+        if chip_peak(which, D, blocks) <= M:
+            return blocks
+    raise ValueError(f"M: got {M} elements; allowed: enough for one row of each tile at D = {D}")
+
+
+def chip_peak(which: str, D: int, blocks: tuple[int, int]) -> int:
+    """Elements on the chip at the fullest moment of a pass in tiles of `blocks`, without dropout."""
+    rows, columns = blocks
+    if which == "forward":  # Q, O, S, K; l, m, row_max, and rescale and m of the tile before, as row_max begins
+        return 2 * rows * D + rows * columns + columns * D + 5 * rows
+    # K, V, dK, dV; Q, dO, dQ; P and dS, as dS^T Q begins
+    return 4 * columns * D + 3 * rows * D + 2 * rows * columns

@@ -10,54 +10,10 @@ import torch
 from ..reference import flash1, flash2, standard
 from ..reference.dropout import Dropout
 from ..reference.memory import SlowMemory
-from .devices import DTYPES
+from .calls import kernel_tiles, largest_blocks
+from .problem import DTYPES, Problem
 
 ALGORITHMS = ("standard", "flash1", "flash2", "ours")
-# Of {64, 128} x {64, 128}, which FlashAttention-2 chooses from (section 3.3), and smaller ones for smaller chips.
-CANDIDATES = [
-    (128, 128),
-    (128, 64),
-    (64, 128),
-    (64, 64),
-    (64, 32),
-    (32, 32),
-    (32, 16),
-    (16, 16),
-    (8, 8),
-    (4, 4),
-    (1, 1),
-]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Attention of B * H heads: self-attention, unless S_k or D_v is given."""
-
-    B: int
-    H: int
-    S: int
-    D: int
-    dtype: str = "float16"
-    backward: bool = True
-    mask: bool = False
-    dropout: float = 0.0
-    S_k: int | None = None
-    D_v: int | None = None
-
-    @property
-    def heads(self) -> int:
-        return self.B * self.H
-
-    def tensors(self, n: int) -> list[torch.Tensor]:
-        """The first n of q, k, v and dout of one head."""
-        S_k, D_v = self.S_k or self.S, self.D_v or self.D
-        shapes = [(self.S, self.D), (S_k, self.D), (S_k, D_v), (self.S, D_v)]
-        return [torch.empty(shape, dtype=DTYPES[self.dtype], device="meta") for shape in shapes[:n]]
-
-    def options(self) -> dict:
-        mask = torch.empty(self.S, self.S_k or self.S, dtype=DTYPES[self.dtype], device="meta") if self.mask else None
-        dropout = Dropout(self.dropout, torch.zeros(2, dtype=torch.int64)) if self.dropout else None
-        return {"mask": mask, "dropout": dropout}
 
 
 @dataclass
@@ -69,6 +25,7 @@ class Counts:
     other_flops: int = 0
     accesses: int = 0  # elements read and written
     bytes: int = 0
+    bytes_once: int = 0  # if each tensor moved only once in each direction: what no cache can save
     chip_peak: int = 0  # elements, the larger of the passes
     extra_bytes: int = 0  # beyond inputs and results, the sum of the passes
     traffic: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -93,11 +50,7 @@ class Counts:
             self.traffic[name, tensor] = tuple(n * moved.itemsize * heads for n in (moved.reads, moved.writes))
             self.accesses += moved.elements * heads
             self.bytes += moved.bytes * heads
-
-
-def kernel_tiles() -> dict[str, tuple[int, int]]:
-    """(block_q, block_k) of the CPU kernels, as csrc/cpu/kernels/tiling-inl.h has them; a test compares."""
-    return {"forward": (48, 64), "backward": (64, 64)}
+            self.bytes_once += moved.bytes_once * heads
 
 
 def count(algorithm: str, problem: Problem, M: int, blocks: tuple[int, int] | None = None) -> Counts:
@@ -116,7 +69,7 @@ def count(algorithm: str, problem: Problem, M: int, blocks: tuple[int, int] | No
 
 def _count_standard(problem: Problem) -> Counts:
     """Each kernel reads its operands once: the best that its caches can do for it."""
-    options, counts = problem.options(), Counts("whole matrices")
+    options, counts = _options(problem), Counts("whole matrices")
     q, k, v, dout = problem.tensors(4)
     forward, backward = SlowMemory(), SlowMemory()
     _, saved = standard.forward(q, k, v, memory=forward, **options)
@@ -130,7 +83,7 @@ def _count_standard(problem: Problem) -> Counts:
 
 def _count_flash1(problem: Problem, M: int) -> Counts:
     B_c, B_r = flash1.block_sizes(M, problem.D)
-    options, counts = problem.options() | {"M": M}, Counts(f"{B_r} x {B_c}")
+    options, counts = _options(problem) | {"M": M}, Counts(f"{B_r} x {B_c}")
     q, k, v, dout = problem.tensors(4)
     forward, backward = SlowMemory(), SlowMemory()
     out, l, m = flash1.forward(q, k, v, memory=forward, **options)
@@ -144,7 +97,7 @@ def _count_flash1(problem: Problem, M: int) -> Counts:
 def _count_flash2(problem: Problem, tiles: dict[str, tuple[int, int]]) -> Counts:
     text = [f"{block_q} x {block_k}" for block_q, block_k in tiles.values()]
     same = tiles["forward"] == tiles["backward"] or not problem.backward
-    options, counts = problem.options(), Counts(text[0] if same else ", ".join(text))
+    options, counts = _options(problem), Counts(text[0] if same else ", ".join(text))
     q, k, v, dout = problem.tensors(4)
     forward, backward = SlowMemory(), SlowMemory()
     out, lse = flash2.forward(q, k, v, memory=forward, **_blocks(tiles["forward"]), **options)
@@ -155,21 +108,12 @@ def _count_flash2(problem: Problem, tiles: dict[str, tuple[int, int]]) -> Counts
     return counts
 
 
-def largest_blocks(which: str, D: int, M: int) -> tuple[int, int]:
-    """The first of CANDIDATES that really runs on a chip of M elements."""
-    for blocks in CANDIDATES:
-        probe = Problem(1, 1, max(blocks), D)
-        q, k, v, dout = probe.tensors(4)
-        lse = torch.empty(probe.S, 1, device="meta")
-        try:
-            if which == "forward":
-                flash2.forward(q, k, v, memory=SlowMemory(M), **_blocks(blocks))
-            else:
-                flash2.backward(q, k, v, q, dout, lse, memory=SlowMemory(M), **_blocks(blocks))
-        except (MemoryError, ValueError):
-            continue
-        return blocks
-    raise ValueError(f"M: got {M} elements; allowed: enough for one row of each tile at D = {D}")
+def _options(problem: Problem) -> dict:
+    """The mask and the dropout of one head, as the algorithms take them."""
+    S_k, dtype = problem.S_k or problem.S, DTYPES[problem.dtype]
+    mask = torch.empty(problem.S, S_k, dtype=dtype, device="meta") if problem.mask else None
+    dropout = Dropout(problem.dropout, torch.zeros(2, dtype=torch.int64)) if problem.dropout else None
+    return {"mask": mask, "dropout": dropout}
 
 
 def _blocks(blocks: tuple[int, int]) -> dict[str, int]:

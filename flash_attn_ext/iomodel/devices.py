@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+from .problem import DTYPES
 
 
 @dataclass(frozen=True)

@@ -9,5 +9,5 @@
     flash_decoding.py      6. Flash-Decoding
     flash_decoding_pp.py   7. FlashDecoding++
 
-Nothing here is fast, and nothing in the rest of the package uses it.
+Nothing here is fast, and of the rest of the package only iomodel's commands use it.
 """

@@ -24,6 +24,7 @@ class Traffic:
     """Elements of one tensor that went over the bus, and how wide each is."""
 
     itemsize: int
+    size: int = 0  # elements of the tensor
     reads: int = 0
     writes: int = 0
 
@@ -34,6 +35,11 @@ class Traffic:
     @property
     def bytes(self) -> int:
         return self.elements * self.itemsize
+
+    @property
+    def bytes_once(self) -> int:
+        """If a cache served all but the first read and the last write of an element."""
+        return (min(self.reads, self.size) + min(self.writes, self.size)) * self.itemsize
 
 
 @dataclass
@@ -93,7 +99,7 @@ class SlowTensor:
         if tensor.dim() != 2:
             raise ValueError(f"{name}: got {tensor.dim()} dimensions; allowed: 2, the matrix of one head")
         self.memory, self.tensor, self.shape = memory, tensor, tuple(tensor.shape)
-        self.counted = memory.traffic.setdefault(name, Traffic(tensor.element_size()))
+        self.counted = memory.traffic.setdefault(name, Traffic(tensor.element_size(), tensor.numel()))
         # The chip computes in fp32, or in fp64 on fp64 data, as the kernels do.
         self.on_chip_dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         self.real = tensor.device.type != "meta"

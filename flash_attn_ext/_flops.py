@@ -1,0 +1,31 @@
+"""What torch.utils.flop_counter.FlopCounterMode counts for the operators: as torch counts its own attention.
+
+All pairs of queries and keys count, also those that a mask, a window or the diagonal hides; the backward is five
+products, whichever gradients are asked for.
+"""
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from . import _ops
+
+
+def _shapes(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[int, int, int]:
+    """B * H * S_q * S_k, D and D_v of a call."""
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    (B, H, S_q, D), S_k, D_v = given["query"], given["key"][2], given["value"][3]
+    return B * H * S_q * S_k, D, D_v
+
+
+@register_flop_formula(_ops.attention.overloadpacket)
+def attention_flops(*args, out_shape=None, **kwargs) -> int:
+    """Q K^T and P V, a product and a sum each."""
+    pairs, D, D_v = _shapes(_ops.attention, args, kwargs)
+    return 2 * pairs * (D + D_v)
+
+
+@register_flop_formula(_ops.attention_backward.overloadpacket)
+def attention_backward_flops(*args, out_shape=None, **kwargs) -> int:
+    """Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
+    pairs, D, D_v = _shapes(_ops.attention_backward, args, kwargs)
+    return 2 * pairs * (3 * D + 2 * D_v)

@@ -1,0 +1,32 @@
+"""What takes the place of the package's names in a source folder whose extension was not built.
+
+Python takes a package from the current directory before an installed one, so that `python -m flash_attn_ext.iomodel`
+in a clone runs the clone, also after `pip install .`. iomodel and reference need no extension; the rest says so.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def is_unbuilt() -> bool:
+    """Whether this folder has no compiled half at all. One that cannot be loaded is another matter: _ops.py."""
+    return find_spec("._C", __package__) is None
+
+
+def refuse(name: str) -> None:
+    """The package's ``__getattr__`` then."""
+    import flash_attn_ext
+
+    if name not in flash_attn_ext.__all__:
+        raise AttributeError(f"module 'flash_attn_ext' has no attribute {name!r}")
+    raise ImportError(message())
+
+
+def message() -> str:
+    return (
+        f"flash_attn_ext: the compiled half (_C) is not in {FOLDER}, a source folder that was not built. If the "
+        f"package is installed, this folder hides it, as Python looks into {FOLDER.parent} first: run in another "
+        "directory. To use the source folder itself, build it there: python setup.py build_ext --inplace"
+    )

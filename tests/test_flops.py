@@ -1,0 +1,63 @@
+"""FlopCounterMode counts our operators as it counts torch's own attention."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from flash_attn_ext import MultiheadAttention, flash_attn
+
+aten = torch.ops.aten
+SHAPES = {
+    "self-attention": ((2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8)),
+    "other lengths, D_v": ((2, 4, 5, 8), (2, 4, 16, 8), (2, 4, 16, 6)),
+    "grouped heads": ((2, 4, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8)),
+    "decoding": ((3, 4, 1, 8), (3, 4, 70, 8), (3, 4, 70, 8)),
+    "empty": ((2, 4, 0, 8), (2, 4, 16, 8), (2, 4, 16, 8)),
+}
+
+
+def count(function):
+    with FlopCounterMode(display=False) as mode:
+        function()
+    return {str(op): flops for op, flops in mode.get_flop_counts().get("Global", {}).items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": 2}, {"dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_as_torch_counts_its_own(shapes, options):
+    q, k, v = (torch.randn(shape, requires_grad=True) for shape in SHAPES[shapes])
+    dout = torch.randn(*q.shape[:3], v.shape[3])
+    counts = count(lambda: flash_attn(q, k, v, enable_gqa=True, **options).backward(dout))
+    torchs = {
+        "attention": flop_registry[aten._scaled_dot_product_flash_attention](q, k, v),
+        "attention_backward": flop_registry[aten._scaled_dot_product_flash_attention_backward](dout, q, k, v),
+    }
+    assert counts == {f"flash_attn_ext.{name}": flops for name, flops in torchs.items()}
+
+
+def test_the_forward_counts_as_its_two_products():
+    """What torch counts where it runs attention as matrix products."""
+    q, k, v = (torch.randn(2, 4, s, 8) for s in (5, 16, 16))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        products = count(lambda: scaled_dot_product_attention(q, k, v))
+    assert count(lambda: flash_attn(q, k, v)) == {"flash_attn_ext.attention": products["aten.bmm"]}
+
+
+def test_every_route_to_the_operators_is_counted():
+    q = torch.randn(1, 2, 8, 4)
+    once = count(lambda: flash_attn(q, q, q))
+    assert once
+    assert count(lambda: flash_attn(q[0], q[0], q[0])) == once
+    both = count(lambda: torch.func.grad(lambda x: flash_attn(x, q, q).sum())(q))
+    assert both["flash_attn_ext.attention"] == once["flash_attn_ext.attention"]
+    assert both["flash_attn_ext.attention_backward"] > 0
+    assert count(lambda: torch.compile(flash_attn, backend="aot_eager")(q, q, q)) == once
+    module = MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(1, 8, 8)
+    assert count(lambda: module(x, x, x, need_weights=False)).items() >= once.items()
+
+
+def test_meta_tensors_are_counted():
+    q = torch.empty(1, 2, 1 << 20, 64, device="meta")
+    assert count(lambda: flash_attn(q, q, q)) == {"flash_attn_ext.attention": 2 * 2 * (1 << 40) * 128}
