@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import _nested
 from ._class_swap import exchange_base, is_sharded, keep_forward, why_not_ours
+from ._weights import attention_weights
 from .functional import dropout_mask, flash_attn, new_rng_state
 
 __all__ = ["MultiheadAttention"]
@@ -33,7 +34,9 @@ class MultiheadAttention(nn.MultiheadAttention):
       `attn_mask` is the causal mask and, on CPU, a look at it shows that it is.
     - A query whose keys are all masked gets attention output 0, weights 0 and gradient 0, never NaN.
     - With `need_weights=True` (torch's default) the output is the same as without, where the `is_causal` hint
-      is true; the weights are computed beside it, densely.
+      is true. The weights are computed beside it, from q and k, and averaged over the heads for a block of
+      queries at a time: what is allocated is their size, not `num_heads` times that (but for the dropout mask
+      in training, one byte an element, and under torch.compile and torch.func). `top_k` leaves out that, too.
     - The fused inference paths of torch, in this module and in nn.TransformerEncoderLayer, are not taken: the
       kernel runs there too. Nested inputs, which torch takes on those paths only and in the strided layout
       only, are taken always and in both layouts.
@@ -125,7 +128,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+        *,
+        top_k: int | None = None,
+    ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
         """Attention of `query` over `key` and `value`.
 
         Args:
@@ -140,12 +145,17 @@ class MultiheadAttention(nn.MultiheadAttention):
                 `need_weights=False` and no `key_padding_mask` the hint is taken at its word and the values of
                 `attn_mask` are not read; otherwise they are, and the hint changes nothing but the speed.
 
+            top_k: not in torch: return only the `top_k` largest weights of each query, 1 to S_k (with the columns
+                that are appended), largest first.
+
         Returns:
             (out, weights): out has the shape of `query`; weights, after dropout, are (B, S_q, S_k), or
             (B, num_heads, S_q, S_k) if not averaged, without B if unbatched; None with `need_weights=False`.
-            `add_bias_kv` and `add_zero_attn` append one column each.
+            `add_bias_kv` and `add_zero_attn` append one column each. With `top_k` weights are a pair, the values
+            and their int64 key indices, with `top_k` in the place of S_k.
 
         Raises:
+            ValueError: `top_k` out of range, or given with `need_weights=False`.
             AssertionError, RuntimeError: each where torch.nn.MultiheadAttention raises it.
             TypeError: from `flash_attn`, for a float mask neither of the inputs' dtype nor float32.
         """
@@ -156,9 +166,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             if isinstance(argument, torch.fx.Proxy):
                 # torch.fx.symbolic_trace: one node, as torch's own module is to it.
                 name = argument.tracer.path_of_module(self)
-                return argument.tracer.create_proxy("call_module", name, arguments, {})
+                return argument.tracer.create_proxy("call_module", name, arguments, {"top_k": top_k})
         if query.is_nested or key.is_nested or value.is_nested:
-            return self._forward_nested(*arguments)
+            return self._forward_nested(*arguments, top_k)
         self._check(query, key, value, key_padding_mask, attn_mask, need_weights, is_causal)
         batched = query.dim() == 3
 
@@ -167,6 +177,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (self._split_heads(x, batched) for x in (q, k, v))
         batch, heads, seqlen_q, _ = q.shape
         appended = (self.bias_k is not None) + bool(self.add_zero_attn)
+        if top_k is not None:
+            if not need_weights:
+                raise ValueError(f"top_k: got {top_k} with need_weights=False; allowed: None, or need_weights=True")
+            if not 1 <= top_k <= k.size(2):
+                raise ValueError(f"top_k: got {top_k}; allowed: 1 to {k.size(2)}, the number of keys")
 
         # torch takes the hint at its word only without key_padding_mask. With one, our kernel can do with the
         # band of a causal mask, which saves the B x S_q x S_k mask, if that is what attn_mask is. Not with
@@ -183,14 +198,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not need_weights:
             return out, None
 
-        weights = _attention_weights(q, k, mask)
+        keep = None
         if rng_state is not None:
             keep = dropout_mask(rng_state, batch, heads, seqlen_q, k.size(2), dropout_p)
-            # One finite factor: with 1 / 0 at dropout_p 1 the gradient of what is dropped would be 0 * inf.
-            weights = weights * keep * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
-        if average_attn_weights:
-            weights = weights.mean(dim=1)
-        return out, weights if batched else weights.squeeze(0)
+        weights = attention_weights(q, k, mask, keep, dropout_p, average_attn_weights, top_k)
+        if not batched:
+            weights = weights.squeeze(0) if top_k is None else tuple(part.squeeze(0) for part in weights)
+        return out, weights
 
     def _check(self, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal) -> None:
         """The checks of torch.nn.MultiheadAttention, with its types of exception."""
@@ -245,6 +259,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """q, k, v of embed_dim features each, laid out as the inputs; one GEMM for inputs that are one."""
         bias = self.in_proj_bias
+        if bias is not None and bias.dtype != self.out_proj.weight.dtype:
+            bias = bias.to(self.out_proj.weight.dtype)  # torch's linear adds such a bias in some layouts only
         if not self._qkv_same_embed_dim:
             biases = (None, None, None) if bias is None else bias.chunk(3)
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -321,10 +337,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         return attn_mask + key_padding_mask
 
     def _forward_nested(
-        self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-    ) -> tuple[Tensor, Tensor | None]:
+        self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, top_k
+    ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
         """Nested inputs, as nn.TransformerEncoder makes of a padded batch: pad, attend, nest the output."""
         layout = next(x.layout for x in (query, key, value) if x.is_nested)
+        if query.dim() != 3:  # an empty list of sequences, of which torch does not know the features
+            raise AssertionError(f"query: got a {query.dim()}-D nested tensor, must be 3-D: (B, *, embed_dim)")
         for name, x in (("query", query), ("key", key), ("value", value)):
             if not x.is_nested or x.layout is not layout:
                 got = f"a {x.layout} nested tensor" if x.is_nested else "a plain tensor"
@@ -343,12 +361,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         padded = {id(x): _nested.to_padded(x) for x in (query, key, value)}
         q, k, v = (padded[id(x)] for x in (query, key, value))
         padding = _nested.is_padding(lengths_k, k.size(1))
-        out, weights = self.forward(q, k, v, padding, need_weights, None, average_attn_weights, is_causal)
+        out, weights = self.forward(q, k, v, padding, need_weights, None, average_attn_weights, is_causal, top_k=top_k)
         if weights is not None:
             # As torch: the weights stay padded, 0 in the rows of padded queries.
             padding = _nested.is_padding(lengths_q, q.size(1))
             padding = padding.unsqueeze(-1) if average_attn_weights else padding[:, None, :, None]
-            weights = weights.masked_fill(padding, 0.0)
+            values = (weights if top_k is None else weights[0]).masked_fill(padding, 0.0)
+            weights = values if top_k is None else (values, weights[1])
         return _nested.like(out, query), weights
 
 
@@ -374,20 +393,3 @@ def _is_seen_to_be_causal(mask: Tensor) -> bool:
         if not torch.equal(block, causal.expand_as(block)):
             return False
     return True
-
-
-def _attention_weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(D) + mask), (B, H, S_q, S_k), rows without any key are 0."""
-    scores = torch.matmul(q * (1.0 / math.sqrt(q.size(-1))), k.transpose(-2, -1))
-    if mask is None:
-        return torch.softmax(scores, dim=-1)
-    if mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -math.inf)
-        dead = ~mask.any(dim=-1, keepdim=True)
-    else:
-        mask = mask.to(scores.dtype)
-        scores = scores + mask
-        dead = (mask == -math.inf).all(dim=-1, keepdim=True)
-    # Replace the scores of such rows before the softmax, not its NaN afterwards: NaN would stay in the
-    # gradient.
-    return torch.softmax(scores.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)

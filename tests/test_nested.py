@@ -83,6 +83,20 @@ def test_jagged_with_holes():
     assert (narrow + out).unbind()[0].isfinite().all()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
+def test_appended_keys(options, layout):
+    """They follow the last key of each sequence; key and value may have offsets of their own."""
+    _, ours = make_pair(batch_first=True, **options)
+    q, k, v = make_inputs()
+    given = [nest(q, [7, 2, 4], layout), nest(k, [3, 10, 5], layout), nest(v, [3, 10, 5], layout)]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            out, _ = ours(*given)
+            for i, (n, m) in enumerate([(7, 3), (2, 10), (4, 5)]):
+                assert_same(out.unbind()[i], ours(q[i, :n], k[i, :m], v[i, :m])[0])
+
+
 def test_empty_batches():
     _, ours = make_pair(batch_first=True)
     x = torch.nested.nested_tensor_from_jagged(torch.zeros(0, E).double(), torch.zeros(3, dtype=torch.int64))

@@ -1,0 +1,140 @@
+"""need_weights=True: weights in blocks of queries are those of torch, in less memory; the largest few on request."""
+
+import pytest
+import torch
+from module_helpers import FORWARDS, MASKS, SK, SQ, B, E, H, assert_same, compare, make_inputs, make_masks, make_pair
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flash_attn_ext import MultiheadAttention, _weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(params=[1, 3], ids=["rows 1", "rows 3"])
+def blocks(request, monkeypatch):
+    """Weights in blocks of so few queries, which do not divide S_q."""
+    monkeypatch.setattr(_weights, "BLOCK_ELEMENTS", request.param * B * H * SK)
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("layout", ["batch_first", "seq_first", "unbatched"])
+def test_in_blocks_they_are_torchs(layout, masks, blocks):
+    """Values and gradients, those of float masks too."""
+    pair = make_pair(batch_first=layout == "batch_first")
+    compare(*pair, make_inputs(layout), make_masks(masks, layout), FORWARDS["averaged"])
+
+
+def test_mask_gradients_in_blocks(blocks):
+    inputs, masks = make_inputs(), make_masks("kpm_float+attn2_float")
+    grads = []
+    for module in make_pair(batch_first=True):
+        leaves = {name: x.clone().requires_grad_() for name, x in masks.items()}
+        module(*inputs, **leaves)[1].square().sum().backward()
+        grads.append({name: x.grad for name, x in leaves.items()})
+    for name, want in grads[0].items():
+        assert_same(grads[1][name], want)
+
+
+def test_dropout_in_blocks(blocks):
+    """The weights are those that the output was made with."""
+    ours = MultiheadAttention(E, H, dropout=0.4, batch_first=True, dtype=torch.float64)
+    inputs = make_inputs()
+    torch.manual_seed(1)
+    _, averaged = ours(*inputs)
+    torch.manual_seed(1)
+    _, per_head = ours(*inputs, average_attn_weights=False)
+    assert (per_head == 0).any()
+    assert_same(averaged, per_head.mean(dim=1))
+
+
+def test_rows_without_any_key_in_blocks(blocks):
+    _, ours = make_pair(batch_first=True)
+    mask = torch.zeros(SQ, SK, dtype=torch.bool)
+    mask[2] = True
+    out, weights = ours(*make_inputs(), attn_mask=mask)
+    (out.square().sum() + weights.square().sum()).backward()
+    assert (weights[:, 2] == 0).all()
+    assert all(parameter.grad.isfinite().all() for parameter in ours.parameters())
+
+
+class LargestTensor(TorchDispatchMode):
+    """The elements of the largest tensor that any operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_nothing_is_as_large_as_the_weights_of_all_heads(top_k, monkeypatch):
+    """Forward and backward: no tensor beyond the averaged weights, and with top_k none beyond a block."""
+    batch, heads, size = 2, 8, 256
+    monkeypatch.setattr(_weights, "BLOCK_ELEMENTS", batch * heads * size * 8)
+    ours = MultiheadAttention(32, heads, batch_first=True)
+    x = torch.randn(batch, size, 32, requires_grad=True)
+    with LargestTensor() as largest:
+        out, weights = ours(x, x, x, top_k=top_k)
+        values = weights if top_k is None else weights[0]
+        (out.sum() + values.square().sum()).backward()
+    projection = batch * size * 3 * 32
+    weights = batch * size * size if top_k is None else 0
+    assert largest.elements == max(projection, weights, _weights.BLOCK_ELEMENTS) < batch * heads * size * size / 4
+
+
+@pytest.mark.parametrize("forward", ["averaged", "per_head"])
+@pytest.mark.parametrize("layout", ["batch_first", "unbatched"])
+def test_the_largest_weights(layout, forward, blocks):
+    """Those of torch.topk over all of them, with their gradient."""
+    _, ours = make_pair(batch_first=True)
+    inputs, masks = make_inputs(layout), make_masks("kpm_bool", layout)
+    results = []
+    for in_module in (True, False):
+        q = inputs[0].clone().requires_grad_()
+        arguments = (q, *inputs[1:])
+        if in_module:
+            out, (values, indices) = ours(*arguments, **masks, **FORWARDS[forward], top_k=3)
+        else:
+            out, weights = ours(*arguments, **masks, **FORWARDS[forward])
+            values, indices = weights.topk(3, dim=-1)
+        values.square().sum().backward()
+        results.append((out, values, q.grad, indices))
+    for got, want in zip(results[0][:3], results[1][:3], strict=True):
+        assert_same(got, want)
+    assert torch.equal(results[0][3], results[1][3])
+
+
+def test_the_largest_weights_of_nested_inputs():
+    _, ours = make_pair(batch_first=True)
+    x = make_inputs()[0]
+    nested = torch.nested.as_nested_tensor([x[0], x[1, :4]], layout=torch.jagged)
+    _, (values, indices) = ours(nested, nested, nested, top_k=2)
+    expected = ours(x[1, :4], x[1, :4], x[1, :4], top_k=2)[1]
+    assert_same(values[1, :4], expected[0])
+    assert torch.equal(indices[1, :4], expected[1])
+    assert (values[1, 4:] == 0).all()
+
+
+def test_errors():
+    _, ours = make_pair(batch_first=True, add_zero_attn=True)
+    inputs = make_inputs()
+    assert ours(*inputs, top_k=SK + 1)[1][0].shape == (B, SQ, SK + 1)
+    for wrong in (0, SK + 2):
+        with pytest.raises(ValueError, match=rf"^top_k: got {wrong}; allowed: 1 to {SK + 1}, the number of keys"):
+            ours(*inputs, top_k=wrong)
+    with pytest.raises(ValueError, match=r"^top_k: got 2 with need_weights=False"):
+        ours(*inputs, need_weights=False, top_k=2)
+
+
+def test_torch_func_and_compile_take_all_queries_at_once(blocks):
+    """The same weights; the memory is that of all heads."""
+    _, ours = make_pair(batch_first=True)
+    q, k, v = make_inputs()
+    want = torch.autograd.functional.vjp(lambda x: ours(x, k, v)[1].square().sum(), q)[1]
+    assert_same(torch.func.grad(lambda x: ours(x, k, v)[1].square().sum())(q), want)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    assert_same(compiled(q, k, v)[1], ours(q, k, v)[1])
