@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Scores of all heads and batch elements held at once: 16 MiB of float32, and as much again for the softmax.
-BLOCK_ELEMENTS = 1 << 22
+# Scores of all heads and batch elements held at once: 32 MiB of float32, and as much again for the softmax.
+BLOCK_ELEMENTS = 1 << 23
 
 
 def attention_weights(
