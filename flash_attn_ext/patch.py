@@ -119,7 +119,7 @@ def replace_attention(
         raise ValueError(
             f"model: {type(model).__name__} contains no torch.nn.MultiheadAttention, there is nothing to "
             "replace; attention that calls scaled_dot_product_attention itself can call "
-            "flash_attn_ext.flash_attn instead"
+            "flash_attn_ext.flash_attn instead, or runs on our kernels after flash_attn_ext.activate()"
         )
     already = tuple(name for name, module in modules.items() if isinstance(module, MultiheadAttention))
     reasons = {name: why_not_ours(module) for name, module in modules.items() if name not in already}
@@ -153,7 +153,10 @@ def replace_attention(
     return report
 
 
-_OTHERS = "it is no nn.MultiheadAttention; its forward calls scaled_dot_product_attention itself"
+_OTHERS = (
+    "it is no nn.MultiheadAttention; its forward calls scaled_dot_product_attention itself, which "
+    "flash_attn_ext.activate() runs on our kernels"
+)
 
 
 def _calls_sdpa(module: nn.Module) -> bool:
