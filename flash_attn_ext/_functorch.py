@@ -67,7 +67,7 @@ def attention(*tensors, **options):
 
 
 def autocast_forms(*tensors):
-    """What the autocast of attention's tensors makes, without its values: for explain.py."""
+    """What the autocast of attention's tensors makes, without its values: for _explain.py."""
 
     def form(t, rule):
         if t is None:

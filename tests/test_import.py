@@ -1,9 +1,12 @@
 """What an import of the package loads, and what it says in a source folder that was not built."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import flash_attn_ext
 
 PACKAGE = Path(__file__).parent.parent / "flash_attn_ext"
 
@@ -26,6 +29,11 @@ print(loaded())
 """
     run = python("-c", code, cwd=PACKAGE.parent)
     assert run.stdout.splitlines() == ["[]", "[]"], run.stderr
+
+
+def test_the_function_explain_hides_no_module():
+    assert callable(flash_attn_ext.explain)
+    assert importlib.util.find_spec("flash_attn_ext.explain") is None
 
 
 def unbuilt(tmp_path):
