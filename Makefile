@@ -44,6 +44,8 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check $(PY_SOURCES)
 	$(BIN)/ruff format --check $(PY_SOURCES)
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+	$(BIN)/mypy
+	$(BIN)/basedpyright
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix $(PY_SOURCES)
