@@ -25,21 +25,25 @@ def by_batch(t, batch):
     return t.transpose(0, 1).expand(batch, -1, -1, -1)
 
 
-def run(kernels, q, k, v, dout, lengths, *, lower_right=False, attn_mask=None, slopes=None, rng_state=None, **options):
+def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seqlens=None, lower_right=False,
+        attn_mask=None, slopes=None, rng_state=None, **options):  # fmt: skip
     """out, lse, dq, dk, dv, dslopes by the kernels, of packed tensors."""
     options = library.DEFAULTS | {"lower_right": lower_right} | options
-    cu_seqlens = [torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in zip(*lengths, strict=True)]
+    offsets = [cu_seqlens or [0, *accumulate(side)] for side in zip(*lengths, strict=True)]
+    cu_seqlens = [torch.tensor(side, dtype=dtype_of_offsets) for side in offsets]
     batch, longest = len(lengths), [max(side) for side in zip(*lengths, strict=True)]
     made = {"out": torch.zeros_like(q), "dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
     rows = {name: by_batch(t, batch) for name, t in {"q": q, "k": k, "v": v, "dout": dout, **made}.items()}
-    statistics = torch.zeros(batch, HEADS, longest[0], dtype=library.accumulate_type(q))
+    statistics = torch.zeros(HEADS, len(q), dtype=library.accumulate_type(q))
     made |= {"lse": statistics, "dslopes": torch.zeros(batch, HEADS, dtype=library.accumulate_type(q))}
     tensors = rows | {"lse": statistics, "attn_mask": attn_mask, "slopes": slopes, "rng_state": rng_state}
 
     def pack(kind):
         params = kernels.pack(kind(), tensors, options)
         params.sizes = library.Sizes(batch, HEADS, HEADS_KV, *longest, HEAD_DIM, HEAD_DIM)
-        params.varlen = library.VarlenParams(*(t.data_ptr() for t in cu_seqlens), longest[0], lower_right)
+        params.varlen = library.VarlenParams(
+            *map(library.offsets, cu_seqlens), total_q=len(q), total_k=len(k), lower_right=lower_right
+        )
         params.band.diagonal = 0
         return params
 
@@ -85,7 +89,7 @@ def check(kernels, lengths, dtype=torch.float64, **options):
         tolerance = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=0.03, atol=0.05)
         close = lambda ours, exact: torch.testing.assert_close(ours.double(), exact.double(), **tolerance)  # noqa: E731, B023
         close(out[own_q].transpose(0, 1)[None], expected)
-        close(lse[b : b + 1, :, :seqlen_q], expected_lse)
+        close(lse[None, :, own_q], expected_lse)
         for ours, own, exact in zip((dq, dk, dv), (own_q, own_k, own_k), grads, strict=False):
             close(ours[own].transpose(0, 1)[None], exact)
         if slopes is not None:
@@ -97,6 +101,18 @@ def check(kernels, lengths, dtype=torch.float64, **options):
 @pytest.mark.parametrize("lengths", [LENGTHS, FEW], ids=["tiles", "splits"])
 def test_each_sequence_is_its_own(kernels, lengths, causal, lower_right):
     check(kernels, lengths, causal=causal, lower_right=lower_right)
+
+
+def test_64_bit_offsets(kernels):
+    check(kernels, LENGTHS, dtype_of_offsets=torch.int64)
+
+
+@pytest.mark.parametrize("cu_seqlens", [(0, 70, 20, 20), (-9, 10, 500, 90), (90, 60, 30, 0), (0, 0, 0, 1 << 30)])
+def test_hostile_offsets_read_nothing_outside(kernels, cu_seqlens):
+    """The host run checks every access; what comes out does not matter."""
+    q = packed([90], HEADS, torch.float64)
+    k, v = packed([90], HEADS_KV, torch.float64), packed([90], HEADS_KV, torch.float64)
+    run(kernels, q, k, v, torch.randn_like(q), [(40, 40)] * 3, cu_seqlens=cu_seqlens, causal=True, lower_right=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,7 +132,7 @@ def test_other_tiers_refuse_by_name(kernels):
     cu_seqlens = torch.tensor([0, 128, 256], dtype=torch.int32)
     rows = library.Tensor4(4096, 0, 64, 128)
     tensors = dict.fromkeys(("q", "k", "v", "out"), rows)
-    varlen = library.VarlenParams(cu_seqlens.data_ptr(), cu_seqlens.data_ptr(), 128, False)
+    varlen = library.VarlenParams(*[library.offsets(cu_seqlens)] * 2, total_q=256, total_k=256)
     for kind in (library.AttentionParams, library.BackwardParams):
         params = kind(dtype=library.DTYPES[torch.bfloat16], sizes=library.Sizes(2, 2, 2, 128, 128, 64, 64), scale=0.125,
                       varlen=varlen, **tensors)  # fmt: skip

@@ -18,7 +18,7 @@ from cases import KERNELS
 ROOT = Path(__file__).parent.parent
 CPU = ROOT / "csrc" / "cpu"
 NAMESPACE = {f"isa_{isa}": f"flash_attn_ext::cpu::{isa}::" for isa in KERNELS if isa != "generic"}
-BASELINE = ["isa_generic", "select"]
+BASELINE = ["isa_generic", "select", "task_list"]
 
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.+)>:$")
 VEX_OR_EVEX = re.compile(r":\s+v[a-z]|%[yz]mm|%k[0-7]")  # nothing else in user code starts with v

@@ -86,30 +86,44 @@ struct DecodeParams {
   double unified_max = 0.0;
 };
 
+// Row numbers or lengths on the kernel's device, int32 or int64.
+struct Offsets {
+  const void* data = nullptr;
+  bool is_int64 = false;
+
+  FA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+  FA_HOST_DEVICE int64_t operator[](int64_t n) const {
+    return is_int64 ? static_cast<const int64_t*>(data)[n] : static_cast<const int32_t*>(data)[n];
+  }
+};
+
 // Packed sequences of different lengths: rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) of q, out and their
 // gradients are those of sequence b, whose stride_b is 0; so are those of k and v by cu_seqlens_k. B counts
-// sequences, S_q and S_k are the longest lengths, and lse stays (B, H, S_q): rows past a sequence's end are
-// not written. Masks, slopes and dropout count rows and columns from each sequence's start.
+// sequences, S_q and S_k are the longest lengths, and lse is (H, T_q). Masks, slopes and dropout count rows,
+// columns and batches as a padded call would: from each sequence's start, and by sequences.
 //
-// Read by the CUDA tier simt; the other tiers refuse it by name, and no operator fills it yet.
+// core/sequence.h makes the call of one sequence of it. Read by the CPU kernels and by the CUDA tier simt;
+// the other tiers refuse it by name.
 struct VarlenParams {
-  const int32_t* cu_seqlens_q =
-      nullptr;  // (B + 1), ascending from 0, on the kernel's device; null: no packing
-  const int32_t* cu_seqlens_k = nullptr;  // (B + 1)
-  int64_t max_seqlen_q = 0;               // S_q
-  bool lower_right = false;               // each sequence's diagonal ends in its last row and column
+  Offsets cu_seqlens_q, cu_seqlens_k;  // (B + 1), ascending from 0 to T; null: no packing
+  Offsets seqused_q, seqused_k;        // (B): only so many rows of each sequence exist; null: all
+  int64_t total_q = 0, total_k = 0;    // T_q, T_k: rows of q and of k
+  bool lower_right = false;            // each sequence's diagonal ends in its last row and column
+  bool mask_by_row = false;            // the mask's rows are the T_q rows of q
+  int64_t first_q = 0, first_k = 0;    // of one sequence's call: its first rows
 
-  FA_HOST_DEVICE explicit operator bool() const { return cu_seqlens_q != nullptr; }
+  FA_HOST_DEVICE explicit operator bool() const { return bool(cu_seqlens_q); }
 };
 
 struct AttentionParams {
   DType dtype = DType::kFloat32;
   Sizes sizes;
-  Tensor4 q;             // (B, H, S_q, D)
-  Tensor4 k;             // (B, H_kv, S_k, D)
-  Tensor4 v;             // (B, H_kv, S_k, D_v)
-  Tensor4 out;           // (B, H, S_q, D_v)  written by the forward, read by the backward
-  void* lse = nullptr;   // (B, H, S_q) acc, contiguous; natural log; -inf on a fully masked row
+  Tensor4 q;    // (B, H, S_q, D)
+  Tensor4 k;    // (B, H_kv, S_k, D)
+  Tensor4 v;    // (B, H_kv, S_k, D_v)
+  Tensor4 out;  // (B, H, S_q, D_v)  written by the forward, read by the backward
+  void* lse =
+      nullptr;  // (B, H, S_q) acc, contiguous; natural log; -inf on a fully masked row; packed: (H, T_q)
   double scale = 1.0;    // score = scale * <q_i, k_j>
   double softcap = 0.0;  // > 0: score = softcap * tanh(score / softcap), before ALiBi and mask
   Band band;
@@ -119,9 +133,12 @@ struct AttentionParams {
   DecodeParams decode;  // read by the forward only
   VarlenParams varlen;
 
-  // Where lse, and what kernels keep of each row, have row i of head h.
+  // Where lse, and what kernels keep of each row, have row i of head h; and how many rows that is.
   FA_HOST_DEVICE int64_t statistics_row(int64_t b, int64_t h, int64_t i) const {
-    return (b * sizes.heads + h) * (varlen ? varlen.max_seqlen_q : sizes.seqlen_q) + i;
+    return varlen ? h * varlen.total_q + varlen.first_q + i : (b * sizes.heads + h) * sizes.seqlen_q + i;
+  }
+  FA_HOST_DEVICE int64_t statistics_rows() const {
+    return sizes.heads * (varlen ? varlen.total_q : sizes.batch * sizes.seqlen_q);
   }
 };
 
@@ -135,7 +152,7 @@ struct MaskGrad {
 
 struct BackwardParams : AttentionParams {
   Tensor4 dout;                   // (B, H, S_q, D_v)
-  const void* dlse = nullptr;     // (B, H, S_q) acc, contiguous; null: zero
+  const void* dlse = nullptr;     // in the form of lse; null: zero
   Tensor4 dq, dk, dv;             // shapes of q, k, v; null data: not wanted
   MaskGrad dmask;                 // null data: not wanted
   void* dalibi_slopes = nullptr;  // (B, H) acc, contiguous; null: not wanted

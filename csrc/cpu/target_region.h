@@ -12,10 +12,12 @@
 #include "../core/mask.h"
 #include "../core/params.h"
 #include "../core/philox.h"
+#include "../core/sequence.h"
 #include "arena.h"
 #include "half.h"
 #include "parallel.h"
 #include "run.h"
+#include "task_list.h"
 
 #define FA_INLINE __attribute__((always_inline)) inline
 #define FA_INLINE_LAMBDA __attribute__((always_inline))

@@ -1,9 +1,9 @@
 #include "combine.h"
 
+#include "../core/sequence.h"
 #include "lanes.cuh"
 #include "launch.h"
 #include "scores.cuh"
-#include "sequence.cuh"
 
 namespace flash_attn_ext::cuda {
 constexpr int kWarp = 32, kThreads = 128;
@@ -15,13 +15,13 @@ __global__ void __launch_bounds__(kThreads)
     combine_kernel(const AttentionParams call, int64_t splits, const Partials<T> partials, int64_t slices) {
   const Sizes& z = call.sizes;
   const int lane = threadIdx.x % kWarp;
-  const int64_t rows = z.batch * z.heads * z.seqlen_q;
   const int64_t task = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
-  const int64_t row = task / slices, slice = task % slices, col = slice * kWarp + lane;
-  if (row >= rows) return;
-  const int64_t b = row / z.seqlen_q / z.heads, h = row / z.seqlen_q % z.heads, i = row % z.seqlen_q;
-  const AttentionParams p = of_sequence<In>(call, b);
+  const int64_t padded = task / slices, slice = task % slices, col = slice * kWarp + lane;
+  if (padded >= z.batch * z.heads * z.seqlen_q) return;
+  const int64_t b = padded / z.seqlen_q / z.heads, h = padded / z.seqlen_q % z.heads, i = padded % z.seqlen_q;
+  const AttentionParams p = of_sequence(call, b);
   if (i >= p.sizes.seqlen_q) return;  // of a sequence that is shorter than the longest
+  const int64_t row = p.statistics_row(b, h, i), rows = call.statistics_rows();
 
   T max = -kInf<T>;
   for (int64_t n = lane; n < splits; n += kWarp) max = larger(max, partials.row_max[n * rows + row]);
@@ -53,7 +53,7 @@ cudaError_t launch_of(const AttentionParams& p, int64_t splits, void* workspace,
   const int64_t slices = (z.head_dim_v + kWarp - 1) / kWarp;
   const int64_t warps = z.batch * z.heads * z.seqlen_q * slices;
   return launch(combine_kernel<In>, {(warps + kWarps - 1) / kWarps, 1, 1, kThreads}, stream, p, splits,
-                Partials<T>(workspace, z, splits), slices);
+                Partials<T>(workspace, p, splits), slices);
 }
 
 cudaError_t launch_combine(const AttentionParams& p, int64_t splits, void* workspace, cudaStream_t stream) {

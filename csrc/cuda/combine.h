@@ -12,18 +12,18 @@ namespace flash_attn_ext::cuda {
 // What the splits of a forward leave for launch_combine(). T is the accumulators' type.
 template <class T>
 struct Partials {
-  T* out;      // [splits][B * H * S_q][D_v], not divided by the sum
-  T* row_max;  // [splits][B * H * S_q]
+  T* out;      // [splits][statistics rows][D_v], not divided by the sum
+  T* row_max;  // [splits][statistics rows]
   T* row_sum;  // likewise
 
-  Partials(void* workspace, const Sizes& z, int64_t splits) {
-    const int64_t rows = z.batch * z.heads * z.seqlen_q;
+  Partials(void* workspace, const AttentionParams& p, int64_t splits) {
+    const int64_t rows = p.statistics_rows();
     out = static_cast<T*>(workspace);
-    row_max = out + splits * rows * z.head_dim_v;
+    row_max = out + splits * rows * p.sizes.head_dim_v;
     row_sum = row_max + splits * rows;
   }
-  static int64_t elements(const Sizes& z, int64_t splits) {
-    return splits * z.batch * z.heads * z.seqlen_q * (z.head_dim_v + 2);
+  static int64_t elements(const AttentionParams& p, int64_t splits) {
+    return splits * p.statistics_rows() * (p.sizes.head_dim_v + 2);
   }
 };
 

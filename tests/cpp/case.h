@@ -53,9 +53,22 @@ struct Wanted {
   bool dq = true, dk = true, dv = true, dmask = true, dslopes = true;
 };
 
+// Packed sequences: queries and keys of each. In Sizes stand their number and the longest; inputs and expected
+// results are padded to that, and only the tensors that the kernels see are packed.
+struct Packing {
+  using Lengths = std::vector<std::array<int64_t, 2>>;
+  Lengths rows;  // of the tensors
+  Lengths used;  // as many of them are in use; empty: all
+  bool int64_offsets = false;
+  bool mask_by_row = false;      // the mask is packed along its rows, as q is
+  std::vector<int64_t> hostile;  // offsets to be passed in place of the right ones; results do not matter
+};
+constexpr int kQueries = 0, kKeys = 1;  // sides of a packing
+
 struct Case {
   std::string name;
   Sizes sizes;
+  std::optional<Packing> packing;
   double scale = 0;  // 0: 1 / sqrt(D)
   bool causal = false, lower_right = false;
   int64_t left = -1, right = -1;  // window; -1: unbounded
@@ -69,6 +82,18 @@ struct Case {
   Poison poison = Poison::kNowhere;
   Layout layout;
   Wanted wanted;
+
+  // The rows of b that are in use, and the first of them in a packed tensor; b == batch: the end.
+  int64_t length(int64_t b, int side) const {
+    if (!packing) return side == kQueries ? sizes.seqlen_q : sizes.seqlen_k;
+    return (packing->used.empty() ? packing->rows : packing->used)[b][side];
+  }
+  int64_t first_row(int64_t b, int side) const {
+    int64_t row = 0;
+    for (int64_t n = 0; n < b; ++n) row += packing->rows[n][side];
+    return row;
+  }
+  bool results_matter() const { return !packing || packing->hostile.empty(); }
 
   Shape q_shape() const { return {sizes.batch, sizes.heads, sizes.seqlen_q, sizes.head_dim}; }
   Shape k_shape() const { return {sizes.batch, sizes.heads_kv, sizes.seqlen_k, sizes.head_dim}; }

@@ -1,4 +1,6 @@
 // The list of cases, chosen one by one: each tile edge and each option at least once, alone and together.
+#include <algorithm>
+
 #include "case.h"
 
 namespace test {
@@ -224,6 +226,83 @@ void poisoned(List& list) {
   }
 }
 
+Case& add_packed(List& list, const std::string& name, const Packing::Lengths& lengths, int64_t heads,
+                 int64_t heads_kv, int64_t d, int64_t d_v) {
+  Sizes z{static_cast<int64_t>(lengths.size()), heads, heads_kv, 0, 0, d, d_v};
+  for (const auto& [q, k] : lengths) {
+    z.seqlen_q = std::max(z.seqlen_q, q);
+    z.seqlen_k = std::max(z.seqlen_k, k);
+  }
+  Case& c = list.add("packed, " + name, z);
+  c.packing = Packing{lengths, {}, false, false, {}};
+  return c;
+}
+
+// Packed sequences: empty ones, single rows, those that are decoded beside those that are not, tile edges.
+void packed(List& list) {
+  const Packing::Lengths lengths = {{70, 130}, {1, 64}, {0, 5},   {129, 3},
+                                    {7, 0},    {65, 0}, {8, 300}, {48, 65}};
+  int n = 0;
+  for (const bool causal : {false, true})
+    for (const bool lower_right : {false, true})
+      for (const auto& [heads, heads_kv] : {std::array<int64_t, 2>{1, 1}, {4, 2}, {3, 3}}) {
+        Case& c =
+            add_packed(list, std::string(causal ? "causal" : "full") + (lower_right ? " lower right" : ""),
+                       lengths, heads, heads_kv, 17, 8);
+        c.causal = causal;
+        c.lower_right = lower_right;
+        c.layout = kLayouts[n % 5];
+        c.packing->int64_offsets = n++ % 2 == 0;
+      }
+  add_packed(list, "one sequence", {{131, 200}}, 2, 1, 8, 16).causal = true;
+  add_packed(list, "all few", {{1, 700}, {3, 64}, {1, 1}, {8, 0}, {0, 0}, {2, 65}}, 4, 1, 33, 8);
+  {
+    Case& c = add_packed(list, "splits asked for", lengths, 4, 2, 8, 8);
+    c.decode.num_splits = 3;
+    c.causal = c.lower_right = true;
+  }
+  {
+    Case& c = add_packed(list, "rows in use", lengths, 4, 2, 8, 8);
+    c.packing->used = {{70, 100}, {1, 64}, {0, 5}, {60, 2}, {0, 0}, {65, 0}, {3, 300}, {48, 0}};
+    c.causal = c.lower_right = true;
+  }
+  for (const bool by_row : {false, true})
+    for (int broadcast = 0; broadcast < 8; ++broadcast) {
+      if (by_row && broadcast & 1) continue;
+      Case& c = add_packed(list, "mask " + text(by_row) + text(broadcast),
+                           {{70, 70}, {1, 66}, {50, 3}, {0, 2}}, 4, 2, 9, 8);
+      c.mask = Mask{DType::kFloat32,
+                    by_row || !(broadcast & 1),
+                    !(broadcast & 2),
+                    by_row || !(broadcast & 4),
+                    true,
+                    MaskFill::kScattered,
+                    kUnalignedGaps};
+      c.packing->mask_by_row = by_row;
+    }
+  for (const bool by_row : {false, true}) {
+    Case& c = add_packed(list, "everything, mask by row " + text(by_row),
+                         {{70, 97}, {5, 200}, {0, 7}, {66, 50}}, 4, 2, 17, 9);
+    c.mask = Mask{DType::kFloat32, true, false, true, true, MaskFill::kBlocks, kUnalignedGaps};
+    c.packing->mask_by_row = by_row;
+    c.lower_right = true;
+    c.left = 60;
+    c.right = 20;
+    c.softcap = 2;
+    c.slopes = Slopes::kPerBatchAndHead;
+    c.dropout_p = 0.3;
+    c.layout = kUnalignedGaps;
+  }
+  const std::vector<int64_t> hostile[] = {
+      {0, 70, 20, 120}, {-5, 10, 500, 90}, {120, 80, 40, 0}, {0, 0, 0, 1 << 30}};
+  for (const std::vector<int64_t>& offsets : hostile) {
+    Case& c = add_packed(list, "hostile offsets from " + text(offsets[0]), {{40, 40}, {40, 40}, {40, 40}}, 2,
+                         1, 8, 8);
+    c.causal = c.lower_right = true;
+    c.packing->hostile = offsets;
+  }
+}
+
 }  // namespace
 
 std::vector<Case> all_cases() {
@@ -237,6 +316,7 @@ std::vector<Case> all_cases() {
   decode(list);
   together(list);
   poisoned(list);
+  packed(list);
   return list.cases;
 }
 

@@ -22,6 +22,7 @@ class Arena {
     const size_t begin = used_ + kAlignment, end = begin + static_cast<size_t>(count) * sizeof(T);
     const size_t next = (end + kAlignment - 1) / kAlignment * kAlignment;
     if (base_) {
+      ASAN_UNPOISON_MEMORY_REGION(base_ + begin, end - begin);  // of an arena that was here before
       ASAN_POISON_MEMORY_REGION(base_ + used_, begin - used_);
       ASAN_POISON_MEMORY_REGION(base_ + end, next - end);
     }

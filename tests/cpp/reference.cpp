@@ -17,8 +17,8 @@ double scale_of(const Case& c) {
 }
 
 // The position of query i among the keys.
-int64_t position(const Case& c, int64_t i) {
-  return c.lower_right ? i + c.sizes.seqlen_k - c.sizes.seqlen_q : i;
+int64_t position(const Case& c, int64_t b, int64_t i) {
+  return c.lower_right ? i + c.length(b, kKeys) - c.length(b, kQueries) : i;
 }
 
 double mask_value(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t i, int64_t j) {
@@ -27,7 +27,7 @@ double mask_value(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t
                     m.per_col ? j : 0)];
 }
 
-double distance(const Case& c, int64_t i, int64_t j) { return std::abs(position(c, i) - j); }
+double distance(const Case& c, int64_t b, int64_t i, int64_t j) { return std::abs(position(c, b, i) - j); }
 
 double slope(const Case& c, const Inputs& in, int64_t b, int64_t h) {
   return in.slopes[at(c.slopes_shape(), c.slopes == Slopes::kPerHead ? 0 : b, 0, 0, h)];
@@ -61,7 +61,7 @@ Score score(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t i, in
     const double t = std::tanh(s.value / c.softcap);
     s = {c.softcap * t, 1 - t * t};
   }
-  if (c.slopes != Slopes::kNone) s.value -= slope(c, in, b, h) * distance(c, i, j);
+  if (c.slopes != Slopes::kNone) s.value -= slope(c, in, b, h) * distance(c, b, i, j);
   if (c.mask && c.mask->dtype != DType::kBool) s.value += mask_value(c, in, b, h, i, j);
   return s;
 }
@@ -109,7 +109,7 @@ void backward_row(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t
     const double ds = p * (dp - delta);
     for (int64_t n = 0; n < z.head_dim_v; ++n) r.dv[v_row + n] += p * keep * in.dout[row + n];
 
-    if (c.slopes != Slopes::kNone) r.dslopes[at(c.dslopes_shape(), b, h, 0, 0)] -= distance(c, i, j) * ds;
+    if (c.slopes != Slopes::kNone) r.dslopes[at(c.dslopes_shape(), b, h, 0, 0)] -= distance(c, b, i, j) * ds;
     if (c.mask)
       r.dmask[at(c.mask_shape(), c.mask->per_batch ? b : 0, c.mask->per_head ? h : 0, c.mask->per_row ? i : 0,
                  c.mask->per_col ? j : 0)] += ds;
@@ -127,7 +127,7 @@ template <class Row>
 void for_each_row(const Case& c, const Inputs& in, Outputs& r, Row row) {
   for (int64_t b = 0; b < c.sizes.batch; ++b)
     for (int64_t h = 0; h < c.sizes.heads; ++h)
-      for (int64_t i = 0; i < c.sizes.seqlen_q; ++i) row(c, in, b, h, i, r);
+      for (int64_t i = 0; i < c.length(b, kQueries); ++i) row(c, in, b, h, i, r);
 }
 
 }  // namespace
@@ -135,7 +135,8 @@ void for_each_row(const Case& c, const Inputs& in, Outputs& r, Row row) {
 int64_t kv_head_of(const Case& c, int64_t h) { return h * c.sizes.heads_kv / c.sizes.heads; }
 
 bool attends(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t i, int64_t j) {
-  const int64_t p = position(c, i);
+  if (i >= c.length(b, kQueries) || j >= c.length(b, kKeys)) return false;
+  const int64_t p = position(c, b, i);
   if (c.causal && j > p) return false;
   if (!c.causal && c.right >= 0 && j > p + c.right) return false;
   if (c.left >= 0 && j < p - c.left) return false;

@@ -45,9 +45,11 @@ MaskParams = struct(
 AlibiParams = struct("AlibiParams", slopes=pointer, stride_b=i64, stride_h=i64)
 DropoutParams = struct("DropoutParams", rng_state=pointer, threshold=u64, keep_scale=f64)
 DecodeParams = struct("DecodeParams", num_splits=i64, has_unified_max=ctypes.c_bool, unified_max=f64)
+Offsets = struct("Offsets", data=pointer, is_int64=ctypes.c_bool)
 VarlenParams = struct(
-    "VarlenParams", cu_seqlens_q=pointer, cu_seqlens_k=pointer, max_seqlen_q=i64, lower_right=ctypes.c_bool
-)
+    "VarlenParams", cu_seqlens_q=Offsets, cu_seqlens_k=Offsets, seqused_q=Offsets, seqused_k=Offsets, total_q=i64,
+    total_k=i64, lower_right=ctypes.c_bool, mask_by_row=ctypes.c_bool, first_q=i64, first_k=i64,
+)  # fmt: skip
 AttentionParams = struct(
     "AttentionParams", dtype=ctypes.c_int8, sizes=Sizes, q=Tensor4, k=Tensor4, v=Tensor4, out=Tensor4, lse=pointer,
     scale=f64, softcap=f64, band=Band, mask=MaskParams, alibi=AlibiParams, dropout=DropoutParams, decode=DecodeParams,
@@ -219,6 +221,10 @@ class Library:
 
 def tensor4(t):
     return Tensor4(t.data_ptr(), *t.stride()[:3])
+
+
+def offsets(t):
+    return Offsets(t.data_ptr(), t.dtype == torch.int64)
 
 
 def empty_workspace(size):

@@ -3,7 +3,7 @@
 //
 //   dV_j += P^T dO    dK_j += dS^T Q    dQ_i += dS K       key block j outside, query block i inside
 //
-// One task owns one (batch, query head) and every `chunks`-th key block of it, with a dQ accumulator of its
+// One task owns one (sequence, query head) and every `chunks`-th key block of it, with a dQ accumulator of its
 // own. The number of chunks depends on the shape alone, and partial sums are added in order: the result is
 // bitwise the same for any number of threads.
 
@@ -35,22 +35,24 @@ void recompute_row_sums(const BackwardParams& p, BackwardScratch<In, T>& s, int6
 }
 
 template <class In, class T>
-void compute_row_terms(const BackwardParams& p, const BackwardWorkspace<T>& w, const Parallel& parallel) {
-  const Sizes& z = p.sizes;
-  const int64_t block_q = backward_tiling<T>().block_q, blocks = (z.seqlen_q + block_q - 1) / block_q;
-  for_each_task(parallel, z.batch * z.heads * blocks, [&](int64_t task, int thread) {
-    const int64_t b = task / blocks / z.heads, h = task / blocks % z.heads, i0 = task % blocks * block_q;
-    const int64_t queries = std::min(block_q, z.seqlen_q - i0);
-    const RowTerms<T> rows = w.rows.of_head(z, b, h);
+void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w, const Parallel& parallel) {
+  for_each_task(parallel, w.row_tasks.total, [&](int64_t n, int thread) {
+    constexpr int64_t block_q = backward_tiling<T>().block_q;
+    const auto [b, task] = w.row_tasks.at(n);
+    const BackwardParams p = of_sequence(call, b);
+    const int64_t blocks = count_query_blocks<T>(p), h = task / blocks, i0 = task % blocks * block_q;
+    const int64_t queries = std::min(block_q, p.sizes.seqlen_q - i0);
+    const RowTerms<T> rows = w.rows.of_head(p, b, h);
     bool exact = true;
     for (int64_t i = i0; i < i0 + queries; ++i) {
-      const int64_t at = (b * z.heads + h) * z.seqlen_q + i;
+      const int64_t at = p.statistics_row(b, h, i);
       const T dlse = p.dlse ? static_cast<const T*>(p.dlse)[at] : T(0);
-      rows.delta[i] = dot_rows<In, T>(p.dout.row<In>(b, h, i), p.out.row<In>(b, h, i), z.head_dim_v) - dlse;
+      rows.delta[i] =
+          dot_rows<In, T>(p.dout.row<In>(b, h, i), p.out.row<In>(b, h, i), p.sizes.head_dim_v) - dlse;
       exact &= lse_is_exact(static_cast<const T*>(p.lse)[at]);
     }
     if (exact) return;
-    BackwardScratch<In, T> s = thread_scratch<In, T>(p, w, thread);
+    BackwardScratch<In, T> s = thread_scratch<In, T>(call, w, thread);
     recompute_row_sums<In, T>(p, s, b, h, i0, queries, rows);
   });
 }
@@ -109,74 +111,80 @@ void backward_key_block(const BackwardParams& p, BackwardScratch<In, T>& s, int6
 // The key rows of one block, straight to dk and dv, or to the query head's own partial sum where heads share
 // keys.
 template <class In, class T>
-void store_key_rows(const Tensor4& grad, T* partial, const T* block, int64_t head, const Sizes& z, int64_t j0,
-                    int64_t keys, int64_t cols) {
+void store_key_rows(const Tensor4& grad, T* partial, const T* block, int64_t b, int64_t h, const Sizes& z,
+                    int64_t j0, int64_t keys, int64_t cols) {
   const int64_t ld = round_up_to_lanes<T>(cols);
   if (!grad) return;
   if (z.heads != z.heads_kv) {
-    std::copy(block, block + keys * ld, partial + (head * z.seqlen_k + j0) * ld);
+    std::copy(block, block + keys * ld, partial + (h * z.seqlen_k + j0) * ld);
   } else {
     for (int64_t j = 0; j < keys; ++j)
-      store_row<In, T>(grad.row<In>(head / z.heads, head % z.heads, j0 + j), block + j * ld, cols, T(1));
+      store_row<In, T>(grad.row<In>(b, h, j0 + j), block + j * ld, cols, T(1));
   }
 }
 
 template <class In, class T>
-void backward_qkv(const BackwardParams& p, const BackwardWorkspace<T>& w, const Parallel& parallel) {
-  const Sizes& z = p.sizes;
-  const int64_t block_k = backward_tiling<T>().block_k, heads = z.batch * z.heads;
-  const int64_t dq_rows = z.seqlen_q * round_up_to_lanes<T>(z.head_dim);
-  for_each_task(parallel, heads * w.chunks, [&](int64_t task, int thread) {
-    BackwardScratch<In, T> s = thread_scratch<In, T>(p, w, thread);
-    const int64_t head = task / w.chunks, chunk = task % w.chunks;
-    T* dq = p.dq ? w.dq + (chunk * heads + head) * dq_rows : nullptr;
+void backward_qkv(const BackwardParams& call, const BackwardWorkspace<T>& w, const Parallel& parallel) {
+  for_each_task(parallel, w.key_tasks.total, [&](int64_t n, int thread) {
+    constexpr int64_t block_k = backward_tiling<T>().block_k;
+    BackwardScratch<In, T> s = thread_scratch<In, T>(call, w, thread);
+    const auto [b, task] = w.key_tasks.at(n);
+    const BackwardParams p = of_sequence(call, b);
+    const Sizes& z = p.sizes;
+    const int64_t chunks = backward_chunks<T>(z), h = task / chunks, chunk = task % chunks;
+    const int64_t dq_rows = z.seqlen_q * round_up_to_lanes<T>(z.head_dim);
+    T* dq = p.dq ? w.dq_of(p, b) + (chunk * z.heads + h) * dq_rows : nullptr;
     if (dq) std::fill(dq, dq + dq_rows, T(0));
     T dslope = 0;
-    for (int64_t j0 = chunk * block_k; j0 < z.seqlen_k; j0 += w.chunks * block_k) {
-      backward_key_block<In, T>(p, s, head / z.heads, head % z.heads, j0,
-                                w.rows.of_head(z, head / z.heads, head % z.heads), dq, dslope);
+    for (int64_t j0 = chunk * block_k; j0 < z.seqlen_k; j0 += chunks * block_k) {
+      backward_key_block<In, T>(p, s, b, h, j0, w.rows.of_head(p, b, h), dq, dslope);
       const int64_t keys = std::min(block_k, z.seqlen_k - j0);
-      store_key_rows<In, T>(p.dk, w.dk, s.dk, head, z, j0, keys, z.head_dim);
-      store_key_rows<In, T>(p.dv, w.dv, s.dv, head, z, j0, keys, z.head_dim_v);
+      store_key_rows<In, T>(p.dk, w.dk_of(p, b), s.dk, b, h, z, j0, keys, z.head_dim);
+      store_key_rows<In, T>(p.dv, w.dv_of(p, b), s.dv, b, h, z, j0, keys, z.head_dim_v);
     }
-    if (p.dalibi_slopes) w.dslopes[head * w.chunks + chunk] = dslope;
+    if (p.dalibi_slopes) w.dslopes_of(p, b)[h * w.chunks + chunk] = dslope;
   });
 }
 
-// Each row of `grad` is the sum of `parts` partial rows of `data`, added in order. `data` is
-// [heads][seqlen][ld]; the parts of grad's head n are the heads n * head_step, n * head_step + part_step,
-// ...; the first is overwritten.
+// Each row of head h of `grad` is the sum of `parts` partial rows of `data`, added in order; the parts lie
+// `part_rows` rows behind each other, and the first is overwritten.
 template <class In, class T>
-void reduce_rows(const Tensor4& grad, T* data, int64_t batch, int64_t grad_heads, int64_t seqlen,
-                 int64_t cols, int64_t head_step, int64_t parts, int64_t part_step,
-                 const Parallel& parallel) {
+void reduce_rows(const Tensor4& grad, T* data, int64_t b, int64_t h, int64_t seqlen, int64_t cols,
+                 int64_t parts, int64_t part_rows) {
   const int64_t ld = round_up_to_lanes<T>(cols);
-  for_each_task(parallel, batch * grad_heads, [&](int64_t task, int) {
-    for (int64_t s = 0; s < seqlen; ++s) {
-      T* sum = data + (task * head_step * seqlen + s) * ld;
-      for (int64_t n = 1; n < parts; ++n) add_rows<T>(sum, sum + n * part_step * seqlen * ld, ld);
-      store_row<In, T>(grad.row<In>(task / grad_heads, task % grad_heads, s), sum, cols, T(1));
-    }
-  });
+  for (int64_t s = 0; s < seqlen; ++s) {
+    T* sum = data + s * ld;
+    for (int64_t n = 1; n < parts; ++n) add_rows<T>(sum, sum + n * part_rows * ld, ld);
+    store_row<In, T>(grad.row<In>(b, h, s), sum, cols, T(1));
+  }
 }
 
 template <class In, class T>
-void reduce_gradients(const BackwardParams& p, const BackwardWorkspace<T>& w, const Parallel& parallel) {
-  const Sizes& z = p.sizes;
-  const int64_t heads = z.batch * z.heads, group = z.heads / z.heads_kv;
-  if (p.dq)
-    reduce_rows<In, T>(p.dq, w.dq, z.batch, z.heads, z.seqlen_q, z.head_dim, 1, w.chunks, heads, parallel);
-  if (p.dk && group > 1)
-    reduce_rows<In, T>(p.dk, w.dk, z.batch, z.heads_kv, z.seqlen_k, z.head_dim, group, group, 1, parallel);
-  if (p.dv && group > 1)
-    reduce_rows<In, T>(p.dv, w.dv, z.batch, z.heads_kv, z.seqlen_k, z.head_dim_v, group, group, 1, parallel);
-  if (p.dalibi_slopes) {
-    T* dslopes = static_cast<T*>(p.dalibi_slopes);
-    for (int64_t head = 0; head < heads; ++head) {
-      dslopes[head] = 0;
-      for (int64_t n = 0; n < w.chunks; ++n) dslopes[head] += w.dslopes[head * w.chunks + n];
+void reduce_gradients(const BackwardParams& call, const BackwardWorkspace<T>& w, const Parallel& parallel) {
+  const int64_t heads = call.sizes.heads;
+  for_each_task(parallel, call.sizes.batch * heads, [&](int64_t task, int) {
+    const int64_t b = task / heads, h = task % heads;
+    const BackwardParams p = of_sequence(call, b);
+    const Sizes& z = p.sizes;
+    const int64_t chunks = backward_chunks<T>(z), group = heads / z.heads_kv;
+    const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
+    if (p.dq)
+      reduce_rows<In, T>(p.dq, w.dq_of(p, b) + h * z.seqlen_q * d, b, h, z.seqlen_q, z.head_dim, chunks,
+                         heads * z.seqlen_q);
+    if (group > 1 && h % group == 0) {  // the heads of the group are the parts
+      if (p.dk)
+        reduce_rows<In, T>(p.dk, w.dk_of(p, b) + h * z.seqlen_k * d, b, h / group, z.seqlen_k, z.head_dim,
+                           group, z.seqlen_k);
+      if (p.dv)
+        reduce_rows<In, T>(p.dv, w.dv_of(p, b) + h * z.seqlen_k * d_v, b, h / group, z.seqlen_k, z.head_dim_v,
+                           group, z.seqlen_k);
     }
-  }
+    if (p.dalibi_slopes) {
+      T sum = 0;
+      for (int64_t n = 0; n < chunks; ++n) sum += w.dslopes_of(p, b)[h * w.chunks + n];
+      static_cast<T*>(p.dalibi_slopes)[b * heads + h] = sum;
+    }
+  });
 }
 
 template <class In, class T>

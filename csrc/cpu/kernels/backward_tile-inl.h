@@ -34,15 +34,15 @@ BackwardScratch<In, T> plan_backward(Arena& arena, const BackwardParams& p) {
   return s;
 }
 
-// What the backward knows of each query row, in arrays over S_q.
+// What the backward knows of each query row, in arrays in the form of lse.
 template <class T>
 struct RowTerms {
   T* delta;  // rowsum(dO o O) - dlse
   T* max;    // P = 2^(score2 - max - log_sum); only where lse_is_exact() is false
   T* log_sum;
 
-  RowTerms of_head(const Sizes& z, int64_t b, int64_t h) const {
-    const int64_t at = (b * z.heads + h) * z.seqlen_q;
+  RowTerms of_head(const AttentionParams& p, int64_t b, int64_t h) const {
+    const int64_t at = p.statistics_row(b, h, 0);
     return {delta + at, max + at, log_sum + at};
   }
 };
@@ -75,14 +75,13 @@ template <class In, class T>
 BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f,
                                const RowTerms<T>& rows) {
   constexpr int L = kLanes<T>;
-  const Sizes& z = p.sizes;
   BackwardTile<T> tile = recompute_scores<In, T>(p, s, f);
   if (tile.empty) return tile;
 
   s.products.dprobs(p, f, s.dscores);
   if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
 
-  const T* lse = static_cast<const T*>(p.lse) + (f.b * z.heads + f.h) * z.seqlen_q;
+  const T* lse = static_cast<const T*>(p.lse) + p.statistics_row(f.b, f.h, 0);
   for (int64_t r = 0; r < f.queries; ++r) {
     const T row_lse = lse[f.i0 + r], row_delta = rows.delta[f.i0 + r];
     const bool exact = lse_is_exact(row_lse);

@@ -1,45 +1,114 @@
-// Memory of the backward: what all tasks share, and each thread's scratch. All of it is linear in S_q and
-// S_k.
+// Memory of the backward: what all tasks share, and each thread's scratch. All of it is linear in the rows of
+// q and k.
 
 // Enough tasks for a few threads where batch x heads is small; each costs one dQ accumulator.
 constexpr int64_t kBackwardTasks = 8;
 
-template <class T>
-struct BackwardWorkspace {
-  int64_t chunks;
-  RowTerms<T> rows;  // [B * H][S_q] each
-  T* dq;             // [chunks][B * H][S_q][D]
-  T* dk;             // [B * H][S_k][D]     only if query heads share a key head
-  T* dv;             // [B * H][S_k][D_v]   likewise
-  T* dslopes;        // [B * H][chunks]
-  char* scratch;     // one BackwardScratch a thread
+inline Sizes of_batch_of_one(Sizes z) {
+  z.batch = 1;
+  return z;
+}
+
+// Tiles of the mask's gradient. A mask whose rows are those of a packed q has the tiles of each sequence;
+// any other has those of its own shape, whatever sequences there are.
+struct MaskTiles {
+  int64_t batches, heads, row_blocks, col_blocks;
+
+  int64_t count() const { return batches * heads * row_blocks * col_blocks; }
 };
 
+template <class T>
+MaskTiles mask_tiles(const BackwardParams& p) {
+  const auto [block_q, block_k] = backward_tiling<T>();
+  const MaskGrad& g = p.dmask;
+  const int64_t rows = p.varlen && p.varlen.mask_by_row ? p.sizes.seqlen_q : g.rows;
+  return {g.batch, g.heads, (rows + block_q - 1) / block_q, (g.cols + block_k - 1) / block_k};
+}
+
+template <class T>
+TaskList plan_mask_tasks(Arena& arena, const BackwardParams& call) {
+  if (!call.dmask) return {};
+  if (call.varlen && call.varlen.mask_by_row)
+    return plan_tasks(arena, call, [](const BackwardParams& p) { return mask_tiles<T>(p).count(); });
+  TaskList list;
+  list.per_batch = list.total = mask_tiles<T>(call).count();
+  return list;
+}
+
+// How many tasks share the keys of a head. It follows from the shape alone, and, of a packed sequence, from
+// that sequence alone.
+template <class T>
+int64_t backward_chunks(const Sizes& z) {
+  constexpr int64_t block_k = backward_tiling<T>().block_k;
+  const int64_t heads = z.batch * z.heads, key_blocks = (z.seqlen_k + block_k - 1) / block_k;
+  return std::clamp((kBackwardTasks + heads - 1) / heads, int64_t{1}, std::max(key_blocks, int64_t{1}));
+}
+
+template <class T>
+struct BackwardWorkspace {
+  TaskList row_tasks, key_tasks, mask_tasks;  // of each pass
+  int64_t chunks;                             // of a sequence, at most
+  RowTerms<T> rows;                           // [statistics rows] each
+  T* dq;          // [B][chunks][H][S_q][D]; here and below, packed: each sequence behind the last one's rows
+  T* dk;          // [B][H][S_k][D]     only if query heads share a key head
+  T* dv;          // [B][H][S_k][D_v]   likewise
+  T* dslopes;     // [B][H][chunks]
+  char* scratch;  // one BackwardScratch a thread
+
+  // The parts of b, whose call is p.
+  T* dq_of(const BackwardParams& p, int64_t b) const {
+    const int64_t first = p.varlen ? p.varlen.first_q : b * p.sizes.seqlen_q;
+    return dq + first * chunks * p.sizes.heads * round_up_to_lanes<T>(p.sizes.head_dim);
+  }
+  T* dk_of(const BackwardParams& p, int64_t b) const { return key_rows_of(p, b, dk, p.sizes.head_dim); }
+  T* dv_of(const BackwardParams& p, int64_t b) const { return key_rows_of(p, b, dv, p.sizes.head_dim_v); }
+  T* dslopes_of(const BackwardParams& p, int64_t b) const { return dslopes + b * p.sizes.heads * chunks; }
+
+ private:
+  T* key_rows_of(const BackwardParams& p, int64_t b, T* data, int64_t cols) const {
+    const int64_t first = p.varlen ? p.varlen.first_k : b * p.sizes.seqlen_k;
+    return data + first * p.sizes.heads * round_up_to_lanes<T>(cols);
+  }
+};
+
+template <class T>
+int64_t count_query_blocks(const BackwardParams& p) {
+  constexpr int64_t block_q = backward_tiling<T>().block_q;
+  return (p.sizes.seqlen_q + block_q - 1) / block_q;
+}
+
 template <class In, class T>
-BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams& p, int threads) {
-  const Sizes& z = p.sizes;
-  const int64_t heads = z.batch * z.heads;
+BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams& call, int threads) {
+  const Sizes& z = call.sizes;
   const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
-  const int64_t block_k = backward_tiling<T>().block_k, key_blocks = (z.seqlen_k + block_k - 1) / block_k;
+  const int64_t rows_q = call.varlen ? call.varlen.total_q : z.batch * z.seqlen_q;
+  const int64_t rows_k = call.varlen ? call.varlen.total_k : z.batch * z.seqlen_k;
   const bool shared = z.heads != z.heads_kv;
   Arena scratch(nullptr);
-  plan_backward<In, T>(scratch, p);
+  plan_backward<In, T>(scratch, call);
 
   BackwardWorkspace<T> w;
-  w.chunks = std::min((kBackwardTasks + heads - 1) / heads, key_blocks);
-  for (T** term : {&w.rows.delta, &w.rows.max, &w.rows.log_sum}) *term = arena.take<T>(heads * z.seqlen_q);
-  w.dq = arena.take<T>(p.dq ? w.chunks * heads * z.seqlen_q * d : 0);
-  w.dk = arena.take<T>(p.dk && shared ? heads * z.seqlen_k * d : 0);
-  w.dv = arena.take<T>(p.dv && shared ? heads * z.seqlen_k * d_v : 0);
-  w.dslopes = arena.take<T>(p.dalibi_slopes ? heads * w.chunks : 0);
+  w.row_tasks = plan_tasks(arena, call,
+                           [](const BackwardParams& p) { return p.sizes.heads * count_query_blocks<T>(p); });
+  w.key_tasks = plan_tasks(
+      arena, call, [](const BackwardParams& p) { return p.sizes.heads * backward_chunks<T>(p.sizes); });
+  w.mask_tasks = plan_mask_tasks<T>(arena, call);
+  // The longest sequence has the most chunks: z.batch would count the others against it.
+  w.chunks = backward_chunks<T>(call.varlen ? of_batch_of_one(z) : z);
+  for (T** term : {&w.rows.delta, &w.rows.max, &w.rows.log_sum})
+    *term = arena.take<T>(call.statistics_rows());
+  w.dq = arena.take<T>(call.dq ? w.chunks * z.heads * rows_q * d : 0);
+  w.dk = arena.take<T>(call.dk && shared ? z.heads * rows_k * d : 0);
+  w.dv = arena.take<T>(call.dv && shared ? z.heads * rows_k * d_v : 0);
+  w.dslopes = arena.take<T>(call.dalibi_slopes ? z.batch * z.heads * w.chunks : 0);
   w.scratch = arena.take<char>(static_cast<int64_t>(scratch.used()) * threads);
   return w;
 }
 
 template <class In, class T>
-BackwardScratch<In, T> thread_scratch(const BackwardParams& p, const BackwardWorkspace<T>& w, int thread) {
+BackwardScratch<In, T> thread_scratch(const BackwardParams& call, const BackwardWorkspace<T>& w, int thread) {
   Arena measure(nullptr);
-  plan_backward<In, T>(measure, p);
+  plan_backward<In, T>(measure, call);
   Arena arena(w.scratch + thread * measure.used());
-  return plan_backward<In, T>(arena, p);
+  return plan_backward<In, T>(arena, call);
 }

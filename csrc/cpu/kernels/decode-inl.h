@@ -9,9 +9,14 @@
 // place of its running maximum, and is computed again, safely, if a row's maximum turns out to be too far
 // from it.
 
-inline bool is_decode(const AttentionParams& p) {
-  return p.sizes.seqlen_q <= kDecodeMaxQueries || p.decode.num_splits > 0 || p.decode.has_unified_max;
+inline bool asks_for_decode(const AttentionParams& p) {
+  return p.decode.num_splits > 0 || p.decode.has_unified_max;
 }
+inline bool is_decode(const AttentionParams& p) {
+  return p.sizes.seqlen_q <= kDecodeMaxQueries || asks_for_decode(p);
+}
+// Whether some packed sequence of the call may be decoded.
+inline bool may_decode(const AttentionParams& call) { return call.varlen || is_decode(call); }
 
 template <class In, class T>
 struct DecodeScratch {
@@ -22,66 +27,95 @@ struct DecodeScratch {
   In* finite_tile;  // [block_k][D_v]    V without the rows that are not finite
 };
 
+// How the keys of one key head are cut.
+struct DecodePlan {
+  int64_t rows, splits, split_keys;  // H / H_kv * S_q; pieces; keys in each
+  Range keys;                        // whole blocks of those that some query sees
+};
+
+template <class T>
+DecodePlan plan_decode(const AttentionParams& p) {
+  const Sizes& z = p.sizes;
+  const int64_t kv_heads = z.batch * z.heads_kv, block_k = decode_block_k<T>();
+  DecodePlan plan;
+  plan.rows = z.heads / z.heads_kv * z.seqlen_q;
+  plan.keys = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
+  plan.keys.begin = plan.keys.begin / block_k * block_k;  // dropout's words come in pairs of keys
+  const int64_t blocks = std::max<int64_t>((plan.keys.end - plan.keys.begin + block_k - 1) / block_k, 1);
+  const int64_t wanted = p.decode.num_splits > 0
+                             ? std::min(p.decode.num_splits, blocks)
+                             : std::min((kDecodeTasks + kv_heads - 1) / kv_heads,
+                                        (blocks + kDecodeMinBlocks - 1) / kDecodeMinBlocks);
+  plan.split_keys = (blocks + wanted - 1) / wanted * block_k;
+  plan.splits = (blocks * block_k + plan.split_keys - 1) / plan.split_keys;
+  return plan;
+}
+
+// What one split leaves, or the splits of a key head, one behind the other.
 template <class T>
 struct SplitResult {
   T* out;      // [rows][D_v]  O, not yet divided by l
   T* row_max;  // [rows]       m, in units of log2
   T* row_sum;  // [rows]       l
+
+  SplitResult skip(int64_t n, int64_t d_v) const { return {out + n * d_v, row_max + n, row_sum + n}; }
 };
 
+// What all splits of a call leave: [B][H_kv][splits], of sequences that are not decoded nothing.
 template <class T>
-struct DecodeWorkspace {
-  int64_t rows, splits, split_keys;  // H / H_kv * S_q; pieces; keys in each
-  Range keys;                        // whole blocks of those that some query sees
-  T *out, *row_max, *row_sum;        // SplitResult of [B * H_kv][splits]
-  int64_t d_v;
-  char* scratch;  // one DecodeScratch a thread
+struct SplitResults {
+  SplitResult<T> all;
+  const int64_t* first_row;  // [B] of a packed call
+  int64_t heads_kv, d_v;
 
-  SplitResult<T> result(int64_t kv_head, int64_t split) const {
-    const int64_t at = (kv_head * splits + split) * rows;
-    return {out + at * d_v, row_max + at, row_sum + at};
+  SplitResult<T> of(int64_t b, int64_t h_kv, const DecodePlan& plan) const {
+    const int64_t rows = plan.splits * plan.rows;
+    return all.skip((first_row ? first_row[b] : b * heads_kv * rows) + h_kv * rows, d_v);
   }
 };
 
-template <class In, class T>
-DecodeScratch<In, T> plan_decode(Arena& arena, const AttentionParams& p) {
-  const Sizes& z = p.sizes;
-  const int64_t rows = z.heads / z.heads_kv * z.seqlen_q;
-  const int64_t block_k = fitted(decode_block_k<T>(), z.seqlen_k);
-  DecodeScratch<In, T> s;
-  s.products = DecodeProducts<In, T>::plan(arena, p, rows, block_k);
-  s.scores = arena.take<T>(rows * block_k);
-  // A band may hide keys only if it is bounded.
-  const bool may_mask = p.mask || p.band.left < Band::kUnbounded || p.band.right < Band::kUnbounded;
-  s.mask_tile = p.mask ? arena.take<T>(z.seqlen_q * block_k) : nullptr;
-  s.dropout_tile = p.dropout ? arena.take<T>(z.seqlen_q * block_k) : nullptr;
-  s.finite_tile = may_mask ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
-  return s;
+template <class T>
+SplitResults<T> plan_split_results(Arena& arena, const AttentionParams& call) {
+  const Sizes& z = call.sizes;
+  SplitResults<T> r{{}, nullptr, z.heads_kv, decode_columns<T>(z.head_dim_v)};
+  int64_t rows = 0;
+  auto add_rows_of = [&](const AttentionParams& p) {
+    if (p.sizes.seqlen_q == 0 || !is_decode(p)) return;
+    const DecodePlan plan = plan_decode<T>(p);
+    rows += p.sizes.batch * z.heads_kv * plan.splits * plan.rows;
+  };
+  if (call.varlen) {
+    int64_t* first_row = arena.take<int64_t>(z.batch);
+    for (int64_t b = 0; b < z.batch; ++b) {
+      if (first_row) first_row[b] = rows;
+      add_rows_of(of_sequence(call, b));
+    }
+    r.first_row = first_row;
+  } else {
+    add_rows_of(call);
+  }
+  r.all.out = arena.take<T>(rows * r.d_v);
+  r.all.row_max = arena.take<T>(rows);
+  r.all.row_sum = arena.take<T>(rows);
+  return r;
 }
 
+// A thread's scratch, for any sequence of the call.
 template <class In, class T>
-DecodeWorkspace<T> plan_decode_workspace(Arena& arena, const AttentionParams& p, int threads) {
-  const Sizes& z = p.sizes;
-  const int64_t kv_heads = z.batch * z.heads_kv, block_k = decode_block_k<T>();
-  DecodeWorkspace<T> w;
-  w.rows = z.heads / z.heads_kv * z.seqlen_q;
-  w.keys = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
-  w.keys.begin = w.keys.begin / block_k * block_k;  // dropout's words come in pairs of keys
-  const int64_t blocks = std::max<int64_t>((w.keys.end - w.keys.begin + block_k - 1) / block_k, 1);
-  const int64_t wanted = p.decode.num_splits > 0
-                             ? std::min(p.decode.num_splits, blocks)
-                             : std::min((kDecodeTasks + kv_heads - 1) / kv_heads,
-                                        (blocks + kDecodeMinBlocks - 1) / kDecodeMinBlocks);
-  w.split_keys = (blocks + wanted - 1) / wanted * block_k;
-  w.splits = (blocks * block_k + w.split_keys - 1) / w.split_keys;
-  w.d_v = decode_columns<T>(z.head_dim_v);
-  w.out = arena.take<T>(kv_heads * w.splits * w.rows * w.d_v);
-  w.row_max = arena.take<T>(kv_heads * w.splits * w.rows);
-  w.row_sum = arena.take<T>(kv_heads * w.splits * w.rows);
-  Arena scratch(nullptr);
-  plan_decode<In, T>(scratch, p);
-  w.scratch = arena.take<char>(static_cast<int64_t>(scratch.used()) * threads);
-  return w;
+DecodeScratch<In, T> plan_decode_scratch(Arena& arena, const AttentionParams& call) {
+  const Sizes& z = call.sizes;
+  const int64_t seqlen_q = asks_for_decode(call) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxQueries);
+  const int64_t rows = z.heads / z.heads_kv * seqlen_q;
+  const int64_t block_k = fitted(decode_block_k<T>(), z.seqlen_k);
+  DecodeScratch<In, T> s;
+  s.products = DecodeProducts<In, T>::plan(arena, call, rows, block_k);
+  s.scores = arena.take<T>(rows * block_k);
+  // A band may hide keys only if it is bounded.
+  const bool may_mask = call.mask || call.band.left < Band::kUnbounded || call.band.right < Band::kUnbounded;
+  s.mask_tile = call.mask ? arena.take<T>(seqlen_q * block_k) : nullptr;
+  s.dropout_tile = call.dropout ? arena.take<T>(seqlen_q * block_k) : nullptr;
+  s.finite_tile = may_mask ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
+  return s;
 }
 
 // One row of a tile: P = 2^(S - m') in place, and its share of m, l and O. `unified` (or null) takes the
@@ -167,22 +201,24 @@ void decode_tile(const AttentionParams& p, const DecodeScratch<In, T>& s, int64_
   });
 }
 
+// `results` are those of the key head; the split fills its own.
 template <class In, class T>
-void decode_split(const AttentionParams& p, const DecodeWorkspace<T>& w, const DecodeScratch<In, T>& s,
-                  int64_t kv_head, int64_t split) {
+void decode_split(const AttentionParams& p, const DecodePlan& plan, const DecodeScratch<In, T>& s, int64_t b,
+                  int64_t h_kv, const SplitResult<T>& results, int64_t split) {
   const Sizes& z = p.sizes;
-  const int64_t b = kv_head / z.heads_kv, h_kv = kv_head % z.heads_kv, group = z.heads / z.heads_kv;
-  const int64_t block_k = decode_block_k<T>();
+  const int64_t group = z.heads / z.heads_kv, block_k = decode_block_k<T>(), rows = plan.rows;
+  const int64_t d_v = decode_columns<T>(z.head_dim_v);
   for (int64_t g = 0; g < group; ++g)
     for (int64_t n = 0; n < z.seqlen_q; ++n)
       s.products.load_query(p, g * z.seqlen_q + n, p.q.row<In>(b, h_kv * group + g, n));
 
-  const SplitResult<T> r = w.result(kv_head, split);
-  const int64_t begin = w.keys.begin + split * w.split_keys, end = std::min(begin + w.split_keys, w.keys.end);
+  const SplitResult<T> r = results.skip(split * rows, d_v);
+  const int64_t begin = plan.keys.begin + split * plan.split_keys,
+                end = std::min(begin + plan.split_keys, plan.keys.end);
   auto run = [&](const T* unified) {
-    std::fill(r.out, r.out + w.rows * w.d_v, T(0));
-    std::fill(r.row_max, r.row_max + w.rows, kNegInf<T>);
-    std::fill(r.row_sum, r.row_sum + w.rows, T(0));
+    std::fill(r.out, r.out + rows * d_v, T(0));
+    std::fill(r.row_max, r.row_max + rows, kNegInf<T>);
+    std::fill(r.row_sum, r.row_sum + rows, T(0));
     for (int64_t j0 = begin; j0 < end; j0 += block_k)
       decode_tile<In, T>(p, s, b, h_kv, j0, std::min(block_k, end - j0), unified, r);
   };
@@ -190,51 +226,49 @@ void decode_split(const AttentionParams& p, const DecodeWorkspace<T>& w, const D
   constexpr double kLargest = std::numeric_limits<T>::max();  // of the finite guesses that T holds
   const T unified = static_cast<T>(std::clamp(p.decode.unified_max * kLog2E, -kLargest, kLargest));
   run(&unified);
-  for (int64_t row = 0; row < w.rows; ++row)
+  for (int64_t row = 0; row < rows; ++row)
     if (!unified_max_fits<T>(r.row_max[row], unified)) return run(nullptr);
   // What O and l are relative to. A row that sees no key of this split has no maximum: other splits, computed
   // again, may have one far below the guess.
-  for (int64_t row = 0; row < w.rows; ++row)
+  for (int64_t row = 0; row < rows; ++row)
     if (r.row_sum[row] != T(0)) r.row_max[row] = unified;
 }
 
 // O and lse of one key head's queries from its splits, added in order.
 template <class In, class T>
-void merge_splits(const AttentionParams& p, const DecodeWorkspace<T>& w, int64_t kv_head) {
+void merge_splits(const AttentionParams& p, const DecodePlan& plan, int64_t b, int64_t h_kv,
+                  const SplitResult<T>& first) {  // the others are added to it
   constexpr int L = kLanes<T>;
   const Sizes& z = p.sizes;
-  const int64_t b = kv_head / z.heads_kv, h_kv = kv_head % z.heads_kv, group = z.heads / z.heads_kv;
-  const SplitResult<T> first = w.result(kv_head, 0);  // the others are added to it
-  for (int64_t row = 0; row < w.rows; ++row) {
+  const int64_t group = z.heads / z.heads_kv, rows = plan.rows, d_v = decode_columns<T>(z.head_dim_v);
+  for (int64_t row = 0; row < rows; ++row) {
     T highest = kNegInf<T>;
-    for (int64_t n = 0; n < w.splits; ++n) highest = std::max(highest, first.row_max[n * w.rows + row]);
+    for (int64_t n = 0; n < plan.splits; ++n) highest = std::max(highest, first.row_max[n * rows + row]);
     const T reference = highest == kNegInf<T> ? T(0) : highest;
-    T* out = first.out + row * w.d_v;
+    T* out = first.out + row * d_v;
     T sum = 0;
-    for (int64_t n = 0; n < w.splits; ++n) {
-      const T factor = exp2<T>(splat<T>(first.row_max[n * w.rows + row] - reference))[0];
-      sum += first.row_sum[n * w.rows + row] * factor;
-      for (int64_t c = 0; c < w.d_v; c += L) {
-        const Vec<T> part = load<T>(out + n * w.rows * w.d_v + c) * factor;
+    for (int64_t n = 0; n < plan.splits; ++n) {
+      const T factor = exp2<T>(splat<T>(first.row_max[n * rows + row] - reference))[0];
+      sum += first.row_sum[n * rows + row] * factor;
+      for (int64_t c = 0; c < d_v; c += L) {
+        const Vec<T> part = load<T>(out + n * rows * d_v + c) * factor;
         store<T>(out + c, n == 0 ? part : load<T>(out + c) + part);
       }
     }
     const int64_t h = h_kv * group + row / z.seqlen_q, i = row % z.seqlen_q;
-    T* lse = static_cast<T*>(p.lse) + (b * z.heads + h) * z.seqlen_q + i;
+    T* lse = static_cast<T*>(p.lse) + p.statistics_row(b, h, i);
     finish_row<In, T>(p.out.row<In>(b, h, i), out, z.head_dim_v, highest, sum, *lse);
   }
 }
 
 template <class In, class T>
-void decode(const AttentionParams& p, void* workspace, const Parallel& parallel) {
-  Arena arena(workspace);
-  const DecodeWorkspace<T> w = plan_decode_workspace<In, T>(arena, p, parallel.threads);
-  Arena measure(nullptr);
-  plan_decode<In, T>(measure, p);
-  const int64_t kv_heads = p.sizes.batch * p.sizes.heads_kv;
-  for_each_task(parallel, kv_heads * w.splits, [&](int64_t task, int thread) {
-    Arena scratch(w.scratch + thread * measure.used());
-    decode_split<In, T>(p, w, plan_decode<In, T>(scratch, p), task / w.splits, task % w.splits);
+void merge_all_splits(const AttentionParams& call, const SplitResults<T>& results, const Parallel& parallel) {
+  const int64_t heads_kv = call.sizes.heads_kv;
+  for_each_task(parallel, call.sizes.batch * heads_kv, [&](int64_t kv_head, int) {
+    const int64_t b = kv_head / heads_kv, h_kv = kv_head % heads_kv;
+    const AttentionParams p = of_sequence(call, b);
+    if (p.sizes.seqlen_q == 0 || !is_decode(p)) return;
+    const DecodePlan plan = plan_decode<T>(p);
+    merge_splits<In, T>(p, plan, b, h_kv, results.of(b, h_kv, plan));
   });
-  for_each_task(parallel, kv_heads, [&](int64_t kv_head, int) { merge_splits<In, T>(p, w, kv_head); });
 }

@@ -1,4 +1,4 @@
-// Forward: FlashAttention-2, algorithm 1 (Dao 2023), one task per (batch, head, query block).
+// Forward: FlashAttention-2, algorithm 1 (Dao 2023), one task per (sequence, head, query block).
 //
 //   S^T = K Q^T    m' = max(m, rowmax S)    P = 2^(S - m')    l = l 2^(m - m') + rowsum P
 //   O   = O 2^(m - m') + P V                at the end O / l and lse = (m + log2 l) ln 2
@@ -97,39 +97,69 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
     s.products.add_values(p, score, s.scores, s.rescale, s.out);
   }
 
-  T* lse = static_cast<T*>(p.lse) + (b * z.heads + h) * z.seqlen_q + i0;
+  T* lse = static_cast<T*>(p.lse) + p.statistics_row(b, h, i0);
   for (int64_t i = 0; i < queries; ++i) {
     finish_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v, s.row_max[i], s.row_sum[i],
                       lse[i]);
   }
 }
 
-template <class In, class T>
-void forward(const AttentionParams& p, void* workspace, const Parallel& parallel) {
-  if (is_decode(p)) return decode<In, T>(p, workspace, parallel);
-  const Sizes& z = p.sizes;
-  const int64_t block_q = forward_tiling<T>().block_q;
-  const int64_t blocks = (z.seqlen_q + block_q - 1) / block_q;
-  Arena measure(nullptr);
-  plan_forward<In, T>(measure, p);
-  const size_t per_thread = measure.used();
+// Query blocks of one head, or, in the decode kernel, pieces of the keys of one key head.
+template <class T>
+int64_t count_forward_tasks(const AttentionParams& p) {
+  constexpr int64_t block_q = forward_tiling<T>().block_q;
+  if (p.sizes.seqlen_q == 0) return 0;  // of a packed sequence
+  if (is_decode(p)) return p.sizes.heads_kv * plan_decode<T>(p).splits;
+  return p.sizes.heads * ((p.sizes.seqlen_q + block_q - 1) / block_q);
+}
 
-  for_each_task(parallel, z.batch * z.heads * blocks, [&](int64_t task, int thread) {
-    Arena arena(static_cast<char*>(workspace) + thread * per_thread);
-    const ForwardScratch<In, T> scratch = plan_forward<In, T>(arena, p);
-    const int64_t block = blocks - 1 - task % blocks;  // causal: the longest rows of a head first
-    const int64_t head = task / blocks;
-    forward_query_block<In, T>(p, scratch, head / z.heads, head % z.heads, block * block_q);
-  });
+template <class T>
+struct ForwardWorkspace {
+  TaskList tasks;
+  SplitResults<T> splits;
+  char* scratch;  // of each thread
+  size_t scratch_bytes;
+};
+
+template <class In, class T>
+ForwardWorkspace<T> plan_forward_workspace(Arena& arena, const AttentionParams& call, int threads) {
+  ForwardWorkspace<T> w;
+  w.tasks = plan_tasks(arena, call, count_forward_tasks<T>);
+  w.splits = plan_split_results<T>(arena, call);
+  Arena blocks(nullptr), decode(nullptr);
+  if (call.varlen || !is_decode(call)) plan_forward<In, T>(blocks, call);
+  if (may_decode(call)) plan_decode_scratch<In, T>(decode, call);
+  w.scratch_bytes = std::max(blocks.used(), decode.used());
+  w.scratch = arena.take<char>(static_cast<int64_t>(w.scratch_bytes) * threads);
+  return w;
 }
 
 template <class In, class T>
-size_t forward_workspace(const AttentionParams& p, int threads) {
+void forward(const AttentionParams& call, void* workspace, const Parallel& parallel) {
+  Arena arena(workspace);
+  const ForwardWorkspace<T> w = plan_forward_workspace<In, T>(arena, call, parallel.threads);
+  for_each_task(parallel, w.tasks.total, [&](int64_t n, int thread) {
+    const auto [b, task] = w.tasks.at(n);
+    const AttentionParams p = of_sequence(call, b);
+    Arena scratch(w.scratch + thread * w.scratch_bytes);
+    if (is_decode(p)) {
+      const DecodePlan plan = plan_decode<T>(p);
+      const int64_t h_kv = task / plan.splits, split = task % plan.splits;
+      decode_split<In, T>(p, plan, plan_decode_scratch<In, T>(scratch, call), b, h_kv,
+                          w.splits.of(b, h_kv, plan), split);
+    } else {
+      constexpr int64_t block_q = forward_tiling<T>().block_q;
+      const int64_t blocks = (p.sizes.seqlen_q + block_q - 1) / block_q;
+      const int64_t block = blocks - 1 - task % blocks;  // causal: the longest rows of a head first
+      forward_query_block<In, T>(p, plan_forward<In, T>(scratch, call), b, task / blocks, block * block_q);
+    }
+  });
+  if (may_decode(call)) merge_all_splits<In, T>(call, w.splits, parallel);
+}
+
+template <class In, class T>
+size_t forward_workspace(const AttentionParams& call, int threads) {
   Arena arena(nullptr);
-  if (is_decode(p)) {
-    plan_decode_workspace<In, T>(arena, p, threads);
-    return arena.used();
-  }
-  plan_forward<In, T>(arena, p);
-  return arena.used() * threads;
+  plan_forward_workspace<In, T>(arena, call, threads);
+  return arena.used();
 }

@@ -81,8 +81,7 @@ int64_t decode_splits(const AttentionParams& p) {
   if (!is_decode(p)) return 0;
   return for_types_of(p.dtype, [&](auto types) {
     using Of = decltype(types);
-    Arena measure(nullptr);
-    return plan_decode_workspace<typename Of::In, typename Of::T>(measure, p, 1).splits;
+    return plan_decode<typename Of::T>(p).splits;
   });
 }
 

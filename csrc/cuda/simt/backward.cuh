@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& shared = shared_memory<BackwardMemory<T>>();
   const int64_t blocks = ceil_div(call.sizes.seqlen_q, kBlockQ), head = blockIdx.x / blocks;
   const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads, i0 = blockIdx.x % blocks * kBlockQ;
-  const BackwardParams p = of_sequence<In>(call, b);
+  const BackwardParams p = of_sequence(call, b);
   const Sizes& z = p.sizes;
   if (i0 >= z.seqlen_q) return;  // of a sequence that is shorter than the longest
 
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (flags.queries && !flags.queries[head * blocks + block]) return;
   const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads, i0 = block * kBlockQ;
   const int64_t first_col = int64_t{blockIdx.y} * kSlice;
-  const BackwardParams p = of_sequence<In>(call, b);
+  const BackwardParams p = of_sequence(call, b);
   const Sizes& z = p.sizes;
   const PhiloxKey key = dropout_key(p.dropout);
 
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t blocks = ceil_div(call.sizes.seqlen_k, kBlockK), head = blockIdx.x / blocks;
   const int64_t b = head / call.sizes.heads_kv, h_kv = head % call.sizes.heads_kv;
   const int64_t j0 = blockIdx.x % blocks * kBlockK;
-  const BackwardParams p = of_sequence<In>(call, b);
+  const BackwardParams p = of_sequence(call, b);
   const Sizes& z = p.sizes;
   if (j0 >= z.seqlen_k) return;  // of a sequence that is shorter than the longest
   const int64_t first_col = int64_t{blockIdx.y} * kSlice, columns = kIsDk ? z.head_dim : z.head_dim_v;

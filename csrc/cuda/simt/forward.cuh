@@ -7,10 +7,10 @@
 // (m, l, O), and combine.cu merges them.
 #pragma once
 
+#include "../../core/sequence.h"
 #include "../combine.h"
 #include "../launch.h"
 #include "../scores.cuh"
-#include "../sequence.cuh"
 #include "simt.h"
 #include "tile.cuh"
 
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // What this block owns. Causal: the longest rows of a head first.
   const int64_t heads = call.sizes.heads / plan.heads_per_tile, head = blockIdx.x / plan.row_blocks;
   const int64_t block = plan.row_blocks - 1 - blockIdx.x % plan.row_blocks;
-  const AttentionParams p = of_sequence<In>(call, head / heads);
+  const AttentionParams p = of_sequence(call, head / heads);
   const Sizes& z = p.sizes;
   QueryTile<kPacked> tile{head / heads, head % heads * plan.heads_per_tile, block * kTileRows, 0, z.seqlen_q};
   const int64_t rows_left = plan.heads_per_tile * z.seqlen_q - tile.first_row;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (tile_row(r) >= tile.count) continue;
     const int64_t h = tile.head(tile_row(r)), i = tile.query(tile_row(r));
     const int64_t row = p.statistics_row(tile.b, h, i);
-    const int64_t partial_row = blockIdx.z * call.sizes.batch * call.sizes.heads * call.sizes.seqlen_q + row;
+    const int64_t partial_row = blockIdx.z * call.statistics_rows() + row;
     const bool writes_statistics = thread_x() == 0 && blockIdx.y == 0;
     const RowResult<T> result = finish_row(max, sum);
     if (plan.splits == 1 && writes_statistics) static_cast<T*>(p.lse)[row] = result.lse;
@@ -187,7 +187,7 @@ cudaError_t launch_attend(const AttentionParams& p, const ForwardPlan& plan, con
 template <class In, class T = Accumulator<In>>
 cudaError_t launch_forward(const AttentionParams& p, void* workspace, cudaStream_t stream) {
   const ForwardPlan plan = plan_forward(p);
-  const Partials<T> partials(workspace, p.sizes, plan.splits);
+  const Partials<T> partials(workspace, p, plan.splits);
   const bool narrow = slice_of(p.sizes.head_dim_v) == kNarrowSlice;
   const auto attend =
       plan.decode ? (narrow ? launch_attend<In, kDecodeRows, kNarrowSlice>

@@ -11,7 +11,7 @@ cudaError_t launch_row_terms(const BackwardParams& p, void* workspace, cudaStrea
   const Sizes& z = p.sizes;
   const LaunchShape shape{z.batch * z.heads * ceil_div(z.seqlen_q, kBlockQ), 1, 1, kThreads,
                           sizeof(BackwardMemory<T>)};
-  return launch(row_terms_kernel<In>, shape, stream, p, RowTerms<T>(workspace, z));
+  return launch(row_terms_kernel<In>, shape, stream, p, RowTerms<T>(workspace, p));
 }
 
 // Columns of dk and dv that a block owns: of fp64, more would not fit into registers.
@@ -33,7 +33,7 @@ template <class In, class T = Accumulator<In>>
 cudaError_t launch_gradients(const BackwardParams& p, void* workspace, const RecomputeFlags& flags,
                              cudaStream_t stream) {
   const Sizes& z = p.sizes;
-  const RowTerms<T> terms(workspace, z);
+  const RowTerms<T> terms(workspace, p);
   const int64_t heads = z.batch * z.heads;
   const int64_t query_tasks = heads * ceil_div(z.seqlen_q, kBlockQ);
   const int64_t key_tasks = z.batch * z.heads_kv * ceil_div(z.seqlen_k, kBlockK);

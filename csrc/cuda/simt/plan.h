@@ -55,20 +55,21 @@ inline ForwardPlan plan_forward(const AttentionParams& p) {
 // What the backward kernels know of each query row: P = 2^((score2 - reference) - correction), and delta.
 template <class T>
 struct RowTerms {
-  T *delta, *reference, *correction;  // [B * H * S_q] each
+  T *delta, *reference, *correction;  // in the form of lse
   T* dslopes;                         // [B * H][query blocks]: partial sums of the slopes' gradients
   T* dmask_parts;                     // MaskPlan's
 
-  RowTerms(void* workspace, const Sizes& z) {
-    const int64_t rows = z.batch * z.heads * z.seqlen_q;
+  RowTerms(void* workspace, const AttentionParams& p) {
+    const int64_t rows = p.statistics_rows();
     delta = static_cast<T*>(workspace);
     reference = delta + rows;
     correction = reference + rows;
     dslopes = correction + rows;
-    dmask_parts = static_cast<T*>(workspace) + elements(z);
+    dmask_parts = static_cast<T*>(workspace) + elements(p);
   }
-  static int64_t elements(const Sizes& z) {
-    return z.batch * z.heads * (3 * z.seqlen_q + ceil_div(z.seqlen_q, kBlockQ));
+  static int64_t elements(const AttentionParams& p) {
+    const Sizes& z = p.sizes;
+    return 3 * p.statistics_rows() + z.batch * z.heads * ceil_div(z.seqlen_q, kBlockQ);
   }
 };
 
@@ -109,7 +110,7 @@ inline int64_t mask_part_elements(const Sizes& z, const MaskGrad& g) {
 
 // Of the backward's workspace.
 inline int64_t backward_elements(const BackwardParams& p) {
-  return RowTerms<char>::elements(p.sizes) + mask_part_elements(p.sizes, p.dmask);
+  return RowTerms<char>::elements(p) + mask_part_elements(p.sizes, p.dmask);
 }
 
 inline int64_t accumulator_bytes(const AttentionParams& p) { return p.dtype == DType::kFloat64 ? 8 : 4; }

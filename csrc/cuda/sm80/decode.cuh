@@ -329,7 +329,7 @@ cudaError_t launch_decode_padded(const AttentionParams& p, const DecodePlan& pla
 template <class In>
 cudaError_t launch_decode(const AttentionParams& p, void* workspace, cudaStream_t stream) {
   const DecodePlan plan = plan_decode(p);
-  const Partials<float> partials(workspace, p.sizes, plan.splits);
+  const Partials<float> partials(workspace, p, plan.splits);
   const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
   const bool one = plan.row_tiles == 1;
   const auto attend = widest > 128  ? launch_decode_padded<DecodeConfig<In, 256, 1, 3>>

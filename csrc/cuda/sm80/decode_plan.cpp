@@ -47,7 +47,7 @@ DecodePlan plan_decode(const AttentionParams& p) {
 
 size_t forward_workspace(const AttentionParams& p) {
   const int64_t splits = is_decode(p) ? plan_decode(p).splits : 1;
-  return splits == 1 ? 0 : sizeof(float) * Partials<float>::elements(p.sizes, splits);
+  return splits == 1 ? 0 : sizeof(float) * Partials<float>::elements(p, splits);
 }
 
 }  // namespace flash_attn_ext::cuda::sm80

@@ -1,0 +1,70 @@
+// Packed sequences of different lengths: the call that one of them makes. Torch-free, host and device.
+#pragma once
+
+#include <type_traits>
+
+#include "host_device.h"
+#include "mask.h"
+#include "params.h"
+
+namespace flash_attn_ext {
+
+FA_HOST_DEVICE inline int64_t bytes_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return 4;
+    case DType::kFloat64: return 8;
+    case DType::kBFloat16:
+    case DType::kFloat16: return 2;
+    case DType::kBool: break;
+  }
+  return 1;
+}
+
+// The rows of sequence b. Whatever the offsets hold, they lie inside the tensor: on a GPU nobody has looked
+// at them before.
+FA_HOST_DEVICE inline Range rows_of_sequence(const Offsets& cu_seqlens, const Offsets& seqused, int64_t b,
+                                             int64_t total, int64_t longest) {
+  const int64_t begin = clamp_to(cu_seqlens[b], 0, total), end = clamp_to(cu_seqlens[b + 1], begin, total);
+  int64_t length = clamp_to(end - begin, 0, longest);
+  if (seqused) length = clamp_to(seqused[b], 0, length);
+  return {begin, begin + length};
+}
+
+// Leaves out the first `rows` rows. A gradient that is not wanted stays null.
+FA_HOST_DEVICE inline void skip_rows(Tensor4& t, int64_t rows, int64_t element_bytes) {
+  if (t) t.data = static_cast<char*>(t.data) + rows * t.stride_s * element_bytes;
+}
+
+// The call as sequence b sees it: a batch of one, its own lengths and diagonal, tensors from its own first
+// row on. b stays its number: masks, slopes and dropout count by it. Without packing, the call itself.
+template <class Params>
+FA_HOST_DEVICE Params of_sequence(Params p, int64_t b) {
+  if (!p.varlen) return p;
+  VarlenParams& varlen = p.varlen;
+  const int64_t bytes = bytes_of(p.dtype);
+  const Range q =
+      rows_of_sequence(varlen.cu_seqlens_q, varlen.seqused_q, b, varlen.total_q, p.sizes.seqlen_q);
+  const Range k =
+      rows_of_sequence(varlen.cu_seqlens_k, varlen.seqused_k, b, varlen.total_k, p.sizes.seqlen_k);
+  varlen.first_q = q.begin;
+  varlen.first_k = k.begin;
+  p.sizes.batch = 1;
+  p.sizes.seqlen_q = q.end - q.begin;
+  p.sizes.seqlen_k = k.end - k.begin;
+  if (varlen.lower_right) p.band.diagonal = p.sizes.seqlen_k - p.sizes.seqlen_q;
+  if (p.mask && varlen.mask_by_row)
+    p.mask.data = static_cast<const char*>(p.mask.data) + q.begin * p.mask.stride_q * bytes_of(p.mask.dtype);
+  skip_rows(p.q, q.begin, bytes);
+  skip_rows(p.out, q.begin, bytes);
+  skip_rows(p.k, k.begin, bytes);
+  skip_rows(p.v, k.begin, bytes);
+  if constexpr (std::is_same_v<Params, BackwardParams>) {
+    skip_rows(p.dout, q.begin, bytes);
+    skip_rows(p.dq, q.begin, bytes);
+    skip_rows(p.dk, k.begin, bytes);
+    skip_rows(p.dv, k.begin, bytes);
+  }
+  return p;
+}
+
+}  // namespace flash_attn_ext
