@@ -24,7 +24,7 @@ struct BackwardWorkspace {
   float* dq;    // [B * H][query tiles][8 warps][16][32 lanes]: sums, each element where its thread adds it
   int64_t zeroed_elements, elements;
 
-  BackwardWorkspace(void* workspace, const BackwardParams& p) : terms(workspace, p.sizes) {
+  BackwardWorkspace(void* workspace, const BackwardParams& p) : terms(workspace, p) {
     const Sizes& z = p.sizes;
     const int padded = padded_head_dim(z);
     const int64_t heads = z.batch * z.heads, tiles = heads * ceil_div(z.seqlen_q, backward_rows(padded));
