@@ -28,5 +28,5 @@ def message() -> str:
     return (
         f"flash_attn_ext: the compiled half (_C) is not in {FOLDER}, a source folder that was not built. If the "
         f"package is installed, this folder hides it, as Python looks into {FOLDER.parent} first: run in another "
-        "directory. To use the source folder itself, build it there: python setup.py build_ext --inplace"
+        "directory. To use the source folder itself, build it there: pip install -e ."
     )
