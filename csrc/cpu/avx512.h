@@ -10,10 +10,10 @@
 #define FA_VECTOR_BYTES 64
 #define FA_VECTOR_REGISTERS 32
 #define FA_MUL_EPU32(a, b) _mm512_mul_epu32((__m512i)(a), (__m512i)(b))
-// x rounded to whole numbers; y * 2^n for whole n.
+// x less the nearest whole number, 0 for an infinity; y * 2^n for whole n.
 #define FA_HAS_SCALEF
-#define FA_ROUND_PS(x) _mm512_roundscale_ps(x, 0)
-#define FA_ROUND_PD(x) _mm512_roundscale_pd(x, 0)
+#define FA_FRACTION_PS(x) _mm512_reduce_ps(x, 0)
+#define FA_FRACTION_PD(x) _mm512_reduce_pd(x, 0)
 #define FA_SCALEF_PS(y, n) _mm512_scalef_ps(y, n)
 #define FA_SCALEF_PD(y, n) _mm512_scalef_pd(y, n)
 #define FA_WIDEN(x) (U32) _mm512_cvtepu16_epi32((__m256i)(x))

@@ -13,8 +13,8 @@ template <class In, class T>
 void recompute_row_sums(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b, int64_t h, int64_t i0,
                         int64_t queries, const RowTerms<T>& rows) {
   const int64_t block_k = backward_tiling<T>().block_k;
-  std::fill(rows.max + i0, rows.max + i0 + queries, kNegInf<T>);
-  std::fill(rows.log_sum + i0, rows.log_sum + i0 + queries, T(0));  // the sum, until the end
+  std::fill(rows.reference + i0, rows.reference + i0 + queries, kNegInf<T>);
+  std::fill(rows.correction + i0, rows.correction + i0 + queries, T(0));  // the sum, until the end
   const Range seen = visible_keys(p.band, i0, i0 + queries, p.sizes.seqlen_k);
   for (int64_t j0 = seen.begin / block_k * block_k; j0 < seen.end; j0 += block_k) {
     const int64_t keys = std::min(block_k, p.sizes.seqlen_k - j0);
@@ -23,15 +23,15 @@ void recompute_row_sums(const BackwardParams& p, BackwardScratch<In, T>& s, int6
     if (recompute_scores<In, T>(p, s, f).empty) continue;
     for (int64_t r = 0; r < queries; ++r) {
       const T* scores = s.probs + r * f.ld;
-      T &row_max = rows.max[i0 + r], &sum = rows.log_sum[i0 + r];
+      T &row_max = rows.reference[i0 + r], &sum = rows.correction[i0 + r];
       const T new_max = std::max(row_max, *std::max_element(scores, scores + keys));
       if (new_max == kNegInf<T>) continue;
-      sum *= std::exp2(row_max - new_max);
-      for (int64_t c = 0; c < keys; ++c) sum += std::exp2(scores[c] - new_max);
+      sum *= std::exp(row_max - new_max);
+      for (int64_t c = 0; c < keys; ++c) sum += std::exp(scores[c] - new_max);
       row_max = new_max;
     }
   }
-  for (int64_t i = i0; i < i0 + queries; ++i) rows.log_sum[i] = std::log2(rows.log_sum[i]);
+  for (int64_t i = i0; i < i0 + queries; ++i) rows.correction[i] = std::log(rows.correction[i]);
 }
 
 template <class In, class T>
@@ -49,7 +49,10 @@ void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w
       const T dlse = p.dlse ? static_cast<const T*>(p.dlse)[at] : T(0);
       rows.delta[i] =
           dot_rows<In, T>(p.dout.row<In>(b, h, i), p.out.row<In>(b, h, i), p.sizes.head_dim_v) - dlse;
-      exact &= lse_is_exact(static_cast<const T*>(p.lse)[at]);
+      const T lse = static_cast<const T*>(p.lse)[at];
+      rows.reference[i] = lse == kNegInf<T> ? -kNegInf<T> : lse;
+      rows.correction[i] = T(0);
+      exact &= lse_is_exact(p, lse);
     }
     if (exact) return;
     BackwardScratch<In, T> s = thread_scratch<In, T>(call, w, thread);

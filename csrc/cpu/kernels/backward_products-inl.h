@@ -6,7 +6,7 @@
 
 template <class In, class T>
 struct BackwardProducts {
-  T* k_transposed;  // [D][block_k]     K^T * scale * log2(e)
+  T* k_transposed;  // [D][block_k]     K^T
   T* v_transposed;  // [D_v][block_k]
   T* k_tile;        // [block_k][D]     used only where the caller's memory cannot be read directly; so too:
   T* q_tile;        // [block_q][D]
@@ -30,16 +30,17 @@ struct BackwardProducts {
   // Keys [j0, j0 + keys) of one head; K^T and V^T are zero-padded to whole vectors of keys.
   void load_keys(const BackwardParams& p, int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {
     const int64_t ld = round_up_to_lanes<T>(keys);
-    load_tile_transposed<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, p.sizes.head_dim,
-                                product_scale<T>(p), k_transposed, ld);
-    load_tile_transposed<In, T>(p.v.row<In>(b, h_kv, j0), p.v.stride_s, keys, p.sizes.head_dim_v, T(1),
+    load_tile_transposed<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, p.sizes.head_dim, k_transposed,
+                                ld);
+    load_tile_transposed<In, T>(p.v.row<In>(b, h_kv, j0), p.v.stride_s, keys, p.sizes.head_dim_v,
                                 v_transposed, ld);
     k = load_tile<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, p.sizes.head_dim, k_tile);
   }
 
   void scores(const BackwardParams& p, const TileFrame& f, T* out) {
     q = load_tile<In, T>(p.q.row<In>(f.b, f.h, f.i0), p.q.stride_s, f.queries, p.sizes.head_dim, q_tile);
-    gemm<T>(f.queries, f.ld, {p.sizes.head_dim, q.data, q.ld, 1, k_transposed, f.ld, out, f.ld, false});
+    gemm<T>(f.queries, f.ld,
+            {p.sizes.head_dim, q.data, q.ld, 1, k_transposed, f.ld, out, f.ld, false, product_scale<T>(p)});
   }
 
   void dprobs(const BackwardParams& p, const TileFrame& f, T* out) {

@@ -1,6 +1,6 @@
 // What both backward passes share: recompute one tile of P and dS from q, k, v, lse and delta.
 //
-//   P = 2^(S - lse)    dP = dO V^T    dS = P o (dP - delta)    delta = rowsum(dO o O) - dlse
+//   P = e^(S - lse)    dP = dO V^T    dS = P o (dP - delta)    delta = rowsum(dO o O) - dlse
 //
 // Rows are queries and lanes are keys; nothing here needs a reduction along a row.
 
@@ -34,25 +34,32 @@ BackwardScratch<In, T> plan_backward(Arena& arena, const BackwardParams& p) {
   return s;
 }
 
-// What the backward knows of each query row, in arrays in the form of lse.
+// What the backward knows of each query row, in arrays that have the rows of lse:
+//
+//   P = e^((S - reference) - correction)    dS = P o (dP - delta)
+//
+// The reference is lse and the correction 0; where lse is too large to be exact, they are the row's maximum m
+// and log l. A row with everything masked has the reference +inf: P is 0 there without an Inf - Inf on the way.
 template <class T>
 struct RowTerms {
-  T* delta;  // rowsum(dO o O) - dlse
-  T* max;    // P = 2^(score2 - max - log_sum); only where lse_is_exact() is false
-  T* log_sum;
+  T *delta, *reference, *correction;
 
   RowTerms of_head(const AttentionParams& p, int64_t b, int64_t h) const {
     const int64_t at = p.statistics_row(b, h, 0);
-    return {delta + at, max + at, log_sum + at};
+    return {delta + at, reference + at, correction + at};
   }
 };
 
-// Whether an lse of this size still tells log(l) apart: adding 1e9 to all scores of a row (masks of finfo.min
-// or -1e9 do) rounds it away, and 2^(S - lse) is then off by the length of the row. NaN counts as exact: it
+// Whether an lse of this size still tells log l apart: adding 1e9 to all scores of a row (masks of finfo.min
+// or -1e9 do) rounds it away, and e^(S - lse) is then off by the length of the row. NaN counts as exact: it
 // stays NaN.
+//
+// The forward has these scores to the last bit, so that their rounding cancels in S - lse. Only the decode kernel
+// adds its products up in another order; large scores then differ in bits that matter.
 template <class T>
-inline bool lse_is_exact(T lse) {
-  return !(std::abs(lse) * std::numeric_limits<T>::epsilon() > T(1e-3)) || std::isinf(lse);
+inline bool lse_is_exact(const BackwardParams& p, T lse) {
+  const T limit = is_decode(p) ? T(16) : T(1e-3) / std::numeric_limits<T>::epsilon();
+  return !(std::abs(lse) > limit) || std::isinf(lse);
 }
 
 template <class T>
@@ -61,7 +68,7 @@ struct BackwardTile {
   ScoreTile<T> score;
 };
 
-// Fills s.probs with the tile's scores in units of log2.
+// Fills s.probs with the tile's scores.
 template <class In, class T>
 BackwardTile<T> recompute_scores(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f) {
   const TileMask masked = load_mask_tile<T>(p.mask, f, s.mask_tile);
@@ -81,20 +88,14 @@ BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& 
   s.products.dprobs(p, f, s.dscores);
   if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
 
-  const T* lse = static_cast<const T*>(p.lse) + p.statistics_row(f.b, f.h, 0);
   for (int64_t r = 0; r < f.queries; ++r) {
-    const T row_lse = lse[f.i0 + r], row_delta = rows.delta[f.i0 + r];
-    const bool exact = lse_is_exact(row_lse);
-    // An lse of -inf is a row with everything masked; +inf gives it P = 0 without an Inf - Inf on the way.
-    const Vec<T> reference = splat<T>(row_lse == kNegInf<T> ? -kNegInf<T> : row_lse);
+    const int64_t i = f.i0 + r;
+    const T delta = rows.delta[i], reference = rows.reference[i], correction = rows.correction[i];
     T *prob_row = s.probs + r * f.ld, *dscore_row = s.dscores + r * f.ld;
     for (int64_t c = 0; c < f.ld; c += L) {
       const Vec<T> x = load<T>(prob_row + c);
       const VecIndex<T> hidden = x == kNegInf<T>;  // masked, or padding: 0 whatever dP and lse hold
-      // One rounding of the product: an FMA where there is one.
-      const Vec<T> exponent =
-          exact ? x - reference * T(kLog2E) : (x - rows.max[f.i0 + r]) - rows.log_sum[f.i0 + r];
-      const Vec<T> prob = exp2<T>(exponent);
+      const Vec<T> prob = exp<T>((x - reference) - correction);
       Vec<T> dropped = prob, dprob = load<T>(dscore_row + c);
       if (p.dropout) {
         const Vec<T> keep = load<T>(s.dropout_tile + r * f.ld + c);
@@ -102,7 +103,7 @@ BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& 
         dprob = dprob * keep;
       }
       store<T>(prob_row + c, hidden ? Vec<T>{} : dropped);
-      store<T>(dscore_row + c, hidden ? Vec<T>{} : prob * (dprob - row_delta));
+      store<T>(dscore_row + c, hidden ? Vec<T>{} : prob * (dprob - delta));
     }
   }
   return tile;

@@ -95,7 +95,7 @@ BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams&
   w.mask_tasks = plan_mask_tasks<T>(arena, call);
   // The longest sequence has the most chunks: z.batch would count the others against it.
   w.chunks = backward_chunks<T>(call.varlen ? of_batch_of_one(z) : z);
-  for (T** term : {&w.rows.delta, &w.rows.max, &w.rows.log_sum})
+  for (T** term : {&w.rows.delta, &w.rows.reference, &w.rows.correction})
     *term = arena.take<T>(call.statistics_rows());
   w.dq = arena.take<T>(call.dq ? w.chunks * z.heads * rows_q * d : 0);
   w.dk = arena.take<T>(call.dk && shared ? z.heads * rows_k * d : 0);

@@ -5,7 +5,7 @@
 // The keys are cut into `splits`, one task each, that leave (O, m, l); merge_splits() adds them in order. How
 // many there are depends on the shape alone, so results do not depend on the number of threads.
 //
-// With a unified maximum (FlashDecoding++, Hong et al. 2023) every split takes exp2 against one constant in
+// With a unified maximum (FlashDecoding++, Hong et al. 2023) every split takes exp against one constant in
 // place of its running maximum, and is computed again, safely, if a row's maximum turns out to be too far
 // from it.
 
@@ -55,7 +55,7 @@ DecodePlan plan_decode(const AttentionParams& p) {
 template <class T>
 struct SplitResult {
   T* out;      // [rows][D_v]  O, not yet divided by l
-  T* row_max;  // [rows]       m, in units of log2
+  T* row_max;  // [rows]       m
   T* row_sum;  // [rows]       l
 
   SplitResult skip(int64_t n, int64_t d_v) const { return {out + n * d_v, row_max + n, row_sum + n}; }
@@ -118,7 +118,7 @@ DecodeScratch<In, T> plan_decode_scratch(Arena& arena, const AttentionParams& ca
   return s;
 }
 
-// One row of a tile: P = 2^(S - m') in place, and its share of m, l and O. `unified` (or null) takes the
+// One row of a tile: P = e^(S - m') in place, and its share of m, l and O. `unified` (or null) takes the
 // place of m'.
 template <class T>
 inline void decode_softmax_row(T* scores, int64_t ld, const T* unified, T& row_max, T& row_sum, T* out,
@@ -130,22 +130,22 @@ inline void decode_softmax_row(T* scores, int64_t ld, const T* unified, T& row_m
   const T reference = unified ? *unified : new_max == kNegInf<T> ? T(0) : new_max;
   Vec<T> sum = {};
   for (int64_t c = 0; c < ld; c += L) {
-    const Vec<T> prob = exp2<T>(load<T>(scores + c) - reference);
+    const Vec<T> prob = exp<T>(load<T>(scores + c) - reference);
     store<T>(scores + c, prob);
     sum += prob;
   }
-  const T factor = unified ? T(1) : exp2<T>(splat<T>(row_max - reference))[0];
+  const T factor = unified ? T(1) : exp<T>(splat<T>(row_max - reference))[0];
   row_sum = row_sum * factor + sum_lanes<T>(sum);
   row_max = new_max;
   if (factor == T(1)) return;
   for (int64_t c = 0; c < d_v; c += L) store<T>(out + c, load<T>(out + c) * factor);
 }
 
-// Whether a row's terms 2^(S - unified) kept the precision of 2^(S - m): no overflow, even of a sum of 2^31
+// Whether a row's terms e^(S - unified) kept the precision of e^(S - m): no overflow, even of a sum of 2^31
 // of them, and no loss to underflow. NaN is in range: it is the right answer then.
 template <class T>
 inline bool unified_max_fits(T row_max, T unified) {
-  const T limit = static_cast<T>(Exp2<T>::kHighest / 2);
+  const T limit = static_cast<T>(Exp2<T>::kHighest * kLn2 / 2);
   return row_max == kNegInf<T> || !(std::abs(row_max - unified) > limit);
 }
 
@@ -224,7 +224,7 @@ void decode_split(const AttentionParams& p, const DecodePlan& plan, const Decode
   };
   if (!p.decode.has_unified_max) return run(nullptr);
   constexpr double kLargest = std::numeric_limits<T>::max();  // of the finite guesses that T holds
-  const T unified = static_cast<T>(std::clamp(p.decode.unified_max * kLog2E, -kLargest, kLargest));
+  const T unified = static_cast<T>(std::clamp(p.decode.unified_max, -kLargest, kLargest));
   run(&unified);
   for (int64_t row = 0; row < rows; ++row)
     if (!unified_max_fits<T>(r.row_max[row], unified)) return run(nullptr);
@@ -248,7 +248,7 @@ void merge_splits(const AttentionParams& p, const DecodePlan& plan, int64_t b, i
     T* out = first.out + row * d_v;
     T sum = 0;
     for (int64_t n = 0; n < plan.splits; ++n) {
-      const T factor = exp2<T>(splat<T>(first.row_max[n * rows + row] - reference))[0];
+      const T factor = exp<T>(splat<T>(first.row_max[n * rows + row] - reference))[0];
       sum += first.row_sum[n * rows + row] * factor;
       for (int64_t c = 0; c < d_v; c += L) {
         const Vec<T> part = load<T>(out + n * rows * d_v + c) * factor;
@@ -257,7 +257,7 @@ void merge_splits(const AttentionParams& p, const DecodePlan& plan, int64_t b, i
     }
     const int64_t h = h_kv * group + row / z.seqlen_q, i = row % z.seqlen_q;
     T* lse = static_cast<T*>(p.lse) + p.statistics_row(b, h, i);
-    finish_row<In, T>(p.out.row<In>(b, h, i), out, z.head_dim_v, highest, sum, *lse);
+    finish_row<In, T>(p.out.row<In>(b, h, i), out, z.head_dim_v, highest, T(1), sum, *lse);
   }
 }
 

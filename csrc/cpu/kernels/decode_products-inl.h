@@ -95,18 +95,18 @@ FA_INLINE void value_block(const T* probs, int64_t ld, const Rows<In>& v, int64_
 
 template <class In, class T>
 struct DecodeProducts {
-  T* q;  // [rows][D]  q * scale * log2(e)
+  T* q;  // [rows][D]
   int64_t ldq;
+  T scale;
 
   static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t /*block_k*/) {
     const int64_t ldq = round_up_to_lanes<T>(p.sizes.head_dim);
-    return {arena.take<T>(rows * ldq), ldq};
+    return {arena.take<T>(rows * ldq), ldq, product_scale<T>(p)};
   }
 
   void load_query(const AttentionParams& p, int64_t row, const In* src) const {
-    const T scale = product_scale<T>(p);
     for (int64_t c = 0; c < p.sizes.head_dim; c += kLanes<T>)
-      store<T>(q + row * ldq + c, scale * load_columns<T>(src + c, p.sizes.head_dim - c));
+      store<T>(q + row * ldq + c, load_columns<T>(src + c, p.sizes.head_dim - c));
   }
 
   template <int R>
@@ -115,7 +115,7 @@ struct DecodeProducts {
     const auto load = [](const In* p, int64_t n) FA_INLINE_LAMBDA { return load_columns<T>(p, n); };
     for (int64_t j = 0; j < keys; j += N) {
       next.prefetch(j, std::min(j + N, keys));
-      dot_block<T, R, kLanes<T>>(q + row * ldq, ldq, k, j, keys, T(1), out, ld, load);
+      dot_block<T, R, kLanes<T>>(q + row * ldq, ldq, k, j, keys, scale, out, ld, load);
     }
   }
 

@@ -1,7 +1,7 @@
 // Forward: FlashAttention-2, algorithm 1 (Dao 2023), one task per (sequence, head, query block).
 //
-//   S^T = K Q^T    m' = max(m, rowmax S)    P = 2^(S - m')    l = l 2^(m - m') + rowsum P
-//   O   = O 2^(m - m') + P V                at the end O / l and lse = (m + log2 l) ln 2
+//   S^T = K Q^T    m' = max(m, rowmax S)    P = e^(S - m')    l = l e^(m - m') + rowsum P
+//   O   = O e^(m - m') + P V                at the end O / l and lse = m + log l
 
 template <class In, class T>
 struct ForwardScratch {
@@ -43,22 +43,24 @@ FA_INLINE Vec<T> max_of_column(const T* column, int64_t rows, int64_t ld) {
   return max<T>(max<T>(chain[0], chain[1]), max<T>(chain[2], chain[3]));
 }
 
-// One step of the online softmax on a finished tile: scores become P^T, the statistics move on.
+// One step of the online softmax on a finished tile of scores in units of `unit`: they become P^T, and the
+// statistics move on.
 template <class T>
-inline void online_softmax(const TileFrame& f, T* scores, T* row_max, T* row_sum, T* rescale) {
+inline void online_softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale) {
   constexpr int L = kLanes<T>;
+  const T log2_unit = unit * T(kLog2E);
   for (int64_t c = 0; c < f.ld; c += L) {
     const Vec<T> old_max = load<T>(row_max + c);
     const Vec<T> new_max = max<T>(old_max, max_of_column<T>(scores + c, f.keys, f.ld));
-    // A row with nothing visible so far: any finite reference makes 2^(-inf - reference) the 0 it should be.
+    // A row with nothing visible so far: any finite reference makes e^(-inf - reference) the 0 it should be.
     const Vec<T> reference = new_max == kNegInf<T> ? Vec<T>{} : new_max;
     Vec<T> sum = {};
     for (int64_t r = 0; r < f.keys; ++r) {
-      const Vec<T> prob = exp2<T>(load<T>(scores + r * f.ld + c) - reference);
+      const Vec<T> prob = exp_scaled<T>(load<T>(scores + r * f.ld + c) - reference, log2_unit);
       store<T>(scores + r * f.ld + c, prob);
       sum += prob;
     }
-    const Vec<T> factor = exp2<T>(old_max - reference);
+    const Vec<T> factor = exp_scaled<T>(old_max - reference, log2_unit);
     store<T>(row_sum + c, load<T>(row_sum + c) * factor + sum);
     store<T>(row_max + c, new_max);
     store<T>(rescale + c, factor);
@@ -74,6 +76,8 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
   const int64_t queries = std::min(tiling.block_q, z.seqlen_q - i0);
   const int64_t ld = round_up_to_lanes<T>(queries);
 
+  const T unit = score_unit<T>(p), scale = unit == T(1) ? product_scale<T>(p) : T(1);
+
   s.products.load_queries(p, b, h, i0, queries, ld);
   std::fill(s.row_max, s.row_max + ld, kNegInf<T>);
   std::fill(s.row_sum, s.row_sum + ld, T(0));
@@ -85,10 +89,10 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
     const TileMask masked = load_mask_tile<T>(p.mask, f, s.mask_tile);
     if (masked == TileMask::kAll) continue;
 
-    s.products.scores(p, f, s.scores);
+    s.products.scores(p, f, scale, s.scores);
     const ScoreTile<T> score = finish_scores<T>(p, f, masked, s.mask_tile, s.scores, nullptr);
 
-    online_softmax<T>(f, s.scores, s.row_max, s.row_sum, s.rescale);
+    online_softmax<T>(f, unit, s.scores, s.row_max, s.row_sum, s.rescale);
     if (p.dropout) {  // after the row sum: dropout acts on the normalised P
       load_dropout_tile<T>(p, f, s.dropout_tile);
       multiply_rows<T>(s.scores, s.dropout_tile, f.keys * ld);
@@ -99,8 +103,8 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
 
   T* lse = static_cast<T*>(p.lse) + p.statistics_row(b, h, i0);
   for (int64_t i = 0; i < queries; ++i) {
-    finish_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v, s.row_max[i], s.row_sum[i],
-                      lse[i]);
+    finish_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v, s.row_max[i], unit,
+                      s.row_sum[i], lse[i]);
   }
 }
 

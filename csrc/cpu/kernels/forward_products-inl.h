@@ -3,7 +3,7 @@
 
 template <class In, class T>
 struct ForwardProducts {
-  T* q_transposed;  // [D][block_q]      Q^T * scale * log2(e)
+  T* q_transposed;  // [D][block_q]      Q^T
   T* k_tile;        // [block_k][D]      only if the caller's k cannot be read directly
   T* v_tile;        // [block_k][D_v]    likewise
   T* finite_tile;   // [block_k][D_v]    for masked_gemm
@@ -21,15 +21,15 @@ struct ForwardProducts {
 
   void load_queries(const AttentionParams& p, int64_t b, int64_t h, int64_t i0, int64_t queries,
                     int64_t ld) const {
-    load_tile_transposed<In, T>(p.q.row<In>(b, h, i0), p.q.stride_s, queries, p.sizes.head_dim,
-                                product_scale<T>(p), q_transposed, ld);
+    load_tile_transposed<In, T>(p.q.row<In>(b, h, i0), p.q.stride_s, queries, p.sizes.head_dim, q_transposed,
+                                ld);
   }
 
-  void scores(const AttentionParams& p, const TileFrame& f, T* out) const {
+  void scores(const AttentionParams& p, const TileFrame& f, T scale, T* out) const {
     const int64_t d = p.sizes.head_dim;
     const Tile<T> k =
         load_tile<In, T>(p.k.row<In>(f.b, p.sizes.kv_head(f.h), f.j0), p.k.stride_s, f.keys, d, k_tile);
-    gemm<T>(f.keys, f.ld, {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, false});
+    gemm<T>(f.keys, f.ld, {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, false, scale});
   }
 
   // out = out * rescale + P V, rescale for each query.
@@ -72,13 +72,12 @@ struct ForwardProducts<BFloat16, float> {
                           ld);
   }
 
-  void scores(const AttentionParams& p, const TileFrame& f, float* out) const {
+  void scores(const AttentionParams& p, const TileFrame& f, float scale, float* out) const {
     const int64_t d = p.sizes.head_dim;
     const Tile<Pair> k =
         load_pair_rows(p.k.row<BFloat16>(f.b, p.sizes.kv_head(f.h), f.j0), p.k.stride_s, f.keys, d, k_tile);
-    gemm<float, Pair>(
-        f.keys, f.ld,
-        {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, false, product_scale<float>(p)});
+    gemm<float, Pair>(f.keys, f.ld,
+                      {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, false, scale});
   }
 
   void add_values(const AttentionParams& p, const ScoreTile<float>& score, const float* probs,

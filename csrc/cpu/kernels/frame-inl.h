@@ -1,8 +1,4 @@
-// The place of a tile of scores, and its unit: log2, so that softmax needs exp2 only: score2 = score *
-// log2(e).
-
-constexpr double kLog2E = 1.4426950408889634074;
-constexpr double kLn2 = 0.69314718055994530942;
+// The place of a tile of scores.
 
 // Where a tile lies. The forward keeps S^T (rows are keys, lanes are queries: row statistics become per-lane
 // vectors); the backward keeps S (rows are queries, lanes are keys: K^T and V^T are packed once per key

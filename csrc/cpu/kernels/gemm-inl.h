@@ -1,7 +1,7 @@
 // The one matrix product of every pass: C (+)= A * B with B and C row-major and A read one element at a time,
 // broadcast, at any stride. Which of Q K^T, P V, P^T dO, ... it computes is only a matter of strides.
 //
-//   C[m][n] (= or += or *= factor[m] and +=) sum_k A[m * a_row + k * a_depth] * B[k * ldb + n]   n in whole
+//   C[m][n] (= or += or *= factor[m] and +=) scale * sum_k A[m * a_row + k * a_depth] * B[k * ldb + n]   n in whole
 //   vectors
 //
 // Elements of A and B are of C's type T, or Pairs of 16-bit values that lie behind each other along the
@@ -18,7 +18,7 @@ struct GemmArgs {
   T* c;
   int64_t ldc;
   bool accumulate;
-  T scale = 1;                // of the product, for Pairs: they cannot be scaled beforehand without rounding
+  T scale = 1;                // of the product
   const T* factor = nullptr;  // [rows], of C before the product is added to it; null: 1
 };
 
@@ -60,14 +60,18 @@ FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, int64_t m0, int64_t n
     a += g.a_depth;
     b += g.ldb;
   }
+  if (g.scale != T(1))
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < NV; ++n) acc[m][n] = acc[m][n] * g.scale;
 #pragma GCC unroll 16
   for (int m = 0; m < MR; ++m) {
     const Vec<T> factor = splat<T>(g.factor ? g.factor[m0 + m] : T(1));
 #pragma GCC unroll 4
     for (int n = 0; n < NV; ++n) {
       T* to = c + m * g.ldc + n * L;
-      const Vec<T> product = std::is_same_v<T, E> ? acc[m][n] : acc[m][n] * g.scale;
-      store<T>(to, g.accumulate ? load<T>(to) * factor + product : product);
+      store<T>(to, g.accumulate ? load<T>(to) * factor + acc[m][n] : acc[m][n]);
     }
   }
 }

@@ -1,16 +1,6 @@
-// attn_mask on one tile: whatever its dtype and strides, as a bias in units of log2, -inf where it masks.
+// attn_mask on one tile: whatever its dtype and strides, as what is added to the scores, -inf where it masks.
 
 enum class TileMask { kNone, kSome, kAll };  // how many of a tile's elements are masked
-
-// A finite value stays finite, also finfo.min, which times log2(e) is out of range: a row that holds nothing
-// else is not masked, it is uniform.
-template <class T>
-FA_INLINE Vec<T> bias_of(Vec<T> value) {
-  constexpr T kLargest = std::numeric_limits<T>::max();
-  const Vec<T> bias = value * T(kLog2E);
-  const Vec<T> low = (bias == kNegInf<T>)&(value >= -kLargest) ? splat<T>(-kLargest) : bias;
-  return (bias == -kNegInf<T>)&(value <= kLargest) ? splat<T>(kLargest) : low;
-}
 
 // kLanes<T> mask elements in a row; the missing ones of a tail read as 0 or false.
 template <class T, class M>
@@ -22,11 +12,11 @@ FA_INLINE Vec<T> load_bias(const M* p, int64_t n) {
     std::memcpy(&bytes, p, n == L ? L : n);
     return __builtin_convertvector(bytes, VecBits<T>) != 0 ? Vec<T>{} : splat<T>(kNegInf<T>);
   } else if constexpr (std::is_same_v<M, T> || (std::is_same_v<T, float> && sizeof(M) == 2)) {
-    return bias_of<T>(n == L ? load_as<M, T>(p) : load_tail_as<M, T>(p, n));
+    return n == L ? load_as<M, T>(p) : load_tail_as<M, T>(p, n);
   } else {  // a float32 or 16-bit mask on float64 inputs
     Vec<T> value = {};
     for (int64_t i = 0; i < n; ++i) value[i] = scalar_as<T>(p[i]);
-    return bias_of<T>(value);
+    return value;
   }
 }
 

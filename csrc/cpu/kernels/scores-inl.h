@@ -1,9 +1,20 @@
 // From raw products to scores: softcap, ALiBi, mask, band, in that order, on one tile.
 
-// What <q, k> is multiplied with before finish_scores(): folded into the packed operand, once per tile.
+// What <q, k> is multiplied with before finish_scores(). It scales the product, never an operand: the backward,
+// whose operands are packed the other way round, then gets the forward's scores to the last bit, and what
+// rounding did to them cancels in S - lse.
 template <class T>
 inline T product_scale(const AttentionParams& p) {
-  return static_cast<T>(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E);
+  return static_cast<T>(p.softcap > 0 ? p.scale / p.softcap : p.scale);
+}
+
+// The unit in which the forward keeps a call's scores: `scale` where they are nothing but products, which then
+// are not multiplied at all (its softmax multiplies differences of them, at no cost), otherwise 1.
+template <class T>
+inline T score_unit(const AttentionParams& p) {
+  const bool only_products = p.softcap == 0 && !p.alibi && !(p.mask && p.mask.dtype != DType::kBool);
+  const T unit = static_cast<T>(p.scale);
+  return only_products && unit > T(0) && unit < std::numeric_limits<T>::max() / T(2) ? unit : T(1);
 }
 
 // The lanes [begin, end) of row r that the band leaves.
@@ -41,7 +52,7 @@ struct ScoreTile {
   }
 };
 
-// scores[row][lane], holding product_scale() * <q, k>, become score2; masked elements and padding lanes
+// scores[row][lane], holding product_scale() * <q, k>, become scores; masked elements and padding lanes
 // become -inf whatever they held, NaN included. `tanh_tile` (or null) receives the softcap's tanh, which its
 // derivative 1 - tanh^2 needs.
 template <class T>
@@ -56,7 +67,7 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
   for (int64_t r = 0; r < f.rows(); ++r) {
     T* row = scores + r * f.ld;
     if (p.softcap > 0) {
-      const T cap = static_cast<T>(p.softcap * kLog2E);
+      const T cap = static_cast<T>(p.softcap);
       for (int64_t c = 0; c < f.ld; c += L) {
         const Vec<T> t = tanh<T>(load<T>(row + c));
         if (tanh_tile) store<T>(tanh_tile + r * f.ld + c, t);
@@ -65,9 +76,8 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
     }
     if (p.alibi) {
       const T slope = static_cast<const T*>(p.alibi.slopes)[f.b * p.alibi.stride_b + f.h * p.alibi.stride_h];
-      const T slope2 = slope * T(kLog2E);
       for (int64_t c = 0; c < f.ld; c += L)
-        store<T>(row + c, load<T>(row + c) - slope2 * alibi_distance<T>(p.band, f, r, c));
+        store<T>(row + c, load<T>(row + c) - slope * alibi_distance<T>(p.band, f, r, c));
     }
     if (mask_tile) {
       const T* bias = mask_tile + r * f.ld;

@@ -44,9 +44,9 @@ inline Tile<T> load_tile(const In* src, int64_t stride, int64_t rows, int64_t co
   return {scratch, ld};
 }
 
-// dst[c][r] = factor * src[r][c], rows padded with zeros to ld, which is a whole number of vectors.
+// dst[c][r] = src[r][c], rows padded with zeros to ld, which is a whole number of vectors.
 template <class In, class T>
-inline void load_tile_transposed(const In* src, int64_t stride, int64_t rows, int64_t cols, T factor, T* dst,
+inline void load_tile_transposed(const In* src, int64_t stride, int64_t rows, int64_t cols, T* dst,
                                  int64_t ld) {
   constexpr int L = kLanes<T>;
   for (int64_t r0 = 0; r0 < rows; r0 += L) {
@@ -56,7 +56,7 @@ inline void load_tile_transposed(const In* src, int64_t stride, int64_t rows, in
 #pragma GCC unroll 16
       for (int r = 0; r < L; ++r) {
         const In* in = src + (r0 + r) * stride + c0;
-        block[r] = r0 + r >= rows ? Vec<T>{} : factor * load_columns<T>(in, n);
+        block[r] = r0 + r >= rows ? Vec<T>{} : load_columns<T>(in, n);
       }
       transpose<T>(block);
 #pragma GCC unroll 16
@@ -75,12 +75,12 @@ inline void store_row(Out* dst, const T* src, int64_t cols, T factor) {
   if (c < cols) store_tail_as<Out, T>(dst + c, factor * load<T>(src + c), cols - c);
 }
 
-// The end of a query row: out = O / l and lse = (m + log2 l) ln 2. Nothing visible leaves l = 0 (a NaN score
+// The end of a query row: out = O / l and lse = m + log l, m in units of `unit`. Nothing visible leaves l = 0 (a NaN score
 // leaves it NaN): out is 0 and lse -inf then, by contract.
 template <class Out, class T>
-inline void finish_row(Out* dst, const T* out, int64_t cols, T row_max, T row_sum, T& lse) {
+inline void finish_row(Out* dst, const T* out, int64_t cols, T row_max, T unit, T row_sum, T& lse) {
   store_row<Out, T>(dst, out, cols, row_sum == T(0) ? T(0) : T(1) / row_sum);
-  lse = row_sum == T(0) ? kNegInf<T> : row_max * T(kLn2) + std::log(row_sum);
+  lse = row_sum == T(0) ? kNegInf<T> : row_max * unit + std::log(row_sum);
 }
 
 // dst += src over whole vectors.

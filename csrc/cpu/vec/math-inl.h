@@ -1,6 +1,9 @@
-// exp2 and tanh of vectors. Polynomials were fitted by interpolation of (2^f - 1) / f at Chebyshev nodes of
+// exp and tanh of vectors. Polynomials were fitted by interpolation of (2^f - 1) / f at Chebyshev nodes of
 // [-1/2, 1/2] in 60 digits; the absolute error of 2^f is below 4e-9 (float) and 7e-18 (double) before
 // rounding.
+
+constexpr double kLog2E = 1.4426950408889634074;
+constexpr double kLn2 = 0.69314718055994530942;
 
 template <class T>
 struct Exp2;
@@ -38,13 +41,13 @@ FA_INLINE Vec<T> exp2_polynomial(Vec<T> f) {
   return p;
 }
 
-// 2^x - 1 = power * fraction + (power - 1) with power = 2^round(x); x must lie in [kLowest, kHighest] or be
-// NaN.
+// e^(scale x) - 1 = power * fraction + (power - 1) with power = 2^n, for log2_scale = scale * log2(e); x log2_scale
+// must lie in [kLowest, kHighest] or be NaN. Both sums take the product unrounded where there is an FMA.
 template <class T>
-FA_INLINE void split_exp2(Vec<T> x, Vec<T>& power, Vec<T>& fraction) {
+FA_INLINE void split_exp(Vec<T> x, T log2_scale, Vec<T>& power, Vec<T>& fraction) {
   using C = Exp2<T>;
-  const Vec<T> shifted = x + C::kRound;
-  const Vec<T> f = x - (shifted - C::kRound);
+  const Vec<T> shifted = x * log2_scale + C::kRound;
+  const Vec<T> f = x * log2_scale - (shifted - C::kRound);
   const VecBits<T> bits = ((VecBits<T>)shifted << C::kMantissaBits) + C::kOne;
   power = (Vec<T>)bits;
   fraction = exp2_polynomial<T>(f) * f;
@@ -52,46 +55,49 @@ FA_INLINE void split_exp2(Vec<T> x, Vec<T>& power, Vec<T>& fraction) {
 
 #if defined(FA_HAS_SCALEF)
 
-// 2^x for x <= 127 (1023): -inf gives 0, NaN stays NaN. An instruction multiplies with 2^n, underflow
-// included.
+// e^(scale x), for log2_scale = scale * log2(e), where it is at most 2^127 (2^1023): -inf gives 0, NaN stays NaN.
+// One instruction takes whole numbers off, of an infinity too; another multiplies with 2^n, underflow included.
 template <class T>
-FA_INLINE Vec<T> exp2(Vec<T> x) {
-  using C = Exp2<T>;
-  x = max<T>(x, splat<T>(C::kLowest * 2));  // finite, and far below what underflows
+FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale) {
+  const Vec<T> y = x * log2_scale;
   if constexpr (sizeof(T) == 4) {
-    const Vec<T> whole = FA_ROUND_PS(x), f = x - whole;
-    return FA_SCALEF_PS(exp2_polynomial<T>(f) * f + T(1), whole);
+    const Vec<T> f = FA_FRACTION_PS(y);
+    return FA_SCALEF_PS(exp2_polynomial<T>(f) * f + T(1), y - f);
   } else {
-    const Vec<T> whole = FA_ROUND_PD(x), f = x - whole;
-    return FA_SCALEF_PD(exp2_polynomial<T>(f) * f + T(1), whole);
+    const Vec<T> f = FA_FRACTION_PD(y);
+    return FA_SCALEF_PD(exp2_polynomial<T>(f) * f + T(1), y - f);
   }
 }
 
 #else
 
-// 2^x for x <= 127 (1023): -inf gives 0, results below the normal range give 0, NaN stays NaN.
+// e^(scale x), for log2_scale = scale * log2(e), where it is at most 2^127 (2^1023): -inf gives 0, results below
+// the normal range give 0, NaN stays NaN.
 template <class T>
-FA_INLINE Vec<T> exp2(Vec<T> x) {
-  using C = Exp2<T>;
-  const VecIndex<T> tiny = x < C::kLowest;
+FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale) {
+  const T lowest = Exp2<T>::kLowest / log2_scale;
+  const VecIndex<T> tiny = x < lowest;
   Vec<T> power, fraction;
-  split_exp2<T>(tiny ? splat<T>(C::kLowest) : x, power, fraction);
+  split_exp<T>(tiny ? splat<T>(lowest) : x, log2_scale, power, fraction);
   const Vec<T> y = power * fraction + power;
   return tiny ? Vec<T>{} : y;
 }
 
 #endif
 
+template <class T>
+FA_INLINE Vec<T> exp(Vec<T> x) {
+  return exp_scaled<T>(x, T(kLog2E));
+}
+
 // tanh by expm1, exact to a few ulp also near 0: with e = exp(2|x|) - 1, tanh|x| = e / (e + 2).
 template <class T>
 FA_INLINE Vec<T> tanh(Vec<T> x) {
-  constexpr T kTwoLog2E = T(2.8853900817779268);
-  constexpr T kSaturated = T(sizeof(T) == 4 ? 32 : 64);  // 2^-32 (2^-64) is far below half an ulp of 1
-  const Vec<T> magnitude = x < T(0) ? -x : x;
-  Vec<T> y = magnitude * kTwoLog2E;
+  constexpr T kSaturated = T(sizeof(T) == 4 ? 24 : 48);  // e^-24 (e^-48) is far below half an ulp of 1
+  Vec<T> y = x < T(0) ? x * T(-2) : x * T(2);
   y = y > kSaturated ? splat<T>(kSaturated) : y;
   Vec<T> power, fraction;
-  split_exp2<T>(y, power, fraction);
+  split_exp<T>(y, T(kLog2E), power, fraction);
   const Vec<T> e = power * fraction + (power - T(1));
   const Vec<T> t = e / (e + T(2));
   return x < T(0) ? -t : t;
