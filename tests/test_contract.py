@@ -277,7 +277,10 @@ class TestDropout:
             assert abs((flat * flat.roll(shift)).mean().item()) < 5 * 0.25 / flat.numel() ** 0.5
 
     def test_seed_and_offset_both_matter(self):
-        masks = [dropout_mask(torch.tensor(s), 1, 1, 32, 32, 0.5) for s in ([1, 0], [2, 0], [1, 1], [1, 1 << 40])]
+        masks = [
+            dropout_mask(torch.tensor(s), 1, 1, 32, 32, 0.5)
+            for s in ([1, 0], [2, 0], [1, 1], [1, 1 << 40], [1 | 1 << 40, 0])
+        ]
         for n, a in enumerate(masks):
             assert not any(torch.equal(a, b) for b in masks[n + 1 :])
 

@@ -277,13 +277,19 @@ def rule_keeps(state, head_index, row, col, p):
     """The rule of csrc/core/philox.h, from its text, in Python's integers."""
     low = 0xFFFFFFFF
     seed, offset = (int(x) & 0xFFFFFFFFFFFFFFFF for x in state)
-    counter = [col >> 1, (row >> 4) * 8 + (row & 7), head_index, offset & low]
-    key = [seed & low, (seed >> 32) ^ (offset >> 32)]
+    *key, last, _ = philox([offset & low, 0, 0, offset >> 32], [seed & low, seed >> 32])
+    words = philox([col >> 1, (row >> 4) * 8 + (row & 7), head_index, last], key)
+    return words[(row >> 3 & 1) * 2 + (col & 1)] >= round(p * 2**32)
+
+
+def philox(counter, key):
+    """Philox4x32-10."""
+    low = 0xFFFFFFFF
     for _ in range(10):
         first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
         counter = [(second >> 32) ^ counter[1] ^ key[0], second & low, (first >> 32) ^ counter[3] ^ key[1], first & low]
         key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
-    return counter[(row >> 3 & 1) * 2 + (col & 1)] >= round(p * 2**32)
+    return counter
 
 
 def test_a_launch_that_is_too_large_is_an_error(kernels):

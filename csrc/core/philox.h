@@ -21,14 +21,6 @@ struct PhiloxWords {
   uint32_t w[4];
 };
 
-FA_HOST_DEVICE inline PhiloxKey philox_key(int64_t seed, int64_t offset) {
-  const auto s = static_cast<uint64_t>(seed);
-  const auto o = static_cast<uint64_t>(offset);
-  // The counter has 32 bits left for the offset; its high half goes into the key.
-  return {static_cast<uint32_t>(s), static_cast<uint32_t>(s >> 32) ^ static_cast<uint32_t>(o >> 32),
-          static_cast<uint32_t>(o)};
-}
-
 FA_HOST_DEVICE inline PhiloxWords philox4x32(PhiloxKey key, uint32_t c0, uint32_t c1, uint32_t c2) {
   constexpr uint32_t kMul0 = 0xD2511F53u, kMul1 = 0xCD9E8D57u;    // from the paper
   constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;  // golden ratio, sqrt(3) - 1
@@ -43,6 +35,16 @@ FA_HOST_DEVICE inline PhiloxWords philox4x32(PhiloxKey key, uint32_t c0, uint32_
     k1 += kWeyl1;
   }
   return {{c0, c1, c2, c3}};
+}
+
+// The counter has 32 bits left beside an element's place, too few for the offset. So the generator itself
+// makes a key of seed and offset: states that differ in any bit have keys that differ like random numbers.
+FA_HOST_DEVICE inline PhiloxKey philox_key(int64_t seed, int64_t offset) {
+  const auto s = static_cast<uint64_t>(seed), o = static_cast<uint64_t>(offset);
+  const PhiloxKey state{static_cast<uint32_t>(s), static_cast<uint32_t>(s >> 32),
+                        static_cast<uint32_t>(o >> 32)};
+  const PhiloxWords words = philox4x32(state, static_cast<uint32_t>(o), 0, 0);
+  return {words.w[0], words.w[1], words.w[2]};
 }
 
 // The words of the block that holds (row, col); `head_index` is b * H + h.

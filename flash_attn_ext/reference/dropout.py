@@ -43,8 +43,9 @@ class Dropout:
     def kept(self, row: Tensor, col: Tensor) -> Tensor:
         """bool: whether the elements (row, col) stay. `row` is a column and `col` a row of indices."""
         seed, offset = (int(n) for n in self.rng_state)
-        counter = [col >> 1, (row >> 4) * 8 + (row & 7), self.head_index, offset & WORD]
-        words = philox4x32(counter, [seed & WORD, (seed >> 32 & WORD) ^ (offset >> 32 & WORD)])
+        key = philox4x32([offset & WORD, 0, 0, offset >> 32 & WORD], [seed & WORD, seed >> 32 & WORD])
+        counter = [col >> 1, (row >> 4) * 8 + (row & 7), self.head_index, key[2]]
+        words = philox4x32(counter, key[:2])
         upper, odd = row >> 3 & 1, col & 1
         word = torch.where(
             upper == 1, torch.where(odd == 1, words[3], words[2]), torch.where(odd == 1, words[1], words[0])
