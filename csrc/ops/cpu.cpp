@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <memory>
 
 #include "../core/philox.h"
 #include "../cpu/arena.h"
@@ -34,12 +35,17 @@ cpu::Parallel torch_threads(const Sizes& z, double products) {
 cpu::Parallel forward_threads(const AttentionParams& p) { return torch_threads(p.sizes, 2.0); }
 cpu::Parallel backward_threads(const BackwardParams& p) { return torch_threads(p.sizes, 5.0); }
 
-// Scratch for one call: from torch's allocator, or on the stack where an allocation would take longer than
-// the call.
+// Scratch for one call: from torch's allocator, or, where an allocation would take longer than the call, the
+// thread's own. Not on the stack: threads may have as little as 48 KiB of it.
 class Workspace {
  public:
   explicit Workspace(size_t bytes) {
-    if (allocated(bytes) == 0) return;
+    if (allocated(bytes) == 0) {
+      static thread_local std::unique_ptr<Small> small;
+      if (!small) small.reset(new Small);
+      data_ = small->bytes;
+      return;
+    }
     large_ = at::empty({allocated(bytes)}, at::kByte);
     const auto address = reinterpret_cast<uintptr_t>(large_.mutable_data_ptr());
     const auto mask = static_cast<uintptr_t>(cpu::Arena::kAlignment - 1);
@@ -56,8 +62,10 @@ class Workspace {
 
  private:
   static constexpr size_t kSmall = 65536;
-  alignas(cpu::Arena::kAlignment) char small_[kSmall];
-  void* data_ = small_;
+  struct alignas(cpu::Arena::kAlignment) Small {
+    char bytes[kSmall];
+  };
+  void* data_;
   at::Tensor large_;
 };
 
