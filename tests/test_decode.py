@@ -1,10 +1,13 @@
 """The forward for few queries (Flash-Decoding): tile edges, grouped heads, splits of the keys, the unified maximum."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from helpers import check_against_reference, check_forward_against_reference, make_qkv
 
-from flash_attn_ext import flash_attn
+from flash_attn_ext import explain, flash_attn
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
@@ -139,3 +142,59 @@ def test_absurd_numbers_of_splits_are_fine():
     q, k, v = make_qkv(1, 1, 1, 100, 8)
     for num_splits in (2**62, 2**63 - 1):
         torch.testing.assert_close(flash_attn(q, k, v, num_splits=num_splits), flash_attn(q, k, v))
+
+
+@dtypes
+def test_many_equal_keys_are_summed_up_by_tiles(isa, dtype):
+    """One long chain of additions would err by 1e-3 in float32 here."""
+    n = 1 << 17
+    q, k = torch.zeros(1, 1, 1, 8, dtype=dtype), torch.zeros(1, 1, n, 8, dtype=dtype)
+    v = torch.full((1, 1, n, 8), 0.1, dtype=dtype)
+    out = flash_attn(q, k, v, num_splits=1)
+    eps = {torch.float64: 1e-12, torch.float32: 2e-5}.get(dtype, torch.finfo(dtype).eps)
+    torch.testing.assert_close(out, v[:, :, :1], rtol=eps, atol=0)
+
+
+@pytest.mark.parametrize("heads_kv", [1, 3])
+def test_what_else_is_in_the_batch_changes_no_bit(isa, heads_kv):
+    for seqlen_q, dtype in ((1, torch.bfloat16), (5, torch.float32), (70, torch.float32)):
+        q, k, v = make_qkv(5, 6, seqlen_q, 1500, 24, heads_kv=heads_kv, dtype=dtype)
+        options = {"enable_gqa": True, "return_lse": True, "deterministic": True}
+        both = flash_attn(q, k, v, **options)
+        dout = torch.randn_like(both[0])
+        grads = torch.autograd.grad(both[0], (q, k, v), dout)
+        alone_in = [t[3:4].detach().requires_grad_() for t in (q, k, v)]
+        alone = flash_attn(*alone_in, **options)
+        for together, single in zip(both, alone, strict=True):
+            assert torch.equal(together[3:4], single)
+        for together, single in zip(grads, torch.autograd.grad(alone[0], alone_in, dout[3:4]), strict=True):
+            assert torch.equal(together[3:4], single)
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 1000}, {"unified_max": 0.0}])
+def test_memory_of_splits_is_linear(options, one_thread):
+    q = torch.empty(1, 1, 32768, 64)
+    allocates = explain(q, q, q, **options).forward.allocates
+    assert allocates["workspace"] <= 8 * allocates["out"]
+
+
+def test_a_thread_with_a_small_stack():
+    """64 KiB in all, of which torch's own attention needs 48."""
+    script = """
+import threading, torch
+from flash_attn_ext import explain, flash_attn
+def run():
+    for seqlen in (1, 5, 20):
+        q, k, v = (torch.randn(1, 2, seqlen, 16, requires_grad=True) for _ in range(3))
+        flash_attn(q, k, v).sum().backward()
+    print("done")
+torch.set_num_threads(1)
+run()
+threading.stack_size(65536)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2

@@ -13,6 +13,7 @@
 #include "../core/params.h"
 #include "../core/philox.h"
 #include "../core/sequence.h"
+#include "../core/splits.h"
 #include "arena.h"
 #include "half.h"
 #include "parallel.h"

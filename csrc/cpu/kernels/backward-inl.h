@@ -3,9 +3,12 @@
 //
 //   dV_j += P^T dO    dK_j += dS^T Q    dQ_i += dS K       key block j outside, query block i inside
 //
-// One task owns one (sequence, query head) and every `chunks`-th key block of it, with a dQ accumulator of its
-// own. The number of chunks depends on the shape alone, and partial sums are added in order: the result is
-// bitwise the same for any number of threads.
+// One task owns one (sequence, query head) and every `chunks`-th key block of it, with a dQ accumulator of
+// its own. The number of chunks depends on the shape alone, and partial sums are added in order: the result
+// is bitwise the same for any number of threads.
+#pragma once
+
+#include "backward_mask-inl.h"
 
 // Row maxima and sums of the scores, for a block of queries that holds an lse too large to be exact. A second
 // look at the scores, taken only there.
@@ -134,7 +137,7 @@ void backward_qkv(const BackwardParams& call, const BackwardWorkspace<T>& w, con
     const auto [b, task] = w.key_tasks.at(n);
     const BackwardParams p = of_sequence(call, b);
     const Sizes& z = p.sizes;
-    const int64_t chunks = backward_chunks<T>(z), h = task / chunks, chunk = task % chunks;
+    const int64_t chunks = backward_chunks<T>(p), h = task / chunks, chunk = task % chunks;
     const int64_t dq_rows = z.seqlen_q * round_up_to_lanes<T>(z.head_dim);
     T* dq = p.dq ? w.dq_of(p, b) + (chunk * z.heads + h) * dq_rows : nullptr;
     if (dq) std::fill(dq, dq + dq_rows, T(0));
@@ -169,7 +172,7 @@ void reduce_gradients(const BackwardParams& call, const BackwardWorkspace<T>& w,
     const int64_t b = task / heads, h = task % heads;
     const BackwardParams p = of_sequence(call, b);
     const Sizes& z = p.sizes;
-    const int64_t chunks = backward_chunks<T>(z), group = heads / z.heads_kv;
+    const int64_t chunks = backward_chunks<T>(p), group = heads / z.heads_kv;
     const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
     if (p.dq)
       reduce_rows<In, T>(p.dq, w.dq_of(p, b) + h * z.seqlen_q * d, b, h, z.seqlen_q, z.head_dim, chunks,

@@ -4,6 +4,9 @@
 // A pass of its own (two more products a tile): it is parallel over the mask's elements, each task summing
 // the batches, heads and rows that share its tile in a fixed order, so that nothing of size S_q x S_k is ever
 // stored that the mask itself is not.
+#pragma once
+
+#include "backward_workspace-inl.h"
 
 template <class Out, class T>
 void store_mask_tile(const MaskGrad& g, int64_t mb, int64_t mh, int64_t i0, int64_t j0, int64_t rows,

@@ -3,6 +3,10 @@
 //
 // load_keys() comes before the tiles of a key block; scores() and dprobs() before the sums of a tile, which
 // use the rows of Q and dO that those two have loaded.
+#pragma once
+
+#include "masked_gemm-inl.h"
+#include "pairs-inl.h"
 
 template <class In, class T>
 struct BackwardProducts {

@@ -3,6 +3,11 @@
 //   P = e^(S - lse)    dP = dO V^T    dS = P o (dP - delta)    delta = rowsum(dO o O) - dlse
 //
 // Rows are queries and lanes are keys; nothing here needs a reduction along a row.
+#pragma once
+
+#include "backward_products-inl.h"
+#include "decode-inl.h"
+#include "dropout_tile-inl.h"
 
 template <class In, class T>
 struct BackwardScratch {
@@ -39,7 +44,8 @@ BackwardScratch<In, T> plan_backward(Arena& arena, const BackwardParams& p) {
 //   P = e^((S - reference) - correction)    dS = P o (dP - delta)
 //
 // The reference is lse and the correction 0; where lse is too large to be exact, they are the row's maximum m
-// and log l. A row with everything masked has the reference +inf: P is 0 there without an Inf - Inf on the way.
+// and log l. A row with everything masked has the reference +inf: P is 0 there without an Inf - Inf on the
+// way.
 template <class T>
 struct RowTerms {
   T *delta, *reference, *correction;
@@ -54,8 +60,8 @@ struct RowTerms {
 // or -1e9 do) rounds it away, and e^(S - lse) is then off by the length of the row. NaN counts as exact: it
 // stays NaN.
 //
-// The forward has these scores to the last bit, so that their rounding cancels in S - lse. Only the decode kernel
-// adds its products up in another order; large scores then differ in bits that matter.
+// The forward has these scores to the last bit, so that their rounding cancels in S - lse. Only the decode
+// kernel adds its products up in another order; large scores then differ in bits that matter.
 template <class T>
 inline bool lse_is_exact(const BackwardParams& p, T lse) {
   const T limit = is_decode(p) ? T(16) : T(1e-3) / std::numeric_limits<T>::epsilon();

@@ -1,13 +1,11 @@
 // Memory of the backward: what all tasks share, and each thread's scratch. All of it is linear in the rows of
 // q and k.
+#pragma once
+
+#include "backward_tile-inl.h"
 
 // Enough tasks for a few threads where batch x heads is small; each costs one dQ accumulator.
 constexpr int64_t kBackwardTasks = 8;
-
-inline Sizes of_batch_of_one(Sizes z) {
-  z.batch = 1;
-  return z;
-}
 
 // Tiles of the mask's gradient. A mask whose rows are those of a packed q has the tiles of each sequence;
 // any other has those of its own shape, whatever sequences there are.
@@ -36,12 +34,14 @@ TaskList plan_mask_tasks(Arena& arena, const BackwardParams& call) {
 }
 
 // How many tasks share the keys of a head. It follows from the shape alone, and, of a packed sequence, from
-// that sequence alone.
+// that sequence alone. Where it follows from the batch, fewer sums of dQ need less memory; a deterministic
+// call keeps the bits of its gradients whatever else is in the batch.
 template <class T>
-int64_t backward_chunks(const Sizes& z) {
-  constexpr int64_t block_k = backward_tiling<T>().block_k;
-  const int64_t heads = z.batch * z.heads, key_blocks = (z.seqlen_k + block_k - 1) / block_k;
-  return std::clamp((kBackwardTasks + heads - 1) / heads, int64_t{1}, std::max(key_blocks, int64_t{1}));
+int64_t backward_chunks(const BackwardParams& p) {
+  const Sizes& z = p.sizes;
+  const int64_t heads = (p.varlen || p.deterministic ? 1 : z.batch) * z.heads;
+  const int64_t key_blocks = std::max<int64_t>(ceil_div(z.seqlen_k, backward_tiling<T>().block_k), 1);
+  return std::min(ceil_div(kBackwardTasks, heads), key_blocks);
 }
 
 template <class T>
@@ -90,11 +90,10 @@ BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams&
   BackwardWorkspace<T> w;
   w.row_tasks = plan_tasks(arena, call,
                            [](const BackwardParams& p) { return p.sizes.heads * count_query_blocks<T>(p); });
-  w.key_tasks = plan_tasks(
-      arena, call, [](const BackwardParams& p) { return p.sizes.heads * backward_chunks<T>(p.sizes); });
+  w.key_tasks =
+      plan_tasks(arena, call, [](const BackwardParams& p) { return p.sizes.heads * backward_chunks<T>(p); });
   w.mask_tasks = plan_mask_tasks<T>(arena, call);
-  // The longest sequence has the most chunks: z.batch would count the others against it.
-  w.chunks = backward_chunks<T>(call.varlen ? of_batch_of_one(z) : z);
+  w.chunks = backward_chunks<T>(call);  // the longest sequence has the most
   for (T** term : {&w.rows.delta, &w.rows.reference, &w.rows.correction})
     *term = arena.take<T>(call.statistics_rows());
   w.dq = arena.take<T>(call.dq ? w.chunks * z.heads * rows_q * d : 0);

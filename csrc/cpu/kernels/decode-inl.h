@@ -3,18 +3,19 @@
 //
 // The query heads that share a key head are rows of one tile, so that their keys and values are read once.
 // The keys are cut into `splits`, one task each, that leave (O, m, l); merge_splits() adds them in order. How
-// many there are depends on the shape alone, so results do not depend on the number of threads.
+// many there are depends on the lengths and the number of key heads alone, so results depend neither on the
+// number of threads nor on the batch.
 //
 // With a unified maximum (FlashDecoding++, Hong et al. 2023) every split takes exp against one constant in
 // place of its running maximum, and is computed again, safely, if a row's maximum turns out to be too far
 // from it.
+#pragma once
 
-inline bool asks_for_decode(const AttentionParams& p) {
-  return p.decode.num_splits > 0 || p.decode.has_unified_max;
-}
-inline bool is_decode(const AttentionParams& p) {
-  return p.sizes.seqlen_q <= kDecodeMaxQueries || asks_for_decode(p);
-}
+#include "decode_products-inl.h"
+#include "dropout_tile-inl.h"
+#include "masked_gemm-inl.h"
+
+inline bool is_decode(const AttentionParams& p) { return is_decode(p, kDecodeMaxQueries); }
 // Whether some packed sequence of the call may be decoded.
 inline bool may_decode(const AttentionParams& call) { return call.varlen || is_decode(call); }
 
@@ -36,18 +37,17 @@ struct DecodePlan {
 template <class T>
 DecodePlan plan_decode(const AttentionParams& p) {
   const Sizes& z = p.sizes;
-  const int64_t kv_heads = z.batch * z.heads_kv, block_k = decode_block_k<T>();
+  constexpr int64_t block_k = decode_block_k<T>();
   DecodePlan plan;
   plan.rows = z.heads / z.heads_kv * z.seqlen_q;
   plan.keys = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
   plan.keys.begin = plan.keys.begin / block_k * block_k;  // dropout's words come in pairs of keys
   const int64_t blocks = std::max<int64_t>((plan.keys.end - plan.keys.begin + block_k - 1) / block_k, 1);
-  const int64_t wanted = p.decode.num_splits > 0
-                             ? std::min(p.decode.num_splits, blocks)
-                             : std::min((kDecodeTasks + kv_heads - 1) / kv_heads,
-                                        (blocks + kDecodeMinBlocks - 1) / kDecodeMinBlocks);
-  plan.split_keys = (blocks + wanted - 1) / wanted * block_k;
-  plan.splits = (blocks * block_k + plan.split_keys - 1) / plan.split_keys;
+  // Not by the batch: what else is in it changes no bit of a result.
+  const int64_t by_shape = std::min(ceil_div(kDecodeTasks, z.heads_kv), ceil_div(blocks, kDecodeMinBlocks));
+  const KeySplits cut = split_keys(p, blocks, by_shape);
+  plan.splits = cut.splits;
+  plan.split_keys = cut.tiles_per_split * block_k;
   return plan;
 }
 
@@ -104,7 +104,7 @@ SplitResults<T> plan_split_results(Arena& arena, const AttentionParams& call) {
 template <class In, class T>
 DecodeScratch<In, T> plan_decode_scratch(Arena& arena, const AttentionParams& call) {
   const Sizes& z = call.sizes;
-  const int64_t seqlen_q = asks_for_decode(call) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxQueries);
+  const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxQueries);
   const int64_t rows = z.heads / z.heads_kv * seqlen_q;
   const int64_t block_k = fitted(decode_block_k<T>(), z.seqlen_k);
   DecodeScratch<In, T> s;

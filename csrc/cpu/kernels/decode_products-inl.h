@@ -1,5 +1,10 @@
 // The two products of decode, a few rows of Q at a time: S = Q K^T, whose sums run along the lanes, and O +=
 // P V. K and V are read where the caller has them, and `next` rows are asked for meanwhile.
+#pragma once
+
+#include "gemm-inl.h"
+#include "pairs-inl.h"
+#include "scores-inl.h"
 
 // Columns of O in scratch: whole pairs of vectors.
 template <class T>
@@ -93,15 +98,32 @@ FA_INLINE void value_block(const T* probs, int64_t ld, const Rows<In>& v, int64_
     for (int n = 0; n < NV; ++n) store<T>(out + r * ldo + c + n * L, sum[r][n]);
 }
 
+// A tile's share of O, which is added to O as a whole: over many tiles that rounds like a sum of tiles, not
+// like one chain of all keys.
+template <class T>
+struct TileSum {
+  T* data;  // [4][D_v], the most rows at a time
+
+  static TileSum plan(Arena& arena, const AttentionParams& p) {
+    return {arena.take<T>(4 * decode_columns<T>(p.sizes.head_dim_v))};
+  }
+  template <int R>
+  T* begin(int64_t ld) const {
+    std::fill(data, data + R * ld, T(0));
+    return data;
+  }
+};
+
 template <class In, class T>
 struct DecodeProducts {
   T* q;  // [rows][D]
   int64_t ldq;
   T scale;
+  TileSum<T> tile_sum;
 
   static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t /*block_k*/) {
     const int64_t ldq = round_up_to_lanes<T>(p.sizes.head_dim);
-    return {arena.take<T>(rows * ldq), ldq, product_scale<T>(p)};
+    return {arena.take<T>(rows * ldq), ldq, product_scale<T>(p), TileSum<T>::plan(arena, p)};
   }
 
   void load_query(const AttentionParams& p, int64_t row, const In* src) const {
@@ -124,15 +146,17 @@ struct DecodeProducts {
                   const Rows<In>& next) const {
     constexpr int L = kLanes<T>, kWide = 16 / R < 8 ? 16 / R : 8;
     constexpr int64_t kStep = 16;  // so that `next` is asked for evenly
+    T* sum = tile_sum.template begin<R>(ldo);
     for (int64_t j = 0; j < keys; j += kStep) {
       const int64_t count = std::min(kStep, keys - j);
       const Rows<In> here{v.row(j), v.stride, v.cols};
       next.prefetch(j, j + count);
       int64_t c = 0;
       for (; c + kWide * L <= v.cols; c += kWide * L)
-        value_block<In, T, R, kWide>(probs + j, ld, here, c, count, out, ldo);
-      for (; c < v.cols; c += L) value_block<In, T, R, 1>(probs + j, ld, here, c, count, out, ldo);
+        value_block<In, T, R, kWide>(probs + j, ld, here, c, count, sum, ldo);
+      for (; c < v.cols; c += L) value_block<In, T, R, 1>(probs + j, ld, here, c, count, sum, ldo);
     }
+    add_rows<T>(out, sum, R * ldo);
   }
 };
 
@@ -176,10 +200,12 @@ struct DecodeProducts<BFloat16, float> {
   int64_t ldq;
   Pair* prob_pairs;  // [4][block_k / 2]   P of the rows at hand, pairs along the keys
   float scale;
+  TileSum<float> tile_sum;
 
   static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t block_k) {
     const int64_t ldq = round_up_to_lanes<float>(pairs_of(p.sizes.head_dim));
-    return {arena.take<Pair>(rows * ldq), ldq, arena.take<Pair>(4 * block_k / 2), product_scale<float>(p)};
+    return {arena.take<Pair>(rows * ldq), ldq, arena.take<Pair>(4 * block_k / 2), product_scale<float>(p),
+            TileSum<float>::plan(arena, p)};
   }
 
   void load_query(const AttentionParams& p, int64_t row, const BFloat16* src) const {
@@ -205,16 +231,18 @@ struct DecodeProducts<BFloat16, float> {
     constexpr int64_t kStep = 16;
     for (int64_t n = 0; n < R * ld; n += kLanes<float>)  // padding lanes of P are 0
       store_as<BFloat16, float>(reinterpret_cast<BFloat16*>(prob_pairs) + n, load<float>(probs + n));
+    float* sum = tile_sum.template begin<R>(ldo);
     for (int64_t j = 0; j < keys; j += kStep) {
       const int64_t count = std::min(kStep, keys - j);
       const Rows<BFloat16> here{v.row(j), v.stride, v.cols};
       next.prefetch(j, j + count);
       int64_t c = 0;
       for (; c + kWide * kCols <= v.cols; c += kWide * kCols)
-        value_pairs_block<R, kWide>(prob_pairs + j / 2, ld / 2, here, c, count, out, ldo);
+        value_pairs_block<R, kWide>(prob_pairs + j / 2, ld / 2, here, c, count, sum, ldo);
       for (; c < v.cols; c += kCols)
-        value_pairs_block<R, 1>(prob_pairs + j / 2, ld / 2, here, c, count, out, ldo);
+        value_pairs_block<R, 1>(prob_pairs + j / 2, ld / 2, here, c, count, sum, ldo);
     }
+    add_rows<float>(out, sum, R * ldo);
   }
 };
 

@@ -1,4 +1,7 @@
 // Dropout's keep factors on one tile, from the Philox words of core/philox.h, a vector of calls at a time.
+#pragma once
+
+#include "frame-inl.h"
 
 // 64-bit lanes that hold 32-bit words: what a 32 x 32 -> 64 bit multiplication wants.
 using Words = VecBits<double>;

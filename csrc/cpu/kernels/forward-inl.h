@@ -2,6 +2,11 @@
 //
 //   S^T = K Q^T    m' = max(m, rowmax S)    P = e^(S - m')    l = l e^(m - m') + rowsum P
 //   O   = O e^(m - m') + P V                at the end O / l and lse = m + log l
+#pragma once
+
+#include "decode-inl.h"
+#include "dropout_tile-inl.h"
+#include "forward_products-inl.h"
 
 template <class In, class T>
 struct ForwardScratch {

@@ -1,5 +1,9 @@
 // The two products of the forward on one tile: S^T = K Q^T and O += P V. Here with operands of the
 // accumulator's type, 16-bit ones widened when their tile is loaded.
+#pragma once
+
+#include "masked_gemm-inl.h"
+#include "pairs-inl.h"
 
 template <class In, class T>
 struct ForwardProducts {

@@ -1,4 +1,7 @@
 // The place of a tile of scores.
+#pragma once
+
+#include "../vec/vec-inl.h"
 
 // Where a tile lies. The forward keeps S^T (rows are keys, lanes are queries: row statistics become per-lane
 // vectors); the backward keeps S (rows are queries, lanes are keys: K^T and V^T are packed once per key

@@ -1,12 +1,16 @@
 // The one matrix product of every pass: C (+)= A * B with B and C row-major and A read one element at a time,
 // broadcast, at any stride. Which of Q K^T, P V, P^T dO, ... it computes is only a matter of strides.
 //
-//   C[m][n] (= or += or *= factor[m] and +=) scale * sum_k A[m * a_row + k * a_depth] * B[k * ldb + n]   n in whole
-//   vectors
+//   C[m][n] (= or += or *= factor[m] and +=) scale * sum_k A[m * a_row + k * a_depth] * B[k * ldb + n]
+//   n in whole vectors
 //
 // Elements of A and B are of C's type T, or Pairs of 16-bit values that lie behind each other along the
 // depth. A register tile of MR x NV vectors of C stays in registers over the whole depth. It starts from 0
 // and is added to C at the end: over many tiles that rounds like a sum of tiles, not like one long chain.
+#pragma once
+
+#include "../vec/pair-inl.h"  // before the templates that call its functions
+#include "tiling-inl.h"
 
 template <class T, class E = T>
 struct GemmArgs {

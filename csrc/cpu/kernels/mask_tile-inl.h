@@ -1,4 +1,8 @@
 // attn_mask on one tile: whatever its dtype and strides, as what is added to the scores, -inf where it masks.
+#pragma once
+
+#include "../vec/convert-inl.h"
+#include "frame-inl.h"
 
 enum class TileMask { kNone, kSome, kAll };  // how many of a tile's elements are masked
 

@@ -4,6 +4,11 @@
 // NaN is NaN; so where a tile is partly masked, rows of B that are not finite are taken out of the product
 // and added to just those rows of C that attend to them. Finite data, which is nearly all, pays one read of
 // B.
+#pragma once
+
+#include "gemm-inl.h"
+#include "scores-inl.h"
+#include "tiles-inl.h"
 
 // C[m] += A[m][k] * B[k] for the rows k of B that are not finite and the rows m of C that attend to them. A
 // element (m, k) belongs to score (row m, lane k), or (row k, lane m) if a_transposed.

@@ -1,4 +1,8 @@
 // Tiles of bfloat16 pairs, for the products of vec/pair-inl.h.
+#pragma once
+
+#include "../vec/pair-inl.h"
+#include "tiles-inl.h"
 
 #if defined(FA_DOT_BFLOAT16)
 

@@ -1,15 +1,19 @@
 // From raw products to scores: softcap, ALiBi, mask, band, in that order, on one tile.
+#pragma once
 
-// What <q, k> is multiplied with before finish_scores(). It scales the product, never an operand: the backward,
-// whose operands are packed the other way round, then gets the forward's scores to the last bit, and what
-// rounding did to them cancels in S - lse.
+#include "../vec/math-inl.h"
+#include "mask_tile-inl.h"
+
+// What <q, k> is multiplied with before finish_scores(). It scales the product, never an operand: the
+// backward, whose operands are packed the other way round, then gets the forward's scores to the last bit,
+// and what rounding did to them cancels in S - lse.
 template <class T>
 inline T product_scale(const AttentionParams& p) {
   return static_cast<T>(p.softcap > 0 ? p.scale / p.softcap : p.scale);
 }
 
-// The unit in which the forward keeps a call's scores: `scale` where they are nothing but products, which then
-// are not multiplied at all (its softmax multiplies differences of them, at no cost), otherwise 1.
+// The unit in which the forward keeps a call's scores: `scale` where they are nothing but products, which
+// then are not multiplied at all (its softmax multiplies differences of them, at no cost), otherwise 1.
 template <class T>
 inline T score_unit(const AttentionParams& p) {
   const bool only_products = p.softcap == 0 && !p.alibi && !(p.mask && p.mask.dtype != DType::kBool);

@@ -1,30 +1,9 @@
-// The algorithm text in reading order, and the table of entry points of one ISA. Included once by each
-// isa_*.cpp, inside its namespace and target region.
+// The table of entry points of one ISA. Included once by each isa_*.cpp, inside its namespace and target
+// region. Each -inl.h includes what it uses; csrc/README.md has them in reading order.
+#pragma once
 
-// clang-format off: each file uses what stands above it
-#include "../vec/vec-inl.h"
-#include "../vec/math-inl.h"
-#include "../vec/convert-inl.h"
-#include "../vec/pair-inl.h"
-#include "tiling-inl.h"
-#include "frame-inl.h"
-#include "gemm-inl.h"
-#include "tiles-inl.h"
-#include "mask_tile-inl.h"
-#include "dropout_tile-inl.h"
-#include "scores-inl.h"
-#include "masked_gemm-inl.h"
-#include "pairs-inl.h"
-#include "forward_products-inl.h"
-#include "decode_products-inl.h"
-#include "decode-inl.h"
-#include "forward-inl.h"
-#include "backward_products-inl.h"
-#include "backward_tile-inl.h"
-#include "backward_workspace-inl.h"
-#include "backward_mask-inl.h"
 #include "backward-inl.h"
-// clang-format on
+#include "forward-inl.h"
 
 std::atomic<int64_t> calls{0};  // forward and backward runs of these kernels
 

@@ -1,5 +1,10 @@
 // Bringing tiles of q, k, v and dout from the caller's strided memory into accumulator-type scratch, and
 // back.
+#pragma once
+
+#include "../vec/convert-inl.h"
+#include "../vec/math-inl.h"
+#include "tiling-inl.h"
 
 // A tile ready to be read: either scratch, or the caller's own memory where that already has the right form.
 template <class T>
@@ -75,8 +80,8 @@ inline void store_row(Out* dst, const T* src, int64_t cols, T factor) {
   if (c < cols) store_tail_as<Out, T>(dst + c, factor * load<T>(src + c), cols - c);
 }
 
-// The end of a query row: out = O / l and lse = m + log l, m in units of `unit`. Nothing visible leaves l = 0 (a NaN score
-// leaves it NaN): out is 0 and lse -inf then, by contract.
+// The end of a query row: out = O / l and lse = m + log l, m in units of `unit`. Nothing visible leaves l = 0
+// (a NaN score leaves it NaN): out is 0 and lse -inf then, by contract.
 template <class Out, class T>
 inline void finish_row(Out* dst, const T* out, int64_t cols, T row_max, T unit, T row_sum, T& lse) {
   store_row<Out, T>(dst, out, cols, row_sum == T(0) ? T(0) : T(1) / row_sum);

@@ -6,6 +6,9 @@
 //   forward         48 x 64     S^T 12 KB; K or V 16 KB at D 64 (fp32)    K, V at D >= 128; Q^T, O
 //   backward        64 x 64     P and dS, 16 KB each                      K, V and their transposes, dK, dV,
 //   Q, dO decode        S_q <= 8 x 64   S of a few rows; K and V stream through
+#pragma once
+
+#include "../vec/vec-inl.h"
 
 struct Tiling {
   int64_t block_q,
@@ -47,6 +50,7 @@ constexpr int64_t decode_block_k() {
   return 64;
 }
 constexpr int64_t kDecodeMaxQueries = 8;  // beyond, measured, the forward's tile is the faster one
-constexpr int64_t kDecodeTasks = 16;  // the keys are split until there are so many tasks, for a few threads,
+constexpr int64_t kDecodeTasks =
+    16;  // keys are split until a batch of one has so many tasks, for a few threads,
 constexpr int64_t kDecodeMinBlocks = 4;  // but into no fewer key blocks each: a split costs a merge
 constexpr int kPrefetchLevel = 3;  // of __builtin_prefetch: into L1, where the next tile's rows have room

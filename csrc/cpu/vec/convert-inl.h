@@ -1,5 +1,8 @@
 // Reading float, double, bfloat16 and float16 as the accumulator type, and rounding back (to nearest even).
 // The 16-bit conversions are integer arithmetic on vectors; F16C replaces two of them where the ISA has it.
+#pragma once
+
+#include "vec-inl.h"
 
 // A vector of kLanes<float> 16-bit values.
 typedef uint16_t Half16 __attribute__((vector_size(FA_VECTOR_BYTES / 2)));

@@ -1,6 +1,9 @@
 // exp and tanh of vectors. Polynomials were fitted by interpolation of (2^f - 1) / f at Chebyshev nodes of
 // [-1/2, 1/2] in 60 digits; the absolute error of 2^f is below 4e-9 (float) and 7e-18 (double) before
 // rounding.
+#pragma once
+
+#include "vec-inl.h"
 
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
@@ -41,8 +44,9 @@ FA_INLINE Vec<T> exp2_polynomial(Vec<T> f) {
   return p;
 }
 
-// e^(scale x) - 1 = power * fraction + (power - 1) with power = 2^n, for log2_scale = scale * log2(e); x log2_scale
-// must lie in [kLowest, kHighest] or be NaN. Both sums take the product unrounded where there is an FMA.
+// e^(scale x) - 1 = power * fraction + (power - 1) with power = 2^n, for log2_scale = scale * log2(e);
+// x log2_scale must lie in [kLowest, kHighest] or be NaN. Both sums take the product unrounded where there is
+// an FMA.
 template <class T>
 FA_INLINE void split_exp(Vec<T> x, T log2_scale, Vec<T>& power, Vec<T>& fraction) {
   using C = Exp2<T>;
@@ -55,8 +59,9 @@ FA_INLINE void split_exp(Vec<T> x, T log2_scale, Vec<T>& power, Vec<T>& fraction
 
 #if defined(FA_HAS_SCALEF)
 
-// e^(scale x), for log2_scale = scale * log2(e), where it is at most 2^127 (2^1023): -inf gives 0, NaN stays NaN.
-// One instruction takes whole numbers off, of an infinity too; another multiplies with 2^n, underflow included.
+// e^(scale x), for log2_scale = scale * log2(e), where it is at most 2^127 (2^1023): -inf gives 0, NaN stays
+// NaN. One instruction takes whole numbers off, of an infinity too; another multiplies with 2^n, underflow
+// included.
 template <class T>
 FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale) {
   const Vec<T> y = x * log2_scale;
@@ -71,8 +76,8 @@ FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale) {
 
 #else
 
-// e^(scale x), for log2_scale = scale * log2(e), where it is at most 2^127 (2^1023): -inf gives 0, results below
-// the normal range give 0, NaN stays NaN.
+// e^(scale x), for log2_scale = scale * log2(e), where it is at most 2^127 (2^1023): -inf gives 0, results
+// below the normal range give 0, NaN stays NaN.
 template <class T>
 FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale) {
   const T lowest = Exp2<T>::kLowest / log2_scale;

@@ -1,6 +1,9 @@
 // bfloat16 products without widening, where the ISA has them: one instruction multiplies two pairs of values
 // a lane and adds them up in float32. A Pair holds two values that lie behind each other along the depth of a
 // product.
+#pragma once
+
+#include "convert-inl.h"
 
 #if defined(FA_DOT_BFLOAT16)
 

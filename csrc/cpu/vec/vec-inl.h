@@ -1,5 +1,10 @@
 // One SIMD vector of float or double, in GCC/Clang vector extensions. Included once per ISA, inside its
 // target region and namespace (see target_region.h); FA_VECTOR_BYTES is that ISA's register width.
+#pragma once
+
+#if !defined(FA_ISA_NAME)  // read by itself, not by an isa_*.cpp
+#include "../for_editors.h"
+#endif
 
 template <class T>
 struct VecOf;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../core/params.h"
+#include "../../core/splits.h"
 
 namespace flash_attn_ext::cuda::simt {
 
@@ -15,8 +16,6 @@ constexpr int kBlockQ = kSide * kRows;             // query rows of a tile
 constexpr int kNarrowSlice = 64, kMaxSlice = 128;  // columns of a result that a block owns
 
 constexpr int slice_of(int64_t columns) { return columns <= kNarrowSlice ? kNarrowSlice : kMaxSlice; }
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct ForwardPlan {
   // Few queries: tiles of 16 rows, which the heads that share a key head fill together, so that K and V are
@@ -42,13 +41,10 @@ inline ForwardPlan plan_forward(const AttentionParams& p) {
   plan.slices = ceil_div(z.head_dim_v, slice_of(z.head_dim_v));
 
   const int64_t tiles = ceil_div(z.seqlen_k, kBlockK), blocks = plan.tasks * plan.slices;
-  int64_t splits = p.decode.num_splits;
-  if (splits == 0 && blocks > 0)
-    splits = ceil_div(kWantedBlocks, blocks) < tiles / kLeastTilesPerSplit ? ceil_div(kWantedBlocks, blocks)
-                                                                           : tiles / kLeastTilesPerSplit;
-  splits = splits < 1 ? 1 : (splits > tiles && tiles > 0 ? tiles : splits);
-  plan.tiles_per_split = ceil_div(tiles, splits);
-  plan.splits = tiles == 0 ? 1 : ceil_div(tiles, plan.tiles_per_split);
+  const int64_t wanted = blocks > 0 ? ceil_div(kWantedBlocks, blocks) : 1, most = tiles / kLeastTilesPerSplit;
+  const KeySplits cut = split_keys(p, tiles, wanted < most ? wanted : most);
+  plan.splits = cut.splits;
+  plan.tiles_per_split = cut.tiles_per_split;
   return plan;
 }
 

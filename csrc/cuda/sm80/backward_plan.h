@@ -12,8 +12,6 @@ inline int padded_head_dim(const Sizes& z) { return z.head_dim <= 64 && z.head_d
 // Query rows of a tile: K, V, dS, two tiles of Q and one of dO fit into 99 KB, which every GPU has.
 constexpr int backward_rows(int padded) { return padded == 64 ? 64 : 32; }
 
-using simt::ceil_div;
-
 // 4-byte elements, behind those that simt needs for its steps.
 struct BackwardWorkspace {
   simt::RowTerms<float> terms;  // the first of simt's

@@ -2,13 +2,12 @@
 
 #include <algorithm>
 
+#include "../../core/splits.h"
 #include "../combine.h"
 #include "sm80.h"
 
 namespace flash_attn_ext::cuda::sm80 {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // `tiles` of keys are to be read for each of `tasks`. One block a task leaves most of a GPU idle if tasks are
 // few; very short splits cost more to start and to merge than they win.
@@ -23,7 +22,6 @@ int64_t splits_by_shape(int64_t tiles, int64_t tasks) {
 }  // namespace
 
 DecodePlan plan_decode(const AttentionParams& p) {
-  constexpr int64_t kMostSplits = 65535;  // along z of a grid
   const Sizes& z = p.sizes;
   DecodePlan plan;
   plan.group = z.heads_kv == 0 ? 0 : z.heads / z.heads_kv;
@@ -36,12 +34,9 @@ DecodePlan plan_decode(const AttentionParams& p) {
   plan.keys = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
   plan.keys.begin = plan.keys.begin / kWarpKeys * kWarpKeys;
   const int64_t tiles = std::max<int64_t>(ceil_div(plan.keys.end - plan.keys.begin, kDecodeBlockKeys), 0);
-  int64_t splits = p.decode.num_splits;
-  if (splits == 0 && plan.tasks > 0) splits = splits_by_shape(tiles, plan.tasks);
-  splits = std::clamp<int64_t>(splits, 1, std::clamp<int64_t>(tiles, 1, kMostSplits));
-  const int64_t tiles_per_split = ceil_div(tiles, splits);
-  plan.splits = tiles == 0 ? 1 : ceil_div(tiles, tiles_per_split);
-  plan.keys_per_split = tiles_per_split * kDecodeBlockKeys;
+  const KeySplits cut = split_keys(p, tiles, plan.tasks > 0 ? splits_by_shape(tiles, plan.tasks) : 1);
+  plan.splits = cut.splits;
+  plan.keys_per_split = cut.tiles_per_split * kDecodeBlockKeys;
   return plan;
 }
 

@@ -1,5 +1,6 @@
 #include <initializer_list>
 
+#include "../../core/splits.h"
 #include "backward_plan.h"
 #include "sm80.h"
 
@@ -19,7 +20,7 @@ bool is_aligned(const Tensor4& t, int64_t columns) {
 
 bool is_decode(const AttentionParams& p) {
   constexpr int64_t kFewQueries = 16;
-  return p.sizes.seqlen_q <= kFewQueries || p.decode.num_splits > 1;
+  return flash_attn_ext::is_decode(p, kFewQueries);
 }
 
 const char* why_not_forward(const AttentionParams& p) {

@@ -3,6 +3,7 @@
 
 #include "../../core/mask.h"
 #include "../../core/params.h"
+#include "../../core/splits.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
@@ -11,8 +12,6 @@ constexpr int kPieceRows = 64;  // query rows of an accumulator of dQ
 // Keys of a block and query rows of a tile. Registers set them: S, dP, dK and dV are in them at a time.
 constexpr int backward_keys(int64_t head_dim) { return head_dim == 256 ? 64 : 128; }
 constexpr int backward_rows(int64_t head_dim) { return head_dim == 64 ? 128 : 64; }
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct BackwardWorkspace {
   int64_t tiles, rows;  // of queries, per head: whole tiles
