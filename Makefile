@@ -10,7 +10,7 @@ PY_SOURCES := setup.py flash_attn_ext tests benchmarks examples tools
 
 bench_files = --text build/bench/$(1).txt --json build/bench/$(1).json --plot build/bench/$(1).png
 
-.PHONY: demo test test-quick bench lint format docs wheel clean
+.PHONY: demo test test-quick bench bench-models lint format docs wheel clean
 
 # Trains a small GPT on the standard library's sources, through torch and through flash_attn_ext, and compares.
 demo: $(VENV)/.built
@@ -33,6 +33,10 @@ test-quick: $(VENV)/.built
 bench: $(VENV)/.built
 	$(BIN)/python benchmarks/compare_torch.py $(BENCH) $(call bench_files,compare_torch)
 	$(BIN)/python benchmarks/decoding.py $(BENCH) $(call bench_files,decoding)
+
+# Whole models, torch as it is against activate(), in build/bench/. BENCH="--models gpt vit" chooses.
+bench-models: $(VENV)/.built
+	$(BIN)/python benchmarks/models.py $(BENCH) $(call bench_files,models)
 
 # All that a machine with an NVIDIA GPU can tell, in build/gpu/, with the Python that has torch there: no environment, no
 # network. OUT=folder also gets the summary and one archive of everything. GPU="--only tests --quick" chooses.

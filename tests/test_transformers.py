@@ -1,6 +1,8 @@
 """transformers' models on flash_attn_ext: tiny random ones give what their eager attention gives."""
 
 import copy
+import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -259,6 +261,13 @@ def test_what_is_refused():
         integration.attention(layer, q, q, q, torch.ones(1, 6))
     with pytest.raises(ValueError, match=r"cache: got a object .*; allowed: none"):
         integration.attention(layer, q, q, q, None, cache=object())
+
+
+def test_the_example_trains_both_models_alike(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples"))
+    importlib.import_module("train_transformers").main(["--seconds", "0", "--context", "32", "--batch-size", "1"])
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert float(line.split()[-1]) < 1e-3, line  # by how much the losses differ
 
 
 def test_flash_attn_ext_does_not_need_transformers():
