@@ -14,6 +14,7 @@ import attention_methods
 import cells
 import compare_torch
 import decoding
+import models
 import peak_memory
 import peaks
 import summary_figure
@@ -240,3 +241,28 @@ def test_shuffled_rounds_run_all_functions_in_changing_order():
     assert all(sorted(order) == [0, 1, 2, 3] for order in rounds)
     assert len(set(rounds)) > 5
     assert quartiles([float(len(t)) for t in times]) == (20, 20, 20)
+
+
+def test_whole_models_give_torchs_losses(tmp_path):
+    options = [
+        "--models",
+        "gpt",
+        "--lengths",
+        "32",
+        "--layers",
+        "1",
+        "--seconds",
+        "0",
+        "--rounds",
+        "2",
+        "--repeats",
+        "0",
+    ]
+    models.main([*options, "--modes", "train fp32", "inference fp32", "--json", str(tmp_path / "models.json")])
+    rows = json.loads((tmp_path / "models.json").read_text())["rows"]
+    assert [row["mode"] for row in rows] == ["train fp32", "inference fp32"]
+    for row in rows:
+        assert set(row["taken"]) == {"scaled_dot_product_attention"}
+        assert row["loss"] == pytest.approx(row["torch_loss"], rel=1e-4)
+        assert 0 < row["share"] < 1
+    assert not flash_attn_ext.is_active()
