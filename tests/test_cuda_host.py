@@ -333,6 +333,9 @@ FAULTS = {
     "atomic_adds_and_plain_reads": "race: ",
     "async_copy_without_wait": "touched in flight: .* of shared memory",
     "async_copy_without_barrier": "touched in flight: |race: |nobody wrote",
+    "async_copy_at_the_end": "the block ended before a copy by cp.async had been waited for",
+    "copy_not_waited_for": "the block ended before a copy by TMA had landed",
+    "bytes_that_never_come": "the block ended before an mbarrier had the bytes that it expects",
     "addition_without_proxy_fence": "a bulk copy reads what a thread wrote, with no proxy fence",
     "proxy_fence_after_barrier": "with no proxy fence|race: a bulk copy reads what its thread has not waited for",
     "addition_not_waited_for": "the block ended before a bulk copy had read its source",
@@ -348,7 +351,8 @@ FAULTS = {
 }
 
 
-CORRECT = [f"correct{what}" for what in ("", "_async_copy", "_atomic_adds", "_turns", "_named_barrier", "_registers")]
+PARTS = ("", "_async_copy", "_atomic_adds", "_copy", "_turns", "_named_barrier", "_registers")
+CORRECT = [f"correct{what}" for what in PARTS]
 
 
 class TestReports:

@@ -103,6 +103,79 @@ def test_slices_of_wider_rows(kernels, which, first, taken):
     torch.testing.assert_close(out, expected, rtol=0, atol=0.0 if taken else 0.02)
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_overlapping_views_go_elsewhere(kernels, which, dim):
+    """TMA takes no step that is smaller than a row."""
+    inputs = make(2, 3, 70, 200, 64)
+    shape = inputs[which].shape
+    strides = [shape[2] * 64, shape[2] * 64, 64, 1] if dim == 2 else [64 * 1024, 32, 256, 1]
+    strides[2] = 32 if dim == 2 else strides[2]
+    inputs[which] = torch.randn(1 << 19).bfloat16().as_strided(shape, strides)
+    overlapping = flash_attn(*inputs)
+    assert b"sm90" not in kernels.c.last_kernel()
+    inputs[which] = inputs[which].contiguous()
+    torch.testing.assert_close(overlapping, check_forward(kernels, *inputs)[0], rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("head_dim", TILES)
+def test_dimensions_of_one_element(kernels, head_dim):
+    """Their strides are never stepped along, and still have to be ones that the driver takes."""
+    q, k, v = make(1, 1, 20, 1, head_dim)
+    expected = check_forward(kernels, q, k, v)[0]
+    odd = [t.as_strided(t.shape, (3, 3, 3 if t.shape[2] == 1 else head_dim, 1)) for t in (q, k, v)]
+    assert torch.equal(check_forward(kernels, *odd)[0], expected)
+
+
+def test_the_driver_is_asked_once(kernels):
+    inputs = make(1, 1, 20, 30, 64)
+    check_forward(kernels, *inputs)
+    asked = kernels.c.attributes_set(), kernels.c.driver_lookups()
+    check_forward(kernels, *inputs)
+    assert (kernels.c.attributes_set(), kernels.c.driver_lookups()) == asked
+    assert asked[1] == 1
+
+
+def test_shared_memory_that_is_not_aligned_is_an_error(kernels):
+    kernels.c.set_shared_base(1024 + 128)
+    with pytest.raises(library.KernelError, match=r"trap: .*sm90::forward_kernel"):
+        flash_attn(*make(1, 1, 20, 30, 64))
+    kernels.c.set_shared_base(1024)
+
+
+# What of v is not finite: keys, columns.
+NON_FINITE = {
+    "everything": (slice(None), slice(None)),
+    "one column": (slice(None), 5),
+    "one key": (30, slice(None)),
+    "one element": (290, 5),
+}
+
+
+@pytest.mark.parametrize("options", [{}, dict(causal="lower_right"), dict(window=(50, 0))], ids=str)
+@pytest.mark.parametrize("case", NON_FINITE)
+def test_work_where_much_is_nan(kernels, case, options):
+    """Rows that are rightly NaN are not computed key by key, counted in exponentials: two each a lane and a key."""
+    length, two_by_lanes = 400, 64
+    q, k, v = make(1, 1, length, length, 64)
+    results, work = [], []
+    for poison in (0.0, torch.nan):
+        v[0, 0][NON_FINITE[case]] = poison
+        before = kernels.c.exponentials()
+        results.append(flash_attn(q, k, v, **options)[0, 0])
+        work.append(kernels.c.exponentials() - before)
+    assert b"sm90::forward_kernel" in kernels.c.last_kernel()
+
+    sees = reference.visible(length, length, **options)
+    is_nan = (sees.double() @ v[0, 0].isnan().double()) > 0
+    assert torch.equal(results[1].isnan(), is_nan)
+    torch.testing.assert_close(results[1][~is_nan], results[0][~is_nan], rtol=0, atol=0.02)
+    # A row that must not be NaN in a column where a hidden key's value is, to the end; of others a few keys each.
+    hidden = ((~sees).double() @ v[0, 0].isnan().double()) > 0
+    keys = sees.sum(1)[(hidden & ~is_nan).any(1)].sum().item()
+    assert work[1] - work[0] <= two_by_lanes * (keys + 3 * length)
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize("head_dim", TILES)

@@ -4,6 +4,7 @@ import random
 import re
 
 import pytest
+import reference
 import test_contract
 import torch
 from cuda_host import library
@@ -168,6 +169,30 @@ def test_poison_reaches_who_attends_to_it_and_nobody_else(kernels, head_dim, whe
             assert not torch.isfinite(got[:, 0, ~far]).all(-1).any()
 
 
+@head_dims
+@pytest.mark.parametrize("options", [{}, dict(causal="lower_right"), dict(window=(50, 0))], ids=str)
+def test_an_overflow_costs_next_to_nothing(kernels, head_dim, options):
+    """All of dout is NaN, or one token's row: rows that are rightly NaN are not computed element by element."""
+    length = 300
+    q, k, v = (t.detach() for t in make(1, 1, length, length, head_dim))
+    sees = reference.visible(length, length, **options)
+    for where in (slice(None), 200):
+        work = []
+        for poison in (1.0, torch.nan):
+            dout = torch.ones(1, 1, length, head_dim).bfloat16()
+            dout[:, :, where] = poison
+            before = kernels.c.exponentials()
+            _, dk, dv = run([q, k, v], [dout], **options)[2:]
+            work.append(kernels.c.exponentials() - before)
+        assert b"sm90::dq_kernel" in kernels.c.last_kernel()
+        reached = sees[where].reshape(-1, length).any(0)
+        for grad in (dk, dv):
+            assert torch.equal(grad[0, 0].isnan().any(1), reached)
+        # Keys that the poisoned row does not see, in a tile where another does, to the end; of others a few steps.
+        rows = sees.sum(0)[~reached].sum().item() if isinstance(where, int) else 0
+        assert work[1] - work[0] <= 32 * (2 * rows + 8 * length)
+
+
 @pytest.mark.parametrize("where", ["q", "dout"])
 def test_poison_in_a_row_that_sees_nothing_reaches_nobody(kernels, where):
     q, k, v = (t.detach() for t in make(1, 1, 300, 100, 64))
@@ -225,7 +250,7 @@ REFUSED = {
     "mask": ({}, dict(attn_mask=torch.ones(20, 30, dtype=torch.bool)), "no mask, ALiBi, dropout or softcap"),
     "slopes": ({}, dict(alibi_slopes=torch.ones(1)), "no mask, ALiBi, dropout or softcap"),
     "dropout": ({}, dict(dropout_p=0.5), "no mask, ALiBi, dropout or softcap"),
-    "broadcast gradient": ({}, {}, "not aligned to 16 bytes, or is broadcast"),
+    "broadcast gradient": ({}, {}, "not aligned to 16 bytes, or its rows are broadcast"),
 }
 
 

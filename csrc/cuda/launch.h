@@ -5,6 +5,9 @@
 
 #include <cstdint>
 #include <limits>
+#include <map>
+#include <mutex>
+#include <utility>
 
 namespace flash_attn_ext::cuda {
 
@@ -16,6 +19,26 @@ struct LaunchShape {
   size_t shared_bytes = 0;
 };
 
+// Which kernels may have how much shared memory, on each device.
+inline std::mutex allowed_shared_bytes_mutex;
+inline std::map<std::pair<const void*, int>, size_t> allowed_shared_bytes;
+
+// Lets a kernel have more shared memory than the 48 KB that need no asking. Asks the driver once for each
+// kernel and device.
+inline cudaError_t allow_shared_bytes(const void* kernel, size_t bytes) {
+  constexpr size_t kWithoutAsking = 48 << 10;
+  if (bytes <= kWithoutAsking) return cudaSuccess;
+  int device;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  const std::lock_guard<std::mutex> lock(allowed_shared_bytes_mutex);
+  size_t& has = allowed_shared_bytes[{kernel, device}];
+  if (has >= bytes) return cudaSuccess;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (status == cudaSuccess) has = bytes;
+  return status;
+}
+
 // Nothing to do is no launch and no error.
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream,
@@ -24,12 +47,8 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
   if (shape.tasks == 0 || shape.slices == 0 || shape.splits == 0) return cudaSuccess;
   if (shape.tasks > kMaxTasks || shape.slices > kMaxOther || shape.splits > kMaxOther)
     return cudaErrorInvalidConfiguration;
-  constexpr size_t kWithoutOptIn = 48 << 10;
-  if (shape.shared_bytes > kWithoutOptIn) {
-    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                    static_cast<int>(shape.shared_bytes));
-    if (status != cudaSuccess) return status;
-  }
+  const cudaError_t status = allow_shared_bytes(reinterpret_cast<const void*>(kernel), shape.shared_bytes);
+  if (status != cudaSuccess) return status;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(shape.tasks, shape.slices, shape.splits);
   config.blockDim = dim3(shape.threads);

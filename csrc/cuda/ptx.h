@@ -18,6 +18,13 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same, so that the compiler does not conclude anything from what is declared of it.
+__device__ inline uint32_t opaque_shared_address(const void* pointer) {
+  uint32_t address = shared_address(pointer);
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
 // Copies 16 bytes from global to shared memory some time before the wait for its group; zeros if not
 // `inside`.
 __device__ inline void cp_async_16(void* shared, const void* global, bool inside) {
@@ -76,6 +83,13 @@ __device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint3
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+// 2^x within 2 ulp; denormal results become 0.
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // Blocks that take turns: waits for this one's, until `turn` blocks have had theirs. What they wrote can be

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include "ptx.h"
+
 namespace flash_attn_ext::cuda {
 
 extern __shared__ __align__(1024) unsigned char shared_bytes[];
@@ -13,6 +15,8 @@ constexpr size_t kMaxSharedBytes = 99 << 10, kMaxHopperSharedBytes = 227 << 10;
 template <class Plan, size_t kMaxBytes = kMaxSharedBytes>
 __device__ Plan& shared_memory() {
   static_assert(sizeof(Plan) <= kMaxBytes && alignof(Plan) <= 1024);
+  // TMA and wgmma swizzle by the address itself: a base off by 128 bytes would give wrong values in silence.
+  if (ptx::opaque_shared_address(shared_bytes) % alignof(Plan) != 0) __trap();
   return *reinterpret_cast<Plan*>(shared_bytes);
 }
 

@@ -100,6 +100,13 @@ __device__ void async_copy(float* out, bool waits, bool meets) {
 __global__ void correct_async_copy(float* out) { async_copy(out, true, true); }
 __global__ void async_copy_without_wait(float* out) { async_copy(out, false, true); }
 __global__ void async_copy_without_barrier(float* out) { async_copy(out, true, false); }
+__global__ void async_copy_at_the_end(float* out) {
+  out[blockIdx.x * kThreads + threadIdx.x] = 0;
+  __syncthreads();
+  flash_attn_ext::cuda::ptx::cp_async_4(&shared().value[threadIdx.x],
+                                        out + blockIdx.x * kThreads + threadIdx.x, true);
+  flash_attn_ext::cuda::ptx::cp_async_commit();
+}
 
 // Threads that add to one element, of what thread 0 has written.
 __device__ void atomic_adds(float* out, bool writes, bool meets, bool reads) {
@@ -141,6 +148,7 @@ const struct {
     {"correct_async_copy", correct_async_copy},
     {"async_copy_without_wait", async_copy_without_wait},
     {"async_copy_without_barrier", async_copy_without_barrier},
+    {"async_copy_at_the_end", async_copy_at_the_end},
 #define FA_HOPPER(name) {#name, faulty_hopper::name}
     FA_HOPPER(correct_addition),
     FA_HOPPER(addition_without_proxy_fence),
@@ -152,6 +160,9 @@ const struct {
     FA_HOPPER(turn_not_waited_for),
     FA_HOPPER(turn_passed_too_early),
     FA_HOPPER(turn_not_passed),
+    FA_HOPPER(correct_copy),
+    FA_HOPPER(copy_not_waited_for),
+    FA_HOPPER(bytes_that_never_come),
     FA_HOPPER(correct_named_barrier),
     FA_HOPPER(named_barrier_of_too_many),
 #define FA_WARPGROUPS(name) {#name, faulty_hopper::name, 3 * 128}

@@ -95,6 +95,22 @@ __global__ void turn_not_waited_for(float*) { add_in_turn(false, true, true); }
 __global__ void turn_passed_too_early(float*) { add_in_turn(true, false, true); }
 __global__ void turn_not_passed(float*) { add_in_turn(true, true, false); }
 
+// A copy to shared memory. The block may end before it has landed, or before all bytes have come that the
+// barrier was told of.
+__device__ inline void copy(bool copies, bool waits) {
+  constexpr int kCopied = kThreads / 2;
+  auto& full = *reinterpret_cast<ptx::Barrier*>(terms() + kCopied);
+  if (threadIdx.x != 0) return;
+  ptx::barrier_init(full, 1);
+  ptx::barrier_init_fence();
+  ptx::barrier_arrive_expecting(full, kCopied * sizeof(float));
+  if (copies) ptx::load_bytes(terms(), global.sums, kCopied * sizeof(float), full);
+  if (waits) ptx::barrier_wait(full, 0);
+}
+__global__ void correct_copy(float*) { copy(true, true); }
+__global__ void copy_not_waited_for(float*) { copy(true, false); }
+__global__ void bytes_that_never_come(float*) { copy(false, false); }
+
 __global__ void correct_named_barrier(float* out) {
   const int t = threadIdx.x;
   terms()[t] = t;

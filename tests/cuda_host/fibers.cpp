@@ -202,10 +202,19 @@ void begin_block(dim3 block) {
   }
 }
 
-// A fiber runs until it meets others.
+// What the block's threads have left undone; empty if nothing.
+std::string what_is_in_flight() {
+  for (int n = 0; n < run.threads; ++n)
+    if (!fibers[n]->copies.empty())
+      return "the block ended before a copy by cp.async had been waited for: " + describe(n);
+  return hopper_end_block();
+}
+
+// A fiber runs until it meets others. A block's end is strict: its shared memory goes to the next block, so
+// nothing may still be on its way there.
 void run_block(dim3 block) {
   begin_block(block);
-  while (run.error.empty()) {
+  while (run.error.empty() && run.finished < run.threads) {
     Fiber* next = next_fiber();
     if (next) {
       switch_to(next);
@@ -213,7 +222,7 @@ void run_block(dim3 block) {
       break;
     }
   }
-  if (run.error.empty() && run.finished == run.threads) run.error = hopper_end_block();
+  if (run.error.empty() && run.finished == run.threads) run.error = what_is_in_flight();
   if (run.error.empty() && run.finished < run.threads) run.error = describe_deadlock();
   if (!run.error.empty())
     for (auto& fiber : fibers) fiber->started = false;  // left in the middle of the kernel
@@ -230,6 +239,7 @@ std::string name_of(const void* kernel) {
 }
 
 std::map<const void*, int> dynamic_shared_limit;  // set by cudaFuncSetAttribute
+int64_t attributes_set = 0;
 
 }  // namespace
 
@@ -348,12 +358,17 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
 
 }  // namespace cuda_host
 
+void __trap() { cuda_host::fail("trap: " + cuda_host::describe(cuda_host::current->thread)); }
+
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
   return cuda_host::set_buffer(data, value, bytes) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
+  ++cuda_host::attributes_set;
   if (value < 0 || static_cast<size_t>(value) > cuda_host::kMaxSharedBytes) return cudaErrorInvalidValue;
   cuda_host::dynamic_shared_limit[kernel] = value;
   return cudaSuccess;
 }
+
+extern "C" int64_t attributes_set() { return cuda_host::attributes_set; }

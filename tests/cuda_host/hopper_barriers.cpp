@@ -159,6 +159,9 @@ std::string hopper_end_block() {
     if (!thread.products.empty()) return "the block ended before a wgmma was waited for";
   for (const BulkAdd& add : block.adds)
     if (!add.has_read) return "the block ended before a bulk copy had read its source";
+  for (const auto& [address, barrier] : block.barriers)
+    if (barrier.bytes_expected != 0)
+      return "the block ended before an mbarrier had the bytes that it expects";
   for (size_t n = 0; n < block.threads.size(); ++n) land_adds(n, block.threads[n].bulk_groups + 1);
   return "";
 }

@@ -5,6 +5,7 @@
 //     barriers' fence.
 //   - An addition to global memory reads its source when its thread waits for that, and is done when the
 //     thread waits for it or the block ends. Until the former nobody may write to the source.
+//   - A block that ends before a copy has landed, or before an addition has read its source, is an error.
 #pragma GCC optimize("O3")
 
 #include <algorithm>

@@ -7,6 +7,7 @@ namespace cuda_host {
 namespace {
 
 int compute_capability[2] = {8, 0};
+int64_t lookups = 0;
 
 }  // namespace
 }  // namespace cuda_host
@@ -26,13 +27,14 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
   }
   for (int n = 0; n < CUtensorMap::kRank - 1; ++n) {
     map->stride[n] = stride[n];
-    valid = valid && stride[n] > 0 && stride[n] % 16 == 0 && stride[n] < uint64_t{1} << 40;
+    valid = valid && stride[n] >= size[0] * 2 && stride[n] % 16 == 0 && stride[n] < uint64_t{1} << 40;
   }
   return valid ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
                                              unsigned long long, cudaDriverEntryPointQueryResult* result) {
+  ++cuda_host::lookups;
   const bool found = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
   *function = found ? reinterpret_cast<void*>(cuTensorMapEncodeTiled) : nullptr;
   *result = found ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
@@ -48,6 +50,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = cuda_host::compute_capability[attribute == cudaDevAttrComputeCapabilityMinor];
   return cudaSuccess;
 }
+
+extern "C" int64_t driver_lookups() { return cuda_host::lookups; }
 
 extern "C" void set_compute_capability(int major, int minor) {
   cuda_host::compute_capability[0] = major;

@@ -1,5 +1,7 @@
 // The instructions of csrc/cuda/ptx.h, and stmatrix, as the PTX manual defines them.
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "fibers.h"
@@ -11,6 +13,9 @@
 namespace cuda_host {
 
 namespace {
+
+int64_t exponentials = 0;
+uint32_t shared_base = 1024;
 
 // A copy lands as late as it may, at the wait for its group. Until then its target holds NaN, and touching it
 // is an error.
@@ -152,7 +157,27 @@ void release_turn(int* turns) {
   ++*turns;
 }
 
+// As far off as the PTX manual allows: by up to 2^-22, and denormals are 0. The same for the same x.
+float exp2_fast(float x) {
+  ++exponentials;
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const double error = static_cast<int32_t>(bits * 2654435761u) * 0x1p-31 * 0x1p-22;
+  const float y = static_cast<float>(std::exp2(static_cast<double>(x)) * (1 + error));
+  return y < std::numeric_limits<float>::min() ? 0 : y;  // NaN stays
+}
+
+uint32_t opaque_shared_address(const void* pointer) { return shared_address(pointer) + shared_base; }
+
 }  // namespace cuda_host
+
+extern "C" {
+// How many exponentials have been computed: a measure of the work, also of what is computed once more.
+int64_t exponentials() { return cuda_host::exponentials; }
+float exp2_fast(float x) { return cuda_host::exp2_fast(x); }
+// Where a block's shared memory begins, for all launches from now on.
+void set_shared_base(uint32_t base) { cuda_host::shared_base = base; }
+}
 
 float atomicAdd(float* sum, float x) {
   cuda_host::add_to_global(sum, sizeof(float), __builtin_return_address(0));

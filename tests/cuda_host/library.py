@@ -91,7 +91,9 @@ class Library:
             getattr(self.c, name).restype = ctypes.c_char_p
         for name in ("forward_workspace", "backward_workspace"):
             getattr(self.c, name).restype = ctypes.c_size_t
-        self.c.sm80_recomputed_tiles.restype = i64
+        for name in ("sm80_recomputed_tiles", "exponentials", "attributes_set", "driver_lookups"):
+            getattr(self.c, name).restype = i64
+        self.c.exp2_fast.argtypes, self.c.exp2_fast.restype = [ctypes.c_float], ctypes.c_float
         self.c.register_buffer.argtypes = [pointer, i64, i64, ctypes.c_char_p, ctypes.c_bool, ctypes.c_bool]
         self.c.seed_order.argtypes = [u64]
         assert self.c.attention_params_bytes() == ctypes.sizeof(AttentionParams)

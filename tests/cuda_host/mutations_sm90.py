@@ -23,12 +23,13 @@ from cuda_host.mutations import judge, link
 from flash_attn_ext import flash_attn
 
 CUDA = library.ROOT / "csrc" / "cuda"
-FORWARD = ["sm90/pipeline.cuh", "sm90/forward.cuh"]
-BACKWARD = ["sm90/backward.cuh", "sm90/backward_tile.cuh"]
+FORWARD = ["sm90/pipeline.cuh", "sm90/forward.cuh", "sm90/epilogue.cuh"]
+BACKWARD = ["sm90/backward.cuh", "sm90/backward_tile.cuh", "sm90/recompute.cuh"]
 SEEDS = 3
 STATEMENT = (
     r"(?:ptx::(?:barrier_\w+|wgmma_(?:fence|commit|wait)|named_barrier_sync|proxy_fence|bulk_commit|bulk_wait\w*"
     r"|wait_for_turn|pass_turn)(?:<[^>]*>)?|__syncthreads|__syncwarp|shared\.\w+\.release)\([^;]*\)"
+    r"|if \(range\.tiles == 0\) return"
 )
 
 # One dtype is enough, and one head dimension of each form: the others are the same text.
@@ -101,32 +102,41 @@ def build(folder, built):
 
 
 def forward_results(path, seed):
-    """A call of two blocks, the second of them with warpgroups without rows, and seven tiles of keys."""
+    """A call of two blocks, the second of them with warpgroups without rows, and seven tiles of keys; then one whose
+    first block sees no key, and with a NaN that most rows must not see."""
     torch.manual_seed(0)
     q = torch.randn(1, 1, 200, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 850, 64, dtype=torch.bfloat16) for _ in range(2))
+    poisoned = v[:, :, :4].clone()
+    poisoned[:, :, 3, 5:] = torch.nan
     with torch.no_grad(), on_hopper(path, seed) as loaded:
-        out, lse = flash_attn(q, k, v, return_lse=True)
+        results = flash_attn(q, k, v, return_lse=True)
+        results += flash_attn(q, k[:, :, :4], poisoned, causal="lower_right", return_lse=True)
         assert b"sm90::forward_kernel" in loaded.c.last_kernel()
         loaded.c.set_compute_capability(8, 0)
-    return out, lse
+    return [t.nan_to_num() for t in results]
 
 
 def backward_results(path, seed):
-    """Two blocks, of which each has three tiles of queries; then the same with columns split."""
-    return [grad for shape in ((260, 130, 64), (130, 66, 256)) for grad in gradients(path, seed, *shape)]
+    """Two blocks, of which each has three tiles of queries; then the same with columns split; then with NaN that
+    some rows and keys must not see."""
+    shapes = ((260, 130, 64, False), (130, 66, 256, False), (20, 20, 64, True))
+    return [grad.nan_to_num() for shape in shapes for grad in gradients(path, seed, *shape)]
 
 
-def gradients(path, seed, seqlen_q, seqlen_k, head_dim):
+def gradients(path, seed, seqlen_q, seqlen_k, head_dim, poisoned):
     torch.manual_seed(0)
     q, dout = (torch.randn(1, 1, seqlen_q, head_dim, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.randn(1, 1, seqlen_k, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    if poisoned:
+        k[:, :, 10, 5:] = q[:, :, 10, 5:] = torch.nan
     # The forward has only one head dimension here, and the backward need not have its results.
     out, lse = torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[:3])
     with on_hopper(path, seed) as loaded:
         grads = torch.ops.flash_attn_ext.attention_backward(
-            dout, None, q, k, v, None, None, None, out, lse, grad_mask=[True, True, True, False, False]
-        )
+            dout, None, q, k, v, None, None, None, out, lse, causal=poisoned,
+            grad_mask=[True, True, True, False, False],
+        )  # fmt: skip
         assert b"sm90::dq_kernel" in loaded.c.last_kernel()
         loaded.c.set_compute_capability(8, 0)
     return grads[:3]

@@ -180,13 +180,13 @@ __device__ void take_out_non_finite_rows(const float (&weights)[kRowTiles][2][4]
 // Leaves the (m, l, O) of one of the warp's row tiles where the block finds them.
 template <class C>
 __device__ void store_results(const RowStatistics& statistics, const float (&out)[C::kHeadDim / 8][4],
-                              int first_row, int count, WarpMemory<C>& mine) {
+                              float scale2, int first_row, int count, WarpMemory<C>& mine) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + lane() / 4 + 8 * r;
     const float sum = quad_total(statistics.sum[r]);
     if (row >= count) continue;
-    if (lane() % 4 == 0) mine.max[row] = statistics.max[r], mine.sum[row] = sum;
+    if (lane() % 4 == 0) mine.max[row] = statistics.max[r] * scale2, mine.sum[row] = sum;
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n)
       *reinterpret_cast<float2*>(&mine.out[row][8 * n + lane() % 4 * 2]) =
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   ptx::cp_async_wait<2 * kAhead>();  // this thread's part of q has landed
   __syncthreads();                   // everyone's part has
 
-  const auto scale = product_scale<float>(p);
+  const ScoreScale scale(p);
   RowStatistics statistics[C::kRowTiles];
   float out[C::kRowTiles][C::kHeadDim / 8][4] = {};
   for (int64_t j0 = first; j0 < end; j0 += kDecodeBlockKeys) {
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
       const DecodePlace at{b, rows[r], j0, end};
       attends[r] = finish_scores(p, scale, at, hides || j_end < j0 + kWarpKeys, scores[r]);
       float factor[2];
-      statistics[r].update(scores[r], factor);
+      statistics[r].update(scale, scores[r], factor);
       if (p.dropout) drop_weights(p, at, scores[r]);  // after the row sum: it acts on the normalised P
 #pragma unroll
       for (int n = 0; n < C::kHeadDim / 8; ++n)
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r)
-    store_results(statistics[r], out[r], kMmaRows * r, block_rows.count, mine);
+    store_results(statistics[r], out[r], scale.in_softmax(), kMmaRows * r, block_rows.count, mine);
   __syncthreads();  // all warps' results are there
   finish_block(p, shared, block_rows, plan.splits, partials);
 }

@@ -114,11 +114,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::cp_async_commit();  // ends the group of v
   };
 
-  shared.q.template load_async<C::kThreads>(p.q, b, h, i0, z.seqlen_q, z.head_dim);
+  if (begin < keys.end)  // else nobody waits for q
+    shared.q.template load_async<C::kThreads>(p.q, b, h, i0, z.seqlen_q, z.head_dim);
   load_k(begin, 0);  // one group with q
   if (kDouble) load_v(begin, 0);
 
-  const auto scale = product_scale<float>(p);
+  const ScoreScale scale(p);
   RowStatistics statistics;
   float out[C::kHeadDim / 8][4] = {};
   int buffer = 0;
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     multiply_rows(shared.q, shared.k[buffer], scores);
     const uint32_t attends = finish_scores(p, scale, at, partial, scores);
     float factor[2];
-    statistics.update(scores, factor);
+    statistics.update(scale, scores, factor);
     if (p.dropout) drop_weights(p, key, at, head, scores);  // after the row sum: it acts on the normalised P
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n)
@@ -162,7 +163,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const Place at_end{z, b, h, i0, 0};  // of the results: their columns in place of keys
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const RowResult<float> result = finish_row(statistics.max[r], quad_total(statistics.sum[r]));
+    const RowResult<float> result =
+        finish_row(statistics.max[r] * scale.in_softmax(), quad_total(statistics.sum[r]));
     const float out_factor =
         result.out_factor * (p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f);
     const int64_t i = at_end.query(2 * r);

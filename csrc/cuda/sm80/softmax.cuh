@@ -7,16 +7,30 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// Products become score2. Masked ones get -inf; bit 4 n + e of the result: that element attends. `scale` is
-// product_scale(). A Place knows where element e of accumulator n lies: batch(), head(e), query(e),
-// key(n, e), inside(n, e).
+// When products are multiplied with product_scale(), which makes score2 of them: first, where softcap, ALiBi or
+// a mask come after it; else in the softmax, whose exponent then takes one instruction. A negative scale comes
+// first too, because the maximum of products is not that of scores then.
+struct ScoreScale {
+  bool is_first;
+  float scale;
+
+  __device__ explicit ScoreScale(const AttentionParams& p)
+      : is_first(!(p.scale > 0) || p.softcap > 0 || p.alibi || p.mask), scale(product_scale<float>(p)) {}
+  __device__ float in_softmax() const { return is_first ? 1.0f : scale; }
+};
+
+// Products become what the softmax takes. Masked ones get -inf; bit 4 n + e of the result: that element
+// attends. A Place knows where element e of accumulator n lies: batch(), head(e), query(e), key(n, e),
+// inside(n, e).
 template <int N, class Place>
-__device__ uint32_t finish_scores(const AttentionParams& p, float scale, const Place& at, bool partial,
-                                  float (&scores)[N][4]) {
+__device__ uint32_t finish_scores(const AttentionParams& p, const ScoreScale& scale, const Place& at,
+                                  bool partial, float (&scores)[N][4]) {
+  if (scale.is_first) {
 #pragma unroll
-  for (int n = 0; n < N; ++n)
+    for (int n = 0; n < N; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
+      for (int e = 0; e < 4; ++e) scores[n][e] *= scale.scale;
+  }
   if (!partial && !(p.softcap > 0) && !p.alibi) return ~uint32_t{0};
 
   uint32_t attends = 0;
@@ -32,26 +46,30 @@ __device__ uint32_t finish_scores(const AttentionParams& p, float scale, const P
   return attends;
 }
 
-// Running statistics of the thread's two rows; the sum is the thread's own share until the end.
+// Running statistics of the thread's two rows; the sum is the thread's own share until the end. The maximum is
+// of what finish_scores() leaves: times in_softmax() it is one of score2.
 struct RowStatistics {
   float max[2] = {-kInf<float>, -kInf<float>}, sum[2] = {0, 0};
 
   // Scores become P. factor[r] is what earlier results of the row are multiplied with.
   template <int N>
-  __device__ void update(float (&scores)[N][4], float (&factor)[2]) {
+  __device__ void update(const ScoreScale& score_scale, float (&scores)[N][4], float (&factor)[2]) {
+    const float scale = score_scale.in_softmax();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float new_max = max[r];
 #pragma unroll
       for (int n = 0; n < N; ++n) new_max = larger(larger(new_max, scores[n][2 * r]), scores[n][2 * r + 1]);
       new_max = quad_maximum(new_max);
-      const float reference = new_max == -kInf<float> ? 0.0f : new_max;  // nothing visible so far: P is 0
-      factor[r] = std::exp2(max[r] - reference);
+      // Nothing visible so far: P is 0.
+      const float reference = new_max == -kInf<float> ? 0.0f : new_max * scale;
+      factor[r] = ptx::exp2_fast(fmaf(max[r], scale, -reference));
       sum[r] *= factor[r];
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) sum[r] += scores[n][e] = std::exp2(scores[n][e] - reference);
+        for (int e = 2 * r; e < 2 * r + 2; ++e)
+          sum[r] += scores[n][e] = ptx::exp2_fast(fmaf(scores[n][e], scale, -reference));
       max[r] = new_max;
     }
   }

@@ -227,7 +227,8 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     ptx::wgmma_wait<0>(dk);                                          // dk is complete, Q has been read
     shared.q.release(n);                                             // Q may be overwritten
   }
-  finish_keys<In, kHeadDim>(p, a.w, range.b, range.h_kv, warp_key, own_column, dk, dv);
+  const Range rows{int64_t{range.first_tile} * kRows, (int64_t{range.first_tile} + range.row_tiles) * kRows};
+  finish_keys<In, kHeadDim>(p, a.w, range.b, range.h_kv, warp_key, own_column, rows, dk, dv);
 }
 
 template <class In, int kHeadDim, class Config = Backward<In, kHeadDim>>

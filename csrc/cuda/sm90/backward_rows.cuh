@@ -75,12 +75,8 @@ __global__ void __launch_bounds__(kWarpgroup) dq_kernel(const BackwardParams p, 
     dq[4 * n + 2] = four.z * scale;
     dq[4 * n + 3] = four.w * scale;
   }
-  const uint32_t nan_rows = rows_with_nan(dq);
-  store_rows<In>(p.dq, b, h, warp_row, z.seqlen_q, nan_rows, dq);
-#pragma unroll 1
-  for (int n = 0; n < kWarpRows; ++n)
-    if ((nan_rows >> n & 1) && warp_row + n < z.seqlen_q)
-      query_gradient_alone<In, kHeadDim>(p, w, b, h, warp_row + n);
+  store_rows<In>(p.dq, b, h, warp_row, z.seqlen_q, dq);
+  repair_queries<In, kHeadDim>(p, w, b, h, warp_row, rows_with_nan(dq));
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -107,23 +107,20 @@ __device__ void store_sums(float (&sums)[kFours][kWarpgroup][4], const float (&d
         make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
 
-// Writes a warp's 16 rows of dK and dV, as far as they exist, from `first_column` on.
+// Writes a warp's 16 rows of dK and dV, as far as they exist, from `first_column` on. `tiles`: the query rows
+// of the block's tiles.
 template <class In, int kHeadDim, int kElements>
 __device__ void finish_keys(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
-                            int64_t warp_key, int first_column, float (&dk)[kElements],
+                            int64_t warp_key, int first_column, Range tiles, float (&dk)[kElements],
                             const float (&dv)[kElements]) {
   const int64_t length = p.sizes.seqlen_k;
   const float scale = static_cast<float>(p.scale);
 #pragma unroll
   for (int n = 0; n < kElements; ++n) dk[n] *= scale;
-  const uint32_t nan_rows = rows_with_nan(dk) | rows_with_nan(dv);
-  if (p.dk) store_rows<In>(p.dk, b, h_kv, warp_key, length, nan_rows, dk, first_column);
-  if (p.dv) store_rows<In>(p.dv, b, h_kv, warp_key, length, nan_rows, dv, first_column);
-#pragma unroll 1
-  for (int n = 0; n < kWarpRows; ++n)
-    if ((nan_rows >> n & 1) && warp_key + n < length)
-      key_gradients_alone<In, kHeadDim>(p, w, b, h_kv, warp_key + n, first_column,
-                                        first_column + 2 * kElements);
+  if (p.dk) store_rows<In>(p.dk, b, h_kv, warp_key, length, dk, first_column);
+  if (p.dv) store_rows<In>(p.dv, b, h_kv, warp_key, length, dv, first_column);
+  repair_keys<In, kHeadDim>(p, w, b, h_kv, warp_key, tiles, rows_with_nan(dk) | rows_with_nan(dv),
+                            first_column, first_column + 2 * kElements);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

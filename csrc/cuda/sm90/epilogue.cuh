@@ -1,23 +1,27 @@
 // From accumulators to out and lse.
 #pragma once
 
+#include "../../core/mask.h"
 #include "../lanes.cuh"
+#include "nan_rows.cuh"
 #include "rows.cuh"
 #include "softmax.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// One row by the definition, by a warp. A weight 0 of a masked key times a NaN or Inf in its value row is
-// NaN; here what is masked is not read.
+// What of row i came out as NaN, once more, by a warp: from the keys that the row sees, and only those. A
+// column that is rightly NaN is so from the key on that makes it so; when no other column is left, the rest of
+// the keys is not read.
 template <class In, int kHeadDim>
 __device__ void attend_alone(const AttentionParams& p, int64_t b, int64_t h, int64_t i, float scale2) {
   constexpr int kColumns = kHeadDim / 32;
   const int64_t h_kv = p.sizes.kv_head(h);
   const int lane = threadIdx.x % 32;
   const In* q = p.q.row<In>(b, h, i);
+  NanColumns<In, kHeadDim> columns(p.out, b, h, i);
   float max = -kInf<float>, sum = 0, out[kColumns] = {};
   const Range seen = visible_keys(p.band, i, i + 1, p.sizes.seqlen_k);
-  for (int64_t j = seen.begin; j < seen.end; ++j) {
+  for (int64_t j = seen.end - 1; j >= seen.begin && columns.any_open(out); --j) {
     const In *k = p.k.row<In>(b, h_kv, j), *v = p.v.row<In>(b, h_kv, j);
     float product = 0;
 #pragma unroll
@@ -31,15 +35,34 @@ __device__ void attend_alone(const AttentionParams& p, int64_t b, int64_t h, int
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) out[n] = out[n] * factor + weight * widen(v[lane + 32 * n]);
   }
-  const float factor = finish_row(max * scale2, sum).out_factor;
-#pragma unroll
-  for (int n = 0; n < kColumns; ++n) p.out.row<In>(b, h, i)[lane + 32 * n] = round_to<In>(out[n] * factor);
+  columns.store(p.out, b, h, i, finish_row(max * scale2, sum).out_factor, out);
 }
 
-// Writes a warp's 16 rows, as far as they exist.
+// The weight 0 of a hidden key times a NaN or Inf in its value row is NaN. So if a value row is not finite
+// that the products had from one of these rows' hidden keys, in the key tiles [begin, end), the rows
+// that came out as NaN are computed once more. Every other NaN comes from a visible key.
+template <class In, int kHeadDim>
+__device__ void repair_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, Range tiles,
+                            uint32_t nan_rows, float scale2) {
+  const Sizes& z = p.sizes;
+  const int64_t rows = smaller<int64_t>(kWarpRows, z.seqlen_q - warp_row);
+  if (nan_rows == 0 || rows <= 0) return;
+  const Range first = visible_keys(p.band, warp_row, warp_row + 1, z.seqlen_k);
+  const Range last = visible_keys(p.band, warp_row + rows - 1, warp_row + rows, z.seqlen_k);
+  const int64_t h_kv = z.kv_head(h), end = smaller<int64_t>(tiles.end, z.seqlen_k);
+  if (!has_non_finite_rows<In, kHeadDim>(p.v, b, h_kv, {tiles.begin, smaller<int64_t>(last.begin, end)}) &&
+      !has_non_finite_rows<In, kHeadDim>(p.v, b, h_kv, {larger<int64_t>(first.end, tiles.begin), end}))
+    return;
+  __syncwarp();  // each lane sees what the others have stored of a row
+#pragma unroll 1
+  for (int n = 0; n < rows; ++n)
+    if (nan_rows >> n & 1) attend_alone<In, kHeadDim>(p, b, h, warp_row + n, scale2);
+}
+
+// Writes a warp's 16 rows, as far as they exist. `tiles`: the keys of the block's tiles.
 template <class In, int kHeadDim>
 __device__ void finish_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, float scale2,
-                            const RowStatistics& statistics, float (&o)[kHeadDim / 2]) {
+                            Range tiles, const RowStatistics& statistics, float (&o)[kHeadDim / 2]) {
   const Sizes& z = p.sizes;
   RowResult<float> results[2];
 #pragma unroll
@@ -54,12 +77,8 @@ __device__ void finish_rows(const AttentionParams& p, int64_t b, int64_t h, int6
     if (i < z.seqlen_q && first_column_in_eight() == 0)
       static_cast<float*>(p.lse)[(b * z.heads + h) * z.seqlen_q + i] = results[r].lse;
   }
-  const uint32_t nan_rows = rows_with_nan(o);
-  store_rows<In>(p.out, b, h, warp_row, z.seqlen_q, nan_rows, o);
-#pragma unroll 1
-  for (int n = 0; n < kWarpRows; ++n)
-    if ((nan_rows >> n & 1) && warp_row + n < z.seqlen_q)
-      attend_alone<In, kHeadDim>(p, b, h, warp_row + n, scale2);
+  store_rows<In>(p.out, b, h, warp_row, z.seqlen_q, o);
+  repair_rows<In, kHeadDim>(p, b, h, warp_row, tiles, rows_with_nan(o), scale2);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -95,6 +95,7 @@ __device__ void load_next(Pipeline<Tile>& pipeline, int n, const CUtensorMap& ma
 
 template <class Config>
 __device__ void produce(const ForwardArguments& a, const BlockRange& range, typename Config::Shared& shared) {
+  if (range.tiles == 0) return;  // nobody waits for Q: it would land in the next block's memory
   load_tile(shared.q, a.q, range.first_row, range.h, range.b, shared.q_full);
   for (int n = 0; n < range.tiles; ++n) {
     const int key = range.first_key + n * Config::kKeys;
@@ -177,7 +178,8 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
     start_output<In, Config>(weights, v, o);
     ptx::wgmma_wait<0>(o);  // o is complete
   }
-  finish_rows<In, kHeadDim>(p, range.b, range.h, warp_row, scale2, statistics, o);
+  const Range tiles{range.first_key, int64_t{range.first_key} + range.tiles * kKeys};
+  finish_rows<In, kHeadDim>(p, range.b, range.h, warp_row, scale2, tiles, statistics, o);
 }
 
 template <class In, int kHeadDim, class Config = Forward<In, kHeadDim>>

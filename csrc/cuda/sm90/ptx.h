@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cuda/ptx>
 
+#include "../ptx.h"
 #include "wgmma.h"
 
 namespace flash_attn_ext::cuda::ptx {
@@ -124,10 +125,6 @@ __device__ inline void claim_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // Two neighbours of a row, rounded, as they lie in memory.
 template <class In>
 __device__ inline uint32_t pack(float first, float second) {
@@ -139,13 +136,6 @@ __device__ inline uint32_t pack(float first, float second) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
   }
   return bits;
-}
-
-// 2^x within 2 ulp; denormal results become 0.
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 }  // namespace flash_attn_ext::cuda::ptx

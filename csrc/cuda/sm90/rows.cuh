@@ -30,26 +30,14 @@ __device__ inline void transpose_in_four(uint32_t (&x)[4]) {
   }
 }
 
-// Bit n: row n of the warp holds a NaN, rightly or because 0 x NaN of a masked element is NaN.
-template <int kElements>
-__device__ uint32_t rows_with_nan(const float (&x)[kElements]) {
-  uint32_t rows = 0;
-#pragma unroll
-  for (int n = 0; n < kElements; ++n) rows |= uint32_t{x[n] != x[n]} << (first_row_in_warp() + n / 2 % 2 * 8);
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) rows |= __shfl_xor_sync(0xffffffffu, rows, lanes);
-  return rows;
-}
-
-// Writes a warp's 16 rows, rounded, as far as they exist and are not in `left_out`; from `first_column` on.
+// Writes a warp's 16 rows, rounded, as far as they exist, from `first_column` on.
 template <class In, int kElements>
 __device__ void store_rows(const Tensor4& t, int64_t b, int64_t h, int64_t warp_row, int64_t length,
-                           uint32_t left_out, const float (&x)[kElements], int first_column = 0) {
+                           const float (&x)[kElements], int first_column = 0) {
   // Of 32 columns, the four threads of a row hold pairs in each eight; each then stores one eight.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row_in_warp = first_row_in_warp() + 8 * r;
-    const int64_t i = warp_row + row_in_warp;
+    const int64_t i = warp_row + first_row_in_warp() + 8 * r;
 #pragma unroll
     for (int c = 0; c < 2 * kElements; c += 32) {
       uint32_t pairs[4];
@@ -59,7 +47,7 @@ __device__ void store_rows(const Tensor4& t, int64_t b, int64_t h, int64_t warp_
         pairs[n] = ptx::pack<In>(x[at], x[at + 1]);
       }
       transpose_in_four(pairs);
-      if (i < length && !(left_out >> row_in_warp & 1))
+      if (i < length)
         *reinterpret_cast<uint4*>(t.row<In>(b, h, i) + first_column + c + 4 * first_column_in_eight()) =
             make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }

@@ -4,26 +4,43 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <mutex>
+
 #include "../../core/params.h"
 #include "panels.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// A box is `rows` rows of one panel. The driver's encoder is found at run time: libcuda is not linked.
-inline cudaError_t encode_tensor_map(CUtensorMap& map, const Tensor4& t, DType dtype, int64_t columns,
-                                     int64_t length, int64_t heads, int64_t batch, uint32_t rows) {
+using TensorMapEncoder = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's encoder, looked up once in a process: libcuda is not linked.
+inline cudaError_t find_encoder(TensorMapEncoder& encode) {
+  static std::mutex mutex;
+  static TensorMapEncoder known = nullptr;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if ((encode = known)) return cudaSuccess;
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
   const cudaError_t status =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
   if (status != cudaSuccess) return status;
   if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-  const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  encode = known = reinterpret_cast<TensorMapEncoder>(found);
+  return cudaSuccess;
+}
+
+// A box is `rows` rows of one panel.
+inline cudaError_t encode_tensor_map(CUtensorMap& map, const Tensor4& t, DType dtype, int64_t columns,
+                                     int64_t length, int64_t heads, int64_t batch, uint32_t rows) {
+  TensorMapEncoder encode;
+  const cudaError_t status = find_encoder(encode);
+  if (status != cudaSuccess) return status;
 
   constexpr int kRank = 4, kElementBytes = 2;
-  // A dimension of one element is never stepped along; its stride still has to be one that TMA takes.
-  const auto bytes = [](int64_t size, int64_t stride) -> cuuint64_t {
-    return size == 1 ? kPanelRowBytes : stride * kElementBytes;
+  // A dimension of one element is never stepped along; its stride still has to be one that the driver takes:
+  // a multiple of 16 bytes, and no less than a row.
+  const auto bytes = [columns](int64_t size, int64_t stride) {
+    return static_cast<cuuint64_t>((size == 1 ? columns : stride) * kElementBytes);
   };
   const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
   const cuuint64_t sizes[kRank] = {size(columns), size(length), size(heads), size(batch)};

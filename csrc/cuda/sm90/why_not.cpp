@@ -5,14 +5,22 @@
 namespace flash_attn_ext::cuda::sm90 {
 namespace {
 
-// TMA takes tensors that start at a multiple of 16 bytes and step by multiples of 16 bytes, below 2^40.
-bool tma_takes(const Tensor4& t, int64_t length, int64_t heads, int64_t batch) {
+// TMA takes tensors that start at a multiple of 16 bytes and step by multiples of 16 bytes, below 2^40 and no
+// less than a row.
+bool tma_takes(const Tensor4& t, int64_t columns, int64_t length, int64_t heads, int64_t batch) {
   constexpr int64_t kBytes = 16, kElements = 8, kMaxStride = int64_t{1} << 39;
-  const auto step = [](int64_t stride, int64_t size) {
-    return size == 1 || (stride > 0 && stride % kElements == 0 && stride < kMaxStride);
+  const auto step = [columns](int64_t stride, int64_t size) {
+    return size == 1 || (stride >= columns && stride % kElements == 0 && stride < kMaxStride);
   };
   return reinterpret_cast<uintptr_t>(t.data) % kBytes == 0 && step(t.stride_s, length) &&
          step(t.stride_h, heads) && step(t.stride_b, batch);
+}
+
+bool takes_queries(const Tensor4& t, const Sizes& z, int64_t columns) {
+  return tma_takes(t, columns, z.seqlen_q, z.heads, z.batch);
+}
+bool takes_keys(const Tensor4& t, const Sizes& z, int64_t columns) {
+  return tma_takes(t, columns, z.seqlen_k, z.heads_kv, z.batch);
 }
 
 // By 16 bytes at a time.
@@ -35,7 +43,8 @@ const char* why_not_either(const AttentionParams& p) {
   return nullptr;
 }
 
-constexpr const char* kNotAligned = "sm90: a tensor is not aligned to 16 bytes, or is broadcast";
+constexpr const char* kNotForTma =
+    "sm90: a tensor is not aligned to 16 bytes, or its rows are broadcast or overlap";
 
 }  // namespace
 
@@ -46,19 +55,19 @@ const char* why_not_forward(const AttentionParams& p) {
   if (!(p.scale > 0)) return "sm90: only a positive scale";
   if (z.seqlen_q <= kFewQueries || p.decode.num_splits > 1)
     return "sm90: does not split the keys of few queries";
-  if (!tma_takes(p.q, z.seqlen_q, z.heads, z.batch) || !tma_takes(p.k, z.seqlen_k, z.heads_kv, z.batch) ||
-      !tma_takes(p.v, z.seqlen_k, z.heads_kv, z.batch) || !tma_takes(p.out, z.seqlen_q, z.heads, z.batch))
-    return kNotAligned;
+  if (!takes_queries(p.q, z, z.head_dim) || !takes_keys(p.k, z, z.head_dim) ||
+      !takes_keys(p.v, z, z.head_dim_v) || !takes_queries(p.out, z, z.head_dim_v))
+    return kNotForTma;
   return nullptr;
 }
 
 const char* why_not_backward(const BackwardParams& p) {
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
-  if (!tma_takes(p.q, z.seqlen_q, z.heads, z.batch) || !tma_takes(p.k, z.seqlen_k, z.heads_kv, z.batch) ||
-      !tma_takes(p.v, z.seqlen_k, z.heads_kv, z.batch) || !tma_takes(p.dout, z.seqlen_q, z.heads, z.batch) ||
-      !is_aligned(p.out) || !is_aligned(p.dq) || !is_aligned(p.dk) || !is_aligned(p.dv))
-    return kNotAligned;
+  if (!takes_queries(p.q, z, z.head_dim) || !takes_keys(p.k, z, z.head_dim) ||
+      !takes_keys(p.v, z, z.head_dim_v) || !takes_queries(p.dout, z, z.head_dim_v) || !is_aligned(p.out) ||
+      !is_aligned(p.dq) || !is_aligned(p.dk) || !is_aligned(p.dv))
+    return kNotForTma;
   return nullptr;
 }
 

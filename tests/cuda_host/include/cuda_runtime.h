@@ -71,6 +71,9 @@ T take_from_lane(Site site, unsigned mask, T value, int source_lane) {
 
 }  // namespace cuda_host
 
+// Ends the launch: the kernel refuses to go on.
+void __trap();
+
 inline void __syncthreads(CUDA_HOST_SITE) { cuda_host::meet_block({"__syncthreads", file, line}, 0); }
 
 inline int __syncthreads_or(int value, CUDA_HOST_SITE) {

@@ -10,6 +10,7 @@
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "cuda_runtime.h"
+#include "ptx_on_host.h"
 
 #define __grid_constant__
 
@@ -40,7 +41,6 @@ int draw_ticket(int32_t* ticket);
 void wait_for_turn(Site site, const int32_t* turns, int turn);
 void pass_turn(Site site, int32_t* turns, int turn);
 void store_matrices(Site site, void* row, const uint32_t* r);
-uint32_t shared_address(const void* pointer);
 
 // d += a b, or d = a b: 64 x 16 by 16 x columns. `a` comes from shared memory if a_registers is null.
 // By rows: it has contiguous rows (b: columns) instead of contiguous k.
@@ -79,7 +79,6 @@ using cuda_host::bulk_wait;
 using cuda_host::bulk_wait_read;
 using cuda_host::draw_ticket;
 using cuda_host::proxy_fence;
-using cuda_host::shared_address;
 using cuda_host::wgmma_commit;
 using cuda_host::wgmma_fence;
 
@@ -139,7 +138,6 @@ uint32_t pack(float first, float second) {
   return bits;
 }
 
-inline float exp2_fast(float x) { return std::exp2(x); }
 inline void compute_before_wait(float, uint32_t) {}
 
 template <class In, int kCount>

@@ -19,6 +19,9 @@ void mma_m16n8k16(Site site, float* c, const uint32_t* a, uint32_t b0, uint32_t 
                   float (*widen)(uint16_t bits));
 void acquire_turn(Site site, const int* turns, int turn);
 void release_turn(int* turns);
+uint32_t shared_address(const void* pointer);
+uint32_t opaque_shared_address(const void* pointer);
+float exp2_fast(float x);
 
 template <class In>
 float widen_bits(uint16_t bits) {
@@ -37,7 +40,10 @@ namespace flash_attn_ext::cuda::ptx {
 using cuda_host::cp_async_16;
 using cuda_host::cp_async_4;
 using cuda_host::cp_async_commit;
+using cuda_host::exp2_fast;
+using cuda_host::opaque_shared_address;
 using cuda_host::release_turn;
+using cuda_host::shared_address;
 
 inline void acquire_turn(const int* turns, int turn, CUDA_HOST_SITE) {
   cuda_host::acquire_turn({"acquire_turn", file, line}, turns, turn);
