@@ -4,6 +4,7 @@ No GPU has run these kernels yet. Values are compared with the dense oracle; a f
 """
 
 import ctypes
+import random
 import re
 
 import pytest
@@ -134,6 +135,17 @@ def test_the_driver_is_asked_once(kernels):
     check_forward(kernels, *inputs)
     assert (kernels.c.attributes_set(), kernels.c.driver_lookups()) == asked
     assert asked[1] == 1
+
+
+def test_division_by_multiplication(kernels):
+    largest = 2**31 - 1
+    generator = random.Random(0)
+    divisors = [*range(1, 100), *(2**n + d for n in range(7, 31) for d in (-1, 0, 1)), largest]
+    for divisor in divisors:
+        multiple = largest // divisor * divisor
+        numbers = {0, 1, divisor - 1, divisor, multiple - 1, multiple, largest, generator.randrange(2**31)}
+        for n in numbers - {-1}:
+            assert kernels.c.quotient(n, divisor) == n // divisor
 
 
 def test_shared_memory_that_is_not_aligned_is_an_error(kernels):

@@ -1,9 +1,11 @@
-"""What ptxas makes of the sm90 kernels: no warning about wgmma or registers, and exponentials while a product runs.
+"""What ptxas makes of the sm90 kernels: no warning about wgmma or registers, exponentials while a product runs, no
+register touched while a product owns it, and no more instructions in a main loop than are listed here.
 
 Needs nvcc, and for the machine code the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm; no GPU.
 """
 
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -12,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import sass
 from test_cuda_compile import CUDA, NVCC, nvcc_flags
 
 SOURCES = sorted((CUDA / "sm90").glob("*.cu"))
@@ -22,6 +25,13 @@ FORWARD, BACKWARD = ([p for p in SOURCES if p.stem.startswith(way)] for way in (
 EXPONENTIALS = {64: 66, 128: 66, 256: 42}
 # Of the backward, the query rows of a warpgroup's S and the keys of a tile.
 BACKWARD_TILES = {64: (128, 128), 128: (64, 128), 256: (32, 64)}
+# Instructions of one iteration of the main loop, masks included, at most.
+MOST_INSTRUCTIONS = {
+    "forward_kernel": {64: 580, 128: 620, 256: 585},
+    "backward_kernel": {64: 920, 128: 580, 256: 504},
+}
+# Divisions and conversions, by which a compiler divides.
+DIVISION = re.compile(r"I2F|F2I|MUFU\.RCP|CALL")
 
 pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compile the CUDA kernels; there is no {NVCC}")
 
@@ -57,19 +67,42 @@ def compile_once(tmp_path_factory):
     return compiled
 
 
-def order_of(cubin, kernel, head_dim):
-    """What the kernel's machine code does, a letter an instruction."""
+@functools.cache
+def functions_of(cubin):
     environment = os.environ | {"PATH": os.pathsep.join([str(tool("nvdisasm").parent), os.environ["PATH"]])}
     command = [tool("cuobjdump"), "-sass", cubin]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    functions = [f for f in re.split(r"Function : ", text)[1:] if re.match(rf"\w*\d{kernel}I\w*?Li{head_dim}E", f)]
-    assert len(functions) == 1
-    code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", functions[0])
-    assert not [line for line in code if re.search(r"\b(LDL|STL)\b", line)]
+    return sass.functions(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+
+
+def code_of(cubin, kernel, head_dim):
+    """The kernel's instructions."""
+    found = [code for name, code in functions_of(cubin).items() if re.match(rf"\w*\d{kernel}I\w*?Li{head_dim}E", name)]
+    assert len(found) == 1
+    return found[0]
+
+
+def order_of(cubin, kernel, head_dim):
+    """What the kernel's machine code does, a letter an instruction."""
+    operations = [instruction.operation for instruction in code_of(cubin, kernel, head_dim)]
+    assert not {"LDL", "STL"} & {operation.split(".")[0] for operation in operations}
     marks = {"HGMMA": "P", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "W", "WARPGROUP.ARRIVE": "A", "USETMAXREG": "R"}
-    order = "".join(mark for line in code for word, mark in marks.items() if word in line)
+    order = "".join(mark for operation in operations for word, mark in marks.items() if operation.startswith(word))
     assert order.count("R") == 2
     return order.replace("R", "")
+
+
+def kernel_of(source):
+    return source.stem.split("_")[0] + "_kernel"
+
+
+def main_loop(cubin, kernel, head_dim):
+    """One iteration of a consumer."""
+    if kernel == "forward_kernel":
+        products = head_dim // 16 + (80 if head_dim == 256 else 128) // 16
+    else:
+        rows, keys = BACKWARD_TILES[head_dim]
+        products = 2 * (head_dim // 16) + 2 * (max(rows, 64) // 16) + keys // 16
+    return sass.main_loop(code_of(cubin, kernel, head_dim), products)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -98,6 +131,58 @@ def test_backward_machine_code(compile_once, source, head_dim):
     order = order_of(compile_once(source)[0], "backward_kernel", head_dim)
     rows, keys = BACKWARD_TILES[head_dim]
     columns, sums = "A" + "P" * (head_dim // 16), "A" + "P" * (max(rows, 64) // 16)
-    # S and dP; the exponentials while dP is on its way; dV, dQ and dK, each waited for alone.
-    schedule = columns * 2 + "W" + "E" * (64 * rows // 128) + "W" + sums + "A" + "P" * (keys // 16) + sums + "WWW"
+    # S and dP; the exponentials while dP is on its way; dV, dQ and dK, each waited for alone. Of split columns dK
+    # comes before dQ.
+    exponentials, last = "E" * (64 * rows // 128), "A" + "P" * (keys // 16)
+    schedule = columns * 2 + "W" + exponentials + "W" + sums
+    schedule += (sums + last if head_dim == 256 else last + sums) + "WWW"
     assert schedule in order, order
+
+
+@pytest.mark.parametrize("head_dim", EXPONENTIALS)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_main_loop(compile_once, source, head_dim):
+    kernel = kernel_of(source)
+    cubin = compile_once(source)[0]
+    loop = main_loop(cubin, kernel, head_dim)
+    assert len(loop) <= MOST_INSTRUCTIONS[kernel][head_dim]
+    assert not [str(i) for i in loop if DIVISION.match(i.operation)]
+    # Descriptors are stepped in uniform registers: nothing is moved there between the products of a batch.
+    products = [n for n, i in enumerate(loop) if i.operation.startswith("HGMMA")]
+    for a, b in itertools.pairwise(products):
+        if "gsb0" not in loop[a].operands:
+            assert not [str(i) for i in loop[a:b] if i.operation.startswith("R2UR")]
+    # Nothing before the first load and the first product divides either.
+    code = code_of(cubin, kernel, head_dim)
+    first = next(n for n, i in enumerate(code) if i.operation.startswith("HGMMA"))
+    assert not [str(i) for i in code[:first] if DIVISION.match(i.operation)]
+
+
+@pytest.mark.parametrize("source", FORWARD, ids=lambda path: path.stem)
+def test_output_is_scaled_under_the_scores_of_long_rows(compile_once, source):
+    loop = main_loop(compile_once(source)[0], "forward_kernel", 256)
+    products = [n for n, i in enumerate(loop) if i.operation.startswith("HGMMA")]
+    under_scores = loop[: products[256 // 16]]
+    assert sum(i.operation == "FMUL" for i in under_scores) >= 128
+
+
+@pytest.mark.parametrize("head_dim", BACKWARD_TILES)
+@pytest.mark.parametrize("source", BACKWARD, ids=lambda path: path.stem)
+def test_row_terms_are_read_before_the_waits(compile_once, source, head_dim):
+    """lse and delta of a tile come from shared memory while the products run that they belong to."""
+    loop = main_loop(compile_once(source)[0], "backward_kernel", head_dim)
+    second_wait = [n for n, i in enumerate(loop) if i.operation.startswith("WARPGROUP.DEPBAR")][1]
+    assert not [str(i) for i in loop[second_wait:] if i.operation.startswith("LDS")]
+
+
+@pytest.mark.parametrize("head_dim", EXPONENTIALS)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_nothing_touches_registers_of_a_running_product(compile_once, source, head_dim):
+    kernel = kernel_of(source)
+    code = code_of(compile_once(source)[0], kernel, head_dim)
+    assert sass.hazards(code) == []
+    # The check itself: without a wait for a result there is a hazard. Of the backward's five waits the one for dV, and
+    # of split columns that for dK, guard tiles in shared memory; the host run's mutations look at those.
+    waits = [n for n, i in enumerate(code) if i.operation.startswith("WARPGROUP.DEPBAR")]
+    found = [bool(sass.hazards(code[:n] + code[n + 1 :])) for n in waits]
+    assert found == ([True] * 4 if kernel == "forward_kernel" else [True, True, False, head_dim != 256, True])

@@ -85,6 +85,16 @@ __device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint3
   }
 }
 
+// The bits [first, first + count), as far as they are of 32.
+__device__ inline uint32_t bit_mask(uint32_t first, uint32_t count) {
+  uint32_t mask;
+  asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(mask) : "r"(first), "r"(count));
+  return mask;
+}
+
+// The first lane's x, which the compiler then knows to be the same in all of them.
+__device__ inline int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // 2^x within 2 ulp; denormal results become 0.
 __device__ inline float exp2_fast(float x) {
   float y;

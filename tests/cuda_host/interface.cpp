@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/divider.h"
 #include "cuda/gpu_code.h"
 #include "cuda/select.h"
 #include "cuda/sm80/backward_plan.h"
@@ -129,6 +130,8 @@ int64_t sm80_recomputed_tiles(const BackwardParams* p, void* workspace) {
   const int64_t keys = p->dk || p->dv ? z.batch * z.heads_kv * RecomputeFlags::tiles(z.seqlen_k) : 0;
   return std::count(flags.queries, flags.queries + queries, 1) + std::count(flags.keys, flags.keys + keys, 1);
 }
+
+int quotient(int n, int divisor) { return flash_attn_ext::cuda::Divider(divisor).quotient(n); }
 
 const char* dropout_mask(const DropoutParams* dropout, const Sizes* sizes, bool* kept) {
   return report(flash_attn_ext::cuda::launch_dropout_mask(*dropout, *sizes, kept, nullptr));

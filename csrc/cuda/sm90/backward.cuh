@@ -49,7 +49,7 @@ struct Backward {
   struct Shared {
     Rows q, dout;  // with lse and with delta
     KVTile k, v;
-    WeightTile weights[2];  // dS of tile n in the n % 2-th; where the columns are split, dS and P of a tile
+    WeightTile weights[kSplitsColumns ? 3 : 2];  // dS of tile n in the n % 2-th; where columns are split, P
     DQTile dq;
     ptx::Barrier k_full, v_full, dq_full, dq_empty;
     int block;  // its number, in the order in which blocks begin
@@ -60,8 +60,10 @@ struct Backward {
 struct BackwardArguments {
   CUtensorMap q, k, v, dout;
   BackwardParams p;
+  ShortBand band;
   BackwardWorkspace w;
-  int64_t key_tiles;
+  KeyTileOrder order;
+  int heads_of_kv_head;
 };
 
 // What a block computes: for each head, `row_tiles` tiles of queries from `first_tile` on.
@@ -69,21 +71,32 @@ struct BackwardRange {
   int b, h_kv, key_tile, first_head, heads, first_tile, row_tiles;
 
   __device__ int tiles() const { return heads * row_tiles; }
-  __device__ int head(int n) const { return first_head + n / row_tiles; }
-  __device__ int tile(int n) const { return first_tile + n % row_tiles; }
+};
+
+// The tiles of queries that a block walks over, one head after the other.
+struct RowTileCursor {
+  int head, tile;
+
+  __device__ explicit RowTileCursor(const BackwardRange& range)
+      : head(range.first_head), tile(range.first_tile) {}
+  __device__ void advance(const BackwardRange& range) {
+    if (++tile < range.first_tile + range.row_tiles) return;
+    tile = range.first_tile;
+    ++head;
+  }
 };
 
 template <class Config>
-__device__ BackwardRange backward_range(const BackwardArguments& a, int64_t block) {
+__device__ BackwardRange backward_range(const BackwardArguments& a, int block) {
   const Sizes& z = a.p.sizes;
-  const KeyTile task = key_tile_of(block, a.key_tiles, a.p.deterministic);
+  const KeyTile task = a.order(block);
   BackwardRange range;
-  range.b = task.head / z.heads_kv;
-  range.h_kv = task.head % z.heads_kv;
+  range.b = task.b;
+  range.h_kv = task.h_kv;
   range.key_tile = task.tile;
-  range.heads = z.heads / z.heads_kv;
+  range.heads = a.heads_of_kv_head;
   range.first_head = range.h_kv * range.heads;
-  const int64_t begin = task.tile * Config::kKeys, end = begin + Config::kKeys;
+  const int64_t begin = int64_t{task.tile} * Config::kKeys, end = begin + Config::kKeys;
   const Range seen = visible_queries(a.p.band, begin, end < z.seqlen_k ? end : z.seqlen_k, z.seqlen_q);
   range.first_tile = seen.begin / Config::kRows;
   range.row_tiles = seen.begin < seen.end ? ceil_div(seen.end, Config::kRows) - range.first_tile : 0;
@@ -98,12 +111,13 @@ __device__ void produce(const BackwardArguments& a, const BackwardRange& range, 
                         const float* terms, typename Config::Rows& rows) {
   if (range.tiles() > 0)
     load_tile(keys, keys_map, range.key_tile * Config::kKeys, range.h_kv, range.b, keys_full);
-  for (int n = 0; n < range.tiles(); ++n) {
-    const int h = range.head(n), row = range.tile(n) * Config::kRows, stage = rows.stage(n);
-    const float* tile_terms = terms + (int64_t{range.b} * a.p.sizes.heads + h) * a.w.rows + row;
+  RowTileCursor at(range);
+  for (int n = 0; n < range.tiles(); ++n, at.advance(range)) {
+    const int row = at.tile * Config::kRows, stage = rows.stage(n);
+    const float* tile_terms = terms + (int64_t{range.b} * a.p.sizes.heads + at.head) * a.w.rows + row;
     auto& tile = rows.tiles[stage];
     ptx::barrier_wait(rows.empty[stage], rows.parity(n) ^ 1);  // the consumers have read what was there
-    load_tile(tile, rows_map, row, h, range.b, rows.full[stage], sizeof(tile.terms));
+    load_tile(tile, rows_map, row, at.head, range.b, rows.full[stage], sizeof(tile.terms));
     ptx::load_bytes(tile.terms, tile_terms, sizeof(tile.terms), rows.full[stage]);
   }
 }
@@ -113,13 +127,16 @@ __device__ void produce(const BackwardArguments& a, const BackwardRange& range, 
 template <class Config>
 __device__ void add_dq(const BackwardArguments& a, const BackwardRange& range,
                        typename Config::Shared& shared) {
-  for (int n = 0; n < range.tiles(); ++n) {
-    const int64_t tile = (int64_t{range.b} * a.p.sizes.heads + range.head(n)) * a.w.tiles + range.tile(n);
+  // In 32 bits: a tile of dQ takes 16 KB at least, so all memory holds fewer.
+  const int first_head = range.b * static_cast<int>(a.p.sizes.heads), tiles = static_cast<int>(a.w.tiles);
+  RowTileCursor at(range);
+  for (int n = 0; n < range.tiles(); ++n, at.advance(range)) {
+    const int tile = (first_head + at.head) * tiles + at.tile;
     ptx::barrier_wait(shared.dq_full, n % 2);  // the consumers have written all of it
-    const int turn = a.p.deterministic ? turn_of(a.p, range.key_tile, range.tile(n)) : 0;
+    const int turn = a.p.deterministic ? turn_of(a.p, range.key_tile, at.tile) : 0;
     if (a.p.deterministic) ptx::wait_for_turn(a.w.turns + tile, turn);  // in the same order at every run
     constexpr int kElements = sizeof(shared.dq) / sizeof(float);
-    ptx::bulk_add(a.w.dq + tile * kElements, &shared.dq[0][0][0][0], kElements);
+    ptx::bulk_add(a.w.dq + int64_t{tile} * kElements, &shared.dq[0][0][0][0], kElements);
     ptx::bulk_commit();                    // a batch of its own
     ptx::bulk_wait_read();                 // shared memory has been read
     ptx::barrier_arrive(shared.dq_empty);  // the consumers may overwrite it
@@ -136,96 +153,137 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
                         typename Config::Shared& shared) {
   constexpr int kRows = Config::kRows, kOwnRows = Config::kOwnRows, kOwnColumns = Config::kOwnColumns;
   constexpr bool kSplitsColumns = Config::kSplitsColumns;
+  constexpr bool kMasksAtOnce =
+      kOwnRows <= 64;  // P and dS, off the usual path; else there are too few registers
   constexpr int kAll = Config::kConsumerThreads;
   using KVTile = typename Config::KVTile;
   using RowTile = typename Config::RowTile;
   using WeightTile = typename Config::WeightTile;
   const BackwardParams& p = a.p;
-  const int warpgroup = threadIdx.x / kWarpgroup - 1, warp = threadIdx.x % kWarpgroup / 32;
+  const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup) - 1, warp = threadIdx.x % kWarpgroup / 32;
   const int own_key = kSplitsColumns ? 0 : warpgroup * kWarpgroupRows;
   const int own_row = kSplitsColumns ? warpgroup * kOwnRows : 0;
   const int own_column = kSplitsColumns ? warpgroup * kOwnColumns : 0;
   const int own_dq_row = kRows == kPieceRows ? 0 : warpgroup * kPieceRows;
   const int own_dq_column = kRows == kPieceRows ? warpgroup * Config::kDQColumns : 0;
   const int first_key = range.key_tile * Config::kKeys + own_key, warp_key = first_key + warp * kWarpRows;
-  const ShortBand band(p);
+  const ShortBand& band = a.band;
   const float scale2 = static_cast<float>(p.scale * kLog2E);
-  const uint32_t k = ptx::shared_address(&shared.k), v = ptx::shared_address(&shared.v);
+
+  // Descriptors of this warpgroup's share, in each product that reads it; of tiles in stages, in the first stage.
   const uint32_t own_keys = own_key * kPanelRowBytes, own_rows = own_row * kPanelRowBytes;
   const uint32_t own_panels = own_column / kPanelColumns * RowTile::kPanelBytes;
-  const uint32_t own_dq_keys = own_dq_column / kPanelColumns * KVTile::kPanelBytes;
-  const uint32_t own_dq_weights = own_dq_row / kPanelColumns * WeightTile::kPanelBytes;
+  const uint32_t q_address = ptx::shared_address(&shared.q.tiles);
+  const uint32_t dout_address = ptx::shared_address(&shared.dout.tiles);
+  const uint32_t k_address = ptx::shared_address(&shared.k);
+  const uint32_t weights_address = ptx::shared_address(&shared.weights);
+  const uint64_t k = along_columns(k_address + own_keys), first_q = along_columns(q_address + own_rows);
+  const uint64_t v = along_columns(ptx::shared_address(&shared.v) + own_keys);
+  const uint64_t first_dout = along_columns(dout_address + own_rows);
+  const uint64_t first_q_rows = along_rows<RowTile>(q_address + own_panels);
+  const uint64_t first_dout_rows = along_rows<RowTile>(dout_address + own_panels);
+  const uint64_t k_rows = along_rows<KVTile>(k_address + own_dq_column / kPanelColumns * KVTile::kPanelBytes);
+  const uint64_t first_ds_rows =
+      along_rows<WeightTile>(weights_address + own_dq_row / kPanelColumns * WeightTile::kPanelBytes);
+  const uint64_t first_ds_columns = along_columns(weights_address);
+  const uint64_t p_columns = along_columns(weights_address + 2 * sizeof(WeightTile));
 
   float dk[kOwnColumns / 2] = {}, dv[kOwnColumns / 2] = {};
-  if (range.tiles() > 0) {
+  const int tiles = range.tiles();
+  if (tiles > 0) {
     ptx::barrier_wait(shared.k_full, 0);  // TMA has written K
     ptx::barrier_wait(shared.v_full, 0);  // TMA has written V
   }
-  for (int n = 0; n < range.tiles(); ++n) {
-    const int first_row = range.tile(n) * kRows + own_row;
+  const int begin_row = range.first_tile * kRows + own_row, end_row = begin_row + range.row_tiles * kRows;
+  int first_row = begin_row;
+  for (int n = 0; n < tiles; ++n) {
     float s[kOwnRows / 2], ds[kOwnRows / 2];
     uint32_t p16[kOwnRows / 16][4], ds16[kOwnRows / 16][4];
 
-    const uint32_t q = shared.q.wait(n);
+    const uint32_t q_stage = shared.q.wait(n);
     ptx::wgmma_fence();  // s may be written
-    start_product<In, KVTile, RowTile, kHeadDim>(k + own_keys, q + own_rows, s);
+    start_product<In, KVTile, RowTile, kHeadDim>(k, step_descriptor(first_q, q_stage), s);
     ptx::wgmma_commit();  // S is a batch of its own
-    const uint32_t dout = shared.dout.wait(n);
+    const Terms<kOwnRows / 8> lse2(shared.q.tiles[shared.q.stage(n)].terms + own_row);
+    const uint32_t dout_stage = shared.dout.wait(n);
     ptx::wgmma_fence();  // ds may be written
-    start_product<In, KVTile, RowTile, kHeadDim>(v + own_keys, dout + own_rows, ds);
+    start_product<In, KVTile, RowTile, kHeadDim>(v, step_descriptor(first_dout, dout_stage), ds);
     ptx::wgmma_commit();    // so is dP
     ptx::wgmma_wait<1>(s);  // s is complete
-    const bool partial = !band.shows_all(first_row, kOwnRows, first_key, kWarpgroupRows) ||
-                         first_row + kOwnRows > band.seqlen_q;
-    probabilities(scale2, shared.q.tiles[shared.q.stage(n)].terms + own_row, s);
-    if (partial) clear_invisible(band, warp_key + first_row_in_warp(), first_row, s);
+    // Of rows behind the end P is 0, because their lse counts as infinite.
+    const bool partial = !band.shows_all(first_row, kOwnRows, first_key, kWarpgroupRows);
+    probabilities(scale2, lse2, s);
+    if constexpr (!kMasksAtOnce)
+      if (partial) SeenElements(band, warp_key + first_row_in_warp(), first_row).clear_others(s);
     round_weights<In>(s, p16);
+    // The buffer of P is free: the last tile's dO came back only after all had made dV of it.
+    const int weights_row = own_key + warp * kWarpRows;
+    if constexpr (kSplitsColumns) store_weights(shared.weights[2], weights_row, own_row, p16);
+    const Terms<kOwnRows / 8> delta(shared.dout.tiles[shared.dout.stage(n)].terms + own_row);
+    if constexpr (kMasksAtOnce && !kSplitsColumns) ptx::compute_before_wait(any_bits(p16), k_address);
     ptx::wgmma_wait<0>(ds);  // ds holds dP
-    score_gradients(s, shared.dout.tiles[shared.dout.stage(n)].terms + own_row, ds);
-    if (partial) clear_invisible(band, warp_key + first_row_in_warp(), first_row, ds);
+    score_gradients(s, delta, ds);
+    if (partial) {
+      const SeenElements elements(band, warp_key + first_row_in_warp(), first_row);
+      elements.clear_others(ds);
+      if constexpr (kMasksAtOnce) {
+        elements.clear_others(s);
+        round_weights<In>(s, p16);
+        if constexpr (kSplitsColumns) store_weights(shared.weights[2], weights_row, own_row, p16);
+      }
+    }
     round_weights<In>(ds, ds16);
 
-    WeightTile &ds_tile = shared.weights[kSplitsColumns ? 0 : n % 2], &p_tile = shared.weights[1];
-    const uint32_t ds_address = ptx::shared_address(&ds_tile);
-    const int weights_row = own_key + warp * kWarpRows;
-    // These buffers are free. Where dS has two, the products that read this one are two tiles back. Where dS has
-    // one, the tile before was its last reader: this tile's Q, which is here, was loaded only after all had
-    // made dK of that tile.
-    if constexpr (kSplitsColumns) store_weights(p_tile, weights_row, own_row, p16);
-    store_weights(ds_tile, weights_row, own_row, ds16);
+    const uint32_t ds_stage = n % 2 * sizeof(WeightTile);
+    // This buffer is free: the products that read it are two tiles back, and all have waited for them before they
+    // met in the last tile.
+    store_weights(shared.weights[n % 2], weights_row, own_row, ds16);
     ptx::proxy_fence();  // wgmma sees what this thread has written
+    const uint64_t q_rows = step_descriptor(first_q_rows, q_stage);
+    const uint64_t dout_rows = step_descriptor(first_dout_rows, dout_stage);
+    const uint64_t ds_rows = step_descriptor(first_ds_rows, ds_stage);
+    float dq[Config::kDQColumns / 2];
     if constexpr (kSplitsColumns) {
       ptx::named_barrier_sync<kConsumerBarrier, kAll>();  // all of P and dS is written
       ptx::wgmma_fence();                                 // dv is written
-      start_sum<In, WeightTile, RowTile, kRows / 16>(ptx::shared_address(&p_tile), dout + own_panels, dv);
+      start_sum<In, WeightTile, kRows / 16>(p_columns, dout_rows, dv);
       ptx::wgmma_commit();  // so is dV
+      ptx::wgmma_fence();   // dk is written
+      start_sum<In, WeightTile, kRows / 16>(step_descriptor(first_ds_columns, ds_stage), q_rows, dk);
+      ptx::wgmma_commit();  // so is dK
+      ptx::wgmma_fence();   // dq may be written
+      start_dq<In, Config::kKeys / 16>(ds_rows, k_rows, dq);
+      ptx::wgmma_commit();     // so is dQ
+      ptx::wgmma_wait<2>(dv);  // dv is complete, dO has been read
+      shared.dout.release(n);  // dO may be overwritten
+      ptx::wgmma_wait<1>(dk);  // dk is complete, Q has been read
+      shared.q.release(n);     // Q may be overwritten
+      ptx::wgmma_wait<0>(dq);  // dq is complete
     } else {
       ptx::wgmma_fence();  // p16 and dv are written
-      start_sum<In, RowTile>(p16, dout, dv);
+      start_sum<In>(p16, dout_rows, dv);
       ptx::wgmma_commit();                                // so is dV
       ptx::named_barrier_sync<kConsumerBarrier, kAll>();  // all of dS is written
+      ptx::wgmma_fence();                                 // dq may be written
+      start_dq<In, Config::kKeys / 16>(ds_rows, k_rows, dq);
+      ptx::wgmma_commit();  // so is dQ
+      ptx::wgmma_fence();   // ds16 and dk are written
+      start_sum<In>(ds16, q_rows, dk);
+      ptx::wgmma_commit();     // so is dK
+      ptx::wgmma_wait<2>(dv);  // dv is complete, dO has been read
+      shared.dout.release(n);  // dO may be overwritten
+      ptx::wgmma_wait<1>(dq);  // dq is complete
     }
-    float dq[Config::kDQColumns / 2];
-    ptx::wgmma_fence();  // dq may be written
-    start_dq<In, WeightTile, KVTile>(ds_address + own_dq_weights, k + own_dq_keys, dq);
-    ptx::wgmma_commit();  // so is dQ
-    ptx::wgmma_fence();   // ds16 and dk are written
-    if constexpr (kSplitsColumns) {
-      start_sum<In, WeightTile, RowTile, kRows / 16>(ds_address, q + own_panels, dk);
-    } else {
-      start_sum<In, RowTile>(ds16, q, dk);
-    }
-    ptx::wgmma_commit();                            // so is dK
-    ptx::wgmma_wait<2>(dv);                         // dv is complete, dO has been read
-    shared.dout.release(n);                         // dO may be overwritten
-    ptx::wgmma_wait<1>(dq);                         // dq is complete
     ptx::barrier_wait(shared.dq_empty, n % 2 ^ 1);  // the sums of tile n - 1 are on their way
     store_sums(shared.dq[warpgroup], dq);
     ptx::proxy_fence();  // the copy engine sees what this thread has written
     __syncwarp();        // all lanes have
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(shared.dq_full);  // dQ may be added
-    ptx::wgmma_wait<0>(dk);                                          // dk is complete, Q has been read
-    shared.q.release(n);                                             // Q may be overwritten
+    if constexpr (!kSplitsColumns) {
+      ptx::wgmma_wait<0>(dk);  // dk is complete, Q has been read
+      shared.q.release(n);     // Q may be overwritten
+    }
+    first_row = first_row + kRows < end_row ? first_row + kRows : begin_row;  // of the next head
   }
   const Range rows{int64_t{range.first_tile} * kRows, (int64_t{range.first_tile} + range.row_tiles) * kRows};
   finish_keys<In, kHeadDim>(p, a.w, range.b, range.h_kv, warp_key, own_column, rows, dk, dv);
@@ -248,7 +306,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.block = a.p.deterministic ? ptx::draw_ticket(a.w.ticket) : blockIdx.x;
   }
   __syncthreads();  // all threads see the barriers and the block's number
-  const BackwardRange range = backward_range<Config>(a, shared.block);
+  const BackwardRange range = backward_range<Config>(a, ptx::uniform(shared.block));
   if (threadIdx.x < kWarpgroup) {
     ptx::release_registers<Config::kProducerRegisters>();
     if (threadIdx.x == 0) produce<Config>(a, range, a.k, shared.k, shared.k_full, a.q, a.w.lse2, shared.q);
@@ -271,9 +329,10 @@ cudaError_t launch_backward_head_dim(const BackwardParams& p, void* workspace, c
   using Config = Backward<In, kHeadDim>;
   const Sizes& z = p.sizes;
   const BackwardWorkspace w(workspace, z);
-  const int64_t key_tiles = ceil_div(z.seqlen_k, Config::kKeys), pieces = w.rows / kPieceRows;
-  BackwardArguments a{{}, {}, {}, {}, p, w, key_tiles};
-  const LaunchShape by_keys{z.batch * z.heads_kv * key_tiles, 1, 1, Config::kThreads,
+  const int64_t pieces = w.rows / kPieceRows;
+  const KeyTileOrder order(p);
+  BackwardArguments a{{}, {}, {}, {}, p, ShortBand(p), w, order, static_cast<int>(z.heads / z.heads_kv)};
+  const LaunchShape by_keys{z.batch * z.heads_kv * order.tiles, 1, 1, Config::kThreads,
                             sizeof(typename Config::Shared)};
   const LaunchShape by_rows{z.batch * z.heads * pieces, 1, 1, kWarpgroup};
   const auto rows_map = [&](CUtensorMap& map, const Tensor4& t) {

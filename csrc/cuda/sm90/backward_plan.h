@@ -4,6 +4,7 @@
 #include "../../core/mask.h"
 #include "../../core/params.h"
 #include "../../core/splits.h"
+#include "../divider.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
@@ -39,15 +40,26 @@ struct BackwardWorkspace {
 };
 
 struct KeyTile {
-  int64_t head, tile;  // head of k and v, counted through all batches
+  int b, h_kv, tile;
 };
 
-// The `block`-th tile of keys: head after head. Causal lets the first keys see most queries, so they come
-// first; deterministic takes the last ones first, who add to a tile of dQ first.
-FA_HOST_DEVICE inline KeyTile key_tile_of(int64_t block, int64_t tiles, bool deterministic) {
-  const int64_t tile = block % tiles;
-  return {block / tiles, deterministic ? tiles - 1 - tile : tile};
-}
+// In which order the tiles of keys are taken: head after head. Causal lets the first keys see most queries, so
+// they come first; deterministic takes the last ones first, who add to a tile of dQ first.
+struct KeyTileOrder {
+  int tiles;  // of a head
+  bool last_first;
+  Divider by_tiles, by_heads;
+
+  KeyTileOrder(const BackwardParams& p)
+      : tiles(static_cast<int>(ceil_div(p.sizes.seqlen_k, backward_keys(p.sizes.head_dim)))),
+        last_first(p.deterministic),
+        by_tiles(tiles),
+        by_heads(p.sizes.heads_kv) {}
+  FA_HOST_DEVICE KeyTile operator()(int block) const {
+    const int head = by_tiles.quotient(block), tile = by_tiles.remainder(block);
+    return {by_heads.quotient(head), by_heads.remainder(head), last_first ? tiles - 1 - tile : tile};
+  }
+};
 
 // The turn in which a tile of keys adds to a tile of dQ: tiles of later keys go first. In a causal call a tile of
 // keys begins with the queries at its diagonal. No later keys are visible to them, so it does not wait there.

@@ -15,78 +15,89 @@ constexpr int kConsumerBarrier = 1;  // of the named ones; 0 is __syncthreads
 
 // S^T = K Q^T, or dP^T = V dO^T. Only starts it.
 template <class In, class LeftTile, class RightTile, int kHeadDim, int kElements>
-__device__ void start_product(uint32_t left, uint32_t right, float (&x)[kElements]) {
+__device__ void start_product(uint64_t left, uint64_t right, float (&x)[kElements]) {
 #pragma unroll
   for (int n = 0; n < kHeadDim / 16; ++n)
-    ptx::wgmma_shared<In>(x, along_columns<LeftTile>(left, n), along_columns<RightTile>(right, n), n > 0);
+    ptx::wgmma_shared<In>(x, step_descriptor(left, columns_step<LeftTile>(n)),
+                          step_descriptor(right, columns_step<RightTile>(n)), n > 0);
 }
 
 // dV += P^T dO, or dK += dS^T Q, the left operand in registers or in shared memory. Only starts it.
-template <class In, class Tile, int kSteps, int kElements>
-__device__ void start_sum(const uint32_t (&weights)[kSteps][4], uint32_t rows, float (&sum)[kElements]) {
-#pragma unroll
-  for (int n = 0; n < kSteps; ++n) ptx::wgmma_registers<In>(sum, weights[n], along_rows<Tile>(rows, n));
-}
-template <class In, class WeightTile, class Tile, int kSteps, int kElements>
-__device__ void start_sum(uint32_t weights, uint32_t rows, float (&sum)[kElements]) {
+template <class In, int kSteps, int kElements>
+__device__ void start_sum(const uint32_t (&weights)[kSteps][4], uint64_t rows, float (&sum)[kElements]) {
 #pragma unroll
   for (int n = 0; n < kSteps; ++n)
-    ptx::wgmma_shared_right_by_rows<In>(sum, along_columns<WeightTile>(weights, n),
-                                        along_rows<Tile>(rows, n));
+    ptx::wgmma_registers<In>(sum, weights[n], step_descriptor(rows, rows_step(n)));
+}
+template <class In, class WeightTile, int kSteps, int kElements>
+__device__ void start_sum(uint64_t weights, uint64_t rows, float (&sum)[kElements]) {
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n)
+    ptx::wgmma_shared_right_by_rows<In>(sum, step_descriptor(weights, columns_step<WeightTile>(n)),
+                                        step_descriptor(rows, rows_step(n)));
 }
 
 // dQ = dS K, of 64 queries. Only starts it.
-template <class In, class WeightTile, class KTile, int kElements>
-__device__ void start_dq(uint32_t ds, uint32_t k, float (&dq)[kElements]) {
+template <class In, int kSteps, int kElements>
+__device__ void start_dq(uint64_t ds, uint64_t k, float (&dq)[kElements]) {
 #pragma unroll
-  for (int n = 0; n < WeightTile::kPanelBytes / kPanelRowBytes / 16; ++n)
-    ptx::wgmma_shared_by_rows<In>(dq, along_rows<WeightTile>(ds, n), along_rows<KTile>(k, n), n > 0);
+  for (int n = 0; n < kSteps; ++n)
+    ptx::wgmma_shared_by_rows<In>(dq, step_descriptor(ds, rows_step(n)), step_descriptor(k, rows_step(n)),
+                                  n > 0);
 }
 
-// S^T becomes P^T. lse2 holds the tile's queries.
-template <int kElements>
-__device__ void probabilities(float scale2, const float* lse2, float (&s)[kElements]) {
+// lse or delta of the queries whose columns a thread holds: of eight rows two. Read before the wait for the
+// product that they belong to.
+template <int kEights>
+struct Terms {
+  float2 pairs[kEights];
+
+  __device__ explicit Terms(const float* terms) {
 #pragma unroll
-  for (int n = 0; n < kElements / 4; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(lse2 + 8 * n + first_column_in_eight());
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float& element = s[4 * n + e];
-      element = ptx::exp2_fast(fmaf(element, scale2, e % 2 ? -pair.y : -pair.x));
-    }
+    for (int n = 0; n < kEights; ++n)
+      pairs[n] = *reinterpret_cast<const float2*>(terms + 8 * n + first_column_in_eight());
   }
+  // Of element 4 n + e of an accumulator.
+  __device__ float operator()(int n, int e) const { return e % 2 ? pairs[n].y : pairs[n].x; }
+};
+
+// S^T becomes P^T.
+template <int kElements>
+__device__ void probabilities(float scale2, const Terms<kElements / 4>& lse2, float (&s)[kElements]) {
+#pragma unroll
+  for (int n = 0; n < kElements / 4; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[4 * n + e] = ptx::exp2_fast(fmaf(s[4 * n + e], scale2, -lse2(n, e)));
 }
 
 // dP^T becomes dS^T.
 template <int kElements>
-__device__ void score_gradients(const float (&p)[kElements], const float* delta, float (&dp)[kElements]) {
+__device__ void score_gradients(const float (&p)[kElements], const Terms<kElements / 4>& delta,
+                                float (&dp)[kElements]) {
 #pragma unroll
-  for (int n = 0; n < kElements / 4; ++n) {
-    const float2 pair = *reinterpret_cast<const float2*>(delta + 8 * n + first_column_in_eight());
+  for (int n = 0; n < kElements / 4; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float& element = dp[4 * n + e];
-      element = p[4 * n + e] * (element - (e % 2 ? pair.y : pair.x));
-    }
-  }
+    for (int e = 0; e < 4; ++e) dp[4 * n + e] = p[4 * n + e] * (dp[4 * n + e] - delta(n, e));
 }
 
-// 0 where the band hides an element, whatever it is. Key `key` is the thread's first.
-template <int kElements>
-__device__ void clear_invisible(const ShortBand& band, int key, int first_row, float (&x)[kElements]) {
-  const int row = first_row + first_column_in_eight();
+// Which elements of a thread's part of S^T the band shows. Key `key` is the thread's first.
+struct SeenElements {
+  uint32_t seen[2];  // of key and key + 8
+
+  __device__ SeenElements(const ShortBand& band, int key, int first_row) {
+    const int row = first_row + first_column_in_eight();
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int begin = band.begin_row(key + 8 * r) - row, end = band.end_row(key + 8 * r) - row;
-#pragma unroll
-    for (int n = 0; n < kElements / 4; ++n)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& element = x[4 * n + 2 * r + e];
-        element = begin <= 8 * n + e && 8 * n + e < end ? element : 0.0f;
-      }
+    for (int r = 0; r < 2; ++r)
+      seen[r] = columns_between(band.begin_row(key + 8 * r) - row, band.end_row(key + 8 * r) - row);
   }
-}
+
+  // 0 for all others, whatever they are.
+  template <int kElements>
+  __device__ void clear_others(float (&x)[kElements]) const {
+#pragma unroll
+    for (int n = 0; n < kElements; ++n) x[n] = seen[n / 2 % 2] >> (n / 4 * 2 + n % 2) & 1 ? x[n] : 0.0f;
+  }
+};
 
 // A warp's 16 rows of P^T or dS^T to shared memory, from (first_row, first_column) of the tile on.
 template <class Tile, int kSteps>

@@ -7,25 +7,37 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// The band in 32 bits: row i sees the keys from i + low on, below i + high and below the end.
+// The band in 32 bits: row i sees the keys from i + low on, below i + high and below the end. A kernel gets it
+// as an argument, because there an instruction reads it as an operand.
 struct ShortBand {
   int low, high, seqlen_q, seqlen_k;
 
-  __device__ explicit ShortBand(const AttentionParams& p)
-      : low(clamp_to(p.band.diagonal - p.band.left, -kMaxLength, kMaxLength)),
-        high(clamp_to(p.band.diagonal + p.band.right + 1, -kMaxLength, kMaxLength)),
-        seqlen_q(p.sizes.seqlen_q),
-        seqlen_k(p.sizes.seqlen_k) {}
+  ShortBand() = default;
+  FA_HOST_DEVICE explicit ShortBand(const AttentionParams& p)
+      : low(static_cast<int>(clamp_to(p.band.diagonal - p.band.left, -kMaxLength, kMaxLength))),
+        high(static_cast<int>(clamp_to(p.band.diagonal + p.band.right + 1, -kMaxLength, kMaxLength))),
+        seqlen_q(static_cast<int>(p.sizes.seqlen_q)),
+        seqlen_k(static_cast<int>(p.sizes.seqlen_k)) {}
 
   __device__ int begin(int row) const { return row + low; }
   __device__ int end(int row) const { return min(row + high, seqlen_k); }
   // The rows that see a key.
   __device__ int begin_row(int key) const { return key - high + 1; }
   __device__ int end_row(int key) const { return key < seqlen_k ? min(key - low + 1, seqlen_q) : 0; }
-  // Nothing to hide from any of the rows.
+  // Nothing to hide from any of the rows. No short cuts: they would be branches.
   __device__ bool shows_all(int first_row, int rows, int first_key, int keys) const {
-    return begin(first_row + rows - 1) <= first_key && first_key + keys <= end(first_row);
+    return (begin(first_row + rows - 1) <= first_key) & (first_key + keys <= end(first_row));
   }
 };
+
+// Of a row a thread holds the columns 8 n and 8 n + 1, counted from its first one. How many of them lie before
+// column x; for a negative x the number goes on below 0.
+__device__ inline int columns_before(int x) { return (x >> 3) * 2 + min(x & 7, 2); }
+
+// Bit 2 n + e: begin <= 8 n + e < end, for n below 16.
+__device__ inline uint32_t columns_between(int begin, int end) {
+  const int first = max(columns_before(begin), 0);
+  return ptx::bit_mask(first, max(columns_before(end) - first, 0));
+}
 
 }  // namespace flash_attn_ext::cuda::sm90

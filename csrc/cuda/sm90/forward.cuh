@@ -41,6 +41,8 @@ struct Forward : Tiling<kHeadDim> {
   using Tiling<kHeadDim>::kConsumers, Tiling<kHeadDim>::kKeys;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+  // O is long: its products with the factors of softmax run under S = Q K^T, not behind the exponentials.
+  static constexpr bool kScalesUnderScores = kHeadDim > 128;
   static_assert(Tiling<kHeadDim>::kProducerRegisters + kConsumers * Tiling<kHeadDim>::kConsumerRegisters <=
                 (64 << 10) / kWarpgroup);
 
@@ -71,9 +73,9 @@ __device__ BlockRange block_range(const ForwardArguments& a) {
   const Sizes& z = a.p.sizes;
   const Task task = task_of(a.plan, blockIdx.x);
   BlockRange range;
-  range.b = task.head / z.heads;
-  range.h = task.head % z.heads;
-  range.h_kv = z.kv_head(range.h);
+  range.b = task.b;
+  range.h = task.h;
+  range.h_kv = task.h_kv;
   range.first_row = task.row_block * Config::kRows;
   const int64_t end_row = range.first_row + Config::kRows;
   const Range seen =
@@ -86,9 +88,9 @@ __device__ BlockRange block_range(const ForwardArguments& a) {
 // ---- load: one thread of the producer warpgroup
 
 template <class Tile>
-__device__ void load_next(Pipeline<Tile>& pipeline, int n, const CUtensorMap& map, int key,
+__device__ void load_next(Pipeline<Tile>& pipeline, uint32_t n, const CUtensorMap& map, int key,
                           const BlockRange& range) {
-  const int stage = pipeline.stage(n);
+  const uint32_t stage = pipeline.stage(n);
   ptx::barrier_wait(pipeline.empty[stage], pipeline.parity(n) ^ 1);  // the consumers have read tile n - 2
   load_tile(pipeline.tiles[stage], map, key, range.h_kv, range.b, pipeline.full[stage]);
 }
@@ -108,20 +110,19 @@ __device__ void produce(const ForwardArguments& a, const BlockRange& range, type
 
 // S = Q K^T. Only starts it.
 template <class In, class Config, int kHeadDim, int kElements>
-__device__ void start_scores(uint32_t q, uint32_t k, float (&s)[kElements]) {
+__device__ void start_scores(uint64_t q, uint64_t k, float (&s)[kElements]) {
 #pragma unroll
   for (int n = 0; n < kHeadDim / 16; ++n)
-    ptx::wgmma_shared<In>(s, along_columns<typename Config::QTile>(q, n),
-                          along_columns<typename Config::KVTile>(k, n), n > 0);
+    ptx::wgmma_shared<In>(s, step_descriptor(q, columns_step<typename Config::QTile>(n)),
+                          step_descriptor(k, columns_step<typename Config::KVTile>(n)), n > 0);
   ptx::wgmma_commit();  // S is a batch of its own
 }
 
 // O += P V. Only starts it.
 template <class In, class Config, int kSteps, int kElements>
-__device__ void start_output(const uint32_t (&weights)[kSteps][4], uint32_t v, float (&o)[kElements]) {
+__device__ void start_output(const uint32_t (&weights)[kSteps][4], uint64_t v, float (&o)[kElements]) {
 #pragma unroll
-  for (int n = 0; n < kSteps; ++n)
-    ptx::wgmma_registers<In>(o, weights[n], along_rows<typename Config::KVTile>(v, n));
+  for (int n = 0; n < kSteps; ++n) ptx::wgmma_registers<In>(o, weights[n], step_descriptor(v, rows_step(n)));
   ptx::wgmma_commit();  // so is O
 }
 
@@ -129,12 +130,15 @@ template <class In, int kHeadDim, class Config>
 __device__ void consume(const ForwardArguments& a, const BlockRange& range, typename Config::Shared& shared) {
   constexpr int kKeys = Config::kKeys;
   const AttentionParams& p = a.p;
-  const int warpgroup = threadIdx.x / kWarpgroup - 1, warp = threadIdx.x % kWarpgroup / 32;
+  const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup) - 1, warp = threadIdx.x % kWarpgroup / 32;
   const int warpgroup_row = range.first_row + warpgroup * kWarpgroupRows;
   const int warp_row = warpgroup_row + warp * kWarpRows;
   const ShortBand band(p);
   const float scale2 = static_cast<float>(p.scale * kLog2E);
-  const uint32_t q = ptx::shared_address(&shared.q) + warpgroup * kWarpgroupRows * kPanelRowBytes;
+  const uint32_t q_address = ptx::shared_address(&shared.q) + warpgroup * kWarpgroupRows * kPanelRowBytes;
+  const uint64_t q = along_columns(q_address);
+  const uint64_t first_k = along_columns(ptx::shared_address(&shared.k.tiles));
+  const uint64_t first_v = along_rows<typename Config::KVTile>(ptx::shared_address(&shared.v.tiles));
 
   float s[kKeys / 2], o[kHeadDim / 2] = {}, factor[2];
   uint32_t weights[kKeys / 16][4];
@@ -148,7 +152,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
 
   if (range.tiles > 0) {
     ptx::barrier_wait(shared.q_full, 0);  // TMA has written Q
-    const uint32_t k = shared.k.wait(0);
+    const uint64_t k = step_descriptor(first_k, shared.k.wait(0));
     ptx::wgmma_fence();  // s may be written
     start_scores<In, Config, kHeadDim>(q, k, s);
     ptx::wgmma_wait<0>(s);  // s is complete, K has been read
@@ -157,23 +161,25 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
     round_weights<In>(s, weights);
   }
   for (int n = 1; n < range.tiles; ++n) {
-    const uint32_t k = shared.k.wait(n);
+    const uint64_t k = step_descriptor(first_k, shared.k.wait(n));
     ptx::wgmma_fence();  // s has been read, weights and o are written
     start_scores<In, Config, kHeadDim>(q, k, s);
-    const uint32_t v = shared.v.wait(n - 1);
+    if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);  // while the tensor cores work on s
+    const uint64_t v = step_descriptor(first_v, shared.v.wait(n - 1));
     ptx::wgmma_fence();  // ptxas wants one before each batch, and would put it in
     start_output<In, Config>(weights, v, o);
     ptx::wgmma_wait<1>(s);  // s is complete, K has been read
     shared.k.release(n);    // K may be overwritten
     softmax(n);             // the exponentials, while the tensor cores work on o
-    ptx::compute_before_wait(statistics.sum[0] + statistics.sum[1], q);
+    ptx::compute_before_wait(statistics.sum[0] + statistics.sum[1], q_address);
     ptx::wgmma_wait<0>(o);    // o is complete, weights and V have been read
     shared.v.release(n - 1);  // V may be overwritten
-    scale_rows(o, factor);
+    if constexpr (!Config::kScalesUnderScores) scale_rows(o, factor);
     round_weights<In>(s, weights);
   }
   if (range.tiles > 0) {
-    const uint32_t v = shared.v.wait(range.tiles - 1);
+    if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);
+    const uint64_t v = step_descriptor(first_v, shared.v.wait(range.tiles - 1));
     ptx::wgmma_fence();  // weights and o are written
     start_output<In, Config>(weights, v, o);
     ptx::wgmma_wait<0>(o);  // o is complete
@@ -216,8 +222,7 @@ cudaError_t launch_head_dim(const AttentionParams& p, cudaStream_t stream) {
   ForwardArguments a;
   a.p = p;
   a.plan = plan_forward(z, Config::kRows);
-  const LaunchShape shape{a.plan.row_blocks * a.plan.heads, 1, 1, Config::kThreads,
-                          sizeof(typename Config::Shared)};
+  const LaunchShape shape{a.plan.blocks, 1, 1, Config::kThreads, sizeof(typename Config::Shared)};
   return in_order(
       [&] {
         return encode_tensor_map(a.q, p.q, p.dtype, kHeadDim, z.seqlen_q, z.heads, z.batch, Config::kRows);

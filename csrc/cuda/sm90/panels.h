@@ -30,20 +30,29 @@ struct alignas(kSwizzleBytes) Panels {
 FA_HOST_DEVICE constexpr uint64_t matrix_descriptor(uint32_t address, uint32_t panel_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kGroup = uint64_t{kSwizzleBytes / 16} << 32;
-  return kSwizzle128 | kGroup | uint64_t{(panel_bytes & 0x3ffff) / 16} << 16 | (address & 0x3ffff) / 16;
+  return kSwizzle128 | kGroup | (panel_bytes / 16 << 16) + address / 16;
 }
 
-// The k-th 16 columns of the tile at `address`, for a product along the columns: S = Q K^T.
+// A descriptor `bytes` further on: shared memory ends before its field for the start does, so one addition, to
+// its lower half, makes one descriptor of another.
+FA_HOST_DEVICE constexpr uint64_t step_descriptor(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & 0xffffffff00000000u) | static_cast<uint32_t>(descriptor + bytes / 16);
+}
+
+// A tile at `address`, for a product along its columns, S = Q K^T: the first 16 of them, and by how many bytes
+// the k-th 16 lie behind.
+FA_HOST_DEVICE constexpr uint64_t along_columns(uint32_t address) { return matrix_descriptor(address, 16); }
 template <class Tile>
-FA_HOST_DEVICE constexpr uint64_t along_columns(uint32_t address, int k) {
+FA_HOST_DEVICE constexpr uint32_t columns_step(int k) {
   constexpr int kSteps = kPanelColumns / 16;
-  return matrix_descriptor(address + k / kSteps * Tile::kPanelBytes + k % kSteps * 32, 16);
+  return k / kSteps * Tile::kPanelBytes + k % kSteps * 32;
 }
 
-// The k-th 16 rows of the tile at `address`, for a product along the rows: O = P V.
+// The same for a product along its rows, O = P V.
 template <class Tile>
-FA_HOST_DEVICE constexpr uint64_t along_rows(uint32_t address, int k) {
-  return matrix_descriptor(address + k * 16 * kPanelRowBytes, Tile::kPanelBytes);
+FA_HOST_DEVICE constexpr uint64_t along_rows(uint32_t address) {
+  return matrix_descriptor(address, Tile::kPanelBytes);
 }
+FA_HOST_DEVICE constexpr uint32_t rows_step(int k) { return k * 16 * kPanelRowBytes; }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -18,8 +18,8 @@ struct Pipeline {
   ptx::Barrier full[kStages];   // the tile has landed
   ptx::Barrier empty[kStages];  // all consumer warps have read it
 
-  __device__ static int stage(int n) { return n % kStages; }
-  __device__ static uint32_t parity(int n) { return n / kStages % 2; }
+  __device__ static uint32_t stage(uint32_t n) { return n % kStages; }
+  __device__ static uint32_t parity(uint32_t n) { return n / kStages % 2; }
 
   __device__ void init(uint32_t consumer_warps) {
     for (int n = 0; n < kStages; ++n) {
@@ -28,14 +28,14 @@ struct Pipeline {
     }
   }
 
-  // Consumers: returns where tile n lies, when it is there.
-  __device__ uint32_t wait(int n) {
+  // Consumers: returns by how many bytes tile n lies behind the first stage, when it is there.
+  __device__ uint32_t wait(uint32_t n) {
     ptx::barrier_wait(full[stage(n)], parity(n));  // TMA has written the tile
-    return ptx::shared_address(&tiles[stage(n)]);
+    return stage(n) * sizeof(Tile);
   }
 
   // Consumers: this warp has read tile n.
-  __device__ void release(int n) {
+  __device__ void release(uint32_t n) {
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(empty[stage(n)]);  // the producer may overwrite it
   }
 };

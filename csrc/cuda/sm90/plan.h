@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../core/params.h"
+#include "../divider.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
@@ -9,28 +10,47 @@ namespace flash_attn_ext::cuda::sm90 {
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1024;
 
 struct ForwardPlan {
-  int64_t row_blocks;       // of a head
-  int64_t heads_per_group;  // heads, counted through all batches, whose keys and values lie in L2 together
-  int64_t heads;            // of all batches
+  int64_t blocks;           // all of them
+  int row_blocks;           // of a head
+  int heads_per_group;      // heads, counted through all batches, whose keys and values lie in L2 together
+  int full_groups;          // the last group may have fewer heads
+  Divider by_group_blocks;  // the blocks of a full group
+  Divider by_heads[2];      // the heads of a full group; of the last one
+  Divider by_heads_of_batch, by_heads_of_kv_head;
 };
 
 struct Task {
-  int64_t head, row_block;
+  int b, h, h_kv, row_block;
 };
 
 inline ForwardPlan plan_forward(const Sizes& z, int64_t block_rows) {
   constexpr int64_t kL2Bytes = int64_t{24} << 20;  // about half of Hopper's, which has two halves
-  const int64_t bytes_of_head = 2 * 2 * z.seqlen_k * z.head_dim;
+  const int64_t bytes_of_head = 2 * 2 * z.seqlen_k * z.head_dim, heads = z.batch * z.heads;
   const int64_t kv_heads = kL2Bytes / bytes_of_head > 1 ? kL2Bytes / bytes_of_head : 1;
-  return {(z.seqlen_q + block_rows - 1) / block_rows, kv_heads * (z.heads / z.heads_kv), z.batch * z.heads};
+  const int64_t group = kv_heads * (z.heads / z.heads_kv), in_group = group < heads ? group : heads;
+  const int64_t row_blocks = (z.seqlen_q + block_rows - 1) / block_rows, left = heads % in_group;
+  ForwardPlan plan;
+  plan.blocks = heads * row_blocks;
+  plan.row_blocks = static_cast<int>(row_blocks);
+  plan.heads_per_group = static_cast<int>(in_group);
+  plan.full_groups = static_cast<int>(heads / in_group);
+  plan.by_group_blocks = Divider(in_group * row_blocks);
+  plan.by_heads[0] = Divider(in_group);
+  plan.by_heads[1] = Divider(left > 0 ? left : in_group);
+  plan.by_heads_of_batch = Divider(z.heads);
+  plan.by_heads_of_kv_head = Divider(z.heads / z.heads_kv);
+  return plan;
 }
 
 // Group after group; in a group the last rows of all heads first, because causal makes them the longest.
-FA_HOST_DEVICE inline Task task_of(const ForwardPlan& plan, int64_t block) {
-  const int64_t first_head = block / (plan.heads_per_group * plan.row_blocks) * plan.heads_per_group;
-  const int64_t rest = block - first_head * plan.row_blocks, left = plan.heads - first_head;
-  const int64_t heads = left < plan.heads_per_group ? left : plan.heads_per_group;
-  return {first_head + rest % heads, plan.row_blocks - 1 - rest / heads};
+FA_HOST_DEVICE inline Task task_of(const ForwardPlan& plan, int block) {
+  const int group = plan.by_group_blocks.quotient(block);
+  const int rest = plan.by_group_blocks.remainder(block);
+  const Divider& by_heads = plan.by_heads[group >= plan.full_groups];
+  const int head = group * plan.heads_per_group + by_heads.remainder(rest);
+  const int h = plan.by_heads_of_batch.remainder(head);
+  return {plan.by_heads_of_batch.quotient(head), h, plan.by_heads_of_kv_head.quotient(h),
+          plan.row_blocks - 1 - by_heads.quotient(rest)};
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -12,13 +12,13 @@ __device__ void hide_invisible(const ShortBand& band, int row, int first_key, fl
   const int key = first_key + first_column_in_eight();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int begin = band.begin(row + 8 * r) - key, end = band.end(row + 8 * r) - key;
+    const uint32_t seen = columns_between(band.begin(row + 8 * r) - key, band.end(row + 8 * r) - key);
 #pragma unroll
     for (int n = 0; n < kElements / 4; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& element = s[4 * n + 2 * r + e];
-        element = begin <= 8 * n + e && 8 * n + e < end ? element : -kInf<float>;
+        element = seen >> (2 * n + e) & 1 ? element : -kInf<float>;
       }
   }
 }
@@ -82,6 +82,15 @@ __device__ void round_weights(const float (&s)[kElements], uint32_t (&weights)[k
   for (int k = 0; k < kElements / 8; ++k)
 #pragma unroll
     for (int n = 0; n < 4; ++n) weights[k][n] = ptx::pack<In>(s[8 * k + 2 * n], s[8 * k + 2 * n + 1]);
+}
+
+// Bits of all of them: 0 in the highest one, because P is never negative.
+template <int kSteps>
+__device__ uint32_t any_bits(const uint32_t (&weights)[kSteps][4]) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) bits |= weights[k][0] | weights[k][1] | weights[k][2] | weights[k][3];
+  return bits;
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -36,6 +36,12 @@ __device__ inline void compute_before_wait(float x, uint32_t address) {
                : "memory");
 }
 
+// The same for bits of which the highest is never set.
+__device__ inline void compute_before_wait(uint32_t bits, uint32_t address) {
+  asm volatile("{.reg .pred p; setp.lt.s32 p, %0, 0; @p st.shared.b32 [%1], %0;}" ::"r"(bits), "r"(address)
+               : "memory");
+}
+
 // The operands of an asm statement: text "%0, %1, ..." and the accumulator's registers.
 #define FA_TEXT_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define FA_TEXT_32 \

@@ -14,6 +14,7 @@
 
 #define __grid_constant__
 
+using std::max;
 using std::min;
 
 struct alignas(16) float4 {
@@ -139,6 +140,7 @@ uint32_t pack(float first, float second) {
 }
 
 inline void compute_before_wait(float, uint32_t) {}
+inline void compute_before_wait(uint32_t, uint32_t) {}
 
 template <class In, int kCount>
 void wgmma_shared(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate, CUDA_HOST_SITE) {

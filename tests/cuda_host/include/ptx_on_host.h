@@ -49,6 +49,14 @@ inline void acquire_turn(const int* turns, int turn, CUDA_HOST_SITE) {
   cuda_host::acquire_turn({"acquire_turn", file, line}, turns, turn);
 }
 
+inline uint32_t bit_mask(uint32_t first, uint32_t count) {
+  const uint64_t bits = count < 32 ? (uint64_t{1} << count) - 1 : ~uint32_t{0};
+  return first < 32 ? static_cast<uint32_t>(bits << first) : 0;
+}
+inline int uniform(int x, CUDA_HOST_SITE) {
+  return cuda_host::take_from_lane({"uniform", file, line}, 0xffffffffu, x, 0);
+}
+
 template <int kPending>
 void cp_async_wait() {
   cuda_host::cp_async_wait(kPending);

@@ -1,0 +1,124 @@
+"""Reads SASS, a GPU's machine code, as cuobjdump prints it: loops, and registers of wgmma that are touched too early.
+
+An HGMMA runs on its own. Its accumulator and its left operand in registers belong to it until a wait that retires its
+batch: `gsb0` ends a batch, `WARPGROUP.DEPBAR.LE gsb0, n` waits until at most n batches run.
+"""
+
+import re
+from dataclasses import dataclass
+
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+REGISTER = re.compile(r"(?<![UP\w.])R(\d+)\b(\.64)?")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    address: int
+    predicate: str  # "" if it always runs
+    operation: str
+    operands: tuple[str, ...]
+
+    def __str__(self):
+        return f"{self.address:#x}: {self.predicate} {self.operation} {', '.join(self.operands)}"
+
+
+def functions(text):
+    """{mangled name: its instructions} of what `cuobjdump -sass` prints."""
+    return {f.split()[0]: [parse(*m) for m in INSTRUCTION.findall(f)] for f in re.split(r"Function : ", text)[1:]}
+
+
+def parse(address, text):
+    predicate, text = re.fullmatch(r"(@!?U?P\w+ )?(.*)", text).groups()
+    operation, _, operands = text.partition(" ")
+    return Instruction(int(address, 16), predicate or "", operation, tuple(operands.split(", ")) if operands else ())
+
+
+def target(instruction):
+    """The address that a branch may go on at, or None."""
+    if not instruction.operation.startswith(("BRA", "CALL")):
+        return None
+    found = re.fullmatch(r"0x[0-9a-f]+", instruction.operands[-1])
+    return int(found.group(), 16) if found else None
+
+
+def main_loop(code, products):
+    """The instructions of the shortest loop with at least so many HGMMAs."""
+    index = {instruction.address: n for n, instruction in enumerate(code)}
+    loops = []
+    for n, instruction in enumerate(code):
+        to = target(instruction)
+        if instruction.operation.startswith("BRA") and to is not None and to <= instruction.address:
+            body = code[index[to] : n + 1]
+            if sum(i.operation.startswith("HGMMA") for i in body) >= products:
+                loops.append(body)
+    return min(loops, key=len)
+
+
+def registers_of_product(instruction):
+    """The registers of an HGMMA's accumulator, and those of its left operand."""
+    columns = int(re.match(r"HGMMA\.64x(\d+)x16\.F32", instruction.operation).group(1))
+    registers = [
+        int(m.group(1)) for operand in instruction.operands if (m := re.fullmatch(r"R(\d+)(?:\.reuse)?", operand))
+    ]
+    accumulator = range(registers[0], registers[0] + columns // 2)
+    left = range(0)
+    if not instruction.operands[1].startswith("gdesc"):
+        left = range(registers[1], registers[1] + 4)
+    return frozenset(accumulator), frozenset(left)
+
+
+def touched(instruction):
+    """All registers that an instruction names, with those behind them that belong to a wider operand."""
+    width = 1
+    for pattern, registers in ((r"\.128\b|\.M88\.4", 4), (r"\.64\b|\.WIDE|F64|^D[A-Z]+$", 2)):
+        if re.search(pattern, instruction.operation):
+            width = registers
+            break
+    found = set()
+    for operand in instruction.operands:
+        for number, wide in REGISTER.findall(operand):
+            # An address is one register, or two.
+            count = (2 if wide else 1) if operand.startswith(("[", "desc")) else width
+            found.update(range(int(number), int(number) + count))
+    return found
+
+
+def hazards(code):
+    """Descriptions of the instructions that touch a register of a product that may still run."""
+    index = {instruction.address: n for n, instruction in enumerate(code)}
+    found, seen = {}, set()
+    # A place in the code, and what runs there: the ended batches, oldest first, and the open one. Each is a set of
+    # registers; those of accumulators may be named by further products.
+    work = [(0, (), frozenset())]
+    while work:
+        state = work.pop()
+        if state in seen or state[0] >= len(code):
+            continue
+        seen.add(state)
+        n, ended, open_batch = state
+        instruction = code[n]
+        running = open_batch.union(*ended)
+        if instruction.operation.startswith("HGMMA"):
+            accumulator, left = registers_of_product(instruction)
+            if left & {register for kind, register in running if kind == "accumulator"}:
+                found[n] = f"{instruction} reads what a product still writes"
+            own = {("accumulator", r) for r in accumulator} | {("left", r) for r in left}
+            open_batch = open_batch | own
+            if "gsb0" in instruction.operands:
+                ended, open_batch = (*ended, open_batch), frozenset()
+        elif instruction.operation.startswith("WARPGROUP.DEPBAR"):
+            pending = int(instruction.operands[1], 16)
+            ended = ended[len(ended) - pending :] if pending < len(ended) else ended
+            if pending == 0:
+                ended = ()
+        elif touched(instruction) & {register for _, register in running}:
+            found[n] = f"{instruction} touches what belongs to a product"
+
+        to = target(instruction)
+        if to is not None:
+            work.append((index[to], ended, open_batch))
+        always = not instruction.predicate
+        leaves = instruction.operation in ("EXIT", "BRA") and len(instruction.operands) <= 1
+        if not (always and (leaves or instruction.operation.startswith("RET"))):
+            work.append((n + 1, ended, open_batch))
+    return [found[n] for n in sorted(found)]
