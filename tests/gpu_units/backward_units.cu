@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kThreads)
   ptx::named_barrier_sync<1, kThreads>();
   float dq[kSide / 2];
   ptx::wgmma_fence();
-  sm90::start_dq<__nv_bfloat16, Tile, Tile>(ptx::shared_address(&shared.ds), ptx::shared_address(&shared.k),
-                                            dq);
+  sm90::start_dq<__nv_bfloat16, kSide / 16>(sm90::along_rows<Tile>(ptx::shared_address(&shared.ds)),
+                                            sm90::along_rows<Tile>(ptx::shared_address(&shared.k)), dq);
   ptx::wgmma_commit();
   ptx::wgmma_wait<0>(dq);
   sm90::store_sums(shared.sums, dq);

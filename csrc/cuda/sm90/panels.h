@@ -48,11 +48,20 @@ FA_HOST_DEVICE constexpr uint32_t columns_step(int k) {
   return k / kSteps * Tile::kPanelBytes + k % kSteps * 32;
 }
 
+template <class Tile>
+FA_HOST_DEVICE constexpr uint64_t along_columns(uint32_t address, int k) {
+  return step_descriptor(along_columns(address), columns_step<Tile>(k));
+}
+
 // The same for a product along its rows, O = P V.
 template <class Tile>
 FA_HOST_DEVICE constexpr uint64_t along_rows(uint32_t address) {
   return matrix_descriptor(address, Tile::kPanelBytes);
 }
 FA_HOST_DEVICE constexpr uint32_t rows_step(int k) { return k * 16 * kPanelRowBytes; }
+template <class Tile>
+FA_HOST_DEVICE constexpr uint64_t along_rows(uint32_t address, int k) {
+  return step_descriptor(along_rows<Tile>(address), rows_step(k));
+}
 
 }  // namespace flash_attn_ext::cuda::sm90
