@@ -2,6 +2,11 @@
 #include <algorithm>
 
 #include "case.h"
+#include "cpu/target_region.h"
+
+#define FA_ISA_NAME "generic"
+#define FA_VECTOR_BYTES 16
+#define FA_VECTOR_REGISTERS 16
 
 namespace test {
 namespace {
