@@ -97,6 +97,47 @@ struct Offsets {
   }
 };
 
+// Keys and values in pages, as many caches of generation are: row j of a sequence is row j % page_size of its
+// page number j / page_size. stride_b of k and v is that from page to page.
+struct PageTable {
+  Offsets pages;          // (B, count), contiguous; null: each sequence's rows lie behind each other
+  int64_t count = 0;      // pages of a sequence
+  int64_t page_size = 0;  // rows
+  int64_t num_pages = 0;  // that there are: numbers outside are taken for the nearest
+  int64_t sequence = 0;   // of one sequence's call: its row of the table
+
+  FA_HOST_DEVICE explicit operator bool() const { return bool(pages); }
+  FA_HOST_DEVICE int64_t page_of(int64_t row) const {
+    const int64_t page = pages[sequence * count + row / page_size];
+    return page < 0 ? 0 : page < num_pages ? page : num_pages - 1;
+  }
+};
+
+enum class CacheDType : int8_t { kOfQuery, kInt8, kFloat8E4M3, kFloat8E5M2 };
+
+// What 8-bit keys or values are multiplied with, float32, broadcast by zero strides. b counts caches or pages,
+// s their rows.
+struct CacheScale {
+  const float* data = nullptr;  // null: 1
+  int64_t stride_b = 0, stride_h = 0, stride_s = 0;
+
+  FA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+  FA_HOST_DEVICE float at(int64_t b, int64_t h, int64_t s) const {
+    return data[b * stride_b + h * stride_h + s * stride_s];
+  }
+};
+
+// Keys and values in caches of S_k rows, of which each sequence fills the first seqused_k[b].
+struct CacheParams {
+  Offsets batch_idx;  // (B): which cache is whose; null: its own number
+  Offsets leftpad;    // (B): rows left out at the start; null: none
+  int64_t caches = 0;
+  CacheDType dtype = CacheDType::kOfQuery;  // of k and v
+  CacheScale k_scale, v_scale;
+  PageTable pages;
+  int64_t cache = 0;  // of one sequence's call: its cache
+};
+
 // Packed sequences of different lengths: rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) of q, out and their
 // gradients are those of sequence b, whose stride_b is 0; so are those of k and v by cu_seqlens_k. B counts
 // sequences, S_q and S_k are the longest lengths, and lse is (H, T_q). Masks, slopes and dropout count rows,
@@ -105,12 +146,15 @@ struct Offsets {
 // core/sequence.h makes the call of one sequence of it. Read by the CPU kernels and by the CUDA tier simt;
 // the other tiers refuse it by name.
 struct VarlenParams {
-  Offsets cu_seqlens_q, cu_seqlens_k;  // (B + 1), ascending from 0 to T; null: no packing
-  Offsets seqused_q, seqused_k;        // (B): only so many rows of each sequence exist; null: all
-  int64_t total_q = 0, total_k = 0;    // T_q, T_k: rows of q and of k
-  bool lower_right = false;            // each sequence's diagonal ends in its last row and column
-  bool mask_by_row = false;            // the mask's rows are the T_q rows of q
-  int64_t first_q = 0, first_k = 0;    // of one sequence's call: its first rows
+  Offsets cu_seqlens_q;              // (B + 1), ascending from 0 to T_q; null: no packing
+  Offsets cu_seqlens_k;              // (B + 1), likewise; null: k and v are caches
+  Offsets seqused_q, seqused_k;      // (B): only so many rows of each sequence exist; null: all
+  int64_t total_q = 0, total_k = 0;  // T_q, T_k: rows of q and of k
+  bool lower_right = false;          // each sequence's diagonal ends in its last row and column
+  bool mask_by_row = false;          // the mask's rows are the T_q rows of q
+  int64_t first_q = 0, first_k = 0;  // of one sequence's call: its first rows
+
+  CacheParams cache;  // only without cu_seqlens_k
 
   FA_HOST_DEVICE explicit operator bool() const { return bool(cu_seqlens_q); }
 };

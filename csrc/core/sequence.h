@@ -30,6 +30,12 @@ FA_HOST_DEVICE inline Range rows_of_sequence(const Offsets& cu_seqlens, const Of
   return {begin, begin + length};
 }
 
+// The rows in use of sequence b's cache, without its left padding.
+FA_HOST_DEVICE inline Range rows_of_cache(const VarlenParams& varlen, int64_t b, int64_t capacity) {
+  const int64_t end = varlen.seqused_k ? clamp_to(varlen.seqused_k[b], 0, capacity) : capacity;
+  return {varlen.cache.leftpad ? clamp_to(varlen.cache.leftpad[b], 0, end) : 0, end};
+}
+
 // Leaves out the first `rows` rows. A gradient that is not wanted stays null.
 FA_HOST_DEVICE inline void skip_rows(Tensor4& t, int64_t rows, int64_t element_bytes) {
   if (t) t.data = static_cast<char*>(t.data) + rows * t.stride_s * element_bytes;
@@ -44,8 +50,10 @@ FA_HOST_DEVICE Params of_sequence(Params p, int64_t b) {
   const int64_t bytes = bytes_of(p.dtype);
   const Range q =
       rows_of_sequence(varlen.cu_seqlens_q, varlen.seqused_q, b, varlen.total_q, p.sizes.seqlen_q);
+  const bool is_cache = !varlen.cu_seqlens_k;
   const Range k =
-      rows_of_sequence(varlen.cu_seqlens_k, varlen.seqused_k, b, varlen.total_k, p.sizes.seqlen_k);
+      is_cache ? rows_of_cache(varlen, b, p.sizes.seqlen_k)
+               : rows_of_sequence(varlen.cu_seqlens_k, varlen.seqused_k, b, varlen.total_k, p.sizes.seqlen_k);
   varlen.first_q = q.begin;
   varlen.first_k = k.begin;
   p.sizes.batch = 1;
@@ -56,8 +64,22 @@ FA_HOST_DEVICE Params of_sequence(Params p, int64_t b) {
     p.mask.data = static_cast<const char*>(p.mask.data) + q.begin * p.mask.stride_q * bytes_of(p.mask.dtype);
   skip_rows(p.q, q.begin, bytes);
   skip_rows(p.out, q.begin, bytes);
-  skip_rows(p.k, k.begin, bytes);
-  skip_rows(p.v, k.begin, bytes);
+  if (is_cache) {
+    CacheParams& cache = varlen.cache;
+    const int64_t cache_bytes = cache.dtype == CacheDType::kOfQuery ? bytes : 1;
+    cache.pages.sequence = b;
+    cache.cache = clamp_to(cache.batch_idx ? cache.batch_idx[b] : b, 0, cache.caches - 1);
+    if (!cache.pages) {  // from here on the one cache: pages are found row by row
+      p.k.data = static_cast<char*>(p.k.data) + cache.cache * p.k.stride_b * cache_bytes;
+      p.v.data = static_cast<char*>(p.v.data) + cache.cache * p.v.stride_b * cache_bytes;
+      p.k.stride_b = p.v.stride_b = 0;
+      skip_rows(p.k, k.begin, cache_bytes);
+      skip_rows(p.v, k.begin, cache_bytes);
+    }
+  } else {
+    skip_rows(p.k, k.begin, bytes);
+    skip_rows(p.v, k.begin, bytes);
+  }
   if constexpr (std::is_same_v<Params, BackwardParams>) {
     skip_rows(p.dout, q.begin, bytes);
     skip_rows(p.dq, q.begin, bytes);

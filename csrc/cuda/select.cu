@@ -120,6 +120,8 @@ Selection<Params> refuse(const char* reason) {
 // head dimension and option of the contract.
 
 Selection<AttentionParams> select_forward(const AttentionParams& p) {
+  if (p.varlen.cache.pages || p.varlen.cache.dtype != CacheDType::kOfQuery)
+    return refuse<AttentionParams>("caches in pages or of 8 bits are for the CPU only so far");
   if (p.decode.has_unified_max) return refuse<AttentionParams>("unified_max is for the CPU only so far");
   Choice<AttentionParams> choice(p);
   choice.offer("sm90", sm90::why_not_forward(p),

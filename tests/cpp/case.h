@@ -62,6 +62,11 @@ struct Packing {
   bool int64_offsets = false;
   bool mask_by_row = false;      // the mask is packed along its rows, as q is
   std::vector<int64_t> hostile;  // offsets to be passed in place of the right ones; results do not matter
+  // Keys in caches of S_k rows, forward only: 0 each sequence's own, above 0 pages of so many rows; -1 packed keys.
+  int64_t page_size = -1;
+  std::vector<int64_t> hostile_pages;  // numbers to be passed in turn in place of the right ones
+
+  bool is_cache() const { return page_size >= 0; }
 };
 constexpr int kQueries = 0, kKeys = 1;  // sides of a packing
 
@@ -93,7 +98,17 @@ struct Case {
     for (int64_t n = 0; n < b; ++n) row += packing->rows[n][side];
     return row;
   }
-  bool results_matter() const { return !packing || packing->hostile.empty(); }
+  bool results_matter() const {
+    return !packing || (packing->hostile.empty() && packing->hostile_pages.empty());
+  }
+  bool is_cache() const { return packing && packing->is_cache(); }
+  int64_t pages() const {  // of a sequence
+    return is_cache() && packing->page_size > 0
+               ? (sizes.seqlen_k + packing->page_size - 1) / packing->page_size
+               : 1;
+  }
+  int64_t page_rows() const { return packing->page_size > 0 ? packing->page_size : sizes.seqlen_k; }
+  int64_t page_of(int64_t b, int64_t n) const { return sizes.batch * pages() - 1 - (b * pages() + n); }
 
   Shape q_shape() const { return {sizes.batch, sizes.heads, sizes.seqlen_q, sizes.head_dim}; }
   Shape k_shape() const { return {sizes.batch, sizes.heads_kv, sizes.seqlen_k, sizes.head_dim}; }

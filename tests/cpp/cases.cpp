@@ -239,7 +239,8 @@ Case& add_packed(List& list, const std::string& name, const Packing::Lengths& le
     z.seqlen_k = std::max(z.seqlen_k, k);
   }
   Case& c = list.add("packed, " + name, z);
-  c.packing = Packing{lengths, {}, false, false, {}};
+  c.packing.emplace();
+  c.packing->rows = lengths;
   return c;
 }
 
@@ -308,6 +309,28 @@ void packed(List& list) {
   }
 }
 
+// Keys and values in caches: each sequence's own, and pages that end anywhere in a tile.
+void caches(List& list) {
+  const Packing::Lengths lengths = {{1, 130}, {3, 64}, {0, 5}, {50, 200}, {7, 0}, {65, 65}};
+  int n = 0;
+  for (const int64_t page_size : {0, 1, 7, 16, 64, 300})
+    for (const bool causal : {false, true}) {
+      const int64_t d = n % 2 ? 17 : 32;
+      Case& c = add_packed(list, "cache, pages " + text(page_size) + (causal ? ", causal" : ""), lengths, 4,
+                           2, d, d - n % 3);
+      c.packing->page_size = page_size;
+      c.packing->int64_offsets = n % 3 == 0;
+      c.causal = c.lower_right = causal;
+      c.layout = kLayouts[n++ % 5];
+    }
+  const std::vector<int64_t> hostile[] = {{-1}, {1 << 30}, {0, -7, 99999}};
+  for (const std::vector<int64_t>& pages : hostile) {
+    Case& c = add_packed(list, "hostile pages from " + text(pages[0]), lengths, 2, 1, 8, 8);
+    c.packing->page_size = 16;
+    c.packing->hostile_pages = pages;
+  }
+}
+
 }  // namespace
 
 std::vector<Case> all_cases() {
@@ -322,6 +345,7 @@ std::vector<Case> all_cases() {
   together(list);
   poisoned(list);
   packed(list);
+  caches(list);
   return list.cases;
 }
 

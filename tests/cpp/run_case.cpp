@@ -44,6 +44,7 @@ void run_on_std_threads(int threads, void (*worker)(void* context, int thread), 
 // What a tensor of shape `s`, (B, heads, S, columns), is to the kernels: packed along S, if the case is.
 Shape shape_of(const Case& c, int side, const Shape& s) {
   if (!c.packing || count(s) == 0) return s;
+  if (side == kKeys && c.is_cache()) return {s[0] * c.pages(), s[1], c.page_rows(), s[3]};
   return {1, s[1], c.first_row(c.sizes.batch, side), s[3]};
 }
 
@@ -53,8 +54,12 @@ void for_each_packed_row(const Case& c, int side, const Shape& s, const Body& bo
   const Shape to = shape_of(c, side, s);
   for (int64_t b = 0; b < s[0]; ++b)
     for (int64_t h = 0; h < s[1]; ++h)
-      for (int64_t i = 0; i < c.length(b, side); ++i)
-        body(at(s, b, h, i, 0), at(to, 0, h, c.first_row(b, side) + i, 0));
+      for (int64_t i = 0; i < c.length(b, side); ++i) {
+        if (side == kKeys && c.is_cache())
+          body(at(s, b, h, i, 0), at(to, c.page_of(b, i / c.page_rows()), h, i % c.page_rows(), 0));
+        else
+          body(at(s, b, h, i, 0), at(to, 0, h, c.first_row(b, side) + i, 0));
+      }
 }
 
 // Rows that nobody uses are NaN.
@@ -106,7 +111,8 @@ struct PackingBuffers {
       : cu_seqlens_q(c.packing && c.packing->int64_offsets, offsets(c, kQueries)),
         cu_seqlens_k(c.packing && c.packing->int64_offsets, offsets(c, kKeys)),
         seqused_q(c.packing && c.packing->int64_offsets, used(c, kQueries)),
-        seqused_k(c.packing && c.packing->int64_offsets, used(c, kKeys)) {}
+        seqused_k(c.packing && c.packing->int64_offsets, used(c, kKeys)),
+        pages(c.packing && c.packing->int64_offsets, numbers_of_pages(c)) {}
 
   static std::vector<int64_t> offsets(const Case& c, int side) {
     std::vector<int64_t> rows;
@@ -116,25 +122,42 @@ struct PackingBuffers {
   }
   static std::vector<int64_t> used(const Case& c, int side) {
     std::vector<int64_t> lengths;
-    if (c.packing)
+    if (c.is_cache() && side == kKeys) {
+      for (int64_t b = 0; b < c.sizes.batch; ++b) lengths.push_back(c.length(b, side));
+    } else if (c.packing) {
       for (const auto& length : c.packing->used) lengths.push_back(length[side]);
+    }
     return lengths;
+  }
+  static std::vector<int64_t> numbers_of_pages(const Case& c) {
+    std::vector<int64_t> numbers;
+    if (!c.is_cache()) return numbers;
+    const std::vector<int64_t>& hostile = c.packing->hostile_pages;
+    for (int64_t n = 0; n < c.sizes.batch * c.pages(); ++n)
+      numbers.push_back(hostile.empty() ? c.page_of(0, n) : hostile[n % hostile.size()]);
+    return numbers;
   }
 
   void fill(const Case& c, AttentionParams& p) const {
     if (!c.packing) return;
     p.varlen.cu_seqlens_q = cu_seqlens_q.view();
-    p.varlen.cu_seqlens_k = cu_seqlens_k.view();
+    if (!c.is_cache()) p.varlen.cu_seqlens_k = cu_seqlens_k.view();
     p.varlen.seqused_q = seqused_q.view();
     p.varlen.seqused_k = seqused_k.view();
     p.varlen.total_q = c.first_row(c.sizes.batch, kQueries);
     p.varlen.total_k = c.first_row(c.sizes.batch, kKeys);
     p.varlen.lower_right = c.lower_right;
     p.varlen.mask_by_row = c.packing->mask_by_row;
+    p.varlen.cache.caches = c.sizes.batch * c.pages();
+    if (c.is_cache() && c.packing->page_size == 0) p.varlen.cache.batch_idx = pages.view();
+    if (c.is_cache() && c.packing->page_size > 0) {
+      p.varlen.cache.pages = {pages.view(), c.pages(), c.page_rows(), c.sizes.batch * c.pages(), 0};
+      p.sizes.seqlen_k = c.pages() * c.page_rows();
+    }
     p.band.diagonal = 0;
   }
 
-  OffsetsBuffer cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+  OffsetsBuffer cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, pages;
 };
 
 // As the params hold it: a packed tensor has no stride from sequence to sequence.
@@ -173,8 +196,8 @@ struct InputBuffers {
     p.dtype = dtype;
     p.sizes = c.sizes;
     p.q = view_of(c, q);
-    p.k = view_of(c, k);
-    p.v = view_of(c, v);
+    p.k = c.is_cache() ? k.view() : view_of(c, k);
+    p.v = c.is_cache() ? v.view() : view_of(c, v);
     p.scale = c.scale != 0 ? c.scale : 1 / std::sqrt(static_cast<double>(c.sizes.head_dim));
     p.softcap = c.softcap;
     p.band = band_of(c);
@@ -227,6 +250,7 @@ void run_kernels(const cpu::Kernels& kernels, const Case& c, DType dtype, const 
     kernels.forward(forward, workspace.data(), parallel);
   }
 
+  if (c.is_cache()) return;  // has no backward
   TensorBuffer out("saved out", dtype, shape_of(c, kQueries, c.out_shape()), c.layout),
       lse("saved lse", in.acc, shape_of(c, kQueries, c.lse_shape()), {});
   out.write(packed(c, kQueries, c.out_shape(), expected.out));
@@ -322,6 +346,7 @@ std::vector<std::string> run_case(const cpu::Kernels& kernels, const Case& c, DT
       if (&result == &first) {
         const double allowed = std::max(tolerance(o.dtype, kernels.isa), tolerance(acc, kernels.isa));
         if (!o.wanted || !c.results_matter()) continue;
+        if (c.is_cache() && o.buffer != &OutputBuffers::out && o.buffer != &OutputBuffers::lse) continue;
         const std::vector<double> got = buffer.read();
         compare(o.name, o.shape, o.packed_along < 0 ? got : padded(c, o.packed_along, o.shape, got),
                 o.expected, allowed, errors);

@@ -11,6 +11,7 @@
 // from it.
 #pragma once
 
+#include "cache_rows-inl.h"
 #include "decode_products-inl.h"
 #include "dropout_tile-inl.h"
 #include "masked_gemm-inl.h"
@@ -26,6 +27,8 @@ struct DecodeScratch {
   T* mask_tile;     // [S_q][block_k]
   T* dropout_tile;  // [S_q][block_k]
   In* finite_tile;  // [block_k][D_v]    V without the rows that are not finite
+  In* key_copy;     // [block_k][D]      only if keys come from pages or 8 bits
+  In* value_copy;   // [block_k][D_v]    likewise
 };
 
 // How the keys of one key head are cut.
@@ -115,6 +118,8 @@ DecodeScratch<In, T> plan_decode_scratch(Arena& arena, const AttentionParams& ca
   s.mask_tile = call.mask ? arena.take<T>(seqlen_q * block_k) : nullptr;
   s.dropout_tile = call.dropout ? arena.take<T>(seqlen_q * block_k) : nullptr;
   s.finite_tile = may_mask ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
+  s.key_copy = copies_rows(call) ? arena.take<In>(block_k * z.head_dim) : nullptr;
+  s.value_copy = copies_rows(call) ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
   return s;
 }
 
@@ -166,9 +171,10 @@ void decode_tile(const AttentionParams& p, const DecodeScratch<In, T>& s, int64_
   const Sizes& z = p.sizes;
   const int64_t group = z.heads / z.heads_kv, rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
-  const Rows<In> k{p.k.row<In>(b, h_kv, j0), p.k.stride_s, z.head_dim};
-  const Rows<In> v{p.v.row<In>(b, h_kv, j0), p.v.stride_s, z.head_dim_v};
-  const Rows<In> next_k{k.row(decode_block_k<T>()), k.stride, k.cols}, nothing{nullptr, 0, 0};
+  const Rows<In> k = key_rows<In>(p, b, h_kv, j0, keys, s.key_copy);
+  const Rows<In> v = value_rows<In>(p, b, h_kv, j0, keys, s.value_copy);
+  const Rows<In> nothing{nullptr, 0, 0};
+  const Rows<In> next_k = copies_rows(p) ? nothing : Rows<In>{k.row(decode_block_k<T>()), k.stride, k.cols};
 
   for_each_few_rows<T>(rows, [&](int64_t row, auto count) {
     s.products.template scores<count.value>(row, k, keys, s.scores + row * ld, ld, row == 0 ? v : nothing);

@@ -2,6 +2,7 @@
 // accumulator's type, 16-bit ones widened when their tile is loaded.
 #pragma once
 
+#include "cache_rows-inl.h"
 #include "masked_gemm-inl.h"
 #include "pairs-inl.h"
 
@@ -11,6 +12,7 @@ struct ForwardProducts {
   T* k_tile;        // [block_k][D]      only if the caller's k cannot be read directly
   T* v_tile;        // [block_k][D_v]    likewise
   T* finite_tile;   // [block_k][D_v]    for masked_gemm
+  In* row_copy;     // [block_k][max(D, D_v)]   only if keys come from pages or 8 bits
 
   static ForwardProducts plan(Arena& arena, const AttentionParams& p) {
     const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
@@ -20,6 +22,7 @@ struct ForwardProducts {
     r.k_tile = arena.take<T>(block_k * d);
     r.v_tile = arena.take<T>(block_k * d_v);
     r.finite_tile = arena.take<T>(block_k * d_v);
+    r.row_copy = copies_rows(p) ? arena.take<In>(block_k * std::max(d, d_v)) : nullptr;
     return r;
   }
 
@@ -31,8 +34,8 @@ struct ForwardProducts {
 
   void scores(const AttentionParams& p, const TileFrame& f, T scale, T* out) const {
     const int64_t d = p.sizes.head_dim;
-    const Tile<T> k =
-        load_tile<In, T>(p.k.row<In>(f.b, p.sizes.kv_head(f.h), f.j0), p.k.stride_s, f.keys, d, k_tile);
+    const Rows<In> rows = key_rows<In>(p, f.b, p.sizes.kv_head(f.h), f.j0, f.keys, row_copy);
+    const Tile<T> k = load_tile<In, T>(rows.data, rows.stride, f.keys, d, k_tile);
     gemm<T>(f.keys, f.ld, {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, false, scale});
   }
 
@@ -41,8 +44,8 @@ struct ForwardProducts {
                   T* out) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v;
-    const Tile<T> v =
-        load_tile<In, T>(p.v.row<In>(f.b, p.sizes.kv_head(f.h), f.j0), p.v.stride_s, f.keys, d_v, v_tile);
+    const Rows<In> rows = value_rows<In>(p, f.b, p.sizes.kv_head(f.h), f.j0, f.keys, row_copy);
+    const Tile<T> v = load_tile<In, T>(rows.data, rows.stride, f.keys, d_v, v_tile);
     masked_gemm<T>(
         score, true, f.queries, d_v,
         {f.keys, probs, 1, f.ld, v.data, v.ld, out, round_up_to_lanes<T>(d_v), true, T(1), rescale},
@@ -59,6 +62,7 @@ struct ForwardProducts<BFloat16, float> {
   Pair* k_tile;        // [block_k][D / 2]    only if the caller's k does not come in pairs
   Pair* v_pairs;       // [block_k / 2][D_v]
   Pair* prob_pairs;    // [block_k / 2][block_q]
+  BFloat16* row_copy;  // [block_k][max(D, D_v)]   only if keys come from pages or 8 bits
 
   static ForwardProducts plan(Arena& arena, const AttentionParams& p) {
     const auto [block_q, block_k] = fitted(forward_tiling<float>(), p.sizes);
@@ -67,6 +71,9 @@ struct ForwardProducts<BFloat16, float> {
     r.k_tile = arena.take<Pair>(block_k * round_up_to_lanes<float>(pairs_of(p.sizes.head_dim)));
     r.v_pairs = arena.take<Pair>(pairs_of(block_k) * round_up_to_lanes<float>(p.sizes.head_dim_v));
     r.prob_pairs = arena.take<Pair>(pairs_of(block_k) * block_q);
+    r.row_copy = copies_rows(p)
+                     ? arena.take<BFloat16>(block_k * std::max(p.sizes.head_dim, p.sizes.head_dim_v))
+                     : nullptr;
     return r;
   }
 
@@ -78,8 +85,8 @@ struct ForwardProducts<BFloat16, float> {
 
   void scores(const AttentionParams& p, const TileFrame& f, float scale, float* out) const {
     const int64_t d = p.sizes.head_dim;
-    const Tile<Pair> k =
-        load_pair_rows(p.k.row<BFloat16>(f.b, p.sizes.kv_head(f.h), f.j0), p.k.stride_s, f.keys, d, k_tile);
+    const Rows<BFloat16> rows = key_rows<BFloat16>(p, f.b, p.sizes.kv_head(f.h), f.j0, f.keys, row_copy);
+    const Tile<Pair> k = load_pair_rows(rows.data, rows.stride, f.keys, d, k_tile);
     gemm<float, Pair>(f.keys, f.ld,
                       {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, false, scale});
   }
@@ -88,7 +95,7 @@ struct ForwardProducts<BFloat16, float> {
                   const float* rescale, float* out) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v, ld = round_up_to_lanes<float>(d_v);
-    const Rows<BFloat16> v{p.v.row<BFloat16>(f.b, p.sizes.kv_head(f.h), f.j0), p.v.stride_s, d_v};
+    const Rows<BFloat16> v = value_rows<BFloat16>(p, f.b, p.sizes.kv_head(f.h), f.j0, f.keys, row_copy);
     load_pairs_across(v.data, v.stride, f.keys, d_v, v_pairs, ld);
     const bool cleared = score.partial && clear_rows_not_finite(v, f.keys, v_pairs, ld);
     pair_rows_up(probs, f.keys, f.ld, prob_pairs);
