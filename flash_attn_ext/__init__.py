@@ -12,8 +12,10 @@ else:
     from .activate import ActivationReport, activate, activated, activation_report, deactivate, is_active
     from .functional import dropout_mask, flash_attn, new_rng_state
     from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
+    from .kvcache import flash_attn_with_kvcache
     from .modules import MultiheadAttention
     from .patch import ReplacedAttention, replace_attention
+    from .varlen import flash_attn_varlen
 
 __all__ = [
     "ActivationReport",
@@ -31,6 +33,8 @@ __all__ = [
     "dropout_mask",
     "explain",
     "flash_attn",
+    "flash_attn_varlen",
+    "flash_attn_with_kvcache",
     "force_cuda_tier",
     "force_kernel",
     "is_active",

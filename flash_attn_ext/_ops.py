@@ -47,6 +47,9 @@ except ImportError as error:
 
 attention = torch.ops.flash_attn_ext.attention.default
 attention_backward = torch.ops.flash_attn_ext.attention_backward.default
+attention_varlen = torch.ops.flash_attn_ext.attention_varlen.default
+attention_varlen_backward = torch.ops.flash_attn_ext.attention_varlen_backward.default
+attention_cache = torch.ops.flash_attn_ext.attention_cache.default
 attention_if_plain = _C.attention_if_plain
 plan_attention = _C.plan_attention
 plan_attention_backward = _C.plan_attention_backward

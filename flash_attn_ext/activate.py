@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.attention
 
-from . import _ops
+from . import _ops, _torch_varlen
 
 __all__ = ["ActivationReport", "activate", "activated", "activation_report", "deactivate", "is_active"]
 
@@ -47,7 +47,8 @@ def activate() -> None:
     """From now on, torch's attention on CPU runs flash_attn_ext, in the whole process and in all threads.
 
     Taken are :func:`torch.nn.functional.scaled_dot_product_attention`, eager, with autograd, autocast, torch.func and
-    torch.compile; and so ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``, their fused inference path too.
+    torch.compile; and so ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``, their fused inference path too; and
+    ``torch.nn.attention.varlen.varlen_attn``, which has no kernel of torch's on CPU.
     What our kernels do not take runs torch's own kernel as before, and :func:`activation_report` says why.
     :func:`deactivate` restores torch. A second call does nothing. The environment variable
     ``FLASH_ATTN_EXT_ACTIVATE=1`` calls this when flash_attn_ext is imported.
@@ -61,12 +62,14 @@ def activate() -> None:
       gradient, with a head dimension of ``value`` of its own, and in the fused inference path.
     """
     _ops.activate()
+    _torch_varlen.register()
     _forget_dispatch()
 
 
 def deactivate() -> None:
     """torch's own kernels run again. Calls in other threads end with the kernel that they began with."""
     _ops.deactivate()
+    _torch_varlen.unregister()
     _forget_dispatch()
 
 

@@ -44,6 +44,8 @@ def flash_attn(
     Args:
         query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 0 to 512. (H, S, D) and (S, D) are
             taken too, and more than one leading batch dimension. Read in place if the last dimension is contiguous.
+            Or nested tensors in the jagged layout, (B, H, j, D): their sequences are not padded, see
+            :func:`flash_attn_varlen`.
         key: (B, H_kv, S_k, D), dtype and device of ``query``. Leading dimensions broadcast.
         value: (B, H_kv, S_k, D_v), likewise; D_v may differ from D.
         attn_mask: broadcastable to (B, H, S_q, S_k) and never expanded. bool: True attends. Float (``query``'s
@@ -88,6 +90,14 @@ def flash_attn(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
+    if getattr(query, "layout", None) is torch.jagged:
+        from .varlen import flash_attn_jagged  # which is made of this module
+
+        return flash_attn_jagged(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal=causal, window=window,
+            softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse, rng_state=rng_state,
+            num_splits=num_splits, unified_max=unified_max, deterministic=deterministic,
+        )  # fmt: skip
     # Subclasses and modes that want to see the call, torch.fx's proxies among them.
     if has_torch_function_variadic(query, key, value, attn_mask, alibi_slopes):
         return _through_torch_function(

@@ -1,5 +1,7 @@
 #include "checks.h"
 
+#include "kvcache.h"
+
 #include <cmath>
 
 namespace flash_attn_ext {
@@ -44,6 +46,12 @@ std::string refused_dtype(DtypeRule rule, at::ScalarType dtype, at::ScalarType q
                  ? ""
                  : "float32, and float64 for float64 inputs";
     case DtypeRule::kInt64: return dtype == at::kLong ? "" : "int64";
+    case DtypeRule::kCache:
+      if (dtype == query || dtype == at::kChar || dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2)
+        return "";
+      return "query's (" + name_of(query) + "), int8, float8_e4m3fn, float8_e5m2";
+    case DtypeRule::kFloat32: return dtype == at::kFloat ? "" : "float32";
+    case DtypeRule::kIndex: return dtype == at::kInt || dtype == at::kLong ? "" : "int32, int64";
   }
   return "";
 }
@@ -85,19 +93,69 @@ void check_dtype(const TensorRule& rule, const at::Tensor& t, at::ScalarType que
                    "; allowed: ", allowed);
 }
 
-// The sizes that query, key and value give.
-template <class Tensors>
-DimSizes sizes_of(const Tensors& in) {
-  for_each_tensor(in, [&](const TensorRule& rule, const auto& t) {
-    if constexpr (std::is_same_v<decltype(t), const at::Tensor&>) check_dimensions(rule, t);
-  });
-  const at::Tensor &q = in.query, &k = in.key, &v = in.value;
-  return {{q.sym_size(0), q.sym_size(1), k.sym_size(1), q.sym_size(2), k.sym_size(2), q.sym_size(3),
-           v.sym_size(3)}};
+void check_per_sequence(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes) {
+  TORCH_CHECK_VALUE(t.dim() == 1 && t.sym_size(0) == sizes[Dim::kBatch], rule.name, ": got shape ",
+                    t.sym_sizes(), "; allowed: [", sizes[Dim::kBatch], "], one number a sequence");
 }
 
+void check_table(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes) {
+  TORCH_CHECK_VALUE(t.dim() == 2 && t.sym_size(0) == sizes[Dim::kBatch], rule.name, ": got shape ",
+                    t.sym_sizes(), "; allowed: (sequences, pages) with ", sizes[Dim::kBatch], " sequences");
+}
+
+void check_packed_mask(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes) {
+  const bool by_row = t.dim() == 3;
+  TORCH_CHECK_VALUE(by_row || t.dim() == 4, rule.name, ": got a tensor of shape ", t.sym_sizes(),
+                    "; allowed: (heads, total_q, max_seqlen_k), or 4-D, broadcastable to (sequences, heads, "
+                    "max_seqlen_q, max_seqlen_k)");
+  auto check = [&](int64_t n, const SymInt& allowed, const char* name, bool may_be_1) {
+    const SymInt size = t.sym_size(n);
+    TORCH_CHECK_VALUE((may_be_1 && size == 1) || size == allowed, rule.name, ": got shape ", t.sym_sizes(),
+                      ", with size ", size, " in dimension ", n, "; allowed there: ", may_be_1 ? "1 or " : "",
+                      allowed, " (", name, ")");
+  };
+  if (!by_row) check(0, sizes[Dim::kBatch], "sequences", true);
+  check(by_row ? 0 : 1, sizes[Dim::kHeads], "query's heads", true);
+  check(by_row ? 1 : 2, sizes[by_row ? Dim::kTotalQ : Dim::kSeqlenQ],
+        by_row ? "query's total_q" : "max_seqlen_q", !by_row);
+  check(by_row ? 2 : 3, sizes[Dim::kSeqlenK], "max_seqlen_k", true);
+}
+
+// The sizes that the tensors which have to be given say, each the first one that has it.
 template <class Tensors>
-DimSizes check_tensors(const Tensors& tensors) {
+DimSizes sizes_of(const Tensors& in) {
+  DimSizes sizes;
+  bool known[static_cast<size_t>(Dim::kCount)] = {};
+  for_each_tensor(in, [&](const TensorRule& rule, const auto& t) {
+    if constexpr (std::is_same_v<decltype(t), const at::Tensor&>) {
+      if (rule.shape.kind != Shape::kExact) return;
+      check_dimensions(rule, t);
+      for (int n = 0; n < rule.shape.count; ++n) {
+        const auto dim = static_cast<size_t>(rule.shape.dims[n]);
+        if (!known[dim]) sizes.sizes[dim] = t.sym_size(n);
+        known[dim] = true;
+      }
+    }
+  });
+  return sizes;
+}
+
+// Those of packed sequences that no tensor says.
+template <class Tensors, class Options>
+DimSizes sizes_of(const Tensors& in, const Options& options) {
+  DimSizes sizes = sizes_of(in);
+  const SymInt offsets = sizes[Dim::kOffsets];
+  TORCH_CHECK_VALUE(offsets >= 1, "cu_seqlens_q: got shape ", in.cu_seqlens_q.sym_sizes(),
+                    "; allowed: [sequences + 1]");
+  sizes.sizes[static_cast<size_t>(Dim::kBatch)] = offsets - 1;
+  sizes.sizes[static_cast<size_t>(Dim::kSeqlenQ)] = options.max_seqlen_q.value_or(sizes[Dim::kTotalQ]);
+  if constexpr (!std::is_same_v<Tensors, CacheTensors>)
+    sizes.sizes[static_cast<size_t>(Dim::kSeqlenK)] = options.max_seqlen_k.value_or(sizes[Dim::kTotalK]);
+  return sizes;
+}
+
+template <class Tensors, class... Options>
+DimSizes check_tensors(const Tensors& tensors, const Options&... options) {
   const auto query = tensors.query.scalar_type();
   for_each_tensor(tensors, [&](const TensorRule& rule, const auto& optional) {
     const at::Tensor* t = tensor_or_null(optional);
@@ -106,7 +164,7 @@ DimSizes check_tensors(const Tensors& tensors) {
                      "; allowed: query's device, ", tensors.query.device());
     check_dtype(rule, *t, query);
   });
-  const DimSizes sizes = sizes_of(tensors);
+  const DimSizes sizes = sizes_of(tensors, options...);
   for_each_tensor(tensors, [&](const TensorRule& rule, const auto& optional) {
     const at::Tensor* t = tensor_or_null(optional);
     if (!t) return;
@@ -115,6 +173,9 @@ DimSizes check_tensors(const Tensors& tensors) {
       case Shape::kBroadcast: return check_exact(rule, *t, sizes);
       case Shape::kMaybeBatched: return check_maybe_batched(rule, *t, sizes);
       case Shape::kSeedOffset: return check_seed_offset(rule.name, *t);
+      case Shape::kPerSequence: return check_per_sequence(rule, *t, sizes);
+      case Shape::kPackedMask: return check_packed_mask(rule, *t, sizes);
+      case Shape::kTable: return check_table(rule, *t, sizes);
     }
   });
   return sizes;
@@ -135,17 +196,107 @@ double shown(const std::optional<double>& v) { return v.value_or(0.0); }
 int64_t shown(int64_t v) { return v; }
 int64_t shown(const std::optional<int64_t>& v) { return v.value_or(0); }
 bool shown(bool v) { return v; }
+SymInt shown(const std::optional<SymInt>& v) { return v.value_or(0); }
 
-void check_options(const AttentionTensors& in, const AttentionOptions& options) {
 #define FA_CHECK_OPTION(name, type, default_value, check, allowed)                         \
   {                                                                                        \
     [[maybe_unused]] const auto& v = options.name;                                         \
     TORCH_CHECK_VALUE(check, #name ": got ", shown(options.name), "; allowed: ", allowed); \
   }
-  FA_ATTENTION_OPTIONS(FA_CHECK_OPTION)
-#undef FA_CHECK_OPTION
-  TORCH_CHECK_VALUE(options.dropout_p == 0.0 || in.rng_state,
+
+template <class Tensors>
+void check_rng_state(const Tensors& in, double dropout_p) {
+  TORCH_CHECK_VALUE(dropout_p == 0.0 || in.rng_state,
                     "rng_state: got none; allowed with dropout_p > 0: an int64 tensor of seed and offset");
+}
+
+void check_options(const AttentionTensors& in, const AttentionOptions& options) {
+  FA_ATTENTION_OPTIONS(FA_CHECK_OPTION)
+  check_rng_state(in, options.dropout_p);
+}
+
+void check_options(const VarlenTensors& in, const VarlenOptions& options) {
+  FA_VARLEN_OPTIONS(FA_CHECK_OPTION)
+  check_rng_state(in, options.dropout_p);
+}
+
+void check_options(const CacheOptions& options) {
+  FA_CACHE_OPTIONS(FA_CHECK_OPTION)
+  TORCH_CHECK_VALUE(options.dropout_p == 0.0, "dropout_p: got ", options.dropout_p,
+                    "; allowed with a cache: 0");
+}
+
+#undef FA_CHECK_OPTION
+
+template <class Tensors>
+void check_grad_mask(const Tensors& tensors, const GradFlags& flags) {
+  const GradMask wanted(flags);
+  TORCH_CHECK_VALUE(!wanted.attn_mask || (tensors.attn_mask && tensors.attn_mask->scalar_type() != at::kBool),
+                    "grad_mask: got a request for attn_mask's gradient; allowed only with a float attn_mask");
+  TORCH_CHECK_VALUE(!wanted.alibi_slopes || tensors.alibi_slopes,
+                    "grad_mask: got a request for alibi_slopes' gradient; allowed only with alibi_slopes");
+}
+
+// On CPU the numbers can be read. On CUDA nobody waits for them: kernels keep inside the tensors whatever they are.
+std::vector<int64_t> numbers_of(const at::Tensor& t) {
+  const at::Tensor numbers = t.to(at::kLong).contiguous();
+  const int64_t* data = numbers.const_data_ptr<int64_t>();
+  return {data, data + numbers.numel()};
+}
+
+void check_sequences(const char* side, const at::Tensor& cu_seqlens, const OptionalTensor& seqused,
+                     int64_t total, int64_t longest) {
+  const std::vector<int64_t> offsets = numbers_of(cu_seqlens);
+  const std::string name = std::string("cu_seqlens_") + side;
+  TORCH_CHECK_VALUE(offsets.front() == 0 && offsets.back() == total, name, ": got offsets from ",
+                    offsets.front(), " to ", offsets.back(), "; allowed: from 0 to ", total, ", the rows of ",
+                    *side == 'q' ? "query" : "key");
+  const std::vector<int64_t> used = seqused ? numbers_of(*seqused) : std::vector<int64_t>();
+  for (size_t b = 0; b + 1 < offsets.size(); ++b) {
+    const int64_t length = offsets[b + 1] - offsets[b];
+    TORCH_CHECK_VALUE(offsets[b] <= offsets[b + 1] && offsets[b + 1] <= total, name, ": got ", offsets[b + 1],
+                      " after ", offsets[b], " at ", b + 1, "; allowed: ascending offsets");
+    TORCH_CHECK_VALUE(length <= longest, "max_seqlen_", side, ": got ", longest,
+                      "; allowed: at least the longest sequence's ", length, " rows");
+    TORCH_CHECK_VALUE(used.empty() || (used[b] >= 0 && used[b] <= length), "seqused_", side, ": got ",
+                      used.empty() ? 0 : used[b], " at ", b, "; allowed: 0 to the sequence's ", length,
+                      " rows");
+  }
+}
+
+void check_numbers(const VarlenTensors& in, const VarlenOptions& options) {
+  if (!in.query.is_cpu()) return;
+  const int64_t total_q = in.query.size(0), total_k = in.key.size(0);
+  check_sequences("q", in.cu_seqlens_q, in.seqused_q, total_q,
+                  options.max_seqlen_q ? options.max_seqlen_q->expect_int() : total_q);
+  check_sequences("k", in.cu_seqlens_k, in.seqused_k, total_k,
+                  options.max_seqlen_k ? options.max_seqlen_k->expect_int() : total_k);
+}
+
+void check_numbers(const CacheTensors& in, const CacheOptions& options) {
+  if (!in.query.is_cpu()) return;
+  const int64_t total_q = in.query.size(0), rows = in.key.size(1);
+  check_sequences("q", in.cu_seqlens_q, std::nullopt, total_q,
+                  options.max_seqlen_q ? options.max_seqlen_q->expect_int() : total_q);
+  const int64_t pages = in.block_table ? in.block_table->size(1) : 1, caches = in.key.size(0);
+  auto check_range = [](const char* name, int64_t b, int64_t number, int64_t low, int64_t high) {
+    TORCH_CHECK_VALUE(low <= number && number <= high, name, ": got ", number, " at ", b, "; allowed: ", low,
+                      " to ", high);
+  };
+  const std::vector<int64_t> used = numbers_of(in.seqused_k);
+  const std::vector<int64_t> batch_idx = in.batch_idx ? numbers_of(*in.batch_idx) : std::vector<int64_t>();
+  const std::vector<int64_t> leftpad = in.leftpad ? numbers_of(*in.leftpad) : std::vector<int64_t>();
+  const std::vector<int64_t> table = in.block_table ? numbers_of(*in.block_table) : std::vector<int64_t>();
+  TORCH_CHECK_VALUE(in.block_table || in.batch_idx || caches >= static_cast<int64_t>(used.size()),
+                    "key: got ", caches, " caches; allowed: at least one for each of the ", used.size(),
+                    " sequences");
+  for (size_t b = 0; b < used.size(); ++b) {
+    check_range("cache_seqlens", b, used[b], 0, rows * pages);
+    if (!batch_idx.empty()) check_range("cache_batch_idx", b, batch_idx[b], 0, caches - 1);
+    if (!leftpad.empty()) check_range("cache_leftpad", b, leftpad[b], 0, used[b]);
+    for (int64_t n = 0; in.block_table && n * rows < used[b]; ++n)
+      check_range("block_table", b, table[b * pages + n], 0, caches - 1);
+  }
 }
 
 }  // namespace
@@ -159,11 +310,29 @@ void check_attention_backward(const AttentionBackwardTensors& tensors,
                               const AttentionBackwardOptions& options) {
   check_sizes(check_tensors(tensors));
   check_options(tensors.forward(), options.forward());
-  const GradMask wanted(options.grad_mask);
-  TORCH_CHECK_VALUE(!wanted.attn_mask || (tensors.attn_mask && tensors.attn_mask->scalar_type() != at::kBool),
-                    "grad_mask: got a request for attn_mask's gradient; allowed only with a float attn_mask");
-  TORCH_CHECK_VALUE(!wanted.alibi_slopes || tensors.alibi_slopes,
-                    "grad_mask: got a request for alibi_slopes' gradient; allowed only with alibi_slopes");
+  check_grad_mask(tensors, options.grad_mask);
+}
+
+void check_varlen(const VarlenTensors& tensors, const VarlenOptions& options) {
+  check_options(tensors, options);
+  check_sizes(check_tensors(tensors, options));
+  check_numbers(tensors, options);
+}
+
+void check_cache(const CacheTensors& tensors, const CacheOptions& options) {
+  check_options(options);
+  check_sizes(check_tensors(tensors, options));
+  TORCH_CHECK_TYPE(tensors.key.scalar_type() == tensors.value.scalar_type(), "value: got dtype ",
+                   name_of(tensors.value.scalar_type()), "; allowed: key's, ",
+                   name_of(tensors.key.scalar_type()));
+  check_numbers(tensors, options);
+}
+
+void check_varlen_backward(const VarlenBackwardTensors& tensors, const VarlenBackwardOptions& options) {
+  check_options(tensors.forward(), options.forward());
+  check_sizes(check_tensors(tensors, options));
+  check_numbers(tensors.forward(), options.forward());
+  check_grad_mask(tensors, options.grad_mask);
 }
 
 void check_dropout_mask(const at::Tensor& rng_state, c10::ArrayRef<c10::SymInt> sizes, double dropout_p) {

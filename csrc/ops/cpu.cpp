@@ -7,9 +7,11 @@
 #include <memory>
 
 #include "../core/philox.h"
+#include "../core/sequence.h"
 #include "../cpu/arena.h"
 #include "../cpu/select.h"
 #include "checks.h"
+#include "kvcache.h"
 #include "outputs.h"
 #include "pack_params.h"
 #include "plan.h"
@@ -24,16 +26,21 @@ void run_on_torch_threads(int threads, void (*worker)(void* context, int thread)
 }
 
 // Small calls run on the calling thread: waking others costs more than they save below about 10 us of work.
-cpu::Parallel torch_threads(const Sizes& z, double products) {
+cpu::Parallel torch_threads(const AttentionParams& p, double products) {
   constexpr double kSerialFlops = 1e6;
-  const double flops =
-      products * double(z.batch * z.heads) * z.seqlen_q * z.seqlen_k * (z.head_dim + z.head_dim_v);
+  const Sizes& z = p.sizes;
+  double pairs = p.varlen ? 0.0 : double(z.batch) * z.seqlen_q * z.seqlen_k;
+  for (int64_t b = 0; p.varlen && b < z.batch; ++b) {
+    const Sizes own = of_sequence(p, b).sizes;
+    pairs += double(own.seqlen_q) * own.seqlen_k;
+  }
+  const double flops = products * pairs * double(z.heads) * (z.head_dim + z.head_dim_v);
   const bool serial = flops < kSerialFlops || at::in_parallel_region();
   return {serial ? 1 : at::get_num_threads(), run_on_torch_threads};
 }
 
-cpu::Parallel forward_threads(const AttentionParams& p) { return torch_threads(p.sizes, 2.0); }
-cpu::Parallel backward_threads(const BackwardParams& p) { return torch_threads(p.sizes, 5.0); }
+cpu::Parallel forward_threads(const AttentionParams& p) { return torch_threads(p, 2.0); }
+cpu::Parallel backward_threads(const BackwardParams& p) { return torch_threads(p, 5.0); }
 
 // Scratch for one call: from torch's allocator, or, where an allocation would take longer than the call, the
 // thread's own. Not on the stack: threads may have as little as 48 KiB of it.
@@ -69,20 +76,39 @@ class Workspace {
   at::Tensor large_;
 };
 
+void run_forward(const AttentionParams& params) {
+  const cpu::Kernels& kernels = cpu::active_kernels();
+  const cpu::Parallel parallel = forward_threads(params);
+  Workspace workspace(kernels.forward_workspace(params, parallel.threads));
+  kernels.forward(params, workspace.data(), parallel);
+}
+
+void run_backward(const BackwardParams& params) {
+  const cpu::Kernels& kernels = cpu::active_kernels();
+  const cpu::Parallel parallel = backward_threads(params);
+  Workspace workspace(kernels.backward_workspace(params, parallel.threads));
+  kernels.backward(params, workspace.data(), parallel);
+}
+
+AttentionResult without_keys(AttentionResult result) {
+  return {result.out.zero_(), result.lse.fill_(-std::numeric_limits<double>::infinity())};
+}
+
+Gradients without_scores(Gradients result) {
+  std::apply([](auto&... grad) { ((grad.defined() ? void(grad.zero_()) : void()), ...); }, result.tie());
+  return result;
+}
+
 AttentionResult attention_cpu(const AttentionTensors& given, const AttentionOptions& options) {
   check_attention(given, options);
   check_storages(given);
   AttentionResult result = empty_result(given);
   auto& [out, lse] = result;
   if (lse.numel() == 0) return result;
-  if (given.key.size(2) == 0) return {out.zero_(), lse.fill_(-std::numeric_limits<double>::infinity())};
+  if (given.key.size(2) == 0) return without_keys(result);
 
   const AttentionTensors tensors = readable(given);
-  const AttentionParams params = pack_attention(tensors, out, lse, options);
-  const cpu::Kernels& kernels = cpu::active_kernels();
-  const cpu::Parallel parallel = forward_threads(params);
-  Workspace workspace(kernels.forward_workspace(params, parallel.threads));
-  kernels.forward(params, workspace.data(), parallel);
+  run_forward(pack_attention(tensors, out, lse, options));
   return result;
 }
 
@@ -91,18 +117,42 @@ Gradients attention_backward_cpu(const AttentionBackwardTensors& given,
   check_attention_backward(given, options);
   check_storages(given);
   Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
-  if (given.lse.numel() == 0 || given.key.size(2) == 0) {  // no score at all
-    std::apply([](auto&... grad) { ((grad.defined() ? void(grad.zero_()) : void()), ...); }, result.tie());
-    return result;
-  }
+  if (given.lse.numel() == 0 || given.key.size(2) == 0) return without_scores(result);
 
   const PackedBackward packed = pack_backward(given, options, result);
-  const BackwardParams& params = packed.params;
-  const cpu::Kernels& kernels = cpu::active_kernels();
-  const cpu::Parallel parallel = backward_threads(params);
-  Workspace workspace(kernels.backward_workspace(params, parallel.threads));
-  kernels.backward(params, workspace.data(), parallel);
+  run_backward(packed.params);
   store_slopes_gradient(packed, result);
+  return result;
+}
+
+AttentionResult varlen_cpu(const VarlenTensors& given, const VarlenOptions& options) {
+  check_storages(given);
+  check_varlen(given, options);
+  AttentionResult result = empty_varlen_result(given);
+  if (result.lse.numel() == 0) return result;
+  if (given.key.size(0) == 0) return without_keys(result);
+  run_forward(pack_varlen(given, options, result).params);
+  return result;
+}
+
+AttentionResult cache_cpu(const CacheTensors& given, const CacheOptions& options) {
+  check_storages(given);
+  check_cache(given, options);
+  AttentionResult result = empty_cache_result(given);
+  if (result.lse.numel() == 0) return result;
+  if (given.key.numel() == 0) return without_keys(result);
+  run_forward(pack_cache(given, options, result).params);
+  return result;
+}
+
+Gradients varlen_backward_cpu(const VarlenBackwardTensors& given, const VarlenBackwardOptions& options) {
+  check_storages(given);
+  check_varlen_backward(given, options);
+  Gradients result = empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
+  if (given.lse.numel() == 0 || given.key.size(0) == 0) return without_scores(result);
+  const PackedVarlenBackward all = pack_varlen_backward(given, options, result);
+  run_backward(all.packed.params);
+  store_slopes_gradient(all.packed, result);
   return result;
 }
 
@@ -156,6 +206,9 @@ KernelChoice choose_on_cpu(const BackwardParams& params) {
 TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
   implement<Attention, attention_cpu>(m);
   implement<AttentionBackward, attention_backward_cpu>(m);
+  implement<AttentionVarlen, varlen_cpu>(m);
+  implement<AttentionCache, cache_cpu>(m);
+  implement<AttentionVarlenBackward, varlen_backward_cpu>(m);
   m.impl("dropout_mask", dropout_mask_cpu);
 }
 

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "kvcache.h"
 #include "outputs.h"
 #include "pack_params.h"
 #include "plan.h"
@@ -61,6 +62,37 @@ Gradients attention_backward_cuda(const AttentionBackwardTensors& given,
   return result;
 }
 
+AttentionResult varlen_cuda(const VarlenTensors& given, const VarlenOptions& options) {
+  check_varlen(given, options);
+  check_storages(given);
+  const c10::cuda::CUDAGuard device_guard(given.query.device());
+  AttentionResult result = empty_varlen_result(given);
+  const PackedVarlen packed = pack_varlen(given, options, result);
+  run(cuda::select_forward(packed.params), packed.params, given.query.options());
+  return result;
+}
+
+AttentionResult cache_cuda(const CacheTensors& given, const CacheOptions& options) {
+  check_cache(given, options);
+  check_storages(given);
+  const c10::cuda::CUDAGuard device_guard(given.query.device());
+  AttentionResult result = empty_cache_result(given);
+  const PackedCache packed = pack_cache(given, options, result);
+  run(cuda::select_forward(packed.params), packed.params, given.query.options());
+  return result;
+}
+
+Gradients varlen_backward_cuda(const VarlenBackwardTensors& given, const VarlenBackwardOptions& options) {
+  check_varlen_backward(given, options);
+  check_storages(given);
+  const c10::cuda::CUDAGuard device_guard(given.query.device());
+  const Gradients result = empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
+  const PackedVarlenBackward all = pack_varlen_backward(given, options, result);
+  run(cuda::select_backward(all.packed.params), all.packed.params, given.query.options());
+  store_slopes_gradient(all.packed, result);
+  return result;
+}
+
 at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t heads, int64_t seqlen_q,
                              int64_t seqlen_k, double dropout_p) {
   check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
@@ -108,6 +140,21 @@ Gradients attention_backward_cuda(const AttentionBackwardTensors& given,
   refuse();
 }
 
+AttentionResult varlen_cuda(const VarlenTensors& given, const VarlenOptions& options) {
+  check_varlen(given, options);
+  refuse();
+}
+
+AttentionResult cache_cuda(const CacheTensors& given, const CacheOptions& options) {
+  check_cache(given, options);
+  refuse();
+}
+
+Gradients varlen_backward_cuda(const VarlenBackwardTensors& given, const VarlenBackwardOptions& options) {
+  check_varlen_backward(given, options);
+  refuse();
+}
+
 at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t heads, int64_t seqlen_q,
                              int64_t seqlen_k, double dropout_p) {
   check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
@@ -140,6 +187,9 @@ KernelChoice choose_on_cuda(const BackwardParams&, at::Device) { refuse(); }
 TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) {
   implement<Attention, attention_cuda>(m);
   implement<AttentionBackward, attention_backward_cuda>(m);
+  implement<AttentionVarlen, varlen_cuda>(m);
+  implement<AttentionCache, cache_cuda>(m);
+  implement<AttentionVarlenBackward, varlen_backward_cuda>(m);
   m.impl("dropout_mask", dropout_mask_cuda);
 }
 

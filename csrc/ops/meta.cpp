@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "checks.h"
+#include "kvcache.h"
 #include "outputs.h"
 
 namespace flash_attn_ext {
@@ -18,6 +19,21 @@ Gradients attention_backward_meta(const AttentionBackwardTensors& given,
   return empty_gradients(given.forward(), GradMask(options.grad_mask));
 }
 
+AttentionResult varlen_meta(const VarlenTensors& given, const VarlenOptions& options) {
+  check_varlen(given, options);
+  return empty_varlen_result(given);
+}
+
+AttentionResult cache_meta(const CacheTensors& given, const CacheOptions& options) {
+  check_cache(given, options);
+  return empty_cache_result(given);
+}
+
+Gradients varlen_backward_meta(const VarlenBackwardTensors& given, const VarlenBackwardOptions& options) {
+  check_varlen_backward(given, options);
+  return empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
+}
+
 at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10::SymInt heads,
                              c10::SymInt seqlen_q, c10::SymInt seqlen_k, double dropout_p) {
   const std::array<c10::SymInt, 4> sizes{std::move(batch), std::move(heads), std::move(seqlen_q),
@@ -31,6 +47,9 @@ at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10
 TORCH_LIBRARY_IMPL(flash_attn_ext, Meta, m) {
   implement<Attention, attention_meta>(m);
   implement<AttentionBackward, attention_backward_meta>(m);
+  implement<AttentionVarlen, varlen_meta>(m);
+  implement<AttentionCache, cache_meta>(m);
+  implement<AttentionVarlenBackward, varlen_backward_meta>(m);
   m.impl("dropout_mask", dropout_mask_meta);
 }
 

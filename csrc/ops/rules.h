@@ -7,15 +7,32 @@
 namespace flash_attn_ext {
 
 // A size that several tensors share. kDimNames has each one's name and the tensor that decides about it.
-enum class Dim : int8_t { kBatch, kHeads, kHeadsKv, kSeqlenQ, kSeqlenK, kHeadDim, kHeadDimV, kCount };
+enum class Dim : int8_t {
+  kBatch,
+  kHeads,
+  kHeadsKv,
+  kSeqlenQ,
+  kSeqlenK,
+  kHeadDim,
+  kHeadDimV,
+  kTotalQ,  // rows of packed sequences
+  kTotalK,
+  kOffsets,  // one more than there are packed sequences
+  kCaches,   // caches, or pages
+  kCacheRows,
+  kCount,
+};
 
 struct DimName {
   const char* name;
   const char* owner;
 };
-constexpr DimName kDimNames[] = {{"batch", "query"},     {"heads", "query"},  {"heads_kv", "key"},
-                                 {"seqlen_q", "query"},  {"seqlen_k", "key"}, {"head_dim", "query"},
-                                 {"head_dim_v", "value"}};
+constexpr DimName kDimNames[] = {{"batch", "query"},      {"heads", "query"},
+                                 {"heads_kv", "key"},     {"seqlen_q", "query"},
+                                 {"seqlen_k", "key"},     {"head_dim", "query"},
+                                 {"head_dim_v", "value"}, {"total_q", "query"},
+                                 {"total_k", "key"},      {"sequences + 1", "cu_seqlens_q"},
+                                 {"caches", "key"},       {"rows", "key"}};
 
 struct Shape {
   enum Kind : int8_t {
@@ -23,6 +40,9 @@ struct Shape {
     kBroadcast,     // each may be 1 instead
     kMaybeBatched,  // the first, the batch, may be missing
     kSeedOffset,    // two elements, contiguous
+    kPerSequence,   // one element for each packed sequence
+    kPackedMask,    // of packed sequences: see varlen.h
+    kTable,         // a row for each packed sequence
   };
   Kind kind;
   int8_t count = 0;
@@ -36,6 +56,9 @@ enum class DtypeRule : int8_t {
   kAdded,        // query's or float32
   kAccumulator,  // float32; float64 where query is float64
   kInt64,
+  kIndex,  // int32 or int64
+  kCache,  // query's or 8 bits: int8, float8_e4m3fn, float8_e5m2
+  kFloat32,
 };
 
 enum class AutocastRule : int8_t {

@@ -1,6 +1,7 @@
 // What the dispatcher knows of the operators: names, arguments, defaults.
 #include <torch/library.h>
 
+#include "kvcache.h"
 #include "ops.h"
 
 namespace flash_attn_ext {
@@ -8,6 +9,9 @@ namespace flash_attn_ext {
 TORCH_LIBRARY(flash_attn_ext, m) {
   m.def(schema<Attention>().c_str());
   m.def(schema<AttentionBackward>().c_str());
+  m.def(schema<AttentionVarlen>().c_str());
+  m.def(schema<AttentionCache>().c_str());
+  m.def(schema<AttentionVarlenBackward>().c_str());
   m.def(
       "dropout_mask(Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, "
       "float dropout_p) -> Tensor");

@@ -97,6 +97,10 @@ struct SchemaType<int64_t> {
   static std::string text() { return "int"; }
 };
 template <>
+struct SchemaType<c10::SymInt> {
+  static std::string text() { return "SymInt"; }
+};
+template <>
 struct SchemaType<bool> {
   static std::string text() { return "bool"; }
 };
@@ -111,6 +115,7 @@ struct SchemaType<std::array<bool, n>> {
 
 inline std::string schema_default(bool value) { return value ? "=True" : "=False"; }
 inline std::string schema_default(int64_t value) { return "=" + std::to_string(value); }
+inline std::string schema_default(const c10::SymInt& value) { return schema_default(value.expect_int()); }
 inline std::string schema_default(double value) { return "=" + std::to_string(value); }
 template <class T>
 std::string schema_default(const std::optional<T>& value) {

@@ -1,0 +1,134 @@
+"""flash-attention's functions under their own names: layouts, defaults, meanings."""
+
+import inspect
+
+import pytest
+import reference
+import torch
+
+from flash_attn_ext import flash_attn_interface as interface
+from flash_attn_ext import flash_attn_with_kvcache
+from flash_attn_ext.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn_ext.layers.rotary import apply_rotary_emb
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TAIL = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+SIGNATURES = {
+    interface.flash_attn_func: f"q, k, v, {TAIL}",
+    interface.flash_attn_kvpacked_func: f"q, kv, {TAIL}",
+    interface.flash_attn_qkvpacked_func: f"qkv, {TAIL}",
+    interface.flash_attn_varlen_func: f"q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, {TAIL}, "
+    "block_table=None",
+    interface.flash_attn_varlen_kvpacked_func: "q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, " + TAIL,
+    interface.flash_attn_varlen_qkvpacked_func: f"qkv, cu_seqlens, max_seqlen, {TAIL}",
+    flash_attn_with_kvcache: "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+    "return_softmax_lse=False",
+    apply_rotary_emb: "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
+    "max_seqlen=None",
+    unpad_input: "hidden_states, attention_mask, unused_mask=None",
+    pad_input: "hidden_states, indices, batch, seqlen",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
+def test_arguments_in_their_order(function):
+    """As flash-attention's documentation lists them; ours beyond them come by keyword only."""
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    shown = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
+    assert shown == SIGNATURES[function]
+
+
+def make(seqlen_q=70, seqlen_k=90, heads_kv=2):
+    q = torch.randn(2, seqlen_q, 4, 16, requires_grad=True)
+    return q, *(torch.randn(2, seqlen_k, heads_kv, 16, requires_grad=True) for _ in range(2))
+
+
+def dense(q, k, v, **options):
+    out, lse = reference.attention(*(t.transpose(1, 2).double() for t in (q, k, v)), **options)
+    return out.transpose(1, 2), lse
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    ({}, {}),
+    ({"causal": True}, {"causal": "lower_right"}),
+    ({"window_size": (20, 3)}, {"window": (20, 3)}),
+    ({"causal": True, "window_size": (20, -1)}, {"causal": "lower_right", "window": (20, -1)}),
+    ({"softmax_scale": 0.3, "softcap": 2.0}, {"scale": 0.3, "softcap": 2.0}),
+    ({"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}, {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}),
+], ids=lambda options: "-".join(options) or "none")  # fmt: skip
+def test_meanings(options, expected):
+    q, k, v = make()
+    out, lse, probs = interface.flash_attn_func(q, k, v, **options, return_attn_probs=True)
+    exact, exact_lse = dense(q, k, v, **expected)
+    assert probs is None
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-5)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(exact, (q, k, v), dout.double())
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_packed_forms_are_the_same_numbers():
+    qkv = torch.randn(2, 50, 3, 4, 16, requires_grad=True)
+    q, k, v = (t.detach().requires_grad_() for t in qkv.unbind(2))
+    expected = interface.flash_attn_func(q, k, v, causal=True)
+    grads = torch.autograd.grad(expected.sum(), (q, k, v))
+    for out in (
+        interface.flash_attn_qkvpacked_func(qkv, causal=True),
+        interface.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], causal=True),
+    ):
+        assert torch.equal(out, expected)
+        assert torch.equal(torch.autograd.grad(out.sum(), qkv)[0], torch.stack(grads, 2))
+
+
+def test_packed_sequences():
+    cu_seqlens = torch.tensor([0, 30, 31, 100], dtype=torch.int32)
+    qkv = torch.randn(100, 3, 4, 16)
+    q, k, v = qkv.unbind(1)
+    out, lse, _ = interface.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 69, 69, causal=True,
+                                                   return_attn_probs=True)  # fmt: skip
+    assert lse.shape == (4, 100)
+    for begin, end in ((0, 30), (30, 31), (31, 100)):
+        exact, exact_lse = dense(*(t[None, begin:end] for t in (q, k, v)), causal="lower_right")
+        torch.testing.assert_close(out[begin:end].double(), exact[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[:, begin:end].double(), exact_lse[0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(interface.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 69, causal=True), out)
+    assert torch.equal(
+        interface.flash_attn_varlen_kvpacked_func(q, qkv[:, 1:], cu_seqlens, cu_seqlens, 69, 69, causal=True), out
+    )
+
+
+def test_what_has_no_kernel_is_refused_by_name():
+    q, k, v = make()
+    with pytest.raises(NotImplementedError, match="qv: got a tensor"):
+        interface.flash_attn_func(q, k, v, qv=v)
+    cu_seqlens = torch.tensor([0, 70])
+    with pytest.raises(NotImplementedError, match="block_table: got a tensor"):
+        interface.flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens, cu_seqlens, 70, 70,
+                                         block_table=torch.zeros(1, 1))  # fmt: skip
+
+
+def test_padding_comes_and_goes():
+    x = torch.randn(3, 10, 4, requires_grad=True)
+    lengths = torch.tensor([10, 0, 7])
+    keep = torch.arange(10) < lengths[:, None]
+    rows, indices, cu_seqlens, longest, seqused = unpad_input(x, keep)
+    assert rows.shape == (17, 4)
+    assert cu_seqlens.tolist() == [0, 10, 10, 17]
+    assert (cu_seqlens.dtype, longest, seqused.tolist()) == (torch.int32, 10, [10, 0, 7])
+    back = pad_input(rows, indices, 3, 10)
+    assert torch.equal(back, x * keep[..., None])
+    assert torch.equal(index_first_axis(x.flatten(0, 1), indices), rows)
+    back.sum().backward()
+    assert torch.equal(x.grad, keep[..., None].expand_as(x).float())
+    unused = torch.zeros(3, 10, dtype=torch.int32)
+    unused[1, :2] = 1
+    rows, _, cu_seqlens, longest, seqused = unpad_input(x, keep.int(), unused)
+    assert (len(rows), cu_seqlens.tolist(), seqused.tolist()) == (19, [0, 10, 12, 19], [10, 0, 7])

@@ -1,0 +1,337 @@
+"""flash_attn_with_kvcache: what is appended, what is attended to, in caches of every form."""
+
+import math
+import re
+
+import pytest
+import reference
+import torch
+from tolerances import assert_as_exact_as_torch
+
+from flash_attn_ext import _ops, flash_attn_with_kvcache
+from flash_attn_ext.layers.rotary import apply_rotary_emb
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+H, HK, D, DV = 4, 2, 32, 16
+LENGTHS = [70, 0, 200, 5, 129]  # rows in the caches
+ROWS = 256
+
+
+def make(dtype=torch.float32, seqlen_q=1, page_size=None, lengths=LENGTHS):
+    """q, caches, block_table or None; what is not in use is NaN."""
+    batch = len(lengths)
+    q = torch.randn(batch, seqlen_q, H, D).to(dtype)
+    shape = (batch, ROWS)
+    block_table = None
+    if page_size:
+        pages = math.ceil(ROWS / page_size)
+        block_table = torch.randperm(2 * batch * pages, dtype=torch.int32)[: batch * pages].view(batch, pages)
+        shape = (2 * batch * pages, page_size)
+    k_cache, v_cache = (torch.full((*shape, HK, d), torch.nan, dtype=dtype) for d in (D, DV))
+    for b, length in enumerate(lengths):
+        for cache in (k_cache, v_cache):
+            for row in range(length):
+                place(cache, block_table, b, row).copy_(torch.randn(HK, cache.shape[-1]))
+    return q, k_cache, v_cache, block_table
+
+
+def place(cache, block_table, b, row):
+    if block_table is None:
+        return cache[b, row]
+    page_size = cache.shape[1]
+    return cache[int(block_table[b, row // page_size]), row % page_size]
+
+
+def rows_of(cache, block_table, b, begin, end):
+    """(1, H_k, end - begin, D)"""
+    rows = [place(cache, block_table, b, row) for row in range(begin, end)]
+    return (torch.stack(rows) if rows else cache.new_zeros(0, *cache.shape[2:])).transpose(0, 1)[None]
+
+
+def check(out, lse, q, k_cache, v_cache, lengths, block_table=None, *, caches=None, leftpad=None, causal=False,
+          slopes=None, **options):  # fmt: skip
+    for b, length in enumerate(lengths):
+        cache, begin = b if caches is None else int(caches[b]), 0 if leftpad is None else int(leftpad[b])
+        k, v = (rows_of(t, block_table, cache, begin, length) for t in (k_cache, v_cache))
+        results = [
+            reference.attention(
+                q[b].transpose(0, 1)[None].to(t), k.to(t), v.to(t), causal="lower_right" if causal else None,
+                alibi_slopes=slopes, **options,
+            )
+            for t in (torch.float64, q.dtype)
+        ]  # fmt: skip
+        ours = out[b].transpose(0, 1)[None], lse[b][None]
+        for name, a, exact, theirs in zip(("out", "lse"), ours, *results, strict=True):
+            assert_as_exact_as_torch(name, a, theirs, exact, 2)
+
+
+PAGES = [None, 1, 16, 48, 64, 256]
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
+def test_decode(isa, dtype, page_size):
+    q, k_cache, v_cache, block_table = make(dtype, 1, page_size)
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=torch.tensor(LENGTHS, dtype=torch.int32),
+                                       block_table=block_table, return_softmax_lse=True)  # fmt: skip
+    check(out, lse, q, k_cache, v_cache, LENGTHS, block_table)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16])
+@pytest.mark.parametrize("seqlen_q", [3, 50])
+def test_several_new_tokens(isa, seqlen_q, page_size):
+    """Speculative decoding, and a chunk of prefill."""
+    q, k_cache, v_cache, block_table = make(torch.float32, seqlen_q, page_size)
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=torch.tensor(LENGTHS), causal=True,
+                                       block_table=block_table, return_softmax_lse=True)  # fmt: skip
+    check(out, lse, q, k_cache, v_cache, LENGTHS, block_table, causal=True)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("packed", [False, True])
+def test_appends_in_place(page_size, packed):
+    new = [4] * 5 if not packed else [4, 1, 0, 6, 2]
+    _, k_cache, v_cache, block_table = make(torch.float32, 1, page_size)
+    before = k_cache.clone(), v_cache.clone()
+    q = torch.randn(5, 4, H, D)
+    k, v = torch.randn(sum(new), HK, D), torch.randn(sum(new), HK, DV)
+    cu_seqlens = torch.tensor([0, *new]).cumsum(0, dtype=torch.int32)
+    given = (
+        dict(k=k, v=v, cu_seqlens_k_new=cu_seqlens) if packed else dict(k=k.view(5, 4, HK, D), v=v.view(5, 4, HK, DV))
+    )
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, **given, cache_seqlens=torch.tensor(LENGTHS), causal=True,
+                                       block_table=block_table, return_softmax_lse=True)  # fmt: skip
+    written = torch.zeros(k_cache.shape[:2], dtype=torch.bool)
+    for b, length in enumerate(LENGTHS):
+        for n in range(new[b]):
+            for cache, values in ((k_cache, k), (v_cache, v)):
+                assert torch.equal(place(cache, block_table, b, length + n), values[cu_seqlens[b] + n])
+            place(written[..., None], block_table, b, length + n).fill_(True)
+    for cache, old in zip((k_cache, v_cache), before, strict=True):
+        assert torch.equal(cache[~written].nan_to_num(7.0), old[~written].nan_to_num(7.0))
+    check(out, lse, q, k_cache, v_cache, [a + b for a, b in zip(LENGTHS, new, strict=True)], block_table, causal=True)
+
+
+@pytest.mark.parametrize("options", [
+    {"window": (30, 0)}, {"window": (30, 2), "causal": True}, {"softcap": 2.0}, {"scale": 0.2}, {"slopes": True},
+    {"num_splits": 3},
+], ids=lambda options: "-".join(options))  # fmt: skip
+def test_options(options):
+    names = {"window": "window_size", "scale": "softmax_scale", "slopes": "alibi_slopes"}
+    if "slopes" in options:
+        options = {"slopes": torch.rand(H)}
+    q, k_cache, v_cache, block_table = make(torch.float32, 2, 16)
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=torch.tensor(LENGTHS), block_table=block_table, return_softmax_lse=True,
+        **{names.get(name, name): value for name, value in options.items()},
+    )  # fmt: skip
+    of_oracle = {name: value for name, value in options.items() if name != "num_splits"}
+    check(out, lse, q, k_cache, v_cache, LENGTHS, block_table, **of_oracle)
+
+
+def test_one_number_of_rows_and_all_of_them():
+    q, k_cache, v_cache, _ = make(lengths=[ROWS] * 3)
+    for seqlens, length in ((77, 77), (None, ROWS)):
+        out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=seqlens, return_softmax_lse=True)
+        check(out, lse, q, k_cache, v_cache, [length] * 3)
+
+
+def test_batch_index_and_left_padding():
+    q, k_cache, v_cache, _ = make(lengths=[ROWS] * 6)
+    caches, lengths = torch.tensor([4, 0, 5], dtype=torch.int32), [200, 5, 64]
+    leftpad = torch.tensor([0, 5, 10], dtype=torch.int32)
+    out, lse = flash_attn_with_kvcache(
+        q[:3], k_cache, v_cache, cache_seqlens=torch.tensor(lengths), cache_batch_idx=caches, cache_leftpad=leftpad,
+        causal=True, return_softmax_lse=True,
+    )  # fmt: skip
+    check(out, lse, q[:3], k_cache, v_cache, lengths, caches=caches, leftpad=leftpad, causal=True)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_packed_queries(page_size):
+    lengths, rows = [70, 0, 200], [3, 0, 20]
+    _, k_cache, v_cache, block_table = make(lengths=lengths, page_size=page_size)
+    q = torch.randn(23, H, D)
+    cu_seqlens = torch.tensor([0, 3, 3, 23], dtype=torch.int32)
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=torch.tensor(lengths), causal=True, cu_seqlens_q=cu_seqlens,
+        block_table=block_table, return_softmax_lse=True,
+    )  # fmt: skip
+    for b in (0, 2):
+        own = slice(*cu_seqlens[b : b + 2].tolist())
+        k, v = (rows_of(t, block_table, b, 0, lengths[b]) for t in (k_cache, v_cache))
+        exact, exact_lse = reference.attention(q[own].transpose(0, 1)[None], k, v, causal="lower_right")
+        assert rows[b] == exact.shape[2]
+        torch.testing.assert_close(out[own].transpose(0, 1)[None], exact, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse[None, :, own], exact_lse, rtol=1e-4, atol=1e-5)
+
+
+def rotary_tables(rows, rotary_dim):
+    angles = torch.arange(rows)[:, None] / 10000 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)
+    return angles.cos(), angles.sin()
+
+
+def rotated_pair(x, position, rotary_dim, interleaved):
+    """One head's row, pair by pair, from the definition."""
+    x = x.clone()
+    for n in range(rotary_dim // 2):
+        a, b = (2 * n, 2 * n + 1) if interleaved else (n, n + rotary_dim // 2)
+        angle = position / 10000 ** (2 * n / rotary_dim)
+        x[a], x[b] = (
+            x[a] * math.cos(angle) - x[b] * math.sin(angle), x[a] * math.sin(angle) + x[b] * math.cos(angle)
+        )  # fmt: skip
+    return x
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [16, 32])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary(interleaved, rotary_dim, causal):
+    lengths, new = [70, 5], 3
+    _, k_cache, v_cache, _ = make(lengths=lengths)
+    q, k, v = torch.randn(2, new, H, D), torch.randn(2, new, HK, D), torch.randn(2, new, HK, DV)
+    cos, sin = rotary_tables(ROWS, rotary_dim)
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cos, sin, torch.tensor(lengths), causal=causal, rotary_interleaved=interleaved,
+    )  # fmt: skip
+    expected_q = q.clone()
+    for b, length in enumerate(lengths):
+        for n in range(new):
+            for h in range(HK):
+                expected = rotated_pair(k[b, n, h], length + n, rotary_dim, interleaved)
+                torch.testing.assert_close(k_cache[b, length + n, h], expected, rtol=1e-4, atol=1e-5)
+            for h in range(H):  # without a mask all queries stand at the first new position
+                expected_q[b, n, h] = rotated_pair(q[b, n, h], length + n * causal, rotary_dim, interleaved)
+    ends = [length + new for length in lengths]
+    for b, end in enumerate(ends):
+        keys, values = (rows_of(t, None, b, 0, end) for t in (k_cache, v_cache))
+        exact, _ = reference.attention(expected_q[b].transpose(0, 1)[None], keys, values,
+                                       causal="lower_right" if causal else None)  # fmt: skip
+        torch.testing.assert_close(out[b].transpose(0, 1)[None], exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("form", ["none", "head", "cache and head", "token"])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_8_bit_caches(isa, dtype, form, page_size):
+    """The same as attention to what the 8 bits stand for."""
+    q, k_cache, v_cache, block_table = make(torch.bfloat16, 2, page_size)
+    coded = [(20 * t.float().nan_to_num(100.0)).clamp(-127, 127).to(dtype) for t in (k_cache, v_cache)]
+    shapes = {"head": (HK,), "cache and head": (len(k_cache), HK), "token": k_cache.shape[:3]}
+    scales = [None if form == "none" else torch.rand(shapes[form]) / 20 + 0.01 for _ in coded]
+    full = [
+        1.0 if s is None else (s[:, None] if s.dim() == 2 else s).expand(k_cache.shape[:3])[..., None] for s in scales
+    ]
+    k, v = ((c.float() * s).to(q.dtype) for c, s in zip(coded, full, strict=True))
+    if form == "none":
+        q = q / 20
+    arguments = dict(cache_seqlens=torch.tensor(LENGTHS), causal=True, block_table=block_table, return_softmax_lse=True)
+    ours = flash_attn_with_kvcache(q, *coded, **arguments, k_descale=scales[0], v_descale=scales[1])
+    assert all(torch.equal(a, b) for a, b in zip(ours, flash_attn_with_kvcache(q, k, v, **arguments), strict=True))
+
+
+def test_append_to_8_bits():
+    _, k_cache, v_cache, _ = make(lengths=[0, 0])
+    k_cache, v_cache = (torch.zeros_like(t, dtype=torch.int8) for t in (k_cache, v_cache))
+    q, k, v = torch.randn(2, 3, H, D), torch.randn(2, 3, HK, D), torch.randn(2, 3, HK, DV)
+    scale = torch.tensor([0.03, 0.04])
+    out = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=0, causal=True, k_descale=scale, v_descale=scale
+    )
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        assert ((cache[:, :3] * scale[:, None] - new).abs() <= 0.5 * scale[:, None] + 1e-6).all()
+    exact, _ = reference.attention(*(t.transpose(1, 2) for t in (q, k, v)), causal="lower_right")
+    assert (out.transpose(1, 2) - exact).abs().max() < 0.1
+
+
+def test_bits_do_not_depend_on_the_batch_or_on_pages():
+    q, k_cache, v_cache, block_table = make(torch.float32, 1, 16)
+    lengths = torch.tensor(LENGTHS)
+    together = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, block_table=block_table)
+    for b in range(len(LENGTHS)):
+        own = slice(b, b + 1)
+        alone = flash_attn_with_kvcache(
+            q[own], k_cache, v_cache, cache_seqlens=lengths[own], block_table=block_table[own]
+        )
+        assert torch.equal(alone, together[own])
+        rows = [t[block_table[b].long()].flatten(0, 1)[None] for t in (k_cache, v_cache)]
+        assert torch.equal(flash_attn_with_kvcache(q[own], *rows, cache_seqlens=lengths[own]), together[own])
+
+
+BAD = {
+    "too long": (dict(cache_seqlens=torch.tensor([5, 257])), "cache_seqlens: got 257 at 1; allowed: 0 to 256"),
+    "negative": (dict(cache_seqlens=torch.tensor([-5, 7])), "cache_seqlens: got -5 at 0; allowed: 0 to 256"),
+    "no room": (dict(cache_seqlens=255, k=torch.ones(2, 2, HK, D), v=torch.ones(2, 2, HK, DV)),
+                "cache_seqlens: got new rows at 255 to 256; allowed: 0 to 255"),
+    "index": (dict(cache_batch_idx=torch.tensor([0, 9])), "cache_batch_idx: got 9 at 1; allowed: 0 to 1"),
+    "leftpad": (dict(cache_leftpad=torch.tensor([0, 300])), "cache_leftpad: got 300 at 1; allowed: 0 to 256"),
+    "page": (dict(block_table=torch.tensor([[0], [9]])), "block_table: got 9 at 1; allowed: 0 to 1"),
+    "negative page": (dict(block_table=torch.tensor([[0], [-1]])), "block_table: got -1 at 1; allowed: 0 to 1"),
+    "table": (dict(block_table=torch.tensor([[0, 1]])), "block_table: got shape [1, 2]; allowed: (sequences, pages)"),
+    "two": (dict(block_table=torch.zeros(2, 1, dtype=torch.int32), cache_batch_idx=torch.tensor([0, 1])),
+            "cache_batch_idx: got one with block_table"),
+    "rotary": (dict(rotary_cos=torch.ones(9, 4)), "rotary_cos: got one without rotary_sin or k"),
+    "k alone": (dict(k=torch.ones(2, 1, HK, D)), "v: got k or v alone"),
+    "positions": (dict(k=torch.ones(2, 1, HK, D), v=torch.ones(2, 1, HK, DV), cache_seqlens=9,
+                       rotary_cos=torch.ones(9, 4), rotary_sin=torch.ones(9, 4)),
+                  "rotary_cos: got positions 9 to 9; allowed: 0 to 8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_name_the_argument(case):
+    arguments, message = BAD[case]
+    q, k_cache, v_cache, _ = make(lengths=[ROWS] * 2)
+    before = k_cache.clone()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flash_attn_with_kvcache(q, k_cache, v_cache, **arguments)
+    assert torch.equal(k_cache, before)
+
+
+def test_nan_scales_reach_only_their_head():
+    q, k_cache, v_cache, _ = make(lengths=[50, 50])
+    coded = [(20 * t.nan_to_num()).to(torch.int8) for t in (k_cache, v_cache)]
+    scale = torch.tensor([0.05, torch.nan])
+    out = flash_attn_with_kvcache(q, *coded, cache_seqlens=50, k_descale=scale, v_descale=scale)
+    assert out[:, :, : H // 2].isfinite().all()
+    assert out[:, :, H // 2 :].isnan().all()
+
+
+def test_opcheck_and_compile():
+    q, k_cache, v_cache, block_table = make(torch.float32, 2, 16)
+    lengths, cu_seqlens = torch.tensor(LENGTHS), torch.arange(6) * 2
+    torch.library.opcheck(
+        _ops.attention_cache,
+        (q.flatten(0, 1), k_cache, v_cache, None, cu_seqlens, lengths, None, None, block_table),
+        {"causal": True, "lower_right": True},
+    )
+
+    def step(q, k_cache, v_cache, k, v, lengths, block_table):
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True,
+                                       block_table=block_table)  # fmt: skip
+
+    k, v = torch.randn(5, 2, HK, D), torch.randn(5, 2, HK, DV)
+    caches = [t.clone() for t in (k_cache, v_cache)]
+    expected = step(q, *caches, k, v, lengths, block_table)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k_cache, v_cache, k, v, lengths, block_table), expected)
+    assert torch.equal(k_cache.nan_to_num(), caches[0].nan_to_num())
+
+
+def test_rotary_layer():
+    x = torch.randn(2, 7, 3, 24, requires_grad=True)
+    cos, sin = rotary_tables(50, 16)
+    for interleaved in (False, True):
+        out = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=torch.tensor([0, 9]))
+        for b, first in ((0, 0), (1, 9)):
+            for i in range(7):
+                expected = rotated_pair(x[b, i, 1].detach(), first + i, 16, interleaved)
+                torch.testing.assert_close(out[b, i, 1], expected, rtol=1e-4, atol=1e-5)
+    packed = apply_rotary_emb(x.flatten(0, 1), cos, sin, cu_seqlens=torch.tensor([0, 7, 14]))
+    torch.testing.assert_close(packed.unflatten(0, (2, 7)), apply_rotary_emb(x, cos, sin))
+    assert torch.autograd.gradcheck(
+        lambda x: apply_rotary_emb(x, cos.double(), sin.double()), x.detach().double().requires_grad_()
+    )
+    copy = x.detach().clone()
+    assert apply_rotary_emb(copy, cos, sin, inplace=True) is copy
+    torch.testing.assert_close(copy, apply_rotary_emb(x, cos, sin).detach())
