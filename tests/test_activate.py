@@ -501,3 +501,67 @@ def test_fused_inference_path_gives_zero_where_torch_gives_nan():
 
 def module_qkv(module, x):
     return F.linear(x, module.in_proj_weight, module.in_proj_bias).detach().chunk(3, -1)
+
+
+# torch.nn.attention.varlen, for which torch has no kernel on CPU.
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (4, 3)])
+def test_packed_sequences(window):
+    """As each sequence alone: of different lengths, one without queries, one without keys."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    lengths_q, lengths_k = [7, 0, 12, 4, 1], [9, 3, 12, 0, 5]
+    q, k, v = make(sum(lengths_q), 4, 8), make(sum(lengths_k), 4, 8), make(sum(lengths_k), 4, 8)
+    offsets = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in (lengths_q, lengths_k)]
+
+    def packed(q, k, v):
+        return varlen.varlen_attn(q, k, v, *offsets, max(lengths_q), max(lengths_k), window_size=window)
+
+    def alone(q, k, v):
+        parts = []
+        for q1, k1, v1 in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True):
+            if not len(k1):
+                parts.append(torch.zeros_like(q1) + 0 * q1)
+                continue
+            heads_first = (t.transpose(0, 1)[None] for t in (q1, k1, v1))
+            causal = "lower_right" if window == (-1, 0) else None
+            out, _ = reference.attention(*heads_first, causal=causal, window=window)
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    with pytest.raises(NotImplementedError):
+        packed(q, k, v)
+    expected = run(alone, [q, k, v])
+    with activated():
+        got = run(packed, [q, k, v])
+    assert activation_report().taken == {"_flash_attention_forward": 1, "_flash_attention_backward": 1}
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_sequences_that_are_refused():
+    forward = torch.ops.aten._flash_attention_forward
+    q, offsets = torch.randn(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    with activated():
+        with pytest.raises(
+            NotImplementedError, match=r"_flash_attention_forward: torch has no kernel for CPU.*dropout"
+        ):
+            forward(q, q, q, offsets, offsets, 4, 4, 0.1, False, False)
+        for bad in ([0, 9], [0, 4, 2], [-1, 6]):
+            with pytest.raises(ValueError, match=r"cum_seq_k: got .*; allowed: numbers that do not fall, from 0 to 6"):
+                forward(q, q, q, offsets, torch.tensor(bad, dtype=torch.int32), 4, 4, 0.0, False, False)
+    assert activation_report().left == {("_flash_attention_forward", "dropout"): 1}
+
+
+def test_dense_flash_attention_operator():
+    forward, backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+    leaf = [t.double().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    exact, exact_lse = reference.attention(*leaf, causal="lower_right")
+    grads = torch.autograd.grad(exact, leaf, torch.ones_like(exact))
+    with activated():
+        out, lse, state, unused, _ = forward(q, k, v, None, None, 5, 9, 0.0, True, False)
+        ours = backward(torch.ones_like(out), q, k, v, out, lse, None, None, 5, 9, 0.0, True, state, unused)
+    for a, b in zip((out, *ours), (exact, *grads), strict=True):
+        torch.testing.assert_close(a.transpose(1, 2).double(), b, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-5, rtol=1e-5)

@@ -33,6 +33,8 @@ constexpr std::array kOverrides{
     Override{"aten::_scaled_dot_product_flash_attention_for_cpu", DispatchKey::CPU, try_flash_for_cpu},
     Override{"aten::_scaled_dot_product_flash_attention_for_cpu_backward", DispatchKey::CPU,
              try_flash_for_cpu_backward},
+    Override{"aten::_flash_attention_forward", DispatchKey::CPU, try_flash_attention},
+    Override{"aten::_flash_attention_backward", DispatchKey::CPU, try_flash_attention_backward},
     Override{"aten::_native_multi_head_attention", DispatchKey::CPU, try_native_mha},
     Override{"aten::_native_multi_head_attention", DispatchKey::NestedTensorCPU, try_native_mha_nested},
 };
@@ -44,10 +46,11 @@ using Originals = std::array<std::optional<c10::SafeKernelFunction>, kOverrides.
 const Originals& originals() {
   static const Originals found = [] {
     Originals all;
-    for (size_t i = 0; i < kOverrides.size(); ++i)
-      all[i] = c10::Dispatcher::singleton()
-                   .findSchemaOrThrow(kOverrides[i].op, "")
-                   .getComputedKernelForDispatchKey(kOverrides[i].key);
+    for (size_t i = 0; i < kOverrides.size(); ++i) {
+      const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(kOverrides[i].op, "");
+      if (op.hasComputedKernelForDispatchKey(kOverrides[i].key))
+        all[i] = op.getComputedKernelForDispatchKey(kOverrides[i].key);
+    }
     return all;
   }();
   return found;
@@ -92,6 +95,9 @@ void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const char* why_not = kOverrides[index].attempt(torch::jit::last(*stack, arguments), results);
   count(index, why_not ? why_not : "");
   if (why_not) {
+    TORCH_CHECK_NOT_IMPLEMENTED(originals()[index], op.schema().name(), ": torch has no kernel for ",
+                                c10::toString(kOverrides[index].key),
+                                ", and flash_attn_ext does not take this call: ", why_not);
     originals()[index]->callBoxed(op, keys, stack);
     return;
   }
