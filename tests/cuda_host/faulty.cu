@@ -127,6 +127,7 @@ const struct {
   const char* name;
   void (*kernel)(float*);
   int threads = kThreads;
+  int blocks = 2;
 } kKernels[] = {
     {"correct", correct},
     {"missing_barrier_after_write", missing_barrier_after_write},
@@ -157,6 +158,8 @@ const struct {
     FA_HOPPER(addition_source_overwritten),
     FA_HOPPER(sums_read_by_a_block_that_adds),
     FA_HOPPER(correct_turns),
+    FA_HOPPER(correct_turns_by_number),
+    {"turn_of_a_block_that_cannot_begin", faulty_hopper::correct_turns_by_number, kThreads, 32},
     FA_HOPPER(turn_not_waited_for),
     FA_HOPPER(turn_passed_too_early),
     FA_HOPPER(turn_not_passed),
@@ -178,7 +181,7 @@ std::string report;
 
 }  // namespace
 
-// The report of two blocks of the named kernel; empty if it found nothing.
+// The report of some blocks of the named kernel; empty if it found nothing.
 extern "C" const char* run_faulty(const char* name, uint64_t seed) {
   alignas(16) static float out[2 * kThreads];
   cuda_host::seed_order(seed);
@@ -189,7 +192,7 @@ extern "C" const char* run_faulty(const char* name, uint64_t seed) {
                              true, true);
   for (const auto& entry : kKernels)
     if (entry.name == std::string(name)) {
-      const LaunchShape shape{2, 1, 1, entry.threads, sizeof(Shared)};
+      const LaunchShape shape{entry.blocks, 1, 1, entry.threads, sizeof(Shared)};
       flash_attn_ext::cuda::launch(entry.kernel, shape, nullptr, &out[0]);
       report = cuda_host::take_error();
       return report.c_str();

@@ -73,13 +73,14 @@ __global__ void sums_read_by_a_block_that_adds(float*) {
   add(steps);
 }
 
-// Blocks add one after the other.
-__device__ inline void add_in_turn(bool waits_for_turn, bool waits_for_addition, bool passes) {
+// Blocks add one after the other: in the order in which they begin, or of their numbers.
+__device__ inline void add_in_turn(bool waits_for_turn, bool waits_for_addition, bool passes,
+                                   bool by_number = false) {
   terms()[threadIdx.x] = threadIdx.x;
   ptx::proxy_fence();
   __syncthreads();
   if (threadIdx.x != 0) return;
-  const int turn = ptx::draw_ticket(&global.ticket);
+  const int turn = by_number ? static_cast<int>(blockIdx.x) : ptx::draw_ticket(&global.ticket);
   if (waits_for_turn) ptx::wait_for_turn(&global.turns, turn);
   ptx::bulk_add(global.sums, terms(), kThreads);
   ptx::bulk_commit();
@@ -91,6 +92,7 @@ __device__ inline void add_in_turn(bool waits_for_turn, bool waits_for_addition,
   if (passes) ptx::pass_turn(&global.turns, turn);
 }
 __global__ void correct_turns(float*) { add_in_turn(true, true, true); }
+__global__ void correct_turns_by_number(float*) { add_in_turn(true, true, true, true); }
 __global__ void turn_not_waited_for(float*) { add_in_turn(false, true, true); }
 __global__ void turn_passed_too_early(float*) { add_in_turn(true, false, true); }
 __global__ void turn_not_passed(float*) { add_in_turn(true, true, false); }

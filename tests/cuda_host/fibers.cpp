@@ -38,22 +38,41 @@ struct Meeting {
   std::vector<Fiber*> arrived;
 };
 
-// What runs now: one launch, of it one block.
-struct Execution {
-  void (*enter)(void*);
-  void* arguments;
-  std::string kernel;
-  int threads;
-  int finished;
+// A thread that waits until *turns is `turn`.
+struct TurnWaiter {
+  Fiber* fiber;
+  const int* turns;
+  int turn;
+  std::string who;
+
+  bool may_go_on() const { return *turns == turn; }
+};
+
+// A block that has begun: its threads, and who of them waits for what.
+struct RunningBlock {
+  int finished = 0;
   std::vector<std::vector<Fiber*>> ready;  // of each warp
   std::vector<int> warp_order;             // whose fibers run first
   Meeting block;
   std::vector<Meeting> warps, warpgroups, named;
+  std::vector<TurnWaiter> turns;
+  bool steps_aside = false;  // another block goes on before it
+};
+
+// What runs now: one launch, of it one block.
+struct Execution : RunningBlock {
+  void (*enter)(void*);
+  void* arguments;
+  std::string kernel;
+  int threads;
   std::string error;
 };
 
+using Fibers = std::vector<std::unique_ptr<Fiber>>;
+
 Execution run;
-std::vector<std::unique_ptr<Fiber>> fibers;  // reused from block to block
+Fibers fibers;             // of the block that runs
+std::vector<Fibers> idle;  // reused from block to block
 jmp_buf scheduler;
 
 template <class T>
@@ -169,12 +188,12 @@ std::string describe_deadlock() {
   return message;
 }
 
-void begin_block(dim3 block) {
+void begin_block(dim3 block, size_t shared_bytes) {
   blockIdx = block;
-  run.finished = 0;
-  run.block.arrived.clear();
+  static_cast<RunningBlock&>(run) = {};
   run.named.assign(kNamedBarriers, {});
   const int warps = (run.threads + kWarpSize - 1) / kWarpSize;
+  memory_begin_block(shared_bytes);
   run.warps.assign(warps, {});
   run.warpgroups.assign((warps + 3) / 4, {});
   run.ready.assign(warps, {});
@@ -183,6 +202,10 @@ void begin_block(dim3 block) {
   shuffle(run.warp_order);
   const auto nothing_known = std::make_shared<const Clock>(run.threads + kMaxAsyncWriters, 0);
   hopper_begin_block(run.threads);
+  if (!idle.empty()) {
+    fibers = std::move(idle.back());
+    idle.pop_back();
+  }
   while (fibers.size() < static_cast<size_t>(run.threads)) {
     fibers.push_back(std::make_unique<Fiber>());
     fibers.back()->stack = std::make_unique<char[]>(kStackBytes);
@@ -210,22 +233,104 @@ std::string what_is_in_flight() {
   return hopper_end_block();
 }
 
-// A fiber runs until it meets others. A block's end is strict: its shared memory goes to the next block, so
-// nothing may still be on its way there.
-void run_block(dim3 block) {
-  begin_block(block);
-  while (run.error.empty() && run.finished < run.threads) {
+// Whether some thread's turn has come.
+bool wake_for_turns() {
+  const auto come = std::stable_partition(run.turns.begin(), run.turns.end(),
+                                          [](const TurnWaiter& waiter) { return !waiter.may_go_on(); });
+  const bool wakes = come != run.turns.end();
+  for (auto waiter = come; waiter != run.turns.end(); ++waiter) wake(waiter->fiber);
+  run.turns.erase(come, run.turns.end());
+  return wakes;
+}
+
+// A fiber runs until it meets others. Returns whether the block has ended; if not, another one must go on
+// first. A block's end is strict: its shared memory goes to the next block, so nothing may still be on its way
+// there.
+bool run_block() {
+  while (run.error.empty() && !run.steps_aside && run.finished < run.threads) {
     Fiber* next = next_fiber();
     if (next) {
       switch_to(next);
-    } else if (!hopper_land_one()) {  // what is asynchronous comes as late as it may: when all threads wait
-      break;
+    } else if (!wake_for_turns() && !hopper_land_one()) {
+      break;  // what is asynchronous comes as late as it may: when all threads wait
     }
   }
-  if (run.error.empty() && run.finished == run.threads) run.error = what_is_in_flight();
-  if (run.error.empty() && run.finished < run.threads) run.error = describe_deadlock();
+  if (!run.error.empty()) return true;
+  if (std::exchange(run.steps_aside, false)) return false;
+  if (run.finished == run.threads) {
+    run.error = what_is_in_flight();
+  } else if (!run.turns.empty()) {
+    return false;
+  } else {
+    run.error = describe_deadlock();
+  }
+  return true;
+}
+
+void give_back(Fibers set) {
   if (!run.error.empty())
-    for (auto& fiber : fibers) fiber->started = false;  // left in the middle of the kernel
+    for (auto& fiber : set) fiber->started = false;  // left in the middle of the kernel
+  idle.push_back(std::move(set));
+}
+
+// A block that has begun and does not run now.
+struct ResidentBlock {
+  dim3 index;
+  RunningBlock state;
+  Fibers its_fibers;
+  std::shared_ptr<void> memory, hopper;
+
+  static ResidentBlock leave() {
+    return {blockIdx, std::move(static_cast<RunningBlock&>(run)), std::move(fibers), memory_leave_block(),
+            hopper_leave_block()};
+  }
+  void enter() {
+    blockIdx = index;
+    static_cast<RunningBlock&>(run) = std::move(state);
+    fibers = std::move(its_fibers);
+    memory_enter_block(memory);
+    hopper_enter_block(hopper);
+  }
+  bool may_go_on() const {
+    return state.turns.empty() ||
+           std::any_of(state.turns.begin(), state.turns.end(), std::mem_fn(&TurnWaiter::may_go_on));
+  }
+};
+
+// So many blocks may have begun and not ended, as on a GPU with so many multiprocessors.
+constexpr size_t kMostResident = 3;
+
+// Blocks begin in this order. One runs until it ends, waits for its turn or steps aside; who goes on then is
+// drawn.
+void run_blocks(const std::vector<dim3>& order, size_t shared_bytes) {
+  std::vector<ResidentBlock> resident;
+  size_t begun = 0;
+  while (run.error.empty() && (begun < order.size() || !resident.empty())) {
+    std::vector<size_t> may_go_on;
+    for (size_t n = 0; n < resident.size(); ++n)
+      if (resident[n].may_go_on()) may_go_on.push_back(n);
+    const bool may_begin = begun < order.size() && resident.size() < kMostResident;
+    if (may_go_on.empty() && !may_begin) {
+      const TurnWaiter& first = resident[0].state.turns[0];
+      run.error = "deadlock: waits for turn " + std::to_string(first.turn) + ", it is turn " +
+                  std::to_string(*first.turns) + ": " + first.who;
+      break;
+    }
+    const size_t chosen = random_below(may_go_on.size() + may_begin);
+    if (chosen < may_go_on.size()) {
+      ResidentBlock block = std::move(resident[may_go_on[chosen]]);
+      resident.erase(resident.begin() + may_go_on[chosen]);
+      block.enter();
+    } else {
+      begin_block(order[begun++], shared_bytes);
+    }
+    if (run_block()) {
+      give_back(std::move(fibers));
+    } else {
+      resident.push_back(ResidentBlock::leave());
+    }
+  }
+  for (ResidentBlock& block : resident) give_back(std::move(block.its_fibers));
 }
 
 std::string name_of(const void* kernel) {
@@ -272,6 +377,19 @@ void wake(Fiber* fiber) {
 
 void pause() {
   make_ready(current);
+  switch_to_scheduler();
+}
+
+void step_aside() {
+  if (random_below(2) == 0) return;
+  run.steps_aside = true;
+  pause();
+}
+
+void wait_until_turn(Site site, const int* turns, int turn) {
+  if (*turns == turn) return;
+  current->site = site;
+  run.turns.push_back({current, turns, turn, text(site) + ", " + describe(current->thread)});
   switch_to_scheduler();
 }
 
@@ -323,7 +441,7 @@ void combine_lanes(Site site, unsigned mask, void* mine, void (*finish)(void* co
   });
 }
 
-// Blocks run one after another, in random order: those of one launch may not depend on each other.
+// Blocks begin in random order. They run one after another, except where they take turns.
 cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void (*enter)(void*),
                      void* arguments, size_t argument_bytes) {
   const dim3 grid = config.gridDim, block = config.blockDim;
@@ -348,12 +466,8 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
     for (unsigned y = 0; y < grid.y; ++y)
       for (unsigned x = 0; x < grid.x; ++x) order.emplace_back(x, y, z);
   shuffle(order);
-  for (const dim3& next : order) {
-    memory_begin_block(config.dynamicSmemBytes);
-    run_block(next);
-    if (!run.error.empty()) return cudaErrorLaunchFailure;
-  }
-  return cudaSuccess;
+  run_blocks(order, config.dynamicSmemBytes);
+  return run.error.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
 }  // namespace cuda_host

@@ -57,6 +57,10 @@ extern Fiber* current;  // null while no kernel runs
 void wait_to_be_woken(Site site);
 void wake(Fiber* fiber);
 void pause();  // others may run first
+// For blocks that take turns: others may begin or go on before this one; and this thread waits until *turns is
+// `turn`.
+void step_aside();
+void wait_until_turn(Site site, const int* turns, int turn);
 void meet_warpgroup(Site site, const std::function<void(const std::vector<Fiber*>&)>& finish);
 void shuffle_warps();
 uint64_t random_below(uint64_t n);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <string>
 
 namespace cuda_host {
@@ -12,6 +13,9 @@ void hopper_begin_block(int threads);
 bool hopper_land_one();
 // Before a thread writes to shared memory: an error if something asynchronous may still read there.
 void hopper_check_write(const void* address, size_t bytes);
+// Another block goes on before this one: takes away what is known of it, and brings it back.
+std::shared_ptr<void> hopper_leave_block();
+void hopper_enter_block(const std::shared_ptr<void>& left);
 // What is left undone when all threads have ended; empty if nothing.
 std::string hopper_end_block();
 

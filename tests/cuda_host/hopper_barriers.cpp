@@ -153,6 +153,12 @@ void hopper_begin_block(int threads) {
   begin_registers(threads);
 }
 
+std::shared_ptr<void> hopper_leave_block() { return std::make_shared<Block>(std::move(block)); }
+
+void hopper_enter_block(const std::shared_ptr<void>& left) {
+  block = std::move(*static_cast<Block*>(left.get()));
+}
+
 std::string hopper_end_block() {
   if (!block.copies.empty()) return "the block ended before a copy by TMA had landed";
   for (const Thread& thread : block.threads)

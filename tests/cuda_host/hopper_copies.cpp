@@ -160,15 +160,15 @@ void bulk_wait() {
 
 int draw_ticket(int32_t* ticket) {
   touch_atomically(ticket, sizeof(*ticket), __builtin_return_address(0));
-  return (*ticket)++;
+  const int drawn = (*ticket)++;
+  step_aside();
+  return drawn;
 }
 
-// Blocks run one after another: a turn that has not come never comes.
 void wait_for_turn(Site site, const int32_t* turns, int turn) {
   touch_atomically(turns, sizeof(*turns), __builtin_return_address(0));
-  if (*turns != turn)
-    fail("deadlock: waits for turn " + std::to_string(turn) + ", it is turn " + std::to_string(*turns) +
-         ": " + text(site) + ", " + who());
+  step_aside();
+  wait_until_turn(site, turns, turn);
   learn_blocks_of(turns);
 }
 
@@ -179,6 +179,7 @@ void pass_turn(Site site, int32_t* turns, int turn) {
   touch_atomically(turns, sizeof(*turns), __builtin_return_address(0));
   tell_blocks_of(turns);
   *turns = turn + 1;
+  step_aside();
 }
 
 uint32_t shared_address(const void* pointer) {

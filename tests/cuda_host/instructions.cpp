@@ -142,12 +142,10 @@ void mma_m16n8k16(Site site, float* c, const uint32_t* a, uint32_t b0, uint32_t 
   combine_lanes(site, 0xffffffffu, &mine, multiply);
 }
 
-// Blocks run one after another, so who waits for a later one waits for ever.
 void acquire_turn(Site site, const int* turns, int turn) {
   touch_atomically(turns, sizeof(int), __builtin_return_address(0));
-  if (*turns != turn)
-    fail(std::string("deadlock: ") + site.what + " of turn " + std::to_string(turn) + ", after " +
-         std::to_string(*turns) + " of them, by " + describe(current->thread));
+  step_aside();
+  wait_until_turn(site, turns, turn);
   learn_blocks_of(turns);
 }
 
@@ -155,6 +153,7 @@ void release_turn(int* turns) {
   touch_atomically(turns, sizeof(int), __builtin_return_address(0));
   tell_blocks_of(turns);
   ++*turns;
+  step_aside();
 }
 
 // As far off as the PTX manual allows: by up to 2^-22, and denormals are 0. The same for the same x.
@@ -184,7 +183,10 @@ float atomicAdd(float* sum, float x) {
   return std::exchange(*sum, *sum + x);
 }
 
+// The kernels draw tickets by it.
 int atomicAdd(int* sum, int x) {
   cuda_host::touch_atomically(sum, sizeof(int), __builtin_return_address(0));
-  return std::exchange(*sum, *sum + x);
+  const int before = std::exchange(*sum, *sum + x);
+  cuda_host::step_aside();
+  return before;
 }

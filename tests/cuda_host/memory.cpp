@@ -58,7 +58,7 @@ struct Memory {
   std::vector<Region> regions;  // the first is shared memory
   Region* last_found;
   uintptr_t arguments_begin, arguments_end;
-  uint32_t first_block_of_launch = 1, block = 1;
+  uint32_t first_block_of_launch = 1, blocks_begun = 1, block = 1;
   bool ordered_adds = false;
   std::map<int, uint32_t> adds;                           // when each thread of this block last added
   std::set<uint32_t> known_blocks;                        // what this block has learned of by waiting
@@ -262,15 +262,53 @@ bool set_buffer(void* data, int value, size_t bytes) {
 
 void forget_buffers() { memory.begin_regions(); }
 
+namespace {
+
+// Of a block that has begun and does not run now.
+struct BlockMemory {
+  uint32_t block;
+  std::map<int, uint32_t> adds;
+  std::set<uint32_t> known_blocks;
+  std::vector<unsigned char> bytes;
+  std::vector<Write> last_writes;
+};
+
+unsigned char* shared_begin() { return flash_attn_ext::cuda::shared_bytes; }
+
+}  // namespace
+
+std::shared_ptr<void> memory_leave_block() {
+  Region& shared = memory.regions[0];
+  const auto left = std::make_shared<BlockMemory>();
+  left->block = memory.block;
+  left->adds = std::move(memory.adds);
+  left->known_blocks = std::move(memory.known_blocks);
+  left->bytes.assign(shared_begin(), shared_begin() + (shared.end - shared.begin));
+  left->last_writes.assign(shared.last_writes.begin(),
+                           shared.last_writes.begin() + shared.elements(left->bytes.size()));
+  return left;
+}
+
+void memory_enter_block(const std::shared_ptr<void>& left) {
+  auto& back = *static_cast<BlockMemory*>(left.get());
+  Region& shared = memory.regions[0];
+  memory.block = back.block;
+  memory.adds = std::move(back.adds);
+  memory.known_blocks = std::move(back.known_blocks);
+  shared.end = shared.begin + back.bytes.size();
+  std::copy(back.bytes.begin(), back.bytes.end(), shared_begin());
+  std::copy(back.last_writes.begin(), back.last_writes.end(), shared.last_writes.begin());
+}
+
 void memory_begin_launch(const void* arguments, size_t argument_bytes) {
-  memory.first_block_of_launch = memory.block + 1;
+  memory.first_block_of_launch = memory.blocks_begun + 1;
   memory.told_blocks.clear();
   memory.arguments_begin = reinterpret_cast<uintptr_t>(arguments);
   memory.arguments_end = memory.arguments_begin + argument_bytes;
 }
 
 void memory_begin_block(size_t shared_bytes) {
-  ++memory.block;
+  memory.block = ++memory.blocks_begun;
   memory.adds.clear();
   memory.known_blocks.clear();
   memory.regions[0].end = memory.regions[0].begin + shared_bytes;

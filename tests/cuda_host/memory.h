@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 
 namespace cuda_host {
@@ -41,6 +42,9 @@ bool set_buffer(void* data, int value, size_t bytes);
 // Called by the launch.
 void memory_begin_launch(const void* arguments, size_t argument_bytes);
 void memory_begin_block(size_t shared_bytes);
+// Another block goes on before this one: takes its shared memory away, and brings it back.
+std::shared_ptr<void> memory_leave_block();
+void memory_enter_block(const std::shared_ptr<void>& left);
 
 constexpr size_t kMaxSharedBytes = 227 << 10;
 
