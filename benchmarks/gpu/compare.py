@@ -105,7 +105,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.lengths = args.lengths or ([8192, 1024] if args.quick else LENGTHS)
     args.seconds = args.seconds or (0.1 if args.quick else 0.4)
-    args.budget = args.budget or needs.seconds_of_stage() - PATIENCE
+    args.budget = args.budget or needs.seconds_left() - PATIENCE
     return args
 
 
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.child:
         serve(answer)
         return
-    with Worker([sys.executable, __file__, "--child"], needs.seconds_of_stage() - AT_THE_END) as worker:
+    with Worker([sys.executable, __file__, "--child"], needs.seconds_left() - AT_THE_END) as worker:
         reply = worker.ask({"do": "peak"}, PATIENCE)
         if "error" in reply:
             sys.exit(f"the matmul that all is compared with: {reply['error']}")

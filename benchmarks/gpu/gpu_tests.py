@@ -68,7 +68,7 @@ def main() -> int:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     if args.tier != "sm90":
         environment["FLASH_ATTN_EXT_CUDA_TIER"] = args.tier
-    return run(command(args.junit, args.quick, installed), environment, needs.seconds_of_stage() - STOP_BEFORE)
+    return run(command(args.junit, args.quick, installed), environment, needs.seconds_left() - STOP_BEFORE)
 
 
 if __name__ == "__main__":

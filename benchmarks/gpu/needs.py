@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -24,9 +25,10 @@ def a_gpu_and_our_build() -> None:
         sys.exit("needs flash_attn_ext with its CUDA half: FLASH_ATTN_EXT_CUDA=1 python setup.py build_ext --inplace")
 
 
-def seconds_of_stage() -> float:
-    """That run.py gives this stage; without it, an hour."""
-    return float(os.environ.get("GPU_STAGE_SECONDS", 3600))
+def seconds_left() -> float:
+    """Of the time that run.py gives this stage; without it, an hour."""
+    end = os.environ.get("GPU_STAGE_END")
+    return float(end) - time.time() if end else 3600.0
 
 
 def the_tests() -> None:

@@ -42,7 +42,7 @@ class Result:
 def run(stage: Stage, log: Path, timeout: float) -> Result:
     """Its output goes to the log as it comes, so that the log holds it whatever happens to us."""
     start = time.monotonic()
-    given = {"PYTHONUNBUFFERED": "1", "GPU_STAGE_SECONDS": f"{timeout:.1f}"}
+    given = {"PYTHONUNBUFFERED": "1", "GPU_STAGE_END": f"{time.time() + timeout:.1f}"}
     environment = os.environ | given | stage.environment
     with log.open("w") as output:
         try:

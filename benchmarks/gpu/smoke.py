@@ -87,7 +87,7 @@ def run(tier: str, command: list[str]) -> list[tuple[bool, str]]:
 
     def some(part: list[dict]) -> list[tuple[bool, str]]:
         found = []
-        with Worker(command, needs.seconds_of_stage() - AT_THE_END) as worker:
+        with Worker(command, needs.seconds_left() - AT_THE_END) as worker:
             for task in part:
                 found.append(verdict(task, worker.ask(task, PATIENCE)))
                 print(found[-1][1], flush=True)
