@@ -342,7 +342,7 @@ FAULTS = {
     "addition_source_overwritten": "a thread overwrites what a bulk copy still reads",
     "sums_read_by_a_block_that_adds": "race: .* of sums .*, which blocks of this launch change atomically",
     "turn_not_waited_for": "additions in no fixed order: .* 256 bytes",
-    "turn_passed_too_early": "a turn is passed on before what was added is there",
+    "turn_passed_too_early": "a turn ends before what was added is there",
     "turn_not_passed": "deadlock: waits for turn 1, it is turn 0",
     "turn_of_a_block_that_cannot_begin": "deadlock: waits for turn .*faulty_hopper.h:.*, block ",
     "registers_not_released": r"deadlock .* more waits in setmaxnreg.inc at faulty_hopper.h:",

@@ -31,14 +31,4 @@ __device__ inline Out round_to(T x) {
   }
 }
 
-// Two neighbours of a row, as they lie in memory.
-template <class In>
-__device__ inline uint32_t pack(float first, float second) {
-  const In pair[2] = {round_to<In>(first), round_to<In>(second)};
-  uint32_t bits;
-  static_assert(sizeof(bits) == sizeof(pair));
-  memcpy(&bits, pair, sizeof(bits));
-  return bits;
-}
-
 }  // namespace flash_attn_ext::cuda

@@ -5,6 +5,9 @@
 
 namespace flash_attn_ext::cuda {
 
+// Of the tensor cores' accumulators, this many lanes share a row: mma.sync and wgmma.
+constexpr int kRowLanes = 4;
+
 template <int kLanes, class T>
 __device__ T maximum_of_lanes(T x) {
 #pragma unroll

@@ -102,18 +102,38 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
-// Blocks that take turns: waits for this one's, until `turn` blocks have had theirs. What they wrote can be
-// seen then.
+// Two neighbours of a row, rounded, as they lie in memory: one instruction for both.
+template <class In>
+__device__ inline uint32_t pack(float first, float second) {
+  uint32_t bits;
+  if constexpr (std::is_same_v<In, __half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  } else {
+    static_assert(std::is_same_v<In, __nv_bfloat16>);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  }
+  return bits;
+}
+
+// ---- blocks that take turns
+
+// The next number, from 0 on.
+__device__ inline int draw_ticket(int* ticket) { return atomicAdd(ticket, 1); }
+
+// Waits until `turn` blocks have had their turn. What they wrote before they ended it can be read then.
 __device__ inline void acquire_turn(const int* turns, int turn) {
   int had;
   do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(had) : "l"(turns) : "memory");
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                 : "=r"(had)
+                 : "l"(__cvta_generic_to_global(turns))
+                 : "memory");
   } while (had != turn);
 }
 
-// This block has had its turn, with all that this thread knows to be written.
+// Ends this block's turn, with all that this thread knows to be written.
 __device__ inline void release_turn(int* turns) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turns) : "memory");
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(__cvta_generic_to_global(turns)) : "memory");
 }
 
 }  // namespace flash_attn_ext::cuda::ptx

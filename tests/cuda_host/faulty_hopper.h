@@ -81,7 +81,7 @@ __device__ inline void add_in_turn(bool waits_for_turn, bool waits_for_addition,
   __syncthreads();
   if (threadIdx.x != 0) return;
   const int turn = by_number ? static_cast<int>(blockIdx.x) : ptx::draw_ticket(&global.ticket);
-  if (waits_for_turn) ptx::wait_for_turn(&global.turns, turn);
+  if (waits_for_turn) ptx::acquire_bulk_turn(&global.turns, turn);
   ptx::bulk_add(global.sums, terms(), kThreads);
   ptx::bulk_commit();
   if (waits_for_addition) {
@@ -89,7 +89,7 @@ __device__ inline void add_in_turn(bool waits_for_turn, bool waits_for_addition,
   } else {
     ptx::bulk_wait_read();
   }
-  if (passes) ptx::pass_turn(&global.turns, turn);
+  if (passes) ptx::release_bulk_turn(&global.turns);
 }
 __global__ void correct_turns(float*) { add_in_turn(true, true, true); }
 __global__ void correct_turns_by_number(float*) { add_in_turn(true, true, true, true); }

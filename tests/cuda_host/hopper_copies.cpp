@@ -156,30 +156,13 @@ void bulk_wait() {
   land_adds(current->thread, block.threads[current->thread].bulk_groups);
 }
 
-// ---- blocks that wait for each other
+// ---- blocks that take turns
 
-int draw_ticket(int32_t* ticket) {
-  touch_atomically(ticket, sizeof(*ticket), __builtin_return_address(0));
-  const int drawn = (*ticket)++;
-  step_aside();
-  return drawn;
-}
-
-void wait_for_turn(Site site, const int32_t* turns, int turn) {
-  touch_atomically(turns, sizeof(*turns), __builtin_return_address(0));
-  step_aside();
-  wait_until_turn(site, turns, turn);
-  learn_blocks_of(turns);
-}
-
-void pass_turn(Site site, int32_t* turns, int turn) {
+void release_bulk_turn(Site site, int32_t* turns) {
   for (const BulkAdd& add : block.adds)
     if (add.thread == current->thread)
-      fail("a turn is passed on before what was added is there: " + text(site) + ", " + who());
-  touch_atomically(turns, sizeof(*turns), __builtin_return_address(0));
-  tell_blocks_of(turns);
-  *turns = turn + 1;
-  step_aside();
+      fail("a turn ends before what was added is there: " + text(site) + ", " + who());
+  release_turn(turns);
 }
 
 uint32_t shared_address(const void* pointer) {

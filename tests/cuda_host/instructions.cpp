@@ -142,6 +142,13 @@ void mma_m16n8k16(Site site, float* c, const uint32_t* a, uint32_t b0, uint32_t 
   combine_lanes(site, 0xffffffffu, &mine, multiply);
 }
 
+int draw_ticket(int* ticket) {
+  touch_atomically(ticket, sizeof(int), __builtin_return_address(0));
+  const int drawn = (*ticket)++;
+  step_aside();
+  return drawn;
+}
+
 void acquire_turn(Site site, const int* turns, int turn) {
   touch_atomically(turns, sizeof(int), __builtin_return_address(0));
   step_aside();
@@ -181,12 +188,4 @@ void set_shared_base(uint32_t base) { cuda_host::shared_base = base; }
 float atomicAdd(float* sum, float x) {
   cuda_host::add_to_global(sum, sizeof(float), __builtin_return_address(0));
   return std::exchange(*sum, *sum + x);
-}
-
-// The kernels draw tickets by it.
-int atomicAdd(int* sum, int x) {
-  cuda_host::touch_atomically(sum, sizeof(int), __builtin_return_address(0));
-  const int before = std::exchange(*sum, *sum + x);
-  cuda_host::step_aside();
-  return before;
 }

@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from cuda_host import library
-from cuda_host.mutations import judge, link
+from cuda_host.mutations import Mutation, judge, link
 
 from flash_attn_ext import flash_attn
 
@@ -28,7 +28,7 @@ BACKWARD = ["sm90/backward.cuh", "sm90/backward_tile.cuh", "sm90/recompute.cuh"]
 SEEDS = 3
 STATEMENT = (
     r"(?:ptx::(?:barrier_\w+|wgmma_(?:fence|commit|wait)|named_barrier_sync|proxy_fence|bulk_commit|bulk_wait\w*"
-    r"|wait_for_turn|pass_turn)(?:<[^>]*>)?|__syncthreads|__syncwarp|shared\.\w+\.release)\([^;]*\)"
+    r"|acquire_bulk_turn|release_bulk_turn)(?:<[^>]*>)?|__syncthreads|__syncwarp|shared\.\w+\.release)\([^;]*\)"
     r"|if \(range\.tiles == 0\) return"
 )
 
@@ -59,15 +59,8 @@ cudaError_t backward_bfloat16(const BackwardParams& p, void* workspace, cudaStre
 
 
 @dataclass(frozen=True)
-class Mutation:
-    number: int
-    path: str  # below csrc/cuda
-    start: int  # of the statement's text
-    statement: str
-    comment: str
-
-    def __str__(self):
-        return f"{self.path} `{self.statement}` {self.comment}"
+class NumberedMutation(Mutation):
+    number: int  # by which interface.cpp leaves it out
 
 
 def mutations():
@@ -75,13 +68,14 @@ def mutations():
     found = []
     for path in FORWARD + BACKWARD:
         for m in re.finditer(rf"({STATEMENT});(?:\s*//\s*([^\n]*))?\n", (CUDA / path).read_text()):
-            found.append(Mutation(len(found), path, m.start(1), " ".join(m.group(1).split()), m.group(2) or ""))
+            statement = " ".join(m.group(1).split())
+            found.append(NumberedMutation(Path(path), m.start(1), statement, m.group(2) or "", len(found)))
     return found
 
 
 def with_conditions(path):
     text = (CUDA / path).read_text()
-    for mutation in reversed([m for m in mutations() if m.path == path]):
+    for mutation in reversed([m for m in mutations() if m.path == Path(path)]):
         text = f"{text[: mutation.start]}if (statement_stays({mutation.number})) {text[mutation.start :]}"
     return text.replace("#pragma once\n", '#pragma once\nextern "C" bool statement_stays(int number);\n', 1)
 
@@ -162,7 +156,7 @@ class Judge:
             return self._judge(forward_results) or self._judge(backward_results)
         self.c.leave_out(mutation.number)
         try:
-            return self._judge(forward_results if mutation.path in FORWARD else backward_results)
+            return self._judge(forward_results if str(mutation.path) in FORWARD else backward_results)
         finally:
             self.c.leave_out(-1)
 

@@ -93,11 +93,11 @@ __global__ void __launch_bounds__(kThreads) turns_kernel(float* sums, int32_t* t
   __syncthreads();
   if (threadIdx.x == 0) {
     if (turn == 0) __nanosleep(100000);  // everybody else is there before
-    ptx::wait_for_turn(ticket_and_turns + 1, turn);
+    ptx::acquire_bulk_turn(ticket_and_turns + 1, turn);
     ptx::bulk_add(sums, terms, kSums);
     ptx::bulk_commit();
     ptx::bulk_wait();
-    ptx::pass_turn(ticket_and_turns + 1, turn);
+    ptx::release_bulk_turn(ticket_and_turns + 1);
   }
 }
 

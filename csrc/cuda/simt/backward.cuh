@@ -6,7 +6,7 @@
 //   slice dslopes_kernel    adds the partial sums                     a thread owns a head
 #pragma once
 
-#include "../recompute.cuh"
+#include "../recompute_flags.h"
 #include "backward_tile.cuh"
 #include "forward.cuh"
 

@@ -89,8 +89,8 @@ struct RowStatistics {
 
 // Dropout acts on the normalised P: after the row sum.
 template <class T, int kTileRows, class Tile>
-__device__ void drop_weights(const AttentionParams& p, PhiloxKey key, const Tile& tile, int64_t j0,
-                             ScoreTile<T, kTileRows>& weights) {
+__device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const Tile& tile, int64_t j0,
+                           ScoreTile<T, kTileRows>& weights) {
 #pragma unroll 1
   for (int e = 0; e < kTileRows / kSide * kCols; ++e) {
     const int row = tile_row(e / kCols), col = tile_col(e % kCols);
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
     T factor[R];
     statistics.update(shared.weights, attends, factor);
-    if (p.dropout) drop_weights<T, kTileRows>(p, key, tile, j0, shared.weights);
+    if (p.dropout) drop_probs<T, kTileRows>(p, key, tile, j0, shared.weights);
 #pragma unroll
     for (int r = 0; r < R; ++r)
 #pragma unroll

@@ -1,7 +1,7 @@
 // The simt tier: plain CUDA C++ for every dtype, head dimension and option, on any GPU. Torch-free.
 #pragma once
 
-#include "../recompute.cuh"
+#include "../recompute_flags.h"
 #include "../run.h"
 
 namespace flash_attn_ext::cuda::simt {

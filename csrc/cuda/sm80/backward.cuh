@@ -67,7 +67,7 @@ __device__ bool store_rows(const Tensor4& grad, int64_t b, int64_t h, int64_t fi
       if (col >= columns) continue;
       const float left = acc[n][2 * r] * factor, right = acc[n][2 * r + 1] * factor;
       finite &= std::isfinite(left) && std::isfinite(right);
-      *reinterpret_cast<uint32_t*>(to + col) = pack<In>(left, right);
+      *reinterpret_cast<uint32_t*>(to + col) = ptx::pack<In>(left, right);
     }
   }
   return !finite;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const bool in_turns = p.dq && p.deterministic;
   int task = blockIdx.x;
   if (in_turns) {
-    if (threadIdx.x == 0) shared.ticket = atomicAdd(w.ticket, 1);
+    if (threadIdx.x == 0) shared.ticket = ptx::draw_ticket(w.ticket);
     __syncthreads();  // the ticket is there
     task = shared.ticket;
   }
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
     ptx::cp_async_wait<1>();  // this thread's part of dout has landed; the next q may be on its way
     __syncthreads();          // everyone's part has
-    multiply_packed(probs.weights, shared.dout, dv);
+    multiply_packed(probs.packed, shared.dout, dv);
     float dprobs[C::kColumns][4] = {};
     multiply_rows<C::kUnrolled>(shared.v, shared.dout, dprobs);
     uint32_t dscores[C::kColumns / 2][4];

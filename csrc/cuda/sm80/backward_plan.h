@@ -1,7 +1,7 @@
 // How the backward is cut into blocks, and its workspace.
 #pragma once
 
-#include "../recompute.cuh"
+#include "../recompute_flags.h"
 #include "../simt/plan.h"
 
 namespace flash_attn_ext::cuda::sm80 {

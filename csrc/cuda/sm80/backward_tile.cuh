@@ -91,9 +91,9 @@ struct KeptElements {
 // P of a thread's elements.
 template <int N>
 struct Probs {
-  float gated[N][4];           // times the derivative of the softcap: for dS
-  uint32_t weights[N / 2][4];  // after dropout, but without its factor: the operand of dV += P^T dO
-  uint32_t attends;            // bit 4 n + e: that element attends
+  float gated[N][4];          // times the derivative of the softcap: for dS
+  uint32_t packed[N / 2][4];  // after dropout, but without its factor: the operand of dV += P^T dO
+  uint32_t attends;           // bit 4 n + e: that element attends
   KeptElements kept;
 };
 
@@ -155,7 +155,7 @@ __device__ void recompute_probs(const BackwardParams& p, const TransposedPlace& 
       probs.gated[n][e] *= prob;
       scores[n][e] = probs.kept(n, e) ? prob : 0.0f;
     }
-    if (n % 2 == 1) pack_operand<In>(scores[n - 1], scores[n], probs.weights[n / 2]);
+    if (n % 2 == 1) pack_operand<In>(scores[n - 1], scores[n], probs.packed[n / 2]);
   }
 }
 

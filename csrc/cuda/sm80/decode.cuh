@@ -131,7 +131,7 @@ __device__ void multiply_queries(Tile<In, kRows, kCols>& queries, Tile<In, kWarp
 
 // Drops elements of P; those that stay are scaled at the end, in fp32. The rows of a thread are of any two
 // queries, so a Philox call serves two neighbours of one.
-__device__ inline void drop_weights(const AttentionParams& p, const DecodePlace& at, float (&weights)[2][4]) {
+__device__ inline void drop_probs(const AttentionParams& p, const DecodePlace& at, float (&probs)[2][4]) {
   const PhiloxKey key = dropout_key(p.dropout);
 #pragma unroll
   for (int n = 0; n < 2; ++n)
@@ -140,8 +140,8 @@ __device__ inline void drop_weights(const AttentionParams& p, const DecodePlace&
       const PhiloxWords words =
           dropout_words(key, at.b * p.sizes.heads + at.head(e), at.query(e), at.key(n, e));
       const bool lower = dropout_word_index(at.query(e), at.key(n, e)) == 2;
-      if ((lower ? words.w[2] : words.w[0]) < p.dropout.threshold) weights[n][e] = 0;
-      if ((lower ? words.w[3] : words.w[1]) < p.dropout.threshold) weights[n][e + 1] = 0;
+      if ((lower ? words.w[2] : words.w[0]) < p.dropout.threshold) probs[n][e] = 0;
+      if ((lower ? words.w[3] : words.w[1]) < p.dropout.threshold) probs[n][e + 1] = 0;
     }
 }
 
@@ -158,7 +158,7 @@ __device__ bool has_non_finite(const In* chunk) {
 
 // add_non_finite_rows() for a warp and its tile: it looks for such rows, adds them, and makes them zeros.
 template <class In, int kRowTiles, int kCols>
-__device__ void take_out_non_finite_rows(const float (&weights)[kRowTiles][2][4],
+__device__ void take_out_non_finite_rows(const float (&probs)[kRowTiles][2][4],
                                          const uint32_t (&attends)[kRowTiles],
                                          Tile<In, kWarpKeys, kCols>& values,
                                          float (&acc)[kRowTiles][kCols / 8][4]) {
@@ -169,7 +169,7 @@ __device__ void take_out_non_finite_rows(const float (&weights)[kRowTiles][2][4]
   if (found == 0) return;
   const auto is_finite = [&](int row) { return (found >> 2 * row & 3) == 0; };
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) add_non_finite_rows(weights[r], attends[r], values, is_finite, acc[r]);
+  for (int r = 0; r < kRowTiles; ++r) add_non_finite_rows(probs[r], attends[r], values, is_finite, acc[r]);
   __syncwarp();  // everyone has read the rows
   if (!is_finite(my_row))
     for (int n = lane() % 2; n < kCols / kChunk; n += 2)
@@ -184,7 +184,7 @@ __device__ void store_results(const RowStatistics& statistics, const float (&out
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + lane() / 4 + 8 * r;
-    const float sum = quad_total(statistics.sum[r]);
+    const float sum = total_of_lanes<kRowLanes>(statistics.sum[r]);
     if (row >= count) continue;
     if (lane() % 4 == 0) mine.max[row] = statistics.max[r] * scale2, mine.sum[row] = sum;
 #pragma unroll
@@ -221,7 +221,7 @@ __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& sh
       const RowResult<float> result = finish_row(max, sum);
       const float factor = result.out_factor * keep_scale;
       *reinterpret_cast<uint32_t*>(p.out.row<In>(rows.b, at.head, at.query) + col) =
-          pack<In>(first * factor, second * factor);
+          ptx::pack<In>(first * factor, second * factor);
       if (col == 0) static_cast<float*>(p.lse)[out_row] = result.lse;
     } else {
       const int64_t partial_row = blockIdx.z * z.batch * z.heads * z.seqlen_q + out_row;
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
       attends[r] = finish_scores(p, scale, at, hides || j_end < j0 + kWarpKeys, scores[r]);
       float factor[2];
       statistics[r].update(scale, scores[r], factor);
-      if (p.dropout) drop_weights(p, at, scores[r]);  // after the row sum: it acts on the normalised P
+      if (p.dropout) drop_probs(p, at, scores[r]);  // after the row sum: it acts on the normalised P
 #pragma unroll
       for (int n = 0; n < C::kHeadDim / 8; ++n)
 #pragma unroll
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
     auto& values = take(v, j0);
     if (hides) take_out_non_finite_rows(scores, attends, values, out);
 #pragma unroll
-    for (int r = 0; r < C::kRowTiles; ++r) multiply_weights(scores[r], values, out[r]);
+    for (int r = 0; r < C::kRowTiles; ++r) multiply_probs(scores[r], values, out[r]);
   }
 
 #pragma unroll

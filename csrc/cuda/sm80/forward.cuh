@@ -44,14 +44,14 @@ struct Place {
 // Drops elements of P; those that stay are scaled at the end, in fp32. One Philox call serves a thread's four
 // elements of an accumulator: core/philox.h is made so.
 template <int N>
-__device__ void drop_weights(const AttentionParams& p, PhiloxKey key, const Place& at, int64_t head_index,
-                             float (&weights)[N][4]) {
+__device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const Place& at, int64_t head_index,
+                           float (&probs)[N][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const PhiloxWords words = dropout_words(key, head_index, at.query(0), at.key(n, 0));
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      if (words.w[e] < p.dropout.threshold) weights[n][e] = 0;
+      if (words.w[e] < p.dropout.threshold) probs[n][e] = 0;
   }
 }
 
@@ -66,7 +66,7 @@ __device__ bool has_non_finite(const ValueTile& tile) {
 
 // add_non_finite_rows() for the block: it judges the rows, adds them, and makes them zeros.
 template <class C>
-__device__ void take_out_non_finite_rows(const float (&weights)[C::kBlockK / 8][4], uint32_t attends,
+__device__ void take_out_non_finite_rows(const float (&probs)[C::kBlockK / 8][4], uint32_t attends,
                                          SharedMemory<C>& shared, int buffer,
                                          float (&acc)[C::kHeadDim / 8][4]) {
   auto& values = shared.v[buffer];
@@ -77,7 +77,7 @@ __device__ void take_out_non_finite_rows(const float (&weights)[C::kBlockK / 8][
   }
   __syncthreads();  // every row has been judged
   const auto is_finite = [&](int row) { return shared.row_is_finite[row] != 0; };
-  add_non_finite_rows(weights, attends, values, is_finite, acc);
+  add_non_finite_rows(probs, attends, values, is_finite, acc);
   __syncthreads();  // everyone has read the rows
   for (int e = threadIdx.x; e < C::kBlockK * C::kHeadDim; e += C::kThreads)
     if (!shared.row_is_finite[e / C::kHeadDim]) values.elements[e] = round_to<typename C::In>(0.0f);
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const uint32_t attends = finish_scores(p, scale, at, partial, scores);
     float factor[2];
     statistics.update(scale, scores, factor);
-    if (p.dropout) drop_weights(p, key, at, head, scores);  // after the row sum: it acts on the normalised P
+    if (p.dropout) drop_probs(p, key, at, head, scores);  // after the row sum: it acts on the normalised P
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n)
 #pragma unroll
@@ -157,14 +157,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     if (partial && has_non_finite<C>(shared.v[buffer]))
       take_out_non_finite_rows<C>(scores, attends, shared, buffer, out);
-    multiply_weights(scores, shared.v[buffer], out);
+    multiply_probs(scores, shared.v[buffer], out);
   }
 
   const Place at_end{z, b, h, i0, 0};  // of the results: their columns in place of keys
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const RowResult<float> result =
-        finish_row(statistics.max[r] * scale.in_softmax(), quad_total(statistics.sum[r]));
+        finish_row(statistics.max[r] * scale.in_softmax(), total_of_lanes<kRowLanes>(statistics.sum[r]));
     const float out_factor =
         result.out_factor * (p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f);
     const int64_t i = at_end.query(2 * r);
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       const int64_t col = at_end.key(n, 0);
       if (col < z.head_dim_v)
         *reinterpret_cast<uint32_t*>(row + col) =
-            pack<In>(out[n][2 * r] * out_factor, out[n][2 * r + 1] * out_factor);
+            ptx::pack<In>(out[n][2 * r] * out_factor, out[n][2 * r + 1] * out_factor);
     }
   }
 }

@@ -2,6 +2,7 @@
 // rows that a product must not touch.
 #pragma once
 
+#include "../lanes.cuh"
 #include "../scores.cuh"
 #include "tile.cuh"
 
@@ -60,7 +61,7 @@ struct RowStatistics {
       float new_max = max[r];
 #pragma unroll
       for (int n = 0; n < N; ++n) new_max = larger(larger(new_max, scores[n][2 * r]), scores[n][2 * r + 1]);
-      new_max = quad_maximum(new_max);
+      new_max = maximum_of_lanes<kRowLanes>(new_max);
       // Nothing visible so far: P is 0.
       const float reference = new_max == -kInf<float> ? 0.0f : new_max * scale;
       factor[r] = ptx::exp2_fast(fmaf(max[r], scale, -reference));
@@ -78,23 +79,23 @@ struct RowStatistics {
 // What is masked must not reach a result, but on a tensor core a masked 0 * NaN is NaN. So value rows that
 // hold an Inf or NaN are added here, to just those results that attend to them; the caller makes them zeros.
 template <int N, int kColumns, class Values, class IsFinite>
-__device__ void add_non_finite_rows(const float (&weights)[N][4], uint32_t attends, const Values& values,
+__device__ void add_non_finite_rows(const float (&probs)[N][4], uint32_t attends, const Values& values,
                                     const IsFinite& is_finite, float (&acc)[kColumns][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
 #pragma unroll 1
-      for (int t = 0; t < 4; ++t) {  // lane t of a result row's four holds its weights 8 n + 2 t and the next
+      for (int t = 0; t < 4; ++t) {  // lane t of a result row's four holds its probs 8 n + 2 t and the next
         const int row = 8 * n + 2 * t + e % 2, r = e / 2, owner = lane() / 4 * 4 + t;
         if (is_finite(row)) continue;
-        const float weight = __shfl_sync(0xffffffffu, weights[n][e], owner);
+        const float prob = __shfl_sync(0xffffffffu, probs[n][e], owner);
         const uint32_t attended = __shfl_sync(0xffffffffu, attends >> (4 * n + e) & 1, owner);
         if (!attended) continue;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
-          acc[c][2 * r] += weight * widen(values.at(row, 8 * c + lane() % 4 * 2));
-          acc[c][2 * r + 1] += weight * widen(values.at(row, 8 * c + lane() % 4 * 2 + 1));
+          acc[c][2 * r] += prob * widen(values.at(row, 8 * c + lane() % 4 * 2));
+          acc[c][2 * r + 1] += prob * widen(values.at(row, 8 * c + lane() % 4 * 2 + 1));
         }
       }
 }

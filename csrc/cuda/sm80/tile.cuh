@@ -76,10 +76,10 @@ __device__ void multiply_rows(Tile<In, kRowsA, kCols>& a, Tile<In, kRowsB, kCols
 // A pair of neighbouring 16 x 8 accumulators as one 16 x 16 operand.
 template <class In>
 __device__ void pack_operand(const float (&left)[4], const float (&right)[4], uint32_t (&operand)[4]) {
-  operand[0] = pack<In>(left[0], left[1]);
-  operand[1] = pack<In>(left[2], left[3]);
-  operand[2] = pack<In>(right[0], right[1]);
-  operand[3] = pack<In>(right[2], right[3]);
+  operand[0] = ptx::pack<In>(left[0], left[1]);
+  operand[1] = ptx::pack<In>(left[2], left[3]);
+  operand[2] = ptx::pack<In>(right[0], right[1]);
+  operand[3] = ptx::pack<In>(right[2], right[3]);
 }
 
 // acc += W B of columns [16 k, 16 k + 16) of W, the warp's 16 rows of which are an operand, and rows of B.
@@ -96,24 +96,24 @@ __device__ void multiply_operand(const uint32_t (&operand)[4], Tile<In, kRowsB, 
   }
 }
 
-// acc += W B, with the warp's 16 rows of W in registers, as multiply_rows left them: O = P V.
+// acc += P B, with the warp's 16 rows of P in registers, as multiply_rows left them: O = P V.
 template <class In, int kRowsB, int kCols>
-__device__ void multiply_weights(const float (&weights)[kRowsB / 8][4], Tile<In, kRowsB, kCols>& b,
-                                 float (&acc)[kCols / 8][4]) {
+__device__ void multiply_probs(const float (&probs)[kRowsB / 8][4], Tile<In, kRowsB, kCols>& b,
+                               float (&acc)[kCols / 8][4]) {
 #pragma unroll
   for (int k = 0; k < kRowsB / 16; ++k) {
     uint32_t operand[4];
-    pack_operand<In>(weights[2 * k], weights[2 * k + 1], operand);
+    pack_operand<In>(probs[2 * k], probs[2 * k + 1], operand);
     multiply_operand(operand, b, k, acc);
   }
 }
 
 // The same, packed before: dV = P^T dO, dK = dS^T Q.
 template <class In, int kRowsB, int kCols>
-__device__ void multiply_packed(const uint32_t (&weights)[kRowsB / 16][4], Tile<In, kRowsB, kCols>& b,
+__device__ void multiply_packed(const uint32_t (&operands)[kRowsB / 16][4], Tile<In, kRowsB, kCols>& b,
                                 float (&acc)[kCols / 8][4]) {
 #pragma unroll
-  for (int k = 0; k < kRowsB / 16; ++k) multiply_operand(weights[k], b, k, acc);
+  for (int k = 0; k < kRowsB / 16; ++k) multiply_operand(operands[k], b, k, acc);
 }
 
 // acc += A^T B, the 16 x 32 piece of it from (row, col) on: dQ = dS K.
@@ -134,16 +134,6 @@ __device__ void multiply_transposed(Tile<In, kRows, kColsA>& a, Tile<In, kRows, 
       ptx::mma_m16n8k16<In>(acc[2 * n + 1], fragment_a, fragment_b[2], fragment_b[3]);
     }
   }
-}
-
-// The largest, or the sum, over the four lanes of a row.
-__device__ inline float quad_maximum(float x) {
-  x = larger(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return larger(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-__device__ inline float quad_total(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
 }  // namespace flash_attn_ext::cuda::sm80

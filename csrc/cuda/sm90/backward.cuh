@@ -134,15 +134,15 @@ __device__ void add_dq(const BackwardArguments& a, const BackwardRange& range,
     const int tile = (first_head + at.head) * tiles + at.tile;
     ptx::barrier_wait(shared.dq_full, n % 2);  // the consumers have written all of it
     const int turn = a.p.deterministic ? turn_of(a.p, range.key_tile, at.tile) : 0;
-    if (a.p.deterministic) ptx::wait_for_turn(a.w.turns + tile, turn);  // in the same order at every run
+    if (a.p.deterministic) ptx::acquire_bulk_turn(a.w.turns + tile, turn);  // in the same order at every run
     constexpr int kElements = sizeof(shared.dq) / sizeof(float);
     ptx::bulk_add(a.w.dq + int64_t{tile} * kElements, &shared.dq[0][0][0][0], kElements);
     ptx::bulk_commit();                    // a batch of its own
     ptx::bulk_wait_read();                 // shared memory has been read
     ptx::barrier_arrive(shared.dq_empty);  // the consumers may overwrite it
     if (!a.p.deterministic) continue;
-    ptx::bulk_wait();                        // it is added
-    ptx::pass_turn(a.w.turns + tile, turn);  // the next block may add
+    ptx::bulk_wait();                          // it is added
+    ptx::release_bulk_turn(a.w.turns + tile);  // the next block may add
   }
 }
 

@@ -67,7 +67,7 @@ __device__ void finish_rows(const AttentionParams& p, int64_t b, int64_t h, int6
   RowResult<float> results[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r)
-    results[r] = finish_row(statistics.max[r] * scale2, row_total(statistics.sum[r]));
+    results[r] = finish_row(statistics.max[r] * scale2, total_of_lanes<kRowLanes>(statistics.sum[r]));
   const float factors[2] = {results[0].out_factor, results[1].out_factor};
   scale_rows(o, factors);
 

@@ -86,31 +86,21 @@ __device__ inline void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// The next number, from 0 on.
-__device__ inline int draw_ticket(int32_t* ticket) { return atomicAdd(ticket, 1); }
-
-// Waits until `turns` is `turn`: blocks that do so one after the other add in bulk in this order.
-__device__ inline void wait_for_turn(const int32_t* turns, int turn) {
-  int now;
-  do {
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];"
-                 : "=r"(now)
-                 : "l"(__cvta_generic_to_global(turns))
-                 : "memory");
-  } while (now != turn);
-  ::cuda::ptx::fence_proxy_async();  // bulk copies come after what was waited for
-}
-__device__ inline void pass_turn(int32_t* turns, int turn) {
+// Turns (../ptx.h) of blocks that add in bulk. The fences are there because another unit makes the additions:
+// one keeps them behind the wait, the other puts them before the end of the turn.
+__device__ inline void acquire_bulk_turn(const int32_t* turns, int turn) {
+  acquire_turn(turns, turn);
   ::cuda::ptx::fence_proxy_async();
-  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(__cvta_generic_to_global(turns)), "r"(turn + 1)
-               : "memory");
+}
+__device__ inline void release_bulk_turn(int32_t* turns) {
+  ::cuda::ptx::fence_proxy_async();
+  release_turn(turns);
 }
 
 // Stores four 8 x 8 matrices of 16-bit elements. Lane l points to row l % 8 of matrix l / 8, and has of each
 // matrix the elements (l / 4, 2 (l % 4)) and the next one.
 __device__ inline void store_matrices(void* row, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(row))),
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
@@ -123,19 +113,6 @@ __device__ inline void release_registers() {
 template <int kRegisters>
 __device__ inline void claim_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// Two neighbours of a row, rounded, as they lie in memory.
-template <class In>
-__device__ inline uint32_t pack(float first, float second) {
-  uint32_t bits;
-  if constexpr (std::is_same_v<In, __half>) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-  } else {
-    static_assert(std::is_same_v<In, __nv_bfloat16>);
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
-  }
-  return bits;
 }
 
 }  // namespace flash_attn_ext::cuda::ptx

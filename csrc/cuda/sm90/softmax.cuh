@@ -1,6 +1,7 @@
 // What a consumer thread does to its part of S between the two products. Its elements: see wgmma.h.
 #pragma once
 
+#include "../lanes.cuh"
 #include "band.h"
 #include "rows.cuh"
 
@@ -23,18 +24,6 @@ __device__ void hide_invisible(const ShortBand& band, int row, int first_key, fl
   }
 }
 
-// The four threads of a row.
-
-__device__ inline float row_maximum(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-
-__device__ inline float row_total(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 // The running statistics of a thread's two rows. All threads of a row know its maximum, of the unscaled
 // products; the sum is the thread's own share until the end.
 struct RowStatistics {
@@ -50,7 +39,7 @@ struct RowStatistics {
 #pragma unroll
       for (int n = 0; n < kElements / 4; ++n)
         new_max = fmaxf(new_max, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));  // a NaN never wins
-      new_max = row_maximum(new_max);
+      new_max = maximum_of_lanes<kRowLanes>(new_max);
       // A row with nothing visible so far: any finite reference makes 2^(-inf - reference) the 0 it should
       // be.
       const float reference = new_max == -kInf<float> ? 0.0f : new_max * scale2;

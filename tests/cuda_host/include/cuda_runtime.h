@@ -112,7 +112,6 @@ inline uint32_t __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
   return mine.result;
 }
 float atomicAdd(float* address, float x);
-int atomicAdd(int* address, int x);
 
 // Runs the kernel to its end: a host run has no streams.
 template <class... Params, class... Args>

@@ -38,9 +38,7 @@ void bulk_add(Site site, float* sums, const float* terms, uint32_t count);
 void bulk_commit();
 void bulk_wait_read();
 void bulk_wait();
-int draw_ticket(int32_t* ticket);
-void wait_for_turn(Site site, const int32_t* turns, int turn);
-void pass_turn(Site site, int32_t* turns, int turn);
+void release_bulk_turn(Site site, int32_t* turns);
 void store_matrices(Site site, void* row, const uint32_t* r);
 
 // d += a b, or d = a b: 64 x 16 by 16 x columns. `a` comes from shared memory if a_registers is null.
@@ -78,7 +76,6 @@ using cuda_host::barrier_init_fence;
 using cuda_host::bulk_commit;
 using cuda_host::bulk_wait;
 using cuda_host::bulk_wait_read;
-using cuda_host::draw_ticket;
 using cuda_host::proxy_fence;
 using cuda_host::wgmma_commit;
 using cuda_host::wgmma_fence;
@@ -103,11 +100,11 @@ inline void load_bytes(void* shared, const void* global, uint32_t bytes, Barrier
 inline void bulk_add(float* sums, const float* terms, uint32_t count, CUDA_HOST_SITE) {
   cuda_host::bulk_add({"bulk_add", file, line}, sums, terms, count);
 }
-inline void wait_for_turn(const int32_t* turns, int turn, CUDA_HOST_SITE) {
-  cuda_host::wait_for_turn({"wait_for_turn", file, line}, turns, turn);
+inline void acquire_bulk_turn(const int32_t* turns, int turn, CUDA_HOST_SITE) {
+  cuda_host::acquire_turn({"acquire_bulk_turn", file, line}, turns, turn);
 }
-inline void pass_turn(int32_t* turns, int turn, CUDA_HOST_SITE) {
-  cuda_host::pass_turn({"pass_turn", file, line}, turns, turn);
+inline void release_bulk_turn(int32_t* turns, CUDA_HOST_SITE) {
+  cuda_host::release_bulk_turn({"release_bulk_turn", file, line}, turns);
 }
 inline void store_matrices(void* row, const uint32_t (&r)[4], CUDA_HOST_SITE) {
   cuda_host::store_matrices({"store_matrices", file, line}, row, r);
@@ -124,19 +121,6 @@ void release_registers(CUDA_HOST_SITE) {
 template <int kRegisters>
 void claim_registers(CUDA_HOST_SITE) {
   cuda_host::claim_registers({"setmaxnreg.inc", file, line}, kRegisters);
-}
-
-template <class In>
-uint32_t pack(float first, float second) {
-  In pair[2];
-  if constexpr (std::is_same_v<In, __half>) {
-    pair[0] = __float2half_rn(first), pair[1] = __float2half_rn(second);
-  } else {
-    pair[0] = __float2bfloat16_rn(first), pair[1] = __float2bfloat16_rn(second);
-  }
-  uint32_t bits;
-  std::memcpy(&bits, pair, sizeof(bits));
-  return bits;
 }
 
 inline void compute_before_wait(float, uint32_t) {}

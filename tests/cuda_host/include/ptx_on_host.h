@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "cuda_bf16.h"
@@ -17,6 +18,7 @@ void cp_async_wait(int pending);
 void ldmatrix_x4(Site site, uint32_t* r, const void* row, bool transposed);
 void mma_m16n8k16(Site site, float* c, const uint32_t* a, uint32_t b0, uint32_t b1,
                   float (*widen)(uint16_t bits));
+int draw_ticket(int* ticket);
 void acquire_turn(Site site, const int* turns, int turn);
 void release_turn(int* turns);
 uint32_t shared_address(const void* pointer);
@@ -40,6 +42,7 @@ namespace flash_attn_ext::cuda::ptx {
 using cuda_host::cp_async_16;
 using cuda_host::cp_async_4;
 using cuda_host::cp_async_commit;
+using cuda_host::draw_ticket;
 using cuda_host::exp2_fast;
 using cuda_host::opaque_shared_address;
 using cuda_host::release_turn;
@@ -72,6 +75,19 @@ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row, CUDA_HOST_SITE)
 template <class In>
 void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, CUDA_HOST_SITE) {
   cuda_host::mma_m16n8k16({"mma", file, line}, c, a, b0, b1, cuda_host::widen_bits<In>);
+}
+
+template <class In>
+uint32_t pack(float first, float second) {
+  In pair[2];
+  if constexpr (std::is_same_v<In, __half>) {
+    pair[0] = __float2half_rn(first), pair[1] = __float2half_rn(second);
+  } else {
+    pair[0] = __float2bfloat16_rn(first), pair[1] = __float2bfloat16_rn(second);
+  }
+  uint32_t bits;
+  std::memcpy(&bits, pair, sizeof(bits));
+  return bits;
 }
 
 }  // namespace flash_attn_ext::cuda::ptx
