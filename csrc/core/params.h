@@ -177,7 +177,8 @@ struct AttentionParams {
   DecodeParams decode;  // read by the forward only
   VarlenParams varlen;
 
-  // Where lse, and what kernels keep of each row, have row i of head h; and how many rows that is.
+  // The index of row i of head h in lse, and in the kernels' arrays with one element a row; and how many rows
+  // that is.
   FA_HOST_DEVICE int64_t statistics_row(int64_t b, int64_t h, int64_t i) const {
     return varlen ? h * varlen.total_q + varlen.first_q + i : (b * sizes.heads + h) * sizes.seqlen_q + i;
   }

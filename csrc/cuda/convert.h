@@ -1,4 +1,4 @@
-// Element types: what a kernel loads is widened to the accumulator's type, what it stores is rounded once.
+// Element types: a kernel widens what it loads to the accumulator's type, and rounds once what it stores.
 #pragma once
 
 #include <cuda_bf16.h>

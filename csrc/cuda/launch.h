@@ -23,8 +23,8 @@ struct LaunchShape {
 inline std::mutex allowed_shared_bytes_mutex;
 inline std::map<std::pair<const void*, int>, size_t> allowed_shared_bytes;
 
-// Lets a kernel have more shared memory than the 48 KB that need no asking. Asks the driver once for each
-// kernel and device.
+// Allows a kernel more dynamic shared memory than the default 48 KB. Calls the driver once for each kernel
+// and device.
 inline cudaError_t allow_shared_bytes(const void* kernel, size_t bytes) {
   constexpr size_t kWithoutAsking = 48 << 10;
   if (bytes <= kWithoutAsking) return cudaSuccess;

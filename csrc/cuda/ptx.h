@@ -1,4 +1,5 @@
-// The instructions that C++ has no word for, one function each. A host run (tests/cuda_host) brings its own.
+// PTX instructions that C++ does not name, one function each. The host run (tests/cuda_host) replaces this
+// file.
 #pragma once
 
 #if defined(FLASH_ATTN_EXT_CUDA_ON_HOST)
@@ -18,7 +19,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The same, so that the compiler does not conclude anything from what is declared of it.
+// The same, but the compiler cannot use what it knows of the pointer: a check of the alignment stays.
 __device__ inline uint32_t opaque_shared_address(const void* pointer) {
   uint32_t address = shared_address(pointer);
   asm volatile("" : "+r"(address));

@@ -1,10 +1,10 @@
-// What tensor cores leave to the simt tier.
+// Tiles of a gradient that the sm80 tier computes on tensor cores and the simt tier computes once more.
 //
-// A masked element of P or dS is 0, but in a matrix product 0 * NaN is NaN: a NaN or Inf in q, k, v or dout
-// then reaches gradients of rows that are masked from it. It never stays unseen: such a gradient is not
-// finite. So a kernel on tensor cores flags each tile of a gradient that holds something not finite, and
-// simt's kernels, launched after it, compute just the flagged tiles once more, from visible pairs alone.
-// Nobody waits for the GPU, and where all is finite, as it should be, those launches return at once.
+// A masked element of P or dS is 0, but in a matrix product 0 * NaN is NaN. So a NaN or Inf in q, k, v or
+// dout can reach gradients of rows that are masked from it. Such a gradient is never finite. Therefore a
+// kernel on tensor cores flags each tile of a gradient that holds something not finite. simt's kernels,
+// launched after it, compute the flagged tiles once more, from visible pairs alone. The host does not wait
+// for the GPU. Where no tile is flagged, these launches return at once.
 #pragma once
 
 #include "../core/params.h"

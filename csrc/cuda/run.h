@@ -1,4 +1,4 @@
-// The door between ops/ and the CUDA kernels: torch-free, like cpu/run.h.
+// What ops/ calls of the CUDA kernels: without torch, like cpu/run.h.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// A block's shared memory: one array, whose plan is a struct.
+// A block's shared memory: one array, laid out by a struct.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,9 +1,9 @@
-// Backward: FlashAttention-2, algorithm 2, cut so that nobody adds to what another block writes.
+// Backward: FlashAttention-2, algorithm 2, in kernels in which a block alone writes what it owns.
 //
 //   row_terms_kernel  delta, and what P is recomputed from      a block owns 64 queries of a head
 //   dq_kernel         dQ += dS K, partial sums of dslopes       likewise, and a slice of the D columns
-//   dkv_kernel        dV += P^T dO  or  dK += dS^T Q            a block owns 64 keys of a key head, and a
-//   slice dslopes_kernel    adds the partial sums                     a thread owns a head
+//   dkv_kernel        dV += P^T dO  or  dK += dS^T Q            64 keys of a key head, and a slice
+//   dslopes_kernel    adds the partial sums                     a thread owns a head
 #pragma once
 
 #include "../recompute_flags.h"
@@ -14,9 +14,9 @@ namespace flash_attn_ext::cuda::simt {
 
 static_assert(kBlockQ == kRecomputedRows && kBlockK == kRecomputedRows, "a block of ours is a flagged tile");
 
-// Whether an lse of this size still tells log(l) apart: adding 1e9 to all scores of a row (masks of finfo.min
-// or -1e9 do) rounds it away, and 2^(S - lse) is then off by the length of the row. NaN counts as exact: it
-// stays NaN.
+// Whether lse = m + log(l) is exact enough. With scores of 1e9 (masks of finfo.min or -1e9) rounding removes
+// log(l), and 2^(S - lse) is wrong by a factor of up to the length of the row. NaN counts as exact: it stays
+// NaN.
 template <class T>
 __device__ bool lse_is_exact(T lse) {
   return !(std::abs(lse) * std::numeric_limits<T>::epsilon() > T(1e-3)) || std::isinf(lse);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const T reference = lse == -kInf<T> ? kInf<T> : lse * T(kLog2E);
     terms.delta[row] = dot - (p.dlse ? static_cast<const T*>(p.dlse)[row] : T(0));
     terms.reference[row] = reference;
-    // What rounding the product lost, so that large scores lose no more than they must.
+    // The rounding error of the product, which is large for large scores: P is corrected by it.
     terms.correction[row] = std::isinf(reference) ? T(0) : std::fma(lse, T(kLog2E), -reference);
     inexact |= !lse_is_exact(lse);
   }

@@ -62,8 +62,8 @@ struct RowStatistics {
     for (int r = 0; r < R; ++r) max[r] = -kInf<T>, sum[r] = T(0);
   }
 
-  // Takes in one tile of scores, which become the weights P. What the row has summed up so far is to be
-  // multiplied with factor[r].
+  // Takes in one tile of scores, which become P. The caller multiplies what the row has summed up so far with
+  // factor[r].
   __device__ void update(ScoreTile<T, kSide * R>& scores, uint32_t attends, T (&factor)[R]) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -71,8 +71,7 @@ struct RowStatistics {
 #pragma unroll
       for (int c = 0; c < kCols; ++c) new_max = larger(new_max, row[c] = scores[tile_row(r)][tile_col(c)]);
       new_max = row_maximum(new_max);
-      // A row with nothing visible so far: any finite reference makes 2^(-inf - reference) the 0 it should
-      // be.
+      // A row with nothing visible so far: with any finite reference, 2^(-inf - reference) is 0.
       const T reference = new_max == -kInf<T> ? T(0) : new_max;
       factor[r] = std::exp2(max[r] - reference);
       sum[r] *= factor[r];

@@ -30,9 +30,8 @@ __device__ inline int thread_y() { return threadIdx.x / kSide; }
 __device__ inline int tile_row(int r) { return thread_y() + kSide * r; }
 __device__ inline int tile_col(int c) { return thread_x() + kSide * c; }
 
-// A tile of scores, P or dS: queries by keys. What happens between two products to one element is its
-// thread's own affair, in shared memory and in a loop that is not unrolled: masks, softcap, ALiBi and dropout
-// are long code.
+// A tile of scores, P or dS: queries by keys. Between two products each thread works on its own elements, in
+// shared memory and in a loop that is not unrolled: masks, softcap, ALiBi and dropout are long code.
 template <class T, int kTileRows>
 using ScoreTile = T[kTileRows][kBlockK + 1];  // the odd length spreads a column over all banks
 

@@ -3,9 +3,9 @@
 // queries, so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q as they lie in registers. dQ is
 // added to an fp32 sum in global memory; dq_kernel rounds it.
 //
-// Where the same bits are wanted at every run, blocks add to a tile of dQ in turns. A block that waits needs
-// those before it to be running: so they draw tickets when they start, which say what they own. The other
-// way, a block that owns the queries, needs seven products and another kernel.
+// A deterministic call gives the same bits at every run: blocks add to a tile of dQ in turns. A block must
+// only wait for blocks that are already running. So each block draws a ticket when it starts, and the ticket
+// says which keys it owns. The alternative, blocks that own queries, needs seven products and another kernel.
 #pragma once
 
 #include "../launch.h"
@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   auto& shared = shared_memory<BackwardMemory<C>>();
   const Sizes& z = p.sizes;
 
-  // What this block owns. In turns, the last keys of a head come first: causal, they have few queries, and
-  // nobody waits long.
+  // What this block owns. In turns, the last keys of a head come first: in a causal call few queries see
+  // them, so the waits are short.
   const bool in_turns = p.dq && p.deterministic;
   int task = blockIdx.x;
   if (in_turns) {

@@ -60,9 +60,9 @@ struct TransposedPlace {
   __device__ int64_t key(int e) const { return j0 + 16 * warp() + lane() / 4 + e / 2 * 8; }
 };
 
-// Which of a thread's elements dropout keeps. A Philox call serves a 2 x 2 block {i, i + 8} x {j, j + 1}, of
-// which a lane has one key, j or j + 1, and the lane four further the other: of two such blocks, for queries
-// i and i + 1, each of them computes one, and they exchange the bits.
+// Which of a thread's elements dropout keeps. One Philox call is for a 2 x 2 block {i, i + 8} x {j, j + 1}. A
+// lane has one of these keys, and the lane four further has the other. So of two such blocks, for the queries
+// i and i + 1, each of the two lanes computes one, and they exchange the bits.
 struct KeptElements {
   uint32_t bits[2];  // of even and of odd columns
 
@@ -98,8 +98,9 @@ struct Probs {
 };
 
 // Products become score2, -inf where masked, and the derivatives of the softcap; bit 4 n + e of the result:
-// that element attends. Masks, softcap and ALiBi are long code, so the loop is not unrolled. Registers have
-// no index: the accumulators move up instead, and after N steps each is back in its place.
+// that element attends. Masks, softcap and ALiBi are long code, so the loop is not unrolled. But registers
+// can only be indexed by constants: so each step works on accumulator 0 and then moves all of them by one
+// place. After N steps each is back in its place.
 template <int N>
 __device__ uint32_t finish_scores(const BackwardParams& p, const TransposedPlace& at, float (&scores)[N][4],
                                   float (&gates)[N][4]) {

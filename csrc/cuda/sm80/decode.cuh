@@ -1,8 +1,8 @@
 // Few queries, where reading K and V is what takes the time: Flash-Decoding (Dao et al. 2023). A block owns
-// 16 or 32 query rows, of all heads that share a key head, so that K and V come once for all of them. Its
-// warps share out the keys; each has a ring of tiles of its own, filled by cp.async, and waits for nobody
-// until the end, when the warps' (m, l, O) become one. Where there are few blocks, the keys are split over
-// more of them, and combine.cu merges.
+// 16 or 32 query rows, of all heads that share a key head, so that K and V are read once for all of them. The
+// keys of a block are divided among its warps. Each warp has its own ring of tiles, which cp.async fills, and
+// no warp waits for another until the end, when their (m, l, O) are merged. Where there are few blocks, the
+// keys are split over more blocks, and combine.cu merges the results.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// kRing tiles of 16 keys a warp: one is in use, the others are on their way.
+// Each warp has kRing tiles of 16 keys: one is being used, the others are being copied.
 template <class In_, int kHeadDim_, int kRowTiles_, int kRing_>
 struct DecodeConfig {
   using In = In_;
@@ -70,7 +70,7 @@ struct DecodePlace {
   __device__ bool inside(int n, int e) const { return rows[e / 2].inside && key(n, e) < end; }
 };
 
-// The warp's tiles of K or V, one after another. A lane copies the same chunk of every kStep-th row.
+// The tiles of K or V that a warp reads, in order. A lane copies the same chunk of every kStep-th row.
 template <class C>
 struct TileStream {
   using In = typename C::In;
@@ -84,7 +84,7 @@ struct TileStream {
     next = t.row<In>(b, h, first + lane() / kChunks) + lane() % kChunks * kChunk;
   }
 
-  // `keys_left` are to come, those of this tile included.
+  // `keys_left`: the keys from this tile on.
   __device__ void load_async(Tile<In, kWarpKeys, C::kHeadDim>& tile, int64_t keys_left) {
     const int row = lane() / kChunks, rows = in_columns ? smaller<int64_t>(keys_left, kWarpKeys) : 0;
     const In* source = next;
@@ -129,8 +129,8 @@ __device__ void multiply_queries(Tile<In, kRows, kCols>& queries, Tile<In, kWarp
   }
 }
 
-// Drops elements of P; those that stay are scaled at the end, in fp32. The rows of a thread are of any two
-// queries, so a Philox call serves two neighbours of one.
+// Drops elements of P; the kept ones are scaled at the end, in fp32. The two rows of a thread can belong to
+// any two queries, so one Philox call is used for two neighbouring keys of one query.
 __device__ inline void drop_probs(const AttentionParams& p, const DecodePlace& at, float (&probs)[2][4]) {
   const PhiloxKey key = dropout_key(p.dropout);
 #pragma unroll
@@ -156,13 +156,14 @@ __device__ bool has_non_finite(const In* chunk) {
   return found;
 }
 
-// add_non_finite_rows() for a warp and its tile: it looks for such rows, adds them, and makes them zeros.
+// For a warp and its tile: finds the value rows with Inf or NaN, adds them by add_non_finite_rows(), and sets
+// them to zero.
 template <class In, int kRowTiles, int kCols>
 __device__ void take_out_non_finite_rows(const float (&probs)[kRowTiles][2][4],
                                          const uint32_t (&attends)[kRowTiles],
                                          Tile<In, kWarpKeys, kCols>& values,
                                          float (&acc)[kRowTiles][kCols / 8][4]) {
-  const int my_row = lane() / 2;  // two lanes judge a row, each every other chunk of it
+  const int my_row = lane() / 2;  // two lanes look at a row, each at every other chunk
   bool mine = false;
   for (int n = lane() % 2; n < kCols / kChunk; n += 2) mine |= has_non_finite(values.chunk(my_row, n));
   const uint32_t found = __ballot_sync(0xffffffffu, mine);
@@ -177,7 +178,7 @@ __device__ void take_out_non_finite_rows(const float (&probs)[kRowTiles][2][4],
   __syncwarp();  // they are zeros
 }
 
-// Leaves the (m, l, O) of one of the warp's row tiles where the block finds them.
+// Writes the (m, l, O) of one of the warp's row tiles to shared memory, where the warps are merged.
 template <class C>
 __device__ void store_results(const RowStatistics& statistics, const float (&out)[C::kHeadDim / 8][4],
                               float scale2, int first_row, int count, WarpMemory<C>& mine) {
@@ -194,7 +195,7 @@ __device__ void store_results(const RowStatistics& statistics, const float (&out
   }
 }
 
-// Merges the warps and writes the rows: finished if there is one split, for combine.cu if there are more.
+// Merges the warps and writes the rows: the results if there is one split, else what combine.cu merges.
 template <class C>
 __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& shared, const QueryRows& rows,
                              int64_t splits, const Partials<float>& partials) {
@@ -239,7 +240,8 @@ __global__ void __launch_bounds__(kDecodeThreads)
   WarpMemory<C>& mine = shared.warps[warp()];
   const Sizes& z = p.sizes;
 
-  // What this block owns. Row blocks that read the same keys run side by side.
+  // What this block owns. Row blocks that read the same keys are neighbours, so that they run at the same
+  // time.
   const auto row_blocks = static_cast<int>(plan.row_blocks), heads_kv = static_cast<int>(z.heads_kv);
   const auto group = static_cast<int>(plan.group), task = static_cast<int>(blockIdx.x);
   const int b = task / row_blocks / heads_kv, h_kv = task / row_blocks % heads_kv;

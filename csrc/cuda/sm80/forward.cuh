@@ -1,5 +1,5 @@
 // Forward on tensor cores: FlashAttention-2, algorithm 1. A block owns 128 query rows of a head, a warp 16 of
-// them. K and V come by cp.async, so that copies run under products.
+// them. cp.async loads K and V while the products of other tiles run.
 #pragma once
 
 #include <algorithm>
@@ -41,8 +41,8 @@ struct Place {
   }
 };
 
-// Drops elements of P; those that stay are scaled at the end, in fp32. One Philox call serves a thread's four
-// elements of an accumulator: core/philox.h is made so.
+// Drops elements of P; the kept ones are scaled at the end, in fp32. One Philox call is enough for a thread's
+// four elements of an accumulator: core/philox.h assigns its four words so.
 template <int N>
 __device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const Place& at, int64_t head_index,
                            float (&probs)[N][4]) {
@@ -64,7 +64,8 @@ __device__ bool has_non_finite(const ValueTile& tile) {
   return __syncthreads_or(found);  // one answer for all, or the warps would part
 }
 
-// add_non_finite_rows() for the block: it judges the rows, adds them, and makes them zeros.
+// For the block: finds the value rows with Inf or NaN, adds them by add_non_finite_rows(), and sets them to
+// zero.
 template <class C>
 __device__ void take_out_non_finite_rows(const float (&probs)[C::kBlockK / 8][4], uint32_t attends,
                                          SharedMemory<C>& shared, int buffer,
@@ -99,10 +100,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int64_t begin = keys.begin / C::kBlockK * C::kBlockK;
   const PhiloxKey key = dropout_key(p.dropout);
 
-  // Two buffers: the next tile's K and V come while this one's are used. One: V comes while K is used, and K
-  // while V is.
+  // Two buffers: the next tile's K and V are loaded while this tile's are used. One buffer: V is loaded while
+  // K is used, and the next K while V is used.
   constexpr bool kDouble = C::kBuffers == 2;
-  constexpr int kLater = kDouble ? 1 : 0;  // groups on their way that nobody waits for yet
+  constexpr int kLater = kDouble ? 1 : 0;  // the newest groups, which no wait is for yet
   const auto load_k = [&](int64_t j0, int buffer) {
     if (j0 < keys.end)
       shared.k[buffer].template load_async<C::kThreads>(p.k, b, h_kv, j0, z.seqlen_k, z.head_dim);
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     multiply_probs(scores, shared.v[buffer], out);
   }
 
-  const Place at_end{z, b, h, i0, 0};  // of the results: their columns in place of keys
+  const Place at_end{z, b, h, i0, 0};  // of the results: "keys" are their columns
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const RowResult<float> result =
@@ -189,9 +190,9 @@ cudaError_t launch_padded(const AttentionParams& p, cudaStream_t stream) {
   return launch(forward_kernel<C>, shape, stream, p, query_blocks);
 }
 
-// Each of 99 KB at most, what GPUs of compute capability 8.6 and 8.9 have. 128 queries everywhere: K and V
-// come from L2 once for all of them, and of eight warps two share a scheduler, one's softmax under the
-// other's products.
+// Each needs at most 99 KB, the limit of GPUs of compute capability 8.6 and 8.9. All have 128 queries: K and
+// V are read from L2 once for all of them. And of the eight warps two share a scheduler, so that the softmax
+// of one runs during the products of the other.
 template <class In>
 cudaError_t launch_forward(const AttentionParams& p, cudaStream_t stream) {
   const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);

@@ -20,8 +20,8 @@ cudaError_t launch_padded(const BackwardParams& p, const BackwardWorkspace& w, c
       [&] { return launch(dq_kernel<C>, {query_tasks, 1, 1, C::kThreads}, stream, p, w); });
 }
 
-// simt brings the terms of the rows, and computes flagged tiles once more. The gradients of the mask and the
-// slopes are simt's as they are: sums over whole tiles of dS, which do not go through tensor cores.
+// simt's kernels compute the terms of the rows before, and the flagged tiles once more after. They also
+// compute the gradients of the mask and the slopes: sums of dS, which need no tensor cores.
 template <class In>
 cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream_t stream,
                             simt::Backward* row_terms, simt::Gradients* gradients) {

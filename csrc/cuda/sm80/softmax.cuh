@@ -8,9 +8,9 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// When products are multiplied with product_scale(), which makes score2 of them: first, where softcap, ALiBi or
-// a mask come after it; else in the softmax, whose exponent then takes one instruction. A negative scale comes
-// first too, because the maximum of products is not that of scores then.
+// When the products <q, k> are multiplied with product_scale(), which gives score2: before the softmax, if
+// softcap, ALiBi or a mask follow; else inside its exponent, where it costs no instruction of its own. Also
+// before it if the scale is negative: then the largest product is not the largest score.
 struct ScoreScale {
   bool is_first;
   float scale;
@@ -47,8 +47,8 @@ __device__ uint32_t finish_scores(const AttentionParams& p, const ScoreScale& sc
   return attends;
 }
 
-// Running statistics of the thread's two rows; the sum is the thread's own share until the end. The maximum is
-// of what finish_scores() leaves: times in_softmax() it is one of score2.
+// Running statistics of the thread's two rows; the sum is over the thread's own elements until the end. The
+// maximum is of what finish_scores() returns; times in_softmax() it is that of score2.
 struct RowStatistics {
   float max[2] = {-kInf<float>, -kInf<float>}, sum[2] = {0, 0};
 
@@ -76,8 +76,8 @@ struct RowStatistics {
   }
 };
 
-// What is masked must not reach a result, but on a tensor core a masked 0 * NaN is NaN. So value rows that
-// hold an Inf or NaN are added here, to just those results that attend to them; the caller makes them zeros.
+// A masked value must not reach a result, but in a product 0 * NaN is NaN. So value rows that hold an Inf or
+// NaN are added here, only to those results that attend to them; the caller then sets these rows to zero.
 template <int N, int kColumns, class Values, class IsFinite>
 __device__ void add_non_finite_rows(const float (&probs)[N][4], uint32_t attends, const Values& values,
                                     const IsFinite& is_finite, float (&acc)[kColumns][4]) {

@@ -54,7 +54,7 @@ struct Tile {
   }
 };
 
-// acc += A B^T. A is rows [16 warp, 16 warp + 16) of `a`, B all rows of `b`: S = Q K^T. Unrolled less, it
+// acc += A B^T. A is rows [16 warp, 16 warp + 16) of `a`, B all rows of `b`: S = Q K^T. A smaller kUnrolled
 // needs fewer registers.
 template <int kUnrolled = 16, class In, int kRowsA, int kRowsB, int kCols>
 __device__ void multiply_rows(Tile<In, kRowsA, kCols>& a, Tile<In, kRowsB, kCols>& b,

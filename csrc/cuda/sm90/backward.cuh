@@ -5,11 +5,11 @@
 //   S^T = K Q^T    P^T = 2^(S^T - lse)    dP^T = V dO^T    dS^T = P^T o (dP^T - delta)
 //   dV += P^T dO   dK += dS^T Q           dQ += dS K
 //
-// Transposed, P and dS are left operands as they stand in registers; only dS also goes to shared memory, for
-// dQ. At head dimension 256 dK and dV of 64 keys are all that the registers of two warpgroups hold: each has
-// half of their columns and makes P and dS of half of the queries, and both go to shared memory. K, V, Q and
-// dO come by TMA. dK and dV stay in registers to the end; what a tile gives to dQ is added to
-// fp32 sums in global memory, by a thread that does nothing else.
+// P and dS are computed transposed, so that they are left operands in the registers where they are. dS is
+// also written to shared memory, for dQ. At head dimension 256, dK and dV of 64 keys fill the registers of
+// two warpgroups: each warpgroup then has half of their columns, computes P and dS for half of the queries,
+// and writes both to shared memory. TMA loads K, V, Q and dO. dK and dV stay in registers to the end. One
+// thread does nothing but add each tile's part of dQ to fp32 sums in global memory.
 #pragma once
 
 #include "../launch.h"
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.q.init(Config::kConsumers * 4);
     shared.dout.init(Config::kConsumers * 4);
     ptx::barrier_init_fence();  // TMA sees the barriers
-    // Who begins late waits for who began earlier, never the other way round.
+    // In the order in which blocks begin: a block then waits only for blocks that have begun.
     shared.block = a.p.deterministic ? ptx::draw_ticket(a.w.ticket) : blockIdx.x;
   }
   __syncthreads();  // all threads see the barriers and the block's number

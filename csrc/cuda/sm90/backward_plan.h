@@ -17,7 +17,7 @@ constexpr int backward_rows(int64_t head_dim) { return head_dim == 64 ? 128 : 64
 struct BackwardWorkspace {
   int64_t tiles, rows;  // of queries, per head: whole tiles
   // dQ before its scale, [B * H][rows / 64][D / 64][8][128][4]: of each 64 x 64 the fours n of accumulator
-  // registers, by threads. What a block adds is contiguous, and no thread has to move its elements.
+  // registers, by threads. So what a block adds is contiguous, and its threads exchange no elements.
   float* dq;
   float* lse2;      // [B * H][rows] lse in units of log2; +inf, which makes P = 0, where nothing is visible
   float* delta;     // [B * H][rows] rowsum(dO o O) - dlse
