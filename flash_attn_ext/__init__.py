@@ -8,8 +8,8 @@ if is_unbuilt():
     from ._unbuilt import refuse as __getattr__  # noqa: F401
 else:
     from . import _flops, _vmap  # noqa: F401  register what FlopCounterMode counts, and the vmap rules
+    from ._activate import ActivationReport, activate, activated, activation_report, deactivate, is_active
     from ._explain import Explanation, explain
-    from .activate import ActivationReport, activate, activated, activation_report, deactivate, is_active
     from .functional import dropout_mask, flash_attn, new_rng_state
     from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
     from .kvcache import flash_attn_with_kvcache
