@@ -64,9 +64,13 @@ def test_no_data_race(programs, match, cases):
     assert_passed(output, status, "generic", cases)
 
 
-@pytest.mark.parametrize(
-    "name", ["q", "k", "v", "mask", "slopes", "dout", "dlse", "saved out", "saved lse", "workspace"]
-)
+READ = "q, k, v, mask, slopes, dout, dlse, saved out, saved lse, workspace"
+READ_BY_DERIVATIVES = "t_q, t_k, t_v, t_mask, t_slopes, saved t_out, saved t_lse"
+WRITTEN = "out, lse, dq, dk, dv, dmask, dslopes"
+WRITTEN_BY_DERIVATIVES = "jvp's out, jvp's lse, t_out, t_lse, hq, hk, hv, hmask, hslopes"
+
+
+@pytest.mark.parametrize("name", f"{READ}, {READ_BY_DERIVATIVES}".split(", "))
 def test_read_of_one_element_too_many_is_reported(programs, name):
     status, output = run(programs / "address", "generic", ONE_CASE, "--short", name)
     assert status != 0
@@ -76,7 +80,7 @@ def test_read_of_one_element_too_many_is_reported(programs, name):
     assert "while running: generic, float32, case " in output
 
 
-@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv", "dmask", "dslopes"])
+@pytest.mark.parametrize("name", f"{WRITTEN}, {WRITTEN_BY_DERIVATIVES}".split(", "))
 def test_write_of_one_element_too_many_is_reported(programs, name):
     status, output = run(programs / "address", "generic", ONE_CASE, "--short", name)
     assert status != 0

@@ -67,6 +67,19 @@ struct AlibiParams {
   FA_HOST_DEVICE explicit operator bool() const { return slopes != nullptr; }
 };
 
+// An attention sink (gpt-oss, 2025): one more column of the softmax in each head, a score without a value:
+// lse = log(exp(sink) + sum exp(s)). Acc type, (H) or (B, H) by strides; -inf is no sink.
+struct SinkParams {
+  const void* data = nullptr;  // null: no sink
+  int64_t stride_b = 0, stride_h = 0;
+
+  FA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+  template <class T>
+  FA_HOST_DEVICE T of(int64_t b, int64_t h) const {
+    return static_cast<const T*>(data)[b * stride_b + h * stride_h];
+  }
+};
+
 // Dropout of P, replayed by the backward: element (b, h, i, j) is kept where its Philox word (core/philox.h)
 // is at least `threshold`. The state stays a pointer so that a captured CUDA graph reads fresh values at each
 // replay.
@@ -173,6 +186,7 @@ struct AttentionParams {
   Band band;
   MaskParams mask;
   AlibiParams alibi;
+  SinkParams sink;
   DropoutParams dropout;
   DecodeParams decode;  // read by the forward only
   VarlenParams varlen;
@@ -201,9 +215,34 @@ struct BackwardParams : AttentionParams {
   Tensor4 dq, dk, dv;             // shapes of q, k, v; null data: not wanted
   MaskGrad dmask;                 // null data: not wanted
   void* dalibi_slopes = nullptr;  // (B, H) acc, contiguous; null: not wanted
+  void* dsink = nullptr;          // likewise
   bool deterministic = true;      // the same bits at every run; false lets a kernel add dq in any order
 
   bool wants_qkv_pass() const { return dq || dk || dv || dalibi_slopes; }
+};
+
+// A direction in which the inputs move (docs/derivative_formulas.md): the tangents of forward mode, and what a second
+// derivative is contracted with. Null data: zero.
+struct Tangents {
+  Tensor4 q, k, v;    // shapes of q, k, v; in double backward never null
+  MaskParams mask;    // of a float mask, broadcast by zero strides like it
+  AlibiParams alibi;  // slopes in acc type, (H) or (B, H) by strides
+  SinkParams sink;
+};
+
+// Forward mode: out and lse, and how they move with the inputs.
+struct JvpParams : AttentionParams {
+  Tangents tangents;
+  Tensor4 t_out;          // (B, H, S_q, D_v)
+  void* t_lse = nullptr;  // (B, H, S_q) acc, contiguous
+};
+
+// The gradient with respect to q, k, v, mask, slopes and sink of <t_out, dout> + <t_lse, dlse>, which is also that of
+// <dq, tangents.q> + <dk, tangents.k> + ...: dq, dk, dv, dmask, dalibi_slopes and dsink here are its parts.
+struct DoubleBackwardParams : BackwardParams {
+  Tangents tangents;
+  Tensor4 t_out;                // (B, H, S_q, D_v), of these tangents
+  const void* t_lse = nullptr;  // (B, H, S_q) acc, contiguous
 };
 
 }  // namespace flash_attn_ext

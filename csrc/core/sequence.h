@@ -80,11 +80,21 @@ FA_HOST_DEVICE Params of_sequence(Params p, int64_t b) {
     skip_rows(p.k, k.begin, bytes);
     skip_rows(p.v, k.begin, bytes);
   }
-  if constexpr (std::is_same_v<Params, BackwardParams>) {
+  if constexpr (std::is_base_of_v<BackwardParams, Params>) {
     skip_rows(p.dout, q.begin, bytes);
     skip_rows(p.dq, q.begin, bytes);
     skip_rows(p.dk, k.begin, bytes);
     skip_rows(p.dv, k.begin, bytes);
+  }
+  if constexpr (std::is_same_v<Params, JvpParams> || std::is_same_v<Params, DoubleBackwardParams>) {
+    Tangents& t = p.tangents;
+    if (t.mask && varlen.mask_by_row)
+      t.mask.data =
+          static_cast<const char*>(t.mask.data) + q.begin * t.mask.stride_q * bytes_of(t.mask.dtype);
+    skip_rows(t.q, q.begin, bytes);
+    skip_rows(t.k, k.begin, bytes);
+    skip_rows(t.v, k.begin, bytes);
+    skip_rows(p.t_out, q.begin, bytes);
   }
   return p;
 }

@@ -14,13 +14,17 @@ namespace flash_attn_ext::cpu {
 // number of threads, aligned to 64; its contents need not be set. Every size must be at least 1.
 struct Kernels {
   const char* isa;
-  std::atomic<int64_t>* calls;  // forward and backward runs so far, for inspection
+  std::atomic<int64_t>* calls;  // runs of any pass so far, for inspection
   size_t (*forward_workspace)(const AttentionParams&, int threads);
   void (*forward)(const AttentionParams&, void* workspace, const Parallel&);
   size_t (*backward_workspace)(const BackwardParams&, int threads);
   void (*backward)(const BackwardParams&, void* workspace, const Parallel&);
   int64_t (*decode_splits)(const AttentionParams&);  // pieces of the keys; 0: the decode kernel does not run
   int64_t decode_max_queries;                        // up to which it runs unasked
+  size_t (*jvp_workspace)(const JvpParams&, int threads);
+  void (*jvp)(const JvpParams&, void* workspace, const Parallel&);
+  size_t (*double_backward_workspace)(const DoubleBackwardParams&, int threads);
+  void (*double_backward)(const DoubleBackwardParams&, void* workspace, const Parallel&);
 };
 
 // Defined by isa_*.cpp; null where that file's instruction set does not exist on the compiled architecture.

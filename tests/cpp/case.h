@@ -50,7 +50,7 @@ enum class Poison {
 };
 
 struct Wanted {
-  bool dq = true, dk = true, dv = true, dmask = true, dslopes = true;
+  bool dq = true, dk = true, dv = true, dmask = true, dslopes = true, dsink = true;
 };
 
 // Packed sequences: queries and keys of each. In Sizes stand their number and the longest; inputs and expected
@@ -80,6 +80,7 @@ struct Case {
   double softcap = 0;
   std::optional<Mask> mask;
   Slopes slopes = Slopes::kNone;
+  Slopes sink = Slopes::kNone;  // likewise none, (H) or (B, H)
   double dropout_p = 0;
   flash_attn_ext::DecodeParams decode;
   bool dlse = true;
@@ -118,6 +119,9 @@ struct Case {
   Shape slopes_shape() const {
     return {slopes == Slopes::kPerHead ? 1 : sizes.batch, 1, 1, slopes == Slopes::kNone ? 0 : sizes.heads};
   }
+  Shape sink_shape() const {
+    return {sink == Slopes::kPerHead ? 1 : sizes.batch, 1, 1, sink == Slopes::kNone ? 0 : sizes.heads};
+  }
   Shape dslopes_shape() const { return {sizes.batch, sizes.heads, 1, 1}; }
   Shape mask_shape() const {
     if (!mask) return {0, 0, 0, 0};
@@ -125,6 +129,7 @@ struct Case {
             mask->per_row ? sizes.seqlen_q : 1, mask->per_col ? sizes.seqlen_k : 1};
   }
   bool wants_dmask() const { return mask && mask->dtype != DType::kBool && wanted.dmask; }
+  bool wants_dsink() const { return sink != Slopes::kNone && wanted.dsink; }
   bool wants_dslopes() const { return slopes != Slopes::kNone && wanted.dslopes; }
 };
 

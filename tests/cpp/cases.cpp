@@ -140,6 +140,11 @@ void score_options(List& list) {
     c.dropout_p = p;
     c.causal = true;
   }
+  list.add("sink (H)", sizes).sink = Slopes::kPerHead;
+  list.add("sink (B, H)", sizes).sink = Slopes::kPerBatchAndHead;
+  list.add("sink, few queries", {2, 4, 2, 3, 700, 17, 8}).sink = Slopes::kPerHead;
+  Mask rows_without_keys{DType::kBool, true, true, true, true, MaskFill::kBlocks, kUnaligned};
+  add_mask(list, "sink, rows without keys, ", rows_without_keys, sizes).sink = Slopes::kPerBatchAndHead;
   Case& c = list.add("softcap, alibi (B, H), causal lower right", {2, 1, 1, 50, 97, 8, 8});
   c.softcap = 1.5;
   c.slopes = Slopes::kPerBatchAndHead;
@@ -178,7 +183,7 @@ void decode(List& list) {
     Case& c = add_mask(list, "decode, unified maximum, ", mask, {2, 4, 2, 3, 200, 17, 9});
     c.decode = {3, true, unified};
     c.softcap = 2;
-    c.slopes = Slopes::kPerBatchAndHead;
+    c.slopes = c.sink = Slopes::kPerBatchAndHead;
     c.dropout_p = 0.3;
   }
 }
@@ -194,19 +199,20 @@ void together(List& list) {
     c.left = 60;
     c.right = 20;
     c.softcap = 2;
-    c.slopes = Slopes::kPerBatchAndHead;
+    c.slopes = c.sink = Slopes::kPerBatchAndHead;
     c.dropout_p = 0.3;
     c.wanted = wanted;
   };
-  add("all gradients", {true, true, true, true, true});
-  add("no gradient", {false, false, false, false, false});
-  add("dq only", {true, false, false, false, false});
-  add("dk only", {false, true, false, false, false});
-  add("dv only", {false, false, true, false, false});
-  add("dmask only", {false, false, false, true, false});
-  add("dslopes only", {false, false, false, false, true});
-  add("all but dq", {false, true, true, true, true});
-  add("all but dmask", {true, true, true, false, true});
+  add("all gradients", {true, true, true, true, true, true});
+  add("no gradient", {false, false, false, false, false, false});
+  add("dq only", {true, false, false, false, false, false});
+  add("dk only", {false, true, false, false, false, false});
+  add("dv only", {false, false, true, false, false, false});
+  add("dmask only", {false, false, false, true, false, false});
+  add("dslopes only", {false, false, false, false, true, false});
+  add("dsink only", {false, false, false, false, false, true});
+  add("all but dq", {false, true, true, true, true, true});
+  add("all but dmask", {true, true, true, false, true, true});
 }
 
 void poisoned(List& list) {

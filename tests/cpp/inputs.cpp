@@ -55,13 +55,16 @@ void poison_hidden(const Case& c, Inputs& in) {
           }
         if (sees) continue;
         fill_row(in.q, c.q_shape(), b, h, i);
+        fill_row(in.t_q, c.q_shape(), b, h, i);
         fill_row(in.dout, c.out_shape(), b, h, i);
         if (c.dlse) fill_row(in.dlse, c.lse_shape(), b, h, i);
       }
   for (int64_t n = 0; n < z.batch * z.heads_kv * z.seqlen_k; ++n) {
     if (key_seen[n]) continue;
-    fill_row(in.k, {1, 1, z.batch * z.heads_kv * z.seqlen_k, z.head_dim}, 0, 0, n);
-    fill_row(in.v, {1, 1, z.batch * z.heads_kv * z.seqlen_k, z.head_dim_v}, 0, 0, n);
+    for (auto* keys : {&in.k, &in.t_k})
+      fill_row(*keys, {1, 1, z.batch * z.heads_kv * z.seqlen_k, z.head_dim}, 0, 0, n);
+    for (auto* values : {&in.v, &in.t_v})
+      fill_row(*values, {1, 1, z.batch * z.heads_kv * z.seqlen_k, z.head_dim_v}, 0, 0, n);
   }
 }
 
@@ -79,6 +82,14 @@ Inputs make_inputs(const Case& c, DType dtype) {
   in.slopes = random_values(random, count(c.slopes_shape()), acc, 0.01, 0.5);
   in.rng_state = {static_cast<int64_t>(random.bits()), static_cast<int64_t>(random.bits())};
   if (c.mask) in.mask = random_mask(random, c);
+  in.t_q = random_values(random, count(c.q_shape()), dtype, -1, 1);
+  in.t_k = random_values(random, count(c.k_shape()), dtype, -1, 1);
+  in.t_v = random_values(random, count(c.v_shape()), dtype, -1, 1);
+  in.sink = random_values(random, count(c.sink_shape()), acc, -1, 2);
+  in.t_sink = random_values(random, count(c.sink_shape()), acc, -1, 1);
+  in.t_slopes = random_values(random, count(c.slopes_shape()), acc, -0.1, 0.1);
+  if (c.mask && c.mask->dtype != DType::kBool)
+    in.t_mask = random_values(random, count(c.mask_shape()), c.mask->dtype, -1, 1);
   if (c.expanded_dout)
     for (size_t n = 0; n < in.dout.size(); ++n) in.dout[n] = in.dout[n % c.sizes.head_dim_v];
   if (c.poison != Poison::kNowhere) poison_hidden(c, in);

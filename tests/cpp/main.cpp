@@ -34,16 +34,22 @@ std::string running = "nothing yet";
 
 void say_what_was_running() { std::fprintf(stderr, "while running: %s\n", running.c_str()); }
 
-// What the kernels should return for a case: the backward reads the rounded out that the forward stores.
+// What the kernels should return for a case: each pass reads the rounded results that those before it store.
 Outputs expect(const Case& c, DType dtype, const Inputs& in) {
   Outputs r;
   reference_forward(c, in, r);
+  reference_jvp(c, in, r);
   Outputs stored = r;
-  for (double& x : stored.out) x = rounded(dtype, x);
-  for (double& x : stored.lse) x = rounded(accumulator_of(dtype), x);
+  for (auto* values : {&stored.out, &stored.t_out})
+    for (double& x : *values) x = rounded(dtype, x);
+  for (auto* values : {&stored.lse, &stored.t_lse})
+    for (double& x : *values) x = rounded(accumulator_of(dtype), x);
   reference_backward(c, in, stored);
+  reference_double_backward(c, in, stored);
   stored.out = r.out;
   stored.lse = r.lse;
+  stored.t_out = r.t_out;
+  stored.t_lse = r.t_lse;
   return stored;
 }
 

@@ -6,15 +6,12 @@
 
 #include "core/philox.h"
 #include "inputs.h"
+#include "reference_scores.h"
 
 namespace test {
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-
-double scale_of(const Case& c) {
-  return c.scale != 0 ? c.scale : 1 / std::sqrt(static_cast<double>(c.sizes.head_dim));
-}
 
 // The position of query i among the keys.
 int64_t position(const Case& c, int64_t b, int64_t i) {
@@ -22,16 +19,30 @@ int64_t position(const Case& c, int64_t b, int64_t i) {
 }
 
 double mask_value(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t i, int64_t j) {
+  return in.mask[mask_index(c, b, h, i, j)];
+}
+
+}  // namespace
+
+double scale_of(const Case& c) {
+  return c.scale != 0 ? c.scale : 1 / std::sqrt(static_cast<double>(c.sizes.head_dim));
+}
+
+int64_t mask_index(const Case& c, int64_t b, int64_t h, int64_t i, int64_t j) {
   const Mask& m = *c.mask;
-  return in.mask[at(c.mask_shape(), m.per_batch ? b : 0, m.per_head ? h : 0, m.per_row ? i : 0,
-                    m.per_col ? j : 0)];
+  return at(c.mask_shape(), m.per_batch ? b : 0, m.per_head ? h : 0, m.per_row ? i : 0, m.per_col ? j : 0);
+}
+
+int64_t slope_index(const Case& c, int64_t b, int64_t h) {
+  return at(c.slopes_shape(), c.slopes == Slopes::kPerHead ? 0 : b, 0, 0, h);
+}
+
+double sink_of(const Case& c, const std::vector<double>& sink, int64_t b, int64_t h) {
+  if (c.sink == Slopes::kNone) return -kInf;
+  return sink[at(c.sink_shape(), c.sink == Slopes::kPerHead ? 0 : b, 0, 0, h)];
 }
 
 double distance(const Case& c, int64_t b, int64_t i, int64_t j) { return std::abs(position(c, b, i) - j); }
-
-double slope(const Case& c, const Inputs& in, int64_t b, int64_t h) {
-  return in.slopes[at(c.slopes_shape(), c.slopes == Slopes::kPerHead ? 0 : b, 0, 0, h)];
-}
 
 // What dropout multiplies element (i, j) of P with.
 double keep_factor(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t i, int64_t j) {
@@ -48,28 +59,26 @@ double dot(const double* a, const double* b, int64_t n) {
   return sum;
 }
 
-struct Score {
-  double value;
-  double slope;  // d(value) / d(scale * <q, k>)
-};
-
 Score score(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t i, int64_t j) {
   const double* q = &in.q[at(c.q_shape(), b, h, i, 0)];
   const double* k = &in.k[at(c.k_shape(), b, kv_head_of(c, h), j, 0)];
-  Score s{scale_of(c) * dot(q, k, c.sizes.head_dim), 1};
+  Score s{scale_of(c) * dot(q, k, c.sizes.head_dim), 1, 0};
   if (c.softcap > 0) {
     const double t = std::tanh(s.value / c.softcap);
-    s = {c.softcap * t, 1 - t * t};
+    s = {c.softcap * t, 1 - t * t, -2 * t * (1 - t * t) / c.softcap};
   }
-  if (c.slopes != Slopes::kNone) s.value -= slope(c, in, b, h) * distance(c, b, i, j);
+  if (c.slopes != Slopes::kNone) s.value -= in.slopes[slope_index(c, b, h)] * distance(c, b, i, j);
   if (c.mask && c.mask->dtype != DType::kBool) s.value += mask_value(c, in, b, h, i, j);
   return s;
 }
 
+namespace {
+
 void forward_row(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t i, Outputs& r) {
   const Sizes& z = c.sizes;
   std::vector<double> scores(z.seqlen_k, -kInf);
-  double top = -kInf;
+  const double sink = sink_of(c, in.sink, b, h);
+  double top = sink;
   bool nan = false;
   for (int64_t j = 0; j < z.seqlen_k; ++j) {
     if (!attends(c, in, b, h, i, j)) continue;
@@ -83,7 +92,7 @@ void forward_row(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t 
     lse = -kInf;
     return;
   }
-  double sum = 0;
+  double sum = sink == -kInf ? 0 : std::exp(sink - top);
   for (const double s : scores) sum += nan ? kInf - kInf : std::exp(s - top);
   lse = top + std::log(sum);
   for (int64_t j = 0; j < z.seqlen_k; ++j) {
@@ -100,6 +109,8 @@ void backward_row(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t
   const double lse = r.lse[at(c.lse_shape(), b, h, i, 0)];
   const double dlse = c.dlse ? in.dlse[at(c.lse_shape(), b, h, i, 0)] : 0;
   const double delta = dot(&in.dout[row], &r.out[row], z.head_dim_v) - dlse;
+  if (c.sink != Slopes::kNone)
+    r.dsink[at(c.dslopes_shape(), b, h, 0, 0)] -= std::exp(sink_of(c, in.sink, b, h) - lse) * delta;
   for (int64_t j = 0; j < z.seqlen_k; ++j) {
     if (!attends(c, in, b, h, i, j)) continue;
     const Score s = score(c, in, b, h, i, j);
@@ -110,9 +121,7 @@ void backward_row(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t
     for (int64_t n = 0; n < z.head_dim_v; ++n) r.dv[v_row + n] += p * keep * in.dout[row + n];
 
     if (c.slopes != Slopes::kNone) r.dslopes[at(c.dslopes_shape(), b, h, 0, 0)] -= distance(c, b, i, j) * ds;
-    if (c.mask)
-      r.dmask[at(c.mask_shape(), c.mask->per_batch ? b : 0, c.mask->per_head ? h : 0, c.mask->per_row ? i : 0,
-                 c.mask->per_col ? j : 0)] += ds;
+    if (c.mask) r.dmask[mask_index(c, b, h, i, j)] += ds;
 
     const double dproduct = ds * s.slope * scale_of(c);
     const int64_t q_row = at(c.q_shape(), b, h, i, 0), k_row = at(c.k_shape(), b, h_kv, j, 0);
@@ -121,13 +130,6 @@ void backward_row(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t
       r.dk[k_row + n] += dproduct * in.q[q_row + n];
     }
   }
-}
-
-template <class Row>
-void for_each_row(const Case& c, const Inputs& in, Outputs& r, Row row) {
-  for (int64_t b = 0; b < c.sizes.batch; ++b)
-    for (int64_t h = 0; h < c.sizes.heads; ++h)
-      for (int64_t i = 0; i < c.length(b, kQueries); ++i) row(c, in, b, h, i, r);
 }
 
 }  // namespace
@@ -156,6 +158,7 @@ void reference_backward(const Case& c, const Inputs& in, Outputs& r) {
   r.dv.assign(count(c.v_shape()), 0);
   r.dmask.assign(count(c.mask_shape()), 0);
   r.dslopes.assign(count(c.dslopes_shape()), 0);
+  r.dsink.assign(count(c.dslopes_shape()), 0);
   for_each_row(c, in, r, backward_row);
 }
 
@@ -168,7 +171,7 @@ double reference_self_check() {
   c.right = 1;
   c.softcap = 2;
   c.mask = Mask{DType::kFloat64, true, false, true, true, MaskFill::kScattered, {}};
-  c.slopes = Slopes::kPerBatchAndHead;
+  c.slopes = c.sink = Slopes::kPerBatchAndHead;
   c.dropout_p = 0.25;
   Inputs in = make_inputs(c, DType::kFloat64);
   Outputs exact;
@@ -201,7 +204,8 @@ double reference_self_check() {
   check(in.v, exact.dv);
   check(in.mask, exact.dmask);
   check(in.slopes, exact.dslopes);
-  return worst;
+  check(in.sink, exact.dsink);
+  return std::max(worst, derivatives_self_check(c, in));
 }
 
 }  // namespace test

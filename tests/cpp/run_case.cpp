@@ -86,6 +86,10 @@ Shape mask_shape_of(const Case& c) {
   return c.packing && c.packing->mask_by_row ? shape_of(c, kQueries, c.mask_shape()) : c.mask_shape();
 }
 
+std::vector<double> packed_mask(const Case& c, const std::vector<double>& mask) {
+  return c.packing && c.packing->mask_by_row ? packed(c, kQueries, c.mask_shape(), mask) : mask;
+}
+
 // Row numbers as the kernels take them, with not one byte to spare.
 class OffsetsBuffer {
  public:
@@ -180,16 +184,31 @@ struct InputBuffers {
         mask("mask", c.mask ? c.mask->dtype : DType::kBool, mask_shape_of(c),
              c.mask ? c.mask->layout : Layout{}),
         slopes("slopes", acc, c.slopes_shape(), c.layout),
+        sink("sink", acc, c.sink_shape(), c.layout),
         dlse("dlse", acc, c.dlse ? shape_of(c, kQueries, c.lse_shape()) : Shape{0, 0, 0, 0}, {}),
+        t_q("t_q", dtype, shape_of(c, kQueries, c.q_shape()), c.layout),
+        t_k("t_k", dtype, shape_of(c, kKeys, c.k_shape()), {}),
+        t_v("t_v", dtype, shape_of(c, kKeys, c.v_shape()), c.layout),
+        t_mask("t_mask", c.mask ? c.mask->dtype : DType::kBool,
+               in.t_mask.empty() ? Shape{} : mask_shape_of(c), {}),
+        t_slopes("t_slopes", acc, c.slopes_shape(), {}),
+        t_sink("t_sink", acc, c.sink_shape(), {}),
         packing(c),
         rng_state(new int64_t[2]{in.rng_state[0], in.rng_state[1]}) {
     q.write(packed(c, kQueries, c.q_shape(), in.q));
     k.write(packed(c, kKeys, c.k_shape(), in.k));
     v.write(packed(c, kKeys, c.v_shape(), in.v));
     dout.write(packed(c, kQueries, c.out_shape(), in.dout));
-    mask.write(c.packing && c.packing->mask_by_row ? packed(c, kQueries, c.mask_shape(), in.mask) : in.mask);
+    mask.write(packed_mask(c, in.mask));
     slopes.write(in.slopes);
+    sink.write(in.sink);
     dlse.write(packed(c, kQueries, c.lse_shape(), in.dlse));
+    t_q.write(packed(c, kQueries, c.q_shape(), in.t_q));
+    t_k.write(packed(c, kKeys, c.k_shape(), in.t_k));
+    t_v.write(packed(c, kKeys, c.v_shape(), in.t_v));
+    t_mask.write(packed_mask(c, in.t_mask));
+    t_slopes.write(in.t_slopes);
+    t_sink.write(in.t_sink);
   }
 
   void fill(const Case& c, DType dtype, AttentionParams& p) const {
@@ -202,10 +221,8 @@ struct InputBuffers {
     p.softcap = c.softcap;
     p.band = band_of(c);
     p.decode = c.decode;
-    if (c.mask) {
-      auto stride = [&](int dim) { return mask_shape_of(c)[dim] == 1 ? 0 : mask.stride(dim); };
-      p.mask = {mask.data(), c.mask->dtype, stride(0), stride(1), stride(2), stride(3)};
-    }
+    if (c.mask) p.mask = mask_params(c, mask);
+    p.sink = sink_params(c, sink);
     if (c.slopes != Slopes::kNone)
       p.alibi = {slopes.data(), c.slopes == Slopes::kPerHead ? 0 : slopes.stride(0), slopes.stride(3)};
     if (c.dropout_p > 0) {
@@ -216,8 +233,28 @@ struct InputBuffers {
     packing.fill(c, p);
   }
 
+  void fill(const Case& c, Tangents& t) const {
+    t.q = view_of(c, t_q);
+    t.k = view_of(c, t_k);
+    t.v = view_of(c, t_v);
+    if (c.mask && c.mask->dtype != DType::kBool) t.mask = mask_params(c, t_mask);
+    t.sink = sink_params(c, t_sink);
+    if (c.slopes != Slopes::kNone)
+      t.alibi = {t_slopes.data(), c.slopes == Slopes::kPerHead ? 0 : t_slopes.stride(0), t_slopes.stride(3)};
+  }
+
+  static MaskParams mask_params(const Case& c, const TensorBuffer& mask) {
+    auto stride = [&](int dim) { return mask_shape_of(c)[dim] == 1 ? 0 : mask.stride(dim); };
+    return {mask.data(), c.mask->dtype, stride(0), stride(1), stride(2), stride(3)};
+  }
+
+  static SinkParams sink_params(const Case& c, const TensorBuffer& sink) {
+    if (c.sink == Slopes::kNone) return {};
+    return {sink.data(), c.sink == Slopes::kPerHead ? 0 : sink.stride(0), sink.stride(3)};
+  }
+
   DType acc;
-  TensorBuffer q, k, v, dout, mask, slopes, dlse;
+  TensorBuffer q, k, v, dout, mask, slopes, sink, dlse, t_q, t_k, t_v, t_mask, t_slopes, t_sink;
   PackingBuffers packing;
   std::unique_ptr<int64_t[]> rng_state;
 };
@@ -231,9 +268,21 @@ struct OutputBuffers {
         dk("dk", dtype, shape_of(c, kKeys, c.k_shape()), c.layout),
         dv("dv", dtype, shape_of(c, kKeys, c.v_shape()), c.layout),
         dmask("dmask", c.mask ? c.mask->dtype : DType::kBool, mask_shape_of(c), {}),
-        dslopes("dslopes", accumulator_of(dtype), c.dslopes_shape(), {}) {}
+        dslopes("dslopes", accumulator_of(dtype), c.dslopes_shape(), {}),
+        dsink("dsink", accumulator_of(dtype), c.dslopes_shape(), {}),
+        jvp_out("jvp's out", dtype, shape_of(c, kQueries, c.out_shape()), c.layout),
+        jvp_lse("jvp's lse", accumulator_of(dtype), shape_of(c, kQueries, c.lse_shape()), {}),
+        t_out("t_out", dtype, shape_of(c, kQueries, c.out_shape()), c.layout),
+        t_lse("t_lse", accumulator_of(dtype), shape_of(c, kQueries, c.lse_shape()), {}),
+        hq("hq", dtype, shape_of(c, kQueries, c.q_shape()), c.layout),
+        hk("hk", dtype, shape_of(c, kKeys, c.k_shape()), c.layout),
+        hv("hv", dtype, shape_of(c, kKeys, c.v_shape()), c.layout),
+        hmask("hmask", c.mask ? c.mask->dtype : DType::kBool, mask_shape_of(c), {}),
+        hslopes("hslopes", accumulator_of(dtype), c.dslopes_shape(), {}),
+        hsink("hsink", accumulator_of(dtype), c.dslopes_shape(), {}) {}
 
-  TensorBuffer out, lse, dq, dk, dv, dmask, dslopes;
+  TensorBuffer out, lse, dq, dk, dv, dmask, dslopes, dsink;
+  TensorBuffer jvp_out, jvp_lse, t_out, t_lse, hq, hk, hv, hmask, hslopes, hsink;
 };
 
 void run_kernels(const cpu::Kernels& kernels, const Case& c, DType dtype, const InputBuffers& in,
@@ -268,8 +317,41 @@ void run_kernels(const cpu::Kernels& kernels, const Case& c, DType dtype, const 
   const Shape m = mask_shape_of(c);
   if (c.wants_dmask()) backward.dmask = {result.dmask.data(), m[0], m[1], m[2], m[3]};
   if (c.wants_dslopes()) backward.dalibi_slopes = result.dslopes.data();
-  const Buffer workspace(kernels.backward_workspace(backward, threads) - cut, 64);
-  kernels.backward(backward, workspace.data(), parallel);
+  if (c.wants_dsink()) backward.dsink = result.dsink.data();
+  {
+    const Buffer workspace(kernels.backward_workspace(backward, threads) - cut, 64);
+    kernels.backward(backward, workspace.data(), parallel);
+  }
+
+  JvpParams jvp;
+  in.fill(c, dtype, jvp);
+  in.fill(c, jvp.tangents);
+  jvp.out = view_of(c, result.jvp_out);
+  jvp.lse = result.jvp_lse.data();
+  jvp.t_out = view_of(c, result.t_out);
+  jvp.t_lse = result.t_lse.data();
+  {
+    const Buffer workspace(kernels.jvp_workspace(jvp, threads) - cut, 64);
+    kernels.jvp(jvp, workspace.data(), parallel);
+  }
+
+  TensorBuffer t_out("saved t_out", dtype, shape_of(c, kQueries, c.out_shape()), c.layout),
+      t_lse("saved t_lse", in.acc, shape_of(c, kQueries, c.lse_shape()), {});
+  t_out.write(packed(c, kQueries, c.out_shape(), expected.t_out));
+  t_lse.write(packed(c, kQueries, c.lse_shape(), expected.t_lse));
+  DoubleBackwardParams again;
+  static_cast<BackwardParams&>(again) = backward;
+  in.fill(c, again.tangents);
+  again.t_out = view_of(c, t_out);
+  again.t_lse = t_lse.data();
+  if (c.wanted.dq) again.dq = view_of(c, result.hq);
+  if (c.wanted.dk) again.dk = view_of(c, result.hk);
+  if (c.wanted.dv) again.dv = view_of(c, result.hv);
+  if (c.wants_dmask()) again.dmask.data = result.hmask.data();
+  if (c.wants_dslopes()) again.dalibi_slopes = result.hslopes.data();
+  if (c.wants_dsink()) again.dsink = result.hsink.data();
+  const Buffer workspace(kernels.double_backward_workspace(again, threads) - cut, 64);
+  kernels.double_backward(again, workspace.data(), parallel);
 }
 
 std::string message(const char* format, ...) {
@@ -318,7 +400,9 @@ std::vector<std::string> run_case(const cpu::Kernels& kernels, const Case& c, DT
     int packed_along;  // side of the packing; -1: as it is
     TensorBuffer OutputBuffers::* buffer;
     const std::vector<double>& expected;
+    double room = 1;  // factor of the tolerance
   };
+  constexpr double kSecondOrder = 8;  // sums of larger terms, which cancel
   const DType acc = accumulator_of(dtype), mask_dtype = c.mask ? c.mask->dtype : acc;
   const int mask_rows = c.packing && c.packing->mask_by_row ? kQueries : -1;
   const Output outputs[] = {
@@ -330,6 +414,20 @@ std::vector<std::string> run_case(const cpu::Kernels& kernels, const Case& c, DT
       {"dmask", c.wants_dmask(), mask_dtype, c.mask_shape(), mask_rows, &OutputBuffers::dmask,
        expected.dmask},
       {"dslopes", c.wants_dslopes(), acc, c.dslopes_shape(), -1, &OutputBuffers::dslopes, expected.dslopes},
+      {"dsink", c.wants_dsink(), acc, c.dslopes_shape(), -1, &OutputBuffers::dsink, expected.dsink},
+      {"jvp's out", true, dtype, c.out_shape(), kQueries, &OutputBuffers::jvp_out, expected.out},
+      {"jvp's lse", true, acc, c.lse_shape(), kQueries, &OutputBuffers::jvp_lse, expected.lse},
+      {"t_out", true, dtype, c.out_shape(), kQueries, &OutputBuffers::t_out, expected.t_out},
+      {"t_lse", true, acc, c.lse_shape(), kQueries, &OutputBuffers::t_lse, expected.t_lse},
+      {"hq", c.wanted.dq, dtype, c.q_shape(), kQueries, &OutputBuffers::hq, expected.hq, kSecondOrder},
+      {"hk", c.wanted.dk, dtype, c.k_shape(), kKeys, &OutputBuffers::hk, expected.hk, kSecondOrder},
+      {"hv", c.wanted.dv, dtype, c.v_shape(), kKeys, &OutputBuffers::hv, expected.hv, kSecondOrder},
+      {"hmask", c.wants_dmask(), mask_dtype, c.mask_shape(), mask_rows, &OutputBuffers::hmask, expected.hmask,
+       kSecondOrder},
+      {"hslopes", c.wants_dslopes(), acc, c.dslopes_shape(), -1, &OutputBuffers::hslopes, expected.hslopes,
+       kSecondOrder},
+      {"hsink", c.wants_dsink(), acc, c.dslopes_shape(), -1, &OutputBuffers::hsink, expected.hsink,
+       kSecondOrder},
   };
   const InputBuffers inputs(c, dtype, in);
   OutputBuffers first(c, dtype);
@@ -344,7 +442,8 @@ std::vector<std::string> run_case(const cpu::Kernels& kernels, const Case& c, DT
       TensorBuffer& buffer = result.*o.buffer;
       if (!buffer.open_gaps()) errors.push_back(message("%s: a gap between rows was written to", o.name));
       if (&result == &first) {
-        const double allowed = std::max(tolerance(o.dtype, kernels.isa), tolerance(acc, kernels.isa));
+        const double allowed =
+            std::max(tolerance(o.dtype, kernels.isa), tolerance(acc, kernels.isa)) * o.room;
         if (!o.wanted || !c.results_matter()) continue;
         if (c.is_cache() && o.buffer != &OutputBuffers::out && o.buffer != &OutputBuffers::lse) continue;
         const std::vector<double> got = buffer.read();

@@ -16,8 +16,9 @@ template <class In, class T>
 void recompute_row_sums(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b, int64_t h, int64_t i0,
                         int64_t queries, const RowTerms<T>& rows) {
   const int64_t block_k = backward_tiling<T>().block_k;
-  std::fill(rows.reference + i0, rows.reference + i0 + queries, kNegInf<T>);
-  std::fill(rows.correction + i0, rows.correction + i0 + queries, T(0));  // the sum, until the end
+  const RowStart<T> start = start_of_row<T>(p.sink, b, h);
+  std::fill(rows.reference + i0, rows.reference + i0 + queries, start.max);
+  std::fill(rows.correction + i0, rows.correction + i0 + queries, start.sum);  // the sum, until the end
   const Range seen = visible_keys(p.band, i0, i0 + queries, p.sizes.seqlen_k);
   for (int64_t j0 = seen.begin / block_k * block_k; j0 < seen.end; j0 += block_k) {
     const int64_t keys = std::min(block_k, p.sizes.seqlen_k - j0);
@@ -58,8 +59,27 @@ void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w
       exact &= lse_is_exact(p, lse);
     }
     if (exact) return;
-    BackwardScratch<In, T> s = thread_scratch<In, T>(call, w, thread);
+    Arena arena = thread_arena(w, thread);
+    BackwardScratch<In, T> s = plan_backward<In, T>(arena, call);
     recompute_row_sums<In, T>(p, s, b, h, i0, queries, rows);
+  });
+}
+
+// The sink's column of dS, P (0 - delta), summed over the rows of each head. `term(p, b, h, i)` is that factor of P
+// with its sign changed; p is the call of sequence b.
+template <class Params, class T, class Term>
+void sink_gradient(const Params& call, const BackwardWorkspace<T>& w, const Parallel& parallel,
+                   const Term& term) {
+  const int64_t heads = call.sizes.heads;
+  for_each_task(parallel, call.sizes.batch * heads, [&](int64_t head, int) {
+    const int64_t b = head / heads, h = head % heads;
+    const Params p = of_sequence(call, b);
+    const RowTerms<T> rows = w.rows.of_head(p, b, h);
+    const T sink = p.sink.template of<T>(b, h);
+    T sum = 0;
+    for (int64_t i = 0; sink != kNegInf<T> && i < p.sizes.seqlen_q; ++i)
+      sum -= std::exp((sink - rows.reference[i]) - rows.correction[i]) * term(p, b, h, i);
+    static_cast<T*>(p.dsink)[head] = sum;
   });
 }
 
@@ -87,30 +107,64 @@ void unscale_dscores(const BackwardParams& p, const TileFrame& f, const T* tanh_
   }
 }
 
-template <class In, class T>
-void backward_key_block(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b, int64_t h, int64_t j0,
-                        const RowTerms<T>& rows, T* dq, T& dslope) {
+// What one thread does to one tile after another: the first derivative. The loops below run every such pass;
+// double_backward-inl.h has the other.
+template <class In_, class T_>
+struct BackwardPass {
+  using In = In_;
+  using T = T_;
+  using Params = BackwardParams;
+  using Workspace = BackwardWorkspace<T>;
+
+  const Params& p;
+  const Workspace& w;
+  BackwardScratch<In, T> s;
+
+  // `params`: those of one sequence of the call.
+  BackwardPass(const Params& call, const Params& params, const Workspace& workspace, int thread)
+      : p(params), w(workspace) {
+    Arena arena = thread_arena(w, thread);
+    s = plan_backward<In, T>(arena, call);
+  }
+
+  void load_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {
+    s.products.load_keys(p, b, h_kv, j0, keys);
+  }
+
+  // Leaves the gradient of the finished scores in s.dscores.
+  BackwardTile<T> recompute(const TileFrame& f) {
+    return recompute_tile<In, T>(p, s, f, w.rows.of_head(p, f.b, f.h));
+  }
+
+  // Adds to s.dk and s.dv, and to dq, whose first row is that of f.i0.
+  void add_products(const TileFrame& f, const ScoreTile<T>& score, T* dq) {
+    if (p.dv) s.products.add_dv(p, score, s.probs, s.dv);
+    unscale_dscores<T>(p, f, s.tanh_tile, s.dscores);
+    if (p.dk) s.products.add_dk(p, score, s.dscores, s.dk);
+    if (p.dq) s.products.add_dq(p, score, s.dscores, dq);
+  }
+};
+
+template <class Pass, class T>
+void backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, T* dq, T& dslope) {
   const auto [block_q, block_k] = backward_tiling<T>();
+  const BackwardParams& p = pass.p;
   const Sizes& z = p.sizes;
-  const int64_t h_kv = z.kv_head(h), keys = std::min(block_k, z.seqlen_k - j0),
-                ld = round_up_to_lanes<T>(keys);
+  const int64_t keys = std::min(block_k, z.seqlen_k - j0), ld = round_up_to_lanes<T>(keys);
   const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
-  std::fill(s.dk, s.dk + keys * d, T(0));
-  std::fill(s.dv, s.dv + keys * d_v, T(0));
+  std::fill(pass.s.dk, pass.s.dk + keys * d, T(0));
+  std::fill(pass.s.dv, pass.s.dv + keys * d_v, T(0));
 
   const Range seen = visible_queries(p.band, j0, j0 + keys, z.seqlen_q);
   if (seen.begin >= seen.end) return;
-  s.products.load_keys(p, b, h_kv, j0, keys);
+  pass.load_keys(b, z.kv_head(h), j0, keys);
 
   for (int64_t i0 = seen.begin / block_q * block_q; i0 < seen.end; i0 += block_q) {
     const TileFrame f{b, h, i0, j0, std::min(block_q, z.seqlen_q - i0), keys, ld, false};
-    const BackwardTile<T> tile = recompute_tile<In, T>(p, s, f, rows);
+    const BackwardTile<T> tile = pass.recompute(f);
     if (tile.empty) continue;
-    if (p.dv) s.products.add_dv(p, tile.score, s.probs, s.dv);
-    if (p.dalibi_slopes) dslope += alibi_slope_gradient<T>(p, f, s.dscores);
-    unscale_dscores<T>(p, f, s.tanh_tile, s.dscores);
-    if (p.dk) s.products.add_dk(p, tile.score, s.dscores, s.dk);
-    if (p.dq) s.products.add_dq(p, tile.score, s.dscores, dq + i0 * d);
+    if (p.dalibi_slopes) dslope += alibi_slope_gradient<T>(p, f, pass.s.dscores);
+    pass.add_products(f, tile.score, dq ? dq + i0 * d : nullptr);
   }
 }
 
@@ -129,13 +183,16 @@ void store_key_rows(const Tensor4& grad, T* partial, const T* block, int64_t b, 
   }
 }
 
-template <class In, class T>
-void backward_qkv(const BackwardParams& call, const BackwardWorkspace<T>& w, const Parallel& parallel) {
+template <class Pass>
+void backward_qkv(const typename Pass::Params& call, const typename Pass::Workspace& w,
+                  const Parallel& parallel) {
+  using In = typename Pass::In;
+  using T = typename Pass::T;
   for_each_task(parallel, w.key_tasks.total, [&](int64_t n, int thread) {
     constexpr int64_t block_k = backward_tiling<T>().block_k;
-    BackwardScratch<In, T> s = thread_scratch<In, T>(call, w, thread);
     const auto [b, task] = w.key_tasks.at(n);
-    const BackwardParams p = of_sequence(call, b);
+    const typename Pass::Params p = of_sequence(call, b);
+    Pass pass(call, p, w, thread);
     const Sizes& z = p.sizes;
     const int64_t chunks = backward_chunks<T>(p), h = task / chunks, chunk = task % chunks;
     const int64_t dq_rows = z.seqlen_q * round_up_to_lanes<T>(z.head_dim);
@@ -143,10 +200,10 @@ void backward_qkv(const BackwardParams& call, const BackwardWorkspace<T>& w, con
     if (dq) std::fill(dq, dq + dq_rows, T(0));
     T dslope = 0;
     for (int64_t j0 = chunk * block_k; j0 < z.seqlen_k; j0 += chunks * block_k) {
-      backward_key_block<In, T>(p, s, b, h, j0, w.rows.of_head(p, b, h), dq, dslope);
+      backward_key_block<Pass, T>(pass, b, h, j0, dq, dslope);
       const int64_t keys = std::min(block_k, z.seqlen_k - j0);
-      store_key_rows<In, T>(p.dk, w.dk_of(p, b), s.dk, b, h, z, j0, keys, z.head_dim);
-      store_key_rows<In, T>(p.dv, w.dv_of(p, b), s.dv, b, h, z, j0, keys, z.head_dim_v);
+      store_key_rows<In, T>(p.dk, w.dk_of(p, b), pass.s.dk, b, h, z, j0, keys, z.head_dim);
+      store_key_rows<In, T>(p.dv, w.dv_of(p, b), pass.s.dv, b, h, z, j0, keys, z.head_dim_v);
     }
     if (p.dalibi_slopes) w.dslopes_of(p, b)[h * w.chunks + chunk] = dslope;
   });
@@ -193,21 +250,38 @@ void reduce_gradients(const BackwardParams& call, const BackwardWorkspace<T>& w,
   });
 }
 
+template <class Pass>
+void backward_passes(const typename Pass::Params& p, const typename Pass::Workspace& w,
+                     const Parallel& parallel) {
+  if (p.wants_qkv_pass()) {
+    backward_qkv<Pass>(p, w, parallel);
+    reduce_gradients<typename Pass::In, typename Pass::T>(p, w, parallel);
+  }
+  if (p.dmask) backward_mask<Pass>(p, w, parallel);
+}
+
+template <class In, class T>
+BackwardWorkspace<T> plan_backward_pass(Arena& arena, const BackwardParams& p, int threads) {
+  Arena scratch(nullptr);
+  plan_backward<In, T>(scratch, p);
+  return plan_backward_workspace<T>(arena, p, threads, scratch.used());
+}
+
 template <class In, class T>
 void backward(const BackwardParams& p, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
-  const BackwardWorkspace<T> w = plan_backward_workspace<In, T>(arena, p, parallel.threads);
+  const BackwardWorkspace<T> w = plan_backward_pass<In, T>(arena, p, parallel.threads);
   compute_row_terms<In, T>(p, w, parallel);
-  if (p.wants_qkv_pass()) {
-    backward_qkv<In, T>(p, w, parallel);
-    reduce_gradients<In, T>(p, w, parallel);
-  }
-  if (p.dmask) backward_mask<In, T>(p, w, parallel);
+  if (p.dsink)
+    sink_gradient(p, w, parallel, [&](const BackwardParams& own, int64_t b, int64_t h, int64_t i) {
+      return w.rows.of_head(own, b, h).delta[i];
+    });
+  backward_passes<BackwardPass<In, T>>(p, w, parallel);
 }
 
 template <class In, class T>
 size_t backward_workspace(const BackwardParams& p, int threads) {
   Arena arena(nullptr);
-  plan_backward_workspace<In, T>(arena, p, threads);
+  plan_backward_pass<In, T>(arena, p, threads);
   return arena.used();
 }

@@ -32,42 +32,45 @@ void add_to_mask_tile(const MaskGrad& g, const TileFrame& f, const T* dscores, T
 }
 
 // Adds dS of the queries and keys that share one mask tile, of one head.
-template <class In, class T>
-void add_shared_scores(const BackwardParams& p, const BackwardWorkspace<T>& w, BackwardScratch<In, T>& s,
-                       int64_t b, int64_t h, const Range& queries, const Range& keys) {
+template <class Pass>
+void add_shared_scores(Pass& pass, int64_t b, int64_t h, const Range& queries, const Range& keys) {
+  using T = typename Pass::T;
   const auto [block_q, block_k] = backward_tiling<T>();
-  const RowTerms<T> rows = w.rows.of_head(p, b, h);
+  const BackwardParams& p = pass.p;
   for (int64_t j0 = keys.begin; j0 < keys.end; j0 += block_k) {
     const int64_t count = std::min(block_k, keys.end - j0);
     const Range seen = visible_queries(p.band, j0, j0 + count, queries.end);
     if (std::max(seen.begin, queries.begin) >= seen.end) continue;
-    s.products.load_keys(p, b, p.sizes.kv_head(h), j0, count);
+    pass.load_keys(b, p.sizes.kv_head(h), j0, count);
     for (int64_t i0 = queries.begin; i0 < queries.end; i0 += block_q) {
       const TileFrame f{
           b, h, i0, j0, std::min(block_q, queries.end - i0), count, round_up_to_lanes<T>(count), false};
-      if (recompute_tile<In, T>(p, s, f, rows).empty) continue;
-      add_to_mask_tile<T>(p.dmask, f, s.dscores, s.dmask, block_k);
+      if (pass.recompute(f).empty) continue;
+      add_to_mask_tile<T>(p.dmask, f, pass.s.dscores, pass.s.dmask, block_k);
     }
   }
 }
 
-template <class In, class T>
-void backward_mask(const BackwardParams& call, const BackwardWorkspace<T>& w, const Parallel& parallel) {
+template <class Pass>
+void backward_mask(const typename Pass::Params& call, const typename Pass::Workspace& w,
+                   const Parallel& parallel) {
+  using T = typename Pass::T;
+  using Params = typename Pass::Params;
   const auto [block_q, block_k] = backward_tiling<T>();
   const MaskGrad& g = call.dmask;
   const bool by_row = call.varlen && call.varlen.mask_by_row;
 
   for_each_task(
       parallel, w.mask_tasks.total, [&, block_q = block_q, block_k = block_k](int64_t task, int thread) {
-        BackwardScratch<In, T> s = thread_scratch<In, T>(call, w, thread);
         const auto [sequence, index] = w.mask_tasks.at(task);
-        const BackwardParams own = by_row ? of_sequence(call, sequence) : call;
+        const Params own = by_row ? of_sequence(call, sequence) : call;
         const MaskTiles tiles = mask_tiles<T>(own);
         const int64_t mj = index % tiles.col_blocks * block_k;
         const int64_t mi = index / tiles.col_blocks % tiles.row_blocks * block_q;
         const int64_t mh = index / (tiles.col_blocks * tiles.row_blocks) % g.heads;
         const int64_t mb = index / (tiles.col_blocks * tiles.row_blocks * g.heads);
-        std::fill(s.dmask, s.dmask + block_q * block_k, T(0));
+        T* const dmask = Pass(call, own, w, thread).s.dmask;
+        std::fill(dmask, dmask + block_q * block_k, T(0));
 
         // What shares this mask tile: one block where the mask has the dimension, everything where it is
         // broadcast.
@@ -76,13 +79,13 @@ void backward_mask(const BackwardParams& call, const BackwardWorkspace<T>& w, co
                                              : Range{mb, mb + 1};
         const Range heads = g.heads == 1 ? Range{0, call.sizes.heads} : Range{mh, mh + 1};
         for (int64_t b = batches.begin; b < batches.end; ++b) {
-          const BackwardParams p = of_sequence(call, b);
+          const Params p = of_sequence(call, b);
+          Pass pass(call, p, w, thread);
           const int64_t seqlen_q = p.sizes.seqlen_q, seqlen_k = p.sizes.seqlen_k;
           const Range queries =
               g.rows == 1 ? Range{0, seqlen_q} : Range{mi, std::min(mi + block_q, seqlen_q)};
           const Range keys = g.cols == 1 ? Range{0, seqlen_k} : Range{mj, std::min(mj + block_k, seqlen_k)};
-          for (int64_t h = heads.begin; h < heads.end; ++h)
-            add_shared_scores<In, T>(p, w, s, b, h, queries, keys);
+          for (int64_t h = heads.begin; h < heads.end; ++h) add_shared_scores(pass, b, h, queries, keys);
         }
 
         const int64_t first = by_row ? own.varlen.first_q : 0;
@@ -90,13 +93,13 @@ void backward_mask(const BackwardParams& call, const BackwardWorkspace<T>& w, co
         const int64_t rows = std::min(block_q, end - first - mi), cols = std::min(block_k, g.cols - mj);
         switch (call.mask.dtype) {
           case DType::kFloat32:
-            return store_mask_tile<float, T>(g, mb, mh, first + mi, mj, rows, cols, s.dmask, block_k);
+            return store_mask_tile<float, T>(g, mb, mh, first + mi, mj, rows, cols, dmask, block_k);
           case DType::kFloat64:
-            return store_mask_tile<double, T>(g, mb, mh, first + mi, mj, rows, cols, s.dmask, block_k);
+            return store_mask_tile<double, T>(g, mb, mh, first + mi, mj, rows, cols, dmask, block_k);
           case DType::kBFloat16:
-            return store_mask_tile<BFloat16, T>(g, mb, mh, first + mi, mj, rows, cols, s.dmask, block_k);
+            return store_mask_tile<BFloat16, T>(g, mb, mh, first + mi, mj, rows, cols, dmask, block_k);
           case DType::kFloat16:
-            return store_mask_tile<Float16, T>(g, mb, mh, first + mi, mj, rows, cols, s.dmask, block_k);
+            return store_mask_tile<Float16, T>(g, mb, mh, first + mi, mj, rows, cols, dmask, block_k);
           case DType::kBool: return;  // has no gradient: checked in ops/checks.cpp
         }
       });

@@ -41,10 +41,11 @@ struct BackwardProducts {
     k = load_tile<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, p.sizes.head_dim, k_tile);
   }
 
-  void scores(const BackwardParams& p, const TileFrame& f, T* out) {
+  void scores(const BackwardParams& p, const TileFrame& f, T* out, bool accumulate = false) {
     q = load_tile<In, T>(p.q.row<In>(f.b, f.h, f.i0), p.q.stride_s, f.queries, p.sizes.head_dim, q_tile);
-    gemm<T>(f.queries, f.ld,
-            {p.sizes.head_dim, q.data, q.ld, 1, k_transposed, f.ld, out, f.ld, false, product_scale<T>(p)});
+    gemm<T>(
+        f.queries, f.ld,
+        {p.sizes.head_dim, q.data, q.ld, 1, k_transposed, f.ld, out, f.ld, accumulate, product_scale<T>(p)});
   }
 
   void dprobs(const BackwardParams& p, const TileFrame& f, T* out) {
@@ -116,13 +117,13 @@ struct BackwardProducts<BFloat16, float> {
     load_pairs_across(k.data, k.stride, keys, d, k_across, round_up_to_lanes<float>(d));
   }
 
-  void scores(const BackwardParams& p, const TileFrame& f, float* out) const {
+  void scores(const BackwardParams& p, const TileFrame& f, float* out, bool accumulate = false) const {
     const int64_t d = p.sizes.head_dim;
     const Tile<Pair> q =
         load_pair_rows(p.q.row<BFloat16>(f.b, f.h, f.i0), p.q.stride_s, f.queries, d, q_rows);
     gemm<float, Pair>(
         f.queries, f.ld,
-        {pairs_of(d), q.data, q.ld, 1, k_transposed, f.ld, out, f.ld, false, product_scale<float>(p)});
+        {pairs_of(d), q.data, q.ld, 1, k_transposed, f.ld, out, f.ld, accumulate, product_scale<float>(p)});
   }
 
   void dprobs(const BackwardParams& p, const TileFrame& f, float* out) const {

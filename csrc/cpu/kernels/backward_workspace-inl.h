@@ -53,7 +53,8 @@ struct BackwardWorkspace {
   T* dk;          // [B][H][S_k][D]     only if query heads share a key head
   T* dv;          // [B][H][S_k][D_v]   likewise
   T* dslopes;     // [B][H][chunks]
-  char* scratch;  // one BackwardScratch a thread
+  char* scratch;  // of each thread: what a pass keeps begins with a BackwardScratch
+  size_t scratch_bytes;
 
   // The parts of b, whose call is p.
   T* dq_of(const BackwardParams& p, int64_t b) const {
@@ -77,15 +78,14 @@ int64_t count_query_blocks(const BackwardParams& p) {
   return (p.sizes.seqlen_q + block_q - 1) / block_q;
 }
 
-template <class In, class T>
-BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams& call, int threads) {
+template <class T>
+BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams& call, int threads,
+                                             size_t scratch_bytes) {
   const Sizes& z = call.sizes;
   const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
   const int64_t rows_q = call.varlen ? call.varlen.total_q : z.batch * z.seqlen_q;
   const int64_t rows_k = call.varlen ? call.varlen.total_k : z.batch * z.seqlen_k;
   const bool shared = z.heads != z.heads_kv;
-  Arena scratch(nullptr);
-  plan_backward<In, T>(scratch, call);
 
   BackwardWorkspace<T> w;
   w.row_tasks = plan_tasks(arena, call,
@@ -100,14 +100,12 @@ BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams&
   w.dk = arena.take<T>(call.dk && shared ? z.heads * rows_k * d : 0);
   w.dv = arena.take<T>(call.dv && shared ? z.heads * rows_k * d_v : 0);
   w.dslopes = arena.take<T>(call.dalibi_slopes ? z.batch * z.heads * w.chunks : 0);
-  w.scratch = arena.take<char>(static_cast<int64_t>(scratch.used()) * threads);
+  w.scratch_bytes = scratch_bytes;
+  w.scratch = arena.take<char>(static_cast<int64_t>(scratch_bytes) * threads);
   return w;
 }
 
-template <class In, class T>
-BackwardScratch<In, T> thread_scratch(const BackwardParams& call, const BackwardWorkspace<T>& w, int thread) {
-  Arena measure(nullptr);
-  plan_backward<In, T>(measure, call);
-  Arena arena(w.scratch + thread * measure.used());
-  return plan_backward<In, T>(arena, call);
+template <class T>
+Arena thread_arena(const BackwardWorkspace<T>& w, int thread) {
+  return Arena(w.scratch + thread * w.scratch_bytes);
 }

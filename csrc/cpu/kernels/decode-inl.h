@@ -248,11 +248,13 @@ void merge_splits(const AttentionParams& p, const DecodePlan& plan, int64_t b, i
   const Sizes& z = p.sizes;
   const int64_t group = z.heads / z.heads_kv, rows = plan.rows, d_v = decode_columns<T>(z.head_dim_v);
   for (int64_t row = 0; row < rows; ++row) {
-    T highest = kNegInf<T>;
+    const int64_t h = h_kv * group + row / z.seqlen_q, i = row % z.seqlen_q;
+    const RowStart<T> start = start_of_row<T>(p.sink, b, h);
+    T highest = start.max;
     for (int64_t n = 0; n < plan.splits; ++n) highest = std::max(highest, first.row_max[n * rows + row]);
     const T reference = highest == kNegInf<T> ? T(0) : highest;
     T* out = first.out + row * d_v;
-    T sum = 0;
+    T sum = start.sum * exp<T>(splat<T>(start.max - reference))[0];
     for (int64_t n = 0; n < plan.splits; ++n) {
       const T factor = exp<T>(splat<T>(first.row_max[n * rows + row] - reference))[0];
       sum += first.row_sum[n * rows + row] * factor;
@@ -261,7 +263,6 @@ void merge_splits(const AttentionParams& p, const DecodePlan& plan, int64_t b, i
         store<T>(out + c, n == 0 ? part : load<T>(out + c) + part);
       }
     }
-    const int64_t h = h_kv * group + row / z.seqlen_q, i = row % z.seqlen_q;
     T* lse = static_cast<T*>(p.lse) + p.statistics_row(b, h, i);
     finish_row<In, T>(p.out.row<In>(b, h, i), out, z.head_dim_v, highest, T(1), sum, *lse);
   }

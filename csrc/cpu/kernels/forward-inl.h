@@ -84,8 +84,9 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
   const T unit = score_unit<T>(p), scale = unit == T(1) ? product_scale<T>(p) : T(1);
 
   s.products.load_queries(p, b, h, i0, queries, ld);
-  std::fill(s.row_max, s.row_max + ld, kNegInf<T>);
-  std::fill(s.row_sum, s.row_sum + ld, T(0));
+  const RowStart<T> start = start_of_row<T>(p.sink, b, h, unit);
+  std::fill(s.row_max, s.row_max + ld, start.max);
+  std::fill(s.row_sum, s.row_sum + ld, start.sum);
   std::fill(s.out, s.out + queries * d_v, T(0));
 
   const Range keys = visible_keys(p.band, i0, i0 + queries, z.seqlen_k);

@@ -3,9 +3,11 @@
 #pragma once
 
 #include "backward-inl.h"
+#include "double_backward-inl.h"
 #include "forward-inl.h"
+#include "jvp-inl.h"
 
-std::atomic<int64_t> calls{0};  // forward and backward runs of these kernels
+std::atomic<int64_t> calls{0};  // runs of these kernels
 
 template <class In_, class T_>
 struct Types {
@@ -56,6 +58,36 @@ void run_backward(const BackwardParams& p, void* workspace, const Parallel& para
   });
 }
 
+size_t run_jvp_workspace(const JvpParams& p, int threads) {
+  return for_types_of(p.dtype, [&](auto types) {
+    using Of = decltype(types);
+    return jvp_workspace<typename Of::In, typename Of::T>(p, threads);
+  });
+}
+
+void run_jvp(const JvpParams& p, void* workspace, const Parallel& parallel) {
+  calls.fetch_add(1, std::memory_order_relaxed);
+  for_types_of(p.dtype, [&](auto types) {
+    using Of = decltype(types);
+    jvp<typename Of::In, typename Of::T>(p, workspace, parallel);
+  });
+}
+
+size_t run_double_backward_workspace(const DoubleBackwardParams& p, int threads) {
+  return for_types_of(p.dtype, [&](auto types) {
+    using Of = decltype(types);
+    return double_backward_workspace<typename Of::In, typename Of::T>(p, threads);
+  });
+}
+
+void run_double_backward(const DoubleBackwardParams& p, void* workspace, const Parallel& parallel) {
+  calls.fetch_add(1, std::memory_order_relaxed);
+  for_types_of(p.dtype, [&](auto types) {
+    using Of = decltype(types);
+    double_backward<typename Of::In, typename Of::T>(p, workspace, parallel);
+  });
+}
+
 int64_t decode_splits(const AttentionParams& p) {
   if (!is_decode(p)) return 0;
   return for_types_of(p.dtype, [&](auto types) {
@@ -64,6 +96,15 @@ int64_t decode_splits(const AttentionParams& p) {
   });
 }
 
-constexpr Kernels kKernels = {
-    FA_ISA_NAME,  &calls,        run_forward_workspace, run_forward, run_backward_workspace,
-    run_backward, decode_splits, kDecodeMaxQueries};
+constexpr Kernels kKernels = {FA_ISA_NAME,
+                              &calls,
+                              run_forward_workspace,
+                              run_forward,
+                              run_backward_workspace,
+                              run_backward,
+                              decode_splits,
+                              kDecodeMaxQueries,
+                              run_jvp_workspace,
+                              run_jvp,
+                              run_double_backward_workspace,
+                              run_double_backward};

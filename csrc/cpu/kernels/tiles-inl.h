@@ -80,6 +80,18 @@ inline void store_row(Out* dst, const T* src, int64_t cols, T factor) {
   if (c < cols) store_tail_as<Out, T>(dst + c, factor * load<T>(src + c), cols - c);
 }
 
+// A query row before its first key: the sink is what it has seen then, with the weight e^(sink - m) = 1. The
+// maximum is in units of `unit`.
+template <class T>
+struct RowStart {
+  T max, sum;
+};
+template <class T>
+inline RowStart<T> start_of_row(const SinkParams& sink, int64_t b, int64_t h, T unit = T(1)) {
+  const T score = sink ? sink.of<T>(b, h) : kNegInf<T>;
+  return {score / unit, score == kNegInf<T> ? T(0) : T(1)};
+}
+
 // The end of a query row: out = O / l and lse = m + log l, m in units of `unit`. Nothing visible leaves l = 0
 // (a NaN score leaves it NaN): out is 0 and lse -inf then, by contract.
 template <class Out, class T>
