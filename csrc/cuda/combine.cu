@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
       if (col < z.head_dim_v) total += partials.out[((n0 + i) * rows + row) * z.head_dim_v + col] * factor_i;
     }
   }
-  const RowResult<T> result = finish_row(max, total_of_lanes<kWarp>(sum));
+  const RowResult<T> result = finish_row(p, b, h, max, total_of_lanes<kWarp>(sum));
 
   if (col < z.head_dim_v) p.out.row<In>(b, h, i)[col] = round_to<In>(total * result.out_factor);
   if (slice == 0 && lane == 0) static_cast<T*>(p.lse)[row] = result.lse;

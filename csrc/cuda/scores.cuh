@@ -123,11 +123,30 @@ struct RowResult {
   T out_factor, lse;
 };
 
-// Nothing visible leaves the sum 0 (a NaN score leaves it NaN): out is 0 and lse -inf, by contract.
+// A row's maximum, in units of log2, and its sum relative to it.
 template <class T>
-__device__ RowResult<T> finish_row(T max, T sum) {
-  if (sum == T(0)) return {T(0), -kInf<T>};
-  return {T(1) / sum, max * T(kLn2) + std::log(sum)};
+struct RowSum {
+  T max, sum;
+};
+
+// With the sink's column, if there is one.
+template <class T>
+__device__ RowSum<T> add_sink(const AttentionParams& p, int64_t b, int64_t h, RowSum<T> row) {
+  if (!p.sink) return row;
+  const T sink = p.sink.of<T>(b, h) * T(kLog2E);
+  if (sink == -kInf<T>) return row;
+  const T max = larger(row.max, sink);
+  return {max, row.sum * std::exp2(row.max - max) + std::exp2(sink - max)};
+}
+
+// From the maximum and the sum over a row's keys. Nothing visible leaves the sum 0 (a NaN score leaves it NaN): out
+// is 0 and lse that of the sink alone, -inf without one, by contract.
+template <class T>
+__device__ RowResult<T> finish_row(const AttentionParams& p, int64_t b, int64_t h, T max, T sum) {
+  const RowSum<T> row = add_sink(p, b, h, RowSum<T>{max, sum});
+  if (row.sum == T(0)) return {T(0), -kInf<T>};
+  const T weight = p.sink ? std::exp2(max - row.max) : T(1);
+  return {weight / row.sum, row.max * T(kLn2) + std::log(row.sum)};
 }
 
 }  // namespace flash_attn_ext::cuda

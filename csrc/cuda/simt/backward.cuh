@@ -46,8 +46,9 @@ __device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& t
     if (i >= z.seqlen_q || thread_x() != 0) continue;
     const int64_t row = p.statistics_row(b, h, i);
     if (lse_is_exact(static_cast<const T*>(p.lse)[row])) continue;
-    terms.reference[row] = statistics.max[r];
-    terms.correction[row] = std::log2(sum);
+    const RowSum<T> all = add_sink(p, b, h, RowSum<T>{statistics.max[r], sum});
+    terms.reference[row] = all.max;
+    terms.correction[row] = std::log2(all.sum);
   }
 }
 

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int64_t row = p.statistics_row(tile.b, h, i);
     const int64_t partial_row = blockIdx.z * call.statistics_rows() + row;
     const bool writes_statistics = thread_x() == 0 && blockIdx.y == 0;
-    const RowResult<T> result = finish_row(max, sum);
+    const RowResult<T> result = finish_row(p, tile.b, h, max, sum);
     if (plan.splits == 1 && writes_statistics) static_cast<T*>(p.lse)[row] = result.lse;
     if (plan.splits > 1 && writes_statistics) {
       partials.row_max[partial_row] = max;

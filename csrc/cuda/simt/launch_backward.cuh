@@ -1,6 +1,7 @@
 // The backward's launches, in order.
 #pragma once
 
+#include "../sink.cuh"
 #include "backward.cuh"
 #include "backward_mask.cuh"
 
@@ -66,7 +67,8 @@ cudaError_t launch_gradients(const BackwardParams& p, void* workspace, const Rec
       [&] {
         return run(dmask_sum_kernel<T>, p.dmask && mask.parts > 1, ceil_div(mask_elements, kThreads), 1);
       },
-      [&] { return run(dslopes_kernel<T>, p.dalibi_slopes != nullptr, ceil_div(heads, kThreads), 1); });
+      [&] { return run(dslopes_kernel<T>, p.dalibi_slopes != nullptr, ceil_div(heads, kThreads), 1); },
+      [&] { return launch_sink_gradient(p, terms.delta, z.seqlen_q, stream); });
 }
 
 template <class In>

@@ -219,7 +219,7 @@ __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& sh
     const QueryRow at = rows(z, row);
     const int64_t out_row = (rows.b * z.heads + at.head) * z.seqlen_q + at.query;
     if (splits == 1) {
-      const RowResult<float> result = finish_row(max, sum);
+      const RowResult<float> result = finish_row(p, rows.b, at.head, max, sum);
       const float factor = result.out_factor * keep_scale;
       *reinterpret_cast<uint32_t*>(p.out.row<In>(rows.b, at.head, at.query) + col) =
           ptx::pack<In>(first * factor, second * factor);

@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const Place at_end{z, b, h, i0, 0};  // of the results: "keys" are their columns
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const RowResult<float> result =
-        finish_row(statistics.max[r] * scale.in_softmax(), total_of_lanes<kRowLanes>(statistics.sum[r]));
+    const RowResult<float> result = finish_row(p, b, h, statistics.max[r] * scale.in_softmax(),
+                                               total_of_lanes<kRowLanes>(statistics.sum[r]));
     const float out_factor =
         result.out_factor * (p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f);
     const int64_t i = at_end.query(2 * r);

@@ -28,7 +28,7 @@ cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream
   const BackwardWorkspace w(workspace, p);
   BackwardParams qkv = p, others = p;
   qkv.dmask = {};
-  qkv.dalibi_slopes = nullptr;
+  qkv.dalibi_slopes = qkv.dsink = nullptr;
   others.dq = others.dk = others.dv = {};
   const auto on_tensor_cores = [&] {
     return padded_head_dim(p.sizes) == 64 ? launch_padded<BackwardConfig<In, 64>>(p, w, stream)

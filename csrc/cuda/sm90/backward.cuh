@@ -14,6 +14,7 @@
 
 #include "../launch.h"
 #include "../shared_memory.h"
+#include "../sink.cuh"
 #include "backward_rows.cuh"
 #include "backward_tile.cuh"
 #include "sm90.h"
@@ -341,12 +342,12 @@ cudaError_t launch_backward_head_dim(const BackwardParams& p, void* workspace, c
   const auto keys_map = [&](CUtensorMap& map, const Tensor4& t) {
     return encode_tensor_map(map, t, p.dtype, kHeadDim, z.seqlen_k, z.heads_kv, z.batch, Config::kKeys);
   };
-  return in_order(
-      [&] { return rows_map(a.q, p.q); }, [&] { return rows_map(a.dout, p.dout); },
-      [&] { return keys_map(a.k, p.k); }, [&] { return keys_map(a.v, p.v); },
-      [&] { return launch(row_terms_kernel<In, kHeadDim>, by_rows, stream, p, w); },
-      [&] { return launch(backward_kernel<In, kHeadDim>, by_keys, stream, a); },
-      [&] { return p.dq ? launch(dq_kernel<In, kHeadDim>, by_rows, stream, p, w) : cudaSuccess; });
+  return in_order([&] { return rows_map(a.q, p.q); }, [&] { return rows_map(a.dout, p.dout); },
+                  [&] { return keys_map(a.k, p.k); }, [&] { return keys_map(a.v, p.v); },
+                  [&] { return launch(row_terms_kernel<In, kHeadDim>, by_rows, stream, p, w); },
+                  [&] { return launch(backward_kernel<In, kHeadDim>, by_keys, stream, a); },
+                  [&] { return p.dq ? launch(dq_kernel<In, kHeadDim>, by_rows, stream, p, w) : cudaSuccess; },
+                  [&] { return launch_sink_gradient(p, w.delta, w.rows, stream); });
 }
 
 template <class In>

@@ -35,7 +35,7 @@ __device__ void attend_alone(const AttentionParams& p, int64_t b, int64_t h, int
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) out[n] = out[n] * factor + weight * widen(v[lane + 32 * n]);
   }
-  columns.store(p.out, b, h, i, finish_row(max * scale2, sum).out_factor, out);
+  columns.store(p.out, b, h, i, finish_row(p, b, h, max * scale2, sum).out_factor, out);
 }
 
 // The weight 0 of a hidden key times a NaN or Inf in its value row is NaN. So if a value row is not finite
@@ -67,7 +67,8 @@ __device__ void finish_rows(const AttentionParams& p, int64_t b, int64_t h, int6
   RowResult<float> results[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r)
-    results[r] = finish_row(statistics.max[r] * scale2, total_of_lanes<kRowLanes>(statistics.sum[r]));
+    results[r] =
+        finish_row(p, b, h, statistics.max[r] * scale2, total_of_lanes<kRowLanes>(statistics.sum[r]));
   const float factors[2] = {results[0].out_factor, results[1].out_factor};
   scale_rows(o, factors);
 
