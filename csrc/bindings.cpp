@@ -85,6 +85,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                          PyCFunction_New(&flash_attn_ext::kAttentionIfPlain, nullptr)));
   m.attr("attention_rules") = rules<flash_attn_ext::AttentionTensors>();
   m.attr("attention_backward_rules") = rules<flash_attn_ext::AttentionBackwardTensors>();
+  m.attr("attention_jvp_rules") = rules<flash_attn_ext::AttentionJvpTensors>();
+  m.attr("attention_double_backward_rules") = rules<flash_attn_ext::AttentionDoubleBackwardTensors>();
   m.attr("differentiable") = names(flash_attn_ext::Gradients::kNames);
   pybind11::class_<KernelChoice>(m, "KernelChoice")
       .def_readonly("kernel", &KernelChoice::kernel)

@@ -29,3 +29,17 @@ def attention_backward_flops(*args, out_shape=None, **kwargs) -> int:
     """Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
     pairs, D, D_v = _shapes(_ops.attention_backward, args, kwargs)
     return 2 * pairs * (3 * D + 2 * D_v)
+
+
+@register_flop_formula(_ops.attention_jvp.overloadpacket)
+def attention_jvp_flops(*args, out_shape=None, **kwargs) -> int:
+    """The forward's two, tQ K^T, Q tK^T, (P e) V and P tV, whichever tangents there are."""
+    pairs, D, D_v = _shapes(_ops.attention_jvp, args, kwargs)
+    return 2 * pairs * (3 * D + 3 * D_v)
+
+
+@register_flop_formula(_ops.attention_double_backward.overloadpacket)
+def attention_double_backward_flops(*args, out_shape=None, **kwargs) -> int:
+    """Ten: docs/derivative_formulas.md."""
+    pairs, D, D_v = _shapes(_ops.attention_double_backward, args, kwargs)
+    return 2 * pairs * (7 * D + 3 * D_v)

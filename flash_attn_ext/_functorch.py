@@ -1,19 +1,52 @@
-"""torch.func transforms (grad, jacrev, vmap of grad, ...) cannot pass a C++ autograd function: the same in Python.
+"""torch.func transforms (grad, jacrev, jvp, vmap of grad, ...) cannot pass C++ autograd functions: the same in Python.
 
-It calls the same two operators as csrc/ops/autograd.cpp, and is used only while a transform is active. Calls without a
-transform do not come here: a Python autograd function takes 30 us more.
+What calls what is the table in csrc/ops/autograd.cpp, and the formulas are in docs/derivative_formulas.md. Only used
+while a transform is active. Calls without one do not come here: a Python autograd function takes 30 us more.
 """
 
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
 
 from . import _ops
 
 GRADIENTS = len(_ops.DIFFERENTIABLE)
+TENSORS = len(_ops.TENSORS)
+JVP_OF_JVP = (
+    "flash_attn: forward-mode AD of its forward-mode AD (jvp of jvp, jacfwd of jacfwd) is not implemented; "
+    "torch.func.hessian and jvp of grad are"
+)
+
+
+class _Options(dict):
+    """An operator's options, as one leaf of torch's pytrees: they take a dict apart, and vmap of jvp miscounts then."""
+
+
+def _backward(x, out, lse, cotangents, wanted, options):
+    """B(X, c), where None is zero."""
+    if not any(wanted) or all(c is None for c in cotangents):
+        return (None,) * GRADIENTS
+    return _AttentionBackward.apply(_Options(options, grad_mask=list(wanted)), *cotangents, *x, out, lse)
+
+
+def _double_backward(x, out, lse, cotangents, tangents, moved, wanted, options):
+    """H(X, c, t); ``moved`` is (t_out, t_lse) of the tangents."""
+    if not any(wanted) or all(c is None for c in cotangents) or all(t is None for t in tangents):
+        return (None,) * GRADIENTS
+    options = _Options(options, grad_mask=list(wanted))
+    return _AttentionDoubleBackward.apply(options, *cotangents, *tangents, *x, out, lse, *moved)
+
+
+def _add(a, b):
+    return tuple(s if t is None else t if s is None else s + t for s, t in zip(a, b, strict=True))
+
+
+def _without_mask(options):
+    return _Options({name: value for name, value in options.items() if name != "grad_mask"})
 
 
 class _Attention(torch.autograd.Function):
-    generate_vmap_rule = True  # from the rules of the two operators, _vmap.py
+    generate_vmap_rule = True  # from the rules of the operators, _vmap.py
 
     @staticmethod
     def forward(options, *tensors):
@@ -23,16 +56,19 @@ class _Attention(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         ctx.options, *tensors = inputs
         ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, grad_out, grad_lse):
-        options = {**ctx.options, "grad_mask": list(ctx.needs_input_grad[1 : 1 + GRADIENTS])}
-        grads = _AttentionBackward.apply(options, grad_out, grad_lse, *ctx.saved_tensors)
-        return (None, *grads, *[None] * (len(_ops.TENSORS) - GRADIENTS))
+    def backward(ctx, *cotangents):
+        *x, out, lse = ctx.saved_tensors
+        grads = _backward(x, out, lse, cotangents, ctx.needs_input_grad[1 : 1 + GRADIENTS], ctx.options)
+        return (None, *grads, *[None] * (TENSORS - GRADIENTS))
 
     @staticmethod
-    def jvp(ctx, *tangents):
-        raise NotImplementedError("flash_attn: forward-mode AD (jvp, jacfwd, hessian) is not implemented")
+    def jvp(ctx, _, *tangents):
+        x = ctx.saved_tensors[:TENSORS]
+        return _AttentionJvp.apply(ctx.options, *tangents[:GRADIENTS], *x)[2:]
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -44,26 +80,107 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        ctx.options, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, *grads):
-        raise NotImplementedError("flash_attn: double backward (a gradient of its gradients) is not implemented")
+    def backward(ctx, *tangents):
+        *cotangents, out, lse = (*ctx.saved_tensors[:2], *ctx.saved_tensors[-2:])
+        x, options = ctx.saved_tensors[2:-2], _without_mask(ctx.options)
+        if all(t is None for t in tangents):
+            return (None,) * len(ctx.needs_input_grad)
+        moved = _AttentionJvp.apply(options, *tangents, *x)[2:]
+        wanted = ctx.needs_input_grad[3 : 3 + GRADIENTS]
+        grads = _double_backward(x, out, lse, cotangents, tangents, moved, wanted, options)
+        moved = (m if needed else None for m, needed in zip(moved, ctx.needs_input_grad[1:3], strict=True))
+        return (None, *moved, *grads, *[None] * (TENSORS - GRADIENTS), None, None)
+
+    @staticmethod
+    def jvp(ctx, _, *tangents):
+        *cotangents, out, lse = (*ctx.saved_tensors[:2], *ctx.saved_tensors[-2:])
+        x, options, wanted = ctx.saved_tensors[2:-2], _without_mask(ctx.options), ctx.options["grad_mask"]
+        of_cotangents, of_x = tangents[:2], tangents[2 : 2 + GRADIENTS]
+        result = _backward(x, out, lse, of_cotangents, wanted, options)
+        if any(t is not None for t in of_x):
+            moved = _AttentionJvp.apply(options, *of_x, *x)[2:]
+            result = _add(result, _double_backward(x, out, lse, cotangents, of_x, moved, wanted, options))
+        return result
+
+
+class _AttentionJvp(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(options, *tensors):
+        return _ops.attention_jvp(*tensors, **options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.options, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse, *cotangents):
+        tangents, x = ctx.saved_tensors[:GRADIENTS], ctx.saved_tensors[GRADIENTS:-4]
+        out, lse, *moved = ctx.saved_tensors[-4:]
+        needs = ctx.needs_input_grad[1:]
+        of_tangents = _backward(x, out, lse, cotangents, needs[:GRADIENTS], ctx.options)
+        wanted = needs[GRADIENTS : 2 * GRADIENTS]
+        of_x = _add(
+            _double_backward(x, out, lse, cotangents, tangents, moved, wanted, ctx.options),
+            _backward(x, out, lse, (grad_out, grad_lse), wanted, ctx.options),
+        )
+        return (None, *of_tangents, *of_x, *[None] * (TENSORS - GRADIENTS))
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise NotImplementedError("flash_attn: forward-mode AD of its gradients (hessian) is not implemented")
+        raise NotImplementedError(JVP_OF_JVP)
+
+
+class _AttentionDoubleBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(options, *tensors):
+        return _ops.attention_double_backward(*tensors, **options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *tangents):
+        raise NotImplementedError("flash_attn: its third derivative is not implemented")
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError("flash_attn: its third derivative, in forward mode, is not implemented")
 
 
 def attention(*tensors, **options):
     """``_ops.attention`` under a torch.func transform."""
+    options = _Options(options)
     stack = get_interpreter_stack()
     # functionalize alone has nothing to differentiate, and cannot see into an autograd function.
     if all(interpreter.key() == TransformType.Functionalize for interpreter in stack):
         return _ops.attention(*tensors, **options)
     if torch.is_autocast_enabled(tensors[0].device.type):
         tensors = [_autocast(t, rule.autocast) for t, rule in zip(tensors, _ops.TENSORS, strict=True)]
+    if stack[-1].key() == TransformType.Jvp:  # out and its tangent in one pass
+        x, tangents = zip(*(_unpacked(t) for t in tensors), strict=True)
+        if any(t is not None for t in tangents):
+            if [interpreter.key() for interpreter in stack].count(TransformType.Jvp) > 1:
+                raise NotImplementedError(JVP_OF_JVP)
+            out, lse, t_out, t_lse = _AttentionJvp.apply(options, *tangents[:GRADIENTS], *x)
+            return forward_ad.make_dual(out, t_out), forward_ad.make_dual(lse, t_lse)
     return _Attention.apply(options, *tensors)
+
+
+def _unpacked(t):
+    return (None, None) if t is None else forward_ad.unpack_dual(t)
 
 
 def autocast_forms(*tensors):

@@ -50,6 +50,8 @@ attention_backward = torch.ops.flash_attn_ext.attention_backward.default
 attention_varlen = torch.ops.flash_attn_ext.attention_varlen.default
 attention_varlen_backward = torch.ops.flash_attn_ext.attention_varlen_backward.default
 attention_cache = torch.ops.flash_attn_ext.attention_cache.default
+attention_jvp = torch.ops.flash_attn_ext.attention_jvp.default
+attention_double_backward = torch.ops.flash_attn_ext.attention_double_backward.default
 attention_if_plain = _C.attention_if_plain
 plan_attention = _C.plan_attention
 plan_attention_backward = _C.plan_attention_backward
@@ -72,6 +74,8 @@ class TensorRule(NamedTuple):
 # In the order of each operator's schema.
 TENSORS = tuple(TensorRule(*rule) for rule in _C.attention_rules)
 BACKWARD_TENSORS = tuple(TensorRule(*rule) for rule in _C.attention_backward_rules)
+JVP_TENSORS = tuple(TensorRule(*rule) for rule in _C.attention_jvp_rules)
+DOUBLE_BACKWARD_TENSORS = tuple(TensorRule(*rule) for rule in _C.attention_double_backward_rules)
 DIFFERENTIABLE = _C.differentiable  # those of attention's tensors that have a gradient, which come first
 # (name, "float", "int" or "bool", with "?" where None is allowed)
 OPTION_TYPES = tuple(

@@ -42,8 +42,8 @@ def _forward(
                        window_size_right)  # fmt: skip
     if block_table is None:
         out, lse = _ops.attention_varlen(
-            query, key, value, None, alibi_slopes, cum_seq_q, cum_seq_k, None, seqused_k, **options, max_seqlen_q=max_q,
-            max_seqlen_k=max_k, num_splits=num_splits or 0,
+            query, key, value, None, alibi_slopes, None, cum_seq_q, cum_seq_k, None, seqused_k, **options,
+            max_seqlen_q=max_q, max_seqlen_k=max_k, num_splits=num_splits or 0,
         )  # fmt: skip
     else:
         sides = tuple(-1 if side is None else side for side in (options["window_left"], options["window_right"]))
@@ -63,8 +63,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     options = _options("_flash_attention_backward", cum_seq_q, dropout_p, is_causal, scale, window_size_left,
                        window_size_right)  # fmt: skip
-    dq, dk, dv, _, _ = _ops.attention_varlen_backward(
-        grad_out, None, query, key, value, None, None, cum_seq_q, cum_seq_k, None, None, None, out, logsumexp,
-        **options, max_seqlen_q=max_q, max_seqlen_k=max_k, grad_mask=[True, True, True, False, False],
+    dq, dk, dv, *_ = _ops.attention_varlen_backward(
+        grad_out, None, query, key, value, None, None, None, cum_seq_q, cum_seq_k, None, None, None, out,
+        logsumexp,
+        **options, max_seqlen_q=max_q, max_seqlen_k=max_k, grad_mask=[True] * 3 + [False] * 3,
     )  # fmt: skip
     return dq, dk, dv

@@ -4,7 +4,7 @@ import torch
 
 from . import _functorch, _ops, _vmap
 
-_AUTOCAST = ("cast",) * 3 + ("unless_float32",) * 2 + ("keep",) * 5  # csrc/ops/varlen.h, in the order of its tensors
+_AUTOCAST = ("cast",) * 3 + ("unless_float32",) * 3 + ("keep",) * 5  # csrc/ops/varlen.h, in the order of its tensors
 
 
 class _AttentionVarlen(torch.autograd.Function):

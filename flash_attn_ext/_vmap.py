@@ -87,3 +87,8 @@ torch.library.register_vmap("flash_attn_ext::attention", _vmap_rule(_ops.attenti
 torch.library.register_vmap(
     "flash_attn_ext::attention_backward", _vmap_rule(_ops.attention_backward, _ops.BACKWARD_TENSORS)
 )
+torch.library.register_vmap("flash_attn_ext::attention_jvp", _vmap_rule(_ops.attention_jvp, _ops.JVP_TENSORS))
+torch.library.register_vmap(
+    "flash_attn_ext::attention_double_backward",
+    _vmap_rule(_ops.attention_double_backward, _ops.DOUBLE_BACKWARD_TENSORS),
+)

@@ -29,6 +29,7 @@ def flash_attn(
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
     rng_state: Tensor | None = None,
     num_splits: int = 0,
@@ -63,6 +64,11 @@ def flash_attn(
         softcap: above 0, scores become ``softcap * tanh(score / softcap)`` (Gemma 2, 2024).
         alibi_slopes: (H) or (B, H), float32 or ``query``'s dtype: ``-slope * |i + diagonal - j|`` is added to the
             scores (Press et al. 2022). Receives a gradient.
+        sink: (H) or (B, H), float32 or ``query``'s dtype: an attention sink, one more score in each row, without a
+            value: ``lse = log(exp(sink) + sum_j exp(score_j))``, and a row's weights sum to less than 1. A row to which
+            everything is masked has out 0 and lse = sink then; -inf is no sink. Receives a gradient: with
+            ``delta = rowsum(grad_out * out)``, that of the sink's score, whose value is 0, is
+            ``-sum over rows of exp(sink - lse) * (delta - grad_lse)``. (gpt-oss, OpenAI 2025; Xiao et al. 2024.)
         return_lse: also return the logsumexp of the scores. Its gradient is not dropped.
         rng_state: int64 (seed, offset) from :func:`new_rng_state`, to replay a dropout mask; drawn from torch's
             generator if None, so that ``torch.manual_seed`` governs it.
@@ -86,7 +92,10 @@ def flash_attn(
     Raises:
         TypeError: a dtype, device or layout that is not allowed.
         ValueError: a shape or number that is not allowed. Messages name the argument, what was got and what is allowed.
-        NotImplementedError: no kernel for the tensors' device.
+        NotImplementedError: no kernel for the tensors' device; a third derivative.
+
+    Differentiable twice: in reverse mode, in forward mode (:func:`torch.func.jvp`, :mod:`torch.autograd.forward_ad`),
+    and in either through the other. None of it stores the score matrix; docs/derivative_formulas.md has the formulas.
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
@@ -99,11 +108,11 @@ def flash_attn(
             num_splits=num_splits, unified_max=unified_max, deterministic=deterministic,
         )  # fmt: skip
     # Subclasses and modes that want to see the call, torch.fx's proxies among them.
-    if has_torch_function_variadic(query, key, value, attn_mask, alibi_slopes):
+    if has_torch_function_variadic(query, key, value, attn_mask, alibi_slopes, sink):
         return _through_torch_function(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal=causal, window=window,
-            softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse, rng_state=rng_state,
-            num_splits=num_splits, unified_max=unified_max, deterministic=deterministic,
+            softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, return_lse=return_lse,
+            rng_state=rng_state, num_splits=num_splits, unified_max=unified_max, deterministic=deterministic,
         )  # fmt: skip
     options = operator_options(
         dropout_p, is_causal, scale, causal, window, softcap, alibi_slopes, num_splits, unified_max, deterministic
@@ -112,11 +121,13 @@ def flash_attn(
         rng_state = _rng_state_for(query, dropout_p)
     compiling = torch.compiler.is_compiling()  # torch.compile traces through the operator itself
     if not compiling:
-        result = _ops.attention_if_plain(enable_gqa, query, key, value, attn_mask, alibi_slopes, rng_state, *options)
+        result = _ops.attention_if_plain(
+            enable_gqa, query, key, value, attn_mask, alibi_slopes, sink, rng_state, *options
+        )
         if result is not None:
             return result if return_lse else result[0]
     options = checked_options(options)
-    tensors, batch_shape = operator_tensors(query, key, value, attn_mask, alibi_slopes, rng_state, enable_gqa)
+    tensors, batch_shape = operator_tensors(query, key, value, attn_mask, alibi_slopes, sink, rng_state, enable_gqa)
     attention = _functorch.attention if not compiling and _functorch.active() else _ops.attention
     out, lse = attention(*tensors, **options)
     if out.shape[3] != value.shape[-1]:  # head_dim_v 0 was padded
@@ -147,6 +158,7 @@ def operator_tensors(
     value: Tensor,
     attn_mask: Tensor | None,
     alibi_slopes: Tensor | None,
+    sink: Tensor | None,
     rng_state: Tensor | None,
     enable_gqa: bool,
 ) -> tuple[tuple[Tensor | None, ...], torch.Size]:
@@ -161,11 +173,11 @@ def operator_tensors(
         q, k = (torch.nn.functional.pad(t, (0, 1)) for t in (q, k))
     if v.shape[3] == 0:
         v = torch.nn.functional.pad(v, (0, 1))
-    for name, t in (("alibi_slopes", alibi_slopes), ("rng_state", rng_state)):
+    for name, t in (("alibi_slopes", alibi_slopes), ("sink", sink), ("rng_state", rng_state)):
         if t is not None:
             check_is_dense(name, t)
     mask = None if attn_mask is None else _mask_as_4d(attn_mask, ndim, batch_shape)
-    return (q, k, v, mask, alibi_slopes, rng_state), batch_shape
+    return (q, k, v, mask, alibi_slopes, sink, rng_state), batch_shape
 
 
 def check_is_dense(name: str, value: object) -> None:
@@ -322,14 +334,14 @@ def _rng_state_for(query: Tensor, dropout_p: float) -> Tensor | None:
 
 
 def _through_torch_function(
-    query, key, value, attn_mask, dropout_p, is_causal, *others, causal, alibi_slopes, **options
+    query, key, value, attn_mask, dropout_p, is_causal, *others, causal, alibi_slopes, sink, **options
 ):
     """flash_attn for arguments with a ``__torch_function__``, which get to see it."""
     if isinstance(attn_mask, CausalBias):
         causal, attn_mask = causal_of_bias(attn_mask, query, key, is_causal, causal), None
     arguments = (query, key, value, attn_mask, dropout_p, is_causal, *others)
-    options = {"causal": causal, "alibi_slopes": alibi_slopes, **options}
-    relevant = (query, key, value, attn_mask, alibi_slopes)
+    options = {"causal": causal, "alibi_slopes": alibi_slopes, "sink": sink, **options}
+    relevant = (query, key, value, attn_mask, alibi_slopes, sink)
     if has_torch_function_variadic(*relevant):
         return handle_torch_function(flash_attn, relevant, *arguments, **options)
     return flash_attn(*arguments, **options)

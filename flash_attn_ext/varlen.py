@@ -6,9 +6,9 @@ from torch import Tensor
 from ._varlen_rules import attention_varlen
 from .functional import _as_type, _rng_state_for, check_is_dense, checked_options, operator_options
 
-_TENSORS = ("query", "key", "value", "attn_mask", "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k", "seqused_q",
-            "seqused_k", "rng_state")  # fmt: skip
-_OPTIONAL = ("attn_mask", "alibi_slopes", "seqused_q", "seqused_k", "rng_state")
+_TENSORS = ("query", "key", "value", "attn_mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k",
+            "seqused_q", "seqused_k", "rng_state")  # fmt: skip
+_OPTIONAL = ("attn_mask", "alibi_slopes", "sink", "seqused_q", "seqused_k", "rng_state")
 
 
 def flash_attn_varlen(
@@ -29,6 +29,7 @@ def flash_attn_varlen(
     window: int | tuple[int | None, int | None] | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
@@ -61,6 +62,7 @@ def flash_attn_varlen(
         causal: "upper_left" or "lower_right", the corner of each sequence's own score matrix. flash-attention's
             ``causal=True`` is "lower_right".
         alibi_slopes: (H) or (B, H).
+        sink: (H) or (B, H).
         seqused_q: (B), int32 or int64: only so many rows of each sequence are in use. Others get out 0, lse -inf and
             gradients 0.
         seqused_k: (B), likewise: later keys are as if they were not there.
@@ -84,7 +86,9 @@ def flash_attn_varlen(
     )
     if dropout_p != 0.0 and rng_state is None:
         rng_state = _rng_state_for(query, dropout_p)
-    tensors = (query, key, value, attn_mask, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state)
+    tensors = (
+        query, key, value, attn_mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state,
+    )  # fmt: skip
     for name, t in zip(_TENSORS, tensors, strict=True):
         if t is not None or name not in _OPTIONAL:
             check_is_dense(name, t)

@@ -36,26 +36,27 @@ def gradients(outputs, inputs, grads):
 
 
 def check_against_reference(
-    q, k, v, attn_mask=None, *, alibi_slopes=None, dropout_p=0.0, num_splits=0, unified_max=None, **options
+    q, k, v, attn_mask=None, *, alibi_slopes=None, sink=None, dropout_p=0.0, num_splits=0, unified_max=None, **options
 ):  # fmt: skip
     """flash_attn's out, lse and every gradient, against the dense oracle in fp64 and in the same dtype."""
-    inputs = [q, k, v, attn_mask, alibi_slopes]
+    inputs = [q, k, v, attn_mask, alibi_slopes, sink]
     rng_state = new_rng_state() if dropout_p else None
     kept = None
     if dropout_p:
         kept = dropout_mask(rng_state, q.shape[0], q.shape[1], q.shape[2], k.shape[2], dropout_p)
 
     def dense(dtype):
-        q_, k_, v_, mask_, slopes_ = leaves(inputs, dtype)
+        q_, k_, v_, mask_, slopes_, sink_ = tensors = leaves(inputs, dtype)
         results = reference.attention(
-            q_, k_, v_, mask_, alibi_slopes=slopes_, kept=kept, dropout_p=dropout_p, **options
+            q_, k_, v_, mask_, alibi_slopes=slopes_, sink=sink_, kept=kept, dropout_p=dropout_p, **options
         )
-        return results, [q_, k_, v_, mask_, slopes_]
+        return results, tensors
 
     ours_in = leaves(inputs)
     ours = flash_attn(
-        *ours_in[:3], ours_in[3], alibi_slopes=ours_in[4], dropout_p=dropout_p, rng_state=rng_state,
-        enable_gqa=True, return_lse=True, num_splits=num_splits, unified_max=unified_max, **options,
+        *ours_in[:3], ours_in[3], alibi_slopes=ours_in[4], sink=ours_in[5], dropout_p=dropout_p,
+        rng_state=rng_state, enable_gqa=True, return_lse=True, num_splits=num_splits, unified_max=unified_max,
+        **options,
     )  # fmt: skip
     exact, exact_in = dense(torch.float64)
     theirs, theirs_in = dense(q.dtype)
@@ -67,7 +68,7 @@ def check_against_reference(
     wanted = [t for t in exact_in if t is not None and t.requires_grad]
     slacks = slack_of_stored_out(exact[0], exact[1], wanted, grads[0], q.dtype)
     all_grads = [gradients(o, i, grads) for o, i in ((ours, ours_in), (theirs, theirs_in), (exact, exact_in))]
-    names = ("dq", "dk", "dv", "dmask", "dslopes")
+    names = ("dq", "dk", "dv", "dmask", "dslopes", "dsink")
     names = [n for n, t in zip(names, inputs, strict=True) if t is not None and t.requires_grad]
     for name, slack, a, b, c in zip(names, slacks, *all_grads, strict=True):
         assert a.shape == c.shape
@@ -76,20 +77,20 @@ def check_against_reference(
 
 
 def check_forward_against_reference(
-    q, k, v, attn_mask=None, *, alibi_slopes=None, dropout_p=0.0, num_splits=0, unified_max=None, **options
+    q, k, v, attn_mask=None, *, alibi_slopes=None, sink=None, dropout_p=0.0, num_splits=0, unified_max=None, **options
 ):  # fmt: skip
     """flash_attn's out and lse alone, against the dense oracle in fp64 and in the same dtype."""
-    inputs = [t if t is None else t.detach() for t in (q, k, v, attn_mask, alibi_slopes)]
+    inputs = [t if t is None else t.detach() for t in (q, k, v, attn_mask, alibi_slopes, sink)]
     rng_state = new_rng_state() if dropout_p else None
     kept = dropout_mask(rng_state, *q.shape[:3], k.shape[2], dropout_p) if dropout_p else None
     ours = flash_attn(
-        *inputs[:4], alibi_slopes=inputs[4], dropout_p=dropout_p, rng_state=rng_state, enable_gqa=True,
+        *inputs[:4], alibi_slopes=inputs[4], sink=inputs[5], dropout_p=dropout_p, rng_state=rng_state, enable_gqa=True,
         return_lse=True, num_splits=num_splits, unified_max=unified_max, **options,
     )  # fmt: skip
 
     def dense(dtype):
-        *tensors, slopes = leaves(inputs, dtype)
-        return reference.attention(*tensors, alibi_slopes=slopes, kept=kept, dropout_p=dropout_p, **options)
+        *tensors, slopes, sink_ = leaves(inputs, dtype)
+        return reference.attention(*tensors, alibi_slopes=slopes, sink=sink_, kept=kept, dropout_p=dropout_p, **options)
 
     for name, a, b, c in zip(("out", "lse"), ours, dense(q.dtype), dense(torch.float64), strict=True):
         assert_as_exact_as_torch(name, a, b, c, 2)

@@ -32,6 +32,7 @@ def attention(
     window=None,
     softcap=0.0,
     alibi_slopes=None,
+    sink=None,
     scale=None,
     kept=None,
     dropout_p=0.0,
@@ -58,8 +59,13 @@ def attention(
     hidden = hidden.expand(scores.shape)
     dead = hidden.all(-1, keepdim=True)
     scores = scores.masked_fill(hidden, -math.inf).masked_fill(dead, 0.0)  # a dead row: any finite values
-    lse = torch.logsumexp(scores, -1) if seqlen_k else scores.sum(-1)
-    probs = torch.softmax(scores, -1).masked_fill(dead, 0.0)
+    if sink is None:
+        lse = torch.logsumexp(scores, -1) if seqlen_k else scores.sum(-1)
+        probs = torch.softmax(scores, -1).masked_fill(dead, 0.0)
+    else:  # one more column, dropped after the softmax
+        sink = (sink if sink.dim() == 2 else sink[None])[:, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores.masked_fill(dead, -math.inf), sink.to(scores.dtype)], -1)
+        lse, probs, dead = torch.logsumexp(scores, -1), torch.softmax(scores, -1)[..., :-1], torch.zeros_like(dead)
     if kept is not None:
         probs = probs * kept / (1 - dropout_p) if dropout_p < 1 else probs * 0
     return probs @ value, lse.masked_fill(dead.squeeze(-1), -math.inf)

@@ -81,6 +81,22 @@ def test_everything_at_once(dtype, causal):
     )
 
 
+@dtypes
+@pytest.mark.parametrize("seqlens", [(70, 131), (3, 131), (130, 67)], ids=str)
+def test_sink(kernels, dtype, seqlens):
+    """Of every tier that takes the call: 16 bits go to sm80. Some rows see nothing but the sink."""
+    q, k, v = make_qkv(2, 4, *seqlens, 16, heads_kv=2, dtype=dtype)
+    mask = torch.rand(2, 1, *seqlens) > 0.3
+    mask[:, :, 0] = False
+    for sink in (torch.randn(4), torch.randn(2, 4, dtype=dtype)):
+        check_against_reference(q, k, v, mask, causal="lower_right", sink=sink.requires_grad_())
+
+
+def test_sink_of_split_keys(kernels):
+    kernels.num_splits = 3
+    check_against_reference(*make_qkv(1, 2, 4, 300, 32), sink=torch.randn(2).requires_grad_())
+
+
 MASKS = [(70, 131), (1, 131), (70, 1), (1, 1), (2, 1, 1, 131), (2, 2, 1, 131), (1, 2, 1, 1)]
 
 

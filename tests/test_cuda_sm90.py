@@ -63,6 +63,12 @@ def test_causal(kernels, head_dim, causal, seqlen_q, seqlen_k):
 
 
 @pytest.mark.parametrize("head_dim", TILES)
+def test_sink(kernels, head_dim):
+    q, k, v = make(1, 2, 200, 97, head_dim)
+    check_forward(kernels, q, k, v, causal="lower_right", sink=torch.randn(2))  # rows that see nothing else
+
+
+@pytest.mark.parametrize("head_dim", TILES)
 @pytest.mark.parametrize("window", [(0, 0), (3, 100), (130, -1), (-1, 70), (1000, 1000)])
 def test_windows(kernels, head_dim, window):
     check_forward(kernels, *make(1, 1, 260, 300, head_dim), window=window)

@@ -64,6 +64,13 @@ def test_causal(kernels, head_dim, causal, seqlen_q, seqlen_k):
 
 
 @head_dims
+def test_sink(kernels, head_dim):
+    q, k, v = make(2, 4, 140, 97, head_dim, heads_kv=2)
+    check_against_reference(q, k, v, causal="lower_right", sink=torch.randn(4).requires_grad_())
+    assert b"sink_gradient_kernel" in kernels.c.last_kernel()
+
+
+@head_dims
 @pytest.mark.parametrize(
     ("window", "deterministic"),
     [((0, 0), True), ((3, 100), True), ((130, -1), True), ((-1, 70), False), ((1000, 1000), False)],

@@ -155,12 +155,17 @@ def backward_arguments(**changed):
         **tensors,
         "attn_mask": None,
         "alibi_slopes": None,
+        "sink": None,
         "rng_state": None,
         "out": out,
         "lse": lse,
-        "grad_mask": [True, True, True, False, False],
+        "grad_mask": wanted("query", "key", "value"),
     }
     return {**arguments, **changed}
+
+
+def wanted(*names):
+    return [name in names for name in _ops.DIFFERENTIABLE]
 
 
 BAD_BACKWARD_CALLS = {
@@ -173,8 +178,9 @@ BAD_BACKWARD_CALLS = {
     "grad_out shape": ({"grad_out": torch.zeros(2, 4, 5, 1)}, ValueError, ["grad_out", "1", "dimension 3", "6"]),
     "grad_out dtype": ({"grad_out": torch.zeros(2, 4, 5, 6).half()}, TypeError, ["grad_out", "float16", "query's"]),
     "grad_lse shape": ({"grad_lse": torch.zeros(2, 4, 1)}, ValueError, ["grad_lse", "1", "dimension 2", "5"]),
-    "mask gradient": ({"grad_mask": [False, False, False, True, False]}, ValueError, ["attn_mask", "float attn_mask"]),
-    "slopes gradient": ({"grad_mask": [False, False, False, False, True]}, ValueError, ["alibi_slopes"]),
+    "mask gradient": ({"grad_mask": wanted("attn_mask")}, ValueError, ["attn_mask", "float attn_mask"]),
+    "slopes gradient": ({"grad_mask": wanted("alibi_slopes")}, ValueError, ["alibi_slopes"]),
+    "sink gradient": ({"grad_mask": wanted("sink")}, ValueError, ["sink"]),
 }
 
 
@@ -202,11 +208,15 @@ def test_not_tensors():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors(layout):
-    nested = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(2, 8)], layout=layout)
-    with pytest.raises(TypeError, match="query: got a nested tensor; allowed: dense tensors"):
-        flash_attn(nested, nested, nested)
+def test_nested_tensors():
+    """Strided ones, and jagged ones that are not (batch, heads, j, head_dim)."""
+    for layout, error, words in (
+        (torch.strided, TypeError, "query: got a nested tensor; allowed: dense tensors"),
+        (torch.jagged, ValueError, "query: got a tensor of shape .*; allowed beside nested tensors: jagged ones"),
+    ):
+        nested = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(2, 8)], layout=layout)
+        with pytest.raises(error, match=words):
+            flash_attn(nested, nested, nested)
 
 
 @pytest.mark.parametrize("window", [(1 << 62, 1 << 62), (0, 1 << 62), (2**63 - 1, -1), (2**63 - 1, 0)], ids=str)

@@ -44,6 +44,21 @@ def test_the_forward_counts_as_its_two_products():
     assert count(lambda: flash_attn(q, k, v)) == {"flash_attn_ext.attention": products["aten.bmm"]}
 
 
+def test_forward_mode_and_double_backward_count_their_products():
+    q, k, v = (torch.randn(2, 4, s, 8, requires_grad=True) for s in (5, 16, 16))
+    product = count(lambda: flash_attn(q, k, v))["flash_attn_ext.attention"] // 2
+    x = tuple(t.detach() for t in (q, k, v))
+    counts = count(lambda: torch.func.jvp(flash_attn, x, x))
+    assert counts == {"flash_attn_ext.attention_jvp": 6 * product}
+
+    def gradient_penalty():
+        grads = torch.autograd.grad(flash_attn(q, k, v).sum(), (q, k, v), create_graph=True)
+        sum(g.square().sum() for g in grads).backward()
+
+    counts = count(gradient_penalty)
+    assert counts["flash_attn_ext.attention_double_backward"] == 10 * product
+
+
 def test_every_route_to_the_operators_is_counted():
     q = torch.randn(1, 2, 8, 4)
     once = count(lambda: flash_attn(q, q, q))

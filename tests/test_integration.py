@@ -26,7 +26,8 @@ def operator_arguments(name, requires_grad=True, transposed=False):
         )
     mask = torch.randn(2, 1, 1, 9, requires_grad=requires_grad)
     slopes = torch.rand(4, requires_grad=requires_grad)
-    return (q, k, v, mask, slopes, new_rng_state() if "dropout_p" in options else None), options
+    sink = torch.rand(2, 4, requires_grad=requires_grad)
+    return (q, k, v, mask, slopes, sink, new_rng_state() if "dropout_p" in options else None), options
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -41,7 +42,7 @@ def test_opcheck_attention_without_optional_arguments():
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("grad_mask", [[True] * 5, [True, False, True, False, False]])
+@pytest.mark.parametrize("grad_mask", [[True] * 6, [True, False, True, False, False, True]])
 def test_opcheck_attention_backward(name, grad_mask):
     arguments, options = operator_arguments(name, requires_grad=False)
     out, lse = _ops.attention(*arguments, **options)
@@ -224,20 +225,6 @@ def test_func_grad_under_autocast_casts_as_the_operator_does(dtype, mask_dtype):
         leaf = q.clone().requires_grad_()
         (expected,) = torch.autograd.grad(flash_attn(leaf, k, v, mask).double().sum(), leaf)
     assert torch.equal(ours, expected)
-
-
-def test_second_order_transforms_are_refused():
-    q, k, v = (t.detach() for t in make_qkv(1, 1, 4, 4, 4))
-    with pytest.raises(NotImplementedError, match="double backward"):
-        torch.func.grad(lambda q: torch.func.grad(lambda q: flash_attn(q, k, v).sin().sum())(q).sum())(q)
-
-
-def test_forward_mode_is_refused():
-    q, k, v = (t.detach() for t in make_qkv(1, 1, 4, 4, 4))
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"flash_attn: .*jvp"):
-        flash_attn(torch.autograd.forward_ad.make_dual(q, q), k, v)
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(lambda q: flash_attn(q, k, v), (q,), (q,))
 
 
 def test_checkpointing_replays_dropout():

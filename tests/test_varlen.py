@@ -279,13 +279,13 @@ def test_wrong_types():
 def operator_arguments(lengths=((5, 7), (0, 2), (9, 4))):
     q, k, v = make_pack(lengths, 2, 1, 8, 8)
     mask = torch.randn(1, sum(n for n, _ in lengths), 7, requires_grad=True)
-    return (q, k, v, mask, torch.rand(2, requires_grad=True), *offsets(lengths))
+    return (q, k, v, mask, *(torch.rand(2, requires_grad=True) for _ in range(2)), *offsets(lengths))
 
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_opcheck(mask):
-    q, k, v, attn_mask, slopes, *cu_seqlens = operator_arguments()
-    extra = (attn_mask, slopes) if mask else (None, None)
+    q, k, v, attn_mask, slopes, sink, *cu_seqlens = operator_arguments()
+    extra = (attn_mask, slopes, sink) if mask else (None, None, None)
     torch.library.opcheck(
         _ops.attention_varlen, (q, k, v, *extra, *cu_seqlens), {"causal": True, "max_seqlen_q": 9, "max_seqlen_k": 7}
     )

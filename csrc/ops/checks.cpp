@@ -235,6 +235,8 @@ void check_grad_mask(const Tensors& tensors, const GradFlags& flags) {
                     "grad_mask: got a request for attn_mask's gradient; allowed only with a float attn_mask");
   TORCH_CHECK_VALUE(!wanted.alibi_slopes || tensors.alibi_slopes,
                     "grad_mask: got a request for alibi_slopes' gradient; allowed only with alibi_slopes");
+  TORCH_CHECK_VALUE(!wanted.sink || tensors.sink,
+                    "grad_mask: got a request for sink's gradient; allowed only with sink");
 }
 
 // On CPU the numbers can be read. On CUDA nobody waits for them: kernels keep inside the tensors whatever they are.
@@ -299,6 +301,14 @@ void check_numbers(const CacheTensors& in, const CacheOptions& options) {
   }
 }
 
+void check_tangents(const AttentionTensors& in, const InputTangents& tangents) {
+  TORCH_CHECK_VALUE(!tangents.attn_mask || (in.attn_mask && in.attn_mask->scalar_type() != at::kBool),
+                    "tangent_attn_mask: got one; allowed only with a float attn_mask");
+  TORCH_CHECK_VALUE(!tangents.alibi_slopes || in.alibi_slopes,
+                    "tangent_alibi_slopes: got one; allowed only with alibi_slopes");
+  TORCH_CHECK_VALUE(!tangents.sink || in.sink, "tangent_sink: got one; allowed only with sink");
+}
+
 }  // namespace
 
 void check_attention(const AttentionTensors& tensors, const AttentionOptions& options) {
@@ -333,6 +343,19 @@ void check_varlen_backward(const VarlenBackwardTensors& tensors, const VarlenBac
   check_sizes(check_tensors(tensors, options));
   check_numbers(tensors.forward(), options.forward());
   check_grad_mask(tensors, options.grad_mask);
+}
+
+void check_attention_jvp(const AttentionJvpTensors& tensors, const AttentionOptions& options) {
+  check_sizes(check_tensors(tensors));
+  check_options(tensors.forward(), options);
+  check_tangents(tensors.forward(), tensors.tangents());
+}
+
+void check_attention_double_backward(const AttentionDoubleBackwardTensors& tensors,
+                                     const AttentionBackwardOptions& options) {
+  check_sizes(check_tensors(tensors));
+  check_attention_backward(tensors.backward(), options);
+  check_tangents(tensors.forward(), tensors.tangents());
 }
 
 void check_dropout_mask(const at::Tensor& rng_state, c10::ArrayRef<c10::SymInt> sizes, double dropout_p) {

@@ -9,6 +9,9 @@ namespace flash_attn_ext {
 
 // Throw TypeError (dtype, device) or ValueError (everything else).
 void check_attention(const AttentionTensors& tensors, const AttentionOptions& options);
+void check_attention_jvp(const AttentionJvpTensors& tensors, const AttentionOptions& options);
+void check_attention_double_backward(const AttentionDoubleBackwardTensors& tensors,
+                                     const AttentionBackwardOptions& options);
 void check_attention_backward(const AttentionBackwardTensors& tensors,
                               const AttentionBackwardOptions& options);
 void check_dropout_mask(const at::Tensor& rng_state, c10::ArrayRef<c10::SymInt> sizes, double dropout_p);

@@ -41,6 +41,8 @@ cpu::Parallel torch_threads(const AttentionParams& p, double products) {
 
 cpu::Parallel forward_threads(const AttentionParams& p) { return torch_threads(p, 2.0); }
 cpu::Parallel backward_threads(const BackwardParams& p) { return torch_threads(p, 5.0); }
+cpu::Parallel jvp_threads(const JvpParams& p) { return torch_threads(p, 6.0); }
+cpu::Parallel double_backward_threads(const DoubleBackwardParams& p) { return torch_threads(p, 10.0); }
 
 // Scratch for one call: from torch's allocator, or, where an allocation would take longer than the call, the
 // thread's own. Not on the stack: threads may have as little as 48 KiB of it.
@@ -90,12 +92,36 @@ void run_backward(const BackwardParams& params) {
   kernels.backward(params, workspace.data(), parallel);
 }
 
-AttentionResult without_keys(AttentionResult result) {
-  return {result.out.zero_(), result.lse.fill_(-std::numeric_limits<double>::infinity())};
+void run_jvp(const JvpParams& params) {
+  const cpu::Kernels& kernels = cpu::active_kernels();
+  const cpu::Parallel parallel = jvp_threads(params);
+  Workspace workspace(kernels.jvp_workspace(params, parallel.threads));
+  kernels.jvp(params, workspace.data(), parallel);
 }
 
-Gradients without_scores(Gradients result) {
+void run_double_backward(const DoubleBackwardParams& params) {
+  const cpu::Kernels& kernels = cpu::active_kernels();
+  const cpu::Parallel parallel = double_backward_threads(params);
+  Workspace workspace(kernels.double_backward_workspace(params, parallel.threads));
+  kernels.double_backward(params, workspace.data(), parallel);
+}
+
+// Without keys a row sees its sink alone, or nothing. `lse` is (B, H, S_q).
+AttentionResult without_keys(AttentionResult result, const OptionalTensor& sink = std::nullopt) {
+  result.out.zero_();
+  if (sink)
+    result.lse.copy_(sink->unsqueeze(-1).expand_as(result.lse));
+  else
+    result.lse.fill_(-std::numeric_limits<double>::infinity());
+  return result;
+}
+
+// And all that moves is the lse of such a row, with the sink.
+Gradients without_scores(Gradients result, const OptionalTensor& grad_lse = std::nullopt) {
   std::apply([](auto&... grad) { ((grad.defined() ? void(grad.zero_()) : void()), ...); }, result.tie());
+  if (!result.sink.defined() || !grad_lse) return result;
+  const at::Tensor per_head = grad_lse->sum(-1);
+  result.sink.copy_(result.sink.dim() == 1 ? per_head.sum(0) : per_head);
   return result;
 }
 
@@ -105,7 +131,7 @@ AttentionResult attention_cpu(const AttentionTensors& given, const AttentionOpti
   AttentionResult result = empty_result(given);
   auto& [out, lse] = result;
   if (lse.numel() == 0) return result;
-  if (given.key.size(2) == 0) return without_keys(result);
+  if (given.key.size(2) == 0) return without_keys(result, given.sink);
 
   const AttentionTensors tensors = readable(given);
   run_forward(pack_attention(tensors, out, lse, options));
@@ -117,11 +143,41 @@ Gradients attention_backward_cpu(const AttentionBackwardTensors& given,
   check_attention_backward(given, options);
   check_storages(given);
   Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
-  if (given.lse.numel() == 0 || given.key.size(2) == 0) return without_scores(result);
+  if (given.lse.numel() == 0 || given.key.size(2) == 0) return without_scores(result, given.grad_lse);
 
   const PackedBackward packed = pack_backward(given, options, result);
   run_backward(packed.params);
-  store_slopes_gradient(packed, result);
+  store_per_head_gradients(packed, result);
+  return result;
+}
+
+AttentionJvpResult attention_jvp_cpu(const AttentionJvpTensors& given, const AttentionOptions& options) {
+  check_attention_jvp(given, options);
+  check_storages(given);
+  const AttentionJvpResult result = empty_jvp_result(given.forward());
+  if (result.lse.numel() == 0) return result;
+  if (given.key.size(2) == 0) {
+    without_keys({result.out, result.lse}, given.sink);
+    result.tangent_out.zero_();
+    result.tangent_lse.zero_();
+    if (given.tangent_sink)
+      result.tangent_lse.copy_(given.tangent_sink->unsqueeze(-1).expand_as(result.tangent_lse));
+    return result;
+  }
+  run_jvp(pack_jvp(given, options, result).params);
+  return result;
+}
+
+Gradients attention_double_backward_cpu(const AttentionDoubleBackwardTensors& given,
+                                        const AttentionBackwardOptions& options) {
+  check_attention_double_backward(given, options);
+  check_storages(given);
+  const Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
+  if (given.lse.numel() == 0 || given.key.size(2) == 0)
+    return without_scores(result);  // linear in what is left
+  const PackedDoubleBackward packed = pack_double_backward(given, options, result);
+  run_double_backward(packed.params);
+  store_per_head_gradients(packed.backward, result);
   return result;
 }
 
@@ -130,7 +186,7 @@ AttentionResult varlen_cpu(const VarlenTensors& given, const VarlenOptions& opti
   check_varlen(given, options);
   AttentionResult result = empty_varlen_result(given);
   if (result.lse.numel() == 0) return result;
-  if (given.key.size(0) == 0) return without_keys(result);
+  if (given.key.size(0) == 0 && !given.sink) return without_keys(result);
   run_forward(pack_varlen(given, options, result).params);
   return result;
 }
@@ -149,10 +205,10 @@ Gradients varlen_backward_cpu(const VarlenBackwardTensors& given, const VarlenBa
   check_storages(given);
   check_varlen_backward(given, options);
   Gradients result = empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
-  if (given.lse.numel() == 0 || given.key.size(0) == 0) return without_scores(result);
+  if (given.lse.numel() == 0 || (given.key.size(0) == 0 && !given.sink)) return without_scores(result);
   const PackedVarlenBackward all = pack_varlen_backward(given, options, result);
   run_backward(all.packed.params);
-  store_slopes_gradient(all.packed, result);
+  store_per_head_gradients(all.packed, result);
   return result;
 }
 
@@ -209,6 +265,8 @@ TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
   implement<AttentionVarlen, varlen_cpu>(m);
   implement<AttentionCache, cache_cpu>(m);
   implement<AttentionVarlenBackward, varlen_backward_cpu>(m);
+  implement<AttentionJvp, attention_jvp_cpu>(m);
+  implement<AttentionDoubleBackward, attention_double_backward_cpu>(m);
   m.impl("dropout_mask", dropout_mask_cpu);
 }
 

@@ -58,7 +58,7 @@ Gradients attention_backward_cuda(const AttentionBackwardTensors& given,
   const Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
   const PackedBackward packed = pack_backward(given, options, result);
   run(cuda::select_backward(packed.params), packed.params, given.query.options());
-  store_slopes_gradient(packed, result);
+  store_per_head_gradients(packed, result);
   return result;
 }
 
@@ -89,7 +89,7 @@ Gradients varlen_backward_cuda(const VarlenBackwardTensors& given, const VarlenB
   const Gradients result = empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
   const PackedVarlenBackward all = pack_varlen_backward(given, options, result);
   run(cuda::select_backward(all.packed.params), all.packed.params, given.query.options());
-  store_slopes_gradient(all.packed, result);
+  store_per_head_gradients(all.packed, result);
   return result;
 }
 
@@ -184,12 +184,26 @@ KernelChoice choose_on_cuda(const BackwardParams&, at::Device) { refuse(); }
 
 #endif
 
+// Forward mode and double backward have CPU kernels only.
+AttentionJvpResult attention_jvp_cuda(const AttentionJvpTensors& given, const AttentionOptions& options) {
+  check_attention_jvp(given, options);
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "flash_attn on CUDA: forward-mode AD (jvp) has no kernel yet");
+}
+
+Gradients attention_double_backward_cuda(const AttentionDoubleBackwardTensors& given,
+                                         const AttentionBackwardOptions& options) {
+  check_attention_double_backward(given, options);
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "flash_attn on CUDA: double backward has no kernel yet");
+}
+
 TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) {
   implement<Attention, attention_cuda>(m);
   implement<AttentionBackward, attention_backward_cuda>(m);
   implement<AttentionVarlen, varlen_cuda>(m);
   implement<AttentionCache, cache_cuda>(m);
   implement<AttentionVarlenBackward, varlen_backward_cuda>(m);
+  implement<AttentionJvp, attention_jvp_cuda>(m);
+  implement<AttentionDoubleBackward, attention_double_backward_cuda>(m);
   m.impl("dropout_mask", dropout_mask_cuda);
 }
 

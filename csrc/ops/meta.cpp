@@ -34,6 +34,17 @@ Gradients varlen_backward_meta(const VarlenBackwardTensors& given, const VarlenB
   return empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
 }
 
+AttentionJvpResult attention_jvp_meta(const AttentionJvpTensors& given, const AttentionOptions& options) {
+  check_attention_jvp(given, options);
+  return empty_jvp_result(given.forward());
+}
+
+Gradients attention_double_backward_meta(const AttentionDoubleBackwardTensors& given,
+                                         const AttentionBackwardOptions& options) {
+  check_attention_double_backward(given, options);
+  return empty_gradients(given.forward(), GradMask(options.grad_mask));
+}
+
 at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10::SymInt heads,
                              c10::SymInt seqlen_q, c10::SymInt seqlen_k, double dropout_p) {
   const std::array<c10::SymInt, 4> sizes{std::move(batch), std::move(heads), std::move(seqlen_q),
@@ -50,6 +61,8 @@ TORCH_LIBRARY_IMPL(flash_attn_ext, Meta, m) {
   implement<AttentionVarlen, varlen_meta>(m);
   implement<AttentionCache, cache_meta>(m);
   implement<AttentionVarlenBackward, varlen_backward_meta>(m);
+  implement<AttentionJvp, attention_jvp_meta>(m);
+  implement<AttentionDoubleBackward, attention_double_backward_meta>(m);
   m.impl("dropout_mask", dropout_mask_meta);
 }
 

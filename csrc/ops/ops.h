@@ -2,6 +2,9 @@
 //
 //   attention            forward; differentiable
 //   attention_backward   its gradients; what autograd.cpp calls, and torch.compile traces
+//   attention_jvp        forward mode: attention and how its results move with the inputs; differentiable
+//   attention_double_backward   the gradient of <results of attention_jvp, grad_out and grad_lse>, which is also that of
+//                        <results of attention_backward, tangents>. docs/derivative_formulas.md: these are all of second order
 //   dropout_mask         what dropout keeps, for tests and for dense references
 //
 // Letters: B batch, H query heads, H_kv key/value heads, S_q and S_k sequence lengths, D head dimension of query and
@@ -37,7 +40,18 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
   /* bool: true attends. Float: added to the scores. */                                         \
   X(attn_mask,     OptionalTensor, kMaskShape,    kMask,     kUnlessFloat32, kBatchOrOne)       \
   /* -slope * |i + diagonal - j| is added to the scores. */                                     \
-  X(alibi_slopes,  OptionalTensor, kPerHeadShape, kAdded,    kUnlessFloat32, kPerHead)
+  X(alibi_slopes,  OptionalTensor, kPerHeadShape, kAdded,    kUnlessFloat32, kPerHead)          \
+  /* One more column of the softmax, a score without a value. */                                \
+  X(sink,          OptionalTensor, kPerHeadShape, kAdded,    kUnlessFloat32, kPerHead)
+
+// A tangent for each of them, in their order.
+#define FA_ATTENTION_TANGENTS(X)                                                                       \
+  X(tangent_query,        OptionalTensor, kQueryShape,   kOfQuery, kKeep, kBatch)                      \
+  X(tangent_key,          OptionalTensor, kKeyShape,     kOfQuery, kKeep, kBatch)                      \
+  X(tangent_value,        OptionalTensor, kValueShape,   kOfQuery, kKeep, kBatch)                      \
+  X(tangent_attn_mask,    OptionalTensor, kMaskShape,    kAdded,   kKeep, kBatchOrOne)                 \
+  X(tangent_alibi_slopes, OptionalTensor, kPerHeadShape, kAdded,   kKeep, kPerHead)                    \
+  X(tangent_sink,         OptionalTensor, kPerHeadShape, kAdded,   kKeep, kPerHead)
 
 #define FA_ATTENTION_TENSORS(X)                                                                 \
   FA_ATTENTION_DIFFERENTIABLE(X)                                                                \
@@ -71,6 +85,19 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
   X(out,           at::Tensor,     kOutShape,     kOfQuery,     kKeep,       kBatch)            \
   X(lse,           at::Tensor,     kLseShape,     kAccumulator, kKeep,       kBatch)
 
+#define FA_ATTENTION_JVP_TENSORS(X)                                                             \
+  FA_ATTENTION_TANGENTS(X)                                                                      \
+  FA_ATTENTION_TENSORS(X)
+
+#define FA_ATTENTION_DOUBLE_BACKWARD_TENSORS(X)                                                 \
+  X(grad_out,      OptionalTensor, kOutShape,     kOfQuery,     kKeep,       kBatch)            \
+  X(grad_lse,      OptionalTensor, kLseShape,     kAccumulator, kKeep,       kBatch)            \
+  FA_ATTENTION_JVP_TENSORS(X)                                                                   \
+  X(out,           at::Tensor,     kOutShape,     kOfQuery,     kKeep,       kBatch)            \
+  X(lse,           at::Tensor,     kLseShape,     kAccumulator, kKeep,       kBatch)            \
+  X(tangent_out,   at::Tensor,     kOutShape,     kOfQuery,     kKeep,       kBatch)            \
+  X(tangent_lse,   at::Tensor,     kLseShape,     kAccumulator, kKeep,       kBatch)
+
 #define FA_ATTENTION_BACKWARD_OPTIONS(X)                                                                         \
   FA_ATTENTION_OPTIONS(X)                                                                                        \
   /* Which gradients are wanted; the others come back undefined. */                                              \
@@ -79,6 +106,11 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
 #define FA_ATTENTION_RESULT(X)                                                                  \
   X(out,           at::Tensor)  /* (B, H, S_q, D_v), query's dtype */                           \
   X(lse,           at::Tensor)  /* (B, H, S_q), the accumulators' type */
+
+#define FA_ATTENTION_JVP_RESULT(X)                                                              \
+  FA_ATTENTION_RESULT(X)                                                                        \
+  X(tangent_out,   at::Tensor)                                                                  \
+  X(tangent_lse,   at::Tensor)
 // clang-format on
 
 // A value for each tensor that has a gradient, by name.
@@ -136,6 +168,58 @@ struct AttentionBackward {
   static constexpr const char* kName = "attention_backward";
   static std::string results() { return tensor_list(kGradients); }
   using Tensors = AttentionBackwardTensors;
+  using Options = AttentionBackwardOptions;
+  using Result = Gradients;
+};
+
+using InputTangents = PerGradient<OptionalTensor>;  // none: zero
+
+// The members of a struct that are tangents, as InputTangents; and set from them.
+#define FA_TANGENT_ACCESS                                                              \
+  InputTangents tangents() const {                                                     \
+    InputTangents picked;                                                              \
+    picked.tie() = tie_but_first(0 FA_ATTENTION_TANGENTS(FA_NAME));                    \
+    return picked;                                                                     \
+  }                                                                                    \
+  void set_tangents(const InputTangents& from) {                                       \
+    tie_but_first(0 FA_ATTENTION_TANGENTS(FA_NAME)) = from.tie();                      \
+  }                                                                                    \
+  AttentionTensors forward() const { FA_PICK(AttentionTensors, FA_ATTENTION_TENSORS) } \
+  void set_forward(const AttentionTensors& forward) { FA_SET(forward, FA_ATTENTION_TENSORS) }
+
+struct AttentionJvpTensors {
+  FA_TENSOR_FIELDS(FA_ATTENTION_JVP_TENSORS)
+  FA_TANGENT_ACCESS
+};
+struct AttentionJvpResult {
+  FA_ATTENTION_JVP_RESULT(FA_TENSOR_FIELD)
+  FA_MEMBERS(FA_ATTENTION_JVP_RESULT)
+};
+struct AttentionJvp {
+  static constexpr const char* kName = "attention_jvp";
+  static std::string results() { return "(Tensor out, Tensor lse, Tensor tangent_out, Tensor tangent_lse)"; }
+  using Tensors = AttentionJvpTensors;
+  using Options = AttentionOptions;
+  using Result = AttentionJvpResult;
+};
+
+struct AttentionDoubleBackwardTensors {
+  FA_TENSOR_FIELDS(FA_ATTENTION_DOUBLE_BACKWARD_TENSORS)
+  FA_TANGENT_ACCESS
+  AttentionBackwardTensors backward() const {
+    AttentionBackwardTensors picked;
+    picked.set_forward(forward());
+    picked.grad_out = grad_out;
+    picked.grad_lse = grad_lse;
+    picked.out = out;
+    picked.lse = lse;
+    return picked;
+  }
+};
+struct AttentionDoubleBackward {
+  static constexpr const char* kName = "attention_double_backward";
+  static std::string results() { return tensor_list(kGradients); }
+  using Tensors = AttentionDoubleBackwardTensors;
   using Options = AttentionBackwardOptions;
   using Result = Gradients;
 };

@@ -24,6 +24,12 @@ inline AttentionResult empty_result(const AttentionTensors& in) {
   return {empty_in_order_of(in.query, in.value.sym_size(3)), empty_lse(in.query)};
 }
 
+inline AttentionJvpResult empty_jvp_result(const AttentionTensors& in) {
+  auto [out, lse] = empty_result(in);
+  auto [tangent_out, tangent_lse] = empty_result(in);
+  return {out, lse, tangent_out, tangent_lse};
+}
+
 // Gradients that were not asked for stay undefined. Those of q, k and v keep their tensor's memory order, the others
 // are contiguous.
 inline Gradients empty_gradients(const AttentionTensors& in, const GradMask& wanted) {

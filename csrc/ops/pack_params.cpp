@@ -48,6 +48,50 @@ MaskGrad pack_mask_grad(const at::Tensor& dmask) {
   return {dmask.mutable_data_ptr(), dmask.size(0), dmask.size(1), dmask.size(2), dmask.size(3)};
 }
 
+MaskParams pack_mask(const OptionalTensor& mask) {
+  if (!mask) return {};
+  return {mask->const_data_ptr(),     pack_dtype(mask->scalar_type()), broadcast_stride(*mask, 0),
+          broadcast_stride(*mask, 1), broadcast_stride(*mask, 2),      broadcast_stride(*mask, 3)};
+}
+
+// AlibiParams or SinkParams of a tensor (H) or (B, H).
+template <class Params>
+Params pack_per_head(const OptionalTensor& t) {
+  if (!t) return {};
+  return {t->const_data_ptr(), t->dim() == 2 ? t->stride(0) : 0, t->stride(-1)};
+}
+
+// One for each head: kernels write these, and store_per_head_gradients() sums them up.
+at::Tensor empty_per_head(const at::Tensor& gradient, const AttentionBackwardTensors& given) {
+  if (!gradient.defined()) return {};
+  return at::empty({given.query.size(0), given.query.size(1)}, given.lse.options());
+}
+
+void* data_or_null(const at::Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; }
+
+InputTangents readable(const InputTangents& given, const at::Tensor& query) {
+  InputTangents tangents = given;
+  for (OptionalTensor* t : {&tangents.query, &tangents.key, &tangents.value})
+    if (*t) *t = readable(**t);
+  for (OptionalTensor* per_head : {&tangents.alibi_slopes, &tangents.sink})
+    if (*per_head) *per_head = (*per_head)->to(accumulate_type(query));
+  return tangents;
+}
+
+Tangents pack_tangents(const InputTangents& t) {
+  const auto tensor4 = [](const OptionalTensor& x) { return x ? pack_tensor4(*x) : Tensor4{}; };
+  return {tensor4(t.query),
+          tensor4(t.key),
+          tensor4(t.value),
+          pack_mask(t.attn_mask),
+          pack_per_head<AlibiParams>(t.alibi_slopes),
+          pack_per_head<SinkParams>(t.sink)};
+}
+
+at::Tensor zeros_like_one_row(const at::Tensor& t) {
+  return at::zeros({1, 1, 1, t.size(3)}, t.options()).expand_as(t);
+}
+
 }  // namespace
 
 AttentionTensors readable(const AttentionTensors& given) {
@@ -55,7 +99,8 @@ AttentionTensors readable(const AttentionTensors& given) {
   tensors.query = readable(given.query);
   tensors.key = readable(given.key);
   tensors.value = readable(given.value);
-  if (given.alibi_slopes) tensors.alibi_slopes = given.alibi_slopes->to(accumulate_type(given.query));
+  for (OptionalTensor* per_head : {&tensors.alibi_slopes, &tensors.sink})
+    if (*per_head) *per_head = (*per_head)->to(accumulate_type(given.query));
   return tensors;
 }
 
@@ -77,15 +122,9 @@ AttentionParams pack_attention(const AttentionTensors& in, const at::Tensor& out
   p.scale = o.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.sizes.head_dim)));
   p.softcap = o.softcap;
   p.band = pack_band(p.sizes, o);
-  if (in.attn_mask) {
-    const at::Tensor& mask = *in.attn_mask;
-    p.mask = {mask.const_data_ptr(),     pack_dtype(mask.scalar_type()), broadcast_stride(mask, 0),
-              broadcast_stride(mask, 1), broadcast_stride(mask, 2),      broadcast_stride(mask, 3)};
-  }
-  if (in.alibi_slopes) {
-    const at::Tensor& slopes = *in.alibi_slopes;
-    p.alibi = {slopes.const_data_ptr(), slopes.dim() == 2 ? slopes.stride(0) : 0, slopes.stride(-1)};
-  }
+  p.mask = pack_mask(in.attn_mask);
+  p.alibi = pack_per_head<AlibiParams>(in.alibi_slopes);
+  p.sink = pack_per_head<SinkParams>(in.sink);
   if (o.dropout_p > 0) {
     p.dropout.rng_state = in.rng_state->const_data_ptr<int64_t>();
     p.dropout.threshold = dropout_threshold(o.dropout_p);
@@ -101,12 +140,10 @@ PackedBackward pack_backward(const AttentionBackwardTensors& given, const Attent
   packed.tensors = readable(given.forward());
   packed.out = readable(given.out);
   packed.lse = given.lse.contiguous();
-  packed.dout = given.grad_out
-                    ? readable(*given.grad_out)
-                    : at::zeros({1, 1, 1, given.out.size(3)}, given.out.options()).expand_as(given.out);
+  packed.dout = given.grad_out ? readable(*given.grad_out) : zeros_like_one_row(given.out);
   if (given.grad_lse) packed.dlse = given.grad_lse->contiguous();
-  if (result.alibi_slopes.defined())
-    packed.dslopes_per_head = at::empty({given.query.size(0), given.query.size(1)}, given.lse.options());
+  packed.dslopes_per_head = empty_per_head(result.alibi_slopes, given);
+  packed.dsink_per_head = empty_per_head(result.sink, given);
 
   BackwardParams& p = packed.params;
   static_cast<AttentionParams&>(p) =
@@ -118,14 +155,49 @@ PackedBackward pack_backward(const AttentionBackwardTensors& given, const Attent
   p.dv = pack_tensor4(result.value);
   p.dmask = pack_mask_grad(result.attn_mask);
   p.deterministic = options.deterministic;
-  p.dalibi_slopes = packed.dslopes_per_head.defined() ? packed.dslopes_per_head.mutable_data_ptr() : nullptr;
+  p.dalibi_slopes = data_or_null(packed.dslopes_per_head);
+  p.dsink = data_or_null(packed.dsink_per_head);
   return packed;
 }
 
-void store_slopes_gradient(const PackedBackward& packed, const Gradients& result) {
-  const at::Tensor& dslopes = result.alibi_slopes;
-  if (dslopes.defined())
-    dslopes.copy_(dslopes.dim() == 1 ? packed.dslopes_per_head.sum(0) : packed.dslopes_per_head);
+void store_per_head_gradients(const PackedBackward& packed, const Gradients& result) {
+  auto store = [](const at::Tensor& per_head, const at::Tensor& gradient) {
+    if (gradient.defined()) gradient.copy_(gradient.dim() == 1 ? per_head.sum(0) : per_head);
+  };
+  store(packed.dslopes_per_head, result.alibi_slopes);
+  store(packed.dsink_per_head, result.sink);
+}
+
+PackedJvp pack_jvp(const AttentionJvpTensors& given, const AttentionOptions& options,
+                   const AttentionJvpResult& result) {
+  PackedJvp packed;
+  packed.tensors = readable(given.forward());
+  packed.tangents = readable(given.tangents(), given.query);
+  static_cast<AttentionParams&>(packed.params) =
+      pack_attention(packed.tensors, result.out, result.lse, options);
+  packed.params.tangents = pack_tangents(packed.tangents);
+  packed.params.t_out = pack_tensor4(result.tangent_out);
+  packed.params.t_lse = result.tangent_lse.mutable_data_ptr();
+  return packed;
+}
+
+PackedDoubleBackward pack_double_backward(const AttentionDoubleBackwardTensors& given,
+                                          const AttentionBackwardOptions& options, const Gradients& result) {
+  PackedDoubleBackward packed;
+  packed.backward = pack_backward(given.backward(), options, result);
+  packed.tangents = readable(given.tangents(), given.query);
+  if (!packed.tangents.query) packed.tangents.query = zeros_like_one_row(given.query);
+  if (!packed.tangents.key) packed.tangents.key = zeros_like_one_row(given.key);
+  if (!packed.tangents.value) packed.tangents.value = zeros_like_one_row(given.value);
+  packed.tangent_out = readable(given.tangent_out);
+  packed.tangent_lse = given.tangent_lse.contiguous();
+
+  DoubleBackwardParams& p = packed.params;
+  static_cast<BackwardParams&>(p) = packed.backward.params;
+  p.tangents = pack_tangents(packed.tangents);
+  p.t_out = pack_tensor4(packed.tangent_out);
+  p.t_lse = packed.tangent_lse.const_data_ptr();
+  return packed;
 }
 
 }  // namespace flash_attn_ext

@@ -7,7 +7,7 @@
 namespace flash_attn_ext {
 
 // Copies of those tensors that the kernels cannot read in place: a last dimension that is not contiguous;
-// slopes in another type than the accumulators'. The params point into the result, which must outlive them.
+// slopes and sinks in another type than the accumulators'. The params point into the result, which must outlive them.
 AttentionTensors readable(const AttentionTensors& tensors);
 
 // `out` and `lse` are written by the forward and read by the backward.
@@ -20,15 +20,34 @@ uint64_t dropout_threshold(double dropout_p);
 struct PackedBackward {
   AttentionTensors tensors;
   at::Tensor out, lse, dout, dlse;
-  at::Tensor dslopes_per_head;  // (B, H); defined if the slopes' gradient is wanted
+  at::Tensor dslopes_per_head, dsink_per_head;  // (B, H); defined if that gradient is wanted
   BackwardParams params;
 };
 
-// `result` is from empty_gradients(); kernels write to it, all but the slopes' gradient.
+// `result` is from empty_gradients(); kernels write to it, all but the gradients of slopes and sink.
 PackedBackward pack_backward(const AttentionBackwardTensors& given, const AttentionBackwardOptions& options,
                              const Gradients& result);
 
-// After the kernels: the slopes' gradient in the slopes' own shape.
-void store_slopes_gradient(const PackedBackward& packed, const Gradients& result);
+// After the kernels: the gradients of slopes and sink in their own shapes.
+void store_per_head_gradients(const PackedBackward& packed, const Gradients& result);
+
+// Forward mode's params, likewise.
+struct PackedJvp {
+  AttentionTensors tensors;
+  InputTangents tangents;
+  JvpParams params;
+};
+PackedJvp pack_jvp(const AttentionJvpTensors& given, const AttentionOptions& options,
+                   const AttentionJvpResult& result);
+
+// Double backward's params: `backward.params` is not used, all else of it is.
+struct PackedDoubleBackward {
+  PackedBackward backward;
+  InputTangents tangents;
+  at::Tensor tangent_out, tangent_lse;
+  DoubleBackwardParams params;
+};
+PackedDoubleBackward pack_double_backward(const AttentionDoubleBackwardTensors& given,
+                                          const AttentionBackwardOptions& options, const Gradients& result);
 
 }  // namespace flash_attn_ext

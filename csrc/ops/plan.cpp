@@ -165,10 +165,16 @@ Plan plan_attention_backward(const AttentionTensors& given, const AttentionOptio
         (plan.bytes.emplace_back(std::string("d") + *name++, bytes_of(grad)), ...);
       },
       gradients.tie());
-  // Per batch and head, and, where the slopes are the same for all batches, once more per head.
-  int64_t slopes_bytes = bytes_of(packed.dslopes_per_head);
-  if (slopes_bytes > 0 && given.alibi_slopes->dim() == 1) slopes_bytes += slopes_bytes / given.query.size(0);
-  plan.bytes.emplace_back("workspace", plan.choice.workspace_bytes + slopes_bytes);
+  // Per batch and head, and, where the slopes are the same for all batches, once more per head. So for the sink.
+  int64_t per_head_bytes = 0;
+  auto add_per_head = [&](const at::Tensor& per_head, const OptionalTensor& t) {
+    const int64_t bytes = bytes_of(per_head);
+    per_head_bytes += bytes;
+    if (bytes > 0 && t->dim() == 1) per_head_bytes += bytes / given.query.size(0);
+  };
+  add_per_head(packed.dslopes_per_head, given.alibi_slopes);
+  add_per_head(packed.dsink_per_head, given.sink);
+  plan.bytes.emplace_back("workspace", plan.choice.workspace_bytes + per_head_bytes);
   plan.bytes.emplace_back("copies", forms.copied_bytes);
   return plan;
 }

@@ -12,6 +12,8 @@ TORCH_LIBRARY(flash_attn_ext, m) {
   m.def(schema<AttentionVarlen>().c_str());
   m.def(schema<AttentionCache>().c_str());
   m.def(schema<AttentionVarlenBackward>().c_str());
+  m.def(schema<AttentionJvp>().c_str());
+  m.def(schema<AttentionDoubleBackward>().c_str());
   m.def(
       "dropout_mask(Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, "
       "float dropout_p) -> Tensor");

@@ -18,8 +18,8 @@ at::Tensor mask_as_4d(const at::Tensor& t) { return t.defined() && t.dim() == 3 
 OptionalTensor mask_as_4d(const OptionalTensor& t) { return t ? OptionalTensor(mask_as_4d(*t)) : t; }
 
 AttentionTensors as_batch_of_one(const VarlenTensors& in) {
-  return {as_4d(in.query),          as_4d(in.key),   as_4d(in.value),
-          mask_as_4d(in.attn_mask), in.alibi_slopes, in.rng_state};
+  return {as_4d(in.query), as_4d(in.key), as_4d(in.value), mask_as_4d(in.attn_mask),
+          in.alibi_slopes, in.sink,       in.rng_state};
 }
 
 at::Tensor readable_rows(const at::Tensor& t) {
@@ -32,7 +32,8 @@ VarlenTensors readable(const VarlenTensors& given) {
   for (at::Tensor* t : {&tensors.cu_seqlens_q, &tensors.cu_seqlens_k}) *t = t->contiguous();
   for (OptionalTensor* t : {&tensors.seqused_q, &tensors.seqused_k})
     if (*t) *t = (*t)->contiguous();
-  if (given.alibi_slopes) tensors.alibi_slopes = given.alibi_slopes->to(accumulate_type(given.query));
+  for (OptionalTensor* t : {&tensors.alibi_slopes, &tensors.sink})
+    if (*t) *t = (*t)->to(accumulate_type(given.query));
   return tensors;
 }
 
@@ -108,15 +109,18 @@ PackedVarlenBackward pack_varlen_backward(const VarlenBackwardTensors& given,
   backward.grad_mask = options.grad_mask;
   all.packed = pack_backward(tensors, backward,
                              {as_4d(result.query), as_4d(result.key), as_4d(result.value),
-                              mask_as_4d(result.attn_mask), result.alibi_slopes});
+                              mask_as_4d(result.attn_mask), result.alibi_slopes, result.sink});
 
   BackwardParams& p = all.packed.params;
   cut_into_sequences(p, all.tensors, options.forward());
   for (Tensor4* t : {&p.dout, &p.dq, &p.dk, &p.dv}) t->stride_b = 0;
-  if (result.alibi_slopes.defined()) {
-    all.packed.dslopes_per_head = at::empty({p.sizes.batch, p.sizes.heads}, given.lse.options());
-    p.dalibi_slopes = all.packed.dslopes_per_head.mutable_data_ptr();
-  }
+  const auto per_head = [&](const at::Tensor& gradient, at::Tensor& packed) -> void* {
+    if (!gradient.defined()) return nullptr;
+    packed = at::empty({p.sizes.batch, p.sizes.heads}, given.lse.options());
+    return packed.mutable_data_ptr();
+  };
+  p.dalibi_slopes = per_head(result.alibi_slopes, all.packed.dslopes_per_head);
+  p.dsink = per_head(result.sink, all.packed.dsink_per_head);
   return all;
 }
 

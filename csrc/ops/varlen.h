@@ -32,6 +32,7 @@ constexpr Shape kPackedMaskShape{Shape::kPackedMask};
   X(value,         at::Tensor,     kPackedValueShape, kOfQuery,  kCast,          kLoop)             \
   X(attn_mask,     OptionalTensor, kPackedMaskShape,  kMask,     kUnlessFloat32, kLoop)             \
   X(alibi_slopes,  OptionalTensor, kPerHeadShape,     kAdded,    kUnlessFloat32, kLoop)             \
+  X(sink,          OptionalTensor, kPerHeadShape,     kAdded,    kUnlessFloat32, kLoop)             \
   /* Ascending, from 0 to T_q and T_k. */                                                           \
   X(cu_seqlens_q,  at::Tensor,     kOffsetsShape,     kIndex,    kKeep,          kLoop)             \
   X(cu_seqlens_k,  at::Tensor,     kOffsetsShape,     kIndex,    kKeep,          kLoop)             \

@@ -95,7 +95,8 @@ const char* try_sdpa(Arguments arguments, Results& results) {
   if (dropout_p > 0)
     rng_state = at::randint(std::numeric_limits<int64_t>::max(), {2}, query.options().dtype(at::kLong));
   auto [out, lse] = call<Attention>(
-      {as_4d(query), as_4d(key), as_4d(value), mask_4d, /*alibi_slopes=*/{}, rng_state}, options);
+      {as_4d(query), as_4d(key), as_4d(value), mask_4d, /*alibi_slopes=*/{}, /*sink=*/{}, rng_state},
+      options);
   if (query.dim() != 4) {
     auto sizes = query.sizes().vec();
     sizes.back() = value.size(-1);

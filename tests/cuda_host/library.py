@@ -43,6 +43,7 @@ MaskParams = struct(
     "MaskParams", data=pointer, dtype=ctypes.c_int8, stride_b=i64, stride_h=i64, stride_q=i64, stride_k=i64
 )
 AlibiParams = struct("AlibiParams", slopes=pointer, stride_b=i64, stride_h=i64)
+SinkParams = struct("SinkParams", data=pointer, stride_b=i64, stride_h=i64)
 DropoutParams = struct("DropoutParams", rng_state=pointer, threshold=u64, keep_scale=f64)
 DecodeParams = struct("DecodeParams", num_splits=i64, has_unified_max=ctypes.c_bool, unified_max=f64)
 Offsets = struct("Offsets", data=pointer, is_int64=ctypes.c_bool)
@@ -52,13 +53,13 @@ VarlenParams = struct(
 )  # fmt: skip
 AttentionParams = struct(
     "AttentionParams", dtype=ctypes.c_int8, sizes=Sizes, q=Tensor4, k=Tensor4, v=Tensor4, out=Tensor4, lse=pointer,
-    scale=f64, softcap=f64, band=Band, mask=MaskParams, alibi=AlibiParams, dropout=DropoutParams, decode=DecodeParams,
-    varlen=VarlenParams,
+    scale=f64, softcap=f64, band=Band, mask=MaskParams, alibi=AlibiParams, sink=SinkParams, dropout=DropoutParams,
+    decode=DecodeParams, varlen=VarlenParams,
 )  # fmt: skip
 MaskGrad = struct("MaskGrad", data=pointer, batch=i64, heads=i64, rows=i64, cols=i64)
 BackwardParams = struct(
     "BackwardParams", AttentionParams, dout=Tensor4, dlse=pointer, dq=Tensor4, dk=Tensor4, dv=Tensor4, dmask=MaskGrad,
-    dalibi_slopes=pointer, deterministic=ctypes.c_bool,
+    dalibi_slopes=pointer, dsink=pointer, deterministic=ctypes.c_bool,
 )  # fmt: skip
 
 
@@ -164,11 +165,10 @@ class Library:
         if mask is not None:
             strides = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
             params.mask = MaskParams(mask.data_ptr(), DTYPES[mask.dtype], *strides)
-        slopes = tensors["slopes"]
-        if slopes is not None:
-            params.alibi = AlibiParams(
-                slopes.data_ptr(), slopes.stride(0) if slopes.dim() == 2 else 0, slopes.stride(-1)
-            )
+        for name, field, kind in (("slopes", "alibi", AlibiParams), ("sink", "sink", SinkParams)):
+            t = tensors.get(name)
+            if t is not None:
+                setattr(params, field, kind(t.data_ptr(), t.stride(0) if t.dim() == 2 else 0, t.stride(-1)))
         if options["dropout_p"] > 0:
             params.dropout = dropout_params(tensors["rng_state"], options["dropout_p"])
         unified_max = options["unified_max"]
@@ -202,14 +202,18 @@ class Library:
         if wanted["slopes"]:
             grads["dslopes"] = torch.empty(tensors["q"].shape[:2], dtype=tensors["lse"].dtype)
             params.dalibi_slopes = grads["dslopes"].data_ptr()
+        if wanted["sink"]:
+            grads["dsink"] = torch.empty(tensors["q"].shape[:2], dtype=tensors["lse"].dtype)
+            params.dsink = grads["dsink"].data_ptr()
         workspace = empty_workspace(self.c.backward_workspace(ctypes.byref(params)))
         self.show({**tensors, **grads, "workspace": workspace}, (*grads, "workspace"))
         self.c.require_ordered_adds(params.deterministic)
         arguments = ctypes.byref(params), pointer(workspace.data_ptr())
         self.check(self.c.backward(*arguments))
         self.recomputed_tiles = self.c.sm80_recomputed_tiles(*arguments)
-        if wanted["slopes"] and tensors["slopes"].dim() == 1:
-            grads["dslopes"] = grads["dslopes"].sum(0)
+        for name in ("slopes", "sink"):
+            if wanted[name] and tensors[name].dim() == 1:
+                grads["d" + name] = grads["d" + name].sum(0)
         return grads
 
     def dropout_mask(self, rng_state, batch, heads, seqlen_q, seqlen_k, dropout_p):
@@ -263,25 +267,26 @@ DEFAULTS = {
 def as_cpu_kernels(library):
     """Inside, flash_attn and its backward on CPU tensors run through the CUDA kernels' host build."""
 
-    def inputs(q, k, v, mask, slopes, rng_state):
-        slopes = None if slopes is None else slopes.to(accumulate_type(q))
+    def inputs(q, k, v, mask, slopes, sink, rng_state):
+        slopes, sink = (None if t is None else t.to(accumulate_type(q)) for t in (slopes, sink))
         tensors = {"q": readable(q), "k": readable(k), "v": readable(v)}
-        return tensors | {"attn_mask": mask, "slopes": slopes, "rng_state": rng_state}
+        return tensors | {"attn_mask": mask, "slopes": slopes, "sink": sink, "rng_state": rng_state}
 
-    def attention(q, k, v, attn_mask=None, alibi_slopes=None, rng_state=None, **options):
-        return library.forward(inputs(q, k, v, attn_mask, alibi_slopes, rng_state), **DEFAULTS | options)
+    def attention(q, k, v, attn_mask=None, alibi_slopes=None, sink=None, rng_state=None, **options):
+        return library.forward(inputs(q, k, v, attn_mask, alibi_slopes, sink, rng_state), **DEFAULTS | options)
 
-    def attention_backward(dout, dlse, q, k, v, mask, slopes, rng_state, out, lse, grad_mask=None, **options):
-        tensors = inputs(q, k, v, mask, slopes, rng_state) | {"out": readable(out), "lse": lse}
+    def attention_backward(dout, dlse, q, k, v, mask, slopes, sink, rng_state, out, lse, grad_mask=None, **options):
+        tensors = inputs(q, k, v, mask, slopes, sink, rng_state) | {"out": readable(out), "lse": lse}
         tensors["dout"] = torch.zeros(1, 1, 1, out.shape[3], dtype=out.dtype).expand_as(out)
         if dout is not None:
             tensors["dout"] = readable(dout)
         tensors["dlse"] = None if dlse is None else dlse.contiguous()
-        wanted = dict(zip(("q", "k", "v", "attn_mask", "slopes"), grad_mask, strict=True))
+        wanted = dict(zip(("q", "k", "v", "attn_mask", "slopes", "sink"), grad_mask, strict=True))
         grads = library.backward(tensors, wanted, **DEFAULTS | options)
-        if wanted["slopes"]:
-            grads["dslopes"] = grads["dslopes"].to(slopes.dtype)
-        return tuple(grads.get(name) for name in ("dq", "dk", "dv", "dmask", "dslopes"))
+        for name, t in (("dslopes", slopes), ("dsink", sink)):
+            if name in grads:
+                grads[name] = grads[name].to(t.dtype)
+        return tuple(grads.get(name) for name in ("dq", "dk", "dv", "dmask", "dslopes", "dsink"))
 
     registration = torch.library.Library("flash_attn_ext", "IMPL")
     with warnings.catch_warnings():
