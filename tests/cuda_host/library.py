@@ -47,9 +47,16 @@ SinkParams = struct("SinkParams", data=pointer, stride_b=i64, stride_h=i64)
 DropoutParams = struct("DropoutParams", rng_state=pointer, threshold=u64, keep_scale=f64)
 DecodeParams = struct("DecodeParams", num_splits=i64, has_unified_max=ctypes.c_bool, unified_max=f64)
 Offsets = struct("Offsets", data=pointer, is_int64=ctypes.c_bool)
+CacheScale = struct("CacheScale", data=pointer, stride_b=i64, stride_h=i64, stride_s=i64)
+PageTable = struct("PageTable", pages=Offsets, count=i64, page_size=i64, num_pages=i64, sequence=i64)
+CacheParams = struct(
+    "CacheParams", batch_idx=Offsets, leftpad=Offsets, caches=i64, dtype=ctypes.c_int8, k_scale=CacheScale,
+    v_scale=CacheScale, pages=PageTable, cache=i64,
+)  # fmt: skip
 VarlenParams = struct(
     "VarlenParams", cu_seqlens_q=Offsets, cu_seqlens_k=Offsets, seqused_q=Offsets, seqused_k=Offsets, total_q=i64,
     total_k=i64, lower_right=ctypes.c_bool, mask_by_row=ctypes.c_bool, first_q=i64, first_k=i64,
+    cache=CacheParams,
 )  # fmt: skip
 AttentionParams = struct(
     "AttentionParams", dtype=ctypes.c_int8, sizes=Sizes, q=Tensor4, k=Tensor4, v=Tensor4, out=Tensor4, lse=pointer,
