@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.attention
 
-from . import _ops, _torch_varlen
+from . import _ops
 
 __all__ = ["ActivationReport", "activate", "activated", "activation_report", "deactivate", "is_active"]
 
@@ -62,14 +62,12 @@ def activate() -> None:
       gradient, with a head dimension of ``value`` of its own, and in the fused inference path.
     """
     _ops.activate()
-    _torch_varlen.register()
     _forget_dispatch()
 
 
 def deactivate() -> None:
     """torch's own kernels run again. Calls in other threads end with the kernel that they began with."""
     _ops.deactivate()
-    _torch_varlen.unregister()
     _forget_dispatch()
 
 

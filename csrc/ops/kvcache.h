@@ -47,6 +47,7 @@ struct CacheTensors {
 struct CacheOptions {
   FA_OPTION_FIELDS(FA_CACHE_OPTIONS)
   AttentionOptions attention() const { FA_PICK(AttentionOptions, FA_ATTENTION_OPTIONS) }
+  void set_attention(const AttentionOptions& attention) { FA_SET(attention, FA_ATTENTION_OPTIONS) }
 };
 struct AttentionCache {
   static constexpr const char* kName = "attention_cache";

@@ -65,6 +65,7 @@ struct VarlenTensors {
 struct VarlenOptions {
   FA_OPTION_FIELDS(FA_VARLEN_OPTIONS)
   AttentionOptions attention() const { FA_PICK(AttentionOptions, FA_ATTENTION_OPTIONS) }
+  void set_attention(const AttentionOptions& attention) { FA_SET(attention, FA_ATTENTION_OPTIONS) }
 };
 struct AttentionVarlen {
   static constexpr const char* kName = "attention_varlen";

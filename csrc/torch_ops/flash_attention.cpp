@@ -3,41 +3,14 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <cmath>
 
+#include "../ops/kvcache.h"
 #include "arguments.h"
 #include "overrides.h"
 
 namespace flash_attn_ext::torch_ops {
 namespace {
-
-// Where a sequence of a packed tensor begins, and its length.
-struct Rows {
-  int64_t start, length;
-  at::Tensor of(const at::Tensor& packed) const { return packed.narrow(0, start, length); }
-};
-
-// Offsets (N + 1), checked: what lies outside of the packed tensor must not be read.
-std::vector<Rows> read_offsets(const char* name, const at::Tensor& offsets, int64_t total) {
-  TORCH_CHECK_VALUE(offsets.dim() == 1 && offsets.numel() >= 1, name, ": got shape ", offsets.sizes(),
-                    "; allowed: (number of sequences + 1)");
-  TORCH_CHECK_TYPE(offsets.scalar_type() == at::kInt || offsets.scalar_type() == at::kLong, name,
-                   ": got dtype ", offsets.scalar_type(), "; allowed: int32, int64");
-  const at::Tensor wide = offsets.to(at::kLong).contiguous();
-  const int64_t* at = wide.const_data_ptr<int64_t>();
-  std::vector<Rows> rows;
-  for (int64_t n = 0; n + 1 < wide.numel(); ++n) {
-    TORCH_CHECK_VALUE(0 <= at[n] && at[n] <= at[n + 1] && at[n + 1] <= total, name, ": got ", at[n],
-                      " before ", at[n + 1], "; allowed: numbers that do not fall, from 0 to ", total);
-    rows.push_back({at[n], at[n + 1] - at[n]});
-  }
-  return rows;
-}
-
-// (S, H, D) as (1, H, S, D).
-at::Tensor one_batch(const at::Tensor& rows) { return rows.transpose(0, 1).unsqueeze(0); }
-at::Tensor one_sequence(const at::Tensor& batch) { return batch.squeeze(0).transpose(0, 1); }
 
 std::optional<int64_t> window_side(const c10::IValue& argument) {
   const auto side = argument.toOptional<int64_t>();
@@ -85,10 +58,15 @@ const char* try_flash_attention(Arguments arguments, Results& results) {
   const auto offsets_q = tensor_or_none(arguments[3]), offsets_k = tensor_or_none(arguments[4]);
   if (arguments[7].toDouble() > 0) return "dropout";
   if (arguments[9].toBool()) return "return_debug_mask";
-  for (size_t n = 13; n < arguments.size() && n < 16; ++n)
-    if (tensor_or_none(arguments[n])) return "seqused_k, alibi_slopes or block_table is given";
+  const auto optional = [&](size_t n) {
+    return n < arguments.size() ? tensor_or_none(arguments[n]) : OptionalTensor();
+  };
+  const OptionalTensor seqused_k = optional(13), alibi_slopes = optional(14), block_table = optional(15);
+  if (!offsets_q && (seqused_k || alibi_slopes || block_table))
+    return "seqused_k, alibi_slopes or block_table is given without offsets";
   if (offsets_q.has_value() != offsets_k.has_value()) return "offsets for one of query and key alone";
-  if (const char* reason = why_not_tensors_of(query, key, value, offsets_q.has_value())) return reason;
+  if (!block_table)
+    if (const char* reason = why_not_tensors_of(query, key, value, offsets_q.has_value())) return reason;
   const AttentionOptions options =
       make_options(arguments[8].toBool(), arguments[10], arguments[11], arguments[12]);
   if (options.scale && !std::isfinite(*options.scale)) return "scale is not finite";
@@ -99,21 +77,31 @@ const char* try_flash_attention(Arguments arguments, Results& results) {
         call<Attention>({query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)}, options);
     out = out_heads_first.transpose(1, 2);
     lse = dense_lse;
+  } else if (block_table) {
+    CacheTensors tensors{query, key, value};
+    tensors.alibi_slopes = alibi_slopes;
+    tensors.cu_seqlens_q = *offsets_q;
+    tensors.seqused_k = seqused_k ? *seqused_k : offsets_k->diff();
+    tensors.block_table = block_table;
+    CacheOptions cache;
+    cache.set_attention(options);
+    cache.max_seqlen_q = arguments[5].toSymInt();
+    const AttentionResult result = call<AttentionCache>(tensors, cache);
+    out = result.out;
+    lse = result.lse;
   } else {
-    const auto rows_q = read_offsets("cum_seq_q", *offsets_q, query.size(0));
-    const auto rows_k = read_offsets("cum_seq_k", *offsets_k, key.size(0));
-    TORCH_CHECK_VALUE(rows_q.size() == rows_k.size(), "cum_seq_k: got ", rows_k.size(),
-                      " sequences; allowed: as in cum_seq_q, ", rows_q.size());
-    // One call for each sequence: of many short ones a single call for all would be faster.
-    out = at::zeros({query.size(0), query.size(1), value.size(2)}, query.options());
-    lse = at::zeros({query.size(1), query.size(0)}, query.options().dtype(accumulate_type(query)));
-    for (size_t n = 0; n < rows_q.size(); ++n) {
-      auto [part, part_lse] = call<Attention>(
-          {one_batch(rows_q[n].of(query)), one_batch(rows_k[n].of(key)), one_batch(rows_k[n].of(value))},
-          options);
-      rows_q[n].of(out).copy_(one_sequence(part));
-      lse.narrow(1, rows_q[n].start, rows_q[n].length).copy_(part_lse.squeeze(0));
-    }
+    VarlenTensors tensors{query, key, value};
+    tensors.alibi_slopes = alibi_slopes;
+    tensors.cu_seqlens_q = *offsets_q;
+    tensors.cu_seqlens_k = *offsets_k;
+    tensors.seqused_k = seqused_k;
+    VarlenOptions varlen;
+    varlen.set_attention(options);
+    varlen.max_seqlen_q = arguments[5].toSymInt();
+    varlen.max_seqlen_k = arguments[6].toSymInt();
+    const AttentionResult result = call<AttentionVarlen>(tensors, varlen);
+    out = result.out;
+    lse = result.lse;
   }
   const auto no_random_numbers = query.options().dtype(at::kUInt64);
   results = {out, lse, at::zeros({2}, no_random_numbers), at::empty({0}, no_random_numbers),
@@ -139,23 +127,23 @@ const char* try_flash_attention_backward(Arguments arguments, Results& results) 
     results = {heads_first(g.query), heads_first(g.key), heads_first(g.value)};
     return nullptr;
   }
-  const auto rows_q = read_offsets("cum_seq_q", *offsets_q, query.size(0));
-  const auto rows_k = read_offsets("cum_seq_k", *offsets_k, key.size(0));
-  TORCH_CHECK_VALUE(rows_q.size() == rows_k.size(), "cum_seq_k: got ", rows_k.size(),
-                    " sequences; allowed: as in cum_seq_q, ", rows_q.size());
-  auto zeros_like = [](const at::Tensor& t) { return at::zeros(t.sizes(), t.options()); };
-  const at::Tensor dq = zeros_like(query), dk = zeros_like(key), dv = zeros_like(value);
-  for (size_t n = 0; n < rows_q.size(); ++n) {
-    auto of_q = [&](const at::Tensor& t) { return one_batch(rows_q[n].of(t)); };
-    auto of_k = [&](const at::Tensor& t) { return one_batch(rows_k[n].of(t)); };
-    const at::Tensor part_lse = lse.narrow(1, rows_q[n].start, rows_q[n].length).unsqueeze(0);
-    const Gradients g = attention_gradients({of_q(query), of_k(key), of_k(value)}, options, of_q(grad_out),
-                                            of_q(out), part_lse);
-    rows_q[n].of(dq).copy_(one_sequence(g.query));
-    rows_k[n].of(dk).copy_(one_sequence(g.key));
-    rows_k[n].of(dv).copy_(one_sequence(g.value));
-  }
-  results = {dq, dk, dv};
+  VarlenTensors forward{query, key, value};
+  forward.cu_seqlens_q = *offsets_q;
+  forward.cu_seqlens_k = *offsets_k;
+  VarlenOptions varlen;
+  varlen.set_attention(options);
+  varlen.max_seqlen_q = arguments[8].toSymInt();
+  varlen.max_seqlen_k = arguments[9].toSymInt();
+  VarlenBackwardTensors tensors;
+  tensors.set_forward(forward);
+  tensors.grad_out = grad_out;
+  tensors.out = out;
+  tensors.lse = lse;
+  VarlenBackwardOptions backward;
+  backward.set_forward(varlen);
+  backward.grad_mask[0] = backward.grad_mask[1] = backward.grad_mask[2] = true;
+  const Gradients g = call<AttentionVarlenBackward>(tensors, backward);
+  results = {g.query, g.key, g.value};
   return nullptr;
 }
 
