@@ -7,7 +7,7 @@ import pytest
 from test_cuda_compile import NVCC
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "gpu"))
-import sass
+import sass_listing
 import time_model
 from multiprocessor import Meet, Product, Wait, Work, simulate
 from problem import Problem
@@ -21,7 +21,7 @@ def code(*lines):
     text = "Function : kernel\n"
     for n, line in enumerate(lines):
         text += f"        /*{16 * n:04x}*/    {line} ;    /* 0x{n:016x} */\n    /* 0x{UPPER:016x} */\n"
-    return sass.functions(text)["kernel"]
+    return sass_listing.functions(text)["kernel"]
 
 
 def test_instructions_are_read():
@@ -47,7 +47,7 @@ def test_the_main_loop_is_the_shortest_way_through_the_loop_with_products():
         "BRA 0x40",
         "EXIT",
     )
-    assert [i.address for i in sass.main_loop(lines)] == [0x10, 0x20, 0x30, 0x40, 0x70, 0x80]
+    assert [i.address for i in sass_listing.main_loop(lines)] == [0x10, 0x20, 0x30, 0x40, 0x70, 0x80]
 
 
 def test_a_product_takes_its_multiplications_or_its_operands_time():
@@ -120,7 +120,7 @@ def test_more_blocks_than_multiprocessors_take_another_wave():
 
 @pytest.fixture(scope="module")
 def turns():
-    if not NVCC.exists() or sass.tool("cuobjdump") is None or sass.tool("nvdisasm") is None:
+    if not NVCC.exists() or sass_listing.tool("cuobjdump") is None or sass_listing.tool("nvdisasm") is None:
         pytest.skip("needs nvcc, and cuobjdump and nvdisasm of the CUDA toolkit or of PyPI")
     return time_model.turns()
 

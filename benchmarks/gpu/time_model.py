@@ -21,7 +21,7 @@ from pathlib import Path
 
 import needs  # noqa: F401  first: it adds the path to the modules below
 import output
-import sass
+import sass_listing
 import units
 from multiprocessor import Meet, Product, Program, Wait, Work, simulate
 from problem import HEAD_DIMS, LENGTHS, Problem, problems
@@ -72,7 +72,7 @@ TILINGS = {
 # ---- one turn of the main loop, as a warpgroup's program
 
 
-def program(loop: list[sass.Instruction]) -> Program:
+def program(loop: list[sass_listing.Instruction]) -> Program:
     result, between = [], []
 
     def event(what: Product | Wait | Meet) -> None:
@@ -92,7 +92,7 @@ def program(loop: list[sass.Instruction]) -> Program:
     return [*result, work(between)] if between else result
 
 
-def product(instruction: sass.Instruction) -> Product:
+def product(instruction: sass_listing.Instruction) -> Product:
     rows, columns, depth = map(int, re.search(r"(\d+)x(\d+)x(\d+)", instruction.name).groups())
     from_registers = re.match(r"R\d+, R\d+, gdesc", instruction.operands)
     read = 2 * depth * (columns + (0 if from_registers else rows))
@@ -100,7 +100,7 @@ def product(instruction: sass.Instruction) -> Product:
     return Product(cycles, read, "gsb0" in instruction.operands)
 
 
-def work(instructions: list[sass.Instruction]) -> Work:
+def work(instructions: list[sass_listing.Instruction]) -> Work:
     """Of the four warps of a warpgroup."""
     lanes = dict.fromkeys(LANES, 0)
     for instruction in instructions:
@@ -203,15 +203,15 @@ def turns() -> dict[tuple[str, int], Turn]:
 
 
 @functools.cache
-def main_loops() -> dict[tuple[str, int], list[sass.Instruction]]:
+def main_loops() -> dict[tuple[str, int], list[sass_listing.Instruction]]:
     """Of the bfloat16 kernels, by pass and head dimension. Empty, with a line that says why, if a tool is missing."""
     result = {}
     try:
         for way in ("forward", "backward"):
-            for name, code in sass.functions(sass.disassemble(machine_code(way))).items():
+            for name, code in sass_listing.functions(sass_listing.disassemble(machine_code(way))).items():
                 found = re.search(rf"\d{way}_kernelI13__nv_bfloat16Li(\d+)E", name)
                 if found:
-                    result[way, int(found[1])] = sass.main_loop(code)
+                    result[way, int(found[1])] = sass_listing.main_loop(code)
     except FileNotFoundError as error:
         print(f"no time model: {error}", file=sys.stderr)
         return {}
