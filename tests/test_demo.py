@@ -21,7 +21,7 @@ from gpt_training import Settings, Trainer
 from loss_agreement import TOLERANCES, Curves, compare, differences
 from stdlib_text import VOCABULARY, Tokenizer, as_corpus, load_corpus, random_windows, source_files
 
-STEPS = 8
+STEPS = 30
 TINY = f"--steps {STEPS} --context 48 --batch-size 4 --d-model 32 --heads 2 --layers 2".split()
 
 
