@@ -25,6 +25,7 @@ CUDA = library.ROOT / "csrc" / "cuda"
 # What is rebuilt, by source or by folder. One dtype is enough: the others are the same text.
 REBUILT = {
     "simt": ["simt/forward_float32.o", "simt/backward_float32.o"],
+    "sink.cuh": ["simt/backward_float32.o"],
     "sm80/forward.cuh": ["sm80/forward_bfloat16.o"],
     "sm80/decode.cuh": ["sm80/decode_bfloat16.o"],
     "sm80/backward.cuh": ["sm80/backward_bfloat16.o"],
@@ -99,11 +100,11 @@ def results(path, seed):
     k, v = (torch.randn(1, 2, 131, 20, requires_grad=True) for _ in range(2))
     mask = torch.randn(1, 4, 70, 131).requires_grad_()
     large = torch.full((70, 131), -1e9)  # an lse that is not exact
-    slopes = torch.rand(4, requires_grad=True)
+    slopes, sink = (torch.rand(4, requires_grad=True) for _ in range(2))
     found = []
     with library.as_cpu_kernels(library.Library(path, seed)) as loaded:
-        out = flash_attn(q, k, v, mask, alibi_slopes=slopes, is_causal=True, enable_gqa=True)
-        found += [out, *torch.autograd.grad(out.sin().sum(), (q, k, v, mask, slopes))]
+        out = flash_attn(q, k, v, mask, alibi_slopes=slopes, sink=sink, is_causal=True, enable_gqa=True)
+        found += [out, *torch.autograd.grad(out.sin().sum(), (q, k, v, mask, slopes, sink))]
         out = flash_attn(q, k, v, large, alibi_slopes=slopes, enable_gqa=True)  # the last tile has 3 keys
         found += [out, *torch.autograd.grad(out.sin().sum(), (q, k, v, slopes))]
         half = [t.detach().bfloat16() for t in (torch.randn(1, 1, 150, 64), torch.randn(1, 1, 200, 64))]

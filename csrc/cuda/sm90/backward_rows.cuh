@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kWarpgroup)
 // A block owns 64 query rows of a head.
 template <class In, int kHeadDim>
 __global__ void __launch_bounds__(kWarpgroup) dq_kernel(const BackwardParams p, const BackwardWorkspace w) {
+#if defined(FA_HAS_HOPPER)  // this tier runs nowhere else
   const Sizes& z = p.sizes;
   const int64_t pieces = w.rows / kPieceRows, head = blockIdx.x / pieces, b = head / z.heads,
                 h = head % z.heads;
@@ -77,6 +78,7 @@ __global__ void __launch_bounds__(kWarpgroup) dq_kernel(const BackwardParams p, 
   }
   store_rows<In>(p.dq, b, h, warp_row, z.seqlen_q, dq);
   repair_queries<In, kHeadDim>(p, w, b, h, warp_row, rows_with_nan(dq));
+#endif
 }
 
 }  // namespace flash_attn_ext::cuda::sm90
