@@ -8,39 +8,18 @@
 //
 // The forward saves its inputs, out and lse only; what comes later recomputes the rest tile by tile.
 #include <ATen/ops/add.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
-#include "ops.h"
+#include "autograd_lists.h"
 
 namespace flash_attn_ext {
 namespace {
 
 using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 constexpr size_t kTensors = std::size(AttentionTensors::kRules);
-
-at::Tensor tensor_or_undefined(const at::Tensor& t) { return t; }
-at::Tensor tensor_or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }
-
-void load(const at::Tensor& saved, at::Tensor& t) { t = saved; }
-void load(const at::Tensor& saved, OptionalTensor& t) { t = defined_or_none(saved); }
-
-template <class Struct>
-variable_list list_of(const Struct& tensors) {
-  return std::apply([](const auto&... t) { return variable_list{tensor_or_undefined(t)...}; }, tensors.tie());
-}
-
-template <class Struct>
-Struct struct_of(const variable_list& list) {
-  Struct tensors;
-  auto next = list.begin();
-  std::apply([&](auto&... t) { (load(*next++, t), ...); }, tensors.tie());
-  return tensors;
-}
 
 // What autograd has to see of a call: setting up a Function takes longer than attention on a few rows.
 struct Differentiated {
@@ -242,7 +221,6 @@ AttentionResult attention_autograd(const AttentionTensors& given, const Attentio
 
 class AttentionBackwardFunction : public torch::autograd::Function<AttentionBackwardFunction> {
  public:
-  // Returns the wanted gradients only: autograd cannot wrap undefined outputs.
   template <class... Tensor>
   static variable_list forward(AutogradContext* ctx, const AttentionBackwardOptions& options,
                                const AttentionBackwardTensors& given, std::nullptr_t,
@@ -251,25 +229,18 @@ class AttentionBackwardFunction : public torch::autograd::Function<AttentionBack
     ctx->save_for_backward(list_of(given));
     ctx->saved_data["options"] = pack_options(options);
     ctx->set_materialize_grads(false);
-    variable_list wanted;
-    for (at::Tensor& grad : list_of(call<AttentionBackward>({tensor...}, options)))
-      if (grad.defined()) wanted.push_back(grad);
-    return wanted;
+    return wanted_of(call<AttentionBackward>({tensor...}, options));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const auto given = struct_of<AttentionBackwardTensors>(saved);
     const auto options = unpack_options<AttentionBackwardOptions>(ctx->saved_data["options"]);
-    Gradients directions;
-    auto next = grads.begin();
-    auto flag = options.grad_mask.begin();
-    std::apply([&](auto&... t) { ((*flag++ ? void(t = *next++) : void()), ...); }, directions.tie());
 
     constexpr size_t kCount = std::size(AttentionBackwardTensors::kRules),
                      kFirst = 2;  // after grad_out, grad_lse
     variable_list result = gradients_of_arguments(kCount);
-    const InputTangents t = as_tangents(directions);
+    const InputTangents t = as_tangents(gradients_from(grads, options.grad_mask));
     if (!any_defined(t)) return result;
     const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
     const AttentionJvpResult moved = jvp_of(given.forward(), t, options.forward());
@@ -297,9 +268,7 @@ Gradients attention_backward_autograd(const AttentionBackwardTensors& given,
           return AttentionBackwardFunction::apply(options, given, nullptr, tensor...);
         },
         tensors.tie());
-    auto next = wanted.begin();
-    auto flag = options.grad_mask.begin();
-    std::apply([&](auto&... grad) { ((*flag++ ? void(grad = *next++) : void()), ...); }, gradients.tie());
+    gradients = gradients_from(wanted, options.grad_mask);
   } else {
     gradients = call<AttentionBackward>(tensors, options);
   }
@@ -387,10 +356,7 @@ class AttentionDoubleBackwardFunction : public torch::autograd::Function<Attenti
     ctx->save_for_backward({tensor_or_undefined(tensor)...});
     ctx->saved_data["options"] = pack_options(options);
     ctx->set_materialize_grads(false);
-    variable_list wanted;
-    for (at::Tensor& grad : list_of(call<AttentionDoubleBackward>({tensor...}, options)))
-      if (grad.defined()) wanted.push_back(grad);
-    return wanted;
+    return wanted_of(call<AttentionDoubleBackward>({tensor...}, options));
   }
 
   // H is linear in the tangents, and symmetric in them and the directions that its results are contracted with.
@@ -404,13 +370,9 @@ class AttentionDoubleBackwardFunction : public torch::autograd::Function<Attenti
       TORCH_CHECK_NOT_IMPLEMENTED(n - kTangents < kGradients || !needs[n],
                                   "flash_attn: its third derivative, with respect to ",
                                   AttentionDoubleBackwardTensors::kRules[n].name, ", is not implemented");
-    Gradients directions;
-    auto next = grads.begin();
-    auto flag = options.grad_mask.begin();
-    std::apply([&](auto&... t) { ((*flag++ ? void(t = *next++) : void()), ...); }, directions.tie());
 
     variable_list result = gradients_of_arguments(kCount);
-    const InputTangents t = as_tangents(directions);
+    const InputTangents t = as_tangents(gradients_from(grads, options.grad_mask));
     if (!any_defined(t)) return result;
     put(result, kTangents,
         double_backward_of(given.forward(), given.out, given.lse, {saved[0], saved[1]}, t,
@@ -434,11 +396,7 @@ Gradients attention_double_backward_autograd(const AttentionDoubleBackwardTensor
         return AttentionDoubleBackwardFunction::apply(options, nullptr, nullptr, tensor...);
       },
       given.tie());
-  Gradients gradients;
-  auto next = wanted.begin();
-  auto flag = options.grad_mask.begin();
-  std::apply([&](auto&... grad) { ((*flag++ ? void(grad = *next++) : void()), ...); }, gradients.tie());
-  return gradients;
+  return gradients_from(wanted, options.grad_mask);
 }
 
 }  // namespace

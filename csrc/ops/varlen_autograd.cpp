@@ -1,14 +1,15 @@
 // Autograd key of the operators on packed sequences: as autograd.cpp, the forward saves its inputs, out and lse only.
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
+#include "autograd_lists.h"
 #include "varlen.h"
 
 namespace flash_attn_ext {
 namespace {
 
 using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 template <class Tensors>
 bool is_any_differentiated(const Tensors& tensors) {
@@ -24,12 +25,6 @@ bool is_any_differentiated(const Tensors& tensors) {
   return any;
 }
 
-at::Tensor tensor_or_undefined(const at::Tensor& t) { return t; }
-at::Tensor tensor_or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }
-
-void load(const at::Tensor& saved, at::Tensor& t) { t = saved; }
-void load(const at::Tensor& saved, OptionalTensor& t) { t = defined_or_none(saved); }
-
 class VarlenFunction : public torch::autograd::Function<VarlenFunction> {
  public:
   template <class... Tensor>
@@ -44,13 +39,11 @@ class VarlenFunction : public torch::autograd::Function<VarlenFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    auto next = saved.begin();
-    VarlenTensors tensors;
-    for_each_tensor(tensors, [&](const TensorRule&, auto& t) { load(*next++, t); });
+    constexpr size_t kTensors = std::size(VarlenTensors::kRules);
     VarlenBackwardTensors inputs;
-    inputs.set_forward(tensors);
-    inputs.out = *next++;
-    inputs.lse = *next++;
+    inputs.set_forward(struct_of<VarlenTensors>(saved));
+    inputs.out = saved[kTensors];
+    inputs.lse = saved[kTensors + 1];
     inputs.grad_out = defined_or_none(grads[0]);
     inputs.grad_lse = defined_or_none(grads[1]);
 
@@ -61,13 +54,9 @@ class VarlenFunction : public torch::autograd::Function<VarlenFunction> {
       options.grad_mask[n] = saved[n].defined() && ctx->needs_input_grad(edge++);
 
     const Gradients gradients = call<AttentionVarlenBackward>(inputs, options);
-    variable_list result(1 + std::size(VarlenTensors::kRules));  // the options' is undefined
-    std::apply(
-        [&](const auto&... grad) {
-          size_t n = 1;
-          ((result[n++] = grad), ...);
-        },
-        gradients.tie());
+    variable_list result(1 + kTensors);  // the options' is undefined
+    const variable_list in_order = list_of(gradients);
+    std::copy(in_order.begin(), in_order.end(), result.begin() + 1);
     return result;
   }
 };
@@ -85,16 +74,11 @@ AttentionResult varlen_autograd(const VarlenTensors& tensors, const VarlenOption
 // Refuses to be differentiated: a gradient that silently lacks a term is worse than none.
 class VarlenBackwardFunction : public torch::autograd::Function<VarlenBackwardFunction> {
  public:
-  // Returns the wanted gradients only: autograd cannot wrap undefined outputs.
   template <class... Tensor>
   static variable_list forward(AutogradContext*, const VarlenBackwardOptions& options,
                                const Tensor&... tensor) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const Gradients gradients = call<AttentionVarlenBackward>({tensor...}, options);
-    variable_list wanted;
-    std::apply([&](const auto&... grad) { ((grad.defined() ? wanted.push_back(grad) : void()), ...); },
-               gradients.tie());
-    return wanted;
+    return wanted_of(call<AttentionVarlenBackward>({tensor...}, options));
   }
 
   static variable_list backward(AutogradContext*, const variable_list&) {
@@ -112,11 +96,7 @@ Gradients varlen_backward_autograd(const VarlenBackwardTensors& tensors,
   const variable_list wanted =
       std::apply([&](const auto&... tensor) { return VarlenBackwardFunction::apply(options, tensor...); },
                  tensors.tie());
-  Gradients gradients;
-  auto next = wanted.begin();
-  auto flag = options.grad_mask.begin();
-  std::apply([&](auto&... grad) { ((*flag++ ? void(grad = *next++) : void()), ...); }, gradients.tie());
-  return gradients;
+  return gradients_from(wanted, options.grad_mask);
 }
 
 }  // namespace
