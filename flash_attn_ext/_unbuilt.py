@@ -4,15 +4,18 @@ Python takes a package from the current directory before an installed one, so th
 in a clone runs the clone, also after `pip install .`. iomodel and reference need no extension; the rest says so.
 """
 
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
 
 def is_unbuilt() -> bool:
-    """Whether this folder has no compiled half at all. One that cannot be loaded is another matter: _ops.py."""
-    return find_spec("._C", __package__) is None
+    """Whether this folder has no compiled half at all. One that cannot be loaded is another matter: _ops.py.
+
+    Only this folder counts: the finder of an editable install offers the _C of its own clone to every copy.
+    """
+    return PathFinder.find_spec(f"{__package__}._C", [str(FOLDER)]) is None
 
 
 def refuse(name: str) -> None:

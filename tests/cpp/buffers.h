@@ -11,7 +11,7 @@
 
 namespace test {
 
-// Names a buffer that is to be allocated too short by one element (the workspace by 64 bytes): a deliberate
+// Names a buffer that is to be allocated too short by one element (the workspace by 8192 bytes): a deliberate
 // error, to see it reported.
 extern std::string short_buffer;
 

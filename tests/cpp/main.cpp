@@ -2,7 +2,7 @@
 //
 //   address ISA [MATCH]             all cases, or those whose name contains MATCH
 //   address ISA MATCH --short NAME  buffers called NAME ("q", "dk", "saved out", ...) end one element early,
-//                                   "workspace" 64 bytes
+//                                   "workspace" 8192 bytes
 //   address ISA MATCH --break WHAT  arena: a read past an array of the workspace; overflow: of an integer;
 //                                   reference: a wrong expectation; race: unsynchronised writes
 //
