@@ -100,20 +100,10 @@ def flash_attn(
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
     if getattr(query, "layout", None) is torch.jagged:
-        from .varlen import flash_attn_jagged  # which is made of this module
-
-        return flash_attn_jagged(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal=causal, window=window,
-            softcap=softcap, alibi_slopes=alibi_slopes, return_lse=return_lse, rng_state=rng_state,
-            num_splits=num_splits, unified_max=unified_max, deterministic=deterministic,
-        )  # fmt: skip
+        return _of_jagged(**locals())
     # Subclasses and modes that want to see the call, torch.fx's proxies among them.
     if has_torch_function_variadic(query, key, value, attn_mask, alibi_slopes, sink):
-        return _through_torch_function(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal=causal, window=window,
-            softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, return_lse=return_lse,
-            rng_state=rng_state, num_splits=num_splits, unified_max=unified_max, deterministic=deterministic,
-        )  # fmt: skip
+        return _through_torch_function(**locals())
     options = operator_options(
         dropout_p, is_causal, scale, causal, window, softcap, alibi_slopes, num_splits, unified_max, deterministic
     )
@@ -304,6 +294,7 @@ def checked_options(options: tuple) -> dict:
     return {name: _as_type(kind, name, value) for (name, kind), value in zip(_ops.OPTION_TYPES, options, strict=True)}
 
 
+_PER_HEAD = ("alibi_slopes", "sink")
 _PUBLIC_NAMES = {"causal": "is_causal", "window_left": "window", "window_right": "window"}
 _ALLOWED = {"float": "a number", "int": "an int", "bool": "True, False"}
 
@@ -333,18 +324,21 @@ def _rng_state_for(query: Tensor, dropout_p: float) -> Tensor | None:
     return new_rng_state(query.device) if _as_type("float", "dropout_p", dropout_p) > 0.0 else None
 
 
-def _through_torch_function(
-    query, key, value, attn_mask, dropout_p, is_causal, *others, causal, alibi_slopes, sink, **options
-):
+def _of_jagged(**arguments):
+    from .varlen import flash_attn_jagged  # which is made of this module
+
+    return flash_attn_jagged(**arguments)
+
+
+def _through_torch_function(query, key, value, attn_mask, is_causal, causal, **options):
     """flash_attn for arguments with a ``__torch_function__``, which get to see it."""
     if isinstance(attn_mask, CausalBias):
         causal, attn_mask = causal_of_bias(attn_mask, query, key, is_causal, causal), None
-    arguments = (query, key, value, attn_mask, dropout_p, is_causal, *others)
-    options = {"causal": causal, "alibi_slopes": alibi_slopes, "sink": sink, **options}
-    relevant = (query, key, value, attn_mask, alibi_slopes, sink)
+    options |= {"attn_mask": attn_mask, "is_causal": is_causal, "causal": causal}
+    relevant = (query, key, value, attn_mask, *(options[name] for name in _PER_HEAD))
     if has_torch_function_variadic(*relevant):
-        return handle_torch_function(flash_attn, relevant, *arguments, **options)
-    return flash_attn(*arguments, **options)
+        return handle_torch_function(flash_attn, relevant, query, key, value, **options)
+    return flash_attn(query, key, value, **options)
 
 
 def diagonal(causal: str | None, is_causal: bool, window: object, alibi_slopes: Tensor | None) -> tuple[bool, bool]:

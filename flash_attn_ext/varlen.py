@@ -108,7 +108,7 @@ def flash_attn_varlen(
     return (out, lse) if return_lse else out
 
 
-def flash_attn_jagged(query: Tensor, key: Tensor, value: Tensor, *arguments, return_lse: bool = False, **options):
+def flash_attn_jagged(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **options):
     """:func:`flash_attn` of nested tensors (B, H, j, D), jagged: :func:`flash_attn_varlen` of their rows."""
     rows, offsets = [], []
     for name, t in (("query", query), ("key", key), ("value", value)):
@@ -125,7 +125,7 @@ def flash_attn_jagged(query: Tensor, key: Tensor, value: Tensor, *arguments, ret
         rows.append(t.values())
         offsets.append(t.offsets())
     longest = [int(t.diff().max()) if len(t) > 1 and t.is_cpu else None for t in offsets[:2]]
-    out, lse = flash_attn_varlen(*rows, *offsets[:2], *longest, *arguments, return_lse=True, **options)
+    out, lse = flash_attn_varlen(*rows, *offsets[:2], *longest, return_lse=True, **options)
     out = torch.nested.nested_tensor_from_jagged(out, offsets[0]).transpose(1, 2)
     if not return_lse:
         return out

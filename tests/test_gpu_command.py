@@ -82,8 +82,6 @@ def test_it_goes_on_past_stages_that_fail_and_says_so(tmp_path, capsys):
     assert says["slow"] == "begun"
     assert says["last"] == "hello"
     assert (out / "bad.log").read_text().startswith("first\n")
-    slow = record["stages"][2]
-    assert 0.7 <= slow["seconds"] < 20
     table = (out / "summary.md").read_text()
     assert "| good | ok |" in table
     assert "| bad | failed |" in table

@@ -26,10 +26,9 @@ def test_one_key_has_all_the_weight(isa, dtype, seqlen_q, deviation):
     assert (dv - exact).abs().max() <= 8 * EPS[dtype] * dout.abs().sum(2).max()
 
 
-@pytest.mark.parametrize(("seqlen_q", "factor"), [(4, 3), (130, 1.3)])
+@pytest.mark.parametrize("seqlen_q", [4, 130])  # the decode kernel's forward, the other one's
 @pytest.mark.parametrize("deviation", [1, 3, 10, 30])
-def test_gradients_of_peaked_rows_err_as_torch_s(isa, seqlen_q, factor, deviation):
-    """The decode kernel's out, by which delta is made, has its own rounding: up to three times torch's error there."""
+def test_gradients_of_peaked_rows_err_as_torch_s(isa, seqlen_q, deviation):
     inputs = make_qkv(1, 4, seqlen_q, 150, 64)
     with torch.no_grad():
         inputs[0] *= deviation
@@ -40,7 +39,7 @@ def test_gradients_of_peaked_rows_err_as_torch_s(isa, seqlen_q, factor, deviatio
     ours, theirs = (gradients([f(*inputs)], inputs, [dout]) for f in (flash_attn, sdpa))
     for name, a, b, c in zip(("dq", "dk", "dv"), ours, theirs, exact, strict=True):
         error, allowed = ((x - c).norm().item() for x in (a, b))
-        assert error <= factor * allowed + 16 * EPS[torch.float32] * c.norm().item(), (name, error, allowed)
+        assert error <= 1.3 * allowed + 16 * EPS[torch.float32] * c.norm().item(), (name, error, allowed)
 
 
 @wide_dtypes

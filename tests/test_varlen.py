@@ -372,8 +372,9 @@ def test_jagged_tensors():
     offsets_q = offsets(lengths, torch.int64)[0]
     # Views of one nested tensor share their ragged size.
     nested = [torch.nested.nested_tensor_from_jagged(t, offsets_q).transpose(1, 2) for t in (q, k, v)]
-    out, lse = flash_attn(*nested, is_causal=True, return_lse=True)
-    expected, expected_lse = flash_attn_varlen(q, k, v, offsets_q, offsets_q, is_causal=True, return_lse=True)
+    options = {"is_causal": True, "softcap": 2.0, "sink": torch.randn(4), "return_lse": True}
+    out, lse = flash_attn(*nested, **options)
+    expected, expected_lse = flash_attn_varlen(q, k, v, offsets_q, offsets_q, **options)
     assert torch.equal(out.transpose(1, 2).values(), expected)
     assert torch.equal(lse.transpose(1, 2).values().T, expected_lse)
     grads = torch.autograd.grad(out.transpose(1, 2).values().square().sum(), (q, k, v))

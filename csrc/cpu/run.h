@@ -1,4 +1,4 @@
-// The door between ops/ and the CPU kernels: one table of functions per instruction set, all torch-free.
+// What ops/ calls of the CPU kernels: one table of functions for each instruction set, all torch-free.
 #pragma once
 
 #include <atomic>
@@ -10,21 +10,23 @@
 
 namespace flash_attn_ext::cpu {
 
-// `workspace` holds at least the bytes that the matching *_workspace function returns for the same params and
-// number of threads, aligned to 64; its contents need not be set. Every size must be at least 1.
+// One pass over the tiles of the scores. Every size of its params must be at least 1, and why_not() null for them.
+template <class Params>
+struct Pass {
+  size_t (*workspace)(const Params&, int threads);  // bytes that `run` needs with so many threads
+  // `workspace` is aligned to 64; its contents need not be set.
+  void (*run)(const Params&, void* workspace, const Parallel&);
+};
+
 struct Kernels {
   const char* isa;
   std::atomic<int64_t>* calls;  // runs of any pass so far, for inspection
-  size_t (*forward_workspace)(const AttentionParams&, int threads);
-  void (*forward)(const AttentionParams&, void* workspace, const Parallel&);
-  size_t (*backward_workspace)(const BackwardParams&, int threads);
-  void (*backward)(const BackwardParams&, void* workspace, const Parallel&);
+  Pass<AttentionParams> forward;
+  Pass<BackwardParams> backward;
+  Pass<JvpParams> jvp;
+  Pass<DoubleBackwardParams> double_backward;
   int64_t (*decode_splits)(const AttentionParams&);  // pieces of the keys; 0: the decode kernel does not run
   int64_t decode_max_queries;                        // up to which it runs unasked
-  size_t (*jvp_workspace)(const JvpParams&, int threads);
-  void (*jvp)(const JvpParams&, void* workspace, const Parallel&);
-  size_t (*double_backward_workspace)(const DoubleBackwardParams&, int threads);
-  void (*double_backward)(const DoubleBackwardParams&, void* workspace, const Parallel&);
 };
 
 // Defined by isa_*.cpp; null where that file's instruction set does not exist on the compiled architecture.

@@ -10,6 +10,7 @@
 #include "../core/sequence.h"
 #include "../cpu/arena.h"
 #include "../cpu/select.h"
+#include "../cpu/why_not.h"
 #include "checks.h"
 #include "kvcache.h"
 #include "outputs.h"
@@ -25,24 +26,26 @@ void run_on_torch_threads(int threads, void (*worker)(void* context, int thread)
   });
 }
 
+// How many products of two tiles a pass makes of each tile of the scores.
+constexpr double products_of(const AttentionParams&) { return 2.0; }
+constexpr double products_of(const BackwardParams&) { return 5.0; }
+constexpr double products_of(const JvpParams&) { return 6.0; }
+constexpr double products_of(const DoubleBackwardParams&) { return 10.0; }
+
 // Small calls run on the calling thread: waking others costs more than they save below about 10 us of work.
-cpu::Parallel torch_threads(const AttentionParams& p, double products) {
+template <class Params>
+cpu::Parallel threads_for(const Params& p) {
   constexpr double kSerialFlops = 1e6;
   const Sizes& z = p.sizes;
   double pairs = p.varlen ? 0.0 : double(z.batch) * z.seqlen_q * z.seqlen_k;
   for (int64_t b = 0; p.varlen && b < z.batch; ++b) {
-    const Sizes own = of_sequence(p, b).sizes;
+    const Sizes own = of_sequence<AttentionParams>(p, b).sizes;
     pairs += double(own.seqlen_q) * own.seqlen_k;
   }
-  const double flops = products * pairs * double(z.heads) * (z.head_dim + z.head_dim_v);
+  const double flops = products_of(p) * pairs * double(z.heads) * (z.head_dim + z.head_dim_v);
   const bool serial = flops < kSerialFlops || at::in_parallel_region();
   return {serial ? 1 : at::get_num_threads(), run_on_torch_threads};
 }
-
-cpu::Parallel forward_threads(const AttentionParams& p) { return torch_threads(p, 2.0); }
-cpu::Parallel backward_threads(const BackwardParams& p) { return torch_threads(p, 5.0); }
-cpu::Parallel jvp_threads(const JvpParams& p) { return torch_threads(p, 6.0); }
-cpu::Parallel double_backward_threads(const DoubleBackwardParams& p) { return torch_threads(p, 10.0); }
 
 // Scratch for one call: from torch's allocator, or, where an allocation would take longer than the call, the
 // thread's own. Not on the stack: threads may have as little as 48 KiB of it.
@@ -78,32 +81,22 @@ class Workspace {
   at::Tensor large_;
 };
 
-void run_forward(const AttentionParams& params) {
-  const cpu::Kernels& kernels = cpu::active_kernels();
-  const cpu::Parallel parallel = forward_threads(params);
-  Workspace workspace(kernels.forward_workspace(params, parallel.threads));
-  kernels.forward(params, workspace.data(), parallel);
+template <class Params>
+using PassOf = cpu::Pass<Params> cpu::Kernels::*;
+
+template <class Params>
+std::string refusal_of(const Params& params) {
+  const char* reason = cpu::why_not(params);
+  return reason ? std::string("flash_attn on CPU: ") + reason : std::string();
 }
 
-void run_backward(const BackwardParams& params) {
-  const cpu::Kernels& kernels = cpu::active_kernels();
-  const cpu::Parallel parallel = backward_threads(params);
-  Workspace workspace(kernels.backward_workspace(params, parallel.threads));
-  kernels.backward(params, workspace.data(), parallel);
-}
-
-void run_jvp(const JvpParams& params) {
-  const cpu::Kernels& kernels = cpu::active_kernels();
-  const cpu::Parallel parallel = jvp_threads(params);
-  Workspace workspace(kernels.jvp_workspace(params, parallel.threads));
-  kernels.jvp(params, workspace.data(), parallel);
-}
-
-void run_double_backward(const DoubleBackwardParams& params) {
-  const cpu::Kernels& kernels = cpu::active_kernels();
-  const cpu::Parallel parallel = double_backward_threads(params);
-  Workspace workspace(kernels.double_backward_workspace(params, parallel.threads));
-  kernels.double_backward(params, workspace.data(), parallel);
+template <class Params>
+void run(PassOf<Params> of, const Params& params) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!cpu::why_not(params), refusal_of(params));
+  const cpu::Pass<Params>& pass = cpu::active_kernels().*of;
+  const cpu::Parallel parallel = threads_for(params);
+  const Workspace workspace(pass.workspace(params, parallel.threads));
+  pass.run(params, workspace.data(), parallel);
 }
 
 // Without keys a row sees its sink alone, or nothing. `lse` is (B, H, S_q).
@@ -134,7 +127,7 @@ AttentionResult attention_cpu(const AttentionTensors& given, const AttentionOpti
   if (given.key.size(2) == 0) return without_keys(result, given.sink);
 
   const AttentionTensors tensors = readable(given);
-  run_forward(pack_attention(tensors, out, lse, options));
+  run(&cpu::Kernels::forward, pack_attention(tensors, out, lse, options));
   return result;
 }
 
@@ -146,7 +139,7 @@ Gradients attention_backward_cpu(const AttentionBackwardTensors& given,
   if (given.lse.numel() == 0 || given.key.size(2) == 0) return without_scores(result, given.grad_lse);
 
   const PackedBackward packed = pack_backward(given, options, result);
-  run_backward(packed.params);
+  run(&cpu::Kernels::backward, packed.params);
   store_per_head_gradients(packed, result);
   return result;
 }
@@ -164,7 +157,7 @@ AttentionJvpResult attention_jvp_cpu(const AttentionJvpTensors& given, const Att
       result.tangent_lse.copy_(given.tangent_sink->unsqueeze(-1).expand_as(result.tangent_lse));
     return result;
   }
-  run_jvp(pack_jvp(given, options, result).params);
+  run(&cpu::Kernels::jvp, pack_jvp(given, options, result).params);
   return result;
 }
 
@@ -176,7 +169,7 @@ Gradients attention_double_backward_cpu(const AttentionDoubleBackwardTensors& gi
   if (given.lse.numel() == 0 || given.key.size(2) == 0)
     return without_scores(result);  // linear in what is left
   const PackedDoubleBackward packed = pack_double_backward(given, options, result);
-  run_double_backward(packed.params);
+  run(&cpu::Kernels::double_backward, packed.params);
   store_per_head_gradients(packed.backward, result);
   return result;
 }
@@ -187,7 +180,7 @@ AttentionResult varlen_cpu(const VarlenTensors& given, const VarlenOptions& opti
   AttentionResult result = empty_varlen_result(given);
   if (result.lse.numel() == 0) return result;
   if (given.key.size(0) == 0 && !given.sink) return without_keys(result);
-  run_forward(pack_varlen(given, options, result).params);
+  run(&cpu::Kernels::forward, pack_varlen(given, options, result).params);
   return result;
 }
 
@@ -197,7 +190,7 @@ AttentionResult cache_cpu(const CacheTensors& given, const CacheOptions& options
   AttentionResult result = empty_cache_result(given);
   if (result.lse.numel() == 0) return result;
   if (given.key.numel() == 0) return without_keys(result);
-  run_forward(pack_cache(given, options, result).params);
+  run(&cpu::Kernels::forward, pack_cache(given, options, result).params);
   return result;
 }
 
@@ -207,7 +200,7 @@ Gradients varlen_backward_cpu(const VarlenBackwardTensors& given, const VarlenBa
   Gradients result = empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
   if (given.lse.numel() == 0 || (given.key.size(0) == 0 && !given.sink)) return without_scores(result);
   const PackedVarlenBackward all = pack_varlen_backward(given, options, result);
-  run_backward(all.packed.params);
+  run(&cpu::Kernels::backward, all.packed.params);
   store_per_head_gradients(all.packed, result);
   return result;
 }
@@ -231,33 +224,33 @@ at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, int64_t batch, int64_t 
 
 bool has_scores(const Sizes& z) { return z.batch * z.heads * z.seqlen_q * z.seqlen_k != 0; }
 
+template <class Params>
+KernelChoice choose(PassOf<Params> of, const Params& params) {
+  KernelChoice choice;
+  if (!has_scores(params.sizes)) return choice;
+  choice.refusal = refusal_of(params);
+  if (!choice.refusal.empty()) return choice;
+  choice.kernel = cpu::active_kernels().isa;
+  choice.why_not = cpu::why_not_faster();
+  const size_t bytes = (cpu::active_kernels().*of).workspace(params, threads_for(params).threads);
+  choice.workspace_bytes = Workspace::allocated(bytes);
+  return choice;
+}
+
 }  // namespace
 
 KernelChoice choose_on_cpu(const AttentionParams& params) {
-  KernelChoice choice;
-  if (!has_scores(params.sizes)) return choice;
+  KernelChoice choice = choose(&cpu::Kernels::forward, params);
+  if (choice.kernel.empty()) return choice;
   const cpu::Kernels& kernels = cpu::active_kernels();
-  choice.kernel = kernels.isa;
-  choice.why_not = cpu::why_not_faster();
   choice.decode_splits = kernels.decode_splits(params);
   if (choice.decode_splits == 0)
     choice.why_not.push_back("decode: for at most " + std::to_string(kernels.decode_max_queries) +
                              " queries, or where num_splits or unified_max asks for it");
-  choice.workspace_bytes =
-      Workspace::allocated(kernels.forward_workspace(params, forward_threads(params).threads));
   return choice;
 }
 
-KernelChoice choose_on_cpu(const BackwardParams& params) {
-  KernelChoice choice;
-  if (!has_scores(params.sizes)) return choice;
-  const cpu::Kernels& kernels = cpu::active_kernels();
-  choice.kernel = kernels.isa;
-  choice.why_not = cpu::why_not_faster();
-  choice.workspace_bytes =
-      Workspace::allocated(kernels.backward_workspace(params, backward_threads(params).threads));
-  return choice;
-}
+KernelChoice choose_on_cpu(const BackwardParams& params) { return choose(&cpu::Kernels::backward, params); }
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
   implement<Attention, attention_cpu>(m);

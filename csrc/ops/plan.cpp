@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include "../core/mask.h"
+#include "../core/splits.h"
 #include "checks.h"
 #include "outputs.h"
 #include "pack_params.h"
@@ -119,7 +120,7 @@ int64_t Plan::visible_tiles(int64_t block_q, int64_t block_k) const {
   const int64_t at_end = clamp_to(first_block_at(sizes.seqlen_k, end), first, last);
   // Up to the tile of the last key seen, less those before the tile of the first one.
   tiles += sum_of_quotients(at_end - first, end + first * block_q + block_k - 1, block_q, block_k);
-  tiles += (last - at_end) * ((sizes.seqlen_k + block_k - 1) / block_k);
+  tiles += (last - at_end) * ceil_div(sizes.seqlen_k, block_k);
   tiles -= sum_of_quotients(last - past_0, begin + past_0 * block_q, block_q, block_k);
   return tiles;
 }

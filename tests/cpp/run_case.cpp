@@ -4,9 +4,11 @@
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
+#include <stdexcept>
 #include <thread>
 
 #include "buffers.h"
+#include "cpu/why_not.h"
 
 namespace test {
 namespace {
@@ -285,22 +287,31 @@ struct OutputBuffers {
   TensorBuffer jvp_out, jvp_lse, t_out, t_lse, hq, hk, hv, hmask, hslopes, hsink;
 };
 
+template <class Params>
+void run_pass(const cpu::Pass<Params>& pass, const Params& params, const cpu::Parallel& parallel) {
+  if (const char* reason = cpu::why_not(params)) throw std::logic_error(reason);
+  // The last array of a thread's scratch may be one that a case does not fill: cut more than its last bytes.
+  const size_t cut = short_buffer == "workspace" ? 8192 : 0;
+  const Buffer workspace(pass.workspace(params, parallel.threads) - cut, 64);
+  pass.run(params, workspace.data(), parallel);
+}
+
 void run_kernels(const cpu::Kernels& kernels, const Case& c, DType dtype, const InputBuffers& in,
                  const Outputs& expected, int threads, OutputBuffers& result) {
   const cpu::Parallel parallel{threads, run_on_std_threads};
-  // The last array of a thread's scratch may be one that a case does not fill: cut more than its last bytes.
-  const auto sized = [](size_t bytes) { return short_buffer == "workspace" ? bytes - 8192 : bytes; };
 
   AttentionParams forward;
   in.fill(c, dtype, forward);
   forward.out = view_of(c, result.out);
   forward.lse = result.lse.data();
-  {
-    const Buffer workspace(sized(kernels.forward_workspace(forward, threads)), 64);
-    kernels.forward(forward, workspace.data(), parallel);
-  }
+  run_pass(kernels.forward, forward, parallel);
 
-  if (c.is_cache()) return;  // has no backward
+  if (c.is_cache()) {  // has no backward, and says so
+    BackwardParams refused;
+    static_cast<AttentionParams&>(refused) = forward;
+    if (!cpu::why_not(refused)) throw std::logic_error("the backward takes a cache");
+    return;
+  }
   TensorBuffer out("saved out", dtype, shape_of(c, kQueries, c.out_shape()), c.layout),
       lse("saved lse", in.acc, shape_of(c, kQueries, c.lse_shape()), {});
   out.write(packed(c, kQueries, c.out_shape(), expected.out));
@@ -319,10 +330,7 @@ void run_kernels(const cpu::Kernels& kernels, const Case& c, DType dtype, const 
   if (c.wants_dmask()) backward.dmask = {result.dmask.data(), m[0], m[1], m[2], m[3]};
   if (c.wants_dslopes()) backward.dalibi_slopes = result.dslopes.data();
   if (c.wants_dsink()) backward.dsink = result.dsink.data();
-  {
-    const Buffer workspace(sized(kernels.backward_workspace(backward, threads)), 64);
-    kernels.backward(backward, workspace.data(), parallel);
-  }
+  run_pass(kernels.backward, backward, parallel);
 
   JvpParams jvp;
   in.fill(c, dtype, jvp);
@@ -331,10 +339,7 @@ void run_kernels(const cpu::Kernels& kernels, const Case& c, DType dtype, const 
   jvp.lse = result.jvp_lse.data();
   jvp.t_out = view_of(c, result.t_out);
   jvp.t_lse = result.t_lse.data();
-  {
-    const Buffer workspace(sized(kernels.jvp_workspace(jvp, threads)), 64);
-    kernels.jvp(jvp, workspace.data(), parallel);
-  }
+  run_pass(kernels.jvp, jvp, parallel);
 
   TensorBuffer t_out("saved t_out", dtype, shape_of(c, kQueries, c.out_shape()), c.layout),
       t_lse("saved t_lse", in.acc, shape_of(c, kQueries, c.lse_shape()), {});
@@ -351,8 +356,7 @@ void run_kernels(const cpu::Kernels& kernels, const Case& c, DType dtype, const 
   if (c.wants_dmask()) again.dmask.data = result.hmask.data();
   if (c.wants_dslopes()) again.dalibi_slopes = result.hslopes.data();
   if (c.wants_dsink()) again.dsink = result.hsink.data();
-  const Buffer workspace(sized(kernels.double_backward_workspace(again, threads)), 64);
-  kernels.double_backward(again, workspace.data(), parallel);
+  run_pass(kernels.double_backward, again, parallel);
 }
 
 std::string message(const char* format, ...) {

@@ -10,32 +10,49 @@
 
 #include "backward_mask-inl.h"
 
-// Row maxima and sums of the scores, for a block of queries that holds an lse too large to be exact. A second
-// look at the scores, taken only there.
+// One tile of the row terms: `reference` is the maximum m so far, `correction` the sum l of e^(S - m), and `delta`
+// that of e^(S - m) dP.
+template <class T>
+void add_to_row_terms(const TileFrame& f, const T* scores, const T* dprobs, const T* dropout_tile,
+                      const RowTerms<T>& rows) {
+  for (int64_t r = 0; r < f.queries; ++r) {
+    const int64_t i = f.i0 + r, row = r * f.ld;
+    const T new_max = std::max(rows.reference[i], *std::max_element(scores + row, scores + row + f.keys));
+    if (new_max == kNegInf<T>) continue;
+    Vec<T> sum = {}, weighted = {};
+    for (int64_t n = row; n < row + f.ld; n += kLanes<T>) {
+      const Vec<T> x = load<T>(scores + n), prob = exp<T>(x - new_max), dprob = load<T>(dprobs + n);
+      const Vec<T> product = prob * (dropout_tile ? dprob * load<T>(dropout_tile + n) : dprob);
+      sum += prob;
+      weighted += x == kNegInf<T> ? Vec<T>{} : product;  // masked: 0 whatever dP holds
+    }
+    const T rescale = std::exp(rows.reference[i] - new_max);
+    rows.correction[i] = rows.correction[i] * rescale + sum_lanes<T>(sum);
+    rows.delta[i] = rows.delta[i] * rescale + sum_lanes<T>(weighted);
+    rows.reference[i] = new_max;
+  }
+}
+
+// The row terms of a block of queries from one more look at the scores, as sums: m in rows.reference, l in
+// rows.correction, l times rowsum(P o dP) in rows.delta.
 template <class In, class T>
-void recompute_row_sums(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b, int64_t h, int64_t i0,
-                        int64_t queries, const RowTerms<T>& rows) {
+void sum_row_terms(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b, int64_t h, int64_t i0,
+                   int64_t queries, const RowTerms<T>& rows) {
   const int64_t block_k = backward_tiling<T>().block_k;
   const RowStart<T> start = start_of_row<T>(p.sink, b, h);
   std::fill(rows.reference + i0, rows.reference + i0 + queries, start.max);
-  std::fill(rows.correction + i0, rows.correction + i0 + queries, start.sum);  // the sum, until the end
+  std::fill(rows.correction + i0, rows.correction + i0 + queries, start.sum);
+  std::fill(rows.delta + i0, rows.delta + i0 + queries, T(0));
   const Range seen = visible_keys(p.band, i0, i0 + queries, p.sizes.seqlen_k);
   for (int64_t j0 = seen.begin / block_k * block_k; j0 < seen.end; j0 += block_k) {
     const int64_t keys = std::min(block_k, p.sizes.seqlen_k - j0);
     const TileFrame f{b, h, i0, j0, queries, keys, round_up_to_lanes<T>(keys), false};
     s.products.load_keys(p, b, p.sizes.kv_head(h), j0, keys);
     if (recompute_scores<In, T>(p, s, f).empty) continue;
-    for (int64_t r = 0; r < queries; ++r) {
-      const T* scores = s.probs + r * f.ld;
-      T &row_max = rows.reference[i0 + r], &sum = rows.correction[i0 + r];
-      const T new_max = std::max(row_max, *std::max_element(scores, scores + keys));
-      if (new_max == kNegInf<T>) continue;
-      sum *= std::exp(row_max - new_max);
-      for (int64_t c = 0; c < keys; ++c) sum += std::exp(scores[c] - new_max);
-      row_max = new_max;
-    }
+    s.products.dprobs(p, f, s.dscores);
+    if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
+    add_to_row_terms<T>(f, s.probs, s.dscores, s.dropout_tile, rows);
   }
-  for (int64_t i = i0; i < i0 + queries; ++i) rows.correction[i] = std::log(rows.correction[i]);
 }
 
 template <class In, class T>
@@ -45,23 +62,28 @@ void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w
     const auto [b, task] = w.row_tasks.at(n);
     const BackwardParams p = of_sequence(call, b);
     const int64_t blocks = count_query_blocks<T>(p), h = task / blocks, i0 = task % blocks * block_q;
-    const int64_t queries = std::min(block_q, p.sizes.seqlen_q - i0);
+    const int64_t queries = std::min(block_q, p.sizes.seqlen_q - i0), first = p.statistics_row(b, h, i0);
     const RowTerms<T> rows = w.rows.of_head(p, b, h);
-    bool exact = true;
-    for (int64_t i = i0; i < i0 + queries; ++i) {
-      const int64_t at = p.statistics_row(b, h, i);
-      const T dlse = p.dlse ? static_cast<const T*>(p.dlse)[at] : T(0);
-      rows.delta[i] =
-          dot_rows<In, T>(p.dout.row<In>(b, h, i), p.out.row<In>(b, h, i), p.sizes.head_dim_v) - dlse;
-      const T lse = static_cast<const T*>(p.lse)[at];
-      rows.reference[i] = lse == kNegInf<T> ? -kNegInf<T> : lse;
-      rows.correction[i] = T(0);
-      exact &= lse_is_exact(p, lse);
+    const T *lse = static_cast<const T*>(p.lse) + first,
+            *dlse = static_cast<const T*>(p.dlse) + (p.dlse ? first : 0);
+    const bool exact = std::all_of(lse, lse + queries, [&](T x) { return lse_is_exact(p, x); });
+    if (!exact) {
+      Arena arena = thread_arena(w, thread);
+      BackwardScratch<In, T> s = plan_backward<In, T>(arena, call);
+      sum_row_terms<In, T>(p, s, b, h, i0, queries, rows);
     }
-    if (exact) return;
-    Arena arena = thread_arena(w, thread);
-    BackwardScratch<In, T> s = plan_backward<In, T>(arena, call);
-    recompute_row_sums<In, T>(p, s, b, h, i0, queries, rows);
+    for (int64_t r = 0; r < queries; ++r) {
+      const int64_t i = i0 + r;
+      if (exact || !std::isfinite(lse[r])) {
+        rows.delta[i] = dot_rows<In, T>(p.dout.row<In>(b, h, i), p.out.row<In>(b, h, i), p.sizes.head_dim_v);
+        rows.reference[i] = lse[r] == kNegInf<T> ? -kNegInf<T> : lse[r];
+        rows.correction[i] = T(0);
+      } else {
+        rows.delta[i] /= rows.correction[i];
+        rows.correction[i] = std::log(rows.correction[i]);
+      }
+      if (p.dlse) rows.delta[i] -= dlse[r];
+    }
   });
 }
 

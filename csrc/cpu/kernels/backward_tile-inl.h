@@ -44,7 +44,8 @@ BackwardScratch<In, T> plan_backward(Arena& arena, const BackwardParams& p) {
 //   P = e^((S - reference) - correction)    dS = P o (dP - delta)
 //
 // The reference is lse and the correction 0; where lse is too large to be exact, they are the row's maximum m
-// and log l. A row with everything masked has the reference +inf: P is 0 there without an Inf - Inf on the
+// and log l, and delta is rowsum(P o dP) - dlse: all three from one look at the scores, so that what rounding does to
+// a score cancels. A row with everything masked has the reference +inf: P is 0 there without an Inf - Inf on the
 // way.
 template <class T>
 struct RowTerms {

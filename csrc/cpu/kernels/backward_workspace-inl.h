@@ -20,7 +20,7 @@ MaskTiles mask_tiles(const BackwardParams& p) {
   const auto [block_q, block_k] = backward_tiling<T>();
   const MaskGrad& g = p.dmask;
   const int64_t rows = p.varlen && p.varlen.mask_by_row ? p.sizes.seqlen_q : g.rows;
-  return {g.batch, g.heads, (rows + block_q - 1) / block_q, (g.cols + block_k - 1) / block_k};
+  return {g.batch, g.heads, ceil_div(rows, block_q), ceil_div(g.cols, block_k)};
 }
 
 template <class T>
@@ -74,8 +74,7 @@ struct BackwardWorkspace {
 
 template <class T>
 int64_t count_query_blocks(const BackwardParams& p) {
-  constexpr int64_t block_q = backward_tiling<T>().block_q;
-  return (p.sizes.seqlen_q + block_q - 1) / block_q;
+  return ceil_div(p.sizes.seqlen_q, backward_tiling<T>().block_q);
 }
 
 template <class T>

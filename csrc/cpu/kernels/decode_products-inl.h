@@ -9,7 +9,7 @@
 // Columns of O in scratch: whole pairs of vectors.
 template <class T>
 constexpr int64_t decode_columns(int64_t n) {
-  return (n + 2 * kLanes<T> - 1) / (2 * kLanes<T>)*(2 * kLanes<T>);
+  return ceil_div(n, 2 * kLanes<T>) * (2 * kLanes<T>);
 }
 
 // Calls body(first row, number of rows) with four, two or one rows at a time, a number that registers can

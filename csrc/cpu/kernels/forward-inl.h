@@ -120,7 +120,7 @@ int64_t count_forward_tasks(const AttentionParams& p) {
   constexpr int64_t block_q = forward_tiling<T>().block_q;
   if (p.sizes.seqlen_q == 0) return 0;  // of a packed sequence
   if (is_decode(p)) return p.sizes.heads_kv * plan_decode<T>(p).splits;
-  return p.sizes.heads * ((p.sizes.seqlen_q + block_q - 1) / block_q);
+  return p.sizes.heads * ceil_div(p.sizes.seqlen_q, block_q);
 }
 
 template <class T>
@@ -159,7 +159,7 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
                           w.splits.of(b, h_kv, plan), split);
     } else {
       constexpr int64_t block_q = forward_tiling<T>().block_q;
-      const int64_t blocks = (p.sizes.seqlen_q + block_q - 1) / block_q;
+      const int64_t blocks = ceil_div(p.sizes.seqlen_q, block_q);
       const int64_t block = blocks - 1 - task % blocks;  // causal: the longest rows of a head first
       forward_query_block<In, T>(p, plan_forward<In, T>(scratch, call), b, task / blocks, block * block_q);
     }

@@ -94,7 +94,7 @@ inline void gemm_panel(const GemmArgs<T, E>& g, int64_t rows, int64_t n0) {
 template <class T, class E = T>
 inline void gemm(int64_t rows, int64_t cols, const GemmArgs<T, E>& g) {
   constexpr int L = kLanes<T>;
-  int64_t vectors = (cols + L - 1) / L;
+  int64_t vectors = ceil_div(cols, L);
   int64_t n = 0;
   if (vectors % 3 == 0) {
     for (; vectors >= 3; vectors -= 3, n += 3 * L) gemm_panel<T, E, kRowsBy3, 3>(g, rows, n);

@@ -28,65 +28,27 @@ auto for_types_of(DType dtype, const Body& body) {
   return body(Types<float, float>{});
 }
 
-size_t run_forward_workspace(const AttentionParams& p, int threads) {
-  return for_types_of(p.dtype, [&](auto types) {
-    using Of = decltype(types);
-    return forward_workspace<typename Of::In, typename Of::T>(p, threads);
-  });
-}
+// run_NAME and run_NAME_workspace, which call the templates of that name for the types of a call.
+#define FA_PASS(name, Params)                                                   \
+  size_t run_##name##_workspace(const Params& p, int threads) {                 \
+    return for_types_of(p.dtype, [&](auto types) {                              \
+      using Of = decltype(types);                                               \
+      return name##_workspace<typename Of::In, typename Of::T>(p, threads);     \
+    });                                                                         \
+  }                                                                             \
+  void run_##name(const Params& p, void* workspace, const Parallel& parallel) { \
+    calls.fetch_add(1, std::memory_order_relaxed);                              \
+    for_types_of(p.dtype, [&](auto types) {                                     \
+      using Of = decltype(types);                                               \
+      name<typename Of::In, typename Of::T>(p, workspace, parallel);            \
+    });                                                                         \
+  }
 
-void run_forward(const AttentionParams& p, void* workspace, const Parallel& parallel) {
-  calls.fetch_add(1, std::memory_order_relaxed);
-  for_types_of(p.dtype, [&](auto types) {
-    using Of = decltype(types);
-    forward<typename Of::In, typename Of::T>(p, workspace, parallel);
-  });
-}
-
-size_t run_backward_workspace(const BackwardParams& p, int threads) {
-  return for_types_of(p.dtype, [&](auto types) {
-    using Of = decltype(types);
-    return backward_workspace<typename Of::In, typename Of::T>(p, threads);
-  });
-}
-
-void run_backward(const BackwardParams& p, void* workspace, const Parallel& parallel) {
-  calls.fetch_add(1, std::memory_order_relaxed);
-  for_types_of(p.dtype, [&](auto types) {
-    using Of = decltype(types);
-    backward<typename Of::In, typename Of::T>(p, workspace, parallel);
-  });
-}
-
-size_t run_jvp_workspace(const JvpParams& p, int threads) {
-  return for_types_of(p.dtype, [&](auto types) {
-    using Of = decltype(types);
-    return jvp_workspace<typename Of::In, typename Of::T>(p, threads);
-  });
-}
-
-void run_jvp(const JvpParams& p, void* workspace, const Parallel& parallel) {
-  calls.fetch_add(1, std::memory_order_relaxed);
-  for_types_of(p.dtype, [&](auto types) {
-    using Of = decltype(types);
-    jvp<typename Of::In, typename Of::T>(p, workspace, parallel);
-  });
-}
-
-size_t run_double_backward_workspace(const DoubleBackwardParams& p, int threads) {
-  return for_types_of(p.dtype, [&](auto types) {
-    using Of = decltype(types);
-    return double_backward_workspace<typename Of::In, typename Of::T>(p, threads);
-  });
-}
-
-void run_double_backward(const DoubleBackwardParams& p, void* workspace, const Parallel& parallel) {
-  calls.fetch_add(1, std::memory_order_relaxed);
-  for_types_of(p.dtype, [&](auto types) {
-    using Of = decltype(types);
-    double_backward<typename Of::In, typename Of::T>(p, workspace, parallel);
-  });
-}
+FA_PASS(forward, AttentionParams)
+FA_PASS(backward, BackwardParams)
+FA_PASS(jvp, JvpParams)
+FA_PASS(double_backward, DoubleBackwardParams)
+#undef FA_PASS
 
 int64_t decode_splits(const AttentionParams& p) {
   if (!is_decode(p)) return 0;
@@ -98,13 +60,9 @@ int64_t decode_splits(const AttentionParams& p) {
 
 constexpr Kernels kKernels = {FA_ISA_NAME,
                               &calls,
-                              run_forward_workspace,
-                              run_forward,
-                              run_backward_workspace,
-                              run_backward,
+                              {run_forward_workspace, run_forward},
+                              {run_backward_workspace, run_backward},
+                              {run_jvp_workspace, run_jvp},
+                              {run_double_backward_workspace, run_double_backward},
                               decode_splits,
-                              kDecodeMaxQueries,
-                              run_jvp_workspace,
-                              run_jvp,
-                              run_double_backward_workspace,
-                              run_double_backward};
+                              kDecodeMaxQueries};

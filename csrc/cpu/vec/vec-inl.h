@@ -37,7 +37,7 @@ constexpr int kLanes = FA_VECTOR_BYTES / sizeof(T);
 
 template <class T>
 constexpr int64_t round_up_to_lanes(int64_t n) {
-  return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+  return ceil_div(n, kLanes<T>) * kLanes<T>;
 }
 
 template <class T>

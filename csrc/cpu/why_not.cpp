@@ -1,0 +1,30 @@
+#include "why_not.h"
+
+namespace flash_attn_ext::cpu {
+namespace {
+
+// Every pass reads every field, but for caches. All fields are named, so that a new one does not compile before
+// somebody has said here which passes read it.
+const char* why_not_any(const AttentionParams& p) {
+  const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink, dropout, decode,
+               varlen] = p;
+  if (dtype == DType::kBool) return "cpu: no kernel for query's dtype";
+  if (sizes.heads_kv < 1 || sizes.heads % sizes.heads_kv != 0)
+    return "cpu: the heads of key do not divide those of query";
+  return nullptr;
+}
+
+// Gradients and tangents are for tensors of the query's dtype, in one piece.
+const char* why_not_differentiated(const AttentionParams& p) {
+  if (p.varlen && !p.varlen.cu_seqlens_k) return "cpu: caches have no derivatives";
+  return why_not_any(p);
+}
+
+}  // namespace
+
+const char* why_not(const AttentionParams& p) { return why_not_any(p); }
+const char* why_not(const BackwardParams& p) { return why_not_differentiated(p); }
+const char* why_not(const JvpParams& p) { return why_not_differentiated(p); }
+const char* why_not(const DoubleBackwardParams& p) { return why_not_differentiated(p); }
+
+}  // namespace flash_attn_ext::cpu

@@ -1,0 +1,164 @@
+// What the autograd functions of attention share: how a call is differentiated, and the calls B, J and H of the
+// table in autograd.cpp.
+#pragma once
+
+#include <ATen/ops/add.h>
+
+#include <algorithm>
+
+#include "autograd_lists.h"
+
+namespace flash_attn_ext {
+
+using torch::autograd::AutogradContext;
+
+inline constexpr size_t kTensors = std::size(AttentionTensors::kRules);
+
+// What autograd has to see of a call: setting up a Function takes longer than attention on a few rows.
+struct Differentiated {
+  bool reverse = false, forward = false;
+};
+
+template <class Tensors>
+Differentiated how_differentiated(const Tensors& tensors) {
+  Differentiated how;
+  for_each_tensor(tensors, [&](const TensorRule&, const auto& optional) {
+    const at::Tensor* t = tensor_or_null(optional);
+    if (!t) return;
+    how.reverse |= at::GradMode::is_enabled() && t->requires_grad();
+    how.forward |= t->_fw_grad(/*level=*/0).defined();
+  });
+  return how;
+}
+
+// The tensors without their tangents in forward mode.
+template <class Tensors>
+Tensors primals_of(const Tensors& tensors) {
+  Tensors primals = tensors;
+  for_each_tensor(primals, [](const TensorRule&, auto& optional) {
+    const at::Tensor* t = tensor_or_null(optional);
+    if (t && t->_fw_grad(/*level=*/0).defined()) optional = t->_fw_primal(/*level=*/0);
+  });
+  return primals;
+}
+
+inline OptionalTensor tangent_of(const OptionalTensor& t) {
+  if (!t || !t->defined()) return std::nullopt;
+  const at::Tensor& tangent = t->_fw_grad(/*level=*/0);
+  return tangent.defined() && !tangent._is_zerotensor() ? OptionalTensor(tangent) : std::nullopt;
+}
+
+inline InputTangents tangents_of(const AttentionTensors& tensors) {
+  InputTangents tangents;
+#define FA_TANGENT_OF(name, ...) tangents.name = tangent_of(tensors.name);
+  FA_ATTENTION_DIFFERENTIABLE(FA_TANGENT_OF)
+#undef FA_TANGENT_OF
+  return tangents;
+}
+
+inline InputTangents as_tangents(const Gradients& gradients) {
+  return struct_of<InputTangents>(list_of(gradients));
+}
+
+inline void set_tangent(const at::Tensor& t, const at::Tensor& tangent) {
+  if (t.defined() && tangent.defined()) t._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
+}
+
+inline bool any_defined(const InputTangents& tangents) {
+  return std::apply([](const auto&... t) { return ((t && t->defined()) || ...); }, tangents.tie());
+}
+
+// a += b, where undefined is zero.
+inline void add(at::Tensor& a, const at::Tensor& b) {
+  if (b.defined()) a = a.defined() ? at::add(a, b) : b;
+}
+inline void add(Gradients& a, const Gradients& b) {
+#define FA_ADD(name, ...) add(a.name, b.name);
+  FA_ATTENTION_DIFFERENTIABLE(FA_ADD)
+#undef FA_ADD
+}
+
+struct Cotangents {
+  at::Tensor out, lse;
+  bool any() const { return out.defined() || lse.defined(); }
+};
+
+inline AttentionBackwardTensors backward_tensors(const AttentionTensors& x, const at::Tensor& out,
+                                                 const at::Tensor& lse, const Cotangents& c) {
+  AttentionBackwardTensors tensors;
+  tensors.set_forward(x);
+  tensors.out = out;
+  tensors.lse = lse;
+  tensors.grad_out = defined_or_none(c.out);
+  tensors.grad_lse = defined_or_none(c.lse);
+  return tensors;
+}
+
+// B(X, c); nothing where no gradient is wanted or c is zero.
+inline Gradients backward_of(const AttentionTensors& x, const at::Tensor& out, const at::Tensor& lse,
+                             const Cotangents& c, const AttentionOptions& options, const GradFlags& wanted) {
+  if (!c.any() || std::find(wanted.begin(), wanted.end(), true) == wanted.end()) return {};
+  AttentionBackwardOptions backward_options;
+  backward_options.set_forward(options);
+  backward_options.grad_mask = wanted;
+  return call<AttentionBackward>(backward_tensors(x, out, lse, c), backward_options);
+}
+
+// J(X, t).
+inline AttentionJvpResult jvp_of(const AttentionTensors& x, const InputTangents& t,
+                                 const AttentionOptions& options) {
+  AttentionJvpTensors tensors;
+  tensors.set_tangents(t);
+  tensors.set_forward(x);
+  return call<AttentionJvp>(tensors, options);
+}
+
+// H(X, c, t), where `moved` is J(X, t).
+inline Gradients double_backward_of(const AttentionTensors& x, const at::Tensor& out, const at::Tensor& lse,
+                                    const Cotangents& c, const InputTangents& t,
+                                    const AttentionJvpResult& moved, const AttentionOptions& options,
+                                    const GradFlags& wanted) {
+  if (!c.any() || !any_defined(t) || std::find(wanted.begin(), wanted.end(), true) == wanted.end()) return {};
+  AttentionDoubleBackwardTensors tensors;
+  tensors.set_tangents(t);
+  tensors.set_forward(x);
+  tensors.grad_out = defined_or_none(c.out);
+  tensors.grad_lse = defined_or_none(c.lse);
+  tensors.out = out;
+  tensors.lse = lse;
+  tensors.tangent_out = moved.tangent_out;
+  tensors.tangent_lse = moved.tangent_lse;
+  AttentionBackwardOptions backward_options;
+  backward_options.set_forward(options);
+  backward_options.grad_mask = wanted;
+  return call<AttentionDoubleBackward>(tensors, backward_options);
+}
+
+// Which of a Function's tensors need a gradient: those that were given have an edge each, in order, and those that
+// were not have none.
+inline std::vector<bool> needs_gradient(AutogradContext* ctx, const variable_list& saved, size_t count) {
+  std::vector<bool> needs(count);
+  size_t edge = 0;
+  for (size_t n = 0; n < count; ++n) needs[n] = saved[n].defined() && ctx->needs_input_grad(edge++);
+  return needs;
+}
+
+inline GradFlags flags_from(const std::vector<bool>& needs, size_t first) {
+  GradFlags flags;
+  for (size_t n = 0; n < kGradients; ++n) flags[n] = needs[first + n];
+  return flags;
+}
+
+// Autograd looks for what needs a gradient among the arguments of a Function's forward, so the tensors are arguments of
+// their own. They come last: the gradients of the `kOthers` before, which are none, are easy to count. What is saved is
+// `given`, with the tangents of forward mode, which the arguments are without: a backward that runs in forward mode
+// must find them.
+inline constexpr size_t kOthers = 3;
+
+inline variable_list gradients_of_arguments(size_t count) { return variable_list(kOthers + count); }
+
+inline void put(variable_list& result, size_t first, const Gradients& gradients) {
+  for (const at::Tensor& grad : list_of(gradients)) result[kOthers + first++] = grad;
+}
+
+}  // namespace flash_attn_ext
