@@ -165,8 +165,14 @@ def attention(*tensors, **options):
     options = _Options(options)
     stack = get_interpreter_stack()
     # functionalize alone has nothing to differentiate, and cannot see into an autograd function.
-    if all(interpreter.key() == TransformType.Functionalize for interpreter in stack):
+    functionalized = [interpreter.key() == TransformType.Functionalize for interpreter in stack]
+    if all(functionalized):
         return _ops.attention(*tensors, **options)
+    if any(functionalized):
+        raise NotImplementedError(
+            "flash_attn: torch.func.functionalize around or inside another torch.func transform is not implemented, as "
+            "torch's autograd functions have no rule for it; make_fx and torch.compile take torch.func.grad as it is"
+        )
     if torch.is_autocast_enabled(tensors[0].device.type):
         tensors = [_autocast(t, rule.autocast) for t, rule in zip(tensors, _ops.TENSORS, strict=True)]
     if stack[-1].key() == TransformType.Jvp:  # out and its tangent in one pass
