@@ -79,8 +79,7 @@ def flash_attn(
             2023); asks for the same kernel. Pieces whose scores are too far from it are computed again without it.
         deterministic: True makes the gradients the same bits at every run; False lets a CUDA kernel add to dq in any
             order. None follows ``torch.use_deterministic_algorithms``, as it is set when flash_attn is called. On CPU
-            results are always deterministic, for any number of threads; True keeps the gradients' bits whatever else
-            is in the batch, too, as out's and lse's always are.
+            results are always the same bits, for any number of threads and whatever else is in the batch.
 
     With ``window`` or ``alibi_slopes`` but neither ``is_causal`` nor ``causal``, the diagonal is aligned to the
     lower right corner, as in flash-attention.

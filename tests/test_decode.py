@@ -157,9 +157,9 @@ def test_many_equal_keys_are_summed_up_by_tiles(isa, dtype):
 
 @pytest.mark.parametrize("heads_kv", [1, 3])
 def test_what_else_is_in_the_batch_changes_no_bit(isa, heads_kv):
-    for seqlen_q, dtype in ((1, torch.bfloat16), (5, torch.float32), (70, torch.float32)):
+    for seqlen_q, dtype in ((1, torch.bfloat16), (5, torch.float32), (70, torch.float32), (70, torch.bfloat16)):
         q, k, v = make_qkv(5, 6, seqlen_q, 1500, 24, heads_kv=heads_kv, dtype=dtype)
-        options = {"enable_gqa": True, "return_lse": True, "deterministic": True}
+        options = {"enable_gqa": True, "return_lse": True}
         both = flash_attn(q, k, v, **options)
         dout = torch.randn_like(both[0])
         grads = torch.autograd.grad(both[0], (q, k, v), dout)

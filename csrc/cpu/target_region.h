@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <type_traits>
 
 #include "../core/mask.h"
@@ -19,6 +20,7 @@
 #include "parallel.h"
 #include "run.h"
 #include "task_list.h"
+#include "turns.h"
 
 #define FA_INLINE __attribute__((always_inline)) inline
 #define FA_INLINE_LAMBDA __attribute__((always_inline))

@@ -3,9 +3,8 @@
 //
 //   dV_j += P^T dO    dK_j += dS^T Q    dQ_i += dS K       key block j outside, query block i inside
 //
-// One task owns one (sequence, query head) and every `chunks`-th key block of it, with a dQ accumulator of
-// its own. The number of chunks depends on the shape alone, and partial sums are added in order: the result
-// is bitwise the same for any number of threads.
+// A task owns the keys of one (sequence, query head), or one block of them. The tasks of a head add to one dQ, in the
+// order of the keys (turns.h): the result is bitwise the same for any number of threads, and whatever else is in the batch.
 #pragma once
 
 #include "backward_mask-inl.h"
@@ -158,17 +157,20 @@ struct BackwardPass {
     return recompute_tile<In, T>(p, s, f, w.rows.of_head(p, f.b, f.h));
   }
 
-  // Adds to s.dk and s.dv, and to dq, whose first row is that of f.i0.
-  void add_products(const TileFrame& f, const ScoreTile<T>& score, T* dq) {
+  // Adds to s.dk and s.dv, and, when it is its turn, to dq.
+  void add_products(const TileFrame& f, const ScoreTile<T>& score, const DqRows<T>& dq, const Turn& turn) {
     if (p.dv) s.products.add_dv(p, score, s.probs, s.dv);
     unscale_dscores<T>(p, f, s.tanh_tile, s.dscores);
     if (p.dk) s.products.add_dk(p, score, s.dscores, s.dk);
-    if (p.dq) s.products.add_dq(p, score, s.dscores, dq);
+    if (!p.dq) return;
+    turn.wait_for_rows(f.i0 + f.queries);
+    s.products.add_dq(p, score, s.dscores, dq);
   }
 };
 
+// Returns the block's part of the slope's gradient.
 template <class Pass, class T>
-void backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, T* dq, T& dslope) {
+T backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, const DqRows<T>& dq, const Turn& turn) {
   const auto [block_q, block_k] = backward_tiling<T>();
   const BackwardParams& p = pass.p;
   const Sizes& z = p.sizes;
@@ -177,17 +179,21 @@ void backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, T* dq, T& 
   std::fill(pass.s.dk, pass.s.dk + keys * d, T(0));
   std::fill(pass.s.dv, pass.s.dv + keys * d_v, T(0));
 
+  T dslope = 0;
   const Range seen = visible_queries(p.band, j0, j0 + keys, z.seqlen_q);
-  if (seen.begin >= seen.end) return;
+  if (seen.begin >= seen.end) return dslope;
   pass.load_keys(b, z.kv_head(h), j0, keys);
 
   for (int64_t i0 = seen.begin / block_q * block_q; i0 < seen.end; i0 += block_q) {
     const TileFrame f{b, h, i0, j0, std::min(block_q, z.seqlen_q - i0), keys, ld, false};
     const BackwardTile<T> tile = pass.recompute(f);
-    if (tile.empty) continue;
-    if (p.dalibi_slopes) dslope += alibi_slope_gradient<T>(p, f, pass.s.dscores);
-    pass.add_products(f, tile.score, dq ? dq + i0 * d : nullptr);
+    if (!tile.empty) {
+      if (p.dalibi_slopes) dslope += alibi_slope_gradient<T>(p, f, pass.s.dscores);
+      pass.add_products(f, tile.score, dq, turn);
+    }
+    if (p.dq) turn.finish_rows(i0 + f.queries);
   }
+  return dslope;
 }
 
 // The key rows of one block, straight to dk and dv, or to the query head's own partial sum where heads share
@@ -210,24 +216,31 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
                   const Parallel& parallel) {
   using In = typename Pass::In;
   using T = typename Pass::T;
+  const int64_t heads = call.sizes.heads;
+  for (int64_t n = 0; call.dq && n < w.key_blocks * heads; ++n) new (w.turns + n) Turn::Counter(0);
+
   for_each_task(parallel, w.key_tasks.total, [&](int64_t n, int thread) {
     constexpr int64_t block_k = backward_tiling<T>().block_k;
-    const auto [b, task] = w.key_tasks.at(n);
+    const auto [b, index] = w.key_tasks.at(n);
     const typename Pass::Params p = of_sequence(call, b);
-    Pass pass(call, p, w, thread);
     const Sizes& z = p.sizes;
-    const int64_t chunks = backward_chunks<T>(p), h = task / chunks, chunk = task % chunks;
-    const int64_t dq_rows = z.seqlen_q * round_up_to_lanes<T>(z.head_dim);
-    T* dq = p.dq ? w.dq_of(p, b) + (chunk * z.heads + h) * dq_rows : nullptr;
-    if (dq) std::fill(dq, dq + dq_rows, T(0));
-    T dslope = 0;
-    for (int64_t j0 = chunk * block_k; j0 < z.seqlen_k; j0 += chunks * block_k) {
-      backward_key_block<Pass, T>(pass, b, h, j0, dq, dslope);
-      const int64_t keys = std::min(block_k, z.seqlen_k - j0);
+    const KeyTask task = key_task<T>(p, index, w.whole_heads);
+    const int64_t h = task.head;
+    const DqRows<T> dq = w.template dq_of<In>(p, b, h);
+    for (int64_t i = 0; dq.data && task.first_block == 0 && i < z.seqlen_q; ++i)
+      std::fill(dq.data + i * dq.ld, dq.data + i * dq.ld + round_up_to_lanes<T>(z.head_dim), T(0));
+
+    Pass pass(call, p, w, thread);
+    for (int64_t block = task.first_block; block < task.end_block; ++block) {
+      const int64_t j0 = block * block_k, keys = std::min(block_k, z.seqlen_k - j0);
+      const int64_t own = (w.first_block(p, b) + block) * heads + h;
+      const Turn turn(block == 0 ? nullptr : w.turns + own - heads, w.turns + own);
+      const T dslope = backward_key_block<Pass, T>(pass, b, h, j0, dq, turn);
+      if (dq.data) turn.finish_rows(Turn::kAll);
+      if (p.dalibi_slopes) w.dslopes[own] = dslope;
       store_key_rows<In, T>(p.dk, w.dk_of(p, b), pass.s.dk, b, h, z, j0, keys, z.head_dim);
       store_key_rows<In, T>(p.dv, w.dv_of(p, b), pass.s.dv, b, h, z, j0, keys, z.head_dim_v);
     }
-    if (p.dalibi_slopes) w.dslopes_of(p, b)[h * w.chunks + chunk] = dslope;
   });
 }
 
@@ -251,11 +264,10 @@ void reduce_gradients(const BackwardParams& call, const BackwardWorkspace<T>& w,
     const int64_t b = task / heads, h = task % heads;
     const BackwardParams p = of_sequence(call, b);
     const Sizes& z = p.sizes;
-    const int64_t chunks = backward_chunks<T>(p), group = heads / z.heads_kv;
+    const int64_t group = heads / z.heads_kv;
     const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
-    if (p.dq)
-      reduce_rows<In, T>(p.dq, w.dq_of(p, b) + h * z.seqlen_q * d, b, h, z.seqlen_q, z.head_dim, chunks,
-                         heads * z.seqlen_q);
+    if (w.dq)
+      reduce_rows<In, T>(p.dq, w.template dq_of<In>(p, b, h).data, b, h, z.seqlen_q, z.head_dim, 1, 0);
     if (group > 1 && h % group == 0) {  // the heads of the group are the parts
       if (p.dk)
         reduce_rows<In, T>(p.dk, w.dk_of(p, b) + h * z.seqlen_k * d, b, h / group, z.seqlen_k, z.head_dim,
@@ -265,8 +277,9 @@ void reduce_gradients(const BackwardParams& call, const BackwardWorkspace<T>& w,
                            group, z.seqlen_k);
     }
     if (p.dalibi_slopes) {
+      const T* dslopes = w.dslopes + w.first_block(p, b) * heads + h;
       T sum = 0;
-      for (int64_t n = 0; n < chunks; ++n) sum += w.dslopes_of(p, b)[h * w.chunks + n];
+      for (int64_t n = 0; n < count_key_blocks<T>(p); ++n) sum += dslopes[n * heads];
       static_cast<T*>(p.dalibi_slopes)[b * heads + h] = sum;
     }
   });
@@ -286,7 +299,7 @@ template <class In, class T>
 BackwardWorkspace<T> plan_backward_pass(Arena& arena, const BackwardParams& p, int threads) {
   Arena scratch(nullptr);
   plan_backward<In, T>(scratch, p);
-  return plan_backward_workspace<T>(arena, p, threads, scratch.used());
+  return plan_backward_workspace<In, T>(arena, p, threads, scratch.used());
 }
 
 template <class In, class T>

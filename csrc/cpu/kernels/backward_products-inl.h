@@ -8,6 +8,13 @@
 #include "masked_gemm-inl.h"
 #include "pairs-inl.h"
 
+// The rows of one head in dQ, or in a sum of it, in the accumulator's type.
+template <class T>
+struct DqRows {
+  T* data;
+  int64_t ld;
+};
+
 template <class In, class T>
 struct BackwardProducts {
   T* k_transposed;  // [D][block_k]     K^T
@@ -71,11 +78,12 @@ struct BackwardProducts {
                    finite_tile);
   }
 
-  void add_dq(const BackwardParams& p, const ScoreTile<T>& score, const T* dscores, T* dq) const {
+  void add_dq(const BackwardParams& p, const ScoreTile<T>& score, const T* dscores,
+              const DqRows<T>& dq) const {
     const TileFrame& f = score.frame;
-    const int64_t d = p.sizes.head_dim;
-    masked_gemm<T>(score, false, f.queries, d,
-                   {f.keys, dscores, f.ld, 1, k.data, k.ld, dq, round_up_to_lanes<T>(d), true}, finite_tile);
+    masked_gemm<T>(score, false, f.queries, p.sizes.head_dim,
+                   {f.keys, dscores, f.ld, 1, k.data, k.ld, dq.data + f.i0 * dq.ld, dq.ld, true},
+                   finite_tile);
   }
 };
 
@@ -145,9 +153,11 @@ struct BackwardProducts<BFloat16, float> {
     add_transposed(score, dscores, {p.q.row<BFloat16>(f.b, f.h, f.i0), p.q.stride_s, p.sizes.head_dim}, dk);
   }
 
-  void add_dq(const BackwardParams&, const ScoreTile<float>& score, const float* dscores, float* dq) const {
+  void add_dq(const BackwardParams&, const ScoreTile<float>& score, const float* dscores,
+              const DqRows<float>& dq) const {
     const TileFrame& f = score.frame;
     const int64_t ld = round_up_to_lanes<float>(k.cols);
+    float* sum = dq.data + f.i0 * dq.ld;
     const bool clear = score.partial && !rows_are_finite<BFloat16, float>(k, f.keys);
     if (clear) {  // in a copy: other tiles need the key block as it is
       load_pairs_across(k.data, k.stride, f.keys, k.cols, across, ld);
@@ -156,10 +166,11 @@ struct BackwardProducts<BFloat16, float> {
     // Padding lanes of dS are 0, so that an odd number of keys may end in half a pair.
     for (int64_t n = 0; n < f.queries * f.ld; n += kLanes<float>)
       store_as<BFloat16, float>(reinterpret_cast<BFloat16*>(weights) + n, load<float>(dscores + n));
-    gemm<float, Pair>(f.queries, k.cols,
-                      {pairs_of(f.keys), weights, f.ld / 2, 1, clear ? across : k_across, ld, dq, ld, true});
+    gemm<float, Pair>(
+        f.queries, k.cols,
+        {pairs_of(f.keys), weights, f.ld / 2, 1, clear ? across : k_across, ld, sum, dq.ld, true});
     if (clear)
-      add_rows_not_finite<BFloat16, float>(score, false, f.queries, dscores, f.ld, 1, k, f.keys, dq, ld);
+      add_rows_not_finite<BFloat16, float>(score, false, f.queries, dscores, f.ld, 1, k, f.keys, sum, dq.ld);
   }
 
  private:

@@ -4,9 +4,6 @@
 
 #include "backward_tile-inl.h"
 
-// Enough tasks for a few threads where batch x heads is small; each costs one dQ accumulator.
-constexpr int64_t kBackwardTasks = 8;
-
 // Tiles of the mask's gradient. A mask whose rows are those of a packed q has the tiles of each sequence;
 // any other has those of its own shape, whatever sequences there are.
 struct MaskTiles {
@@ -33,37 +30,68 @@ TaskList plan_mask_tasks(Arena& arena, const BackwardParams& call) {
   return list;
 }
 
-// How many tasks share the keys of a head. It follows from the shape alone, and, of a packed sequence, from
-// that sequence alone. Where it follows from the batch, fewer sums of dQ need less memory; a deterministic
-// call keeps the bits of its gradients whatever else is in the batch.
+// Blocks of keys in one sequence; at least one, which then clears dQ.
 template <class T>
-int64_t backward_chunks(const BackwardParams& p) {
-  const Sizes& z = p.sizes;
-  const int64_t heads = (p.varlen || p.deterministic ? 1 : z.batch) * z.heads;
-  const int64_t key_blocks = std::max<int64_t>(ceil_div(z.seqlen_k, backward_tiling<T>().block_k), 1);
-  return std::min(ceil_div(kBackwardTasks, heads), key_blocks);
+int64_t count_key_blocks(const BackwardParams& p) {
+  return std::max<int64_t>(ceil_div(p.sizes.seqlen_k, backward_tiling<T>().block_k), 1);
+}
+
+// Whether a task takes all keys of a head, as it does where heads are enough for the threads. Otherwise it takes one
+// block of keys. The order of all sums, and so their bits, are the same.
+inline bool takes_whole_heads(const BackwardParams& p, int threads) {
+  const int64_t heads = (p.varlen ? 1 : p.sizes.batch) * p.sizes.heads;
+  return heads >= 4 * threads;
+}
+
+// A task of one sequence. Threads draw them in order: block by block, and of each block every head, so that a block
+// seldom has to wait for the one before it.
+struct KeyTask {
+  int64_t head, first_block, end_block;
+};
+template <class T>
+KeyTask key_task(const BackwardParams& p, int64_t index, bool whole_heads) {
+  if (whole_heads) return {index, 0, count_key_blocks<T>(p)};
+  const int64_t block = index / p.sizes.heads;
+  return {index % p.sizes.heads, block, block + 1};
+}
+
+template <class T>
+int64_t count_query_blocks(const BackwardParams& p) {
+  return ceil_div(p.sizes.seqlen_q, backward_tiling<T>().block_q);
 }
 
 template <class T>
 struct BackwardWorkspace {
   TaskList row_tasks, key_tasks, mask_tasks;  // of each pass
-  int64_t chunks;                             // of a sequence, at most
+  bool whole_heads;                           // what a key task takes
   RowTerms<T> rows;                           // [statistics rows] each
-  T* dq;          // [B][chunks][H][S_q][D]; here and below, packed: each sequence behind the last one's rows
-  T* dk;          // [B][H][S_k][D]     only if query heads share a key head
-  T* dv;          // [B][H][S_k][D_v]   likewise
-  T* dslopes;     // [B][H][chunks]
-  char* scratch;  // of each thread: what a pass keeps begins with a BackwardScratch
+  T* dq;                 // [B][H][S_q][D]    null: dq itself takes the sum; packed here and below: each
+                         //                   sequence behind the last one's rows
+  T* dk;                 // [B][H][S_k][D]    only if query heads share a key head
+  T* dv;                 // [B][H][S_k][D_v]  likewise
+  T* dslopes;            // [B][key blocks][H]
+  Turn::Counter* turns;  // [B][key blocks][H]  rows of dQ that are finished
+  int64_t key_blocks;    // of all sequences
+  char* scratch;         // of each thread: what a pass keeps begins with a BackwardScratch
   size_t scratch_bytes;
 
+  // The first key block of sequence b, whose call is p, among those of all.
+  int64_t first_block(const BackwardParams& p, int64_t b) const {
+    return p.varlen ? p.varlen.first_k / backward_tiling<T>().block_k + b : b * count_key_blocks<T>(p);
+  }
+
   // The parts of b, whose call is p.
-  T* dq_of(const BackwardParams& p, int64_t b) const {
+  template <class In>
+  DqRows<T> dq_of(const BackwardParams& p, int64_t b, int64_t h) const {
+    if (!p.dq) return {nullptr, 0};
+    if constexpr (std::is_same_v<In, T>)
+      if (!dq) return {p.dq.row<T>(b, h, 0), p.dq.stride_s};
+    const int64_t ld = round_up_to_lanes<T>(p.sizes.head_dim);
     const int64_t first = p.varlen ? p.varlen.first_q : b * p.sizes.seqlen_q;
-    return dq + first * chunks * p.sizes.heads * round_up_to_lanes<T>(p.sizes.head_dim);
+    return {dq + (first * p.sizes.heads + h * p.sizes.seqlen_q) * ld, ld};
   }
   T* dk_of(const BackwardParams& p, int64_t b) const { return key_rows_of(p, b, dk, p.sizes.head_dim); }
   T* dv_of(const BackwardParams& p, int64_t b) const { return key_rows_of(p, b, dv, p.sizes.head_dim_v); }
-  T* dslopes_of(const BackwardParams& p, int64_t b) const { return dslopes + b * p.sizes.heads * chunks; }
 
  private:
   T* key_rows_of(const BackwardParams& p, int64_t b, T* data, int64_t cols) const {
@@ -72,12 +100,13 @@ struct BackwardWorkspace {
   }
 };
 
-template <class T>
-int64_t count_query_blocks(const BackwardParams& p) {
-  return ceil_div(p.sizes.seqlen_q, backward_tiling<T>().block_q);
+// Whether the rows of dq can take the sum themselves: its type, and whole vectors.
+template <class In, class T>
+bool adds_to_dq_itself(const BackwardParams& p) {
+  return std::is_same_v<In, T> && p.sizes.head_dim % kLanes<T> == 0;
 }
 
-template <class T>
+template <class In, class T>
 BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams& call, int threads,
                                              size_t scratch_bytes) {
   const Sizes& z = call.sizes;
@@ -87,18 +116,23 @@ BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams&
   const bool shared = z.heads != z.heads_kv;
 
   BackwardWorkspace<T> w;
+  w.whole_heads = takes_whole_heads(call, threads);
   w.row_tasks = plan_tasks(arena, call,
                            [](const BackwardParams& p) { return p.sizes.heads * count_query_blocks<T>(p); });
-  w.key_tasks =
-      plan_tasks(arena, call, [](const BackwardParams& p) { return p.sizes.heads * backward_chunks<T>(p); });
+  w.key_tasks = plan_tasks(arena, call, [&](const BackwardParams& p) {
+    return p.sizes.heads * (w.whole_heads ? 1 : count_key_blocks<T>(p));
+  });
   w.mask_tasks = plan_mask_tasks<T>(arena, call);
-  w.chunks = backward_chunks<T>(call);  // the longest sequence has the most
   for (T** term : {&w.rows.delta, &w.rows.reference, &w.rows.correction})
     *term = arena.take<T>(call.statistics_rows());
-  w.dq = arena.take<T>(call.dq ? w.chunks * z.heads * rows_q * d : 0);
+  w.dq = call.dq && !adds_to_dq_itself<In, T>(call) ? arena.take<T>(z.heads * rows_q * d) : nullptr;
   w.dk = arena.take<T>(call.dk && shared ? z.heads * rows_k * d : 0);
   w.dv = arena.take<T>(call.dv && shared ? z.heads * rows_k * d_v : 0);
-  w.dslopes = arena.take<T>(call.dalibi_slopes ? z.batch * z.heads * w.chunks : 0);
+  // Packed: no more than this, as each sequence but the last begins a block of its own.
+  w.key_blocks = call.varlen ? call.varlen.total_k / backward_tiling<T>().block_k + z.batch
+                             : z.batch * count_key_blocks<T>(call);
+  w.dslopes = arena.take<T>(call.dalibi_slopes ? w.key_blocks * z.heads : 0);
+  w.turns = arena.take<Turn::Counter>(call.dq ? w.key_blocks * z.heads : 0);
   w.scratch_bytes = scratch_bytes;
   w.scratch = arena.take<char>(static_cast<int64_t>(scratch_bytes) * threads);
   return w;

@@ -45,7 +45,7 @@ DoubleBackwardWorkspace<T> plan_double_backward_pass(Arena& arena, const DoubleB
   Arena scratch(nullptr);
   plan_double_backward<In, T>(scratch, p);
   DoubleBackwardWorkspace<T> w;
-  static_cast<BackwardWorkspace<T>&>(w) = plan_backward_workspace<T>(arena, p, threads, scratch.used());
+  static_cast<BackwardWorkspace<T>&>(w) = plan_backward_workspace<In, T>(arena, p, threads, scratch.used());
   w.gamma = arena.take<T>(p.statistics_rows());
   return w;
 }
@@ -107,7 +107,7 @@ struct DoubleBackwardPass {
     return tile;
   }
 
-  void add_products(const TileFrame& f, const ScoreTile<T>& score, T* dq) {
+  void add_products(const TileFrame& f, const ScoreTile<T>& score, const DqRows<T>& dq, const Turn& turn) {
     if (p.dv) s.t_products.add_dv(p, score, s.probs, s.dv);
     unscale_dscores<T>(p, f, s.tanh_tile, s.dscores);
     unscale_dscores<T>(p, f, s.tanh_tile, s.t_scores);
@@ -121,6 +121,7 @@ struct DoubleBackwardPass {
       s.products.add_dk(with_t_q, score, s.t_scores, s.dk);
     }
     if (p.dq) {
+      turn.wait_for_rows(f.i0 + f.queries);
       s.products.add_dq(p, score, s.dscores, dq);
       s.t_products.add_dq(with_t_kv, score, s.t_scores, dq);
     }
