@@ -10,6 +10,10 @@
 #define FA_MUL_EPU32(a, b) _mm256_mul_epu32((__m256i)(a), (__m256i)(b))
 #define FA_WIDEN(x) (U32) _mm256_cvtepu16_epi32((__m128i)(x))
 #define FA_HAS_F16C
+#define FA_ZERO_BYTES(p)          \
+  (uint32_t)_mm256_movemask_epi8( \
+      _mm256_cmpeq_epi8(_mm256_loadu_si256((const __m256i*)(p)), _mm256_setzero_si256()))
+#define FA_BITS_OF_64_BYTES(p) ~(uint64_t(FA_ZERO_BYTES((p) + 32)) << 32 | FA_ZERO_BYTES(p))
 #define FA_CVTPH_PS(x) _mm256_cvtph_ps((__m128i)(x))
 #define FA_CVTPS_PH(x) (Half16) _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 

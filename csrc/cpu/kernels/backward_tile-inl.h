@@ -12,10 +12,10 @@
 template <class In, class T>
 struct BackwardScratch {
   BackwardProducts<In, T> products;
-  T* probs;         // [block_q][block_k]  S, then P (after dropout)
-  T* dscores;       // [block_q][block_k]  dP, then dS
-  T* tanh_tile;     // [block_q][block_k]  only with softcap
-  T* mask_tile;     // [block_q][block_k]  only with a mask
+  T* probs;      // [block_q][block_k]  S, then P (after dropout)
+  T* dscores;    // [block_q][block_k]  dP, then dS
+  T* tanh_tile;  // [block_q][block_k]  only with softcap
+  MaskTile<T> mask;
   T* dropout_tile;  // [block_q][block_k]  only with dropout
   T* dk;            // [block_k][D]
   T* dv;            // [block_k][D_v]
@@ -30,7 +30,7 @@ BackwardScratch<In, T> plan_backward(Arena& arena, const BackwardParams& p) {
   s.probs = arena.take<T>(block_q * block_k);
   s.dscores = arena.take<T>(block_q * block_k);
   s.tanh_tile = p.softcap > 0 ? arena.take<T>(block_q * block_k) : nullptr;
-  s.mask_tile = p.mask ? arena.take<T>(block_q * block_k) : nullptr;
+  s.mask = plan_mask_tile<T>(arena, p.mask, block_q, block_k);
   s.dropout_tile = p.dropout ? arena.take<T>(block_q * block_k) : nullptr;
   s.dk = arena.take<T>(block_k * round_up_to_lanes<T>(p.sizes.head_dim));
   s.dv = arena.take<T>(block_k * round_up_to_lanes<T>(p.sizes.head_dim_v));
@@ -78,10 +78,10 @@ struct BackwardTile {
 // Fills s.probs with the tile's scores.
 template <class In, class T>
 BackwardTile<T> recompute_scores(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f) {
-  const TileMask masked = load_mask_tile<T>(p.mask, f, s.mask_tile);
-  if (masked == TileMask::kAll) return {true, {}};
+  const MaskTile<T> mask = load_mask_tile<T>(p.mask, f, s.mask);
+  if (mask.masked == TileMask::kAll) return {true, {}};
   s.products.scores(p, f, s.probs);
-  return {false, finish_scores<T>(p, f, masked, s.mask_tile, s.probs, s.tanh_tile)};
+  return {false, finish_scores<T>(p, f, mask, s.probs, s.tanh_tile)};
 }
 
 // Fills s.probs and s.dscores for the tile at f. `rows` are those of the tile's head.

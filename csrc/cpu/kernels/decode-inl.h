@@ -23,8 +23,8 @@ inline bool may_decode(const AttentionParams& call) { return call.varlen || is_d
 template <class In, class T>
 struct DecodeScratch {
   DecodeProducts<In, T> products;
-  T* scores;        // [rows][block_k]   S, then P in place
-  T* mask_tile;     // [S_q][block_k]
+  T* scores;  // [rows][block_k]   S, then P in place
+  MaskTile<T> mask;
   T* dropout_tile;  // [S_q][block_k]
   In* finite_tile;  // [block_k][D_v]    V without the rows that are not finite
   In* key_copy;     // [block_k][D]      only if keys come from pages or 8 bits
@@ -115,7 +115,7 @@ DecodeScratch<In, T> plan_decode_scratch(Arena& arena, const AttentionParams& ca
   s.scores = arena.take<T>(rows * block_k);
   // A band may hide keys only if it is bounded.
   const bool may_mask = call.mask || call.band.left < Band::kUnbounded || call.band.right < Band::kUnbounded;
-  s.mask_tile = call.mask ? arena.take<T>(seqlen_q * block_k) : nullptr;
+  s.mask = plan_mask_tile<T>(arena, call.mask, seqlen_q, block_k);
   s.dropout_tile = call.dropout ? arena.take<T>(seqlen_q * block_k) : nullptr;
   s.finite_tile = may_mask ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
   s.key_copy = copies_rows(call) ? arena.take<In>(block_k * z.head_dim) : nullptr;
@@ -185,8 +185,7 @@ void decode_tile(const AttentionParams& p, const DecodeScratch<In, T>& s, int64_
   for (int64_t g = 0; g < group; ++g) {
     const TileFrame f{b, h_kv * group + g, 0, j0, z.seqlen_q, keys, ld, false};
     T* scores = s.scores + g * z.seqlen_q * ld;
-    const TileMask masked = load_mask_tile<T>(p.mask, f, s.mask_tile);
-    const ScoreTile<T> score = finish_scores<T>(p, f, masked, s.mask_tile, scores, nullptr);
+    const ScoreTile<T> score = finish_scores<T>(p, f, load_mask_tile<T>(p.mask, f, s.mask), scores, nullptr);
     for (int64_t i = 0; i < z.seqlen_q; ++i) {
       const int64_t row = g * z.seqlen_q + i;
       decode_softmax_row<T>(scores + i * ld, ld, unified, r.row_max[row], r.row_sum[row], r.out + row * d_v,

@@ -11,8 +11,8 @@
 template <class In, class T>
 struct ForwardScratch {
   ForwardProducts<In, T> products;
-  T* scores;        // [block_k][block_q]   S^T, then P^T in place
-  T* mask_tile;     // [block_k][block_q]
+  T* scores;  // [block_k][block_q]   S^T, then P^T in place
+  MaskTile<T> mask;
   T* dropout_tile;  // [block_k][block_q]
   T* out;           // [block_q][D_v]    O, not yet divided by l
   T* row_max;       // [block_q]
@@ -26,7 +26,7 @@ ForwardScratch<In, T> plan_forward(Arena& arena, const AttentionParams& p) {
   ForwardScratch<In, T> s;
   s.products = ForwardProducts<In, T>::plan(arena, p);
   s.scores = arena.take<T>(block_k * block_q);
-  s.mask_tile = p.mask ? arena.take<T>(block_k * block_q) : nullptr;
+  s.mask = plan_mask_tile<T>(arena, p.mask, block_q, block_k);
   s.dropout_tile = p.dropout ? arena.take<T>(block_k * block_q) : nullptr;
   s.out = arena.take<T>(block_q * round_up_to_lanes<T>(p.sizes.head_dim_v));
   s.row_max = arena.take<T>(block_q);
@@ -92,11 +92,11 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
   const Range keys = visible_keys(p.band, i0, i0 + queries, z.seqlen_k);
   for (int64_t j0 = keys.begin / tiling.block_k * tiling.block_k; j0 < keys.end; j0 += tiling.block_k) {
     const TileFrame f{b, h, i0, j0, queries, std::min(tiling.block_k, z.seqlen_k - j0), ld, true};
-    const TileMask masked = load_mask_tile<T>(p.mask, f, s.mask_tile);
-    if (masked == TileMask::kAll) continue;
+    const MaskTile<T> mask = load_mask_tile<T>(p.mask, f, s.mask);
+    if (mask.masked == TileMask::kAll) continue;
 
     s.products.scores(p, f, scale, s.scores);
-    const ScoreTile<T> score = finish_scores<T>(p, f, masked, s.mask_tile, s.scores, nullptr);
+    const ScoreTile<T> score = finish_scores<T>(p, f, mask, s.scores, nullptr);
 
     online_softmax<T>(f, unit, s.scores, s.row_max, s.row_sum, s.rescale);
     if (p.dropout) {  // after the row sum: dropout acts on the normalised P

@@ -104,11 +104,11 @@ void jvp_query_block(const JvpParams& p, const JvpScratch<In, T>& scratch, int64
   const Range keys = visible_keys(p.band, i0, i0 + queries, z.seqlen_k);
   for (int64_t j0 = keys.begin / tiling.block_k * tiling.block_k; j0 < keys.end; j0 += tiling.block_k) {
     const TileFrame f{b, h, i0, j0, queries, std::min(tiling.block_k, z.seqlen_k - j0), ld, true};
-    const TileMask masked = load_mask_tile<T>(p.mask, f, s.mask_tile);
-    if (masked == TileMask::kAll) continue;
+    const MaskTile<T> mask = load_mask_tile<T>(p.mask, f, s.mask);
+    if (mask.masked == TileMask::kAll) continue;
 
     s.products.scores(p, f, scale, s.scores);
-    const ScoreTile<T> score = finish_scores<T>(p, f, masked, s.mask_tile, s.scores, scratch.tanh_tile);
+    const ScoreTile<T> score = finish_scores<T>(p, f, mask, s.scores, scratch.tanh_tile);
 
     if (t.q) scratch.t_products.scores(with_t_q, f, scale, scratch.t_scores);
     if (t.k) s.products.scores(with_t_kv, f, scale, scratch.t_scores, static_cast<bool>(t.q));

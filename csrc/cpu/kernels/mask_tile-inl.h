@@ -1,4 +1,5 @@
-// attn_mask on one tile: whatever its dtype and strides, as what is added to the scores, -inf where it masks.
+// attn_mask on one tile, whatever its dtype and strides: a float mask as what is added to the scores, -inf where it
+// masks; a bool mask as one bit for each score.
 #pragma once
 
 #include "../vec/convert-inl.h"
@@ -6,16 +7,11 @@
 
 enum class TileMask { kNone, kSome, kAll };  // how many of a tile's elements are masked
 
-// kLanes<T> mask elements in a row; the missing ones of a tail read as 0 or false.
+// kLanes<T> elements of a float mask in a row; the missing ones of a tail read as 0.
 template <class T, class M>
 FA_INLINE Vec<T> load_bias(const M* p, int64_t n) {
   constexpr int L = kLanes<T>;
-  if constexpr (std::is_same_v<M, uint8_t>) {
-    typedef uint8_t Bytes __attribute__((vector_size(L)));
-    Bytes bytes = {};
-    std::memcpy(&bytes, p, n == L ? L : n);
-    return __builtin_convertvector(bytes, VecBits<T>) != 0 ? Vec<T>{} : splat<T>(kNegInf<T>);
-  } else if constexpr (std::is_same_v<M, T> || (std::is_same_v<T, float> && sizeof(M) == 2)) {
+  if constexpr (std::is_same_v<M, T> || (std::is_same_v<T, float> && sizeof(M) == 2)) {
     return n == L ? load_as<M, T>(p) : load_tail_as<M, T>(p, n);
   } else {  // a float32 or 16-bit mask on float64 inputs
     Vec<T> value = {};
@@ -24,19 +20,42 @@ FA_INLINE Vec<T> load_bias(const M* p, int64_t n) {
   }
 }
 
+// Whether any of the elements that passed was masked, and any was not.
+template <class T>
+struct MaskedAndNot {
+  VecIndex<T> masked = {}, visible = {};
+
+  FA_INLINE Vec<T> pass(Vec<T> bias) {
+    const VecIndex<T> hides = bias == kNegInf<T>;
+    masked |= hides;
+    visible |= ~hides;
+    return bias;
+  }
+  TileMask of_tile() const {
+    bool any_masked = false, any_visible = false;
+    for (int i = 0; i < kLanes<T>; ++i) {
+      any_masked |= masked[i] != 0;
+      any_visible |= visible[i] != 0;
+    }
+    return !any_visible ? TileMask::kAll : any_masked ? TileMask::kSome : TileMask::kNone;
+  }
+};
+
 // dst[r][c] = bias of src[r][c]: rows of the tile are rows of the mask.
 template <class T, class M>
-inline void load_bias_rows(const M* src, int64_t stride, int64_t rows, int64_t cols, T* dst, int64_t ld) {
+inline void load_bias_rows(const M* src, int64_t stride, int64_t rows, int64_t cols, T* dst, int64_t ld,
+                           MaskedAndNot<T>& seen) {
   constexpr int L = kLanes<T>;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < cols; c += L)
-      store<T>(dst + r * ld + c, load_bias<T, M>(src + r * stride + c, std::min<int64_t>(L, cols - c)));
+      store<T>(dst + r * ld + c,
+               seen.pass(load_bias<T, M>(src + r * stride + c, std::min<int64_t>(L, cols - c))));
 }
 
 // dst[c][r] = bias of src[r][c]: lanes of the tile are rows of the mask.
 template <class T, class M>
-inline void load_bias_transposed(const M* src, int64_t stride, int64_t rows, int64_t cols, T* dst,
-                                 int64_t ld) {
+inline void load_bias_transposed(const M* src, int64_t stride, int64_t rows, int64_t cols, T* dst, int64_t ld,
+                                 MaskedAndNot<T>& seen) {
   constexpr int L = kLanes<T>;
   for (int64_t r0 = 0; r0 < rows; r0 += L)
     for (int64_t c0 = 0; c0 < cols; c0 += L) {
@@ -44,7 +63,7 @@ inline void load_bias_transposed(const M* src, int64_t stride, int64_t rows, int
       const int64_t n = std::min<int64_t>(L, cols - c0);
 #pragma GCC unroll 16
       for (int r = 0; r < L; ++r)
-        block[r] = r0 + r < rows ? load_bias<T, M>(src + (r0 + r) * stride + c0, n) : Vec<T>{};
+        block[r] = r0 + r < rows ? seen.pass(load_bias<T, M>(src + (r0 + r) * stride + c0, n)) : Vec<T>{};
       transpose<T>(block);
 #pragma GCC unroll 16
       for (int c = 0; c < L; ++c)
@@ -52,55 +71,152 @@ inline void load_bias_transposed(const M* src, int64_t stride, int64_t rows, int
     }
 }
 
+// A tile whose last vector is a partial one counts as visible somewhere: what is missing reads as 0.
 template <class T, class M>
-inline TileMask load_mask_as(const MaskParams& mask, const TileFrame& f, T* dst) {
-  constexpr int L = kLanes<T>;
+inline TileMask load_bias_as(const MaskParams& mask, const TileFrame& f, T* dst) {
   const M* src = static_cast<const M*>(mask.data) + f.b * mask.stride_b + f.h * mask.stride_h +
                  f.i0 * mask.stride_q + f.j0 * mask.stride_k;
   const int64_t row_stride = f.lanes_are_queries ? mask.stride_k : mask.stride_q;
   const int64_t lane_stride = f.lanes_are_queries ? mask.stride_q : mask.stride_k;
   const int64_t rows = f.rows(), lanes = f.lanes();
+  MaskedAndNot<T> seen;
   if (lane_stride == 0) {
     for (int64_t r = 0; r < rows; ++r) {
-      const T bias = load_bias<T, M>(src + r * row_stride, 1)[0];
+      const T bias = seen.pass(splat<T>(scalar_as<T>(src[r * row_stride])))[0];
       std::fill(dst + r * f.ld, dst + r * f.ld + f.ld, bias);
     }
   } else if (lane_stride == 1) {
-    load_bias_rows<T, M>(src, row_stride, rows, lanes, dst, f.ld);
+    load_bias_rows<T, M>(src, row_stride, rows, lanes, dst, f.ld, seen);
   } else if (row_stride == 1) {
-    load_bias_transposed<T, M>(src, lane_stride, lanes, rows, dst, f.ld);
+    load_bias_transposed<T, M>(src, lane_stride, lanes, rows, dst, f.ld, seen);
   } else {
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < lanes; ++c)
-        dst[r * f.ld + c] = load_bias<T, M>(src + r * row_stride + c * lane_stride, 1)[0];
+        dst[r * f.ld + c] = seen.pass(splat<T>(scalar_as<T>(src[r * row_stride + c * lane_stride])))[0];
   }
-
-  VecIndex<T> any = {}, visible = {};
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < lanes; c += L) {
-      const VecIndex<T> inside = c + L <= lanes ? VecIndex<T>{} - 1 : iota<T>() < static_cast<int>(lanes - c);
-      const VecIndex<T> masked = load<T>(dst + r * f.ld + c) == kNegInf<T>;
-      any |= masked & inside;
-      visible |= ~masked & inside;
-    }
-  bool any_masked = false, any_visible = false;
-  for (int i = 0; i < L; ++i) {
-    any_masked |= any[i] != 0;
-    any_visible |= visible[i] != 0;
-  }
-  return !any_visible ? TileMask::kAll : any_masked ? TileMask::kSome : TileMask::kNone;
+  return seen.of_tile();
 }
 
-// Fills dst[row][lane] with the mask's bias. Without a mask it does nothing.
+// Fills dst[row][lane] with a float mask's bias.
 template <class T>
-inline TileMask load_mask_tile(const MaskParams& mask, const TileFrame& f, T* dst) {
-  if (!mask) return TileMask::kNone;
+inline TileMask load_bias_tile(const MaskParams& mask, const TileFrame& f, T* dst) {
   switch (mask.dtype) {
-    case DType::kBool: return load_mask_as<T, uint8_t>(mask, f, dst);
-    case DType::kFloat32: return load_mask_as<T, float>(mask, f, dst);
-    case DType::kFloat64: return load_mask_as<T, double>(mask, f, dst);
-    case DType::kBFloat16: return load_mask_as<T, BFloat16>(mask, f, dst);
-    case DType::kFloat16: return load_mask_as<T, Float16>(mask, f, dst);
+    case DType::kFloat32: return load_bias_as<T, float>(mask, f, dst);
+    case DType::kFloat64: return load_bias_as<T, double>(mask, f, dst);
+    case DType::kBFloat16: return load_bias_as<T, BFloat16>(mask, f, dst);
+    case DType::kFloat16: return load_bias_as<T, Float16>(mask, f, dst);
+    case DType::kBool: break;  // see below
   }
   return TileMask::kNone;
+}
+
+// Bit c says whether p[c] is not 0, for c below n, which is at most 64.
+inline uint64_t bits_of_bytes(const uint8_t* p, int64_t n) {
+  uint8_t tail[64] = {};
+  if (n < 64) {
+    std::memcpy(tail, p, n);
+    p = tail;
+  }
+#if defined(FA_BITS_OF_64_BYTES)
+  return FA_BITS_OF_64_BYTES(p);
+#else
+  uint64_t bits = 0;
+  for (int c = 0; c < 64; ++c) bits |= uint64_t(p[c] != 0) << c;
+  return bits;
+#endif
+}
+
+// Which keys of the tile each query sees, bit by bit.
+struct VisibleKeys {
+  static constexpr int kWord = 32;  // bits, those of a float's lane
+
+  uint32_t* words = nullptr;  // [2][ld]: word c / 32 of a query has key c of the tile; null: no bool mask
+  int64_t ld = 0;
+
+  explicit operator bool() const { return words != nullptr; }
+  bool sees(int64_t query, int64_t key) const { return words[key / kWord * ld + query] >> (key % kWord) & 1; }
+
+  // The scores of one row of the tile become -inf where the query does not see the key.
+  template <class T>
+  void hide(const TileFrame& f, int64_t r, T* scores) const {
+    using Bits = VecBits<T>;
+    constexpr int L = kLanes<T>;
+    const Bits one = Bits{} + 1;
+    for (int64_t c = 0; c < f.ld; c += L) {
+      Bits seen;
+      if (f.lanes_are_queries) {
+        typedef uint32_t Words __attribute__((vector_size(4 * L)));
+        Words queries;
+        std::memcpy(&queries, words + r / kWord * ld + c, sizeof queries);
+        seen = __builtin_convertvector(queries, Bits) & (one << (r % kWord));
+      } else {
+        const uint32_t keys = words[c / kWord * ld + r] >> (c % kWord);
+        seen = (Bits{} + keys) & (one << (Bits)iota<T>());
+      }
+      store<T>(scores + c, seen == Bits{} ? splat<T>(kNegInf<T>) : load<T>(scores + c));
+    }
+  }
+};
+
+// Keys of the tile that a query sees: `src` is its first one in a bool mask.
+inline uint64_t visible_bits(const uint8_t* src, int64_t stride, int64_t keys, uint64_t every_key) {
+  if (stride == 1) return bits_of_bytes(src, keys);
+  if (stride == 0) return *src ? every_key : 0;
+  uint64_t bits = 0;
+  for (int64_t c = 0; c < keys; ++c) bits |= uint64_t(src[c * stride] != 0) << c;
+  return bits;
+}
+
+inline TileMask load_visible_keys(const MaskParams& mask, const TileFrame& f, const VisibleKeys& visible) {
+  const uint8_t* src = static_cast<const uint8_t*>(mask.data) + f.b * mask.stride_b + f.h * mask.stride_h +
+                       f.i0 * mask.stride_q + f.j0 * mask.stride_k;
+  const uint64_t every_key = f.keys == 64 ? ~uint64_t{0} : (uint64_t{1} << f.keys) - 1;
+  uint64_t bits = 0, seen_by_all = every_key, seen_by_any = 0;
+  for (int64_t i = 0; i < f.queries; ++i) {
+    if (i == 0 || mask.stride_q != 0) {
+      __builtin_prefetch(src + i * mask.stride_q + 64 * mask.stride_k);  // of the next tile
+      bits = visible_bits(src + i * mask.stride_q, mask.stride_k, f.keys, every_key);
+    }
+    visible.words[i] = static_cast<uint32_t>(bits);
+    visible.words[visible.ld + i] = static_cast<uint32_t>(bits >> VisibleKeys::kWord);
+    seen_by_all &= bits;
+    seen_by_any |= bits;
+  }
+  return seen_by_any == 0 ? TileMask::kAll : seen_by_all == every_key ? TileMask::kNone : TileMask::kSome;
+}
+
+// The mask of one tile in the form that its dtype has; neither, where it would change nothing.
+template <class T>
+struct MaskTile {
+  TileMask masked = TileMask::kNone;
+  T* bias = nullptr;  // [row][lane]
+  VisibleKeys visible;
+
+  bool hides(const TileFrame& f, int64_t row, int64_t lane) const {
+    if (visible) return !(f.lanes_are_queries ? visible.sees(lane, row) : visible.sees(row, lane));
+    return bias && bias[row * f.ld + lane] == kNegInf<T>;
+  }
+};
+
+// Memory for the mask on tiles of so many queries and keys.
+template <class T>
+MaskTile<T> plan_mask_tile(Arena& arena, const MaskParams& mask, int64_t queries, int64_t keys) {
+  MaskTile<T> memory;
+  if (mask && mask.dtype == DType::kBool) {
+    memory.visible.ld = round_up_to_lanes<T>(queries);
+    memory.visible.words = arena.take<uint32_t>(2 * memory.visible.ld);
+  } else if (mask) {
+    memory.bias = arena.take<T>(queries * round_up_to_lanes<T>(keys));
+  }
+  return memory;
+}
+
+template <class T>
+inline MaskTile<T> load_mask_tile(const MaskParams& mask, const TileFrame& f, const MaskTile<T>& memory) {
+  if (!mask) return {};
+  MaskTile<T> tile = memory;
+  tile.masked = mask.dtype == DType::kBool ? load_visible_keys(mask, f, memory.visible)
+                                           : load_bias_tile<T>(mask, f, memory.bias);
+  if (tile.masked == TileMask::kNone) tile.visible = {};
+  return tile;
 }

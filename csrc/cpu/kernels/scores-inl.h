@@ -46,13 +46,13 @@ template <class T>
 struct ScoreTile {
   TileFrame frame;
   const Band* band;
-  const T* mask_tile;  // null without a mask
-  bool partial;        // some element is masked
+  MaskTile<T> mask;
+  bool partial;  // some element is masked
 
   bool attends(int64_t row, int64_t lane) const {
     const int64_t i = frame.i0 + (frame.lanes_are_queries ? lane : row);
     const int64_t j = frame.j0 + (frame.lanes_are_queries ? row : lane);
-    return in_band(*band, i, j) && !(mask_tile && mask_tile[row * frame.ld + lane] == kNegInf<T>);
+    return in_band(*band, i, j) && !mask.hides(frame, row, lane);
   }
 };
 
@@ -60,13 +60,14 @@ struct ScoreTile {
 // become -inf whatever they held, NaN included. `tanh_tile` (or null) receives the softcap's tanh, which its
 // derivative 1 - tanh^2 needs.
 template <class T>
-inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, TileMask masked,
-                                  const T* mask_tile, T* scores, T* tanh_tile) {
+inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, const MaskTile<T>& mask,
+                                  T* scores, T* tanh_tile) {
   constexpr int L = kLanes<T>;
   const bool crossed = !band_covers(p.band, f.i0, f.i0 + f.queries, f.j0, f.j0 + f.keys);
-  const ScoreTile<T> tile{f, &p.band, mask_tile, crossed || masked != TileMask::kNone};
+  const ScoreTile<T> tile{f, &p.band, mask, crossed || mask.masked != TileMask::kNone};
   const bool padded = f.lanes() < f.ld;
-  if (!crossed && !padded && !mask_tile && !p.alibi && p.softcap == 0) return tile;  // most tiles
+  if (!crossed && !padded && !mask.bias && !mask.visible && !p.alibi && p.softcap == 0)
+    return tile;  // most tiles
   const VecIndex<T> lane = iota<T>();
   for (int64_t r = 0; r < f.rows(); ++r) {
     T* row = scores + r * f.ld;
@@ -83,8 +84,9 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
       for (int64_t c = 0; c < f.ld; c += L)
         store<T>(row + c, load<T>(row + c) - slope * alibi_distance<T>(p.band, f, r, c));
     }
-    if (mask_tile) {
-      const T* bias = mask_tile + r * f.ld;
+    if (mask.visible) mask.visible.template hide<T>(f, r, row);
+    if (mask.bias) {
+      const T* bias = mask.bias + r * f.ld;
       for (int64_t c = 0; c < f.ld; c += L) {
         const Vec<T> m = load<T>(bias + c);
         store<T>(row + c, m == kNegInf<T> ? m : load<T>(row + c) + m);

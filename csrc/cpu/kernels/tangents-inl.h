@@ -42,7 +42,7 @@ inline void finish_tangents(const AttentionParams& p, const Tangents& t, const T
       }
   }
   if (t.mask) {
-    load_mask_tile<T>(t.mask, f, mask_tile);
+    load_bias_tile<T>(t.mask, f, mask_tile);
     for (int64_t n = 0; n < f.rows() * f.ld; n += L)
       store<T>(t_scores + n, load<T>(t_scores + n) + load<T>(mask_tile + n));
   }

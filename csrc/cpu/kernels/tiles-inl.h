@@ -109,11 +109,18 @@ inline void add_rows(T* dst, const T* src, int64_t count) {
 template <class In, class T>
 inline bool rows_are_finite(const Rows<In>& r, int64_t rows) {
   constexpr int L = kLanes<T>;
-  Vec<T> probe = {};
-  for (int64_t j = 0; j < rows; ++j)
-    for (int64_t c = 0; c < r.cols; c += L)  // 0 unless Inf or NaN
-      probe += load_columns<T>(r.row(j) + c, r.cols - c) * T(0);
-  return sum_lanes<T>(probe) == T(0);
+  Vec<T> probe[4] = {};  // 0 unless Inf or NaN; in four chains, as each sum would wait for the last
+  for (int64_t c = 0; c < r.cols; c += L) {
+    const auto add = [&](int chain, int64_t j) FA_INLINE_LAMBDA {
+      probe[chain] += load_columns<T>(r.row(j) + c, r.cols - c) * T(0);
+    };
+    int64_t j = 0;
+    for (; j + 4 <= rows; j += 4)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) add(n, j + n);
+    for (; j < rows; ++j) add(0, j);
+  }
+  return sum_lanes<T>((probe[0] + probe[1]) + (probe[2] + probe[3])) == T(0);
 }
 
 // sum_c a[c] * b[c]: both rows of In, accumulated in T in a fixed order.
