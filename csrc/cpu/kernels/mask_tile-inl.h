@@ -10,7 +10,8 @@ enum class TileMask { kNone, kSome, kAll };  // how many of a tile's elements ar
 // kLanes<T> elements of a float mask in a row; the missing ones of a tail read as 0.
 template <class T, class M>
 FA_INLINE Vec<T> load_bias(const M* p, int64_t n) {
-  constexpr int L = kLanes<T>;
+  constexpr int L = kLanes<T>, kNextTile = 64;
+  __builtin_prefetch(p + kNextTile);
   if constexpr (std::is_same_v<M, T> || (std::is_same_v<T, float> && sizeof(M) == 2)) {
     return n == L ? load_as<M, T>(p) : load_tail_as<M, T>(p, n);
   } else {  // a float32 or 16-bit mask on float64 inputs
@@ -20,24 +21,25 @@ FA_INLINE Vec<T> load_bias(const M* p, int64_t n) {
   }
 }
 
-// Whether any of the elements that passed was masked, and any was not.
+// Whether any of the elements that passed was masked, and any was not. By integers: they need no conversion of masks.
 template <class T>
 struct MaskedAndNot {
-  VecIndex<T> masked = {}, visible = {};
+  using Bits = VecBits<T>;
+  Bits least = ~Bits{}, any = {};  // of the bits in which elements differ from -inf
 
   FA_INLINE Vec<T> pass(Vec<T> bias) {
-    const VecIndex<T> hides = bias == kNegInf<T>;
-    masked |= hides;
-    visible |= ~hides;
+    const Bits differs = (Bits)bias ^ (Bits)splat<T>(kNegInf<T>);
+    least = differs < least ? differs : least;
+    any |= differs;
     return bias;
   }
   TileMask of_tile() const {
-    bool any_masked = false, any_visible = false;
+    bool some_masked = false, some_visible = false;
     for (int i = 0; i < kLanes<T>; ++i) {
-      any_masked |= masked[i] != 0;
-      any_visible |= visible[i] != 0;
+      some_masked |= least[i] == 0;
+      some_visible |= any[i] != 0;
     }
-    return !any_visible ? TileMask::kAll : any_masked ? TileMask::kSome : TileMask::kNone;
+    return !some_visible ? TileMask::kAll : some_masked ? TileMask::kSome : TileMask::kNone;
   }
 };
 
