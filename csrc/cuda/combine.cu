@@ -1,6 +1,7 @@
 #include "combine.h"
 
 #include "../core/sequence.h"
+#include "../core/splits.h"
 #include "lanes.cuh"
 #include "launch.h"
 #include "scores.cuh"
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
   T sum = 0, total = 0;
   for (int64_t n0 = 0; n0 < splits; n0 += kWarp) {
     const int64_t n = n0 + lane;
-    const T factor = n < splits ? std::exp2(partials.row_max[n * rows + row] - reference) : T(0);
+    const T factor = n < splits ? std::exp(partials.row_max[n * rows + row] - reference) : T(0);
     if (n < splits) sum += partials.row_sum[n * rows + row] * factor;
     const int count = static_cast<int>(smaller<int64_t>(splits - n0, kWarp));
 #pragma unroll 8
@@ -50,9 +51,9 @@ template <class In, class T = Accumulator<In>>
 cudaError_t launch_of(const AttentionParams& p, int64_t splits, void* workspace, cudaStream_t stream) {
   constexpr int64_t kWarps = kThreads / kWarp;
   const Sizes& z = p.sizes;
-  const int64_t slices = (z.head_dim_v + kWarp - 1) / kWarp;
+  const int64_t slices = ceil_div(z.head_dim_v, kWarp);
   const int64_t warps = z.batch * z.heads * z.seqlen_q * slices;
-  return launch(combine_kernel<In>, {(warps + kWarps - 1) / kWarps, 1, 1, kThreads}, stream, p, splits,
+  return launch(combine_kernel<In>, {ceil_div(warps, kWarps), 1, 1, kThreads}, stream, p, splits,
                 Partials<T>(workspace, p, splits), slices);
 }
 

@@ -13,9 +13,7 @@
 
 namespace flash_attn_ext::cuda {
 
-// Scores are kept in units of log2, so that softmax needs exp2 only: score2 = score * log2(e).
-constexpr double kLog2E = 1.4426950408889634074;
-constexpr double kLn2 = 0.69314718055994530942;
+constexpr double kLog2E = 1.4426950408889634074;  // 2^(x log2(e)) = e^x, where only exp2 is fast
 
 template <class T>
 constexpr T kInf = std::numeric_limits<T>::infinity();
@@ -35,29 +33,29 @@ __device__ T smaller(T a, T b) {
   return b < a ? b : a;
 }
 
-// What the mask adds, in units of log2; -inf masks. A finite value stays finite, also finfo.min, which times
-// log2(e) is out of range: a row that holds nothing else is not masked, it is uniform.
+// A product that is rounded before it is added to: nvcc would make one instruction of both, in one kernel and
+// not in another. The backward must have the forward's scores to the last bit, so that their rounding cancels
+// in S - lse, however large they are.
+__device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
+
+// What the mask adds; -inf masks. finfo.min does not: a row that holds nothing else is uniform.
 template <class T>
 __device__ T mask_bias(const MaskParams& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
   const int64_t at = b * mask.stride_b + h * mask.stride_h + i * mask.stride_q + j * mask.stride_k;
-  T value;
   switch (mask.dtype) {
     case DType::kBool: return static_cast<const uint8_t*>(mask.data)[at] ? T(0) : -kInf<T>;
-    case DType::kFloat32: value = static_cast<const float*>(mask.data)[at]; break;
-    case DType::kFloat64: value = static_cast<T>(static_cast<const double*>(mask.data)[at]); break;
-    case DType::kBFloat16: value = widen(static_cast<const __nv_bfloat16*>(mask.data)[at]); break;
-    default: value = widen(static_cast<const __half*>(mask.data)[at]); break;
+    case DType::kFloat32: return static_cast<const float*>(mask.data)[at];
+    case DType::kFloat64: return static_cast<T>(static_cast<const double*>(mask.data)[at]);
+    case DType::kBFloat16: return widen(static_cast<const __nv_bfloat16*>(mask.data)[at]);
+    case DType::kFloat16: break;
   }
-  constexpr T kLargest = std::numeric_limits<T>::max();
-  const T bias = value * T(kLog2E);
-  if (bias == -kInf<T> && value >= -kLargest) return -kLargest;
-  if (bias == kInf<T> && value <= kLargest) return kLargest;
-  return bias;
+  return widen(static_cast<const __half*>(mask.data)[at]);
 }
 
 template <class T>
 struct Score {
-  T value;       // score2; -inf if masked, whatever <q, k> was, NaN included
+  T value;       // -inf if masked, whatever <q, k> was, NaN included
   T tanh;        // of the softcap, for its derivative 1 - tanh^2
   bool attends;  // neither the mask, nor the band, nor the end of the tensors hides it
 };
@@ -65,7 +63,7 @@ struct Score {
 // What <q, k> is multiplied with first.
 template <class T>
 __device__ T product_scale(const AttentionParams& p) {
-  return static_cast<T>(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E);
+  return static_cast<T>(p.softcap > 0 ? p.scale / p.softcap : p.scale);
 }
 
 template <class T>
@@ -88,9 +86,9 @@ __device__ Score<T> finish_scaled_score(const AttentionParams& p, T scaled, int6
   T score = scaled, t = 0;
   if (p.softcap > 0) {
     t = std::tanh(score);
-    score = t * static_cast<T>(p.softcap * kLog2E);
+    score = rounded_product(t, static_cast<T>(p.softcap));
   }
-  if (p.alibi) score -= alibi_slope<T>(p.alibi, b, h) * T(kLog2E) * alibi_distance<T>(p.band, i, j);
+  if (p.alibi) score -= rounded_product(alibi_slope<T>(p.alibi, b, h), alibi_distance<T>(p.band, i, j));
   if (p.mask) {
     const T bias = mask_bias<T>(p.mask, b, h, i, j);
     if (bias == -kInf<T>) return masked;
@@ -102,7 +100,7 @@ __device__ Score<T> finish_scaled_score(const AttentionParams& p, T scaled, int6
 template <class T>
 __device__ Score<T> finish_score(const AttentionParams& p, T product, int64_t b, int64_t h, int64_t i,
                                  int64_t j, bool inside) {
-  return finish_scaled_score(p, product * product_scale<T>(p), b, h, i, j, inside);
+  return finish_scaled_score(p, rounded_product(product, product_scale<T>(p)), b, h, i, j, inside);
 }
 
 // The factor of an element of P: 1 / (1 - p) where it is kept, 0 where it is dropped.
@@ -123,7 +121,7 @@ struct RowResult {
   T out_factor, lse;
 };
 
-// A row's maximum, in units of log2, and its sum relative to it.
+// A row's maximum, and its sum relative to it.
 template <class T>
 struct RowSum {
   T max, sum;
@@ -133,20 +131,26 @@ struct RowSum {
 template <class T>
 __device__ RowSum<T> add_sink(const AttentionParams& p, int64_t b, int64_t h, RowSum<T> row) {
   if (!p.sink) return row;
-  const T sink = p.sink.of<T>(b, h) * T(kLog2E);
+  const T sink = p.sink.of<T>(b, h);
   if (sink == -kInf<T>) return row;
   const T max = larger(row.max, sink);
-  return {max, row.sum * std::exp2(row.max - max) + std::exp2(sink - max)};
+  return {max, row.sum * std::exp(row.max - max) + std::exp(sink - max)};
 }
 
-// From the maximum and the sum over a row's keys. Nothing visible leaves the sum 0 (a NaN score leaves it NaN): out
-// is 0 and lse that of the sink alone, -inf without one, by contract.
+// Nothing visible leaves the sum 0 (a NaN score leaves it NaN): out is 0 and lse -inf, by contract.
+template <class T>
+__device__ RowResult<T> finish_sum(RowSum<T> row) {
+  if (row.sum == T(0)) return {T(0), -kInf<T>};
+  return {T(1) / row.sum, row.max + std::log(row.sum)};
+}
+
+// From the maximum and the sum over a row's keys, without the sink, which is added here.
 template <class T>
 __device__ RowResult<T> finish_row(const AttentionParams& p, int64_t b, int64_t h, T max, T sum) {
   const RowSum<T> row = add_sink(p, b, h, RowSum<T>{max, sum});
-  if (row.sum == T(0)) return {T(0), -kInf<T>};
-  const T weight = p.sink ? std::exp2(max - row.max) : T(1);
-  return {weight / row.sum, row.max * T(kLn2) + std::log(row.sum)};
+  RowResult<T> result = finish_sum(row);
+  if (p.sink && result.out_factor != T(0)) result.out_factor *= std::exp(max - row.max);
+  return result;
 }
 
 }  // namespace flash_attn_ext::cuda

@@ -15,7 +15,7 @@ namespace flash_attn_ext::cuda::simt {
 static_assert(kBlockQ == kRecomputedRows && kBlockK == kRecomputedRows, "a block of ours is a flagged tile");
 
 // Whether lse = m + log(l) is exact enough. With scores of 1e9 (masks of finfo.min or -1e9) rounding removes
-// log(l), and 2^(S - lse) is wrong by a factor of up to the length of the row. NaN counts as exact: it stays
+// log(l), and e^(S - lse) is wrong by a factor of up to the length of the row. NaN counts as exact: it stays
 // NaN.
 template <class T>
 __device__ bool lse_is_exact(T lse) {
@@ -48,7 +48,7 @@ __device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& t
     if (lse_is_exact(static_cast<const T*>(p.lse)[row])) continue;
     const RowSum<T> all = add_sink(p, b, h, RowSum<T>{statistics.max[r], sum});
     terms.reference[row] = all.max;
-    terms.correction[row] = std::log2(all.sum);
+    terms.correction[row] = std::log(all.sum);
   }
 }
 
@@ -75,11 +75,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (i >= z.seqlen_q || thread_x() != 0) continue;
     const T lse = static_cast<const T*>(p.lse)[row];
     // An lse of -inf is a row with everything masked; +inf gives it P = 0 without an Inf - Inf on the way.
-    const T reference = lse == -kInf<T> ? kInf<T> : lse * T(kLog2E);
     terms.delta[row] = dot - (p.dlse ? static_cast<const T*>(p.dlse)[row] : T(0));
-    terms.reference[row] = reference;
-    // The rounding error of the product, which is large for large scores: P is corrected by it.
-    terms.correction[row] = std::isinf(reference) ? T(0) : std::fma(lse, T(kLog2E), -reference);
+    terms.reference[row] = lse == -kInf<T> ? kInf<T> : lse;
+    terms.correction[row] = T(0);
     inexact |= !lse_is_exact(lse);
   }
   const bool some_inexact = __syncthreads_or(inexact);  // all threads look again, or none

@@ -1,6 +1,6 @@
 // What the backward kernels share: recompute P and dS of one tile from q, k, v, lse and delta.
 //
-//   P = 2^(S - lse)    dP = dO V^T    dS = P o (dP - delta)    delta = rowsum(dO o O) - dlse
+//   P = e^(S - lse)    dP = dO V^T    dS = P o (dP - delta)    delta = rowsum(dO o O) - dlse
 //
 // Every gradient has a kernel of its own, in which a block owns what it writes and adds in a fixed order: no
 // atomics, the same bits at every run, at the price of recomputing S for each.
@@ -49,7 +49,7 @@ __device__ Element<T> backward_element(const BackwardParams& p, const RowTerms<T
   if (score.value == -kInf<T>) return {T(0), T(0), T(0), score.attends};  // whatever dP and lse hold
 
   const int64_t n = p.statistics_row(at.b, at.h, i);
-  const T prob = std::exp2((score.value - terms.reference[n]) - terms.correction[n]);
+  const T prob = std::exp((score.value - terms.reference[n]) - terms.correction[n]);
   const T factor = p.dropout ? dropout_factor<T>(p, key, at.b, at.h, i, j) : T(1);
   const T dscore = prob * (dprob * factor - terms.delta[n]);
   T dproduct = dscore * static_cast<T>(p.scale);

@@ -1,7 +1,7 @@
 // Forward: FlashAttention-2, algorithm 1 (Dao 2023). A block owns query rows and a slice of the D_v columns.
 //
-//   S = Q K^T    m' = max(m, rowmax S)    P = 2^(S - m')    l = l 2^(m - m') + rowsum P
-//   O = O 2^(m - m') + P V                at the end O / l and lse = (m + log2 l) ln 2
+//   S = Q K^T    m' = max(m, rowmax S)    P = e^(S - m')    l = l e^(m - m') + rowsum P
+//   O = O e^(m - m') + P V                at the end O / l and lse = m + log l
 //
 // With few queries the keys are split over blocks as well (Dao et al. 2023, "Flash-Decoding"); each leaves
 // (m, l, O), and combine.cu merges them.
@@ -35,7 +35,7 @@ struct QueryTile {
   }
 };
 
-// Turns the thread's products into score2, in place. Bit 4 r + c of the result: that element attends.
+// Turns the thread's products into scores, in place. Bit 4 r + c of the result: that element attends.
 template <class T, int kTileRows, class Tile>
 __device__ uint32_t finish_scores(const AttentionParams& p, const Tile& tile, int64_t j0,
                                   ScoreTile<T, kTileRows>& scores) {
@@ -71,13 +71,13 @@ struct RowStatistics {
 #pragma unroll
       for (int c = 0; c < kCols; ++c) new_max = larger(new_max, row[c] = scores[tile_row(r)][tile_col(c)]);
       new_max = row_maximum(new_max);
-      // A row with nothing visible so far: with any finite reference, 2^(-inf - reference) is 0.
+      // A row with nothing visible so far: with any finite reference, e^(-inf - reference) is 0.
       const T reference = new_max == -kInf<T> ? T(0) : new_max;
-      factor[r] = std::exp2(max[r] - reference);
+      factor[r] = std::exp(max[r] - reference);
       sum[r] *= factor[r];
 #pragma unroll
       for (int c = 0; c < kCols; ++c) {
-        const T prob = std::exp2(row[c] - reference);
+        const T prob = std::exp(row[c] - reference);
         sum[r] += prob;
         scores[tile_row(r)][tile_col(c)] = weight_of(prob, attends >> (r * kCols + c) & 1);
       }

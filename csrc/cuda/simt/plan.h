@@ -48,7 +48,8 @@ inline ForwardPlan plan_forward(const AttentionParams& p) {
   return plan;
 }
 
-// What the backward kernels know of each query row: P = 2^((score2 - reference) - correction), and delta.
+// What the backward kernels know of each query row: P = e^((S - reference) - correction), and delta. The reference
+// is lse and the correction 0; where lse is too large to be exact, they are the row's maximum m and log l.
 template <class T>
 struct RowTerms {
   T *delta, *reference, *correction;  // in the form of lse

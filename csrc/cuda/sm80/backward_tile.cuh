@@ -97,7 +97,7 @@ struct Probs {
   KeptElements kept;
 };
 
-// Products become score2, -inf where masked, and the derivatives of the softcap; bit 4 n + e of the result:
+// Products become scores, -inf where masked, and the derivatives of the softcap; bit 4 n + e of the result:
 // that element attends. Masks, softcap and ALiBi are long code, so the loop is not unrolled. But registers
 // can only be indexed by constants: so each step works on accumulator 0 and then moves all of them by one
 // place. After N steps each is back in its place.
@@ -151,7 +151,8 @@ __device__ void recompute_probs(const BackwardParams& p, const TransposedPlace& 
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int row = TransposedPlace::column(n, e);
-      const float power = std::exp2((scores[n][e] - terms.reference[row]) - terms.correction[row]);
+      const float exponent = (scores[n][e] - terms.reference[row]) - terms.correction[row];
+      const float power = std::exp2(exponent * static_cast<float>(kLog2E));
       const float prob = scores[n][e] == -kInf<float> ? 0.0f : power;  // 0 whatever lse holds
       probs.gated[n][e] *= prob;
       scores[n][e] = probs.kept(n, e) ? prob : 0.0f;

@@ -181,13 +181,13 @@ __device__ void take_out_non_finite_rows(const float (&probs)[kRowTiles][2][4],
 // Writes the (m, l, O) of one of the warp's row tiles to shared memory, where the warps are merged.
 template <class C>
 __device__ void store_results(const RowStatistics& statistics, const float (&out)[C::kHeadDim / 8][4],
-                              float scale2, int first_row, int count, WarpMemory<C>& mine) {
+                              float to_score, int first_row, int count, WarpMemory<C>& mine) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + lane() / 4 + 8 * r;
     const float sum = total_of_lanes<kRowLanes>(statistics.sum[r]);
     if (row >= count) continue;
-    if (lane() % 4 == 0) mine.max[row] = statistics.max[r] * scale2, mine.sum[row] = sum;
+    if (lane() % 4 == 0) mine.max[row] = statistics.max[r] * to_score, mine.sum[row] = sum;
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n)
       *reinterpret_cast<float2*>(&mine.out[row][8 * n + lane() % 4 * 2]) =
@@ -210,14 +210,14 @@ __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& sh
     const float reference = max == -kInf<float> ? 0.0f : max;
 #pragma unroll
     for (const WarpMemory<C>& warp : shared.warps) {
-      const float factor = std::exp2(warp.max[row] - reference);
+      const float factor = std::exp(warp.max[row] - reference);
       sum += warp.sum[row] * factor;
       first += warp.out[row][col] * factor;
       second += warp.out[row][col + 1] * factor;
     }
 
     const QueryRow at = rows(z, row);
-    const int64_t out_row = (rows.b * z.heads + at.head) * z.seqlen_q + at.query;
+    const int64_t out_row = p.statistics_row(rows.b, at.head, at.query);
     if (splits == 1) {
       const RowResult<float> result = finish_row(p, rows.b, at.head, max, sum);
       const float factor = result.out_factor * keep_scale;
@@ -225,7 +225,7 @@ __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& sh
           ptx::pack<In>(first * factor, second * factor);
       if (col == 0) static_cast<float*>(p.lse)[out_row] = result.lse;
     } else {
-      const int64_t partial_row = blockIdx.z * z.batch * z.heads * z.seqlen_q + out_row;
+      const int64_t partial_row = blockIdx.z * p.statistics_rows() + out_row;
       *reinterpret_cast<float2*>(partials.out + partial_row * z.head_dim_v + col) =
           make_float2(first * keep_scale, second * keep_scale);
       if (col == 0) partials.row_max[partial_row] = max, partials.row_sum[partial_row] = sum;
@@ -315,7 +315,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r)
-    store_results(statistics[r], out[r], scale.in_softmax(), kMmaRows * r, block_rows.count, mine);
+    store_results(statistics[r], out[r], scale.to_score(), kMmaRows * r, block_rows.count, mine);
   __syncthreads();  // all warps' results are there
   finish_block(p, shared, block_rows, plan.splits, partials);
 }

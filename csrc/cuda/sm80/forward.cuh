@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "../../core/splits.h"
 #include "../launch.h"
 #include "../shared_memory.h"
 #include "sm80.h"
@@ -164,13 +165,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const Place at_end{z, b, h, i0, 0};  // of the results: "keys" are their columns
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const RowResult<float> result = finish_row(p, b, h, statistics.max[r] * scale.in_softmax(),
+    const RowResult<float> result = finish_row(p, b, h, statistics.max[r] * scale.to_score(),
                                                total_of_lanes<kRowLanes>(statistics.sum[r]));
     const float out_factor =
         result.out_factor * (p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f);
     const int64_t i = at_end.query(2 * r);
     if (i >= z.seqlen_q) continue;
-    if (lane() % 4 == 0) static_cast<float*>(p.lse)[head * z.seqlen_q + i] = result.lse;
+    if (lane() % 4 == 0) static_cast<float*>(p.lse)[p.statistics_row(b, h, i)] = result.lse;
     In* row = p.out.row<In>(b, h, i);
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n) {
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 template <class C>
 cudaError_t launch_padded(const AttentionParams& p, cudaStream_t stream) {
   const Sizes& z = p.sizes;
-  const int64_t query_blocks = (z.seqlen_q + C::kBlockQ - 1) / C::kBlockQ;
+  const int64_t query_blocks = ceil_div(z.seqlen_q, C::kBlockQ);
   const LaunchShape shape{z.batch * z.heads * query_blocks, 1, 1, C::kThreads, sizeof(SharedMemory<C>)};
   return launch(forward_kernel<C>, shape, stream, p, query_blocks);
 }

@@ -8,7 +8,7 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// When the products <q, k> are multiplied with product_scale(), which gives score2: before the softmax, if
+// When the products <q, k> are multiplied with product_scale(), which gives scores: before the softmax, if
 // softcap, ALiBi or a mask follow; else inside its exponent, where it costs no instruction of its own. Also
 // before it if the scale is negative: then the largest product is not the largest score.
 struct ScoreScale {
@@ -17,7 +17,9 @@ struct ScoreScale {
 
   __device__ explicit ScoreScale(const AttentionParams& p)
       : is_first(!(p.scale > 0) || p.softcap > 0 || p.alibi || p.mask), scale(product_scale<float>(p)) {}
-  __device__ float in_softmax() const { return is_first ? 1.0f : scale; }
+  // What finish_scores() returns, times this: scores; exponents of 2.
+  __device__ float to_score() const { return is_first ? 1.0f : scale; }
+  __device__ float to_exponent() const { return to_score() * static_cast<float>(kLog2E); }
 };
 
 // Products become what the softmax takes. Masked ones get -inf; bit 4 n + e of the result: that element
@@ -48,14 +50,14 @@ __device__ uint32_t finish_scores(const AttentionParams& p, const ScoreScale& sc
 }
 
 // Running statistics of the thread's two rows; the sum is over the thread's own elements until the end. The
-// maximum is of what finish_scores() returns; times in_softmax() it is that of score2.
+// maximum is of what finish_scores() returns.
 struct RowStatistics {
   float max[2] = {-kInf<float>, -kInf<float>}, sum[2] = {0, 0};
 
   // Scores become P. factor[r] is what earlier results of the row are multiplied with.
   template <int N>
   __device__ void update(const ScoreScale& score_scale, float (&scores)[N][4], float (&factor)[2]) {
-    const float scale = score_scale.in_softmax();
+    const float scale = score_scale.to_exponent();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float new_max = max[r];
@@ -63,9 +65,18 @@ struct RowStatistics {
       for (int n = 0; n < N; ++n) new_max = larger(larger(new_max, scores[n][2 * r]), scores[n][2 * r + 1]);
       new_max = maximum_of_lanes<kRowLanes>(new_max);
       // Nothing visible so far: P is 0.
-      const float reference = new_max == -kInf<float> ? 0.0f : new_max * scale;
-      factor[r] = ptx::exp2_fast(fmaf(max[r], scale, -reference));
+      const float finite_max = new_max == -kInf<float> ? 0.0f : new_max;
+      // The maximum is subtracted inside the exponent, or before it: a mask's finfo.min, times log2(e), is out
+      // of range.
+      const float shift = score_scale.is_first ? finite_max : 0.0f, reference = (finite_max - shift) * scale;
+      factor[r] = ptx::exp2_fast(fmaf(max[r] - shift, scale, -reference));
       sum[r] *= factor[r];
+      if (score_scale.is_first) {
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int e = 2 * r; e < 2 * r + 2; ++e) scores[n][e] -= shift;
+      }
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll

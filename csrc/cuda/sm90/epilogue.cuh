@@ -35,7 +35,7 @@ __device__ void attend_alone(const AttentionParams& p, int64_t b, int64_t h, int
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) out[n] = out[n] * factor + weight * widen(v[lane + 32 * n]);
   }
-  columns.store(p.out, b, h, i, finish_row(p, b, h, max * scale2, sum).out_factor, out);
+  columns.store(p.out, b, h, i, finish_row(p, b, h, max * static_cast<float>(p.scale), sum).out_factor, out);
 }
 
 // The weight 0 of a hidden key times a NaN or Inf in its value row is NaN. So if a value row is not finite
@@ -64,11 +64,11 @@ template <class In, int kHeadDim>
 __device__ void finish_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, float scale2,
                             Range tiles, const RowStatistics& statistics, float (&o)[kHeadDim / 2]) {
   const Sizes& z = p.sizes;
+  const float scale = static_cast<float>(p.scale);
   RowResult<float> results[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r)
-    results[r] =
-        finish_row(p, b, h, statistics.max[r] * scale2, total_of_lanes<kRowLanes>(statistics.sum[r]));
+    results[r] = finish_row(p, b, h, statistics.max[r] * scale, total_of_lanes<kRowLanes>(statistics.sum[r]));
   const float factors[2] = {results[0].out_factor, results[1].out_factor};
   scale_rows(o, factors);
 
@@ -76,7 +76,7 @@ __device__ void finish_rows(const AttentionParams& p, int64_t b, int64_t h, int6
   for (int r = 0; r < 2; ++r) {
     const int64_t i = warp_row + first_row_in_warp() + 8 * r;
     if (i < z.seqlen_q && first_column_in_eight() == 0)
-      static_cast<float*>(p.lse)[(b * z.heads + h) * z.seqlen_q + i] = results[r].lse;
+      static_cast<float*>(p.lse)[p.statistics_row(b, h, i)] = results[r].lse;
   }
   store_rows<In>(p.out, b, h, warp_row, z.seqlen_q, o);
   repair_rows<In, kHeadDim>(p, b, h, warp_row, tiles, rows_with_nan(o), scale2);

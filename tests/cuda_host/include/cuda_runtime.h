@@ -113,6 +113,10 @@ inline uint32_t __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
 }
 float atomicAdd(float* address, float x);
 
+// Rounded before anything is added: what g++ does anyway, without FMA.
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+
 // Runs the kernel to its end: a host run has no streams.
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
