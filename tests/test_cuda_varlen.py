@@ -26,8 +26,8 @@ def by_batch(t, batch):
 
 
 def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seqlens=None, lower_right=False,
-        attn_mask=None, slopes=None, rng_state=None, **options):  # fmt: skip
-    """out, lse, dq, dk, dv, dslopes by the kernels, of packed tensors."""
+        attn_mask=None, slopes=None, sink=None, rng_state=None, **options):  # fmt: skip
+    """out, lse, dq, dk, dv, dslopes, dsink by the kernels, of packed tensors."""
     options = library.DEFAULTS | {"lower_right": lower_right} | options
     offsets = [cu_seqlens or [0, *accumulate(side)] for side in zip(*lengths, strict=True)]
     cu_seqlens = [torch.tensor(side, dtype=dtype_of_offsets) for side in offsets]
@@ -35,8 +35,10 @@ def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seq
     made = {"out": torch.zeros_like(q), "dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
     rows = {name: by_batch(t, batch) for name, t in {"q": q, "k": k, "v": v, "dout": dout, **made}.items()}
     statistics = torch.zeros(HEADS, len(q), dtype=library.accumulate_type(q))
-    made |= {"lse": statistics, "dslopes": torch.zeros(batch, HEADS, dtype=library.accumulate_type(q))}
-    tensors = rows | {"lse": statistics, "attn_mask": attn_mask, "slopes": slopes, "rng_state": rng_state}
+    made |= {"lse": statistics}
+    made |= {name: torch.zeros(batch, HEADS, dtype=library.accumulate_type(q)) for name in ("dslopes", "dsink")}
+    given = {"attn_mask": attn_mask, "slopes": slopes, "sink": sink, "rng_state": rng_state}
+    tensors = rows | {"lse": statistics} | given
 
     def pack(kind):
         params = kernels.pack(kind(), tensors, options)
@@ -48,7 +50,7 @@ def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seq
         return params
 
     known = {"q": q, "k": k, "v": v, "dout": dout, "cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1]}
-    known |= {"attn_mask": attn_mask, "slopes": slopes, "rng_state": rng_state, **made}
+    known |= given | made
     params = pack(library.AttentionParams)
     workspace = library.empty_workspace(kernels.c.forward_workspace(ctypes.byref(params)))
     kernels.show(known | {"workspace": workspace}, ("out", "lse", "workspace"))
@@ -58,33 +60,35 @@ def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seq
     for name in ("dout", "dq", "dk", "dv"):
         setattr(params, name, library.tensor4(rows[name]))
     params.dalibi_slopes = made["dslopes"].data_ptr() if slopes is not None else None
+    params.dsink = made["dsink"].data_ptr() if sink is not None else None
     workspace = library.empty_workspace(kernels.c.backward_workspace(ctypes.byref(params)))
-    kernels.show(known | {"workspace": workspace}, ("dq", "dk", "dv", "dslopes", "workspace"))
+    kernels.show(known | {"workspace": workspace}, ("dq", "dk", "dv", "dslopes", "dsink", "workspace"))
     kernels.check(kernels.c.backward(ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())))
-    return [made[name] for name in ("out", "lse", "dq", "dk", "dv", "dslopes")]
+    return [made[name] for name in ("out", "lse", "dq", "dk", "dv", "dslopes", "dsink")]
 
 
 def check(kernels, lengths, dtype=torch.float64, **options):
     q, k, v = (packed(side, heads, dtype) for side, heads in zip(
         (*zip(*lengths, strict=True), [n for _, n in lengths]), (HEADS, HEADS_KV, HEADS_KV), strict=True))  # fmt: skip
     dout = torch.randn_like(q)
-    slopes, mask, rng_state = (options.get(name) for name in ("slopes", "attn_mask", "rng_state"))
-    out, lse, dq, dk, dv, dslopes = run(kernels, q, k, v, dout, lengths, **options)
+    slopes, sink, mask, rng_state = (options.get(name) for name in ("slopes", "sink", "attn_mask", "rng_state"))
+    out, lse, dq, dk, dv, dslopes, dsink = run(kernels, q, k, v, dout, lengths, **options)
     at_q = at_k = 0
     for b, (seqlen_q, seqlen_k) in enumerate(lengths):
         own_q, own_k = slice(at_q, at_q + seqlen_q), slice(at_k, at_k + seqlen_k)
         at_q, at_k = own_q.stop, own_k.stop
         inputs = [t.transpose(0, 1)[None].double().requires_grad_() for t in (q[own_q], k[own_k], v[own_k])]
-        own_slopes = None if slopes is None else slopes[b : b + 1].clone().requires_grad_()
+        own_slopes, own_sink = (None if t is None else t[b : b + 1].clone().requires_grad_() for t in (slopes, sink))
         kept = None
         if rng_state is not None:  # its words are counted by batch: those of sequence b
             kept = dropout_mask(rng_state, len(lengths), HEADS, seqlen_q, seqlen_k, options["dropout_p"])[b : b + 1]
         causal = ("lower_right" if options.get("lower_right") else "upper_left") if options.get("causal") else None
         expected, expected_lse = reference.attention(
             *inputs, mask[..., :seqlen_q, :seqlen_k] if mask is not None else None, causal=causal, kept=kept,
-            alibi_slopes=own_slopes, dropout_p=options.get("dropout_p", 0.0), softcap=options.get("softcap", 0.0),
+            alibi_slopes=own_slopes, sink=own_sink, dropout_p=options.get("dropout_p", 0.0),
+            softcap=options.get("softcap", 0.0),
         )  # fmt: skip
-        wanted = inputs if slopes is None else [*inputs, own_slopes]
+        wanted = [t for t in (*inputs, own_slopes, own_sink) if t is not None]
         grads = torch.autograd.grad(expected, wanted, dout[own_q].transpose(0, 1)[None].double())
         tolerance = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=0.03, atol=0.05)
         close = lambda ours, exact: torch.testing.assert_close(ours.double(), exact.double(), **tolerance)  # noqa: E731, B023
@@ -94,6 +98,8 @@ def check(kernels, lengths, dtype=torch.float64, **options):
             close(ours[own].transpose(0, 1)[None], exact)
         if slopes is not None:
             close(dslopes[b : b + 1], grads[3])
+        if sink is not None:
+            close(dsink[b : b + 1], grads[-1])
 
 
 @pytest.mark.parametrize("lower_right", [False, True])
@@ -124,7 +130,8 @@ def test_options_count_from_the_start_of_a_sequence(kernels):
     longest_q, longest_k = (max(side) for side in zip(*LENGTHS, strict=True))
     mask = torch.randn(1, HEADS, longest_q, longest_k, dtype=torch.float64)
     slopes = torch.rand(len(LENGTHS), HEADS, dtype=torch.float64)
-    check(kernels, LENGTHS, attn_mask=mask, slopes=slopes, softcap=2.0, causal=True)
+    sink = torch.randn(len(LENGTHS), HEADS, dtype=torch.float64)
+    check(kernels, LENGTHS, attn_mask=mask, slopes=slopes, sink=sink, softcap=2.0, causal=True)
     check(kernels, LENGTHS, rng_state=new_rng_state(torch.device("cpu")), dropout_p=0.3)
 
 

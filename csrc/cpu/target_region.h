@@ -10,12 +10,12 @@
 #include <new>
 #include <type_traits>
 
+#include "../core/arena.h"
 #include "../core/mask.h"
 #include "../core/params.h"
 #include "../core/philox.h"
 #include "../core/sequence.h"
 #include "../core/splits.h"
-#include "arena.h"
 #include "half.h"
 #include "parallel.h"
 #include "run.h"

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
+#include "../core/arena.h"
 #include "../core/mask.h"
 #include "../core/sequence.h"
-#include "arena.h"
 
 namespace flash_attn_ext::cpu {
 

@@ -1,4 +1,5 @@
 // What dropout keeps, element by element: for tests and dense references.
+#include "../core/splits.h"
 #include "launch.h"
 #include "run.h"
 #include "scores.cuh"
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
 cudaError_t launch_dropout_mask(const DropoutParams& dropout, const Sizes& sizes, bool* kept,
                                 cudaStream_t stream) {
   const int64_t elements = sizes.batch * sizes.heads * sizes.seqlen_q * sizes.seqlen_k;
-  const int64_t blocks = (elements + kElementsPerBlock - 1) / kElementsPerBlock;
+  const int64_t blocks = ceil_div(elements, kElementsPerBlock);
   return launch(dropout_mask_kernel, {blocks, 1, 1, kThreads}, stream, dropout, sizes, kept);
 }
 

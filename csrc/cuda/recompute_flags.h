@@ -8,6 +8,7 @@
 #pragma once
 
 #include "../core/params.h"
+#include "../core/splits.h"
 
 namespace flash_attn_ext::cuda {
 
@@ -17,9 +18,7 @@ struct RecomputeFlags {
   int* queries = nullptr;  // [B * H][tiles of S_q], for dq; null: every tile is computed
   int* keys = nullptr;     // [B * H_kv][tiles of S_k], for dk and dv; null: every tile is computed
 
-  static FA_HOST_DEVICE int64_t tiles(int64_t seqlen) {
-    return (seqlen + kRecomputedRows - 1) / kRecomputedRows;
-  }
+  static FA_HOST_DEVICE int64_t tiles(int64_t seqlen) { return ceil_div(seqlen, kRecomputedRows); }
 };
 
 }  // namespace flash_attn_ext::cuda

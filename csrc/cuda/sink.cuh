@@ -2,6 +2,7 @@
 // value, so its column of dP is 0.
 #pragma once
 
+#include "../core/sequence.h"
 #include "lanes.cuh"
 #include "launch.h"
 #include "scores.cuh"
@@ -11,19 +12,27 @@ namespace flash_attn_ext::cuda {
 
 constexpr int kSinkThreads = 256;
 
-// A block owns a head; threads and warps add in a fixed order. Row i of a head is delta[head * delta_rows + i].
-template <class T>
-__global__ void __launch_bounds__(kSinkThreads)
-    sink_gradient_kernel(const BackwardParams p, const T* delta, int64_t delta_rows) {
+// Where delta has row i of head h: as lse has it. A tier may lay it out in another way.
+struct RowOfLse {
+  __device__ int64_t operator()(const AttentionParams& p, int64_t b, int64_t h, int64_t i) const {
+    return p.statistics_row(b, h, i);
+  }
+};
+
+// A block owns a head; threads and warps add in a fixed order.
+template <class T, class RowOfDelta>
+__global__ void __launch_bounds__(kSinkThreads, 1)
+    sink_gradient_kernel(const BackwardParams call, const T* delta, const RowOfDelta row_of_delta) {
   constexpr int kWarp = 32;
   T* sums = shared_memory<T[kSinkThreads / kWarp]>();
-  const int64_t head = blockIdx.x, b = head / p.sizes.heads, h = head % p.sizes.heads;
+  const int64_t head = blockIdx.x, b = head / call.sizes.heads, h = head % call.sizes.heads;
+  const BackwardParams p = of_sequence(call, b);
   const T sink = p.sink.of<T>(b, h);
   T sum = 0;
   if (sink != -kInf<T>)
     for (int64_t i = threadIdx.x; i < p.sizes.seqlen_q; i += kSinkThreads) {
       const T lse = static_cast<const T*>(p.lse)[p.statistics_row(b, h, i)];
-      sum -= std::exp(sink - lse) * delta[head * delta_rows + i];
+      sum -= std::exp(sink - lse) * delta[row_of_delta(p, b, h, i)];
     }
   sum = total_of_lanes<kWarp>(sum);
   if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = sum;
@@ -35,12 +44,12 @@ __global__ void __launch_bounds__(kSinkThreads)
 }
 
 // Nothing where it is not wanted.
-template <class T>
-cudaError_t launch_sink_gradient(const BackwardParams& p, const T* delta, int64_t delta_rows,
+template <class T, class RowOfDelta>
+cudaError_t launch_sink_gradient(const BackwardParams& p, const T* delta, const RowOfDelta& row_of_delta,
                                  cudaStream_t stream) {
   const LaunchShape shape{p.dsink ? p.sizes.batch * p.sizes.heads : 0, 1, 1, kSinkThreads,
                           kSinkThreads / 32 * sizeof(T)};
-  return launch(sink_gradient_kernel<T>, shape, stream, p, delta, delta_rows);
+  return launch(sink_gradient_kernel<T, RowOfDelta>, shape, stream, p, delta, row_of_delta);
 }
 
 }  // namespace flash_attn_ext::cuda

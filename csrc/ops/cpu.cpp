@@ -6,9 +6,9 @@
 #include <limits>
 #include <memory>
 
+#include "../core/arena.h"
 #include "../core/philox.h"
 #include "../core/sequence.h"
-#include "../cpu/arena.h"
 #include "../cpu/select.h"
 #include "../cpu/why_not.h"
 #include "checks.h"
@@ -60,7 +60,7 @@ class Workspace {
     }
     large_ = at::empty({allocated(bytes)}, at::kByte);
     const auto address = reinterpret_cast<uintptr_t>(large_.mutable_data_ptr());
-    const auto mask = static_cast<uintptr_t>(cpu::Arena::kAlignment - 1);
+    const auto mask = static_cast<uintptr_t>(Arena::kAlignment - 1);
     data_ = reinterpret_cast<void*>((address + mask) & ~mask);
   }
   Workspace(const Workspace&) = delete;
@@ -69,12 +69,12 @@ class Workspace {
 
   // What torch's allocator is asked for where kernels need `bytes`.
   static int64_t allocated(size_t bytes) {
-    return bytes <= kSmall ? 0 : static_cast<int64_t>(bytes + cpu::Arena::kAlignment);
+    return bytes <= kSmall ? 0 : static_cast<int64_t>(bytes + Arena::kAlignment);
   }
 
  private:
   static constexpr size_t kSmall = 65536;
-  struct alignas(cpu::Arena::kAlignment) Small {
+  struct alignas(Arena::kAlignment) Small {
     char bytes[kSmall];
   };
   void* data_;

@@ -1,15 +1,15 @@
-// Put in front of every source of the sanitizer builds (g++ -include), in place of csrc/cpu/arena.h: the same
+// Put in front of every source of the sanitizer builds (g++ -include), in place of csrc/core/arena.h: the same
 // Arena with a red zone before each array and none of its rounding up left readable behind it, so that
 // AddressSanitizer sees one array of the workspace run into the next.
 #pragma once
 
 #define Arena UnguardedArena
-#include "cpu/arena.h"
+#include "core/arena.h"
 #undef Arena
 
 #include <sanitizer/asan_interface.h>
 
-namespace flash_attn_ext::cpu {
+namespace flash_attn_ext {
 
 class Arena {
  public:
@@ -37,4 +37,4 @@ class Arena {
   size_t used_ = 0;
 };
 
-}  // namespace flash_attn_ext::cpu
+}  // namespace flash_attn_ext

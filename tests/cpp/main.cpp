@@ -17,7 +17,7 @@
 #include <thread>
 
 #include "buffers.h"
-#include "cpu/arena.h"
+#include "core/arena.h"
 #include "cpu/select.h"
 #include "inputs.h"
 #include "run_case.h"
@@ -90,7 +90,7 @@ int run_all(const cpu::Kernels& kernels, const std::string& match, bool wrong_re
 int break_something(const cpu::Kernels& kernels, const std::string& match, const std::string& what) {
   if (what == "arena") {
     const Buffer memory(256, 64);
-    cpu::Arena arena(memory.data());
+    flash_attn_ext::Arena arena(memory.data());
     const volatile float* array = arena.take<float>(3);
     arena.take<float>(3);
     return array[3] == 0;

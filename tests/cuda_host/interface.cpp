@@ -125,7 +125,8 @@ int64_t sm80_recomputed_tiles(const BackwardParams* p, void* workspace) {
   const auto ran = select_backward(*p).launch;
   if (ran != sm80::backward_bfloat16 && ran != sm80::backward_float16) return -1;
   const auto& z = p->sizes;
-  const auto flags = sm80::BackwardWorkspace(workspace, *p).flags;
+  flash_attn_ext::Arena arena(workspace);
+  const auto flags = sm80::BackwardWorkspace::plan(arena, *p).flags;
   const int64_t queries = p->dq ? z.batch * z.heads * RecomputeFlags::tiles(z.seqlen_q) : 0;
   const int64_t keys = p->dk || p->dv ? z.batch * z.heads_kv * RecomputeFlags::tiles(z.seqlen_k) : 0;
   return std::count(flags.queries, flags.queries + queries, 1) + std::count(flags.keys, flags.keys + keys, 1);

@@ -26,7 +26,7 @@ __device__ bool lse_is_exact(T lse) {
 // scores, taken only there.
 template <class In, class T>
 __device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& terms,
-                                   BackwardMemory<T>& shared, int64_t b, int64_t h, int64_t i0) {
+                                   SharedMemory<T, kBlockQ>& shared, int64_t b, int64_t h, int64_t i0) {
   const Sizes& z = p.sizes;
   const Rows<In> q = rows_from<In>(p.q, b, h, i0, z.seqlen_q);
   const QueryTile<false> tile{b, h, i0, q.count, z.seqlen_q};
@@ -55,7 +55,7 @@ __device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& t
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
     row_terms_kernel(const BackwardParams call, const RowTerms<T> terms) {
-  auto& shared = shared_memory<BackwardMemory<T>>();
+  auto& shared = shared_memory<SharedMemory<T, kBlockQ>>();
   const int64_t blocks = ceil_div(call.sizes.seqlen_q, kBlockQ), head = blockIdx.x / blocks;
   const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads, i0 = blockIdx.x % blocks * kBlockQ;
   const BackwardParams p = of_sequence(call, b);
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 // The sum over all threads of the block, to thread 0.
-template <class T>
-__device__ T block_total(T x, BackwardMemory<T>& shared) {
+template <class T, int kTileRows>
+__device__ T block_total(T x, SharedMemory<T, kTileRows>& shared) {
   x = row_total(x);
   __syncthreads();  // everyone has read the weights
   if (thread_x() == 0) shared.weights[0][thread_y()] = x;
@@ -96,78 +96,91 @@ __device__ T block_total(T x, BackwardMemory<T>& shared) {
   return total;
 }
 
-template <class In, int kSlice, class T = Accumulator<In>>
+template <class Pass, int kSlice, class T = typename Pass::T>
 __global__ void __launch_bounds__(kThreads, 1)
-    dq_kernel(const BackwardParams call, const RowTerms<T> terms, const RecomputeFlags flags) {
-  auto& shared = shared_memory<BackwardMemory<T>>();
-  const int64_t blocks = ceil_div(call.sizes.seqlen_q, kBlockQ), head = blockIdx.x / blocks;
+    dq_kernel(const typename Pass::Params call, const typename Pass::Workspace w,
+              const RecomputeFlags flags) {
+  constexpr int kTileRows = Pass::kTileRows;
+  auto& shared = shared_memory<typename Pass::Memory>();
+  const int64_t blocks = ceil_div(call.sizes.seqlen_q, kTileRows), head = blockIdx.x / blocks;
   const int64_t block = blocks - 1 - blockIdx.x % blocks;  // causal: the longest rows first
   if (flags.queries && !flags.queries[head * blocks + block]) return;
-  const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads, i0 = block * kBlockQ;
+  const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads, i0 = block * kTileRows;
   const int64_t first_col = int64_t{blockIdx.y} * kSlice;
-  const BackwardParams p = of_sequence(call, b);
+  const typename Pass::Params p = of_sequence(call, b);
   const Sizes& z = p.sizes;
   const PhiloxKey key = dropout_key(p.dropout);
 
-  T dq[kRows][kSlice / kSide] = {}, dslope = 0;
-  Range seen = visible_keys(p.band, i0, smaller<int64_t>(i0 + kBlockQ, z.seqlen_q), z.seqlen_k);
+  T dq[kTileRows / kSide][kSlice / kSide] = {}, dslope = 0;
+  Range seen = visible_keys(p.band, i0, smaller<int64_t>(i0 + kTileRows, z.seqlen_q), z.seqlen_k);
   if (i0 >= z.seqlen_q) seen.end = seen.begin;  // past the end of a sequence: nothing to add up
   for (int64_t j0 = seen.begin / kBlockK * kBlockK; j0 < seen.end; j0 += kBlockK) {
     const TilePlace at{b, h, i0, j0};
-    recompute_tile<true, In>(p, terms, key, shared, at, [&](int row, int col, const Element<T>& element) {
-      shared.weights[row][col] = weight_of(element.dproduct, element.attends);
+    Pass::template recompute<true>(p, w, key, shared, at, [&](int row, int col, const auto& element) {
+      Pass::store_weights(shared, row, col, element);
       if (p.dalibi_slopes) dslope -= element.dscore * alibi_distance<T>(p.band, i0 + row, j0 + col);
     });
-    if (p.dq)
-      add_weighted_rows<false>(shared, rows_from<In>(p.k, b, z.kv_head(h), j0, z.seqlen_k), first_col,
-                               z.head_dim, is_partial(p, at), dq);
+    if (p.dq) Pass::add_to_dq(p, shared, at, first_col, is_partial(p, at, kTileRows), dq);
   }
-  if (p.dq) store_gradient<In>(p.dq, b, h, i0, z.seqlen_q, first_col, z.head_dim, dq);
+  if (p.dq) store_gradient<typename Pass::In>(p.dq, b, h, i0, z.seqlen_q, first_col, z.head_dim, dq);
   if (p.dalibi_slopes && blockIdx.y == 0) {
     const T total = block_total(dslope, shared);
-    if (threadIdx.x == 0) terms.dslopes[head * blocks + block] = total;
+    if (threadIdx.x == 0) w.dslopes[head * blocks + block] = total;
   }
 }
 
+// Adds the partial sums of `blocks` blocks of queries.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
-    dslopes_kernel(const BackwardParams p, const RowTerms<T> terms) {
-  const int64_t head = int64_t{blockIdx.x} * kThreads + threadIdx.x,
-                blocks = ceil_div(p.sizes.seqlen_q, kBlockQ);
-  if (head >= p.sizes.batch * p.sizes.heads) return;
+    dslopes_kernel(T* dslopes, int64_t heads, const T* parts, int64_t blocks) {
+  const int64_t head = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (head >= heads) return;
   T total = 0;
-  for (int64_t n = 0; n < blocks; ++n) total += terms.dslopes[head * blocks + n];
-  static_cast<T*>(p.dalibi_slopes)[head] = total;
+  for (int64_t n = 0; n < blocks; ++n) total += parts[head * blocks + n];
+  dslopes[head] = total;
 }
 
 enum class KeyGradient { kDk, kDv };
 
-template <class In, KeyGradient kWhich, int kSlice, class T = Accumulator<In>>
+template <class Pass, KeyGradient kWhich, int kSlice, class T = typename Pass::T>
 __global__ void __launch_bounds__(kThreads, 1)
-    dkv_kernel(const BackwardParams call, const RowTerms<T> terms, const RecomputeFlags flags) {
+    dkv_kernel(const typename Pass::Params call, const typename Pass::Workspace w,
+               const RecomputeFlags flags) {
   if (flags.keys && !flags.keys[blockIdx.x]) return;
+  using In = typename Pass::In;
   constexpr bool kIsDk = kWhich == KeyGradient::kDk;
-  auto& shared = shared_memory<BackwardMemory<T>>();
+  constexpr int kTileRows = Pass::kTileRows;
+  auto& shared = shared_memory<typename Pass::Memory>();
   const int64_t blocks = ceil_div(call.sizes.seqlen_k, kBlockK), head = blockIdx.x / blocks;
   const int64_t b = head / call.sizes.heads_kv, h_kv = head % call.sizes.heads_kv;
   const int64_t j0 = blockIdx.x % blocks * kBlockK;
-  const BackwardParams p = of_sequence(call, b);
+  const typename Pass::Params p = of_sequence(call, b);
   const Sizes& z = p.sizes;
   if (j0 >= z.seqlen_k) return;  // of a sequence that is shorter than the longest
   const int64_t first_col = int64_t{blockIdx.y} * kSlice, columns = kIsDk ? z.head_dim : z.head_dim_v;
   const int64_t group = z.heads / z.heads_kv;
   const PhiloxKey key = dropout_key(p.dropout);
 
-  T grad[kRows][kSlice / kSide] = {};
+  T grad[kBlockK / kSide][kSlice / kSide] = {};
   const Range seen = visible_queries(p.band, j0, smaller<int64_t>(j0 + kBlockK, z.seqlen_k), z.seqlen_q);
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h)
-    for (int64_t i0 = seen.begin / kBlockQ * kBlockQ; i0 < seen.end; i0 += kBlockQ) {
+    for (int64_t i0 = seen.begin / kTileRows * kTileRows; i0 < seen.end; i0 += kTileRows) {
       const TilePlace at{b, h, i0, j0};
-      recompute_tile<kIsDk, In>(p, terms, key, shared, at, [&](int row, int col, const Element<T>& element) {
-        shared.weights[row][col] = weight_of(kIsDk ? element.dproduct : element.prob, element.attends);
+      const bool partial = is_partial(p, at, kTileRows);
+      Pass::template recompute<kIsDk>(p, w, key, shared, at, [&](int row, int col, const auto& element) {
+        if constexpr (kIsDk) {
+          Pass::store_weights(shared, row, col, element);
+        } else {
+          shared.weights[row][col] = weight_of(element.prob, element.attends);
+        }
       });
-      add_weighted_rows<true>(shared, rows_from<In>(kIsDk ? p.q : p.dout, b, h, i0, z.seqlen_q), first_col,
-                              columns, is_partial(p, at), grad);
+      if constexpr (kIsDk) {
+        Pass::add_to_dk(p, shared, at, first_col, partial, grad);
+      } else {
+        add_weighted_rows<true>(shared, shared.weights,
+                                rows_from<In>(p.dout, b, h, i0, z.seqlen_q, kTileRows), first_col, columns,
+                                partial, grad);
+      }
     }
   store_gradient<In>(kIsDk ? p.dk : p.dv, b, h_kv, j0, z.seqlen_k, first_col, columns, grad);
 }

@@ -6,13 +6,13 @@ cudaError_t backward_bfloat16(const BackwardParams& p, void* workspace, cudaStre
   return launch_backward<__nv_bfloat16>(p, workspace, stream);
 }
 
-cudaError_t row_terms_bfloat16(const BackwardParams& p, void* workspace, cudaStream_t stream) {
-  return launch_row_terms<__nv_bfloat16>(p, workspace, stream);
+cudaError_t row_terms_bfloat16(const BackwardParams& p, const RowTerms<float>& rows, cudaStream_t stream) {
+  return launch_row_terms<__nv_bfloat16>(p, rows, stream);
 }
 
-cudaError_t gradients_bfloat16(const BackwardParams& p, void* workspace, const RecomputeFlags& flags,
-                               cudaStream_t stream) {
-  return launch_gradients<__nv_bfloat16>(p, workspace, flags, stream);
+cudaError_t gradients_bfloat16(const BackwardParams& p, const BackwardWorkspace<float>& w,
+                               const RecomputeFlags& flags, cudaStream_t stream) {
+  return launch_gradients<__nv_bfloat16>(p, w, flags, stream);
 }
 
 }  // namespace flash_attn_ext::cuda::simt

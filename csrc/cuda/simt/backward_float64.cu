@@ -6,4 +6,8 @@ cudaError_t backward_float64(const BackwardParams& p, void* workspace, cudaStrea
   return launch_backward<double>(p, workspace, stream);
 }
 
+cudaError_t row_terms_float64(const BackwardParams& p, const RowTerms<double>& rows, cudaStream_t stream) {
+  return launch_row_terms<double>(p, rows, stream);
+}
+
 }  // namespace flash_attn_ext::cuda::simt

@@ -23,12 +23,12 @@ __device__ void for_mask_type(DType dtype, const Body& body) {
 
 // Writes the tile (row block `mi`, column block `mj`) of mask gradient (mb, mh); a mask
 // that is broadcast along rows or columns takes their sum.
-template <class Out, class T>
-__device__ void store_mask_tile(const MaskGrad& g, const ScoreTile<T, kBlockQ>& tile, int64_t mb, int64_t mh,
-                                int64_t mi, int64_t mj) {
-  const int rows = g.rows == 1 ? 1 : smaller<int64_t>(kBlockQ, g.rows - mi);
+template <class Out, class T, int kTileRows>
+__device__ void store_mask_tile(const MaskGrad& g, const T (&tile)[kTileRows][kBlockK + 1], int64_t mb,
+                                int64_t mh, int64_t mi, int64_t mj) {
+  const int rows = g.rows == 1 ? 1 : smaller<int64_t>(kTileRows, g.rows - mi);
   const int cols = g.cols == 1 ? 1 : smaller<int64_t>(kBlockK, g.cols - mj);
-  const int summed_rows = g.rows == 1 ? kBlockQ : 1, summed_cols = g.cols == 1 ? kBlockK : 1;
+  const int summed_rows = g.rows == 1 ? kTileRows : 1, summed_cols = g.cols == 1 ? kBlockK : 1;
   for (int e = threadIdx.x; e < rows * cols; e += kThreads) {
     const int row = e / cols, col = e % cols;
     T total = 0;
@@ -39,14 +39,16 @@ __device__ void store_mask_tile(const MaskGrad& g, const ScoreTile<T, kBlockQ>& 
   }
 }
 
-template <class In, class T = Accumulator<In>>
-__global__ void __launch_bounds__(kThreads, 1) dmask_kernel(const BackwardParams p, const RowTerms<T> terms) {
-  auto& shared = shared_memory<BackwardMemory<T>>();
+template <class Pass, class T = typename Pass::T>
+__global__ void __launch_bounds__(kThreads, 1)
+    dmask_kernel(const typename Pass::Params p, const typename Pass::Workspace w) {
+  constexpr int kTileRows = Pass::kTileRows;
+  auto& shared = shared_memory<typename Pass::Memory>();
   const Sizes& z = p.sizes;
   const MaskGrad& g = p.dmask;
-  const MaskPlan plan = plan_mask(z, g);
+  const MaskPlan plan = plan_mask(z, g, kTileRows);
   const int64_t mj = blockIdx.x % plan.col_blocks * kBlockK;
-  const int64_t mi = blockIdx.x / plan.col_blocks % plan.row_blocks * kBlockQ;
+  const int64_t mi = blockIdx.x / plan.col_blocks % plan.row_blocks * kTileRows;
   const int64_t head = blockIdx.x / (plan.col_blocks * plan.row_blocks), mh = head % g.heads,
                 mb = head / g.heads;
   const PhiloxKey key = dropout_key(p.dropout);
@@ -54,20 +56,20 @@ __global__ void __launch_bounds__(kThreads, 1) dmask_kernel(const BackwardParams
   const int64_t tiles = plan.batches * plan.heads * plan.query_blocks * plan.key_blocks;
   const int64_t first = blockIdx.z * plan.tiles_per_part;
   const int64_t end = smaller<int64_t>(first + plan.tiles_per_part, tiles);
-  T dmask[kRows][kCols] = {};
+  T dmask[kTileRows / kSide][kCols] = {};
   for (int64_t n = first; n < end; ++n) {
     // mb, mh, mi and mj are 0 where the mask is broadcast.
     const int64_t row = n / plan.key_blocks, shared_head = row / plan.query_blocks;
     const int64_t b = mb + shared_head / plan.heads, h = mh + shared_head % plan.heads;
-    const int64_t i0 = mi + row % plan.query_blocks * kBlockQ, j0 = mj + n % plan.key_blocks * kBlockK;
-    const int64_t i_end = smaller<int64_t>(i0 + kBlockQ, z.seqlen_q);
+    const int64_t i0 = mi + row % plan.query_blocks * kTileRows, j0 = mj + n % plan.key_blocks * kBlockK;
+    const int64_t i_end = smaller<int64_t>(i0 + kTileRows, z.seqlen_q);
     const Range seen = visible_keys(p.band, i0, i_end, z.seqlen_k);
     if (j0 >= seen.end || j0 + kBlockK <= seen.begin) continue;
-    recompute_tile<true, In>(
-        p, terms, key, shared, {b, h, i0, j0},
-        [&](int row, int col, const Element<T>& element) { shared.weights[row][col] = element.dscore; });
+    Pass::template recompute<true>(
+        p, w, key, shared, {b, h, i0, j0},
+        [&](int row, int col, const auto& element) { shared.weights[row][col] = element.dscore; });
 #pragma unroll
-    for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kTileRows / kSide; ++r)
 #pragma unroll
       for (int c = 0; c < kCols; ++c) dmask[r][c] += shared.weights[tile_row(r)][tile_col(c)];
   }
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1) dmask_kernel(const BackwardParams
   __syncthreads();  // the tile is complete
   if (plan.parts > 1) {
     MaskGrad part = g;
-    part.data = terms.dmask_parts + blockIdx.z * (g.batch * g.heads * g.rows * g.cols);
+    part.data = w.dmask_parts + blockIdx.z * (g.batch * g.heads * g.rows * g.cols);
     return store_mask_tile<T>(part, shared.weights, mb, mh, mi, mj);
   }
   for_mask_type(p.mask.dtype,
@@ -86,14 +88,13 @@ __global__ void __launch_bounds__(kThreads, 1) dmask_kernel(const BackwardParams
 // Adds the parts, in order: a thread owns an element of the mask.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
-    dmask_sum_kernel(const BackwardParams p, const RowTerms<T> terms) {
-  const MaskGrad& g = p.dmask;
+    dmask_sum_kernel(const MaskGrad g, DType dtype, const T* dmask_parts, int64_t parts) {
   const int64_t element = int64_t{blockIdx.x} * kThreads + threadIdx.x,
-                elements = g.batch * g.heads * g.rows * g.cols, parts = plan_mask(p.sizes, g).parts;
+                elements = g.batch * g.heads * g.rows * g.cols;
   if (element >= elements) return;
   T total = 0;
-  for (int64_t n = 0; n < parts; ++n) total += terms.dmask_parts[n * elements + element];
-  for_mask_type(p.mask.dtype, [&](auto out) {
+  for (int64_t n = 0; n < parts; ++n) total += dmask_parts[n * elements + element];
+  for_mask_type(dtype, [&](auto out) {
     using Out = decltype(out);
     static_cast<Out*>(g.data)[element] = round_to<Out>(total);
   });

@@ -86,14 +86,15 @@ struct RowStatistics {
   }
 };
 
-// Dropout acts on the normalised P: after the row sum.
-template <class T, int kTileRows, class Tile>
+// Dropout acts on the normalised P, after the row sum: multiplies each of the tiles of weights with its factors.
+template <class T, int kTileRows, class Tile, class... Weights>
 __device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const Tile& tile, int64_t j0,
-                           ScoreTile<T, kTileRows>& weights) {
+                           Weights&... weights) {
 #pragma unroll 1
   for (int e = 0; e < kTileRows / kSide * kCols; ++e) {
     const int row = tile_row(e / kCols), col = tile_col(e % kCols);
-    weights[row][col] *= dropout_factor<T>(p, key, tile.b, tile.head(row), tile.query(row), j0 + col);
+    const T factor = dropout_factor<T>(p, key, tile.b, tile.head(row), tile.query(row), j0 + col);
+    ((weights[row][col] *= factor), ...);
   }
 }
 
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int r = 0; r < R; ++r)
 #pragma unroll
       for (int c = 0; c < kSliceCols; ++c) out[r][c] *= factor[r];
-    add_weighted_rows<false>(shared, v, first_col, z.head_dim_v, partial, out);
+    add_weighted_rows<false>(shared, shared.weights, v, first_col, z.head_dim_v, partial, out);
   }
 
 #pragma unroll

@@ -8,11 +8,11 @@
 namespace flash_attn_ext::cuda::simt {
 
 template <class In, class T = Accumulator<In>>
-cudaError_t launch_row_terms(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+cudaError_t launch_row_terms(const BackwardParams& p, const RowTerms<T>& rows, cudaStream_t stream) {
   const Sizes& z = p.sizes;
   const LaunchShape shape{z.batch * z.heads * ceil_div(z.seqlen_q, kBlockQ), 1, 1, kThreads,
-                          sizeof(BackwardMemory<T>)};
-  return launch(row_terms_kernel<In>, shape, stream, p, RowTerms<T>(workspace, p));
+                          sizeof(SharedMemory<T, kBlockQ>)};
+  return launch(row_terms_kernel<In>, shape, stream, p, rows);
 }
 
 // Columns of dk and dv that a block owns: of fp64, more would not fit into registers.
@@ -21,60 +21,75 @@ constexpr int64_t key_gradient_slice(int64_t columns) {
   return sizeof(T) == sizeof(double) ? kNarrowSlice : slice_of(columns);
 }
 
-template <class In, KeyGradient kWhich, class T = Accumulator<In>>
+template <class Pass, KeyGradient kWhich, class T = typename Pass::T>
 auto dkv_kernel_for(int64_t columns) {
   if constexpr (key_gradient_slice<T>(kMaxSlice) == kMaxSlice) {
-    if (key_gradient_slice<T>(columns) == kMaxSlice) return dkv_kernel<In, kWhich, kMaxSlice>;
+    if (key_gradient_slice<T>(columns) == kMaxSlice) return dkv_kernel<Pass, kWhich, kMaxSlice>;
   }
-  return dkv_kernel<In, kWhich, kNarrowSlice>;
+  return dkv_kernel<Pass, kWhich, kNarrowSlice>;
 }
 
-// All gradients that are wanted; of dq, dk and dv the flagged tiles.
-template <class In, class T = Accumulator<In>>
-cudaError_t launch_gradients(const BackwardParams& p, void* workspace, const RecomputeFlags& flags,
-                             cudaStream_t stream) {
+// All gradients that are wanted, but for the sink's; of dq, dk and dv the flagged tiles.
+template <class Pass>
+cudaError_t launch_passes(const typename Pass::Params& p, const typename Pass::Workspace& w,
+                          const RecomputeFlags& flags, cudaStream_t stream) {
+  using T = typename Pass::T;
   const Sizes& z = p.sizes;
-  const RowTerms<T> terms(workspace, p);
-  const int64_t heads = z.batch * z.heads;
-  const int64_t query_tasks = heads * ceil_div(z.seqlen_q, kBlockQ);
+  const int64_t heads = z.batch * z.heads, query_blocks = ceil_div(z.seqlen_q, Pass::kTileRows);
   const int64_t key_tasks = z.batch * z.heads_kv * ceil_div(z.seqlen_k, kBlockK);
-  const MaskPlan mask = plan_mask(z, p.dmask);
+  const MaskPlan mask = plan_mask(z, p.dmask, Pass::kTileRows);
   const int64_t mask_elements = p.dmask.batch * p.dmask.heads * p.dmask.rows * p.dmask.cols;
-  const auto run_split = [&](auto kernel, bool wanted, int64_t tasks, int64_t slices, int64_t splits,
-                             const auto&... more) {
-    const LaunchShape shape{wanted ? tasks : 0, slices, splits, kThreads, sizeof(BackwardMemory<T>)};
-    return launch(kernel, shape, stream, p, terms, more...);
+  const auto shape_of = [](bool wanted, int64_t tasks, int64_t slices = 1, int64_t splits = 1) {
+    return LaunchShape{wanted ? tasks : 0, slices, splits, kThreads, sizeof(typename Pass::Memory)};
   };
-  const auto run = [&](auto kernel, bool wanted, int64_t tasks, int64_t slices, const auto&... more) {
-    return run_split(kernel, wanted, tasks, slices, 1, more...);
+  const auto elementwise = [](bool wanted, int64_t elements) {
+    return LaunchShape{wanted ? ceil_div(elements, kThreads) : 0, 1, 1, kThreads};
   };
   const bool narrow = slice_of(z.head_dim) == kNarrowSlice;
-  const int64_t slices = ceil_div(z.head_dim, slice_of(z.head_dim));
+  const int64_t slices = p.dq ? ceil_div(z.head_dim, slice_of(z.head_dim)) : 1;
   return in_order(
       [&] {
-        return run(narrow ? dq_kernel<In, kNarrowSlice> : dq_kernel<In, kMaxSlice>, p.dq || p.dalibi_slopes,
-                   query_tasks, p.dq ? slices : 1, flags);
+        return launch(narrow ? dq_kernel<Pass, kNarrowSlice> : dq_kernel<Pass, kMaxSlice>,
+                      shape_of(p.dq || p.dalibi_slopes, heads * query_blocks, slices), stream, p, w, flags);
       },
       [&] {
-        return run(dkv_kernel_for<In, KeyGradient::kDk>(z.head_dim), bool(p.dk), key_tasks,
-                   ceil_div(z.head_dim, key_gradient_slice<T>(z.head_dim)), flags);
+        return launch(
+            dkv_kernel_for<Pass, KeyGradient::kDk>(z.head_dim),
+            shape_of(bool(p.dk), key_tasks, ceil_div(z.head_dim, key_gradient_slice<T>(z.head_dim))), stream,
+            p, w, flags);
       },
       [&] {
-        return run(dkv_kernel_for<In, KeyGradient::kDv>(z.head_dim_v), bool(p.dv), key_tasks,
-                   ceil_div(z.head_dim_v, key_gradient_slice<T>(z.head_dim_v)), flags);
+        return launch(
+            dkv_kernel_for<Pass, KeyGradient::kDv>(z.head_dim_v),
+            shape_of(bool(p.dv), key_tasks, ceil_div(z.head_dim_v, key_gradient_slice<T>(z.head_dim_v))),
+            stream, p, w, flags);
       },
-      [&] { return run_split(dmask_kernel<In>, bool(p.dmask), mask.tasks, 1, mask.parts); },
       [&] {
-        return run(dmask_sum_kernel<T>, p.dmask && mask.parts > 1, ceil_div(mask_elements, kThreads), 1);
+        return launch(dmask_kernel<Pass>, shape_of(bool(p.dmask), mask.tasks, 1, mask.parts), stream, p, w);
       },
-      [&] { return run(dslopes_kernel<T>, p.dalibi_slopes != nullptr, ceil_div(heads, kThreads), 1); },
-      [&] { return launch_sink_gradient(p, terms.delta, z.seqlen_q, stream); });
+      [&] {
+        return launch(dmask_sum_kernel<T>, elementwise(p.dmask && mask.parts > 1, mask_elements), stream,
+                      p.dmask, p.mask.dtype, w.dmask_parts, mask.parts);
+      },
+      [&] {
+        return launch(dslopes_kernel<T>, elementwise(p.dalibi_slopes != nullptr, heads), stream,
+                      static_cast<T*>(p.dalibi_slopes), heads, w.dslopes, query_blocks);
+      });
 }
 
-template <class In>
+template <class In, class T = Accumulator<In>>
+cudaError_t launch_gradients(const BackwardParams& p, const BackwardWorkspace<T>& w,
+                             const RecomputeFlags& flags, cudaStream_t stream) {
+  return in_order([&] { return launch_passes<BackwardPass<In>>(p, w, flags, stream); },
+                  [&] { return launch_sink_gradient(p, w.rows.delta, RowOfLse{}, stream); });
+}
+
+template <class In, class T = Accumulator<In>>
 cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream_t stream) {
-  return in_order([&] { return launch_row_terms<In>(p, workspace, stream); },
-                  [&] { return launch_gradients<In>(p, workspace, {}, stream); });
+  Arena arena(workspace);
+  const auto w = BackwardWorkspace<T>::plan(arena, p);
+  return in_order([&] { return launch_row_terms<In>(p, w.rows, stream); },
+                  [&] { return launch_gradients<In>(p, w, {}, stream); });
 }
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -1,6 +1,7 @@
 // How a call is cut into blocks, from its shape alone, so that results do not depend on the machine.
 #pragma once
 
+#include "../../core/arena.h"
 #include "../../core/params.h"
 #include "../../core/splits.h"
 
@@ -48,25 +49,19 @@ inline ForwardPlan plan_forward(const AttentionParams& p) {
   return plan;
 }
 
-// What the backward kernels know of each query row: P = e^((S - reference) - correction), and delta. The reference
-// is lse and the correction 0; where lse is too large to be exact, they are the row's maximum m and log l.
+// What the backward kernels know of each query row, in arrays that have the rows of lse:
+//
+//   P = e^((S - reference) - correction)    dS = P o (dP - delta)
+//
+// The reference is lse and the correction 0; where lse is too large to be exact, they are the row's maximum m
+// and log l. A row with everything masked has the reference +inf: P is 0 there without an Inf - Inf on the way.
 template <class T>
 struct RowTerms {
-  T *delta, *reference, *correction;  // in the form of lse
-  T* dslopes;                         // [B * H][query blocks]: partial sums of the slopes' gradients
-  T* dmask_parts;                     // MaskPlan's
+  T *delta, *reference, *correction;
 
-  RowTerms(void* workspace, const AttentionParams& p) {
+  static RowTerms plan(Arena& arena, const AttentionParams& p) {
     const int64_t rows = p.statistics_rows();
-    delta = static_cast<T*>(workspace);
-    reference = delta + rows;
-    correction = reference + rows;
-    dslopes = correction + rows;
-    dmask_parts = static_cast<T*>(workspace) + elements(p);
-  }
-  static int64_t elements(const AttentionParams& p) {
-    const Sizes& z = p.sizes;
-    return 3 * p.statistics_rows() + z.batch * z.heads * ceil_div(z.seqlen_q, kBlockQ);
+    return {arena.take<T>(rows), arena.take<T>(rows), arena.take<T>(rows)};
   }
 };
 
@@ -80,15 +75,16 @@ struct MaskPlan {
   int64_t parts, tiles_per_part;
 };
 
-FA_HOST_DEVICE inline MaskPlan plan_mask(const Sizes& z, const MaskGrad& g) {
+// `block_q`: the query rows of a tile.
+FA_HOST_DEVICE inline MaskPlan plan_mask(const Sizes& z, const MaskGrad& g, int64_t block_q) {
   constexpr int64_t kWantedBlocks = 256, kLeastTilesPerPart = 4;  // as for the forward's splits
   MaskPlan plan;
-  plan.row_blocks = ceil_div(g.rows, kBlockQ);
+  plan.row_blocks = ceil_div(g.rows, block_q);
   plan.col_blocks = ceil_div(g.cols, kBlockK);
   plan.tasks = g.batch * g.heads * plan.row_blocks * plan.col_blocks;
   plan.batches = g.batch == 1 ? z.batch : 1;
   plan.heads = g.heads == 1 ? z.heads : 1;
-  plan.query_blocks = g.rows == 1 ? ceil_div(z.seqlen_q, kBlockQ) : 1;
+  plan.query_blocks = g.rows == 1 ? ceil_div(z.seqlen_q, block_q) : 1;
   plan.key_blocks = g.cols == 1 ? ceil_div(z.seqlen_k, kBlockK) : 1;
 
   const int64_t tiles = plan.batches * plan.heads * plan.query_blocks * plan.key_blocks;
@@ -99,17 +95,35 @@ FA_HOST_DEVICE inline MaskPlan plan_mask(const Sizes& z, const MaskGrad& g) {
   return plan;
 }
 
-// The parts of the mask's gradient, [parts][the mask's elements]; none where one part writes the gradient.
-inline int64_t mask_part_elements(const Sizes& z, const MaskGrad& g) {
-  const int64_t parts = g ? plan_mask(z, g).parts : 1;
-  return parts == 1 ? 0 : parts * g.batch * g.heads * g.rows * g.cols;
-}
+// What the backward's kernels share.
+template <class T>
+struct BackwardWorkspace {
+  RowTerms<T> rows;
+  T* dslopes;      // [B * H][query blocks]: partial sums of the slopes' gradients
+  T* dmask_parts;  // [MaskPlan's parts][the mask's elements]; empty where one part writes the gradient
 
-// Of the backward's workspace.
-inline int64_t backward_elements(const BackwardParams& p) {
-  return RowTerms<char>::elements(p) + mask_part_elements(p.sizes, p.dmask);
-}
+  static BackwardWorkspace plan(Arena& arena, const BackwardParams& p, int64_t block_q = kBlockQ) {
+    const Sizes& z = p.sizes;
+    const MaskGrad& g = p.dmask;
+    const int64_t query_blocks = z.batch * z.heads * ceil_div(z.seqlen_q, block_q);
+    const int64_t parts = g ? plan_mask(z, g, block_q).parts : 1;
+    return {RowTerms<T>::plan(arena, p), arena.take<T>(p.dalibi_slopes ? query_blocks : 0),
+            arena.take<T>(parts == 1 ? 0 : parts * g.batch * g.heads * g.rows * g.cols)};
+  }
+};
 
-inline int64_t accumulator_bytes(const AttentionParams& p) { return p.dtype == DType::kFloat64 ? 8 : 4; }
+// And of the double backward, whose tiles have half the rows: an element has four products instead of two.
+constexpr int kDoubleRows = kRows / 2, kDoubleBlockQ = kSide * kDoubleRows;
+
+template <class T>
+struct DoubleBackwardWorkspace : BackwardWorkspace<T> {
+  T *gamma, *sink_terms;  // with the rows of lse, as RowTerms
+
+  static DoubleBackwardWorkspace plan(Arena& arena, const DoubleBackwardParams& p) {
+    const int64_t rows = p.statistics_rows();
+    return {BackwardWorkspace<T>::plan(arena, p, kDoubleBlockQ), arena.take<T>(rows),
+            arena.take<T>(p.dsink ? rows : 0)};
+  }
+};
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -3,23 +3,34 @@
 
 #include "../recompute_flags.h"
 #include "../run.h"
+#include "plan.h"
 
 namespace flash_attn_ext::cuda::simt {
 
 size_t forward_workspace(const AttentionParams& p);
 size_t backward_workspace(const BackwardParams& p);
+size_t double_backward_workspace(const DoubleBackwardParams& p);
 
-using Forward = cudaError_t(const AttentionParams&, void* workspace, cudaStream_t);
-using Backward = cudaError_t(const BackwardParams&, void* workspace, cudaStream_t);
+using Forward = Launch<AttentionParams>;
+using Backward = Launch<BackwardParams>;
+using Jvp = Launch<JvpParams>;
+using DoubleBackward = Launch<DoubleBackwardParams>;
 
 Forward forward_float32, forward_float64, forward_bfloat16, forward_float16;
 Backward backward_float32, backward_float64, backward_bfloat16, backward_float16;
+Jvp jvp_float32, jvp_float64, jvp_bfloat16, jvp_float16;
+DoubleBackward double_backward_float32, double_backward_float64, double_backward_bfloat16,
+    double_backward_float16;
 
-// The backward's steps, for the tiers on tensor cores: what each query row needs (plan.h's RowTerms, which
-// lie first in the workspace), and then the gradients, of dq, dk and dv the flagged tiles.
-using Gradients = cudaError_t(const BackwardParams&, void* workspace, const RecomputeFlags&, cudaStream_t);
+// The backward's steps, for the double backward and for the tiers on tensor cores: what each query row needs, and
+// then the gradients, of dq, dk and dv the flagged tiles.
+template <class T>
+using ComputeRowTerms = cudaError_t(const BackwardParams&, const RowTerms<T>&, cudaStream_t);
+using ComputeGradients = cudaError_t(const BackwardParams&, const BackwardWorkspace<float>&,
+                                     const RecomputeFlags&, cudaStream_t);
 
-Backward row_terms_bfloat16, row_terms_float16;
-Gradients gradients_bfloat16, gradients_float16;
+ComputeRowTerms<float> row_terms_float32, row_terms_bfloat16, row_terms_float16;
+ComputeRowTerms<double> row_terms_float64;
+ComputeGradients gradients_bfloat16, gradients_float16;
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -112,8 +112,9 @@ __device__ void add_row_products(SharedMemory<T, kTileRows>& shared, const Left&
 // Transposed: weights[n][row]. `partial` says that some element of the tile is masked. The weights' writers
 // need no barrier before the call.
 template <bool kTransposed, class T, int kTileRows, int kAccRows, int kSliceCols, class Values>
-__device__ void add_weighted_rows(SharedMemory<T, kTileRows>& shared, const Values& values, int64_t first_col,
-                                  int64_t columns, bool partial, T (&acc)[kAccRows][kSliceCols]) {
+__device__ void add_weighted_rows(SharedMemory<T, kTileRows>& shared, const ScoreTile<T, kTileRows>& weights,
+                                  const Values& values, int64_t first_col, int64_t columns, bool partial,
+                                  T (&acc)[kAccRows][kSliceCols]) {
   constexpr int kSlice = kSide * kSliceCols;
   for (int n0 = 0; n0 < values.count; n0 += kStep) {
     __syncthreads();  // the weights are complete; everyone has read right and the last values
@@ -130,7 +131,7 @@ __device__ void add_weighted_rows(SharedMemory<T, kTileRows>& shared, const Valu
 #pragma unroll
       for (int r = 0; r < kAccRows; ++r) {
         const int row = kTransposed ? n0 + n : tile_row(r), col = kTransposed ? tile_row(r) : n0 + n;
-        const T weight = shared.weights[row][col];
+        const T weight = weights[row][col];
         if (partial && is_masked_weight(weight)) continue;
 #pragma unroll
         for (int c = 0; c < kSliceCols; ++c) acc[r][c] += weight * v[c];

@@ -3,12 +3,32 @@
 #include "simt.h"
 
 namespace flash_attn_ext::cuda::simt {
+namespace {
+
+int64_t accumulator_bytes(const AttentionParams& p) { return p.dtype == DType::kFloat64 ? 8 : 4; }
+
+// Of the workspace that Plan<T>::plan(arena, p) lays out.
+template <template <class T> class Plan, class Params>
+size_t bytes_of_plan(const Params& p) {
+  Arena arena(nullptr);
+  if (p.dtype == DType::kFloat64)
+    Plan<double>::plan(arena, p);
+  else
+    Plan<float>::plan(arena, p);
+  return arena.used();
+}
+
+}  // namespace
 
 size_t forward_workspace(const AttentionParams& p) {
   const ForwardPlan plan = plan_forward(p);
   return plan.splits == 1 ? 0 : accumulator_bytes(p) * Partials<char>::elements(p, plan.splits);
 }
 
-size_t backward_workspace(const BackwardParams& p) { return accumulator_bytes(p) * backward_elements(p); }
+size_t backward_workspace(const BackwardParams& p) { return bytes_of_plan<BackwardWorkspace>(p); }
+
+size_t double_backward_workspace(const DoubleBackwardParams& p) {
+  return bytes_of_plan<DoubleBackwardWorkspace>(p);
+}
 
 }  // namespace flash_attn_ext::cuda::simt

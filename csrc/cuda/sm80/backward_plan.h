@@ -12,28 +12,29 @@ inline int padded_head_dim(const Sizes& z) { return z.head_dim <= 64 && z.head_d
 // Query rows of a tile: K, V, dS, two tiles of Q and one of dO fit into 99 KB, which every GPU has.
 constexpr int backward_rows(int padded) { return padded == 64 ? 64 : 32; }
 
-// 4-byte elements, behind those that simt needs for its steps.
 struct BackwardWorkspace {
-  simt::RowTerms<float> terms;  // the first of simt's
+  simt::BackwardWorkspace<float> simt;  // of its steps: the terms of the rows, and what it computes once more
   RecomputeFlags flags;
   // From here on all is zero before the backward's kernel starts.
   int* ticket;  // blocks that have started
   int* turns;   // [B * H][query tiles]: blocks that have added their part of dq
   float* dq;    // [B * H][query tiles][8 warps][16][32 lanes]: sums, each element where its thread adds it
-  int64_t zeroed_elements, elements;
+  size_t zeroed_bytes;
 
-  BackwardWorkspace(void* workspace, const BackwardParams& p) : terms(workspace, p) {
+  static BackwardWorkspace plan(Arena& arena, const BackwardParams& p) {
     const Sizes& z = p.sizes;
     const int padded = padded_head_dim(z);
     const int64_t heads = z.batch * z.heads, tiles = heads * ceil_div(z.seqlen_q, backward_rows(padded));
-    int* const first = static_cast<int*>(workspace);
-    flags.queries = first + simt::backward_elements(p);
-    flags.keys = flags.queries + heads * RecomputeFlags::tiles(z.seqlen_q);
-    ticket = flags.keys + z.batch * z.heads_kv * RecomputeFlags::tiles(z.seqlen_k);
-    turns = ticket + 1;
-    dq = reinterpret_cast<float*>(turns + tiles);
-    zeroed_elements = 1 + tiles + (p.dq ? tiles * backward_rows(padded) * padded : 0);
-    elements = ticket - first + zeroed_elements;
+    BackwardWorkspace w;
+    w.simt = simt::BackwardWorkspace<float>::plan(arena, p);
+    w.flags.queries = arena.take<int>(heads * RecomputeFlags::tiles(z.seqlen_q));
+    w.flags.keys = arena.take<int>(z.batch * z.heads_kv * RecomputeFlags::tiles(z.seqlen_k));
+    const size_t before = arena.used();
+    w.ticket = arena.take<int>(1);
+    w.turns = arena.take<int>(tiles);
+    w.dq = arena.take<float>(p.dq ? tiles * backward_rows(padded) * padded : 0);
+    w.zeroed_bytes = arena.used() - before;
+    return w;
   }
 };
 

@@ -24,8 +24,9 @@ cudaError_t launch_padded(const BackwardParams& p, const BackwardWorkspace& w, c
 // compute the gradients of the mask and the slopes: sums of dS, which need no tensor cores.
 template <class In>
 cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream_t stream,
-                            simt::Backward* row_terms, simt::Gradients* gradients) {
-  const BackwardWorkspace w(workspace, p);
+                            simt::ComputeRowTerms<float>* row_terms, simt::ComputeGradients* gradients) {
+  Arena arena(workspace);
+  const auto w = BackwardWorkspace::plan(arena, p);
   BackwardParams qkv = p, others = p;
   qkv.dmask = {};
   qkv.dalibi_slopes = qkv.dsink = nullptr;
@@ -35,12 +36,12 @@ cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream
                                           : launch_padded<BackwardConfig<In, 128>>(p, w, stream);
   };
   const auto qkv_pass = [&] {
-    return in_order([&] { return cudaMemsetAsync(w.ticket, 0, w.zeroed_elements * sizeof(int), stream); },
-                    on_tensor_cores, [&] { return gradients(qkv, workspace, w.flags, stream); });
+    return in_order([&] { return cudaMemsetAsync(w.ticket, 0, w.zeroed_bytes, stream); }, on_tensor_cores,
+                    [&] { return gradients(qkv, w.simt, w.flags, stream); });
   };
-  return in_order([&] { return row_terms(p, workspace, stream); },
+  return in_order([&] { return row_terms(p, w.simt.rows, stream); },
                   [&] { return p.dq || p.dk || p.dv ? qkv_pass() : cudaSuccess; },
-                  [&] { return gradients(others, workspace, {}, stream); });
+                  [&] { return gradients(others, w.simt, {}, stream); });
 }
 
 }  // namespace flash_attn_ext::cuda::sm80

@@ -49,7 +49,9 @@ const char* why_not_backward(const BackwardParams& p) {
 }
 
 size_t backward_workspace(const BackwardParams& p) {
-  return BackwardWorkspace(nullptr, p).elements * sizeof(float);
+  Arena arena(nullptr);
+  BackwardWorkspace::plan(arena, p);
+  return arena.used();
 }
 
 }  // namespace flash_attn_ext::cuda::sm80

@@ -347,7 +347,7 @@ cudaError_t launch_backward_head_dim(const BackwardParams& p, void* workspace, c
                   [&] { return launch(row_terms_kernel<In, kHeadDim>, by_rows, stream, p, w); },
                   [&] { return launch(backward_kernel<In, kHeadDim>, by_keys, stream, a); },
                   [&] { return p.dq ? launch(dq_kernel<In, kHeadDim>, by_rows, stream, p, w) : cudaSuccess; },
-                  [&] { return launch_sink_gradient(p, w.delta, w.rows, stream); });
+                  [&] { return launch_sink_gradient(p, w.delta, PaddedRows{w.rows}, stream); });
 }
 
 template <class In>

@@ -39,6 +39,15 @@ struct BackwardWorkspace {
   }
 };
 
+// Where lse2 and delta have a row.
+struct PaddedRows {
+  int64_t rows;  // of a head
+
+  FA_HOST_DEVICE int64_t operator()(const AttentionParams& p, int64_t b, int64_t h, int64_t i) const {
+    return (b * p.sizes.heads + h) * rows + i;
+  }
+};
+
 struct KeyTile {
   int b, h_kv, tile;
 };

@@ -81,7 +81,7 @@ __device__ BlockRange block_range(const ForwardArguments& a) {
   const Range seen =
       visible_keys(a.p.band, range.first_row, end_row < z.seqlen_q ? end_row : z.seqlen_q, z.seqlen_k);
   range.first_key = seen.begin / Config::kKeys * Config::kKeys;
-  range.tiles = seen.begin < seen.end ? (seen.end - range.first_key + Config::kKeys - 1) / Config::kKeys : 0;
+  range.tiles = seen.begin < seen.end ? ceil_div(seen.end - range.first_key, Config::kKeys) : 0;
   return range;
 }
 

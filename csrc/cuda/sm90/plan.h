@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../core/params.h"
+#include "../../core/splits.h"
 #include "../divider.h"
 
 namespace flash_attn_ext::cuda::sm90 {
@@ -28,7 +29,7 @@ inline ForwardPlan plan_forward(const Sizes& z, int64_t block_rows) {
   const int64_t bytes_of_head = 2 * 2 * z.seqlen_k * z.head_dim, heads = z.batch * z.heads;
   const int64_t kv_heads = kL2Bytes / bytes_of_head > 1 ? kL2Bytes / bytes_of_head : 1;
   const int64_t group = kv_heads * (z.heads / z.heads_kv), in_group = group < heads ? group : heads;
-  const int64_t row_blocks = (z.seqlen_q + block_rows - 1) / block_rows, left = heads % in_group;
+  const int64_t row_blocks = ceil_div(z.seqlen_q, block_rows), left = heads % in_group;
   ForwardPlan plan;
   plan.blocks = heads * row_blocks;
   plan.row_blocks = static_cast<int>(row_blocks);

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace flash_attn_ext::cpu {
+namespace flash_attn_ext {
 
 class Arena {
  public:
@@ -27,4 +27,4 @@ class Arena {
   size_t used_ = 0;
 };
 
-}  // namespace flash_attn_ext::cpu
+}  // namespace flash_attn_ext
