@@ -39,7 +39,7 @@ CUDA = ["select.cu", "combine.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm8
 CUDA += [f"sm80/{way}_{dtype}.cu" for way in ("forward", "decode", "backward") for dtype in ("bfloat16", "float16")]
 CUDA += [
     f"simt/{way}_{dtype}.cu"
-    for way in ("forward", "backward")
+    for way in ("forward", "backward", "jvp", "double_backward")
     for dtype in ("bfloat16", "float16", "float32", "float64")
 ]
 CUDA += ["sm90/why_not.cpp"]

@@ -5,6 +5,7 @@ FILES = {
     "test_arm": "cross-compiles the kernels and runs them in an emulator",
     "test_cuda_binding": "compiles the binding's CUDA half",
     "test_cuda_compile": "compiles every CUDA kernel",
+    "test_cuda_derivatives": "as test_cuda_host",
     "test_cuda_host": "runs CUDA kernels on the host, one fiber for each thread",
     "test_cuda_large_scores": "as test_cuda_host",
     "test_cuda_layouts": "compiles CuTe",

@@ -79,23 +79,15 @@ class Choice {
   Selection<Params> selection_;
 };
 
-Launch<AttentionParams>* simt_forward(DType dtype) {
+// The launcher of the simt tier, which has one for each dtype.
+template <class Params>
+Launch<Params>* of_dtype(DType dtype, Launch<Params>* float32, Launch<Params>* float64,
+                         Launch<Params>* bfloat16, Launch<Params>* float16) {
   switch (dtype) {
-    case DType::kFloat32: return simt::forward_float32;
-    case DType::kFloat64: return simt::forward_float64;
-    case DType::kBFloat16: return simt::forward_bfloat16;
-    case DType::kFloat16: return simt::forward_float16;
-    case DType::kBool: break;
-  }
-  return nullptr;
-}
-
-Launch<BackwardParams>* simt_backward(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32: return simt::backward_float32;
-    case DType::kFloat64: return simt::backward_float64;
-    case DType::kBFloat16: return simt::backward_bfloat16;
-    case DType::kFloat16: return simt::backward_float16;
+    case DType::kFloat32: return float32;
+    case DType::kFloat64: return float64;
+    case DType::kBFloat16: return bfloat16;
+    case DType::kFloat16: return float16;
     case DType::kBool: break;
   }
   return nullptr;
@@ -116,7 +108,7 @@ Selection<Params> refuse(const char* reason) {
 
 }  // namespace
 
-// A tier is one line for the forward and one for the backward, the fastest first. simt takes every dtype,
+// A tier is one line in each of these, the fastest first. simt takes every dtype,
 // head dimension and option of the contract.
 
 Selection<AttentionParams> select_forward(const AttentionParams& p) {
@@ -130,7 +122,10 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
                sm80::is_decode(p) ? of_half(p.dtype, sm80::decode_bfloat16, sm80::decode_float16)
                                   : of_half(p.dtype, sm80::forward_bfloat16, sm80::forward_float16),
                sm80::forward_workspace);
-  choice.offer("simt", nullptr, simt_forward(p.dtype), simt::forward_workspace);
+  choice.offer("simt", nullptr,
+               of_dtype(p.dtype, simt::forward_float32, simt::forward_float64, simt::forward_bfloat16,
+                        simt::forward_float16),
+               simt::forward_workspace);
   return choice.take();
 }
 
@@ -141,7 +136,31 @@ Selection<BackwardParams> select_backward(const BackwardParams& p) {
                of_half(p.dtype, sm90::backward_bfloat16, sm90::backward_float16), sm90::backward_workspace);
   choice.offer("sm80", sm80::why_not_backward(p),
                of_half(p.dtype, sm80::backward_bfloat16, sm80::backward_float16), sm80::backward_workspace);
-  choice.offer("simt", nullptr, simt_backward(p.dtype), simt::backward_workspace);
+  choice.offer("simt", nullptr,
+               of_dtype(p.dtype, simt::backward_float32, simt::backward_float64, simt::backward_bfloat16,
+                        simt::backward_float16),
+               simt::backward_workspace);
+  return choice.take();
+}
+
+Selection<JvpParams> select_jvp(const JvpParams& p) {
+  Choice<JvpParams> choice(p);
+  choice.offer("sm90", "sm90: no forward-mode AD", nullptr, nullptr);
+  choice.offer("sm80", "sm80: no forward-mode AD", nullptr, nullptr);
+  choice.offer("simt", nullptr,
+               of_dtype(p.dtype, simt::jvp_float32, simt::jvp_float64, simt::jvp_bfloat16, simt::jvp_float16),
+               no_workspace);
+  return choice.take();
+}
+
+Selection<DoubleBackwardParams> select_double_backward(const DoubleBackwardParams& p) {
+  Choice<DoubleBackwardParams> choice(p);
+  choice.offer("sm90", "sm90: no double backward", nullptr, nullptr);
+  choice.offer("sm80", "sm80: no double backward", nullptr, nullptr);
+  choice.offer("simt", nullptr,
+               of_dtype(p.dtype, simt::double_backward_float32, simt::double_backward_float64,
+                        simt::double_backward_bfloat16, simt::double_backward_float16),
+               simt::double_backward_workspace);
   return choice.take();
 }
 

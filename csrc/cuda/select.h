@@ -7,5 +7,7 @@ namespace flash_attn_ext::cuda {
 
 Selection<AttentionParams> select_forward(const AttentionParams& params);
 Selection<BackwardParams> select_backward(const BackwardParams& params);
+Selection<JvpParams> select_jvp(const JvpParams& params);
+Selection<DoubleBackwardParams> select_double_backward(const DoubleBackwardParams& params);
 
 }  // namespace flash_attn_ext::cuda

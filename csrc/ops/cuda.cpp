@@ -62,6 +62,28 @@ Gradients attention_backward_cuda(const AttentionBackwardTensors& given,
   return result;
 }
 
+AttentionJvpResult attention_jvp_cuda(const AttentionJvpTensors& given, const AttentionOptions& options) {
+  check_attention_jvp(given, options);
+  check_storages(given);
+  const c10::cuda::CUDAGuard device_guard(given.query.device());
+  const AttentionJvpResult result = empty_jvp_result(given.forward());
+  const PackedJvp packed = pack_jvp(given, options, result);
+  run(cuda::select_jvp(packed.params), packed.params, given.query.options());
+  return result;
+}
+
+Gradients attention_double_backward_cuda(const AttentionDoubleBackwardTensors& given,
+                                         const AttentionBackwardOptions& options) {
+  check_attention_double_backward(given, options);
+  check_storages(given);
+  const c10::cuda::CUDAGuard device_guard(given.query.device());
+  const Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
+  const PackedDoubleBackward packed = pack_double_backward(given, options, result);
+  run(cuda::select_double_backward(packed.params), packed.params, given.query.options());
+  store_per_head_gradients(packed.backward, result);
+  return result;
+}
+
 AttentionResult varlen_cuda(const VarlenTensors& given, const VarlenOptions& options) {
   check_varlen(given, options);
   check_storages(given);
@@ -140,6 +162,17 @@ Gradients attention_backward_cuda(const AttentionBackwardTensors& given,
   refuse();
 }
 
+AttentionJvpResult attention_jvp_cuda(const AttentionJvpTensors& given, const AttentionOptions& options) {
+  check_attention_jvp(given, options);
+  refuse();
+}
+
+Gradients attention_double_backward_cuda(const AttentionDoubleBackwardTensors& given,
+                                         const AttentionBackwardOptions& options) {
+  check_attention_double_backward(given, options);
+  refuse();
+}
+
 AttentionResult varlen_cuda(const VarlenTensors& given, const VarlenOptions& options) {
   check_varlen(given, options);
   refuse();
@@ -183,18 +216,6 @@ KernelChoice choose_on_cuda(const AttentionParams&, at::Device) { refuse(); }
 KernelChoice choose_on_cuda(const BackwardParams&, at::Device) { refuse(); }
 
 #endif
-
-// Forward mode and double backward have CPU kernels only.
-AttentionJvpResult attention_jvp_cuda(const AttentionJvpTensors& given, const AttentionOptions& options) {
-  check_attention_jvp(given, options);
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "flash_attn on CUDA: forward-mode AD (jvp) has no kernel yet");
-}
-
-Gradients attention_double_backward_cuda(const AttentionDoubleBackwardTensors& given,
-                                         const AttentionBackwardOptions& options) {
-  check_attention_double_backward(given, options);
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "flash_attn on CUDA: double backward has no kernel yet");
-}
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) {
   implement<Attention, attention_cuda>(m);

@@ -1,5 +1,4 @@
-// What tests/cuda_host.py calls through ctypes. The params structs are mirrored there; their sizes are
-// compared.
+// What library.py calls through ctypes. It takes the params structs from core/params.h; their sizes are compared.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -16,7 +15,9 @@
 
 using flash_attn_ext::AttentionParams;
 using flash_attn_ext::BackwardParams;
+using flash_attn_ext::DoubleBackwardParams;
 using flash_attn_ext::DropoutParams;
+using flash_attn_ext::JvpParams;
 using flash_attn_ext::Sizes;
 
 namespace {
@@ -56,8 +57,12 @@ const char* flash_attn_ext::cuda::gpu_code() { return code_of_build.c_str(); }
 
 extern "C" {
 
-size_t attention_params_bytes() { return sizeof(AttentionParams); }
-size_t backward_params_bytes() { return sizeof(BackwardParams); }
+// Of the params in library.py's list CALLS.
+size_t params_bytes(int which) {
+  const size_t bytes[] = {sizeof(AttentionParams), sizeof(BackwardParams), sizeof(JvpParams),
+                          sizeof(DoubleBackwardParams)};
+  return bytes[which];
+}
 
 // For mutations_sm90.py, which puts a condition before some statements: all but one of them stay.
 void leave_out(int number) { left_out = number; }
@@ -113,6 +118,21 @@ size_t backward_workspace(const BackwardParams* p) {
 }
 const char* backward(const BackwardParams* p, void* workspace) {
   return run(flash_attn_ext::cuda::select_backward(*p), *p, workspace);
+}
+
+const char* jvp_choice(const JvpParams* p) { return describe(flash_attn_ext::cuda::select_jvp(*p)); }
+const char* jvp(const JvpParams* p, void* workspace) {
+  return run(flash_attn_ext::cuda::select_jvp(*p), *p, workspace);
+}
+
+const char* double_backward_choice(const DoubleBackwardParams* p) {
+  return describe(flash_attn_ext::cuda::select_double_backward(*p));
+}
+size_t double_backward_workspace(const DoubleBackwardParams* p) {
+  return flash_attn_ext::cuda::select_double_backward(*p).workspace_bytes;
+}
+const char* double_backward(const DoubleBackwardParams* p, void* workspace) {
+  return run(flash_attn_ext::cuda::select_double_backward(*p), *p, workspace);
 }
 
 const char* why_not_sm80_backward(const BackwardParams* p) {

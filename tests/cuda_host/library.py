@@ -22,52 +22,42 @@ GPU_CODE = "sm_80,compute_80,sm_90a"  # what setup.py builds
 # The C functions that return text, or null.
 TEXTS = (
     "forward", "backward", "dropout_mask", "last_kernel", "forward_choice", "backward_choice", "force_tier",
-    "why_not_sm80_forward", "why_not_sm80_backward", "why_not_sm90_forward",
-    "why_not_sm90_backward",
+    "jvp", "double_backward", "jvp_choice", "double_backward_choice", "why_not_sm80_forward",
+    "why_not_sm80_backward", "why_not_sm90_forward", "why_not_sm90_backward",
 )  # fmt: skip
 
 i64, u64, f64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
 
 
-def struct(name, base=ctypes.Structure, **fields):
-    return type(name, (base,), {"_fields_": list(fields.items())})
+SCALARS = {"int64_t": i64, "uint64_t": u64, "double": f64, "bool": ctypes.c_bool}
+SCALARS |= dict.fromkeys(("DType", "CacheDType"), ctypes.c_int8)
 
 
-# csrc/core/params.h, field by field; Library compares the sizes.
-Sizes = struct("Sizes", **dict.fromkeys(
-    ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"), i64
-))  # fmt: skip
-Tensor4 = struct("Tensor4", data=pointer, stride_b=i64, stride_h=i64, stride_s=i64)
-Band = struct("Band", diagonal=i64, left=i64, right=i64)
-MaskParams = struct(
-    "MaskParams", data=pointer, dtype=ctypes.c_int8, stride_b=i64, stride_h=i64, stride_q=i64, stride_k=i64
+def structs_of(header):
+    """The plain structs of a C++ header as ctypes structs, by name: their fields as they are declared there."""
+    structs = {}
+    text = re.sub(r"//[^\n]*", "", header.read_text())
+    for name, base, body in re.findall(r"^struct (\w+)(?: : (\w+))? \{(.*?)^\};", text, re.DOTALL | re.MULTILINE):
+        fields = []
+        body = re.sub(r"\)(?: const)? \{[^{}]*\}", ");", body)  # functions without what they do
+        for statement in filter(None, (s.strip() for s in body.split(";"))):
+            if "(" in statement or statement.startswith("static"):
+                continue
+            kind, is_pointer, names = re.fullmatch(r"(?:const )?(\w+)(\*?) (.*)", statement, re.DOTALL).groups()
+            kind = pointer if is_pointer else SCALARS.get(kind) or structs[kind]
+            fields += [(re.match(r"\w+", n.strip()).group(), kind) for n in names.split(",")]
+        structs[name] = type(name, (structs[base] if base else ctypes.Structure,), {"_fields_": fields})
+    return structs
+
+
+PARAMS = structs_of(ROOT / "csrc" / "core" / "params.h")
+Sizes, Tensor4, Band, Offsets, MaskGrad = (PARAMS[name] for name in ("Sizes", "Tensor4", "Band", "Offsets", "MaskGrad"))
+MaskParams, AlibiParams, SinkParams, DropoutParams, DecodeParams, VarlenParams = (
+    PARAMS[f"{name}Params"] for name in ("Mask", "Alibi", "Sink", "Dropout", "Decode", "Varlen")
 )
-AlibiParams = struct("AlibiParams", slopes=pointer, stride_b=i64, stride_h=i64)
-SinkParams = struct("SinkParams", data=pointer, stride_b=i64, stride_h=i64)
-DropoutParams = struct("DropoutParams", rng_state=pointer, threshold=u64, keep_scale=f64)
-DecodeParams = struct("DecodeParams", num_splits=i64, has_unified_max=ctypes.c_bool, unified_max=f64)
-Offsets = struct("Offsets", data=pointer, is_int64=ctypes.c_bool)
-CacheScale = struct("CacheScale", data=pointer, stride_b=i64, stride_h=i64, stride_s=i64)
-PageTable = struct("PageTable", pages=Offsets, count=i64, page_size=i64, num_pages=i64, sequence=i64)
-CacheParams = struct(
-    "CacheParams", batch_idx=Offsets, leftpad=Offsets, caches=i64, dtype=ctypes.c_int8, k_scale=CacheScale,
-    v_scale=CacheScale, pages=PageTable, cache=i64,
-)  # fmt: skip
-VarlenParams = struct(
-    "VarlenParams", cu_seqlens_q=Offsets, cu_seqlens_k=Offsets, seqused_q=Offsets, seqused_k=Offsets, total_q=i64,
-    total_k=i64, lower_right=ctypes.c_bool, mask_by_row=ctypes.c_bool, first_q=i64, first_k=i64,
-    cache=CacheParams,
-)  # fmt: skip
-AttentionParams = struct(
-    "AttentionParams", dtype=ctypes.c_int8, sizes=Sizes, q=Tensor4, k=Tensor4, v=Tensor4, out=Tensor4, lse=pointer,
-    scale=f64, softcap=f64, band=Band, mask=MaskParams, alibi=AlibiParams, sink=SinkParams, dropout=DropoutParams,
-    decode=DecodeParams, varlen=VarlenParams,
-)  # fmt: skip
-MaskGrad = struct("MaskGrad", data=pointer, batch=i64, heads=i64, rows=i64, cols=i64)
-BackwardParams = struct(
-    "BackwardParams", AttentionParams, dout=Tensor4, dlse=pointer, dq=Tensor4, dk=Tensor4, dv=Tensor4, dmask=MaskGrad,
-    dalibi_slopes=pointer, dsink=pointer, deterministic=ctypes.c_bool,
-)  # fmt: skip
+AttentionParams, BackwardParams, JvpParams, DoubleBackwardParams = CALLS = [
+    PARAMS[f"{name}Params"] for name in ("Attention", "Backward", "Jvp", "DoubleBackward")
+]
 
 
 class KernelError(Exception):
@@ -97,15 +87,15 @@ class Library:
         self.c = ctypes.CDLL(str(path))
         for name in TEXTS:
             getattr(self.c, name).restype = ctypes.c_char_p
-        for name in ("forward_workspace", "backward_workspace"):
+        for name in ("forward_workspace", "backward_workspace", "double_backward_workspace", "params_bytes"):
             getattr(self.c, name).restype = ctypes.c_size_t
         for name in ("sm80_recomputed_tiles", "exponentials", "attributes_set", "driver_lookups"):
             getattr(self.c, name).restype = i64
         self.c.exp2_fast.argtypes, self.c.exp2_fast.restype = [ctypes.c_float], ctypes.c_float
         self.c.register_buffer.argtypes = [pointer, i64, i64, ctypes.c_char_p, ctypes.c_bool, ctypes.c_bool]
         self.c.seed_order.argtypes = [u64]
-        assert self.c.attention_params_bytes() == ctypes.sizeof(AttentionParams)
-        assert self.c.backward_params_bytes() == ctypes.sizeof(BackwardParams)
+        for n, kind in enumerate(CALLS):
+            assert self.c.params_bytes(n) == ctypes.sizeof(kind), kind.__name__
         self.seed_order(seed)
 
     @contextmanager
@@ -126,7 +116,12 @@ class Library:
 
     def choice(self, params):
         """The tier that the selector takes, or, if none can run, the reason; and why each faster one does not."""
-        select = self.c.backward_choice if isinstance(params, BackwardParams) else self.c.forward_choice
+        select = {
+            AttentionParams: self.c.forward_choice,
+            BackwardParams: self.c.backward_choice,
+            JvpParams: self.c.jvp_choice,
+            DoubleBackwardParams: self.c.double_backward_choice,
+        }[type(params)]
         tier, *why_not = select(ctypes.byref(params)).decode().splitlines()
         return tier, why_not
 
@@ -166,22 +161,31 @@ class Library:
         left, right = options["window_left"], options["window_right"]
         params.band = Band(
             k.shape[2] - q.shape[2] if options["lower_right"] else 0,
-            UNBOUNDED if left < 0 else left,
-            0 if options["causal"] else UNBOUNDED if right < 0 else right,
+            UNBOUNDED if left is None else left,
+            min(UNBOUNDED if right is None else right, 0 if options["causal"] else UNBOUNDED),
         )
-        if mask is not None:
-            strides = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
-            params.mask = MaskParams(mask.data_ptr(), DTYPES[mask.dtype], *strides)
-        for name, field, kind in (("slopes", "alibi", AlibiParams), ("sink", "sink", SinkParams)):
-            t = tensors.get(name)
-            if t is not None:
-                setattr(params, field, kind(t.data_ptr(), t.stride(0) if t.dim() == 2 else 0, t.stride(-1)))
+        self.pack_added(params, mask, tensors.get("slopes"), tensors.get("sink"))
         if options["dropout_p"] > 0:
             params.dropout = dropout_params(tensors["rng_state"], options["dropout_p"])
         unified_max = options["unified_max"]
         num_splits = options["num_splits"] or self.num_splits
         params.decode = DecodeParams(num_splits, unified_max is not None, unified_max or 0.0)
         return params
+
+    def pack_added(self, params, mask, slopes, sink):
+        """What is added to scores, or its tangents."""
+        if mask is not None:
+            strides = [0 if n == 1 else s for n, s in zip(mask.shape, mask.stride(), strict=True)]
+            params.mask = MaskParams(mask.data_ptr(), DTYPES[mask.dtype], *strides)
+        for t, field, kind in ((slopes, "alibi", AlibiParams), (sink, "sink", SinkParams)):
+            if t is not None:
+                setattr(params, field, kind(t.data_ptr(), t.stride(0) if t.dim() == 2 else 0, t.stride(-1)))
+
+    def pack_tangents(self, params, tensors):
+        for name in ("q", "k", "v"):
+            if tensors["t_" + name] is not None:
+                setattr(params.tangents, name, tensor4(tensors["t_" + name]))
+        self.pack_added(params.tangents, tensors["t_attn_mask"], tensors["t_slopes"], tensors["t_sink"])
 
     def forward(self, tensors, **options):
         q, v = tensors["q"], tensors["v"]
@@ -193,8 +197,45 @@ class Library:
         self.check(self.c.forward(ctypes.byref(params), pointer(workspace.data_ptr())))
         return tensors["out"], tensors["lse"]
 
+    def jvp(self, tensors, **options):
+        q, v = tensors["q"], tensors["v"]
+        results = ("out", "lse", "t_out", "t_lse")
+        for prefix in ("", "t_"):
+            tensors[prefix + "out"] = empty_in_order_of(q, v.shape[3])
+            tensors[prefix + "lse"] = torch.empty(q.shape[:3], dtype=accumulate_type(q))
+        params = self.pack(JvpParams(), tensors, options)
+        self.pack_tangents(params, tensors)
+        params.t_out, params.t_lse = tensor4(tensors["t_out"]), tensors["t_lse"].data_ptr()
+        self.show(tensors, results)
+        self.check(self.c.jvp(ctypes.byref(params), None))
+        return tuple(tensors[name] for name in results)
+
     def backward(self, tensors, wanted, **options):
-        params = self.pack(BackwardParams(), tensors, options)
+        """The gradients that are wanted, by name."""
+        params = BackwardParams()
+        grads = self.pack_backward(params, tensors, wanted, options)
+        workspace = empty_workspace(self.c.backward_workspace(ctypes.byref(params)))
+        self.show({**tensors, **grads, "workspace": workspace}, (*grads, "workspace"))
+        self.c.require_ordered_adds(params.deterministic)
+        arguments = ctypes.byref(params), pointer(workspace.data_ptr())
+        self.check(self.c.backward(*arguments))
+        self.recomputed_tiles = self.c.sm80_recomputed_tiles(*arguments)
+        return sum_per_head(grads, tensors)
+
+    def double_backward(self, tensors, wanted, **options):
+        """The same, of the second derivative."""
+        params = DoubleBackwardParams()
+        grads = self.pack_backward(params, tensors, wanted, options)
+        self.pack_tangents(params, tensors)
+        params.t_out, params.t_lse = tensor4(tensors["t_out"]), tensors["t_lse"].data_ptr()
+        workspace = empty_workspace(self.c.double_backward_workspace(ctypes.byref(params)))
+        self.show({**tensors, **grads, "workspace": workspace}, (*grads, "workspace"))
+        self.check(self.c.double_backward(ctypes.byref(params), pointer(workspace.data_ptr())))
+        return sum_per_head(grads, tensors)
+
+    def pack_backward(self, params, tensors, wanted, options):
+        """Fills the params; returns the gradients that the kernels will write, those of slopes and sink by batch."""
+        self.pack(params, tensors, options)
         params.deterministic = options["deterministic"] if self.deterministic is None else self.deterministic
         params.dout = tensor4(tensors["dout"])
         params.dlse = None if tensors["dlse"] is None else tensors["dlse"].data_ptr()
@@ -212,15 +253,6 @@ class Library:
         if wanted["sink"]:
             grads["dsink"] = torch.empty(tensors["q"].shape[:2], dtype=tensors["lse"].dtype)
             params.dsink = grads["dsink"].data_ptr()
-        workspace = empty_workspace(self.c.backward_workspace(ctypes.byref(params)))
-        self.show({**tensors, **grads, "workspace": workspace}, (*grads, "workspace"))
-        self.c.require_ordered_adds(params.deterministic)
-        arguments = ctypes.byref(params), pointer(workspace.data_ptr())
-        self.check(self.c.backward(*arguments))
-        self.recomputed_tiles = self.c.sm80_recomputed_tiles(*arguments)
-        for name in ("slopes", "sink"):
-            if wanted[name] and tensors[name].dim() == 1:
-                grads["d" + name] = grads["d" + name].sum(0)
         return grads
 
     def dropout_mask(self, rng_state, batch, heads, seqlen_q, seqlen_k, dropout_p):
@@ -234,6 +266,14 @@ class Library:
 
 def tensor4(t):
     return Tensor4(t.data_ptr(), *t.stride()[:3])
+
+
+def sum_per_head(grads, tensors):
+    """The gradients of slopes and sink in their own shapes."""
+    for name in ("slopes", "sink"):
+        if "d" + name in grads and tensors[name].dim() == 1:
+            grads["d" + name] = grads["d" + name].sum(0)
+    return grads
 
 
 def offsets(t):
@@ -253,6 +293,10 @@ def accumulate_type(t):
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
+def zeros_like_one_row(t):
+    return torch.zeros(1, 1, 1, t.shape[3], dtype=t.dtype).expand_as(t)
+
+
 def readable(t):
     return t if t.shape[-1] <= 1 or t.stride(-1) == 1 else t.contiguous()
 
@@ -264,8 +308,9 @@ def empty_in_order_of(like, last_dim):
     return torch.empty(b, h, s, last_dim, dtype=like.dtype)
 
 
+DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "slopes", "sink")
 DEFAULTS = {
-    "scale": None, "causal": False, "lower_right": False, "window_left": -1, "window_right": -1, "softcap": 0.0,
+    "scale": None, "causal": False, "lower_right": False, "window_left": None, "window_right": None, "softcap": 0.0,
     "dropout_p": 0.0, "num_splits": 0, "unified_max": None, "deterministic": False,
 }  # fmt: skip
 
@@ -279,27 +324,52 @@ def as_cpu_kernels(library):
         tensors = {"q": readable(q), "k": readable(k), "v": readable(v)}
         return tensors | {"attn_mask": mask, "slopes": slopes, "sink": sink, "rng_state": rng_state}
 
+    def tangents(q, k, v, mask, slopes, sink, acc):
+        slopes, sink = (None if t is None else t.to(acc) for t in (slopes, sink))
+        q, k, v = (None if t is None else readable(t) for t in (q, k, v))
+        return {"t_q": q, "t_k": k, "t_v": v, "t_attn_mask": mask, "t_slopes": slopes, "t_sink": sink}
+
+    def cotangents(dout, dlse, out):
+        dout = zeros_like_one_row(out) if dout is None else readable(dout)
+        return {"dout": dout, "dlse": None if dlse is None else dlse.contiguous()}
+
+    def as_results(grads, slopes, sink):
+        for name, t in (("dslopes", slopes), ("dsink", sink)):
+            if name in grads:
+                grads[name] = grads[name].to(t.dtype)
+        return tuple(grads.get("d" + name.removeprefix("attn_")) for name in DIFFERENTIABLE)
+
     def attention(q, k, v, attn_mask=None, alibi_slopes=None, sink=None, rng_state=None, **options):
         return library.forward(inputs(q, k, v, attn_mask, alibi_slopes, sink, rng_state), **DEFAULTS | options)
 
     def attention_backward(dout, dlse, q, k, v, mask, slopes, sink, rng_state, out, lse, grad_mask=None, **options):
         tensors = inputs(q, k, v, mask, slopes, sink, rng_state) | {"out": readable(out), "lse": lse}
-        tensors["dout"] = torch.zeros(1, 1, 1, out.shape[3], dtype=out.dtype).expand_as(out)
-        if dout is not None:
-            tensors["dout"] = readable(dout)
-        tensors["dlse"] = None if dlse is None else dlse.contiguous()
-        wanted = dict(zip(("q", "k", "v", "attn_mask", "slopes", "sink"), grad_mask, strict=True))
-        grads = library.backward(tensors, wanted, **DEFAULTS | options)
-        for name, t in (("dslopes", slopes), ("dsink", sink)):
-            if name in grads:
-                grads[name] = grads[name].to(t.dtype)
-        return tuple(grads.get(name) for name in ("dq", "dk", "dv", "dmask", "dslopes", "dsink"))
+        tensors |= cotangents(dout, dlse, out)
+        wanted = dict(zip(DIFFERENTIABLE, grad_mask, strict=True))
+        return as_results(library.backward(tensors, wanted, **DEFAULTS | options), slopes, sink)
+
+    def attention_jvp(tq, tk, tv, tmask, tslopes, tsink, q, k, v, mask=None, slopes=None, sink=None, rng_state=None,
+                      **options):  # fmt: skip
+        tensors = inputs(q, k, v, mask, slopes, sink, rng_state)
+        tensors |= tangents(tq, tk, tv, tmask, tslopes, tsink, accumulate_type(q))
+        return library.jvp(tensors, **DEFAULTS | options)
+
+    def attention_double_backward(dout, dlse, tq, tk, tv, tmask, tslopes, tsink, q, k, v, mask, slopes, sink, rng_state,
+                                  out, lse, t_out, t_lse, grad_mask=None, **options):  # fmt: skip
+        tensors = inputs(q, k, v, mask, slopes, sink, rng_state) | cotangents(dout, dlse, out)
+        tq, tk, tv = (zeros_like_one_row(x) if t is None else t for t, x in ((tq, q), (tk, k), (tv, v)))
+        tensors |= tangents(tq, tk, tv, tmask, tslopes, tsink, accumulate_type(q))
+        tensors |= {"out": readable(out), "lse": lse, "t_out": readable(t_out), "t_lse": t_lse.contiguous()}
+        wanted = dict(zip(DIFFERENTIABLE, grad_mask, strict=True))
+        return as_results(library.double_backward(tensors, wanted, **DEFAULTS | options), slopes, sink)
 
     registration = torch.library.Library("flash_attn_ext", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")
         registration.impl("attention", attention, "CPU")
         registration.impl("attention_backward", attention_backward, "CPU")
+        registration.impl("attention_jvp", attention_jvp, "CPU")
+        registration.impl("attention_double_backward", attention_double_backward, "CPU")
         registration.impl("dropout_mask", library.dropout_mask, "CPU")
     try:
         yield library
