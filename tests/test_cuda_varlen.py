@@ -26,8 +26,8 @@ def by_batch(t, batch):
 
 
 def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seqlens=None, lower_right=False,
-        attn_mask=None, slopes=None, sink=None, rng_state=None, **options):  # fmt: skip
-    """out, lse, dq, dk, dv, dslopes, dsink by the kernels, of packed tensors."""
+        attn_mask=None, mask_by_row=False, slopes=None, sink=None, rng_state=None, **options):  # fmt: skip
+    """out, lse, dq, dk, dv, dslopes, dsink, dmask by the kernels, of packed tensors."""
     options = library.DEFAULTS | {"lower_right": lower_right} | options
     offsets = [cu_seqlens or [0, *accumulate(side)] for side in zip(*lengths, strict=True)]
     cu_seqlens = [torch.tensor(side, dtype=dtype_of_offsets) for side in offsets]
@@ -44,7 +44,11 @@ def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seq
         params = kernels.pack(kind(), tensors, options)
         params.sizes = library.Sizes(batch, HEADS, HEADS_KV, *longest, HEAD_DIM, HEAD_DIM)
         params.varlen = library.VarlenParams(
-            *map(library.offsets, cu_seqlens), total_q=len(q), total_k=len(k), lower_right=lower_right
+            *map(library.offsets, cu_seqlens),
+            total_q=len(q),
+            total_k=len(k),
+            lower_right=lower_right,
+            mask_by_row=mask_by_row,
         )
         params.band.diagonal = 0
         return params
@@ -61,10 +65,14 @@ def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seq
         setattr(params, name, library.tensor4(rows[name]))
     params.dalibi_slopes = made["dslopes"].data_ptr() if slopes is not None else None
     params.dsink = made["dsink"].data_ptr() if sink is not None else None
+    if attn_mask is not None:
+        made["dmask"] = torch.empty_like(attn_mask)
+        params.dmask = library.MaskGrad(made["dmask"].data_ptr(), *attn_mask.shape)
     workspace = library.empty_workspace(kernels.c.backward_workspace(ctypes.byref(params)))
-    kernels.show(known | {"workspace": workspace}, ("dq", "dk", "dv", "dslopes", "dsink", "workspace"))
+    results = ("dq", "dk", "dv", "dslopes", "dsink", "dmask")
+    kernels.show(known | made | {"workspace": workspace}, (*results, "workspace"))
     kernels.check(kernels.c.backward(ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())))
-    return [made[name] for name in ("out", "lse", "dq", "dk", "dv", "dslopes", "dsink")]
+    return [made.get(name) for name in ("out", "lse", *results)]
 
 
 def check(kernels, lengths, dtype=torch.float64, **options):
@@ -72,7 +80,9 @@ def check(kernels, lengths, dtype=torch.float64, **options):
         (*zip(*lengths, strict=True), [n for _, n in lengths]), (HEADS, HEADS_KV, HEADS_KV), strict=True))  # fmt: skip
     dout = torch.randn_like(q)
     slopes, sink, mask, rng_state = (options.get(name) for name in ("slopes", "sink", "attn_mask", "rng_state"))
-    out, lse, dq, dk, dv, dslopes, dsink = run(kernels, q, k, v, dout, lengths, **options)
+    out, lse, dq, dk, dv, dslopes, dsink, dmask = run(kernels, q, k, v, dout, lengths, **options)
+    exact_mask = None if mask is None else mask.double().requires_grad_()
+    exact_dmask = 0
     at_q = at_k = 0
     for b, (seqlen_q, seqlen_k) in enumerate(lengths):
         own_q, own_k = slice(at_q, at_q + seqlen_q), slice(at_k, at_k + seqlen_k)
@@ -82,14 +92,20 @@ def check(kernels, lengths, dtype=torch.float64, **options):
         kept = None
         if rng_state is not None:  # its words are counted by batch: those of sequence b
             kept = dropout_mask(rng_state, len(lengths), HEADS, seqlen_q, seqlen_k, options["dropout_p"])[b : b + 1]
+        own_mask = exact_mask
+        if mask is not None:
+            own_mask = exact_mask[:, :, own_q if options.get("mask_by_row") else slice(seqlen_q), :seqlen_k]
+            own_mask = own_mask[b : b + 1] if len(mask) > 1 else own_mask
         causal = ("lower_right" if options.get("lower_right") else "upper_left") if options.get("causal") else None
         expected, expected_lse = reference.attention(
-            *inputs, mask[..., :seqlen_q, :seqlen_k] if mask is not None else None, causal=causal, kept=kept,
+            *inputs, own_mask, causal=causal, kept=kept,
             alibi_slopes=own_slopes, sink=own_sink, dropout_p=options.get("dropout_p", 0.0),
             softcap=options.get("softcap", 0.0),
         )  # fmt: skip
-        wanted = [t for t in (*inputs, own_slopes, own_sink) if t is not None]
-        grads = torch.autograd.grad(expected, wanted, dout[own_q].transpose(0, 1)[None].double())
+        wanted = [t for t in (*inputs, own_slopes, own_sink, exact_mask) if t is not None]
+        grads = list(torch.autograd.grad(expected, wanted, dout[own_q].transpose(0, 1)[None].double()))
+        if mask is not None:
+            exact_dmask = exact_dmask + grads.pop()
         tolerance = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=0.03, atol=0.05)
         close = lambda ours, exact: torch.testing.assert_close(ours.double(), exact.double(), **tolerance)  # noqa: E731, B023
         close(out[own_q].transpose(0, 1)[None], expected)
@@ -100,6 +116,8 @@ def check(kernels, lengths, dtype=torch.float64, **options):
             close(dslopes[b : b + 1], grads[3])
         if sink is not None:
             close(dsink[b : b + 1], grads[-1])
+    if mask is not None:
+        close(dmask, exact_dmask)
 
 
 @pytest.mark.parametrize("lower_right", [False, True])
@@ -135,6 +153,18 @@ def test_options_count_from_the_start_of_a_sequence(kernels):
     check(kernels, LENGTHS, rng_state=new_rng_state(torch.device("cpu")), dropout_p=0.3)
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 129, 130), (6, 1, 129, 130), (6, 4, 1, 130), (1, 1, 129, 1), (1, 1, 1, 1)])
+def test_masks_of_every_shape(kernels, shape):
+    check(kernels, LENGTHS, attn_mask=torch.randn(shape, dtype=torch.float64), causal=True)
+
+
+@pytest.mark.parametrize("shape", [(4, 130), (1, 130), (1, 1)])
+def test_masks_by_the_rows_of_a_packed_q(kernels, shape):
+    heads, columns = shape
+    mask = torch.randn(1, heads, sum(n for n, _ in LENGTHS), columns, dtype=torch.float64)
+    check(kernels, LENGTHS, attn_mask=mask, mask_by_row=True)
+
+
 def test_other_tiers_refuse_by_name(kernels):
     cu_seqlens = torch.tensor([0, 128, 256], dtype=torch.int32)
     rows = library.Tensor4(4096, 0, 64, 128)
@@ -145,5 +175,3 @@ def test_other_tiers_refuse_by_name(kernels):
                       varlen=varlen, **tensors)  # fmt: skip
         with kernels.on_gpu(9, 0):
             assert kernels.choice(params) == ("simt", ["sm90: no packed sequences", "sm80: no packed sequences"])
-    params.dmask = library.MaskGrad(4096, 1, 1, 128, 128)
-    assert kernels.choice(params)[0] == "packed sequences give no gradient to their mask"

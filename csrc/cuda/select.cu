@@ -130,7 +130,6 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
 }
 
 Selection<BackwardParams> select_backward(const BackwardParams& p) {
-  if (p.varlen && p.dmask) return refuse<BackwardParams>("packed sequences give no gradient to their mask");
   Choice<BackwardParams> choice(p);
   choice.offer("sm90", sm90::why_not_backward(p),
                of_half(p.dtype, sm90::backward_bfloat16, sm90::backward_float16), sm90::backward_workspace);

@@ -21,12 +21,12 @@ __device__ void for_mask_type(DType dtype, const Body& body) {
   }
 }
 
-// Writes the tile (row block `mi`, column block `mj`) of mask gradient (mb, mh); a mask
-// that is broadcast along rows or columns takes their sum.
+// Writes the tile at (mi, mj), as far as it lies before row `end`, of mask gradient (mb, mh); a mask that is
+// broadcast along rows or columns takes their sum.
 template <class Out, class T, int kTileRows>
 __device__ void store_mask_tile(const MaskGrad& g, const T (&tile)[kTileRows][kBlockK + 1], int64_t mb,
-                                int64_t mh, int64_t mi, int64_t mj) {
-  const int rows = g.rows == 1 ? 1 : smaller<int64_t>(kTileRows, g.rows - mi);
+                                int64_t mh, int64_t mi, int64_t mj, int64_t end) {
+  const int rows = g.rows == 1 ? 1 : smaller<int64_t>(kTileRows, end - mi);
   const int cols = g.cols == 1 ? 1 : smaller<int64_t>(kBlockK, g.cols - mj);
   const int summed_rows = g.rows == 1 ? kTileRows : 1, summed_cols = g.cols == 1 ? kBlockK : 1;
   for (int e = threadIdx.x; e < rows * cols; e += kThreads) {
@@ -41,29 +41,36 @@ __device__ void store_mask_tile(const MaskGrad& g, const T (&tile)[kTileRows][kB
 
 template <class Pass, class T = typename Pass::T>
 __global__ void __launch_bounds__(kThreads, 1)
-    dmask_kernel(const typename Pass::Params p, const typename Pass::Workspace w) {
+    dmask_kernel(const typename Pass::Params call, const typename Pass::Workspace w) {
   constexpr int kTileRows = Pass::kTileRows;
   auto& shared = shared_memory<typename Pass::Memory>();
-  const Sizes& z = p.sizes;
-  const MaskGrad& g = p.dmask;
-  const MaskPlan plan = plan_mask(z, g, kTileRows);
+  const MaskGrad& g = call.dmask;
+  const MaskPlan plan = plan_mask(call, kTileRows);
   const int64_t mj = blockIdx.x % plan.col_blocks * kBlockK;
   const int64_t mi = blockIdx.x / plan.col_blocks % plan.row_blocks * kTileRows;
-  const int64_t head = blockIdx.x / (plan.col_blocks * plan.row_blocks), mh = head % g.heads,
-                mb = head / g.heads;
-  const PhiloxKey key = dropout_key(p.dropout);
+  const int64_t head = blockIdx.x / (plan.col_blocks * plan.row_blocks), mh = head % g.heads;
+  const int64_t first_batch = head / g.heads, mb = plan.by_row ? 0 : first_batch;
+  Range rows{0, g.rows};  // of the mask, in which this tile lies
+  if (plan.by_row) {
+    const typename Pass::Params own = of_sequence(call, first_batch);
+    rows = {own.varlen.first_q, own.varlen.first_q + own.sizes.seqlen_q};
+    if (rows.begin + mi >= rows.end) return;  // of a sequence that is shorter than the longest
+  }
+  const PhiloxKey key = dropout_key(call.dropout);
 
   const int64_t tiles = plan.batches * plan.heads * plan.query_blocks * plan.key_blocks;
   const int64_t first = blockIdx.z * plan.tiles_per_part;
   const int64_t end = smaller<int64_t>(first + plan.tiles_per_part, tiles);
   T dmask[kTileRows / kSide][kCols] = {};
   for (int64_t n = first; n < end; ++n) {
-    // mb, mh, mi and mj are 0 where the mask is broadcast.
+    // first_batch, mh, mi and mj are 0 where the mask is broadcast.
     const int64_t row = n / plan.key_blocks, shared_head = row / plan.query_blocks;
-    const int64_t b = mb + shared_head / plan.heads, h = mh + shared_head % plan.heads;
+    const int64_t b = first_batch + shared_head / plan.heads, h = mh + shared_head % plan.heads;
     const int64_t i0 = mi + row % plan.query_blocks * kTileRows, j0 = mj + n % plan.key_blocks * kBlockK;
-    const int64_t i_end = smaller<int64_t>(i0 + kTileRows, z.seqlen_q);
-    const Range seen = visible_keys(p.band, i0, i_end, z.seqlen_k);
+    const typename Pass::Params p = of_sequence(call, b);
+    const Sizes& z = p.sizes;
+    if (i0 >= z.seqlen_q) continue;  // of a sequence that is shorter than the longest
+    const Range seen = visible_keys(p.band, i0, smaller<int64_t>(i0 + kTileRows, z.seqlen_q), z.seqlen_k);
     if (j0 >= seen.end || j0 + kBlockK <= seen.begin) continue;
     Pass::template recompute<true>(
         p, w, key, shared, {b, h, i0, j0},
@@ -79,10 +86,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (plan.parts > 1) {
     MaskGrad part = g;
     part.data = w.dmask_parts + blockIdx.z * (g.batch * g.heads * g.rows * g.cols);
-    return store_mask_tile<T>(part, shared.weights, mb, mh, mi, mj);
+    return store_mask_tile<T>(part, shared.weights, mb, mh, mi, mj, rows.end);
   }
-  for_mask_type(p.mask.dtype,
-                [&](auto out) { store_mask_tile<decltype(out)>(g, shared.weights, mb, mh, mi, mj); });
+  for_mask_type(call.mask.dtype, [&](auto out) {
+    store_mask_tile<decltype(out)>(g, shared.weights, mb, mh, rows.begin + mi, mj, rows.end);
+  });
 }
 
 // Adds the parts, in order: a thread owns an element of the mask.

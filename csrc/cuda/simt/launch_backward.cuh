@@ -37,7 +37,7 @@ cudaError_t launch_passes(const typename Pass::Params& p, const typename Pass::W
   const Sizes& z = p.sizes;
   const int64_t heads = z.batch * z.heads, query_blocks = ceil_div(z.seqlen_q, Pass::kTileRows);
   const int64_t key_tasks = z.batch * z.heads_kv * ceil_div(z.seqlen_k, kBlockK);
-  const MaskPlan mask = plan_mask(z, p.dmask, Pass::kTileRows);
+  const MaskPlan mask = plan_mask(p, Pass::kTileRows);
   const int64_t mask_elements = p.dmask.batch * p.dmask.heads * p.dmask.rows * p.dmask.cols;
   const auto shape_of = [](bool wanted, int64_t tasks, int64_t slices = 1, int64_t splits = 1) {
     return LaunchShape{wanted ? tasks : 0, slices, splits, kThreads, sizeof(typename Pass::Memory)};

@@ -69,27 +69,31 @@ struct RowTerms {
 // Where a mask that is broadcast has few tiles, that sum is cut into parts, which dmask_sum_kernel adds in
 // order.
 struct MaskPlan {
-  int64_t row_blocks, col_blocks;                    // tiles of the mask's rows and columns
-  int64_t tasks;                                     // tiles of all its batches and heads
+  bool by_row;                     // its rows are those of a packed q
+  int64_t row_blocks, col_blocks;  // tiles of the mask's rows and columns; by row, of a sequence
+  int64_t tasks;                   // tiles of all its batches, or all sequences, and heads
   int64_t batches, heads, query_blocks, key_blocks;  // that share a tile: 1 where the mask has the dimension
   int64_t parts, tiles_per_part;
 };
 
 // `block_q`: the query rows of a tile.
-FA_HOST_DEVICE inline MaskPlan plan_mask(const Sizes& z, const MaskGrad& g, int64_t block_q) {
+FA_HOST_DEVICE inline MaskPlan plan_mask(const BackwardParams& p, int64_t block_q) {
   constexpr int64_t kWantedBlocks = 256, kLeastTilesPerPart = 4;  // as for the forward's splits
+  const Sizes& z = p.sizes;
+  const MaskGrad& g = p.dmask;
   MaskPlan plan;
-  plan.row_blocks = ceil_div(g.rows, block_q);
+  plan.by_row = p.varlen && p.varlen.mask_by_row;
+  plan.row_blocks = ceil_div(plan.by_row ? z.seqlen_q : g.rows, block_q);
   plan.col_blocks = ceil_div(g.cols, kBlockK);
-  plan.tasks = g.batch * g.heads * plan.row_blocks * plan.col_blocks;
-  plan.batches = g.batch == 1 ? z.batch : 1;
+  plan.tasks = (plan.by_row ? z.batch : g.batch) * g.heads * plan.row_blocks * plan.col_blocks;
+  plan.batches = g.batch == 1 && !plan.by_row ? z.batch : 1;
   plan.heads = g.heads == 1 ? z.heads : 1;
-  plan.query_blocks = g.rows == 1 ? ceil_div(z.seqlen_q, block_q) : 1;
+  plan.query_blocks = g.rows == 1 && !plan.by_row ? ceil_div(z.seqlen_q, block_q) : 1;
   plan.key_blocks = g.cols == 1 ? ceil_div(z.seqlen_k, kBlockK) : 1;
 
   const int64_t tiles = plan.batches * plan.heads * plan.query_blocks * plan.key_blocks;
   const int64_t wanted = plan.tasks > 0 ? ceil_div(kWantedBlocks, plan.tasks) : 1;
-  const int64_t most = tiles / kLeastTilesPerPart, parts = wanted < most ? wanted : most;
+  const int64_t most = plan.by_row ? 1 : tiles / kLeastTilesPerPart, parts = wanted < most ? wanted : most;
   plan.tiles_per_part = ceil_div(tiles, parts < 1 ? 1 : parts);
   plan.parts = tiles == 0 ? 1 : ceil_div(tiles, plan.tiles_per_part);
   return plan;
@@ -106,7 +110,7 @@ struct BackwardWorkspace {
     const Sizes& z = p.sizes;
     const MaskGrad& g = p.dmask;
     const int64_t query_blocks = z.batch * z.heads * ceil_div(z.seqlen_q, block_q);
-    const int64_t parts = g ? plan_mask(z, g, block_q).parts : 1;
+    const int64_t parts = g ? plan_mask(p, block_q).parts : 1;
     return {RowTerms<T>::plan(arena, p), arena.take<T>(p.dalibi_slopes ? query_blocks : 0),
             arena.take<T>(parts == 1 ? 0 : parts * g.batch * g.heads * g.rows * g.cols)};
   }
