@@ -31,8 +31,8 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 OLDEST_TORCH = "2.11"
 CSRC = "csrc"
-OPS = ["autocast", "autograd", "autograd_second_order", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "plan"]
-OPS += ["schema", "varlen", "varlen_autograd", "kvcache"]
+OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "plan", "schema"]
+OPS += ["append", "check_tensors", "checks_packed", "kvcache", "varlen", "varlen_autograd"]
 TORCH_OPS = ["arguments", "flash_attention", "flash_for_cpu", "native_mha", "overrides", "sdpa"]
 CPU = ["isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_generic", "select", "task_list", "why_not"]
 CUDA = ["select.cu", "combine.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/why_not.cpp", "sm80/decode_plan.cpp"]

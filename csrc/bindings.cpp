@@ -12,6 +12,7 @@
 #include "ops/eager.h"
 #include "ops/from_python.h"
 #include "ops/plan.h"
+#include "ops/varlen.h"
 #include "torch_ops/overrides.h"
 
 namespace {
@@ -87,6 +88,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("attention_backward_rules") = rules<flash_attn_ext::AttentionBackwardTensors>();
   m.attr("attention_jvp_rules") = rules<flash_attn_ext::AttentionJvpTensors>();
   m.attr("attention_double_backward_rules") = rules<flash_attn_ext::AttentionDoubleBackwardTensors>();
+  m.attr("attention_varlen_rules") = rules<flash_attn_ext::VarlenTensors>();
   m.attr("differentiable") = names(flash_attn_ext::Gradients::kNames);
   pybind11::class_<KernelChoice>(m, "KernelChoice")
       .def_readonly("kernel", &KernelChoice::kernel)

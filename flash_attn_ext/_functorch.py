@@ -4,6 +4,9 @@ What calls what is the table in csrc/ops/autograd.cpp, and the formulas are in d
 while a transform is active. Calls without one do not come here: a Python autograd function takes 30 us more.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
@@ -11,29 +14,69 @@ from torch.autograd import forward_ad
 from . import _ops
 
 GRADIENTS = len(_ops.DIFFERENTIABLE)
-TENSORS = len(_ops.TENSORS)
-JVP_OF_JVP = (
-    "flash_attn: forward-mode AD of its forward-mode AD (jvp of jvp, jacfwd of jacfwd) is not implemented; "
-    "torch.func.hessian and jvp of grad are"
-)
+
+
+class Family(NamedTuple):
+    """The operators that are each other's derivatives, with the same tensors first."""
+
+    name: str
+    forward: Callable
+    backward: Callable
+    jvp: Callable
+    double_backward: Callable
+    rules: tuple[_ops.TensorRule, ...]  # of the forward's tensors
+
+
+DENSE = Family(
+    "flash_attn", _ops.attention, _ops.attention_backward, _ops.attention_jvp, _ops.attention_double_backward,
+    _ops.TENSORS,
+)  # fmt: skip
+VARLEN = Family(
+    "flash_attn_varlen", _ops.attention_varlen, _ops.attention_varlen_backward, _ops.attention_varlen_jvp,
+    _ops.attention_varlen_double_backward, _ops.VARLEN_TENSORS,
+)  # fmt: skip
 
 
 class _Options(dict):
-    """An operator's options, as one leaf of torch's pytrees: they take a dict apart, and vmap of jvp miscounts then."""
+    """An operator's options, as one leaf of torch's pytrees: they take a dict apart, and vmap of jvp miscounts then.
+
+    With the family of the operator: one set of autograd functions serves all.
+    """
+
+    def __init__(self, family, values):
+        super().__init__(values)
+        self.family = family
+
+    def with_grad_mask(self, wanted):
+        return _Options(self.family, self | {"grad_mask": list(wanted)})
+
+    def without_grad_mask(self):
+        return _Options(self.family, {name: value for name, value in self.items() if name != "grad_mask"})
+
+
+def _third_order(family):
+    return NotImplementedError(f"{family.name}: its third derivative is not implemented")
+
+
+def _jvp_of_jvp(family):
+    return NotImplementedError(
+        f"{family.name}: forward-mode AD of its forward-mode AD (jvp of jvp, jacfwd of jacfwd) is not implemented; "
+        "torch.func.hessian and jvp of grad are"
+    )
 
 
 def _backward(x, out, lse, cotangents, wanted, options):
     """B(X, c), where None is zero."""
     if not any(wanted) or all(c is None for c in cotangents):
         return (None,) * GRADIENTS
-    return _AttentionBackward.apply(_Options(options, grad_mask=list(wanted)), *cotangents, *x, out, lse)
+    return _AttentionBackward.apply(options.with_grad_mask(wanted), *cotangents, *x, out, lse)
 
 
 def _double_backward(x, out, lse, cotangents, tangents, moved, wanted, options):
     """H(X, c, t); ``moved`` is (t_out, t_lse) of the tangents."""
     if not any(wanted) or all(c is None for c in cotangents) or all(t is None for t in tangents):
         return (None,) * GRADIENTS
-    options = _Options(options, grad_mask=list(wanted))
+    options = options.with_grad_mask(wanted)
     return _AttentionDoubleBackward.apply(options, *cotangents, *tangents, *x, out, lse, *moved)
 
 
@@ -41,16 +84,12 @@ def _add(a, b):
     return tuple(s if t is None else t if s is None else s + t for s, t in zip(a, b, strict=True))
 
 
-def _without_mask(options):
-    return _Options({name: value for name, value in options.items() if name != "grad_mask"})
-
-
 class _Attention(torch.autograd.Function):
     generate_vmap_rule = True  # from the rules of the operators, _vmap.py
 
     @staticmethod
     def forward(options, *tensors):
-        return _ops.attention(*tensors, **options)
+        return options.family.forward(*tensors, **options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -63,11 +102,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, *cotangents):
         *x, out, lse = ctx.saved_tensors
         grads = _backward(x, out, lse, cotangents, ctx.needs_input_grad[1 : 1 + GRADIENTS], ctx.options)
-        return (None, *grads, *[None] * (TENSORS - GRADIENTS))
+        return (None, *grads, *[None] * (len(ctx.options.family.rules) - GRADIENTS))
 
     @staticmethod
     def jvp(ctx, _, *tangents):
-        x = ctx.saved_tensors[:TENSORS]
+        x = ctx.saved_tensors[: len(ctx.options.family.rules)]
         return _AttentionJvp.apply(ctx.options, *tangents[:GRADIENTS], *x)[2:]
 
 
@@ -76,7 +115,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(options, *tensors):
-        return _ops.attention_backward(*tensors, **options)
+        return options.family.backward(*tensors, **options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -88,19 +127,19 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *tangents):
         *cotangents, out, lse = (*ctx.saved_tensors[:2], *ctx.saved_tensors[-2:])
-        x, options = ctx.saved_tensors[2:-2], _without_mask(ctx.options)
+        x, options = ctx.saved_tensors[2:-2], ctx.options.without_grad_mask()
         if all(t is None for t in tangents):
             return (None,) * len(ctx.needs_input_grad)
         moved = _AttentionJvp.apply(options, *tangents, *x)[2:]
         wanted = ctx.needs_input_grad[3 : 3 + GRADIENTS]
         grads = _double_backward(x, out, lse, cotangents, tangents, moved, wanted, options)
         moved = (m if needed else None for m, needed in zip(moved, ctx.needs_input_grad[1:3], strict=True))
-        return (None, *moved, *grads, *[None] * (TENSORS - GRADIENTS), None, None)
+        return (None, *moved, *grads, *[None] * (len(ctx.options.family.rules) - GRADIENTS), None, None)
 
     @staticmethod
     def jvp(ctx, _, *tangents):
         *cotangents, out, lse = (*ctx.saved_tensors[:2], *ctx.saved_tensors[-2:])
-        x, options, wanted = ctx.saved_tensors[2:-2], _without_mask(ctx.options), ctx.options["grad_mask"]
+        x, options, wanted = ctx.saved_tensors[2:-2], ctx.options.without_grad_mask(), ctx.options["grad_mask"]
         of_cotangents, of_x = tangents[:2], tangents[2 : 2 + GRADIENTS]
         result = _backward(x, out, lse, of_cotangents, wanted, options)
         if any(t is not None for t in of_x):
@@ -114,7 +153,7 @@ class _AttentionJvp(torch.autograd.Function):
 
     @staticmethod
     def forward(options, *tensors):
-        return _ops.attention_jvp(*tensors, **options)
+        return options.family.jvp(*tensors, **options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -133,11 +172,11 @@ class _AttentionJvp(torch.autograd.Function):
             _double_backward(x, out, lse, cotangents, tangents, moved, wanted, ctx.options),
             _backward(x, out, lse, (grad_out, grad_lse), wanted, ctx.options),
         )
-        return (None, *of_tangents, *of_x, *[None] * (TENSORS - GRADIENTS))
+        return (None, *of_tangents, *of_x, *[None] * (len(ctx.options.family.rules) - GRADIENTS))
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise NotImplementedError(JVP_OF_JVP)
+        raise _jvp_of_jvp(ctx.options.family)
 
 
 class _AttentionDoubleBackward(torch.autograd.Function):
@@ -145,41 +184,42 @@ class _AttentionDoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(options, *tensors):
-        return _ops.attention_double_backward(*tensors, **options)
+        return options.family.double_backward(*tensors, **options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        ctx.options = inputs[0]
 
     @staticmethod
     def backward(ctx, *tangents):
-        raise NotImplementedError("flash_attn: its third derivative is not implemented")
+        raise _third_order(ctx.options.family)
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise NotImplementedError("flash_attn: its third derivative, in forward mode, is not implemented")
+        raise _third_order(ctx.options.family)
 
 
-def attention(*tensors, **options):
-    """``_ops.attention`` under a torch.func transform."""
-    options = _Options(options)
+def attention(*tensors, family=DENSE, **options):
+    """``family.forward`` under a torch.func transform."""
+    options = _Options(family, options)
     stack = get_interpreter_stack()
     # functionalize alone has nothing to differentiate, and cannot see into an autograd function.
     functionalized = [interpreter.key() == TransformType.Functionalize for interpreter in stack]
     if all(functionalized):
-        return _ops.attention(*tensors, **options)
+        return family.forward(*tensors, **options)
     if any(functionalized):
         raise NotImplementedError(
-            "flash_attn: torch.func.functionalize around or inside another torch.func transform is not implemented, as "
-            "torch's autograd functions have no rule for it; make_fx and torch.compile take torch.func.grad as it is"
+            f"{family.name}: torch.func.functionalize around or inside another torch.func transform is not "
+            "implemented, as torch's autograd functions have no rule for it; make_fx and torch.compile take "
+            "torch.func.grad as it is"
         )
     if torch.is_autocast_enabled(tensors[0].device.type):
-        tensors = [_autocast(t, rule.autocast) for t, rule in zip(tensors, _ops.TENSORS, strict=True)]
+        tensors = [_autocast(t, rule.autocast) for t, rule in zip(tensors, family.rules, strict=True)]
     if stack[-1].key() == TransformType.Jvp:  # out and its tangent in one pass
         x, tangents = zip(*(_unpacked(t) for t in tensors), strict=True)
         if any(t is not None for t in tangents):
             if [interpreter.key() for interpreter in stack].count(TransformType.Jvp) > 1:
-                raise NotImplementedError(JVP_OF_JVP)
+                raise _jvp_of_jvp(family)
             out, lse, t_out, t_lse = _AttentionJvp.apply(options, *tangents[:GRADIENTS], *x)
             return forward_ad.make_dual(out, t_out), forward_ad.make_dual(lse, t_lse)
     return _Attention.apply(options, *tensors)

@@ -1,18 +1,20 @@
 """flash-attention's functions under their own names, arguments, defaults and meanings, on this package's kernels.
 
 Tensors are (B, S, H, D), or packed (T, H, D); they are read through their strides, without copies. ``causal`` is
-aligned to the lower right corner, and so are windows and ALiBi. Arguments of FlashAttention-3 that mean something here
-(``seqused_q``, ``seqused_k``, ``num_splits``) are taken by keyword. What the kernels decide by themselves
-(``pack_gqa``, ``sm_margin``) has no argument.
+aligned to the lower right corner, and so are windows and ALiBi. Arguments of FlashAttention-3 and 4 that mean something
+here (``seqused_q``, ``seqused_k``, ``page_table``, ``num_splits``, ``learnable_sink``) are taken by keyword. What the
+kernels decide by themselves (``pack_gqa``, ``sm_margin``) has no argument.
 
 ``return_attn_probs=True`` returns (out, softmax_lse, S_dmask). S_dmask is None: the probabilities are never stored;
 :func:`flash_attn_ext.dropout_mask` returns what dropout keeps.
 """
 
+import torch
 from torch import Tensor
 
-from .functional import flash_attn
-from .kvcache import flash_attn_with_kvcache
+from . import _ops
+from .functional import checked_options, flash_attn, operator_options
+from .kvcache import flash_attn_with_kvcache, one_of
 from .varlen import flash_attn_varlen
 
 __all__ = [
@@ -26,8 +28,11 @@ __all__ = [
 ]
 
 
+_NO_WINDOW = (None, (None, None), (-1, -1), [-1, -1])
+
+
 def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic):
-    window = None if window_size in (None, (None, None), (-1, -1), [-1, -1]) else tuple(window_size)
+    window = None if window_size in _NO_WINDOW else tuple(window_size)
     return {
         "dropout_p": dropout_p, "scale": softmax_scale, "causal": "lower_right" if causal else None, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic, "enable_gqa": True,
@@ -58,16 +63,18 @@ def flash_attn_func(
     *,
     qv: Tensor | None = None,
     num_splits: int = 0,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """q (B, S_q, H, D), k (B, S_k, H_k, D), v (B, S_k, H_k, D_v). Returns out (B, S_q, H, D_v); with
     ``return_attn_probs`` also softmax_lse (B, H, S_q) and None.
 
     H must be a multiple of H_k. Key j is visible to query i in ``[i + S_k - S_q - left, i + S_k - S_q + right]``, both
-    included; a query without keys gets 0.
+    included; a query without keys gets 0. ``learnable_sink`` is the ``sink`` of :func:`flash_attn_ext.flash_attn`, (H).
     """
     _refuse_qv(qv)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    out, lse = flash_attn(*(t.transpose(1, 2) for t in (q, k, v)), num_splits=num_splits, **options)
+    heads_first = (t.transpose(1, 2) for t in (q, k, v))
+    out, lse = flash_attn(*heads_first, num_splits=num_splits, sink=learnable_sink, **options)
     out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
 
@@ -125,22 +132,57 @@ def flash_attn_varlen_func(
     *,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
     qv: Tensor | None = None,
     num_splits: int = 0,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """q (T_q, H, D), k (T_k, H_k, D), v (T_k, H_k, D_v). Returns out (T_q, H, D_v); with ``return_attn_probs`` also
-    softmax_lse (H, T_q) and None. Each sequence as in :func:`flash_attn_func`."""
+    softmax_lse (H, T_q) and None. Each sequence as in :func:`flash_attn_func`.
+
+    With ``block_table`` (B, pages of a sequence), or ``page_table``, which is the same, k is
+    (num_pages, page_size, H_k, D) and v likewise, in pages of any size. ``seqused_k``, or else ``cu_seqlens_k``, says
+    how many keys each sequence has; no key is read before its pages. No gradient, no dropout, no ``seqused_q`` then.
+    """
     _refuse_qv(qv)
+    block_table = one_of("page_table", page_table, "block_table", block_table)
     if block_table is not None:
-        raise NotImplementedError(
-            "block_table: got a tensor; allowed: None. Keys in pages are read by flash_attn_with_kvcache"
-        )
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    out, lse = flash_attn_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k,
-        num_splits=num_splits, **options,
-    )  # fmt: skip
+        lengths = _lengths_in_pages(q, k, v, cu_seqlens_k, seqused_k, block_table)
+        if seqused_q is not None:
+            raise NotImplementedError("seqused_q: got a tensor besides block_table; allowed there: None")
+        window = None if window_size in _NO_WINDOW else tuple(window_size)
+        options = operator_options(dropout_p, False, softmax_scale, "lower_right" if causal else None, window, softcap,
+                                   alibi_slopes, num_splits, None, deterministic)  # fmt: skip
+        options = checked_options(options) | {"lower_right": True, "max_seqlen_q": max_seqlen_q}
+        out, lse = _ops.attention_cache(q, k, v, alibi_slopes, cu_seqlens_q, lengths, block_table=block_table,
+                                        sink=learnable_sink, **options)  # fmt: skip
+    else:
+        options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+        out, lse = flash_attn_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k,
+            num_splits=num_splits, sink=learnable_sink, **options,
+        )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
+
+
+def _lengths_in_pages(q, k, v, cu_seqlens_k, seqused_k, block_table) -> Tensor:
+    """How many keys each sequence has in its pages."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise NotImplementedError(
+            "block_table: got one with a q, k or v that requires a gradient; allowed: none of them, or torch.no_grad()"
+        )
+    if k.dim() != 4:
+        raise ValueError(
+            f"k: got shape {list(k.shape)}; allowed with block_table: (num_pages, page_size, heads_k, head_dim)"
+        )
+    if seqused_k is not None:
+        return seqused_k
+    lengths, most = cu_seqlens_k.diff(), k.shape[1] * block_table.shape[-1]
+    if lengths.is_cpu and not torch.compiler.is_compiling() and ((lengths < 0) | (lengths > most)).any():
+        raise ValueError(
+            f"cu_seqlens_k: got lengths {lengths.tolist()}; allowed: 0 to {most}, the rows of a sequence's pages"
+        )
+    return lengths
 
 
 def flash_attn_varlen_kvpacked_func(

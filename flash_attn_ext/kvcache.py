@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from . import _ops
+from . import _append, _ops  # noqa: F401  _append registers the operator for CUDA
 from .functional import checked_options, operator_options
-from .layers.rotary import check_rotary, rotate, rows_at
 
 
 def flash_attn_with_kvcache(
@@ -37,6 +36,9 @@ def flash_attn_with_kvcache(
     page_table: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    sink: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attention's function of this name: appends ``k`` and ``v`` to the caches in place, then attends.
 
@@ -71,6 +73,13 @@ def flash_attn_with_kvcache(
         k_descale: what 8-bit keys are multiplied with: (H_k), (caches or pages, H_k), or broadcastable to
             (caches or pages, rows, H_k): one for each token.
         v_descale: likewise.
+        tree_mask: of the new tokens among themselves, where they are a tree of guesses (speculative decoding): row i
+            says to which of the sequence's own S_q queries' keys, its last S_q, query i attends. All keys before are
+            visible. bool, True attends, or float, added. (S_q, S_q), (B, S_q, S_q) or broadcastable to
+            (B, H, S_q, S_q); packed: (T_q, max_seqlen_q) or (H, T_q, max_seqlen_q). ``causal`` and a window apply
+            besides: leave ``causal`` out for a tree, whose branches lie behind each other.
+        sink: (H) or (B, H): one more score in each row, without a value, as in :func:`flash_attn`.
+        learnable_sink: FlashAttention-4's name for ``sink``.
         qv: not taken: multi-head latent attention's second query has no kernel here.
 
     Returns:
@@ -84,82 +93,100 @@ def flash_attn_with_kvcache(
     """
     if qv is not None:
         raise NotImplementedError("qv: got a tensor; allowed: None. Its kernel does not exist here")
-    if page_table is not None:
-        if block_table is not None:
-            raise ValueError(
-                "page_table: got one besides block_table, of which it is another name; allowed: one of them"
-            )
-        block_table = page_table
-    cu_seqlens, batch, longest = _query_offsets(q, cu_seqlens_q, max_seqlen_q)
-    window = None if tuple(window_size) in ((-1, -1), (None, None)) else tuple(window_size)
-    cache = _Cache(k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, q.device)
-    lengths = cache.lengths
+    block_table = one_of("page_table", page_table, "block_table", block_table)
+    sink = one_of("learnable_sink", learnable_sink, "sink", sink)
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx: got one with block_table; allowed: one of them")
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if t.dim() != 4:
+            raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: (caches or pages, rows, heads_k, head_dim)")
     if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
         raise ValueError("rotary_cos: got one without rotary_sin or k; allowed: all three or none")
     if (k is None) != (v is None):
         raise ValueError("v: got k or v alone; allowed: both or none")
+    packed = cu_seqlens_q is not None
+    if packed and tree_mask is not None and max_seqlen_q is None:
+        max_seqlen_q = tree_mask.shape[-1]
+    cu_seqlens, batch, longest = _query_offsets(q, cu_seqlens_q, max_seqlen_q)
+    lengths = _lengths(
+        cache_seqlens, batch, k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1]), q
+    )
+    window = None if tuple(window_size) in ((-1, -1), (None, None)) else tuple(window_size)
+    rows, scales = q.reshape(-1, *q.shape[-2:]), (_as_scale(k_descale, k_cache), _as_scale(v_descale, v_cache))
     if k is not None:
-        sequence, index, counts = _new_rows(k, batch, cu_seqlens_k_new)
-        if rotary_cos is not None:
-            check_rotary(rotary_cos, rotary_sin, q.shape[-1])
-            first = lengths if rotary_seqlens is None else rotary_seqlens.long()
-            if cache_leftpad is not None and rotary_seqlens is None:
-                first = first - cache_leftpad.long()
-            tables = ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)
-            k = _rotated(k, tables, first[sequence] + index, rotary_interleaved)
-            rows_q = torch.arange(len(cu_seqlens[0]), device=q.device)
-            own, at = cu_seqlens[0], rows_q - cu_seqlens[1][cu_seqlens[0]]
-            at = at if causal or window is not None else torch.zeros_like(at)
-            q = _rotated(q, tables, first[own] + at, rotary_interleaved)
-        cache.append(k, v, sequence, lengths[sequence] + index, k_descale, v_descale)
-        lengths = lengths + counts
+        k, v, cu_seqlens_new = _new_rows(k, v, batch, cu_seqlens_k_new)
+        rotated, lengths = _ops.append_to_cache(
+            rows, k, v, k_cache, v_cache, cu_seqlens, cu_seqlens_new, lengths, rotary_cos, rotary_sin, rotary_seqlens,
+            cache_batch_idx, cache_leftpad, block_table, *scales, interleaved=rotary_interleaved,
+            queries_move=bool(causal) or window is not None,
+        )  # fmt: skip
+        rows = rows if rotary_cos is None else rotated
     options = operator_options(
         0.0, False, softmax_scale, "lower_right" if causal else None, window, softcap, alibi_slopes, num_splits, None,
         False,
     )  # fmt: skip
     out, lse = _ops.attention_cache(
-        q.reshape(-1, *q.shape[-2:]), k_cache, v_cache, alibi_slopes, cu_seqlens[1], lengths,
-        cache.batch_idx, cache.leftpad, cache.block_table, _as_scale(k_descale, k_cache), _as_scale(v_descale, v_cache),
+        rows, k_cache, v_cache, alibi_slopes, cu_seqlens, lengths, cache_batch_idx, cache_leftpad, block_table, *scales,
+        _as_tree_mask(tree_mask, packed), sink,
         **checked_options(options) | {"lower_right": True, "max_seqlen_q": longest},
     )  # fmt: skip
-    if cu_seqlens_q is None:
+    if not packed:
         out = out.unflatten(0, q.shape[:2])
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse) if return_softmax_lse else out
 
 
+def one_of(name: str, value: Tensor | None, other: str, known: Tensor | None) -> Tensor | None:
+    """An argument that has two names."""
+    if value is None:
+        return known
+    if known is not None:
+        raise ValueError(f"{name}: got one besides {other}, of which it is another name; allowed: one of them")
+    return value
+
+
 def _query_offsets(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None):
-    """(sequence of each row, offsets), the number of sequences, the longest."""
+    """Offsets, the number of sequences, the longest."""
     if cu_seqlens_q is None:
         if q.dim() != 4:
             raise ValueError(
                 f"q: got shape {list(q.shape)}; allowed: (batch, seqlen_q, heads, head_dim), or 3-D with cu_seqlens_q"
             )
         batch, rows = q.shape[:2]
-        sequence = torch.arange(batch, device=q.device).repeat_interleave(rows)
-        return (sequence, torch.arange(batch + 1, device=q.device) * rows), batch, rows
+        return torch.arange(batch + 1, device=q.device) * rows, batch, rows
     if q.dim() != 3:
         raise ValueError(f"q: got shape {list(q.shape)}; allowed: (total_q, heads, head_dim) with cu_seqlens_q")
-    sequence = torch.searchsorted(cu_seqlens_q[1:].long(), torch.arange(len(q), device=q.device), right=True)
-    return (sequence.clamp(max=len(cu_seqlens_q) - 2), cu_seqlens_q.long()), len(cu_seqlens_q) - 1, max_seqlen_q
+    return cu_seqlens_q, len(cu_seqlens_q) - 1, max_seqlen_q
 
 
-def _new_rows(k: Tensor, batch: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor | int]:
-    """For each new row its sequence and its number there, shaped as k without its heads; rows of each sequence."""
-    if cu_seqlens is None:
-        if k.dim() != 4 or k.shape[0] != batch:
-            raise ValueError(f"k: got shape {list(k.shape)}; allowed: ({batch}, seqlen_new, heads_k, head_dim)")
-        index = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
-        return torch.arange(batch, device=k.device)[:, None].expand(k.shape[:2]), index, k.shape[1]
-    cu_seqlens, rows = cu_seqlens.long(), torch.arange(len(k), device=k.device)
-    sequence = torch.searchsorted(cu_seqlens[1:], rows, right=True).clamp(max=batch - 1)
-    return sequence, rows - cu_seqlens[sequence], cu_seqlens.diff()
+def _lengths(cache_seqlens: int | Tensor | None, batch: int, most: int, q: Tensor) -> Tensor:
+    """(B)"""
+    if not isinstance(cache_seqlens, Tensor):
+        return torch.full((batch,), most if cache_seqlens is None else cache_seqlens, device=q.device)
+    if cache_seqlens.shape != (batch,):
+        raise ValueError(f"cache_seqlens: got shape {list(cache_seqlens.shape)}; allowed: a number or [{batch}]")
+    return cache_seqlens
 
 
-def _rotated(x: Tensor, tables, positions: Tensor, interleaved: bool) -> Tensor:
-    positions = positions.reshape(x.shape[:-2])
-    cos, sin = (rows_at(table, name, positions)[..., None, :] for name, table in tables)
-    return rotate(x, cos, sin, interleaved)
+def _new_rows(k: Tensor, v: Tensor, batch: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """k and v packed, and their offsets."""
+    if cu_seqlens is not None:
+        return k, v, cu_seqlens
+    if k.dim() != 4 or k.shape[0] != batch:
+        raise ValueError(f"k: got shape {list(k.shape)}; allowed: ({batch}, seqlen_new, heads_k, head_dim)")
+    if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: got shape {list(v.shape)}; allowed: {(*k.shape[:3], 'head_dim_v')}")
+    offsets = torch.arange(batch + 1, device=k.device) * k.shape[1]
+    return k.flatten(0, 1), v.flatten(0, 1), offsets
+
+
+def _as_tree_mask(mask: Tensor | None, packed: bool) -> Tensor | None:
+    """As the operator takes it: (B, H, S_q, S_q), or (H, T_q, max_seqlen_q) for packed queries."""
+    if mask is None or mask.dim() == 4:
+        return mask
+    if packed:
+        return mask[None] if mask.dim() == 2 else mask
+    return mask[None, None] if mask.dim() == 2 else mask[:, None]
 
 
 def _as_scale(scale: Tensor | None, cache: Tensor) -> Tensor | None:
@@ -169,57 +196,3 @@ def _as_scale(scale: Tensor | None, cache: Tensor) -> Tensor | None:
     if scale.dim() == 2:
         scale = scale[:, None]
     return scale.expand(cache.shape[:3]).float()
-
-
-class _Cache:
-    """Where each sequence's rows are."""
-
-    def __init__(self, k_cache, v_cache, batch, seqlens, batch_idx, leftpad, block_table, device):
-        self.k, self.v, self.batch_idx, self.leftpad, self.block_table = (
-            k_cache,
-            v_cache,
-            batch_idx,
-            leftpad,
-            block_table,
-        )
-        for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
-            if t.dim() != 4:
-                raise ValueError(
-                    f"{name}: got shape {list(t.shape)}; allowed: (caches or pages, rows, heads_k, head_dim)"
-                )
-        if block_table is not None and batch_idx is not None:
-            raise ValueError("cache_batch_idx: got one with block_table; allowed: one of them")
-        pages = 1 if block_table is None else block_table.shape[-1]
-        self.rows = k_cache.shape[1] * pages
-        if isinstance(seqlens, Tensor):
-            self.lengths = seqlens.long()
-        else:
-            self.lengths = torch.full((batch,), self.rows if seqlens is None else seqlens, device=device)
-        if self.lengths.shape != (batch,):
-            raise ValueError(f"cache_seqlens: got shape {list(self.lengths.shape)}; allowed: a number or [{batch}]")
-
-    def append(self, k, v, sequence, positions, k_scale, v_scale):
-        readable = k.is_cpu and not torch.compiler.is_compiling()
-        if readable and positions.numel() and not 0 <= positions.min() <= positions.max() < self.rows:
-            low, high = positions.min(), positions.max()
-            raise ValueError(f"cache_seqlens: got new rows at {low} to {high}; allowed: 0 to {self.rows - 1}")
-        if self.block_table is None:
-            where = (sequence if self.batch_idx is None else self.batch_idx.long()[sequence]), positions
-        else:
-            page_size = self.k.shape[1]
-            where = self.block_table.long()[sequence, positions // page_size], positions % page_size
-        owner = where[0]
-        if readable and owner.numel() and not 0 <= owner.min() <= owner.max() < len(self.k):
-            name = "cache_batch_idx" if self.block_table is None else "block_table"
-            raise ValueError(f"{name}: got {owner.min()} to {owner.max()}; allowed: 0 to {len(self.k) - 1}")
-        for cache, new, scale in ((self.k, k, k_scale), (self.v, v, v_scale)):
-            if cache.dtype != new.dtype:
-                new = _quantized(new, cache.dtype, 1.0 if scale is None else _as_scale(scale, cache)[where][..., None])
-            cache.index_put_(where, new)
-
-
-def _quantized(x: Tensor, dtype: torch.dtype, scale: Tensor | float) -> Tensor:
-    x = x.float() / scale
-    limits = torch.iinfo(dtype) if dtype == torch.int8 else torch.finfo(dtype)
-    x = x.round() if dtype == torch.int8 else x
-    return x.clamp(limits.min, limits.max).to(dtype)

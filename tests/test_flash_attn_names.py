@@ -109,10 +109,59 @@ def test_what_has_no_kernel_is_refused_by_name():
     q, k, v = make()
     with pytest.raises(NotImplementedError, match="qv: got a tensor"):
         interface.flash_attn_func(q, k, v, qv=v)
-    cu_seqlens = torch.tensor([0, 70])
-    with pytest.raises(NotImplementedError, match="block_table: got a tensor"):
-        interface.flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens, cu_seqlens, 70, 70,
-                                         block_table=torch.zeros(1, 1))  # fmt: skip
+    _, pages, table, (cu_seqlens_q, cu_seqlens_k) = make_pages()
+    packed = torch.randn(13, 4, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="block_table: got one with a q, k or v that requires a gradient"):
+        interface.flash_attn_varlen_func(packed, *pages, cu_seqlens_q, cu_seqlens_k, 8, 64, block_table=table)
+    arguments = (packed.detach(), *pages, cu_seqlens_q, cu_seqlens_k, 8, 64)
+    with pytest.raises(NotImplementedError, match="seqused_q: got a tensor besides block_table"):
+        interface.flash_attn_varlen_func(*arguments, block_table=table, seqused_q=torch.tensor([5, 8]))
+    with pytest.raises(ValueError, match="page_table: got one besides block_table"):
+        interface.flash_attn_varlen_func(*arguments, block_table=table, page_table=table)
+    with pytest.raises(ValueError, match=r"dropout_p: got 0\.5; allowed with a cache: 0"):
+        interface.flash_attn_varlen_func(*arguments, 0.5, block_table=table)
+    with pytest.raises(ValueError, match=r"cu_seqlens_k: got lengths \[20, 70\]; allowed: 0 to 64"):
+        interface.flash_attn_varlen_func(*arguments[:4], torch.tensor([0, 20, 90]), 8, 64, block_table=table)
+    with pytest.raises(ValueError, match="block_table: got 99 at 1; allowed: 0 to 9"):
+        interface.flash_attn_varlen_func(*arguments, block_table=torch.where(table == table[1, 0], 99, table))
+
+
+def make_pages():
+    """Packed q, (k, v) in pages of 16, the table, offsets of 5 and 8 queries and of 20 and 64 keys."""
+    pages = torch.randn(2, 10, 16, 2, 16)
+    table = torch.randperm(10, dtype=torch.int32)[:8].view(2, 4)
+    return torch.randn(13, 4, 16), pages, table, (torch.tensor([0, 5, 13]), torch.tensor([0, 20, 84]))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (10, 2)}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("sink", [False, True])
+def test_keys_in_pages_of_packed_queries(options, sink):
+    q, pages, table, (cu_seqlens_q, cu_seqlens_k) = make_pages()
+    options = options | {"learnable_sink": torch.randn(4) if sink else None}
+    out, lse, _ = interface.flash_attn_varlen_func(
+        q, *pages, cu_seqlens_q, cu_seqlens_k, 8, 64, block_table=table, return_attn_probs=True, **options
+    )
+    rows = [t[table.long()].flatten(1, 2) for t in pages]
+    k, v = (torch.cat([t[0, :20], t[1]]) for t in rows)
+    expected = interface.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, 8, 64, return_attn_probs=True, **options
+    )
+    torch.testing.assert_close(out, expected[0])
+    torch.testing.assert_close(lse, expected[1])
+    used = interface.flash_attn_varlen_func(q, *pages, cu_seqlens_q, None, 8, 64, page_table=table,
+                                            seqused_k=torch.tensor([20, 64]), **options)  # fmt: skip
+    assert torch.equal(used, out)
+
+
+def test_a_learnable_sink_is_the_sink():
+    q, k, v = make()
+    sink = torch.randn(4, requires_grad=True)
+    out = interface.flash_attn_func(q, k, v, learnable_sink=sink, causal=True)
+    exact, _ = dense(q, k, v, causal="lower_right", sink=sink.double())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
+    dout = torch.randn_like(out)
+    (ours,), (theirs,) = (torch.autograd.grad(o, sink, d) for o, d in ((out, dout), (exact, dout.double())))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_padding_comes_and_goes():

@@ -357,14 +357,6 @@ def test_functional_transforms():
     torch.testing.assert_close(grads[1], torch.autograd.grad(loss(2 * q, k, v), q)[0] / 2)
 
 
-def test_double_backward_is_refused():
-    q, k, v = make_pack([(5, 7)])
-    out = flash_attn_varlen(q, k, v, *offsets([(5, 7)]), enable_gqa=True)
-    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="flash_attn_varlen: double backward"):
-        dq.sum().backward()
-
-
 def test_jagged_tensors():
     """torch's nested tensors, (B, H, j, D), as its scaled_dot_product_attention takes them."""
     lengths = [(30, 30), (1, 1), (70, 70)]

@@ -149,6 +149,9 @@ struct CacheParams {
   CacheScale k_scale, v_scale;
   PageTable pages;
   int64_t cache = 0;  // of one sequence's call: its cache
+  // The mask is a tree's: its columns are the last S_q keys, those of the queries themselves. It hides no key before.
+  bool tree_mask = false;
+  int64_t first_masked = 0;  // of one sequence's call: the key of column 0, S_k - S_q
 };
 
 // Packed sequences of different lengths: rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) of q, out and their

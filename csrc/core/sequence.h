@@ -69,6 +69,7 @@ FA_HOST_DEVICE Params of_sequence(Params p, int64_t b) {
     const int64_t cache_bytes = cache.dtype == CacheDType::kOfQuery ? bytes : 1;
     cache.pages.sequence = b;
     cache.cache = clamp_to(cache.batch_idx ? cache.batch_idx[b] : b, 0, cache.caches - 1);
+    cache.first_masked = p.sizes.seqlen_k - p.sizes.seqlen_q;
     if (!cache.pages) {  // from here on the one cache: pages are found row by row
       p.k.data = static_cast<char*>(p.k.data) + cache.cache * p.k.stride_b * cache_bytes;
       p.v.data = static_cast<char*>(p.v.data) + cache.cache * p.v.stride_b * cache_bytes;

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../core/append.h"
 #include "../core/params.h"
 #include "parallel.h"
 
@@ -27,6 +28,7 @@ struct Kernels {
   Pass<DoubleBackwardParams> double_backward;
   int64_t (*decode_splits)(const AttentionParams&);  // pieces of the keys; 0: the decode kernel does not run
   int64_t decode_max_queries;                        // up to which it runs unasked
+  void (*append)(const AppendParams&, const Parallel&);
 };
 
 // Defined by isa_*.cpp; null where that file's instruction set does not exist on the compiled architecture.

@@ -114,6 +114,7 @@ Selection<Params> refuse(const char* reason) {
 Selection<AttentionParams> select_forward(const AttentionParams& p) {
   if (p.varlen.cache.pages || p.varlen.cache.dtype != CacheDType::kOfQuery)
     return refuse<AttentionParams>("caches in pages or of 8 bits are for the CPU only so far");
+  if (p.varlen.cache.tree_mask) return refuse<AttentionParams>("tree_mask is for the CPU only so far");
   if (p.decode.has_unified_max) return refuse<AttentionParams>("unified_max is for the CPU only so far");
   Choice<AttentionParams> choice(p);
   choice.offer("sm90", sm90::why_not_forward(p),

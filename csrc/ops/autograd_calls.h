@@ -1,5 +1,5 @@
-// What the autograd functions of attention share: how a call is differentiated, and the calls B, J and H of the
-// table in autograd.cpp.
+// What the autograd functions of a family share: how a call is differentiated, and the calls B, J and H of the table in
+// derivatives.h.
 #pragma once
 
 #include <ATen/ops/add.h>
@@ -11,8 +11,6 @@
 namespace flash_attn_ext {
 
 using torch::autograd::AutogradContext;
-
-inline constexpr size_t kTensors = std::size(AttentionTensors::kRules);
 
 // What autograd has to see of a call: setting up a Function takes longer than attention on a few rows.
 struct Differentiated {
@@ -48,7 +46,8 @@ inline OptionalTensor tangent_of(const OptionalTensor& t) {
   return tangent.defined() && !tangent._is_zerotensor() ? OptionalTensor(tangent) : std::nullopt;
 }
 
-inline InputTangents tangents_of(const AttentionTensors& tensors) {
+template <class Tensors>
+InputTangents tangents_of(const Tensors& tensors) {
   InputTangents tangents;
 #define FA_TANGENT_OF(name, ...) tangents.name = tangent_of(tensors.name);
   FA_ATTENTION_DIFFERENTIABLE(FA_TANGENT_OF)
@@ -83,57 +82,6 @@ struct Cotangents {
   bool any() const { return out.defined() || lse.defined(); }
 };
 
-inline AttentionBackwardTensors backward_tensors(const AttentionTensors& x, const at::Tensor& out,
-                                                 const at::Tensor& lse, const Cotangents& c) {
-  AttentionBackwardTensors tensors;
-  tensors.set_forward(x);
-  tensors.out = out;
-  tensors.lse = lse;
-  tensors.grad_out = defined_or_none(c.out);
-  tensors.grad_lse = defined_or_none(c.lse);
-  return tensors;
-}
-
-// B(X, c); nothing where no gradient is wanted or c is zero.
-inline Gradients backward_of(const AttentionTensors& x, const at::Tensor& out, const at::Tensor& lse,
-                             const Cotangents& c, const AttentionOptions& options, const GradFlags& wanted) {
-  if (!c.any() || std::find(wanted.begin(), wanted.end(), true) == wanted.end()) return {};
-  AttentionBackwardOptions backward_options;
-  backward_options.set_forward(options);
-  backward_options.grad_mask = wanted;
-  return call<AttentionBackward>(backward_tensors(x, out, lse, c), backward_options);
-}
-
-// J(X, t).
-inline AttentionJvpResult jvp_of(const AttentionTensors& x, const InputTangents& t,
-                                 const AttentionOptions& options) {
-  AttentionJvpTensors tensors;
-  tensors.set_tangents(t);
-  tensors.set_forward(x);
-  return call<AttentionJvp>(tensors, options);
-}
-
-// H(X, c, t), where `moved` is J(X, t).
-inline Gradients double_backward_of(const AttentionTensors& x, const at::Tensor& out, const at::Tensor& lse,
-                                    const Cotangents& c, const InputTangents& t,
-                                    const AttentionJvpResult& moved, const AttentionOptions& options,
-                                    const GradFlags& wanted) {
-  if (!c.any() || !any_defined(t) || std::find(wanted.begin(), wanted.end(), true) == wanted.end()) return {};
-  AttentionDoubleBackwardTensors tensors;
-  tensors.set_tangents(t);
-  tensors.set_forward(x);
-  tensors.grad_out = defined_or_none(c.out);
-  tensors.grad_lse = defined_or_none(c.lse);
-  tensors.out = out;
-  tensors.lse = lse;
-  tensors.tangent_out = moved.tangent_out;
-  tensors.tangent_lse = moved.tangent_lse;
-  AttentionBackwardOptions backward_options;
-  backward_options.set_forward(options);
-  backward_options.grad_mask = wanted;
-  return call<AttentionDoubleBackward>(tensors, backward_options);
-}
-
 // Which of a Function's tensors need a gradient: those that were given have an edge each, in order, and those that
 // were not have none.
 inline std::vector<bool> needs_gradient(AutogradContext* ctx, const variable_list& saved, size_t count) {
@@ -153,12 +101,74 @@ inline GradFlags flags_from(const std::vector<bool>& needs, size_t first) {
 // their own. They come last: the gradients of the `kOthers` before, which are none, are easy to count. What is saved is
 // `given`, with the tangents of forward mode, which the arguments are without: a backward that runs in forward mode
 // must find them.
-inline constexpr size_t kOthers = 3;
+constexpr size_t kOthers = 3;
 
 inline variable_list gradients_of_arguments(size_t count) { return variable_list(kOthers + count); }
 
 inline void put(variable_list& result, size_t first, const Gradients& gradients) {
   for (const at::Tensor& grad : list_of(gradients)) result[kOthers + first++] = grad;
 }
+
+template <class F>
+struct DerivativeCalls {
+  using Tensors = typename F::Forward::Tensors;
+  using Options = typename F::Forward::Options;
+  using BackwardTensors = typename F::Backward::Tensors;
+  using BackwardOptions = typename F::Backward::Options;
+  using JvpTensors = typename F::Jvp::Tensors;
+  using DoubleBackwardTensors = typename F::DoubleBackward::Tensors;
+  static constexpr size_t kTensors = std::size(Tensors::kRules);
+
+  static BackwardTensors backward_tensors(const Tensors& x, const at::Tensor& out, const at::Tensor& lse,
+                                          const Cotangents& c) {
+    BackwardTensors tensors;
+    tensors.set_forward(x);
+    tensors.out = out;
+    tensors.lse = lse;
+    tensors.grad_out = defined_or_none(c.out);
+    tensors.grad_lse = defined_or_none(c.lse);
+    return tensors;
+  }
+
+  // B(X, c); nothing where no gradient is wanted or c is zero.
+  static Gradients backward_of(const Tensors& x, const at::Tensor& out, const at::Tensor& lse,
+                               const Cotangents& c, const Options& options, const GradFlags& wanted) {
+    if (!c.any() || std::find(wanted.begin(), wanted.end(), true) == wanted.end()) return {};
+    BackwardOptions backward_options;
+    backward_options.set_forward(options);
+    backward_options.grad_mask = wanted;
+    return call<typename F::Backward>(backward_tensors(x, out, lse, c), backward_options);
+  }
+
+  // J(X, t).
+  static AttentionJvpResult jvp_of(const Tensors& x, const InputTangents& t, const Options& options) {
+    JvpTensors tensors;
+    tensors.set_tangents(t);
+    tensors.set_forward(x);
+    return call<typename F::Jvp>(tensors, options);
+  }
+
+  // H(X, c, t), where `moved` is J(X, t).
+  static Gradients double_backward_of(const Tensors& x, const at::Tensor& out, const at::Tensor& lse,
+                                      const Cotangents& c, const InputTangents& t,
+                                      const AttentionJvpResult& moved, const Options& options,
+                                      const GradFlags& wanted) {
+    if (!c.any() || !any_defined(t) || std::find(wanted.begin(), wanted.end(), true) == wanted.end())
+      return {};
+    DoubleBackwardTensors tensors;
+    tensors.set_tangents(t);
+    tensors.set_forward(x);
+    tensors.grad_out = defined_or_none(c.out);
+    tensors.grad_lse = defined_or_none(c.lse);
+    tensors.out = out;
+    tensors.lse = lse;
+    tensors.tangent_out = moved.tangent_out;
+    tensors.tangent_lse = moved.tangent_lse;
+    BackwardOptions backward_options;
+    backward_options.set_forward(options);
+    backward_options.grad_mask = wanted;
+    return call<typename F::DoubleBackward>(tensors, backward_options);
+  }
+};
 
 }  // namespace flash_attn_ext

@@ -1,6 +1,7 @@
 // CPU key: check, allocate, pack, run the selected instruction set's kernels on torch's threads.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/repeat_interleave.h>
 #include <torch/library.h>
 
 #include <limits>
@@ -11,8 +12,8 @@
 #include "../core/sequence.h"
 #include "../cpu/select.h"
 #include "../cpu/why_not.h"
+#include "append.h"
 #include "checks.h"
-#include "kvcache.h"
 #include "outputs.h"
 #include "pack_params.h"
 #include "plan.h"
@@ -184,12 +185,50 @@ AttentionResult varlen_cpu(const VarlenTensors& given, const VarlenOptions& opti
   return result;
 }
 
+AttentionJvpResult varlen_jvp_cpu(const VarlenJvpTensors& given, const VarlenOptions& options) {
+  check_storages(given);
+  check_varlen_jvp(given, options);
+  const AttentionJvpResult result = empty_varlen_jvp_result(given.forward());
+  if (result.lse.numel() == 0) return result;
+  if (given.key.size(0) == 0 && !given.sink) {
+    without_keys({result.out, result.lse});
+    result.tangent_out.zero_();
+    result.tangent_lse.zero_();
+    return result;
+  }
+  run(&cpu::Kernels::jvp, pack_varlen_jvp(given, options, result).packed.params);
+  return result;
+}
+
+Gradients varlen_double_backward_cpu(const VarlenDoubleBackwardTensors& given,
+                                     const VarlenBackwardOptions& options) {
+  check_storages(given);
+  check_varlen_double_backward(given, options);
+  const Gradients result = empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
+  if (given.lse.numel() == 0 || (given.key.size(0) == 0 && !given.sink)) return without_scores(result);
+  const PackedVarlenDoubleBackward all = pack_varlen_double_backward(given, options, result);
+  run(&cpu::Kernels::double_backward, all.packed.params);
+  store_per_head_gradients(all.packed.backward, result);
+  return result;
+}
+
+// A sink (H) or (B, H) for each row of packed queries, (H, T_q).
+OptionalTensor sink_of_rows(const CacheTensors& in) {
+  if (!in.sink) return std::nullopt;
+  if (in.sink->dim() == 1) return in.sink->unsqueeze(1).expand({-1, in.query.size(0)});
+  return at::repeat_interleave(*in.sink, in.cu_seqlens_q.diff(), 0).t();
+}
+
 AttentionResult cache_cpu(const CacheTensors& given, const CacheOptions& options) {
   check_storages(given);
   check_cache(given, options);
   AttentionResult result = empty_cache_result(given);
   if (result.lse.numel() == 0) return result;
-  if (given.key.numel() == 0) return without_keys(result);
+  if (given.key.numel() == 0) {
+    without_keys(result);
+    if (const OptionalTensor sink = sink_of_rows(given)) result.lse.copy_(*sink);
+    return result;
+  }
   run(&cpu::Kernels::forward, pack_cache(given, options, result).params);
   return result;
 }
@@ -202,6 +241,27 @@ Gradients varlen_backward_cpu(const VarlenBackwardTensors& given, const VarlenBa
   const PackedVarlenBackward all = pack_varlen_backward(given, options, result);
   run(&cpu::Kernels::backward, all.packed.params);
   store_per_head_gradients(all.packed, result);
+  return result;
+}
+
+AppendResult append_cpu(const AppendTensors& given, const AppendOptions& options) {
+  constexpr int64_t kSerialElements = 1 << 16;
+  check_storages(given);
+  check_append(given, options);
+  const AppendResult result = empty_append_result(given);
+  const PackedAppend packed = pack_append(given, options, result);
+  const AppendParams& p = packed.params;
+  const int64_t elements = given.query.numel() + given.key.numel() + given.value.numel();
+  const bool serial = elements < kSerialElements || at::in_parallel_region();
+  cpu::active_kernels().append(p, {serial ? 1 : at::get_num_threads(), run_on_torch_threads});
+  const auto store_lengths = [&](auto* lengths) {
+    for (int64_t b = 0; b < p.sizes.batch; ++b)
+      lengths[b] = p.cache_seqlens[b] + p.cu_seqlens_new[b + 1] - p.cu_seqlens_new[b];
+  };
+  if (p.cache_seqlens.is_int64)
+    store_lengths(result.lengths.mutable_data_ptr<int64_t>());
+  else
+    store_lengths(result.lengths.mutable_data_ptr<int32_t>());
   return result;
 }
 
@@ -258,6 +318,9 @@ TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
   implement<AttentionVarlen, varlen_cpu>(m);
   implement<AttentionCache, cache_cpu>(m);
   implement<AttentionVarlenBackward, varlen_backward_cpu>(m);
+  implement<AttentionVarlenJvp, varlen_jvp_cpu>(m);
+  implement<AttentionVarlenDoubleBackward, varlen_double_backward_cpu>(m);
+  implement<AppendToCache, append_cpu>(m);
   implement<AttentionJvp, attention_jvp_cpu>(m);
   implement<AttentionDoubleBackward, attention_double_backward_cpu>(m);
   m.impl("dropout_mask", dropout_mask_cpu);

@@ -217,12 +217,26 @@ KernelChoice choose_on_cuda(const BackwardParams&, at::Device) { refuse(); }
 
 #endif
 
+// Those of packed sequences have CPU kernels only.
+AttentionJvpResult varlen_jvp_cuda(const VarlenJvpTensors& given, const VarlenOptions& options) {
+  check_varlen_jvp(given, options);
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "flash_attn_varlen on CUDA: forward-mode AD (jvp) has no kernel yet");
+}
+
+Gradients varlen_double_backward_cuda(const VarlenDoubleBackwardTensors& given,
+                                      const VarlenBackwardOptions& options) {
+  check_varlen_double_backward(given, options);
+  TORCH_CHECK_NOT_IMPLEMENTED(false, "flash_attn_varlen on CUDA: double backward has no kernel yet");
+}
+
 TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) {
   implement<Attention, attention_cuda>(m);
   implement<AttentionBackward, attention_backward_cuda>(m);
   implement<AttentionVarlen, varlen_cuda>(m);
   implement<AttentionCache, cache_cuda>(m);
   implement<AttentionVarlenBackward, varlen_backward_cuda>(m);
+  implement<AttentionVarlenJvp, varlen_jvp_cuda>(m);
+  implement<AttentionVarlenDoubleBackward, varlen_double_backward_cuda>(m);
   implement<AttentionJvp, attention_jvp_cuda>(m);
   implement<AttentionDoubleBackward, attention_double_backward_cuda>(m);
   m.impl("dropout_mask", dropout_mask_cuda);

@@ -3,14 +3,6 @@
 #include <ATen/ops/empty.h>
 
 namespace flash_attn_ext {
-namespace {
-
-at::Tensor readable_rows(const at::Tensor& t) {
-  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
-}
-
-Offsets pack_offsets(const at::Tensor& t) { return {t.const_data_ptr(), t.scalar_type() == at::kLong}; }
-Offsets pack_offsets(const OptionalTensor& t) { return t ? pack_offsets(*t) : Offsets{}; }
 
 CacheDType pack_cache_dtype(at::ScalarType dtype) {
   switch (dtype) {
@@ -25,8 +17,6 @@ CacheScale pack_scale(const OptionalTensor& t) {
   if (!t) return {};
   return {t->const_data_ptr<float>(), t->stride(0), t->stride(2), t->stride(1)};
 }
-
-}  // namespace
 
 AttentionResult empty_cache_result(const CacheTensors& in) {
   const c10::SymInt rows = in.query.sym_size(0), heads = in.query.sym_size(1);
@@ -43,13 +33,17 @@ PackedCache pack_cache(const CacheTensors& given, const CacheOptions& options,
   for (at::Tensor* t : {&in.cu_seqlens_q, &in.seqused_k}) *t = t->contiguous();
   for (OptionalTensor* t : {&in.batch_idx, &in.leftpad, &in.block_table})
     if (*t) *t = (*t)->contiguous();
-  if (in.alibi_slopes) in.alibi_slopes = in.alibi_slopes->to(accumulate_type(in.query));
+  for (OptionalTensor* t : {&in.alibi_slopes, &in.sink})
+    if (*t) *t = (*t)->to(accumulate_type(in.query));
 
   AttentionTensors tensors;
   tensors.query = in.query.transpose(0, 1).unsqueeze(0);
   tensors.key = in.key.transpose(1, 2);
   tensors.value = in.value.transpose(1, 2);
   tensors.alibi_slopes = in.alibi_slopes;
+  tensors.sink = in.sink;
+  const bool by_row = in.tree_mask && in.tree_mask->dim() == 3;
+  if (in.tree_mask) tensors.attn_mask = by_row ? in.tree_mask->unsqueeze(0) : *in.tree_mask;
   AttentionParams& p = packed.params;
   p = pack_attention(tensors, result.out.transpose(0, 1).unsqueeze(0), result.lse, options.attention());
   p.band.diagonal = 0;
@@ -59,6 +53,8 @@ PackedCache pack_cache(const CacheTensors& given, const CacheOptions& options,
   varlen.seqused_k = pack_offsets(in.seqused_k);
   varlen.total_q = in.query.size(0);
   varlen.lower_right = options.lower_right;
+  varlen.mask_by_row = by_row;
+  varlen.cache.tree_mask = in.tree_mask.has_value();
   varlen.cache.batch_idx = pack_offsets(in.batch_idx);
   varlen.cache.leftpad = pack_offsets(in.leftpad);
   varlen.cache.caches = in.key.size(0);

@@ -15,6 +15,9 @@ constexpr Shape kCacheValueShape{
     Shape::kExact, 4, {Dim::kCaches, Dim::kCacheRows, Dim::kHeadsKv, Dim::kHeadDimV}};
 constexpr Shape kCacheScaleShape{Shape::kExact, 3, {Dim::kCaches, Dim::kCacheRows, Dim::kHeadsKv}};
 constexpr Shape kTableShape{Shape::kTable};
+// Either (B, H, max_seqlen_q, max_seqlen_q), each size 1 or the full one; or (H, T_q, max_seqlen_q), whose rows are those
+// of query and which may be 1 in the first and last dimension. Column c is the key of the sequence's query c.
+constexpr Shape kTreeMaskShape{Shape::kTreeMask};
 
 // clang-format off
 //   name          type            shape              dtype      autocast        vmap
@@ -34,7 +37,10 @@ constexpr Shape kTableShape{Shape::kTable};
   X(block_table,   OptionalTensor, kTableShape,       kIndex,    kKeep,          kLoop)             \
   /* What 8-bit keys and values are multiplied with. */                                             \
   X(key_scale,     OptionalTensor, kCacheScaleShape,  kFloat32,  kKeep,          kLoop)             \
-  X(value_scale,   OptionalTensor, kCacheScaleShape,  kFloat32,  kKeep,          kLoop)
+  X(value_scale,   OptionalTensor, kCacheScaleShape,  kFloat32,  kKeep,          kLoop)             \
+  /* Of the new tokens among themselves: the last S_q keys. All keys before are visible. */         \
+  X(tree_mask,     OptionalTensor, kTreeMaskShape,    kMask,     kKeep,          kLoop)             \
+  X(sink,          OptionalTensor, kPerHeadShape,     kAdded,    kKeep,          kLoop)
 
 #define FA_CACHE_OPTIONS(X)                                                                                      \
   FA_ATTENTION_OPTIONS(X)                                                                                        \
@@ -65,5 +71,7 @@ struct PackedCache {
   AttentionParams params;
 };
 PackedCache pack_cache(const CacheTensors& given, const CacheOptions& options, const AttentionResult& result);
+CacheDType pack_cache_dtype(at::ScalarType dtype);
+CacheScale pack_scale(const OptionalTensor& t);
 
 }  // namespace flash_attn_ext

@@ -1,8 +1,8 @@
 // Meta key: shapes and dtypes without data, for FakeTensor, torch.compile and torch.export.
 #include <torch/library.h>
 
+#include "append.h"
 #include "checks.h"
-#include "kvcache.h"
 #include "outputs.h"
 
 namespace flash_attn_ext {
@@ -34,6 +34,22 @@ Gradients varlen_backward_meta(const VarlenBackwardTensors& given, const VarlenB
   return empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
 }
 
+AttentionJvpResult varlen_jvp_meta(const VarlenJvpTensors& given, const VarlenOptions& options) {
+  check_varlen_jvp(given, options);
+  return empty_varlen_jvp_result(given.forward());
+}
+
+Gradients varlen_double_backward_meta(const VarlenDoubleBackwardTensors& given,
+                                      const VarlenBackwardOptions& options) {
+  check_varlen_double_backward(given, options);
+  return empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
+}
+
+AppendResult append_meta(const AppendTensors& given, const AppendOptions& options) {
+  check_append(given, options);
+  return empty_append_result(given);
+}
+
 AttentionJvpResult attention_jvp_meta(const AttentionJvpTensors& given, const AttentionOptions& options) {
   check_attention_jvp(given, options);
   return empty_jvp_result(given.forward());
@@ -61,6 +77,9 @@ TORCH_LIBRARY_IMPL(flash_attn_ext, Meta, m) {
   implement<AttentionVarlen, varlen_meta>(m);
   implement<AttentionCache, cache_meta>(m);
   implement<AttentionVarlenBackward, varlen_backward_meta>(m);
+  implement<AttentionVarlenJvp, varlen_jvp_meta>(m);
+  implement<AttentionVarlenDoubleBackward, varlen_double_backward_meta>(m);
+  implement<AppendToCache, append_meta>(m);
   implement<AttentionJvp, attention_jvp_meta>(m);
   implement<AttentionDoubleBackward, attention_double_backward_meta>(m);
   m.impl("dropout_mask", dropout_mask_meta);

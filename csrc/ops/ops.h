@@ -175,21 +175,22 @@ struct AttentionBackward {
 using InputTangents = PerGradient<OptionalTensor>;  // none: zero
 
 // The members of a struct that are tangents, as InputTangents; and set from them.
-#define FA_TANGENT_ACCESS                                                              \
-  InputTangents tangents() const {                                                     \
-    InputTangents picked;                                                              \
-    picked.tie() = tie_but_first(0 FA_ATTENTION_TANGENTS(FA_NAME));                    \
-    return picked;                                                                     \
-  }                                                                                    \
-  void set_tangents(const InputTangents& from) {                                       \
-    tie_but_first(0 FA_ATTENTION_TANGENTS(FA_NAME)) = from.tie();                      \
-  }                                                                                    \
-  AttentionTensors forward() const { FA_PICK(AttentionTensors, FA_ATTENTION_TENSORS) } \
-  void set_forward(const AttentionTensors& forward) { FA_SET(forward, FA_ATTENTION_TENSORS) }
+// `Forward` is the struct of the other tensors that the forward takes, FORWARD their list.
+#define FA_TANGENT_ACCESS(Forward, FORWARD)                         \
+  InputTangents tangents() const {                                  \
+    InputTangents picked;                                           \
+    picked.tie() = tie_but_first(0 FA_ATTENTION_TANGENTS(FA_NAME)); \
+    return picked;                                                  \
+  }                                                                 \
+  void set_tangents(const InputTangents& from) {                    \
+    tie_but_first(0 FA_ATTENTION_TANGENTS(FA_NAME)) = from.tie();   \
+  }                                                                 \
+  Forward forward() const { FA_PICK(Forward, FORWARD) }             \
+  void set_forward(const Forward& forward) { FA_SET(forward, FORWARD) }
 
 struct AttentionJvpTensors {
   FA_TENSOR_FIELDS(FA_ATTENTION_JVP_TENSORS)
-  FA_TANGENT_ACCESS
+  FA_TANGENT_ACCESS(AttentionTensors, FA_ATTENTION_TENSORS)
 };
 struct AttentionJvpResult {
   FA_ATTENTION_JVP_RESULT(FA_TENSOR_FIELD)
@@ -205,7 +206,7 @@ struct AttentionJvp {
 
 struct AttentionDoubleBackwardTensors {
   FA_TENSOR_FIELDS(FA_ATTENTION_DOUBLE_BACKWARD_TENSORS)
-  FA_TANGENT_ACCESS
+  FA_TANGENT_ACCESS(AttentionTensors, FA_ATTENTION_TENSORS)
   AttentionBackwardTensors backward() const {
     AttentionBackwardTensors picked;
     picked.set_forward(forward());

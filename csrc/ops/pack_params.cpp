@@ -11,17 +11,6 @@
 namespace flash_attn_ext {
 namespace {
 
-DType pack_dtype(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat: return DType::kFloat32;
-    case at::kDouble: return DType::kFloat64;
-    case at::kBFloat16: return DType::kBFloat16;
-    case at::kHalf: return DType::kFloat16;
-    case at::kBool: return DType::kBool;
-    default: TORCH_INTERNAL_ASSERT(false, "unchecked dtype ", dtype);
-  }
-}
-
 // A dimension of size 1 is broadcast: its stride must not move.
 int64_t broadcast_stride(const at::Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
 
@@ -35,8 +24,6 @@ Band pack_band(const Sizes& z, const AttentionOptions& o) {
   band.right = o.causal ? std::min<int64_t>(0, bounded(o.window_right)) : bounded(o.window_right);
   return band;
 }
-
-at::Tensor readable(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous(); }
 
 Tensor4 pack_tensor4(const at::Tensor& t) {  // an undefined tensor gives a null Tensor4
   if (!t.defined()) return {};
@@ -72,7 +59,7 @@ void* data_or_null(const at::Tensor& t) { return t.defined() ? t.mutable_data_pt
 InputTangents readable(const InputTangents& given, const at::Tensor& query) {
   InputTangents tangents = given;
   for (OptionalTensor* t : {&tangents.query, &tangents.key, &tangents.value})
-    if (*t) *t = readable(**t);
+    if (*t) *t = readable_rows(**t);
   for (OptionalTensor* per_head : {&tangents.alibi_slopes, &tangents.sink})
     if (*per_head) *per_head = (*per_head)->to(accumulate_type(query));
   return tangents;
@@ -94,11 +81,26 @@ at::Tensor zeros_like_one_row(const at::Tensor& t) {
 
 }  // namespace
 
+at::Tensor readable_rows(const at::Tensor& t) {
+  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
+}
+
+DType pack_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return DType::kFloat32;
+    case at::kDouble: return DType::kFloat64;
+    case at::kBFloat16: return DType::kBFloat16;
+    case at::kHalf: return DType::kFloat16;
+    case at::kBool: return DType::kBool;
+    default: TORCH_INTERNAL_ASSERT(false, "unchecked dtype ", dtype);
+  }
+}
+
 AttentionTensors readable(const AttentionTensors& given) {
   AttentionTensors tensors = given;
-  tensors.query = readable(given.query);
-  tensors.key = readable(given.key);
-  tensors.value = readable(given.value);
+  tensors.query = readable_rows(given.query);
+  tensors.key = readable_rows(given.key);
+  tensors.value = readable_rows(given.value);
   for (OptionalTensor* per_head : {&tensors.alibi_slopes, &tensors.sink})
     if (*per_head) *per_head = (*per_head)->to(accumulate_type(given.query));
   return tensors;
@@ -138,9 +140,9 @@ PackedBackward pack_backward(const AttentionBackwardTensors& given, const Attent
                              const Gradients& result) {
   PackedBackward packed;
   packed.tensors = readable(given.forward());
-  packed.out = readable(given.out);
+  packed.out = readable_rows(given.out);
   packed.lse = given.lse.contiguous();
-  packed.dout = given.grad_out ? readable(*given.grad_out) : zeros_like_one_row(given.out);
+  packed.dout = given.grad_out ? readable_rows(*given.grad_out) : zeros_like_one_row(given.out);
   if (given.grad_lse) packed.dlse = given.grad_lse->contiguous();
   packed.dslopes_per_head = empty_per_head(result.alibi_slopes, given);
   packed.dsink_per_head = empty_per_head(result.sink, given);
@@ -189,7 +191,7 @@ PackedDoubleBackward pack_double_backward(const AttentionDoubleBackwardTensors& 
   if (!packed.tangents.query) packed.tangents.query = zeros_like_one_row(given.query);
   if (!packed.tangents.key) packed.tangents.key = zeros_like_one_row(given.key);
   if (!packed.tangents.value) packed.tangents.value = zeros_like_one_row(given.value);
-  packed.tangent_out = readable(given.tangent_out);
+  packed.tangent_out = readable_rows(given.tangent_out);
   packed.tangent_lse = given.tangent_lse.contiguous();
 
   DoubleBackwardParams& p = packed.params;

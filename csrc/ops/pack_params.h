@@ -16,6 +16,14 @@ AttentionParams pack_attention(const AttentionTensors& tensors, const at::Tensor
 
 uint64_t dropout_threshold(double dropout_p);
 
+// `t`, or a copy of it if its last dimension is not contiguous.
+at::Tensor readable_rows(const at::Tensor& t);
+DType pack_dtype(at::ScalarType dtype);
+inline Offsets pack_offsets(const at::Tensor& t) {
+  return {t.const_data_ptr(), t.scalar_type() == at::kLong};
+}
+inline Offsets pack_offsets(const OptionalTensor& t) { return t ? pack_offsets(*t) : Offsets{}; }
+
 // The backward's params and what they point to: tensors in a form that kernels read.
 struct PackedBackward {
   AttentionTensors tensors;

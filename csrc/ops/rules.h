@@ -20,6 +20,7 @@ enum class Dim : int8_t {
   kOffsets,  // one more than there are packed sequences
   kCaches,   // caches, or pages
   kCacheRows,
+  kTotalNew,  // rows to be appended to caches
   kCount,
 };
 
@@ -27,12 +28,13 @@ struct DimName {
   const char* name;
   const char* owner;
 };
-constexpr DimName kDimNames[] = {{"batch", "query"},      {"heads", "query"},
-                                 {"heads_kv", "key"},     {"seqlen_q", "query"},
-                                 {"seqlen_k", "key"},     {"head_dim", "query"},
-                                 {"head_dim_v", "value"}, {"total_q", "query"},
-                                 {"total_k", "key"},      {"sequences + 1", "cu_seqlens_q"},
-                                 {"caches", "key"},       {"rows", "key"}};
+constexpr DimName kDimNames[] = {{"batch", "query"},          {"heads", "query"},
+                                 {"heads_kv", "key"},         {"seqlen_q", "query"},
+                                 {"seqlen_k", "key"},         {"head_dim", "query"},
+                                 {"head_dim_v", "value"},     {"total_q", "query"},
+                                 {"total_k", "key"},          {"sequences + 1", "cu_seqlens_q"},
+                                 {"caches", "the key cache"}, {"rows", "the key cache"},
+                                 {"total_new", "key"}};
 
 struct Shape {
   enum Kind : int8_t {
@@ -42,7 +44,9 @@ struct Shape {
     kSeedOffset,    // two elements, contiguous
     kPerSequence,   // one element for each packed sequence
     kPackedMask,    // of packed sequences: see varlen.h
+    kTreeMask,      // beside a cache: see kvcache.h
     kTable,         // a row for each packed sequence
+    kRotary,        // a row for each position
   };
   Kind kind;
   int8_t count = 0;

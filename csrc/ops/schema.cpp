@@ -1,7 +1,7 @@
 // What the dispatcher knows of the operators: names, arguments, defaults.
 #include <torch/library.h>
 
-#include "kvcache.h"
+#include "append.h"
 #include "ops.h"
 
 namespace flash_attn_ext {
@@ -12,6 +12,9 @@ TORCH_LIBRARY(flash_attn_ext, m) {
   m.def(schema<AttentionVarlen>().c_str());
   m.def(schema<AttentionCache>().c_str());
   m.def(schema<AttentionVarlenBackward>().c_str());
+  m.def(schema<AttentionVarlenJvp>().c_str());
+  m.def(schema<AttentionVarlenDoubleBackward>().c_str());
+  m.def(schema<AppendToCache>().c_str());
   m.def(schema<AttentionJvp>().c_str());
   m.def(schema<AttentionDoubleBackward>().c_str());
   m.def(

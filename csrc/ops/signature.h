@@ -126,6 +126,12 @@ std::string schema_default(const std::array<bool, n>&) {
   return "";  // has to be given
 }
 
+// Whether an operator writes to tensors that it is given: those of Op::kWritten.
+template <class Op, class = void>
+struct WritesArguments : std::false_type {};
+template <class Op>
+struct WritesArguments<Op, std::void_t<decltype(Op::kWritten)>> : std::true_type {};
+
 // "name(Tensor query, ..., Tensor? attn_mask=None, *, float? scale=None, ...) -> ...". Optional tensors have a
 // default where only optional ones follow.
 template <class Op>
@@ -133,7 +139,11 @@ std::string schema() {
   using Tensors = typename Op::Tensors;
   std::vector<std::string> words;
   for_each_tensor(Tensors{}, [&](const TensorRule& rule, const auto& t) {
-    words.push_back(SchemaType<std::decay_t<decltype(t)>>::text() + " " + rule.name);
+    std::string type = SchemaType<std::decay_t<decltype(t)>>::text();
+    if constexpr (WritesArguments<Op>::value)
+      for (size_t n = 0; n < std::size(Op::kWritten); ++n)
+        if (std::string(Op::kWritten[n]) == rule.name) type += "(" + std::string(1, char('a' + n)) + "!)";
+    words.push_back(type + " " + rule.name);
   });
   for (size_t n = words.size(); n-- > 0 && words[n].find('?') != std::string::npos;) words[n] += "=None";
   words.push_back("*");

@@ -22,10 +22,6 @@ AttentionTensors as_batch_of_one(const VarlenTensors& in) {
           in.alibi_slopes, in.sink,       in.rng_state};
 }
 
-at::Tensor readable_rows(const at::Tensor& t) {
-  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
-}
-
 VarlenTensors readable(const VarlenTensors& given) {
   VarlenTensors tensors = given;
   for (at::Tensor* t : {&tensors.query, &tensors.key, &tensors.value}) *t = readable_rows(*t);
@@ -36,9 +32,6 @@ VarlenTensors readable(const VarlenTensors& given) {
     if (*t) *t = (*t)->to(accumulate_type(given.query));
   return tensors;
 }
-
-Offsets pack_offsets(const at::Tensor& t) { return {t.const_data_ptr(), t.scalar_type() == at::kLong}; }
-Offsets pack_offsets(const OptionalTensor& t) { return t ? pack_offsets(*t) : Offsets{}; }
 
 // Makes the params of a batch of one those of its sequences.
 void cut_into_sequences(AttentionParams& p, const VarlenTensors& in, const VarlenOptions& o) {
@@ -70,6 +63,13 @@ AttentionResult empty_varlen_result(const VarlenTensors& in) {
           at::full_symint({heads, rows}, -std::numeric_limits<double>::infinity(), lse_options)};
 }
 
+AttentionJvpResult empty_varlen_jvp_result(const VarlenTensors& in) {
+  auto [out, lse] = empty_varlen_result(in);
+  auto [tangent_out, tangent_lse] = empty_varlen_result(in);
+  if (in.seqused_q) tangent_lse.zero_();
+  return {out, lse, tangent_out, tangent_lse};
+}
+
 Gradients empty_varlen_gradients(const VarlenTensors& in, const GradMask& wanted) {
   const bool fill = in.seqused_q || in.seqused_k;
   Gradients grads;
@@ -94,33 +94,97 @@ PackedVarlen pack_varlen(const VarlenTensors& given, const VarlenOptions& option
   return packed;
 }
 
-PackedVarlenBackward pack_varlen_backward(const VarlenBackwardTensors& given,
-                                          const VarlenBackwardOptions& options, const Gradients& result) {
-  PackedVarlenBackward all;
-  all.tensors = readable(given.forward());
+namespace {
+
+Gradients as_4d(const Gradients& g) {
+  return {as_4d(g.query), as_4d(g.key), as_4d(g.value), mask_as_4d(g.attn_mask), g.alibi_slopes, g.sink};
+}
+
+InputTangents as_4d(const InputTangents& t) {
+  return {as_4d(t.query), as_4d(t.key), as_4d(t.value), mask_as_4d(t.attn_mask), t.alibi_slopes, t.sink};
+}
+
+AttentionBackwardTensors backward_as_4d(const VarlenBackwardTensors& given, const VarlenTensors& readable) {
   AttentionBackwardTensors tensors;
-  tensors.set_forward(as_batch_of_one(all.tensors));
+  tensors.set_forward(as_batch_of_one(readable));
   tensors.out = as_4d(given.out);
   tensors.lse = given.lse.unsqueeze(0);
   tensors.grad_out = as_4d(given.grad_out);
   if (given.grad_lse) tensors.grad_lse = given.grad_lse->unsqueeze(0);
+  return tensors;
+}
+
+AttentionBackwardOptions of_one_batch(const VarlenBackwardOptions& options) {
   AttentionBackwardOptions backward;
   backward.set_forward(options.forward().attention());
   backward.grad_mask = options.grad_mask;
-  all.packed = pack_backward(tensors, backward,
-                             {as_4d(result.query), as_4d(result.key), as_4d(result.value),
-                              mask_as_4d(result.attn_mask), result.alibi_slopes, result.sink});
+  return backward;
+}
 
+void clear_batch_strides(std::initializer_list<Tensor4*> tensors) {
+  for (Tensor4* t : tensors) t->stride_b = 0;
+}
+
+// The gradients of slopes and sink are summed up for each sequence and head.
+void allocate_per_head(BackwardParams& p, PackedBackward& packed, const Gradients& result) {
+  const auto per_head = [&](const at::Tensor& gradient, at::Tensor& sums) -> void* {
+    if (!gradient.defined()) return nullptr;
+    sums = at::empty({p.sizes.batch, p.sizes.heads}, packed.lse.options());
+    return sums.mutable_data_ptr();
+  };
+  p.dalibi_slopes = per_head(result.alibi_slopes, packed.dslopes_per_head);
+  p.dsink = per_head(result.sink, packed.dsink_per_head);
+}
+
+}  // namespace
+
+PackedVarlenBackward pack_varlen_backward(const VarlenBackwardTensors& given,
+                                          const VarlenBackwardOptions& options, const Gradients& result) {
+  PackedVarlenBackward all;
+  all.tensors = readable(given.forward());
+  all.packed = pack_backward(backward_as_4d(given, all.tensors), of_one_batch(options), as_4d(result));
   BackwardParams& p = all.packed.params;
   cut_into_sequences(p, all.tensors, options.forward());
-  for (Tensor4* t : {&p.dout, &p.dq, &p.dk, &p.dv}) t->stride_b = 0;
-  const auto per_head = [&](const at::Tensor& gradient, at::Tensor& packed) -> void* {
-    if (!gradient.defined()) return nullptr;
-    packed = at::empty({p.sizes.batch, p.sizes.heads}, given.lse.options());
-    return packed.mutable_data_ptr();
-  };
-  p.dalibi_slopes = per_head(result.alibi_slopes, all.packed.dslopes_per_head);
-  p.dsink = per_head(result.sink, all.packed.dsink_per_head);
+  clear_batch_strides({&p.dout, &p.dq, &p.dk, &p.dv});
+  allocate_per_head(p, all.packed, result);
+  return all;
+}
+
+PackedVarlenJvp pack_varlen_jvp(const VarlenJvpTensors& given, const VarlenOptions& options,
+                                const AttentionJvpResult& result) {
+  PackedVarlenJvp all;
+  all.tensors = readable(given.forward());
+  AttentionJvpTensors tensors;
+  tensors.set_forward(as_batch_of_one(all.tensors));
+  tensors.set_tangents(as_4d(given.tangents()));
+  all.packed = pack_jvp(tensors, options.attention(),
+                        {as_4d(result.out), result.lse, as_4d(result.tangent_out), result.tangent_lse});
+  JvpParams& p = all.packed.params;
+  cut_into_sequences(p, all.tensors, options);
+  clear_batch_strides({&p.tangents.q, &p.tangents.k, &p.tangents.v, &p.t_out});
+  return all;
+}
+
+PackedVarlenDoubleBackward pack_varlen_double_backward(const VarlenDoubleBackwardTensors& given,
+                                                       const VarlenBackwardOptions& options,
+                                                       const Gradients& result) {
+  PackedVarlenDoubleBackward all;
+  all.tensors = readable(given.forward());
+  AttentionDoubleBackwardTensors tensors;
+  const AttentionBackwardTensors backward = backward_as_4d(given.backward(), all.tensors);
+  tensors.set_forward(backward.forward());
+  tensors.set_tangents(as_4d(given.tangents()));
+  tensors.grad_out = backward.grad_out;
+  tensors.grad_lse = backward.grad_lse;
+  tensors.out = backward.out;
+  tensors.lse = backward.lse;
+  tensors.tangent_out = as_4d(given.tangent_out);
+  tensors.tangent_lse = given.tangent_lse.unsqueeze(0);
+  all.packed = pack_double_backward(tensors, of_one_batch(options), as_4d(result));
+  DoubleBackwardParams& p = all.packed.params;
+  cut_into_sequences(p, all.tensors, options.forward());
+  clear_batch_strides({&p.dout, &p.dq, &p.dk, &p.dv, &p.tangents.q, &p.tangents.k, &p.tangents.v, &p.t_out});
+  allocate_per_head(p, all.packed.backward, result);
   return all;
 }
 

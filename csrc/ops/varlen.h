@@ -2,6 +2,7 @@
 //
 //   attention_varlen            forward; differentiable
 //   attention_varlen_backward   its gradients
+//   attention_varlen_jvp, attention_varlen_double_backward   as attention_jvp and attention_double_backward
 //
 // Rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) of query are those of sequence b, and so are those of key and value by
 // cu_seqlens_k. Each sequence attends to itself alone. Letters as in ops.h; B counts sequences, T_q and T_k rows.
@@ -54,6 +55,28 @@ constexpr Shape kPackedMaskShape{Shape::kPackedMask};
   X(out,           at::Tensor,     kPackedOutShape,   kOfQuery,     kKeep,       kLoop)             \
   X(lse,           at::Tensor,     kPackedLseShape,   kAccumulator, kKeep,       kLoop)
 
+// The names are those of FA_ATTENTION_TANGENTS.
+#define FA_VARLEN_TANGENTS(X)                                                                       \
+  X(tangent_query,        OptionalTensor, kPackedQueryShape, kOfQuery, kKeep, kLoop)                \
+  X(tangent_key,          OptionalTensor, kPackedKeyShape,   kOfQuery, kKeep, kLoop)                \
+  X(tangent_value,        OptionalTensor, kPackedValueShape, kOfQuery, kKeep, kLoop)                \
+  X(tangent_attn_mask,    OptionalTensor, kPackedMaskShape,  kAdded,   kKeep, kLoop)                \
+  X(tangent_alibi_slopes, OptionalTensor, kPerHeadShape,     kAdded,   kKeep, kLoop)                \
+  X(tangent_sink,         OptionalTensor, kPerHeadShape,     kAdded,   kKeep, kLoop)
+
+#define FA_VARLEN_JVP_TENSORS(X)                                                                    \
+  FA_VARLEN_TANGENTS(X)                                                                             \
+  FA_VARLEN_TENSORS(X)
+
+#define FA_VARLEN_DOUBLE_BACKWARD_TENSORS(X)                                                        \
+  X(grad_out,      OptionalTensor, kPackedOutShape,   kOfQuery,     kKeep,       kLoop)             \
+  X(grad_lse,      OptionalTensor, kPackedLseShape,   kAccumulator, kKeep,       kLoop)             \
+  FA_VARLEN_JVP_TENSORS(X)                                                                          \
+  X(out,           at::Tensor,     kPackedOutShape,   kOfQuery,     kKeep,       kLoop)             \
+  X(lse,           at::Tensor,     kPackedLseShape,   kAccumulator, kKeep,       kLoop)             \
+  X(tangent_out,   at::Tensor,     kPackedOutShape,   kOfQuery,     kKeep,       kLoop)             \
+  X(tangent_lse,   at::Tensor,     kPackedLseShape,   kAccumulator, kKeep,       kLoop)
+
 #define FA_VARLEN_BACKWARD_OPTIONS(X)                                                                            \
   FA_VARLEN_OPTIONS(X)                                                                                           \
   X(grad_mask,      GradFlags,                  {},           true,                         "")
@@ -93,13 +116,50 @@ struct AttentionVarlenBackward {
   using Result = Gradients;
 };
 
+struct VarlenJvpTensors {
+  FA_TENSOR_FIELDS(FA_VARLEN_JVP_TENSORS)
+  FA_TANGENT_ACCESS(VarlenTensors, FA_VARLEN_TENSORS)
+};
+struct AttentionVarlenJvp {
+  static constexpr const char* kName = "attention_varlen_jvp";
+  static std::string results() { return AttentionJvp::results(); }
+  using Tensors = VarlenJvpTensors;
+  using Options = VarlenOptions;
+  using Result = AttentionJvpResult;  // out and its tangent (T_q, H, D_v), lse and its tangent (H, T_q)
+};
+
+struct VarlenDoubleBackwardTensors {
+  FA_TENSOR_FIELDS(FA_VARLEN_DOUBLE_BACKWARD_TENSORS)
+  FA_TANGENT_ACCESS(VarlenTensors, FA_VARLEN_TENSORS)
+  VarlenBackwardTensors backward() const {
+    VarlenBackwardTensors picked;
+    picked.set_forward(forward());
+    picked.grad_out = grad_out;
+    picked.grad_lse = grad_lse;
+    picked.out = out;
+    picked.lse = lse;
+    return picked;
+  }
+};
+struct AttentionVarlenDoubleBackward {
+  static constexpr const char* kName = "attention_varlen_double_backward";
+  static std::string results() { return tensor_list(kGradients); }
+  using Tensors = VarlenDoubleBackwardTensors;
+  using Options = VarlenBackwardOptions;
+  using Result = Gradients;
+};
+
 // As for attention: checks.h. On CPU the offsets are read too; on CUDA nobody waits for them, and kernels keep inside
 // the tensors whatever they are.
 void check_varlen(const VarlenTensors& tensors, const VarlenOptions& options);
 void check_varlen_backward(const VarlenBackwardTensors& tensors, const VarlenBackwardOptions& options);
+void check_varlen_jvp(const VarlenJvpTensors& tensors, const VarlenOptions& options);
+void check_varlen_double_backward(const VarlenDoubleBackwardTensors& tensors,
+                                  const VarlenBackwardOptions& options);
 
 // As for attention: outputs.h. Where rows may be out of use, everything is filled as their results are.
 AttentionResult empty_varlen_result(const VarlenTensors& in);
+AttentionJvpResult empty_varlen_jvp_result(const VarlenTensors& in);
 Gradients empty_varlen_gradients(const VarlenTensors& in, const GradMask& wanted);
 
 // As for attention: pack_params.h. The params point into the other members.
@@ -116,5 +176,20 @@ struct PackedVarlenBackward {
 };
 PackedVarlenBackward pack_varlen_backward(const VarlenBackwardTensors& given,
                                           const VarlenBackwardOptions& options, const Gradients& result);
+
+struct PackedVarlenJvp {
+  VarlenTensors tensors;
+  PackedJvp packed;
+};
+PackedVarlenJvp pack_varlen_jvp(const VarlenJvpTensors& given, const VarlenOptions& options,
+                                const AttentionJvpResult& result);
+
+struct PackedVarlenDoubleBackward {
+  VarlenTensors tensors;
+  PackedDoubleBackward packed;
+};
+PackedVarlenDoubleBackward pack_varlen_double_backward(const VarlenDoubleBackwardTensors& given,
+                                                       const VarlenBackwardOptions& options,
+                                                       const Gradients& result);
 
 }  // namespace flash_attn_ext

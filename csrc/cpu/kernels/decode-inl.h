@@ -180,12 +180,12 @@ void decode_tile(const AttentionParams& p, const DecodeScratch<In, T>& s, int64_
     s.products.template scores<count.value>(row, k, keys, s.scores + row * ld, ld, row == 0 ? v : nothing);
   });
 
-  const bool may_mask = p.mask || !band_covers(p.band, 0, z.seqlen_q, j0, j0 + keys);
+  const bool may_mask = is_masked_before(p, j0 + keys) || !band_covers(p.band, 0, z.seqlen_q, j0, j0 + keys);
   const bool isolate = may_mask && !rows_are_finite<In, T>(v, keys);
   for (int64_t g = 0; g < group; ++g) {
     const TileFrame f{b, h_kv * group + g, 0, j0, z.seqlen_q, keys, ld, false};
     T* scores = s.scores + g * z.seqlen_q * ld;
-    const ScoreTile<T> score = finish_scores<T>(p, f, load_mask_tile<T>(p.mask, f, s.mask), scores, nullptr);
+    const ScoreTile<T> score = finish_scores<T>(p, f, load_mask_tile<T>(p, f, s.mask), scores, nullptr);
     for (int64_t i = 0; i < z.seqlen_q; ++i) {
       const int64_t row = g * z.seqlen_q + i;
       decode_softmax_row<T>(scores + i * ld, ld, unified, r.row_max[row], r.row_sum[row], r.out + row * d_v,

@@ -92,7 +92,7 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
   const Range keys = visible_keys(p.band, i0, i0 + queries, z.seqlen_k);
   for (int64_t j0 = keys.begin / tiling.block_k * tiling.block_k; j0 < keys.end; j0 += tiling.block_k) {
     const TileFrame f{b, h, i0, j0, queries, std::min(tiling.block_k, z.seqlen_k - j0), ld, true};
-    const MaskTile<T> mask = load_mask_tile<T>(p.mask, f, s.mask);
+    const MaskTile<T> mask = load_mask_tile<T>(p, f, s.mask);
     if (mask.masked == TileMask::kAll) continue;
 
     s.products.scores(p, f, scale, s.scores);

@@ -222,3 +222,44 @@ inline MaskTile<T> load_mask_tile(const MaskParams& mask, const TileFrame& f, co
   if (tile.masked == TileMask::kNone) tile.visible = {};
   return tile;
 }
+
+// Whether the call's mask hides anything before key j: a tree mask begins at the first new key.
+inline bool is_masked_before(const AttentionParams& p, int64_t j) {
+  return p.mask && !(p.varlen.cache.tree_mask && j <= p.varlen.cache.first_masked);
+}
+
+// Moves the mask of a tile's last keys to their place: `before` keys that come first are visible, their bias is 0.
+template <class T>
+inline void shift_mask_tile(const TileFrame& f, int64_t before, const MaskTile<T>& tile) {
+  for (int64_t i = 0; tile.visible && i < f.queries; ++i) {
+    uint32_t *low = tile.visible.words + i, *high = low + tile.visible.ld;
+    const uint64_t bits =
+        (uint64_t{*high} << VisibleKeys::kWord | *low) << before | ((uint64_t{1} << before) - 1);
+    *low = static_cast<uint32_t>(bits);
+    *high = static_cast<uint32_t>(bits >> VisibleKeys::kWord);
+  }
+  if (!tile.bias) return;
+  const int64_t rows = f.lanes_are_queries ? 1 : f.queries, moved = f.lanes_are_queries ? f.ld : 1;
+  for (int64_t r = 0; r < rows; ++r) {
+    T* row = tile.bias + r * f.ld;
+    std::memmove(row + before * moved, row, (f.keys - before) * moved * sizeof(T));
+    std::fill(row, row + before * moved, T(0));
+  }
+}
+
+// The mask of one tile, where it may be a tree's.
+template <class T>
+inline MaskTile<T> load_mask_tile(const AttentionParams& p, const TileFrame& f, const MaskTile<T>& memory) {
+  if (!is_masked_before(p, f.j0 + f.keys)) return {};
+  const CacheParams& cache = p.varlen.cache;
+  if (!cache.tree_mask) return load_mask_tile<T>(p.mask, f, memory);
+  const int64_t before = clamp_to(cache.first_masked - f.j0, 0, f.keys);
+  TileFrame masked = f;
+  masked.j0 = f.j0 + before - cache.first_masked;
+  masked.keys = f.keys - before;
+  MaskTile<T> tile = load_mask_tile<T>(p.mask, masked, memory);
+  if (before == 0) return tile;
+  shift_mask_tile<T>(f, before, tile);
+  if (tile.masked == TileMask::kAll) tile.masked = TileMask::kSome;
+  return tile;
+}

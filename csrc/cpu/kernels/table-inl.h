@@ -2,6 +2,7 @@
 // region. Each -inl.h includes what it uses; csrc/README.md has them in reading order.
 #pragma once
 
+#include "append-inl.h"
 #include "backward-inl.h"
 #include "double_backward-inl.h"
 #include "forward-inl.h"
@@ -58,6 +59,13 @@ int64_t decode_splits(const AttentionParams& p) {
   });
 }
 
+void run_append(const AppendParams& p, const Parallel& parallel) {
+  for_types_of(p.dtype, [&](auto types) {
+    using Of = decltype(types);
+    append<typename Of::In, typename Of::T>(p, parallel);
+  });
+}
+
 constexpr Kernels kKernels = {FA_ISA_NAME,
                               &calls,
                               {run_forward_workspace, run_forward},
@@ -65,4 +73,5 @@ constexpr Kernels kKernels = {FA_ISA_NAME,
                               {run_jvp_workspace, run_jvp},
                               {run_double_backward_workspace, run_double_backward},
                               decode_splits,
-                              kDecodeMaxQueries};
+                              kDecodeMaxQueries,
+                              run_append};

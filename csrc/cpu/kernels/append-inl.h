@@ -1,0 +1,149 @@
+// New rows of keys and values go into caches, rotated and, where a cache has 8 bits, rounded; queries are rotated.
+//
+// A task is a few rows of q or of k and v. Every place is checked before (ops/checks_packed.cpp).
+#pragma once
+
+#include "cache_rows-inl.h"
+
+constexpr int64_t kAppendRows = 4;  // of a task
+constexpr int64_t kMostColumns = 512;
+
+// The 8 bits of the nearest float8 to x, ties to even; beyond the largest it is the largest.
+inline uint8_t float8_of(float x, int mantissa_bits, int least_exponent, float largest) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const auto sign = static_cast<uint8_t>(bits >> 24 & 0x80);
+  if (x != x) return sign | 0x7f;
+  const float magnitude = std::min(std::abs(x), largest);
+  std::memcpy(&bits, &magnitude, sizeof(bits));
+  const int exponent = std::max(static_cast<int>(bits >> 23) - 127, least_exponent);
+  // In units of the last place: up to 2^mantissa_bits of them below the least exponent's normal numbers.
+  const auto units =
+      static_cast<uint8_t>(std::nearbyint(__builtin_ldexpf(magnitude, mantissa_bits - exponent)));
+  return sign | static_cast<uint8_t>(((exponent - least_exponent) << mantissa_bits) + units);
+}
+
+inline uint8_t coded(float x, CacheDType dtype) {
+  switch (dtype) {
+    case CacheDType::kFloat8E4M3: return float8_of(x, 3, -6, 448.0f);
+    case CacheDType::kFloat8E5M2: return float8_of(x, 2, -14, 57344.0f);
+    default: break;
+  }
+  const float rounded = std::nearbyint(x);  // NaN becomes 0: int8 has none
+  return static_cast<uint8_t>(
+      static_cast<int8_t>(rounded != rounded ? 0 : std::clamp(rounded, -128.0f, 127.0f)));
+}
+
+// One head's row, rotated, from `from` to `to`.
+template <class T>
+struct RotaryRow {
+  T cos[kMostColumns / 2], sin[kMostColumns / 2];
+
+  template <class In>
+  void load_table(T* to, const void* table, int64_t stride, bool is_float32, int64_t position,
+                  int64_t pairs) {
+    for (int64_t c = 0; c < pairs; ++c)
+      to[c] = is_float32 ? scalar_as<T>(static_cast<const float*>(table)[position * stride + c])
+                         : scalar_as<T>(static_cast<const In*>(table)[position * stride + c]);
+  }
+  template <class In>
+  void load(const RotaryParams& r, int64_t position) {
+    load_table<In>(cos, r.cos, r.cos_stride, r.cos_is_float32, position, r.pairs);
+    load_table<In>(sin, r.sin, r.sin_stride, r.sin_is_float32, position, r.pairs);
+  }
+
+  void turn(const RotaryParams& r, T* x) const {
+    const int64_t step = r.interleaved ? 2 : 1, other = r.interleaved ? 1 : r.pairs;
+    for (int64_t c = 0; c < r.pairs; ++c) {
+      T &a = x[c * step], &b = x[c * step + other];
+      const T turned = a * cos[c] - b * sin[c];
+      b = a * sin[c] + b * cos[c];
+      a = turned;
+    }
+  }
+};
+
+template <class T, class In>
+inline void widen_row(const In* from, int64_t cols, T* to) {
+  for (int64_t c = 0; c < cols; c += kLanes<T>) store<T>(to + c, load_columns<T>(from + c, cols - c));
+}
+
+template <class In, class T>
+struct AppendRows {
+  const AppendParams& p;
+
+  // The sequence that has `row`.
+  int64_t sequence_of(const Offsets& cu_seqlens, int64_t row) const {
+    int64_t low = 0, high = p.sizes.batch;  // cu_seqlens[low] <= row < cu_seqlens[high]
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (cu_seqlens[middle] <= row ? low : high) = middle;
+    }
+    return low;
+  }
+
+  void query(int64_t row) const {
+    const int64_t b = sequence_of(p.cu_seqlens_q, row), cols = p.sizes.head_dim;
+    RotaryRow<T> rotary;
+    rotary.template load<In>(p.rotary, p.first_position(b) + (p.queries_move ? row - p.cu_seqlens_q[b] : 0));
+    for (int64_t h = 0; h < p.sizes.heads; ++h)
+      turn_to(rotary, p.q.row<In>(0, h, row), p.q_out.row<In>(0, h, row), cols);
+  }
+
+  void key_and_value(int64_t row) const {
+    const int64_t b = sequence_of(p.cu_seqlens_new, row), index = row - p.cu_seqlens_new[b];
+    const int64_t at = p.cache_seqlens[b] + index;
+    PageTable pages = p.cache.pages;
+    pages.sequence = b;
+    const int64_t cache = pages ? pages.page_of(at) : p.cache.batch_idx ? p.cache.batch_idx[b] : b;
+    const int64_t cache_row = pages ? at % pages.page_size : at;
+    RotaryRow<T> rotary;
+    if (p.rotary) rotary.template load<In>(p.rotary, p.first_position(b) + index);
+    for (int64_t h = 0; h < p.sizes.heads_kv; ++h) {
+      store_row_in(p.k_cache, p.cache.k_scale, cache, h, cache_row, p.k.row<In>(0, h, row), p.sizes.head_dim,
+                   p.rotary ? &rotary : nullptr);
+      store_row_in(p.v_cache, p.cache.v_scale, cache, h, cache_row, p.v.row<In>(0, h, row),
+                   p.sizes.head_dim_v, nullptr);
+    }
+  }
+
+ private:
+  void turn_to(const RotaryRow<T>& rotary, const In* from, In* to, int64_t cols) const {
+    T x[kMostColumns];
+    widen_row<T>(from, cols, x);
+    rotary.turn(p.rotary, x);
+    store_row<In, T>(to, x, cols, T(1));
+  }
+
+  void store_row_in(const Tensor4& to, const CacheScale& scale, int64_t cache, int64_t h, int64_t row,
+                    const In* from, int64_t cols, const RotaryRow<T>* rotary) const {
+    if (p.cache.dtype == CacheDType::kOfQuery) {
+      In* place = to.row<In>(cache, h, row);
+      if (rotary) return turn_to(*rotary, from, place, cols);
+      std::memcpy(place, from, cols * sizeof(In));
+      return;
+    }
+    In turned[kMostColumns];
+    if (rotary) {  // rounded to its dtype first: that is the key
+      turn_to(*rotary, from, turned, cols);
+      from = turned;
+    }
+    T x[kMostColumns];
+    widen_row<T>(from, cols, x);
+    uint8_t* place = to.row<uint8_t>(cache, h, row);
+    const float divisor = scale ? scale.at(cache, h, row) : 1.0f;
+    for (int64_t c = 0; c < cols; ++c) place[c] = coded(static_cast<float>(x[c]) / divisor, p.cache.dtype);
+  }
+};
+
+template <class In, class T>
+void append(const AppendParams& p, const Parallel& parallel) {
+  const AppendRows<In, T> rows{p};
+  const int64_t query_tasks = p.rotary ? ceil_div(p.sizes.seqlen_q, kAppendRows) : 0;
+  for_each_task(parallel, query_tasks + ceil_div(p.sizes.seqlen_k, kAppendRows), [&](int64_t task, int) {
+    const bool of_query = task < query_tasks;
+    const int64_t first = (of_query ? task : task - query_tasks) * kAppendRows;
+    const int64_t end = std::min(first + kAppendRows, of_query ? p.sizes.seqlen_q : p.sizes.seqlen_k);
+    for (int64_t row = first; row < end; ++row) of_query ? rows.query(row) : rows.key_and_value(row);
+  });
+}

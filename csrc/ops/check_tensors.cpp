@@ -1,0 +1,147 @@
+#include "check_tensors.h"
+
+namespace flash_attn_ext {
+namespace {
+
+using c10::SymInt;
+
+const DimName& words_of(Dim dim) { return kDimNames[static_cast<size_t>(dim)]; }
+
+// "(batch, heads, seqlen_q, head_dim)"
+std::string names_of(const Shape& shape) {
+  std::string text;
+  for (int n = 0; n < shape.count; ++n) text += (n ? ", " : "(") + std::string(words_of(shape.dims[n]).name);
+  return text + ")";
+}
+
+bool is_floating(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+// What a dtype rule allows, in words; empty if it allows `dtype`.
+std::string refused_dtype(DtypeRule rule, at::ScalarType dtype, at::ScalarType query) {
+  switch (rule) {
+    case DtypeRule::kFloating: return is_floating(dtype) ? "" : "float32, float64, bfloat16, float16";
+    case DtypeRule::kOfQuery: return dtype == query ? "" : "query's, " + name_of(query);
+    case DtypeRule::kMask:
+      if (dtype == at::kBool || dtype == query || dtype == at::kFloat) return "";
+      return "bool (true attends), query's (" + name_of(query) + ") or float32 (added)";
+    case DtypeRule::kAdded:
+      return dtype == query || dtype == at::kFloat ? "" : "float32 or query's, " + name_of(query);
+    case DtypeRule::kAccumulator:
+      return dtype == (query == at::kDouble ? at::kDouble : at::kFloat)
+                 ? ""
+                 : "float32, and float64 for float64 inputs";
+    case DtypeRule::kInt64: return dtype == at::kLong ? "" : "int64";
+    case DtypeRule::kCache:
+      if (dtype == query || dtype == at::kChar || dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2)
+        return "";
+      return "query's (" + name_of(query) + "), int8, float8_e4m3fn, float8_e5m2";
+    case DtypeRule::kFloat32: return dtype == at::kFloat ? "" : "float32";
+    case DtypeRule::kIndex: return dtype == at::kInt || dtype == at::kLong ? "" : "int32, int64";
+  }
+  return "";
+}
+
+void check_exact(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes) {
+  check_dimensions(rule, t);
+  const bool may_be_1 = rule.shape.kind == Shape::kBroadcast;
+  for (int n = 0; n < rule.shape.count; ++n) {
+    const Dim dim = rule.shape.dims[n];
+    const SymInt size = t.sym_size(n);
+    TORCH_CHECK_VALUE((may_be_1 && size == 1) || size == sizes[dim], rule.name, ": got shape ", t.sym_sizes(),
+                      ", with size ", size, " in dimension ", n, "; allowed there: ", may_be_1 ? "1 or " : "",
+                      sizes[dim], " (", words_of(dim).owner, "'s ", words_of(dim).name, ")");
+  }
+}
+
+void check_maybe_batched(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes) {
+  const SymInt &batch = sizes[rule.shape.dims[0]], &heads = sizes[rule.shape.dims[1]];
+  const bool alone = t.dim() == 1 && t.sym_size(0) == heads;
+  const bool batched = t.dim() == 2 && t.sym_size(0) == batch && t.sym_size(1) == heads;
+  TORCH_CHECK_VALUE(alone || batched, rule.name, ": got shape ", t.sym_sizes(), "; allowed: (heads) = [",
+                    heads, "] or (batch, heads) = [", batch, ", ", heads, "]");
+}
+
+void check_per_sequence(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes) {
+  TORCH_CHECK_VALUE(t.dim() == 1 && t.sym_size(0) == sizes[Dim::kBatch], rule.name, ": got shape ",
+                    t.sym_sizes(), "; allowed: [", sizes[Dim::kBatch], "], one number a sequence");
+}
+
+void check_table(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes) {
+  TORCH_CHECK_VALUE(t.dim() == 2 && t.sym_size(0) == sizes[Dim::kBatch], rule.name, ": got shape ",
+                    t.sym_sizes(), "; allowed: (sequences, pages) with ", sizes[Dim::kBatch], " sequences");
+}
+
+void check_packed_mask(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes) {
+  const bool by_row = t.dim() == 3, is_tree = rule.shape.kind == Shape::kTreeMask;
+  const char* columns = is_tree ? "max_seqlen_q" : "max_seqlen_k";
+  TORCH_CHECK_VALUE(by_row || t.dim() == 4, rule.name, ": got a tensor of shape ", t.sym_sizes(),
+                    "; allowed: (heads, total_q, ", columns,
+                    "), or 4-D, broadcastable to (sequences, heads, max_seqlen_q, ", columns, ")");
+  auto check = [&](int64_t n, const SymInt& allowed, const char* name, bool may_be_1) {
+    const SymInt size = t.sym_size(n);
+    TORCH_CHECK_VALUE((may_be_1 && size == 1) || size == allowed, rule.name, ": got shape ", t.sym_sizes(),
+                      ", with size ", size, " in dimension ", n, "; allowed there: ", may_be_1 ? "1 or " : "",
+                      allowed, " (", name, ")");
+  };
+  if (!by_row) check(0, sizes[Dim::kBatch], "sequences", true);
+  check(by_row ? 0 : 1, sizes[Dim::kHeads], "query's heads", true);
+  check(by_row ? 1 : 2, sizes[by_row ? Dim::kTotalQ : Dim::kSeqlenQ],
+        by_row ? "query's total_q" : "max_seqlen_q", !by_row);
+  check(by_row ? 2 : 3, sizes[is_tree ? Dim::kSeqlenQ : Dim::kSeqlenK], columns, true);
+}
+
+void check_rotary(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes) {
+  TORCH_CHECK_VALUE(t.dim() == 2 && 2 * t.sym_size(1) <= sizes[Dim::kHeadDim], rule.name, ": got shape ",
+                    t.sym_sizes(), "; allowed: (positions, rotary_dim / 2), rotary_dim at most head_dim, ",
+                    sizes[Dim::kHeadDim]);
+}
+
+}  // namespace
+
+std::string name_of(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
+
+void check_dimensions(const TensorRule& rule, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(t.dim() == rule.shape.count, rule.name, ": got a tensor of shape ", t.sym_sizes(),
+                    "; allowed: ", int{rule.shape.count}, "-D, ",
+                    rule.shape.kind == Shape::kBroadcast ? "broadcastable to " : "", names_of(rule.shape));
+}
+
+void check_seed_offset(const char* name, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(t.dim() == 1 && t.sym_size(0) == 2 && t.is_contiguous(), name, ": got shape ",
+                    t.sym_sizes(), "; allowed: a contiguous tensor of 2 elements, seed and offset");
+}
+
+void check_device_and_dtype(const TensorRule& rule, const at::Tensor& t, const at::Tensor& query) {
+  TORCH_CHECK_TYPE(t.device() == query.device(), rule.name, ": got device ", t.device(),
+                   "; allowed: query's device, ", query.device());
+  const std::string allowed = refused_dtype(rule.dtype, t.scalar_type(), query.scalar_type());
+  TORCH_CHECK_TYPE(allowed.empty(), rule.name, ": got dtype ", name_of(t.scalar_type()),
+                   "; allowed: ", allowed);
+}
+
+void check_shape(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes) {
+  switch (rule.shape.kind) {
+    case Shape::kExact:
+    case Shape::kBroadcast: return check_exact(rule, t, sizes);
+    case Shape::kMaybeBatched: return check_maybe_batched(rule, t, sizes);
+    case Shape::kSeedOffset: return check_seed_offset(rule.name, t);
+    case Shape::kPerSequence: return check_per_sequence(rule, t, sizes);
+    case Shape::kPackedMask:
+    case Shape::kTreeMask: return check_packed_mask(rule, t, sizes);
+    case Shape::kRotary: return check_rotary(rule, t, sizes);
+    case Shape::kTable: return check_table(rule, t, sizes);
+  }
+}
+
+void check_sizes(const DimSizes& sizes) {
+  const SymInt &heads = sizes[Dim::kHeads], &heads_kv = sizes[Dim::kHeadsKv];
+  TORCH_CHECK_VALUE(heads_kv == 0 ? heads == 0 : heads % heads_kv == 0, "key: got ", heads_kv, " heads for ",
+                    heads, " query heads; allowed: a divisor of the number of query heads");
+  for (Dim dim : {Dim::kHeadDim, Dim::kHeadDimV})
+    TORCH_CHECK_VALUE(sizes[dim] >= 1 && sizes[dim] <= kMaxHeadDim, words_of(dim).owner, ": got ",
+                      words_of(dim).name, " ", sizes[dim], "; allowed: 1 to ", kMaxHeadDim);
+}
+
+}  // namespace flash_attn_ext

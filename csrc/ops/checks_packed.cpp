@@ -1,0 +1,216 @@
+// The checks of the operators on packed sequences and caches.
+#include "append.h"
+#include "check_tensors.h"
+#include "kvcache.h"
+
+namespace flash_attn_ext {
+
+using c10::SymInt;
+
+// The sizes that no tensor says.
+template <class Tensors>
+DimSizes sizes_of_sequences(const Tensors& in) {
+  DimSizes sizes = sizes_of(in);
+  TORCH_CHECK_VALUE(sizes[Dim::kOffsets] >= 1, "cu_seqlens_q: got shape ", in.cu_seqlens_q.sym_sizes(),
+                    "; allowed: [sequences + 1]");
+  sizes[Dim::kBatch] = sizes[Dim::kOffsets] - 1;
+  return sizes;
+}
+
+template <class Tensors, class Options>
+DimSizes sizes_of(const Tensors& in, const Options& options) {
+  DimSizes sizes = sizes_of_sequences(in);
+  if constexpr (!std::is_same_v<Tensors, AppendTensors>)
+    sizes[Dim::kSeqlenQ] = options.max_seqlen_q.value_or(sizes[Dim::kTotalQ]);
+  if constexpr (!std::is_same_v<Tensors, AppendTensors> && !std::is_same_v<Tensors, CacheTensors>)
+    sizes[Dim::kSeqlenK] = options.max_seqlen_k.value_or(sizes[Dim::kTotalK]);
+  return sizes;
+}
+
+namespace {
+
+void check_options(const VarlenTensors& in, const VarlenOptions& options) {
+  FA_VARLEN_OPTIONS(FA_CHECK_OPTION)
+  check_rng_state(in, options.dropout_p);
+}
+
+void check_options(const CacheOptions& options) {
+  FA_CACHE_OPTIONS(FA_CHECK_OPTION)
+  TORCH_CHECK_VALUE(options.dropout_p == 0.0, "dropout_p: got ", options.dropout_p,
+                    "; allowed with a cache: 0");
+}
+
+// On CPU the numbers can be read. On CUDA nobody waits for them: kernels keep inside the tensors whatever they are.
+std::vector<int64_t> numbers_of(const at::Tensor& t) {
+  const at::Tensor numbers = t.to(at::kLong).contiguous();
+  const int64_t* data = numbers.const_data_ptr<int64_t>();
+  return {data, data + numbers.numel()};
+}
+
+std::vector<int64_t> numbers_of(const OptionalTensor& t) {
+  return t ? numbers_of(*t) : std::vector<int64_t>();
+}
+
+void check_sequences(const char* side, const at::Tensor& cu_seqlens, const OptionalTensor& seqused,
+                     int64_t total, int64_t longest) {
+  const std::vector<int64_t> offsets = numbers_of(cu_seqlens);
+  const std::string name = std::string("cu_seqlens_") + side;
+  TORCH_CHECK_VALUE(offsets.front() == 0 && offsets.back() == total, name, ": got offsets from ",
+                    offsets.front(), " to ", offsets.back(), "; allowed: from 0 to ", total, ", the rows of ",
+                    *side == 'q' ? "query" : "key");
+  const std::vector<int64_t> used = numbers_of(seqused);
+  for (size_t b = 0; b + 1 < offsets.size(); ++b) {
+    const int64_t length = offsets[b + 1] - offsets[b];
+    TORCH_CHECK_VALUE(offsets[b] <= offsets[b + 1] && offsets[b + 1] <= total, name, ": got ", offsets[b + 1],
+                      " after ", offsets[b], " at ", b + 1, "; allowed: ascending offsets");
+    TORCH_CHECK_VALUE(length <= longest, "max_seqlen_", side, ": got ", longest,
+                      "; allowed: at least the longest sequence's ", length, " rows");
+    TORCH_CHECK_VALUE(used.empty() || (used[b] >= 0 && used[b] <= length), "seqused_", side, ": got ",
+                      used.empty() ? 0 : used[b], " at ", b, "; allowed: 0 to the sequence's ", length,
+                      " rows");
+  }
+}
+
+void check_numbers(const VarlenTensors& in, const VarlenOptions& options) {
+  if (!in.query.is_cpu()) return;
+  const int64_t total_q = in.query.size(0), total_k = in.key.size(0);
+  check_sequences("q", in.cu_seqlens_q, in.seqused_q, total_q,
+                  options.max_seqlen_q ? options.max_seqlen_q->expect_int() : total_q);
+  check_sequences("k", in.cu_seqlens_k, in.seqused_k, total_k,
+                  options.max_seqlen_k ? options.max_seqlen_k->expect_int() : total_k);
+}
+
+void check_range(const char* name, int64_t b, int64_t number, int64_t low, int64_t high) {
+  TORCH_CHECK_VALUE(low <= number && number <= high, name, ": got ", number, " at ", b, "; allowed: ", low,
+                    " to ", high);
+}
+
+void check_numbers(const CacheTensors& in, const CacheOptions& options) {
+  if (!in.query.is_cpu()) return;
+  const int64_t total_q = in.query.size(0), rows = in.key.size(1);
+  check_sequences("q", in.cu_seqlens_q, std::nullopt, total_q,
+                  options.max_seqlen_q ? options.max_seqlen_q->expect_int() : total_q);
+  const int64_t pages = in.block_table ? in.block_table->size(1) : 1, caches = in.key.size(0);
+  const std::vector<int64_t> used = numbers_of(in.seqused_k);
+  const std::vector<int64_t> batch_idx = numbers_of(in.batch_idx);
+  const std::vector<int64_t> leftpad = numbers_of(in.leftpad);
+  const std::vector<int64_t> table = numbers_of(in.block_table);
+  TORCH_CHECK_VALUE(in.block_table || in.batch_idx || caches >= static_cast<int64_t>(used.size()),
+                    "key: got ", caches, " caches; allowed: at least one for each of the ", used.size(),
+                    " sequences");
+  for (size_t b = 0; b < used.size(); ++b) {
+    check_range("cache_seqlens", b, used[b], 0, rows * pages);
+    if (!batch_idx.empty()) check_range("cache_batch_idx", b, batch_idx[b], 0, caches - 1);
+    if (!leftpad.empty()) check_range("cache_leftpad", b, leftpad[b], 0, used[b]);
+    for (int64_t n = 0; in.block_table && n * rows < used[b]; ++n)
+      check_range("block_table", b, table[b * pages + n], 0, caches - 1);
+  }
+}
+
+// Positions by which the rows of sequence b turn: those of its new keys and of its queries.
+void check_positions(const char* name, const OptionalTensor& table, int64_t first, int64_t rows) {
+  if (!table || rows == 0) return;
+  const int64_t positions = table->size(0);
+  TORCH_CHECK_VALUE(first >= 0 && first + rows <= positions, name, ": got positions ", first, " to ",
+                    first + rows - 1, "; allowed: 0 to ", positions - 1, ", the rows of ", name);
+}
+
+void check_numbers(const AppendTensors& in, const AppendOptions& options) {
+  if (!in.query.is_cpu()) return;
+  check_sequences("q", in.cu_seqlens_q, std::nullopt, in.query.size(0), in.query.size(0));
+  check_sequences("k_new", in.cu_seqlens_k_new, std::nullopt, in.key.size(0), in.key.size(0));
+  const std::vector<int64_t> offsets_q = numbers_of(in.cu_seqlens_q),
+                             offsets = numbers_of(in.cu_seqlens_k_new);
+  const std::vector<int64_t> used = numbers_of(in.cache_seqlens), leftpad = numbers_of(in.cache_leftpad);
+  const std::vector<int64_t> positions = numbers_of(in.rotary_seqlens);
+  const std::vector<int64_t> batch_idx = numbers_of(in.cache_batch_idx), table = numbers_of(in.block_table);
+  const int64_t rows = in.key_cache.size(1), caches = in.key_cache.size(0);
+  const int64_t pages = in.block_table ? in.block_table->size(1) : 1;
+  for (size_t b = 0; b < used.size(); ++b) {
+    const int64_t begin = used[b], end = begin + offsets[b + 1] - offsets[b];
+    const int64_t queries = offsets_q[b + 1] - offsets_q[b];
+    check_range("cache_seqlens", b, begin, 0, rows * pages);
+    TORCH_CHECK_VALUE(begin == end || end <= rows * pages, "cache_seqlens: got new rows at ", begin, " to ",
+                      end - 1, "; allowed: 0 to ", rows * pages - 1);
+    if (!leftpad.empty()) check_range("cache_leftpad", b, leftpad[b], 0, begin);
+    const int64_t first = !positions.empty() ? positions[b] : begin - (leftpad.empty() ? 0 : leftpad[b]);
+    const int64_t turned =
+        std::max(end - begin, options.queries_move ? queries : std::min<int64_t>(queries, 1));
+    check_positions("rotary_cos", in.rotary_cos, first, turned);
+    check_positions("rotary_sin", in.rotary_sin, first, turned);
+    if (begin == end) continue;
+    if (in.block_table) {
+      for (int64_t n = begin / rows; n <= (end - 1) / rows; ++n)
+        check_range("block_table", b, table[b * pages + n], 0, caches - 1);
+    } else if (in.cache_batch_idx) {
+      check_range("cache_batch_idx", b, batch_idx[b], 0, caches - 1);
+    } else {
+      TORCH_CHECK_VALUE(static_cast<int64_t>(b) < caches, "key_cache: got ", caches,
+                        " caches; allowed: at least one for each of the ", used.size(), " sequences");
+    }
+  }
+}
+
+void check_same_dtype(const char* name, const at::Tensor& t, const char* other, const at::Tensor& of) {
+  TORCH_CHECK_TYPE(t.scalar_type() == of.scalar_type(), name, ": got dtype ", name_of(t.scalar_type()),
+                   "; allowed: ", other, "'s, ", name_of(of.scalar_type()));
+}
+
+void check_rows_contiguous(const char* name, const at::Tensor& cache) {
+  TORCH_CHECK_VALUE(cache.sym_size(-1) <= 1 || cache.sym_stride(-1) == 1, name, ": got strides ",
+                    cache.sym_strides(), "; allowed: a contiguous last dimension, rows are written to it");
+}
+
+}  // namespace
+
+void check_varlen(const VarlenTensors& tensors, const VarlenOptions& options) {
+  check_options(tensors, options);
+  check_sizes(check_tensors(tensors, options));
+  check_numbers(tensors, options);
+}
+
+void check_cache(const CacheTensors& tensors, const CacheOptions& options) {
+  check_options(options);
+  check_sizes(check_tensors(tensors, options));
+  check_same_dtype("value", tensors.value, "key", tensors.key);
+  check_numbers(tensors, options);
+}
+
+void check_varlen_backward(const VarlenBackwardTensors& tensors, const VarlenBackwardOptions& options) {
+  check_options(tensors.forward(), options.forward());
+  check_sizes(check_tensors(tensors, options));
+  check_numbers(tensors.forward(), options.forward());
+  check_grad_mask(tensors, options.grad_mask);
+}
+
+void check_varlen_jvp(const VarlenJvpTensors& tensors, const VarlenOptions& options) {
+  check_options(tensors.forward(), options);
+  check_sizes(check_tensors(tensors, options));
+  check_numbers(tensors.forward(), options);
+  check_tangents(tensors.forward(), tensors.tangents());
+}
+
+void check_varlen_double_backward(const VarlenDoubleBackwardTensors& tensors,
+                                  const VarlenBackwardOptions& options) {
+  check_sizes(check_tensors(tensors, options));
+  check_varlen_backward(tensors.backward(), options);
+  check_tangents(tensors.forward(), tensors.tangents());
+}
+
+void check_append(const AppendTensors& tensors, const AppendOptions& options) {
+  check_sizes(check_tensors(tensors, options));
+  check_same_dtype("value_cache", tensors.value_cache, "key_cache", tensors.key_cache);
+  check_rows_contiguous("key_cache", tensors.key_cache);
+  check_rows_contiguous("value_cache", tensors.value_cache);
+  TORCH_CHECK_VALUE(tensors.rotary_cos.has_value() == tensors.rotary_sin.has_value(),
+                    "rotary_cos: got one of rotary_cos and rotary_sin; allowed: both or none");
+  TORCH_CHECK_VALUE(!tensors.rotary_cos || tensors.rotary_cos->sym_size(1) == tensors.rotary_sin->sym_size(1),
+                    "rotary_sin: got shape ",
+                    tensors.rotary_sin ? tensors.rotary_sin->sym_sizes() : c10::SymIntArrayRef(),
+                    "; allowed: that of rotary_cos");
+  TORCH_CHECK_VALUE(!tensors.block_table || !tensors.cache_batch_idx,
+                    "cache_batch_idx: got one with block_table; allowed: one of them");
+  check_numbers(tensors, options);
+}
+
+}  // namespace flash_attn_ext

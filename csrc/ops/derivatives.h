@@ -1,0 +1,259 @@
+// The derivatives of a family of operators, reverse mode, forward mode, and both of each other, by the table in
+// docs/derivative_formulas.md. A family F names four operators, as AttentionFamily in autograd.cpp does.
+//
+//   X: the forward's tensors    c: grad_out, grad_lse    t: the tangents of X
+//   Forward         F(X)         reverse: Backward(X, c)             forward: Jvp(X, t)
+//   Backward        B(X, c)      reverse: H(X, c, t) and J(X, t)     forward: H(X, c, t) and B(X, tangents of c)
+//   Jvp             J(X, t)      reverse: H(X, c, t) and B(X, c)     forward: third order is not implemented
+//   DoubleBackward  H(X, c, t)   reverse to t alone, H again; nothing else is implemented
+//
+// The forward saves its inputs, out and lse only; what comes later recomputes the rest tile by tile.
+#pragma once
+
+#include "autograd_calls.h"
+
+namespace flash_attn_ext {
+
+template <class F>
+struct Derivatives : DerivativeCalls<F> {
+  using Calls = DerivativeCalls<F>;
+  using Calls::backward_of, Calls::jvp_of, Calls::double_backward_of, Calls::kTensors;
+  using typename Calls::Tensors, typename Calls::Options, typename Calls::BackwardTensors,
+      typename Calls::BackwardOptions, typename Calls::JvpTensors, typename Calls::DoubleBackwardTensors;
+
+  class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
+   public:
+    // `known` is the result, where forward mode has it already.
+    template <class... Tensor>
+    static variable_list forward(AutogradContext* ctx, const Options& options, const Tensors& given,
+                                 const AttentionResult& known, const Tensor&... tensor) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      const auto [out, lse] = known.out.defined() ? known : call<typename F::Forward>({tensor...}, options);
+      variable_list saved = list_of(given);
+      saved.push_back(out);
+      saved.push_back(lse);
+      ctx->save_for_backward(saved);
+      ctx->saved_data["options"] = pack_options(options);
+      ctx->set_materialize_grads(false);  // an unused lse costs nothing in the backward
+      return {out, lse};
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+      const variable_list saved = ctx->get_saved_variables();
+      const auto options = unpack_options<Options>(ctx->saved_data["options"]);
+      const GradFlags wanted = flags_from(needs_gradient(ctx, saved, kTensors), 0);
+      variable_list result = gradients_of_arguments(kTensors);
+      put(result, 0,
+          backward_of(struct_of<Tensors>(saved), saved[kTensors], saved[kTensors + 1], {grads[0], grads[1]},
+                      options, wanted));
+      return result;
+    }
+  };
+
+  static AttentionResult forward(const Tensors& given, const Options& options) {
+    const Differentiated how = how_differentiated(given);
+    if (!how.reverse && !how.forward) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return call<typename F::Forward>(given, options);
+    }
+    const Tensors tensors = how.forward ? primals_of(given) : given;
+    AttentionJvpResult moved;
+    AttentionResult known;
+    if (how.forward) {
+      moved = jvp_of(tensors, tangents_of(given), options);
+      known = {moved.out.detach(), moved.lse.detach()};
+    }
+    if (how.reverse) {
+      const variable_list results = std::apply(
+          [&](const auto&... tensor) { return ForwardFunction::apply(options, given, known, tensor...); },
+          tensors.tie());
+      known = {results[0], results[1]};
+    }
+    set_tangent(known.out, moved.tangent_out);
+    set_tangent(known.lse, moved.tangent_lse);
+    return known;
+  }
+
+  class BackwardFunction : public torch::autograd::Function<BackwardFunction> {
+   public:
+    template <class... Tensor>
+    static variable_list forward(AutogradContext* ctx, const BackwardOptions& options,
+                                 const BackwardTensors& given, std::nullptr_t, const Tensor&... tensor) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      ctx->save_for_backward(list_of(given));
+      ctx->saved_data["options"] = pack_options(options);
+      ctx->set_materialize_grads(false);
+      return wanted_of(call<typename F::Backward>({tensor...}, options));
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+      const variable_list saved = ctx->get_saved_variables();
+      const auto given = struct_of<BackwardTensors>(saved);
+      const auto options = unpack_options<BackwardOptions>(ctx->saved_data["options"]);
+
+      constexpr size_t kCount = std::size(BackwardTensors::kRules),
+                       kFirst = 2;  // after grad_out, grad_lse
+      variable_list result = gradients_of_arguments(kCount);
+      const InputTangents t = as_tangents(gradients_from(grads, options.grad_mask));
+      if (!any_defined(t)) return result;
+      const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
+      const AttentionJvpResult moved = jvp_of(given.forward(), t, options.forward());
+      if (needs[0]) result[kOthers] = moved.tangent_out;
+      if (needs[1]) result[kOthers + 1] = moved.tangent_lse;
+      put(result, kFirst,
+          double_backward_of(given.forward(), given.out, given.lse, {saved[0], saved[1]}, t, moved,
+                             options.forward(), flags_from(needs, kFirst)));
+      return result;  // none for out and lse: what depends on them does so through X
+    }
+  };
+
+  static Gradients backward(const BackwardTensors& given, const BackwardOptions& options) {
+    const Differentiated how = how_differentiated(given);
+    if (!how.reverse && !how.forward) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return call<typename F::Backward>(given, options);
+    }
+    const BackwardTensors tensors = how.forward ? primals_of(given) : given;
+    Gradients gradients;
+    if (how.reverse) {
+      const variable_list wanted = std::apply(
+          [&](const auto&... tensor) { return BackwardFunction::apply(options, given, nullptr, tensor...); },
+          tensors.tie());
+      gradients = gradients_from(wanted, options.grad_mask);
+    } else {
+      gradients = call<typename F::Backward>(tensors, options);
+    }
+    if (!how.forward) return gradients;
+
+    const Tensors x = tensors.forward();
+    const Options forward_options = options.forward();
+    const InputTangents t = tangents_of(given.forward());
+    const Cotangents moved_cotangents{tangent_of(given.grad_out).value_or(at::Tensor()),
+                                      tangent_of(given.grad_lse).value_or(at::Tensor())};
+    Gradients tangents =
+        backward_of(x, tensors.out, tensors.lse, moved_cotangents, forward_options, options.grad_mask);
+    if (any_defined(t))
+      add(tangents,
+          double_backward_of(x, tensors.out, tensors.lse,
+                             {tensor_or_undefined(tensors.grad_out), tensor_or_undefined(tensors.grad_lse)},
+                             t, jvp_of(x, t, forward_options), forward_options, options.grad_mask));
+#define FA_SET_TANGENT(name, ...) set_tangent(gradients.name, tangents.name);
+    FA_ATTENTION_DIFFERENTIABLE(FA_SET_TANGENT)
+#undef FA_SET_TANGENT
+    return gradients;
+  }
+
+  class JvpFunction : public torch::autograd::Function<JvpFunction> {
+   public:
+    template <class... Tensor>
+    static variable_list forward(AutogradContext* ctx, const Options& options, std::nullptr_t, std::nullptr_t,
+                                 const Tensor&... tensor) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      const AttentionJvpResult result = call<typename F::Jvp>({tensor...}, options);
+      variable_list saved{tensor_or_undefined(tensor)...};
+      for (const at::Tensor& t : list_of(result)) saved.push_back(t);
+      ctx->save_for_backward(saved);
+      ctx->saved_data["options"] = pack_options(options);
+      ctx->set_materialize_grads(false);
+      return list_of(result);
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+      const variable_list saved = ctx->get_saved_variables();
+      const auto given = struct_of<JvpTensors>(saved);
+      constexpr size_t kCount = std::size(JvpTensors::kRules),
+                       kFirst = kGradients;  // after the tangents
+      const auto result = struct_of<AttentionJvpResult>({saved.begin() + kCount, saved.end()});
+      const auto options = unpack_options<Options>(ctx->saved_data["options"]);
+      const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
+      const Tensors x = given.forward();
+      const GradFlags wanted = flags_from(needs, kFirst);
+
+      variable_list gradients = gradients_of_arguments(kCount);
+      const Cotangents of_result{grads[0], grads[1]}, of_tangents{grads[2], grads[3]};
+      put(gradients, 0, backward_of(x, result.out, result.lse, of_tangents, options, flags_from(needs, 0)));
+      Gradients of_x = double_backward_of(x, result.out, result.lse, of_tangents, given.tangents(), result,
+                                          options, wanted);
+      add(of_x, backward_of(x, result.out, result.lse, of_result, options, wanted));
+      put(gradients, kFirst, of_x);
+      return gradients;
+    }
+  };
+
+  static AttentionJvpResult jvp(const JvpTensors& given, const Options& options) {
+    const Differentiated how = how_differentiated(given);
+    TORCH_CHECK_NOT_IMPLEMENTED(!how.forward, F::kName,
+                                ": forward-mode AD of its forward-mode AD (jvp of jvp, jacfwd of jacfwd) is "
+                                "not implemented; torch.func.hessian and jvp of grad are");
+    if (!how.reverse) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return call<typename F::Jvp>(given, options);
+    }
+    const variable_list results = std::apply(
+        [&](const auto&... tensor) { return JvpFunction::apply(options, nullptr, nullptr, tensor...); },
+        given.tie());
+    return struct_of<AttentionJvpResult>(results);
+  }
+
+  class DoubleBackwardFunction : public torch::autograd::Function<DoubleBackwardFunction> {
+   public:
+    template <class... Tensor>
+    static variable_list forward(AutogradContext* ctx, const BackwardOptions& options, std::nullptr_t,
+                                 std::nullptr_t, const Tensor&... tensor) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      ctx->save_for_backward({tensor_or_undefined(tensor)...});
+      ctx->saved_data["options"] = pack_options(options);
+      ctx->set_materialize_grads(false);
+      return wanted_of(call<typename F::DoubleBackward>({tensor...}, options));
+    }
+
+    // H is linear in the tangents, and symmetric in them and the directions that its results are contracted with.
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+      const variable_list saved = ctx->get_saved_variables();
+      const auto given = struct_of<DoubleBackwardTensors>(saved);
+      const auto options = unpack_options<BackwardOptions>(ctx->saved_data["options"]);
+      constexpr size_t kCount = std::size(DoubleBackwardTensors::kRules), kTangents = 2;
+      const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
+      for (size_t n = 0; n < kTangents + kGradients + kTensors; ++n)
+        TORCH_CHECK_NOT_IMPLEMENTED(n - kTangents < kGradients || !needs[n], F::kName,
+                                    ": its third derivative, with respect to ",
+                                    DoubleBackwardTensors::kRules[n].name, ", is not implemented");
+
+      variable_list result = gradients_of_arguments(kCount);
+      const InputTangents t = as_tangents(gradients_from(grads, options.grad_mask));
+      if (!any_defined(t)) return result;
+      put(result, kTangents,
+          double_backward_of(given.forward(), given.out, given.lse, {saved[0], saved[1]}, t,
+                             jvp_of(given.forward(), t, options.forward()), options.forward(),
+                             flags_from(needs, kTangents)));
+      return result;
+    }
+  };
+
+  static Gradients double_backward(const DoubleBackwardTensors& given, const BackwardOptions& options) {
+    const Differentiated how = how_differentiated(given);
+    TORCH_CHECK_NOT_IMPLEMENTED(!how.forward, F::kName,
+                                ": its third derivative, in forward mode, is not implemented");
+    if (!how.reverse) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return call<typename F::DoubleBackward>(given, options);
+    }
+    const variable_list wanted = std::apply(
+        [&](const auto&... tensor) {
+          return DoubleBackwardFunction::apply(options, nullptr, nullptr, tensor...);
+        },
+        given.tie());
+    return gradients_from(wanted, options.grad_mask);
+  }
+};
+
+// The family's four operators under the key of `m`.
+template <class F, class Library>
+void implement_derivatives(Library& m) {
+  implement<typename F::Forward, Derivatives<F>::forward>(m);
+  implement<typename F::Backward, Derivatives<F>::backward>(m);
+  implement<typename F::Jvp, Derivatives<F>::jvp>(m);
+  implement<typename F::DoubleBackward, Derivatives<F>::double_backward>(m);
+}
+
+}  // namespace flash_attn_ext
