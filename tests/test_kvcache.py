@@ -143,7 +143,7 @@ def test_rotary(interleaved, rotary_dim, causal):
 @pytest.mark.parametrize("form", ["none", "head", "cache and head", "token"])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_8_bit_caches(isa, dtype, form, page_size):
-    """The same as attention to what the 8 bits stand for."""
+    """Attention to what the 8 bits stand for."""
     q, k_cache, v_cache, block_table = make(torch.bfloat16, 2, page_size)
     coded = [(20 * t.float().nan_to_num(100.0)).clamp(-127, 127).to(dtype) for t in (k_cache, v_cache)]
     shapes = {"head": (HK,), "cache and head": (len(k_cache), HK), "token": k_cache.shape[:3]}
@@ -151,12 +151,52 @@ def test_8_bit_caches(isa, dtype, form, page_size):
     full = [
         1.0 if s is None else (s[:, None] if s.dim() == 2 else s).expand(k_cache.shape[:3])[..., None] for s in scales
     ]
-    k, v = ((c.float() * s).to(q.dtype) for c, s in zip(coded, full, strict=True))
+    k, v = (c.float() * s for c, s in zip(coded, full, strict=True))
     if form == "none":
         q = q / 20
     arguments = dict(cache_seqlens=torch.tensor(LENGTHS), causal=True, block_table=block_table, return_softmax_lse=True)
-    ours = flash_attn_with_kvcache(q, *coded, **arguments, k_descale=scales[0], v_descale=scales[1])
-    assert all(torch.equal(a, b) for a, b in zip(ours, flash_attn_with_kvcache(q, k, v, **arguments), strict=True))
+    out, lse = flash_attn_with_kvcache(q, *coded, **arguments, k_descale=scales[0], v_descale=scales[1])
+    check(out, lse, q, k, v, LENGTHS, block_table, causal=True)
+
+
+def test_nan_scales_of_hidden_rows_reach_nothing():
+    q, k_cache, v_cache, _ = make(torch.bfloat16, lengths=[200, 200])
+    coded = [(20 * t.float().nan_to_num()).to(torch.int8) for t in (k_cache, v_cache)]
+    scale = torch.full(k_cache.shape[:3], 0.05)
+    arguments = dict(cache_seqlens=200, window_size=(50, 0))
+    expected = flash_attn_with_kvcache(q, *coded, **arguments, k_descale=scale, v_descale=scale)
+    scale[:, 100:149] = torch.nan
+    out = flash_attn_with_kvcache(q, *coded, **arguments, k_descale=scale, v_descale=scale)
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("page_size", [None, 1, 16, 48])
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(16, 1), (8, 4), (6, 8), (2, 8)])
+def test_heads_times_queries_that_fill_vectors(isa, dtype, page_size, heads, seqlen_q):
+    """One key head: all rows are multiplied at once, wherever the keys lie."""
+    lengths = [70, 9, 200]
+    _, k_cache, v_cache, block_table = make(dtype, 1, page_size, lengths)
+    k_cache, v_cache = k_cache[:, :, :1], v_cache[:, :, :1]
+    q = torch.randn(3, seqlen_q, heads, D).to(dtype)
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=torch.tensor(lengths), causal=True,
+                                       block_table=block_table, return_softmax_lse=True)  # fmt: skip
+    check(out, lse, q, k_cache, v_cache, lengths, block_table, causal=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [4, 32])
+def test_bits_do_not_depend_on_threads(threads, dtype, heads):
+    """How many key heads a task takes does."""
+    lengths = [250, 3, 100]
+    _, k_cache, v_cache, block_table = make(dtype, 1, 16, lengths)
+    q = torch.randn(3, 2, heads, D).to(dtype)
+    results = []
+    for count in (1, 2, 5):
+        threads(count)
+        results.append(flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=torch.tensor(lengths),
+                                               block_table=block_table))  # fmt: skip
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def test_append_to_8_bits():

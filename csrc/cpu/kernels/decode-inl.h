@@ -2,9 +2,10 @@
 // Flash-Decoding (Dao, Haziza, Massa, Sizov 2023).
 //
 // The query heads that share a key head are rows of one tile, so that their keys and values are read once.
-// The keys are cut into `splits`, one task each, that leave (O, m, l); merge_splits() adds them in order. How
-// many there are depends on the lengths and the number of key heads alone, so results depend neither on the
-// number of threads nor on the batch.
+// The keys are cut into `splits` that leave (O, m, l); merge_splits() adds them in order. How many there are
+// depends on the lengths and the number of key heads alone, so results depend neither on the number of
+// threads nor on the batch. A task is one split of one key head; or of several, tile by tile in turn, where the
+// rows of all heads lie side by side in memory: each read alone is a small piece of every page.
 //
 // With a unified maximum (FlashDecoding++, Hong et al. 2023) every split takes exp against one constant in
 // place of its running maximum, and is computed again, safely, if a row's maximum turns out to be too far
@@ -29,6 +30,8 @@ struct DecodeScratch {
   In* finite_tile;  // [block_k][D_v]    V without the rows that are not finite
   In* key_copy;     // [block_k][D]      only if keys come from pages or 8 bits
   In* value_copy;   // [block_k][D_v]    likewise
+  T* key_factors;   // [block_k]         only if keys are of 8 bits
+  T* value_factors;
 };
 
 // How the keys of one key head are cut.
@@ -47,7 +50,9 @@ DecodePlan plan_decode(const AttentionParams& p) {
   plan.keys.begin = plan.keys.begin / block_k * block_k;  // dropout's words come in pairs of keys
   const int64_t blocks = std::max<int64_t>((plan.keys.end - plan.keys.begin + block_k - 1) / block_k, 1);
   // Not by the batch: what else is in it changes no bit of a result.
-  const int64_t by_shape = std::min(ceil_div(kDecodeTasks, z.heads_kv), ceil_div(blocks, kDecodeMinBlocks));
+  const int64_t by_shape =
+      std::max(std::min(ceil_div(kDecodeTasks, z.heads_kv), ceil_div(blocks, kDecodeMinBlocks)),
+               ceil_div(blocks, kDecodeMostBlocks));
   const KeySplits cut = split_keys(p, blocks, by_shape);
   plan.splits = cut.splits;
   plan.split_keys = cut.tiles_per_split * block_k;
@@ -103,15 +108,43 @@ SplitResults<T> plan_split_results(Arena& arena, const AttentionParams& call) {
   return r;
 }
 
-// A thread's scratch, for any sequence of the call.
+// How many key heads a task has. It changes no bit: as many as leave two tasks for each thread, none of them larger than
+// its share of the work.
+template <class T>
+int64_t decode_heads_of_task(const AttentionParams& call, int threads) {
+  constexpr int64_t kMostRows = 256;
+  const Sizes& z = call.sizes;
+  if (call.k.stride_h >= call.k.stride_s) return 1;
+  double work = 0, heaviest = 1;  // of one head; of one split of it
+  int64_t rows = 1;
+  auto add = [&](const AttentionParams& p) {
+    if (p.sizes.seqlen_q == 0 || !is_decode(p)) return;
+    const DecodePlan plan = plan_decode<T>(p);
+    work +=
+        static_cast<double>(p.sizes.batch * plan.rows) * static_cast<double>(plan.splits * plan.split_keys);
+    heaviest = std::max(heaviest, static_cast<double>(plan.rows) * static_cast<double>(plan.split_keys));
+    rows = std::max(rows, plan.rows);
+  };
+  if (call.varlen)
+    for (int64_t b = 0; b < z.batch; ++b) add(of_sequence(call, b));
+  else
+    add(call);
+  const double share = work * static_cast<double>(z.heads_kv) / (2.0 * threads);
+  int64_t heads = std::clamp<int64_t>(static_cast<int64_t>(share / heaviest), 1, z.heads_kv);
+  heads = std::min(heads, std::max<int64_t>(kMostRows / rows, 1));
+  while (z.heads_kv % heads != 0) --heads;
+  return heads;
+}
+
+// A thread's scratch, for any sequence of the call and tasks of `heads` key heads.
 template <class In, class T>
-DecodeScratch<In, T> plan_decode_scratch(Arena& arena, const AttentionParams& call) {
+DecodeScratch<In, T> plan_decode_scratch(Arena& arena, const AttentionParams& call, int64_t heads) {
   const Sizes& z = call.sizes;
   const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxQueries);
   const int64_t rows = z.heads / z.heads_kv * seqlen_q;
   const int64_t block_k = fitted(decode_block_k<T>(), z.seqlen_k);
   DecodeScratch<In, T> s;
-  s.products = DecodeProducts<In, T>::plan(arena, call, rows, block_k);
+  s.products = DecodeProducts<In, T>::plan(arena, call, rows, heads, block_k);
   s.scores = arena.take<T>(rows * block_k);
   // A band may hide keys only if it is bounded.
   const bool may_mask = call.mask || call.band.left < Band::kUnbounded || call.band.right < Band::kUnbounded;
@@ -120,6 +153,9 @@ DecodeScratch<In, T> plan_decode_scratch(Arena& arena, const AttentionParams& ca
   s.finite_tile = may_mask ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
   s.key_copy = copies_rows(call) ? arena.take<In>(block_k * z.head_dim) : nullptr;
   s.value_copy = copies_rows(call) ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
+  const bool is_8_bit = call.varlen.cache.dtype != CacheDType::kOfQuery;
+  s.key_factors = is_8_bit ? arena.take<T>(block_k) : nullptr;
+  s.value_factors = is_8_bit ? arena.take<T>(block_k) : nullptr;
   return s;
 }
 
@@ -154,34 +190,62 @@ inline bool unified_max_fits(T row_max, T unified) {
   return row_max == kNegInf<T> || !(std::abs(row_max - unified) > limit);
 }
 
-// A copy of `rows` rows with zeros for those that are not finite.
 template <class In, class T>
-Rows<In> finite_rows(const Rows<In>& from, int64_t rows, In* copy) {
-  for (int64_t n = 0; n < rows; ++n) {
-    In* to = copy + n * from.cols;
-    std::copy(from.row(n), from.row(n) + from.cols, to);
-    if (!rows_are_finite<In, T>({to, 0, from.cols}, 1)) std::fill(to, to + from.cols, In{});
-  }
-  return {copy, from.cols, from.cols};
+bool tile_is_finite(const TileRows<In>& tile, int64_t keys) {
+  for (int64_t n = 0; n < keys; n += kChunkRows)
+    if (!rows_are_finite<In, T>(tile.from(n), std::min(kChunkRows, keys - n))) return false;
+  return true;
 }
 
+// A copy of `keys` rows with zeros for those that are not finite.
 template <class In, class T>
-void decode_tile(const AttentionParams& p, const DecodeScratch<In, T>& s, int64_t b, int64_t h_kv, int64_t j0,
-                 int64_t keys, const T* unified, const SplitResult<T>& r) {
+TileRows<In> finite_rows(const TileRows<In>& from, int64_t keys, In* copy) {
+  for (int64_t n = 0; n < keys; ++n) {
+    In* to = copy + n * from.cols;
+    std::copy(from.row(n), from.row(n) + from.cols, to);
+    if (!rows_are_finite<In, T>(Rows<In>{to, 0, from.cols}, 1)) std::fill(to, to + from.cols, In{});
+  }
+  return tile_rows<In>({copy, from.cols, from.cols});
+}
+
+template <class T>
+inline void multiply_lanes(T* row, const T* factors, int64_t ld) {
+  for (int64_t c = 0; c < ld; c += kLanes<T>) store<T>(row + c, load<T>(row + c) * load<T>(factors + c));
+}
+
+// `n`: which of the task's key heads h_kv is. `next` is where the rows lie that are read after this tile.
+template <class In, class T>
+void decode_tile(const AttentionParams& p, const DecodeScratch<In, T>& s, int64_t b, int64_t h_kv, int64_t n,
+                 int64_t j0, int64_t keys, const T* unified, const SplitResult<T>& r,
+                 const SourceRows& next) {
   const Sizes& z = p.sizes;
+  const CacheParams& cache = p.varlen.cache;
   const int64_t group = z.heads / z.heads_kv, rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
-  const Rows<In> k = key_rows<In>(p, b, h_kv, j0, keys, s.key_copy);
-  const Rows<In> v = value_rows<In>(p, b, h_kv, j0, keys, s.value_copy);
-  const Rows<In> nothing{nullptr, 0, 0};
-  const Rows<In> next_k = copies_rows(p) ? nothing : Rows<In>{k.row(decode_block_k<T>()), k.stride, k.cols};
+  const SourceRows k_source = source_rows<In>(p, p.k, b, h_kv, j0, keys, z.head_dim);
+  const SourceRows v_source = source_rows<In>(p, p.v, b, h_kv, j0, keys, z.head_dim_v);
+  const DecodeRows<In, T> k = decode_rows<In, T>(p, p.k, cache.k_scale, k_source, b, h_kv, j0, keys,
+                                                 z.head_dim, ld, s.key_copy, s.key_factors, v_source);
+  const DecodeRows<In, T> v = decode_rows<In, T>(p, p.v, cache.v_scale, v_source, b, h_kv, j0, keys,
+                                                 z.head_dim_v, ld, s.value_copy, s.value_factors, next);
+  const SourceRows nothing;  // rows of 8 bits were asked for while others were copied
+  const bool in_place = cache.dtype == CacheDType::kOfQuery;
+  const SourceRows &values_next = in_place ? v_source : nothing, &keys_next = in_place ? next : nothing;
 
-  for_each_few_rows<T>(rows, [&](int64_t row, auto count) {
-    s.products.template scores<count.value>(row, k, keys, s.scores + row * ld, ld, row == 0 ? v : nothing);
-  });
+  const bool all_at_once = fills_lanes<T>(rows);
+  if (all_at_once) {
+    s.products.all_scores(n, rows, k.rows, keys, s.scores, ld, values_next);
+  } else {
+    for_each_few_rows<T>(rows, [&](int64_t row, auto count) {
+      s.products.template scores<count.value>(n * rows + row, k.rows, keys, s.scores + row * ld, ld,
+                                              row == 0 ? values_next : nothing);
+    });
+  }
+  if (k.factors)
+    for (int64_t row = 0; row < rows; ++row) multiply_lanes<T>(s.scores + row * ld, k.factors, ld);
 
   const bool may_mask = is_masked_before(p, j0 + keys) || !band_covers(p.band, 0, z.seqlen_q, j0, j0 + keys);
-  const bool isolate = may_mask && !rows_are_finite<In, T>(v, keys);
+  const bool isolate = may_mask && !tile_is_finite<In, T>(v.rows, keys);
   for (int64_t g = 0; g < group; ++g) {
     const TileFrame f{b, h_kv * group + g, 0, j0, z.seqlen_q, keys, ld, false};
     T* scores = s.scores + g * z.seqlen_q * ld;
@@ -195,48 +259,77 @@ void decode_tile(const AttentionParams& p, const DecodeScratch<In, T>& s, int64_
       load_dropout_tile<T>(p, f, s.dropout_tile);
       multiply_rows<T>(scores, s.dropout_tile, z.seqlen_q * ld);
     }
+    if (v.factors)
+      for (int64_t i = 0; i < z.seqlen_q; ++i) multiply_lanes<T>(scores + i * ld, v.factors, ld);
     if (isolate)
-      add_rows_not_finite<In, T>(score, false, z.seqlen_q, scores, ld, 1, v, keys,
+      add_rows_not_finite<In, T>(score, false, z.seqlen_q, scores, ld, 1, v.rows, keys,
                                  r.out + g * z.seqlen_q * d_v, d_v);
   }
-  const Rows<In> values = isolate ? finite_rows<In, T>(v, keys, s.finite_tile) : v;
+  const TileRows<In> values = isolate ? finite_rows<In, T>(v.rows, keys, s.finite_tile) : v.rows;
+  if (all_at_once) return s.products.add_all_values(rows, s.scores, ld, values, keys, r.out, d_v, keys_next);
   for_each_few_rows<T>(rows, [&](int64_t row, auto count) {
     s.products.template add_values<count.value>(s.scores + row * ld, ld, values, keys, r.out + row * d_v, d_v,
-                                                row == 0 ? next_k : nothing);
+                                                row == 0 ? keys_next : nothing);
   });
 }
 
-// `results` are those of the key head; the split fills its own.
+// The key heads of one task.
+struct DecodeHeads {
+  int64_t first, count;
+};
+
+// One split of some key heads; it fills its own part of their results.
 template <class In, class T>
 void decode_split(const AttentionParams& p, const DecodePlan& plan, const DecodeScratch<In, T>& s, int64_t b,
-                  int64_t h_kv, const SplitResult<T>& results, int64_t split) {
+                  const DecodeHeads& heads, const SplitResults<T>& results, int64_t split) {
   const Sizes& z = p.sizes;
   const int64_t group = z.heads / z.heads_kv, block_k = decode_block_k<T>(), rows = plan.rows;
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
-  for (int64_t g = 0; g < group; ++g)
-    for (int64_t n = 0; n < z.seqlen_q; ++n)
-      s.products.load_query(p, g * z.seqlen_q + n, p.q.row<In>(b, h_kv * group + g, n));
+  for (int64_t n = 0; n < heads.count; ++n) {
+    for (int64_t row = 0; row < rows; ++row)
+      s.products.load_query(p, n * rows + row,
+                            p.q.row<In>(b, (heads.first + n) * group + row / z.seqlen_q, row % z.seqlen_q));
+    s.products.finish_queries(p, n, rows);
+  }
 
-  const SplitResult<T> r = results.skip(split * rows, d_v);
   const int64_t begin = plan.keys.begin + split * plan.split_keys,
                 end = std::min(begin + plan.split_keys, plan.keys.end);
-  auto run = [&](const T* unified) {
-    std::fill(r.out, r.out + rows * d_v, T(0));
-    std::fill(r.row_max, r.row_max + rows, kNegInf<T>);
-    std::fill(r.row_sum, r.row_sum + rows, T(0));
-    for (int64_t j0 = begin; j0 < end; j0 += block_k)
-      decode_tile<In, T>(p, s, b, h_kv, j0, std::min(block_k, end - j0), unified, r);
+  const auto result_of = [&](int64_t n) {
+    return results.of(b, heads.first + n, plan).skip(split * rows, d_v);
   };
-  if (!p.decode.has_unified_max) return run(nullptr);
+  auto run = [&](const T* unified, int64_t first, int64_t last) {
+    for (int64_t n = first; n < last; ++n) {
+      const SplitResult<T> r = result_of(n);
+      std::fill(r.out, r.out + rows * d_v, T(0));
+      std::fill(r.row_max, r.row_max + rows, kNegInf<T>);
+      std::fill(r.row_sum, r.row_sum + rows, T(0));
+    }
+    for (int64_t j0 = begin; j0 < end; j0 += block_k)
+      for (int64_t n = first; n < last; ++n) {
+        const int64_t next_n = n + 1 < last ? n + 1 : first, next_j = n + 1 < last ? j0 : j0 + block_k;
+        SourceRows next;
+        if (next_j < end)
+          next = source_rows<In>(p, p.k, b, heads.first + next_n, next_j, std::min(block_k, end - next_j),
+                                 z.head_dim);
+        decode_tile<In, T>(p, s, b, heads.first + n, n, j0, std::min(block_k, end - j0), unified,
+                           result_of(n), next);
+      }
+  };
+  if (!p.decode.has_unified_max) return run(nullptr, 0, heads.count);
   constexpr double kLargest = std::numeric_limits<T>::max();  // of the finite guesses that T holds
   const T unified = static_cast<T>(std::clamp(p.decode.unified_max, -kLargest, kLargest));
-  run(&unified);
-  for (int64_t row = 0; row < rows; ++row)
-    if (!unified_max_fits<T>(r.row_max[row], unified)) return run(nullptr);
-  // What O and l are relative to. A row that sees no key of this split has no maximum: other splits, computed
-  // again, may have one far below the guess.
-  for (int64_t row = 0; row < rows; ++row)
-    if (r.row_sum[row] != T(0)) r.row_max[row] = unified;
+  run(&unified, 0, heads.count);
+  for (int64_t n = 0; n < heads.count; ++n) {
+    const SplitResult<T> r = result_of(n);
+    if (!std::all_of(r.row_max, r.row_max + rows, [&](T m) { return unified_max_fits<T>(m, unified); })) {
+      run(nullptr, n, n + 1);
+      continue;
+    }
+    // What O and l are relative to. A row that sees no key of this split has no maximum: other splits, computed
+    // again, may have one far below the guess.
+    for (int64_t row = 0; row < rows; ++row)
+      if (r.row_sum[row] != T(0)) r.row_max[row] = unified;
+  }
 }
 
 // O and lse of one key head's queries from its splits, added in order.

@@ -1,10 +1,21 @@
-// The two products of decode, a few rows of Q at a time: S = Q K^T, whose sums run along the lanes, and O +=
-// P V. K and V are read where the caller has them, and `next` rows are asked for meanwhile.
+// The two products of decode, S = Q K^T and O += P V, in two forms. A few rows of Q at a time: the sums of S run along
+// the lanes, K and V are read where the caller has them, and `next` rows are asked for meanwhile. Or, where rows fill
+// more than half a vector, all of them at once by the forward's matrix product: S^T with a lane for each row, which then
+// is transposed.
 #pragma once
 
+#include "cache_rows-inl.h"
 #include "gemm-inl.h"
 #include "pairs-inl.h"
 #include "scores-inl.h"
+
+// Whether so many rows of Q are multiplied all at once. Thousands of them, where the caller asks for splits of a long
+// prompt, would need as much memory again.
+constexpr int64_t kMostRowsAtOnce = 512;
+template <class T>
+constexpr bool fills_lanes(int64_t rows) {
+  return rows > kLanes<T> / 2 && rows <= kMostRowsAtOnce;
+}
 
 // Columns of O in scratch: whole pairs of vectors.
 template <class T>
@@ -29,7 +40,7 @@ constexpr int kDotSums = FA_VECTOR_REGISTERS / 2;
 // scores[r][n] = scale * <q[r], k[n]> for R rows and kDotSums / R keys. Keys past `keys` read the last one
 // again; nobody looks at their scores. `load` makes a vector of elements E of a key's columns, kCols of them.
 template <class T, int R, int kCols, class E, class In, class Load>
-FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, int64_t keys, T scale,
+FA_INLINE void dot_block(const E* q, int64_t ldq, const TileRows<In>& k, int64_t j, int64_t keys, T scale,
                          T* scores, int64_t ld, const Load& load) {
   constexpr int L = kLanes<T>, N = kDotSums / R;
   static_assert(kDotSums % L == 0);
@@ -114,16 +125,41 @@ struct TileSum {
   }
 };
 
+// What the form for many rows keeps; rows in whole vectors, those of the sequence at hand. E: T, or Pair.
+template <class E, class T>
+struct ManyRows {
+  E* q;       // [heads of a task][D][rows]   Q^T
+  T* scores;  // [block_k][rows]              S^T
+  E* k_tile;  // [block_k][D]                 only if the caller's k cannot be read directly
+  E* v_tile;  // [block_k][D_v]               likewise; Pair: pairs across the keys
+
+  static ManyRows plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads, int64_t block_k,
+                       int64_t depth) {
+    ManyRows m{};
+    rows = std::min<int64_t>(rows, kMostRowsAtOnce);  // of a shorter sequence
+    if (!fills_lanes<T>(rows)) return m;
+    const int64_t lanes = round_up_to_lanes<T>(rows);
+    m.q = arena.take<E>(heads * depth * lanes);
+    m.scores = arena.take<T>(block_k * lanes);
+    m.k_tile = arena.take<E>(block_k * round_up_to_lanes<T>(depth));
+    m.v_tile = arena.take<E>(block_k * decode_columns<T>(p.sizes.head_dim_v));
+    return m;
+  }
+};
+
 template <class In, class T>
 struct DecodeProducts {
-  T* q;  // [rows][D]
+  T* q;  // [rows][D]   rows: of all heads of a task
   int64_t ldq;
   T scale;
   TileSum<T> tile_sum;
+  ManyRows<T, T> many;
 
-  static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t /*block_k*/) {
+  static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
+                             int64_t block_k) {
     const int64_t ldq = round_up_to_lanes<T>(p.sizes.head_dim);
-    return {arena.take<T>(rows * ldq), ldq, product_scale<T>(p), TileSum<T>::plan(arena, p)};
+    return {arena.take<T>(heads * rows * ldq), ldq, product_scale<T>(p), TileSum<T>::plan(arena, p),
+            ManyRows<T, T>::plan(arena, p, rows, heads, block_k, p.sizes.head_dim)};
   }
 
   void load_query(const AttentionParams& p, int64_t row, const In* src) const {
@@ -131,25 +167,48 @@ struct DecodeProducts {
       store<T>(q + row * ldq + c, load_columns<T>(src + c, p.sizes.head_dim - c));
   }
 
+  // After the queries of head `n` of the task.
+  void finish_queries(const AttentionParams& p, int64_t n, int64_t rows) const {
+    if (!fills_lanes<T>(rows)) return;
+    const int64_t depth = p.sizes.head_dim, lanes = round_up_to_lanes<T>(rows);
+    load_tile_transposed<T, T>(q + n * rows * ldq, ldq, rows, depth, many.q + n * depth * lanes, lanes);
+  }
+
   template <int R>
-  void scores(int64_t row, const Rows<In>& k, int64_t keys, T* out, int64_t ld, const Rows<In>& next) const {
+  void scores(int64_t row, const TileRows<In>& k, int64_t keys, T* out, int64_t ld,
+              const SourceRows& next) const {
     constexpr int N = kDotSums / R;
     const auto load = [](const In* p, int64_t n) FA_INLINE_LAMBDA { return load_columns<T>(p, n); };
     for (int64_t j = 0; j < keys; j += N) {
-      next.prefetch(j, std::min(j + N, keys));
+      next.prefetch(j, j + N);
       dot_block<T, R, kLanes<T>>(q + row * ldq, ldq, k, j, keys, scale, out, ld, load);
     }
   }
 
+  // S of all rows of head `n`.
+  void all_scores(int64_t n, int64_t rows, const TileRows<In>& k, int64_t keys, T* out, int64_t ld,
+                  const SourceRows& next) const {
+    const int64_t lanes = round_up_to_lanes<T>(rows);
+    const T* queries = many.q + n * k.cols * lanes;
+    const int64_t step = k.is_whole() ? keys : kChunkRows;
+    next.prefetch(0, keys);
+    for (int64_t j = 0; j < keys; j += step) {
+      const int64_t count = std::min(step, keys - j);
+      const Tile<T> tile = load_tile<In, T>(k.row(j), k.stride, count, k.cols, many.k_tile);
+      gemm<T>(count, lanes,
+              {k.cols, tile.data, tile.ld, 1, queries, lanes, many.scores + j * lanes, lanes, false, scale});
+    }
+    load_tile_transposed<T, T>(many.scores, lanes, keys, rows, out, ld);
+  }
+
   template <int R>
-  void add_values(const T* probs, int64_t ld, const Rows<In>& v, int64_t keys, T* out, int64_t ldo,
-                  const Rows<In>& next) const {
+  void add_values(const T* probs, int64_t ld, const TileRows<In>& v, int64_t keys, T* out, int64_t ldo,
+                  const SourceRows& next) const {
     constexpr int L = kLanes<T>, kWide = 16 / R < 8 ? 16 / R : 8;
-    constexpr int64_t kStep = 16;  // so that `next` is asked for evenly
     T* sum = tile_sum.template begin<R>(ldo);
-    for (int64_t j = 0; j < keys; j += kStep) {
-      const int64_t count = std::min(kStep, keys - j);
-      const Rows<In> here{v.row(j), v.stride, v.cols};
+    for (int64_t j = 0; j < keys; j += kChunkRows) {
+      const int64_t count = std::min(kChunkRows, keys - j);
+      const Rows<In> here = v.from(j);
       next.prefetch(j, j + count);
       int64_t c = 0;
       for (; c + kWide * L <= v.cols; c += kWide * L)
@@ -157,6 +216,23 @@ struct DecodeProducts {
       for (; c < v.cols; c += L) value_block<In, T, R, 1>(probs + j, ld, here, c, count, sum, ldo);
     }
     add_rows<T>(out, sum, R * ldo);
+  }
+
+  // The whole tile in one product, wherever its chunks lie: the sums are the same then.
+  void add_all_values(int64_t rows, const T* probs, int64_t ld, const TileRows<In>& v, int64_t keys, T* out,
+                      int64_t ldo, const SourceRows& next) const {
+    constexpr bool kInPlace = std::is_same_v<In, T>;
+    const int64_t width = round_up_to_lanes<T>(v.cols);
+    next.prefetch(0, keys);
+    Tile<T> tile{many.v_tile, width};
+    if (kInPlace && v.cols % kLanes<T> == 0 && v.is_whole()) {
+      tile = load_tile<In, T>(v.row(0), v.stride, keys, v.cols, many.v_tile);
+    } else {
+      for (int64_t n = 0; n < keys; ++n)
+        for (int64_t c = 0; c < v.cols; c += kLanes<T>)
+          store<T>(many.v_tile + n * width + c, load_columns<T>(v.row(n) + c, v.cols - c));
+    }
+    gemm<T>(rows, v.cols, {keys, probs, ld, 1, tile.data, tile.ld, out, ldo, true});
   }
 };
 
@@ -196,16 +272,23 @@ FA_INLINE void value_pairs_block(const Pair* probs, int64_t ld, const Rows<BFloa
 
 template <>
 struct DecodeProducts<BFloat16, float> {
-  Pair* q;  // [rows][D / 2]
+  Pair* q;  // [rows][D / 2]   rows: of all heads of a task
   int64_t ldq;
-  Pair* prob_pairs;  // [4][block_k / 2]   P of the rows at hand, pairs along the keys
+  Pair* prob_pairs;  // [rows at a time][block_k / 2]   P, pairs along the keys
   float scale;
   TileSum<float> tile_sum;
+  ManyRows<Pair, float> many;
 
-  static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t block_k) {
+  static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
+                             int64_t block_k) {
     const int64_t ldq = round_up_to_lanes<float>(pairs_of(p.sizes.head_dim));
-    return {arena.take<Pair>(rows * ldq), ldq, arena.take<Pair>(4 * block_k / 2), product_scale<float>(p),
-            TileSum<float>::plan(arena, p)};
+    const int64_t block = std::max<int64_t>(std::min(rows, kMostRowsAtOnce), 4);
+    return {arena.take<Pair>(heads * rows * ldq),
+            ldq,
+            arena.take<Pair>(block * block_k / 2),
+            product_scale<float>(p),
+            TileSum<float>::plan(arena, p),
+            ManyRows<Pair, float>::plan(arena, p, rows, heads, block_k, pairs_of(p.sizes.head_dim))};
   }
 
   void load_query(const AttentionParams& p, int64_t row, const BFloat16* src) const {
@@ -213,28 +296,49 @@ struct DecodeProducts<BFloat16, float> {
       store_elements(q + row * ldq + c / 2, load_pairs(src + c, p.sizes.head_dim - c));
   }
 
+  void finish_queries(const AttentionParams& p, int64_t n, int64_t rows) const {
+    if (!fills_lanes<float>(rows)) return;
+    const int64_t depth = pairs_of(p.sizes.head_dim), lanes = round_up_to_lanes<float>(rows);
+    load_pairs_transposed(reinterpret_cast<const BFloat16*>(q + n * rows * ldq), 2 * ldq, rows, 2 * depth,
+                          many.q + n * depth * lanes, lanes);
+  }
+
   template <int R>
-  void scores(int64_t row, const Rows<BFloat16>& k, int64_t keys, float* out, int64_t ld,
-              const Rows<BFloat16>& next) const {
+  void scores(int64_t row, const TileRows<BFloat16>& k, int64_t keys, float* out, int64_t ld,
+              const SourceRows& next) const {
     constexpr int N = kDotSums / R;
     const auto load = [](const BFloat16* p, int64_t n) FA_INLINE_LAMBDA { return load_pairs(p, n); };
     for (int64_t j = 0; j < keys; j += N) {
-      next.prefetch(j, std::min(j + N, keys));
+      next.prefetch(j, j + N);
       dot_block<float, R, 2 * kLanes<float>>(q + row * ldq, ldq, k, j, keys, scale, out, ld, load);
     }
   }
 
+  void all_scores(int64_t n, int64_t rows, const TileRows<BFloat16>& k, int64_t keys, float* out, int64_t ld,
+                  const SourceRows& next) const {
+    const int64_t depth = pairs_of(k.cols), step = k.is_whole() ? keys : kChunkRows;
+    const int64_t lanes = round_up_to_lanes<float>(rows);
+    const Pair* queries = many.q + n * depth * lanes;
+    next.prefetch(0, keys);
+    for (int64_t j = 0; j < keys; j += step) {
+      const int64_t count = std::min(step, keys - j);
+      const Tile<Pair> tile = load_pair_rows(k.row(j), k.stride, count, k.cols, many.k_tile);
+      gemm<float, Pair>(
+          count, lanes,
+          {depth, tile.data, tile.ld, 1, queries, lanes, many.scores + j * lanes, lanes, false, scale});
+    }
+    load_tile_transposed<float, float>(many.scores, lanes, keys, rows, out, ld);
+  }
+
   template <int R>
-  void add_values(const float* probs, int64_t ld, const Rows<BFloat16>& v, int64_t keys, float* out,
-                  int64_t ldo, const Rows<BFloat16>& next) const {
+  void add_values(const float* probs, int64_t ld, const TileRows<BFloat16>& v, int64_t keys, float* out,
+                  int64_t ldo, const SourceRows& next) const {
     constexpr int kCols = 2 * kLanes<float>, kWide = 8 / R < 4 ? 8 / R : 4;
-    constexpr int64_t kStep = 16;
-    for (int64_t n = 0; n < R * ld; n += kLanes<float>)  // padding lanes of P are 0
-      store_as<BFloat16, float>(reinterpret_cast<BFloat16*>(prob_pairs) + n, load<float>(probs + n));
+    round_probs(probs, R * ld);
     float* sum = tile_sum.template begin<R>(ldo);
-    for (int64_t j = 0; j < keys; j += kStep) {
-      const int64_t count = std::min(kStep, keys - j);
-      const Rows<BFloat16> here{v.row(j), v.stride, v.cols};
+    for (int64_t j = 0; j < keys; j += kChunkRows) {
+      const int64_t count = std::min(kChunkRows, keys - j);
+      const Rows<BFloat16> here = v.from(j);
       next.prefetch(j, j + count);
       int64_t c = 0;
       for (; c + kWide * kCols <= v.cols; c += kWide * kCols)
@@ -243,6 +347,24 @@ struct DecodeProducts<BFloat16, float> {
         value_pairs_block<R, 1>(prob_pairs + j / 2, ld / 2, here, c, count, sum, ldo);
     }
     add_rows<float>(out, sum, R * ldo);
+  }
+
+  void add_all_values(int64_t rows, const float* probs, int64_t ld, const TileRows<BFloat16>& v, int64_t keys,
+                      float* out, int64_t ldo, const SourceRows& next) const {
+    const int64_t width = round_up_to_lanes<float>(v.cols);
+    next.prefetch(0, keys);
+    round_probs(probs, rows * ld);
+    for (int64_t j = 0; j < keys; j += kChunkRows)
+      load_pairs_across(v.row(j), v.stride, std::min(kChunkRows, keys - j), v.cols,
+                        many.v_tile + j / 2 * width, width);
+    gemm<float, Pair>(rows, v.cols,
+                      {pairs_of(keys), prob_pairs, ld / 2, 1, many.v_tile, width, out, ldo, true});
+  }
+
+ private:
+  void round_probs(const float* probs, int64_t count) const {  // padding lanes of P are 0
+    for (int64_t n = 0; n < count; n += kLanes<float>)
+      store_as<BFloat16, float>(reinterpret_cast<BFloat16*>(prob_pairs) + n, load<float>(probs + n));
   }
 };
 

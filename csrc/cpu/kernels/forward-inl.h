@@ -114,17 +114,18 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
   }
 }
 
-// Query blocks of one head, or, in the decode kernel, pieces of the keys of one key head.
+// Query blocks of one head, or, in the decode kernel, pieces of the keys of a few key heads.
 template <class T>
-int64_t count_forward_tasks(const AttentionParams& p) {
+int64_t count_forward_tasks(const AttentionParams& p, int64_t decode_heads) {
   constexpr int64_t block_q = forward_tiling<T>().block_q;
   if (p.sizes.seqlen_q == 0) return 0;  // of a packed sequence
-  if (is_decode(p)) return p.sizes.heads_kv * plan_decode<T>(p).splits;
+  if (is_decode(p)) return p.sizes.heads_kv / decode_heads * plan_decode<T>(p).splits;
   return p.sizes.heads * ceil_div(p.sizes.seqlen_q, block_q);
 }
 
 template <class T>
 struct ForwardWorkspace {
+  int64_t decode_heads;  // key heads of a task of the decode kernel
   TaskList tasks;
   SplitResults<T> splits;
   char* scratch;  // of each thread
@@ -134,11 +135,13 @@ struct ForwardWorkspace {
 template <class In, class T>
 ForwardWorkspace<T> plan_forward_workspace(Arena& arena, const AttentionParams& call, int threads) {
   ForwardWorkspace<T> w;
-  w.tasks = plan_tasks(arena, call, count_forward_tasks<T>);
+  w.decode_heads = may_decode(call) ? decode_heads_of_task<T>(call, threads) : 1;
+  w.tasks = plan_tasks(arena, call,
+                       [&](const AttentionParams& p) { return count_forward_tasks<T>(p, w.decode_heads); });
   w.splits = plan_split_results<T>(arena, call);
   Arena blocks(nullptr), decode(nullptr);
   if (call.varlen || !is_decode(call)) plan_forward<In, T>(blocks, call);
-  if (may_decode(call)) plan_decode_scratch<In, T>(decode, call);
+  if (may_decode(call)) plan_decode_scratch<In, T>(decode, call, w.decode_heads);
   w.scratch_bytes = std::max(blocks.used(), decode.used());
   w.scratch = arena.take<char>(static_cast<int64_t>(w.scratch_bytes) * threads);
   return w;
@@ -154,9 +157,9 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
     Arena scratch(w.scratch + thread * w.scratch_bytes);
     if (is_decode(p)) {
       const DecodePlan plan = plan_decode<T>(p);
-      const int64_t h_kv = task / plan.splits, split = task % plan.splits;
-      decode_split<In, T>(p, plan, plan_decode_scratch<In, T>(scratch, call), b, h_kv,
-                          w.splits.of(b, h_kv, plan), split);
+      const DecodeHeads heads{task / plan.splits * w.decode_heads, w.decode_heads};
+      decode_split<In, T>(p, plan, plan_decode_scratch<In, T>(scratch, call, w.decode_heads), b, heads,
+                          w.splits, task % plan.splits);
     } else {
       constexpr int64_t block_q = forward_tiling<T>().block_q;
       const int64_t blocks = ceil_div(p.sizes.seqlen_q, block_q);

@@ -12,12 +12,12 @@
 
 // C[m] += A[m][k] * B[k] for the rows k of B that are not finite and the rows m of C that attend to them. A
 // element (m, k) belongs to score (row m, lane k), or (row k, lane m) if a_transposed.
-template <class In, class T>
+template <class In, class T, class RowsOfB>
 inline void add_rows_not_finite(const ScoreTile<T>& score, bool a_transposed, int64_t rows, const T* a,
-                                int64_t a_row, int64_t a_depth, const Rows<In>& b, int64_t depth, T* c,
+                                int64_t a_row, int64_t a_depth, const RowsOfB& b, int64_t depth, T* c,
                                 int64_t ldc) {
   for (int64_t k = 0; k < depth; ++k) {
-    if (rows_are_finite<In, T>({b.row(k), b.stride, b.cols}, 1)) continue;
+    if (rows_are_finite<In, T>(Rows<In>{b.row(k), b.stride, b.cols}, 1)) continue;
     for (int64_t m = 0; m < rows; ++m) {
       if (!(a_transposed ? score.attends(k, m) : score.attends(m, k))) continue;
       const T factor = a[m * a_row + k * a_depth];

@@ -53,4 +53,6 @@ constexpr int64_t kDecodeMaxQueries = 8;  // beyond, measured, the forward's til
 constexpr int64_t kDecodeTasks =
     16;  // keys are split until a batch of one has so many tasks, for a few threads,
 constexpr int64_t kDecodeMinBlocks = 4;  // but into no fewer key blocks each: a split costs a merge
+constexpr int64_t kDecodeMostBlocks =
+    64;                            // nor into more: one long cache must not keep other threads waiting
 constexpr int kPrefetchLevel = 3;  // of __builtin_prefetch: into L1, where the next tile's rows have room
