@@ -13,7 +13,7 @@ from itertools import islice
 
 import torch
 from gpt_model import GPT, Shape, attention_by_name
-from stdlib_text import VOCABULARY, load_corpus, random_windows
+from stdlib_text import VOCABULARY, Corpus, load_corpus, random_windows
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
@@ -23,16 +23,16 @@ PROMPTS = [b"import os\nimport sys\n\n", b"def main():\n", b"class Path:\n    de
 PAGE_SIZE = 16
 
 
-def trained_model(shape: Shape, steps: int) -> GPT:
+def trained_model(corpus: Corpus, shape: Shape, steps: int) -> GPT:
     torch.manual_seed(0)
     model = GPT(shape, attention_by_name("flash_attn_ext"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for inputs, targets in islice(random_windows(load_corpus().train, 8, shape.context, seed=0), steps):
+    for inputs, targets in islice(random_windows(corpus.train, 8, shape.context, seed=0), steps):
         optimizer.zero_grad()
         loss = model.loss(inputs, targets)
         loss.backward()
         optimizer.step()
-    print(f"Trained for {steps} steps; loss {loss.item():.2f} nats a byte")
+    print(f"Trained for {steps} steps; loss {loss.item():.2f} nats a token")
     return model.eval()
 
 
@@ -126,17 +126,17 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--layers", type=int, default=4)
     options = parser.parse_args()
-    prompts = [torch.tensor(list(prompt)) for prompt in PROMPTS]
+    corpus = load_corpus()
+    prompts = [corpus.tokenizer.encode(prompt).long() for prompt in PROMPTS]
     if max(map(len, prompts)) + options.tokens > options.context:
         parser.error(f"--tokens: got {options.tokens}; the prompts and what is written must fit --context")
-    model = trained_model(
-        Shape(VOCABULARY, options.context, options.d_model, options.heads, options.layers), options.steps
-    )
+    shape = Shape(VOCABULARY, options.context, options.d_model, options.heads, options.layers)
+    model = trained_model(corpus, shape, options.steps)
     paged, paged_speed = timed(write_paged, model, prompts, options.tokens)
     concatenated, other_speed = timed(write_concatenated, model, prompts, options.tokens)
     for prompt, tokens in zip(PROMPTS, paged, strict=True):
         print("-" * 80)
-        print((prompt + bytes(tokens.tolist())).decode(errors="replace"))
+        print((prompt + corpus.tokenizer.decode(tokens.tolist())).decode(errors="replace"))
     print("-" * 80)
     same = (paged == concatenated).float().mean().item()
     print(f"flash_attn_with_kvcache, pages of {PAGE_SIZE}: {paged_speed:.0f} tokens a second")

@@ -225,3 +225,14 @@ def test_generation_through_pages_writes_what_torch_writes():
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert finished.returncode == 0, finished.stderr
     assert "100.0% of the tokens are the same" in finished.stdout
+
+
+def test_packed_documents_train_as_padded_ones_do():
+    command = [sys.executable, str(Path(train_gpt.__file__).with_name("train_packed.py"))]
+    command += ["--steps", "4", "--context", "64", "--d-model", "32", "--heads", "2", "--layers", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert finished.returncode == 0, finished.stderr
+    apart = [float(line.split("at most ")[1].split()[0]) for line in finished.stdout.splitlines() if "at most" in line]
+    assert len(apart) == 3
+    assert max(apart) < 1e-3
