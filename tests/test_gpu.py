@@ -8,8 +8,10 @@ import re
 import helpers
 import pytest
 import test_contract
+import test_derivatives
 import test_gradcheck as numerical_gradients
 import test_hypothesis
+import test_large_scores
 import test_options
 import test_parity
 import torch
@@ -39,7 +41,7 @@ def new_rng_state():
 @pytest.fixture(autouse=True)
 def on_the_gpu(monkeypatch):
     """Tensors that name no device lie on the GPU, the dropout state too."""
-    for module in (helpers, test_contract, numerical_gradients):
+    for module in (helpers, test_contract, test_derivatives, numerical_gradients):
         monkeypatch.setattr(module, "new_rng_state", new_rng_state)
     torch.set_default_device(DEVICE)
     yield
@@ -67,6 +69,15 @@ test_strided_and_misaligned_inputs = test_contract.test_strided_and_misaligned_i
 test_broadcast_inputs = test_contract.test_broadcast_inputs_are_read_in_place
 test_odd_gradients_of_out = test_contract.test_odd_gradients_of_out
 TestDropout = test_contract.TestDropout
+
+# Forward mode and double backward; scores far from 0.
+test_derivatives_numerically = test_derivatives.test_numerically
+test_derivatives_of_broadcast_masks = test_derivatives.test_broadcast_masks_numerically
+test_derivatives_against_the_dense_reference = test_derivatives.test_against_the_dense_reference
+test_derivatives_of_masked_rows = test_derivatives.test_masked_rows_and_hidden_nan
+test_hessian_vector_products = test_derivatives.test_hessian_vector_products_both_ways
+test_one_key_has_all_the_weight = test_large_scores.test_one_key_has_all_the_weight
+test_large_mask_values = test_large_scores.test_mask_values_up_to_the_largest_keep_their_difference
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
