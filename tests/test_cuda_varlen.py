@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from cuda_host import library
+from test_derivatives import second_order
 
 from flash_attn_ext import dropout_mask, new_rng_state
 
@@ -163,6 +164,58 @@ def test_masks_by_the_rows_of_a_packed_q(kernels, shape):
     heads, columns = shape
     mask = torch.randn(1, heads, sum(n for n, _ in LENGTHS), columns, dtype=torch.float64)
     check(kernels, LENGTHS, attn_mask=mask, mask_by_row=True)
+
+
+def test_forward_mode_and_double_backward(kernels):
+    """Of each sequence as of a call of its own."""
+    lengths = [(70, 40), (1, 64), (0, 5), (33, 3)]
+    batch, longest = len(lengths), [max(side) for side in zip(*lengths, strict=True)]
+    totals = [sum(side) for side in zip(*lengths, strict=True)]
+    rows = {"q": HEADS, "k": HEADS_KV, "v": HEADS_KV, "dout": HEADS}
+    rows = {name: torch.randn(totals[name in "kv"], heads, HEAD_DIM).double() for name, heads in rows.items()}
+    rows |= {"t_" + name: torch.randn_like(rows[name]) for name in ("q", "k", "v")}
+    rows |= {name: torch.zeros_like(rows["q"]) for name in ("out", "t_out", "dq")}
+    rows |= {"dk": torch.zeros_like(rows["k"]), "dv": torch.zeros_like(rows["v"])}
+    statistics = {name: torch.zeros(HEADS, totals[0]).double() for name in ("lse", "t_lse")}
+    statistics["dlse"] = torch.randn(HEADS, totals[0]).double()
+    cu_seqlens = [torch.tensor([0, *accumulate(side)]) for side in zip(*lengths, strict=True)]
+    known = rows | statistics | {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1]}
+    views = {name: by_batch(t, batch) for name, t in rows.items()}
+    tensors = views | statistics | dict.fromkeys(("attn_mask", "t_attn_mask", "t_slopes", "t_sink"))
+
+    def pack(kind):
+        params = kernels.pack(kind(), tensors, library.DEFAULTS | {"causal": True, "softcap": 3.0})
+        kernels.pack_tangents(params, tensors)
+        params.sizes = library.Sizes(batch, HEADS, HEADS_KV, *longest, HEAD_DIM, HEAD_DIM)
+        params.varlen = library.VarlenParams(*map(library.offsets, cu_seqlens), total_q=totals[0], total_k=totals[1])
+        params.t_out, params.t_lse = library.tensor4(views["t_out"]), statistics["t_lse"].data_ptr()
+        return params
+
+    params = pack(library.JvpParams)
+    kernels.show(known, ("out", "lse", "t_out", "t_lse"))
+    kernels.check(kernels.c.jvp(ctypes.byref(params), None))
+    params = pack(library.DoubleBackwardParams)
+    params.dlse = statistics["dlse"].data_ptr()
+    for name in ("dout", "dq", "dk", "dv"):
+        setattr(params, name, library.tensor4(views[name]))
+    workspace = library.empty_workspace(kernels.c.double_backward_workspace(ctypes.byref(params)))
+    kernels.show(known | {"workspace": workspace}, ("dq", "dk", "dv", "workspace"))
+    kernels.check(kernels.c.double_backward(ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())))
+
+    for b, (seqlen_q, seqlen_k) in enumerate(lengths):
+        own_q = slice(int(cu_seqlens[0][b]), int(cu_seqlens[0][b]) + seqlen_q)
+        own_k = slice(int(cu_seqlens[1][b]), int(cu_seqlens[1][b]) + seqlen_k)
+        own = {name: t[own_k if name in ("k", "v", "t_k", "t_v", "dk", "dv") else own_q].transpose(0, 1)[None]
+               for name, t in rows.items()}  # fmt: skip
+        lse, t_lse, dlse = (t[None, :, own_q] for t in statistics.values())
+        inputs = [own[name].clone().requires_grad_() for name in ("q", "k", "v")]
+        tangents = tuple(own["t_" + name] for name in ("q", "k", "v"))
+        exact = second_order(
+            lambda *x: reference.attention(*x, causal="upper_left", softcap=3.0), inputs, tangents, [own["dout"], dlse]
+        )
+        ours = [own["out"], lse, own["t_out"], t_lse, own["dq"], own["dk"], own["dv"]]
+        for a, e in zip(ours, exact, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-9)
 
 
 def test_other_tiers_refuse_by_name(kernels):

@@ -115,6 +115,28 @@ Gradients varlen_backward_cuda(const VarlenBackwardTensors& given, const VarlenB
   return result;
 }
 
+AttentionJvpResult varlen_jvp_cuda(const VarlenJvpTensors& given, const VarlenOptions& options) {
+  check_varlen_jvp(given, options);
+  check_storages(given);
+  const c10::cuda::CUDAGuard device_guard(given.query.device());
+  const AttentionJvpResult result = empty_varlen_jvp_result(given.forward());
+  const PackedVarlenJvp all = pack_varlen_jvp(given, options, result);
+  run(cuda::select_jvp(all.packed.params), all.packed.params, given.query.options());
+  return result;
+}
+
+Gradients varlen_double_backward_cuda(const VarlenDoubleBackwardTensors& given,
+                                      const VarlenBackwardOptions& options) {
+  check_varlen_double_backward(given, options);
+  check_storages(given);
+  const c10::cuda::CUDAGuard device_guard(given.query.device());
+  const Gradients result = empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
+  const PackedVarlenDoubleBackward all = pack_varlen_double_backward(given, options, result);
+  run(cuda::select_double_backward(all.packed.params), all.packed.params, given.query.options());
+  store_per_head_gradients(all.packed.backward, result);
+  return result;
+}
+
 at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t heads, int64_t seqlen_q,
                              int64_t seqlen_k, double dropout_p) {
   check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
@@ -188,6 +210,17 @@ Gradients varlen_backward_cuda(const VarlenBackwardTensors& given, const VarlenB
   refuse();
 }
 
+AttentionJvpResult varlen_jvp_cuda(const VarlenJvpTensors& given, const VarlenOptions& options) {
+  check_varlen_jvp(given, options);
+  refuse();
+}
+
+Gradients varlen_double_backward_cuda(const VarlenDoubleBackwardTensors& given,
+                                      const VarlenBackwardOptions& options) {
+  check_varlen_double_backward(given, options);
+  refuse();
+}
+
 at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t heads, int64_t seqlen_q,
                              int64_t seqlen_k, double dropout_p) {
   check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
@@ -216,18 +249,6 @@ KernelChoice choose_on_cuda(const AttentionParams&, at::Device) { refuse(); }
 KernelChoice choose_on_cuda(const BackwardParams&, at::Device) { refuse(); }
 
 #endif
-
-// Those of packed sequences have CPU kernels only.
-AttentionJvpResult varlen_jvp_cuda(const VarlenJvpTensors& given, const VarlenOptions& options) {
-  check_varlen_jvp(given, options);
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "flash_attn_varlen on CUDA: forward-mode AD (jvp) has no kernel yet");
-}
-
-Gradients varlen_double_backward_cuda(const VarlenDoubleBackwardTensors& given,
-                                      const VarlenBackwardOptions& options) {
-  check_varlen_double_backward(given, options);
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "flash_attn_varlen on CUDA: double backward has no kernel yet");
-}
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) {
   implement<Attention, attention_cuda>(m);
