@@ -176,15 +176,13 @@ __global__ void __launch_bounds__(kThreads, 1) jvp_kernel(const JvpParams call) 
   }
 }
 
+// Slices of D_v are narrow: for two results, registers hold no wider one.
 template <class In, class T = Accumulator<In>>
 cudaError_t launch_jvp(const JvpParams& p, cudaStream_t stream) {
   const Sizes& z = p.sizes;
-  constexpr int kWidest = sizeof(T) == sizeof(double) ? kNarrowSlice : kMaxSlice;  // that registers hold
-  const int slice = slice_of(z.head_dim_v) == kNarrowSlice ? kNarrowSlice : kWidest;
   const LaunchShape shape{z.batch * z.heads * ceil_div(z.seqlen_q, kSide * jvp_rows<T>()),
-                          ceil_div(z.head_dim_v, slice), 1, kThreads, sizeof(JvpMemory<T>)};
-  return launch(slice == kNarrowSlice ? jvp_kernel<In, kNarrowSlice> : jvp_kernel<In, kWidest>, shape, stream,
-                p);
+                          ceil_div(z.head_dim_v, kNarrowSlice), 1, kThreads, sizeof(JvpMemory<T>)};
+  return launch(jvp_kernel<In, kNarrowSlice>, shape, stream, p);
 }
 
 }  // namespace flash_attn_ext::cuda::simt
