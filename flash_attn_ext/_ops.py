@@ -55,6 +55,7 @@ attention_cache = torch.ops.flash_attn_ext.attention_cache.default
 append_to_cache = torch.ops.flash_attn_ext.append_to_cache.default
 attention_jvp = torch.ops.flash_attn_ext.attention_jvp.default
 attention_double_backward = torch.ops.flash_attn_ext.attention_double_backward.default
+attention_merge_ = torch.ops.flash_attn_ext.attention_merge_.default
 attention_if_plain = _C.attention_if_plain
 plan_attention = _C.plan_attention
 plan_attention_backward = _C.plan_attention_backward

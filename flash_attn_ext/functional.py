@@ -283,7 +283,7 @@ def operator_options(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return (
-        scale, is_causal, lower_right, window_left, window_right, softcap, dropout_p, num_splits, unified_max,
+        scale, is_causal, lower_right, 0, window_left, window_right, softcap, dropout_p, num_splits, unified_max,
         deterministic,
     )  # fmt: skip
 

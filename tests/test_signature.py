@@ -27,6 +27,7 @@ def test_options_come_in_the_order_of_the_schema():
     assert options.pop("window_right") == 4
     assert options.pop("causal") is True
     assert options.pop("lower_right") is True
+    assert options.pop("diagonal") == 0  # for parts of a larger call: no argument of flash_attn
     for name, value in options.items():
         assert value is values[name]
 

@@ -83,12 +83,21 @@ struct SinkParams {
 // Dropout of P, replayed by the backward: element (b, h, i, j) is kept where its Philox word (core/philox.h)
 // is at least `threshold`. The state stays a pointer so that a captured CUDA graph reads fresh values at each
 // replay.
+//
+// A part of a larger call drops what the larger one drops if it has a place in it: {row, column, head, heads}, where its
+// first element lies and how many heads a batch of the larger call has.
 struct DropoutParams {
   const int64_t* rng_state = nullptr;  // {seed, offset}, on the kernel's device; null: no dropout
+  const int64_t* place = nullptr;      // likewise; null: the call is the larger one
   uint64_t threshold = 0;              // round(p * 2^32)
   double keep_scale = 1.0;             // 1 / (1 - p); 0 if p == 1
 
   FA_HOST_DEVICE explicit operator bool() const { return rng_state != nullptr; }
+  FA_HOST_DEVICE int64_t row(int64_t i) const { return place ? place[0] + i : i; }
+  FA_HOST_DEVICE int64_t col(int64_t j) const { return place ? place[1] + j : j; }
+  FA_HOST_DEVICE int64_t head(int64_t b, int64_t h, int64_t heads) const {
+    return place ? b * place[3] + place[2] + h : b * heads + h;
+  }
 };
 
 // How the forward cuts the keys where there are few queries (Flash-Decoding). Either option, if given, asks

@@ -59,7 +59,7 @@ FA_HOST_DEVICE Params of_sequence(Params p, int64_t b) {
   p.sizes.batch = 1;
   p.sizes.seqlen_q = q.end - q.begin;
   p.sizes.seqlen_k = k.end - k.begin;
-  if (varlen.lower_right) p.band.diagonal = p.sizes.seqlen_k - p.sizes.seqlen_q;
+  if (varlen.lower_right) p.band.diagonal += p.sizes.seqlen_k - p.sizes.seqlen_q;
   if (p.mask && varlen.mask_by_row)
     p.mask.data = static_cast<const char*>(p.mask.data) + q.begin * p.mask.stride_q * bytes_of(p.mask.dtype);
   skip_rows(p.q, q.begin, bytes);

@@ -16,8 +16,9 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = int64_t{blockIdx.x} * kElementsPerBlock, end = first + kElementsPerBlock;
   for (int64_t e = first + threadIdx.x; e < end && e < elements; e += kThreads) {
     const int64_t row = e / sizes.seqlen_k;
-    kept[e] =
-        dropout_keeps(key, dropout.threshold, row / sizes.seqlen_q, row % sizes.seqlen_q, e % sizes.seqlen_k);
+    const int64_t b_h = row / sizes.seqlen_q, b = b_h / sizes.heads, h = b_h % sizes.heads;
+    kept[e] = dropout_keeps(key, dropout.threshold, dropout.head(b, h, sizes.heads),
+                            dropout.row(row % sizes.seqlen_q), dropout.col(e % sizes.seqlen_k));
   }
 }
 

@@ -107,7 +107,8 @@ __device__ Score<T> finish_score(const AttentionParams& p, T product, int64_t b,
 template <class T>
 __device__ T dropout_factor(const AttentionParams& p, PhiloxKey key, int64_t b, int64_t h, int64_t i,
                             int64_t j) {
-  const bool kept = dropout_keeps(key, p.dropout.threshold, b * p.sizes.heads + h, i, j);
+  const DropoutParams& d = p.dropout;
+  const bool kept = dropout_keeps(key, d.threshold, d.head(b, h, p.sizes.heads), d.row(i), d.col(j));
   return kept ? static_cast<T>(p.dropout.keep_scale) : T(0);
 }
 

@@ -109,8 +109,11 @@ void check_dimensions(const TensorRule& rule, const at::Tensor& t) {
 }
 
 void check_seed_offset(const char* name, const at::Tensor& t) {
-  TORCH_CHECK_VALUE(t.dim() == 1 && t.sym_size(0) == 2 && t.is_contiguous(), name, ": got shape ",
-                    t.sym_sizes(), "; allowed: a contiguous tensor of 2 elements, seed and offset");
+  TORCH_CHECK_VALUE(
+      t.dim() == 1 && (t.sym_size(0) == 2 || t.sym_size(0) == 6) && t.is_contiguous(), name, ": got shape ",
+      t.sym_sizes(),
+      "; allowed: a contiguous tensor of 2 elements, seed and offset, or of 6, for a part of a larger "
+      "call: its first row, column and head, and the larger call's heads");
 }
 
 void check_device_and_dtype(const TensorRule& rule, const at::Tensor& t, const at::Tensor& query) {

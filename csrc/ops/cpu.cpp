@@ -270,14 +270,16 @@ at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, int64_t batch, int64_t 
   check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
   check_storage("rng_state", rng_state);
   at::Tensor kept = at::empty({batch, heads, seqlen_q, seqlen_k}, at::kBool);
-  const int64_t* state = rng_state.const_data_ptr<int64_t>();
-  const PhiloxKey key = philox_key(state[0], state[1]);
-  const uint64_t threshold = dropout_threshold(dropout_p);
+  const DropoutParams dropout = pack_dropout(rng_state, dropout_p);
+  const PhiloxKey key = philox_key(dropout.rng_state[0], dropout.rng_state[1]);
   bool* data = kept.mutable_data_ptr<bool>();
   at::parallel_for(0, batch * heads * seqlen_q, 64, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      for (int64_t col = 0; col < seqlen_k; ++col)
-        data[row * seqlen_k + col] = dropout_keeps(key, threshold, row / seqlen_q, row % seqlen_q, col);
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t head = dropout.head(n / seqlen_q / heads, n / seqlen_q % heads, heads);
+      const int64_t row = dropout.row(n % seqlen_q);
+      for (int64_t j = 0; j < seqlen_k; ++j)
+        data[n * seqlen_k + j] = dropout_keeps(key, dropout.threshold, head, row, dropout.col(j));
+    }
   });
   return kept;
 }

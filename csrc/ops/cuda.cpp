@@ -142,9 +142,7 @@ at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t
   check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
   const c10::cuda::CUDAGuard device_guard(rng_state.device());
   at::Tensor kept = at::empty({batch, heads, seqlen_q, seqlen_k}, rng_state.options().dtype(at::kBool));
-  DropoutParams dropout;
-  dropout.rng_state = rng_state.const_data_ptr<int64_t>();
-  dropout.threshold = dropout_threshold(dropout_p);
+  const DropoutParams dropout = pack_dropout(rng_state, dropout_p);
   Sizes sizes;
   sizes.batch = batch;
   sizes.heads = heads;

@@ -46,7 +46,7 @@ PackedCache pack_cache(const CacheTensors& given, const CacheOptions& options,
   if (in.tree_mask) tensors.attn_mask = by_row ? in.tree_mask->unsqueeze(0) : *in.tree_mask;
   AttentionParams& p = packed.params;
   p = pack_attention(tensors, result.out.transpose(0, 1).unsqueeze(0), result.lse, options.attention());
-  p.band.diagonal = 0;
+  p.band.diagonal = pack_diagonal(options.attention());
   p.q.stride_b = p.out.stride_b = 0;
   VarlenParams& varlen = p.varlen;
   varlen.cu_seqlens_q = pack_offsets(in.cu_seqlens_q);

@@ -55,7 +55,8 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
 
 #define FA_ATTENTION_TENSORS(X)                                                                 \
   FA_ATTENTION_DIFFERENTIABLE(X)                                                                \
-  /* {seed, offset} of dropout, on query's device; needed if dropout_p > 0. */                  \
+  /* {seed, offset} of dropout, on query's device; needed if dropout_p > 0. For a part of a */   \
+  /* larger call also {row, column, head, heads}: DropoutParams. */                              \
   X(rng_state,     OptionalTensor, kRngStateShape, kInt64,   kKeep,          kLoop)
 
 //   name           type                    default       check, of the value v             what is allowed
@@ -65,6 +66,8 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
   X(causal,         bool,                   false,        true,                             "")                  \
   /* Where the diagonal lies if S_q != S_k: false upper-left, true lower-right. */                               \
   X(lower_right,    bool,                   false,        true,                             "")                  \
+  /* Added to where the diagonal lies: for a part of a larger score matrix. */                                   \
+  X(diagonal,       int64_t,                0,            true,                             "")                  \
   /* Key j is visible to query i if -window_left <= j - (i + diagonal) <= window_right; none: no limit. */       \
   X(window_left,    std::optional<int64_t>, std::nullopt, true,                             "")                  \
   X(window_right,   std::optional<int64_t>, std::nullopt, true,                             "")                  \

@@ -19,7 +19,7 @@ Band pack_band(const Sizes& z, const AttentionOptions& o) {
     return window ? std::clamp(*window, -Band::kUnbounded, Band::kUnbounded) : Band::kUnbounded;
   };
   Band band;
-  band.diagonal = o.lower_right ? z.seqlen_k - z.seqlen_q : 0;
+  band.diagonal = pack_diagonal(o) + (o.lower_right ? z.seqlen_k - z.seqlen_q : 0);
   band.left = bounded(o.window_left);
   band.right = o.causal ? std::min<int64_t>(0, bounded(o.window_right)) : bounded(o.window_right);
   return band;
@@ -106,8 +106,17 @@ AttentionTensors readable(const AttentionTensors& given) {
   return tensors;
 }
 
-uint64_t dropout_threshold(double dropout_p) {
-  return static_cast<uint64_t>(std::llround(std::ldexp(dropout_p, 32)));
+int64_t pack_diagonal(const AttentionOptions& o) {
+  return std::clamp(o.diagonal, -Band::kUnbounded, Band::kUnbounded);
+}
+
+DropoutParams pack_dropout(const at::Tensor& rng_state, double dropout_p) {
+  DropoutParams dropout;
+  dropout.rng_state = rng_state.const_data_ptr<int64_t>();
+  dropout.place = rng_state.size(0) > 2 ? dropout.rng_state + 2 : nullptr;
+  dropout.threshold = static_cast<uint64_t>(std::llround(std::ldexp(dropout_p, 32)));
+  dropout.keep_scale = dropout_p < 1 ? 1.0 / (1.0 - dropout_p) : 0.0;
+  return dropout;
 }
 
 AttentionParams pack_attention(const AttentionTensors& in, const at::Tensor& out, const at::Tensor& lse,
@@ -127,11 +136,7 @@ AttentionParams pack_attention(const AttentionTensors& in, const at::Tensor& out
   p.mask = pack_mask(in.attn_mask);
   p.alibi = pack_per_head<AlibiParams>(in.alibi_slopes);
   p.sink = pack_per_head<SinkParams>(in.sink);
-  if (o.dropout_p > 0) {
-    p.dropout.rng_state = in.rng_state->const_data_ptr<int64_t>();
-    p.dropout.threshold = dropout_threshold(o.dropout_p);
-    p.dropout.keep_scale = o.dropout_p < 1 ? 1.0 / (1.0 - o.dropout_p) : 0.0;
-  }
+  if (o.dropout_p > 0) p.dropout = pack_dropout(*in.rng_state, o.dropout_p);
   p.decode = {o.num_splits, o.unified_max.has_value(), o.unified_max.value_or(0.0)};
   return p;
 }

@@ -14,7 +14,8 @@ AttentionTensors readable(const AttentionTensors& tensors);
 AttentionParams pack_attention(const AttentionTensors& tensors, const at::Tensor& out, const at::Tensor& lse,
                                const AttentionOptions& options);
 
-uint64_t dropout_threshold(double dropout_p);
+int64_t pack_diagonal(const AttentionOptions& options);
+DropoutParams pack_dropout(const at::Tensor& rng_state, double dropout_p);
 
 // `t`, or a copy of it if its last dimension is not contiguous.
 at::Tensor readable_rows(const at::Tensor& t);

@@ -44,7 +44,7 @@ void cut_into_sequences(AttentionParams& p, const VarlenTensors& in, const Varle
   varlen.total_k = p.sizes.seqlen_k;
   varlen.lower_right = o.lower_right;
   varlen.mask_by_row = in.attn_mask && in.attn_mask->dim() == 3;
-  p.band.diagonal = 0;
+  p.band.diagonal = pack_diagonal(o.attention());
   p.sizes.batch = in.cu_seqlens_q.size(0) - 1;
   if (o.max_seqlen_q) p.sizes.seqlen_q = std::min(p.sizes.seqlen_q, o.max_seqlen_q->expect_int());
   if (o.max_seqlen_k) p.sizes.seqlen_k = std::min(p.sizes.seqlen_k, o.max_seqlen_k->expect_int());

@@ -4,6 +4,7 @@ predict   standard attention, FlashAttention-1 and -2 and our kernel on one prob
 blocks    the same against the block size
 scaling   accesses against N, d and M, with the exponents of the theorems
 gpt2      the table of the FlashAttention paper next to our counts, and where the two part
+context   one sequence over many devices: ring, all-gather and Ulysses
 devices   the rates that are used
 """
 
@@ -13,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..reference.report import print_table
-from . import gpt2, plots, sweeps
+from . import context_parallel, gpt2, plots, sweeps
 from .counts import ALGORITHMS, Problem, count
 from .devices import DTYPES, GPUS, NAMES, Device, find, this_cpu
 from .roofline import predict
@@ -67,6 +68,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     paper = commands.add_parser("gpt2", help="the FlashAttention paper's table next to our counts")
     paper.set_defaults(command=run_gpt2)
 
+    context = commands.add_parser("context", help="one sequence over many devices: ring, all-gather and Ulysses")
+    add_context(context)
+    context.set_defaults(command=run_context)
+
     devices = commands.add_parser("devices", help="the rates that are used")
     devices.add_argument("--measure", action="store_true", help="also this CPU's, measured in about a second")
     devices.set_defaults(command=run_devices)
@@ -90,6 +95,29 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forward-only", action="store_true", help="without the backward")
     parser.add_argument("--mask", action="store_true", help="with an (S, S) mask, shared by all heads")
     parser.add_argument("--dropout", type=float, default=0.0, help="probability; FlashAttention replays it")
+
+
+def add_context(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    parser.description = context_parallel.__doc__
+    for name, default, text in (
+        ("B", 1, "sequences at a time"),
+        ("H", 32, "heads"),
+        ("H-kv", 8, "key heads"),
+        ("D", 128, "head size"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=default, help=text)
+    K, M = 2**10, 2**20
+    parser.add_argument("--S", type=positive, nargs="+", default=[128 * K, 256 * K, 512 * K, M], help="tokens")
+    parser.add_argument("--n", type=positive, nargs="+", default=[8, 32, 128, 256], help="devices")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--device", choices=list(GPUS), default="H100")
+    parser.add_argument(
+        "--efficiency", type=float, default=0.6, help="share of the device's peak that attention reaches"
+    )
+    parser.add_argument("--link-efficiency", type=float, default=0.8, help="share of the link's peak")
+    parser.add_argument("--full", action="store_true", help="without a causal mask")
+    parser.add_argument("--forward-only", action="store_true", help="without the backward")
 
 
 def positive(text: str) -> int:
@@ -214,6 +242,39 @@ def run_gpt2(_: argparse.Namespace) -> None:
                 for s in steps
             ],
         )
+
+
+def run_context(args: argparse.Namespace) -> None:
+    for name in ("efficiency", "link_efficiency"):
+        if not 0 < getattr(args, name) <= 1:
+            raise ValueError(f"--{name.replace('_', '-')}: got {getattr(args, name)}; allowed: above 0, up to 1")
+    model = context_parallel.Sharded(
+        args.B, args.H, args.H_kv, 2, args.D, 1, args.dtype, not args.full, not args.forward_only
+    )
+    rates = {"efficiency": args.efficiency, "link_efficiency": args.link_efficiency}
+    rows = []
+    for link in context_parallel.LINKS.values():
+        for problem, times in context_parallel.over(find(args.device), link, args.S, args.n, model, **rates):
+            cells = []
+            for method in context_parallel.METHODS:
+                time = times.get(method)
+                cells += ["-"] * 3 if time is None else [
+                    f"{time.seconds * 1e3:.1f}", f"{time.exposed:.0%}", f"{time.memory / 2**30:.1f}"
+                ]  # fmt: skip
+            rows.append([link.name, f"{problem.S // 2**10}k", problem.n, *cells])
+    columns = ["link", "S", "n"]
+    columns += [f"{method} {what}" for method in ("ring", "gather", "ulysses") for what in ("ms", "idle", "GiB")]
+    passes = "forward" if args.forward_only else "forward + backward"
+    causal = "full" if args.full else "causal"
+    title = f"one layer, B {args.B}, H {args.H}, H_kv {args.H_kv}, D {args.D}, {args.dtype}, {causal}, {passes}"
+    print_table(f"{title}; {args.device}; simulated", columns, rows)
+    print(
+        f"Nothing is measured: products at {args.efficiency:.0%} of the device's peak, links at "
+        f"{args.link_efficiency:.0%} of theirs. idle: the share of time in which a device computes nothing.\n"
+        "GiB: on each device, inputs, results, gradients and buffers. -: fewer key heads than devices."
+    )
+    for link in context_parallel.LINKS.values():
+        print(f"{link.name}: {link.bandwidth / 1e9:.0f} GB/s, {link.latency * 1e6:.0f} us a message; {link.source}")
 
 
 def run_devices(args: argparse.Namespace) -> None:

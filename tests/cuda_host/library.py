@@ -160,7 +160,7 @@ class Library:
         params.softcap = options["softcap"]
         left, right = options["window_left"], options["window_right"]
         params.band = Band(
-            k.shape[2] - q.shape[2] if options["lower_right"] else 0,
+            options["diagonal"] + (k.shape[2] - q.shape[2] if options["lower_right"] else 0),
             UNBOUNDED if left is None else left,
             min(UNBOUNDED if right is None else right, 0 if options["causal"] else UNBOUNDED),
         )
@@ -286,7 +286,8 @@ def empty_workspace(size):
 
 
 def dropout_params(rng_state, p):
-    return DropoutParams(rng_state.data_ptr(), round(math.ldexp(p, 32)), 1 / (1 - p) if p < 1 else 0.0)
+    place = rng_state[2:].data_ptr() if rng_state.numel() > 2 else None
+    return DropoutParams(rng_state.data_ptr(), place, round(math.ldexp(p, 32)), 1 / (1 - p) if p < 1 else 0.0)
 
 
 def accumulate_type(t):
@@ -310,8 +311,8 @@ def empty_in_order_of(like, last_dim):
 
 DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "slopes", "sink")
 DEFAULTS = {
-    "scale": None, "causal": False, "lower_right": False, "window_left": None, "window_right": None, "softcap": 0.0,
-    "dropout_p": 0.0, "num_splits": 0, "unified_max": None, "deterministic": False,
+    "scale": None, "causal": False, "lower_right": False, "diagonal": 0, "window_left": None, "window_right": None,
+    "softcap": 0.0, "dropout_p": 0.0, "num_splits": 0, "unified_max": None, "deterministic": False,
 }  # fmt: skip
 
 

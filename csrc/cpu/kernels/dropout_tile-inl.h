@@ -65,16 +65,38 @@ FA_INLINE void dropout_block(const AttentionParams& p, PhiloxKey key, uint32_t h
     }
 }
 
+// A tile of a part of a larger call, whose first row i0 or column j0 there is not the first of a block: takes what it
+// covers of each block.
+template <class T>
+inline void load_dropout_tile_across_blocks(const AttentionParams& p, const TileFrame& f, PhiloxKey key,
+                                            uint32_t head_index, int64_t i0, int64_t j0, T* dst) {
+  constexpr int64_t L = kLanes<T>;
+  for (int64_t r = 0; r < f.rows(); ++r)  // the padding lanes too are multiplied
+    std::fill(dst + r * f.ld + f.lanes(), dst + (r + 1) * f.ld, T(0));
+  for (int64_t i = i0 & ~int64_t{15}; i < i0 + f.queries; i += 16)
+    for (int64_t j = j0 & ~int64_t{1}; j < j0 + f.keys; j += L) {
+      T block[L][16];
+      dropout_block<T>(p, key, head_index, i, j, block);
+      for (int64_t n = std::max<int64_t>(j0 - j, 0); n < L && j + n < j0 + f.keys; ++n)
+        for (int64_t c = std::max<int64_t>(i0 - i, 0); c < 16 && i + c < i0 + f.queries; ++c) {
+          const int64_t query = i + c - i0, at_key = j + n - j0;
+          dst[f.lanes_are_queries ? at_key * f.ld + query : query * f.ld + at_key] = block[n][c];
+        }
+    }
+}
+
 // Fills dst[row][lane] with 1 / (1 - p) where the element is kept and 0 where it is dropped.
 template <class T>
 inline void load_dropout_tile(const AttentionParams& p, const TileFrame& f, T* dst) {
   constexpr int L = kLanes<T>;
   const PhiloxKey key = philox_key(p.dropout.rng_state[0], p.dropout.rng_state[1]);
-  const auto head_index = static_cast<uint32_t>(f.b * p.sizes.heads + f.h);
+  const auto head_index = static_cast<uint32_t>(p.dropout.head(f.b, f.h, p.sizes.heads));
+  const int64_t i0 = p.dropout.row(f.i0), j0 = p.dropout.col(f.j0);
+  if (i0 % 16 != 0 || j0 % 2 != 0) return load_dropout_tile_across_blocks(p, f, key, head_index, i0, j0, dst);
   for (int64_t i = 0; i < f.queries; i += 16)
     for (int64_t j = 0; j < f.keys; j += L) {
       T block[L][16];
-      dropout_block<T>(p, key, head_index, f.i0 + i, f.j0 + j, block);
+      dropout_block<T>(p, key, head_index, i0 + i, j0 + j, block);
       for (int64_t c = 0; c < 16 && i + c < f.queries; c += L) {  // kLanes queries
         if (f.lanes_are_queries) {
           for (int64_t n = 0; n < L && j + n < f.keys; ++n)

@@ -27,6 +27,7 @@ const char* why_not_forward(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
   if (p.varlen) return "sm80: no packed sequences";
+  if (p.dropout.place) return "sm80: no dropout of a part of a larger call";
   if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return "sm80: only head dimensions up to 256";
   if (!is_aligned(p.q, z.head_dim) || !is_aligned(p.k, z.head_dim) || !is_aligned(p.v, z.head_dim_v) ||
       !is_aligned(p.out, z.head_dim_v))
@@ -38,6 +39,7 @@ const char* why_not_backward(const BackwardParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
   if (p.varlen) return "sm80: no packed sequences";
+  if (p.dropout.place) return "sm80: no dropout of a part of a larger call";
   if (z.head_dim > kMaxBackwardHeadDim || z.head_dim_v > kMaxBackwardHeadDim)
     return "sm80: its backward takes only head dimensions up to 128";
   // A gradient that is not wanted is null, which is aligned.

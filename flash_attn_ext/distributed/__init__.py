@@ -1,0 +1,9 @@
+"""Attention over several processes, on torch.distributed: sequences that are sharded over a process group.
+
+``import flash_attn_ext.distributed`` is what makes it known; the package itself does not import it.
+"""
+
+from .attention import context_parallel_attn
+from .sharding import shard_sequence, unshard_sequence
+
+__all__ = ["context_parallel_attn", "shard_sequence", "unshard_sequence"]

@@ -1,0 +1,159 @@
+"""Which parts of the score matrix a process computes when the keys of another visit it."""
+
+from bisect import bisect_left, bisect_right
+from functools import lru_cache
+from typing import NamedTuple
+
+from ._layout import Layout
+
+
+class Band(NamedTuple):
+    """Key j is visible to query i of the sequence if -left <= j - (i + diagonal) <= right; None is no limit."""
+
+    left: int | None
+    right: int | None
+    diagonal: int
+
+
+class Geometry(NamedTuple):
+    """What decides which process computes what: the same on every process."""
+
+    queries: Layout
+    keys: Layout
+    band: Band
+    documents: tuple[int, ...] | None  # cu_seqlens: where each document begins, and the end
+    # Whether nothing but the band depends on where an element lies: neither ALiBi, nor dropout, nor a mask's columns.
+    position_free: bool
+
+
+class Tile(NamedTuple):
+    """Rows [q_begin, q_end) of this process's queries, with rows [k_begin, k_end) of the visiting keys."""
+
+    q_begin: int
+    q_end: int
+    k_begin: int
+    k_end: int
+    diagonal: int  # query i of the tile stands at its key i + diagonal
+    bounded: bool  # whether the band cuts the tile
+    row: int = 0  # of the first query in its document
+    col: int = 0  # of the first key in its document
+    key: int = 0  # of the first key in the whole sequence, where the mask's columns are
+    document: int = 0  # number of the (first) document
+    lengths: tuple[int, ...] | None = None  # several whole documents: where each begins in the tile, and the end
+
+
+def visiting_tiles(geometry: Geometry, rank: int, visitor: int) -> tuple[Tile, ...]:
+    """Those of process ``rank`` while it has the keys of process ``visitor``, in the order in which they are merged."""
+    return _tiles(geometry, tuple(geometry.queries.pieces(rank)), tuple(geometry.keys.pieces(visitor)))
+
+
+def all_tiles(geometry: Geometry, rank: int) -> tuple[Tile, ...]:
+    """Those of process ``rank`` if it has all keys, in the order of the sequence."""
+    return _tiles(geometry, tuple(geometry.queries.pieces(rank)), ((0, geometry.keys.seqlen, 0),))
+
+
+@lru_cache(maxsize=256)
+def visits(geometry: Geometry) -> tuple[int, ...]:
+    """The distances t, from 0 on, for which some process r needs the keys of process r - t."""
+    processes = geometry.queries.processes
+    needed = (any(visiting_tiles(geometry, r, (r - t) % processes) for r in range(processes)) for t in range(processes))
+    return tuple(t for t, some in enumerate(needed) if some or t == 0)
+
+
+@lru_cache(maxsize=4096)
+def _tiles(geometry: Geometry, queries: tuple, keys: tuple) -> tuple[Tile, ...]:
+    tiles = []
+    for q0, q1, q_local in queries:
+        for k0, k1, k_local in keys:
+            for tile in _tiles_of_chunks(geometry, (q0, q1), (k0, k1)):
+                tiles.append(
+                    tile._replace(
+                        q_begin=tile.q_begin - q0 + q_local, q_end=tile.q_end - q0 + q_local,
+                        k_begin=tile.k_begin - k0 + k_local, k_end=tile.k_end - k0 + k_local,
+                    )
+                )  # fmt: skip
+    return tuple(_joined(tiles) if geometry.position_free else tiles)
+
+
+def _tiles_of_chunks(geometry: Geometry, queries: tuple[int, int], keys: tuple[int, int]) -> list[Tile]:
+    """Those of one chunk of queries and one of keys, in rows of the whole sequence."""
+    if geometry.documents is None:
+        tile = _tile(geometry.band, queries, keys, (0, 0), 0)
+        return [] if tile is None else [tile]
+    tiles: list[Tile] = []
+    whole: list[int] = []  # consecutive documents that lie in both chunks
+
+    def flush() -> None:
+        if whole:
+            tiles.append(_packed_tile(geometry, whole))
+            whole.clear()
+
+    offsets = geometry.documents
+    first = bisect_right(offsets, max(queries[0], keys[0])) - 1  # of those that reach into both chunks
+    behind = min(bisect_left(offsets, min(queries[1], keys[1])), len(offsets) - 1)
+    for number in range(max(first, 0), behind):
+        begin, end = offsets[number : number + 2]
+        seen = [(max(begin, lo), min(end, hi)) for lo, hi in (queries, keys)]
+        if begin == end or any(lo >= hi for lo, hi in seen):
+            continue
+        if seen[0] == seen[1] == (begin, end):
+            whole.append(number)
+            continue
+        flush()
+        tile = _tile(geometry.band, *seen, (begin, begin), number)
+        if tile is not None:
+            tiles.append(tile)
+    flush()
+    return tiles
+
+
+def _tile(
+    band: Band, queries: tuple[int, int], keys: tuple[int, int], origin: tuple[int, int], document: int
+) -> Tile | None:
+    """The part of some rows and keys that is visible; None if nothing is."""
+    (q0, q1), (k0, k1) = queries, keys
+    if q0 >= q1 or k0 >= k1:
+        return None
+    if band.left is not None:
+        k0 = max(k0, q0 + band.diagonal - band.left)
+        q1 = min(q1, k1 - 1 - band.diagonal + band.left + 1)
+    if band.right is not None:
+        k1 = min(k1, q1 - 1 + band.diagonal + band.right + 1)
+        q0 = max(q0, k0 - band.diagonal - band.right)
+    if q0 >= q1 or k0 >= k1:
+        return None
+    diagonal = band.diagonal + q0 - k0
+    least, most = -(q1 - q0 - 1 + diagonal), k1 - k0 - 1 - diagonal  # of j - (i + diagonal)
+    bounded = (band.left is not None and least < -band.left) or (band.right is not None and most > band.right)
+    return Tile(q0, q1, k0, k1, diagonal, bounded, q0 - origin[0], k0 - origin[1], k0, document)
+
+
+def _packed_tile(geometry: Geometry, numbers: list[int]) -> Tile:
+    """Whole documents, which attend to themselves."""
+    offsets = geometry.documents[numbers[0] : numbers[-1] + 2]
+    begin, end = offsets[0], offsets[-1]
+    lengths = tuple(offset - begin for offset in offsets)
+    return Tile(begin, end, begin, end, 0, True, key=begin, document=numbers[0], lengths=lengths)
+
+
+def _joined(tiles: list[Tile]) -> list[Tile]:
+    """Tiles that the band does not cut, joined where they lie beside each other: fewer and larger calls."""
+    for rows, columns in (
+        ((0, 1), (2, 3)),
+        ((2, 3), (0, 1)),
+    ):  # the same queries, keys behind each other; and vice versa
+        result: list[Tile] = []
+        for tile in tiles:
+            last = result[-1] if result else None
+            if (
+                last is not None
+                and not (last.bounded or tile.bounded or last.lengths or tile.lengths)
+                and all(last[n] == tile[n] for n in rows)
+                and last[columns[1]] == tile[columns[0]]
+            ):
+                field = Tile._fields[columns[1]]
+                result[-1] = last._replace(**{field: tile[columns[1]]})
+            else:
+                result.append(tile)
+        tiles = result
+    return tiles

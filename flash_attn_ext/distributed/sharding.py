@@ -1,0 +1,119 @@
+"""shard_sequence and unshard_sequence: from a whole sequence to this process's rows, and back."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._exchange import all_gather, sum_of_shares
+from ._group import Group, check_device, resolve_group
+from ._layout import Layout, layout_of
+
+
+def shard_sequence(
+    x: Tensor,
+    dim: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    balanced: bool = True,
+    uneven: bool = False,
+) -> Tensor:
+    """This process's rows of ``x`` along ``dim``, which every process holds whole. Sends nothing.
+
+    For tensors, position ids and labels alike: what belongs together stays together if it is sharded alike. Position
+    ids have to be sharded too, or given by the caller: the rows of a process are not consecutive.
+
+    Args:
+        x: any tensor, the same on every process of the group.
+        dim: the sequence's dimension.
+        group: a ProcessGroup; the default group if neither it nor ``mesh`` is given.
+        mesh: a DeviceMesh of one dimension instead.
+        balanced: with n processes cut the sequence into 2 n chunks, and give process r the chunks r and 2 n - 1 - r
+            ("zigzag"): every process then has the same share of a causal attention. False: n chunks, process r has
+            chunk r, which is better with short windows.
+        uneven: allow lengths that do not divide: the first chunks are a row longer. ``seqlen=`` has to be given to
+            :func:`context_parallel_attn` and :func:`unshard_sequence` then.
+
+    Returns:
+        A contiguous tensor, (..., rows, ...). Differentiable; the gradient is 0 in the rows of others.
+
+    Raises:
+        ValueError: a length that does not divide, without ``uneven``; a group without this process.
+    """
+    where = resolve_group(group, mesh)
+    dim = _checked_dim(x, dim)
+    layout = Layout(x.shape[dim], where.size, balanced)
+    if layout.seqlen % layout.chunks and not uneven:
+        raise ValueError(
+            f"x: got {layout.seqlen} rows in dimension {dim} for {layout.chunks} chunks ({where.size} processes"
+            f"{', balanced' if balanced else ''}); allowed: a multiple, or uneven=True"
+        )
+    pieces = [x.narrow(dim, begin, end - begin) for begin, end, _ in layout.pieces(where.rank)]
+    return torch.cat(pieces, dim)
+
+
+def unshard_sequence(
+    x: Tensor,
+    dim: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    balanced: bool = True,
+    seqlen: int | None = None,
+) -> Tensor:
+    """The whole sequence, on every process: the inverse of :func:`shard_sequence`. One all-gather.
+
+    Args:
+        x: this process's rows.
+        dim: the sequence's dimension.
+        group, mesh, balanced: as for :func:`shard_sequence`.
+        seqlen: the whole sequence's length. Needed where it does not divide; otherwise rows times processes.
+
+    Returns:
+        (..., seqlen, ...). Differentiable: a row's gradient is the sum of those that the processes have for it, in the
+        order of the processes.
+
+    Raises:
+        ValueError: ``x`` has not this process's number of rows; a group without this process.
+    """
+    where = resolve_group(group, mesh)
+    dim = _checked_dim(x, dim)
+    check_device(where, "x", x.device)
+    layout = layout_of("x", x.shape[dim], seqlen, where.rank, where.size, balanced)
+    return _Unshard.apply(x, dim, where, layout)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, group: Group, layout: Layout) -> Tensor:
+        ctx.dim, ctx.group, ctx.layout = dim, group, layout
+        rows_first = x.movedim(dim, 0)
+        shards = all_gather(group, _padded(rows_first, layout.most_rows()))
+        whole = torch.cat([shards[rank, begin:end] for rank, begin, end in layout.in_order()])
+        return whole.movedim(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        rows_first = grad.movedim(ctx.dim, 0)
+        shares = []
+        for rank in range(ctx.group.size):
+            rows = torch.cat([rows_first[begin:end] for begin, end, _ in ctx.layout.pieces(rank)])
+            shares.append(_padded(rows, ctx.layout.most_rows()))
+        own = sum_of_shares(ctx.group, torch.stack(shares))[: ctx.layout.rows(ctx.group.rank)]
+        return own.movedim(0, ctx.dim), None, None, None
+
+
+def _padded(t: Tensor, rows: int) -> Tensor:
+    """``t`` with ``rows`` in its first dimension; those added are 0."""
+    if t.shape[0] == rows:
+        return t.contiguous()
+    return torch.cat([t, t.new_zeros(rows - t.shape[0], *t.shape[1:])])
+
+
+def _checked_dim(x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: got {type(x).__name__}; allowed: a torch.Tensor")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim: got {dim} for a tensor of {x.dim()} dimensions; allowed: {-x.dim()} to {x.dim() - 1}")
+    return dim % x.dim()
