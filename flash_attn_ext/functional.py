@@ -115,6 +115,14 @@ def flash_attn(
         )
         if result is not None:
             return result if return_lse else result[0]
+    if "DTensor" in (type(query).__name__, type(key).__name__, type(value).__name__):
+        from .distributed import _dtensor  # which imports torch.distributed.tensor
+
+        return _dtensor.attention(
+            query, key, value, attn_mask, alibi_slopes, sink, rng_state, dropout_p=dropout_p, is_causal=is_causal,
+            scale=scale, enable_gqa=enable_gqa, causal=causal, window=window, softcap=softcap, return_lse=return_lse,
+            num_splits=num_splits, unified_max=unified_max, deterministic=deterministic,
+        )  # fmt: skip
     options = checked_options(options)
     tensors, batch_shape = operator_tensors(query, key, value, attn_mask, alibi_slopes, sink, rng_state, enable_gqa)
     attention = _functorch.attention if not compiling and _functorch.active() else _ops.attention

@@ -20,6 +20,7 @@ FILES = {
     "test_cuda_sm90_mutations": "as test_cuda_mutations",
     "test_cuda_varlen": "as test_cuda_host",
     "test_demo": "trains models",
+    "test_distributed_example": "trains a model in three processes",
     "test_paper_tables": "a process with torch for each measurement",
     "test_sanitizers": "compiles the kernels with sanitizers",
 }

@@ -5,5 +5,6 @@
 
 from .attention import context_parallel_attn
 from .sharding import shard_sequence, unshard_sequence
+from .tensor_parallel import HeadParallel
 
-__all__ = ["context_parallel_attn", "shard_sequence", "unshard_sequence"]
+__all__ = ["HeadParallel", "context_parallel_attn", "shard_sequence", "unshard_sequence"]

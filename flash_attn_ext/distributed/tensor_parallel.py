@@ -1,0 +1,111 @@
+"""HeadParallel: MultiheadAttention with its heads shared out, for torch's parallelize_module."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ..functional import flash_attn
+from ..modules import MultiheadAttention
+
+
+class HeadParallel(ParallelStyle):
+    """Tensor parallelism over heads for :class:`flash_attn_ext.MultiheadAttention` (Shoeybi et al. 2019).
+
+    ``parallelize_module(model, mesh["tp"], {"layers.0.self_attn": HeadParallel()})`` gives each process num_heads / n
+    heads: their rows of the projections of query, key and value, and their columns of the output projection.
+    Parameters become DTensors with torch's names and shapes, so that checkpoints stay what they are. Inputs and output
+    are the same on every
+    process of the mesh: plain tensors, or replicated DTensors. Forward and backward have one all-reduce each.
+
+    Raises:
+        TypeError: another module. ``replace_attention`` makes one of torch's.
+        ValueError: num_heads does not divide; add_bias_kv or add_zero_attn. In a call: need_weights=True.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, MultiheadAttention):
+            raise TypeError(
+                f"module: got {type(module).__qualname__}; allowed: flash_attn_ext.MultiheadAttention, which "
+                "flash_attn_ext.replace_attention makes of torch's"
+            )
+        if device_mesh.ndim != 1:
+            raise ValueError(f"device_mesh: got {device_mesh.ndim} dimensions; allowed: one, such as mesh['tp']")
+        if module.num_heads % device_mesh.size():
+            raise ValueError(
+                f"module: got {module.num_heads} heads for {device_mesh.size()} processes; allowed: a multiple of them"
+            )
+        if module.bias_k is not None or module.add_zero_attn:
+            raise ValueError("module: got add_bias_kv or add_zero_attn; allowed: a module without them")
+        thirds = _StridedShard(0, split_factor=3)  # of in_proj: of each of query's, key's and value's rows
+        wanted = {
+            "in_proj_weight": thirds, "in_proj_bias": thirds, "q_proj_weight": Shard(0), "k_proj_weight": Shard(0),
+            "v_proj_weight": Shard(0), "out_proj.weight": Shard(1), "out_proj.bias": Replicate(),
+        }  # fmt: skip
+        for name, placement in wanted.items():
+            owner = module.out_proj if name.startswith("out_proj.") else module
+            name = name.removeprefix("out_proj.")
+            parameter = getattr(owner, name)
+            if parameter is not None:
+                sharded = distribute_tensor(parameter.detach(), device_mesh, [placement])
+                setattr(owner, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        module.__class__ = _HeadParallelAttention
+        return module
+
+
+class _HeadParallelAttention(MultiheadAttention):
+    """A MultiheadAttention whose parameters HeadParallel has sharded."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        top_k: int | None = None,
+    ) -> tuple[Tensor, None]:
+        if need_weights or top_k is not None:
+            raise ValueError("need_weights: got True, or top_k; allowed under HeadParallel: need_weights=False")
+        self._check(query, key, value, key_padding_mask, attn_mask, need_weights, is_causal)
+        mesh = self.out_proj.weight.device_mesh
+        batched = query.dim() == 3
+        projected = self._project_locally(query, key, value, mesh)
+        q, k, v = (DTensor.from_local(self._split_own_heads(x, batched), mesh, [Shard(1)]) for x in projected)
+        causal = is_causal and key_padding_mask is None
+        mask = self._merge(None if causal else attn_mask, key_padding_mask, q.shape[0], 0)
+        dropout_p = self.dropout if self.training else 0.0
+        out = flash_attn(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal).to_local()
+        out = F.linear(self._join_heads(out, batched), self.out_proj.weight.to_local())
+        out = DTensor.from_local(out, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()]).to_local()
+        if self.out_proj.bias is not None:
+            out = out + self.out_proj.bias.to_local()
+        return (
+            out if not isinstance(query, DTensor) else DTensor.from_local(out, mesh, [Replicate()], run_check=False)
+        ), None
+
+    def _project_locally(self, query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh) -> list[Tensor]:
+        """Of q, k and v the features of this process's heads."""
+        inputs: dict[int, Tensor] = {}
+        for x in (query, key, value):  # the gradient is the sum of those of all heads
+            if id(x) not in inputs:
+                shared = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+                inputs[id(x)] = shared.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        if self._qkv_same_embed_dim:
+            weights = self.in_proj_weight.to_local().chunk(3)
+        else:
+            weights = tuple(w.to_local() for w in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight))
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.to_local().chunk(3)
+        return [F.linear(inputs[id(x)], w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+
+    def _split_own_heads(self, x: Tensor, batched: bool) -> Tensor:
+        x = x.unflatten(-1, (-1, self.head_dim))
+        if not batched:
+            return x.transpose(0, 1).unsqueeze(0)
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
