@@ -102,7 +102,7 @@ explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)
 
 
 def _explain(
-    query, key, value, attn_mask, alibi_slopes, sink, rng_state, enable_gqa, return_lse, **options
+    query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, enable_gqa, return_lse, **options
 ) -> Explanation:
     if isinstance(attn_mask, CausalBias):
         attn_mask, options["causal"] = (
@@ -114,7 +114,7 @@ def _explain(
     if options["dropout_p"] > 0.0 and rng_state is None:
         check_is_dense("query", query)
         drawn = rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
-    given = (query, key, value, attn_mask, alibi_slopes, sink, rng_state)
+    given = (query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
     tensors, _ = operator_tensors(*given, enable_gqa)
     copies = [drawn, *(t for t, g in zip(tensors, given, strict=True) if _is_copy(t, g))]
     device = query.device.type

@@ -80,6 +80,13 @@ def _double_backward(x, out, lse, cotangents, tangents, moved, wanted, options):
     return _AttentionDoubleBackward.apply(options, *cotangents, *tangents, *x, out, lse, *moved)
 
 
+def _check_is_none_of(family, wanted):
+    """``wanted`` says of each tensor behind the differentiable ones whether its gradient is asked for."""
+    for rule, want in zip(family.rules[GRADIENTS:], wanted, strict=True):
+        if want:
+            raise ValueError(f"{rule.name}: got a tensor that needs a gradient; allowed: one that does not")
+
+
 def _add(a, b):
     return tuple(s if t is None else t if s is None else s + t for s, t in zip(a, b, strict=True))
 
@@ -101,12 +108,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         *x, out, lse = ctx.saved_tensors
+        _check_is_none_of(ctx.options.family, ctx.needs_input_grad[1 + GRADIENTS :])
         grads = _backward(x, out, lse, cotangents, ctx.needs_input_grad[1 : 1 + GRADIENTS], ctx.options)
         return (None, *grads, *[None] * (len(ctx.options.family.rules) - GRADIENTS))
 
     @staticmethod
     def jvp(ctx, _, *tangents):
         x = ctx.saved_tensors[: len(ctx.options.family.rules)]
+        _check_is_none_of(ctx.options.family, [t is not None for t in tangents[GRADIENTS:]])
         return _AttentionJvp.apply(ctx.options, *tangents[:GRADIENTS], *x)[2:]
 
 
@@ -220,6 +229,7 @@ def attention(*tensors, family=DENSE, **options):
         if any(t is not None for t in tangents):
             if [interpreter.key() for interpreter in stack].count(TransformType.Jvp) > 1:
                 raise _jvp_of_jvp(family)
+            _check_is_none_of(family, [t is not None for t in tangents[GRADIENTS:]])
             out, lse, t_out, t_lse = _AttentionJvp.apply(options, *tangents[:GRADIENTS], *x)
             return forward_ad.make_dual(out, t_out), forward_ad.make_dual(lse, t_lse)
     return _Attention.apply(options, *tensors)

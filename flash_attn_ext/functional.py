@@ -30,6 +30,7 @@ def flash_attn(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    key_mask: Tensor | None = None,
     return_lse: bool = False,
     rng_state: Tensor | None = None,
     num_splits: int = 0,
@@ -69,6 +70,8 @@ def flash_attn(
             everything is masked has out 0 and lse = sink then; -inf is no sink. Receives a gradient: with
             ``delta = rowsum(grad_out * out)``, that of the sink's score, whose value is 0, is
             ``-sum over rows of exp(sink - lse) * (delta - grad_lse)``. (gpt-oss, OpenAI 2025; Xiao et al. 2024.)
+        key_mask: (B, S_k): a second mask, the same for all heads and queries of a batch element, such as padding; bool
+            or float as ``attn_mask``. Both apply, and nobody has to merge them into (B, 1, S_q, S_k). No gradient.
         return_lse: also return the logsumexp of the scores. Its gradient is not dropped.
         rng_state: int64 (seed, offset) from :func:`new_rng_state`, to replay a dropout mask; drawn from torch's
             generator if None, so that ``torch.manual_seed`` governs it.
@@ -101,7 +104,7 @@ def flash_attn(
     if getattr(query, "layout", None) is torch.jagged:
         return _of_jagged(**locals())
     # Subclasses and modes that want to see the call, torch.fx's proxies among them.
-    if has_torch_function_variadic(query, key, value, attn_mask, alibi_slopes, sink):
+    if has_torch_function_variadic(query, key, value, attn_mask, alibi_slopes, sink, key_mask):
         return _through_torch_function(**locals())
     options = operator_options(
         dropout_p, is_causal, scale, causal, window, softcap, alibi_slopes, num_splits, unified_max, deterministic
@@ -111,7 +114,7 @@ def flash_attn(
     compiling = torch.compiler.is_compiling()  # torch.compile traces through the operator itself
     if not compiling:
         result = _ops.attention_if_plain(
-            enable_gqa, query, key, value, attn_mask, alibi_slopes, sink, rng_state, *options
+            enable_gqa, query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, *options
         )
         if result is not None:
             return result if return_lse else result[0]
@@ -124,7 +127,9 @@ def flash_attn(
             num_splits=num_splits, unified_max=unified_max, deterministic=deterministic,
         )  # fmt: skip
     options = checked_options(options)
-    tensors, batch_shape = operator_tensors(query, key, value, attn_mask, alibi_slopes, sink, rng_state, enable_gqa)
+    tensors, batch_shape = operator_tensors(
+        query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, enable_gqa
+    )
     attention = _functorch.attention if not compiling and _functorch.active() else _ops.attention
     out, lse = attention(*tensors, **options)
     if out.shape[3] != value.shape[-1]:  # head_dim_v 0 was padded
@@ -140,13 +145,16 @@ def new_rng_state(device: torch.device | str = "cpu") -> Tensor:
     return torch.randint(torch.iinfo(torch.int64).max, (2,), dtype=torch.int64, device=device)
 
 
-def dropout_mask(rng_state: Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k: int, dropout_p: float) -> Tensor:
+def dropout_mask(
+    rng_state: Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k: int, dropout_p: float, first_row: int = 0
+) -> Tensor:
     """What :func:`flash_attn` keeps with ``rng_state``: bool (batch, heads, seqlen_q, seqlen_k), False is dropped.
 
-    For tests and dense references; it is as large as the score matrix. Kept elements are scaled by
-    ``1 / (1 - dropout_p)``. Philox4x32-10 (Salmon et al. 2011) of seed, offset, batch, head, row and column.
+    For tests and dense references. With ``seqlen_q`` of all queries it is as large as the score matrix; it can be had
+    in parts, of ``seqlen_q`` queries from ``first_row`` on. Kept elements are scaled by ``1 / (1 - dropout_p)``.
+    Philox4x32-10 (Salmon et al. 2011) of seed, offset, batch, head, row and column.
     """
-    return _ops.dropout_mask(rng_state, batch, heads, seqlen_q, seqlen_k, dropout_p)
+    return _ops.dropout_mask(rng_state, batch, heads, seqlen_q, seqlen_k, dropout_p, first_row)
 
 
 def operator_tensors(
@@ -157,6 +165,7 @@ def operator_tensors(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
     rng_state: Tensor | None,
+    key_mask: Tensor | None,
     enable_gqa: bool,
 ) -> tuple[tuple[Tensor | None, ...], torch.Size]:
     """The operator's tensors, in the order of its schema; and the shape of the leading dimensions that B stands for."""
@@ -170,11 +179,15 @@ def operator_tensors(
         q, k = (torch.nn.functional.pad(t, (0, 1)) for t in (q, k))
     if v.shape[3] == 0:
         v = torch.nn.functional.pad(v, (0, 1))
-    for name, t in (("alibi_slopes", alibi_slopes), ("sink", sink), ("rng_state", rng_state)):
+    for name, t in (
+        ("alibi_slopes", alibi_slopes), ("sink", sink), ("rng_state", rng_state), ("key_mask", key_mask)
+    ):  # fmt: skip
         if t is not None:
             check_is_dense(name, t)
     mask = None if attn_mask is None else _mask_as_4d(attn_mask, ndim, batch_shape)
-    return (q, k, v, mask, alibi_slopes, sink, rng_state), batch_shape
+    if key_mask is not None and ndim != 4 and key_mask.shape == (*batch_shape[: ndim - 3], k.shape[2]):
+        key_mask = key_mask.reshape(-1, key_mask.shape[-1])
+    return (q, k, v, mask, alibi_slopes, sink, rng_state, key_mask), batch_shape
 
 
 def check_is_dense(name: str, value: object) -> None:
@@ -342,7 +355,7 @@ def _through_torch_function(query, key, value, attn_mask, is_causal, causal, **o
     if isinstance(attn_mask, CausalBias):
         causal, attn_mask = causal_of_bias(attn_mask, query, key, is_causal, causal), None
     options |= {"attn_mask": attn_mask, "is_causal": is_causal, "causal": causal}
-    relevant = (query, key, value, attn_mask, *(options[name] for name in _PER_HEAD))
+    relevant = (query, key, value, attn_mask, *(options[name] for name in (*_PER_HEAD, "key_mask")))
     if has_torch_function_variadic(*relevant):
         return handle_torch_function(flash_attn, relevant, query, key, value, **options)
     return flash_attn(query, key, value, **options)

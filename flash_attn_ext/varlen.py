@@ -108,8 +108,14 @@ def flash_attn_varlen(
     return (out, lse) if return_lse else out
 
 
-def flash_attn_jagged(query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **options):
+def flash_attn_jagged(
+    query: Tensor, key: Tensor, value: Tensor, *, key_mask: None = None, return_lse: bool = False, **options
+):
     """:func:`flash_attn` of nested tensors (B, H, j, D), jagged: :func:`flash_attn_varlen` of their rows."""
+    if key_mask is not None:
+        raise ValueError(
+            "key_mask: got a tensor with nested query, key, value; allowed: None. Leave keys out of the sequences"
+        )
     rows, offsets = [], []
     for name, t in (("query", query), ("key", key), ("value", value)):
         if getattr(t, "layout", None) is not torch.jagged or t.dim() != 4 or t._ragged_idx not in (1, 2):

@@ -98,7 +98,7 @@ def test_what_does_not_move_is_left_out():
         for mask in (wanted, [True, True, True, False, False, False]):
             second, all_second = (
                 operators.attention_double_backward(
-                    grads, grad_lse, *t, *none, *inputs, *none, None, out, lse, *moved[2:], softcap=2.0, grad_mask=mask
+                    grads, grad_lse, *t, *none, *inputs, *[None] * 5, out, lse, *moved[2:], softcap=2.0, grad_mask=mask
                 )
                 for t in (given, full)
             )

@@ -243,8 +243,8 @@ def test_operators_are_registered_properly(op):
     """opcheck: schema, autograd registration, FakeTensor and aot with dynamic shapes."""
     q, k, v = make_qkv(2, 4, 5, 7, 8, heads_kv=2)
     slopes, sink, mask = torch.rand(4).requires_grad_(), torch.rand(4).requires_grad_(), torch.randn(1, 1, 5, 7)
-    x = (q, k, v, mask.requires_grad_(), slopes, sink, None)
-    tangents = tuple(None if t is None else torch.randn_like(t).requires_grad_() for t in x[:-1])
+    x = (q, k, v, mask.requires_grad_(), slopes, sink, None, None)
+    tangents = tuple(None if t is None else torch.randn_like(t).requires_grad_() for t in x[:-2])
     operators = torch.ops.flash_attn_ext
     if op == "attention_jvp":
         arguments, options = (*tangents, *x), {"softcap": 2.0}

@@ -122,7 +122,7 @@ def test_it_is_packed_for_the_kernels(asked):
     """csrc/ops/pack_params.cpp; the tests above stand in for it."""
     defaults = [a.default_value for a in _ops.attention._schema.arguments if a.kwarg_only]
     options = (*defaults[:-1], asked)
-    plan = _ops.plan_attention_backward((*inputs(), *[None] * 4), options, [True] * 3 + [False] * 3)
+    plan = _ops.plan_attention_backward((*inputs(), *[None] * 5), options, [True] * 3 + [False] * 3)
     assert plan.deterministic is asked
 
 

@@ -157,6 +157,7 @@ def backward_arguments(**changed):
         "alibi_slopes": None,
         "sink": None,
         "rng_state": None,
+        "key_mask": None,
         "out": out,
         "lse": lse,
         "grad_mask": wanted("query", "key", "value"),

@@ -27,7 +27,8 @@ def operator_arguments(name, requires_grad=True, transposed=False):
     mask = torch.randn(2, 1, 1, 9, requires_grad=requires_grad)
     slopes = torch.rand(4, requires_grad=requires_grad)
     sink = torch.rand(2, 4, requires_grad=requires_grad)
-    return (q, k, v, mask, slopes, sink, new_rng_state() if "dropout_p" in options else None), options
+    key_mask = torch.rand(2, 9) > 0.2
+    return (q, k, v, mask, slopes, sink, new_rng_state() if "dropout_p" in options else None, key_mask), options
 
 
 @pytest.mark.parametrize("name", OPTIONS)

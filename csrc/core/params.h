@@ -50,12 +50,22 @@ struct Band {
 };
 
 // attn_mask, broadcast by zero strides: never expanded. kBool: true attends. Float: added; -inf masks.
+//
+// A second mask, key_mask, has one element for each key of a batch. What each of the two masks is masked; the rest is
+// added. Where it is given alone, it is the mask itself, broadcast.
 struct MaskParams {
   const void* data = nullptr;  // null: no mask
   DType dtype = DType::kBool;
   int64_t stride_b = 0, stride_h = 0, stride_q = 0, stride_k = 0;
+  const void* key_data = nullptr;  // null: one mask, or none
+  DType key_dtype = DType::kBool;
+  int64_t key_stride_b = 0, key_stride_k = 0;
 
   FA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+  // Whether what is not masked keeps its score.
+  FA_HOST_DEVICE bool only_masks() const {
+    return dtype == DType::kBool && (!key_data || key_dtype == DType::kBool);
+  }
 };
 
 // ALiBi (Press et al. 2022): score += -slope * |i + diagonal - j|, slopes in acc type, (H) or (B, H) by

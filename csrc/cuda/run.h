@@ -26,8 +26,9 @@ struct Selection {
   std::vector<std::string> why_not;  // why each faster tier does not run it, the fastest first
 };
 
-// dropout_mask: kept[b][h][i][j], by the rule of core/philox.h. `sizes` needs batch, heads and the lengths.
-cudaError_t launch_dropout_mask(const DropoutParams& dropout, const Sizes& sizes, bool* kept,
-                                cudaStream_t stream);
+// dropout_mask: kept[b][h][i][j], by the rule of core/philox.h. `sizes` needs batch, heads and the lengths;
+// i counts from first_row.
+cudaError_t launch_dropout_mask(const DropoutParams& dropout, const Sizes& sizes, int64_t first_row,
+                                bool* kept, cudaStream_t stream);
 
 }  // namespace flash_attn_ext::cuda

@@ -39,18 +39,27 @@ __device__ T smaller(T a, T b) {
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-// What the mask adds; -inf masks. finfo.min does not: a row that holds nothing else is uniform.
+// One element of a mask of any dtype, as what is added to the score.
 template <class T>
-__device__ T mask_bias(const MaskParams& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
-  const int64_t at = b * mask.stride_b + h * mask.stride_h + i * mask.stride_q + j * mask.stride_k;
-  switch (mask.dtype) {
-    case DType::kBool: return static_cast<const uint8_t*>(mask.data)[at] ? T(0) : -kInf<T>;
-    case DType::kFloat32: return static_cast<const float*>(mask.data)[at];
-    case DType::kFloat64: return static_cast<T>(static_cast<const double*>(mask.data)[at]);
-    case DType::kBFloat16: return widen(static_cast<const __nv_bfloat16*>(mask.data)[at]);
+__device__ T mask_element(const void* data, DType dtype, int64_t at) {
+  switch (dtype) {
+    case DType::kBool: return static_cast<const uint8_t*>(data)[at] ? T(0) : -kInf<T>;
+    case DType::kFloat32: return static_cast<const float*>(data)[at];
+    case DType::kFloat64: return static_cast<T>(static_cast<const double*>(data)[at]);
+    case DType::kBFloat16: return widen(static_cast<const __nv_bfloat16*>(data)[at]);
     case DType::kFloat16: break;
   }
-  return widen(static_cast<const __half*>(mask.data)[at]);
+  return widen(static_cast<const __half*>(data)[at]);
+}
+
+// What the masks add; -inf masks. finfo.min does not: a row that holds nothing else is uniform.
+template <class T>
+__device__ T mask_bias(const MaskParams& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const T bias = mask_element<T>(
+      mask.data, mask.dtype, b * mask.stride_b + h * mask.stride_h + i * mask.stride_q + j * mask.stride_k);
+  if (!mask.key_data) return bias;
+  const T key = mask_element<T>(mask.key_data, mask.key_dtype, b * mask.key_stride_b + j * mask.key_stride_k);
+  return bias == -kInf<T> || key == -kInf<T> ? -kInf<T> : bias + key;
 }
 
 template <class T>

@@ -37,7 +37,8 @@ void check_attention_double_backward(const AttentionDoubleBackwardTensors& tenso
   check_tangents(tensors.forward(), tensors.tangents());
 }
 
-void check_dropout_mask(const at::Tensor& rng_state, c10::ArrayRef<c10::SymInt> sizes, double dropout_p) {
+void check_dropout_mask(const at::Tensor& rng_state, c10::ArrayRef<c10::SymInt> sizes, double dropout_p,
+                        const c10::SymInt& first_row) {
   TORCH_CHECK_TYPE(rng_state.scalar_type() == at::kLong, "rng_state: got dtype ",
                    name_of(rng_state.scalar_type()), "; allowed: int64");
   check_seed_offset("rng_state", rng_state);
@@ -46,6 +47,7 @@ void check_dropout_mask(const at::Tensor& rng_state, c10::ArrayRef<c10::SymInt> 
   for (size_t n = 0; n < sizes.size(); ++n)
     TORCH_CHECK_VALUE(sizes[n] >= 0, kDimNames[static_cast<size_t>(dims[n])].name, ": got ", sizes[n],
                       "; allowed: 0 or more");
+  TORCH_CHECK_VALUE(first_row >= 0, "first_row: got ", first_row, "; allowed: 0 or more");
 }
 
 void check_storage(const char* name, const at::Tensor& t) {

@@ -14,7 +14,8 @@ void check_attention_double_backward(const AttentionDoubleBackwardTensors& tenso
                                      const AttentionBackwardOptions& options);
 void check_attention_backward(const AttentionBackwardTensors& tensors,
                               const AttentionBackwardOptions& options);
-void check_dropout_mask(const at::Tensor& rng_state, c10::ArrayRef<c10::SymInt> sizes, double dropout_p);
+void check_dropout_mask(const at::Tensor& rng_state, c10::ArrayRef<c10::SymInt> sizes, double dropout_p,
+                        const c10::SymInt& first_row);
 
 // Throws ValueError if the memory that `t` shows is not all there: FSDP, and untyped_storage().resize_(0), free storage
 // under a tensor. For kernels that read: a tensor without data, as on the Meta device, has none by right.

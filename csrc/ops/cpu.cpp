@@ -266,8 +266,8 @@ AppendResult append_cpu(const AppendTensors& given, const AppendOptions& options
 }
 
 at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, int64_t batch, int64_t heads, int64_t seqlen_q,
-                            int64_t seqlen_k, double dropout_p) {
-  check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
+                            int64_t seqlen_k, double dropout_p, int64_t first_row) {
+  check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p, first_row);
   check_storage("rng_state", rng_state);
   at::Tensor kept = at::empty({batch, heads, seqlen_q, seqlen_k}, at::kBool);
   const DropoutParams dropout = pack_dropout(rng_state, dropout_p);
@@ -276,7 +276,7 @@ at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, int64_t batch, int64_t 
   at::parallel_for(0, batch * heads * seqlen_q, 64, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       const int64_t head = dropout.head(n / seqlen_q / heads, n / seqlen_q % heads, heads);
-      const int64_t row = dropout.row(n % seqlen_q);
+      const int64_t row = dropout.row(first_row + n % seqlen_q);
       for (int64_t j = 0; j < seqlen_k; ++j)
         data[n * seqlen_k + j] = dropout_keeps(key, dropout.threshold, head, row, dropout.col(j));
     }

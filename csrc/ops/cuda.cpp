@@ -138,8 +138,8 @@ Gradients varlen_double_backward_cuda(const VarlenDoubleBackwardTensors& given,
 }
 
 at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t heads, int64_t seqlen_q,
-                             int64_t seqlen_k, double dropout_p) {
-  check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
+                             int64_t seqlen_k, double dropout_p, int64_t first_row) {
+  check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p, first_row);
   const c10::cuda::CUDAGuard device_guard(rng_state.device());
   at::Tensor kept = at::empty({batch, heads, seqlen_q, seqlen_k}, rng_state.options().dtype(at::kBool));
   const DropoutParams dropout = pack_dropout(rng_state, dropout_p);
@@ -148,7 +148,7 @@ at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t
   sizes.heads = heads;
   sizes.seqlen_q = seqlen_q;
   sizes.seqlen_k = seqlen_k;
-  C10_CUDA_CHECK(cuda::launch_dropout_mask(dropout, sizes, kept.mutable_data_ptr<bool>(),
+  C10_CUDA_CHECK(cuda::launch_dropout_mask(dropout, sizes, first_row, kept.mutable_data_ptr<bool>(),
                                            c10::cuda::getCurrentCUDAStream()));
   return kept;
 }
@@ -220,8 +220,8 @@ Gradients varlen_double_backward_cuda(const VarlenDoubleBackwardTensors& given,
 }
 
 at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t heads, int64_t seqlen_q,
-                             int64_t seqlen_k, double dropout_p) {
-  check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p);
+                             int64_t seqlen_k, double dropout_p, int64_t first_row) {
+  check_dropout_mask(rng_state, {batch, heads, seqlen_q, seqlen_k}, dropout_p, first_row);
   refuse();
 }
 

@@ -50,12 +50,25 @@ struct Derivatives : DerivativeCalls<F> {
     }
   };
 
+  // What is no row of FA_ATTENTION_DIFFERENTIABLE would lose its gradient without a word.
+  static void check_others_need_none(const Tensors& given) {
+    size_t n = 0;
+    for_each_tensor(given, [&](const TensorRule& rule, const auto& optional) {
+      const at::Tensor* t = tensor_or_null(optional);
+      if (n++ < kGradients || !t) return;
+      TORCH_CHECK_VALUE(
+          !(at::GradMode::is_enabled() && t->requires_grad()) && !t->_fw_grad(/*level=*/0).defined(),
+          rule.name, ": got a tensor that needs a gradient; allowed: one that does not");
+    });
+  }
+
   static AttentionResult forward(const Tensors& given, const Options& options) {
     const Differentiated how = how_differentiated(given);
     if (!how.reverse && !how.forward) {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       return call<typename F::Forward>(given, options);
     }
+    check_others_need_none(given);
     const Tensors tensors = how.forward ? primals_of(given) : given;
     AttentionJvpResult moved;
     AttentionResult known;

@@ -62,10 +62,11 @@ Gradients attention_double_backward_meta(const AttentionDoubleBackwardTensors& g
 }
 
 at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10::SymInt heads,
-                             c10::SymInt seqlen_q, c10::SymInt seqlen_k, double dropout_p) {
+                             c10::SymInt seqlen_q, c10::SymInt seqlen_k, double dropout_p,
+                             c10::SymInt first_row) {
   const std::array<c10::SymInt, 4> sizes{std::move(batch), std::move(heads), std::move(seqlen_q),
                                          std::move(seqlen_k)};
-  check_dropout_mask(rng_state, sizes, dropout_p);
+  check_dropout_mask(rng_state, sizes, dropout_p, first_row);
   return at::empty_symint(sizes, rng_state.options().dtype(at::kBool));
 }
 

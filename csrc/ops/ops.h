@@ -27,6 +27,7 @@ constexpr Shape kValueShape{Shape::kExact, 4, {Dim::kBatch, Dim::kHeadsKv, Dim::
 constexpr Shape kOutShape{Shape::kExact, 4, {Dim::kBatch, Dim::kHeads, Dim::kSeqlenQ, Dim::kHeadDimV}};
 constexpr Shape kLseShape{Shape::kExact, 3, {Dim::kBatch, Dim::kHeads, Dim::kSeqlenQ}};
 constexpr Shape kMaskShape{Shape::kBroadcast, 4, {Dim::kBatch, Dim::kHeads, Dim::kSeqlenQ, Dim::kSeqlenK}};
+constexpr Shape kKeyMaskShape{Shape::kExact, 2, {Dim::kBatch, Dim::kSeqlenK}};
 constexpr Shape kPerHeadShape{Shape::kMaybeBatched, 2, {Dim::kBatch, Dim::kHeads}};
 constexpr Shape kRngStateShape{Shape::kSeedOffset};
 
@@ -57,7 +58,9 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
   FA_ATTENTION_DIFFERENTIABLE(X)                                                                \
   /* {seed, offset} of dropout, on query's device; needed if dropout_p > 0. For a part of a */   \
   /* larger call also {row, column, head, heads}: DropoutParams. */                              \
-  X(rng_state,     OptionalTensor, kRngStateShape, kInt64,   kKeep,          kLoop)
+  X(rng_state,     OptionalTensor, kRngStateShape, kInt64,   kKeep,          kLoop)             \
+  /* A second mask, bool or float as attn_mask, one element for each key. It has no gradient. */ \
+  X(key_mask,      OptionalTensor, kKeyMaskShape, kMask,     kUnlessFloat32, kBatch)
 
 //   name           type                    default       check, of the value v             what is allowed
 #define FA_ATTENTION_OPTIONS(X)                                                                                  \

@@ -41,6 +41,17 @@ MaskParams pack_mask(const OptionalTensor& mask) {
           broadcast_stride(*mask, 1), broadcast_stride(*mask, 2),      broadcast_stride(*mask, 3)};
 }
 
+MaskParams pack_masks(const OptionalTensor& mask, const OptionalTensor& key_mask) {
+  if (!key_mask) return pack_mask(mask);
+  if (!mask) return pack_mask(key_mask->unsqueeze(1).unsqueeze(1));
+  MaskParams both = pack_mask(mask);
+  both.key_data = key_mask->const_data_ptr();
+  both.key_dtype = pack_dtype(key_mask->scalar_type());
+  both.key_stride_b = key_mask->stride(0);
+  both.key_stride_k = key_mask->stride(1);
+  return both;
+}
+
 // AlibiParams or SinkParams of a tensor (H) or (B, H).
 template <class Params>
 Params pack_per_head(const OptionalTensor& t) {
@@ -133,7 +144,7 @@ AttentionParams pack_attention(const AttentionTensors& in, const at::Tensor& out
   p.scale = o.scale.value_or(1.0 / std::sqrt(static_cast<double>(p.sizes.head_dim)));
   p.softcap = o.softcap;
   p.band = pack_band(p.sizes, o);
-  p.mask = pack_mask(in.attn_mask);
+  p.mask = pack_masks(in.attn_mask, in.key_mask);
   p.alibi = pack_per_head<AlibiParams>(in.alibi_slopes);
   p.sink = pack_per_head<SinkParams>(in.sink);
   if (o.dropout_p > 0) p.dropout = pack_dropout(*in.rng_state, o.dropout_p);

@@ -19,7 +19,7 @@ TORCH_LIBRARY(flash_attn_ext, m) {
   m.def(schema<AttentionDoubleBackward>().c_str());
   m.def(
       "dropout_mask(Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, "
-      "float dropout_p) -> Tensor");
+      "float dropout_p, SymInt first_row=0) -> Tensor");
 }
 
 }  // namespace flash_attn_ext

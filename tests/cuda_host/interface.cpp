@@ -154,7 +154,7 @@ int64_t sm80_recomputed_tiles(const BackwardParams* p, void* workspace) {
 
 int quotient(int n, int divisor) { return flash_attn_ext::cuda::Divider(divisor).quotient(n); }
 
-const char* dropout_mask(const DropoutParams* dropout, const Sizes* sizes, bool* kept) {
-  return report(flash_attn_ext::cuda::launch_dropout_mask(*dropout, *sizes, kept, nullptr));
+const char* dropout_mask(const DropoutParams* dropout, const Sizes* sizes, int64_t first_row, bool* kept) {
+  return report(flash_attn_ext::cuda::launch_dropout_mask(*dropout, *sizes, first_row, kept, nullptr));
 }
 }

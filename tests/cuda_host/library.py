@@ -165,6 +165,10 @@ class Library:
             min(UNBOUNDED if right is None else right, 0 if options["causal"] else UNBOUNDED),
         )
         self.pack_added(params, mask, tensors.get("slopes"), tensors.get("sink"))
+        key_mask = tensors.get("key_mask")
+        if key_mask is not None:
+            params.mask.key_data, params.mask.key_dtype = key_mask.data_ptr(), DTYPES[key_mask.dtype]
+            params.mask.key_stride_b, params.mask.key_stride_k = key_mask.stride()
         if options["dropout_p"] > 0:
             params.dropout = dropout_params(tensors["rng_state"], options["dropout_p"])
         unified_max = options["unified_max"]
@@ -255,12 +259,13 @@ class Library:
             params.dsink = grads["dsink"].data_ptr()
         return grads
 
-    def dropout_mask(self, rng_state, batch, heads, seqlen_q, seqlen_k, dropout_p):
+    def dropout_mask(self, rng_state, batch, heads, seqlen_q, seqlen_k, dropout_p, first_row=0):
         kept = torch.empty(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool)
         self.show({"rng_state": rng_state, "kept": kept}, ("kept",))
         sizes = Sizes(batch, heads, heads, seqlen_q, seqlen_k, 1, 1)
         dropout = dropout_params(rng_state, dropout_p)
-        self.check(self.c.dropout_mask(ctypes.byref(dropout), ctypes.byref(sizes), pointer(kept.data_ptr())))
+        arguments = ctypes.byref(dropout), ctypes.byref(sizes), i64(first_row), pointer(kept.data_ptr())
+        self.check(self.c.dropout_mask(*arguments))
         return kept
 
 
@@ -320,10 +325,13 @@ DEFAULTS = {
 def as_cpu_kernels(library):
     """Inside, flash_attn and its backward on CPU tensors run through the CUDA kernels' host build."""
 
-    def inputs(q, k, v, mask, slopes, sink, rng_state):
+    def inputs(q, k, v, mask, slopes, sink, rng_state, key_mask):
+        if mask is None and key_mask is not None:
+            mask, key_mask = key_mask[:, None, None], None
         slopes, sink = (None if t is None else t.to(accumulate_type(q)) for t in (slopes, sink))
         tensors = {"q": readable(q), "k": readable(k), "v": readable(v)}
-        return tensors | {"attn_mask": mask, "slopes": slopes, "sink": sink, "rng_state": rng_state}
+        tensors |= {"attn_mask": mask, "slopes": slopes, "sink": sink, "rng_state": rng_state, "key_mask": key_mask}
+        return tensors
 
     def tangents(q, k, v, mask, slopes, sink, acc):
         slopes, sink = (None if t is None else t.to(acc) for t in (slopes, sink))
@@ -340,24 +348,27 @@ def as_cpu_kernels(library):
                 grads[name] = grads[name].to(t.dtype)
         return tuple(grads.get("d" + name.removeprefix("attn_")) for name in DIFFERENTIABLE)
 
-    def attention(q, k, v, attn_mask=None, alibi_slopes=None, sink=None, rng_state=None, **options):
-        return library.forward(inputs(q, k, v, attn_mask, alibi_slopes, sink, rng_state), **DEFAULTS | options)
+    def attention(q, k, v, attn_mask=None, alibi_slopes=None, sink=None, rng_state=None, key_mask=None, **options):
+        tensors = inputs(q, k, v, attn_mask, alibi_slopes, sink, rng_state, key_mask)
+        return library.forward(tensors, **DEFAULTS | options)
 
-    def attention_backward(dout, dlse, q, k, v, mask, slopes, sink, rng_state, out, lse, grad_mask=None, **options):
-        tensors = inputs(q, k, v, mask, slopes, sink, rng_state) | {"out": readable(out), "lse": lse}
+    def attention_backward(
+        dout, dlse, q, k, v, mask, slopes, sink, rng_state, key_mask, out, lse, grad_mask=None, **options
+    ):
+        tensors = inputs(q, k, v, mask, slopes, sink, rng_state, key_mask) | {"out": readable(out), "lse": lse}
         tensors |= cotangents(dout, dlse, out)
         wanted = dict(zip(DIFFERENTIABLE, grad_mask, strict=True))
         return as_results(library.backward(tensors, wanted, **DEFAULTS | options), slopes, sink)
 
     def attention_jvp(tq, tk, tv, tmask, tslopes, tsink, q, k, v, mask=None, slopes=None, sink=None, rng_state=None,
-                      **options):  # fmt: skip
-        tensors = inputs(q, k, v, mask, slopes, sink, rng_state)
+                      key_mask=None, **options):  # fmt: skip
+        tensors = inputs(q, k, v, mask, slopes, sink, rng_state, key_mask)
         tensors |= tangents(tq, tk, tv, tmask, tslopes, tsink, accumulate_type(q))
         return library.jvp(tensors, **DEFAULTS | options)
 
     def attention_double_backward(dout, dlse, tq, tk, tv, tmask, tslopes, tsink, q, k, v, mask, slopes, sink, rng_state,
-                                  out, lse, t_out, t_lse, grad_mask=None, **options):  # fmt: skip
-        tensors = inputs(q, k, v, mask, slopes, sink, rng_state) | cotangents(dout, dlse, out)
+                                  key_mask, out, lse, t_out, t_lse, grad_mask=None, **options):  # fmt: skip
+        tensors = inputs(q, k, v, mask, slopes, sink, rng_state, key_mask) | cotangents(dout, dlse, out)
         tq, tk, tv = (zeros_like_one_row(x) if t is None else t for t, x in ((tq, q), (tk, k), (tv, v)))
         tensors |= tangents(tq, tk, tv, tmask, tslopes, tsink, accumulate_type(q))
         tensors |= {"out": readable(out), "lse": lse, "t_out": readable(t_out), "t_lse": t_lse.contiguous()}

@@ -128,7 +128,7 @@ def gradients(path, seed, seqlen_q, seqlen_k, head_dim, poisoned):
     out, lse = torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[:3])
     with on_hopper(path, seed) as loaded:
         grads = torch.ops.flash_attn_ext.attention_backward(
-            dout, None, q, k, v, None, None, None, None, out, lse, causal=poisoned,
+            dout, None, q, k, v, None, None, None, None, None, out, lse, causal=poisoned,
             grad_mask=[True, True, True, False, False, False],
         )  # fmt: skip
         assert b"sm90::dq_kernel" in loaded.c.last_kernel()

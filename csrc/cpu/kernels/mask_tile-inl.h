@@ -1,5 +1,5 @@
-// attn_mask on one tile, whatever its dtype and strides: a float mask as what is added to the scores, -inf where it
-// masks; a bool mask as one bit for each score.
+// attn_mask and key_mask on one tile, whatever their dtypes and strides: float masks as what is added to the scores, -inf
+// where they mask; bool masks as one bit for each score.
 #pragma once
 
 #include "../vec/convert-inl.h"
@@ -99,6 +99,49 @@ inline TileMask load_bias_as(const MaskParams& mask, const TileFrame& f, T* dst)
   return seen.of_tile();
 }
 
+// What either masks is masked, NaN and +inf included.
+template <class T>
+FA_INLINE Vec<T> add_bias(Vec<T> a, Vec<T> b) {
+  return b == kNegInf<T> ? b : a == kNegInf<T> ? a : a + b;
+}
+
+// Adds a mask with one element for each key. How many it masks by itself.
+template <class T, class M>
+inline TileMask add_keys_as(const MaskParams& keys, const TileFrame& f, T* dst) {
+  constexpr int L = kLanes<T>;
+  const M* src = static_cast<const M*>(keys.data) + f.b * keys.stride_b + f.j0 * keys.stride_k;
+  MaskedAndNot<T> seen;
+  auto bias_of = [&](int64_t key) { return seen.pass(splat<T>(scalar_as<T>(src[key * keys.stride_k]))); };
+  auto add = [&](int64_t r, int64_t c, Vec<T> bias) {
+    store<T>(dst + r * f.ld + c, add_bias<T>(load<T>(dst + r * f.ld + c), bias));
+  };
+  if (f.lanes_are_queries) {
+    for (int64_t r = 0; r < f.rows(); ++r) {
+      const Vec<T> bias = bias_of(r);
+      for (int64_t c = 0; c < f.ld; c += L) add(r, c, bias);
+    }
+    return seen.of_tile();
+  }
+  for (int64_t c = 0; c < f.lanes(); c += L) {
+    Vec<T> bias = {};
+    for (int64_t i = 0; i < std::min<int64_t>(L, f.lanes() - c); ++i) bias[i] = bias_of(c + i)[0];
+    for (int64_t r = 0; r < f.rows(); ++r) add(r, c, bias);
+  }
+  return seen.of_tile();
+}
+
+template <class T>
+inline TileMask add_keys(const MaskParams& keys, const TileFrame& f, T* dst) {
+  switch (keys.dtype) {
+    case DType::kFloat32: return add_keys_as<T, float>(keys, f, dst);
+    case DType::kFloat64: return add_keys_as<T, double>(keys, f, dst);
+    case DType::kBFloat16: return add_keys_as<T, BFloat16>(keys, f, dst);
+    case DType::kFloat16: return add_keys_as<T, Float16>(keys, f, dst);
+    case DType::kBool: break;  // see below
+  }
+  return TileMask::kNone;
+}
+
 // Fills dst[row][lane] with a float mask's bias.
 template <class T>
 inline TileMask load_bias_tile(const MaskParams& mask, const TileFrame& f, T* dst) {
@@ -169,7 +212,9 @@ inline uint64_t visible_bits(const uint8_t* src, int64_t stride, int64_t keys, u
   return bits;
 }
 
-inline TileMask load_visible_keys(const MaskParams& mask, const TileFrame& f, const VisibleKeys& visible) {
+// `known`: the words say already what another mask leaves; what this one leaves of that stays.
+inline TileMask load_visible_keys(const MaskParams& mask, const TileFrame& f, const VisibleKeys& visible,
+                                  bool known) {
   const uint8_t* src = static_cast<const uint8_t*>(mask.data) + f.b * mask.stride_b + f.h * mask.stride_h +
                        f.i0 * mask.stride_q + f.j0 * mask.stride_k;
   const uint64_t every_key = f.keys == 64 ? ~uint64_t{0} : (uint64_t{1} << f.keys) - 1;
@@ -179,15 +224,17 @@ inline TileMask load_visible_keys(const MaskParams& mask, const TileFrame& f, co
       __builtin_prefetch(src + i * mask.stride_q + 64 * mask.stride_k);  // of the next tile
       bits = visible_bits(src + i * mask.stride_q, mask.stride_k, f.keys, every_key);
     }
-    visible.words[i] = static_cast<uint32_t>(bits);
-    visible.words[visible.ld + i] = static_cast<uint32_t>(bits >> VisibleKeys::kWord);
-    seen_by_all &= bits;
-    seen_by_any |= bits;
+    uint32_t &low = visible.words[i], &high = visible.words[visible.ld + i];
+    const uint64_t left = known ? bits & (low | uint64_t{high} << VisibleKeys::kWord) : bits;
+    low = static_cast<uint32_t>(left);
+    high = static_cast<uint32_t>(left >> VisibleKeys::kWord);
+    seen_by_all &= left;
+    seen_by_any |= left;
   }
   return seen_by_any == 0 ? TileMask::kAll : seen_by_all == every_key ? TileMask::kNone : TileMask::kSome;
 }
 
-// The mask of one tile in the form that its dtype has; neither, where it would change nothing.
+// The masks of one tile, each in the form that its dtype has; neither form, where they would change nothing.
 template <class T>
 struct MaskTile {
   TileMask masked = TileMask::kNone;
@@ -195,8 +242,22 @@ struct MaskTile {
   VisibleKeys visible;
 
   bool hides(const TileFrame& f, int64_t row, int64_t lane) const {
-    if (visible) return !(f.lanes_are_queries ? visible.sees(lane, row) : visible.sees(row, lane));
+    if (visible && !(f.lanes_are_queries ? visible.sees(lane, row) : visible.sees(row, lane))) return true;
     return bias && bias[row * f.ld + lane] == kNegInf<T>;
+  }
+
+  // Takes one more mask in; `memory` is what plan_mask_tile() gave.
+  void add(const MaskParams& mask, const TileFrame& f, const MaskTile& memory) {
+    if (mask.dtype == DType::kBool) {
+      const TileMask left = load_visible_keys(mask, f, memory.visible, bool(visible));
+      if (left == TileMask::kNone) return;
+      visible = memory.visible;
+      masked = masked == TileMask::kAll ? masked : left;
+      return;
+    }
+    const TileMask own = bias ? add_keys<T>(mask, f, memory.bias) : load_bias_tile<T>(mask, f, memory.bias);
+    bias = memory.bias;
+    if (own == TileMask::kAll || masked == TileMask::kNone) masked = own;
   }
 };
 
@@ -204,22 +265,24 @@ struct MaskTile {
 template <class T>
 MaskTile<T> plan_mask_tile(Arena& arena, const MaskParams& mask, int64_t queries, int64_t keys) {
   MaskTile<T> memory;
-  if (mask && mask.dtype == DType::kBool) {
+  const auto any = [&](bool is_bool) {
+    return (mask && (mask.dtype == DType::kBool) == is_bool) ||
+           (mask.key_data && (mask.key_dtype == DType::kBool) == is_bool);
+  };
+  if (any(true)) {
     memory.visible.ld = round_up_to_lanes<T>(queries);
     memory.visible.words = arena.take<uint32_t>(2 * memory.visible.ld);
-  } else if (mask) {
-    memory.bias = arena.take<T>(queries * round_up_to_lanes<T>(keys));
   }
+  if (any(false)) memory.bias = arena.take<T>(queries * round_up_to_lanes<T>(keys));
   return memory;
 }
 
 template <class T>
 inline MaskTile<T> load_mask_tile(const MaskParams& mask, const TileFrame& f, const MaskTile<T>& memory) {
-  if (!mask) return {};
-  MaskTile<T> tile = memory;
-  tile.masked = mask.dtype == DType::kBool ? load_visible_keys(mask, f, memory.visible)
-                                           : load_bias_tile<T>(mask, f, memory.bias);
-  if (tile.masked == TileMask::kNone) tile.visible = {};
+  MaskTile<T> tile;
+  if (mask) tile.add(mask, f, memory);
+  if (mask.key_data)
+    tile.add({mask.key_data, mask.key_dtype, mask.key_stride_b, 0, 0, mask.key_stride_k}, f, memory);
   return tile;
 }
 

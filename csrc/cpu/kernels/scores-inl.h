@@ -16,7 +16,7 @@ inline T product_scale(const AttentionParams& p) {
 // then are not multiplied at all (its softmax multiplies differences of them, at no cost), otherwise 1.
 template <class T>
 inline T score_unit(const AttentionParams& p) {
-  const bool only_products = p.softcap == 0 && !p.alibi && !(p.mask && p.mask.dtype != DType::kBool);
+  const bool only_products = p.softcap == 0 && !p.alibi && (!p.mask || p.mask.only_masks());
   const T unit = static_cast<T>(p.scale);
   return only_products && unit > T(0) && unit < std::numeric_limits<T>::max() / T(2) ? unit : T(1);
 }
@@ -84,7 +84,6 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
       for (int64_t c = 0; c < f.ld; c += L)
         store<T>(row + c, load<T>(row + c) - slope * alibi_distance<T>(p.band, f, r, c));
     }
-    if (mask.visible) mask.visible.template hide<T>(f, r, row);
     if (mask.bias) {
       const T* bias = mask.bias + r * f.ld;
       for (int64_t c = 0; c < f.ld; c += L) {
@@ -92,6 +91,7 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
         store<T>(row + c, m == kNegInf<T> ? m : load<T>(row + c) + m);
       }
     }
+    if (mask.visible) mask.visible.template hide<T>(f, r, row);
     const Range seen = crossed ? band_lanes(p.band, f, r) : Range{0, f.lanes()};
     if (seen.begin > 0 || seen.end < f.ld) {
       for (int64_t c = 0; c < f.ld; c += L) {
