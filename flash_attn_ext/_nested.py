@@ -1,46 +1,142 @@
-"""Nested tensors, in both of torch's layouts, as padded batches and back: for MultiheadAttention."""
+"""MultiheadAttention of nested tensors, in both of torch's layouts: their rows, packed, through `flash_attn_varlen`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._weights import attention_weights
+from .functional import new_rng_state
+from .varlen import flash_attn_varlen
 
 
-def lengths(x: Tensor) -> Tensor:
-    """(B,) int64: the sequence lengths of a nested tensor (B, *, features), on its device."""
-    if x.layout is torch.jagged:
-        return x.offsets().diff() if x.lengths() is None else x.lengths()
-    return torch.tensor([part.size(0) for part in x.unbind()], dtype=torch.int64, device=x.device)
+@dataclass(frozen=True)
+class Packed:
+    """Sequence b is the rows `offsets[b]` to `offsets[b + 1]` of `rows`, (T, features)."""
+
+    rows: Tensor
+    offsets: Tensor  # (B + 1) int64
+
+    @property
+    def longest(self) -> int:
+        return int(self.offsets.diff().max()) if len(self.offsets) > 1 else 0
+
+    def row_numbers(self) -> tuple[Tensor, Tensor]:
+        """Of every row: its sequence, and its place in that."""
+        sequence = torch.repeat_interleave(self.offsets.diff(), output_size=self.rows.size(0))
+        return sequence, torch.arange(len(sequence), device=sequence.device) - self.offsets[sequence]
+
+    def padded(self) -> Tensor:
+        """(B, longest, ...), zeros after each sequence."""
+        empty = self.rows.new_zeros(len(self.offsets) - 1, self.longest, *self.rows.shape[1:])
+        return empty.index_put(self.row_numbers(), self.rows)
 
 
-def to_padded(x: Tensor) -> Tensor:
-    """(B, longest, features), zeros after each sequence."""
-    if x.layout is not torch.jagged:
-        return torch.nested.to_padded_tensor(x, 0.0)
-    starts, counts = x.offsets()[:-1], lengths(x)
-    longest = int(counts.max()) if counts.numel() else 0
-    positions = torch.arange(longest, device=x.device)
-    inside = positions < counts.unsqueeze(1)
-    rows = torch.where(inside, starts.unsqueeze(1) + positions, 0)
-    if x.values().size(0) == 0:
-        return x.values().new_zeros(*rows.shape, x.values().size(-1))
-    # Not a product with the mask: the rows read in the place of padding may hold NaN.
-    return x.values()[rows].masked_fill(~inside.unsqueeze(-1), 0.0)
-
-
-def is_padding(counts: Tensor, longest: int) -> Tensor:
-    """(B, longest) bool: True where a row of that padded batch is padding."""
-    return torch.arange(longest, device=counts.device) >= counts.unsqueeze(1)
-
-
-def like(padded: Tensor, x: Tensor) -> Tensor:
-    """The sequences of `padded` as a nested tensor in the layout, and with the lengths, of `x`."""
+def pack(x: Tensor) -> Packed:
+    """The rows of a nested tensor (B, *, features). A jagged one without holes is not copied."""
     if x.layout is not torch.jagged:
         parts = x.unbind()
-        return torch.nested.as_nested_tensor([row[: part.size(0)] for row, part in zip(padded, parts, strict=True)])
+        lengths = torch.tensor([0, *(part.size(0) for part in parts)], device=x.device)
+        return Packed(torch.cat(parts), lengths.cumsum(0))
+    if x.lengths() is None:
+        return Packed(x.values(), x.offsets().to(torch.int64))
+    offsets = F.pad(x.lengths().cumsum(0), (1, 0))
+    return Packed(x.values()[_rows_in_use(x)], offsets)
+
+
+def nest(rows: Tensor, packed: Packed, x: Tensor) -> Tensor:
+    """`rows`, cut as `packed` is, as a nested tensor in the layout, and with the holes, of `x`, from which it came."""
+    if x.layout is not torch.jagged:
+        return torch.nested.as_nested_tensor(list(rows.split(packed.offsets.diff().tolist())))
+    if x.lengths() is not None:
+        rows = rows.new_zeros(x.values().size(0), rows.size(-1)).index_copy(0, _rows_in_use(x), rows)
     # With the very offsets of `x`: torch takes two jagged tensors for equally shaped only if they share them.
-    starts, counts = x.offsets()[:-1], lengths(x)
-    inside = ~is_padding(counts, padded.size(1))
-    rows = (starts.unsqueeze(1) + torch.arange(padded.size(1), device=padded.device))[inside]
-    values = padded.new_zeros(x.values().size(0), padded.size(-1)).index_copy(0, rows, padded[inside])
-    return torch.nested.nested_tensor_from_jagged(values, x.offsets(), x.lengths())
+    return torch.nested.nested_tensor_from_jagged(rows, x.offsets(), x.lengths())
+
+
+def _rows_in_use(x: Tensor) -> Tensor:
+    """Which rows of a jagged tensor's values are not in its holes."""
+    lengths = x.lengths()
+    ends = lengths.cumsum(0)
+    in_order = torch.arange(int(ends[-1]) if len(ends) else 0, device=lengths.device)
+    return in_order + torch.repeat_interleave(x.offsets()[:-1] - (ends - lengths), lengths)
+
+
+def append_keys(packed: Packed, tail: Tensor) -> Packed:
+    """`tail`, (n, features), behind every sequence."""
+    count = tail.size(0)
+    sequences = torch.arange(len(packed.offsets), device=packed.offsets.device)
+    offsets = packed.offsets + count * sequences
+    rows = packed.rows.new_zeros(packed.rows.size(0) + count * (len(sequences) - 1), packed.rows.size(1))
+    sequence, place = packed.row_numbers()
+    rows = rows.index_copy(0, offsets[sequence] + place, packed.rows)
+    ends = (offsets[1:, None] + torch.arange(-count, 0, device=offsets.device)).flatten()
+    return Packed(rows.index_copy(0, ends, tail.repeat(len(sequences) - 1, 1)), offsets)
+
+
+def check(module: nn.MultiheadAttention, inputs: dict[str, Tensor], masks: dict[str, Tensor | None]) -> None:
+    """Raises AssertionError for what is not one layout, not (B, *, features), masked, or not `batch_first`."""
+    layout = next(x.layout for x in inputs.values() if x.is_nested)
+    query = inputs["query"]
+    if query.dim() != 3:  # an empty list of sequences, of which torch does not know the features
+        raise AssertionError(f"query: got a {query.dim()}-D nested tensor, must be 3-D: (B, *, embed_dim)")
+    for name, x in inputs.items():
+        if not x.is_nested or x.layout is not layout:
+            got = f"a {x.layout} nested tensor" if x.is_nested else "a plain tensor"
+            raise AssertionError(f"{name}: got {got}, must be a {layout} nested tensor as the others")
+    for name, mask in masks.items():
+        if mask is not None:
+            raise AssertionError(f"{name}: must be None with nested inputs, got a tensor")
+    if not module.batch_first:
+        raise AssertionError("query: got a nested tensor, allowed with batch_first=True only")
+
+
+def forward(
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    need_weights: bool,
+    average: bool,
+    is_causal: bool,
+    top_k: int | None,
+) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
+    """What MultiheadAttention.forward returns. The weights are padded, as torch's are."""
+    # "Is the same tensor" stays true of the packed ones: `_project` looks at it.
+    packed = {id(x): pack(x) for x in (query, key, value)}
+    q, k, v = (packed[id(x)] for x in (query, key, value))
+    if len(k.offsets) != len(q.offsets):
+        raise RuntimeError(f"key: got batch size {len(k.offsets) - 1}, must be query's {len(q.offsets) - 1}")
+    if not torch.equal(k.offsets, v.offsets):
+        got, allowed = v.offsets.diff().tolist(), k.offsets.diff().tolist()
+        raise AssertionError(f"value: got sequence lengths {got}, must be key's {allowed}")
+    module._check(q.rows, k.rows, v.rows, None, None, need_weights, is_causal)
+
+    rows_q, rows_k, rows_v = module._project(q.rows, k.rows, v.rows)
+    tail_k, tail_v = module._append_keys(rows_k[:0], rows_v[:0], batched=False)
+    k, v = (append_keys(Packed(rows, k.offsets), tail) if tail.size(0) else Packed(rows, k.offsets)
+            for rows, tail in ((rows_k, tail_k), (rows_v, tail_v)))  # fmt: skip
+    heads = [Packed(p.rows.unflatten(-1, (module.num_heads, module.head_dim)), p.offsets)
+             for p in (Packed(rows_q, q.offsets), k, v)]  # fmt: skip
+    module._check_top_k(top_k, need_weights, k.longest)
+
+    dropout_p = module.dropout if module.training else 0.0
+    rng_state = new_rng_state(rows_q.device) if need_weights and dropout_p > 0.0 else None
+    out = flash_attn_varlen(
+        *(p.rows for p in heads), q.offsets, k.offsets, dropout_p=dropout_p, rng_state=rng_state
+    )  # fmt: skip
+    out = nest(F.linear(out.flatten(-2), module.out_proj.weight, module.out_proj.bias), q, query)
+    if not need_weights:
+        return out, None
+
+    padded_q, padded_k = (p.padded().transpose(1, 2) for p in heads[:2])
+    is_key, is_query = (torch.arange(p.longest, device=p.offsets.device) < p.offsets.diff()[:, None] for p in (k, q))
+    weights = attention_weights(padded_q, padded_k, None, is_key, rng_state, dropout_p, average, top_k)
+    # As torch: 0 in the rows of padded queries.
+    rows = is_query[..., None] if average else is_query[:, None, :, None]
+    if top_k is None:
+        return out, torch.where(rows, weights, 0.0)
+    return out, (torch.where(rows, weights[0], 0.0), weights[1])

@@ -1,6 +1,7 @@
 """MultiheadAttention: torch.nn.MultiheadAttention on the tiled kernel.
 
-Reading order: `forward` (check, project, merge the masks, attend, project back), then the helpers it calls.
+Reading order: `forward` (check, project, turn the masks, attend, project back), then the helpers it calls. Nested
+tensors go another way, `_nested.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 
 from . import _nested
 from ._class_swap import exchange_base, is_sharded, keep_forward, why_not_ours
-from ._weights import attention_weights
-from .functional import dropout_mask, flash_attn, new_rng_state
+from ._weights import attention_weights, merged
+from .functional import flash_attn, new_rng_state
 
 __all__ = ["MultiheadAttention"]
 
@@ -28,18 +29,17 @@ class MultiheadAttention(nn.MultiheadAttention):
     torch.nn.MultiheadAttention, of which this is a subclass: checkpoints load in both directions and
     isinstance checks keep working. What differs:
 
-    - With `need_weights=False` nothing of size S_q x S_k is allocated except what the given masks need: a
-      `key_padding_mask` goes to the kernel as (B, 1, 1, S_k), an `attn_mask` in its own shape. Both together
-      need one (B, 1, S_q, S_k) mask (per head if `attn_mask` is 3-D), unless `is_causal=True` hints that
-      `attn_mask` is the causal mask and, on CPU, a look at it shows that it is.
+    - With `need_weights=False` nothing of size S_q x S_k is allocated, except a copy of a bool `attn_mask` in its
+      own shape, as the kernel's masks mean the opposite. `attn_mask` and `key_padding_mask` together are not
+      merged into (B, 1, S_q, S_k), unless the latter needs a gradient.
     - A query whose keys are all masked gets attention output 0, weights 0 and gradient 0, never NaN.
     - With `need_weights=True` (torch's default) the output is the same as without, where the `is_causal` hint
       is true. The weights are computed beside it, from q and k, and averaged over the heads for a block of
-      queries at a time: what is allocated is their size, not `num_heads` times that (but for the dropout mask
-      in training, one byte an element, and under torch.compile and torch.func). `top_k` leaves out that, too.
+      queries at a time: what is allocated is their size, not `num_heads` times that (but under torch.compile and
+      torch.func). `top_k` leaves out that, too.
     - The fused inference paths of torch, in this module and in nn.TransformerEncoderLayer, are not taken: the
       kernel runs there too. Nested inputs, which torch takes on those paths only and in the strided layout
-      only, are taken always and in both layouts.
+      only, are taken always and in both layouts, and are not padded.
     - torch.jit.script is not supported.
 
     Args:
@@ -168,43 +168,47 @@ class MultiheadAttention(nn.MultiheadAttention):
                 name = argument.tracer.path_of_module(self)
                 return argument.tracer.create_proxy("call_module", name, arguments, {"top_k": top_k})
         if query.is_nested or key.is_nested or value.is_nested:
-            return self._forward_nested(*arguments, top_k)
+            inputs = {"query": query, "key": key, "value": value}
+            _nested.check(self, inputs, {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask})
+            return _nested.forward(self, query, key, value, need_weights, average_attn_weights, is_causal, top_k)
         self._check(query, key, value, key_padding_mask, attn_mask, need_weights, is_causal)
         batched = query.dim() == 3
 
         q, k, v = self._project(query, key, value)
         k, v = self._append_keys(k, v, batched)
         q, k, v = (self._split_heads(x, batched) for x in (q, k, v))
-        batch, heads, seqlen_q, _ = q.shape
         appended = (self.bias_k is not None) + bool(self.add_zero_attn)
-        if top_k is not None:
-            if not need_weights:
-                raise ValueError(f"top_k: got {top_k} with need_weights=False; allowed: None, or need_weights=True")
-            if not 1 <= top_k <= k.size(2):
-                raise ValueError(f"top_k: got {top_k}; allowed: 1 to {k.size(2)}, the number of keys")
+        self._check_top_k(top_k, need_weights, k.size(2))
 
         # torch takes the hint at its word only without key_padding_mask. With one, our kernel can do with the
-        # band of a causal mask, which saves the B x S_q x S_k mask, if that is what attn_mask is. Not with
-        # appended keys: they lie right of the diagonal, where the band hides them and the padded mask does not.
+        # band of a causal mask, which saves half of the work, if that is what attn_mask is. Not with appended
+        # keys: they lie right of the diagonal, where the band hides them and the padded mask does not.
         causal = is_causal and not need_weights
         if causal and key_padding_mask is not None:
             causal = not appended and _is_seen_to_be_causal(attn_mask)
-        mask = self._merge(None if causal else attn_mask, key_padding_mask, batch, appended)
+        mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, q.size(0), appended)
 
         dropout_p = self.dropout if self.training else 0.0
         rng_state = new_rng_state(q.device) if need_weights and dropout_p > 0.0 else None
-        out = flash_attn(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, rng_state=rng_state)
+        out = flash_attn(
+            q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, key_mask=key_mask, rng_state=rng_state
+        )  # fmt: skip
         out = F.linear(self._join_heads(out, batched), self.out_proj.weight, self.out_proj.bias)
         if not need_weights:
             return out, None
 
-        keep = None
-        if rng_state is not None:
-            keep = dropout_mask(rng_state, batch, heads, seqlen_q, k.size(2), dropout_p)
-        weights = attention_weights(q, k, mask, keep, dropout_p, average_attn_weights, top_k)
+        weights = attention_weights(q, k, mask, key_mask, rng_state, dropout_p, average_attn_weights, top_k)
         if not batched:
             weights = weights.squeeze(0) if top_k is None else tuple(part.squeeze(0) for part in weights)
         return out, weights
+
+    def _check_top_k(self, top_k: int | None, need_weights: bool, seqlen_k: int) -> None:
+        if top_k is None:
+            return
+        if not need_weights:
+            raise ValueError(f"top_k: got {top_k} with need_weights=False; allowed: None, or need_weights=True")
+        if not 1 <= top_k <= seqlen_k:
+            raise ValueError(f"top_k: got {top_k}; allowed: 1 to {seqlen_k}, the number of keys")
 
     def _check(self, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal) -> None:
         """The checks of torch.nn.MultiheadAttention, with its types of exception."""
@@ -309,10 +313,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             x = x.transpose(1, 2) if self.batch_first else x.permute(2, 0, 1, 3)
         return x.flatten(-2)
 
-    def _merge(
+    def _masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, appended: int
-    ) -> Tensor | None:
-        """One mask for the kernel, which broadcasts to (B, H, S_q, S_k) and is no larger than it must be.
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """`attn_mask` and `key_mask` of `flash_attn`: views of the masks given, or copies of their size.
 
         In: this module's polarity, bool True = masked. Out: the kernel's, bool True = attend. Float masks are
         added to the scores in both. Appended keys are attended by all queries: the masks grow by columns of
@@ -320,55 +324,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if attn_mask is not None:
             attn_mask = F.pad(attn_mask, (0, appended)) if appended else attn_mask
+            attn_mask = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask
             if attn_mask.dim() == 3:
                 attn_mask = attn_mask.unflatten(0, (batch, self.num_heads))
-        if key_padding_mask is not None:
-            key_padding_mask = F.pad(key_padding_mask, (0, appended)) if appended else key_padding_mask
-            key_padding_mask = key_padding_mask.view(batch, 1, 1, key_padding_mask.size(-1))
-        if attn_mask is None or key_padding_mask is None:
-            mask = key_padding_mask if attn_mask is None else attn_mask
-            return ~mask if mask is not None and mask.dtype == torch.bool else mask
-        if attn_mask.dtype == key_padding_mask.dtype == torch.bool:
-            return ~(attn_mask | key_padding_mask)
-        if key_padding_mask.dtype == torch.bool:
-            return torch.where(key_padding_mask, -math.inf, attn_mask)
-        if attn_mask.dtype == torch.bool:
-            return torch.where(attn_mask, -math.inf, key_padding_mask)
-        return attn_mask + key_padding_mask
-
-    def _forward_nested(
-        self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal, top_k
-    ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
-        """Nested inputs, as nn.TransformerEncoder makes of a padded batch: pad, attend, nest the output."""
-        layout = next(x.layout for x in (query, key, value) if x.is_nested)
-        if query.dim() != 3:  # an empty list of sequences, of which torch does not know the features
-            raise AssertionError(f"query: got a {query.dim()}-D nested tensor, must be 3-D: (B, *, embed_dim)")
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if not x.is_nested or x.layout is not layout:
-                got = f"a {x.layout} nested tensor" if x.is_nested else "a plain tensor"
-                raise AssertionError(f"{name}: got {got}, must be a {layout} nested tensor as the others")
-        for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-            if mask is not None:
-                raise AssertionError(f"{name}: must be None with nested inputs, got a tensor")
-        if not self.batch_first:
-            raise AssertionError("query: got a nested tensor, allowed with batch_first=True only")
-        lengths_q, lengths_k = _nested.lengths(query), _nested.lengths(key)
-        if value is not key and not torch.equal(lengths_k, lengths_v := _nested.lengths(value)):
-            got, allowed = lengths_v.tolist(), lengths_k.tolist()
-            raise AssertionError(f"value: got sequence lengths {got}, must be key's {allowed}")
-
-        # Keep "is the same tensor" true of the padded ones: _project looks at it.
-        padded = {id(x): _nested.to_padded(x) for x in (query, key, value)}
-        q, k, v = (padded[id(x)] for x in (query, key, value))
-        padding = _nested.is_padding(lengths_k, k.size(1))
-        out, weights = self.forward(q, k, v, padding, need_weights, None, average_attn_weights, is_causal, top_k=top_k)
-        if weights is not None:
-            # As torch: the weights stay padded, 0 in the rows of padded queries.
-            padding = _nested.is_padding(lengths_q, q.size(1))
-            padding = padding.unsqueeze(-1) if average_attn_weights else padding[:, None, :, None]
-            values = (weights if top_k is None else weights[0]).masked_fill(padding, 0.0)
-            weights = values if top_k is None else (values, weights[1])
-        return _nested.like(out, query), weights
+        if key_padding_mask is None:
+            return attn_mask, None
+        keys = F.pad(key_padding_mask, (0, appended)) if appended else key_padding_mask
+        keys = (~keys if keys.dtype == torch.bool else keys).reshape(batch, keys.size(-1))
+        if not keys.requires_grad:
+            return attn_mask, keys
+        # `key_mask` has no gradient.
+        return keys[:, None, None] if attn_mask is None else merged(attn_mask, keys), None
 
 
 def _is_seen_to_be_causal(mask: Tensor) -> bool:

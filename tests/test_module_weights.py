@@ -1,12 +1,16 @@
 """need_weights=True: weights in blocks of queries are those of torch, in less memory; the largest few on request."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from module_helpers import FORWARDS, MASKS, SK, SQ, B, E, H, assert_same, compare, make_inputs, make_masks, make_pair
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flash_attn_ext import MultiheadAttention, _weights
+from flash_attn_ext import MultiheadAttention, _weights, dropout_mask, new_rng_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,20 +74,36 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+def test_dropout_in_parts():
+    state = new_rng_state()
+    whole = dropout_mask(state, 2, 3, 10, 7, 0.4)
+    assert torch.equal(dropout_mask(state, 2, 3, 4, 7, 0.4, first_row=5), whole[:, :, 5:9])
+    with pytest.raises(ValueError, match="first_row: got -1; allowed: 0 or more"):
+        dropout_mask(state, 2, 3, 4, 7, 0.4, -1)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("masks", ["none", "kpm_bool+attn2_bool"])
 @pytest.mark.parametrize("top_k", [None, 4])
-def test_nothing_is_as_large_as_the_weights_of_all_heads(top_k, monkeypatch):
+def test_nothing_is_as_large_as_the_weights_of_all_heads(top_k, masks, dropout, monkeypatch):
     """Forward and backward: no tensor beyond the averaged weights, and with top_k none beyond a block."""
     batch, heads, size = 2, 8, 256
     monkeypatch.setattr(_weights, "BLOCK_ELEMENTS", batch * heads * size * 8)
-    ours = MultiheadAttention(32, heads, batch_first=True)
+    ours = MultiheadAttention(32, heads, dropout=dropout, batch_first=True)
     x = torch.randn(batch, size, 32, requires_grad=True)
+    masks = {} if masks == "none" else {
+        "key_padding_mask": torch.arange(size) >= torch.tensor([[size], [100]]),
+        "attn_mask": torch.ones(size, size, dtype=torch.bool).triu(1),
+    }  # fmt: skip
     with LargestTensor() as largest:
-        out, weights = ours(x, x, x, top_k=top_k)
+        out, weights = ours(x, x, x, **masks, top_k=top_k)
         values = weights if top_k is None else weights[0]
         (out.sum() + values.square().sum()).backward()
     projection = batch * size * 3 * 32
     weights = batch * size * size if top_k is None else 0
-    assert largest.elements == max(projection, weights, _weights.BLOCK_ELEMENTS) < batch * heads * size * size / 4
+    turned = size * size if masks else 0  # attn_mask in the kernel's sense
+    largest_allowed = max(projection, weights, turned, _weights.BLOCK_ELEMENTS)
+    assert largest.elements == largest_allowed < batch * heads * size * size / 4
 
 
 @pytest.mark.parametrize("forward", ["averaged", "per_head"])
@@ -138,3 +158,33 @@ def test_torch_func_and_compile_take_all_queries_at_once(blocks):
     assert_same(torch.func.grad(lambda x: ours(x, k, v)[1].square().sum())(q), want)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     assert_same(compiled(q, k, v)[1], ours(q, k, v)[1])
+
+
+PEAK_PROGRAM = """
+import resource, sys, torch
+from flash_attn_ext import MultiheadAttention
+
+heads, size = 16, 4096
+ours = MultiheadAttention(heads * 16, heads, batch_first=True)
+small, x = (torch.randn(1, n, heads * 16, requires_grad=True) for n in (64, size))
+
+
+def step(x):
+    out, weights = ours(x, x, x)
+    (out.sum() + weights.square().sum()).backward()
+
+
+step(small)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(x)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_peak_memory_of_a_step_with_weights():
+    """16 heads, S 4096: far below the 1 GiB of the weights of all heads in float32."""
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK_PROGRAM], capture_output=True, text=True, check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )  # fmt: skip
+    assert int(run.stdout) < 16 * 4096 * 4096 * 4 * 0.45, int(run.stdout) / 2**20

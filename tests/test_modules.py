@@ -132,12 +132,11 @@ def test_empty_and_single(batch, seqlen_q, seqlen_k):
 # What reaches the kernel
 
 
-def expected_mask_shape(masks, layout):
-    if "attn3" in masks:
-        return (1 if layout == "unbatched" else B, H, SQ, SK)
-    if "attn2" in masks:
-        return (1 if layout == "unbatched" else B, 1, SQ, SK) if "kpm" in masks else (SQ, SK)
-    return (1 if layout == "unbatched" else B, 1, 1, SK) if "kpm" in masks else None
+def expected_mask_shapes(masks, layout):
+    """Of attn_mask and key_mask."""
+    batch = 1 if layout == "unbatched" else B
+    attn_mask = (batch, H, SQ, SK) if "attn3" in masks else (SQ, SK) if "attn2" in masks else None
+    return {"attn_mask": attn_mask, "key_mask": (batch, SK) if "kpm" in masks else None}
 
 
 @pytest.mark.parametrize("layout", ["batch_first", "seq_first", "unbatched"])
@@ -148,9 +147,9 @@ def test_masks_reach_the_kernel_unexpanded(masks, layout, calls):
     given = make_masks(masks, layout)
     ours(*make_inputs(layout), **given, need_weights=False)
     (call,) = calls
-    expected = expected_mask_shape(masks, layout)
     assert call["is_causal"] == ("causal" in masks)
-    assert (call["attn_mask"] is None) if expected is None else (call["attn_mask"].shape == expected)
+    for name, expected in expected_mask_shapes(masks, layout).items():
+        assert (call[name] is None) if expected is None else (call[name].shape == expected)
     if masks == "attn3_float":  # nor copied
         assert call["attn_mask"].data_ptr() == given["attn_mask"].data_ptr()
 
@@ -230,7 +229,8 @@ def test_the_hint_with_padding_keeps_the_band_if_it_is_true(calls):
     for mask in (causal, causal.expand(B * H, size, size)):
         ours(x, x, x, padding, False, mask, is_causal=True)
         assert calls[-1]["is_causal"]
-        assert calls[-1]["attn_mask"].shape == (B, 1, 1, size)
+        assert calls[-1]["attn_mask"] is None
+        assert calls[-1]["key_mask"].shape == (B, size)
         almost = mask.clone()
         almost[..., 299, 280] = True
         ours(x, x, x, padding, False, almost, is_causal=True)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from module_helpers import FORWARDS, E, assert_same, make_inputs, make_pair
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 LAYOUTS = {"strided": torch.strided, "jagged": torch.jagged}
 
@@ -103,9 +105,60 @@ def test_empty_batches():
     assert ours(x, x, x)[0].values().shape == (0, E)
 
 
+class Shapes(TorchDispatchMode):
+    """The shapes of what operators return."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and not t.is_nested]
+        self.seen |= {tuple(t.shape) for t in tensors if t.is_floating_point()}
+        return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_is_padded(layout):
+    """100 sequences of one row beside a long one: rows are what there is."""
+    _, ours = make_pair(batch_first=True)
+    lengths = [200, *[1] * 100]
+    x = nest([torch.randn(n, E).double() for n in lengths], lengths, layout)
+    with Shapes() as shapes:
+        out, _ = ours(x, x, x, need_weights=False)
+        sum(row.sum() for row in out.unbind()).backward()
+    assert not any(len(shape) > 1 and shape[0] == len(lengths) for shape in shapes.seen), shapes.seen
+    assert any(shape[0] == 300 for shape in shapes.seen if shape)
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_weights_are_those_of_the_output(average):
+    """With dropout, and a key appended to each sequence: out is made of the values with these weights."""
+    _, ours = make_pair(batch_first=True, add_bias_kv=True, dropout=0.3)
+    lengths_q, lengths_k = [7, 2, 0], [3, 10, 4]
+    inputs = [nest(x, n, "jagged") for x, n in zip(make_inputs(), (lengths_q, lengths_k, lengths_k), strict=True)]
+    results = []
+    for options in ({"need_weights": False}, {"average_attn_weights": average}):
+        torch.manual_seed(0)
+        results.append(ours(*inputs, **options))
+    (out, _), (same, weights) = results
+    assert torch.equal(out.values(), same.values())
+    assert weights.shape == ((3, 7, 11) if average else (3, 2, 7, 11))
+    for b, (n, m) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        kept = weights[b, ..., :n, : m + 1]
+        assert (weights[b].sum() - kept.sum()).abs() < 1e-12
+        if not average:
+            _, _, v = ours._project(*(x.unbind()[b] for x in inputs))
+            v = torch.cat([v, ours.bias_v.view(1, -1)]).unflatten(-1, (2, -1)).transpose(0, 1)
+            assert_same(out.unbind()[b], ours.out_proj((kept @ v).transpose(0, 1).flatten(1)))
+
+
 def test_errors():
     _, ours = make_pair(batch_first=True)
     x = make_inputs()[0]
+    with pytest.raises(RuntimeError, match=r"^key: got batch size 2, must be query's 3"):
+        ours(nest(x, [7, 1, 4]), *[nest(x[:2], [7, 1])] * 2)
     nested = nest(x, [7, 1, 4])
     jagged = nest(x, [7, 1, 4], "jagged")
     with pytest.raises(AssertionError, match=r"^key: got a plain tensor, must be a torch.strided nested"):
