@@ -120,6 +120,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("deactivate", flash_attn_ext::torch_ops::deactivate);
   m.def("is_active", flash_attn_ext::torch_ops::is_active);
   m.def("activation_counts", flash_attn_ext::torch_ops::counts);
+  m.def("why_not_sdpa", [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                           const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
+                           std::optional<double> scale, bool enable_gqa) {
+    const std::vector<c10::IValue> arguments{query,     key,       value, attn_mask,
+                                             dropout_p, is_causal, scale, enable_gqa};
+    const char* reason = flash_attn_ext::torch_ops::why_not_sdpa(arguments);
+    return reason ? std::optional<std::string>(reason) : std::nullopt;
+  });
   m.def("reset_activation_counts", flash_attn_ext::torch_ops::reset_counts);
   m.def("force_cuda_tier", flash_attn_ext::cuda::force_tier, pybind11::arg("tier"));
 }

@@ -8,7 +8,16 @@ if is_unbuilt():
     from ._unbuilt import refuse as __getattr__  # noqa: F401
 else:
     from . import _flops, _vmap  # noqa: F401  register what FlopCounterMode counts, and the vmap rules
-    from ._activate import ActivationReport, activate, activated, activation_report, deactivate, is_active
+    from ._activate import (
+        ActivationReport,
+        SdpaExplanation,
+        activate,
+        activated,
+        activation_report,
+        deactivate,
+        explain_sdpa,
+        is_active,
+    )
     from ._explain import Explanation, explain
     from .functional import dropout_mask, flash_attn, new_rng_state
     from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
@@ -22,6 +31,7 @@ __all__ = [
     "Explanation",
     "MultiheadAttention",
     "ReplacedAttention",
+    "SdpaExplanation",
     "__version__",
     "activate",
     "activated",
@@ -32,6 +42,7 @@ __all__ = [
     "deactivate",
     "dropout_mask",
     "explain",
+    "explain_sdpa",
     "flash_attn",
     "flash_attn_varlen",
     "flash_attn_with_kvcache",

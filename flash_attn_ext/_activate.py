@@ -11,10 +11,21 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.attention
+from torch import Tensor
 
 from . import _ops
+from ._explain import Explanation, explain
 
-__all__ = ["ActivationReport", "activate", "activated", "activation_report", "deactivate", "is_active"]
+__all__ = [
+    "ActivationReport",
+    "SdpaExplanation",
+    "activate",
+    "activated",
+    "activation_report",
+    "deactivate",
+    "explain_sdpa",
+    "is_active",
+]
 
 IMPLEMENTATION = "flash_attn_ext"
 
@@ -46,10 +57,12 @@ class ActivationReport:
 def activate() -> None:
     """From now on, torch's attention on CPU runs flash_attn_ext, in the whole process and in all threads.
 
-    Taken are :func:`torch.nn.functional.scaled_dot_product_attention`, eager, with autograd, autocast, torch.func and
-    torch.compile; and so ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``, their fused inference path too; and
-    ``torch.nn.attention.varlen.varlen_attn``, which has no kernel of torch's on CPU.
-    What our kernels do not take runs torch's own kernel as before, and :func:`activation_report` says why.
+    Taken are :func:`torch.nn.functional.scaled_dot_product_attention`, eager, with autograd in both modes, autocast,
+    torch.func and torch.compile; and so ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``, their fused inference
+    path too; and ``torch.nn.attention.varlen.varlen_attn``, which has no kernel of torch's on CPU.
+    What our kernels do not take runs torch's own kernel as before, and :func:`activation_report` says why, as
+    :func:`explain_sdpa` does beforehand. On CUDA devices the operators are taken that FlashAttention-3 takes in torch,
+    if this build has CUDA kernels.
     :func:`deactivate` restores torch. A second call does nothing. The environment variable
     ``FLASH_ATTN_EXT_ACTIVATE=1`` calls this when flash_attn_ext is imported.
 
@@ -119,6 +132,49 @@ def activation_report(*, reset: bool = False) -> ActivationReport:
         taken={operator: n for (operator, reason), n in named.items() if not reason},
         left={key: n for key, n in named.items() if key[1]},
     )
+
+
+@dataclass(frozen=True)
+class SdpaExplanation:
+    """What :func:`explain_sdpa` found. Printed, it can be read.
+
+    Attributes:
+        why_not: why the call is left to torch; None if it is taken.
+        call: what our kernels do with it; None if it is left.
+    """
+
+    why_not: str | None
+    call: Explanation | None
+
+    @property
+    def taken(self) -> bool:
+        return self.why_not is None
+
+    def __str__(self) -> str:
+        return f"taken by flash_attn_ext\n{self.call}" if self.taken else f"left to torch: {self.why_not}"
+
+
+def explain_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> SdpaExplanation:
+    """Whether this call of :func:`torch.nn.functional.scaled_dot_product_attention` runs on our kernels while active.
+
+    Arguments: torch's. It runs nothing, asks the same question as the call would, whether active or not, and does not
+    count in :func:`activation_report`. Calls in compiled code and on other devices than CPU come to other operators of
+    torch, and are not explained: ``why_not`` says so.
+    """
+    if query.device.type != "cpu":
+        return SdpaExplanation(f"the tensors are on {query.device.type}; only calls on cpu are explained", None)
+    arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    why_not = _ops.why_not_sdpa(*arguments)
+    return SdpaExplanation(why_not, None if why_not else explain(*arguments))
 
 
 def _read_environment() -> None:

@@ -63,6 +63,7 @@ activate = _C.activate
 deactivate = _C.deactivate
 is_active = _C.is_active
 activation_counts = _C.activation_counts
+why_not_sdpa = _C.why_not_sdpa
 reset_activation_counts = _C.reset_activation_counts
 dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 

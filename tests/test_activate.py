@@ -170,7 +170,6 @@ LEFT = {
     "the head dimension is above 512": lambda q: F.scaled_dot_product_attention(*[q.repeat(1, 1, 1, 65)] * 3),
     "the flash backend is turned off (torch.nn.attention.sdpa_kernel)": lambda q: math_only(q),
     "the batches of query, key and value differ": lambda q: F.scaled_dot_product_attention(q, q[:1], q[:1]),
-    "forward-mode autograd": lambda q: torch.func.jvp(math_only, (q,), (q,)),
 }
 
 
@@ -188,23 +187,92 @@ def test_what_is_left_to_torch_is_torchs_to_the_bit_and_counted(reason):
     report = activation_report()
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert not report.taken
-    if reason != "forward-mode autograd":  # torch.func.jvp is a transform, and named as one
-        assert (SDPA, reason) in report.left
-        assert reason in str(report)
-    assert report.left
+    assert (SDPA, reason) in report.left
+    assert reason in str(report)
 
 
-def test_forward_mode_autograd_is_left_to_torch():
-    q = torch.randn(1, 2, 12, 8)
+def test_forward_mode_autograd():
+    """torch has it in its math backend alone."""
+    q, k, v, mask = (torch.randn(shape) for shape in ((1, 2, 12, 8), (1, 2, 9, 8), (1, 2, 9, 8), (12, 9)))
 
-    def tangent():
+    def tangent(*directions):
         with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(q, q)
-            return torch.autograd.forward_ad.unpack_dual(math_only(dual)).tangent
+            inputs = [
+                torch.autograd.forward_ad.make_dual(t, d) for t, d in zip((q, k, v, mask), directions, strict=True)
+            ]
+            return torch.autograd.forward_ad.unpack_dual(F.scaled_dot_product_attention(*inputs)).tangent
 
-    expected = tangent()
+    directions = [torch.randn_like(t) for t in (q, k, v, mask)]
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = tangent(*directions)
     with activated():
-        torch.testing.assert_close(tangent(), expected, rtol=0, atol=0)
+        torch.testing.assert_close(tangent(*directions), expected, atol=1e-5, rtol=1e-5)
+        assert activation_report().taken == {SDPA: 1}
+
+
+def test_forward_mode_autograd_that_torch_lacks_raises():
+    """torch.func comes to an operator of torch's, which has no forward-mode derivative."""
+    x = torch.randn(1, 2, 6, 8)
+    with activated(), pytest.raises(NotImplementedError, match="forward"):
+        torch.func.jvp(lambda t: F.scaled_dot_product_attention(t, x, x), (x,), (x,))
+
+
+def test_explain_sdpa():
+    q = torch.randn(2, 2, 12, 8)
+    for call in LEFT.values():
+        with activated():
+            call(q)
+    left = dict(activation_report(reset=True).left)
+    explained = flash_attn_ext.explain_sdpa(q, q, q, is_causal=True)
+    assert explained.taken
+    assert str(explained).startswith("taken by flash_attn_ext\nflash_attn of query (2, 2, 12, 8)")
+    assert explained.call.forward.kernel == flash_attn_ext.active_kernel()
+    wide = q.repeat(1, 1, 1, 65)
+    for got in (
+        flash_attn_ext.explain_sdpa(wide, wide, wide),
+        flash_attn_ext.explain_sdpa(q, q[:1], q[:1]),
+    ):
+        assert not got.taken
+        assert (SDPA, got.why_not) in left
+        assert str(got) == f"left to torch: {got.why_not}"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert "the flash backend is turned off" in flash_attn_ext.explain_sdpa(q, q, q).why_not
+    assert "on meta" in flash_attn_ext.explain_sdpa(*[q.to("meta")] * 3).why_not
+    assert not activation_report().left
+
+
+CUDA_HOOKS = (
+    "_flash_attention_forward", "_flash_attention_backward", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_backward",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", CUDA_HOOKS)
+def test_hooks_of_cuda_are_registered(operator):
+    """Where FlashAttention-3 is let in. They are not run here."""
+
+    before = torch._C._dispatch_dump(f"aten::{operator}")
+    activate()
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "CUDA")
+    assert torch._C._dispatch_dump(f"aten::{operator}") != before
+    deactivate()
+    assert torch._C._dispatch_dump(f"aten::{operator}") == before
+
+
+def test_varlen_attn_out():
+    """The same call into a given tensor."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    if not hasattr(varlen, "varlen_attn_out"):
+        pytest.skip("this torch has no varlen_attn_out")
+    q, offsets = torch.randn(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    out = torch.empty_like(q)
+    with activated():
+        expected = varlen.varlen_attn(q, q, q, offsets, offsets, 4, 4)
+        varlen.varlen_attn_out(out, q, q, q, offsets, offsets, 4, 4)
+    assert torch.equal(out, expected)
+    assert activation_report().taken == {
+        "_flash_attention_forward": 1, "_flash_attention_forward_no_dropout_inplace": 1,
+    }  # fmt: skip
 
 
 def test_torchs_errors_stay():
@@ -537,6 +605,28 @@ def test_packed_sequences(window):
     assert activation_report().taken == {"_flash_attention_forward": 1, "_flash_attention_backward": 1}
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_sequences_with_lengths_and_pages():
+    """What torch's serving interface passes: how many keys are in use, and in which pages they lie."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    used, table = torch.tensor([5, 7], dtype=torch.int32), torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+    q, k, v = torch.randn(6, 4, 8), torch.randn(4, 4, 2, 8), torch.randn(4, 4, 2, 8)
+    with activated():
+        in_pages = varlen.varlen_attn(
+            q, k, v, offsets, None, 4, 8, window_size=[-1, 0], enable_gqa=True, seqused_k=used, block_table=table
+        )
+        rows_k, rows_v = (t[table].flatten(1, 2).flatten(0, 1) for t in (k, v))
+        in_rows = varlen.varlen_attn(
+            q, rows_k, rows_v, offsets, torch.tensor([0, 8, 16], dtype=torch.int32), 4, 8, window_size=[-1, 0],
+            enable_gqa=True, seqused_k=used,
+        )  # fmt: skip
+    torch.testing.assert_close(in_pages, in_rows)
+    for b in range(2):
+        own = [t.transpose(0, 1)[None] for t in (q[offsets[b] : offsets[b + 1]], rows_k[8 * b :], rows_v[8 * b :])]
+        exact, _ = reference.attention(own[0], *(t[:, :, : used[b]] for t in own[1:]), causal="lower_right")
+        torch.testing.assert_close(in_rows[offsets[b] : offsets[b + 1]], exact[0].transpose(0, 1))
 
 
 def test_packed_sequences_that_are_refused():

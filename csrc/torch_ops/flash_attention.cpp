@@ -1,5 +1,7 @@
 // _flash_attention_forward and its backward: torch's interface to FlashAttention, (B, S, H, D) or packed sequences
 // (T, H, D) with the offsets where each begins. torch.nn.attention.varlen calls it; torch has no kernel for CPU.
+// On CUDA scaled_dot_product_attention comes to _scaled_dot_product_flash_attention, the same for (B, H, S, D).
+#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -64,7 +66,9 @@ const char* try_flash_attention(Arguments arguments, Results& results) {
   const OptionalTensor seqused_k = optional(13), alibi_slopes = optional(14), block_table = optional(15);
   if (!offsets_q && (seqused_k || alibi_slopes || block_table))
     return "seqused_k, alibi_slopes or block_table is given without offsets";
-  if (offsets_q.has_value() != offsets_k.has_value()) return "offsets for one of query and key alone";
+  const bool keys_in_pages = block_table && seqused_k;  // nothing else has to say where they end
+  if (offsets_q.has_value() != offsets_k.has_value() && !keys_in_pages)
+    return "offsets for one of query and key alone";
   if (!block_table)
     if (const char* reason = why_not_tensors_of(query, key, value, offsets_q.has_value())) return reason;
   const AttentionOptions options =
@@ -109,6 +113,14 @@ const char* try_flash_attention(Arguments arguments, Results& results) {
   return nullptr;
 }
 
+// varlen_attn_out: the same, written to its first argument; lse is returned.
+const char* try_flash_attention_inplace(Arguments arguments, Results& results) {
+  if (const char* reason = try_flash_attention(arguments.slice(1), results)) return reason;
+  arguments[0].toTensor().copy_(results[0].toTensor());
+  results = {results[1]};
+  return nullptr;
+}
+
 const char* try_flash_attention_backward(Arguments arguments, Results& results) {
   const at::Tensor &grad_out = arguments[0].toTensor(), &query = arguments[1].toTensor(),
                    &key = arguments[2].toTensor(), &value = arguments[3].toTensor(),
@@ -144,6 +156,63 @@ const char* try_flash_attention_backward(Arguments arguments, Results& results) 
   backward.grad_mask[0] = backward.grad_mask[1] = backward.grad_mask[2] = true;
   const Gradients g = call<AttentionVarlenBackward>(tensors, backward);
   results = {g.query, g.key, g.value};
+  return nullptr;
+}
+
+namespace {
+
+const char* why_not_sdpa_flash(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                               double dropout_p, const std::optional<double>& scale) {
+  if (const char* reason = why_not_tensors(query, key, value)) return reason;
+  if (query.dim() != 4) return "the tensors do not have 4 dimensions";
+  if (dropout_p > 0) return "dropout";
+  if (scale && !std::isfinite(*scale)) return "scale is not finite";
+  return nullptr;
+}
+
+AttentionOptions make_sdpa_options(bool is_causal, const std::optional<double>& scale) {
+  AttentionOptions options;
+  options.causal = is_causal;
+  options.scale = scale;
+  options.deterministic = at::globalContext().deterministicAlgorithms();
+  return options;
+}
+
+}  // namespace
+
+const char* try_sdpa_flash(Arguments arguments, Results& results) {
+  const at::Tensor &query = arguments[0].toTensor(), &key = arguments[1].toTensor(),
+                   &value = arguments[2].toTensor();
+  const auto scale = arguments[6].toOptional<double>();
+  if (arguments[5].toBool()) return "return_debug_mask";
+  if (const char* reason = why_not_sdpa_flash(query, key, value, arguments[3].toDouble(), scale))
+    return reason;
+  const AttentionResult result =
+      call<Attention>({query, key, value}, make_sdpa_options(arguments[4].toBool(), scale));
+  const auto no_random_numbers = query.options().dtype(at::kUInt64);
+  results = {in_memory_order_of(result.out, query),
+             result.lse,
+             at::Tensor(),
+             at::Tensor(),
+             query.sym_size(2),
+             key.sym_size(2),
+             at::zeros({2}, no_random_numbers),
+             at::empty({0}, no_random_numbers),
+             at::empty({0}, query.options())};
+  return nullptr;
+}
+
+const char* try_sdpa_flash_backward(Arguments arguments, Results& results) {
+  const at::Tensor &grad_out = arguments[0].toTensor(), &query = arguments[1].toTensor(),
+                   &key = arguments[2].toTensor(), &value = arguments[3].toTensor(),
+                   &out = arguments[4].toTensor(), &lse = arguments[5].toTensor();
+  const auto scale = arguments[14].toOptional<double>();
+  if (const char* reason = why_not_sdpa_flash(query, key, value, arguments[10].toDouble(), scale))
+    return reason;
+  const Gradients g = attention_gradients(
+      {query, key, value}, make_sdpa_options(arguments[11].toBool(), scale), grad_out, out, lse);
+  results = {in_memory_order_of(g.query, query), in_memory_order_of(g.key, key),
+             in_memory_order_of(g.value, value)};
   return nullptr;
 }
 

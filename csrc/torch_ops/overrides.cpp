@@ -35,9 +35,25 @@ constexpr std::array kOverrides{
              try_flash_for_cpu_backward},
     Override{"aten::_flash_attention_forward", DispatchKey::CPU, try_flash_attention},
     Override{"aten::_flash_attention_backward", DispatchKey::CPU, try_flash_attention_backward},
+    Override{"aten::_flash_attention_forward_no_dropout_inplace", DispatchKey::CPU,
+             try_flash_attention_inplace},
     Override{"aten::_native_multi_head_attention", DispatchKey::CPU, try_native_mha},
     Override{"aten::_native_multi_head_attention", DispatchKey::NestedTensorCPU, try_native_mha_nested},
+    // Where torch lets other libraries in on GPUs. Compiled, and not yet run on one.
+    Override{"aten::_flash_attention_forward", DispatchKey::CUDA, try_flash_attention},
+    Override{"aten::_flash_attention_forward_no_dropout_inplace", DispatchKey::CUDA,
+             try_flash_attention_inplace},
+    Override{"aten::_flash_attention_backward", DispatchKey::CUDA, try_flash_attention_backward},
+    Override{"aten::_scaled_dot_product_flash_attention", DispatchKey::CUDA, try_sdpa_flash},
+    Override{"aten::_scaled_dot_product_flash_attention_backward", DispatchKey::CUDA,
+             try_sdpa_flash_backward},
 };
+
+#if defined(FLASH_ATTN_EXT_WITH_CUDA)
+constexpr bool kHasCudaKernels = true;
+#else
+constexpr bool kHasCudaKernels = false;
+#endif
 
 // torch's kernels, which run what ours leave. They are looked up before the first registration and kept for good: a call may still need
 // its own after deactivate().
@@ -47,9 +63,9 @@ const Originals& originals() {
   static const Originals found = [] {
     Originals all;
     for (size_t i = 0; i < kOverrides.size(); ++i) {
-      const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(kOverrides[i].op, "");
-      if (op.hasComputedKernelForDispatchKey(kOverrides[i].key))
-        all[i] = op.getComputedKernelForDispatchKey(kOverrides[i].key);
+      const auto op = c10::Dispatcher::singleton().findSchema({kOverrides[i].op, ""});
+      if (op && op->hasComputedKernelForDispatchKey(kOverrides[i].key))
+        all[i] = op->getComputedKernelForDispatchKey(kOverrides[i].key);
     }
     return all;
   }();
@@ -92,7 +108,9 @@ template <size_t index>
 void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const size_t arguments = op.schema().arguments().size();
   Results results;
-  const char* why_not = kOverrides[index].attempt(torch::jit::last(*stack, arguments), results);
+  const char* why_not = "this build has no CUDA kernels";
+  if (kHasCudaKernels || kOverrides[index].key != DispatchKey::CUDA)
+    why_not = kOverrides[index].attempt(torch::jit::last(*stack, arguments), results);
   count(index, why_not ? why_not : "");
   if (why_not) {
     TORCH_CHECK_NOT_IMPLEMENTED(originals()[index], op.schema().name(), ": torch has no kernel for ",
@@ -105,12 +123,16 @@ void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   for (c10::IValue& result : results) stack->push_back(std::move(result));
 }
 
+template <size_t index>
+void register_one(torch::Library& library) {
+  const auto& [op, key, attempt] = kOverrides[index];
+  if (!c10::Dispatcher::singleton().findSchema({op, ""})) return;  // not every torch has each
+  library.impl(op, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<run<index>>()));
+}
+
 template <size_t... index>
 void register_all(torch::Library& library, std::index_sequence<index...>) {
-  (library.impl(
-       kOverrides[index].op,
-       torch::dispatch(kOverrides[index].key, torch::CppFunction::makeFromBoxedFunction<run<index>>())),
-   ...);
+  (register_one<index>(library), ...);
 }
 
 // The dispatcher warns about a kernel in place of another, which here is the point. (It does so once in a

@@ -23,10 +23,14 @@ using Results = std::vector<c10::IValue>;
 using Attempt = const char* (*)(Arguments, Results&);
 
 const char* try_sdpa(Arguments, Results&);           // sdpa.cpp
+const char* why_not_sdpa(Arguments);                 // the reason alone; nullptr: it would be taken
 const char* try_flash_for_cpu(Arguments, Results&);  // flash_for_cpu.cpp
 const char* try_flash_for_cpu_backward(Arguments, Results&);
 const char* try_flash_attention(Arguments, Results&);  // flash_attention.cpp
+const char* try_flash_attention_inplace(Arguments, Results&);
 const char* try_flash_attention_backward(Arguments, Results&);
+const char* try_sdpa_flash(Arguments, Results&);
+const char* try_sdpa_flash_backward(Arguments, Results&);
 const char* try_native_mha(Arguments, Results&);  // native_mha.cpp
 const char* try_native_mha_nested(Arguments, Results&);
 

@@ -20,8 +20,6 @@ bool in_torch_func() {
       c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-bool has_tangent(const OptionalTensor& t) { return t && t->_fw_grad(/*level=*/0).defined(); }
-
 bool needs_grad(const OptionalTensor& t) { return t && at::GradMode::is_enabled() && t->requires_grad(); }
 
 // A traced or transformed call must stay torch's: compiled graphs outlive deactivate(), in torch's caches on
@@ -44,9 +42,12 @@ at::Tensor as_4d(const at::Tensor& t) {
   return t.flatten(0, t.dim() - 4);
 }
 
-}  // namespace
+struct Call {
+  AttentionTensors tensors;  // rng_state is not drawn yet
+  AttentionOptions options;
+};
 
-const char* try_sdpa(Arguments arguments, Results& results) {
+const char* read_call(Arguments arguments, Call& call) {
   const at::Tensor &query = arguments[0].toTensor(), &key = arguments[1].toTensor(),
                    &value = arguments[2].toTensor();
   const auto mask = tensor_or_none(arguments[3]);
@@ -69,8 +70,6 @@ const char* try_sdpa(Arguments arguments, Results& results) {
   if (scale && !std::isfinite(*scale)) return "scale is not finite";
   if (mask && mask->dim() > std::max<int64_t>(query.dim(), 4))
     return "attn_mask has more dimensions than query";
-  if (has_tangent(query) || has_tangent(key) || has_tangent(value) || has_tangent(mask))
-    return "forward-mode autograd";
 
   OptionalTensor mask_4d = mask_as_4d(mask);
   if (mask_4d) {
@@ -86,17 +85,32 @@ const char* try_sdpa(Arguments arguments, Results& results) {
         return "attn_mask does not broadcast to the scores";
   }
 
-  AttentionOptions options;
-  options.scale = scale;
-  options.causal = is_causal;
-  options.dropout_p = dropout_p;
-  options.deterministic = at::globalContext().deterministicAlgorithms();
-  OptionalTensor rng_state;
-  if (dropout_p > 0)
-    rng_state = at::randint(std::numeric_limits<int64_t>::max(), {2}, query.options().dtype(at::kLong));
-  auto [out, lse] = call<Attention>(
-      {as_4d(query), as_4d(key), as_4d(value), mask_4d, /*alibi_slopes=*/{}, /*sink=*/{}, rng_state},
-      options);
+  call.tensors.query = as_4d(query);
+  call.tensors.key = as_4d(key);
+  call.tensors.value = as_4d(value);
+  call.tensors.attn_mask = mask_4d;
+  call.options.scale = scale;
+  call.options.causal = is_causal;
+  call.options.dropout_p = dropout_p;
+  call.options.deterministic = at::globalContext().deterministicAlgorithms();
+  return nullptr;
+}
+
+}  // namespace
+
+const char* why_not_sdpa(Arguments arguments) {
+  Call call;
+  return read_call(arguments, call);
+}
+
+const char* try_sdpa(Arguments arguments, Results& results) {
+  const at::Tensor &query = arguments[0].toTensor(), &value = arguments[2].toTensor();
+  Call call;
+  if (const char* reason = read_call(arguments, call)) return reason;
+  if (call.options.dropout_p > 0)
+    call.tensors.rng_state =
+        at::randint(std::numeric_limits<int64_t>::max(), {2}, query.options().dtype(at::kLong));
+  at::Tensor out = flash_attn_ext::call<Attention>(call.tensors, call.options).out;
   if (query.dim() != 4) {
     auto sizes = query.sizes().vec();
     sizes.back() = value.size(-1);
