@@ -37,8 +37,9 @@ class ReplacedAttention:
             `model` itself. A module registered at several places has the first of its names.
         already: names of those that were a flash_attn_ext.MultiheadAttention before.
         skipped: name -> reason, of nn.MultiheadAttention modules that were left as they are.
-        others: name -> reason, of modules of other classes whose forward attends by itself, through
-            torch.nn.functional.scaled_dot_product_attention: timm's, for instance. They are never replaced.
+        others: name -> reason, of modules of other classes that seem to attend: whose forward names
+            torch.nn.functional.scaled_dot_product_attention, as timm's do, or whose class is called attention, as
+            torchvision's for Swin. They are never replaced.
         max_difference: largest absolute difference of the outputs on `sample_input`; None without that.
     """
 
@@ -93,7 +94,7 @@ def replace_attention(
     Exactly the class nn.MultiheadAttention is replaced, also under torch's parametrize and fully_shard (FSDP2).
     Modules of a subclass (such as torch.ao's quantizable one), with a forward of their own on the instance, or
     that the kernels could not run (head dimension, dtype, device) are left as they are: each is named in
-    `skipped`, and in a warning. Modules that call scaled_dot_product_attention themselves are named in `others`.
+    `skipped`, and in a warning. Modules that attend by themselves are named in `others`.
 
     Args:
         model: the model, or a single nn.MultiheadAttention.
@@ -125,7 +126,7 @@ def replace_attention(
     reasons = {name: why_not_ours(module) for name, module in modules.items() if name not in already}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     replaced = {name: modules[name] for name, reason in reasons.items() if reason is None}
-    others = {name: _OTHERS for name, m in model.named_modules() if name not in modules and _calls_sdpa(m)}
+    others = _others(model, modules)
 
     expected = None if sample_input is None else _run(model, sample_input)
     if expected is not None and any(x.isnan().any() for x in expected):
@@ -153,10 +154,27 @@ def replace_attention(
     return report
 
 
-_OTHERS = (
+_CALLS_SDPA = (
     "it is no nn.MultiheadAttention; its forward calls scaled_dot_product_attention itself, which "
     "flash_attn_ext.activate() runs on our kernels"
 )
+_SEEMS_TO_ATTEND = (
+    "it is no nn.MultiheadAttention, and its forward does not call scaled_dot_product_attention itself; "
+    "activation_report() says whether activate() takes its calls"
+)
+
+
+def _others(model: nn.Module, replaceable: dict[str, nn.Module]) -> dict[str, str]:
+    """name -> reason of the other modules that attend, or are called so and have none of these in them."""
+    found = {}
+    named = [(name, m) for name, m in model.named_modules() if not isinstance(m, nn.MultiheadAttention)]
+    for name, module in reversed(named):  # children before their parents
+        inner = any(n.startswith(f"{name}." if name else "") and n != name for n in (*found, *replaceable))
+        if _calls_sdpa(module):
+            found[name] = _CALLS_SDPA
+        elif "attention" in type(module).__name__.lower() and not inner:
+            found[name] = _SEEMS_TO_ATTEND
+    return {name: found[name] for name, _ in named if name in found}
 
 
 def _calls_sdpa(module: nn.Module) -> bool:

@@ -262,6 +262,24 @@ class CallsSdpa(nn.Module):
         return F.scaled_dot_product_attention(x, x, x)
 
 
+class OwnAttention(nn.Module):
+    """As torchvision's for Swin: products and a softmax of its own."""
+
+    def forward(self, x):
+        return torch.softmax(x @ x.transpose(-2, -1), -1) @ x
+
+
+class OuterAttention(nn.Module):
+    """The attention is in it, and is named instead."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = OwnAttention()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
 def test_the_report_is_a_table():
     model = nn.ModuleDict(
         {
@@ -269,18 +287,21 @@ def test_the_report_is_a_table():
             "ours": MultiheadAttention(E, H),
             "sub": Subclass(E, H),
             "own": CallsSdpa(),
+            "block": nn.ModuleDict({"inner": OwnAttention()}),
+            "outer": OuterAttention(),
             "linear": nn.Linear(2, 2),
         }
     )
     with pytest.warns(UserWarning, match="left 'sub'"):
         report = replace_attention(model)
-    assert list(report.others) == ["own"]
+    assert list(report.others) == ["own", "block.inner", "outer.inner"]
     lines = str(report).splitlines()
     assert lines[0].split() == ["replaced", "replaced"]
-    assert lines[1].startswith("ours      already   it was")
-    assert lines[2].startswith("sub       left      it is a test_class_swap.Subclass")
-    assert lines[3].startswith("own       left      it is no nn.MultiheadAttention; its forward calls scaled_dot")
-    assert len(lines) == 4
+    assert lines[1].startswith("ours         already   it was")
+    assert lines[2].startswith("sub          left      it is a test_class_swap.Subclass")
+    assert lines[3].startswith("own          left      it is no nn.MultiheadAttention; its forward calls scaled_dot")
+    assert lines[4].startswith("block.inner  left      it is no nn.MultiheadAttention, and its forward does not call")
+    assert len(lines) == 6
     single = attention()
     assert str(replace_attention(single, sample_input=(SRC, SRC, SRC))).startswith(
         "(the model)  replaced\nlargest diff"
