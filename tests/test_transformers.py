@@ -93,21 +93,36 @@ def assert_same(eager, ours, run, real=None):
 
 @pytest.fixture
 def masks(monkeypatch):
-    """What the attention function was given as a mask, call by call."""
+    """What flash_attn and flash_attn_varlen were given as a mask and as options, call by call."""
     given = []
-    kernel = integration.flash_attn
 
-    def record(q, k, v, mask, *args, **options):
-        given.append((mask, options))
-        return kernel(q, k, v, mask, *args, **options)
+    def record(name):
+        kernel = getattr(integration, name)
 
-    monkeypatch.setattr(integration, "flash_attn", record)
+        def recorded(q, k, v, *args, **options):
+            given.append((name, None if name == "flash_attn_varlen" else args[0], options))
+            return kernel(q, k, v, *args, **options)
+
+        monkeypatch.setattr(integration, name, recorded)
+
+    record("flash_attn")
+    record("flash_attn_varlen")
     return given
+
+
+@pytest.fixture
+def no_dense_masks(monkeypatch):
+    """transformers' functions that make masks of S_q x S_k raise."""
+
+    def refuse(*args, **options):
+        raise AssertionError("a mask of S_q x S_k was made")
+
+    monkeypatch.setattr(integration, "sdpa_mask", refuse)
 
 
 @pytest.mark.parametrize("padded", [None, "left", "right"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_decoders(name, padded, masks):
+def test_decoders(name, padded, masks, no_dense_masks):
     eager, ours = make_pair(DECODERS[name])
     ids, real = tokens(), torch.ones(2, 20, dtype=torch.bool)
     if padded:
@@ -115,10 +130,12 @@ def test_decoders(name, padded, masks):
     inputs = {"input_ids": ids, "attention_mask": real.long() if padded else None}
     assert_same(eager, ours, lambda model: model(**inputs).logits, real)
     assert masks
-    # No mask of S_q x S_k: at most the padding.
-    assert all(mask is None or mask.shape[-2] == 1 for mask, _ in masks)
+    for _, mask, options in masks:  # nothing of S_q x S_k: at most the padding
+        assert mask is None
+        assert padded or options["key_mask"] is None
+        assert ("sink" in options) == ("sinks" in name)
     if "window" in name:
-        assert any(options.get("window") == (5, -1) for _, options in masks)
+        assert any(options.get("window") == (5, -1) for *_, options in masks)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -141,17 +158,17 @@ def bert_pair():
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_bert(padded, masks):
+def test_bert(padded, masks, no_dense_masks):
     eager, ours = bert_pair()
     ids, real = tokens(), torch.ones(2, 20, dtype=torch.bool)
     if padded:
         real[1, 13:] = False
     assert_same(eager, ours, lambda model: model(ids, attention_mask=real.long()).last_hidden_state, real)
-    assert all(mask is None or mask.shape == (2, 1, 1, 20) for mask, _ in masks)
+    assert all(mask is None for _, mask, _ in masks)
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_t5_with_position_bias(padded):
+def test_t5_with_position_bias(padded, masks, no_dense_masks):
     config = transformers.T5Config(
         vocab_size=48, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0, pad_token_id=0, eos_token_id=None,
@@ -162,6 +179,8 @@ def test_t5_with_position_bias(padded):
     if padded:
         real[1, 12:] = 0
     assert_same(eager, ours, lambda model: model(input_ids=ids, attention_mask=real, decoder_input_ids=targets).logits)
+    # The bias as it is, for all of the batch; the padding beside it.
+    assert all(mask is None or len(mask) == 1 for _, mask, _ in masks)
     options = dict(attention_mask=real, max_new_tokens=8, do_sample=False)
     assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
 
@@ -204,16 +223,95 @@ def test_clip():
     assert_same(eager, ours, run)
 
 
-def test_packed_sequences_do_not_see_each_other():
-    eager, ours = make_pair(DECODERS["llama"])
-    ids, positions = tokens(1, 20), torch.cat([torch.arange(12), torch.arange(8)])[None]
+POSITIONS = torch.cat([torch.arange(12), torch.arange(8)])[None]
+OFFSETS = torch.tensor([0, 12, 20], dtype=torch.int32)
+# As transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives them.
+LENGTHS = dict(cu_seq_lens_q=OFFSETS, cu_seq_lens_k=OFFSETS, max_length_q=12, max_length_k=12)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *[(name, given) for name in ("llama", "mistral_window", "gemma2_softcap_window") for given in ({}, LENGTHS)],
+        # Its mask does not hear of position_ids (transformers 5.23): only lengths tell.
+        ("gpt_oss_sinks", LENGTHS),
+    ],
+)
+def test_packed_sequences(name, given, masks, no_dense_masks):
+    """By position_ids that begin again, through flash_attn_varlen; as each sequence alone."""
+    eager, ours = make_pair(DECODERS[name])
+    ids, options = tokens(1, 20), {ours: given, eager: {}}
+    if "oss" in name:
+        full = torch.block_diag(torch.ones(12, 12), torch.ones(8, 8)).tril()
+        dense = {"full_attention": full, "sliding_attention": full.triu(-5)}
+        options[eager]["attention_mask"] = {
+            kind: torch.where(seen.bool(), 0.0, -torch.inf)[None, None] for kind, seen in dense.items()
+        }
 
     def run(model):
-        return model(ids, position_ids=positions, use_cache=False).logits
+        return model(ids, position_ids=POSITIONS, use_cache=False, **options[model]).logits
 
     assert_same(eager, ours, run)
-    alone = ours(ids[:, :12], use_cache=False).logits
-    torch.testing.assert_close(run(ours)[:, :12], alone, atol=1e-4, rtol=1e-4)
+    assert {function for function, *_ in masks} == {"flash_attn_varlen"}
+    if "window" in name:
+        assert any(options.get("window") == (5, -1) for *_, options in masks)
+    for part in (slice(0, 12), slice(12, 20)):
+        alone = eager(ids[:, part], use_cache=False).logits
+        torch.testing.assert_close(run(ours)[:, part], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_packed_sequences_in_a_batch(masks, no_dense_masks):
+    """No sequence goes on in the next row."""
+    eager, ours = make_pair(DECODERS["mistral_window"])
+    ids, positions = tokens(2, 20), torch.cat([POSITIONS, torch.cat([POSITIONS[:, 12:], POSITIONS[:, :12]], 1)])
+    assert_same(eager, ours, lambda model: model(ids, position_ids=positions, use_cache=False).logits)
+    assert {function for function, *_ in masks} == {"flash_attn_varlen"}
+
+
+def test_sequences_that_lengths_alone_describe(masks):
+    """transformers' models pass them on to the attention function."""
+    layer = transformers.LlamaModel(transformers.LlamaConfig(**GROUPED)).layers[0].self_attn
+    q, k = torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8)
+    same = torch.block_diag(torch.ones(12, 12), torch.ones(8, 8)).bool()
+    bias = torch.randn(1, 4, 20, 20)
+    user = torch.rand(1, 1, 20, 20).add(torch.eye(20)) > 0.3
+    window = integration.attention_mask(1, 20, 20, mask_function=masking_utils.sliding_window_causal_mask_function(4))
+    other = integration.attention_mask(
+        1, 20, 20, mask_function=masking_utils.packed_sequence_compatibility_function(
+            masking_utils.causal_mask_function, torch.arange(20)[None] % 5, torch.arange(20)[None] // 5
+        )
+    )  # fmt: skip
+    for mask, position_bias, dense in (
+        (None, None, same.tril()),
+        (window, None, same.tril().triu(-3)),
+        (user, None, same & user),
+        (None, bias, same.tril()),
+        (torch.where(user, 0.0, -torch.inf), None, same & user),
+        (other, None, same.tril() & torch.block_diag(*[torch.ones(5, 5)] * 4).bool()),
+    ):
+        out, _ = integration.attention(layer, q, k, k, mask, position_bias=position_bias, **LENGTHS)
+        dense = dense if position_bias is None else torch.where(dense, position_bias, -torch.inf)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, dense, enable_gqa=True)
+        torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert [function for function, *_ in masks[:2]] == ["flash_attn_varlen"] * 2
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral_window", "gemma2_softcap_window", "gpt_oss_sinks"])
+def test_continuous_batching(name, masks):
+    """The same tokens as each prompt alone, and nothing but packed sequences."""
+    eager, ours = make_pair(DECODERS[name])
+    prompts = [tokens(1, length)[0].tolist() for length in (3, 9, 14)]
+    options = transformers.GenerationConfig(max_new_tokens=7, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    before = ours.config._attn_implementation
+    with integration.continuous_batching(ours):
+        results = ours.generate_batch(prompts, generation_config=options, progress_bar=False)
+    assert ours.config._attn_implementation == before
+    assert {function for function, *_ in masks} == {"flash_attn_varlen"}
+    got = sorted(results.values(), key=lambda result: len(result.prompt_ids))
+    for prompt, result in zip(prompts, got, strict=True):
+        assert result.prompt_ids == prompt
+        alone = eager.generate(torch.tensor([prompt]), max_new_tokens=7, do_sample=False)[0, len(prompt) :].tolist()
+        assert result.generated_tokens == alone
 
 
 def test_a_mask_of_four_dimensions_by_the_user():
@@ -255,12 +353,10 @@ def test_what_is_refused():
     q = torch.randn(1, 4, 6, 8)
     with pytest.raises(ValueError, match=r"output_attentions: got True .*; allowed: False"):
         integration.attention(layer, q, q, q, None, output_attentions=True)
-    with pytest.raises(ValueError, match=r"cu_seq_lens_q: got 2 packed sequences .*; allowed: position_ids"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q, cu_seq_lens_k: got one of them; allowed: both or none"):
         integration.attention(layer, q, q, q, None, cu_seq_lens_q=torch.tensor([0, 2, 6]))
     with pytest.raises(ValueError, match=r"attention_mask: got shape \(1, 6\); allowed: 4 dimensions"):
         integration.attention(layer, q, q, q, torch.ones(1, 6))
-    with pytest.raises(ValueError, match=r"cache: got a object .*; allowed: none"):
-        integration.attention(layer, q, q, q, None, cache=object())
 
 
 def test_the_example_trains_both_models_alike(monkeypatch, capsys):
@@ -273,6 +369,7 @@ def test_the_example_trains_both_models_alike(monkeypatch, capsys):
 def test_flash_attn_ext_does_not_need_transformers():
     assert not any("transformers" in str(vars(module)) for module in (flash_attn_ext.functional, flash_attn_ext.patch))
     assert "flash" not in NAME  # transformers would look for flash-attention
+    assert NAME in transformers.AttentionInterface().valid_keys()
 
 
 # Masks.

@@ -1,4 +1,4 @@
-"""Masks of transformers that are a band of the score matrix, and perhaps padding, without their S_q x S_k values."""
+"""Masks of transformers that are a band of the score matrix, perhaps with padding or packed sequences, as just that."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-__all__ = ["Pattern", "PatternMask", "read_pattern"]
+__all__ = ["Pattern", "PatternMask", "offsets_of", "read_packed", "read_pattern"]
 
 
 @dataclass(frozen=True)
 class Pattern:
     """Query i sees key j where ``i + shift - left <= j <= i + shift + right``, ``j < keys`` and ``padding[:, j]``.
 
-    ``left`` and ``right`` are -1 where that side has no limit; ``padding`` is bool (B, keys), or None.
+    ``left`` and ``right`` are -1 where that side has no limit; ``padding`` is bool (B, keys), or None. With
+    ``sequences``, all rows of the batch behind each other are packed sequences that do not see each other: sequence n
+    is the rows ``sequences[n]`` to ``sequences[n + 1]``. ``shift`` is 0 and ``padding`` None then.
     """
 
     keys: int
@@ -25,9 +27,13 @@ class Pattern:
     left: int
     right: int
     padding: Tensor | None
+    sequences: Tensor | None = None
 
     def options(self, seqlen_q: int) -> dict | None:
-        """As options of ``flash_attn``, for that many queries and the first ``keys`` keys; None if it has none."""
+        """As options of ``flash_attn``, for that many queries and the first ``keys`` keys; None if it has none.
+
+        In a packed sequence of as many queries as keys they mean the same.
+        """
         if self.left < 0 and self.right < 0:
             return {}
         lower_right = self.shift == self.keys - seqlen_q
@@ -83,19 +89,44 @@ def read_pattern(mask_function: Callable) -> tuple[int, int] | None:
         return -1, 0
     if mask_function is masking_utils.bidirectional_mask_function:
         return -1, -1
-    code = getattr(mask_function, "__code__", None)
-    if code is None or code not in _MADE_BY:
+    kind = _kind(mask_function)
+    if kind not in ("all_of", "window", "window_both"):
         return None
-    maker, cells = _MADE_BY[code], _closure(mask_function)
-    if maker != "all_of":
+    cells = _closure(mask_function)
+    if kind != "all_of":
         size = cells["sliding_window"]
         if not isinstance(size, int) or size < 1:
             return None
-        return (size - 1, -1) if maker == "window" else (size, size)
+        return (size - 1, -1) if kind == "window" else (size, size)
     parts = [read_pattern(part) for part in cells["mask_functions"]]
     if None in parts:
         return None
     return tuple(min((side for side in sides if side >= 0), default=-1) for sides in zip(*parts, strict=True))
+
+
+def read_packed(mask_function: Callable) -> tuple[Callable, Tensor] | None:
+    """Of a mask of packed sequences: what each sequence is masked with, by positions that begin in it, and (B, S) the
+    number of each row's sequence. None if it is no such mask.
+    """
+    if _kind(mask_function) != "all_of":
+        return None
+    parts = _closure(mask_function)["mask_functions"]
+    if [_kind(part) for part in parts] != ["packed", "remapped"]:
+        return None
+    return _closure(parts[1])["mask_function"], _closure(parts[0])["packed_sequence_mask"]
+
+
+def offsets_of(numbers: Tensor) -> Tensor:
+    """(sequences + 1) int32: where each sequence begins, of the rows' sequence numbers (B, S); rows of the batch lie
+    behind each other, and no sequence goes on in the next."""
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    return torch.cat([starts, starts.new_tensor([numbers.numel()])]).to(torch.int32)
+
+
+def _kind(function: Callable) -> str | None:
+    return _MADE_BY.get(getattr(function, "__code__", None))
 
 
 def _closure(function: FunctionType) -> dict:
@@ -109,6 +140,8 @@ def _makers() -> dict[CodeType, str]:
         ("and_masks", "all_of", {"mask_functions"}, ()),
         ("sliding_window_overlay", "window", {"sliding_window"}, (1,)),
         ("sliding_window_bidirectional_overlay", "window_both", {"sliding_window"}, (1,)),
+        ("packed_sequence_mask_function", "packed", {"packed_sequence_mask"}, (None,)),
+        ("remap_positions_for_packed_sequence", "remapped", {"mask_function", "position_ids"}, (None, None)),
     ):
         maker = getattr(masking_utils, name, None)
         if maker is not None:

@@ -1,21 +1,28 @@
 """transformers 5.x: ``attn_implementation=register()`` runs a model's attention on flash_attn_ext.
 
 The mask function says which keys each query sees, and leaves that a pattern where it can, so that nothing of size
-S_q x S_k is made; the attention function turns a pattern or a mask into the arguments of ``flash_attn``.
+S_q x S_k is made; the attention function turns a pattern or a mask into the arguments of ``flash_attn``, or, for packed
+sequences, of ``flash_attn_varlen``.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
 from ..functional import flash_attn
-from .mask_pattern import Pattern, PatternMask, read_pattern
+from ..varlen import flash_attn_varlen
+from .mask_pattern import Pattern, PatternMask, offsets_of, read_packed, read_pattern
 
-__all__ = ["NAME", "register"]
+__all__ = ["NAME", "continuous_batching", "register"]
 
 # transformers takes a name that contains "flash" for flash-attention's own, and imports that.
 NAME = "fa_ext"
+# Continuous batching takes only such names, besides two of its own. It does not import anything.
+PAGED_NAME = "fa_ext_flash_paged"
 
 
 def register() -> str:
@@ -24,9 +31,29 @@ def register() -> str:
     ``AutoModel.from_pretrained(..., attn_implementation=register())`` or, for a model that exists already,
     ``model.set_attn_implementation(register())``. Calling it again does nothing new.
     """
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    for name in (NAME, PAGED_NAME):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, attention_mask)
     return NAME
+
+
+@contextmanager
+def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, ``model.generate_batch`` and transformers' other ways of continuous batching run on flash_attn_ext.
+
+    A context of its own, because transformers lets only its own names and those of flash-attention into continuous
+    batching, and :func:`register`'s is neither. Afterwards the model has the implementation that it had before.
+    """
+    register()
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        for config in configs.values():
+            config._attn_implementation = PAGED_NAME
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation = name
 
 
 def attention_mask(
@@ -44,8 +71,8 @@ def attention_mask(
     """transformers' interface for masks: (B, 1, S_q, S_k) of bool, as a :class:`PatternMask` where that suffices.
 
     None stands for: causal if the attention module is and there are several queries, otherwise everything. What the
-    pattern cannot say (packed sequences, chunks, functions of the user) is transformers' own dense mask; so is
-    everything while a graph is traced.
+    pattern cannot say (chunks, functions of the user) is transformers' own dense mask; so is everything while a graph
+    is traced.
     """
 
     def dense(may_skip: bool = False) -> Tensor | None:
@@ -58,7 +85,8 @@ def attention_mask(
 
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return dense(may_skip=True)
-    band = read_pattern(mask_function)
+    within_sequence, numbers = read_packed(mask_function) or (mask_function, None)
+    band = read_pattern(within_sequence)
     shift = int(q_offset) - int(kv_offset)  # how far the first query lies behind the first key
     if band is None or shift < 0:
         return dense(may_skip=True)
@@ -75,13 +103,17 @@ def attention_mask(
         left = -1
     if right >= keys - 1 - shift:
         right = -1
-    skippable = padding is None and left < 0
+    skippable = padding is None and left < 0 and numbers is None
     if skippable and allow_is_bidirectional_skip and right < 0 and keys == kv_length:
         return None
     # None lets attention() take the upper left diagonal, over as many keys as there are queries.
     if skippable and allow_is_causal_skip and ((shift == 0 and right == 0) or (q_length == 1 and keys == kv_length)):
         return None
     pattern = Pattern(keys=keys, shift=shift, left=left, right=right, padding=padding)
+    if numbers is not None:
+        if padding is not None or shift != 0 or numbers.shape != (batch_size, q_length) or keys != q_length:
+            return dense()
+        pattern = Pattern(keys, shift, *band, padding=None, sequences=offsets_of(numbers))
     if pattern.options(q_length) is None:
         return dense()
     return PatternMask.make(pattern, (batch_size, 1, q_length, kv_length), dense, options.get("device", "cpu"))
@@ -112,66 +144,127 @@ def attention(
         softcap: scores become ``softcap * tanh(score / softcap)``.
         s_aux: (H,): a score without a key, the attention sink of gpt-oss, that every query's softmax sums too.
         position_bias: (1 or B, H, S_q, S_k), added to the scores (T5). Receives a gradient.
-        options: of these ``sliding_window`` is ignored, as transformers' own eager attention does: the mask has it.
+        cache: of continuous batching. It takes the new keys and values, and gives those of all sequences.
+        options: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` say that the rows of the
+            batch, behind each other, are packed sequences. ``sliding_window`` counts with a ``cache`` alone: otherwise
+            the mask has it, as in transformers' own eager attention.
 
     Returns:
         out (B, S_q, H, D_v), and None for the weights.
 
     Raises:
-        ValueError: what cannot be computed here: the weights, a paged cache, packed sequences that no mask describes.
+        ValueError: what cannot be computed here: the weights; offsets of one side alone; a mask of other dimensions.
     """
-    refuse(cache, attention_mask, options)
+    refuse(attention_mask, options)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    settings = {"dropout_p": dropout, "scale": scaling, "enable_gqa": True, "softcap": softcap or 0.0}
+    if s_aux is not None:
+        settings["sink"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
+    if cache is not None:
+        key, value = cache.update(key, value, module.layer_idx, options)  # which writes the offsets to options, too
+        size = options.get("sliding_window")
+        window = None if size is None else (size - 1, -1 if is_causal else size - 1)
+        causal = "lower_right" if is_causal else None
+        return of_sequences(query, key, value, given_sequences(options), causal=causal, window=window, **settings), None
+
+    mask, key_mask, band = attention_mask, None, {}
+    offsets = given_sequences(options)
+    if offsets is not None and offsets[0].numel() <= 2 and offsets[1].numel() <= 2:
+        offsets = None  # one sequence, as any other
+    packed = position_bias is None and packed_band(mask, offsets, is_causal, query, key)
+    if packed:
+        offsets, band = packed
+        return of_sequences(query, key, value, offsets, **band, **settings), None
+    if offsets is not None:
+        mask = only_within_sequences(mask, offsets, is_causal, query, key)
     seqlen_q = query.shape[2]
-    mask, band = attention_mask, {}
+    if isinstance(mask, PatternMask) and mask.pattern.sequences is not None:
+        mask = mask.dense()
     if isinstance(mask, PatternMask):
         pattern = mask.pattern
         key, value = key[:, :, : pattern.keys], value[:, :, : pattern.keys]
         position_bias = None if position_bias is None else position_bias[..., : pattern.keys]
         band = pattern.options(seqlen_q)
-        mask = None if pattern.padding is None else pattern.padding[:, None, None, :]
-    elif mask is None:
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
-        if is_causal and seqlen_q > 1:
-            # Keys beyond the queries are the unused end of a static cache.
-            key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
-            position_bias = None if position_bias is None else position_bias[..., :seqlen_q]
-            band = {"causal": "upper_left"}
+        mask, key_mask = None, pattern.padding
+    elif mask is None and is_causal and seqlen_q > 1:
+        # Keys beyond the queries are the unused end of a static cache.
+        key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
+        position_bias = None if position_bias is None else position_bias[..., :seqlen_q]
+        band = {"causal": "upper_left"}
     if position_bias is not None:
         mask = with_position_bias(mask, position_bias)
-    result = flash_attn(
-        query, key, value, mask, dropout, scale=scaling, enable_gqa=True, softcap=softcap or 0.0,
-        return_lse=s_aux is not None, **band,
-    )  # fmt: skip
-    if s_aux is not None:
-        out, lse = result
-        # The sink adds exp(s_aux) to the sum of each row's softmax. flash_attn(sink=s_aux) is to replace this.
-        result = out * torch.sigmoid(lse - s_aux.to(lse.dtype)[:, None]).to(out.dtype)[..., None]
-    return result.transpose(1, 2).contiguous(), None
+    if key_mask is not None:
+        key_mask = key_mask.expand(query.shape[0], -1)
+    out = flash_attn(query, key, value, mask, key_mask=key_mask, **band, **settings)
+    return out.transpose(1, 2).contiguous(), None
 
 
-def refuse(cache: object, mask: Tensor | None, options: dict) -> None:
+def refuse(mask: Tensor | None, options: dict) -> None:
     """Raises for what would be wrong or missing in the result."""
     if options.get("output_attentions"):
         raise ValueError(
             f"output_attentions: got True with attn_implementation={NAME!r}; allowed: False, as the weights are not "
             "stored. attn_implementation='eager' returns them"
         )
-    if cache is not None:
-        raise ValueError(
-            f"cache: got a {type(cache).__name__} with attn_implementation={NAME!r}; allowed: none. For continuous "
-            "batching use attn_implementation='sdpa' with flash_attn_ext.activate()"
-        )
-    if mask is None:
-        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-            offsets = options.get(name)
-            if offsets is not None and offsets.numel() > 2:
-                raise ValueError(
-                    f"{name}: got {offsets.numel() - 1} packed sequences without a mask that tells them apart; "
-                    "allowed: position_ids that start at 0 in each sequence, from which the model makes one"
-                )
-    elif mask.dim() != 4:
+    if mask is not None and mask.dim() != 4:
         raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}; allowed: 4 dimensions, (B, 1 or H, S_q, S_k)")
+
+
+# Packed sequences: (cu_seqlens_q, cu_seqlens_k, longest q, longest k), the last two None where nobody said.
+Offsets = tuple[Tensor, Tensor, int | None, int | None]
+
+
+def given_sequences(options: dict) -> Offsets | None:
+    """The packed sequences that the caller describes; None if it does not."""
+    given = [options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    if given[0] is None and given[1] is None:
+        return None
+    if given[0] is None or given[1] is None:
+        raise ValueError("cu_seq_lens_q, cu_seq_lens_k: got one of them; allowed: both or none")
+    longest = [options.get(name) for name in ("max_length_q", "max_length_k")]
+    return (*given, *(None if length is None else int(length) for length in longest))
+
+
+def packed_band(
+    mask: Tensor | None, offsets: Offsets | None, is_causal: bool, query: Tensor, key: Tensor
+) -> tuple[Offsets, dict] | None:
+    """The sequences and the options of ``flash_attn_varlen``, where that is all that the mask says; else None."""
+    pattern = mask.pattern if isinstance(mask, PatternMask) else None
+    if mask is not None and (pattern is None or pattern.padding is not None or pattern.shift != 0):
+        return None
+    if pattern is not None and pattern.sequences is not None:
+        own = pattern.sequences.to(query.device)
+        if offsets is not None and not (torch.equal(offsets[0], own) and torch.equal(offsets[1], own)):
+            return None
+        offsets = offsets or (own, own, None, None)
+    if offsets is None:
+        return None
+    if pattern is None:
+        return offsets, {"causal": "lower_right"} if is_causal else {}
+    if query.shape[2] != key.shape[2] or pattern.keys != query.shape[2]:
+        return None
+    return offsets, pattern.options(query.shape[2])
+
+
+def of_sequences(query: Tensor, key: Tensor, value: Tensor, offsets: Offsets, **options) -> Tensor:
+    """``flash_attn_varlen`` of the rows of a batch, behind each other: (B, S_q, H, D_v)."""
+    rows = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    out = flash_attn_varlen(*rows, *offsets, **options)
+    return out.unflatten(0, (query.shape[0], query.shape[2]))
+
+
+def only_within_sequences(mask: Tensor | None, offsets: Offsets, is_causal: bool, query: Tensor, key: Tensor) -> Tensor:
+    """A dense mask that hides other sequences too: for masks and position biases that are not known to do so."""
+    numbers = []
+    for t, cu_seqlens in zip((query, key), offsets[:2], strict=True):
+        rows = torch.arange(t.shape[0] * t.shape[2], device=t.device)
+        numbers.append(torch.bucketize(rows, cu_seqlens[1:], right=True).view(t.shape[0], 1, t.shape[2]))
+    same = numbers[0][..., :, None] == numbers[1][..., None, :]
+    if mask is None:
+        return same.tril() if is_causal and query.shape[2] > 1 else same
+    mask = mask.dense() if isinstance(mask, PatternMask) else mask
+    return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, -torch.inf)
 
 
 def with_position_bias(mask: Tensor | None, position_bias: Tensor) -> Tensor:
