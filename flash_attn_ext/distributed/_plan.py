@@ -133,7 +133,7 @@ class BackwardState:
         if tile.lengths is None:
             mask = mask_of_tile(inputs.mask, tile)
             dq, dk, dv, dmask, dslopes, _ = _ops.attention_backward(
-                grad_out, grad_lse, q, k, v, mask, inputs.slopes, None, rng_state, out, lse,
+                grad_out, grad_lse, q, k, v, mask, inputs.slopes, None, rng_state, None, out, lse,
                 **options, grad_mask=flags,
             )  # fmt: skip
         else:
