@@ -122,9 +122,9 @@ def flash_attn(
         from .distributed import _dtensor  # which imports torch.distributed.tensor
 
         return _dtensor.attention(
-            query, key, value, attn_mask, alibi_slopes, sink, rng_state, dropout_p=dropout_p, is_causal=is_causal,
-            scale=scale, enable_gqa=enable_gqa, causal=causal, window=window, softcap=softcap, return_lse=return_lse,
-            num_splits=num_splits, unified_max=unified_max, deterministic=deterministic,
+            query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, dropout_p=dropout_p,
+            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, causal=causal, window=window, softcap=softcap,
+            return_lse=return_lse, num_splits=num_splits, unified_max=unified_max, deterministic=deterministic,
         )  # fmt: skip
     options = checked_options(options)
     tensors, batch_shape = operator_tensors(

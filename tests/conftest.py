@@ -6,7 +6,7 @@ import torch
 from cuda_host import library
 
 import flash_attn_ext
-from flash_attn_ext import modules
+from flash_attn_ext import _nested, modules
 
 # One thread, here and in the processes that tests start. The tensors are small: on a busy machine, and with a worker of
 # pytest-xdist on each core, several threads wait for each other most of the time. Tests of threads set their number.
@@ -64,12 +64,15 @@ def kernels(built):
 def calls(monkeypatch):
     """The keyword arguments, with q, k, v and the returned out, of every call of the kernel by a module."""
     made = []
-    kernel = modules.flash_attn
 
-    def record(q, k, v, **kwargs):
-        out = kernel(q, k, v, **kwargs)
-        made.append(dict(kwargs, q=q, k=k, v=v, out=out))
-        return out
+    def recorded(kernel):
+        def record(q, k, v, *offsets, **kwargs):
+            out = kernel(q, k, v, *offsets, **kwargs)
+            made.append(dict(kwargs, q=q, k=k, v=v, out=out))
+            return out
 
-    monkeypatch.setattr(modules, "flash_attn", record)
+        return record
+
+    monkeypatch.setattr(modules, "flash_attn", recorded(modules.flash_attn))
+    monkeypatch.setattr(_nested, "flash_attn_varlen", recorded(_nested.flash_attn_varlen))  # of nested tensors
     return made

@@ -67,6 +67,7 @@ def attention(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
     rng_state: Tensor | None,
+    key_mask: Tensor | None,
     *,
     dropout_p: float,
     return_lse: bool,
@@ -74,6 +75,10 @@ def attention(
     **options,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attn` of DTensors, (B, H, S, D) each; results are DTensors, placed as query is."""
+    if key_mask is not None:
+        raise NotImplementedError(
+            "key_mask: got a tensor beside DTensors; allowed: None, and an attn_mask (B, 1, 1, S_k)"
+        )
     work = _work(query, key, value, enable_gqa)
     mesh = work.mesh
     batch, heads, _, _ = query.shape

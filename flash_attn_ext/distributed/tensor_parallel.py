@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from .._weights import merged
 from ..functional import flash_attn
 from ..modules import MultiheadAttention
 
@@ -79,7 +80,9 @@ class _HeadParallelAttention(MultiheadAttention):
         projected = self._project_locally(query, key, value, mesh)
         q, k, v = (DTensor.from_local(self._split_own_heads(x, batched), mesh, [Shard(1)]) for x in projected)
         causal = is_causal and key_padding_mask is None
-        mask = self._merge(None if causal else attn_mask, key_padding_mask, q.shape[0], 0)
+        mask, keys = self._masks(None if causal else attn_mask, key_padding_mask, q.shape[0], 0)
+        if keys is not None:  # DTensors take one mask
+            mask = keys[:, None, None] if mask is None else merged(mask, keys)
         dropout_p = self.dropout if self.training else 0.0
         out = flash_attn(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal).to_local()
         out = F.linear(self._join_heads(out, batched), self.out_proj.weight.to_local())
