@@ -86,7 +86,7 @@ def test_a_workspace_that_is_too_small_is_reported(programs):
     assert status != 0
     assert re.search("ERROR: AddressSanitizer: (heap-buffer-overflow|SEGV)", output)
     assert re.search(IN_A_KERNEL, output), output
-    assert "while running: generic, float32, case " in output
+    assert "while running: generic, float" in output  # whichever dtype fills the last array first
 
 
 @pytest.mark.parametrize("name", f"{WRITTEN}, {WRITTEN_BY_DERIVATIVES}".split(", "))
