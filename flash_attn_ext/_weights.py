@@ -60,18 +60,21 @@ def attention_weights(
     return tuple(torch.cat(parts, dim=-2) for parts in zip(*blocks, strict=True))
 
 
-def merged(mask: Tensor, key_mask: Tensor) -> Tensor:
-    """One mask that says what `flash_attn` understands by the two: (B, 1 or H, S_q, S_k)."""
+def merged(mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
+    """One mask that says what `flash_attn` understands by the two: (B, 1 or H, S_q, S_k); of one of them, its view."""
+    if key_mask is None:
+        return mask
     keys = key_mask[:, None, None]
+    if mask is None:
+        return keys
     if mask.dtype == torch.bool:
         return mask & keys if keys.dtype == torch.bool else torch.where(mask, keys, -math.inf)
     return torch.where(keys, mask, -math.inf) if keys.dtype == torch.bool else mask + keys
 
 
 def _of_rows(q, k, mask, key_mask, rng_state, first_row, dropout_p, average, top_k) -> Tensor | tuple[Tensor, Tensor]:
-    if key_mask is not None:
-        mask = key_mask[:, None, None] if mask is None else merged(mask, key_mask)
-    weights = _softmax(torch.matmul(q * (1.0 / math.sqrt(q.size(-1))), k.transpose(-2, -1)), mask)
+    scores = torch.matmul(q * (1.0 / math.sqrt(q.size(-1))), k.transpose(-2, -1))
+    weights = _softmax(scores, merged(mask, key_mask))
     if rng_state is not None:
         keep = dropout_mask(rng_state, *weights.shape, dropout_p, first_row)
         # One finite factor: with 1 / 0 at dropout_p 1 the gradient of what is dropped would be 0 * inf.

@@ -334,7 +334,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not keys.requires_grad:
             return attn_mask, keys
         # `key_mask` has no gradient.
-        return keys[:, None, None] if attn_mask is None else merged(attn_mask, keys), None
+        return merged(attn_mask, keys), None
 
 
 def _is_seen_to_be_causal(mask: Tensor) -> bool:

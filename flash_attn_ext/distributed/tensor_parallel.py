@@ -80,9 +80,8 @@ class _HeadParallelAttention(MultiheadAttention):
         projected = self._project_locally(query, key, value, mesh)
         q, k, v = (DTensor.from_local(self._split_own_heads(x, batched), mesh, [Shard(1)]) for x in projected)
         causal = is_causal and key_padding_mask is None
-        mask, keys = self._masks(None if causal else attn_mask, key_padding_mask, q.shape[0], 0)
-        if keys is not None:  # DTensors take one mask
-            mask = keys[:, None, None] if mask is None else merged(mask, keys)
+        # DTensors take one mask.
+        mask = merged(*self._masks(None if causal else attn_mask, key_padding_mask, q.shape[0], 0))
         dropout_p = self.dropout if self.training else 0.0
         out = flash_attn(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal).to_local()
         out = F.linear(self._join_heads(out, batched), self.out_proj.weight.to_local())
