@@ -171,53 +171,24 @@ KernelChoice as_choice(cuda::Selection<Params> selection) {
                               "FLASH_ATTN_EXT_CUDA=1, a CUDA build of torch and nvcc");
 }
 
-AttentionResult attention_cuda(const AttentionTensors& given, const AttentionOptions& options) {
-  check_attention(given, options);
+// Bad arguments are said first, as where there are kernels.
+template <class Op, void check(const typename Op::Tensors&, const typename Op::Options&)>
+typename Op::Result refused(const typename Op::Tensors& given, const typename Op::Options& options) {
+  check(given, options);
   refuse();
 }
 
-Gradients attention_backward_cuda(const AttentionBackwardTensors& given,
-                                  const AttentionBackwardOptions& options) {
-  check_attention_backward(given, options);
-  refuse();
-}
-
-AttentionJvpResult attention_jvp_cuda(const AttentionJvpTensors& given, const AttentionOptions& options) {
-  check_attention_jvp(given, options);
-  refuse();
-}
-
-Gradients attention_double_backward_cuda(const AttentionDoubleBackwardTensors& given,
-                                         const AttentionBackwardOptions& options) {
-  check_attention_double_backward(given, options);
-  refuse();
-}
-
-AttentionResult varlen_cuda(const VarlenTensors& given, const VarlenOptions& options) {
-  check_varlen(given, options);
-  refuse();
-}
-
-AttentionResult cache_cuda(const CacheTensors& given, const CacheOptions& options) {
-  check_cache(given, options);
-  refuse();
-}
-
-Gradients varlen_backward_cuda(const VarlenBackwardTensors& given, const VarlenBackwardOptions& options) {
-  check_varlen_backward(given, options);
-  refuse();
-}
-
-AttentionJvpResult varlen_jvp_cuda(const VarlenJvpTensors& given, const VarlenOptions& options) {
-  check_varlen_jvp(given, options);
-  refuse();
-}
-
-Gradients varlen_double_backward_cuda(const VarlenDoubleBackwardTensors& given,
-                                      const VarlenBackwardOptions& options) {
-  check_varlen_double_backward(given, options);
-  refuse();
-}
+constexpr auto* attention_cuda = refused<Attention, check_attention>;
+constexpr auto* attention_backward_cuda = refused<AttentionBackward, check_attention_backward>;
+constexpr auto* attention_jvp_cuda = refused<AttentionJvp, check_attention_jvp>;
+constexpr auto* attention_double_backward_cuda =
+    refused<AttentionDoubleBackward, check_attention_double_backward>;
+constexpr auto* varlen_cuda = refused<AttentionVarlen, check_varlen>;
+constexpr auto* cache_cuda = refused<AttentionCache, check_cache>;
+constexpr auto* varlen_backward_cuda = refused<AttentionVarlenBackward, check_varlen_backward>;
+constexpr auto* varlen_jvp_cuda = refused<AttentionVarlenJvp, check_varlen_jvp>;
+constexpr auto* varlen_double_backward_cuda =
+    refused<AttentionVarlenDoubleBackward, check_varlen_double_backward>;
 
 at::Tensor dropout_mask_cuda(const at::Tensor& rng_state, int64_t batch, int64_t heads, int64_t seqlen_q,
                              int64_t seqlen_k, double dropout_p, int64_t first_row) {
