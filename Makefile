@@ -20,11 +20,11 @@ demo: $(VENV)/.built
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-# TESTS="tests/test_decode.py -k split" chooses.
+# TESTS="tests/cpu/test_decode.py -k split" chooses.
 test: $(VENV)/.built
 	$(PYTEST) $(TESTS)
 
-# Without the tests of tests/slow.py: what to run after each change.
+# Without the tests of tests/support/slow.py: what to run after each change.
 test-quick: $(VENV)/.built
 	$(PYTEST) -m "not slow"
 

@@ -140,8 +140,11 @@ def flash_attn(
     return (out, lse) if return_lse else out
 
 
-def new_rng_state(device: torch.device | str = "cpu") -> Tensor:
-    """A fresh dropout state, int64 (seed, offset) on ``device``, drawn from torch's generator of that device."""
+def new_rng_state(device: torch.device | str | None = None) -> Tensor:
+    """A fresh dropout state, int64 (seed, offset) on ``device``, drawn from torch's generator of that device.
+
+    ``device``: torch's default device if None.
+    """
     return torch.randint(torch.iinfo(torch.int64).max, (2,), dtype=torch.int64, device=device)
 
 

@@ -1,9 +1,16 @@
+"""Fixtures of all rooms, and the device that tests run on.
+
+``FLASH_ATTN_EXT_TEST_DEVICE=cuda`` runs what is marked ``any_device`` or ``gpu`` with tensors on the GPU; `make gpu`
+does. By default tests run on the CPU, and those marked ``gpu`` are skipped.
+"""
+
 import os
 
 import pytest
 import slow
 import torch
 from cuda_host import library
+from hypothesis import HealthCheck, settings
 
 import flash_attn_ext
 from flash_attn_ext import _nested, modules
@@ -14,10 +21,44 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def pytest_collection_modifyitems(items):
+# The same examples at every run; no deadline, because no test may depend on the clock.
+settings.register_profile("cpu", max_examples=400, deadline=None, derandomize=True, suppress_health_check=HealthCheck)
+settings.register_profile("cuda", settings.get_profile("cpu"), max_examples=60)
+
+DEVICE = os.environ.get("FLASH_ATTN_EXT_TEST_DEVICE", "cpu")
+
+
+def pytest_configure(config):
+    if DEVICE not in ("cpu", "cuda"):
+        raise pytest.UsageError(f"FLASH_ATTN_EXT_TEST_DEVICE: got {DEVICE!r}; allowed: cpu, cuda")
+    if DEVICE == "cuda" and not (torch.cuda.is_available() and flash_attn_ext.build_info()["cuda"]):
+        raise pytest.UsageError("FLASH_ATTN_EXT_TEST_DEVICE=cuda needs an NVIDIA GPU and a build with the CUDA half")
+    settings.load_profile(DEVICE)
+
+
+def runs_here(item):
+    return DEVICE == "cpu" or any(item.get_closest_marker(name) for name in ("any_device", "gpu"))
+
+
+def pytest_collection_modifyitems(config, items):
+    config.hook.pytest_deselected(items=[item for item in items if not runs_here(item)])
+    items[:] = [item for item in items if runs_here(item)]
     for item in items:
         if slow.is_slow(item.path.stem, item.originalname):
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("gpu") and DEVICE == "cpu":
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: FLASH_ATTN_EXT_TEST_DEVICE=cuda"))
+
+
+@pytest.fixture(autouse=True)
+def device():
+    """Where tensors lie that name no device, as torch.device."""
+    if DEVICE == "cpu":
+        yield torch.device("cpu")
+        return
+    torch.set_default_device(DEVICE)
+    yield torch.device(DEVICE)
+    torch.set_default_device(None)
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +66,11 @@ def seeded():
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=flash_attn_ext.available_kernels())
+@pytest.fixture(params=flash_attn_ext.available_kernels() if DEVICE == "cpu" else [DEVICE])
 def isa(request):
-    """Runs the test once with the CPU kernels of each instruction set that this machine has."""
-    flash_attn_ext.force_kernel(request.param)
+    """Runs the test once with the CPU kernels of each instruction set that this machine has; on a GPU once."""
+    if DEVICE == "cpu":
+        flash_attn_ext.force_kernel(request.param)
     yield request.param
     flash_attn_ext.force_kernel(None)
 

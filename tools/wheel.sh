@@ -25,5 +25,5 @@ cp -r tests pyproject.toml "$here"
 cd "$here"
 env/bin/pip install --quiet "torch==$torch" "$wheel" pytest numpy hypothesis expecttest
 env -i PATH="$here/env/bin" HOME="$here" env/bin/python -m pytest -q -p no:cacheprovider \
-  tests/test_contract.py tests/test_decode.py tests/test_errors.py tests/test_modules.py
+  tests/api/test_contract.py tests/cpu/test_decode.py tests/api/test_errors.py tests/models/test_modules.py
 echo "$wheel"

@@ -1,4 +1,4 @@
-"""Runs tests/test_gpu.py on the GPU, with a time-out for each case, by the tier that --tier forces.
+"""Runs the tests marked gpu or any_device on the GPU, with a time-out for each case, by the tier that --tier forces.
 
 A case that the forced tier does not take is skipped, with its reason. "sm90" forces nothing: the selector takes it
 where it can, and the other tiers for the rest.
@@ -24,7 +24,7 @@ STOP_BEFORE = 4  # seconds before the stage's end: pytest then writes what it ha
 
 
 def command(junit: Path | None, quick: bool, installed: set[str]) -> list[str]:
-    result = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    result = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/test_gpu.py", "tests/api"]
     result += ["--tb=short", "-p", "skip_refusals"]
     if "pytest_timeout" in installed:
         result += [f"--timeout={SECONDS_PER_CASE}", "--timeout-method=thread"]
@@ -65,7 +65,7 @@ def main() -> int:
     for name in {"pytest_timeout", "xdist"} - installed:
         print(f"{name} is not installed: the first case that hangs ends the stage")
     path = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "FLASH_ATTN_EXT_TEST_DEVICE": "cuda"}
     if args.tier != "sm90":
         environment["FLASH_ATTN_EXT_CUDA_TIER"] = args.tier
     return run(command(args.junit, args.quick, installed), environment, needs.seconds_left() - STOP_BEFORE)

@@ -1,4 +1,4 @@
-// Kernels with one fault each, to show that the host run reports it. tests/test_cuda_host.py names them.
+// Kernels with one fault each, to show that the host run reports it. tests/cuda/test_cuda_host.py names them.
 #include <string>
 
 #include "cuda/launch.h"

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/cuda_host/mutations.py > tests/cuda_host/mutations.md
 
-tests/test_cuda_mutations.py does the same, and compares the list with that file.
+tests/cuda/test_cuda_mutations.py does the same, and compares the list with that file.
 """
 
 import os

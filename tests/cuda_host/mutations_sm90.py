@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python tests/cuda_host/mutations_sm90.py > tests/cuda_host/mutations_sm90.md
 
-tests/test_cuda_sm90_mutations.py does the same, and compares the list with that file. The kernels are built once, with
-a condition before each of these statements; interface.cpp says which of them is left out.
+tests/cuda/test_cuda_sm90_mutations.py does the same, and compares the list with that file. The kernels are built once,
+with a condition before each of these statements; interface.cpp says which of them is left out.
 """
 
 import re

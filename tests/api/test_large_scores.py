@@ -1,0 +1,59 @@
+"""Scores far from 0: the backward's P, and mask values up to finfo.min in the scores and in lse."""
+
+import pytest
+import torch
+from helpers import gradients, leaves, make_qkv
+from tolerances import EPS
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from flash_attn_ext import flash_attn
+
+wide_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+
+
+@pytest.mark.any_device
+@wide_dtypes
+@pytest.mark.parametrize("seqlen_q", [4, 64])  # the decode kernel's forward, the other one's
+@pytest.mark.parametrize("deviation", [1, 10, 80])  # scores up to 3, 300, 20000
+def test_one_key_has_all_the_weight(isa, dtype, seqlen_q, deviation):
+    """P is 1, so dv is the sum of dout: to the last bits, however large the score."""
+    q, k, v = make_qkv(1, 2, seqlen_q, 1, 64, dtype=dtype)
+    with torch.no_grad():
+        q *= deviation
+        k *= deviation
+    dout = torch.randn(1, 2, seqlen_q, 64, dtype=dtype)
+    (dv,) = torch.autograd.grad(flash_attn(q, k, v), v, dout)
+    exact = dout.double().sum(2, keepdim=True)
+    assert (dv - exact).abs().max() <= 8 * EPS[dtype] * dout.abs().sum(2).max()
+
+
+@pytest.mark.parametrize("seqlen_q", [4, 130])  # the decode kernel's forward, the other one's
+@pytest.mark.parametrize("deviation", [1, 3, 10, 30])
+def test_gradients_of_peaked_rows_err_as_torch_s(isa, seqlen_q, deviation):
+    inputs = make_qkv(1, 4, seqlen_q, 150, 64)
+    with torch.no_grad():
+        inputs[0] *= deviation
+        inputs[1] *= deviation
+    dout = torch.randn(1, 4, seqlen_q, 64)
+    exact_in = leaves(inputs, torch.float64)
+    exact = gradients([sdpa(*exact_in)], exact_in, [dout.double()])
+    ours, theirs = (gradients([f(*inputs)], inputs, [dout]) for f in (flash_attn, sdpa))
+    for name, a, b, c in zip(("dq", "dk", "dv"), ours, theirs, exact, strict=True):
+        error, allowed = ((x - c).norm().item() for x in (a, b))
+        assert error <= 1.3 * allowed + 16 * EPS[torch.float32] * c.norm().item(), (name, error, allowed)
+
+
+@pytest.mark.any_device
+@wide_dtypes
+@pytest.mark.parametrize("seqlen_q", [2, 20])
+def test_mask_values_up_to_the_largest_keep_their_difference(isa, dtype, seqlen_q):
+    lowest = torch.finfo(dtype).min
+    q, k, v = make_qkv(1, 1, seqlen_q, 40, 16, dtype=dtype)
+    mask = torch.full((1, 1, seqlen_q, 40), lowest, dtype=dtype)
+    out, lse = flash_attn(q, k, v, mask, return_lse=True)
+    assert (lse == lowest).all()
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+    mask[..., 7] = lowest * 0.9  # the one key that counts
+    out, lse = flash_attn(q, k, v, mask, return_lse=True)
+    assert torch.equal(out, v[:, :, 7:8].expand_as(out))
+    torch.testing.assert_close(lse, mask[:, :, :, 7])

@@ -1,0 +1,140 @@
+"""Instructions that a baseline CPU lacks stay behind their instruction set's own names.
+
+The linker keeps one copy of an inline function that several object files define, and it may be the one that was
+compiled for AVX-512. So such a copy must bear a name of that kernel's namespace, which nobody else asks for.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from cases import KERNELS
+from paths import ROOT
+
+CPU = ROOT / "csrc" / "cpu"
+NAMESPACE = {f"isa_{isa}": f"flash_attn_ext::cpu::{isa}::" for isa in KERNELS if isa != "generic"}
+BASELINE = ["isa_generic", "select", "task_list"]
+
+FUNCTION = re.compile(r"^[0-9a-f]+ <(.+)>:$")
+VEX_OR_EVEX = re.compile(r":\s+v[a-z]|%[yz]mm|%k[0-7]")  # nothing else in user code starts with v
+EXPORTED = "TWVuiBDRGS"  # letters of nm: global, weak and unique symbols
+
+CXX = os.environ.get("CXX", "g++")
+
+pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="needs x86-64: the names and flags are its own")
+
+
+def setup_flags():
+    """The list that setup.py assigns to `flags`, and what torch's BuildExtension adds."""
+    for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())):
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "flags"
+            and isinstance(node.value, ast.List)
+        ):
+            return [*ast.literal_eval(node.value), "-std=c++20", "-fPIC"]
+    raise AssertionError("setup.py no longer assigns a list to `flags`: read the compiler's flags from elsewhere")
+
+
+def compile_object(source, folder):
+    target = folder / f"{source.stem}.o"
+    command = [CXX, *setup_flags(), f"-I{CPU}", "-c", source, "-o", target]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def tool(*command):
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def exported_names(path):
+    """Mangled name -> readable name of what other object files can be given from this one."""
+    rows = [line.split() for line in tool("nm", "--defined-only", "--format=posix", path).splitlines()]
+    mangled = [row[0] for row in rows if row[1] in EXPORTED]
+    return dict(zip(mangled, tool("c++filt", *mangled).splitlines(), strict=True))
+
+
+def avx_by_function(path):
+    """Mangled name -> one of its AVX instructions, for each function that has any."""
+    found, function = {}, None
+    for line in tool("objdump", "-d", "--no-show-raw-insn", path).splitlines():
+        if header := FUNCTION.match(line):
+            function = header.group(1)
+        elif VEX_OR_EVEX.search(line):
+            found.setdefault(function, line.split(":", 1)[1].strip())
+    return found
+
+
+def leaks(path, namespace):
+    """Readable names outside `namespace` that other object files can be given with AVX instructions inside."""
+    avx = avx_by_function(path)
+    return [name for mangled, name in exported_names(path).items() if mangled in avx and namespace not in name]
+
+
+@pytest.fixture(scope="session")
+def objects(tmp_path_factory):
+    missing = [name for name in (CXX, "nm", "objdump", "c++filt") if shutil.which(name) is None]
+    if missing:
+        pytest.fail(f"needs a C++ compiler and GNU binutils; not found: {', '.join(missing)}")
+    folder = tmp_path_factory.mktemp("objects")
+    names = [*NAMESPACE, *BASELINE]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        paths = pool.map(lambda name: compile_object(CPU / f"{name}.cpp", folder), names)
+        return dict(zip(names, paths, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMESPACE)
+def test_avx_only_behind_own_names(objects, name):
+    assert leaks(objects[name], NAMESPACE[name]) == []
+
+
+@pytest.mark.parametrize("name", BASELINE)
+def test_baseline_has_no_avx(objects, name):
+    assert avx_by_function(objects[name]) == {}
+    assert len(exported_names(objects[name])) >= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "used", "absent"),
+    [
+        ("isa_avx2", "%ymm", "%zmm"),
+        ("isa_avx512", "%zmm", "vdpbf16ps"),
+        ("isa_avx512_bf16", "%zmm", None),
+        ("isa_avx512_bf16", "vdpbf16ps", None),
+    ],
+)
+def test_each_kernel_uses_its_own_instructions(objects, name, used, absent):
+    text = tool("objdump", "-d", "--no-show-raw-insn", objects[name])
+    assert text.count(used) > 100
+    assert absent is None or absent not in text
+    exported = exported_names(objects[name])
+    kernels = [exported[function] for function in avx_by_function(objects[name]) if function in exported]
+    assert any("forward_query_block" in kernel for kernel in kernels)
+
+
+@pytest.mark.parametrize("included", ["inside", "before"])
+def test_standard_header_inside_the_region_is_caught(tmp_path, included):
+    """isa_avx2.cpp with little in it, and a standard header inside its target region: that is the mistake."""
+    begin = 'FA_TARGET_BEGIN("avx2,fma,f16c")\n'
+    text = (CPU / "isa_avx2.cpp").read_text()
+    header = "#include <random>\n"
+    user = "double draw(std::mt19937& r, std::normal_distribution<double>& d) { return d(r); }\n"
+    for old, new in {
+        begin: begin + header if included == "inside" else header + begin,
+        '#include "kernels/table-inl.h"\n': user + "constexpr Kernels kKernels = {};\n",
+    }.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    source = tmp_path / "isa_avx2.cpp"
+    source.write_text(text)
+    found = leaks(compile_object(source, tmp_path), NAMESPACE["isa_avx2"])
+    if included == "before":
+        assert found == []
+    else:
+        assert found
+        assert all("std::" in name for name in found)

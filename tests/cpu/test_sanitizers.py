@@ -1,0 +1,112 @@
+"""The CPU kernels without torch (tests/cpp), under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from cases import KERNELS
+from paths import CPP, ROOT
+
+BUILD = ROOT / "build" / "sanitizers"
+NEEDS = "needs make and g++ (or CXX) with the runtimes of -fsanitize=address,undefined and -fsanitize=thread"
+
+DTYPES, THREAD_COUNTS = 4, 3
+ONE_CASE = "everything, all gradients"
+IN_A_KERNEL = r"#[01] .* flash_attn_ext::cpu::generic::"  # 1: below a memcpy
+MIN_CASES = 200  # as many as there were when this was written: a lost case list must not pass
+
+
+def run(*command):
+    """Exit status and everything printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    environment |= {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1", "TSAN_OPTIONS": ""}
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=600
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """The folder of the two programs, rebuilt only where a source changed."""
+    if shutil.which("make") is None:
+        pytest.fail(f"{NEEDS}; there is no make")
+    status, output = run("make", f"-j{len(os.sched_getaffinity(0))}", "-C", CPP, f"BUILD={BUILD}")
+    assert status == 0, f"{output}\nThe build failed, see above; it {NEEDS}."
+    return BUILD
+
+
+def assert_passed(output, status, isa, min_cases):
+    assert status == 0, output
+    cases, runs, failures = map(
+        int, re.search(rf"^{isa}: (\d+) cases, (\d+) runs, (\d+) failures$", output, re.M).groups()
+    )
+    assert cases >= min_cases
+    assert runs == cases * DTYPES * THREAD_COUNTS
+    assert failures == 0
+
+
+@pytest.mark.parametrize("isa", KERNELS)
+def test_memory_and_values(programs, isa):
+    """No access outside a buffer, no undefined behaviour, the reference's values, the same bits on 1, 2, 4 threads."""
+    status, output = run(programs / "address", isa)
+    if status == 77:
+        pytest.skip(f"needs a CPU with {KERNELS[isa]}: {output.strip()}")
+    assert_passed(output, status, isa, MIN_CASES)
+
+
+@pytest.mark.parametrize(("match", "cases"), [("everything", 9), ("grouped heads", 12)])
+def test_no_data_race(programs, match, cases):
+    status, output = run(programs / "thread", "generic", match)
+    assert_passed(output, status, "generic", cases)
+
+
+READ = "q, k, v, mask, slopes, dout, dlse, saved out, saved lse"
+READ_BY_DERIVATIVES = "t_q, t_k, t_v, t_mask, t_slopes, saved t_out, saved t_lse"
+WRITTEN = "out, lse, dq, dk, dv, dmask, dslopes"
+WRITTEN_BY_DERIVATIVES = "jvp's out, jvp's lse, t_out, t_lse, hq, hk, hv, hmask, hslopes"
+
+
+@pytest.mark.parametrize("name", f"{READ}, {READ_BY_DERIVATIVES}".split(", "))
+def test_read_of_one_element_too_many_is_reported(programs, name):
+    status, output = run(programs / "address", "generic", ONE_CASE, "--short", name)
+    assert status != 0
+    assert "ERROR: AddressSanitizer: heap-buffer-overflow" in output
+    assert re.search("^READ of size", output, re.M)
+    assert re.search(IN_A_KERNEL, output), output
+    assert "while running: generic, float32, case " in output
+
+
+def test_a_workspace_that_is_too_small_is_reported(programs):
+    """So much too small that its end lies before an array which this case fills: maybe beyond ASan's red zone."""
+    status, output = run(programs / "address", "generic", ONE_CASE, "--short", "workspace")
+    assert status != 0
+    assert re.search("ERROR: AddressSanitizer: (heap-buffer-overflow|SEGV)", output)
+    assert re.search(IN_A_KERNEL, output), output
+    assert "while running: generic, float" in output  # whichever dtype fills the last array first
+
+
+@pytest.mark.parametrize("name", f"{WRITTEN}, {WRITTEN_BY_DERIVATIVES}".split(", "))
+def test_write_of_one_element_too_many_is_reported(programs, name):
+    status, output = run(programs / "address", "generic", ONE_CASE, "--short", name)
+    assert status != 0
+    assert "ERROR: AddressSanitizer: heap-buffer-overflow" in output
+    assert re.search(r"^WRITE of size", output, re.M)
+    assert re.search(IN_A_KERNEL, output), output
+
+
+@pytest.mark.parametrize(
+    ("program", "what", "report"),
+    [
+        ("address", "arena", "AddressSanitizer: use-after-poison"),
+        ("address", "overflow", "runtime error: signed integer overflow"),
+        ("address", "reference", "FAIL generic, float32, case "),
+        ("thread", "race", "ThreadSanitizer: data race"),
+    ],
+)
+def test_other_errors_are_reported(programs, program, what, report):
+    status, output = run(programs / program, "generic", ONE_CASE, "--break", what)
+    assert status != 0
+    assert report in output

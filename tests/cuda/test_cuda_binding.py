@@ -1,0 +1,47 @@
+"""The binding's CUDA half compiles against torch's headers, as setup.py compiles it with a CUDA build of torch.
+
+Needs the CUDA toolkit's headers (CUDA_HOME, or /usr/local/cuda), no GPU and no CUDA build of torch. Linking and
+importing it needs the latter: `make gpu` does that, and `FLASH_ATTN_EXT_CUDA=1 pip install .` in such an environment.
+"""
+
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from torch.utils import cpp_extension
+
+TOOLKIT = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
+MACRO = "FLASH_ATTN_EXT_WITH_CUDA"
+SOURCES = [path for path in sorted((ROOT / "csrc").rglob("*.cpp")) if MACRO in path.read_text()]
+
+pytestmark = pytest.mark.skipif(
+    not (TOOLKIT / "cuda_runtime_api.h").exists(),
+    reason=f"needs the CUDA toolkit's headers; there are none in {TOOLKIT}",
+)
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """The one header of c10/cuda that a CPU build of torch lacks, because CMake writes it for CUDA builds."""
+    header = tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_compiles(source, stand_in):
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"], TOOLKIT, stand_in]
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wno-unknown-pragmas", f"-D{MACRO}"]
+    command += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    command += [f"-isystem{path}" for path in includes]
+    done = subprocess.run([*command, source], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "warning" not in done.stdout, done.stdout
+
+
+def test_the_binding_is_among_them():
+    assert {"bindings.cpp", "cuda.cpp"} <= {path.name for path in SOURCES}

@@ -1,0 +1,217 @@
+"""setup.py and the build backend: what is asked for and impossible is a loud error; what an sdist holds; the import."""
+
+import contextlib
+import importlib.machinery
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import _distutils_hack
+import pytest
+import setuptools
+import torch
+from paths import ROOT
+from torch.utils import cpp_extension
+
+import flash_attn_ext
+from flash_attn_ext import _ops
+
+
+def run_setup(prelude="", **environment):
+    """The exit status of `setup.py --version`, and the last line of what it says, with `prelude` run first."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("FLASH_ATTN_EXT_CUDA", "CUDA_HOME", "CUDA_PATH")}
+    said, code = io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        for module, name in ((torch, "__version__"), (torch.version, "cuda"), (cpp_extension, "CUDA_HOME")):
+            patch.setattr(module, name, getattr(module, name))  # to be as before afterwards, whatever changes it
+        patch.setattr(setuptools, "setup", setuptools.setup)
+        patch.setattr(os, "environ", clean | environment)
+        patch.setattr(sys, "argv", ["setup.py", "--version"])
+        patch.chdir(ROOT)
+        exec(prelude, {"torch": torch})
+        try:
+            runpy.run_path("setup.py")
+        except SystemExit as error:
+            code = 1
+            print(error)
+    return code, said.getvalue().strip().splitlines()[-1]
+
+
+CPU_TORCH, CUDA_TORCH = "torch.version.cuda = None", "torch.version.cuda = '13.0'"
+
+
+def test_cuda_asked_for_with_a_cpu_build_of_torch():
+    code, message = run_setup(CPU_TORCH, FLASH_ATTN_EXT_CUDA="1")
+    assert code != 0
+    assert re.search(r"FLASH_ATTN_EXT_CUDA=1, but torch .* is a CPU build; install a CUDA build of torch", message)
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_no_toolkit_is_an_error_and_never_a_silent_cpu_build(asked):
+    code, message = run_setup(CUDA_TORCH, FLASH_ATTN_EXT_CUDA=asked, CUDA_HOME="/nowhere")
+    assert code != 0
+    assert "no CUDA toolkit" in message
+    assert "/nowhere; set CUDA_HOME, or FLASH_ATTN_EXT_CUDA=0" in message
+
+
+def test_cuda_left_out_on_purpose_or_with_a_cpu_build_of_torch():
+    assert run_setup(CUDA_TORCH, FLASH_ATTN_EXT_CUDA="0", CUDA_HOME="/nowhere") == (0, "0.1.0")
+    assert run_setup(CPU_TORCH) == (0, "0.1.0")
+
+
+def test_nonsense_is_refused():
+    code, message = run_setup(FLASH_ATTN_EXT_CUDA="yes")
+    assert code != 0
+    assert "FLASH_ATTN_EXT_CUDA: got 'yes'; allowed: 0, 1 or unset" in message
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        (None, "compute_80,sm_80,sm_90a"),
+        ("9.0", "sm_90"),
+        ("8.0;9.0a+PTX", "sm_80,compute_90a,sm_90a"),
+        ("Ampere", "sm_80,compute_86,sm_86"),
+    ],
+)
+def test_the_cuda_half_knows_for_which_gpus_it_is_built(tmp_path, asked, code):
+    """What nvcc is told reaches csrc/cuda/gpu_code.cpp: the -gencode options and the macro name the same."""
+    for name in ("bin/nvcc", "include/cuda_runtime.h"):  # as much of a toolkit as setup.py looks for
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    show = (
+        f"{CUDA_TORCH}\nimport setuptools\nfrom torch.utils import cpp_extension\n"
+        "def setup(ext_modules, **_):\n"
+        "    flags = ext_modules[0].extra_compile_args\n"
+        "    options = cpp_extension._get_cuda_arch_flags(flags['nvcc'])\n"
+        "    print([f for f in flags['cxx'] if 'GPU_CODE' in f], [o.rsplit('code=')[-1] for o in options])\n"
+        "setuptools.setup = setup\n"
+    )
+    environment = {} if asked is None else {"TORCH_CUDA_ARCH_LIST": asked}
+    result = run_setup(show, FLASH_ATTN_EXT_CUDA="1", CUDA_HOME=str(tmp_path), **environment)
+    assert result == (0, f"['-DFLASH_ATTN_EXT_GPU_CODE={code}'] {code.split(',')}")
+
+
+def test_build_info():
+    info = flash_attn_ext.build_info()
+    assert info["openmp"] is True
+    assert info["max_head_dim"] == 512
+    assert set(info) == {"torch", "compiler", "cuda", "openmp", "max_head_dim"}
+
+
+def test_torch_too_old_is_an_error():
+    code, message = run_setup(f"{CPU_TORCH}\ntorch.__version__ = '2.10.1+cpu'")
+    assert (code, message) == (1, "flash_attn_ext needs torch 2.11 or later; installed is 2.10.1+cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "version"), [({}, "0.1.0"), ({"FLASH_ATTN_EXT_LOCAL_VERSION": "1"}, "0.1.0+torch2.37")]
+)
+def test_a_wheel_requires_the_torch_that_it_was_built_for(asked, version):
+    show = (
+        f"{CPU_TORCH}\nimport setuptools\ntorch.__version__ = '2.37.1+cpu'\n"
+        "setuptools.setup = lambda version, install_requires, **_: print(version, install_requires)\n"
+    )
+    assert run_setup(show, **asked) == (0, f"{version} ['torch==2.37.*']")
+
+
+def test_the_version_is_one():
+    assert run_setup(CPU_TORCH) == (0, flash_attn_ext.__version__)
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^version: (.+)$", citation, re.MULTILINE)[1] == flash_attn_ext.__version__
+
+
+def test_an_sdist_needs_no_torch_and_holds_every_source(tmp_path):
+    program = (
+        "import runpy, sys\nsys.modules['torch'] = None\n"
+        f"folder = {str(tmp_path)!r}\n"
+        "sys.argv = ['setup.py', '-q', 'egg_info', '--egg-base', folder, 'sdist', '-d', folder]\n"
+        "runpy.run_path('setup.py')"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ("csrc", "flash_attn_ext", "tests", "tools", "examples", "benchmarks/gpu")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    wanted = {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".pyc", ".so")}
+    assert len([name for name in wanted if name.endswith(".cu")]) > 10
+    assert wanted <= held
+    assert {"LICENSE", "Makefile", "pyproject.toml", "setup.py"} <= held
+    assert not [name for name in held if name.endswith((".so", ".pyc"))]
+
+
+def run_backend(tmp_path, *site_folders):
+    """The build backend where torch is in these folders or nowhere: its exit status, and torch's file or the error."""
+    environment = tmp_path / "build_environment"
+    environment.mkdir()
+    for module in (setuptools, _distutils_hack):
+        folder = Path(module.__file__).parent
+        (environment / folder.name).symlink_to(folder)
+    program = (
+        f"import site, sys\nsys.path[:0] = [{str(environment)!r}, {str(ROOT / 'tools')!r}]\n"
+        f"site.getsitepackages = lambda: {[str(folder) for folder in site_folders]}\n"
+        f"site.getusersitepackages = lambda: '/nowhere'\n"
+        "import build_backend\nbuild_backend.require_torch()\nimport torch\nprint(torch.__file__)"
+    )
+    command = [sys.executable, "-S", "-c", program]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    return run.returncode, (run.stdout + run.stderr).strip()
+
+
+def test_an_isolated_build_takes_the_torch_that_is_installed(tmp_path):
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").touch()
+    assert run_backend(tmp_path, tmp_path / "site") == (0, str(tmp_path / "site" / "torch" / "__init__.py"))
+
+
+def test_an_isolated_build_without_torch_stops_and_says_what_to_do(tmp_path):
+    code, message = run_backend(tmp_path, tmp_path)
+    assert code == 1
+    assert message.startswith("flash_attn_ext is compiled against torch, and ")
+    assert "pip install torch" in message
+    assert len(message.splitlines()) == 1
+
+
+def import_package(tmp_path, extension, content):
+    """The last line of stderr of an import of the package with another compiled half."""
+    package = tmp_path / "flash_attn_ext"
+    package.mkdir()
+    for source in (ROOT / "flash_attn_ext").glob("*.py"):
+        (package / source.name).write_text(source.read_text())
+    (package / extension).write_bytes(content)
+    run = subprocess.run([sys.executable, "-c", "import flash_attn_ext"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode != 0
+    return run.stderr.strip().splitlines()[-1]
+
+
+EXTENSION = "_C" + importlib.machinery.EXTENSION_SUFFIXES[0]
+
+
+def test_the_extension_of_another_torch_is_refused_with_both_versions(tmp_path):
+    message = import_package(tmp_path, EXTENSION, b"\0flash_attn_ext was built for torch 2.3.1\0")
+    versions = f"flash_attn_ext was built for torch 2.3.1, but torch {torch.__version__} is installed"
+    assert message.startswith(f"ImportError: {versions}; build it again")
+
+
+def test_an_extension_that_does_not_load_says_what_it_was_built_for(tmp_path):
+    here = torch.__version__.split("+")[0]
+    message = import_package(tmp_path, EXTENSION, f"no ELF\0flash_attn_ext was built for torch {here}\0".encode())
+    assert "compiled half cannot be loaded" in message
+    assert f"built for torch {here}; torch {torch.__version__} is installed" in message
+
+
+def test_the_extension_names_the_torch_of_its_headers():
+    assert _ops.torch_built_for() == flash_attn_ext.build_info()["torch"]
+
+
+def test_a_broken_extension_says_what_to_do(tmp_path):
+    """One that names no torch: the error of the import, and the command."""
+    message = import_package(tmp_path, "_C.py", b"raise ImportError('undefined symbol: _ZN3c104impl')")
+    assert message.startswith("ImportError: flash_attn_ext's compiled half cannot be loaded (undefined symbol")
+    assert "pip install --force-reinstall --no-deps ." in message

@@ -1,0 +1,61 @@
+"""README.md and docs/: every code block runs, alone and as printed; every link leads somewhere."""
+
+import re
+import shlex
+
+import pytest
+from paths import ROOT
+
+from flash_attn_ext.iomodel import __main__ as iomodel
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if "_build" not in page.parts]
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def blocks(language):
+    """(code, the package that it needs beside torch or None), one test each, named by page and number.
+
+    A comment before the block, `<!-- needs: transformers -->`, names the package.
+    """
+    fence = re.compile(rf"(?:<!-- needs: (\w+) -->\n)?```{language}\n(.*?)```", re.DOTALL)
+    return [
+        pytest.param(code, needs, id=f"{page.relative_to(ROOT)}-{number}")
+        for page in PAGES
+        for number, (needs, code) in enumerate(fence.findall(page.read_text()), 1)
+    ]
+
+
+@pytest.mark.parametrize(("code", "needs"), blocks("python"))
+def test_a_block_of_python_runs_alone(code, needs):
+    if needs:
+        pytest.importorskip(needs)
+    exec(compile(code, "the block", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize(("code", "needs"), blocks("sh"))
+def test_the_calculators_commands_run(code, needs, capsys):
+    """The other commands of these blocks install something."""
+    for line in code.splitlines():
+        command = shlex.split(line, comments=True)
+        if command[:3] == ["python", "-m", "flash_attn_ext.iomodel"]:
+            iomodel.main(command[3:])
+            assert capsys.readouterr().out
+        else:
+            assert command[:2] == ["pip", "install"], line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_commands_exist(page):
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+    commands = re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)
+    assert [command for command in commands if command not in TARGETS] == []
+
+
+def test_there_is_something_to_run():
+    assert len(blocks("python")) >= 12
+    assert len(blocks("sh")) >= 2
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

@@ -1,0 +1,445 @@
+"""`make gpu` without a GPU: the driver on made-up stages, what each stage says it needs, and the arithmetic."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
+import build_all
+import compare
+import compare_methods
+import decode
+import figures
+import gpu_tests
+import kernels
+import memory
+import ncu
+import needs
+import problem
+import run
+import sanitize
+import stages
+import timing
+import traffic
+import units
+from stages import Stage
+
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the stages would run")
+
+
+def python(program):
+    return (sys.executable, "-c", program)
+
+
+FAKES = [
+    Stage("good", python("print('all is well'); open('{out}/good.txt', 'w').write('a table')"), 20),
+    Stage("bad", python("print('first'); raise ValueError('no such kernel')"), 20),
+    Stage("slow", python("import time; print('hangs', flush=True); time.sleep(3600)"), 20),
+    Stage("lacking", python("print('skipped: no ncu'); raise SystemExit(77)"), 20),
+    Stage("missing", ("/nowhere/program",), 20),
+    Stage("last", python("import os; print(os.environ['GREETING'])"), 20, {"GREETING": "hello"}),
+]
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Stages with the folder of their results filled in."""
+
+    def made_up(out, quick):
+        return [
+            replace(stage, command=tuple(part.replace("{out}", str(out)) for part in stage.command)) for stage in FAKES
+        ]
+
+    monkeypatch.setattr(run, "stages", made_up)
+    monkeypatch.setattr(run, "describe", lambda commit: {"commit": commit, "GPU": "none | at all"})
+
+
+@pytest.fixture
+def time_is_over(monkeypatch):
+    """A stage has time until its log says "hangs", however busy the machine is."""
+
+    class Process(subprocess.Popen):
+        def __init__(self, *args, stdout, **kwargs):
+            super().__init__(*args, stdout=stdout, **kwargs)
+            self.log = Path(stdout.name)
+
+        def wait(self, timeout=None):
+            if timeout is None or timeout <= run.GRACE:
+                return super().wait(timeout)
+            while self.poll() is None:
+                if "hangs" in self.log.read_text():
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                time.sleep(0.01)
+            return self.returncode
+
+    monkeypatch.setattr(run.subprocess, "Popen", Process)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Of run.py, in seconds; each stage takes what its command says, or all of its time. Nothing is started."""
+    now = [0.0]
+
+    def made_up(stage, log, timeout):
+        taken = min(float(stage.command[0]), timeout)
+        now[0] += taken
+        return run.Result(stage.name, "ok" if taken < timeout else "timed out", taken, timeout, "")
+
+    monkeypatch.setattr(run, "run", made_up)
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@pytest.mark.usefixtures("fakes", "time_is_over")
+def test_it_goes_on_past_stages_that_fail_and_says_so(tmp_path, capsys):
+    out, pack = tmp_path / "out", tmp_path / "pack"
+    out.mkdir()
+    (out / "bad.json").write_text("of an earlier run")
+    assert run.main(["--out", str(out), "--pack", str(pack), "--commit", "abc"]) == 1
+    record = json.loads((out / "summary.json").read_text())
+    assert record["machine"]["commit"] == "abc"
+    assert [(stage["stage"], stage["status"]) for stage in record["stages"]] == [
+        ("good", "ok"), ("bad", "failed"), ("slow", "timed out"), ("lacking", "skipped"), ("missing", "not started"),
+        ("last", "ok"),
+    ]  # fmt: skip
+    says = {stage["stage"]: stage["says"] for stage in record["stages"]}
+    assert says["good"] == "all is well"
+    assert says["bad"] == "ValueError: no such kernel"
+    assert says["slow"] == "hangs"
+    assert says["last"] == "hello"
+    assert (out / "bad.log").read_text().startswith("first\n")
+    table = (out / "summary.md").read_text()
+    assert "| good | ok |" in table
+    assert "| bad | failed |" in table
+    assert table.startswith("## good\n\na table\n# make gpu\n"), "what is cut off is the beginning"
+    assert not (out / "bad.json").exists()
+    assert "failed: bad, slow, missing" in capsys.readouterr().out
+    assert sorted(path.name for path in pack.iterdir()) == ["results.tar.gz", "summary.md"], "few files come back"
+    with tarfile.open(pack / "results.tar.gz") as archive:
+        assert {"results/summary.json", "results/bad.log", "results/last.log"} <= set(archive.getnames())
+
+
+@pytest.mark.usefixtures("fakes")
+def test_only_some_stages(tmp_path):
+    assert run.main(["--out", str(tmp_path), "--only", "last", "good", "lacking"]) == 0
+    record = json.loads((tmp_path / "summary.json").read_text())
+    assert [stage["stage"] for stage in record["stages"]] == ["good", "lacking", "last"]
+    with pytest.raises(SystemExit, match="--only: got nonsense; allowed: good, bad"):
+        run.main(["--out", str(tmp_path), "--only", "nonsense"])
+
+
+@pytest.mark.usefixtures("time_is_over")
+def test_a_stage_that_does_not_want_to_end_is_killed_with_its_children(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "GRACE", 0.3)
+    stubborn = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal, time;"
+        " signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)'])\n"
+        "print('hangs', child.pid, flush=True)\n"
+        "time.sleep(3600)\n"
+    )
+    result = run.run(Stage("stubborn", python(stubborn), 20), tmp_path / "log", 20)
+    assert result.status == "timed out"
+    while is_running(int(result.says.split()[-1])):
+        time.sleep(0.1)
+
+
+def is_running(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_stage_without_time_left_is_not_started_and_says_how_to_run_it(tmp_path, clock):
+    results = run.run_all([Stage("first", ("1",), 5), Stage("last", ("1",), 20)], tmp_path, {}, limit=3, pack=None)
+    assert [result.status for result in results] == [run.NO_TIME, run.NO_TIME]
+    assert results[1].says.endswith("run it by --only last")
+
+
+def test_a_hang_takes_no_time_from_the_stages_that_the_limit_holds(tmp_path, clock):
+    some = [Stage("hang", ("inf",), 10), Stage("after", ("70",), 80), Stage("later", ("inf",), 120)]
+    results = run.run_all(some, tmp_path, {}, limit=120, pack=None)
+    assert [result.status for result in results] == ["timed out", "ok", "timed out"]
+    assert results[1].timeout == 80, "its whole time-out"
+    assert results[2].timeout == 120 - 10 - 70 - run.OVERHEAD, "what is left over"
+
+
+def test_a_stage_knows_when_its_time_is_over(tmp_path):
+    before = time.time()
+    result = run.run(Stage("any", python("import os; print(os.environ['GPU_STAGE_END'])"), 600), tmp_path / "log", 600)
+    assert before + 599.9 <= float(result.says) <= time.time() + 600.1
+
+
+def test_fewer_stages_get_more_time():
+    stages_of_ten = [Stage(str(n), (), 10) for n in range(4)]
+    assert sum(run.seconds_of(stages_of_ten, 100)) == pytest.approx(100 - 4 * run.OVERHEAD)
+    assert run.seconds_of(stages_of_ten, 30) == [10, 10, 0, 0]
+
+
+def test_what_tells_most_is_sure_of_its_time(tmp_path):
+    """Ten minutes are what a machine gives to one command."""
+    args, all_stages = run.parse([]), stages.stages(tmp_path, quick=False)
+    assert args.limit + 2 * run.GRACE <= 600
+    sure = [
+        stage.name
+        for stage, seconds in zip(all_stages, run.seconds_of(all_stages, args.limit - run.MACHINE_SECONDS), strict=True)
+        if seconds
+    ]
+    assert sure == [
+        "build", "units", "smoke-simt", "smoke-sm80", "smoke-sm90", "compare-16384-1024", "compare-8192",
+        "compare-others", "tests-simt", "tests-sm80", "tests-sm90", "memcheck", "decode", "ncu",
+    ]  # fmt: skip
+    assert [stage.timeout for stage in all_stages if stage.name.startswith("smoke")] == [20, 20, 20]
+
+
+def test_the_list_shows_every_stage(tmp_path, capsys):
+    assert run.main(["--list", "--out", str(tmp_path / "new")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [stage.name for stage in stages.stages(tmp_path, quick=False)]
+    assert {"racecheck", "initcheck", "synccheck", "memory", "traffic"} <= {line.split()[0] for line in lines}
+    assert "compare.py --lengths 16384 1024" in "".join(lines)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_build_asks_ptxas_and_a_hopper_gets_its_own_code_only(monkeypatch):
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(build_all, "said", lambda *command: "9.0")
+    assert build_all.settings() == {
+        "FLASH_ATTN_EXT_CUDA": "1", "NVCC_APPEND_FLAGS": "-Xptxas -v", "TORCH_CUDA_ARCH_LIST": "9.0a"
+    }  # fmt: skip
+    monkeypatch.setattr(build_all, "said", lambda *command: "8.0")
+    assert "TORCH_CUDA_ARCH_LIST" not in build_all.settings()
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a;12.0")
+    monkeypatch.setattr(build_all, "said", lambda *command: "9.0")
+    assert "TORCH_CUDA_ARCH_LIST" not in build_all.settings()
+
+
+PTXAS = """\
+ptxas info    : Compiling entry function '_Z6kernelIfEvPT_' for 'sm_90a'
+ptxas info    : Function properties for _Z6kernelIfEvPT_
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 4 bytes smem
+ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored
+ptxas info    : Compiling entry function '_Z5otherPf' for 'sm_90a'
+    8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads
+ptxas info    : Used 255 registers
+"""
+
+
+def test_what_ptxas_says_is_kept():
+    found = build_all.kernels(PTXAS)
+    assert [(kernel.name, kernel.registers, kernel.spilled) for kernel in found] == [
+        ("_Z6kernelIfEvPT_", 168, 0), ("_Z5otherPf", 255, 16),
+    ]  # fmt: skip
+    lines = list(build_all.text(PTXAS))
+    assert "C7508" in lines[0]
+    assert lines[1].startswith("sm_90a 255 registers, 16 bytes spilled: ")
+    assert lines[-1] == "2 kernels compiled, 1 with spills"
+
+
+def test_the_machine_is_described_even_without_a_gpu():
+    facts = run.describe(None)
+    assert facts["torch"] == torch.__version__
+    assert {"commit", "python", "driver", "nvcc", "GPU"} <= facts.keys()
+
+
+@without_a_gpu
+@pytest.mark.parametrize("script", [compare, decode, memory, ncu, traffic])
+def test_a_benchmark_says_that_it_needs_a_gpu(script):
+    with pytest.raises(SystemExit, match=r"needs an NVIDIA GPU: torch .* sees none"):
+        script.main([])
+
+
+@without_a_gpu
+def test_the_other_stages_say_that_they_need_a_gpu(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_tests.py"])
+    for main in (gpu_tests.main, lambda: sanitize.main("memcheck")):
+        with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
+            main()
+
+
+@without_a_gpu
+def test_a_real_stage_fails_with_the_reason_as_its_last_line(tmp_path):
+    stage = next(stage for stage in stages.stages(tmp_path, quick=True) if stage.name == "decode")
+    result = run.run(stage, tmp_path / "log", 600)
+    assert (result.status, result.says) == ("failed", f"needs an NVIDIA GPU: torch {torch.__version__} sees none")
+
+
+def test_a_build_without_the_cuda_half_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("flash_attn_ext.build_info", lambda: {"cuda": False})
+    with pytest.raises(SystemExit, match="needs flash_attn_ext with its CUDA half: FLASH_ATTN_EXT_CUDA=1"):
+        needs.a_gpu_and_our_build()
+
+
+@pytest.mark.parametrize(("module", "tool"), [(sanitize, "compute-sanitizer"), (traffic, "ncu")])
+def test_a_missing_tool_skips_the_stage(module, tool, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(needs, "a_gpu_and_our_build", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(SystemExit) as end:
+        module.main("racecheck" if module is sanitize else [])
+    assert end.value.code == run.SKIPPED == needs.SKIPPED
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"skipped: {tool} ")
+
+
+def test_a_sanitizer_that_finds_something_fails_the_stage(monkeypatch, tmp_path):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nexit {sanitize.FOUND}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(needs, "a_gpu_and_our_build", lambda: None)
+    assert sanitize.main("racecheck") == sanitize.FOUND
+    arguments = (tmp_path / "arguments").read_text()
+    assert "--tool=racecheck --error-exitcode=9" in arguments
+    assert arguments.endswith("sanitize.py calls\n")
+
+
+def test_each_case_of_the_tests_has_a_time_out(tmp_path):
+    with_both = gpu_tests.command(tmp_path / "t.xml", False, {"pytest_timeout", "xdist"})
+    assert {"--timeout=10", "--timeout-method=thread", "--numprocesses=8"} <= set(with_both)
+    with_neither = gpu_tests.command(None, True, set())
+    assert "faulthandler_timeout=10" in with_neither
+    assert not any("numprocesses" in argument for argument in with_neither)
+
+
+@without_a_gpu
+def test_the_gpu_tests_are_skipped_visibly():
+    program = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        "tests/cuda/test_gpu.py",
+    ]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert "needs an NVIDIA GPU: FLASH_ATTN_EXT_TEST_DEVICE=cuda" in done.stdout
+
+
+def test_flops_of_attention():
+    full = problem.Problem(B=2, H=3, S=100, D=16, causal=False)
+    causal = problem.Problem(B=2, H=3, S=100, D=16, causal=True)
+    assert full.flops(backward=False) == 2 * (2 * 3 * 100 * 100 * 16) * 2  # two products of 2 FLOPs a multiply-add
+    assert full.flops(backward=True) == 2.5 * full.flops(backward=False)  # five products
+    assert causal.flops(backward=False) == full.flops(backward=False) / 2
+    assert timing.matmul_flops(8192) == 2 * 8192**3
+
+
+def test_the_sweep_is_that_of_issue_5():
+    sweep = list(problem.problems(problem.LENGTHS, problem.HEAD_DIMS))
+    assert len(sweep) == 6 * 3 * 2
+    assert {one.B * one.S for one in sweep} == {16384}
+    assert {one.H * one.D for one in sweep} == {2048}
+
+
+def test_a_comparison_is_with_the_best_peer():
+    taken = {"ours": 2e-3, "ours sm80": 0.5e-3, "torch flash": 3e-3, "torch cudnn": 1e-3}
+    row = compare.rates(taken, flops=1e12, peak=8e14)
+    assert row["TFLOP/s"] == {
+        "ours": 500, "ours sm80": 2000, "torch flash": pytest.approx(1000 / 3), "torch cudnn": 1000
+    }  # fmt: skip
+    assert (row["best_peer"], row["ratio"]) == ("torch cudnn", 0.5)
+    assert row["of_matmul_peak"] == pytest.approx(0.625)
+    assert compare.rates({"torch flash": 1.0}, 1.0, 1.0)["ratio"] is None
+    assert compare.rates({"ours": 1.0}, 1.0, 1.0)["best_peer"] is None
+
+
+def test_decoding_counts_k_and_v_once():
+    decoding = decode.Problem(B=4, H=32, H_kv=8, S_k=1000)
+    assert decoding.bytes() == 2 * (4 * 8 * 1000 * 128) * 2
+    assert decode.rates(1e-3, 10**9, 4e12) == {"us": 1000, "GB/s": 1000, "of_copy": 0.25}
+
+
+def test_the_decode_table_names_the_kernels(tmp_path):
+    import output
+
+    names = ["void flash_attn_ext::cuda::sm80::decode_kernel<flash_attn_ext::X<int, 3>>(int)", "memset"]
+    row = {"B": 1, "H": 32, "H_kv": 8, "S_k": 8192, **decode.rates(1e-4, 10**8, 3e12)}
+    row["kernels"] = [kernels.short_name(name) for name in names]
+    record = {"machine": "a GPU", "copy_GB/s": 3000.0, "left_out": [], "rows": [row]}
+    output.write_text(decode.text(record), tmp_path / "decode.txt")
+    assert "33% | sm80::decode_kernel, memset |" in (tmp_path / "decode.txt").read_text()
+
+
+def test_the_least_traffic_of_gpt2():
+    assert traffic.least_bytes(64) == 12 * (64 * 16 * 1024 * 64 * 2)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_methods_compute_the_same_and_who_refuses_says_why(backward, one_thread):
+    small = problem.Problem(B=1, H=2, S=64, D=16, causal=True)
+    functions, refused = compare_methods.calls(small, backward, device="cpu")
+    assert {"ours", "torch flash"} <= functions.keys()
+    assert {"torch cudnn", "ours sm80"} <= refused.keys()
+    assert all(refused.values())
+    ours, theirs = functions["ours"](), functions["torch flash"]()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.03)
+    assert len(ours) == 3 if backward else ours.shape == (1, 2, 64, 16)
+
+
+def comparison():
+    medians = {"ours": 2e-3, "torch flash": 3e-3}
+    row = {"B": 1, "H": 2, "S": 512, "D": 64, "causal": False, "pass": "fwd", **compare.rates(medians, 1e12, 8e14)}
+    row["model"] = {"TFLOP/s": 456.0, "bound": "tensor 98%"}
+    refusing = {**row, "S": 1024, "model": None, **compare.rates({}, 1e12, 8e14)}
+    rows = [row | {"refused": {"torch cudnn": "not today"}}, refusing | {"refused": {"ours": "too long"}}]
+    return {"machine": "a GPU", "matmul_peak_TFLOP/s": 800.0, "left_out": ["the rest"], "rows": rows}
+
+
+def test_the_tables(tmp_path):
+    import output
+
+    output.write_text(compare.text(comparison()), tmp_path / "compare.txt")
+    table = (tmp_path / "compare.txt").read_text()
+    assert "torch flash |  1.50 |            62% |   456 | tensor 98% |" in table
+    assert "torch cudnn: not today" in table
+    assert "ours: too long" in table
+    assert "Left out, the time was used up: the rest" in table
+    rows = [{"method": "ours", "S": 1024, "bytes": 3 << 20, "why": ""}]
+    rows += [{"method": "standard", "S": 1024, "bytes": None, "why": "out of memory"}]
+    output.write_text(memory.text({"machine": "a GPU", "rows": rows}), tmp_path / "memory.txt")
+    assert "| ours            |  3.0 |" in (tmp_path / "memory.txt").read_text()
+    assert "standard: out of memory" in (tmp_path / "memory.txt").read_text()
+
+
+def test_the_figures(tmp_path):
+    figures.plot_comparison(comparison(), tmp_path / "compare.png")
+    row = {"B": 1, "H": 32, "H_kv": 8, "S_k": 8192, **decode.rates(1e-4, 10**8, 3e12)}
+    figures.plot_decoding({"machine": "a GPU", "rows": [row]}, tmp_path / "decode.png")
+    for name in ("compare.png", "decode.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(units.nvcc() is None, reason="needs nvcc to compile the units")
+def test_the_units_compile_and_name_what_they_need(monkeypatch, tmp_path):
+    monkeypatch.setattr(units, "PROGRAM", tmp_path / "gpu_units")
+    units.compile_units(units.nvcc())
+    listed = subprocess.run([units.PROGRAM, "--list"], capture_output=True, text=True, check=True).stdout
+    for name in ("cp.async", "ldmatrix x4 trans", "mma.sync m16n8k16 bf16", "cp.reduce.async.bulk", "setmaxnreg"):
+        assert name in listed
+    wrappers = (ROOT / "csrc" / "cuda" / "sm90" / "wgmma.h").read_text()
+    forms = re.findall(r"inline void (wgmma_\w+)\(float \(&d\)\[(\d+)\]", wrappers)
+    assert len(forms) >= 10
+    for form, registers in forms:
+        for dtype in ("bf16", "f16"):
+            assert f"{form} m64n{2 * int(registers)}k16 {dtype}\n" in listed, "a unit for every function of wgmma.h"
+    if not torch.cuda.is_available():
+        done = subprocess.run([units.PROGRAM], capture_output=True, text=True)
+        assert done.returncode == 3
+        assert "needs a GPU of compute capability 9.0" in done.stdout

@@ -1,0 +1,153 @@
+"""The model of the sm90 kernels' time: reading machine code, simulating a multiprocessor, and predicting."""
+
+import sys
+
+import pytest
+from paths import ROOT
+from test_cuda_compile import NVCC
+
+sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
+import sass_listing
+import time_model
+from multiprocessor import Meet, Product, Wait, Work, simulate
+from problem import Problem
+from time_model import TILINGS, Tiling, Turn
+
+UPPER = 0x000FC80000000000  # a stall of 4 cycles
+
+
+def code(*lines):
+    """Instructions, 16 bytes apart."""
+    text = "Function : kernel\n"
+    for n, line in enumerate(lines):
+        text += f"        /*{16 * n:04x}*/    {line} ;    /* 0x{n:016x} */\n    /* 0x{UPPER:016x} */\n"
+    return sass_listing.functions(text)["kernel"]
+
+
+def test_instructions_are_read():
+    first, second = code("@!P1 MUFU.EX2 R4, R5", "@P0 BRA 0x10")
+    assert (first.address, first.predicate, first.name, first.operands) == (0, "@!P1", "MUFU.EX2", "R4, R5")
+    assert first.stall == 4
+    assert (second.target, second.always_branches) == (16, False)
+
+
+def test_the_main_loop_is_the_shortest_way_through_the_loop_with_products():
+    lines = code(
+        "@P0 BRA 0x0",  # a loop without products
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8], R3",
+        "@!P0 BRA 0x90",  # waits out of line
+        "@P1 BRA 0x70",  # a whole tile: no mask
+        "FSEL R1, R2, R3, P4",
+        "FSEL R1, R2, R3, P4",
+        "FADD R1, R2, R3",
+        "@P2 BRA 0x10",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8], R3",
+        "@!P0 BRA 0x90",
+        "BRA 0x40",
+        "EXIT",
+    )
+    assert [i.address for i in sass_listing.main_loop(lines)] == [0x10, 0x20, 0x30, 0x40, 0x70, 0x80]
+
+
+def test_a_product_takes_its_multiplications_or_its_operands_time():
+    (registers, shared, narrow) = (time_model.product(i) for i in code(
+        "HGMMA.64x256x16.F32.BF16 R24, R192, gdesc[UR16].tnspB, R24, gsb0",
+        "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], RZ, !UPT",
+        "HGMMA.64x32x16.F32.BF16 R24, gdesc[UR16], R24",
+    ))  # fmt: skip
+    assert registers == Product(64 * 256 * 16 / 2048, 2 * 16 * 256, True)
+    assert shared == Product(64, 2 * 16 * (128 + 64), False)
+    assert narrow.cycles == 2 * 16 * (32 + 64) / 128, "reading takes longer than multiplying"
+
+
+def test_a_program_is_work_between_events():
+    program = time_model.program(code(
+        "FMUL R1, R2, R3", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0", "MUFU.EX2 R4, R5", "FMNMX R1, R2, R3",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x1", "BAR.SYNC.DEFER_BLOCKING 0x1, 0x100", "F2FP.BF16.F32.PACK_AB R1, R2, R3",
+    ))  # fmt: skip
+    assert [type(step) for step in program] == [Work, Product, Work, Wait, Work, Meet, Work]
+    assert program[3] == Wait(1)
+    assert program[2].units == {"issue": 3, "exponentials": 128 / 16, "ALU": 128 / 64}
+    assert program[2].stalls == 12
+
+
+BATCH = [Product(100, 0, True), Wait(0)]
+
+
+def test_products_of_several_warpgroups_queue():
+    assert simulate(BATCH, consumers=1, turns=3) == 300
+    assert simulate(BATCH, consumers=2, turns=3) == 600
+
+
+def test_one_warpgroup_computes_while_the_other_multiplies():
+    alone = [*BATCH, Work({"issue": 100.0}, 0)]
+    assert simulate(alone, consumers=1, turns=10) == 2000
+    assert simulate(alone, consumers=2, turns=10) == pytest.approx(2100)
+
+
+def test_units_are_shared():
+    """Half of the issue slots each is what two need, but both want the exponentials all the time."""
+    assert simulate([Work({"issue": 50.0}, 100)], consumers=2, turns=1) == 100
+    assert simulate([Work({"issue": 50.0, "exponentials": 100.0}, 0)], consumers=2, turns=1) == 200
+
+
+def test_a_wait_may_leave_a_batch_pending():
+    steps = [Product(10, 0, True), Product(100, 0, True), Wait(1), Work({"issue": 80.0}, 0), Wait(0)]
+    assert simulate(steps, consumers=1, turns=1) == 110
+
+
+def test_meeting_takes_as_long_as_the_last_one():
+    assert simulate([Work({"exponentials": 30.0}, 0), Meet(), Work({"issue": 1.0}, 0)], 2, 1) == pytest.approx(62)
+
+
+@pytest.mark.parametrize("owns_keys", [False, True])
+def test_causal_blocks_make_half_of_the_turns(owns_keys):
+    tiling = Tiling(2, 128, 64, owns_keys)
+    full, causal = (
+        sum(time_model.tiles_of_blocks(Problem(1, 1, 4096, 64, causal), tiling)) for causal in (False, True)
+    )
+    assert full == 32 * 64
+    assert full / 2 < causal < full / 2 * 1.1
+
+
+def test_more_blocks_than_multiprocessors_take_another_wave():
+    turn = Turn(1000.0, {"tensor": 900.0})
+    one, two = (time_model.seconds(Problem(1, heads, 128, 128, False), False, turn) for heads in (132, 133))
+    assert two == pytest.approx(2 * one)
+    assert turn.bound == "tensor 90%"
+
+
+@pytest.fixture(scope="module")
+def turns():
+    if not NVCC.exists() or sass_listing.tool("cuobjdump") is None or sass_listing.tool("nvdisasm") is None:
+        pytest.skip("needs nvcc, and cuobjdump and nvdisasm of the CUDA toolkit or of PyPI")
+    return time_model.turns()
+
+
+@pytest.mark.parametrize(("way", "head_dim"), TILINGS)
+def test_the_kernels_turns(turns, way, head_dim):
+    """The products found are those of one tile: two of the forward, five of the backward."""
+    tiling, turn = TILINGS[way, head_dim], turns[way, head_dim]
+    products = [
+        step for step in time_model.program(time_model.main_loops()[way, head_dim]) if isinstance(step, Product)
+    ]
+    flops = 2 * (5 if way == "backward" else 2) * tiling.rows * tiling.keys * head_dim
+    ideal = flops / 2 / time_model.TENSOR_FMA
+    assert ideal <= turn.units["tensor"] <= 1.25 * ideal
+    assert sum(product.ends_batch for product in products) in (2, 5)
+    assert turn.cycles >= max(turn.units.values())
+    exponentials = turn.units["exponentials"] * time_model.LANES["exponentials"]
+    assert tiling.rows * tiling.keys <= exponentials <= 1.1 * tiling.rows * tiling.keys
+
+
+def test_a_prediction_is_below_the_peak(turns):
+    peak = 2 * time_model.TENSOR_FMA * time_model.MULTIPROCESSORS * time_model.CLOCK / 1e12
+    for backward in (False, True):
+        rates = [
+            time_model.prediction(Problem(16384 // length, 16, length, 128, False), backward)["TFLOP/s"]
+            for length in (512, 2048, 16384)
+        ]
+        assert rates == sorted(rates)
+        assert rates[-1] < peak
+    assert time_model.prediction(Problem(1, 1, 64, 96, False), False) is None
