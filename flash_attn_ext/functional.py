@@ -118,7 +118,7 @@ def flash_attn(
         )
         if result is not None:
             return result if return_lse else result[0]
-    if "DTensor" in (type(query).__name__, type(key).__name__, type(value).__name__):
+    if some_dtensor(query, key, value):
         from .distributed import _dtensor  # which imports torch.distributed.tensor
 
         return _dtensor.attention(
@@ -200,6 +200,11 @@ def check_is_dense(name: str, value: object) -> None:
     if value.layout is not torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else str(value.layout)
         raise TypeError(f"{name}: got a {kind} tensor; allowed: dense tensors")
+
+
+def some_dtensor(*tensors: object) -> bool:
+    """Whether one is a DTensor, without importing torch.distributed.tensor."""
+    return any(type(t).__name__ == "DTensor" for t in tensors)
 
 
 def _as_4d(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, torch.Size]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _append, _ops  # noqa: F401  _append registers the operator for CUDA
-from .functional import checked_options, operator_options
+from .functional import checked_options, operator_options, some_dtensor
 
 
 def flash_attn_with_kvcache(
@@ -97,6 +97,17 @@ def flash_attn_with_kvcache(
     sink = one_of("learnable_sink", learnable_sink, "sink", sink)
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("cache_batch_idx: got one with block_table; allowed: one of them")
+    if some_dtensor(q, k_cache, v_cache, k, v):
+        from .distributed import _dtensor_packed  # which imports torch.distributed.tensor
+
+        return _dtensor_packed.with_kvcache(
+            q, k_cache, v_cache, k, v, alibi_slopes, k_descale, v_descale, tree_mask, sink, rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
+            cache_leftpad=cache_leftpad, block_table=block_table, softmax_scale=softmax_scale, causal=causal,
+            window_size=window_size, softcap=softcap, rotary_interleaved=rotary_interleaved, num_splits=num_splits,
+            return_softmax_lse=return_softmax_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+            max_seqlen_q=max_seqlen_q, rotary_seqlens=rotary_seqlens,
+        )  # fmt: skip
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         if t.dim() != 4:
             raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: (caches or pages, rows, heads_k, head_dim)")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ._varlen_rules import attention_varlen
-from .functional import _as_type, _rng_state_for, check_is_dense, checked_options, operator_options
+from .functional import _as_type, _rng_state_for, check_is_dense, checked_options, operator_options, some_dtensor
 
 _TENSORS = ("query", "key", "value", "attn_mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k",
             "seqused_q", "seqused_k", "rng_state")  # fmt: skip
@@ -81,6 +81,17 @@ def flash_attn_varlen(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """
+    if some_dtensor(query, key, value):
+        from .distributed import _dtensor_packed  # which imports torch.distributed.tensor
+
+        return _dtensor_packed.varlen(
+            query, key, value, attn_mask, alibi_slopes, sink, rng_state, dropout_p=dropout_p, return_lse=return_lse,
+            tensors={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q,
+                     "seqused_k": seqused_k},
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, causal=causal, window=window, softcap=softcap, num_splits=num_splits,
+            unified_max=unified_max, deterministic=deterministic,
+        )  # fmt: skip
     options = operator_options(
         dropout_p, is_causal, scale, causal, window, softcap, alibi_slopes, num_splits, unified_max, deterministic
     )

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ._exchange import all_gather, sum_of_shares
-from ._plan import BackwardState, ForwardState, Inputs, Plan, accumulator_dtype
-from ._ring import refuse_second_derivative, wanted_gradients
+from ._plan import Inputs, Plan, accumulator_dtype
+from ._sums import BackwardSums, ForwardSums
 from ._tiles import all_tiles
 
 
@@ -41,40 +41,19 @@ def _own_sums(plan: Plan, *gradients: Tensor) -> list[Tensor]:
     return [part.view(shape)[:, :, :own_rows] for part, shape in zip(parts, shapes, strict=True)]
 
 
-class AllGatherAttention(torch.autograd.Function):
+def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """(out, lse) of this process's queries."""
+    keys, values = _gathered(plan, inputs.key, inputs.value)
+    sums = ForwardSums(plan, inputs)
+    for tile in all_tiles(plan.geometry, plan.group.rank):
+        sums.add(tile, keys, values)
+    return sums.results()
 
-    @staticmethod
-    def forward(ctx, plan: Plan, query, key, value, mask, slopes, sink, rng_state):
-        all_keys, all_values = _gathered(plan, key, value)
-        state = ForwardState(plan, Inputs(query, mask, slopes, sink, rng_state), value.shape[3])
-        for tile in all_tiles(plan.geometry, plan.group.rank):
-            state.add(tile, all_keys, all_values)
-        out, lse = state.out.to(query.dtype), state.lse
-        ctx.plan = plan
-        ctx.save_for_backward(query, key, value, mask, slopes, sink, rng_state, out, lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
 
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse):
-        query, key, value, mask, slopes, sink, rng_state, out, lse = ctx.saved_tensors
-        plan = ctx.plan
-        if grad_out is None and grad_lse is None:
-            return (None,) * 8
-        refuse_second_derivative()
-        wanted = wanted_gradients(ctx)
-        inputs = Inputs(query, mask, slopes, sink, rng_state)
-        state = BackwardState(plan, inputs, out, lse, grad_out, grad_lse, wanted)
-        all_keys, all_values = _gathered(plan, key, value)
-        accumulator = accumulator_dtype(query)
-        grads = [torch.zeros_like(t, dtype=accumulator) for t in (all_keys, all_values)]
-        for tile in all_tiles(plan.geometry, plan.group.rank):
-            state.add(tile, all_keys, all_values, *grads)
-        grad_key = grad_value = None
-        if wanted["key"] or wanted["value"]:
-            own_key, own_value = _own_sums(plan, *grads)
-            grad_key = own_key.to(key.dtype) if wanted["key"] else None
-            grad_value = own_value.to(value.dtype) if wanted["value"] else None
-        grad_query, grad_mask, grad_slopes = state.results()
-        return None, grad_query, grad_key, grad_value, grad_mask, grad_slopes, state.of_sink(), None
+def backward(plan: Plan, inputs: Inputs, sums: BackwardSums) -> list[Tensor]:
+    """The gradients that are wanted, of this process's tensors."""
+    keys, values = _gathered(plan, inputs.key, inputs.value)
+    grads = [torch.zeros_like(t, dtype=accumulator_dtype(inputs.query)) for t in (keys, values)]
+    for tile in all_tiles(plan.geometry, plan.group.rank):
+        sums.add(tile, keys, values, *grads)
+    return sums.results(*(_own_sums(plan, *grads) if sums.wants_keys else grads))

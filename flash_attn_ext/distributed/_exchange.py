@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._group import Group
+from ._group import Group, named_group
 
 # The newer name, where torch has it: the older one warns there.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -61,7 +61,14 @@ def all_to_all(group: Group, parts: list[Tensor], sizes: list[int]) -> list[Tens
     return list(received.split(sizes))
 
 
-def broadcast(group: Group, t: Tensor) -> Tensor:
-    """The tensor of the group's first process."""
-    dist.broadcast(t, group=group.handle, group_src=0)
-    return t
+@torch.library.custom_op("flash_attn_ext::of_first_process", mutates_args=())
+def of_first_process(t: Tensor, group: str) -> Tensor:
+    """The tensor of the group's first process. An operator of torch, for torch.compile."""
+    received = t.clone()
+    dist.broadcast(received, group=named_group(group).handle, group_src=0)
+    return received
+
+
+@of_first_process.register_fake
+def _(t, group):
+    return torch.empty_like(t)

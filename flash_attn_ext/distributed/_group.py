@@ -14,6 +14,16 @@ class Group(NamedTuple):
     rank: int
     size: int
 
+    @property
+    def name(self) -> str:
+        """What torch finds the group by: an operator takes a string, and no group."""
+        return self.handle.group_name
+
+
+def named_group(name: str) -> Group:
+    handle = dist.distributed_c10d._resolve_process_group(name)
+    return Group(handle, dist.get_rank(handle), dist.get_world_size(handle))
+
 
 def resolve_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> Group:
     """The group of ``group=`` or ``mesh=``; without either, the default group. Errors name the argument."""

@@ -20,7 +20,7 @@ class Layout(NamedTuple):
         return self.processes * (2 if self.balanced else 1)
 
     def begin(self, chunk: int) -> int:
-        size, longer = divmod(self.seqlen, self.chunks)
+        size, longer = self.seqlen // self.chunks, self.seqlen % self.chunks
         return chunk * size + min(chunk, longer)
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Ulysses attention (Jacobs et al. 2023, arXiv 2309.14509): heads for sequence, by all-to-all.
 
 Before the attention each process gives away all heads but its own share of them, and gets the whole sequence of these;
-after it the results go back. What lies between is an ordinary attention.
+after it the results go back. What lies between is an ordinary attention. The two exchanges are operators of torch, each
+of which is the other's backward. ``seqlens`` are the lengths of the tensors' whole sequences.
 """
 
 from itertools import pairwise
@@ -11,20 +12,24 @@ from torch import Tensor
 
 from .. import _ops
 from ._exchange import all_to_all
+from ._group import named_group
 from ._layout import Layout
-from ._plan import Plan, packed, rng_state_at, unpacked
+from ._plan import Inputs, Plan, rng_state_at
+from ._sums import packed, unpacked
 
 
-def _heads_for_sequence(plan: Plan, layouts: list[Layout], tensors: list[Tensor]) -> list[Tensor]:
+@torch.library.custom_op("flash_attn_ext::heads_for_sequence", mutates_args=())
+def heads_for_sequence(tensors: list[Tensor], group: str, balanced: bool, seqlens: list[int]) -> list[Tensor]:
     """(B, heads / n, S, D) of each (B, heads, rows of this process, D)."""
-    n = plan.group.size
+    processes, layouts = named_group(group), _layouts(group, balanced, seqlens)
+    n = processes.size
     parts = [torch.cat([t.chunk(n, dim=1)[r].reshape(-1) for t in tensors]) for r in range(n)]
     shapes = [
         [(t.shape[0], t.shape[1] // n, layout.rows(r), t.shape[3]) for t, layout in zip(tensors, layouts, strict=True)]
         for r in range(n)
     ]
     sizes = [[torch.Size(shape).numel() for shape in of_rank] for of_rank in shapes]
-    received = all_to_all(plan.group, parts, [sum(of_rank) for of_rank in sizes])
+    received = all_to_all(processes, parts, [sum(of_rank) for of_rank in sizes])
     shards = [
         [part.view(shape) for part, shape in zip(flat.split(size), of_rank, strict=True)]
         for flat, size, of_rank in zip(received, sizes, shapes, strict=True)
@@ -35,9 +40,11 @@ def _heads_for_sequence(plan: Plan, layouts: list[Layout], tensors: list[Tensor]
     ]
 
 
-def _sequence_for_heads(plan: Plan, layouts: list[Layout], tensors: list[Tensor]) -> list[Tensor]:
+@torch.library.custom_op("flash_attn_ext::sequence_for_heads", mutates_args=())
+def sequence_for_heads(tensors: list[Tensor], group: str, balanced: bool, seqlens: list[int]) -> list[Tensor]:
     """(B, heads, rows of this process, D) of each (B, heads / n, S, D): the inverse."""
-    n, own = plan.group.size, plan.group.rank
+    processes, layouts = named_group(group), _layouts(group, balanced, seqlens)
+    n, own = processes.size, processes.rank
     parts = []
     for r in range(n):
         rows = [
@@ -47,49 +54,54 @@ def _sequence_for_heads(plan: Plan, layouts: list[Layout], tensors: list[Tensor]
         parts.append(torch.cat(rows))
     shapes = [(*t.shape[:2], layout.rows(own), t.shape[3]) for t, layout in zip(tensors, layouts, strict=True)]
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    received = [flat.split(sizes) for flat in all_to_all(plan.group, parts, [sum(sizes)] * n)]
+    received = [flat.split(sizes) for flat in all_to_all(processes, parts, [sum(sizes)] * n)]
     return [torch.cat([received[r][i].view(shape) for r in range(n)], dim=1) for i, shape in enumerate(shapes)]
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, plan: Plan, layouts: list[Layout], *tensors: Tensor):
-        ctx.plan, ctx.layouts = plan, layouts
-        return tuple(_heads_for_sequence(plan, layouts, list(tensors)))
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return None, None, *_ToSequence.apply(ctx.plan, ctx.layouts, *grads)
+def _layouts(group: str, balanced: bool, seqlens: list[int]) -> list[Layout]:
+    return [Layout(seqlen, named_group(group).size, balanced) for seqlen in seqlens]
 
 
-class _ToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, plan: Plan, layouts: list[Layout], *tensors: Tensor):
-        ctx.plan, ctx.layouts = plan, layouts
-        return tuple(_sequence_for_heads(plan, layouts, list(tensors)))
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return None, None, *_ToHeads.apply(ctx.plan, ctx.layouts, *grads)
+@heads_for_sequence.register_fake
+def _(tensors, group, balanced, seqlens):
+    n = named_group(group).size
+    return [t.new_empty(t.shape[0], t.shape[1] // n, s, t.shape[3]) for t, s in zip(tensors, seqlens, strict=True)]
 
 
-def ulysses_attention(
-    plan: Plan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    slopes: Tensor | None,
-    sink: Tensor | None,
-    rng_state: Tensor | None,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+@sequence_for_heads.register_fake
+def _(tensors, group, balanced, seqlens):
+    _, rank, n = named_group(group)
+    rows = [layout.rows(rank) for layout in _layouts(group, balanced, seqlens)]
+    return [t.new_empty(t.shape[0], t.shape[1] * n, s, t.shape[3]) for t, s in zip(tensors, rows, strict=True)]
+
+
+def _differentiate(exchange, inverse) -> None:
+    def save(ctx, inputs, output) -> None:
+        _, *ctx.where = inputs
+        ctx.results = [(t.shape, t.dtype, t.device) for t in output]
+
+    def backward(ctx, grads):
+        grads = [
+            torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+            for grad, (shape, dtype, device) in zip(grads, ctx.results, strict=True)
+        ]
+        return inverse(grads, *ctx.where), None, None, None
+
+    exchange.register_autograd(backward, setup_context=save)
+
+
+_differentiate(heads_for_sequence, sequence_for_heads)
+_differentiate(sequence_for_heads, heads_for_sequence)
+
+
+def attention(plan: Plan, inputs: Inputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of this process's queries; lse only if asked for, as it costs a message."""
     queries, keys = plan.geometry.queries, plan.geometry.keys
-    n, rank = plan.group.size, plan.group.rank
-    q, k, v = _ToHeads.apply(plan, [queries, keys, keys], query, key, value)
-    heads = plan.heads // n
+    where = plan.group.name, queries.balanced
+    q, k, v = heads_for_sequence(list(inputs[:3]), *where, [queries.seqlen, keys.seqlen, keys.seqlen])
+    rank, heads = plan.group.rank, plan.heads // plan.group.size
     own = slice(rank * heads, (rank + 1) * heads)
+    mask, slopes, sink, rng_state, key_mask = inputs[3:]
     if mask is not None and mask.shape[1] != 1:
         mask = mask[:, own]
     slopes, sink = (t if t is None else t[..., own] for t in (slopes, sink))
@@ -101,7 +113,7 @@ def ulysses_attention(
         "window_right": band.right,
     }  # fmt: skip
     if documents is None:
-        out, lse = _ops.attention(q, k, v, mask, slopes, sink, rng_state, **options)
+        out, lse = _ops.attention(q, k, v, mask, slopes, sink, rng_state, key_mask, **options)
     else:
         cu = torch.tensor(documents, dtype=torch.int64, device=q.device)
         longest = max(end - begin for begin, end in pairwise(documents))
@@ -110,8 +122,8 @@ def ulysses_attention(
             **options, max_seqlen_q=longest, max_seqlen_k=longest,
         )  # fmt: skip
         out, lse = unpacked(out), lse.unsqueeze(0)
-    (out,) = _ToSequence.apply(plan, [queries], out)
+    (out,) = sequence_for_heads([out], *where, [queries.seqlen])
     if not return_lse:
         return out, None
-    (lse,) = _ToSequence.apply(plan, [queries], lse.unsqueeze(-1))
+    (lse,) = sequence_for_heads([lse.unsqueeze(-1)], *where, [queries.seqlen])
     return out, lse.squeeze(-1)

@@ -1,27 +1,20 @@
 """context_parallel_attn: attention over sequences that are sharded over processes."""
 
-from itertools import pairwise
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _ops
 from ..functional import check_is_dense, checked_options, new_rng_state, operator_options
-from ._all_gather import AllGatherAttention
-from ._exchange import broadcast
+from . import _ulysses
+from ._exchange import of_first_process
 from ._group import Group, check_device, resolve_group
-from ._layout import Layout, layout_of
-from ._plan import Plan
-from ._ring import RingAttention
-from ._tiles import Band, Geometry
-from ._ulysses import ulysses_attention
+from ._operator import context_parallel
+from ._plan import Inputs, Where, attention_without_memory, plan_of
 
 METHODS = ("ring", "all_gather", "ulysses")
 
 
-@torch.compiler.disable
 def context_parallel_attn(
     query: Tensor,
     key: Tensor,
@@ -43,6 +36,7 @@ def context_parallel_attn(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
+    key_mask: Tensor | None = None,
     return_lse: bool = False,
     rng_state: Tensor | None = None,
     deterministic: bool | None = None,
@@ -59,9 +53,7 @@ def context_parallel_attn(
         key: (B, H_kv, s_k, D), this process's rows; dtype and device of ``query``.
         value: (B, H_kv, s_k, D_v), likewise.
         attn_mask: broadcastable to (B, H, s_q, S_k): the rows of this process, all keys in the order of the sequence,
-            so that no mask is sent. Key padding is (B, 1, 1, S_k): one byte a token on each process;
-            ``unshard_sequence(padding, 1)[:, None, None]`` makes it from shards. bool or float as for
-            :func:`flash_attn`.
+            so that no mask is sent. bool or float as for :func:`flash_attn`.
         dropout_p, is_causal, scale, enable_gqa, causal, window, softcap: as for :func:`flash_attn`; they are about the
             whole sequence. "lower_right" and windows count from S_q and S_k.
         method: how the processes share the work. None takes "all_gather" where n * H_kv <= H, as then the gathered
@@ -82,6 +74,8 @@ def context_parallel_attn(
             hold for each document by itself, as in :func:`flash_attn_varlen`; slopes and sink have shape (H). Read by
             the host.
         alibi_slopes, sink: (H) or (B, H), the same on every process.
+        key_mask: (B, S_k), all keys in the order of the sequence, such as padding: one byte a token on each process.
+            ``unshard_sequence(padding, 1)`` makes it from shards. As for :func:`flash_attn` otherwise.
         return_lse: also return the logsumexp (B, H, s_q). Its gradient is not dropped.
         rng_state: int64 (seed, offset), the same on every process; what is dropped is what :func:`flash_attn` drops
             with it on the whole sequence. If None, it is drawn by every process, and that of the group's first counts
@@ -119,57 +113,55 @@ def context_parallel_attn(
     Sources: Liu et al. 2023 (arXiv 2310.01889), ring; Dubey et al. 2024 (arXiv 2407.21783, section 3.3.2), all-gather
     and the balanced order; Jacobs et al. 2023 (arXiv 2309.14509), Ulysses.
     """
-    where = resolve_group(group, mesh)
-    tensors = {"query": query, "key": key, "value": value}
-    optional = {"attn_mask": attn_mask, "alibi_slopes": alibi_slopes, "sink": sink, "rng_state": rng_state}
-    _check_tensors(where, tensors, {name: t for name, t in optional.items() if t is not None})
-    seqlen_q, seqlen_k = seqlen if isinstance(seqlen, (tuple, list)) and len(seqlen) == 2 else (seqlen, seqlen)
-    queries = _layout("query", query, seqlen_q, where, balanced)
-    keys = _layout("key", key, seqlen_k, where, balanced)
+    processes = resolve_group(group, mesh)
+    inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
+    _check_tensors(processes, inputs)
     _check_heads(query, key, enable_gqa)
     options = checked_options(
-        operator_options(
-            dropout_p, is_causal, scale, causal, window, softcap, alibi_slopes, 0, None, deterministic
-        )
-    )  # fmt: skip
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-    attn_mask = _mask_as_4d(attn_mask)
-    documents = None if cu_seqlens is None else _documents(cu_seqlens, query, queries, keys, optional)
-    method = _method(method, where, query, key, attn_mask)
-    if options["dropout_p"] > 0.0 and rng_state is None:
-        rng_state = broadcast(where, new_rng_state(query.device))
-    _check_call(query, key, value, attn_mask, alibi_slopes, sink, rng_state, keys, options)
+        operator_options(dropout_p, is_causal, scale, causal, window, softcap, alibi_slopes, 0, None, deterministic)
+    )
+    inputs = _autocast(inputs._replace(attn_mask=_mask_as_4d(attn_mask)))
+    documents = None if cu_seqlens is None else _documents(cu_seqlens)
+    where = Where(processes.name, bool(balanced), *_lengths(seqlen), documents)
+    method = _method(method, processes, inputs)
+    drawn = options["dropout_p"] > 0.0 and rng_state is None
+    if drawn:
+        inputs = inputs._replace(rng_state=new_rng_state(query.device))
+    if not torch.compiler.is_compiling():  # tracing the operators makes these checks
+        attention_without_memory(processes, inputs, where, options)
+    if drawn:
+        inputs = inputs._replace(rng_state=of_first_process(inputs.rng_state, processes.name))
     if options["dropout_p"] == 0.0:
-        rng_state = None
-
-    position_free = rng_state is None and alibi_slopes is None and (attn_mask is None or attn_mask.shape[3] == 1)
-    geometry = Geometry(queries, keys, _band(options, queries, keys), documents, position_free)
-    plan = Plan(where, geometry, options, query.shape[1])
-    arguments = (plan, query, key, value, attn_mask, alibi_slopes, sink, rng_state)
+        inputs = inputs._replace(rng_state=None)
     if method == "ulysses":
-        out, lse = ulysses_attention(*arguments, return_lse)
+        out, lse = _ulysses.attention(plan_of(processes, inputs, where, options), inputs, return_lse)
     else:
-        out, lse = (RingAttention if method == "ring" else AllGatherAttention).apply(*arguments)
+        out, lse = context_parallel(*inputs, method, *where, **options)
     return (out, lse) if return_lse else out
 
 
-def _check_tensors(group: Group, needed: dict[str, Tensor], optional: dict[str, Tensor]) -> None:
-    for name, t in (needed | optional).items():
+def _check_tensors(group: Group, inputs: Inputs) -> None:
+    given = {name: t for name, t in inputs._asdict().items() if t is not None}
+    for name, t in given.items():
         check_is_dense(name, t)
-    for name, t in needed.items():
+    for name in ("query", "key", "value"):
+        t = given[name]
         if t.dim() != 4:
             raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: 4 dimensions, (B, heads, rows, head_dim)")
-    device = needed["query"].device
-    check_device(group, "query", device)
-    for name, t in (needed | optional).items():
-        if t.device != device:
-            raise TypeError(f"{name}: got a tensor on {t.device}; allowed: query's device, {device}")
+    if not torch.compiler.is_compiling():
+        check_device(group, "query", inputs.query.device)
+    for name, t in given.items():
+        if t.device != inputs.query.device:
+            raise TypeError(f"{name}: got a tensor on {t.device}; allowed: query's device, {inputs.query.device}")
 
 
-def _layout(name: str, t: Tensor, seqlen: object, group: Group, balanced: bool) -> Layout:
-    if seqlen is not None and (not isinstance(seqlen, int) or isinstance(seqlen, bool) or seqlen < 0):
-        raise ValueError(f"seqlen: got {seqlen!r}; allowed: None, an int of 0 or more, or two of them (S_q, S_k)")
-    return layout_of(name, t.shape[2], seqlen, group.rank, group.size, bool(balanced))
+def _lengths(seqlen: object) -> tuple[int | None, int | None]:
+    """(S_q, S_k)"""
+    seqlen_q, seqlen_k = seqlen if isinstance(seqlen, (tuple, list)) and len(seqlen) == 2 else (seqlen, seqlen)
+    for length in (seqlen_q, seqlen_k):
+        if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 0):
+            raise ValueError(f"seqlen: got {length!r}; allowed: None, an int of 0 or more, or two of them (S_q, S_k)")
+    return seqlen_q, seqlen_k
 
 
 def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
@@ -180,17 +172,18 @@ def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
         )
 
 
-def _autocast(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None):
+def _autocast(inputs: Inputs) -> Inputs:
     """As the operator's autocast rules do it: before anything is sent."""
-    kind = query.device.type
+    kind = inputs.query.device.type
     if not torch.is_autocast_enabled(kind):
-        return query, key, value, mask
+        return inputs
     dtype = torch.get_autocast_dtype(kind)
     castable = (torch.float32, torch.bfloat16, torch.float16)
-    query, key, value = (t.to(dtype) if t.dtype in castable else t for t in (query, key, value))
-    if mask is not None and mask.dtype in castable[1:]:
-        mask = mask.to(dtype)
-    return query, key, value, mask
+    query, key, value = (t.to(dtype) if t.dtype in castable else t for t in inputs[:3])
+    mask, key_mask = (
+        t.to(dtype) if t is not None and t.dtype in castable[1:] else t for t in (inputs.attn_mask, inputs.key_mask)
+    )
+    return inputs._replace(query=query, key=key, value=value, attn_mask=mask, key_mask=key_mask)
 
 
 def _mask_as_4d(mask: Tensor | None) -> Tensor | None:
@@ -201,36 +194,16 @@ def _mask_as_4d(mask: Tensor | None) -> Tensor | None:
     return mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
 
 
-def _documents(
-    cu_seqlens: Tensor, query: Tensor, queries: Layout, keys: Layout, optional: dict[str, Tensor | None]
-) -> tuple[int, ...]:
-    """The offsets as numbers, checked."""
+def _documents(cu_seqlens: Tensor) -> list[int]:
+    """The offsets as numbers; plan_of checks them."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens: got {got}; allowed: a tensor of int32 or int64")
-    offsets = tuple(cu_seqlens.tolist()) if cu_seqlens.dim() == 1 else ()
-    ascending = all(a <= b for a, b in pairwise(offsets))
-    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != queries.seqlen or not ascending:
-        raise ValueError(
-            f"cu_seqlens: got {list(cu_seqlens.shape)} offsets that do not ascend from 0 to {queries.seqlen}; allowed: "
-            "where each document of the whole sequence begins, and the sequence's length"
-        )
-    if query.shape[0] != 1 or queries.seqlen != keys.seqlen:
-        raise ValueError(
-            f"query: got a batch of {query.shape[0]}, {queries.seqlen} queries and {keys.seqlen} keys; allowed with "
-            "cu_seqlens: a batch of 1, as many keys as queries"
-        )
-    if optional["attn_mask"] is not None:
-        raise ValueError("attn_mask: got one together with cu_seqlens; allowed: one of them")
-    for name in ("alibi_slopes", "sink"):
-        t = optional[name]
-        if t is not None and t.dim() != 1:
-            raise ValueError(f"{name}: got shape {list(t.shape)}; allowed with cu_seqlens: ({query.shape[1]})")
-    return offsets
+    return cu_seqlens.tolist() if cu_seqlens.dim() == 1 else []
 
 
-def _method(method: str | None, group: Group, query: Tensor, key: Tensor, mask: Tensor | None) -> str:
-    heads, heads_kv = query.shape[1], key.shape[1]
+def _method(method: str | None, group: Group, inputs: Inputs) -> str:
+    heads, heads_kv, mask = inputs.query.shape[1], inputs.key.shape[1], inputs.attn_mask
     if method is None:
         return "all_gather" if group.size * heads_kv <= heads else "ring"
     if method not in METHODS:
@@ -247,29 +220,3 @@ def _method(method: str | None, group: Group, query: Tensor, key: Tensor, mask: 
                 "that is the same for each row, as each process computes all rows; 'ring' and 'all_gather' take any"
             )
     return method
-
-
-def _check_call(query, key, value, mask, slopes, sink, rng_state, keys: Layout, options: dict) -> None:
-    """What the operator checks, before anything is sent: on tensors without memory, with all keys."""
-
-    def meta(t: Tensor | None, rows: int | None = None) -> Tensor | None:
-        if t is None:
-            return None
-        shape = t.shape if rows is None else (*t.shape[:2], rows, t.shape[3])
-        return torch.empty(shape, dtype=t.dtype, device="meta")
-
-    if key.shape[2] != value.shape[2]:
-        raise ValueError(f"value: got {value.shape[2]} rows; allowed: those of key, {key.shape[2]}")
-    _ops.attention(
-        meta(query), meta(key, keys.seqlen), meta(value, keys.seqlen), meta(mask), meta(slopes), meta(sink),
-        meta(rng_state), **options,
-    )  # fmt: skip
-
-
-def _band(options: dict, queries: Layout, keys: Layout) -> Band:
-    """The operator's band, on the whole sequence."""
-    right = options["window_right"]
-    if options["causal"]:
-        right = 0 if right is None else min(0, right)
-    diagonal = keys.seqlen - queries.seqlen if options["lower_right"] else 0
-    return Band(options["window_left"], right, diagonal)

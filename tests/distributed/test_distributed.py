@@ -1,35 +1,20 @@
 """context_parallel_attn over real processes, against one process with the whole sequence."""
 
-import os
-import signal
-
 import pytest
 import torch
 import torch.distributed as dist
-from process_group import Processes
+from process_group import group_of, shared
 from torch.distributed.device_mesh import init_device_mesh
 
 from flash_attn_ext import flash_attn, flash_attn_varlen
-from flash_attn_ext.distributed import _exchange, context_parallel_attn, shard_sequence, unshard_sequence
+from flash_attn_ext.distributed import context_parallel_attn, shard_sequence, unshard_sequence
 
 METHODS = ("ring", "all_gather", "ulysses")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def processes():
-    started = Processes(4)
-    yield started
-    started.close()
-
-
-_groups: dict[int, list] = {}  # in each process: the groups of 2 and of 4
-
-
-def group_of(size):
-    """This process's group of so many of the four."""
-    if size not in _groups:
-        _groups[size] = [dist.new_group(list(range(first, first + size))) for first in range(0, 4, size)]
-    return _groups[size][dist.get_rank() // size]
+    return shared(4)
 
 
 def run_case(
@@ -59,6 +44,8 @@ def run_case(
         padding[0, ..., seqlen_k - seqlen_k // 3 :] = False
         padding[-1, ..., : seqlen_k // 4] = False
         extras["attn_mask"] = padding
+    if options.pop("key_mask", False):
+        extras["key_mask"] = torch.rand(batch, seqlen_k) > 0.3
     if options.get("dropout_p"):
         options["rng_state"] = torch.tensor([5, 7])
 
@@ -131,6 +118,8 @@ OPTIONS = {
     "sink, each batch, window": dict(window=(2, 0), sink=(2, 4)),
     "padding": dict(padding=True),
     "padding, causal": dict(padding=True, is_causal=True),
+    "key mask": dict(key_mask=True),
+    "key mask, bias, window": dict(key_mask=True, mask_shape=(24, 24), window=(7, 2)),
     "bias of keys": dict(mask_shape=(2, 4, 1, 24)),
     "bias": dict(mask_shape=(1, 4, 24, 24), is_causal=True),
     "bias of rows": dict(mask_shape=(24, 1)),
@@ -224,46 +213,6 @@ def test_gradcheck_through_the_collectives(processes, method):
     processes.run(gradcheck, method)
 
 
-def round_trip(size, seqlen, balanced):
-    group = group_of(size)
-    uneven = seqlen % (2 * size) != 0
-    for dtype in (torch.float32, torch.int64, torch.bool, torch.bfloat16):
-        for dim in (0, 1, -1):
-            shape = [3, 4, 5]
-            shape[dim] = seqlen
-            x = torch.randint(0, 100, shape).to(dtype)
-            own = shard_sequence(x, dim, group=group, balanced=balanced, uneven=uneven)
-            assert own.is_contiguous()
-            whole = unshard_sequence(own, dim, group=group, balanced=balanced, seqlen=seqlen if uneven else None)
-            assert torch.equal(whole, x)
-            assert torch.equal(shard_sequence(whole, dim, group=group, balanced=balanced, uneven=uneven), own)
-    rows = shard_sequence(torch.arange(seqlen), 0, group=group, balanced=balanced, uneven=uneven)
-    return rows.tolist()
-
-
-@pytest.mark.parametrize("balanced", [True, False])
-@pytest.mark.parametrize("seqlen", [16, 19, 3])
-@pytest.mark.parametrize("size", [2, 4])
-def test_shard_and_unshard(processes, size, seqlen, balanced):
-    rows = processes.run(round_trip, size, seqlen, balanced)
-    assert sorted(row for own in rows[:size] for row in own) == list(range(seqlen))
-    if seqlen == 16 and size == 2:
-        assert rows[:2] == ([[0, 1, 2, 3, 12, 13, 14, 15], list(range(4, 12))] if balanced
-                            else [list(range(8)), list(range(8, 16))])  # fmt: skip
-
-
-def unshard_gradient():
-    x = torch.arange(4.0).requires_grad_()
-    whole = unshard_sequence(x, 0, group=group_of(2))
-    (grad,) = torch.autograd.grad(whole, x, torch.arange(8.0) * (1 + dist.get_rank() % 2))
-    rows = shard_sequence(torch.arange(8.0), 0, group=group_of(2))
-    assert torch.equal(grad, 3 * rows)  # 1 of the one process, 2 of the other
-
-
-def test_unsharding_sums_the_gradients(processes):
-    processes.run(unshard_gradient)
-
-
 def in_a_mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     q = torch.randn(2, 2, 16, 8)
@@ -342,232 +291,6 @@ def test_gradients_of_some_inputs(processes):
     processes.run(frozen)
 
 
-class Counted:
-    """Counts the bytes that this process hands to torch.distributed."""
-
-    def __enter__(self):
-        self.bytes, self.originals = 0, {}
-        for module, name in (
-            (dist, "batch_isend_irecv"), (_exchange, "_all_gather_single"), (dist, "all_to_all_single"),
-            (dist, "broadcast"),
-        ):  # fmt: skip
-            self.originals[name] = module, getattr(module, name)
-            setattr(module, name, getattr(self, name))
-        return self
-
-    def __exit__(self, *_):
-        for name, (module, original) in self.originals.items():
-            setattr(module, name, original)
-
-    def original(self, name):
-        return self.originals[name][1]
-
-    def batch_isend_irecv(self, operations):
-        self.bytes += sum(op.tensor.nbytes for op in operations if op.op is dist.isend)
-        return self.original("batch_isend_irecv")(operations)
-
-    def _all_gather_single(self, output, t, group):
-        self.bytes += t.nbytes * (dist.get_world_size(group) - 1)
-        return self.original("_all_gather_single")(output, t, group=group)
-
-    def all_to_all_single(self, output, t, output_sizes=None, input_sizes=None, group=None):
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        own = input_sizes[rank] if input_sizes else t.numel() // size
-        self.bytes += (t.numel() - own) * t.element_size()
-        return self.original("all_to_all_single")(output, t, output_sizes, input_sizes, group=group)
-
-    def broadcast(self, t, group, group_src):
-        raise AssertionError("nothing is broadcast here")
-
-
-def count_bytes(size, method, dtype, options):
-    group = group_of(size)
-    batch, heads, heads_kv, seqlen, d, d_v = 2, 8, 4, 32, 8, 16
-    q = torch.randn(batch, heads, seqlen // size, d, dtype=dtype, requires_grad=True)
-    k = torch.randn(batch, heads_kv, seqlen // size, d, dtype=dtype, requires_grad=True)
-    v = torch.randn(batch, heads_kv, seqlen // size, d_v, dtype=dtype, requires_grad=True)
-    with Counted() as forward:
-        out = context_parallel_attn(q, k, v, method=method, group=group, enable_gqa=True, **options)
-    with Counted() as backward:
-        out.sum().backward()
-    kv = batch * heads_kv * seqlen // size * (d + d_v)
-    own_q, own_out = (batch * heads * seqlen // size * columns for columns in (d, d_v))
-    return forward.bytes, backward.bytes, kv, own_q, own_out
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [2, 4])
-def test_bytes_are_those_of_the_docstring(processes, size, dtype):
-    e, a, n = dtype.itemsize, max(dtype.itemsize, 4), size
-    for method in METHODS:
-        for forward, backward, kv, q, o in processes.run(count_bytes, size, method, dtype, dict(is_causal=True)):
-            if method == "ring":
-                assert (forward, backward) == ((n - 1) * kv * e, (n - 1) * kv * e + n * kv * a)
-            elif method == "all_gather":
-                assert (forward, backward) == ((n - 1) * kv * e, (n - 1) * kv * (e + a))
-            else:
-                assert forward == backward == (n - 1) * (q + kv + o) * e // n
-
-
-def test_a_window_visits_neighbours_only(processes):
-    options = dict(window=(4, 0), balanced=False)
-    for forward, backward, kv, _, _ in processes.run(count_bytes, 4, "ring", torch.float32, options):
-        assert (forward, backward) == (kv * 4, kv * 4 + 2 * kv * 4)
-    # Zigzag: the chunk before is with the process before, or, for the second half, with the one behind.
-    for forward, _, kv, _, _ in processes.run(count_bytes, 4, "ring", torch.float32, options | {"balanced": True}):
-        assert forward == 2 * kv * 4
-
-
-def default_method(heads, heads_kv):
-    from flash_attn_ext.distributed import attention
-
-    taken = []
-    for name in ("RingAttention", "AllGatherAttention"):
-        original = getattr(attention, name)
-
-        class Recorded:
-            @staticmethod
-            def apply(*args, original=original, name=name):
-                taken.append(name)
-                return original.apply(*args)
-
-        setattr(attention, name, Recorded)
-        Recorded.original = original
-    try:
-        q, k = torch.randn(1, heads, 8, 8), torch.randn(1, heads_kv, 8, 8)
-        context_parallel_attn(q, k, k, enable_gqa=True, group=group_of(2))
-    finally:
-        for name in ("RingAttention", "AllGatherAttention"):
-            setattr(attention, name, getattr(attention, name).original)
-    return taken
-
-
-def test_the_default_method(processes):
-    assert processes.run(default_method, 4, 4)[0] == ["RingAttention"]
-    assert processes.run(default_method, 4, 2)[0] == ["AllGatherAttention"]
-
-
-def peak_of(size, method, rows):
-    """Peak memory of forward and backward beyond the inputs, in units of this process's query."""
-    group = group_of(size)
-    q, k, v = (torch.randn(32, 4, rows, 64, requires_grad=True) for _ in range(3))
-    grad = torch.randn_like(q)
-
-    def call():
-        context_parallel_attn(q, k, v, is_causal=True, method=method, group=group).backward(grad)
-        q.grad = k.grad = v.grad = None
-
-    def status(field):
-        with open("/proc/self/status") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-    call()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # VmHWM starts again
-    before = status("VmRSS")
-    call()
-    return (status("VmHWM") - before) / q.nbytes
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peak memory is read from Linux's /proc")
-def test_memory_is_that_of_the_shard(processes):
-    """Twice the processes for a sequence twice as long: the same memory on each, but for all_gather."""
-    for method, same in (("ring", True), ("ulysses", True), ("all_gather", False)):
-        two, four = (max(processes.run(peak_of, size, method, 128)) for size in (2, 4))
-        if same:
-            assert four < 1.25 * two, method
-            assert four < 20, method
-        else:
-            assert four > 1.25 * two, method
-
-
-def error_of(**changed):
-    """The error of a call on two processes with something changed, which both get."""
-    group = group_of(2)
-    arguments = dict(
-        query=torch.randn(1, 4, 8, 8), key=torch.randn(1, 4, 8, 8), value=torch.randn(1, 4, 8, 8), group=group
-    )
-    arguments |= changed
-    try:
-        context_parallel_attn(**arguments)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
-
-
-X = torch.zeros(1, 4, 8, 8)
-ERRORS = {
-    "uneven": (dict(query=X[:, :, :7]), "ValueError", "and 2 x 7 rows do not divide into 4"),
-    "share": (dict(seqlen=19), "ValueError", "query: got 8 rows on process"),
-    "seqlen": (dict(seqlen="16"), "ValueError", "seqlen: got '16'; allowed"),
-    "method": (dict(method="rings"), "ValueError", "method: got 'rings'; allowed: None, ring, all_gather, ulysses"),
-    "ulysses, key heads": (
-        dict(method="ulysses", key=X[:, :1], value=X[:, :1], enable_gqa=True), "ValueError",
-        "method: got 'ulysses' with 4 query heads and 1 key heads on 2 processes",
-    ),
-    "ulysses, mask": (dict(method="ulysses", attn_mask=torch.ones(8, 16) > 0), "ValueError", "which has rows"),
-    "gqa": (dict(key=X[:, :2], value=X[:, :2]), "ValueError", "key: got 2 heads for 4 query heads"),
-    "3-D": (dict(query=X[0]), "ValueError", "query: got shape [4, 8, 8]; allowed: 4 dimensions"),
-    "dtype": (dict(key=X.double()), "TypeError", "key: got dtype"),
-    "head dim": (dict(key=X[..., :4]), "ValueError", "key"),
-    "value rows": (dict(value=X[:, :, :4]), "ValueError", "value: got 4 rows; allowed: those of key, 8"),
-    "mask": (dict(attn_mask=torch.ones(8, 8) > 0), "ValueError", "attn_mask"),
-    "device": (dict(query=X.to("meta")), "ValueError", "query: got a tensor on meta, which the process group"),
-    "dropout": (dict(dropout_p=2.0), "ValueError", "dropout_p: got 2"),
-    "causal": (dict(causal="left"), "ValueError", "causal: got 'left'"),
-    "cu_seqlens": (dict(cu_seqlens=torch.tensor([0, 12])), "ValueError", "do not ascend from 0 to 16"),
-    "cu_seqlens order": (dict(cu_seqlens=torch.tensor([0, 9, 3, 16])), "ValueError", "do not ascend from 0 to 16"),
-    "cu_seqlens dtype": (dict(cu_seqlens=torch.tensor([0.0, 16.0])), "TypeError", "cu_seqlens: got torch.float32"),
-    "cu_seqlens and mask": (
-        dict(cu_seqlens=torch.tensor([0, 16]), attn_mask=torch.ones(16) > 0), "ValueError", "attn_mask: got one",
-    ),
-    "cu_seqlens and batch": (
-        dict(cu_seqlens=torch.tensor([0, 16]), query=torch.zeros(2, 4, 8, 8), key=torch.zeros(2, 4, 8, 8),
-             value=torch.zeros(2, 4, 8, 8)), "ValueError", "query: got a batch of 2",
-    ),
-    "slopes of documents": (
-        dict(cu_seqlens=torch.tensor([0, 16]), alibi_slopes=torch.ones(1, 4)), "ValueError", "alibi_slopes: got shape",
-    ),
-    "group": (dict(group=3), "TypeError", "group: got int; allowed"),
-    "mesh": (dict(group=None, mesh=3), "TypeError", "mesh: got int; allowed: a DeviceMesh"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors_name_the_argument(processes, name):
-    changed, kind, text = ERRORS[name]
-    got_kind, got = processes.run(error_of, **changed)[0]
-    assert got_kind == kind
-    assert text in got
-
-
-def wrong_groups():
-    group = dist.new_group([0, 1])
-    q = torch.zeros(1, 1, 4, 4)
-    if dist.get_rank() > 1:
-        for call in (lambda: context_parallel_attn(q, q, q, group=group), lambda: shard_sequence(q, 2, group=group)):
-            with pytest.raises(ValueError, match="group: got one without this process"):
-                call()
-    with pytest.raises(ValueError, match="x: got 6 rows in dimension 1 for 4 chunks"):
-        shard_sequence(torch.zeros(2, 6), 1, group=group_of(2))
-    with pytest.raises(ValueError, match="dim: got 2 for a tensor of 2 dimensions"):
-        shard_sequence(torch.zeros(2, 6), 2, group=group_of(2))
-    with pytest.raises(ValueError, match="x: got 3 rows on process"):
-        unshard_sequence(torch.zeros(2, 3), 1, group=group_of(2))
-
-
-def test_a_wrong_group(processes):
-    processes.run(wrong_groups)
-
-
-def test_without_torch_distributed_started():
-    q = torch.zeros(1, 1, 4, 4)
-    with pytest.raises(ValueError, match="group, mesh: got neither"):
-        context_parallel_attn(q, q, q)
-    with pytest.raises(ValueError, match="group, mesh: got neither"):
-        shard_sequence(q, 2)
-
-
 def second_derivative():
     group = group_of(2)
     x = torch.randn(1, 2, 8, 4, dtype=torch.float64)
@@ -588,25 +311,3 @@ def second_derivative():
 
 def test_a_second_derivative(processes):
     processes.run(second_derivative)
-
-
-def survivor(method):
-    group = dist.group.WORLD
-    q = torch.randn(1, 2, 64, 8, requires_grad=True)
-    out = context_parallel_attn(q, q, q, is_causal=True, method=method, group=group)
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError):  # from torch.distributed
-        out.sum().backward()
-    with pytest.raises(RuntimeError):
-        context_parallel_attn(q, q, q, is_causal=True, method=method, group=group)
-    return "alive"
-
-
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
-def test_a_process_that_dies_is_an_error_of_the_others(method):
-    started = Processes(2)
-    try:
-        assert started.first_answer(survivor, method) == "alive"
-    finally:
-        started.close()

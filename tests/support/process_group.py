@@ -1,11 +1,13 @@
-"""Processes that run functions together under torch.distributed, on gloo: started once for a test file."""
+"""Processes that run functions together under torch.distributed, on gloo: started once for all files of a worker."""
 
+import atexit
 import multiprocessing.connection
 import os
 import sys
 import tempfile
 import traceback
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 TIMEOUT = timedelta(seconds=120)  # of a message; a busy machine takes long to start processes
@@ -14,20 +16,23 @@ TIMEOUT = timedelta(seconds=120)  # of a message; a busy machine takes long to s
 class Processes:
     """``size`` processes with a default group; each call runs one function in all of them."""
 
-    def __init__(self, size: int):
-        self._size = size
+    def __init__(self, size: int, timeout: timedelta = TIMEOUT):
+        self._size, self._timeout = size, timeout
         self._pipes, self._processes = [], []
         self._folder = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        # Each process is a copy of one that has imported this, and no thread yet.
+        context.set_forkserver_preload(["flash_attn_ext.distributed"])
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         # What is freed goes back to the system, so that a process's memory is what it uses.
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
         for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._size, store, theirs, sys.path), daemon=True)
+            arguments = (rank, self._size, store, self._timeout, theirs, sys.path)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -76,14 +81,31 @@ class Processes:
             self._folder = None
 
 
-def _serve(rank: int, size: int, store: str, pipe, path: list[str]) -> None:
+@cache
+def shared(size: int) -> Processes:
+    """The processes that all tests of this worker share."""
+    processes = Processes(size)
+    atexit.register(processes.close)
+    return processes
+
+
+@cache
+def group_of(size: int):
+    """In each of four processes: its group of so many of them."""
+    import torch.distributed as dist
+
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, 4, size)]
+    return groups[dist.get_rank() // size]
+
+
+def _serve(rank: int, size: int, store: str, timeout: timedelta, pipe, path: list[str]) -> None:
     sys.path[:] = path
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     while True:
         try:
             function, args, kwargs = pipe.recv()

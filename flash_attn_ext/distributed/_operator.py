@@ -1,0 +1,94 @@
+"""Ring and all-gather attention as operators of torch, which torch.compile records as one node each.
+
+A process group is its name here, as in torch's own functional collectives.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from .. import _ops
+from . import _all_gather, _ring
+from ._group import named_group
+from ._plan import Inputs, Plan, Where, attention_without_memory, plan_of
+from ._sums import DIFFERENTIABLE, BackwardSums
+
+_METHODS = {"ring": _ring, "all_gather": _all_gather}
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sink, "
+    "Tensor? rng_state, Tensor? key_mask"
+)
+_WHERE = "str group, bool balanced, SymInt? seqlen_q, SymInt? seqlen_k, SymInt[]? documents"
+# Those of the operator on one process; without defaults, as torch leaves out what has its default.
+_OPTIONS = re.sub("=[^,]*", "", str(_ops.attention._schema).partition("*, ")[2].partition(") -> ")[0])
+
+
+@torch.library.custom_op(
+    "flash_attn_ext::context_parallel",
+    mutates_args=(),
+    schema=f"({_INPUTS}, str method, {_WHERE}, *, {_OPTIONS}) -> (Tensor, Tensor)",
+)
+def context_parallel(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, method, *where, **options):
+    """(out, lse) of this process's queries."""
+    inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
+    return _METHODS[method].forward(_plan(inputs, where, options), inputs)
+
+
+@context_parallel.register_fake
+def _(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, method, *where, **options):
+    inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
+    results = attention_without_memory(named_group(where[0]), inputs, Where(*where), options)
+    return tuple(torch.empty_like(t, device=query.device) for t in results)
+
+
+@torch.library.custom_op(
+    "flash_attn_ext::context_parallel_backward",
+    mutates_args=(),
+    schema=(
+        f"(Tensor? grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, str method, {_WHERE}, *, {_OPTIONS}, "
+        "bool[] wanted) -> Tensor[]"
+    ),
+)
+def context_parallel_backward(grad_out, grad_lse, *arguments, wanted, **options):
+    """The gradients of those of :data:`DIFFERENTIABLE` that are wanted: all processes have to want the same ones."""
+    inputs, (out, lse, method, *where) = Inputs(*arguments[:8]), arguments[8:]
+    plan = _plan(inputs, where, options)
+    sums = BackwardSums(plan, inputs, out, lse, grad_out, grad_lse, wanted)
+    return _METHODS[method].backward(plan, inputs, sums)
+
+
+@context_parallel_backward.register_fake
+def _(grad_out, grad_lse, *arguments, wanted, **options):
+    return [torch.empty_like(t) for t, some in zip(arguments, wanted, strict=False) if some]
+
+
+def _plan(inputs: Inputs, where: tuple | list, options: dict) -> Plan:
+    call = Where(*where)
+    return plan_of(named_group(call.group), inputs, call, options)
+
+
+def _save(ctx, inputs: tuple, keyword_only_inputs: dict, output: tuple[Tensor, Tensor]) -> None:
+    tensors, ctx.where, ctx.options = inputs[:8], inputs[8:], keyword_only_inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    arguments = len(ctx.needs_input_grad)
+    if grad_out is None and grad_lse is None:
+        return (None,) * arguments
+    if torch.is_grad_enabled():  # the graph of the gradients would miss this part in silence
+        raise NotImplementedError(
+            "context_parallel_attn: got create_graph=True, for a second derivative; allowed: method='ulysses', "
+            "or first derivatives"
+        )
+    wanted = list(ctx.needs_input_grad[: len(DIFFERENTIABLE)])
+    found = iter(
+        context_parallel_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.where, wanted=wanted, **ctx.options)
+    )
+    return *(next(found) if some else None for some in wanted), *(None,) * (arguments - len(wanted))
+
+
+context_parallel.register_autograd(_backward, setup_context=_save)

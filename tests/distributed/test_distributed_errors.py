@@ -1,0 +1,142 @@
+"""Errors of context parallelism: arguments by name, before anything is sent; and a process that dies."""
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from process_group import Processes, group_of, shared
+
+from flash_attn_ext.distributed import context_parallel_attn, shard_sequence, unshard_sequence
+
+
+@pytest.fixture
+def processes():
+    return shared(4)
+
+
+def error_of(**changed):
+    """The error of a call on two processes with something changed, which both get."""
+    group = group_of(2)
+    arguments = dict(
+        query=torch.randn(1, 4, 8, 8), key=torch.randn(1, 4, 8, 8), value=torch.randn(1, 4, 8, 8), group=group
+    )
+    arguments |= changed
+    try:
+        context_parallel_attn(**arguments)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+X = torch.zeros(1, 4, 8, 8)
+ERRORS = {
+    "uneven": (dict(query=X[:, :, :7]), "ValueError", "and 2 x 7 rows do not divide into 4"),
+    "share": (dict(seqlen=19), "ValueError", "query: got 8 rows on process"),
+    "seqlen": (dict(seqlen="16"), "ValueError", "seqlen: got '16'; allowed"),
+    "method": (dict(method="rings"), "ValueError", "method: got 'rings'; allowed: None, ring, all_gather, ulysses"),
+    "ulysses, key heads": (
+        dict(method="ulysses", key=X[:, :1], value=X[:, :1], enable_gqa=True), "ValueError",
+        "method: got 'ulysses' with 4 query heads and 1 key heads on 2 processes",
+    ),
+    "ulysses, mask": (dict(method="ulysses", attn_mask=torch.ones(8, 16) > 0), "ValueError", "which has rows"),
+    "gqa": (dict(key=X[:, :2], value=X[:, :2]), "ValueError", "key: got 2 heads for 4 query heads"),
+    "3-D": (dict(query=X[0]), "ValueError", "query: got shape [4, 8, 8]; allowed: 4 dimensions"),
+    "dtype": (dict(key=X.double()), "TypeError", "key: got dtype"),
+    "head dim": (dict(key=X[..., :4]), "ValueError", "key"),
+    "value rows": (dict(value=X[:, :, :4]), "ValueError", "value: got 4 rows; allowed: those of key, 8"),
+    "mask": (dict(attn_mask=torch.ones(8, 8) > 0), "ValueError", "attn_mask"),
+    "device": (dict(query=X.to("meta")), "ValueError", "query: got a tensor on meta, which the process group"),
+    "dropout": (dict(dropout_p=2.0), "ValueError", "dropout_p: got 2"),
+    "causal": (dict(causal="left"), "ValueError", "causal: got 'left'"),
+    "cu_seqlens": (dict(cu_seqlens=torch.tensor([0, 12])), "ValueError", "do not ascend from 0 to 16"),
+    "cu_seqlens order": (dict(cu_seqlens=torch.tensor([0, 9, 3, 16])), "ValueError", "do not ascend from 0 to 16"),
+    "cu_seqlens dtype": (dict(cu_seqlens=torch.tensor([0.0, 16.0])), "TypeError", "cu_seqlens: got torch.float32"),
+    "cu_seqlens and mask": (
+        dict(cu_seqlens=torch.tensor([0, 16]), attn_mask=torch.ones(16) > 0), "ValueError", "attn_mask: got one",
+    ),
+    "cu_seqlens and batch": (
+        dict(cu_seqlens=torch.tensor([0, 16]), query=torch.zeros(2, 4, 8, 8), key=torch.zeros(2, 4, 8, 8),
+             value=torch.zeros(2, 4, 8, 8)), "ValueError", "query: got a batch of 2",
+    ),
+    "slopes of documents": (
+        dict(cu_seqlens=torch.tensor([0, 16]), alibi_slopes=torch.ones(1, 4)), "ValueError", "alibi_slopes: got shape",
+    ),
+    "group": (dict(group=3), "TypeError", "group: got int; allowed"),
+    "mesh": (dict(group=None, mesh=3), "TypeError", "mesh: got int; allowed: a DeviceMesh"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_argument(processes, name):
+    changed, kind, text = ERRORS[name]
+    got_kind, got = processes.run(error_of, **changed)[0]
+    assert got_kind == kind
+    assert text in got
+
+
+def wrong_groups():
+    group = dist.new_group([0, 1])
+    q = torch.zeros(1, 1, 4, 4)
+    if dist.get_rank() > 1:
+        for call in (lambda: context_parallel_attn(q, q, q, group=group), lambda: shard_sequence(q, 2, group=group)):
+            with pytest.raises(ValueError, match="group: got one without this process"):
+                call()
+    with pytest.raises(ValueError, match="x: got 6 rows in dimension 1 for 4 chunks"):
+        shard_sequence(torch.zeros(2, 6), 1, group=group_of(2))
+    with pytest.raises(ValueError, match="dim: got 2 for a tensor of 2 dimensions"):
+        shard_sequence(torch.zeros(2, 6), 2, group=group_of(2))
+    with pytest.raises(ValueError, match="x: got 3 rows on process"):
+        unshard_sequence(torch.zeros(2, 3), 1, group=group_of(2))
+
+
+def test_a_wrong_group(processes):
+    processes.run(wrong_groups)
+
+
+def test_without_torch_distributed_started():
+    q = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(ValueError, match="group, mesh: got neither"):
+        context_parallel_attn(q, q, q)
+    with pytest.raises(ValueError, match="group, mesh: got neither"):
+        shard_sequence(q, 2)
+
+
+def survivor(method):
+    q = torch.randn(1, 2, 64, 8, requires_grad=True)
+    out = context_parallel_attn(q, q, q, is_causal=True, method=method)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):  # from torch.distributed
+        out.sum().backward()
+    with pytest.raises(RuntimeError):
+        context_parallel_attn(q, q, q, is_causal=True, method=method)
+    return "alive"
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
+def test_a_process_that_dies_is_an_error_of_the_others(method):
+    started = Processes(2)
+    try:
+        assert started.first_answer(survivor, method) == "alive"
+    finally:
+        started.close()
+
+
+def left_alone():
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    q = torch.randn(1, 2, 64, 8, requires_grad=True)
+    out = context_parallel_attn(q, q, q, is_causal=True, method="ring", group=group)
+    if dist.get_rank() == 0:  # the other process lives, and takes no part
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            out.sum().backward()
+
+
+def test_a_process_that_does_not_answer_is_an_error_after_the_time_out():
+    started = Processes(2)
+    try:
+        started.run(left_alone)
+    finally:
+        started.close()
