@@ -3,13 +3,14 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .._weights import merged
+from .._weights import attention_weights
 from ..functional import flash_attn
 from ..modules import MultiheadAttention
+from ._work import HEADS, Work
 
 
 class HeadParallel(ParallelStyle):
@@ -18,12 +19,13 @@ class HeadParallel(ParallelStyle):
     ``parallelize_module(model, mesh["tp"], {"layers.0.self_attn": HeadParallel()})`` gives each process num_heads / n
     heads: their rows of the projections of query, key and value, and their columns of the output projection.
     Parameters become DTensors with torch's names and shapes, so that checkpoints stay what they are. Inputs and output
-    are the same on every
-    process of the mesh: plain tensors, or replicated DTensors. Forward and backward have one all-reduce each.
+    are the same on every process of the mesh: plain tensors, or replicated DTensors. Forward and backward have one
+    all-reduce each. With ``need_weights=True`` the weights travel too: their sum over each process's heads, or, not
+    averaged, those of all heads; of averaged ones ``top_k`` has the whole (B, S_q, S_k) for a moment.
 
     Raises:
         TypeError: another module. ``replace_attention`` makes one of torch's.
-        ValueError: num_heads does not divide; add_bias_kv or add_zero_attn. In a call: need_weights=True.
+        ValueError: num_heads does not divide; add_bias_kv or add_zero_attn.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -71,26 +73,48 @@ class _HeadParallelAttention(MultiheadAttention):
         is_causal: bool = False,
         *,
         top_k: int | None = None,
-    ) -> tuple[Tensor, None]:
-        if need_weights or top_k is not None:
-            raise ValueError("need_weights: got True, or top_k; allowed under HeadParallel: need_weights=False")
+    ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
         self._check(query, key, value, key_padding_mask, attn_mask, need_weights, is_causal)
         mesh = self.out_proj.weight.device_mesh
+        work = Work(mesh, (HEADS,))
         batched = query.dim() == 3
-        projected = self._project_locally(query, key, value, mesh)
-        q, k, v = (DTensor.from_local(self._split_own_heads(x, batched), mesh, [Shard(1)]) for x in projected)
-        causal = is_causal and key_padding_mask is None
-        # DTensors take one mask.
-        mask = merged(*self._masks(None if causal else attn_mask, key_padding_mask, q.shape[0], 0))
+        q, k, v = (self._split_own_heads(x, batched) for x in self._project_locally(query, key, value, mesh))
+        self._check_top_k(top_k, need_weights, k.size(2))
+        causal = is_causal and key_padding_mask is None and not need_weights
+        mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, q.shape[0], 0)
+        if mask is not None:
+            mask = work.local(mask, {HEADS: 1} if mask.dim() == 4 and mask.shape[1] != 1 else {})
+        key_mask = work.local_if_given(key_mask, {})
         dropout_p = self.dropout if self.training else 0.0
-        out = flash_attn(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal).to_local()
+        rng_state = work.rng_state(None, q.shape[0], self.num_heads, q.device) if dropout_p > 0.0 else None
+        out = flash_attn(
+            q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, key_mask=key_mask, rng_state=rng_state
+        )  # fmt: skip
         out = F.linear(self._join_heads(out, batched), self.out_proj.weight.to_local())
-        out = DTensor.from_local(out, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()]).to_local()
+        out = _everywhere(out, mesh, Partial())
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias.to_local()
-        return (
-            out if not isinstance(query, DTensor) else DTensor.from_local(out, mesh, [Replicate()], run_check=False)
-        ), None
+        if not need_weights:
+            return self._as_given(query, out), None
+
+        # Of the average, the largest ones are known only where it is.
+        weights = attention_weights(
+            q, k, mask, key_mask, rng_state, dropout_p, average_attn_weights, None if average_attn_weights else top_k
+        )  # fmt: skip
+        if average_attn_weights:
+            weights = _everywhere(weights / mesh.size(), mesh, Partial())
+            parts = (weights,) if top_k is None else tuple(weights.topk(top_k, dim=-1))
+        else:
+            parts = (weights,) if top_k is None else weights
+            parts = tuple(_everywhere(part, mesh, Shard(1)) for part in parts)
+        parts = tuple(self._as_given(query, part if batched else part.squeeze(0)) for part in parts)
+        return self._as_given(query, out), parts[0] if top_k is None else parts
+
+    def _as_given(self, query: Tensor, t: Tensor) -> Tensor:
+        """A DTensor if query is one."""
+        if not isinstance(query, DTensor):
+            return t
+        return DTensor.from_local(t, query.device_mesh, [Replicate()], run_check=False)
 
     def _project_locally(self, query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh) -> list[Tensor]:
         """Of q, k and v the features of this process's heads."""
@@ -111,3 +135,8 @@ class _HeadParallelAttention(MultiheadAttention):
         if not batched:
             return x.transpose(0, 1).unsqueeze(0)
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
+
+
+def _everywhere(t: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    """The whole of what the processes have parts of."""
+    return DTensor.from_local(t, mesh, [placement], run_check=False).redistribute(mesh, [Replicate()]).to_local()

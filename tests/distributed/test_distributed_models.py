@@ -3,76 +3,23 @@
 import pytest
 import torch
 import torch.distributed as dist
-from process_group import Processes
+from process_group import shared
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn_ext import MultiheadAttention, flash_attn, replace_attention
+from flash_attn_ext import MultiheadAttention, replace_attention
 from flash_attn_ext.distributed import HeadParallel
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def processes():
-    started = Processes(2)
-    yield started
-    started.close()
-
-
-def on_dtensors(placement, heads_kv, options):
-    mesh = init_device_mesh("cpu", (2,))
-    q = torch.randn(2, 4, 12, 8, dtype=torch.float64)
-    k, v = (torch.randn(2, heads_kv, 12, 8, dtype=torch.float64) for _ in range(2))
-    slopes, mask = torch.rand(4, dtype=torch.float64), torch.randn(2, 1, 12, 12, dtype=torch.float64)
-    upstream = torch.randn(2, 4, 12, 8, dtype=torch.float64)
-    options = options | dict(enable_gqa=True, rng_state=torch.tensor([3, 4]), return_lse=True)
-    one = torch.ones((), dtype=torch.float64)
-    plain = [t.clone().requires_grad_() for t in (q, k, v, slopes, mask)]
-    out, lse = flash_attn(*plain[:3], plain[4], alibi_slopes=plain[3], **options)
-    expected = torch.autograd.grad((out, lse.sum()), plain, (upstream, one))
-
-    key_placement = Replicate() if placement == Shard(1) and heads_kv == 1 else placement
-    places = [[placement], [key_placement], [key_placement], [Replicate()], [Replicate()]]
-    own = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in zip((q, k, v, slopes, mask), places, strict=True)]
-    own_out, own_lse = flash_attn(*own[:3], own[4], alibi_slopes=own[3], **options)
-    assert own_out.placements == own_lse.placements == (placement,)
-    assert own_out.shape == out.shape
-    grads = torch.autograd.grad(
-        (own_out, own_lse.sum()),
-        own,
-        (distribute_tensor(upstream, mesh, [placement]), distribute_tensor(one, mesh, [Replicate()])),
-    )
-    torch.testing.assert_close(own_out.full_tensor(), out)
-    torch.testing.assert_close(own_lse.full_tensor(), lse)
-    for grad, e in zip(grads, expected, strict=True):
-        torch.testing.assert_close(grad.full_tensor(), e)
-
-
-@pytest.mark.parametrize("heads_kv", [4, 2, 1])
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)
-def test_flash_attn_on_dtensors(processes, placement, heads_kv):
-    processes.run(on_dtensors, placement, heads_kv, dict(is_causal=True, dropout_p=0.3))
-
-
-def dtensor_errors():
-    mesh = init_device_mesh("cpu", (2,))
-    q, odd = (distribute_tensor(torch.randn(1, 4, s, 8), mesh, [Shard(2)]) for s in (8, 7))
-    with pytest.raises(ValueError, match="query: got 7 rows sharded over 2 processes; allowed: a multiple"):
-        flash_attn(odd, odd, odd)
-    with pytest.raises(TypeError, match="key: got a Tensor beside DTensors"):
-        flash_attn(q, torch.randn(1, 4, 8, 8), q)
-    q = distribute_tensor(torch.randn(1, 6, 8, 8), mesh, [Shard(1)])
-    k = distribute_tensor(torch.randn(1, 3, 8, 8), mesh, [Shard(1)])
-    with pytest.raises(ValueError, match="key: got 3 heads sharded over 2 processes; allowed: a multiple, or 1"):
-        flash_attn(q, k, k, enable_gqa=True)
-
-
-def test_errors_of_dtensors(processes):
-    processes.run(dtensor_errors)
+    return shared(2)
 
 
 def make_layer(same=True):
@@ -80,7 +27,7 @@ def make_layer(same=True):
     return MultiheadAttention(16, 4, batch_first=True, **({} if same else dict(kdim=12, vdim=8)))
 
 
-def head_parallel(same):
+def head_parallel(same, **options):
     mesh = init_device_mesh("cpu", (2,))
     alone, layer = make_layer(same), parallelize_module(make_layer(same), mesh, HeadParallel())
     for (name, a), (own_name, b) in zip(alone.named_parameters(), layer.named_parameters(), strict=True):
@@ -89,25 +36,47 @@ def head_parallel(same):
         torch.testing.assert_close(b.full_tensor(), a)
     x = torch.randn(2, 6, 16, requires_grad=True)
     k, v = (x, x) if same else (torch.randn(2, 6, 12), torch.randn(2, 6, 8))
-    mask = torch.ones(6, 6).triu(1).bool()
+    mask = torch.ones(8, 6, 6).triu(1).bool()  # (B * H, S_q, S_k)
     padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
     results = []
     for module in (alone, layer):
-        out, weights = module(x, k, v, key_padding_mask=padding, attn_mask=mask, need_weights=False)
-        assert weights is None
+        out, weights = module(x, k, v, key_padding_mask=padding, attn_mask=mask, **options)
+        parts = weights if isinstance(weights, tuple) else () if weights is None else (weights,)
         x.grad = None
-        out.square().sum().backward()
-        results.append([out.detach(), x.grad.clone()])
+        sum(t.square().sum() for t in (out, *parts) if t.is_floating_point()).backward()
+        results.append([out.detach(), *parts, x.grad.clone()])
     torch.testing.assert_close(*results)
     for a, b in zip(alone.parameters(), layer.parameters(), strict=True):
         torch.testing.assert_close(b.grad.full_tensor(), a.grad)
-    with pytest.raises(ValueError, match="need_weights: got True"):
-        layer(x, k, v)
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_heads_in_parallel(processes, same):
-    processes.run(head_parallel, same)
+    processes.run(head_parallel, same, need_weights=False)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_heads_in_parallel_with_weights(processes, average, top_k):
+    processes.run(head_parallel, True, need_weights=True, average_attn_weights=average, top_k=top_k)
+
+
+def dropped_weights():
+    """The output is that of the weights that are returned, with what dropout left of them."""
+    layer = parallelize_module(make_layer(), init_device_mesh("cpu", (2,)), HeadParallel())
+    layer.dropout = 0.5
+    x = torch.randn(6, 16)
+    out, weights = layer(x, x, x, average_attn_weights=False)
+    assert 0.2 < (weights == 0).float().mean() < 0.8
+    alone = make_layer()
+    v = F.linear(x, alone.in_proj_weight.chunk(3)[2], alone.in_proj_bias.chunk(3)[2]).view(6, 4, 4)
+    torch.testing.assert_close(out, alone.out_proj(torch.einsum("hqk,khd->qhd", weights, v).flatten(1)))
+    return weights.tolist()
+
+
+def test_heads_in_parallel_drop_the_same_elements_everywhere(processes):
+    first, second = processes.run(dropped_weights)
+    assert first == second
 
 
 def in_a_transformer():

@@ -1,0 +1,121 @@
+"""torch.compile around what runs on several processes: without a graph break, and with the results of eager mode."""
+
+import pytest
+import torch
+from process_group import shared
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from flash_attn_ext import MultiheadAttention, flash_attn
+from flash_attn_ext.distributed import HeadParallel, context_parallel_attn
+
+
+@pytest.fixture
+def processes():
+    return shared(2)
+
+
+def local(t):
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def compare(function, *tensors, dynamic=None):
+    """Bitwise, forward and backward; ``fullgraph`` raises at a graph break."""
+    torch.compiler.reset()
+    results = []
+    for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)):
+        inputs = [t.detach().requires_grad_() for t in tensors]
+        out = local(call(*inputs))
+        out.square().sum().backward()
+        results.append([out.detach(), *(local(t.grad) for t in inputs)])
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+STATE = torch.tensor([3, 4])
+OPTIONS = {
+    "ring": dict(is_causal=True, dropout_p=0.4, rng_state=STATE),
+    "all_gather": dict(window=(3, 0), softcap=2.0),
+    "ulysses": dict(key_mask=torch.arange(16)[None] < 13, dropout_p=0.4, rng_state=STATE),
+}
+
+
+def context_parallel(method, options, dynamic):
+    q, k, v = (torch.randn(1, 4, 8, 8) for _ in range(3))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    compare(
+        lambda q, k, v: context_parallel_attn(q, k, v, method=method, mesh=mesh["cp"], **options), q, k, v,
+        dynamic=dynamic,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_context_parallel_attn(processes, method):
+    processes.run(context_parallel, method, OPTIONS[method], False)
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_context_parallel_attn_of_any_length(processes, method):
+    processes.run(context_parallel, method, dict(is_causal=True), True)
+
+
+def drawn_dropout():
+    """The default group, and a dropout state that is drawn in the graph: all processes drop alike."""
+    torch.compiler.reset()
+    values = torch.eye(8).expand(1, 2, 8, 8)
+    attend = torch.compile(context_parallel_attn, backend="aot_eager", fullgraph=True)
+    out = attend(torch.ones(1, 2, 8, 8), torch.ones(1, 2, 8, 8), values, dropout_p=0.5)
+    assert 0.2 < (out == 0).float().mean() < 0.8
+
+
+def test_dropout_that_is_drawn(processes):
+    processes.run(drawn_dropout)
+
+
+def dtensors(placement):
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v = (distribute_tensor(torch.randn(2, 4, 8, 8), mesh, [placement]) for _ in range(3))
+    compare(lambda q, k, v: flash_attn(q, k, v, is_causal=True, dropout_p=0.4, rng_state=STATE), q, k, v)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)
+def test_flash_attn_on_dtensors(processes, placement):
+    processes.run(dtensors, placement)
+
+
+def head_parallel():
+    torch.manual_seed(1)
+    layer = MultiheadAttention(16, 4, batch_first=True)
+    layer = parallelize_module(layer, init_device_mesh("cpu", (2,)), HeadParallel())
+    compare(lambda x: torch.cat(layer(x, x, x), -1), torch.randn(2, 6, 16))  # the output, and the weights
+
+
+def test_heads_in_parallel(processes):
+    processes.run(head_parallel)
+
+
+def breaks_of_documents():
+    """cu_seqlens decide who computes what: the host has to read them."""
+    torch.compiler.reset()
+    q, offsets = torch.randn(1, 2, 8, 8), torch.tensor([0, 5, 16])
+    expected = context_parallel_attn(q, q, q, cu_seqlens=offsets)
+    assert torch.equal(torch.compile(context_parallel_attn, backend="eager")(q, q, q, cu_seqlens=offsets), expected)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="data-dependent"):
+        torch.compile(context_parallel_attn, backend="eager", fullgraph=True)(q, q, q, cu_seqlens=offsets)
+
+
+def test_documents_break_the_graph(processes):
+    processes.run(breaks_of_documents)
+
+
+def error_in_a_graph():
+    torch.compiler.reset()
+    q = torch.randn(1, 2, 7, 8)
+    with pytest.raises(Exception, match="and 2 x 7 rows do not divide into 4"):
+        torch.compile(context_parallel_attn, backend="eager", fullgraph=True)(q, q, q)
+
+
+def test_errors_name_the_argument(processes):
+    processes.run(error_in_a_graph)
