@@ -36,7 +36,9 @@ OPS += ["append", "check_tensors", "checks_packed", "kvcache", "merge", "varlen"
 TORCH_OPS = ["arguments", "flash_attention", "flash_for_cpu", "native_mha", "overrides", "sdpa"]
 CPU = ["isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_generic", "select", "task_list", "why_not"]
 CUDA = ["select.cu", "combine.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/why_not.cpp", "sm80/decode_plan.cpp"]
-CUDA += [f"sm80/{way}_{dtype}.cu" for way in ("forward", "decode", "backward") for dtype in ("bfloat16", "float16")]
+CUDA += [
+    f"sm80/{way}_{dtype}.cu" for way in ("forward", "decode", "backward", "jvp") for dtype in ("bfloat16", "float16")
+]
 CUDA += [
     f"simt/{way}_{dtype}.cu"
     for way in ("forward", "backward", "jvp", "double_backward")

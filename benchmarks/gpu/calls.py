@@ -42,6 +42,9 @@ CALLS = {
     },
 }
 
+# The tiers that have forward mode.
+FORWARD_MODE = ("simt", "sm80")
+
 
 def inputs(call: Call, requires_grad: bool) -> list:
     """q, k, v on the GPU. They come from the CPU, so that few kernels run that are not ours."""

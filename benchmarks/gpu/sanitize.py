@@ -3,6 +3,7 @@
 With the argument `calls` it makes these calls: that is what the tool looks at.
 """
 
+import functools
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import needs
 import torch
-from calls import CALLS, inputs
+from calls import CALLS, FORWARD_MODE, inputs
 
 FOUND = 9  # the tool's exit status if it found something
 
@@ -23,7 +24,7 @@ def sanitizer() -> str | None:
 
 
 def make_calls() -> None:
-    """Forward and backward of every call of every tier, by force of that tier."""
+    """Every pass of every call of every tier, by force of that tier."""
     from flash_attn_ext import flash_attn, force_cuda_tier
 
     for tier, named in CALLS.items():
@@ -33,6 +34,9 @@ def make_calls() -> None:
             out = flash_attn(q, k, v, enable_gqa=True, **call.options)
             grad = torch.randn(out.shape, dtype=out.dtype, device="cpu").cuda()
             torch.autograd.grad(out, (q, k, v), grad)
+            if tier in FORWARD_MODE:
+                attend = functools.partial(flash_attn, enable_gqa=True, **call.options)
+                torch.func.jvp(attend, (q, k, v), (q, k, v))
             torch.cuda.synchronize()
             print(f"called: {tier}, {name}", flush=True)
 

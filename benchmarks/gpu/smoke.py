@@ -1,4 +1,4 @@
-"""Does a tier run at all, and right? Small calls by force of that tier, forward and backward, each against fp64.
+"""Does a tier run at all, and right? Small calls by force of that tier, each pass of each call against fp64.
 
 A call that hangs or breaks the CUDA context costs a few seconds, and the next one runs in a new process. Of the tests'
 error rule this is only a rough form: it tells a wrong kernel from one that rounds.
@@ -6,10 +6,11 @@ error rule this is only a rough form: it tells a wrong kernel from one that roun
 
 import argparse
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import needs  # first: it adds the path to the modules below
-from calls import CALLS, Call, inputs
+from calls import CALLS, FORWARD_MODE, Call, inputs
 from worker import Worker, serve
 
 PATIENCE = 5.0  # seconds for one call: it takes milliseconds
@@ -21,7 +22,8 @@ ALLOWED = {"bfloat16": 0.03, "float16": 0.005, "float32": 1e-4, "float64": 1e-10
 
 def tasks(tier: str) -> list[dict]:
     """All forwards first: a backward needs one."""
-    return [{"tier": tier, "name": name, "pass": way} for way in ("forward", "backward") for name in CALLS[tier]]
+    passes = ["forward", "backward", *["jvp"] * (tier in FORWARD_MODE)]
+    return [{"tier": tier, "name": name, "pass": way} for way in passes for name in CALLS[tier]]
 
 
 def check(task: dict) -> dict:
@@ -30,12 +32,16 @@ def check(task: dict) -> dict:
 
     flash_attn_ext.force_cuda_tier(task["tier"])
     call = CALLS[task["tier"]][task["name"]]
-    return errors(call, flash_attn_ext.flash_attn, backward=task["pass"] == "backward")
+    return errors(call, flash_attn_ext.flash_attn, task["pass"])
 
 
-def errors(call: Call, attention, backward: bool) -> dict:
+def errors(call: Call, attention, way: str) -> dict:
+    """`way`: a pass of tasks()."""
     import torch
 
+    if way == "jvp":
+        return jvp_errors(call, attention)
+    backward = way == "backward"
     given = inputs(call, requires_grad=backward)
     names = ["dq", "dk", "dv"] if backward else ["out", "lse"]
     ours = attention(*given, enable_gqa=True, return_lse=True, **call.options)
@@ -48,7 +54,23 @@ def errors(call: Call, attention, backward: bool) -> dict:
     return {name: error(a, b) for name, a, b in zip(names, ours, exact, strict=True)}
 
 
-def dense(tensors: list, options: dict) -> tuple:
+def jvp_errors(call: Call, attention) -> dict:
+    import torch
+
+    given = inputs(call, requires_grad=False)
+    tangents = [t.flip(2) for t in given]
+    exact_in, exact_tangents = ([t.double() for t in side] for side in (given, tangents))
+
+    def ours(*tensors):
+        return attention(*tensors, enable_gqa=True, return_lse=True, **call.options)
+
+    moved = torch.func.jvp(ours, tuple(given), tuple(tangents))
+    exact = torch.func.jvp(lambda *t: dense(t, call.options), tuple(exact_in), tuple(exact_tangents))
+    pairs = zip([*moved[0], *moved[1]], [*exact[0], *exact[1]], strict=True)
+    return {name: error(a, b) for name, (a, b) in zip(["out", "lse", "t_out", "t_lse"], pairs, strict=True)}
+
+
+def dense(tensors: Sequence, options: dict) -> tuple:
     """By the tests' oracle."""
     import reference
 

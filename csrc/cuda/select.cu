@@ -146,7 +146,8 @@ Selection<BackwardParams> select_backward(const BackwardParams& p) {
 Selection<JvpParams> select_jvp(const JvpParams& p) {
   Choice<JvpParams> choice(p);
   choice.offer("sm90", "sm90: no forward-mode AD", nullptr, nullptr);
-  choice.offer("sm80", "sm80: no forward-mode AD", nullptr, nullptr);
+  choice.offer("sm80", sm80::why_not_jvp(p), of_half(p.dtype, sm80::jvp_bfloat16, sm80::jvp_float16),
+               no_workspace);
   choice.offer("simt", nullptr,
                of_dtype(p.dtype, simt::jvp_float32, simt::jvp_float64, simt::jvp_bfloat16, simt::jvp_float16),
                no_workspace);

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from helpers import check_against_reference, gradients, leaves, make_qkv
+from helpers import check_against_reference, check_jvp_against_reference, gradients, leaves, make_qkv
 
 import flash_attn_ext
 from flash_attn_ext import dropout_mask, flash_attn, new_rng_state
@@ -26,6 +26,18 @@ EDGES = [(17, 1), (63, 79), (64, 80), (65, 81), (127, 127), (128, 128), (129, 12
 def test_tile_edges_of_the_tensor_cores(dtype, head_dim, causal):
     for seqlen_q, seqlen_k in EDGES:
         check_against_reference(*make_qkv(1, 2, seqlen_q, seqlen_k, head_dim, heads_kv=1, dtype=dtype), causal=causal)
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", [24, 64, 128, 136])
+def test_forward_mode(dtype, head_dim):
+    """By each tier that has it: sm80 takes 16 bits up to 128, in tiles of 128 queries by 64 or 32 keys."""
+    for seqlen_q, seqlen_k in EDGES[:-1]:
+        inputs = [t.detach() for t in make_qkv(1, 2, seqlen_q, seqlen_k, head_dim, heads_kv=1, dtype=dtype)]
+        check_jvp_against_reference(inputs, causal="lower_right")
+        mask = torch.randn(1, 2, seqlen_q, seqlen_k).masked_fill(torch.rand(seqlen_q, seqlen_k) < 0.2, -torch.inf)
+        inputs += [t.to(dtype) for t in (mask, torch.rand(2), torch.randn(2))]
+        check_jvp_against_reference(inputs, window=(100, 30), softcap=5.0, dropout_p=0.2)
 
 
 @dtypes

@@ -5,6 +5,7 @@
 tests/cuda/test_cuda_mutations.py does the same, and compares the list with that file.
 """
 
+import functools
 import os
 import re
 import shutil
@@ -26,7 +27,8 @@ CUDA = library.ROOT / "csrc" / "cuda"
 REBUILT = {
     "simt": ["simt/forward_float32.o", "simt/backward_float32.o"],
     "sink.cuh": ["simt/backward_float32.o"],
-    "sm80/forward.cuh": ["sm80/forward_bfloat16.o"],
+    "sm80/forward.cuh": ["sm80/forward_bfloat16.o", "sm80/jvp_bfloat16.o"],
+    "sm80/tile_copies.cuh": ["sm80/forward_bfloat16.o", "sm80/jvp_bfloat16.o"],
     "sm80/decode.cuh": ["sm80/decode_bfloat16.o"],
     "sm80/backward.cuh": ["sm80/backward_bfloat16.o"],
 }
@@ -135,23 +137,45 @@ def sm80_backward_results(path, seed):
         return [out, *torch.autograd.grad(out, inputs, dout)]
 
 
-RESULTS = {"sm80/backward.cuh": sm80_backward_results}
+def sm80_jvp_results(path, seed):
+    """And for the sm80 jvp, with two buffers and with one: several tiles of keys, NaN in values and in tangents."""
+    torch.manual_seed(0)
+    found = []
+    with library.as_cpu_kernels(library.Library(path, seed)):
+        for head_dim in (64, 72):
+            primals, tangents = (
+                tuple(torch.randn(1, 1, n, head_dim).bfloat16() for n in (150, 200, 200)) for _ in range(2)
+            )
+            primals[2][:, :, 140], tangents[2][:, :, 145] = torch.inf, torch.nan
+            for causal in (None, "upper_left"):
+                attend = functools.partial(flash_attn, causal=causal, return_lse=True)
+                for results in torch.func.jvp(attend, primals, tangents):
+                    found += [t.nan_to_num() for t in results]
+    return found
+
+
+# The functions whose calls reach a file's barriers: each must find that one is missing.
+RESULTS = {
+    "sm80/backward.cuh": (sm80_backward_results,),
+    "sm80/forward.cuh": (results, sm80_jvp_results),
+    "sm80/tile_copies.cuh": (results, sm80_jvp_results),
+}
 
 
 def results_for(mutation):
-    """The function whose calls reach that barrier."""
-    return RESULTS.get(str(mutation.path), results)
+    return RESULTS.get(str(mutation.path), (results,))
 
 
 def expected_results(built):
-    return {calls: calls(built, 1) for calls in (results, *RESULTS.values())}
+    return {calls: calls(built, 1) for calls in (results, sm80_backward_results, sm80_jvp_results)}
 
 
 def what_is_found(mutation, built, expected):
-    """The host run's report, or that values changed, or None: nobody would notice."""
-    calls = results_for(mutation)
+    """The host run's reports, or that values changed, or None: somebody would not notice."""
     with tempfile.TemporaryDirectory() as folder:
-        return judge(build_mutated(mutation, Path(folder), built), calls, expected[calls], SEEDS)
+        mutated = build_mutated(mutation, Path(folder), built)
+        found = [judge(mutated, calls, expected[calls], SEEDS) for calls in results_for(mutation)]
+    return None if None in found else ", ".join(dict.fromkeys(found))
 
 
 def judge(path, results, expected, seeds):

@@ -95,3 +95,34 @@ def check_forward_against_reference(
     for name, a, b, c in zip(("out", "lse"), ours, dense(q.dtype), dense(torch.float64), strict=True):
         assert_as_exact_as_torch(name, a, b, c, 2)
     return ours
+
+
+ADDED = ("attn_mask", "alibi_slopes", "sink")
+
+
+def check_jvp_against_reference(inputs, tangents=None, *, added=ADDED, dropout_p=0.0, **options):
+    """flash_attn's out and lse with their tangents, against the dense oracle in fp64 and in the same dtype.
+
+    `inputs`: q, k, v, and as many of those that `added` names as there are. Each has a tangent.
+    """
+    q, k = inputs[:2]
+    tangents = [torch.randn_like(t) for t in inputs] if tangents is None else tangents
+    ours_options, dense_options = dict(options), dict(options)
+    if dropout_p > 0:
+        ours_options |= {"rng_state": new_rng_state(), "dropout_p": dropout_p}
+        kept = dropout_mask(ours_options["rng_state"], *q.shape[:3], k.shape[2], dropout_p)
+        dense_options |= {"kept": kept, "dropout_p": dropout_p}
+
+    def attend(q, k, v, **options):
+        return flash_attn(q, k, v, enable_gqa=True, return_lse=True, **options)
+
+    def results_of(function, dtype, options):
+        run = lambda *x: function(*x[:3], **dict(zip(added, x[3:], strict=False)), **options)  # noqa: E731
+        primals, moved = (tuple(t.detach().to(dtype) for t in side) for side in (inputs, tangents))
+        (out, lse), (t_out, t_lse) = torch.func.jvp(run, primals, moved)
+        return out, lse, t_out, t_lse
+
+    ours = results_of(attend, q.dtype, ours_options)
+    exact, theirs = (results_of(reference.attention, t, dense_options) for t in (torch.float64, q.dtype))
+    for name, a, b, c in zip(("out", "lse", "t_out", "t_lse"), ours, theirs, exact, strict=True):
+        assert_as_exact_as_torch(name, a, b, c, 3 if name.startswith("t_") else 2)

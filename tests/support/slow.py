@@ -14,6 +14,7 @@ FILES = {
     "test_cuda_sm80_backward": "as test_cuda_host",
     "test_cuda_sm80_decode": "as test_cuda_host",
     "test_cuda_sm80_head_dims": "as test_cuda_host",
+    "test_cuda_sm80_jvp": "as test_cuda_host",
     "test_cuda_sm90": "as test_cuda_host",
     "test_cuda_sm90_backward": "as test_cuda_host",
     "test_cuda_sm90_code": "compiles the sm90 kernels and reads their machine code",

@@ -81,16 +81,17 @@ def test_no_task_after_the_end():
 # ---- smoke
 
 
-def test_every_tier_has_both_passes_and_forwards_come_first():
+def test_every_tier_has_all_its_passes_and_forwards_come_first():
     for tier in CALLS:
         passes = [task["pass"] for task in smoke.tasks(tier)]
-        assert passes == sorted(passes, reverse=True)
-        assert len(passes) == 2 * len(CALLS[tier])
+        assert passes[: len(CALLS[tier])] == ["forward"] * len(CALLS[tier])
+        has = {"forward", "backward"} if tier == "sm90" else {"forward", "backward", "jvp"}
+        assert {way: passes.count(way) for way in passes} == dict.fromkeys(has, len(CALLS[tier]))
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("way", ["forward", "backward", "jvp"])
 @pytest.mark.parametrize("wrong", [0.0, 0.3])
-def test_a_smoke_call_is_compared_with_fp64(backward, wrong, monkeypatch):
+def test_a_smoke_call_is_compared_with_fp64(way, wrong, monkeypatch):
     import flash_attn_ext
 
     def attention(q, k, v, **options):
@@ -101,8 +102,8 @@ def test_a_smoke_call_is_compared_with_fp64(backward, wrong, monkeypatch):
     name, call = "one", Call("bfloat16", 1, 2, 1, 30, 40, 16, {"is_causal": True})
     monkeypatch.setitem(smoke.CALLS, "sm90", {name: call})
     needs.the_tests()
-    errors = smoke.errors(call, attention, backward)
-    task = {"tier": "sm90", "name": name, "pass": "backward" if backward else "forward"}
+    errors = smoke.errors(call, attention, way)
+    task = {"tier": "sm90", "name": name, "pass": way}
     good, line = smoke.verdict(task, {"result": errors})
     assert good == (wrong == 0)
     assert line.startswith(f"{'ok' if good else 'WRONG':8}sm90 {task['pass']}, bfloat16, one: ")
@@ -124,7 +125,7 @@ def test_smoke_prints_every_verdict_and_goes_on(tmp_path, capsys):
         """)
     )
     verdicts = smoke.run("sm80", [sys.executable, str(child)])
-    assert len(verdicts) == 2 * len(CALLS["sm80"])
+    assert len(verdicts) == 3 * len(CALLS["sm80"])
     assert [line for good, line in verdicts if not good] == [
         "FAILED  sm80 forward, bfloat16, D 128: its process died: exit status 3"
     ]

@@ -9,8 +9,8 @@
 // gamma = <dO, tO> - mu delta needs no look at the scores: tO is given.
 #pragma once
 
+#include "../tangents.cuh"
 #include "launch_backward.cuh"
-#include "tangents.cuh"
 
 namespace flash_attn_ext::cuda::simt {
 

@@ -8,8 +8,8 @@
 // tO is relative to the mean mu of e so far: e with a large mean would drown what is left after its subtraction.
 #pragma once
 
+#include "../tangents.cuh"
 #include "forward.cuh"
-#include "tangents.cuh"
 
 namespace flash_attn_ext::cuda::simt {
 

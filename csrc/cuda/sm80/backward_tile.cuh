@@ -98,33 +98,22 @@ struct Probs {
 };
 
 // Products become scores, -inf where masked, and the derivatives of the softcap; bit 4 n + e of the result:
-// that element attends. Masks, softcap and ALiBi are long code, so the loop is not unrolled. But registers
-// can only be indexed by constants: so each step works on accumulator 0 and then moves all of them by one
-// place. After N steps each is back in its place.
+// that element attends.
 template <int N>
 __device__ uint32_t finish_scores(const BackwardParams& p, const TransposedPlace& at, float (&scores)[N][4],
                                   float (&gates)[N][4]) {
   uint32_t attends = 0;
-#pragma unroll 1
-  for (int n = 0; n < N; ++n) {
-    float finished[4], gate[4];
+  for_each_accumulator(scores, gates, [&](int n, float (&products)[4], float (&gate)[4]) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int64_t i = at.query(n, e), j = at.key(e);
       const bool inside = i < p.sizes.seqlen_q && j < p.sizes.seqlen_k;
-      const Score<float> score = finish_score(p, scores[0][e], at.b, at.h, i, j, inside);
-      finished[e] = score.value;
+      const Score<float> score = finish_score(p, products[e], at.b, at.h, i, j, inside);
+      products[e] = score.value;
       gate[e] = 1 - score.tanh * score.tanh;
       attends |= uint32_t{score.attends} << (4 * n + e);
     }
-#pragma unroll
-    for (int m = 0; m < N; ++m)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        scores[m][e] = m + 1 < N ? scores[(m + 1) % N][e] : finished[e];
-        gates[m][e] = m + 1 < N ? gates[(m + 1) % N][e] : gate[e];
-      }
-  }
+  });
   return attends;
 }
 

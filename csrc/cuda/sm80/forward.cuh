@@ -9,6 +9,7 @@
 #include "../shared_memory.h"
 #include "sm80.h"
 #include "softmax.cuh"
+#include "tile_copies.cuh"
 
 namespace flash_attn_ext::cuda::sm80 {
 
@@ -42,17 +43,49 @@ struct Place {
   }
 };
 
-// Drops elements of P; the kept ones are scaled at the end, in fp32. One Philox call is enough for a thread's
-// four elements of an accumulator: core/philox.h assigns its four words so.
-template <int N>
+// The query rows that a block owns, of one head. Causal: the longest rows of a head first.
+template <class C>
+struct QueryBlock {
+  int64_t head, b, h, i0;
+
+  __device__ QueryBlock(const Sizes& z, int64_t query_blocks)
+      : head(blockIdx.x / query_blocks),
+        b(head / z.heads),
+        h(head % z.heads),
+        i0((query_blocks - 1 - blockIdx.x % query_blocks) * C::kBlockQ) {}
+};
+
+// The keys that some query of a block from i0 on can see, from a whole tile on.
+template <class C>
+__device__ Range key_tiles(const AttentionParams& p, int64_t i0) {
+  const int64_t i_end = smaller<int64_t>(i0 + C::kBlockQ, p.sizes.seqlen_q);
+  const Range seen = visible_keys(p.band, i0, i_end, p.sizes.seqlen_k);
+  return {seen.begin / C::kBlockK * C::kBlockK, seen.end};
+}
+
+// Whether something of a tile may be masked.
+template <class C>
+__device__ bool is_partial(const AttentionParams& p, const Place& at) {
+  const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, p.sizes.seqlen_q);
+  const int64_t j_end = smaller<int64_t>(at.j0 + C::kBlockK, p.sizes.seqlen_k);
+  const bool tail = j_end < at.j0 + C::kBlockK;
+  return p.mask || tail || !band_covers(p.band, at.i0, i_end, at.j0, j_end);
+}
+
+// Drops elements of P, and of each other tile of weights; the kept ones are scaled at the end, in fp32. One Philox call
+// is enough for a thread's four elements of an accumulator: core/philox.h assigns its four words so.
+template <int N, class... Weights>
 __device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const Place& at, int64_t head_index,
-                           float (&probs)[N][4]) {
+                           float (&probs)[N][4], Weights&... weights) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const PhiloxWords words = dropout_words(key, head_index, at.query(0), at.key(n, 0));
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (words.w[e] < p.dropout.threshold) probs[n][e] = 0;
+    for (int e = 0; e < 4; ++e) {
+      if (words.w[e] >= p.dropout.threshold) continue;
+      probs[n][e] = 0;
+      ((weights[n][e] = 0), ...);
+    }
   }
 }
 
@@ -65,25 +98,34 @@ __device__ bool has_non_finite(const ValueTile& tile) {
   return __syncthreads_or(found);  // one answer for all, or the warps would part
 }
 
-// For the block: finds the value rows with Inf or NaN, adds them by add_non_finite_rows(), and sets them to
+// For the block: finds the value rows with Inf or NaN, lets `add` take them by add_non_finite_rows(), and sets them to
 // zero.
-template <class C>
-__device__ void take_out_non_finite_rows(const float (&probs)[C::kBlockK / 8][4], uint32_t attends,
-                                         SharedMemory<C>& shared, int buffer,
-                                         float (&acc)[C::kHeadDim / 8][4]) {
-  auto& values = shared.v[buffer];
+template <class C, class ValueTile, class Add>
+__device__ void take_out_non_finite_rows(ValueTile& values, SharedMemory<C>& shared, const Add& add) {
+  if (!has_non_finite<C>(values)) return;
   if (threadIdx.x < C::kBlockK) {
     bool finite = true;
     for (int col = 0; col < C::kHeadDim; ++col) finite &= std::isfinite(widen(values.at(threadIdx.x, col)));
     shared.row_is_finite[threadIdx.x] = finite;
   }
   __syncthreads();  // every row has been judged
-  const auto is_finite = [&](int row) { return shared.row_is_finite[row] != 0; };
-  add_non_finite_rows(probs, attends, values, is_finite, acc);
+  add([&](int row) { return shared.row_is_finite[row] != 0; });
   __syncthreads();  // everyone has read the rows
   for (int e = threadIdx.x; e < C::kBlockK * C::kHeadDim; e += C::kThreads)
     if (!shared.row_is_finite[e / C::kHeadDim]) values.elements[e] = round_to<typename C::In>(0.0f);
   __syncthreads();  // they are zeros
+}
+
+// Writes a thread's elements of its row r, as far as there are columns.
+template <class In, int N>
+__device__ void store_row(In* row, int64_t columns, int r, float factor, const float (&acc)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int64_t col = 8 * n + lane() % 4 * 2;
+    if (col < columns)
+      *reinterpret_cast<uint32_t*>(row + col) =
+          ptx::pack<In>(acc[n][2 * r] * factor, acc[n][2 * r + 1] * factor);
+  }
 }
 
 template <class C>
@@ -91,78 +133,58 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     forward_kernel(const AttentionParams p, int64_t query_blocks) {
   using In = typename C::In;
   auto& shared = shared_memory<SharedMemory<C>>();
+  const QueryBlock<C> block(p.sizes, query_blocks);
+  const int64_t b = block.b, h = block.h, i0 = block.i0;
   const Sizes& z = p.sizes;
-
-  // What this block owns. Causal: the longest rows of a head first.
-  const int64_t head = blockIdx.x / query_blocks, b = head / z.heads, h = head % z.heads, h_kv = z.kv_head(h);
-  const int64_t i0 = (query_blocks - 1 - blockIdx.x % query_blocks) * C::kBlockQ;
-  const int64_t i_end = smaller<int64_t>(i0 + C::kBlockQ, z.seqlen_q);
-  const Range keys = visible_keys(p.band, i0, i_end, z.seqlen_k);
-  const int64_t begin = keys.begin / C::kBlockK * C::kBlockK;
+  const int64_t h_kv = z.kv_head(h);
+  const Range keys = key_tiles<C>(p, i0);
   const PhiloxKey key = dropout_key(p.dropout);
 
-  // Two buffers: the next tile's K and V are loaded while this tile's are used. One buffer: V is loaded while
-  // K is used, and the next K while V is used.
-  constexpr bool kDouble = C::kBuffers == 2;
-  constexpr int kLater = kDouble ? 1 : 0;  // the newest groups, which no wait is for yet
+  const auto load = [&](auto& tile, const Tensor4& t, int64_t head, int64_t first, int64_t seqlen,
+                        int64_t columns) {
+    tile.template load_async<C::kThreads>(t, b, head, first, seqlen, columns);
+  };
   const auto load_k = [&](int64_t j0, int buffer) {
-    if (j0 < keys.end)
-      shared.k[buffer].template load_async<C::kThreads>(p.k, b, h_kv, j0, z.seqlen_k, z.head_dim);
-    ptx::cp_async_commit();  // ends the group of k; an empty one too, because the waits count groups
+    load(shared.k[buffer], p.k, h_kv, j0, z.seqlen_k, z.head_dim);
   };
   const auto load_v = [&](int64_t j0, int buffer) {
-    if (j0 < keys.end)
-      shared.v[buffer].template load_async<C::kThreads>(p.v, b, h_kv, j0, z.seqlen_k, z.head_dim_v);
-    ptx::cp_async_commit();  // ends the group of v
+    load(shared.v[buffer], p.v, h_kv, j0, z.seqlen_k, z.head_dim_v);
   };
-
-  if (begin < keys.end)  // else nobody waits for q
-    shared.q.template load_async<C::kThreads>(p.q, b, h, i0, z.seqlen_q, z.head_dim);
-  load_k(begin, 0);  // one group with q
-  if (kDouble) load_v(begin, 0);
+  const auto copies = copies_of<C>(load_k, load_v, keys.end);
+  if (keys.begin < keys.end) load(shared.q, p.q, h, i0, z.seqlen_q, z.head_dim);  // else nobody waits for q
+  copies.start(keys.begin);
 
   const ScoreScale scale(p);
   RowStatistics statistics;
   float out[C::kHeadDim / 8][4] = {};
   int buffer = 0;
-  for (int64_t j0 = begin; j0 < keys.end; j0 += C::kBlockK, buffer ^= kDouble) {
+  for (int64_t j0 = keys.begin; j0 < keys.end; j0 += C::kBlockK, buffer ^= C::kBuffers - 1) {
     const Place at{z, b, h, i0, j0};
-    const int64_t j_end = smaller<int64_t>(j0 + C::kBlockK, z.seqlen_k);
-    const bool tail = j_end < j0 + C::kBlockK;
-    const bool partial = p.mask || tail || !band_covers(p.band, i0, i_end, j0, j_end);
+    const bool partial = is_partial<C>(p, at);
 
-    ptx::cp_async_wait<kLater>();  // this thread's part of q and k has landed; v may be on its way
-    __syncthreads();               // everyone's part has; everyone has read the other k, or, of one, v
-    if constexpr (kDouble) {
-      load_k(j0 + C::kBlockK, buffer ^ 1);
-    } else {
-      load_v(j0, 0);
-    }
-
+    copies.wait_for_k(j0, buffer);
     float scores[C::kBlockK / 8][4] = {};
     multiply_rows(shared.q, shared.k[buffer], scores);
     const uint32_t attends = finish_scores(p, scale, at, partial, scores);
     float factor[2];
     statistics.update(scale, scores, factor);
-    if (p.dropout) drop_probs(p, key, at, head, scores);  // after the row sum: it acts on the normalised P
+    // After the row sum: dropout acts on the normalised P.
+    if (p.dropout) drop_probs(p, key, at, block.head, scores);
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
 
-    ptx::cp_async_wait<kLater>();  // this thread's part of v has landed; the next k may be on its way
-    __syncthreads();               // everyone's part has; everyone has read the other v, or, of one, k
-    if constexpr (kDouble) {
-      load_v(j0 + C::kBlockK, buffer ^ 1);
-    } else {
-      load_k(j0 + C::kBlockK, 0);
-    }
-    if (partial && has_non_finite<C>(shared.v[buffer]))
-      take_out_non_finite_rows<C>(scores, attends, shared, buffer, out);
-    multiply_probs(scores, shared.v[buffer], out);
+    copies.wait_for_v(j0, buffer);
+    auto& values = shared.v[buffer];
+    if (partial)
+      take_out_non_finite_rows(values, shared, [&](const auto& is_finite) {
+        add_non_finite_rows(scores, attends, values, is_finite, out);
+      });
+    multiply_probs(scores, values, out);
   }
 
-  const Place at_end{z, b, h, i0, 0};  // of the results: "keys" are their columns
+  const Place at_end{z, b, h, i0, 0};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const RowResult<float> result = finish_row(p, b, h, statistics.max[r] * scale.to_score(),
@@ -172,14 +194,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const int64_t i = at_end.query(2 * r);
     if (i >= z.seqlen_q) continue;
     if (lane() % 4 == 0) static_cast<float*>(p.lse)[p.statistics_row(b, h, i)] = result.lse;
-    In* row = p.out.row<In>(b, h, i);
-#pragma unroll
-    for (int n = 0; n < C::kHeadDim / 8; ++n) {
-      const int64_t col = at_end.key(n, 0);
-      if (col < z.head_dim_v)
-        *reinterpret_cast<uint32_t*>(row + col) =
-            ptx::pack<In>(out[n][2 * r] * out_factor, out[n][2 * r + 1] * out_factor);
-    }
+    store_row(p.out.row<In>(b, h, i), z.head_dim_v, r, out_factor, out);
   }
 }
 

@@ -25,4 +25,10 @@ size_t backward_workspace(const BackwardParams& p);
 cudaError_t backward_bfloat16(const BackwardParams& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_float16(const BackwardParams& p, void* workspace, cudaStream_t stream);
 
+// And for forward mode, which needs no workspace.
+const char* why_not_jvp(const JvpParams& p);
+
+cudaError_t jvp_bfloat16(const JvpParams& p, void* workspace, cudaStream_t stream);
+cudaError_t jvp_float16(const JvpParams& p, void* workspace, cudaStream_t stream);
+
 }  // namespace flash_attn_ext::cuda::sm80

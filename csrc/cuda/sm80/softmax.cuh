@@ -49,6 +49,14 @@ __device__ uint32_t finish_scores(const AttentionParams& p, const ScoreScale& sc
   return attends;
 }
 
+// The larger one of `max` and of the scores in the thread's row r, which four lanes share.
+template <int N>
+__device__ float row_maximum(float max, const float (&scores)[N][4], int r) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) max = larger(larger(max, scores[n][2 * r]), scores[n][2 * r + 1]);
+  return maximum_of_lanes<kRowLanes>(max);
+}
+
 // Running statistics of the thread's two rows; the sum is over the thread's own elements until the end. The
 // maximum is of what finish_scores() returns.
 struct RowStatistics {
@@ -60,10 +68,7 @@ struct RowStatistics {
     const float scale = score_scale.to_exponent();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float new_max = max[r];
-#pragma unroll
-      for (int n = 0; n < N; ++n) new_max = larger(larger(new_max, scores[n][2 * r]), scores[n][2 * r + 1]);
-      new_max = maximum_of_lanes<kRowLanes>(new_max);
+      const float new_max = row_maximum(max[r], scores, r);
       // Nothing visible so far: P is 0.
       const float finite_max = new_max == -kInf<float> ? 0.0f : new_max;
       // The maximum is subtracted inside the exponent, or before it: a mask's finfo.min, times log2(e), is out

@@ -136,4 +136,22 @@ __device__ void multiply_transposed(Tile<In, kRows, kColsA>& a, Tile<In, kRows, 
   }
 }
 
+// Calls f(n, accumulator n of a, that of b) for every n. For long code: the loop is not unrolled. But registers can only
+// be indexed by constants: so each step works on accumulator 0 and then moves all of them by one place. After N steps
+// each is back in its place.
+template <int N, class F>
+__device__ void for_each_accumulator(float (&a)[N][4], float (&b)[N][4], const F& f) {
+#pragma unroll 1
+  for (int n = 0; n < N; ++n) {
+    f(n, a[0], b[0]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float done_a = a[0][e], done_b = b[0][e];
+#pragma unroll
+      for (int m = 0; m + 1 < N; ++m) a[m][e] = a[m + 1][e], b[m][e] = b[m + 1][e];
+      a[N - 1][e] = done_a, b[N - 1][e] = done_b;
+    }
+  }
+}
+
 }  // namespace flash_attn_ext::cuda::sm80

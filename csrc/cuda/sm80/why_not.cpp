@@ -7,7 +7,9 @@
 namespace flash_attn_ext::cuda::sm80 {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 256, kMaxBackwardHeadDim = 128;
+constexpr int64_t kMaxHeadDim = 256, kMaxBackwardHeadDim = 128, kMaxJvpHeadDim = 128;
+
+constexpr const char* kUnaligned = "sm80: a tensor's rows are not aligned to 16 bytes";
 
 // cp.async copies 16 aligned bytes.
 bool is_aligned(const Tensor4& t, int64_t columns) {
@@ -31,7 +33,7 @@ const char* why_not_forward(const AttentionParams& p) {
   if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return "sm80: only head dimensions up to 256";
   if (!is_aligned(p.q, z.head_dim) || !is_aligned(p.k, z.head_dim) || !is_aligned(p.v, z.head_dim_v) ||
       !is_aligned(p.out, z.head_dim_v))
-    return "sm80: a tensor's rows are not aligned to 16 bytes";
+    return kUnaligned;
   return nullptr;
 }
 
@@ -44,9 +46,22 @@ const char* why_not_backward(const BackwardParams& p) {
     return "sm80: its backward takes only head dimensions up to 128";
   // A gradient that is not wanted is null, which is aligned.
   for (const Tensor4& t : {p.q, p.k, p.dq, p.dk})
-    if (!is_aligned(t, z.head_dim)) return "sm80: a tensor's rows are not aligned to 16 bytes";
+    if (!is_aligned(t, z.head_dim)) return kUnaligned;
   for (const Tensor4& t : {p.v, p.dout, p.dv})
-    if (!is_aligned(t, z.head_dim_v)) return "sm80: a tensor's rows are not aligned to 16 bytes";
+    if (!is_aligned(t, z.head_dim_v)) return kUnaligned;
+  return nullptr;
+}
+
+const char* why_not_jvp(const JvpParams& p) {
+  const Sizes& z = p.sizes;
+  if (const char* why_not = why_not_forward(p)) return why_not;
+  if (z.head_dim > kMaxJvpHeadDim || z.head_dim_v > kMaxJvpHeadDim)
+    return "sm80: its forward mode takes only head dimensions up to 128";
+  // A tangent that is absent is null, which is aligned.
+  const Tangents& t = p.tangents;
+  if (!is_aligned(t.q, z.head_dim) || !is_aligned(t.k, z.head_dim) || !is_aligned(t.v, z.head_dim_v) ||
+      !is_aligned(p.t_out, z.head_dim_v))
+    return kUnaligned;
   return nullptr;
 }
 

@@ -3,9 +3,9 @@
 //   w = <t_q, k> + <q, t_k>    e = y' scale w - t_slope distance + t_mask
 #pragma once
 
-#include "../scores.cuh"
+#include "scores.cuh"
 
-namespace flash_attn_ext::cuda::simt {
+namespace flash_attn_ext::cuda {
 
 template <class T>
 struct ScoreTangent {
@@ -27,4 +27,4 @@ __device__ ScoreTangent<T> tangent_of(const AttentionParams& p, const Tangents& 
   return {value, curvature};
 }
 
-}  // namespace flash_attn_ext::cuda::simt
+}  // namespace flash_attn_ext::cuda
