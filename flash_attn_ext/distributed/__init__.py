@@ -4,7 +4,8 @@
 """
 
 from .attention import context_parallel_attn
+from .sdpa import context_parallel_sdpa
 from .sharding import shard_sequence, unshard_sequence
 from .tensor_parallel import HeadParallel
 
-__all__ = ["HeadParallel", "context_parallel_attn", "shard_sequence", "unshard_sequence"]
+__all__ = ["HeadParallel", "context_parallel_attn", "context_parallel_sdpa", "shard_sequence", "unshard_sequence"]

@@ -40,7 +40,7 @@ def context_parallel(query, key, value, attn_mask, alibi_slopes, sink, rng_state
 def _(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, method, *where, **options):
     inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
     results = attention_without_memory(named_group(where[0]), inputs, Where(*where), options)
-    return tuple(torch.empty_like(t, device=query.device) for t in results)
+    return tuple(query.new_empty(t.shape, dtype=t.dtype) for t in results)
 
 
 @torch.library.custom_op(
@@ -61,7 +61,10 @@ def context_parallel_backward(grad_out, grad_lse, *arguments, wanted, **options)
 
 @context_parallel_backward.register_fake
 def _(grad_out, grad_lse, *arguments, wanted, **options):
-    return [torch.empty_like(t) for t, some in zip(arguments, wanted, strict=False) if some]
+    # As BackwardSums makes them: those of query, mask and slopes in their tensor's memory order.
+    given = zip(DIFFERENTIABLE, arguments, wanted, strict=False)
+    dense = ("key", "value", "sink")
+    return [t.new_empty(t.shape) if name in dense else torch.empty_like(t) for name, t, some in given if some]
 
 
 def _plan(inputs: Inputs, where: tuple | list, options: dict) -> Plan:

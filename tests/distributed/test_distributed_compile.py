@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from process_group import shared
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from flash_attn_ext import MultiheadAttention, flash_attn
-from flash_attn_ext.distributed import HeadParallel, context_parallel_attn
+from flash_attn_ext.distributed import HeadParallel, _exchange, _operator, _ulysses, context_parallel_attn
+from flash_attn_ext.functional import checked_options, operator_options
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ OPTIONS = {
 
 
 def context_parallel(method, options, dynamic):
-    q, k, v = (torch.randn(1, 4, 8, 8) for _ in range(3))
+    q, k, v = (torch.randn(1, 8, 4, 8).transpose(1, 2) for _ in range(3))  # as models have them
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     compare(
         lambda q, k, v: context_parallel_attn(q, k, v, method=method, mesh=mesh["cp"], **options), q, k, v,
@@ -93,6 +95,33 @@ def head_parallel():
 
 def test_heads_in_parallel(processes):
     processes.run(head_parallel)
+
+
+def traced_operators():
+    """What tracing believes of the operators is so: shapes, strides, and that results share no memory."""
+    group = dist.group.WORLD.group_name
+    q, k, v = (torch.randn(1, 8, 4, 8).transpose(1, 2).requires_grad_() for _ in range(3))
+    slopes, sink, mask = torch.rand(4), torch.rand(2, 4).T.contiguous().T[:1], torch.randn(8, 16).T.contiguous().T
+    inputs = (q, k, v, mask[None, None].requires_grad_(), slopes.requires_grad_(), sink.requires_grad_(), STATE, None)
+    options = checked_options(operator_options(0.3, True, None, None, None, 0.0, None, 0, None, None))
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for method in ("ring", "all_gather"):
+        arguments = (*inputs, method, group, True, None, None, None)
+        torch.library.opcheck(_operator.context_parallel, arguments, options, test_utils=utilities)
+        out, lse = (t.detach() for t in _operator.context_parallel(*arguments, **options))
+        torch.library.opcheck(
+            _operator.context_parallel_backward, (out, lse, *inputs, out, lse, *arguments[8:]),
+            options | {"wanted": [True] * 6}, test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
+    exchanged = ([q, k], group, True, [16, 16])
+    torch.library.opcheck(_ulysses.heads_for_sequence, exchanged, test_utils=utilities)
+    wholes = [torch.randn(1, 16, 2, 8).transpose(1, 2).requires_grad_() for _ in range(2)]
+    torch.library.opcheck(_ulysses.sequence_for_heads, (wholes, *exchanged[1:]), test_utils=utilities)
+    torch.library.opcheck(_exchange.of_first_process, (STATE, group), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_what_tracing_believes_of_the_operators(processes):
+    processes.run(traced_operators)
 
 
 def breaks_of_documents():

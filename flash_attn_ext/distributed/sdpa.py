@@ -1,0 +1,80 @@
+"""context_parallel_sdpa: torch's scaled_dot_product_attention as context_parallel_attn, for a block of code."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ._group import resolve_group
+from .attention import context_parallel_attn
+
+
+@contextmanager
+def context_parallel_sdpa(
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    method: str | None = None,
+    balanced: bool | None = None,
+) -> Iterator[None]:
+    """In this block ``torch.nn.functional.scaled_dot_product_attention`` is :func:`context_parallel_attn`.
+
+    For models that know nothing of context parallelism, beside torch's own experimental context, which shards tensors
+    in place, but whose attention has no operator of torch's CPU (torch 2.13)::
+
+        with context_parallel(mesh, buffers=[x, labels], buffer_seq_dims=[1, 1]), context_parallel_sdpa(mesh=mesh):
+            loss = loss_function(model(x), labels)
+
+    Either block may be the outer one; without torch's, :func:`shard_sequence` shards. The backward may run inside or
+    outside. As in torch's context, what is replaced is the attribute of torch.nn.functional, in all threads: what was
+    imported from there by name before, :func:`flash_attn`, torch's fused inference path and attention weights
+    (``need_weights=True``) see this process's rows only. Blocks have to end in the opposite order of their beginnings.
+
+    Args:
+        group, mesh, method: as for :func:`context_parallel_attn`, which the calls' other arguments go to as they are: a
+            mask has the rows of this process and all keys.
+        balanced: None: as torch's context shards, balanced where this process has an even number of rows. The length
+            has to divide by the number of processes.
+
+    Raises:
+        ValueError, TypeError: in the block, as :func:`context_parallel_attn`; DTensors placed otherwise than Shard(2).
+    """
+    resolve_group(group, mesh)  # raises before the block
+    original = F.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+        local = [_local(name, t) for name, t in tensors.items()]
+        even = balanced if balanced is not None else query.dim() == 4 and local[0].shape[2] % 2 == 0
+        out = context_parallel_attn(
+            *local, dropout_p, is_causal, scale, enable_gqa, group=group, mesh=mesh, method=method, balanced=even
+        )
+        return DTensor.from_local(out, query.device_mesh, [Shard(2)]) if isinstance(query, DTensor) else out
+
+    F.scaled_dot_product_attention = scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def _local(name: str, t: Tensor | None) -> Tensor | None:
+    """torch's context, inside this one, makes DTensors of this process's rows."""
+    if not isinstance(t, DTensor):
+        return t
+    if t.placements != (Shard(2),):
+        raise ValueError(f"{name}: got placements {t.placements}; allowed: (Shard(2),), or an ordinary tensor")
+    return t.to_local()
