@@ -36,16 +36,19 @@ class Work(NamedTuple):
         """Those of a tensor that has what is shared in these dimensions; what it does not have, it has whole."""
         return [Shard(dims[what]) if what in dims else Replicate() for what in self.shared]
 
+    def placements_of_share(self, dims: Mapping[str, int]) -> list[Placement]:
+        """Those of the gradient of such a tensor: each process has that of its part, and of what all have its share."""
+        return [
+            Partial() if what is not None and what not in dims else placement
+            for what, placement in zip(self.shared, self.placements(dims), strict=True)
+        ]
+
     def local(self, t: Tensor, dims: Mapping[str, int]) -> Tensor:
         """This process's part of a tensor; its gradient is summed over the processes that share its work."""
         if not isinstance(t, DTensor):
             t = DTensor.from_local(t, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         wanted = self.placements(dims)
-        grads = [
-            Partial() if what is not None and isinstance(placement, Replicate) else placement
-            for what, placement in zip(self.shared, wanted, strict=True)
-        ]
-        return t.redistribute(self.mesh, wanted).to_local(grad_placements=grads)
+        return t.redistribute(self.mesh, wanted).to_local(grad_placements=self.placements_of_share(dims))
 
     def local_if_given(self, t: Tensor | None, dims: Mapping[str, int]) -> Tensor | None:
         return None if t is None else self.local(t, dims)
@@ -58,13 +61,20 @@ class Work(NamedTuple):
 
     def whole(self, t: Tensor, dims: Mapping[str, int], shape: tuple[int, ...]) -> DTensor:
         """The DTensor of ``shape`` of which this process has the part ``t``."""
+        return self._dtensor(t, self.placements(dims), shape)
+
+    def whole_of_shares(self, t: Tensor, dims: Mapping[str, int], shape: tuple[int, ...]) -> DTensor:
+        """The DTensor of a gradient."""
+        return self._dtensor(t, self.placements_of_share(dims), shape)
+
+    def _dtensor(self, t: Tensor, placements: list[Placement], shape: tuple[int, ...]) -> DTensor:
         stride = 1
         strides: list[int] = []
         for size in reversed(shape):
             strides.insert(0, stride)
             stride *= max(size, 1)
         return DTensor.from_local(
-            t, self.mesh, self.placements(dims), run_check=False, shape=torch.Size(shape), stride=tuple(strides)
+            t, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides)
         )
 
     def first(self, what: str, size: int) -> int:

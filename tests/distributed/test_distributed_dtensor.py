@@ -158,3 +158,80 @@ def flash_attention_names():
 
 def test_flash_attentions_names_on_dtensors(processes):
     processes.run(flash_attention_names)
+
+
+def raw_operator(placement, heads_kv, batch):
+    """torch.ops.flash_attn_ext.attention and its backward, with every tensor that they take."""
+    mesh = init_device_mesh("cpu", (2,))
+    q = torch.randn(batch, 4, 6, 8, dtype=torch.float64)
+    k, v = (torch.randn(batch, heads_kv, 9, 8, dtype=torch.float64) for _ in range(2))
+    extras = (torch.randn(1, 4, 6, 9), torch.rand(4), torch.rand(batch, 4))  # mask, slopes, sink
+    plain = [t.double().requires_grad_() for t in (q, k, v, *extras)]
+    rest = torch.tensor([3, 4]), torch.rand(batch, 9) > 0.3  # the dropout state, the same everywhere, and key_mask
+    options = dict(causal=True, dropout_p=0.3)
+    out, lse = torch.ops.flash_attn_ext.attention(*plain, *rest, **options)
+    expected = torch.autograd.grad(out.square().sum() + lse.sum(), plain)
+    own = [
+        distribute_tensor(t.detach(), mesh, [placement if n == 0 else Replicate()]).requires_grad_()
+        for n, t in enumerate(plain)
+    ]
+    own_out, own_lse = torch.ops.flash_attn_ext.attention(*own, *rest, **options)
+    assert own_out.placements == own_lse.placements == (placement,)
+    torch.testing.assert_close([own_out.full_tensor(), own_lse.full_tensor()], [out, lse])
+    grads = torch.autograd.grad(own_out.square().sum() + own_lse.sum(), own)
+    torch.testing.assert_close([grad.full_tensor() for grad in grads], list(expected))
+    some = torch.autograd.grad(
+        torch.ops.flash_attn_ext.attention(*own[:2], own[2].detach(), causal=True)[0].sum(), own[:2]
+    )
+    few = torch.autograd.grad(torch.ops.flash_attn_ext.attention(*plain[:3], causal=True)[0].sum(), plain[:2])
+    torch.testing.assert_close([grad.full_tensor() for grad in some], list(few))
+
+
+@pytest.mark.parametrize(("heads_kv", "batch"), [(4, 2), (2, 3), (1, 1)])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_the_raw_operator(processes, placement, heads_kv, batch):
+    processes.run(raw_operator, placement, heads_kv, batch)
+
+
+def raw_packed_operator():
+    mesh = init_device_mesh("cpu", (2,))
+    q, k, v = (torch.randn(12, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    offsets = torch.tensor([0, 5, 12])
+    arguments = (None, torch.rand(4), None, offsets, offsets)
+    out, lse = torch.ops.flash_attn_ext.attention_varlen(q, k, v, *arguments)
+    expected = torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))
+    own = [distribute_tensor(t.detach(), mesh, [Shard(1)]).requires_grad_() for t in (q, k, v)]
+    own_out, own_lse = torch.ops.flash_attn_ext.attention_varlen(*own, *arguments)
+    assert own_out.placements == (Shard(1),)
+    torch.testing.assert_close([own_out.full_tensor(), own_lse.full_tensor()], [out, lse])
+    grads = torch.autograd.grad(own_out.square().sum() + own_lse.sum(), own)
+    torch.testing.assert_close([grad.full_tensor() for grad in grads], list(expected))
+
+
+def test_the_raw_packed_operator(processes):
+    processes.run(raw_packed_operator)
+
+
+def errors_of_raw_operators():
+    mesh = init_device_mesh("cpu", (2,))
+    rows = distribute_tensor(torch.randn(1, 4, 8, 8), mesh, [Shard(2)])
+    with pytest.raises(ValueError, match=r"query: got placements \(Shard\(dim=2\),\); allowed: Replicate"):
+        torch.ops.flash_attn_ext.attention(rows, rows, rows)
+    with pytest.raises(TypeError, match="key: got a Tensor beside DTensors"):
+        torch.ops.flash_attn_ext.attention(rows, torch.randn(1, 4, 8, 8), rows)
+    heads = distribute_tensor(torch.randn(1, 6, 8, 8), mesh, [Shard(1)])
+    keys = distribute_tensor(torch.randn(1, 3, 8, 8), mesh, [Replicate()])
+    with pytest.raises(ValueError, match="key: got 3 heads sharded over 2 processes"):
+        torch.ops.flash_attn_ext.attention(heads, keys, keys)
+    offsets = torch.tensor([0, 8])
+    with pytest.raises(NotImplementedError, match="flash_attn_ext::attention_cache: got DTensors; allowed: ordinary"):
+        torch.ops.flash_attn_ext.attention_cache(heads[0], rows, rows, None, offsets, offsets)
+    heads.requires_grad_()
+    out, _ = torch.ops.flash_attn_ext.attention(heads, heads, heads)
+    (grad,) = torch.autograd.grad(out.sum(), heads, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"flash_attn_ext::attention_[a-z_]*: got DTensors"):
+        grad.sum().backward()
+
+
+def test_errors_of_raw_operators(processes):
+    processes.run(errors_of_raw_operators)

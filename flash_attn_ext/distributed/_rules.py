@@ -1,0 +1,108 @@
+"""The raw operators, torch.ops.flash_attn_ext, on DTensors: batches and heads are shared, each process has its own.
+
+Registered by torch.library's register_torch_dispatch and not as sharding strategies (register_sharding): those are
+cached by an operator's tensors alone, and here what comes out depends on options, such as which gradients are wanted.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from .. import _ops
+from ._plan import rng_state_at
+from ._work import BATCH, HEADS, Work, check_heads, mesh_of
+
+_GRADIENTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "sink")
+
+
+def _dense(name: str, t: Tensor) -> Mapping[str, int]:
+    """Where a tensor of ``attention`` has batches and heads."""
+    if name == "rng_state":
+        return {}
+    if name == "key_mask":
+        return {BATCH: 0}
+    return _per_head(t) if name in ("alibi_slopes", "sink") else {BATCH: 0, HEADS: 1}
+
+
+def _packed(name: str, t: Tensor) -> Mapping[str, int]:
+    """Where a tensor of ``attention_varlen`` has heads; sequences are not shared."""
+    if name in ("query", "key", "value", "out", "grad_out"):
+        return {HEADS: 1}
+    if name in ("lse", "grad_lse"):
+        return {HEADS: 0}
+    if name == "attn_mask":
+        return {HEADS: t.dim() - 3}
+    return {HEADS: _per_head(t)[HEADS]} if name in ("alibi_slopes", "sink") else {}
+
+
+def _per_head(t: Tensor) -> Mapping[str, int]:
+    return {HEADS: 0} if t.dim() == 1 else {BATCH: 0, HEADS: 1}
+
+
+def _run(op, dims_of, _class, func, _types, args, kwargs):
+    """The operator on this process's parts. Errors name the argument."""
+    names = [a.name for a in op._schema.arguments if not a.kwarg_only]
+    given = {name: t for name, t in zip(names, args, strict=False) if t is not None}
+    query = given["query"]
+    sizes = {what: query.shape[dim] for what, dim in dims_of("query", query).items()}
+    dims = {  # but for what is broadcast
+        name: {what: dim for what, dim in dims_of(name, t).items() if t.shape[dim] != 1 or sizes[what] == 1}
+        for name, t in given.items()
+    }
+    work = _work(given, dims["query"])
+    batch, heads = sizes.get(BATCH, 1), sizes[HEADS]
+    with torch.no_grad():
+        local = {name: work.local(t, dims[name]) for name, t in given.items()}
+        if "rng_state" in given and (work.over(BATCH) or work.over(HEADS)):
+            first = work.first(BATCH, batch) * heads + work.first(HEADS, heads)
+            local["rng_state"] = rng_state_at(local["rng_state"], 0, 0, first, heads)
+        results = func(*(local.get(name) for name in names), **(kwargs or {}))
+        if len(results) == len(_GRADIENTS):
+            return tuple(
+                None if t is None else work.whole_of_shares(t, dims[name], given[name].shape)
+                for name, t in zip(_GRADIENTS, results, strict=True)
+            )
+        out, lse = results
+        out_shape = (*query.shape[:-1], given["value"].shape[-1])
+        lse_shape = query.shape[:3] if out.dim() == 4 else (heads, out_shape[0])
+        return work.whole(out, dims_of("out", out), out_shape), work.whole(lse, dims_of("lse", lse), lse_shape)
+
+
+def _work(given: Mapping[str, Tensor], query_dims: Mapping[str, int]) -> Work:
+    mesh = mesh_of({name: given[name] for name in ("query", "key", "value")})
+    query, key = given["query"], given["key"]
+    assert isinstance(query, DTensor)
+    what = {dim: what for what, dim in query_dims.items()}
+    for placement in query.placements:
+        if isinstance(placement, Partial) or (isinstance(placement, Shard) and placement.dim not in what):
+            allowed = ", ".join(f"Shard({dim})" for dim in what)
+            raise ValueError(
+                f"query: got placements {query.placements}; allowed: Replicate(), {allowed}; a sequence is shared by "
+                "flash_attn_ext.flash_attn"
+            )
+    work = Work(mesh, tuple(what[p.dim] if isinstance(p, Shard) else None for p in query.placements))
+    check_heads("key", query.shape[1], key.shape[1], work.parts(HEADS))
+    return work
+
+
+def _refuse(op, *_):
+    raise NotImplementedError(
+        f"{op.name()}: got DTensors; allowed: ordinary tensors. flash_attn, flash_attn_varlen and "
+        "flash_attn_with_kvcache take DTensors"
+    )
+
+
+for _op, _dims in (
+    (_ops.attention, _dense), (_ops.attention_backward, _dense),
+    (_ops.attention_varlen, _packed), (_ops.attention_varlen_backward, _packed),
+):  # fmt: skip
+    torch.library.register_torch_dispatch(_op, DTensor, partial(_run, _op, _dims))
+
+for _op in (
+    _ops.attention_jvp, _ops.attention_double_backward, _ops.attention_varlen_jvp,
+    _ops.attention_varlen_double_backward, _ops.attention_cache, _ops.append_to_cache, _ops.attention_merge_,
+):  # fmt: skip
+    torch.library.register_torch_dispatch(_op, DTensor, partial(_refuse, _op))
