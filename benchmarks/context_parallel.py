@@ -8,16 +8,20 @@ the shares say nothing about a network. The processes share the machine's memory
 """
 
 import argparse
-import json
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+import output
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from harness import environment, machine
 
 from flash_attn_ext import flash_attn
 from flash_attn_ext.distributed import _exchange, context_parallel_attn, shard_sequence
@@ -53,46 +57,61 @@ def tensors(arguments, seqlen: int) -> list[torch.Tensor]:
     return [torch.randn(arguments.B, h, seqlen, arguments.D).to(dtype) for h in heads]
 
 
-def times(call, repeats: int) -> list[float]:
-    """Seconds of each call, after one that warms up."""
-    measured = []
-    for n in range(repeats + 1):
-        if dist.is_initialized():
-            dist.barrier()
-        start = time.perf_counter()
-        call()
-        if n:
-            measured.append(time.perf_counter() - start)
-    return measured
-
-
 def forward_and_backward(q, k, v, grad, attention):
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     attention(q, k, v, is_causal=True, enable_gqa=True).backward(grad)
 
 
+def cases(arguments, whole: list[torch.Tensor], rank: int) -> dict[str, Callable[[], None]]:
+    """What this process does in each case. Alone, one process computes with all threads, and the others wait."""
+    each = max(arguments.threads // arguments.n, 1)
+    own = [shard_sequence(t, 2) for t in whole]
+
+    def alone() -> None:
+        if rank == 0:
+            torch.set_num_threads(arguments.threads)
+            forward_and_backward(*whole, flash_attn)
+            torch.set_num_threads(each)
+
+    methods = [m for m in METHODS if m != "ulysses" or arguments.H_kv % arguments.n == 0]
+    return {"one process": alone} | {
+        m: partial(forward_and_backward, *own, partial(context_parallel_attn, method=m)) for m in methods
+    }
+
+
 def work(rank: int, arguments, store: str, results) -> None:
+    """All cases in turn, round by round, so that other load slows all alike; the first round is not counted."""
     torch.set_num_threads(max(arguments.threads // arguments.n, 1))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.n)
     waiting = Waiting()
     for seqlen in arguments.S:
-        own = [shard_sequence(t, 2) for t in tensors(arguments, seqlen)]
-        for method in METHODS:
-            if method == "ulysses" and arguments.H_kv % arguments.n:
-                continue
-
-            def call(own=own, method=method):
-                forward_and_backward(*own, lambda *a, **o: context_parallel_attn(*a, **o, method=method))
-
-            call()
-            waiting.seconds = 0.0
-            measured = times(call, arguments.repeats)
-            if rank == 0:
-                share = waiting.seconds / (sum(measured) * (arguments.repeats + 1) / arguments.repeats)
-                results.put((seqlen, method, median(measured), share))
+        calls = cases(arguments, tensors(arguments, seqlen), rank)
+        seconds, waited = ({name: [] for name in calls} for _ in range(2))
+        for _ in range(arguments.repeats + 1):
+            for name, call in calls.items():
+                dist.barrier()
+                waiting.seconds, start = 0.0, time.perf_counter()
+                call()
+                seconds[name].append(time.perf_counter() - start)
+                waited[name].append(waiting.seconds)
+        for name in calls if rank == 0 else ():
+            row = {"S": seqlen, "method": name, "seconds": median(seconds[name][1:]), "all_seconds": seconds[name][1:]}
+            if name != "one process":
+                row["waiting"] = sum(waited[name][1:]) / sum(seconds[name][1:])
+            results.put(row)
+    if rank == 0:
+        results.put(None)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def measured(arguments) -> list[dict]:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(work, (arguments, str(Path(folder) / "store"), results), nprocs=arguments.n)
+        return list(iter(results.get, None))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,34 +122,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--S", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of one process (default: all)")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="for the table, as it is on the terminal")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="for everything measured")
     arguments = parser.parse_args(argv)
 
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    rows = []
-    torch.set_num_threads(arguments.threads)
-    for seqlen in arguments.S:
-        q, k, v, grad = tensors(arguments, seqlen)
-        seconds = median(times(lambda: forward_and_backward(q, k, v, grad, flash_attn), arguments.repeats))  # noqa: B023
-        rows.append({"S": seqlen, "method": "one process", "seconds": seconds})
-    store = f"/tmp/flash_attn_ext_benchmark_{os.getpid()}"
-    multiprocessing.spawn(work, (arguments, store, results), nprocs=arguments.n)
-    while not results.empty():
-        seqlen, method, seconds, share = results.get()
-        rows.append({"S": seqlen, "method": method, "seconds": seconds, "waiting": share})
+    rows = measured(arguments)
+    here = {**machine(), "environment": environment()}
+    output.write_json({"settings": output.settings(arguments), "machine": here, "rows": rows}, arguments.json)
     alone = {row["S"]: row["seconds"] for row in rows if row["method"] == "one process"}
-    each = max(arguments.threads // arguments.n, 1)
-    print(f"one process with {arguments.threads} threads, {arguments.n} with {each}")
-    print(f"{'S':>7}  {'':12}{'ms':>9}{'of one':>8}{'waiting':>9}")
-    for row in sorted(rows, key=lambda row: row["S"]):
-        ratio, share = row["seconds"] / alone[row["S"]], row.get("waiting")
-        waits = "" if share is None else f"{share:.0%}"
-        print(f"{row['S']:>7}  {row['method']:12}{row['seconds'] * 1e3:>9.1f}{ratio:>8.2f}{waits:>9}")
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"arguments": vars(arguments), "rows": rows}, default=str, indent=1) + "\n"
+    cells = [
+        (
+            str(row["S"]), row["method"], f"{row['seconds'] * 1e3:.1f}", f"{row['seconds'] / alone[row['S']]:.2f}",
+            f"{row['waiting']:.0%}" if "waiting" in row else "",
         )
+        for row in rows
+    ]  # fmt: skip
+    sizes = ", ".join(f"{name} {getattr(arguments, name)}" for name in ("B", "H", "H_kv", "D", "dtype"))
+    processes = f"one process with {arguments.threads} threads, {arguments.n} with {arguments.threads // arguments.n}"
+    title = f"{here['cpu']}, {here['isa']}, torch {here['torch']}. Causal, forward and backward, {sizes}; {processes}."
+    output.write_text([title, output.table(("S", "", "ms", "of one process", "waiting"), cells)], arguments.text)
     return 0
 
 
