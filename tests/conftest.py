@@ -118,3 +118,45 @@ def calls(monkeypatch):
     monkeypatch.setattr(modules, "flash_attn", recorded(modules.flash_attn))
     monkeypatch.setattr(_nested, "flash_attn_varlen", recorded(_nested.flash_attn_varlen))  # of nested tensors
     return made
+
+
+@pytest.fixture
+def torch_again():
+    """Leaves torch as it was, also where a test of activate() fails."""
+    flash_attn_ext.deactivate()
+    flash_attn_ext.activation_report(reset=True)
+    yield
+    flash_attn_ext.deactivate()
+    flash_attn_ext.activation_report(reset=True)
+
+
+@pytest.fixture
+def given_masks(monkeypatch):
+    """What flash_attn and flash_attn_varlen were given as a mask and as options, call by call."""
+    from flash_attn_ext.integrations import transformers as integration  # which needs transformers
+
+    given = []
+
+    def record(name):
+        kernel = getattr(integration, name)
+
+        def recorded(q, k, v, *args, **options):
+            given.append((name, None if name == "flash_attn_varlen" else args[0], options))
+            return kernel(q, k, v, *args, **options)
+
+        monkeypatch.setattr(integration, name, recorded)
+
+    record("flash_attn")
+    record("flash_attn_varlen")
+    return given
+
+
+@pytest.fixture
+def no_dense_masks(monkeypatch):
+    """transformers' functions that make masks of S_q x S_k raise."""
+    from flash_attn_ext.integrations import transformers as integration
+
+    def refuse(*args, **options):
+        raise AssertionError("a mask of S_q x S_k was made")
+
+    monkeypatch.setattr(integration, "sdpa_mask", refuse)
