@@ -78,7 +78,7 @@ def _is_of_fsdp(cls: type) -> bool:
     return hasattr(fsdp, "FSDPModule") and issubclass(cls, fsdp.FSDPModule)
 
 
-def why_not_ours(module: nn.MultiheadAttention) -> str | None:
+def why_not_replaceable(module: nn.MultiheadAttention) -> str | None:
     """Why `module` cannot become a MultiheadAttention, or would not run as one; None if it would."""
     original = class_under_wrappers(module)
     if original is not nn.MultiheadAttention:

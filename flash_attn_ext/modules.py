@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _nested
-from ._class_swap import exchange_base, is_sharded, keep_forward, why_not_ours
+from ._class_swap import exchange_base, is_sharded, keep_forward, why_not_replaceable
 from ._weights import attention_weights, merged
 from .functional import flash_attn, new_rng_state
 
@@ -96,7 +96,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         if not isinstance(mha, nn.MultiheadAttention):
             raise TypeError(f"mha: got {type(mha).__qualname__}; allowed: a torch.nn.MultiheadAttention")
-        obstacle = why_not_ours(mha)
+        obstacle = why_not_replaceable(mha)
         if obstacle is None and is_sharded(mha):
             obstacle = "FSDP2 (fully_shard) manages its parameters; replace_attention changes it in place"
         if obstacle is not None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ._class_swap import drop_keep_forward, exchange_base, keep_forward, why_not_ours
+from ._class_swap import drop_keep_forward, exchange_base, keep_forward, why_not_replaceable
 from .modules import MultiheadAttention
 
 __all__ = ["ReplacedAttention", "replace_attention"]
@@ -109,24 +109,25 @@ def replace_attention(
         A ReplacedAttention. A model that was replaced before gives an empty `replaced`.
 
     Raises:
-        ValueError: `model` has no nn.MultiheadAttention at all; or nothing can be compared, because the
-            output on `sample_input` before the replacement has no tensor or has NaN (which torch's fused path
-            gives for fully padded rows).
+        ValueError: `model` has no nn.MultiheadAttention at all; names the modules that seem to attend. Or nothing
+            can be compared, because the output on `sample_input` before the replacement has no tensor or has NaN
+            (which torch's fused path gives for fully padded rows).
         RuntimeError: the results differ; names the largest difference.
         An error of `model` itself on `sample_input` passes through. After any of them the model is as it was.
     """
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    others = _others(model, modules)
     if not modules:
         raise ValueError(
             f"model: {type(model).__name__} contains no torch.nn.MultiheadAttention, there is nothing to "
             "replace; attention that calls scaled_dot_product_attention itself can call "
             "flash_attn_ext.flash_attn instead, or runs on our kernels after flash_attn_ext.activate()"
+            + "".join(f"\n{name or '(the model)'}: {reason}" for name, reason in others.items())
         )
     already = tuple(name for name, module in modules.items() if isinstance(module, MultiheadAttention))
-    reasons = {name: why_not_ours(module) for name, module in modules.items() if name not in already}
+    reasons = {name: why_not_replaceable(module) for name, module in modules.items() if name not in already}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     replaced = {name: modules[name] for name, reason in reasons.items() if reason is None}
-    others = _others(model, modules)
 
     expected = None if sample_input is None else _run(model, sample_input)
     if expected is not None and any(x.isnan().any() for x in expected):

@@ -1,0 +1,141 @@
+"""Models of torchvision and timm: what replace_attention says of them, and what activate() takes."""
+
+import importlib.util
+import re
+
+import pytest
+import torch
+from module_helpers import assert_same
+from torch import nn
+
+from flash_attn_ext import activated, activation_report, replace_attention
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "torch_again"),
+    pytest.mark.skipif(
+        not all(importlib.util.find_spec(name) for name in ("torchvision", "timm")),
+        reason="torchvision and timm are not installed",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def torchvision():
+    """Its C++ operators load beside a CUDA build of torch only. Without them its import stops at the first operator
+    that nobody has declared. Attention uses none of them, so they are declared here."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for _ in range(10):
+        try:
+            import torchvision.models
+
+            return torchvision.models
+        except RuntimeError as error:
+            missing = re.fullmatch(r"operator torchvision::(\w+) does not exist", str(error))
+            if not missing:
+                raise
+            library.define(f"{missing[1]}(Tensor x) -> Tensor")
+    raise AssertionError("torchvision lacks more operators than it has")
+
+
+@pytest.fixture
+def timm(torchvision):
+    import timm
+
+    return timm
+
+
+def make(build):
+    model = build().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)  # some are 0 at first, and so would the output be
+    return model
+
+
+def results(model, image):
+    """The output, and the gradients of all parameters that have one."""
+    model.zero_grad()
+    out = model(image)
+    out.square().sum().backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_all_same(got, want):
+    largest = max(t.abs().max() for t in want[1:])
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).abs().max() <= 1e-4 * max(b.abs().max(), 1e-2 * largest)
+
+
+IMAGE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def test_torchvisions_vit_is_replaced(torchvision):
+    model = make(lambda: torchvision.VisionTransformer(32, 8, 2, 4, 64, 128, num_classes=10))
+    want = results(model, IMAGE)
+    report = replace_attention(model, sample_input=IMAGE)
+    assert report.replaced == tuple(f"encoder.layers.encoder_layer_{n}.self_attention" for n in range(2))
+    assert (report.skipped, report.others) == ({}, {})
+    assert_all_same(results(model, IMAGE), want)
+    report.undo()
+    assert all(torch.equal(a, b) for a, b in zip(results(model, IMAGE), want, strict=True))
+    with activated():
+        assert_all_same(results(model, IMAGE), want)
+    assert activation_report().taken == {"scaled_dot_product_attention": 2}
+
+
+def test_torchvisions_swin_attends_by_matrix_products(torchvision):
+    model = make(
+        lambda: torchvision.swin_transformer.SwinTransformer([4, 4], 24, [1, 1], [2, 4], [4, 4], num_classes=10)
+    )
+    want = results(model, IMAGE)
+    with pytest.raises(ValueError, match=r"contains no torch\.nn\.MultiheadAttention") as error:
+        replace_attention(model)
+    assert "\nfeatures.1.0.attn: it is no nn.MultiheadAttention, and its forward does not call" in str(error.value)
+    with activated():
+        assert all(torch.equal(a, b) for a, b in zip(results(model, IMAGE), want, strict=True))
+    assert not activation_report().taken
+    assert not activation_report().left
+
+
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 5}
+# Name, options, and how many calls of scaled_dot_product_attention.
+TIMM = {
+    "vit": ("vit_tiny_patch16_224", SMALL, 2),
+    "vit with attention pooling": ("vit_base_patch16_siglip_224", SMALL, 3),
+    "eva": ("eva02_tiny_patch14_224", SMALL, 2),
+    "beit with a relative position bias": ("beit_base_patch16_224", SMALL, 2),
+    "cait": ("cait_xxs24_224", SMALL, 2),
+}
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_timms_models_run_while_active(name, timm):
+    architecture, options, count = TIMM[name]
+    model = make(lambda: timm.create_model(architecture, **options))
+    want = results(model, IMAGE)
+    with pytest.raises(ValueError, match=r"flash_attn_ext\.activate") as error:
+        replace_attention(model)
+    assert "its forward calls scaled_dot_product_attention itself" in str(error.value)
+    with activated():
+        assert_all_same(results(model, IMAGE), want)
+    assert activation_report().taken == {"scaled_dot_product_attention": count}
+    assert not activation_report().left
+
+
+def test_a_model_with_both_kinds_names_what_is_left(timm):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.MultiheadAttention(32, 4, batch_first=True)
+            self.of_timm = timm.layers.Attention(32, num_heads=4)
+
+        def forward(self, x):
+            return self.of_timm(self.own(x, x, x, need_weights=False)[0])
+
+    model, x = Both().eval(), torch.randn(2, 9, 32)
+    want = model(x)
+    report = replace_attention(model, sample_input=x)
+    assert report.replaced == ("own",)
+    assert list(report.others) == ["of_timm"]
+    assert "of_timm  left" in str(report)
+    assert_same(model(x), want)
