@@ -1,0 +1,33 @@
+"""The tests of key_mask once more, on the CUDA kernels' host build (tests/cuda_host). No GPU has run them yet.
+
+float32 and float64 run in the tier simt, 16-bit types in sm80, and few queries in their decode kernels.
+"""
+
+import pytest
+import test_key_mask
+import torch
+from helpers import make_qkv
+from test_key_mask import check, key_masks
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+@pytest.fixture
+def isa():
+    """What these tests take as the name of the CPU's kernels."""
+    return "cuda on the host"
+
+
+test_both_masks_apply = test_key_mask.test_both_masks_apply
+test_dtypes = test_key_mask.test_dtypes
+test_with_a_band = test_key_mask.test_with_a_band
+test_what_is_masked_may_be_nan = test_key_mask.test_what_is_masked_may_be_nan
+test_forward_and_second_derivatives = test_key_mask.test_forward_and_second_derivatives
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(130, 200), (3, 300)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_tensor_cores(dtype, seqlen_q, seqlen_k, masked):
+    mask = torch.rand(3, 1, seqlen_q, seqlen_k) > 0.3 if masked else None
+    check(*make_qkv(3, 4, seqlen_q, seqlen_k, 64, heads_kv=2, dtype=dtype), mask, key_masks(3, seqlen_k))
