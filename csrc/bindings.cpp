@@ -20,6 +20,7 @@ namespace {
 namespace cpu = flash_attn_ext::cpu;
 using flash_attn_ext::KernelChoice;
 using flash_attn_ext::Plan;
+using flash_attn_ext::PlanPart;
 
 pybind11::dict build_info() {
   pybind11::dict info;
@@ -49,8 +50,16 @@ Struct read(const pybind11::tuple& objects) {
   Struct result;
   TORCH_CHECK_TYPE(objects.size() == std::tuple_size_v<decltype(result.tie())> &&
                        flash_attn_ext::all_from_python(PySequence_Fast_ITEMS(objects.ptr()), result),
-                   "flash_attn_ext: internal error, got ", std::string(pybind11::str(objects)));
+                   "flash_attn_ext: internal error, got ", std::string(pybind11::repr(objects)));
   return result;
+}
+
+// A function of plan.h, called with tuples in the place of its structs.
+template <class Tensors, class Options, class... Rest>
+auto plan_from_tuples(Plan (*plan)(const Tensors&, const Options&, const Rest&...)) {
+  return [plan](const pybind11::tuple& tensors, const pybind11::tuple& options, const Rest&... rest) {
+    return plan(read<Tensors>(tensors), read<Options>(options), rest...);
+  };
 }
 
 template <size_t n>
@@ -89,26 +98,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("attention_jvp_rules") = rules<flash_attn_ext::AttentionJvpTensors>();
   m.attr("attention_double_backward_rules") = rules<flash_attn_ext::AttentionDoubleBackwardTensors>();
   m.attr("attention_varlen_rules") = rules<flash_attn_ext::VarlenTensors>();
+  m.attr("attention_cache_rules") = rules<flash_attn_ext::CacheTensors>();
   m.attr("differentiable") = names(flash_attn_ext::Gradients::kNames);
   pybind11::class_<KernelChoice>(m, "KernelChoice")
       .def_readonly("kernel", &KernelChoice::kernel)
       .def_readonly("refusal", &KernelChoice::refusal)
-      .def_readonly("why_not", &KernelChoice::why_not)
-      .def_readonly("decode_splits", &KernelChoice::decode_splits);
+      .def_readonly("why_not", &KernelChoice::why_not);
+  pybind11::class_<PlanPart>(m, "PlanPart")
+      .def_property_readonly("batch", [](const PlanPart& part) { return part.sizes.batch; })
+      .def_property_readonly("seqlen_q", [](const PlanPart& part) { return part.sizes.seqlen_q; })
+      .def_property_readonly("seqlen_k", [](const PlanPart& part) { return part.sizes.seqlen_k; })
+      .def_readonly("decode_splits", &PlanPart::decode_splits)
+      .def("visible_tiles", &PlanPart::visible_tiles);
   pybind11::class_<Plan>(m, "Plan")
       .def_readonly("choice", &Plan::choice)
       .def_readonly("bytes", &Plan::bytes)
       .def_readonly("deterministic", &Plan::deterministic)
-      .def("visible_tiles", &Plan::visible_tiles);
-  m.def("plan_attention", [](const pybind11::tuple& tensors, const pybind11::tuple& options) {
-    return flash_attn_ext::plan_attention(read<flash_attn_ext::AttentionTensors>(tensors),
-                                          read<flash_attn_ext::AttentionOptions>(options));
-  });
-  m.def("plan_attention_backward", [](const pybind11::tuple& tensors, const pybind11::tuple& options,
-                                      const flash_attn_ext::GradFlags& grad_mask) {
-    return flash_attn_ext::plan_attention_backward(read<flash_attn_ext::AttentionTensors>(tensors),
-                                                   read<flash_attn_ext::AttentionOptions>(options),
-                                                   grad_mask);
+      .def_readonly("parts", &Plan::parts);
+  m.def("plan_attention", plan_from_tuples(flash_attn_ext::plan_attention));
+  m.def("plan_attention_backward", plan_from_tuples(flash_attn_ext::plan_attention_backward));
+  m.def("plan_varlen", plan_from_tuples(flash_attn_ext::plan_varlen));
+  m.def("plan_varlen_backward", plan_from_tuples(flash_attn_ext::plan_varlen_backward));
+  m.def("plan_cache", plan_from_tuples(flash_attn_ext::plan_cache));
+  m.def("check_append", [](const pybind11::tuple& tensors, const pybind11::tuple& options) {
+    flash_attn_ext::check_append(read<flash_attn_ext::AppendTensors>(tensors),
+                                 read<flash_attn_ext::AppendOptions>(options));
   });
   m.def("build_info", build_info);
   m.def("available_kernels", cpu::available_isas);

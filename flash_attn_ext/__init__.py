@@ -19,6 +19,7 @@ else:
         is_active,
     )
     from ._explain import Explanation, explain
+    from ._explain_packed import explain_kvcache, explain_varlen
     from .functional import dropout_mask, flash_attn, new_rng_state
     from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
     from .kvcache import flash_attn_with_kvcache
@@ -42,7 +43,9 @@ __all__ = [
     "deactivate",
     "dropout_mask",
     "explain",
+    "explain_kvcache",
     "explain_sdpa",
+    "explain_varlen",
     "flash_attn",
     "flash_attn_varlen",
     "flash_attn_with_kvcache",

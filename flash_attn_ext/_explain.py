@@ -1,8 +1,9 @@
-"""explain: what a call of flash_attn would do, without doing it."""
+"""explain: what a call of flash_attn would do, without doing it. _explain_packed.py has packed sequences and caches."""
 
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from .functional import (
     flash_attn,
     operator_options,
     operator_tensors,
+    some_dtensor,
 )
 from .iomodel.calls import Cost, Problem, kernel_tiles, largest_blocks, pass_cost
 
@@ -28,13 +30,15 @@ class Pass:
     """The forward or the backward of one call."""
 
     kernel: str | None  # the instruction set on CPU, the tier on CUDA; None: nothing to compute, or `error`
-    splits: int  # pieces of the keys, where the CPU's decode kernel runs; else 0
+    splits: int  # pieces of the keys, where the CPU's decode kernel runs, of packed sequences the most; else 0
+    decoded: int  # how many of the sequences that kernel runs; always 0 or 1 where they are not packed
     why_not: tuple[str, ...]  # the faster kernels, each with the reason why it does not run
     error: str | None  # of the NotImplementedError that the call raises, if it does
     allocates: Mapping[str, int]  # bytes, by what they are for
     flops: int  # predicted by iomodel, as is the next
     traffic: int  # bytes to and from slow memory: a GPU's HBM
-    tiles: tuple[int, int]  # queries x keys, in which the two were counted
+    tiles: tuple[int, int]  # queries x keys, in which the two were counted; decoded sequences: all queries
+    sequences: int = 1  # of a packed call
 
     @property
     def allocated_bytes(self) -> int:
@@ -46,7 +50,9 @@ class Pass:
             return "\n".join([f"raises NotImplementedError: {self.error}", *why_not])
         kernel = self.kernel or "no kernel, there is nothing to compute"
         if self.splits:
-            kernel += f", decode kernel, {self.splits} split{'s' * (self.splits > 1)}"
+            splits = f"{self.splits} split{'s' * (self.splits > 1)}"
+            packed = f" for {self.decoded} of {self.sequences} sequences, at most" if self.sequences > 1 else ","
+            kernel += f", decode kernel{packed} {splits}"
         parts = ", ".join(f"{name} {_size(count)}" for name, count in self.allocates.items() if count)
         memory = f"allocates {_size(self.allocated_bytes)}" + (f": {parts}" if parts else "")
         counted = f"{self.flops / 1e9:.3g} GFLOP, {_size(self.traffic)} of memory traffic"
@@ -56,16 +62,18 @@ class Pass:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` found. Printed, it can be read."""
+    """What :func:`explain`, :func:`explain_varlen` or :func:`explain_kvcache` found. Printed, it can be read."""
 
     call: str
     forward: Pass
-    backward: Pass
+    backward: Pass | None  # None: the call has no gradients
     gradients: tuple[str, ...]  # the inputs whose gradients the backward computes
     deterministic: bool  # what the backward is asked for; CPU kernels always are
 
     def __str__(self) -> str:
-        passes = {"forward": self.forward, f"backward of {', '.join(self.gradients)}": self.backward}
+        passes = {"forward": self.forward}
+        if self.backward is not None:
+            passes[f"backward of {', '.join(self.gradients)}"] = self.backward
         return "\n".join([self.call, *(f"{name}: {p}".replace("\n", "\n  ") for name, p in passes.items())])
 
 
@@ -104,6 +112,7 @@ explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)
 def _explain(
     query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, enable_gqa, return_lse, **options
 ) -> Explanation:
+    refuse_dtensors(query=query, key=key, value=value)
     if isinstance(attn_mask, CausalBias):
         attn_mask, options["causal"] = (
             None,
@@ -117,34 +126,78 @@ def _explain(
     given = (query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
     tensors, _ = operator_tensors(*given, enable_gqa)
     copies = [drawn, *(t for t, g in zip(tensors, given, strict=True) if _is_copy(t, g))]
-    device = query.device.type
-    if device != "meta" and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        cast = _functorch.autocast_forms(*tensors)
-        copies += [c for c, t in zip(cast, tensors, strict=True) if c is not t]
-        tensors = cast
+    tensors, cast = autocast(tensors, _ops.TENSORS)
+    described = describe("flash_attn", query=tensors[0], key=tensors[1], value=tensors[2])
+    plans = _ops.plan_attention, _ops.plan_attention_backward
+    return explanation(described, plans, tensors, options, given, [*copies, *cast])
+
+
+def refuse_dtensors(**tensors: Tensor | None) -> None:
+    for name, t in tensors.items():
+        if some_dtensor(t):
+            raise TypeError(f"{name}: got a DTensor; allowed: a process's own part of it, to_local()")
+
+
+def autocast(tensors: tuple, rules: tuple) -> tuple[tuple, list[Tensor]]:
+    """The tensors as the operator gets them, without values where autocast changes them; and those that it changes."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors, []
+    cast = _functorch.cast_without_values(tensors, rules)
+    return cast, [c for c, t in zip(cast, tensors, strict=True) if c is not t]
+
+
+def explanation(call: str, plans: tuple, tensors: tuple, options: dict, given: tuple, copies: list) -> Explanation:
+    """The Explanation of a call that has a backward.
+
+    Args:
+        plans: the functions of _ops that plan the forward and the backward.
+        tensors, options: the operator's. The first tensors are those of _ops.DIFFERENTIABLE.
+        given: the caller's tensors in the same order.
+        copies: what is allocated before the operator runs.
+    """
     wanted = [t is not None and t.requires_grad for t in given[: len(_ops.DIFFERENTIABLE)]]
     if not any(wanted):
         wanted = [name in ("query", "key", "value") for name in _ops.DIFFERENTIABLE]
-
-    forward = _ops.plan_attention(tensors, tuple(options.values()))
-    backward = _ops.plan_attention_backward(tensors, tuple(options.values()), wanted)
+    q, k, v, mask = tensors[:4]
+    shape = HeadShape(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype, q.dtype, q.device.type)
+    forward = plans[0](tensors, tuple(options.values()))
+    backward = plans[1](tensors, tuple(options.values()), wanted)
     dropout_p = options["dropout_p"]
     return Explanation(
-        call=_describe(*tensors[:3]),
-        forward=_explained("forward", forward, tensors, dropout_p, sum(t.nbytes for t in copies if t is not None)),
-        backward=_explained("backward", backward, tensors, dropout_p),
+        call=call,
+        forward=explained("forward", forward, shape, mask, dropout_p, sum(t.nbytes for t in copies if t is not None)),
+        backward=explained("backward", backward, shape, mask, dropout_p),
         gradients=tuple(name for name, want in zip(_ops.DIFFERENTIABLE, wanted, strict=True) if want),
         deterministic=backward.deterministic,
     )
 
 
-def _explained(which: str, plan, tensors: tuple, dropout_p: float, copied_bytes: int = 0) -> Pass:
+class HeadShape(NamedTuple):
+    """What the parts of a call have in common."""
+
+    heads: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    key_dtype: torch.dtype  # of key and value: that of an 8-bit cache
+    device: str
+
+
+def explained(
+    which: str, plan, shape: HeadShape, mask: Tensor | None, dropout_p: float = 0.0, copied_bytes: int = 0
+) -> Pass:
+    """The Pass of a plan: "forward" or "backward"."""
     choice, allocates = plan.choice, dict(plan.bytes)
     allocates["copies"] += copied_bytes
-    cost, tiles = _predict(which, plan, *tensors[:4], dropout_p)
+    cost, tiles = _predict(which, plan, shape, mask, dropout_p)
+    splits = [part.decode_splits for part in plan.parts]
     return Pass(
         kernel=choice.kernel or None,
-        splits=choice.decode_splits,
+        splits=max(splits, default=0),
+        decoded=sum(n > 0 for n in splits),
+        sequences=len(splits),
         why_not=tuple(choice.why_not),
         error=choice.refusal or None,
         allocates=allocates,
@@ -154,21 +207,47 @@ def _explained(which: str, plan, tensors: tuple, dropout_p: float, copied_bytes:
     )
 
 
-def _predict(which: str, plan, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float):
+def _predict(which: str, plan, shape: HeadShape, mask: Tensor | None, dropout_p: float) -> tuple[Cost, tuple[int, int]]:
     """The pass's Cost, and the tiles that it was counted in."""
-    (B, H, S_q, D), (_, H_kv, S_k, _), D_v = q.shape, k.shape, v.shape[3]
-    on_cpu = q.device.type == "cpu"
-    tiles = kernel_tiles()[which] if on_cpu else largest_blocks(which, max(D, D_v), SHARED_BYTES // q.element_size())
-    if 0 in (B, H, S_q, S_k):
-        return Cost(), tiles
-    dtype = str(q.dtype).removeprefix("torch.")
-    problem = Problem(B, H, S_q, D, dtype, dropout=dropout_p, S_k=S_k, D_v=D_v)
-    visible = plan.visible_tiles(*tiles)
-    if plan.choice.decode_splits:  # the query heads that share keys are rows of one tile
-        visible = plan.visible_tiles(S_q, tiles[1])
-        problem = replace(problem, H=H_kv, S=S_q * (H // H_kv))
-        tiles = (problem.S, tiles[1])
-    return pass_cost(which, problem, tiles, visible) + Cost(0, 0 if mask is None else _bytes_in_memory(mask)), tiles
+    if shape.device == "cpu":
+        tiles = kernel_tiles()[which]
+    else:
+        widest = max(shape.head_dim, shape.head_dim_v)
+        tiles = largest_blocks(which, widest, SHARED_BYTES // shape.dtype.itemsize)
+    costs: dict[tuple[int, ...], Cost] = {}  # sequences of the same lengths cost the same
+    total = Cost()
+    for part in plan.parts:
+        key = part.batch, part.seqlen_q, part.seqlen_k, part.decode_splits
+        if key not in costs:
+            costs[key] = _cost_of_part(which, part, shape, tiles, dropout_p)
+        total += costs[key]
+    decoded = [_decode_rows(part, shape) for part in plan.parts if part.decode_splits]
+    if decoded and len(decoded) == len(plan.parts):
+        tiles = max(decoded), tiles[1]
+    if total.bytes and mask is not None:
+        total += Cost(0, _bytes_in_memory(mask))
+    return total, tiles
+
+
+def _decode_rows(part, shape: HeadShape) -> int:
+    """Rows of the decode kernel's one tile: the query heads that share a key head."""
+    return part.seqlen_q * (shape.heads // shape.heads_kv)
+
+
+def _cost_of_part(which: str, part, shape: HeadShape, tiles: tuple[int, int], dropout_p: float) -> Cost:
+    S_q, S_k = part.seqlen_q, part.seqlen_k
+    if 0 in (part.batch, shape.heads, S_q, S_k):
+        return Cost()
+    dtype = str(shape.dtype).removeprefix("torch.")
+    problem = Problem(
+        part.batch, shape.heads, S_q, shape.head_dim, dtype, dropout=dropout_p, S_k=S_k, D_v=shape.head_dim_v,
+        key_itemsize=shape.key_dtype.itemsize,
+    )  # fmt: skip
+    if not part.decode_splits:
+        return pass_cost(which, problem, tiles, part.visible_tiles(*tiles))
+    visible = part.visible_tiles(S_q, tiles[1])
+    problem = replace(problem, H=shape.heads_kv, S=_decode_rows(part, shape))
+    return pass_cost(which, problem, (problem.S, tiles[1]), visible)
 
 
 def _bytes_in_memory(t: Tensor) -> int:
@@ -184,9 +263,11 @@ def _is_copy(t: Tensor | None, given: Tensor | None) -> bool:
     return t is not given and t is not None and t.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
 
 
-def _describe(q: Tensor, k: Tensor, v: Tensor) -> str:
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip(_ops.DIFFERENTIABLE, (q, k, v), strict=False))
-    return f"flash_attn of {shapes}, {str(q.dtype).removeprefix('torch.')} on {q.device}"
+def describe(function: str, **tensors: Tensor) -> str:
+    """A call in one line."""
+    first = next(iter(tensors.values()))
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+    return f"{function} of {shapes}, {str(first.dtype).removeprefix('torch.')} on {first.device}"
 
 
 def _size(count: float) -> str:

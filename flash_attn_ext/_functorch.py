@@ -239,8 +239,8 @@ def _unpacked(t):
     return (None, None) if t is None else forward_ad.unpack_dual(t)
 
 
-def autocast_forms(*tensors):
-    """What the autocast of attention's tensors makes, without its values: for _explain.py."""
+def cast_without_values(tensors, rules):
+    """What autocast makes of an operator's tensors, without its values: for _explain.py."""
 
     def form(t, rule):
         if t is None:
@@ -248,7 +248,7 @@ def autocast_forms(*tensors):
         dtype = _autocast(t.new_empty(0), rule.autocast).dtype
         return t if dtype == t.dtype else torch.empty_like(t, dtype=dtype)
 
-    return tuple(form(t, rule) for t, rule in zip(tensors, _ops.TENSORS, strict=True))
+    return tuple(form(t, rule) for t, rule in zip(tensors, rules, strict=True))
 
 
 def _autocast(t, rule):

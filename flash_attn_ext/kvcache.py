@@ -91,12 +91,7 @@ def flash_attn_with_kvcache(
 
     Source: Dao et al., "Flash-Decoding", 2023; Kwon et al., "PagedAttention", 2023 (arXiv 2309.06180).
     """
-    if qv is not None:
-        raise NotImplementedError("qv: got a tensor; allowed: None. Its kernel does not exist here")
-    block_table = one_of("page_table", page_table, "block_table", block_table)
-    sink = one_of("learnable_sink", learnable_sink, "sink", sink)
-    if block_table is not None and cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx: got one with block_table; allowed: one of them")
+    block_table, sink = with_one_name(qv, page_table, block_table, learnable_sink, sink, cache_batch_idx)
     if some_dtensor(q, k_cache, v_cache, k, v):
         from .distributed import _dtensor_packed  # which imports torch.distributed.tensor
 
@@ -108,6 +103,43 @@ def flash_attn_with_kvcache(
             return_softmax_lse=return_softmax_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
             max_seqlen_q=max_seqlen_q, rotary_seqlens=rotary_seqlens,
         )  # fmt: skip
+    append, attend = operator_arguments(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
+        rotary_seqlens=rotary_seqlens, k_descale=k_descale, v_descale=v_descale, tree_mask=tree_mask, sink=sink,
+    )  # fmt: skip
+    if append is not None:
+        rotated, attend["seqused_k"] = _ops.append_to_cache(**append)
+        if rotary_cos is not None:
+            attend["query"] = rotated
+    out, lse = _ops.attention_cache(**attend)
+    if cu_seqlens_q is None:
+        out = out.unflatten(0, q.shape[:2])
+        lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return (out, lse) if return_softmax_lse else out
+
+
+def with_one_name(qv, page_table, block_table, learnable_sink, sink, cache_batch_idx):
+    """block_table and sink, whichever of their names was used."""
+    if qv is not None:
+        raise NotImplementedError("qv: got a tensor; allowed: None. Its kernel does not exist here")
+    block_table = one_of("page_table", page_table, "block_table", block_table)
+    sink = one_of("learnable_sink", learnable_sink, "sink", sink)
+    if block_table is not None and cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx: got one with block_table; allowed: one of them")
+    return block_table, sink
+
+
+def operator_arguments(
+    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+    softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, *, cu_seqlens_q,
+    cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, k_descale, v_descale, tree_mask, sink,
+) -> tuple[dict | None, dict]:  # fmt: skip
+    """The arguments of append_to_cache, None if nothing is appended, and of attention_cache, in their schemas' order.
+
+    The latter has the queries and lengths from before: rotated and longer ones are results of append_to_cache.
+    """
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         if t.dim() != 4:
             raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: (caches or pages, rows, heads_k, head_dim)")
@@ -123,28 +155,52 @@ def flash_attn_with_kvcache(
         cache_seqlens, batch, k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1]), q
     )
     window = None if tuple(window_size) in ((-1, -1), (None, None)) else tuple(window_size)
-    rows, scales = q.reshape(-1, *q.shape[-2:]), (_as_scale(k_descale, k_cache), _as_scale(v_descale, v_cache))
+    rows = q.reshape(-1, *q.shape[-2:])
+    scales = {"key_scale": _as_scale(k_descale, k_cache), "value_scale": _as_scale(v_descale, v_cache)}
+    append = None
     if k is not None:
         k, v, cu_seqlens_new = _new_rows(k, v, batch, cu_seqlens_k_new)
-        rotated, lengths = _ops.append_to_cache(
-            rows, k, v, k_cache, v_cache, cu_seqlens, cu_seqlens_new, lengths, rotary_cos, rotary_sin, rotary_seqlens,
-            cache_batch_idx, cache_leftpad, block_table, *scales, interleaved=rotary_interleaved,
-            queries_move=bool(causal) or window is not None,
-        )  # fmt: skip
-        rows = rows if rotary_cos is None else rotated
+        append = {
+            "query": rows,
+            "key": k,
+            "value": v,
+            "key_cache": k_cache,
+            "value_cache": v_cache,
+            "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_k_new": cu_seqlens_new,
+            "cache_seqlens": lengths,
+            "rotary_cos": rotary_cos,
+            "rotary_sin": rotary_sin,
+            "rotary_seqlens": rotary_seqlens,
+            "cache_batch_idx": cache_batch_idx,
+            "cache_leftpad": cache_leftpad,
+            "block_table": block_table,
+            **scales,
+            "interleaved": rotary_interleaved,
+            "queries_move": bool(causal) or window is not None,
+        }
     options = operator_options(
         0.0, False, softmax_scale, "lower_right" if causal else None, window, softcap, alibi_slopes, num_splits, None,
         False,
     )  # fmt: skip
-    out, lse = _ops.attention_cache(
-        rows, k_cache, v_cache, alibi_slopes, cu_seqlens, lengths, cache_batch_idx, cache_leftpad, block_table, *scales,
-        _as_tree_mask(tree_mask, packed), sink,
-        **checked_options(options) | {"lower_right": True, "max_seqlen_q": longest},
-    )  # fmt: skip
-    if not packed:
-        out = out.unflatten(0, q.shape[:2])
-        lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
-    return (out, lse) if return_softmax_lse else out
+    attend = {
+        "query": rows,
+        "key": k_cache,
+        "value": v_cache,
+        "alibi_slopes": alibi_slopes,
+        "cu_seqlens_q": cu_seqlens,
+        "seqused_k": lengths,
+        "batch_idx": cache_batch_idx,
+        "leftpad": cache_leftpad,
+        "block_table": block_table,
+        **scales,
+        "tree_mask": _as_tree_mask(tree_mask, packed),
+        "sink": sink,
+        **checked_options(options),
+        "lower_right": True,
+        "max_seqlen_q": longest,
+    }
+    return append, attend
 
 
 def one_of(name: str, value: Tensor | None, other: str, known: Tensor | None) -> Tensor | None:

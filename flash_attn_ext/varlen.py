@@ -92,6 +92,22 @@ def flash_attn_varlen(
             enable_gqa=enable_gqa, causal=causal, window=window, softcap=softcap, num_splits=num_splits,
             unified_max=unified_max, deterministic=deterministic,
         )  # fmt: skip
+    tensors, options = operator_arguments(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, dropout_p, is_causal,
+        scale, enable_gqa, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink,
+        seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state, num_splits=num_splits, unified_max=unified_max,
+        deterministic=deterministic,
+    )  # fmt: skip
+    out, lse = attention_varlen(*tensors, **options)
+    return (out, lse) if return_lse else out
+
+
+def operator_arguments(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, dropout_p, is_causal, scale,
+    enable_gqa, *, causal, window, softcap, alibi_slopes, sink, seqused_q, seqused_k, rng_state, num_splits,
+    unified_max, deterministic,
+) -> tuple[tuple[Tensor | None, ...], dict]:  # fmt: skip
+    """The operator's tensors, in the order of its schema, and its options, from those of :func:`flash_attn_varlen`."""
     options = operator_options(
         dropout_p, is_causal, scale, causal, window, softcap, alibi_slopes, num_splits, unified_max, deterministic
     )
@@ -111,12 +127,10 @@ def flash_attn_varlen(
     if attn_mask is not None and attn_mask.dim() == 2:
         attn_mask = attn_mask[None]
         tensors = (*tensors[:3], attn_mask, *tensors[4:])
-    keywords = checked_options(options) | {
+    return tensors, checked_options(options) | {
         "max_seqlen_q": _as_type("int?", "max_seqlen_q", max_seqlen_q),
         "max_seqlen_k": _as_type("int?", "max_seqlen_k", max_seqlen_k),
     }
-    out, lse = attention_varlen(*tensors, **keywords)
-    return (out, lse) if return_lse else out
 
 
 def flash_attn_jagged(

@@ -139,7 +139,7 @@ Gradients attention_backward_cpu(const AttentionBackwardTensors& given,
   Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
   if (given.lse.numel() == 0 || given.key.size(2) == 0) return without_scores(result, given.grad_lse);
 
-  const PackedBackward packed = pack_backward(given, options, result);
+  const PackedBackward packed = pack_backward(given, options, result, given.query.size(0));
   run(&cpu::Kernels::backward, packed.params);
   store_per_head_gradients(packed, result);
   return result;
@@ -169,7 +169,7 @@ Gradients attention_double_backward_cpu(const AttentionDoubleBackwardTensors& gi
   const Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
   if (given.lse.numel() == 0 || given.key.size(2) == 0)
     return without_scores(result);  // linear in what is left
-  const PackedDoubleBackward packed = pack_double_backward(given, options, result);
+  const PackedDoubleBackward packed = pack_double_backward(given, options, result, given.query.size(0));
   run(&cpu::Kernels::double_backward, packed.params);
   store_per_head_gradients(packed.backward, result);
   return result;
@@ -284,12 +284,19 @@ at::Tensor dropout_mask_cpu(const at::Tensor& rng_state, int64_t batch, int64_t 
   return kept;
 }
 
-bool has_scores(const Sizes& z) { return z.batch * z.heads * z.seqlen_q * z.seqlen_k != 0; }
+// Whether a call comes to its kernel: the functions above return before where it has nothing to compute.
+bool runs_kernel(const AttentionParams& p) {
+  const Sizes& z = p.sizes;
+  if (!p.varlen) return z.batch * z.heads * z.seqlen_q * z.seqlen_k != 0;
+  const bool is_cache = !p.varlen.cu_seqlens_k;
+  const int64_t keys = is_cache ? p.varlen.cache.caches * z.seqlen_k : p.varlen.total_k;
+  return z.heads * p.varlen.total_q != 0 && (keys != 0 || (p.sink && !is_cache));
+}
 
 template <class Params>
 KernelChoice choose(PassOf<Params> of, const Params& params) {
   KernelChoice choice;
-  if (!has_scores(params.sizes)) return choice;
+  if (!runs_kernel(params)) return choice;
   choice.refusal = refusal_of(params);
   if (!choice.refusal.empty()) return choice;
   choice.kernel = cpu::active_kernels().isa;
@@ -301,18 +308,17 @@ KernelChoice choose(PassOf<Params> of, const Params& params) {
 
 }  // namespace
 
-KernelChoice choose_on_cpu(const AttentionParams& params) {
-  KernelChoice choice = choose(&cpu::Kernels::forward, params);
-  if (choice.kernel.empty()) return choice;
-  const cpu::Kernels& kernels = cpu::active_kernels();
-  choice.decode_splits = kernels.decode_splits(params);
-  if (choice.decode_splits == 0)
-    choice.why_not.push_back("decode: for at most " + std::to_string(kernels.decode_max_queries) +
-                             " queries, or where num_splits or unified_max asks for it");
-  return choice;
+KernelChoice choose_on_cpu(const AttentionParams& params) { return choose(&cpu::Kernels::forward, params); }
+KernelChoice choose_on_cpu(const BackwardParams& params) { return choose(&cpu::Kernels::backward, params); }
+
+int64_t decode_splits_on_cpu(const AttentionParams& params) {
+  return cpu::active_kernels().decode_splits(params);
 }
 
-KernelChoice choose_on_cpu(const BackwardParams& params) { return choose(&cpu::Kernels::backward, params); }
+std::string why_not_decode_on_cpu() {
+  return "decode: for at most " + std::to_string(cpu::active_kernels().decode_max_queries) +
+         " queries, or where num_splits or unified_max asks for it";
+}
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
   implement<Attention, attention_cpu>(m);

@@ -56,7 +56,7 @@ Gradients attention_backward_cuda(const AttentionBackwardTensors& given,
   check_storages(given);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   const Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
-  const PackedBackward packed = pack_backward(given, options, result);
+  const PackedBackward packed = pack_backward(given, options, result, given.query.size(0));
   run(cuda::select_backward(packed.params), packed.params, given.query.options());
   store_per_head_gradients(packed, result);
   return result;
@@ -78,7 +78,7 @@ Gradients attention_double_backward_cuda(const AttentionDoubleBackwardTensors& g
   check_storages(given);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   const Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
-  const PackedDoubleBackward packed = pack_double_backward(given, options, result);
+  const PackedDoubleBackward packed = pack_double_backward(given, options, result, given.query.size(0));
   run(cuda::select_double_backward(packed.params), packed.params, given.query.options());
   store_per_head_gradients(packed.backward, result);
   return result;

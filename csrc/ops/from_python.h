@@ -28,6 +28,13 @@ inline bool from_python(PyObject* object, int64_t& value) {
   return !overflow;
 }
 
+inline bool from_python(PyObject* object, c10::SymInt& value) {
+  int64_t integer = 0;
+  if (!from_python(object, integer)) return false;
+  value = integer;
+  return true;
+}
+
 inline bool from_python(PyObject* object, double& value) {
   if (PyFloat_Check(object)) {
     value = PyFloat_AS_DOUBLE(object);

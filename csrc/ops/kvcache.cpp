@@ -24,17 +24,22 @@ AttentionResult empty_cache_result(const CacheTensors& in) {
           at::empty_symint({heads, rows}, in.query.options().dtype(accumulate_type(in.query)))};
 }
 
-PackedCache pack_cache(const CacheTensors& given, const CacheOptions& options,
-                       const AttentionResult& result) {
-  PackedCache packed;
-  CacheTensors& in = packed.tensors;
-  in = given;
+CacheTensors readable(const CacheTensors& given) {
+  CacheTensors in = given;
   for (at::Tensor* t : {&in.query, &in.key, &in.value}) *t = readable_rows(*t);
   for (at::Tensor* t : {&in.cu_seqlens_q, &in.seqused_k}) *t = t->contiguous();
   for (OptionalTensor* t : {&in.batch_idx, &in.leftpad, &in.block_table})
     if (*t) *t = (*t)->contiguous();
   for (OptionalTensor* t : {&in.alibi_slopes, &in.sink})
     if (*t) *t = (*t)->to(accumulate_type(in.query));
+  return in;
+}
+
+PackedCache pack_cache(const CacheTensors& given, const CacheOptions& options,
+                       const AttentionResult& result) {
+  PackedCache packed;
+  packed.tensors = readable(given);
+  const CacheTensors& in = packed.tensors;
 
   AttentionTensors tensors;
   tensors.query = in.query.transpose(0, 1).unsqueeze(0);

@@ -60,9 +60,9 @@ Params pack_per_head(const OptionalTensor& t) {
 }
 
 // One for each head: kernels write these, and store_per_head_gradients() sums them up.
-at::Tensor empty_per_head(const at::Tensor& gradient, const AttentionBackwardTensors& given) {
+at::Tensor empty_per_head(const at::Tensor& gradient, const AttentionBackwardTensors& given, int64_t batch) {
   if (!gradient.defined()) return {};
-  return at::empty({given.query.size(0), given.query.size(1)}, given.lse.options());
+  return at::empty({batch, given.query.size(1)}, given.lse.options());
 }
 
 void* data_or_null(const at::Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; }
@@ -153,15 +153,15 @@ AttentionParams pack_attention(const AttentionTensors& in, const at::Tensor& out
 }
 
 PackedBackward pack_backward(const AttentionBackwardTensors& given, const AttentionBackwardOptions& options,
-                             const Gradients& result) {
+                             const Gradients& result, int64_t batch) {
   PackedBackward packed;
   packed.tensors = readable(given.forward());
   packed.out = readable_rows(given.out);
   packed.lse = given.lse.contiguous();
   packed.dout = given.grad_out ? readable_rows(*given.grad_out) : zeros_like_one_row(given.out);
   if (given.grad_lse) packed.dlse = given.grad_lse->contiguous();
-  packed.dslopes_per_head = empty_per_head(result.alibi_slopes, given);
-  packed.dsink_per_head = empty_per_head(result.sink, given);
+  packed.dslopes_per_head = empty_per_head(result.alibi_slopes, given, batch);
+  packed.dsink_per_head = empty_per_head(result.sink, given, batch);
 
   BackwardParams& p = packed.params;
   static_cast<AttentionParams&>(p) =
@@ -200,9 +200,10 @@ PackedJvp pack_jvp(const AttentionJvpTensors& given, const AttentionOptions& opt
 }
 
 PackedDoubleBackward pack_double_backward(const AttentionDoubleBackwardTensors& given,
-                                          const AttentionBackwardOptions& options, const Gradients& result) {
+                                          const AttentionBackwardOptions& options, const Gradients& result,
+                                          int64_t batch) {
   PackedDoubleBackward packed;
-  packed.backward = pack_backward(given.backward(), options, result);
+  packed.backward = pack_backward(given.backward(), options, result, batch);
   packed.tangents = readable(given.tangents(), given.query);
   if (!packed.tangents.query) packed.tangents.query = zeros_like_one_row(given.query);
   if (!packed.tangents.key) packed.tangents.key = zeros_like_one_row(given.key);

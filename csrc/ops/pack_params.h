@@ -33,9 +33,10 @@ struct PackedBackward {
   BackwardParams params;
 };
 
-// `result` is from empty_gradients(); kernels write to it, all but the gradients of slopes and sink.
+// `result` is from empty_gradients(); kernels write to it, all but the gradients of slopes and sink, of which they write
+// a part for each of `batch` batches (packed: sequences) and head.
 PackedBackward pack_backward(const AttentionBackwardTensors& given, const AttentionBackwardOptions& options,
-                             const Gradients& result);
+                             const Gradients& result, int64_t batch);
 
 // After the kernels: the gradients of slopes and sink in their own shapes.
 void store_per_head_gradients(const PackedBackward& packed, const Gradients& result);
@@ -57,6 +58,7 @@ struct PackedDoubleBackward {
   DoubleBackwardParams params;
 };
 PackedDoubleBackward pack_double_backward(const AttentionDoubleBackwardTensors& given,
-                                          const AttentionBackwardOptions& options, const Gradients& result);
+                                          const AttentionBackwardOptions& options, const Gradients& result,
+                                          int64_t batch);
 
 }  // namespace flash_attn_ext

@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include "../core/mask.h"
+#include "../core/sequence.h"
 #include "../core/splits.h"
 #include "checks.h"
 #include "outputs.h"
@@ -12,16 +13,16 @@
 namespace flash_attn_ext {
 namespace {
 
-// A tensor with the size, strides and dtype of `form` at `address`, on any device. Nobody reads its elements: params
+// A tensor with the sizes, strides and dtype of `like` at `address`, on any device. Nobody reads its elements: params
 // are packed from it as from the tensor itself.
-at::Tensor without_elements(const void* address, const at::Tensor& form) {
-  return at::from_blob(const_cast<void*>(address), form.sizes(), form.strides(),
-                       at::TensorOptions(form.scalar_type()));
+at::Tensor without_elements(const void* address, const at::Tensor& like) {
+  return at::from_blob(const_cast<void*>(address), like.sizes(), like.strides(),
+                       at::TensorOptions(like.scalar_type()));
 }
 
 // For memory that is still to be allocated: aligned as allocators do it.
-at::Tensor not_allocated(const at::Tensor& form) {
-  return form.defined() ? without_elements(reinterpret_cast<void*>(uintptr_t{1} << 20), form) : at::Tensor();
+at::Tensor not_allocated(const at::Tensor& like) {
+  return like.defined() ? without_elements(reinterpret_cast<void*>(uintptr_t{1} << 20), like) : at::Tensor();
 }
 
 at::Tensor meta_like(const at::Tensor& t) {
@@ -30,34 +31,47 @@ at::Tensor meta_like(const at::Tensor& t) {
 
 int64_t bytes_of(const at::Tensor& t) { return t.defined() ? static_cast<int64_t>(t.nbytes()) : 0; }
 
-// The tensors of a call without their elements.
-struct Forms {
-  AttentionTensors given;     // as the caller passed them, on the Meta device
-  AttentionTensors readable;  // as kernels read them
-  int64_t copied_bytes = 0;   // of those that have to be copied for that
+// The tensors of a call without their elements. Offsets, lengths and tables of pages keep theirs, on the CPU: what
+// there is to compute depends on them.
+template <class Tensors>
+struct Placeholders {
+  Tensors given;             // as the caller passed them, on the Meta device
+  Tensors readable;          // as kernels read them
+  int64_t copied_bytes = 0;  // of those that have to be copied for that
 };
 
-Forms forms_of(const AttentionTensors& tensors) {
-  Forms forms;
-  forms.given = tensors;
-  for_each_tensor(forms.given, [](const TensorRule&, auto& t) {
-    if (tensor_or_null(t)) t = meta_like(*tensor_or_null(t));
+template <class Tensors>
+Placeholders<Tensors> placeholders_of(const Tensors& tensors) {
+  Placeholders<Tensors> placeholders;
+  placeholders.given = tensors;
+  const auto is_number = [](size_t n) { return Tensors::kRules[n].dtype == DtypeRule::kIndex; };
+  size_t n = 0;
+  for_each_tensor(placeholders.given, [&](const TensorRule&, auto& t) {
+    if (tensor_or_null(t)) t = is_number(n) ? tensor_or_null(t)->cpu() : meta_like(*tensor_or_null(t));
+    ++n;
   });
-  forms.readable = readable(forms.given);
-  auto fill = [&](const auto& given, const auto& form, auto& readable) {
+  placeholders.readable = readable(placeholders.given);
+  n = 0;
+  auto fill = [&](const auto& given, const auto& meta, auto& readable) {
+    const bool number = is_number(n++);
     if (!tensor_or_null(given)) return;
     const at::Tensor& r = *tensor_or_null(readable);
-    if (r.is_same(*tensor_or_null(form))) {
-      readable = without_elements(tensor_or_null(given)->const_data_ptr(), r);
-    } else {
-      forms.copied_bytes += bytes_of(r);
-      readable = not_allocated(r);
-    }
+    const bool copied = !r.is_same(*tensor_or_null(meta));
+    if (copied) placeholders.copied_bytes += bytes_of(r);
+    if (number) return;
+    readable = copied ? not_allocated(r) : without_elements(tensor_or_null(given)->const_data_ptr(), r);
   };
-#define FA_FILL(name, ...) fill(tensors.name, forms.given.name, forms.readable.name);
-  FA_ATTENTION_TENSORS(FA_FILL)
-#undef FA_FILL
-  return forms;
+  std::apply(
+      [&](const auto&... given) {
+        std::apply(
+            [&](const auto&... meta) {
+              std::apply([&](auto&... readable) { (fill(given, meta, readable), ...); },
+                         placeholders.readable.tie());
+            },
+            placeholders.given.tie());
+      },
+      tensors.tie());
+  return placeholders;
 }
 
 // The Meta device has shapes and no kernels: a plan for it says what is allocated, and no more.
@@ -70,12 +84,90 @@ KernelChoice choose(const Params& params, at::Device device) {
   return {};
 }
 
-Plan plan_of(const AttentionParams& params, KernelChoice choice, bool deterministic) {
+template <class Params>
+Plan plan_of(const Params& params, at::Device device) {
   Plan plan;
-  plan.choice = std::move(choice);
+  plan.choice = choose(params, device);
+  const int64_t sequences = params.varlen ? params.sizes.batch : 1;
+  for (int64_t b = 0; b < sequences; ++b) {
+    const AttentionParams p = of_sequence<AttentionParams>(params, b);
+    plan.parts.push_back({p.sizes, p.band});
+  }
+  return plan;
+}
+
+bool has_scores(const Sizes& z) { return z.batch * z.heads * z.seqlen_q * z.seqlen_k != 0; }
+
+Plan forward_plan(const AttentionParams& params, at::Device device, const AttentionResult& result,
+                  int64_t copied_bytes, bool deterministic) {
+  Plan plan = plan_of(params, device);
   plan.deterministic = deterministic;
-  plan.sizes = params.sizes;
-  plan.band = params.band;
+  if (device.is_cpu() && !plan.choice.kernel.empty()) {
+    bool any = false;
+    for (size_t b = 0; b < plan.parts.size(); ++b) {
+      if (!has_scores(plan.parts[b].sizes)) continue;
+      plan.parts[b].decode_splits = decode_splits_on_cpu(of_sequence(params, static_cast<int64_t>(b)));
+      any = any || plan.parts[b].decode_splits > 0;
+    }
+    if (!any) plan.choice.why_not.push_back(why_not_decode_on_cpu());
+  }
+  plan.bytes = {{"out", bytes_of(result.out)},
+                {"lse", bytes_of(result.lse)},
+                {"workspace", plan.choice.workspace_bytes},
+                {"copies", copied_bytes}};
+  return plan;
+}
+
+AttentionResult not_allocated(const AttentionResult& result) {
+  return {not_allocated(result.out), not_allocated(result.lse)};
+}
+
+Gradients not_allocated(Gradients gradients) {
+  std::apply([](auto&... grad) { ((grad = not_allocated(grad)), ...); }, gradients.tie());
+  return gradients;
+}
+
+// The tensors and options of a backward whose forward had these.
+template <class Tensors, class Forward>
+Tensors backward_tensors(const Forward& forward, const AttentionResult& result) {
+  Tensors tensors;
+  tensors.set_forward(forward);
+  tensors.out = not_allocated(result.out);
+  tensors.lse = not_allocated(result.lse);
+  tensors.grad_out = tensors.out;
+  return tensors;
+}
+
+template <class Options, class Forward>
+Options backward_options(const Forward& forward, const GradFlags& grad_mask) {
+  Options options;
+  options.set_forward(forward);
+  options.grad_mask = grad_mask;
+  return options;
+}
+
+template <class Tensors>
+Plan backward_plan(const PackedBackward& packed, const Tensors& given, const Gradients& gradients,
+                   int64_t copied_bytes) {
+  Plan plan = plan_of(packed.params, given.query.device());
+  plan.deterministic = packed.params.deterministic;
+  auto name = std::begin(Gradients::kNames);
+  std::apply(
+      [&](const auto&... grad) {
+        (plan.bytes.emplace_back(std::string("d") + *name++, bytes_of(grad)), ...);
+      },
+      gradients.tie());
+  // Per batch and head, and, where the slopes are the same for all batches, once more per head. So for the sink.
+  int64_t per_head_bytes = 0;
+  auto add_per_head = [&](const at::Tensor& per_head, const OptionalTensor& t) {
+    const int64_t bytes = bytes_of(per_head);
+    per_head_bytes += bytes;
+    if (bytes > 0 && t->dim() == 1) per_head_bytes += bytes / packed.params.sizes.batch;
+  };
+  add_per_head(packed.dslopes_per_head, given.alibi_slopes);
+  add_per_head(packed.dsink_per_head, given.sink);
+  plan.bytes.emplace_back("workspace", plan.choice.workspace_bytes + per_head_bytes);
+  plan.bytes.emplace_back("copies", copied_bytes);
   return plan;
 }
 
@@ -98,7 +190,7 @@ int64_t sum_of_quotients(int64_t count, int64_t first, int64_t step, int64_t div
 
 }  // namespace
 
-int64_t Plan::visible_tiles(int64_t block_q, int64_t block_k) const {
+int64_t PlanPart::visible_tiles(int64_t block_q, int64_t block_k) const {
   const int64_t blocks = sizes.seqlen_q / block_q;  // whole ones
   const int64_t last_rows = sizes.seqlen_q % block_q;
   int64_t tiles = 0;
@@ -127,57 +219,51 @@ int64_t Plan::visible_tiles(int64_t block_q, int64_t block_k) const {
 
 Plan plan_attention(const AttentionTensors& given, const AttentionOptions& options) {
   check_attention(given, options);
-  const Forms forms = forms_of(given);
-  const auto [out, lse] = empty_result(forms.given);
-  const AttentionParams params =
-      pack_attention(forms.readable, not_allocated(out), not_allocated(lse), options);
-  Plan plan = plan_of(params, choose(params, given.query.device()), options.deterministic);
-  plan.bytes = {{"out", bytes_of(out)},
-                {"lse", bytes_of(lse)},
-                {"workspace", plan.choice.workspace_bytes},
-                {"copies", forms.copied_bytes}};
-  return plan;
+  const auto placeholders = placeholders_of(given);
+  const AttentionResult result = empty_result(placeholders.given), place = not_allocated(result);
+  const AttentionParams params = pack_attention(placeholders.readable, place.out, place.lse, options);
+  return forward_plan(params, given.query.device(), result, placeholders.copied_bytes, options.deterministic);
 }
 
 Plan plan_attention_backward(const AttentionTensors& given, const AttentionOptions& options,
                              const GradFlags& grad_mask) {
   check_attention(given, options);
-  const Forms forms = forms_of(given);
-  const auto [out, lse] = empty_result(forms.given);
-  const Gradients gradients = empty_gradients(forms.given, GradMask(grad_mask));
-  Gradients results = gradients;
-  std::apply([](auto&... grad) { ((grad = not_allocated(grad)), ...); }, results.tie());
+  const auto placeholders = placeholders_of(given);
+  const Gradients gradients = empty_gradients(placeholders.given, GradMask(grad_mask));
+  const PackedBackward packed = pack_backward(
+      backward_tensors<AttentionBackwardTensors>(placeholders.readable, empty_result(placeholders.given)),
+      backward_options<AttentionBackwardOptions>(options, grad_mask), not_allocated(gradients),
+      given.query.size(0));
+  return backward_plan(packed, given, gradients, placeholders.copied_bytes);
+}
 
-  AttentionBackwardTensors tensors;
-  tensors.set_forward(forms.readable);
-  tensors.out = not_allocated(out);
-  tensors.lse = not_allocated(lse);
-  tensors.grad_out = tensors.out;
-  AttentionBackwardOptions backward_options;
-  backward_options.set_forward(options);
-  backward_options.grad_mask = grad_mask;
-  const PackedBackward packed = pack_backward(tensors, backward_options, results);
+Plan plan_varlen(const VarlenTensors& given, const VarlenOptions& options) {
+  check_varlen(given, options);
+  const auto placeholders = placeholders_of(given);
+  const AttentionResult result = empty_varlen_result(placeholders.given);
+  const PackedVarlen packed = pack_varlen(placeholders.readable, options, not_allocated(result));
+  return forward_plan(packed.params, given.query.device(), result, placeholders.copied_bytes,
+                      options.deterministic);
+}
 
-  Plan plan =
-      plan_of(packed.params, choose(packed.params, given.query.device()), packed.params.deterministic);
-  auto name = std::begin(Gradients::kNames);
-  std::apply(
-      [&](const auto&... grad) {
-        (plan.bytes.emplace_back(std::string("d") + *name++, bytes_of(grad)), ...);
-      },
-      gradients.tie());
-  // Per batch and head, and, where the slopes are the same for all batches, once more per head. So for the sink.
-  int64_t per_head_bytes = 0;
-  auto add_per_head = [&](const at::Tensor& per_head, const OptionalTensor& t) {
-    const int64_t bytes = bytes_of(per_head);
-    per_head_bytes += bytes;
-    if (bytes > 0 && t->dim() == 1) per_head_bytes += bytes / given.query.size(0);
-  };
-  add_per_head(packed.dslopes_per_head, given.alibi_slopes);
-  add_per_head(packed.dsink_per_head, given.sink);
-  plan.bytes.emplace_back("workspace", plan.choice.workspace_bytes + per_head_bytes);
-  plan.bytes.emplace_back("copies", forms.copied_bytes);
-  return plan;
+Plan plan_varlen_backward(const VarlenTensors& given, const VarlenOptions& options,
+                          const GradFlags& grad_mask) {
+  check_varlen(given, options);
+  const auto placeholders = placeholders_of(given);
+  const Gradients gradients = empty_varlen_gradients(placeholders.given, GradMask(grad_mask));
+  const PackedVarlenBackward all = pack_varlen_backward(
+      backward_tensors<VarlenBackwardTensors>(placeholders.readable, empty_varlen_result(placeholders.given)),
+      backward_options<VarlenBackwardOptions>(options, grad_mask), not_allocated(gradients));
+  return backward_plan(all.packed, given, gradients, placeholders.copied_bytes);
+}
+
+Plan plan_cache(const CacheTensors& given, const CacheOptions& options) {
+  check_cache(given, options);
+  const auto placeholders = placeholders_of(given);
+  const AttentionResult result = empty_cache_result(placeholders.given);
+  const PackedCache packed = pack_cache(placeholders.readable, options, not_allocated(result));
+  return forward_plan(packed.params, given.query.device(), result, placeholders.copied_bytes,
+                      options.deterministic);
 }
 
 }  // namespace flash_attn_ext

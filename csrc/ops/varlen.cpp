@@ -22,17 +22,6 @@ AttentionTensors as_batch_of_one(const VarlenTensors& in) {
           in.alibi_slopes, in.sink,       in.rng_state};
 }
 
-VarlenTensors readable(const VarlenTensors& given) {
-  VarlenTensors tensors = given;
-  for (at::Tensor* t : {&tensors.query, &tensors.key, &tensors.value}) *t = readable_rows(*t);
-  for (at::Tensor* t : {&tensors.cu_seqlens_q, &tensors.cu_seqlens_k}) *t = t->contiguous();
-  for (OptionalTensor* t : {&tensors.seqused_q, &tensors.seqused_k})
-    if (*t) *t = (*t)->contiguous();
-  for (OptionalTensor* t : {&tensors.alibi_slopes, &tensors.sink})
-    if (*t) *t = (*t)->to(accumulate_type(given.query));
-  return tensors;
-}
-
 // Makes the params of a batch of one those of its sequences.
 void cut_into_sequences(AttentionParams& p, const VarlenTensors& in, const VarlenOptions& o) {
   VarlenParams& varlen = p.varlen;
@@ -52,6 +41,17 @@ void cut_into_sequences(AttentionParams& p, const VarlenTensors& in, const Varle
 }
 
 }  // namespace
+
+VarlenTensors readable(const VarlenTensors& given) {
+  VarlenTensors tensors = given;
+  for (at::Tensor* t : {&tensors.query, &tensors.key, &tensors.value}) *t = readable_rows(*t);
+  for (at::Tensor* t : {&tensors.cu_seqlens_q, &tensors.cu_seqlens_k}) *t = t->contiguous();
+  for (OptionalTensor* t : {&tensors.seqused_q, &tensors.seqused_k})
+    if (*t) *t = (*t)->contiguous();
+  for (OptionalTensor* t : {&tensors.alibi_slopes, &tensors.sink})
+    if (*t) *t = (*t)->to(accumulate_type(given.query));
+  return tensors;
+}
 
 AttentionResult empty_varlen_result(const VarlenTensors& in) {
   const c10::SymInt rows = in.query.sym_size(0), heads = in.query.sym_size(1), d_v = in.value.sym_size(2);
@@ -125,28 +125,17 @@ void clear_batch_strides(std::initializer_list<Tensor4*> tensors) {
   for (Tensor4* t : tensors) t->stride_b = 0;
 }
 
-// The gradients of slopes and sink are summed up for each sequence and head.
-void allocate_per_head(BackwardParams& p, PackedBackward& packed, const Gradients& result) {
-  const auto per_head = [&](const at::Tensor& gradient, at::Tensor& sums) -> void* {
-    if (!gradient.defined()) return nullptr;
-    sums = at::empty({p.sizes.batch, p.sizes.heads}, packed.lse.options());
-    return sums.mutable_data_ptr();
-  };
-  p.dalibi_slopes = per_head(result.alibi_slopes, packed.dslopes_per_head);
-  p.dsink = per_head(result.sink, packed.dsink_per_head);
-}
-
 }  // namespace
 
 PackedVarlenBackward pack_varlen_backward(const VarlenBackwardTensors& given,
                                           const VarlenBackwardOptions& options, const Gradients& result) {
   PackedVarlenBackward all;
   all.tensors = readable(given.forward());
-  all.packed = pack_backward(backward_as_4d(given, all.tensors), of_one_batch(options), as_4d(result));
+  all.packed = pack_backward(backward_as_4d(given, all.tensors), of_one_batch(options), as_4d(result),
+                             given.cu_seqlens_q.size(0) - 1);
   BackwardParams& p = all.packed.params;
   cut_into_sequences(p, all.tensors, options.forward());
   clear_batch_strides({&p.dout, &p.dq, &p.dk, &p.dv});
-  allocate_per_head(p, all.packed, result);
   return all;
 }
 
@@ -180,11 +169,11 @@ PackedVarlenDoubleBackward pack_varlen_double_backward(const VarlenDoubleBackwar
   tensors.lse = backward.lse;
   tensors.tangent_out = as_4d(given.tangent_out);
   tensors.tangent_lse = given.tangent_lse.unsqueeze(0);
-  all.packed = pack_double_backward(tensors, of_one_batch(options), as_4d(result));
+  all.packed =
+      pack_double_backward(tensors, of_one_batch(options), as_4d(result), given.cu_seqlens_q.size(0) - 1);
   DoubleBackwardParams& p = all.packed.params;
   cut_into_sequences(p, all.tensors, options.forward());
   clear_batch_strides({&p.dout, &p.dq, &p.dk, &p.dv, &p.tangents.q, &p.tangents.k, &p.tangents.v, &p.t_out});
-  allocate_per_head(p, all.packed.backward, result);
   return all;
 }
 

@@ -5,7 +5,7 @@ import re
 import pytest
 import test_errors
 import torch
-from helpers import make_qkv
+from helpers import allocated_by, make_qkv
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn_ext import _ops, active_kernel, available_kernels, explain, flash_attn, force_kernel
@@ -20,14 +20,6 @@ def kernels():
     """Back to what the CPU decides."""
     yield force_kernel
     force_kernel(None)
-
-
-def allocated_by(action):
-    """Bytes that torch's allocator was asked for; and what the action returned."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = action()
-    events = profile.profiler.kineto_results.events()
-    return sum(e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0), result
 
 
 def strided(t):

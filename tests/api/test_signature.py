@@ -179,7 +179,7 @@ def test_tiles_are_counted_in_closed_form(window, tile):
         options = tuple(functional.checked_options(options).values())
         plan = _ops.plan_attention((q, k, v, *[None] * (len(_ops.TENSORS) - 3)), options)
         # A band is a whole interval for each block of rows: what lies between two visible keys counts too.
-        assert plan.visible_tiles(*tile) == tiles_by_rows(*lengths, window, tile)
+        assert plan.parts[0].visible_tiles(*tile) == tiles_by_rows(*lengths, window, tile)
 
 
 def test_explain_of_a_very_long_sequence_and_without_data():

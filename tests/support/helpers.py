@@ -126,3 +126,11 @@ def check_jvp_against_reference(inputs, tangents=None, *, added=ADDED, dropout_p
     exact, theirs = (results_of(reference.attention, t, dense_options) for t in (torch.float64, q.dtype))
     for name, a, b, c in zip(("out", "lse", "t_out", "t_lse"), ours, theirs, exact, strict=True):
         assert_as_exact_as_torch(name, a, b, c, 3 if name.startswith("t_") else 2)
+
+
+def allocated_by(action):
+    """Bytes that torch's allocator was asked for; and what the action returned."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = action()
+    events = profile.profiler.kineto_results.events()
+    return sum(e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0), result
