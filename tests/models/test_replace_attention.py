@@ -121,7 +121,7 @@ class Subclass(nn.MultiheadAttention):
 
 def test_subclasses_are_left_and_reported():
     model = nn.ModuleList([Subclass(E, H), nn.MultiheadAttention(E, H), MultiheadAttention(E, H)])
-    with pytest.warns(UserWarning, match="left '0' as it is: it is a test_patch.Subclass"):
+    with pytest.warns(UserWarning, match="left '0' as it is: it is a test_replace_attention.Subclass"):
         report = replace_attention(model)
     assert type(model[0]) is Subclass
     assert report.replaced == ("1",)

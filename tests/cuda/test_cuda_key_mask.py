@@ -22,7 +22,6 @@ test_both_masks_apply = test_key_mask.test_both_masks_apply
 test_dtypes = test_key_mask.test_dtypes
 test_with_a_band = test_key_mask.test_with_a_band
 test_what_is_masked_may_be_nan = test_key_mask.test_what_is_masked_may_be_nan
-test_forward_and_second_derivatives = test_key_mask.test_forward_and_second_derivatives
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
