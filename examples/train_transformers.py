@@ -3,7 +3,7 @@
 Two copies start from the same weights and see the same text, step by step in turn: one as transformers runs it, and
 one with its attention on flash_attn_ext. What a program of yours has to change is the one line marked below.
 
-    pip install transformers
+    pip install "transformers>=5"
     python examples/train_transformers.py
 """
 
@@ -19,7 +19,7 @@ from stdlib_text import VOCABULARY, load_corpus, random_windows
 try:
     from transformers import LlamaConfig, LlamaForCausalLM
 except ImportError as error:
-    sys.exit(f"this example needs transformers 5 ({error}): pip install transformers")
+    sys.exit(f"this example needs transformers 5 ({error}): pip install 'transformers>=5'")
 
 from flash_attn_ext import active_kernel
 from flash_attn_ext.integrations.transformers import register

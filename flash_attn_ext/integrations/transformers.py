@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
@@ -18,6 +19,9 @@ from ..varlen import flash_attn_varlen
 from .mask_pattern import Pattern, PatternMask, offsets_of, read_packed, read_pattern
 
 __all__ = ["NAME", "continuous_batching", "register"]
+
+if int(transformers.__version__.split(".")[0]) < 5:
+    raise ImportError(f"transformers: got version {transformers.__version__}; allowed: 5 or later")
 
 # transformers takes a name that contains "flash" for flash-attention's own, and imports that.
 NAME = "fa_ext"
