@@ -85,7 +85,7 @@ def deactivate() -> None:
 
 
 def _forget_dispatch() -> None:
-    """torch.compile remembers which kernel an operator has, and would not look again."""
+    """Empties torch.compile's cache of the kernel that this operator has: it would go on tracing the old one."""
     torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
 
 
@@ -95,7 +95,7 @@ def is_active() -> bool:
 
 
 class _Handle:
-    """What torch keeps while an implementation is active, to be able to end it."""
+    """torch keeps it while an implementation is active, and calls `remove` to end that."""
 
     def remove(self) -> None:
         deactivate()
@@ -166,9 +166,9 @@ def explain_sdpa(
 ) -> SdpaExplanation:
     """Whether this call of :func:`torch.nn.functional.scaled_dot_product_attention` runs on our kernels while active.
 
-    Arguments: torch's. It runs nothing, asks the same question as the call would, whether active or not, and does not
-    count in :func:`activation_report`. Calls in compiled code and on other devices than CPU come to other operators of
-    torch, and are not explained: ``why_not`` says so.
+    Arguments: those of torch's function. Nothing runs, whether active or not, and nothing is counted in
+    :func:`activation_report`; the checks are those of the call itself. Calls in compiled code, and on other devices
+    than CPU, go to other operators of torch and are not explained: ``why_not`` says so.
     """
     if query.device.type != "cpu":
         return SdpaExplanation(f"the tensors are on {query.device.type}; only calls on cpu are explained", None)

@@ -13,14 +13,13 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _run_forward(module: nn.Module, args: tuple) -> None:
-    """A forward pre-hook that does nothing; that it is attached is the point.
+    """A forward pre-hook that does nothing. Attaching it makes torch call this module's forward.
 
-    In eval without grad, nn.TransformerEncoderLayer takes the raw weights of its self_attn to one fused torch
-    op and never calls self_attn.forward. It leaves that path when any module below it has a forward hook,
-    since a hook says that this module's call must happen: exactly what we have to say. The other conditions
-    it looks at (`_qkv_same_embed_dim`, `in_proj_bias`, `batch_first`) describe the weights and are read by
-    other code as well, so they stay true. A plain function of this file, so that deepcopy and pickle carry
-    it along.
+    In eval without grad, nn.TransformerEncoderLayer passes the weights of its self_attn to one fused operator of
+    torch and never calls self_attn.forward. It does not take that path when any module below it has a forward
+    hook. (Its other conditions, `_qkv_same_embed_dim`, `in_proj_bias` and `batch_first`, describe the weights.
+    Other code reads them too, so they must stay true.) It is a plain function of this file, so that deepcopy and
+    pickle keep it.
     """
 
 

@@ -1,7 +1,8 @@
-"""torch.func transforms (grad, jacrev, jvp, vmap of grad, ...) cannot pass C++ autograd functions: the same in Python.
+"""The autograd functions of csrc/ops/derivatives.h in Python, for torch.func transforms (grad, jacrev, jvp, vmap, ...).
 
-What calls what is the table in csrc/ops/autograd.cpp, and the formulas are in docs/derivative_formulas.md. Only used
-while a transform is active. Calls without one do not come here: a Python autograd function takes 30 us more.
+torch refuses C++ autograd functions under them. The table in that file says which operator is which derivative, and
+the formulas are in docs/derivative_formulas.md. Calls without a transform do not come here: a Python autograd function
+takes 30 us more.
 """
 
 from collections.abc import Callable
@@ -38,9 +39,9 @@ VARLEN = Family(
 
 
 class _Options(dict):
-    """An operator's options, as one leaf of torch's pytrees: they take a dict apart, and vmap of jvp miscounts then.
+    """An operator's options and its family. One set of autograd functions serves all families.
 
-    With the family of the operator: one set of autograd functions serves all.
+    A class of its own, because torch's pytrees take a plain dict apart, and vmap of jvp then miscounts its arguments.
     """
 
     def __init__(self, family, values):
@@ -81,7 +82,7 @@ def _double_backward(x, out, lse, cotangents, tangents, moved, wanted, options):
 
 
 def _check_is_none_of(family, wanted):
-    """``wanted`` says of each tensor behind the differentiable ones whether its gradient is asked for."""
+    """``wanted``: for each tensor after the differentiable ones, whether its gradient is asked for."""
     for rule, want in zip(family.rules[GRADIENTS:], wanted, strict=True):
         if want:
             raise ValueError(f"{rule.name}: got a tensor that needs a gradient; allowed: one that does not")

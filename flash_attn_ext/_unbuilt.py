@@ -1,7 +1,7 @@
-"""What takes the place of the package's names in a source folder whose extension was not built.
+"""The package's names in a source folder whose extension was not built: each raises, and says what to do.
 
 Python takes a package from the current directory before an installed one, so that `python -m flash_attn_ext.iomodel`
-in a clone runs the clone, also after `pip install .`. iomodel and reference need no extension; the rest says so.
+in a clone runs the clone, also after `pip install .`. iomodel and reference need no extension and work there.
 """
 
 from importlib.machinery import PathFinder

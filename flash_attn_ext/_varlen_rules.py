@@ -13,7 +13,7 @@ def attention_varlen(*tensors, **options):
 
 
 def _loop(op):
-    """Packs of a mapped dimension share no offsets: the operator is called once for each."""
+    """Calls the operator once for each element of the mapped dimension, because each may have other offsets."""
 
     def vmap(info, in_dims, *args, **kwargs):
         return _vmap._loop(op, info.batch_size, tuple(in_dims[: len(args)]), args, kwargs)

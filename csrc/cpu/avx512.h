@@ -1,4 +1,4 @@
-// What the two AVX-512 files share: the intrinsics behind the names that vec/ uses.
+// The AVX-512 intrinsics under the names that vec/ uses, for isa_avx512.cpp and isa_avx512_bf16.cpp.
 #pragma once
 
 #include <immintrin.h>

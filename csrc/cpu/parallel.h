@@ -1,4 +1,4 @@
-// How kernels use threads without knowing who owns them: ops/cpu.cpp lends torch's pool, the C++ tests
+// How kernels use threads, whoever owns them: ops/cpu.cpp passes torch's thread pool, the C++ tests pass
 // std::thread.
 #pragma once
 
@@ -10,7 +10,7 @@ namespace flash_attn_ext::cpu {
 struct Parallel {
   int threads = 1;
   // Calls worker(context, thread) once for each thread in [0, threads), in any order, and returns when all
-  // ended.
+  // calls have ended.
   void (*run)(int threads, void (*worker)(void* context, int thread), void* context) = nullptr;
 };
 

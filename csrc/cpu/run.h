@@ -27,7 +27,7 @@ struct Kernels {
   Pass<JvpParams> jvp;
   Pass<DoubleBackwardParams> double_backward;
   int64_t (*decode_splits)(const AttentionParams&);  // pieces of the keys; 0: the decode kernel does not run
-  int64_t decode_max_queries;                        // up to which it runs unasked
+  int64_t decode_max_queries;                        // up to so many, it runs without being asked for
   void (*append)(const AppendParams&, const Parallel&);
 };
 

@@ -1,5 +1,5 @@
-// What an isa_*.cpp needs before it opens its target region: every standard and shared header, so that no
-// inline function of theirs is compiled for that ISA and then picked by the linker for everybody.
+// What an isa_*.cpp includes before it opens its target region: every standard and shared header. Otherwise an inline
+// function of theirs would be compiled for that ISA, and the linker might choose that copy for all callers.
 #pragma once
 
 #include <algorithm>

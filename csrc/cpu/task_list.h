@@ -1,4 +1,4 @@
-// The tasks of a call, numbered through: those of one sequence of the batch, then those of the next.
+// The numbers of a call's tasks: first those of one sequence of the batch, then those of the next, and so on.
 #pragma once
 
 #include <cstdint>

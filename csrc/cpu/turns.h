@@ -1,4 +1,4 @@
-// Threads that add to the same rows, in an order that does not depend on them.
+// Several tasks add to the same rows, in an order that does not depend on which threads run them.
 #pragma once
 
 #include <atomic>
@@ -8,19 +8,18 @@
 
 namespace flash_attn_ext::cpu {
 
-// One of those who add to the rows of a sum: it follows the one before it. Tasks are drawn in order (parallel.h), so
-// whoever is waited for has begun, and waits for nobody behind it: nothing can lock up.
+// One task that adds to the rows of a sum, after the task before it. Tasks start in order (parallel.h): the task that it
+// waits for has started, and waits for earlier tasks only, so there is no deadlock.
 class Turn {
  public:
-  using Counter =
-      std::atomic<int64_t>;  // rows, from row 0 on, that its owner and all before it have finished
+  using Counter = std::atomic<int64_t>;  // rows, from row 0 on, that its task and all before it have finished
 
   static constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
 
-  // `before`: the counter of the one before; null for the first.
+  // `before`: the counter of the task before; null for the first.
   Turn(const Counter* before, Counter* own) : before_(before), own_(own) {}
 
-  // Returns when all before this one have finished the rows below `end`: they may be added to.
+  // Returns when all tasks before this one have finished the rows below `end`: this one may add to them.
   void wait_for_rows(int64_t end) const {
     constexpr int kSpins = 100;  // a tile takes microseconds
     if (!before_) return;
@@ -28,7 +27,7 @@ class Turn {
       if (n > kSpins) std::this_thread::yield();
   }
 
-  // Hands the rows below `end` on.
+  // Lets the next task add to the rows below `end`.
   void finish_rows(int64_t end) const {
     wait_for_rows(end);
     own_->store(end, std::memory_order_release);

@@ -3,8 +3,8 @@
 namespace flash_attn_ext::cpu {
 namespace {
 
-// Every pass reads every field, but for caches. All fields are named, so that a new one does not compile before
-// somebody has said here which passes read it.
+// Every pass reads every field, except those of caches. This names all fields: a new field does not compile before it
+// is named here too, and its author has thought of the passes that do not read it.
 const char* why_not_any(const AttentionParams& p) {
   const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink, dropout, decode,
                varlen] = p;
@@ -14,7 +14,7 @@ const char* why_not_any(const AttentionParams& p) {
   return nullptr;
 }
 
-// Gradients and tangents are for tensors of the query's dtype, in one piece.
+// Keys in a cache may lie in pages or have 8 bits: nothing is differentiated with respect to them.
 const char* why_not_differentiated(const AttentionParams& p) {
   if (p.varlen && !p.varlen.cu_seqlens_k) return "cpu: caches have no derivatives";
   return why_not_any(p);

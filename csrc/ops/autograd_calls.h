@@ -12,7 +12,8 @@ namespace flash_attn_ext {
 
 using torch::autograd::AutogradContext;
 
-// What autograd has to see of a call: setting up a Function takes longer than attention on a few rows.
+// Which modes of differentiation a call needs. Setting up a Function takes longer than attention of a few rows: a call
+// that needs none goes without.
 struct Differentiated {
   bool reverse = false, forward = false;
 };
@@ -97,10 +98,9 @@ inline GradFlags flags_from(const std::vector<bool>& needs, size_t first) {
   return flags;
 }
 
-// Autograd looks for what needs a gradient among the arguments of a Function's forward, so the tensors are arguments of
-// their own. They come last: the gradients of the `kOthers` before, which are none, are easy to count. What is saved is
-// `given`, with the tangents of forward mode, which the arguments are without: a backward that runs in forward mode
-// must find them.
+// A Function's forward takes `kOthers` arguments without a gradient, and then each tensor as an argument of its own,
+// because autograd looks for tensors among the arguments only. The tensor arguments have no tangents of forward mode.
+// `given`, one of the first arguments, has them, and is what is saved: a backward that runs in forward mode needs them.
 constexpr size_t kOthers = 3;
 
 inline variable_list gradients_of_arguments(size_t count) { return variable_list(kOthers + count); }

@@ -23,10 +23,10 @@ void check_device_and_dtype(const TensorRule& rule, const at::Tensor& t, const a
 void check_shape(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes);
 void check_seed_offset(const char* name, const at::Tensor& t);
 
-// What the sizes have to be among themselves.
+// Checks that the sizes fit each other.
 void check_sizes(const DimSizes& sizes);
 
-// The sizes that the tensors which have to be given say, each the first one that has it.
+// The sizes of a call, each from the first tensor that has it. Optional tensors decide no size.
 template <class Tensors>
 DimSizes sizes_of(const Tensors& in) {
   DimSizes sizes;

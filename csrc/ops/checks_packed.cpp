@@ -7,7 +7,7 @@ namespace flash_attn_ext {
 
 using c10::SymInt;
 
-// The sizes that no tensor says.
+// With the sizes that are not dimensions of a tensor.
 template <class Tensors>
 DimSizes sizes_of_sequences(const Tensors& in) {
   DimSizes sizes = sizes_of(in);
@@ -40,7 +40,8 @@ void check_options(const CacheOptions& options) {
                     "; allowed with a cache: 0");
 }
 
-// On CPU the numbers can be read. On CUDA nobody waits for them: kernels keep inside the tensors whatever they are.
+// The elements of an index tensor on CPU. On CUDA reading them would wait for the GPU: there they are not checked, and
+// kernels stay inside the tensors whatever they are.
 std::vector<int64_t> numbers_of(const at::Tensor& t) {
   const at::Tensor numbers = t.to(at::kLong).contiguous();
   const int64_t* data = numbers.const_data_ptr<int64_t>();
@@ -107,7 +108,7 @@ void check_numbers(const CacheTensors& in, const CacheOptions& options) {
   }
 }
 
-// Positions by which the rows of sequence b turn: those of its new keys and of its queries.
+// The positions by which the rows of a sequence are rotated: those of its new keys and of its queries.
 void check_positions(const char* name, const OptionalTensor& table, int64_t first, int64_t rows) {
   if (!table || rows == 0) return;
   const int64_t positions = table->size(0);

@@ -33,7 +33,7 @@ constexpr double products_of(const BackwardParams&) { return 5.0; }
 constexpr double products_of(const JvpParams&) { return 6.0; }
 constexpr double products_of(const DoubleBackwardParams&) { return 10.0; }
 
-// Small calls run on the calling thread: waking others costs more than they save below about 10 us of work.
+// Small calls run on the calling thread: below about 10 us of work, waking others costs more than they save.
 template <class Params>
 cpu::Parallel threads_for(const Params& p) {
   constexpr double kSerialFlops = 1e6;
@@ -110,7 +110,7 @@ AttentionResult without_keys(AttentionResult result, const OptionalTensor& sink 
   return result;
 }
 
-// And all that moves is the lse of such a row, with the sink.
+// The gradients of such a call: its lse depends on the sink, and nothing else depends on anything.
 Gradients without_scores(Gradients result, const OptionalTensor& grad_lse = std::nullopt) {
   std::apply([](auto&... grad) { ((grad.defined() ? void(grad.zero_()) : void()), ...); }, result.tie());
   if (!result.sink.defined() || !grad_lse) return result;

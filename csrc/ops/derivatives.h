@@ -50,7 +50,7 @@ struct Derivatives : DerivativeCalls<F> {
     }
   };
 
-  // What is no row of FA_ATTENTION_DIFFERENTIABLE would lose its gradient without a word.
+  // Refuses gradients of the tensors that are not in FA_ATTENTION_DIFFERENTIABLE: they would be dropped in silence.
   static void check_others_need_none(const Tensors& given) {
     size_t n = 0;
     for_each_tensor(given, [&](const TensorRule& rule, const auto& optional) {
@@ -116,7 +116,7 @@ struct Derivatives : DerivativeCalls<F> {
       put(result, kFirst,
           double_backward_of(given.forward(), given.out, given.lse, {saved[0], saved[1]}, t, moved,
                              options.forward(), flags_from(needs, kFirst)));
-      return result;  // none for out and lse: what depends on them does so through X
+      return result;  // none for out and lse: they are functions of X, and H has all that goes through them
     }
   };
 

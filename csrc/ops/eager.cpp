@@ -51,7 +51,7 @@ PyObject* attention_if_plain(PyObject*, PyObject* const* arguments, Py_ssize_t c
     Py_RETURN_NONE;
   AttentionResult result;
   {
-    pybind11::gil_scoped_release others_may_run;
+    pybind11::gil_scoped_release without_gil;
     result = call<Attention>(tensors, options);
   }
   PyObject* pair = PyTuple_New(2);

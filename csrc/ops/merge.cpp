@@ -1,5 +1,5 @@
-// attention_merge_: adds what some of the keys gave to a row, out and lse, to what others gave. Context parallel
-// attention calls it for each part of the keys that visits a process (flash_attn_ext/distributed/).
+// attention_merge_: merges two results of attention of the same queries, each over a part of the keys. Context parallel
+// attention calls it for each part of the keys that comes to a process (flash_attn_ext/distributed/).
 //
 //   lse' = log(exp(lse) + exp(part_lse)),  out' = out * exp(lse - lse') + part_out * exp(part_lse - lse')
 //
@@ -83,7 +83,7 @@ void merge_cpu(at::Tensor& out, at::Tensor& lse, const at::Tensor& part_out, con
 void merge(at::Tensor& out, at::Tensor& lse, const at::Tensor& part_out, const at::Tensor& part_lse) {
   check_merge(out, lse, part_out, part_lse);
   const at::Tensor merged = at::logaddexp(lse, part_lse);
-  const auto share = [&](const at::Tensor& of) {  // -inf - -inf: a row that nothing has reached yet
+  const auto share = [&](const at::Tensor& of) {  // a row that no key has reached would be -inf - -inf
     const at::Tensor nothing = of.eq(-std::numeric_limits<double>::infinity());
     return of.sub(merged).exp().masked_fill(nothing, 0.0).unsqueeze(-1);
   };

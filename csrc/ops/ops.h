@@ -1,10 +1,10 @@
-// The operators of this library, declared: each tensor and each option is one row of a list, and nowhere else.
+// Declares the operators of this library: each tensor and each option is one row of a list, and stands nowhere else.
 //
 //   attention            forward; differentiable
 //   attention_backward   its gradients; what autograd.cpp calls, and torch.compile traces
-//   attention_jvp        forward mode: attention and how its results move with the inputs; differentiable
+//   attention_jvp        forward mode: attention and the tangents of its results; differentiable
 //   attention_double_backward   the gradient of <results of attention_jvp, grad_out and grad_lse>, which is also that of
-//                        <results of attention_backward, tangents>. docs/derivative_formulas.md: these are all of second order
+//                        <results of attention_backward, tangents>. Second derivatives need no more: derivative_formulas.md
 //   dropout_mask         what dropout keeps, for tests and for dense references
 //
 // Letters: B batch, H query heads, H_kv key/value heads, S_q and S_k sequence lengths, D head dimension of query and

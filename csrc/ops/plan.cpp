@@ -20,7 +20,7 @@ at::Tensor without_elements(const void* address, const at::Tensor& like) {
                        at::TensorOptions(like.scalar_type()));
 }
 
-// For memory that is still to be allocated: aligned as allocators do it.
+// In the place of a tensor that the call would allocate: at an address that is aligned as those of allocators.
 at::Tensor not_allocated(const at::Tensor& like) {
   return like.defined() ? without_elements(reinterpret_cast<void*>(uintptr_t{1} << 20), like) : at::Tensor();
 }
@@ -220,8 +220,8 @@ int64_t PlanPart::visible_tiles(int64_t block_q, int64_t block_k) const {
 Plan plan_attention(const AttentionTensors& given, const AttentionOptions& options) {
   check_attention(given, options);
   const auto placeholders = placeholders_of(given);
-  const AttentionResult result = empty_result(placeholders.given), place = not_allocated(result);
-  const AttentionParams params = pack_attention(placeholders.readable, place.out, place.lse, options);
+  const AttentionResult result = empty_result(placeholders.given), address = not_allocated(result);
+  const AttentionParams params = pack_attention(placeholders.readable, address.out, address.lse, options);
   return forward_plan(params, given.query.device(), result, placeholders.copied_bytes, options.deterministic);
 }
 

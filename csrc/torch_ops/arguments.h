@@ -1,4 +1,4 @@
-// What the overrides ask about tensors before they take a call, and the memory order of what they return.
+// Which tensors the overrides take, and in which memory order they return results.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@ inline OptionalTensor tensor_or_none(const c10::IValue& argument) {
   return t && t->defined() ? t : OptionalTensor();
 }
 
-// Why (..., S, D) tensors are left to torch; nullptr if our kernels take them.
+// Why a call with these (..., S, D) tensors is left to torch; nullptr if our kernels take it.
 const char* why_not_tensors(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value);
 
 // Why a mask of scaled_dot_product_attention, bool or added to the scores, is left to torch.

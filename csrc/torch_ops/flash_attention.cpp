@@ -1,5 +1,5 @@
-// _flash_attention_forward and its backward: torch's interface to FlashAttention, (B, S, H, D) or packed sequences
-// (T, H, D) with the offsets where each begins. torch.nn.attention.varlen calls it; torch has no kernel for CPU.
+// _flash_attention_forward and its backward: torch's interface to FlashAttention, for (B, S, H, D), or for packed
+// sequences (T, H, D) with their offsets. torch.nn.attention.varlen calls it; torch has no kernel for CPU.
 // On CUDA scaled_dot_product_attention comes to _scaled_dot_product_flash_attention, the same for (B, H, S, D).
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>

@@ -1,6 +1,6 @@
-// _scaled_dot_product_flash_attention_for_cpu and its backward, below autograd: what compiled graphs hold, and
-// what torch.func and torch.jit come to. Both return what torch's kernels would, also in their memory order,
-// so that forward and backward of one call may run on different sides of activate() or deactivate().
+// _scaled_dot_product_flash_attention_for_cpu and its backward, below autograd: the operators in compiled graphs, and
+// those that torch.func and torch.jit call. Both return what torch's kernels would, also in their memory order, so that
+// the forward of a call may run before activate() or deactivate(), and its backward after it.
 #include <ATen/ops/isneginf.h>
 
 #include <cmath>

@@ -55,8 +55,8 @@ constexpr bool kHasCudaKernels = true;
 constexpr bool kHasCudaKernels = false;
 #endif
 
-// torch's kernels, which run what ours leave. They are looked up before the first registration and kept for good: a call may still need
-// its own after deactivate().
+// The kernels that torch has, for the calls that ours do not take. They are looked up before the first registration and
+// never freed: a call that began while active may need its one after deactivate().
 using Originals = std::array<std::optional<c10::SafeKernelFunction>, kOverrides.size()>;
 
 const Originals& originals() {
@@ -135,8 +135,8 @@ void register_all(torch::Library& library, std::index_sequence<index...>) {
   (register_one<index>(library), ...);
 }
 
-// The dispatcher warns about a kernel in place of another, which here is the point. (It does so once in a
-// process, whatever the operator: after this, not again.)
+// The dispatcher warns when a kernel replaces another, which we do on purpose. (It warns once in a process, for
+// whatever operator comes first.)
 struct NoWarnings : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };

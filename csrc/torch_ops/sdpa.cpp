@@ -22,9 +22,10 @@ bool in_torch_func() {
 
 bool needs_grad(const OptionalTensor& t) { return t && at::GradMode::is_enabled() && t->requires_grad(); }
 
-// A traced or transformed call must stay torch's: compiled graphs outlive deactivate(), in torch's caches on
-// disk even this process. torch breaks the call up, and the operator in flash_for_cpu.cpp takes part in the
-// graph, where it stands for both kernels. Calls that torch breaks into matrix products never get there.
+// A traced or transformed call is left to torch, because compiled graphs live longer than the activation: torch's
+// caches on disk keep them for other processes. The graph then has _scaled_dot_product_flash_attention_for_cpu, which
+// runs our kernel while active and torch's otherwise (flash_for_cpu.cpp). Where torch puts matrix products into the
+// graph instead, our kernels are not reached.
 const char* why_not_traced(const at::Tensor& query, const at::Tensor& value, const OptionalTensor& mask,
                            double dropout_p) {
   if (dropout_p > 0) return "traced by torch.compile or torch.func, with dropout";
