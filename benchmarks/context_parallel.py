@@ -1,4 +1,4 @@
-"""Context parallel attention on this machine's CPU: one process with all threads, against two with half of them each.
+"""Context parallel attention on this machine's CPU: one process with all threads or its share, against two with theirs.
 
     python benchmarks/context_parallel.py --S 2048 4096
 
@@ -26,6 +26,8 @@ from harness import environment, machine
 from flash_attn_ext import flash_attn
 from flash_attn_ext.distributed import _exchange, context_parallel_attn, shard_sequence
 from flash_attn_ext.distributed.attention import METHODS
+
+ALONE = "one process, threads:"
 
 
 class Waiting:
@@ -63,18 +65,18 @@ def forward_and_backward(q, k, v, grad, attention):
 
 
 def cases(arguments, whole: list[torch.Tensor], rank: int) -> dict[str, Callable[[], None]]:
-    """What this process does in each case. Alone, one process computes with all threads, and the others wait."""
+    """What this process does in each case. Where one computes alone, the others wait."""
     each = max(arguments.threads // arguments.n, 1)
     own = [shard_sequence(t, 2) for t in whole]
 
-    def alone() -> None:
+    def alone(threads: int) -> None:
         if rank == 0:
-            torch.set_num_threads(arguments.threads)
+            torch.set_num_threads(threads)
             forward_and_backward(*whole, flash_attn)
             torch.set_num_threads(each)
 
     methods = [m for m in METHODS if m != "ulysses" or arguments.H_kv % arguments.n == 0]
-    return {"one process": alone} | {
+    return {f"{ALONE} {threads}": partial(alone, threads) for threads in (arguments.threads, each)} | {
         m: partial(forward_and_backward, *own, partial(context_parallel_attn, method=m)) for m in methods
     }
 
@@ -97,7 +99,7 @@ def work(rank: int, arguments, store: str, results) -> None:
                 waited[name].append(waiting.seconds)
         for name in calls if rank == 0 else ():
             row = {"S": seqlen, "method": name, "seconds": median(seconds[name][1:]), "all_seconds": seconds[name][1:]}
-            if name != "one process":
+            if not name.startswith(ALONE):
                 row["waiting"] = sum(waited[name][1:]) / sum(seconds[name][1:])
             results.put(row)
     if rank == 0:
@@ -129,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = measured(arguments)
     here = {**machine(), "environment": environment()}
     output.write_json({"settings": output.settings(arguments), "machine": here, "rows": rows}, arguments.json)
-    alone = {row["S"]: row["seconds"] for row in rows if row["method"] == "one process"}
+    alone = {row["S"]: row["seconds"] for row in rows if row["method"] == f"{ALONE} {arguments.threads}"}
     cells = [
         (
             str(row["S"]), row["method"], f"{row['seconds'] * 1e3:.1f}", f"{row['seconds'] / alone[row['S']]:.2f}",
@@ -138,9 +140,9 @@ def main(argv: list[str] | None = None) -> int:
         for row in rows
     ]  # fmt: skip
     sizes = ", ".join(f"{name} {getattr(arguments, name)}" for name in ("B", "H", "H_kv", "D", "dtype"))
-    processes = f"one process with {arguments.threads} threads, {arguments.n} with {arguments.threads // arguments.n}"
+    processes = f"{arguments.n} processes with {max(arguments.threads // arguments.n, 1)} threads each"
     title = f"{here['cpu']}, {here['isa']}, torch {here['torch']}. Causal, forward and backward, {sizes}; {processes}."
-    output.write_text([title, output.table(("S", "", "ms", "of one process", "waiting"), cells)], arguments.text)
+    output.write_text([title, output.table(("S", "", "ms", "of all threads", "waiting"), cells)], arguments.text)
     return 0
 
 

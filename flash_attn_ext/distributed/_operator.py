@@ -7,11 +7,12 @@ import re
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from .. import _ops
 from . import _all_gather, _ring
 from ._group import named_group
-from ._plan import Inputs, Plan, Where, attention_without_memory, plan_of
+from ._plan import Inputs, Plan, Where, plan_of, without_memory
 from ._sums import DIFFERENTIABLE, BackwardSums
 
 _METHODS = {"ring": _ring, "all_gather": _all_gather}
@@ -39,7 +40,8 @@ def context_parallel(query, key, value, attn_mask, alibi_slopes, sink, rng_state
 @context_parallel.register_fake
 def _(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, method, *where, **options):
     inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
-    results = attention_without_memory(named_group(where[0]), inputs, Where(*where), options)
+    call = Where(*where)
+    results = _ops.attention(*without_memory(named_group(call.group), inputs, call, options), **options)
     return tuple(query.new_empty(t.shape, dtype=t.dtype) for t in results)
 
 
@@ -95,3 +97,20 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Te
 
 
 context_parallel.register_autograd(_backward, setup_context=_save)
+
+
+def _pairs(query: torch.Size, key: torch.Size, group: str, seqlen_k: int | None) -> int:
+    """B * H * s_q * S_k: this process's share of what one process counts (flash_attn_ext/_flops.py)."""
+    return query[:3].numel() * (key[2] * named_group(group).size if seqlen_k is None else seqlen_k)
+
+
+@register_flop_formula(torch.ops.flash_attn_ext.context_parallel)
+def _forward_flops(query, key, value, *arguments, out_shape=None, **options) -> int:
+    _, group, _, _, seqlen_k, _ = arguments[5:]
+    return 2 * _pairs(query, key, group, seqlen_k) * (query[3] + value[3])
+
+
+@register_flop_formula(torch.ops.flash_attn_ext.context_parallel_backward)
+def _backward_flops(_, __, query, key, value, *arguments, out_shape=None, **options) -> int:
+    _, group, _, _, seqlen_k, _ = arguments[7:]
+    return 2 * _pairs(query, key, group, seqlen_k) * (3 * query[3] + 2 * value[3])

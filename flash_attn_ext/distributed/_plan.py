@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _ops
 from ._group import Group
 from ._layout import Layout, layout_of
 from ._tiles import Band, Geometry, Tile
@@ -73,8 +72,8 @@ def plan_of(group: Group, inputs: Inputs, where: Where, options: dict) -> Plan:
     return Plan(group, geometry, options, inputs.query.shape[1])
 
 
-def attention_without_memory(group: Group, inputs: Inputs, where: Where, options: dict) -> tuple[Tensor, Tensor]:
-    """The operator on this process's queries and all keys, on meta tensors: its checks, and the results' shapes."""
+def without_memory(group: Group, inputs: Inputs, where: Where, options: dict) -> Inputs:
+    """This process's queries and all keys as meta tensors, on which the operator's checks can run."""
     seqlen_k = plan_of(group, inputs, where, options).geometry.keys.seqlen
 
     def meta(t: Tensor | None, rows: int | None = None) -> Tensor | None:
@@ -86,7 +85,7 @@ def attention_without_memory(group: Group, inputs: Inputs, where: Where, options
     if inputs.key.shape[2] != inputs.value.shape[2]:
         raise ValueError(f"value: got {inputs.value.shape[2]} rows; allowed: those of key, {inputs.key.shape[2]}")
     whole = inputs._replace(key=meta(inputs.key, seqlen_k), value=meta(inputs.value, seqlen_k))
-    return _ops.attention(*(meta(t) for t in whole), **options)
+    return Inputs(*(meta(t) for t in whole))
 
 
 def accumulator_dtype(query: Tensor) -> torch.dtype:

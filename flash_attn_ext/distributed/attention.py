@@ -4,13 +4,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import _ops
 from ..functional import check_is_dense, checked_options, new_rng_state, operator_options
 from . import _ulysses
 from ._exchange import of_first_process
 from ._group import Group, check_device, resolve_group
 from ._operator import context_parallel
-from ._plan import Inputs, Where, attention_without_memory, plan_of
+from ._plan import Inputs, Where, plan_of, without_memory
 
 METHODS = ("ring", "all_gather", "ulysses")
 
@@ -128,7 +130,8 @@ def context_parallel_attn(
     if drawn:
         inputs = inputs._replace(rng_state=new_rng_state(query.device))
     if not torch.compiler.is_compiling():  # tracing the operators makes these checks
-        attention_without_memory(processes, inputs, where, options)
+        with _disable_current_modes():  # FlopCounterMode is to count no check
+            _ops.attention(*without_memory(processes, inputs, where, options), **options)
     if drawn:
         inputs = inputs._replace(rng_state=of_first_process(inputs.rng_state, processes.name))
     if options["dropout_p"] == 0.0:

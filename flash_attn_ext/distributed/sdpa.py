@@ -46,22 +46,11 @@ def context_parallel_sdpa(
     resolve_group(group, mesh)  # raises before the block
     original = F.scaled_dot_product_attention
 
-    def scaled_dot_product_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, *others, **options):
         tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
         local = [_local(name, t) for name, t in tensors.items()]
-        even = balanced if balanced is not None else query.dim() == 4 and local[0].shape[2] % 2 == 0
-        out = context_parallel_attn(
-            *local, dropout_p, is_causal, scale, enable_gqa, group=group, mesh=mesh, method=method, balanced=even
-        )
+        options["balanced"] = balanced if balanced is not None else query.dim() == 4 and local[0].shape[2] % 2 == 0
+        out = context_parallel_attn(*local, *others, group=group, mesh=mesh, method=method, **options)
         return DTensor.from_local(out, query.device_mesh, [Shard(2)]) if isinstance(query, DTensor) else out
 
     F.scaled_dot_product_attention = scaled_dot_product_attention

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_group import group_of, shared
+from torch.utils.flop_counter import FlopCounterMode
 
+from flash_attn_ext import flash_attn
 from flash_attn_ext.distributed import _exchange, context_parallel_attn
 
 METHODS = ("ring", "all_gather", "ulysses")
@@ -104,6 +106,23 @@ def calls_of_default(heads, heads_kv):
 def test_the_default_method(processes):
     assert processes.run(calls_of_default, 4, 4)[0] == {"batch_isend_irecv"}  # ring
     assert processes.run(calls_of_default, 4, 2)[0] == {"_all_gather_single"}
+
+
+def counted_flops(method):
+    q, k = torch.randn(2, 4, 8, 16, requires_grad=True), torch.randn(2, 2, 8, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        context_parallel_attn(
+            q, k, k, method=method, enable_gqa=True, is_causal=True, group=group_of(2)
+        ).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_flops_are_a_share_of_those_of_one_process(processes, method):
+    q, k = torch.randn(2, 4, 16, 16, requires_grad=True), torch.randn(2, 2, 16, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        flash_attn(q, k, k, enable_gqa=True, is_causal=True).sum().backward()
+    assert processes.run(counted_flops, method) == [counter.get_total_flops() // 2] * 4
 
 
 def peak_of(size, method, rows):

@@ -155,7 +155,8 @@ def data_parallel(way, recompute, compiled):
         ("DDP", False, False),
         ("DDP", True, True),
         ("FSDP2", False, False),
-        ("FSDP2", True, False),
+        ("FSDP2", True, True),
+        ("FSDP1", True, True),
         ("FSDP1", False, False),
     ],
 )
