@@ -1,7 +1,13 @@
 // Rows of keys and values for one tile: where the caller has them, or, from pages or from 8 bits, copied.
 #pragma once
 
+#include "../vec/pair-inl.h"
 #include "tiles-inl.h"
+
+// Key heads that one task has.
+struct HeadRange {
+  int64_t first, count;
+};
 
 // kLanes<float> elements of 8 bits. Whole vectors by FA_WIDEN_BYTES where the ISA has it: GCC 12 takes lanes apart one by
 // one.
@@ -38,20 +44,48 @@ FA_INLINE F32 float_of(Bytes bytes) {
   return (F32)((special ? inf_or_nan : (U32)value) | sign);
 }
 
-// Copies one row of 8-bit elements, times `scale`.
-template <CacheDType dtype, class In>
+// In registers that are 0 below the upper half: what fits into 16 bits needs no rounding.
+FA_INLINE void store_exact(BFloat16* to, F32 x) {
+  *reinterpret_cast<UnalignedHalf16*>(to) = __builtin_convertvector((U32)x >> 16, Half16);
+}
+template <class In>
+FA_INLINE void store_exact(In* to, F32 x) {
+  store_as<In, float>(to, x);
+}
+
+// Two vectors.
+template <class In>
+FA_INLINE void store_exact(In* to, F32 low, F32 high) {
+  store_exact(to, low);
+  store_exact(to + kLanes<float>, high);
+}
+#if defined(FA_DOT_BFLOAT16)
+// In one store, so that a load of a whole vector finds all of it there.
+FA_INLINE void store_exact(BFloat16* to, F32 low, F32 high) {
+  store_elements(reinterpret_cast<Pair*>(to), (U32)FA_CVTPS_BF16_2(low, high));
+}
+#endif
+
+// Copies one row of 8-bit elements, times `scale` if kScaled. Without it, a 16-bit type holds each of them.
+template <CacheDType dtype, bool kScaled, class In>
 inline void copy_coded(In* to, const uint8_t* from, int64_t cols, float scale) {
   constexpr int L = kLanes<float>;
-  for (int64_t c = 0; c < cols; c += L) {
-    const int64_t n = std::min<int64_t>(L, cols - c);
-    const F32 value = float_of<dtype>(load_bytes(from + c, n)) * scale;
-    if constexpr (std::is_same_v<In, double>) {
+  const auto value_at = [&](int64_t c, int64_t n) FA_INLINE_LAMBDA {
+    const F32 value = float_of<dtype>(load_bytes(from + c, n));
+    return kScaled ? value * scale : value;
+  };
+  if constexpr (std::is_same_v<In, double>) {
+    for (int64_t c = 0; c < cols; c += L) {
+      const int64_t n = std::min<int64_t>(L, cols - c);
+      const F32 value = value_at(c, n);
       for (int64_t i = 0; i < n; ++i) to[c + i] = value[i];
-    } else if (n == L) {
-      store_as<In, float>(to + c, value);
-    } else {
-      store_tail_as<In, float>(to + c, value, n);
     }
+  } else {
+    int64_t c = 0;
+    if constexpr (!kScaled)
+      for (; c + 2 * L <= cols; c += 2 * L) store_exact(to + c, value_at(c, L), value_at(c + L, L));
+    for (; c + L <= cols; c += L) store_as<In, float>(to + c, value_at(c, L));
+    if (c < cols) store_tail_as<In, float>(to + c, value_at(c, cols - c), cols - c);
   }
 }
 
@@ -92,7 +126,8 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
         const int64_t padding =
             pages ? 0 : p.varlen.first_k;  // the scale's rows are counted from the cache's start
         const float factor = scale ? scale.at(page, h_kv, padding + row + r) : 1.0f;
-        for_cache_dtype(cache.dtype, [&](auto dtype) { copy_coded<dtype.value>(to, from, cols, factor); });
+        for_cache_dtype(cache.dtype,
+                        [&](auto dtype) { copy_coded<dtype.value, true>(to, from, cols, factor); });
       } else {
         std::memcpy(to, t.row<In>(page, h_kv, row + r), cols * sizeof(In));
       }
@@ -111,69 +146,97 @@ Rows<In> value_rows(const AttentionParams& p, int64_t b, int64_t h_kv, int64_t j
   return rows_of_tile<In>(p, p.v, p.varlen.cache.v_scale, b, h_kv, j0, keys, p.sizes.head_dim_v, copy);
 }
 
-// The rows of a decode tile, in chunks of 16 that may lie anywhere, as pages do.
+// The rows of a decode tile come in chunks of 16, which may lie anywhere, as pages do.
 constexpr int64_t kChunkRows = 16, kTileChunks = 4;
 
-template <class In>
-struct TileRows {
-  const In* chunk[kTileChunks];
-  int64_t stride, cols;
-
-  const In* row(int64_t n) const { return chunk[n / kChunkRows] + n % kChunkRows * stride; }
-  Rows<In> from(int64_t n) const { return {row(n), stride, cols}; }  // up to the chunk's end
-  bool is_whole() const {
-    for (int64_t c = 1; c < kTileChunks; ++c)
-      if (chunk[c] && chunk[c] != chunk[0] + c * kChunkRows * stride) return false;
-    return true;
-  }
-};
-
-template <class In>
-inline TileRows<In> tile_rows(const Rows<In>& rows) {
-  TileRows<In> tile{{}, rows.stride, rows.cols};
-  for (int64_t c = 0; c < kTileChunks; ++c) tile.chunk[c] = rows.row(c * kChunkRows);
-  return tile;
-}
-
-// Where a tile's rows come from: chunks of bytes, to be asked for before they are read. `known` is false where chunks
-// do not lie behind each other, in pages of odd sizes.
-struct SourceRows {
-  const char* chunk[kTileChunks] = {};
-  int64_t stride = 0, bytes = 0, rows = 0;  // bytes: of one row
+// Where a tile of K or V lies, in bytes. `known` is false where chunks do not lie behind each other, in pages of odd
+// sizes.
+struct TileSource {
+  const char* chunk[kTileChunks] = {};  // of head 0
+  int64_t stride = 0, stride_h = 0;
+  int64_t bytes = 0, rows = 0;  // bytes: of one row of one head
   bool known = false;
 
-  // Always inline: GCC 12 takes a function that does nothing but this for one without effects, and leaves its calls out.
-  FA_INLINE void prefetch(int64_t begin, int64_t end) const {
-    constexpr int64_t kLine = 64;
-    if (!known) return;
-    for (int64_t n = begin, last = std::min(end, rows); n < last; ++n) {
-      const char* row = chunk[n / kChunkRows] + n % kChunkRows * stride;
-      for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(row + at, 0, kPrefetchLevel);
-    }
+  const char* row(int64_t h, int64_t n) const {
+    return chunk[n / kChunkRows] + n % kChunkRows * stride + h * stride_h;
+  }
+  bool in_one_place() const {
+    for (int64_t c = 1; c * kChunkRows < rows; ++c)
+      if (chunk[c] != chunk[0] + c * kChunkRows * stride) return false;
+    return known;
   }
 };
 
 template <class In>
-SourceRows source_rows(const AttentionParams& p, const Tensor4& t, int64_t b, int64_t h_kv, int64_t j0,
-                       int64_t keys, int64_t cols) {
+TileSource tile_source(const AttentionParams& p, const Tensor4& t, int64_t b, int64_t j0, int64_t keys,
+                       int64_t cols) {
   const CacheParams& cache = p.varlen.cache;
   const int64_t element = cache.dtype == CacheDType::kOfQuery ? sizeof(In) : 1;
-  const int64_t first = p.varlen.first_k + j0;
-  SourceRows source;
-  source.stride = t.stride_s * element;
-  source.bytes = cols * element;
-  source.rows = keys;
-  if (cache.pages && (first % kChunkRows != 0 || cache.pages.page_size % kChunkRows != 0)) return source;
+  const int64_t first = p.varlen.first_k + j0, page_size = cache.pages ? cache.pages.page_size : 0;
+  TileSource source{{}, t.stride_s * element, t.stride_h * element, cols * element, keys, false};
+  if (cache.pages && (first % kChunkRows != 0 || page_size % kChunkRows != 0)) return source;
   for (int64_t c = 0; c * kChunkRows < keys; ++c) {
     const int64_t row = first + c * kChunkRows;
-    const int64_t at = cache.pages
-                           ? cache.pages.page_of(row) * t.stride_b + row % cache.pages.page_size * t.stride_s
-                           : b * t.stride_b + (j0 + c * kChunkRows) * t.stride_s;
-    source.chunk[c] = static_cast<const char*>(t.data) + (at + h_kv * t.stride_h) * element;
+    const int64_t at = cache.pages ? cache.pages.page_of(row) * t.stride_b + row % page_size * t.stride_s
+                                   : b * t.stride_b + (j0 + c * kChunkRows) * t.stride_s;
+    source.chunk[c] = static_cast<const char*>(t.data) + at * element;
   }
   source.known = true;
   return source;
 }
+
+// Asks for rows of some heads ahead of those that are computed with: for what follows the first rows of `current`, and
+// then for the first rows of `next`. In the order of memory, and a few lines at a time: many at once would wait for each
+// other, and the computation for them.
+class Prefetcher {
+ public:
+  Prefetcher() = default;
+  Prefetcher(const TileSource& current, const TileSource& next, const HeadRange& heads)
+      : heads_(heads),
+        source_(&current),
+        next_(&next),
+        ahead_(rows_ahead(current, heads)),
+        row_(ahead_),
+        end_row_(rows_of(current)) {}
+
+  // Always inline: GCC 12 takes a function that does nothing but this for one without effects, and leaves its calls out.
+  FA_INLINE void lines(int64_t count) {
+    constexpr int64_t kLine = 64;
+    for (int64_t n = 0; n < count; ++n, at_ += kLine) {
+      if (at_ >= end_ && !find_row()) return;
+      __builtin_prefetch(at_, 0, kDecodePrefetchLevel);
+    }
+  }
+  // All that are left.
+  void finish() { lines(std::numeric_limits<int64_t>::max()); }
+
+ private:
+  // Whole chunks, of enough bytes to be on their way while others are computed with. What is on its way stays in L2.
+  static int64_t rows_ahead(const TileSource& source, const HeadRange& heads) {
+    constexpr int64_t kBytes = 32 << 10;
+    const int64_t row = std::max<int64_t>(heads.count * source.bytes, 1);
+    return std::min(ceil_div(kBytes, row * kChunkRows), kTileChunks) * kChunkRows;
+  }
+  static int64_t rows_of(const TileSource& source) { return source.known ? source.rows : 0; }
+
+  bool find_row() {
+    while (row_ >= end_row_) {
+      if (source_ == next_) return false;
+      source_ = next_;
+      row_ = 0;
+      end_row_ = std::min(rows_of(*next_), ahead_);
+    }
+    at_ = source_->row(heads_.first + head_, row_);
+    end_ = at_ + source_->bytes;
+    if (++head_ == heads_.count) head_ = 0, ++row_;
+    return true;
+  }
+
+  HeadRange heads_{};
+  const TileSource *source_ = nullptr, *next_ = nullptr;
+  int64_t ahead_ = 0, row_ = 0, end_row_ = 0, head_ = 0;
+  const char *at_ = nullptr, *end_ = nullptr;
+};
 
 // The factors of a tile's 8-bit rows, one a key, up to `ld` lanes. Null where there are none, or where one is not finite:
 // then rows are multiplied themselves, so that what is masked stays masked.
@@ -196,35 +259,21 @@ const T* load_factors(const AttentionParams& p, const CacheScale& scale, int64_t
   return probe == T(0) ? factors : nullptr;
 }
 
-// A tile where it can be read, with the factors that its scores or probabilities still need. `next` is asked for while
-// rows are copied.
-template <class In, class T>
-struct DecodeRows {
-  TileRows<In> rows;
-  const T* factors;  // null: none
-};
-
-template <class In, class T>
-DecodeRows<In, T> decode_rows(const AttentionParams& p, const Tensor4& t, const CacheScale& scale,
-                              const SourceRows& source, int64_t b, int64_t h_kv, int64_t j0, int64_t keys,
-                              int64_t cols, int64_t ld, In* copy, T* factors, const SourceRows& next) {
-  const CacheParams& cache = p.varlen.cache;
-  if (cache.dtype == CacheDType::kOfQuery) {
-    if (!source.known)
-      return {tile_rows(rows_of_tile<In>(p, t, scale, b, h_kv, j0, keys, cols, copy)), nullptr};
-    TileRows<In> tile{{}, t.stride_s, cols};
-    for (int64_t c = 0; c < kTileChunks; ++c) tile.chunk[c] = reinterpret_cast<const In*>(source.chunk[c]);
-    return {tile, nullptr};
-  }
-  const T* loaded = load_factors<T>(p, scale, h_kv, j0, keys, ld, factors);
-  if (!source.known || (scale && !loaded))
-    return {tile_rows(rows_of_tile<In>(p, t, scale, b, h_kv, j0, keys, cols, copy)), nullptr};
-  for_cache_dtype(cache.dtype, [&](auto dtype) {
-    for (int64_t n = 0; n < keys; ++n) {
-      const char* row = source.chunk[n / kChunkRows] + n % kChunkRows * source.stride;
-      next.prefetch(n, n + 1);
-      copy_coded<dtype.value>(copy + n * cols, reinterpret_cast<const uint8_t*>(row), cols, 1.0f);
-    }
+// Rows [first, first + count) of a tile that begins at key j0: in place, or copied. `multiplied`: factors are left to the
+// scores or probabilities.
+template <class In>
+Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale& scale,
+                   const TileSource& source, bool multiplied, int64_t b, int64_t h_kv, int64_t j0,
+                   int64_t first, int64_t count, int64_t cols, In* copy) {
+  const CacheDType dtype = p.varlen.cache.dtype;
+  if (!source.known || (dtype != CacheDType::kOfQuery && scale && !multiplied))
+    return rows_of_tile<In>(p, t, scale, b, h_kv, j0 + first, count, cols, copy);
+  if (dtype == CacheDType::kOfQuery)
+    return {reinterpret_cast<const In*>(source.row(h_kv, first)), t.stride_s, cols};
+  for_cache_dtype(dtype, [&](auto coded) {
+    for (int64_t n = 0; n < count; ++n)
+      copy_coded<coded.value, false>(
+          copy + n * cols, reinterpret_cast<const uint8_t*>(source.row(h_kv, first + n)), cols, 1.0f);
   });
-  return {tile_rows<In>({copy, cols, cols}), loaded};
+  return {copy, cols, cols};
 }

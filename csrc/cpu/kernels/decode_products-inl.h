@@ -1,7 +1,7 @@
 // The two products of decode, S = Q K^T and O += P V, in two forms. A few rows of Q at a time: the sums of S run along
-// the lanes, K and V are read where the caller has them, and `next` rows are asked for meanwhile. Or, where rows fill
-// more than half a vector, all of them at once by the forward's matrix product: S^T with a lane for each row, which then
-// is transposed.
+// the lanes, K and V are read where the caller has them, and rows that come later are asked for meanwhile. Or, where
+// rows fill more than half a vector, all of them at once by the forward's matrix product: S^T with a lane for each row,
+// which then is transposed.
 #pragma once
 
 #include "cache_rows-inl.h"
@@ -34,14 +34,21 @@ inline void for_each_few_rows(int64_t rows, const Body& body) {
   for (; r < rows; ++r) body(r, std::integral_constant<int, 1>{});
 }
 
+// How many lines of memory `count` elements take.
+template <class In>
+constexpr int64_t lines_of(int64_t count) {
+  return ceil_div(count * static_cast<int64_t>(sizeof(In)), 64);
+}
+
 // The sums of a dot_block: half the registers. One reduction finishes as many of them as a vector has lanes.
 constexpr int kDotSums = FA_VECTOR_REGISTERS / 2;
 
-// scores[r][n] = scale * <q[r], k[n]> for R rows and kDotSums / R keys. Keys past `keys` read the last one
-// again; nobody looks at their scores. `load` makes a vector of elements E of a key's columns, kCols of them.
+// scores[r][n] = scale * <q[r], k[n]> for R rows and kDotSums / R keys from j on, of which `room` scores are stored. Keys
+// past `keys` read the last one again; nobody looks at their scores. `load` makes a vector of elements E of a key's
+// columns, kCols of them.
 template <class T, int R, int kCols, class E, class In, class Load>
-FA_INLINE void dot_block(const E* q, int64_t ldq, const TileRows<In>& k, int64_t j, int64_t keys, T scale,
-                         T* scores, int64_t ld, const Load& load) {
+FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, int64_t keys, T scale,
+                         T* scores, int64_t ld, int64_t room, const Load& load, Prefetcher& ahead) {
   constexpr int L = kLanes<T>, N = kDotSums / R;
   static_assert(kDotSums % L == 0);
   const In* key_row[N];
@@ -56,6 +63,7 @@ FA_INLINE void dot_block(const E* q, int64_t ldq, const TileRows<In>& k, int64_t
     decltype(load_elements(q)) key[N];
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) key[n] = load(key_row[n] + c, k.cols - c);
+    ahead.lines(lines_of<In>(N * kCols));
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const auto query = load_elements(q + r * ldq + c / kCols * L);
@@ -71,7 +79,7 @@ FA_INLINE void dot_block(const E* q, int64_t ldq, const TileRows<In>& k, int64_t
     for (int i = 0; i < L; ++i) flat[i] = sum[(first + i) / N][(first + i) % N];
     store<T>(lanes + first, sum_each<T>(flat) * scale);
   }
-  const int64_t count = std::min<int64_t>(N, ld - j);
+  const int64_t count = std::min<int64_t>(N, room - j);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     if (count == N)
@@ -85,7 +93,7 @@ FA_INLINE void dot_block(const E* q, int64_t ldq, const TileRows<In>& k, int64_t
 // off.
 template <class In, class T, int R, int NV>
 FA_INLINE void value_block(const T* probs, int64_t ld, const Rows<In>& v, int64_t c, int64_t keys, T* out,
-                           int64_t ldo) {
+                           int64_t ldo, Prefetcher& ahead) {
   constexpr int L = kLanes<T>;
   Vec<T> sum[R][NV];
 #pragma GCC unroll 16
@@ -96,6 +104,7 @@ FA_INLINE void value_block(const T* probs, int64_t ld, const Rows<In>& v, int64_
     Vec<T> value[NV];
 #pragma GCC unroll 16
     for (int n = 0; n < NV; ++n) value[n] = load_columns<T>(v.row(j) + c + n * L, NV > 1 ? L : v.cols - c);
+    ahead.lines(lines_of<In>(NV * L));
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vec<T> prob = splat<T>(probs[r * ld + j]);
@@ -109,28 +118,12 @@ FA_INLINE void value_block(const T* probs, int64_t ld, const Rows<In>& v, int64_
     for (int n = 0; n < NV; ++n) store<T>(out + r * ldo + c + n * L, sum[r][n]);
 }
 
-// A tile's share of O, which is added to O as a whole: over many tiles that rounds like a sum of tiles, not
-// like one chain of all keys.
-template <class T>
-struct TileSum {
-  T* data;  // [4][D_v], the most rows at a time
-
-  static TileSum plan(Arena& arena, const AttentionParams& p) {
-    return {arena.take<T>(4 * decode_columns<T>(p.sizes.head_dim_v))};
-  }
-  template <int R>
-  T* begin(int64_t ld) const {
-    std::fill(data, data + R * ld, T(0));
-    return data;
-  }
-};
-
 // What the form for many rows keeps; rows in whole vectors, those of the sequence at hand. E: T, or Pair.
 template <class E, class T>
 struct ManyRows {
   E* q;       // [heads of a task][D][rows]   Q^T
-  T* scores;  // [block_k][rows]              S^T
-  E* k_tile;  // [block_k][D]                 only if the caller's k cannot be read directly
+  T* scores;  // [kChunkRows][rows]           S^T
+  E* k_tile;  // [kChunkRows][D]              only if the caller's k cannot be read directly
   E* v_tile;  // [block_k][D_v]               likewise; Pair: pairs across the keys
 
   static ManyRows plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads, int64_t block_k,
@@ -140,8 +133,8 @@ struct ManyRows {
     if (!fills_lanes<T>(rows)) return m;
     const int64_t lanes = round_up_to_lanes<T>(rows);
     m.q = arena.take<E>(heads * depth * lanes);
-    m.scores = arena.take<T>(block_k * lanes);
-    m.k_tile = arena.take<E>(block_k * round_up_to_lanes<T>(depth));
+    m.scores = arena.take<T>(kChunkRows * lanes);
+    m.k_tile = arena.take<E>(kChunkRows * round_up_to_lanes<T>(depth));
     m.v_tile = arena.take<E>(block_k * decode_columns<T>(p.sizes.head_dim_v));
     return m;
   }
@@ -152,13 +145,12 @@ struct DecodeProducts {
   T* q;  // [rows][D]   rows: of all heads of a task
   int64_t ldq;
   T scale;
-  TileSum<T> tile_sum;
   ManyRows<T, T> many;
 
   static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
                              int64_t block_k) {
     const int64_t ldq = round_up_to_lanes<T>(p.sizes.head_dim);
-    return {arena.take<T>(heads * rows * ldq), ldq, product_scale<T>(p), TileSum<T>::plan(arena, p),
+    return {arena.take<T>(heads * rows * ldq), ldq, product_scale<T>(p),
             ManyRows<T, T>::plan(arena, p, rows, heads, block_k, p.sizes.head_dim)};
   }
 
@@ -174,65 +166,61 @@ struct DecodeProducts {
     load_tile_transposed<T, T>(q + n * rows * ldq, ldq, rows, depth, many.q + n * depth * lanes, lanes);
   }
 
+  // S of R rows and at most kChunkRows keys; there is `room` for so many.
   template <int R>
-  void scores(int64_t row, const TileRows<In>& k, int64_t keys, T* out, int64_t ld,
-              const SourceRows& next) const {
-    constexpr int N = kDotSums / R;
+  void scores(int64_t row, const Rows<In>& k, int64_t keys, T* out, int64_t ld, int64_t room,
+              Prefetcher& ahead) const {
     const auto load = [](const In* p, int64_t n) FA_INLINE_LAMBDA { return load_columns<T>(p, n); };
-    for (int64_t j = 0; j < keys; j += N) {
-      next.prefetch(j, j + N);
-      dot_block<T, R, kLanes<T>>(q + row * ldq, ldq, k, j, keys, scale, out, ld, load);
-    }
+    for (int64_t j = 0; j < keys; j += kDotSums / R)
+      dot_block<T, R, kLanes<T>>(q + row * ldq, ldq, k, j, keys, scale, out, ld, room, load, ahead);
   }
 
   // S of all rows of head `n`.
-  void all_scores(int64_t n, int64_t rows, const TileRows<In>& k, int64_t keys, T* out, int64_t ld,
-                  const SourceRows& next) const {
+  void all_scores(int64_t n, int64_t rows, const Rows<In>& k, int64_t keys, T* out, int64_t ld) const {
     const int64_t lanes = round_up_to_lanes<T>(rows);
-    const T* queries = many.q + n * k.cols * lanes;
-    const int64_t step = k.is_whole() ? keys : kChunkRows;
-    next.prefetch(0, keys);
-    for (int64_t j = 0; j < keys; j += step) {
-      const int64_t count = std::min(step, keys - j);
-      const Tile<T> tile = load_tile<In, T>(k.row(j), k.stride, count, k.cols, many.k_tile);
-      gemm<T>(count, lanes,
-              {k.cols, tile.data, tile.ld, 1, queries, lanes, many.scores + j * lanes, lanes, false, scale});
-    }
+    const Tile<T> tile = load_tile<In, T>(k.data, k.stride, keys, k.cols, many.k_tile);
+    gemm<T>(keys, lanes,
+            {k.cols, tile.data, tile.ld, 1, many.q + n * k.cols * lanes, lanes, many.scores, lanes, false,
+             scale});
     load_tile_transposed<T, T>(many.scores, lanes, keys, rows, out, ld);
   }
 
+  // P of a tile, before its values are added.
+  void finish_probs(int64_t, int64_t, const T*, int64_t) const {}
+
+  // The tile's share of O, from at most kChunkRows keys, of which the first is the tile's key j. `probs`: P of R rows;
+  // `row`: the first of them.
   template <int R>
-  void add_values(const T* probs, int64_t ld, const TileRows<In>& v, int64_t keys, T* out, int64_t ldo,
-                  const SourceRows& next) const {
+  void add_values(int64_t row, int64_t j, const T* probs, int64_t ld, const Rows<In>& v, int64_t keys, T* sum,
+                  int64_t ldo, Prefetcher& ahead) const {
     constexpr int L = kLanes<T>, kWide = 16 / R < 8 ? 16 / R : 8;
-    T* sum = tile_sum.template begin<R>(ldo);
-    for (int64_t j = 0; j < keys; j += kChunkRows) {
-      const int64_t count = std::min(kChunkRows, keys - j);
-      const Rows<In> here = v.from(j);
-      next.prefetch(j, j + count);
-      int64_t c = 0;
-      for (; c + kWide * L <= v.cols; c += kWide * L)
-        value_block<In, T, R, kWide>(probs + j, ld, here, c, count, sum, ldo);
-      for (; c < v.cols; c += L) value_block<In, T, R, 1>(probs + j, ld, here, c, count, sum, ldo);
-    }
-    add_rows<T>(out, sum, R * ldo);
+    probs += row * ld + j;
+    int64_t c = 0;
+    for (; c + kWide * L <= v.cols; c += kWide * L)
+      value_block<In, T, R, kWide>(probs, ld, v, c, keys, sum, ldo, ahead);
+    for (; c < v.cols; c += L) value_block<In, T, R, 1>(probs, ld, v, c, keys, sum, ldo, ahead);
   }
 
-  // The whole tile in one product, wherever its chunks lie: the sums are the same then.
-  void add_all_values(int64_t rows, const T* probs, int64_t ld, const TileRows<In>& v, int64_t keys, T* out,
-                      int64_t ldo, const SourceRows& next) const {
+  // `rows` rows from `row` on, and the whole tile, in one product, wherever its chunks lie: the sums are the same then. `chunk(j)`: the rows
+  // from key j on.
+  template <class Chunk>
+  void add_all_values(int64_t row, int64_t rows, const T* probs, int64_t ld, const Chunk& chunk,
+                      bool in_one_place, int64_t keys, T* out, int64_t ldo) const {
     constexpr bool kInPlace = std::is_same_v<In, T>;
-    const int64_t width = round_up_to_lanes<T>(v.cols);
-    next.prefetch(0, keys);
-    Tile<T> tile{many.v_tile, width};
-    if (kInPlace && v.cols % kLanes<T> == 0 && v.is_whole()) {
-      tile = load_tile<In, T>(v.row(0), v.stride, keys, v.cols, many.v_tile);
+    const Rows<In> first = chunk(0);
+    const int64_t cols = first.cols;
+    Tile<T> tile{many.v_tile, round_up_to_lanes<T>(cols)};
+    if (kInPlace && cols % kLanes<T> == 0 && in_one_place) {
+      tile = load_tile<In, T>(first.data, first.stride, keys, cols, many.v_tile);
     } else {
-      for (int64_t n = 0; n < keys; ++n)
-        for (int64_t c = 0; c < v.cols; c += kLanes<T>)
-          store<T>(many.v_tile + n * width + c, load_columns<T>(v.row(n) + c, v.cols - c));
+      for (int64_t j = 0; j < keys; j += kChunkRows) {
+        const Rows<In> v = j == 0 ? first : chunk(j);
+        for (int64_t n = 0; n < std::min(kChunkRows, keys - j); ++n)
+          for (int64_t c = 0; c < cols; c += kLanes<T>)
+            store<T>(many.v_tile + (j + n) * tile.ld + c, load_columns<T>(v.row(n) + c, cols - c));
+      }
     }
-    gemm<T>(rows, v.cols, {keys, probs, ld, 1, tile.data, tile.ld, out, ldo, true});
+    gemm<T>(rows, cols, {keys, probs + row * ld, ld, 1, tile.data, tile.ld, out, ldo, true});
   }
 };
 
@@ -241,21 +229,21 @@ struct DecodeProducts {
 // As value_block(), for bfloat16 as it is: pairs of keys, NV times two vectors of columns.
 template <int R, int NV>
 FA_INLINE void value_pairs_block(const Pair* probs, int64_t ld, const Rows<BFloat16>& v, int64_t c,
-                                 int64_t keys, float* out, int64_t ldo) {
+                                 int64_t keys, float* out, int64_t ldo, Prefetcher& ahead) {
   constexpr int L = kLanes<float>;
   F32 sum[R][2 * NV];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
     for (int n = 0; n < 2 * NV; ++n) sum[r][n] = load<float>(out + r * ldo + c + n * L);
-  for (int64_t j = 0; j < keys; j += 2) {
+  const int64_t cols = NV > 1 ? 2 * L : v.cols - c;
+  const auto add = [&](int64_t j, const auto& high_row) FA_INLINE_LAMBDA {
+    ahead.lines(lines_of<BFloat16>(2 * NV * 2 * L));
     U32 value[2 * NV];
 #pragma GCC unroll 16
     for (int n = 0; n < NV; ++n) {
       const int64_t at = c + n * 2 * L;
-      const U32 low = load_pairs(v.row(j) + at, v.cols - at);
-      const U32 high = j + 1 < keys ? load_pairs(v.row(j + 1) + at, v.cols - at) : U32{};
-      interleave(low, high, value[2 * n], value[2 * n + 1]);
+      interleave(load_pairs(v.row(j) + at, cols), high_row(at), value[2 * n], value[2 * n + 1]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -263,7 +251,11 @@ FA_INLINE void value_pairs_block(const Pair* probs, int64_t ld, const Rows<BFloa
 #pragma GCC unroll 16
       for (int n = 0; n < 2 * NV; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
     }
-  }
+  };
+  int64_t j = 0;
+  for (; j + 2 <= keys; j += 2)
+    add(j, [&](int64_t at) FA_INLINE_LAMBDA { return load_pairs(v.row(j + 1) + at, cols); });
+  if (j < keys) add(j, [](int64_t) FA_INLINE_LAMBDA { return U32{}; });
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
@@ -274,20 +266,15 @@ template <>
 struct DecodeProducts<BFloat16, float> {
   Pair* q;  // [rows][D / 2]   rows: of all heads of a task
   int64_t ldq;
-  Pair* prob_pairs;  // [rows at a time][block_k / 2]   P, pairs along the keys
+  Pair* prob_pairs;  // [rows][block_k / 2]   P, pairs along the keys
   float scale;
-  TileSum<float> tile_sum;
   ManyRows<Pair, float> many;
 
   static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
                              int64_t block_k) {
     const int64_t ldq = round_up_to_lanes<float>(pairs_of(p.sizes.head_dim));
-    const int64_t block = std::max<int64_t>(std::min(rows, kMostRowsAtOnce), 4);
-    return {arena.take<Pair>(heads * rows * ldq),
-            ldq,
-            arena.take<Pair>(block * block_k / 2),
+    return {arena.take<Pair>(heads * rows * ldq), ldq, arena.take<Pair>(heads * rows * block_k / 2),
             product_scale<float>(p),
-            TileSum<float>::plan(arena, p),
             ManyRows<Pair, float>::plan(arena, p, rows, heads, block_k, pairs_of(p.sizes.head_dim))};
   }
 
@@ -304,67 +291,54 @@ struct DecodeProducts<BFloat16, float> {
   }
 
   template <int R>
-  void scores(int64_t row, const TileRows<BFloat16>& k, int64_t keys, float* out, int64_t ld,
-              const SourceRows& next) const {
-    constexpr int N = kDotSums / R;
+  void scores(int64_t row, const Rows<BFloat16>& k, int64_t keys, float* out, int64_t ld, int64_t room,
+              Prefetcher& ahead) const {
     const auto load = [](const BFloat16* p, int64_t n) FA_INLINE_LAMBDA { return load_pairs(p, n); };
-    for (int64_t j = 0; j < keys; j += N) {
-      next.prefetch(j, j + N);
-      dot_block<float, R, 2 * kLanes<float>>(q + row * ldq, ldq, k, j, keys, scale, out, ld, load);
-    }
+    for (int64_t j = 0; j < keys; j += kDotSums / R)
+      dot_block<float, R, 2 * kLanes<float>>(q + row * ldq, ldq, k, j, keys, scale, out, ld, room, load,
+                                             ahead);
   }
 
-  void all_scores(int64_t n, int64_t rows, const TileRows<BFloat16>& k, int64_t keys, float* out, int64_t ld,
-                  const SourceRows& next) const {
-    const int64_t depth = pairs_of(k.cols), step = k.is_whole() ? keys : kChunkRows;
-    const int64_t lanes = round_up_to_lanes<float>(rows);
-    const Pair* queries = many.q + n * depth * lanes;
-    next.prefetch(0, keys);
-    for (int64_t j = 0; j < keys; j += step) {
-      const int64_t count = std::min(step, keys - j);
-      const Tile<Pair> tile = load_pair_rows(k.row(j), k.stride, count, k.cols, many.k_tile);
-      gemm<float, Pair>(
-          count, lanes,
-          {depth, tile.data, tile.ld, 1, queries, lanes, many.scores + j * lanes, lanes, false, scale});
-    }
+  void all_scores(int64_t n, int64_t rows, const Rows<BFloat16>& k, int64_t keys, float* out,
+                  int64_t ld) const {
+    const int64_t depth = pairs_of(k.cols), lanes = round_up_to_lanes<float>(rows);
+    const Tile<Pair> tile = load_pair_rows(k.data, k.stride, keys, k.cols, many.k_tile);
+    gemm<float, Pair>(
+        keys, lanes,
+        {depth, tile.data, tile.ld, 1, many.q + n * depth * lanes, lanes, many.scores, lanes, false, scale});
     load_tile_transposed<float, float>(many.scores, lanes, keys, rows, out, ld);
   }
 
-  template <int R>
-  void add_values(const float* probs, int64_t ld, const TileRows<BFloat16>& v, int64_t keys, float* out,
-                  int64_t ldo, const SourceRows& next) const {
-    constexpr int kCols = 2 * kLanes<float>, kWide = 8 / R < 4 ? 8 / R : 4;
-    round_probs(probs, R * ld);
-    float* sum = tile_sum.template begin<R>(ldo);
-    for (int64_t j = 0; j < keys; j += kChunkRows) {
-      const int64_t count = std::min(kChunkRows, keys - j);
-      const Rows<BFloat16> here = v.from(j);
-      next.prefetch(j, j + count);
-      int64_t c = 0;
-      for (; c + kWide * kCols <= v.cols; c += kWide * kCols)
-        value_pairs_block<R, kWide>(prob_pairs + j / 2, ld / 2, here, c, count, sum, ldo);
-      for (; c < v.cols; c += kCols)
-        value_pairs_block<R, 1>(prob_pairs + j / 2, ld / 2, here, c, count, sum, ldo);
-    }
-    add_rows<float>(out, sum, R * ldo);
-  }
-
-  void add_all_values(int64_t rows, const float* probs, int64_t ld, const TileRows<BFloat16>& v, int64_t keys,
-                      float* out, int64_t ldo, const SourceRows& next) const {
-    const int64_t width = round_up_to_lanes<float>(v.cols);
-    next.prefetch(0, keys);
-    round_probs(probs, rows * ld);
-    for (int64_t j = 0; j < keys; j += kChunkRows)
-      load_pairs_across(v.row(j), v.stride, std::min(kChunkRows, keys - j), v.cols,
-                        many.v_tile + j / 2 * width, width);
-    gemm<float, Pair>(rows, v.cols,
-                      {pairs_of(keys), prob_pairs, ld / 2, 1, many.v_tile, width, out, ldo, true});
-  }
-
- private:
-  void round_probs(const float* probs, int64_t count) const {  // padding lanes of P are 0
-    for (int64_t n = 0; n < count; n += kLanes<float>)
+  // Rounds `rows` rows of P from `row` on to pairs. Padding lanes of P are 0.
+  void finish_probs(int64_t row, int64_t rows, const float* probs, int64_t ld) const {
+    for (int64_t n = row * ld; n < (row + rows) * ld; n += kLanes<float>)
       store_as<BFloat16, float>(reinterpret_cast<BFloat16*>(prob_pairs) + n, load<float>(probs + n));
+  }
+
+  template <int R>
+  void add_values(int64_t row, int64_t j, const float*, int64_t ld, const Rows<BFloat16>& v, int64_t keys,
+                  float* sum, int64_t ldo, Prefetcher& ahead) const {
+    constexpr int kCols = 2 * kLanes<float>, kWide = 8 / R < 4 ? 8 / R : 4;
+    const Pair* probs = prob_pairs + (row * ld + j) / 2;
+    int64_t c = 0;
+    for (; c + kWide * kCols <= v.cols; c += kWide * kCols)
+      value_pairs_block<R, kWide>(probs, ld / 2, v, c, keys, sum, ldo, ahead);
+    for (; c < v.cols; c += kCols) value_pairs_block<R, 1>(probs, ld / 2, v, c, keys, sum, ldo, ahead);
+  }
+
+  template <class Chunk>
+  void add_all_values(int64_t row, int64_t rows, const float*, int64_t ld, const Chunk& chunk, bool,
+                      int64_t keys, float* out, int64_t ldo) const {
+    int64_t cols = 0, width = 0;
+    for (int64_t j = 0; j < keys; j += kChunkRows) {
+      const Rows<BFloat16> v = chunk(j);
+      cols = v.cols, width = round_up_to_lanes<float>(cols);
+      load_pairs_across(v.data, v.stride, std::min(kChunkRows, keys - j), cols, many.v_tile + j / 2 * width,
+                        width);
+    }
+    gemm<float, Pair>(
+        rows, cols,
+        {pairs_of(keys), prob_pairs + row * ld / 2, ld / 2, 1, many.v_tile, width, out, ldo, true});
   }
 };
 

@@ -157,7 +157,7 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
     Arena scratch(w.scratch + thread * w.scratch_bytes);
     if (is_decode(p)) {
       const DecodePlan plan = plan_decode<T>(p);
-      const DecodeHeads heads{task / plan.splits * w.decode_heads, w.decode_heads};
+      const HeadRange heads{task / plan.splits * w.decode_heads, w.decode_heads};
       decode_split<In, T>(p, plan, plan_decode_scratch<In, T>(scratch, call, w.decode_heads), b, heads,
                           w.splits, task % plan.splits);
     } else {

@@ -56,3 +56,4 @@ constexpr int64_t kDecodeMinBlocks = 4;  // but into no fewer key blocks each: a
 constexpr int64_t kDecodeMostBlocks =
     64;                            // nor into more: one long cache must not keep other threads waiting
 constexpr int kPrefetchLevel = 3;  // of __builtin_prefetch: into L1, where the next tile's rows have room
+constexpr int kDecodePrefetchLevel = 2;  // into L2: the next rows of all heads of a task
