@@ -9,7 +9,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import parallelize_module
 
 from flash_attn_ext import MultiheadAttention, flash_attn
-from flash_attn_ext.distributed import HeadParallel, _exchange, _operator, _ulysses, context_parallel_attn
+from flash_attn_ext.distributed import (
+    HeadParallel,
+    _exchange,
+    _operator,
+    _ulysses,
+    context_parallel_attn,
+    shard_sequence,
+    unshard_sequence,
+)  # fmt: skip
 from flash_attn_ext.functional import checked_options, operator_options
 
 
@@ -60,6 +68,18 @@ def test_context_parallel_attn(processes, method):
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_context_parallel_attn_of_any_length(processes, method):
     processes.run(context_parallel, method, dict(is_causal=True), True)
+
+
+def from_whole_to_whole():
+    def attend(x):
+        own = shard_sequence(x, 2)
+        return unshard_sequence(context_parallel_attn(own, own, own, is_causal=True), 2)
+
+    compare(attend, torch.randn(1, 2, 16, 8))
+
+
+def test_sharding_and_unsharding(processes):
+    processes.run(from_whole_to_whole)
 
 
 def drawn_dropout():
