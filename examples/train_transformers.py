@@ -68,14 +68,15 @@ def main(argv: list[str] | None = None) -> None:
     runs = [Run("transformers (sdpa)", as_it_is), Run("flash_attn_ext", ours)]
 
     print(f"{torch.get_num_threads()} threads, kernels {active_kernel()}, torch {torch.__version__}")
-    start = time.perf_counter()
+    start = shown = time.perf_counter()
     for inputs, targets in random_windows(load_corpus().train, args.batch_size, args.context, seed=0):
         for run in runs:
             run.step(inputs, targets)
-        done = len(runs[0].losses)
-        if done % 10 == 1:
-            print(f"step {done:4}  loss " + "  ".join(f"{run.name}: {run.losses[-1]:.4f}" for run in runs))
-        if time.perf_counter() - start > args.seconds and done >= 3:
+        done, now = len(runs[0].losses), time.perf_counter()
+        if done == 1 or now - shown > 5:
+            print(f"step {done:4}  loss " + "  ".join(f"{run.name}: {run.losses[-1]:.4f}" for run in runs), flush=True)
+            shown = now
+        if now - start > args.seconds and done >= 3:
             break
 
     for run in runs:

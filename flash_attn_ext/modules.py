@@ -185,7 +185,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         # keys: they lie right of the diagonal, where the band hides them and the padded mask does not.
         causal = is_causal and not need_weights
         if causal and key_padding_mask is not None:
-            causal = not appended and _is_seen_to_be_causal(attn_mask)
+            causal = not appended and _is_known_to_be_causal(attn_mask)
         mask, key_mask = self._masks(None if causal else attn_mask, key_padding_mask, q.size(0), appended)
 
         dropout_p = self.dropout if self.training else 0.0
@@ -337,7 +337,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return merged(attn_mask, keys), None
 
 
-def _is_seen_to_be_causal(mask: Tensor) -> bool:
+def _is_known_to_be_causal(mask: Tensor) -> bool:
     """Whether `mask`, (S_q, S_k) or (B * H, S_q, S_k), is the causal mask; False where its values cannot be read
     at once: while something traces or transforms the call, and on a device that works in the background."""
     if (

@@ -1,4 +1,4 @@
-"""Masks of transformers that are a band of the score matrix, perhaps with padding or packed sequences, as just that."""
+"""Recognises masks of transformers that are a band of the score matrix, perhaps with padding or packed sequences."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Pattern:
 
 
 class PatternMask(Tensor):
-    """A bool mask (B, 1, S_q, S_k) that knows its pattern; its values are made when somebody asks for them.
+    """A bool mask (B, 1, S_q, S_k) that knows its pattern; its values are computed when they are needed.
 
     Models pass masks on and look at their shape, which costs nothing here. Whatever else is done with one (slicing,
     moving, combining) is done with the dense mask, so that no model can lose part of it.
@@ -83,7 +83,7 @@ class PatternMask(Tensor):
 def read_pattern(mask_function: Callable) -> tuple[int, int] | None:
     """(left, right) of a mask function of transformers, relative to the positions; None if it is no band.
 
-    A function is known by what it is made of, never by samples of its values. One that is not known is no band.
+    A function is recognised by its code and its closure, never by samples of its values. An unknown one gives None.
     """
     if mask_function is masking_utils.causal_mask_function:
         return -1, 0
@@ -105,8 +105,8 @@ def read_pattern(mask_function: Callable) -> tuple[int, int] | None:
 
 
 def read_packed(mask_function: Callable) -> tuple[Callable, Tensor] | None:
-    """Of a mask of packed sequences: what each sequence is masked with, by positions that begin in it, and (B, S) the
-    number of each row's sequence. None if it is no such mask.
+    """For a mask of packed sequences: the mask function of each sequence, whose positions count from the sequence's
+    start, and the number of each row's sequence, (B, S). None if it is another mask.
     """
     if _kind(mask_function) != "all_of":
         return None
@@ -117,8 +117,10 @@ def read_packed(mask_function: Callable) -> tuple[Callable, Tensor] | None:
 
 
 def offsets_of(numbers: Tensor) -> Tensor:
-    """(sequences + 1) int32: where each sequence begins, of the rows' sequence numbers (B, S); rows of the batch lie
-    behind each other, and no sequence goes on in the next."""
+    """(sequences + 1) int32: where each sequence begins, from the rows' sequence numbers (B, S).
+
+    The rows of the batch lie behind each other. A sequence ends with its row of the batch.
+    """
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     starts = begins.flatten().nonzero().flatten()
@@ -134,7 +136,7 @@ def _closure(function: FunctionType) -> dict:
 
 
 def _makers() -> dict[CodeType, str]:
-    """The code of the inner functions that transformers' makers return: every call of a maker shares it."""
+    """code object -> kind, of the functions that transformers' mask makers return. All results of a maker share one."""
     makers = {}
     for name, kind, variables, arguments in (
         ("and_masks", "all_of", {"mask_functions"}, ()),

@@ -159,7 +159,7 @@ def attention(
     Raises:
         ValueError: what cannot be computed here: the weights; offsets of one side alone; a mask of other dimensions.
     """
-    refuse(attention_mask, options)
+    check_arguments(attention_mask, options)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     settings = {"dropout_p": dropout, "scale": scaling, "enable_gqa": True, "softcap": softcap or 0.0}
@@ -170,7 +170,9 @@ def attention(
         size = options.get("sliding_window")
         window = None if size is None else (size - 1, -1 if is_causal else size - 1)
         causal = "lower_right" if is_causal else None
-        return of_sequences(query, key, value, given_sequences(options), causal=causal, window=window, **settings), None
+        return attend_packed(
+            query, key, value, given_sequences(options), causal=causal, window=window, **settings
+        ), None
 
     mask, key_mask, band = attention_mask, None, {}
     offsets = given_sequences(options)
@@ -179,7 +181,7 @@ def attention(
     packed = position_bias is None and packed_band(mask, offsets, is_causal, query, key)
     if packed:
         offsets, band = packed
-        return of_sequences(query, key, value, offsets, **band, **settings), None
+        return attend_packed(query, key, value, offsets, **band, **settings), None
     if offsets is not None:
         mask = only_within_sequences(mask, offsets, is_causal, query, key)
     seqlen_q = query.shape[2]
@@ -204,7 +206,7 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def refuse(mask: Tensor | None, options: dict) -> None:
+def check_arguments(mask: Tensor | None, options: dict) -> None:
     """Raises for what would be wrong or missing in the result."""
     if options.get("output_attentions"):
         raise ValueError(
@@ -215,7 +217,7 @@ def refuse(mask: Tensor | None, options: dict) -> None:
         raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}; allowed: 4 dimensions, (B, 1 or H, S_q, S_k)")
 
 
-# Packed sequences: (cu_seqlens_q, cu_seqlens_k, longest q, longest k), the last two None where nobody said.
+# Packed sequences: (cu_seqlens_q, cu_seqlens_k, longest q, longest k), the last two None where they are not known.
 Offsets = tuple[Tensor, Tensor, int | None, int | None]
 
 
@@ -251,7 +253,7 @@ def packed_band(
     return offsets, pattern.options(query.shape[2])
 
 
-def of_sequences(query: Tensor, key: Tensor, value: Tensor, offsets: Offsets, **options) -> Tensor:
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, offsets: Offsets, **options) -> Tensor:
     """``flash_attn_varlen`` of the rows of a batch, behind each other: (B, S_q, H, D_v)."""
     rows = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     out = flash_attn_varlen(*rows, *offsets, **options)

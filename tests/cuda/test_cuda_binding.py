@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def stand_in(tmp_path):
+def cuda_macros(tmp_path):
     """The one header of c10/cuda that a CPU build of torch lacks, because CMake writes it for CUDA builds."""
     header = tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
     header.parent.mkdir(parents=True)
@@ -33,8 +33,8 @@ def stand_in(tmp_path):
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_compiles(source, stand_in):
-    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"], TOOLKIT, stand_in]
+def test_compiles(source, cuda_macros):
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"], TOOLKIT, cuda_macros]
     command = ["g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wno-unknown-pragmas", f"-D{MACRO}"]
     command += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
     command += [f"-isystem{path}" for path in includes]
