@@ -135,13 +135,16 @@ __device__ void recompute_probs(const BackwardParams& p, const TransposedPlace& 
       for (int e = 0; e < 4; ++e) scores[n][e] *= product_scale<float>(p);
   }
   probs.kept = p.dropout ? KeptElements::of<N>(p, at) : KeptElements{{~0u, ~0u}};
+  constexpr float kScale = static_cast<float>(kLog2E);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int row = TransposedPlace::column(n, e);
-      const float exponent = (scores[n][e] - terms.reference[row]) - terms.correction[row];
-      const float power = std::exp2(exponent * static_cast<float>(kLog2E));
+      // The difference is taken first: it is exact where the scores are large.
+      const float exponent =
+          fmaf(scores[n][e] - terms.reference[row], kScale, -(terms.correction[row] * kScale));
+      const float power = ptx::exp2_fast(exponent);
       const float prob = scores[n][e] == -kInf<float> ? 0.0f : power;  // 0 whatever lse holds
       probs.gated[n][e] *= prob;
       scores[n][e] = probs.kept(n, e) ? prob : 0.0f;
