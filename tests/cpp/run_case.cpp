@@ -1,13 +1,19 @@
 #include "run_case.h"
 
+#include <sanitizer/asan_interface.h>
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
+#include <cstring>
+#include <new>
 #include <stdexcept>
 #include <thread>
 
 #include "buffers.h"
+#include "core/arena.h"
 #include "cpu/why_not.h"
 
 namespace test {
@@ -287,12 +293,40 @@ struct OutputBuffers {
   TensorBuffer jvp_out, jvp_lse, t_out, t_lse, hq, hk, hv, hmask, hslopes, hsink;
 };
 
+// A workspace that ends where no memory may be touched. A red zone of AddressSanitizer would not do: the guarded arena
+// clears what it takes, also past the end of a workspace that is too small.
+class Workspace {
+ public:
+  explicit Workspace(size_t bytes) : mapped_(rounded_up(bytes) + kForbidden) {
+    void* memory = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    begin_ = static_cast<char*>(memory);
+    char* end = begin_ + mapped_ - kForbidden;
+    if (mprotect(end, kForbidden, PROT_NONE) != 0) throw std::bad_alloc();
+    data_ = end - (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
+    ASAN_UNPOISON_MEMORY_REGION(data_, bytes);  // an earlier arena's red zones
+    std::memset(data_, 0xff, bytes);            // what is read before it is written becomes NaN
+  }
+  ~Workspace() { munmap(begin_, mapped_); }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  char* data() const { return data_; }
+
+ private:
+  static constexpr size_t kPage = 1 << 16, kForbidden = kPage;
+  static size_t rounded_up(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+  size_t mapped_;
+  char *begin_, *data_;
+};
+
 template <class Params>
 void run_pass(const cpu::Pass<Params>& pass, const Params& params, const cpu::Parallel& parallel) {
   if (const char* reason = cpu::why_not(params)) throw std::logic_error(reason);
   // The last array of a thread's scratch may be one that a case does not fill: cut more than its last bytes.
   const size_t cut = short_buffer == "workspace" ? 8192 : 0;
-  const Buffer workspace(pass.workspace(params, parallel.threads) - cut, 64);
+  const Workspace workspace(pass.workspace(params, parallel.threads) - cut);
   pass.run(params, workspace.data(), parallel);
 }
 
