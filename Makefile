@@ -31,18 +31,18 @@ test-quick: $(VENV)/.built
 # Time and memory against torch, and the decode kernel's options: tables, everything measured and figures in build/bench/.
 # BENCH=--quick looks at cheap cells only; BENCH="--isa avx2" takes other kernels.
 bench: $(VENV)/.built
-	$(BIN)/python benchmarks/compare_torch.py $(BENCH) $(call bench_files,compare_torch)
-	$(BIN)/python benchmarks/decoding.py $(BENCH) $(call bench_files,decoding)
+	$(BIN)/python -m benchmarks.compare_torch $(BENCH) $(call bench_files,compare_torch)
+	$(BIN)/python -m benchmarks.decoding $(BENCH) $(call bench_files,decoding)
 
 # Whole models, torch as it is against activate(), in build/bench/. BENCH="--models gpt vit" chooses.
 bench-models: $(VENV)/.built
-	$(BIN)/python benchmarks/models.py $(BENCH) $(call bench_files,models)
+	$(BIN)/python -m benchmarks.models $(BENCH) $(call bench_files,models)
 
 # All that a machine with an NVIDIA GPU can tell, in build/gpu/, with the Python that has torch there: no environment, no
 # network. OUT=folder also gets the summary and one archive of everything. GPU="--only tests --quick" chooses.
 .PHONY: gpu
 gpu:
-	$(PYTHON) benchmarks/gpu/run.py $(if $(OUT),--pack $(OUT)) $(GPU)
+	$(PYTHON) -m tools.gpu.run $(if $(OUT),--pack $(OUT)) $(GPU)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check $(PY_SOURCES)

@@ -1,6 +1,6 @@
 """What 8-bit caches cost in accuracy: the error of out against the same call on the bfloat16 cache.
 
-    python benchmarks/cache_accuracy.py
+    python -m benchmarks.cache_accuracy
 
 One new token against 4096 keys, 8 heads, D 128. "outliers" multiplies a few columns of keys and values by 20, as
 trained models have them. The scale of a head, page (16 rows) or token is its largest value over the largest that the

@@ -9,7 +9,7 @@ not help (watch.py).
 `--isa` sets our instruction set. torch's is set from outside, before it is loaded; the JSON records it:
 
     ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \\
-        python benchmarks/compare_torch.py --isa avx2
+        python -m benchmarks.compare_torch --isa avx2
 """
 
 import argparse
@@ -17,19 +17,16 @@ import math
 import statistics
 from collections.abc import Callable
 
-import comparison_report
-import output
-import peak_memory
-import peaks
 import torch
-from attention_methods import METHODS
-from attention_methods import Case as TrainingStep
-from cells import DTYPES, KINDS, Cell, Inputs, cells
-from harness import Paired, environment, machine, quartiles, time_in_turn
 from tqdm import tqdm
-from watch import Watch, measure_all
 
 import flash_attn_ext
+from benchmarks import comparison_report, output, peak_memory, peaks
+from benchmarks.attention_methods import METHODS
+from benchmarks.attention_methods import Case as TrainingStep
+from benchmarks.cells import DTYPES, KINDS, Cell, Inputs, cells
+from benchmarks.harness import Paired, environment, machine, quartiles, time_in_turn
+from benchmarks.watch import Watch, measure_all
 from flash_attn_ext import flash_attn
 
 BACKENDS = {"default": METHODS["torch default"], "math": METHODS["torch math"]}

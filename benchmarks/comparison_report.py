@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import output
-from cells import KINDS
 from rich.table import Table
-from watch import note
 
+from benchmarks import output
+from benchmarks.cells import KINDS
+from benchmarks.watch import note
 from flash_attn_ext.reference.report import COLORS, pyplot, save
 
 PASSES = ("fwd", "fwd+bwd")

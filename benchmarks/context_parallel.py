@@ -1,6 +1,6 @@
 """Context parallel attention on this machine's CPU: one process with all threads or its share, against two with theirs.
 
-    python benchmarks/context_parallel.py --S 2048 4096
+    python -m benchmarks.context_parallel --S 2048 4096
 
 For each length and method: the median time of forward and backward, its ratio to one process's, and the share of the
 time that the first process waits for messages. Between processes of one machine gloo goes through the loopback device;
@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-import output
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from harness import environment, machine
 
+from benchmarks import output
+from benchmarks.harness import environment, machine
 from flash_attn_ext import flash_attn
 from flash_attn_ext.distributed import _exchange, context_parallel_attn, shard_sequence
 from flash_attn_ext.distributed.attention import METHODS

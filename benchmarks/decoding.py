@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import output
-import peaks
 import torch
-from harness import environment, machine, quartiles, time_in_turn
 from rich.table import Table
-from watch import Watch, measure_all, note
 
 import flash_attn_ext
+from benchmarks import output, peaks
+from benchmarks.harness import environment, machine, quartiles, time_in_turn
+from benchmarks.watch import Watch, measure_all, note
 from flash_attn_ext import flash_attn
 from flash_attn_ext.reference.report import COLORS, pyplot, save
 

@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 
-import harness
-import output
 import torch
-from harness import environment, machine, quartiles
-from peak_memory import status
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks import ROOT, harness, output
+from benchmarks.harness import environment, machine, quartiles
+from benchmarks.peak_memory import status
 from flash_attn_ext import flash_attn
 
 BATCH, HEADS = 1, 4
@@ -118,7 +117,8 @@ WHAT = ("jvp", "double backward")
 def peak(problem: Problem, which: str, what: str) -> int:
     """Bytes by which the resident set grows at its peak, in a process of its own."""
     task = json.dumps({**asdict(problem), "which": which, "what": what})
-    run = subprocess.run([sys.executable, __file__, "--peak", task], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", __spec__.name, "--peak", task]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return int(run.stdout)
 
 

@@ -1,7 +1,7 @@
 """Bytes that one training step really moves between a GPU and its memory, by Nsight Compute's counters.
 
 Needs `ncu` on PATH and the right to read the counters (NVIDIA gives it to root, or to all by a driver option). As a
-program, python benchmarks/dram_traffic.py '<a Case as JSON>', it is what ncu looks at: one step, after one to warm up.
+program, python -m benchmarks.dram_traffic '<a Case as JSON>', it is what ncu looks at: one step, after one to warm up.
 """
 
 import csv
@@ -12,7 +12,9 @@ import sys
 from dataclasses import asdict
 
 import torch
-from attention_methods import Case, training_step
+
+from benchmarks import ROOT
+from benchmarks.attention_methods import Case, training_step
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
@@ -28,9 +30,8 @@ def measure(case: Case) -> int:
         raise Unavailable("ncu (Nsight Compute) is not on PATH")
     command = [ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--metrics", ",".join(METRICS)]
     command += ["--clock-control", "none"]  # bytes do not depend on clocks, and the GPU may be lent
-    run = subprocess.run(
-        [*command, sys.executable, __file__, json.dumps(asdict(case))], capture_output=True, text=True, timeout=3600
-    )
+    command += [sys.executable, "-m", __spec__.name, json.dumps(asdict(case))]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
     if "ERR_NVGPUCTRPERM" in run.stdout + run.stderr:
         raise Unavailable("this user may not read the GPU's counters (ERR_NVGPUCTRPERM)")
     if run.returncode:

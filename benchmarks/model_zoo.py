@@ -3,18 +3,14 @@
 Their depth is cut to `layers`: time and memory grow with it, while attention's share of a layer does not change.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-
-from gpt_model import GPT, Shape
 from torch.nn.functional import scaled_dot_product_attention
+
+from examples.gpt_model import GPT, Shape
 
 Step = Callable[[], Tensor]  # a forward pass; gives the loss
 

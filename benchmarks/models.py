@@ -14,14 +14,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-import output
 import torch
-from harness import Paired, environment, machine, quartiles, time_in_turn
-from model_zoo import MODELS, Problem
-from peak_memory import status
 from torch.profiler import ProfilerActivity, profile
-from watch import Watch, measure_all, note
 
+from benchmarks import output
+from benchmarks.harness import Paired, environment, machine, quartiles, time_in_turn
+from benchmarks.model_zoo import MODELS, Problem
+from benchmarks.peak_memory import status
+from benchmarks.watch import Watch, measure_all, note
 from flash_attn_ext import activate, activation_report, deactivate
 
 MODES = ("train fp32", "train bf16", "inference fp32", "train fp32 compiled")

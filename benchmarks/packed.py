@@ -1,7 +1,7 @@
 """Packed sequences and caches against what does without them, in turn in one process.
 
-    python benchmarks/packed.py            training: forward and backward of packs of different lengths
-    python benchmarks/packed.py --decode   a decode step: contiguous caches, pages, 8 bits
+    python -m benchmarks.packed            training: forward and backward of packs of different lengths
+    python -m benchmarks.packed --decode   a decode step: contiguous caches, pages, 8 bits
 
 Training: flash_attn_varlen against its sequences run one by one, against flash_attn on the padded batch with a mask,
 and against torch's scaled_dot_product_attention on the same. Decoding: against a plain read of K and V, and against
@@ -12,12 +12,12 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-import peaks
 import torch
-from harness import environment, machine, quartiles, time_in_turn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import flash_attn_ext
+from benchmarks import peaks
+from benchmarks.harness import environment, machine, quartiles, time_in_turn
 from flash_attn_ext import flash_attn, flash_attn_varlen, flash_attn_with_kvcache
 
 HEADS, HEAD_DIM = 8, 64

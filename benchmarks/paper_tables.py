@@ -12,13 +12,12 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import dram_traffic
-import peak_memory
 import torch
-from attention_methods import METHODS, ON_CPU, ON_CUDA, QUADRATIC, Case, training_step
-from harness import machine, time_in_turn
 from tqdm import tqdm
 
+from benchmarks import dram_traffic, peak_memory
+from benchmarks.attention_methods import METHODS, ON_CPU, ON_CUDA, QUADRATIC, Case, training_step
+from benchmarks.harness import machine, time_in_turn
 from flash_attn_ext.iomodel import counts, gpt2
 from flash_attn_ext.reference.report import COLORS, pyplot, save
 

@@ -1,4 +1,4 @@
-"""Peak memory of one training step, in a process of its own: python benchmarks/peak_memory.py '<a Case as JSON>'.
+"""Peak memory of one training step, in a process of its own: python -m benchmarks.peak_memory '<a Case as JSON>'.
 
 On CPU it is the growth of the resident set at its peak, as Linux reports it; on a GPU that of torch's allocator. The
 inputs are there before; the results, and whatever the step needs between, count.
@@ -12,14 +12,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from attention_methods import Case, training_step
+
+from benchmarks import ROOT
+from benchmarks.attention_methods import Case, training_step
 
 
 def measure(case: Case, environment: dict[str, str] | None = None) -> int | None:
     """Bytes, or None if the process died or could not allocate. `environment` is added to that of this process."""
     environ = os.environ | (environment or {})
-    command = [sys.executable, __file__, json.dumps(asdict(case))]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=3600, env=environ)
+    command = [sys.executable, "-m", __spec__.name, json.dumps(asdict(case))]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600, env=environ)
     if run.returncode < 0 or "not enough memory" in run.stderr or "OutOfMemoryError" in run.stderr:
         return None
     if run.returncode:

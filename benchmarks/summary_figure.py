@@ -1,4 +1,4 @@
-"""README.md's figure, from a record of compare_torch.py: python benchmarks/summary_figure.py RECORD.json FIGURE.png"""
+"""README.md's figure, from a record of compare_torch.py: python -m benchmarks.summary_figure RECORD.json FIGURE.png"""
 
 import json
 import sys

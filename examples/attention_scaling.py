@@ -14,10 +14,10 @@ from gpt_report import machine
 from rich import box
 from rich.table import Table
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-from attention_methods import Case, training_step
-from harness import quartiles, time_in_turn
-from peak_memory import measure
+sys.path.append(str(Path(__file__).parent.parent))
+from benchmarks.attention_methods import Case, training_step
+from benchmarks.harness import quartiles, time_in_turn
+from benchmarks.peak_memory import measure
 
 matplotlib.use("Agg")  # draws to files only, so no display is needed
 from matplotlib import pyplot as plt

@@ -15,14 +15,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
-import needs  # first: it adds the path to the modules below
-import output
-import time_model
 import torch
-from compare_methods import ALLOWED, OURS, TORCHS, answer, medians, rates, task
-from figures import plot_comparison
-from problem import HEAD_DIMS, LENGTHS, Problem, problems
-from worker import Worker, serve
+
+from benchmarks import output
+from benchmarks.gpu import needs, time_model
+from benchmarks.gpu.compare_methods import ALLOWED, OURS, TORCHS, answer, medians, rates, task
+from benchmarks.gpu.figures import plot_comparison
+from benchmarks.gpu.problem import HEAD_DIMS, LENGTHS, Problem, problems
+from benchmarks.gpu.worker import Worker, serve
 
 PATIENCE = 10.0  # seconds for one call, and beyond the time that timing is to take
 AT_THE_END = 5.0  # seconds of the stage for tables and figure
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.child:
         serve(answer)
         return
-    with Worker([sys.executable, __file__, "--child"], needs.seconds_left() - AT_THE_END) as worker:
+    with Worker([sys.executable, "-m", __spec__.name, "--child"], needs.seconds_left() - AT_THE_END) as worker:
         reply = worker.ask({"do": "peak"}, PATIENCE)
         if "error" in reply:
             sys.exit(f"the matmul that all is compared with: {reply['error']}")

@@ -6,11 +6,11 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 
-import needs  # noqa: F401  first: it adds the path to the modules below
 import torch
-from attention_methods import METHODS, QUADRATIC
-from problem import Problem
-from timing import matmul_peak, time_in_turn
+
+from benchmarks.attention_methods import METHODS, QUADRATIC
+from benchmarks.gpu.problem import Problem
+from benchmarks.gpu.timing import matmul_peak, time_in_turn
 
 REFERENCE = "torch flash"
 TORCHS = [REFERENCE, "torch cudnn", "torch efficient"]

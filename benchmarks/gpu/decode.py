@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-import needs  # first: it adds the path to the modules below
-import output
 import torch
-from figures import plot_decoding
-from kernels import kernels_of
-from timing import copy_bandwidth, time_in_turn
+
+from benchmarks import output
+from benchmarks.gpu import needs
+from benchmarks.gpu.figures import plot_decoding
+from benchmarks.gpu.kernels import kernels_of
+from benchmarks.gpu.timing import copy_bandwidth, time_in_turn
 
 HEAD_DIM, ELEMENT_BYTES = 128, 2
 BATCHES, LENGTHS = [1, 4, 16, 64], [8192, 32768, 131072]

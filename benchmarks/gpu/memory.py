@@ -6,11 +6,11 @@ B 1, H 8, D 64, bfloat16. Inputs are there before; results, and what the step ne
 import argparse
 from collections.abc import Iterator
 
-import needs  # first: it adds the path to the modules below
-import output
-import peak_memory
 import torch
-from attention_methods import Case
+
+from benchmarks import output, peak_memory
+from benchmarks.attention_methods import Case
+from benchmarks.gpu import needs
 
 LENGTHS = [2048, 16384, 65536]
 METHODS = ["ours", "torch flash", "torch efficient", "torch cudnn", "standard"]

@@ -14,11 +14,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import needs  # first: it adds the path to the modules below
-import output
 import torch
-from kernels import short_name
-from problem import HEAD_DIMS, Problem
+
+from benchmarks import output
+from benchmarks.gpu import needs
+from benchmarks.gpu.kernels import short_name
+from benchmarks.gpu.problem import HEAD_DIMS, Problem
 
 SECTIONS = (
     "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "WarpStateStats", "InstructionStats",
@@ -60,7 +61,7 @@ def command(ncu: str, report: Path) -> list[str]:
     sections = [part for name in SECTIONS for part in ("--section", name)]
     chosen = ["--kernel-name", r"regex:^(forward|backward)_kernel$"]
     how = ["--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(report)]
-    return [ncu, *chosen, *sections, *how, sys.executable, __file__, "--child"]
+    return [ncu, *chosen, *sections, *how, sys.executable, "-m", __spec__.name, "--child"]
 
 
 def rows_of(report: str) -> list[dict]:

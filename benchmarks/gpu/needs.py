@@ -3,12 +3,8 @@
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # flash_attn_ext, built in place
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the other benchmarks
 
 SKIPPED = 77
 
@@ -29,11 +25,6 @@ def seconds_left() -> float:
     """Of the time that run.py gives this stage; without it, an hour."""
     end = os.environ.get("GPU_STAGE_END")
     return float(end) - time.time() if end else 3600.0
-
-
-def the_tests() -> None:
-    """Adds the path to the tests' modules: their dense oracle."""
-    sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tests"))
 
 
 def skip(reason: str) -> None:

@@ -6,7 +6,7 @@ arithmetic and shared memory. Blocks are dealt out to the multiprocessors, longe
 where to look; it is no measurement: instructions wait for nothing here but the tensor cores, barriers among the
 consumers, full units and the compiler's own stall counts.
 
-python benchmarks/gpu/time_model.py prints the table. Needs cuobjdump, and nvcc or a build of the extension; no GPU.
+python -m benchmarks.gpu.time_model prints the table. Needs cuobjdump, and nvcc or a build of the extension; no GPU.
 """
 
 import argparse
@@ -19,12 +19,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import needs  # noqa: F401  first: it adds the path to the modules below
-import output
-import sass_listing
-import units
-from multiprocessor import Meet, Product, Program, Wait, Work, simulate
-from problem import HEAD_DIMS, LENGTHS, Problem, problems
+from benchmarks import output
+from benchmarks.gpu import sass_listing
+from benchmarks.gpu.multiprocessor import Meet, Product, Program, Wait, Work, simulate
+from benchmarks.gpu.problem import HEAD_DIMS, LENGTHS, Problem, problems
+from tools.gpu import units
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -7,12 +7,13 @@ for standard attention and 4.4 GB for its own, on an A100 with dropout and a cau
 import argparse
 from collections.abc import Iterator
 
-import needs  # first: it adds the path to the modules below
-import output
 import torch
-from attention_methods import Case
-from dram_traffic import Unavailable
-from dram_traffic import measure as dram_bytes
+
+from benchmarks import output
+from benchmarks.attention_methods import Case
+from benchmarks.dram_traffic import Unavailable
+from benchmarks.dram_traffic import measure as dram_bytes
+from benchmarks.gpu import needs
 
 METHODS = ["ours", "standard", "torch flash"]
 BATCH, HEADS, LENGTH, HEAD_DIM = 64, 16, 1024, 64

@@ -6,15 +6,11 @@ import sys
 
 import pytest
 import torch
-from paths import ROOT
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import dram_traffic
-import paper_tables
-import peak_memory
-from attention_methods import METHODS, Case, standard
-from harness import time_in_turn
+from benchmarks import dram_traffic, paper_tables, peak_memory
+from benchmarks.attention_methods import METHODS, Case, standard
+from benchmarks.harness import time_in_turn
 
 
 def test_one_command_writes_tables_figure_and_record(tmp_path):

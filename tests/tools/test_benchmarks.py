@@ -2,27 +2,25 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from paths import ROOT
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import attention_methods
-import cells
-import compare_torch
-import decoding
-import models
-import peak_memory
-import peaks
-import summary_figure
-import watch
-from harness import Paired, quartiles, time_in_turn
-
 import flash_attn_ext
+from benchmarks import (
+    attention_methods,
+    cells,
+    compare_torch,
+    decoding,
+    models,
+    peak_memory,
+    peaks,
+    summary_figure,
+    watch,
+)
+from benchmarks.harness import Paired, quartiles, time_in_turn
 from flash_attn_ext import flash_attn
 
 

@@ -15,25 +15,21 @@ import pytest
 import torch
 from paths import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
-import build_all
-import compare
-import compare_methods
-import decode
-import figures
-import gpu_tests
-import kernels
-import memory
-import ncu
-import needs
-import problem
-import run
-import sanitize
-import stages
-import timing
-import traffic
-import units
-from stages import Stage
+from benchmarks.gpu import (
+    compare,
+    compare_methods,
+    decode,
+    figures,
+    kernels,
+    memory,
+    ncu,
+    needs,
+    problem,
+    timing,
+    traffic,
+)
+from tools.gpu import build_all, gpu_tests, run, sanitize, stages, units
+from tools.gpu.stages import Stage
 
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the stages would run")
 
@@ -210,7 +206,7 @@ def test_the_list_shows_every_stage(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [stage.name for stage in stages.stages(tmp_path, quick=False)]
     assert {"racecheck", "initcheck", "synccheck", "memory", "traffic"} <= {line.split()[0] for line in lines}
-    assert "compare.py --lengths 16384 1024" in "".join(lines)
+    assert "compare --lengths 16384 1024" in "".join(lines)
     assert not (tmp_path / "new").exists()
 
 
@@ -306,7 +302,7 @@ def test_a_sanitizer_that_finds_something_fails_the_stage(monkeypatch, tmp_path)
     assert sanitize.main("racecheck") == sanitize.FOUND
     arguments = (tmp_path / "arguments").read_text()
     assert "--tool=racecheck --error-exitcode=9" in arguments
-    assert arguments.endswith("sanitize.py calls\n")
+    assert arguments.endswith("tools.gpu.sanitize calls\n")
 
 
 def test_each_case_of_the_tests_has_a_time_out(tmp_path):
@@ -367,7 +363,7 @@ def test_decoding_counts_k_and_v_once():
 
 
 def test_the_decode_table_names_the_kernels(tmp_path):
-    import output
+    from benchmarks import output
 
     names = ["void flash_attn_ext::cuda::sm80::decode_kernel<flash_attn_ext::X<int, 3>>(int)", "memset"]
     row = {"B": 1, "H": 32, "H_kv": 8, "S_k": 8192, **decode.rates(1e-4, 10**8, 3e12)}
@@ -403,7 +399,7 @@ def comparison():
 
 
 def test_the_tables(tmp_path):
-    import output
+    from benchmarks import output
 
     output.write_text(compare.text(comparison()), tmp_path / "compare.txt")
     table = (tmp_path / "compare.txt").read_text()

@@ -1,17 +1,12 @@
 """The model of the sm90 kernels' time: reading machine code, simulating a multiprocessor, and predicting."""
 
-import sys
-
 import pytest
-from paths import ROOT
 from test_cuda_compile import NVCC
 
-sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
-import sass_listing
-import time_model
-from multiprocessor import Meet, Product, Wait, Work, simulate
-from problem import Problem
-from time_model import TILINGS, Tiling, Turn
+from benchmarks.gpu import sass_listing, time_model
+from benchmarks.gpu.multiprocessor import Meet, Product, Wait, Work, simulate
+from benchmarks.gpu.problem import Problem
+from benchmarks.gpu.time_model import TILINGS, Tiling, Turn
 
 UPPER = 0x000FC80000000000  # a stall of 4 cycles
 

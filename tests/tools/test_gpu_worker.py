@@ -2,28 +2,22 @@
 
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 from paths import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
-import compare
-import compare_methods
-import needs
-import smoke
-from calls import CALLS, Call
-from problem import Problem
-from worker import Worker
-
-GPU = Path(compare.__file__).parent
+from benchmarks.gpu import compare, compare_methods
+from benchmarks.gpu.problem import Problem
+from benchmarks.gpu.worker import Worker
+from tools.gpu import smoke
+from tools.gpu.calls import CALLS, Call
 
 # A child that does as it is told, without torch.
 CHILD = f"""
 import os, signal, sys, time
-sys.path.insert(0, {str(GPU)!r})
-import worker
+sys.path.insert(0, {str(ROOT)!r})
+from benchmarks.gpu import worker
 def obey(task):
     print("noise on stdout")
     if task["do"] == "hang": time.sleep(60)
@@ -101,7 +95,6 @@ def test_a_smoke_call_is_compared_with_fp64(way, wrong, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     name, call = "one", Call("bfloat16", 1, 2, 1, 30, 40, 16, {"is_causal": True})
     monkeypatch.setitem(smoke.CALLS, "sm90", {name: call})
-    needs.the_tests()
     errors = smoke.errors(call, attention, way)
     task = {"tier": "sm90", "name": name, "pass": way}
     good, line = smoke.verdict(task, {"result": errors})
@@ -116,8 +109,8 @@ def test_smoke_prints_every_verdict_and_goes_on(tmp_path, capsys):
     child.write_text(
         textwrap.dedent(f"""
         import os, sys
-        sys.path.insert(0, {str(GPU)!r})
-        import worker
+        sys.path.insert(0, {str(ROOT)!r})
+        from benchmarks.gpu import worker
         def answer(task):
             if task["name"] == "D 128" and task["pass"] == "forward": os._exit(3)
             return {{"out": 0.001}}

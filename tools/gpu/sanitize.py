@@ -10,9 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import needs
 import torch
-from calls import CALLS, FORWARD_MODE, inputs
+
+from benchmarks.gpu import needs
+from tools.gpu.calls import CALLS, FORWARD_MODE, inputs
 
 FOUND = 9  # the tool's exit status if it found something
 
@@ -52,7 +53,7 @@ def main(tool: str) -> int:
     # Every tensor an allocation of its own: in torch's cache, one tensor's neighbour hides an access beyond its end.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [program, f"--tool={tool}", f"--error-exitcode={FOUND}", "--print-limit=20"]
-    return subprocess.run([*command, sys.executable, __file__, "calls"], env=environment).returncode
+    return subprocess.run([*command, sys.executable, "-m", __spec__.name, "calls"], env=environment).returncode
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 TIERS = ("simt", "sm80", "sm90")
 
 
@@ -21,8 +20,8 @@ class Stage:
     environment: dict[str, str] = field(default_factory=dict)  # beside this process's
 
 
-def script(name: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, str(HERE / name), *arguments)
+def script(module: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", module, *arguments)
 
 
 def stages(out: Path, quick: bool) -> list[Stage]:
@@ -31,28 +30,28 @@ def stages(out: Path, quick: bool) -> list[Stage]:
 
     def compare(name: str, timeout: float, *lengths: int) -> Stage:
         wanted = ("--lengths", *map(str, lengths))
-        return Stage(name, script("compare.py", *wanted, *files(out, name), *faster), timeout)
+        return Stage(name, script("benchmarks.gpu.compare", *wanted, *files(out, name), *faster), timeout)
 
     def tests(tier: str, timeout: float) -> Stage:
         junit = str(out / f"tests-{tier}.xml")
-        return Stage(f"tests-{tier}", script("gpu_tests.py", "--tier", tier, "--junit", junit, *faster), timeout)
+        return Stage(f"tests-{tier}", script("tools.gpu.gpu_tests", "--tier", tier, "--junit", junit, *faster), timeout)
 
     return [
-        Stage("build", script("build_all.py", files(out, "build")[0]), 100),
-        Stage("units", script("units.py"), 30),
-        *[Stage(f"smoke-{tier}", script("smoke.py", tier), 20) for tier in TIERS],
+        Stage("build", script("tools.gpu.build_all", files(out, "build")[0]), 100),
+        Stage("units", script("tools.gpu.units"), 30),
+        *[Stage(f"smoke-{tier}", script("tools.gpu.smoke", tier), 20) for tier in TIERS],
         compare("compare-16384-1024", 50, 16384, 1024),
         compare("compare-8192", 30, 8192),
         compare("compare-others", 45, 4096, 2048, 512),
         tests("simt", 35),
         tests("sm80", 35),
         tests("sm90", 35),
-        Stage("memcheck", script("sanitize.py", "memcheck"), 30),
-        Stage("decode", script("decode.py", *files(out, "decode"), *faster), 25),
-        Stage("ncu", script("ncu.py", *files(out, "ncu")[:2]), 45),
-        *[Stage(tool, script("sanitize.py", tool), 60) for tool in ("racecheck", "synccheck", "initcheck")],
-        Stage("memory", script("memory.py", *files(out, "memory")[:2], *faster), 90),
-        Stage("traffic", script("traffic.py", *files(out, "traffic")[:2], *faster), 90),
+        Stage("memcheck", script("tools.gpu.sanitize", "memcheck"), 30),
+        Stage("decode", script("benchmarks.gpu.decode", *files(out, "decode"), *faster), 25),
+        Stage("ncu", script("benchmarks.gpu.ncu", *files(out, "ncu")[:2]), 45),
+        *[Stage(tool, script("tools.gpu.sanitize", tool), 60) for tool in ("racecheck", "synccheck", "initcheck")],
+        Stage("memory", script("benchmarks.gpu.memory", *files(out, "memory")[:2], *faster), 90),
+        Stage("traffic", script("benchmarks.gpu.traffic", *files(out, "traffic")[:2], *faster), 90),
     ]
 
 

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import needs  # first: it adds the path to the modules below
-from calls import CALLS, FORWARD_MODE, Call, inputs
-from worker import Worker, serve
+from benchmarks.gpu import needs
+from benchmarks.gpu.worker import Worker, serve
+from tools.gpu.calls import CALLS, FORWARD_MODE, Call, inputs
 
 PATIENCE = 5.0  # seconds for one call: it takes milliseconds
 AT_THE_END = 1.0  # seconds of the stage for the verdict
@@ -72,7 +72,7 @@ def jvp_errors(call: Call, attention) -> dict:
 
 def dense(tensors: Sequence, options: dict) -> tuple:
     """By the tests' oracle."""
-    import reference
+    from tests.support import reference
 
     known = {name: value for name, value in options.items() if name not in ("is_causal", "deterministic")}
     if options.get("is_causal"):
@@ -129,11 +129,10 @@ def main(argv: list[str] | None = None) -> int:
         import torch
 
         torch.set_default_device("cuda")
-        needs.the_tests()
         serve(check)
         return 0
     needs.a_gpu_and_our_build()
-    verdicts = run(args.tier, [sys.executable, __file__, args.tier, "--child"])
+    verdicts = run(args.tier, [sys.executable, "-m", __spec__.name, args.tier, "--child"])
     bad = [line for good, line in verdicts if not good]
     print(f"{args.tier}: {len(verdicts)} calls, {len(bad)} bad" + (f"; the first: {bad[0]}" if bad else ""))
     return 1 if bad else 0

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from stages import ROOT, Stage, stages
+from tools.gpu.stages import ROOT, Stage, stages
 
 SKIPPED = 77  # the exit status of a stage that lacks a tool; its last line says which
 GRACE = 1.0  # seconds between asking a stage to end and killing it, and for it to be gone after that
@@ -148,9 +148,9 @@ def write_pack(out: Path, pack: Path) -> None:
 def describe(commit: str | None) -> dict:
     """The machine, by a process of its own: importing torch or asking the driver may fail or hang."""
     facts = {"time": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "commit": commit or current_commit(), "python": sys.version}
-    command = [sys.executable, str(Path(__file__).with_name("machine.py"))]
+    command = [sys.executable, "-m", "tools.gpu.machine"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=MACHINE_SECONDS)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MACHINE_SECONDS)
     except subprocess.TimeoutExpired:
         return facts | {"machine": "unknown: machine.py hung"}
     return facts | (json.loads(done.stdout) if done.returncode == 0 else {"machine": done.stderr.strip()[-300:]})

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import needs
+from benchmarks.gpu import needs
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS_PER_CASE = 10
@@ -25,7 +25,7 @@ STOP_BEFORE = 4  # seconds before the stage's end: pytest then writes what it ha
 
 def command(junit: Path | None, quick: bool, installed: set[str]) -> list[str]:
     result = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/test_gpu.py", "tests/api"]
-    result += ["--tb=short", "-p", "skip_refusals"]
+    result += ["--tb=short", "-p", "tools.gpu.skip_refusals"]
     if "pytest_timeout" in installed:
         result += [f"--timeout={SECONDS_PER_CASE}", "--timeout-method=thread"]
     else:
@@ -64,7 +64,7 @@ def main() -> int:
     installed = {name for name in ("pytest_timeout", "xdist") if importlib.util.find_spec(name)}
     for name in {"pytest_timeout", "xdist"} - installed:
         print(f"{name} is not installed: the first case that hangs ends the stage")
-    path = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "FLASH_ATTN_EXT_TEST_DEVICE": "cuda"}
     if args.tier != "sm90":
         environment["FLASH_ATTN_EXT_CUDA_TIER"] = args.tier

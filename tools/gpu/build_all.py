@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import time_model
-import units
-from machine import said
+from benchmarks.gpu import time_model
+from tools.gpu import units
+from tools.gpu.machine import said
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = (sys.executable, "setup.py", "build_ext", "--inplace")

@@ -1,0 +1,5 @@
+"""Measurements: `python -m benchmarks.compare_torch` and others, from the repository's root."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent  # where child processes run

@@ -1,0 +1,1 @@
+"""Measurements on a GPU. `make gpu` runs them (tools/gpu)."""

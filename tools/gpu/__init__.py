@@ -1,0 +1,1 @@
+"""`make gpu`: its stages, and those of them that measure no time."""
