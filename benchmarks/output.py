@@ -29,9 +29,18 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
 
 
 def write_json(record: dict, path: Path | None) -> None:
+    """Numbers with four digits, and a line for each row: short enough to be kept with the sources."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        lines = [f"{json.dumps(key)}: {_value(value)}" for key, value in record.items()]
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _value(value: object) -> str:
+    short = json.loads(json.dumps(value), parse_float=lambda number: float(f"{float(number):.4g}"))
+    if isinstance(short, list) and short:
+        return "[\n" + ",\n".join(json.dumps(row) for row in short) + "\n]"
+    return json.dumps(short)
 
 
 def write_text(parts: Iterable[str | Table], path: Path | None) -> None:

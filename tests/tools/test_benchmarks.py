@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from benchmarks import (
 )
 from benchmarks.harness import Paired, quartiles, time_in_turn
 from flash_attn_ext import flash_attn
+
+recorded = partial(pytest.approx, rel=2e-3)  # numbers in records have four digits
 
 
 @pytest.fixture
@@ -89,14 +92,14 @@ def test_one_command_writes_text_record_and_figure(tmp_path, monkeypatch):
         low, high = row["ratio_quartiles"]
         assert 0 < low <= row["ratio"] <= high
         assert row["isa"] == isa
-        assert row["GFLOP/s"] == pytest.approx(row["of_fma_peak"] * row["fma_peak_GFLOP/s"])
+        assert row["GFLOP/s"] == recorded(row["of_fma_peak"] * row["fma_peak_GFLOP/s"])
         assert row["of_fma_peak"] > 0
         assert row["busy"] == (row["slowdown"] > watch.BUSY)
         assert ("of_stream" in row) == (row["kind"] == "decode")
     shape = next(row for row in measured["rows"] if (row["kind"], row["pass"]) == ("shapes", "fwd"))
-    assert shape["GFLOP/s"] == pytest.approx(4 * 1 * 2 * 40 * 40 * 8 / shape["ms"] / 1e6)
+    assert shape["GFLOP/s"] == recorded(4 * 1 * 2 * 40 * 40 * 8 / shape["ms"] / 1e6)
     decode = next(row for row in measured["rows"] if row["kind"] == "decode")
-    assert decode["GB/s"] == pytest.approx(2 * 2 * 80 * 128 * 4 / decode["ms"] / 1e6)
+    assert decode["GB/s"] == recorded(2 * 2 * 80 * 128 * 4 / decode["ms"] / 1e6)
     assert (
         "| 1,2,1024,64 | float32 |       0 |  1.0 |           3.0 |        3.0 |            3.0 |" in text.read_text()
     )
@@ -184,7 +187,7 @@ def test_decoding_compares_every_variant(tmp_path):
         assert row["variants"]["default"]["speed"] == 1
         size = 2 * row["B"] * 2 * row["S_k"] * 128 * getattr(torch, row["dtype"]).itemsize
         for variant in row["variants"].values():
-            assert variant["GB/s"] == pytest.approx(size / variant["ms"] / 1e6)
+            assert variant["GB/s"] == recorded(size / variant["ms"] / 1e6)
             assert 0 < variant["speed_quartiles"][0] <= variant["speed"] <= variant["speed_quartiles"][1]
     assert "Left out" in text.read_text()
     assert figure.read_bytes().startswith(b"\x89PNG")
