@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread", "torch_again"),
     pytest.mark.skipif(
         not all(importlib.util.find_spec(name) for name in ("torchvision", "timm")),
-        reason="torchvision and timm are not installed",
+        reason="needs timm and torchvision, pip install '.[vision]', in an environment of their own",
     ),
 ]
 
