@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from paths import ROOT
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from benchmarks import dram_traffic, paper_tables, peak_memory
@@ -14,9 +15,9 @@ from benchmarks.harness import time_in_turn
 
 
 def test_one_command_writes_tables_figure_and_record(tmp_path):
-    command = [sys.executable, paper_tables.__file__, "--quick", "--out", tmp_path]
+    command = [sys.executable, "-m", "benchmarks.paper_tables", "--quick", "--out", tmp_path]
     command += ["--lengths", "64", "--methods", "standard", "ours", "--seconds", "0.1"]
-    run = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    run = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     for name in ("gpt2.md", "lengths.md"):
         text = (tmp_path / name).read_text()

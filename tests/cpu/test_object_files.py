@@ -40,9 +40,9 @@ def setup_flags():
     raise AssertionError("setup.py no longer assigns a list to `flags`: read the compiler's flags from elsewhere")
 
 
-def compile_object(source, folder):
+def compile_object(source, folder, flags):
     target = folder / f"{source.stem}.o"
-    command = [CXX, *setup_flags(), f"-I{CPU}", "-c", source, "-o", target]
+    command = [CXX, *flags, f"-I{CPU}", "-c", source, "-o", target]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return target
@@ -83,8 +83,9 @@ def objects(tmp_path_factory):
         pytest.fail(f"needs a C++ compiler and GNU binutils; not found: {', '.join(missing)}")
     folder = tmp_path_factory.mktemp("objects")
     names = [*NAMESPACE, *BASELINE]
+    flags = setup_flags()  # before there are threads: Python 3.11's ast may fail in several at once
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        paths = pool.map(lambda name: compile_object(CPU / f"{name}.cpp", folder), names)
+        paths = pool.map(lambda name: compile_object(CPU / f"{name}.cpp", folder, flags), names)
         return dict(zip(names, paths, strict=True))
 
 
@@ -132,7 +133,7 @@ def test_standard_header_inside_the_region_is_caught(tmp_path, included):
         text = text.replace(old, new)
     source = tmp_path / "isa_avx2.cpp"
     source.write_text(text)
-    found = leaks(compile_object(source, tmp_path), NAMESPACE["isa_avx2"])
+    found = leaks(compile_object(source, tmp_path, setup_flags()), NAMESPACE["isa_avx2"])
     if included == "before":
         assert found == []
     else:
