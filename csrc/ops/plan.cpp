@@ -127,6 +127,17 @@ Gradients not_allocated(Gradients gradients) {
   return gradients;
 }
 
+template <class Tensors, class Options, class Packed>
+Plan packed_forward_plan(const Tensors& given, const Options& options,
+                         AttentionResult (*empty_result)(const Tensors&),
+                         Packed (*pack)(const Tensors&, const Options&, const AttentionResult&)) {
+  const auto placeholders = placeholders_of(given);
+  const AttentionResult result = empty_result(placeholders.given);
+  const Packed packed = pack(placeholders.readable, options, not_allocated(result));
+  return forward_plan(packed.params, given.query.device(), result, placeholders.copied_bytes,
+                      options.deterministic);
+}
+
 // The tensors and options of a backward whose forward had these.
 template <class Tensors, class Forward>
 Tensors backward_tensors(const Forward& forward, const AttentionResult& result) {
@@ -239,11 +250,7 @@ Plan plan_attention_backward(const AttentionTensors& given, const AttentionOptio
 
 Plan plan_varlen(const VarlenTensors& given, const VarlenOptions& options) {
   check_varlen(given, options);
-  const auto placeholders = placeholders_of(given);
-  const AttentionResult result = empty_varlen_result(placeholders.given);
-  const PackedVarlen packed = pack_varlen(placeholders.readable, options, not_allocated(result));
-  return forward_plan(packed.params, given.query.device(), result, placeholders.copied_bytes,
-                      options.deterministic);
+  return packed_forward_plan(given, options, empty_varlen_result, pack_varlen);
 }
 
 Plan plan_varlen_backward(const VarlenTensors& given, const VarlenOptions& options,
@@ -259,11 +266,7 @@ Plan plan_varlen_backward(const VarlenTensors& given, const VarlenOptions& optio
 
 Plan plan_cache(const CacheTensors& given, const CacheOptions& options) {
   check_cache(given, options);
-  const auto placeholders = placeholders_of(given);
-  const AttentionResult result = empty_cache_result(placeholders.given);
-  const PackedCache packed = pack_cache(placeholders.readable, options, not_allocated(result));
-  return forward_plan(packed.params, given.query.device(), result, placeholders.copied_bytes,
-                      options.deterministic);
+  return packed_forward_plan(given, options, empty_cache_result, pack_cache);
 }
 
 }  // namespace flash_attn_ext

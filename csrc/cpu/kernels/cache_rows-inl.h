@@ -204,7 +204,7 @@ class Prefetcher {
     constexpr int64_t kLine = 64;
     for (int64_t n = 0; n < count; ++n, at_ += kLine) {
       if (at_ >= end_ && !find_row()) return;
-      __builtin_prefetch(at_, 0, kDecodePrefetchLevel);
+      __builtin_prefetch(at_, 0, kPrefetchLevel);
     }
   }
   // All that are left.
@@ -238,12 +238,12 @@ class Prefetcher {
   const char *at_ = nullptr, *end_ = nullptr;
 };
 
-// The factors of a tile's 8-bit rows, one a key, up to `ld` lanes. Null where there are none, or where one is not finite:
-// then rows are multiplied themselves, so that what is masked stays masked.
+// The factors of a tile's 8-bit rows, one a key, up to `ld` lanes. Whether the rows may be left without them: not where one
+// is not finite, so that what is masked stays masked.
 template <class T>
-const T* load_factors(const AttentionParams& p, const CacheScale& scale, int64_t h_kv, int64_t j0,
-                      int64_t keys, int64_t ld, T* factors) {
-  if (!scale) return nullptr;
+bool load_factors(const AttentionParams& p, const CacheScale& scale, int64_t h_kv, int64_t j0, int64_t keys,
+                  int64_t ld, T* factors) {
+  if (!scale) return false;
   const CacheParams& cache = p.varlen.cache;
   const int64_t first = p.varlen.first_k + j0, size = cache.pages ? cache.pages.page_size : int64_t{1} << 62;
   std::fill(factors, factors + ld, T(1));
@@ -256,7 +256,7 @@ const T* load_factors(const AttentionParams& p, const CacheScale& scale, int64_t
       probe += factors[n] * T(0);
     }
   }
-  return probe == T(0) ? factors : nullptr;
+  return probe == T(0);
 }
 
 // Rows [first, first + count) of a tile that begins at key j0: in place, or copied. `multiplied`: factors are left to the

@@ -178,10 +178,7 @@ struct DecodeTile {
   // O += P V, of those heads that softmax() has not added.
   template <class ResultOf>
   void add_values(const TileSource& source, Prefetcher ahead, const ResultOf& result_of) const {
-    Prefetcher nothing;
-    const auto rows_of = [&](int64_t n, int64_t j) {
-      return value_rows_of(n, source, j, s.value_copy + (copies_rows(p) ? j * z.head_dim_v : 0));
-    };
+    const auto rows_of = [&](int64_t n, int64_t j) { return value_rows_of(n, source, j, s.value_copy); };
     if (all_at_once) {
       for (int64_t n = 0; n < heads.count; ++n) {
         ahead.lines(keys * lines_of_row(source));
@@ -192,7 +189,7 @@ struct DecodeTile {
     }
     for (int64_t j = 0; j < keys; j += kChunkRows)
       for (int64_t n = 0; n < heads.count; ++n)
-        if (!s.added[n]) add_chunk(n, j, rows_of(n, j), ahead, nothing);
+        if (!s.added[n]) add_chunk(n, j, rows_of(n, j), ahead);
     ahead.finish();
     for (int64_t n = 0; n < heads.count; ++n)
       if (!s.added[n]) add_rows<T>(result_of(n).out, sums_of(n), rows * d_v);
@@ -230,17 +227,18 @@ struct DecodeTile {
     if (all_at_once)
       return s.products.add_all_values(n * rows, rows, s.scores, ld, chunk, in_one_place, keys, r.out, d_v);
     Prefetcher nothing;
-    for (int64_t j = 0; j < keys; j += kChunkRows) add_chunk(n, j, chunk(j), nothing, nothing);
+    for (int64_t j = 0; j < keys; j += kChunkRows) add_chunk(n, j, chunk(j), nothing);
     add_rows<T>(r.out, sums_of(n), rows * d_v);
   }
 
-  // One chunk for one head. `others`: of all rows but the first few.
-  void add_chunk(int64_t n, int64_t j, const Rows<In>& v, Prefetcher& ahead, Prefetcher& others) const {
+  // One chunk for one head. The first few rows ask for what comes later.
+  void add_chunk(int64_t n, int64_t j, const Rows<In>& v, Prefetcher& ahead) const {
+    Prefetcher nothing;
     if (j == 0) std::fill(sums_of(n), sums_of(n) + rows * d_v, T(0));
     for_each_few_rows<T>(rows, [&](int64_t row, auto few) {
       s.products.template add_values<few.value>(n * rows + row, j, s.scores, ld, v,
                                                 std::min(kChunkRows, keys - j), sums_of(n) + row * d_v, d_v,
-                                                row == 0 ? ahead : others);
+                                                row == 0 ? ahead : nothing);
     });
   }
 };

@@ -13,21 +13,13 @@ struct Tile {
   int64_t ld;
 };
 
-// Rows that are read next, asked for while others are multiplied: the hardware's own prefetching stops at the
-// end of a page and takes a few misses to start again.
+// Rows in memory, the caller's or a copy.
 template <class In>
 struct Rows {
   const In* data;
   int64_t stride, cols;
 
   const In* row(int64_t n) const { return data + n * stride; }
-  // Asks for rows while others are multiplied: the hardware's own prefetching stops at the end of a page and
-  // takes a few misses to start again.
-  void prefetch(int64_t begin, int64_t end) const {
-    constexpr int64_t kLine = 64 / sizeof(In);
-    for (int64_t n = begin; n < end; ++n)
-      for (int64_t c = 0; c < cols; c += kLine) __builtin_prefetch(row(n) + c, 0, kPrefetchLevel);
-  }
 };
 
 // rows x cols of src as T, zero-padded to whole vectors per row. Without padding or conversion to do, no
