@@ -2,4 +2,4 @@
 
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent  # where child processes run
+ROOT = Path(__file__).parent.parent  # of the repository; child processes run there

@@ -101,9 +101,7 @@ def explain(*args, **kwargs) -> Explanation:
 
     Tensors on the Meta device have no kernels; memory without workspace and the predictions are still there.
     """
-    call = _SIGNATURE.bind(*args, **kwargs)
-    call.apply_defaults()
-    return _explain(**call.arguments)
+    return _explain(**arguments_of(_SIGNATURE, args, kwargs))
 
 
 explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)
@@ -119,10 +117,8 @@ def _explain(
             causal_of_bias(attn_mask, query, key, options["is_causal"], options["causal"]),
         )
     options = checked_options(operator_options(alibi_slopes=alibi_slopes, **options))
-    drawn = None
-    if options["dropout_p"] > 0.0 and rng_state is None:
-        check_is_dense("query", query)
-        drawn = rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
+    drawn = drawn_rng_state(query, options["dropout_p"], rng_state)
+    rng_state = rng_state if drawn is None else drawn
     given = (query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
     tensors, _ = operator_tensors(*given, enable_gqa)
     copies = [drawn, *(t for t, g in zip(tensors, given, strict=True) if _is_copy(t, g))]
@@ -130,6 +126,21 @@ def _explain(
     described = describe("flash_attn", query=tensors[0], key=tensors[1], value=tensors[2])
     plans = _ops.plan_attention, _ops.plan_attention_backward
     return explanation(described, plans, tensors, options, given, [*copies, *cast])
+
+
+def arguments_of(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict:
+    """By name, with defaults for those that are not given."""
+    call = signature.bind(*args, **kwargs)
+    call.apply_defaults()
+    return dict(call.arguments)
+
+
+def drawn_rng_state(query: Tensor, dropout_p: float, rng_state: Tensor | None) -> Tensor | None:
+    """In the place of the dropout state that the call would draw, if it draws one."""
+    if not dropout_p > 0.0 or rng_state is not None:
+        return None
+    check_is_dense("query", query)
+    return torch.empty(2, dtype=torch.int64, device=query.device)
 
 
 def refuse_dtensors(**tensors: Tensor | None) -> None:

@@ -7,8 +7,17 @@ import torch
 from torch import Tensor
 
 from . import _ops, kvcache, varlen
-from ._explain import Explanation, HeadShape, autocast, describe, explained, explanation, refuse_dtensors
-from .functional import check_is_dense
+from ._explain import (
+    Explanation,
+    HeadShape,
+    arguments_of,
+    autocast,
+    describe,
+    drawn_rng_state,
+    explained,
+    explanation,
+    refuse_dtensors,
+)
 
 
 def explain_varlen(*args, **kwargs) -> Explanation:
@@ -23,13 +32,11 @@ def explain_varlen(*args, **kwargs) -> Explanation:
         TypeError, ValueError: as :func:`flash_attn_varlen`; and for offsets on the Meta device, which have no numbers.
         NotImplementedError: no kernels for the tensors' device.
     """
-    arguments = _arguments(_VARLEN, args, kwargs)
+    arguments = arguments_of(_VARLEN, args, kwargs)
     arguments.pop("return_lse")
     refuse_dtensors(**{name: arguments[name] for name in ("query", "key", "value")})
-    drawn = None
-    if arguments["dropout_p"] > 0.0 and arguments["rng_state"] is None:
-        check_is_dense("query", arguments["query"])
-        drawn = torch.empty(2, dtype=torch.int64, device=arguments["query"].device)
+    drawn = drawn_rng_state(*(arguments[name] for name in ("query", "dropout_p", "rng_state")))
+    if drawn is not None:
         arguments["rng_state"] = drawn
     given, options = varlen.operator_arguments(**arguments)
     _check_has_numbers(cu_seqlens_q=arguments["cu_seqlens_q"], cu_seqlens_k=arguments["cu_seqlens_k"])
@@ -51,7 +58,7 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
         TypeError, ValueError: as :func:`flash_attn_with_kvcache`; and for lengths on the Meta device.
         NotImplementedError: no kernels for the tensors' device.
     """
-    arguments = _arguments(_KVCACHE, args, kwargs)
+    arguments = arguments_of(_KVCACHE, args, kwargs)
     arguments.pop("return_softmax_lse")
     refuse_dtensors(**{name: arguments[name] for name in ("q", "k_cache", "v_cache", "k", "v")})
     names = {name: arguments.pop(name) for name in ("qv", "page_table", "learnable_sink")}
@@ -93,12 +100,6 @@ _VARLEN = inspect.signature(varlen.flash_attn_varlen)
 _KVCACHE = inspect.signature(kvcache.flash_attn_with_kvcache)
 explain_varlen.__signature__ = _VARLEN.replace(return_annotation=Explanation)
 explain_kvcache.__signature__ = _KVCACHE.replace(return_annotation=Explanation)
-
-
-def _arguments(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict:
-    call = signature.bind(*args, **kwargs)
-    call.apply_defaults()
-    return dict(call.arguments)
 
 
 def _check_has_numbers(**tensors: Tensor) -> None:

@@ -36,13 +36,11 @@ def pytest_configure(config):
     settings.load_profile(DEVICE)
 
 
-def runs_here(item):
-    return DEVICE == "cpu" or any(item.get_closest_marker(name) for name in ("any_device", "gpu"))
-
-
 def pytest_collection_modifyitems(config, items):
-    config.hook.pytest_deselected(items=[item for item in items if not runs_here(item)])
-    items[:] = [item for item in items if runs_here(item)]
+    if DEVICE != "cpu":
+        chosen = [item for item in items if item.get_closest_marker("any_device") or item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     for item in items:
         if slow.is_slow(item.path.stem, item.originalname):
             item.add_marker(pytest.mark.slow)

@@ -19,13 +19,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import output
+from benchmarks import ROOT, output
 from benchmarks.gpu import sass_listing
 from benchmarks.gpu.multiprocessor import Meet, Product, Program, Wait, Work, simulate
 from benchmarks.gpu.problem import HEAD_DIMS, LENGTHS, Problem, problems
 from tools.gpu import units
-
-ROOT = Path(__file__).parent.parent.parent
 
 # A multiprocessor of an H100 or H200, a clock cycle. The first five are NVIDIA's (CUDA programming guide, throughput of
 # arithmetic instructions, 9.0; H100 white paper); L2 and the clock are estimates.

@@ -13,7 +13,7 @@ from .. import _ops
 from . import _all_gather, _ring
 from ._group import named_group
 from ._plan import Inputs, Plan, Where, plan_of, without_memory
-from ._sums import DIFFERENTIABLE, BackwardSums
+from ._sums import BackwardSums
 
 _METHODS = {"ring": _ring, "all_gather": _all_gather}
 
@@ -54,7 +54,7 @@ def _(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, met
     ),
 )
 def context_parallel_backward(grad_out, grad_lse, *arguments, wanted, **options):
-    """The gradients of those of :data:`DIFFERENTIABLE` that are wanted: all processes have to want the same ones."""
+    """The gradients of those of ``_ops.DIFFERENTIABLE`` that are wanted: all processes have to want the same ones."""
     inputs, (out, lse, method, *where) = Inputs(*arguments[:8]), arguments[8:]
     plan = _plan(inputs, where, options)
     sums = BackwardSums(plan, inputs, out, lse, grad_out, grad_lse, wanted)
@@ -64,7 +64,7 @@ def context_parallel_backward(grad_out, grad_lse, *arguments, wanted, **options)
 @context_parallel_backward.register_fake
 def _(grad_out, grad_lse, *arguments, wanted, **options):
     # As BackwardSums makes them: those of query, mask and slopes in their tensor's memory order.
-    given = zip(DIFFERENTIABLE, arguments, wanted, strict=False)
+    given = zip(_ops.DIFFERENTIABLE, arguments, wanted, strict=False)
     dense = ("key", "value", "sink")
     return [t.new_empty(t.shape) if name in dense else torch.empty_like(t) for name, t, some in given if some]
 
@@ -89,7 +89,7 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Te
             "context_parallel_attn: got create_graph=True, for a second derivative; allowed: method='ulysses', "
             "or first derivatives"
         )
-    wanted = list(ctx.needs_input_grad[: len(DIFFERENTIABLE)])
+    wanted = list(ctx.needs_input_grad[: len(_ops.DIFFERENTIABLE)])
     found = iter(
         context_parallel_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.where, wanted=wanted, **ctx.options)
     )

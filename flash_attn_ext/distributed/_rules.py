@@ -15,8 +15,6 @@ from .. import _ops
 from ._plan import rng_state_at
 from ._work import BATCH, HEADS, Work, check_heads, mesh_of
 
-_GRADIENTS = ("query", "key", "value", "attn_mask", "alibi_slopes", "sink")
-
 
 def _dense(name: str, t: Tensor) -> Mapping[str, int]:
     """Where a tensor of ``attention`` has batches and heads."""
@@ -60,10 +58,10 @@ def _run(op, dims_of, _class, func, _types, args, kwargs):
             first = work.first(BATCH, batch) * heads + work.first(HEADS, heads)
             local["rng_state"] = rng_state_at(local["rng_state"], 0, 0, first, heads)
         results = func(*(local.get(name) for name in names), **(kwargs or {}))
-        if len(results) == len(_GRADIENTS):
+        if len(results) == len(_ops.DIFFERENTIABLE):
             return tuple(
                 None if t is None else work.whole_of_shares(t, dims[name], given[name].shape)
-                for name, t in zip(_GRADIENTS, results, strict=True)
+                for name, t in zip(_ops.DIFFERENTIABLE, results, strict=True)
             )
         out, lse = results
         out_shape = (*query.shape[:-1], given["value"].shape[-1])

@@ -9,8 +9,6 @@ from .. import _ops
 from ._plan import Inputs, Plan, accumulator_dtype
 from ._tiles import Tile
 
-DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "alibi_slopes", "sink")
-
 
 class ForwardSums:
     """Out and lse of this process's queries, to which each tile adds what its keys give, in a fixed order."""
@@ -55,7 +53,7 @@ class BackwardSums:
     ):  # fmt: skip
         self.plan, self.inputs = plan, inputs
         self.out, self.lse, self.grad_out, self.grad_lse = out, lse, grad_out, grad_lse
-        self.wanted = dict(zip(DIFFERENTIABLE, wanted, strict=True))
+        self.wanted = dict(zip(_ops.DIFFERENTIABLE, wanted, strict=True))
         self.wants_keys = self.wanted["key"] or self.wanted["value"]
         self.query, self.mask, self.slopes = (
             self._zeros(name, like)
@@ -111,7 +109,7 @@ class BackwardSums:
         of_keys = ("key", "value")
         return [
             total.to(given.dtype, copy=name in of_keys)
-            for name, total, given in zip(DIFFERENTIABLE, sums, self.inputs, strict=False)
+            for name, total, given in zip(_ops.DIFFERENTIABLE, sums, self.inputs, strict=False)
             if total is not None and given is not None and self.wanted[name]
         ]
 

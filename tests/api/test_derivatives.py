@@ -7,9 +7,8 @@ import sys
 import pytest
 import reference
 import torch
-from helpers import leaves, make_qkv
+from helpers import assert_hessian_vector_products_agree, leaves, make_qkv
 from tolerances import assert_as_exact_as_torch
-from torch.autograd import forward_ad
 
 from flash_attn_ext import dropout_mask, flash_attn, new_rng_state
 
@@ -112,26 +111,14 @@ def test_against_the_dense_reference(isa, dtype, seqlens, kind):
 
 @pytest.mark.any_device
 def test_hessian_vector_products_both_ways():
-    """Forward over reverse, reverse over forward and reverse over reverse are the same vector."""
     run, tensors = case("everything", 4, 2, "all")
     inputs = tuple(t.detach() for t in tensors)
-    direction = tuple(torch.randn_like(t) for t in inputs)
-    everything = tuple(range(len(inputs)))
 
     def loss(*x):
         out, lse = run(*x)
         return out.sin().sum() + (lse * lse).sum()
 
-    gradient = torch.func.grad(loss, everything)
-    forward_over_reverse = torch.func.jvp(gradient, inputs, direction)[1]
-    reverse_over_forward = torch.func.grad(lambda *x: torch.func.jvp(loss, x, direction)[1], everything)(*inputs)
-    reverse_over_reverse = torch.autograd.functional.hvp(loss, inputs, direction)[1]
-    with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(t.detach().requires_grad_(), d) for t, d in zip(inputs, direction, strict=True)]
-        dual_level = [forward_ad.unpack_dual(g).tangent for g in torch.autograd.grad(loss(*duals), duals)]
-    for a, *others in zip(forward_over_reverse, reverse_over_forward, reverse_over_reverse, dual_level, strict=True):
-        for b in others:
-            torch.testing.assert_close(b, a)
+    assert_hessian_vector_products_agree(loss, inputs)
 
 
 def test_hessian_jacfwd_and_vmap_of_jvp():

@@ -19,12 +19,6 @@ WITH_MASK = ("q", "k", "v", "attn_mask")
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-@pytest.fixture
-def isa():
-    """What the CPU kernels' tests, run here again, take as their kernels' name."""
-    return "cuda on the host"
-
-
 test_masked_rows_and_hidden_nan = test_derivatives.test_masked_rows_and_hidden_nan
 
 

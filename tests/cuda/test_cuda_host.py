@@ -22,12 +22,6 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
-@pytest.fixture
-def isa():
-    """What the CPU kernels' tests, run here again, take as their kernels' name."""
-    return "cuda on the host"
-
-
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_the_operators_run_the_cuda_kernels(kernels, monkeypatch, requires_grad):
     def refuse(*_, **__):

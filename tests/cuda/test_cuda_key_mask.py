@@ -12,12 +12,6 @@ from test_key_mask import check, key_masks
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-@pytest.fixture
-def isa():
-    """What these tests take as the name of the CPU's kernels."""
-    return "cuda on the host"
-
-
 test_both_masks_apply = test_key_mask.test_both_masks_apply
 test_dtypes = test_key_mask.test_dtypes
 test_with_a_band = test_key_mask.test_with_a_band

@@ -9,12 +9,6 @@ from flash_attn_ext import flash_attn
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-@pytest.fixture
-def isa():
-    """What the CPU kernels' tests, run here again, take as their kernels' name."""
-    return "cuda on the host"
-
-
 test_one_key_has_all_the_weight = test_large_scores.test_one_key_has_all_the_weight
 test_gradients_of_peaked_rows = test_large_scores.test_gradients_of_peaked_rows_err_as_torch_s
 test_mask_values_up_to_the_largest = test_large_scores.test_mask_values_up_to_the_largest_keep_their_difference

@@ -7,14 +7,11 @@ Needs nvcc, cuobjdump and nvdisasm (PyPI's nvidia-cuda-cuobjdump and nvidia-cuda
 import functools
 import re
 import subprocess
-import sys
 
 import pytest
-from paths import ROOT
 from test_cuda_compile import CUDA, NVCC, nvcc_flags
 
-sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
-import sass_listing
+from benchmarks.gpu import sass_listing
 
 if not NVCC.exists():
     pytest.skip(f"needs nvcc to compile the CUDA kernels; there is no {NVCC}", allow_module_level=True)

@@ -6,16 +6,14 @@ Needs nvcc, and for the machine code the packages nvidia-cuda-cuobjdump and nvid
 
 import functools
 import itertools
-import os
 import re
-import shutil
 import subprocess
-from importlib import metadata
-from pathlib import Path
 
 import pytest
 import sass
 from test_cuda_compile import CUDA, NVCC, nvcc_flags
+
+from benchmarks.gpu import sass_listing
 
 SOURCES = sorted((CUDA / "sm90").glob("*.cu"))
 # setmaxnreg ignored; wgmma serialised; a wait for wgmma injected
@@ -34,20 +32,6 @@ MOST_INSTRUCTIONS = {
 DIVISION = re.compile(r"I2F|F2I|MUFU\.RCP|CALL")
 
 pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compile the CUDA kernels; there is no {NVCC}")
-
-
-def tool(name):
-    """Of the CUDA toolkit, or of its package on PyPI."""
-    places = [str(NVCC.parent)]
-    try:
-        files = metadata.files(f"nvidia-cuda-{name}") or []
-        places += [str(Path(f.locate()).parent) for f in files if f.name == name]
-    except metadata.PackageNotFoundError:
-        pass
-    found = shutil.which(name, path=os.pathsep.join(places))
-    if found is None:
-        pytest.skip(f"needs {name}, of the CUDA toolkit or of PyPI's nvidia-cuda-{name}")
-    return Path(found)
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +53,10 @@ def compile_once(tmp_path_factory):
 
 @functools.cache
 def functions_of(cubin):
-    environment = os.environ | {"PATH": os.pathsep.join([str(tool("nvdisasm").parent), os.environ["PATH"]])}
-    command = [tool("cuobjdump"), "-sass", cubin]
-    return sass.functions(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+    try:
+        return sass.functions(sass_listing.disassemble(cubin))
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
 
 
 def code_of(cubin, kernel, head_dim):

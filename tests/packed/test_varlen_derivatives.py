@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.autograd import forward_ad
+from helpers import assert_hessian_vector_products_agree
 from varlen_helpers import make_pack, of_sequence, offsets
 
 from flash_attn_ext import _ops, flash_attn, flash_attn_varlen, new_rng_state
@@ -128,21 +128,12 @@ def test_no_keys_at_all():
 def test_hessian_vector_products_both_ways():
     run, tensors = case("softcap", True)
     inputs = tuple(t.detach() for t in tensors)
-    direction, everything = tuple(torch.randn_like(t) for t in inputs), tuple(range(len(inputs)))
 
     def loss(*x):
         out, lse = run(*x)
         return out.sin().sum() + (lse * lse).sum()
 
-    forward_over_reverse = torch.func.jvp(torch.func.grad(loss, everything), inputs, direction)[1]
-    reverse_over_forward = torch.func.grad(lambda *x: torch.func.jvp(loss, x, direction)[1], everything)(*inputs)
-    reverse_over_reverse = torch.autograd.functional.hvp(loss, inputs, direction)[1]
-    with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(t.detach().requires_grad_(), d) for t, d in zip(inputs, direction, strict=True)]
-        dual_level = [forward_ad.unpack_dual(g).tangent for g in torch.autograd.grad(loss(*duals), duals)]
-    for a, *others in zip(forward_over_reverse, reverse_over_forward, reverse_over_reverse, dual_level, strict=True):
-        for b in others:
-            torch.testing.assert_close(b, a)
+    assert_hessian_vector_products_agree(loss, inputs)
 
 
 def test_vmap_of_jvp():

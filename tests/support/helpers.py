@@ -3,6 +3,7 @@
 import reference
 import torch
 from tolerances import assert_as_exact_as_torch, slack_of_stored_out
+from torch.autograd import forward_ad
 
 from flash_attn_ext import dropout_mask, flash_attn, new_rng_state
 
@@ -134,3 +135,17 @@ def allocated_by(action):
         result = action()
     events = profile.profiler.kineto_results.events()
     return sum(e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0), result
+
+
+def assert_hessian_vector_products_agree(loss, inputs):
+    """Forward over reverse, reverse over forward and reverse over reverse are the same vector."""
+    direction, everything = tuple(torch.randn_like(t) for t in inputs), tuple(range(len(inputs)))
+    forward_over_reverse = torch.func.jvp(torch.func.grad(loss, everything), inputs, direction)[1]
+    reverse_over_forward = torch.func.grad(lambda *x: torch.func.jvp(loss, x, direction)[1], everything)(*inputs)
+    reverse_over_reverse = torch.autograd.functional.hvp(loss, inputs, direction)[1]
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t.detach().requires_grad_(), d) for t, d in zip(inputs, direction, strict=True)]
+        dual_level = [forward_ad.unpack_dual(g).tangent for g in torch.autograd.grad(loss(*duals), duals)]
+    for a, *others in zip(forward_over_reverse, reverse_over_forward, reverse_over_reverse, dual_level, strict=True):
+        for b in others:
+            torch.testing.assert_close(b, a)

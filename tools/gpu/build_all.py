@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import ROOT
 from benchmarks.gpu import time_model
 from tools.gpu import units
 from tools.gpu.machine import said
 
-ROOT = Path(__file__).parent.parent.parent
 COMMAND = (sys.executable, "setup.py", "build_ext", "--inplace")
 
 

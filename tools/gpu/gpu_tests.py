@@ -15,9 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks import ROOT
 from benchmarks.gpu import needs
 
-ROOT = Path(__file__).parent.parent.parent
 SECONDS_PER_CASE = 10
 WORKERS = 8
 STOP_BEFORE = 4  # seconds before the stage's end: pytest then writes what it has

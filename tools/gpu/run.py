@@ -19,7 +19,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tools.gpu.stages import ROOT, Stage, stages
+from benchmarks import ROOT
+from tools.gpu.stages import Stage, stages
 
 SKIPPED = 77  # the exit status of a stage that lacks a tool; its last line says which
 GRACE = 1.0  # seconds between asking a stage to end and killing it, and for it to be gone after that

@@ -7,7 +7,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from benchmarks import ROOT
+
 SOURCES = ROOT / "tests" / "gpu_units"
 PROGRAM = ROOT / "build" / "gpu_units"
 # Not -arch=sm_90a, which with nvcc 13.0 also makes a pass for plain sm_90.
