@@ -22,12 +22,16 @@ for tool in ("cuobjdump", "nvdisasm"):
 KEYS = {64: 64, 128: 32}  # of a tile of forward mode, by padded head dimension
 QUERIES = {64: 64, 128: 32}  # of a tile of the backward
 # On the shortest way through a tile: a whole one, no options, tangents of nothing, inner loops once.
-MOST_INSTRUCTIONS = {"jvp": {64: 911, 128: 857}, "backward": {64: 990, 128: 694}}
+MOST_INSTRUCTIONS = {
+    "jvp": {64: 911, 128: 857},
+    "backward": {64: 990, 128: 694},
+    "backward of packed sequences": {64: 984, 128: 669},
+}
 
 
 @pytest.fixture(scope="module")
 def code_of(tmp_path_factory):
-    """The instructions of jvp_kernel or backward_kernel, by padded head dimension."""
+    """The instructions of jvp_kernel or backward_kernel, by padded head dimension and whether sequences are packed."""
 
     @functools.cache
     def compiled(kernel):
@@ -36,15 +40,15 @@ def code_of(tmp_path_factory):
         done = subprocess.run([*command, "-o", cubin], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert done.returncode == 0, done.stdout
         listed = sass_listing.functions(sass_listing.disassemble(cubin))
-        found = {re.search(rf"{kernel}_kernelI\w*?Li(\d+)E", name): code for name, code in listed.items()}
-        return {int(match[1]): code for match, code in found.items() if match}
+        found = {re.search(rf"{kernel}_kernelI\w*?Li(\d+)E(Lb1E)?", name): code for name, code in listed.items()}
+        return {(int(match[1]), bool(match[2])): code for match, code in found.items() if match}
 
     return compiled
 
 
 @pytest.mark.parametrize("head_dim", KEYS)
 def test_machine_code_of_forward_mode(code_of, head_dim):
-    code, keys = code_of("jvp")[head_dim], KEYS[head_dim]
+    code, keys = code_of("jvp")[head_dim, False], KEYS[head_dim]
     # S, two for its tangent, O and two for its tangent: 16 x D x keys each, by instructions of 16 x 8 x 16.
     products = head_dim // 16 * keys // 8
     assert sass_listing.count(code, "HMMA.16816") == 6 * products
@@ -56,13 +60,14 @@ def test_machine_code_of_forward_mode(code_of, head_dim):
     assert len(loop) <= MOST_INSTRUCTIONS["jvp"][head_dim]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("head_dim", QUERIES)
-def test_machine_code_of_the_backward(code_of, head_dim):
-    code = code_of("backward")[head_dim]
+def test_machine_code_of_the_backward(code_of, head_dim, packed):
+    code = code_of("backward")[head_dim, packed]
     assert not sass_listing.count(code, "LDL", "STL")
     loop = sass_listing.main_loop(code)
     scores = QUERIES[head_dim] // 2  # of a thread
     assert sass_listing.count(loop, "MUFU.EX2") == scores
     # One comparison with -inf for each score: exponentials in their slow form have another one.
     assert sass_listing.count(loop, "FSETP") < 2 * scores
-    assert len(loop) <= MOST_INSTRUCTIONS["backward"][head_dim]
+    assert len(loop) <= MOST_INSTRUCTIONS["backward of packed sequences" if packed else "backward"][head_dim]

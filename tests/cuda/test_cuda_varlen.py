@@ -17,8 +17,8 @@ FEW = [(3, 700), (1, 64), (2, 0), (0, 9), (16, 130)]  # the keys are split
 HEADS, HEADS_KV, HEAD_DIM = 4, 2, 24
 
 
-def packed(lengths, heads, dtype):
-    return torch.randn(sum(lengths), heads, HEAD_DIM, dtype=torch.float64).to(dtype)
+def packed(lengths, heads, dtype, head_dim=HEAD_DIM):
+    return torch.randn(sum(lengths), heads, head_dim, dtype=torch.float64).to(dtype)
 
 
 def by_batch(t, batch):
@@ -26,8 +26,9 @@ def by_batch(t, batch):
     return t.transpose(0, 1).expand(batch, -1, -1, -1)
 
 
-def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seqlens=None, lower_right=False,
-        attn_mask=None, mask_by_row=False, slopes=None, sink=None, rng_state=None, **options):  # fmt: skip
+def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seqlens=None, seqused=(None, None),
+        lower_right=False, deterministic=False, attn_mask=None, mask_by_row=False, slopes=None, sink=None,
+        rng_state=None, **options):  # fmt: skip
     """out, lse, dq, dk, dv, dslopes, dsink, dmask by the kernels, of packed tensors."""
     options = library.DEFAULTS | {"lower_right": lower_right} | options
     offsets = [cu_seqlens or [0, *accumulate(side)] for side in zip(*lengths, strict=True)]
@@ -43,9 +44,9 @@ def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seq
 
     def pack(kind):
         params = kernels.pack(kind(), tensors, options)
-        params.sizes = library.Sizes(batch, HEADS, HEADS_KV, *longest, HEAD_DIM, HEAD_DIM)
+        params.sizes = library.Sizes(batch, HEADS, HEADS_KV, *longest, q.shape[2], q.shape[2])
         params.varlen = library.VarlenParams(
-            *map(library.offsets, cu_seqlens),
+            *map(library.offsets, (*cu_seqlens, *seqused)),
             total_q=len(q),
             total_k=len(k),
             lower_right=lower_right,
@@ -55,13 +56,14 @@ def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seq
         return params
 
     known = {"q": q, "k": k, "v": v, "dout": dout, "cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1]}
-    known |= given | made
+    known |= {"seqused_q": seqused[0], "seqused_k": seqused[1]} | given | made
     params = pack(library.AttentionParams)
     workspace = library.empty_workspace(kernels.c.forward_workspace(ctypes.byref(params)))
     kernels.show(known | {"workspace": workspace}, ("out", "lse", "workspace"))
     kernels.check(kernels.c.forward(ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())))
 
     params = pack(library.BackwardParams)
+    params.deterministic = deterministic
     for name in ("dout", "dq", "dk", "dv"):
         setattr(params, name, library.tensor4(rows[name]))
     params.dalibi_slopes = made["dslopes"].data_ptr() if slopes is not None else None
@@ -72,12 +74,15 @@ def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seq
     workspace = library.empty_workspace(kernels.c.backward_workspace(ctypes.byref(params)))
     results = ("dq", "dk", "dv", "dslopes", "dsink", "dmask")
     kernels.show(known | made | {"workspace": workspace}, (*results, "workspace"))
-    kernels.check(kernels.c.backward(ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())))
+    kernels.c.require_ordered_adds(deterministic)
+    arguments = ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())
+    kernels.check(kernels.c.backward(*arguments))
+    kernels.recomputed_tiles = kernels.c.sm80_recomputed_tiles(*arguments)
     return [made.get(name) for name in ("out", "lse", *results)]
 
 
-def check(kernels, lengths, dtype=torch.float64, **options):
-    q, k, v = (packed(side, heads, dtype) for side, heads in zip(
+def check(kernels, lengths, dtype=torch.float64, head_dim=HEAD_DIM, **options):
+    q, k, v = (packed(side, heads, dtype, head_dim) for side, heads in zip(
         (*zip(*lengths, strict=True), [n for _, n in lengths]), (HEADS, HEADS_KV, HEADS_KV), strict=True))  # fmt: skip
     dout = torch.randn_like(q)
     slopes, sink, mask, rng_state = (options.get(name) for name in ("slopes", "sink", "attn_mask", "rng_state"))
@@ -218,7 +223,7 @@ def test_forward_mode_and_double_backward(kernels):
             torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-9)
 
 
-def test_other_tiers_refuse_by_name(kernels):
+def test_which_tier_runs(kernels):
     cu_seqlens = torch.tensor([0, 128, 256], dtype=torch.int32)
     rows = library.Tensor4(4096, 0, 64, 128)
     tensors = dict.fromkeys(("q", "k", "v", "out"), rows)
@@ -227,4 +232,6 @@ def test_other_tiers_refuse_by_name(kernels):
         params = kind(dtype=library.DTYPES[torch.bfloat16], sizes=library.Sizes(2, 2, 2, 128, 128, 64, 64), scale=0.125,
                       varlen=varlen, **tensors)  # fmt: skip
         with kernels.on_gpu(9, 0):
-            assert kernels.choice(params) == ("simt", ["sm90: no packed sequences", "sm80: no packed sequences"])
+            assert kernels.choice(params) == ("sm80", ["sm90: no packed sequences"])
+            params.dtype = library.DTYPES[torch.float32]
+            assert kernels.choice(params)[0] == "simt"

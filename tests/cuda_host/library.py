@@ -282,7 +282,7 @@ def sum_per_head(grads, tensors):
 
 
 def offsets(t):
-    return Offsets(t.data_ptr(), t.dtype == torch.int64)
+    return Offsets() if t is None else Offsets(t.data_ptr(), t.dtype == torch.int64)
 
 
 def empty_workspace(size):

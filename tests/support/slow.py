@@ -4,6 +4,7 @@
 FILES = {
     "test_arm": "cross-compiles the kernels and runs them in an emulator",
     "test_cuda_binding": "compiles the binding's CUDA half",
+    "test_cuda_cache": "as test_cuda_host",
     "test_cuda_compile": "compiles every CUDA kernel",
     "test_cuda_derivatives": "as test_cuda_host",
     "test_cuda_host": "runs CUDA kernels on the host, one fiber for each thread",
@@ -17,6 +18,7 @@ FILES = {
     "test_cuda_sm80_decode": "as test_cuda_host",
     "test_cuda_sm80_head_dims": "as test_cuda_host",
     "test_cuda_sm80_jvp": "as test_cuda_host",
+    "test_cuda_sm80_varlen": "as test_cuda_host",
     "test_cuda_sm90": "as test_cuda_host",
     "test_cuda_sm90_backward": "as test_cuda_host",
     "test_cuda_sm90_code": "compiles the sm90 kernels and reads their machine code",

@@ -10,6 +10,7 @@
 
 #include "../launch.h"
 #include "backward_tile.cuh"
+#include "call_of_block.cuh"
 
 namespace flash_attn_ext::cuda::sm80 {
 
@@ -30,23 +31,23 @@ struct QueryGradient {
 
 // dq_tile += dS K. `turn`: how many blocks add to it before this one does; -1: in any order.
 template <class C>
-__device__ void add_query_gradient(BackwardMemory<C>& shared, const BackwardWorkspace& w, int64_t tile,
-                                   int turn) {
+__device__ void add_query_gradient(BackwardMemory<C>& shared, const BackwardWorkspace& w,
+                                   const QueryGradientTile& tile, int turn) {
   using Gradient = QueryGradient<C>;
   Gradient dq;
   multiply_transposed(shared.dscores, shared.k, Gradient::first_row(), Gradient::first_col(), dq.acc);
   if (turn >= 0) {
-    if (threadIdx.x == 0) ptx::acquire_turn(w.turns + tile, turn);  // those before have added
-    __syncthreads();                                                // it is everyone's turn
+    if (threadIdx.x == 0) ptx::acquire_turn(w.turns + tile.turns, turn);  // those before have added
+    __syncthreads();                                                      // it is everyone's turn
   }
-  float* const sums = Gradient::sums(w, tile);
+  float* const sums = Gradient::sums(w, tile.sums);
 #pragma unroll
   for (int n = 0; n < 4; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) atomicAdd(sums + (4 * n + e) * 32, dq.acc[n][e]);
   if (turn >= 0) {
-    __syncthreads();                                          // everyone has added
-    if (threadIdx.x == 0) ptx::release_turn(w.turns + tile);  // the next block may add
+    __syncthreads();                                                // everyone has added
+    if (threadIdx.x == 0) ptx::release_turn(w.turns + tile.turns);  // the next block may add
   }
 }
 
@@ -75,32 +76,34 @@ __device__ bool store_rows(const Tensor4& grad, int64_t b, int64_t h, int64_t fi
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    backward_kernel(const BackwardParams p, const BackwardWorkspace w) {
+    backward_kernel(const BackwardParams call, const BackwardWorkspace w) {
   using In = typename C::In;
   auto& shared = shared_memory<BackwardMemory<C>>();
-  const Sizes& z = p.sizes;
 
   // What this block owns. In turns, the last keys of a head come first: in a causal call few queries see
   // them, so the waits are short.
-  const bool in_turns = p.dq && p.deterministic;
+  const bool in_turns = call.dq && call.deterministic;
   int task = blockIdx.x;
   if (in_turns) {
     if (threadIdx.x == 0) shared.ticket = ptx::draw_ticket(w.ticket);
     __syncthreads();  // the ticket is there
     task = shared.ticket;
   }
-  const int key_blocks = ceil_div(z.seqlen_k, C::kBlockK), heads_kv = z.heads_kv;
+  const int key_blocks = ceil_div(call.sizes.seqlen_k, C::kBlockK), heads_kv = call.sizes.heads_kv;
   const int head_kv = task / key_blocks, b = head_kv / heads_kv, h_kv = head_kv % heads_kv;
   const int key_block = in_turns ? key_blocks - 1 - task % key_blocks : task % key_blocks;
+  const BackwardParams& p = call_of_block<C>(call, b);
+  const Sizes& z = p.sizes;
   const int64_t j0 = int64_t{key_block} * C::kBlockK;
   const int64_t j_end = smaller<int64_t>(j0 + C::kBlockK, z.seqlen_k);
 
-  // Its steps: each query tile that can see the keys, of each head of the group. An int holds any number of
-  // tiles that a GPU's memory holds.
-  const int group = z.heads / z.heads_kv, query_tiles = ceil_div(z.seqlen_q, C::kBlockQ);
+  // Its steps: each query tile that can see the keys, of each head of the group; none if its sequence has fewer keys.
+  // An int holds any number of tiles that a GPU's memory holds.
+  const int group = z.heads / z.heads_kv;
+  const QueryGradientTiles<C::kPacked> dq_tiles(call, p, C::kBlockQ);
   const Range seen = visible_queries(p.band, j0, j_end, z.seqlen_q);
   const int first_tile = seen.begin / C::kBlockQ;
-  const int tiles = seen.begin < seen.end ? ceil_div(seen.end, C::kBlockQ) - first_tile : 0;
+  const int tiles = j0 < j_end && seen.begin < seen.end ? ceil_div(seen.end, C::kBlockQ) - first_tile : 0;
   const int steps = group * tiles;
   const auto place = [&](int step) {
     const int64_t tile = first_tile + step % tiles;
@@ -136,7 +139,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const TransposedPlace at = place(step);
     const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, z.seqlen_q);
     const bool tail = j_end < j0 + C::kBlockK;
-    const bool partial = p.mask || tail || !band_covers(p.band, at.i0, i_end, j0, j_end);
+    const bool partial = call.mask || tail || !band_covers(p.band, at.i0, i_end, j0, j_end);
 
     ptx::cp_async_wait<1>();  // this thread's part of q has landed; dout may be on its way
     __syncthreads();          // everyone's part has; everyone has read the other q, and dS
@@ -159,44 +162,49 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     __syncthreads();  // dS is complete; everyone has read dout
     load_dout(step + 1);
     multiply_packed(dscores, shared.q[buffer], dk);
-    if (p.dq) {
+    if (call.dq) {
       int turn = -1;
       if (in_turns) turn = (visible_keys(p.band, at.i0, i_end, z.seqlen_k).end - 1) / C::kBlockK - key_block;
-      add_query_gradient(shared, w, (b * z.heads + at.h) * query_tiles + at.i0 / C::kBlockQ, turn);
+      add_query_gradient(shared, w, dq_tiles(b, at.h, at.i0 / C::kBlockQ), turn);
     }
   }
 
   bool not_finite = false;
   const int64_t first = j0 + 16 * warp();
   const float keep_scale = p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f;
-  if (p.dk) not_finite |= store_rows<In>(p.dk, b, h_kv, first, z.seqlen_k, 0, z.head_dim, float(p.scale), dk);
-  if (p.dv) not_finite |= store_rows<In>(p.dv, b, h_kv, first, z.seqlen_k, 0, z.head_dim_v, keep_scale, dv);
+  // Once more: the loop's registers do not hold all of it.
+  const BackwardParams& results = call_of_block<C>(call, b);
+  if (call.dk)
+    not_finite |= store_rows<In>(results.dk, b, h_kv, first, z.seqlen_k, 0, z.head_dim, float(p.scale), dk);
+  if (call.dv)
+    not_finite |= store_rows<In>(results.dv, b, h_kv, first, z.seqlen_k, 0, z.head_dim_v, keep_scale, dv);
   const bool flag = __syncthreads_or(not_finite);  // one flag for all that the block wrote
-  const int64_t flags = RecomputeFlags::tiles(z.seqlen_k), at = j0 / kRecomputedRows + threadIdx.x;
+  const int64_t flags = RecomputeFlags::tiles(call.sizes.seqlen_k), at = j0 / kRecomputedRows + threadIdx.x;
   if (threadIdx.x < C::kBlockK / kRecomputedRows && at < flags) w.flags.keys[head_kv * flags + at] = flag;
 }
 
 // Rounds dq. A block owns as many of its query rows as have one flag.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    dq_kernel(const BackwardParams p, const BackwardWorkspace w) {
+    dq_kernel(const BackwardParams call, const BackwardWorkspace w) {
   using Gradient = QueryGradient<C>;
+  const int64_t flags = RecomputeFlags::tiles(call.sizes.seqlen_q), head = blockIdx.x / flags;
+  const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads;
+  const BackwardParams& p = call_of_block<C>(call, b);
   const Sizes& z = p.sizes;
-  const int64_t flags = RecomputeFlags::tiles(z.seqlen_q), head = blockIdx.x / flags;
-  const int64_t query_tiles = ceil_div(z.seqlen_q, C::kBlockQ);
+  const QueryGradientTiles<C::kPacked> dq_tiles(call, p, C::kBlockQ);
   bool not_finite = false;
   for (int part = 0; part < kRecomputedRows / C::kBlockQ; ++part) {
     const int64_t i0 = blockIdx.x % flags * kRecomputedRows + part * C::kBlockQ;
     if (i0 >= z.seqlen_q) break;
     Gradient dq;
-    const float* const sums = Gradient::sums(w, head * query_tiles + i0 / C::kBlockQ);
+    const float* const sums = Gradient::sums(w, dq_tiles(b, h, i0 / C::kBlockQ).sums);
 #pragma unroll
     for (int n = 0; n < 4; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) dq.acc[n][e] = sums[(4 * n + e) * 32];
-    not_finite |=
-        store_rows<typename C::In>(p.dq, head / z.heads, head % z.heads, i0 + Gradient::first_row(),
-                                   z.seqlen_q, Gradient::first_col(), z.head_dim, float(p.scale), dq.acc);
+    not_finite |= store_rows<typename C::In>(p.dq, b, h, i0 + Gradient::first_row(), z.seqlen_q,
+                                             Gradient::first_col(), z.head_dim, float(p.scale), dq.acc);
   }
   const bool flag = __syncthreads_or(not_finite);  // one flag for all that the block wrote
   if (threadIdx.x == 0) w.flags.queries[blockIdx.x] = flag;

@@ -12,19 +12,50 @@ inline int padded_head_dim(const Sizes& z) { return z.head_dim <= 64 && z.head_d
 // Query rows of a tile: K, V, dS, two tiles of Q and one of dO fit into 99 KB, which every GPU has.
 constexpr int backward_rows(int padded) { return padded == 64 ? 64 : 32; }
 
+// A tile of dQ: the number of its fp32 sums, and of the count of blocks that have added to them.
+struct QueryGradientTile {
+  int64_t sums, turns;
+};
+
+// Tiles of dQ in a head of all packed sequences: each has its own from the first on, so that it adds at most one.
+FA_HOST_DEVICE inline int64_t packed_tiles_of_head(const AttentionParams& call, int rows) {
+  return call.varlen.total_q / rows + call.sizes.batch;
+}
+
+// The tiles of dQ in the call of one sequence. Packed sequences have their sums one behind the other, as their rows of q,
+// but turns by themselves: where sequences overlap, nobody waits for a turn that another one took.
+template <bool kPacked>
+struct QueryGradientTiles {
+  int heads, of_head;
+  int64_t of_packed_head, first;
+
+  FA_HOST_DEVICE QueryGradientTiles(const AttentionParams& call, const AttentionParams& p, int rows)
+      : heads(call.sizes.heads), of_head(ceil_div(call.sizes.seqlen_q, rows)) {
+    if constexpr (kPacked) {
+      of_packed_head = packed_tiles_of_head(call, rows);
+      first = p.varlen.first_q / rows;
+    }
+  }
+  FA_HOST_DEVICE QueryGradientTile operator()(int64_t b, int64_t h, int64_t tile) const {
+    const int64_t at = (b * heads + h) * of_head + tile;
+    if constexpr (kPacked) return {h * of_packed_head + first + b + tile, at};
+    return {at, at};
+  }
+};
+
 struct BackwardWorkspace {
   simt::BackwardWorkspace<float> simt;  // of its steps: the terms of the rows, and what it computes once more
   RecomputeFlags flags;
   // From here on all is zero before the backward's kernel starts.
   int* ticket;  // blocks that have started
   int* turns;   // [B * H][query tiles]: blocks that have added their part of dq
-  float* dq;    // [B * H][query tiles][8 warps][16][32 lanes]: sums, each element where its thread adds it
+  float* dq;    // [tiles][8 warps][16][32 lanes]: each element where its thread adds it
   size_t zeroed_bytes;
 
   static BackwardWorkspace plan(Arena& arena, const BackwardParams& p) {
     const Sizes& z = p.sizes;
-    const int padded = padded_head_dim(z);
-    const int64_t heads = z.batch * z.heads, tiles = heads * ceil_div(z.seqlen_q, backward_rows(padded));
+    const int padded = padded_head_dim(z), rows = backward_rows(padded);
+    const int64_t heads = z.batch * z.heads, tiles = heads * ceil_div(z.seqlen_q, rows);
     BackwardWorkspace w;
     w.simt = simt::BackwardWorkspace<float>::plan(arena, p);
     w.flags.queries = arena.take<int>(heads * RecomputeFlags::tiles(z.seqlen_q));
@@ -32,7 +63,8 @@ struct BackwardWorkspace {
     const size_t before = arena.used();
     w.ticket = arena.take<int>(1);
     w.turns = arena.take<int>(tiles);
-    w.dq = arena.take<float>(p.dq ? tiles * backward_rows(padded) * padded : 0);
+    const int64_t sums = p.varlen ? z.heads * packed_tiles_of_head(p, rows) : tiles;
+    w.dq = arena.take<float>(p.dq ? sums * rows * padded : 0);
     w.zeroed_bytes = arena.used() - before;
     return w;
   }

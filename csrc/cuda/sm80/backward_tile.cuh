@@ -10,10 +10,11 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-template <class In_, int kHeadDim_>
+template <class In_, int kHeadDim_, bool kPacked_ = false>
 struct BackwardConfig {
   using In = In_;
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
+  static constexpr bool kPacked = kPacked_;   // takes packed sequences, and nothing else
   static constexpr int kWarps = kBackwardWarps, kThreads = 32 * kWarps;
   static constexpr int kBlockK = kBackwardKeys, kBlockQ = backward_rows(kHeadDim_);
   static constexpr int kColumns = kBlockQ / 8;  // 16 x 8 accumulators in a warp's rows of a tile

@@ -10,6 +10,7 @@
 #include "../combine.h"
 #include "../launch.h"
 #include "../shared_memory.h"
+#include "call_of_block.cuh"
 #include "decode_plan.h"
 #include "sm80.h"
 #include "softmax.cuh"
@@ -23,6 +24,8 @@ struct DecodeConfig {
   static constexpr int kRowTiles = kRowTiles_, kRows = kMmaRows * kRowTiles;  // query rows of a block
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
   static constexpr int kRing = kRing_;
+  // Takes packed sequences and caches. Of two row tiles, registers do not hold a sequence's own call.
+  static constexpr bool kPacked = kRowTiles == 1;
   static_assert(kRing % 2 == 1);  // then using a tile of K starts the copy of a tile of K, and V's of V
 };
 
@@ -76,25 +79,43 @@ struct TileStream {
   using In = typename C::In;
   static constexpr int kChunks = C::kHeadDim / kChunk, kStep = 32 / kChunks;
   const Tensor4& tensor;
-  const In* next;  // the lane's first chunk of the next tile
+  const CacheParams& cache;
+  const In* next;  // the lane's first chunk of the next tile; in pages, of row 0 of page 0
+  int first_row;   // in pages: the row of key 0
   bool in_columns;
 
-  __device__ TileStream(const Tensor4& t, int64_t b, int64_t h, int64_t first, int64_t columns)
-      : tensor(t), in_columns(lane() % kChunks * kChunk < columns) {
-    next = t.row<In>(b, h, first + lane() / kChunks) + lane() % kChunks * kChunk;
+  // From key `first` on.
+  __device__ TileStream(const AttentionParams& p, const Tensor4& t, int64_t b, int64_t h, int64_t first,
+                        int64_t columns)
+      : tensor(t),
+        cache(p.varlen.cache),
+        first_row(static_cast<int>(p.varlen.first_k)),
+        in_columns(lane() % kChunks * kChunk < columns) {
+    next = (in_pages() ? t.row<In>(0, h, 0) : t.row<In>(b, h, first + lane() / kChunks)) +
+           lane() % kChunks * kChunk;
   }
 
-  // `keys_left`: the keys from this tile on.
-  __device__ void load_async(Tile<In, kWarpKeys, C::kHeadDim>& tile, int64_t keys_left) {
-    const int row = lane() / kChunks, rows = in_columns ? smaller<int64_t>(keys_left, kWarpKeys) : 0;
-    const In* source = next;
-    if (keys_left > 0)
+  __device__ bool in_pages() const { return C::kPacked && cache.pages; }
+
+  // The next tile is that from key j0 on; there are no keys from `end` on.
+  __device__ void load_async(Tile<In, kWarpKeys, C::kHeadDim>& tile, int64_t j0, int64_t end) {
+    const int row = lane() / kChunks, keys = smaller<int64_t>(end - j0, kWarpKeys);
+    const auto copy = [&](int n, const In* source) {
+      const bool inside = in_columns && row + n < keys;
+      ptx::cp_async_16(tile.chunk(row + n, lane() % kChunks), inside ? source : tensor.data, inside);
+    };
+    if (keys > 0 && in_pages()) {
+      // A lane looks up one row for all.
+      const int64_t at = first_row + j0 + smaller<int>(lane() % kWarpKeys, keys - 1);
+      const int64_t offset =
+          cache.pages.page_of(at) * tensor.stride_b + at % cache.pages.page_size * tensor.stride_s;
 #pragma unroll
-      for (int n = 0; n < kWarpKeys; n += kStep, source += kStep * tensor.stride_s) {
-        const bool inside = row + n < rows;
-        ptx::cp_async_16(tile.chunk(row + n, lane() % kChunks), inside ? source : tensor.data, inside);
-      }
-    next += kDecodeBlockKeys * tensor.stride_s;
+      for (int n = 0; n < kWarpKeys; n += kStep) copy(n, next + __shfl_sync(0xffffffffu, offset, row + n));
+    } else if (keys > 0) {
+#pragma unroll
+      for (int n = 0; n < kWarpKeys; n += kStep) copy(n, next + n * tensor.stride_s);
+    }
+    if (!in_pages()) next += kDecodeBlockKeys * tensor.stride_s;
   }
 };
 
@@ -210,7 +231,7 @@ __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& sh
     const float reference = max == -kInf<float> ? 0.0f : max;
 #pragma unroll
     for (const WarpMemory<C>& warp : shared.warps) {
-      const float factor = std::exp(warp.max[row] - reference);
+      const float factor = ptx::exp2_fast((warp.max[row] - reference) * static_cast<float>(kLog2E));
       sum += warp.sum[row] * factor;
       first += warp.out[row][col] * factor;
       second += warp.out[row][col + 1] * factor;
@@ -233,31 +254,42 @@ __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& sh
   }
 }
 
+// The block's part of the keys. A packed sequence's own lie inside those of the longest.
+template <class C>
+__device__ Range keys_of_split(const AttentionParams& p, const DecodePlan& plan) {
+  const int64_t begin = plan.keys.begin + blockIdx.z * plan.keys_per_split;
+  const int64_t end = smaller(begin + plan.keys_per_split, plan.keys.end);
+  if (!C::kPacked || !p.varlen) return {begin, end};
+  const Range own = visible_keys(p.band, 0, p.sizes.seqlen_q, p.sizes.seqlen_k);
+  return {larger<int64_t>(begin, own.begin / kWarpKeys * kWarpKeys), smaller(end, own.end)};
+}
+
 template <class C>
 __global__ void __launch_bounds__(kDecodeThreads)
-    decode_kernel(const AttentionParams p, const DecodePlan plan, const Partials<float> partials) {
+    decode_kernel(const AttentionParams call, const DecodePlan plan, const Partials<float> partials) {
   auto& shared = shared_memory<DecodeMemory<C>>();
   WarpMemory<C>& mine = shared.warps[warp()];
-  const Sizes& z = p.sizes;
 
   // What this block owns. Row blocks that read the same keys are neighbours, so that they run at the same
   // time.
-  const auto row_blocks = static_cast<int>(plan.row_blocks), heads_kv = static_cast<int>(z.heads_kv);
+  const auto row_blocks = static_cast<int>(plan.row_blocks), heads_kv = static_cast<int>(call.sizes.heads_kv);
   const auto group = static_cast<int>(plan.group), task = static_cast<int>(blockIdx.x);
   const int b = task / row_blocks / heads_kv, h_kv = task / row_blocks % heads_kv;
   const int first_row = task % row_blocks * C::kRows;
+  const AttentionParams& p = call_of_block<C>(call, b);
+  const Sizes& z = p.sizes;
   const auto rows_left = static_cast<int>(group * z.seqlen_q - first_row);
+  if (rows_left <= 0) return;  // of a sequence that is shorter than the longest
   const QueryRows block_rows{b, h_kv * group, first_row, smaller(rows_left, C::kRows)};
   QueryRow rows[C::kRowTiles][2];
 #pragma unroll
   for (int n = 0; n < 2 * C::kRowTiles; ++n) rows[n / 2][n % 2] = block_rows(z, lane() / 4 + 8 * n);
-  const int64_t begin = plan.keys.begin + blockIdx.z * plan.keys_per_split;
-  const int64_t end = smaller(begin + plan.keys_per_split, plan.keys.end);
-  const int64_t first = begin + warp() * kWarpKeys;
+  const Range split = keys_of_split<C>(p, plan);
+  const int64_t end = split.end, first = split.begin + warp() * kWarpKeys;
 
-  TileStream<C> k(p.k, b, h_kv, first, z.head_dim), v(p.v, b, h_kv, first, z.head_dim_v);
+  TileStream<C> k(p, p.k, b, h_kv, first, z.head_dim), v(p, p.v, b, h_kv, first, z.head_dim_v);
   const auto start_copy = [&](TileStream<C>& stream, int slot, int64_t j0) {
-    stream.load_async(mine.ring[slot], end - j0);
+    stream.load_async(mine.ring[slot], j0, end);
     ptx::cp_async_commit();  // ends the group of a tile; an empty one too, because the waits count groups
   };
   constexpr int kAhead = C::kRing / 2;  // tiles of K, and as many of V

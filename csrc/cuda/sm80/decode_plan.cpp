@@ -26,12 +26,12 @@ DecodePlan plan_decode(const AttentionParams& p) {
   DecodePlan plan;
   plan.group = z.heads_kv == 0 ? 0 : z.heads / z.heads_kv;
   const int64_t rows = plan.group * z.seqlen_q;
-  // A block of two tiles reads K and V half as often; registers for two there are up to D 128.
-  plan.row_tiles = rows > kMmaRows && std::max(z.head_dim, z.head_dim_v) <= 128 ? 2 : 1;
+  // A block of two tiles reads K and V half as often; registers for two there are up to D 128, but not of packed calls.
+  plan.row_tiles = rows > kMmaRows && std::max(z.head_dim, z.head_dim_v) <= 128 && !p.varlen ? 2 : 1;
   plan.row_blocks = ceil_div(rows, kMmaRows * plan.row_tiles);
   plan.tasks = z.batch * z.heads_kv * plan.row_blocks;
 
-  plan.keys = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
+  plan.keys = p.varlen ? Range{0, z.seqlen_k} : visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
   plan.keys.begin = plan.keys.begin / kWarpKeys * kWarpKeys;
   const int64_t tiles = std::max<int64_t>(ceil_div(plan.keys.end - plan.keys.begin, kDecodeBlockKeys), 0);
   const KeySplits cut = split_keys(p, tiles, plan.tasks > 0 ? splits_by_shape(tiles, plan.tasks) : 1);

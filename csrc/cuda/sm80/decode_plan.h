@@ -18,8 +18,8 @@ struct DecodePlan {
   int64_t row_tiles;   // of a block
   int64_t row_blocks;  // per batch and key head
   int64_t tasks;       // row blocks of all batches and key heads
-  Range keys;          // that some query can see, from a multiple of kWarpKeys on
-  int64_t splits;      // of these keys; combine.cu merges them
+  Range keys;      // that some query can see, from a multiple of kWarpKeys on; packed: those of the longest
+  int64_t splits;  // of these keys; combine.cu merges them
   int64_t keys_per_split;
 };
 

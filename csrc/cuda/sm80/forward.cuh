@@ -3,23 +3,26 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "../../core/splits.h"
 #include "../launch.h"
 #include "../shared_memory.h"
+#include "call_of_block.cuh"
 #include "sm80.h"
 #include "softmax.cuh"
 #include "tile_copies.cuh"
 
 namespace flash_attn_ext::cuda::sm80 {
 
-template <class In_, int kHeadDim_, int kBlockK_, int kBuffers_>
+template <class In_, int kHeadDim_, int kBlockK_, int kBuffers_, bool kPacked_ = false>
 struct Config {
   using In = In_;
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kBlockQ = 16 * kWarps, kBlockK = kBlockK_;
   static constexpr int kBuffers = kBuffers_;  // of K, and as many of V
+  static constexpr bool kPacked = kPacked_;   // takes packed sequences and caches, and nothing else
 };
 
 template <class C>
@@ -130,19 +133,22 @@ __device__ void store_row(In* row, int64_t columns, int r, float factor, const f
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    forward_kernel(const AttentionParams p, int64_t query_blocks) {
+    forward_kernel(const AttentionParams call, int64_t query_blocks) {
   using In = typename C::In;
   auto& shared = shared_memory<SharedMemory<C>>();
-  const QueryBlock<C> block(p.sizes, query_blocks);
+  const QueryBlock<C> block(call.sizes, query_blocks);
   const int64_t b = block.b, h = block.h, i0 = block.i0;
+  const AttentionParams& p = call_of_block<C>(call, b);
   const Sizes& z = p.sizes;
+  if (i0 >= z.seqlen_q) return;  // of a sequence that is shorter than the longest
   const int64_t h_kv = z.kv_head(h);
   const Range keys = key_tiles<C>(p, i0);
   const PhiloxKey key = dropout_key(p.dropout);
 
+  const int64_t batch_of_rows = C::kPacked ? 0 : b;  // a sequence's own tensors start with its first row
   const auto load = [&](auto& tile, const Tensor4& t, int64_t head, int64_t first, int64_t seqlen,
                         int64_t columns) {
-    tile.template load_async<C::kThreads>(t, b, head, first, seqlen, columns);
+    tile.template load_async<C::kThreads>(t, batch_of_rows, head, first, seqlen, columns);
   };
   const auto load_k = [&](int64_t j0, int buffer) {
     load(shared.k[buffer], p.k, h_kv, j0, z.seqlen_k, z.head_dim);
@@ -184,7 +190,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     multiply_probs(scores, values, out);
   }
 
-  const Place at_end{z, b, h, i0, 0};
+  // Once more: the loop's registers do not hold all of it.
+  const AttentionParams& results = call_of_block<C>(call, b);
+  const Place at_end{results.sizes, b, h, i0, 0};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const RowResult<float> result = finish_row(p, b, h, statistics.max[r] * scale.to_score(),
@@ -192,9 +200,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const float out_factor =
         result.out_factor * (p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f);
     const int64_t i = at_end.query(2 * r);
-    if (i >= z.seqlen_q) continue;
-    if (lane() % 4 == 0) static_cast<float*>(p.lse)[p.statistics_row(b, h, i)] = result.lse;
-    store_row(p.out.row<In>(b, h, i), z.head_dim_v, r, out_factor, out);
+    if (i >= results.sizes.seqlen_q) continue;
+    if (lane() % 4 == 0) static_cast<float*>(p.lse)[results.statistics_row(b, h, i)] = result.lse;
+    store_row(results.out.row<In>(batch_of_rows, h, i), z.head_dim_v, r, out_factor, out);
   }
 }
 
@@ -209,13 +217,20 @@ cudaError_t launch_padded(const AttentionParams& p, cudaStream_t stream) {
 // Each needs at most 99 KB, the limit of GPUs of compute capability 8.6 and 8.9. All have 128 queries: K and
 // V are read from L2 once for all of them. And of the eight warps two share a scheduler, so that the softmax
 // of one runs during the products of the other.
+template <class In, bool kPacked>
+cudaError_t launch_forward_of(const AttentionParams& p, cudaStream_t stream) {
+  const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
+  if (widest <= 64) return launch_padded<Config<In, 64, 64, 2, kPacked>>(p, stream);    // 48 KB
+  if (widest <= 128) return launch_padded<Config<In, 128, 64, 2, kPacked>>(p, stream);  // 96 KB
+  if (widest <= 192) return launch_padded<Config<In, 192, 32, 2, kPacked>>(p, stream);  // 96 KB: fewer keys
+  // 96 KB, in one buffer; of packed sequences, where registers hold no 32 keys, in two.
+  return launch_padded<std::conditional_t<kPacked, Config<In, 256, 16, 2, true>, Config<In, 256, 32, 1>>>(
+      p, stream);
+}
+
 template <class In>
 cudaError_t launch_forward(const AttentionParams& p, cudaStream_t stream) {
-  const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
-  if (widest <= 64) return launch_padded<Config<In, 64, 64, 2>>(p, stream);    // 48 KB
-  if (widest <= 128) return launch_padded<Config<In, 128, 64, 2>>(p, stream);  // 96 KB
-  if (widest <= 192) return launch_padded<Config<In, 192, 32, 2>>(p, stream);  // 96 KB: fewer keys
-  return launch_padded<Config<In, 256, 32, 1>>(p, stream);                     // 96 KB: and one buffer
+  return p.varlen ? launch_forward_of<In, true>(p, stream) : launch_forward_of<In, false>(p, stream);
 }
 
 }  // namespace flash_attn_ext::cuda::sm80

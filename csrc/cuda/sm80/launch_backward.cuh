@@ -20,6 +20,12 @@ cudaError_t launch_padded(const BackwardParams& p, const BackwardWorkspace& w, c
       [&] { return launch(dq_kernel<C>, {query_tasks, 1, 1, C::kThreads}, stream, p, w); });
 }
 
+template <class In, bool kPacked>
+cudaError_t launch_backward_of(const BackwardParams& p, const BackwardWorkspace& w, cudaStream_t stream) {
+  return padded_head_dim(p.sizes) == 64 ? launch_padded<BackwardConfig<In, 64, kPacked>>(p, w, stream)
+                                        : launch_padded<BackwardConfig<In, 128, kPacked>>(p, w, stream);
+}
+
 // simt's kernels compute the terms of the rows before, and the flagged tiles once more after. They also
 // compute the gradients of the mask and the slopes: sums of dS, which need no tensor cores.
 template <class In>
@@ -32,8 +38,8 @@ cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream
   qkv.dalibi_slopes = qkv.dsink = nullptr;
   others.dq = others.dk = others.dv = {};
   const auto on_tensor_cores = [&] {
-    return padded_head_dim(p.sizes) == 64 ? launch_padded<BackwardConfig<In, 64>>(p, w, stream)
-                                          : launch_padded<BackwardConfig<In, 128>>(p, w, stream);
+    return p.varlen ? launch_backward_of<In, true>(p, w, stream)
+                    : launch_backward_of<In, false>(p, w, stream);
   };
   const auto qkv_pass = [&] {
     return in_order([&] { return cudaMemsetAsync(w.ticket, 0, w.zeroed_bytes, stream); }, on_tensor_cores,

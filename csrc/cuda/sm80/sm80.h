@@ -9,7 +9,8 @@ namespace flash_attn_ext::cuda::sm80 {
 // Why another tier must run the forward; null: this one can, on a GPU of compute capability 8.0 or later.
 const char* why_not_forward(const AttentionParams& p);
 
-// Whether the forward splits the keys: for few queries, or where the caller asks for it.
+// Whether the forward splits the keys: for few queries, where the caller asks for it, and for keys in pages, which only
+// that kernel reads.
 bool is_decode(const AttentionParams& p);
 size_t forward_workspace(const AttentionParams& p);
 

@@ -22,13 +22,12 @@ bool is_aligned(const Tensor4& t, int64_t columns) {
 
 bool is_decode(const AttentionParams& p) {
   constexpr int64_t kFewQueries = 16;
-  return flash_attn_ext::is_decode(p, kFewQueries);
+  return p.varlen.cache.pages || flash_attn_ext::is_decode(p, kFewQueries);
 }
 
 const char* why_not_forward(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
-  if (p.varlen) return "sm80: no packed sequences";
   if (p.dropout.place) return "sm80: no dropout of a part of a larger call";
   if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return "sm80: only head dimensions up to 256";
   if (!is_aligned(p.q, z.head_dim) || !is_aligned(p.k, z.head_dim) || !is_aligned(p.v, z.head_dim_v) ||
@@ -40,7 +39,6 @@ const char* why_not_forward(const AttentionParams& p) {
 const char* why_not_backward(const BackwardParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
-  if (p.varlen) return "sm80: no packed sequences";
   if (p.dropout.place) return "sm80: no dropout of a part of a larger call";
   if (z.head_dim > kMaxBackwardHeadDim || z.head_dim_v > kMaxBackwardHeadDim)
     return "sm80: its backward takes only head dimensions up to 128";
@@ -55,6 +53,7 @@ const char* why_not_backward(const BackwardParams& p) {
 const char* why_not_jvp(const JvpParams& p) {
   const Sizes& z = p.sizes;
   if (const char* why_not = why_not_forward(p)) return why_not;
+  if (p.varlen) return "sm80: no forward mode of packed sequences";
   if (z.head_dim > kMaxJvpHeadDim || z.head_dim_v > kMaxJvpHeadDim)
     return "sm80: its forward mode takes only head dimensions up to 128";
   // A tangent that is absent is null, which is aligned.
