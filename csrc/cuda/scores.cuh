@@ -86,10 +86,11 @@ __device__ T alibi_distance(const Band& band, int64_t i, int64_t j) {
   return static_cast<T>(distance < 0 ? -distance : distance);
 }
 
-// `scaled` is <q, k> times product_scale(), which a kernel computes once: it takes fp64.
+// `scaled` is <q, k> times product_scale(), which a kernel computes once: it takes fp64. `in_mask`: the mask has an element
+// for it; that of a tree has none for the keys before the tree.
 template <class T>
 __device__ Score<T> finish_scaled_score(const AttentionParams& p, T scaled, int64_t b, int64_t h, int64_t i,
-                                        int64_t j, bool inside) {
+                                        int64_t j, bool inside, bool in_mask = true) {
   const Score<T> masked{-kInf<T>, T(0), false};
   if (!inside || !in_band(p.band, i, j)) return masked;
   T score = scaled, t = 0;
@@ -98,7 +99,7 @@ __device__ Score<T> finish_scaled_score(const AttentionParams& p, T scaled, int6
     score = rounded_product(t, static_cast<T>(p.softcap));
   }
   if (p.alibi) score -= rounded_product(alibi_slope<T>(p.alibi, b, h), alibi_distance<T>(p.band, i, j));
-  if (p.mask) {
+  if (p.mask && in_mask) {
     const T bias = mask_bias<T>(p.mask, b, h, i, j);
     if (bias == -kInf<T>) return masked;
     score += bias;
@@ -108,8 +109,8 @@ __device__ Score<T> finish_scaled_score(const AttentionParams& p, T scaled, int6
 
 template <class T>
 __device__ Score<T> finish_score(const AttentionParams& p, T product, int64_t b, int64_t h, int64_t i,
-                                 int64_t j, bool inside) {
-  return finish_scaled_score(p, rounded_product(product, product_scale<T>(p)), b, h, i, j, inside);
+                                 int64_t j, bool inside, bool in_mask = true) {
+  return finish_scaled_score(p, rounded_product(product, product_scale<T>(p)), b, h, i, j, inside, in_mask);
 }
 
 // The factor of an element of P: 1 / (1 - p) where it is kept, 0 where it is dropped.

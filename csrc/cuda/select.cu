@@ -109,12 +109,9 @@ Selection<Params> refuse(const char* reason) {
 }  // namespace
 
 // A tier is one line in each of these, the fastest first. simt takes every dtype, head dimension and option of the
-// contract, but no pages.
+// contract.
 
 Selection<AttentionParams> select_forward(const AttentionParams& p) {
-  if (p.varlen.cache.dtype != CacheDType::kOfQuery)
-    return refuse<AttentionParams>("caches of 8 bits are for the CPU only so far");
-  if (p.varlen.cache.tree_mask) return refuse<AttentionParams>("tree_mask is for the CPU only so far");
   if (p.decode.has_unified_max) return refuse<AttentionParams>("unified_max is for the CPU only so far");
   Choice<AttentionParams> choice(p);
   choice.offer("sm90", sm90::why_not_forward(p),
@@ -123,7 +120,7 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
                sm80::is_decode(p) ? of_half(p.dtype, sm80::decode_bfloat16, sm80::decode_float16)
                                   : of_half(p.dtype, sm80::forward_bfloat16, sm80::forward_float16),
                sm80::forward_workspace);
-  choice.offer("simt", p.varlen.cache.pages ? "simt: no caches in pages" : nullptr,
+  choice.offer("simt", nullptr,
                of_dtype(p.dtype, simt::forward_float32, simt::forward_float64, simt::forward_bfloat16,
                         simt::forward_float16),
                simt::forward_workspace);

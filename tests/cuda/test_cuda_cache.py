@@ -1,14 +1,13 @@
 """Queries against caches (CacheParams of csrc/core/params.h) in the CUDA kernels' host build: by simt, and, 16 bits, by
-sm80, which also takes pages. No GPU has run it yet.
+sm80. No GPU has run it yet.
 """
 
-import ctypes
 from itertools import accumulate
 
 import pytest
 import reference
 import torch
-from cuda_host import library
+from cuda_host.caches import attention_cache
 from tolerances import assert_as_exact_as_torch
 
 HEADS, HEADS_KV = 4, 2
@@ -21,52 +20,24 @@ pytestmark = pytest.mark.usefixtures("kernels")
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 
 
-def as_4d(t, batch):
-    """(total, H, D) as the kernels take it."""
-    return t.transpose(0, 1).expand(batch, -1, -1, -1)
+def run(kernels, q, caches_given, lengths, *, used, batch_idx=None, leftpad=None, block_table=None, **options):
+    """out (T, H, D), lse (H, T) and the tier. `caches_given`: two of (caches or pages, rows, H_kv, D)."""
+    ints = [
+        None if t is None else torch.as_tensor(t, dtype=torch.int32) for t in (used, batch_idx, leftpad, block_table)
+    ]
+    cu_seqlens_q = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    options = {"max_seqlen_q": max(lengths), **options}
+    out, lse = attention_cache(kernels, q, *caches_given, None, cu_seqlens_q, *ints, **options)
+    return out, lse, kernels.tier
 
 
-def run(kernels, q, caches, lengths, *, used, batch_idx=None, leftpad=None, block_table=None, **options):
-    """out (T, H, D) and lse (H, T). `caches`: two of (caches or pages, rows, H_kv, D)."""
-    options = library.DEFAULTS | options
-    batch, rows = len(lengths), caches[0].shape[1] * (1 if block_table is None else block_table.shape[1])
-    as_offsets = {"batch_idx": batch_idx, "leftpad": leftpad, "used": used, "block_table": block_table}
-    as_offsets |= {"cu_seqlens_q": [0, *accumulate(lengths)]}
-    ints = {name: None if t is None else torch.as_tensor(t, dtype=torch.int32) for name, t in as_offsets.items()}
-    out, lse = torch.zeros_like(q), torch.zeros(HEADS, len(q))
-    tensors = {"q": as_4d(q, batch), "k": caches[0].transpose(1, 2), "v": caches[1].transpose(1, 2)}
-    tensors |= {"out": as_4d(out, batch), "lse": lse, "attn_mask": None}
-    params = kernels.pack(library.AttentionParams(), tensors, options)
-    params.sizes = library.Sizes(batch, HEADS, HEADS_KV, max(lengths), rows, q.shape[2], q.shape[2])
-    params.band.diagonal = 0
-    varlen = library.VarlenParams(
-        cu_seqlens_q=library.offsets(ints["cu_seqlens_q"]), seqused_k=library.offsets(ints["used"]), total_q=len(q),
-        lower_right=options["lower_right"],
-    )  # fmt: skip
-    varlen.cache.batch_idx, varlen.cache.leftpad = (library.offsets(ints[name]) for name in ("batch_idx", "leftpad"))
-    varlen.cache.caches = len(caches[0])
-    if block_table is not None:
-        varlen.cache.pages = library.PARAMS["PageTable"](
-            library.offsets(ints["block_table"]), block_table.shape[1], *reversed(caches[0].shape[:2])
-        )
-    params.varlen = varlen
-    tier, why_not = kernels.choice(params)
-    if tier not in ("simt", "sm80"):
-        raise NotImplementedError(tier, *why_not)
-    workspace = library.empty_workspace(kernels.c.forward_workspace(ctypes.byref(params)))
-    known = {"q": q, "k": caches[0], "v": caches[1], "out": out, "lse": lse, "workspace": workspace} | ints
-    kernels.show(known, ("out", "lse", "workspace"))
-    kernels.check(kernels.c.forward(ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())))
-    return out, lse, tier
-
-
-def paged(caches, page_size):
+def paged(contiguous, page_size):
     """The caches in pages that lie in any order, and the table of them. Some pages are nobody's, and NaN."""
-    count, rows = caches[0].shape[:2]
+    count, rows = contiguous[0].shape[:2]
     each = -(-rows // page_size)
     order = torch.randperm(count * each + 3)[: count * each].view(count, each)
     pages = []
-    for cache in caches:
+    for cache in contiguous:
         padded = torch.nn.functional.pad(cache, (0, 0, 0, 0, 0, each * page_size - rows), value=torch.nan)
         pages.append(torch.full((count * each + 3, page_size, *cache.shape[2:]), torch.nan, dtype=cache.dtype))
         pages[-1][order.flatten()] = padded.view(-1, page_size, *cache.shape[2:])
@@ -145,12 +116,3 @@ def test_hostile_numbers_read_nothing_outside(kernels, hostile):
         run(kernels, q, caches, FEW, **numbers)
     run(kernels, q, pages, FEW, used=USED, block_table=torch.full_like(table, hostile))
     run(kernels, q, pages, FEW, used=[hostile] * 5, leftpad=[hostile] * 5, block_table=table)
-
-
-def test_pages_of_other_dtypes_are_refused(kernels):
-    q = torch.randn(sum(FEW), HEADS, 64)
-    caches = [torch.randn(5, 300, HEADS_KV, 64) for _ in range(2)]
-    pages, table = paged(caches, 20)
-    with pytest.raises(NotImplementedError, match="simt: no caches in pages") as error:
-        run(kernels, q, pages, FEW, used=USED, block_table=table)
-    assert "sm80: only float16 and bfloat16" in error.value.args

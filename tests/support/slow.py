@@ -9,6 +9,7 @@ FILES = {
     "test_cuda_derivatives": "as test_cuda_host",
     "test_cuda_host": "runs CUDA kernels on the host, one fiber for each thread",
     "test_cuda_key_mask": "as test_cuda_host",
+    "test_cuda_kvcache": "as test_cuda_host",
     "test_cuda_large_scores": "as test_cuda_host",
     "test_cuda_layouts": "compiles CuTe",
     "test_cuda_mutations": "compiles a kernel for each barrier that is taken out",

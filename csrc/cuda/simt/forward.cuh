@@ -11,6 +11,7 @@
 #include "../combine.h"
 #include "../launch.h"
 #include "../scores.cuh"
+#include "cache_rows.cuh"
 #include "simt.h"
 #include "tile.cuh"
 
@@ -35,17 +36,18 @@ struct QueryTile {
   }
 };
 
-// Turns the thread's products into scores, in place. Bit 4 r + c of the result: that element attends.
+// Turns the thread's products into scores, in place. Bit 4 r + c of the result: that element attends. `first_masked`: no
+// key before it has a column in the mask.
 template <class T, int kTileRows, class Tile>
 __device__ uint32_t finish_scores(const AttentionParams& p, const Tile& tile, int64_t j0,
-                                  ScoreTile<T, kTileRows>& scores) {
+                                  ScoreTile<T, kTileRows>& scores, int64_t first_masked = 0) {
   uint32_t attends = 0;
 #pragma unroll 1
   for (int e = 0; e < kTileRows / kSide * kCols; ++e) {
     const int row = tile_row(e / kCols), col = tile_col(e % kCols);
     const bool inside = row < tile.count && j0 + col < p.sizes.seqlen_k;
-    const Score<T> score =
-        finish_score(p, scores[row][col], tile.b, tile.head(row), tile.query(row), j0 + col, inside);
+    const Score<T> score = finish_score(p, scores[row][col], tile.b, tile.head(row), tile.query(row),
+                                        j0 + col, inside, j0 + col >= first_masked);
     scores[row][col] = score.value;
     attends |= uint32_t{score.attends} << e;
   }
@@ -98,17 +100,47 @@ __device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const Tile& 
   }
 }
 
-template <class In, int R, int kSlice, class T = Accumulator<In>>
+// A block's memory. Keys and values of a cache that has pages or 8 bits are looked up tile by tile.
+template <class In, int kTileRows, bool kCache>
+struct ForwardMemory : SharedMemory<Accumulator<In>, kTileRows> {};
+template <class In, int kTileRows>
+struct ForwardMemory<In, kTileRows, true> : SharedMemory<Accumulator<In>, kTileRows> {
+  CacheTile<In> rows;
+};
+
+// The keys and the values of the tile that begins at key j0.
+template <class In, bool kCache, class Memory>
+__device__ auto keys_of_tile(const Memory& shared, const AttentionParams& p, int64_t b, int64_t h_kv,
+                             int64_t j0, int64_t count) {
+  if constexpr (kCache) {
+    return FoundRows<In>{shared.rows.keys, count};
+  } else {
+    return Rows<In>{p.k.row<In>(b, h_kv, j0), p.k.stride_s, count};
+  }
+}
+template <class In, bool kCache, class Memory>
+__device__ auto values_of_tile(const Memory& shared, const AttentionParams& p, int64_t b, int64_t h_kv,
+                               int64_t j0, int64_t count) {
+  if constexpr (kCache) {
+    return FoundRows<In>{shared.rows.values, count};
+  } else {
+    return Rows<In>{p.v.row<In>(b, h_kv, j0), p.v.stride_s, count};
+  }
+}
+
+template <class In, int R, int kSlice, bool kCache, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(const AttentionParams call, const ForwardPlan plan, const Partials<T> partials) {
   constexpr int kTileRows = kSide * R, kSliceCols = kSlice / kSide;
   constexpr bool kPacked = R == kDecodeRows;
-  auto& shared = shared_memory<SharedMemory<T, kTileRows>>();
+  auto& shared = shared_memory<ForwardMemory<In, kTileRows, kCache>>();
 
   // What this block owns. Causal: the longest rows of a head first.
   const int64_t heads = call.sizes.heads / plan.heads_per_tile, head = blockIdx.x / plan.row_blocks;
   const int64_t block = plan.row_blocks - 1 - blockIdx.x % plan.row_blocks;
-  const AttentionParams p = of_sequence(call, head / heads);
+  AttentionParams p = of_sequence(call, head / heads);
+  if constexpr (kCache) count_columns_by_key(p.varlen.cache, p.mask);
+  const int64_t first_masked = kCache && p.varlen.cache.tree_mask ? p.varlen.cache.first_masked : 0;
   const Sizes& z = p.sizes;
   QueryTile<kPacked> tile{head / heads, head % heads * plan.heads_per_tile, block * kTileRows, 0, z.seqlen_q};
   const int64_t rows_left = plan.heads_per_tile * z.seqlen_q - tile.first_row;
@@ -131,14 +163,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   RowStatistics<T, R> statistics;
   T out[R][kSliceCols] = {};
   for (int64_t j0 = begin; j0 < end; j0 += kBlockK) {
-    const Rows<In> k{p.k.row<In>(tile.b, h_kv, j0), p.k.stride_s, z.seqlen_k - j0};
-    const Rows<In> v{p.v.row<In>(tile.b, h_kv, j0), p.v.stride_s, smaller<int64_t>(z.seqlen_k - j0, kBlockK)};
-    const bool partial = p.mask || !band_covers(p.band, queries.begin, queries.end, j0, j0 + v.count);
+    const int64_t count = smaller<int64_t>(z.seqlen_k - j0, kBlockK);
+    // Nobody reads the rows of the tile before: its last values are complete. The products' first barrier makes these
+    // visible.
+    if constexpr (kCache) shared.rows.look_up(p, h_kv, j0, count);
+    const auto k = keys_of_tile<In, kCache>(shared, p, tile.b, h_kv, j0, count);
+    const auto v = values_of_tile<In, kCache>(shared, p, tile.b, h_kv, j0, count);
+    const bool partial = p.mask || !band_covers(p.band, queries.begin, queries.end, j0, j0 + count);
 
     T products[R][kCols] = {};
     add_row_products(shared, q_row, k, z.head_dim, products);
     store_elements(products, shared.weights);
-    const uint32_t attends = finish_scores<T, kTileRows>(p, tile, j0, shared.weights);
+    const uint32_t attends = finish_scores<T, kTileRows>(p, tile, j0, shared.weights, first_masked);
 
     T factor[R];
     statistics.update(shared.weights, attends, factor);
@@ -177,22 +213,33 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <class In, int R, int kSlice, class T = Accumulator<In>>
+template <class In, int R, int kSlice, bool kCache, class T = Accumulator<In>>
 cudaError_t launch_attend(const AttentionParams& p, const ForwardPlan& plan, const Partials<T>& partials,
                           cudaStream_t stream) {
-  const LaunchShape shape{plan.tasks, plan.slices, plan.splits, kThreads, sizeof(SharedMemory<T, kSide * R>)};
-  return launch(forward_kernel<In, R, kSlice>, shape, stream, p, plan, partials);
+  constexpr size_t kShared = sizeof(ForwardMemory<In, kSide * R, kCache>);
+  static_assert(kShared <= kMaxSharedBytes);
+  const LaunchShape shape{plan.tasks, plan.slices, plan.splits, kThreads, kShared};
+  return launch(forward_kernel<In, R, kSlice, kCache>, shape, stream, p, plan, partials);
+}
+
+template <class In, bool kCache>
+auto attend_of(const ForwardPlan& plan, int64_t head_dim_v) {
+  const bool narrow = slice_of(head_dim_v) == kNarrowSlice;
+  if (plan.decode)
+    return narrow ? launch_attend<In, kDecodeRows, kNarrowSlice, kCache>
+                  : launch_attend<In, kDecodeRows, kMaxSlice, kCache>;
+  return narrow ? launch_attend<In, kRows, kNarrowSlice, kCache>
+                : launch_attend<In, kRows, kMaxSlice, kCache>;
 }
 
 template <class In, class T = Accumulator<In>>
 cudaError_t launch_forward(const AttentionParams& p, void* workspace, cudaStream_t stream) {
   const ForwardPlan plan = plan_forward(p);
   const Partials<T> partials(workspace, p, plan.splits);
-  const bool narrow = slice_of(p.sizes.head_dim_v) == kNarrowSlice;
-  const auto attend =
-      plan.decode ? (narrow ? launch_attend<In, kDecodeRows, kNarrowSlice>
-                            : launch_attend<In, kDecodeRows, kMaxSlice>)
-                  : (narrow ? launch_attend<In, kRows, kNarrowSlice> : launch_attend<In, kRows, kMaxSlice>);
+  const CacheParams& cache = p.varlen.cache;
+  const bool is_cache = cache.pages || cache.dtype != CacheDType::kOfQuery || cache.tree_mask;
+  const auto attend = is_cache ? attend_of<In, true>(plan, p.sizes.head_dim_v)
+                               : attend_of<In, false>(plan, p.sizes.head_dim_v);
   return in_order([&] { return attend(p, plan, partials, stream); },
                   [&] { return launch_combine(p, plan.splits, workspace, stream); });
 }

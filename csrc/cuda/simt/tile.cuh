@@ -77,7 +77,7 @@ __device__ void load_columns(T (&tile)[kCount][kDepth + 1], const Source& rows, 
                              int64_t columns) {
   for (int e = threadIdx.x; e < kCount * kDepth; e += kThreads) {
     const int n = e / kDepth, d = e % kDepth;
-    const auto* row = rows(n);
+    const auto row = rows(n);
     tile[n][d] = row && first + d < columns ? widen(row[first + d]) : T(0);
   }
 }
@@ -120,7 +120,7 @@ __device__ void add_weighted_rows(SharedMemory<T, kTileRows>& shared, const Scor
     __syncthreads();  // the weights are complete; everyone has read right and the last values
     for (int e = threadIdx.x; e < kStep * kSlice; e += kThreads) {
       const int n = e / kSlice, c = e % kSlice;
-      const auto* row = values(n0 + n);
+      const auto row = values(n0 + n);
       shared.values[n][c] = row && first_col + c < columns ? widen(row[first_col + c]) : T(0);
     }
     __syncthreads();  // values are complete

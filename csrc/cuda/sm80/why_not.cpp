@@ -28,6 +28,8 @@ bool is_decode(const AttentionParams& p) {
 const char* why_not_forward(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
+  if (p.varlen.cache.dtype != CacheDType::kOfQuery) return "sm80: no caches of 8 bits";
+  if (p.varlen.cache.tree_mask) return "sm80: no tree_mask";
   if (p.dropout.place) return "sm80: no dropout of a part of a larger call";
   if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return "sm80: only head dimensions up to 256";
   if (!is_aligned(p.q, z.head_dim) || !is_aligned(p.k, z.head_dim) || !is_aligned(p.v, z.head_dim_v) ||

@@ -117,6 +117,12 @@ float atomicAdd(float* address, float x);
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 
+inline float __uint_as_float(uint32_t x) {
+  float result;
+  std::memcpy(&result, &x, sizeof(result));
+  return result;
+}
+
 // Runs the kernel to its end: a host run has no streams.
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
