@@ -5,10 +5,12 @@
 
 Training: flash_attn_varlen against its sequences run one by one, against flash_attn on the padded batch with a mask,
 and against torch's scaled_dot_product_attention on the same. Decoding: against a plain read of K and V, and against
-torch's on a cache that is gathered first. Numbers are time of the other / time of ours: above 1, ours is faster.
+torch's, and where it is installed zentorch's (AMD's plugin; of torch's minor version), on a cache that lies ready.
+Numbers are time of the other / time of ours: above 1, ours is faster.
 """
 
 import argparse
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 
@@ -86,6 +88,9 @@ def decoding(
         )
     gathered = [t.transpose(1, 2) for t in kv]
     calls["torch"] = partial(sdpa, q.transpose(1, 2), *gathered, enable_gqa=True)
+    if importlib.util.find_spec("zentorch"):
+        importlib.import_module("zentorch")
+        calls["zentorch"] = partial(torch.ops.zentorch.zentorch_sdpa, q.transpose(1, 2), *gathered)
     return calls, kv
 
 
