@@ -33,6 +33,7 @@ OLDEST_TORCH = "2.11"
 CSRC = "csrc"
 OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "plan", "schema"]
 OPS += ["append", "check_tensors", "checks_packed", "kvcache", "merge", "varlen", "varlen_autograd"]
+OPS += ["weights", "weights_autograd"]
 TORCH_OPS = ["arguments", "flash_attention", "flash_for_cpu", "native_mha", "overrides", "sdpa"]
 CPU = ["isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_generic", "select", "task_list", "why_not"]
 CUDA = ["select.cu", "combine.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/why_not.cpp", "sm80/decode_plan.cpp"]
@@ -41,7 +42,7 @@ CUDA += [
 ]
 CUDA += [
     f"simt/{way}_{dtype}.cu"
-    for way in ("forward", "backward", "jvp", "double_backward")
+    for way in ("forward", "backward", "jvp", "double_backward", "weights")
     for dtype in ("bfloat16", "float16", "float32", "float64")
 ]
 CUDA += ["sm90/why_not.cpp"]

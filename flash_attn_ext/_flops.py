@@ -11,9 +11,9 @@ from . import _ops
 
 
 def _shapes(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[int, int, int]:
-    """B * H * S_q * S_k, D and D_v of a call."""
+    """B * H * S_q * S_k, D and D_v of a call; D_v 0 without a value."""
     given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
-    (B, H, S_q, D), S_k, D_v = given["query"], given["key"][2], given["value"][3]
+    (B, H, S_q, D), S_k, D_v = given["query"], given["key"][2], given.get("value", [0])[-1]
     return B * H * S_q * S_k, D, D_v
 
 
@@ -43,3 +43,17 @@ def attention_double_backward_flops(*args, out_shape=None, **kwargs) -> int:
     """Ten: docs/derivative_formulas.md."""
     pairs, D, D_v = _shapes(_ops.attention_double_backward, args, kwargs)
     return 2 * pairs * (7 * D + 3 * D_v)
+
+
+@register_flop_formula(_ops.attention_weights.overloadpacket)
+def attention_weights_flops(*args, out_shape=None, **kwargs) -> int:
+    """Q K^T."""
+    pairs, D, _ = _shapes(_ops.attention_weights, args, kwargs)
+    return 2 * pairs * D
+
+
+@register_flop_formula(_ops.attention_weights_backward.overloadpacket)
+def attention_weights_backward_flops(*args, out_shape=None, **kwargs) -> int:
+    """Q K^T again, dS K and dS^T Q."""
+    pairs, D, _ = _shapes(_ops.attention_weights_backward, args, kwargs)
+    return 2 * pairs * 3 * D

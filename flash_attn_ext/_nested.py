@@ -125,8 +125,8 @@ def forward(
 
     dropout_p = module.dropout if module.training else 0.0
     rng_state = new_rng_state(rows_q.device) if need_weights and dropout_p > 0.0 else None
-    out = flash_attn_varlen(
-        *(p.rows for p in heads), q.offsets, k.offsets, dropout_p=dropout_p, rng_state=rng_state
+    out, lse = flash_attn_varlen(
+        *(p.rows for p in heads), q.offsets, k.offsets, dropout_p=dropout_p, rng_state=rng_state, return_lse=True
     )  # fmt: skip
     out = nest(F.linear(out.flatten(-2), module.out_proj.weight, module.out_proj.bias), q, query)
     if not need_weights:
@@ -134,7 +134,8 @@ def forward(
 
     padded_q, padded_k = (p.padded().transpose(1, 2) for p in heads[:2])
     is_key, is_query = (torch.arange(p.longest, device=p.offsets.device) < p.offsets.diff()[:, None] for p in (k, q))
-    weights = attention_weights(padded_q, padded_k, None, is_key, rng_state, dropout_p, average, top_k)
+    padded_lse = Packed(lse.detach().t(), q.offsets).padded().transpose(1, 2)
+    weights = attention_weights(padded_q, padded_k, None, is_key, padded_lse, rng_state, dropout_p, average, top_k)
     # As torch: 0 in the rows of padded queries.
     rows = is_query[..., None] if average else is_query[:, None, :, None]
     if top_k is None:

@@ -34,9 +34,9 @@ class MultiheadAttention(nn.MultiheadAttention):
       merged into (B, 1, S_q, S_k), unless the latter needs a gradient.
     - A query whose keys are all masked gets attention output 0, weights 0 and gradient 0, never NaN.
     - With `need_weights=True` (torch's default) the output is the same as without, where the `is_causal` hint
-      is true. The weights are computed beside it, from q and k, and averaged over the heads for a block of
-      queries at a time: what is allocated is their size, not `num_heads` times that (but under torch.compile and
-      torch.func). `top_k` leaves out that, too.
+      is true. The weights are computed beside it, from q, k and lse. Averaged over the heads, what is allocated is
+      their size, not `num_heads` times that (but under torch.func, and for DTensors). `top_k` leaves out that, too
+      (but under torch.compile).
     - The fused inference paths of torch, in this module and in nn.TransformerEncoderLayer, are not taken: the
       kernel runs there too. Nested inputs, which torch takes on those paths only and in the strided layout
       only, are taken always and in both layouts, and are not padded.
@@ -191,13 +191,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         dropout_p = self.dropout if self.training else 0.0
         rng_state = new_rng_state(q.device) if need_weights and dropout_p > 0.0 else None
         out = flash_attn(
-            q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, key_mask=key_mask, rng_state=rng_state
+            q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, key_mask=key_mask, rng_state=rng_state,
+            return_lse=need_weights,
         )  # fmt: skip
+        out, lse = out if need_weights else (out, None)
         out = F.linear(self._join_heads(out, batched), self.out_proj.weight, self.out_proj.bias)
         if not need_weights:
             return out, None
 
-        weights = attention_weights(q, k, mask, key_mask, rng_state, dropout_p, average_attn_weights, top_k)
+        weights = attention_weights(q, k, mask, key_mask, lse, rng_state, dropout_p, average_attn_weights, top_k)
         if not batched:
             weights = weights.squeeze(0) if top_k is None else tuple(part.squeeze(0) for part in weights)
         return out, weights

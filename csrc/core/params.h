@@ -232,7 +232,10 @@ struct MaskGrad {
 };
 
 struct BackwardParams : AttentionParams {
-  Tensor4 dout;                   // (B, H, S_q, D_v)
+  Tensor4 dout;  // (B, H, S_q, D_v)
+  // (B, S_q, S_k) at stride_h 0: of the average of P over the heads, in a call whose result that is (WeightsParams).
+  // It takes the place of dout: dP = dweights / H, not dO V^T. Read by the CPU kernels.
+  Tensor4 dweights;
   const void* dlse = nullptr;     // in the form of lse; null: zero
   Tensor4 dq, dk, dv;             // shapes of q, k, v; null data: not wanted
   MaskGrad dmask;                 // null data: not wanted
@@ -241,6 +244,12 @@ struct BackwardParams : AttentionParams {
   bool deterministic = true;      // the same bits at every run; false lets a kernel add dq in any order
 
   bool wants_qkv_pass() const { return dq || dk || dv || dalibi_slopes; }
+};
+
+// The weights themselves: the average of P over the heads. There are no v and out, and D_v is 0. Their backward is
+// BackwardParams with dweights.
+struct WeightsParams : BackwardParams {
+  Tensor4 weights;  // (B, S_q, S_k) at stride_h 0
 };
 
 // A direction in which the inputs move (docs/derivative_formulas.md): the tangents of forward mode, and what a second

@@ -11,7 +11,8 @@
 
 namespace flash_attn_ext::cpu {
 
-// One pass over the tiles of the scores. Every size of its params must be at least 1, and why_not() null for them.
+// One pass over the tiles of the scores. Every size of its params must be at least 1 (without v,
+// D_v is 0), and why_not() null for them.
 template <class Params>
 struct Pass {
   size_t (*workspace)(const Params&, int threads);  // bytes that `run` needs with so many threads
@@ -26,6 +27,7 @@ struct Kernels {
   Pass<BackwardParams> backward;
   Pass<JvpParams> jvp;
   Pass<DoubleBackwardParams> double_backward;
+  Pass<WeightsParams> weights;
   int64_t (*decode_splits)(const AttentionParams&);  // pieces of the keys; 0: the decode kernel does not run
   int64_t decode_max_queries;                        // up to so many, it runs without being asked for
   void (*append)(const AppendParams&, const Parallel&);

@@ -23,8 +23,18 @@ const char* why_not_differentiated(const AttentionParams& p) {
 }  // namespace
 
 const char* why_not(const AttentionParams& p) { return why_not_any(p); }
-const char* why_not(const BackwardParams& p) { return why_not_differentiated(p); }
+const char* why_not(const BackwardParams& p) {
+  if (p.varlen && p.dweights) return "cpu: no kernel for the weights of packed sequences";
+  return why_not_differentiated(p);
+}
 const char* why_not(const JvpParams& p) { return why_not_differentiated(p); }
-const char* why_not(const DoubleBackwardParams& p) { return why_not_differentiated(p); }
+const char* why_not(const DoubleBackwardParams& p) {
+  if (p.dweights) return "cpu: no kernel for second derivatives of the weights";
+  return why_not_differentiated(p);
+}
+const char* why_not(const WeightsParams& p) {
+  if (p.varlen) return "cpu: no kernel for the weights of packed sequences";
+  return why_not_any(p);
+}
 
 }  // namespace flash_attn_ext::cpu

@@ -10,5 +10,6 @@ const char* why_not(const AttentionParams& p);
 const char* why_not(const BackwardParams& p);
 const char* why_not(const JvpParams& p);
 const char* why_not(const DoubleBackwardParams& p);
+const char* why_not(const WeightsParams& p);
 
 }  // namespace flash_attn_ext::cpu

@@ -129,9 +129,9 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
 
 Selection<BackwardParams> select_backward(const BackwardParams& p) {
   Choice<BackwardParams> choice(p);
-  choice.offer("sm90", sm90::why_not_backward(p),
+  choice.offer("sm90", p.dweights ? "sm90: no gradients of the weights" : sm90::why_not_backward(p),
                of_half(p.dtype, sm90::backward_bfloat16, sm90::backward_float16), sm90::backward_workspace);
-  choice.offer("sm80", sm80::why_not_backward(p),
+  choice.offer("sm80", p.dweights ? "sm80: no gradients of the weights" : sm80::why_not_backward(p),
                of_half(p.dtype, sm80::backward_bfloat16, sm80::backward_float16), sm80::backward_workspace);
   choice.offer("simt", nullptr,
                of_dtype(p.dtype, simt::backward_float32, simt::backward_float64, simt::backward_bfloat16,
@@ -159,6 +159,17 @@ Selection<DoubleBackwardParams> select_double_backward(const DoubleBackwardParam
                of_dtype(p.dtype, simt::double_backward_float32, simt::double_backward_float64,
                         simt::double_backward_bfloat16, simt::double_backward_float16),
                simt::double_backward_workspace);
+  return choice.take();
+}
+
+Selection<WeightsParams> select_weights(const WeightsParams& p) {
+  Choice<WeightsParams> choice(p);
+  choice.offer("sm90", "sm90: no weights", nullptr, nullptr);
+  choice.offer("sm80", "sm80: no weights", nullptr, nullptr);
+  choice.offer("simt", nullptr,
+               of_dtype(p.dtype, simt::weights_float32, simt::weights_float64, simt::weights_bfloat16,
+                        simt::weights_float16),
+               simt::weights_workspace);
   return choice.take();
 }
 

@@ -9,5 +9,6 @@ Selection<AttentionParams> select_forward(const AttentionParams& params);
 Selection<BackwardParams> select_backward(const BackwardParams& params);
 Selection<JvpParams> select_jvp(const JvpParams& params);
 Selection<DoubleBackwardParams> select_double_backward(const DoubleBackwardParams& params);
+Selection<WeightsParams> select_weights(const WeightsParams& params);
 
 }  // namespace flash_attn_ext::cuda

@@ -4,6 +4,7 @@
 
 #include "ops.h"
 #include "varlen.h"
+#include "weights.h"
 
 namespace flash_attn_ext {
 namespace {
@@ -27,11 +28,13 @@ typename Op::Result autocast(const typename Op::Tensors& given, const typename O
 TORCH_LIBRARY_IMPL(flash_attn_ext, AutocastCPU, m) {
   implement<Attention, autocast<Attention, c10::DispatchKey::AutocastCPU, at::kCPU>>(m);
   implement<AttentionVarlen, autocast<AttentionVarlen, c10::DispatchKey::AutocastCPU, at::kCPU>>(m);
+  implement<AttentionWeights, autocast<AttentionWeights, c10::DispatchKey::AutocastCPU, at::kCPU>>(m);
 }
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, AutocastCUDA, m) {
   implement<Attention, autocast<Attention, c10::DispatchKey::AutocastCUDA, at::kCUDA>>(m);
   implement<AttentionVarlen, autocast<AttentionVarlen, c10::DispatchKey::AutocastCUDA, at::kCUDA>>(m);
+  implement<AttentionWeights, autocast<AttentionWeights, c10::DispatchKey::AutocastCUDA, at::kCUDA>>(m);
 }
 
 }  // namespace flash_attn_ext

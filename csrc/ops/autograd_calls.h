@@ -109,6 +109,14 @@ inline void put(variable_list& result, size_t first, const Gradients& gradients)
   for (const at::Tensor& grad : list_of(gradients)) result[kOthers + first++] = grad;
 }
 
+struct AttentionFamily {
+  static constexpr const char* kName = "flash_attn";
+  using Forward = Attention;
+  using Backward = AttentionBackward;
+  using Jvp = AttentionJvp;
+  using DoubleBackward = AttentionDoubleBackward;
+};
+
 template <class F>
 struct DerivativeCalls {
   using Tensors = typename F::Forward::Tensors;

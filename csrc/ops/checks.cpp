@@ -3,14 +3,11 @@
 #include "check_tensors.h"
 
 namespace flash_attn_ext {
-namespace {
 
 void check_options(const AttentionTensors& in, const AttentionOptions& options) {
   FA_ATTENTION_OPTIONS(FA_CHECK_OPTION)
   check_rng_state(in, options.dropout_p);
 }
-
-}  // namespace
 
 void check_attention(const AttentionTensors& tensors, const AttentionOptions& options) {
   check_sizes(check_tensors(tensors));

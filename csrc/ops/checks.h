@@ -9,6 +9,7 @@ namespace flash_attn_ext {
 
 // Throw TypeError (dtype, device) or ValueError (everything else).
 void check_attention(const AttentionTensors& tensors, const AttentionOptions& options);
+void check_options(const AttentionTensors& tensors, const AttentionOptions& options);
 void check_attention_jvp(const AttentionJvpTensors& tensors, const AttentionOptions& options);
 void check_attention_double_backward(const AttentionDoubleBackwardTensors& tensors,
                                      const AttentionBackwardOptions& options);

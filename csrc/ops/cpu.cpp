@@ -17,6 +17,7 @@
 #include "outputs.h"
 #include "pack_params.h"
 #include "plan.h"
+#include "weights.h"
 
 namespace flash_attn_ext {
 namespace {
@@ -32,6 +33,7 @@ constexpr double products_of(const AttentionParams&) { return 2.0; }
 constexpr double products_of(const BackwardParams&) { return 5.0; }
 constexpr double products_of(const JvpParams&) { return 6.0; }
 constexpr double products_of(const DoubleBackwardParams&) { return 10.0; }
+constexpr double products_of(const WeightsParams&) { return 1.0; }
 
 // Small calls run on the calling thread: below about 10 us of work, waking others costs more than they save.
 template <class Params>
@@ -172,6 +174,26 @@ Gradients attention_double_backward_cpu(const AttentionDoubleBackwardTensors& gi
   const PackedDoubleBackward packed = pack_double_backward(given, options, result, given.query.size(0));
   run(&cpu::Kernels::double_backward, packed.params);
   store_per_head_gradients(packed.backward, result);
+  return result;
+}
+
+WeightsResult weights_cpu(const WeightsTensors& given, const WeightsOptions& options) {
+  check_weights(given, options);
+  check_storages(given);
+  const at::Tensor weights = empty_weights(given);
+  if (weights.numel() == 0) return {weights};
+  run(&cpu::Kernels::weights, pack_weights(given, options, weights).params);
+  return {weights};
+}
+
+Gradients weights_backward_cpu(const WeightsBackwardTensors& given, const WeightsBackwardOptions& options) {
+  check_weights_backward(given, options);
+  check_storages(given);
+  const Gradients result = empty_gradients(given.forward().attention(), GradMask(options.grad_mask));
+  if (given.lse.numel() == 0 || given.key.size(2) == 0) return without_scores(result);
+  const PackedBackward packed = pack_weights_backward(given, options, result);
+  run(&cpu::Kernels::backward, packed.params);
+  store_per_head_gradients(packed, result);
   return result;
 }
 
@@ -331,6 +353,8 @@ TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
   implement<AppendToCache, append_cpu>(m);
   implement<AttentionJvp, attention_jvp_cpu>(m);
   implement<AttentionDoubleBackward, attention_double_backward_cpu>(m);
+  implement<AttentionWeights, weights_cpu>(m);
+  implement<AttentionWeightsBackward, weights_backward_cpu>(m);
   m.impl("dropout_mask", dropout_mask_cpu);
 }
 

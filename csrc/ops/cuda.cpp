@@ -9,6 +9,7 @@
 #include "outputs.h"
 #include "pack_params.h"
 #include "plan.h"
+#include "weights.h"
 
 #if defined(FLASH_ATTN_EXT_WITH_CUDA)
 #include <ATen/ops/empty.h>
@@ -81,6 +82,27 @@ Gradients attention_double_backward_cuda(const AttentionDoubleBackwardTensors& g
   const PackedDoubleBackward packed = pack_double_backward(given, options, result, given.query.size(0));
   run(cuda::select_double_backward(packed.params), packed.params, given.query.options());
   store_per_head_gradients(packed.backward, result);
+  return result;
+}
+
+WeightsResult weights_cuda(const WeightsTensors& given, const WeightsOptions& options) {
+  check_weights(given, options);
+  check_storages(given);
+  const c10::cuda::CUDAGuard device_guard(given.query.device());
+  const at::Tensor weights = empty_weights(given);
+  const PackedWeights packed = pack_weights(given, options, weights);
+  run(cuda::select_weights(packed.params), packed.params, given.query.options());
+  return {weights};
+}
+
+Gradients weights_backward_cuda(const WeightsBackwardTensors& given, const WeightsBackwardOptions& options) {
+  check_weights_backward(given, options);
+  check_storages(given);
+  const c10::cuda::CUDAGuard device_guard(given.query.device());
+  const Gradients result = empty_gradients(given.forward().attention(), GradMask(options.grad_mask));
+  const PackedBackward packed = pack_weights_backward(given, options, result);
+  run(cuda::select_backward(packed.params), packed.params, given.query.options());
+  store_per_head_gradients(packed, result);
   return result;
 }
 
@@ -183,6 +205,8 @@ constexpr auto* attention_backward_cuda = refused<AttentionBackward, check_atten
 constexpr auto* attention_jvp_cuda = refused<AttentionJvp, check_attention_jvp>;
 constexpr auto* attention_double_backward_cuda =
     refused<AttentionDoubleBackward, check_attention_double_backward>;
+constexpr auto* weights_cuda = refused<AttentionWeights, check_weights>;
+constexpr auto* weights_backward_cuda = refused<AttentionWeightsBackward, check_weights_backward>;
 constexpr auto* varlen_cuda = refused<AttentionVarlen, check_varlen>;
 constexpr auto* cache_cuda = refused<AttentionCache, check_cache>;
 constexpr auto* varlen_backward_cuda = refused<AttentionVarlenBackward, check_varlen_backward>;
@@ -229,6 +253,8 @@ TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) {
   implement<AttentionVarlenDoubleBackward, varlen_double_backward_cuda>(m);
   implement<AttentionJvp, attention_jvp_cuda>(m);
   implement<AttentionDoubleBackward, attention_double_backward_cuda>(m);
+  implement<AttentionWeights, weights_cuda>(m);
+  implement<AttentionWeightsBackward, weights_backward_cuda>(m);
   m.impl("dropout_mask", dropout_mask_cuda);
 }
 

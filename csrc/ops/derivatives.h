@@ -1,5 +1,5 @@
 // The derivatives of a family of operators, reverse mode, forward mode, and both of each other, by the table in
-// docs/derivative_formulas.md. A family F names four operators, as AttentionFamily in autograd.cpp does.
+// docs/derivative_formulas.md. A family F names four operators, as AttentionFamily in autograd_calls.h does.
 //
 //   X: the forward's tensors    c: grad_out, grad_lse    t: the tangents of X
 //   Forward         F(X)         reverse: Backward(X, c)             forward: Jvp(X, t)

@@ -4,6 +4,7 @@
 #include "append.h"
 #include "checks.h"
 #include "outputs.h"
+#include "weights.h"
 
 namespace flash_attn_ext {
 namespace {
@@ -61,6 +62,16 @@ Gradients attention_double_backward_meta(const AttentionDoubleBackwardTensors& g
   return empty_gradients(given.forward(), GradMask(options.grad_mask));
 }
 
+WeightsResult weights_meta(const WeightsTensors& given, const WeightsOptions& options) {
+  check_weights(given, options);
+  return {empty_weights(given)};
+}
+
+Gradients weights_backward_meta(const WeightsBackwardTensors& given, const WeightsBackwardOptions& options) {
+  check_weights_backward(given, options);
+  return empty_gradients(given.forward().attention(), GradMask(options.grad_mask));
+}
+
 at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10::SymInt heads,
                              c10::SymInt seqlen_q, c10::SymInt seqlen_k, double dropout_p,
                              c10::SymInt first_row) {
@@ -83,6 +94,8 @@ TORCH_LIBRARY_IMPL(flash_attn_ext, Meta, m) {
   implement<AppendToCache, append_meta>(m);
   implement<AttentionJvp, attention_jvp_meta>(m);
   implement<AttentionDoubleBackward, attention_double_backward_meta>(m);
+  implement<AttentionWeights, weights_meta>(m);
+  implement<AttentionWeightsBackward, weights_backward_meta>(m);
   m.impl("dropout_mask", dropout_mask_meta);
 }
 

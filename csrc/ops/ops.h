@@ -5,6 +5,7 @@
 //   attention_jvp        forward mode: attention and the tangents of its results; differentiable
 //   attention_double_backward   the gradient of <results of attention_jvp, grad_out and grad_lse>, which is also that of
 //                        <results of attention_backward, tangents>. Second derivatives need no more: derivative_formulas.md
+//   attention_weights    softmax(Q K^T) averaged over the heads, and its gradients: weights.h
 //   dropout_mask         what dropout keeps, for tests and for dense references
 //
 // Letters: B batch, H query heads, H_kv key/value heads, S_q and S_k sequence lengths, D head dimension of query and
@@ -35,9 +36,15 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
 // Tensors with a gradient, in the order of attention_backward's results.
 //   name          type            shape          dtype      autocast        vmap
 #define FA_ATTENTION_DIFFERENTIABLE(X)                                                          \
-  X(query,         at::Tensor,     kQueryShape,   kFloating, kCast,          kBatch)            \
-  X(key,           at::Tensor,     kKeyShape,     kOfQuery,  kCast,          kBatch)            \
+  FA_QUERY_AND_KEY(X)                                                                           \
   X(value,         at::Tensor,     kValueShape,   kOfQuery,  kCast,          kBatch)            \
+  FA_ADDED_TO_SCORES(X)
+
+#define FA_QUERY_AND_KEY(X)                                                                     \
+  X(query,         at::Tensor,     kQueryShape,   kFloating, kCast,          kBatch)            \
+  X(key,           at::Tensor,     kKeyShape,     kOfQuery,  kCast,          kBatch)
+
+#define FA_ADDED_TO_SCORES(X)                                                                   \
   /* bool: true attends. Float: added to the scores. */                                         \
   X(attn_mask,     OptionalTensor, kMaskShape,    kMask,     kUnlessFloat32, kBatchOrOne)       \
   /* -slope * |i + diagonal - j| is added to the scores. */                                     \
@@ -56,6 +63,9 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
 
 #define FA_ATTENTION_TENSORS(X)                                                                 \
   FA_ATTENTION_DIFFERENTIABLE(X)                                                                \
+  FA_WITHOUT_GRADIENT(X)
+
+#define FA_WITHOUT_GRADIENT(X)                                                                  \
   /* {seed, offset} of dropout, on query's device; needed if dropout_p > 0. For a part of a */   \
   /* larger call also {row, column, head, heads}: DropoutParams. */                              \
   X(rng_state,     OptionalTensor, kRngStateShape, kInt64,   kKeep,          kLoop)             \
@@ -64,6 +74,15 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
 
 //   name           type                    default       check, of the value v             what is allowed
 #define FA_ATTENTION_OPTIONS(X)                                                                                  \
+  FA_SCORE_OPTIONS(X)                                                                                            \
+  /* Pieces of the keys for few queries; 0: as the shape needs. Forward only. */                                 \
+  X(num_splits,     int64_t,                0,            v >= 0,                "0 (chosen by the shape) or more") \
+  /* FlashDecoding++'s constant in place of the running maximum. Forward only. */                                \
+  X(unified_max,    std::optional<double>,  std::nullopt, !v || std::isfinite(*v),          "a finite number")   \
+  /* The same bits at every run; on CPU they are anyway. Backward only. */                                       \
+  X(deterministic,  bool,                   false,        true,                             "")
+
+#define FA_SCORE_OPTIONS(X)                                                                                      \
   /* Factor of <q, k>; none: 1 / sqrt(D). */                                                                     \
   X(scale,          std::optional<double>,  std::nullopt, !v || std::isfinite(*v),          "a finite number")   \
   X(causal,         bool,                   false,        true,                             "")                  \
@@ -76,13 +95,7 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
   X(window_right,   std::optional<int64_t>, std::nullopt, true,                             "")                  \
   X(softcap,        double,                 0.0,          std::isfinite(v) && v >= 0,                            \
     "0 (none) or a positive finite number")                                                                      \
-  X(dropout_p,      double,                 0.0,          v >= 0.0 && v <= 1.0,             "0 to 1")            \
-  /* Pieces of the keys for few queries; 0: as the shape needs. Forward only. */                                 \
-  X(num_splits,     int64_t,                0,            v >= 0,                "0 (chosen by the shape) or more") \
-  /* FlashDecoding++'s constant in place of the running maximum. Forward only. */                                \
-  X(unified_max,    std::optional<double>,  std::nullopt, !v || std::isfinite(*v),          "a finite number")   \
-  /* The same bits at every run; on CPU they are anyway. Backward only. */                                       \
-  X(deterministic,  bool,                   false,        true,                             "")
+  X(dropout_p,      double,                 0.0,          v >= 0.0 && v <= 1.0,             "0 to 1")
 
 #define FA_ATTENTION_BACKWARD_TENSORS(X)                                                        \
   X(grad_out,      OptionalTensor, kOutShape,     kOfQuery,     kKeep,       kBatch)            \

@@ -3,6 +3,7 @@
 
 #include "append.h"
 #include "ops.h"
+#include "weights.h"
 
 namespace flash_attn_ext {
 
@@ -17,6 +18,8 @@ TORCH_LIBRARY(flash_attn_ext, m) {
   m.def(schema<AppendToCache>().c_str());
   m.def(schema<AttentionJvp>().c_str());
   m.def(schema<AttentionDoubleBackward>().c_str());
+  m.def(schema<AttentionWeights>().c_str());
+  m.def(schema<AttentionWeightsBackward>().c_str());
   m.def(
       "dropout_mask(Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, "
       "float dropout_p, SymInt first_row=0) -> Tensor");

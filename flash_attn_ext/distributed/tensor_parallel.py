@@ -87,8 +87,9 @@ class _HeadParallelAttention(MultiheadAttention):
         key_mask = work.local_if_given(key_mask, {})
         dropout_p = self.dropout if self.training else 0.0
         rng_state = work.rng_state(None, q.shape[0], self.num_heads, q.device) if dropout_p > 0.0 else None
-        out = flash_attn(
-            q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, key_mask=key_mask, rng_state=rng_state
+        out, lse = flash_attn(
+            q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, key_mask=key_mask, rng_state=rng_state,
+            return_lse=True,
         )  # fmt: skip
         out = F.linear(self._join_heads(out, batched), self.out_proj.weight.to_local())
         out = _everywhere(out, mesh, Partial())
@@ -99,7 +100,8 @@ class _HeadParallelAttention(MultiheadAttention):
 
         # Of the average, the largest ones are known only where it is.
         weights = attention_weights(
-            q, k, mask, key_mask, rng_state, dropout_p, average_attn_weights, None if average_attn_weights else top_k
+            q, k, mask, key_mask, lse, rng_state, dropout_p, average_attn_weights,
+            None if average_attn_weights else top_k,
         )  # fmt: skip
         if average_attn_weights:
             weights = _everywhere(weights / mesh.size(), mesh, Partial())

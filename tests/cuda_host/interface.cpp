@@ -19,6 +19,7 @@ using flash_attn_ext::DoubleBackwardParams;
 using flash_attn_ext::DropoutParams;
 using flash_attn_ext::JvpParams;
 using flash_attn_ext::Sizes;
+using flash_attn_ext::WeightsParams;
 
 namespace {
 
@@ -60,7 +61,7 @@ extern "C" {
 // Of the params in library.py's list CALLS.
 size_t params_bytes(int which) {
   const size_t bytes[] = {sizeof(AttentionParams), sizeof(BackwardParams), sizeof(JvpParams),
-                          sizeof(DoubleBackwardParams)};
+                          sizeof(DoubleBackwardParams), sizeof(WeightsParams)};
   return bytes[which];
 }
 
@@ -133,6 +134,16 @@ size_t double_backward_workspace(const DoubleBackwardParams* p) {
 }
 const char* double_backward(const DoubleBackwardParams* p, void* workspace) {
   return run(flash_attn_ext::cuda::select_double_backward(*p), *p, workspace);
+}
+
+const char* weights_choice(const WeightsParams* p) {
+  return describe(flash_attn_ext::cuda::select_weights(*p));
+}
+size_t weights_workspace(const WeightsParams* p) {
+  return flash_attn_ext::cuda::select_weights(*p).workspace_bytes;
+}
+const char* weights(const WeightsParams* p, void* workspace) {
+  return run(flash_attn_ext::cuda::select_weights(*p), *p, workspace);
 }
 
 const char* why_not_sm80_backward(const BackwardParams* p) {

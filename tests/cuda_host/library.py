@@ -23,7 +23,7 @@ GPU_CODE = "sm_80,compute_80,sm_90a"  # what setup.py builds
 TEXTS = (
     "forward", "backward", "dropout_mask", "last_kernel", "forward_choice", "backward_choice", "force_tier",
     "jvp", "double_backward", "jvp_choice", "double_backward_choice", "why_not_sm80_forward",
-    "why_not_sm80_backward", "why_not_sm90_forward", "why_not_sm90_backward",
+    "why_not_sm80_backward", "why_not_sm90_forward", "why_not_sm90_backward", "weights", "weights_choice",
 )  # fmt: skip
 
 i64, u64, f64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
@@ -55,8 +55,8 @@ Sizes, Tensor4, Band, Offsets, MaskGrad = (PARAMS[name] for name in ("Sizes", "T
 MaskParams, AlibiParams, SinkParams, DropoutParams, DecodeParams, VarlenParams = (
     PARAMS[f"{name}Params"] for name in ("Mask", "Alibi", "Sink", "Dropout", "Decode", "Varlen")
 )
-AttentionParams, BackwardParams, JvpParams, DoubleBackwardParams = CALLS = [
-    PARAMS[f"{name}Params"] for name in ("Attention", "Backward", "Jvp", "DoubleBackward")
+AttentionParams, BackwardParams, JvpParams, DoubleBackwardParams, WeightsParams = CALLS = [
+    PARAMS[f"{name}Params"] for name in ("Attention", "Backward", "Jvp", "DoubleBackward", "Weights")
 ]
 
 
@@ -87,7 +87,9 @@ class Library:
         self.c = ctypes.CDLL(str(path))
         for name in TEXTS:
             getattr(self.c, name).restype = ctypes.c_char_p
-        for name in ("forward_workspace", "backward_workspace", "double_backward_workspace", "params_bytes"):
+        for name in ("forward", "backward", "double_backward", "weights"):
+            getattr(self.c, f"{name}_workspace").restype = ctypes.c_size_t
+        for name in ("params_bytes",):
             getattr(self.c, name).restype = ctypes.c_size_t
         for name in ("sm80_recomputed_tiles", "exponentials", "attributes_set", "driver_lookups"):
             getattr(self.c, name).restype = i64
@@ -121,6 +123,7 @@ class Library:
             BackwardParams: self.c.backward_choice,
             JvpParams: self.c.jvp_choice,
             DoubleBackwardParams: self.c.double_backward_choice,
+            WeightsParams: self.c.weights_choice,
         }[type(params)]
         tier, *why_not = select(ctypes.byref(params)).decode().splitlines()
         return tier, why_not
@@ -237,12 +240,24 @@ class Library:
         self.check(self.c.double_backward(ctypes.byref(params), pointer(workspace.data_ptr())))
         return sum_per_head(grads, tensors)
 
+    def weights(self, tensors, **options):
+        q, k = tensors["q"], tensors["k"]
+        weights = torch.empty(q.shape[0], q.shape[2], k.shape[2], dtype=q.dtype)
+        params = self.pack(WeightsParams(), tensors, options)
+        params.weights = weights_tensor(weights)
+        workspace = empty_workspace(self.c.weights_workspace(ctypes.byref(params)))
+        self.show({**tensors, "weights": weights, "workspace": workspace}, ("weights", "workspace"))
+        self.check(self.c.weights(ctypes.byref(params), pointer(workspace.data_ptr())))
+        return weights
+
     def pack_backward(self, params, tensors, wanted, options):
         """Fills the params; returns the gradients that the kernels will write, those of slopes and sink by batch."""
         self.pack(params, tensors, options)
         params.deterministic = options["deterministic"] if self.deterministic is None else self.deterministic
         params.dout = tensor4(tensors["dout"])
         params.dlse = None if tensors["dlse"] is None else tensors["dlse"].data_ptr()
+        if "dweights" in tensors:
+            params.dweights = weights_tensor(tensors["dweights"])
         grads = {}
         for name in ("q", "k", "v"):
             if wanted[name]:
@@ -271,6 +286,10 @@ class Library:
 
 def tensor4(t):
     return Tensor4(t.data_ptr(), *t.stride()[:3])
+
+
+def weights_tensor(t):
+    return Tensor4(t.data_ptr(), t.stride(0), 0, t.stride(1))
 
 
 def sum_per_head(grads, tensors):
@@ -375,6 +394,21 @@ def as_cpu_kernels(library):
         wanted = dict(zip(DIFFERENTIABLE, grad_mask, strict=True))
         return as_results(library.double_backward(tensors, wanted, **DEFAULTS | options), slopes, sink)
 
+    def weights_inputs(q, k, mask, slopes, sink, rng_state, key_mask, lse):
+        tensors = inputs(q, k, k[..., :0], mask, slopes, sink, rng_state, key_mask)  # a value without columns
+        return tensors | {"out": q[..., :0], "lse": lse.contiguous()}
+
+    def attention_weights(q, k, mask, slopes, sink, rng_state, key_mask, lse, **options):
+        return library.weights(weights_inputs(q, k, mask, slopes, sink, rng_state, key_mask, lse), **DEFAULTS | options)
+
+    def attention_weights_backward(
+        dweights, q, k, mask, slopes, sink, rng_state, key_mask, lse, grad_mask=None, **options
+    ):
+        tensors = weights_inputs(q, k, mask, slopes, sink, rng_state, key_mask, lse)
+        tensors |= {"dweights": readable(dweights), "dout": tensors["out"], "dlse": None}
+        wanted = dict(zip(DIFFERENTIABLE, grad_mask, strict=True))
+        return as_results(library.backward(tensors, wanted, **DEFAULTS | options), slopes, sink)
+
     registration = torch.library.Library("flash_attn_ext", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")
@@ -382,6 +416,8 @@ def as_cpu_kernels(library):
         registration.impl("attention_backward", attention_backward, "CPU")
         registration.impl("attention_jvp", attention_jvp, "CPU")
         registration.impl("attention_double_backward", attention_double_backward, "CPU")
+        registration.impl("attention_weights", attention_weights, "CPU")
+        registration.impl("attention_weights_backward", attention_weights_backward, "CPU")
         registration.impl("dropout_mask", library.dropout_mask, "CPU")
     try:
         yield library

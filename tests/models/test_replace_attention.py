@@ -205,9 +205,9 @@ def test_a_different_result_raises_and_restores(monkeypatch):
     kernel = modules.flash_attn
 
     def wrong(*args, **kwargs):
-        out = kernel(*args, **kwargs)
+        out, lse = kernel(*args, **kwargs)
         out[0, 0, 0, 0] += 0.5
-        return out
+        return out, lse
 
     monkeypatch.setattr(modules, "flash_attn", wrong)
     nn.init.eye_(model.attention.out_proj.weight)
@@ -221,7 +221,7 @@ def test_a_different_result_raises_and_restores(monkeypatch):
 
 def test_nan_after_the_replacement_is_a_difference(monkeypatch):
     model = Model()
-    monkeypatch.setattr(modules, "flash_attn", lambda q, *_, **__: torch.full_like(q, math.nan))
+    monkeypatch.setattr(modules, "flash_attn", lambda q, *_, **__: (torch.full_like(q, math.nan), q[..., 0]))
     with pytest.raises(RuntimeError, match="by up to nan"):
         replace_attention(model, sample_input=SRC, atol=1e9)
     check_untouched(model)

@@ -48,7 +48,7 @@ void sum_row_terms(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b
     const TileFrame f{b, h, i0, j0, queries, keys, round_up_to_lanes<T>(keys), false};
     s.products.load_keys(p, b, p.sizes.kv_head(h), j0, keys);
     if (recompute_scores<In, T>(p, s, f).empty) continue;
-    s.products.dprobs(p, f, s.dscores);
+    load_dprobs<In, T>(p, s, f);
     if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
     add_to_row_terms<T>(f, s.probs, s.dscores, s.dropout_tile, rows);
   }
@@ -65,7 +65,9 @@ void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w
     const RowTerms<T> rows = w.rows.of_head(p, b, h);
     const T *lse = static_cast<const T*>(p.lse) + first,
             *dlse = static_cast<const T*>(p.dlse) + (p.dlse ? first : 0);
-    const bool exact = std::all_of(lse, lse + queries, [&](T x) { return lse_is_exact(p, x); });
+    // With dweights there is no out to make delta of.
+    const bool exact =
+        !p.dweights && std::all_of(lse, lse + queries, [&](T x) { return lse_is_exact(p, x); });
     if (!exact) {
       Arena arena = thread_arena(w, thread);
       BackwardScratch<In, T> s = plan_backward<In, T>(arena, call);

@@ -2,6 +2,8 @@
 //
 //   P = e^(S - lse)    dP = dO V^T    dS = P o (dP - delta)    delta = rowsum(dO o O) - dlse
 //
+// Where the result is the average of P over the heads, dP is its gradient / H, and delta is rowsum(P o dP).
+//
 // Rows are queries and lanes are keys; nothing here needs a reduction along a row.
 #pragma once
 
@@ -69,6 +71,12 @@ inline bool lse_is_exact(const BackwardParams& p, T lse) {
   return !(std::abs(lse) > limit) || std::isinf(lse);
 }
 
+// P of a vector of scores: 0 where they are masked, whatever lse holds.
+template <class T>
+FA_INLINE Vec<T> prob_of(Vec<T> score, T reference, T correction) {
+  return score == kNegInf<T> ? Vec<T>{} : exp<T>((score - reference) - correction);
+}
+
 template <class T>
 struct BackwardTile {
   bool empty;  // every element masked: nothing was computed
@@ -84,6 +92,18 @@ BackwardTile<T> recompute_scores(const BackwardParams& p, BackwardScratch<In, T>
   return {false, finish_scores<T>(p, f, mask, s.probs, s.tanh_tile)};
 }
 
+// Fills s.dscores with dP.
+template <class In, class T>
+void load_dprobs(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f) {
+  if (!p.dweights) return s.products.dprobs(p, f, s.dscores);
+  const T share = T(1) / static_cast<T>(p.sizes.heads);
+  for (int64_t r = 0; r < f.queries; ++r) {
+    const In* row = p.dweights.row<In>(f.b, f.h, f.i0 + r) + f.j0;
+    for (int64_t c = 0; c < f.ld; c += kLanes<T>)
+      store<T>(s.dscores + r * f.ld + c, share * load_columns<T>(row + c, f.keys - c));
+  }
+}
+
 // Fills s.probs and s.dscores for the tile at f. `rows` are those of the tile's head.
 template <class In, class T>
 BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f,
@@ -92,7 +112,7 @@ BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& 
   BackwardTile<T> tile = recompute_scores<In, T>(p, s, f);
   if (tile.empty) return tile;
 
-  s.products.dprobs(p, f, s.dscores);
+  load_dprobs<In, T>(p, s, f);
   if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
 
   for (int64_t r = 0; r < f.queries; ++r) {
@@ -101,15 +121,15 @@ BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& 
     T *prob_row = s.probs + r * f.ld, *dscore_row = s.dscores + r * f.ld;
     for (int64_t c = 0; c < f.ld; c += L) {
       const Vec<T> x = load<T>(prob_row + c);
-      const VecIndex<T> hidden = x == kNegInf<T>;  // masked, or padding: 0 whatever dP and lse hold
-      const Vec<T> prob = exp<T>((x - reference) - correction);
+      const VecIndex<T> hidden = x == kNegInf<T>;  // masked, or padding: dS is 0 whatever dP holds
+      const Vec<T> prob = prob_of<T>(x, reference, correction);
       Vec<T> dropped = prob, dprob = load<T>(dscore_row + c);
       if (p.dropout) {
         const Vec<T> keep = load<T>(s.dropout_tile + r * f.ld + c);
         dropped = prob * keep;
         dprob = dprob * keep;
       }
-      store<T>(prob_row + c, hidden ? Vec<T>{} : dropped);
+      store<T>(prob_row + c, dropped);
       store<T>(dscore_row + c, hidden ? Vec<T>{} : prob * (dprob - delta));
     }
   }

@@ -7,6 +7,7 @@
 #include "double_backward-inl.h"
 #include "forward-inl.h"
 #include "jvp-inl.h"
+#include "weights-inl.h"
 
 std::atomic<int64_t> calls{0};  // runs of these kernels
 
@@ -49,6 +50,7 @@ FA_PASS(forward, AttentionParams)
 FA_PASS(backward, BackwardParams)
 FA_PASS(jvp, JvpParams)
 FA_PASS(double_backward, DoubleBackwardParams)
+FA_PASS(weights, WeightsParams)
 #undef FA_PASS
 
 int64_t decode_splits(const AttentionParams& p) {
@@ -72,6 +74,7 @@ constexpr Kernels kKernels = {FA_ISA_NAME,
                               {run_backward_workspace, run_backward},
                               {run_jvp_workspace, run_jvp},
                               {run_double_backward_workspace, run_double_backward},
+                              {run_weights_workspace, run_weights},
                               decode_splits,
                               kDecodeMaxQueries,
                               run_append};

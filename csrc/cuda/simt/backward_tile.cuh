@@ -70,6 +70,13 @@ struct BackwardPass {
     return {prob * factor, dscore, dproduct, score.attends};
   }
 
+  // dP where the result is the average of P over the heads.
+  static __device__ T gradient_of_weight(const Params& p, const TilePlace& at, int row, int col) {
+    const int64_t i = at.i0 + row, j = at.j0 + col;
+    if (i >= p.sizes.seqlen_q || j >= p.sizes.seqlen_k) return T(0);
+    return widen(p.dweights.row<In>(at.b, at.h, i)[j]) / static_cast<T>(p.sizes.heads);
+  }
+
   // Recomputes one tile and calls visit(row, col, element) for each of the thread's elements. Without
   // kWithDscores only the element's prob is right.
   template <bool kWithDscores, class Visit>
@@ -82,7 +89,7 @@ struct BackwardPass {
     add_row_products(shared, rows_from<In>(p.q, at.b, at.h, at.i0, z.seqlen_q),
                      rows_from<In>(p.k, at.b, h_kv, at.j0, z.seqlen_k), z.head_dim, products);
     store_elements(products, shared.weights);
-    if constexpr (kWithDscores) {
+    if (kWithDscores && !p.dweights) {
       T dprobs[kTileRowsOfThread][kCols] = {};
       add_row_products(shared, rows_from<In>(p.dout, at.b, at.h, at.i0, z.seqlen_q),
                        rows_from<In>(p.v, at.b, h_kv, at.j0, z.seqlen_k), z.head_dim_v, dprobs);
@@ -91,7 +98,8 @@ struct BackwardPass {
 #pragma unroll 1
     for (int e = 0; e < kTileRowsOfThread * kCols; ++e) {
       const int row = tile_row(e / kCols), col = tile_col(e % kCols);
-      const T dprob = kWithDscores ? shared.dprobs[row][col] : T(0);
+      T dprob = 0;
+      if (kWithDscores) dprob = p.dweights ? gradient_of_weight(p, at, row, col) : shared.dprobs[row][col];
       visit(row, col, element(p, w, key, at, row, col, shared.weights[row][col], dprob));
     }
   }

@@ -4,6 +4,7 @@
 #include "../sink.cuh"
 #include "backward.cuh"
 #include "backward_mask.cuh"
+#include "weights.cuh"
 
 namespace flash_attn_ext::cuda::simt {
 
@@ -89,6 +90,7 @@ cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream
   Arena arena(workspace);
   const auto w = BackwardWorkspace<T>::plan(arena, p);
   return in_order([&] { return launch_row_terms<In>(p, w.rows, stream); },
+                  [&] { return launch_delta_of_weights<In>(p, w, stream); },
                   [&] { return launch_gradients<In>(p, w, {}, stream); });
 }
 

@@ -10,19 +10,22 @@ namespace flash_attn_ext::cuda::simt {
 size_t forward_workspace(const AttentionParams& p);
 size_t backward_workspace(const BackwardParams& p);
 size_t double_backward_workspace(const DoubleBackwardParams& p);
+size_t weights_workspace(const WeightsParams& p);
 
 using Forward = Launch<AttentionParams>;
 using Backward = Launch<BackwardParams>;
 using Jvp = Launch<JvpParams>;
 using DoubleBackward = Launch<DoubleBackwardParams>;
+using Weights = Launch<WeightsParams>;
 
 Forward forward_float32, forward_float64, forward_bfloat16, forward_float16;
 Backward backward_float32, backward_float64, backward_bfloat16, backward_float16;
 Jvp jvp_float32, jvp_float64, jvp_bfloat16, jvp_float16;
 DoubleBackward double_backward_float32, double_backward_float64, double_backward_bfloat16,
     double_backward_float16;
+Weights weights_float32, weights_float64, weights_bfloat16, weights_float16;
 
-// The backward's steps, for the double backward and for the tiers on tensor cores: what each query row needs, and
+// The backward's steps, for the double backward, the weights and for the tiers on tensor cores: what each query row needs, and
 // then the gradients, of dq, dk and dv the flagged tiles.
 template <class T>
 using ComputeRowTerms = cudaError_t(const BackwardParams&, const RowTerms<T>&, cudaStream_t);

@@ -31,4 +31,6 @@ size_t double_backward_workspace(const DoubleBackwardParams& p) {
   return bytes_of_plan<DoubleBackwardWorkspace>(p);
 }
 
+size_t weights_workspace(const WeightsParams& p) { return bytes_of_plan<BackwardWorkspace>(p); }
+
 }  // namespace flash_attn_ext::cuda::simt
