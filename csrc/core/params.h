@@ -234,7 +234,7 @@ struct MaskGrad {
 struct BackwardParams : AttentionParams {
   Tensor4 dout;  // (B, H, S_q, D_v)
   // (B, S_q, S_k) at stride_h 0: of the average of P over the heads, in a call whose result that is (WeightsParams).
-  // It takes the place of dout: dP = dweights / H, not dO V^T. Read by the CPU kernels.
+  // It takes the place of dout: dP = dweights / H, not dO V^T. Read by the CPU kernels and the CUDA tier simt.
   Tensor4 dweights;
   const void* dlse = nullptr;     // in the form of lse; null: zero
   Tensor4 dq, dk, dv;             // shapes of q, k, v; null data: not wanted
