@@ -1,4 +1,4 @@
-// The AVX-512 intrinsics under the names that vec/ uses, for isa_avx512.cpp and isa_avx512_bf16.cpp.
+// The AVX-512 intrinsics under the names that vec/ uses, for isa_avx512.cpp and avx512_bf16.h.
 #pragma once
 
 #include <immintrin.h>

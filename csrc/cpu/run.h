@@ -38,5 +38,6 @@ extern const Kernels* const kGenericKernels;
 extern const Kernels* const kAvx2Kernels;
 extern const Kernels* const kAvx512Kernels;
 extern const Kernels* const kAvx512Bf16Kernels;
+extern const Kernels* const kAmxKernels;
 
 }  // namespace flash_attn_ext::cpu

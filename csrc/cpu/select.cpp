@@ -4,12 +4,20 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "amx_permission.h"
+
 namespace flash_attn_ext::cpu {
 namespace {
 
 bool cpu_has_avx2() {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  unsigned eax, ebx, ecx = 0, edx;  // not by __builtin_cpu_supports: clang 14 has no name for F16C
+  const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+  return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #else
   return false;
 #endif
@@ -45,6 +53,7 @@ std::vector<Candidate> candidates() {
       {kAvx2Kernels, cpu_has_avx2()},
       {kAvx512Kernels, cpu_has_avx512()},
       {kAvx512Bf16Kernels, cpu_has_avx512_bf16()},
+      {kAmxKernels, cpu_has_avx512_bf16() && may_use_amx()},
   };
   for (const Candidate& c : all)
     if (c.kernels) found.push_back(c);

@@ -9,6 +9,7 @@
 #include <limits>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 #include "../core/arena.h"
 #include "../core/mask.h"

@@ -4,7 +4,8 @@
 //   address ISA MATCH --short NAME  buffers called NAME ("q", "dk", "saved out", ...) end one element early,
 //                                   "workspace" 8192 bytes
 //   address ISA MATCH --break WHAT  arena: a read past an array of the workspace; overflow: of an integer;
-//                                   reference: a wrong expectation; race: unsynchronised writes
+//                                   reference: a wrong expectation; race: unsynchronised writes; "tile ...": the
+//                                   emulation of AMX (emulated_amx.h)
 //
 // --short and --break must fail: they show that errors are seen. Exit status: 0 passed, 1 failed (so too if
 // AddressSanitizer or UBSan found something; ThreadSanitizer: 66), 2 wrong usage, 77 this CPU cannot run ISA.
@@ -19,6 +20,7 @@
 #include "buffers.h"
 #include "core/arena.h"
 #include "cpu/select.h"
+#include "emulated_amx.h"
 #include "inputs.h"
 #include "run_case.h"
 
@@ -60,6 +62,11 @@ bool poison_shows(const Case& c, const Outputs& expected) {
   return c.poison == Poison::kSeen ? nans > 0 && nans < static_cast<int64_t>(expected.out.size()) : nans == 0;
 }
 
+// Whether an instruction set has kernels of its own for a dtype, and not those of another one.
+bool has_kernels_for(const cpu::Kernels& kernels, DType dtype) {
+  return kernels.isa != std::string("amx") || dtype == DType::kBFloat16;
+}
+
 int run_all(const cpu::Kernels& kernels, const std::string& match, bool wrong_reference) {
   const double reference_error = reference_self_check();
   if (!(reference_error < 1e-7)) {
@@ -71,6 +78,7 @@ int run_all(const cpu::Kernels& kernels, const std::string& match, bool wrong_re
     if (c.name.find(match) == std::string::npos) continue;
     ++cases;
     for (const DType dtype : kDTypes) {
+      if (!has_kernels_for(kernels, dtype) && c.name.find("everything") == std::string::npos) continue;
       running = std::string(kernels.isa) + ", " + name_of(dtype) + ", case " + c.name;
       const Inputs in = make_inputs(c, dtype);
       Outputs expected = expect(c, dtype, in);
@@ -107,6 +115,10 @@ int break_something(const cpu::Kernels& kernels, const std::string& match, const
     return 0;
   }
   if (what == "reference") return run_all(kernels, match, true);
+  if (what.rfind("tile ", 0) == 0) {
+    amx::broken = what;
+    return run_all(kernels, match, false);
+  }
   return 2;
 }
 

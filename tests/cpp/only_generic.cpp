@@ -5,4 +5,5 @@ namespace flash_attn_ext::cpu {
 const Kernels* const kAvx2Kernels = nullptr;
 const Kernels* const kAvx512Kernels = nullptr;
 const Kernels* const kAvx512Bf16Kernels = nullptr;
+const Kernels* const kAmxKernels = nullptr;
 }  // namespace flash_attn_ext::cpu

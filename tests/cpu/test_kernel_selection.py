@@ -44,7 +44,7 @@ def calls_during(action):
 
 
 def forward_and_backward():
-    q, k, v = (torch.randn(2, 3, 70, 20, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(2, 3, 70, 20, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     out = flash_attn(q, k, v)
     out.sum().backward()
 
@@ -65,7 +65,7 @@ def test_the_forced_kernel_runs(kernel):
 
 def test_the_counter_tells_forward_from_backward(kernel):
     force_kernel(kernel)
-    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    q = torch.randn(1, 1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
     results = []
     assert calls_during(lambda: results.append(flash_attn(q, q, q))) == {kernel: 1}
     assert calls_during(results[0].sum().backward) == {kernel: 1}

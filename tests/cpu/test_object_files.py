@@ -106,7 +106,8 @@ def test_baseline_has_no_avx(objects, name):
         ("isa_avx2", "%ymm", "%zmm"),
         ("isa_avx512", "%zmm", "vdpbf16ps"),
         ("isa_avx512_bf16", "%zmm", None),
-        ("isa_avx512_bf16", "vdpbf16ps", None),
+        ("isa_avx512_bf16", "vdpbf16ps", "tdpbf16ps"),
+        ("isa_amx", "%zmm", None),
     ],
 )
 def test_each_kernel_uses_its_own_instructions(objects, name, used, absent):
@@ -116,6 +117,16 @@ def test_each_kernel_uses_its_own_instructions(objects, name, used, absent):
     exported = exported_names(objects[name])
     kernels = [exported[function] for function in avx_by_function(objects[name]) if function in exported]
     assert any("forward_query_block" in kernel for kernel in kernels)
+
+
+def test_tile_registers_are_given_back(objects):
+    """Each function that sets them up also releases them: no other code may find them in use."""
+    text = tool("objdump", "-d", "--no-show-raw-insn", objects["isa_amx"])
+    functions = [part for part in text.split("\n\n") if "ldtilecfg" in part]
+    assert len(functions) >= 5  # forward, backward and its row terms, the mask's gradient, forward mode
+    assert all("tilerelease" in function for function in functions)
+    for instruction in ("tdpbf16ps", "tileloadd", "tilestored", "tilezero"):
+        assert text.count(instruction) >= 20
 
 
 @pytest.mark.parametrize("included", ["inside", "before"])

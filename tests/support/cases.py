@@ -9,6 +9,7 @@ KERNELS = {
     "avx2": "AVX2, FMA and F16C",
     "avx512": "AVX-512 F, BW, DQ and VL, AVX2, FMA and F16C",
     "avx512_bf16": "AVX-512 BF16, F, BW, DQ and VL, AVX2, FMA and F16C",
+    "amx": "AMX for bfloat16, AVX-512 BF16, F, BW, DQ and VL, AVX2, FMA and F16C",
 }
 
 EDGES = [1, 2, 3, 15, 16, 17, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 200]

@@ -71,6 +71,7 @@ void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w
     if (!exact) {
       Arena arena = thread_arena(w, thread);
       BackwardScratch<In, T> s = plan_backward<In, T>(arena, call);
+      const ProductUnit<In> unit;
       sum_row_terms<In, T>(p, s, b, h, i0, queries, rows);
     }
     for (int64_t r = 0; r < queries; ++r) {
@@ -233,6 +234,7 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
       std::fill(dq.data + i * dq.ld, dq.data + i * dq.ld + round_up_to_lanes<T>(z.head_dim), T(0));
 
     Pass pass(call, p, w, thread);
+    const ProductUnit<In> unit;
     for (int64_t block = task.first_block; block < task.end_block; ++block) {
       const int64_t j0 = block * block_k, keys = std::min(block_k, z.seqlen_k - j0);
       const int64_t own = (w.first_block(p, b) + block) * heads + h;

@@ -69,6 +69,7 @@ void backward_mask(const typename Pass::Params& call, const typename Pass::Works
         const int64_t mi = index / tiles.col_blocks % tiles.row_blocks * block_q;
         const int64_t mh = index / (tiles.col_blocks * tiles.row_blocks) % g.heads;
         const int64_t mb = index / (tiles.col_blocks * tiles.row_blocks * g.heads);
+        const ProductUnit<typename Pass::In> unit;
         T* const dmask = Pass(call, own, w, thread).s.dmask;
         std::fill(dmask, dmask + block_q * block_k, T(0));
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "masked_gemm-inl.h"
-#include "pairs-inl.h"
+#include "tile_gemm-inl.h"
 
 // The rows of one head in dQ, or in a sum of it, in the accumulator's type.
 template <class T>
@@ -98,7 +98,7 @@ struct BackwardProducts<BFloat16, float> {
   Pair* q_rows;        // [block_q][D / 2]      only if the caller's memory does not come in pairs; so too:
   Pair* dout_rows;     // [block_q][D_v / 2]
   Pair* across;        // [max(block_q, block_k) / 2][max(D, D_v)]   dO, Q, or K cleared
-  Pair* weights;       // [block_q][block_k / 2] or [block_q / 2][block_k]   P or dS
+  Pair* weights;       // [block_q][block_k / 2], or pairs of queries   P or dS
   Rows<BFloat16> k;    // the key block
 
   static BackwardProducts plan(Arena& arena, const BackwardParams& p) {
@@ -112,7 +112,8 @@ struct BackwardProducts<BFloat16, float> {
     r.q_rows = arena.take<Pair>(block_q * padded(pairs_of(d)));
     r.dout_rows = arena.take<Pair>(block_q * padded(pairs_of(d_v)));
     r.across = arena.take<Pair>(pairs_of(std::max(block_q, block_k)) * padded(std::max(d, d_v)));
-    r.weights = arena.take<Pair>(block_q * block_k / 2);
+    r.weights =
+        arena.take<Pair>(std::max(LeftPairs::count(block_q, block_k), LeftPairs::count(block_k, block_q)));
     return r;
   }
 
@@ -181,8 +182,9 @@ struct BackwardProducts<BFloat16, float> {
     const int64_t ld = round_up_to_lanes<float>(rows.cols);
     load_pairs_across(rows.data, rows.stride, f.queries, rows.cols, across, ld);
     const bool cleared = score.partial && clear_rows_not_finite(rows, f.queries, across, ld);
-    pair_rows_up(factor, f.queries, f.ld, weights);
-    gemm<float, Pair>(f.keys, rows.cols, {pairs_of(f.queries), weights, 1, f.ld, across, ld, sum, ld, true});
+    const LeftPairs left = transposed_pairs(factor, f.queries, f.ld, weights);
+    gemm<float, Pair>(f.keys, rows.cols,
+                      {pairs_of(f.queries), left.data, left.row, left.depth, across, ld, sum, ld, true});
     if (cleared)
       add_rows_not_finite<BFloat16, float>(score, true, f.keys, factor, 1, f.ld, rows, f.queries, sum, ld);
   }

@@ -6,8 +6,8 @@
 
 #include "cache_rows-inl.h"
 #include "gemm-inl.h"
-#include "pairs-inl.h"
 #include "scores-inl.h"
+#include "tile_gemm-inl.h"
 
 // Whether so many rows of Q are multiplied all at once. Thousands of them, where the caller asks for splits of a long
 // prompt, would need as much memory again.

@@ -155,6 +155,7 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
     const auto [b, task] = w.tasks.at(n);
     const AttentionParams p = of_sequence(call, b);
     Arena scratch(w.scratch + thread * w.scratch_bytes);
+    const ProductUnit<In> unit;
     if (is_decode(p)) {
       const DecodePlan plan = plan_decode<T>(p);
       const HeadRange heads{task / plan.splits * w.decode_heads, w.decode_heads};

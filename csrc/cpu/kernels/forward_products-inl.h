@@ -4,7 +4,7 @@
 
 #include "cache_rows-inl.h"
 #include "masked_gemm-inl.h"
-#include "pairs-inl.h"
+#include "tile_gemm-inl.h"
 
 template <class In, class T>
 struct ForwardProducts {
@@ -61,7 +61,7 @@ struct ForwardProducts<BFloat16, float> {
   Pair* q_transposed;  // [D / 2][block_q]
   Pair* k_tile;        // [block_k][D / 2]    only if the caller's k does not come in pairs
   Pair* v_pairs;       // [block_k / 2][D_v]
-  Pair* prob_pairs;    // [block_k / 2][block_q]
+  Pair* prob_pairs;    // [block_q][block_k / 2]   P, transposed where the left operand may be
   BFloat16* row_copy;  // [block_k][max(D, D_v)]   only if keys come from pages or 8 bits
 
   static ForwardProducts plan(Arena& arena, const AttentionParams& p) {
@@ -70,7 +70,7 @@ struct ForwardProducts<BFloat16, float> {
     r.q_transposed = arena.take<Pair>(pairs_of(p.sizes.head_dim) * block_q);
     r.k_tile = arena.take<Pair>(block_k * round_up_to_lanes<float>(pairs_of(p.sizes.head_dim)));
     r.v_pairs = arena.take<Pair>(pairs_of(block_k) * round_up_to_lanes<float>(p.sizes.head_dim_v));
-    r.prob_pairs = arena.take<Pair>(pairs_of(block_k) * block_q);
+    r.prob_pairs = arena.take<Pair>(LeftPairs::count(block_q, block_k));
     r.row_copy = copies_rows(p)
                      ? arena.take<BFloat16>(block_k * std::max(p.sizes.head_dim, p.sizes.head_dim_v))
                      : nullptr;
@@ -99,9 +99,10 @@ struct ForwardProducts<BFloat16, float> {
     const Rows<BFloat16> v = value_rows<BFloat16>(p, f.b, p.sizes.kv_head(f.h), f.j0, f.keys, row_copy);
     load_pairs_across(v.data, v.stride, f.keys, d_v, v_pairs, ld);
     const bool cleared = score.partial && clear_rows_not_finite(v, f.keys, v_pairs, ld);
-    pair_rows_up(probs, f.keys, f.ld, prob_pairs);
-    gemm<float, Pair>(f.queries, d_v,
-                      {pairs_of(f.keys), prob_pairs, 1, f.ld, v_pairs, ld, out, ld, true, 1.0f, rescale});
+    const LeftPairs left = transposed_pairs(probs, f.keys, f.ld, prob_pairs);
+    gemm<float, Pair>(
+        f.queries, d_v,
+        {pairs_of(f.keys), left.data, left.row, left.depth, v_pairs, ld, out, ld, true, 1.0f, rescale});
     if (cleared)
       add_rows_not_finite<BFloat16, float>(score, true, f.queries, probs, 1, f.ld, v, f.keys, out, ld);
   }

@@ -26,6 +26,12 @@ struct GemmArgs {
   const T* factor = nullptr;  // [rows], of C before the product is added to it; null: 1
 };
 
+// What a task has while it multiplies elements of In: registers that it must set up, on some instruction sets.
+template <class In>
+struct ProductUnit {
+  ProductUnit() {}
+};
+
 // What the product needs of an element type; pairs-inl.h has the other.
 template <class T>
 FA_INLINE Vec<T> broadcast_element(const T* p) {

@@ -168,6 +168,7 @@ void jvp(const JvpParams& call, void* workspace, const Parallel& parallel) {
     const auto [b, task] = w.tasks.at(n);
     const JvpParams p = of_sequence(call, b);
     Arena scratch(w.scratch + thread * w.scratch_bytes);
+    const ProductUnit<In> unit;
     const int64_t blocks = ceil_div(p.sizes.seqlen_q, block_q);
     const int64_t block = blocks - 1 - task % blocks;  // causal: the longest rows of a head first
     jvp_query_block<In, T>(p, plan_jvp<In, T>(scratch, call), b, task / blocks, block * block_q);

@@ -73,13 +73,41 @@ inline bool clear_rows_not_finite(const Rows<BFloat16>& src, int64_t rows, Pair*
   return true;
 }
 
-// dst[r / 2][c] = src[r][c] and src[r + 1][c], rounded. Both have rows of ld lanes.
-inline void pair_rows_up(const float* src, int64_t rows, int64_t ld, Pair* dst) {
-  for (int64_t r = 0; r < rows; r += 2)
-    for (int64_t c = 0; c < ld; c += kLanes<float>) {
-      const F32 high = r + 1 < rows ? load<float>(src + (r + 1) * ld + c) : F32{};
-      store_elements(dst + r / 2 * ld + c, pair_up(load<float>(src + r * ld + c), high));
+// A left operand: pairs along the depth, at the strides that GemmArgs has as a_row and a_depth.
+struct LeftPairs {
+  const Pair* data;
+  int64_t row, depth;
+
+  // Pairs that one of so many rows and so much depth takes.
+  static int64_t count(int64_t rows, int64_t depth) {
+    return rows * round_up_to_lanes<float>(pairs_of(depth));
+  }
+};
+
+// `rows` x `ld` lanes of src, rounded and transposed: a row of the operand for each lane.
+inline LeftPairs transposed_pairs(const float* src, int64_t rows, int64_t ld, Pair* dst) {
+  constexpr int L = kLanes<float>;
+  const auto pairs_at = [&](int64_t r, int64_t c) FA_INLINE_LAMBDA {
+    const F32 high = r + 1 < rows ? load<float>(src + (r + 1) * ld + c) : F32{};
+    return pair_up(load<float>(src + r * ld + c), high);
+  };
+#if defined(FA_HAS_TILE_REGISTERS)  // which take rows along the depth
+  const int64_t to_ld = round_up_to_lanes<float>(pairs_of(rows));
+  for (int64_t r0 = 0; r0 < rows; r0 += 2 * L)
+    for (int64_t c = 0; c < ld; c += L) {
+      F32 block[L];
+#pragma GCC unroll 16
+      for (int r = 0; r < L; ++r) block[r] = r0 + 2 * r < rows ? (F32)pairs_at(r0 + 2 * r, c) : F32{};
+      transpose<float>(block);
+#pragma GCC unroll 16
+      for (int r = 0; r < L; ++r) store_elements(dst + (c + r) * to_ld + r0 / 2, (U32)block[r]);
     }
+  return {dst, to_ld, 1};
+#else
+  for (int64_t r = 0; r < rows; r += 2)
+    for (int64_t c = 0; c < ld; c += L) store_elements(dst + r / 2 * ld + c, pairs_at(r, c));
+  return {dst, 1, ld};
+#endif
 }
 
 #endif

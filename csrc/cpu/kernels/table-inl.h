@@ -17,7 +17,21 @@ struct Types {
   using T = T_;    // of accumulators
 };
 
-// body(Types<...>{}) for the types that belong to q's dtype.
+// others(): the table that takes a dtype which this one does not have; null where this one has it.
+// for_types_of(): body(Types<...>{}) for the types that belong to q's dtype.
+#if defined(FA_OTHER_DTYPES)  // this one has bfloat16 only
+
+const Kernels* others(DType dtype) { return dtype == DType::kBFloat16 ? nullptr : FA_OTHER_DTYPES; }
+
+template <class Body>
+auto for_types_of(DType, const Body& body) {
+  return body(Types<BFloat16, float>{});
+}
+
+#else
+
+const Kernels* others(DType) { return nullptr; }
+
 template <class Body>
 auto for_types_of(DType dtype, const Body& body) {
   switch (dtype) {
@@ -30,20 +44,24 @@ auto for_types_of(DType dtype, const Body& body) {
   return body(Types<float, float>{});
 }
 
+#endif
+
 // run_NAME and run_NAME_workspace, which call the templates of that name for the types of a call.
-#define FA_PASS(name, Params)                                                   \
-  size_t run_##name##_workspace(const Params& p, int threads) {                 \
-    return for_types_of(p.dtype, [&](auto types) {                              \
-      using Of = decltype(types);                                               \
-      return name##_workspace<typename Of::In, typename Of::T>(p, threads);     \
-    });                                                                         \
-  }                                                                             \
-  void run_##name(const Params& p, void* workspace, const Parallel& parallel) { \
-    calls.fetch_add(1, std::memory_order_relaxed);                              \
-    for_types_of(p.dtype, [&](auto types) {                                     \
-      using Of = decltype(types);                                               \
-      name<typename Of::In, typename Of::T>(p, workspace, parallel);            \
-    });                                                                         \
+#define FA_PASS(name, Params)                                                           \
+  size_t run_##name##_workspace(const Params& p, int threads) {                         \
+    if (const Kernels* k = others(p.dtype)) return k->name.workspace(p, threads);       \
+    return for_types_of(p.dtype, [&](auto types) {                                      \
+      using Of = decltype(types);                                                       \
+      return name##_workspace<typename Of::In, typename Of::T>(p, threads);             \
+    });                                                                                 \
+  }                                                                                     \
+  void run_##name(const Params& p, void* workspace, const Parallel& parallel) {         \
+    if (const Kernels* k = others(p.dtype)) return k->name.run(p, workspace, parallel); \
+    calls.fetch_add(1, std::memory_order_relaxed);                                      \
+    for_types_of(p.dtype, [&](auto types) {                                             \
+      using Of = decltype(types);                                                       \
+      name<typename Of::In, typename Of::T>(p, workspace, parallel);                    \
+    });                                                                                 \
   }
 
 FA_PASS(forward, AttentionParams)
@@ -54,6 +72,7 @@ FA_PASS(weights, WeightsParams)
 #undef FA_PASS
 
 int64_t decode_splits(const AttentionParams& p) {
+  if (const Kernels* k = others(p.dtype)) return k->decode_splits(p);
   if (!is_decode(p)) return 0;
   return for_types_of(p.dtype, [&](auto types) {
     using Of = decltype(types);
@@ -62,6 +81,7 @@ int64_t decode_splits(const AttentionParams& p) {
 }
 
 void run_append(const AppendParams& p, const Parallel& parallel) {
+  if (const Kernels* k = others(p.dtype)) return k->append(p, parallel);
   for_types_of(p.dtype, [&](auto types) {
     using Of = decltype(types);
     append<typename Of::In, typename Of::T>(p, parallel);

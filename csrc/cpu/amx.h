@@ -1,0 +1,15 @@
+// The instructions of AMX for bfloat16 under the names that kernels/tile_gemm-inl.h uses. The compilers' intrinsics for
+// them take a register's number as a literal only, not from a template.
+#pragma once
+
+#define FA_TILE_CONFIGURE(config) asm volatile("ldtilecfg %0" ::"m"(config) : "memory")
+#define FA_TILE_RELEASE() asm volatile("tilerelease" ::: "memory")
+#define FA_TILE_ZERO(n) asm volatile("tilezero %%tmm%c0" ::"i"(n))
+// 16 rows of 64 bytes, `bytes` behind each other.
+#define FA_TILE_LOAD(n, from, bytes) \
+  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(n), "r"(from), "r"(int64_t(bytes)) : "memory")
+#define FA_TILE_STORE(n, to, bytes) \
+  asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(n), "r"(to), "r"(int64_t(bytes)) : "memory")
+// Tile c += tile a times tile b.
+#define FA_TILE_DOT_BFLOAT16(c, a, b) \
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b))

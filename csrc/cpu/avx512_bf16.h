@@ -1,0 +1,11 @@
+// The intrinsics of AVX-512 BF16 besides those of AVX-512, for isa_avx512_bf16.cpp and isa_amx.cpp.
+#pragma once
+
+#include "avx512.h"
+
+#define FA_DOT_BFLOAT16(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
+#define FA_CVTPS_BF16(x) (Half16) _mm512_cvtneps_pbh(x)
+#define FA_CVTPS_BF16_2(low, high) (__m512i) _mm512_cvtne2ps_pbh(high, low)
+#define FA_PERMUTE16(x, from) (U32) _mm512_permutexvar_epi16((__m512i)(from), x)
+#define FA_PERMUTE16_2(a, b, from) \
+  (U32) _mm512_permutex2var_epi16((__m512i)(a), (__m512i)(from), (__m512i)(b))

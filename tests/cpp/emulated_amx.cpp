@@ -1,0 +1,124 @@
+#include "emulated_amx.h"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "cpu/amx_permission.h"
+
+namespace flash_attn_ext::cpu {
+bool may_use_amx() { return true; }
+}  // namespace flash_attn_ext::cpu
+
+namespace test::amx {
+
+std::string broken;
+
+namespace {
+
+constexpr int kRegisters = 8, kRows = 16, kBytes = 64,
+              kNames = 16;  // palette 1; a configuration has 16 places
+
+typedef float Row __attribute__((vector_size(kBytes)));
+typedef uint32_t Words __attribute__((vector_size(kBytes)));
+
+[[noreturn]] void fail(const char* what) {
+  std::printf("FAIL emulated AMX: %s\n", what);
+  std::abort();
+}
+
+struct Registers {
+  bool configured = false;
+  Words tile[kRegisters][kRows];
+
+  Words* at(int n) {
+    if (!configured) fail("a tile instruction without a configuration");
+    return tile[n];
+  }
+  ~Registers() {
+    if (configured) fail("a thread ends with its tile registers in use");
+  }
+};
+thread_local Registers registers;
+
+std::atomic<int64_t> configurations{0}, products{0}, loads{0}, stores{0};
+
+// Subnormal numbers are read and written as 0.
+Row flushed(Row x) {
+  const Words bits = (Words)x;
+  return (Row)((bits & 0x7fffffffu) < 0x00800000u ? bits & 0x80000000u : bits);
+}
+
+// The numbers at even and at odd places of 32 in bfloat16, as float.
+Row even_of(Words pairs) { return flushed((Row)(pairs << 16)); }
+Row odd_of(Words pairs) { return flushed((Row)(pairs & 0xffff0000u)); }
+
+}  // namespace
+
+Counts counts() { return {configurations, products, loads, stores}; }
+
+void configure(const void* config) {
+  struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[kNames];
+    uint8_t rows[kNames];
+  } c;
+  static_assert(sizeof(c) == kBytes);
+  std::memcpy(&c, config, sizeof(c));
+  if (c.palette != 1 || c.start_row != 0) fail("not palette 1 from row 0");
+  for (const uint8_t byte : c.reserved)
+    if (byte != 0) fail("a reserved byte is set");
+  for (int n = 0; n < kNames; ++n) {
+    const bool exists = n < kRegisters;
+    if (c.rows[n] != (exists ? kRows : 0) || c.row_bytes[n] != (exists ? kBytes : 0))
+      fail("a register is not configured as a whole tile");
+  }
+  if (registers.configured) fail("configured twice");
+  if (broken == "tile configuration") return;
+  ++configurations;
+  registers.configured = true;
+  std::memset(registers.tile, 0xff,
+              sizeof(registers.tile));  // NaN, where a CPU has 0: nothing may rely on it
+}
+
+void release() {
+  registers.at(0);
+  if (broken != "tile release") registers.configured = false;
+}
+
+void zero(int tile) { std::memset(registers.at(tile), 0, kRows * kBytes); }
+
+void load(int tile, const void* from, size_t stride) {
+  ++loads;
+  if (broken == "tile stride") stride = kBytes;
+  Words* to = registers.at(tile);
+  for (int r = 0; r < kRows; ++r) std::memcpy(to + r, static_cast<const char*>(from) + r * stride, kBytes);
+}
+
+void store(int tile, void* to, size_t stride) {
+  ++stores;
+  const Words* from = registers.at(tile);
+  for (int r = 0; r < kRows; ++r) std::memcpy(static_cast<char*>(to) + r * stride, from + r, kBytes);
+}
+
+// Intel's Software Developer's Manual, volume 2, TDPBF16PS. A product of two bfloat16 is exact in float, so that a
+// multiplication and an addition round like the CPU's multiply-add.
+void dot_bfloat16(int c, int a, int b) {
+  ++products;
+  if (c == a || c == b || a == b) fail("two operands of a product in one register");
+  Row* sums = reinterpret_cast<Row*>(registers.at(c));
+  const Words *left = registers.at(a), *right = registers.at(b);
+  for (int m = 0; m < kRows; ++m) {
+    Row even = {}, odd = {};
+    for (int k = 0; k < kBytes / 4; ++k) {
+      const Words pair = Words{} + left[m][k];
+      const bool swapped = broken == "tile pairs";
+      even = flushed(even + even_of(pair) * (swapped ? odd_of(right[k]) : even_of(right[k])));
+      odd = flushed(odd + odd_of(pair) * (swapped ? even_of(right[k]) : odd_of(right[k])));
+    }
+    sums[m] = flushed(sums[m] + flushed(even + odd));
+  }
+}
+
+}  // namespace test::amx
