@@ -35,7 +35,8 @@ OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_p
 OPS += ["append", "check_tensors", "checks_packed", "kvcache", "merge", "varlen", "varlen_autograd"]
 OPS += ["weights", "weights_autograd"]
 TORCH_OPS = ["arguments", "flash_attention", "flash_for_cpu", "native_mha", "overrides", "sdpa"]
-CPU = ["isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_amx", "amx_permission", "isa_generic", "select", "task_list", "why_not"]
+CPU = ["isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_amx"]
+CPU += ["amx_permission", "select", "task_list", "why_not"]
 CUDA = ["select.cu", "combine.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/why_not.cpp", "sm80/decode_plan.cpp"]
 CUDA += [
     f"sm80/{way}_{dtype}.cu" for way in ("forward", "decode", "backward", "jvp") for dtype in ("bfloat16", "float16")

@@ -11,6 +11,9 @@
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__)
+#include "../csrc/cpu/amx.h"
+#endif
 
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
@@ -88,6 +91,31 @@ double dot_bfloat16(int threads, int64_t rounds) {
                asm volatile("" : "+x"(sum[i]));
              }
            }
+         });
+#else
+  (void)threads, (void)rounds;
+  return 0;
+#endif
+}
+
+// Of products of whole tiles. The process must have the permission to use AMX.
+double tile_bfloat16(int threads, int64_t rounds) {
+#if defined(__AMX_BF16__)
+  const double flops = 4.0 * 2 * 16 * 16 * 32 * rounds * threads;
+  return flops / seconds_of_all(threads, [&] {
+           alignas(64) struct {
+             uint8_t palette = 1, unused[15] = {};
+             uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+             uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+           } config;
+           FA_TILE_CONFIGURE(config);  // all registers are 0 then
+           for (int64_t r = 0; r < rounds; ++r) {
+             FA_TILE_DOT_BFLOAT16(0, 4, 5);
+             FA_TILE_DOT_BFLOAT16(1, 4, 5);
+             FA_TILE_DOT_BFLOAT16(2, 4, 5);
+             FA_TILE_DOT_BFLOAT16(3, 4, 5);
+           }
+           FA_TILE_RELEASE();
          });
 #else
   (void)threads, (void)rounds;

@@ -16,6 +16,7 @@ FLAGS = {
     "avx2": ["-mavx2", "-mfma"],
     "avx512": ["-mavx512f", "-mavx2", "-mfma"],
     "avx512_bf16": ["-mavx512f", "-mavx512bf16", "-mavx2", "-mfma"],
+    "amx": ["-mamx-tile", "-mamx-bf16", "-mavx512f", "-mavx512bf16", "-mavx2", "-mfma"],
 }
 
 
@@ -28,7 +29,7 @@ def _library(isa: str) -> ctypes.CDLL:
         built = Path(folder) / "peaks.so"
         subprocess.run(["g++", *flags, str(source), "-o", str(built)], check=True)
         library = ctypes.CDLL(str(built))  # stays loaded when the file is gone
-    for name in ("fma_float", "fma_double", "dot_bfloat16"):
+    for name in ("fma_float", "fma_double", "dot_bfloat16", "tile_bfloat16"):
         getattr(library, name).restype = ctypes.c_double
         getattr(library, name).argtypes = [ctypes.c_int, ctypes.c_int64]
     library.stream_read.restype = ctypes.c_double
@@ -40,8 +41,8 @@ def flops(isa: str, dtype: torch.dtype, threads: int) -> float:
     """FLOP/s of the multiply-adds that `isa`'s kernels use for `dtype`, out of registers; best of five."""
     library = _library(isa)
     measure = library.fma_double if dtype == torch.float64 else library.fma_float
-    if dtype == torch.bfloat16 and isa == "avx512_bf16":
-        measure = library.dot_bfloat16
+    if dtype == torch.bfloat16 and isa in ("avx512_bf16", "amx"):
+        measure = library.dot_bfloat16 if isa == "avx512_bf16" else library.tile_bfloat16
     return max(measure(threads, 500_000) for _ in range(5))
 
 

@@ -2,6 +2,7 @@
 
 # Whole files.
 FILES = {
+    "test_amx_model": "compiles the AMX kernels for their emulation",
     "test_arm": "cross-compiles the kernels and runs them in an emulator",
     "test_cuda_binding": "compiles the binding's CUDA half",
     "test_cuda_cache": "as test_cuda_host",
