@@ -1,13 +1,13 @@
-"""What the AMX kernels can reach on an Intel Xeon, from a count of their instructions: no such CPU was here to time them.
+"""What the AMX kernels can reach on an Intel Xeon, from a count of their instructions: no such CPU was there to time.
 
 For one tile of each pass (48 queries by 64 keys forward, 64 by 64 backward, 16 query heads of one key head by 64 keys
-decoding) the emulation of tests/cpp counts products, loads and stores of tile registers. The model turns them into cycles
-by Intel's own numbers (64 and IA-32 Architectures Optimization Reference Manual, chapter on AMX, Sapphire Rapids): the
-units work side by side, so the slowest decides.
+decoding) the emulation of tests/cpp counts products, loads and stores of tile registers. The model turns them into
+cycles by Intel's own numbers (64 and IA-32 Architectures Optimization Reference Manual, chapter on AMX, Sapphire
+Rapids): the units work side by side, so the slowest decides.
 
-The softmax runs on vectors meanwhile. Its operations are counted by hand from the algorithm's text, two in a cycle. How much
-of it hides behind the products is not known before a run: the last two columns say what nothing and everything would give.
-They leave out packing, out and lse, and memory, so both are upper bounds.
+The softmax runs on vectors meanwhile. Its operations are counted by hand from the algorithm's text, two in a cycle. How
+much of it hides behind the products is not known before a run: the last two columns say what nothing and everything
+would give. They leave out packing, out and lse, and memory (which decoding waits for), so both are upper bounds.
 """
 
 import argparse
@@ -29,8 +29,8 @@ HEAD_DIMS = [32, 64, 80, 96, 128, 192, 256]
 PRODUCT, LOAD, STORE = 16, 8, 16
 FLOPS_OF_PRODUCT = 2 * 16 * 16 * 32
 
-# Rows by keys of a tile, matrix products of it, and vector operations for 16 of its scores: the maximum and e^x with its sum;
-# the backward has dS instead of the maximum.
+# Rows by keys of a tile, matrix products of it, and vector operations for 16 of its scores: the maximum, and e^x with
+# its sum; the backward has dS instead of the maximum.
 TILES = {"forward": (48, 64, 2, 14), "backward": (64, 64, 5, 18), "decode": (16, 64, 2, 14)}
 VECTOR_OPERATIONS_A_CYCLE = 2
 

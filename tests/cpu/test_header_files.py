@@ -1,6 +1,7 @@
 """The algorithm text of the CPU kernels: each file compiles by itself, as editors want it."""
 
 import os
+import re
 import subprocess
 
 import pytest
@@ -20,3 +21,31 @@ def test_an_inl_file_compiles_by_itself(path):
 
 def test_the_files_are_found():
     assert {"forward-inl", "backward-inl", "decode-inl", "vec-inl", "table-inl"} <= {p.stem for p in FILES}
+
+
+# What a task makes whose tiles are multiplied: the scratch of a pass, or a pass itself.
+MULTIPLIES = re.compile(r"\bplan_(forward|backward|decode_scratch|jvp|double_backward|weights)<|\bPass\b[ (]")
+
+
+def tasks_of(text):
+    """The bodies that are handed to for_each_task."""
+    for call in re.finditer(r"\bfor_each_task\(", text):
+        begin = end = text.index("{", call.end())
+        depth = 0
+        while depth or end == begin:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        yield text[begin:end]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_each_task_that_multiplies_has_the_registers_for_it(path):
+    """Without a ProductUnit the first product of such a task would be an illegal instruction on a CPU with AMX."""
+    for body in tasks_of(path.read_text()):
+        assert bool(MULTIPLIES.search(body)) == ("ProductUnit<" in body), body
+
+
+def test_tasks_that_multiply_are_found():
+    bodies = [body for path in FILES for body in tasks_of(path.read_text())]
+    assert sum("ProductUnit<" in body for body in bodies) >= 6
+    assert not all("ProductUnit<" in body for body in bodies)

@@ -63,6 +63,7 @@ void weights(const WeightsParams& p, void* workspace, const Parallel& parallel) 
     const int64_t keys = std::min(block_k, z.seqlen_k - j0), ld = round_up_to_lanes<T>(keys);
     const Range seen = visible_queries(p.band, j0, j0 + keys, z.seqlen_q);
     Arena scratch = thread_arena(w, thread);
+    const ProductUnit<In> unit;
     auto [tile, sum] = plan_weights<In, T>(scratch, p);
     std::fill(sum, sum + (end - first) * ld, T(0));
     for (int64_t h = 0; h < z.heads; ++h) {
