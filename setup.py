@@ -92,6 +92,10 @@ def extension(with_cuda: bool):
     # -Wno-psabi: vectors wider than the baseline's are never passed from one object file to another.
     # -g0: Python's own flags ask for debug information, which doubles the build.
     flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas"]
+    link_flags = ["-fopenmp"]
+    if sys.platform == "darwin":  # Apple's clang has no OpenMP: one thread
+        flags.remove("-fopenmp")
+        link_flags = []
     kind = cpp_extension.CppExtension
     if with_cuda:
         sources += [f"{CSRC}/cuda/{name}" for name in CUDA]
@@ -103,7 +107,6 @@ def extension(with_cuda: bool):
         kind = cpp_extension.CUDAExtension
         add_wheel_headers()
     headers = sorted(str(path) for pattern in ("**/*.h", "**/*.cuh") for path in Path(CSRC).glob(pattern))
-    link_flags = ["-fopenmp"]
     return kind("flash_attn_ext._C", sources, depends=headers, extra_compile_args=flags, extra_link_args=link_flags)
 
 
