@@ -41,7 +41,10 @@ __device__ T probability(const RowTerms<T>& rows, int64_t row, T score) {
 
 // The first derivative, for the kernels of backward.cuh and backward_mask.cuh. They run every such pass;
 // double_backward.cuh has the other.
-template <class In_>
+//
+// kOfWeights: dP is the gradient of P's average over the heads. To ask that at run time costs registers, which
+// dq_kernel of fp64 does not have.
+template <class In_, bool kOfWeights = false>
 struct BackwardPass {
   using In = In_;
   using T = Accumulator<In>;
@@ -70,11 +73,15 @@ struct BackwardPass {
     return {prob * factor, dscore, dproduct, score.attends};
   }
 
-  // dP where the result is the average of P over the heads.
-  static __device__ T gradient_of_weight(const Params& p, const TilePlace& at, int row, int col) {
-    const int64_t i = at.i0 + row, j = at.j0 + col;
-    if (i >= p.sizes.seqlen_q || j >= p.sizes.seqlen_k) return T(0);
-    return widen(p.dweights.row<In>(at.b, at.h, i)[j]) / static_cast<T>(p.sizes.heads);
+  // dP where the result is the average of P over the heads. A thread loads its own elements.
+  static __device__ void load_gradient_of_weights(const Params& p, const TilePlace& at, Memory& shared) {
+    const Rows<In> rows = rows_from<In>(p.dweights, at.b, at.h, at.i0, p.sizes.seqlen_q, kTileRows);
+#pragma unroll 1
+    for (int e = 0; e < kTileRows / kSide * kCols; ++e) {
+      const int row = tile_row(e / kCols), col = tile_col(e % kCols);
+      const bool inside = row < rows.count && at.j0 + col < p.sizes.seqlen_k;
+      shared.dprobs[row][col] = inside ? widen(rows(row)[at.j0 + col]) / static_cast<T>(p.sizes.heads) : T(0);
+    }
   }
 
   // Recomputes one tile and calls visit(row, col, element) for each of the thread's elements. Without
@@ -89,7 +96,9 @@ struct BackwardPass {
     add_row_products(shared, rows_from<In>(p.q, at.b, at.h, at.i0, z.seqlen_q),
                      rows_from<In>(p.k, at.b, h_kv, at.j0, z.seqlen_k), z.head_dim, products);
     store_elements(products, shared.weights);
-    if (kWithDscores && !p.dweights) {
+    if constexpr (kWithDscores && kOfWeights) {
+      load_gradient_of_weights(p, at, shared);
+    } else if constexpr (kWithDscores) {
       T dprobs[kTileRowsOfThread][kCols] = {};
       add_row_products(shared, rows_from<In>(p.dout, at.b, at.h, at.i0, z.seqlen_q),
                        rows_from<In>(p.v, at.b, h_kv, at.j0, z.seqlen_k), z.head_dim_v, dprobs);
@@ -98,8 +107,7 @@ struct BackwardPass {
 #pragma unroll 1
     for (int e = 0; e < kTileRowsOfThread * kCols; ++e) {
       const int row = tile_row(e / kCols), col = tile_col(e % kCols);
-      T dprob = 0;
-      if (kWithDscores) dprob = p.dweights ? gradient_of_weight(p, at, row, col) : shared.dprobs[row][col];
+      const T dprob = kWithDscores ? shared.dprobs[row][col] : T(0);
       visit(row, col, element(p, w, key, at, row, col, shared.weights[row][col], dprob));
     }
   }
