@@ -141,7 +141,7 @@ def test_rotary(interleaved, rotary_dim, causal):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("form", ["none", "head", "cache and head", "token"])
-@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("page_size", [None, 16, 24])
 def test_8_bit_caches(isa, dtype, form, page_size):
     """Attention to what the 8 bits stand for."""
     q, k_cache, v_cache, block_table = make(torch.bfloat16, 2, page_size)

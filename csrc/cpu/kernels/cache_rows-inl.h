@@ -267,7 +267,7 @@ Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale&
                    int64_t first, int64_t count, int64_t cols, In* copy) {
   const CacheDType dtype = p.varlen.cache.dtype;
   if (!source.known || (dtype != CacheDType::kOfQuery && scale && !multiplied))
-    return rows_of_tile<In>(p, t, scale, b, h_kv, j0 + first, count, cols, copy);
+    return rows_of_tile<In>(p, t, multiplied ? CacheScale{} : scale, b, h_kv, j0 + first, count, cols, copy);
   if (dtype == CacheDType::kOfQuery)
     return {reinterpret_cast<const In*>(source.row(h_kv, first)), t.stride_s, cols};
   for_cache_dtype(dtype, [&](auto coded) {
