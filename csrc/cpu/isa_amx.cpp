@@ -15,7 +15,7 @@
 #define FA_HAS_TILE_REGISTERS
 #define FA_OTHER_DTYPES kAvx512Bf16Kernels
 
-FA_TARGET_BEGIN("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+FA_TARGET_BEGIN("amx-tile,amx-bf16,avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace flash_attn_ext::cpu::amx {
 #include "kernels/table-inl.h"
 }  // namespace flash_attn_ext::cpu::amx

@@ -1,5 +1,5 @@
-// AVX-512 with its bfloat16 dot product (Cooper Lake, Sapphire Rapids, Zen 4 onwards): products of bfloat16
-// inputs run on the inputs themselves; every other dtype as in isa_avx512.cpp.
+// AVX-512 with its dot products of bfloat16 and int16 (Cooper Lake, Sapphire Rapids, Zen 4 onwards): products of bfloat16
+// inputs, and of int8 caches, run on the numbers themselves; every other dtype as in isa_avx512.cpp.
 #include "target_region.h"
 
 #if defined(__x86_64__)
@@ -7,7 +7,7 @@
 
 #define FA_ISA_NAME "avx512_bf16"
 
-FA_TARGET_BEGIN("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+FA_TARGET_BEGIN("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace flash_attn_ext::cpu::avx512_bf16 {
 #include "kernels/table-inl.h"
 }  // namespace flash_attn_ext::cpu::avx512_bf16

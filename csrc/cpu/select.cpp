@@ -34,7 +34,7 @@ bool cpu_has_avx512() {
 
 bool cpu_has_avx512_bf16() {
 #if defined(__x86_64__)
-  return cpu_has_avx512() && __builtin_cpu_supports("avx512bf16");
+  return cpu_has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 #else
   return false;
 #endif

@@ -304,3 +304,32 @@ def test_rotary_layer():
     copy = x.detach().clone()
     assert apply_rotary_emb(copy, cos, sin, inplace=True) is copy
     torch.testing.assert_close(copy, apply_rotary_emb(x, cos, sin).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("page_size", [None, 1, 24, 32])
+def test_int8_with_queries_of_very_different_sizes(isa, dtype, page_size):
+    """Rows and elements of q from 1e-4 to 1e3 of each other, weights from one peak to a long tail."""
+    q, k_cache, v_cache, block_table = make(dtype, 2, page_size, [250, 70, 129])
+    q = (q * 10.0 ** torch.randint(-2, 2, q.shape) * 10.0 ** torch.randint(-2, 1, (*q.shape[:3], 1))).to(dtype)
+    coded = [(20 * t.float().nan_to_num()).clamp(-128, 127).to(torch.int8) for t in (k_cache, v_cache)]
+    scales = [10.0 ** torch.randint(-3, 0, t.shape[:3]) for t in coded]
+    out, lse = flash_attn_with_kvcache(
+        q, *coded, cache_seqlens=torch.tensor([250, 70, 129]), causal=True, block_table=block_table,
+        return_softmax_lse=True, k_descale=scales[0], v_descale=scales[1],
+    )  # fmt: skip
+    k, v = (c.float() * s[..., None] for c, s in zip(coded, scales, strict=True))
+    check(out, lse, q, k, v, [250, 70, 129], block_table, causal=True)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_query_that_is_not_finite_spoils_its_row_alone(isa, bad):
+    q, k_cache, v_cache, _ = make(torch.bfloat16, 2, None, [200, 70])
+    coded = [(20 * t.float().nan_to_num()).to(torch.int8) for t in (k_cache, v_cache)]
+    expected = flash_attn_with_kvcache(q, *coded, cache_seqlens=torch.tensor([200, 70]))
+    q[0, 1, 2, 5] = bad
+    out = flash_attn_with_kvcache(q, *coded, cache_seqlens=torch.tensor([200, 70]))
+    spoiled = torch.zeros(out.shape[:3], dtype=torch.bool)
+    spoiled[0, 1, 2] = True
+    assert out[spoiled].isnan().all()
+    assert torch.equal(out[~spoiled], expected[~spoiled])

@@ -277,3 +277,16 @@ Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale&
   });
   return {copy, cols, cols};
 }
+
+// The same of int8 rows as they are.
+inline Rows<int8_t> byte_rows(const AttentionParams& p, const Tensor4& t, const TileSource& source,
+                              int64_t h_kv, int64_t j0, int64_t first, int64_t count, int64_t cols,
+                              int8_t* copy) {
+  if (source.known) return {reinterpret_cast<const int8_t*>(source.row(h_kv, first)), t.stride_s, cols};
+  const PageTable& pages = p.varlen.cache.pages;
+  for (int64_t n = 0; n < count; ++n) {
+    const int64_t row = p.varlen.first_k + j0 + first + n;
+    std::memcpy(copy + n * cols, t.row<int8_t>(pages.page_of(row), h_kv, row % pages.page_size), cols);
+  }
+  return {copy, cols, cols};
+}

@@ -126,9 +126,12 @@ void decode_split(const AttentionParams& p, const DecodePlan& plan, const Decode
   const int64_t group = z.heads / z.heads_kv, block_k = decode_block_k<T>(), rows = plan.rows;
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
   for (int64_t n = 0; n < heads.count; ++n) {
-    for (int64_t row = 0; row < rows; ++row)
-      s.products.load_query(p, n * rows + row,
-                            p.q.row<In>(b, (heads.first + n) * group + row / z.seqlen_q, row % z.seqlen_q));
+    for (int64_t row = 0; row < rows; ++row) {
+      const In* q = p.q.row<In>(b, (heads.first + n) * group + row / z.seqlen_q, row % z.seqlen_q);
+      s.products.load_query(p, n * rows + row, q);
+      if constexpr (DecodeBytes<In>::kExists)
+        if (s.bytes.q) s.bytes.load_query(p, n * rows + row, q);
+    }
     s.products.finish_queries(p, n, rows);
   }
 

@@ -45,19 +45,19 @@ constexpr int kDotSums = FA_VECTOR_REGISTERS / 2;
 
 // scores[r][n] = scale * <q[r], k[n]> for R rows and kDotSums / R keys from j on, of which `room` scores are stored. Keys
 // past `keys` read the last one again; nobody looks at their scores. `load` makes a vector of elements E of a key's
-// columns, kCols of them.
-template <class T, int R, int kCols, class E, class In, class Load>
+// columns, kCols of them; Sum is a vector of sums.
+template <class T, int R, int kCols, class Sum = Vec<T>, class E, class In, class Load>
 FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, int64_t keys, T scale,
                          T* scores, int64_t ld, int64_t room, const Load& load, Prefetcher& ahead) {
   constexpr int L = kLanes<T>, N = kDotSums / R;
   static_assert(kDotSums % L == 0);
   const In* key_row[N];
-  Vec<T> sum[R][N];
+  Sum sum[R][N];
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) {
     key_row[n] = k.row(std::min<int64_t>(j + n, keys - 1));
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) sum[r][n] = Vec<T>{};
+    for (int r = 0; r < R; ++r) sum[r][n] = Sum{};
   }
   for (int64_t c = 0; c < k.cols; c += kCols) {
     decltype(load_elements(q)) key[N];
@@ -76,7 +76,8 @@ FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, 
   for (int first = 0; first < kDotSums; first += L) {
     Vec<T> flat[L];  // a copy: the sums themselves stay in registers only if nothing takes their address
 #pragma GCC unroll 16
-    for (int i = 0; i < L; ++i) flat[i] = sum[(first + i) / N][(first + i) % N];
+    for (int i = 0; i < L; ++i)
+      flat[i] = __builtin_convertvector(sum[(first + i) / N][(first + i) % N], Vec<T>);
     store<T>(lanes + first, sum_each<T>(flat) * scale);
   }
   const int64_t count = std::min<int64_t>(N, room - j);
@@ -226,19 +227,19 @@ struct DecodeProducts {
 
 #if defined(FA_DOT_BFLOAT16)
 
-// As value_block(), for bfloat16 as it is: pairs of keys, NV times two vectors of columns.
-template <int R, int NV>
-FA_INLINE void value_pairs_block(const Pair* probs, int64_t ld, const Rows<BFloat16>& v, int64_t c,
-                                 int64_t keys, float* out, int64_t ldo, Prefetcher& ahead) {
+// As value_block(), for elements that are multiplied in pairs: pairs of keys, NV times two vectors of columns.
+template <int R, int NV, class In, class Sum>
+FA_INLINE void value_pairs_block(const Pair* probs, int64_t ld, const Rows<In>& v, int64_t c, int64_t keys,
+                                 Sum* out, int64_t ldo, Prefetcher& ahead) {
   constexpr int L = kLanes<float>;
-  F32 sum[R][2 * NV];
+  decltype(load_sums(out)) sum[R][2 * NV];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-    for (int n = 0; n < 2 * NV; ++n) sum[r][n] = load<float>(out + r * ldo + c + n * L);
+    for (int n = 0; n < 2 * NV; ++n) sum[r][n] = load_sums(out + r * ldo + c + n * L);
   const int64_t cols = NV > 1 ? 2 * L : v.cols - c;
   const auto add = [&](int64_t j, const auto& high_row) FA_INLINE_LAMBDA {
-    ahead.lines(lines_of<BFloat16>(2 * NV * 2 * L));
+    ahead.lines(lines_of<In>(2 * NV * 2 * L));
     U32 value[2 * NV];
 #pragma GCC unroll 16
     for (int n = 0; n < NV; ++n) {
@@ -259,7 +260,18 @@ FA_INLINE void value_pairs_block(const Pair* probs, int64_t ld, const Rows<BFloa
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
-    for (int n = 0; n < 2 * NV; ++n) store<float>(out + r * ldo + c + n * L, sum[r][n]);
+    for (int n = 0; n < 2 * NV; ++n) store_sums(out + r * ldo + c + n * L, sum[r][n]);
+}
+
+// out += P V of R rows, P and V in pairs across the keys.
+template <int R, class In, class Sum>
+FA_INLINE void add_value_pairs(const Pair* probs, int64_t ld, const Rows<In>& v, int64_t keys, Sum* out,
+                               int64_t ldo, Prefetcher& ahead) {
+  constexpr int kCols = 2 * kLanes<float>, kWide = 8 / R < 4 ? 8 / R : 4;
+  int64_t c = 0;
+  for (; c + kWide * kCols <= v.cols; c += kWide * kCols)
+    value_pairs_block<R, kWide>(probs, ld, v, c, keys, out, ldo, ahead);
+  for (; c < v.cols; c += kCols) value_pairs_block<R, 1>(probs, ld, v, c, keys, out, ldo, ahead);
 }
 
 template <>
@@ -318,12 +330,7 @@ struct DecodeProducts<BFloat16, float> {
   template <int R>
   void add_values(int64_t row, int64_t j, const float*, int64_t ld, const Rows<BFloat16>& v, int64_t keys,
                   float* sum, int64_t ldo, Prefetcher& ahead) const {
-    constexpr int kCols = 2 * kLanes<float>, kWide = 8 / R < 4 ? 8 / R : 4;
-    const Pair* probs = prob_pairs + (row * ld + j) / 2;
-    int64_t c = 0;
-    for (; c + kWide * kCols <= v.cols; c += kWide * kCols)
-      value_pairs_block<R, kWide>(probs, ld / 2, v, c, keys, sum, ldo, ahead);
-    for (; c < v.cols; c += kCols) value_pairs_block<R, 1>(probs, ld / 2, v, c, keys, sum, ldo, ahead);
+    add_value_pairs<R>(prob_pairs + (row * ld + j) / 2, ld / 2, v, keys, sum, ldo, ahead);
   }
 
   template <class Chunk>

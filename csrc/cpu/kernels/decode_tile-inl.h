@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cache_rows-inl.h"
-#include "decode_products-inl.h"
+#include "decode_bytes-inl.h"
 #include "dropout_tile-inl.h"
 #include "masked_gemm-inl.h"
 
@@ -10,7 +10,8 @@
 template <class In, class T>
 struct DecodeScratch {
   DecodeProducts<In, T> products;
-  T* scores;  // [rows][block_k]   S, then P in place
+  DecodeBytes<In> bytes;  // only if keys and values are int8
+  T* scores;              // [rows][block_k]   S, then P in place
   T* sums;  // [rows][D_v]       a tile's share of O, added to O as a whole: over many tiles that rounds like a sum
             //                   of tiles, not like one chain of all keys
   MaskTile<T> mask;
@@ -32,6 +33,7 @@ DecodeScratch<In, T> plan_decode_scratch(Arena& arena, const AttentionParams& ca
   const int64_t block_k = fitted(decode_block_k<T>(), z.seqlen_k);
   DecodeScratch<In, T> s;
   s.products = DecodeProducts<In, T>::plan(arena, call, rows, heads, block_k);
+  s.bytes = DecodeBytes<In>::plan(arena, call, rows, heads, block_k);
   s.scores = arena.take<T>(heads * rows * block_k);
   s.sums = arena.take<T>(heads * rows * decode_columns<T>(z.head_dim_v));
   // A band may hide keys only if it is bounded.
@@ -82,6 +84,11 @@ inline void decode_softmax_row(T* scores, int64_t ld, const T* unified, T& row_m
 }
 
 template <class T>
+inline void multiply_row(T* row, T factor, int64_t ld) {
+  for (int64_t c = 0; c < ld; c += kLanes<T>) store<T>(row + c, load<T>(row + c) * factor);
+}
+
+template <class T>
 inline void multiply_lanes(T* row, const T* factors, int64_t ld) {
   for (int64_t c = 0; c < ld; c += kLanes<T>) store<T>(row + c, load<T>(row + c) * load<T>(factors + c));
 }
@@ -103,6 +110,8 @@ struct DecodeTile {
   const int64_t group = z.heads / z.heads_kv, rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
   const bool all_at_once = fills_lanes<T>(rows);
+  // int8 rows may be multiplied as they are.
+  const bool is_int8 = DecodeBytes<In>::kExists && cache.dtype == CacheDType::kInt8 && !all_at_once;
 
   T* scores_of(int64_t n) const { return s.scores + n * rows * ld; }
   T* sums_of(int64_t n) const { return s.sums + n * rows * d_v; }
@@ -115,9 +124,13 @@ struct DecodeTile {
     for (int64_t j = 0; j < keys; j += kChunkRows) {
       const int64_t count = std::min(kChunkRows, keys - j);
       for (int64_t n = 0; n < heads.count; ++n) {
+        T* scores = scores_of(n) + j;
+        if (as_bytes(n, cache.k_scale)) {
+          load_byte_scores(n, source, j, count, scores, ahead);
+          continue;
+        }
         const Rows<In> k = tile_rows<In>(p, p.k, cache.k_scale, source, s.multiplied[n], b, heads.first + n,
                                          j0, j, count, z.head_dim, s.key_copy);
-        T* scores = scores_of(n) + j;
         if (all_at_once) {
           ahead.lines(count * lines_of_row(source));
           s.products.all_scores(slot + n, rows, k, count, scores, ld);
@@ -131,9 +144,13 @@ struct DecodeTile {
     }
     ahead.finish();
     for (int64_t n = 0; n < heads.count; ++n)
-      if (s.multiplied[n])
-        for (int64_t row = 0; row < rows; ++row)
-          multiply_lanes<T>(scores_of(n) + row * ld, s.key_factors + n * ld, ld);
+      for (int64_t row = 0; row < rows; ++row) {
+        T* scores = scores_of(n) + row * ld;
+        if constexpr (DecodeBytes<In>::kExists)
+          if (as_bytes(n, cache.k_scale))
+            multiply_row<T>(scores, s.bytes.q_factors[(slot + n) * rows + row], ld);
+        if (s.multiplied[n]) multiply_lanes<T>(scores, s.key_factors + n * ld, ld);
+      }
   }
 
   // Of head `n`: P in place of S, and its share of m and l.
@@ -142,7 +159,7 @@ struct DecodeTile {
     s.multiplied[n] = load_factors<T>(p, cache.v_scale, h_kv, j0, keys, ld, s.value_factors + n * ld);
     const bool may_mask =
         is_masked_before(p, j0 + keys) || !band_covers(p.band, 0, z.seqlen_q, j0, j0 + keys);
-    const bool isolate = may_mask && !values_are_finite(n, values);
+    const bool isolate = may_mask && !as_bytes(n, cache.v_scale) && !values_are_finite(n, values);
     const Rows<In> gathered{s.value_copy, z.head_dim_v, z.head_dim_v};
     if (isolate) gather_values(n, values);
     for (int64_t g = 0; g < group; ++g) {
@@ -165,7 +182,10 @@ struct DecodeTile {
         add_rows_not_finite<In, T>(score, false, z.seqlen_q, scores, ld, 1, gathered, keys,
                                    r.out + g * z.seqlen_q * d_v, d_v);
     }
-    s.products.finish_probs(n * rows, rows, s.scores, ld);
+    if constexpr (DecodeBytes<In>::kExists) {
+      if (as_bytes(n, cache.v_scale)) s.bytes.finish_probs(n * rows, rows, s.scores, ld);
+    }
+    if (!as_bytes(n, cache.v_scale)) s.products.finish_probs(n * rows, rows, s.scores, ld);
     s.added[n] = isolate;
     if (!isolate) return;
     for (int64_t j = 0; j < keys; ++j)
@@ -188,14 +208,59 @@ struct DecodeTile {
       return ahead.finish();
     }
     for (int64_t j = 0; j < keys; j += kChunkRows)
-      for (int64_t n = 0; n < heads.count; ++n)
-        if (!s.added[n]) add_chunk(n, j, rows_of(n, j), ahead);
+      for (int64_t n = 0; n < heads.count; ++n) {
+        if (as_bytes(n, cache.v_scale))
+          add_byte_chunk(n, source, j, ahead);
+        else if (!s.added[n])
+          add_chunk(n, j, rows_of(n, j), ahead);
+      }
     ahead.finish();
-    for (int64_t n = 0; n < heads.count; ++n)
-      if (!s.added[n]) add_rows<T>(result_of(n).out, sums_of(n), rows * d_v);
+    for (int64_t n = 0; n < heads.count; ++n) {
+      if (as_bytes(n, cache.v_scale))
+        add_byte_sums(n, result_of(n).out);
+      else if (!s.added[n])
+        add_rows<T>(result_of(n).out, sums_of(n), rows * d_v);
+    }
   }
 
  private:
+  // Whether head n's int8 rows are multiplied as they are, after its factors of `scale` were loaded.
+  bool as_bytes(int64_t n, const CacheScale& scale) const { return is_int8 && (!scale || s.multiplied[n]); }
+
+  void load_byte_scores(int64_t n, const TileSource& source, int64_t j, int64_t count, T* scores,
+                        Prefetcher& ahead) const {
+    if constexpr (DecodeBytes<In>::kExists) {
+      Prefetcher nothing;
+      const Rows<int8_t> k =
+          byte_rows(p, p.k, source, heads.first + n, j0, j, count, z.head_dim, s.bytes.copy);
+      for_each_few_rows<T>(rows, [&](int64_t row, auto few) {
+        s.bytes.template scores<few.value>((slot + n) * rows + row, k, count, s.products.scale,
+                                           scores + row * ld, ld, ld - j, row == 0 ? ahead : nothing);
+      });
+    }
+  }
+  // The sums of a tile are whole numbers, in the place of sums_of(n).
+  void add_byte_chunk(int64_t n, const TileSource& source, int64_t j, Prefetcher& ahead) const {
+    if constexpr (DecodeBytes<In>::kExists) {
+      Prefetcher nothing;
+      const int64_t count = std::min(kChunkRows, keys - j);
+      const Rows<int8_t> v =
+          byte_rows(p, p.v, source, heads.first + n, j0, j, count, z.head_dim_v, s.bytes.copy);
+      auto* sums = reinterpret_cast<int32_t*>(sums_of(n));
+      if (j == 0) std::fill(sums, sums + rows * d_v, 0);
+      for_each_few_rows<T>(rows, [&](int64_t row, auto few) {
+        s.bytes.template add_values<few.value>(n * rows + row, j, ld, v, count, sums + row * d_v, d_v,
+                                               row == 0 ? ahead : nothing);
+      });
+    }
+  }
+  void add_byte_sums(int64_t n, T* out) const {
+    if constexpr (DecodeBytes<In>::kExists)
+      for (int64_t row = 0; row < rows; ++row)
+        s.bytes.add_sums(n * rows + row, reinterpret_cast<const int32_t*>(sums_of(n)) + row * d_v,
+                         out + row * d_v, d_v);
+  }
+
   static int64_t lines_of_row(const TileSource& source) { return ceil_div(source.bytes, int64_t{64}); }
   bool in_one_place(const TileSource& source) const {
     return source.in_one_place() && cache.dtype == CacheDType::kOfQuery;

@@ -1,6 +1,6 @@
 // bfloat16 products without widening, where the ISA has them: one instruction multiplies two pairs of values
 // a lane and adds them up in float32. A Pair holds two values that lie behind each other along the depth of a
-// product.
+// product. int8 has the same, widened to int16, with sums in int32.
 #pragma once
 
 #include "convert-inl.h"
@@ -47,5 +47,25 @@ FA_INLINE void interleave(U32 low, U32 high, U32& first, U32& second) {
   first = FA_PERMUTE16_2(low, high, from_first);
   second = FA_PERMUTE16_2(low, high, from_second);
 }
+
+FA_INLINE F32 load_sums(const float* p) { return load<float>(p); }
+FA_INLINE void store_sums(float* p, F32 x) { store<float>(p, x); }
+
+#if defined(FA_DOT_INT16)
+typedef VecIndex<float> S32;
+FA_INLINE S32 multiply_add(S32 sum, U32 a, U32 b) { return FA_DOT_INT16(sum, a, b); }
+
+// `n` <= 2 * lanes bytes of a row as pairs of int16 along it, zeros behind them.
+FA_INLINE U32 load_pairs(const int8_t* p, int64_t n) {
+  constexpr int64_t kMost = 2 * kLanes<float>;
+  if (n >= kMost) return FA_WIDEN_INT8(p);
+  int8_t buffer[kMost] = {};
+  std::memcpy(buffer, p, n);
+  return FA_WIDEN_INT8(buffer);
+}
+
+FA_INLINE S32 load_sums(const int32_t* p) { return (S32)load<float>(reinterpret_cast<const float*>(p)); }
+FA_INLINE void store_sums(int32_t* p, S32 x) { store<float>(reinterpret_cast<float*>(p), (F32)x); }
+#endif
 
 #endif

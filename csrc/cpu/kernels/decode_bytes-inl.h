@@ -1,0 +1,107 @@
+// The two products of decode on int8 keys and values as they are. Where an ISA multiplies pairs of int16, widening a byte
+// takes a fifth of the instructions that making a bfloat16 of it takes.
+//
+// Q and P are rounded to int16 for this: each row to whole numbers of its largest value / 32767. That is finer than
+// bfloat16 rounds the same numbers, but for those below 1/256 of the row's largest. The sums are exact: for D up to 512
+// they stay below 2^31.
+#pragma once
+
+#include "decode_products-inl.h"
+
+#if defined(FA_DOT_INT16)
+
+// Rounds a row of whole vectors, padded with zeros, to int16. Returns what these are to be multiplied with: NaN where one
+// of the row is not finite.
+inline float round_row(const float* row, int64_t lanes, Pair* to) {
+  constexpr int L = kLanes<float>;
+  constexpr float kLargest = 32767,
+                  kToWhole = 0x1.8p23f;  // adding it rounds to a whole number, in the lowest bits
+  // Of magnitudes, bits compare as numbers do, and Inf and NaN are above all.
+  S32 highest = {};
+  const auto take = [&](S32 x) FA_INLINE_LAMBDA { highest = x > highest ? x : highest; };
+  for (int64_t c = 0; c < lanes; c += L) take((S32)load<float>(row + c) & 0x7fffffff);
+#pragma GCC unroll 8
+  for (int d = L / 2; d > 0; d /= 2) take((S32)rotate<float>((F32)highest, d));
+  const float largest = ((F32)highest)[0];
+  if (!(largest > 0 && largest <= std::numeric_limits<float>::max())) {
+    std::fill(to, to + lanes / 2, Pair{});
+    return largest == 0 ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+  }
+  // Of the smallest subnormal numbers the inverse is Inf: they are as good as 0.
+  const float inverse = std::min(kLargest / largest, std::numeric_limits<float>::max());
+  for (int64_t c = 0; c < lanes; c += L)
+    *reinterpret_cast<UnalignedHalf16*>(to + c / 2) =
+        narrow((U32)(load<float>(row + c) * inverse + kToWhole));
+  return 1.0f / inverse;
+}
+
+template <class In>
+struct DecodeBytes {
+  static constexpr bool kExists = sizeof(In) == 2;  // float32 is more exact than int16
+
+  Pair* q;  // [rows][D / 2]   rows: of all heads of a task
+  int64_t ldq;
+  float* q_factors;  // [rows]
+  Pair* probs;       // [rows][block_k / 2]   pairs along the keys
+  float* prob_factors;
+  float* widened;  // [D]   a row of q
+  int8_t* copy;    // [kChunkRows][D or D_v]   only if rows come from pages of odd sizes
+
+  static DecodeBytes plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
+                          int64_t block_k) {
+    DecodeBytes b{};
+    if (!kExists || p.varlen.cache.dtype != CacheDType::kInt8) return b;
+    b.ldq = round_up_to_lanes<float>(pairs_of(p.sizes.head_dim));
+    b.q = arena.take<Pair>(heads * rows * b.ldq);
+    b.q_factors = arena.take<float>(heads * rows);
+    b.probs = arena.take<Pair>(heads * rows * block_k / 2);
+    b.prob_factors = arena.take<float>(heads * rows);
+    b.widened = arena.take<float>(2 * b.ldq);
+    b.copy = arena.take<int8_t>(kChunkRows * std::max(p.sizes.head_dim, p.sizes.head_dim_v));
+    return b;
+  }
+
+  void load_query(const AttentionParams& p, int64_t row, const In* src) const {
+    const int64_t cols = p.sizes.head_dim;
+    for (int64_t c = 0; c < 2 * ldq; c += kLanes<float>)
+      store<float>(widened + c, c < cols ? load_columns<float>(src + c, cols - c) : F32{});
+    q_factors[row] = round_row(widened, 2 * ldq, q + row * ldq);
+  }
+
+  // S of R rows, as DecodeProducts has it, but for the factors of q.
+  template <int R>
+  void scores(int64_t row, const Rows<int8_t>& k, int64_t keys, float scale, float* out, int64_t ld,
+              int64_t room, Prefetcher& ahead) const {
+    const auto load = [](const int8_t* p, int64_t n) FA_INLINE_LAMBDA { return load_pairs(p, n); };
+    for (int64_t j = 0; j < keys; j += kDotSums / R)
+      dot_block<float, R, 2 * kLanes<float>, S32>(q + row * ldq, ldq, k, j, keys, scale, out, ld, room, load,
+                                                  ahead);
+  }
+
+  void finish_probs(int64_t row, int64_t rows, const float* p, int64_t ld) const {
+    for (int64_t r = row; r < row + rows; ++r)
+      prob_factors[r] = round_row(p + r * ld, ld, probs + r * ld / 2);
+  }
+
+  // As DecodeProducts has it; sums are whole numbers, to be multiplied with the factors of P.
+  template <int R>
+  void add_values(int64_t row, int64_t j, int64_t ld, const Rows<int8_t>& v, int64_t keys, int32_t* sum,
+                  int64_t ldo, Prefetcher& ahead) const {
+    add_value_pairs<R>(probs + (row * ld + j) / 2, ld / 2, v, keys, sum, ldo, ahead);
+  }
+  void add_sums(int64_t row, const int32_t* sums, float* out, int64_t cols) const {
+    for (int64_t c = 0; c < cols; c += kLanes<float>)
+      store<float>(out + c, load<float>(out + c) +
+                                __builtin_convertvector(load_sums(sums + c), F32) * prob_factors[row]);
+  }
+};
+
+#else
+
+template <class In>
+struct DecodeBytes {
+  static constexpr bool kExists = false;
+  static DecodeBytes plan(Arena&, const AttentionParams&, int64_t, int64_t, int64_t) { return {}; }
+};
+
+#endif
