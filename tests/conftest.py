@@ -9,7 +9,6 @@ import os
 import pytest
 import slow
 import torch
-from cuda_host import library
 from hypothesis import HealthCheck, settings
 
 import flash_attn_ext
@@ -85,19 +84,6 @@ def threads():
 def one_thread(threads):
     """Whatever OMP_NUM_THREADS says."""
     threads(1)
-
-
-@pytest.fixture(scope="session")
-def built():
-    """Where the CUDA kernels' host build lies, after rebuilding what changed."""
-    return library.build()
-
-
-@pytest.fixture
-def kernels(built):
-    """flash_attn on CPU tensors runs the CUDA kernels; the library, whose order of threads and splits may be set."""
-    with library.as_cpu_kernels(library.Library(built)) as loaded:
-        yield loaded
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -144,6 +145,18 @@ def test_an_sdist_needs_no_torch_and_holds_every_source(tmp_path):
     assert wanted <= held
     assert {"LICENSE", "Makefile", "pyproject.toml", "setup.py"} <= held
     assert not [name for name in held if name.endswith((".so", ".pyc"))]
+
+
+def test_a_wheel_is_tested_without_the_sources(tmp_path):
+    """Its tests need nothing but tests/ and pyproject.toml."""
+    tested = re.findall(r"tests/\w+/\w+\.py", (ROOT / "tools" / "wheel.sh").read_text())
+    shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *tested]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert tested
+    assert done.returncode == 0, done.stdout
 
 
 def run_backend(tmp_path, *site_folders):
