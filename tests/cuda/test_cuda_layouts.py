@@ -6,8 +6,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from cubins import NVCC
 from paths import ROOT
-from test_cuda_compile import NVCC
 
 
 def cute_headers():

@@ -6,10 +6,9 @@ Needs nvcc, cuobjdump and nvdisasm (PyPI's nvidia-cuda-cuobjdump and nvidia-cuda
 
 import functools
 import re
-import subprocess
 
 import pytest
-from test_cuda_compile import CUDA, NVCC, nvcc_flags
+from cubins import CUDA, NVCC, compiled_once
 
 from benchmarks.gpu import sass_listing
 
@@ -29,25 +28,17 @@ MOST_INSTRUCTIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def code_of(tmp_path_factory):
+@functools.cache
+def code_of(kernel):
     """The instructions of jvp_kernel or backward_kernel, by padded head dimension and whether sequences are packed."""
-
-    @functools.cache
-    def compiled(kernel):
-        cubin = tmp_path_factory.mktemp("sm80") / "kernels.cubin"
-        command = [NVCC, "-std=c++20", *nvcc_flags(), "-arch=sm_80", "-cubin", CUDA / "sm80" / f"{kernel}_bfloat16.cu"]
-        done = subprocess.run([*command, "-o", cubin], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert done.returncode == 0, done.stdout
-        listed = sass_listing.functions(sass_listing.disassemble(cubin))
-        found = {re.search(rf"{kernel}_kernelI\w*?Li(\d+)E(Lb1E)?", name): code for name, code in listed.items()}
-        return {(int(match[1]), bool(match[2])): code for match, code in found.items() if match}
-
-    return compiled
+    cubin, _ = compiled_once(CUDA / "sm80" / f"{kernel}_bfloat16.cu", "80")
+    listed = sass_listing.functions(sass_listing.disassemble(cubin))
+    found = {re.search(rf"{kernel}_kernelI\w*?Li(\d+)E(Lb1E)?", name): code for name, code in listed.items()}
+    return {(int(match[1]), bool(match[2])): code for match, code in found.items() if match}
 
 
 @pytest.mark.parametrize("head_dim", KEYS)
-def test_machine_code_of_forward_mode(code_of, head_dim):
+def test_machine_code_of_forward_mode(head_dim):
     code, keys = code_of("jvp")[head_dim, False], KEYS[head_dim]
     # S, two for its tangent, O and two for its tangent: 16 x D x keys each, by instructions of 16 x 8 x 16.
     products = head_dim // 16 * keys // 8
@@ -62,7 +53,7 @@ def test_machine_code_of_forward_mode(code_of, head_dim):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("head_dim", QUERIES)
-def test_machine_code_of_the_backward(code_of, head_dim, packed):
+def test_machine_code_of_the_backward(head_dim, packed):
     code = code_of("backward")[head_dim, packed]
     assert not sass_listing.count(code, "LDL", "STL")
     loop = sass_listing.main_loop(code)

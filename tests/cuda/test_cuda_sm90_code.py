@@ -7,11 +7,10 @@ Needs nvcc, and for the machine code the packages nvidia-cuda-cuobjdump and nvid
 import functools
 import itertools
 import re
-import subprocess
 
 import pytest
 import sass
-from test_cuda_compile import CUDA, NVCC, nvcc_flags
+from cubins import CUDA, NVCC, compiled_once
 
 from benchmarks.gpu import sass_listing
 
@@ -34,21 +33,10 @@ DIVISION = re.compile(r"I2F|F2I|MUFU\.RCP|CALL")
 pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compile the CUDA kernels; there is no {NVCC}")
 
 
-@pytest.fixture(scope="module")
-def compile_once(tmp_path_factory):
+@pytest.fixture
+def compile_once():
     """A source's cubin, and what ptxas said of it."""
-
-    @functools.cache
-    def compiled(source):
-        output = tmp_path_factory.mktemp("sm90") / "kernels.cubin"
-        flags = ["-std=c++20", *nvcc_flags(), "-arch=sm_90a", "-Xptxas", "-v", "-cubin"]
-        done = subprocess.run(
-            [NVCC, *flags, source, "-o", output], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        assert done.returncode == 0, done.stdout
-        return output, done.stdout
-
-    return compiled
+    return functools.partial(compiled_once, architecture="90a")
 
 
 @functools.cache

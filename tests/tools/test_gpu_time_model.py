@@ -1,7 +1,7 @@
 """The model of the sm90 kernels' time: reading machine code, simulating a multiprocessor, and predicting."""
 
 import pytest
-from test_cuda_compile import NVCC
+from cubins import NVCC
 
 from benchmarks.gpu import sass_listing, time_model
 from benchmarks.gpu.multiprocessor import Meet, Product, Wait, Work, simulate

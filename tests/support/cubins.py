@@ -1,0 +1,54 @@
+"""What nvcc makes of the CUDA kernels' sources. Each is compiled once for all tests and all workers that ask for it."""
+
+import ast
+import fcntl
+import functools
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+from paths import ROOT
+
+CUDA = ROOT / "csrc" / "cuda"
+NVCC = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+
+
+def nvcc_flags():
+    """What setup.py gives nvcc, beside what torch adds."""
+    for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())):
+        if isinstance(node, ast.Dict):
+            flags = {ast.unparse(k): v for k, v in zip(node.keys, node.values, strict=True)}
+            if "'nvcc'" in flags:
+                return ast.literal_eval(flags["'nvcc'"])
+    raise AssertionError("setup.py no longer has a dict of compiler flags with the key 'nvcc'")
+
+
+def compiled(source, architecture, output):
+    """Everything that nvcc and ptxas say of one source, for sm_<architecture>; the cubin is written to `output`."""
+    command = [NVCC, "-std=c++20", *nvcc_flags(), f"-arch=sm_{architecture}", "-Xptxas", "-v", "-cubin", source]
+    done = subprocess.run([*command, "-o", output], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def compiled_once(source, architecture):
+    """The cubin of a source of ours, and what compiled() returned for it."""
+    folder = ROOT / "build" / "cubins" / _digest()
+    folder.mkdir(parents=True, exist_ok=True)
+    cubin = folder / f"{source.parent.name}_{source.stem}_{architecture}.cubin"
+    said = cubin.with_suffix(".txt")
+    with cubin.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            said.write_text(compiled(source, architecture, cubin))
+    return cubin, said.read_text()
+
+
+@functools.cache
+def _digest():
+    """Of everything that is compiled, and how."""
+    digest = hashlib.sha256(repr([str(NVCC), *nvcc_flags()]).encode())
+    for path in sorted(p for folder in (CUDA, CUDA.parent / "core") for p in folder.rglob("*") if p.is_file()):
+        digest.update(str(path).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
