@@ -178,8 +178,8 @@ struct CacheParams {
 // sequences, S_q and S_k are the longest lengths, and lse is (H, T_q). Masks, slopes and dropout count rows,
 // columns and batches as a padded call would: from each sequence's start, and by sequences.
 //
-// core/sequence.h makes the call of one sequence of it. Read by the CPU kernels and by the CUDA tiers simt and sm80;
-// sm90 refuses it by name.
+// core/sequence.h makes the call of one sequence of it. Read by the CPU kernels and by every CUDA tier;
+// sm90 refuses caches by name.
 struct VarlenParams {
   Offsets cu_seqlens_q;              // (B + 1), ascending from 0 to T_q; null: no packing
   Offsets cu_seqlens_k;              // (B + 1), likewise; null: k and v are caches

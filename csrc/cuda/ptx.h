@@ -103,6 +103,13 @@ __device__ inline float exp2_fast(float x) {
   return y;
 }
 
+// 1 / x within 1 ulp; 0 of what is too large.
+__device__ inline float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two neighbours of a row, rounded, as they lie in memory: one instruction for both.
 template <class In>
 __device__ inline uint32_t pack(float first, float second) {

@@ -115,7 +115,7 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
   if (p.decode.has_unified_max) return refuse<AttentionParams>("unified_max is for the CPU only so far");
   Choice<AttentionParams> choice(p);
   choice.offer("sm90", sm90::why_not_forward(p),
-               of_half(p.dtype, sm90::forward_bfloat16, sm90::forward_float16), no_workspace);
+               of_half(p.dtype, sm90::forward_bfloat16, sm90::forward_float16), sm90::forward_workspace);
   choice.offer("sm80", sm80::why_not_forward(p),
                sm80::is_decode(p) ? of_half(p.dtype, sm80::decode_bfloat16, sm80::decode_float16)
                                   : of_half(p.dtype, sm80::forward_bfloat16, sm80::forward_float16),

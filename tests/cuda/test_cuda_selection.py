@@ -36,7 +36,9 @@ def params_of(kind=library.AttentionParams, dtype=torch.bfloat16, head_dim=64, s
 def test_the_fastest_tier_that_can(kernels):
     with kernels.on_gpu(9, 0):
         assert kernels.choice(params_of()) == ("sm90", [])
-        assert kernels.choice(params_of(softcap=5.0)) == ("sm80", ["sm90: no mask, ALiBi, dropout or softcap"])
+        assert kernels.choice(params_of(softcap=5.0)) == ("sm90", [])
+        slopes = library.AlibiParams(4096)
+        assert kernels.choice(params_of(alibi=slopes)) == ("sm80", ["sm90: no ALiBi or dropout"])
         assert kernels.choice(params_of(dtype=torch.float32)) == (
             "simt",
             ["sm90: only float16 and bfloat16", "sm80: only float16 and bfloat16"],

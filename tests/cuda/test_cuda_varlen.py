@@ -231,7 +231,11 @@ def test_which_tier_runs(kernels):
     for kind in (library.AttentionParams, library.BackwardParams):
         params = kind(dtype=library.DTYPES[torch.bfloat16], sizes=library.Sizes(2, 2, 2, 128, 128, 64, 64), scale=0.125,
                       varlen=varlen, **tensors)  # fmt: skip
+        if kind is library.BackwardParams:
+            params.dout = rows
         with kernels.on_gpu(9, 0):
-            assert kernels.choice(params) == ("sm80", ["sm90: no packed sequences"])
+            assert kernels.choice(params) == ("sm90", [])
+        with kernels.on_gpu(8, 0):
+            assert kernels.choice(params)[0] == "sm80"
             params.dtype = library.DTYPES[torch.float32]
             assert kernels.choice(params)[0] == "simt"

@@ -23,7 +23,7 @@ from cuda_host.mutations import Mutation, judge, link
 from flash_attn_ext import flash_attn
 
 CUDA = library.ROOT / "csrc" / "cuda"
-FORWARD = ["sm90/pipeline.cuh", "sm90/forward.cuh", "sm90/epilogue.cuh"]
+FORWARD = ["sm90/pipeline.cuh", "sm90/forward.cuh", "sm90/epilogue.cuh", "sm90/key_mask.cuh"]
 BACKWARD = ["sm90/backward.cuh", "sm90/backward_tile.cuh", "sm90/recompute.cuh"]
 SEEDS = 3
 STATEMENT = (
@@ -38,8 +38,8 @@ INSTANCES = {
 
 namespace flash_attn_ext::cuda::sm90 {
 
-cudaError_t forward_bfloat16(const AttentionParams& p, void*, cudaStream_t stream) {
-  return launch_head_dim<__nv_bfloat16, 64>(p, stream);
+cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  return launch_head_dim<__nv_bfloat16, 64>(p, workspace, stream);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90
@@ -96,8 +96,8 @@ def build(folder, built):
 
 
 def forward_results(path, seed):
-    """A call of two blocks, the second of them with warpgroups without rows, and seven tiles of keys; then one whose
-    first block sees no key, and with a NaN that most rows must not see."""
+    """A call of two blocks, the second of them with warpgroups without rows, and seven tiles of keys; the same with a
+    mask of the keys; then one whose first block sees no key, and with a NaN that most rows must not see."""
     torch.manual_seed(0)
     q = torch.randn(1, 1, 200, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 850, 64, dtype=torch.bfloat16) for _ in range(2))
@@ -105,6 +105,7 @@ def forward_results(path, seed):
     poisoned[:, :, 3, 5:] = torch.nan
     with torch.no_grad(), on_hopper(path, seed) as loaded:
         results = flash_attn(q, k, v, return_lse=True)
+        results += flash_attn(q, k, v, torch.arange(850)[None, None, None] % 400 > 200, return_lse=True)
         results += flash_attn(q, k[:, :, :4], poisoned, causal="lower_right", return_lse=True)
         assert b"sm90::forward_kernel" in loaded.c.last_kernel()
         loaded.c.set_compute_capability(8, 0)

@@ -29,6 +29,9 @@ constexpr bool may_overwrite(Form form) { return form == Form::kShared || form =
 template <int kRows, int kColumns>
 using Tile = sm90::Panels<__half, kRows, (kColumns + kPanel - 1) / kPanel * kPanel>;
 
+// Of few columns the last ones of a panel, as in the backward of head dimension 64.
+constexpr int first_column(int columns) { return columns < kPanel ? kPanel - columns : 0; }
+
 template <class T, bool kAlongK>
 __device__ uint64_t step_descriptor(uint32_t tile, int step) {
   return kAlongK ? sm90::along_columns<T>(tile, step) : sm90::along_rows<T>(tile, step);
@@ -69,7 +72,8 @@ __global__ __launch_bounds__(kThreads) void wgmma_kernel(const uint4* a_image, c
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const uint64_t a = step_descriptor<ATile, a_along_k(kForm)>(a_tile, step);
-    const uint64_t b = step_descriptor<B, b_along_k(kForm)>(b_tile, step);
+    const uint64_t b = step_descriptor<B, b_along_k(kForm)>(
+        b_tile + (b_along_k(kForm) ? 0 : sm90::first_column<B>(first_column(kN))), step);
     if constexpr (kForm == Form::kShared) ptx::wgmma_shared<In>(d, a, b, step > 0);
     if constexpr (kForm == Form::kSharedByRows) ptx::wgmma_shared_by_rows<In>(d, a, b, step > 0);
     if constexpr (kForm == Form::kSharedRightByRows) ptx::wgmma_shared_right_by_rows<In>(d, a, b);
@@ -98,7 +102,8 @@ std::vector<uint16_t> image(Value value) {
   using T = Tile<kRows, kColumns>;
   std::vector<uint16_t> result(sizeof(T) / 2, 0xffff);
   for (int r = 0; r < kRows; ++r)
-    for (int c = 0; c < kColumns; ++c) result[T::offset(r, c) / 2] = bits<In>(value(r, c));
+    for (int c = 0; c < kColumns; ++c)
+      result[T::offset(r, first_column(kColumns) + c) / 2] = bits<In>(value(r, c));
   return result;
 }
 
@@ -139,7 +144,7 @@ void add_units(std::vector<Unit>& units, const std::string& name) {
 std::vector<Unit> wgmma_units() {
   std::vector<Unit> units;
   add_units<Form::kShared, 32, 64, 80, 128>(units, "wgmma_shared");
-  add_units<Form::kSharedByRows, 64, 128>(units, "wgmma_shared_by_rows");
+  add_units<Form::kSharedByRows, 32, 64, 128>(units, "wgmma_shared_by_rows");
   add_units<Form::kSharedRightByRows, 128>(units, "wgmma_shared_right_by_rows");
   add_units<Form::kRegisters, 64, 128, 256>(units, "wgmma_registers");
   return units;

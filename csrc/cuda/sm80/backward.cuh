@@ -8,9 +8,9 @@
 // says which keys it owns. The alternative, blocks that own queries, needs seven products and another kernel.
 #pragma once
 
+#include "../call_of_block.cuh"
 #include "../launch.h"
 #include "backward_tile.cuh"
-#include "call_of_block.cuh"
 
 namespace flash_attn_ext::cuda::sm80 {
 

@@ -7,10 +7,10 @@
 
 #include <algorithm>
 
+#include "../call_of_block.cuh"
 #include "../combine.h"
 #include "../launch.h"
 #include "../shared_memory.h"
-#include "call_of_block.cuh"
 #include "decode_plan.h"
 #include "sm80.h"
 #include "softmax.cuh"

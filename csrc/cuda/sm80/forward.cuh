@@ -6,9 +6,9 @@
 #include <type_traits>
 
 #include "../../core/splits.h"
+#include "../call_of_block.cuh"
 #include "../launch.h"
 #include "../shared_memory.h"
-#include "call_of_block.cuh"
 #include "sm80.h"
 #include "softmax.cuh"
 #include "tile_copies.cuh"

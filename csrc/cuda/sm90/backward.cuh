@@ -12,21 +12,26 @@
 // thread does nothing but add each tile's part of dQ to fp32 sums in global memory.
 #pragma once
 
+#include "../call_of_block.cuh"
 #include "../launch.h"
 #include "../shared_memory.h"
 #include "../sink.cuh"
+#include "backward_range.cuh"
 #include "backward_rows.cuh"
 #include "backward_tile.cuh"
+#include "key_mask.cuh"
 #include "sm90.h"
 #include "tensor_map.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
-template <class In, int kHeadDim>
+// The plain kernels take neither softcap, nor key masks, nor packed sequences; the others take them all.
+template <class In, int kHeadDim, bool kPlain_>
 struct Backward {
+  static constexpr bool kPlain = kPlain_, kPacked = !kPlain_;
   static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup, kConsumerThreads = kConsumers * kWarpgroup;
-  static constexpr int kKeys = backward_keys(kHeadDim), kRows = backward_rows(kHeadDim);
+  static constexpr int kKeys = backward_keys(kHeadDim), kRows = backward_rows(kHeadDim, kPlain);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (64 << 10) / kWarpgroup);
 
   // A warpgroup's share: of S and dP 64 keys, of dK and dV these with all columns; or, where the columns are
@@ -58,52 +63,6 @@ struct Backward {
   static_assert(sizeof(Shared) <= kMaxHopperSharedBytes);
 };
 
-struct BackwardArguments {
-  CUtensorMap q, k, v, dout;
-  BackwardParams p;
-  ShortBand band;
-  BackwardWorkspace w;
-  KeyTileOrder order;
-  int heads_of_kv_head;
-};
-
-// What a block computes: for each head, `row_tiles` tiles of queries from `first_tile` on.
-struct BackwardRange {
-  int b, h_kv, key_tile, first_head, heads, first_tile, row_tiles;
-
-  __device__ int tiles() const { return heads * row_tiles; }
-};
-
-// The tiles of queries that a block walks over, one head after the other.
-struct RowTileCursor {
-  int head, tile;
-
-  __device__ explicit RowTileCursor(const BackwardRange& range)
-      : head(range.first_head), tile(range.first_tile) {}
-  __device__ void advance(const BackwardRange& range) {
-    if (++tile < range.first_tile + range.row_tiles) return;
-    tile = range.first_tile;
-    ++head;
-  }
-};
-
-template <class Config>
-__device__ BackwardRange backward_range(const BackwardArguments& a, int block) {
-  const Sizes& z = a.p.sizes;
-  const KeyTile task = a.order(block);
-  BackwardRange range;
-  range.b = task.b;
-  range.h_kv = task.h_kv;
-  range.key_tile = task.tile;
-  range.heads = a.heads_of_kv_head;
-  range.first_head = range.h_kv * range.heads;
-  const int64_t begin = int64_t{task.tile} * Config::kKeys, end = begin + Config::kKeys;
-  const Range seen = visible_queries(a.p.band, begin, end < z.seqlen_k ? end : z.seqlen_k, z.seqlen_q);
-  range.first_tile = seen.begin / Config::kRows;
-  range.row_tiles = seen.begin < seen.end ? ceil_div(seen.end, Config::kRows) - range.first_tile : 0;
-  return range;
-}
-
 // ---- load: two threads of the producer warpgroup, one for K, Q and lse, one for V, dO and delta
 
 template <class Config>
@@ -111,39 +70,54 @@ __device__ void produce(const BackwardArguments& a, const BackwardRange& range, 
                         typename Config::KVTile& keys, ptx::Barrier& keys_full, const CUtensorMap& rows_map,
                         const float* terms, typename Config::Rows& rows) {
   if (range.tiles() > 0)
-    load_tile(keys, keys_map, range.key_tile * Config::kKeys, range.h_kv, range.b, keys_full);
+    load_tile(keys, keys_map, range.k_row + range.key_tile * Config::kKeys, range.h_kv, range.map_b,
+              keys_full);
   RowTileCursor at(range);
   for (int n = 0; n < range.tiles(); ++n, at.advance(range)) {
-    const int row = at.tile * Config::kRows, stage = rows.stage(n);
-    const float* tile_terms = terms + (int64_t{range.b} * a.p.sizes.heads + at.head) * a.w.rows + row;
+    const int stage = rows.stage(n),
+              tile_of_terms = range.workspace_tile + at.head * a.w.tiles.of_head + at.tile;
+    const float* tile_terms = terms + int64_t{tile_of_terms} * Config::kRows;
     auto& tile = rows.tiles[stage];
     ptx::barrier_wait(rows.empty[stage], rows.parity(n) ^ 1);  // the consumers have read what was there
-    load_tile(tile, rows_map, row, at.head, range.b, rows.full[stage], sizeof(tile.terms));
+    load_tile(tile, rows_map, range.q_row + at.tile * Config::kRows, at.head, range.map_b, rows.full[stage],
+              sizeof(tile.terms));
     ptx::load_bytes(tile.terms, tile_terms, sizeof(tile.terms), rows.full[stage]);
   }
 }
 
 // ---- add to dQ: a third thread of that warpgroup
 
+// The turn in which a tile of keys adds to a tile of dQ: tiles of later keys go first, `last` of those that any query
+// may see. In a causal call a tile of keys begins with the queries at its diagonal. No later keys are visible to them,
+// so it does not wait there.
+template <int kRows, int kKeys>
+__device__ int turn_of(const ShortBand& band, int last, int key_tile, int row_tile) {
+  const int end_row = min((row_tile + 1) * kRows, band.seqlen_q);
+  return min((band.end(end_row - 1) - 1) / kKeys, last) - key_tile;
+}
+
 template <class Config>
 __device__ void add_dq(const BackwardArguments& a, const BackwardRange& range,
                        typename Config::Shared& shared) {
-  // In 32 bits: a tile of dQ takes 16 KB at least, so all memory holds fewer.
-  const int first_head = range.b * static_cast<int>(a.p.sizes.heads), tiles = static_cast<int>(a.w.tiles);
+  const int first_head = range.b * static_cast<int>(a.p.sizes.heads);
+  const ShortBand& band = Config::kPlain ? a.band : range.band;
   RowTileCursor at(range);
   for (int n = 0; n < range.tiles(); ++n, at.advance(range)) {
-    const int tile = (first_head + at.head) * tiles + at.tile;
+    const int tile = range.workspace_tile + at.head * a.w.tiles.of_head + at.tile;
+    int32_t* const turns = a.w.turns + (first_head + at.head) * a.w.tiles.longest + at.tile;
     ptx::barrier_wait(shared.dq_full, n % 2);  // the consumers have written all of it
-    const int turn = a.p.deterministic ? turn_of(a.p, range.key_tile, at.tile) : 0;
-    if (a.p.deterministic) ptx::acquire_bulk_turn(a.w.turns + tile, turn);  // in the same order at every run
+    const int turn = a.p.deterministic ? turn_of<Config::kRows, Config::kKeys>(band, range.last_key_tile,
+                                                                               range.key_tile, at.tile)
+                                       : 0;
+    if (a.p.deterministic) ptx::acquire_bulk_turn(turns, turn);  // in the same order at every run
     constexpr int kElements = sizeof(shared.dq) / sizeof(float);
     ptx::bulk_add(a.w.dq + int64_t{tile} * kElements, &shared.dq[0][0][0][0], kElements);
     ptx::bulk_commit();                    // a batch of its own
     ptx::bulk_wait_read();                 // shared memory has been read
     ptx::barrier_arrive(shared.dq_empty);  // the consumers may overwrite it
     if (!a.p.deterministic) continue;
-    ptx::bulk_wait();                          // it is added
-    ptx::release_bulk_turn(a.w.turns + tile);  // the next block may add
+    ptx::bulk_wait();               // it is added
+    ptx::release_bulk_turn(turns);  // the next block may add
   }
 }
 
@@ -154,8 +128,9 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
                         typename Config::Shared& shared) {
   constexpr int kRows = Config::kRows, kOwnRows = Config::kOwnRows, kOwnColumns = Config::kOwnColumns;
   constexpr bool kSplitsColumns = Config::kSplitsColumns;
-  constexpr bool kMasksAtOnce =
-      kOwnRows <= 64;  // P and dS, off the usual path; else there are too few registers
+  // P and dS, off the usual path; else there are too few registers.
+  constexpr bool kMasksAtOnce = kOwnRows <= 64;
+  static_assert(kMasksAtOnce || Config::kPlain);
   constexpr int kAll = Config::kConsumerThreads;
   using KVTile = typename Config::KVTile;
   using RowTile = typename Config::RowTile;
@@ -168,8 +143,17 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
   const int own_dq_row = kRows == kPieceRows ? 0 : warpgroup * kPieceRows;
   const int own_dq_column = kRows == kPieceRows ? warpgroup * Config::kDQColumns : 0;
   const int first_key = range.key_tile * Config::kKeys + own_key, warp_key = first_key + warp * kWarpRows;
-  const ShortBand& band = a.band;
-  const float scale2 = static_cast<float>(p.scale * kLog2E);
+  const ShortBand& band = Config::kPlain ? a.band : range.band;
+  const ScoreScale& score = a.score;
+  // Whether the mask shows this thread's two keys, and whether it shows those of all lanes.
+  uint32_t attends = 3;
+  bool all_attend = true;
+  if constexpr (!Config::kPlain) {
+    const int key = own_key + warp * kWarpRows + first_row_in_warp();
+    attends = a.w.key_mask.attends(range.b, range.key_tile, key) |
+              a.w.key_mask.attends(range.b, range.key_tile, key + 8) << 1;
+    all_attend = __ballot_sync(kAllLanes, attends != 3) == 0;
+  }
 
   // Descriptors of this warpgroup's share, in each product that reads it; of tiles in stages, in the first stage.
   const uint32_t own_keys = own_key * kPanelRowBytes, own_rows = own_row * kPanelRowBytes;
@@ -183,7 +167,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
   const uint64_t first_dout = along_columns(dout_address + own_rows);
   const uint64_t first_q_rows = along_rows<RowTile>(q_address + own_panels);
   const uint64_t first_dout_rows = along_rows<RowTile>(dout_address + own_panels);
-  const uint64_t k_rows = along_rows<KVTile>(k_address + own_dq_column / kPanelColumns * KVTile::kPanelBytes);
+  const uint64_t k_rows = along_rows<KVTile>(k_address + first_column<KVTile>(own_dq_column));
   const uint64_t first_ds_rows =
       along_rows<WeightTile>(weights_address + own_dq_row / kPanelColumns * WeightTile::kPanelBytes);
   const uint64_t first_ds_columns = along_columns(weights_address);
@@ -212,11 +196,16 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     ptx::wgmma_commit();    // so is dP
     ptx::wgmma_wait<1>(s);  // s is complete
     // Of rows behind the end P is 0, because their lse counts as infinite.
-    const bool partial = !band.shows_all(first_row, kOwnRows, first_key, kWarpgroupRows);
-    probabilities(scale2, lse2, s);
-    if constexpr (!kMasksAtOnce)
-      if (partial) SeenElements(band, warp_key + first_row_in_warp(), first_row).clear_others(s);
-    round_weights<In>(s, p16);
+    bool partial = !band.shows_all(first_row, kOwnRows, first_key, kWarpgroupRows);
+    if constexpr (!Config::kPlain) partial |= !all_attend || first_row + kOwnRows > band.seqlen_q;
+    if (!Config::kPlain && p.softcap > 0) {
+      capped_probabilities<In>(score, lse2, s, p16);
+    } else {
+      probabilities(score.scale2, lse2, s);
+      if constexpr (!kMasksAtOnce)
+        if (partial) SeenElements(band, warp_key + first_row_in_warp(), first_row).clear_others(s);
+      round_weights<In>(s, p16);
+    }
     // The buffer of P is free: the last tile's dO came back only after all had made dV of it.
     const int weights_row = own_key + warp * kWarpRows;
     if constexpr (kSplitsColumns) store_weights(shared.weights[2], weights_row, own_row, p16);
@@ -225,11 +214,10 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     ptx::wgmma_wait<0>(ds);  // ds holds dP
     score_gradients(s, delta, ds);
     if (partial) {
-      const SeenElements elements(band, warp_key + first_row_in_warp(), first_row);
+      const SeenElements elements(band, warp_key + first_row_in_warp(), first_row, attends);
       elements.clear_others(ds);
       if constexpr (kMasksAtOnce) {
-        elements.clear_others(s);
-        round_weights<In>(s, p16);
+        elements.clear_others(p16);
         if constexpr (kSplitsColumns) store_weights(shared.weights[2], weights_row, own_row, p16);
       }
     }
@@ -287,10 +275,12 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     first_row = first_row + kRows < end_row ? first_row + kRows : begin_row;  // of the next head
   }
   const Range rows{int64_t{range.first_tile} * kRows, (int64_t{range.first_tile} + range.row_tiles) * kRows};
-  finish_keys<In, kHeadDim>(p, a.w, range.b, range.h_kv, warp_key, own_column, rows, dk, dv);
+  // Of a packed sequence once more: the loop's registers do not hold it.
+  finish_keys<In, kHeadDim>(call_of_block<Config>(p, range.b), a.w, range.b, range.h_kv, warp_key, own_column,
+                            rows, dk, dv);
 }
 
-template <class In, int kHeadDim, class Config = Backward<In, kHeadDim>>
+template <class In, int kHeadDim, bool kPlain, class Config = Backward<In, kHeadDim, kPlain>>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardArguments a) {
 #if defined(FA_HAS_HOPPER)
@@ -325,34 +315,40 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 // ---- launch
 
-template <class In, int kHeadDim>
-cudaError_t launch_backward_head_dim(const BackwardParams& p, void* workspace, cudaStream_t stream) {
-  using Config = Backward<In, kHeadDim>;
+template <class In, int kHeadDim, bool kPlain>
+cudaError_t launch_backward_tiles(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+  using Config = Backward<In, kHeadDim, kPlain>;
   const Sizes& z = p.sizes;
-  const BackwardWorkspace w(workspace, z);
-  const int64_t pieces = w.rows / kPieceRows;
+  const BackwardWorkspace w(workspace, p);
+  const int64_t pieces = w.tiles.longest * (Config::kRows / kPieceRows);
   const KeyTileOrder order(p);
-  BackwardArguments a{{}, {}, {}, {}, p, ShortBand(p), w, order, static_cast<int>(z.heads / z.heads_kv)};
+  BackwardArguments a{
+      {}, {}, {}, {}, p, ShortBand(p), ScoreScale(p), w, order, static_cast<int>(z.heads / z.heads_kv)};
   const LaunchShape by_keys{z.batch * z.heads_kv * order.tiles, 1, 1, Config::kThreads,
                             sizeof(typename Config::Shared)};
   const LaunchShape by_rows{z.batch * z.heads * pieces, 1, 1, kWarpgroup};
-  const auto rows_map = [&](CUtensorMap& map, const Tensor4& t) {
-    return encode_tensor_map(map, t, p.dtype, kHeadDim, z.seqlen_q, z.heads, z.batch, Config::kRows);
-  };
-  const auto keys_map = [&](CUtensorMap& map, const Tensor4& t) {
-    return encode_tensor_map(map, t, p.dtype, kHeadDim, z.seqlen_k, z.heads_kv, z.batch, Config::kKeys);
-  };
-  return in_order([&] { return rows_map(a.q, p.q); }, [&] { return rows_map(a.dout, p.dout); },
-                  [&] { return keys_map(a.k, p.k); }, [&] { return keys_map(a.v, p.v); },
-                  [&] { return launch(row_terms_kernel<In, kHeadDim>, by_rows, stream, p, w); },
-                  [&] { return launch(backward_kernel<In, kHeadDim>, by_keys, stream, a); },
-                  [&] { return p.dq ? launch(dq_kernel<In, kHeadDim>, by_rows, stream, p, w) : cudaSuccess; },
-                  [&] { return launch_sink_gradient(p, w.delta, PaddedRows{w.rows}, stream); });
+  const TensorMaps maps(p);
+  return in_order(
+      [&] { return maps.of_queries(a.q, p.q, p.sizes.head_dim, Config::kRows); },
+      [&] { return maps.of_queries(a.dout, p.dout, p.sizes.head_dim_v, Config::kRows); },
+      [&] { return maps.of_keys(a.k, p.k, p.sizes.head_dim, Config::kKeys); },
+      [&] { return maps.of_keys(a.v, p.v, p.sizes.head_dim_v, Config::kKeys); },
+      [&] { return launch_key_mask<Config::kKeys>(p, w.key_mask, stream); },
+      [&] { return launch(row_terms_kernel<In, kHeadDim, Config>, by_rows, stream, p, w); },
+      [&] { return launch(backward_kernel<In, kHeadDim, kPlain>, by_keys, stream, a); },
+      [&] { return p.dq ? launch(dq_kernel<In, kHeadDim, Config>, by_rows, stream, p, w) : cudaSuccess; },
+      [&] { return launch_sink_gradient(p, w.delta, w.tiles, stream); });
+}
+
+template <class In, int kHeadDim>
+cudaError_t launch_backward_head_dim(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+  return is_plain(p) ? launch_backward_tiles<In, kHeadDim, true>(p, workspace, stream)
+                     : launch_backward_tiles<In, kHeadDim, false>(p, workspace, stream);
 }
 
 template <class In>
 cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream_t stream) {
-  switch (p.sizes.head_dim) {
+  switch (padded_head_dim(p.sizes)) {
     case 64: return launch_backward_head_dim<In, 64>(p, workspace, stream);
     case 128: return launch_backward_head_dim<In, 128>(p, workspace, stream);
     case 256: return launch_backward_head_dim<In, 256>(p, workspace, stream);

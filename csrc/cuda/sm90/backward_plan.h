@@ -5,46 +5,70 @@
 #include "../../core/params.h"
 #include "../../core/splits.h"
 #include "../divider.h"
+#include "key_mask.h"
+#include "plan.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kPieceRows = 64;  // query rows of an accumulator of dQ
 
 // Keys of a block and query rows of a tile. Registers set them: S, dP, dK and dV are in them at a time.
-constexpr int backward_keys(int64_t head_dim) { return head_dim == 256 ? 64 : 128; }
-constexpr int backward_rows(int64_t head_dim) { return head_dim == 64 ? 128 : 64; }
+constexpr int backward_keys(int padded) { return padded == 256 ? 64 : 128; }
+constexpr int backward_rows(int padded, bool plain) { return padded == 64 && plain ? 128 : 64; }
 
-struct BackwardWorkspace {
-  int64_t tiles, rows;  // of queries, per head: whole tiles
-  // dQ before its scale, [B * H][rows / 64][D / 64][8][128][4]: of each 64 x 64 the fours n of accumulator
-  // registers, by threads. So what a block adds is contiguous, and its threads exchange no elements.
-  float* dq;
-  float* lse2;      // [B * H][rows] lse in units of log2; +inf, which makes P = 0, where nothing is visible
-  float* delta;     // [B * H][rows] rowsum(dO o O) - dlse
-  int32_t* turns;   // [B * H][tiles] how many blocks have added to a tile of dQ
-  int32_t* ticket;  // how many blocks have begun
+// The tiles of queries in the workspace. A head has whole tiles; of packed sequences each has its own in a head that is
+// theirs together, so that it adds at most one tile to those of all rows.
+struct QueryTiles {
+  int tile_rows, longest, of_head;  // rows of a tile; tiles of the longest sequence; of a head
 
-  BackwardWorkspace(void* workspace, const Sizes& z)
-      : tiles(ceil_div(z.seqlen_q, backward_rows(z.head_dim))), rows(tiles * backward_rows(z.head_dim)) {
-    const int64_t heads = z.batch * z.heads;
-    dq = static_cast<float*>(workspace);
-    lse2 = dq + heads * rows * z.head_dim;
-    delta = lse2 + heads * rows;
-    turns = reinterpret_cast<int32_t*>(delta + heads * rows);
-    ticket = turns + heads * tiles;
+  explicit QueryTiles(const AttentionParams& p)
+      : tile_rows(backward_rows(padded_head_dim(p.sizes), is_plain(p))),
+        longest(static_cast<int>(ceil_div(p.sizes.seqlen_q, tile_rows))),
+        of_head(p.varlen ? static_cast<int>(p.varlen.total_q / tile_rows + p.sizes.batch) : longest) {}
+
+  int64_t count(const AttentionParams& p) const {
+    return (p.varlen ? 1 : p.sizes.batch) * p.sizes.heads * of_head;
   }
-  static int64_t bytes(const Sizes& z) {
-    const BackwardWorkspace w(nullptr, z);
-    return 4 * (z.batch * z.heads * (w.rows * (z.head_dim + 2) + w.tiles) + 1);
+  // The first one of sequence b in its head 0; p is its own call. In 32 bits: a tile of dQ takes 16 KB at least, so all
+  // memory holds fewer.
+  FA_HOST_DEVICE int first(const AttentionParams& p, int64_t b) const {
+    // No division: this comes before a block's first load.
+    const int64_t before = tile_rows == 128 ? p.varlen.first_q / 128 : p.varlen.first_q / 64;
+    return static_cast<int>(p.varlen ? before + b : b * p.sizes.heads * of_head);
+  }
+  // Where lse2 and delta have a row.
+  FA_HOST_DEVICE int64_t operator()(const AttentionParams& p, int64_t b, int64_t h, int64_t i) const {
+    return (first(p, b) + h * of_head) * tile_rows + i;
   }
 };
 
-// Where lse2 and delta have a row.
-struct PaddedRows {
-  int64_t rows;  // of a head
+struct BackwardWorkspace {
+  QueryTiles tiles;
+  // dQ before its scale, [tiles][rows / 64][D / 64][8][128][4]: of each 64 x 64 the fours n of accumulator
+  // registers, by threads. So what a block adds is contiguous, and its threads exchange no elements.
+  float* dq;
+  float* lse2;      // [tiles][rows] lse in units of log2; +inf, which makes P = 0, where nothing is visible
+  float* delta;     // [tiles][rows] rowsum(dO o O) - dlse
+  int32_t* turns;   // [B * H][tiles of the longest sequence] how many blocks have added to a tile of dQ
+  int32_t* ticket;  // how many blocks have begun
+  KeyMask key_mask;
 
-  FA_HOST_DEVICE int64_t operator()(const AttentionParams& p, int64_t b, int64_t h, int64_t i) const {
-    return (b * p.sizes.heads + h) * rows + i;
+  BackwardWorkspace(void* workspace, const BackwardParams& p) : tiles(p) {
+    const Sizes& z = p.sizes;
+    const int64_t rows = tiles.count(p) * tiles.tile_rows;
+    dq = static_cast<float*>(workspace);
+    lse2 = dq + rows * padded_head_dim(z);
+    delta = lse2 + rows;
+    turns = reinterpret_cast<int32_t*>(delta + rows);
+    ticket = turns + z.batch * z.heads * tiles.longest;
+    key_mask = KeyMask(ticket + 1, p, backward_keys(padded_head_dim(z)));
+  }
+  static size_t bytes(const BackwardParams& p) {
+    const Sizes& z = p.sizes;
+    const QueryTiles tiles(p);
+    const int64_t rows = tiles.count(p) * tiles.tile_rows;
+    return 4 * (rows * (padded_head_dim(z) + 2) + z.batch * z.heads * tiles.longest + 1) +
+           KeyMask::bytes(p, backward_keys(padded_head_dim(z)));
   }
 };
 
@@ -60,7 +84,7 @@ struct KeyTileOrder {
   Divider by_tiles, by_heads;
 
   KeyTileOrder(const BackwardParams& p)
-      : tiles(static_cast<int>(ceil_div(p.sizes.seqlen_k, backward_keys(p.sizes.head_dim)))),
+      : tiles(static_cast<int>(ceil_div(p.sizes.seqlen_k, backward_keys(padded_head_dim(p.sizes))))),
         last_first(p.deterministic),
         by_tiles(tiles),
         by_heads(p.sizes.heads_kv) {}
@@ -69,14 +93,5 @@ struct KeyTileOrder {
     return {by_heads.quotient(head), by_heads.remainder(head), last_first ? tiles - 1 - tile : tile};
   }
 };
-
-// The turn in which a tile of keys adds to a tile of dQ: tiles of later keys go first. In a causal call a tile of
-// keys begins with the queries at its diagonal. No later keys are visible to them, so it does not wait there.
-FA_HOST_DEVICE inline int64_t turn_of(const AttentionParams& p, int64_t key_tile, int64_t row_tile) {
-  const int64_t rows = backward_rows(p.sizes.head_dim), begin = row_tile * rows, end = begin + rows;
-  const Range seen =
-      visible_keys(p.band, begin, end < p.sizes.seqlen_q ? end : p.sizes.seqlen_q, p.sizes.seqlen_k);
-  return (seen.end - 1) / backward_keys(p.sizes.head_dim) - key_tile;
-}
 
 }  // namespace flash_attn_ext::cuda::sm90

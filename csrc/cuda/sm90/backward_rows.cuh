@@ -1,6 +1,7 @@
 // Before and after the backward's main kernel: what it needs of each query row, and dQ from its sums.
 #pragma once
 
+#include "../call_of_block.cuh"
 #include "../lanes.cuh"
 #include "backward_plan.h"
 #include "pipeline.cuh"
@@ -9,13 +10,13 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// <dO, O> of a row, by the kHeadDim / 8 threads that call; each reads 16 bytes of both.
+// <dO, O> of a row of `columns`, by the kHeadDim / 8 threads that call; each reads 16 bytes of both.
 template <class In, int kHeadDim>
-__device__ float row_product(const In* dout, const In* out) {
+__device__ float row_product(const In* dout, const In* out, int64_t columns) {
   constexpr int kLanes = kHeadDim / 8;
   const int column = threadIdx.x % kLanes * 8;
   float sum = 0;
-  if (dout) {
+  if (dout && column < columns) {
     const uint4 words[2] = {*reinterpret_cast<const uint4*>(dout + column),
                             *reinterpret_cast<const uint4*>(out + column)};
     In elements[2][8];
@@ -26,28 +27,50 @@ __device__ float row_product(const In* dout, const In* out) {
   return total_of_lanes<kLanes>(sum);
 }
 
-// A block owns 64 query rows of a head, also those that only fill up the last tile.
-template <class In, int kHeadDim>
-__global__ void __launch_bounds__(kWarpgroup)
-    row_terms_kernel(const BackwardParams p, const BackwardWorkspace w) {
-  constexpr int kRows = backward_rows(kHeadDim), kLanes = kHeadDim / 8,
-                kPieceFours = kPieceRows * kHeadDim / 4;
-  const Sizes& z = p.sizes;
-  const int64_t pieces = w.rows / kPieceRows, head = blockIdx.x / pieces;
-  const int64_t first_row = blockIdx.x % pieces * kPieceRows, b = head / z.heads, h = head % z.heads;
+// The 64 query rows of a head that a block owns.
+template <int kHeadDim>
+struct QueryPiece {
+  static constexpr int kFours = kPieceRows * kHeadDim / 4;
+  int head, b, h, first_row;
 
-  auto* sums = reinterpret_cast<float4*>(w.dq) + int64_t{blockIdx.x} * kPieceFours;
-  for (int n = threadIdx.x; n < kPieceFours; n += kWarpgroup) sums[n] = make_float4(0, 0, 0, 0);
-  if (threadIdx.x == 0 && first_row % kRows == 0) w.turns[head * w.tiles + first_row / kRows] = 0;
+  __device__ QueryPiece(const AttentionParams& call, const BackwardWorkspace& w) {
+    const int pieces = w.tiles.longest * (w.tiles.tile_rows / kPieceRows);
+    const int heads = static_cast<int>(call.sizes.heads);
+    head = static_cast<int>(blockIdx.x) / pieces;
+    b = head / heads;
+    h = head % heads;
+    first_row = static_cast<int>(blockIdx.x) % pieces * kPieceRows;
+  }
+  __device__ float4* sums(const BackwardWorkspace& w, const AttentionParams& p) const {
+    return reinterpret_cast<float4*>(w.dq) + w.tiles(p, b, h, first_row) / kPieceRows * kFours;
+  }
+};
+
+// A block owns 64 query rows of a head, also those that only fill up the last tile.
+template <class In, int kHeadDim, class Config>
+__global__ void __launch_bounds__(kWarpgroup)
+    row_terms_kernel(const BackwardParams call, const BackwardWorkspace w) {
+  using Piece = QueryPiece<kHeadDim>;
+  constexpr int kRows = Config::kRows, kLanes = kHeadDim / 8;
+  const Piece piece(call, w);
+  const int64_t b = piece.b, h = piece.h, first_row = piece.first_row;
+  const BackwardParams& p = call_of_block<Config>(call, b);
+  const Sizes& z = p.sizes;
+
+  if (threadIdx.x == 0 && first_row % kRows == 0)
+    w.turns[int64_t{piece.head} * w.tiles.longest + first_row / kRows] = 0;
   if (threadIdx.x == 0 && blockIdx.x == 0) *w.ticket = 0;
+  if (first_row / kRows * kRows >= z.seqlen_q) return;  // a packed sequence that ends before this tile
+  float4* const sums = piece.sums(w, p);
+  for (int n = threadIdx.x; n < Piece::kFours; n += kWarpgroup) sums[n] = make_float4(0, 0, 0, 0);
 
   for (int r = threadIdx.x / kLanes; r < kPieceRows; r += kWarpgroup / kLanes) {
     const int64_t i = first_row + r;
     const bool inside = i < z.seqlen_q;
     const float dot = row_product<In, kHeadDim>(inside ? p.dout.row<In>(b, h, i) : nullptr,
-                                                inside ? p.out.row<In>(b, h, i) : nullptr);
+                                                inside ? p.out.row<In>(b, h, i) : nullptr, z.head_dim_v);
     if (threadIdx.x % kLanes != 0) continue;
-    const int64_t from = p.statistics_row(b, h, i), to = head * w.rows + i;
+    const int64_t from = p.statistics_row(b, h, i), to = w.tiles(p, b, h, i);
     const float lse = inside ? static_cast<const float*>(p.lse)[from] : -kInf<float>;
     const float dlse = inside && p.dlse ? static_cast<const float*>(p.dlse)[from] : 0.0f;
     w.lse2[to] = lse == -kInf<float> ? kInf<float> : lse * static_cast<float>(kLog2E);
@@ -56,28 +79,33 @@ __global__ void __launch_bounds__(kWarpgroup)
 }
 
 // A block owns 64 query rows of a head.
-template <class In, int kHeadDim>
-__global__ void __launch_bounds__(kWarpgroup) dq_kernel(const BackwardParams p, const BackwardWorkspace w) {
+template <class In, int kHeadDim, class Config>
+__global__ void __launch_bounds__(kWarpgroup)
+    dq_kernel(const BackwardParams call, const BackwardWorkspace w) {
 #if defined(FA_HAS_HOPPER)  // this tier runs nowhere else
-  const Sizes& z = p.sizes;
-  const int64_t pieces = w.rows / kPieceRows, head = blockIdx.x / pieces, b = head / z.heads,
-                h = head % z.heads;
-  const int64_t warp_row = blockIdx.x % pieces * kPieceRows + threadIdx.x / 32 * kWarpRows;
+  const QueryPiece<kHeadDim> piece(call, w);
+  const int64_t b = piece.b, h = piece.h, warp_row = piece.first_row + threadIdx.x / 32 * kWarpRows;
+  const BackwardParams& p = call_of_block<Config>(call, b);
+  if (piece.first_row >= p.sizes.seqlen_q) return;  // a packed sequence that ends before
   const float scale = static_cast<float>(p.scale);
-  const auto* sums =
-      reinterpret_cast<const float4*>(w.dq) + int64_t{blockIdx.x} * (kPieceRows * kHeadDim / 4);
+  const float4* const sums = piece.sums(w, p);
 
-  float dq[kHeadDim / 2];
+  uint32_t nan_rows = 0;
+#pragma unroll 1
+  for (int column = 0; column < kHeadDim; column += kPanelColumns) {
+    float dq[kPanelColumns / 2];
 #pragma unroll
-  for (int n = 0; n < kHeadDim / 8; ++n) {
-    const float4 four = sums[n * kWarpgroup + threadIdx.x];
-    dq[4 * n] = four.x * scale;
-    dq[4 * n + 1] = four.y * scale;
-    dq[4 * n + 2] = four.z * scale;
-    dq[4 * n + 3] = four.w * scale;
+    for (int n = 0; n < kPanelColumns / 8; ++n) {
+      const float4 four = sums[(column / 8 + n) * kWarpgroup + threadIdx.x];
+      dq[4 * n] = four.x * scale;
+      dq[4 * n + 1] = four.y * scale;
+      dq[4 * n + 2] = four.z * scale;
+      dq[4 * n + 3] = four.w * scale;
+    }
+    store_rows<In>(p.dq, b, h, warp_row, p.sizes.seqlen_q, static_cast<int>(p.sizes.head_dim), dq, column);
+    nan_rows |= rows_with_nan(dq);
   }
-  store_rows<In>(p.dq, b, h, warp_row, z.seqlen_q, dq);
-  repair_queries<In, kHeadDim>(p, w, b, h, warp_row, rows_with_nan(dq));
+  repair_queries<In, kHeadDim>(p, w, b, h, warp_row, nan_rows);
 #endif
 }
 

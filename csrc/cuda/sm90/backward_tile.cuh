@@ -70,6 +70,24 @@ __device__ void probabilities(float scale2, const Terms<kElements / 4>& lse2, fl
     for (int e = 0; e < 4; ++e) s[4 * n + e] = ptx::exp2_fast(fmaf(s[4 * n + e], scale2, -lse2(n, e)));
 }
 
+// The same of scores with a softcap: P^T, rounded, and in place of S^T what dS^T has as its factor, P^T times the
+// derivative of the softcap.
+template <class In, int kElements>
+__device__ void capped_probabilities(const ScoreScale& score, const Terms<kElements / 4>& lse2,
+                                     float (&s)[kElements], uint32_t (&weights)[kElements / 8][4]) {
+#pragma unroll
+  for (int n = 0; n < kElements / 2; ++n) {
+    float probs[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float tanh = score.tanh(s[2 * n + e]);
+      probs[e] = ptx::exp2_fast(fmaf(tanh, score.scale2, -lse2(n / 2, n % 2 * 2 + e)));
+      s[2 * n + e] = probs[e] * fmaf(-tanh, tanh, 1.0f);
+    }
+    weights[n / 4][n % 4] = ptx::pack<In>(probs[0], probs[1]);
+  }
+}
+
 // dP^T becomes dS^T.
 template <int kElements>
 __device__ void score_gradients(const float (&p)[kElements], const Terms<kElements / 4>& delta,
@@ -80,15 +98,18 @@ __device__ void score_gradients(const float (&p)[kElements], const Terms<kElemen
     for (int e = 0; e < 4; ++e) dp[4 * n + e] = p[4 * n + e] * (dp[4 * n + e] - delta(n, e));
 }
 
-// Which elements of a thread's part of S^T the band shows. Key `key` is the thread's first.
+// Which elements of a thread's part of S^T the band shows. Key `key` is the thread's first; of `attends` bit r is whether
+// the mask shows key + 8 r.
 struct SeenElements {
   uint32_t seen[2];  // of key and key + 8
 
-  __device__ SeenElements(const ShortBand& band, int key, int first_row) {
+  __device__ SeenElements(const ShortBand& band, int key, int first_row, uint32_t attends = 3) {
     const int row = first_row + first_column_in_eight();
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+    for (int r = 0; r < 2; ++r) {
       seen[r] = columns_between(band.begin_row(key + 8 * r) - row, band.end_row(key + 8 * r) - row);
+      if (!(attends >> r & 1)) seen[r] = 0;
+    }
   }
 
   // 0 for all others, whatever they are.
@@ -96,6 +117,17 @@ struct SeenElements {
   __device__ void clear_others(float (&x)[kElements]) const {
 #pragma unroll
     for (int n = 0; n < kElements; ++n) x[n] = seen[n / 2 % 2] >> (n / 4 * 2 + n % 2) & 1 ? x[n] : 0.0f;
+  }
+  // The same of rounded pairs.
+  template <int kSteps>
+  __device__ void clear_others(uint32_t (&pairs)[kSteps][4]) const {
+#pragma unroll
+    for (int n = 0; n < 4 * kSteps; ++n) {
+      uint32_t& pair = pairs[n / 4][n % 4];
+      const uint32_t both = seen[n % 2] >> (n / 2 * 2);
+      pair = both & 1 ? pair : pair & 0xffff0000u;
+      pair = both & 2 ? pair : pair & 0x0000ffffu;
+    }
   }
 };
 
@@ -123,13 +155,26 @@ __device__ void store_sums(float (&sums)[kFours][kWarpgroup][4], const float (&d
 template <class In, int kHeadDim, int kElements>
 __device__ void finish_keys(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
                             int64_t warp_key, int first_column, Range tiles, float (&dk)[kElements],
-                            const float (&dv)[kElements]) {
+                            float (&dv)[kElements]) {
   const int64_t length = p.sizes.seqlen_k;
   const float scale = static_cast<float>(p.scale);
 #pragma unroll
   for (int n = 0; n < kElements; ++n) dk[n] *= scale;
-  if (p.dk) store_rows<In>(p.dk, b, h_kv, warp_key, length, dk, first_column);
-  if (p.dv) store_rows<In>(p.dv, b, h_kv, warp_key, length, dv, first_column);
+  if (p.mask) {  // 0 x NaN: a key that is masked has no gradient, whatever the queries hold
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool attends = !is_masked(p, b, warp_key + first_row_in_warp() + 8 * r);
+#pragma unroll
+      for (int n = r * 2; n < kElements; n += n % 2 ? 3 : 1) {
+        dk[n] = attends ? dk[n] : 0.0f;
+        dv[n] = attends ? dv[n] : 0.0f;
+      }
+    }
+  }
+  if (p.dk)
+    store_rows<In>(p.dk, b, h_kv, warp_key, length, static_cast<int>(p.sizes.head_dim), dk, first_column);
+  if (p.dv)
+    store_rows<In>(p.dv, b, h_kv, warp_key, length, static_cast<int>(p.sizes.head_dim_v), dv, first_column);
   repair_keys<In, kHeadDim>(p, w, b, h_kv, warp_key, tiles, rows_with_nan(dk) | rows_with_nan(dv),
                             first_column, first_column + 2 * kElements);
 }

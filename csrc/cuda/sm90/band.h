@@ -30,6 +30,14 @@ struct ShortBand {
   }
 };
 
+// Of masks that hold true or false for each key, the only ones that this tier takes: whether key j is shown.
+__device__ inline bool mask_shows_key(const MaskParams& mask, int64_t b, int64_t j) {
+  const auto* first = static_cast<const uint8_t*>(mask.data);
+  const auto* second = static_cast<const uint8_t*>(mask.key_data);
+  return first[b * mask.stride_b + j * mask.stride_k] &&
+         (!second || second[b * mask.key_stride_b + j * mask.key_stride_k]);
+}
+
 // Of a row a thread holds the columns 8 n and 8 n + 1, counted from its first one. How many of them lie before
 // column x; for a negative x the number goes on below 0.
 __device__ inline int columns_before(int x) { return (x >> 3) * 2 + min(x & 7, 2); }

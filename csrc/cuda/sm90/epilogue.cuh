@@ -13,29 +13,30 @@ namespace flash_attn_ext::cuda::sm90 {
 // column that is rightly NaN is so from the key on that makes it so; when no other column is left, the rest of
 // the keys is not read.
 template <class In, int kHeadDim>
-__device__ void attend_alone(const AttentionParams& p, int64_t b, int64_t h, int64_t i, float scale2) {
-  constexpr int kColumns = kHeadDim / 32;
-  const int64_t h_kv = p.sizes.kv_head(h);
-  const int lane = threadIdx.x % 32;
-  const In* q = p.q.row<In>(b, h, i);
-  NanColumns<In, kHeadDim> columns(p.out, b, h, i);
-  float max = -kInf<float>, sum = 0, out[kColumns] = {};
-  const Range seen = visible_keys(p.band, i, i + 1, p.sizes.seqlen_k);
-  for (int64_t j = seen.end - 1; j >= seen.begin && columns.any_open(out); --j) {
-    const In *k = p.k.row<In>(b, h_kv, j), *v = p.v.row<In>(b, h_kv, j);
-    float product = 0;
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) product += widen(q[lane + 32 * n]) * widen(k[lane + 32 * n]);
-    product = total_of_lanes<32>(product);
-    const float new_max = fmaxf(max, product), reference = new_max == -kInf<float> ? 0.0f : new_max * scale2;
-    const float factor = ptx::exp2_fast(max * scale2 - reference);
-    const float weight = ptx::exp2_fast(product * scale2 - reference);
+__device__ void attend_alone(const AttentionParams& p, int64_t b, int64_t h, int64_t i) {
+  using Row = LaneRow<In, kHeadDim>;
+  const Sizes& z = p.sizes;
+  const int64_t h_kv = z.kv_head(h);
+  const ScoreScale score(p);
+  const Row q(p.q, b, h, i, z.head_dim);
+  const NanColumns<In, kHeadDim> columns(p.out, b, h, i, 0, z.head_dim_v);
+  float max = -kInf<float>, sum = 0;
+  Row out;
+  const Range seen = visible_keys(p.band, i, i + 1, z.seqlen_k);
+  for (int64_t j = seen.end - 1; j >= seen.begin && columns.any_open(out.x); --j) {
+    if (is_masked(p, b, j)) continue;
+    float product = q.dot(Row(p.k, b, h_kv, j, z.head_dim));
+    if (p.softcap > 0) product = score.tanh(product);
+    const float new_max = fmaxf(max, product);
+    const float reference = new_max == -kInf<float> ? 0.0f : new_max * score.scale2;
+    const float factor = ptx::exp2_fast(max * score.scale2 - reference);
+    const float weight = ptx::exp2_fast(product * score.scale2 - reference);
     max = new_max;
     sum = sum * factor + weight;
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) out[n] = out[n] * factor + weight * widen(v[lane + 32 * n]);
+    out.scale(factor);
+    out.add(weight, Row(p.v, b, h_kv, j, z.head_dim_v));
   }
-  columns.store(p.out, b, h, i, finish_row(p, b, h, max * static_cast<float>(p.scale), sum).out_factor, out);
+  columns.store(p.out, b, h, i, finish_row(p, b, h, max * score.scale, sum).out_factor, out.x);
 }
 
 // The weight 0 of a hidden key times a NaN or Inf in its value row is NaN. So if a value row is not finite
@@ -43,28 +44,23 @@ __device__ void attend_alone(const AttentionParams& p, int64_t b, int64_t h, int
 // that came out as NaN are computed once more. Every other NaN comes from a visible key.
 template <class In, int kHeadDim>
 __device__ void repair_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, Range tiles,
-                            uint32_t nan_rows, float scale2) {
-  const Sizes& z = p.sizes;
-  const int64_t rows = smaller<int64_t>(kWarpRows, z.seqlen_q - warp_row);
+                            uint32_t nan_rows) {
+  const int64_t rows = smaller<int64_t>(kWarpRows, p.sizes.seqlen_q - warp_row), h_kv = p.sizes.kv_head(h);
   if (nan_rows == 0 || rows <= 0) return;
-  const Range first = visible_keys(p.band, warp_row, warp_row + 1, z.seqlen_k);
-  const Range last = visible_keys(p.band, warp_row + rows - 1, warp_row + rows, z.seqlen_k);
-  const int64_t h_kv = z.kv_head(h), end = smaller<int64_t>(tiles.end, z.seqlen_k);
-  if (!has_non_finite_rows<In, kHeadDim>(p.v, b, h_kv, {tiles.begin, smaller<int64_t>(last.begin, end)}) &&
-      !has_non_finite_rows<In, kHeadDim>(p.v, b, h_kv, {larger<int64_t>(first.end, tiles.begin), end}))
+  if (!has_non_finite_hidden_keys<In, kHeadDim>(p, p.v, p.sizes.head_dim_v, b, h_kv,
+                                                {warp_row, warp_row + rows}, tiles))
     return;
   __syncwarp();  // each lane sees what the others have stored of a row
 #pragma unroll 1
   for (int n = 0; n < rows; ++n)
-    if (nan_rows >> n & 1) attend_alone<In, kHeadDim>(p, b, h, warp_row + n, scale2);
+    if (nan_rows >> n & 1) attend_alone<In, kHeadDim>(p, b, h, warp_row + n);
 }
 
 // Writes a warp's 16 rows, as far as they exist. `tiles`: the keys of the block's tiles.
 template <class In, int kHeadDim>
-__device__ void finish_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, float scale2,
+__device__ void finish_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, float scale,
                             Range tiles, const RowStatistics& statistics, float (&o)[kHeadDim / 2]) {
   const Sizes& z = p.sizes;
-  const float scale = static_cast<float>(p.scale);
   RowResult<float> results[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r)
@@ -78,8 +74,8 @@ __device__ void finish_rows(const AttentionParams& p, int64_t b, int64_t h, int6
     if (i < z.seqlen_q && first_column_in_eight() == 0)
       static_cast<float*>(p.lse)[p.statistics_row(b, h, i)] = results[r].lse;
   }
-  store_rows<In>(p.out, b, h, warp_row, z.seqlen_q, o);
-  repair_rows<In, kHeadDim>(p, b, h, warp_row, tiles, rows_with_nan(o), scale2);
+  store_rows<In>(p.out, b, h, warp_row, z.seqlen_q, static_cast<int>(z.head_dim_v), o);
+  repair_rows<In, kHeadDim>(p, b, h, warp_row, tiles, rows_with_nan(o));
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -8,9 +8,11 @@
 // registers, and so does P, which is the left operand of the second product as it stands.
 #pragma once
 
+#include "../call_of_block.cuh"
 #include "../launch.h"
 #include "../shared_memory.h"
 #include "epilogue.cuh"
+#include "key_mask.cuh"
 #include "pipeline.cuh"
 #include "plan.h"
 #include "ptx.h"
@@ -25,20 +27,23 @@ template <int kHeadDim>
 struct Tiling;
 template <>
 struct Tiling<64> {
-  static constexpr int kConsumers = 3, kKeys = 128, kProducerRegisters = 32, kConsumerRegisters = 160;
+  static constexpr int kConsumers = 3, kProducerRegisters = 32, kConsumerRegisters = 160;
 };
 template <>
 struct Tiling<128> {
-  static constexpr int kConsumers = 2, kKeys = 128, kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
 };
 template <>
 struct Tiling<256> {
-  static constexpr int kConsumers = 2, kKeys = 80, kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
 };
 
-template <class In, int kHeadDim>
+// The plain kernel takes neither softcap, nor key masks, nor packed sequences; the other one takes them all.
+template <class In, int kHeadDim, bool kPlain_>
 struct Forward : Tiling<kHeadDim> {
-  using Tiling<kHeadDim>::kConsumers, Tiling<kHeadDim>::kKeys;
+  static constexpr bool kPlain = kPlain_, kPacked = !kPlain_;
+  using Tiling<kHeadDim>::kConsumers;
+  static constexpr int kKeys = forward_keys(kHeadDim);
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   // O is long: its products with the factors of softmax run under S = Q K^T, not behind the exponentials.
@@ -61,25 +66,43 @@ struct ForwardArguments {
   CUtensorMap q, k, v;
   AttentionParams p;
   ForwardPlan plan;
+  ScoreScale score;
+  KeyMask key_mask;
 };
 
 // What a block computes, and the key tiles that its rows can see.
 struct BlockRange {
   int b, h, h_kv, first_row, first_key, tiles;
+  ShortBand band;
+  int q_row, k_row, map_b;  // where its sequence begins in the tensor maps
 };
 
 template <class Config>
 __device__ BlockRange block_range(const ForwardArguments& a) {
-  const Sizes& z = a.p.sizes;
   const Task task = task_of(a.plan, blockIdx.x);
+  const AttentionParams& p = call_of_block<Config>(a.p, task.b);
+  const Sizes& z = p.sizes;
   BlockRange range;
   range.b = task.b;
   range.h = task.h;
   range.h_kv = task.h_kv;
   range.first_row = task.row_block * Config::kRows;
   const int64_t end_row = range.first_row + Config::kRows;
-  const Range seen =
-      visible_keys(a.p.band, range.first_row, end_row < z.seqlen_q ? end_row : z.seqlen_q, z.seqlen_k);
+  Range seen = visible_keys(p.band, range.first_row, end_row < z.seqlen_q ? end_row : z.seqlen_q, z.seqlen_k);
+  range.band = ShortBand(p);
+  range.q_row = range.k_row = 0;
+  range.map_b = range.b;
+  if constexpr (!Config::kPlain) {
+    if (p.varlen) {
+      range.q_row = static_cast<int>(p.varlen.first_q);
+      range.k_row = static_cast<int>(p.varlen.first_k);
+      range.map_b = 0;
+      if (range.first_row >= z.seqlen_q) seen.end = 0;  // the sequence ends before
+    }
+    const Range attending = a.key_mask.seen_tiles(task.b, ceil_div(z.seqlen_k, Config::kKeys));
+    seen.begin = larger(seen.begin, attending.begin * Config::kKeys);
+    seen.end = smaller(seen.end, attending.end * Config::kKeys);
+  }
   range.first_key = seen.begin / Config::kKeys * Config::kKeys;
   range.tiles = seen.begin < seen.end ? ceil_div(seen.end - range.first_key, Config::kKeys) : 0;
   return range;
@@ -92,13 +115,13 @@ __device__ void load_next(Pipeline<Tile>& pipeline, uint32_t n, const CUtensorMa
                           const BlockRange& range) {
   const uint32_t stage = pipeline.stage(n);
   ptx::barrier_wait(pipeline.empty[stage], pipeline.parity(n) ^ 1);  // the consumers have read tile n - 2
-  load_tile(pipeline.tiles[stage], map, key, range.h_kv, range.b, pipeline.full[stage]);
+  load_tile(pipeline.tiles[stage], map, range.k_row + key, range.h_kv, range.map_b, pipeline.full[stage]);
 }
 
 template <class Config>
 __device__ void produce(const ForwardArguments& a, const BlockRange& range, typename Config::Shared& shared) {
   if (range.tiles == 0) return;  // nobody waits for Q: it would land in the next block's memory
-  load_tile(shared.q, a.q, range.first_row, range.h, range.b, shared.q_full);
+  load_tile(shared.q, a.q, range.q_row + range.first_row, range.h, range.map_b, shared.q_full);
   for (int n = 0; n < range.tiles; ++n) {
     const int key = range.first_key + n * Config::kKeys;
     load_next(shared.k, n, a.k, key, range);
@@ -133,8 +156,8 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
   const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup) - 1, warp = threadIdx.x % kWarpgroup / 32;
   const int warpgroup_row = range.first_row + warpgroup * kWarpgroupRows;
   const int warp_row = warpgroup_row + warp * kWarpRows;
-  const ShortBand band(p);
-  const float scale2 = static_cast<float>(p.scale * kLog2E);
+  const ShortBand& band = range.band;
+  const ScoreScale& score = a.score;
   const uint32_t q_address = ptx::shared_address(&shared.q) + warpgroup * kWarpgroupRows * kPanelRowBytes;
   const uint64_t q = along_columns(q_address);
   const uint64_t first_k = along_columns(ptx::shared_address(&shared.k.tiles));
@@ -143,24 +166,37 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
   float s[kKeys / 2], o[kHeadDim / 2] = {}, factor[2];
   uint32_t weights[kKeys / 16][4];
   RowStatistics statistics;
-  const auto softmax = [&](int n) {
+  // The keys of tile n that the mask shows: asked for before the products, needed after the first.
+  const auto attending = [&](int n) {
+    if constexpr (Config::kPlain)
+      return ~0u;
+    else
+      return a.key_mask.columns(range.b, range.first_key / kKeys + n, threadIdx.x);
+  };
+  const auto softmax = [&](int n, uint32_t attends) {
     const int key = range.first_key + n * kKeys;
-    if (!band.shows_all(warpgroup_row, kWarpgroupRows, key, kKeys))
-      hide_invisible(band, warp_row + first_row_in_warp(), key, s);
-    statistics.update(scale2, s, factor);
+    bool shows_all = band.shows_all(warpgroup_row, kWarpgroupRows, key, kKeys);
+    if constexpr (!Config::kPlain) {
+      if (p.softcap > 0) cap(score, s);
+      shows_all &= __ballot_sync(kAllLanes, attends != ~0u) == 0;
+    }
+    if (!shows_all) hide_invisible(band, warp_row + first_row_in_warp(), key, s, attends);
+    statistics.update(score.scale2, s, factor);
   };
 
   if (range.tiles > 0) {
+    const uint32_t attends = attending(0);
     ptx::barrier_wait(shared.q_full, 0);  // TMA has written Q
     const uint64_t k = step_descriptor(first_k, shared.k.wait(0));
     ptx::wgmma_fence();  // s may be written
     start_scores<In, Config, kHeadDim>(q, k, s);
     ptx::wgmma_wait<0>(s);  // s is complete, K has been read
     shared.k.release(0);    // K may be overwritten
-    softmax(0);
+    softmax(0, attends);
     round_weights<In>(s, weights);
   }
   for (int n = 1; n < range.tiles; ++n) {
+    const uint32_t attends = attending(n);
     const uint64_t k = step_descriptor(first_k, shared.k.wait(n));
     ptx::wgmma_fence();  // s has been read, weights and o are written
     start_scores<In, Config, kHeadDim>(q, k, s);
@@ -170,7 +206,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
     start_output<In, Config>(weights, v, o);
     ptx::wgmma_wait<1>(s);  // s is complete, K has been read
     shared.k.release(n);    // K may be overwritten
-    softmax(n);             // the exponentials, while the tensor cores work on o
+    softmax(n, attends);    // the exponentials, while the tensor cores work on o
     ptx::compute_before_wait(statistics.sum[0] + statistics.sum[1], q_address);
     ptx::wgmma_wait<0>(o);    // o is complete, weights and V have been read
     shared.v.release(n - 1);  // V may be overwritten
@@ -185,10 +221,12 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
     ptx::wgmma_wait<0>(o);  // o is complete
   }
   const Range tiles{range.first_key, int64_t{range.first_key} + range.tiles * kKeys};
-  finish_rows<In, kHeadDim>(p, range.b, range.h, warp_row, scale2, tiles, statistics, o);
+  // Of a packed sequence once more: the loop's registers do not hold it.
+  finish_rows<In, kHeadDim>(call_of_block<Config>(p, range.b), range.b, range.h, warp_row, score.scale, tiles,
+                            statistics, o);
 }
 
-template <class In, int kHeadDim, class Config = Forward<In, kHeadDim>>
+template <class In, int kHeadDim, bool kPlain, class Config = Forward<In, kHeadDim, kPlain>>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArguments a) {
 #if defined(FA_HAS_HOPPER)
@@ -215,33 +253,37 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 // ---- launch
 
-template <class In, int kHeadDim>
-cudaError_t launch_head_dim(const AttentionParams& p, cudaStream_t stream) {
-  using Config = Forward<In, kHeadDim>;
-  const Sizes& z = p.sizes;
-  ForwardArguments a;
-  a.p = p;
-  a.plan = plan_forward(z, Config::kRows);
+template <class In, int kHeadDim, bool kPlain>
+cudaError_t launch_tiles(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  using Config = Forward<In, kHeadDim, kPlain>;
+  ForwardArguments a{{},
+                     {},
+                     {},
+                     p,
+                     plan_forward(p.sizes, Config::kRows),
+                     ScoreScale(p),
+                     KeyMask(workspace, p, Config::kKeys)};
   const LaunchShape shape{a.plan.blocks, 1, 1, Config::kThreads, sizeof(typename Config::Shared)};
-  return in_order(
-      [&] {
-        return encode_tensor_map(a.q, p.q, p.dtype, kHeadDim, z.seqlen_q, z.heads, z.batch, Config::kRows);
-      },
-      [&] {
-        return encode_tensor_map(a.k, p.k, p.dtype, kHeadDim, z.seqlen_k, z.heads_kv, z.batch, Config::kKeys);
-      },
-      [&] {
-        return encode_tensor_map(a.v, p.v, p.dtype, kHeadDim, z.seqlen_k, z.heads_kv, z.batch, Config::kKeys);
-      },
-      [&] { return launch(forward_kernel<In, kHeadDim>, shape, stream, a); });
+  const TensorMaps maps(p);
+  return in_order([&] { return maps.of_queries(a.q, p.q, p.sizes.head_dim, Config::kRows); },
+                  [&] { return maps.of_keys(a.k, p.k, p.sizes.head_dim, Config::kKeys); },
+                  [&] { return maps.of_keys(a.v, p.v, p.sizes.head_dim_v, Config::kKeys); },
+                  [&] { return launch_key_mask<Config::kKeys>(p, a.key_mask, stream); },
+                  [&] { return launch(forward_kernel<In, kHeadDim, kPlain>, shape, stream, a); });
+}
+
+template <class In, int kHeadDim>
+cudaError_t launch_head_dim(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  return is_plain(p) ? launch_tiles<In, kHeadDim, true>(p, workspace, stream)
+                     : launch_tiles<In, kHeadDim, false>(p, workspace, stream);
 }
 
 template <class In>
-cudaError_t launch_forward(const AttentionParams& p, cudaStream_t stream) {
-  switch (p.sizes.head_dim) {
-    case 64: return launch_head_dim<In, 64>(p, stream);
-    case 128: return launch_head_dim<In, 128>(p, stream);
-    case 256: return launch_head_dim<In, 256>(p, stream);
+cudaError_t launch_forward(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  switch (padded_head_dim(p.sizes)) {
+    case 64: return launch_head_dim<In, 64>(p, workspace, stream);
+    case 128: return launch_head_dim<In, 128>(p, workspace, stream);
+    case 256: return launch_head_dim<In, 256>(p, workspace, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -58,6 +58,12 @@ template <class Tile>
 FA_HOST_DEVICE constexpr uint64_t along_rows(uint32_t address) {
   return matrix_descriptor(address, Tile::kPanelBytes);
 }
+// By how many bytes its columns from `column` on lie behind the first, a multiple of 8: the swizzle is one of addresses, so
+// that a product may begin within a panel.
+template <class Tile>
+FA_HOST_DEVICE constexpr uint32_t first_column(int column) {
+  return column / kPanelColumns * Tile::kPanelBytes + column % kPanelColumns * 2;
+}
 FA_HOST_DEVICE constexpr uint32_t rows_step(int k) { return k * 16 * kPanelRowBytes; }
 template <class Tile>
 FA_HOST_DEVICE constexpr uint64_t along_rows(uint32_t address, int k) {

@@ -10,6 +10,18 @@ namespace flash_attn_ext::cuda::sm90 {
 // The longest sequence: the sum of two lengths, each rounded up to whole tiles, fits in 32 bits.
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1024;
 
+// The head dimension that a kernel is compiled for: columns behind those of the tensors are zeros, which TMA brings.
+FA_HOST_DEVICE inline int padded_head_dim(const Sizes& z) {
+  const int64_t larger = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
+  return larger <= 64 ? 64 : larger <= 128 ? 128 : 256;
+}
+
+// Keys of the forward's tiles.
+constexpr int forward_keys(int padded) { return padded == 256 ? 80 : 128; }
+
+// Whether the plain kernels take a call: the others have softcap, key masks and packed sequences.
+inline bool is_plain(const AttentionParams& p) { return !(p.softcap > 0) && !p.mask && !p.varlen; }
+
 struct ForwardPlan {
   int64_t blocks;           // all of them
   int row_blocks;           // of a head
@@ -26,7 +38,7 @@ struct Task {
 
 inline ForwardPlan plan_forward(const Sizes& z, int64_t block_rows) {
   constexpr int64_t kL2Bytes = int64_t{24} << 20;  // about half of Hopper's, which has two halves
-  const int64_t bytes_of_head = 2 * 2 * z.seqlen_k * z.head_dim, heads = z.batch * z.heads;
+  const int64_t bytes_of_head = 2 * z.seqlen_k * (z.head_dim + z.head_dim_v), heads = z.batch * z.heads;
   const int64_t kv_heads = kL2Bytes / bytes_of_head > 1 ? kL2Bytes / bytes_of_head : 1;
   const int64_t group = kv_heads * (z.heads / z.heads_kv), in_group = group < heads ? group : heads;
   const int64_t row_blocks = ceil_div(z.seqlen_q, block_rows), left = heads % in_group;

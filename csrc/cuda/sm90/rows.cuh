@@ -30,10 +30,10 @@ __device__ inline void transpose_in_four(uint32_t (&x)[4]) {
   }
 }
 
-// Writes a warp's 16 rows, rounded, as far as they exist, from `first_column` on.
+// Writes a warp's 16 rows, rounded, from `first_column` on: those below `length`, their columns below `columns`.
 template <class In, int kElements>
 __device__ void store_rows(const Tensor4& t, int64_t b, int64_t h, int64_t warp_row, int64_t length,
-                           const float (&x)[kElements], int first_column = 0) {
+                           int columns, const float (&x)[kElements], int first_column = 0) {
   // Of 32 columns, the four threads of a row hold pairs in each eight; each then stores one eight.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -47,8 +47,9 @@ __device__ void store_rows(const Tensor4& t, int64_t b, int64_t h, int64_t warp_
         pairs[n] = ptx::pack<In>(x[at], x[at + 1]);
       }
       transpose_in_four(pairs);
-      if (i < length)
-        *reinterpret_cast<uint4*>(t.row<In>(b, h, i) + first_column + c + 4 * first_column_in_eight()) =
+      const int column = first_column + c + 4 * first_column_in_eight();
+      if (i < length && column < columns)
+        *reinterpret_cast<uint4*>(t.row<In>(b, h, i) + column) =
             make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
   }

@@ -6,10 +6,12 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// Why another tier must run the forward; null: this one can, on a GPU of compute capability 9.0.
+// Why another tier must run the forward; null: this one can, on a GPU of compute capability 9.0. And the bytes that it
+// needs.
 const char* why_not_forward(const AttentionParams& p);
+size_t forward_workspace(const AttentionParams& p);
 
-// The same for the backward, and the bytes that it needs.
+// The same for the backward.
 const char* why_not_backward(const BackwardParams& p);
 size_t backward_workspace(const BackwardParams& p);
 

@@ -7,13 +7,40 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// -inf where the band hides an element. Row `row` is the thread's first.
+// What makes a score of a product: times `scale`, or, where there is a softcap, tanh(product * to_tanh) * scale. The
+// tanh then takes the product's place in an accumulator, and all else is the same.
+struct ScoreScale {
+  float to_tanh, scale, scale2;  // scale2: to scores in units of log2
+
+  FA_HOST_DEVICE explicit ScoreScale(const AttentionParams& p)
+      : to_tanh(static_cast<float>(p.softcap > 0 ? p.scale / p.softcap : 0)),
+        scale(static_cast<float>(p.softcap > 0 ? p.softcap : p.scale)),
+        scale2(static_cast<float>((p.softcap > 0 ? p.softcap : p.scale) * kLog2E)) {}
+
+  // tanh by its definition, within 2^-22: of a score only the absolute error counts. tanh.approx is off by 2^-11, which a
+  // softcap of 50 would make an error of 2 % in P.
+  __device__ float tanh(float product) const {
+    const float power = ptx::exp2_fast(product * to_tanh * static_cast<float>(2 * kLog2E));
+    return fmaf(-2.0f, ptx::reciprocal_fast(1.0f + power), 1.0f);
+  }
+};
+
+// Products become their tanh.
 template <int kElements>
-__device__ void hide_invisible(const ShortBand& band, int row, int first_key, float (&s)[kElements]) {
+__device__ void cap(const ScoreScale& score, float (&s)[kElements]) {
+#pragma unroll
+  for (int n = 0; n < kElements; ++n) s[n] = score.tanh(s[n]);
+}
+
+// -inf where the band hides an element, or `attends` (key_mask.cuh). Row `row` is the thread's first.
+template <int kElements>
+__device__ void hide_invisible(const ShortBand& band, int row, int first_key, float (&s)[kElements],
+                               uint32_t attends = ~0u) {
   const int key = first_key + first_column_in_eight();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const uint32_t seen = columns_between(band.begin(row + 8 * r) - key, band.end(row + 8 * r) - key);
+    const uint32_t seen =
+        columns_between(band.begin(row + 8 * r) - key, band.end(row + 8 * r) - key) & attends;
 #pragma unroll
     for (int n = 0; n < kElements / 4; ++n)
 #pragma unroll

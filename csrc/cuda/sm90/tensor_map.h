@@ -29,7 +29,7 @@ inline cudaError_t find_encoder(TensorMapEncoder& encode) {
   return cudaSuccess;
 }
 
-// A box is `rows` rows of one panel.
+// A box is `rows` rows of one panel. Columns behind the last one arrive as zeros.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, const Tensor4& t, DType dtype, int64_t columns,
                                      int64_t length, int64_t heads, int64_t batch, uint32_t rows) {
   TensorMapEncoder encode;
@@ -54,5 +54,27 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, const Tensor4& t, DType d
                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return encoded == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
+
+// The maps of a call's tensors. Packed sequences lie in one map, behind each other: what a box brings from behind the
+// end of one of them are the next one's rows.
+class TensorMaps {
+ public:
+  explicit TensorMaps(const AttentionParams& p) : p_(p) {}
+
+  cudaError_t of_queries(CUtensorMap& map, const Tensor4& t, int64_t columns, uint32_t rows) const {
+    return encode(map, t, columns, p_.sizes.seqlen_q, p_.varlen.total_q, p_.sizes.heads, rows);
+  }
+  cudaError_t of_keys(CUtensorMap& map, const Tensor4& t, int64_t columns, uint32_t rows) const {
+    return encode(map, t, columns, p_.sizes.seqlen_k, p_.varlen.total_k, p_.sizes.heads_kv, rows);
+  }
+
+ private:
+  cudaError_t encode(CUtensorMap& map, const Tensor4& t, int64_t columns, int64_t length, int64_t total,
+                     int64_t heads, uint32_t rows) const {
+    return p_.varlen ? encode_tensor_map(map, t, p_.dtype, columns, total, heads, 1, rows)
+                     : encode_tensor_map(map, t, p_.dtype, columns, length, heads, p_.sizes.batch, rows);
+  }
+  const AttentionParams& p_;
+};
 
 }  // namespace flash_attn_ext::cuda::sm90

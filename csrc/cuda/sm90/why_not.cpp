@@ -16,11 +16,16 @@ bool tma_takes(const Tensor4& t, int64_t columns, int64_t length, int64_t heads,
          step(t.stride_h, heads) && step(t.stride_b, batch);
 }
 
-bool takes_queries(const Tensor4& t, const Sizes& z, int64_t columns) {
-  return tma_takes(t, columns, z.seqlen_q, z.heads, z.batch);
+// Packed sequences lie in one tensor map.
+bool takes_queries(const Tensor4& t, const AttentionParams& p, int64_t columns) {
+  const Sizes& z = p.sizes;
+  return p.varlen ? tma_takes(t, columns, p.varlen.total_q, z.heads, 1)
+                  : tma_takes(t, columns, z.seqlen_q, z.heads, z.batch);
 }
-bool takes_keys(const Tensor4& t, const Sizes& z, int64_t columns) {
-  return tma_takes(t, columns, z.seqlen_k, z.heads_kv, z.batch);
+bool takes_keys(const Tensor4& t, const AttentionParams& p, int64_t columns) {
+  const Sizes& z = p.sizes;
+  return p.varlen ? tma_takes(t, columns, p.varlen.total_k, z.heads_kv, 1)
+                  : tma_takes(t, columns, z.seqlen_k, z.heads_kv, z.batch);
 }
 
 // By 16 bytes at a time.
@@ -34,12 +39,21 @@ bool is_aligned(const Tensor4& t) {
 const char* why_not_either(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm90: only float16 and bfloat16";
-  if (p.varlen) return "sm90: no packed sequences";
-  if (z.head_dim != z.head_dim_v || (z.head_dim != 64 && z.head_dim != 128 && z.head_dim != 256))
-    return "sm90: only head dimensions 64, 128 and 256, the same for query, key and value";
-  if (p.mask || p.alibi || p.dropout || p.softcap > 0) return "sm90: no mask, ALiBi, dropout or softcap";
-  if (z.batch == 0 || z.heads == 0 || z.seqlen_q == 0 || z.seqlen_k == 0) return "sm90: an empty input";
-  if (z.seqlen_q > kMaxLength || z.seqlen_k > kMaxLength) return "sm90: a sequence is too long";
+  if (p.varlen && !p.varlen.cu_seqlens_k) return "sm90: no caches";
+  for (const int64_t columns : {z.head_dim, z.head_dim_v})
+    if (columns < 8 || columns > 256 || columns % 8 != 0)
+      return "sm90: only head dimensions in eights, up to 256";
+  if (p.alibi || p.dropout) return "sm90: no ALiBi or dropout";
+  if (p.mask &&
+      (!p.mask.only_masks() || p.mask.stride_h != 0 || p.mask.stride_q != 0 || p.varlen.mask_by_row))
+    return "sm90: only bool masks that all heads and queries share, as padding is";
+  const VarlenParams& packed = p.varlen;
+  if (z.batch == 0 || z.heads == 0 || z.seqlen_q == 0 || z.seqlen_k == 0 ||
+      (packed && (packed.total_q == 0 || packed.total_k == 0)))
+    return "sm90: an empty input";
+  if (z.seqlen_q > kMaxLength || z.seqlen_k > kMaxLength || packed.total_q > kMaxLength ||
+      packed.total_k > kMaxLength)
+    return "sm90: a sequence is too long";
   return nullptr;
 }
 
@@ -52,25 +66,29 @@ const char* why_not_forward(const AttentionParams& p) {
   constexpr int64_t kFewQueries = 16;
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
-  if (!(p.scale > 0)) return "sm90: only a positive scale";
+  if (!(p.scale > 0) && !(p.softcap > 0)) return "sm90: only a positive scale";
   if (z.seqlen_q <= kFewQueries || p.decode.num_splits > 1)
     return "sm90: does not split the keys of few queries";
-  if (!takes_queries(p.q, z, z.head_dim) || !takes_keys(p.k, z, z.head_dim) ||
-      !takes_keys(p.v, z, z.head_dim_v) || !takes_queries(p.out, z, z.head_dim_v))
+  if (!takes_queries(p.q, p, z.head_dim) || !takes_keys(p.k, p, z.head_dim) ||
+      !takes_keys(p.v, p, z.head_dim_v) || !takes_queries(p.out, p, z.head_dim_v))
     return kNotForTma;
   return nullptr;
+}
+
+size_t forward_workspace(const AttentionParams& p) {
+  return KeyMask::bytes(p, forward_keys(padded_head_dim(p.sizes)));
 }
 
 const char* why_not_backward(const BackwardParams& p) {
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
-  if (!takes_queries(p.q, z, z.head_dim) || !takes_keys(p.k, z, z.head_dim) ||
-      !takes_keys(p.v, z, z.head_dim_v) || !takes_queries(p.dout, z, z.head_dim_v) || !is_aligned(p.out) ||
+  if (!takes_queries(p.q, p, z.head_dim) || !takes_keys(p.k, p, z.head_dim) ||
+      !takes_keys(p.v, p, z.head_dim_v) || !takes_queries(p.dout, p, z.head_dim_v) || !is_aligned(p.out) ||
       !is_aligned(p.dq) || !is_aligned(p.dk) || !is_aligned(p.dv))
     return kNotForTma;
   return nullptr;
 }
 
-size_t backward_workspace(const BackwardParams& p) { return BackwardWorkspace::bytes(p.sizes); }
+size_t backward_workspace(const BackwardParams& p) { return BackwardWorkspace::bytes(p); }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -1,8 +1,10 @@
 // csrc/cuda/ptx.h for a run on the host: the same functions, by instructions.cpp.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "cuda_bf16.h"
@@ -55,6 +57,10 @@ inline void acquire_turn(const int* turns, int turn, CUDA_HOST_SITE) {
 inline uint32_t bit_mask(uint32_t first, uint32_t count) {
   const uint64_t bits = count < 32 ? (uint64_t{1} << count) - 1 : ~uint32_t{0};
   return first < 32 ? static_cast<uint32_t>(bits << first) : 0;
+}
+inline float reciprocal_fast(float x) {
+  const float y = 1 / x;
+  return std::abs(y) < std::numeric_limits<float>::min() ? 0 : y;  // NaN stays
 }
 inline int uniform(int x, CUDA_HOST_SITE) {
   return cuda_host::take_from_lane({"uniform", file, line}, 0xffffffffu, x, 0);

@@ -1,0 +1,80 @@
+// What a block of the backward computes.
+#pragma once
+
+#include <cuda.h>
+
+#include "../call_of_block.cuh"
+#include "backward_plan.h"
+#include "band.h"
+#include "softmax.cuh"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+struct BackwardArguments {
+  CUtensorMap q, k, v, dout;
+  BackwardParams p;
+  ShortBand band;
+  ScoreScale score;
+  BackwardWorkspace w;
+  KeyTileOrder order;
+  int heads_of_kv_head;
+};
+
+// What a block computes: for each head, `row_tiles` tiles of queries from `first_tile` on.
+struct BackwardRange {
+  int b, h_kv, key_tile, first_head, heads, first_tile, row_tiles;
+  int last_key_tile;        // that any query may see
+  int workspace_tile;       // its sequence's first one in the workspace, of head 0
+  int q_row, k_row, map_b;  // where its sequence begins in the tensor maps
+  ShortBand band;           // of its sequence, where the kernel is not the plain one
+
+  __device__ int tiles() const { return heads * row_tiles; }
+};
+
+// The tiles of queries that a block walks over, one head after the other.
+struct RowTileCursor {
+  int head, tile;
+
+  __device__ explicit RowTileCursor(const BackwardRange& range)
+      : head(range.first_head), tile(range.first_tile) {}
+  __device__ void advance(const BackwardRange& range) {
+    if (++tile < range.first_tile + range.row_tiles) return;
+    tile = range.first_tile;
+    ++head;
+  }
+};
+
+template <class Config>
+__device__ BackwardRange backward_range(const BackwardArguments& a, int block) {
+  const KeyTile task = a.order(block);
+  const BackwardParams& p = call_of_block<Config>(a.p, task.b);
+  const Sizes& z = p.sizes;
+  BackwardRange range;
+  range.b = task.b;
+  range.h_kv = task.h_kv;
+  range.key_tile = task.tile;
+  range.heads = a.heads_of_kv_head;
+  range.first_head = range.h_kv * range.heads;
+  const int64_t begin = int64_t{task.tile} * Config::kKeys, end = begin + Config::kKeys;
+  const Range seen = visible_queries(p.band, begin, end < z.seqlen_k ? end : z.seqlen_k, z.seqlen_q);
+  range.first_tile = seen.begin / Config::kRows;
+  range.row_tiles = seen.begin < seen.end ? ceil_div(seen.end, Config::kRows) - range.first_tile : 0;
+  range.last_key_tile = a.order.tiles - 1;
+  range.workspace_tile = a.w.tiles.first(p, task.b);
+  range.q_row = range.k_row = 0;
+  range.map_b = range.b;
+  if constexpr (!Config::kPlain) {
+    const Range tiles = a.w.key_mask.seen_tiles(task.b, a.order.tiles);
+    range.last_key_tile = tiles.end - 1;
+    if (begin >= z.seqlen_k || task.tile < tiles.begin || task.tile >= tiles.end) range.row_tiles = 0;
+    range.band = ShortBand(p);
+    if (p.varlen) {
+      range.q_row = static_cast<int>(p.varlen.first_q);
+      range.k_row = static_cast<int>(p.varlen.first_k);
+      range.map_b = 0;
+    }
+  }
+  return range;
+}
+
+}  // namespace flash_attn_ext::cuda::sm90

@@ -1,0 +1,46 @@
+// A mask that all heads and queries share, as padding is: bits of the keys, in the order in which threads need them.
+#pragma once
+
+#include <cstddef>
+
+#include "../../core/mask.h"
+#include "../../core/splits.h"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+constexpr int kWordsOfTile = 4, kMaxTileKeys = 32 / 2 * 8;
+
+// Word t of a tile has the columns of an accumulator that a thread t of four holds: bit 2 n + e is key 8 n + 2 t + e.
+struct KeyMask {
+  uint32_t* words = nullptr;  // [B][tiles][4], 1: attends; null: there is no mask
+  int32_t* seen = nullptr;    // [B][2]: the tiles [begin, end); others have no key that attends
+  int tiles = 0;              // of the longest sequence
+
+  KeyMask() = default;
+  KeyMask(void* memory, const AttentionParams& p, int keys)
+      : tiles(p.mask ? static_cast<int>(ceil_div(p.sizes.seqlen_k, keys)) : 0) {
+    if (!p.mask) return;
+    words = static_cast<uint32_t*>(memory);
+    seen = reinterpret_cast<int32_t*>(words + p.sizes.batch * tiles * kWordsOfTile);
+  }
+  static size_t bytes(const AttentionParams& p, int keys) {
+    const KeyMask mask(nullptr, p, keys);
+    return p.mask ? sizeof(uint32_t) * p.sizes.batch * (mask.tiles * kWordsOfTile + 2) : 0;
+  }
+
+  FA_HOST_DEVICE explicit operator bool() const { return tiles > 0; }
+  // A thread's columns of a tile.
+  FA_HOST_DEVICE uint32_t columns(int b, int tile, int thread) const {
+    return *this ? words[(int64_t{b} * tiles + tile) * kWordsOfTile + thread % kWordsOfTile] : ~0u;
+  }
+  FA_HOST_DEVICE bool attends(int b, int tile, int key) const {
+    return !*this ||
+           words[(int64_t{b} * tiles + tile) * kWordsOfTile + key % 8 / 2] >> (key / 8 * 2 + key % 2) & 1;
+  }
+  // Of the tiles [0, all), those from the first to the last that has a key that attends.
+  FA_HOST_DEVICE Range seen_tiles(int b, int all) const {
+    return *this ? Range{seen[2 * b], seen[2 * b + 1]} : Range{0, all};
+  }
+};
+
+}  // namespace flash_attn_ext::cuda::sm90

@@ -1,0 +1,82 @@
+"""Head dimensions other than 64, 128 and 256 in the Hopper tier on the host (tests/cuda_host), against the dense
+oracle: in eights, those of query and value different. Columns behind the last one are zeros, which TMA brings.
+
+No GPU has run it yet.
+"""
+
+import pytest
+import torch
+from cuda_host import library
+from helpers import check_against_reference, make_qkv
+from test_cuda_sm90_options import padding
+from test_cuda_sm90_varlen import LONG
+from test_cuda_varlen import check as check_packed
+
+from flash_attn_ext import flash_attn
+
+
+@pytest.fixture(autouse=True)
+def kernels(built):
+    loaded = library.Library(built, deterministic=True)
+    loaded.c.set_compute_capability(9, 0)
+    with library.as_cpu_kernels(loaded):
+        yield loaded
+    loaded.c.set_compute_capability(8, 0)
+
+
+def check(kernels, q, k, v, *mask, **options):
+    """Both passes, on this tier."""
+    with torch.no_grad():
+        flash_attn(q, k, v, *mask, enable_gqa=True, **options)
+    assert b"sm90::forward_kernel" in kernels.c.last_kernel()
+    check_against_reference(q, k, v, *mask, **options)
+    assert b"sm90::dq_kernel" in kernels.c.last_kernel()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"),
+    [(8, 8), (40, 64), (64, 24), (72, 72), (96, 96), (32, 128), (128, 56), (192, 192), (192, 128), (136, 8), (16, 256)],
+)
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "with options"])
+def test_head_dims(kernels, head_dim, head_dim_v, plain):
+    dtype = torch.float16 if head_dim % 32 else torch.bfloat16
+    q, k, v = make_qkv(1, 2, 70, 135, head_dim, heads_kv=1, head_dim_v=head_dim_v, dtype=dtype)
+    if plain:
+        check(kernels, q, k, v, causal="lower_right")
+    else:
+        check(kernels, q, k, v, padding(1, 135, "left"), softcap=3.0, window=(60, 20))
+
+
+@pytest.mark.parametrize("head_dim", [96, 192])
+def test_packed_sequences(kernels, head_dim):
+    check_packed(kernels, LONG, torch.bfloat16, head_dim=head_dim, causal=True)
+    assert b"sm90::dq_kernel" in kernels.c.last_kernel()
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(96, 96), (192, 128)])
+@pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
+def test_poison_reaches_who_attends_to_it_and_nobody_else(kernels, head_dim, head_dim_v, where):
+    """As in test_cuda_sm90_backward.py: rows that are computed once more read no column behind the last one."""
+    tensors = [t.detach() for t in make_qkv(1, 1, 150, 150, head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16)]
+    inputs = dict(zip(("q", "k", "v", "dout"), (*tensors, torch.randn(1, 1, 150, head_dim_v).bfloat16()), strict=True))
+
+    def run():
+        leaves = [inputs[name].clone().requires_grad_() for name in "qkv"]
+        out = flash_attn(*leaves, window=(20, 0))
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs["dout"])]
+
+    clean = run()
+    inputs[where][..., 100, -1] = torch.nan
+    found = run()
+    assert b"sm90::dq_kernel" in kernels.c.last_kernel()
+    far = (torch.arange(150) < 80) | (torch.arange(150) > 120)
+    for ours, expected in zip(found, clean, strict=True):
+        torch.testing.assert_close(ours[:, :, far], expected[:, :, far], rtol=0, atol=0.02)
+    assert any(ours[:, :, ~far].isnan().any() for ours in found)
+
+
+def test_what_is_not_taken(kernels):
+    for head_dim, head_dim_v in ((100, 100), (64, 65), (264, 64)):
+        with torch.no_grad():
+            flash_attn(*make_qkv(1, 1, 20, 30, head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16))
+        assert b"sm90" not in kernels.c.last_kernel()
