@@ -10,6 +10,14 @@
 #include <vector>
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
+typedef __m512 Sums;
+typedef __m512bh Pairs;
+#define DOT(sum, a, b) _mm512_dpbf16_ps(sum, a, b)
+#elif defined(__ARM_FEATURE_BF16)
+#include <arm_neon.h>
+typedef float32x4_t Sums;
+typedef bfloat16x8_t Pairs;
+#define DOT(sum, a, b) vbfdotq_f32(sum, a, b)
 #endif
 #if defined(__AMX_BF16__)
 #include "../csrc/cpu/amx.h"
@@ -22,9 +30,17 @@ constexpr int kChains =
 #elif defined(__AVX__)
 #define VECTOR_BYTES 32
 constexpr int kChains = 10;
+#elif defined(__aarch64__)
+#define VECTOR_BYTES 16
+constexpr int kChains = 24;
 #else
 #define VECTOR_BYTES 16
 constexpr int kChains = 10;
+#endif
+#if defined(__aarch64__)
+#define IN_REGISTER "+w"
+#else
+#define IN_REGISTER "+x"
 #endif
 
 constexpr int64_t kPage = 4096, kLargestPiece = 1 << 20;
@@ -58,7 +74,7 @@ void multiply_add(int64_t rounds) {
 #pragma GCC unroll 24
     for (int i = 0; i < kChains; ++i) {
       sum[i] = sum[i] * x + y;
-      asm volatile("" : "+x"(sum[i]));  // keeps each sum in its register and each step in the loop
+      asm volatile("" : IN_REGISTER(sum[i]));  // keeps each sum in its register and each step in the loop
     }
   }
 }
@@ -79,16 +95,16 @@ double fma_double(int threads, int64_t rounds) {
 }
 
 double dot_bfloat16(int threads, int64_t rounds) {
-#if defined(__AVX512BF16__)
-  const double flops = 4.0 * rounds * kChains * 16 * threads;
+#if defined(DOT)
+  const double flops = 4.0 * rounds * kChains * (VECTOR_BYTES / sizeof(float)) * threads;
   return flops / seconds_of_all(threads, [&] {
-           __m512 sum[kChains] = {};
-           const __m512bh x = {};
+           Sums sum[kChains] = {};
+           const Pairs x = {};
            for (int64_t r = 0; r < rounds; ++r) {
 #pragma GCC unroll 24
              for (int i = 0; i < kChains; ++i) {
-               sum[i] = _mm512_dpbf16_ps(sum[i], x, x);
-               asm volatile("" : "+x"(sum[i]));
+               sum[i] = DOT(sum[i], x, x);
+               asm volatile("" : IN_REGISTER(sum[i]));
              }
            }
          });
@@ -143,7 +159,7 @@ double stream_read(int threads, const char* data, int64_t bytes) {
                  std::memcpy(&x, p + i * VECTOR_BYTES, VECTOR_BYTES);
                  seen[i] |= x;
                }
-           for (V& s : seen) asm volatile("" : "+x"(s));
+           for (V& s : seen) asm volatile("" : IN_REGISTER(s));
          });
 }
 }

@@ -17,6 +17,8 @@ FLAGS = {
     "avx512": ["-mavx512f", "-mavx2", "-mfma"],
     "avx512_bf16": ["-mavx512f", "-mavx512bf16", "-mavx2", "-mfma"],
     "amx": ["-mamx-tile", "-mamx-bf16", "-mavx512f", "-mavx512bf16", "-mavx2", "-mfma"],
+    "neon": [],
+    "neon_bf16": ["-march=armv8.2-a+bf16"],
 }
 
 
@@ -41,8 +43,8 @@ def flops(isa: str, dtype: torch.dtype, threads: int) -> float:
     """FLOP/s of the multiply-adds that `isa`'s kernels use for `dtype`, out of registers; best of five."""
     library = _library(isa)
     measure = library.fma_double if dtype == torch.float64 else library.fma_float
-    if dtype == torch.bfloat16 and isa in ("avx512_bf16", "amx"):
-        measure = library.dot_bfloat16 if isa == "avx512_bf16" else library.tile_bfloat16
+    if dtype == torch.bfloat16 and isa in ("avx512_bf16", "amx", "neon_bf16"):
+        measure = library.tile_bfloat16 if isa == "amx" else library.dot_bfloat16
     return max(measure(threads, 500_000) for _ in range(5))
 
 

@@ -39,5 +39,7 @@ extern const Kernels* const kAvx2Kernels;
 extern const Kernels* const kAvx512Kernels;
 extern const Kernels* const kAvx512Bf16Kernels;
 extern const Kernels* const kAmxKernels;
+extern const Kernels* const kNeonKernels;
+extern const Kernels* const kNeonBf16Kernels;
 
 }  // namespace flash_attn_ext::cpu

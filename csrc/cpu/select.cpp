@@ -10,6 +10,12 @@
 
 #include "amx_permission.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace flash_attn_ext::cpu {
 namespace {
 
@@ -40,6 +46,19 @@ bool cpu_has_avx512_bf16() {
 #endif
 }
 
+bool cpu_has_neon_bf16() {
+#if defined(__aarch64__) && defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16: the headers of older systems lack the name
+  return (getauxval(AT_HWCAP2) & kBf16) != 0;
+#elif defined(__aarch64__) && defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof(has);
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+  return false;
+#endif
+}
+
 struct Candidate {
   const Kernels* kernels;
   bool runs_here;
@@ -54,6 +73,8 @@ std::vector<Candidate> candidates() {
       {kAvx512Kernels, cpu_has_avx512()},
       {kAvx512Bf16Kernels, cpu_has_avx512_bf16()},
       {kAmxKernels, cpu_has_avx512_bf16() && may_use_amx()},
+      {kNeonKernels, true},  // every 64-bit ARM has it
+      {kNeonBf16Kernels, cpu_has_neon_bf16()},
   };
   for (const Candidate& c : all)
     if (c.kernels) found.push_back(c);

@@ -27,7 +27,8 @@ using namespace flash_attn_ext;
 double tolerance(DType dtype, const std::string& isa) {
   switch (dtype) {
     case DType::kFloat64: return 1e-13;
-    case DType::kBFloat16: return (isa == "avx512_bf16" || isa == "amx" ? 2.2 : 1.1) / 256;
+    case DType::kBFloat16:
+      return (isa == "avx512_bf16" || isa == "amx" || isa == "neon_bf16" ? 2.2 : 1.1) / 256;
     case DType::kFloat16: return 1.1 / 2048;
     default: return isa == "generic" ? 8e-6 : 4e-6;  // generic: no FMA, products are rounded too
   }

@@ -11,6 +11,15 @@ from paths import CPP, ROOT
 BUILD = ROOT / "build" / "arm"
 COMPILERS = ["aarch64-linux-gnu-g++", *(f"aarch64-linux-gnu-g++-{version}" for version in range(15, 10, -1))]
 
+# Model of the emulator -> what it can run. Only `max` has FEAT_BF16 among those of qemu 7.2.
+MODELS = {
+    "cortex-a53": "generic, neon",
+    "cortex-a72": "generic, neon",
+    "neoverse-n1": "generic, neon",
+    "a64fx": "generic, neon",
+    "max": "generic, neon, neon_bf16",
+}
+
 
 @pytest.fixture(scope="module")
 def program():
@@ -26,26 +35,102 @@ def program():
     return target
 
 
+@pytest.fixture(scope="module")
+def emulate(program):
+    """Runs the program on a model of the emulator; returns its exit status and what it printed."""
+    emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+    if emulator is None:
+        pytest.skip("needs an emulator of 64-bit ARM, as in Debian's qemu-user-static")
+
+    def run(model, *arguments, program=program):
+        command = [emulator, "-cpu", model, program, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        return done.returncode, done.stdout
+
+    return run
+
+
 def test_compiles(program):
     header = program.read_bytes()[:20]
     assert header[:4] == b"\x7fELF"
     assert int.from_bytes(header[18:20], "little") == 183  # EM_AARCH64
 
 
-@pytest.mark.parametrize("match", ["decode", "everything", "bool"])
-def test_values_under_emulation(program, match):
-    emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
-    if emulator is None:
-        pytest.skip("needs an emulator of 64-bit ARM, as in Debian's qemu-user-static")
-    done = subprocess.run([emulator, program, "generic", match], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"^generic: [1-9]\d* cases, [1-9]\d* runs, 0 failures$", done.stdout, re.M), done.stdout
+@pytest.mark.parametrize(("model", "kernels"), MODELS.items())
+def test_each_model_is_given_what_it_can_run(emulate, model, kernels):
+    status, output = emulate(model, "avx2")
+    assert status == 77
+    assert output.endswith(f"not an instruction set of this build; allowed here: {kernels}\n")
+    status, output = emulate(model, "", "no such case")
+    assert output.startswith(kernels.split(", ")[-1] + ":")  # what is taken where nothing is forced
+    if "neon_bf16" not in kernels:
+        status, output = emulate(model, "neon_bf16")
+        assert status == 77
+        assert "which this CPU cannot run" in output
 
 
-def test_only_the_generic_kernels_exist_there(program):
-    emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
-    if emulator is None:
-        pytest.skip("needs an emulator of 64-bit ARM, as in Debian's qemu-user-static")
-    done = subprocess.run([emulator, program, "avx2"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 77
-    assert "not an instruction set of this build; allowed here: generic" in done.stdout
+@pytest.mark.parametrize(
+    ("model", "isa", "match"),
+    [
+        ("cortex-a53", "generic", "everything, all gradients"),
+        ("cortex-a53", "neon", "everything, all"),
+        ("a64fx", "neon", "grouped heads, causal"),
+        ("neoverse-n1", "neon", "every dtype"),
+        ("max", "neon_bf16", "everything, all"),
+        ("max", "neon_bf16", "sink, few queries"),
+        ("max", "neon_bf16", "lengths"),
+    ],
+)
+def test_values_under_emulation(emulate, model, isa, match):
+    status, output = emulate(model, isa, match)
+    assert status == 0, output
+    assert re.search(rf"^{isa}: [1-9]\d* cases, [1-9]\d* runs, 0 failures$", output, re.M), output
+
+
+HELPERS = r"""
+#include <cstring>
+#include "cpu/neon.h"
+int main() {
+  namespace cpu = flash_attn_ext::cpu;
+  for (int shift = 0; shift < 256; ++shift) {
+    uint8_t bytes[64];
+    uint64_t expected = 0;
+    for (int n = 0; n < 64; ++n) {
+      bytes[n] = (n * 37 + shift) % 5 == 0 ? 0 : n + shift;
+      expected |= uint64_t(bytes[n] != 0) << n;
+    }
+    if (cpu::bits_of_64_bytes(bytes) != expected) return 1;
+    uint32_t four;
+    std::memcpy(&four, bytes, sizeof(four));
+    const uint32x4_t wide = cpu::widen_4_bytes(four);
+    const int32x4_t wide_signed = cpu::widen_4_signed_bytes(four);
+    for (int n = 0; n < 4; ++n)
+      if (wide[n] != bytes[n] || wide_signed[n] != static_cast<int8_t>(bytes[n])) return 2;
+  }
+}
+"""
+
+
+def test_vectors_of_bytes(emulate, tmp_path):
+    """What widens 8-bit caches and makes bits of bool masks, by every byte."""
+    compiler = next(filter(shutil.which, COMPILERS))
+    (tmp_path / "bytes.cpp").write_text(HELPERS)
+    command = [compiler, "-std=c++17", "-O2", "-static", f"-I{ROOT / 'csrc'}", "-o", tmp_path / "bytes"]
+    subprocess.run([*command, tmp_path / "bytes.cpp"], check=True)
+    assert emulate("cortex-a53", program=tmp_path / "bytes") == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("isa", "used", "absent"),
+    [("neon", ["fcvtl", "fcvtn", "fmaxnm", "umull"], ["bfdot"]), ("neon_bf16", ["fcvtl", "bfdot", "bfcvtn"], [])],
+)
+def test_each_kernel_uses_its_own_instructions(program, isa, used, absent):
+    tool = shutil.which("aarch64-linux-gnu-objdump")
+    if tool is None:
+        pytest.skip("needs objdump for 64-bit ARM, as in Debian's binutils-aarch64-linux-gnu")
+    command = [tool, "-d", "--no-show-raw-insn", BUILD / f"plain.d/isa_{isa}.o"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for name in used:
+        assert len(re.findall(rf"\s{name}\s", text)) >= 4, name
+    for name in absent:
+        assert name not in text

@@ -3,14 +3,18 @@
 A tile is 48 or 64 queries by 64 keys (csrc/cpu/kernels/tiling-inl.h).
 """
 
+import platform
+
 # Instruction set -> what the CPU must have for it; slowest first.
-KERNELS = {
+KERNELS_ON_ARM = {"generic": "nothing special", "neon": "64-bit ARM", "neon_bf16": "FEAT_BF16"}
+KERNELS_ON_X86 = {
     "generic": "nothing special",
     "avx2": "AVX2, FMA and F16C",
     "avx512": "AVX-512 F, BW, DQ and VL, AVX2, FMA and F16C",
     "avx512_bf16": "AVX-512 BF16, F, BW, DQ and VL, AVX2, FMA and F16C",
     "amx": "AMX for bfloat16, AVX-512 BF16, F, BW, DQ and VL, AVX2, FMA and F16C",
 }
+KERNELS = KERNELS_ON_ARM if platform.machine() in ("aarch64", "arm64") else KERNELS_ON_X86
 
 EDGES = [1, 2, 3, 15, 16, 17, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 200]
 

@@ -248,7 +248,7 @@ FA_INLINE void value_pairs_block(const Pair* probs, int64_t ld, const Rows<In>& 
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const U32 prob = broadcast_element(probs + r * ld + j / 2);
+      const auto prob = broadcast_element(probs + r * ld + j / 2);
 #pragma GCC unroll 16
       for (int n = 0; n < 2 * NV; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
     }

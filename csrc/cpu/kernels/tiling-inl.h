@@ -29,7 +29,11 @@ constexpr Tiling backward_tiling() {
 // Register tiles of gemm-inl.h, {rows x vectors}: as many accumulators as leave registers for the vectors of
 // B and one broadcast of A. Three vectors where the columns divide by three: 3 loads and 8 broadcasts feed 24
 // multiply-adds.
-#if FA_VECTOR_REGISTERS >= 32
+#if defined(FA_MULTIPLIES_BY_LANE)
+constexpr int kRowsBy3 = 6;   // 18 + 3 + 6 of 32 registers: the compiler loads all of A before it multiplies
+constexpr int kRowsBy2 = 8;   // 16 + 2 + 8
+constexpr int kRowsBy1 = 12;  // 12 + 1 + 12
+#elif FA_VECTOR_REGISTERS >= 32
 constexpr int kRowsBy3 = 8;   // 24 + 3 + 1 of 32 registers
 constexpr int kRowsBy2 = 12;  // 24 + 2 + 1
 constexpr int kRowsBy1 = 16;  // enough chains to hide the latency of an FMA

@@ -11,17 +11,46 @@ struct Pair {
   uint16_t low, high;  // even depth, odd depth: memory order
 };
 
-FA_INLINE U32 broadcast_element(const Pair* p) {
+FA_INLINE uint32_t bits_of(const Pair* p) {
   uint32_t bits;
   std::memcpy(&bits, p, sizeof(bits));
-  return U32{} + bits;
+  return bits;
 }
 typedef uint32_t UnalignedPairs __attribute__((vector_size(FA_VECTOR_BYTES), aligned(2), may_alias));
 FA_INLINE U32 load_elements(const Pair* p) { return *reinterpret_cast<const UnalignedPairs*>(p); }
 FA_INLINE void store_elements(Pair* p, U32 x) { *reinterpret_cast<UnalignedPairs*>(p) = x; }
 FA_INLINE F32 multiply_add(F32 sum, U32 a, U32 b) { return FA_DOT_BFLOAT16(sum, a, b); }
 
+#if defined(FA_DOT_BFLOAT16_LANE)
+
+// The instruction itself takes one pair of a vector for all lanes.
+typedef uint32_t OnePair __attribute__((vector_size(8)));
+FA_INLINE OnePair broadcast_element(const Pair* p) { return OnePair{bits_of(p), 0}; }
+FA_INLINE F32 multiply_add(F32 sum, OnePair a, U32 b) { return FA_DOT_BFLOAT16_LANE(sum, a, b); }
+
+#else
+
+FA_INLINE U32 broadcast_element(const Pair* p) { return U32{} + bits_of(p); }
+
+#endif
+
+#if defined(FA_ZIP16_LOW)
+
 // Lanes of two rows as pairs, rounded to bfloat16.
+FA_INLINE U32 pair_up(F32 low, F32 high) {
+  return FA_ZIP16_LOW(FA_CVTPS_BF16_2(low, low), FA_CVTPS_BF16_2(high, high));
+}
+
+// Values of two rows, `low` and `high`, as pairs across them: those of the first half of the columns, and of
+// the second.
+FA_INLINE void interleave(U32 low, U32 high, U32& first, U32& second) {
+  first = FA_ZIP16_LOW(low, high);
+  second = FA_ZIP16_HIGH(low, high);
+}
+
+#else
+
+// As above, by permutations.
 FA_INLINE U32 pair_up(F32 low, F32 high) {
   typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
   Words interleaved;
@@ -32,8 +61,6 @@ FA_INLINE U32 pair_up(F32 low, F32 high) {
   return FA_PERMUTE16(FA_CVTPS_BF16_2(low, high), interleaved);
 }
 
-// Values of two rows, `low` and `high`, as pairs across them: those of the first half of the columns, and of
-// the second.
 FA_INLINE void interleave(U32 low, U32 high, U32& first, U32& second) {
   typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
   constexpr int L = kLanes<float>;
@@ -47,6 +74,8 @@ FA_INLINE void interleave(U32 low, U32 high, U32& first, U32& second) {
   first = FA_PERMUTE16_2(low, high, from_first);
   second = FA_PERMUTE16_2(low, high, from_second);
 }
+
+#endif
 
 FA_INLINE F32 load_sums(const float* p) { return load<float>(p); }
 FA_INLINE void store_sums(float* p, F32 x) { store<float>(p, x); }

@@ -65,10 +65,18 @@ FA_INLINE VecIndex<T> iota() {
   return r;
 }
 
-// Maximum by comparison: a NaN in `b` is dropped, one in `a` kept. Softmax does not rely on either.
+// The maximum of a number and a NaN may be either: softmax does not rely on it.
 template <class T>
 FA_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
+#if defined(FA_MAX_PS)  // elsewhere the compiler finds the instruction
+  if constexpr (sizeof(T) == 4) {
+    return FA_MAX_PS(a, b);
+  } else {
+    return FA_MAX_PD(a, b);
+  }
+#else
   return a < b ? b : a;
+#endif
 }
 
 #if defined(__clang__)
