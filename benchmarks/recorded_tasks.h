@@ -1,0 +1,79 @@
+// Included before the kernels' own headers, in place of their threads: runs the tasks of a call one by one, in order, and
+// prints what each of them did and how long it took, a line for each event. scaling.py reads that.
+//
+//   call           what follows is the last call of the program, all before it was to warm up
+//   pass SECONDS   tasks begin; so much time went by outside of tasks
+//   task           the next task begins
+//   work SECONDS   of this task
+//   wait COUNTER ROWS     for the rows of a sum below ROWS, which tasks before this one finish
+//   finish COUNTER ROWS
+//   end SECONDS    outside of tasks, after the last
+#pragma once
+
+#define for_each_task for_each_task_on_threads
+#include "cpu/parallel.h"
+#undef for_each_task
+#define Turn TurnOfThreads
+#include "cpu/turns.h"
+#undef Turn
+
+#include <time.h>
+
+#include <cstdio>
+
+namespace flash_attn_ext::cpu {
+
+// Time of the processor, not of the clock: what else runs on the machine does not count.
+inline double seconds_since_last() {
+  static double last = 0;
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  const double now = static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec),
+               passed = now - last;
+  last = now;
+  return passed;
+}
+
+// Prints an event and leaves out the time that this takes.
+template <class... Values>
+inline void record(const char* format, Values... values) {
+  std::printf(format, values...);
+  seconds_since_last();
+}
+
+inline void record_call() { record("call\n"); }
+
+template <class Body>
+void for_each_task(const Parallel&, int64_t tasks, const Body& body) {
+  record("pass %.9f\n", seconds_since_last());
+  for (int64_t n = 0; n < tasks; ++n) {
+    record("task\n");
+    body(n, 0);
+    record("work %.9f\n", seconds_since_last());
+  }
+}
+
+class Turn {
+ public:
+  using Counter = TurnOfThreads::Counter;
+  static constexpr int64_t kAll = TurnOfThreads::kAll;
+
+  Turn(const Counter* before, Counter* own) : before_(before), own_(own) {}
+
+  void wait_for_rows(int64_t end) const {
+    if (!before_) return;
+    record("work %.9f\n", seconds_since_last());
+    record("wait %p %lld\n", static_cast<const void*>(before_), static_cast<long long>(end));
+  }
+  void finish_rows(int64_t end) const {
+    wait_for_rows(end);
+    record("work %.9f\n", seconds_since_last());
+    record("finish %p %lld\n", static_cast<const void*>(own_), static_cast<long long>(end));
+  }
+
+ private:
+  const Counter* before_;
+  Counter* own_;
+};
+
+}  // namespace flash_attn_ext::cpu
