@@ -21,7 +21,12 @@ THREADS = (8, 32, 64, 128)
 
 # Instruction set -> its table in csrc/cpu/run.h.
 TABLES = {"generic": "kGenericKernels", "avx2": "kAvx2Kernels", "avx512": "kAvx512Kernels"}
-TABLES |= {"avx512_bf16": "kAvx512Bf16Kernels", "neon": "kNeonKernels", "neon_bf16": "kNeonBf16Kernels"}
+TABLES |= {
+    "avx512_bf16": "kAvx512Bf16Kernels",
+    "amx": "kAmxKernels",
+    "neon": "kNeonKernels",
+    "neon_bf16": "kNeonBf16Kernels",
+}
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,8 @@ def build(isa: str, folder: Path, optimize: str = "-O3") -> Path:
     here = Path(__file__).parent
     flags = ["-std=c++17", optimize, "-Wno-psabi", f"-DKERNELS={TABLES[isa]}", f"-I{ROOT}/csrc", f"-I{here}"]
     built = folder / "task_times"
-    command = ["g++", *flags, "-include", here / "recorded_tasks.h", here / "task_times.cpp", *sources, "-o", built]
-    subprocess.run(command, check=True)
+    command = ["g++", *flags, "-include", str(here / "recorded_tasks.h"), str(here / "task_times.cpp"), *sources]
+    subprocess.run([*command, "-o", str(built)], check=True)
     return built
 
 
