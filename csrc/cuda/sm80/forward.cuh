@@ -33,7 +33,7 @@ struct SharedMemory {
 };
 
 // Where a thread's elements of the block's scores lie: element e of accumulator n.
-struct Place {
+struct ScorePosition {
   const Sizes& sizes;
   int64_t b, h, i0, j0;
 
@@ -68,7 +68,7 @@ __device__ Range key_tiles(const AttentionParams& p, int64_t i0) {
 
 // Whether something of a tile may be masked.
 template <class C>
-__device__ bool is_partial(const AttentionParams& p, const Place& at) {
+__device__ bool is_partial(const AttentionParams& p, const ScorePosition& at) {
   const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, p.sizes.seqlen_q);
   const int64_t j_end = smaller<int64_t>(at.j0 + C::kBlockK, p.sizes.seqlen_k);
   const bool tail = j_end < at.j0 + C::kBlockK;
@@ -78,8 +78,8 @@ __device__ bool is_partial(const AttentionParams& p, const Place& at) {
 // Drops elements of P, and of each other tile of weights; the kept ones are scaled at the end, in fp32. One Philox call
 // is enough for a thread's four elements of an accumulator: core/philox.h assigns its four words so.
 template <int N, class... Weights>
-__device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const Place& at, int64_t head_index,
-                           float (&probs)[N][4], Weights&... weights) {
+__device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const ScorePosition& at,
+                           int64_t head_index, float (&probs)[N][4], Weights&... weights) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     const PhiloxWords words = dropout_words(key, head_index, at.query(0), at.key(n, 0));
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   float out[C::kHeadDim / 8][4] = {};
   int buffer = 0;
   for (int64_t j0 = keys.begin; j0 < keys.end; j0 += C::kBlockK, buffer ^= C::kBuffers - 1) {
-    const Place at{z, b, h, i0, j0};
+    const ScorePosition at{z, b, h, i0, j0};
     const bool partial = is_partial<C>(p, at);
 
     copies.wait_for_k(j0, buffer);
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   // Once more: the loop's registers do not hold all of it.
   const AttentionParams& results = call_of_block<C>(call, b);
-  const Place at_end{results.sizes, b, h, i0, 0};
+  const ScorePosition at_end{results.sizes, b, h, i0, 0};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const RowResult<float> result = finish_row(p, b, h, statistics.max[r] * scale.to_score(),

@@ -22,7 +22,7 @@ struct JvpMemory : SharedMemory<C> {
 // Products become scores and their tangents; where a score is -inf the tangent is 0. Bit 4 n + e of the result: that
 // element attends.
 template <int N>
-__device__ uint32_t finish_scores_and_tangents(const JvpParams& p, const Place& at, bool partial,
+__device__ uint32_t finish_scores_and_tangents(const JvpParams& p, const ScorePosition& at, bool partial,
                                                float (&scores)[N][4], float (&tangents)[N][4]) {
   const Tangents& t = p.tangents;
   if (!partial && !(p.softcap > 0) && !p.alibi && !t.alibi && !t.mask) {
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) jvp_kernel(const JvpParams p, 
   float out[C::kHeadDim / 8][4] = {}, t_out[C::kHeadDim / 8][4] = {};
   int buffer = 0;
   for (int64_t j0 = keys.begin; j0 < keys.end; j0 += C::kBlockK, buffer ^= C::kBuffers - 1) {
-    const Place at{z, b, h, i0, j0};
+    const ScorePosition at{z, b, h, i0, j0};
     const bool partial = is_partial<C>(p, at);
 
     copies.wait_for_k(j0, buffer);
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) jvp_kernel(const JvpParams p, 
     if (t.v) multiply_probs(scores, t_values, t_out);
   }
 
-  const Place at_end{z, b, h, i0, 0};
+  const ScorePosition at_end{z, b, h, i0, 0};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const RowResult<float> result = finish_sum(RowSum<float>{statistics.max[r], statistics.sum[r]});

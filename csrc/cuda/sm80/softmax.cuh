@@ -23,10 +23,10 @@ struct ScoreScale {
 };
 
 // Products become what the softmax takes. Masked ones get -inf; bit 4 n + e of the result: that element
-// attends. A Place knows where element e of accumulator n lies: batch(), head(e), query(e), key(n, e),
+// attends. A ScorePosition knows where element e of accumulator n lies: batch(), head(e), query(e), key(n, e),
 // inside(n, e).
-template <int N, class Place>
-__device__ uint32_t finish_scores(const AttentionParams& p, const ScoreScale& scale, const Place& at,
+template <int N, class ScorePosition>
+__device__ uint32_t finish_scores(const AttentionParams& p, const ScoreScale& scale, const ScorePosition& at,
                                   bool partial, float (&scores)[N][4]) {
   if (scale.is_first) {
 #pragma unroll

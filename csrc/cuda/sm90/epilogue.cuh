@@ -13,7 +13,7 @@ namespace flash_attn_ext::cuda::sm90 {
 // column that is rightly NaN is so from the key on that makes it so; when no other column is left, the rest of
 // the keys is not read.
 template <class In, int kHeadDim>
-__device__ void attend_alone(const AttentionParams& p, int64_t b, int64_t h, int64_t i) {
+__device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64_t i) {
   using Row = LaneRow<In, kHeadDim>;
   const Sizes& z = p.sizes;
   const int64_t h_kv = z.kv_head(h);
@@ -53,7 +53,7 @@ __device__ void repair_rows(const AttentionParams& p, int64_t b, int64_t h, int6
   __syncwarp();  // each lane sees what the others have stored of a row
 #pragma unroll 1
   for (int n = 0; n < rows; ++n)
-    if (nan_rows >> n & 1) attend_alone<In, kHeadDim>(p, b, h, warp_row + n);
+    if (nan_rows >> n & 1) repair_row<In, kHeadDim>(p, b, h, warp_row + n);
 }
 
 // Writes a warp's 16 rows, as far as they exist. `tiles`: the keys of the block's tiles.

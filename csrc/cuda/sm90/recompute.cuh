@@ -12,14 +12,14 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-struct ElementAlone {
+struct RepairedElement {
   float prob, dscore;
 };
 
 template <class Row>
-__device__ ElementAlone element_alone(const BackwardParams& p, const BackwardWorkspace& w, int64_t b,
-                                      int64_t h, int64_t i, const Row& q, const Row& k, const Row& v,
-                                      const Row& dout) {
+__device__ RepairedElement repaired_element(const BackwardParams& p, const BackwardWorkspace& w, int64_t b,
+                                            int64_t h, int64_t i, const Row& q, const Row& k, const Row& v,
+                                            const Row& dout) {
   const int64_t at = w.tiles(p, b, h, i);
   const ScoreScale score(p);
   const float product = q.dot(k), x = p.softcap > 0 ? score.tanh(product) : product;
@@ -30,8 +30,8 @@ __device__ ElementAlone element_alone(const BackwardParams& p, const BackwardWor
 
 // dK and dV of key j, in the columns [begin, end).
 template <class In, int kHeadDim>
-__device__ void key_gradients_alone(const BackwardParams& p, const BackwardWorkspace& w, int64_t b,
-                                    int64_t h_kv, int64_t j, int begin, int end) {
+__device__ void repair_key(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
+                           int64_t j, int begin, int end) {
   using Row = LaneRow<In, kHeadDim>;
   using Columns = NanColumns<In, kHeadDim>;
   const Sizes& z = p.sizes;
@@ -46,7 +46,7 @@ __device__ void key_gradients_alone(const BackwardParams& p, const BackwardWorks
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h)
     for (int64_t i = seen.begin; i < seen.end && (of_dk.any_open(dk.x) || of_dv.any_open(dv.x)); ++i) {
       const Row q(p.q, b, h, i, z.head_dim), dout(p.dout, b, h, i, z.head_dim_v);
-      const ElementAlone element = element_alone(p, w, b, h, i, q, k, v, dout);
+      const RepairedElement element = repaired_element(p, w, b, h, i, q, k, v, dout);
       dk.add(element.dscore, q);
       dv.add(element.prob, dout);
     }
@@ -56,8 +56,8 @@ __device__ void key_gradients_alone(const BackwardParams& p, const BackwardWorks
 
 // dQ of query i.
 template <class In, int kHeadDim>
-__device__ void query_gradient_alone(const BackwardParams& p, const BackwardWorkspace& w, int64_t b,
-                                     int64_t h, int64_t h_kv, int64_t i) {
+__device__ void repair_query(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h,
+                             int64_t h_kv, int64_t i) {
   using Row = LaneRow<In, kHeadDim>;
   const Sizes& z = p.sizes;
   const Range seen = visible_keys(p.band, i, i + 1, z.seqlen_k);
@@ -67,7 +67,7 @@ __device__ void query_gradient_alone(const BackwardParams& p, const BackwardWork
   for (int64_t j = seen.end - 1; j >= seen.begin && columns.any_open(dq.x); --j) {
     if (is_masked(p, b, j)) continue;
     const Row k(p.k, b, h_kv, j, z.head_dim), v(p.v, b, h_kv, j, z.head_dim_v);
-    dq.add(element_alone(p, w, b, h, i, q, k, v, dout).dscore, k);
+    dq.add(repaired_element(p, w, b, h, i, q, k, v, dout).dscore, k);
   }
   columns.store(p.dq, b, h, i, static_cast<float>(p.scale), dq.x);
 }
@@ -93,7 +93,7 @@ __device__ void repair_keys(const BackwardParams& p, const BackwardWorkspace& w,
   __syncwarp();  // each lane sees what the others have stored of a row
 #pragma unroll 1
   for (int n = 0; n < keys; ++n)
-    if (nan_rows >> n & 1) key_gradients_alone<In, kHeadDim>(p, w, b, h_kv, warp_key + n, begin, end);
+    if (nan_rows >> n & 1) repair_key<In, kHeadDim>(p, w, b, h_kv, warp_key + n, begin, end);
 }
 
 // dQ of a warp's 16 queries, where it came out as NaN.
@@ -117,7 +117,7 @@ __device__ void repair_queries(const BackwardParams& p, const BackwardWorkspace&
   __syncwarp();  // each lane sees what the others have stored of a row
 #pragma unroll 1
   for (int n = 0; n < rows; ++n)
-    if (nan_rows >> n & 1) query_gradient_alone<In, kHeadDim>(p, w, b, h, h_kv, warp_row + n);
+    if (nan_rows >> n & 1) repair_query<In, kHeadDim>(p, w, b, h, h_kv, warp_row + n);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90
