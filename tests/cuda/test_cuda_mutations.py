@@ -8,13 +8,17 @@ LISTED = library.HERE / "mutations.md"
 
 
 @pytest.fixture(scope="module")
-def expected(built):
-    return mutations.expected_results(built)
+def judge(tmp_path_factory, built):
+    return mutations.Judge(tmp_path_factory.mktemp("mutations"), built)
+
+
+def test_without_a_mutation_nothing_is_found(judge):
+    assert judge.what_is_found(None) is None
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=str)
-def test_a_removed_barrier_is_found(mutation, built, expected):
-    assert mutations.what_is_found(mutation, built, expected) is not None
+def test_a_removed_barrier_is_found(mutation, judge):
+    assert judge.what_is_found(mutation) is not None
 
 
 def test_the_list_is_of_these_sources():

@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python tests/cuda_host/mutations.py > tests/cuda_host/mutations.md
 
-tests/cuda/test_cuda_mutations.py does the same, and compares the list with that file.
+tests/cuda/test_cuda_mutations.py does the same, and compares the list with that file. The kernels are built once, with
+a condition at each of these statements; interface.cpp says which of them is left out. mutations_sm90.py has sm90's.
 """
 
 import functools
@@ -23,15 +24,9 @@ from cuda_host import library
 from flash_attn_ext import flash_attn
 
 CUDA = library.ROOT / "csrc" / "cuda"
-# What is rebuilt, by source or by folder. One dtype is enough: the others are the same text.
-REBUILT = {
-    "simt": ["simt/forward_float32.o", "simt/backward_float32.o"],
-    "sink.cuh": ["simt/backward_float32.o"],
-    "sm80/forward.cuh": ["sm80/forward_bfloat16.o", "sm80/jvp_bfloat16.o"],
-    "sm80/tile_copies.cuh": ["sm80/forward_bfloat16.o", "sm80/jvp_bfloat16.o"],
-    "sm80/decode.cuh": ["sm80/decode_bfloat16.o"],
-    "sm80/backward.cuh": ["sm80/backward_bfloat16.o"],
-}
+# What is rebuilt. One dtype is enough: the others are the same text.
+REBUILT = [f"simt/{name}_float32.o" for name in ("forward", "backward")]
+REBUILT += [f"sm80/{name}_bfloat16.o" for name in ("forward", "jvp", "decode", "backward")]
 # Statements of their own, and what is assigned or returned.
 BARRIER = r"(?:__sync(?:threads|warp)\w*|ptx::cp_async_(?:wait<[^<>()]*>|commit)|ptx::\w+_turn)\([^()]*\);?"
 SEEDS = 2
@@ -41,17 +36,13 @@ SEEDS = 2
 class Mutation:
     path: Path  # below csrc/cuda
     start: int  # of the statement's text
+    end: int
     statement: str
     comment: str
+    number: int  # by which interface.cpp leaves it out
 
     def __str__(self):
         return f"{self.path} `{self.statement}` {self.comment}"
-
-    def apply(self, text):
-        """A barrier that also returns something leaves its argument."""
-        argument = re.search(r"\((.*?)\)", self.statement).group(1)
-        left = f"({argument})" if argument else ""
-        return text[: self.start] + left + text[self.start + len(self.statement.rstrip(";")) :]
 
 
 def check_list(listed, found):
@@ -68,21 +59,37 @@ def mutations():
     found = []
     for path in sorted(p for p in CUDA.rglob("*.cu*") if p.parent.name != "sm90"):  # that is mutations_sm90.py's
         for match in re.finditer(rf"({BARRIER})[^\n]*?(?://\s*([^\n]*))?\n", path.read_text()):
-            found.append(Mutation(path.relative_to(CUDA), match.start(1), match.group(1), match.group(2) or ""))
+            where, comment = (path.relative_to(CUDA), *match.span(1)), match.group(2) or ""
+            found.append(Mutation(*where, match.group(1), comment, len(found)))
     return found
 
 
-def build_mutated(mutation, folder, built):
-    """The library with one barrier less: what is rebuilt comes first, the rest is taken from the build as it is."""
+def with_conditions(text, mutations, conditional):
+    """A source that asks at each statement whether it stays: `conditional(text, number)` is written in its place."""
+    for m in sorted(mutations, key=lambda m: m.start, reverse=True):
+        text = text[: m.start] + conditional(text[m.start : m.end], m.number) + text[m.end :]
+    return text.replace("#pragma once\n", '#pragma once\nextern "C" bool statement_stays(int number);\n', 1)
+
+
+def conditional(statement, number):
+    """A barrier that also returns something leaves its argument."""
+    call = statement.rstrip(";")
+    otherwise = f"int({re.search(r'_or.(.*).', call).group(1)})" if "_or(" in call else "void()"
+    return f"(statement_stays({number}) ? {call} : {otherwise})" + statement[len(call) :]
+
+
+def build(folder, built):
+    """The library with the conditions: what is rebuilt comes first, the rest is taken from the build as it is."""
     sources, objects = folder / "csrc", folder / "objects"
     shutil.copytree(CUDA.parent, sources)
-    path = sources / "cuda" / mutation.path
-    path.write_text(mutation.apply(path.read_text()))
-    rebuilt = REBUILT.get(str(mutation.path)) or REBUILT[mutation.path.parts[0]]
-    targets = [objects / name for name in rebuilt]
+    found = mutations()
+    for path in {m.path for m in found}:
+        changed = with_conditions((CUDA / path).read_text(), [m for m in found if m.path == path], conditional)
+        (sources / "cuda" / path).write_text(changed)
+    targets = [objects / name for name in REBUILT]
     make = ["make", "-j2", "-C", library.HERE, f"SOURCES={sources}", f"BUILD={objects}", *targets]
     subprocess.run(make, check=True, capture_output=True)
-    return link(folder, built, objects, rebuilt)
+    return link(folder, built, objects, REBUILT)
 
 
 def link(folder, built, objects, rebuilt):
@@ -162,20 +169,28 @@ RESULTS = {
 }
 
 
-def results_for(mutation):
-    return RESULTS.get(str(mutation.path), (results,))
+class Judge:
+    """Says of each mutation what the host run finds, in a library built once."""
 
+    def __init__(self, folder, built):
+        self.path = build(Path(folder), built)
+        self.c = library.Library(self.path).c
+        ways = {way for ways in RESULTS.values() for way in ways}
+        self.expected = {way: way(built, 1) for way in (results, *ways)}
 
-def expected_results(built):
-    return {calls: calls(built, 1) for calls in (results, sm80_backward_results, sm80_jvp_results)}
+    def what_is_found(self, mutation):
+        """The host run's reports, or that values changed, or None: somebody would not notice."""
+        if mutation is None:
+            return next(filter(None, map(self._judge, self.expected)), None)
+        self.c.leave_out(mutation.number)
+        try:
+            found = [self._judge(way) for way in RESULTS.get(str(mutation.path), (results,))]
+        finally:
+            self.c.leave_out(-1)
+        return None if None in found else ", ".join(dict.fromkeys(found))
 
-
-def what_is_found(mutation, built, expected):
-    """The host run's reports, or that values changed, or None: somebody would not notice."""
-    with tempfile.TemporaryDirectory() as folder:
-        mutated = build_mutated(mutation, Path(folder), built)
-        found = [judge(mutated, calls, expected[calls], SEEDS) for calls in results_for(mutation)]
-    return None if None in found else ", ".join(dict.fromkeys(found))
+    def _judge(self, way):
+        return judge(self.path, way, self.expected[way], SEEDS)
 
 
 def judge(path, results, expected, seeds):
@@ -191,9 +206,9 @@ def judge(path, results, expected, seeds):
 
 
 if __name__ == "__main__":
-    built = library.build()
-    expected = expected_results(built)
-    print("What the host run finds if one barrier is removed; written by mutations.py.\n")
-    print("| file | barrier | what it makes safe | without it |\n|---|---|---|---|")
-    for m in mutations():
-        print(f"| {m.path} | `{m.statement}` | {m.comment} | {what_is_found(m, built, expected)} |", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        judge_of = Judge(folder, library.build())
+        print("What the host run finds if one barrier is removed; written by mutations.py.\n")
+        print("| file | barrier | what it makes safe | without it |\n|---|---|---|---|")
+        for m in mutations():
+            print(f"| {m.path} | `{m.statement}` | {m.comment} | {judge_of.what_is_found(m)} |", flush=True)

@@ -11,14 +11,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from cuda_host import library
-from cuda_host.mutations import Mutation, judge, link
+from cuda_host.mutations import Mutation, judge, link, with_conditions
 
 from flash_attn_ext import flash_attn
 
@@ -58,34 +57,28 @@ cudaError_t backward_bfloat16(const BackwardParams& p, void* workspace, cudaStre
 }
 
 
-@dataclass(frozen=True)
-class NumberedMutation(Mutation):
-    number: int  # by which interface.cpp leaves it out
-
-
 def mutations():
     """All that synchronises, with the comment that says what it makes safe."""
     found = []
     for path in FORWARD + BACKWARD:
         for m in re.finditer(rf"({STATEMENT});(?:\s*//\s*([^\n]*))?\n", (CUDA / path).read_text()):
             statement = " ".join(m.group(1).split())
-            found.append(NumberedMutation(Path(path), m.start(1), statement, m.group(2) or "", len(found)))
+            found.append(Mutation(Path(path), *m.span(1), statement, m.group(2) or "", len(found)))
     return found
 
 
-def with_conditions(path):
-    text = (CUDA / path).read_text()
-    for mutation in reversed([m for m in mutations() if m.path == Path(path)]):
-        text = f"{text[: mutation.start]}if (statement_stays({mutation.number})) {text[mutation.start :]}"
-    return text.replace("#pragma once\n", '#pragma once\nextern "C" bool statement_stays(int number);\n', 1)
+def conditional(statement, number):
+    return f"if (statement_stays({number})) {statement}"
 
 
 def build(folder, built):
     """The library with a condition before each statement: what is rebuilt comes first, the rest is taken as it is."""
     sources, objects = folder / "csrc", folder / "objects"
     shutil.copytree(CUDA.parent, sources)
+    found = mutations()
     for path in FORWARD + BACKWARD:
-        (sources / "cuda" / path).write_text(with_conditions(path))
+        changed = with_conditions((CUDA / path).read_text(), [m for m in found if m.path == Path(path)], conditional)
+        (sources / "cuda" / path).write_text(changed)
     for path, text in INSTANCES.items():
         (sources / "cuda" / path).write_text(text)
     rebuilt = [str(Path(path).with_suffix(".o")) for path in INSTANCES]
