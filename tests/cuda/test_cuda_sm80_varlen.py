@@ -18,6 +18,9 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 orders = pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "in any order"])
+hostile_offsets = pytest.mark.parametrize(
+    "cu_seqlens", [(0, 70, 20, 20), (-9, 10, 500, 90), (90, 60, 30, 0), (0, 0, 0, 1 << 30)]
+)
 LONG = [(130, 140), (0, 40), (64, 128), (33, 0), (129, 129), (1, 150)]  # several tiles both ways
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -118,9 +121,10 @@ def test_neighbours_never_enter_a_product(kernels, lengths, deterministic, poiso
                 torch.testing.assert_close(a, e)
 
 
-def test_rows_that_are_not_used_are_neither_read_nor_written(kernels):
-    lengths, used = LONG, ([100, 0, 64, 20, 129, 0], [135, 40, 0, 0, 129, 150])
-    inputs = inputs_of(lengths)
+def check_rows_that_are_not_used(kernels, lengths, head_dim):
+    """They are neither read nor written. `lengths`: of LONG's form."""
+    used = ([100, 0, 64, 20, 129, 0], [135, 40, 0, 0, 129, 150])
+    inputs = inputs_of(lengths, head_dim=head_dim)
     queries, keys = ([0, *accumulate(side)] for side in zip(*lengths, strict=True))
     for t, starts, side in zip(inputs, (queries, keys, keys, queries), (0, 1, 1, 0), strict=True):
         for b, start in enumerate(starts[:-1]):
@@ -134,9 +138,13 @@ def test_rows_that_are_not_used_are_neither_read_nor_written(kernels):
         assert not lse[:, used[0][b] :].any()  # as it was
 
 
+def test_rows_that_are_not_used_are_neither_read_nor_written(kernels):
+    check_rows_that_are_not_used(kernels, LONG, head_dim=24)
+
+
 @orders
 @pytest.mark.parametrize("few", [False, True], ids=["tiles", "splits"])
-@pytest.mark.parametrize("cu_seqlens", [(0, 70, 20, 20), (-9, 10, 500, 90), (90, 60, 30, 0), (0, 0, 0, 1 << 30)])
+@hostile_offsets
 def test_hostile_offsets_read_nothing_outside(kernels, cu_seqlens, few, deterministic):
     """The host run checks every access; what comes out does not matter."""
     inputs = inputs_of([(90, 90)])

@@ -9,6 +9,7 @@ import test_contract
 import torch
 from cuda_host import library
 from helpers import check_against_reference, make_qkv
+from test_cuda_sm90 import NEVER_TAKEN
 
 from flash_attn_ext import flash_attn
 
@@ -19,11 +20,8 @@ head_dims = pytest.mark.parametrize("head_dim", TILES)
 
 @pytest.fixture(autouse=True)
 def kernels(built):
-    loaded = library.Library(built, deterministic=True)
-    loaded.c.set_compute_capability(9, 0)
-    with library.as_cpu_kernels(loaded):
+    with library.on_hopper(built, deterministic=True) as loaded:
         yield loaded
-    loaded.c.set_compute_capability(8, 0)
 
 
 def make(*shape, dtype=torch.bfloat16, **options):
@@ -249,17 +247,7 @@ def test_orders_of_blocks_threads_and_copies(kernels, deterministic, options):
         torch.testing.assert_close(other, dq[0], rtol=0, atol=0.0 if deterministic else 0.01)
 
 
-REFUSED = {
-    "dtype": (dict(dtype=torch.float32), {}, "only float16 and bfloat16"),
-    "head dimension": (dict(head_dim=100), {}, "only head dimensions in eights, up to 256"),
-    "head dimension of value": (dict(head_dim_v=60), {}, "only head dimensions in eights, up to 256"),
-    "mask": (
-        {},
-        dict(attn_mask=torch.ones(20, 30, dtype=torch.bool)),
-        "only bool masks that all heads and queries share",
-    ),
-    "slopes": ({}, dict(alibi_slopes=torch.ones(1)), "no ALiBi or dropout"),
-    "dropout": ({}, dict(dropout_p=0.5), "no ALiBi or dropout"),
+REFUSED = NEVER_TAKEN | {
     "broadcast gradient": ({}, {}, "not aligned to 16 bytes, or its rows are broadcast"),
 }
 

@@ -7,8 +7,8 @@ No GPU has run it yet.
 import pytest
 import torch
 from cuda_host import library
-from helpers import check_against_reference, make_qkv
-from test_cuda_sm90_options import padding
+from helpers import make_qkv
+from test_cuda_sm90_options import check, padding
 from test_cuda_sm90_varlen import LONG
 from test_cuda_varlen import check as check_packed
 
@@ -17,20 +17,8 @@ from flash_attn_ext import flash_attn
 
 @pytest.fixture(autouse=True)
 def kernels(built):
-    loaded = library.Library(built, deterministic=True)
-    loaded.c.set_compute_capability(9, 0)
-    with library.as_cpu_kernels(loaded):
+    with library.on_hopper(built, deterministic=True) as loaded:
         yield loaded
-    loaded.c.set_compute_capability(8, 0)
-
-
-def check(kernels, q, k, v, *mask, **options):
-    """Both passes, on this tier."""
-    with torch.no_grad():
-        flash_attn(q, k, v, *mask, enable_gqa=True, **options)
-    assert b"sm90::forward_kernel" in kernels.c.last_kernel()
-    check_against_reference(q, k, v, *mask, **options)
-    assert b"sm90::dq_kernel" in kernels.c.last_kernel()
 
 
 @pytest.mark.parametrize(

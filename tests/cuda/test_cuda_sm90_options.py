@@ -17,11 +17,8 @@ head_dims = pytest.mark.parametrize("head_dim", [64, 128, 256])
 
 @pytest.fixture(autouse=True)
 def kernels(built):
-    loaded = library.Library(built, deterministic=True)
-    loaded.c.set_compute_capability(9, 0)
-    with library.as_cpu_kernels(loaded):
+    with library.on_hopper(built, deterministic=True) as loaded:
         yield loaded
-    loaded.c.set_compute_capability(8, 0)
 
 
 def make(*shape, dtype=torch.bfloat16, **options):

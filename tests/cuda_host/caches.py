@@ -1,7 +1,7 @@
 """The operator attention_cache, run by the CUDA kernels' host build on CPU tensors."""
 
 import ctypes
-import warnings
+import functools
 from contextlib import contextmanager
 
 import torch
@@ -63,13 +63,5 @@ def scale_params(t):
 @contextmanager
 def as_cpu_kernels(kernels):
     """Inside, flash_attn_with_kvcache on CPU tensors attends through the host build; CPU kernels append."""
-    registration = torch.library.Library("flash_attn_ext", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")
-        registration.impl(
-            "attention_cache", lambda *given, **options: attention_cache(kernels, *given, **options), "CPU"
-        )
-    try:
+    with library.registered(attention_cache=functools.partial(attention_cache, kernels)):
         yield kernels
-    finally:
-        registration._destroy()

@@ -87,9 +87,8 @@ class Library:
         self.c = ctypes.CDLL(str(path))
         for name in TEXTS:
             getattr(self.c, name).restype = ctypes.c_char_p
-        for name in ("forward", "backward", "double_backward", "weights"):
-            getattr(self.c, f"{name}_workspace").restype = ctypes.c_size_t
-        for name in ("params_bytes",):
+        workspaces = [f"{name}_workspace" for name in ("forward", "backward", "double_backward", "weights")]
+        for name in ("params_bytes", *workspaces):
             getattr(self.c, name).restype = ctypes.c_size_t
         for name in ("sm80_recomputed_tiles", "exponentials", "attributes_set", "driver_lookups"):
             getattr(self.c, name).restype = i64
@@ -409,17 +408,31 @@ def as_cpu_kernels(library):
         wanted = dict(zip(DIFFERENTIABLE, grad_mask, strict=True))
         return as_results(library.backward(tensors, wanted, **DEFAULTS | options), slopes, sink)
 
+    operators = (
+        attention, attention_backward, attention_jvp, attention_double_backward, attention_weights,
+        attention_weights_backward,
+    )  # fmt: skip
+    with registered(dropout_mask=library.dropout_mask, **{f.__name__: f for f in operators}):
+        yield library
+
+
+@contextmanager
+def registered(**operators):
+    """Inside, these functions are the kernels of the operators of their names on CPU tensors."""
     registration = torch.library.Library("flash_attn_ext", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")
-        registration.impl("attention", attention, "CPU")
-        registration.impl("attention_backward", attention_backward, "CPU")
-        registration.impl("attention_jvp", attention_jvp, "CPU")
-        registration.impl("attention_double_backward", attention_double_backward, "CPU")
-        registration.impl("attention_weights", attention_weights, "CPU")
-        registration.impl("attention_weights_backward", attention_weights_backward, "CPU")
-        registration.impl("dropout_mask", library.dropout_mask, "CPU")
+        for name, function in operators.items():
+            registration.impl(name, function, "CPU")
     try:
-        yield library
+        yield
     finally:
         registration._destroy()
+
+
+@contextmanager
+def on_hopper(path, **options):
+    """As as_cpu_kernels(), of a library whose selector sees a Hopper GPU."""
+    loaded = Library(path, **options)
+    with loaded.on_gpu(9, 0), as_cpu_kernels(loaded):
+        yield loaded

@@ -96,12 +96,11 @@ def forward_results(path, seed):
     k, v = (torch.randn(1, 1, 850, 64, dtype=torch.bfloat16) for _ in range(2))
     poisoned = v[:, :, :4].clone()
     poisoned[:, :, 3, 5:] = torch.nan
-    with torch.no_grad(), on_hopper(path, seed) as loaded:
+    with torch.no_grad(), library.on_hopper(path, seed=seed, deterministic=True) as loaded:
         results = flash_attn(q, k, v, return_lse=True)
         results += flash_attn(q, k, v, torch.arange(850)[None, None, None] % 400 > 200, return_lse=True)
         results += flash_attn(q, k[:, :, :4], poisoned, causal="lower_right", return_lse=True)
         assert b"sm90::forward_kernel" in loaded.c.last_kernel()
-        loaded.c.set_compute_capability(8, 0)
     return [t.nan_to_num() for t in results]
 
 
@@ -120,20 +119,13 @@ def gradients(path, seed, seqlen_q, seqlen_k, head_dim, poisoned):
         k[:, :, 10, 5:] = q[:, :, 10, 5:] = torch.nan
     # The forward has only one head dimension here, and the backward need not have its results.
     out, lse = torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[:3])
-    with on_hopper(path, seed) as loaded:
+    with library.on_hopper(path, seed=seed, deterministic=True) as loaded:
         grads = torch.ops.flash_attn_ext.attention_backward(
             dout, None, q, k, v, None, None, None, None, None, out, lse, causal=poisoned,
             grad_mask=[True, True, True, False, False, False],
         )  # fmt: skip
         assert b"sm90::dq_kernel" in loaded.c.last_kernel()
-        loaded.c.set_compute_capability(8, 0)
     return grads[:3]
-
-
-def on_hopper(path, seed):
-    loaded = library.Library(path, seed, deterministic=True)
-    loaded.c.set_compute_capability(9, 0)
-    return library.as_cpu_kernels(loaded)
 
 
 class Judge:

@@ -49,7 +49,7 @@ __device__ CacheRow<In> cache_row(const VarlenParams& varlen, const Tensor4& t, 
 // The rows of one tile, which are looked up once: pages take a division each.
 template <class In>
 struct CacheTile {
-  CacheRow<In> keys[kBlockK], values[kBlockK];
+  CacheRow<In> found_keys[kBlockK], found_values[kBlockK];
 
   // The next barrier makes them visible.
   __device__ void look_up(const AttentionParams& p, int64_t h_kv, int64_t j0, int count) {
@@ -57,10 +57,10 @@ struct CacheTile {
     for (int n = threadIdx.x; n < 2 * count; n += kThreads) {
       if (n < count) {
         const CacheRow<In> found = cache_row<In>(p.varlen, p.k, cache.k_scale, h_kv, j0 + n);
-        keys[n] = found;
+        found_keys[n] = found;
       } else {
         const CacheRow<In> found = cache_row<In>(p.varlen, p.v, cache.v_scale, h_kv, j0 + n - count);
-        values[n - count] = found;
+        found_values[n - count] = found;
       }
     }
   }

@@ -7,6 +7,9 @@
 // (m, l, O), and combine.cu merges them.
 #pragma once
 
+#include <cstddef>
+#include <type_traits>
+
 #include "../../core/sequence.h"
 #include "../combine.h"
 #include "../launch.h"
@@ -102,29 +105,21 @@ __device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const Tile& 
 
 // A block's memory. Keys and values of a cache that has pages or 8 bits are looked up tile by tile.
 template <class In, int kTileRows, bool kCache>
-struct ForwardMemory : SharedMemory<Accumulator<In>, kTileRows> {};
-template <class In, int kTileRows>
-struct ForwardMemory<In, kTileRows, true> : SharedMemory<Accumulator<In>, kTileRows> {
-  CacheTile<In> rows;
+struct ForwardMemory : SharedMemory<Accumulator<In>, kTileRows> {
+  static constexpr std::nullptr_t found_keys = nullptr, found_values = nullptr;
 };
+template <class In, int kTileRows>
+struct ForwardMemory<In, kTileRows, true> : SharedMemory<Accumulator<In>, kTileRows>, CacheTile<In> {};
 
-// The keys and the values of the tile that begins at key j0.
-template <class In, bool kCache, class Memory>
-__device__ auto keys_of_tile(const Memory& shared, const AttentionParams& p, int64_t b, int64_t h_kv,
-                             int64_t j0, int64_t count) {
-  if constexpr (kCache) {
-    return FoundRows<In>{shared.rows.keys, count};
+// The rows of the tile that begins at key j0, of the keys or of the values: those that were looked up, or, without any
+// such, where they lie.
+template <class In, class Found>
+__device__ auto rows_of_tile(Found found, const Tensor4& t, int64_t b, int64_t h_kv, int64_t j0,
+                             int64_t count) {
+  if constexpr (std::is_null_pointer_v<Found>) {
+    return Rows<In>{t.row<In>(b, h_kv, j0), t.stride_s, count};
   } else {
-    return Rows<In>{p.k.row<In>(b, h_kv, j0), p.k.stride_s, count};
-  }
-}
-template <class In, bool kCache, class Memory>
-__device__ auto values_of_tile(const Memory& shared, const AttentionParams& p, int64_t b, int64_t h_kv,
-                               int64_t j0, int64_t count) {
-  if constexpr (kCache) {
-    return FoundRows<In>{shared.rows.values, count};
-  } else {
-    return Rows<In>{p.v.row<In>(b, h_kv, j0), p.v.stride_s, count};
+    return FoundRows<In>{found, count};
   }
 }
 
@@ -166,9 +161,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int64_t count = smaller<int64_t>(z.seqlen_k - j0, kBlockK);
     // Nobody reads the rows of the tile before: its last values are complete. The products' first barrier makes these
     // visible.
-    if constexpr (kCache) shared.rows.look_up(p, h_kv, j0, count);
-    const auto k = keys_of_tile<In, kCache>(shared, p, tile.b, h_kv, j0, count);
-    const auto v = values_of_tile<In, kCache>(shared, p, tile.b, h_kv, j0, count);
+    if constexpr (kCache) shared.look_up(p, h_kv, j0, count);
+    const auto k = rows_of_tile<In>(shared.found_keys, p.k, tile.b, h_kv, j0, count);
+    const auto v = rows_of_tile<In>(shared.found_values, p.v, tile.b, h_kv, j0, count);
     const bool partial = p.mask || !band_covers(p.band, queries.begin, queries.end, j0, j0 + count);
 
     T products[R][kCols] = {};
