@@ -47,7 +47,7 @@ CUDA += [
     for way in ("forward", "backward", "jvp", "double_backward", "weights")
     for dtype in ("bfloat16", "float16", "float32", "float64")
 ]
-CUDA += ["sm90/why_not.cpp"]
+CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp"]
 CUDA += [f"sm90/{way}_{dtype}.cu" for way in ("forward", "backward") for dtype in ("bfloat16", "float16")]
 CUDA += ["gpu_code.cpp"]
 

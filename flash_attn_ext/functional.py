@@ -76,7 +76,7 @@ def flash_attn(
         rng_state: int64 (seed, offset) from :func:`new_rng_state`, to replay a dropout mask; drawn from torch's
             generator if None, so that ``torch.manual_seed`` governs it.
         num_splits: into how many pieces the forward cuts the keys where there are few queries (Flash-Decoding, Dao et
-            al. 2023), at most one per 64 keys and, so that memory stays linear, 4 or S_k / S_q, whichever is more.
+            al. 2023), at most one per tile of keys and, so that memory stays linear, 4 or S_k / S_q, whichever is more.
             0 lets the shape decide; above 1 asks for that kernel whatever S_q is.
         unified_max: a guess of the largest score, used in place of the running maximum (FlashDecoding++, Hong et al.
             2023); asks for the same kernel. Pieces whose scores are too far from it are computed again without it.

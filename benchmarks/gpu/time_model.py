@@ -206,7 +206,8 @@ def main_loops() -> dict[tuple[str, int], list[sass_listing.Instruction]]:
     try:
         for way in ("forward", "backward"):
             for name, code in sass_listing.functions(sass_listing.disassemble(machine_code(way))).items():
-                found = re.search(rf"\d{way}_kernelI13__nv_bfloat16Li(\d+)ELb1E", name)  # the plain ones
+                plain = r"(?:NS\d*_4FormE0E|b1E)"
+                found = re.search(rf"\d{way}_kernelI13__nv_bfloat16Li(\d+)EL{plain}", name)
                 if found:
                     result[way, int(found[1])] = sass_listing.main_loop(code)
     except FileNotFoundError as error:

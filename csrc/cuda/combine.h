@@ -22,6 +22,13 @@ struct Partials {
     row_max = out + splits * rows * p.sizes.head_dim_v;
     row_sum = row_max + splits * rows;
   }
+  // The out of one split, in the form of p.out.
+  FA_HOST_DEVICE Tensor4 out_of_split(const AttentionParams& p, int64_t split) const {
+    const int64_t first = p.statistics_row(0, 0, 0), columns = p.sizes.head_dim_v;
+    return {out + (split * p.statistics_rows() + first) * columns,
+            (p.statistics_row(1, 0, 0) - first) * columns, (p.statistics_row(0, 1, 0) - first) * columns,
+            columns};
+  }
   static int64_t elements(const AttentionParams& p, int64_t splits) {
     return splits * p.statistics_rows() * (p.sizes.head_dim_v + 2);
   }

@@ -23,7 +23,8 @@ TILES = {64: (192, 128), 128: (128, 128), 256: (128, 80)}
 
 @pytest.fixture(autouse=True)
 def kernels(built):
-    with library.on_hopper(built) as loaded:
+    # Keys that are split: test_cuda_sm90_few_rows.py.
+    with library.on_hopper(built, num_splits=1) as loaded:
         yield loaded
 
 
@@ -74,7 +75,7 @@ def test_windows(kernels, head_dim, window):
 
 @pytest.mark.parametrize(("heads", "heads_kv"), [(4, 2), (6, 1), (3, 3)])
 def test_heads_and_batches(kernels, heads, heads_kv):
-    q, k, v = make(3, heads, 140, 150, 64, heads_kv=heads_kv)
+    q, k, v = make(2, heads, 240, 150, 64, heads_kv=heads_kv)
     check_forward(kernels, q, k, v, causal="lower_right", scale=0.3)
 
 

@@ -24,15 +24,17 @@ BACKWARD_TILES = {64: (128, 128), 128: (64, 128), 256: (32, 64)}
 # Instructions of one iteration of the main loop, masks included, at most: of the plain kernels; and of those that take
 # softcap, key masks and packed sequences, softcap included.
 MOST_INSTRUCTIONS = {
-    ("forward_kernel", True): {64: 580, 128: 620, 256: 585},
-    ("backward_kernel", True): {64: 920, 128: 580, 256: 504},
-    ("forward_kernel", False): {64: 960, 128: 1020, 256: 840},
-    ("backward_kernel", False): {64: 860, 128: 910, 256: 690},
+    ("forward_kernel", "plain"): {64: 580, 128: 620, 256: 585},
+    ("backward_kernel", "plain"): {64: 920, 128: 580, 256: 504},
+    ("forward_kernel", "with options"): {64: 960, 128: 1020, 256: 840},
+    ("backward_kernel", "with options"): {64: 860, 128: 910, 256: 690},
+    ("forward_kernel", "few rows"): {64: 970, 128: 1020, 256: 840},
 }
-# Divisions and conversions, by which a compiler divides. A softcap has reciprocals of its own.
-DIVISION = {True: re.compile(r"I2F|F2I|MUFU\.RCP|CALL"), False: re.compile(r"I2F|F2I|CALL")}
-
-plain_or_not = pytest.mark.parametrize("plain", [True, False], ids=["plain", "with options"])
+# How a kernel's mangled name says which form it is.
+FORMS = {
+    "forward_kernel": {name: rf"NS\d*_4FormE{n}E" for n, name in enumerate(("plain", "with options", "few rows"))},
+    "backward_kernel": {"plain": "b1E", "with options": "b0E"},
+}
 
 pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compile the CUDA kernels; there is no {NVCC}")
 
@@ -51,17 +53,22 @@ def functions_of(cubin):
         pytest.skip(str(error))
 
 
-def code_of(cubin, kernel, head_dim, plain):
+def division(form):
+    """Divisions and conversions, by which a compiler divides. A softcap has reciprocals of its own."""
+    return re.compile(r"I2F|F2I|CALL" + ("|MUFU\\.RCP" if form == "plain" else ""))
+
+
+def code_of(cubin, kernel, head_dim, form):
     """The kernel's instructions."""
-    pattern = rf"\w*\d{kernel}I\w*?Li{head_dim}ELb{int(plain)}E"
+    pattern = rf"\w*\d{kernel}I\w*?Li{head_dim}EL{FORMS[kernel][form]}"
     found = [code for name, code in functions_of(cubin).items() if re.match(pattern, name)]
     assert len(found) == 1
     return found[0]
 
 
-def order_of(cubin, kernel, head_dim, plain):
+def order_of(cubin, kernel, head_dim, form):
     """What the kernel's machine code does, a letter an instruction."""
-    operations = [instruction.operation for instruction in code_of(cubin, kernel, head_dim, plain)]
+    operations = [instruction.operation for instruction in code_of(cubin, kernel, head_dim, form)]
     assert not {"LDL", "STL"} & {operation.split(".")[0] for operation in operations}
     marks = {"HGMMA": "P", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "W", "WARPGROUP.ARRIVE": "A", "USETMAXREG": "R"}
     order = "".join(mark for operation in operations for word, mark in marks.items() if operation.startswith(word))
@@ -73,19 +80,30 @@ def kernel_of(source):
     return source.stem.split("_")[0] + "_kernel"
 
 
-def backward_tile(head_dim, plain):
+def every_kernel(sources):
+    """A test runs for each kernel of these sources: its form, its head dimension."""
+    cases = [
+        pytest.param(source, form, head_dim, id=f"{source.stem}-{head_dim}-{form}")
+        for source in sources
+        for form in FORMS[kernel_of(source)]
+        for head_dim in KEYS
+    ]
+    return pytest.mark.parametrize(("source", "form", "head_dim"), cases)
+
+
+def backward_tile(head_dim, form):
     rows, keys = BACKWARD_TILES[head_dim]
-    return rows if plain else min(rows, 64), keys
+    return rows if form == "plain" else min(rows, 64), keys
 
 
-def main_loop(cubin, kernel, head_dim, plain=True):
+def main_loop(cubin, kernel, head_dim, form="plain"):
     """One iteration of a consumer."""
     if kernel == "forward_kernel":
         products = head_dim // 16 + KEYS[head_dim] // 16
     else:
-        rows, keys = backward_tile(head_dim, plain)
+        rows, keys = backward_tile(head_dim, form)
         products = 2 * (head_dim // 16) + 2 * (max(rows, 64) // 16) + keys // 16
-    return sass.main_loop(code_of(cubin, kernel, head_dim, plain), products)
+    return sass.main_loop(code_of(cubin, kernel, head_dim, form), products)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -95,54 +113,48 @@ def test_ptxas_leaves_wgmma_and_registers_alone(compile_once, source):
     assert "warning" not in said, said
 
 
-@plain_or_not
-@pytest.mark.parametrize("head_dim", KEYS)
-@pytest.mark.parametrize("source", FORWARD, ids=lambda path: path.stem)
-def test_forward_machine_code(compile_once, source, head_dim, plain):
-    order = order_of(compile_once(source)[0], "forward_kernel", head_dim, plain)
+@every_kernel(FORWARD)
+def test_forward_machine_code(compile_once, source, form, head_dim):
+    order = order_of(compile_once(source)[0], "forward_kernel", head_dim, form)
     scores, output = head_dim // 16, KEYS[head_dim] // 16
     # The first tile; the loop: both products, one wait, the softmax, the other wait; the last product. An exponential
     # for each of 64 x keys / 128 threads, where there is a softcap another one, and two factors of what was summed up.
-    exponentials = "E" * (KEYS[head_dim] // 2 * (1 if plain else 2) + 2)
+    exponentials = "E" * (KEYS[head_dim] // 2 * (1 if form == "plain" else 2) + 2)
     schedule = "A" + "P" * scores + "W" + exponentials
     schedule += "A" + "P" * scores + "A" + "P" * output + "W" + exponentials + "W"
     schedule += "A" + "P" * output + "W"
     assert schedule in order, order
 
 
-@plain_or_not
-@pytest.mark.parametrize("head_dim", BACKWARD_TILES)
-@pytest.mark.parametrize("source", BACKWARD, ids=lambda path: path.stem)
-def test_backward_machine_code(compile_once, source, head_dim, plain):
-    order = order_of(compile_once(source)[0], "backward_kernel", head_dim, plain)
-    rows, keys = backward_tile(head_dim, plain)
+@every_kernel(BACKWARD)
+def test_backward_machine_code(compile_once, source, form, head_dim):
+    order = order_of(compile_once(source)[0], "backward_kernel", head_dim, form)
+    rows, keys = backward_tile(head_dim, form)
     columns, sums = "A" + "P" * (head_dim // 16), "A" + "P" * (max(rows, 64) // 16)
     # S and dP; the exponentials while dP is on its way; dV, dQ and dK, each waited for alone. Of split columns dK
     # comes before dQ. Two ways to P, with a softcap with twice the exponentials.
-    exponentials, last = "E" * (64 * rows // 128 * (1 if plain else 3)), "A" + "P" * (keys // 16)
+    exponentials, last = "E" * (64 * rows // 128 * (1 if form == "plain" else 3)), "A" + "P" * (keys // 16)
     schedule = columns * 2 + "W" + exponentials + "W" + sums
     schedule += (sums + last if head_dim == 256 else last + sums) + "WWW"
     assert schedule in order, order
 
 
-@plain_or_not
-@pytest.mark.parametrize("head_dim", KEYS)
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_main_loop(compile_once, source, head_dim, plain):
+@every_kernel(SOURCES)
+def test_main_loop(compile_once, source, form, head_dim):
     kernel = kernel_of(source)
     cubin = compile_once(source)[0]
-    loop = main_loop(cubin, kernel, head_dim, plain)
-    assert len(loop) <= MOST_INSTRUCTIONS[kernel, plain][head_dim]
-    assert not [str(i) for i in loop if DIVISION[plain].match(i.operation)]
+    loop = main_loop(cubin, kernel, head_dim, form)
+    assert len(loop) <= MOST_INSTRUCTIONS[kernel, form][head_dim]
+    assert not [str(i) for i in loop if division(form).match(i.operation)]
     # Descriptors are stepped in uniform registers: nothing is moved there between the products of a batch.
     products = [n for n, i in enumerate(loop) if i.operation.startswith("HGMMA")]
     for a, b in itertools.pairwise(products):
         if "gsb0" not in loop[a].operands:
             assert not [str(i) for i in loop[a:b] if i.operation.startswith("R2UR")]
     # Nothing before the first load and the first product divides either.
-    code = code_of(cubin, kernel, head_dim, plain)
+    code = code_of(cubin, kernel, head_dim, form)
     first = next(n for n, i in enumerate(code) if i.operation.startswith("HGMMA"))
-    assert not [str(i) for i in code[:first] if DIVISION[plain].match(i.operation)]
+    assert not [str(i) for i in code[:first] if division(form).match(i.operation)]
 
 
 @pytest.mark.parametrize("source", FORWARD, ids=lambda path: path.stem)
@@ -162,12 +174,10 @@ def test_row_terms_are_read_before_the_waits(compile_once, source, head_dim):
     assert not [str(i) for i in loop[second_wait:] if i.operation.startswith("LDS")]
 
 
-@plain_or_not
-@pytest.mark.parametrize("head_dim", KEYS)
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_nothing_touches_registers_of_a_running_product(compile_once, source, head_dim, plain):
+@every_kernel(SOURCES)
+def test_nothing_touches_registers_of_a_running_product(compile_once, source, form, head_dim):
     kernel = kernel_of(source)
-    code = code_of(compile_once(source)[0], kernel, head_dim, plain)
+    code = code_of(compile_once(source)[0], kernel, head_dim, form)
     assert sass.hazards(code) == []
     # The check itself: without a wait for a result there is a hazard. Of the backward's five waits the one for dV, and
     # of split columns that for dK, guard tiles in shared memory; the host run's mutations look at those.

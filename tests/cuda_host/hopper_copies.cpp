@@ -22,21 +22,23 @@ uintptr_t swizzled(uintptr_t address) {
 
 namespace {
 
+using Corner = std::array<int32_t, CUtensorMap::kMaxRank>;
+
 template <class Function>  // (row of the box, its address in the tensor or null)
-void for_each_row(const CUtensorMap& map, const std::array<int32_t, CUtensorMap::kRank>& corner,
-                  const Function& function) {
-  uint32_t row = 0;
-  for (uint32_t n3 = 0; n3 < map.box[3]; ++n3)
-    for (uint32_t n2 = 0; n2 < map.box[2]; ++n2)
-      for (uint32_t n1 = 0; n1 < map.box[1]; ++n1, ++row) {
-        const int64_t at[] = {corner[1] + n1, corner[2] + n2, corner[3] + n3};
-        const unsigned char* source = map.data + 2 * corner[0];
-        for (int n = 0; n < 3 && source; ++n) {
-          const bool inside = 0 <= at[n] && at[n] < static_cast<int64_t>(map.size[n + 1]);
-          source = inside ? source + at[n] * static_cast<int64_t>(map.stride[n]) : nullptr;
-        }
-        function(row, source);
-      }
+void for_each_row(const CUtensorMap& map, const Corner& corner, const Function& function) {
+  uint32_t rows = 1;
+  for (int n = 1; n < map.rank; ++n) rows *= map.box[n];
+  for (uint32_t row = 0; row < rows; ++row) {
+    const unsigned char* source = map.data + 2 * corner[0];
+    uint32_t rest = row;
+    for (int n = 1; n < map.rank; ++n) {
+      const int64_t at = int64_t{corner[n]} + rest % map.box[n];
+      rest /= map.box[n];
+      const bool inside = source && 0 <= at && at < static_cast<int64_t>(map.size[n]);
+      source = inside ? source + at * static_cast<int64_t>(map.stride[n - 1]) : nullptr;
+    }
+    function(row, source);
+  }
 }
 
 // What all copies to shared memory have in common.
@@ -60,10 +62,15 @@ void start_copy(Site site, void* shared, size_t bytes, uint64_t* address, std::f
 
 }  // namespace
 
-void load_box(Site site, void* shared, const CUtensorMap* map, const int32_t* corner, uint64_t* address) {
-  std::array<int32_t, CUtensorMap::kRank> from;
-  std::copy_n(corner, CUtensorMap::kRank, from.begin());
-  const size_t bytes = size_t{map->box[0]} * map->box[1] * map->box[2] * map->box[3] * 2;
+void load_box(Site site, void* shared, const CUtensorMap* map, const int32_t* corner, int rank,
+              uint64_t* address) {
+  if (rank != map->rank)
+    fail("TMA: a corner of " + std::to_string(rank) + " numbers for a map of " + std::to_string(map->rank) +
+         ": " + text(site));
+  Corner from{};
+  std::copy_n(corner, rank, from.begin());
+  size_t bytes = 2;
+  for (int n = 0; n < rank; ++n) bytes *= map->box[n];
   const auto target = reinterpret_cast<uintptr_t>(shared);
   if (target % 128 != 0 || map->box[0] * 2 != 128)
     fail("TMA: a box of 128-byte rows, at a multiple of 128 bytes");

@@ -1,4 +1,5 @@
 // What the launch side asks a Hopper for: tensor maps, with their limits, and which GPU it is.
+#include <algorithm>
 #include <cstring>
 
 #include "include/hopper_on_host.h"
@@ -16,16 +17,23 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
                                 const cuuint64_t* size, const cuuint64_t* stride, const cuuint32_t* box,
                                 const cuuint32_t* element_stride, CUtensorMapInterleave,
                                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  bool valid = rank == CUtensorMap::kRank && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
-               swizzle == CU_TENSOR_MAP_SWIZZLE_128B && box[0] * 2 <= 128;
+  constexpr int kMaxRank = CUtensorMap::kMaxRank;
+  const int dimensions = static_cast<int>(rank);
+  if (dimensions < 3 || dimensions > kMaxRank) return CUDA_ERROR_INVALID_VALUE;
+  bool valid = reinterpret_cast<uintptr_t>(data) % 16 == 0 && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
+               box[0] * 2 <= 128;
+  map->rank = dimensions;
   map->data = static_cast<const unsigned char*>(data);
-  for (int n = 0; n < CUtensorMap::kRank; ++n) {
+  std::fill_n(map->size, kMaxRank, 1);
+  std::fill_n(map->stride, kMaxRank - 1, 0);
+  std::fill_n(map->box, kMaxRank, 1);
+  for (int n = 0; n < dimensions; ++n) {
     map->size[n] = size[n];
     map->box[n] = box[n];
     valid = valid && size[n] > 0 && size[n] <= uint64_t{1} << 32 && box[n] > 0 && box[n] <= 256 &&
             element_stride[n] == 1;
   }
-  for (int n = 0; n < CUtensorMap::kRank - 1; ++n) {
+  for (int n = 0; n < dimensions - 1; ++n) {
     map->stride[n] = stride[n];
     valid = valid && stride[n] >= size[0] * 2 && stride[n] % 16 == 0 && stride[n] < uint64_t{1} << 40;
   }

@@ -8,6 +8,7 @@
 #include "cuda/select.h"
 #include "cuda/sm80/backward_plan.h"
 #include "cuda/sm80/sm80.h"
+#include "cuda/sm90/few_rows.h"
 #include "cuda/sm90/sm90.h"
 #include "cuda/tiers.h"
 #include "fibers.h"
@@ -102,6 +103,13 @@ const char* forward(const AttentionParams* p, void* workspace) {
 
 const char* why_not_sm90_forward(const AttentionParams* p) {
   return flash_attn_ext::cuda::sm90::why_not_forward(*p);
+}
+// How the sm90 forward cuts a call: its kernel, the heads that share a tile, the splits of the keys.
+void sm90_forward_cut(const AttentionParams* p, int (&cut)[3]) {
+  const auto [form, few_rows] = flash_attn_ext::cuda::sm90::choose_forward(*p);
+  cut[0] = static_cast<int>(form);
+  cut[1] = few_rows.tile_heads();
+  cut[2] = few_rows.splits;
 }
 const char* why_not_sm80_forward(const AttentionParams* p) {
   return flash_attn_ext::cuda::sm80::why_not_forward(*p);

@@ -431,8 +431,9 @@ def registered(**operators):
 
 
 @contextmanager
-def on_hopper(path, **options):
+def on_hopper(path, num_splits=0, **options):
     """As as_cpu_kernels(), of a library whose selector sees a Hopper GPU."""
     loaded = Library(path, **options)
+    loaded.num_splits = num_splits
     with loaded.on_gpu(9, 0), as_cpu_kernels(loaded):
         yield loaded

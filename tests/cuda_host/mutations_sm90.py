@@ -90,15 +90,19 @@ def build(folder, built):
 
 def forward_results(path, seed):
     """A call of two blocks, the second of them with warpgroups without rows, and seven tiles of keys; the same with a
-    mask of the keys; then one whose first block sees no key, and with a NaN that most rows must not see."""
+    mask of the keys; the same of heads that share tiles, the keys split; then one whose first block sees no key, and
+    with a NaN that most rows must not see."""
     torch.manual_seed(0)
     q = torch.randn(1, 1, 200, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 850, 64, dtype=torch.bfloat16) for _ in range(2))
     poisoned = v[:, :, :4].clone()
     poisoned[:, :, 3, 5:] = torch.nan
-    with torch.no_grad(), library.on_hopper(path, seed=seed, deterministic=True) as loaded:
+    with torch.no_grad(), library.on_hopper(path, num_splits=1, seed=seed, deterministic=True) as loaded:
         results = flash_attn(q, k, v, return_lse=True)
         results += flash_attn(q, k, v, torch.arange(850)[None, None, None] % 400 > 200, return_lse=True)
+        shared = q.view(1, 4, 50, 64)
+        results += flash_attn(shared, k, v, num_splits=2, enable_gqa=True, return_lse=True)
+        assert b"combine_kernel" in loaded.c.last_kernel()
         results += flash_attn(q, k[:, :, :4], poisoned, causal="lower_right", return_lse=True)
         assert b"sm90::forward_kernel" in loaded.c.last_kernel()
     return [t.nan_to_num() for t in results]
@@ -119,7 +123,7 @@ def gradients(path, seed, seqlen_q, seqlen_k, head_dim, poisoned):
         k[:, :, 10, 5:] = q[:, :, 10, 5:] = torch.nan
     # The forward has only one head dimension here, and the backward need not have its results.
     out, lse = torch.zeros(q.shape, dtype=q.dtype), torch.zeros(q.shape[:3])
-    with library.on_hopper(path, seed=seed, deterministic=True) as loaded:
+    with library.on_hopper(path, num_splits=1, seed=seed, deterministic=True) as loaded:
         grads = torch.ops.flash_attn_ext.attention_backward(
             dout, None, q, k, v, None, None, None, None, None, out, lse, causal=poisoned,
             grad_mask=[True, True, True, False, False, False],

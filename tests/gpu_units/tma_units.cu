@@ -15,21 +15,48 @@ using flash_attn_ext::Tensor4;
 
 constexpr int kThreads = 128;
 
-// Copies the tile from `row` on to shared memory by TMA, and from there, as it lies, to `out`.
-template <class Tile>
-__global__ void tile_kernel(const __grid_constant__ CUtensorMap map, int row, int h, int b, uint4* out) {
+// What is loaded: rows of a head, or of several heads that share a key head.
+struct HeadTile {
+  int row, h, b;
+  template <class Tile>
+  __device__ void load(Tile& tile, const CUtensorMap& map, ptx::Barrier& landed) const {
+    sm90::load_tile(tile, map, row, h, b, landed);
+  }
+};
+struct GroupTile {
+  int in_group, row, h_kv, b;
+  template <class Tile>
+  __device__ void load(Tile& tile, const CUtensorMap& map, ptx::Barrier& landed) const {
+    sm90::load_group_tile(tile, map, in_group, row, h_kv, b, landed);
+  }
+};
+
+// Copies a tile to shared memory by TMA, and from there, as it lies, to `out`.
+template <class Tile, class From>
+__global__ void tile_kernel(const __grid_constant__ CUtensorMap map, From from, uint4* out) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ ptx::Barrier landed;
   auto& tile = *reinterpret_cast<Tile*>(memory);
   if (threadIdx.x == 0) {
     ptx::barrier_init(landed, 1);  // this thread
     ptx::barrier_init_fence();     // TMA sees the barrier
-    sm90::load_tile(tile, map, row, h, b, landed);
+    from.load(tile, map, landed);
   }
   __syncthreads();               // all threads see the barrier
   ptx::barrier_wait(landed, 0);  // TMA has written the tile
   for (int n = threadIdx.x; n < sizeof(Tile) / 16; n += kThreads)
     out[n] = reinterpret_cast<const uint4*>(memory)[n];
+}
+
+// The tile that lands, compared element for element.
+template <class Tile, class From>
+std::string difference_of(const CUtensorMap& map, const From& from, const std::vector<uint16_t>& expected) {
+  const Buffer<uint16_t> out(expected.size());
+  const auto kernel = tile_kernel<Tile, From>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Tile)));
+  kernel<<<1, kThreads, sizeof(Tile)>>>(map, from, reinterpret_cast<uint4*>(out.get()));
+  finish();
+  return first_difference(out.values(), expected, sm90::kPanelColumns);
 }
 
 // Tensors as torch has them after a transpose: heads lie between the columns of a row and the next row, and a
@@ -49,7 +76,7 @@ std::string tile_of_four_dimensions() {
           r < kRows - kBeyond ? tensor[kB * kBatchStride + kH * kHeadStride + (kRow + r) * kRowStride + c]
                               : 0;
 
-  const Buffer<uint16_t> in(tensor), out(expected.size());
+  const Buffer<uint16_t> in(tensor);
   Tensor4 t{};
   t.data = in.get();
   t.stride_b = kBatchStride;
@@ -57,11 +84,34 @@ std::string tile_of_four_dimensions() {
   t.stride_s = kRowStride;
   CUtensorMap map;
   check(sm90::encode_tensor_map(map, t, DType::kBFloat16, kColumns, kLength, kHeads, kBatch, kRows));
-  const auto kernel = tile_kernel<Tile>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Tile)));
-  kernel<<<1, kThreads, sizeof(Tile)>>>(map, kRow, kH, kB, reinterpret_cast<uint4*>(out.get()));
-  finish();
-  return first_difference(out.values(), expected, sm90::kPanelColumns);
+  return difference_of<Tile>(map, HeadTile{kRow, kH, kB}, expected);
+}
+
+// Five heads of a group in a box of eight, query by query; the last queries of the tile lie outside.
+template <int kColumns>
+std::string tile_of_a_group() {
+  constexpr int kRows = 128, kHeadsOfTile = 8, kGroup = 5, kGroups = 3, kLength = 77, kQuery = 70,
+                kGroupOfTile = 1;
+  using Tile = sm90::Panels<uint16_t, kRows, kColumns>;
+  constexpr int kHeads = kGroup * kGroups, kRowStride = kHeads * kColumns;
+  std::vector<uint16_t> tensor(kLength * kRowStride), expected(sizeof(Tile) / 2);
+  for (size_t n = 0; n < tensor.size(); ++n) tensor[n] = 1 + n % 65521;
+  for (int r = 0; r < kRows; ++r)
+    for (int c = 0; c < kColumns; ++c) {
+      const int query = kQuery + r / kHeadsOfTile, head = r % kHeadsOfTile;
+      const bool inside = query < kLength && head < kGroup;
+      const int at = query * kRowStride + (kGroupOfTile * kGroup + head) * kColumns + c;
+      expected[Tile::offset(r, c) / 2] = inside ? tensor[at] : 0;
+    }
+
+  const Buffer<uint16_t> in(tensor);
+  CUtensorMap map;
+  check(sm90::encode_tensor_map(map, in.get(), DType::kBFloat16, kColumns,
+                                {{kGroup, kColumns, kHeadsOfTile},
+                                 {kLength, kRowStride, kRows / kHeadsOfTile},
+                                 {kGroups, kGroup * kColumns},
+                                 {1, 0}}));
+  return difference_of<Tile>(map, GroupTile{0, kQuery, kGroupOfTile, 0}, expected);
 }
 
 template <int kRows, int kColumns>
@@ -102,9 +152,16 @@ std::string bulk_add() {
 // The boxes of the kernels: Q, K and V of the forward, and all four tensors of the backward.
 std::vector<Unit> tma_units() {
   return {
-      tile_unit<64, 64>(),  tile_unit<128, 64>(),  tile_unit<192, 64>(),
-      tile_unit<64, 128>(), tile_unit<128, 128>(), tile_unit<128, 256>(),
-      tile_unit<80, 256>(), tile_unit<64, 256>(),  {"cp.reduce.async.bulk add.f32 by 4 blocks", bulk_add},
+      tile_unit<64, 64>(),
+      tile_unit<128, 64>(),
+      tile_unit<192, 64>(),
+      tile_unit<64, 128>(),
+      tile_unit<128, 128>(),
+      tile_unit<128, 256>(),
+      tile_unit<80, 256>(),
+      tile_unit<64, 256>(),
+      {"TMA: tile of five heads of a group", tile_of_a_group<128>},
+      {"cp.reduce.async.bulk add.f32 by 4 blocks", bulk_add},
   };
 }
 

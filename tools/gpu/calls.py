@@ -17,7 +17,7 @@ class Call:
     options: dict = field(default_factory=dict)
 
 
-# By tier, then by what is said of it. Lengths are multiples of no tile. sm90 takes plain calls on Hopper; sm80 takes
+# By tier, then by what is said of it. Lengths are multiples of no tile. sm90 takes calls on Hopper; sm80 takes
 # 16 bits and D in eights; simt takes all.
 CALLS = {
     "simt": {
@@ -38,6 +38,9 @@ CALLS = {
         "D 128, window": Call("bfloat16", 1, 1, 1, 400, 400, 128, {"window": (100, 0)}),
         "D 256": Call("bfloat16", 1, 2, 2, 270, 300, 256),
         "D 256, causal": Call("bfloat16", 1, 1, 1, 170, 200, 256, {"causal": "lower_right"}),
+        "D 128, heads share tiles": Call("bfloat16", 2, 16, 2, 20, 700, 128, {"causal": "lower_right"}),
+        "D 64, split keys": Call("bfloat16", 1, 2, 2, 100, 5000, 64),
+        "D 256, split keys": Call("float16", 1, 8, 1, 30, 3000, 256, {"softcap": 5.0}),
         "D 128, deterministic": Call("bfloat16", 1, 4, 2, 600, 700, 128, {"deterministic": True}),
     },
 }

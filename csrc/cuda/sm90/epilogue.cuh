@@ -9,21 +9,23 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// What of row i came out as NaN, once more, by a warp: from the keys that the row sees, and only those. A
-// column that is rightly NaN is so from the key on that makes it so; when no other column is left, the rest of
-// the keys is not read.
-template <class In, int kHeadDim>
-__device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64_t i) {
+// What of row i of `out` came out as NaN, once more, by a warp: from the keys of `keys` that the row sees, and
+// only those. A column that is rightly NaN is so from the key on that makes it so; when no other column is left,
+// the rest of the keys is not read. `factor_of(max, sum)`: of what is summed up, from the row's statistics.
+template <class In, int kHeadDim, class Out, class FactorOf>
+__device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64_t i, Range keys,
+                           const Tensor4& to, const FactorOf& factor_of) {
   using Row = LaneRow<In, kHeadDim>;
   const Sizes& z = p.sizes;
   const int64_t h_kv = z.kv_head(h);
   const ScoreScale score(p);
   const Row q(p.q, b, h, i, z.head_dim);
-  const NanColumns<In, kHeadDim> columns(p.out, b, h, i, 0, z.head_dim_v);
+  const NanColumns<Out, kHeadDim> columns(to, b, h, i, 0, z.head_dim_v);
   float max = -kInf<float>, sum = 0;
   Row out;
   const Range seen = visible_keys(p.band, i, i + 1, z.seqlen_k);
-  for (int64_t j = seen.end - 1; j >= seen.begin && columns.any_open(out.x); --j) {
+  const int64_t begin = larger(seen.begin, keys.begin), end = smaller(seen.end, keys.end);
+  for (int64_t j = end - 1; j >= begin && columns.any_open(out.x); --j) {
     if (is_masked(p, b, j)) continue;
     float product = q.dot(Row(p.k, b, h_kv, j, z.head_dim));
     if (p.softcap > 0) product = score.tanh(product);
@@ -36,24 +38,21 @@ __device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64
     out.scale(factor);
     out.add(weight, Row(p.v, b, h_kv, j, z.head_dim_v));
   }
-  columns.store(p.out, b, h, i, finish_row(p, b, h, max * score.scale, sum).out_factor, out.x);
+  columns.store(to, b, h, i, factor_of(max * score.scale, sum), out.x);
 }
 
-// The weight 0 of a hidden key times a NaN or Inf in its value row is NaN. So if a value row is not finite
-// that the products had from one of these rows' hidden keys, in the key tiles [begin, end), the rows
-// that came out as NaN are computed once more. Every other NaN comes from a visible key.
-template <class In, int kHeadDim>
-__device__ void repair_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, Range tiles,
-                            uint32_t nan_rows) {
-  const int64_t rows = smaller<int64_t>(kWarpRows, p.sizes.seqlen_q - warp_row), h_kv = p.sizes.kv_head(h);
-  if (nan_rows == 0 || rows <= 0) return;
-  if (!has_non_finite_hidden_keys<In, kHeadDim>(p, p.v, p.sizes.head_dim_v, b, h_kv,
-                                                {warp_row, warp_row + rows}, tiles))
-    return;
+// The weight 0 of a hidden key times a NaN or Inf in its value row is NaN. So if a value row is not finite that
+// the products of a warp had from a key that one of its queries does not see, in the key tiles [begin, end), the rows
+// that came out as NaN are computed once more: repair(n) for row n. Every other NaN comes from a visible key.
+template <class In, int kHeadDim, class Repair>
+__device__ void repair_rows(const AttentionParams& p, int64_t b, int64_t h_kv, Range queries, Range tiles,
+                            uint32_t nan_rows, const Repair& repair) {
+  if (nan_rows == 0 || queries.begin >= queries.end) return;
+  if (!has_non_finite_hidden_keys<In, kHeadDim>(p, p.v, p.sizes.head_dim_v, b, h_kv, queries, tiles)) return;
   __syncwarp();  // each lane sees what the others have stored of a row
 #pragma unroll 1
-  for (int n = 0; n < rows; ++n)
-    if (nan_rows >> n & 1) repair_row<In, kHeadDim>(p, b, h, warp_row + n);
+  for (int n = 0; n < kWarpRows; ++n)
+    if (nan_rows >> n & 1) repair(n);
 }
 
 // Writes a warp's 16 rows, as far as they exist. `tiles`: the keys of the block's tiles.
@@ -75,7 +74,13 @@ __device__ void finish_rows(const AttentionParams& p, int64_t b, int64_t h, int6
       static_cast<float*>(p.lse)[p.statistics_row(b, h, i)] = results[r].lse;
   }
   store_rows<In>(p.out, b, h, warp_row, z.seqlen_q, static_cast<int>(z.head_dim_v), o);
-  repair_rows<In, kHeadDim>(p, b, h, warp_row, tiles, rows_with_nan(o));
+  const Range queries{warp_row, smaller<int64_t>(warp_row + kWarpRows, z.seqlen_q)};
+  repair_rows<In, kHeadDim>(p, b, z.kv_head(h), queries, tiles, rows_with_nan(o), [&](int n) {
+    if (warp_row + n >= z.seqlen_q) return;
+    repair_row<In, kHeadDim, In>(p, b, h, warp_row + n, {0, z.seqlen_k}, p.out, [&](float max, float sum) {
+      return finish_row(p, b, h, max, sum).out_factor;
+    });
+  });
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

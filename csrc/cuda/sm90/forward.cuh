@@ -12,6 +12,7 @@
 #include "../launch.h"
 #include "../shared_memory.h"
 #include "epilogue.cuh"
+#include "few_rows.cuh"
 #include "key_mask.cuh"
 #include "pipeline.cuh"
 #include "plan.h"
@@ -22,33 +23,27 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// Tile sizes, and how the registers of a multiprocessor are dealt out, for each head dimension.
-template <int kHeadDim>
-struct Tiling;
+// Tile sizes, and how the registers of a multiprocessor are dealt out.
+template <int kHeadDim, bool kFewRows>
+struct Tiling {
+  static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
+};
 template <>
-struct Tiling<64> {
+struct Tiling<64, false> {
   static constexpr int kConsumers = 3, kProducerRegisters = 32, kConsumerRegisters = 160;
 };
-template <>
-struct Tiling<128> {
-  static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
-};
-template <>
-struct Tiling<256> {
-  static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
-};
 
-// The plain kernel takes neither softcap, nor key masks, nor packed sequences; the other one takes them all.
-template <class In, int kHeadDim, bool kPlain_>
-struct Forward : Tiling<kHeadDim> {
-  static constexpr bool kPlain = kPlain_, kPacked = !kPlain_;
-  using Tiling<kHeadDim>::kConsumers;
+template <class In, int kHeadDim, Form kForm>
+struct Forward : Tiling<kHeadDim, kForm == Form::kFewRows> {
+  static constexpr bool kPlain = kForm == Form::kPlain, kPacked = !kPlain, kFewRows = kForm == Form::kFewRows;
+  using Tiling<kHeadDim, kFewRows>::kConsumers;
   static constexpr int kKeys = forward_keys(kHeadDim);
   static constexpr int kRows = kConsumers * kWarpgroupRows;
+  static_assert(kRows == (kFewRows ? kFewRowsTile : forward_rows(kHeadDim)));
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   // O is long: its products with the factors of softmax run under S = Q K^T, not behind the exponentials.
   static constexpr bool kScalesUnderScores = kHeadDim > 128;
-  static_assert(Tiling<kHeadDim>::kProducerRegisters + kConsumers * Tiling<kHeadDim>::kConsumerRegisters <=
+  static_assert(Forward::kProducerRegisters + kConsumers * Forward::kConsumerRegisters <=
                 (64 << 10) / kWarpgroup);
 
   using QTile = Panels<In, kRows, kHeadDim>;
@@ -68,13 +63,17 @@ struct ForwardArguments {
   ForwardPlan plan;
   ScoreScale score;
   KeyMask key_mask;
+  FewRows few_rows;
+  Partials<float> partials;
 };
 
 // What a block computes, and the key tiles that its rows can see.
 struct BlockRange {
   int b, h, h_kv, first_row, first_key, tiles;
+  int consumers;  // warpgroups that have rows
   ShortBand band;
   int q_row, k_row, map_b;  // where its sequence begins in the tensor maps
+  TileRows rows;            // of few; first_row is then the first query
 };
 
 template <class Config>
@@ -86,8 +85,10 @@ __device__ BlockRange block_range(const ForwardArguments& a) {
   range.b = task.b;
   range.h = task.h;
   range.h_kv = task.h_kv;
-  range.first_row = task.row_block * Config::kRows;
-  const int64_t end_row = range.first_row + Config::kRows;
+  const int queries = Config::kFewRows ? a.few_rows.tile_queries() : Config::kRows;
+  range.first_row = task.row_block * queries;
+  range.consumers = Config::kConsumers;
+  const int64_t end_row = range.first_row + queries;
   Range seen = visible_keys(p.band, range.first_row, end_row < z.seqlen_q ? end_row : z.seqlen_q, z.seqlen_k);
   range.band = ShortBand(p);
   range.q_row = range.k_row = 0;
@@ -105,6 +106,15 @@ __device__ BlockRange block_range(const ForwardArguments& a) {
   }
   range.first_key = seen.begin / Config::kKeys * Config::kKeys;
   range.tiles = seen.begin < seen.end ? ceil_div(seen.end - range.first_key, Config::kKeys) : 0;
+  if constexpr (Config::kFewRows) {
+    const FewRows& few = a.few_rows;
+    range.rows = tile_rows(few, z, task.h_kv, task.h, range.first_row);
+    const int left = smaller(static_cast<int>(z.seqlen_q) - range.first_row, queries) << few.heads_shift;
+    range.consumers = ceil_div(larger(left, 0), kWarpgroupRows);
+    const Range own = tiles_of_split(few, range.tiles, blockIdx.z);
+    range.first_key += own.begin * Config::kKeys;
+    range.tiles = own.end - own.begin;
+  }
   return range;
 }
 
@@ -121,7 +131,13 @@ __device__ void load_next(Pipeline<Tile>& pipeline, uint32_t n, const CUtensorMa
 template <class Config>
 __device__ void produce(const ForwardArguments& a, const BlockRange& range, typename Config::Shared& shared) {
   if (range.tiles == 0) return;  // nobody waits for Q: it would land in the next block's memory
-  load_tile(shared.q, a.q, range.q_row + range.first_row, range.h, range.map_b, shared.q_full);
+  const int row = range.q_row + range.first_row;
+  if constexpr (Config::kFewRows) {
+    const int in_group = range.rows.first_head - range.h_kv * a.few_rows.group;
+    load_group_tile(shared.q, a.q, in_group, row, range.h_kv, range.map_b, shared.q_full);
+  } else {
+    load_tile(shared.q, a.q, row, range.h, range.map_b, shared.q_full);
+  }
   for (int n = 0; n < range.tiles; ++n) {
     const int key = range.first_key + n * Config::kKeys;
     load_next(shared.k, n, a.k, key, range);
@@ -154,8 +170,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
   constexpr int kKeys = Config::kKeys;
   const AttentionParams& p = a.p;
   const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup) - 1, warp = threadIdx.x % kWarpgroup / 32;
-  const int warpgroup_row = range.first_row + warpgroup * kWarpgroupRows;
-  const int warp_row = warpgroup_row + warp * kWarpRows;
+  const int first_row = warpgroup * kWarpgroupRows, warp_row = first_row + warp * kWarpRows;  // of the tile
   const ShortBand& band = range.band;
   const ScoreScale& score = a.score;
   const uint32_t q_address = ptx::shared_address(&shared.q) + warpgroup * kWarpgroupRows * kPanelRowBytes;
@@ -166,6 +181,16 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
   float s[kKeys / 2], o[kHeadDim / 2] = {}, factor[2];
   uint32_t weights[kKeys / 16][4];
   RowStatistics statistics;
+  // The queries of the thread's two rows, and those of the warpgroup.
+  int query[2], first_query = range.first_row + first_row, queries = kWarpgroupRows;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) query[r] = range.first_row + warp_row + first_row_in_warp() + 8 * r;
+  if constexpr (Config::kFewRows) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) query[r] = range.rows.query(warp_row + first_row_in_warp() + 8 * r);
+    first_query = range.rows.query(first_row);
+    queries >>= range.rows.heads_shift;
+  }
   // The keys of tile n that the mask shows: asked for before the products, needed after the first.
   const auto attending = [&](int n) {
     if constexpr (Config::kPlain)
@@ -175,12 +200,12 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
   };
   const auto softmax = [&](int n, uint32_t attends) {
     const int key = range.first_key + n * kKeys;
-    bool shows_all = band.shows_all(warpgroup_row, kWarpgroupRows, key, kKeys);
+    bool shows_all = band.shows_all(first_query, queries, key, kKeys);
     if constexpr (!Config::kPlain) {
       if (p.softcap > 0) cap(score, s);
       shows_all &= __ballot_sync(kAllLanes, attends != ~0u) == 0;
     }
-    if (!shows_all) hide_invisible(band, warp_row + first_row_in_warp(), key, s, attends);
+    if (!shows_all) hide_invisible(band, query, key, s, attends);
     statistics.update(score.scale2, s, factor);
   };
 
@@ -222,27 +247,38 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
   }
   const Range tiles{range.first_key, int64_t{range.first_key} + range.tiles * kKeys};
   // Of a packed sequence once more: the loop's registers do not hold it.
-  finish_rows<In, kHeadDim>(call_of_block<Config>(p, range.b), range.b, range.h, warp_row, score.scale, tiles,
-                            statistics, o);
+  const auto& call = call_of_block<Config>(p, range.b);
+  if constexpr (Config::kFewRows) {
+    const FewRowsBlock block{range.b, range.h_kv, tiles, static_cast<int>(blockIdx.z)};
+    const TileRows rows = range.rows.from(warp_row);
+    if (a.few_rows.splits == 1)
+      finish_tile_rows<In, kHeadDim>(call, block, rows, score.scale, statistics, o);
+    else
+      store_partials<In, kHeadDim>(call, block, rows, score.scale, statistics, a.partials, o);
+  } else {
+    finish_rows<In, kHeadDim>(call, range.b, range.h, range.first_row + warp_row, score.scale, tiles,
+                              statistics, o);
+  }
 }
 
-template <class In, int kHeadDim, bool kPlain, class Config = Forward<In, kHeadDim, kPlain>>
+template <class In, int kHeadDim, Form kForm, class Config = Forward<In, kHeadDim, kForm>>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArguments a) {
 #if defined(FA_HAS_HOPPER)
   auto& shared = shared_memory<typename Config::Shared, kMaxHopperSharedBytes>();
+  const BlockRange range = block_range<Config>(a);
+  if (Config::kFewRows && range.consumers == 0) return;  // the sequence ends before
   if (threadIdx.x == 0) {
     ptx::barrier_init(shared.q_full, 1);  // the producer
-    shared.k.init(Config::kConsumers * 4);
-    shared.v.init(Config::kConsumers * 4);
+    shared.k.init(range.consumers * 4);
+    shared.v.init(range.consumers * 4);
     ptx::barrier_init_fence();  // TMA sees the barriers
   }
   __syncthreads();  // all threads see the barriers
-  const BlockRange range = block_range<Config>(a);
   if (threadIdx.x < kWarpgroup) {
     ptx::release_registers<Config::kProducerRegisters>();
     if (threadIdx.x == 0) produce<Config>(a, range, shared);
-  } else {
+  } else if (static_cast<int>(threadIdx.x) < (1 + range.consumers) * kWarpgroup) {
     ptx::claim_registers<Config::kConsumerRegisters>();
     consume<In, kHeadDim, Config>(a, range, shared);
   }
@@ -253,29 +289,45 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 // ---- launch
 
-template <class In, int kHeadDim, bool kPlain>
-cudaError_t launch_tiles(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  using Config = Forward<In, kHeadDim, kPlain>;
+template <class In, int kHeadDim, Form kForm>
+cudaError_t launch_tiles(const AttentionParams& p, const FewRows& few, void* workspace, cudaStream_t stream) {
+  using Config = Forward<In, kHeadDim, kForm>;
+  const Sizes& z = p.sizes;
+  const ForwardWorkspace memory(workspace, p, few.splits);
   ForwardArguments a{{},
                      {},
                      {},
                      p,
-                     plan_forward(p.sizes, Config::kRows),
+                     Config::kFewRows ? plan_few_rows(z, few) : plan_forward(z, Config::kRows),
                      ScoreScale(p),
-                     KeyMask(workspace, p, Config::kKeys)};
-  const LaunchShape shape{a.plan.blocks, 1, 1, Config::kThreads, sizeof(typename Config::Shared)};
+                     memory.key_mask,
+                     few,
+                     memory.partials};
+  const LaunchShape shape{a.plan.blocks, 1, few.splits, Config::kThreads, sizeof(typename Config::Shared)};
   const TensorMaps maps(p);
-  return in_order([&] { return maps.of_queries(a.q, p.q, p.sizes.head_dim, Config::kRows); },
-                  [&] { return maps.of_keys(a.k, p.k, p.sizes.head_dim, Config::kKeys); },
-                  [&] { return maps.of_keys(a.v, p.v, p.sizes.head_dim_v, Config::kKeys); },
-                  [&] { return launch_key_mask<Config::kKeys>(p, a.key_mask, stream); },
-                  [&] { return launch(forward_kernel<In, kHeadDim, kPlain>, shape, stream, a); });
+  const auto map_queries = [&] {
+    return Config::kFewRows ? maps.of_groups(a.q, p.q, z.head_dim, few.tile_queries(), few.tile_heads())
+                            : maps.of_queries(a.q, p.q, z.head_dim, Config::kRows);
+  };
+  return in_order(
+      map_queries,  //
+      [&] { return maps.of_keys(a.k, p.k, z.head_dim, Config::kKeys); },
+      [&] { return maps.of_keys(a.v, p.v, z.head_dim_v, Config::kKeys); },
+      [&] { return launch_key_mask<Config::kKeys>(p, a.key_mask, stream); },
+      [&] { return launch(forward_kernel<In, kHeadDim, kForm>, shape, stream, a); },
+      [&] { return launch_combine(p, few.splits, workspace, stream); });
 }
 
 template <class In, int kHeadDim>
 cudaError_t launch_head_dim(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  return is_plain(p) ? launch_tiles<In, kHeadDim, true>(p, workspace, stream)
-                     : launch_tiles<In, kHeadDim, false>(p, workspace, stream);
+  const ForwardChoice choice = choose_forward(p);
+  switch (choice.form) {
+    case Form::kPlain: return launch_tiles<In, kHeadDim, Form::kPlain>(p, {}, workspace, stream);
+    case Form::kOptions: return launch_tiles<In, kHeadDim, Form::kOptions>(p, {}, workspace, stream);
+    case Form::kFewRows:
+      return launch_tiles<In, kHeadDim, Form::kFewRows>(p, choice.few_rows, workspace, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 template <class In>

@@ -49,4 +49,13 @@ __device__ void load_tile(Tile& tile, const CUtensorMap& map, int row, int h, in
     ptx::load_box(tile.bytes[n], &map, {n * kPanelColumns, row, h, b}, full);
 }
 
+// Rows of several heads of a group, the first of them head `in_group` of it.
+template <class Tile>
+__device__ void load_group_tile(Tile& tile, const CUtensorMap& map, int in_group, int row, int h_kv, int b,
+                                ptx::Barrier& full) {
+  ptx::barrier_arrive_expecting(full, sizeof(tile.bytes));  // the phase ends when they have landed
+  for (int n = 0; n < Tile::kCount; ++n)
+    ptx::load_box(tile.bytes[n], &map, {n * kPanelColumns, in_group, row, h_kv, b}, full);
+}
+
 }  // namespace flash_attn_ext::cuda::sm90

@@ -16,8 +16,13 @@ FA_HOST_DEVICE inline int padded_head_dim(const Sizes& z) {
   return larger <= 64 ? 64 : larger <= 128 ? 128 : 256;
 }
 
-// Keys of the forward's tiles.
+// Of the forward's tiles: keys; query rows, where there are many.
 constexpr int forward_keys(int padded) { return padded == 256 ? 80 : 128; }
+constexpr int forward_rows(int padded) { return padded == 64 ? 192 : 128; }
+
+// The forward's kernels, of each head dimension three: kOptions also has softcap, key masks and packed sequences, and
+// so has kFewRows, in which heads share tiles and keys are split (few_rows.h).
+enum class Form { kPlain, kOptions, kFewRows };
 
 // Whether the plain kernels take a call: the others have softcap, key masks and packed sequences.
 inline bool is_plain(const AttentionParams& p) { return !(p.softcap > 0) && !p.mask && !p.varlen; }

@@ -52,8 +52,9 @@ __device__ inline void barrier_wait(Barrier& barrier, uint32_t parity) {
 
 // TMA: copies a box from `corner` (innermost first) on to shared memory, and counts its bytes on the barrier.
 // What lies outside of the tensor arrives as zeros.
-__device__ inline void load_box(void* shared, const void* tensor_map, const int32_t (&corner)[4],
-                                Barrier& barrier) {
+template <int kRank>
+__device__ void load_box(void* shared, const void* tensor_map, const int32_t (&corner)[kRank],
+                         Barrier& barrier) {
   ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_cluster, ::cuda::ptx::space_global, shared, tensor_map,
                                     corner, &barrier);
 }

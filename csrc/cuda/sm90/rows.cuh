@@ -30,14 +30,13 @@ __device__ inline void transpose_in_four(uint32_t (&x)[4]) {
   }
 }
 
-// Writes a warp's 16 rows, rounded, from `first_column` on: those below `length`, their columns below `columns`.
-template <class In, int kElements>
-__device__ void store_rows(const Tensor4& t, int64_t b, int64_t h, int64_t warp_row, int64_t length,
-                           int columns, const float (&x)[kElements], int first_column = 0) {
+// Writes a warp's 16 rows, rounded. `place_of(n, column)`: where eight columns of row n go; null: nowhere.
+template <class In, int kElements, class PlaceOf>
+__device__ void store_each_row(const PlaceOf& place_of, const float (&x)[kElements]) {
   // Of 32 columns, the four threads of a row hold pairs in each eight; each then stores one eight.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int64_t i = warp_row + first_row_in_warp() + 8 * r;
+    const int row = first_row_in_warp() + 8 * r;
 #pragma unroll
     for (int c = 0; c < 2 * kElements; c += 32) {
       uint32_t pairs[4];
@@ -47,12 +46,21 @@ __device__ void store_rows(const Tensor4& t, int64_t b, int64_t h, int64_t warp_
         pairs[n] = ptx::pack<In>(x[at], x[at + 1]);
       }
       transpose_in_four(pairs);
-      const int column = first_column + c + 4 * first_column_in_eight();
-      if (i < length && column < columns)
-        *reinterpret_cast<uint4*>(t.row<In>(b, h, i) + column) =
-            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      if (In* place = place_of(row, c + 4 * first_column_in_eight()))
+        *reinterpret_cast<uint4*>(place) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
   }
+}
+
+// Those of one head below `length`, from `first_column` on; their columns below `columns`.
+template <class In, int kElements>
+__device__ void store_rows(const Tensor4& t, int64_t b, int64_t h, int64_t warp_row, int64_t length,
+                           int columns, const float (&x)[kElements], int first_column = 0) {
+  const auto place_of = [&](int n, int column) {
+    const bool inside = warp_row + n < length && first_column + column < columns;
+    return inside ? t.row<In>(b, h, warp_row + n) + first_column + column : nullptr;
+  };
+  store_each_row<In>(place_of, x);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

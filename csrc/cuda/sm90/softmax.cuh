@@ -32,15 +32,14 @@ __device__ void cap(const ScoreScale& score, float (&s)[kElements]) {
   for (int n = 0; n < kElements; ++n) s[n] = score.tanh(s[n]);
 }
 
-// -inf where the band hides an element, or `attends` (key_mask.cuh). Row `row` is the thread's first.
+// -inf where the band hides an element, or `attends` (key_mask.cuh). `query`: of the thread's two rows.
 template <int kElements>
-__device__ void hide_invisible(const ShortBand& band, int row, int first_key, float (&s)[kElements],
-                               uint32_t attends = ~0u) {
+__device__ void hide_invisible(const ShortBand& band, const int (&query)[2], int first_key,
+                               float (&s)[kElements], uint32_t attends = ~0u) {
   const int key = first_key + first_column_in_eight();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const uint32_t seen =
-        columns_between(band.begin(row + 8 * r) - key, band.end(row + 8 * r) - key) & attends;
+    const uint32_t seen = columns_between(band.begin(query[r]) - key, band.end(query[r]) - key) & attends;
 #pragma unroll
     for (int n = 0; n < kElements / 4; ++n)
 #pragma unroll

@@ -29,30 +29,45 @@ inline cudaError_t find_encoder(TensorMapEncoder& encode) {
   return cudaSuccess;
 }
 
-// A box is `rows` rows of one panel. Columns behind the last one arrive as zeros.
-inline cudaError_t encode_tensor_map(CUtensorMap& map, const Tensor4& t, DType dtype, int64_t columns,
-                                     int64_t length, int64_t heads, int64_t batch, uint32_t rows) {
+// A dimension of a tensor beside its columns, and how many steps along it a box has.
+struct MapDimension {
+  int64_t size, stride;
+  uint32_t box = 1;
+};
+
+// A box is so many rows of one panel. Columns behind the last one, and rows outside, arrive as zeros.
+template <int kDimensions>
+cudaError_t encode_tensor_map(CUtensorMap& map, void* data, DType dtype, int64_t columns,
+                              const MapDimension (&dimensions)[kDimensions]) {
   TensorMapEncoder encode;
   const cudaError_t status = find_encoder(encode);
   if (status != cudaSuccess) return status;
 
-  constexpr int kRank = 4, kElementBytes = 2;
-  // A dimension of one element is never stepped along; its stride still has to be one that the driver takes:
-  // a multiple of 16 bytes, and no less than a row.
-  const auto bytes = [columns](int64_t size, int64_t stride) {
-    return static_cast<cuuint64_t>((size == 1 ? columns : stride) * kElementBytes);
-  };
-  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
-  const cuuint64_t sizes[kRank] = {size(columns), size(length), size(heads), size(batch)};
-  const cuuint64_t strides[kRank - 1] = {bytes(length, t.stride_s), bytes(heads, t.stride_h),
-                                         bytes(batch, t.stride_b)};
-  const cuuint32_t box[kRank] = {kPanelColumns, rows, 1, 1}, every[kRank] = {1, 1, 1, 1};
+  constexpr int kRank = 1 + kDimensions, kElementBytes = 2;
+  cuuint64_t sizes[kRank] = {static_cast<cuuint64_t>(columns)}, strides[kDimensions];
+  cuuint32_t box[kRank] = {kPanelColumns}, every[kRank] = {1};
+  for (int n = 0; n < kDimensions; ++n) {
+    const MapDimension& d = dimensions[n];
+    sizes[n + 1] = static_cast<cuuint64_t>(d.size);
+    // A dimension of one element is never stepped along; its stride still has to be one that the driver takes:
+    // a multiple of 16 bytes, and no less than a row.
+    strides[n] = static_cast<cuuint64_t>((d.size == 1 ? columns : d.stride) * kElementBytes);
+    box[n + 1] = d.box;
+    every[n + 1] = 1;
+  }
   const auto type =
       dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult encoded = encode(&map, type, kRank, t.data, sizes, strides, box, every,
+  const CUresult encoded = encode(&map, type, kRank, data, sizes, strides, box, every,
                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return encoded == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// A box is `rows` rows of a head.
+inline cudaError_t encode_tensor_map(CUtensorMap& map, const Tensor4& t, DType dtype, int64_t columns,
+                                     int64_t length, int64_t heads, int64_t batch, uint32_t rows) {
+  return encode_tensor_map(map, t.data, dtype, columns,
+                           {{length, t.stride_s, rows}, {heads, t.stride_h}, {batch, t.stride_b}});
 }
 
 // The maps of a call's tensors. Packed sequences lie in one map, behind each other: what a box brings from behind the
@@ -63,6 +78,17 @@ class TensorMaps {
 
   cudaError_t of_queries(CUtensorMap& map, const Tensor4& t, int64_t columns, uint32_t rows) const {
     return encode(map, t, columns, p_.sizes.seqlen_q, p_.varlen.total_q, p_.sizes.heads, rows);
+  }
+  // A box is `rows` rows of each of `heads` heads that share a key head, query by query.
+  cudaError_t of_groups(CUtensorMap& map, const Tensor4& t, int64_t columns, uint32_t rows,
+                        uint32_t heads) const {
+    const Sizes& z = p_.sizes;
+    const int64_t group = z.heads / z.heads_kv, length = p_.varlen ? p_.varlen.total_q : z.seqlen_q;
+    return encode_tensor_map(map, t.data, p_.dtype, columns,
+                             {{group, t.stride_h, heads},
+                              {length, t.stride_s, rows},
+                              {z.heads_kv, group * t.stride_h},
+                              {p_.varlen ? 1 : z.batch, t.stride_b}});
   }
   cudaError_t of_keys(CUtensorMap& map, const Tensor4& t, int64_t columns, uint32_t rows) const {
     return encode(map, t, columns, p_.sizes.seqlen_k, p_.varlen.total_k, p_.sizes.heads_kv, rows);

@@ -1,5 +1,5 @@
 #include "backward_plan.h"
-#include "plan.h"
+#include "few_rows.h"
 #include "sm90.h"
 
 namespace flash_attn_ext::cuda::sm90 {
@@ -63,21 +63,20 @@ constexpr const char* kNotForTma =
 }  // namespace
 
 const char* why_not_forward(const AttentionParams& p) {
-  constexpr int64_t kFewQueries = 16;
+  // Of so many rows of a group of heads, a block of sm80's decoding reads K and V once, too.
+  constexpr int64_t kFewQueries = 16, kDecodeRows = 32;
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
   if (!(p.scale > 0) && !(p.softcap > 0)) return "sm90: only a positive scale";
-  if (z.seqlen_q <= kFewQueries || p.decode.num_splits > 1)
-    return "sm90: does not split the keys of few queries";
+  if (z.seqlen_q <= kFewQueries && z.seqlen_q * (z.heads / z.heads_kv) <= kDecodeRows)
+    return "sm90: few queries, with at most 32 rows of the heads that share a key head: sm80 decodes them";
   if (!takes_queries(p.q, p, z.head_dim) || !takes_keys(p.k, p, z.head_dim) ||
       !takes_keys(p.v, p, z.head_dim_v) || !takes_queries(p.out, p, z.head_dim_v))
     return kNotForTma;
   return nullptr;
 }
 
-size_t forward_workspace(const AttentionParams& p) {
-  return KeyMask::bytes(p, forward_keys(padded_head_dim(p.sizes)));
-}
+size_t forward_workspace(const AttentionParams& p) { return ForwardWorkspace::bytes(p); }
 
 const char* why_not_backward(const BackwardParams& p) {
   const Sizes& z = p.sizes;

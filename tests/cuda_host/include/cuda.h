@@ -15,10 +15,11 @@ enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 
 // On the GPU 128 bytes that only the hardware reads.
 struct alignas(64) CUtensorMap {
-  static constexpr int kRank = 4;  // the kernels' tensors; strides in bytes, that of the innermost left out
+  static constexpr int kMaxRank = 5;
+  int rank;
   const unsigned char* data;
-  uint64_t size[kRank], stride[kRank - 1];
-  uint32_t box[kRank];
+  uint64_t size[kMaxRank], stride[kMaxRank - 1];  // in bytes; that of the innermost is left out
+  uint32_t box[kMaxRank];
 };
 
 CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,

@@ -32,7 +32,8 @@ void barrier_init(uint64_t* barrier, uint32_t arrivals);
 void barrier_init_fence();
 void barrier_arrive(uint64_t* barrier, uint32_t bytes);
 void barrier_wait(Site site, uint64_t* barrier, uint32_t parity);
-void load_box(Site site, void* shared, const CUtensorMap* map, const int32_t* corner, uint64_t* barrier);
+void load_box(Site site, void* shared, const CUtensorMap* map, const int32_t* corner, int rank,
+              uint64_t* barrier);
 void load_bytes(Site site, void* shared, const void* global, uint32_t bytes, uint64_t* barrier);
 void bulk_add(Site site, float* sums, const float* terms, uint32_t count);
 void bulk_commit();
@@ -88,9 +89,10 @@ inline void barrier_arrive_expecting(Barrier& barrier, uint32_t bytes) {
 inline void barrier_wait(Barrier& barrier, uint32_t parity, CUDA_HOST_SITE) {
   cuda_host::barrier_wait({"barrier_wait", file, line}, &barrier, parity);
 }
-inline void load_box(void* shared, const void* map, const int32_t (&corner)[4], Barrier& barrier,
-                     CUDA_HOST_SITE) {
-  cuda_host::load_box({"load_box", file, line}, shared, static_cast<const CUtensorMap*>(map), corner,
+template <int kRank>
+void load_box(void* shared, const void* map, const int32_t (&corner)[kRank], Barrier& barrier,
+              CUDA_HOST_SITE) {
+  cuda_host::load_box({"load_box", file, line}, shared, static_cast<const CUtensorMap*>(map), corner, kRank,
                       &barrier);
 }
 

@@ -1,0 +1,103 @@
+#include "few_rows.h"
+
+#include <algorithm>
+
+#include "../../core/mask.h"
+#include "../../core/splits.h"
+
+namespace flash_attn_ext::cuda::sm90 {
+namespace {
+
+constexpr int64_t kMultiprocessors = 132;  // of an H100 or H200
+constexpr int kMaxHeadsShift = 6;          // a warpgroup's 64 rows are whole queries
+
+// Time, in that of one query row and one tile of keys. The constants are reckoned, not yet measured.
+int64_t time_of(int64_t blocks, int64_t block_rows, int64_t tiles) {
+  constexpr int64_t kAroundTiles = 2;  // what a block does before its first tile and after its last
+  return ceil_div(blocks, kMultiprocessors) * (tiles + kAroundTiles) * block_rows;
+}
+int64_t time_of_splits(int64_t blocks, int64_t tiles, int64_t splits) {
+  constexpr int64_t kMergeTiles = 4;  // another launch, and what it reads
+  return time_of(blocks * splits, kFewRowsTile, ceil_div(tiles, splits)) +
+         (splits > 1 ? kMergeTiles * kFewRowsTile : 0);
+}
+
+// The keys that one of `queries` neighbouring queries sees, at most, in tiles.
+int64_t tiles_of_block(const AttentionParams& p, int64_t queries, int64_t tile_keys) {
+  const Sizes& z = p.sizes;
+  if (p.varlen) return ceil_div(z.seqlen_k, tile_keys);
+  const Range seen = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
+  const int64_t in_band = std::min(queries, z.seqlen_q) + p.band.left + p.band.right;
+  return ceil_div(std::max<int64_t>(std::min(seen.end - seen.begin, in_band), 0), tile_keys);
+}
+
+// As many splits as the caller asks for; otherwise those that end first, of as many as fill the GPU once to
+// four times.
+int64_t choose_splits(const AttentionParams& p, int64_t blocks, int64_t tiles) {
+  constexpr int64_t kWaves = 4;
+  const int64_t most = std::min(tiles, most_splits(p.sizes));
+  int64_t best = 1;
+  for (int64_t waves = 1; waves <= kWaves && blocks < kMultiprocessors; ++waves) {
+    const int64_t splits = std::max<int64_t>(std::min(kMultiprocessors * waves / blocks, most), 1);
+    if (time_of_splits(blocks, tiles, splits) < time_of_splits(blocks, tiles, best)) best = splits;
+  }
+  return split_keys(p, tiles, best).splits;
+}
+
+// The heads of a group share tiles, if `shared`.
+FewRows fill_tiles(const Sizes& z, bool shared) {
+  FewRows few;
+  few.group = static_cast<int>(z.heads / z.heads_kv);
+  while (shared && few.heads_shift < kMaxHeadsShift && few.tile_heads() < few.group) ++few.heads_shift;
+  few.group_tiles = static_cast<int>(ceil_div(few.group, few.tile_heads()));
+  return few;
+}
+
+size_t partial_bytes(const AttentionParams& p, int splits) {
+  return splits == 1 ? 0 : sizeof(float) * Partials<float>::elements(p, splits);
+}
+
+}  // namespace
+
+ForwardPlan plan_few_rows(const Sizes& z, const FewRows& few_rows) {
+  Sizes tiles = z;  // a tile of heads in place of each head
+  tiles.heads = z.heads_kv * few_rows.group_tiles;
+  return plan_forward(tiles, few_rows.tile_queries());
+}
+
+ForwardChoice choose_forward(const AttentionParams& p) {
+  const Sizes& z = p.sizes;
+  const int padded = padded_head_dim(z);
+  const int64_t keys = forward_keys(padded), rows = forward_rows(padded);
+  const auto blocks_of = [&](const FewRows& few) {
+    return z.batch * z.heads_kv * few.group_tiles * ceil_div(z.seqlen_q, few.tile_queries());
+  };
+  // Heads share tiles where that leaves out a tenth of them.
+  FewRows few = fill_tiles(z, true), apart = fill_tiles(z, false);
+  if (10 * blocks_of(few) > 9 * blocks_of(apart)) few = apart;
+
+  const int64_t tiles = tiles_of_block(p, few.tile_queries(), keys);
+  few.splits = static_cast<int>(choose_splits(p, blocks_of(few), tiles));
+  few.by_splits = Divider(few.splits);
+  const int64_t time = time_of_splits(blocks_of(few), tiles, few.splits);
+  const int64_t others_blocks = z.batch * z.heads * ceil_div(z.seqlen_q, rows);
+  const int64_t others_time = time_of(others_blocks, rows, tiles_of_block(p, rows, keys));
+  // Heads that share tiles read K and V less often. For splits alone a ninth must be won: the loop of the other
+  // kernels is shorter.
+  const bool is_faster =
+      few.heads_shift > 0 ? time <= others_time : few.splits > 1 && 9 * time <= 8 * others_time;
+  if (is_faster || (p.decode.num_splits > 1 && few.splits > 1)) return {Form::kFewRows, few};
+  return {is_plain(p) ? Form::kPlain : Form::kOptions, {}};
+}
+
+ForwardWorkspace::ForwardWorkspace(void* memory, const AttentionParams& p, int splits)
+    : partials(memory, p, splits),
+      key_mask(static_cast<char*>(memory) + partial_bytes(p, splits), p,
+               forward_keys(padded_head_dim(p.sizes))) {}
+
+size_t ForwardWorkspace::bytes(const AttentionParams& p) {
+  return partial_bytes(p, choose_forward(p).few_rows.splits) +
+         KeyMask::bytes(p, forward_keys(padded_head_dim(p.sizes)));
+}
+
+}  // namespace flash_attn_ext::cuda::sm90

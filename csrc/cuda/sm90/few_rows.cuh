@@ -1,0 +1,102 @@
+// Few query rows: how a tile of several heads' rows comes and goes.
+#pragma once
+
+#include "epilogue.cuh"
+#include "few_rows.h"
+#include "pipeline.cuh"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+// `heads`: which of the tiles of heads of a batch.
+__device__ inline TileRows tile_rows(const FewRows& few, const Sizes& z, int h_kv, int heads,
+                                     int first_query) {
+  const int in_group = (heads - h_kv * few.group_tiles) << few.heads_shift;
+  return {few.heads_shift, first_query, static_cast<int>(z.seqlen_q), h_kv * few.group + in_group,
+          (h_kv + 1) * few.group};
+}
+
+// A split's share of `tiles` of keys: equal pieces, as long as there are tiles.
+__device__ inline Range tiles_of_split(const FewRows& few, int tiles, int split) {
+  const int each = few.by_splits.quotient(tiles + few.splits - 1), begin = min(split * each, tiles);
+  return {begin, min(begin + each, tiles)};
+}
+
+// What a block of few rows has beside its rows: batch and key head, its tiles of keys, and which split it is.
+struct FewRowsBlock {
+  int b, h_kv;
+  Range tiles;
+  int split;
+};
+
+// The rows of a warp that came out as NaN, where something hidden may be why: repair(h, i) for head h and query i.
+template <class In, int kHeadDim, class Repair>
+__device__ void repair_tile_rows(const AttentionParams& p, const FewRowsBlock& block, const TileRows& rows,
+                                 uint32_t nan_rows, const Repair& repair) {
+  const Range queries{rows.query(0), min(rows.query(kWarpRows - 1) + 1, rows.end_query)};
+  repair_rows<In, kHeadDim>(p, block.b, block.h_kv, queries, block.tiles, nan_rows, [&](int n) {
+    if (rows.has(n)) repair(rows.head(n), rows.query(n));
+  });
+}
+
+// Writes out and lse of a warp's 16 rows, as far as they exist.
+template <class In, int kHeadDim>
+__device__ void finish_tile_rows(const AttentionParams& p, const FewRowsBlock& block, const TileRows& rows,
+                                 float scale, const RowStatistics& statistics, float (&o)[kHeadDim / 2]) {
+  float factors[2] = {0, 0};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int n = first_row_in_warp() + 8 * r, h = rows.head(n);
+    const float sum = total_of_lanes<kRowLanes>(statistics.sum[r]);
+    if (!rows.has(n)) continue;
+    const RowResult<float> result = finish_row(p, block.b, h, statistics.max[r] * scale, sum);
+    factors[r] = result.out_factor;
+    if (first_column_in_eight() == 0)
+      static_cast<float*>(p.lse)[p.statistics_row(block.b, h, rows.query(n))] = result.lse;
+  }
+  scale_rows(o, factors);
+  const auto place_of = [&](int n, int column) {
+    const bool inside = rows.has(n) && column < p.sizes.head_dim_v;
+    return inside ? p.out.row<In>(block.b, rows.head(n), rows.query(n)) + column : nullptr;
+  };
+  store_each_row<In>(place_of, o);
+  repair_tile_rows<In, kHeadDim>(p, block, rows, rows_with_nan(o), [&](int h, int i) {
+    repair_row<In, kHeadDim, In>(p, block.b, h, i, block.tiles, p.out, [&](float max, float sum) {
+      return finish_row(p, block.b, h, max, sum).out_factor;
+    });
+  });
+}
+
+// Writes what combine.cu merges of a warp's 16 rows, as far as they exist.
+template <class In, int kHeadDim>
+__device__ void store_partials(const AttentionParams& p, const FewRowsBlock& block, const TileRows& rows,
+                               float scale, const RowStatistics& statistics, const Partials<float>& partials,
+                               const float (&o)[kHeadDim / 2]) {
+  const int64_t first = block.split * p.statistics_rows();
+  const Tensor4 out = partials.out_of_split(p, block.split);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int n = first_row_in_warp() + 8 * r, h = rows.head(n), i = rows.query(n);
+    const float sum = total_of_lanes<kRowLanes>(statistics.sum[r]);
+    if (!rows.has(n)) continue;
+    if (first_column_in_eight() == 0) {
+      const int64_t at = first + p.statistics_row(block.b, h, i);
+      partials.row_max[at] = statistics.max[r] * scale;
+      partials.row_sum[at] = sum;
+    }
+    float* to = out.row<float>(block.b, h, i) + first_column_in_eight();
+#pragma unroll
+    for (int c = 0; c < kHeadDim; c += 8)
+      if (c < p.sizes.head_dim_v)
+        *reinterpret_cast<float2*>(to + c) = make_float2(o[c / 2 + 2 * r], o[c / 2 + 2 * r + 1]);
+  }
+  repair_tile_rows<In, kHeadDim>(p, block, rows, rows_with_nan(o), [&](int h, int i) {
+    // Relative to the maximum that is stored, as the rest.
+    const float stored = partials.row_max[first + p.statistics_row(block.b, h, i)];
+    const float reference = stored == -kInf<float> ? 0.0f : stored;
+    repair_row<In, kHeadDim, float>(p, block.b, h, i, block.tiles, out, [&](float max, float) {
+      return ptx::exp2_fast((max - reference) * static_cast<float>(kLog2E));
+    });
+  });
+}
+
+}  // namespace flash_attn_ext::cuda::sm90
