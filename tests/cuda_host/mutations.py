@@ -131,17 +131,20 @@ def results(path, seed):
 
 
 def sm80_backward_results(path, seed):
-    """The same for the sm80 backward: two key blocks that take turns, and NaN that masked rows must not see."""
+    """The same for the sm80 backward: key blocks that take turns, and NaN that masked rows must not see."""
     torch.manual_seed(0)
-    q, dout = (torch.randn(1, 2, 150, 64).bfloat16() for _ in range(2))
-    k, v = (torch.randn(1, 1, 200, 64).bfloat16() for _ in range(2))
-    mask = torch.ones(150, 200, dtype=torch.bool)
-    mask[60] = mask[:, 90] = False
-    q[:, :, 60, 5] = k[:, :, 90, 5] = torch.nan  # not in what the threads hold that write the flags
-    inputs = [t.requires_grad_() for t in (q, k, v)]
-    with library.as_cpu_kernels(library.Library(path, seed, deterministic=True)):
-        out = flash_attn(*inputs, mask, enable_gqa=True)
-        return [out, *torch.autograd.grad(out, inputs, dout)]
+    found = []
+    for head_dim in (64, 256):  # 256: warps share keys, and Q has one buffer
+        q, dout = (torch.randn(1, 2, 150, head_dim).bfloat16() for _ in range(2))
+        k, v = (torch.randn(1, 1, 200, head_dim).bfloat16() for _ in range(2))
+        mask = torch.ones(150, 200, dtype=torch.bool)
+        mask[60] = mask[:, 90] = False
+        q[:, :, 60, 5] = k[:, :, 90, 5] = torch.nan  # not in what the threads hold that write the flags
+        inputs = [t.requires_grad_() for t in (q, k, v)]
+        with library.as_cpu_kernels(library.Library(path, seed, deterministic=True)):
+            out = flash_attn(*inputs, mask, enable_gqa=True)
+            found += [out, *torch.autograd.grad(out, inputs, dout)]
+    return found
 
 
 def sm80_jvp_results(path, seed):

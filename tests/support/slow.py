@@ -20,6 +20,7 @@ FILES = {
     "test_cuda_mutations": "compiles a kernel for each barrier that is taken out",
     "test_cuda_selection": "builds the CUDA kernels for the host",
     "test_cuda_sm80_backward": "as test_cuda_host",
+    "test_cuda_sm80_backward_head_dims": "as test_cuda_host",
     "test_cuda_sm80_code": "compiles kernels and reads their machine code",
     "test_cuda_sm80_decode": "as test_cuda_host",
     "test_cuda_sm80_head_dims": "as test_cuda_host",

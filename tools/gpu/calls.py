@@ -29,6 +29,7 @@ CALLS = {
         "D 24, causal": Call("bfloat16", 1, 2, 1, 70, 75, 24, {"is_causal": True}),
         "D 64, softcap": Call("float16", 1, 2, 2, 130, 75, 64, {"softcap": 5.0}),
         "D 128": Call("bfloat16", 1, 2, 2, 300, 330, 128),
+        "D 256": Call("bfloat16", 1, 2, 1, 100, 140, 256),
         "decoding": Call("bfloat16", 1, 8, 2, 1, 1000, 128),
     },
     "sm90": {

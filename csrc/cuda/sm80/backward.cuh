@@ -1,7 +1,7 @@
 // Backward on tensor cores: FlashAttention-2, algorithm 2, five products a tile. A block owns 128 keys of a
-// key head, a warp 16 of them, and walks over all queries that see them. Tiles are held transposed, keys by
-// queries, so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q as they lie in registers. dQ is
-// added to an fp32 sum in global memory; dq_kernel rounds it.
+// key head, 64 beyond a head dimension of 128, and walks over all queries that see them. Tiles are held
+// transposed, keys by queries, so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q as they lie in
+// registers. dQ is added to an fp32 sum in global memory; dq_kernel rounds it.
 //
 // A deterministic call gives the same bits at every run: blocks add to a tile of dQ in turns. A block must
 // only wait for blocks that are already running. So each block draws a ticket when it starts, and the ticket
@@ -14,18 +14,19 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// A thread's 16 elements of a tile of dQ: its warp has a piece of 16 x 32.
+// A thread's elements of a tile of dQ: its warp has a piece of 16 rows.
 template <class C>
 struct QueryGradient {
-  static constexpr int kRowPieces = C::kBlockQ / 16;
-  float acc[4][4] = {};
+  static constexpr int kRowPieces = C::kBlockQ / 16, kColumns = C::kHeadDim * kRowPieces / C::kWarps;
+  static constexpr int kAccumulators = kColumns / 8;
+  float acc[kAccumulators][4] = {};
 
   static __device__ int first_row() { return warp() % kRowPieces * 16; }
-  static __device__ int first_col() { return warp() / kRowPieces * 32; }
+  static __device__ int first_col() { return warp() / kRowPieces * kColumns; }
 
   // Where the thread's element 0 is summed up; the next ones lie 32 apart, so that lanes are neighbours.
   static __device__ float* sums(const BackwardWorkspace& w, int64_t tile) {
-    return w.dq + tile * C::kBlockQ * C::kHeadDim + warp() * 16 * 32 + lane();
+    return w.dq + tile * C::kBlockQ * C::kHeadDim + warp() * 16 * kColumns + lane();
   }
 };
 
@@ -35,14 +36,14 @@ __device__ void add_query_gradient(BackwardMemory<C>& shared, const BackwardWork
                                    const QueryGradientTile& tile, int turn) {
   using Gradient = QueryGradient<C>;
   Gradient dq;
-  multiply_transposed(shared.dscores, shared.k, Gradient::first_row(), Gradient::first_col(), dq.acc);
+  multiply_transposed(shared.dscores(), shared.k, Gradient::first_row(), Gradient::first_col(), dq.acc);
   if (turn >= 0) {
     if (threadIdx.x == 0) ptx::acquire_turn(w.turns + tile.turns, turn);  // those before have added
     __syncthreads();                                                      // it is everyone's turn
   }
   float* const sums = Gradient::sums(w, tile.sums);
 #pragma unroll
-  for (int n = 0; n < 4; ++n)
+  for (int n = 0; n < Gradient::kAccumulators; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) atomicAdd(sums + (4 * n + e) * 32, dq.acc[n][e]);
   if (turn >= 0) {
@@ -51,8 +52,8 @@ __device__ void add_query_gradient(BackwardMemory<C>& shared, const BackwardWork
   }
 }
 
-// Writes a warp's rows [first, first + 16) of a gradient, as far as they exist. Returns whether one of the
-// thread's elements is not finite.
+// Writes a warp's part of rows [first, first + 16) of a gradient, as far as they exist. Returns whether one of
+// the thread's elements is not finite.
 template <class In, int N>
 __device__ bool store_rows(const Tensor4& grad, int64_t b, int64_t h, int64_t first, int64_t seqlen,
                            int64_t first_col, int64_t columns, float factor, const float (&acc)[N][4]) {
@@ -107,12 +108,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int steps = group * tiles;
   const auto place = [&](int step) {
     const int64_t tile = first_tile + step % tiles;
-    return TransposedPlace{b, h_kv * group + step / tiles, tile * C::kBlockQ, j0};
+    return TransposedPlace<C>{b, h_kv * group + step / tiles, tile * C::kBlockQ, j0};
   };
 
   const auto load_q = [&](int step, int buffer) {
     if (step < steps) {
-      const TransposedPlace at = place(step);
+      const TransposedPlace<C> at = place(step);
       shared.q[buffer].template load_async<C::kThreads>(p.q, b, at.h, at.i0, z.seqlen_q, z.head_dim);
       shared.terms[buffer].load_async(w.simt.rows, p.statistics_row(b, at.h, at.i0), z.seqlen_q - at.i0);
     }
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   };
   const auto load_dout = [&](int step) {
     if (step < steps) {
-      const TransposedPlace at = place(step);
+      const TransposedPlace<C> at = place(step);
       shared.dout.template load_async<C::kThreads>(p.dout, b, at.h, at.i0, z.seqlen_q, z.head_dim_v);
     }
     ptx::cp_async_commit();  // ends the group of dout
@@ -128,40 +129,57 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   if (steps > 0) {
     shared.k.template load_async<C::kThreads>(p.k, b, h_kv, j0, z.seqlen_k, z.head_dim);
+    if constexpr (C::kHeldColumns > 0)
+      shared.last_v().template load_async<C::kThreads>(p.v, b, h_kv, j0, z.seqlen_k, z.head_dim_v,
+                                                       C::kStoredColumns);
     load_q(0, 0);  // one group with k
     shared.v.template load_async<C::kThreads>(p.v, b, h_kv, j0, z.seqlen_k, z.head_dim_v);
     load_dout(0);  // one group with v
   }
+  HeldValues<C> last_v;
+  if constexpr (C::kHeldColumns > 0) {
+    if (steps > 0) {
+      ptx::cp_async_wait<1>();  // this thread's part of v's last columns has landed
+      __syncthreads();          // everyone's part has
+      last_v.load(shared);
+    }
+  }
 
-  float dk[C::kHeadDim / 8][4] = {}, dv[C::kHeadDim / 8][4] = {};
+  float dk[C::kGradColumns / 8][4] = {}, dv[C::kGradColumns / 8][4] = {};
   for (int step = 0; step < steps; ++step) {
-    const int buffer = step % 2;
-    const TransposedPlace at = place(step);
+    const int buffer = step % C::kQBuffers;
+    const TransposedPlace<C> at = place(step);
     const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, z.seqlen_q);
     const bool tail = j_end < j0 + C::kBlockK;
     const bool partial = call.mask || tail || !band_covers(p.band, at.i0, i_end, j0, j_end);
 
-    ptx::cp_async_wait<1>();  // this thread's part of q has landed; dout may be on its way
-    __syncthreads();          // everyone's part has; everyone has read the other q, and dS
-    load_q(step + 1, buffer ^ 1);
+    ptx::cp_async_wait<C::kLater>();  // this thread's part of q has landed; of two, dout may be on its way
+    __syncthreads();  // everyone's part has; everyone has read the other q, P and dS, and v's last columns
+    if constexpr (C::kQBuffers == 2) load_q(step + 1, buffer ^ 1);
 
     float products[C::kColumns][4] = {};
-    multiply_rows<C::kUnrolled>(shared.k, shared.q[buffer], products);
+    multiply_rows<C::kUnrolled>(shared.k, C::first_key(), shared.q[buffer], C::first_query(), products);
     Probs<C::kColumns> probs;
-    recompute_probs<In>(p, at, partial, shared.terms[buffer], products, probs);
+    recompute_probs(p, at, partial, shared.terms[buffer], products, probs);
+    if constexpr (C::kSharers > 1) store_scores<C>(probs.packed, shared.probs());
 
     ptx::cp_async_wait<1>();  // this thread's part of dout has landed; the next q may be on its way
-    __syncthreads();          // everyone's part has
-    multiply_packed(probs.packed, shared.dout, dv);
+    __syncthreads();          // everyone's part has; P is complete
+    add_gradient<C>(probs.packed, shared.probs(), shared.dout, dv);
     float dprobs[C::kColumns][4] = {};
-    multiply_rows<C::kUnrolled>(shared.v, shared.dout, dprobs);
+    multiply_rows<C::kUnrolled>(shared.v, C::first_key(), shared.dout, C::first_query(), dprobs);
+    last_v.multiply(shared, dprobs);
     uint32_t dscores[C::kColumns / 2][4];
-    finish_dscores<In>(p, shared.terms[buffer], probs, dprobs, dscores);
-    store_dscores(dscores, shared.dscores);
+    finish_dscores<C>(p, shared.terms[buffer], probs, dprobs, dscores);
+    store_scores<C>(dscores, shared.dscores());
 
     __syncthreads();  // dS is complete; everyone has read dout
     load_dout(step + 1);
-    multiply_packed(dscores, shared.q[buffer], dk);
+    add_gradient<C>(dscores, shared.dscores(), shared.q[buffer], dk);
+    if constexpr (C::kQBuffers == 1) {
+      __syncthreads();      // everyone has read q and its terms
+      load_q(step + 1, 0);  // under dQ
+    }
     if (call.dq) {
       int turn = -1;
       if (in_turns) turn = (visible_keys(p.band, at.i0, i_end, z.seqlen_k).end - 1) / C::kBlockK - key_block;
@@ -170,14 +188,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
 
   bool not_finite = false;
-  const int64_t first = j0 + 16 * warp();
+  const int64_t first = j0 + C::first_key();
+  const int col = C::first_column();
   const float keep_scale = p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f;
   // Once more: the loop's registers do not hold all of it.
   const BackwardParams& results = call_of_block<C>(call, b);
   if (call.dk)
-    not_finite |= store_rows<In>(results.dk, b, h_kv, first, z.seqlen_k, 0, z.head_dim, float(p.scale), dk);
+    not_finite |= store_rows<In>(results.dk, b, h_kv, first, z.seqlen_k, col, z.head_dim, float(p.scale), dk);
   if (call.dv)
-    not_finite |= store_rows<In>(results.dv, b, h_kv, first, z.seqlen_k, 0, z.head_dim_v, keep_scale, dv);
+    not_finite |= store_rows<In>(results.dv, b, h_kv, first, z.seqlen_k, col, z.head_dim_v, keep_scale, dv);
   const bool flag = __syncthreads_or(not_finite);  // one flag for all that the block wrote
   const int64_t flags = RecomputeFlags::tiles(call.sizes.seqlen_k), at = j0 / kRecomputedRows + threadIdx.x;
   if (threadIdx.x < C::kBlockK / kRecomputedRows && at < flags) w.flags.keys[head_kv * flags + at] = flag;
@@ -200,7 +219,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     Gradient dq;
     const float* const sums = Gradient::sums(w, dq_tiles(b, h, i0 / C::kBlockQ).sums);
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
+    for (int n = 0; n < Gradient::kAccumulators; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) dq.acc[n][e] = sums[(4 * n + e) * 32];
     not_finite |= store_rows<typename C::In>(p.dq, b, h, i0 + Gradient::first_row(), z.seqlen_q,

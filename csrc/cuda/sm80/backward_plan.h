@@ -6,10 +6,13 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-constexpr int kBackwardWarps = 8;
-constexpr int kBackwardKeys = 16 * kBackwardWarps;  // a block's; a warp owns 16
-inline int padded_head_dim(const Sizes& z) { return z.head_dim <= 64 && z.head_dim_v <= 64 ? 64 : 128; }
-// Query rows of a tile: K, V, dS, two tiles of Q and one of dO fit into 99 KB, which every GPU has.
+// 64, 128, 192 or 256.
+inline int padded_head_dim(const Sizes& z) {
+  constexpr int kStep = 64;
+  const int64_t widest = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
+  return widest == 0 ? kStep : static_cast<int>(ceil_div(widest, kStep) * kStep);
+}
+// Query rows of a tile.
 constexpr int backward_rows(int padded) { return padded == 64 ? 64 : 32; }
 
 // A tile of dQ: the number of its fp32 sums, and of the count of blocks that have added to them.
@@ -49,7 +52,7 @@ struct BackwardWorkspace {
   // From here on all is zero before the backward's kernel starts.
   int* ticket;  // blocks that have started
   int* turns;   // [B * H][query tiles]: blocks that have added their part of dq
-  float* dq;    // [tiles][8 warps][16][32 lanes]: each element where its thread adds it
+  float* dq;    // [tiles][8 warps][elements of a thread][32 lanes]: each where its thread adds it
   size_t zeroed_bytes;
 
   static BackwardWorkspace plan(Arena& arena, const BackwardParams& p) {

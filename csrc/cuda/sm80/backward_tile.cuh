@@ -10,15 +10,37 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
+// Up to a head dimension of 128, a warp has 16 keys for itself, with their dK and dV in its registers. Beyond, the
+// registers hold half of that, so two warps share 16 keys. Each of the two makes P and dS of half of the
+// queries, and dK and dV of half of the columns. They exchange P^T and dS^T through shared memory.
+//
+// Every GPU has 99 KB of shared memory. At 256, K, V, one Q and dO leave 3 KB of it, and P and dS need 8. So Q has
+// one buffer instead of two, and the last 64 columns of V lie in registers, where dP = dO V^T wants them. Tiles
+// of 16 queries would fit too, but each would read all of K and V for half as many products.
 template <class In_, int kHeadDim_, bool kPacked_ = false>
 struct BackwardConfig {
   using In = In_;
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
   static constexpr bool kPacked = kPacked_;   // takes packed sequences, and nothing else
-  static constexpr int kWarps = kBackwardWarps, kThreads = 32 * kWarps;
-  static constexpr int kBlockK = kBackwardKeys, kBlockQ = backward_rows(kHeadDim_);
-  static constexpr int kColumns = kBlockQ / 8;  // 16 x 8 accumulators in a warp's rows of a tile
-  static constexpr int kUnrolled = 2;           // of the products' steps: with more, registers spill
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+  static constexpr int kSharers = kHeadDim <= 128 ? 1 : 2;  // the warps that share 16 keys
+  static constexpr int kKeyWarps = kWarps / kSharers;
+  static constexpr int kBlockK = 16 * kKeyWarps, kBlockQ = backward_rows(kHeadDim);
+  static constexpr int kColumns = kBlockQ / kSharers / 8;   // 16 x 8 accumulators in a warp's part of a tile
+  static constexpr int kGradColumns = kHeadDim / kSharers;  // of dK and dV in a warp's registers
+  static constexpr int kQBuffers = kHeadDim <= 192 ? 2 : 1;
+  static constexpr int kLater = kQBuffers - 1;  // groups of copies that may be on their way when Q is used
+  static constexpr int kHeldColumns = kHeadDim <= 192 ? 0 : 64;  // of V, in registers
+  static constexpr int kStoredColumns = kHeadDim - kHeldColumns;
+  static constexpr int kUnrolled = kSharers == 1 ? 2 : 4;  // steps of a product: with more, registers spill
+
+  // Where the warp's part begins: the keys of the block, the queries of a tile, the columns of dK and dV.
+  static __device__ int first_key() { return 16 * (kSharers == 1 ? warp() : warp() % kKeyWarps); }
+  static __device__ int first_query() { return sharer() * 8 * kColumns; }
+  static __device__ int first_column() { return sharer() * kGradColumns; }
+
+ private:
+  static __device__ int sharer() { return kSharers == 1 ? 0 : warp() / kKeyWarps; }
 };
 
 // simt's RowTerms of a tile's queries.
@@ -42,24 +64,61 @@ struct TermsTile {
 template <class C>
 struct BackwardMemory {
   using In = typename C::In;
-  Tile<In, C::kBlockK, C::kHeadDim> k, v;
-  Tile<In, C::kBlockQ, C::kHeadDim> q[2], dout;
-  Tile<In, C::kBlockK, C::kBlockQ> dscores;  // dS^T
-  TermsTile<C::kBlockQ> terms[2];
+  using HeldTile = Tile<In, C::kBlockK, C::kHeldColumns>;
+  Tile<In, C::kBlockK, C::kHeadDim> k;
+  Tile<In, C::kBlockK, C::kStoredColumns> v;
+  Tile<In, C::kBlockQ, C::kHeadDim> q[C::kQBuffers], dout;
+  Tile<In, C::kBlockK, C::kBlockQ> scores[C::kSharers];
+  TermsTile<C::kBlockQ> terms[C::kQBuffers];
   int ticket;
+
+  __device__ auto& dscores() { return scores[0]; }              // dS^T
+  __device__ auto& probs() { return scores[C::kSharers - 1]; }  // P^T, of warps that share keys
+  // The columns of V that registers are to hold: they come to where dS and P will lie.
+  __device__ HeldTile& last_v() {
+    static_assert(sizeof(HeldTile) <= sizeof(scores));
+    return *static_cast<HeldTile*>(static_cast<void*>(scores));
+  }
 };
-static_assert(sizeof(BackwardMemory<BackwardConfig<__half, 64>>) <= kMaxSharedBytes);
-static_assert(sizeof(BackwardMemory<BackwardConfig<__half, 128>>) <= kMaxSharedBytes);
 
 // Where a thread's elements of a tile lie: element e of accumulator n. The tile is transposed: keys are rows.
+template <class C>
 struct TransposedPlace {
   int b, h;
   int64_t i0, j0;
 
-  static __device__ int column(int n, int e) { return 8 * n + lane() % 4 * 2 + e % 2; }
+  static __device__ int column(int n, int e) { return C::first_query() + 8 * n + lane() % 4 * 2 + e % 2; }
   __device__ int64_t query(int n, int e) const { return i0 + column(n, e); }
-  __device__ int64_t key(int e) const { return j0 + 16 * warp() + lane() / 4 + e / 2 * 8; }
+  __device__ int64_t key(int e) const { return j0 + C::first_key() + lane() / 4 + e / 2 * 8; }
 };
+
+// The last columns of V in a warp's 16 rows, as operands of dP^T = V dO^T; none if shared memory has all.
+template <class C>
+struct HeldValues {
+  static constexpr int kOperands = C::kHeldColumns / 16;
+  uint32_t operands[kOperands == 0 ? 1 : kOperands][4] = {};
+
+  __device__ void load(BackwardMemory<C>& shared) {
+#pragma unroll
+    for (int k = 0; k < kOperands; ++k) load_operand(shared.last_v(), C::first_key(), k, operands[k]);
+  }
+  __device__ void multiply(BackwardMemory<C>& shared, float (&dprobs)[C::kColumns][4]) const {
+#pragma unroll
+    for (int k = 0; k < kOperands; ++k)
+      multiply_row_operand(operands[k], shared.dout, C::first_query(), C::kStoredColumns / 16 + k, dprobs);
+  }
+};
+
+// acc += W B with the warp's rows of W and its columns of B: dV = P^T dO, dK = dS^T Q. If no other warp has
+// these rows, they lie in this one's registers as operands; else all of them are in shared memory.
+template <class C, class WTile, class BTile, int kOperands, int N>
+__device__ void add_gradient(const uint32_t (&operands)[kOperands][4], WTile& w, BTile& b,
+                             float (&acc)[N][4]) {
+  if constexpr (C::kSharers == 1)
+    multiply_packed(operands, b, acc);
+  else
+    multiply_stored(w, C::first_key(), b, C::first_column(), acc);
+}
 
 // Which of a thread's elements dropout keeps. One Philox call is for a 2 x 2 block {i, i + 8} x {j, j + 1}. A
 // lane has one of these keys, and the lane four further has the other. So of two such blocks, for the queries
@@ -67,13 +126,13 @@ struct TransposedPlace {
 struct KeptElements {
   uint32_t bits[2];  // of even and of odd columns
 
-  template <int N>
-  static __device__ KeptElements of(const BackwardParams& p, const TransposedPlace& at) {
+  template <class C>
+  static __device__ KeptElements of(const BackwardParams& p, const TransposedPlace<C>& at) {
     const int odd = lane() / 4 % 2;  // this lane has the key j + 1
     const PhiloxKey key = dropout_key(p.dropout);
     uint32_t mine = 0;
 #pragma unroll 1
-    for (int call = 0; call < N; ++call) {  // two for 16 queries: keys 0 to 7, keys 8 to 15
+    for (int call = 0; call < C::kColumns; ++call) {  // two for 16 queries: keys 0 to 7, keys 8 to 15
       const int n = call / 2 * 2, e = call % 2 * 2 + odd;
       const PhiloxWords words = dropout_words(key, at.b * p.sizes.heads + at.h, at.query(n, e), at.key(e));
 #pragma unroll
@@ -100,9 +159,9 @@ struct Probs {
 
 // Products become scores, -inf where masked, and the derivatives of the softcap; bit 4 n + e of the result:
 // that element attends.
-template <int N>
-__device__ uint32_t finish_scores(const BackwardParams& p, const TransposedPlace& at, float (&scores)[N][4],
-                                  float (&gates)[N][4]) {
+template <class C, int N>
+__device__ uint32_t finish_scores(const BackwardParams& p, const TransposedPlace<C>& at,
+                                  float (&scores)[N][4], float (&gates)[N][4]) {
   uint32_t attends = 0;
   for_each_accumulator(scores, gates, [&](int n, float (&products)[4], float (&gate)[4]) {
 #pragma unroll
@@ -119,9 +178,9 @@ __device__ uint32_t finish_scores(const BackwardParams& p, const TransposedPlace
 }
 
 // `partial`: something of the tile may be masked.
-template <class In, int N>
-__device__ void recompute_probs(const BackwardParams& p, const TransposedPlace& at, bool partial,
-                                const TermsTile<8 * N>& terms, float (&scores)[N][4], Probs<N>& probs) {
+template <class C, int N>
+__device__ void recompute_probs(const BackwardParams& p, const TransposedPlace<C>& at, bool partial,
+                                const TermsTile<C::kBlockQ>& terms, float (&scores)[N][4], Probs<N>& probs) {
   probs.attends = ~0u;
 #pragma unroll
   for (int n = 0; n < N; ++n)
@@ -135,13 +194,13 @@ __device__ void recompute_probs(const BackwardParams& p, const TransposedPlace& 
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[n][e] *= product_scale<float>(p);
   }
-  probs.kept = p.dropout ? KeptElements::of<N>(p, at) : KeptElements{{~0u, ~0u}};
+  probs.kept = p.dropout ? KeptElements::of(p, at) : KeptElements{{~0u, ~0u}};
   constexpr float kScale = static_cast<float>(kLog2E);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int row = TransposedPlace::column(n, e);
+      const int row = at.column(n, e);
       // The difference is taken first: it is exact where the scores are large.
       const float exponent =
           fmaf(scores[n][e] - terms.reference[row], kScale, -(terms.correction[row] * kScale));
@@ -150,38 +209,39 @@ __device__ void recompute_probs(const BackwardParams& p, const TransposedPlace& 
       probs.gated[n][e] *= prob;
       scores[n][e] = probs.kept(n, e) ? prob : 0.0f;
     }
-    if (n % 2 == 1) pack_operand<In>(scores[n - 1], scores[n], probs.packed[n / 2]);
+    if (n % 2 == 1) pack_operand<typename C::In>(scores[n - 1], scores[n], probs.packed[n / 2]);
   }
 }
 
 // dP becomes dS, without the factor `scale`: the result is multiplied with it at the end, in fp32. What is
 // masked is 0, also where dP or delta is NaN.
-template <class In, int N>
-__device__ void finish_dscores(const BackwardParams& p, const TermsTile<8 * N>& terms, const Probs<N>& probs,
-                               float (&dprobs)[N][4], uint32_t (&dscores)[N / 2][4]) {
+template <class C, int N>
+__device__ void finish_dscores(const BackwardParams& p, const TermsTile<C::kBlockQ>& terms,
+                               const Probs<N>& probs, float (&dprobs)[N][4], uint32_t (&dscores)[N / 2][4]) {
   const float keep_scale = p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float factor = probs.kept(n, e) ? keep_scale : 0.0f;
-      const float centred = dprobs[n][e] * factor - terms.delta[TransposedPlace::column(n, e)];
+      const float centred = dprobs[n][e] * factor - terms.delta[TransposedPlace<C>::column(n, e)];
       const bool visible = probs.attends >> (4 * n + e) & 1;
       dprobs[n][e] = visible ? probs.gated[n][e] * centred : 0.0f;
     }
-    if (n % 2 == 1) pack_operand<In>(dprobs[n - 1], dprobs[n], dscores[n / 2]);
+    if (n % 2 == 1) pack_operand<typename C::In>(dprobs[n - 1], dprobs[n], dscores[n / 2]);
   }
 }
 
-// Writes the warp's rows of dS^T.
-template <class In, int kRows, int kCols>
-__device__ void store_dscores(const uint32_t (&dscores)[kCols / 16][4], Tile<In, kRows, kCols>& tile) {
+// Writes the warp's part of P^T or dS^T.
+template <class C, class ScoreTile>
+__device__ void store_scores(const uint32_t (&scores)[C::kColumns / 2][4], ScoreTile& tile) {
 #pragma unroll
-  for (int n = 0; n < kCols / 8; ++n)
+  for (int n = 0; n < C::kColumns; ++n)
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      *reinterpret_cast<uint32_t*>(tile.chunk(16 * warp() + lane() / 4 + 8 * r, n) + lane() % 4 * 2) =
-          dscores[n / 2][n % 2 * 2 + r];
+      *reinterpret_cast<uint32_t*>(
+          tile.chunk(C::first_key() + lane() / 4 + 8 * r, C::first_query() / kChunk + n) + lane() % 4 * 2) =
+          scores[n / 2][n % 2 * 2 + r];
 }
 
 }  // namespace flash_attn_ext::cuda::sm80

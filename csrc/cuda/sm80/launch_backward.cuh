@@ -22,8 +22,13 @@ cudaError_t launch_padded(const BackwardParams& p, const BackwardWorkspace& w, c
 
 template <class In, bool kPacked>
 cudaError_t launch_backward_of(const BackwardParams& p, const BackwardWorkspace& w, cudaStream_t stream) {
-  return padded_head_dim(p.sizes) == 64 ? launch_padded<BackwardConfig<In, 64, kPacked>>(p, w, stream)
-                                        : launch_padded<BackwardConfig<In, 128, kPacked>>(p, w, stream);
+  switch (padded_head_dim(p.sizes)) {
+    case 64: return launch_padded<BackwardConfig<In, 64, kPacked>>(p, w, stream);    // 73 KB
+    case 128: return launch_padded<BackwardConfig<In, 128, kPacked>>(p, w, stream);  // 97 KB
+    case 192: return launch_padded<BackwardConfig<In, 192, kPacked>>(p, w, stream);  // 93 KB
+    case 256: return launch_padded<BackwardConfig<In, 256, kPacked>>(p, w, stream);  // 97 KB
+  }
+  return cudaErrorInvalidValue;
 }
 
 // simt's kernels compute the terms of the rows before, and the flagged tiles once more after. They also

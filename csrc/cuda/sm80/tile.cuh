@@ -30,16 +30,18 @@ struct Tile {
     return elements[row * kCols + swizzled(row, col / kChunk) * kChunk + col % kChunk];
   }
 
-  // Starts the copy of rows [first, first + kRows) of a (.., S, D) tensor; zeros beyond its ends.
+  // Starts the copy of rows [first, first + kRows) of a (.., S, D) tensor, from first_column on; zeros beyond
+  // its ends.
   template <int kThreads>
   __device__ void load_async(const Tensor4& t, int64_t b, int64_t h, int64_t first, int64_t seqlen,
-                             int64_t columns) {
+                             int64_t columns, int first_column = 0) {
     constexpr int kChunks = kCols / kChunk, kRowsAtOnce = kThreads / kChunks;
     // Every eighth row is swizzled alike: a thread that walks by eights keeps its column.
     constexpr bool kKeepsColumn = kThreads % kChunks == 0 && kRowsAtOnce % 8 == 0 && kRows % kRowsAtOnce == 0;
     const auto copy = [&](In* target, int row, int n) {
-      const bool inside = first + row < seqlen && n * kChunk < columns;
-      const In* source = t.row<In>(b, h, inside ? first + row : 0) + (inside ? n * kChunk : 0);
+      const int column = first_column + n * kChunk;
+      const bool inside = first + row < seqlen && column < columns;
+      const In* source = t.row<In>(b, h, inside ? first + row : 0) + (inside ? column : 0);
       ptx::cp_async_16(target, source, inside);
     };
     if constexpr (kKeepsColumn) {
@@ -54,23 +56,44 @@ struct Tile {
   }
 };
 
-// acc += A B^T. A is rows [16 warp, 16 warp + 16) of `a`, B all rows of `b`: S = Q K^T. A smaller kUnrolled
-// needs fewer registers.
-template <int kUnrolled = 16, class In, int kRowsA, int kRowsB, int kCols>
+// Rows [row, row + 16) and columns [16 k, 16 k + 16) of a tile as a left operand.
+template <class In, int kRows, int kCols>
+__device__ void load_operand(Tile<In, kRows, kCols>& tile, int row, int k, uint32_t (&operand)[4]) {
+  ptx::ldmatrix_x4(operand, tile.chunk(row + lane() % 16, 2 * k + lane() / 16));
+}
+
+// acc += A B^T, of their columns [16 k, 16 k + 16). A's 16 rows are an operand, B's are those of `b` from `row` on.
+template <class In, int kRowsB, int kCols, int N>
+__device__ void multiply_row_operand(const uint32_t (&operand)[4], Tile<In, kRowsB, kCols>& b, int row, int k,
+                                     float (&acc)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N / 2; ++n) {
+    uint32_t fragment_b[4];
+    ptx::ldmatrix_x4(fragment_b,
+                     b.chunk(row + 16 * n + lane() / 16 * 8 + lane() % 8, 2 * k + lane() / 8 % 2));
+    ptx::mma_m16n8k16<In>(acc[2 * n], operand, fragment_b[0], fragment_b[1]);
+    ptx::mma_m16n8k16<In>(acc[2 * n + 1], operand, fragment_b[2], fragment_b[3]);
+  }
+}
+
+// acc += A B^T, over the columns of `a`. A is 16 rows of `a` from row_a on, B rows of `b` from row_b on, as many
+// as acc has columns: S = Q K^T. A smaller kUnrolled needs fewer registers.
+template <int kUnrolled = 16, class In, int kRowsA, int kColsA, int kRowsB, int kColsB, int N>
+__device__ void multiply_rows(Tile<In, kRowsA, kColsA>& a, int row_a, Tile<In, kRowsB, kColsB>& b, int row_b,
+                              float (&acc)[N][4]) {
+#pragma unroll kUnrolled
+  for (int k = 0; k < kColsA / 16; ++k) {
+    uint32_t operand[4];
+    load_operand(a, row_a, k, operand);
+    multiply_row_operand(operand, b, row_b, k, acc);
+  }
+}
+
+// The same of the warp's own 16 rows of `a` and all rows of `b`.
+template <class In, int kRowsA, int kRowsB, int kCols>
 __device__ void multiply_rows(Tile<In, kRowsA, kCols>& a, Tile<In, kRowsB, kCols>& b,
                               float (&acc)[kRowsB / 8][4]) {
-#pragma unroll kUnrolled
-  for (int k = 0; k < kCols / 16; ++k) {
-    uint32_t fragment_a[4];
-    ptx::ldmatrix_x4(fragment_a, a.chunk(16 * warp() + lane() % 16, 2 * k + lane() / 16));
-#pragma unroll
-    for (int n = 0; n < kRowsB / 16; ++n) {
-      uint32_t fragment_b[4];
-      ptx::ldmatrix_x4(fragment_b, b.chunk(16 * n + lane() / 16 * 8 + lane() % 8, 2 * k + lane() / 8 % 2));
-      ptx::mma_m16n8k16<In>(acc[2 * n], fragment_a, fragment_b[0], fragment_b[1]);
-      ptx::mma_m16n8k16<In>(acc[2 * n + 1], fragment_a, fragment_b[2], fragment_b[3]);
-    }
-  }
+  multiply_rows(a, 16 * warp(), b, 0, acc);
 }
 
 // A pair of neighbouring 16 x 8 accumulators as one 16 x 16 operand.
@@ -82,15 +105,16 @@ __device__ void pack_operand(const float (&left)[4], const float (&right)[4], ui
   operand[3] = ptx::pack<In>(right[2], right[3]);
 }
 
-// acc += W B of columns [16 k, 16 k + 16) of W, the warp's 16 rows of which are an operand, and rows of B.
-template <class In, int kRowsB, int kCols>
+// acc += W B of columns [16 k, 16 k + 16) of W, the warp's 16 rows of which are an operand, and rows of B. Of B's
+// columns as many as acc has, from `col` on.
+template <class In, int kRowsB, int kCols, int N>
 __device__ void multiply_operand(const uint32_t (&operand)[4], Tile<In, kRowsB, kCols>& b, int k,
-                                 float (&acc)[kCols / 8][4]) {
+                                 float (&acc)[N][4], int col = 0) {
 #pragma unroll
-  for (int n = 0; n < kCols / 16; ++n) {
+  for (int n = 0; n < N / 2; ++n) {
     uint32_t fragment_b[4];
-    ptx::ldmatrix_x4_trans(fragment_b,
-                           b.chunk(16 * k + lane() / 8 % 2 * 8 + lane() % 8, 2 * n + lane() / 16));
+    ptx::ldmatrix_x4_trans(
+        fragment_b, b.chunk(16 * k + lane() / 8 % 2 * 8 + lane() % 8, col / kChunk + 2 * n + lane() / 16));
     ptx::mma_m16n8k16<In>(acc[2 * n], operand, fragment_b[0], fragment_b[1]);
     ptx::mma_m16n8k16<In>(acc[2 * n + 1], operand, fragment_b[2], fragment_b[3]);
   }
@@ -116,17 +140,29 @@ __device__ void multiply_packed(const uint32_t (&operands)[kRowsB / 16][4], Tile
   for (int k = 0; k < kRowsB / 16; ++k) multiply_operand(operands[k], b, k, acc);
 }
 
-// acc += A^T B, the 16 x 32 piece of it from (row, col) on: dQ = dS K.
-template <class In, int kRows, int kColsA, int kColsB>
+// The same of 16 rows of W in shared memory, from `row` on, and columns of B from `col` on.
+template <class In, int kRowsW, int kRowsB, int kCols, int N>
+__device__ void multiply_stored(Tile<In, kRowsW, kRowsB>& w, int row, Tile<In, kRowsB, kCols>& b, int col,
+                                float (&acc)[N][4]) {
+#pragma unroll 1  // unrolled, its addresses need too many registers
+  for (int k = 0; k < kRowsB / 16; ++k) {
+    uint32_t operand[4];
+    load_operand(w, row, k, operand);
+    multiply_operand(operand, b, k, acc, col);
+  }
+}
+
+// acc += A^T B, the 16 rows of it and as many columns as acc has, from (row, col) on: dQ = dS K.
+template <class In, int kRows, int kColsA, int kColsB, int N>
 __device__ void multiply_transposed(Tile<In, kRows, kColsA>& a, Tile<In, kRows, kColsB>& b, int row, int col,
-                                    float (&acc)[4][4]) {
+                                    float (&acc)[N][4]) {
 #pragma unroll
   for (int k = 0; k < kRows / 16; ++k) {
     uint32_t fragment_a[4];
     ptx::ldmatrix_x4_trans(fragment_a,
                            a.chunk(16 * k + lane() / 16 * 8 + lane() % 8, row / kChunk + lane() / 8 % 2));
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < N / 2; ++n) {
       uint32_t fragment_b[4];
       ptx::ldmatrix_x4_trans(
           fragment_b, b.chunk(16 * k + lane() / 8 % 2 * 8 + lane() % 8, col / kChunk + 2 * n + lane() / 16));

@@ -7,8 +7,9 @@
 namespace flash_attn_ext::cuda::sm80 {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 256, kMaxBackwardHeadDim = 128, kMaxJvpHeadDim = 128;
+constexpr int64_t kMaxHeadDim = 256, kMaxJvpHeadDim = 128;
 
+constexpr const char* kWide = "sm80: only head dimensions up to 256";
 constexpr const char* kUnaligned = "sm80: a tensor's rows are not aligned to 16 bytes";
 
 // cp.async copies 16 aligned bytes.
@@ -31,7 +32,7 @@ const char* why_not_forward(const AttentionParams& p) {
   if (p.varlen.cache.dtype != CacheDType::kOfQuery) return "sm80: no caches of 8 bits";
   if (p.varlen.cache.tree_mask) return "sm80: no tree_mask";
   if (p.dropout.place) return "sm80: no dropout of a part of a larger call";
-  if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return "sm80: only head dimensions up to 256";
+  if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return kWide;
   if (!is_aligned(p.q, z.head_dim) || !is_aligned(p.k, z.head_dim) || !is_aligned(p.v, z.head_dim_v) ||
       !is_aligned(p.out, z.head_dim_v))
     return kUnaligned;
@@ -42,8 +43,7 @@ const char* why_not_backward(const BackwardParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
   if (p.dropout.place) return "sm80: no dropout of a part of a larger call";
-  if (z.head_dim > kMaxBackwardHeadDim || z.head_dim_v > kMaxBackwardHeadDim)
-    return "sm80: its backward takes only head dimensions up to 128";
+  if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return kWide;
   // A gradient that is not wanted is null, which is aligned.
   for (const Tensor4& t : {p.q, p.k, p.dq, p.dk})
     if (!is_aligned(t, z.head_dim)) return kUnaligned;
