@@ -60,6 +60,11 @@ struct SplitResult {
   SplitResult skip(int64_t n, int64_t d_v) const { return {out + n * d_v, row_max + n, row_sum + n}; }
 };
 
+template <class T>
+inline void multiply_row(T* row, T factor, int64_t ld) {
+  for (int64_t c = 0; c < ld; c += kLanes<T>) store<T>(row + c, load<T>(row + c) * factor);
+}
+
 // One row of a tile: P = e^(S - m') in place, and its share of m, l and O. `unified` (or null) takes the
 // place of m'.
 template <class T>
@@ -79,13 +84,45 @@ inline void decode_softmax_row(T* scores, int64_t ld, const T* unified, T& row_m
   const T factor = unified ? T(1) : exp<T>(splat<T>(row_max - reference))[0];
   row_sum = row_sum * factor + sum_lanes<T>(sum);
   row_max = new_max;
-  if (factor == T(1)) return;
-  for (int64_t c = 0; c < d_v; c += L) store<T>(out + c, load<T>(out + c) * factor);
+  if (factor != T(1)) multiply_row<T>(out, factor, d_v);
 }
 
+// Rows of a tile, one after the other, or a vector of them at once: their maxima and sums are lanes then.
 template <class T>
-inline void multiply_row(T* row, T factor, int64_t ld) {
-  for (int64_t c = 0; c < ld; c += kLanes<T>) store<T>(row + c, load<T>(row + c) * factor);
+inline void decode_softmax_rows(T* scores, int64_t ld, int64_t rows, const T* unified, T* row_max, T* row_sum,
+                                T* out, int64_t d_v) {
+  constexpr int L = kLanes<T>;
+  int64_t row = 0;
+  for (; row + L <= rows; row += L) {
+    T* block = scores + row * ld;
+    Vec<T> each[L];
+    for (int r = 0; r < L; ++r) {
+      each[r] = load<T>(block + r * ld);
+      for (int64_t c = L; c < ld; c += L) each[r] = max<T>(each[r], load<T>(block + r * ld + c));
+    }
+    const Vec<T> old_max = load<T>(row_max + row), new_max = max<T>(old_max, max_each<T>(each));
+    const Vec<T> reference = unified ? splat<T>(*unified) : new_max == kNegInf<T> ? Vec<T>{} : new_max;
+    const Vec<T> factor = unified ? splat<T>(T(1)) : exp<T>(old_max - reference);
+    T references[L], factors[L];
+    store<T>(references, reference);
+    store<T>(factors, factor);
+    for (int r = 0; r < L; ++r) {
+      const Vec<T> own = splat<T>(references[r]);
+      Vec<T> sum = {};
+      for (int64_t c = 0; c < ld; c += L) {
+        const Vec<T> prob = exp<T>(load<T>(block + r * ld + c) - own);
+        store<T>(block + r * ld + c, prob);
+        sum += prob;
+      }
+      each[r] = sum;
+    }
+    store<T>(row_sum + row, load<T>(row_sum + row) * factor + sum_each<T>(each));
+    store<T>(row_max + row, new_max);
+    for (int r = 0; r < L; ++r)
+      if (factors[r] != T(1)) multiply_row<T>(out + (row + r) * d_v, factors[r], d_v);
+  }
+  for (; row < rows; ++row)
+    decode_softmax_row<T>(scores + row * ld, ld, unified, row_max[row], row_sum[row], out + row * d_v, d_v);
 }
 
 template <class T>
@@ -162,25 +199,33 @@ struct DecodeTile {
     const bool isolate = may_mask && !as_bytes(n, cache.v_scale) && !values_are_finite(n, values);
     const Rows<In> gathered{s.value_copy, z.head_dim_v, z.head_dim_v};
     if (isolate) gather_values(n, values);
-    for (int64_t g = 0; g < group; ++g) {
-      const TileFrame f{b, h_kv * group + g, 0, j0, z.seqlen_q, keys, ld, false};
-      T* scores = scores_of(n) + g * z.seqlen_q * ld;
-      const ScoreTile<T> score = finish_scores<T>(p, f, load_mask_tile<T>(p, f, s.mask), scores, nullptr);
-      for (int64_t i = 0; i < z.seqlen_q; ++i) {
-        const int64_t row = g * z.seqlen_q + i;
-        decode_softmax_row<T>(scores + i * ld, ld, unified, r.row_max[row], r.row_sum[row], r.out + row * d_v,
-                              d_v);
-      }
+    const auto frame_of = [&](int64_t g) {
+      return TileFrame{b, h_kv * group + g, 0, j0, z.seqlen_q, keys, ld, false};
+    };
+    const auto finish_scores_of = [&](int64_t g) {
+      const MaskTile<T> mask = load_mask_tile<T>(p, frame_of(g), s.mask);
+      return finish_scores<T>(p, frame_of(g), mask, scores_of(n) + g * z.seqlen_q * ld, nullptr);
+    };
+    // The rows of all heads at once; but the tile of the mask, which tells whether a NaN is masked, is that of one head.
+    const int64_t at_once = isolate ? 1 : group;
+    for (int64_t g0 = 0; g0 < group; g0 += at_once) {
+      const int64_t row = g0 * z.seqlen_q, count = at_once * z.seqlen_q;
+      T* scores = scores_of(n) + row * ld;
+      const ScoreTile<T> score = finish_scores_of(g0);
+      for (int64_t g = g0 + 1; g < g0 + at_once; ++g) finish_scores_of(g);
+      decode_softmax_rows<T>(scores, ld, count, unified, r.row_max + row, r.row_sum + row, r.out + row * d_v,
+                             d_v);
       if (p.dropout) {  // after the row sum: dropout acts on the normalised P
-        load_dropout_tile<T>(p, f, s.dropout_tile);
-        multiply_rows<T>(scores, s.dropout_tile, z.seqlen_q * ld);
+        for (int64_t g = g0; g < g0 + at_once; ++g) {
+          load_dropout_tile<T>(p, frame_of(g), s.dropout_tile);
+          multiply_rows<T>(scores_of(n) + g * z.seqlen_q * ld, s.dropout_tile, z.seqlen_q * ld);
+        }
       }
       if (s.multiplied[n])
-        for (int64_t i = 0; i < z.seqlen_q; ++i)
-          multiply_lanes<T>(scores + i * ld, s.value_factors + n * ld, ld);
+        for (int64_t i = 0; i < count; ++i) multiply_lanes<T>(scores + i * ld, s.value_factors + n * ld, ld);
       if (isolate)
-        add_rows_not_finite<In, T>(score, false, z.seqlen_q, scores, ld, 1, gathered, keys,
-                                   r.out + g * z.seqlen_q * d_v, d_v);
+        add_rows_not_finite<In, T>(score, false, count, scores, ld, 1, gathered, keys, r.out + row * d_v,
+                                   d_v);
     }
     if constexpr (DecodeBytes<In>::kExists) {
       if (as_bytes(n, cache.v_scale)) s.bytes.finish_probs(n * rows, rows, s.scores, ld);

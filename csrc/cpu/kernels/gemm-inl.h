@@ -86,11 +86,14 @@ FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, int64_t m0, int64_t n
   }
 }
 
-// All rows of one column panel of NV vectors: full register tiles, then fours, then single rows.
+// All rows of one column panel of NV vectors: full register tiles, then smaller ones. Twelve rows and four are taken as
+// twice eight: four rows of two vectors have too few chains to hide the latency of an FMA.
 template <class T, class E, int MR, int NV>
 inline void gemm_panel(const GemmArgs<T, E>& g, int64_t rows, int64_t n0) {
   int64_t m = 0;
-  for (; m + MR <= rows; m += MR) gemm_register_tile<T, E, MR, NV>(g, m, n0);
+  for (; m + MR <= rows && !(MR == 12 && rows - m == 16); m += MR) gemm_register_tile<T, E, MR, NV>(g, m, n0);
+  if constexpr (MR > 8)
+    for (; m + 8 <= rows; m += 8) gemm_register_tile<T, E, 8, NV>(g, m, n0);
   if constexpr (MR > 4)
     for (; m + 4 <= rows; m += 4) gemm_register_tile<T, E, 4, NV>(g, m, n0);
   for (; m < rows; ++m) gemm_register_tile<T, E, 1, NV>(g, m, n0);

@@ -158,17 +158,27 @@ FA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   }
 }
 
-// Lane i of the result is the sum of the lanes of rows[i]: a transposition that adds what it exchanges, so
-// that each step leaves half the rows.
-template <class T>
-FA_INLINE Vec<T> sum_each(Vec<T> (&rows)[kLanes<T>]) {
+// Lane i of the result is `combine` of the lanes of rows[i]: a transposition that combines what it exchanges, so that each
+// step leaves half the rows. The order is that of sum_lanes() and max_lanes().
+template <class T, class Combine>
+FA_INLINE Vec<T> combine_each(Vec<T> (&rows)[kLanes<T>], const Combine& combine) {
   constexpr int L = kLanes<T>;
 #pragma GCC unroll 8
   for (int d = L / 2; d > 0; d /= 2) {
     const Exchange<T> e = exchange_at<T>(d);
 #pragma GCC unroll 16
     for (int r = 0; r < d; ++r)
-      rows[r] = pick<T>(rows[r], rows[r + d], e.upper) + pick<T>(rows[r], rows[r + d], e.lower);
+      rows[r] = combine(pick<T>(rows[r], rows[r + d], e.upper), pick<T>(rows[r], rows[r + d], e.lower));
   }
   return rows[0];
+}
+
+template <class T>
+FA_INLINE Vec<T> sum_each(Vec<T> (&rows)[kLanes<T>]) {
+  return combine_each<T>(rows, [](Vec<T> a, Vec<T> b) FA_INLINE_LAMBDA { return a + b; });
+}
+
+template <class T>
+FA_INLINE Vec<T> max_each(Vec<T> (&rows)[kLanes<T>]) {
+  return combine_each<T>(rows, [](Vec<T> a, Vec<T> b) FA_INLINE_LAMBDA { return max<T>(a, b); });
 }
