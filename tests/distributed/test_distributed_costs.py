@@ -149,11 +149,16 @@ def peak_of(size, method, rows):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peak memory is read from Linux's /proc")
 def test_memory_is_that_of_the_shard(processes):
-    """Twice the processes for a sequence twice as long: the same memory on each, but for all_gather."""
+    """Twice the processes for a sequence twice as long: the same memory on each, but for all_gather.
+
+    Two processes have one chunk to exchange. With four, the next k, v, dk and dv are under way beside those in use, and
+    dk and dv may wait for a neighbour: at most six tensors more. all_gather holds k, v and their gradients of two more
+    processes, and copies of them.
+    """
     for method, same in (("ring", True), ("ulysses", True), ("all_gather", False)):
         two, four = (max(processes.run(peak_of, size, method, 128)) for size in (2, 4))
         if same:
-            assert four < 1.25 * two, method
+            assert four < two + 6, method
             assert four < 20, method
         else:
-            assert four > 1.25 * two, method
+            assert four > two + 12, method
