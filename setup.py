@@ -11,6 +11,7 @@ of torch have different names
 import os
 import re
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import setup
@@ -31,6 +32,9 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 OLDEST_TORCH = "2.11"
 CSRC = "csrc"
+# Objects stay in the tree, also under pip, which would have a folder of its own each time: a build after an edit compiles
+# what changed.
+OBJECTS = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "plan", "schema"]
 OPS += ["append", "check_tensors", "checks_packed", "kvcache", "merge", "varlen", "varlen_autograd"]
 OPS += ["weights", "weights_autograd"]
@@ -144,5 +148,6 @@ setup(
     version=version(),
     install_requires=[f"torch=={torch_minor()}.*" if torch else f"torch>={OLDEST_TORCH}"],
     ext_modules=[extension(cuda_wanted())] if torch else [],
+    options={"build_ext": {"build_temp": OBJECTS}},
     cmdclass={"build_ext": cpp_extension.BuildExtension} if torch else {},
 )

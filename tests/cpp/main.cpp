@@ -62,9 +62,11 @@ bool poison_shows(const Case& c, const Outputs& expected) {
   return c.poison == Poison::kSeen ? nans > 0 && nans < static_cast<int64_t>(expected.out.size()) : nans == 0;
 }
 
-// Whether an instruction set has kernels of its own for a dtype, and not those of another one.
+// Whether an instruction set has kernels of its own for a dtype. Others are those of avx512_bf16, or the text of avx512,
+// compiled once more: few cases run them.
 bool has_kernels_for(const cpu::Kernels& kernels, DType dtype) {
-  return kernels.isa != std::string("amx") || dtype == DType::kBFloat16;
+  const std::string isa = kernels.isa;
+  return (isa != "amx" && isa != "avx512_bf16") || dtype == DType::kBFloat16;
 }
 
 int run_all(const cpu::Kernels& kernels, const std::string& match, bool wrong_reference) {

@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -76,13 +78,27 @@ def leaks(path, namespace):
     return [name for mangled, name in exported_names(path).items() if mangled in avx and namespace not in name]
 
 
+def built():
+    """The folder of the objects that setup.py made last; None if there are none, or a source is newer."""
+    folder = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "csrc" / "cpu"
+    objects = [folder / f"{name}.o" for name in (*NAMESPACE, *BASELINE)]
+    if not all(path.exists() for path in objects):
+        return None
+    sources = [ROOT / "setup.py", *CPU.rglob("*"), *(CPU.parent / "core").rglob("*")]
+    newest = max(path.stat().st_mtime for path in sources)
+    return folder if newest < min(path.stat().st_mtime for path in objects) else None
+
+
 @pytest.fixture(scope="session")
 def objects(tmp_path_factory):
+    """Those of the build, or compiled as it would be."""
     missing = [name for name in (CXX, "nm", "objdump", "c++filt") if shutil.which(name) is None]
     if missing:
         pytest.fail(f"needs a C++ compiler and GNU binutils; not found: {', '.join(missing)}")
-    folder = tmp_path_factory.mktemp("objects")
     names = [*NAMESPACE, *BASELINE]
+    if folder := built():
+        return {name: folder / f"{name}.o" for name in names}
+    folder = tmp_path_factory.mktemp("objects")
     flags = setup_flags()  # before there are threads: Python 3.11's ast may fail in several at once
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         paths = pool.map(lambda name: compile_object(CPU / f"{name}.cpp", folder, flags), names)

@@ -12,7 +12,7 @@ from paths import CPP, ROOT
 BUILD = ROOT / "build" / "sanitizers"
 NEEDS = "needs make and g++ (or CXX) with the runtimes of -fsanitize=address,undefined and -fsanitize=thread"
 
-DTYPES, THREAD_COUNTS = 4, 3
+DTYPES, THREAD_COUNTS = 4, 2
 ONE_CASE = "everything, all gradients"
 IN_A_KERNEL = r"#[01] .* flash_attn_ext::cpu::generic::"  # 1: below a memcpy
 MIN_CASES = 200  # as many as there were when this was written: a lost case list must not pass
@@ -44,7 +44,7 @@ def assert_passed(output, status, isa, min_cases):
         int, re.search(rf"^{isa}: (\d+) cases, (\d+) runs, (\d+) failures$", output, re.M).groups()
     )
     assert cases >= min_cases
-    if isa == "amx":  # runs bfloat16, and other dtypes in few cases: they are avx512_bf16's
+    if isa in ("amx", "avx512_bf16"):  # run bfloat16, and other dtypes in few cases: they have the text of avx512
         assert cases * THREAD_COUNTS < runs < 2 * cases * THREAD_COUNTS
     else:
         assert runs == cases * DTYPES * THREAD_COUNTS
@@ -53,7 +53,10 @@ def assert_passed(output, status, isa, min_cases):
 
 @pytest.mark.parametrize("isa", KERNELS)
 def test_memory_and_values(programs, isa):
-    """No access outside a buffer, no undefined behaviour, the reference's values, the same bits on 1, 2, 4 threads."""
+    """No access outside a buffer, the reference's values, the same bits on 1 and 3 threads.
+
+    And no undefined behaviour, of generic and avx512_bf16.
+    """
     status, output = run(programs / "address", isa)
     if status == 77:
         pytest.skip(f"needs a CPU with {KERNELS[isa]}: {output.strip()}")

@@ -17,12 +17,11 @@ NO_MEMORY = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 
 
 def sources():
-    """(source, architecture). On 9.0 bfloat16 and float32 stand for the other dtypes, whose text is the same."""
+    """(source, architecture). Dtypes share their text: some are compiled for the one architecture, some for the other."""
     for source in sorted(CUDA.rglob("*.cu")):
-        is_sm90, is_sample = source.parent.name == "sm90", not source.stem.endswith(("float16", "float64"))
-        is_sample = is_sample or source.stem.endswith("bfloat16")
-        for architecture in ["90a"] * (is_sm90 or is_sample) + ["80"] * (not is_sm90):
-            yield pytest.param(source, architecture, id=f"{source.relative_to(CUDA)}-{architecture}")
+        for_hopper = source.parent.name == "sm90" or source.stem.endswith(("_float16", "_float32"))
+        architecture = "90a" if for_hopper else "80"
+        yield pytest.param(source, architecture, id=f"{source.relative_to(CUDA)}-{architecture}")
 
 
 @pytest.mark.parametrize(("source", "architecture"), list(sources()))

@@ -104,6 +104,12 @@ std::string describe(const Access& access, const Region* region) {
   return cuda_host::describe(current->thread) + text;
 }
 
+// Whether an access may follow a write: what nearly all do. Else check_order() says what is wrong, if anything is.
+bool is_plainly_ordered(const Region& region, const Write& last) {
+  if (last.block == memory.block) return last.time < kAtomic && current->knows(last.thread, last.time);
+  return last.block < memory.first_block_of_launch && region.initialised;
+}
+
 void check_order(const Access& access, const Region& region, const Write& last) {
   if (last.block < memory.first_block_of_launch || (region.shared && last.block != memory.block)) {
     const bool unwritten = region.shared || (last.block == 0 && !region.initialised);
@@ -146,7 +152,8 @@ void look_at(const Access& access) {
   Write* last = region->last_write(access.address);
   const size_t elements = region->elements(access.bytes);
   for (size_t n = 0; n < elements; ++n)
-    if (n == 0 || !(last[n] == last[n - 1])) check_order(access, *region, last[n]);
+    if ((n == 0 || !(last[n] == last[n - 1])) && !is_plainly_ordered(*region, last[n]))
+      check_order(access, *region, last[n]);
   if (access.is_write && region->shared)
     hopper_check_write(reinterpret_cast<const void*>(access.address), access.bytes);
   if (access.is_write)

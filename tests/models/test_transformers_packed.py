@@ -92,8 +92,11 @@ def test_continuous_batching(name, given_masks):
     prompts = [tokens(1, length)[0].tolist() for length in (3, 9, 14)]
     options = transformers.GenerationConfig(max_new_tokens=7, do_sample=False, eos_token_id=-1, pad_token_id=0)
     before = ours.config._attn_implementation
+    small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # not most of the memory
     with integration.continuous_batching(ours):
-        results = ours.generate_batch(prompts, generation_config=options, progress_bar=False)
+        results = ours.generate_batch(
+            prompts, generation_config=options, continuous_batching_config=small, progress_bar=False
+        )
     assert ours.config._attn_implementation == before
     assert {function for function, *_ in given_masks} == {"flash_attn_varlen"}
     got = sorted(results.values(), key=lambda result: len(result.prompt_ids))

@@ -33,7 +33,7 @@ def run_demo(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_both_attentions_train_the_same_model(tmp_path):
-    finished = run_demo("--out", str(tmp_path), "--device", "cpu", "--lengths", "64", "128")
+    finished = run_demo("--out", str(tmp_path), "--device", "cpu", "--lengths", "64")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "The two loss curves agree" in finished.stdout
     assert (tmp_path / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
@@ -52,9 +52,8 @@ def test_both_attentions_train_the_same_model(tmp_path):
         assert run["peak_memory_bytes"] > run["memory_at_start_bytes"] > 0
         assert run["sample"]
     alone = json.loads((tmp_path / "attention.json").read_text())["rows"]
-    assert [(row["method"], row["length"]) for row in alone] == [
-        (method, length) for length in (64, 128) for method in ("torch math", "torch default", "ours")
-    ]
+    measured = [(row["method"], row["length"]) for row in alone]
+    assert measured == [("torch math", 64), ("torch default", 64), ("ours", 64)]
     assert all(row["bytes"] is not None and row["milliseconds"] > 0 for row in alone)
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
     assert results["runs"][0]["kernel"] is None
