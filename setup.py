@@ -32,8 +32,8 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 OLDEST_TORCH = "2.11"
 CSRC = "csrc"
-# Objects stay in the tree, also under pip, which would have a folder of its own each time: a build after an edit compiles
-# what changed.
+# Objects stay in the tree, also under pip, which would have a folder of its own each time: a build after an edit
+# compiles what changed.
 OBJECTS = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "plan", "schema"]
 OPS += ["append", "check_tensors", "checks_packed", "kvcache", "merge", "varlen", "varlen_autograd"]

@@ -17,7 +17,7 @@ NO_MEMORY = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 
 
 def sources():
-    """(source, architecture). Dtypes share their text: some are compiled for the one architecture, some for the other."""
+    """(source, architecture). Dtypes share their text: half are compiled for one architecture, half for the other."""
     for source in sorted(CUDA.rglob("*.cu")):
         for_hopper = source.parent.name == "sm90" or source.stem.endswith(("_float16", "_float32"))
         architecture = "90a" if for_hopper else "80"
