@@ -16,9 +16,9 @@ bench_files = --text build/bench/$(1).txt --json build/bench/$(1).json --plot bu
 demo: $(VENV)/.built
 	$(BIN)/python examples/train_gpt.py
 
-# One worker of pytest-xdist for each core of a small machine; each takes whole files.
+# One worker of pytest-xdist for each core of a small machine; each takes whole files, in the order of tests/conftest.py.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # TESTS="tests/cpu/test_decode.py -k split" chooses.
 test: $(VENV)/.built

@@ -40,6 +40,7 @@ def pytest_collection_modifyitems(config, items):
         chosen = [item for item in items if item.get_closest_marker("any_device") or item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+    items.sort(key=lambda item: slow.order_of(item.path.stem))
     for item in items:
         if slow.is_slow(item.path.stem, item.originalname):
             item.add_marker(pytest.mark.slow)

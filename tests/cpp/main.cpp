@@ -62,11 +62,11 @@ bool poison_shows(const Case& c, const Outputs& expected) {
   return c.poison == Poison::kSeen ? nans > 0 && nans < static_cast<int64_t>(expected.out.size()) : nans == 0;
 }
 
-// Whether an instruction set has kernels of its own for a dtype. Others are those of avx512_bf16, or the text of avx512,
-// compiled once more: few cases run them.
+// Whether an instruction set has kernels of its own for a dtype. The others are those of a lesser instruction set, called
+// or compiled once more: few cases run them.
 bool has_kernels_for(const cpu::Kernels& kernels, DType dtype) {
   const std::string isa = kernels.isa;
-  return (isa != "amx" && isa != "avx512_bf16") || dtype == DType::kBFloat16;
+  return (isa != "amx" && isa != "avx512_bf16" && isa != "neon_bf16") || dtype == DType::kBFloat16;
 }
 
 int run_all(const cpu::Kernels& kernels, const std::string& match, bool wrong_reference) {

@@ -12,10 +12,21 @@ from test_key_mask import check, key_masks
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-test_both_masks_apply = test_key_mask.test_both_masks_apply
 test_dtypes = test_key_mask.test_dtypes
 test_with_a_band = test_key_mask.test_with_a_band
 test_what_is_masked_may_be_nan = test_key_mask.test_what_is_masked_may_be_nan
+
+
+# Each mask with both kinds of key mask and, in turn, the lengths.
+SAMPLE = [
+    (masks, ("bool", "float")[n % 2], *[(70, 130), (3, 9), (1, 300)][n % 3])
+    for n, masks in enumerate([*test_key_mask.MASKS, *reversed(test_key_mask.MASKS)])
+]
+
+
+@pytest.mark.parametrize(("masks", "kind", "seqlen_q", "seqlen_k"), SAMPLE)
+def test_both_masks_apply(isa, masks, kind, seqlen_q, seqlen_k):
+    test_key_mask.test_both_masks_apply(isa, masks, kind, seqlen_q, seqlen_k)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])

@@ -61,10 +61,17 @@ FILES = {
 TESTS = {
     ("test_attention_weights", "test_compile"): "compiles by inductor",
     ("test_derivatives", "test_peak_memory_is_linear"): "a process with torch for each size",
-    ("test_contract", "test_peak_memory_grows_linearly"): "a process with torch for each size",
+    ("test_contract", "test_peak_memory_grows_linearly"): "a process with torch for each case",
     ("test_integration", "test_compile_fullgraph"): "compiles by inductor",
     ("test_module_weights", "test_peak_memory_of_a_step_with_weights"): "weights of 16 heads at a length of 4096",
 }
+
+# The files of a minute and more, longest first: they are started first, so that no worker is left alone with one.
+FIRST = ["test_sanitizers", "test_cuda_compile", "test_cuda_host", "test_arm", "test_demo", "test_cuda_mutations"]
+
+
+def order_of(file: str) -> int:
+    return FIRST.index(file) if file in FIRST else len(FIRST)
 
 
 def is_slow(file: str, function: str) -> bool:
