@@ -1,7 +1,7 @@
 // The two products of decode, S = Q K^T and O += P V, in two forms. A few rows of Q at a time: the sums of S run along
 // the lanes, K and V are read where the caller has them, and rows that come later are asked for meanwhile. Or, where
 // rows fill more than half a vector, all of them at once by the forward's matrix product: S^T with a lane for each row,
-// which then is transposed.
+// which is transposed where more than the softmax is done to it.
 #pragma once
 
 #include "cache_rows-inl.h"
@@ -15,6 +15,12 @@ constexpr int64_t kMostRowsAtOnce = 512;
 template <class T>
 constexpr bool fills_lanes(int64_t rows) {
   return rows > kLanes<T> / 2 && rows <= kMostRowsAtOnce;
+}
+
+// Rows that scratch has for the scores of so many: they may be lanes.
+template <class T>
+constexpr int64_t score_rows(int64_t rows) {
+  return fills_lanes<T>(rows) ? round_up_to_lanes<T>(rows) : rows;
 }
 
 // Columns of O in scratch: whole pairs of vectors.
@@ -39,6 +45,28 @@ template <class In>
 constexpr int64_t lines_of(int64_t count) {
   return ceil_div(count * static_cast<int64_t>(sizeof(In)), 64);
 }
+
+// Asks for `lines` lines of memory while `vectors` vectors of a product are computed, in proportion.
+class GradualPrefetch {
+ public:
+  GradualPrefetch(Prefetcher& ahead, int64_t lines, int64_t vectors)
+      : ahead_(ahead), lines_(lines), vectors_(vectors) {}
+
+  Meanwhile meanwhile() {
+    return {[](void* self, int64_t vectors) { static_cast<GradualPrefetch*>(self)->go_on(vectors); }, this};
+  }
+
+ private:
+  void go_on(int64_t vectors) {
+    due_ += vectors * lines_;
+    ahead_.lines(due_ / vectors_);
+    due_ %= vectors_;
+  }
+
+  Prefetcher& ahead_;
+  const int64_t lines_, vectors_;
+  int64_t due_ = 0;  // in parts of `vectors_`
+};
 
 // The sums of a dot_block: half the registers. One reduction finishes as many of them as a vector has lanes.
 constexpr int kDotSums = FA_VECTOR_REGISTERS / 2;
@@ -119,6 +147,14 @@ FA_INLINE void value_block(const T* probs, int64_t ld, const Rows<In>& v, int64_
     for (int n = 0; n < NV; ++n) store<T>(out + r * ldo + c + n * L, sum[r][n]);
 }
 
+// P of all rows of a head: [rows][ld], or transposed, [keys][ld].
+template <class T>
+struct AllProbs {
+  const T* data;
+  int64_t ld;
+  bool transposed;
+};
+
 // What the form for many rows keeps; rows in whole vectors, those of the sequence at hand. E: T, or Pair.
 template <class E, class T>
 struct ManyRows {
@@ -176,14 +212,14 @@ struct DecodeProducts {
       dot_block<T, R, kLanes<T>>(q + row * ldq, ldq, k, j, keys, scale, out, ld, room, load, ahead);
   }
 
-  // S of all rows of head `n`.
-  void all_scores(int64_t n, int64_t rows, const Rows<In>& k, int64_t keys, T* out, int64_t ld) const {
-    const int64_t lanes = round_up_to_lanes<T>(rows);
+  // S^T of head `n`, a lane for each row.
+  void all_scores(int64_t n, int64_t lanes, const Rows<In>& k, int64_t keys, T* out,
+                  Prefetcher& ahead) const {
+    GradualPrefetch gradual(ahead, keys * lines_of<In>(k.cols), keys * lanes / kLanes<T>);
     const Tile<T> tile = load_tile<In, T>(k.data, k.stride, keys, k.cols, many.k_tile);
     gemm<T>(keys, lanes,
-            {k.cols, tile.data, tile.ld, 1, many.q + n * k.cols * lanes, lanes, many.scores, lanes, false,
-             scale});
-    load_tile_transposed<T, T>(many.scores, lanes, keys, rows, out, ld);
+            {k.cols, tile.data, tile.ld, 1, many.q + n * k.cols * lanes, lanes, out, lanes, false, scale,
+             nullptr, gradual.meanwhile()});
   }
 
   // P of a tile, before its values are added.
@@ -202,11 +238,11 @@ struct DecodeProducts {
     for (; c < v.cols; c += L) value_block<In, T, R, 1>(probs, ld, v, c, keys, sum, ldo, ahead);
   }
 
-  // `rows` rows from `row` on, and the whole tile, in one product, wherever its chunks lie: the sums are the same then. `chunk(j)`: the rows
-  // from key j on.
+  // All rows of a head, and the whole tile, in one product, wherever its chunks lie: the sums are the same then.
+  // `chunk(j)`: its rows from key j on.
   template <class Chunk>
-  void add_all_values(int64_t row, int64_t rows, const T* probs, int64_t ld, const Chunk& chunk,
-                      bool in_one_place, int64_t keys, T* out, int64_t ldo) const {
+  void add_all_values(const AllProbs<T>& probs, int64_t rows, const Chunk& chunk, bool in_one_place,
+                      int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) const {
     constexpr bool kInPlace = std::is_same_v<In, T>;
     const Rows<In> first = chunk(0);
     const int64_t cols = first.cols;
@@ -221,7 +257,11 @@ struct DecodeProducts {
             store<T>(many.v_tile + (j + n) * tile.ld + c, load_columns<T>(v.row(n) + c, cols - c));
       }
     }
-    gemm<T>(rows, cols, {keys, probs + row * ld, ld, 1, tile.data, tile.ld, out, ldo, true});
+    GradualPrefetch gradual(ahead, keys * lines_of<In>(cols), rows * ceil_div(cols, kLanes<T>));
+    const int64_t a_row = probs.transposed ? 1 : probs.ld, a_depth = probs.transposed ? probs.ld : 1;
+    gemm<T>(rows, cols,
+            {keys, probs.data, a_row, a_depth, tile.data, tile.ld, out, ldo, true, T(1), nullptr,
+             gradual.meanwhile()});
   }
 };
 
@@ -278,15 +318,16 @@ template <>
 struct DecodeProducts<BFloat16, float> {
   Pair* q;  // [rows][D / 2]   rows: of all heads of a task
   int64_t ldq;
-  Pair* prob_pairs;  // [rows][block_k / 2]   P, pairs along the keys
+  Pair* prob_pairs;  // [rows][block_k / 2]   P, pairs along the keys; of all rows of a head, as LeftPairs
   float scale;
   ManyRows<Pair, float> many;
 
   static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
                              int64_t block_k) {
     const int64_t ldq = round_up_to_lanes<float>(pairs_of(p.sizes.head_dim));
-    return {arena.take<Pair>(heads * rows * ldq), ldq, arena.take<Pair>(heads * rows * block_k / 2),
-            product_scale<float>(p),
+    const int64_t probs =
+        std::max(heads * rows * block_k / 2, LeftPairs::count(score_rows<float>(rows), block_k));
+    return {arena.take<Pair>(heads * rows * ldq), ldq, arena.take<Pair>(probs), product_scale<float>(p),
             ManyRows<Pair, float>::plan(arena, p, rows, heads, block_k, pairs_of(p.sizes.head_dim))};
   }
 
@@ -311,14 +352,14 @@ struct DecodeProducts<BFloat16, float> {
                                              ahead);
   }
 
-  void all_scores(int64_t n, int64_t rows, const Rows<BFloat16>& k, int64_t keys, float* out,
-                  int64_t ld) const {
-    const int64_t depth = pairs_of(k.cols), lanes = round_up_to_lanes<float>(rows);
+  void all_scores(int64_t n, int64_t lanes, const Rows<BFloat16>& k, int64_t keys, float* out,
+                  Prefetcher& ahead) const {
+    GradualPrefetch gradual(ahead, keys * lines_of<BFloat16>(k.cols), keys * lanes / kLanes<float>);
+    const int64_t depth = pairs_of(k.cols);
     const Tile<Pair> tile = load_pair_rows(k.data, k.stride, keys, k.cols, many.k_tile);
-    gemm<float, Pair>(
-        keys, lanes,
-        {depth, tile.data, tile.ld, 1, many.q + n * depth * lanes, lanes, many.scores, lanes, false, scale});
-    load_tile_transposed<float, float>(many.scores, lanes, keys, rows, out, ld);
+    gemm<float, Pair>(keys, lanes,
+                      {depth, tile.data, tile.ld, 1, many.q + n * depth * lanes, lanes, out, lanes, false,
+                       scale, nullptr, gradual.meanwhile()});
   }
 
   // Rounds `rows` rows of P from `row` on to pairs. Padding lanes of P are 0.
@@ -334,8 +375,8 @@ struct DecodeProducts<BFloat16, float> {
   }
 
   template <class Chunk>
-  void add_all_values(int64_t row, int64_t rows, const float*, int64_t ld, const Chunk& chunk, bool,
-                      int64_t keys, float* out, int64_t ldo) const {
+  void add_all_values(const AllProbs<float>& probs, int64_t rows, const Chunk& chunk, bool, int64_t keys,
+                      float* out, int64_t ldo, Prefetcher& ahead) const {
     int64_t cols = 0, width = 0;
     for (int64_t j = 0; j < keys; j += kChunkRows) {
       const Rows<BFloat16> v = chunk(j);
@@ -343,9 +384,13 @@ struct DecodeProducts<BFloat16, float> {
       load_pairs_across(v.data, v.stride, std::min(kChunkRows, keys - j), cols, many.v_tile + j / 2 * width,
                         width);
     }
-    gemm<float, Pair>(
-        rows, cols,
-        {pairs_of(keys), prob_pairs + row * ld / 2, ld / 2, 1, many.v_tile, width, out, ldo, true});
+    GradualPrefetch gradual(ahead, keys * lines_of<BFloat16>(cols), rows * ceil_div(cols, kLanes<float>));
+    const LeftPairs left = probs.transposed ? transposed_pairs(probs.data, keys, probs.ld, prob_pairs)
+                                            : LeftPairs{prob_pairs, probs.ld / 2, 1};
+    if (!probs.transposed) finish_probs(0, rows, probs.data, probs.ld);
+    gemm<float, Pair>(rows, cols,
+                      {pairs_of(keys), left.data, left.row, left.depth, many.v_tile, width, out, ldo, true,
+                       1.0f, nullptr, gradual.meanwhile()});
   }
 };
 

@@ -5,13 +5,14 @@
 #include "decode_bytes-inl.h"
 #include "dropout_tile-inl.h"
 #include "masked_gemm-inl.h"
+#include "softmax-inl.h"
 
 // A thread's scratch. Rows are those of all heads of a task.
 template <class In, class T>
 struct DecodeScratch {
   DecodeProducts<In, T> products;
   DecodeBytes<In> bytes;  // only if keys and values are int8
-  T* scores;              // [rows][block_k]   S, then P in place
+  T* scores;              // [rows][block_k]   S, then P in place; or S^T, [block_k][lanes]
   T* sums;  // [rows][D_v]       a tile's share of O, added to O as a whole: over many tiles that rounds like a sum
             //                   of tiles, not like one chain of all keys
   MaskTile<T> mask;
@@ -34,7 +35,7 @@ DecodeScratch<In, T> plan_decode_scratch(Arena& arena, const AttentionParams& ca
   DecodeScratch<In, T> s;
   s.products = DecodeProducts<In, T>::plan(arena, call, rows, heads, block_k);
   s.bytes = DecodeBytes<In>::plan(arena, call, rows, heads, block_k);
-  s.scores = arena.take<T>(heads * rows * block_k);
+  s.scores = arena.take<T>(heads * score_rows<T>(rows) * block_k);
   s.sums = arena.take<T>(heads * rows * decode_columns<T>(z.head_dim_v));
   // A band may hide keys only if it is bounded.
   const bool may_mask = call.mask || call.band.left < Band::kUnbounded || call.band.right < Band::kUnbounded;
@@ -61,71 +62,6 @@ struct SplitResult {
 };
 
 template <class T>
-inline void multiply_row(T* row, T factor, int64_t ld) {
-  for (int64_t c = 0; c < ld; c += kLanes<T>) store<T>(row + c, load<T>(row + c) * factor);
-}
-
-// One row of a tile: P = e^(S - m') in place, and its share of m, l and O. `unified` (or null) takes the
-// place of m'.
-template <class T>
-inline void decode_softmax_row(T* scores, int64_t ld, const T* unified, T& row_max, T& row_sum, T* out,
-                               int64_t d_v) {
-  constexpr int L = kLanes<T>;
-  Vec<T> highest = splat<T>(row_max);
-  for (int64_t c = 0; c < ld; c += L) highest = max<T>(highest, load<T>(scores + c));
-  const T new_max = max_lanes<T>(highest);
-  const T reference = unified ? *unified : new_max == kNegInf<T> ? T(0) : new_max;
-  Vec<T> sum = {};
-  for (int64_t c = 0; c < ld; c += L) {
-    const Vec<T> prob = exp<T>(load<T>(scores + c) - reference);
-    store<T>(scores + c, prob);
-    sum += prob;
-  }
-  const T factor = unified ? T(1) : exp<T>(splat<T>(row_max - reference))[0];
-  row_sum = row_sum * factor + sum_lanes<T>(sum);
-  row_max = new_max;
-  if (factor != T(1)) multiply_row<T>(out, factor, d_v);
-}
-
-// Rows of a tile, one after the other, or a vector of them at once: their maxima and sums are lanes then.
-template <class T>
-inline void decode_softmax_rows(T* scores, int64_t ld, int64_t rows, const T* unified, T* row_max, T* row_sum,
-                                T* out, int64_t d_v) {
-  constexpr int L = kLanes<T>;
-  int64_t row = 0;
-  for (; row + L <= rows; row += L) {
-    T* block = scores + row * ld;
-    Vec<T> each[L];
-    for (int r = 0; r < L; ++r) {
-      each[r] = load<T>(block + r * ld);
-      for (int64_t c = L; c < ld; c += L) each[r] = max<T>(each[r], load<T>(block + r * ld + c));
-    }
-    const Vec<T> old_max = load<T>(row_max + row), new_max = max<T>(old_max, max_each<T>(each));
-    const Vec<T> reference = unified ? splat<T>(*unified) : new_max == kNegInf<T> ? Vec<T>{} : new_max;
-    const Vec<T> factor = unified ? splat<T>(T(1)) : exp<T>(old_max - reference);
-    T references[L], factors[L];
-    store<T>(references, reference);
-    store<T>(factors, factor);
-    for (int r = 0; r < L; ++r) {
-      const Vec<T> own = splat<T>(references[r]);
-      Vec<T> sum = {};
-      for (int64_t c = 0; c < ld; c += L) {
-        const Vec<T> prob = exp<T>(load<T>(block + r * ld + c) - own);
-        store<T>(block + r * ld + c, prob);
-        sum += prob;
-      }
-      each[r] = sum;
-    }
-    store<T>(row_sum + row, load<T>(row_sum + row) * factor + sum_each<T>(each));
-    store<T>(row_max + row, new_max);
-    for (int r = 0; r < L; ++r)
-      if (factors[r] != T(1)) multiply_row<T>(out + (row + r) * d_v, factors[r], d_v);
-  }
-  for (; row < rows; ++row)
-    decode_softmax_row<T>(scores + row * ld, ld, unified, row_max[row], row_sum[row], out + row * d_v, d_v);
-}
-
-template <class T>
 inline void multiply_lanes(T* row, const T* factors, int64_t ld) {
   for (int64_t c = 0; c < ld; c += kLanes<T>) store<T>(row + c, load<T>(row + c) * load<T>(factors + c));
 }
@@ -145,12 +81,20 @@ struct DecodeTile {
   const Sizes& z = p.sizes;
   const CacheParams& cache = p.varlen.cache;
   const int64_t group = z.heads / z.heads_kv, rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
+  const int64_t lanes = round_up_to_lanes<T>(rows);
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
   const bool all_at_once = fills_lanes<T>(rows);
+  // Nothing but the softmax is done to the scores: they stay S^T, as the product leaves them.
+  const bool stays_transposed = all_at_once && cache.dtype == CacheDType::kOfQuery && !p.dropout &&
+                                !p.alibi && p.softcap == 0 && !may_mask();
   // int8 rows may be multiplied as they are.
   const bool is_int8 = DecodeBytes<In>::kExists && cache.dtype == CacheDType::kInt8 && !all_at_once;
 
-  T* scores_of(int64_t n) const { return s.scores + n * rows * ld; }
+  // Some query may not see some key.
+  bool may_mask() const {
+    return is_masked_before(p, j0 + keys) || !band_covers(p.band, 0, z.seqlen_q, j0, j0 + keys);
+  }
+  T* scores_of(int64_t n) const { return s.scores + n * score_rows<T>(rows) * ld; }
   T* sums_of(int64_t n) const { return s.sums + n * rows * d_v; }
 
   void load_scores(const TileSource& source, Prefetcher ahead) const {
@@ -169,8 +113,9 @@ struct DecodeTile {
         const Rows<In> k = tile_rows<In>(p, p.k, cache.k_scale, source, s.multiplied[n], b, heads.first + n,
                                          j0, j, count, z.head_dim, s.key_copy);
         if (all_at_once) {
-          ahead.lines(count * lines_of_row(source));
-          s.products.all_scores(slot + n, rows, k, count, scores, ld);
+          T* lane_scores = stays_transposed ? scores_of(n) + j * lanes : s.products.many.scores;
+          s.products.all_scores(slot + n, lanes, k, count, lane_scores, ahead);
+          if (!stays_transposed) load_tile_transposed<T, T>(lane_scores, lanes, count, rows, scores, ld);
           continue;
         }
         for_each_few_rows<T>(rows, [&](int64_t row, auto few) {
@@ -180,6 +125,7 @@ struct DecodeTile {
       }
     }
     ahead.finish();
+    if (stays_transposed) return;
     for (int64_t n = 0; n < heads.count; ++n)
       for (int64_t row = 0; row < rows; ++row) {
         T* scores = scores_of(n) + row * ld;
@@ -194,9 +140,12 @@ struct DecodeTile {
   void softmax(int64_t n, const TileSource& values, const SplitResult<T>& r) const {
     const int64_t h_kv = heads.first + n;
     s.multiplied[n] = load_factors<T>(p, cache.v_scale, h_kv, j0, keys, ld, s.value_factors + n * ld);
-    const bool may_mask =
-        is_masked_before(p, j0 + keys) || !band_covers(p.band, 0, z.seqlen_q, j0, j0 + keys);
-    const bool isolate = may_mask && !as_bytes(n, cache.v_scale) && !values_are_finite(n, values);
+    if (stays_transposed) {
+      decode_softmax_lanes<T>(scores_of(n), keys, lanes, unified, r.row_max, r.row_sum, rows, r.out, d_v);
+      s.added[n] = false;
+      return;
+    }
+    const bool isolate = may_mask() && !as_bytes(n, cache.v_scale) && !values_are_finite(n, values);
     const Rows<In> gathered{s.value_copy, z.head_dim_v, z.head_dim_v};
     if (isolate) gather_values(n, values);
     const auto frame_of = [&](int64_t g) {
@@ -230,14 +179,16 @@ struct DecodeTile {
     if constexpr (DecodeBytes<In>::kExists) {
       if (as_bytes(n, cache.v_scale)) s.bytes.finish_probs(n * rows, rows, s.scores, ld);
     }
-    if (!as_bytes(n, cache.v_scale)) s.products.finish_probs(n * rows, rows, s.scores, ld);
+    if (!all_at_once && !as_bytes(n, cache.v_scale)) s.products.finish_probs(n * rows, rows, s.scores, ld);
     s.added[n] = isolate;
     if (!isolate) return;
     for (int64_t j = 0; j < keys; ++j)
       if (!rows_are_finite<In, T>(Rows<In>{gathered.row(j), 0, z.head_dim_v}, 1))
         std::fill(s.value_copy + j * z.head_dim_v, s.value_copy + (j + 1) * z.head_dim_v, In{});
+    Prefetcher nothing;
     add_values_of(
-        n, [&](int64_t j) { return Rows<In>{gathered.row(j), z.head_dim_v, z.head_dim_v}; }, true, r);
+        n, [&](int64_t j) { return Rows<In>{gathered.row(j), z.head_dim_v, z.head_dim_v}; }, true, r,
+        nothing);
   }
 
   // O += P V, of those heads that softmax() has not added.
@@ -246,9 +197,9 @@ struct DecodeTile {
     const auto rows_of = [&](int64_t n, int64_t j) { return value_rows_of(n, source, j, s.value_copy); };
     if (all_at_once) {
       for (int64_t n = 0; n < heads.count; ++n) {
-        ahead.lines(keys * lines_of_row(source));
         if (!s.added[n])
-          add_values_of(n, [&](int64_t j) { return rows_of(n, j); }, in_one_place(source), result_of(n));
+          add_values_of(
+              n, [&](int64_t j) { return rows_of(n, j); }, in_one_place(source), result_of(n), ahead);
       }
       return ahead.finish();
     }
@@ -306,7 +257,6 @@ struct DecodeTile {
                          out + row * d_v, d_v);
   }
 
-  static int64_t lines_of_row(const TileSource& source) { return ceil_div(source.bytes, int64_t{64}); }
   bool in_one_place(const TileSource& source) const {
     return source.in_one_place() && cache.dtype == CacheDType::kOfQuery;
   }
@@ -333,11 +283,12 @@ struct DecodeTile {
 
   // The whole tile for one head. `chunk(j)`: its rows from key j on.
   template <class Chunk>
-  void add_values_of(int64_t n, const Chunk& chunk, bool in_one_place, const SplitResult<T>& r) const {
+  void add_values_of(int64_t n, const Chunk& chunk, bool in_one_place, const SplitResult<T>& r,
+                     Prefetcher& ahead) const {
     if (all_at_once)
-      return s.products.add_all_values(n * rows, rows, s.scores, ld, chunk, in_one_place, keys, r.out, d_v);
-    Prefetcher nothing;
-    for (int64_t j = 0; j < keys; j += kChunkRows) add_chunk(n, j, chunk(j), nothing);
+      return s.products.add_all_values({scores_of(n), stays_transposed ? lanes : ld, stays_transposed}, rows,
+                                       chunk, in_one_place, keys, r.out, d_v, ahead);
+    for (int64_t j = 0; j < keys; j += kChunkRows) add_chunk(n, j, chunk(j), ahead);
     add_rows<T>(r.out, sums_of(n), rows * d_v);
   }
 

@@ -7,6 +7,7 @@
 #include "decode-inl.h"
 #include "dropout_tile-inl.h"
 #include "forward_products-inl.h"
+#include "softmax-inl.h"
 
 template <class In, class T>
 struct ForwardScratch {
@@ -33,43 +34,6 @@ ForwardScratch<In, T> plan_forward(Arena& arena, const AttentionParams& p) {
   s.row_sum = arena.take<T>(block_q);
   s.rescale = arena.take<T>(block_q);
   return s;
-}
-
-// The maximum of a column of vectors, in four chains: in one, each maximum would wait for the last.
-template <class T>
-FA_INLINE Vec<T> max_of_column(const T* column, int64_t rows, int64_t ld) {
-  Vec<T> chain[4];
-  for (auto& m : chain) m = splat<T>(kNegInf<T>);
-  int64_t r = 0;
-  for (; r + 4 <= rows; r += 4)
-#pragma GCC unroll 4
-    for (int n = 0; n < 4; ++n) chain[n] = max<T>(chain[n], load<T>(column + (r + n) * ld));
-  for (; r < rows; ++r) chain[0] = max<T>(chain[0], load<T>(column + r * ld));
-  return max<T>(max<T>(chain[0], chain[1]), max<T>(chain[2], chain[3]));
-}
-
-// One step of the online softmax on a finished tile of scores in units of `unit`: they become P^T, and the
-// statistics move on.
-template <class T>
-inline void online_softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale) {
-  constexpr int L = kLanes<T>;
-  const T log2_unit = unit * T(kLog2E);
-  for (int64_t c = 0; c < f.ld; c += L) {
-    const Vec<T> old_max = load<T>(row_max + c);
-    const Vec<T> new_max = max<T>(old_max, max_of_column<T>(scores + c, f.keys, f.ld));
-    // A row with nothing visible so far: any finite reference makes e^(-inf - reference) the 0 it should be.
-    const Vec<T> reference = new_max == kNegInf<T> ? Vec<T>{} : new_max;
-    Vec<T> sum = {};
-    for (int64_t r = 0; r < f.keys; ++r) {
-      const Vec<T> prob = exp_scaled<T>(load<T>(scores + r * f.ld + c) - reference, log2_unit);
-      store<T>(scores + r * f.ld + c, prob);
-      sum += prob;
-    }
-    const Vec<T> factor = exp_scaled<T>(old_max - reference, log2_unit);
-    store<T>(row_sum + c, load<T>(row_sum + c) * factor + sum);
-    store<T>(row_max + c, new_max);
-    store<T>(rescale + c, factor);
-  }
 }
 
 template <class In, class T>

@@ -12,6 +12,16 @@
 #include "../vec/pair-inl.h"  // before the templates that call its functions
 #include "tiling-inl.h"
 
+// What is called as a product goes on: before each register tile, with the number of its vectors of C.
+struct Meanwhile {
+  void (*call)(void* self, int64_t vectors) = nullptr;
+  void* self = nullptr;
+
+  void operator()(int64_t vectors) const {
+    if (call) call(self, vectors);
+  }
+};
+
 template <class T, class E = T>
 struct GemmArgs {
   int64_t depth;
@@ -24,6 +34,7 @@ struct GemmArgs {
   bool accumulate;
   T scale = 1;                // of the product
   const T* factor = nullptr;  // [rows], of C before the product is added to it; null: 1
+  Meanwhile meanwhile = {};
 };
 
 // What a task has while it multiplies elements of In: registers that it must set up, on some instruction sets.
@@ -49,6 +60,7 @@ FA_INLINE V multiply_add(V sum, V a, V b) {
 template <class T, class E, int MR, int NV>
 FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, int64_t m0, int64_t n0) {
   constexpr int L = kLanes<T>;
+  g.meanwhile(MR * NV);
   const E* a = g.a + m0 * g.a_row;
   const E* b = g.b + n0;
   T* c = g.c + m0 * g.ldc + n0;

@@ -57,9 +57,19 @@ inline void load_pairs_across(const BFloat16* src, int64_t stride, int64_t rows,
     if (r >= rows) return U32{};
     return (U32)load_columns<float>(src + r * stride + c, cols - c);
   };
-  for (int64_t r = 0; r < rows; r += 2)
-    for (int64_t c = 0; c < cols; c += L)  // widened, a value is the upper half of its lane
-      store_elements(dst + r / 2 * ld + c, (row_bits(r, c) >> 16) | row_bits(r + 1, c));
+  for (int64_t r = 0; r < rows; r += 2) {
+    Pair* to = dst + r / 2 * ld;
+    int64_t c = 0;
+    for (; r + 1 < rows && c + 2 * L <= cols; c += 2 * L) {
+      U32 first, second;
+      interleave(load_pairs(src + r * stride + c, 2 * L), load_pairs(src + (r + 1) * stride + c, 2 * L),
+                 first, second);
+      store_elements(to + c, first);
+      store_elements(to + c + L, second);
+    }
+    for (; c < cols; c += L)  // widened, a value is the upper half of its lane
+      store_elements(to + c, (row_bits(r, c) >> 16) | row_bits(r + 1, c));
+  }
 }
 
 // Puts zeros for the rows that are not finite into what load_pairs_across() made of them; whether there were

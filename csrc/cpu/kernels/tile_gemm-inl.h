@@ -80,6 +80,7 @@ inline void multiply_tiles(const GemmArgs<float, Pair>& g, int64_t rows, int64_t
   static_assert(MR * NR <= 4 && (MR == NR || MR == 1 || NR == 1));
   constexpr bool kSquare = MR == NR && MR > 1;
   constexpr int kTurns = kSquare ? 2 : 3, kFirstB = kSquare ? 6 : NR == 1 ? 7 : 5;
+  g.meanwhile(MR * NR * kSide);
   for_each_constant<MR * NR>([](auto sum) FA_INLINE_LAMBDA { FA_TILE_ZERO(decltype(sum)::value); });
   for (int64_t k = 0; k < g.depth; k += kSide) {
     const int64_t depth = g.depth - k;

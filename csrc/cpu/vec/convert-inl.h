@@ -102,6 +102,12 @@ FA_INLINE void store_tail_as(Out* p, Vec<T> x, int64_t n) {
   std::memcpy(p, buffer, n * sizeof(Out));
 }
 
+// The first n lanes, or all that a vector has.
+template <class T, class Out>
+FA_INLINE void store_columns(Out* p, Vec<T> x, int64_t n) {
+  n >= kLanes<T> ? store_as<Out, T>(p, x) : store_tail_as<Out, T>(p, x, n);
+}
+
 // One value of any mask dtype as T.
 template <class T>
 inline T scalar_as(float x) {

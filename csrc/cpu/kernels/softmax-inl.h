@@ -1,0 +1,137 @@
+// One step of the online softmax on a tile of scores: P = e^(S - m') in place of S, and the statistics m and l of each
+// row of Q move on. A row of Q is a lane of the tile, or, in decode's form for few rows, a row.
+#pragma once
+
+#include "../vec/math-inl.h"
+#include "frame-inl.h"
+#include "tiles-inl.h"
+
+// The maximum of a column of vectors, in four chains: in one, each maximum would wait for the last.
+template <class T>
+FA_INLINE Vec<T> max_of_column(const T* column, int64_t rows, int64_t ld) {
+  Vec<T> chain[4];
+  for (auto& m : chain) m = splat<T>(kNegInf<T>);
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4)
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) chain[n] = max<T>(chain[n], load<T>(column + (r + n) * ld));
+  for (; r < rows; ++r) chain[0] = max<T>(chain[0], load<T>(column + r * ld));
+  return max<T>(max<T>(chain[0], chain[1]), max<T>(chain[2], chain[3]));
+}
+
+// A vector of rows of Q: their scores are the lanes of a column of vectors, one for each key. `exp` is e to a difference
+// of scores. `unified` (or null) takes the place of m'. `factor` becomes e^(m - m').
+template <class T, class Exp>
+FA_INLINE void softmax_column(T* column, int64_t keys, int64_t ld, const T* unified, Vec<T>& row_max,
+                              Vec<T>& row_sum, Vec<T>& factor, const Exp& exp) {
+  const Vec<T> new_max = max<T>(row_max, max_of_column<T>(column, keys, ld));
+  // A row with nothing visible so far: any finite reference makes e^(-inf - reference) the 0 it should be.
+  const Vec<T> reference = unified ? splat<T>(*unified) : new_max == kNegInf<T> ? Vec<T>{} : new_max;
+  Vec<T> sum = {};
+  for (int64_t j = 0; j < keys; ++j) {
+    const Vec<T> prob = exp(load<T>(column + j * ld) - reference);
+    store<T>(column + j * ld, prob);
+    sum += prob;
+  }
+  factor = unified ? splat<T>(T(1)) : exp(row_max - reference);
+  row_sum = row_sum * factor + sum;
+  row_max = new_max;
+}
+
+// The forward's tile, in units of `unit`.
+template <class T>
+inline void online_softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale) {
+  const T log2_unit = unit * T(kLog2E);
+  const auto exp = [&](Vec<T> x) FA_INLINE_LAMBDA { return exp_scaled<T>(x, log2_unit); };
+  for (int64_t c = 0; c < f.ld; c += kLanes<T>) {
+    Vec<T> m = load<T>(row_max + c), l = load<T>(row_sum + c), factor;
+    softmax_column<T>(scores + c, f.keys, f.ld, nullptr, m, l, factor, exp);
+    store<T>(row_max + c, m);
+    store<T>(row_sum + c, l);
+    store<T>(rescale + c, factor);
+  }
+}
+
+template <class T>
+inline void multiply_row(T* row, T factor, int64_t ld) {
+  for (int64_t c = 0; c < ld; c += kLanes<T>) store<T>(row + c, load<T>(row + c) * factor);
+}
+
+// One row of a tile: P = e^(S - m') in place, and its share of m, l and O. `unified` (or null) takes the
+// place of m'.
+template <class T>
+inline void decode_softmax_row(T* scores, int64_t ld, const T* unified, T& row_max, T& row_sum, T* out,
+                               int64_t d_v) {
+  constexpr int L = kLanes<T>;
+  Vec<T> highest = splat<T>(row_max);
+  for (int64_t c = 0; c < ld; c += L) highest = max<T>(highest, load<T>(scores + c));
+  const T new_max = max_lanes<T>(highest);
+  const T reference = unified ? *unified : new_max == kNegInf<T> ? T(0) : new_max;
+  Vec<T> sum = {};
+  for (int64_t c = 0; c < ld; c += L) {
+    const Vec<T> prob = exp<T>(load<T>(scores + c) - reference);
+    store<T>(scores + c, prob);
+    sum += prob;
+  }
+  const T factor = unified ? T(1) : exp<T>(splat<T>(row_max - reference))[0];
+  row_sum = row_sum * factor + sum_lanes<T>(sum);
+  row_max = new_max;
+  if (factor != T(1)) multiply_row<T>(out, factor, d_v);
+}
+
+// Rows of a tile, one after the other, or a vector of them at once: their maxima and sums are lanes then.
+template <class T>
+inline void decode_softmax_rows(T* scores, int64_t ld, int64_t rows, const T* unified, T* row_max, T* row_sum,
+                                T* out, int64_t d_v) {
+  constexpr int L = kLanes<T>;
+  int64_t row = 0;
+  for (; row + L <= rows; row += L) {
+    T* block = scores + row * ld;
+    Vec<T> each[L];
+    for (int r = 0; r < L; ++r) {
+      each[r] = load<T>(block + r * ld);
+      for (int64_t c = L; c < ld; c += L) each[r] = max<T>(each[r], load<T>(block + r * ld + c));
+    }
+    const Vec<T> old_max = load<T>(row_max + row), new_max = max<T>(old_max, max_each<T>(each));
+    const Vec<T> reference = unified ? splat<T>(*unified) : new_max == kNegInf<T> ? Vec<T>{} : new_max;
+    const Vec<T> factor = unified ? splat<T>(T(1)) : exp<T>(old_max - reference);
+    T references[L], factors[L];
+    store<T>(references, reference);
+    store<T>(factors, factor);
+    for (int r = 0; r < L; ++r) {
+      const Vec<T> own = splat<T>(references[r]);
+      Vec<T> sum = {};
+      for (int64_t c = 0; c < ld; c += L) {
+        const Vec<T> prob = exp<T>(load<T>(block + r * ld + c) - own);
+        store<T>(block + r * ld + c, prob);
+        sum += prob;
+      }
+      each[r] = sum;
+    }
+    store<T>(row_sum + row, load<T>(row_sum + row) * factor + sum_each<T>(each));
+    store<T>(row_max + row, new_max);
+    for (int r = 0; r < L; ++r)
+      if (factors[r] != T(1)) multiply_row<T>(out + (row + r) * d_v, factors[r], d_v);
+  }
+  for (; row < rows; ++row)
+    decode_softmax_row<T>(scores + row * ld, ld, unified, row_max[row], row_sum[row], out + row * d_v, d_v);
+}
+
+// Decode's tile of S^T, [keys][lanes]: a row of Q is a lane, and no vector is taken apart.
+template <class T>
+inline void decode_softmax_lanes(T* scores, int64_t keys, int64_t lanes, const T* unified, T* row_max,
+                                 T* row_sum, int64_t rows, T* out, int64_t d_v) {
+  constexpr int L = kLanes<T>;
+  const auto e_to = [](Vec<T> x) FA_INLINE_LAMBDA { return exp<T>(x); };
+  for (int64_t row = 0; row < rows; row += L) {
+    const int64_t count = std::min<int64_t>(L, rows - row);
+    Vec<T> m = load_columns<T>(row_max + row, count), l = load_columns<T>(row_sum + row, count), factor;
+    softmax_column<T>(scores + row, keys, lanes, unified, m, l, factor, e_to);
+    store_columns<T>(row_max + row, m, count);
+    store_columns<T>(row_sum + row, l, count);
+    T factors[L];
+    store<T>(factors, factor);
+    for (int64_t r = 0; r < count; ++r)
+      if (factors[r] != T(1)) multiply_row<T>(out + (row + r) * d_v, factors[r], d_v);
+  }
+}
