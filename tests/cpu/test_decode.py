@@ -36,7 +36,7 @@ def test_head_dims_of_one_query(isa, head_dim):
 
 
 @dtypes
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 5, 1000])
+@pytest.mark.parametrize("num_splits", [1, 3, 1000])
 @pytest.mark.parametrize("unified_max", [None, 0.0, 3.0])
 def test_splits_and_unified_max_with_every_option(isa, dtype, num_splits, unified_max):
     """Also with many queries: the options ask for this kernel whatever S_q is."""

@@ -12,6 +12,7 @@ FILES = {
     "test_cuda_cache": "as test_cuda_host",
     "test_cuda_compile": "compiles every CUDA kernel",
     "test_cuda_derivatives": "as test_cuda_host",
+    "test_cuda_dropout_parts": "as test_cuda_host",
     "test_cuda_host": "runs CUDA kernels on the host, one fiber for each thread",
     "test_cuda_key_mask": "as test_cuda_host",
     "test_cuda_kvcache": "as test_cuda_host",
@@ -35,6 +36,7 @@ FILES = {
     "test_cuda_sm90_options": "as test_cuda_host",
     "test_cuda_sm90_varlen": "as test_cuda_host",
     "test_cuda_varlen": "as test_cuda_host",
+    "test_cuda_weights": "as test_cuda_host",
     "test_demo": "trains models",
     "test_distributed_compile": "compiles in several processes",
     "test_distributed_costs": "starts processes",
@@ -59,10 +61,15 @@ FILES = {
 }
 # Single tests of other files.
 TESTS = {
+    ("test_activate", "test_environment"): "starts processes",
     ("test_attention_weights", "test_compile"): "compiles by inductor",
     ("test_derivatives", "test_peak_memory_is_linear"): "a process with torch for each size",
     ("test_contract", "test_peak_memory_grows_linearly"): "a process with torch for each case",
     ("test_integration", "test_compile_fullgraph"): "compiles by inductor",
+    ("test_import", "test_the_import_loads_neither_the_tutorial_nor_the_model"): "starts processes",
+    ("test_import", "test_the_rest_says_that_the_source_folder_hides_the_package"): "starts processes",
+    ("test_kernel_selection", "test_empty_environment_variable_is_as_none"): "starts processes",
+    ("test_kernel_selection", "test_environment_forces_at_import"): "starts processes",
     ("test_module_weights", "test_peak_memory_of_a_step_with_weights"): "weights of 16 heads at a length of 4096",
 }
 
