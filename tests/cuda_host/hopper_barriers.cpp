@@ -123,8 +123,8 @@ void remember_read(const Bytes& bytes, int first_thread, const std::vector<Fiber
 }
 
 void check_not_read(const char* writer, const Bytes& target) {
-  for (const BulkAdd& add : block.adds)
-    if (!add.has_read && add.source.overlaps(target))
+  for (const BulkStore& store : block.stores)
+    if (!store.has_read && store.source.overlaps(target))
       fail(std::string(writer) + " overwrites what a bulk copy still reads: " + who());
   for (const Read& read : block.reads) {
     if (!read.bytes.overlaps(target)) continue;
@@ -163,12 +163,12 @@ std::string hopper_end_block() {
   if (!block.copies.empty()) return "the block ended before a copy by TMA had landed";
   for (const Thread& thread : block.threads)
     if (!thread.products.empty()) return "the block ended before a wgmma was waited for";
-  for (const BulkAdd& add : block.adds)
-    if (!add.has_read) return "the block ended before a bulk copy had read its source";
+  for (const BulkStore& store : block.stores)
+    if (!store.has_read) return "the block ended before a bulk copy had read its source";
   for (const auto& [address, barrier] : block.barriers)
     if (barrier.bytes_expected != 0)
       return "the block ended before an mbarrier had the bytes that it expects";
-  for (size_t n = 0; n < block.threads.size(); ++n) land_adds(n, block.threads[n].bulk_groups + 1);
+  for (size_t n = 0; n < block.threads.size(); ++n) land_stores(n, block.threads[n].bulk_groups + 1);
   return "";
 }
 

@@ -46,13 +46,13 @@ struct Copy {
   std::function<void()> land;
 };
 
-// From shared memory to sums in global memory.
-struct BulkAdd {
+// From shared memory to global memory: an addition, or a store by TMA.
+struct BulkStore {
   int thread, group;
   Bytes source;
-  float* sums;
+  std::function<void(const unsigned char* read)> land;  // what was read of the source
   bool has_read = false;
-  std::vector<float> terms;
+  std::vector<unsigned char> read;
 };
 
 // When a thread started something asynchronous: what it knew, and its own time.
@@ -94,7 +94,7 @@ struct Registers {
 struct Block {
   std::map<const uint64_t*, Barrier> barriers;
   std::vector<Copy> copies;
-  std::vector<BulkAdd> adds;
+  std::vector<BulkStore> stores;
   std::vector<Thread> threads;
   std::vector<Read> reads;
   Registers registers;
@@ -121,7 +121,7 @@ void remember_read(const Bytes& bytes, int first_thread, const std::vector<Fiber
 void check_not_read(const char* writer, const Bytes& target);
 // The same of products that are not done.
 void check_no_product_reads(const char* writer, const Bytes& target);
-void land_adds(int thread, int group_end);
+void land_stores(int thread, int group_end);
 void begin_registers(int threads);
 
 }  // namespace cuda_host

@@ -3,9 +3,9 @@
 //   holds
 //     NaN, and touching it is an error. So is starting one where something may still read, or without the
 //     barriers' fence.
-//   - An addition to global memory reads its source when its thread waits for that, and is done when the
-//     thread waits for it or the block ends. Until the former nobody may write to the source.
-//   - A block that ends before a copy has landed, or before an addition has read its source, is an error.
+//   - An addition or a copy to global memory reads its source when its thread waits for that, and is done when
+//     the thread waits for it or the block ends. Until the former nobody may write to the source.
+//   - A block that ends before a copy has landed, or before one has read its source, is an error.
 #pragma GCC optimize("O3")
 
 #include <algorithm>
@@ -29,7 +29,7 @@ void for_each_row(const CUtensorMap& map, const Corner& corner, const Function& 
   uint32_t rows = 1;
   for (int n = 1; n < map.rank; ++n) rows *= map.box[n];
   for (uint32_t row = 0; row < rows; ++row) {
-    const unsigned char* source = map.data + 2 * corner[0];
+    unsigned char* source = map.data + 2 * corner[0];
     uint32_t rest = row;
     for (int n = 1; n < map.rank; ++n) {
       const int64_t at = int64_t{corner[n]} + rest % map.box[n];
@@ -39,6 +39,37 @@ void for_each_row(const CUtensorMap& map, const Corner& corner, const Function& 
     }
     function(row, source);
   }
+}
+
+// The pieces of 16 bytes of a box that lie in the tensor: (row of the box, column, address).
+template <class Function>
+void for_each_piece(const CUtensorMap& map, const Corner& corner, const Function& function) {
+  const int64_t left = static_cast<int64_t>(map.size[0]) - corner[0];
+  for_each_row(map, corner, [&](uint32_t row, unsigned char* start) {
+    for (int64_t n = 0; start && n < std::min<int64_t>(left, map.box[0]); n += 8)
+      function(row, n, start + 2 * n);
+  });
+}
+
+// Where a box lies in a tensor and in shared memory.
+struct Box {
+  Corner corner{};
+  Bytes shared;
+};
+
+Box box_of(Site site, const CUtensorMap& map, const int32_t* corner, int rank, const void* shared) {
+  if (rank != map.rank)
+    fail("TMA: a corner of " + std::to_string(rank) + " numbers for a map of " + std::to_string(map.rank) +
+         ": " + text(site));
+  Box box;
+  std::copy_n(corner, rank, box.corner.begin());
+  size_t bytes = 2;
+  for (int n = 0; n < rank; ++n) bytes *= map.box[n];
+  const auto begin = reinterpret_cast<uintptr_t>(shared);
+  if (begin % 128 != 0 || map.box[0] * 2 != 128)
+    fail("TMA: a box of 128-byte rows, at a multiple of 128 bytes");
+  box.shared = {begin, begin + bytes};
+  return box;
 }
 
 // What all copies to shared memory have in common.
@@ -64,23 +95,13 @@ void start_copy(Site site, void* shared, size_t bytes, uint64_t* address, std::f
 
 void load_box(Site site, void* shared, const CUtensorMap* map, const int32_t* corner, int rank,
               uint64_t* address) {
-  if (rank != map->rank)
-    fail("TMA: a corner of " + std::to_string(rank) + " numbers for a map of " + std::to_string(map->rank) +
-         ": " + text(site));
-  Corner from{};
-  std::copy_n(corner, rank, from.begin());
-  size_t bytes = 2;
-  for (int n = 0; n < rank; ++n) bytes *= map->box[n];
-  const auto target = reinterpret_cast<uintptr_t>(shared);
-  if (target % 128 != 0 || map->box[0] * 2 != 128)
-    fail("TMA: a box of 128-byte rows, at a multiple of 128 bytes");
-  for_each_row(*map, from, [&](uint32_t, const unsigned char* source) {
-    const int64_t left = static_cast<int64_t>(map->size[0]) - from[0];
-    if (source && left > 0)
-      for (int64_t n = 0; n < std::min<int64_t>(left, map->box[0]); n += 8)
-        check_global_read(source + 2 * n, 16, __builtin_return_address(0));
+  const Box box = box_of(site, *map, corner, rank, shared);
+  const Corner from = box.corner;
+  const uintptr_t target = box.shared.begin;
+  for_each_piece(*map, from, [&](uint32_t, int64_t, const unsigned char* source) {
+    check_global_read(source, 16, __builtin_return_address(0));
   });
-  start_copy(site, shared, bytes, address, [=] {
+  start_copy(site, shared, box.shared.end - target, address, [=] {
     for_each_row(*map, from, [&](uint32_t row, const unsigned char* source) {
       for (int64_t column = 0; column < map->box[0]; ++column) {
         auto* to = reinterpret_cast<void*>(swizzled(target + row * 128 + column * 2));
@@ -118,56 +139,77 @@ bool hopper_land_one() {
   return true;
 }
 
-// ---- additions
+// ---- from shared to global memory
+
+namespace {
+
+// What all of them have in common: a source that the thread knows to be complete.
+void start_store(const Bytes& source, std::function<void(const unsigned char*)> land) {
+  const Start start{current->thread, current->now, current->known};
+  check_readable("a bulk copy", source, {&start});
+  block.stores.push_back(
+      {current->thread, block.threads[current->thread].bulk_groups, source, std::move(land), false, {}});
+}
+
+}  // namespace
 
 void bulk_add(Site site, float* sums, const float* terms, uint32_t count) {
   const auto source = reinterpret_cast<uintptr_t>(terms);
   const size_t bytes = count * sizeof(float);
   if (bytes % 16 != 0 || (source | reinterpret_cast<uintptr_t>(sums)) % 16 != 0)
     fail("a bulk copy of pieces of 16 aligned bytes: " + text(site));
-  const Start start{current->thread, current->now, current->known};
-  check_readable("a bulk copy", {source, source + bytes}, {&start});
+  start_store({source, source + bytes}, [=](const unsigned char* read) {
+    for (uint32_t n = 0; n < count; ++n) sums[n] += reinterpret_cast<const float*>(read)[n];
+  });
   add_to_global(sums, bytes, __builtin_return_address(0));
-  block.adds.push_back({current->thread,
-                        block.threads[current->thread].bulk_groups,
-                        Bytes{source, source + bytes},
-                        sums,
-                        false,
-                        {}});
+}
+
+void store_box(Site site, const CUtensorMap* map, const int32_t* corner, int rank, const void* shared) {
+  const Box box = box_of(site, *map, corner, rank, shared);
+  const uintptr_t begin = box.shared.begin;
+  for_each_piece(*map, box.corner, [&](uint32_t, int64_t, unsigned char* to) {
+    touch(to, 16, true, __builtin_return_address(0));
+  });
+  start_store(box.shared, [map = *map, corner = box.corner, begin](const unsigned char* read) {
+    for_each_piece(map, corner, [&](uint32_t row, int64_t column, unsigned char* to) {
+      std::memcpy(to, read + (swizzled(begin + row * 128 + column * 2) - begin), 16);
+    });
+  });
 }
 
 void bulk_commit() { ++block.threads[current->thread].bulk_groups; }
 
 void bulk_wait_read() {
-  for (BulkAdd& add : block.adds) {
-    if (add.has_read || add.thread != current->thread ||
-        add.group >= block.threads[current->thread].bulk_groups)
+  for (BulkStore& store : block.stores) {
+    if (store.has_read || store.thread != current->thread ||
+        store.group >= block.threads[current->thread].bulk_groups)
       continue;
-    const auto* source = reinterpret_cast<const float*>(add.source.begin);
-    add.terms.assign(source, reinterpret_cast<const float*>(add.source.end));
-    add.has_read = true;
-    remember_read(add.source, current->thread, {current});
+    store.read.assign(reinterpret_cast<const unsigned char*>(store.source.begin),
+                      reinterpret_cast<const unsigned char*>(store.source.end));
+    store.has_read = true;
+    remember_read(store.source, current->thread, {current});
   }
 }
 
-void land_adds(int thread, int group_end) {
-  for (const BulkAdd& add : block.adds)
-    if (add.thread == thread && add.group < group_end)
-      for (size_t n = 0; n < add.terms.size(); ++n) add.sums[n] += add.terms[n];
-  const auto landed = [&](const BulkAdd& add) { return add.thread == thread && add.group < group_end; };
-  block.adds.erase(std::remove_if(block.adds.begin(), block.adds.end(), landed), block.adds.end());
+void land_stores(int thread, int group_end) {
+  const auto lands = [&](const BulkStore& store) {
+    return store.thread == thread && store.group < group_end;
+  };
+  for (const BulkStore& store : block.stores)
+    if (lands(store) && store.has_read) store.land(store.read.data());
+  block.stores.erase(std::remove_if(block.stores.begin(), block.stores.end(), lands), block.stores.end());
 }
 
 void bulk_wait() {
   bulk_wait_read();
-  land_adds(current->thread, block.threads[current->thread].bulk_groups);
+  land_stores(current->thread, block.threads[current->thread].bulk_groups);
 }
 
 // ---- blocks that take turns
 
 void release_bulk_turn(Site site, int32_t* turns) {
-  for (const BulkAdd& add : block.adds)
-    if (add.thread == current->thread)
+  for (const BulkStore& store : block.stores)
+    if (store.thread == current->thread)
       fail("a turn ends before what was added is there: " + text(site) + ", " + who());
   release_turn(turns);
 }

@@ -8,6 +8,7 @@ namespace cuda_host {
 namespace {
 
 int compute_capability[2] = {8, 0};
+int multiprocessors = 2;
 int64_t lookups = 0;
 
 }  // namespace
@@ -23,7 +24,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
   bool valid = reinterpret_cast<uintptr_t>(data) % 16 == 0 && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
                box[0] * 2 <= 128;
   map->rank = dimensions;
-  map->data = static_cast<const unsigned char*>(data);
+  map->data = static_cast<unsigned char*>(data);
   std::fill_n(map->size, kMaxRank, 1);
   std::fill_n(map->stride, kMaxRank - 1, 0);
   std::fill_n(map->box, kMaxRank, 1);
@@ -55,11 +56,15 @@ cudaError_t cudaGetDevice(int* device) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = cuda_host::compute_capability[attribute == cudaDevAttrComputeCapabilityMinor];
+  *value = attribute == cudaDevAttrMultiProcessorCount
+               ? cuda_host::multiprocessors
+               : cuda_host::compute_capability[attribute == cudaDevAttrComputeCapabilityMinor];
   return cudaSuccess;
 }
 
 extern "C" int64_t driver_lookups() { return cuda_host::lookups; }
+
+extern "C" void set_multiprocessors(int count) { cuda_host::multiprocessors = count; }
 
 extern "C" void set_compute_capability(int major, int minor) {
   cuda_host::compute_capability[0] = major;

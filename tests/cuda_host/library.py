@@ -101,13 +101,15 @@ class Library:
 
     @contextmanager
     def on_gpu(self, major, minor, code=GPU_CODE):
-        """Inside, the selector sees a GPU of this compute capability, and a build with this code."""
+        """Inside, the selector sees a GPU of this compute capability, and a build with this code. The GPU has two
+        multiprocessors, unless a test sets another number."""
         self.c.set_compute_capability(major, minor)
         self.c.set_gpu_code(code.encode())
         try:
             yield
         finally:
             self.c.set_compute_capability(8, 0)
+            self.c.set_multiprocessors(2)
             self.c.set_gpu_code(GPU_CODE.encode())
 
     def force_tier(self, tier):

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
       const int column = step * 16 + n / 2 * 8 + sm90::first_column_in_eight();
       fragment[step][n] = *reinterpret_cast<const uint32_t*>(ds + row * kSide + column);
     }
-  sm90::store_weights(shared.ds, warp_row, 0, fragment);
+  sm90::store_to_tile(shared.ds, warp_row, 0, fragment);
   ptx::proxy_fence();
   ptx::named_barrier_sync<1, kThreads>();
   float dq[kSide / 2];

@@ -114,6 +114,42 @@ std::string tile_of_a_group() {
   return difference_of<Tile>(map, GroupTile{0, kQuery, kGroupOfTile, 0}, expected);
 }
 
+// A warp's 16 rows of out, which threads have written to shared memory.
+template <class Tile>
+__global__ void store_kernel(const __grid_constant__ CUtensorMap map, int columns, int row, int h, int b) {
+  constexpr int kColumns = Tile::kCount * sm90::kPanelColumns, kElements = sizeof(Tile) / 2;
+  __shared__ Tile tile;
+  for (int n = threadIdx.x; n < kElements; n += kThreads)
+    *reinterpret_cast<uint16_t*>(&tile.bytes[0][0] + Tile::offset(n / kColumns, n % kColumns)) = n;
+  ptx::proxy_fence();  // TMA sees what this thread has written
+  __syncthreads();     // all threads have
+  if (threadIdx.x != 0) return;
+  for (int n = 0; n * sm90::kPanelColumns < columns; ++n)
+    ptx::store_box(&map, {n * sm90::kPanelColumns, row, h, b}, tile.bytes[n]);
+  ptx::bulk_commit();
+  ptx::bulk_wait_read();
+}
+
+// Its last rows and columns are not the tensor's: what lies there stays as it is.
+template <int kColumns>
+std::string stored_tile() {
+  constexpr int kRows = 16, kBatch = 2, kHeads = 3, kLength = 93, kBeyond = 5, kGap = 16;
+  constexpr int kD = kColumns - 8, kHeadStride = kD + kGap, kRowStride = kHeads * kHeadStride,
+                kBatchStride = kLength * kRowStride, kB = 0, kH = 1, kRow = kLength - (kRows - kBeyond);
+  std::vector<uint16_t> expected(kBatch * kBatchStride, 0xffff);
+  for (int r = 0; r < kRows - kBeyond; ++r)
+    for (int c = 0; c < kD; ++c)
+      expected[kB * kBatchStride + kH * kHeadStride + (kRow + r) * kRowStride + c] = r * kColumns + c;
+
+  const Buffer<uint16_t> out(expected.size());
+  const Tensor4 t{out.get(), kBatchStride, kHeadStride, kRowStride};
+  CUtensorMap map;
+  check(sm90::encode_tensor_map(map, t, DType::kBFloat16, kD, kLength, kHeads, kBatch, kRows));
+  store_kernel<sm90::Panels<uint16_t, kRows, kColumns>><<<1, kThreads>>>(map, kD, kRow, kH, kB);
+  finish();
+  return first_difference(out.values(), expected, kRowStride);
+}
+
 template <int kRows, int kColumns>
 Unit tile_unit() {
   return {"TMA: tile of " + std::to_string(kRows) + " x " + std::to_string(kColumns) + " of (B, H, S, D)",
@@ -161,6 +197,8 @@ std::vector<Unit> tma_units() {
       tile_unit<80, 256>(),
       tile_unit<64, 256>(),
       {"TMA: tile of five heads of a group", tile_of_a_group<128>},
+      {"TMA: store of 16 x 64", stored_tile<64>},
+      {"TMA: store of 16 x 256", stored_tile<256>},
       {"cp.reduce.async.bulk add.f32 by 4 blocks", bulk_add},
   };
 }

@@ -208,7 +208,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     }
     // The buffer of P is free: the last tile's dO came back only after all had made dV of it.
     const int weights_row = own_key + warp * kWarpRows;
-    if constexpr (kSplitsColumns) store_weights(shared.weights[2], weights_row, own_row, p16);
+    if constexpr (kSplitsColumns) store_to_tile(shared.weights[2], weights_row, own_row, p16);
     const Terms<kOwnRows / 8> delta(shared.dout.tiles[shared.dout.stage(n)].terms + own_row);
     if constexpr (kMasksAtOnce && !kSplitsColumns) ptx::compute_before_wait(any_bits(p16), k_address);
     ptx::wgmma_wait<0>(ds);  // ds holds dP
@@ -218,7 +218,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
       elements.clear_others(ds);
       if constexpr (kMasksAtOnce) {
         elements.clear_others(p16);
-        if constexpr (kSplitsColumns) store_weights(shared.weights[2], weights_row, own_row, p16);
+        if constexpr (kSplitsColumns) store_to_tile(shared.weights[2], weights_row, own_row, p16);
       }
     }
     round_weights<In>(ds, ds16);
@@ -226,7 +226,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     const uint32_t ds_stage = n % 2 * sizeof(WeightTile);
     // This buffer is free: the products that read it are two tiles back, and all have waited for them before they
     // met in the last tile.
-    store_weights(shared.weights[n % 2], weights_row, own_row, ds16);
+    store_to_tile(shared.weights[n % 2], weights_row, own_row, ds16);
     ptx::proxy_fence();  // wgmma sees what this thread has written
     const uint64_t q_rows = step_descriptor(first_q_rows, q_stage);
     const uint64_t dout_rows = step_descriptor(first_dout_rows, dout_stage);

@@ -131,16 +131,6 @@ struct SeenElements {
   }
 };
 
-// A warp's 16 rows of P^T or dS^T to shared memory, from (first_row, first_column) of the tile on.
-template <class Tile, int kSteps>
-__device__ void store_weights(Tile& tile, int first_row, int first_column,
-                              const uint32_t (&weights)[kSteps][4]) {
-  const int lane = threadIdx.x % 32, row = first_row + lane % 16, column = first_column + lane / 16 * 8;
-#pragma unroll
-  for (int n = 0; n < kSteps; ++n)
-    ptx::store_matrices(&tile.bytes[0][0] + Tile::offset(row, column + 16 * n), weights[n]);
-}
-
 // A warpgroup's accumulator of dQ to shared memory, as it lies in global memory.
 template <int kFours>
 __device__ void store_sums(float (&sums)[kFours][kWarpgroup][4], const float (&dq)[4 * kFours]) {

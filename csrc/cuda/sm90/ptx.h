@@ -59,6 +59,14 @@ __device__ void load_box(void* shared, const void* tensor_map, const int32_t (&c
                                     corner, &barrier);
 }
 
+// TMA: copies a box from shared memory to `corner` on, some time before the waits for its batch, as bulk_add.
+// What lies outside of the tensor is not written.
+template <int kRank>
+__device__ void store_box(const void* tensor_map, const int32_t (&corner)[kRank], const void* shared) {
+  ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_global, ::cuda::ptx::space_shared, tensor_map, corner,
+                                    shared);
+}
+
 // Copies `bytes`, a multiple of 16, from global to shared memory, and counts them on the barrier.
 __device__ inline void load_bytes(void* shared, const void* global, uint32_t bytes, Barrier& barrier) {
   ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_global, shared, global, bytes,
@@ -85,6 +93,10 @@ __device__ inline void proxy_fence() { ::cuda::ptx::fence_proxy_async(::cuda::pt
 template <int kBarrier, int kThreads>
 __device__ inline void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+template <int kThreads>
+__device__ inline void named_barrier_sync(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
 // Turns (../ptx.h) of blocks that add in bulk. The fences are there because another unit makes the additions:

@@ -30,6 +30,15 @@ __device__ inline void transpose_in_four(uint32_t (&x)[4]) {
   }
 }
 
+// A warp's 16 rows, as left operands of a product, to a tile in shared memory from (first_row, first_column) on.
+template <class Tile, int kSteps>
+__device__ void store_to_tile(Tile& tile, int first_row, int first_column, const uint32_t (&x)[kSteps][4]) {
+  const int lane = threadIdx.x % 32, row = first_row + lane % 16, column = first_column + lane / 16 * 8;
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n)
+    ptx::store_matrices(&tile.bytes[0][0] + Tile::offset(row, column + 16 * n), x[n]);
+}
+
 // Writes a warp's 16 rows, rounded. `place_of(n, column)`: where eight columns of row n go; null: nowhere.
 template <class In, int kElements, class PlaceOf>
 __device__ void store_each_row(const PlaceOf& place_of, const float (&x)[kElements]) {

@@ -17,7 +17,7 @@ enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 struct alignas(64) CUtensorMap {
   static constexpr int kMaxRank = 5;
   int rank;
-  const unsigned char* data;
+  unsigned char* data;
   uint64_t size[kMaxRank], stride[kMaxRank - 1];  // in bytes; that of the innermost is left out
   uint32_t box[kMaxRank];
 };

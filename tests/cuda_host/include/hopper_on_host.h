@@ -34,6 +34,7 @@ void barrier_arrive(uint64_t* barrier, uint32_t bytes);
 void barrier_wait(Site site, uint64_t* barrier, uint32_t parity);
 void load_box(Site site, void* shared, const CUtensorMap* map, const int32_t* corner, int rank,
               uint64_t* barrier);
+void store_box(Site site, const CUtensorMap* map, const int32_t* corner, int rank, const void* shared);
 void load_bytes(Site site, void* shared, const void* global, uint32_t bytes, uint64_t* barrier);
 void bulk_add(Site site, float* sums, const float* terms, uint32_t count);
 void bulk_commit();
@@ -96,6 +97,11 @@ void load_box(void* shared, const void* map, const int32_t (&corner)[kRank], Bar
                       &barrier);
 }
 
+template <int kRank>
+void store_box(const void* map, const int32_t (&corner)[kRank], const void* shared, CUDA_HOST_SITE) {
+  cuda_host::store_box({"store_box", file, line}, static_cast<const CUtensorMap*>(map), corner, kRank,
+                       shared);
+}
 inline void load_bytes(void* shared, const void* global, uint32_t bytes, Barrier& barrier, CUDA_HOST_SITE) {
   cuda_host::load_bytes({"load_bytes", file, line}, shared, global, bytes, &barrier);
 }
@@ -114,6 +120,10 @@ inline void store_matrices(void* row, const uint32_t (&r)[4], CUDA_HOST_SITE) {
 template <int kBarrier, int kThreads>
 void named_barrier_sync(CUDA_HOST_SITE) {
   cuda_host::meet_named({"named_barrier_sync", file, line}, kBarrier, kThreads);
+}
+template <int kThreads>
+void named_barrier_sync(int barrier, CUDA_HOST_SITE) {
+  cuda_host::meet_named({"named_barrier_sync", file, line}, barrier, kThreads);
 }
 
 template <int kRegisters>
