@@ -15,4 +15,12 @@ inline int compute_capability() {
   return known ? 10 * major + minor : 0;
 }
 
+// Of the current device; a large GPU's if it cannot be asked.
+inline int64_t multiprocessors() {
+  int device, count;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
+  return known ? count : 132;
+}
+
 }  // namespace flash_attn_ext::cuda

@@ -11,8 +11,9 @@ import re
 import pytest
 import sass
 from cubins import CUDA, NVCC, compiled_once
+from paths import ROOT
 
-from benchmarks.gpu import sass_listing
+from benchmarks.gpu import sass_listing, switches
 
 SOURCES = sorted((CUDA / "sm90").glob("*.cu"))
 # setmaxnreg ignored; wgmma serialised; a wait for wgmma injected
@@ -26,10 +27,13 @@ BACKWARD_TILES = {64: (128, 128), 128: (64, 128), 256: (32, 64)}
 MOST_INSTRUCTIONS = {
     ("forward_kernel", "plain"): {64: 580, 128: 620, 256: 585},
     ("backward_kernel", "plain"): {64: 920, 128: 580, 256: 504},
-    ("forward_kernel", "with options"): {64: 960, 128: 1020, 256: 840},
+    ("forward_kernel", "with options"): {64: 970, 128: 1020, 256: 840},
     ("backward_kernel", "with options"): {64: 860, 128: 910, 256: 690},
     ("forward_kernel", "few rows"): {64: 970, 128: 1020, 256: 840},
+    # The plain forward with one switch of switches.h off.
+    ("forward_kernel", "without a switch"): {64: 580, 128: 630, 256: 585},
 }
+PLAIN = "plain", "without a switch"
 # How a kernel's mangled name says which form it is.
 FORMS = {
     "forward_kernel": {name: rf"NS\d*_4FormE{n}E" for n, name in enumerate(("plain", "with options", "few rows"))},
@@ -42,7 +46,7 @@ pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compil
 @pytest.fixture
 def compile_once():
     """A source's cubin, and what ptxas said of it."""
-    return functools.partial(compiled_once, architecture="90a")
+    return lambda source, *flags: compiled_once(source, "90a", *flags)
 
 
 @functools.cache
@@ -55,12 +59,12 @@ def functions_of(cubin):
 
 def division(form):
     """Divisions and conversions, by which a compiler divides. A softcap has reciprocals of its own."""
-    return re.compile(r"I2F|F2I|CALL" + ("|MUFU\\.RCP" if form == "plain" else ""))
+    return re.compile(r"I2F|F2I|CALL" + ("|MUFU\\.RCP" if form in PLAIN else ""))
 
 
 def code_of(cubin, kernel, head_dim, form):
     """The kernel's instructions."""
-    pattern = rf"\w*\d{kernel}I\w*?Li{head_dim}EL{FORMS[kernel][form]}"
+    pattern = rf"\w*\d{kernel}I\w*?Li{head_dim}EL{FORMS[kernel]['plain' if form in PLAIN else form]}"
     found = [code for name, code in functions_of(cubin).items() if re.match(pattern, name)]
     assert len(found) == 1
     return found[0]
@@ -106,24 +110,31 @@ def main_loop(cubin, kernel, head_dim, form="plain"):
     return sass.main_loop(code_of(cubin, kernel, head_dim, form), products)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_ptxas_leaves_wgmma_and_registers_alone(compile_once, source):
-    said = compile_once(source)[1]
+def check_what_ptxas_says(said):
     assert not WARNINGS.search(said), said
     assert "warning" not in said, said
 
 
-@every_kernel(FORWARD)
-def test_forward_machine_code(compile_once, source, form, head_dim):
-    order = order_of(compile_once(source)[0], "forward_kernel", head_dim, form)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_ptxas_leaves_wgmma_and_registers_alone(compile_once, source):
+    check_what_ptxas_says(compile_once(source)[1])
+
+
+def check_forward_order(cubin, form, head_dim):
+    order = order_of(cubin, "forward_kernel", head_dim, form)
     scores, output = head_dim // 16, KEYS[head_dim] // 16
     # The first tile; the loop: both products, one wait, the softmax, the other wait; the last product. An exponential
     # for each of 64 x keys / 128 threads, where there is a softcap another one, and two factors of what was summed up.
-    exponentials = "E" * (KEYS[head_dim] // 2 * (1 if form == "plain" else 2) + 2)
+    exponentials = "E" * (KEYS[head_dim] // 2 * (1 if form in PLAIN else 2) + 2)
     schedule = "A" + "P" * scores + "W" + exponentials
     schedule += "A" + "P" * scores + "A" + "P" * output + "W" + exponentials + "W"
     schedule += "A" + "P" * output + "W"
     assert schedule in order, order
+
+
+@every_kernel(FORWARD)
+def test_forward_machine_code(compile_once, source, form, head_dim):
+    check_forward_order(compile_once(source)[0], form, head_dim)
 
 
 @every_kernel(BACKWARD)
@@ -139,10 +150,7 @@ def test_backward_machine_code(compile_once, source, form, head_dim):
     assert schedule in order, order
 
 
-@every_kernel(SOURCES)
-def test_main_loop(compile_once, source, form, head_dim):
-    kernel = kernel_of(source)
-    cubin = compile_once(source)[0]
+def check_main_loop(cubin, kernel, form, head_dim):
     loop = main_loop(cubin, kernel, head_dim, form)
     assert len(loop) <= MOST_INSTRUCTIONS[kernel, form][head_dim]
     assert not [str(i) for i in loop if division(form).match(i.operation)]
@@ -155,6 +163,22 @@ def test_main_loop(compile_once, source, form, head_dim):
     code = code_of(cubin, kernel, head_dim, form)
     first = next(n for n, i in enumerate(code) if i.operation.startswith("HGMMA"))
     assert not [str(i) for i in code[:first] if division(form).match(i.operation)]
+
+
+@every_kernel(SOURCES)
+def test_main_loop(compile_once, source, form, head_dim):
+    check_main_loop(compile_once(source)[0], kernel_of(source), form, head_dim)
+
+
+@pytest.mark.parametrize("off", switches.switches())
+def test_machine_code_without_a_switch(compile_once, off):
+    """The plain forward kernels are as good as with all of them on."""
+    cubin, said = compile_once(ROOT / switches.SOURCES[0], f"-D{off}=0")
+    check_what_ptxas_says(said)
+    for head_dim in KEYS:
+        check_forward_order(cubin, "without a switch", head_dim)
+        check_main_loop(cubin, "forward_kernel", "without a switch", head_dim)
+        assert sass.hazards(code_of(cubin, "forward_kernel", head_dim, "without a switch")) == []
 
 
 @pytest.mark.parametrize("source", FORWARD, ids=lambda path: path.stem)

@@ -22,7 +22,7 @@ from cuda_host.mutations import Mutation, judge, link, with_conditions
 from flash_attn_ext import flash_attn
 
 CUDA = library.ROOT / "csrc" / "cuda"
-FORWARD = ["sm90/pipeline.cuh", "sm90/forward.cuh", "sm90/epilogue.cuh", "sm90/key_mask.cuh"]
+FORWARD = [f"sm90/{name}.cuh" for name in ("pipeline", "forward", "store_out", "epilogue", "key_mask")]
 BACKWARD = ["sm90/backward.cuh", "sm90/backward_tile.cuh", "sm90/recompute.cuh"]
 SEEDS = 3
 STATEMENT = (
@@ -31,14 +31,16 @@ STATEMENT = (
     r"|if \(range\.tiles == 0\) return"
 )
 
-# One dtype is enough, and one head dimension of each form: the others are the same text.
+# One dtype is enough, and one head dimension of each form: the others are the same text. Of the plain forward also one
+# without persistent blocks.
 INSTANCES = {
     "sm90/forward_bfloat16.cu": """#include "forward.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
 
 cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  return launch_head_dim<__nv_bfloat16, 64>(p, workspace, stream);
+  return p.sizes.head_dim == 64 ? launch_head_dim<__nv_bfloat16, 64>(p, workspace, stream)
+                                : launch_tiles<__nv_bfloat16, 256, Form::kPlain>(p, {}, workspace, stream);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90
@@ -72,16 +74,22 @@ def conditional(statement, number):
 
 
 def build(folder, built):
-    """The library with a condition before each statement: what is rebuilt comes first, the rest is taken as it is."""
+    """The library with a condition before each statement."""
+    found = mutations()
+    changed = {
+        path: with_conditions((CUDA / path).read_text(), [m for m in found if m.path == Path(path)], conditional)
+        for path in FORWARD + BACKWARD
+    }
+    return build_changed(folder, built, INSTANCES, changed)
+
+
+def build_changed(folder, built, instances, changed):
+    """The library with `instances` compiled from sources with changes; the rest is taken as it is."""
     sources, objects = folder / "csrc", folder / "objects"
     shutil.copytree(CUDA.parent, sources)
-    found = mutations()
-    for path in FORWARD + BACKWARD:
-        changed = with_conditions((CUDA / path).read_text(), [m for m in found if m.path == Path(path)], conditional)
-        (sources / "cuda" / path).write_text(changed)
-    for path, text in INSTANCES.items():
+    for path, text in (changed | instances).items():
         (sources / "cuda" / path).write_text(text)
-    rebuilt = [str(Path(path).with_suffix(".o")) for path in INSTANCES]
+    rebuilt = [str(Path(path).with_suffix(".o")) for path in instances]
     targets = [objects / name for name in rebuilt]
     make = ["make", "-j2", "-C", library.HERE, f"SOURCES={sources}", f"BUILD={objects}", *targets]
     subprocess.run(make, check=True, capture_output=True)
@@ -89,22 +97,26 @@ def build(folder, built):
 
 
 def forward_results(path, seed):
-    """A call of two blocks, the second of them with warpgroups without rows, and seven tiles of keys; the same with a
-    mask of the keys; the same of heads that share tiles, the keys split; then one whose first block sees no key, and
-    with a NaN that most rows must not see."""
+    """A call of three tasks of one block, one of them with warpgroups without rows, and seven tiles of keys; the same
+    with a mask of the keys; the same of heads that share tiles, the keys split; then one whose first task sees no key,
+    and with a NaN that most rows must not see; the same with a softcap, and of a block for each task."""
     torch.manual_seed(0)
-    q = torch.randn(1, 1, 200, 64, dtype=torch.bfloat16)
+    q = torch.randn(1, 1, 400, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 850, 64, dtype=torch.bfloat16) for _ in range(2))
     poisoned = v[:, :, :4].clone()
     poisoned[:, :, 3, 5:] = torch.nan
     with torch.no_grad(), library.on_hopper(path, num_splits=1, seed=seed, deterministic=True) as loaded:
+        loaded.c.set_multiprocessors(1)
         results = flash_attn(q, k, v, return_lse=True)
+        q = q[:, :, :200]
         results += flash_attn(q, k, v, torch.arange(850)[None, None, None] % 400 > 200, return_lse=True)
-        shared = q.view(1, 4, 50, 64)
+        shared = q.reshape(1, 4, 50, 64)
         results += flash_attn(shared, k, v, num_splits=2, enable_gqa=True, return_lse=True)
         assert b"combine_kernel" in loaded.c.last_kernel()
-        results += flash_attn(q, k[:, :, :4], poisoned, causal="lower_right", return_lse=True)
-        assert b"sm90::forward_kernel" in loaded.c.last_kernel()
+        for columns, softcap in ((1, 0.0), (1, 2.0), (4, 0.0)):
+            long = (t.repeat(1, 1, 1, columns) for t in (q, k[:, :, :4], poisoned))
+            results += flash_attn(*long, causal="lower_right", softcap=softcap, return_lse=True)
+            assert b"sm90::forward_kernel" in loaded.c.last_kernel()
     return [t.nan_to_num() for t in results]
 
 

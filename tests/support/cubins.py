@@ -24,24 +24,25 @@ def nvcc_flags():
     raise AssertionError("setup.py no longer has a dict of compiler flags with the key 'nvcc'")
 
 
-def compiled(source, architecture, output):
+def compiled(source, architecture, output, *flags):
     """Everything that nvcc and ptxas say of one source, for sm_<architecture>; the cubin is written to `output`."""
-    command = [NVCC, "-std=c++20", *nvcc_flags(), f"-arch=sm_{architecture}", "-Xptxas", "-v", "-cubin", source]
-    done = subprocess.run([*command, "-o", output], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [NVCC, "-std=c++20", *nvcc_flags(), f"-arch=sm_{architecture}", "-Xptxas", "-v", f"-I{ROOT}", *flags]
+    command += ["-cubin", source, "-o", output]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
-def compiled_once(source, architecture):
+def compiled_once(source, architecture, *flags):
     """The cubin of a source of ours, and what compiled() returned for it."""
     folder = ROOT / "build" / "cubins" / _digest()
     folder.mkdir(parents=True, exist_ok=True)
-    cubin = folder / f"{source.parent.name}_{source.stem}_{architecture}.cubin"
+    cubin = folder / f"{'_'.join([source.parent.name, source.stem, architecture, *flags])}.cubin"
     said = cubin.with_suffix(".txt")
     with cubin.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not said.exists():
-            said.write_text(compiled(source, architecture, cubin))
+            said.write_text(compiled(source, architecture, cubin, *flags))
     return cubin, said.read_text()
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 REGISTER = re.compile(r"(?<![UP\w.])R(\d+)\b(\.64)?")
+MOST_PENDING = 3  # more than any wait leaves running
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,11 @@ def hazards(code):
             open_batch = open_batch | own
             if "gsb0" in instruction.operands:
                 ended, open_batch = (*ended, open_batch), frozenset()
+                if len(ended) > MOST_PENDING:  # in a loop without a wait there would be more and more
+                    ended = (ended[0] | ended[1], *ended[2:])
         elif instruction.operation.startswith("WARPGROUP.DEPBAR"):
             pending = int(instruction.operands[1], 16)
+            assert pending < MOST_PENDING
             ended = ended[len(ended) - pending :] if pending < len(ended) else ended
             if pending == 0:
                 ended = ()

@@ -25,6 +25,7 @@ from benchmarks.gpu import (
     ncu,
     needs,
     problem,
+    switches,
     timing,
     traffic,
 )
@@ -420,6 +421,27 @@ def test_the_figures(tmp_path):
     figures.plot_decoding({"machine": "a GPU", "rows": [row]}, tmp_path / "decode.png")
     for name in ("compare.png", "decode.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_switch_is_worth_what_it_saves():
+    """The best of all rounds counts, and out must be the same in each."""
+    on = ["64 1024 0 12.0 ff\n128 8192 1 20.0 aa\n", "64 1024 0 10.0 ff\n128 8192 1 21.0 aa\n"]
+    off = ["64 1024 0 11.0 ff\n128 8192 1 20.0 ab\n"]
+    lines, same = switches.compare(on, off)
+    assert lines == [
+        ["D 64 S 1024 full", "10.0", "11.0", "1.100", "yes"], ["D 128 S 8192 causal", "20.0", "20.0", "1.000", "NO"],
+    ]  # fmt: skip
+    assert not same
+
+
+@pytest.mark.skipif(units.nvcc() is None, reason="needs nvcc to compile the switches' program")
+def test_the_switches_compile(monkeypatch, tmp_path):
+    monkeypatch.setattr(switches, "PROGRAMS", tmp_path)
+    off = switches.switches()[0]
+    subprocess.run(switches.command(units.nvcc(), off), check=True)
+    if not torch.cuda.is_available():
+        done = subprocess.run([switches.program(off)], capture_output=True, text=True)
+        assert (done.returncode, len(done.stdout.splitlines())) == (1, 1), "the error, not a row"
 
 
 @pytest.mark.skipif(units.nvcc() is None, reason="needs nvcc to compile the units")

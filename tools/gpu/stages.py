@@ -49,6 +49,7 @@ def stages(out: Path, quick: bool) -> list[Stage]:
         Stage("decode", script("benchmarks.gpu.decode", *files(out, "decode"), *faster), 25),
         Stage("ncu", script("benchmarks.gpu.ncu", *files(out, "ncu")[:2]), 45),
         *[Stage(tool, script("tools.gpu.sanitize", tool), 60) for tool in ("racecheck", "synccheck", "initcheck")],
+        Stage("switches", script("benchmarks.gpu.switches"), 90),
         Stage("memory", script("benchmarks.gpu.memory", *files(out, "memory")[:2], *faster), 90),
         Stage("traffic", script("benchmarks.gpu.traffic", *files(out, "traffic")[:2], *faster), 90),
     ]

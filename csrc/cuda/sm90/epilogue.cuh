@@ -55,11 +55,10 @@ __device__ void repair_rows(const AttentionParams& p, int64_t b, int64_t h_kv, R
     if (nan_rows >> n & 1) repair(n);
 }
 
-// Writes a warp's 16 rows, as far as they exist. `tiles`: the keys of the block's tiles.
+// A warp's 16 rows, as far as they exist: lse is stored, and o becomes out. Returns which of them hold a NaN.
 template <class In, int kHeadDim>
-__device__ void finish_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, float scale,
-                            Range tiles, const RowStatistics& statistics, float (&o)[kHeadDim / 2]) {
-  const Sizes& z = p.sizes;
+__device__ uint32_t finish_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, float scale,
+                                const RowStatistics& statistics, float (&o)[kHeadDim / 2]) {
   RowResult<float> results[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r)
@@ -70,17 +69,35 @@ __device__ void finish_rows(const AttentionParams& p, int64_t b, int64_t h, int6
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int64_t i = warp_row + first_row_in_warp() + 8 * r;
-    if (i < z.seqlen_q && first_column_in_eight() == 0)
+    if (i < p.sizes.seqlen_q && first_column_in_eight() == 0)
       static_cast<float*>(p.lse)[p.statistics_row(b, h, i)] = results[r].lse;
   }
-  store_rows<In>(p.out, b, h, warp_row, z.seqlen_q, static_cast<int>(z.head_dim_v), o);
+  return rows_with_nan(o);
+}
+
+// Those that came out as NaN, where something hidden may be why, after all have been stored. `tiles`: the keys of
+// the block's tiles.
+template <class In, int kHeadDim>
+__device__ void repair_finished_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row,
+                                     Range tiles, uint32_t nan_rows) {
+  const Sizes& z = p.sizes;
   const Range queries{warp_row, smaller<int64_t>(warp_row + kWarpRows, z.seqlen_q)};
-  repair_rows<In, kHeadDim>(p, b, z.kv_head(h), queries, tiles, rows_with_nan(o), [&](int n) {
+  repair_rows<In, kHeadDim>(p, b, z.kv_head(h), queries, tiles, nan_rows, [&](int n) {
     if (warp_row + n >= z.seqlen_q) return;
     repair_row<In, kHeadDim, In>(p, b, h, warp_row + n, {0, z.seqlen_k}, p.out, [&](float max, float sum) {
       return finish_row(p, b, h, max, sum).out_factor;
     });
   });
+}
+
+// Which of a warp's 16 rows hold a NaN as they are stored.
+template <class In, int kHeadDim>
+__device__ uint32_t stored_rows_with_nan(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row) {
+  uint32_t rows = 0;
+#pragma unroll 1
+  for (int n = 0; n < kWarpRows && warp_row + n < p.sizes.seqlen_q; ++n)
+    rows |= uint32_t{NanColumns<In, kHeadDim>(p.out, b, h, warp_row + n, 0, p.sizes.head_dim_v).any()} << n;
+  return rows;
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

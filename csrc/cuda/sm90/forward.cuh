@@ -8,17 +8,24 @@
 // registers, and so does P, which is the left operand of the second product as it stands.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "../call_of_block.cuh"
+#include "../device.h"
 #include "../launch.h"
 #include "../shared_memory.h"
 #include "epilogue.cuh"
 #include "few_rows.cuh"
+#include "forward_range.cuh"
 #include "key_mask.cuh"
 #include "pipeline.cuh"
 #include "plan.h"
 #include "ptx.h"
 #include "sm90.h"
 #include "softmax.cuh"
+#include "store_out.cuh"
+#include "switches.h"
 #include "tensor_map.h"
 
 namespace flash_attn_ext::cuda::sm90 {
@@ -37,6 +44,9 @@ template <class In, int kHeadDim, Form kForm>
 struct Forward : Tiling<kHeadDim, kForm == Form::kFewRows> {
   static constexpr bool kPlain = kForm == Form::kPlain, kPacked = !kPlain, kFewRows = kForm == Form::kFewRows;
   using Tiling<kHeadDim, kFewRows>::kConsumers;
+  // Beyond a head dimension of 128 the loop of a persistent block has too few registers.
+  static constexpr bool kPersistent = kPlain && kHeadDim <= 128 && FLASH_ATTN_EXT_SM90_PERSISTENT;
+  static constexpr bool kStoresByTma = kPlain && FLASH_ATTN_EXT_SM90_TMA_STORE;
   static constexpr int kKeys = forward_keys(kHeadDim);
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static_assert(kRows == (kFewRows ? kFewRowsTile : forward_rows(kHeadDim)));
@@ -49,74 +59,16 @@ struct Forward : Tiling<kHeadDim, kForm == Form::kFewRows> {
   using QTile = Panels<In, kRows, kHeadDim>;
   using KVTile = Panels<In, kKeys, kHeadDim>;
 
-  struct Shared {
+  // Out on its way to TMA while the next task's Q comes. Other blocks have it where their Q was.
+  struct OutTile {
+    QTile out;
+  };
+  struct Shared : std::conditional_t<kPersistent && kStoresByTma, OutTile, Nothing> {
     Pipeline<KVTile> k, v;
-    QTile q;
-    ptx::Barrier q_full;
+    Pipeline<QTile, 1, OutBarriers<kConsumers>> q;
   };
   static_assert(sizeof(Shared) <= kMaxHopperSharedBytes);
 };
-
-struct ForwardArguments {
-  CUtensorMap q, k, v;
-  AttentionParams p;
-  ForwardPlan plan;
-  ScoreScale score;
-  KeyMask key_mask;
-  FewRows few_rows;
-  Partials<float> partials;
-};
-
-// What a block computes, and the key tiles that its rows can see.
-struct BlockRange {
-  int b, h, h_kv, first_row, first_key, tiles;
-  int consumers;  // warpgroups that have rows
-  ShortBand band;
-  int q_row, k_row, map_b;  // where its sequence begins in the tensor maps
-  TileRows rows;            // of few; first_row is then the first query
-};
-
-template <class Config>
-__device__ BlockRange block_range(const ForwardArguments& a) {
-  const Task task = task_of(a.plan, blockIdx.x);
-  const AttentionParams& p = call_of_block<Config>(a.p, task.b);
-  const Sizes& z = p.sizes;
-  BlockRange range;
-  range.b = task.b;
-  range.h = task.h;
-  range.h_kv = task.h_kv;
-  const int queries = Config::kFewRows ? a.few_rows.tile_queries() : Config::kRows;
-  range.first_row = task.row_block * queries;
-  range.consumers = Config::kConsumers;
-  const int64_t end_row = range.first_row + queries;
-  Range seen = visible_keys(p.band, range.first_row, end_row < z.seqlen_q ? end_row : z.seqlen_q, z.seqlen_k);
-  range.band = ShortBand(p);
-  range.q_row = range.k_row = 0;
-  range.map_b = range.b;
-  if constexpr (!Config::kPlain) {
-    if (p.varlen) {
-      range.q_row = static_cast<int>(p.varlen.first_q);
-      range.k_row = static_cast<int>(p.varlen.first_k);
-      range.map_b = 0;
-      if (range.first_row >= z.seqlen_q) seen.end = 0;  // the sequence ends before
-    }
-    const Range attending = a.key_mask.seen_tiles(task.b, ceil_div(z.seqlen_k, Config::kKeys));
-    seen.begin = larger(seen.begin, attending.begin * Config::kKeys);
-    seen.end = smaller(seen.end, attending.end * Config::kKeys);
-  }
-  range.first_key = seen.begin / Config::kKeys * Config::kKeys;
-  range.tiles = seen.begin < seen.end ? ceil_div(seen.end - range.first_key, Config::kKeys) : 0;
-  if constexpr (Config::kFewRows) {
-    const FewRows& few = a.few_rows;
-    range.rows = tile_rows(few, z, task.h_kv, task.h, range.first_row);
-    const int left = smaller(static_cast<int>(z.seqlen_q) - range.first_row, queries) << few.heads_shift;
-    range.consumers = ceil_div(larger(left, 0), kWarpgroupRows);
-    const Range own = tiles_of_split(few, range.tiles, blockIdx.z);
-    range.first_key += own.begin * Config::kKeys;
-    range.tiles = own.end - own.begin;
-  }
-  return range;
-}
 
 // ---- load: one thread of the producer warpgroup
 
@@ -129,19 +81,25 @@ __device__ void load_next(Pipeline<Tile>& pipeline, uint32_t n, const CUtensorMa
 }
 
 template <class Config>
-__device__ void produce(const ForwardArguments& a, const BlockRange& range, typename Config::Shared& shared) {
+__device__ void produce(const ForwardArguments& a, const BlockRange& range, const Begun& begun,
+                        typename Config::Shared& shared) {
   if (range.tiles == 0) return;  // nobody waits for Q: it would land in the next block's memory
   const int row = range.q_row + range.first_row;
+  typename Config::QTile& q = shared.q.tiles[0];
+  ptx::Barrier& q_full = shared.q.full[0];
+  if constexpr (Config::kPersistent)
+    ptx::barrier_wait(shared.q.empty[0],
+                      shared.q.parity(begun.queries) ^ 1);  // the consumers have read the last one
   if constexpr (Config::kFewRows) {
     const int in_group = range.rows.first_head - range.h_kv * a.few_rows.group;
-    load_group_tile(shared.q, a.q, in_group, row, range.h_kv, range.map_b, shared.q_full);
+    load_group_tile(q, a.q, in_group, row, range.h_kv, range.map_b, q_full);
   } else {
-    load_tile(shared.q, a.q, row, range.h, range.map_b, shared.q_full);
+    load_tile(q, a.q, row, range.h, range.map_b, q_full);
   }
   for (int n = 0; n < range.tiles; ++n) {
     const int key = range.first_key + n * Config::kKeys;
-    load_next(shared.k, n, a.k, key, range);
-    load_next(shared.v, n, a.v, key, range);
+    load_next(shared.k, begun.tiles + n, a.k, key, range);
+    load_next(shared.v, begun.tiles + n, a.v, key, range);
   }
 }
 
@@ -166,14 +124,16 @@ __device__ void start_output(const uint32_t (&weights)[kSteps][4], uint64_t v, f
 }
 
 template <class In, int kHeadDim, class Config>
-__device__ void consume(const ForwardArguments& a, const BlockRange& range, typename Config::Shared& shared) {
+__device__ void consume(const ForwardArguments& a, const BlockRange& range, const Begun& begun,
+                        typename Config::Shared& shared) {
   constexpr int kKeys = Config::kKeys;
   const AttentionParams& p = a.p;
   const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup) - 1, warp = threadIdx.x % kWarpgroup / 32;
   const int first_row = warpgroup * kWarpgroupRows, warp_row = first_row + warp * kWarpRows;  // of the tile
   const ShortBand& band = range.band;
   const ScoreScale& score = a.score;
-  const uint32_t q_address = ptx::shared_address(&shared.q) + warpgroup * kWarpgroupRows * kPanelRowBytes;
+  const uint32_t q_address =
+      ptx::shared_address(&shared.q.tiles) + warpgroup * kWarpgroupRows * kPanelRowBytes;
   const uint64_t q = along_columns(q_address);
   const uint64_t first_k = along_columns(ptx::shared_address(&shared.k.tiles));
   const uint64_t first_v = along_rows<typename Config::KVTile>(ptx::shared_address(&shared.v.tiles));
@@ -209,56 +169,76 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, type
     statistics.update(score.scale2, s, factor);
   };
 
+  const uint32_t first = begun.tiles;
   if (range.tiles > 0) {
     const uint32_t attends = attending(0);
-    ptx::barrier_wait(shared.q_full, 0);  // TMA has written Q
-    const uint64_t k = step_descriptor(first_k, shared.k.wait(0));
+    shared.q.wait(begun.queries);
+    const uint64_t k = step_descriptor(first_k, shared.k.wait(first));
     ptx::wgmma_fence();  // s may be written
     start_scores<In, Config, kHeadDim>(q, k, s);
-    ptx::wgmma_wait<0>(s);  // s is complete, K has been read
-    shared.k.release(0);    // K may be overwritten
+    ptx::wgmma_wait<0>(s);    // s is complete, K has been read
+    shared.k.release(first);  // K may be overwritten
     softmax(0, attends);
     round_weights<In>(s, weights);
   }
   for (int n = 1; n < range.tiles; ++n) {
     const uint32_t attends = attending(n);
-    const uint64_t k = step_descriptor(first_k, shared.k.wait(n));
+    const uint64_t k = step_descriptor(first_k, shared.k.wait(first + n));
     ptx::wgmma_fence();  // s has been read, weights and o are written
     start_scores<In, Config, kHeadDim>(q, k, s);
     if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);  // while the tensor cores work on s
-    const uint64_t v = step_descriptor(first_v, shared.v.wait(n - 1));
+    const uint64_t v = step_descriptor(first_v, shared.v.wait(first + n - 1));
     ptx::wgmma_fence();  // ptxas wants one before each batch, and would put it in
     start_output<In, Config>(weights, v, o);
-    ptx::wgmma_wait<1>(s);  // s is complete, K has been read
-    shared.k.release(n);    // K may be overwritten
-    softmax(n, attends);    // the exponentials, while the tensor cores work on o
+    ptx::wgmma_wait<1>(s);        // s is complete, K has been read
+    shared.k.release(first + n);  // K may be overwritten
+    softmax(n, attends);          // the exponentials, while the tensor cores work on o
     ptx::compute_before_wait(statistics.sum[0] + statistics.sum[1], q_address);
-    ptx::wgmma_wait<0>(o);    // o is complete, weights and V have been read
-    shared.v.release(n - 1);  // V may be overwritten
+    ptx::wgmma_wait<0>(o);            // o is complete, weights and V have been read
+    shared.v.release(first + n - 1);  // V may be overwritten
     if constexpr (!Config::kScalesUnderScores) scale_rows(o, factor);
     round_weights<In>(s, weights);
   }
   if (range.tiles > 0) {
+    if constexpr (Config::kPersistent) shared.q.release(begun.queries);  // the next task's Q may come
     if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);
-    const uint64_t v = step_descriptor(first_v, shared.v.wait(range.tiles - 1));
+    const uint32_t last = first + range.tiles - 1;
+    const uint64_t v = step_descriptor(first_v, shared.v.wait(last));
     ptx::wgmma_fence();  // weights and o are written
     start_output<In, Config>(weights, v, o);
-    ptx::wgmma_wait<0>(o);  // o is complete
+    ptx::wgmma_wait<0>(o);                                      // o is complete, V has been read
+    if constexpr (Config::kPersistent) shared.v.release(last);  // the next task's V may come
   }
-  const Range tiles{range.first_key, int64_t{range.first_key} + range.tiles * kKeys};
   // Of a packed sequence once more: the loop's registers do not hold it.
   const auto& call = call_of_block<Config>(p, range.b);
   if constexpr (Config::kFewRows) {
-    const FewRowsBlock block{range.b, range.h_kv, tiles, static_cast<int>(blockIdx.z)};
+    const FewRowsBlock block{range.b, range.h_kv, keys_of<Config>(range), static_cast<int>(blockIdx.z)};
     const TileRows rows = range.rows.from(warp_row);
     if (a.few_rows.splits == 1)
       finish_tile_rows<In, kHeadDim>(call, block, rows, score.scale, statistics, o);
     else
       store_partials<In, kHeadDim>(call, block, rows, score.scale, statistics, a.partials, o);
   } else {
-    finish_rows<In, kHeadDim>(call, range.b, range.h, range.first_row + warp_row, score.scale, tiles,
-                              statistics, o);
+    const int row = range.first_row + warp_row;
+    const uint32_t nan_rows =
+        finish_rows<In, kHeadDim>(call, range.b, range.h, row, score.scale, statistics, o);
+    shared.q.beside.remember_nan(nan_rows);
+    if constexpr (Config::kStoresByTma)
+      hand_over_out<In, Config>(begun.tasks, warpgroup, warp_row, o, shared);
+    else
+      store_rows<In>(call.out, range.b, range.h, row, call.sizes.seqlen_q,
+                     static_cast<int>(call.sizes.head_dim_v), o);
   }
+}
+
+// The rows of a task that hold a NaN, once more.
+template <class In, int kHeadDim, class Config>
+__device__ void repair_task(const ForwardArguments& a, const BlockRange& range) {
+  const auto& call = call_of_block<Config>(a.p, range.b);
+  const int warpgroup = threadIdx.x / kWarpgroup - 1, warp = threadIdx.x % kWarpgroup / 32;
+  const int64_t row = range.first_row + warpgroup * kWarpgroupRows + warp * kWarpRows;
+  repair_finished_rows<In, kHeadDim>(call, range.b, range.h, row, keys_of<Config>(range),
+                                     stored_rows_with_nan<In, kHeadDim>(call, range.b, range.h, row));
 }
 
 template <class In, int kHeadDim, Form kForm, class Config = Forward<In, kHeadDim, kForm>>
@@ -266,21 +246,45 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArguments a) {
 #if defined(FA_HAS_HOPPER)
   auto& shared = shared_memory<typename Config::Shared, kMaxHopperSharedBytes>();
-  const BlockRange range = block_range<Config>(a);
-  if (Config::kFewRows && range.consumers == 0) return;  // the sequence ends before
+  int consumers = Config::kConsumers;
+  if constexpr (Config::kFewRows) {
+    consumers = block_range<Config>(a, blockIdx.x).consumers;
+    if (consumers == 0) return;  // the sequence ends before
+  }
   if (threadIdx.x == 0) {
-    ptx::barrier_init(shared.q_full, 1);  // the producer
-    shared.k.init(range.consumers * 4);
-    shared.v.init(range.consumers * 4);
+    shared.q.init(consumers * 4);
+    shared.k.init(consumers * 4);
+    shared.v.init(consumers * 4);
+    shared.q.beside.init(consumers * kWarpgroup);
     ptx::barrier_init_fence();  // TMA sees the barriers
   }
   __syncthreads();  // all threads see the barriers
   if (threadIdx.x < kWarpgroup) {
     ptx::release_registers<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<Config>(a, range, shared);
-  } else if (static_cast<int>(threadIdx.x) < (1 + range.consumers) * kWarpgroup) {
+    if (threadIdx.x == 0)
+      for_each_task<Config>(
+          a, [&](const BlockRange& range, const Begun& begun) { produce<Config>(a, range, begun, shared); });
+    if constexpr (Config::kStoresByTma)
+      if (threadIdx.x == 32) {
+        for_each_task<Config>(a, [&](const BlockRange& range, const Begun& begun) {
+          store_out<Config>(a.out, a.p, range, begun.tasks, shared);
+        });
+        tell_that_out_is_stored<Config>(shared);
+      }
+  } else if (static_cast<int>(threadIdx.x) < (1 + consumers) * kWarpgroup) {
     ptx::claim_registers<Config::kConsumerRegisters>();
-    consume<In, kHeadDim, Config>(a, range, shared);
+    for_each_task<Config>(a, [&](const BlockRange& range, const Begun& begun) {
+      consume<In, kHeadDim, Config>(a, range, begun, shared);
+    });
+    if constexpr (!Config::kFewRows) {
+      // After all tasks: branches between them would keep the loop's descriptors out of the uniform registers.
+      __syncwarp();  // each lane sees what the others have stored
+      if (!shared.q.beside.had_nan()) return;
+      if constexpr (Config::kStoresByTma)
+        ptx::barrier_wait(shared.q.beside.stored, 0);  // out is in global memory
+      for_each_task<Config>(
+          a, [&](const BlockRange& range, const Begun&) { repair_task<In, kHeadDim, Config>(a, range); });
+    }
   }
 #else
   __trap();  // this build has no code for compute capability 9.0a: an error, not an empty result
@@ -297,13 +301,15 @@ cudaError_t launch_tiles(const AttentionParams& p, const FewRows& few, void* wor
   ForwardArguments a{{},
                      {},
                      {},
+                     {},
                      p,
                      Config::kFewRows ? plan_few_rows(z, few) : plan_forward(z, Config::kRows),
                      ScoreScale(p),
                      memory.key_mask,
                      few,
                      memory.partials};
-  const LaunchShape shape{a.plan.blocks, 1, few.splits, Config::kThreads, sizeof(typename Config::Shared)};
+  const int64_t blocks = Config::kPersistent ? std::min(a.plan.blocks, multiprocessors()) : a.plan.blocks;
+  const LaunchShape shape{blocks, 1, few.splits, Config::kThreads, sizeof(typename Config::Shared)};
   const TensorMaps maps(p);
   const auto map_queries = [&] {
     return Config::kFewRows ? maps.of_groups(a.q, p.q, z.head_dim, few.tile_queries(), few.tile_heads())
@@ -313,6 +319,10 @@ cudaError_t launch_tiles(const AttentionParams& p, const FewRows& few, void* wor
       map_queries,  //
       [&] { return maps.of_keys(a.k, p.k, z.head_dim, Config::kKeys); },
       [&] { return maps.of_keys(a.v, p.v, z.head_dim_v, Config::kKeys); },
+      [&] {
+        return Config::kStoresByTma ? maps.of_queries(a.out, p.out, z.head_dim_v, Config::kRows)
+                                    : cudaSuccess;
+      },
       [&] { return launch_key_mask<Config::kKeys>(p, a.key_mask, stream); },
       [&] { return launch(forward_kernel<In, kHeadDim, kForm>, shape, stream, a); },
       [&] { return launch_combine(p, few.splits, workspace, stream); });

@@ -134,6 +134,14 @@ struct NanColumns {
       }
   }
 
+  // Whether there is one, in the columns of all lanes.
+  __device__ bool any() const {
+    bool found = false;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) found |= is_nan[n];
+    return __ballot_sync(kAllLanes, found) != 0;
+  }
+
   // Whether one of them is not NaN in `x`, which is what the warp has found so far.
   __device__ bool any_open(const float (&x)[kCount]) const {
     bool open = false;

@@ -1,0 +1,85 @@
+// Times the plain forward kernels of sm90 as the compile-time switches are set: a line for each problem, with its
+// microseconds and a checksum of out. switches.py compiles this once for each setting, and compares.
+#include <csrc/cuda/sm90/forward.cuh>
+
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+namespace {
+
+using flash_attn_ext::AttentionParams;
+using flash_attn_ext::DType;
+using flash_attn_ext::Tensor4;
+namespace sm90 = flash_attn_ext::cuda::sm90;
+
+void check(cudaError_t status) {
+  if (status == cudaSuccess) return;
+  std::puts(cudaGetErrorString(status));
+  std::exit(1);
+}
+
+// (B, H, S, D) in bfloat16, with values around 1 of either sign.
+Tensor4 make_tensor(int64_t batch, int64_t heads, int64_t length, int64_t head_dim) {
+  const int64_t elements = batch * heads * length * head_dim;
+  std::vector<uint16_t> values(elements);
+  uint32_t state = 1;
+  for (uint16_t& value : values) {
+    state = state * 1664525 + 1013904223;
+    value = static_cast<uint16_t>(state >> 31 << 15 | 0x3f00 | (state >> 16 & 0xff));
+  }
+  Tensor4 t{nullptr, heads * length * head_dim, length * head_dim, head_dim};
+  check(cudaMalloc(&t.data, elements * 2));
+  check(cudaMemcpy(t.data, values.data(), elements * 2, cudaMemcpyHostToDevice));
+  return t;
+}
+
+uint64_t checksum(const Tensor4& t, int64_t elements) {
+  std::vector<uint16_t> values(elements);
+  check(cudaMemcpy(values.data(), t.data, elements * 2, cudaMemcpyDeviceToHost));
+  uint64_t sum = 0;
+  for (const uint16_t value : values) sum = sum * 31 + value;
+  return sum;
+}
+
+template <int kHeadDim>
+void measure(int64_t length, bool causal) {
+  constexpr int64_t kTokens = 16384, kColumns = 2048;  // as problem.py has them
+  constexpr int kWarmUp = 3, kRepeats = 20;
+  const int64_t batch = kTokens / length, heads = kColumns / kHeadDim;
+  AttentionParams p{};
+  p.dtype = DType::kBFloat16;
+  p.sizes = {batch, heads, heads, length, length, kHeadDim, kHeadDim};
+  p.scale = 0.125;
+  if (causal) p.band.right = 0;
+  for (Tensor4* t : {&p.q, &p.k, &p.v, &p.out}) *t = make_tensor(batch, heads, length, kHeadDim);
+  check(cudaMalloc(&p.lse, batch * heads * length * sizeof(float)));
+
+  cudaEvent_t start, stop;
+  check(cudaEventCreate(&start));
+  check(cudaEventCreate(&stop));
+  for (int n = 0; n < kWarmUp + kRepeats; ++n) {
+    if (n == kWarmUp) check(cudaEventRecord(start));
+    check(sm90::launch_tiles<__nv_bfloat16, kHeadDim, sm90::Form::kPlain>(p, {}, nullptr, nullptr));
+  }
+  check(cudaEventRecord(stop));
+  check(cudaEventSynchronize(stop));
+  float milliseconds;
+  check(cudaEventElapsedTime(&milliseconds, start, stop));
+  std::printf("%d %d %d %.2f %016llx\n", kHeadDim, static_cast<int>(length), causal,
+              1000 * milliseconds / kRepeats,
+              static_cast<unsigned long long>(checksum(p.out, batch * heads * length * kHeadDim)));
+  for (void* data : {p.q.data, p.k.data, p.v.data, p.out.data, static_cast<void*>(p.lse)})
+    check(cudaFree(data));
+}
+
+}  // namespace
+
+int main() {
+  for (const int64_t length : {1024, 8192})
+    for (const bool causal : {false, true}) {
+      measure<64>(length, causal);
+      measure<128>(length, causal);
+      measure<256>(length, causal);
+    }
+}

@@ -1,0 +1,98 @@
+"""Times the sm90 forward with each switch of csrc/cuda/sm90/switches.h on and off, and compares what comes out.
+
+Needs nvcc and a GPU of compute capability 9.0. The program is switches.cu, compiled once as the switches are and once
+with each of them off.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import ROOT, output
+from benchmarks.gpu import needs
+from tools.gpu import units
+
+SOURCES = ("benchmarks/gpu/switches.cu", "csrc/cuda/combine.cu", "csrc/cuda/sm90/few_rows.cpp")
+PROGRAMS = ROOT / "build" / "gpu_switches"
+ROUNDS = 3  # of all programs in turn; the best time counts
+
+
+def switches() -> list[str]:
+    """Those that are on."""
+    header = (ROOT / "csrc" / "cuda" / "sm90" / "switches.h").read_text()
+    return re.findall(r"^#define (\w+) 1$", header, re.MULTILINE)
+
+
+def program(off: str | None) -> Path:
+    """The one with this switch off; None: with all as they are."""
+    return PROGRAMS / (f"without_{off}" if off else "all")
+
+
+def command(compiler: str, off: str | None) -> list[str]:
+    """Compiles it."""
+    define = [f"-D{off}=0"] if off else []
+    sources = [str(ROOT / source) for source in SOURCES]
+    return [compiler, *units.FLAGS, f"-I{ROOT}", *define, *sources, "-o", str(program(off))]
+
+
+def compile_all(compiler: str) -> None:
+    PROGRAMS.mkdir(parents=True, exist_ok=True)
+    running = [subprocess.Popen(command(compiler, off)) for off in (None, *switches())]
+    if any([process.wait() for process in running]):
+        sys.exit("nvcc could not compile the switches' program")
+
+
+def parsed(text: str) -> dict[tuple[str, ...], tuple[float, str]]:
+    """Microseconds and checksum by head dimension, length and causal."""
+    rows = [line.split() for line in text.splitlines()]
+    return {tuple(row[:3]): (float(row[3]), row[4]) for row in rows}
+
+
+def compare(on: list[str], off: list[str]) -> tuple[list[list[str]], bool]:
+    """Rows of the table from the output of each round; and whether out is always the same."""
+    rounds = [[parsed(text) for text in texts] for texts in (on, off)]
+    lines, same = [], True
+    for problem in rounds[0][0]:
+        best_on, best_off = (min(found[problem][0] for found in side) for side in rounds)
+        equal = len({found[problem][1] for side in rounds for found in side}) == 1
+        same &= equal
+        what = f"D {problem[0]} S {problem[1]} {'causal' if problem[2] == '1' else 'full'}"
+        lines.append([what, f"{best_on:.1f}", f"{best_off:.1f}", f"{best_off / best_on:.3f}", "yes" if equal else "NO"])
+    return lines, same
+
+
+def text(switch: str, lines: list[list[str]]) -> Iterator[str]:
+    yield f"{switch}: microseconds with it and without it; above 1 it is worth having\n"
+    yield output.table(["", "with", "without", "ratio", "same out"], lines)
+
+
+def run(off: str | None) -> str:
+    done = subprocess.run([program(off)], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{program(off).name}: {done.stdout.strip()}")
+    return done.stdout
+
+
+def main() -> int:
+    needs.a_gpu_and_our_build()
+    compiler = units.nvcc()
+    if compiler is None:
+        print("needs nvcc: CUDA_HOME, /usr/local/cuda and PATH have none")
+        return 1
+    compile_all(compiler)
+    found: dict[str | None, list[str]] = {off: [] for off in (None, *switches())}
+    for _ in range(ROUNDS):
+        for off, texts in found.items():
+            texts.append(run(off))
+    all_same = True
+    for switch in switches():
+        lines, same = compare(found[None], found[switch])
+        output.write_text(text(switch, lines), None)
+        all_same &= same
+    return 0 if all_same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+// What the blocks of the forward compute.
+#pragma once
+
+#include <cuda.h>
+
+#include "../call_of_block.cuh"
+#include "band.h"
+#include "few_rows.cuh"
+#include "key_mask.h"
+#include "plan.h"
+#include "softmax.cuh"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+struct ForwardArguments {
+  CUtensorMap q, k, v, out;  // out: if it is stored by TMA
+  AttentionParams p;
+  ForwardPlan plan;
+  ScoreScale score;
+  KeyMask key_mask;
+  FewRows few_rows;
+  Partials<float> partials;
+};
+
+// What a block computes, and the key tiles that its rows can see.
+struct BlockRange {
+  int b, h, h_kv, first_row, first_key, tiles;
+  int consumers;  // warpgroups that have rows
+  ShortBand band;
+  int q_row, k_row, map_b;  // where its sequence begins in the tensor maps
+  TileRows rows;            // of few; first_row is then the first query
+};
+
+template <class Config>
+__device__ BlockRange block_range(const ForwardArguments& a, int number) {
+  const Task task = task_of(a.plan, number);
+  const AttentionParams& p = call_of_block<Config>(a.p, task.b);
+  const Sizes& z = p.sizes;
+  BlockRange range;
+  range.b = task.b;
+  range.h = task.h;
+  range.h_kv = task.h_kv;
+  const int queries = Config::kFewRows ? a.few_rows.tile_queries() : Config::kRows;
+  range.first_row = task.row_block * queries;
+  range.consumers = Config::kConsumers;
+  const int64_t end_row = range.first_row + queries;
+  Range seen = visible_keys(p.band, range.first_row, end_row < z.seqlen_q ? end_row : z.seqlen_q, z.seqlen_k);
+  range.band = ShortBand(p);
+  range.q_row = range.k_row = 0;
+  range.map_b = range.b;
+  if constexpr (!Config::kPlain) {
+    if (p.varlen) {
+      range.q_row = static_cast<int>(p.varlen.first_q);
+      range.k_row = static_cast<int>(p.varlen.first_k);
+      range.map_b = 0;
+      if (range.first_row >= z.seqlen_q) seen.end = 0;  // the sequence ends before
+    }
+    const Range attending = a.key_mask.seen_tiles(task.b, ceil_div(z.seqlen_k, Config::kKeys));
+    seen.begin = larger(seen.begin, attending.begin * Config::kKeys);
+    seen.end = smaller(seen.end, attending.end * Config::kKeys);
+  }
+  range.first_key = seen.begin / Config::kKeys * Config::kKeys;
+  range.tiles = seen.begin < seen.end ? ceil_div(seen.end - range.first_key, Config::kKeys) : 0;
+  if constexpr (Config::kFewRows) {
+    const FewRows& few = a.few_rows;
+    range.rows = tile_rows(few, z, task.h_kv, task.h, range.first_row);
+    const int left = smaller(static_cast<int>(z.seqlen_q) - range.first_row, queries) << few.heads_shift;
+    range.consumers = ceil_div(larger(left, 0), kWarpgroupRows);
+    const Range own = tiles_of_split(few, range.tiles, blockIdx.z);
+    range.first_key += own.begin * Config::kKeys;
+    range.tiles = own.end - own.begin;
+  }
+  return range;
+}
+
+// What a block has begun before: tasks, tiles of queries, of which a task without keys has none, and tiles of keys. They
+// go through the pipelines without a break.
+struct Begun {
+  uint32_t tasks = 0, queries = 0, tiles = 0;
+
+  __device__ void add(const BlockRange& range) {
+    ++tasks;
+    queries += range.tiles > 0;
+    tiles += range.tiles;
+  }
+};
+
+// Calls work(range, begun) for each task of the block. A persistent one has a task of each round; every other round goes
+// from the last block to the first, so that no block has the longest task of all of them.
+template <class Config, class Work>
+__device__ void for_each_task(const ForwardArguments& a, const Work& work) {
+  Begun begun;
+  if constexpr (Config::kPersistent) {
+    const int blocks = gridDim.x, block = blockIdx.x, tasks = static_cast<int>(a.plan.blocks);
+    bool mirrored = false;
+#pragma unroll 1
+    for (int first = 0; first < tasks; first += blocks, mirrored = !mirrored) {
+      const int task = first + (mirrored ? blocks - 1 - block : block);
+      if (task >= tasks) return;  // it was the last round
+      const BlockRange range = block_range<Config>(a, task);
+      work(range, begun);
+      begun.add(range);
+    }
+  } else {
+    work(block_range<Config>(a, blockIdx.x), begun);
+  }
+}
+
+template <class Config>
+__device__ Range keys_of(const BlockRange& range) {
+  return {range.first_key, int64_t{range.first_key} + range.tiles * Config::kKeys};
+}
+
+}  // namespace flash_attn_ext::cuda::sm90

@@ -1,0 +1,70 @@
+"""The switches of csrc/cuda/sm90/switches.h on the host: with each of them off results have the same bits."""
+
+import pytest
+import reference
+import torch
+from cuda_host import library, mutations_sm90
+from helpers import make_qkv
+
+from benchmarks.gpu import switches
+from flash_attn_ext import flash_attn
+
+SOURCE = "sm90/forward_bfloat16.cu"
+# Only the plain kernels have switches.
+INSTANCE = """#include "forward.cuh"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  return p.sizes.head_dim > 64 ? launch_tiles<__nv_bfloat16, 128, Form::kPlain>(p, {}, workspace, stream)
+                               : launch_tiles<__nv_bfloat16, 64, Form::kPlain>(p, {}, workspace, stream);
+}
+
+}  // namespace flash_attn_ext::cuda::sm90
+"""
+
+
+@pytest.fixture(scope="module", params=switches.switches())
+def with_one_off(request, built, tmp_path_factory):
+    instance = {SOURCE: f"#define {request.param} 0\n{INSTANCE}"}
+    return mutations_sm90.build_changed(tmp_path_factory.mktemp(request.param), built, instance, {})
+
+
+@pytest.fixture(scope="module")
+def calls():
+    """Rows and columns that out does not have, neighbours in memory, tasks and rows that see nothing, a hidden NaN. The
+    last one's heads lie side by side in memory."""
+    shapes = ((2, 2, 70, 50, 40, 24), (2, 3, 500, 300, 64), (1, 2, 300, 130, 128))
+    inputs = [[t.detach() for t in make_qkv(*shape, dtype=torch.bfloat16)] for shape in shapes]
+    inputs[1][2][1, :, 250, 7] = inputs[2][2][:, :, 100, 3] = torch.nan
+    return [*inputs, [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs[0]]]
+
+
+def results(path, calls, multiprocessors):
+    """out and lse of each of them."""
+    with library.on_hopper(path, num_splits=1) as loaded, torch.no_grad():
+        loaded.c.set_multiprocessors(multiprocessors)
+        found = []
+        for qkv in calls:
+            found += flash_attn(*qkv, causal="lower_right", return_lse=True)
+            assert b"sm90::forward_kernel" in loaded.c.last_kernel()
+    return found
+
+
+def assert_same_bits(*sides):
+    for a, b in zip(*sides, strict=True):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+def test_without_a_switch_results_have_the_same_bits(built, with_one_off, calls):
+    assert_same_bits(results(built, calls, 2), results(with_one_off, calls, 2))
+
+
+def test_however_many_tasks_a_block_has_results_have_the_same_bits(built, calls):
+    one_block = results(built, calls, 1)
+    assert_same_bits(one_block, results(built, calls, 5))
+    hidden = torch.arange(500) < 450  # these rows do not see the NaN
+    assert torch.isfinite(one_block[2][:, :, hidden]).all()
+    assert one_block[2][1, :, ~hidden, 7].isnan().all()
+    exact = reference.attention(*(t[:1].double() for t in calls[1]), causal="lower_right")
+    torch.testing.assert_close(one_block[2][:1].double(), exact[0], rtol=0, atol=0.02)
