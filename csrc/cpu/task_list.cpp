@@ -5,7 +5,7 @@
 namespace flash_attn_ext::cpu {
 
 TaskList::Task TaskList::at(int64_t n) const {
-  if (!sequences) return {n / per_batch, n % per_batch};
+  if (!sequences) return {0, n};
   // The last one that begins at or before n: those before it at the same place have no tasks.
   const Sequence* next = std::upper_bound(sequences, sequences + count, n,
                                           [](int64_t n, const Sequence& s) { return n < s.first_task; });

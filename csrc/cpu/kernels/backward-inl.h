@@ -58,9 +58,10 @@ template <class In, class T>
 void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w, const Parallel& parallel) {
   for_each_task(parallel, w.row_tasks.total, [&](int64_t n, int thread) {
     constexpr int64_t block_q = backward_tiling<T>().block_q;
-    const auto [b, task] = w.row_tasks.at(n);
-    const BackwardParams p = of_sequence(call, b);
-    const int64_t blocks = count_query_blocks<T>(p), h = task / blocks, i0 = task % blocks * block_q;
+    const TaskList::Task task = w.row_tasks.at(n);
+    const BackwardParams p = of_sequence(call, task.b);
+    const auto [b, h, block] = HeadBlocks(p.sizes, count_query_blocks<T>(p), 1).at(task);
+    const int64_t i0 = block * block_q;
     const int64_t queries = std::min(block_q, p.sizes.seqlen_q - i0), first = p.statistics_row(b, h, i0);
     const RowTerms<T> rows = w.rows.of_head(p, b, h);
     const T *lse = static_cast<const T*>(p.lse) + first,
@@ -224,11 +225,11 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
 
   for_each_task(parallel, w.key_tasks.total, [&](int64_t n, int thread) {
     constexpr int64_t block_k = backward_tiling<T>().block_k;
-    const auto [b, index] = w.key_tasks.at(n);
-    const typename Pass::Params p = of_sequence(call, b);
+    const TaskList::Task drawn = w.key_tasks.at(n);
+    const typename Pass::Params p = of_sequence(call, drawn.b);
     const Sizes& z = p.sizes;
-    const KeyTask task = key_task<T>(p, index, w.whole_heads);
-    const int64_t h = task.head;
+    const KeyTask task = key_task<T>(p, drawn, w.whole_heads);
+    const int64_t b = task.b, h = task.head;
     const DqRows<T> dq = w.template dq_of<In>(p, b, h);
     for (int64_t i = 0; dq.data && task.first_block == 0 && i < z.seqlen_q; ++i)
       std::fill(dq.data + i * dq.ld, dq.data + i * dq.ld + round_up_to_lanes<T>(z.head_dim), T(0));

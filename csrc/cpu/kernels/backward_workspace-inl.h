@@ -26,7 +26,7 @@ TaskList plan_mask_tasks(Arena& arena, const BackwardParams& call) {
   if (call.varlen && call.varlen.mask_by_row)
     return plan_tasks(arena, call, [](const BackwardParams& p) { return mask_tiles<T>(p).count(); });
   TaskList list;
-  list.per_batch = list.total = mask_tiles<T>(call).count();
+  list.total = mask_tiles<T>(call).count();
   return list;
 }
 
@@ -36,23 +36,24 @@ int64_t count_key_blocks(const BackwardParams& p) {
   return std::max<int64_t>(ceil_div(p.sizes.seqlen_k, backward_tiling<T>().block_k), 1);
 }
 
-// Whether a task takes all keys of a head, as it does where heads are enough for the threads. Otherwise it takes one
-// block of keys. The order of all sums, and so their bits, are the same.
+// Whether a task takes all keys of a head, as it does where heads are enough for the threads: four for each, and so many
+// that no more than a tenth of the threads' time is spent waiting for the last ones. Otherwise it takes one block of keys.
+// The order of all sums, and so their bits, are the same.
 inline bool takes_whole_heads(const BackwardParams& p, int threads) {
-  const int64_t heads = (p.varlen ? 1 : p.sizes.batch) * p.sizes.heads;
-  return heads >= 4 * threads;
+  const int64_t heads = (p.varlen ? 1 : p.sizes.batch) * p.sizes.heads, of_thread = ceil_div(heads, threads);
+  return heads >= 4 * threads && 10 * heads >= 9 * of_thread * threads;
 }
 
 // A task of one sequence. Threads draw them in order: block by block, and of each block every head, so that a block
 // seldom has to wait for the one before it.
 struct KeyTask {
-  int64_t head, first_block, end_block;
+  int64_t b, head, first_block, end_block;
 };
 template <class T>
-KeyTask key_task(const BackwardParams& p, int64_t index, bool whole_heads) {
-  if (whole_heads) return {index, 0, count_key_blocks<T>(p)};
-  const int64_t block = index / p.sizes.heads;
-  return {index % p.sizes.heads, block, block + 1};
+KeyTask key_task(const BackwardParams& p, const TaskList::Task& task, bool whole_heads) {
+  const int64_t heads = p.sizes.batch * p.sizes.heads, blocks = count_key_blocks<T>(p);
+  const auto [b, h, block] = HeadBlocks(p.sizes, whole_heads ? 1 : blocks, heads).at(task);
+  return {b, h, block, whole_heads ? blocks : block + 1};
 }
 
 template <class T>
@@ -117,10 +118,11 @@ BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams&
 
   BackwardWorkspace<T> w;
   w.whole_heads = takes_whole_heads(call, threads);
-  w.row_tasks = plan_tasks(arena, call,
-                           [](const BackwardParams& p) { return p.sizes.heads * count_query_blocks<T>(p); });
+  w.row_tasks = plan_tasks(arena, call, [](const BackwardParams& p) {
+    return p.sizes.batch * p.sizes.heads * count_query_blocks<T>(p);
+  });
   w.key_tasks = plan_tasks(arena, call, [&](const BackwardParams& p) {
-    return p.sizes.heads * (w.whole_heads ? 1 : count_key_blocks<T>(p));
+    return p.sizes.batch * p.sizes.heads * (w.whole_heads ? 1 : count_key_blocks<T>(p));
   });
   w.mask_tasks = plan_mask_tasks<T>(arena, call);
   for (T** term : {&w.rows.delta, &w.rows.reference, &w.rows.correction})

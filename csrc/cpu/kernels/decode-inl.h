@@ -2,10 +2,10 @@
 // Flash-Decoding (Dao, Haziza, Massa, Sizov 2023).
 //
 // The query heads that share a key head are rows of one tile, so that their keys and values are read once.
-// The keys are cut into `splits` that leave (O, m, l); merge_splits() adds them in order. How many there are
+// The keys are cut into `splits` that leave (O, m, l); merge_row() adds them in order. How many there are
 // depends on the lengths and the number of key heads alone, so results depend neither on the number of
-// threads nor on the batch. A task is one split of one key head; or of several, where their rows lie side by side
-// in memory, which then is read in its order.
+// threads nor on the batch. A task is one split of one key head, or, where threads are few, several that follow each
+// other; and of several heads, where their rows lie side by side in memory, which then is read in its order.
 //
 // With a unified maximum (FlashDecoding++, Hong et al. 2023) every split takes exp against one constant in
 // place of its running maximum, and is computed again, safely, if a row's maximum turns out to be too far
@@ -49,6 +49,7 @@ struct SplitResults {
   SplitResult<T> all;
   const int64_t* first_row;  // [B] of a packed call
   int64_t heads_kv, d_v;
+  int64_t rows = 0;  // of all
 
   SplitResult<T> of(int64_t b, int64_t h_kv, const DecodePlan& plan) const {
     const int64_t rows = plan.splits * plan.rows;
@@ -60,54 +61,83 @@ template <class T>
 SplitResults<T> plan_split_results(Arena& arena, const AttentionParams& call) {
   const Sizes& z = call.sizes;
   SplitResults<T> r{{}, nullptr, z.heads_kv, decode_columns<T>(z.head_dim_v)};
-  int64_t rows = 0;
   auto add_rows_of = [&](const AttentionParams& p) {
     if (p.sizes.seqlen_q == 0 || !is_decode(p)) return;
     const DecodePlan plan = plan_decode<T>(p);
-    rows += p.sizes.batch * z.heads_kv * plan.splits * plan.rows;
+    r.rows += p.sizes.batch * z.heads_kv * plan.splits * plan.rows;
   };
   if (call.varlen) {
     int64_t* first_row = arena.take<int64_t>(z.batch);
     for (int64_t b = 0; b < z.batch; ++b) {
-      if (first_row) first_row[b] = rows;
+      if (first_row) first_row[b] = r.rows;
       add_rows_of(of_sequence(call, b));
     }
     r.first_row = first_row;
   } else {
     add_rows_of(call);
   }
-  r.all.out = arena.take<T>(rows * r.d_v);
-  r.all.row_max = arena.take<T>(rows);
-  r.all.row_sum = arena.take<T>(rows);
+  r.all.out = arena.take<T>(r.rows * r.d_v);
+  r.all.row_max = arena.take<T>(r.rows);
+  r.all.row_sum = arena.take<T>(r.rows);
   return r;
 }
 
-// How many key heads a task has. It changes no bit: as many as leave two tasks for each thread, none of them larger than
-// its share of the work.
+// A task: some splits of some key heads of a sequence.
+struct DecodeTask {
+  int64_t b;
+  HeadRange heads;
+  Range splits;
+};
+
+// How many key heads and splits a task takes. It changes no bit.
+struct DecodeGrouping {
+  int64_t heads = 1, splits = 1;
+  int64_t rows = 1;            // of a key head, in the sequence that has most
+  bool leaves_splits = false;  // some sequence's are more than a task takes: merge_all_splits() adds them
+
+  int64_t tasks_of_heads(const DecodePlan& plan) const { return ceil_div(plan.splits, splits); }
+  int64_t count(const AttentionParams& p, const DecodePlan& plan) const {
+    return p.sizes.heads_kv / heads * tasks_of_heads(plan);
+  }
+  DecodeTask at(const AttentionParams& p, const DecodePlan& plan, const TaskList::Task& task) const {
+    const int64_t per_batch = count(p, plan), n = task.index % per_batch;
+    const int64_t first = n % tasks_of_heads(plan) * splits;
+    return {task.b + task.index / per_batch,
+            {n / tasks_of_heads(plan) * heads, heads},
+            {first, std::min(first + splits, plan.splits)}};
+  }
+};
+
+// As many as leave four tasks for each thread, none of them larger than its share of the work.
 template <class T>
-int64_t decode_heads_of_task(const AttentionParams& call, int threads) {
+DecodeGrouping group_decode(const AttentionParams& call, int threads) {
   constexpr int64_t kMostRows = 256;
   const Sizes& z = call.sizes;
-  if (call.k.stride_h >= call.k.stride_s) return 1;
   double work = 0, heaviest = 1;  // of one head; of one split of it
-  int64_t rows = 1;
+  int64_t splits = 1;
+  DecodeGrouping g;
   auto add = [&](const AttentionParams& p) {
     if (p.sizes.seqlen_q == 0 || !is_decode(p)) return;
     const DecodePlan plan = plan_decode<T>(p);
     work +=
         static_cast<double>(p.sizes.batch * plan.rows) * static_cast<double>(plan.splits * plan.split_keys);
     heaviest = std::max(heaviest, static_cast<double>(plan.rows) * static_cast<double>(plan.split_keys));
-    rows = std::max(rows, plan.rows);
+    g.rows = std::max(g.rows, plan.rows);
+    splits = std::max(splits, plan.splits);
   };
   if (call.varlen)
     for (int64_t b = 0; b < z.batch; ++b) add(of_sequence(call, b));
   else
     add(call);
-  const double share = work * static_cast<double>(z.heads_kv) / (2.0 * threads);
-  int64_t heads = std::clamp<int64_t>(static_cast<int64_t>(share / heaviest), 1, z.heads_kv);
-  heads = std::min(heads, std::max<int64_t>(kMostRows / rows, 1));
-  while (z.heads_kv % heads != 0) --heads;
-  return heads;
+  const double share = work * static_cast<double>(z.heads_kv) / (4.0 * threads);
+  const int64_t most = std::max<int64_t>(static_cast<int64_t>(share / heaviest), 1);
+  if (call.k.stride_h < call.k.stride_s) {
+    g.heads = std::min({most, z.heads_kv, std::max<int64_t>(kMostRows / g.rows, 1)});
+    while (z.heads_kv % g.heads != 0) --g.heads;
+  }
+  g.splits = ceil_div(splits, ceil_div(splits, std::max<int64_t>(most / g.heads, 1)));
+  g.leaves_splits = splits > g.splits;
+  return g;
 }
 
 // Whether a row's terms e^(S - unified) kept the precision of e^(S - m): no overflow, even of a sum of 2^31
@@ -118,25 +148,34 @@ inline bool unified_max_fits(T row_max, T unified) {
   return row_max == kNegInf<T> || !(std::abs(row_max - unified) > limit);
 }
 
-// One split of some key heads; it fills its own part of their results.
 template <class In, class T>
-void decode_split(const AttentionParams& p, const DecodePlan& plan, const DecodeScratch<In, T>& s, int64_t b,
-                  const HeadRange& heads, const SplitResults<T>& results, int64_t split) {
-  const Sizes& z = p.sizes;
-  const int64_t group = z.heads / z.heads_kv, block_k = decode_block_k<T>(), rows = plan.rows;
-  const int64_t d_v = decode_columns<T>(z.head_dim_v);
-  for (int64_t n = 0; n < heads.count; ++n) {
+void load_decode_queries(const AttentionParams& p, const DecodeScratch<In, T>& s, const DecodeTask& task,
+                         int64_t rows) {
+  const int64_t group = p.sizes.heads / p.sizes.heads_kv, seqlen_q = p.sizes.seqlen_q;
+  for (int64_t n = 0; n < task.heads.count; ++n) {
     for (int64_t row = 0; row < rows; ++row) {
-      const In* q = p.q.row<In>(b, (heads.first + n) * group + row / z.seqlen_q, row % z.seqlen_q);
+      const In* q = p.q.row<In>(task.b, (task.heads.first + n) * group + row / seqlen_q, row % seqlen_q);
       s.products.load_query(p, n * rows + row, q);
       if constexpr (DecodeBytes<In>::kExists)
         if (s.bytes.q) s.bytes.load_query(p, n * rows + row, q);
     }
     s.products.finish_queries(p, n, rows);
   }
+}
 
-  const int64_t begin = plan.keys.begin + split * plan.split_keys,
-                end = std::min(begin + plan.split_keys, plan.keys.end);
+// One split of the task's key heads; it fills its own part of their results.
+template <class In, class T>
+void decode_split(const AttentionParams& p, const DecodePlan& plan, const DecodeScratch<In, T>& s,
+                  const DecodeTask& task, const SplitResults<T>& results, int64_t split) {
+  const Sizes& z = p.sizes;
+  const int64_t b = task.b;
+  const HeadRange heads = task.heads;
+  const int64_t block_k = decode_block_k<T>(), rows = plan.rows, d_v = decode_columns<T>(z.head_dim_v);
+  const auto end_of = [&](int64_t n) {
+    return std::min(plan.keys.begin + (n + 1) * plan.split_keys, plan.keys.end);
+  };
+  const int64_t begin = plan.keys.begin + split * plan.split_keys, end = end_of(split),
+                end_of_task = end_of(task.splits.end - 1);
   const auto result_of = [&](int64_t n) {
     return results.of(b, heads.first + n, plan).skip(split * rows, d_v);
   };
@@ -149,11 +188,11 @@ void decode_split(const AttentionParams& p, const DecodePlan& plan, const Decode
     }
     const HeadRange some{heads.first + first, last - first};
     const auto keys_from = [&](int64_t j0) {
-      return tile_source<In>(p, p.k, b, j0, std::min(block_k, end - j0), z.head_dim);
+      return tile_source<In>(p, p.k, b, j0, std::min(block_k, end_of_task - j0), z.head_dim);
     };
     TileSource source = keys_from(begin);
     for (int64_t j0 = begin; j0 < end; j0 += block_k) {
-      const TileSource next = keys_from(std::min(j0 + block_k, end));
+      const TileSource next = keys_from(std::min(j0 + block_k, end_of_task));
       const DecodeTile<In, T> tile{p, s, b, some, first, j0, std::min(block_k, end - j0), unified};
       decode_tile<In, T>(tile, source, next, [&](int64_t n) { return result_of(first + n); });
       source = next;
@@ -176,42 +215,57 @@ void decode_split(const AttentionParams& p, const DecodePlan& plan, const Decode
   }
 }
 
-// O and lse of one key head's queries from its splits, added in order.
+// O and lse of one row of a key head from its splits, added in order.
 template <class In, class T>
-void merge_splits(const AttentionParams& p, const DecodePlan& plan, int64_t b, int64_t h_kv,
-                  const SplitResult<T>& first) {  // the others are added to it
+void merge_row(const AttentionParams& p, const DecodePlan& plan, int64_t b, int64_t h_kv, int64_t row,
+               const SplitResult<T>& first) {  // the others are added to it
   constexpr int L = kLanes<T>;
   const Sizes& z = p.sizes;
-  const int64_t group = z.heads / z.heads_kv, rows = plan.rows, d_v = decode_columns<T>(z.head_dim_v);
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t h = h_kv * group + row / z.seqlen_q, i = row % z.seqlen_q;
-    const RowStart<T> start = start_of_row<T>(p.sink, b, h);
-    T highest = start.max;
-    for (int64_t n = 0; n < plan.splits; ++n) highest = std::max(highest, first.row_max[n * rows + row]);
-    const T reference = highest == kNegInf<T> ? T(0) : highest;
-    T* out = first.out + row * d_v;
-    T sum = start.sum * exp<T>(splat<T>(start.max - reference))[0];
-    for (int64_t n = 0; n < plan.splits; ++n) {
-      const T factor = exp<T>(splat<T>(first.row_max[n * rows + row] - reference))[0];
-      sum += first.row_sum[n * rows + row] * factor;
-      for (int64_t c = 0; c < d_v; c += L) {
-        const Vec<T> part = load<T>(out + n * rows * d_v + c) * factor;
-        store<T>(out + c, n == 0 ? part : load<T>(out + c) + part);
-      }
+  const int64_t rows = plan.rows, d_v = decode_columns<T>(z.head_dim_v);
+  const int64_t h = h_kv * (z.heads / z.heads_kv) + row / z.seqlen_q, i = row % z.seqlen_q;
+  const RowStart<T> start = start_of_row<T>(p.sink, b, h);
+  T highest = start.max;
+  for (int64_t n = 0; n < plan.splits; ++n) highest = std::max(highest, first.row_max[n * rows + row]);
+  const T reference = highest == kNegInf<T> ? T(0) : highest;
+  T* out = first.out + row * d_v;
+  T sum = start.sum * std::exp(start.max - reference);
+  for (int64_t n = 0; n < plan.splits; ++n) {
+    const T factor = std::exp(first.row_max[n * rows + row] - reference);
+    sum += first.row_sum[n * rows + row] * factor;
+    for (int64_t c = 0; c < d_v; c += L) {
+      const Vec<T> part = load<T>(out + n * rows * d_v + c) * factor;
+      store<T>(out + c, n == 0 ? part : load<T>(out + c) + part);
     }
-    T* lse = static_cast<T*>(p.lse) + p.statistics_row(b, h, i);
-    finish_row<In, T>(p.out.row<In>(b, h, i), out, z.head_dim_v, highest, T(1), sum, *lse);
   }
+  T* lse = static_cast<T*>(p.lse) + p.statistics_row(b, h, i);
+  finish_row<In, T>(p.out.row<In>(b, h, i), out, z.head_dim_v, highest, T(1), sum, *lse);
 }
 
 template <class In, class T>
-void merge_all_splits(const AttentionParams& call, const SplitResults<T>& results, const Parallel& parallel) {
+void decode_task(const AttentionParams& p, const DecodePlan& plan, const DecodeScratch<In, T>& s,
+                 const DecodeTask& task, const SplitResults<T>& results) {
+  load_decode_queries<In, T>(p, s, task, plan.rows);
+  for (int64_t split = task.splits.begin; split < task.splits.end; ++split)
+    decode_split<In, T>(p, plan, s, task, results, split);
+  if (task.splits.end - task.splits.begin < plan.splits) return;  // merge_all_splits() does this then
+  for (int64_t h = task.heads.first; h < task.heads.first + task.heads.count; ++h)
+    for (int64_t row = 0; row < plan.rows; ++row)
+      merge_row<In, T>(p, plan, task.b, h, row, results.of(task.b, h, plan));
+}
+
+// What decode_task() has left, row by row.
+template <class In, class T>
+void merge_all_splits(const AttentionParams& call, const DecodeGrouping& tasks,
+                      const SplitResults<T>& results, const Parallel& parallel) {
+  constexpr int64_t kFew = 32768;  // elements that one thread adds while others would start
   const int64_t heads_kv = call.sizes.heads_kv;
-  for_each_task(parallel, call.sizes.batch * heads_kv, [&](int64_t kv_head, int) {
-    const int64_t b = kv_head / heads_kv, h_kv = kv_head % heads_kv;
+  const Parallel threads{results.rows * results.d_v < kFew ? 1 : parallel.threads, parallel.run};
+  for_each_task(threads, call.sizes.batch * heads_kv * tasks.rows, [&](int64_t n, int) {
+    const int64_t row = n % tasks.rows, head = n / tasks.rows, h_kv = head % heads_kv, b = head / heads_kv;
     const AttentionParams p = of_sequence(call, b);
     if (p.sizes.seqlen_q == 0 || !is_decode(p)) return;
     const DecodePlan plan = plan_decode<T>(p);
-    merge_splits<In, T>(p, plan, b, h_kv, results.of(b, h_kv, plan));
+    if (plan.splits <= tasks.splits || row >= plan.rows) return;  // done, or no such row
+    merge_row<In, T>(p, plan, b, h_kv, row, results.of(b, h_kv, plan));
   });
 }

@@ -78,18 +78,26 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
   }
 }
 
-// Query blocks of one head, or, in the decode kernel, pieces of the keys of a few key heads.
+// The query blocks in the order of their tasks: of a causal head the longest comes first. Where tasks are few, the heads
+// run side by side, so that the last tasks are short ones. Otherwise head by head: its keys stay in the cache.
 template <class T>
-int64_t count_forward_tasks(const AttentionParams& p, int64_t decode_heads) {
-  constexpr int64_t block_q = forward_tiling<T>().block_q;
+HeadBlocks query_blocks(const Sizes& z, int threads) {
+  constexpr int64_t kFewTasks = 32;  // for each thread; with more, the last ones matter little
+  const int64_t blocks = ceil_div(z.seqlen_q, forward_tiling<T>().block_q), heads = z.batch * z.heads;
+  return {z, blocks, heads * blocks < kFewTasks * threads ? heads : 1};
+}
+
+// Query blocks of each head, or, in the decode kernel, pieces of the keys of a few key heads.
+template <class T>
+int64_t count_forward_tasks(const AttentionParams& p, const DecodeGrouping& decode) {
   if (p.sizes.seqlen_q == 0) return 0;  // of a packed sequence
-  if (is_decode(p)) return p.sizes.heads_kv / decode_heads * plan_decode<T>(p).splits;
-  return p.sizes.heads * ceil_div(p.sizes.seqlen_q, block_q);
+  if (is_decode(p)) return p.sizes.batch * decode.count(p, plan_decode<T>(p));
+  return p.sizes.batch * p.sizes.heads * ceil_div(p.sizes.seqlen_q, forward_tiling<T>().block_q);
 }
 
 template <class T>
 struct ForwardWorkspace {
-  int64_t decode_heads;  // key heads of a task of the decode kernel
+  DecodeGrouping decode;  // a task of the decode kernel
   TaskList tasks;
   SplitResults<T> splits;
   char* scratch;  // of each thread
@@ -99,13 +107,13 @@ struct ForwardWorkspace {
 template <class In, class T>
 ForwardWorkspace<T> plan_forward_workspace(Arena& arena, const AttentionParams& call, int threads) {
   ForwardWorkspace<T> w;
-  w.decode_heads = may_decode(call) ? decode_heads_of_task<T>(call, threads) : 1;
-  w.tasks = plan_tasks(arena, call,
-                       [&](const AttentionParams& p) { return count_forward_tasks<T>(p, w.decode_heads); });
+  if (may_decode(call)) w.decode = group_decode<T>(call, threads);
+  w.tasks =
+      plan_tasks(arena, call, [&](const AttentionParams& p) { return count_forward_tasks<T>(p, w.decode); });
   w.splits = plan_split_results<T>(arena, call);
   Arena blocks(nullptr), decode(nullptr);
   if (call.varlen || !is_decode(call)) plan_forward<In, T>(blocks, call);
-  if (may_decode(call)) plan_decode_scratch<In, T>(decode, call, w.decode_heads);
+  if (may_decode(call)) plan_decode_scratch<In, T>(decode, call, w.decode.heads);
   w.scratch_bytes = std::max(blocks.used(), decode.used());
   w.scratch = arena.take<char>(static_cast<int64_t>(w.scratch_bytes) * threads);
   return w;
@@ -116,23 +124,23 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
   Arena arena(workspace);
   const ForwardWorkspace<T> w = plan_forward_workspace<In, T>(arena, call, parallel.threads);
   for_each_task(parallel, w.tasks.total, [&](int64_t n, int thread) {
-    const auto [b, task] = w.tasks.at(n);
-    const AttentionParams p = of_sequence(call, b);
+    const TaskList::Task task = w.tasks.at(n);
+    const AttentionParams p = of_sequence(call, task.b);
     Arena scratch(w.scratch + thread * w.scratch_bytes);
     const ProductUnit<In> unit;
     if (is_decode(p)) {
       const DecodePlan plan = plan_decode<T>(p);
-      const HeadRange heads{task / plan.splits * w.decode_heads, w.decode_heads};
-      decode_split<In, T>(p, plan, plan_decode_scratch<In, T>(scratch, call, w.decode_heads), b, heads,
-                          w.splits, task % plan.splits);
+      decode_task<In, T>(p, plan, plan_decode_scratch<In, T>(scratch, call, w.decode.heads),
+                         w.decode.at(p, plan, task), w.splits);
     } else {
-      constexpr int64_t block_q = forward_tiling<T>().block_q;
-      const int64_t blocks = ceil_div(p.sizes.seqlen_q, block_q);
-      const int64_t block = blocks - 1 - task % blocks;  // causal: the longest rows of a head first
-      forward_query_block<In, T>(p, plan_forward<In, T>(scratch, call), b, task / blocks, block * block_q);
+      const HeadBlocks list = query_blocks<T>(p.sizes, parallel.threads);
+      const auto [b, h, n_from_last] = list.at(task);
+      const int64_t block = list.blocks - 1 - n_from_last;
+      forward_query_block<In, T>(p, plan_forward<In, T>(scratch, call), b, h,
+                                 block * forward_tiling<T>().block_q);
     }
   });
-  if (may_decode(call)) merge_all_splits<In, T>(call, w.splits, parallel);
+  if (w.decode.leaves_splits) merge_all_splits<In, T>(call, w.decode, w.splits, parallel);
 }
 
 template <class In, class T>

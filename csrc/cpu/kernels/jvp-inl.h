@@ -150,7 +150,7 @@ template <class In, class T>
 JvpWorkspace plan_jvp_workspace(Arena& arena, const JvpParams& call, int threads) {
   JvpWorkspace w;
   w.tasks = plan_tasks(arena, call, [](const JvpParams& p) {
-    return p.sizes.heads * ceil_div(p.sizes.seqlen_q, forward_tiling<T>().block_q);
+    return p.sizes.batch * p.sizes.heads * ceil_div(p.sizes.seqlen_q, forward_tiling<T>().block_q);
   });
   Arena scratch(nullptr);
   plan_jvp<In, T>(scratch, call);
@@ -164,14 +164,14 @@ void jvp(const JvpParams& call, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
   const JvpWorkspace w = plan_jvp_workspace<In, T>(arena, call, parallel.threads);
   for_each_task(parallel, w.tasks.total, [&](int64_t n, int thread) {
-    constexpr int64_t block_q = forward_tiling<T>().block_q;
-    const auto [b, task] = w.tasks.at(n);
-    const JvpParams p = of_sequence(call, b);
+    const TaskList::Task task = w.tasks.at(n);
+    const JvpParams p = of_sequence(call, task.b);
     Arena scratch(w.scratch + thread * w.scratch_bytes);
     const ProductUnit<In> unit;
-    const int64_t blocks = ceil_div(p.sizes.seqlen_q, block_q);
-    const int64_t block = blocks - 1 - task % blocks;  // causal: the longest rows of a head first
-    jvp_query_block<In, T>(p, plan_jvp<In, T>(scratch, call), b, task / blocks, block * block_q);
+    const HeadBlocks list = query_blocks<T>(p.sizes, parallel.threads);
+    const auto [b, h, n_from_last] = list.at(task);
+    const int64_t block = list.blocks - 1 - n_from_last;
+    jvp_query_block<In, T>(p, plan_jvp<In, T>(scratch, call), b, h, block * forward_tiling<T>().block_q);
   });
 }
 

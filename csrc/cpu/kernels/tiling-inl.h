@@ -54,8 +54,7 @@ constexpr int64_t decode_block_k() {
   return 64;
 }
 constexpr int64_t kDecodeMaxQueries = 8;  // beyond, measured, the forward's tile is the faster one
-constexpr int64_t kDecodeTasks =
-    16;  // keys are split until a batch of one has so many tasks, for a few threads,
+constexpr int64_t kDecodeTasks = 256;  // keys are split until a batch of one has two for each of 128 threads,
 constexpr int64_t kDecodeMinBlocks = 4;  // but into no fewer key blocks each: a split costs a merge
 constexpr int64_t kDecodeMostBlocks =
     64;                            // nor into more: one long cache must not keep other threads waiting
