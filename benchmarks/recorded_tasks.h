@@ -5,8 +5,8 @@
 //   pass SECONDS   tasks begin; so much time went by outside of tasks
 //   task           the next task begins
 //   work SECONDS   of this task
-//   wait COUNTER ROWS     for the rows of a sum below ROWS, which tasks before this one finish
-//   finish COUNTER ROWS
+//   wait COUNTER STEP     until what a task before this one works on next is a later step
+//   next COUNTER STEP     on which the task works next
 //   end SECONDS    outside of tasks, after the last
 #pragma once
 
@@ -56,22 +56,27 @@ void for_each_task(const Parallel&, int64_t tasks, const Body& body) {
 class Turn {
  public:
   using Counter = TurnOfThreads::Counter;
-  static constexpr int64_t kAll = TurnOfThreads::kAll;
+  static constexpr int64_t kNone = TurnOfThreads::kNone;
 
   Turn(const Counter* before, Counter* own) : before_(before), own_(own) {}
 
-  void wait_for_rows(int64_t end) const {
+  void begin(int64_t first) const { record_next(first); }
+  void wait_for(int64_t step) const {
     if (!before_) return;
     record("work %.9f\n", seconds_since_last());
-    record("wait %p %lld\n", static_cast<const void*>(before_), static_cast<long long>(end));
+    record("wait %p %lld\n", static_cast<const void*>(before_), static_cast<long long>(step));
   }
-  void finish_rows(int64_t end) const {
-    wait_for_rows(end);
-    record("work %.9f\n", seconds_since_last());
-    record("finish %p %lld\n", static_cast<const void*>(own_), static_cast<long long>(end));
+  void finish(int64_t step, int64_t next) const {
+    wait_for(step);
+    record_next(next);
   }
 
  private:
+  void record_next(int64_t step) const {
+    record("work %.9f\n", seconds_since_last());
+    record("next %p %lld\n", static_cast<const void*>(own_), static_cast<long long>(step));
+  }
+
   const Counter* before_;
   Counter* own_;
 };

@@ -75,7 +75,7 @@ class Pass:
     """Tasks between two points where all threads meet."""
 
     serial: float  # seconds before it, on one thread
-    tasks: list[list[tuple]] = field(default_factory=list)  # of ("work", seconds), ("wait" or "finish", counter, rows)
+    tasks: list[list[tuple]] = field(default_factory=list)  # of ("work", seconds), ("wait" or "next", counter, step)
 
 
 def read(report: str) -> list[Pass]:
@@ -103,18 +103,18 @@ def work(one: Pass) -> float:
 def makespan(one: Pass, threads: int) -> float:
     """Seconds of a pass on so many threads. A task waits for earlier ones only, whose times are known by then."""
     free = [0.0] * threads
-    finished: dict[str, list[tuple[int, float]]] = {}  # counter -> rows that are finished, and when
+    reached: dict[str, list[tuple[int, float]]] = {}  # counter -> steps of its task, and when they are next
     for task in one.tasks:
         now = heapq.heappop(free)
         for event, *values in task:
             if event == "work":
                 now += values[0]
             elif event == "wait":
-                counter, rows = values
-                now = max(now, next(when for have, when in finished[counter] if have >= rows))
+                counter, step = values
+                now = max(now, next(when for at, when in reached[counter] if at > step))
             else:
-                counter, rows = values
-                finished.setdefault(counter, []).append((rows, now))
+                counter, step = values
+                reached.setdefault(counter, []).append((step, now))
         heapq.heappush(free, now)
     return one.serial + max(free)
 

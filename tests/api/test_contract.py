@@ -249,6 +249,24 @@ def test_bitwise_equal_for_any_thread_count(isa, threads, batch, heads, heads_kv
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (90, 20)])
+def test_gradients_of_many_blocks_for_any_thread_count(isa, threads, window):
+    """Blocks of keys take turns at dQ; where a window ends, a block has nobody to wait for."""
+    q, k, v = make_qkv(1, 2, 650, 700, 8, dtype=torch.float64)
+    distance = torch.arange(700) - torch.arange(650)[:, None] - (700 - 650)
+    left, right = (700 if n < 0 else n for n in window)
+    grad = torch.randn_like(q)
+    seen = (-left <= distance) & (distance <= right)
+    expected = torch.autograd.grad(sdpa(q, k, v, seen), (q, k, v), grad)
+    results = []
+    for count in (1, 9):
+        threads(count)
+        results.append(torch.autograd.grad(flash_attn(q, k, v, window=window), (q, k, v), grad))
+    for a, b, c in zip(*results, expected, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c)
+
+
 def test_repeated_runs_are_bitwise_equal():
     q, k, v = make_qkv(2, 3, 300, 300, 32)
     grad = torch.randn(2, 3, 300, 32)

@@ -54,6 +54,13 @@ void sum_row_terms(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b
   }
 }
 
+// Sums of dQ begin with 0.
+template <class T>
+void clear_rows(const DqRows<T>& dq, int64_t i0, int64_t count, int64_t cols) {
+  for (int64_t i = i0; dq.data && i < i0 + count; ++i)
+    std::fill(dq.data + i * dq.ld, dq.data + i * dq.ld + round_up_to_lanes<T>(cols), T(0));
+}
+
 template <class In, class T>
 void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w, const Parallel& parallel) {
   for_each_task(parallel, w.row_tasks.total, [&](int64_t n, int thread) {
@@ -75,6 +82,7 @@ void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w
       const ProductUnit<In> unit;
       sum_row_terms<In, T>(p, s, b, h, i0, queries, rows);
     }
+    if (!w.whole_heads) clear_rows(w.template dq_of<In>(p, b, h), i0, queries, p.sizes.head_dim);
     for (int64_t r = 0; r < queries; ++r) {
       const int64_t i = i0 + r;
       if (exact || !std::isfinite(lse[r])) {
@@ -167,7 +175,7 @@ struct BackwardPass {
     unscale_dscores<T>(p, f, s.tanh_tile, s.dscores);
     if (p.dk) s.products.add_dk(p, score, s.dscores, s.dk);
     if (!p.dq) return;
-    turn.wait_for_rows(f.i0 + f.queries);
+    turn.wait_for(step_of_tile<T>(p, f));
     s.products.add_dq(p, score, s.dscores, dq);
   }
 };
@@ -175,7 +183,7 @@ struct BackwardPass {
 // Returns the block's part of the slope's gradient.
 template <class Pass, class T>
 T backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, const DqRows<T>& dq, const Turn& turn) {
-  const auto [block_q, block_k] = backward_tiling<T>();
+  constexpr int64_t block_q = backward_tiling<T>().block_q, block_k = backward_tiling<T>().block_k;
   const BackwardParams& p = pass.p;
   const Sizes& z = p.sizes;
   const int64_t keys = std::min(block_k, z.seqlen_k - j0), ld = round_up_to_lanes<T>(keys);
@@ -185,17 +193,26 @@ T backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, const DqRows<
 
   T dslope = 0;
   const Range seen = visible_queries(p.band, j0, j0 + keys, z.seqlen_q);
-  if (seen.begin >= seen.end) return dslope;
-  pass.load_keys(b, z.kv_head(h), j0, keys);
+  const auto step_from = [&](int64_t step) {  // the next one with queries that see a key
+    for (; step < count_query_steps<T>(p); ++step)
+      if (const int64_t i0 = mirrored_block<T>(p, step) * block_q; i0 < seen.end && i0 + block_q > seen.begin)
+        return step;
+    return Turn::kNone;
+  };
+  int64_t step = seen.begin < seen.end ? step_from(0) : Turn::kNone;
+  if (p.dq) turn.begin(step);
+  if (step != Turn::kNone) pass.load_keys(b, z.kv_head(h), j0, keys);
 
-  for (int64_t i0 = seen.begin / block_q * block_q; i0 < seen.end; i0 += block_q) {
+  while (step != Turn::kNone) {
+    const int64_t i0 = mirrored_block<T>(p, step) * block_q, next = step_from(step + 1);
     const TileFrame f{b, h, i0, j0, std::min(block_q, z.seqlen_q - i0), keys, ld, false};
     const BackwardTile<T> tile = pass.recompute(f);
     if (!tile.empty) {
       if (p.dalibi_slopes) dslope += alibi_slope_gradient<T>(p, f, pass.s.dscores);
       pass.add_products(f, tile.score, dq, turn);
     }
-    if (p.dq) turn.finish_rows(i0 + f.queries);
+    if (p.dq) turn.finish(step, next);
+    step = next;
   }
   return dslope;
 }
@@ -221,7 +238,7 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
   using In = typename Pass::In;
   using T = typename Pass::T;
   const int64_t heads = call.sizes.heads;
-  for (int64_t n = 0; call.dq && n < w.key_blocks * heads; ++n) new (w.turns + n) Turn::Counter(0);
+  for (int64_t n = 0; call.dq && n < w.key_blocks * heads; ++n) new (w.turns + n) Turn::Counter(-1);
 
   for_each_task(parallel, w.key_tasks.total, [&](int64_t n, int thread) {
     constexpr int64_t block_k = backward_tiling<T>().block_k;
@@ -231,8 +248,7 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
     const KeyTask task = key_task<T>(p, drawn, w.whole_heads);
     const int64_t b = task.b, h = task.head;
     const DqRows<T> dq = w.template dq_of<In>(p, b, h);
-    for (int64_t i = 0; dq.data && task.first_block == 0 && i < z.seqlen_q; ++i)
-      std::fill(dq.data + i * dq.ld, dq.data + i * dq.ld + round_up_to_lanes<T>(z.head_dim), T(0));
+    if (w.whole_heads) clear_rows(dq, 0, z.seqlen_q, z.head_dim);  // otherwise with the row terms
 
     Pass pass(call, p, w, thread);
     const ProductUnit<In> unit;
@@ -241,7 +257,6 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
       const int64_t own = (w.first_block(p, b) + block) * heads + h;
       const Turn turn(block == 0 ? nullptr : w.turns + own - heads, w.turns + own);
       const T dslope = backward_key_block<Pass, T>(pass, b, h, j0, dq, turn);
-      if (dq.data) turn.finish_rows(Turn::kAll);
       if (p.dalibi_slopes) w.dslopes[own] = dslope;
       store_key_rows<In, T>(p.dk, w.dk_of(p, b), pass.s.dk, b, h, z, j0, keys, z.head_dim);
       store_key_rows<In, T>(p.dv, w.dv_of(p, b), pass.s.dv, b, h, z, j0, keys, z.head_dim_v);
@@ -249,13 +264,13 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
   });
 }
 
-// Each row of head h of `grad` is the sum of `parts` partial rows of `data`, added in order; the parts lie
+// Each of these rows of head h of `grad` is the sum of `parts` partial rows of `data`, added in order; the parts lie
 // `part_rows` rows behind each other, and the first is overwritten.
 template <class In, class T>
-void reduce_rows(const Tensor4& grad, T* data, int64_t b, int64_t h, int64_t seqlen, int64_t cols,
+void reduce_rows(const Tensor4& grad, T* data, int64_t b, int64_t h, const Range& rows, int64_t cols,
                  int64_t parts, int64_t part_rows) {
   const int64_t ld = round_up_to_lanes<T>(cols);
-  for (int64_t s = 0; s < seqlen; ++s) {
+  for (int64_t s = rows.begin; s < rows.end; ++s) {
     T* sum = data + s * ld;
     for (int64_t n = 1; n < parts; ++n) add_rows<T>(sum, sum + n * part_rows * ld, ld);
     store_row<In, T>(grad.row<In>(b, h, s), sum, cols, T(1));
@@ -265,26 +280,32 @@ void reduce_rows(const Tensor4& grad, T* data, int64_t b, int64_t h, int64_t seq
 template <class In, class T>
 void reduce_gradients(const BackwardParams& call, const BackwardWorkspace<T>& w, const Parallel& parallel) {
   const int64_t heads = call.sizes.heads;
-  for_each_task(parallel, call.sizes.batch * heads, [&](int64_t task, int) {
-    const int64_t b = task / heads, h = task % heads;
-    const BackwardParams p = of_sequence(call, b);
+  if (!w.dq && heads == call.sizes.heads_kv && !call.dalibi_slopes) return;
+  for_each_task(parallel, w.reduce_tasks.total, [&](int64_t n, int) {
+    const TaskList::Task task = w.reduce_tasks.at(n);
+    const BackwardParams p = of_sequence(call, task.b);
     const Sizes& z = p.sizes;
+    const auto [b, h, block] = HeadBlocks(z, count_reduced_blocks(p), 1).at(task);
     const int64_t group = heads / z.heads_kv;
     const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
+    const auto rows_of = [block = block](int64_t seqlen) {
+      return Range{block * kReducedRows, std::min((block + 1) * kReducedRows, seqlen)};
+    };
     if (w.dq)
-      reduce_rows<In, T>(p.dq, w.template dq_of<In>(p, b, h).data, b, h, z.seqlen_q, z.head_dim, 1, 0);
+      reduce_rows<In, T>(p.dq, w.template dq_of<In>(p, b, h).data, b, h, rows_of(z.seqlen_q), z.head_dim, 1,
+                         0);
     if (group > 1 && h % group == 0) {  // the heads of the group are the parts
       if (p.dk)
-        reduce_rows<In, T>(p.dk, w.dk_of(p, b) + h * z.seqlen_k * d, b, h / group, z.seqlen_k, z.head_dim,
-                           group, z.seqlen_k);
+        reduce_rows<In, T>(p.dk, w.dk_of(p, b) + h * z.seqlen_k * d, b, h / group, rows_of(z.seqlen_k),
+                           z.head_dim, group, z.seqlen_k);
       if (p.dv)
-        reduce_rows<In, T>(p.dv, w.dv_of(p, b) + h * z.seqlen_k * d_v, b, h / group, z.seqlen_k, z.head_dim_v,
-                           group, z.seqlen_k);
+        reduce_rows<In, T>(p.dv, w.dv_of(p, b) + h * z.seqlen_k * d_v, b, h / group, rows_of(z.seqlen_k),
+                           z.head_dim_v, group, z.seqlen_k);
     }
-    if (p.dalibi_slopes) {
+    if (p.dalibi_slopes && block == 0) {
       const T* dslopes = w.dslopes + w.first_block(p, b) * heads + h;
       T sum = 0;
-      for (int64_t n = 0; n < count_key_blocks<T>(p); ++n) sum += dslopes[n * heads];
+      for (int64_t k = 0; k < count_key_blocks<T>(p); ++k) sum += dslopes[k * heads];
       static_cast<T*>(p.dalibi_slopes)[b * heads + h] = sum;
     }
   });

@@ -121,7 +121,7 @@ struct DoubleBackwardPass {
       s.products.add_dk(with_t_q, score, s.t_scores, s.dk);
     }
     if (p.dq) {
-      turn.wait_for_rows(f.i0 + f.queries);
+      turn.wait_for(step_of_tile<T>(p, f));
       s.products.add_dq(p, score, s.dscores, dq);
       s.t_products.add_dq(with_t_kv, score, s.t_scores, dq);
     }
