@@ -267,6 +267,21 @@ def test_gradients_of_many_blocks_for_any_thread_count(isa, threads, window):
         torch.testing.assert_close(a, c)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 150), (4, 1, 130, 1), (1, 2, 1, 1), (1, 1, 130, 150)])
+def test_gradient_of_a_mask_of_few_elements(isa, threads, shape):
+    """Many tiles of scores share each tile of the mask: tasks sum up parts of them."""
+    q, k, v = make_qkv(4, 2, 130, 150, 16, dtype=torch.float64)
+    mask = torch.randn(shape, dtype=torch.float64).requires_grad_()
+    grad = torch.randn_like(q)
+    (expected,) = torch.autograd.grad(sdpa(q, k, v, mask.expand(4, 2, 130, 150)), mask, grad)
+    results = []
+    for count in (1, 3):
+        threads(count)
+        results.append(torch.autograd.grad(flash_attn(q, k, v, mask), mask, grad)[0])
+    assert torch.equal(*results)
+    torch.testing.assert_close(results[0], expected)
+
+
 def test_repeated_runs_are_bitwise_equal():
     q, k, v = make_qkv(2, 3, 300, 300, 32)
     grad = torch.randn(2, 3, 300, 32)

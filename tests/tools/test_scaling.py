@@ -47,6 +47,9 @@ def test_the_tasks_are_those_of_the_library(built):
     masked = scaling.Workload("mask", (2, 3, 3, 100, 130, 8), mask=(1, 1, 100, 130))
     gradient = scaling.record(built, masked, "mask_gradient", 8)
     assert len(gradient[-2].tasks) == 2 * 3  # tiles of the mask
+    one_row = scaling.Workload("row", (4, 3, 3, 100, 130, 8), mask=(1, 1, 1, 130))
+    shared = scaling.record(built, one_row, "mask_gradient", 8)
+    assert [len(one.tasks) for one in shared[-3:-1]] == [3 * 3, 3]  # 24 tiles of scores for each, by eight; their sums
 
 
 def in_tiles(task):

@@ -3,7 +3,8 @@
 //
 // A pass of its own (two more products a tile): it is parallel over the mask's elements, each task summing
 // the batches, heads and rows that share its tile in a fixed order, so that nothing of size S_q x S_k is ever
-// stored that the mask itself is not.
+// stored that the mask itself is not. A mask of few elements is shared by many score tiles: tasks sum up parts of them,
+// which then are added in order.
 #pragma once
 
 #include "backward_workspace-inl.h"
@@ -31,23 +32,106 @@ void add_to_mask_tile(const MaskGrad& g, const TileFrame& f, const T* dscores, T
       tile[(g.rows == 1 ? 0 : r) * tile_ld + (g.cols == 1 ? 0 : c)] += dscores[r * f.ld + c];
 }
 
-// Adds dS of the queries and keys that share one mask tile, of one head.
+// Adds dS of the queries and keys that share one mask tile, of one head: of its score tiles, counted key block by key
+// block, those in `part`.
 template <class Pass>
-void add_shared_scores(Pass& pass, int64_t b, int64_t h, const Range& queries, const Range& keys) {
+void add_shared_scores(Pass& pass, int64_t b, int64_t h, const Range& queries, const Range& keys,
+                       const Range& part) {
   using T = typename Pass::T;
   const auto [block_q, block_k] = backward_tiling<T>();
   const BackwardParams& p = pass.p;
+  int64_t n = 0;  // of the first score tile of the key block
   for (int64_t j0 = keys.begin; j0 < keys.end; j0 += block_k) {
-    const int64_t count = std::min(block_k, keys.end - j0);
-    const Range seen = visible_queries(p.band, j0, j0 + count, queries.end);
-    if (std::max(seen.begin, queries.begin) >= seen.end) continue;
+    const int64_t count = std::min(block_k, keys.end - j0),
+                  blocks = ceil_div(queries.end - queries.begin, block_q);
+    const Range own = {queries.begin + clamp_to(part.begin - n, 0, blocks) * block_q,
+                       std::min(queries.begin + clamp_to(part.end - n, 0, blocks) * block_q, queries.end)};
+    n += blocks;
+    const Range seen = visible_queries(p.band, j0, j0 + count, own.end);
+    if (std::max(seen.begin, own.begin) >= seen.end) continue;
     pass.load_keys(b, p.sizes.kv_head(h), j0, count);
-    for (int64_t i0 = queries.begin; i0 < queries.end; i0 += block_q) {
-      const TileFrame f{
-          b, h, i0, j0, std::min(block_q, queries.end - i0), count, round_up_to_lanes<T>(count), false};
+    for (int64_t i0 = own.begin; i0 < own.end; i0 += block_q) {
+      const TileFrame f{b,    h, i0, j0, std::min(block_q, own.end - i0), count, round_up_to_lanes<T>(count),
+                        false};
       if (pass.recompute(f).empty) continue;
       add_to_mask_tile<T>(p.dmask, f, pass.s.dscores, pass.s.dmask, block_k);
     }
+  }
+}
+
+// The tile that a task sums up, or a part of it.
+template <class T>
+struct MaskTask {
+  int64_t mb, mh, mi, mj, part;  // mi, mj: first row and column
+
+  MaskTask(const MaskTiles& tiles, int64_t n) {
+    const auto [block_q, block_k] = backward_tiling<T>();
+    const auto digit = [&n](int64_t base) {
+      const int64_t value = n % base;
+      n /= base;
+      return value;
+    };
+    part = digit(tiles.parts);
+    mj = digit(tiles.col_blocks) * block_k;
+    mi = digit(tiles.row_blocks) * block_q;
+    mh = digit(tiles.heads);
+    mb = n;
+  }
+};
+
+// Stores some rows of a finished tile, whose row `first` is row 0 of `sums`, where the mask has them.
+template <class T>
+void store_mask_rows(const BackwardParams& own, const MaskTask<T>& task, int64_t first, int64_t count,
+                     const T* sums) {
+  const auto [block_q, block_k] = backward_tiling<T>();
+  const MaskGrad& g = own.dmask;
+  const bool by_row = own.varlen && own.varlen.mask_by_row;
+  const int64_t before = by_row ? own.varlen.first_q : 0, rows_of_mask = by_row ? own.sizes.seqlen_q : g.rows;
+  const int64_t i = task.mi + first, rows = std::min(count, rows_of_mask - i),
+                cols = std::min(block_k, g.cols - task.mj);
+  switch (own.mask.dtype) {
+    case DType::kFloat32:
+      return store_mask_tile<float, T>(g, task.mb, task.mh, before + i, task.mj, rows, cols, sums, block_k);
+    case DType::kFloat64:
+      return store_mask_tile<double, T>(g, task.mb, task.mh, before + i, task.mj, rows, cols, sums, block_k);
+    case DType::kBFloat16:
+      return store_mask_tile<BFloat16, T>(g, task.mb, task.mh, before + i, task.mj, rows, cols, sums,
+                                          block_k);
+    case DType::kFloat16:
+      return store_mask_tile<Float16, T>(g, task.mb, task.mh, before + i, task.mj, rows, cols, sums, block_k);
+    case DType::kBool: return;  // has no gradient: checked in ops/checks.cpp
+  }
+}
+
+// Adds dS of all score tiles that share the tile, or of those of its part, to the pass's dmask.
+template <class Pass>
+void sum_mask_tile(const typename Pass::Params& call, const typename Pass::Workspace& w, int thread,
+                   const Range& batches, const MaskTiles& tiles, const MaskTask<typename Pass::T>& task) {
+  const auto [block_q, block_k] = backward_tiling<typename Pass::T>();
+  const MaskGrad& g = call.dmask;
+  const Range heads = g.heads == 1 ? Range{0, call.sizes.heads} : Range{task.mh, task.mh + 1};
+  int64_t before = 0;  // score tiles of the heads before
+  for (int64_t b = batches.begin; b < batches.end; ++b) {
+    const typename Pass::Params p = of_sequence(call, b);
+    const Sizes& z = p.sizes;
+    const Range queries =
+        g.rows == 1 ? Range{0, z.seqlen_q} : Range{task.mi, std::min(task.mi + block_q, z.seqlen_q)};
+    const Range keys =
+        g.cols == 1 ? Range{0, z.seqlen_k} : Range{task.mj, std::min(task.mj + block_k, z.seqlen_k)};
+    const int64_t of_head = ceil_div(std::max<int64_t>(queries.end - queries.begin, 0), block_q) *
+                            ceil_div(std::max<int64_t>(keys.end - keys.begin, 0), block_k);
+    const int64_t of_heads = of_head * (heads.end - heads.begin);
+    Range part{0, std::numeric_limits<int64_t>::max()};
+    if (tiles.parts > 1) {  // all sequences have the same lengths
+      const int64_t all = of_heads * (batches.end - batches.begin);
+      part = {all * task.part / tiles.parts, all * (task.part + 1) / tiles.parts};
+    }
+    if (before < part.end && before + of_heads > part.begin) {
+      Pass pass(call, p, w, thread);
+      for (int64_t h = heads.begin, first = before; h < heads.end; ++h, first += of_head)
+        add_shared_scores(pass, b, h, queries, keys, {part.begin - first, part.end - first});
+    }
+    before += of_heads;
   }
 }
 
@@ -56,52 +140,39 @@ void backward_mask(const typename Pass::Params& call, const typename Pass::Works
                    const Parallel& parallel) {
   using T = typename Pass::T;
   using Params = typename Pass::Params;
-  const auto [block_q, block_k] = backward_tiling<T>();
+  constexpr int64_t block_k = backward_tiling<T>().block_k;
   const MaskGrad& g = call.dmask;
   const bool by_row = call.varlen && call.varlen.mask_by_row;
 
-  for_each_task(
-      parallel, w.mask_tasks.total, [&, block_q = block_q, block_k = block_k](int64_t task, int thread) {
-        const auto [sequence, index] = w.mask_tasks.at(task);
-        const Params own = by_row ? of_sequence(call, sequence) : call;
-        const MaskTiles tiles = mask_tiles<T>(own);
-        const int64_t mj = index % tiles.col_blocks * block_k;
-        const int64_t mi = index / tiles.col_blocks % tiles.row_blocks * block_q;
-        const int64_t mh = index / (tiles.col_blocks * tiles.row_blocks) % g.heads;
-        const int64_t mb = index / (tiles.col_blocks * tiles.row_blocks * g.heads);
-        const ProductUnit<typename Pass::In> unit;
-        T* const dmask = Pass(call, own, w, thread).s.dmask;
-        std::fill(dmask, dmask + block_q * block_k, T(0));
+  for_each_task(parallel, w.mask_tasks.total, [&](int64_t n, int thread) {
+    const auto [sequence, index] = w.mask_tasks.at(n);
+    const Params own = by_row ? of_sequence(call, sequence) : call;
+    const MaskTiles tiles = mask_tiles<T>(own);
+    const MaskTask<T> task(tiles, index);
+    const ProductUnit<typename Pass::In> unit;
+    T* const sums = Pass(call, own, w, thread).s.dmask;
+    std::fill(sums, sums + tiles.rows * block_k, T(0));
 
-        // What shares this mask tile: one block where the mask has the dimension, everything where it is
-        // broadcast.
-        const Range batches = by_row         ? Range{sequence, sequence + 1}
-                              : g.batch == 1 ? Range{0, call.sizes.batch}
-                                             : Range{mb, mb + 1};
-        const Range heads = g.heads == 1 ? Range{0, call.sizes.heads} : Range{mh, mh + 1};
-        for (int64_t b = batches.begin; b < batches.end; ++b) {
-          const Params p = of_sequence(call, b);
-          Pass pass(call, p, w, thread);
-          const int64_t seqlen_q = p.sizes.seqlen_q, seqlen_k = p.sizes.seqlen_k;
-          const Range queries =
-              g.rows == 1 ? Range{0, seqlen_q} : Range{mi, std::min(mi + block_q, seqlen_q)};
-          const Range keys = g.cols == 1 ? Range{0, seqlen_k} : Range{mj, std::min(mj + block_k, seqlen_k)};
-          for (int64_t h = heads.begin; h < heads.end; ++h) add_shared_scores(pass, b, h, queries, keys);
-        }
+    // What shares this mask tile: one block where the mask has the dimension, everything where it is
+    // broadcast.
+    const Range batches = by_row         ? Range{sequence, sequence + 1}
+                          : g.batch == 1 ? Range{0, call.sizes.batch}
+                                         : Range{task.mb, task.mb + 1};
+    sum_mask_tile<Pass>(call, w, thread, batches, tiles, task);
+    if (tiles.parts > 1)
+      std::copy(sums, sums + tiles.rows * block_k, w.dmask + n * tiles.rows * block_k);
+    else
+      store_mask_rows<T>(own, task, 0, tiles.rows, sums);
+  });
 
-        const int64_t first = by_row ? own.varlen.first_q : 0;
-        const int64_t end = by_row ? first + own.sizes.seqlen_q : g.rows;
-        const int64_t rows = std::min(block_q, end - first - mi), cols = std::min(block_k, g.cols - mj);
-        switch (call.mask.dtype) {
-          case DType::kFloat32:
-            return store_mask_tile<float, T>(g, mb, mh, first + mi, mj, rows, cols, dmask, block_k);
-          case DType::kFloat64:
-            return store_mask_tile<double, T>(g, mb, mh, first + mi, mj, rows, cols, dmask, block_k);
-          case DType::kBFloat16:
-            return store_mask_tile<BFloat16, T>(g, mb, mh, first + mi, mj, rows, cols, dmask, block_k);
-          case DType::kFloat16:
-            return store_mask_tile<Float16, T>(g, mb, mh, first + mi, mj, rows, cols, dmask, block_k);
-          case DType::kBool: return;  // has no gradient: checked in ops/checks.cpp
-        }
-      });
+  const MaskTiles tiles = mask_tiles<T>(call);
+  if (tiles.parts == 1) return;
+  constexpr int64_t kRows = 16;  // of a task that adds parts
+  const int64_t bands = ceil_div(tiles.rows, kRows), size = tiles.rows * block_k;
+  for_each_task(parallel, tiles.count() * bands, [&](int64_t n, int) {
+    const int64_t tile = n / bands, row = n % bands * kRows, rows = std::min(kRows, tiles.rows - row);
+    T* sums = w.dmask + tile * tiles.parts * size + row * block_k;
+    for (int64_t part = 1; part < tiles.parts; ++part) add_rows<T>(sums, sums + part * size, rows * block_k);
+    store_mask_rows<T>(call, MaskTask<T>(tiles, tile * tiles.parts), row, rows, sums);
+  });
 }

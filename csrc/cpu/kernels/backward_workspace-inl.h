@@ -8,16 +8,40 @@
 // any other has those of its own shape, whatever sequences there are.
 struct MaskTiles {
   int64_t batches, heads, row_blocks, col_blocks;
+  int64_t rows;   // of a tile, where the mask has them
+  int64_t parts;  // the score tiles that share a tile of the mask are summed up in so many
 
   int64_t count() const { return batches * heads * row_blocks * col_blocks; }
 };
+
+// By shape alone. Parts are made where the tiles of the mask are few. Each has some score tiles at least, and all of
+// them take no more memory than q and k.
+template <class T>
+int64_t count_mask_parts(const BackwardParams& p, const MaskTiles& tiles) {
+  constexpr int64_t kTasks = 256, kScoreTiles = 8;
+  const auto [block_q, block_k] = backward_tiling<T>();
+  const Sizes& z = p.sizes;
+  const MaskGrad& g = p.dmask;
+  if (p.varlen || tiles.count() == 0) return 1;
+  const int64_t of_batch = tiles.count() / g.batch;  // what else is in the batch changes no bit
+  const int64_t shared_heads = z.batch / g.batch * (z.heads / g.heads);
+  const int64_t score_tiles = shared_heads * (g.rows == 1 ? ceil_div(z.seqlen_q, block_q) : 1) *
+                              (g.cols == 1 ? ceil_div(z.seqlen_k, block_k) : 1);
+  const int64_t inputs = z.batch / g.batch * z.heads * (z.seqlen_q + z.seqlen_k) * z.head_dim;
+  return std::max<int64_t>(
+      std::min({kTasks / of_batch, score_tiles / kScoreTiles, inputs / (of_batch * tiles.rows * block_k)}),
+      1);
+}
 
 template <class T>
 MaskTiles mask_tiles(const BackwardParams& p) {
   const auto [block_q, block_k] = backward_tiling<T>();
   const MaskGrad& g = p.dmask;
   const int64_t rows = p.varlen && p.varlen.mask_by_row ? p.sizes.seqlen_q : g.rows;
-  return {g.batch, g.heads, ceil_div(rows, block_q), ceil_div(g.cols, block_k)};
+  MaskTiles tiles{
+      g.batch, g.heads, ceil_div(rows, block_q), ceil_div(g.cols, block_k), std::min(block_q, rows), 1};
+  tiles.parts = count_mask_parts<T>(p, tiles);
+  return tiles;
 }
 
 template <class T>
@@ -26,7 +50,8 @@ TaskList plan_mask_tasks(Arena& arena, const BackwardParams& call) {
   if (call.varlen && call.varlen.mask_by_row)
     return plan_tasks(arena, call, [](const BackwardParams& p) { return mask_tiles<T>(p).count(); });
   TaskList list;
-  list.total = mask_tiles<T>(call).count();
+  const MaskTiles tiles = mask_tiles<T>(call);
+  list.total = tiles.count() * tiles.parts;
   return list;
 }
 
@@ -97,6 +122,7 @@ struct BackwardWorkspace {
                          //                   sequence behind the last one's rows
   T* dk;                 // [B][H][S_k][D]    only if query heads share a key head
   T* dv;                 // [B][H][S_k][D_v]  likewise
+  T* dmask;              // [mask's tiles][parts][rows][block_k]  only if there are several parts
   T* dslopes;            // [B][key blocks][H]
   Turn::Counter* turns;  // [B][key blocks][H]  the step that is next in dQ
   int64_t key_blocks;    // of all sequences
@@ -160,6 +186,9 @@ BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams&
   w.dq = call.dq && !adds_to_dq_itself<In, T>(call) ? arena.take<T>(z.heads * rows_q * d) : nullptr;
   w.dk = arena.take<T>(call.dk && shared ? z.heads * rows_k * d : 0);
   w.dv = arena.take<T>(call.dv && shared ? z.heads * rows_k * d_v : 0);
+  w.dmask = nullptr;
+  if (const MaskTiles tiles = call.dmask ? mask_tiles<T>(call) : MaskTiles{}; tiles.parts > 1)
+    w.dmask = arena.take<T>(w.mask_tasks.total * tiles.rows * backward_tiling<T>().block_k);
   // Packed: no more than this, as each sequence but the last begins a block of its own.
   w.key_blocks = call.varlen ? call.varlen.total_k / backward_tiling<T>().block_k + z.batch
                              : z.batch * count_key_blocks<T>(call);
