@@ -211,6 +211,10 @@ void meet_named(Site site, int barrier, int threads) {
   });
 }
 
+void align_warp(Site site) {
+  meet(run.warps[current->thread / kWarpSize], kWarpSize, site, [](const std::vector<Fiber*>&) {});
+}
+
 void meet_warp(Site site, unsigned mask) {
   meet(run.warps[current->thread / kWarpSize], __builtin_popcount(mask), site, join_clocks);
 }

@@ -61,6 +61,7 @@ void pause();  // others may run first
 // `turn`.
 void step_aside();
 void wait_until_turn(Site site, const int* turns, int turn);
+void align_warp(Site site);  // the warp's threads meet, which orders no memory
 void meet_warpgroup(Site site, const std::function<void(const std::vector<Fiber*>&)>& finish);
 void shuffle_warps();
 uint64_t random_below(uint64_t n);

@@ -29,6 +29,7 @@ Barrier& find_barrier(uint64_t* address) {
 bool complete_if_done(Barrier& barrier) {
   if (barrier.pending > 0 || barrier.bytes_expected != 0) return false;
   ++barrier.phase;
+  barrier.waited = false;
   barrier.pending = barrier.expected;
   barrier.completed = barrier.arriving;
   barrier.joined.clear();
@@ -59,6 +60,8 @@ void barrier_init_fence() {
 void barrier_arrive(uint64_t* address, uint32_t bytes) {
   Barrier& barrier = find_barrier(address);
   if (barrier.pending == 0) fail("too many arrivals at an mbarrier: " + who());
+  // Two phases further on, a wait for the first would not end.
+  if (!barrier.waited) fail("arrives at an mbarrier, and nobody has waited for its last phase: " + who());
   barrier.bytes_expected += bytes;
   --barrier.pending;
   join(barrier.arriving, *current->known);
@@ -72,6 +75,7 @@ void barrier_wait(Site site, uint64_t* address, uint32_t parity) {
     barrier.waiting.push_back(current);
     wait_to_be_woken(site);
   }
+  barrier.waited = true;
   for (const auto& [before, after] : barrier.joined)
     if (before == current->known) {
       current->known = after;

@@ -33,6 +33,7 @@ struct Barrier {
   uint32_t expected, pending;
   int64_t bytes_expected = 0;
   uint32_t phase = 0;
+  bool waited = true;  // somebody has, for the last phase
   uint32_t copies = 0;
   Clock arriving, completed;
   std::vector<Fiber*> waiting;

@@ -187,8 +187,10 @@ void wgmma(Site site, const Product& product) {
   self.products.push_back({product, self.groups, {current->thread, current->now, current->known}});
 }
 
-// A batch takes its own fence: ptxas puts one in where it is missing, and says so (C7519).
+// A batch takes its own fence: ptxas puts one in where it is missing, and says so (C7519). As each instruction that is
+// .sync.aligned, this one lets no lane go on before the others.
 void wgmma_commit() {
+  align_warp({"wgmma_commit", __FILE__, __LINE__});
   ++block.threads[current->thread].groups;
   block.threads[current->thread].fenced = false;
 }

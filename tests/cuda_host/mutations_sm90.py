@@ -22,7 +22,7 @@ from cuda_host.mutations import Mutation, judge, link, with_conditions
 from flash_attn_ext import flash_attn
 
 CUDA = library.ROOT / "csrc" / "cuda"
-FORWARD = [f"sm90/{name}.cuh" for name in ("pipeline", "forward", "store_out", "epilogue", "key_mask")]
+FORWARD = [f"sm90/{name}.cuh" for name in ("pipeline", "forward", "store_out", "turns", "epilogue", "key_mask")]
 BACKWARD = ["sm90/backward.cuh", "sm90/backward_tile.cuh", "sm90/recompute.cuh"]
 SEEDS = 3
 STATEMENT = (

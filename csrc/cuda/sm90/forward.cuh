@@ -27,6 +27,7 @@
 #include "store_out.cuh"
 #include "switches.h"
 #include "tensor_map.h"
+#include "turns.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
 
@@ -47,6 +48,7 @@ struct Forward : Tiling<kHeadDim, kForm == Form::kFewRows> {
   // Beyond a head dimension of 128 the loop of a persistent block has too few registers.
   static constexpr bool kPersistent = kPlain && kHeadDim <= 128 && FLASH_ATTN_EXT_SM90_PERSISTENT;
   static constexpr bool kStoresByTma = kPlain && FLASH_ATTN_EXT_SM90_TMA_STORE;
+  static constexpr bool kTakesTurns = kPlain && kHeadDim <= 128 && FLASH_ATTN_EXT_SM90_PING_PONG;
   static constexpr int kKeys = forward_keys(kHeadDim);
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static_assert(kRows == (kFewRows ? kFewRowsTile : forward_rows(kHeadDim)));
@@ -59,13 +61,17 @@ struct Forward : Tiling<kHeadDim, kForm == Form::kFewRows> {
   using QTile = Panels<In, kRows, kHeadDim>;
   using KVTile = Panels<In, kKeys, kHeadDim>;
 
+  struct Beside {
+    OutBarriers<kConsumers> out;
+    ProductTurns<kConsumers> turns;
+  };
   // Out on its way to TMA while the next task's Q comes. Other blocks have it where their Q was.
   struct OutTile {
     QTile out;
   };
   struct Shared : std::conditional_t<kPersistent && kStoresByTma, OutTile, Nothing> {
     Pipeline<KVTile> k, v;
-    Pipeline<QTile, 1, OutBarriers<kConsumers>> q;
+    Pipeline<QTile, 1, Beside> q;
   };
   static_assert(sizeof(Shared) <= kMaxHopperSharedBytes);
 };
@@ -169,7 +175,8 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     statistics.update(score.scale2, s, factor);
   };
 
-  const uint32_t first = begun.tiles;
+  // Tiles of keys and turns; a task's first tile takes no turn.
+  const uint32_t first = begun.tiles, first_turn = begun.tiles - begun.queries - 1;
   if (range.tiles > 0) {
     const uint32_t attends = attending(0);
     shared.q.wait(begun.queries);
@@ -184,12 +191,14 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
   for (int n = 1; n < range.tiles; ++n) {
     const uint32_t attends = attending(n);
     const uint64_t k = step_descriptor(first_k, shared.k.wait(first + n));
+    if constexpr (Config::kTakesTurns) shared.q.beside.turns.wait(warpgroup, first_turn + n);
     ptx::wgmma_fence();  // s has been read, weights and o are written
     start_scores<In, Config, kHeadDim>(q, k, s);
     if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);  // while the tensor cores work on s
     const uint64_t v = step_descriptor(first_v, shared.v.wait(first + n - 1));
     ptx::wgmma_fence();  // ptxas wants one before each batch, and would put it in
     start_output<In, Config>(weights, v, o);
+    if constexpr (Config::kTakesTurns) shared.q.beside.turns.pass(warpgroup);
     ptx::wgmma_wait<1>(s);        // s is complete, K has been read
     shared.k.release(first + n);  // K may be overwritten
     softmax(n, attends);          // the exponentials, while the tensor cores work on o
@@ -222,7 +231,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     const int row = range.first_row + warp_row;
     const uint32_t nan_rows =
         finish_rows<In, kHeadDim>(call, range.b, range.h, row, score.scale, statistics, o);
-    shared.q.beside.remember_nan(nan_rows);
+    shared.q.beside.out.remember_nan(nan_rows);
     if constexpr (Config::kStoresByTma)
       hand_over_out<In, Config>(begun.tasks, warpgroup, warp_row, o, shared);
     else
@@ -255,7 +264,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.q.init(consumers * 4);
     shared.k.init(consumers * 4);
     shared.v.init(consumers * 4);
-    shared.q.beside.init(consumers * kWarpgroup);
+    shared.q.beside.out.init(consumers * kWarpgroup);
+    shared.q.beside.turns.init();
     ptx::barrier_init_fence();  // TMA sees the barriers
   }
   __syncthreads();  // all threads see the barriers
@@ -279,9 +289,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if constexpr (!Config::kFewRows) {
       // After all tasks: branches between them would keep the loop's descriptors out of the uniform registers.
       __syncwarp();  // each lane sees what the others have stored
-      if (!shared.q.beside.had_nan()) return;
+      if (!shared.q.beside.out.had_nan()) return;
       if constexpr (Config::kStoresByTma)
-        ptx::barrier_wait(shared.q.beside.stored, 0);  // out is in global memory
+        ptx::barrier_wait(shared.q.beside.out.stored, 0);  // out is in global memory
       for_each_task<Config>(
           a, [&](const BlockRange& range, const Begun&) { repair_task<In, kHeadDim, Config>(a, range); });
     }
