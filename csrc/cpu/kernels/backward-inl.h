@@ -205,7 +205,7 @@ T backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, const DqRows<
 
   while (step != Turn::kNone) {
     const int64_t i0 = mirrored_block<T>(p, step) * block_q, next = step_from(step + 1);
-    const TileFrame f{b, h, i0, j0, std::min(block_q, z.seqlen_q - i0), keys, ld, false};
+    const TileFrame f{b, h, i0, j0, std::min(block_q, seen.end - i0), keys, ld, false};
     const BackwardTile<T> tile = pass.recompute(f);
     if (!tile.empty) {
       if (p.dalibi_slopes) dslope += alibi_slope_gradient<T>(p, f, pass.s.dscores);

@@ -53,9 +53,9 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
   std::fill(s.row_sum, s.row_sum + ld, start.sum);
   std::fill(s.out, s.out + queries * d_v, T(0));
 
-  const Range keys = visible_keys(p.band, i0, i0 + queries, z.seqlen_k);
-  for (int64_t j0 = keys.begin / tiling.block_k * tiling.block_k; j0 < keys.end; j0 += tiling.block_k) {
-    const TileFrame f{b, h, i0, j0, queries, std::min(tiling.block_k, z.seqlen_k - j0), ld, true};
+  const Range keys = keys_of_tiles(p, i0, queries);
+  for (int64_t j0 = keys.begin; j0 < keys.end; j0 += tiling.block_k) {
+    const TileFrame f{b, h, i0, j0, queries, std::min(tiling.block_k, keys.end - j0), ld, true};
     const MaskTile<T> mask = load_mask_tile<T>(p, f, s.mask);
     if (mask.masked == TileMask::kAll) continue;
 

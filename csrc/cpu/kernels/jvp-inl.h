@@ -101,9 +101,9 @@ void jvp_query_block(const JvpParams& p, const JvpScratch<In, T>& scratch, int64
   for (T* sum : {scratch.t_sum, scratch.t_mean}) std::fill(sum, sum + ld, t_start);
   for (T* sum : {s.out, scratch.t_out}) std::fill(sum, sum + queries * d_v, T(0));
 
-  const Range keys = visible_keys(p.band, i0, i0 + queries, z.seqlen_k);
-  for (int64_t j0 = keys.begin / tiling.block_k * tiling.block_k; j0 < keys.end; j0 += tiling.block_k) {
-    const TileFrame f{b, h, i0, j0, queries, std::min(tiling.block_k, z.seqlen_k - j0), ld, true};
+  const Range keys = keys_of_tiles(p, i0, queries);
+  for (int64_t j0 = keys.begin; j0 < keys.end; j0 += tiling.block_k) {
+    const TileFrame f{b, h, i0, j0, queries, std::min(tiling.block_k, keys.end - j0), ld, true};
     const MaskTile<T> mask = load_mask_tile<T>(p.mask, f, s.mask);
     if (mask.masked == TileMask::kAll) continue;
 
