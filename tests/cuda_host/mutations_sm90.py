@@ -70,7 +70,8 @@ def mutations():
 
 
 def conditional(statement, number):
-    return f"if (statement_stays({number})) {statement}"
+    """With an else of its own, so that it does not take that of an `if` around it."""
+    return f"if (!statement_stays({number})) {{}} else {statement}"
 
 
 def build(folder, built):
@@ -98,8 +99,9 @@ def build_changed(folder, built, instances, changed):
 
 def forward_results(path, seed):
     """A call of three tasks of one block, one of them with warpgroups without rows, and seven tiles of keys; the same
-    with a mask of the keys; the same of heads that share tiles, the keys split; then one whose first task sees no key,
-    and with a NaN that most rows must not see; the same with a softcap, and of a block for each task."""
+    with a mask of the keys; the same of heads that share tiles, the keys split; of them one with a NaN that most rows
+    must not see; then one whose first task sees no key, with such a NaN; the same with a softcap, and of a block for
+    each task."""
     torch.manual_seed(0)
     q = torch.randn(1, 1, 400, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 850, 64, dtype=torch.bfloat16) for _ in range(2))
@@ -113,6 +115,10 @@ def forward_results(path, seed):
         shared = q.reshape(1, 4, 50, 64)
         results += flash_attn(shared, k, v, num_splits=2, enable_gqa=True, return_lse=True)
         assert b"combine_kernel" in loaded.c.last_kernel()
+        hidden = v.clone()
+        hidden[:, :, 845, 5:] = torch.nan
+        results += flash_attn(shared, k, hidden, causal="lower_right", enable_gqa=True, return_lse=True)
+        assert b"sm90::forward_kernel" in loaded.c.last_kernel()
         for columns, softcap in ((1, 0.0), (1, 2.0), (4, 0.0)):
             long = (t.repeat(1, 1, 1, columns) for t in (q, k[:, :, :4], poisoned))
             results += flash_attn(*long, causal="lower_right", softcap=softcap, return_lse=True)
