@@ -33,7 +33,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 OLDEST_TORCH = "2.11"
 CSRC = "csrc"
 # Objects stay in the tree, also under pip, which would have a folder of its own each time: a build after an edit
-# compiles what changed.
+# compiles what changed, and tests/cpu/test_object_files.py reads them.
 OBJECTS = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "plan", "schema"]
 OPS += ["append", "check_tensors", "checks_packed", "kvcache", "merge", "varlen", "varlen_autograd"]
@@ -129,6 +129,17 @@ def add_wheel_headers() -> None:
     os.environ["CPATH"] = os.pathsep.join(filter(None, [os.environ.get("CPATH", ""), *found]))
 
 
+def build_in_tree() -> type:
+    """torch's BuildExtension, its objects in OBJECTS. An option that says so is forgotten by setuptools' editable build."""
+
+    class BuildInTree(cpp_extension.BuildExtension):
+        def finalize_options(self) -> None:
+            self.build_temp = self.build_temp or OBJECTS
+            super().finalize_options()
+
+    return BuildInTree
+
+
 def torch_minor() -> str:
     """As "2.13": extensions in C++ work with the minor version that they were compiled against, and with no other."""
     major, minor = torch.__version__.split(".")[:2]
@@ -148,6 +159,5 @@ setup(
     version=version(),
     install_requires=[f"torch=={torch_minor()}.*" if torch else f"torch>={OLDEST_TORCH}"],
     ext_modules=[extension(cuda_wanted())] if torch else [],
-    options={"build_ext": {"build_temp": OBJECTS}},
-    cmdclass={"build_ext": cpp_extension.BuildExtension} if torch else {},
+    cmdclass={"build_ext": build_in_tree()} if torch else {},
 )

@@ -43,6 +43,21 @@ def run_setup(prelude="", **environment):
     return code, said.getvalue().strip().splitlines()[-1]
 
 
+def test_an_editable_build_keeps_its_objects(monkeypatch):
+    """So that `make` after an edit compiles what changed."""
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    monkeypatch.setattr(sys, "argv", ["setup.py"])
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # setup.py changes it
+    monkeypatch.chdir(ROOT)
+    setup = runpy.run_path("setup.py")
+    distribution = setuptools.Distribution({"ext_modules": given["ext_modules"], "cmdclass": given["cmdclass"]})
+    distribution.get_command_obj("build").build_temp = "/elsewhere"  # as setuptools' editable_wheel does
+    command = distribution.get_command_obj("build_ext")
+    command.ensure_finalized()
+    assert command.build_temp == setup["OBJECTS"]
+
+
 CPU_TORCH, CUDA_TORCH = "torch.version.cuda = None", "torch.version.cuda = '13.0'"
 
 
