@@ -130,7 +130,7 @@ def add_wheel_headers() -> None:
 
 
 def build_in_tree() -> type:
-    """torch's BuildExtension, its objects in OBJECTS. An option that says so is forgotten by setuptools' editable build."""
+    """torch's BuildExtension, its objects in OBJECTS. setuptools' editable build would forget an option for that."""
 
     class BuildInTree(cpp_extension.BuildExtension):
         def finalize_options(self) -> None:

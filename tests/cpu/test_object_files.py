@@ -12,7 +12,9 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import flash_attn_ext._C
 import pytest
 from cases import KERNELS
 from paths import ROOT
@@ -79,14 +81,15 @@ def leaks(path, namespace):
 
 
 def built():
-    """The folder of the objects that setup.py made last; None if there are none, or a source is newer."""
+    """The folder of the objects of which the extension was linked; None if there are none, or a source is newer."""
     folder = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "csrc" / "cpu"
     objects = [folder / f"{name}.o" for name in (*NAMESPACE, *BASELINE)]
     if not all(path.exists() for path in objects):
         return None
     sources = [ROOT / "setup.py", *CPU.rglob("*"), *(CPU.parent / "core").rglob("*")]
+    linked = ROOT / "flash_attn_ext" / Path(flash_attn_ext._C.__file__).name
     newest = max(path.stat().st_mtime for path in sources)
-    return folder if newest < min(path.stat().st_mtime for path in objects) else None
+    return folder if linked.exists() and newest < linked.stat().st_mtime else None
 
 
 @pytest.fixture(scope="session")
