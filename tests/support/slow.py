@@ -52,6 +52,7 @@ FILES = {
     "test_gpu_worker": "starts processes",
     "test_header_files": "compiles every header by itself",
     "test_io_counts": "counts every access of the algorithms",
+    "test_iomodel": "counts the accesses of large problems, and runs its commands",
     "test_meanflow": "trains a model",
     "test_object_files": "compiles the kernels of every instruction set",
     "test_paper_tables": "a process with torch for each measurement",
@@ -59,6 +60,7 @@ FILES = {
     "test_scaling": "compiles kernels that record their tasks",
     "test_transformers": "models of transformers",
     "test_transformers_packed": "models of transformers",
+    "test_tutorial": "runs every command of the tutorial",
 }
 # Single tests of other files.
 TESTS = {
