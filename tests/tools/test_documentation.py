@@ -10,7 +10,7 @@ from flash_attn_ext.iomodel import __main__ as iomodel
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if "_build" not in page.parts]
-TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+TARGETS = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
 
 def blocks(language):
@@ -51,7 +51,7 @@ def test_links_and_commands_exist(page):
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not missing
-    commands = re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)
+    commands = re.findall(r"(?:^|`)make ([a-z0-9-]+)", text, re.MULTILINE)
     assert [command for command in commands if command not in TARGETS] == []
 
 
