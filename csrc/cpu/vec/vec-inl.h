@@ -121,6 +121,51 @@ FA_INLINE T max_lanes(Vec<T> x) {
   return x[0];
 }
 
+// In each span of kSpan lanes of (a, b): from `first` on every second part of kPart lanes, those of a and then those of b.
+// One instruction where a part is a lane and a span 16 bytes, or a part 16 bytes and a span the vector.
+template <class T, int kPart, int kSpan>
+FA_INLINE VecIndex<T> every_second_part(int first) {
+  constexpr int L = kLanes<T>, kHalf = kSpan / kPart / 2;
+  VecIndex<T> from;
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) {
+    const int part = i % kSpan / kPart, of_b = part >= kHalf;
+    from[i] = of_b * L + i / kSpan * kSpan + (2 * (part - of_b * kHalf) + first) * kPart + i % kPart;
+  }
+  return from;
+}
+
+// Transposes, in each span of lanes, the square of parts in rows[0], rows[kStep], rows[2 * kStep], ...
+template <class T, int kPart, int kSpan, int kStep>
+FA_INLINE void transpose_parts(Vec<T>* rows) {
+  constexpr int kParts = kSpan / kPart;
+  const VecIndex<T> even = every_second_part<T, kPart, kSpan>(0), odd = every_second_part<T, kPart, kSpan>(1);
+#pragma GCC unroll 4
+  for (int steps = 1; steps < kParts; steps *= 2) {
+    Vec<T> next[kParts];
+#pragma GCC unroll 8
+    for (int n = 0; n < kParts / 2; ++n) {
+      const Vec<T> a = rows[2 * n * kStep], b = rows[(2 * n + 1) * kStep];
+      next[n] = pick<T>(a, b, even);
+      next[kParts / 2 + n] = pick<T>(a, b, odd);
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < kParts; ++n) rows[n * kStep] = next[n];
+  }
+}
+
+// Transposes the square block rows[kLanes][kLanes] in registers: lanes within 16 bytes, which is cheap, and then the 16
+// bytes as a whole.
+template <class T>
+FA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int L = kLanes<T>, kPart = 16 / sizeof(T);
+  static_assert(L % kPart == 0);
+#pragma GCC unroll 16
+  for (int r = 0; r < L; r += kPart) transpose_parts<T, 1, kPart, 1>(rows + r);
+#pragma GCC unroll 16
+  for (int r = 0; r < kPart; ++r) transpose_parts<T, kPart, L, kPart>(rows + r);
+}
+
 // The shuffles that exchange the off-diagonal d x d blocks of a 2d x 2d block of rows: pick(a, b, upper) and
 // pick(a, b, lower) of two rows at distance d are those rows afterwards.
 template <class T>
@@ -138,24 +183,6 @@ FA_INLINE Exchange<T> exchange_at(int d) {
     e.lower[i] = i & d ? L + i : i + d;
   }
   return e;
-}
-
-// Transposes the square block rows[kLanes][kLanes] in registers: at each distance d, the off-diagonal d x d
-// blocks of every 2d x 2d block change places.
-template <class T>
-FA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
-  constexpr int L = kLanes<T>;
-#pragma GCC unroll 8
-  for (int d = L / 2; d > 0; d /= 2) {
-    const Exchange<T> e = exchange_at<T>(d);
-#pragma GCC unroll 16
-    for (int r = 0; r < L; ++r) {
-      if (r & d) continue;
-      const Vec<T> a = rows[r], b = rows[r + d];
-      rows[r] = pick<T>(a, b, e.upper);
-      rows[r + d] = pick<T>(a, b, e.lower);
-    }
-  }
 }
 
 // Lane i of the result is `combine` of the lanes of rows[i]: a transposition that combines what it exchanges, so that each
