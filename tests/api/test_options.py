@@ -4,6 +4,8 @@ import pytest
 import torch
 from helpers import check_against_reference, make_qkv
 
+from flash_attn_ext import flash_attn
+
 pytestmark = pytest.mark.any_device
 
 SHAPE = (2, 4, 70, 131, 24)
@@ -43,6 +45,22 @@ def test_transposed_and_strided_masks(isa):
     check_against_reference(*make_qkv(*SHAPE), torch.randn(131, 70).t().requires_grad_())
     check_against_reference(*make_qkv(*SHAPE), torch.randn(2, 4, 140, 262)[:, :, ::2, ::2].requires_grad_())
     check_against_reference(*make_qkv(*SHAPE), (torch.rand(131, 4, 2, 70) > 0.2).permute(2, 1, 3, 0))
+
+
+@dtypes
+def test_a_float_mask_gives_the_same_bits_in_any_layout(isa, dtype):
+    """The CPU reads rows of a mask where they lie, and makes a tile of what lies otherwise."""
+    mask = torch.randn(70, 131, dtype=dtype)
+    mask[:48, :90] = -torch.inf  # a whole tile, and the beginning of the next
+    mask[60, 70:] = -torch.inf
+    inputs = make_qkv(*SHAPE, dtype=dtype)
+    odd_rows = torch.empty(70, 141, dtype=dtype)[:, 3:134].copy_(mask)
+    by_columns = mask.t().contiguous().t()
+    slopes = torch.rand(4, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    for options in ({}, {"softcap": 3.0, "alibi_slopes": slopes, "window": (60, 40)}):
+        expected = flash_attn(*inputs, mask, **options)
+        assert torch.equal(flash_attn(*inputs, odd_rows, **options), expected)
+        assert torch.equal(flash_attn(*inputs, by_columns, **options), expected)
 
 
 @pytest.mark.parametrize("causal", ["upper_left", "lower_right"])

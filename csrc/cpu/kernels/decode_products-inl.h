@@ -46,28 +46,6 @@ constexpr int64_t lines_of(int64_t count) {
   return ceil_div(count * static_cast<int64_t>(sizeof(In)), 64);
 }
 
-// Asks for `lines` lines of memory while `vectors` vectors of a product are computed, in proportion.
-class GradualPrefetch {
- public:
-  GradualPrefetch(Prefetcher& ahead, int64_t lines, int64_t vectors)
-      : ahead_(ahead), lines_(lines), vectors_(vectors) {}
-
-  Meanwhile meanwhile() {
-    return {[](void* self, int64_t vectors) { static_cast<GradualPrefetch*>(self)->go_on(vectors); }, this};
-  }
-
- private:
-  void go_on(int64_t vectors) {
-    due_ += vectors * lines_;
-    ahead_.lines(due_ / vectors_);
-    due_ %= vectors_;
-  }
-
-  Prefetcher& ahead_;
-  const int64_t lines_, vectors_;
-  int64_t due_ = 0;  // in parts of `vectors_`
-};
-
 // The sums of a dot_block: half the registers. One reduction finishes as many of them as a vector has lanes.
 constexpr int kDotSums = FA_VECTOR_REGISTERS / 2;
 

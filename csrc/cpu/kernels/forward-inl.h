@@ -59,7 +59,9 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
     const MaskTile<T> mask = load_mask_tile<T>(p, f, s.mask);
     if (mask.masked == TileMask::kAll) continue;
 
-    s.products.scores(p, f, scale, s.scores);
+    MaskLines ahead(p, f);
+    GradualPrefetch gradual(ahead, ahead.count(), f.keys * ld / kLanes<T>);
+    s.products.scores(p, f, scale, s.scores, false, gradual.meanwhile());
     const ScoreTile<T> score = finish_scores<T>(p, f, mask, s.scores, nullptr);
 
     online_softmax<T>(f, unit, s.scores, s.row_max, s.row_sum, s.rescale);

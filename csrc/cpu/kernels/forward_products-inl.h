@@ -32,11 +32,13 @@ struct ForwardProducts {
                                 ld);
   }
 
-  void scores(const AttentionParams& p, const TileFrame& f, T scale, T* out, bool accumulate = false) const {
+  void scores(const AttentionParams& p, const TileFrame& f, T scale, T* out, bool accumulate = false,
+              Meanwhile meanwhile = {}) const {
     const int64_t d = p.sizes.head_dim;
     const Rows<In> rows = key_rows<In>(p, f.b, p.sizes.kv_head(f.h), f.j0, f.keys, row_copy);
     const Tile<T> k = load_tile<In, T>(rows.data, rows.stride, f.keys, d, k_tile);
-    gemm<T>(f.keys, f.ld, {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale});
+    gemm<T>(f.keys, f.ld,
+            {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale, nullptr, meanwhile});
   }
 
   // out = out * rescale + P V, rescale for each query; null: 1.
@@ -83,13 +85,14 @@ struct ForwardProducts<BFloat16, float> {
                           ld);
   }
 
-  void scores(const AttentionParams& p, const TileFrame& f, float scale, float* out,
-              bool accumulate = false) const {
+  void scores(const AttentionParams& p, const TileFrame& f, float scale, float* out, bool accumulate = false,
+              Meanwhile meanwhile = {}) const {
     const int64_t d = p.sizes.head_dim;
     const Rows<BFloat16> rows = key_rows<BFloat16>(p, f.b, p.sizes.kv_head(f.h), f.j0, f.keys, row_copy);
     const Tile<Pair> k = load_pair_rows(rows.data, rows.stride, f.keys, d, k_tile);
-    gemm<float, Pair>(f.keys, f.ld,
-                      {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale});
+    gemm<float, Pair>(
+        f.keys, f.ld,
+        {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale, nullptr, meanwhile});
   }
 
   void add_values(const AttentionParams& p, const ScoreTile<float>& score, const float* probs,

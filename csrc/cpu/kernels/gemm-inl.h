@@ -22,6 +22,30 @@ struct Meanwhile {
   }
 };
 
+// Asks `ahead` for `lines` lines of memory while `vectors` vectors of a product are computed, in proportion.
+template <class Ahead>
+class GradualPrefetch {
+ public:
+  GradualPrefetch(Ahead& ahead, int64_t lines, int64_t vectors)
+      : ahead_(ahead), lines_(lines), vectors_(vectors) {}
+
+  Meanwhile meanwhile() {
+    if (lines_ == 0) return {};
+    return {[](void* self, int64_t vectors) { static_cast<GradualPrefetch*>(self)->go_on(vectors); }, this};
+  }
+
+ private:
+  void go_on(int64_t vectors) {
+    due_ += vectors * lines_;
+    ahead_.lines(due_ / vectors_);
+    due_ %= vectors_;
+  }
+
+  Ahead& ahead_;
+  const int64_t lines_, vectors_;
+  int64_t due_ = 0;  // in parts of `vectors_`
+};
+
 template <class T, class E = T>
 struct GemmArgs {
   int64_t depth;

@@ -2,82 +2,12 @@
 // where they mask; bool masks as one bit for each score.
 #pragma once
 
-#include "../vec/convert-inl.h"
-#include "frame-inl.h"
-
-enum class TileMask { kNone, kSome, kAll };  // how many of a tile's elements are masked
-
-// kLanes<T> elements of a float mask in a row; the missing ones of a tail read as 0.
-template <class T, class M>
-FA_INLINE Vec<T> load_bias(const M* p, int64_t n) {
-  constexpr int L = kLanes<T>, kNextTile = 64;
-  __builtin_prefetch(p + kNextTile);
-  if constexpr (std::is_same_v<M, T> || (std::is_same_v<T, float> && sizeof(M) == 2)) {
-    return n == L ? load_as<M, T>(p) : load_tail_as<M, T>(p, n);
-  } else {  // a float32 or 16-bit mask on float64 inputs
-    Vec<T> value = {};
-    for (int64_t i = 0; i < n; ++i) value[i] = scalar_as<T>(p[i]);
-    return value;
-  }
-}
-
-// Whether any of the elements that passed was masked, and any was not. By integers: they need no conversion of masks.
-template <class T>
-struct MaskedAndNot {
-  using Bits = VecBits<T>;
-  Bits least = ~Bits{}, any = {};  // of the bits in which elements differ from -inf
-
-  FA_INLINE Vec<T> pass(Vec<T> bias) {
-    const Bits differs = (Bits)bias ^ (Bits)splat<T>(kNegInf<T>);
-    least = differs < least ? differs : least;
-    any |= differs;
-    return bias;
-  }
-  TileMask of_tile() const {
-    bool some_masked = false, some_visible = false;
-    for (int i = 0; i < kLanes<T>; ++i) {
-      some_masked |= least[i] == 0;
-      some_visible |= any[i] != 0;
-    }
-    return !some_visible ? TileMask::kAll : some_masked ? TileMask::kSome : TileMask::kNone;
-  }
-};
-
-// dst[r][c] = bias of src[r][c]: rows of the tile are rows of the mask.
-template <class T, class M>
-inline void load_bias_rows(const M* src, int64_t stride, int64_t rows, int64_t cols, T* dst, int64_t ld,
-                           MaskedAndNot<T>& seen) {
-  constexpr int L = kLanes<T>;
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < cols; c += L)
-      store<T>(dst + r * ld + c,
-               seen.pass(load_bias<T, M>(src + r * stride + c, std::min<int64_t>(L, cols - c))));
-}
-
-// dst[c][r] = bias of src[r][c]: lanes of the tile are rows of the mask.
-template <class T, class M>
-inline void load_bias_transposed(const M* src, int64_t stride, int64_t rows, int64_t cols, T* dst, int64_t ld,
-                                 MaskedAndNot<T>& seen) {
-  constexpr int L = kLanes<T>;
-  for (int64_t r0 = 0; r0 < rows; r0 += L)
-    for (int64_t c0 = 0; c0 < cols; c0 += L) {
-      Vec<T> block[L];
-      const int64_t n = std::min<int64_t>(L, cols - c0);
-#pragma GCC unroll 16
-      for (int r = 0; r < L; ++r)
-        block[r] = r0 + r < rows ? seen.pass(load_bias<T, M>(src + (r0 + r) * stride + c0, n)) : Vec<T>{};
-      transpose<T>(block);
-#pragma GCC unroll 16
-      for (int c = 0; c < L; ++c)
-        if (c < n) store<T>(dst + (c0 + c) * ld + r0, block[c]);
-    }
-}
+#include "mask_in_place-inl.h"
 
 // A tile whose last vector is a partial one counts as visible somewhere: what is missing reads as 0.
 template <class T, class M>
 inline TileMask load_bias_as(const MaskParams& mask, const TileFrame& f, T* dst) {
-  const M* src = static_cast<const M*>(mask.data) + f.b * mask.stride_b + f.h * mask.stride_h +
-                 f.i0 * mask.stride_q + f.j0 * mask.stride_k;
+  const M* src = mask_at<M>(mask, f);
   const int64_t row_stride = f.lanes_are_queries ? mask.stride_k : mask.stride_q;
   const int64_t lane_stride = f.lanes_are_queries ? mask.stride_q : mask.stride_k;
   const int64_t rows = f.rows(), lanes = f.lanes();
@@ -90,7 +20,9 @@ inline TileMask load_bias_as(const MaskParams& mask, const TileFrame& f, T* dst)
   } else if (lane_stride == 1) {
     load_bias_rows<T, M>(src, row_stride, rows, lanes, dst, f.ld, seen);
   } else if (row_stride == 1) {
-    load_bias_transposed<T, M>(src, lane_stride, lanes, rows, dst, f.ld, seen);
+    const auto put = [&](int64_t r, int64_t c, Vec<T> bias)
+                         FA_INLINE_LAMBDA { store<T>(dst + r * f.ld + c, bias); };
+    seen = for_each_transposed<T, NextTile::kAskFor>(src, lane_stride, lanes, rows, put);
   } else {
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < lanes; ++c)
@@ -132,27 +64,15 @@ inline TileMask add_keys_as(const MaskParams& keys, const TileFrame& f, T* dst) 
 
 template <class T>
 inline TileMask add_keys(const MaskParams& keys, const TileFrame& f, T* dst) {
-  switch (keys.dtype) {
-    case DType::kFloat32: return add_keys_as<T, float>(keys, f, dst);
-    case DType::kFloat64: return add_keys_as<T, double>(keys, f, dst);
-    case DType::kBFloat16: return add_keys_as<T, BFloat16>(keys, f, dst);
-    case DType::kFloat16: return add_keys_as<T, Float16>(keys, f, dst);
-    case DType::kBool: break;  // see below
-  }
-  return TileMask::kNone;
+  return for_float_mask(keys.dtype,
+                        [&](auto element) { return add_keys_as<T, decltype(element)>(keys, f, dst); });
 }
 
 // Fills dst[row][lane] with a float mask's bias.
 template <class T>
 inline TileMask load_bias_tile(const MaskParams& mask, const TileFrame& f, T* dst) {
-  switch (mask.dtype) {
-    case DType::kFloat32: return load_bias_as<T, float>(mask, f, dst);
-    case DType::kFloat64: return load_bias_as<T, double>(mask, f, dst);
-    case DType::kBFloat16: return load_bias_as<T, BFloat16>(mask, f, dst);
-    case DType::kFloat16: return load_bias_as<T, Float16>(mask, f, dst);
-    case DType::kBool: break;  // see below
-  }
-  return TileMask::kNone;
+  return for_float_mask(mask.dtype,
+                        [&](auto element) { return load_bias_as<T, decltype(element)>(mask, f, dst); });
 }
 
 // Bit c says whether p[c] is not 0, for c below n, which is at most 64.
@@ -234,15 +154,17 @@ inline TileMask load_visible_keys(const MaskParams& mask, const TileFrame& f, co
   return seen_by_any == 0 ? TileMask::kAll : seen_by_all == every_key ? TileMask::kNone : TileMask::kSome;
 }
 
-// The masks of one tile, each in the form that its dtype has; neither form, where they would change nothing.
+// The masks of one tile, each in the form that its dtype has; no form, where they would change nothing.
 template <class T>
 struct MaskTile {
   TileMask masked = TileMask::kNone;
   T* bias = nullptr;  // [row][lane]
   VisibleKeys visible;
+  const MaskParams* in_place = nullptr;  // a mask that was not loaded: finish_scores() reads it
 
   bool hides(const TileFrame& f, int64_t row, int64_t lane) const {
     if (visible && !(f.lanes_are_queries ? visible.sees(lane, row) : visible.sees(row, lane))) return true;
+    if (in_place) return hides_in_place<T>(*in_place, f, row, lane);
     return bias && bias[row * f.ld + lane] == kNegInf<T>;
   }
 
@@ -310,10 +232,14 @@ inline void shift_mask_tile(const TileFrame& f, int64_t before, const MaskTile<T
   }
 }
 
-// The mask of one tile, where it may be a tree's.
+// The mask of one tile, where it may be a tree's, or be read in place.
 template <class T>
 inline MaskTile<T> load_mask_tile(const AttentionParams& p, const TileFrame& f, const MaskTile<T>& memory) {
   if (!is_masked_before(p, f.j0 + f.keys)) return {};
+  if (is_read_in_place(p, f)) {
+    const bool hidden = hides_in_place<T>(p.mask, f);
+    return {hidden ? TileMask::kAll : TileMask::kNone, nullptr, {}, &p.mask};
+  }
   const CacheParams& cache = p.varlen.cache;
   if (!cache.tree_mask) return load_mask_tile<T>(p.mask, f, memory);
   const int64_t before = clamp_to(cache.first_masked - f.j0, 0, f.keys);

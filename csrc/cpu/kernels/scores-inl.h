@@ -64,12 +64,8 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
                                   T* scores, T* tanh_tile) {
   constexpr int L = kLanes<T>;
   const bool crossed = !band_covers(p.band, f.i0, f.i0 + f.queries, f.j0, f.j0 + f.keys);
-  const ScoreTile<T> tile{f, &p.band, mask, crossed || mask.masked != TileMask::kNone};
-  const bool padded = f.lanes() < f.ld;
-  if (!crossed && !padded && !mask.bias && !mask.visible && !p.alibi && p.softcap == 0)
-    return tile;  // most tiles
-  const VecIndex<T> lane = iota<T>();
-  for (int64_t r = 0; r < f.rows(); ++r) {
+  ScoreTile<T> tile{f, &p.band, mask, crossed || mask.masked != TileMask::kNone};
+  for (int64_t r = 0; (p.softcap > 0 || p.alibi) && r < f.rows(); ++r) {
     T* row = scores + r * f.ld;
     if (p.softcap > 0) {
       const T cap = static_cast<T>(p.softcap);
@@ -84,12 +80,17 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
       for (int64_t c = 0; c < f.ld; c += L)
         store<T>(row + c, load<T>(row + c) - slope * alibi_distance<T>(p.band, f, r, c));
     }
+  }
+  if (mask.in_place && add_in_place<T>(*mask.in_place, f, scores)) tile.partial = true;
+  const bool padded = f.lanes() < f.ld;
+  if (!crossed && !padded && !mask.bias && !mask.visible) return tile;  // most tiles
+  const VecIndex<T> lane = iota<T>();
+  for (int64_t r = 0; r < f.rows(); ++r) {
+    T* row = scores + r * f.ld;
     if (mask.bias) {
       const T* bias = mask.bias + r * f.ld;
-      for (int64_t c = 0; c < f.ld; c += L) {
-        const Vec<T> m = load<T>(bias + c);
-        store<T>(row + c, m == kNegInf<T> ? m : load<T>(row + c) + m);
-      }
+      for (int64_t c = 0; c < f.ld; c += L)
+        store<T>(row + c, masked_sum<T>(load<T>(row + c), load<T>(bias + c)));
     }
     if (mask.visible) mask.visible.template hide<T>(f, r, row);
     const Range seen = crossed ? band_lanes(p.band, f, r) : Range{0, f.lanes()};

@@ -58,4 +58,4 @@ constexpr int64_t kDecodeTasks = 256;  // keys are split until a batch of one ha
 constexpr int64_t kDecodeMinBlocks = 4;  // but into no fewer key blocks each: a split costs a merge
 constexpr int64_t kDecodeMostBlocks =
     64;                            // nor into more: one long cache must not keep other threads waiting
-constexpr int kPrefetchLevel = 2;  // of __builtin_prefetch: into L2, the next rows of all heads of a task
+constexpr int kPrefetchLevel = 2;  // of __builtin_prefetch: into L2, what the next tile or step reads
