@@ -60,7 +60,7 @@ void measure(int64_t length, bool causal) {
   check(cudaEventCreate(&stop));
   for (int n = 0; n < kWarmUp + kRepeats; ++n) {
     if (n == kWarmUp) check(cudaEventRecord(start));
-    check(sm90::launch_tiles<__nv_bfloat16, kHeadDim, sm90::Form::kPlain>(p, {}, nullptr, nullptr));
+    check(sm90::launch_tiles<__nv_bfloat16, kHeadDim, kHeadDim, sm90::Form::kPlain>(p, {}, nullptr, nullptr));
   }
   check(cudaEventRecord(stop));
   check(cudaEventSynchronize(stop));

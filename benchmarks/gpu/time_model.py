@@ -16,13 +16,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import ROOT, output
 from benchmarks.gpu import sass_listing
 from benchmarks.gpu.multiprocessor import Meet, Product, Program, Wait, Work, simulate
-from benchmarks.gpu.problem import HEAD_DIMS, LENGTHS, Problem, problems
+from benchmarks.gpu.problem import LENGTHS, Problem, problems
 from tools.gpu import units
 
 # A multiprocessor of an H100 or H200, a clock cycle. The first five are NVIDIA's (CUDA programming guide, throughput of
@@ -43,6 +43,22 @@ UNIFORM = ("U", "R2UR", "HGMMA", "WARPGROUP", "SYNCS", "BRA", "BAR", "NOP", "S2"
 
 
 @dataclass(frozen=True)
+class HeadDims:
+    """Of query and key, and of value."""
+
+    qk: int
+    v: int
+
+    @property
+    def mean(self) -> float:
+        """A forward does as much as one with this for both."""
+        return (self.qk + self.v) / 2
+
+    def __str__(self) -> str:
+        return f"D {self.qk}" if self.qk == self.v else f"D {self.qk}, D_v {self.v}"
+
+
+@dataclass(frozen=True)
 class Tiling:
     """Of a kernel at one head dimension, as csrc/cuda/sm90 has it: a test compares it with the machine code."""
 
@@ -51,18 +67,21 @@ class Tiling:
     keys: int
     owns_keys: bool  # a block owns a tile of keys and walks over queries; else the other way round
 
-    def loaded_bytes(self, head_dim: int) -> int:
+    def loaded_bytes(self, dims: HeadDims) -> float:
         """From L2 in a turn: two tiles of 16 bits; the backward adds a tile of dQ in fp32."""
-        return (8 * self.rows if self.owns_keys else 4 * self.keys) * head_dim
+        return (8 * self.rows if self.owns_keys else 4 * self.keys) * dims.mean
 
 
 TILINGS = {
-    ("forward", 64): Tiling(3, 192, 128, False),
-    ("forward", 128): Tiling(2, 128, 128, False),
-    ("forward", 256): Tiling(2, 128, 80, False),
-    ("backward", 64): Tiling(2, 128, 128, True),
-    ("backward", 128): Tiling(2, 64, 128, True),
-    ("backward", 256): Tiling(2, 64, 64, True),
+    ("forward", HeadDims(64, 64)): Tiling(3, 192, 128, False),
+    ("forward", HeadDims(96, 96)): Tiling(2, 128, 128, False),
+    ("forward", HeadDims(128, 128)): Tiling(2, 128, 128, False),
+    ("forward", HeadDims(192, 128)): Tiling(2, 128, 128, False),
+    ("forward", HeadDims(192, 192)): Tiling(2, 128, 112, False),
+    ("forward", HeadDims(256, 256)): Tiling(2, 128, 80, False),
+    ("backward", HeadDims(64, 64)): Tiling(2, 128, 128, True),
+    ("backward", HeadDims(128, 128)): Tiling(2, 64, 128, True),
+    ("backward", HeadDims(256, 256)): Tiling(2, 64, 64, True),
 }
 
 
@@ -140,7 +159,7 @@ class Turn:
 TURNS = 12  # simulated; the first ones fill the pipeline
 
 
-def turn_of(its_program: Program, tiling: Tiling, head_dim: int) -> Turn:
+def turn_of(its_program: Program, tiling: Tiling, dims: HeadDims) -> Turn:
     total: dict[str, float] = {"tensor": 0.0, "shared memory": 0.0}
     for step in its_program:
         if isinstance(step, Product):
@@ -149,7 +168,7 @@ def turn_of(its_program: Program, tiling: Tiling, head_dim: int) -> Turn:
         elif isinstance(step, Work):
             for unit, cycles in step.units.items():
                 total[unit] = total.get(unit, 0.0) + cycles * tiling.consumers
-    loaded = tiling.loaded_bytes(head_dim)
+    loaded = tiling.loaded_bytes(dims)
     total["shared memory"] += total.pop("lsu", 0.0) + loaded / SHARED_BYTES
     total["L2"] = loaded / L2_BYTES
     turns = [simulate(its_program, tiling.consumers, n) for n in (TURNS // 2, TURNS)]
@@ -172,8 +191,7 @@ def tiles_of_blocks(problem: Problem, tiling: Tiling) -> list[int]:
     return [min(all_tiles, -(-(n + 1) * own // walked)) for n in blocks]
 
 
-def seconds(problem: Problem, backward: bool, turn: Turn) -> float:
-    tiling = TILINGS["backward" if backward else "forward", problem.D]
+def seconds(problem: Problem, backward: bool, turn: Turn, tiling: Tiling) -> float:
     blocks = sorted(tiles_of_blocks(problem, tiling) * (problem.B * problem.H), reverse=True)
     free = [0.0] * MULTIPROCESSORS
     for tiles in blocks:
@@ -183,33 +201,34 @@ def seconds(problem: Problem, backward: bool, turn: Turn) -> float:
     return max(free) / CLOCK + around
 
 
-def prediction(problem: Problem, backward: bool) -> dict | None:
+def prediction(problem: Problem, backward: bool, head_dim_v: int | None = None) -> dict | None:
     """TFLOP/s and what bounds them; None without the tools to read machine code, or for another head dimension."""
-    turn = turns().get(("backward" if backward else "forward", problem.D))
+    dims = HeadDims(problem.D, head_dim_v or problem.D)
+    kernel = ("backward" if backward else "forward", dims)
+    turn = turns().get(kernel)
     if turn is None:
         return None
-    return {"TFLOP/s": problem.flops(backward) / seconds(problem, backward, turn) / 1e12, "bound": turn.bound}
+    flops = problem.flops(backward) * dims.mean / problem.D
+    return {"TFLOP/s": flops / seconds(problem, backward, turn, TILINGS[kernel]) / 1e12, "bound": turn.bound}
 
 
 @functools.cache
-def turns() -> dict[tuple[str, int], Turn]:
-    result = {}
-    for (way, head_dim), loop in main_loops().items():
-        result[way, head_dim] = turn_of(program(loop), TILINGS[way, head_dim], head_dim)
-    return result
+def turns() -> dict[tuple[str, HeadDims], Turn]:
+    return {kernel: turn_of(program(loop), TILINGS[kernel], kernel[1]) for kernel, loop in main_loops().items()}
 
 
 @functools.cache
-def main_loops() -> dict[tuple[str, int], list[sass_listing.Instruction]]:
-    """Of the bfloat16 kernels, by pass and head dimension. Empty, with a line that says why, if a tool is missing."""
+def main_loops() -> dict[tuple[str, HeadDims], list[sass_listing.Instruction]]:
+    """Of the bfloat16 kernels, by pass and head dimensions. Empty, with a line that says why, if a tool is missing."""
     result = {}
     try:
         for way in ("forward", "backward"):
             for name, code in sass_listing.functions(sass_listing.disassemble(machine_code(way))).items():
                 plain = r"(?:NS\d*_4FormE0E|b1E)"
-                found = re.search(rf"\d{way}_kernelI13__nv_bfloat16Li(\d+)EL{plain}", name)
+                found = re.search(rf"\d{way}_kernelI13__nv_bfloat16Li(\d+)E(?:Li(\d+)E)?L{plain}", name)
                 if found:
-                    result[way, int(found[1])] = sass_listing.main_loop(code)
+                    dims = HeadDims(int(found[1]), int(found[2] or found[1]))
+                    result[way, dims] = sass_listing.main_loop(code)
     except FileNotFoundError as error:
         print(f"no time model: {error}", file=sys.stderr)
         return {}
@@ -248,28 +267,21 @@ def text() -> Iterator:
     yield "Cycles of one turn of a block's main loop; of each unit, what it alone would need\n"
     columns = ["tensor", "exponentials", "issue", "ALU", "fp32", "shared memory", "L2"]
     lines = []
-    for (way, head_dim), turn in sorted(turns().items()):
-        loop = main_loops()[way, head_dim]
-        line = [f"{way} D {head_dim}", str(len(loop)), f"{turn.cycles:.0f}"]
+    for kernel in TILINGS:
+        way, dims, turn = *kernel, turns()[kernel]
+        line = [f"{way} {dims}", str(len(main_loops()[kernel])), f"{turn.cycles:.0f}"]
         lines.append([*line, *(f"{turn.units.get(unit, 0):.0f}" for unit in columns), turn.bound])
     yield output.table(["", "instructions", "cycles", *columns, "most busy"], lines)
     yield "\nTFLOP/s, full / causal\n"
     lengths = sorted(LENGTHS)
-    found = {asdict_key(problem, b): prediction(problem, b) for problem in problems(lengths, HEAD_DIMS) for b in (0, 1)}
     lines = []
-    for backward in (0, 1):
-        for head_dim in sorted(HEAD_DIMS):
-            cells = [
-                "/".join(f"{found[length, head_dim, causal, backward]['TFLOP/s']:.0f}" for causal in (False, True))
-                for length in lengths
-            ]
-            lines.append([f"{'bwd' if backward else 'fwd'} D{head_dim}", *cells])
+    for way, dims in TILINGS:
+        rates = [
+            f"{prediction(problem, way == 'backward', dims.v)['TFLOP/s']:.0f}"
+            for problem in problems(lengths, [dims.qk])
+        ]
+        lines.append([f"{way} {dims}", *map("/".join, zip(rates[::2], rates[1::2], strict=True))])
     yield output.table(["", *map(str, lengths)], lines)
-
-
-def asdict_key(problem: Problem, backward: int) -> tuple:
-    fields = asdict(problem)
-    return (fields["S"], fields["D"], fields["causal"], backward)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,19 +19,22 @@ SOURCES = sorted((CUDA / "sm90").glob("*.cu"))
 # setmaxnreg ignored; wgmma serialised; a wait for wgmma injected
 WARNINGS = re.compile(r"C75(08|10|12|13|15|17|19)")
 FORWARD, BACKWARD = ([p for p in SOURCES if p.stem.startswith(way)] for way in ("forward", "backward"))
-KEYS = {64: 128, 128: 128, 256: 80}  # of the forward's tiles, by head dimension
+# Head dimensions of query and key and of value.
+D64, D96, D128, D192, D256 = ((head_dim, head_dim) for head_dim in (64, 96, 128, 192, 256))
+D192_128 = 192, 128
+KEYS = {D64: 128, D96: 128, D128: 128, D192_128: 128, D192: 112, D256: 80}  # of the forward's tiles
 # Of the backward, the query rows of a warpgroup's S and the keys of a tile.
-BACKWARD_TILES = {64: (128, 128), 128: (64, 128), 256: (32, 64)}
+BACKWARD_TILES = {D64: (128, 128), D128: (64, 128), D256: (32, 64)}
 # Instructions of one iteration of the main loop, masks included, at most: of the plain kernels; and of those that take
 # softcap, key masks and packed sequences, softcap included.
 MOST_INSTRUCTIONS = {
-    ("forward_kernel", "plain"): {64: 600, 128: 645, 256: 585},
-    ("backward_kernel", "plain"): {64: 920, 128: 580, 256: 504},
-    ("forward_kernel", "with options"): {64: 970, 128: 1020, 256: 840},
-    ("backward_kernel", "with options"): {64: 860, 128: 910, 256: 690},
-    ("forward_kernel", "few rows"): {64: 970, 128: 1020, 256: 840},
+    ("forward_kernel", "plain"): {D64: 600, D96: 620, D128: 645, D192_128: 650, D192: 635, D256: 585},
+    ("backward_kernel", "plain"): {D64: 920, D128: 580, D256: 504},
+    ("forward_kernel", "with options"): {D64: 970, D96: 985, D128: 1020, D192_128: 1040, D192: 990, D256: 840},
+    ("backward_kernel", "with options"): {D64: 860, D128: 910, D256: 690},
+    ("forward_kernel", "few rows"): {D64: 970, D128: 1020, D256: 840},
     # The plain forward with one switch of switches.h off.
-    ("forward_kernel", "without a switch"): {64: 600, 128: 650, 256: 585},
+    ("forward_kernel", "without a switch"): {D64: 600, D128: 650, D256: 585},
 }
 PLAIN = "plain", "without a switch"
 # How a kernel's mangled name says which form it is.
@@ -62,17 +65,18 @@ def division(form):
     return re.compile(r"I2F|F2I|CALL" + ("|MUFU\\.RCP" if form in PLAIN else ""))
 
 
-def code_of(cubin, kernel, head_dim, form):
+def code_of(cubin, kernel, dims, form):
     """The kernel's instructions."""
-    pattern = rf"\w*\d{kernel}I\w*?Li{head_dim}EL{FORMS[kernel]['plain' if form in PLAIN else form]}"
+    sizes = "".join(f"Li{size}E" for size in (dims if kernel == "forward_kernel" else dims[:1]))
+    pattern = rf"\w*\d{kernel}I\w*?{sizes}L{FORMS[kernel]['plain' if form in PLAIN else form]}"
     found = [code for name, code in functions_of(cubin).items() if re.match(pattern, name)]
     assert len(found) == 1
     return found[0]
 
 
-def order_of(cubin, kernel, head_dim, form):
+def order_of(cubin, kernel, dims, form):
     """What the kernel's machine code does, a letter an instruction."""
-    operations = [instruction.operation for instruction in code_of(cubin, kernel, head_dim, form)]
+    operations = [instruction.operation for instruction in code_of(cubin, kernel, dims, form)]
     assert not {"LDL", "STL"} & {operation.split(".")[0] for operation in operations}
     marks = {"HGMMA": "P", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "W", "WARPGROUP.ARRIVE": "A", "USETMAXREG": "R"}
     order = "".join(mark for operation in operations for word, mark in marks.items() if operation.startswith(word))
@@ -85,29 +89,29 @@ def kernel_of(source):
 
 
 def every_kernel(sources):
-    """A test runs for each kernel of these sources: its form, its head dimension."""
+    """A test runs for each kernel of these sources: its form, its head dimensions."""
     cases = [
-        pytest.param(source, form, head_dim, id=f"{source.stem}-{head_dim}-{form}")
+        pytest.param(source, form, dims, id=f"{source.stem}-{'x'.join(map(str, dims))}-{form}")
         for source in sources
         for form in FORMS[kernel_of(source)]
-        for head_dim in KEYS
+        for dims in MOST_INSTRUCTIONS[kernel_of(source), form]
     ]
-    return pytest.mark.parametrize(("source", "form", "head_dim"), cases)
+    return pytest.mark.parametrize(("source", "form", "dims"), cases)
 
 
-def backward_tile(head_dim, form):
-    rows, keys = BACKWARD_TILES[head_dim]
+def backward_tile(dims, form):
+    rows, keys = BACKWARD_TILES[dims]
     return rows if form == "plain" else min(rows, 64), keys
 
 
-def main_loop(cubin, kernel, head_dim, form="plain"):
+def main_loop(cubin, kernel, dims, form="plain"):
     """One iteration of a consumer."""
     if kernel == "forward_kernel":
-        products = head_dim // 16 + KEYS[head_dim] // 16
+        products = dims[0] // 16 + KEYS[dims] // 16
     else:
-        rows, keys = backward_tile(head_dim, form)
-        products = 2 * (head_dim // 16) + 2 * (max(rows, 64) // 16) + keys // 16
-    return sass.main_loop(code_of(cubin, kernel, head_dim, form), products)
+        rows, keys = backward_tile(dims, form)
+        products = 2 * (dims[0] // 16) + 2 * (max(rows, 64) // 16) + keys // 16
+    return sass.main_loop(code_of(cubin, kernel, dims, form), products)
 
 
 def check_what_ptxas_says(said):
@@ -120,12 +124,12 @@ def test_ptxas_leaves_wgmma_and_registers_alone(compile_once, source):
     check_what_ptxas_says(compile_once(source)[1])
 
 
-def check_forward_order(cubin, form, head_dim):
-    order = order_of(cubin, "forward_kernel", head_dim, form)
-    scores, output = head_dim // 16, KEYS[head_dim] // 16
+def check_forward_order(cubin, form, dims):
+    order = order_of(cubin, "forward_kernel", dims, form)
+    scores, output = dims[0] // 16, KEYS[dims] // 16
     # The first tile; the loop: both products, one wait, the softmax, the other wait; the last product. An exponential
     # for each of 64 x keys / 128 threads, where there is a softcap another one, and two factors of what was summed up.
-    exponentials = "E" * (KEYS[head_dim] // 2 * (1 if form in PLAIN else 2) + 2)
+    exponentials = "E" * (KEYS[dims] // 2 * (1 if form in PLAIN else 2) + 2)
     schedule = "A" + "P" * scores + "W" + exponentials
     schedule += "A" + "P" * scores + "A" + "P" * output + "W" + exponentials + "W"
     schedule += "A" + "P" * output + "W"
@@ -133,26 +137,26 @@ def check_forward_order(cubin, form, head_dim):
 
 
 @every_kernel(FORWARD)
-def test_forward_machine_code(compile_once, source, form, head_dim):
-    check_forward_order(compile_once(source)[0], form, head_dim)
+def test_forward_machine_code(compile_once, source, form, dims):
+    check_forward_order(compile_once(source)[0], form, dims)
 
 
 @every_kernel(BACKWARD)
-def test_backward_machine_code(compile_once, source, form, head_dim):
-    order = order_of(compile_once(source)[0], "backward_kernel", head_dim, form)
-    rows, keys = backward_tile(head_dim, form)
-    columns, sums = "A" + "P" * (head_dim // 16), "A" + "P" * (max(rows, 64) // 16)
+def test_backward_machine_code(compile_once, source, form, dims):
+    order = order_of(compile_once(source)[0], "backward_kernel", dims, form)
+    rows, keys = backward_tile(dims, form)
+    columns, sums = "A" + "P" * (dims[0] // 16), "A" + "P" * (max(rows, 64) // 16)
     # S and dP; the exponentials while dP is on its way; dV, dQ and dK, each waited for alone. Of split columns dK
     # comes before dQ. Two ways to P, with a softcap with twice the exponentials.
     exponentials, last = "E" * (64 * rows // 128 * (1 if form == "plain" else 3)), "A" + "P" * (keys // 16)
     schedule = columns * 2 + "W" + exponentials + "W" + sums
-    schedule += (sums + last if head_dim == 256 else last + sums) + "WWW"
+    schedule += (sums + last if dims == D256 else last + sums) + "WWW"
     assert schedule in order, order
 
 
-def check_main_loop(cubin, kernel, form, head_dim):
-    loop = main_loop(cubin, kernel, head_dim, form)
-    assert len(loop) <= MOST_INSTRUCTIONS[kernel, form][head_dim]
+def check_main_loop(cubin, kernel, form, dims):
+    loop = main_loop(cubin, kernel, dims, form)
+    assert len(loop) <= MOST_INSTRUCTIONS[kernel, form][dims]
     assert not [str(i) for i in loop if division(form).match(i.operation)]
     # Descriptors are stepped in uniform registers: nothing is moved there between the products of a batch.
     products = [n for n, i in enumerate(loop) if i.operation.startswith("HGMMA")]
@@ -160,14 +164,14 @@ def check_main_loop(cubin, kernel, form, head_dim):
         if "gsb0" not in loop[a].operands:
             assert not [str(i) for i in loop[a:b] if i.operation.startswith("R2UR")]
     # Nothing before the first load and the first product divides either.
-    code = code_of(cubin, kernel, head_dim, form)
+    code = code_of(cubin, kernel, dims, form)
     first = next(n for n, i in enumerate(code) if i.operation.startswith("HGMMA"))
     assert not [str(i) for i in code[:first] if division(form).match(i.operation)]
 
 
 @every_kernel(SOURCES)
-def test_main_loop(compile_once, source, form, head_dim):
-    check_main_loop(compile_once(source)[0], kernel_of(source), form, head_dim)
+def test_main_loop(compile_once, source, form, dims):
+    check_main_loop(compile_once(source)[0], kernel_of(source), form, dims)
 
 
 @pytest.mark.parametrize("off", switches.switches())
@@ -175,36 +179,37 @@ def test_machine_code_without_a_switch(compile_once, off):
     """The plain forward kernels are as good as with all of them on."""
     cubin, said = compile_once(ROOT / switches.SOURCES[0], f"-D{off}=0")
     check_what_ptxas_says(said)
-    for head_dim in KEYS:
-        check_forward_order(cubin, "without a switch", head_dim)
-        check_main_loop(cubin, "forward_kernel", "without a switch", head_dim)
-        assert sass.hazards(code_of(cubin, "forward_kernel", head_dim, "without a switch")) == []
+    for dims in MOST_INSTRUCTIONS["forward_kernel", "without a switch"]:
+        check_forward_order(cubin, "without a switch", dims)
+        check_main_loop(cubin, "forward_kernel", "without a switch", dims)
+        assert sass.hazards(code_of(cubin, "forward_kernel", dims, "without a switch")) == []
 
 
 @pytest.mark.parametrize("source", FORWARD, ids=lambda path: path.stem)
 def test_output_is_scaled_under_the_scores_of_long_rows(compile_once, source):
-    loop = main_loop(compile_once(source)[0], "forward_kernel", 256)
-    products = [n for n, i in enumerate(loop) if i.operation.startswith("HGMMA")]
-    under_scores = loop[: products[256 // 16]]
-    assert sum(i.operation == "FMUL" for i in under_scores) >= 128
+    for dims in (D192, D256):
+        loop = main_loop(compile_once(source)[0], "forward_kernel", dims)
+        products = [n for n, i in enumerate(loop) if i.operation.startswith("HGMMA")]
+        under_scores = loop[: products[dims[0] // 16]]
+        assert sum(i.operation == "FMUL" for i in under_scores) >= dims[1] // 2
 
 
-@pytest.mark.parametrize("head_dim", BACKWARD_TILES)
+@pytest.mark.parametrize("dims", BACKWARD_TILES, ids=str)
 @pytest.mark.parametrize("source", BACKWARD, ids=lambda path: path.stem)
-def test_row_terms_are_read_before_the_waits(compile_once, source, head_dim):
+def test_row_terms_are_read_before_the_waits(compile_once, source, dims):
     """lse and delta of a tile come from shared memory while the products run that they belong to."""
-    loop = main_loop(compile_once(source)[0], "backward_kernel", head_dim)
+    loop = main_loop(compile_once(source)[0], "backward_kernel", dims)
     second_wait = [n for n, i in enumerate(loop) if i.operation.startswith("WARPGROUP.DEPBAR")][1]
     assert not [str(i) for i in loop[second_wait:] if i.operation.startswith("LDS")]
 
 
 @every_kernel(SOURCES)
-def test_nothing_touches_registers_of_a_running_product(compile_once, source, form, head_dim):
+def test_nothing_touches_registers_of_a_running_product(compile_once, source, form, dims):
     kernel = kernel_of(source)
-    code = code_of(compile_once(source)[0], kernel, head_dim, form)
+    code = code_of(compile_once(source)[0], kernel, dims, form)
     assert sass.hazards(code) == []
     # The check itself: without a wait for a result there is a hazard. Of the backward's five waits the one for dV, and
     # of split columns that for dK, guard tiles in shared memory; the host run's mutations look at those.
     waits = [n for n, i in enumerate(code) if i.operation.startswith("WARPGROUP.DEPBAR")]
     found = [bool(sass.hazards(code[:n] + code[n + 1 :])) for n in waits]
-    assert found == ([True] * 4 if kernel == "forward_kernel" else [True, True, False, head_dim != 256, True])
+    assert found == ([True] * 4 if kernel == "forward_kernel" else [True, True, False, dims != D256, True])

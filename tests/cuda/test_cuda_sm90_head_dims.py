@@ -1,5 +1,6 @@
 """Head dimensions other than 64, 128 and 256 in the Hopper tier on the host (tests/cuda_host), against the dense
-oracle: in eights, those of query and value different. Columns behind the last one are zeros, which TMA brings.
+oracle: in eights, those of query and value different. Columns behind the last one are zeros, which TMA brings. The
+forward has tiles of its own for 96 and 192.
 
 No GPU has run it yet.
 """
@@ -7,7 +8,7 @@ No GPU has run it yet.
 import pytest
 import torch
 from cuda_host import library
-from helpers import make_qkv
+from helpers import check_forward_against_reference, make_qkv
 from test_cuda_sm90_options import check, padding
 from test_cuda_sm90_varlen import LONG
 from test_cuda_varlen import check as check_packed
@@ -34,6 +35,29 @@ def test_head_dims(kernels, head_dim, head_dim_v, plain):
         check(kernels, q, k, v, causal="lower_right")
     else:
         check(kernels, q, k, v, padding(1, 135, "left"), softcap=3.0, window=(60, 20))
+
+
+# By head dimensions that have them: query rows and keys.
+OWN_TILES = {(96, 96): (128, 128), (192, 128): (128, 128), (192, 192): (128, 112)}
+
+
+@pytest.mark.parametrize("edge", [-1, 0, 1])
+@pytest.mark.parametrize("dims", OWN_TILES, ids=str)
+def test_tile_edges_of_the_forward(kernels, dims, edge):
+    """Heads share keys; several tasks a block where it is persistent; bands that end within a tile."""
+    kernels.c.set_multiprocessors(2)
+    rows, keys = OWN_TILES[dims]
+    dtype, name = (torch.float16, "__half") if edge else (torch.bfloat16, "__nv_bfloat16")
+    for seqlen_q, seqlen_k, heads_kv, options in (
+        (rows + edge, keys + edge, 4, {}),
+        (2 * rows + edge, 2 * keys + edge, 4, {"causal": "lower_right"}),
+        (64 + edge, 3 * keys - 1 + edge, 4, {"causal": "upper_left"}),
+        (rows, 2 * keys + 1, 2, {"window": (keys + edge, 5)}),
+    ):
+        head_dim, head_dim_v = dims[0] - 8 * (edge > 0), dims[1] - 8 * (edge < 0)
+        inputs = make_qkv(1, 4, seqlen_q, seqlen_k, head_dim, heads_kv=heads_kv, head_dim_v=head_dim_v, dtype=dtype)
+        check_forward_against_reference(*(t.detach() for t in inputs), **options)
+        assert f"sm90::forward_kernel<{name}, {dims[0]}, {dims[1]}," in kernels.c.last_kernel().decode()
 
 
 @pytest.mark.parametrize("head_dim", [96, 192])

@@ -16,8 +16,8 @@ INSTANCE = """#include "forward.cuh"
 namespace flash_attn_ext::cuda::sm90 {
 
 cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  return p.sizes.head_dim > 64 ? launch_tiles<__nv_bfloat16, 128, Form::kPlain>(p, {}, workspace, stream)
-                               : launch_tiles<__nv_bfloat16, 64, Form::kPlain>(p, {}, workspace, stream);
+  return p.sizes.head_dim > 64 ? launch_tiles<__nv_bfloat16, 128, 128, Form::kPlain>(p, {}, workspace, stream)
+                               : launch_tiles<__nv_bfloat16, 64, 64, Form::kPlain>(p, {}, workspace, stream);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -16,16 +16,19 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
-# Blocks of 128 and 192 queries, tiles of 64, 80 and 128 keys.
-EDGES = [(17, 1), (63, 79), (64, 80), (65, 81), (127, 127), (128, 128), (129, 129), (191, 255), (193, 257), (400, 1000)]
+# Blocks of 128 and 192 queries, tiles of 64, 80, 112 and 128 keys.
+EDGES = [(17, 1), (63, 79), (64, 80), (65, 81), (127, 127), (128, 128), (129, 113), (191, 255), (193, 257), (400, 1000)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+)
 @pytest.mark.parametrize("causal", [None, "upper_left", "lower_right"])
-def test_tile_edges_of_the_tensor_cores(dtype, head_dim, causal):
+def test_tile_edges_of_the_tensor_cores(dtype, head_dim, head_dim_v, causal):
     for seqlen_q, seqlen_k in EDGES:
-        check_against_reference(*make_qkv(1, 2, seqlen_q, seqlen_k, head_dim, heads_kv=1, dtype=dtype), causal=causal)
+        shape = (1, 2, seqlen_q, seqlen_k, head_dim)
+        check_against_reference(*make_qkv(*shape, heads_kv=1, head_dim_v=head_dim_v, dtype=dtype), causal=causal)
 
 
 @dtypes

@@ -143,10 +143,13 @@ bool hopper_land_one() {
 
 namespace {
 
-// What all of them have in common: a source that the thread knows to be complete.
-void start_store(const Bytes& source, std::function<void(const unsigned char*)> land) {
+// Of what is stored the thread knows that it is complete.
+void check_source(const Bytes& source) {
   const Start start{current->thread, current->now, current->known};
   check_readable("a bulk copy", source, {&start});
+}
+
+void start_store(const Bytes& source, std::function<void(const unsigned char*)> land) {
   block.stores.push_back(
       {current->thread, block.threads[current->thread].bulk_groups, source, std::move(land), false, {}});
 }
@@ -158,6 +161,7 @@ void bulk_add(Site site, float* sums, const float* terms, uint32_t count) {
   const size_t bytes = count * sizeof(float);
   if (bytes % 16 != 0 || (source | reinterpret_cast<uintptr_t>(sums)) % 16 != 0)
     fail("a bulk copy of pieces of 16 aligned bytes: " + text(site));
+  check_source({source, source + bytes});
   start_store({source, source + bytes}, [=](const unsigned char* read) {
     for (uint32_t n = 0; n < count; ++n) sums[n] += reinterpret_cast<const float*>(read)[n];
   });
@@ -167,7 +171,9 @@ void bulk_add(Site site, float* sums, const float* terms, uint32_t count) {
 void store_box(Site site, const CUtensorMap* map, const int32_t* corner, int rank, const void* shared) {
   const Box box = box_of(site, *map, corner, rank, shared);
   const uintptr_t begin = box.shared.begin;
-  for_each_piece(*map, box.corner, [&](uint32_t, int64_t, unsigned char* to) {
+  for_each_piece(*map, box.corner, [&](uint32_t row, int64_t column, unsigned char* to) {
+    const uintptr_t from = swizzled(begin + row * 128 + column * 2);
+    check_source({from, from + 16});
     touch(to, 16, true, __builtin_return_address(0));
   });
   start_store(box.shared, [map = *map, corner = box.corner, begin](const unsigned char* read) {

@@ -49,9 +49,9 @@ struct Matrix {
   }
   std::vector<Bytes> bytes_along_rows(int rows) const {
     std::vector<Bytes> result;
-    for (int panel = 0; panel < rows / 64; ++panel)
+    for (int panel = 0; panel * 64 < rows; ++panel)
       for (int group = 0; group < kDepth / 8; ++group) {
-        const uintptr_t begin = start + panel * leading + group * stride;
+        const uintptr_t begin = start / 128 * 128 + panel * leading + group * stride;
         result.push_back({begin, begin + 1024});
       }
     return result;

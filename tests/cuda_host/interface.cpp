@@ -106,7 +106,7 @@ const char* why_not_sm90_forward(const AttentionParams* p) {
 }
 // How the sm90 forward cuts a call: its kernel, the heads that share a tile, the splits of the keys.
 void sm90_forward_cut(const AttentionParams* p, int (&cut)[3]) {
-  const auto [form, few_rows] = flash_attn_ext::cuda::sm90::choose_forward(*p);
+  const auto [form, head_dims, few_rows] = flash_attn_ext::cuda::sm90::choose_forward(*p);
   cut[0] = static_cast<int>(form);
   cut[1] = few_rows.tile_heads();
   cut[2] = few_rows.splits;

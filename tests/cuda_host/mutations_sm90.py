@@ -39,8 +39,8 @@ INSTANCES = {
 namespace flash_attn_ext::cuda::sm90 {
 
 cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  return p.sizes.head_dim == 64 ? launch_head_dim<__nv_bfloat16, 64>(p, workspace, stream)
-                                : launch_tiles<__nv_bfloat16, 256, Form::kPlain>(p, {}, workspace, stream);
+  return p.sizes.head_dim == 64 ? launch_any_rows<__nv_bfloat16, 64>(p, choose_forward(p), workspace, stream)
+                                : launch_tiles<__nv_bfloat16, 256, 256, Form::kPlain>(p, {}, workspace, stream);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -143,10 +143,10 @@ void add_units(std::vector<Unit>& units, const std::string& name) {
 
 std::vector<Unit> wgmma_units() {
   std::vector<Unit> units;
-  add_units<Form::kShared, 32, 64, 80, 128>(units, "wgmma_shared");
+  add_units<Form::kShared, 32, 64, 80, 112, 128>(units, "wgmma_shared");
   add_units<Form::kSharedByRows, 32, 64, 128>(units, "wgmma_shared_by_rows");
   add_units<Form::kSharedRightByRows, 128>(units, "wgmma_shared_right_by_rows");
-  add_units<Form::kRegisters, 64, 128, 256>(units, "wgmma_registers");
+  add_units<Form::kRegisters, 64, 96, 128, 192, 256>(units, "wgmma_registers");
   return units;
 }
 

@@ -6,7 +6,7 @@ from cubins import NVCC
 from benchmarks.gpu import sass_listing, time_model
 from benchmarks.gpu.multiprocessor import Meet, Product, Wait, Work, simulate
 from benchmarks.gpu.problem import Problem
-from benchmarks.gpu.time_model import TILINGS, Tiling, Turn
+from benchmarks.gpu.time_model import TILINGS, HeadDims, Tiling, Turn
 
 UPPER = 0x000FC80000000000  # a stall of 4 cycles
 
@@ -108,7 +108,8 @@ def test_causal_blocks_make_half_of_the_turns(owns_keys):
 
 def test_more_blocks_than_multiprocessors_take_another_wave():
     turn = Turn(1000.0, {"tensor": 900.0})
-    one, two = (time_model.seconds(Problem(1, heads, 128, 128, False), False, turn) for heads in (132, 133))
+    tiling = TILINGS["forward", HeadDims(128, 128)]
+    one, two = (time_model.seconds(Problem(1, heads, 128, 128, False), False, turn, tiling) for heads in (132, 133))
     assert two == pytest.approx(2 * one)
     assert turn.bound == "tensor 90%"
 
@@ -120,14 +121,12 @@ def turns():
     return time_model.turns()
 
 
-@pytest.mark.parametrize(("way", "head_dim"), TILINGS)
-def test_the_kernels_turns(turns, way, head_dim):
+@pytest.mark.parametrize(("way", "dims"), TILINGS, ids=str)
+def test_the_kernels_turns(turns, way, dims):
     """The products found are those of one tile: two of the forward, five of the backward."""
-    tiling, turn = TILINGS[way, head_dim], turns[way, head_dim]
-    products = [
-        step for step in time_model.program(time_model.main_loops()[way, head_dim]) if isinstance(step, Product)
-    ]
-    flops = 2 * (5 if way == "backward" else 2) * tiling.rows * tiling.keys * head_dim
+    tiling, turn = TILINGS[way, dims], turns[way, dims]
+    products = [step for step in time_model.program(time_model.main_loops()[way, dims]) if isinstance(step, Product)]
+    flops = 2 * (5 if way == "backward" else 2) * tiling.rows * tiling.keys * dims.mean
     ideal = flops / 2 / time_model.TENSOR_FMA
     assert ideal <= turn.units["tensor"] <= 1.25 * ideal
     assert sum(product.ends_batch for product in products) in (2, 5)
@@ -145,4 +144,12 @@ def test_a_prediction_is_below_the_peak(turns):
         ]
         assert rates == sorted(rates)
         assert rates[-1] < peak
-    assert time_model.prediction(Problem(1, 1, 64, 96, False), False) is None
+    assert time_model.prediction(Problem(1, 1, 64, 80, False), False) is None
+    assert time_model.prediction(Problem(1, 1, 64, 96, False), True) is None
+
+
+def test_a_narrower_value_takes_less_time(turns):
+    """192 with 128 costs what 160 would: as many TFLOP/s as 192, in less time."""
+    problem = Problem(1, 16, 8192, 192, False)
+    own, as_long = (time_model.prediction(problem, False, head_dim_v)["TFLOP/s"] for head_dim_v in (128, 192))
+    assert own == pytest.approx(as_long, rel=0.1)

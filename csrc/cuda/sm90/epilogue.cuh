@@ -56,9 +56,9 @@ __device__ void repair_rows(const AttentionParams& p, int64_t b, int64_t h_kv, R
 }
 
 // A warp's 16 rows, as far as they exist: lse is stored, and o becomes out. Returns which of them hold a NaN.
-template <class In, int kHeadDim>
+template <int kElements>
 __device__ uint32_t finish_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, float scale,
-                                const RowStatistics& statistics, float (&o)[kHeadDim / 2]) {
+                                const RowStatistics& statistics, float (&o)[kElements]) {
   RowResult<float> results[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r)

@@ -22,6 +22,9 @@ int64_t time_of_splits(int64_t blocks, int64_t tiles, int64_t splits) {
          (splits > 1 ? kMergeTiles * kFewRowsTile : 0);
 }
 
+// What a query row does with a tile of keys, in columns: how times of kernels of different tiles compare.
+constexpr int64_t work_of_key_tile(HeadDims dims) { return int64_t{forward_keys(dims)} * (dims.qk + dims.v); }
+
 // The keys that one of `queries` neighbouring queries sees, at most, in tiles.
 int64_t tiles_of_block(const AttentionParams& p, int64_t queries, int64_t tile_keys) {
   const Sizes& z = p.sizes;
@@ -67,8 +70,10 @@ ForwardPlan plan_few_rows(const Sizes& z, const FewRows& few_rows) {
 
 ForwardChoice choose_forward(const AttentionParams& p) {
   const Sizes& z = p.sizes;
-  const int padded = padded_head_dim(z);
-  const int64_t keys = forward_keys(padded), rows = forward_rows(padded);
+  const HeadDims few_dims = forward_head_dims(z, Form::kFewRows);
+  const HeadDims others_dims = forward_head_dims(z, is_plain(p) ? Form::kPlain : Form::kOptions);
+  const int64_t keys = forward_keys(few_dims), rows = forward_rows(others_dims);
+  const int64_t others_keys = forward_keys(others_dims);
   const auto blocks_of = [&](const FewRows& few) {
     return z.batch * z.heads_kv * few.group_tiles * ceil_div(z.seqlen_q, few.tile_queries());
   };
@@ -79,25 +84,24 @@ ForwardChoice choose_forward(const AttentionParams& p) {
   const int64_t tiles = tiles_of_block(p, few.tile_queries(), keys);
   few.splits = static_cast<int>(choose_splits(p, blocks_of(few), tiles));
   few.by_splits = Divider(few.splits);
-  const int64_t time = time_of_splits(blocks_of(few), tiles, few.splits);
+  const int64_t time = time_of_splits(blocks_of(few), tiles, few.splits) * work_of_key_tile(few_dims);
   const int64_t others_blocks = z.batch * z.heads * ceil_div(z.seqlen_q, rows);
-  const int64_t others_time = time_of(others_blocks, rows, tiles_of_block(p, rows, keys));
+  const int64_t others_time =
+      time_of(others_blocks, rows, tiles_of_block(p, rows, others_keys)) * work_of_key_tile(others_dims);
   // Heads that share tiles read K and V less often. For splits alone a ninth must be won: the loop of the other
   // kernels is shorter.
   const bool is_faster =
       few.heads_shift > 0 ? time <= others_time : few.splits > 1 && 9 * time <= 8 * others_time;
-  if (is_faster || (p.decode.num_splits > 1 && few.splits > 1)) return {Form::kFewRows, few};
-  return {is_plain(p) ? Form::kPlain : Form::kOptions, {}};
+  if (is_faster || (p.decode.num_splits > 1 && few.splits > 1)) return {Form::kFewRows, few_dims, few};
+  return {is_plain(p) ? Form::kPlain : Form::kOptions, others_dims, {}};
 }
 
-ForwardWorkspace::ForwardWorkspace(void* memory, const AttentionParams& p, int splits)
-    : partials(memory, p, splits),
-      key_mask(static_cast<char*>(memory) + partial_bytes(p, splits), p,
-               forward_keys(padded_head_dim(p.sizes))) {}
+ForwardWorkspace::ForwardWorkspace(void* memory, const AttentionParams& p, int splits, int keys)
+    : partials(memory, p, splits), key_mask(static_cast<char*>(memory) + partial_bytes(p, splits), p, keys) {}
 
 size_t ForwardWorkspace::bytes(const AttentionParams& p) {
-  return partial_bytes(p, choose_forward(p).few_rows.splits) +
-         KeyMask::bytes(p, forward_keys(padded_head_dim(p.sizes)));
+  const ForwardChoice choice = choose_forward(p);
+  return partial_bytes(p, choice.few_rows.splits) + KeyMask::bytes(p, forward_keys(choice.head_dims));
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

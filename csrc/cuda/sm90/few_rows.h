@@ -42,6 +42,7 @@ struct TileRows {
 // Which of the forward's kernels runs a call, and how it cuts it.
 struct ForwardChoice {
   Form form;
+  HeadDims head_dims;
   FewRows few_rows;
 };
 
@@ -55,7 +56,8 @@ struct ForwardWorkspace {
   Partials<float> partials;
   KeyMask key_mask;
 
-  ForwardWorkspace(void* memory, const AttentionParams& p, int splits);
+  // `keys`: of a tile.
+  ForwardWorkspace(void* memory, const AttentionParams& p, int splits, int keys);
   static size_t bytes(const AttentionParams& p);
 };
 

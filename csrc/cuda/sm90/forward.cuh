@@ -31,35 +31,39 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// Tile sizes, and how the registers of a multiprocessor are dealt out.
-template <int kHeadDim, bool kFewRows>
-struct Tiling {
-  static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
+// How the registers of a multiprocessor are dealt out.
+template <int kConsumers>
+struct Registers {
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 };
 template <>
-struct Tiling<64, false> {
-  static constexpr int kConsumers = 3, kProducerRegisters = 32, kConsumerRegisters = 160;
+struct Registers<3> {
+  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 160;
 };
 
-template <class In, int kHeadDim, Form kForm>
-struct Forward : Tiling<kHeadDim, kForm == Form::kFewRows> {
+// S = Q K^T has kHeadDim / 16 steps, O has kHeadDimV columns.
+template <class In, int kHeadDim_, int kHeadDimV_, Form kForm>
+struct Forward {
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static_assert(kHeadDimV <= kHeadDim);  // out may take Q's place
   static constexpr bool kPlain = kForm == Form::kPlain, kPacked = !kPlain, kFewRows = kForm == Form::kFewRows;
-  using Tiling<kHeadDim, kFewRows>::kConsumers;
+  static constexpr HeadDims kDims{kHeadDim, kHeadDimV};
+  static constexpr int kRows = kFewRows ? kFewRowsTile : forward_rows(kDims), kKeys = forward_keys(kDims);
+  static constexpr int kConsumers = kRows / kWarpgroupRows;
   // Beyond a head dimension of 128 the loop of a persistent block has too few registers.
   static constexpr bool kPersistent = kPlain && kHeadDim <= 128 && FLASH_ATTN_EXT_SM90_PERSISTENT;
   static constexpr bool kStoresByTma = kPlain && FLASH_ATTN_EXT_SM90_TMA_STORE;
   static constexpr bool kTakesTurns = kPlain && kHeadDim <= 128 && FLASH_ATTN_EXT_SM90_PING_PONG;
-  static constexpr int kKeys = forward_keys(kHeadDim);
-  static constexpr int kRows = kConsumers * kWarpgroupRows;
-  static_assert(kRows == (kFewRows ? kFewRowsTile : forward_rows(kHeadDim)));
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   // O is long: its products with the factors of softmax run under S = Q K^T, not behind the exponentials.
-  static constexpr bool kScalesUnderScores = kHeadDim > 128;
-  static_assert(Forward::kProducerRegisters + kConsumers * Forward::kConsumerRegisters <=
-                (64 << 10) / kWarpgroup);
+  static constexpr bool kScalesUnderScores = kHeadDimV > 128;
+  static constexpr int kProducerRegisters = Registers<kConsumers>::kProducerRegisters;
+  static constexpr int kConsumerRegisters = Registers<kConsumers>::kConsumerRegisters;
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (64 << 10) / kWarpgroup);
 
-  using QTile = Panels<In, kRows, kHeadDim>;
-  using KVTile = Panels<In, kKeys, kHeadDim>;
+  using QTile = Panels<In, kRows, whole_panels(kHeadDim)>;
+  using KTile = Panels<In, kKeys, whole_panels(kHeadDim)>;
+  using VTile = Panels<In, kKeys, whole_panels(kHeadDimV)>;
 
   struct Beside {
     OutBarriers<kConsumers> out;
@@ -70,7 +74,8 @@ struct Forward : Tiling<kHeadDim, kForm == Form::kFewRows> {
     QTile out;
   };
   struct Shared : std::conditional_t<kPersistent && kStoresByTma, OutTile, Nothing> {
-    Pipeline<KVTile> k, v;
+    Pipeline<KTile> k;
+    Pipeline<VTile> v;
     Pipeline<QTile, 1, Beside> q;
   };
   static_assert(sizeof(Shared) <= kMaxHopperSharedBytes);
@@ -112,12 +117,12 @@ __device__ void produce(const ForwardArguments& a, const BlockRange& range, cons
 // ---- compute: a consumer warpgroup, for its 64 rows
 
 // S = Q K^T. Only starts it.
-template <class In, class Config, int kHeadDim, int kElements>
+template <class In, class Config, int kElements>
 __device__ void start_scores(uint64_t q, uint64_t k, float (&s)[kElements]) {
 #pragma unroll
-  for (int n = 0; n < kHeadDim / 16; ++n)
+  for (int n = 0; n < Config::kHeadDim / 16; ++n)
     ptx::wgmma_shared<In>(s, step_descriptor(q, columns_step<typename Config::QTile>(n)),
-                          step_descriptor(k, columns_step<typename Config::KVTile>(n)), n > 0);
+                          step_descriptor(k, columns_step<typename Config::KTile>(n)), n > 0);
   ptx::wgmma_commit();  // S is a batch of its own
 }
 
@@ -129,10 +134,10 @@ __device__ void start_output(const uint32_t (&weights)[kSteps][4], uint64_t v, f
   ptx::wgmma_commit();  // so is O
 }
 
-template <class In, int kHeadDim, class Config>
+template <class In, class Config>
 __device__ void consume(const ForwardArguments& a, const BlockRange& range, const Begun& begun,
                         typename Config::Shared& shared) {
-  constexpr int kKeys = Config::kKeys;
+  constexpr int kKeys = Config::kKeys, kHeadDimV = Config::kHeadDimV;
   const AttentionParams& p = a.p;
   const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup) - 1, warp = threadIdx.x % kWarpgroup / 32;
   const int first_row = warpgroup * kWarpgroupRows, warp_row = first_row + warp * kWarpRows;  // of the tile
@@ -142,9 +147,9 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
       ptx::shared_address(&shared.q.tiles) + warpgroup * kWarpgroupRows * kPanelRowBytes;
   const uint64_t q = along_columns(q_address);
   const uint64_t first_k = along_columns(ptx::shared_address(&shared.k.tiles));
-  const uint64_t first_v = along_rows<typename Config::KVTile>(ptx::shared_address(&shared.v.tiles));
+  const uint64_t first_v = along_rows<typename Config::VTile>(ptx::shared_address(&shared.v.tiles));
 
-  float s[kKeys / 2], o[kHeadDim / 2] = {}, factor[2];
+  float s[kKeys / 2], o[kHeadDimV / 2] = {}, factor[2];
   uint32_t weights[kKeys / 16][4];
   RowStatistics statistics;
   // The queries of the thread's two rows, and those of the warpgroup.
@@ -182,7 +187,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     shared.q.wait(begun.queries);
     const uint64_t k = step_descriptor(first_k, shared.k.wait(first));
     ptx::wgmma_fence();  // s may be written
-    start_scores<In, Config, kHeadDim>(q, k, s);
+    start_scores<In, Config>(q, k, s);
     ptx::wgmma_wait<0>(s);    // s is complete, K has been read
     shared.k.release(first);  // K may be overwritten
     softmax(0, attends);
@@ -193,7 +198,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     const uint64_t k = step_descriptor(first_k, shared.k.wait(first + n));
     if constexpr (Config::kTakesTurns) shared.q.beside.turns.wait(warpgroup, first_turn + n);
     ptx::wgmma_fence();  // s has been read, weights and o are written
-    start_scores<In, Config, kHeadDim>(q, k, s);
+    start_scores<In, Config>(q, k, s);
     if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);  // while the tensor cores work on s
     const uint64_t v = step_descriptor(first_v, shared.v.wait(first + n - 1));
     ptx::wgmma_fence();  // ptxas wants one before each batch, and would put it in
@@ -224,13 +229,12 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     const FewRowsBlock block{range.b, range.h_kv, keys_of<Config>(range), static_cast<int>(blockIdx.z)};
     const TileRows rows = range.rows.from(warp_row);
     if (a.few_rows.splits == 1)
-      finish_tile_rows<In, kHeadDim>(call, block, rows, score.scale, statistics, o);
+      finish_tile_rows<In, kHeadDimV>(call, block, rows, score.scale, statistics, o);
     else
-      store_partials<In, kHeadDim>(call, block, rows, score.scale, statistics, a.partials, o);
+      store_partials<In, kHeadDimV>(call, block, rows, score.scale, statistics, a.partials, o);
   } else {
     const int row = range.first_row + warp_row;
-    const uint32_t nan_rows =
-        finish_rows<In, kHeadDim>(call, range.b, range.h, row, score.scale, statistics, o);
+    const uint32_t nan_rows = finish_rows(call, range.b, range.h, row, score.scale, statistics, o);
     shared.q.beside.out.remember_nan(nan_rows);
     if constexpr (Config::kStoresByTma)
       hand_over_out<In, Config>(begun.tasks, warpgroup, warp_row, o, shared);
@@ -241,8 +245,9 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
 }
 
 // The rows of a task that hold a NaN, once more.
-template <class In, int kHeadDim, class Config>
+template <class In, class Config>
 __device__ void repair_task(const ForwardArguments& a, const BlockRange& range) {
+  constexpr int kHeadDim = Config::kHeadDim;
   const auto& call = call_of_block<Config>(a.p, range.b);
   const int warpgroup = threadIdx.x / kWarpgroup - 1, warp = threadIdx.x % kWarpgroup / 32;
   const int64_t row = range.first_row + warpgroup * kWarpgroupRows + warp * kWarpRows;
@@ -250,7 +255,8 @@ __device__ void repair_task(const ForwardArguments& a, const BlockRange& range) 
                                      stored_rows_with_nan<In, kHeadDim>(call, range.b, range.h, row));
 }
 
-template <class In, int kHeadDim, Form kForm, class Config = Forward<In, kHeadDim, kForm>>
+template <class In, int kHeadDim, int kHeadDimV, Form kForm,
+          class Config = Forward<In, kHeadDim, kHeadDimV, kForm>>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardArguments a) {
 #if defined(FA_HAS_HOPPER)
@@ -284,7 +290,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else if (static_cast<int>(threadIdx.x) < (1 + consumers) * kWarpgroup) {
     ptx::claim_registers<Config::kConsumerRegisters>();
     for_each_task<Config>(a, [&](const BlockRange& range, const Begun& begun) {
-      consume<In, kHeadDim, Config>(a, range, begun, shared);
+      consume<In, Config>(a, range, begun, shared);
     });
     if constexpr (!Config::kFewRows) {
       // After all tasks: branches between them would keep the loop's descriptors out of the uniform registers.
@@ -293,7 +299,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       if constexpr (Config::kStoresByTma)
         ptx::barrier_wait(shared.q.beside.out.stored, 0);  // out is in global memory
       for_each_task<Config>(
-          a, [&](const BlockRange& range, const Begun&) { repair_task<In, kHeadDim, Config>(a, range); });
+          a, [&](const BlockRange& range, const Begun&) { repair_task<In, Config>(a, range); });
     }
   }
 #else
@@ -303,11 +309,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 // ---- launch
 
-template <class In, int kHeadDim, Form kForm>
+template <class In, int kHeadDim, int kHeadDimV, Form kForm>
 cudaError_t launch_tiles(const AttentionParams& p, const FewRows& few, void* workspace, cudaStream_t stream) {
-  using Config = Forward<In, kHeadDim, kForm>;
+  using Config = Forward<In, kHeadDim, kHeadDimV, kForm>;
   const Sizes& z = p.sizes;
-  const ForwardWorkspace memory(workspace, p, few.splits);
+  const ForwardWorkspace memory(workspace, p, few.splits, Config::kKeys);
   ForwardArguments a{{},
                      {},
                      {},
@@ -334,28 +340,35 @@ cudaError_t launch_tiles(const AttentionParams& p, const FewRows& few, void* wor
                                     : cudaSuccess;
       },
       [&] { return launch_key_mask<Config::kKeys>(p, a.key_mask, stream); },
-      [&] { return launch(forward_kernel<In, kHeadDim, kForm>, shape, stream, a); },
+      [&] { return launch(forward_kernel<In, kHeadDim, kHeadDimV, kForm>, shape, stream, a); },
       [&] { return launch_combine(p, few.splits, workspace, stream); });
 }
 
+template <class In, int kHeadDim, int kHeadDimV>
+cudaError_t launch_many_rows(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  return is_plain(p) ? launch_tiles<In, kHeadDim, kHeadDimV, Form::kPlain>(p, {}, workspace, stream)
+                     : launch_tiles<In, kHeadDim, kHeadDimV, Form::kOptions>(p, {}, workspace, stream);
+}
+
 template <class In, int kHeadDim>
-cudaError_t launch_head_dim(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  const ForwardChoice choice = choose_forward(p);
-  switch (choice.form) {
-    case Form::kPlain: return launch_tiles<In, kHeadDim, Form::kPlain>(p, {}, workspace, stream);
-    case Form::kOptions: return launch_tiles<In, kHeadDim, Form::kOptions>(p, {}, workspace, stream);
-    case Form::kFewRows:
-      return launch_tiles<In, kHeadDim, Form::kFewRows>(p, choice.few_rows, workspace, stream);
-  }
-  return cudaErrorInvalidValue;
+cudaError_t launch_any_rows(const AttentionParams& p, const ForwardChoice& choice, void* workspace,
+                            cudaStream_t stream) {
+  return choice.form == Form::kFewRows
+             ? launch_tiles<In, kHeadDim, kHeadDim, Form::kFewRows>(p, choice.few_rows, workspace, stream)
+             : launch_many_rows<In, kHeadDim, kHeadDim>(p, workspace, stream);
 }
 
 template <class In>
 cudaError_t launch_forward(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  switch (padded_head_dim(p.sizes)) {
-    case 64: return launch_head_dim<In, 64>(p, workspace, stream);
-    case 128: return launch_head_dim<In, 128>(p, workspace, stream);
-    case 256: return launch_head_dim<In, 256>(p, workspace, stream);
+  const ForwardChoice choice = choose_forward(p);
+  switch (choice.head_dims.qk) {
+    case 64: return launch_any_rows<In, 64>(p, choice, workspace, stream);
+    case 96: return launch_many_rows<In, 96, 96>(p, workspace, stream);
+    case 128: return launch_any_rows<In, 128>(p, choice, workspace, stream);
+    case 192:
+      return choice.head_dims.v == 128 ? launch_many_rows<In, 192, 128>(p, workspace, stream)
+                                       : launch_many_rows<In, 192, 192>(p, workspace, stream);
+    case 256: return launch_any_rows<In, 256>(p, choice, workspace, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -11,6 +11,11 @@ namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kPanelColumns = 64, kPanelRowBytes = 128, kSwizzleBytes = 8 * kPanelRowBytes;
 
+// So many columns in whole panels.
+constexpr int whole_panels(int columns) {
+  return (columns + kPanelColumns - 1) / kPanelColumns * kPanelColumns;
+}
+
 template <class In, int kRows, int kColumns>
 struct alignas(kSwizzleBytes) Panels {
   static_assert(sizeof(In) == 2 && kRows % 8 == 0 && kColumns % kPanelColumns == 0);

@@ -10,22 +10,36 @@ namespace flash_attn_ext::cuda::sm90 {
 // The longest sequence: the sum of two lengths, each rounded up to whole tiles, fits in 32 bits.
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1024;
 
-// The head dimension that a kernel is compiled for: columns behind those of the tensors are zeros, which TMA brings.
+// The head dimension that a kernel of the backward or of few rows is compiled for: columns behind those of the tensors
+// are zeros, which TMA brings.
 FA_HOST_DEVICE inline int padded_head_dim(const Sizes& z) {
   const int64_t larger = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
   return larger <= 64 ? 64 : larger <= 128 ? 128 : 256;
 }
 
-// Of the forward's tiles: keys; query rows, where there are many.
-constexpr int forward_keys(int padded) { return padded == 256 ? 80 : 128; }
-constexpr int forward_rows(int padded) { return padded == 64 ? 192 : 128; }
-
-// The forward's kernels, of each head dimension three: kOptions also has softcap, key masks and packed sequences, and
-// so has kFewRows, in which heads share tiles and keys are split (few_rows.h).
+// The forward's kernels: kOptions also has softcap, key masks and packed sequences, and so has kFewRows, in which heads
+// share tiles and keys are split (few_rows.h).
 enum class Form { kPlain, kOptions, kFewRows };
 
 // Whether the plain kernels take a call: the others have softcap, key masks and packed sequences.
 inline bool is_plain(const AttentionParams& p) { return !(p.softcap > 0) && !p.mask && !p.varlen; }
+
+// The head dimensions that a kernel of the forward is compiled for: of query and key, and of value, which is no larger.
+struct HeadDims {
+  int qk, v;
+};
+
+// Few rows mostly wait for K and V, so kernels of them are padded further.
+inline HeadDims forward_head_dims(const Sizes& z, Form form) {
+  const int64_t larger = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
+  if (form != Form::kFewRows && 64 < larger && larger <= 96) return {96, 96};
+  if (form != Form::kFewRows && 128 < larger && larger <= 192) return {192, z.head_dim_v <= 128 ? 128 : 192};
+  return {padded_head_dim(z), padded_head_dim(z)};
+}
+
+// Of the forward's tiles: keys; query rows, where there are many. Shared memory and registers set them.
+constexpr int forward_keys(HeadDims dims) { return dims.v == 256 ? 80 : dims.v == 192 ? 112 : 128; }
+constexpr int forward_rows(HeadDims dims) { return dims.qk == 64 ? 192 : 128; }
 
 struct ForwardPlan {
   int64_t blocks;           // all of them

@@ -50,14 +50,21 @@ __device__ inline void compute_before_wait(uint32_t bits, uint32_t address) {
 #define FA_TEXT_40 \
   FA_TEXT_32       \
   ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define FA_TEXT_64                                                                   \
-  FA_TEXT_40                                                                         \
-  ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55" \
+#define FA_TEXT_48 \
+  FA_TEXT_40       \
+  ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define FA_TEXT_56 \
+  FA_TEXT_48       \
+  ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define FA_TEXT_64 \
+  FA_TEXT_56       \
   ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define FA_TEXT_96                                                                   \
+  FA_TEXT_64                                                                         \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define FA_TEXT_128                                                                              \
-  FA_TEXT_64                                                                                     \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  FA_TEXT_96                                                                                     \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FA_FLOATS_8(n)                                                                        \
@@ -66,8 +73,11 @@ __device__ inline void compute_before_wait(uint32_t bits, uint32_t address) {
 #define FA_FLOATS_32(n) FA_FLOATS_8(n), FA_FLOATS_8(n + 8), FA_FLOATS_8(n + 16), FA_FLOATS_8(n + 24)
 #define FA_FLOATS_16 FA_FLOATS_8(0), FA_FLOATS_8(8)
 #define FA_FLOATS_40 FA_FLOATS_32(0), FA_FLOATS_8(32)
+#define FA_FLOATS_48 FA_FLOATS_40, FA_FLOATS_8(40)
+#define FA_FLOATS_56 FA_FLOATS_48, FA_FLOATS_8(48)
 #define FA_FLOATS_64 FA_FLOATS_32(0), FA_FLOATS_32(32)
-#define FA_FLOATS_128 FA_FLOATS_64, FA_FLOATS_32(64), FA_FLOATS_32(96)
+#define FA_FLOATS_96 FA_FLOATS_64, FA_FLOATS_32(64)
+#define FA_FLOATS_128 FA_FLOATS_96, FA_FLOATS_32(96)
 
 // The numbers are those of the operands behind the accumulator's.
 #define FA_WGMMA_SS(TYPE, N, TEXT, FLOATS, A, B, P, BY_ROWS)                                  \
@@ -102,6 +112,13 @@ __device__ inline void wgmma_shared(float (&d)[40], uint64_t a, uint64_t b, bool
     FA_WGMMA_SS("f16", 80, FA_TEXT_40, FA_FLOATS_40, "%40", "%41", "%42", "0, 0");
   else
     FA_WGMMA_SS("bf16", 80, FA_TEXT_40, FA_FLOATS_40, "%40", "%41", "%42", "0, 0");
+}
+template <class In>
+__device__ inline void wgmma_shared(float (&d)[56], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_SS("f16", 112, FA_TEXT_56, FA_FLOATS_56, "%56", "%57", "%58", "0, 0");
+  else
+    FA_WGMMA_SS("bf16", 112, FA_TEXT_56, FA_FLOATS_56, "%56", "%57", "%58", "0, 0");
 }
 template <class In>
 __device__ inline void wgmma_shared(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
@@ -153,11 +170,25 @@ __device__ inline void wgmma_registers(float (&d)[32], const uint32_t (&a)[4], u
     FA_WGMMA_RS("bf16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32, %33, %34, %35", "%36");
 }
 template <class In>
+__device__ inline void wgmma_registers(float (&d)[48], const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_RS("f16", 96, FA_TEXT_48, FA_FLOATS_48, "%48, %49, %50, %51", "%52");
+  else
+    FA_WGMMA_RS("bf16", 96, FA_TEXT_48, FA_FLOATS_48, "%48, %49, %50, %51", "%52");
+}
+template <class In>
 __device__ inline void wgmma_registers(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
   if constexpr (std::is_same_v<In, __half>)
     FA_WGMMA_RS("f16", 128, FA_TEXT_64, FA_FLOATS_64, "%64, %65, %66, %67", "%68");
   else
     FA_WGMMA_RS("bf16", 128, FA_TEXT_64, FA_FLOATS_64, "%64, %65, %66, %67", "%68");
+}
+template <class In>
+__device__ inline void wgmma_registers(float (&d)[96], const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_RS("f16", 192, FA_TEXT_96, FA_FLOATS_96, "%96, %97, %98, %99", "%100");
+  else
+    FA_WGMMA_RS("bf16", 192, FA_TEXT_96, FA_FLOATS_96, "%96, %97, %98, %99", "%100");
 }
 template <class In>
 __device__ inline void wgmma_registers(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
@@ -172,13 +203,19 @@ __device__ inline void wgmma_registers(float (&d)[128], const uint32_t (&a)[4], 
 #undef FA_TEXT_16
 #undef FA_TEXT_32
 #undef FA_TEXT_40
+#undef FA_TEXT_48
+#undef FA_TEXT_56
 #undef FA_TEXT_64
+#undef FA_TEXT_96
 #undef FA_TEXT_128
 #undef FA_FLOATS_8
 #undef FA_FLOATS_16
 #undef FA_FLOATS_32
 #undef FA_FLOATS_40
+#undef FA_FLOATS_48
+#undef FA_FLOATS_56
 #undef FA_FLOATS_64
+#undef FA_FLOATS_96
 #undef FA_FLOATS_128
 
 }  // namespace flash_attn_ext::cuda::ptx
