@@ -94,7 +94,8 @@ def test_one_command_writes_text_record_and_figure(tmp_path, monkeypatch):
         assert row["isa"] == isa
         assert row["GFLOP/s"] == recorded(row["of_fma_peak"] * row["fma_peak_GFLOP/s"])
         assert row["of_fma_peak"] > 0
-        assert row["busy"] == (row["slowdown"] > watch.BUSY)
+        if row["slowdown"] != watch.BUSY:  # as it is recorded, with four digits
+            assert row["busy"] == (row["slowdown"] > watch.BUSY)
         assert ("of_stream" in row) == (row["kind"] == "decode")
     shape = next(row for row in measured["rows"] if (row["kind"], row["pass"]) == ("shapes", "fwd"))
     assert shape["GFLOP/s"] == recorded(4 * 1 * 2 * 40 * 40 * 8 / shape["ms"] / 1e6)
