@@ -76,8 +76,10 @@ TESTS = {
     ("test_module_weights", "test_peak_memory_of_a_step_with_weights"): "weights of 16 heads at a length of 4096",
 }
 
-# The files of a minute and more, longest first: they are started first, so that no worker is left alone with one.
+# The files of half a minute and more, about the longest first: they are started first, so that no worker is left alone with one.
 FIRST = ["test_sanitizers", "test_cuda_compile", "test_cuda_host", "test_arm", "test_demo", "test_cuda_mutations"]
+FIRST += ["test_cuda_sm90_mutations", "test_gpu_command", "test_cuda_sm90_backward", "test_paper_tables"]
+FIRST += ["test_cuda_sm80_backward", "test_documentation"]
 
 
 def order_of(file: str) -> int:
