@@ -66,17 +66,22 @@ FILES = {
 TESTS = {
     ("test_activate", "test_environment"): "starts processes",
     ("test_attention_weights", "test_compile"): "compiles by inductor",
+    ("test_attention_weights", "test_opcheck"): "traces the operators",
     ("test_derivatives", "test_peak_memory_is_linear"): "a process with torch for each size",
     ("test_contract", "test_peak_memory_grows_linearly"): "a process with torch for each case",
+    ("test_integration", "test_compile_2d_3d_gqa_and_broadcast"): "compiles several graphs",
     ("test_integration", "test_compile_fullgraph"): "compiles by inductor",
     ("test_import", "test_the_import_loads_neither_the_tutorial_nor_the_model"): "starts processes",
+    ("test_import", "test_the_model_runs_in_a_clone_that_was_not_built"): "starts processes",
     ("test_import", "test_the_rest_says_that_the_source_folder_hides_the_package"): "starts processes",
     ("test_kernel_selection", "test_empty_environment_variable_is_as_none"): "starts processes",
     ("test_kernel_selection", "test_environment_forces_at_import"): "starts processes",
+    ("test_modules_in_models", "test_compile"): "compiles a model",
+    ("test_reference_algorithms", "test_any_sizes_and_blocks"): "some hundred drawn sizes",
     ("test_module_weights", "test_peak_memory_of_a_step_with_weights"): "weights of 16 heads at a length of 4096",
 }
 
-# The files of half a minute and more, about the longest first: they are started first, so that no worker is left alone with one.
+# The files of half a minute and more, about the longest first: so no worker is left alone with one at the end.
 FIRST = ["test_sanitizers", "test_cuda_compile", "test_cuda_host", "test_arm", "test_demo", "test_cuda_mutations"]
 FIRST += ["test_cuda_sm90_mutations", "test_gpu_command", "test_cuda_sm90_backward", "test_paper_tables"]
 FIRST += ["test_cuda_sm80_backward", "test_documentation"]
