@@ -102,8 +102,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.options, *tensors = inputs
+        # The same tensors in both: vmap keeps the batch dimensions of one list, and reads both with them.
         ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors)
+        ctx.save_for_forward(*tensors, *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
