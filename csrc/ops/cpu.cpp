@@ -1,7 +1,10 @@
 // CPU key: check, allocate, pack, run the selected instruction set's kernels on torch's threads.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/eq.h>
 #include <ATen/ops/repeat_interleave.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <limits>
@@ -112,18 +115,24 @@ AttentionResult without_keys(AttentionResult result, const OptionalTensor& sink 
   return result;
 }
 
+// The derivative of such a call's lse with respect to the sink: 1, and 0 where the sink is -inf, which is no sink.
+at::Tensor where_sink(const at::Tensor& sink, const at::Tensor& derivative) {
+  return at::where(at::eq(sink, -std::numeric_limits<double>::infinity()),
+                   at::zeros({}, derivative.options()), derivative);
+}
+
 // The gradients of such a call: its lse depends on the sink, and nothing else depends on anything.
-Gradients without_scores(Gradients result, const OptionalTensor& grad_lse = std::nullopt) {
+Gradients without_scores(Gradients result, const OptionalTensor& sink, const OptionalTensor& grad_lse) {
   std::apply([](auto&... grad) { ((grad.defined() ? void(grad.zero_()) : void()), ...); }, result.tie());
   if (!result.sink.defined() || !grad_lse) return result;
   const at::Tensor per_head = grad_lse->sum(-1);
-  result.sink.copy_(result.sink.dim() == 1 ? per_head.sum(0) : per_head);
+  result.sink.copy_(where_sink(*sink, result.sink.dim() == 1 ? per_head.sum(0) : per_head));
   return result;
 }
 
 AttentionResult attention_cpu(const AttentionTensors& given, const AttentionOptions& options) {
-  check_attention(given, options);
   check_storages(given);
+  check_attention(given, options);
   AttentionResult result = empty_result(given);
   auto& [out, lse] = result;
   if (lse.numel() == 0) return result;
@@ -136,10 +145,11 @@ AttentionResult attention_cpu(const AttentionTensors& given, const AttentionOpti
 
 Gradients attention_backward_cpu(const AttentionBackwardTensors& given,
                                  const AttentionBackwardOptions& options) {
-  check_attention_backward(given, options);
   check_storages(given);
+  check_attention_backward(given, options);
   Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
-  if (given.lse.numel() == 0 || given.key.size(2) == 0) return without_scores(result, given.grad_lse);
+  if (given.lse.numel() == 0 || given.key.size(2) == 0)
+    return without_scores(result, given.sink, given.grad_lse);
 
   const PackedBackward packed = pack_backward(given, options, result, given.query.size(0));
   run(&cpu::Kernels::backward, packed.params);
@@ -148,8 +158,8 @@ Gradients attention_backward_cpu(const AttentionBackwardTensors& given,
 }
 
 AttentionJvpResult attention_jvp_cpu(const AttentionJvpTensors& given, const AttentionOptions& options) {
-  check_attention_jvp(given, options);
   check_storages(given);
+  check_attention_jvp(given, options);
   const AttentionJvpResult result = empty_jvp_result(given.forward());
   if (result.lse.numel() == 0) return result;
   if (given.key.size(2) == 0) {
@@ -157,7 +167,8 @@ AttentionJvpResult attention_jvp_cpu(const AttentionJvpTensors& given, const Att
     result.tangent_out.zero_();
     result.tangent_lse.zero_();
     if (given.tangent_sink)
-      result.tangent_lse.copy_(given.tangent_sink->unsqueeze(-1).expand_as(result.tangent_lse));
+      result.tangent_lse.copy_(
+          where_sink(*given.sink, *given.tangent_sink).unsqueeze(-1).expand_as(result.tangent_lse));
     return result;
   }
   run(&cpu::Kernels::jvp, pack_jvp(given, options, result).params);
@@ -166,11 +177,11 @@ AttentionJvpResult attention_jvp_cpu(const AttentionJvpTensors& given, const Att
 
 Gradients attention_double_backward_cpu(const AttentionDoubleBackwardTensors& given,
                                         const AttentionBackwardOptions& options) {
-  check_attention_double_backward(given, options);
   check_storages(given);
+  check_attention_double_backward(given, options);
   const Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
   if (given.lse.numel() == 0 || given.key.size(2) == 0)
-    return without_scores(result);  // linear in what is left
+    return without_scores(result, std::nullopt, std::nullopt);  // linear in what is left
   const PackedDoubleBackward packed = pack_double_backward(given, options, result, given.query.size(0));
   run(&cpu::Kernels::double_backward, packed.params);
   store_per_head_gradients(packed.backward, result);
@@ -178,8 +189,8 @@ Gradients attention_double_backward_cpu(const AttentionDoubleBackwardTensors& gi
 }
 
 WeightsResult weights_cpu(const WeightsTensors& given, const WeightsOptions& options) {
-  check_weights(given, options);
   check_storages(given);
+  check_weights(given, options);
   const at::Tensor weights = empty_weights(given);
   if (weights.numel() == 0) return {weights};
   run(&cpu::Kernels::weights, pack_weights(given, options, weights).params);
@@ -187,10 +198,11 @@ WeightsResult weights_cpu(const WeightsTensors& given, const WeightsOptions& opt
 }
 
 Gradients weights_backward_cpu(const WeightsBackwardTensors& given, const WeightsBackwardOptions& options) {
-  check_weights_backward(given, options);
   check_storages(given);
+  check_weights_backward(given, options);
   const Gradients result = empty_gradients(given.forward().attention(), GradMask(options.grad_mask));
-  if (given.lse.numel() == 0 || given.key.size(2) == 0) return without_scores(result);
+  if (given.lse.numel() == 0 || given.key.size(2) == 0)
+    return without_scores(result, std::nullopt, std::nullopt);
   const PackedBackward packed = pack_weights_backward(given, options, result);
   run(&cpu::Kernels::backward, packed.params);
   store_per_head_gradients(packed, result);
@@ -227,7 +239,8 @@ Gradients varlen_double_backward_cpu(const VarlenDoubleBackwardTensors& given,
   check_storages(given);
   check_varlen_double_backward(given, options);
   const Gradients result = empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
-  if (given.lse.numel() == 0 || (given.key.size(0) == 0 && !given.sink)) return without_scores(result);
+  if (given.lse.numel() == 0 || (given.key.size(0) == 0 && !given.sink))
+    return without_scores(result, std::nullopt, std::nullopt);
   const PackedVarlenDoubleBackward all = pack_varlen_double_backward(given, options, result);
   run(&cpu::Kernels::double_backward, all.packed.params);
   store_per_head_gradients(all.packed.backward, result);
@@ -259,7 +272,8 @@ Gradients varlen_backward_cpu(const VarlenBackwardTensors& given, const VarlenBa
   check_storages(given);
   check_varlen_backward(given, options);
   Gradients result = empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
-  if (given.lse.numel() == 0 || (given.key.size(0) == 0 && !given.sink)) return without_scores(result);
+  if (given.lse.numel() == 0 || (given.key.size(0) == 0 && !given.sink))
+    return without_scores(result, std::nullopt, std::nullopt);
   const PackedVarlenBackward all = pack_varlen_backward(given, options, result);
   run(&cpu::Kernels::backward, all.packed.params);
   store_per_head_gradients(all.packed, result);

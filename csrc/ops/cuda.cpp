@@ -41,8 +41,8 @@ void run(const cuda::Selection<Params>& selection, const Params& params, const a
 }
 
 AttentionResult attention_cuda(const AttentionTensors& given, const AttentionOptions& options) {
-  check_attention(given, options);
   check_storages(given);
+  check_attention(given, options);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   AttentionResult result = empty_result(given);
   const AttentionTensors tensors = readable(given);
@@ -53,8 +53,8 @@ AttentionResult attention_cuda(const AttentionTensors& given, const AttentionOpt
 
 Gradients attention_backward_cuda(const AttentionBackwardTensors& given,
                                   const AttentionBackwardOptions& options) {
-  check_attention_backward(given, options);
   check_storages(given);
+  check_attention_backward(given, options);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   const Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
   const PackedBackward packed = pack_backward(given, options, result, given.query.size(0));
@@ -64,8 +64,8 @@ Gradients attention_backward_cuda(const AttentionBackwardTensors& given,
 }
 
 AttentionJvpResult attention_jvp_cuda(const AttentionJvpTensors& given, const AttentionOptions& options) {
-  check_attention_jvp(given, options);
   check_storages(given);
+  check_attention_jvp(given, options);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   const AttentionJvpResult result = empty_jvp_result(given.forward());
   const PackedJvp packed = pack_jvp(given, options, result);
@@ -75,8 +75,8 @@ AttentionJvpResult attention_jvp_cuda(const AttentionJvpTensors& given, const At
 
 Gradients attention_double_backward_cuda(const AttentionDoubleBackwardTensors& given,
                                          const AttentionBackwardOptions& options) {
-  check_attention_double_backward(given, options);
   check_storages(given);
+  check_attention_double_backward(given, options);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   const Gradients result = empty_gradients(given.forward(), GradMask(options.grad_mask));
   const PackedDoubleBackward packed = pack_double_backward(given, options, result, given.query.size(0));
@@ -86,8 +86,8 @@ Gradients attention_double_backward_cuda(const AttentionDoubleBackwardTensors& g
 }
 
 WeightsResult weights_cuda(const WeightsTensors& given, const WeightsOptions& options) {
-  check_weights(given, options);
   check_storages(given);
+  check_weights(given, options);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   const at::Tensor weights = empty_weights(given);
   const PackedWeights packed = pack_weights(given, options, weights);
@@ -96,8 +96,8 @@ WeightsResult weights_cuda(const WeightsTensors& given, const WeightsOptions& op
 }
 
 Gradients weights_backward_cuda(const WeightsBackwardTensors& given, const WeightsBackwardOptions& options) {
-  check_weights_backward(given, options);
   check_storages(given);
+  check_weights_backward(given, options);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   const Gradients result = empty_gradients(given.forward().attention(), GradMask(options.grad_mask));
   const PackedBackward packed = pack_weights_backward(given, options, result);
@@ -107,8 +107,8 @@ Gradients weights_backward_cuda(const WeightsBackwardTensors& given, const Weigh
 }
 
 AttentionResult varlen_cuda(const VarlenTensors& given, const VarlenOptions& options) {
-  check_varlen(given, options);
   check_storages(given);
+  check_varlen(given, options);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   AttentionResult result = empty_varlen_result(given);
   const PackedVarlen packed = pack_varlen(given, options, result);
@@ -117,8 +117,8 @@ AttentionResult varlen_cuda(const VarlenTensors& given, const VarlenOptions& opt
 }
 
 AttentionResult cache_cuda(const CacheTensors& given, const CacheOptions& options) {
-  check_cache(given, options);
   check_storages(given);
+  check_cache(given, options);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   AttentionResult result = empty_cache_result(given);
   const PackedCache packed = pack_cache(given, options, result);
@@ -127,8 +127,8 @@ AttentionResult cache_cuda(const CacheTensors& given, const CacheOptions& option
 }
 
 Gradients varlen_backward_cuda(const VarlenBackwardTensors& given, const VarlenBackwardOptions& options) {
-  check_varlen_backward(given, options);
   check_storages(given);
+  check_varlen_backward(given, options);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   const Gradients result = empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
   const PackedVarlenBackward all = pack_varlen_backward(given, options, result);
@@ -138,8 +138,8 @@ Gradients varlen_backward_cuda(const VarlenBackwardTensors& given, const VarlenB
 }
 
 AttentionJvpResult varlen_jvp_cuda(const VarlenJvpTensors& given, const VarlenOptions& options) {
-  check_varlen_jvp(given, options);
   check_storages(given);
+  check_varlen_jvp(given, options);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   const AttentionJvpResult result = empty_varlen_jvp_result(given.forward());
   const PackedVarlenJvp all = pack_varlen_jvp(given, options, result);
@@ -149,8 +149,8 @@ AttentionJvpResult varlen_jvp_cuda(const VarlenJvpTensors& given, const VarlenOp
 
 Gradients varlen_double_backward_cuda(const VarlenDoubleBackwardTensors& given,
                                       const VarlenBackwardOptions& options) {
-  check_varlen_double_backward(given, options);
   check_storages(given);
+  check_varlen_double_backward(given, options);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   const Gradients result = empty_varlen_gradients(given.forward(), GradMask(options.grad_mask));
   const PackedVarlenDoubleBackward all = pack_varlen_double_backward(given, options, result);

@@ -117,3 +117,17 @@ def test_packed_sequences(isa, lengths):
         loss = loss + alone.sin().sum() + alone_lse.sum()
     for a, b in zip(grads, torch.autograd.grad(loss, (q, k, v, sink)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_sink_of_minus_infinity_without_any_key():
+    """-inf is no sink: nothing depends on it, also where a row has nothing but the sink."""
+    q, kv = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 0, 8)
+    sink = torch.tensor([-torch.inf, 1.0], requires_grad=True)
+    _, lse = flash_attn(q, kv, kv, sink=sink, return_lse=True)
+    assert torch.equal(lse[0, :, 0].detach(), sink.detach())
+    (gradient,) = torch.autograd.grad(lse, sink, torch.ones_like(lse))
+    assert torch.equal(gradient, torch.tensor([0.0, 3.0]))
+    _, (_, t_lse) = torch.func.jvp(
+        lambda s: flash_attn(q, kv, kv, sink=s, return_lse=True), (sink.detach(),), (torch.ones(2),)
+    )
+    assert torch.equal(t_lse[0, :, 0], torch.tensor([0.0, 1.0]))
