@@ -30,10 +30,7 @@ struct AppendParams {
   bool queries_move = true;
 
   // The position by which the first new key of sequence b turns.
-  int64_t first_position(int64_t b) const {
-    if (rotary_seqlens) return rotary_seqlens[b];
-    return cache_seqlens[b] - (cache.leftpad ? cache.leftpad[b] : 0);
-  }
+  int64_t first_position(int64_t b) const { return rotary_seqlens ? rotary_seqlens[b] : cache_seqlens[b]; }
 };
 
 }  // namespace flash_attn_ext

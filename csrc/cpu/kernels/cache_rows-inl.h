@@ -66,7 +66,8 @@ FA_INLINE void store_exact(BFloat16* to, F32 low, F32 high) {
 }
 #endif
 
-// Copies one row of 8-bit elements, times `scale` if kScaled. Without it, a 16-bit type holds each of them.
+// Copies one row of 8-bit elements, times `scale` if kScaled. The product is rounded to In. Without `scale`, a 16-bit
+// type holds each element exactly.
 template <CacheDType dtype, bool kScaled, class In>
 inline void copy_coded(In* to, const uint8_t* from, int64_t cols, float scale) {
   constexpr int L = kLanes<float>;
@@ -77,8 +78,8 @@ inline void copy_coded(In* to, const uint8_t* from, int64_t cols, float scale) {
   if constexpr (std::is_same_v<In, double>) {
     for (int64_t c = 0; c < cols; c += L) {
       const int64_t n = std::min<int64_t>(L, cols - c);
-      const F32 value = value_at(c, n);
-      for (int64_t i = 0; i < n; ++i) to[c + i] = value[i];
+      const F32 value = float_of<dtype>(load_bytes(from + c, n));
+      for (int64_t i = 0; i < n; ++i) to[c + i] = kScaled ? double{value[i]} * scale : double{value[i]};
     }
   } else {
     int64_t c = 0;
@@ -104,10 +105,10 @@ inline bool copies_rows(const AttentionParams& p) {
   return p.varlen.cache.pages || p.varlen.cache.dtype != CacheDType::kOfQuery;
 }
 
-// Rows [j0, j0 + keys) of `t`, which is k or v with its scale. `copy` has room for them if copies_rows().
+// Rows [j0, j0 + keys) of `t`, which is k or v with its scale. If copies_rows(), `copy` has room for them, `ld` apart.
 template <class In>
 Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheScale& scale, int64_t b,
-                      int64_t h_kv, int64_t j0, int64_t keys, int64_t cols, In* copy) {
+                      int64_t h_kv, int64_t j0, int64_t keys, int64_t cols, In* copy, int64_t ld) {
   if (!copies_rows(p)) return {t.row<In>(b, h_kv, j0), t.stride_s, cols};
   const CacheParams& cache = p.varlen.cache;
   const PageTable& pages = cache.pages;
@@ -120,7 +121,7 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
     const int64_t page = pages ? pages.page_of(first + n) : cache.cache;
     const int64_t count = pages ? std::min(keys - n, size - row) : keys;
     for (int64_t r = 0; r < count; ++r, ++n) {
-      In* to = copy + n * cols;
+      In* to = copy + n * ld;
       if (is_8_bit) {
         const uint8_t* from = t.row<uint8_t>(pages ? page : 0, h_kv, row + r);
         const int64_t padding =
@@ -133,17 +134,7 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
       }
     }
   }
-  return {copy, cols, cols};
-}
-
-template <class In>
-Rows<In> key_rows(const AttentionParams& p, int64_t b, int64_t h_kv, int64_t j0, int64_t keys, In* copy) {
-  return rows_of_tile<In>(p, p.k, p.varlen.cache.k_scale, b, h_kv, j0, keys, p.sizes.head_dim, copy);
-}
-
-template <class In>
-Rows<In> value_rows(const AttentionParams& p, int64_t b, int64_t h_kv, int64_t j0, int64_t keys, In* copy) {
-  return rows_of_tile<In>(p, p.v, p.varlen.cache.v_scale, b, h_kv, j0, keys, p.sizes.head_dim_v, copy);
+  return {copy, ld, cols};
 }
 
 // The rows of a decode tile come in chunks of 16, which may lie anywhere, as pages do.
@@ -267,7 +258,8 @@ Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale&
                    int64_t first, int64_t count, int64_t cols, In* copy) {
   const CacheDType dtype = p.varlen.cache.dtype;
   if (!source.known || (dtype != CacheDType::kOfQuery && scale && !multiplied))
-    return rows_of_tile<In>(p, t, multiplied ? CacheScale{} : scale, b, h_kv, j0 + first, count, cols, copy);
+    return rows_of_tile<In>(p, t, multiplied ? CacheScale{} : scale, b, h_kv, j0 + first, count, cols, copy,
+                            cols);
   if (dtype == CacheDType::kOfQuery)
     return {reinterpret_cast<const In*>(source.row(h_kv, first)), t.stride_s, cols};
   for_cache_dtype(dtype, [&](auto coded) {

@@ -35,8 +35,7 @@ struct ForwardProducts {
   void scores(const AttentionParams& p, const TileFrame& f, T scale, T* out, bool accumulate = false,
               Meanwhile meanwhile = {}) const {
     const int64_t d = p.sizes.head_dim;
-    const Rows<In> rows = key_rows<In>(p, f.b, p.sizes.kv_head(f.h), f.j0, f.keys, row_copy);
-    const Tile<T> k = load_tile<In, T>(rows.data, rows.stride, f.keys, d, k_tile);
+    const Tile<T> k = load_rows(p, p.k, p.varlen.cache.k_scale, f, d, k_tile);
     gemm<T>(f.keys, f.ld,
             {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale, nullptr, meanwhile});
   }
@@ -46,12 +45,26 @@ struct ForwardProducts {
                   T* out) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v;
-    const Rows<In> rows = value_rows<In>(p, f.b, p.sizes.kv_head(f.h), f.j0, f.keys, row_copy);
-    const Tile<T> v = load_tile<In, T>(rows.data, rows.stride, f.keys, d_v, v_tile);
+    const Tile<T> v = load_rows(p, p.v, p.varlen.cache.v_scale, f, d_v, v_tile);
     masked_gemm<T>(
         score, true, f.queries, d_v,
         {f.keys, probs, 1, f.ld, v.data, v.ld, out, round_up_to_lanes<T>(d_v), true, T(1), rescale},
         finite_tile);
+  }
+
+ private:
+  // The tile of k or v. 8-bit rows become T at once: In would round their products with the factors.
+  Tile<T> load_rows(const AttentionParams& p, const Tensor4& t, const CacheScale& scale, const TileFrame& f,
+                    int64_t cols, T* tile) const {
+    const int64_t h_kv = p.sizes.kv_head(f.h);
+    if (p.varlen.cache.dtype != CacheDType::kOfQuery) {
+      const int64_t ld = round_up_to_lanes<T>(cols);
+      rows_of_tile<T>(p, t, scale, f.b, h_kv, f.j0, f.keys, cols, tile, ld);
+      for (int64_t r = 0; r < f.keys; ++r) std::fill(tile + r * ld + cols, tile + (r + 1) * ld, T(0));
+      return {tile, ld};
+    }
+    const Rows<In> rows = rows_of_tile<In>(p, t, scale, f.b, h_kv, f.j0, f.keys, cols, row_copy, cols);
+    return load_tile<In, T>(rows.data, rows.stride, f.keys, cols, tile);
   }
 };
 
@@ -60,11 +73,13 @@ struct ForwardProducts {
 // bfloat16 operands as they are. P is rounded to bfloat16, as torch does; its sum l is not.
 template <>
 struct ForwardProducts<BFloat16, float> {
-  Pair* q_transposed;  // [D / 2][block_q]
-  Pair* k_tile;        // [block_k][D / 2]    only if the caller's k does not come in pairs
-  Pair* v_pairs;       // [block_k / 2][D_v]
-  Pair* prob_pairs;    // [block_q][block_k / 2]   P, transposed where the left operand may be
-  BFloat16* row_copy;  // [block_k][max(D, D_v)]   only if keys come from pages or 8 bits
+  Pair* q_transposed;   // [D / 2][block_q]
+  Pair* k_tile;         // [block_k][D / 2]    only if the caller's k does not come in pairs
+  Pair* v_pairs;        // [block_k / 2][D_v]
+  Pair* prob_pairs;     // [block_q][block_k / 2]   P, transposed where the left operand may be
+  BFloat16* row_copy;   // [block_k][max(D, D_v)]   only if keys come from pages or 8 bits
+  float* factors;       // [block_k]                of 8-bit rows
+  float* scaled_probs;  // [block_k][block_q]      P with the factors of the values
 
   static ForwardProducts plan(Arena& arena, const AttentionParams& p) {
     const auto [block_q, block_k] = fitted(forward_tiling<float>(), p.sizes);
@@ -76,6 +91,9 @@ struct ForwardProducts<BFloat16, float> {
     r.row_copy = copies_rows(p)
                      ? arena.take<BFloat16>(block_k * std::max(p.sizes.head_dim, p.sizes.head_dim_v))
                      : nullptr;
+    const bool has_factors = p.varlen.cache.dtype != CacheDType::kOfQuery;
+    r.factors = has_factors ? arena.take<float>(block_k) : nullptr;
+    r.scaled_probs = has_factors ? arena.take<float>(block_k * block_q) : nullptr;
     return r;
   }
 
@@ -88,18 +106,31 @@ struct ForwardProducts<BFloat16, float> {
   void scores(const AttentionParams& p, const TileFrame& f, float scale, float* out, bool accumulate = false,
               Meanwhile meanwhile = {}) const {
     const int64_t d = p.sizes.head_dim;
-    const Rows<BFloat16> rows = key_rows<BFloat16>(p, f.b, p.sizes.kv_head(f.h), f.j0, f.keys, row_copy);
+    const int64_t h_kv = p.sizes.kv_head(f.h);
+    const CacheScale& scale_of_keys = p.varlen.cache.k_scale;
+    const bool multiplied = load_factors<float>(p, scale_of_keys, h_kv, f.j0, f.keys, f.keys, factors);
+    const Rows<BFloat16> rows = rows_of_tile<BFloat16>(p, p.k, multiplied ? CacheScale{} : scale_of_keys, f.b,
+                                                       h_kv, f.j0, f.keys, d, row_copy, d);
     const Tile<Pair> k = load_pair_rows(rows.data, rows.stride, f.keys, d, k_tile);
     gemm<float, Pair>(
         f.keys, f.ld,
         {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale, nullptr, meanwhile});
+    if (multiplied) multiply_rows_by_factors(out, f, out);
   }
 
   void add_values(const AttentionParams& p, const ScoreTile<float>& score, const float* probs,
                   const float* rescale, float* out) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v, ld = round_up_to_lanes<float>(d_v);
-    const Rows<BFloat16> v = value_rows<BFloat16>(p, f.b, p.sizes.kv_head(f.h), f.j0, f.keys, row_copy);
+    const int64_t h_kv = p.sizes.kv_head(f.h);
+    const CacheScale& scale = p.varlen.cache.v_scale;
+    const bool multiplied = load_factors<float>(p, scale, h_kv, f.j0, f.keys, f.keys, factors);
+    if (multiplied) {
+      multiply_rows_by_factors(probs, f, scaled_probs);
+      probs = scaled_probs;
+    }
+    const Rows<BFloat16> v = rows_of_tile<BFloat16>(p, p.v, multiplied ? CacheScale{} : scale, f.b, h_kv,
+                                                    f.j0, f.keys, d_v, row_copy, d_v);
     load_pairs_across(v.data, v.stride, f.keys, d_v, v_pairs, ld);
     const bool cleared = score.partial && clear_rows_not_finite(v, f.keys, v_pairs, ld);
     const LeftPairs left = transposed_pairs(probs, f.keys, f.ld, prob_pairs);
@@ -108,6 +139,15 @@ struct ForwardProducts<BFloat16, float> {
         {pairs_of(f.keys), left.data, left.row, left.depth, v_pairs, ld, out, ld, true, 1.0f, rescale});
     if (cleared)
       add_rows_not_finite<BFloat16, float>(score, true, f.queries, probs, 1, f.ld, v, f.keys, out, ld);
+  }
+
+ private:
+  // to[key][query] = from[key][query] * factors[key]. A product of an 8-bit key and its factor has more bits than a
+  // bfloat16; a product of a float32 score and the factor keeps them.
+  void multiply_rows_by_factors(const float* from, const TileFrame& f, float* to) const {
+    for (int64_t r = 0; r < f.keys; ++r)
+      for (int64_t c = r * f.ld; c < (r + 1) * f.ld; c += kLanes<float>)
+        store<float>(to + c, load<float>(from + c) * factors[r]);
   }
 };
 
