@@ -124,6 +124,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     flash_attn_ext::check_append(read<flash_attn_ext::AppendTensors>(tensors),
                                  read<flash_attn_ext::AppendOptions>(options));
   });
+  m.def("check_cache", [](const pybind11::tuple& tensors, const pybind11::tuple& options) {
+    flash_attn_ext::check_cache(read<flash_attn_ext::CacheTensors>(tensors),
+                                read<flash_attn_ext::CacheOptions>(options));
+  });
   m.def("build_info", build_info);
   m.def("available_kernels", cpu::available_isas);
   m.def("active_kernel", [] { return std::string(cpu::active_kernels().isa); });

@@ -32,8 +32,6 @@ def append_to_cache(
     rotated = query[:0]
     if rotary_cos is not None:
         first = lengths if rotary_seqlens is None else rotary_seqlens.long()
-        if cache_leftpad is not None and rotary_seqlens is None:
-            first = first - cache_leftpad.long()
         of_query, row = _rows(cu_seqlens_q, len(query))
         tables = rotary_cos, rotary_sin
         rotated = _turned(query, tables, first[of_query] + (row if queries_move else 0), interleaved)

@@ -65,6 +65,7 @@ plan_varlen = _C.plan_varlen
 plan_varlen_backward = _C.plan_varlen_backward
 plan_cache = _C.plan_cache
 check_append = _C.check_append
+check_cache = _C.check_cache
 activate = _C.activate
 deactivate = _C.deactivate
 is_active = _C.is_active

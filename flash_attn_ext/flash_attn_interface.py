@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from . import _ops
+from ._flash_arguments import exactly_one_name, sink_of, whole_number, window_of
 from .functional import checked_options, flash_attn, operator_options
-from .kvcache import flash_attn_with_kvcache, one_of
+from .kvcache import flash_attn_with_kvcache
 from .varlen import flash_attn_varlen
 
 __all__ = [
@@ -28,13 +29,10 @@ __all__ = [
 ]
 
 
-_NO_WINDOW = (None, (None, None), (-1, -1), [-1, -1])
-
-
 def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic):
-    window = None if window_size in _NO_WINDOW else tuple(window_size)
     return {
-        "dropout_p": dropout_p, "scale": softmax_scale, "causal": "lower_right" if causal else None, "window": window,
+        "dropout_p": dropout_p, "scale": softmax_scale, "causal": "lower_right" if causal else None,
+        "window": window_of(window_size),
         "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic, "enable_gqa": True,
         "return_lse": True,
     }  # fmt: skip
@@ -74,7 +72,7 @@ def flash_attn_func(
     _refuse_qv(qv)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse = flash_attn(*heads_first, num_splits=num_splits, sink=learnable_sink, **options)
+    out, lse = flash_attn(*heads_first, num_splits=num_splits, sink=sink_of(learnable_sink, q), **options)
     out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
 
@@ -142,35 +140,36 @@ def flash_attn_varlen_func(
 
     With ``block_table`` (B, pages of a sequence), or ``page_table``, which is the same, k is
     (num_pages, page_size, H_k, D) and v likewise, in pages of any size. ``seqused_k``, or else ``cu_seqlens_k``, says
-    how many keys each sequence has; no key is read before its pages. No gradient, no dropout, no ``seqused_q`` then.
+    how many keys each sequence has; no key is read before its pages. No dropout and no ``seqused_q`` then; asking
+    for a gradient raises.
     """
     _refuse_qv(qv)
-    block_table = one_of("page_table", page_table, "block_table", block_table)
+    block_table = exactly_one_name("page_table", page_table, "block_table", block_table)
+    max_seqlen_q, max_seqlen_k, num_splits = (
+        whole_number(name, value)
+        for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k), ("num_splits", num_splits))
+    )
     if block_table is not None:
         lengths = _lengths_in_pages(q, k, v, cu_seqlens_k, seqused_k, block_table)
         if seqused_q is not None:
             raise NotImplementedError("seqused_q: got a tensor besides block_table; allowed there: None")
-        window = None if window_size in _NO_WINDOW else tuple(window_size)
+        window = window_of(window_size)
         options = operator_options(dropout_p, False, softmax_scale, "lower_right" if causal else None, window, softcap,
                                    alibi_slopes, num_splits, None, deterministic)  # fmt: skip
         options = checked_options(options) | {"lower_right": True, "max_seqlen_q": max_seqlen_q}
         out, lse = _ops.attention_cache(q, k, v, alibi_slopes, cu_seqlens_q, lengths, block_table=block_table,
-                                        sink=learnable_sink, **options)  # fmt: skip
+                                        sink=sink_of(learnable_sink, q), **options)  # fmt: skip
     else:
         options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         out, lse = flash_attn_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            num_splits=num_splits, sink=learnable_sink, **options,
+            num_splits=num_splits, sink=sink_of(learnable_sink, q), **options,
         )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 
 
 def _lengths_in_pages(q, k, v, cu_seqlens_k, seqused_k, block_table) -> Tensor:
     """How many keys each sequence has in its pages."""
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise NotImplementedError(
-            "block_table: got one with a q, k or v that requires a gradient; allowed: none of them, or torch.no_grad()"
-        )
     if k.dim() != 4:
         raise ValueError(
             f"k: got shape {list(k.shape)}; allowed with block_table: (num_pages, page_size, heads_k, head_dim)"

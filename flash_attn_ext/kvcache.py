@@ -1,10 +1,26 @@
 """flash_attn_with_kvcache: attention of new tokens to a cache of keys and values, which they are appended to first."""
 
+import contextlib
+import re
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _append, _ops  # noqa: F401  _append registers the operator for CUDA
-from .functional import checked_options, operator_options, some_dtensor
+from ._flash_arguments import exactly_one_name, sink_of, whole_number, window_of
+from .functional import check_is_dense, checked_options, operator_options, some_dtensor
+
+# The operators' names of arguments, in their error messages, and the caller's names.
+_NAMES_OF_APPEND = {
+    "query": "q", "key": "k", "value": "v", "key_cache": "k_cache", "value_cache": "v_cache",
+    "query's": "q's", "key's": "k's",
+}  # fmt: skip
+_NAMES_OF_ATTENTION = {
+    "query": "q", "key": "k_cache", "value": "v_cache", "seqused_k": "cache_seqlens", "batch_idx": "cache_batch_idx",
+    "leftpad": "cache_leftpad", "scale": "softmax_scale", "window": "window_size", "query's": "q's",
+    "key's": "k_cache's",
+}  # fmt: skip
 
 
 def flash_attn_with_kvcache(
@@ -42,14 +58,16 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attention's function of this name: appends ``k`` and ``v`` to the caches in place, then attends.
 
-    B counts sequences, S_q the new queries and S_new the new keys of each. Without gradients. Causal masks, windows and
-    ALiBi are aligned to the lower right corner: the last query has the position of the last key.
+    B counts sequences, S_q the new queries and S_new the new keys of each. Without derivatives: an input that requires
+    a gradient is an error unless gradients are disabled. No check fails after rows were written. Causal masks, windows
+    and ALiBi are aligned to the lower right corner: the last query has the position of the last key.
 
     Args:
         q: (B, S_q, H, D); or packed (T_q, H, D) with ``cu_seqlens_q``.
         k_cache: (caches, rows, H_k, D), with H a multiple of H_k; or, with ``block_table``, pages
             (num_pages, page_size, H_k, D) of any size. ``q``'s dtype; or int8, float8_e4m3fn or float8_e5m2 with
-            ``k_descale``. Its last dimension is contiguous.
+            ``k_descale``. Its last dimension is contiguous. Where rows are appended, no two elements share memory, also
+            not with ``v_cache``, ``q``, ``k`` or ``v``; overlaps of strided views are not all found.
         v_cache: (caches, rows, H_k, D_v), likewise.
         k: (B, S_new, H_k, D) to be written behind each sequence's ``cache_seqlens`` rows; or packed (T_new, H_k, D)
             with ``cu_seqlens_k_new``. Pages for them must be in ``block_table``.
@@ -59,7 +77,8 @@ def flash_attn_with_kvcache(
         rotary_sin: likewise.
         cache_seqlens: how many rows of each sequence are in the cache: (B), int32 or int64, or one number. None: all.
         cache_batch_idx: (B): which of the caches is each sequence's. None: its own number.
-        cache_leftpad: (B): so many rows at the start of each cache are left out. Rotary positions count from there.
+        cache_leftpad: (B): so many rows at the start of each cache are left out. Rotary positions count from the
+            cache's start all the same, as in flash-attention; ``rotary_seqlens`` gives other positions.
         block_table: (B, pages of a sequence), int32 or int64: numbers of its pages.
         window_size: (left, right); -1 is no limit.
         rotary_interleaved: pairs of columns are (0, 1), (2, 3), ...; otherwise c and c + rotary_dim / 2.
@@ -103,6 +122,7 @@ def flash_attn_with_kvcache(
             return_softmax_lse=return_softmax_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
             max_seqlen_q=max_seqlen_q, rotary_seqlens=rotary_seqlens,
         )  # fmt: skip
+    check_not_differentiated("flash_attn_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     append, attend = operator_arguments(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits,
@@ -110,22 +130,59 @@ def flash_attn_with_kvcache(
         rotary_seqlens=rotary_seqlens, k_descale=k_descale, v_descale=v_descale, tree_mask=tree_mask, sink=sink,
     )  # fmt: skip
     if append is not None:
-        rotated, attend["seqused_k"] = _ops.append_to_cache(**append)
+        if not torch.compiler.is_compiling():  # a compiled graph is checked when it is traced, before anything runs
+            values = list(attend.values())
+            count = len(_ops.CACHE_TENSORS)
+            with _renamed_errors(_NAMES_OF_ATTENTION):
+                _ops.check_cache(tuple(values[:count]), tuple(values[count:]))
+        with _renamed_errors(_NAMES_OF_APPEND):
+            rotated, attend["seqused_k"] = _ops.append_to_cache(**append)
         if rotary_cos is not None:
             attend["query"] = rotated
-    out, lse = _ops.attention_cache(**attend)
+    with _renamed_errors(_NAMES_OF_ATTENTION):
+        out, lse = _ops.attention_cache(**attend)
     if cu_seqlens_q is None:
         out = out.unflatten(0, q.shape[:2])
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return (out, lse) if return_softmax_lse else out
 
 
+def check_not_differentiated(function: str, **tensors: Tensor | None) -> None:
+    """Refuses tensors whose gradient or tangent somebody may ask for: operators on caches have no derivative."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            continue
+        if torch.is_grad_enabled() and t.requires_grad:
+            raise NotImplementedError(
+                f"{name}: got a tensor that requires a gradient; allowed in {function}: tensors that require none, or "
+                "torch.no_grad(). flash_attn_varlen has gradients"
+            )
+        if forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(f"{name}: got a tensor with a tangent; allowed in {function}: tensors without")
+
+
+@contextlib.contextmanager
+def _renamed_errors(names: dict[str, str]):
+    """Puts the caller's names of arguments into an operator's errors."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        name, colon, rest = str(error).partition(":")
+        if not colon or name not in names:
+            raise
+        rest = re.sub(r"\b(query's|key's)(?=\W)", lambda found: names.get(found[0], found[0]), rest)
+        raise type(error)(f"{names[name]}:{rest}") from None
+
+
 def with_one_name(qv, page_table, block_table, learnable_sink, sink, cache_batch_idx):
     """block_table and sink, whichever of their names was used."""
     if qv is not None:
         raise NotImplementedError("qv: got a tensor; allowed: None. Its kernel does not exist here")
-    block_table = one_of("page_table", page_table, "block_table", block_table)
-    sink = one_of("learnable_sink", learnable_sink, "sink", sink)
+    block_table = exactly_one_name("page_table", page_table, "block_table", block_table)
+    sink = exactly_one_name("learnable_sink", learnable_sink, "sink", sink)
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("cache_batch_idx: got one with block_table; allowed: one of them")
     return block_table, sink
@@ -140,6 +197,16 @@ def operator_arguments(
 
     The latter has the queries and lengths from before: rotated and longer ones are results of append_to_cache.
     """
+    given = {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad,
+        "block_table": block_table, "alibi_slopes": alibi_slopes, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k_new": cu_seqlens_k_new, "rotary_seqlens": rotary_seqlens, "k_descale": k_descale,
+        "v_descale": v_descale, "tree_mask": tree_mask, "sink": sink,
+    }  # fmt: skip
+    for name, t in given.items():
+        if t is not None or name in ("q", "k_cache", "v_cache"):
+            check_is_dense(name, t)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         if t.dim() != 4:
             raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: (caches or pages, rows, heads_k, head_dim)")
@@ -147,6 +214,8 @@ def operator_arguments(
         raise ValueError("rotary_cos: got one without rotary_sin or k; allowed: all three or none")
     if (k is None) != (v is None):
         raise ValueError("v: got k or v alone; allowed: both or none")
+    window = window_of(window_size)
+    max_seqlen_q, num_splits = whole_number("max_seqlen_q", max_seqlen_q), whole_number("num_splits", num_splits)
     packed = cu_seqlens_q is not None
     if packed and tree_mask is not None and max_seqlen_q is None:
         max_seqlen_q = tree_mask.shape[-1]
@@ -154,7 +223,6 @@ def operator_arguments(
     lengths = _lengths(
         cache_seqlens, batch, k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1]), q
     )
-    window = None if tuple(window_size) in ((-1, -1), (None, None)) else tuple(window_size)
     rows = q.reshape(-1, *q.shape[-2:])
     scales = {"key_scale": _as_scale(k_descale, k_cache), "value_scale": _as_scale(v_descale, v_cache)}
     append = None
@@ -179,10 +247,21 @@ def operator_arguments(
             "interleaved": rotary_interleaved,
             "queries_move": bool(causal) or window is not None,
         }
-    options = operator_options(
-        0.0, False, softmax_scale, "lower_right" if causal else None, window, softcap, alibi_slopes, num_splits, None,
-        False,
-    )  # fmt: skip
+    with _renamed_errors(_NAMES_OF_ATTENTION):
+        options = checked_options(
+            operator_options(
+                dropout_p=0.0,
+                is_causal=False,
+                scale=softmax_scale,
+                causal="lower_right" if causal else None,
+                window=window,
+                softcap=softcap,
+                alibi_slopes=alibi_slopes,
+                num_splits=num_splits,
+                unified_max=None,
+                deterministic=False,
+            )
+        )
     attend = {
         "query": rows,
         "key": k_cache,
@@ -195,21 +274,12 @@ def operator_arguments(
         "block_table": block_table,
         **scales,
         "tree_mask": _as_tree_mask(tree_mask, packed),
-        "sink": sink,
-        **checked_options(options),
+        "sink": sink_of(sink, q),
+        **options,
         "lower_right": True,
         "max_seqlen_q": longest,
     }
     return append, attend
-
-
-def one_of(name: str, value: Tensor | None, other: str, known: Tensor | None) -> Tensor | None:
-    """An argument that has two names."""
-    if value is None:
-        return known
-    if known is not None:
-        raise ValueError(f"{name}: got one besides {other}, of which it is another name; allowed: one of them")
-    return value
 
 
 def _query_offsets(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None):
@@ -228,11 +298,15 @@ def _query_offsets(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | N
 
 def _lengths(cache_seqlens: int | Tensor | None, batch: int, most: int, q: Tensor) -> Tensor:
     """(B)"""
-    if not isinstance(cache_seqlens, Tensor):
-        return torch.full((batch,), most if cache_seqlens is None else cache_seqlens, device=q.device)
-    if cache_seqlens.shape != (batch,):
-        raise ValueError(f"cache_seqlens: got shape {list(cache_seqlens.shape)}; allowed: a number or [{batch}]")
-    return cache_seqlens
+    if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
+        check_is_dense("cache_seqlens", cache_seqlens)
+        if cache_seqlens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"cache_seqlens: got dtype {cache_seqlens.dtype}; allowed: an int, int32 or int64")
+        if cache_seqlens.shape != (batch,):
+            raise ValueError(f"cache_seqlens: got shape {list(cache_seqlens.shape)}; allowed: an int or [{batch}]")
+        return cache_seqlens
+    length = whole_number("cache_seqlens", cache_seqlens)
+    return torch.full((batch,), most if length is None else length, device=q.device)
 
 
 def _new_rows(k: Tensor, v: Tensor, batch: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

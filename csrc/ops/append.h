@@ -29,7 +29,7 @@ constexpr Shape kRotaryShape{Shape::kRotary};
   /* Cosines and sines, a row for each position; none: nothing turns. */                                \
   X(rotary_cos,         OptionalTensor, kRotaryShape,      kAdded,    kKeep,          kLoop)            \
   X(rotary_sin,         OptionalTensor, kRotaryShape,      kAdded,    kKeep,          kLoop)            \
-  /* Positions of the first new keys; none: cache_seqlens less cache_leftpad. */                        \
+  /* Positions of the first new keys; none: cache_seqlens. */                                           \
   X(rotary_seqlens,     OptionalTensor, kLengthsShape,     kIndex,    kKeep,          kLoop)            \
   X(cache_batch_idx,    OptionalTensor, kLengthsShape,     kIndex,    kKeep,          kLoop)            \
   X(cache_leftpad,      OptionalTensor, kLengthsShape,     kIndex,    kKeep,          kLoop)            \

@@ -1,4 +1,9 @@
 // The checks of the operators on packed sequences and caches.
+#include <ATen/MemoryOverlap.h>
+
+#include <algorithm>
+#include <limits>
+
 #include "append.h"
 #include "check_tensors.h"
 #include "kvcache.h"
@@ -112,12 +117,51 @@ void check_numbers(const CacheTensors& in, const CacheOptions& options) {
 void check_positions(const char* name, const OptionalTensor& table, int64_t first, int64_t rows) {
   if (!table || rows == 0) return;
   const int64_t positions = table->size(0);
-  TORCH_CHECK_VALUE(first >= 0 && first + rows <= positions, name, ": got positions ", first, " to ",
-                    first + rows - 1, "; allowed: 0 to ", positions - 1, ", the rows of ", name);
+  // first is any number of the caller's: first + rows may overflow where it is compared, and only there.
+  const int64_t last = std::min(first, std::numeric_limits<int64_t>::max() - rows) + rows - 1;
+  TORCH_CHECK_VALUE(first >= 0 && first <= positions - rows, name, ": got positions ", first, " to ", last,
+                    "; allowed: 0 to ", positions - 1, ", the rows of ", name);
+}
+
+// Rows are written in any order: no element may be written twice, and none that is read.
+void check_no_overlap(const char* name, const at::Tensor& t, const char* other, const at::Tensor& of) {
+  const at::MemOverlapStatus status = at::get_overlap_status(t, of);
+  TORCH_CHECK_VALUE(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, name,
+                    ": got a tensor that shares memory with ", other, "; allowed: memory of its own");
+}
+
+void check_memory(const AppendTensors& in) {
+  const std::pair<const char*, const at::Tensor&> caches[] = {{"key_cache", in.key_cache},
+                                                              {"value_cache", in.value_cache}};
+  for (const auto& [name, cache] : caches) {
+    TORCH_CHECK_VALUE(
+        at::has_internal_overlap(cache) != at::MemOverlap::Yes, name, ": got strides ", cache.strides(),
+        " for shape ", cache.sizes(),
+        ", elements that share memory; allowed: one place for each element, rows are written to it");
+    check_no_overlap("query", in.query, name, cache);
+    check_no_overlap("key", in.key, name, cache);
+    check_no_overlap("value", in.value, name, cache);
+  }
+  check_no_overlap("value_cache", in.value_cache, "key_cache", in.key_cache);
+}
+
+// New rows of sequence `b` in one cache or page: rows [begin, end), counted over all caches or pages.
+struct WrittenRows {
+  int64_t begin, end;
+  size_t b;
+};
+
+void check_written_once(const char* name, std::vector<WrittenRows>& written, int64_t rows) {
+  std::sort(written.begin(), written.end(), [](const auto& x, const auto& y) { return x.begin < y.begin; });
+  for (size_t n = 1; n < written.size(); ++n)
+    TORCH_CHECK_VALUE(written[n - 1].end <= written[n].begin, name, ": got row ", written[n].begin % rows,
+                      " of ", written[n].begin / rows, " for new keys of sequences ", written[n - 1].b,
+                      " and ", written[n].b, "; allowed: each row written once");
 }
 
 void check_numbers(const AppendTensors& in, const AppendOptions& options) {
   if (!in.query.is_cpu()) return;
+  check_memory(in);
   check_sequences("q", in.cu_seqlens_q, std::nullopt, in.query.size(0), in.query.size(0));
   check_sequences("k_new", in.cu_seqlens_k_new, std::nullopt, in.key.size(0), in.key.size(0));
   const std::vector<int64_t> offsets_q = numbers_of(in.cu_seqlens_q),
@@ -127,34 +171,47 @@ void check_numbers(const AppendTensors& in, const AppendOptions& options) {
   const std::vector<int64_t> batch_idx = numbers_of(in.cache_batch_idx), table = numbers_of(in.block_table);
   const int64_t rows = in.key_cache.size(1), caches = in.key_cache.size(0);
   const int64_t pages = in.block_table ? in.block_table->size(1) : 1;
+  std::vector<WrittenRows> written;
   for (size_t b = 0; b < used.size(); ++b) {
+    check_range("cache_seqlens", b, used[b], 0, rows * pages);
     const int64_t begin = used[b], end = begin + offsets[b + 1] - offsets[b];
     const int64_t queries = offsets_q[b + 1] - offsets_q[b];
-    check_range("cache_seqlens", b, begin, 0, rows * pages);
     TORCH_CHECK_VALUE(begin == end || end <= rows * pages, "cache_seqlens: got new rows at ", begin, " to ",
                       end - 1, "; allowed: 0 to ", rows * pages - 1);
     if (!leftpad.empty()) check_range("cache_leftpad", b, leftpad[b], 0, begin);
-    const int64_t first = !positions.empty() ? positions[b] : begin - (leftpad.empty() ? 0 : leftpad[b]);
+    const int64_t first = positions.empty() ? begin : positions[b];
     const int64_t turned =
         std::max(end - begin, options.queries_move ? queries : std::min<int64_t>(queries, 1));
     check_positions("rotary_cos", in.rotary_cos, first, turned);
     check_positions("rotary_sin", in.rotary_sin, first, turned);
     if (begin == end) continue;
     if (in.block_table) {
-      for (int64_t n = begin / rows; n <= (end - 1) / rows; ++n)
-        check_range("block_table", b, table[b * pages + n], 0, caches - 1);
+      for (int64_t n = begin / rows; n <= (end - 1) / rows; ++n) {
+        const int64_t page = table[b * pages + n];
+        check_range("block_table", b, page, 0, caches - 1);
+        written.push_back({page * rows + std::max<int64_t>(begin - n * rows, 0),
+                           page * rows + std::min(end - n * rows, rows), b});
+      }
     } else if (in.cache_batch_idx) {
       check_range("cache_batch_idx", b, batch_idx[b], 0, caches - 1);
+      written.push_back({batch_idx[b] * rows + begin, batch_idx[b] * rows + end, b});
     } else {
       TORCH_CHECK_VALUE(static_cast<int64_t>(b) < caches, "key_cache: got ", caches,
                         " caches; allowed: at least one for each of the ", used.size(), " sequences");
     }
   }
+  check_written_once(in.block_table ? "block_table" : "cache_batch_idx", written, rows);
 }
 
 void check_same_dtype(const char* name, const at::Tensor& t, const char* other, const at::Tensor& of) {
   TORCH_CHECK_TYPE(t.scalar_type() == of.scalar_type(), name, ": got dtype ", name_of(t.scalar_type()),
                    "; allowed: ", other, "'s, ", name_of(of.scalar_type()));
+}
+
+// Only 8-bit caches have factors: kernels read other caches in place.
+void check_scale(const char* name, const OptionalTensor& scale, const at::Tensor& cache) {
+  TORCH_CHECK_VALUE(!scale || cache.element_size() == 1, name, ": got one with a cache of dtype ",
+                    name_of(cache.scalar_type()), "; allowed with int8, float8_e4m3fn and float8_e5m2");
 }
 
 void check_rows_contiguous(const char* name, const at::Tensor& cache) {
@@ -174,6 +231,8 @@ void check_cache(const CacheTensors& tensors, const CacheOptions& options) {
   check_options(options);
   check_sizes(check_tensors(tensors, options));
   check_same_dtype("value", tensors.value, "key", tensors.key);
+  check_scale("k_descale", tensors.key_scale, tensors.key);
+  check_scale("v_descale", tensors.value_scale, tensors.value);
   check_numbers(tensors, options);
 }
 
@@ -201,6 +260,8 @@ void check_varlen_double_backward(const VarlenDoubleBackwardTensors& tensors,
 void check_append(const AppendTensors& tensors, const AppendOptions& options) {
   check_sizes(check_tensors(tensors, options));
   check_same_dtype("value_cache", tensors.value_cache, "key_cache", tensors.key_cache);
+  check_scale("k_descale", tensors.key_scale, tensors.key_cache);
+  check_scale("v_descale", tensors.value_scale, tensors.value_cache);
   check_rows_contiguous("key_cache", tensors.key_cache);
   check_rows_contiguous("value_cache", tensors.value_cache);
   TORCH_CHECK_VALUE(tensors.rotary_cos.has_value() == tensors.rotary_sin.has_value(),

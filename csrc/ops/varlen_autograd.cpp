@@ -1,9 +1,11 @@
 // Autograd key of the operators on packed sequences; and of what writes to caches, which has no gradient.
 #include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "append.h"
 #include "derivatives.h"
+#include "kvcache.h"
 
 namespace flash_attn_ext {
 namespace {
@@ -30,7 +32,11 @@ AppendResult append_in_place(const AppendTensors& tensors, const AppendOptions& 
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, Autograd, m) { implement_derivatives<VarlenFamily>(m); }
+TORCH_LIBRARY_IMPL(flash_attn_ext, Autograd, m) {
+  implement_derivatives<VarlenFamily>(m);
+  // Results that seem differentiable would pass zeros on in silence.
+  m.impl(AttentionCache::kName, torch::autograd::autogradNotImplementedFallback());
+}
 TORCH_LIBRARY_IMPL(flash_attn_ext, ADInplaceOrView, m) { implement<AppendToCache, append_in_place>(m); }
 
 }  // namespace flash_attn_ext

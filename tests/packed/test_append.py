@@ -69,7 +69,8 @@ def test_every_float8_and_what_lies_between(isa, cache_dtype):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_positions_count_from_the_left_padding(interleaved):
+def test_left_padding_does_not_move_rotary_positions(interleaved):
+    """flash-attention 2 and 3 rotate the first new key by cache_seqlens, whatever cache_leftpad is."""
     lengths, leftpad, new = [70, 5, 30], torch.tensor([10, 5, 0]), 3
     q, k, v = torch.randn(3, new, H, D), torch.randn(3, new, HK, D), torch.randn(3, new, HK, DV)
     _, k_cache, v_cache, _ = make(lengths=lengths)
@@ -80,8 +81,7 @@ def test_rotary_positions_count_from_the_left_padding(interleaved):
     )  # fmt: skip
     for b, length in enumerate(lengths):
         for n in range(new):
-            position = length + n - int(leftpad[b])
-            expected = rotated_pair(k[b, n, 1], position, 16, interleaved)
+            expected = rotated_pair(k[b, n, 1], length + n, 16, interleaved)
             torch.testing.assert_close(k_cache[b, length + n, 1], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -158,7 +158,8 @@ BAD = {
     "full": (7, torch.tensor([253, 0, 0, 0, 0]), ValueError, "cache_seqlens: got new rows at 253 to 256"),
     "tables": (8, torch.ones(ROWS, 40), ValueError, r"rotary_cos: got shape \[256, 40\]; allowed: .positions"),
     "one table": (9, None, ValueError, "rotary_cos: got one of rotary_cos and rotary_sin"),
-    "short table": (9, torch.ones(50, 12), ValueError, "rotary_sin: got positions 67 to 70; allowed: 0 to 49"),
+    "short table": (9, torch.ones(50, 12), ValueError, "rotary_sin: got positions 70 to 73; allowed: 0 to 49"),
+    "huge position": (10, torch.tensor([2**63 - 2, 0, 0, 0, 0]), ValueError, "rotary_cos: got positions 922337203685"),
     "negative position": (10, torch.tensor([-1, 0, 0, 0, 0]), ValueError, "rotary_cos: got positions -1 to 2"),
     "cache": (11, torch.tensor([0, 9, 0, 0, 0]), ValueError, "cache_batch_idx: got 9 at 1; allowed: 0 to 4"),
     "left padding": (12, torch.tensor([71, 0, 0, 0, 0]), ValueError, "cache_leftpad: got 71 at 0; allowed: 0 to 70"),
@@ -169,7 +170,11 @@ BAD = {
 def test_a_bad_argument_is_named_and_nothing_is_written(case):
     at, bad, error, message = BAD[case]
     arguments = list(operands())
-    arguments[12] = None if "length" in case or case in ("full", "negative position") else torch.tensor([3, 0, 0, 5, 0])
+    arguments[12] = (
+        None
+        if "length" in case or case in ("full", "negative position", "huge position")
+        else torch.tensor([3, 0, 0, 5, 0])
+    )
     arguments[at] = bad
     before = [arguments[n].clone() for n in (3, 4)]
     with pytest.raises(error, match=message):

@@ -1,0 +1,152 @@
+"""flash_attn_with_kvcache: a call that fails writes nothing, memory that is written once, no silent gradient."""
+
+import re
+
+import pytest
+import torch
+from cache_helpers import DV, HK, LENGTHS, ROWS, D, H, make
+
+from flash_attn_ext import flash_attn_interface, flash_attn_with_kvcache
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NEW = dict(k=torch.ones(5, 3, HK, D), v=torch.ones(5, 3, HK, DV))
+
+FAILING = {
+    "sink": (dict(sink=torch.zeros(H + 1)), ValueError, "sink: got shape"),
+    "slopes": (dict(alibi_slopes=torch.zeros(H + 1)), ValueError, "alibi_slopes: got shape"),
+    "tree mask": (dict(tree_mask=torch.ones(4, 4, dtype=torch.bool)), ValueError, "tree_mask: got shape"),
+    "softcap": (dict(softcap=-1.0), ValueError, "softcap: got -1"),
+    "scale": (dict(softmax_scale=float("nan")), ValueError, "softmax_scale: got nan"),
+    "splits": (dict(num_splits=-7), ValueError, "num_splits: got -7"),
+    "window": (dict(window_size=("a", 1)), TypeError, "window_size: got"),
+    "descale": (dict(k_descale=torch.ones(HK)), ValueError, "k_descale: got one with a cache of dtype float32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_a_failing_call_has_not_appended(case):
+    arguments, error, message = FAILING[case]
+    _, k_cache, v_cache, _ = make()
+    before = k_cache.clone(), v_cache.clone()
+    q = torch.randn(5, 3, H, D)
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(q, k_cache, v_cache, **NEW, cache_seqlens=torch.tensor(LENGTHS), **arguments)
+    for cache, old in zip((k_cache, v_cache), before, strict=True):
+        assert torch.equal(cache.nan_to_num(7.0), old.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 8, 9, 50])
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_factors_belong_to_8_bit_caches(name, seqlen_q):
+    q, k_cache, v_cache, _ = make(torch.bfloat16, seqlen_q)
+    with pytest.raises(ValueError, match=f"{name}: got one with a cache of dtype bfloat16; allowed with int8"):
+        flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=torch.tensor(LENGTHS), **{name: torch.ones(HK)})
+
+
+def of_caches(build):
+    """k_cache, v_cache, k, v and other arguments, from a function of two ordinary caches."""
+    keys, values = torch.zeros(2, ROWS, HK, D), torch.zeros(2, ROWS, HK, D)
+    new = torch.ones(2, 2, HK, D)
+    return build(keys, values, new)
+
+
+OVERLAPS = {
+    "expanded": (lambda k, v, new: (k[:1].expand(2, -1, -1, -1), v, new, new, {}), "k_cache: got strides"),
+    "one for both": (
+        lambda k, v, new: (k, k, new, new, {}),
+        "v_cache: got a tensor that shares memory with key_cache",
+    ),
+    "rows of the cache": (
+        lambda k, v, new: (k, v, k[0, 4:8], new.flatten(0, 1), dict(cu_seqlens_k_new=torch.tensor([0, 2, 4]))),
+        "k: got a tensor that shares memory with key_cache",
+    ),
+    "one cache twice": (
+        lambda k, v, new: (k, v, new, new, dict(cache_batch_idx=torch.tensor([1, 1]))),
+        "cache_batch_idx: got row 10 of 1 for new keys of sequences 0 and 1; allowed: each row written once",
+    ),
+    "one page twice": (
+        lambda k, v, new: (k, v, new, new, dict(block_table=torch.tensor([[0], [0]]))),
+        "block_table: got row 10 of 0 for new keys of sequences 0 and 1; allowed: each row written once",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OVERLAPS)
+def test_rows_are_written_once(case):
+    build, message = OVERLAPS[case]
+    k_cache, v_cache, k, v, arguments = of_caches(build)
+    before = k_cache.clone()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flash_attn_with_kvcache(torch.randn(2, 2, H, D), k_cache, v_cache, k, v, cache_seqlens=10, **arguments)
+    assert torch.equal(k_cache, before)
+
+
+def test_caches_that_share_a_tensor_without_sharing_elements():
+    """Keys and values side by side, and two sequences that append to different rows of one cache."""
+    both = torch.zeros(2, ROWS, 2, HK, D)
+    new = torch.randn(2, 2, HK, D)
+    q = torch.randn(2, 2, H, D)
+    flash_attn_with_kvcache(q, both[:, :, 0], both[:, :, 1], new, new, cache_seqlens=10)
+    assert torch.equal(both[:, 10:12, 0], new)
+    assert torch.equal(both[:, 10:12, 1], new)
+    flash_attn_with_kvcache(q, both[:, :, 0], both[:, :, 1], new, new, cache_seqlens=torch.tensor([20, 22]),
+                            cache_batch_idx=torch.tensor([1, 1]))  # fmt: skip
+    assert torch.equal(both[1, 20:24, 0], new.flatten(0, 1))
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v"])
+def test_an_input_that_requires_a_gradient_is_refused(name):
+    tensors = dict(q=torch.randn(2, 2, H, D), k_cache=torch.zeros(2, ROWS, HK, D), v_cache=torch.zeros(2, ROWS, HK, D),
+                   k=torch.randn(2, 2, HK, D), v=torch.randn(2, 2, HK, D))  # fmt: skip
+    tensors[name].requires_grad_()
+    before = tensors["k_cache"].detach().clone()
+    with pytest.raises(NotImplementedError, match=f"{name}: got a tensor that requires a gradient"):
+        flash_attn_with_kvcache(**tensors, cache_seqlens=10)
+    assert torch.equal(tensors["k_cache"].detach(), before)
+    with torch.no_grad():
+        out = flash_attn_with_kvcache(**tensors, cache_seqlens=10)
+    assert not out.requires_grad
+
+
+def test_transforms_are_refused():
+    q, k_cache, v_cache, _ = make()
+    q = q[:, :1]
+
+    def total(q):
+        return flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=torch.tensor(LENGTHS)).sum()
+
+    with pytest.raises(NotImplementedError, match="q: got a tensor that requires a gradient"):
+        torch.func.grad(total)(q)
+    with pytest.raises(NotImplementedError, match="q: got a tensor with a tangent"):
+        torch.func.jvp(total, (q,), (q,))
+
+
+def test_packed_queries_on_pages_compute_and_refuse_their_gradient():
+    """flash-attention computes there, whatever requires a gradient."""
+    pages = torch.randn(2, 4, 16, HK, D)
+    q = torch.randn(5, H, D, requires_grad=True)
+    offsets, table = torch.tensor([0, 5]), torch.tensor([[2, 0]])
+    arguments = (*pages, offsets, torch.tensor([0, 20]), 5, 20)
+    out = flash_attn_interface.flash_attn_varlen_func(q, *arguments, block_table=table)
+    with torch.no_grad():
+        assert torch.equal(out, flash_attn_interface.flash_attn_varlen_func(q, *arguments, block_table=table))
+    with pytest.raises(RuntimeError, match=r"derivative for flash_attn_ext::attention_cache is not implemented"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_8_bits_are_as_exact_with_many_queries(isa, dtype, cache_dtype):
+    """The products of 8-bit keys and their factors are not rounded to the queries' dtype."""
+    rows, seqlen_q, head_dim = 200, 33, 40
+    q = torch.randn(1, seqlen_q, 2, head_dim).to(dtype)
+    coded = [(30 * torch.randn(1, rows, 1, head_dim)).clamp(-127, 127).to(cache_dtype) for _ in range(2)]
+    scales = [torch.rand(1, rows, 1) / 20 + 0.01 for _ in range(2)]
+    k, v = ((t.double() * s.double()[..., None]).transpose(1, 2) for t, s in zip(coded, scales, strict=True))
+    scores = q.double().transpose(1, 2) @ k.transpose(-1, -2) / head_dim**0.5
+    exact, exact_lse = (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1)
+    out, lse = flash_attn_with_kvcache(q, *coded, k_descale=scales[0], v_descale=scales[1], return_softmax_lse=True)
+    largest = exact_lse.abs().max()
+    assert (lse - exact_lse).abs().max() <= (1e-13 if dtype is torch.float64 else 2e-6) * largest
+    tolerance = {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 2 * torch.finfo(dtype).eps)
+    assert (out - exact).abs().max() <= tolerance * exact.abs().max()
