@@ -38,6 +38,29 @@ def unpad_input(
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, seqused
 
 
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The rows of a batch whose elements are several short sequences each, packed.
+
+    Args:
+        hidden_states: (B, S, ...).
+        attention_mask_in_length: (B, S), int. The numbers above 0 are the lengths of an element's sequences, which lie
+            one after another from its start. ``[2, 3, 0, 0, 0, 0]``: rows 0 to 1, rows 2 to 4, and a row of padding.
+
+    Returns:
+        rows (T, ...); indices (T) of them in the flattened batch; cu_seqlens of all short sequences, int32; the length
+        of the longest sequence.
+    """
+    lengths = attention_mask_in_length[attention_mask_in_length > 0]
+    filled = attention_mask_in_length.sum(-1, keepdim=True)
+    columns = torch.arange(attention_mask_in_length.shape[-1], device=filled.device)
+    indices = (columns < filled).flatten().nonzero().flatten()
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    longest = int(lengths.max()) if len(lengths) else 0
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest
+
+
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undoes :func:`unpad_input`: (T, ...) as (batch, seqlen, ...), zeros where there was no token."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -8,8 +8,18 @@ import torch
 
 from flash_attn_ext import flash_attn_interface as interface
 from flash_attn_ext import flash_attn_with_kvcache
-from flash_attn_ext.bert_padding import index_first_axis, pad_input, unpad_input
-from flash_attn_ext.layers.rotary import apply_rotary_emb
+from flash_attn_ext.bert_padding import (
+    index_first_axis,
+    pad_input,
+    unpad_input,
+    unpad_input_for_concatenated_sequences,
+)
+from flash_attn_ext.layers.rotary import (
+    RotaryEmbedding,
+    apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,6 +42,11 @@ SIGNATURES = {
     apply_rotary_emb: "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
     "max_seqlen=None",
     unpad_input: "hidden_states, attention_mask, unused_mask=None",
+    apply_rotary_emb_qkv_: "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
+    "num_heads_q=None",
+    apply_rotary_emb_kv_: "kv, cos, sin, interleaved=False, seqlen_offsets=0",
+    RotaryEmbedding: "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
+    unpad_input_for_concatenated_sequences: "hidden_states, attention_mask_in_length",
     pad_input: "hidden_states, indices, batch, seqlen",
 }
 
@@ -178,3 +193,15 @@ def test_padding_comes_and_goes():
     unused[1, :2] = 1
     rows, _, cu_seqlens, longest, seqused = unpad_input(x, keep.int(), unused)
     assert (len(rows), cu_seqlens.tolist(), seqused.tolist()) == (19, [0, 10, 12, 19], [10, 0, 7])
+
+
+def test_several_short_sequences_in_one_row():
+    x = torch.randn(3, 6, 4)
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    rows, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(x, lengths)
+    assert torch.equal(rows, torch.cat([x[0, :5], x[1, :5], x[2]]))
+    assert cu_seqlens.tolist() == [0, 2, 5, 8, 10, 16]
+    assert (cu_seqlens.dtype, longest) == (torch.int32, 6)
+    back = pad_input(rows, indices, 3, 6)
+    assert torch.equal(back[2], x[2])
+    assert back[:2, 5].eq(0).all()

@@ -8,7 +8,6 @@ import torch
 from cache_helpers import DV, HK, LENGTHS, ROWS, D, H, check, make, place, rotary_tables, rotated_pair, rows_of
 
 from flash_attn_ext import _ops, flash_attn_with_kvcache
-from flash_attn_ext.layers.rotary import apply_rotary_emb
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAGES = [None, 1, 16, 48, 64, 256]
@@ -285,25 +284,6 @@ def test_opcheck_and_compile():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k_cache, v_cache, k, v, lengths, block_table), expected)
     assert torch.equal(k_cache.nan_to_num(), caches[0].nan_to_num())
-
-
-def test_rotary_layer():
-    x = torch.randn(2, 7, 3, 24, requires_grad=True)
-    cos, sin = rotary_tables(50, 16)
-    for interleaved in (False, True):
-        out = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=torch.tensor([0, 9]))
-        for b, first in ((0, 0), (1, 9)):
-            for i in range(7):
-                expected = rotated_pair(x[b, i, 1].detach(), first + i, 16, interleaved)
-                torch.testing.assert_close(out[b, i, 1], expected, rtol=1e-4, atol=1e-5)
-    packed = apply_rotary_emb(x.flatten(0, 1), cos, sin, cu_seqlens=torch.tensor([0, 7, 14]))
-    torch.testing.assert_close(packed.unflatten(0, (2, 7)), apply_rotary_emb(x, cos, sin))
-    assert torch.autograd.gradcheck(
-        lambda x: apply_rotary_emb(x, cos.double(), sin.double()), x.detach().double().requires_grad_()
-    )
-    copy = x.detach().clone()
-    assert apply_rotary_emb(copy, cos, sin, inplace=True) is copy
-    torch.testing.assert_close(copy, apply_rotary_emb(x, cos, sin).detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
