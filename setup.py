@@ -38,7 +38,7 @@ OBJECTS = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}
 OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "plan", "schema"]
 OPS += ["append", "check_tensors", "checks_packed", "kvcache", "merge", "varlen", "varlen_autograd"]
 OPS += ["weights", "weights_autograd"]
-TORCH_OPS = ["arguments", "flash_attention", "flash_for_cpu", "native_mha", "overrides", "sdpa"]
+TORCH_OVERRIDES = ["arguments", "flash_attention", "flash_for_cpu", "native_mha", "overrides", "sdpa"]
 CPU = ["isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_amx"]
 CPU += ["amx_permission", "select", "task_list", "why_not"]
 CPU += ["isa_neon", "isa_neon_bf16"]
@@ -90,7 +90,7 @@ def cuda_wanted() -> bool:
 def extension(with_cuda: bool):
     sources = [f"{CSRC}/bindings.cpp", f"{CSRC}/built_for.cpp"]
     sources += [f"{CSRC}/ops/{name}.cpp" for name in OPS]
-    sources += [f"{CSRC}/torch_ops/{name}.cpp" for name in TORCH_OPS]
+    sources += [f"{CSRC}/torch_overrides/{name}.cpp" for name in TORCH_OVERRIDES]
     sources += [f"{CSRC}/cpu/{name}.cpp" for name in CPU]
     sources += [f"{CSRC}/cuda/tiers.cpp"]  # in every build: to force a tier that is not built must be an error
     # -fopenmp: at::parallel_for is an inline template, serial without it.

@@ -13,7 +13,7 @@
 #include "ops/from_python.h"
 #include "ops/plan.h"
 #include "ops/varlen.h"
-#include "torch_ops/overrides.h"
+#include "torch_overrides/overrides.h"
 
 namespace {
 
@@ -134,18 +134,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("kernel_calls", cpu::kernel_calls);
   m.def("force_kernel", cpu::force_isa, pybind11::arg("isa"));
   m.def("forced_cuda_tier", flash_attn_ext::cuda::forced_tier);
-  m.def("activate", flash_attn_ext::torch_ops::activate);
-  m.def("deactivate", flash_attn_ext::torch_ops::deactivate);
-  m.def("is_active", flash_attn_ext::torch_ops::is_active);
-  m.def("activation_counts", flash_attn_ext::torch_ops::counts);
+  m.def("activate", flash_attn_ext::torch_overrides::activate);
+  m.def("deactivate", flash_attn_ext::torch_overrides::deactivate);
+  m.def("is_active", flash_attn_ext::torch_overrides::is_active);
+  m.def("activation_counts", flash_attn_ext::torch_overrides::counts);
   m.def("why_not_sdpa", [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            const std::optional<at::Tensor>& attn_mask, double dropout_p, bool is_causal,
                            std::optional<double> scale, bool enable_gqa) {
     const std::vector<c10::IValue> arguments{query,     key,       value, attn_mask,
                                              dropout_p, is_causal, scale, enable_gqa};
-    const char* reason = flash_attn_ext::torch_ops::why_not_sdpa(arguments);
+    const char* reason = flash_attn_ext::torch_overrides::why_not_sdpa(arguments);
     return reason ? std::optional<std::string>(reason) : std::nullopt;
   });
-  m.def("reset_activation_counts", flash_attn_ext::torch_ops::reset_counts);
+  m.def("reset_activation_counts", flash_attn_ext::torch_overrides::reset_counts);
   m.def("force_cuda_tier", flash_attn_ext::cuda::force_tier, pybind11::arg("tier"));
 }

@@ -1,6 +1,6 @@
 """activate: torch's own attention calls run on flash_attn_ext, in models that know nothing of it.
 
-The kernels that do so are registered in torch's dispatcher by csrc/torch_ops/; this module switches them on and
+The kernels that do so are registered in torch's dispatcher by csrc/torch_overrides/; this module switches them on and
 off and shows what they did.
 """
 

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-namespace flash_attn_ext::torch_ops {
+namespace flash_attn_ext::torch_overrides {
 
 using Arguments = c10::ArrayRef<c10::IValue>;  // in the order of the operator's schema
 using Results = std::vector<c10::IValue>;
@@ -46,4 +46,4 @@ using Counts = std::map<std::pair<std::string, std::string>, int64_t>;
 Counts counts();
 void reset_counts();
 
-}  // namespace flash_attn_ext::torch_ops
+}  // namespace flash_attn_ext::torch_overrides

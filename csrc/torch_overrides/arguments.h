@@ -6,7 +6,7 @@
 
 #include "../ops/ops.h"
 
-namespace flash_attn_ext::torch_ops {
+namespace flash_attn_ext::torch_overrides {
 
 // autograd passes an undefined tensor where there is none.
 inline OptionalTensor tensor_or_none(const c10::IValue& argument) {
@@ -29,4 +29,4 @@ at::Tensor in_memory_order_of(const at::Tensor& t, const at::Tensor& model);
 // (B, H, S, D) tensor or (B, H, S) one, laid out as (B, S, H, ...); a copy only where it is not.
 at::Tensor sequence_before_heads(const at::Tensor& t);
 
-}  // namespace flash_attn_ext::torch_ops
+}  // namespace flash_attn_ext::torch_overrides

@@ -9,7 +9,7 @@
 #include "arguments.h"
 #include "overrides.h"
 
-namespace flash_attn_ext::torch_ops {
+namespace flash_attn_ext::torch_overrides {
 namespace {
 
 bool is_subclass(const OptionalTensor& t) { return t && t->unsafeGetTensorImpl()->is_python_dispatch(); }
@@ -121,4 +121,4 @@ const char* try_sdpa(Arguments arguments, Results& results) {
   return nullptr;
 }
 
-}  // namespace flash_attn_ext::torch_ops
+}  // namespace flash_attn_ext::torch_overrides

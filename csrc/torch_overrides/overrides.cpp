@@ -11,7 +11,7 @@
 #include <mutex>
 #include <optional>
 
-namespace flash_attn_ext::torch_ops {
+namespace flash_attn_ext::torch_overrides {
 namespace {
 
 using c10::DispatchKey;
@@ -180,4 +180,4 @@ void reset_counts() {
   for (Counter* c = counters.load(std::memory_order_acquire); c; c = c->next) c->calls.store(0);
 }
 
-}  // namespace flash_attn_ext::torch_ops
+}  // namespace flash_attn_ext::torch_overrides

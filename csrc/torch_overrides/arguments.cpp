@@ -4,7 +4,7 @@
 
 #include "../ops/checks.h"
 
-namespace flash_attn_ext::torch_ops {
+namespace flash_attn_ext::torch_overrides {
 namespace {
 
 bool is_plain(const at::Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
@@ -73,4 +73,4 @@ at::Tensor sequence_before_heads(const at::Tensor& t) {
   return t.transpose(1, 2).contiguous().transpose(1, 2);
 }
 
-}  // namespace flash_attn_ext::torch_ops
+}  // namespace flash_attn_ext::torch_overrides

@@ -11,7 +11,7 @@
 #include "arguments.h"
 #include "overrides.h"
 
-namespace flash_attn_ext::torch_ops {
+namespace flash_attn_ext::torch_overrides {
 namespace {
 
 std::optional<int64_t> window_side(const c10::IValue& argument) {
@@ -216,4 +216,4 @@ const char* try_sdpa_flash_backward(Arguments arguments, Results& results) {
   return nullptr;
 }
 
-}  // namespace flash_attn_ext::torch_ops
+}  // namespace flash_attn_ext::torch_overrides

@@ -8,7 +8,7 @@
 #include "arguments.h"
 #include "overrides.h"
 
-namespace flash_attn_ext::torch_ops {
+namespace flash_attn_ext::torch_overrides {
 namespace {
 
 // The arguments, in the order of torch's schema.
@@ -111,4 +111,4 @@ const char* try_native_mha_nested(Arguments arguments, Results& results) {
   return nullptr;
 }
 
-}  // namespace flash_attn_ext::torch_ops
+}  // namespace flash_attn_ext::torch_overrides

@@ -8,7 +8,7 @@
 #include "arguments.h"
 #include "overrides.h"
 
-namespace flash_attn_ext::torch_ops {
+namespace flash_attn_ext::torch_overrides {
 namespace {
 
 struct Call {
@@ -80,4 +80,4 @@ const char* try_flash_for_cpu_backward(Arguments arguments, Results& results) {
   return nullptr;
 }
 
-}  // namespace flash_attn_ext::torch_ops
+}  // namespace flash_attn_ext::torch_overrides
