@@ -76,7 +76,7 @@ dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 
 
 class TensorRule(NamedTuple):
-    """A row of csrc/ops/ops.h; csrc/ops/rules.h says what the words mean."""
+    """A row of csrc/ops/ops.h; csrc/ops/argument_kinds.h says what the words mean."""
 
     name: str
     autocast: str

@@ -1,4 +1,4 @@
-// Each tensor of an operator against its row in the declaration (ops.h, rules.h): device, dtype, shape. What checks.cpp
+// Each tensor of an operator against its row in the declaration (ops.h, argument_kinds.h): device, dtype, shape. What checks.cpp
 // and checks_packed.cpp share.
 #pragma once
 

@@ -9,7 +9,7 @@
 //   dropout_mask         what dropout keeps, for tests and for dense references
 //
 // Letters: B batch, H query heads, H_kv key/value heads, S_q and S_k sequence lengths, D head dimension of query and
-// key, D_v of value and out. signature.h turns rows into schemas, structs and arguments; rules.h has their words.
+// key, D_v of value and out. signature.h turns rows into schemas, structs and arguments; argument_kinds.h has their words.
 #pragma once
 
 #include <ATen/core/Tensor.h>

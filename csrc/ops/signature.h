@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "rules.h"
+#include "argument_kinds.h"
 
 namespace flash_attn_ext {
 
