@@ -215,10 +215,10 @@ struct AttentionParams {
 
   // The index of row i of head h in lse, and in the kernels' arrays with one element a row; and how many rows
   // that is.
-  FA_HOST_DEVICE int64_t statistics_row(int64_t b, int64_t h, int64_t i) const {
+  FA_HOST_DEVICE int64_t lse_index(int64_t b, int64_t h, int64_t i) const {
     return varlen ? h * varlen.total_q + varlen.first_q + i : (b * sizes.heads + h) * sizes.seqlen_q + i;
   }
-  FA_HOST_DEVICE int64_t statistics_rows() const {
+  FA_HOST_DEVICE int64_t lse_size() const {
     return sizes.heads * (varlen ? varlen.total_q : sizes.batch * sizes.seqlen_q);
   }
 };

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t b = padded / z.seqlen_q / z.heads, h = padded / z.seqlen_q % z.heads, i = padded % z.seqlen_q;
   const AttentionParams p = of_sequence(call, b);
   if (i >= p.sizes.seqlen_q) return;  // of a sequence that is shorter than the longest
-  const int64_t row = p.statistics_row(b, h, i), rows = call.statistics_rows();
+  const int64_t row = p.lse_index(b, h, i), rows = call.lse_size();
 
   T max = -kInf<T>;
   for (int64_t n = lane; n < splits; n += kWarp) max = larger(max, partials.row_max[n * rows + row]);

@@ -17,20 +17,19 @@ struct Partials {
   T* row_sum;  // likewise
 
   Partials(void* workspace, const AttentionParams& p, int64_t splits) {
-    const int64_t rows = p.statistics_rows();
+    const int64_t rows = p.lse_size();
     out = static_cast<T*>(workspace);
     row_max = out + splits * rows * p.sizes.head_dim_v;
     row_sum = row_max + splits * rows;
   }
   // The out of one split, in the form of p.out.
   FA_HOST_DEVICE Tensor4 out_of_split(const AttentionParams& p, int64_t split) const {
-    const int64_t first = p.statistics_row(0, 0, 0), columns = p.sizes.head_dim_v;
-    return {out + (split * p.statistics_rows() + first) * columns,
-            (p.statistics_row(1, 0, 0) - first) * columns, (p.statistics_row(0, 1, 0) - first) * columns,
-            columns};
+    const int64_t first = p.lse_index(0, 0, 0), columns = p.sizes.head_dim_v;
+    return {out + (split * p.lse_size() + first) * columns, (p.lse_index(1, 0, 0) - first) * columns,
+            (p.lse_index(0, 1, 0) - first) * columns, columns};
   }
   static int64_t elements(const AttentionParams& p, int64_t splits) {
-    return splits * p.statistics_rows() * (p.sizes.head_dim_v + 2);
+    return splits * p.lse_size() * (p.sizes.head_dim_v + 2);
   }
 };
 

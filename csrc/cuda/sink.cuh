@@ -15,7 +15,7 @@ constexpr int kSinkThreads = 256;
 // Where delta has row i of head h: as lse has it. A tier may lay it out in another way.
 struct RowOfLse {
   __device__ int64_t operator()(const AttentionParams& p, int64_t b, int64_t h, int64_t i) const {
-    return p.statistics_row(b, h, i);
+    return p.lse_index(b, h, i);
   }
 };
 
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kSinkThreads, 1)
   T sum = 0;
   if (sink != -kInf<T>)
     for (int64_t i = threadIdx.x; i < p.sizes.seqlen_q; i += kSinkThreads) {
-      const T lse = static_cast<const T*>(p.lse)[p.statistics_row(b, h, i)];
+      const T lse = static_cast<const T*>(p.lse)[p.lse_index(b, h, i)];
       sum -= std::exp(sink - lse) * delta[row_of_delta(p, b, h, i)];
     }
   sum = total_of_lanes<kWarp>(sum);

@@ -69,7 +69,7 @@ void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w
     const BackwardParams p = of_sequence(call, task.b);
     const auto [b, h, block] = HeadBlocks(p.sizes, count_query_blocks<T>(p), 1).at(task);
     const int64_t i0 = block * block_q;
-    const int64_t queries = std::min(block_q, p.sizes.seqlen_q - i0), first = p.statistics_row(b, h, i0);
+    const int64_t queries = std::min(block_q, p.sizes.seqlen_q - i0), first = p.lse_index(b, h, i0);
     const RowTerms<T> rows = w.rows.of_head(p, b, h);
     const T *lse = static_cast<const T*>(p.lse) + first,
             *dlse = static_cast<const T*>(p.dlse) + (p.dlse ? first : 0);

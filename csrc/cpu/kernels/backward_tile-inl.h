@@ -54,7 +54,7 @@ struct RowTerms {
   T *delta, *reference, *correction;
 
   RowTerms of_head(const AttentionParams& p, int64_t b, int64_t h) const {
-    const int64_t at = p.statistics_row(b, h, 0);
+    const int64_t at = p.lse_index(b, h, 0);
     return {delta + at, reference + at, correction + at};
   }
 };

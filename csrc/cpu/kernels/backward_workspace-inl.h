@@ -182,7 +182,7 @@ BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams&
   });
   w.mask_tasks = plan_mask_tasks<T>(arena, call);
   for (T** term : {&w.rows.delta, &w.rows.reference, &w.rows.correction})
-    *term = arena.take<T>(call.statistics_rows());
+    *term = arena.take<T>(call.lse_size());
   w.dq = call.dq && !adds_to_dq_itself<In, T>(call) ? arena.take<T>(z.heads * rows_q * d) : nullptr;
   w.dk = arena.take<T>(call.dk && shared ? z.heads * rows_k * d : 0);
   w.dv = arena.take<T>(call.dv && shared ? z.heads * rows_k * d_v : 0);

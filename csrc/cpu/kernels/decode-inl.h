@@ -237,7 +237,7 @@ void merge_row(const AttentionParams& p, const DecodePlan& plan, int64_t b, int6
       store<T>(out + c, n == 0 ? part : load<T>(out + c) + part);
     }
   }
-  T* lse = static_cast<T*>(p.lse) + p.statistics_row(b, h, i);
+  T* lse = static_cast<T*>(p.lse) + p.lse_index(b, h, i);
   finish_row<In, T>(p.out.row<In>(b, h, i), out, z.head_dim_v, highest, T(1), sum, *lse);
 }
 

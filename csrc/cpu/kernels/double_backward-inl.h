@@ -46,7 +46,7 @@ DoubleBackwardWorkspace<T> plan_double_backward_pass(Arena& arena, const DoubleB
   plan_double_backward<In, T>(scratch, p);
   DoubleBackwardWorkspace<T> w;
   static_cast<BackwardWorkspace<T>&>(w) = plan_backward_workspace<In, T>(arena, p, threads, scratch.used());
-  w.gamma = arena.take<T>(p.statistics_rows());
+  w.gamma = arena.take<T>(p.lse_size());
   return w;
 }
 
@@ -96,7 +96,7 @@ struct DoubleBackwardPass {
       for (T* product : {s.dscores, s.t_dprobs}) multiply_rows<T>(product, s.dropout_tile, f.queries * f.ld);
     }
     const RowTerms<T> rows = w.rows.of_head(p, f.b, f.h);
-    const int64_t at = p.statistics_row(f.b, f.h, 0);
+    const int64_t at = p.lse_index(f.b, f.h, 0);
     for (int64_t r = 0; r < f.queries; ++r) {
       const int64_t i = f.i0 + r;
       finish_row_of_tile(f, r,
@@ -152,7 +152,7 @@ void compute_gamma(const DoubleBackwardParams& call, const DoubleBackwardWorkspa
     const int64_t b = head / heads, h = head % heads;
     const DoubleBackwardParams p = of_sequence(call, b);
     const RowTerms<T> rows = w.rows.of_head(p, b, h);
-    const int64_t at = p.statistics_row(b, h, 0);
+    const int64_t at = p.lse_index(b, h, 0);
     for (int64_t i = 0; i < p.sizes.seqlen_q; ++i) {
       const T mu = static_cast<const T*>(p.t_lse)[at + i];
       w.gamma[at + i] =
@@ -171,7 +171,7 @@ void double_backward(const DoubleBackwardParams& p, void* workspace, const Paral
   if (p.dsink)
     sink_gradient(p, w, parallel, [&](const DoubleBackwardParams& own, int64_t b, int64_t h, int64_t i) {
       const T t_sink = own.tangents.sink ? own.tangents.sink.of<T>(b, h) : T(0);
-      return w.rows.of_head(own, b, h).delta[i] * t_sink + w.gamma[own.statistics_row(b, h, i)];
+      return w.rows.of_head(own, b, h).delta[i] * t_sink + w.gamma[own.lse_index(b, h, i)];
     });
   backward_passes<DoubleBackwardPass<In, T>>(p, w, parallel);
 }

@@ -73,7 +73,7 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
     s.products.add_values(p, score, s.scores, s.rescale, s.out);
   }
 
-  T* lse = static_cast<T*>(p.lse) + p.statistics_row(b, h, i0);
+  T* lse = static_cast<T*>(p.lse) + p.lse_index(b, h, i0);
   for (int64_t i = 0; i < queries; ++i) {
     finish_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v, s.row_max[i], unit,
                       s.row_sum[i], lse[i]);

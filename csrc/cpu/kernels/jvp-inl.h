@@ -128,7 +128,7 @@ void jvp_query_block(const JvpParams& p, const JvpScratch<In, T>& scratch, int64
     if (t.v) s.products.add_values(with_t_kv, score, s.scores, nullptr, scratch.t_out);
   }
 
-  const int64_t at = p.statistics_row(b, h, i0);
+  const int64_t at = p.lse_index(b, h, i0);
   T *lse = static_cast<T*>(p.lse) + at, *t_lse = static_cast<T*>(p.t_lse) + at;
   for (int64_t i = 0; i < queries; ++i) {
     finish_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v, s.row_max[i], T(1),

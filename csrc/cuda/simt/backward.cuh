@@ -44,7 +44,7 @@ __device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& t
     const T sum = row_total(statistics.sum[r]);
     const int64_t i = i0 + tile_row(r);
     if (i >= z.seqlen_q || thread_x() != 0) continue;
-    const int64_t row = p.statistics_row(b, h, i);
+    const int64_t row = p.lse_index(b, h, i);
     if (lse_is_exact(static_cast<const T*>(p.lse)[row])) continue;
     const RowSum<T> all = add_sink(p, b, h, RowSum<T>{statistics.max[r], sum});
     terms.reference[row] = all.max;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   bool inexact = false;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const int64_t i = i0 + tile_row(r), row = p.statistics_row(b, h, i);
+    const int64_t i = i0 + tile_row(r), row = p.lse_index(b, h, i);
     T dot = 0;
     if (i < z.seqlen_q) {
       const In *dout = p.dout.row<In>(b, h, i), *out = p.out.row<In>(b, h, i);

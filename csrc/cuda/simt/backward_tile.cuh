@@ -64,7 +64,7 @@ struct BackwardPass {
     const Score<T> score = finish_score(p, product, at.b, at.h, i, j, inside);
     if (score.value == -kInf<T>) return {T(0), T(0), T(0), score.attends};  // whatever dP and lse hold
 
-    const int64_t n = p.statistics_row(at.b, at.h, i);
+    const int64_t n = p.lse_index(at.b, at.h, i);
     const T prob = probability(w.rows, n, score.value);
     const T factor = p.dropout ? dropout_factor<T>(p, key, at.b, at.h, i, j) : T(1);
     const T dscore = prob * (dprob * factor - w.rows.delta[n]);

@@ -46,7 +46,7 @@ struct DoubleBackwardPass {
     const Score<T> score = finish_score(p, products.product, at.b, at.h, i, j, inside);
     if (score.value == -kInf<T>) return {{T(0), T(0), T(0), score.attends}, T(0)};  // whatever else there is
 
-    const int64_t n = p.statistics_row(at.b, at.h, i);
+    const int64_t n = p.lse_index(at.b, at.h, i);
     const ScoreTangent<T> e = tangent_of(p, p.tangents, score, products.t_product, at.b, at.h, i, j);
     const T prob = probability(w.rows, n, score.value), mu = static_cast<const T*>(p.t_lse)[n];
     const T factor = p.dropout ? dropout_factor<T>(p, key, at.b, at.h, i, j) : T(1);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   dot = row_total(dot);
   if (i >= p.sizes.seqlen_q || thread_x() != 0) return;
-  const int64_t n = p.statistics_row(b, h, i);
+  const int64_t n = p.lse_index(b, h, i);
   const T delta = w.rows.delta[n], gamma = dot - static_cast<const T*>(p.t_lse)[n] * delta;
   w.gamma[n] = gamma;
   if (p.dsink) w.sink_terms[n] = delta * (p.tangents.sink ? p.tangents.sink.of<T>(b, h) : T(0)) + gamma;

@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const T max = statistics.max[r], sum = row_total(statistics.sum[r]);
     if (tile_row(r) >= tile.count) continue;
     const int64_t h = tile.head(tile_row(r)), i = tile.query(tile_row(r));
-    const int64_t row = p.statistics_row(tile.b, h, i);
-    const int64_t partial_row = blockIdx.z * call.statistics_rows() + row;
+    const int64_t row = p.lse_index(tile.b, h, i);
+    const int64_t partial_row = blockIdx.z * call.lse_size() + row;
     const bool writes_statistics = thread_x() == 0 && blockIdx.y == 0;
     const RowResult<T> result = finish_row(p, tile.b, h, max, sum);
     if (plan.splits == 1 && writes_statistics) static_cast<T*>(p.lse)[row] = result.lse;

@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 1) jvp_kernel(const JvpParams call) 
     if (i >= z.seqlen_q) continue;
     const RowResult<T> result = finish_sum(RowSum<T>{statistics.max[r], statistics.sum[r]});
     if (thread_x() == 0 && blockIdx.y == 0) {
-      const int64_t n = p.statistics_row(b, h, i);
+      const int64_t n = p.lse_index(b, h, i);
       static_cast<T*>(p.lse)[n] = result.lse;
       static_cast<T*>(p.t_lse)[n] = statistics.mean[r];
     }

@@ -60,7 +60,7 @@ struct RowTerms {
   T *delta, *reference, *correction;
 
   static RowTerms plan(Arena& arena, const AttentionParams& p) {
-    const int64_t rows = p.statistics_rows();
+    const int64_t rows = p.lse_size();
     return {arena.take<T>(rows), arena.take<T>(rows), arena.take<T>(rows)};
   }
 };
@@ -124,7 +124,7 @@ struct DoubleBackwardWorkspace : BackwardWorkspace<T> {
   T *gamma, *sink_terms;  // with the rows of lse, as RowTerms
 
   static DoubleBackwardWorkspace plan(Arena& arena, const DoubleBackwardParams& p) {
-    const int64_t rows = p.statistics_rows();
+    const int64_t rows = p.lse_size();
     return {BackwardWorkspace<T>::plan(arena, p, kDoubleBlockQ), arena.take<T>(rows),
             arena.take<T>(p.dsink ? rows : 0)};
   }

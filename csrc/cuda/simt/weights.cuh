@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int r = 0; r < kRows; ++r) {
     const T total = row_total(delta[r]);  // after it, the threads of the row have read what it replaces
     const int64_t i = i0 + tile_row(r);
-    if (i < z.seqlen_q && thread_x() == 0) w.rows.delta[p.statistics_row(b, h, i)] = total;
+    if (i < z.seqlen_q && thread_x() == 0) w.rows.delta[p.lse_index(b, h, i)] = total;
   }
 }
 

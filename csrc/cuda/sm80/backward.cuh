@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (step < steps) {
       const TransposedPlace<C> at = place(step);
       shared.q[buffer].template load_async<C::kThreads>(p.q, b, at.h, at.i0, z.seqlen_q, z.head_dim);
-      shared.terms[buffer].load_async(w.simt.rows, p.statistics_row(b, at.h, at.i0), z.seqlen_q - at.i0);
+      shared.terms[buffer].load_async(w.simt.rows, p.lse_index(b, at.h, at.i0), z.seqlen_q - at.i0);
     }
     ptx::cp_async_commit();  // ends the group of q; an empty one too, because the waits count groups
   };

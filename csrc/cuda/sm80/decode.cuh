@@ -238,7 +238,7 @@ __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& sh
     }
 
     const QueryRow at = rows(z, row);
-    const int64_t out_row = p.statistics_row(rows.b, at.head, at.query);
+    const int64_t out_row = p.lse_index(rows.b, at.head, at.query);
     if (splits == 1) {
       const RowResult<float> result = finish_row(p, rows.b, at.head, max, sum);
       const float factor = result.out_factor * keep_scale;
@@ -246,7 +246,7 @@ __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& sh
           ptx::pack<In>(first * factor, second * factor);
       if (col == 0) static_cast<float*>(p.lse)[out_row] = result.lse;
     } else {
-      const int64_t partial_row = blockIdx.z * p.statistics_rows() + out_row;
+      const int64_t partial_row = blockIdx.z * p.lse_size() + out_row;
       *reinterpret_cast<float2*>(partials.out + partial_row * z.head_dim_v + col) =
           make_float2(first * keep_scale, second * keep_scale);
       if (col == 0) partials.row_max[partial_row] = max, partials.row_sum[partial_row] = sum;

@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         result.out_factor * (p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f);
     const int64_t i = at_end.query(2 * r);
     if (i >= results.sizes.seqlen_q) continue;
-    if (lane() % 4 == 0) static_cast<float*>(p.lse)[results.statistics_row(b, h, i)] = result.lse;
+    if (lane() % 4 == 0) static_cast<float*>(p.lse)[results.lse_index(b, h, i)] = result.lse;
     store_row(results.out.row<In>(batch_of_rows, h, i), z.head_dim_v, r, out_factor, out);
   }
 }

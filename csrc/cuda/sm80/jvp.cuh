@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) jvp_kernel(const JvpParams p, 
     const int64_t i = at_end.query(2 * r);
     if (i >= z.seqlen_q) continue;
     if (lane() % 4 == 0) {
-      const int64_t row = p.statistics_row(b, h, i);
+      const int64_t row = p.lse_index(b, h, i);
       static_cast<float*>(p.lse)[row] = result.lse;
       static_cast<float*>(p.t_lse)[row] = statistics.mean[r];
     }

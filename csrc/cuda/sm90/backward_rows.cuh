@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kWarpgroup)
     const float dot = row_product<In, kHeadDim>(inside ? p.dout.row<In>(b, h, i) : nullptr,
                                                 inside ? p.out.row<In>(b, h, i) : nullptr, z.head_dim_v);
     if (threadIdx.x % kLanes != 0) continue;
-    const int64_t from = p.statistics_row(b, h, i), to = w.tiles(p, b, h, i);
+    const int64_t from = p.lse_index(b, h, i), to = w.tiles(p, b, h, i);
     const float lse = inside ? static_cast<const float*>(p.lse)[from] : -kInf<float>;
     const float dlse = inside && p.dlse ? static_cast<const float*>(p.dlse)[from] : 0.0f;
     w.lse2[to] = lse == -kInf<float> ? kInf<float> : lse * static_cast<float>(kLog2E);

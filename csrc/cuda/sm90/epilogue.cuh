@@ -70,7 +70,7 @@ __device__ uint32_t finish_rows(const AttentionParams& p, int64_t b, int64_t h, 
   for (int r = 0; r < 2; ++r) {
     const int64_t i = warp_row + first_row_in_warp() + 8 * r;
     if (i < p.sizes.seqlen_q && first_column_in_eight() == 0)
-      static_cast<float*>(p.lse)[p.statistics_row(b, h, i)] = results[r].lse;
+      static_cast<float*>(p.lse)[p.lse_index(b, h, i)] = results[r].lse;
   }
   return rows_with_nan(o);
 }

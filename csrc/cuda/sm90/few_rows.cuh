@@ -51,7 +51,7 @@ __device__ void finish_tile_rows(const AttentionParams& p, const FewRowsBlock& b
     const RowResult<float> result = finish_row(p, block.b, h, statistics.max[r] * scale, sum);
     factors[r] = result.out_factor;
     if (first_column_in_eight() == 0)
-      static_cast<float*>(p.lse)[p.statistics_row(block.b, h, rows.query(n))] = result.lse;
+      static_cast<float*>(p.lse)[p.lse_index(block.b, h, rows.query(n))] = result.lse;
   }
   scale_rows(o, factors);
   const auto place_of = [&](int n, int column) {
@@ -71,7 +71,7 @@ template <class In, int kHeadDim>
 __device__ void store_partials(const AttentionParams& p, const FewRowsBlock& block, const TileRows& rows,
                                float scale, const RowStatistics& statistics, const Partials<float>& partials,
                                const float (&o)[kHeadDim / 2]) {
-  const int64_t first = block.split * p.statistics_rows();
+  const int64_t first = block.split * p.lse_size();
   const Tensor4 out = partials.out_of_split(p, block.split);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -79,7 +79,7 @@ __device__ void store_partials(const AttentionParams& p, const FewRowsBlock& blo
     const float sum = total_of_lanes<kRowLanes>(statistics.sum[r]);
     if (!rows.has(n)) continue;
     if (first_column_in_eight() == 0) {
-      const int64_t at = first + p.statistics_row(block.b, h, i);
+      const int64_t at = first + p.lse_index(block.b, h, i);
       partials.row_max[at] = statistics.max[r] * scale;
       partials.row_sum[at] = sum;
     }
@@ -91,7 +91,7 @@ __device__ void store_partials(const AttentionParams& p, const FewRowsBlock& blo
   }
   repair_tile_rows<In, kHeadDim>(p, block, rows, rows_with_nan(o), [&](int h, int i) {
     // Relative to the maximum that is stored, as the rest.
-    const float stored = partials.row_max[first + p.statistics_row(block.b, h, i)];
+    const float stored = partials.row_max[first + p.lse_index(block.b, h, i)];
     const float reference = stored == -kInf<float> ? 0.0f : stored;
     repair_row<In, kHeadDim, float>(p, block.b, h, i, block.tiles, out, [&](float max, float) {
       return ptx::exp2_fast((max - reference) * static_cast<float>(kLog2E));
