@@ -28,12 +28,12 @@ PackedAppend pack_append(const AppendTensors& given, const AppendOptions& option
   PackedAppend packed;
   AppendTensors& in = packed.tensors;
   in = given;
-  for (at::Tensor* t : {&in.query, &in.key, &in.value}) *t = readable_rows(*t);
+  for (at::Tensor* t : {&in.query, &in.key, &in.value}) *t = with_contiguous_rows(*t);
   for (at::Tensor* t : {&in.cu_seqlens_q, &in.cu_seqlens_k_new, &in.cache_seqlens}) *t = t->contiguous();
   for (OptionalTensor* t : {&in.rotary_seqlens, &in.cache_batch_idx, &in.cache_leftpad, &in.block_table})
     if (*t) *t = (*t)->contiguous();
   for (OptionalTensor* t : {&in.rotary_cos, &in.rotary_sin})
-    if (*t) *t = readable_rows(**t);
+    if (*t) *t = with_contiguous_rows(**t);
 
   AppendParams& p = packed.params;
   p.dtype = pack_dtype(in.query.scalar_type());

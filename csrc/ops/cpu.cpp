@@ -138,7 +138,7 @@ AttentionResult attention_cpu(const AttentionTensors& given, const AttentionOpti
   if (lse.numel() == 0) return result;
   if (given.key.size(2) == 0) return without_keys(result, given.sink);
 
-  const AttentionTensors tensors = readable(given);
+  const AttentionTensors tensors = to_kernel_layout(given);
   run(&cpu::Kernels::forward, pack_attention(tensors, out, lse, options));
   return result;
 }

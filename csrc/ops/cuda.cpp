@@ -45,7 +45,7 @@ AttentionResult attention_cuda(const AttentionTensors& given, const AttentionOpt
   check_attention(given, options);
   const c10::cuda::CUDAGuard device_guard(given.query.device());
   AttentionResult result = empty_result(given);
-  const AttentionTensors tensors = readable(given);
+  const AttentionTensors tensors = to_kernel_layout(given);
   const AttentionParams params = pack_attention(tensors, result.out, result.lse, options);
   run(cuda::select_forward(params), params, given.query.options());
   return result;

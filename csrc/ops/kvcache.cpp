@@ -24,9 +24,9 @@ AttentionResult empty_cache_result(const CacheTensors& in) {
           at::empty_symint({heads, rows}, in.query.options().dtype(accumulate_type(in.query)))};
 }
 
-CacheTensors readable(const CacheTensors& given) {
+CacheTensors to_kernel_layout(const CacheTensors& given) {
   CacheTensors in = given;
-  for (at::Tensor* t : {&in.query, &in.key, &in.value}) *t = readable_rows(*t);
+  for (at::Tensor* t : {&in.query, &in.key, &in.value}) *t = with_contiguous_rows(*t);
   for (at::Tensor* t : {&in.cu_seqlens_q, &in.seqused_k}) *t = t->contiguous();
   for (OptionalTensor* t : {&in.batch_idx, &in.leftpad, &in.block_table})
     if (*t) *t = (*t)->contiguous();
@@ -38,7 +38,7 @@ CacheTensors readable(const CacheTensors& given) {
 PackedCache pack_cache(const CacheTensors& given, const CacheOptions& options,
                        const AttentionResult& result) {
   PackedCache packed;
-  packed.tensors = readable(given);
+  packed.tensors = to_kernel_layout(given);
   const CacheTensors& in = packed.tensors;
 
   AttentionTensors tensors;

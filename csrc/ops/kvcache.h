@@ -66,7 +66,7 @@ struct AttentionCache {
 // As for packed sequences: varlen.h.
 void check_cache(const CacheTensors& tensors, const CacheOptions& options);
 AttentionResult empty_cache_result(const CacheTensors& in);
-CacheTensors readable(const CacheTensors& given);
+CacheTensors to_kernel_layout(const CacheTensors& given);
 struct PackedCache {
   CacheTensors tensors;
   AttentionParams params;

@@ -67,10 +67,10 @@ at::Tensor empty_per_head(const at::Tensor& gradient, const AttentionBackwardTen
 
 void* data_or_null(const at::Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; }
 
-InputTangents readable(const InputTangents& given, const at::Tensor& query) {
+InputTangents to_kernel_layout(const InputTangents& given, const at::Tensor& query) {
   InputTangents tangents = given;
   for (OptionalTensor* t : {&tangents.query, &tangents.key, &tangents.value})
-    if (*t) *t = readable_rows(**t);
+    if (*t) *t = with_contiguous_rows(**t);
   for (OptionalTensor* per_head : {&tangents.alibi_slopes, &tangents.sink})
     if (*per_head) *per_head = (*per_head)->to(accumulate_type(query));
   return tangents;
@@ -92,7 +92,7 @@ at::Tensor zeros_like_one_row(const at::Tensor& t) {
 
 }  // namespace
 
-at::Tensor readable_rows(const at::Tensor& t) {
+at::Tensor with_contiguous_rows(const at::Tensor& t) {
   return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
 }
 
@@ -107,11 +107,11 @@ DType pack_dtype(at::ScalarType dtype) {
   }
 }
 
-AttentionTensors readable(const AttentionTensors& given) {
+AttentionTensors to_kernel_layout(const AttentionTensors& given) {
   AttentionTensors tensors = given;
-  tensors.query = readable_rows(given.query);
-  tensors.key = readable_rows(given.key);
-  tensors.value = readable_rows(given.value);
+  tensors.query = with_contiguous_rows(given.query);
+  tensors.key = with_contiguous_rows(given.key);
+  tensors.value = with_contiguous_rows(given.value);
   for (OptionalTensor* per_head : {&tensors.alibi_slopes, &tensors.sink})
     if (*per_head) *per_head = (*per_head)->to(accumulate_type(given.query));
   return tensors;
@@ -155,10 +155,10 @@ AttentionParams pack_attention(const AttentionTensors& in, const at::Tensor& out
 PackedBackward pack_backward(const AttentionBackwardTensors& given, const AttentionBackwardOptions& options,
                              const Gradients& result, int64_t batch) {
   PackedBackward packed;
-  packed.tensors = readable(given.forward());
-  packed.out = readable_rows(given.out);
+  packed.tensors = to_kernel_layout(given.forward());
+  packed.out = with_contiguous_rows(given.out);
   packed.lse = given.lse.contiguous();
-  packed.dout = given.grad_out ? readable_rows(*given.grad_out) : zeros_like_one_row(given.out);
+  packed.dout = given.grad_out ? with_contiguous_rows(*given.grad_out) : zeros_like_one_row(given.out);
   if (given.grad_lse) packed.dlse = given.grad_lse->contiguous();
   packed.dslopes_per_head = empty_per_head(result.alibi_slopes, given, batch);
   packed.dsink_per_head = empty_per_head(result.sink, given, batch);
@@ -189,8 +189,8 @@ void store_per_head_gradients(const PackedBackward& packed, const Gradients& res
 PackedJvp pack_jvp(const AttentionJvpTensors& given, const AttentionOptions& options,
                    const AttentionJvpResult& result) {
   PackedJvp packed;
-  packed.tensors = readable(given.forward());
-  packed.tangents = readable(given.tangents(), given.query);
+  packed.tensors = to_kernel_layout(given.forward());
+  packed.tangents = to_kernel_layout(given.tangents(), given.query);
   static_cast<AttentionParams&>(packed.params) =
       pack_attention(packed.tensors, result.out, result.lse, options);
   packed.params.tangents = pack_tangents(packed.tangents);
@@ -204,11 +204,11 @@ PackedDoubleBackward pack_double_backward(const AttentionDoubleBackwardTensors& 
                                           int64_t batch) {
   PackedDoubleBackward packed;
   packed.backward = pack_backward(given.backward(), options, result, batch);
-  packed.tangents = readable(given.tangents(), given.query);
+  packed.tangents = to_kernel_layout(given.tangents(), given.query);
   if (!packed.tangents.query) packed.tangents.query = zeros_like_one_row(given.query);
   if (!packed.tangents.key) packed.tangents.key = zeros_like_one_row(given.key);
   if (!packed.tangents.value) packed.tangents.value = zeros_like_one_row(given.value);
-  packed.tangent_out = readable_rows(given.tangent_out);
+  packed.tangent_out = with_contiguous_rows(given.tangent_out);
   packed.tangent_lse = given.tangent_lse.contiguous();
 
   DoubleBackwardParams& p = packed.params;

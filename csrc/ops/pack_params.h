@@ -8,7 +8,7 @@ namespace flash_attn_ext {
 
 // Copies of those tensors that the kernels cannot read in place: a last dimension that is not contiguous;
 // slopes and sinks in another type than the accumulators'. The params point into the result, which must outlive them.
-AttentionTensors readable(const AttentionTensors& tensors);
+AttentionTensors to_kernel_layout(const AttentionTensors& tensors);
 
 // `out` and `lse` are written by the forward and read by the backward.
 AttentionParams pack_attention(const AttentionTensors& tensors, const at::Tensor& out, const at::Tensor& lse,
@@ -18,7 +18,7 @@ int64_t pack_diagonal(const AttentionOptions& options);
 DropoutParams pack_dropout(const at::Tensor& rng_state, double dropout_p);
 
 // `t`, or a copy of it if its last dimension is not contiguous.
-at::Tensor readable_rows(const at::Tensor& t);
+at::Tensor with_contiguous_rows(const at::Tensor& t);
 DType pack_dtype(at::ScalarType dtype);
 inline Offsets pack_offsets(const at::Tensor& t) {
   return {t.const_data_ptr(), t.scalar_type() == at::kLong};

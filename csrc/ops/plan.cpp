@@ -36,7 +36,7 @@ int64_t bytes_of(const at::Tensor& t) { return t.defined() ? static_cast<int64_t
 template <class Tensors>
 struct Placeholders {
   Tensors given;             // as the caller passed them, on the Meta device
-  Tensors readable;          // as kernels read them
+  Tensors laid_out;          // as kernels read them
   int64_t copied_bytes = 0;  // of those that have to be copied for that
 };
 
@@ -50,23 +50,23 @@ Placeholders<Tensors> placeholders_of(const Tensors& tensors) {
     if (tensor_or_null(t)) t = is_number(n) ? tensor_or_null(t)->cpu() : meta_like(*tensor_or_null(t));
     ++n;
   });
-  placeholders.readable = readable(placeholders.given);
+  placeholders.laid_out = to_kernel_layout(placeholders.given);
   n = 0;
-  auto fill = [&](const auto& given, const auto& meta, auto& readable) {
+  auto fill = [&](const auto& given, const auto& meta, auto& tensor) {
     const bool number = is_number(n++);
     if (!tensor_or_null(given)) return;
-    const at::Tensor& r = *tensor_or_null(readable);
+    const at::Tensor& r = *tensor_or_null(tensor);
     const bool copied = !r.is_same(*tensor_or_null(meta));
     if (copied) placeholders.copied_bytes += bytes_of(r);
     if (number) return;
-    readable = copied ? not_allocated(r) : without_elements(tensor_or_null(given)->const_data_ptr(), r);
+    tensor = copied ? not_allocated(r) : without_elements(tensor_or_null(given)->const_data_ptr(), r);
   };
   std::apply(
       [&](const auto&... given) {
         std::apply(
             [&](const auto&... meta) {
-              std::apply([&](auto&... readable) { (fill(given, meta, readable), ...); },
-                         placeholders.readable.tie());
+              std::apply([&](auto&... tensor) { (fill(given, meta, tensor), ...); },
+                         placeholders.laid_out.tie());
             },
             placeholders.given.tie());
       },
@@ -133,7 +133,7 @@ Plan packed_forward_plan(const Tensors& given, const Options& options,
                          Packed (*pack)(const Tensors&, const Options&, const AttentionResult&)) {
   const auto placeholders = placeholders_of(given);
   const AttentionResult result = empty_result(placeholders.given);
-  const Packed packed = pack(placeholders.readable, options, not_allocated(result));
+  const Packed packed = pack(placeholders.laid_out, options, not_allocated(result));
   return forward_plan(packed.params, given.query.device(), result, placeholders.copied_bytes,
                       options.deterministic);
 }
@@ -232,7 +232,7 @@ Plan plan_attention(const AttentionTensors& given, const AttentionOptions& optio
   check_attention(given, options);
   const auto placeholders = placeholders_of(given);
   const AttentionResult result = empty_result(placeholders.given), address = not_allocated(result);
-  const AttentionParams params = pack_attention(placeholders.readable, address.out, address.lse, options);
+  const AttentionParams params = pack_attention(placeholders.laid_out, address.out, address.lse, options);
   return forward_plan(params, given.query.device(), result, placeholders.copied_bytes, options.deterministic);
 }
 
@@ -242,7 +242,7 @@ Plan plan_attention_backward(const AttentionTensors& given, const AttentionOptio
   const auto placeholders = placeholders_of(given);
   const Gradients gradients = empty_gradients(placeholders.given, GradMask(grad_mask));
   const PackedBackward packed = pack_backward(
-      backward_tensors<AttentionBackwardTensors>(placeholders.readable, empty_result(placeholders.given)),
+      backward_tensors<AttentionBackwardTensors>(placeholders.laid_out, empty_result(placeholders.given)),
       backward_options<AttentionBackwardOptions>(options, grad_mask), not_allocated(gradients),
       given.query.size(0));
   return backward_plan(packed, given, gradients, placeholders.copied_bytes);
@@ -259,7 +259,7 @@ Plan plan_varlen_backward(const VarlenTensors& given, const VarlenOptions& optio
   const auto placeholders = placeholders_of(given);
   const Gradients gradients = empty_varlen_gradients(placeholders.given, GradMask(grad_mask));
   const PackedVarlenBackward all = pack_varlen_backward(
-      backward_tensors<VarlenBackwardTensors>(placeholders.readable, empty_varlen_result(placeholders.given)),
+      backward_tensors<VarlenBackwardTensors>(placeholders.laid_out, empty_varlen_result(placeholders.given)),
       backward_options<VarlenBackwardOptions>(options, grad_mask), not_allocated(gradients));
   return backward_plan(all.packed, given, gradients, placeholders.copied_bytes);
 }

@@ -42,9 +42,9 @@ void cut_into_sequences(AttentionParams& p, const VarlenTensors& in, const Varle
 
 }  // namespace
 
-VarlenTensors readable(const VarlenTensors& given) {
+VarlenTensors to_kernel_layout(const VarlenTensors& given) {
   VarlenTensors tensors = given;
-  for (at::Tensor* t : {&tensors.query, &tensors.key, &tensors.value}) *t = readable_rows(*t);
+  for (at::Tensor* t : {&tensors.query, &tensors.key, &tensors.value}) *t = with_contiguous_rows(*t);
   for (at::Tensor* t : {&tensors.cu_seqlens_q, &tensors.cu_seqlens_k}) *t = t->contiguous();
   for (OptionalTensor* t : {&tensors.seqused_q, &tensors.seqused_k})
     if (*t) *t = (*t)->contiguous();
@@ -87,7 +87,7 @@ Gradients empty_varlen_gradients(const VarlenTensors& in, const GradMask& wanted
 PackedVarlen pack_varlen(const VarlenTensors& given, const VarlenOptions& options,
                          const AttentionResult& result) {
   PackedVarlen packed;
-  packed.tensors = readable(given);
+  packed.tensors = to_kernel_layout(given);
   packed.params =
       pack_attention(as_batch_of_one(packed.tensors), as_4d(result.out), result.lse, options.attention());
   cut_into_sequences(packed.params, packed.tensors, options);
@@ -104,9 +104,9 @@ InputTangents as_4d(const InputTangents& t) {
   return {as_4d(t.query), as_4d(t.key), as_4d(t.value), mask_as_4d(t.attn_mask), t.alibi_slopes, t.sink};
 }
 
-AttentionBackwardTensors backward_as_4d(const VarlenBackwardTensors& given, const VarlenTensors& readable) {
+AttentionBackwardTensors backward_as_4d(const VarlenBackwardTensors& given, const VarlenTensors& laid_out) {
   AttentionBackwardTensors tensors;
-  tensors.set_forward(as_batch_of_one(readable));
+  tensors.set_forward(as_batch_of_one(laid_out));
   tensors.out = as_4d(given.out);
   tensors.lse = given.lse.unsqueeze(0);
   tensors.grad_out = as_4d(given.grad_out);
@@ -130,7 +130,7 @@ void clear_batch_strides(std::initializer_list<Tensor4*> tensors) {
 PackedVarlenBackward pack_varlen_backward(const VarlenBackwardTensors& given,
                                           const VarlenBackwardOptions& options, const Gradients& result) {
   PackedVarlenBackward all;
-  all.tensors = readable(given.forward());
+  all.tensors = to_kernel_layout(given.forward());
   all.packed = pack_backward(backward_as_4d(given, all.tensors), of_one_batch(options), as_4d(result),
                              given.cu_seqlens_q.size(0) - 1);
   BackwardParams& p = all.packed.params;
@@ -142,7 +142,7 @@ PackedVarlenBackward pack_varlen_backward(const VarlenBackwardTensors& given,
 PackedVarlenJvp pack_varlen_jvp(const VarlenJvpTensors& given, const VarlenOptions& options,
                                 const AttentionJvpResult& result) {
   PackedVarlenJvp all;
-  all.tensors = readable(given.forward());
+  all.tensors = to_kernel_layout(given.forward());
   AttentionJvpTensors tensors;
   tensors.set_forward(as_batch_of_one(all.tensors));
   tensors.set_tangents(as_4d(given.tangents()));
@@ -158,7 +158,7 @@ PackedVarlenDoubleBackward pack_varlen_double_backward(const VarlenDoubleBackwar
                                                        const VarlenBackwardOptions& options,
                                                        const Gradients& result) {
   PackedVarlenDoubleBackward all;
-  all.tensors = readable(given.forward());
+  all.tensors = to_kernel_layout(given.forward());
   AttentionDoubleBackwardTensors tensors;
   const AttentionBackwardTensors backward = backward_as_4d(given.backward(), all.tensors);
   tensors.set_forward(backward.forward());

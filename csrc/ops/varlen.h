@@ -163,7 +163,7 @@ AttentionJvpResult empty_varlen_jvp_result(const VarlenTensors& in);
 Gradients empty_varlen_gradients(const VarlenTensors& in, const GradMask& wanted);
 
 // As for attention: pack_params.h. The params point into the other members.
-VarlenTensors readable(const VarlenTensors& given);
+VarlenTensors to_kernel_layout(const VarlenTensors& given);
 struct PackedVarlen {
   VarlenTensors tensors;
   AttentionParams params;

@@ -50,7 +50,7 @@ at::Tensor empty_weights(const WeightsTensors& tensors) {
 PackedWeights pack_weights(const WeightsTensors& given, const WeightsOptions& options,
                            const at::Tensor& weights) {
   PackedWeights packed;
-  packed.tensors = readable(given.attention());
+  packed.tensors = to_kernel_layout(given.attention());
   packed.lse = given.lse.contiguous();
   static_cast<AttentionParams&>(packed.params) =
       pack_attention(packed.tensors, packed.tensors.value, packed.lse, options.attention());
@@ -67,7 +67,7 @@ PackedBackward pack_weights_backward(const WeightsBackwardTensors& given,
   AttentionBackwardOptions backward_options;
   backward_options.set_forward(options.forward().attention());
   PackedBackward packed = pack_backward(tensors, backward_options, result, given.query.size(0));
-  packed.dout = readable_rows(given.grad_weights);
+  packed.dout = with_contiguous_rows(given.grad_weights);
   packed.params.dweights = pack_weights_tensor(packed.dout);
   return packed;
 }

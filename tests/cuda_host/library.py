@@ -323,7 +323,7 @@ def zeros_like_one_row(t):
     return torch.zeros(1, 1, 1, t.shape[3], dtype=t.dtype).expand_as(t)
 
 
-def readable(t):
+def to_kernel_layout(t):
     return t if t.shape[-1] <= 1 or t.stride(-1) == 1 else t.contiguous()
 
 
@@ -349,17 +349,17 @@ def as_cpu_kernels(library):
         if mask is None and key_mask is not None:
             mask, key_mask = key_mask[:, None, None], None
         slopes, sink = (None if t is None else t.to(accumulate_type(q)) for t in (slopes, sink))
-        tensors = {"q": readable(q), "k": readable(k), "v": readable(v)}
+        tensors = {"q": to_kernel_layout(q), "k": to_kernel_layout(k), "v": to_kernel_layout(v)}
         tensors |= {"attn_mask": mask, "slopes": slopes, "sink": sink, "rng_state": rng_state, "key_mask": key_mask}
         return tensors
 
     def tangents(q, k, v, mask, slopes, sink, acc):
         slopes, sink = (None if t is None else t.to(acc) for t in (slopes, sink))
-        q, k, v = (None if t is None else readable(t) for t in (q, k, v))
+        q, k, v = (None if t is None else to_kernel_layout(t) for t in (q, k, v))
         return {"t_q": q, "t_k": k, "t_v": v, "t_attn_mask": mask, "t_slopes": slopes, "t_sink": sink}
 
     def cotangents(dout, dlse, out):
-        dout = zeros_like_one_row(out) if dout is None else readable(dout)
+        dout = zeros_like_one_row(out) if dout is None else to_kernel_layout(dout)
         return {"dout": dout, "dlse": None if dlse is None else dlse.contiguous()}
 
     def as_results(grads, slopes, sink):
@@ -375,7 +375,7 @@ def as_cpu_kernels(library):
     def attention_backward(
         dout, dlse, q, k, v, mask, slopes, sink, rng_state, key_mask, out, lse, grad_mask=None, **options
     ):
-        tensors = inputs(q, k, v, mask, slopes, sink, rng_state, key_mask) | {"out": readable(out), "lse": lse}
+        tensors = inputs(q, k, v, mask, slopes, sink, rng_state, key_mask) | {"out": to_kernel_layout(out), "lse": lse}
         tensors |= cotangents(dout, dlse, out)
         wanted = dict(zip(DIFFERENTIABLE, grad_mask, strict=True))
         return as_results(library.backward(tensors, wanted, **DEFAULTS | options), slopes, sink)
@@ -391,7 +391,12 @@ def as_cpu_kernels(library):
         tensors = inputs(q, k, v, mask, slopes, sink, rng_state, key_mask) | cotangents(dout, dlse, out)
         tq, tk, tv = (zeros_like_one_row(x) if t is None else t for t, x in ((tq, q), (tk, k), (tv, v)))
         tensors |= tangents(tq, tk, tv, tmask, tslopes, tsink, accumulate_type(q))
-        tensors |= {"out": readable(out), "lse": lse, "t_out": readable(t_out), "t_lse": t_lse.contiguous()}
+        tensors |= {
+            "out": to_kernel_layout(out),
+            "lse": lse,
+            "t_out": to_kernel_layout(t_out),
+            "t_lse": t_lse.contiguous(),
+        }
         wanted = dict(zip(DIFFERENTIABLE, grad_mask, strict=True))
         return as_results(library.double_backward(tensors, wanted, **DEFAULTS | options), slopes, sink)
 
@@ -406,7 +411,7 @@ def as_cpu_kernels(library):
         dweights, q, k, mask, slopes, sink, rng_state, key_mask, lse, grad_mask=None, **options
     ):
         tensors = weights_inputs(q, k, mask, slopes, sink, rng_state, key_mask, lse)
-        tensors |= {"dweights": readable(dweights), "dout": tensors["out"], "dlse": None}
+        tensors |= {"dweights": to_kernel_layout(dweights), "dout": tensors["out"], "dlse": None}
         wanted = dict(zip(DIFFERENTIABLE, grad_mask, strict=True))
         return as_results(library.backward(tensors, wanted, **DEFAULTS | options), slopes, sink)
 
