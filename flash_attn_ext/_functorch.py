@@ -73,12 +73,12 @@ def _backward(x, out, lse, cotangents, wanted, options):
     return _AttentionBackward.apply(options.with_grad_mask(wanted), *cotangents, *x, out, lse)
 
 
-def _double_backward(x, out, lse, cotangents, tangents, moved, wanted, options):
-    """H(X, c, t); ``moved`` is (t_out, t_lse) of the tangents."""
+def _double_backward(x, out, lse, cotangents, tangents, output_tangents, wanted, options):
+    """H(X, c, t); ``output_tangents`` is (t_out, t_lse) of the tangents."""
     if not any(wanted) or all(c is None for c in cotangents) or all(t is None for t in tangents):
         return (None,) * GRADIENTS
     options = options.with_grad_mask(wanted)
-    return _AttentionDoubleBackward.apply(options, *cotangents, *tangents, *x, out, lse, *moved)
+    return _AttentionDoubleBackward.apply(options, *cotangents, *tangents, *x, out, lse, *output_tangents)
 
 
 def _check_is_none_of(family, wanted):
@@ -141,11 +141,13 @@ class _AttentionBackward(torch.autograd.Function):
         x, options = ctx.saved_tensors[2:-2], ctx.options.without_grad_mask()
         if all(t is None for t in tangents):
             return (None,) * len(ctx.needs_input_grad)
-        moved = _AttentionJvp.apply(options, *tangents, *x)[2:]
+        output_tangents = _AttentionJvp.apply(options, *tangents, *x)[2:]
         wanted = ctx.needs_input_grad[3 : 3 + GRADIENTS]
-        grads = _double_backward(x, out, lse, cotangents, tangents, moved, wanted, options)
-        moved = (m if needed else None for m, needed in zip(moved, ctx.needs_input_grad[1:3], strict=True))
-        return (None, *moved, *grads, *[None] * (len(ctx.options.family.rules) - GRADIENTS), None, None)
+        grads = _double_backward(x, out, lse, cotangents, tangents, output_tangents, wanted, options)
+        output_tangents = (
+            m if needed else None for m, needed in zip(output_tangents, ctx.needs_input_grad[1:3], strict=True)
+        )
+        return (None, *output_tangents, *grads, *[None] * (len(ctx.options.family.rules) - GRADIENTS), None, None)
 
     @staticmethod
     def jvp(ctx, _, *tangents):
@@ -154,8 +156,8 @@ class _AttentionBackward(torch.autograd.Function):
         of_cotangents, of_x = tangents[:2], tangents[2 : 2 + GRADIENTS]
         result = _backward(x, out, lse, of_cotangents, wanted, options)
         if any(t is not None for t in of_x):
-            moved = _AttentionJvp.apply(options, *of_x, *x)[2:]
-            result = _add(result, _double_backward(x, out, lse, cotangents, of_x, moved, wanted, options))
+            output_tangents = _AttentionJvp.apply(options, *of_x, *x)[2:]
+            result = _add(result, _double_backward(x, out, lse, cotangents, of_x, output_tangents, wanted, options))
         return result
 
 
@@ -175,12 +177,12 @@ class _AttentionJvp(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out, grad_lse, *cotangents):
         tangents, x = ctx.saved_tensors[:GRADIENTS], ctx.saved_tensors[GRADIENTS:-4]
-        out, lse, *moved = ctx.saved_tensors[-4:]
+        out, lse, *output_tangents = ctx.saved_tensors[-4:]
         needs = ctx.needs_input_grad[1:]
         of_tangents = _backward(x, out, lse, cotangents, needs[:GRADIENTS], ctx.options)
         wanted = needs[GRADIENTS : 2 * GRADIENTS]
         of_x = _add(
-            _double_backward(x, out, lse, cotangents, tangents, moved, wanted, ctx.options),
+            _double_backward(x, out, lse, cotangents, tangents, output_tangents, wanted, ctx.options),
             _backward(x, out, lse, (grad_out, grad_lse), wanted, ctx.options),
         )
         return (None, *of_tangents, *of_x, *[None] * (len(ctx.options.family.rules) - GRADIENTS))

@@ -156,10 +156,10 @@ struct DerivativeCalls {
     return call<typename F::Jvp>(tensors, options);
   }
 
-  // H(X, c, t), where `moved` is J(X, t).
+  // H(X, c, t), where `output_tangents` is J(X, t).
   static Gradients double_backward_of(const Tensors& x, const at::Tensor& out, const at::Tensor& lse,
                                       const Cotangents& c, const InputTangents& t,
-                                      const AttentionJvpResult& moved, const Options& options,
+                                      const AttentionJvpResult& output_tangents, const Options& options,
                                       const GradFlags& wanted) {
     if (!c.any() || !any_defined(t) || std::find(wanted.begin(), wanted.end(), true) == wanted.end())
       return {};
@@ -170,8 +170,8 @@ struct DerivativeCalls {
     tensors.grad_lse = defined_or_none(c.lse);
     tensors.out = out;
     tensors.lse = lse;
-    tensors.tangent_out = moved.tangent_out;
-    tensors.tangent_lse = moved.tangent_lse;
+    tensors.tangent_out = output_tangents.tangent_out;
+    tensors.tangent_lse = output_tangents.tangent_lse;
     BackwardOptions backward_options;
     backward_options.set_forward(options);
     backward_options.grad_mask = wanted;

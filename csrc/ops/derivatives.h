@@ -70,11 +70,11 @@ struct Derivatives : DerivativeCalls<F> {
     }
     check_others_need_none(given);
     const Tensors tensors = how.forward ? primals_of(given) : given;
-    AttentionJvpResult moved;
+    AttentionJvpResult output_tangents;
     AttentionResult known;
     if (how.forward) {
-      moved = jvp_of(tensors, tangents_of(given), options);
-      known = {moved.out.detach(), moved.lse.detach()};
+      output_tangents = jvp_of(tensors, tangents_of(given), options);
+      known = {output_tangents.out.detach(), output_tangents.lse.detach()};
     }
     if (how.reverse) {
       const variable_list results = std::apply(
@@ -82,8 +82,8 @@ struct Derivatives : DerivativeCalls<F> {
           tensors.tie());
       known = {results[0], results[1]};
     }
-    set_tangent(known.out, moved.tangent_out);
-    set_tangent(known.lse, moved.tangent_lse);
+    set_tangent(known.out, output_tangents.tangent_out);
+    set_tangent(known.lse, output_tangents.tangent_lse);
     return known;
   }
 
@@ -110,11 +110,11 @@ struct Derivatives : DerivativeCalls<F> {
       const InputTangents t = as_tangents(gradients_from(grads, options.grad_mask));
       if (!any_defined(t)) return result;
       const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
-      const AttentionJvpResult moved = jvp_of(given.forward(), t, options.forward());
-      if (needs[0]) result[kOthers] = moved.tangent_out;
-      if (needs[1]) result[kOthers + 1] = moved.tangent_lse;
+      const AttentionJvpResult output_tangents = jvp_of(given.forward(), t, options.forward());
+      if (needs[0]) result[kOthers] = output_tangents.tangent_out;
+      if (needs[1]) result[kOthers + 1] = output_tangents.tangent_lse;
       put(result, kFirst,
-          double_backward_of(given.forward(), given.out, given.lse, {saved[0], saved[1]}, t, moved,
+          double_backward_of(given.forward(), given.out, given.lse, {saved[0], saved[1]}, t, output_tangents,
                              options.forward(), flags_from(needs, kFirst)));
       return result;  // none for out and lse: they are functions of X, and H has all that goes through them
     }
