@@ -30,15 +30,15 @@ void check_sizes(const DimSizes& sizes);
 template <class Tensors>
 DimSizes sizes_of(const Tensors& in) {
   DimSizes sizes;
-  bool known[static_cast<size_t>(Dim::kCount)] = {};
+  bool is_set[static_cast<size_t>(Dim::kCount)] = {};
   for_each_tensor(in, [&](const TensorRule& rule, const auto& t) {
     if constexpr (std::is_same_v<decltype(t), const at::Tensor&>) {
       if (rule.shape.kind != Shape::kExact) return;
       check_dimensions(rule, t);
       for (int n = 0; n < rule.shape.count; ++n) {
         const auto dim = static_cast<size_t>(rule.shape.dims[n]);
-        if (!known[dim]) sizes.sizes[dim] = t.sym_size(n);
-        known[dim] = true;
+        if (!is_set[dim]) sizes.sizes[dim] = t.sym_size(n);
+        is_set[dim] = true;
       }
     }
   });

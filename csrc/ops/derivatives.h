@@ -23,12 +23,13 @@ struct Derivatives : DerivativeCalls<F> {
 
   class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
    public:
-    // `known` is the result, where forward mode has it already.
+    // `computed` is the result, where forward mode has it already.
     template <class... Tensor>
     static variable_list forward(AutogradContext* ctx, const Options& options, const Tensors& given,
-                                 const AttentionResult& known, const Tensor&... tensor) {
+                                 const AttentionResult& computed, const Tensor&... tensor) {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
-      const auto [out, lse] = known.out.defined() ? known : call<typename F::Forward>({tensor...}, options);
+      const auto [out, lse] =
+          computed.out.defined() ? computed : call<typename F::Forward>({tensor...}, options);
       variable_list saved = list_of(given);
       saved.push_back(out);
       saved.push_back(lse);
@@ -71,20 +72,20 @@ struct Derivatives : DerivativeCalls<F> {
     check_others_need_none(given);
     const Tensors tensors = how.forward ? primals_of(given) : given;
     AttentionJvpResult output_tangents;
-    AttentionResult known;
+    AttentionResult computed;
     if (how.forward) {
       output_tangents = jvp_of(tensors, tangents_of(given), options);
-      known = {output_tangents.out.detach(), output_tangents.lse.detach()};
+      computed = {output_tangents.out.detach(), output_tangents.lse.detach()};
     }
     if (how.reverse) {
       const variable_list results = std::apply(
-          [&](const auto&... tensor) { return ForwardFunction::apply(options, given, known, tensor...); },
+          [&](const auto&... tensor) { return ForwardFunction::apply(options, given, computed, tensor...); },
           tensors.tie());
-      known = {results[0], results[1]};
+      computed = {results[0], results[1]};
     }
-    set_tangent(known.out, output_tangents.tangent_out);
-    set_tangent(known.lse, output_tangents.tangent_lse);
-    return known;
+    set_tangent(computed.out, output_tangents.tangent_out);
+    set_tangent(computed.lse, output_tangents.tangent_lse);
+    return computed;
   }
 
   class BackwardFunction : public torch::autograd::Function<BackwardFunction> {
