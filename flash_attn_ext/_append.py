@@ -25,7 +25,7 @@ def append_to_cache(
     value_scale: Tensor | None = None,
     *,
     interleaved: bool = True,
-    queries_move: bool = True,
+    advance_query_positions: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(rotated query, or an empty one; the new cache_seqlens). Numbers outside the caches are indexing's errors."""
     lengths, (sequence, index) = cache_seqlens.long(), _rows(cu_seqlens_k_new, len(key))
@@ -34,7 +34,7 @@ def append_to_cache(
         first = lengths if rotary_seqlens is None else rotary_seqlens.long()
         of_query, row = _rows(cu_seqlens_q, len(query))
         tables = rotary_cos, rotary_sin
-        rotated = _turned(query, tables, first[of_query] + (row if queries_move else 0), interleaved)
+        rotated = _turned(query, tables, first[of_query] + (row if advance_query_positions else 0), interleaved)
         key = _turned(key, tables, first[sequence] + index, interleaved)
     positions = lengths[sequence] + index
     if block_table is not None:

@@ -70,8 +70,8 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
     _check_has_numbers(cu_seqlens_q=attend["cu_seqlens_q"], cache_seqlens=attend["seqused_k"])
     of_append = {}
     if append is not None:
-        *tensors, interleaved, queries_move = append.values()
-        _ops.check_append(tuple(tensors), (interleaved, queries_move))
+        *tensors, interleaved, advance_query_positions = append.values()
+        _ops.check_append(tuple(tensors), (interleaved, advance_query_positions))
         lengths = attend["seqused_k"]
         attend["seqused_k"] = lengths + append["cu_seqlens_k_new"].diff().to(lengths.dtype)
         of_append["lengths"] = lengths.nbytes

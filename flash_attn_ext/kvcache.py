@@ -245,7 +245,7 @@ def operator_arguments(
             "block_table": block_table,
             **scales,
             "interleaved": rotary_interleaved,
-            "queries_move": bool(causal) or window is not None,
+            "advance_query_positions": bool(causal) or window is not None,
         }
     with _renamed_errors(_NAMES_OF_ATTENTION):
         options = checked_options(

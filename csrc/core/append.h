@@ -27,7 +27,7 @@ struct AppendParams {
   Offsets cache_seqlens, rotary_seqlens;
   CacheParams cache;
   RotaryParams rotary;
-  bool queries_move = true;
+  bool advance_query_positions = true;
 
   // The position by which the first new key of sequence b turns.
   int64_t first_position(int64_t b) const { return rotary_seqlens ? rotary_seqlens[b] : cache_seqlens[b]; }

@@ -70,7 +70,7 @@ PackedAppend pack_append(const AppendTensors& given, const AppendOptions& option
                 in.rotary_cos->size(1),          is_float32(*in.rotary_cos),
                 is_float32(*in.rotary_sin),      options.interleaved};
   }
-  p.queries_move = options.queries_move;
+  p.advance_query_positions = options.advance_query_positions;
   return packed;
 }
 

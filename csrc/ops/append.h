@@ -42,7 +42,7 @@ constexpr Shape kRotaryShape{Shape::kRotary};
   /* Pairs of columns are (0, 1), (2, 3), ...; false: c and c + rotary_dim / 2. */                               \
   X(interleaved,    bool,                   true,         true,                             "")                  \
   /* Query i turns by the position of new key i; false: all by that of the first. */                             \
-  X(queries_move,   bool,                   true,         true,                             "")
+  X(advance_query_positions,   bool,                   true,         true,                             "")
 
 #define FA_APPEND_RESULT(X)                                                                     \
   X(query,         at::Tensor)  /* rotated; without rotary tables empty */                        \

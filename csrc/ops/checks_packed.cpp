@@ -181,7 +181,7 @@ void check_numbers(const AppendTensors& in, const AppendOptions& options) {
     if (!leftpad.empty()) check_range("cache_leftpad", b, leftpad[b], 0, begin);
     const int64_t first = positions.empty() ? begin : positions[b];
     const int64_t turned =
-        std::max(end - begin, options.queries_move ? queries : std::min<int64_t>(queries, 1));
+        std::max(end - begin, options.advance_query_positions ? queries : std::min<int64_t>(queries, 1));
     check_positions("rotary_cos", in.rotary_cos, first, turned);
     check_positions("rotary_sin", in.rotary_sin, first, turned);
     if (begin == end) continue;

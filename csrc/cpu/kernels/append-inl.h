@@ -85,7 +85,8 @@ struct AppendRows {
   void query(int64_t row) const {
     const int64_t b = sequence_of(p.cu_seqlens_q, row), cols = p.sizes.head_dim;
     RotaryRow<T> rotary;
-    rotary.template load<In>(p.rotary, p.first_position(b) + (p.queries_move ? row - p.cu_seqlens_q[b] : 0));
+    rotary.template load<In>(p.rotary,
+                             p.first_position(b) + (p.advance_query_positions ? row - p.cu_seqlens_q[b] : 0));
     for (int64_t h = 0; h < p.sizes.heads; ++h)
       turn_to(rotary, p.q.row<In>(0, h, row), p.q_out.row<In>(0, h, row), cols);
   }
