@@ -13,7 +13,7 @@ constexpr size_t kTensors = std::size(AttentionTensors::kRules);
 constexpr size_t kOptions = std::size(AttentionOptions::kNames);
 
 // A torch.Tensor and no subclass, dense, with as many dimensions as the operator wants.
-bool is_plain(PyObject* object, const TensorRule& rule) {
+bool is_ordinary_tensor(PyObject* object, const TensorRule& rule) {
   if (object == Py_None) return true;
   if (!THPVariable_CheckExact(object)) return false;
   const at::Tensor& t = THPVariable_Unpack(object);
@@ -42,7 +42,7 @@ PyObject* attention_if_plain(PyObject*, PyObject* const* arguments, Py_ssize_t c
                    " arguments; allowed: ", 1 + kTensors + kOptions);
   PyObject* const* tensor_objects = arguments + 1;
   for (size_t n = 0; n < kTensors; ++n)
-    if (!is_plain(tensor_objects[n], AttentionTensors::kRules[n])) Py_RETURN_NONE;
+    if (!is_ordinary_tensor(tensor_objects[n], AttentionTensors::kRules[n])) Py_RETURN_NONE;
   bool enable_gqa = false;
   AttentionTensors tensors;
   AttentionOptions options;

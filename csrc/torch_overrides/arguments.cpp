@@ -7,7 +7,7 @@
 namespace flash_attn_ext::torch_overrides {
 namespace {
 
-bool is_plain(const at::Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
+bool is_dense_strided(const at::Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); }
 
 bool is_attention_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
@@ -24,7 +24,7 @@ bool has_strides_of(const at::Tensor& t, const at::Tensor& model) {
 
 const char* why_not_tensors(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
   for (const at::Tensor* t : {&query, &key, &value}) {
-    if (!t->defined() || !is_plain(*t)) return "a tensor is nested or sparse";
+    if (!t->defined() || !is_dense_strided(*t)) return "a tensor is nested or sparse";
     if (t->device() != query.device()) return "the tensors are on several devices";
     if (t->scalar_type() != query.scalar_type()) return "the tensors have several dtypes";
     if (t->dim() < 3) return "a tensor has fewer than 3 dimensions";
@@ -49,7 +49,7 @@ const char* why_not_tensors(const at::Tensor& query, const at::Tensor& key, cons
 
 const char* why_not_mask(const OptionalTensor& mask, const at::Tensor& query) {
   if (!mask) return nullptr;
-  if (!is_plain(*mask)) return "attn_mask is nested or sparse";
+  if (!is_dense_strided(*mask)) return "attn_mask is nested or sparse";
   if (mask->device() != query.device()) return "attn_mask is on another device";
   const auto dtype = mask->scalar_type();
   if (dtype != at::kBool && dtype != at::kFloat && dtype != query.scalar_type())
