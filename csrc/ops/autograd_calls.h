@@ -98,15 +98,17 @@ inline GradFlags flags_from(const std::vector<bool>& needs, size_t first) {
   return flags;
 }
 
-// A Function's forward takes `kOthers` arguments without a gradient, and then each tensor as an argument of its own,
+// A Function's forward takes `kNonTensorArguments` arguments without a gradient, and then each tensor as an argument of its own,
 // because autograd looks for tensors among the arguments only. The tensor arguments have no tangents of forward mode.
 // `given`, one of the first arguments, has them, and is what is saved: a backward that runs in forward mode needs them.
-constexpr size_t kOthers = 3;
+constexpr size_t kNonTensorArguments = 3;
 
-inline variable_list gradients_of_arguments(size_t count) { return variable_list(kOthers + count); }
+inline variable_list gradients_of_arguments(size_t count) {
+  return variable_list(kNonTensorArguments + count);
+}
 
 inline void put(variable_list& result, size_t first, const Gradients& gradients) {
-  for (const at::Tensor& grad : list_of(gradients)) result[kOthers + first++] = grad;
+  for (const at::Tensor& grad : list_of(gradients)) result[kNonTensorArguments + first++] = grad;
 }
 
 struct AttentionFamily {

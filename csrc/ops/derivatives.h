@@ -112,8 +112,8 @@ struct Derivatives : DerivativeCalls<F> {
       if (!any_defined(t)) return result;
       const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
       const AttentionJvpResult output_tangents = jvp_of(given.forward(), t, options.forward());
-      if (needs[0]) result[kOthers] = output_tangents.tangent_out;
-      if (needs[1]) result[kOthers + 1] = output_tangents.tangent_lse;
+      if (needs[0]) result[kNonTensorArguments] = output_tangents.tangent_out;
+      if (needs[1]) result[kNonTensorArguments + 1] = output_tangents.tangent_lse;
       put(result, kFirst,
           double_backward_of(given.forward(), given.out, given.lse, {saved[0], saved[1]}, t, output_tangents,
                              options.forward(), flags_from(needs, kFirst)));
