@@ -3,7 +3,7 @@
 ``import flash_attn_ext.distributed`` is what makes it known; the package itself does not import it.
 """
 
-from . import _rules  # noqa: F401  what the operators do with DTensors
+from . import _placements  # noqa: F401  what the operators do with DTensors
 from .attention import context_parallel_attn
 from .sdpa import context_parallel_sdpa
 from .sharding import shard_sequence, unshard_sequence

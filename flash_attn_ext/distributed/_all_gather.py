@@ -7,53 +7,53 @@ import torch
 from torch import Tensor
 
 from ._exchange import all_gather, sum_of_shares
-from ._plan import Inputs, Plan, accumulator_dtype
+from ._sharded_call import Inputs, ShardedCall, accumulator_dtype
 from ._sums import BackwardSums, ForwardSums
 from ._tiles import all_tiles
 
 
-def _gathered(plan: Plan, *tensors: Tensor) -> list[Tensor]:
+def _gathered(call: ShardedCall, *tensors: Tensor) -> list[Tensor]:
     """(B, heads, S_k, D) of each tensor (B, heads, rows of this process, D): the whole sequence. One message."""
-    layout = plan.geometry.keys
+    layout = call.geometry.keys
     rows = layout.most_rows()
     padded = [torch.nn.functional.pad(t, (0, 0, 0, rows - t.shape[2])) for t in tensors]
-    shards = all_gather(plan.group, torch.cat([t.reshape(-1) for t in padded]))
+    shards = all_gather(call.group, torch.cat([t.reshape(-1) for t in padded]))
     wholes = []
     for shard, t in zip(shards.split([t.numel() for t in padded], dim=1), padded, strict=True):
-        of_rank = shard.reshape(plan.group.size, *t.shape)
+        of_rank = shard.reshape(call.group.size, *t.shape)
         wholes.append(torch.cat([of_rank[rank, :, :, begin:end] for rank, begin, end in layout.in_order()], dim=2))
     return wholes
 
 
-def _own_sums(plan: Plan, *gradients: Tensor) -> list[Tensor]:
+def _own_sums(call: ShardedCall, *gradients: Tensor) -> list[Tensor]:
     """Of each (B, heads, S_k, D) this process's rows, summed over the processes. One message to each."""
-    layout = plan.geometry.keys
+    layout = call.geometry.keys
     rows = layout.most_rows()
     shares = []
-    for rank in range(plan.group.size):
+    for rank in range(call.group.size):
         for gradient in gradients:
             part = torch.cat([gradient[:, :, begin:end] for begin, end, _ in layout.pieces(rank)], dim=2)
             shares.append(torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[2])).reshape(-1))
-    own = sum_of_shares(plan.group, torch.cat(shares).view(plan.group.size, -1))
+    own = sum_of_shares(call.group, torch.cat(shares).view(call.group.size, -1))
     shapes = [torch.Size((*g.shape[:2], rows, g.shape[3])) for g in gradients]
     parts = own.split([shape.numel() for shape in shapes])
-    own_rows = layout.rows(plan.group.rank)
+    own_rows = layout.rows(call.group.rank)
     return [part.view(shape)[:, :, :own_rows] for part, shape in zip(parts, shapes, strict=True)]
 
 
-def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def forward(call: ShardedCall, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """(out, lse) of this process's queries."""
-    keys, values = _gathered(plan, inputs.key, inputs.value)
-    sums = ForwardSums(plan, inputs)
-    for tile in all_tiles(plan.geometry, plan.group.rank):
+    keys, values = _gathered(call, inputs.key, inputs.value)
+    sums = ForwardSums(call, inputs)
+    for tile in all_tiles(call.geometry, call.group.rank):
         sums.add(tile, keys, values)
     return sums.results()
 
 
-def backward(plan: Plan, inputs: Inputs, sums: BackwardSums) -> list[Tensor]:
+def backward(call: ShardedCall, inputs: Inputs, sums: BackwardSums) -> list[Tensor]:
     """The gradients that are wanted, of this process's tensors."""
-    keys, values = _gathered(plan, inputs.key, inputs.value)
+    keys, values = _gathered(call, inputs.key, inputs.value)
     grads = [torch.zeros_like(t, dtype=accumulator_dtype(inputs.query)) for t in (keys, values)]
-    for tile in all_tiles(plan.geometry, plan.group.rank):
+    for tile in all_tiles(call.geometry, call.group.rank):
         sums.add(tile, keys, values, *grads)
-    return sums.results(*(_own_sums(plan, *grads) if sums.wants_keys else grads))
+    return sums.results(*(_own_sums(call, *grads) if sums.wants_keys else grads))

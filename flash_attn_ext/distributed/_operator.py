@@ -12,7 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .. import _ops
 from . import _all_gather, _ring
 from ._group import named_group
-from ._plan import Inputs, Plan, Where, plan_of, without_memory
+from ._sharded_call import Inputs, ShardedCall, Sharding, make_sharded_call, meta_inputs
 from ._sums import BackwardSums
 
 _METHODS = {"ring": _ring, "all_gather": _all_gather}
@@ -21,7 +21,7 @@ _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sink, "
     "Tensor? rng_state, Tensor? key_mask"
 )
-_WHERE = "str group, bool balanced, SymInt? seqlen_q, SymInt? seqlen_k, SymInt[]? documents"
+_SHARDING = "str group, bool balanced, SymInt? seqlen_q, SymInt? seqlen_k, SymInt[]? documents"
 # Those of the operator on one process; without defaults, as torch leaves out what has its default.
 _OPTIONS = re.sub("=[^,]*", "", str(_ops.attention._schema).partition("*, ")[2].partition(") -> ")[0])
 
@@ -29,19 +29,21 @@ _OPTIONS = re.sub("=[^,]*", "", str(_ops.attention._schema).partition("*, ")[2].
 @torch.library.custom_op(
     "flash_attn_ext::context_parallel",
     mutates_args=(),
-    schema=f"({_INPUTS}, str method, {_WHERE}, *, {_OPTIONS}) -> (Tensor, Tensor)",
+    schema=f"({_INPUTS}, str method, {_SHARDING}, *, {_OPTIONS}) -> (Tensor, Tensor)",
 )
-def context_parallel(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, method, *where, **options):
+def context_parallel(
+    query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, method, *sharding, **options
+):
     """(out, lse) of this process's queries."""
     inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
-    return _METHODS[method].forward(_plan(inputs, where, options), inputs)
+    return _METHODS[method].forward(_call(inputs, Sharding(*sharding), options), inputs)
 
 
 @context_parallel.register_fake
-def _(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, method, *where, **options):
+def _(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, method, *sharding, **options):
     inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
-    call = Where(*where)
-    results = _ops.attention(*without_memory(named_group(call.group), inputs, call, options), **options)
+    call = Sharding(*sharding)
+    results = _ops.attention(*meta_inputs(named_group(call.group), inputs, call, options), **options)
     return tuple(query.new_empty(t.shape, dtype=t.dtype) for t in results)
 
 
@@ -49,16 +51,16 @@ def _(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, met
     "flash_attn_ext::context_parallel_backward",
     mutates_args=(),
     schema=(
-        f"(Tensor? grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, str method, {_WHERE}, *, {_OPTIONS}, "
-        "bool[] wanted) -> Tensor[]"
+        f"(Tensor? grad_out, Tensor? grad_lse, {_INPUTS}, Tensor out, Tensor lse, str method, {_SHARDING}, *, "
+        f"{_OPTIONS}, bool[] wanted) -> Tensor[]"
     ),
 )
 def context_parallel_backward(grad_out, grad_lse, *arguments, wanted, **options):
     """The gradients of those of ``_ops.DIFFERENTIABLE`` that are wanted: all processes have to want the same ones."""
-    inputs, (out, lse, method, *where) = Inputs(*arguments[:8]), arguments[8:]
-    plan = _plan(inputs, where, options)
-    sums = BackwardSums(plan, inputs, out, lse, grad_out, grad_lse, wanted)
-    return _METHODS[method].backward(plan, inputs, sums)
+    inputs, (out, lse, method, *sharding) = Inputs(*arguments[:8]), arguments[8:]
+    call = _call(inputs, Sharding(*sharding), options)
+    sums = BackwardSums(call, inputs, out, lse, grad_out, grad_lse, wanted)
+    return _METHODS[method].backward(call, inputs, sums)
 
 
 @context_parallel_backward.register_fake
@@ -69,13 +71,12 @@ def _(grad_out, grad_lse, *arguments, wanted, **options):
     return [t.new_empty(t.shape) if name in dense else torch.empty_like(t) for name, t, some in given if some]
 
 
-def _plan(inputs: Inputs, where: tuple | list, options: dict) -> Plan:
-    call = Where(*where)
-    return plan_of(named_group(call.group), inputs, call, options)
+def _call(inputs: Inputs, sharding: Sharding, options: dict) -> ShardedCall:
+    return make_sharded_call(named_group(sharding.group), inputs, sharding, options)
 
 
 def _save(ctx, inputs: tuple, keyword_only_inputs: dict, output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.where, ctx.options = inputs[:8], inputs[8:], keyword_only_inputs
+    tensors, ctx.sharding, ctx.options = inputs[:8], inputs[8:], keyword_only_inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
@@ -91,7 +92,7 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Te
         )
     wanted = list(ctx.needs_input_grad[: len(_ops.DIFFERENTIABLE)])
     found = iter(
-        context_parallel_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.where, wanted=wanted, **ctx.options)
+        context_parallel_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.sharding, wanted=wanted, **ctx.options)
     )
     return *(next(found) if some else None for some in wanted), *(None,) * (arguments - len(wanted))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._exchange import Exchange
-from ._plan import Inputs, Plan, accumulator_dtype
+from ._sharded_call import Inputs, ShardedCall, accumulator_dtype
 from ._sums import BackwardSums, ForwardSums
 from ._tiles import visiting_tiles, visits
 
@@ -16,27 +16,27 @@ from ._tiles import visiting_tiles, visits
 class _Visitor:
     """Keys and values of one process as one message, and the two views of it."""
 
-    def __init__(self, plan: Plan, rank: int, key: Tensor, value: Tensor, dtype: torch.dtype | None = None):
+    def __init__(self, call: ShardedCall, rank: int, key: Tensor, value: Tensor, dtype: torch.dtype | None = None):
         """Without contents; of the shapes of ``key`` and ``value``, but with the rows of process ``rank``."""
-        rows = plan.geometry.keys.rows(rank)
+        rows = call.geometry.keys.rows(rank)
         shapes = [(*t.shape[:2], rows, t.shape[3]) for t in (key, value)]
         sizes = [torch.Size(shape).numel() for shape in shapes]
         self.message = key.new_empty(sum(sizes), dtype=dtype or key.dtype)
         self.key, self.value = (part.view(shape) for part, shape in zip(self.message.split(sizes), shapes, strict=True))
 
 
-def _visitors(plan: Plan, key: Tensor, value: Tensor):
+def _visitors(call: ShardedCall, key: Tensor, value: Tensor):
     """(rank, its keys and values) of each visit, from the own ones on; the next are on their way meanwhile."""
-    group = plan.group
-    distances = visits(plan.geometry)
-    current = _Visitor(plan, group.rank, key, value)
+    group = call.group
+    distances = visits(call.geometry)
+    current = _Visitor(call, group.rank, key, value)
     current.key.copy_(key)
     current.value.copy_(value)
     for number, distance in enumerate(distances):
         exchange = following = None
         if number + 1 < len(distances):
             step = distances[number + 1] - distance
-            following = _Visitor(plan, (group.rank - distances[number + 1]) % group.size, key, value)
+            following = _Visitor(call, (group.rank - distances[number + 1]) % group.size, key, value)
             to, source = (group.rank + step) % group.size, (group.rank - step) % group.size
             exchange = Exchange(group, current.message, to, following.message, source)
         yield (group.rank - distance) % group.size, current
@@ -45,24 +45,24 @@ def _visitors(plan: Plan, key: Tensor, value: Tensor):
             current = following
 
 
-def forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def forward(call: ShardedCall, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """(out, lse) of this process's queries."""
-    sums = ForwardSums(plan, inputs)
-    for rank, visitor in _visitors(plan, inputs.key, inputs.value):
-        for tile in visiting_tiles(plan.geometry, plan.group.rank, rank):
+    sums = ForwardSums(call, inputs)
+    for rank, visitor in _visitors(call, inputs.key, inputs.value):
+        for tile in visiting_tiles(call.geometry, call.group.rank, rank):
             sums.add(tile, visitor.key, visitor.value)
     return sums.results()
 
 
-def backward(plan: Plan, inputs: Inputs, sums: BackwardSums) -> list[Tensor]:
+def backward(call: ShardedCall, inputs: Inputs, sums: BackwardSums) -> list[Tensor]:
     """The gradients that are wanted, of this process's tensors."""
-    group, dtype = plan.group, accumulator_dtype(inputs.query)
-    distances = visits(plan.geometry)
+    group, dtype = call.group, accumulator_dtype(inputs.query)
+    distances = visits(call.geometry)
     travelling = None  # the gradients of the last visitor, on their way to who has it next
-    for number, (rank, visitor) in enumerate(_visitors(plan, inputs.key, inputs.value)):
-        grads = _Visitor(plan, rank, inputs.key, inputs.value, dtype)
+    for number, (rank, visitor) in enumerate(_visitors(call, inputs.key, inputs.value)):
+        grads = _Visitor(call, rank, inputs.key, inputs.value, dtype)
         grads.message.zero_()
-        for tile in visiting_tiles(plan.geometry, group.rank, rank):
+        for tile in visiting_tiles(call.geometry, group.rank, rank):
             sums.add(tile, visitor.key, visitor.value, grads.key, grads.value)
         if travelling is not None:
             grads.message += travelling.wait()
@@ -72,7 +72,7 @@ def backward(plan: Plan, inputs: Inputs, sums: BackwardSums) -> list[Tensor]:
         if step % group.size:
             source = (group.rank - step) % group.size
             owner = (source - distances[number]) % group.size
-            coming = _Visitor(plan, owner, inputs.key, inputs.value, dtype)
+            coming = _Visitor(call, owner, inputs.key, inputs.value, dtype)
             travelling = Exchange(group, grads.message, (group.rank + step) % group.size, coming.message, source)
             if last:
                 travelling.wait()

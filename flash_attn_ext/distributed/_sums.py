@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from .. import _ops
-from ._plan import Inputs, Plan, accumulator_dtype
+from ._sharded_call import Inputs, ShardedCall, accumulator_dtype
 from ._tiles import Tile
 
 
 class ForwardSums:
     """Out and lse of this process's queries, to which each tile adds what its keys give, in a fixed order."""
 
-    def __init__(self, plan: Plan, inputs: Inputs):
-        self.plan, self.inputs = plan, inputs
+    def __init__(self, call: ShardedCall, inputs: Inputs):
+        self.call, self.inputs = call, inputs
         query, sink = inputs.query, inputs.sink
         dtype = accumulator_dtype(query)
         self.out = query.new_zeros(*query.shape[:3], inputs.value.shape[3], dtype=dtype)
@@ -27,8 +27,8 @@ class ForwardSums:
         rows = slice(tile.q_begin, tile.q_end)
         q = self.inputs.query[:, :, rows]
         k, v = (t[:, :, tile.k_begin : tile.k_end] for t in (key, value))
-        slopes, rng_state = self.inputs.alibi_slopes, self.plan.tile_rng_state(self.inputs.rng_state, tile)
-        options = self.plan.tile_options(tile)
+        slopes, rng_state = self.inputs.alibi_slopes, self.call.tile_rng_state(self.inputs.rng_state, tile)
+        options = self.call.tile_options(tile)
         if tile.lengths is None:
             mask, key_mask = masks_of_tile(self.inputs, tile)
             part, part_lse = _ops.attention(q, k, v, mask, slopes, None, rng_state, key_mask, **options)
@@ -48,10 +48,10 @@ class BackwardSums:
     """The gradients of this process's own tensors, to which each tile adds; the caller holds those of keys."""
 
     def __init__(
-        self, plan: Plan, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor | None, grad_lse: Tensor | None,
-        wanted: list[bool],
+        self, call: ShardedCall, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor | None,
+        grad_lse: Tensor | None, wanted: list[bool],
     ):  # fmt: skip
-        self.plan, self.inputs = plan, inputs
+        self.call, self.inputs = call, inputs
         self.out, self.lse, self.grad_out, self.grad_lse = out, lse, grad_out, grad_lse
         self.wanted = dict(zip(_ops.DIFFERENTIABLE, wanted, strict=True))
         self.wants_keys = self.wanted["key"] or self.wanted["value"]
@@ -74,8 +74,8 @@ class BackwardSums:
         k, v = (t[:, :, columns] for t in (key, value))
         grad_out, grad_lse = (t if t is None else t[:, :, rows] for t in (self.grad_out, self.grad_lse))
         out, lse = self.out[:, :, rows], self.lse[:, :, rows]
-        slopes, rng_state = self.inputs.alibi_slopes, self.plan.tile_rng_state(self.inputs.rng_state, tile)
-        options = self.plan.tile_options(tile)
+        slopes, rng_state = self.inputs.alibi_slopes, self.call.tile_rng_state(self.inputs.rng_state, tile)
+        options = self.call.tile_options(tile)
         options["grad_mask"] = [
             self.query is not None, self.wants_keys, self.wants_keys, self.mask is not None, self.slopes is not None,
             False,

@@ -14,7 +14,7 @@ from .. import _ops
 from ._exchange import all_to_all
 from ._group import named_group
 from ._layout import Layout
-from ._plan import Inputs, Plan, rng_state_at
+from ._sharded_call import Inputs, ShardedCall, rng_state_at
 from ._sums import packed, unpacked
 
 
@@ -94,21 +94,21 @@ _differentiate(heads_for_sequence, sequence_for_heads)
 _differentiate(sequence_for_heads, heads_for_sequence)
 
 
-def attention(plan: Plan, inputs: Inputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def attention(call: ShardedCall, inputs: Inputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of this process's queries; lse only if asked for, as it costs a message."""
-    queries, keys = plan.geometry.queries, plan.geometry.keys
-    where = plan.group.name, queries.balanced
+    queries, keys = call.geometry.queries, call.geometry.keys
+    where = call.group.name, queries.balanced
     q, k, v = heads_for_sequence(list(inputs[:3]), *where, [queries.seqlen, keys.seqlen, keys.seqlen])
-    rank, heads = plan.group.rank, plan.heads // plan.group.size
+    rank, heads = call.group.rank, call.heads // call.group.size
     own = slice(rank * heads, (rank + 1) * heads)
     mask, slopes, sink, rng_state, key_mask = inputs[3:]
     if mask is not None and mask.shape[1] != 1:
         mask = mask[:, own]
     slopes, sink = (t if t is None else t[..., own] for t in (slopes, sink))
     if rng_state is not None:
-        rng_state = rng_state_at(rng_state, 0, 0, rank * heads, plan.heads)
-    band, documents = plan.geometry.band, plan.geometry.documents
-    options = plan.options | {
+        rng_state = rng_state_at(rng_state, 0, 0, rank * heads, call.heads)
+    band, documents = call.geometry.band, call.geometry.documents
+    options = call.options | {
         "causal": False, "lower_right": False, "diagonal": band.diagonal, "window_left": band.left,
         "window_right": band.right,
     }  # fmt: skip

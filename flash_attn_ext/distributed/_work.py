@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..functional import new_rng_state
 from ._exchange import of_first_process
-from ._plan import rng_state_at
+from ._sharded_call import rng_state_at
 
 BATCH, HEADS, SEQUENCE = "batch", "heads", "sequence"
 

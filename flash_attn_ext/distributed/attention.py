@@ -12,7 +12,7 @@ from . import _ulysses
 from ._exchange import of_first_process
 from ._group import Group, check_device, resolve_group
 from ._operator import context_parallel
-from ._plan import Inputs, Where, plan_of, without_memory
+from ._sharded_call import Inputs, Sharding, make_sharded_call, meta_inputs
 
 METHODS = ("ring", "all_gather", "ulysses")
 
@@ -124,22 +124,22 @@ def context_parallel_attn(
     )
     inputs = _autocast(inputs._replace(attn_mask=_mask_as_4d(attn_mask)))
     documents = None if cu_seqlens is None else _documents(cu_seqlens)
-    where = Where(processes.name, bool(balanced), *_lengths(seqlen), documents)
+    sharding = Sharding(processes.name, bool(balanced), *_lengths(seqlen), documents)
     method = _method(method, processes, inputs)
     drawn = options["dropout_p"] > 0.0 and rng_state is None
     if drawn:
         inputs = inputs._replace(rng_state=new_rng_state(query.device))
     if not torch.compiler.is_compiling():  # tracing the operators makes these checks
         with _disable_current_modes():  # FlopCounterMode is to count no check
-            _ops.attention(*without_memory(processes, inputs, where, options), **options)
+            _ops.attention(*meta_inputs(processes, inputs, sharding, options), **options)
     if drawn:
         inputs = inputs._replace(rng_state=of_first_process(inputs.rng_state, processes.name))
     if options["dropout_p"] == 0.0:
         inputs = inputs._replace(rng_state=None)
     if method == "ulysses":
-        out, lse = _ulysses.attention(plan_of(processes, inputs, where, options), inputs, return_lse)
+        out, lse = _ulysses.attention(make_sharded_call(processes, inputs, sharding, options), inputs, return_lse)
     else:
-        out, lse = context_parallel(*inputs, method, *where, **options)
+        out, lse = context_parallel(*inputs, method, *sharding, **options)
     return (out, lse) if return_lse else out
 
 
@@ -198,7 +198,7 @@ def _mask_as_4d(mask: Tensor | None) -> Tensor | None:
 
 
 def _documents(cu_seqlens: Tensor) -> list[int]:
-    """The offsets as numbers; plan_of checks them."""
+    """The offsets as numbers; make_sharded_call checks them."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens: got {got}; allowed: a tensor of int32 or int64")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flash_attn_ext import dropout_mask
-from flash_attn_ext.distributed._plan import rng_state_at
+from flash_attn_ext.distributed._sharded_call import rng_state_at
 
 STATE, P = torch.tensor([123456789, 42]), 0.4
 BATCH, HEADS, ROWS, COLUMNS = 2, 4, 150, 170  # the whole

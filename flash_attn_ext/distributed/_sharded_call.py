@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     key_mask: Tensor | None
 
 
-class Where(NamedTuple):
+class Sharding(NamedTuple):
     """The processes of a call and the sequence that they share, in types that an operator of torch takes."""
 
     group: str  # its name
@@ -36,7 +36,7 @@ class Where(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardedCall:
     group: Group
     geometry: Geometry
     options: dict  # of the operator ``attention``
@@ -60,21 +60,21 @@ class Plan:
         return rng_state_at(rng_state, tile.row, tile.col, tile.document * self.heads, self.heads)
 
 
-def plan_of(group: Group, inputs: Inputs, where: Where, options: dict) -> Plan:
+def make_sharded_call(group: Group, inputs: Inputs, sharding: Sharding, options: dict) -> ShardedCall:
     """Raises where a process's rows cannot be its share of the sequence."""
     rank, size = group.rank, group.size
-    queries = layout_of("query", inputs.query.shape[2], where.seqlen_q, rank, size, where.balanced)
-    keys = layout_of("key", inputs.key.shape[2], where.seqlen_k, rank, size, where.balanced)
+    queries = layout_of("query", inputs.query.shape[2], sharding.seqlen_q, rank, size, sharding.balanced)
+    keys = layout_of("key", inputs.key.shape[2], sharding.seqlen_k, rank, size, sharding.balanced)
     has_columns = inputs.key_mask is not None or (inputs.attn_mask is not None and inputs.attn_mask.shape[3] != 1)
     position_free = inputs.rng_state is None and inputs.alibi_slopes is None and not has_columns
-    documents = None if where.documents is None else _documents(where.documents, inputs, queries, keys)
+    documents = None if sharding.documents is None else _documents(sharding.documents, inputs, queries, keys)
     geometry = Geometry(queries, keys, _band(options, queries, keys), documents, position_free)
-    return Plan(group, geometry, options, inputs.query.shape[1])
+    return ShardedCall(group, geometry, options, inputs.query.shape[1])
 
 
-def without_memory(group: Group, inputs: Inputs, where: Where, options: dict) -> Inputs:
+def meta_inputs(group: Group, inputs: Inputs, sharding: Sharding, options: dict) -> Inputs:
     """This process's queries and all keys as meta tensors, on which the operator's checks can run."""
-    seqlen_k = plan_of(group, inputs, where, options).geometry.keys.seqlen
+    seqlen_k = make_sharded_call(group, inputs, sharding, options).geometry.keys.seqlen
 
     def meta(t: Tensor | None, rows: int | None = None) -> Tensor | None:
         if t is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from .. import _ops
-from ._plan import rng_state_at
+from ._sharded_call import rng_state_at
 from ._work import BATCH, HEADS, Work, check_heads, mesh_of
 
 
