@@ -5,6 +5,7 @@ does. By default tests run on the CPU, and those marked ``gpu`` are skipped.
 """
 
 import os
+import sys
 
 import pytest
 import slow
@@ -62,6 +63,16 @@ def device():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """Drops the graphs of a test that compiled: torch.compile limits how often one function is compiled again."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"]:
+        dynamo.reset()
+        dynamo.utils.counters.clear()
 
 
 @pytest.fixture(params=flash_attn_ext.available_kernels() if DEVICE == "cpu" else [DEVICE])
