@@ -1,7 +1,7 @@
-"""Fixtures of all rooms, and the device that tests run on.
+"""Fixtures for all tests, and the device that tests run on.
 
-``FLASH_ATTN_EXT_TEST_DEVICE=cuda`` runs what is marked ``any_device`` or ``gpu`` with tensors on the GPU; `make gpu`
-does. By default tests run on the CPU, and those marked ``gpu`` are skipped.
+``FLASH_ATTN_EXT_TEST_DEVICE=cuda`` runs the tests marked ``any_device`` or ``gpu`` with tensors on the GPU. `make gpu`
+sets it. By default tests run on the CPU, and tests marked ``gpu`` are skipped.
 """
 
 import os
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def device():
-    """Where tensors lie that name no device, as torch.device."""
+    """The device of tensors that are made without a device, as torch.device."""
     if DEVICE == "cpu":
         yield torch.device("cpu")
         return
@@ -94,13 +94,13 @@ def threads():
 
 @pytest.fixture
 def one_thread(threads):
-    """Whatever OMP_NUM_THREADS says."""
+    """One thread, also where OMP_NUM_THREADS is larger."""
     threads(1)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The keyword arguments, with q, k, v and the returned out, of every call of the kernel by a module."""
+    """For each call of the kernel by a module: its keyword arguments, q, k, v and out."""
     made = []
 
     def recorded(kernel):
@@ -118,7 +118,7 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def torch_again():
-    """Leaves torch as it was, also where a test of activate() fails."""
+    """Deactivates after the test, also after a failure, so that torch runs its own operators again."""
     flash_attn_ext.deactivate()
     flash_attn_ext.activation_report(reset=True)
     yield
@@ -128,7 +128,7 @@ def torch_again():
 
 @pytest.fixture
 def given_masks(monkeypatch):
-    """What flash_attn and flash_attn_varlen were given as a mask and as options, call by call."""
+    """For each call of flash_attn and flash_attn_varlen: (function, mask, options)."""
     from flash_attn_ext.integrations import transformers as integration  # which needs transformers
 
     given = []

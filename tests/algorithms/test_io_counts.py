@@ -141,7 +141,7 @@ class TestCountedEqualsPredicted:
 
     @pytest.mark.parametrize("schedule", flash3_schedule.SCHEDULES)
     def test_flash3(self, schedule):
-        """No schedule changes what is computed; the warpgroups of a block share one copy of k and v."""
+        """No schedule changes the results. The warpgroups of a block share one copy of k and v."""
         N, d = 512, 64
         memory = SlowMemory()
         flash3_schedule.forward(*shapes(*[(N, d)] * 3), schedule=schedule, block_q=128, memory=memory)
@@ -150,7 +150,7 @@ class TestCountedEqualsPredicted:
 
 
 def test_unified_maximum_rescales_nothing():
-    """FlashDecoding++ does no maximum, no rescaling exp and no multiplication of O: fewer FLOPs beside the GEMMs."""
+    """FlashDecoding++ needs no maximum, no rescaling exp and no multiplication of O: fewer FLOPs outside the GEMMs."""
     q, k, v = shapes((4, 64), (8192, 64), (8192, 64))
     counts = []
     for module in (flash_decoding, flash_decoding_pp):

@@ -17,7 +17,7 @@ from flash_attn_ext.reference.memory import SlowMemory
 SMALL = Problem(B=2, H=3, S=256, D=32)
 
 
-def test_the_kernels_tiles_are_those_of_its_source():
+def test_the_kernels_tiles_equal_the_tiles_of_the_source():
     source = (ROOT / "csrc/cpu/kernels/tiling-inl.h").read_text()
     for name, tiles in counts.kernel_tiles().items():
         (body,) = re.findall(rf"constexpr Tiling {name}_tiling\(\) \{{(.*?)\n\}}", source, re.DOTALL)
@@ -39,7 +39,7 @@ def test_heads_multiply_everything_but_the_mask(algorithm):
     assert sum(moved[0] for (_, tensor), moved in masked.traffic.items() if tensor == "mask") == passes * 256 * 256 * 2
 
 
-def test_counts_are_those_of_the_reference():
+def test_counts_equal_the_reference_s():
     counted = count("flash2", replace(SMALL, B=1, H=1, backward=False), 0, (64, 32))
     memory = SlowMemory()
     flash2.forward(*SMALL.tensors(3), block_q=64, block_k=32, memory=memory)
@@ -50,7 +50,7 @@ def test_counts_are_those_of_the_reference():
 @pytest.mark.parametrize("which", ["forward", "backward"])
 @pytest.mark.parametrize("blocks", calls.CANDIDATES, ids=str)
 @pytest.mark.parametrize("D", [32, 128])
-def test_what_tiles_take_on_the_chip_is_what_the_reference_needs(D, blocks, which):
+def test_on_chip_memory_of_tiles_equals_the_reference_s(D, blocks, which):
     q, k, v, dout = Problem(1, 1, 3 * max(blocks), D).tensors(4)
     memory, sizes = SlowMemory(), {"block_q": blocks[0], "block_k": blocks[1]}
     if which == "forward":
@@ -69,8 +69,8 @@ def test_chosen_blocks_fit_the_chip(D, M):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-def test_the_counts_of_a_call_are_those_of_the_algorithm(dtype, dropout):
-    """calls.py adds up what counts.py runs; with tests/api/test_explain.py, which takes any two lengths."""
+def test_counts_of_a_call_equal_the_algorithm_s(dtype, dropout):
+    """calls.py adds up the costs that counts.py counts. tests/api/test_explain.py tests it for any two lengths."""
     problem = Problem(2, 3, 200, 32, dtype, dropout=dropout, S_k=130, D_v=40)
     both, forward = (count("flash2", replace(problem, backward=b), 0, (64, 48)) for b in (True, False))
     passes = [calls.pass_cost(which, problem, (64, 48)) for which in ("forward", "backward")]
@@ -106,13 +106,13 @@ class TestThePublishedTable:
         for step in steps:
             assert step.ratio == pytest.approx(1, abs=0.05)
 
-    def test_the_published_gflop_cannot_be_those_of_all_heads(self):
+    def test_the_published_gflop_cannot_count_all_heads(self):
         one_product = 2 * 1024 * 1024 * 64 * 64 * 16
         assert one_product > 75.2e9
         assert gpt2.counted()["standard"].matmul_flops == 6 * one_product
         assert gpt2.counted()["flash1"].matmul_flops == 7 * one_product
 
-    def test_the_roofline_is_below_what_was_measured(self):
+    def test_the_roofline_is_below_the_measurement(self):
         for _, published, _, milliseconds in gpt2.comparison():
             assert 0.4 * published.milliseconds < milliseconds < published.milliseconds
 

@@ -13,7 +13,7 @@ def problem(**changed):
     return model.Sharded(**dict(B=1, H=32, H_kv=8, S=2**17, D=128, n=8) | changed)
 
 
-def test_bytes_are_those_of_the_docstring():
+def test_bytes_equal_the_docstring_s():
     kv, q = 8 * 2**14 * 2 * 128, 32 * 2**14 * 128
     assert model.sent("ring", problem()).forward == 7 * kv * 2
     assert model.sent("ring", problem()).backward == 7 * kv * 2 + 8 * kv * 4
@@ -41,7 +41,7 @@ def test_ring_memory_is_that_of_the_shard():
     assert model.memory("all_gather", problem(S=2**18, n=16)) > 1.5 * model.memory("all_gather", problem())
 
 
-def test_what_is_not_possible():
+def test_impossible_arguments():
     assert not model.possible("ulysses", problem(n=16))
     with pytest.raises(ValueError, match="method: got 'ulysses' for 8 key heads on 16 devices"):
         model.predict("ulysses", problem(n=16), H100, NETWORK)

@@ -1,4 +1,4 @@
-"""benchmarks/paper_tables.py: one command writes tables, figure and record; and what it measures is sane."""
+"""benchmarks/paper_tables.py: one command writes tables, figure and record, and its measurements are plausible."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def test_the_standard_algorithm_is_attention(is_causal):
     assert (standard(q, k, torch.ones_like(v), is_causal=is_causal, dropout_p=0.5) != 1).any()
 
 
-def test_what_cannot_fit_is_left_out_and_says_so(monkeypatch):
+def test_cases_beyond_memory_are_omitted_and_named(monkeypatch):
     monkeypatch.setattr(paper_tables, "memory_of", lambda device: 10_000)
     monkeypatch.setattr(peak_memory, "measure", lambda case: 1)
     results = paper_tables.measure([Case(method, 1, 1, 64, 16) for method in ("standard", "ours")], seconds=0.01)

@@ -1,4 +1,4 @@
-"""flash_attn_ext.reference: every algorithm against the dense oracle in fp64, with what breaks naive ones."""
+"""flash_attn_ext.reference: each algorithm against the dense oracle in fp64, with inputs that break naive ones."""
 
 import math
 from itertools import pairwise
@@ -314,7 +314,7 @@ class TestPipeline:
         assert [i.start for i in pipeline.timeline] == ends[:-1]
         assert ends[-1] == 36
 
-    def test_no_unit_does_two_tasks_at_once_and_the_tasks_are_those_of_the_algorithm(self):
+    def test_no_unit_does_two_tasks_at_once_and_no_task_is_missing(self):
         x = make("plain", 64, 96)
         for schedule, (warpgroups, _) in flash3_schedule.SCHEDULES.items():
             run = flash3_schedule.forward(x.q, x.k, x.v, schedule=schedule, block_q=32, block_k=24)
@@ -327,7 +327,7 @@ class TestPipeline:
                     assert labels.count(f"{task} {j}") == 2 * warpgroups
 
     def test_each_overlap_saves_time_and_the_bound_is_the_tensor_cores(self):
-        """At the H100's rates and D = 128 a softmax takes half as long as the two GEMMs beside it."""
+        """At the H100's rates and D = 128 a softmax takes half as long as its two GEMMs."""
         q, k = (torch.empty(n, 128, dtype=torch.float16, device="meta") for n in (128, 8192))
         runs = {name: flash3_schedule.forward(q, k, k, schedule=name) for name in flash3_schedule.SCHEDULES}
         gemm_clocks = 4 * 128 * 8192 * 128 / flash3_schedule.Rates().tensor_flops

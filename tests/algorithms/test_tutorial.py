@@ -1,4 +1,4 @@
-"""The tutorial's commands print what the page says.
+"""The tutorial's commands print the text of the page.
 
 `python tests/algorithms/test_tutorial.py` writes outputs and figures anew.
 """
@@ -31,7 +31,7 @@ def words(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("command", "printed"), BLOCK.findall(PAGE.read_text()), ids=lambda text: text[:50])
-def test_every_output_on_the_page_is_what_the_command_prints(command, printed, tmp_path, monkeypatch, one_thread):
+def test_every_output_on_the_page_equals_the_command_s_output(command, printed, tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)  # figures are drawn there
     assert words(output_of(command)) == words(printed), "python tests/algorithms/test_tutorial.py writes the page anew"
 

@@ -1,4 +1,4 @@
-"""attention_weights: the softmax averaged over the heads, and its gradients, as an operator of its own."""
+"""attention_weights: the softmax averaged over the heads, and its gradients, as a separate operator."""
 
 import math
 
@@ -115,7 +115,7 @@ def test_second_derivatives_over_several_values():
 
 
 def test_rows_without_keys_and_hidden_nan(isa):
-    """Such rows are 0, and what is masked does not reach weights nor gradients."""
+    """Fully masked rows are 0. Values in masked positions reach neither weights nor gradients."""
     q, k, _ = make_qkv(2, 2, 5, 9, 4)
     with torch.no_grad():
         k[:, :, 8] = math.nan
@@ -136,7 +136,7 @@ def test_rows_without_keys_and_hidden_nan(isa):
 
 @pytest.mark.parametrize("added", [-1e9, torch.finfo(torch.float32).min / 2])
 def test_large_scores(isa, added):
-    """lse has lost log l: the weights of such a row still add up to 1."""
+    """Scores are so large that lse rounds log(sum) away. The weights of the row still add up to 1."""
     q, k, _ = make_qkv(1, 2, 70, 90, 8)
     mask = torch.zeros(1, 1, 70, 90)
     mask[:, :, ::3] = added
@@ -164,7 +164,7 @@ def test_nothing_to_compute(shape):
 
 
 def test_strided_inputs():
-    """Of q, k and the gradient; a gradient of one element, expanded, as that of a sum is."""
+    """Any strides of q, k and the gradient. The gradient of a sum is one expanded element."""
     q, k = (torch.randn(2, 20, 3, 8).transpose(1, 2).requires_grad_() for _ in range(2))
     check(q, k)
     grads = torch.autograd.grad(weights_of(q, k).sum(), (q, k))

@@ -49,7 +49,7 @@ def test_a_fully_masked_row_is_zero(isa, dtype, kind):
 def test_large_finite_mask_values_are_not_minus_infinity(isa, dtype, value):
     """Masks of finfo.min or -1e9 (as Hugging Face's): a row of nothing else is uniform, as in torch, not zero.
 
-    Its lse cannot hold log(S_k) beside 1e9, and still the gradients must be those of a uniform row.
+    Next to 1e9, lse cannot hold log(S_k). The gradients must still equal the gradients of a uniform row.
     """
     q, k, v = make_qkv(2, 2, 100, 130, 16, dtype=dtype)
     mask = torch.zeros(100, 130).masked_fill(torch.rand(100, 130) < 0.5, value)
@@ -83,7 +83,7 @@ def test_torch_gives_nan_where_we_give_zero():
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("where", ["key", "value", "both"])
 @pytest.mark.parametrize("kind", ["causal", "window", "bool", "float", "padding"])
-def test_what_is_masked_cannot_poison(isa, dtype, poison, where, kind):
+def test_masked_values_cannot_poison(isa, dtype, poison, where, kind):
     """Inputs that are not finite in masked positions change neither out, nor lse, nor any gradient."""
     q, k, v = make_qkv(2, 2, 70, 150, 24, dtype=dtype)
     mask, options = None, {}
@@ -113,7 +113,7 @@ def test_what_is_masked_cannot_poison(isa, dtype, poison, where, kind):
         assert torch.equal(a, b)
     for a, b in zip(gradients(clean, [q, k, v], grads), gradients(dirty, poisoned, grads), strict=True):
         assert torch.isfinite(b).all()
-        # Kernels on tensor cores compute what NaN would reach once more, with other roundings of P and dS.
+        # Kernels on tensor cores compute rows again that a NaN would reach, with other roundings of P and dS.
         close = {"rtol": 0, "atol": ULPS_16BIT * EPS[dtype] * a.abs().max().item()}
         torch.testing.assert_close(a, b, **(close if dtype in (torch.bfloat16, torch.float16) else {}))
 
@@ -137,7 +137,7 @@ def test_a_partly_visible_nan_reaches_exactly_who_attends_to_it(isa, poison, sof
 
 
 @pytest.mark.any_device
-def test_a_nan_query_or_gradient_stays_in_what_it_attends_to(isa):
+def test_a_nan_query_or_gradient_reaches_only_keys_that_it_attends_to(isa):
     q, k, v = make_qkv(1, 1, 100, 100, 16)
     with torch.no_grad():
         q[:, :, 30] = torch.nan

@@ -146,7 +146,7 @@ def test_hessian_jacfwd_and_vmap_of_jvp():
     torch.testing.assert_close(moved, expected)
 
 
-def test_only_what_moves_and_only_what_is_wanted():
+def test_only_inputs_with_a_tangent_and_only_wanted_gradients():
     """Each input alone has a tangent, and each alone a second gradient."""
     run, tensors = case("softcap", 4, 2, "all")
     tangents = tuple(torch.randn_like(t) for t in tensors)
@@ -275,7 +275,7 @@ from flash_attn_ext import flash_attn
 
 n = 16384
 q, k, v = (torch.randn(1, 1, n, 16).requires_grad_() for _ in range(3))
-window = (64, 0)  # the memory is what counts here: few tiles have to be computed
+window = (64, 0)  # few tiles to compute: the test measures memory only
 run = lambda q, k, v: flash_attn(q, k, v, window=window)
 small = [torch.randn(1, 1, 64, 16).requires_grad_() for _ in range(3)]
 

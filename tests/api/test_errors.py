@@ -15,7 +15,7 @@ def qkv(**changed):
 
 
 BAD_CALLS = {
-    # name: (arguments, exception, what the message must say, in order)
+    # name: (arguments, exception, parts of the message in order)
     "query dtype": (
         {n: torch.zeros(2, 4, 5, 8, dtype=torch.int32) for n in ("query", "key", "value")},
         TypeError,

@@ -1,4 +1,4 @@
-"""explain: what it says of a call is what the call then does, and saying it runs nothing."""
+"""explain: its report agrees with the call that follows, and it computes nothing."""
 
 import re
 
@@ -17,7 +17,7 @@ from flash_attn_ext.reference.memory import SlowMemory
 
 @pytest.fixture
 def kernels():
-    """Back to what the CPU decides."""
+    """The CPU chooses the kernels again after the test."""
     yield force_kernel
     force_kernel(None)
 
@@ -59,7 +59,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("count", [1, 2])
-def test_memory_is_what_the_call_allocates(name, count, threads):
+def test_reported_memory_equals_allocated_memory(name, count, threads):
     threads(count)
     qkv, options = CALLS[name]()
     explanation = explain(*qkv, **options)
@@ -104,7 +104,7 @@ def test_it_runs_nothing():
     assert explanation.forward.allocated_bytes > q.nbytes > 1000 * nbytes
 
 
-def test_the_kernels_are_those_that_run(kernels):
+def test_reported_kernels_run(kernels):
     available = available_kernels()
     for isa in available:
         kernels(isa)
@@ -204,7 +204,7 @@ class TestPrediction:
 
     @pytest.mark.parametrize("which", ["forward", "backward"])
     def test_a_band(self, which):
-        """Causal, in tiles that the diagonal does not cut short: the reference skips what it hides."""
+        """Causal, in tiles that the diagonal does not shorten. The reference skips hidden tiles."""
         problem = Problem(1, 2, 960, 32, "float32")
         blocks = (64, 32)
         visible = sum((i + 64) // 32 for i in range(0, 960, 64))

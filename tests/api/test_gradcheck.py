@@ -64,7 +64,7 @@ def test_gradcheck_of_expanded_and_transposed_inputs():
     )
 
 
-def test_only_what_requires_a_gradient_gets_one():
+def test_only_inputs_that_require_a_gradient_get_one():
     """Each subset of the inputs alone, against the gradients with all of them."""
     tensors = [leaf(2, 4, 5, 3), leaf(2, 2, 9, 3), leaf(2, 2, 9, 4), leaf(5, 9), leaf(4), leaf(4)]
 

@@ -1,4 +1,4 @@
-"""What an import of the package loads, and what it says in a source folder that was not built."""
+"""Which modules an import of the package loads, and the error in a source folder that was not built."""
 
 import importlib.util
 import shutil

@@ -281,7 +281,7 @@ def test_many_threads_of_the_caller():
 
 
 def test_modes_and_subclasses_see_the_call():
-    """The short way past torch.ops (csrc/ops/eager.cpp) must not hide a call from those who listen."""
+    """The direct call (csrc/ops/eager.cpp) must not hide a call from modes, hooks and profilers."""
     q, k, v = make_qkv(1, 2, 5, 7, 8)
 
     class Functions(TorchFunctionMode):

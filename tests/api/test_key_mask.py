@@ -1,4 +1,4 @@
-"""flash_attn(..., key_mask=...): a second mask, one element for each key, beside any attn_mask."""
+"""flash_attn(..., key_mask=...): a second mask with one element for each key. It combines with any attn_mask."""
 
 import math
 
@@ -87,7 +87,7 @@ def test_with_a_band(isa, options):
     check(*make_qkv(2, 2, 50, 70, 16), torch.rand(2, 1, 50, 70) > 0.2, key_masks(2, 70), **options)
 
 
-def test_what_is_masked_may_be_nan(isa):
+def test_masked_keys_may_be_nan(isa):
     q, k, v = make_qkv(2, 2, 20, 40, 8)
     keep = torch.arange(40) < 30
     mask = torch.randn(20, 40).masked_fill(~keep, math.nan)

@@ -49,7 +49,7 @@ def test_transposed_and_strided_masks(isa):
 
 @dtypes
 def test_a_float_mask_gives_the_same_bits_in_any_layout(isa, dtype):
-    """The CPU reads rows of a mask where they lie, and makes a tile of what lies otherwise."""
+    """The CPU reads contiguous rows of a mask in place, and copies other rows to a tile."""
     mask = torch.randn(70, 131, dtype=dtype)
     mask[:48, :90] = -torch.inf  # a whole tile, and the beginning of the next
     mask[60, 70:] = -torch.inf

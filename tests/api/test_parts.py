@@ -24,7 +24,7 @@ def place(state, rows, columns, heads):
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
-def test_a_part_drops_what_the_whole_drops(part):
+def test_a_part_drops_the_elements_that_the_whole_drops(part):
     state, (rows, columns, heads) = new_rng_state(), part
     whole = dropout_mask(state, 2, HEADS, SIZE, SIZE, 0.4)
     sizes = (heads[1] - heads[0], rows[1] - rows[0], columns[1] - columns[0])

@@ -70,7 +70,7 @@ WINDOWS = [(-2, 5), (5, -2), (-3, -3), (-4, 2), (-9, 9), (None, -2), (-2, None),
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("lengths", [(5, 7), (130, 70), (70, 200), (1, 300)])
-def test_windows_beside_the_diagonal(window, lengths):
+def test_windows_that_exclude_the_diagonal(window, lengths):
     """flash-attention 4 has them. Rows that see nothing are 0, forward and backward."""
     q, k, v = (t.double().requires_grad_() for t in qkv(*lengths))
     out, lse = flash_attn(q, k, v, window=window, return_lse=True)
@@ -178,7 +178,7 @@ def test_tiles_are_counted_in_closed_form(window, tile):
         options = functional.operator_options(0.0, False, None, None, window, 0.0, None, 0, None, None)
         options = tuple(functional.checked_options(options).values())
         plan = _ops.plan_attention((q, k, v, *[None] * (len(_ops.TENSORS) - 3)), options)
-        # A band is a whole interval for each block of rows: what lies between two visible keys counts too.
+        # A band is one interval of keys for each block of rows: hidden keys between two visible keys count too.
         assert plan.parts[0].visible_tiles(*tile) == tiles_by_rows(*lengths, window, tile)
 
 

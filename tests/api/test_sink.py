@@ -79,7 +79,7 @@ def test_minus_infinity_is_no_sink(isa, seqlen_q):
     assert (dsink == 0).all()
 
 
-def test_what_a_sink_may_be():
+def test_dtypes_and_shapes_of_a_sink():
     q, k, v = make_qkv(2, 4, 6, 6, 8)
     with pytest.raises(ValueError, match=r"sink: got shape \[3\]; allowed: \(heads\) = \[4\]"):
         flash_attn(q, k, v, sink=torch.zeros(3))

@@ -35,7 +35,7 @@ def test_the_operators_run_the_cuda_kernels(kernels, monkeypatch, requires_grad)
 
 # The CPU kernels' tests of what must not reach a result, and of empty inputs.
 test_a_partly_visible_nan = test_contract.test_a_partly_visible_nan_reaches_exactly_who_attends_to_it
-test_a_nan_query_or_gradient = test_contract.test_a_nan_query_or_gradient_stays_in_what_it_attends_to
+test_a_nan_query_or_gradient = test_contract.test_a_nan_query_or_gradient_reaches_only_keys_that_it_attends_to
 test_large_finite_mask_values = test_contract.test_large_finite_mask_values_are_not_minus_infinity
 test_empty = test_contract.test_empty
 
@@ -161,8 +161,8 @@ def test_float32_mask_on_other_inputs(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kind", ["causal", "bool", "float"])
-def test_what_is_masked_cannot_poison(isa, dtype, kind, poison):
-    test_contract.test_what_is_masked_cannot_poison(isa, dtype, poison, "both", kind)
+def test_masked_values_cannot_poison(isa, dtype, kind, poison):
+    test_contract.test_masked_values_cannot_poison(isa, dtype, poison, "both", kind)
 
 
 def test_each_gradient_alone():

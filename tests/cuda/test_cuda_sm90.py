@@ -195,7 +195,7 @@ def test_work_where_much_is_nan(kernels, case, options):
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize("head_dim", TILES)
-def test_what_is_masked_cannot_poison(kernels, head_dim, where, poison):
+def test_masked_values_cannot_poison(kernels, head_dim, where, poison):
     """0 x NaN is NaN: rows that do not see the poisoned key are computed once more, without it."""
     q, k, v = make(1, 2, 150, 150, head_dim)
     (k if where == "key" else v)[:, 0, 100, 5] = poison

@@ -207,7 +207,7 @@ def test_packed_sequences(kernels, cuts, head_dim, lower_right, splits):
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize(("head_dim", "splits"), [(64, 1), (64, 2), (128, 4), (256, 2)])
-def test_what_is_masked_cannot_poison(kernels, cuts, head_dim, splits, where, poison):
+def test_masked_values_cannot_poison(kernels, cuts, head_dim, splits, where, poison):
     """0 x NaN is NaN: rows that do not see the poisoned key are computed once more, without it, each in its split."""
     kernels.num_splits = splits
     q, k, v = make(1, 4, 60, 420, head_dim, heads_kv=1)

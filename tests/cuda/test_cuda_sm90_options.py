@@ -154,7 +154,7 @@ def test_key_mask_beside_a_mask(kernels):
     ("head_dim", "where", "poison"),
     [(64, "k", torch.nan), (64, "v", torch.inf), (128, "k", torch.inf), (256, "v", torch.nan)],
 )
-def test_what_is_masked_cannot_poison(kernels, head_dim, where, poison):
+def test_masked_values_cannot_poison(kernels, head_dim, where, poison):
     inputs = dict(zip("qkv", (t.detach() for t in make(2, 1, 70, 200, head_dim)), strict=True))
     grad = torch.randn(2, 1, 70, head_dim).bfloat16()
     mask = padding(2, 200, "holes")

@@ -245,7 +245,7 @@ class TestTiers:
         return None
 
     @dtypes
-    def test_memory_is_what_the_call_allocates(self, dtype):
+    def test_reported_memory_equals_allocated_memory(self, dtype):
         q, k, v = make_qkv(2, 4, 300, 333, 64, dtype=dtype)
 
         def requested(action):

@@ -75,7 +75,7 @@ def count_bytes(size, method, dtype, options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-def test_bytes_are_those_of_the_docstring(processes, size, dtype):
+def test_bytes_equal_the_docstring_s(processes, size, dtype):
     e, a, n = dtype.itemsize, max(dtype.itemsize, 4), size
     for method in METHODS:
         for forward, backward, kv, q, o in processes.run(count_bytes, size, method, dtype, dict(is_causal=True)):

@@ -51,7 +51,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("count", [1, 2])
-def test_memory_is_what_the_call_allocates(name, count, threads):
+def test_reported_memory_equals_allocated_memory(name, count, threads):
     threads(count)
     arguments, options = CALLS[name]()
     said = explain_varlen(*arguments, **options)

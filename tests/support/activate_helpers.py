@@ -25,7 +25,7 @@ def run(call, inputs):
 
 
 def assert_same_as_torch(call, inputs, taken):
-    """`call` gives what torch gives, as exactly as torch, and ran on our kernels at each of the operators `taken`."""
+    """The result of `call` is as exact as torch's, and our kernels ran each of the operators `taken`."""
     theirs = run(call, inputs)
     exact = run(
         call,

@@ -12,7 +12,7 @@ ROWS = 256
 
 
 def make(dtype=torch.float32, seqlen_q=1, page_size=None, lengths=LENGTHS):
-    """q, caches, block_table or None; what is not in use is NaN."""
+    """Returns q, caches, block_table or None. Cache rows that are not in use are NaN."""
     batch = len(lengths)
     q = torch.randn(batch, seqlen_q, H, D).to(dtype)
     shape = (batch, ROWS)

@@ -5,7 +5,7 @@ A tile is 48 or 64 queries by 64 keys (csrc/cpu/kernels/tiling-inl.h).
 
 import platform
 
-# Instruction set -> what the CPU must have for it; slowest first.
+# Instruction set -> CPU features that it needs. The slowest set comes first.
 KERNELS_ON_ARM = {"generic": "nothing special", "neon": "64-bit ARM", "neon_bf16": "FEAT_BF16"}
 KERNELS_ON_X86 = {
     "generic": "nothing special",

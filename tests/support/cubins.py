@@ -15,7 +15,7 @@ NVCC = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
 
 
 def nvcc_flags():
-    """What setup.py gives nvcc, beside what torch adds."""
+    """The flags that setup.py passes to nvcc. torch adds more."""
     for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())):
         if isinstance(node, ast.Dict):
             flags = {ast.unparse(k): v for k, v in zip(node.keys, node.values, strict=True)}
@@ -34,7 +34,7 @@ def compiled(source, architecture, output, *flags):
 
 
 def compiled_once(source, architecture, *flags):
-    """The cubin of a source of ours, and what compiled() returned for it."""
+    """The cubin of one of our sources, and the result of compiled() for it."""
     folder = ROOT / "build" / "cubins" / _digest()
     folder.mkdir(parents=True, exist_ok=True)
     cubin = folder / f"{'_'.join([source.parent.name, source.stem, architecture, *flags])}.cubin"

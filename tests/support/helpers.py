@@ -104,7 +104,7 @@ ADDED = ("attn_mask", "alibi_slopes", "sink")
 def check_jvp_against_reference(inputs, tangents=None, *, added=ADDED, dropout_p=0.0, **options):
     """flash_attn's out and lse with their tangents, against the dense oracle in fp64 and in the same dtype.
 
-    `inputs`: q, k, v, and as many of those that `added` names as there are. Each has a tangent.
+    `inputs`: q, k, v, then the inputs that `added` names, as far as given. Each input has a tangent.
     """
     q, k = inputs[:2]
     tangents = [torch.randn_like(t) for t in inputs] if tangents is None else tangents
@@ -130,7 +130,7 @@ def check_jvp_against_reference(inputs, tangents=None, *, added=ADDED, dropout_p
 
 
 def allocated_by(action):
-    """Bytes that torch's allocator was asked for; and what the action returned."""
+    """Returns the bytes that the action allocated through torch, and the result of the action."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = action()
     events = profile.profiler.kineto_results.events()

@@ -25,7 +25,7 @@ def causal_mask(size):
     return nn.Transformer.generate_square_subsequent_mask(size, dtype=torch.float64)
 
 
-# Left-aligned padding, of which nn.TransformerEncoder makes nested tensors in eval without grad.
+# Padding at the end of each sequence. In eval without grad nn.TransformerEncoder converts the batch to nested tensors.
 PADDING = torch.arange(S) >= torch.tensor([S, 4, 1]).unsqueeze(1)
 SRC = torch.randn(B, S, E, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 TGT = torch.randn(B, T, E, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

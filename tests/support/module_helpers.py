@@ -36,7 +36,7 @@ def assert_same(got, want, rtol=None):
 
 
 def make_pair(dtype=torch.float64, embed_dim=E, num_heads=H, **kwargs):
-    """torch's module and ours with equal weights, none of them at a special initial value such as 0."""
+    """torch's module and our module with equal parameters. No parameter has a special initial value such as 0."""
     torch_mha = nn.MultiheadAttention(embed_dim, num_heads, dtype=dtype, **kwargs)
     for parameter in torch_mha.parameters():
         nn.init.normal_(parameter, std=0.4)

@@ -27,7 +27,7 @@ class Processes:
         context.set_forkserver_preload(["flash_attn_ext.distributed"])
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
-        # What is freed goes back to the system, so that a process's memory is what it uses.
+        # Freed memory returns to the system, so that a process's memory is the memory in use.
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
         for rank in range(self._size):
             ours, theirs = context.Pipe()

@@ -6,7 +6,7 @@ import torch
 
 
 def visible(seqlen_q, seqlen_k, *, causal=None, window=None, default_lower_right=True):
-    """bool (S_q, S_k): what the diagonal options leave, written from their definitions."""
+    """bool (S_q, S_k): True where the diagonal options leave a key visible. Written from their definitions."""
     lower_right = causal == "lower_right" or (causal is None and default_lower_right)
     diagonal = seqlen_k - seqlen_q if lower_right else 0
     left, right = window if isinstance(window, (tuple, list)) else (window, window)

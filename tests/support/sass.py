@@ -24,7 +24,7 @@ class Instruction:
 
 
 def functions(text):
-    """{mangled name: its instructions} of what `cuobjdump -sass` prints."""
+    """{mangled name: its instructions}, read from the output of `cuobjdump -sass`."""
     return {f.split()[0]: [parse(*m) for m in INSTRUCTION.findall(f)] for f in re.split(r"Function : ", text)[1:]}
 
 
@@ -56,7 +56,7 @@ def main_loop(code, products):
 
 
 def registers_of_product(instruction):
-    """The registers of an HGMMA's accumulator, and those of its left operand."""
+    """The registers of an HGMMA's accumulator, and the registers of its left operand."""
     columns = int(re.match(r"HGMMA\.64x(\d+)x16\.F32", instruction.operation).group(1))
     registers = [
         int(m.group(1)) for operand in instruction.operands if (m := re.fullmatch(r"R(\d+)(?:\.reuse)?", operand))
@@ -69,7 +69,7 @@ def registers_of_product(instruction):
 
 
 def touched(instruction):
-    """All registers that an instruction names, with those behind them that belong to a wider operand."""
+    """All registers that an instruction names. A wide operand covers further registers after the named one."""
     width = 1
     for pattern, registers in ((r"\.128\b|\.M88\.4", 4), (r"\.64\b|\.WIDE|F64|^D[A-Z]+$", 2)):
         if re.search(pattern, instruction.operation):
@@ -88,8 +88,8 @@ def hazards(code):
     """Descriptions of the instructions that touch a register of a product that may still run."""
     index = {instruction.address: n for n, instruction in enumerate(code)}
     found, seen = {}, set()
-    # A place in the code, and what runs there: the ended batches, oldest first, and the open one. Each is a set of
-    # registers; those of accumulators may be named by further products.
+    # A position in the code, and the batches in flight there: committed batches, oldest first, then the open batch. A
+    # batch is a set of registers. Further products may name the registers of accumulators.
     work = [(0, (), frozenset())]
     while work:
         state = work.pop()
@@ -102,7 +102,7 @@ def hazards(code):
         if instruction.operation.startswith("HGMMA"):
             accumulator, left = registers_of_product(instruction)
             if left & {register for kind, register in running if kind == "accumulator"}:
-                found[n] = f"{instruction} reads what a product still writes"
+                found[n] = f"{instruction} reads registers that a product still writes"
             own = {("accumulator", r) for r in accumulator} | {("left", r) for r in left}
             open_batch = open_batch | own
             if "gsb0" in instruction.operands:
@@ -116,7 +116,7 @@ def hazards(code):
             if pending == 0:
                 ended = ()
         elif touched(instruction) & {register for _, register in running}:
-            found[n] = f"{instruction} touches what belongs to a product"
+            found[n] = f"{instruction} touches registers of a product in flight"
 
         to = target(instruction)
         if to is not None:

@@ -1,11 +1,11 @@
-"""What `make test-quick` leaves out, and why. Each test here takes many times the CPU time of an ordinary one."""
+"""The tests that `make test-quick` omits, and why. Each takes many times the CPU time of an ordinary test."""
 
 # Whole files.
 FILES = {
     "test_activate_compiled": "compiles by inductor",
     "test_amx_model": "compiles the AMX kernels for their emulation",
     "test_arm": "cross-compiles the kernels and runs them in an emulator",
-    "test_benchmarks": "runs benchmarks in processes of their own",
+    "test_benchmarks": "starts a process for each benchmark",
     "test_build": "starts builds",
     "test_compilers": "compiles the kernels with clang",
     "test_cuda_binding": "compiles the binding's CUDA half",

@@ -9,7 +9,7 @@ from tolerances import assert_as_exact_as_torch, slack_of_stored_out
 
 from flash_attn_ext import dropout_mask, flash_attn_varlen, new_rng_state
 
-# Queries and keys of each sequence: empty ones, one row, few queries beside many, tile edges.
+# Queries and keys of each sequence: empty sequences, one row, few queries with many keys, tile edges.
 LENGTHS = [(70, 130), (1, 64), (0, 5), (97, 3), (7, 0), (65, 65), (8, 200)]
 
 
