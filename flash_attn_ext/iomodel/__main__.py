@@ -27,12 +27,12 @@ LABELS = {
 }
 
 
-# Below the predicted times: what they leave out.
+# Printed below the predicted times: the costs that they omit.
 CACHES = """\
 ms: every load of a tile comes from slow memory, as without a cache in between. least ms, the lower bound: each tensor
 moves once, as if a cache served the rest. While K and V of the heads that run at once fit a GPU's L2 (tens of MB), the
 truth is near least ms: that FlashAttention-2 loads K and V again for every block of queries costs little there.
-Both leave out launches, and that arithmetic and traffic overlap only in part."""
+Both omit launches, and assume that arithmetic and traffic overlap fully."""
 
 
 def main(arguments: list[str] | None = None) -> None:

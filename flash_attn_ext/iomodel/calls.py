@@ -1,8 +1,8 @@
-"""The counts of one call of flash_attn, any two lengths, of which a band may hide a part; and its tiles.
+"""The counts of one call of flash_attn, for any two lengths and any band, and its tiles.
 
 This is the part of the model that flash_attn_ext.explain uses, so it runs nothing and loads nothing of
 flash_attn_ext.reference: it adds up FlashAttention-2's steps (Dao 2023, algorithms 1 and 2), as
-flash_attn_ext/reference/flash2.py has them. A test runs those and compares, to the last FLOP and element.
+flash_attn_ext/reference/flash2.py has them. A test runs the algorithms and compares, to the last FLOP and element.
 """
 
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def kernel_tiles() -> dict[str, tuple[int, int]]:
 def pass_cost(which: str, problem: Problem, blocks: tuple[int, int], visible_tiles: int | None = None) -> Cost:
     """FlashAttention-2's "forward" or "backward" of all heads in tiles of `blocks`; all tiles are visible if None.
 
-    A mask is not counted: what is read of it depends on how it is broadcast.
+    A mask is not counted: its reads depend on how it is broadcast.
     """
     S_k = problem.S_k or problem.S
     grid = tiles(problem.S, blocks[0]), tiles(S_k, blocks[1])
@@ -81,7 +81,7 @@ def _of_tiles(which: str, problem: Problem, grid: tuple[int, int], rows: int, co
 
 
 def _outside_of_tiles(which: str, problem: Problem) -> Cost:
-    """Of one head, what is done once for each row or key."""
+    """The part of one head's cost that occurs once for each row or key."""
     S_k, D, D_v = problem.S_k or problem.S, problem.D, problem.D_v or problem.D
     item, statistic = _sizes(problem)
     if which == "forward":  # loads Q; O / l and m + log l, stored

@@ -2,8 +2,8 @@
 
 Nothing is measured here. The attention runs at a given share of the device's peak for products; messages run at a
 given share of the link's rate, plus a latency for each. Ring overlaps the message of a step with its computation; the
-two others add them. Causal work is balanced, as shard_sequence's zigzag has it: half of the scores, the same on each
-device.
+two other methods add both times. Causal work is balanced, as shard_sequence's zigzag balances it: each device computes
+the same number of scores, together half of all scores.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ METHODS = ("ring", "all_gather", "ulysses")
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the devices: bytes/s that each can send, and seconds that a message takes to begin."""
+    """The connection of the devices: bytes/s that each can send, and seconds of latency of a message."""
 
     name: str
     bandwidth: float
@@ -59,7 +59,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that each device sends, and in how many messages one after the other."""
+    """The bytes that each device sends, and the number of messages in sequence."""
 
     forward: float
     backward: float
@@ -75,7 +75,7 @@ class Prediction:
     compute: float  # seconds
     communication: float
     seconds: float
-    memory: float  # bytes on each device: inputs, results, gradients, and what the method keeps beside them
+    memory: float  # bytes on each device: inputs, results, gradients, and the method's own buffers
 
     @property
     def exposed(self) -> float:
@@ -108,7 +108,7 @@ def sent(method: str, problem: Sharded) -> Sent:
 
 
 def memory(method: str, problem: Sharded) -> float:
-    """Bytes on each device in the pass that needs most: what the call gets and gives, and the method's own buffers."""
+    """Bytes on each device in the pass that needs most: inputs, results and the method's own buffers."""
     p, item = problem, DTYPES[problem.dtype].itemsize
     accumulator = 8 if p.dtype == "float64" else 4
     rows = p.S // p.n

@@ -25,7 +25,7 @@ class Counts:
     other_flops: int = 0
     accesses: int = 0  # elements read and written
     bytes: int = 0
-    bytes_once: int = 0  # if each tensor moved only once in each direction: what no cache can save
+    bytes_once: int = 0  # if each tensor moved only once in each direction: no cache can save these
     chip_peak: int = 0  # elements, the larger of the passes
     extra_bytes: int = 0  # beyond inputs and results, the sum of the passes
     traffic: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def _count_flash2(problem: Problem, tiles: dict[str, tuple[int, int]]) -> Counts
 
 
 def _options(problem: Problem) -> dict:
-    """The mask and the dropout of one head, as the algorithms take them."""
+    """The mask and the dropout of one head, as arguments of the algorithms."""
     S_k, dtype = problem.S_k or problem.S, DTYPES[problem.dtype]
     mask = torch.empty(problem.S, S_k, dtype=dtype, device="meta") if problem.mask else None
     dropout = Dropout(problem.dropout, torch.zeros(2, dtype=torch.int64)) if problem.dropout else None

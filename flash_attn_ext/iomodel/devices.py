@@ -1,4 +1,4 @@
-"""What the model knows of a device: rates, and the size of the memory near the arithmetic."""
+"""A device of the model: rates, and the size of the memory near the arithmetic."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from .problem import DTYPES
 
 @dataclass(frozen=True)
 class Device:
-    """Peak rates. `matmul` is dense products in FLOP/s by dtype; `other` is everything else, in fp32."""
+    """Peak rates. `matmul` is dense products in FLOP/s by dtype; `other` is all further arithmetic, in fp32."""
 
     name: str
     matmul: dict[str, float]
@@ -27,7 +27,7 @@ class Device:
 
 
 # Tensor core rates are dense, without the data sheets' factor 2 for sparsity. On-chip: shared memory of one
-# multiprocessor, from NVIDIA's Ampere and Hopper tuning guides. fp32 products are those of the CUDA cores, not TF32.
+# multiprocessor, from NVIDIA's Ampere and Hopper tuning guides. fp32 products run on the CUDA cores, not as TF32.
 GPUS = {
     "A100-40GB": Device(
         "A100-40GB",
@@ -68,7 +68,7 @@ NAMES = [*GPUS, "cpu"]
 def find(
     name: str, *, matmul: float | None = None, bandwidth: float | None = None, on_chip_bytes: int | None = None
 ) -> Device:
-    """A device by name, with figures of the caller's in the place of its own. The CPU's own are measured now."""
+    """A device by name. Figures of the caller replace the device's figures. The CPU's figures are measured now."""
     if name in GPUS:
         device = GPUS[name]
     elif name == "cpu":
@@ -87,7 +87,7 @@ def find(
 def this_cpu(matmul: float | None = None, bandwidth: float | None = None) -> Device:
     """This machine: torch's fp32 products and a stream of reads, measured in a second or two, unless they are given.
 
-    16-bit products are given the rate of fp32, in which our kernels compute them. What is not a product is given the
+    16-bit products have the rate of fp32, in which our kernels compute them. Other arithmetic has the
     rate of a product, too: both use the same vector units. On the chip is one core's L2 cache.
     """
     rate = matmul or measure_products()
@@ -98,9 +98,9 @@ def this_cpu(matmul: float | None = None, bandwidth: float | None = None) -> Dev
 
 
 def measure_products(seconds: float = 0.5) -> float:
-    """FLOP/s of torch's fp32 products, the better of two libraries: best of what fits into `seconds` for each.
+    """FLOP/s of torch's fp32 products by the better of two libraries: the best trial within `seconds` for each.
 
-    MKL multiplies matrices; on some AMD machines it reaches half of what oneDNN's convolutions do.
+    MKL multiplies matrices; on some AMD machines it reaches half the rate of oneDNN's convolutions.
     """
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     image, kernel = torch.randn(1, 256, 64, 64), torch.randn(256, 256, 3, 3)
@@ -111,7 +111,7 @@ def measure_products(seconds: float = 0.5) -> float:
 
 
 def measure_bandwidth(seconds: float = 0.5) -> float:
-    """Bytes/s of reading 256 MiB, more than any cache here: best of what fits into `seconds`."""
+    """Bytes/s of reading 256 MiB, more than any cache here: the best trial within `seconds`."""
     data = torch.ones(64 * 2**20)
     return data.nbytes / _best(data.sum, seconds)
 

@@ -25,7 +25,7 @@ PUBLISHED = {"standard": Published(66.6, 40.3, 41.7), "flash1": Published(75.2, 
 
 @dataclass(frozen=True)
 class Step:
-    """One line of the explanation: a quantity as we count it, and what was published."""
+    """One line of the explanation: a quantity as we count it, and the published figure."""
 
     text: str
     ours: float
@@ -46,7 +46,7 @@ def counted() -> dict[str, Counts]:
 
 
 def comparison() -> list[tuple[str, Published, Counts, float]]:
-    """Algorithm, what was published, what we count, and the roofline's milliseconds."""
+    """Algorithm, published figure, our count, and the roofline's milliseconds."""
     device = GPUS["A100-40GB"]
     return [
         (name, PUBLISHED[name], counts, predict(counts, device, PROBLEM.dtype).seconds * 1e3)
@@ -78,13 +78,13 @@ def _rounds(counts: Counts) -> int:
 
 
 def flop_steps() -> list[Step]:
-    """The published GFLOP, and the reading that gives both."""
+    """The published GFLOP, and the interpretation that agrees with both."""
     full = counted()
     standard, flash = full["standard"], full["flash1"]
     one_product = (flash.matmul_flops - standard.matmul_flops) / 1e9
     difference = PUBLISHED["flash1"].gflop - PUBLISHED["standard"].gflop
     return [
-        Step("one product (N, d) x (d, N) of all 1024 heads: what FlashAttention recomputes", one_product),
+        Step("one product (N, d) x (d, N) of all 1024 heads: FlashAttention's recomputation", one_product),
         Step("  one sixteenth of it, against the published difference", one_product / PROBLEM.H, difference),
         Step("standard, all products", standard.matmul_flops / 1e9),
         Step("standard, everything else", standard.other_flops / 1e9),

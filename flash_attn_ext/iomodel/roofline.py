@@ -1,9 +1,9 @@
-"""The predicted time: whichever takes longer, the arithmetic or the traffic.
+"""The predicted time: the maximum of the time of the arithmetic and the time of the traffic.
 
 Source: Williams, Waterman, Patterson, "Roofline", 2009. Everything overlaps, every unit runs at its peak, and launching
-costs nothing. The one thing that is counted too high is the traffic, where a cache lies between the slow memory and the
-chip (a GPU's L2): the algorithms count each load as one of slow memory. `least_seconds` has that cache as large as can
-be, so that is the lower bound; `seconds` has none.
+costs nothing. Only the traffic is counted too high, if a cache is between the slow memory and the chip (a GPU's L2):
+the algorithms count each load as a load from slow memory. `least_seconds` assumes an unlimited cache, so it is the
+lower bound; `seconds` assumes no cache.
 """
 
 from dataclasses import dataclass
@@ -34,6 +34,6 @@ class Prediction:
 
 
 def predict(counts: Counts, device: Device, dtype: str) -> Prediction:
-    """Products run at their rate and everything else at the fp32 rate, one after the other."""
+    """Products run at their rate, then all further arithmetic at the fp32 rate."""
     compute = counts.matmul_flops / device.matmul[dtype] + counts.other_flops / device.other
     return Prediction(compute, counts.bytes / device.bandwidth, counts.bytes_once / device.bandwidth)

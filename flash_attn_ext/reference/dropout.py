@@ -4,7 +4,7 @@ FlashAttention-1's algorithm 2 saves the generator's state R in the forward so t
 again. A counter-based generator needs no order: the word of element (i, j) is a function of the state and of (i, j)
 alone, so any tile can be made at any time. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
 2011: Philox4x32-10. The rule which word decides about which element is csrc/core/philox.h's, so that a mask here is
-that of :func:`flash_attn_ext.dropout_mask`, bit by bit.
+equal to :func:`flash_attn_ext.dropout_mask`, bit by bit.
 """
 
 import math
@@ -29,7 +29,7 @@ class Dropout:
 
     @property
     def scale(self) -> float:
-        """Of what is kept."""
+        """The factor of the elements that dropout keeps: 1 / (1 - p)."""
         return 1 / (1 - self.p) if self.p < 1 else 0.0
 
     def factors(self, rows: slice, cols: slice, like: SlowTensor) -> Tile:

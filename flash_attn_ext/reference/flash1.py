@@ -20,7 +20,7 @@ from .tile import Tile, exp_minus, mask_, maximum, row_dot, row_max, row_sum
 def block_sizes(M: int, d: int) -> tuple[int, int]:
     """B_c = ceil(M / 4d), B_r = min(ceil(M / 4d), d).
 
-    K_j, V_j, Q_i and O_i then take at most M together. S_ij, up to M/4 more, is where the paper's O(M) needs its
+    K_j, V_j, Q_i and O_i together then need at most M. S_ij, up to M/4 more, is where the paper's O(M) needs its
     constant: with d = 64 and M = 65536 all fits, with d = 128 it does not quite.
     """
     if M < 1 or d < 1:
@@ -73,7 +73,7 @@ def forward(
             O.store(O_i.divide_rows_(l_new), i)
             l.store(l_new, i)
             m.store(m_new, i)
-            del Q_i, O_i, S_ij, P_ij  # the next block takes their place on the chip
+            del Q_i, O_i, S_ij, P_ij  # frees the chip for the next block
         del K_j, V_j
     return O.tensor, l.tensor, m.tensor
 

@@ -4,7 +4,7 @@ Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Wor
 2307.08691), algorithm 1 (forward) and algorithm 2 (backward); section 3.1.1 for causal masks. MASK and dropout as in
 flash1.py. csrc/cpu/kernels/forward-inl.h and backward-inl.h are these two loops.
 
-What changes against FlashAttention-1: a block of queries keeps its O, l and m on the chip through all keys, so they
+The change from FlashAttention-1: a block of queries keeps its O, l and m on the chip through all keys, so they
 never travel; O stays relative to the running maximum and is divided by l once; the backward gets L = m + log l
 instead of l and m, and delta is computed once instead of in every tile.
 """
@@ -25,7 +25,7 @@ from .tile import Tile, exp_minus, log, maximum, row_dot, row_max, row_sum
 def check_blocks(block_q: int, block_k: int, d: int, M: int | None) -> None:
     """Block sizes that cannot run are refused before the first tile is loaded.
 
-    Whether the blocks really fit M is found out by the chip as it runs; what is certain to be there at once is
+    The chip finds out as it runs whether the blocks fit M. The tiles that are surely on the chip together are
     checked here: Q_i, O_i, one of K_j and V_j, and S_ij.
     """
     for name, size in (("block_q", block_q), ("block_k", block_k)):
@@ -66,7 +66,7 @@ def forward(
         O_i, l_i, m_i = attend(Q, K, V, i, keys, scale=scale, MASK=MASK, causal=causal, dropout=dropout)
         O.store(O_i.divide_rows_(l_i), i)
         L.store(m_i + log(l_i), i)
-        del O_i  # the next block takes its place on the chip
+        del O_i  # frees the chip for the next block
     return O.tensor, L.tensor
 
 

@@ -5,13 +5,13 @@ Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchr
 warpgroups, and the two-stage overlap of GEMM and softmax inside one warpgroup (algorithm 2).
 
 The arithmetic is FlashAttention-2's and really happens, tile by tile, on the counting chip. Only time is a model: a
-task lasts as long as its counted FLOPs, exponentials or bytes take at the rates of :class:`Rates`, and each unit does
+task lasts as long as its counted FLOPs, exponentials or bytes need at the rates of :class:`Rates`, and each unit does
 one task at a time (pipeline.py). As with wgmma, a result may be used only after the wait for it.
 
     serial      one warpgroup; Q K^T, softmax and P V one after the other
     overlap     one warpgroup; the next Q K^T is issued early, and P V runs beneath the next softmax
-    ping-pong   two warpgroups; while one has the tensor cores, the other does its softmax
-    both        two warpgroups that take turns, each overlapping within itself
+    ping-pong   two warpgroups; while one uses the tensor cores, the other computes its softmax
+    both        two warpgroups in ping-pong, each overlapping within itself
 """
 
 import math
@@ -36,8 +36,8 @@ class Rates:
     """Of one streaming multiprocessor, in a clock. The default is the H100 of the paper's section 3.
 
     989 TFLOP/s of dense 16-bit products and 3.9 T exponentials a second, on 132 multiprocessors at 1.83 GHz, are 4096
-    FLOP and 16 exponentials a clock. 64 bytes a clock is our assumption for loads that hit the L2 cache. What else a
-    softmax does (maxima, sums, conversions) takes no time here.
+    FLOP and 16 exponentials a clock. 64 bytes a clock is our assumption for loads that hit the L2 cache. The other
+    steps of a softmax (maxima, sums, conversions) cost no time here.
     """
 
     tensor_flops: float = 4096
@@ -47,7 +47,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Run:
-    """What a schedule computed, and when."""
+    """The result of a schedule, and the time of each task."""
 
     out: Tensor
     lse: Tensor
@@ -136,7 +136,7 @@ def overlapped(group: "Warpgroup") -> Process:
         S_next = yield from group.wait("K", j, qk)
         P_next = yield from group.softmax(S_next, j)
         yield from group.wait("V", j - 1, pv)
-        group.rescale_out()  # O holds the keys up to j - 1; the maximum is that of j by now
+        group.rescale_out()  # O holds the keys up to j - 1, but the maximum already includes block j
         P = P_next
     (pv,) = yield from group.issue_in_turn(("PV", last, P))
     yield from group.wait("V", last, pv)
@@ -181,7 +181,7 @@ class Ring:
 
 @dataclass
 class Warpgroup:
-    """A consumer: its queries, and what it keeps in registers. Steps are generators; the schedules order them."""
+    """A consumer warpgroup: its queries and its registers. Its steps are generators, which the schedules order."""
 
     number: int
     groups: int
@@ -226,7 +226,7 @@ class Warpgroup:
         return value
 
     def softmax(self, S: Tile, j: int) -> Generator:
-        """One step of the online softmax; P takes the place of S."""
+        """One step of the online softmax. P overwrites S."""
         return (yield Wait((yield Issue(EXP_UNITS, f"softmax {j}", lambda: self._softmax(S, j)))))
 
     def _softmax(self, S: Tile, j: int) -> Tile:

@@ -1,9 +1,9 @@
-"""6. Flash-Decoding: few queries and many keys, so the keys are what is split.
+"""6. Flash-Decoding: few queries and many keys, so the keys are split.
 
 Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023 (pytorch.org/blog/flash-decoding).
 
 With one row of queries FlashAttention-2 has one task a head, and most of the machine idles. Here every split of the
-keys is a task: it gives its own softmax's O_s and lse_s, and a second, small kernel merges them,
+keys is a task: it computes O_s and lse_s of its keys' softmax. A second, small kernel merges them,
 
     lse = log sum_s e^(lse_s)        O = sum_s e^(lse_s - lse) O_s,
 

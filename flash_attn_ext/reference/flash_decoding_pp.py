@@ -9,8 +9,8 @@ rescales:
 
     num = sum_s sum_(j in s) e^(x_j - phi) v_j      den = sum_s sum_(j in s) e^(x_j - phi)      O = num / den
 
-That holds while a < x_j - phi < b, where e^x is a sound number. A row that leaves the range is found out by comparing
-and computed again with the online softmax. A masked score, -inf, is an exact 0 and leaves nothing.
+That holds while a < x_j - phi < b, where e^x is a sound number. A comparison finds rows that leave the range;
+the online softmax computes them again. A masked score, -inf, is an exact 0 and never leaves the range.
 
 **Flat GEMM.** Decoding multiplies a few rows (the batch) by a large weight. Tensor core GEMMs pad the rows to 64;
 padding to 8, the smallest side of an mma instruction, wastes less. The tiles of the weight are double buffered.
@@ -95,7 +95,7 @@ def _one_split(Q, K, V, keys, phi, limits, scale, MASK) -> tuple[Tile, Tile, Til
         x.exp_()
         den += row_sum(x)
         num.add_product_(x, V.load(j))
-        del x  # the next block takes its place on the chip
+        del x  # frees the chip for the next block
     return num, den, outside
 
 
@@ -129,7 +129,7 @@ def flat_gemm(
 ) -> Tensor:
     """x (m, k) @ weight (k, n) with m padded to a multiple of `pad_to` on the chip; m is small.
 
-    The weight is read once, and what is computed on the padding counts: it is what the choice of `pad_to` saves.
+    The matrix is read once. Computation on the padding counts: the choice of `pad_to` saves it.
     """
     memory = memory or SlowMemory()
     X, W = memory.put("x", x), memory.put("weight", weight)

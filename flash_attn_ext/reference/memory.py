@@ -1,4 +1,4 @@
-"""The instrumented machine: a slow memory that counts what is read and written, and its chip (tile.py).
+"""The instrumented machine: a slow memory that counts reads and writes, and its chip (tile.py).
 
 The algorithms of this folder hold their tensors in a :class:`SlowMemory` (HBM in the FlashAttention papers), bring
 tiles to the chip with :meth:`SlowTensor.load` and put them back with :meth:`SlowTensor.store`. Both count elements
@@ -63,7 +63,7 @@ class SlowMemory:
         return SlowTensor(self, name, tensor)
 
     def new(self, name: str, like: "SlowTensor", rows: int, cols: int, *, dtype=None, result=False):
-        """Room for `rows` x `cols`, not yet written. What is no result counts as extra memory."""
+        """Allocates `rows` x `cols` without writing. Tensors that are no results count as extra memory."""
         tensor = torch.empty(rows, cols, dtype=dtype or like.tensor.dtype, device=like.tensor.device)
         if not result:
             self.extra_elements += tensor.numel()
@@ -80,7 +80,7 @@ class SlowMemory:
 
     @property
     def accesses(self) -> int:
-        """Elements read and written: what the papers' theorems are about."""
+        """Elements read plus elements written, as in the papers' theorems."""
         return self.reads + self.writes
 
     @property
@@ -121,7 +121,7 @@ class SlowTensor:
     def store(self, tile: Tile, rows: slice = ALL, cols: slice = ALL) -> None:
         shape = length(rows, self.shape[0]), length(cols, self.shape[1])
         if tile.shape != shape:
-            raise ValueError(f"tile: got shape {tile.shape}; allowed: {shape}, that of its place")
+            raise ValueError(f"tile: got shape {tile.shape}; allowed: {shape}, the shape of its block")
         self.counted.writes += shape[0] * shape[1]
         if self.real:
             self.tensor[rows, cols] = tile.data.to(self.tensor.dtype)
@@ -138,7 +138,7 @@ class SlowTensor:
 
 
 class TransposedView:
-    """A slow tensor read with rows and columns exchanged, where it lies."""
+    """The transpose of a slow tensor, as a view without a copy."""
 
     def __init__(self, base: SlowTensor):
         self.base, self.shape = base, base.shape[::-1]

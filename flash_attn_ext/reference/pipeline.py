@@ -2,13 +2,13 @@
 
 A process is a generator. It yields commands and is resumed with their answers:
 
-    ticket = yield Issue("tensor cores", "QK 0", work)   goes on at once; the unit does its tasks in the order of issue
-    value  = yield Wait(ticket)                          goes on when the task is done, with what `work` returned
-    yield Acquire(name)                                  goes on when the semaphore is above 0, and takes one
+    ticket = yield Issue("tensor cores", "QK 0", work)   continues at once; a unit runs its tasks in order of issue
+    value  = yield Wait(ticket)                          continues when the task is done; value: the result of `work`
+    yield Acquire(name)                                  continues when the semaphore is above 0, and decrements it
     yield Release(name, n)                               adds n
 
-``work`` really runs. How long it takes is read off a meter of its unit, before and after: counted FLOPs, say, divided
-by what the unit does in a clock.
+``work`` really runs. Its duration is the difference of a meter of its unit before and after: for example counted FLOPs,
+divided by the unit's FLOPs a clock.
 """
 
 import heapq
@@ -72,7 +72,7 @@ Process = Generator[Issue | Wait | Acquire | Release, Any, None]
 
 
 class Pipeline:
-    """Runs processes against `meters`: what each unit has done so far, in clocks."""
+    """Runs processes against `meters`: for each unit, its work so far, in clocks."""
 
     def __init__(self, meters: dict[str, Callable[[], float]]):
         self.meters = meters
@@ -81,7 +81,7 @@ class Pipeline:
         self.free_at: dict[str, float] = defaultdict(float)
 
     def run(self, processes: dict[str, Process]) -> None:
-        """All of them to their ends; the clock goes on from where the last run stopped."""
+        """Runs all processes to their ends. The clock continues from the end of the last run."""
         self.available: dict[Hashable, int] = defaultdict(int)
         self.queues: dict[Hashable, list] = defaultdict(list)
         self.ready: list = []
@@ -120,7 +120,7 @@ class Pipeline:
             case Acquire(key):
                 self.queues[key].append((name, process))
                 self._serve(key)
-                # The process goes on when it is served.
+                # The process continues when another process releases the semaphore.
             case Release(key, n):
                 self.available[key] += n
                 self._serve(key)

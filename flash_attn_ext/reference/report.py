@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 EXTRA = "pip install 'flash_attn_ext[model]'"
-# Told apart in grey, too: the order of lightness is that of the list.
+# Also distinguishable in grey: the list is ordered by lightness.
 COLORS = ["#1b3a6b", "#c8501e", "#3f8f5b", "#9a6fc0", "#d8a730"]
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]], *, width: int = 118) -> None:
-    """The first column to the left, the others to the right."""
+    """Aligns the first column left and the further columns right."""
     try:
         from rich.console import Console
         from rich.table import Table

@@ -7,8 +7,8 @@ to 3. Their denominator d is d here too.
     safe     y = e^(x - max x) / sum e^(x - max x)   three reads and one write an element
     online   the maximum and the denominator at once    two reads and one write
 
-The arguments are matrices: each row is a softmax of its own, read in blocks of `block` elements. A row of nothing
-but -inf gives zeros, here and in every module of this folder.
+The arguments are matrices: each row has its own softmax, read in blocks of `block` elements. A row of -inf only
+results in zeros, here and in every module of this folder.
 """
 
 import math
@@ -20,7 +20,7 @@ from .tile import Tile, exp_minus, maximum, row_max, row_sum
 
 
 def naive_softmax(x: Tensor, *, block: int = 1024, memory: SlowMemory | None = None) -> Tensor:
-    """Algorithm 1: two passes, and inf / inf = NaN once an exp overflows. It is here to show what the others repair."""
+    """Algorithm 1: reads the row twice; inf / inf = NaN after an exp overflows. The next algorithms repair that."""
     X, Y = _in_slow_memory(x, memory)
     for row in blocks(x.shape[0], 1):
         d = X.on_chip(1, 1, 0.0)
@@ -61,7 +61,7 @@ def online_softmax(x: Tensor, *, block: int = 1024, memory: SlowMemory | None = 
             d *= exp_minus(m, m_new)
             d += row_sum(tile.exp_minus_(m_new))
             m = m_new
-            del tile  # the next block takes its place on the chip
+            del tile  # frees the chip for the next block
         _write_result(X, Y, row, m, d, block)
     return Y.tensor
 

@@ -1,4 +1,4 @@
-"""2. Standard attention: one kernel a step, and every N x N matrix between two steps goes through slow memory.
+"""2. Standard attention: one kernel a step; each N x N matrix between two steps goes through slow memory.
 
 Source: Dao et al., "FlashAttention", 2022 (arXiv 2205.14135): algorithm 0, and algorithm 3 for the backward, which is
 derived in its appendix B. With tau the scale and Z the dropout factors,
@@ -11,11 +11,11 @@ derived in its appendix B. With tau the scale and Z the dropout factors,
     dQ = tau dS K
     dK = tau dS^T Q
 
-The products are those of any linear layer. The third line is the softmax's: a row y = softmax(s) has the Jacobian
-diag(y) - y y^T, which takes the row dP_i to P_i o dP_i - P_i <P_i, dP_i>. So delta_i = <P_i, dP_i>. It is also
+The products have the gradients of any linear layer. The third line is the softmax: y = softmax(s) has the Jacobian
+diag(y) - y y^T, which maps the row dP_i to P_i o dP_i - P_i <P_i, dP_i>. So delta_i = <P_i, dP_i>. It is also
 <dO_i, O_i>, because O_i = sum_j P_ij Z_ij V_j: FlashAttention computes it that way, without P.
 
-The kernels are those that figure 1 (right) of the paper shows for PyTorch: matmul, mask, softmax, dropout, matmul.
+The kernels are the ones that figure 1 (right) of the paper shows for PyTorch: matmul, mask, softmax, dropout, matmul.
 """
 
 import math
@@ -30,7 +30,7 @@ from .tile import mask_, row_dot, row_max, row_sum
 
 
 class Saved(NamedTuple):
-    """What the backward needs besides q, k, v: N x N matrices."""
+    """The N x N matrices that the backward needs, in addition to q, k, v."""
 
     probs: Tensor  # P
     probs_dropped: Tensor  # P o Z; P itself without dropout
@@ -48,7 +48,7 @@ def forward(
     M: int | None = None,
     memory: SlowMemory | None = None,
 ) -> tuple[Tensor, Saved]:
-    """Algorithm 0 on one head, q (N_q, d), k (N_k, d), v (N_k, d_v): out and what the backward needs.
+    """Algorithm 0 on one head, q (N_q, d), k (N_k, d), v (N_k, d_v): out and the matrices that the backward needs.
 
     M is the on-chip size in elements; without it each kernel reads its operands exactly once.
     """
@@ -79,7 +79,7 @@ def backward(
     M: int | None = None,
     memory: SlowMemory | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 3: dq, dk, dv. The mask needs no step of its own: where it hides, P is 0, and so is dS."""
+    """Algorithm 3: dq, dk, dv. The mask needs no separate step: where it hides a key, P is 0, and so is dS."""
     memory = memory or SlowMemory()
     Q, K, V, dO = (memory.put(*named) for named in (("q", q), ("k", k), ("v", v), ("dout", dout)))
     P, P_dropped = memory.put("P", saved.probs), memory.put("P_dropped", saved.probs_dropped)
@@ -116,7 +116,7 @@ def multiply(
             if scale != 1.0:
                 c *= scale
             C.store(c, rows, cols)
-            del c  # the next block takes its place on the chip
+            del c  # frees the chip for the next block
 
 
 def _mask(S: SlowTensor, mask: SlowTensor, M: int | None) -> None:
@@ -165,7 +165,7 @@ def _softmax_backward(dS: SlowTensor, P: SlowTensor, dP: SlowTensor, M: int | No
 
 
 def _whole_rows(matrix: SlowTensor, tiles: int, M: int | None):
-    """Blocks of whole rows, so many that `tiles` such blocks and a few columns of statistics fit the chip."""
+    """The largest block of whole rows for which `tiles` blocks and a few columns of statistics fit the chip."""
     rows, cols = matrix.shape
     return blocks(rows, max(rows, 1) if M is None else max(1, M // (tiles * cols + 4)))
 

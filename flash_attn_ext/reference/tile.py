@@ -1,7 +1,7 @@
-"""What is on the chip: tiles, the arithmetic between them, and the count of its FLOPs.
+"""The chip: tiles, the arithmetic between tiles, and the count of its FLOPs.
 
-A :class:`Tile` takes its place on the chip when it is made and gives it back when the last name for it is gone, so
-the peak is that of the algorithm as written. Methods that end in ``_`` and ``+=``, ``*=`` ... work in place, as
+A :class:`Tile` allocates its elements on the chip when it is made and frees them with its last reference, so
+the peak equals the peak of the algorithm as written. Methods that end in ``_`` and ``+=``, ``*=`` ... work in place, as
 kernels do. One addition, multiplication, division, comparison, exp or log counts as one FLOP, an (m, k) by (k, n)
 product as 2mnk.
 """
@@ -36,7 +36,7 @@ class Tile:
 
     def __init__(self, chip: Chip, shape: tuple[int, int], data: Tensor | None, *, view_of: "Tile | None" = None):
         self.chip, self.shape, self.data = chip, shape, data
-        self.base = view_of  # a view owns nothing and keeps its base on the chip
+        self.base = view_of  # a view owns no elements, and holds a reference to its base
         self.owned = 0 if view_of else shape[0] * shape[1]
         chip.take(self.owned)
 
@@ -106,7 +106,7 @@ class Tile:
         return self._in_place(Tensor.mul_, other)
 
     def divide_rows_(self, row_sum: "Tile") -> "Tile":
-        """diag(row_sum)^-1 self. A row whose sum is 0 (everything masked) holds zeros and keeps them."""
+        """diag(row_sum)^-1 self. A row with sum 0 (everything masked) stays 0."""
         return self._in_place(lambda x, s: x.div_(torch.where(s == 0, 1, s)), row_sum)
 
     def exp_(self) -> "Tile":
@@ -130,7 +130,7 @@ class Tile:
         return Tile(self.chip, (rows, self.shape[1]), data)
 
     def top(self, rows: int) -> "Tile":
-        """The first rows, where they lie."""
+        """A view of the first rows."""
         return Tile(self.chip, (rows, self.shape[1]), None if self.data is None else self.data[:rows], view_of=self)
 
     def copy(self) -> "Tile":
