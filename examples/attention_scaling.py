@@ -47,7 +47,7 @@ def can_measure_memory(device: str) -> bool:
     return device.startswith("cuda") or Path("/proc/self/clear_refs").exists()
 
 
-def measure_lengths(lengths: Iterable[int], device: str, seconds: float = 1.0) -> Iterator[list[Measured]]:
+def measure_lengths(lengths: Iterable[int], device: str, seconds: float = 0.5) -> Iterator[list[Measured]]:
     """Length by length, all methods: causal, forward and backward. Times in turn in this process, memory each alone."""
     for length in lengths:
         cases = {m: Case(m, BATCH, HEADS, length, HEAD_DIM, causal=True, device=device) for m in METHODS}

@@ -5,16 +5,19 @@ from pathlib import Path
 import matplotlib
 from gpt_report import MIB, Run, machine
 from gpt_training import Settings
-from loss_agreement import differences
+from loss_agreement import differences, median
 
 matplotlib.use("Agg")  # draws to files only, so no display is needed
 from matplotlib import pyplot as plt
 
-COLORS = ["#3b76af", "#e1712b", "#4a9a54", "#8a63b5"]
+# A method has one colour in every panel, here and in attention_scaling.py.
+COLORS = {"sdpa-math": "#4a9a54", "sdpa": "#3b76af", "flash_attn_ext": "#e1712b"}
+MORE_COLORS = ["#8a63b5", "#8c6239", "#c9579b"]  # of repeated names
 
 
-def plot(path: Path, runs: list[Run], settings: Settings, curve_limit: float) -> None:
-    """Loss curves over their difference on the left; time and memory on the right."""
+def plot(path: Path, runs: list[Run], settings: Settings) -> None:
+    """Draws the losses and their differences on the left, time and memory on the right."""
+    colors = colors_of(runs)
     figure, axes = plt.subplot_mosaic(
         [["loss", "time"], ["loss", "memory"], ["difference", "memory"]],
         figsize=(12, 7.5),
@@ -22,11 +25,11 @@ def plot(path: Path, runs: list[Run], settings: Settings, curve_limit: float) ->
         height_ratios=[1.25, 0.25, 1],
         layout="constrained",
     )
-    _plot_losses(axes["loss"], runs)
-    _plot_differences(axes["difference"], runs, curve_limit)
+    _plot_losses(axes["loss"], runs, colors)
+    _plot_differences(axes["difference"], runs, colors)
     axes["difference"].sharex(axes["loss"])
-    _plot_times(axes["time"], runs)
-    _plot_memory(axes["memory"], runs)
+    _plot_times(axes["time"], runs, colors)
+    _plot_memory(axes["memory"], runs, colors)
     for axis in axes.values():
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle("One small GPT, trained on Python's standard library through each attention", fontsize=14)
@@ -35,57 +38,60 @@ def plot(path: Path, runs: list[Run], settings: Settings, curve_limit: float) ->
     plt.close(figure)
 
 
-def _plot_losses(axis, runs: list[Run]) -> None:
-    for index, (run, color) in enumerate(zip(runs, COLORS, strict=False)):
-        # The first run is broad and pale, the others are thin and dashed: so all are visible where they coincide.
-        line = {"lw": 4, "alpha": 0.4} if index == 0 else {"lw": 1.1, "ls": (4 * index, (4, 2))}
-        marker = {"marker": "o", "ms": 9, "alpha": 0.6} if index == 0 else {"marker": "x", "ms": 7}
+def colors_of(runs: list[Run]) -> list[str]:
+    more = iter(MORE_COLORS * len(runs))
+    return [COLORS[run.name] if run.name in COLORS else next(more) for run in runs]
+
+
+def _plot_losses(axis, runs: list[Run], colors: list[str]) -> None:
+    for index, (run, color) in enumerate(zip(runs, colors, strict=True)):
+        # The first run is broad and pale. The next runs are thin, with dashes that alternate, so all stay visible.
+        line = {"lw": 5, "alpha": 0.35} if index == 0 else {"lw": 1.2, "ls": (4 * index, (4, 4))}
+        marker = {"marker": "o", "ms": 9, "alpha": 0.5} if index == 0 else {"marker": "x+"[index % 2], "ms": 8}
         steps = range(1, len(run.steps) + 1)
         axis.plot(steps, run.curves.loss, color=color, label=f"{run.name}, training", **line)
         steps, losses = zip(*run.validation, strict=True)
         axis.plot(steps, losses, color=color, ls="none", label=f"{run.name}, validation", **marker)
     axis.set_ylabel("loss (nats per token)")
-    axis.set_title("Loss curves, overlaid", loc="left")
-    axis.legend(frameon=False)
+    axis.set_title("Loss of each run", loc="left")
+    axis.legend(frameon=False, ncols=2)
     axis.grid(alpha=0.25)
 
 
-def _plot_differences(axis, runs: list[Run], limit: float) -> None:
-    for run, color in list(zip(runs, COLORS, strict=False))[1:]:
+def _plot_differences(axis, runs: list[Run], colors: list[str]) -> None:
+    for run, color in list(zip(runs, colors, strict=True))[1:]:
         apart = differences(runs[0].curves.loss, run.curves.loss)
         steps = [step for step, value in enumerate(apart, 1) if value > 0]  # a logarithm has no 0
-        equal = f"to the last bit equal in {len(apart) - len(steps)} of {len(apart)} steps"
         values = [apart[step - 1] for step in steps]
-        axis.plot(steps, values, ".-", color=color, lw=0.8, label=f"{run.name} ({equal})")
-    axis.axhline(limit, color="#b03030", ls="--", lw=1, label=f"limit, {limit:g}")
+        axis.plot(steps, values, ".", color=color, ms=3, label=f"{run.name} (median {median(apart):.1e})")
     axis.set_yscale("log")
     axis.set_xlabel("step")
     axis.set_ylabel("|difference|")
     axis.set_title(f"Difference of the training loss from {runs[0].name}", loc="left")
-    axis.set_ylim(top=30 * limit)  # room for the legend
-    axis.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=2)
+    axis.set_ylim(top=30 * axis.get_ylim()[1])  # room for the legend
+    axis.legend(frameon=False, fontsize=9, loc="upper left", ncols=2)
     axis.grid(alpha=0.25)
 
 
-def _plot_times(axis, runs: list[Run]) -> None:
+def _plot_times(axis, runs: list[Run], colors: list[str]) -> None:
     firsts, medians, thirds = zip(*(run.milliseconds() for run in runs), strict=True)
     below = [median - first for first, median in zip(firsts, medians, strict=True)]
     above = [third - median for median, third in zip(medians, thirds, strict=True)]
     names = [run.name for run in runs]
-    bars = axis.bar(names, medians, width=0.55, color=COLORS[: len(runs)], yerr=[below, above], capsize=6)
+    bars = axis.bar(names, medians, width=0.55, color=colors, yerr=[below, above], capsize=6)
     axis.bar_label(bars, [f"{median:.0f} ms" for median in medians], label_type="center", color="white")
     axis.set_ylabel("ms")
     axis.set_title("Time per step (median, quartiles)", loc="left")
 
 
-def _plot_memory(axis, runs: list[Run]) -> None:
+def _plot_memory(axis, runs: list[Run], colors: list[str]) -> None:
     names = [run.name for run in runs]
     start = [run.memory_at_start / MIB for run in runs]
     training = [(run.peak_memory - run.memory_at_start) / MIB for run in runs]
     axis.bar(names, start, width=0.55, color="#c9c9c9", label="before the model: Python, torch, the text")
-    bars = axis.bar(names, training, bottom=start, width=0.55, color=COLORS[: len(runs)])
+    bars = axis.bar(names, training, bottom=start, width=0.55, color=colors)
     axis.bar_label(bars, [f"{value:.0f} MiB" for value in training], label_type="center", color="white")
-    axis.margins(y=0.25)
+    axis.margins(y=0.3)
     axis.set_ylabel("MiB")
     axis.set_title("Peak memory of the process", loc="left")
     axis.legend(frameon=False, fontsize=8.5)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from gpt_training import Settings, Step
-from loss_agreement import Check, Curves
+from loss_agreement import FACTOR, Check, Curves
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +23,7 @@ class Run:
     """One training run and its numbers."""
 
     attention: str
-    name: str  # that of the attention, or numbered
+    name: str  # the name of the attention, numbered if it is repeated
     steps: list[Step] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
     first_gradients: dict[str, float] = field(default_factory=dict)  # norm by parameter, in the first step
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def step_seconds(self) -> list[float]:
-        """Without the first steps, which only warm up."""
+        """The seconds of each step, without the first steps, which warm up."""
         return [step.seconds for step in self.steps[min(3, len(self.steps) // 2) :]]
 
     def milliseconds(self) -> tuple[float, float, float]:
@@ -76,7 +76,7 @@ class Run:
 
 
 def machine(device: str) -> dict:
-    """What the numbers were measured on."""
+    """Describes the machine."""
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -97,12 +97,19 @@ def cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def table(runs: list[Run], settings: Settings) -> Table:
-    """One row per run; speed is relative to the first."""
-    title = "The same GPT, the same batches, another attention"
+def table(runs: list[Run], baseline: Run, settings: Settings) -> Table:
+    """Makes a table with one row for each run. Speed is relative to the baseline."""
+    title = f"The same GPT and batches, another attention (speed: {baseline.name} is 1)"
     result = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     result.add_column("attention", no_wrap=True)
-    headings = ["train\nloss", "val\nloss", "ms/step\n(quartiles)", "speed", "tokens/s", "peak MiB\n(training)"]
+    headings = [
+        "train\nloss",
+        "val\nloss",
+        "ms/step\n(quartiles)",
+        f"speed\n(to {baseline.name})",
+        "tokens/s",
+        "peak MiB\n(training)",
+    ]
     for heading in headings:
         result.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
@@ -112,33 +119,36 @@ def table(runs: list[Run], settings: Settings) -> Table:
             f"{run.steps[-1].loss:.4f}",
             f"{run.validation[-1][1]:.4f}",
             f"{median:.0f} ({first:.0f}-{third:.0f})",
-            f"{speed(runs[0], run):.2f}x",
+            f"{speed(baseline, run):.2f}x",
             f"{1000 * settings.batch_size * settings.context / median:,.0f}",
             f"{run.peak_memory / MIB:.0f} ({(run.peak_memory - run.memory_at_start) / MIB:.0f})",
         )
     return result
 
 
-def speed(reference: Run, run: Run) -> float:
-    """Median over the steps of reference time / run's time: the runs take turns, so a busy machine slows both."""
-    pairs = zip(reference.step_seconds, run.step_seconds, strict=True)
-    return statistics.median([theirs / ours for theirs, ours in pairs])
+def speed(baseline: Run, run: Run) -> float:
+    """The median over the steps of baseline time / run time. Steps alternate, so a busy machine slows both."""
+    pairs = zip(baseline.step_seconds, run.step_seconds, strict=True)
+    return statistics.median([slow / fast for slow, fast in pairs])
 
 
-def print_checks(console: Console, reference: Run, run: Run, checks: list[Check]) -> None:
-    """The differences of one run from the reference, and the verdict."""
-    console.print(f"Differences of {run.name} from {reference.name}:")
+def print_checks(console: Console, reference: Run, yardstick: Run, run: Run, checks: list[Check]) -> None:
+    """Prints the distances of two runs from the reference, and the verdict."""
+    console.print(f"Distance from {reference.name}, torch's plain softmax:")
+    console.print(f"  {'':<30} {run.name:>15} {yardstick.name:>9} {'limit':>9}")
     for check in checks:
-        mark = "[green]ok[/]" if check.passed else "[red]TOO LARGE[/]"
-        console.print(f"  {check.name:<31} {check.difference:8.1e}, limit {check.limit:.0e}  {mark}")
+        mark = "[green]ok[/]" if check.passed else "[red]TOO FAR[/]"
+        numbers = f"{check.difference:15.1e} {check.yardstick:9.1e} {check.limit:9.1e}"
+        console.print(f"  {check.name:<30} {numbers}  {mark}")
+    console.print(f"  The limit is {FACTOR:g} times the distance of {yardstick.name}, torch's default kernel.")
     if all(check.passed for check in checks):
-        console.print("[bold green]  The two loss curves agree.[/]")
+        console.print(f"[bold green]  The training runs of {run.name} and of torch's two kernels agree.[/]")
     else:
-        console.print("[bold red]  The two loss curves DO NOT agree.[/]")
+        console.print(f"[bold red]  The training runs of {run.name} and of torch's two kernels DO NOT agree.[/]")
 
 
 def write_json(path: Path, runs: list[Run], comparisons: list[dict], settings: Settings, corpus: Corpus) -> None:
-    """Every number behind the table and the plot."""
+    """Writes every number of the table and of the plot."""
     results = {
         "agree": all(comparison["agree"] for comparison in comparisons),
         "settings": asdict(settings),
@@ -150,11 +160,13 @@ def write_json(path: Path, runs: list[Run], comparisons: list[dict], settings: S
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def comparison_as_json(reference: Run, run: Run, checks: list[Check]) -> dict:
+def comparison_as_json(reference: Run, yardstick: Run, run: Run, checks: list[Check]) -> dict:
     return {
         "reference": reference.name,
+        "yardstick": yardstick.name,
         "candidate": run.name,
         "agree": all(check.passed for check in checks),
-        "speed": speed(reference, run),
+        "speed": speed(yardstick, run),
+        "factor": FACTOR,
         "checks": [asdict(check) | {"passed": check.passed} for check in checks],
     }

@@ -27,7 +27,7 @@ PROMPT = b"\n    def "
 class Settings:
     """Everything that two runs have in common; the defaults are the demo's."""
 
-    steps: int = 400
+    steps: int = 200
     batch_size: int = 2
     context: int = 1024
     d_model: int = 128

@@ -1,10 +1,18 @@
-"""python tools/requirements.py GROUP: the packages of one group of pyproject.toml's optional dependencies, for pip."""
+"""Prints the packages of one group of pyproject.toml's optional dependencies: `python tools/requirements.py GROUP`."""
 
 import re
 import sys
 from pathlib import Path
 
-# By a pattern, because Python 3.10 has no parser for TOML.
-text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-group = re.search(rf"^{re.escape(sys.argv[1])} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)[1]
-print(*re.findall(r'^[^#]*?"([^"]+)"', group.replace(",", ",\n"), re.MULTILINE))
+
+def packages(group: str) -> list[str]:
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    # A pattern, because Python 3.10 has no parser for TOML.
+    found = re.search(rf"^{re.escape(group)} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+    if not found:
+        raise SystemExit(f"requirements.py: pyproject.toml has no group {group!r}")
+    return re.findall(r'^[^#]*?"([^"]+)"', found[1].replace(",", ",\n"), re.MULTILINE)
+
+
+if __name__ == "__main__":
+    print(*packages(sys.argv[1]))
