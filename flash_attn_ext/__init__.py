@@ -8,8 +8,15 @@ if is_unbuilt():
     from ._unbuilt import refuse as __getattr__  # noqa: F401
 else:
     from . import _flops, _vmap  # noqa: F401  register what FlopCounterMode counts, and the vmap rules
-    from ._activate import (
+    from ._explain import Explanation, explain
+    from ._explain_packed import explain_kvcache, explain_varlen
+    from .functional import dropout_mask, flash_attn, new_rng_state
+    from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
+    from .kvcache import flash_attn_with_kvcache
+    from .nn import (
         ActivationReport,
+        MultiheadAttention,
+        ReplacedAttention,
         SdpaExplanation,
         activate,
         activated,
@@ -17,14 +24,8 @@ else:
         deactivate,
         explain_sdpa,
         is_active,
+        replace_attention,
     )
-    from ._explain import Explanation, explain
-    from ._explain_packed import explain_kvcache, explain_varlen
-    from .functional import dropout_mask, flash_attn, new_rng_state
-    from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
-    from .kvcache import flash_attn_with_kvcache
-    from .modules import MultiheadAttention
-    from .patch import ReplacedAttention, replace_attention
     from .varlen import flash_attn_varlen
 
 __all__ = [

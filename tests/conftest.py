@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import flash_attn_ext
-from flash_attn_ext import _nested, modules
+from flash_attn_ext.nn import multihead_attention, nested
 
 # One thread, here and in the processes that tests start. The tensors are small: on a busy machine, and with a worker of
 # pytest-xdist on each core, several threads wait for each other most of the time. Tests of threads set their number.
@@ -111,8 +111,8 @@ def calls(monkeypatch):
 
         return record
 
-    monkeypatch.setattr(modules, "flash_attn", recorded(modules.flash_attn))
-    monkeypatch.setattr(_nested, "flash_attn_varlen", recorded(_nested.flash_attn_varlen))  # of nested tensors
+    monkeypatch.setattr(multihead_attention, "flash_attn", recorded(multihead_attention.flash_attn))
+    monkeypatch.setattr(nested, "flash_attn_varlen", recorded(nested.flash_attn_varlen))  # of nested tensors
     return made
 
 

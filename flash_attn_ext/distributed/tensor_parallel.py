@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from .._weights import attention_weights
 from ..functional import flash_attn
-from ..modules import MultiheadAttention
+from ..nn import MultiheadAttention
 from ._work import HEADS, Work
 
 

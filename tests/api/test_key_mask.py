@@ -9,7 +9,7 @@ from reference import attention as reference
 from tolerances import assert_as_exact_as_torch
 
 from flash_attn_ext import explain, flash_attn
-from flash_attn_ext._weights import merged
+from flash_attn_ext.nn.attention_weights import merged
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))

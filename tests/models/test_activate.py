@@ -241,7 +241,7 @@ def test_twice_is_once_and_contexts_nest():
 
 
 def test_through_torchs_own_interface():
-    assert flash_attn_ext.activate.__module__ == "flash_attn_ext._activate"
+    assert flash_attn_ext.activate.__module__ == "flash_attn_ext.nn.torch_overrides"
     assert "flash_attn_ext" in torch.nn.attention.list_flash_attention_impls()
     torch.nn.attention.activate_flash_attention_impl("flash_attn_ext")
     assert is_active()

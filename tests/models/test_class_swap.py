@@ -59,7 +59,7 @@ def test_modules_that_could_not_run_are_left(make, reason):
 
 def test_a_module_on_a_device_without_kernels_is_left(monkeypatch):
     module = attention()
-    monkeypatch.setattr("flash_attn_ext._class_swap.build_info", lambda: {"max_head_dim": 512, "cuda": True})
+    monkeypatch.setattr("flash_attn_ext.nn.class_swap.build_info", lambda: {"max_head_dim": 512, "cuda": True})
     module.in_proj_weight = nn.Parameter(module.in_proj_weight.detach().to("meta"))  # not loaded yet
     assert replace_attention(module).replaced == ("",)
 

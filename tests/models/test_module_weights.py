@@ -14,7 +14,8 @@ from tolerances import assert_as_exact_as_torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flash_attn_ext import MultiheadAttention, _weights, dropout_mask, new_rng_state
+from flash_attn_ext import MultiheadAttention, dropout_mask, new_rng_state
+from flash_attn_ext.nn import attention_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(params=[1, 3], ids=["rows 1", "rows 3"])
 def blocks(request, monkeypatch):
     """Weights of all heads in blocks of so few queries, which do not divide S_q; averaged ones of twice as many."""
-    monkeypatch.setattr(_weights, "BLOCK_ELEMENTS", request.param * B * H * SK)
+    monkeypatch.setattr(attention_weights, "BLOCK_ELEMENTS", request.param * B * H * SK)
 
 
 @pytest.mark.parametrize("masks", MASKS)
@@ -125,7 +126,7 @@ def test_dropout_in_parts():
 def test_nothing_is_as_large_as_the_weights_of_all_heads(top_k, masks, dropout, monkeypatch):
     """Forward and backward: no tensor beyond the averaged weights, and with top_k none beyond a block of them."""
     batch, heads, size = 2, 8, 256
-    monkeypatch.setattr(_weights, "BLOCK_ELEMENTS", batch * size * 32)
+    monkeypatch.setattr(attention_weights, "BLOCK_ELEMENTS", batch * size * 32)
     ours = MultiheadAttention(32, heads, dropout=dropout, batch_first=True)
     x = torch.randn(batch, size, 32, requires_grad=True)
     masks = {} if masks == "none" else {
@@ -137,7 +138,7 @@ def test_nothing_is_as_large_as_the_weights_of_all_heads(top_k, masks, dropout, 
         values = weights if top_k is None else weights[0]
         (out.sum() + values.square().sum()).backward()
     projection = batch * size * 3 * 32
-    weights = batch * size * size if top_k is None else _weights.BLOCK_ELEMENTS
+    weights = batch * size * size if top_k is None else attention_weights.BLOCK_ELEMENTS
     turned = size * size if masks else 0  # attn_mask in the kernel's sense
     largest_allowed = max(projection, weights, turned)
     assert largest.elements == largest_allowed < batch * heads * size * size / 4

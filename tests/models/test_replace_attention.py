@@ -9,7 +9,8 @@ from model_helpers import PADDING, SRC, TGT, B, E, H, S, assert_same, encoder_la
 from torch import nn
 from torch.nn.utils import parametrize
 
-from flash_attn_ext import MultiheadAttention, modules, replace_attention
+from flash_attn_ext import MultiheadAttention, replace_attention
+from flash_attn_ext.nn import multihead_attention
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested_tensor is True"),
@@ -202,14 +203,14 @@ def check_untouched(model, hooks=0):
 def test_a_different_result_raises_and_restores(monkeypatch):
     model = Model()
     model.attention.register_forward_pre_hook(lambda *_: None)
-    kernel = modules.flash_attn
+    kernel = multihead_attention.flash_attn
 
     def wrong(*args, **kwargs):
         out, lse = kernel(*args, **kwargs)
         out[0, 0, 0, 0] += 0.5
         return out, lse
 
-    monkeypatch.setattr(modules, "flash_attn", wrong)
+    monkeypatch.setattr(multihead_attention, "flash_attn", wrong)
     nn.init.eye_(model.attention.out_proj.weight)
     for tolerance in ({}, {"atol": 0.4}, {"atol": 0.0, "rtol": 1e-3}):
         with pytest.raises(RuntimeError, match=r"output tensor 0 would change by up to 0\.5, .* nothing was replaced"):
@@ -221,7 +222,9 @@ def test_a_different_result_raises_and_restores(monkeypatch):
 
 def test_nan_after_the_replacement_is_a_difference(monkeypatch):
     model = Model()
-    monkeypatch.setattr(modules, "flash_attn", lambda q, *_, **__: (torch.full_like(q, math.nan), q[..., 0]))
+    monkeypatch.setattr(
+        multihead_attention, "flash_attn", lambda q, *_, **__: (torch.full_like(q, math.nan), q[..., 0])
+    )
     with pytest.raises(RuntimeError, match="by up to nan"):
         replace_attention(model, sample_input=SRC, atol=1e9)
     check_untouched(model)
@@ -233,7 +236,7 @@ def test_an_error_of_the_model_restores(monkeypatch):
     def fails(*args, **kwargs):
         raise NotImplementedError("no kernel")
 
-    monkeypatch.setattr(modules, "flash_attn", fails)
+    monkeypatch.setattr(multihead_attention, "flash_attn", fails)
     with pytest.raises(NotImplementedError, match="no kernel"):
         replace_attention(model, sample_input=SRC)
     check_untouched(model)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ._class_swap import drop_keep_forward, exchange_base, keep_forward, why_not_replaceable
-from .modules import MultiheadAttention
+from .class_swap import drop_keep_forward, exchange_base, keep_forward, why_not_replaceable
+from .multihead_attention import MultiheadAttention
 
 __all__ = ["ReplacedAttention", "replace_attention"]
 

@@ -1,7 +1,7 @@
 """MultiheadAttention: torch.nn.MultiheadAttention on the tiled kernel.
 
 Reading order: `forward` (check, project, turn the masks, attend, project back), then the helpers it calls. Nested
-tensors go another way, `_nested.py`.
+tensors go another way, `nested.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import _nested
-from ._class_swap import exchange_base, is_sharded, keep_forward, why_not_replaceable
-from ._weights import attention_weights, merged
-from .functional import flash_attn, new_rng_state
+from ..functional import flash_attn, new_rng_state
+from . import nested
+from .attention_weights import attention_weights, merged
+from .class_swap import exchange_base, is_sharded, keep_forward, why_not_replaceable
 
 __all__ = ["MultiheadAttention"]
 
@@ -169,8 +169,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 return argument.tracer.create_proxy("call_module", name, arguments, {"top_k": top_k})
         if query.is_nested or key.is_nested or value.is_nested:
             inputs = {"query": query, "key": key, "value": value}
-            _nested.check(self, inputs, {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask})
-            return _nested.forward(self, query, key, value, need_weights, average_attn_weights, is_causal, top_k)
+            nested.check(self, inputs, {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask})
+            return nested.forward(self, query, key, value, need_weights, average_attn_weights, is_causal, top_k)
         self._check(query, key, value, key_padding_mask, attn_mask, need_weights, is_causal)
         batched = query.dim() == 3
 

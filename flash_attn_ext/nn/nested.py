@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._weights import attention_weights
-from .functional import new_rng_state
-from .varlen import flash_attn_varlen
+from ..functional import new_rng_state
+from ..varlen import flash_attn_varlen
+from .attention_weights import attention_weights
 
 
 @dataclass(frozen=True)

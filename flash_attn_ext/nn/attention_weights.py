@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import _functorch, _ops
-from .functional import dropout_mask, some_dtensor
+from .. import _functorch, _ops
+from ..functional import dropout_mask, some_dtensor
 
 # Weights held at once, of what is not returned as a whole: 32 MiB of float32. torch's operators hold twice as much.
 BLOCK_ELEMENTS = 1 << 23

@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import nn
 
-from .inspection import build_info
+from ..inspection import build_info
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

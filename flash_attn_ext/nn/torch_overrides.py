@@ -13,8 +13,8 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from . import _ops
-from ._explain import Explanation, explain
+from .. import _ops
+from .._explain import Explanation, explain
 
 __all__ = [
     "ActivationReport",
