@@ -1,4 +1,4 @@
-"""Recognises masks of transformers that are a band of the score matrix, perhaps with padding or packed sequences."""
+"""Recognises masks of transformers that are a band of the score matrix, also with padding or packed sequences."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-__all__ = ["Pattern", "PatternMask", "offsets_of", "read_packed", "read_pattern"]
+__all__ = ["Pattern", "PatternMask", "read_packed", "read_pattern", "sequence_offsets"]
 
 
 @dataclass(frozen=True)
 class Pattern:
     """Query i sees key j where ``i + shift - left <= j <= i + shift + right``, ``j < keys`` and ``padding[:, j]``.
 
-    ``left`` and ``right`` are -1 where that side has no limit; ``padding`` is bool (B, keys), or None. With
-    ``sequences``, all rows of the batch behind each other are packed sequences that do not see each other: sequence n
-    is the rows ``sequences[n]`` to ``sequences[n + 1]``. ``shift`` is 0 and ``padding`` None then.
+    ``left`` or ``right`` is -1 if that side has no limit. ``padding`` is bool (B, keys), or None. With ``sequences``,
+    the rows of the whole batch, one after another, are packed sequences that do not see each other: sequence n has the
+    rows ``sequences[n]`` to ``sequences[n + 1]``. Then ``shift`` is 0 and ``padding`` is None.
     """
 
     keys: int
@@ -30,9 +30,9 @@ class Pattern:
     sequences: Tensor | None = None
 
     def options(self, seqlen_q: int) -> dict | None:
-        """As options of ``flash_attn``, for that many queries and the first ``keys`` keys; None if it has none.
+        """The options of ``flash_attn`` for ``seqlen_q`` queries and the first ``keys`` keys; None if no options fit.
 
-        In a packed sequence of as many queries as keys they mean the same.
+        They are also right for each packed sequence, because it has as many queries as keys.
         """
         if self.left < 0 and self.right < 0:
             return {}
@@ -44,46 +44,46 @@ class Pattern:
 
 
 class PatternMask(Tensor):
-    """A bool mask (B, 1, S_q, S_k) that knows its pattern; its values are computed when they are needed.
+    """A bool mask (B, 1, S_q, S_k) that knows its pattern. Its values are computed when they are needed.
 
-    Models pass masks on and look at their shape, which costs nothing here. Whatever else is done with one (slicing,
-    moving, combining) is done with the dense mask, so that no model can lose part of it.
+    Models pass masks on and read their shape: both cost nothing here. Any other operation (slicing, moving, combining)
+    runs on the dense mask, so that no model can lose part of the mask.
     """
 
     pattern: Pattern
     _dense: Callable[[], Tensor]
 
-    # What may be asked without the values.
-    _FREE = frozenset(
+    # Operations that do not need the values.
+    _WITHOUT_VALUES = frozenset(
         getattr(Tensor, name).__get__
         for name in ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda", "is_nested", "layout", "is_leaf")
     ) | {Tensor.dim, Tensor.size, Tensor.is_floating_point, Tensor.numel, Tensor.get_device}
 
     @staticmethod
     def make(pattern: Pattern, shape: tuple[int, ...], dense: Callable[[], Tensor], device) -> PatternMask:
-        # One element, broadcast: the memory order is never looked at.
-        held = torch.zeros((), dtype=torch.bool, device=device).expand(shape)
-        mask = Tensor._make_subclass(PatternMask, held)
+        # One element, broadcast: nobody reads the strides.
+        storage = torch.zeros((), dtype=torch.bool, device=device).expand(shape)
+        mask = Tensor._make_subclass(PatternMask, storage)
         mask.pattern = pattern
         mask._dense = dense
         return mask
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in cls._FREE:
+        if function in cls._WITHOUT_VALUES:
             return super().__torch_function__(function, types, args, kwargs)
         args, kwargs = torch.utils._pytree.tree_map_only(PatternMask, cls.dense, (args, kwargs or {}))
         return function(*args, **kwargs)
 
     def dense(self) -> Tensor:
-        """The mask with its values, as transformers would have made it."""
+        """The mask with its values, as transformers makes it."""
         return self._dense()
 
 
 def read_pattern(mask_function: Callable) -> tuple[int, int] | None:
-    """(left, right) of a mask function of transformers, relative to the positions; None if it is no band.
+    """(left, right) of a mask function of transformers, relative to the positions; None if it is not a band.
 
-    A function is recognised by its code and its closure, never by samples of its values. An unknown one gives None.
+    A function is recognised by its code and its closure, never by samples of its values. Unknown code gives None.
     """
     if mask_function is masking_utils.causal_mask_function:
         return -1, 0
@@ -105,8 +105,10 @@ def read_pattern(mask_function: Callable) -> tuple[int, int] | None:
 
 
 def read_packed(mask_function: Callable) -> tuple[Callable, Tensor] | None:
-    """For a mask of packed sequences: the mask function of each sequence, whose positions count from the sequence's
-    start, and the number of each row's sequence, (B, S). None if it is another mask.
+    """Splits the mask function of packed sequences; None if it is another mask function.
+
+    Returns the mask function within a sequence, for positions from the sequence's start, and the sequence number of
+    each row, (B, S).
     """
     if _kind(mask_function) != "all_of":
         return None
@@ -116,10 +118,10 @@ def read_packed(mask_function: Callable) -> tuple[Callable, Tensor] | None:
     return _closure(parts[1])["mask_function"], _closure(parts[0])["packed_sequence_mask"]
 
 
-def offsets_of(numbers: Tensor) -> Tensor:
-    """(sequences + 1) int32: where each sequence begins, from the rows' sequence numbers (B, S).
+def sequence_offsets(numbers: Tensor) -> Tensor:
+    """(sequences + 1) int32: the first row of each sequence, from the sequence number of each row, (B, S).
 
-    The rows of the batch lie behind each other. A sequence ends with its row of the batch.
+    Rows are counted through the whole batch. No sequence continues in the next element of the batch.
     """
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
@@ -136,7 +138,8 @@ def _closure(function: FunctionType) -> dict:
 
 
 def _makers() -> dict[CodeType, str]:
-    """code object -> kind, of the functions that transformers' mask makers return. All results of a maker share one."""
+    """code object -> kind of mask function. All functions that one of transformers' makers returns share one code
+    object."""
     makers = {}
     for name, kind, variables, arguments in (
         ("and_masks", "all_of", {"mask_functions"}, ()),
@@ -148,7 +151,7 @@ def _makers() -> dict[CodeType, str]:
         maker = getattr(masking_utils, name, None)
         if maker is not None:
             inner = maker(*arguments)
-            if set(inner.__code__.co_freevars) == variables:  # a version that is built otherwise gives dense masks
+            if set(inner.__code__.co_freevars) == variables:  # in other versions of transformers the mask is dense
                 makers[inner.__code__] = kind
     return makers
 

@@ -1,8 +1,8 @@
-"""transformers 5.x: ``attn_implementation=register()`` runs a model's attention on flash_attn_ext.
+"""transformers 5: ``attn_implementation=register()`` runs a model's attention on flash_attn_ext.
 
-The mask function says which keys each query sees, and leaves that a pattern where it can, so that nothing of size
-S_q x S_k is made; the attention function turns a pattern or a mask into the arguments of ``flash_attn``, or, for packed
-sequences, of ``flash_attn_varlen``.
+transformers calls two functions of this file. ``attention_mask`` describes the visible keys of each query, as a
+:class:`PatternMask` where it can, so that no S_q x S_k mask is made. ``attention`` converts the description into the
+arguments of ``flash_attn``, or of ``flash_attn_varlen`` for packed sequences.
 """
 
 from collections.abc import Iterator
@@ -16,24 +16,25 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 
 from ..functional import flash_attn
 from ..varlen import flash_attn_varlen
-from .mask_pattern import Pattern, PatternMask, offsets_of, read_packed, read_pattern
+from .mask_pattern import Pattern, PatternMask, read_packed, read_pattern, sequence_offsets
+from .transformers_keywords import HONOURED, REFUSED, WITHOUT_EFFECT, check_keywords
 
-__all__ = ["NAME", "continuous_batching", "register"]
+__all__ = ["HONOURED", "NAME", "REFUSED", "WITHOUT_EFFECT", "continuous_batching", "register"]
 
 if int(transformers.__version__.split(".")[0]) < 5:
     raise ImportError(f"transformers: got version {transformers.__version__}; allowed: 5 or later")
 
-# transformers takes a name that contains "flash" for flash-attention's own, and imports that.
+# Without "flash": transformers imports flash-attention for every name that contains it.
 NAME = "fa_ext"
-# Continuous batching takes only such names, besides two of its own. It does not import anything.
+# With "flash": continuous batching accepts only these names and two of its own. It imports nothing for them.
 PAGED_NAME = "fa_ext_flash_paged"
 
 
 def register() -> str:
-    """Makes flash_attn_ext known to transformers, and returns the name to give as ``attn_implementation``.
+    """Registers flash_attn_ext in transformers, and returns the name for ``attn_implementation``.
 
     ``AutoModel.from_pretrained(..., attn_implementation=register())`` or, for a model that exists already,
-    ``model.set_attn_implementation(register())``. Calling it again does nothing new.
+    ``model.set_attn_implementation(register())``. A second call changes nothing.
     """
     for name in (NAME, PAGED_NAME):
         AttentionInterface.register(name, attention)
@@ -45,8 +46,8 @@ def register() -> str:
 def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
     """Inside, ``model.generate_batch`` and transformers' other ways of continuous batching run on flash_attn_ext.
 
-    A context of its own, because transformers lets only its own names and those of flash-attention into continuous
-    batching, and :func:`register`'s is neither. Afterwards the model has the implementation that it had before.
+    This needs a context, because continuous batching in transformers does not accept :func:`register`'s name. At its
+    end the model has its previous implementation again.
     """
     register()
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
@@ -72,11 +73,11 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     **options,
 ) -> Tensor | None:
-    """transformers' interface for masks: (B, 1, S_q, S_k) of bool, as a :class:`PatternMask` where that suffices.
+    """transformers' interface for masks: a bool mask of (B, 1, S_q, S_k), as a :class:`PatternMask` where possible.
 
-    None stands for: causal if the attention module is and there are several queries, otherwise everything. What the
-    pattern cannot say (chunks, functions of the user) is transformers' own dense mask; so is everything while a graph
-    is traced.
+    None means: causal if the attention module is causal and there are several queries, otherwise no mask. The result
+    is transformers' dense mask if no pattern describes it (chunks, a user's function), and always while a graph is
+    traced.
     """
 
     def dense(may_skip: bool = False) -> Tensor | None:
@@ -89,13 +90,13 @@ def attention_mask(
 
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return dense(may_skip=True)
-    within_sequence, numbers = read_packed(mask_function) or (mask_function, None)
+    within_sequence, sequence_numbers = read_packed(mask_function) or (mask_function, None)
     band = read_pattern(within_sequence)
-    shift = int(q_offset) - int(kv_offset)  # how far the first query lies behind the first key
+    shift = int(q_offset) - int(kv_offset)  # position of the first query minus position of the first key
     if band is None or shift < 0:
         return dense(may_skip=True)
     left, right = band
-    # Keys behind the last query's right side are invisible to all: they are the unused end of a static cache.
+    # No query sees the keys after this: they are the unused end of a static cache.
     keys = kv_length if right < 0 else min(kv_length, shift + q_length + right)
     if keys < 1:
         return dense()
@@ -103,21 +104,21 @@ def attention_mask(
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + keys].bool()
         padding = None if padding.all() else padding
-    if left >= shift + q_length - 1:  # the window reaches back to the first key from every query
+    if left >= shift + q_length - 1:  # the window of every query includes the first key
         left = -1
     if right >= keys - 1 - shift:
         right = -1
-    skippable = padding is None and left < 0 and numbers is None
+    skippable = padding is None and left < 0 and sequence_numbers is None
     if skippable and allow_is_bidirectional_skip and right < 0 and keys == kv_length:
         return None
-    # None lets attention() take the upper left diagonal, over as many keys as there are queries.
+    # For None, attention() uses the upper left diagonal and as many keys as queries.
     if skippable and allow_is_causal_skip and ((shift == 0 and right == 0) or (q_length == 1 and keys == kv_length)):
         return None
     pattern = Pattern(keys=keys, shift=shift, left=left, right=right, padding=padding)
-    if numbers is not None:
-        if padding is not None or shift != 0 or numbers.shape != (batch_size, q_length) or keys != q_length:
+    if sequence_numbers is not None:
+        if padding is not None or shift != 0 or sequence_numbers.shape != (batch_size, q_length) or keys != q_length:
             return dense()
-        pattern = Pattern(keys, shift, *band, padding=None, sequences=offsets_of(numbers))
+        pattern = Pattern(keys, shift, *band, padding=None, sequences=sequence_offsets(sequence_numbers))
     if pattern.options(q_length) is None:
         return dense()
     return PatternMask.make(pattern, (batch_size, 1, q_length, kv_length), dense, options.get("device", "cpu"))
@@ -136,48 +137,54 @@ def attention(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: object | None = None,
+    deterministic: bool | None = None,
     **options,
 ) -> tuple[Tensor, None]:
     """transformers' interface for attention.
 
     Args:
         query, key, value: (B, H, S_q, D), (B, H_kv, S_k, D) and (B, H_kv, S_k, D_v).
-        attention_mask: a :class:`PatternMask`; (B or 1, H or 1, S_q, S_k), bool (True attends) or added to the
-            scores; or None: causal with the upper left diagonal if the module is causal and there are several
-            queries, else everything.
+        attention_mask: a :class:`PatternMask`; or (B or 1, H or 1, S_q, S_k), bool (True attends) or float (added to
+            the scores); or None: causal with the upper left diagonal if the module is causal and there are several
+            queries, otherwise no mask.
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        s_aux: (H,): a score without a key, the attention sink of gpt-oss, that every query's softmax sums too.
+        s_aux: (H,), the attention sink of gpt-oss: every query's softmax sums this score too. It has no key.
         position_bias: (1 or B, H, S_q, S_k), added to the scores (T5). Receives a gradient.
-        cache: of continuous batching. It takes the new keys and values, and gives those of all sequences.
-        options: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` say that the rows of the
-            batch, behind each other, are packed sequences. ``sliding_window`` counts with a ``cache`` alone: otherwise
-            the mask has it, as in transformers' own eager attention.
+        cache: the cache of continuous batching. It stores the new keys and values, and returns all keys and values.
+        deterministic: as ``flash_attn`` takes it (ModernBERT).
+        options: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` describe packed sequences:
+            the rows of the batch, one after another. ``sliding_window`` is read only with a ``cache``; without it the
+            mask has the window, as for transformers' eager attention. See ``transformers_keywords`` for all keywords.
 
     Returns:
         out (B, S_q, H, D_v), and None for the weights.
 
     Raises:
-        ValueError: what cannot be computed here: the weights; offsets of one side alone; a mask of other dimensions.
+        ValueError: ``output_attentions=True``, a keyword of ``REFUSED``, only one of the two offsets, or a mask that is
+            not 4-D.
+        TypeError: a keyword that is in none of the three lists.
     """
+    check_keywords(options)
     check_arguments(attention_mask, options)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     settings = {"dropout_p": dropout, "scale": scaling, "enable_gqa": True, "softcap": softcap or 0.0}
+    if deterministic is not None:
+        settings["deterministic"] = deterministic
     if s_aux is not None:
         settings["sink"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
     if cache is not None:
-        key, value = cache.update(key, value, module.layer_idx, options)  # which writes the offsets to options, too
+        key, value = cache.update(key, value, module.layer_idx, options)  # also writes the offsets into `options`
         size = options.get("sliding_window")
         window = None if size is None else (size - 1, -1 if is_causal else size - 1)
         causal = "lower_right" if is_causal else None
-        return attend_packed(
-            query, key, value, given_sequences(options), causal=causal, window=window, **settings
-        ), None
+        out = attend_packed(query, key, value, given_sequences(options), causal=causal, window=window, **settings)
+        return out, None
 
     mask, key_mask, band = attention_mask, None, {}
     offsets = given_sequences(options)
     if offsets is not None and offsets[0].numel() <= 2 and offsets[1].numel() <= 2:
-        offsets = None  # one sequence, as any other
+        offsets = None  # one sequence needs no offsets
     packed = position_bias is None and packed_band(mask, offsets, is_causal, query, key)
     if packed:
         offsets, band = packed
@@ -194,7 +201,7 @@ def attention(
         band = pattern.options(seqlen_q)
         mask, key_mask = None, pattern.padding
     elif mask is None and is_causal and seqlen_q > 1:
-        # Keys beyond the queries are the unused end of a static cache.
+        # The keys after the queries are the unused end of a static cache.
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
         position_bias = None if position_bias is None else position_bias[..., :seqlen_q]
         band = {"causal": "upper_left"}
@@ -207,7 +214,7 @@ def attention(
 
 
 def check_arguments(mask: Tensor | None, options: dict) -> None:
-    """Raises for what would be wrong or missing in the result."""
+    """Raises for requested attention weights, and for a mask that is not 4-D."""
     if options.get("output_attentions"):
         raise ValueError(
             f"output_attentions: got True with attn_implementation={NAME!r}; allowed: False, as the weights are not "
@@ -217,12 +224,12 @@ def check_arguments(mask: Tensor | None, options: dict) -> None:
         raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}; allowed: 4 dimensions, (B, 1 or H, S_q, S_k)")
 
 
-# Packed sequences: (cu_seqlens_q, cu_seqlens_k, longest q, longest k), the last two None where they are not known.
+# Packed sequences: (cu_seqlens_q, cu_seqlens_k, longest q or None, longest k or None).
 Offsets = tuple[Tensor, Tensor, int | None, int | None]
 
 
 def given_sequences(options: dict) -> Offsets | None:
-    """The packed sequences that the caller describes; None if it does not."""
+    """The packed sequences that the keywords describe; None if they describe none."""
     given = [options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if given[0] is None and given[1] is None:
         return None
@@ -235,7 +242,7 @@ def given_sequences(options: dict) -> Offsets | None:
 def packed_band(
     mask: Tensor | None, offsets: Offsets | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> tuple[Offsets, dict] | None:
-    """The sequences and the options of ``flash_attn_varlen``, where that is all that the mask says; else None."""
+    """The sequences and the options for ``flash_attn_varlen``, if they express the whole mask; otherwise None."""
     pattern = mask.pattern if isinstance(mask, PatternMask) else None
     if mask is not None and (pattern is None or pattern.padding is not None or pattern.shift != 0):
         return None
@@ -254,14 +261,14 @@ def packed_band(
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, offsets: Offsets, **options) -> Tensor:
-    """``flash_attn_varlen`` of the rows of a batch, behind each other: (B, S_q, H, D_v)."""
+    """Runs ``flash_attn_varlen`` on the rows of a batch, one after another. Result: (B, S_q, H, D_v)."""
     rows = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     out = flash_attn_varlen(*rows, *offsets, **options)
     return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def only_within_sequences(mask: Tensor | None, offsets: Offsets, is_causal: bool, query: Tensor, key: Tensor) -> Tensor:
-    """A dense mask that hides other sequences too: for masks and position biases that are not known to do so."""
+    """A dense mask that also hides the keys of other sequences. For any mask or bias that might show them."""
     numbers = []
     for t, cu_seqlens in zip((query, key), offsets[:2], strict=True):
         rows = torch.arange(t.shape[0] * t.shape[2], device=t.device)
@@ -274,7 +281,7 @@ def only_within_sequences(mask: Tensor | None, offsets: Offsets, is_causal: bool
 
 
 def with_position_bias(mask: Tensor | None, position_bias: Tensor) -> Tensor:
-    """One mask that is added to the scores."""
+    """One float mask: the bias, and -inf or the float mask's value where there is a mask."""
     if mask is None:
         return position_bias
     if mask.dtype == torch.bool:

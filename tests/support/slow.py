@@ -79,6 +79,7 @@ TESTS = {
     ("test_modules_in_models", "test_compile"): "compiles a model",
     ("test_reference_algorithms", "test_any_sizes_and_blocks"): "some hundred drawn sizes",
     ("test_module_weights", "test_peak_memory_of_a_step_with_weights"): "weights of 16 heads at a length of 4096",
+    ("test_transformers_keywords", "test_each_keyword_of_the_models_is_in_one_list"): "parses 350 models' sources",
 }
 
 # The files of half a minute and more, about the longest first: so no worker is left alone with one at the end.

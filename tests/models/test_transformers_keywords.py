@@ -1,0 +1,76 @@
+"""Each keyword that transformers passes to an attention function is honoured, known to be harmless, or refused."""
+
+import inspect
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed")
+
+from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs  # noqa: E402
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs  # noqa: E402
+from transformers.utils.generic import TransformersKwargs  # noqa: E402
+from transformers_helpers import SMALL, make_pair, tokens  # noqa: E402
+from transformers_keywords import keywords_of_models  # noqa: E402
+
+from flash_attn_ext.integrations import transformers as integration  # noqa: E402
+from flash_attn_ext.integrations.transformers import HONOURED, REFUSED, WITHOUT_EFFECT  # noqa: E402
+
+PARAMETERS = set(inspect.signature(integration.attention).parameters) - {"module", "options"}
+
+
+def attend(**keywords):
+    q = torch.randn(1, 2, 3, 8)
+    return integration.attention(torch.nn.Module(), q, q, q, None, **keywords)[0]
+
+
+def listed(name):
+    return sum(name in names for names in (PARAMETERS, HONOURED, WITHOUT_EFFECT, REFUSED)) == 1
+
+
+def test_each_keyword_of_the_models_is_in_one_list():
+    passed, read_by_eager = keywords_of_models()
+    # The search finds keywords written in the call, and keywords that a decoder passes down through two modules.
+    assert "deepseek_v32" in passed["indices"]
+    assert "gpt_oss" in passed["s_aux"]
+    assert "llama" in passed["use_cache"]
+    assert {name: sorted(models) for name, models in passed.items() if not listed(name)} == {}
+    # A keyword that some model's own eager attention reads may change the result.
+    assert "softcap" in read_by_eager
+    assert not read_by_eager & WITHOUT_EFFECT
+
+
+@pytest.mark.parametrize("kind", [TransformersKwargs, FlashAttentionKwargs, PagedAttentionArgs])
+def test_each_documented_keyword_is_in_one_list(kind):
+    assert [name for name in kind.__annotations__ if not listed(name)] == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_keyword_that_is_not_supported_raises_its_name(name):
+    with pytest.raises(ValueError, match=f"^{name}: got Tensor; allowed: None"):
+        attend(**{name: torch.zeros(1)})
+    attend(**{name: None})
+
+
+def test_an_unknown_keyword_raises_its_name():
+    with pytest.raises(TypeError, match=r"^tilt: flash_attn_ext does not know this keyword"):
+        attend(tilt=2)
+    attend(tilt=None)
+    WITHOUT_EFFECT.add("tilt")
+    try:
+        attend(tilt=2)
+    finally:
+        WITHOUT_EFFECT.remove("tilt")
+
+
+def test_a_model_with_attention_by_index_raises():
+    """DeepSeek 3.2 differed from its eager attention by 0.22, as `indices` was ignored."""
+    config = transformers.DeepseekV32Config(
+        **SMALL, num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=4,
+        v_head_dim=8, index_n_heads=2, index_head_dim=8, index_topk=4, n_routed_experts=2, num_experts_per_tok=1,
+        n_group=1, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=2,
+    )  # fmt: skip
+    eager, ours = make_pair(lambda: transformers.AutoModel.from_config(config))
+    eager(tokens())
+    with pytest.raises(ValueError, match=r"^indices: got Tensor; allowed: None"):
+        ours(tokens())
