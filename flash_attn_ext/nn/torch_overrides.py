@@ -1,10 +1,11 @@
-"""activate: torch's own attention calls run on flash_attn_ext, in models that know nothing of it.
+"""activate: torch's own attention calls run on flash_attn_ext, in models that do not know flash_attn_ext.
 
-The kernels that do so are registered in torch's dispatcher by csrc/torch_overrides/; this module switches them on and
-off and shows what they did.
+csrc/torch_overrides/ registers kernels for torch's operators. This module switches them on and off, and reports which
+calls they ran.
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,14 +33,14 @@ IMPLEMENTATION = "flash_attn_ext"
 
 @dataclass(frozen=True)
 class ActivationReport:
-    """How often torch's attention operators were called while active, since the start or the last reset.
+    """Number of calls of torch's attention operators while active, since the start or the last reset.
 
     Attributes:
         taken: operator -> number of calls that ran on flash_attn_ext.
-        left: (operator, reason) -> number of calls that ran torch's own kernel, and why.
+        left: (operator, reason) -> number of calls that ran on torch's own kernel.
 
-    One call of a model may count at two operators: scaled_dot_product_attention leaves traced calls to torch,
-    which breaks them into other operators, of which some are taken.
+    One call of a model may count at two operators: torch splits a traced scaled_dot_product_attention into other
+    operators, and flash_attn_ext may run some of them.
     """
 
     taken: dict[str, int]
@@ -54,39 +55,81 @@ class ActivationReport:
         return text
 
 
+# Guards the two variables below. Reentrant: the garbage collector may end an abandoned block at any point.
+_lock = threading.RLock()
+_switched_on = False  # by activate()
+_open_blocks = 0  # of activated(), in all threads
+
+
+def _apply() -> None:
+    """Registers our kernels if anybody wants them, else torch's. The caller holds `_lock`."""
+    wanted = _switched_on or _open_blocks > 0
+    if wanted == _ops.is_active():
+        return
+    if wanted:
+        _ops.activate()
+    else:
+        _ops.deactivate()
+    # torch.compile caches the kernel of this operator, and would go on tracing the old one.
+    torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
+
+
 def activate() -> None:
     """From now on, torch's attention on CPU runs flash_attn_ext, in the whole process and in all threads.
 
-    Taken are :func:`torch.nn.functional.scaled_dot_product_attention`, eager, with autograd in both modes, autocast,
-    torch.func and torch.compile; and so ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``, their fused inference
-    path too; and ``torch.nn.attention.varlen.varlen_attn``, which has no kernel of torch's on CPU.
-    What our kernels do not take runs torch's own kernel as before, and :func:`activation_report` says why, as
-    :func:`explain_sdpa` does beforehand. On CUDA devices the operators are taken that FlashAttention-3 takes in torch,
-    if this build has CUDA kernels.
+    This holds for :func:`torch.nn.functional.scaled_dot_product_attention` in eager mode, with autograd in both modes,
+    autocast, torch.func and torch.compile. It also holds for ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``,
+    including their fused inference path, and for ``torch.nn.attention.varlen.varlen_attn``, for which torch has no CPU
+    kernel. A call that our kernels do not support runs on torch's own kernel as before: :func:`activation_report` gives
+    the reason afterwards, :func:`explain_sdpa` beforehand. On CUDA devices, in a build with CUDA kernels, it holds for
+    the operators that torch lets FlashAttention-3 replace.
+
     :func:`deactivate` restores torch. A second call does nothing. The environment variable
     ``FLASH_ATTN_EXT_ACTIVATE=1`` calls this when flash_attn_ext is imported.
 
-    What differs from torch, beside speed:
+    Differences from torch, in addition to speed:
 
-    - Rounding, and the elements that dropout drops: the seed is torch's generator's, the random numbers are not.
-    - A row to which all keys are masked gives 0 in the fused inference path too, where torch gives NaN.
-    - There, a float ``mask`` is added to the scores; torch hides every key whose mask is not 0.
-    - Memory: no tensor of size S_q x S_k, also where torch has one: with dropout, with a mask that needs a
-      gradient, with a head dimension of ``value`` of its own, and in the fused inference path.
+    - Rounding, and the elements that dropout drops: the seed is that of torch's generator, the random numbers differ.
+    - A row in which all keys are masked is 0 in the fused inference path too. There torch returns NaN.
+    - In this path a float ``mask`` is added to the scores. torch hides every key with a nonzero mask.
+    - Memory: there is no tensor of size S_q x S_k. torch has one with dropout, with a mask that needs a gradient, if
+      the head dimension of ``value`` differs, and in the fused inference path.
     """
-    _ops.activate()
-    _forget_dispatch()
+    global _switched_on
+    with _lock:
+        _switched_on = True
+        _apply()
 
 
 def deactivate() -> None:
-    """torch's own kernels run again. Calls in other threads end with the kernel that they began with."""
-    _ops.deactivate()
-    _forget_dispatch()
+    """Undoes :func:`activate`: torch's own kernels run again, as soon as no block of :func:`activated` is open.
+
+    Calls in other threads end with the kernel that they began with.
+    """
+    global _switched_on
+    with _lock:
+        _switched_on = False
+        _apply()
 
 
-def _forget_dispatch() -> None:
-    """Empties torch.compile's cache of the kernel that this operator has: it would go on tracing the old one."""
-    torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
+@contextmanager
+def activated() -> Iterator[None]:
+    """:func:`activate` for a block of code, in all threads.
+
+    Blocks may nest and overlap, also in several threads: torch's own kernels run again when the last block has ended,
+    unless :func:`activate` was called.
+    """
+    global _open_blocks
+    with _lock:
+        _open_blocks += 1
+    try:
+        with _lock:
+            _apply()
+        yield
+    finally:
+        with _lock:
+            _open_blocks -= 1
+            _apply()
 
 
 def is_active() -> bool:
@@ -95,7 +138,7 @@ def is_active() -> bool:
 
 
 class _Handle:
-    """torch keeps it while an implementation is active, and calls `remove` to end that."""
+    """torch holds this object while an implementation is active, and calls `remove` to deactivate it."""
 
     def remove(self) -> None:
         deactivate()
@@ -110,20 +153,11 @@ def _activate_for_torch() -> _Handle:
 torch.nn.attention.register_flash_attention_impl(IMPLEMENTATION, register_fn=_activate_for_torch)
 
 
-@contextmanager
-def activated() -> Iterator[None]:
-    """:func:`activate` for a block of code, in all threads; afterwards everything is as it was before the block."""
-    before = is_active()
-    activate()
-    try:
-        yield
-    finally:
-        if not before:
-            deactivate()
-
-
 def activation_report(*, reset: bool = False) -> ActivationReport:
-    """Which calls of torch's attention operators were taken, and why others were not; ``reset`` starts at 0 again."""
+    """Which calls of torch's attention operators ran on flash_attn_ext, and the reasons for the calls that did not.
+
+    ``reset`` sets all counts to 0 afterwards.
+    """
     counts = _ops.activation_counts()
     if reset:
         _ops.reset_activation_counts()
@@ -136,11 +170,11 @@ def activation_report(*, reset: bool = False) -> ActivationReport:
 
 @dataclass(frozen=True)
 class SdpaExplanation:
-    """What :func:`explain_sdpa` found. Printed, it can be read.
+    """The result of :func:`explain_sdpa`. Its text is readable.
 
     Attributes:
-        why_not: why the call is left to torch; None if it is taken.
-        call: what our kernels do with it; None if it is left.
+        why_not: the reason why the call is left to torch; None if it runs on flash_attn_ext.
+        call: the explanation of the call on our kernels; None if it is left to torch.
     """
 
     why_not: str | None
@@ -166,9 +200,9 @@ def explain_sdpa(
 ) -> SdpaExplanation:
     """Whether this call of :func:`torch.nn.functional.scaled_dot_product_attention` runs on our kernels while active.
 
-    Arguments: those of torch's function. Nothing runs, whether active or not, and nothing is counted in
-    :func:`activation_report`; the checks are those of the call itself. Calls in compiled code, and on other devices
-    than CPU, go to other operators of torch and are not explained: ``why_not`` says so.
+    The arguments are the same as for torch's function, and they are checked as in the call itself. Nothing runs,
+    whether active or not, and :func:`activation_report` does not count it. Calls in compiled code, and on other
+    devices than CPU, go to other operators of torch. They are not explained: ``why_not`` says so.
     """
     if query.device.type != "cpu":
         return SdpaExplanation(f"the tensors are on {query.device.type}; only calls on cpu are explained", None)
@@ -178,10 +212,10 @@ def explain_sdpa(
 
 
 def _read_environment() -> None:
-    asked = os.environ.get("FLASH_ATTN_EXT_ACTIVATE", "")
-    if asked not in ("", "0", "1"):
-        raise ImportError(f"FLASH_ATTN_EXT_ACTIVATE: got {asked!r}; allowed: 0, 1 or unset")
-    if asked == "1":
+    value = os.environ.get("FLASH_ATTN_EXT_ACTIVATE", "")
+    if value not in ("", "0", "1"):
+        raise ImportError(f"FLASH_ATTN_EXT_ACTIVATE: got {value!r}; allowed: 0, 1 or unset")
+    if value == "1":
         activate()
 
 

@@ -222,7 +222,7 @@ def test_deactivate_restores_torch_exactly():
     assert not activation_report().taken
 
 
-def test_twice_is_once_and_contexts_nest():
+def test_a_second_activate_changes_nothing():
     before = tables()
     activate()
     activate()
@@ -232,11 +232,55 @@ def test_twice_is_once_and_contexts_nest():
     deactivate()
     deactivate()
     assert tables() == before
-    with activated(), activated():
+
+
+def test_blocks_nest_and_an_exception_ends_one():
+    before = tables()
+    with activated():
+        with activated():
+            pass
+        assert is_active()
+        with pytest.raises(KeyError), activated():
+            raise KeyError
         assert is_active()
     assert tables() == before
-    with pytest.raises(KeyError), activated():
-        raise KeyError
+
+
+def test_blocks_may_end_in_the_order_in_which_they_began():
+    first, second = activated(), activated()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert is_active()
+    second.__exit__(None, None, None)
+    assert not is_active()
+
+
+def test_an_open_block_outlives_deactivate_and_ends_before_activate():
+    with activated():
+        deactivate()
+        assert is_active()
+        activate()
+    assert is_active()
+    deactivate()
+    assert not is_active()
+
+
+def test_a_block_stays_active_when_an_earlier_block_of_another_thread_ends():
+    opened, close = threading.Event(), threading.Event()
+
+    def other():
+        with activated():
+            opened.set()
+            close.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    opened.wait()
+    with activated():
+        close.set()
+        thread.join()
+        assert is_active()
     assert not is_active()
 
 
