@@ -62,9 +62,7 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
     arguments.pop("return_softmax_lse")
     refuse_dtensors(**{name: arguments[name] for name in ("q", "k_cache", "v_cache", "k", "v")})
     names = {name: arguments.pop(name) for name in ("qv", "page_table", "learnable_sink")}
-    block_table, sink = kvcache.with_one_name(
-        **names, **{name: arguments[name] for name in ("block_table", "sink", "cache_batch_idx")}
-    )
+    block_table, sink = kvcache.with_one_name(**names, **{name: arguments[name] for name in ("block_table", "sink")})
     arguments |= {"block_table": block_table, "sink": sink}
     append, attend = kvcache.operator_arguments(**arguments)
     _check_has_numbers(cu_seqlens_q=attend["cu_seqlens_q"], cache_seqlens=attend["seqused_k"])

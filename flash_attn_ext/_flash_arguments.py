@@ -1,5 +1,6 @@
 """flash-attention's spellings of arguments as those of :func:`flash_attn`: windows, whole numbers, sinks, two names."""
 
+import contextlib
 import numbers
 
 import torch
@@ -17,25 +18,47 @@ def whole_number(name: str, value: object) -> int | None:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if hasattr(value, "__index__") and not isinstance(value, (bool, Tensor)):
-        return value.__index__()
-    got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    raise TypeError(f"{name}: got {got}; allowed: None or an int")
+        with contextlib.suppress(TypeError):  # an array of numpy with several elements
+            return value.__index__()
+    raise TypeError(f"{name}: got {_shown(value)}; allowed: None or an int")
+
+
+def true_or_false(name: str, value: object) -> bool:
+    """A bool: also a bool of numpy, the ints 0 and 1, or a tensor with one of these."""
+    if isinstance(value, (bool, torch.SymBool)):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point() and not value.is_meta:
+        value = value.item()
+    is_number = isinstance(value, numbers.Integral) or type(value).__name__ in ("bool", "bool_")  # the latter: numpy
+    if is_number and value in (0, 1):
+        return bool(value)
+    raise TypeError(f"{name}: got {_shown(value)}; allowed: True or False")
+
+
+def _shown(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def window_sides_of(window_size: object, allowed: str) -> tuple[int | None, int | None]:
+    """The two sides of a ``window_size``: a tuple, a list, an array of numpy, or a tensor."""
+    sides = window_size
+    if hasattr(sides, "tolist"):  # a tensor, or an array of numpy
+        with contextlib.suppress(RuntimeError):  # a tensor without numbers, such as a meta tensor
+            sides = sides.tolist()
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+        raise TypeError(f"window_size: got {_shown(window_size)}; allowed: {allowed}")
+    try:
+        left, right = (whole_number("window_size", side) for side in sides)
+    except TypeError:
+        raise TypeError(f"window_size: got {window_size!r}; allowed: {allowed}") from None
+    return left, right
 
 
 def window_of(window_size: object) -> tuple[int | None, int | None] | None:
     """``window`` for a ``window_size`` (left, right). None: no window."""
     if window_size is None:
         return None
-    sides = window_size
-    if hasattr(sides, "tolist"):  # a tensor, or an array of numpy
-        sides = sides.tolist()
-    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
-        got = f"a tensor of shape {list(window_size.shape)}" if isinstance(window_size, Tensor) else repr(window_size)
-        raise TypeError(f"window_size: got {got}; allowed: two ints (left, right); -1 is no limit")
-    try:
-        window = tuple(whole_number("window_size", side) for side in sides)
-    except TypeError:
-        raise TypeError(f"window_size: got {window_size!r}; allowed: two ints (left, right); -1 is no limit") from None
+    window = window_sides_of(window_size, "two ints (left, right); -1 is no limit")
     return None if window in NO_WINDOW else window
 
 
@@ -50,6 +73,40 @@ def exactly_one_name(name: str, value: Tensor | None, other: str, given: Tensor 
     """The value of an argument that has two names; an error if both are given."""
     if value is None:
         return given
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}; allowed: a torch.Tensor")
     if given is not None:
         raise ValueError(f"{name}: got one besides {other}, which is another name for it; allowed: one of them")
     return value
+
+
+_NO_KERNEL = "There is no kernel for it here"
+_FUNCTIONS = "Functions of the scores have no kernel here: attn_mask, softcap, alibi_slopes and window of flash_attn do"
+_INSTEAD = {
+    "qv": "The second query of multi-head latent attention has no kernel here: concatenate it to q and its key to k "
+    "where head_dim allows",
+    "k_descale": "Only flash_attn_with_kvcache reads 8-bit keys",
+    "v_descale": "Only flash_attn_with_kvcache reads 8-bit values",
+    "q_descale": "8-bit queries have no kernel here",
+    **dict.fromkeys(("score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars"), _FUNCTIONS),
+    **dict.fromkeys(
+        ("block_sparse_tensors", "block_sparse_tensors_bwd"),
+        "Lists of blocks have no kernel here: on CPU a bool attn_mask skips the tiles that it hides",
+    ),
+}
+
+
+def refuse_given(**arguments: object) -> None:
+    """Raises if an argument without a kernel here was given."""
+    for name, value in arguments.items():
+        if value is not None:
+            got = "a tensor" if isinstance(value, Tensor) else type(value).__name__
+            raise NotImplementedError(f"{name}: got {got}; allowed: None. {_INSTEAD.get(name, _NO_KERNEL)}")
+
+
+def check_hints(num_splits: object, pack_gqa: object = None, sm_margin: object = 0) -> int:
+    """Checks the types of hints about speed. Returns ``num_splits``; below 1 it is automatic, which is 0 here."""
+    if pack_gqa is not None and not isinstance(pack_gqa, (bool, int)):
+        raise TypeError(f"pack_gqa: got {pack_gqa!r}; allowed: None or a bool")
+    whole_number("sm_margin", sm_margin)
+    return max(whole_number("num_splits", num_splits) or 0, 0)

@@ -1,19 +1,19 @@
 """flash-attention's functions under their own names, arguments, defaults and meanings, on this package's kernels.
 
-Tensors are (B, S, H, D), or packed (T, H, D); they are read through their strides, without copies. ``causal`` is
-aligned to the lower right corner, and so are windows and ALiBi. Arguments of FlashAttention-3 and 4 that mean something
-here (``seqused_q``, ``seqused_k``, ``page_table``, ``num_splits``, ``learnable_sink``) are taken by keyword. What the
-kernels decide by themselves (``pack_gqa``, ``sm_margin``) has no argument.
+Tensors are (B, S, H, D), or packed (T, H, D); they are read through their strides, without copies. ``causal``, windows
+and ALiBi are aligned to the lower right corner. Some arguments of FlashAttention-3 and 4 are also allowed, by keyword:
+``seqused_q``, ``seqused_k``, ``page_table``, ``num_splits``, ``learnable_sink``. :mod:`flash_attn_ext.flash_attn_3` and
+:mod:`flash_attn_ext.flash_attn_4` have these libraries' order of arguments.
 
-``return_attn_probs=True`` returns (out, softmax_lse, S_dmask). S_dmask is None: the probabilities are never stored;
-:func:`flash_attn_ext.dropout_mask` returns what dropout keeps.
+``return_attn_probs=True`` returns (out, softmax_lse, S_dmask). S_dmask is None, because the probabilities are never
+stored. :func:`flash_attn_ext.dropout_mask` returns which elements dropout keeps.
 """
 
 import torch
 from torch import Tensor
 
 from . import _ops
-from ._flash_arguments import exactly_one_name, sink_of, whole_number, window_of
+from ._flash_arguments import exactly_one_name, refuse_given, sink_of, true_or_false, whole_number, window_of
 from .functional import checked_options, flash_attn, operator_options
 from .kvcache import flash_attn_with_kvcache
 from .varlen import flash_attn_varlen
@@ -30,20 +30,12 @@ __all__ = [
 
 
 def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic):
+    causal = true_or_false("causal", causal)
     return {
         "dropout_p": dropout_p, "scale": softmax_scale, "causal": "lower_right" if causal else None,
-        "window": window_of(window_size),
-        "softcap": softcap, "alibi_slopes": alibi_slopes, "deterministic": deterministic, "enable_gqa": True,
-        "return_lse": True,
+        "window": window_of(window_size), "softcap": softcap, "alibi_slopes": alibi_slopes,
+        "deterministic": deterministic, "enable_gqa": True, "return_lse": True,
     }  # fmt: skip
-
-
-def _refuse_qv(qv: object) -> None:
-    if qv is not None:
-        raise NotImplementedError(
-            "qv: got a tensor; allowed: None. The second query of multi-head latent attention has no kernel here: "
-            "concatenate it to q and its key to k where head_dim allows"
-        )
 
 
 def flash_attn_func(
@@ -69,7 +61,7 @@ def flash_attn_func(
     H must be a multiple of H_k. Key j is visible to query i in ``[i + S_k - S_q - left, i + S_k - S_q + right]``, both
     included; a query without keys gets 0. ``learnable_sink`` is the ``sink`` of :func:`flash_attn_ext.flash_attn`, (H).
     """
-    _refuse_qv(qv)
+    refuse_given(qv=qv)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
     out, lse = flash_attn(*heads_first, num_splits=num_splits, sink=sink_of(learnable_sink, q), **options)
@@ -143,12 +135,13 @@ def flash_attn_varlen_func(
     how many keys each sequence has; no key is read before its pages. No dropout and no ``seqused_q`` then; asking
     for a gradient raises.
     """
-    _refuse_qv(qv)
+    refuse_given(qv=qv)
     block_table = exactly_one_name("page_table", page_table, "block_table", block_table)
     max_seqlen_q, max_seqlen_k, num_splits = (
         whole_number(name, value)
         for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k), ("num_splits", num_splits))
     )
+    causal = true_or_false("causal", causal)
     if block_table is not None:
         lengths = _lengths_in_pages(q, k, v, cu_seqlens_k, seqused_k, block_table)
         if seqused_q is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _append, _ops  # noqa: F401  _append registers the operator for CUDA
-from ._flash_arguments import exactly_one_name, sink_of, whole_number, window_of
+from ._flash_arguments import exactly_one_name, sink_of, true_or_false, whole_number, window_of
 from .functional import check_is_dense, checked_options, operator_options, some_dtensor
 
 # The operators' names of arguments, in their error messages, and the caller's names.
@@ -76,7 +76,8 @@ def flash_attn_with_kvcache(
             ``q`` by its own position if ``causal`` or a window is given, otherwise by that of the first new key.
         rotary_sin: likewise.
         cache_seqlens: how many rows of each sequence are in the cache: (B), int32 or int64, or one number. None: all.
-        cache_batch_idx: (B): which of the caches is each sequence's. None: its own number.
+        cache_batch_idx: (B): which of the caches is each sequence's. None: its own number. With ``block_table``: which
+            row of the table, and the table may have any number of rows.
         cache_leftpad: (B): so many rows at the start of each cache are left out. Rotary positions count from the
             cache's start all the same, as in flash-attention; ``rotary_seqlens`` gives other positions.
         block_table: (B, pages of a sequence), int32 or int64: numbers of its pages.
@@ -110,7 +111,8 @@ def flash_attn_with_kvcache(
 
     Source: Dao et al., "Flash-Decoding", 2023; Kwon et al., "PagedAttention", 2023 (arXiv 2309.06180).
     """
-    block_table, sink = with_one_name(qv, page_table, block_table, learnable_sink, sink, cache_batch_idx)
+    block_table, sink = with_one_name(qv, page_table, block_table, learnable_sink, sink)
+    return_softmax_lse = true_or_false("return_softmax_lse", return_softmax_lse)
     if some_dtensor(q, k_cache, v_cache, k, v):
         from .distributed import _dtensor_packed  # which imports torch.distributed.tensor
 
@@ -177,14 +179,12 @@ def _renamed_errors(names: dict[str, str]):
         raise type(error)(f"{names[name]}:{rest}") from None
 
 
-def with_one_name(qv, page_table, block_table, learnable_sink, sink, cache_batch_idx):
+def with_one_name(qv, page_table, block_table, learnable_sink, sink):
     """block_table and sink, whichever of their names was used."""
     if qv is not None:
         raise NotImplementedError("qv: got a tensor; allowed: None. Its kernel does not exist here")
     block_table = exactly_one_name("page_table", page_table, "block_table", block_table)
     sink = exactly_one_name("learnable_sink", learnable_sink, "sink", sink)
-    if block_table is not None and cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx: got one with block_table; allowed: one of them")
     return block_table, sink
 
 
@@ -210,24 +210,38 @@ def operator_arguments(
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         if t.dim() != 4:
             raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: (caches or pages, rows, heads_k, head_dim)")
-    if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
-        raise ValueError("rotary_cos: got one without rotary_sin or k; allowed: all three or none")
-    if (k is None) != (v is None):
-        raise ValueError("v: got k or v alone; allowed: both or none")
+    for name, t in (("block_table", block_table), ("tree_mask", tree_mask)):
+        if t is not None and t.dim() < 2:
+            raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: at least 2 dimensions")
+    for name, t, other, needed in (
+        ("rotary_cos", rotary_cos, "rotary_sin", rotary_sin), ("rotary_sin", rotary_sin, "rotary_cos", rotary_cos),
+        ("rotary_cos", rotary_cos, "k", k), ("k", k, "v", v), ("v", v, "k", k),
+    ):  # fmt: skip
+        if t is not None and needed is None:
+            raise ValueError(f"{name}: got one without {other}; allowed: both or none")
+    causal = true_or_false("causal", causal)
+    rotary_interleaved = true_or_false("rotary_interleaved", rotary_interleaved)
     window = window_of(window_size)
     max_seqlen_q, num_splits = whole_number("max_seqlen_q", max_seqlen_q), whole_number("num_splits", num_splits)
     packed = cu_seqlens_q is not None
     if packed and tree_mask is not None and max_seqlen_q is None:
         max_seqlen_q = tree_mask.shape[-1]
+    if isinstance(max_seqlen_q, int) and not 0 <= max_seqlen_q < 2**63:
+        raise ValueError(f"max_seqlen_q: got {max_seqlen_q}; allowed: None, or an int of 0 or more")
     cu_seqlens, batch, longest = _query_offsets(q, cu_seqlens_q, max_seqlen_q)
+    if block_table is not None and cache_batch_idx is not None:
+        block_table, cache_batch_idx = _rows_of_table(block_table, cache_batch_idx, batch), None
     lengths = _lengths(
         cache_seqlens, batch, k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1]), q
     )
     rows = q.reshape(-1, *q.shape[-2:])
-    scales = {"key_scale": _as_scale(k_descale, k_cache), "value_scale": _as_scale(v_descale, v_cache)}
+    scales = {
+        "key_scale": _as_scale("k_descale", k_descale, k_cache),
+        "value_scale": _as_scale("v_descale", v_descale, v_cache),
+    }
     append = None
     if k is not None:
-        k, v, cu_seqlens_new = _new_rows(k, v, batch, cu_seqlens_k_new)
+        k, v, cu_seqlens_new = _new_rows(k, v, k_cache, batch, cu_seqlens_k_new)
         append = {
             "query": rows,
             "key": k,
@@ -245,7 +259,7 @@ def operator_arguments(
             "block_table": block_table,
             **scales,
             "interleaved": rotary_interleaved,
-            "advance_query_positions": bool(causal) or window is not None,
+            "advance_query_positions": causal or window is not None,
         }
     with _renamed_errors(_NAMES_OF_ATTENTION):
         options = checked_options(
@@ -306,17 +320,42 @@ def _lengths(cache_seqlens: int | Tensor | None, batch: int, most: int, q: Tenso
             raise ValueError(f"cache_seqlens: got shape {list(cache_seqlens.shape)}; allowed: an int or [{batch}]")
         return cache_seqlens
     length = whole_number("cache_seqlens", cache_seqlens)
+    if isinstance(length, int) and not 0 <= length <= most:
+        raise ValueError(f"cache_seqlens: got {length}; allowed: 0 to {most}, the rows of a sequence's cache")
     return torch.full((batch,), most if length is None else length, device=q.device)
 
 
-def _new_rows(k: Tensor, v: Tensor, batch: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _rows_of_table(block_table: Tensor, rows: Tensor, batch: int) -> Tensor:
+    """The rows of ``block_table`` that cache_batch_idx names, one for each sequence."""
+    if rows.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cache_batch_idx: got dtype {rows.dtype}; allowed: int32, int64")
+    if rows.shape != (batch,):
+        raise ValueError(f"cache_batch_idx: got shape {list(rows.shape)}; allowed: ({batch},)")
+    if block_table.dim() != 2:
+        raise ValueError(f"block_table: got shape {list(block_table.shape)}; allowed: (rows, pages of a sequence)")
+    if rows.is_cpu and not torch.compiler.is_compiling() and ((rows < 0) | (rows >= len(block_table))).any():
+        raise ValueError(
+            f"cache_batch_idx: got {rows.tolist()}; allowed: 0 to {len(block_table) - 1}, the rows of block_table"
+        )
+    return block_table.index_select(0, rows)
+
+
+def _new_rows(
+    k: Tensor, v: Tensor, k_cache: Tensor, batch: int, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """k and v packed, and their offsets."""
     if cu_seqlens is not None:
+        for name, t in (("k", k), ("v", v)):
+            if t.dim() != 3:
+                raise ValueError(
+                    f"{name}: got shape {list(t.shape)}; allowed: (total_new, heads_k, head_dim) with cu_seqlens_k_new"
+                )
         return k, v, cu_seqlens
-    if k.dim() != 4 or k.shape[0] != batch:
-        raise ValueError(f"k: got shape {list(k.shape)}; allowed: ({batch}, seqlen_new, heads_k, head_dim)")
+    if k.dim() != 4 or k.shape[0] != batch or k.shape[2:] != k_cache.shape[2:]:
+        heads, head_dim = k_cache.shape[2:]
+        raise ValueError(f"k: got shape {list(k.shape)}; allowed: ({batch}, seqlen_new, {heads}, {head_dim})")
     if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v: got shape {list(v.shape)}; allowed: {(*k.shape[:3], 'head_dim_v')}")
+        raise ValueError(f"v: got shape {list(v.shape)}; allowed: ({', '.join(map(str, k.shape[:3]))}, head_dim_v)")
     offsets = torch.arange(batch + 1, device=k.device) * k.shape[1]
     return k.flatten(0, 1), v.flatten(0, 1), offsets
 
@@ -330,10 +369,18 @@ def _as_tree_mask(mask: Tensor | None, packed: bool) -> Tensor | None:
     return mask[None, None] if mask.dim() == 2 else mask[:, None]
 
 
-def _as_scale(scale: Tensor | None, cache: Tensor) -> Tensor | None:
-    """A scale as the operator takes it, broadcastable to (caches or pages, rows, H_k)."""
+def _as_scale(name: str, scale: Tensor | None, cache: Tensor) -> Tensor | None:
+    """The factors of 8-bit rows as the operator needs them: (caches or pages, rows, H_k)."""
     if scale is None:
         return None
+    given = list(scale.shape)
     if scale.dim() == 2:
         scale = scale[:, None]
+    sizes = zip(reversed(scale.shape), reversed(cache.shape[:3]), strict=False)
+    if not 1 <= scale.dim() <= 3 or any(size not in (1, full) for size, full in sizes):
+        caches, rows, heads = cache.shape[:3]
+        raise ValueError(
+            f"{name}: got shape {given}; allowed: ({heads},), ({caches}, {heads}), or what broadcasts to "
+            f"({caches}, {rows}, {heads})"
+        )
     return scale.expand(cache.shape[:3]).float()

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from cache_helpers import DV, HK, LENGTHS, ROWS, D, H, make
@@ -150,3 +151,66 @@ def test_8_bits_are_as_exact_with_many_queries(isa, dtype, cache_dtype):
     assert (lse - exact_lse).abs().max() <= (1e-13 if dtype is torch.float64 else 2e-6) * largest
     tolerance = {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 2 * torch.finfo(dtype).eps)
     assert (out - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+WRONG = {
+    "q": ([[1.0]], None, torch.zeros(2, 2, H)),
+    "k_cache": (None, torch.zeros(2, ROWS, D)),
+    "v_cache": (5, torch.zeros(2, ROWS, HK, D).double()),
+    "k": ([1], torch.zeros(2, 2, HK + 1, D), torch.zeros(2, 2, HK, D).bfloat16(), torch.zeros(3, 2, HK, D)),
+    "v": (np.zeros(3), torch.zeros(2, 3, HK, D), torch.zeros(2, 2, HK, D).double()),
+    "rotary_cos": (torch.ones(ROWS, 4), 1.0),
+    "rotary_sin": (torch.ones(ROWS, 4), [1.0]),
+    "cache_seqlens": (
+        2.5, "a", [1, 2], np.array([1, 2]), torch.tensor([1.0, 2.0]), torch.tensor(2.5), torch.zeros(3).int(), 2**70,
+        -1, True,
+    ),
+    "cache_batch_idx": (1, [0, 1], torch.tensor([0.0, 1.0]), torch.tensor([0])),
+    "cache_leftpad": (1, [0, 1], torch.tensor([0.0, 1.0]), torch.tensor([0])),
+    "block_table": ([[0], [1]], torch.tensor(0), torch.tensor([[0.0], [1.0]]), torch.tensor([0, 1])),
+    "page_table": ([[0], [1]], 3, "a"),
+    "softmax_scale": ("a", [1.0]),
+    "causal": ("a", [True], None, 2, torch.ones(2), np.array([True, False])),
+    "window_size": (
+        5, (1, 2, 3), [[1], [2]], (None,), ("a", 1), (1.5, 0), torch.ones(2), torch.ones(3), {}, np.array([0.5, 1.0]),
+        torch.ones(2, device="meta"),
+    ),
+    "softcap": ("a", [1.0], -1.0),
+    "rotary_interleaved": ("a", 2.5, torch.ones(3)),
+    "alibi_slopes": (0.5, torch.ones(H + 1), torch.ones(H).int()),
+    "num_splits": ("a", 2.5, [2], -1, np.array([1, 2])),
+    "return_softmax_lse": ("a", [], torch.ones(3), np.array([True, False])),
+    "max_seqlen_q": ("a", 2.5, -1, np.array([1, 2])),
+    "rotary_seqlens": ([1, 2], 3),
+    "k_descale": (1.0, [1.0], torch.ones(HK)),
+    "v_descale": (1.0, torch.ones(3, 3, 3, 3), torch.ones(0)),
+    "tree_mask": ([[True]], torch.tensor(True), torch.ones(2, 3).bool()),
+    "sink": (1.0, [1.0], torch.ones(H + 1)),
+    "learnable_sink": (1.0, [1.0], "a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_type_is_reported_under_the_callers_name(name):
+    """Each wrong value raises a TypeError or ValueError before anything is written."""
+    k_cache, v_cache = torch.zeros(2, 2, ROWS, HK, D)
+    right = dict(q=torch.randn(2, 2, H, D), k_cache=k_cache, v_cache=v_cache, k=torch.ones(2, 2, HK, D),
+                 v=torch.ones(2, 2, HK, D), cache_seqlens=torch.tensor([5, 6]))  # fmt: skip
+    for wrong in WRONG[name]:
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: got ") as caught:
+            flash_attn_with_kvcache(**right | {name: wrong})
+        assert "seqused" not in str(caught.value)
+        assert not k_cache.any(), wrong
+
+
+def test_ints_and_bools_of_other_libraries_are_taken():
+    k_cache, v_cache = torch.randn(2, 2, ROWS, HK, D)
+    q = torch.randn(2, 2, H, D)
+    expected = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=9, causal=True, window_size=(3, 0))
+    for integer, boolean, window in (
+        (np.int64(9), np.bool_(True), np.array([3, 0])),
+        (torch.tensor(9), torch.tensor(True), torch.tensor([3, 0])),
+        (torch.tensor([9, 9]), 1, [np.int32(3), torch.tensor(0)]),
+    ):
+        out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=integer, causal=boolean, window_size=window)
+        assert torch.equal(out, expected)

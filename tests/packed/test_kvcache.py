@@ -81,15 +81,31 @@ def test_one_number_of_rows_and_all_of_them():
         check(out, lse, q, k_cache, v_cache, [length] * 3)
 
 
-def test_batch_index_and_left_padding():
-    q, k_cache, v_cache, _ = make(lengths=[ROWS] * 6)
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_batch_index_and_left_padding(page_size):
+    """With pages cache_batch_idx selects rows of block_table."""
+    q, k_cache, v_cache, block_table = make(page_size=page_size, lengths=[ROWS] * 6)
     caches, lengths = torch.tensor([4, 0, 5], dtype=torch.int32), [200, 5, 64]
     leftpad = torch.tensor([0, 5, 10], dtype=torch.int32)
     out, lse = flash_attn_with_kvcache(
         q[:3], k_cache, v_cache, cache_seqlens=torch.tensor(lengths), cache_batch_idx=caches, cache_leftpad=leftpad,
-        causal=True, return_softmax_lse=True,
+        block_table=block_table, causal=True, return_softmax_lse=True,
     )  # fmt: skip
-    check(out, lse, q[:3], k_cache, v_cache, lengths, caches=caches, leftpad=leftpad, causal=True)
+    check(out, lse, q[:3], k_cache, v_cache, lengths, block_table, caches=caches, leftpad=leftpad, causal=True)
+
+
+def test_new_keys_go_to_the_selected_row_of_the_table():
+    pages = torch.zeros(2, 12, 16, HK, D)
+    table, rows = torch.randperm(12, dtype=torch.int32).view(4, 3), torch.tensor([3, 1], dtype=torch.int32)
+    q, k, v = torch.randn(2, 2, H, D), torch.randn(2, 2, HK, D), torch.randn(2, 2, HK, D)
+    lengths = torch.tensor([15, 20])
+    copies = pages.clone()
+    out = flash_attn_with_kvcache(q, *pages, k, v, cache_seqlens=lengths, block_table=table, cache_batch_idx=rows)
+    expected = flash_attn_with_kvcache(q, *copies, k, v, cache_seqlens=lengths, block_table=table[rows.long()])
+    assert torch.equal(out, expected)
+    assert torch.equal(pages, copies)
+    assert torch.equal(pages[0, table[3, 0], 15], k[0, 0])
+    assert torch.equal(pages[0, table[3, 1], 0], k[0, 1])
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
@@ -236,10 +252,15 @@ BAD = {
     "page": (dict(block_table=torch.tensor([[0], [9]])), "block_table: got 9 at 1; allowed: 0 to 1"),
     "negative page": (dict(block_table=torch.tensor([[0], [-1]])), "block_table: got -1 at 1; allowed: 0 to 1"),
     "table": (dict(block_table=torch.tensor([[0, 1]])), "block_table: got shape [1, 2]; allowed: (sequences, pages)"),
-    "two": (dict(block_table=torch.zeros(2, 1, dtype=torch.int32), cache_batch_idx=torch.tensor([0, 1])),
-            "cache_batch_idx: got one with block_table"),
-    "rotary": (dict(rotary_cos=torch.ones(9, 4)), "rotary_cos: got one without rotary_sin or k"),
-    "k alone": (dict(k=torch.ones(2, 1, HK, D)), "v: got k or v alone"),
+    "row of the table": (dict(block_table=torch.zeros(3, 1, dtype=torch.int32), cache_batch_idx=torch.tensor([0, 3])),
+                         "cache_batch_idx: got [0, 3]; allowed: 0 to 2, the rows of block_table"),
+    "rows of the table": (dict(block_table=torch.zeros(3, 1, dtype=torch.int32), cache_batch_idx=torch.tensor([0])),
+                          "cache_batch_idx: got shape [1]; allowed: (2,)"),
+    "number as a table": (dict(block_table=torch.tensor(0)), "block_table: got shape []; allowed: at least 2"),
+    "length": (dict(cache_seqlens=2**70), "cache_seqlens: got 1180591620717411303424; allowed: 0 to"),
+    "longest": (dict(max_seqlen_q=-1), "max_seqlen_q: got -1; allowed: None, or an int of 0"),
+    "rotary": (dict(rotary_cos=torch.ones(9, 4)), "rotary_cos: got one without rotary_sin; allowed: both"),
+    "k alone": (dict(k=torch.ones(2, 1, HK, D)), "k: got one without v"),
     "positions": (dict(k=torch.ones(2, 1, HK, D), v=torch.ones(2, 1, HK, DV), cache_seqlens=9,
                        rotary_cos=torch.ones(9, 4), rotary_sin=torch.ones(9, 4)),
                   "rotary_cos: got positions 9 to 9; allowed: 0 to 8"),

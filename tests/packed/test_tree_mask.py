@@ -154,7 +154,7 @@ BAD = {
     "columns": (dict(tree_mask=torch.ones(2, 3)), "tree_mask: got shape [1, 1, 2, 3], with size 3 in dimension 3; "
                 "allowed there: 1 or 2 (max_seqlen_q)"),
     "sequences": (dict(tree_mask=torch.ones(4, 2, 2)), "tree_mask: got shape [4, 1, 2, 2], with size 4 in dimension 0"),
-    "dimensions": (dict(tree_mask=torch.ones(2)), "tree_mask: got a tensor of shape"),
+    "dimensions": (dict(tree_mask=torch.ones(2)), "tree_mask: got shape"),
     "sink": (dict(sink=torch.ones(3)), "sink: got shape [3]; allowed: (heads) = [4]"),
     "two sinks": (dict(sink=torch.ones(4), learnable_sink=torch.ones(4)), "learnable_sink: got one besides sink"),
 }  # fmt: skip

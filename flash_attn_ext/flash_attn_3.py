@@ -1,0 +1,233 @@
+"""FlashAttention-3's functions (hopper/flash_attn_interface.py): the same names, order of arguments and results.
+
+Layouts and meanings are those of :mod:`flash_attn_ext.flash_attn_interface`. Every dtype, device and head dimension of
+this package is allowed, with gradients.
+
+- ``return_attn_probs=True`` returns (out, softmax_lse).
+- ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints about speed. ``num_splits`` is
+  followed, the other three change nothing.
+- ``qv``, ``q_descale`` and ``attention_chunk`` raise a NotImplementedError, unless they have their default. So do
+  ``k_descale`` and ``v_descale``, except in :func:`flash_attn_with_kvcache` with an 8-bit cache.
+"""
+
+import torch
+from torch import Tensor
+
+from . import flash_attn_interface as interface
+from ._combine import flash_attn_combine
+from ._flash_arguments import check_hints, refuse_given, whole_number
+from .kvcache import flash_attn_with_kvcache as _with_kvcache
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+_CHUNK = "attention_chunk: got {}; allowed: 0. Attention in chunks has no kernel here: pass each chunk by itself"
+
+
+def _check(attention_chunk, num_splits, pack_gqa, sm_margin, **unsupported) -> int:
+    """Refuses what has no kernel. Returns ``num_splits`` as this package has it: 0 is automatic."""
+    refuse_given(**unsupported)
+    if whole_number("attention_chunk", attention_chunk) not in (0, None):
+        raise NotImplementedError(_CHUNK.format(attention_chunk))
+    return check_hints(num_splits, pack_gqa, sm_margin)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q (B, S_q, H, D), k (B, S_k, H_k, D), v (B, S_k, H_k, D_v). Returns out (B, S_q, H, D_v); with
+    ``return_attn_probs`` (out, softmax_lse), softmax_lse (B, H, S_q)."""
+    num_splits = _check(attention_chunk, num_splits, pack_gqa, sm_margin, qv=qv, q_descale=q_descale,
+                        k_descale=k_descale, v_descale=v_descale)  # fmt: skip
+    out, lse, _ = interface.flash_attn_func(
+        q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, True, num_splits=num_splits
+    )
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`flash_attn_func` with qkv (B, S, 3, H, D); or (B, S, num_heads_q + 2 * H_k, D), the heads of q first, then
+    k's, then v's."""
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        q, k, v = qkv.unbind(2)
+    elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
+        heads_k = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, heads_k, heads_k], dim=2)
+    else:
+        raise ValueError(
+            f"qkv: got shape {list(qkv.shape)} and num_heads_q {num_heads_q}; allowed: (batch, seqlen, 3, heads, "
+            "head_dim), or (batch, seqlen, num_heads_q + 2 * heads_k, head_dim) with num_heads_q"
+        )
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
+        deterministic=deterministic, sm_margin=sm_margin, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """q (T_q, H, D), k (T_k, H_k, D), v (T_k, H_k, D_v). Returns out (T_q, H, D_v); with ``return_attn_probs`` (out,
+    softmax_lse), softmax_lse (H, T_q)."""
+    num_splits = _check(attention_chunk, num_splits, pack_gqa, sm_margin, qv=qv, q_descale=q_descale,
+                        k_descale=k_descale, v_descale=v_descale)  # fmt: skip
+    out, lse, _ = interface.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
+        softcap, None, deterministic, True, seqused_q=seqused_q, seqused_k=seqused_k, num_splits=num_splits,
+    )  # fmt: skip
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, None, None]:
+    """:func:`flash_attn_ext.flash_attn_with_kvcache` in FlashAttention-3's order of arguments.
+
+    ``k_descale`` and ``v_descale`` are (B, H_k), a factor for each sequence and key head. They are allowed with an
+    8-bit cache. With ``page_table`` or ``cache_batch_idx`` all sequences must have the same factors, because a page
+    here has one factor, whichever sequence reads it.
+
+    Returns:
+        out; with ``return_softmax_lse`` (out, softmax_lse, None, None), as FlashAttention-3 returns four values.
+    """
+    num_splits = _check(attention_chunk, num_splits, pack_gqa, sm_margin, qv=qv, q_descale=q_descale)
+    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    own_cache = page_table is None and cache_batch_idx is None
+    result = _with_kvcache(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
+        softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, return_softmax_lse,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
+        rotary_seqlens=rotary_seqlens, k_descale=_factors("k_descale", k_descale, k_cache, batch, own_cache),
+        v_descale=_factors("v_descale", v_descale, v_cache, batch, own_cache),
+    )  # fmt: skip
+    return (*result, None, None) if return_softmax_lse else result
+
+
+def _factors(name: str, descale: Tensor | None, cache: Tensor, batch: int, own_cache: bool) -> Tensor | None:
+    """(caches, H_k), or (H_k) if all sequences have the same factors, from (B, H_k)."""
+    if not isinstance(descale, Tensor):
+        return descale
+    shape = (batch, cache.shape[2]) if cache.dim() == 4 else None
+    if shape is not None and descale.shape != shape:
+        raise ValueError(f"{name}: got shape {list(descale.shape)}; allowed: (batch, heads_k), {list(shape)}")
+    if own_cache and len(cache) == batch:
+        return descale
+    if batch and descale.stride(0) != 0 and (descale != descale[:1]).any():
+        raise NotImplementedError(
+            f"{name}: got different factors for the sequences; allowed with page_table or cache_batch_idx: the same"
+        )
+    return descale[0] if batch else None
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """An empty int32 tensor on the device of ``cache_seqlens``: the kernels here compute their own schedule."""
+    return cache_seqlens.new_empty(0, dtype=torch.int32)
