@@ -1,9 +1,8 @@
 """replace_attention: run the nn.MultiheadAttention modules of an existing model on flash_attn_ext.
 
-A module is swapped by giving it another class. Nothing is built or copied, so whatever refers to the module
-or lies in it stays valid: parents, tied registrations, the user's variables, optimizers, hooks and their
-handles, training flags, devices. (torch does the same in torch.nn.utils.parametrize and in FSDP2's
-fully_shard.)
+A module is replaced by assigning another class to it. Nothing is built or copied. So all references to the module and
+all objects in it stay valid: parents, tied registrations, the user's variables, optimizers, hooks and their handles,
+training flags, devices. torch does the same in torch.nn.utils.parametrize and in FSDP2's fully_shard.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from .multihead_attention import MultiheadAttention
 
 __all__ = ["ReplacedAttention", "replace_attention"]
 
-# Relative to the largest value of the original output. Wider than one operator's error: models are deep.
+# Relative to the largest value of the original output. Larger than the error of one operator: models are deep.
 _DEFAULT_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
 class ReplacedAttention:
-    """What `replace_attention` did. Printed, it is a table.
+    """The report of `replace_attention`. Its text is a table.
 
     Attributes:
         replaced: names of the modules that now run on flash_attn_ext, as in `model.named_modules()`; "" is
-            `model` itself. A module registered at several places has the first of its names.
-        already: names of those that were a flash_attn_ext.MultiheadAttention before.
-        skipped: name -> reason, of nn.MultiheadAttention modules that were left as they are.
-        others: name -> reason, of modules of other classes that seem to attend: whose forward names
-            torch.nn.functional.scaled_dot_product_attention, as timm's do, or whose class is called attention, as
-            torchvision's for Swin. They are never replaced.
-        max_difference: largest absolute difference of the outputs on `sample_input`; None without that.
+            `model` itself. A module that is registered several times has the first of its names.
+        already: names of the modules that were a flash_attn_ext.MultiheadAttention before.
+        skipped: name -> reason, for nn.MultiheadAttention modules that did not change.
+        others: name -> reason, for modules of other classes that seem to attend. They are never replaced. Either their
+            forward mentions torch.nn.functional.scaled_dot_product_attention (timm), or the name of their class
+            contains "attention" (torchvision's Swin).
+        max_difference: largest absolute difference of the outputs on `sample_input`; None without `sample_input`.
     """
 
     replaced: tuple[str, ...]
@@ -48,14 +47,14 @@ class ReplacedAttention:
     skipped: dict[str, str] = field(default_factory=dict)
     max_difference: float | None = None
     others: dict[str, str] = field(default_factory=dict)
-    # Each module that was changed, the class that it had and the class that it got.
+    # (module, class before, class after) for each changed module.
     _changed: tuple[tuple[nn.Module, type, type], ...] = field(default=(), repr=False, compare=False)
 
     def undo(self) -> None:
-        """Makes torch's modules of those in `replaced` again, in place; parameters, hooks and flags stay as they are.
+        """Restores torch's class of each module in `replaced`, in place. Parameters, hooks and flags do not change.
 
-        Those that are not ours any more are left. A class that torch wrapped around a module since (parametrize,
-        fully_shard) stays. A second call changes nothing.
+        A module that got another class in the meantime is skipped. A class that torch wrapped around a module in the
+        meantime (parametrize, fully_shard) stays. A second call changes nothing.
         """
         for module, before, after in self._changed:
             if not isinstance(module, MultiheadAttention):
@@ -67,10 +66,10 @@ class ReplacedAttention:
     def __str__(self) -> str:
         rows = [(name, "replaced", "") for name in self.replaced]
         rows += [(name, "already", "it was a flash_attn_ext.MultiheadAttention before") for name in self.already]
-        rows += [(name, "left", reason) for reasons in (self.skipped, self.others) for name, reason in reasons.items()]
-        rows = [(name or "(the model)", *rest) for name, *rest in rows]
+        rows += [(name, "skipped", reason) for name, reason in [*self.skipped.items(), *self.others.items()]]
+        rows = [(name or "(the model)", status, reason) for name, status, reason in rows]
         width = max(len(name) for name, *_ in rows)
-        lines = [f"{name:{width}}  {what:8}  {why}".rstrip() for name, what, why in rows]
+        lines = [f"{name:{width}}  {status:8}  {reason}".rstrip() for name, status, reason in rows]
         if self.max_difference is not None:
             lines.append(f"largest difference on sample_input: {self.max_difference:.3g}")
         return "\n".join(lines)
@@ -85,43 +84,42 @@ def replace_attention(
 ) -> ReplacedAttention:
     """Makes every torch.nn.MultiheadAttention of `model` a flash_attn_ext.MultiheadAttention, in place.
 
-    The module objects, their parameters (the same objects: optimizers go on working), hooks, training flags,
-    parametrizations, dtype and device stay; state_dict does not change. This includes the self_attn of
-    nn.TransformerEncoderLayer, whose fused inference path is not taken any more, and `model` itself if it
-    is an nn.MultiheadAttention. `model` is changed and need not be assigned; the report of what happened is
-    returned, and its `undo()` gives torch's modules back.
+    These stay: the module objects, their parameters (the same objects, so optimizers continue), hooks, training flags,
+    parametrizations, dtype and device, and the state_dict. The self_attn of nn.TransformerEncoderLayer is replaced
+    too, and the layer no longer uses its fused inference path. So is `model` itself if it is an nn.MultiheadAttention.
+    `model` changes in place; nothing needs to be assigned. `undo()` of the returned report restores torch's modules.
 
-    Exactly the class nn.MultiheadAttention is replaced, also under torch's parametrize and fully_shard (FSDP2).
-    Modules of a subclass (such as torch.ao's quantizable one), with a forward of their own on the instance, or
-    that the kernels could not run (head dimension, dtype, device) are left as they are: each is named in
-    `skipped`, and in a warning. Modules that attend by themselves are named in `others`.
+    Only the class nn.MultiheadAttention itself is replaced, also under torch's parametrize and fully_shard (FSDP2).
+    Three kinds of modules do not change: an instance of a subclass (such as torch.ao's quantizable one), an instance
+    with its own forward, and one that the kernels cannot run (head dimension, dtype, device). `skipped` and a warning
+    name each of them. `others` names modules of other classes that seem to attend.
 
     Args:
         model: the model, or a single nn.MultiheadAttention.
-        sample_input: if given, `model` is run on it before and after, in eval mode, without grad and with the
+        sample_input: if given, `model` runs on it before and after, in eval mode, without grad and with the
             same random numbers, and the results are compared. A tuple is passed as positional arguments, a
             dict as keywords, anything else as the only argument. Training flags are restored.
-        rtol, atol: the results are the same if ``|new - old| <= atol + rtol * max|old|`` everywhere, tensor by
-            tensor, max over finite values. `rtol` None: 1e-9 for float64, 1e-4 float32, 1e-2 float16, 5e-2
+        rtol, atol: the results are the same if ``|new - old| <= atol + rtol * max|old|`` for all elements of each
+            tensor. The maximum is over finite values. `rtol` None: 1e-9 for float64, 1e-4 float32, 1e-2 float16, 5e-2
             bfloat16, 0 otherwise.
 
     Returns:
-        A ReplacedAttention. A model that was replaced before gives an empty `replaced`.
+        A ReplacedAttention. Its `replaced` is empty for a model that was replaced before.
 
     Raises:
-        ValueError: `model` has no nn.MultiheadAttention at all; names the modules that seem to attend. Or nothing
-            can be compared, because the output on `sample_input` before the replacement has no tensor or has NaN
-            (which torch's fused path gives for fully padded rows).
-        RuntimeError: the results differ; names the largest difference.
-        An error of `model` itself on `sample_input` passes through. After any of them the model is as it was.
+        ValueError: `model` has no nn.MultiheadAttention at all. The error names the modules that seem to attend. Or the
+            results cannot be compared: before the replacement, the output on `sample_input` has no tensor, or it
+            has NaN (torch's fused path returns NaN for fully padded rows).
+        RuntimeError: the results differ. The error names the largest difference.
+        An error of `model` itself on `sample_input` passes through. After each of these errors the model is unchanged.
     """
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
-    others = _others(model, modules)
+    others = _other_attention(model, modules)
     if not modules:
         raise ValueError(
             f"model: {type(model).__name__} contains no torch.nn.MultiheadAttention, there is nothing to "
-            "replace; attention that calls scaled_dot_product_attention itself can call "
-            "flash_attn_ext.flash_attn instead, or runs on our kernels after flash_attn_ext.activate()"
+            "replace; a forward that calls scaled_dot_product_attention can call flash_attn_ext.flash_attn "
+            "instead, or run unchanged after flash_attn_ext.activate()"
             + "".join(f"\n{name or '(the model)'}: {reason}" for name, reason in others.items())
         )
     already = tuple(name for name, module in modules.items() if isinstance(module, MultiheadAttention))
@@ -136,7 +134,7 @@ def replace_attention(
             "an input on which it has none (torch's fused path gives NaN where all keys are masked)"
         )
     for name, reason in skipped.items():
-        warnings.warn(f"replace_attention left {name or 'the model'!r} as it is: {reason}", stacklevel=2)
+        warnings.warn(f"replace_attention skipped {name or 'the model'!r}: {reason}", stacklevel=2)
     changes = []
     for module in replaced.values():
         before = type(module)
@@ -155,38 +153,54 @@ def replace_attention(
     return report
 
 
-_CALLS_SDPA = (
-    "it is no nn.MultiheadAttention; its forward calls scaled_dot_product_attention itself, which "
-    "flash_attn_ext.activate() runs on our kernels"
+_MENTIONS_SDPA = (
+    "it is no nn.MultiheadAttention; its forward mentions scaled_dot_product_attention, and "
+    "flash_attn_ext.activate() runs each call of that function on our kernels"
 )
-_SEEMS_TO_ATTEND = (
-    "it is no nn.MultiheadAttention, and its forward does not call scaled_dot_product_attention itself; "
-    "activation_report() says whether activate() takes its calls"
+_SWITCHED_OFF = (
+    "it is no nn.MultiheadAttention; its forward mentions scaled_dot_product_attention, but its {flags} is False, so "
+    "it may compute attention by matrix products, which flash_attn_ext.activate() does not see"
+)
+_NAMED_ATTENTION = (
+    "it is no nn.MultiheadAttention, and its forward does not mention scaled_dot_product_attention; "
+    "activation_report() counts the calls that activate() runs"
 )
 
 
-def _others(model: nn.Module, replaceable: dict[str, nn.Module]) -> dict[str, str]:
-    """name -> reason of the other modules that attend, or are called so and have none of these in them."""
+def _other_attention(model: nn.Module, replaceable: dict[str, nn.Module]) -> dict[str, str]:
+    """name -> reason for modules of other classes that seem to attend.
+
+    A module that only has "attention" in its class name is skipped if a module inside it is reported or replaced.
+    """
     found = {}
     named = [(name, m) for name, m in model.named_modules() if not isinstance(m, nn.MultiheadAttention)]
     for name, module in reversed(named):  # children before their parents
         inner = any(n.startswith(f"{name}." if name else "") and n != name for n in (*found, *replaceable))
-        if _calls_sdpa(module):
-            found[name] = _CALLS_SDPA
+        reason = _reason_of_sdpa(module)
+        if reason is not None:
+            found[name] = reason
         elif "attention" in type(module).__name__.lower() and not inner:
-            found[name] = _SEEMS_TO_ATTEND
+            found[name] = _NAMED_ATTENTION
     return {name: found[name] for name, _ in named if name in found}
 
 
-def _calls_sdpa(module: nn.Module) -> bool:
-    """Whether the text of the class's forward names torch's scaled_dot_product_attention."""
+def _reason_of_sdpa(module: nn.Module) -> str | None:
+    """The reason to report for a module with scaled_dot_product_attention in its class's forward; None without it.
+
+    The code of a function lists the names in it, not the calls that it makes. A flag may choose another branch: timm's
+    Swin has `fused_attn`, which is False by default, and nanoGPT has `flash`.
+    """
     code = getattr(type(module).forward, "__code__", None)
-    return code is not None and "scaled_dot_product_attention" in code.co_names
+    if code is None or "scaled_dot_product_attention" not in code.co_names:
+        return None
+    flags = [name for name in code.co_names if any(part in name.lower() for part in ("flash", "fused", "sdpa"))]
+    flags = [name for name in flags if getattr(module, name, None) is False]
+    return _SWITCHED_OFF.format(flags=", ".join(flags)) if flags else _MENTIONS_SDPA
 
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    # Flag by flag: parts of a model may be frozen in eval while the rest trains.
+    # Saves one flag for each module: some modules may be frozen in eval while the model trains.
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -204,18 +218,18 @@ def _run(model: nn.Module, sample_input: Any) -> list[Tensor]:
     elif isinstance(sample_input, dict):
         args, kwargs = (), sample_input
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    # fork_rng restores the generators afterwards, so that the next run draws the same random numbers.
+    # fork_rng restores the generators, so that the next run draws the same random numbers.
     with _eval_mode(model), torch.no_grad(), torch.random.fork_rng(sorted(devices)):
         leaves, _ = tree_flatten(model(*args, **kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         raise ValueError("sample_input: the model returns no tensor for it, so nothing can be compared")
-    # Detached copies: a model may return a view of a buffer that its next call writes.
+    # Copies: a model may return a view of a buffer, and overwrite the buffer in its next call.
     return [(x.to_padded_tensor(0.0) if x.is_nested else x).clone() for x in tensors]
 
 
 def _largest_difference(expected: list[Tensor], got: list[Tensor], rtol: float | None, atol: float) -> float:
-    """The largest absolute difference; RuntimeError if one is beyond the tolerance of its tensor."""
+    """The largest absolute difference. RuntimeError if a difference exceeds the tolerance of its tensor."""
     shapes = [[tuple(x.shape) for x in tensors] for tensors in (expected, got)]
     if shapes[0] != shapes[1]:
         raise RuntimeError(f"replace_attention: output shapes were {shapes[0]}, would become {shapes[1]}")
@@ -224,7 +238,7 @@ def _largest_difference(expected: list[Tensor], got: list[Tensor], rtol: float |
         if old.numel() == 0:
             continue
         relative = _DEFAULT_RTOL.get(old.dtype, 0.0) if rtol is None else rtol
-        # Wide, as differences of 16-bit numbers would be rounded.
+        # In 64 bits, because differences of 16-bit numbers would be rounded.
         wide = torch.complex128 if old.is_complex() else torch.float64
         old, new = old.to(wide), new.to(wide)
         difference = torch.where(old == new, 0.0, (new - old).abs()).max().item()  # inf - inf is 0 here

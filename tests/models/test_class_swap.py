@@ -48,7 +48,7 @@ class Model(nn.Module):
 )
 def test_modules_that_could_not_run_are_left(make, reason):
     model = nn.ModuleList([make(), attention()])
-    with pytest.warns(UserWarning, match=f"left '0' as it is: {reason}"):
+    with pytest.warns(UserWarning, match=f"skipped '0': {reason}"):
         report = replace_attention(model)
     assert report.replaced == ("1",)
     assert reason in report.skipped["0"]
@@ -144,7 +144,7 @@ def test_a_subclass_under_a_wrapper_is_left(process_group):
     model = Model()
     model.first = Subclass(E, H, dtype=torch.float64)
     shard(model)
-    with pytest.warns(UserWarning, match="left 'first' as it is: it is a test_class_swap.Subclass"):
+    with pytest.warns(UserWarning, match="skipped 'first': it is a test_class_swap.Subclass"):
         assert replace_attention(model).replaced == ("second",)
 
 
@@ -262,19 +262,30 @@ class CallsSdpa(nn.Module):
         return F.scaled_dot_product_attention(x, x, x)
 
 
-class OwnAttention(nn.Module):
-    """As torchvision's for Swin: products and a softmax of its own."""
+class SwitchedOff(nn.Module):
+    """As timm's WindowAttention of Swin does."""
+
+    fused_attn = False
+
+    def forward(self, x):
+        if self.fused_attn:
+            return F.scaled_dot_product_attention(x, x, x)
+        return torch.softmax(x @ x.transpose(-2, -1), -1) @ x
+
+
+class MatrixAttention(nn.Module):
+    """As torchvision's Swin does: matrix products and a softmax."""
 
     def forward(self, x):
         return torch.softmax(x @ x.transpose(-2, -1), -1) @ x
 
 
 class OuterAttention(nn.Module):
-    """The attention is in it, and is named instead."""
+    """The report names the module inside."""
 
     def __init__(self):
         super().__init__()
-        self.inner = OwnAttention()
+        self.inner = MatrixAttention()
 
     def forward(self, x):
         return self.inner(x)
@@ -287,21 +298,25 @@ def test_the_report_is_a_table():
             "ours": MultiheadAttention(E, H),
             "sub": Subclass(E, H),
             "own": CallsSdpa(),
-            "block": nn.ModuleDict({"inner": OwnAttention()}),
+            "off": SwitchedOff(),
+            "block": nn.ModuleDict({"inner": MatrixAttention()}),
             "outer": OuterAttention(),
             "linear": nn.Linear(2, 2),
         }
     )
-    with pytest.warns(UserWarning, match="left 'sub'"):
+    with pytest.warns(UserWarning, match="skipped 'sub'"):
         report = replace_attention(model)
-    assert list(report.others) == ["own", "block.inner", "outer.inner"]
+    assert list(report.others) == ["own", "off", "block.inner", "outer.inner"]
     lines = str(report).splitlines()
     assert lines[0].split() == ["replaced", "replaced"]
     assert lines[1].startswith("ours         already   it was")
-    assert lines[2].startswith("sub          left      it is a test_class_swap.Subclass")
-    assert lines[3].startswith("own          left      it is no nn.MultiheadAttention; its forward calls scaled_dot")
-    assert lines[4].startswith("block.inner  left      it is no nn.MultiheadAttention, and its forward does not call")
-    assert len(lines) == 6
+    assert lines[2].startswith("sub          skipped   it is a test_class_swap.Subclass")
+    prefix = "skipped   it is no nn.MultiheadAttention"
+    assert lines[3].startswith(f"own          {prefix}; its forward mentions scaled_dot_product_attention, and flash")
+    assert lines[4].startswith(f"off          {prefix}; its forward mentions")
+    assert "but its fused_attn is False" in lines[4]
+    assert lines[5].startswith(f"block.inner  {prefix}, and its forward does not mention scaled_dot_product_attention")
+    assert len(lines) == 7
     single = attention()
     assert str(replace_attention(single, sample_input=(SRC, SRC, SRC))).startswith(
         "(the model)  replaced\nlargest diff"

@@ -122,7 +122,7 @@ class Subclass(nn.MultiheadAttention):
 
 def test_subclasses_are_left_and_reported():
     model = nn.ModuleList([Subclass(E, H), nn.MultiheadAttention(E, H), MultiheadAttention(E, H)])
-    with pytest.warns(UserWarning, match="left '0' as it is: it is a test_replace_attention.Subclass"):
+    with pytest.warns(UserWarning, match="skipped '0': it is a test_replace_attention.Subclass"):
         report = replace_attention(model)
     assert type(model[0]) is Subclass
     assert report.replaced == ("1",)
@@ -143,7 +143,7 @@ def test_a_forward_on_the_instance_is_left():
     """As accelerate's hooks do: it would go on calling torch's forward whatever the class is."""
     model = nn.MultiheadAttention(E, H)
     model.forward = model.forward
-    with pytest.warns(UserWarning, match="left 'the model' as it is: its forward was replaced"):
+    with pytest.warns(UserWarning, match="skipped 'the model': its forward was replaced"):
         report = replace_attention(model)
     assert report.skipped
     assert type(model) is nn.MultiheadAttention

@@ -1,4 +1,4 @@
-"""Models of torchvision and timm: what replace_attention says of them, and what activate() takes."""
+"""Models of torchvision and timm: the report of replace_attention, and the calls that activate() runs."""
 
 import importlib.util
 import re
@@ -21,8 +21,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def torchvision():
-    """Its C++ operators load beside a CUDA build of torch only. Without them its import stops at the first operator
-    that nobody has declared. Attention uses none of them, so they are declared here."""
+    """torchvision's C++ operators load only with a CUDA build of torch. Otherwise its import stops at the first
+    undeclared operator. Attention uses none of them, so they are declared here."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     for _ in range(10):
         try:
@@ -34,7 +34,7 @@ def torchvision():
             if not missing:
                 raise
             library.define(f"{missing[1]}(Tensor x) -> Tensor")
-    raise AssertionError("torchvision lacks more operators than it has")
+    raise AssertionError("torchvision still misses an operator after 10 declarations")
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def timm(torchvision):
 def make(build):
     model = build().eval()
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)  # some are 0 at first, and so would the output be
+        nn.init.normal_(parameter, std=0.1)  # some are 0 initially, so the output would be 0
     return model
 
 
@@ -90,7 +90,7 @@ def test_torchvisions_swin_attends_by_matrix_products(torchvision):
     want = results(model, IMAGE)
     with pytest.raises(ValueError, match=r"contains no torch\.nn\.MultiheadAttention") as error:
         replace_attention(model)
-    assert "\nfeatures.1.0.attn: it is no nn.MultiheadAttention, and its forward does not call" in str(error.value)
+    assert "\nfeatures.1.0.attn: it is no nn.MultiheadAttention, and its forward does not mention" in str(error.value)
     with activated():
         assert all(torch.equal(a, b) for a, b in zip(results(model, IMAGE), want, strict=True))
     assert not activation_report().taken
@@ -115,14 +115,31 @@ def test_timms_models_run_while_active(name, timm):
     want = results(model, IMAGE)
     with pytest.raises(ValueError, match=r"flash_attn_ext\.activate") as error:
         replace_attention(model)
-    assert "its forward calls scaled_dot_product_attention itself" in str(error.value)
+    assert "its forward mentions scaled_dot_product_attention, and flash_attn_ext.activate() runs" in str(error.value)
     with activated():
         assert_all_same(results(model, IMAGE), want)
     assert activation_report().taken == {"scaled_dot_product_attention": count}
     assert not activation_report().left
 
 
-def test_a_model_with_both_kinds_names_what_is_left(timm):
+@pytest.mark.parametrize("fused", [False, True])
+def test_timms_swin_runs_if_its_switch_is_on(fused, timm):
+    """Its forward mentions scaled_dot_product_attention in both cases, and calls it in one."""
+    timm.layers.set_fused_attn(True, experimental=fused)
+    try:
+        options = {"img_size": 32, "window_size": 4, "embed_dim": 24, "depths": (1, 1), "num_heads": (2, 4)}
+        model = make(lambda: timm.create_model("swin_tiny_patch4_window7_224", num_classes=5, **options))
+    finally:
+        timm.layers.set_fused_attn(True)
+    with pytest.raises(ValueError, match=r"layers\.0\.blocks\.0\.attn: .* mentions scaled_dot") as error:
+        replace_attention(model)
+    assert ("its fused_attn is False" in str(error.value)) == (not fused)
+    with activated():
+        model(IMAGE)
+    assert activation_report().taken == ({"scaled_dot_product_attention": 2} if fused else {})
+
+
+def test_a_model_with_both_kinds_of_attention_reports_both(timm):
     class Both(nn.Module):
         def __init__(self):
             super().__init__()
@@ -137,5 +154,5 @@ def test_a_model_with_both_kinds_names_what_is_left(timm):
     report = replace_attention(model, sample_input=x)
     assert report.replaced == ("own",)
     assert list(report.others) == ["of_timm"]
-    assert "of_timm  left" in str(report)
+    assert "of_timm  skipped" in str(report)
     assert_same(model(x), want)
