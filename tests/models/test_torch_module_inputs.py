@@ -1,7 +1,7 @@
 """PyTorch's own inputs of its attention modules (module_db, which its tests run on), with our class in torch's place.
 
 They are part of torch's wheel. What differs, here and in the rest of torch's tests, is named in
-docs/nn_multihead_attention.md.
+docs/module.md.
 """
 
 import copy
