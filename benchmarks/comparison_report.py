@@ -103,7 +103,7 @@ def plot(record: dict, path: Path) -> None:
     axes[0][0].set_yticks(range(len(labels)), [name for _, name in labels], fontsize=7)
     axes[0][0].set_ylim(len(labels) - 0.4, -0.6)
     figure.legend(
-        *axes[0][0].get_legend_handles_labels(), loc="outside upper right", ncols=2, frameon=False, fontsize=8
+        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8
     )
     figure.supxlabel("torch's time / ours: median and quartiles; to the right of 1, ours is faster", fontsize=9)
     machine = record["machine"]

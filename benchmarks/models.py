@@ -140,7 +140,7 @@ def plot(record: dict, path: Path) -> None:
     rows = record["rows"]
     names = list(dict.fromkeys(f"{row['model']}, {row['length']}" for row in rows))
     modes = list(dict.fromkeys(row["mode"] for row in rows))
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.35 * len(names) * len(modes)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.2 * len(names) * len(modes)), layout="constrained")
     for n, mode in enumerate(modes):
         for row in (row for row in rows if row["mode"] == mode):
             y = names.index(f"{row['model']}, {row['length']}") + 0.8 * (n / len(modes) - 0.5) + 0.1
@@ -153,7 +153,7 @@ def plot(record: dict, path: Path) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("time of a step: torch / flash_attn_ext (above 1: ours is faster), with quartiles")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=len(modes), frameon=False)  # outside: bars fill the axes
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

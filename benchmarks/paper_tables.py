@@ -19,7 +19,7 @@ from benchmarks import dram_traffic, peak_memory
 from benchmarks.attention_methods import METHODS, ON_CPU, ON_CUDA, QUADRATIC, Case, training_step
 from benchmarks.harness import machine, time_in_turn
 from flash_attn_ext.iomodel import counts, gpt2
-from flash_attn_ext.reference.report import COLORS, pyplot, save
+from flash_attn_ext.reference.report import METHOD_COLORS, pyplot, save
 
 LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 MATRICES = 6  # of all scores, that a step which stores them may hold at once: measured up to 4.3, and some room
@@ -146,7 +146,8 @@ def mebibytes(size: int | None) -> str:
 
 def plot(path: Path, results: list[Measured], title: str) -> None:
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.8), layout="constrained")
-    for method, color in zip(dict.fromkeys(r.case.method for r in results), COLORS, strict=False):
+    for method in dict.fromkeys(r.case.method for r in results):
+        color = METHOD_COLORS[method]
         line = [r for r in results if r.case.method == method]
         times = [(r.case.S, r.seconds * 1e3) for r in line if r.seconds is not None]
         peaks = [(r.case.S, r.peak_bytes / 2**20) for r in line if r.peak_bytes]

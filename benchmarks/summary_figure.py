@@ -1,20 +1,27 @@
-"""README.md's figure, from a record of compare_torch.py: python -m benchmarks.summary_figure RECORD.json FIGURE.png"""
+"""Draws README.md's figure from a record of compare_torch.py.
+
+python -m benchmarks.summary_figure RECORD.json FIGURE.png
+"""
 
 import json
 import sys
 from pathlib import Path
 
-from flash_attn_ext.reference.report import COLORS, pyplot, save
+from flash_attn_ext.reference.report import COLORS, METHOD_COLORS, pyplot, save
 
 MIB = 2**20
-PASSES = [("float32", "fwd"), ("float32", "fwd+bwd"), ("bfloat16", "fwd"), ("bfloat16", "fwd+bwd")]
+# One hue for each dtype. The hues are not those of METHOD_COLORS, which the other panel has.
+PASSES = {
+    ("float32", "fwd"): COLORS[3], ("float32", "fwd+bwd"): "#cdb7e0",
+    ("bfloat16", "fwd"): COLORS[4], ("bfloat16", "fwd+bwd"): "#ecd398",
+}  # fmt: skip
 
 
 def speeds(axis, rows: list[dict]) -> None:
-    """For each shape the median of torch's time over ours, with quartiles."""
+    """Draws the median of torch's time over ours for each shape, with quartiles."""
     shapes = [row for row in rows if row["kind"] == "shapes" and row["case"] == "causal"]
     names = list(dict.fromkeys(",".join(map(str, row["B,H,S_q,D"])) for row in shapes))
-    for n, ((dtype, which), color) in enumerate(zip(PASSES, COLORS, strict=False)):
+    for n, ((dtype, which), color) in enumerate(PASSES.items()):
         these = [row for row in shapes if (row["dtype"], row["pass"]) == (dtype, which)]
         middle = [row["ratio"] for row in these]
         low = [row["ratio"] - row["ratio_quartiles"][0] for row in these]
@@ -29,9 +36,10 @@ def speeds(axis, rows: list[dict]) -> None:
 
 
 def memory(axis, rows: list[dict]) -> None:
-    """Peak memory of forward and backward against S, with and without dropout."""
+    """Draws the peak memory of forward and backward against S, with and without dropout."""
     these = [row for row in rows if row["dtype"] == "float32"]
-    for method, color in zip(("torch math", "torch default", "ours"), COLORS[2:3] + COLORS[:2], strict=True):
+    for method in ("torch math", "torch default", "ours"):
+        color = METHOD_COLORS[method]
         for dropout, style in ((0.0, "o-"), (0.1, "s--")):
             points = [(row["B,H,S,D"][2], row[method] / MIB) for row in these if row["dropout"] == dropout]
             label = method + (", dropout" if dropout else "")

@@ -18,11 +18,12 @@ sys.path.append(str(Path(__file__).parent.parent))
 from benchmarks.attention_methods import Case, training_step
 from benchmarks.harness import quartiles, time_in_turn
 from benchmarks.peak_memory import measure
+from flash_attn_ext.reference.report import METHOD_COLORS
 
 matplotlib.use("Agg")  # draws to files only, so no display is needed
 from matplotlib import pyplot as plt
 
-METHODS = {"torch math": "#4a9a54", "torch default": "#3b76af", "ours": "#e1712b"}
+METHODS = ("torch math", "torch default", "ours")
 BATCH, HEADS, HEAD_DIM = 1, 2, 64
 MIB = 2**20
 
@@ -82,7 +83,8 @@ def write(measured: list[list[Measured]], device: str, picture: Path, numbers: P
 
 def plot(path: Path, measured: list[list[Measured]], where: str) -> None:
     figure, (times, sizes) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    for method, color in METHODS.items():
+    for method in METHODS:
+        color = METHOD_COLORS[method]
         rows = [each for row in measured for each in row if each.method == method and each.bytes is not None]
         lengths = [each.length for each in rows]
         times.plot(lengths, [each.milliseconds for each in rows], "o-", color=color, label=method)

@@ -7,12 +7,12 @@ from gpt_report import MIB, Run, machine
 from gpt_training import Settings
 from loss_agreement import differences, median
 
+from flash_attn_ext.reference.report import METHOD_COLORS
+
 matplotlib.use("Agg")  # draws to files only, so no display is needed
 from matplotlib import pyplot as plt
 
-# A method has one colour in every panel, here and in attention_scaling.py.
-COLORS = {"sdpa-math": "#4a9a54", "sdpa": "#3b76af", "flash_attn_ext": "#e1712b"}
-MORE_COLORS = ["#8a63b5", "#8c6239", "#c9579b"]  # of repeated names
+COLORS_OF_REPEATED_NAMES = ["#8a63b5", "#8c6239", "#c9579b"]
 
 
 def plot(path: Path, runs: list[Run], settings: Settings) -> None:
@@ -39,8 +39,8 @@ def plot(path: Path, runs: list[Run], settings: Settings) -> None:
 
 
 def colors_of(runs: list[Run]) -> list[str]:
-    more = iter(MORE_COLORS * len(runs))
-    return [COLORS[run.name] if run.name in COLORS else next(more) for run in runs]
+    more = iter(COLORS_OF_REPEATED_NAMES * len(runs))
+    return [METHOD_COLORS[run.name] if run.name in METHOD_COLORS else next(more) for run in runs]
 
 
 def _plot_losses(axis, runs: list[Run], colors: list[str]) -> None:

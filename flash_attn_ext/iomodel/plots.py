@@ -2,16 +2,17 @@
 
 from pathlib import Path
 
-from ..reference.report import COLORS, pyplot, save
+from ..reference.report import METHOD_COLORS, pyplot, save
 from .sweeps import VALUES, BlockPoint, Sweep
 
 NAMES = {"standard": "standard", "flash1": "FlashAttention-1", "flash2": "FlashAttention-2"}
 
 
 def blocks(path: Path, points: list[BlockPoint], title: str, M: int) -> None:
-    """Traffic and predicted time against the block size; hollow where the tiles exceed M."""
+    """Draws traffic and predicted time against the block size. A hollow dot: the tiles exceed M."""
     figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for algorithm, color in zip(("flash1", "flash2"), COLORS, strict=False):
+    for algorithm in ("flash1", "flash2"):
+        color = METHOD_COLORS[algorithm]
         line = [p for p in points if p.algorithm == algorithm]
         for axis, values in (
             (left, [p.counts.bytes / 1e9 for p in line]),
@@ -34,11 +35,12 @@ def blocks(path: Path, points: list[BlockPoint], title: str, M: int) -> None:
 
 
 def scaling(path: Path, sweeps: list[Sweep]) -> None:
-    """Accesses against N, d and M, and the extra memory against N."""
+    """Draws the accesses against N, d and M, and the extra memory against N."""
     figure, axes = pyplot().subplots(1, 4, figsize=(12, 3.4), layout="constrained")
     panels = [(sweep, "accesses") for sweep in sweeps] + [(sweeps[0], "extra memory")]
     for axis, (sweep, value) in zip(axes, panels, strict=True):
-        for (algorithm, counts), color in zip(sweep.counts.items(), COLORS, strict=False):
+        for algorithm, counts in sweep.counts.items():
+            color = METHOD_COLORS[algorithm]
             axis.plot(sweep.values, [VALUES[value](c) for c in counts], "o-", color=color, label=NAMES[algorithm])
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)

@@ -6,6 +6,14 @@ from pathlib import Path
 EXTRA = "pip install 'flash_attn_ext[model]'"
 # Also distinguishable in grey: the list is ordered by lightness.
 COLORS = ["#1b3a6b", "#c8501e", "#3f8f5b", "#9a6fc0", "#d8a730"]
+# A method has the same colour in every panel of every figure.
+METHOD_COLORS = {
+    **dict.fromkeys(["torch default", "torch flash", "sdpa", "flash1"], COLORS[0]),
+    **dict.fromkeys(["ours", "flash_attn_ext", "flash2"], COLORS[1]),
+    **dict.fromkeys(["torch math", "sdpa-math"], COLORS[2]),
+    **dict.fromkeys(["standard", "torch efficient"], COLORS[3]),
+    **dict.fromkeys(["torch cudnn"], COLORS[4]),
+}
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]], *, width: int = 118) -> None:
@@ -24,7 +32,7 @@ def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[obje
 
 
 def pyplot():
-    """matplotlib's, for files: no display is needed."""
+    """Returns matplotlib.pyplot for drawing to files. No display is needed."""
     try:
         import matplotlib
     except ImportError as error:
