@@ -157,6 +157,7 @@ def version() -> str:
 
 setup(
     version=version(),
+    license="BSD-3-Clause",
     install_requires=[f"torch=={torch_minor()}.*" if torch else f"torch>={OLDEST_TORCH}"],
     ext_modules=[extension(cuda_wanted())] if torch else [],
     cmdclass={"build_ext": build_in_tree()} if torch else {},

@@ -1,23 +1,34 @@
-"""Writes text with the demo's model through a paged cache, and through torch's SDPA with a concatenated one.
+"""Generates text with a key-value cache, and shows why `flash_attn_with_kvcache` exists.
 
-    python examples/generate.py --steps 300 --tokens 200
+    python examples/generate.py --steps 100 --tokens 200
 
-Trains the model of train_gpt.py for a few steps, then continues a batch of prompts of different lengths, each token the
-most likely one. Both ways must write the same; the tokens a second of each are printed.
+A model that generates text computes one query for each new token, and attends to the keys and values of all tokens
+before it. They are kept in a cache. This program compares two caches:
+
+- flash_attn_with_kvcache: a cache of pages with room for all tokens. One call rotates the new key, writes it and the
+  new value into the pages in place, and attends. Sequences of different lengths share the pages, without padding.
+- torch: tensors that grow by torch.cat, which copies the whole cache for every token. Prompts of different lengths are
+  padded on the left and need a mask.
+
+Part 1 trains the model of train_gpt.py for a few steps and continues a batch of prompts. It always chooses the most
+likely token, and both caches must give the same tokens. Part 2 measures the attention of one token against the length
+of the cache. Together they take about two minutes on two idle cores.
 """
 
 import argparse
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import torch
-from gpt_model import GPT, Shape, attention_by_name
+from gpt_model import GPT, Shape, attention_by_name, rotation
 from stdlib_text import VOCABULARY, Corpus, load_corpus, random_windows
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from tqdm import tqdm
 
-from flash_attn_ext import flash_attn_with_kvcache
+from flash_attn_ext import explain_kvcache, flash_attn_with_kvcache
 
 PROMPTS = [b"import os\nimport sys\n\n", b"def main():\n", b"class Path:\n    def __init__(self", b"\n"]
 PAGE_SIZE = 16
@@ -27,7 +38,8 @@ def trained_model(corpus: Corpus, shape: Shape, steps: int) -> GPT:
     torch.manual_seed(0)
     model = GPT(shape, attention_by_name("flash_attn_ext"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for inputs, targets in islice(random_windows(corpus.train, 8, shape.context, seed=0), steps):
+    batches = islice(random_windows(corpus.train, 4, shape.context, seed=0), steps)
+    for inputs, targets in tqdm(batches, total=steps, unit="step", leave=False):
         optimizer.zero_grad()
         loss = model.loss(inputs, targets)
         loss.backward()
@@ -37,7 +49,7 @@ def trained_model(corpus: Corpus, shape: Shape, steps: int) -> GPT:
 
 
 def layers(model: GPT, x: Tensor, attend) -> Tensor:
-    """The most likely next token for each row of x; attend(layer, q, k, v) gets (rows, H, D), not yet rotated."""
+    """Returns the most likely next token for each row of x. attend(layer, q, k, v) also rotates q and k."""
     for number, block in enumerate(model.blocks):
         attention = block.attention
         normed = block.attention_norm(x)
@@ -49,7 +61,7 @@ def layers(model: GPT, x: Tensor, attend) -> Tensor:
 
 
 def write_paged(model: GPT, prompts: list[Tensor]) -> Iterator[Tensor]:
-    """Tokens, one for each prompt at a time. The prompts are packed; their caches share one set of pages."""
+    """Yields one token for each prompt at a time. The prompts are packed. Their caches share one set of pages."""
     shape, batch = model.shape, len(prompts)
     pages = -(-shape.context // PAGE_SIZE)
     caches = torch.zeros(
@@ -61,7 +73,7 @@ def write_paged(model: GPT, prompts: list[Tensor]) -> Iterator[Tensor]:
     lengths = torch.zeros(batch, dtype=torch.int32)
     tokens, rows = torch.cat(prompts), torch.tensor([len(prompt) for prompt in prompts])
     while True:
-        cu_seqlens = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
+        cu_seqlens = pad(rows.cumsum(0), (1, 0))
 
         step = {"cache_seqlens": lengths, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k_new": cu_seqlens}
 
@@ -78,9 +90,9 @@ def write_paged(model: GPT, prompts: list[Tensor]) -> Iterator[Tensor]:
 
 
 def write_concatenated(model: GPT, prompts: list[Tensor]) -> Iterator[Tensor]:
-    """The same through torch's SDPA: prompts padded on the left, a mask, caches that grow by torch.cat."""
+    """Yields the same tokens through torch's SDPA: left padding, a mask, and caches that grow by torch.cat."""
     longest, batch = max(map(len, prompts)), len(prompts)
-    tokens = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+    tokens = torch.stack([pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
     padding = torch.tensor([longest - len(prompt) for prompt in prompts])
     first = model.blocks[0].attention
     caches: list[tuple[Tensor, Tensor] | None] = [None] * len(model.blocks)
@@ -111,38 +123,106 @@ def write_concatenated(model: GPT, prompts: list[Tensor]) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def timed(write, model: GPT, prompts: list[Tensor], count: int) -> tuple[Tensor, float]:
-    """(prompts, count) tokens, and tokens a second."""
+    """Returns tokens (prompts, count), and the tokens per second."""
     start = time.perf_counter()
     tokens = torch.stack(list(islice(write(model, prompts), count)), 1)
     return tokens, tokens.numel() / (time.perf_counter() - start)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="of training")
-    parser.add_argument("--tokens", type=int, default=200, help="to write after each prompt")
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--d-model", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=4)
-    options = parser.parse_args()
+def generate(options: argparse.Namespace) -> None:
+    """Part 1: writes a continuation of each prompt through both caches."""
     corpus = load_corpus()
     prompts = [corpus.tokenizer.encode(prompt).long() for prompt in PROMPTS]
     if max(map(len, prompts)) + options.tokens > options.context:
-        parser.error(f"--tokens: got {options.tokens}; the prompts and what is written must fit --context")
+        raise SystemExit(f"--tokens: got {options.tokens}; the longest prompt and its continuation must fit --context")
     shape = Shape(VOCABULARY, options.context, options.d_model, options.heads, options.layers)
     model = trained_model(corpus, shape, options.steps)
     paged, paged_speed = timed(write_paged, model, prompts, options.tokens)
-    concatenated, other_speed = timed(write_concatenated, model, prompts, options.tokens)
+    concatenated, concatenated_speed = timed(write_concatenated, model, prompts, options.tokens)
     for prompt, tokens in zip(PROMPTS, paged, strict=True):
         print("-" * 80)
         print((prompt + corpus.tokenizer.decode(tokens.tolist())).decode(errors="replace"))
     print("-" * 80)
     same = (paged == concatenated).float().mean().item()
-    print(f"flash_attn_with_kvcache, pages of {PAGE_SIZE}: {paged_speed:.0f} tokens a second")
-    print(
-        f"torch's SDPA, concatenated caches: {other_speed:.0f} tokens a second; {same:.1%} of the tokens are the same"
-    )
+    lengths = ", ".join(str(len(prompt)) for prompt in prompts)
+    print(f"{len(prompts)} prompts of {lengths} tokens, {options.tokens} new tokens each, through the whole model:")
+    print(f"  flash_attn_with_kvcache, pages of {PAGE_SIZE}: {paged_speed:.0f} tokens per second")
+    print(f"  torch's SDPA, concatenated caches: {concatenated_speed:.0f} tokens per second")
+    print(f"  {same:.1%} of the tokens are the same")
+
+
+def paged_step(batch: int, heads: int, length: int, head_dim: int) -> tuple[Callable[[], Tensor], dict]:
+    """Makes a decoding step on a paged cache of `length` rows, and the arguments of its call. Repeats write one row."""
+    pages = -(-(length + 1) // PAGE_SIZE)
+    cache = torch.randn(2, batch * pages, PAGE_SIZE, heads, head_dim)
+    new = torch.randn(3, batch, 1, heads, head_dim)
+    cosine, sine = rotation(pages * PAGE_SIZE, head_dim)
+    call = {
+        "q": new[0], "k_cache": cache[0], "v_cache": cache[1], "k": new[1], "v": new[2],
+        "rotary_cos": cosine, "rotary_sin": sine, "rotary_interleaved": False, "causal": True,
+        "cache_seqlens": torch.full((batch,), length, dtype=torch.int32),
+        "block_table": torch.randperm(batch * pages, dtype=torch.int32).view(batch, pages),
+    }  # fmt: skip
+    return lambda: flash_attn_with_kvcache(**call), call
+
+
+def concatenated_step(batch: int, heads: int, length: int, head_dim: int) -> Callable[[], Tensor]:
+    """Makes the same step with torch: rotate the new key, torch.cat, scaled_dot_product_attention."""
+    keys, values = torch.randn(2, batch, heads, length, head_dim)
+    q, k, v = torch.randn(3, batch, heads, 1, head_dim)
+    cosine, sine = (table[length] for table in rotation(length + 1, head_dim))
+
+    def rotate(x: Tensor) -> Tensor:
+        left, right = x.chunk(2, -1)
+        return torch.cat([left * cosine - right * sine, left * sine + right * cosine], -1)
+
+    def step() -> Tensor:
+        return scaled_dot_product_attention(rotate(q), torch.cat([keys, rotate(k)], 2), torch.cat([values, v], 2))
+
+    return step
+
+
+@torch.no_grad()
+def measure_decoding(lengths: list[int], batch: int = 4, heads: int = 8, head_dim: int = 64) -> None:
+    """Part 2: the time of one attention layer for one new token of each sequence."""
+    print(f"\nOne attention layer, one new token for each of {batch} sequences, {heads} heads of {head_dim}, float32:")
+    print(f"{'keys in the cache':>18} {'flash_attn_with_kvcache':>24} {'torch.cat and SDPA':>20} {'ratio':>7}")
+    for length in lengths:
+        step, call = paged_step(batch, heads, length, head_dim)
+        ours = milliseconds(step)
+        torchs = milliseconds(concatenated_step(batch, heads, length, head_dim))
+        print(f"{length:>18} {ours:>21.3f} ms {torchs:>17.3f} ms {torchs / ours:>7.2f}")
+    if lengths:
+        print("\nThe plan of the last call, from explain_kvcache:")
+        print(explain_kvcache(**call))
+
+
+def milliseconds(step: Callable[[], Tensor], calls: int = 20) -> float:
+    """The median time of a call, after two calls that warm up."""
+    times = []
+    for _ in range(calls + 2):
+        start = time.perf_counter()
+        step()
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100, help="training steps of the model (default: 100)")
+    parser.add_argument("--tokens", type=int, default=200, help="new tokens of each prompt (default: 200)")
+    parser.add_argument("--context", type=int, default=512, help="longest text in tokens (default: 512)")
+    parser.add_argument("--d-model", type=int, default=128, help="width of the model (default: 128)")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads (default: 4)")
+    parser.add_argument("--layers", type=int, default=4, help="transformer layers (default: 4)")
+    parser.add_argument(
+        "--lengths", type=int, nargs="*", default=[512, 2048, 8192], metavar="S",
+        help="lengths of the cache in part 2 (default: 512 2048 8192); without a length there is no part 2",
+    )  # fmt: skip
+    options = parser.parse_args()
+    generate(options)
+    if options.lengths:
+        measure_decoding(options.lengths)
 
 
 if __name__ == "__main__":

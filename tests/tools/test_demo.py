@@ -253,10 +253,13 @@ def test_the_same_seed_gives_the_same_batches():
 def test_generation_through_pages_writes_what_torch_writes():
     command = [sys.executable, str(Path(train_gpt.__file__).with_name("generate.py"))]
     command += ["--steps", "3", "--tokens", "5", "--context", "64", "--d-model", "32", "--heads", "2", "--layers", "2"]
+    command += ["--lengths", "40"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     finished = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert finished.returncode == 0, finished.stderr
     assert "100.0% of the tokens are the same" in finished.stdout
+    assert "keys in the cache" in finished.stdout
+    assert "flash_attn_with_kvcache of q (4, 8, 64)" in finished.stdout, "the plan of explain_kvcache"
 
 
 def test_packed_documents_train_as_padded_ones_do():
