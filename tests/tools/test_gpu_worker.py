@@ -1,13 +1,16 @@
 """Tasks of `make gpu` in a child process: one that hangs, crashes or computes something wrong costs only itself."""
 
+import select
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 from paths import ROOT
 
 from benchmarks.gpu import compare, compare_methods
+from benchmarks.gpu import worker as worker_module
 from benchmarks.gpu.problem import Problem
 from benchmarks.gpu.worker import Worker
 from tools.gpu import smoke
@@ -20,7 +23,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from benchmarks.gpu import worker
 def obey(task):
     print("noise on stdout")
-    if task["do"] == "hang": time.sleep(60)
+    if task["do"] == "hang": time.sleep(3600)
     if task["do"] == "crash": os.kill(os.getpid(), signal.SIGSEGV)
     if task["do"] == "fail": raise ValueError("no such kernel\\nand more")
     if task["do"] == "break": worker.cuda_is_broken = lambda: True; raise RuntimeError("illegal address")
@@ -28,6 +31,25 @@ def obey(task):
 worker.cuda_is_broken = lambda: False
 worker.serve(obey)
 """
+
+
+class Clock:
+    """Stands still, so that a busy machine changes nothing. With `step`, each question moves it."""
+
+    now, step = 0.0, 0.0
+
+    def monotonic(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    made_up = Clock()
+    monkeypatch.setattr(worker_module, "time", made_up)
+    wait_for_ever = SimpleNamespace(select=lambda read, write, error, timeout: select.select(read, write, error))
+    monkeypatch.setattr(worker_module, "select", wait_for_ever)
+    return made_up
 
 
 @pytest.fixture
@@ -49,16 +71,18 @@ def test_an_error_is_an_answer_and_the_process_goes_on(worker):
 
 
 @pytest.mark.parametrize(
-    ("what", "seconds", "error"),
+    ("what", "step", "error"),
     [
-        ("hang", 0.3, "hangs: stopped after 0.3 s"),
-        ("crash", 20, "its process died: SIGSEGV"),
-        ("break", 20, "illegal address"),
+        ("hang", 30, "hangs: stopped after 20.0 s"),
+        ("crash", 0, "its process died: SIGSEGV"),
+        ("break", 0, "illegal address"),
     ],
 )
-def test_the_next_task_gets_a_new_process(worker, what, seconds, error):
+def test_the_next_task_gets_a_new_process(worker, clock, what, step, error):
     before = worker.ask({"do": "it"}, 20)["result"]["pid"]
-    assert worker.ask({"do": what}, seconds) == {"error": error, "broken": True}
+    clock.step = step
+    assert worker.ask({"do": what}, 20) == {"error": error, "broken": True}
+    clock.step = 0
     assert worker.ask({"do": "it"}, 20)["result"]["pid"] != before
 
 
@@ -67,8 +91,9 @@ def test_a_child_that_cannot_start_says_so():
         assert child.ask({}, 20) == {"error": "could not start: its process died: exit status 5", "broken": True}
 
 
-def test_no_task_after_the_end():
-    with Worker([sys.executable, "-c", CHILD], seconds=0) as child:
+def test_no_task_after_the_end(clock):
+    with Worker([sys.executable, "-c", CHILD], seconds=10) as child:
+        clock.now = 11
         assert child.ask({"do": "it"}, 20) == {"error": "the time was used up"}
 
 
