@@ -1,10 +1,10 @@
-"""The attention weights that MultiheadAttention returns beside its output.
+"""The attention weights that MultiheadAttention returns in addition to its output.
 
-The weights of each head are B x H x S_q x S_k numbers. Their average over the heads is an operator of ours, with its
-gradient: it adds the heads up tile by tile, from the lse that attention has left. What that operator does not take, the
-weights of each head, DTensors and torch.func's transforms, is made of torch's operators: for a block of queries at
-a time where only the largest weights are kept or the heads are averaged, and once more for each block in the backward
-(torch.utils.checkpoint).
+The weights of all heads are B x H x S_q x S_k numbers. Our operator `attention_weights` computes their average over the
+heads and its gradient: it sums the heads tile by tile, from the lse of the attention. It does not support three cases:
+the weights of each head, DTensors, and torch.func's transforms. There torch's operators compute the weights. If only
+the largest weights or the averages are returned, they run for a block of queries at a time, and the backward computes
+each block again (torch.utils.checkpoint).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import _functorch, _ops
 from ..functional import dropout_mask, some_dtensor
 
-# Weights held at once, of what is not returned as a whole: 32 MiB of float32. torch's operators hold twice as much.
+# Number of weights in a block of queries: 32 MiB of float32. torch's operators allocate twice as much.
 BLOCK_ELEMENTS = 1 << 23
 
 
@@ -38,73 +38,80 @@ def attention_weights(
 
     Args:
         q, k: (B, H, S_q, D), (B, H, S_k, D).
-        mask: as `flash_attn` takes it, at most 4-D; or None.
-        key_mask: as `flash_attn` takes it, (B, S_k); or None.
-        lse: (B, H, S_q), what `flash_attn` returned beside its output. The gradient does not go through it.
-        rng_state: what `flash_attn` was given with `dropout_p`; None without dropout.
-        average: over the heads.
-        top_k: the `top_k` largest weights of each query, by torch.topk; None for all.
+        mask: `attn_mask` of `flash_attn`, at most 4-D; or None.
+        key_mask: `key_mask` of `flash_attn`, (B, S_k); or None.
+        lse: (B, H, S_q), the logsumexp that `flash_attn` returned. It gets no gradient.
+        rng_state: the `rng_state` of `flash_attn`; None without dropout.
+        average: whether to average over the heads.
+        top_k: return the `top_k` largest weights of each query, by torch.topk; None for all weights.
 
     Returns:
-        (B, S_q, S_k) or (B, H, S_q, S_k); with `top_k` (values, indices) of that shape, `top_k` in the place of S_k.
+        (B, S_q, S_k) if averaged, else (B, H, S_q, S_k). With `top_k` a pair (values, indices), with last dimension
+        `top_k`.
     """
     mask = None if mask is None else mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
-    given = (q, k, mask, key_mask, lse.detach(), rng_state, dropout_p)
+    arguments = (q, k, mask, key_mask, lse.detach(), rng_state, dropout_p)
     by_kernel = average and not some_dtensor(q, k) and not _functorch.active()
     if by_kernel and top_k is None:
-        return _averaged(*given, 0)
-    # Under torch.compile the loop would be unrolled, and torch.func's transforms refuse checkpoint's hooks.
-    whole = torch.compiler.is_compiling() or _functorch.active() or (not average and top_k is None)
-    weights = _averaged if by_kernel else _averaged_by_torch if average else _of_heads
+        return _average_by_kernel(*arguments, 0)
+    # torch.compile would unroll the loop over blocks, and torch.func's transforms refuse checkpoint's hooks.
+    in_one_block = torch.compiler.is_compiling() or _functorch.active() or (not average and top_k is None)
+    compute = _average_by_kernel if by_kernel else _average_by_torch if average else _weights_by_head
 
-    def of_rows(*block) -> tuple[Tensor, ...]:
-        result = weights(*block)
-        return (result,) if top_k is None else tuple(result.topk(top_k, dim=-1))
+    def compute_block(*block) -> tuple[Tensor, ...]:
+        weights = compute(*block)
+        return (weights,) if top_k is None else tuple(weights.topk(top_k, dim=-1))
 
-    parts = of_rows(*given, 0) if whole else _in_blocks(of_rows, given, again=not by_kernel)
-    return parts[0] if top_k is None else parts
+    if in_one_block:
+        results = compute_block(*arguments, 0)
+    else:
+        results = _run_in_blocks(compute_block, arguments, recompute=not by_kernel)
+    return results[0] if top_k is None else results
 
 
-def _in_blocks(of_rows: Callable[..., tuple[Tensor, ...]], given: tuple, again: bool) -> tuple[Tensor, ...]:
-    """What `of_rows` gives for all queries, block by block. `again`: its backward needs more than its arguments, and
-    is to compute it once more."""
-    q, k, mask, key_mask, lse, *dropout = given
-    rows = max(1, BLOCK_ELEMENTS // max(1, q.size(0) * k.size(2) * (q.size(1) if again else 1)))
+def _run_in_blocks(
+    compute_block: Callable[..., tuple[Tensor, ...]], arguments: tuple, recompute: bool
+) -> tuple[Tensor, ...]:
+    """Runs `compute_block` for one block of queries after another. `recompute`: the backward computes blocks again."""
+    q, k, mask, key_mask, lse, *dropout = arguments
+    rows = max(1, BLOCK_ELEMENTS // max(1, q.size(0) * k.size(2) * (q.size(1) if recompute else 1)))
     if rows >= q.size(2):
-        return of_rows(*given, 0)
+        return compute_block(*arguments, 0)
     blocks = []
     for first in range(0, q.size(2), rows):
-        cut = slice(first, first + rows)
-        block_mask = mask if mask is None or mask.size(2) == 1 else mask[:, :, cut]
-        block = (q[:, :, cut], k, block_mask, key_mask, lse[:, :, cut], *dropout, first)
-        once_more = {"use_reentrant": False, "preserve_rng_state": False}
-        blocks.append(checkpoint(of_rows, *block, **once_more) if again else of_rows(*block))
+        queries = slice(first, first + rows)
+        block_mask = mask if mask is None or mask.size(2) == 1 else mask[:, :, queries]
+        block = (q[:, :, queries], k, block_mask, key_mask, lse[:, :, queries], *dropout, first)
+        if recompute:
+            blocks.append(checkpoint(compute_block, *block, use_reentrant=False, preserve_rng_state=False))
+        else:
+            blocks.append(compute_block(*block))
     return tuple(torch.cat(parts, dim=-2) for parts in zip(*blocks, strict=True))
 
 
-def _averaged(q, k, mask, key_mask, lse, rng_state, dropout_p, first_row) -> Tensor:
+def _average_by_kernel(q, k, mask, key_mask, lse, rng_state, dropout_p, first_row) -> Tensor:
     if rng_state is not None and first_row:
-        place = rng_state[2:] if len(rng_state) > 2 else rng_state.new_tensor([0, 0, 0, q.size(1)])
-        rng_state = torch.cat([rng_state[:2], place + place.new_tensor([first_row, 0, 0, 0])])
+        offsets = rng_state[2:] if len(rng_state) > 2 else rng_state.new_tensor([0, 0, 0, q.size(1)])
+        rng_state = torch.cat([rng_state[:2], offsets + offsets.new_tensor([first_row, 0, 0, 0])])
     return _ops.attention_weights(q, k, mask, None, None, rng_state, key_mask, lse, dropout_p=dropout_p)
 
 
-def _averaged_by_torch(*given) -> Tensor:
-    return _of_heads(*given).mean(dim=1)
+def _average_by_torch(*arguments) -> Tensor:
+    return _weights_by_head(*arguments).mean(dim=1)
 
 
-def _of_heads(q, k, mask, key_mask, _lse, rng_state, dropout_p, first_row) -> Tensor:
+def _weights_by_head(q, k, mask, key_mask, _lse, rng_state, dropout_p, first_row) -> Tensor:
     scores = torch.matmul(q * (1.0 / math.sqrt(q.size(-1))), k.transpose(-2, -1))
-    weights = _softmax(scores, merged(mask, key_mask))
+    weights = _softmax(scores, merge_masks(mask, key_mask))
     if rng_state is None:
         return weights
     keep = dropout_mask(rng_state, *weights.shape, dropout_p, first_row)
-    # One finite factor: with 1 / 0 at dropout_p 1 the gradient of what is dropped would be 0 * inf.
+    # A finite factor also for dropout_p 1: with 1 / 0 the gradient of dropped elements would be 0 * inf.
     return weights * keep * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
 
 
-def merged(mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
-    """One mask that says what `flash_attn` understands by the two: (B, 1 or H, S_q, S_k); of one of them, its view."""
+def merge_masks(mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
+    """One mask, (B, 1 or H, S_q, S_k), with the effect of both in `flash_attn`. A view if one of them is None."""
     if key_mask is None:
         return mask
     keys = key_mask[:, None, None]
@@ -120,10 +127,11 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
         return torch.softmax(scores, dim=-1)
     if mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, -math.inf)
-        dead = ~mask.any(dim=-1, keepdim=True)
+        no_keys = ~mask.any(dim=-1, keepdim=True)
     else:
         mask = mask.to(scores.dtype)
         scores = scores + mask
-        dead = (mask == -math.inf).all(dim=-1, keepdim=True)
-    # Replace the scores of such rows before the softmax, not its NaN afterwards: NaN would stay in the gradient.
-    return torch.softmax(scores.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
+        no_keys = (mask == -math.inf).all(dim=-1, keepdim=True)
+    # Replaces the scores of rows without keys before the softmax. Replacing the NaN afterwards would not remove NaN
+    # from the gradient.
+    return torch.softmax(scores.masked_fill(no_keys, 0.0), dim=-1).masked_fill(no_keys, 0.0)

@@ -1,7 +1,7 @@
 """MultiheadAttention: torch.nn.MultiheadAttention on the tiled kernel.
 
-Reading order: `forward` (check, project, turn the masks, attend, project back), then the helpers it calls. Nested
-tensors go another way, `nested.py`.
+Reading order: `forward` (check, project, convert the masks, attend, project back), then the functions that it calls.
+`nested.py` computes nested tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..functional import flash_attn, new_rng_state
 from . import nested
-from .attention_weights import attention_weights, merged
-from .class_swap import exchange_base, is_sharded, keep_forward, why_not_replaceable
+from .attention_weights import attention_weights, merge_masks
+from .class_swap import attach_forward_hook, exchange_base, is_sharded, why_not_replaceable
 
 __all__ = ["MultiheadAttention"]
 
@@ -25,21 +25,20 @@ __all__ = ["MultiheadAttention"]
 class MultiheadAttention(nn.MultiheadAttention):
     """torch.nn.MultiheadAttention whose attention runs on `flash_attn`.
 
-    Constructor, forward arguments, return values, parameters and state_dict are those of
-    torch.nn.MultiheadAttention, of which this is a subclass: checkpoints load in both directions and
-    isinstance checks keep working. What differs:
+    This is a subclass of torch.nn.MultiheadAttention with the same constructor, forward arguments, return values,
+    parameters and state_dict. Checkpoints load in both directions, and isinstance checks continue to work. Differences:
 
     - With `need_weights=False` nothing of size S_q x S_k is allocated, except a copy of a bool `attn_mask` in its
-      own shape, as the kernel's masks mean the opposite. `attn_mask` and `key_padding_mask` together are not
-      merged into (B, 1, S_q, S_k), unless the latter needs a gradient.
-    - A query whose keys are all masked gets attention output 0, weights 0 and gradient 0, never NaN.
-    - With `need_weights=True` (torch's default) the output is the same as without, where the `is_causal` hint
-      is true. The weights are computed beside it, from q, k and lse. Averaged over the heads, what is allocated is
-      their size, not `num_heads` times that (but under torch.func, and for DTensors). `top_k` leaves out that, too
-      (but under torch.compile).
-    - The fused inference paths of torch, in this module and in nn.TransformerEncoderLayer, are not taken: the
-      kernel runs there too. Nested inputs, which torch takes on those paths only and in the strided layout
-      only, are taken always and in both layouts, and are not padded.
+      own shape, because the kernel's masks mean the opposite. `attn_mask` and `key_padding_mask` together are not
+      merged into (B, 1, S_q, S_k), unless `key_padding_mask` needs a gradient.
+    - If all keys of a query are masked, its attention output, weights and gradient are 0, never NaN.
+    - `need_weights=True` (torch's default) does not change the output if the `is_causal` hint is true. The weights
+      are computed from q, k and lse. Averaging over the heads allocates B x S_q x S_k elements, not `num_heads` times
+      as many, except under torch.func and for DTensors. With `top_k` not even these are allocated, except under
+      torch.compile.
+    - The fused inference paths of torch, in this module and in nn.TransformerEncoderLayer, are not used: the
+      kernel runs there too. torch supports nested inputs only on these paths and only in the strided layout. Here
+      they are always supported, in both layouts, and are not padded.
     - torch.jit.script is not supported.
 
     Args:
@@ -53,8 +52,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch_first: batched inputs and output are (B, S, E) instead of (S, B, E).
         device, dtype: of the parameters.
 
-    Source: Vaswani et al., "Attention Is All You Need", https://arxiv.org/abs/1706.03762, section 3.2.2; the
-    interface is torch.nn.MultiheadAttention's.
+    Source: Vaswani et al., "Attention Is All You Need", https://arxiv.org/abs/1706.03762, section 3.2.2.
     """
 
     def __init__(
@@ -84,34 +82,34 @@ class MultiheadAttention(nn.MultiheadAttention):
             device=device,
             dtype=dtype,
         )
-        keep_forward(self)
+        attach_forward_hook(self)
 
     @classmethod
     def from_torch(cls, mha: nn.MultiheadAttention) -> MultiheadAttention:
-        """A MultiheadAttention with the very same Parameter objects, buffers, submodules, hooks and training
-        flag as `mha`, which stays as it is.
+        """A MultiheadAttention that shares its Parameter objects, buffers, submodules and hooks with `mha`.
 
-        Raises TypeError if `mha` is not a torch.nn.MultiheadAttention, is of a subclass of it, has a forward
-        of its own, is sharded by FSDP2 (`replace_attention` changes such a module in place), or could not run.
+        `mha` does not change. Raises TypeError if `mha` is not exactly a torch.nn.MultiheadAttention, has its own
+        forward on the instance, is sharded by FSDP2 (`replace_attention` changes such a module in place), or has a
+        head dimension, dtype or device without kernels.
         """
         if not isinstance(mha, nn.MultiheadAttention):
             raise TypeError(f"mha: got {type(mha).__qualname__}; allowed: a torch.nn.MultiheadAttention")
         obstacle = why_not_replaceable(mha)
         if obstacle is None and is_sharded(mha):
-            obstacle = "FSDP2 (fully_shard) manages its parameters; replace_attention changes it in place"
+            obstacle = "FSDP2 (fully_shard) manages its parameters; replace_attention can change it in place"
         if obstacle is not None:
             raise TypeError(f"mha: must be a torch.nn.MultiheadAttention as torch made it; {obstacle}")
         own_class = exchange_base(type(mha), nn.MultiheadAttention, cls)
         new = own_class.__new__(own_class)
-        # The registries are copied, so that registering in one module leaves the other alone; what they
-        # hold is shared.
+        # The registries are copied, so that a registration in one module does not change the other. Their entries
+        # are shared.
         for name, entry in vars(mha).items():
             new.__dict__[name] = copy.copy(entry) if isinstance(entry, (dict, set)) else entry
-        keep_forward(new)
+        attach_forward_hook(new)
         return new
 
     def merge_masks(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, query: Tensor):
-        """Refuses: torch calls this only on its way to a fused op that bypasses this module."""
+        """Raises: torch calls this function only before a fused operator that bypasses this module."""
         raise RuntimeError(
             "a fused torch path is about to bypass flash_attn_ext, because the forward pre-hook that "
             "prevents it was removed from this MultiheadAttention; keep the hook, or turn that path off with "
@@ -141,18 +139,17 @@ class MultiheadAttention(nn.MultiheadAttention):
             need_weights: also return the attention weights, an S_q x S_k tensor.
             attn_mask: (S_q, S_k) or (B * num_heads, S_q, S_k); bool or float as `key_padding_mask`.
             average_attn_weights: return the weights averaged over the heads instead of one by one.
-            is_causal: a hint that `attn_mask`, which must be given, is the causal mask. As in torch, with
-                `need_weights=False` and no `key_padding_mask` the hint is taken at its word and the values of
-                `attn_mask` are not read; otherwise they are, and the hint changes nothing but the speed.
-
-            top_k: not in torch: return only the `top_k` largest weights of each query, 1 to S_k (with the columns
-                that are appended), largest first.
+            is_causal: a hint that `attn_mask` is the causal mask. `attn_mask` is required too. As in torch, with
+                `need_weights=False` and no `key_padding_mask` the values of `attn_mask` are not read. Otherwise
+                they are read, and the hint changes only the speed.
+            top_k: not in torch. Returns only the `top_k` largest weights of each query, largest first. From 1 to S_k,
+                where S_k includes the appended columns.
 
         Returns:
             (out, weights): out has the shape of `query`; weights, after dropout, are (B, S_q, S_k), or
             (B, num_heads, S_q, S_k) if not averaged, without B if unbatched; None with `need_weights=False`.
-            `add_bias_kv` and `add_zero_attn` append one column each. With `top_k` weights are a pair, the values
-            and their int64 key indices, with `top_k` in the place of S_k.
+            `add_bias_kv` and `add_zero_attn` append one column each. With `top_k` weights are a pair: the values
+            and their int64 key indices. Then the last dimension is `top_k`.
 
         Raises:
             ValueError: `top_k` out of range, or given with `need_weights=False`.
@@ -164,7 +161,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )  # fmt: skip
         for argument in arguments:
             if isinstance(argument, torch.fx.Proxy):
-                # torch.fx.symbolic_trace: one node, as torch's own module is to it.
+                # torch.fx.symbolic_trace: one node, as for torch's module.
                 name = argument.tracer.path_of_module(self)
                 return argument.tracer.create_proxy("call_module", name, arguments, {"top_k": top_k})
         if query.is_nested or key.is_nested or value.is_nested:
@@ -180,9 +177,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         appended = (self.bias_k is not None) + bool(self.add_zero_attn)
         self._check_top_k(top_k, need_weights, k.size(2))
 
-        # torch takes the hint at its word only without key_padding_mask. With one, our kernel can do with the
-        # band of a causal mask, which saves half of the work, if that is what attn_mask is. Not with appended
-        # keys: they lie right of the diagonal, where the band hides them and the padded mask does not.
+        # torch trusts the hint only without key_padding_mask. With one, our kernel may still use the causal band, which
+        # saves half of the work, if attn_mask is known to be causal. Not with appended keys: they are to the right of
+        # the diagonal, so the band would hide them.
         causal = is_causal and not need_weights
         if causal and key_padding_mask is not None:
             causal = not appended and _is_known_to_be_causal(attn_mask)
@@ -248,7 +245,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if attn_mask.dim() not in (2, 3):
             raise AssertionError(f"attn_mask: got a {attn_mask.dim()}-D tensor, allowed are 2-D and 3-D")
         if is_causal and not need_weights and key_padding_mask is None:
-            return  # As in torch, the mask is not looked at.
+            return  # As in torch, the mask is not read.
         allowed = (seqlen_q, seqlen_k)
         if attn_mask.dim() == 3:
             allowed = (math.prod(batch) * self.num_heads, seqlen_q, seqlen_k)
@@ -263,28 +260,28 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v of embed_dim features each, laid out as the inputs; one GEMM for inputs that are one."""
+        """q, k, v of embed_dim features each, in the layout of the inputs. Inputs that are one tensor share a GEMM."""
         bias = self.in_proj_bias
         if bias is not None and bias.dtype != self.out_proj.weight.dtype:
-            bias = bias.to(self.out_proj.weight.dtype)  # torch's linear adds such a bias in some layouts only
+            bias = bias.to(self.out_proj.weight.dtype)  # for some layouts torch's linear refuses two dtypes
         if not self._qkv_same_embed_dim:
             biases = (None, None, None) if bias is None else bias.chunk(3)
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            return tuple(map(F.linear, (query, key, value), weights, biases))
-        # Read once: under a parametrization every read computes it.
-        weight = self.in_proj_weight
+            projections = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            return tuple(map(F.linear, (query, key, value), projections, biases))
+        # Read once: under a parametrization every read computes the parameter.
+        projection = self.in_proj_weight
         if query is key and key is value:
-            return F.linear(query, weight, bias).chunk(3, dim=-1)
+            return F.linear(query, projection, bias).chunk(3, dim=-1)
         if key is value:
             split = [self.embed_dim, 2 * self.embed_dim]
-            weight_q, weight_kv = weight.split(split)
+            projection_q, projection_kv = projection.split(split)
             bias_q, bias_kv = (None, None) if bias is None else bias.split(split)
-            return F.linear(query, weight_q, bias_q), *F.linear(key, weight_kv, bias_kv).chunk(2, dim=-1)
+            return F.linear(query, projection_q, bias_q), *F.linear(key, projection_kv, bias_kv).chunk(2, dim=-1)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        return tuple(map(F.linear, (query, key, value), weight.chunk(3), biases))
+        return tuple(map(F.linear, (query, key, value), projection.chunk(3), biases))
 
     def _append_keys(self, k: Tensor, v: Tensor, batched: bool) -> tuple[Tensor, Tensor]:
-        """bias_k, bias_v and the zeros of add_zero_attn, after the last key and value."""
+        """Appends bias_k, bias_v and the zeros of add_zero_attn to the keys and values."""
         bias_k, bias_v = self.bias_k, self.bias_v
         if bias_k is None and not self.add_zero_attn:
             return k, v
@@ -308,7 +305,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def _join_heads(self, x: Tensor, batched: bool) -> Tensor:
-        """The inverse of _split_heads; free, because flash_attn's output has the memory order of q."""
+        """The inverse of _split_heads. No copy, because flash_attn's output has the memory order of q."""
         if not batched:
             x = x.squeeze(0).transpose(0, 1)
         else:
@@ -318,11 +315,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, appended: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`attn_mask` and `key_mask` of `flash_attn`: views of the masks given, or copies of their size.
+        """`attn_mask` and `key_mask` for `flash_attn`: views of the masks of this call, or copies of the same size.
 
-        In: this module's polarity, bool True = masked. Out: the kernel's, bool True = attend. Float masks are
-        added to the scores in both. Appended keys are attended by all queries: the masks grow by columns of
-        0.
+        In bool masks of this module True hides a key; in the kernel's masks True shows it. Float masks are
+        added to the scores in both. All queries attend to the appended keys: the masks get columns of 0 for them.
         """
         if attn_mask is not None:
             attn_mask = F.pad(attn_mask, (0, appended)) if appended else attn_mask
@@ -336,12 +332,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not keys.requires_grad:
             return attn_mask, keys
         # `key_mask` has no gradient.
-        return merged(attn_mask, keys), None
+        return merge_masks(attn_mask, keys), None
 
 
 def _is_known_to_be_causal(mask: Tensor) -> bool:
-    """Whether `mask`, (S_q, S_k) or (B * H, S_q, S_k), is the causal mask; False where its values cannot be read
-    at once: while something traces or transforms the call, and on a device that works in the background."""
+    """Whether `mask`, (S_q, S_k) or (B * H, S_q, S_k), is the causal mask.
+
+    False if its values cannot be read immediately: while the call is traced or transformed, and on a device that runs
+    asynchronously.
+    """
     if (
         type(mask) not in (Tensor, nn.Parameter)
         or mask.device.type != "cpu"
@@ -352,7 +351,7 @@ def _is_known_to_be_causal(mask: Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack()
     ):
         return False
-    rows = 256  # at a time, so that the causal mask to compare with is never there as a whole
+    rows = 256  # per step, so that the causal mask for the comparison is never allocated as a whole
     for start in range(0, mask.size(-2), rows):
         block = mask[..., start : start + rows, :]
         causal = torch.ones(block.shape[-2:], dtype=torch.bool).triu(start + 1)

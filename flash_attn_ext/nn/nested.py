@@ -1,4 +1,4 @@
-"""MultiheadAttention of nested tensors, in both of torch's layouts: their rows, packed, through `flash_attn_varlen`."""
+"""MultiheadAttention of nested tensors in both layouts of torch: packs the rows and calls `flash_attn_varlen`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .attention_weights import attention_weights
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequence b is the rows `offsets[b]` to `offsets[b + 1]` of `rows`, (T, features)."""
+    """Sequence b has the rows `offsets[b]` to `offsets[b + 1]` of `rows`, (T, features)."""
 
     rows: Tensor
     offsets: Tensor  # (B + 1) int64
@@ -24,19 +24,19 @@ class Packed:
     def longest(self) -> int:
         return int(self.offsets.diff().max()) if len(self.offsets) > 1 else 0
 
-    def row_numbers(self) -> tuple[Tensor, Tensor]:
-        """Of every row: its sequence, and its place in that."""
+    def sequences_and_positions(self) -> tuple[Tensor, Tensor]:
+        """For each row: the number of its sequence, and its position in the sequence."""
         sequence = torch.repeat_interleave(self.offsets.diff(), output_size=self.rows.size(0))
         return sequence, torch.arange(len(sequence), device=sequence.device) - self.offsets[sequence]
 
     def padded(self) -> Tensor:
         """(B, longest, ...), zeros after each sequence."""
         empty = self.rows.new_zeros(len(self.offsets) - 1, self.longest, *self.rows.shape[1:])
-        return empty.index_put(self.row_numbers(), self.rows)
+        return empty.index_put(self.sequences_and_positions(), self.rows)
 
 
 def pack(x: Tensor) -> Packed:
-    """The rows of a nested tensor (B, *, features). A jagged one without holes is not copied."""
+    """The rows of a nested tensor (B, *, features). A jagged tensor without holes is not copied."""
     if x.layout is not torch.jagged:
         parts = x.unbind()
         lengths = torch.tensor([0, *(part.size(0) for part in parts)], device=x.device)
@@ -47,18 +47,18 @@ def pack(x: Tensor) -> Packed:
     return Packed(x.values()[_rows_in_use(x)], offsets)
 
 
-def nest(rows: Tensor, packed: Packed, x: Tensor) -> Tensor:
-    """`rows`, cut as `packed` is, as a nested tensor in the layout, and with the holes, of `x`, from which it came."""
+def unpack(rows: Tensor, packed: Packed, x: Tensor) -> Tensor:
+    """`rows` as a nested tensor with the layout and the holes of `x`, where `packed` is `pack(x)`."""
     if x.layout is not torch.jagged:
         return torch.nested.as_nested_tensor(list(rows.split(packed.offsets.diff().tolist())))
     if x.lengths() is not None:
         rows = rows.new_zeros(x.values().size(0), rows.size(-1)).index_copy(0, _rows_in_use(x), rows)
-    # With the very offsets of `x`: torch takes two jagged tensors for equally shaped only if they share them.
+    # The same offsets object as in `x`: torch compares the shapes of jagged tensors by the identity of the offsets.
     return torch.nested.nested_tensor_from_jagged(rows, x.offsets(), x.lengths())
 
 
 def _rows_in_use(x: Tensor) -> Tensor:
-    """Which rows of a jagged tensor's values are not in its holes."""
+    """The numbers of the rows of a jagged tensor's values that are not in its holes."""
     lengths = x.lengths()
     ends = lengths.cumsum(0)
     in_order = torch.arange(int(ends[-1]) if len(ends) else 0, device=lengths.device)
@@ -66,27 +66,27 @@ def _rows_in_use(x: Tensor) -> Tensor:
 
 
 def append_keys(packed: Packed, tail: Tensor) -> Packed:
-    """`tail`, (n, features), behind every sequence."""
+    """Appends the rows `tail`, (n, features), to each sequence."""
     count = tail.size(0)
     sequences = torch.arange(len(packed.offsets), device=packed.offsets.device)
     offsets = packed.offsets + count * sequences
     rows = packed.rows.new_zeros(packed.rows.size(0) + count * (len(sequences) - 1), packed.rows.size(1))
-    sequence, place = packed.row_numbers()
-    rows = rows.index_copy(0, offsets[sequence] + place, packed.rows)
+    sequence, position = packed.sequences_and_positions()
+    rows = rows.index_copy(0, offsets[sequence] + position, packed.rows)
     ends = (offsets[1:, None] + torch.arange(-count, 0, device=offsets.device)).flatten()
     return Packed(rows.index_copy(0, ends, tail.repeat(len(sequences) - 1, 1)), offsets)
 
 
 def check(module: nn.MultiheadAttention, inputs: dict[str, Tensor], masks: dict[str, Tensor | None]) -> None:
-    """Raises AssertionError for what is not one layout, not (B, *, features), masked, or not `batch_first`."""
+    """Raises AssertionError for inputs of different layouts or not 3-D, for masks, and without `batch_first`."""
     layout = next(x.layout for x in inputs.values() if x.is_nested)
     query = inputs["query"]
-    if query.dim() != 3:  # an empty list of sequences, of which torch does not know the features
+    if query.dim() != 3:  # an empty list of sequences: its number of features is unknown
         raise AssertionError(f"query: got a {query.dim()}-D nested tensor, must be 3-D: (B, *, embed_dim)")
     for name, x in inputs.items():
         if not x.is_nested or x.layout is not layout:
-            got = f"a {x.layout} nested tensor" if x.is_nested else "a plain tensor"
-            raise AssertionError(f"{name}: got {got}, must be a {layout} nested tensor as the others")
+            got = f"a {x.layout} nested tensor" if x.is_nested else "a dense tensor"
+            raise AssertionError(f"{name}: got {got}, must be a {layout} nested tensor like the other inputs")
     for name, mask in masks.items():
         if mask is not None:
             raise AssertionError(f"{name}: must be None with nested inputs, got a tensor")
@@ -104,8 +104,8 @@ def forward(
     is_causal: bool,
     top_k: int | None,
 ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
-    """What MultiheadAttention.forward returns. The weights are padded, as torch's are."""
-    # "Is the same tensor" stays true of the packed ones: `_project` looks at it.
+    """The result of MultiheadAttention.forward. The weights are padded, as in torch."""
+    # One packed tensor for each distinct input: `_project` compares them by identity.
     packed = {id(x): pack(x) for x in (query, key, value)}
     q, k, v = (packed[id(x)] for x in (query, key, value))
     if len(k.offsets) != len(q.offsets):
@@ -128,7 +128,7 @@ def forward(
     out, lse = flash_attn_varlen(
         *(p.rows for p in heads), q.offsets, k.offsets, dropout_p=dropout_p, rng_state=rng_state, return_lse=True
     )  # fmt: skip
-    out = nest(F.linear(out.flatten(-2), module.out_proj.weight, module.out_proj.bias), q, query)
+    out = unpack(F.linear(out.flatten(-2), module.out_proj.weight, module.out_proj.bias), q, query)
     if not need_weights:
         return out, None
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from .class_swap import drop_keep_forward, exchange_base, keep_forward, why_not_replaceable
+from .class_swap import attach_forward_hook, exchange_base, remove_forward_hook, why_not_replaceable
 from .multihead_attention import MultiheadAttention
 
 __all__ = ["ReplacedAttention", "replace_attention"]
@@ -61,7 +61,7 @@ class ReplacedAttention:
                 continue
             now = type(module)
             module.__class__ = before if now is after else exchange_base(now, MultiheadAttention, nn.MultiheadAttention)
-            drop_keep_forward(module)
+            remove_forward_hook(module)
 
     def __str__(self) -> str:
         rows = [(name, "replaced", "") for name in self.replaced]
@@ -143,7 +143,7 @@ def replace_attention(
     try:
         for module, _, after in changes:
             module.__class__ = after
-            keep_forward(module)
+            attach_forward_hook(module)
         if expected is not None:
             difference = _largest_difference(expected, _run(model, sample_input), rtol, atol)
             report = dataclasses.replace(report, max_difference=difference)

@@ -9,7 +9,7 @@ from reference import attention as reference
 from tolerances import assert_as_exact_as_torch
 
 from flash_attn_ext import explain, flash_attn
-from flash_attn_ext.nn.attention_weights import merged
+from flash_attn_ext.nn.attention_weights import merge_masks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
@@ -44,7 +44,7 @@ def check(q, k, v, mask, key_mask, **options):
     def dense(dtype):
         *tensors, mask_ = leaves(inputs, dtype)
         keys = key_mask if key_mask.dtype == torch.bool else key_mask.to(dtype)
-        both = keys[:, None, None] if mask_ is None else merged(mask_, keys)
+        both = keys[:, None, None] if mask_ is None else merge_masks(mask_, keys)
         return reference(*tensors, both, **options), [*tensors, mask_]
 
     ours_in = leaves(inputs)

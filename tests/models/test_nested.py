@@ -161,9 +161,9 @@ def test_errors():
         ours(nest(x, [7, 1, 4]), *[nest(x[:2], [7, 1])] * 2)
     nested = nest(x, [7, 1, 4])
     jagged = nest(x, [7, 1, 4], "jagged")
-    with pytest.raises(AssertionError, match=r"^key: got a plain tensor, must be a torch.strided nested"):
+    with pytest.raises(AssertionError, match=r"^key: got a dense tensor, must be a torch.strided nested"):
         ours(nested, x, x)
-    with pytest.raises(AssertionError, match=r"^query: got a plain tensor, must be a torch.jagged nested"):
+    with pytest.raises(AssertionError, match=r"^query: got a dense tensor, must be a torch.jagged nested"):
         ours(x, jagged, jagged)
     with pytest.raises(AssertionError, match=r"^value: got a torch.strided nested tensor, must be a torch.jagged"):
         ours(jagged, jagged, nested)
