@@ -7,9 +7,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .._weights import attention_weights
 from ..functional import flash_attn
 from ..nn import MultiheadAttention
+from ..nn.attention_weights import attention_weights
 from ._work import HEADS, Work
 
 
