@@ -24,6 +24,7 @@ html_title = f"flash_attn_ext {release}"
 
 # Pages include Markdown files of the repository, and link to others. On GitHub these links work as they are.
 PAGES = {"csrc/README.md": "design/path.md", "tests/cuda_host/README.md": "design/host_tests.md"}
+MARKER = "<!-- operator schemas -->"
 LINK = re.compile(r"\]\((?:\.\./)+([\w/]+\.md)\)")
 
 
@@ -40,9 +41,25 @@ def relink(text: str, docname: str) -> str:
     return LINK.sub(replacement, text)
 
 
+def operator_schemas() -> str:
+    """The schemas of the installed build, for docs/operators.md."""
+    import torch
+
+    import flash_attn_ext  # noqa: F401  registers the operators
+
+    operators = torch.ops.flash_attn_ext
+    return "\n\n".join(
+        str(getattr(operators, name).default._schema)
+        for name in sorted(dir(operators))
+        if "attention" in name or "dropout" in name or "append" in name
+    )
+
+
 def setup(app) -> None:
     def source_read(_app, docname, content):
         content[0] = relink(content[0], docname)
+        if docname == "operators":
+            content[0] = content[0].replace(MARKER, f"```text\n{operator_schemas()}\n```")
 
     def include_read(_app, _path, docname, content):
         content[0] = relink(content[0], docname)

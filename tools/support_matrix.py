@@ -61,7 +61,7 @@ def table(all_rows: list[Row]) -> str:
     lines = []
     for function in dict.fromkeys(row.function for row in all_rows):
         lines += [
-            f"### `{function}`",
+            f"## `{function}`",
             "",
             "| option | case | CPU | `simt` | `sm80` | `sm90` |",
             "|---|---|---|---|---|---|",
