@@ -13,6 +13,7 @@
 #include "ops/from_python.h"
 #include "ops/plan.h"
 #include "ops/varlen.h"
+#include "ops/weights.h"
 #include "torch_overrides/overrides.h"
 
 namespace {
@@ -44,21 +45,22 @@ pybind11::dict build_info() {
   return info;
 }
 
-// A tuple with an object for each member.
+// A struct from a dictionary that has its members by name.
 template <class Struct>
-Struct read(const pybind11::tuple& objects) {
+Struct read(const pybind11::dict& by_name) {
+  PyObject* objects[flash_attn_ext::kMembers<Struct>];
+  flash_attn_ext::objects_by_name<Struct>(by_name.ptr(), objects);
   Struct result;
-  TORCH_CHECK_TYPE(objects.size() == std::tuple_size_v<decltype(result.tie())> &&
-                       flash_attn_ext::all_from_python(PySequence_Fast_ITEMS(objects.ptr()), result),
-                   "flash_attn_ext: internal error, got ", std::string(pybind11::repr(objects)));
+  TORCH_CHECK_TYPE(flash_attn_ext::all_from_python(objects, result), "flash_attn_ext: internal error, got ",
+                   std::string(pybind11::repr(by_name)));
   return result;
 }
 
-// A function of plan.h, called with tuples in the place of its structs.
-template <class Tensors, class Options, class... Rest>
-auto plan_from_tuples(Plan (*plan)(const Tensors&, const Options&, const Rest&...)) {
-  return [plan](const pybind11::tuple& tensors, const pybind11::tuple& options, const Rest&... rest) {
-    return plan(read<Tensors>(tensors), read<Options>(options), rest...);
+// A function of the operators' structs, called with dictionaries in their place.
+template <class Result, class Tensors, class Options, class... Rest>
+auto from_dictionaries(Result (*function)(const Tensors&, const Options&, const Rest&...)) {
+  return [function](const pybind11::dict& tensors, const pybind11::dict& options, const Rest&... rest) {
+    return function(read<Tensors>(tensors), read<Options>(options), rest...);
   };
 }
 
@@ -67,9 +69,9 @@ pybind11::tuple names(const char* const (&names)[n]) {
   return pybind11::cast(std::vector<std::string>(names, names + n));
 }
 
-// What the declarations say of each tensor, for those parts of torch that take Python functions only.
+// (name, autocast, vmap) of each tensor: for the parts of torch that take Python functions only.
 template <class Tensors>
-pybind11::tuple rules() {
+pybind11::tuple rows_of() {
   using flash_attn_ext::AutocastRule, flash_attn_ext::VmapRule;
   pybind11::list result;
   for (const flash_attn_ext::TensorRule& rule : Tensors::kRules) {
@@ -86,19 +88,26 @@ pybind11::tuple rules() {
   return result;
 }
 
+// The rows of several operators' tensors, by the operators' names.
+template <class... Op>
+pybind11::dict tensor_rows() {
+  pybind11::dict result;
+  ((result[Op::kName] = rows_of<typename Op::Tensors>()), ...);
+  return result;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() =
       "Inspection of the compiled half of flash_attn_ext; the operators are in torch.ops.flash_attn_ext.";
-  m.add_object("attention_if_plain", pybind11::reinterpret_steal<pybind11::object>(
-                                         PyCFunction_New(&flash_attn_ext::kAttentionIfPlain, nullptr)));
-  m.attr("attention_rules") = rules<flash_attn_ext::AttentionTensors>();
-  m.attr("attention_backward_rules") = rules<flash_attn_ext::AttentionBackwardTensors>();
-  m.attr("attention_jvp_rules") = rules<flash_attn_ext::AttentionJvpTensors>();
-  m.attr("attention_double_backward_rules") = rules<flash_attn_ext::AttentionDoubleBackwardTensors>();
-  m.attr("attention_varlen_rules") = rules<flash_attn_ext::VarlenTensors>();
-  m.attr("attention_cache_rules") = rules<flash_attn_ext::CacheTensors>();
+  m.add_object("attention_if_ordinary", pybind11::reinterpret_steal<pybind11::object>(
+                                            PyCFunction_New(&flash_attn_ext::kAttentionIfOrdinary, nullptr)));
+  using namespace flash_attn_ext;
+  m.attr("tensor_rows") =
+      tensor_rows<Attention, AttentionBackward, AttentionJvp, AttentionDoubleBackward, AttentionVarlen,
+                  AttentionVarlenBackward, AttentionVarlenJvp, AttentionVarlenDoubleBackward, AttentionCache,
+                  AppendToCache, AttentionWeights, AttentionWeightsBackward>();
   m.attr("differentiable") = names(flash_attn_ext::Gradients::kNames);
   pybind11::class_<KernelChoice>(m, "KernelChoice")
       .def_readonly("kernel", &KernelChoice::kernel)
@@ -115,19 +124,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("bytes", &Plan::bytes)
       .def_readonly("deterministic", &Plan::deterministic)
       .def_readonly("parts", &Plan::parts);
-  m.def("plan_attention", plan_from_tuples(flash_attn_ext::plan_attention));
-  m.def("plan_attention_backward", plan_from_tuples(flash_attn_ext::plan_attention_backward));
-  m.def("plan_varlen", plan_from_tuples(flash_attn_ext::plan_varlen));
-  m.def("plan_varlen_backward", plan_from_tuples(flash_attn_ext::plan_varlen_backward));
-  m.def("plan_cache", plan_from_tuples(flash_attn_ext::plan_cache));
-  m.def("check_append", [](const pybind11::tuple& tensors, const pybind11::tuple& options) {
-    flash_attn_ext::check_append(read<flash_attn_ext::AppendTensors>(tensors),
-                                 read<flash_attn_ext::AppendOptions>(options));
-  });
-  m.def("check_cache", [](const pybind11::tuple& tensors, const pybind11::tuple& options) {
-    flash_attn_ext::check_cache(read<flash_attn_ext::CacheTensors>(tensors),
-                                read<flash_attn_ext::CacheOptions>(options));
-  });
+  m.def("plan_attention", from_dictionaries(plan_attention));
+  m.def("plan_attention_backward", from_dictionaries(plan_attention_backward));
+  m.def("plan_varlen", from_dictionaries(plan_varlen));
+  m.def("plan_varlen_backward", from_dictionaries(plan_varlen_backward));
+  m.def("plan_cache", from_dictionaries(plan_cache));
+  m.def("check_append", from_dictionaries(check_append));
+  m.def("check_cache", from_dictionaries(check_cache));
   m.def("build_info", build_info);
   m.def("available_kernels", cpu::available_isas);
   m.def("active_kernel", [] { return std::string(cpu::active_kernels().isa); });

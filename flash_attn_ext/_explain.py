@@ -9,16 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
-from . import _functorch, _ops
-from .functional import (
-    causal_of_bias,
-    check_is_dense,
-    checked_options,
-    flash_attn,
-    operator_options,
-    operator_tensors,
-    some_dtensor,
-)
+from . import _dense, _functorch, _ops
+from ._call import Call
+from ._tensor_checks import check_is_dense, some_dtensor
+from .functional import flash_attn, without_causal_bias
 from .iomodel.calls import Cost, Problem, kernel_tiles, largest_blocks, pass_cost
 
 # Of a block on every GPU from compute capability 8.0 on: kMaxSharedBytes of csrc/cuda/shared_memory.h.
@@ -101,31 +95,21 @@ def explain(*args, **kwargs) -> Explanation:
 
     Tensors on the Meta device have no kernels; memory without workspace and the predictions are still there.
     """
-    return _explain(**arguments_of(_SIGNATURE, args, kwargs))
+    arguments = arguments_of(_SIGNATURE, args, kwargs)
+    if isinstance(arguments["attn_mask"], CausalBias):
+        arguments = without_causal_bias(arguments)
+    given = Call.from_arguments(_ops.DENSE, **arguments)
+    refuse_dtensors(given.tensors)
+    given, drawn = with_undrawn_rng_state(given)
+    call, _ = _dense.to_operator_form(given)
+    copies = [drawn, *(t for name, t in call.tensors.items() if _is_copy(t, given.tensors[name]))]
+    call, cast = after_autocast(call)
+    described = describe("flash_attn", call, query="query", key="key", value="value")
+    plans = _ops.plan_attention, _ops.plan_attention_backward
+    return explanation(described, plans, call, given, [*copies, *cast])
 
 
 explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)
-
-
-def _explain(
-    query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, enable_gqa, return_lse, **options
-) -> Explanation:
-    refuse_dtensors(query=query, key=key, value=value)
-    if isinstance(attn_mask, CausalBias):
-        attn_mask, options["causal"] = (
-            None,
-            causal_of_bias(attn_mask, query, key, options["is_causal"], options["causal"]),
-        )
-    options = checked_options(operator_options(alibi_slopes=alibi_slopes, **options))
-    drawn = drawn_rng_state(query, options["dropout_p"], rng_state)
-    rng_state = rng_state if drawn is None else drawn
-    given = (query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
-    tensors, _ = operator_tensors(*given, enable_gqa)
-    copies = [drawn, *(t for t, g in zip(tensors, given, strict=True) if _is_copy(t, g))]
-    tensors, cast = autocast(tensors, _ops.TENSORS)
-    described = describe("flash_attn", query=tensors[0], key=tensors[1], value=tensors[2])
-    plans = _ops.plan_attention, _ops.plan_attention_backward
-    return explanation(described, plans, tensors, options, given, [*copies, *cast])
 
 
 def arguments_of(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict:
@@ -135,50 +119,56 @@ def arguments_of(signature: inspect.Signature, args: tuple, kwargs: dict) -> dic
     return dict(call.arguments)
 
 
-def drawn_rng_state(query: Tensor, dropout_p: float, rng_state: Tensor | None) -> Tensor | None:
-    """In the place of the dropout state that the call would draw, if it draws one."""
-    if not dropout_p > 0.0 or rng_state is not None:
-        return None
+def with_undrawn_rng_state(call: Call) -> tuple[Call, Tensor | None]:
+    """Returns the call with a placeholder for the dropout state that it would draw, and the placeholder."""
+    if not call.needs_rng_state():
+        return call, None
+    query = call.tensors["query"]
     check_is_dense("query", query)
-    return torch.empty(2, dtype=torch.int64, device=query.device)
+    drawn = torch.empty(2, dtype=torch.int64, device=query.device)
+    return call.with_tensors(rng_state=drawn), drawn
 
 
-def refuse_dtensors(**tensors: Tensor | None) -> None:
+def refuse_dtensors(tensors: Mapping[str, Tensor | None]) -> None:
     for name, t in tensors.items():
         if some_dtensor(t):
             raise TypeError(f"{name}: got a DTensor; allowed: a process's own part of it, to_local()")
 
 
-def autocast(tensors: tuple, rules: tuple) -> tuple[tuple, list[Tensor]]:
-    """The tensors as the operator gets them, without values where autocast changes them; and those that it changes."""
-    device = tensors[0].device.type
+def after_autocast(call: Call) -> tuple[Call, list[Tensor]]:
+    """Returns the call after autocast, and the tensors that autocast would make, without values."""
+    query = call.tensors["query"]
+    assert query is not None
+    device = query.device.type
     if device == "meta" or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors, []
-    cast = _functorch.cast_without_values(tensors, rules)
-    return cast, [c for c, t in zip(cast, tensors, strict=True) if c is not t]
+        return call, []
+    cast = _functorch.cast_without_values(call)
+    return cast, [t for name, t in cast.tensors.items() if t is not None and t is not call.tensors[name]]
 
 
-def explanation(call: str, plans: tuple, tensors: tuple, options: dict, given: tuple, copies: list) -> Explanation:
+def explanation(described: str, plans: tuple, call: Call, given: Call, copies: list) -> Explanation:
     """The Explanation of a call that has a backward.
 
     Args:
+        described: the call in one line.
         plans: the functions of _ops that plan the forward and the backward.
-        tensors, options: the operator's. The first tensors are those of _ops.DIFFERENTIABLE.
-        given: the caller's tensors in the same order.
-        copies: what is allocated before the operator runs.
+        call: with the tensors that the operator would get.
+        given: with the caller's tensors.
+        copies: tensors that are allocated before the operator runs.
     """
-    wanted = [t is not None and t.requires_grad for t in given[: len(_ops.DIFFERENTIABLE)]]
+    wanted = [t is not None and t.requires_grad for t in (given.tensors[name] for name in _ops.DIFFERENTIABLE)]
     if not any(wanted):
         wanted = [name in ("query", "key", "value") for name in _ops.DIFFERENTIABLE]
-    q, k, v, mask = tensors[:4]
+    q, k, v, mask = (call.tensors[name] for name in ("query", "key", "value", "attn_mask"))
     shape = HeadShape(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype, q.dtype, q.device.type)
-    forward = plans[0](tensors, tuple(options.values()))
-    backward = plans[1](tensors, tuple(options.values()), wanted)
-    dropout_p = options["dropout_p"]
+    forward = plans[0](call.tensors, call.options)
+    backward = plans[1](call.tensors, call.options, wanted)
+    dropout_p = call.options["dropout_p"]
+    copied = sum(t.nbytes for t in copies if t is not None)
     return Explanation(
-        call=call,
-        forward=explained("forward", forward, shape, mask, dropout_p, sum(t.nbytes for t in copies if t is not None)),
-        backward=explained("backward", backward, shape, mask, dropout_p),
+        call=described,
+        forward=pass_report("forward", forward, shape, mask, dropout_p, copied),
+        backward=pass_report("backward", backward, shape, mask, dropout_p),
         gradients=tuple(name for name, want in zip(_ops.DIFFERENTIABLE, wanted, strict=True) if want),
         deterministic=backward.deterministic,
     )
@@ -196,7 +186,7 @@ class HeadShape(NamedTuple):
     device: str
 
 
-def explained(
+def pass_report(
     which: str, plan, shape: HeadShape, mask: Tensor | None, dropout_p: float = 0.0, copied_bytes: int = 0
 ) -> Pass:
     """The Pass of a plan: "forward" or "backward"."""
@@ -274,11 +264,11 @@ def _is_copy(t: Tensor | None, given: Tensor | None) -> bool:
     return t is not given and t is not None and t.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
 
 
-def describe(function: str, **tensors: Tensor) -> str:
-    """A call in one line."""
-    first = next(iter(tensors.values()))
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
-    return f"{function} of {shapes}, {str(first.dtype).removeprefix('torch.')} on {first.device}"
+def describe(function: str, call: Call, **names: str) -> str:
+    """A call in one line. ``names``: the caller's name of each tensor that is shown = the schema's name."""
+    shapes = ", ".join(f"{name} {tuple(call.tensors[schema].shape)}" for name, schema in names.items())
+    query = call.tensors["query"]
+    return f"{function} of {shapes}, {str(query.dtype).removeprefix('torch.')} on {query.device}"
 
 
 def _size(count: float) -> str:

@@ -4,20 +4,22 @@ import inspect
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from . import _ops, kvcache, varlen
+from . import _cache, _ops, _packed
+from ._call import Call
 from ._explain import (
     Explanation,
     HeadShape,
+    after_autocast,
     arguments_of,
-    autocast,
     describe,
-    drawn_rng_state,
-    explained,
     explanation,
+    pass_report,
     refuse_dtensors,
+    with_undrawn_rng_state,
 )
+from .kvcache import flash_attn_with_kvcache
+from .varlen import flash_attn_varlen
 
 
 def explain_varlen(*args, **kwargs) -> Explanation:
@@ -32,18 +34,15 @@ def explain_varlen(*args, **kwargs) -> Explanation:
         TypeError, ValueError: as :func:`flash_attn_varlen`; and for offsets on the Meta device, which have no numbers.
         NotImplementedError: no kernels for the tensors' device.
     """
-    arguments = arguments_of(_VARLEN, args, kwargs)
-    arguments.pop("return_lse")
-    refuse_dtensors(**{name: arguments[name] for name in ("query", "key", "value")})
-    drawn = drawn_rng_state(*(arguments[name] for name in ("query", "dropout_p", "rng_state")))
-    if drawn is not None:
-        arguments["rng_state"] = drawn
-    given, options = varlen.operator_arguments(**arguments)
-    _check_has_numbers(cu_seqlens_q=arguments["cu_seqlens_q"], cu_seqlens_k=arguments["cu_seqlens_k"])
-    tensors, cast = autocast(given, _ops.VARLEN_TENSORS)
-    described = describe("flash_attn_varlen", query=tensors[0], key=tensors[1], value=tensors[2])
+    given = Call.from_arguments(_ops.VARLEN, **arguments_of(_VARLEN, args, kwargs))
+    refuse_dtensors(given.tensors)
+    given, drawn = with_undrawn_rng_state(given)
+    call = _packed.to_operator_form(given)
+    _check_has_numbers(call, cu_seqlens_q="cu_seqlens_q", cu_seqlens_k="cu_seqlens_k")
+    call, cast = after_autocast(call)
+    described = _count_sequences(describe("flash_attn_varlen", call, query="query", key="key", value="value"), call)
     plans = _ops.plan_varlen, _ops.plan_varlen_backward
-    return explanation(_count_sequences(described, given[6]), plans, tensors, options, given, [drawn, *cast])
+    return explanation(described, plans, call, given, [drawn, *cast])
 
 
 def explain_kvcache(*args, **kwargs) -> Explanation:
@@ -58,35 +57,30 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
         TypeError, ValueError: as :func:`flash_attn_with_kvcache`; and for lengths on the Meta device.
         NotImplementedError: no kernels for the tensors' device.
     """
-    arguments = arguments_of(_KVCACHE, args, kwargs)
-    arguments.pop("return_softmax_lse")
-    refuse_dtensors(**{name: arguments[name] for name in ("q", "k_cache", "v_cache", "k", "v")})
-    names = {name: arguments.pop(name) for name in ("qv", "page_table", "learnable_sink")}
-    block_table, sink = kvcache.with_one_name(**names, **{name: arguments[name] for name in ("block_table", "sink")})
-    arguments |= {"block_table": block_table, "sink": sink}
-    append, attend = kvcache.operator_arguments(**arguments)
-    _check_has_numbers(cu_seqlens_q=attend["cu_seqlens_q"], cache_seqlens=attend["seqused_k"])
+    given = _cache.CacheCall.from_arguments(**arguments_of(_KVCACHE, args, kwargs))
+    refuse_dtensors(given.tensors)
+    append, call = _cache.operator_calls(given)
+    _check_has_numbers(call, cu_seqlens_q="cu_seqlens_q", seqused_k="cache_seqlens")
     of_append = {}
     if append is not None:
-        *tensors, interleaved, advance_query_positions = append.values()
-        _ops.check_append(tuple(tensors), (interleaved, advance_query_positions))
-        lengths = attend["seqused_k"]
-        attend["seqused_k"] = lengths + append["cu_seqlens_k_new"].diff().to(lengths.dtype)
+        _ops.check_append(append.tensors, append.options)
+        lengths, query = call.tensors["seqused_k"], call.tensors["query"]
+        new_lengths = append.tensors["cu_seqlens_k_new"].diff().to(lengths.dtype)
+        call = call.with_tensors(seqused_k=lengths + new_lengths)
         of_append["lengths"] = lengths.nbytes
-        if append["rotary_cos"] is not None:
-            attend["query"] = torch.empty_like(attend["query"], memory_format=torch.contiguous_format)
-            of_append["rotated query"] = attend["query"].nbytes
-    values = list(attend.values())
-    count = len(_ops.CACHE_TENSORS)
-    plan = _ops.plan_cache(tuple(values[:count]), tuple(values[count:]))
-    q, k, v = (attend[name] for name in ("query", "key", "value"))
+        if append.tensors["rotary_cos"] is not None:
+            rotated = torch.empty_like(query, memory_format=torch.contiguous_format)
+            call = call.with_tensors(query=rotated)
+            of_append["rotated query"] = rotated.nbytes
+    plan = _ops.plan_cache(call.tensors, call.options)
+    q, k, v = (call.tensors[name] for name in ("query", "key", "value"))
     shape = HeadShape(q.shape[1], k.shape[2], q.shape[2], v.shape[3], q.dtype, k.dtype, q.device.type)
-    forward = explained("forward", plan, shape, attend["tree_mask"])
-    described = describe("flash_attn_with_kvcache", q=q, k_cache=k, v_cache=v)
+    forward = pass_report("forward", plan, shape, call.tensors["tree_mask"])
+    described = describe("flash_attn_with_kvcache", call, q="query", k_cache="key", v_cache="value")
     if k.dtype != q.dtype:
         described += f", {str(k.dtype).removeprefix('torch.')} caches"
     return Explanation(
-        call=_count_sequences(described, attend["cu_seqlens_q"]),
+        call=_count_sequences(described, call),
         forward=replace(forward, allocates={**forward.allocates, **of_append}),
         backward=None,
         gradients=(),
@@ -94,20 +88,22 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
     )
 
 
-_VARLEN = inspect.signature(varlen.flash_attn_varlen)
-_KVCACHE = inspect.signature(kvcache.flash_attn_with_kvcache)
+_VARLEN = inspect.signature(flash_attn_varlen)
+_KVCACHE = inspect.signature(flash_attn_with_kvcache)
 explain_varlen.__signature__ = _VARLEN.replace(return_annotation=Explanation)
 explain_kvcache.__signature__ = _KVCACHE.replace(return_annotation=Explanation)
 
 
-def _check_has_numbers(**tensors: Tensor) -> None:
-    for name, t in tensors.items():
-        if t.is_meta:
+def _check_has_numbers(call: Call, **names: str) -> None:
+    """Checks tensors whose numbers decide about the work. ``names``: the schema's name = the caller's name."""
+    for name, public_name in names.items():
+        if call.tensors[name].is_meta:
             raise ValueError(
-                f"{name}: got a tensor on the Meta device, which has no numbers; allowed: any other device"
+                f"{public_name}: got a tensor on the Meta device, which has no numbers; allowed: any other device"
             )
 
 
-def _count_sequences(described: str, cu_seqlens: Tensor) -> str:
-    count = max(cu_seqlens.shape[0] - 1, 0) if cu_seqlens.dim() else 0
+def _count_sequences(described: str, call: Call) -> str:
+    offsets = call.tensors["cu_seqlens_q"]
+    count = max(offsets.shape[0] - 1, 0) if offsets.dim() else 0
     return f"{described}, {count} sequence{'s' * (count != 1)}"

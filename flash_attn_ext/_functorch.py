@@ -5,64 +5,41 @@ the formulas are in docs/derivative_formulas.md. Calls without a transform do no
 takes 30 us more.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 from . import _ops
+from ._call import Call
 
 GRADIENTS = len(_ops.DIFFERENTIABLE)
 
 
-class Family(NamedTuple):
-    """The operators that are each other's derivatives, with the same tensors first."""
-
-    name: str
-    forward: Callable
-    backward: Callable
-    jvp: Callable
-    double_backward: Callable
-    rules: tuple[_ops.TensorRule, ...]  # of the forward's tensors
-
-
-DENSE = Family(
-    "flash_attn", _ops.attention, _ops.attention_backward, _ops.attention_jvp, _ops.attention_double_backward,
-    _ops.TENSORS,
-)  # fmt: skip
-VARLEN = Family(
-    "flash_attn_varlen", _ops.attention_varlen, _ops.attention_varlen_backward, _ops.attention_varlen_jvp,
-    _ops.attention_varlen_double_backward, _ops.VARLEN_TENSORS,
-)  # fmt: skip
-
-
 class _Options(dict):
-    """An operator's options and its family. One set of autograd functions serves all families.
+    """The options of an operator, and the operator. One set of autograd functions serves all operators.
 
-    A class of its own, because torch's pytrees take a plain dict apart, and vmap of jvp then miscounts its arguments.
+    It is a class because torch's pytrees flatten a plain dict, and vmap of jvp then miscounts its arguments.
     """
 
-    def __init__(self, family, values):
+    def __init__(self, operator, values):
         super().__init__(values)
-        self.family = family
+        self.operator = operator
 
     def with_grad_mask(self, wanted):
-        return _Options(self.family, self | {"grad_mask": list(wanted)})
+        return _Options(self.operator, self | {"grad_mask": list(wanted)})
 
     def without_grad_mask(self):
-        return _Options(self.family, {name: value for name, value in self.items() if name != "grad_mask"})
+        return _Options(self.operator, {name: value for name, value in self.items() if name != "grad_mask"})
 
 
-def _third_order(family):
-    return NotImplementedError(f"{family.name}: its third derivative is not implemented")
+def _third_order(operator):
+    return NotImplementedError(f"{operator.function}: its third derivative is not implemented")
 
 
-def _jvp_of_jvp(family):
+def _jvp_of_jvp(operator):
     return NotImplementedError(
-        f"{family.name}: forward-mode AD of its forward-mode AD (jvp of jvp, jacfwd of jacfwd) is not implemented; "
-        "torch.func.hessian and jvp of grad are"
+        f"{operator.function}: forward-mode AD of its forward-mode AD (jvp of jvp, jacfwd of jacfwd) is not "
+        "implemented; torch.func.hessian and jvp of grad are"
     )
 
 
@@ -81,9 +58,9 @@ def _double_backward(x, out, lse, cotangents, tangents, output_tangents, wanted,
     return _AttentionDoubleBackward.apply(options, *cotangents, *tangents, *x, out, lse, *output_tangents)
 
 
-def _check_is_none_of(family, wanted):
+def _check_is_none_of(operator, wanted):
     """``wanted``: for each tensor after the differentiable ones, whether its gradient is asked for."""
-    for rule, want in zip(family.rules[GRADIENTS:], wanted, strict=True):
+    for rule, want in zip(operator.rows[GRADIENTS:], wanted, strict=True):
         if want:
             raise ValueError(f"{rule.name}: got a tensor that needs a gradient; allowed: one that does not")
 
@@ -97,7 +74,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(options, *tensors):
-        return options.family.forward(*tensors, **options)
+        return options.operator.forward(*tensors, **options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -110,14 +87,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         *x, out, lse = ctx.saved_tensors
-        _check_is_none_of(ctx.options.family, ctx.needs_input_grad[1 + GRADIENTS :])
+        _check_is_none_of(ctx.options.operator, ctx.needs_input_grad[1 + GRADIENTS :])
         grads = _backward(x, out, lse, cotangents, ctx.needs_input_grad[1 : 1 + GRADIENTS], ctx.options)
-        return (None, *grads, *[None] * (len(ctx.options.family.rules) - GRADIENTS))
+        return (None, *grads, *[None] * (len(ctx.options.operator.rows) - GRADIENTS))
 
     @staticmethod
     def jvp(ctx, _, *tangents):
-        x = ctx.saved_tensors[: len(ctx.options.family.rules)]
-        _check_is_none_of(ctx.options.family, [t is not None for t in tangents[GRADIENTS:]])
+        x = ctx.saved_tensors[: len(ctx.options.operator.rows)]
+        _check_is_none_of(ctx.options.operator, [t is not None for t in tangents[GRADIENTS:]])
         return _AttentionJvp.apply(ctx.options, *tangents[:GRADIENTS], *x)[2:]
 
 
@@ -126,7 +103,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(options, *tensors):
-        return options.family.backward(*tensors, **options)
+        return options.operator.backward(*tensors, **options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -147,7 +124,7 @@ class _AttentionBackward(torch.autograd.Function):
         output_tangents = (
             m if needed else None for m, needed in zip(output_tangents, ctx.needs_input_grad[1:3], strict=True)
         )
-        return (None, *output_tangents, *grads, *[None] * (len(ctx.options.family.rules) - GRADIENTS), None, None)
+        return (None, *output_tangents, *grads, *[None] * (len(ctx.options.operator.rows) - GRADIENTS), None, None)
 
     @staticmethod
     def jvp(ctx, _, *tangents):
@@ -166,7 +143,7 @@ class _AttentionJvp(torch.autograd.Function):
 
     @staticmethod
     def forward(options, *tensors):
-        return options.family.jvp(*tensors, **options)
+        return options.operator.jvp(*tensors, **options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -185,11 +162,11 @@ class _AttentionJvp(torch.autograd.Function):
             _double_backward(x, out, lse, cotangents, tangents, output_tangents, wanted, ctx.options),
             _backward(x, out, lse, (grad_out, grad_lse), wanted, ctx.options),
         )
-        return (None, *of_tangents, *of_x, *[None] * (len(ctx.options.family.rules) - GRADIENTS))
+        return (None, *of_tangents, *of_x, *[None] * (len(ctx.options.operator.rows) - GRADIENTS))
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise _jvp_of_jvp(ctx.options.family)
+        raise _jvp_of_jvp(ctx.options.operator)
 
 
 class _AttentionDoubleBackward(torch.autograd.Function):
@@ -197,7 +174,7 @@ class _AttentionDoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(options, *tensors):
-        return options.family.double_backward(*tensors, **options)
+        return options.operator.double_backward(*tensors, **options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -205,35 +182,41 @@ class _AttentionDoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *tangents):
-        raise _third_order(ctx.options.family)
+        raise _third_order(ctx.options.operator)
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise _third_order(ctx.options.family)
+        raise _third_order(ctx.options.operator)
 
 
-def attention(*tensors, family=DENSE, **options):
-    """``family.forward`` under a torch.func transform."""
-    options = _Options(family, options)
+def run(call: Call):
+    """Runs the call's operator: as it is, or under a torch.func transform by the autograd functions above."""
+    if torch.compiler.is_compiling() or not active():  # torch.compile traces the operator itself
+        return call.run()
+    return _transformed(call)
+
+
+def _transformed(call: Call):
+    operator, tensors, options = call.operator, call.positional(), _Options(call.operator, call.options)
     stack = get_interpreter_stack()
     # functionalize alone has nothing to differentiate, and cannot see into an autograd function.
     functionalized = [interpreter.key() == TransformType.Functionalize for interpreter in stack]
     if all(functionalized):
-        return family.forward(*tensors, **options)
+        return call.run()
     if any(functionalized):
         raise NotImplementedError(
-            f"{family.name}: torch.func.functionalize around or inside another torch.func transform is not "
+            f"{operator.function}: torch.func.functionalize around or inside another torch.func transform is not "
             "implemented, as torch's autograd functions have no rule for it; make_fx and torch.compile take "
             "torch.func.grad as it is"
         )
     if torch.is_autocast_enabled(tensors[0].device.type):
-        tensors = [_autocast(t, rule.autocast) for t, rule in zip(tensors, family.rules, strict=True)]
+        tensors = [_autocast(t, row.autocast) for t, row in zip(tensors, operator.rows, strict=True)]
     if stack[-1].key() == TransformType.Jvp:  # out and its tangent in one pass
         x, tangents = zip(*(_unpacked(t) for t in tensors), strict=True)
         if any(t is not None for t in tangents):
             if [interpreter.key() for interpreter in stack].count(TransformType.Jvp) > 1:
-                raise _jvp_of_jvp(family)
-            _check_is_none_of(family, [t is not None for t in tangents[GRADIENTS:]])
+                raise _jvp_of_jvp(operator)
+            _check_is_none_of(operator, [t is not None for t in tangents[GRADIENTS:]])
             out, lse, t_out, t_lse = _AttentionJvp.apply(options, *tangents[:GRADIENTS], *x)
             return forward_ad.make_dual(out, t_out), forward_ad.make_dual(lse, t_lse)
     return _Attention.apply(options, *tensors)
@@ -243,23 +226,23 @@ def _unpacked(t):
     return (None, None) if t is None else forward_ad.unpack_dual(t)
 
 
-def cast_without_values(tensors, rules):
-    """What autocast makes of an operator's tensors, without its values: for _explain.py."""
+def cast_without_values(call: Call) -> Call:
+    """The call after autocast, for _explain.py: tensors that autocast would convert have no values."""
 
-    def form(t, rule):
+    def form(t, row):
         if t is None:
             return None
-        dtype = _autocast(t.new_empty(0), rule.autocast).dtype
+        dtype = _autocast(t.new_empty(0), row.autocast).dtype
         return t if dtype == t.dtype else torch.empty_like(t, dtype=dtype)
 
-    return tuple(form(t, rule) for t, rule in zip(tensors, rules, strict=True))
+    return call.with_tensors(**{row.name: form(call.tensors[row.name], row) for row in call.operator.rows})
 
 
-def _autocast(t, rule):
-    """What csrc/ops/autocast.cpp does, whose dispatch key this path does not pass: floats, but not float64."""
-    if t is None or rule == "keep" or not t.is_floating_point() or t.dtype == torch.float64:
+def _autocast(t, action):
+    """Does the same as csrc/ops/autocast.cpp, because this path does not pass its dispatch key: not float64."""
+    if t is None or action == "keep" or not t.is_floating_point() or t.dtype == torch.float64:
         return t
-    if rule == "unless_float32" and t.dtype == torch.float32:
+    if action == "unless_float32" and t.dtype == torch.float32:
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))
 

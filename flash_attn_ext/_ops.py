@@ -1,4 +1,4 @@
-"""Loads the compiled extension and names its operators: the only module that touches torch.ops.flash_attn_ext."""
+"""Loads the compiled extension and names its operators. No other module uses torch.ops.flash_attn_ext."""
 
 import importlib.machinery
 import importlib.util
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch._ops import OpOverload
 
 from . import _unbuilt
 
@@ -47,18 +48,21 @@ except ImportError as error:
 
 attention = torch.ops.flash_attn_ext.attention.default
 attention_backward = torch.ops.flash_attn_ext.attention_backward.default
+attention_jvp = torch.ops.flash_attn_ext.attention_jvp.default
+attention_double_backward = torch.ops.flash_attn_ext.attention_double_backward.default
 attention_varlen = torch.ops.flash_attn_ext.attention_varlen.default
 attention_varlen_backward = torch.ops.flash_attn_ext.attention_varlen_backward.default
 attention_varlen_jvp = torch.ops.flash_attn_ext.attention_varlen_jvp.default
 attention_varlen_double_backward = torch.ops.flash_attn_ext.attention_varlen_double_backward.default
 attention_cache = torch.ops.flash_attn_ext.attention_cache.default
 append_to_cache = torch.ops.flash_attn_ext.append_to_cache.default
-attention_jvp = torch.ops.flash_attn_ext.attention_jvp.default
-attention_double_backward = torch.ops.flash_attn_ext.attention_double_backward.default
 attention_weights = torch.ops.flash_attn_ext.attention_weights.default
 attention_weights_backward = torch.ops.flash_attn_ext.attention_weights_backward.default
 attention_merge_ = torch.ops.flash_attn_ext.attention_merge_.default
-attention_if_plain = _C.attention_if_plain
+dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
+
+# Functions that are no operators. They take tensors and options as two dictionaries, by the names of the schema.
+attention_if_ordinary = _C.attention_if_ordinary
 plan_attention = _C.plan_attention
 plan_attention_backward = _C.plan_attention_backward
 plan_varlen = _C.plan_varlen
@@ -66,37 +70,61 @@ plan_varlen_backward = _C.plan_varlen_backward
 plan_cache = _C.plan_cache
 check_append = _C.check_append
 check_cache = _C.check_cache
+
 activate = _C.activate
 deactivate = _C.deactivate
 is_active = _C.is_active
 activation_counts = _C.activation_counts
 why_not_sdpa = _C.why_not_sdpa
 reset_activation_counts = _C.reset_activation_counts
-dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 
 
-class TensorRule(NamedTuple):
-    """A row of csrc/ops/ops.h; csrc/ops/argument_kinds.h says what the words mean."""
+class TensorRow(NamedTuple):
+    """The row of a tensor in csrc/ops/ops.h: how autocast and vmap treat it."""
 
     name: str
     autocast: str
     vmap: str
 
 
-# In the order of each operator's schema.
-TENSORS = tuple(TensorRule(*rule) for rule in _C.attention_rules)
-BACKWARD_TENSORS = tuple(TensorRule(*rule) for rule in _C.attention_backward_rules)
-JVP_TENSORS = tuple(TensorRule(*rule) for rule in _C.attention_jvp_rules)
-DOUBLE_BACKWARD_TENSORS = tuple(TensorRule(*rule) for rule in _C.attention_double_backward_rules)
-VARLEN_TENSORS = tuple(TensorRule(*rule) for rule in _C.attention_varlen_rules)
-CACHE_TENSORS = tuple(TensorRule(*rule) for rule in _C.attention_cache_rules)
-DIFFERENTIABLE = _C.differentiable  # those of attention's tensors that have a gradient, which come first
-# (name, "float", "int" or "bool", with "?" where None is allowed)
-OPTION_TYPES = tuple(
-    (a.name, str(a.type).replace("Optional[", "").replace("]", "?"))
-    for a in attention._schema.arguments
-    if a.kwarg_only
-)
+def rows_of(operator: OpOverload) -> tuple[TensorRow, ...]:
+    """The rows of an operator's tensors, in the order of its schema."""
+    return tuple(TensorRow(*row) for row in _C.tensor_rows[operator.overloadpacket.__name__])
+
+
+class Operator(NamedTuple):
+    """An operator as its schema declares it, and its derivatives."""
+
+    function: str  # the public function, for error messages
+    forward: OpOverload
+    rows: tuple[TensorRow, ...]
+    tensor_names: tuple[str, ...]
+    option_types: dict[str, str]  # "float", "int" or "bool", with "?" if None is allowed
+    option_defaults: dict[str, object]
+    backward: OpOverload | None = None
+    jvp: OpOverload | None = None
+    double_backward: OpOverload | None = None
+
+
+def _operator(function: str, forward: OpOverload, *derivatives: OpOverload) -> Operator:
+    options = [argument for argument in forward._schema.arguments if argument.kwarg_only]
+    types = {a.name: str(a.type).replace("Optional[", "").replace("]", "?").replace("SymInt", "int") for a in options}
+    defaults = {a.name: a.default_value for a in options}
+    rows = rows_of(forward)
+    return Operator(function, forward, rows, tuple(row.name for row in rows), types, defaults, *derivatives)
+
+
+DENSE = _operator(
+    "flash_attn", attention, attention_backward, attention_jvp, attention_double_backward
+)  # fmt: skip
+VARLEN = _operator(
+    "flash_attn_varlen", attention_varlen, attention_varlen_backward, attention_varlen_jvp,
+    attention_varlen_double_backward,
+)  # fmt: skip
+CACHE = _operator("flash_attn_with_kvcache", attention_cache)
+APPEND = _operator("flash_attn_with_kvcache", append_to_cache)
+# The tensors of DENSE and VARLEN that have a gradient. They come first in the schemas, and in a backward's results.
+DIFFERENTIABLE = _C.differentiable
 
 # An impossible FLASH_ATTN_EXT_ISA or FLASH_ATTN_EXT_CUDA_TIER raises here, at import, and not in the middle of a
 # training run.

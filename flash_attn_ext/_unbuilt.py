@@ -1,9 +1,10 @@
-"""The package's names in a source folder whose extension was not built: each raises, and says what to do.
+"""In a source folder where the extension was not built, each name of the package raises an error that says what to do.
 
 Python takes a package from the current directory before an installed one, so that `python -m flash_attn_ext.iomodel`
 in a clone runs the clone, also after `pip install .`. iomodel and reference need no extension and work there.
 """
 
+import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -11,7 +12,7 @@ FOLDER = Path(__file__).parent
 
 
 def is_unbuilt() -> bool:
-    """Whether this folder has no compiled half at all. One that cannot be loaded is another matter: _ops.py.
+    """Whether this folder has no compiled half at all. _ops.py reports one that cannot be loaded.
 
     Only this folder counts: the finder of an editable install offers the _C of its own clone to every copy.
     """
@@ -19,10 +20,8 @@ def is_unbuilt() -> bool:
 
 
 def refuse(name: str) -> None:
-    """The package's ``__getattr__`` then."""
-    import flash_attn_ext
-
-    if name not in flash_attn_ext.__all__:
+    """The package's ``__getattr__`` if it was not built: raises for every name."""
+    if name not in sys.modules[__package__].__all__:
         raise AttributeError(f"module 'flash_attn_ext' has no attribute {name!r}")
     raise ImportError(message())
 

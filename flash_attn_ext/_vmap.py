@@ -60,35 +60,38 @@ def _unfold(results: tuple, n: int) -> tuple:
     return unfolded, tuple(None if t is None else 0 for t in unfolded)
 
 
-def _vmap_rule(op, rules: tuple):
-    shared = {rule.name for rule in rules if rule.vmap != "batch"}  # one for several elements of the batch
+def _folding_rule(op):
+    rows = _ops.rows_of(op)
+    shared = {row.name for row in rows if row.vmap != "batch"}  # one for several elements of the batch
 
     def vmap(info, in_dims, *args, **kwargs):
         in_dims, n = tuple(in_dims[: len(args)]), info.batch_size
-        args, in_dims = (tuple(x) + (None,) * (len(rules) - len(x)) for x in (args, in_dims))
+        args, in_dims = (tuple(x) + (None,) * (len(rows) - len(x)) for x in (args, in_dims))
         # Dropout depends on the batch index, and the gradient of what is shared is per mapped element.
         wanted = zip(_ops.DIFFERENTIABLE, kwargs.get("grad_mask", ()), strict=False)
         if kwargs.get("dropout_p", 0.0) > 0.0 or any(want and name in shared for name, want in wanted):
             return _loop(op, n, in_dims, args, kwargs)
-        query = [rule.name for rule in rules].index("query")
+        query = [row.name for row in rows].index("query")
         query_shape, dim = list(args[query].shape), in_dims[query]
         if dim is not None:
             del query_shape[dim]
         folded = [
-            _fold_by_rule(rule.vmap, t, dim, n, query_shape[0])
-            for rule, t, dim in zip(rules, args, in_dims, strict=True)
+            _fold_by_rule(row.vmap, t, dim, n, query_shape[0]) for row, t, dim in zip(rows, args, in_dims, strict=True)
         ]
         return _unfold(op(*folded, **kwargs), n)
 
     return vmap
 
 
-torch.library.register_vmap("flash_attn_ext::attention", _vmap_rule(_ops.attention, _ops.TENSORS))
-torch.library.register_vmap(
-    "flash_attn_ext::attention_backward", _vmap_rule(_ops.attention_backward, _ops.BACKWARD_TENSORS)
-)
-torch.library.register_vmap("flash_attn_ext::attention_jvp", _vmap_rule(_ops.attention_jvp, _ops.JVP_TENSORS))
-torch.library.register_vmap(
-    "flash_attn_ext::attention_double_backward",
-    _vmap_rule(_ops.attention_double_backward, _ops.DOUBLE_BACKWARD_TENSORS),
-)
+def _looping_rule(op):
+    """Calls the operator once for each element of the mapped dimension, because each may have other offsets."""
+
+    def vmap(info, in_dims, *args, **kwargs):
+        return _loop(op, info.batch_size, tuple(in_dims[: len(args)]), args, kwargs)
+
+    return vmap
+
+
+for _operator, _rule in ((_ops.DENSE, _folding_rule), (_ops.VARLEN, _looping_rule)):
+    for _op in (_operator.forward, _operator.backward, _operator.jvp, _operator.double_backward):
+        torch.library.register_vmap(_op.name(), _rule(_op))

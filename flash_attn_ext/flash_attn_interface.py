@@ -14,7 +14,8 @@ from torch import Tensor
 
 from . import _ops
 from ._flash_arguments import exactly_one_name, refuse_given, sink_of, true_or_false, whole_number, window_of
-from .functional import checked_options, flash_attn, operator_options
+from ._options import checked_options, operator_options
+from .functional import flash_attn
 from .kvcache import flash_attn_with_kvcache
 from .varlen import flash_attn_varlen
 
@@ -147,9 +148,12 @@ def flash_attn_varlen_func(
         if seqused_q is not None:
             raise NotImplementedError("seqused_q: got a tensor besides block_table; allowed there: None")
         window = window_of(window_size)
-        options = operator_options(dropout_p, False, softmax_scale, "lower_right" if causal else None, window, softcap,
-                                   alibi_slopes, num_splits, None, deterministic)  # fmt: skip
-        options = checked_options(options) | {"lower_right": True, "max_seqlen_q": max_seqlen_q}
+        options = operator_options(
+            dropout_p=dropout_p, scale=softmax_scale, causal="lower_right" if causal else None, window=window,
+            softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits, deterministic=deterministic,
+            max_seqlen_q=max_seqlen_q,
+        )  # fmt: skip
+        options = checked_options(_ops.CACHE.option_types, options) | {"lower_right": True}
         out, lse = _ops.attention_cache(q, k, v, alibi_slopes, cu_seqlens_q, lengths, block_table=block_table,
                                         sink=sink_of(learnable_sink, q), **options)  # fmt: skip
     else:

@@ -1,14 +1,10 @@
 """flash_attn_varlen: attention on packed sequences of different lengths, without padding."""
 
-import torch
 from torch import Tensor
 
-from ._varlen_rules import attention_varlen
-from .functional import _as_type, _rng_state_for, check_is_dense, checked_options, operator_options, some_dtensor
-
-_TENSORS = ("query", "key", "value", "attn_mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k",
-            "seqused_q", "seqused_k", "rng_state")  # fmt: skip
-_OPTIONAL = ("attn_mask", "alibi_slopes", "sink", "seqused_q", "seqused_k", "rng_state")
+from . import _ops
+from ._attend import attend
+from ._call import Call
 
 
 def flash_attn_varlen(
@@ -37,6 +33,7 @@ def flash_attn_varlen(
     num_splits: int = 0,
     unified_max: float | None = None,
     deterministic: bool | None = None,
+    diagonal: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of each sequence to itself, for sequences that lie behind each other in memory.
 
@@ -81,83 +78,5 @@ def flash_attn_varlen(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """
-    if some_dtensor(query, key, value):
-        from .distributed import _dtensor_packed  # which imports torch.distributed.tensor
-
-        return _dtensor_packed.varlen(
-            query, key, value, attn_mask, alibi_slopes, sink, rng_state, dropout_p=dropout_p, return_lse=return_lse,
-            tensors={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q,
-                     "seqused_k": seqused_k},
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, is_causal=is_causal, scale=scale,
-            enable_gqa=enable_gqa, causal=causal, window=window, softcap=softcap, num_splits=num_splits,
-            unified_max=unified_max, deterministic=deterministic,
-        )  # fmt: skip
-    tensors, options = operator_arguments(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, dropout_p, is_causal,
-        scale, enable_gqa, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes, sink=sink,
-        seqused_q=seqused_q, seqused_k=seqused_k, rng_state=rng_state, num_splits=num_splits, unified_max=unified_max,
-        deterministic=deterministic,
-    )  # fmt: skip
-    out, lse = attention_varlen(*tensors, **options)
+    out, lse = attend(Call.from_arguments(_ops.VARLEN, **locals()))
     return (out, lse) if return_lse else out
-
-
-def operator_arguments(
-    query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, dropout_p, is_causal, scale,
-    enable_gqa, *, causal, window, softcap, alibi_slopes, sink, seqused_q, seqused_k, rng_state, num_splits,
-    unified_max, deterministic,
-) -> tuple[tuple[Tensor | None, ...], dict]:  # fmt: skip
-    """The operator's tensors, in the order of its schema, and its options, from those of :func:`flash_attn_varlen`."""
-    options = operator_options(
-        dropout_p, is_causal, scale, causal, window, softcap, alibi_slopes, num_splits, unified_max, deterministic
-    )
-    if dropout_p != 0.0 and rng_state is None:
-        rng_state = _rng_state_for(query, dropout_p)
-    tensors = (
-        query, key, value, attn_mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, rng_state,
-    )  # fmt: skip
-    for name, t in zip(_TENSORS, tensors, strict=True):
-        if t is not None or name not in _OPTIONAL:
-            check_is_dense(name, t)
-    if not enable_gqa and key.dim() == 3 == query.dim() and key.shape[1] != query.shape[1]:
-        raise ValueError(
-            f"key: got {key.shape[1]} heads for {query.shape[1]} query heads; allowed: the same number, or a divisor "
-            "with enable_gqa=True"
-        )
-    if attn_mask is not None and attn_mask.dim() == 2:
-        attn_mask = attn_mask[None]
-        tensors = (*tensors[:3], attn_mask, *tensors[4:])
-    return tensors, checked_options(options) | {
-        "max_seqlen_q": _as_type("int?", "max_seqlen_q", max_seqlen_q),
-        "max_seqlen_k": _as_type("int?", "max_seqlen_k", max_seqlen_k),
-    }
-
-
-def flash_attn_jagged(
-    query: Tensor, key: Tensor, value: Tensor, *, key_mask: None = None, return_lse: bool = False, **options
-):
-    """:func:`flash_attn` of nested tensors (B, H, j, D), jagged: :func:`flash_attn_varlen` of their rows."""
-    if key_mask is not None:
-        raise ValueError(
-            "key_mask: got a tensor with nested query, key, value; allowed: None. Leave keys out of the sequences"
-        )
-    rows, offsets = [], []
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if getattr(t, "layout", None) is not torch.jagged or t.dim() != 4 or t._ragged_idx not in (1, 2):
-            kind = f"a tensor of shape {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
-            raise ValueError(
-                f"{name}: got {kind}; allowed beside nested tensors: jagged ones, (batch, heads, j, head_dim)"
-            )
-        t = t.transpose(1, 2)  # (B, j, H, D): rows first
-        if t._ragged_idx != 1 or t.lengths() is not None:
-            raise ValueError(
-                f"{name}: got a jagged tensor with holes, or ragged heads; allowed: rows behind each other"
-            )
-        rows.append(t.values())
-        offsets.append(t.offsets())
-    longest = [int(t.diff().max()) if len(t) > 1 and t.is_cpu else None for t in offsets[:2]]
-    out, lse = flash_attn_varlen(*rows, *offsets[:2], *longest, return_lse=True, **options)
-    out = torch.nested.nested_tensor_from_jagged(out, offsets[0]).transpose(1, 2)
-    if not return_lse:
-        return out
-    return out, torch.nested.nested_tensor_from_jagged(lse.T.contiguous(), offsets[0]).transpose(1, 2)

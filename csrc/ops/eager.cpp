@@ -9,10 +9,7 @@
 namespace flash_attn_ext {
 namespace {
 
-constexpr size_t kTensors = std::size(AttentionTensors::kRules);
-constexpr size_t kOptions = std::size(AttentionOptions::kNames);
-
-// A torch.Tensor and no subclass, dense, with as many dimensions as the operator wants.
+// Whether the object is a torch.Tensor and no subclass, dense, with as many dimensions as the operator wants.
 bool is_ordinary_tensor(PyObject* object, const TensorRule& rule) {
   if (object == Py_None) return true;
   if (!THPVariable_CheckExact(object)) return false;
@@ -28,7 +25,7 @@ bool is_observed() {
          torch::jit::tracer::isTracing();
 }
 
-// Whether nothing has to be broadcast or padded.
+// Whether no tensor has to be broadcast or padded.
 bool fits(const AttentionTensors& t, bool enable_gqa) {
   const auto batch = t.query.size(0), heads = t.query.size(1);
   return t.key.size(0) == batch && t.value.size(0) == batch &&
@@ -36,24 +33,35 @@ bool fits(const AttentionTensors& t, bool enable_gqa) {
          t.value.size(3) > 0;
 }
 
-PyObject* attention_if_plain(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+// Whether the caller has to draw a dropout state first.
+bool needs_rng_state(const AttentionTensors& t, const AttentionOptions& options) {
+  return options.dropout_p != 0.0 && !t.rng_state;
+}
+
+PyObject* attention_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 1 + kTensors + kOptions, "attention_if_plain: got ", count,
-                   " arguments; allowed: ", 1 + kTensors + kOptions);
-  PyObject* const* tensor_objects = arguments + 1;
-  for (size_t n = 0; n < kTensors; ++n)
-    if (!is_ordinary_tensor(tensor_objects[n], AttentionTensors::kRules[n])) Py_RETURN_NONE;
+  TORCH_CHECK_TYPE(count == 4, "attention_if_ordinary: got ", count, " arguments; allowed: 4");
+  PyObject *tensor_objects[kMembers<AttentionTensors>], *option_objects[kMembers<AttentionOptions>];
+  objects_by_name<AttentionTensors>(arguments[2], tensor_objects);
+  objects_by_name<AttentionOptions>(arguments[3], option_objects);
+  for (size_t n = 0; n < std::size(tensor_objects); ++n)
+    if (tensor_objects[n] && !is_ordinary_tensor(tensor_objects[n], AttentionTensors::kRules[n]))
+      Py_RETURN_NONE;
+  const int return_lse = PyObject_IsTrue(arguments[1]);
+  if (return_lse < 0) return nullptr;
   bool enable_gqa = false;
   AttentionTensors tensors;
   AttentionOptions options;
   if (!from_python(arguments[0], enable_gqa) || !all_from_python(tensor_objects, tensors) ||
-      !all_from_python(tensor_objects + kTensors, options) || is_observed() || !fits(tensors, enable_gqa))
+      !all_from_python(option_objects, options) || is_observed() || !fits(tensors, enable_gqa) ||
+      needs_rng_state(tensors, options))
     Py_RETURN_NONE;
   AttentionResult result;
   {
     pybind11::gil_scoped_release without_gil;
     result = call<Attention>(tensors, options);
   }
+  if (!return_lse) return THPVariable_Wrap(std::move(result.out));
   PyObject* pair = PyTuple_New(2);
   if (!pair) return nullptr;
   PyTuple_SET_ITEM(pair, 0, THPVariable_Wrap(std::move(result.out)));
@@ -64,7 +72,7 @@ PyObject* attention_if_plain(PyObject*, PyObject* const* arguments, Py_ssize_t c
 
 }  // namespace
 
-PyMethodDef kAttentionIfPlain = {"attention_if_plain", reinterpret_cast<PyCFunction>(attention_if_plain),
-                                 METH_FASTCALL, nullptr};
+PyMethodDef kAttentionIfOrdinary = {
+    "attention_if_ordinary", reinterpret_cast<PyCFunction>(attention_if_ordinary), METH_FASTCALL, nullptr};
 
 }  // namespace flash_attn_ext

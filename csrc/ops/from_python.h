@@ -4,6 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <array>
+#include <string>
+
 #include "ops.h"
 
 namespace flash_attn_ext {
@@ -55,10 +58,55 @@ bool from_python(PyObject* object, std::optional<T>& value) {
   return from_python(object, value.emplace());
 }
 
-// All members of a struct, from as many objects.
+// Converts one object to each member of a struct. A null object leaves the member's default, and is no tensor.
 template <class Struct>
 bool all_from_python(PyObject* const* objects, Struct& to) {
-  return std::apply([&](auto&... member) { return (from_python(*objects++, member) && ...); }, to.tie());
+  auto convert = [&](auto& member) {
+    PyObject* object = *objects++;
+    if (object) return from_python(object, member);
+    return !std::is_same_v<std::decay_t<decltype(member)>, at::Tensor>;
+  };
+  return std::apply([&](auto&... member) { return (convert(member) && ...); }, to.tie());
+}
+
+// The number of members of a struct of ops.h.
+template <class Struct>
+constexpr size_t kMembers = std::tuple_size_v<decltype(std::declval<Struct&>().tie())>;
+
+template <class Struct, class = void>
+struct MemberNames {  // of a struct of options
+  static const char* at(size_t n) { return Struct::kNames[n]; }
+};
+template <class Struct>
+struct MemberNames<Struct, std::void_t<decltype(Struct::kRules)>> {  // of a struct of tensors
+  static const char* at(size_t n) { return Struct::kRules[n].name; }
+};
+
+// Writes the values of a dictionary to `objects`, in the order of a struct's members: null where a member has none.
+// A key that is no member is an error. References are borrowed.
+template <class Struct>
+void objects_by_name(PyObject* dict, PyObject** objects) {
+  static const auto names = [] {
+    std::array<PyObject*, kMembers<Struct>> interned;
+    for (size_t n = 0; n < interned.size(); ++n)
+      interned[n] = PyUnicode_InternFromString(MemberNames<Struct>::at(n));
+    return interned;
+  }();
+  TORCH_CHECK_TYPE(PyDict_CheckExact(dict), "flash_attn_ext: internal error, got no dictionary");
+  PyObject *key = nullptr, *value = nullptr;
+  Py_ssize_t position = 0, found = 0;
+  int more = PyDict_Next(dict, &position, &key, &value);
+  for (size_t n = 0; n < names.size(); ++n) {
+    if (more && key == names[n]) {  // the usual case: the dictionary has the struct's order
+      objects[n] = value;
+      more = PyDict_Next(dict, &position, &key, &value);
+    } else {
+      objects[n] = PyDict_GetItem(dict, names[n]);
+    }
+    found += objects[n] != nullptr;
+  }
+  TORCH_CHECK_TYPE(found == PyDict_Size(dict), "flash_attn_ext: internal error, an unknown name in ",
+                   std::string(pybind11::repr(dict)));
 }
 
 }  // namespace flash_attn_ext

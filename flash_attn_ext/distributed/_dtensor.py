@@ -4,55 +4,47 @@ The placement of ``query`` on each dimension of the mesh decides how the work is
 brought to what fits. Batches and heads need no communication, the sequence is context parallel attention.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ..functional import flash_attn
+from .._attend import attend_locally
+from .._call import Call
+from ._group import resolve_group
 from ._work import BATCH, HEADS, SEQUENCE, Work, check_heads, mesh_of
-from .attention import context_parallel_attn
+from .attention import attend_over_processes
 
 _DIMS = {BATCH: 0, HEADS: 1, SEQUENCE: 2}
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    rng_state: Tensor | None,
-    key_mask: Tensor | None,
-    *,
-    dropout_p: float,
-    return_lse: bool,
-    enable_gqa: bool,
-    **options,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`flash_attn` of DTensors, (B, H, S, D) each; results are DTensors, placed as query is."""
-    work = _work(query, key, value, enable_gqa)
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call of :func:`flash_attn` with DTensors (B, H, S, D). Both are DTensors, placed as query is."""
+    query, key, value, mask = (call.tensors[name] for name in ("query", "key", "value", "attn_mask"))
+    work = _work(query, key, value, call.enable_gqa)
     batch, heads, _, _ = query.shape
     one_key_head = key.shape[1] == 1 != heads
     of_keys = {BATCH: 0, SEQUENCE: 2} if one_key_head else _DIMS
-    q = work.local(query, _DIMS)
-    tensors = {
-        "alibi_slopes": work.local_per_head(alibi_slopes),
-        "sink": work.local_per_head(sink),
-        "key_mask": work.local_if_given(key_mask, {BATCH: 0}),
-        "rng_state": work.rng_state(rng_state, batch, heads, q.device) if dropout_p != 0.0 else None,
-    }
-    arguments = (q, work.local(key, of_keys), work.local(value, of_keys), _local_mask(work, attn_mask))
-    options |= {"dropout_p": dropout_p, "return_lse": True, "enable_gqa": enable_gqa or one_key_head}
+    q, dropout_p = work.local(query, _DIMS), call.options["dropout_p"]
+    rng_state = work.rng_state(call.tensors["rng_state"], batch, heads, q.device) if dropout_p != 0.0 else None
+    local = replace(call, enable_gqa=call.enable_gqa or one_key_head, return_lse=True).with_tensors(
+        query=q,
+        key=work.local(key, of_keys),
+        value=work.local(value, of_keys),
+        attn_mask=_local_mask(work, mask),
+        alibi_slopes=work.local_per_head(call.tensors["alibi_slopes"]),
+        sink=work.local_per_head(call.tensors["sink"]),
+        rng_state=rng_state,
+        key_mask=work.local_if_given(call.tensors["key_mask"], {BATCH: 0}),
+    )
     over_sequence = work.over(SEQUENCE)
     if over_sequence:
-        group = work.mesh.get_group(over_sequence[0])
-        options = {name: value for name, value in options.items() if name not in ("num_splits", "unified_max")}
-        out, lse = context_parallel_attn(*arguments, group=group, balanced=False, **tensors, **options)
+        processes = resolve_group(work.mesh.get_group(over_sequence[0]), None)
+        out, lse = attend_over_processes(local, processes, balanced=False)
     else:
-        out, lse = flash_attn(*arguments, **tensors, **options)
+        out, lse = attend_locally(local)
     lse_shape = query.shape[:3]
-    out, lse = work.whole(out, _DIMS, (*lse_shape, value.shape[3])), work.whole(lse, _DIMS, lse_shape)
-    return (out, lse) if return_lse else out
+    return work.whole(out, _DIMS, (*lse_shape, value.shape[3])), work.whole(lse, _DIMS, lse_shape)
 
 
 def _local_mask(work: Work, mask: Tensor | None) -> Tensor | None:

@@ -1,104 +1,72 @@
 """flash_attn_varlen and flash_attn_with_kvcache on DTensors: heads are shared, everything else is whole everywhere."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..kvcache import flash_attn_with_kvcache
-from ..varlen import flash_attn_varlen
+from .. import _cache
+from .._attend import attend_locally
+from .._call import Call
 from ._work import HEADS, Work, check_heads, mesh_of
 
 
-def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-    rng_state: Tensor | None,
-    *,
-    dropout_p: float,
-    return_lse: bool,
-    tensors: Mapping[str, Tensor | None],
-    **options,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`flash_attn_varlen` of DTensors (T, H, D) each; results are DTensors, placed as query is."""
-    named = {"query": query, "key": key, "value": value}
-    work = _work(named, {"query": 1, "key": 1, "value": 1})
+def attend(call: Call) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call of :func:`flash_attn_varlen` with DTensors (T, H, D). Both are DTensors, placed as query."""
+    given = call.tensors
+    query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+    work = _work({"query": query, "key": key, "value": value}, {"query": 1, "key": 1, "value": 1})
     heads = query.shape[1]
-    of_keys = {} if key.shape[1] == 1 != heads else {HEADS: 1}
-    mask_dims = {}
-    if attn_mask is not None and attn_mask.dim() > 2:
-        dim = attn_mask.dim() - 3  # (H, T_q, max_seqlen_k), or (B, H, max_seqlen_q, max_seqlen_k)
-        mask_dims = {HEADS: dim} if attn_mask.shape[dim] != 1 else {}
-    q = work.local(query, {HEADS: 1})
-    out, lse = flash_attn_varlen(
-        q, work.local(key, of_keys), work.local(value, of_keys),
-        **{name: work.local_if_given(t, {}) for name, t in tensors.items()},
-        attn_mask=work.local_if_given(attn_mask, mask_dims),
-        alibi_slopes=work.local_per_head(alibi_slopes),
-        sink=work.local_per_head(sink),
-        rng_state=work.rng_state(rng_state, 1, heads, q.device) if dropout_p != 0.0 else None,
-        dropout_p=dropout_p, return_lse=True, **options | {"enable_gqa": options["enable_gqa"] or not of_keys},
-    )  # fmt: skip
-    whole = work.whole(out, {HEADS: 1}, (*query.shape[:2], value.shape[2]))
-    if not return_lse:
-        return whole
-    return whole, work.whole(lse, {HEADS: 0}, (heads, query.shape[0]))
+    one_key_head = key.shape[1] == 1 != heads
+    dims = {name: {} if one_key_head and name != "query" else {HEADS: 1} for name in ("query", "key", "value")}
+    if mask is not None and mask.dim() > 2:
+        dim = mask.dim() - 3  # (H, T_q, max_seqlen_k), or (B, H, max_seqlen_q, max_seqlen_k)
+        dims["attn_mask"] = {HEADS: dim} if mask.shape[dim] != 1 else {}
+    local = {name: work.local_if_given(t, dims.get(name, {})) for name, t in given.items() if name != "rng_state"}
+    local |= {name: work.local_per_head(given[name]) for name in ("alibi_slopes", "sink")}
+    dropped = call.options["dropout_p"] != 0.0
+    local["rng_state"] = work.rng_state(given["rng_state"], 1, heads, local["query"].device) if dropped else None
+    out, lse = attend_locally(replace(call, tensors=local, enable_gqa=call.enable_gqa or one_key_head))
+    out = work.whole(out, {HEADS: 1}, (*query.shape[:2], value.shape[2]))
+    return out, work.whole(lse, {HEADS: 0}, (heads, query.shape[0]))
 
 
-def with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    alibi_slopes: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    tree_mask: Tensor | None,
-    sink: Tensor | None,
-    *,
-    return_softmax_lse: bool,
-    **others,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`flash_attn_with_kvcache` of DTensors; results are DTensors, placed as q is."""
+def attend_to_cache(call: _cache.CacheCall) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call of :func:`flash_attn_with_kvcache` with DTensors. Both are DTensors, placed as q is."""
+    given = call.tensors
+    q, k, v, tree_mask = (given[name] for name in ("q", "k", "v", "tree_mask"))
     of_q = q.dim() - 2  # (B, S_q, H, D), or packed (T_q, H, D)
     of_new = 0 if k is None else k.dim() - 2
-    named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    named |= {name: t for name, t in (("k", k), ("v", v)) if t is not None}
+    caches = {name: given[name] for name in ("k_cache", "v_cache")}
+    named = {"q": q, **caches} | {name: t for name, t in (("k", k), ("v", v)) if t is not None}
     work = _work(named, {"q": of_q, "k_cache": 2, "v_cache": 2, "k": of_new, "v": of_new})
-    heads, one_key_head = q.shape[of_q], k_cache.shape[2] == 1 != q.shape[of_q]
-    caches = {name: work.local(named[name], {} if one_key_head else {HEADS: 2}) for name in ("k_cache", "v_cache")}
-    for name, local in caches.items():
-        if k is not None and local.data_ptr() != named[name].to_local().data_ptr():
-            raise ValueError(
-                f"{name}: got placements {named[name].placements}, with k to be written to it; allowed: "
-                f"{tuple(work.placements({} if one_key_head else {HEADS: 2}))}, as a copy would be written to otherwise"
-            )
-
-    def scale(t: Tensor | None) -> Tensor | None:
-        return None if t is None else work.local(t, {HEADS: t.dim() - 1} if t.shape[-1] != 1 else {})
-
-    tree_dims = {}
+    heads, one_key_head = q.shape[of_q], caches["k_cache"].shape[2] == 1 != q.shape[of_q]
+    dims = {"q": {HEADS: of_q}}
+    if not one_key_head:
+        dims |= {"k_cache": {HEADS: 2}, "v_cache": {HEADS: 2}, "k": {HEADS: of_new}, "v": {HEADS: of_new}}
+    for name in ("k_descale", "v_descale"):
+        scale = given[name]
+        dims[name] = {HEADS: scale.dim() - 1} if scale is not None and scale.shape[-1] != 1 else {}
     if tree_mask is not None and (tree_mask.dim() == 4 or (q.dim() == 3 and tree_mask.dim() == 3)):
         dim = tree_mask.dim() - 3
-        tree_dims = {HEADS: dim} if tree_mask.shape[dim] != 1 else {}
-    out, lse = flash_attn_with_kvcache(
-        work.local(q, {HEADS: of_q}), *caches.values(),
-        *(work.local_if_given(t, {} if one_key_head else {HEADS: of_new}) for t in (k, v)),
-        alibi_slopes=work.local_per_head(alibi_slopes), sink=work.local_per_head(sink), k_descale=scale(k_descale),
-        v_descale=scale(v_descale), tree_mask=work.local_if_given(tree_mask, tree_dims), return_softmax_lse=True,
-        **{name: work.local(t, {}) if isinstance(t, Tensor) else t for name, t in others.items()},
-    )  # fmt: skip
-    whole = work.whole(out, {HEADS: of_q}, (*q.shape[:-1], v_cache.shape[-1]))
-    if not return_softmax_lse:
-        return whole
-    rows = (q.shape[0],) if q.dim() == 3 else (q.shape[1],)
-    lse_shape = (heads, *rows) if q.dim() == 3 else (q.shape[0], heads, *rows)
-    return whole, work.whole(lse, {HEADS: len(lse_shape) - 2}, lse_shape)
+        dims["tree_mask"] = {HEADS: dim} if tree_mask.shape[dim] != 1 else {}
+    local = {name: work.local_if_given(t, dims.get(name, {})) for name, t in given.items()}
+    local |= {name: work.local_per_head(given[name]) for name in ("alibi_slopes", "sink")}
+    for name, cache in caches.items():
+        if k is not None and local[name].data_ptr() != cache.to_local().data_ptr():
+            raise ValueError(
+                f"{name}: got placements {cache.placements}, with k to be written to it; allowed: "
+                f"{tuple(work.placements(dims.get(name, {})))}, as a copy would be written to otherwise"
+            )
+    cache_seqlens = call.options["cache_seqlens"]
+    if isinstance(cache_seqlens, Tensor):
+        call = call.with_options(cache_seqlens=work.local(cache_seqlens, {}))
+    out, lse = _cache.attend(call.with_tensors(**local))
+    rows = q.shape[0] if q.dim() == 3 else q.shape[1]
+    lse_shape = (heads, rows) if q.dim() == 3 else (q.shape[0], heads, rows)
+    out = work.whole(out, {HEADS: of_q}, (*q.shape[:-1], caches["v_cache"].shape[-1]))
+    return out, work.whole(lse, {HEADS: len(lse_shape) - 2}, lse_shape)
 
 
 def _work(named: Mapping[str, Tensor], heads_dim: Mapping[str, int]) -> Work:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from ..functional import new_rng_state
+from .._dropout import new_rng_state
 from ._exchange import of_first_process
 from ._sharded_call import rng_state_at
 

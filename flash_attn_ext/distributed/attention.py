@@ -7,7 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _ops
-from ..functional import check_is_dense, checked_options, new_rng_state, operator_options
+from .._call import Call
+from .._dropout import new_rng_state
+from .._tensor_checks import check_are_dense, check_heads
 from . import _ulysses
 from ._exchange import of_first_process
 from ._group import Group, check_device, resolve_group
@@ -116,19 +118,37 @@ def context_parallel_attn(
     and the balanced order; Jacobs et al. 2023 (arXiv 2309.14509), Ulysses.
     """
     processes = resolve_group(group, mesh)
-    inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
-    _check_tensors(processes, inputs)
-    _check_heads(query, key, enable_gqa)
-    options = checked_options(
-        operator_options(dropout_p, is_causal, scale, causal, window, softcap, alibi_slopes, 0, None, deterministic)
+    call = Call.from_arguments(
+        _ops.DENSE, query=query, key=key, value=value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+        scale=scale, enable_gqa=enable_gqa, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
+        sink=sink, key_mask=key_mask, return_lse=return_lse, rng_state=rng_state, deterministic=deterministic,
+    )  # fmt: skip
+    out, lse = attend_over_processes(
+        call, processes, method=method, balanced=balanced, seqlen=seqlen, cu_seqlens=cu_seqlens
     )
-    inputs = _autocast(inputs._replace(attn_mask=_mask_as_4d(attn_mask)))
+    return (out, lse) if return_lse else out
+
+
+def attend_over_processes(
+    call: Call,
+    processes: Group,
+    *,
+    method: str | None = None,
+    balanced: bool = True,
+    seqlen: int | tuple[int | None, int | None] | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of this process's queries; lse may be None unless the call asks for it."""
+    inputs, options = Inputs(**call.tensors), call.operator.option_defaults | call.options
+    _check_tensors(processes, inputs)
+    check_heads(inputs.query.shape[1], inputs.key.shape[1], call.enable_gqa)
+    inputs = _autocast(inputs._replace(attn_mask=_mask_as_4d(inputs.attn_mask)))
     documents = None if cu_seqlens is None else _documents(cu_seqlens)
     sharding = Sharding(processes.name, bool(balanced), *_lengths(seqlen), documents)
     method = _method(method, processes, inputs)
-    drawn = options["dropout_p"] > 0.0 and rng_state is None
+    drawn = call.needs_rng_state()
     if drawn:
-        inputs = inputs._replace(rng_state=new_rng_state(query.device))
+        inputs = inputs._replace(rng_state=new_rng_state(inputs.query.device))
     if not torch.compiler.is_compiling():  # tracing the operators makes these checks
         with _disable_current_modes():  # FlopCounterMode is to count no check
             _ops.attention(*meta_inputs(processes, inputs, sharding, options), **options)
@@ -137,16 +157,13 @@ def context_parallel_attn(
     if options["dropout_p"] == 0.0:
         inputs = inputs._replace(rng_state=None)
     if method == "ulysses":
-        out, lse = _ulysses.attention(make_sharded_call(processes, inputs, sharding, options), inputs, return_lse)
-    else:
-        out, lse = context_parallel(*inputs, method, *sharding, **options)
-    return (out, lse) if return_lse else out
+        return _ulysses.attention(make_sharded_call(processes, inputs, sharding, options), inputs, call.return_lse)
+    return context_parallel(*inputs, method, *sharding, **options)
 
 
 def _check_tensors(group: Group, inputs: Inputs) -> None:
     given = {name: t for name, t in inputs._asdict().items() if t is not None}
-    for name, t in given.items():
-        check_is_dense(name, t)
+    check_are_dense(inputs._asdict(), ("query", "key", "value"))
     for name in ("query", "key", "value"):
         t = given[name]
         if t.dim() != 4:
@@ -165,14 +182,6 @@ def _lengths(seqlen: object) -> tuple[int | None, int | None]:
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 0):
             raise ValueError(f"seqlen: got {length!r}; allowed: None, an int of 0 or more, or two of them (S_q, S_k)")
     return seqlen_q, seqlen_k
-
-
-def _check_heads(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"key: got {key.shape[1]} heads for {query.shape[1]} query heads; allowed: the same number, or a divisor "
-            "with enable_gqa=True"
-        )
 
 
 def _autocast(inputs: Inputs) -> Inputs:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import _functorch, _ops
-from ..functional import dropout_mask, some_dtensor
+from .._dropout import dropout_mask
+from .._tensor_checks import some_dtensor
 
 # Number of weights in a block of queries: 32 MiB of float32. torch's operators allocate twice as much.
 BLOCK_ELEMENTS = 1 << 23

@@ -11,6 +11,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_attn_ext import _ops, explain, flash_attn, functional
+from flash_attn_ext._call import Call
+from flash_attn_ext._options import operator_options
 
 
 def qkv(seqlen_q=5, seqlen_k=7, head_dim=8, head_dim_v=8, **options):
@@ -19,23 +21,34 @@ def qkv(seqlen_q=5, seqlen_k=7, head_dim=8, head_dim_v=8, **options):
     return [torch.randn(shape, **options) for shape in shapes]
 
 
-def test_options_come_in_the_order_of_the_schema():
-    values = {name: object() for name in inspect.signature(functional.operator_options).parameters}
-    values |= {"causal": "lower_right", "window": (3, 4), "is_causal": True}
-    options = dict(zip([name for name, _ in _ops.OPTION_TYPES], functional.operator_options(**values), strict=True))
-    assert options.pop("window_left") == 3
-    assert options.pop("window_right") == 4
-    assert options.pop("causal") is True
-    assert options.pop("lower_right") is True
-    assert options.pop("diagonal") == 0  # for parts of a larger call: no argument of flash_attn
-    for name, value in options.items():
-        assert value is values[name]
+def test_the_eager_call_and_the_call_object_have_the_names_and_the_order_of_the_schema(monkeypatch):
+    """Every argument of flash_attn reaches the operator, unchanged or as the options of the band."""
+    eager = []
+    monkeypatch.setattr(_ops, "attention_if_ordinary", lambda *arguments: eager.append(arguments))
+    monkeypatch.setattr(functional, "attend", lambda call: (call, None))
+    q, k, v = qkv()
+    arguments = {name: None for name in inspect.signature(flash_attn).parameters}
+    arguments |= {name: torch.ones(1) for name in _ops.DENSE.tensor_names} | {"query": q, "key": k, "value": v}
+    arguments |= {"scale": 0.3, "softcap": 2.5, "dropout_p": 0.25, "num_splits": 3, "unified_max": 4.5, "diagonal": 5}
+    arguments |= {"deterministic": True, "is_causal": False, "enable_gqa": True, "return_lse": True}
+    arguments |= {"causal": "lower_right", "window": (3, 4)}
+    call, _ = flash_attn(**arguments)
+    enable_gqa, _, tensors, options = eager[0]
+    assert list(tensors) == [a.name for a in _ops.attention._schema.arguments if not a.kwarg_only]
+    assert list(options) == [a.name for a in _ops.attention._schema.arguments if a.kwarg_only]
+    band = {"causal": True, "lower_right": True, "window_left": 3, "window_right": 4}
+    assert options == band | {name: arguments[name] for name in options if name not in band}
+    assert all(tensors[name] is arguments[name] for name in tensors)
+    assert enable_gqa is call.enable_gqa is call.return_lse is True
+    assert (call.tensors, call.options) == (tensors, options)
+    assert call == Call.from_arguments(_ops.DENSE, **arguments)
 
 
 def test_gradients_belong_to_the_first_tensors():
-    names = tuple(rule.name for rule in _ops.TENSORS)
-    assert names[: len(_ops.DIFFERENTIABLE)] == tuple(_ops.DIFFERENTIABLE)
-    assert [a.name for a in _ops.attention._schema.arguments if not a.kwarg_only] == list(names)
+    assert _ops.DENSE.tensor_names[: len(_ops.DIFFERENTIABLE)] == tuple(_ops.DIFFERENTIABLE)
+    for operator in (_ops.DENSE, _ops.VARLEN, _ops.CACHE, _ops.APPEND):
+        names = [a.name for a in operator.forward._schema.arguments if not a.kwarg_only]
+        assert names == list(operator.tensor_names)
 
 
 SIMILAR = [
@@ -175,9 +188,7 @@ def tiles_by_rows(seqlen_q, seqlen_k, window, tile):
 def test_tiles_are_counted_in_closed_form(window, tile):
     for lengths in [(1, 1), (7, 300), (300, 7), (130, 130), (127, 260), (260, 127)]:
         q, k, v = qkv(*lengths)
-        options = functional.operator_options(0.0, False, None, None, window, 0.0, None, 0, None, None)
-        options = tuple(functional.checked_options(options).values())
-        plan = _ops.plan_attention((q, k, v, *[None] * (len(_ops.TENSORS) - 3)), options)
+        plan = _ops.plan_attention({"query": q, "key": k, "value": v}, operator_options(window=window))
         # A band is one interval of keys for each block of rows: hidden keys between two visible keys count too.
         assert plan.parts[0].visible_tiles(*tile) == tiles_by_rows(*lengths, window, tile)
 

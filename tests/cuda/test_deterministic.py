@@ -120,9 +120,8 @@ def test_an_exported_program_keeps_it():
 @pytest.mark.parametrize("asked", [False, True])
 def test_it_is_packed_for_the_kernels(asked):
     """csrc/ops/pack_params.cpp; the tests above stand in for it."""
-    defaults = [a.default_value for a in _ops.attention._schema.arguments if a.kwarg_only]
-    options = (*defaults[:-1], asked)
-    plan = _ops.plan_attention_backward((*inputs(), *[None] * 5), options, [True] * 3 + [False] * 3)
+    tensors = dict(zip(("query", "key", "value"), inputs(), strict=True))
+    plan = _ops.plan_attention_backward(tensors, {"deterministic": asked}, [True] * 3 + [False] * 3)
     assert plan.deterministic is asked
 
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from flash_attn_ext import MultiheadAttention, flash_attn
+from flash_attn_ext import MultiheadAttention, _ops, flash_attn
 from flash_attn_ext.distributed import (
     HeadParallel,
     _exchange,
@@ -18,7 +18,6 @@ from flash_attn_ext.distributed import (
     shard_sequence,
     unshard_sequence,
 )  # fmt: skip
-from flash_attn_ext.functional import checked_options, operator_options
 
 
 @pytest.fixture
@@ -123,7 +122,7 @@ def traced_operators():
     q, k, v = (torch.randn(1, 8, 4, 8).transpose(1, 2).requires_grad_() for _ in range(3))
     slopes, sink, mask = torch.rand(4), torch.rand(2, 4).T.contiguous().T[:1], torch.randn(8, 16).T.contiguous().T
     inputs = (q, k, v, mask[None, None].requires_grad_(), slopes.requires_grad_(), sink.requires_grad_(), STATE, None)
-    options = checked_options(operator_options(0.3, True, None, None, None, 0.0, None, 0, None, None))
+    options = _ops.DENSE.option_defaults | {"dropout_p": 0.3, "causal": True}
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
     for method in ("ring", "all_gather"):
         arguments = (*inputs, method, group, True, None, None, None)

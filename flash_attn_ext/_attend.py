@@ -1,0 +1,39 @@
+"""Runs a call: DTensors by flash_attn_ext.distributed, all other tensors by the module of the call's operator."""
+
+import importlib
+from collections.abc import Callable
+
+from torch import Tensor
+
+from . import _dense, _ops, _packed
+from ._call import Call
+from ._tensor_checks import some_dtensor
+
+_LOCAL = {_ops.DENSE.function: _dense.attend, _ops.VARLEN.function: _packed.attend}
+# Filled by flash_attn_ext.distributed, by the name of the public function.
+ON_DTENSORS: dict[str, Callable] = {}
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Returns (out, lse). lse may be None unless the call asks for it."""
+    query, key, value = (call.tensors[name] for name in ("query", "key", "value"))
+    on_dtensors = handler_of_dtensors(call.operator.function, query, key, value)
+    return attend_locally(call) if on_dtensors is None else on_dtensors(call)
+
+
+def attend_locally(call: Call) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) of a call without DTensors."""
+    return _LOCAL[call.operator.function](call.with_rng_state())
+
+
+def handler_of_dtensors(function: str, *tensors: object) -> Callable | None:
+    """Returns the function for calls with DTensors; None if no tensor is one.
+
+    The first DTensor imports flash_attn_ext.distributed. It is optional: torch may be built without torch.distributed,
+    whose import takes a second.
+    """
+    if not some_dtensor(*tensors):
+        return None
+    if not ON_DTENSORS:
+        importlib.import_module("flash_attn_ext.distributed")
+    return ON_DTENSORS[function]

@@ -1,0 +1,280 @@
+"""A call of flash_attn_with_kvcache: appends to the cache and attends, each an operator."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _append, _ops  # noqa: F401  _append registers the operator for CUDA
+from ._call import Call
+from ._flash_arguments import exactly_one_name, sink_of, true_or_false, whole_number, window_of
+from ._options import checked_options, operator_options
+from ._tensor_checks import check_are_dense, check_is_dense
+
+# The operators' names of arguments, in their error messages, and the caller's names.
+_NAMES_OF_APPEND = {
+    "query": "q", "key": "k", "value": "v", "key_cache": "k_cache", "value_cache": "v_cache",
+    "query's": "q's", "key's": "k's",
+}  # fmt: skip
+_NAMES_OF_ATTENTION = {
+    "query": "q", "key": "k_cache", "value": "v_cache", "seqused_k": "cache_seqlens", "batch_idx": "cache_batch_idx",
+    "leftpad": "cache_leftpad", "scale": "softmax_scale", "window": "window_size", "query's": "q's",
+    "key's": "k_cache's",
+}  # fmt: skip
+
+
+_TENSORS = (
+    "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table",
+    "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens", "k_descale", "v_descale", "tree_mask", "sink",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CacheCall:
+    """The arguments of :func:`flash_attn_with_kvcache`, by name."""
+
+    tensors: dict[str, Tensor | None]
+    options: dict[str, object]  # all other arguments
+    return_lse: bool = False
+
+    @classmethod
+    def from_arguments(
+        cls, *, return_softmax_lse: bool = False, qv: object, page_table: Tensor | None, block_table: Tensor | None,
+        learnable_sink: Tensor | None, sink: Tensor | None, **arguments,
+    ) -> CacheCall:  # fmt: skip
+        """Of two names for one argument, the call has the second."""
+        if qv is not None:
+            raise NotImplementedError("qv: got a tensor; allowed: None. Its kernel does not exist here")
+        arguments["block_table"] = exactly_one_name("page_table", page_table, "block_table", block_table)
+        arguments["sink"] = exactly_one_name("learnable_sink", learnable_sink, "sink", sink)
+        return_lse = true_or_false("return_softmax_lse", return_softmax_lse)
+        return cls({name: arguments.pop(name) for name in _TENSORS}, arguments, return_lse)
+
+    def with_tensors(self, **tensors: Tensor | None) -> CacheCall:
+        return replace(self, tensors=self.tensors | tensors)
+
+    def with_options(self, **options: object) -> CacheCall:
+        return replace(self, options=self.options | options)
+
+
+def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse): (B, S_q, H, D_v) and (B, H, S_q), or packed as the queries are."""
+    q, cu_seqlens_q = call.tensors["q"], call.tensors["cu_seqlens_q"]
+    check_not_differentiated(
+        "flash_attn_with_kvcache", **{name: call.tensors[name] for name in ("q", "k_cache", "v_cache", "k", "v")}
+    )
+    append, attention = operator_calls(call)
+    if append is not None:
+        if not torch.compiler.is_compiling():  # a compiled graph is checked when it is traced, before anything runs
+            with _renamed_errors(_NAMES_OF_ATTENTION):
+                _ops.check_cache(attention.tensors, attention.options)
+        with _renamed_errors(_NAMES_OF_APPEND):
+            rotated, lengths = append.run()
+        attention = attention.with_tensors(seqused_k=lengths)
+        if append.tensors["rotary_cos"] is not None:
+            attention = attention.with_tensors(query=rotated)
+    with _renamed_errors(_NAMES_OF_ATTENTION):
+        out, lse = attention.run()
+    if cu_seqlens_q is None:
+        out = out.unflatten(0, q.shape[:2])
+        lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return out, lse
+
+
+def check_not_differentiated(function: str, **tensors: Tensor | None) -> None:
+    """Refuses tensors whose gradient or tangent somebody may ask for: operators on caches have no derivative."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            continue
+        if torch.is_grad_enabled() and t.requires_grad:
+            raise NotImplementedError(
+                f"{name}: got a tensor that requires a gradient; allowed in {function}: tensors that require none, or "
+                "torch.no_grad(). flash_attn_varlen has gradients"
+            )
+        if forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(f"{name}: got a tensor with a tangent; allowed in {function}: tensors without")
+
+
+@contextlib.contextmanager
+def _renamed_errors(names: dict[str, str]):
+    """Puts the caller's names of arguments into an operator's errors."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        name, colon, rest = str(error).partition(":")
+        if not colon or name not in names:
+            raise
+        rest = re.sub(r"\b(query's|key's)(?=\W)", lambda found: names.get(found[0], found[0]), rest)
+        raise type(error)(f"{names[name]}:{rest}") from None
+
+
+def operator_calls(call: CacheCall) -> tuple[Call | None, Call]:
+    """Returns the calls of append_to_cache, None if nothing is appended, and of attention_cache.
+
+    The call of attention_cache has the queries before the rotation and the lengths before appending: the later ones are
+    results of append_to_cache.
+    """
+    given, options = call.tensors, dict(call.options)
+    check_are_dense(given, ("q", "k_cache", "v_cache"))
+    q, k_cache, v_cache, k, v = (given[name] for name in ("q", "k_cache", "v_cache", "k", "v"))
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if t.dim() != 4:
+            raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: (caches or pages, rows, heads_k, head_dim)")
+    for name in ("block_table", "tree_mask"):
+        t = given[name]
+        if t is not None and t.dim() < 2:
+            raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: at least 2 dimensions")
+    for name, needed in (
+        ("rotary_cos", "rotary_sin"), ("rotary_sin", "rotary_cos"), ("rotary_cos", "k"), ("k", "v"), ("v", "k"),
+    ):  # fmt: skip
+        if given[name] is not None and given[needed] is None:
+            raise ValueError(f"{name}: got one without {needed}; allowed: both or none")
+    causal = true_or_false("causal", options.pop("causal"))
+    interleaved = true_or_false("rotary_interleaved", options.pop("rotary_interleaved"))
+    window = window_of(options.pop("window_size"))
+    max_seqlen_q = whole_number("max_seqlen_q", options.pop("max_seqlen_q"))
+    options["num_splits"] = whole_number("num_splits", options["num_splits"])
+    tree_mask, packed = given["tree_mask"], given["cu_seqlens_q"] is not None
+    if packed and tree_mask is not None and max_seqlen_q is None:
+        max_seqlen_q = tree_mask.shape[-1]
+    if isinstance(max_seqlen_q, int) and not 0 <= max_seqlen_q < 2**63:
+        raise ValueError(f"max_seqlen_q: got {max_seqlen_q}; allowed: None, or an int of 0 or more")
+    cu_seqlens, batch, longest = _query_offsets(q, given["cu_seqlens_q"], max_seqlen_q)
+    block_table, cache_batch_idx = given["block_table"], given["cache_batch_idx"]
+    if block_table is not None and cache_batch_idx is not None:
+        block_table, cache_batch_idx = _rows_of_table(block_table, cache_batch_idx, batch), None
+    rows_of_sequence = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
+    lengths = _lengths(options.pop("cache_seqlens"), batch, rows_of_sequence, q)
+    in_both = {
+        "query": q.reshape(-1, *q.shape[-2:]),
+        "cu_seqlens_q": cu_seqlens,
+        "block_table": block_table,
+        "key_scale": _expanded_scale("k_descale", given["k_descale"], k_cache),
+        "value_scale": _expanded_scale("v_descale", given["v_descale"], v_cache),
+    }
+    append = None
+    if k is not None:
+        k, v, cu_seqlens_new = _new_rows(k, v, k_cache, batch, given["cu_seqlens_k_new"])
+        tensors = in_both | {
+            "key": k, "value": v, "key_cache": k_cache, "value_cache": v_cache, "cu_seqlens_k_new": cu_seqlens_new,
+            "cache_seqlens": lengths, "cache_batch_idx": cache_batch_idx,
+        }  # fmt: skip
+        same_name = ("rotary_cos", "rotary_sin", "rotary_seqlens", "cache_leftpad")
+        tensors |= {name: given[name] for name in same_name}
+        advance = causal or window is not None
+        append = Call(_ops.APPEND, tensors, {"interleaved": interleaved, "advance_query_positions": advance})
+    with _renamed_errors(_NAMES_OF_ATTENTION):
+        options = operator_options(
+            causal="lower_right" if causal else None, window=window, alibi_slopes=given["alibi_slopes"],
+            scale=options.pop("softmax_scale"), deterministic=False, max_seqlen_q=longest, **options,
+        )  # fmt: skip
+        options = checked_options(_ops.CACHE.option_types, options)
+    tensors = in_both | {
+        "key": k_cache,
+        "value": v_cache,
+        "alibi_slopes": given["alibi_slopes"],
+        "seqused_k": lengths,
+        "batch_idx": cache_batch_idx,
+        "leftpad": given["cache_leftpad"],
+        "tree_mask": _tree_mask_of_operator(tree_mask, packed),
+        "sink": sink_of(given["sink"], q),
+    }
+    return append, Call(_ops.CACHE, tensors, options | {"lower_right": True})
+
+
+def _query_offsets(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None):
+    """Offsets, the number of sequences, the longest."""
+    if cu_seqlens_q is None:
+        if q.dim() != 4:
+            raise ValueError(
+                f"q: got shape {list(q.shape)}; allowed: (batch, seqlen_q, heads, head_dim), or 3-D with cu_seqlens_q"
+            )
+        batch, rows = q.shape[:2]
+        return torch.arange(batch + 1, device=q.device) * rows, batch, rows
+    if q.dim() != 3:
+        raise ValueError(f"q: got shape {list(q.shape)}; allowed: (total_q, heads, head_dim) with cu_seqlens_q")
+    return cu_seqlens_q, len(cu_seqlens_q) - 1, max_seqlen_q
+
+
+def _lengths(cache_seqlens: int | Tensor | None, batch: int, most: int, q: Tensor) -> Tensor:
+    """(B)"""
+    if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
+        check_is_dense("cache_seqlens", cache_seqlens)
+        if cache_seqlens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"cache_seqlens: got dtype {cache_seqlens.dtype}; allowed: an int, int32 or int64")
+        if cache_seqlens.shape != (batch,):
+            raise ValueError(f"cache_seqlens: got shape {list(cache_seqlens.shape)}; allowed: an int or [{batch}]")
+        return cache_seqlens
+    length = whole_number("cache_seqlens", cache_seqlens)
+    if isinstance(length, int) and not 0 <= length <= most:
+        raise ValueError(f"cache_seqlens: got {length}; allowed: 0 to {most}, the rows of a sequence's cache")
+    return torch.full((batch,), most if length is None else length, device=q.device)
+
+
+def _rows_of_table(block_table: Tensor, rows: Tensor, batch: int) -> Tensor:
+    """The rows of ``block_table`` that cache_batch_idx names, one for each sequence."""
+    if rows.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cache_batch_idx: got dtype {rows.dtype}; allowed: int32, int64")
+    if rows.shape != (batch,):
+        raise ValueError(f"cache_batch_idx: got shape {list(rows.shape)}; allowed: ({batch},)")
+    if block_table.dim() != 2:
+        raise ValueError(f"block_table: got shape {list(block_table.shape)}; allowed: (rows, pages of a sequence)")
+    if rows.is_cpu and not torch.compiler.is_compiling() and ((rows < 0) | (rows >= len(block_table))).any():
+        raise ValueError(
+            f"cache_batch_idx: got {rows.tolist()}; allowed: 0 to {len(block_table) - 1}, the rows of block_table"
+        )
+    return block_table.index_select(0, rows)
+
+
+def _new_rows(
+    k: Tensor, v: Tensor, k_cache: Tensor, batch: int, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """k and v packed, and their offsets."""
+    if cu_seqlens is not None:
+        for name, t in (("k", k), ("v", v)):
+            if t.dim() != 3:
+                raise ValueError(
+                    f"{name}: got shape {list(t.shape)}; allowed: (total_new, heads_k, head_dim) with cu_seqlens_k_new"
+                )
+        return k, v, cu_seqlens
+    if k.dim() != 4 or k.shape[0] != batch or k.shape[2:] != k_cache.shape[2:]:
+        heads, head_dim = k_cache.shape[2:]
+        raise ValueError(f"k: got shape {list(k.shape)}; allowed: ({batch}, seqlen_new, {heads}, {head_dim})")
+    if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: got shape {list(v.shape)}; allowed: ({', '.join(map(str, k.shape[:3]))}, head_dim_v)")
+    offsets = torch.arange(batch + 1, device=k.device) * k.shape[1]
+    return k.flatten(0, 1), v.flatten(0, 1), offsets
+
+
+def _tree_mask_of_operator(mask: Tensor | None, packed: bool) -> Tensor | None:
+    """As the operator takes it: (B, H, S_q, S_q), or (H, T_q, max_seqlen_q) for packed queries."""
+    if mask is None or mask.dim() == 4:
+        return mask
+    if packed:
+        return mask[None] if mask.dim() == 2 else mask
+    return mask[None, None] if mask.dim() == 2 else mask[:, None]
+
+
+def _expanded_scale(name: str, scale: Tensor | None, cache: Tensor) -> Tensor | None:
+    """The factors of 8-bit rows as the operator needs them: (caches or pages, rows, H_k)."""
+    if scale is None:
+        return None
+    given = list(scale.shape)
+    if scale.dim() == 2:
+        scale = scale[:, None]
+    sizes = zip(reversed(scale.shape), reversed(cache.shape[:3]), strict=False)
+    if not 1 <= scale.dim() <= 3 or any(size not in (1, full) for size, full in sizes):
+        caches, rows, heads = cache.shape[:3]
+        raise ValueError(
+            f"{name}: got shape {given}; allowed: ({heads},), ({caches}, {heads}), or what broadcasts to "
+            f"({caches}, {rows}, {heads})"
+        )
+    return scale.expand(cache.shape[:3]).float()

@@ -1,0 +1,62 @@
+"""The call object: the tensors and options of one call, by name.
+
+The public functions make it. Eager mode, DTensors, torch.func, packed sequences, explain and context parallelism
+all take it. A new option of the operator is in it without a line here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from . import _ops
+from ._dropout import new_rng_state
+from ._options import checked_options, operator_options
+from ._tensor_checks import check_is_dense
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of ``operator``. Tensors and options have the names of its schema."""
+
+    operator: _ops.Operator
+    tensors: dict[str, Tensor | None]  # all tensors of the schema
+    options: dict[str, object]  # checked; an option that is missing has the schema's default
+    enable_gqa: bool = False
+    return_lse: bool = False
+
+    @classmethod
+    def from_arguments(
+        cls, operator: _ops.Operator, *, enable_gqa: bool = False, return_lse: bool = False, **arguments
+    ) -> Call:
+        """Sorts the arguments of :func:`flash_attn` or :func:`flash_attn_varlen` into tensors and options."""
+        tensors = {name: arguments.pop(name) for name in operator.tensor_names}
+        options = operator_options(alibi_slopes=tensors["alibi_slopes"], **arguments)
+        return cls(operator, tensors, checked_options(operator.option_types, options), enable_gqa, return_lse)
+
+    def needs_rng_state(self) -> bool:
+        """Whether dropout is on and nobody gave a state for it."""
+        return self.options["dropout_p"] > 0.0 and self.tensors["rng_state"] is None  # type: ignore[operator]
+
+    def with_rng_state(self) -> Call:
+        """The call with a dropout state, drawn if it needs one."""
+        if not self.needs_rng_state():
+            return self
+        query = self.tensors["query"]
+        check_is_dense("query", query)
+        return self.with_tensors(rng_state=new_rng_state(query.device))
+
+    def with_tensors(self, **tensors: Tensor | None) -> Call:
+        return Call(self.operator, self.tensors | tensors, self.options, self.enable_gqa, self.return_lse)
+
+    def with_options(self, **options: object) -> Call:
+        return Call(self.operator, self.tensors, self.options | options, self.enable_gqa, self.return_lse)
+
+    def positional(self) -> list[Tensor | None]:
+        """The tensors in the order of the schema."""
+        return [self.tensors[name] for name in self.operator.tensor_names]
+
+    def run(self):
+        """Runs the operator."""
+        return self.operator.forward(*self.positional(), **self.options)

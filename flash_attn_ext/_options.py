@@ -1,0 +1,96 @@
+"""Options of a call: from the arguments of the public functions to the options of an operator's schema.
+
+Everything goes by name. An option that has the same name and meaning in both needs no line here: its row in
+csrc/ops/ops.h has its name, its type and its default.
+"""
+
+import numbers
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+# The operator's options whose names the public functions do not have, with the argument that decides about each.
+_PUBLIC_NAMES = {"causal": "is_causal", "window_left": "window", "window_right": "window"}
+_EXACT = {"float": float, "float?": float, "bool": bool}  # ints have a range, too
+_ALLOWED = {"float": "a number", "int": "an int", "bool": "True, False"}
+
+
+def operator_options(
+    *,
+    alibi_slopes: Tensor | None = None,
+    is_causal: bool = False,
+    causal: str | None = None,
+    window: object = None,
+    deterministic: bool | None = None,
+    **same_in_both: object,
+) -> dict[str, object]:
+    """Returns the operator's options, by name, for arguments of :func:`flash_attn`. Types are not checked yet."""
+    options = same_in_both
+    options["causal"] = is_causal
+    if causal is not None or window is not None or alibi_slopes is not None:
+        options.update(zip(BAND, band(causal, is_causal, window, alibi_slopes), strict=True))
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    return options
+
+
+BAND = ("causal", "lower_right", "window_left", "window_right")
+
+
+def band(
+    causal: str | None, is_causal: bool, window: object, alibi_slopes: Tensor | None
+) -> tuple[bool, bool, int | None, int | None]:
+    """Returns the operator's options BAND, which say by position which keys a query sees."""
+    if causal is None:
+        lower_right = not is_causal and (window is not None or alibi_slopes is not None)
+    elif causal in ("upper_left", "lower_right"):
+        lower_right, is_causal = causal == "lower_right", True
+    else:
+        raise ValueError(f"causal: got {causal!r}; allowed: None, 'upper_left', 'lower_right'")
+    left, right = window_sides(window)
+    return is_causal, lower_right, left, right
+
+
+def window_sides(window: object) -> tuple[int | None, int | None]:
+    """Returns (left, right) of the operator for ``window``; None is no limit."""
+    left, right = window if isinstance(window, (tuple, list)) and len(window) == 2 else (window, window)
+    for side in (left, right):
+        if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
+            raise ValueError(
+                f"window: got {window!r}; allowed: None, an int, or two of them (left, right); -1 and None are no limit"
+            )
+    return None if left == -1 else left, None if right == -1 else right
+
+
+def checked_options(types: Mapping[str, str], options: Mapping[str, object]) -> dict[str, object]:
+    """Returns the options, each of the type that the schema names. A TypeError names the argument that is wrong."""
+    checked = {}
+    for name, value in options.items():
+        kind = types[name]
+        # The usual cases first.
+        usual = kind[-1] == "?" if value is None else type(value) is _EXACT.get(kind)
+        checked[name] = value if usual else as_type(kind, name, value)
+    return checked
+
+
+def as_type(kind: str, name: str, value: object) -> object:
+    """Returns ``value`` as ``kind``: "float", "int" or "bool", with "?" if None is allowed."""
+    optional, kind = kind.endswith("?"), kind.removesuffix("?")
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) and kind == "bool":
+        return value
+    if kind == "int" and type(value) is int and -(2**63) <= value < 2**63:
+        return value
+    if isinstance(value, numbers.Integral) and name == "causal":  # is_causal=1, as torch's functions allow it
+        return bool(value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value
+    if kind == "int" and isinstance(value, numbers.Integral) and -(2**63) <= value < 2**63:
+        return int(value)
+    if kind == "float" and not isinstance(value, bool):
+        number_tensor = isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
+        if isinstance(value, (float, int, numbers.Real)) or number_tensor:
+            return float(value)
+    allowed = ("None, " if optional or name == "deterministic" else "") + _ALLOWED[kind]
+    raise TypeError(f"{_PUBLIC_NAMES.get(name, name)}: got {value!r}; allowed: {allowed}")
