@@ -1,13 +1,13 @@
-"""What the AMX kernels can reach on an Intel Xeon, from a count of their instructions: no such CPU was there to time.
+"""Predicts the speed of the AMX kernels on an Intel Xeon from a count of their instructions. No Xeon was available.
 
-For one tile of each pass (48 queries by 64 keys forward, 64 by 64 backward, 16 query heads of one key head by 64 keys
-decoding) the emulation of tests/cpp counts products, loads and stores of tile registers. The model turns them into
-cycles by Intel's own numbers (64 and IA-32 Architectures Optimization Reference Manual, chapter on AMX, Sapphire
-Rapids): the units work side by side, so the slowest decides.
+The emulation of tests/cpp counts products, loads and stores of tile registers for one tile of each pass: 48 queries by
+64 keys forward, 64 by 64 backward, 16 query heads of one key head by 64 keys decoding. The model converts the counts to
+cycles with Intel's numbers (64 and IA-32 Architectures Optimization Reference Manual, chapter on AMX, Sapphire Rapids).
+The units work in parallel, so the slowest one decides.
 
-The softmax runs on vectors meanwhile. Its operations are counted by hand from the algorithm's text, two in a cycle. How
-much of it hides behind the products is not known before a run: the last two columns say what nothing and everything
-would give. They leave out packing, out and lse, and memory (which decoding waits for), so both are upper bounds.
+The softmax runs on vectors at the same time. Its operations are counted by hand from the algorithm, two per cycle. Only
+a run could show how much of the softmax the products hide. The last two columns are the speeds for nothing and for
+everything. They exclude packing, out and lse, and memory, which decoding waits for. So both are upper bounds.
 """
 
 import argparse
@@ -25,7 +25,7 @@ NEEDS_BFLOAT16 = 77  # exit status of tile_counts
 
 HEAD_DIMS = [32, 64, 80, 96, 128, 192, 256]
 
-# Cycles from one such instruction to the next.
+# Cycles between two instructions of the same kind.
 PRODUCT, LOAD, STORE = 16, 8, 16
 FLOPS_OF_PRODUCT = 2 * 16 * 16 * 32
 
@@ -37,7 +37,7 @@ VECTOR_OPERATIONS_A_CYCLE = 2
 
 @dataclass(frozen=True)
 class Step:
-    """One tile of a pass at a head dimension, with the tile instructions that it takes."""
+    """One tile of a pass at a head dimension, and the numbers of its tile instructions."""
 
     name: str
     head_dim: int
@@ -47,7 +47,7 @@ class Step:
 
     @property
     def cycles(self) -> int:
-        """Of the tile registers' slowest unit."""
+        """Returns the cycles of the slowest unit of the tile registers."""
         return max(PRODUCT * self.products, LOAD * self.loads, STORE * self.stores)
 
     @property
@@ -56,13 +56,13 @@ class Step:
         return rows * keys / 16 * operations / VECTOR_OPERATIONS_A_CYCLE
 
     def fraction_of_peak(self, cycles: float) -> float:
-        """Of the products' peak, for the FLOPs that the algorithm needs: padding does not count."""
+        """Returns the fraction of the products' peak. Only FLOPs of the algorithm count, not padding."""
         rows, keys, matrix_products, _ = TILES[self.name]
         return 2 * rows * keys * self.head_dim * matrix_products / FLOPS_OF_PRODUCT * PRODUCT / cycles
 
 
 def count(head_dims: list[int]) -> list[Step]:
-    """Runs the kernels on the emulation. RuntimeError where it cannot be built, or this CPU cannot run it."""
+    """Runs the kernels in the emulation. Raises RuntimeError if it cannot be built or this CPU cannot run it."""
     program = BUILD / "tile_counts"
     jobs = f"-j{len(os.sched_getaffinity(0))}"
     made = subprocess.run(

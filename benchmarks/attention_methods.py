@@ -1,4 +1,4 @@
-"""The ways to compute attention that the papers compare, and one training step through each."""
+"""Computes attention by the methods that the papers compare, and one training step through each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ class Case:
     device: str = "cpu"
 
     def score_bytes(self) -> int:
-        """One matrix of all scores."""
+        """The bytes of one matrix of all scores."""
         return self.B * self.H * self.S * self.S * getattr(torch, self.dtype).itemsize
 
 
 def standard(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, dropout_p: float) -> Tensor:
-    """Five kernels, as figure 1 of the FlashAttention paper has them: matmul, mask, softmax, dropout, matmul."""
+    """The five kernels of figure 1 in the FlashAttention paper: matmul, mask, softmax, dropout, matmul."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -56,7 +56,7 @@ METHODS: dict[str, Callable] = {
     "torch flash": torch_backend(SDPBackend.FLASH_ATTENTION),
     "torch efficient": torch_backend(SDPBackend.EFFICIENT_ATTENTION),
     "torch cudnn": torch_backend(SDPBackend.CUDNN_ATTENTION),
-    "torch default": scaled_dot_product_attention,  # one of the four above, as torch chooses
+    "torch default": scaled_dot_product_attention,  # torch chooses one of the four above
     "ours": flash_attn,
 }
 QUADRATIC = ("standard", "torch math")  # they store the scores
@@ -65,7 +65,7 @@ ON_CUDA = ("standard", "torch math", "torch flash", "torch efficient", "torch cu
 
 
 def training_step(case: Case) -> Callable[[], None]:
-    """A function of no arguments: forward and backward on inputs of a fixed seed, done when it returns."""
+    """Returns a function without arguments. It runs forward and backward, and waits for the end."""
     torch.manual_seed(0)
     shape, dtype = (case.B, case.H, case.S, case.D), getattr(torch, case.dtype)
     q, k, v = (torch.randn(shape, dtype=dtype, device=case.device, requires_grad=True) for _ in range(3))

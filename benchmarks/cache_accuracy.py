@@ -1,10 +1,10 @@
-"""What 8-bit caches cost in accuracy: the error of out against the same call on the bfloat16 cache.
+"""Measures the accuracy of 8-bit caches: the error of out compared with the same call on the bfloat16 cache.
 
     python -m benchmarks.cache_accuracy
 
-One new token against 4096 keys, 8 heads, D 128. "outliers" multiplies a few columns of keys and values by 20, as
-trained models have them. The scale of a head, page (16 rows) or token is its largest value over the largest that the
-8 bits hold. Numbers are the root mean square of the error over that of out, in percent; for bfloat16 against float64.
+One new token attends to 4096 keys, 8 heads, D 128. "outliers" multiplies a few columns of keys and values by 20, as in
+trained models. The scale of a head, page (16 rows) or token is its largest value divided by the
+largest 8-bit value. A number is rms(error) / rms(out) in percent. The reference of bfloat16 is float64.
 """
 
 import math
@@ -15,7 +15,7 @@ from flash_attn_ext import flash_attn_with_kvcache
 
 HEADS, KEYS, HEAD_DIM, PAGE = 8, 4096, 128, 16
 FORMATS = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-SCALES = {"none": None, "head": (0, 1, 3), "page": (1, 3), "token": (3,)}  # what the largest value is taken over
+SCALES = {"none": None, "head": (0, 1, 3), "page": (1, 3), "token": (3,)}  # the dimensions of the maximum
 
 
 def data(kind: str) -> tuple[torch.Tensor, ...]:
@@ -32,7 +32,7 @@ def data(kind: str) -> tuple[torch.Tensor, ...]:
 def coded(
     x: torch.Tensor, dtype: torch.dtype, over: tuple[int, ...] | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """8 bits and their scale, broadcastable to (pages, PAGE, H)."""
+    """Returns 8-bit values and their scale, broadcastable to (pages, PAGE, H)."""
     x, largest = x.float(), 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
     scale = None if over is None else x.abs().amax(over, keepdim=True) / largest
     x = x if scale is None else x / scale
@@ -53,7 +53,7 @@ def errors(kind: str) -> dict[tuple[str, str], float]:
     for name, dtype in FORMATS.items():
         for scale, over in SCALES.items():
             if dtype == torch.int8 and over is None:
-                continue  # whole numbers of normal data: nothing is left
+                continue  # rounds normal data to whole numbers: nothing is left
             (k8, k_scale), (v8, v_scale) = (coded(t, dtype, over) for t in (k, v))
             out = flash_attn_with_kvcache(q, k8, v8, block_table=table, k_descale=k_scale, v_descale=v_scale)
             found[name, scale] = relative(out.double() - of_cache, of_cache)

@@ -1,4 +1,4 @@
-"""The cells of compare_torch.py's table: which problems are compared, and their inputs."""
+"""The problems of compare_torch.py's table, called cells, and their inputs."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -35,12 +35,12 @@ class Cell:
     key: tuple[int, int, int, int]
     dtype: str
     backward: bool
-    options: dict = field(default_factory=dict)  # that both functions take
+    options: dict = field(default_factory=dict)  # arguments of both functions
     mask: Callable[[], Tensor] | None = None
-    window: tuple[int, int] | None = None  # ours takes it as it is; torch gets the band as a bool mask
+    window: tuple[int, int] | None = None  # torch gets the band as a bool mask
 
     def flops(self) -> float:
-        """4 B H D for each visible score, times 3.5 with the backward. Of causal scores half count, with a mask all."""
+        """4 B H D for each visible score, times 3.5 with the backward. Half of the causal scores count."""
         batch, heads, _, head_dim = self.query
         return 4 * batch * heads * head_dim * self.visible() * (3.5 if self.backward else 1)
 
@@ -52,14 +52,14 @@ class Cell:
 
 
 def band(seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> Tensor:
-    """The window as a bool mask; the diagonal ends in the lower right corner."""
+    """Returns the window as a bool mask. The diagonal ends in the lower right corner."""
     ones = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
     diagonal = seqlen_k - seqlen_q
     return ones.tril(diagonal + window[1]).triu(diagonal - window[0])
 
 
 class Inputs:
-    """The inputs of a cell, drawn with a fixed seed. K and V lie in one tensor, so that one loop can read both."""
+    """The inputs of a cell, drawn with a fixed seed. K and V share one tensor, so one loop can read both."""
 
     def __init__(self, cell: Cell) -> None:
         torch.manual_seed(0)
@@ -86,7 +86,7 @@ class Inputs:
 
 
 def cells(dtypes: list[str], kinds: list[str], most_flops: float = math.inf) -> Iterator[Cell]:
-    """The sweep, without the cells that cost more than `most_flops`."""
+    """Returns the sweep without cells of more than `most_flops`."""
     by_kind = {"shapes": shapes, "options": options, "windows": windows, "small": small, "decode": decode}
     for kind in kinds:
         for dtype in dtypes:
@@ -114,7 +114,7 @@ def options(dtype: str) -> Iterator[Cell]:
 
 
 def windows(dtype: str) -> Iterator[Cell]:
-    """The last one is as wide as the sequence, so it hides only what causal hides: the others are compared with it."""
+    """The last window is as wide as the sequence, so it equals causal. The other windows are compared with it."""
     shape = WITH_WINDOW
     for backward in (False, True):
         for window in [*WINDOWS, (shape[2], 0)]:

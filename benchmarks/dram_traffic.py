@@ -1,7 +1,7 @@
-"""Bytes that one training step really moves between a GPU and its memory, by Nsight Compute's counters.
+"""Counts the bytes that one training step moves between a GPU and its memory, by Nsight Compute's counters.
 
-Needs `ncu` on PATH and the right to read the counters (NVIDIA gives it to root, or to all by a driver option). As a
-program, python -m benchmarks.dram_traffic '<a Case as JSON>', it is what ncu looks at: one step, after one to warm up.
+Needs `ncu` on PATH and the right to read the counters (root has it; a driver option gives it to all users). ncu runs
+python -m benchmarks.dram_traffic '<a Case as JSON>' and measures one step, after one step to warm up.
 """
 
 import csv
@@ -20,11 +20,11 @@ METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
 
 class Unavailable(RuntimeError):
-    """The counters cannot be read; the message says why."""
+    """Raised if the counters cannot be read. The message says why."""
 
 
 def measure(case: Case) -> int:
-    """Bytes read and written by all kernels of one step."""
+    """Returns the bytes that all kernels of one step read and write."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise Unavailable("ncu (Nsight Compute) is not on PATH")
@@ -40,7 +40,7 @@ def measure(case: Case) -> int:
 
 
 def total(report: str) -> int:
-    """The sum over all kernels of an `ncu --csv` report."""
+    """Sums over all kernels of an `ncu --csv` report."""
     lines = report.splitlines()
     header = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
     if header is None:

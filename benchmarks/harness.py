@@ -1,4 +1,4 @@
-"""Paired timing: functions run in turn in one process, so that other load slows all alike; and which machine it is."""
+"""Paired timing: functions alternate in one process, so other load slows all of them equally. Describes the machine."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ ENVIRONMENT = (
 
 @dataclass(frozen=True)
 class Paired:
-    """Seconds of each pair, ours and the peer's."""
+    """The seconds of each pair: ours and the peer's."""
 
     ours: list[float]
     peer: list[float]
@@ -40,12 +40,12 @@ def time_in_turn(
     between: Callable | None = None,
     shuffle: bool = False,
 ) -> list[list[float]]:
-    """Seconds of each call, a list for each function. A round runs every function once. There are rounds[0] to
-    rounds[1] of them, for about `seconds`.
+    """Returns a list of seconds for each function. A round runs every function once. rounds[0] to rounds[1] rounds
+    run, for about `seconds`.
 
-    A call depends on the state of caches and threads, and so on what ran before it. `between` runs before each round,
-    and after it the first function once without timing, so that no timed call comes right after `between`. `shuffle`
-    changes the order from round to round.
+    The time of a call depends on caches and threads, and so on the call before it. `between` runs before each round.
+    Then the first function runs once without timing, so no timed call directly follows `between`. `shuffle` changes
+    the order in each round.
     """
     for function in functions:
         function()
@@ -66,13 +66,13 @@ def time_in_turn(
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile."""
+    """Returns the lower quartile, the median and the upper quartile."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, middle, high
 
 
 def machine() -> dict:
-    """What the numbers were measured on."""
+    """Describes the machine."""
     cpuinfo = Path("/proc/cpuinfo")
     models = (
         [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
@@ -87,5 +87,5 @@ def machine() -> dict:
 
 
 def environment() -> dict[str, str]:
-    """Those of ENVIRONMENT that are set."""
+    """Returns the variables of ENVIRONMENT that are set."""
     return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}

@@ -1,6 +1,6 @@
-"""The models of benchmarks/models.py: named shapes with random weights, and one step of each that gives a loss.
+"""The models of benchmarks/models.py: named shapes with random parameters, and one step of each that returns a loss.
 
-Their depth is cut to `layers`: time and memory grow with it, while attention's share of a layer does not change.
+`layers` limits the depth. Time and memory grow with the depth, but attention's share of a layer does not change.
 """
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from examples.gpt_model import GPT, Shape
 
-Step = Callable[[], Tensor]  # a forward pass; gives the loss
+Step = Callable[[], Tensor]  # runs the forward and returns the loss
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model at one sequence length. `build(length, layers)` gives the module and the step."""
+    """A model at one sequence length. `build(length, layers)` returns the module and the step."""
 
     name: str
     lengths: tuple[int, int]

@@ -1,12 +1,12 @@
-"""Packed sequences and caches against what does without them, in turn in one process.
+"""Compares packed sequences and caches with calls that need neither, alternating in one process.
 
     python -m benchmarks.packed            training: forward and backward of packs of different lengths
     python -m benchmarks.packed --decode   a decode step: contiguous caches, pages, 8 bits
 
-Training: flash_attn_varlen against its sequences run one by one, against flash_attn on the padded batch with a mask,
-and against torch's scaled_dot_product_attention on the same. Decoding: against a plain read of K and V, and against
-torch's, and where it is installed zentorch's (AMD's plugin; of torch's minor version), on a cache that lies ready.
-Numbers are time of the other / time of ours: above 1, ours is faster.
+Training: compares flash_attn_varlen with its sequences run one by one, with flash_attn on the padded batch with a mask,
+and with torch's scaled_dot_product_attention on the padded batch. Decoding: compares with a plain read of K and V, with
+torch's attention on a contiguous cache, and with zentorch's if AMD's plugin is installed for this torch.
+A number is the other time divided by the time of flash_attn_ext: above 1, flash_attn_ext is faster.
 """
 
 import argparse
@@ -26,7 +26,7 @@ HEADS, HEAD_DIM = 8, 64
 
 
 def distributions(longest: int) -> dict[str, list[int]]:
-    """Lengths of the sequences of a pack."""
+    """Returns the lengths of the sequences of a pack."""
     uniform = torch.Generator().manual_seed(0)
     return {
         "uniform": torch.randint(1, longest + 1, (8,), generator=uniform).tolist(),
@@ -37,7 +37,7 @@ def distributions(longest: int) -> dict[str, list[int]]:
 
 
 def training(lengths: list[int], dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    """Forward and backward, causal; "packed" is ours."""
+    """Returns functions for forward and backward, causal. "packed" is flash_attn_varlen."""
     rows, longest, batch = sum(lengths), max(lengths), len(lengths)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     packed = [torch.randn(rows, HEADS, HEAD_DIM, dtype=dtype, requires_grad=True) for _ in range(3)]
@@ -67,7 +67,7 @@ def training(lengths: list[int], dtype: torch.dtype) -> dict[str, Callable[[], o
 def decoding(
     batch: int, heads_kv: int, length: int, dtype: torch.dtype
 ) -> tuple[dict[str, Callable[[], object]], torch.Tensor]:
-    """One new token of each sequence; "contiguous" is ours without pages. And K and V."""
+    """Returns functions for one new token of each sequence, and K and V. "contiguous" is ours without pages."""
     head_dim = 128
     q = torch.randn(batch, 1, 32, head_dim).to(dtype)
     kv = torch.randn(2, batch, length, heads_kv, head_dim).to(dtype)
@@ -95,7 +95,7 @@ def decoding(
 
 
 def show(title: str, calls: dict[str, Callable[[], object]], seconds: float, kv: torch.Tensor | None = None) -> None:
-    reads = []  # seconds of reading K and V once, by nothing but loads
+    reads = []  # seconds of reading K and V once, by loads only
 
     def read() -> None:
         if kv is not None:

@@ -1,7 +1,7 @@
-"""Peak memory of one training step, in a process of its own: python -m benchmarks.peak_memory '<a Case as JSON>'.
+"""Measures the peak memory of one training step in a new process: python -m benchmarks.peak_memory '<a Case as JSON>'.
 
-On CPU it is the growth of the resident set at its peak, as Linux reports it; on a GPU that of torch's allocator. The
-inputs are there before; the results, and whatever the step needs between, count.
+On CPU it is the growth of the resident set at its peak, as Linux reports it. On a GPU it is the growth of torch's
+allocator. The inputs do not count. The results and all temporary memory count.
 """
 
 import json
@@ -18,7 +18,7 @@ from benchmarks.attention_methods import Case, training_step
 
 
 def measure(case: Case, environment: dict[str, str] | None = None) -> int | None:
-    """Bytes, or None if the process died or could not allocate. `environment` is added to that of this process."""
+    """Returns bytes, or None if the process died or could not allocate. `environment` adds variables to the process."""
     environ = os.environ | (environment or {})
     command = [sys.executable, "-m", __spec__.name, json.dumps(asdict(case))]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600, env=environ)
@@ -52,7 +52,7 @@ def status(field: str) -> int:
 
 
 def available() -> int:
-    """Bytes that this machine can give without swapping."""
+    """Returns the bytes that this machine can allocate without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

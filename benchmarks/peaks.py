@@ -1,6 +1,6 @@
-"""The machine's own limits, its FMA rate and its memory rate, measured in the same run as the kernels.
+"""Measures the machine's limits, its FMA rate and its memory rate, in the same run as the kernels.
 
-The loops are in peaks.cpp, compiled by g++ at the first use: they need the flags of the instruction set they measure.
+The loops are in peaks.cpp. g++ compiles it at the first use, with the flags of the measured instruction set.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ FLAGS = {
 
 @functools.cache
 def _library(isa: str) -> ctypes.CDLL:
-    """peaks.cpp, compiled for an instruction set of flash_attn_ext.available_kernels()."""
+    """Compiles peaks.cpp for an instruction set of flash_attn_ext.available_kernels()."""
     source = Path(__file__).with_name("peaks.cpp")
     flags = ["-std=c++17", "-O3", "-fno-tree-vectorize", "-Wno-psabi", *FLAGS[isa], "-shared", "-fPIC", "-pthread"]
     with tempfile.TemporaryDirectory(prefix="flash_attn_ext_peaks_") as folder:
@@ -40,7 +40,7 @@ def _library(isa: str) -> ctypes.CDLL:
 
 
 def flops(isa: str, dtype: torch.dtype, threads: int) -> float:
-    """FLOP/s of the multiply-adds that `isa`'s kernels use for `dtype`, out of registers; best of five."""
+    """Returns the FLOP/s of the multiply-adds of `isa`'s kernels for `dtype`, on registers; best of five."""
     library = _library(isa)
     measure = library.fma_double if dtype == torch.float64 else library.fma_float
     if dtype == torch.bfloat16 and isa in ("avx512_bf16", "amx", "neon_bf16"):
@@ -49,9 +49,9 @@ def flops(isa: str, dtype: torch.dtype, threads: int) -> float:
 
 
 def stream_read(tensor: torch.Tensor, isa: str, threads: int) -> float:
-    """Bytes per second of reading the tensor's memory in pieces of up to 1 MiB; the second of two readings.
+    """Returns the bytes per second of reading the tensor in pieces of up to 1 MiB.
 
-    During the first one, other threads may still be spinning, and other data is in the caches.
+    The second of two readings counts. During the first one other threads may still spin, and caches hold other data.
     """
     size = tensor.numel() * tensor.element_size()
     if not tensor.is_contiguous():

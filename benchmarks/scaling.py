@@ -1,9 +1,8 @@
-"""How well the library's tasks fill 8 to 128 threads, on a machine that has fewer: python -m benchmarks.scaling.
+"""Predicts how well the library's tasks fill 8 to 128 threads, on a machine with fewer: python -m benchmarks.scaling.
 
-task_times.cpp runs the kernels with every task in order on one thread and prints what each did and for how long
-(recorded_tasks.h). Here the same tasks are drawn by many threads: in order, by whichever is free first, as
-csrc/cpu/parallel.h does, with the waiting of csrc/cpu/turns.h. Not in it: memory and caches that threads share, and the
-time to start them.
+task_times.cpp runs all tasks of the kernels in order on one thread and prints the work and time of each
+(recorded_tasks.h). This program simulates many threads that draw the same tasks in order, as csrc/cpu/parallel.h does,
+with the waiting of csrc/cpu/turns.h. It ignores shared memory and caches, and the time to start threads.
 """
 
 import argparse
@@ -72,14 +71,14 @@ WORKLOADS = [
 
 @dataclass
 class Pass:
-    """Tasks between two points where all threads meet."""
+    """The tasks between two synchronisations of all threads."""
 
-    serial: float  # seconds before it, on one thread
+    serial: float  # seconds before the tasks, on one thread
     tasks: list[list[tuple]] = field(default_factory=list)  # of ("work", seconds), ("wait" or "next", counter, step)
 
 
 def read(report: str) -> list[Pass]:
-    """The passes of the last call in what task_times.cpp printed."""
+    """Parses the output of task_times.cpp. Returns the passes of its last call."""
     passes: list[Pass] = []
     for line in report.splitlines():
         event, *values = line.split()
@@ -101,9 +100,9 @@ def work(one: Pass) -> float:
 
 
 def makespan(one: Pass, threads: int) -> float:
-    """Seconds of a pass on so many threads. A task waits for earlier ones only, whose times are known by then."""
+    """Returns the seconds of a pass on so many threads. A task waits for earlier tasks only."""
     free = [0.0] * threads
-    reached: dict[str, list[tuple[int, float]]] = {}  # counter -> steps of its task, and when they are next
+    reached: dict[str, list[tuple[int, float]]] = {}  # counter -> (step, the time when it is reached)
     for task in one.tasks:
         now = heapq.heappop(free)
         for event, *values in task:
@@ -120,12 +119,12 @@ def makespan(one: Pass, threads: int) -> float:
 
 
 def efficiency(passes: Sequence[Pass], threads: int) -> float:
-    """What of the threads' time is work, until the last one has ended."""
+    """Returns the fraction of the threads' time that is work, until the last thread has ended."""
     return sum(map(work, passes)) / (threads * sum(makespan(one, threads) for one in passes))
 
 
 def build(isa: str, folder: Path, optimize: str = "-O3") -> Path:
-    """task_times.cpp with the kernels of one instruction set, compiled into `folder`."""
+    """Compiles task_times.cpp with the kernels of one instruction set into `folder`."""
     sources = [f"{ROOT}/csrc/cpu/{name}.cpp" for name in (f"isa_{isa}", "task_list")]
     here = Path(__file__).parent
     flags = ["-std=c++17", optimize, "-Wno-psabi", f"-DKERNELS={TABLES[isa]}", f"-I{ROOT}/csrc", f"-I{here}"]
@@ -141,12 +140,12 @@ def record(built: Path, workload: Workload, what: str, threads: int) -> list[Pas
 
 
 def shortest(events: tuple[tuple, ...]) -> tuple:
-    """One event of several records: its shortest time."""
+    """Merges one event of several records: keeps its shortest time."""
     return ("work", min(event[1] for event in events)) if events[0][0] == "work" else events[0]
 
 
 def steadied(records: list[list[Pass]]) -> list[Pass]:
-    """Records of the same call as one."""
+    """Merges records of the same call."""
     passes = []
     for same in zip(*records, strict=True):
         tasks = zip(*(one.tasks for one in same), strict=True)

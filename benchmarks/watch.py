@@ -1,7 +1,7 @@
-"""Notices that the machine was busy: a fixed product of matrices runs in every round, and its time is looked at.
+"""Detects a busy machine: every round also times a fixed product of matrices.
 
-Quartiles do not show a load that lasts as long as a cell: all its times are slow then, and agree. The product is the
-same for all cells, so a cell in which it took longer than in the quietest cell was measured on a busy machine.
+Quartiles do not show a load that lasts as long as a cell, because all times of the cell are slow then. The product is
+the same in all cells. If it was slower in a cell than in the quietest cell, the machine was busy.
 """
 
 import time
@@ -12,17 +12,17 @@ import torch
 from tqdm import tqdm
 
 BUSY = 1.15  # a slowdown above this marks a cell
-SHARE = 0.1  # of the time of the watched call, about: short products would miss what slows a long call
+SHARE = 0.1  # of the watched call's time, about: a short product would miss a load that slows a long call
 MOST_PRODUCTS = 300
 
 
 class Watch:
-    """A function for the rounds of one cell, and what its times say."""
+    """A function for the rounds of one cell, and its verdict."""
 
     def __init__(self, call: Callable) -> None:
-        """`call` is what is measured in this cell: it runs twice, and the second run decides how long to look."""
+        """`call` is measured in this cell. It runs twice, and the second run decides the length of the product."""
         torch.manual_seed(0)
-        self._matrix = torch.randn(256, 256)  # with its product half a MiB: it stays in the cache
+        self._matrix = torch.randn(256, 256)  # half a MiB with its product: stays in the cache
         self._product = torch.empty_like(self._matrix)
         self.seconds = 0.0
         self.products = 0
@@ -39,7 +39,7 @@ class Watch:
         torch.mm(self._matrix, self._matrix, out=self._product)
 
     def row(self) -> dict[str, float]:
-        """The mean time, and not the median: a load that comes and goes counts by its share."""
+        """Returns the mean time, not the median, so a short load counts by its share."""
         return {"reference_ms": self.seconds / self.products * 1e3}
 
 
@@ -50,7 +50,7 @@ def _seconds(function: Callable) -> float:
 
 
 def mark(rows: Sequence[dict]) -> None:
-    """Adds to each row its slowdown against the quietest one, and whether that is too much."""
+    """Adds to each row its slowdown compared with the quietest row, and whether it is too large."""
     quietest = min((row["reference_ms"] for row in rows), default=0.0)
     for row in rows:
         row["slowdown"] = row["reference_ms"] / quietest
@@ -58,7 +58,7 @@ def mark(rows: Sequence[dict]) -> None:
 
 
 def measure_all(problems: Sequence[Any], measure: Callable[[Any], dict], repeats: int) -> list[dict]:
-    """A row for each problem. Where the machine was busy, it is measured up to `repeats` times again."""
+    """Measures a row for each problem. A row of a busy machine is measured up to `repeats` times again."""
     rows = [measure(problem) for problem in tqdm(problems, leave=False)]
     mark(rows)
     for _ in range(repeats):
@@ -72,7 +72,7 @@ def measure_all(problems: Sequence[Any], measure: Callable[[Any], dict], repeats
 
 
 def note(rows: Sequence[dict]) -> str:
-    """What to say below a table; empty if the machine was quiet."""
+    """Returns a remark for below the table; empty if the machine was quiet."""
     busy = sum(row["busy"] for row in rows)
     if not busy:
         return ""
