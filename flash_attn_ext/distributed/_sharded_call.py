@@ -103,8 +103,8 @@ def _band(options: dict, queries: Layout, keys: Layout) -> Band:
     right = options["window_right"]
     if options["causal"]:
         right = 0 if right is None else min(0, right)
-    diagonal = keys.seqlen - queries.seqlen if options["lower_right"] else 0
-    return Band(options["window_left"], right, diagonal)
+    corner = keys.seqlen - queries.seqlen if options["lower_right"] else 0
+    return Band(options["window_left"], right, corner + options["diagonal"])
 
 
 def _documents(offsets: list[int], inputs: Inputs, queries: Layout, keys: Layout) -> tuple[int, ...]:

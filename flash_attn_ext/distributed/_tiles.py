@@ -133,7 +133,8 @@ def _packed_tile(geometry: Geometry, numbers: list[int]) -> Tile:
     offsets = geometry.documents[numbers[0] : numbers[-1] + 2]
     begin, end = offsets[0], offsets[-1]
     lengths = tuple(offset - begin for offset in offsets)
-    return Tile(begin, end, begin, end, 0, True, key=begin, document=numbers[0], lengths=lengths)
+    diagonal = geometry.band.diagonal
+    return Tile(begin, end, begin, end, diagonal, True, key=begin, document=numbers[0], lengths=lengths)
 
 
 def _joined(tiles: list[Tile]) -> list[Tile]:

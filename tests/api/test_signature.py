@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_attn_ext import _ops, explain, flash_attn, functional
+from flash_attn_ext import _ops, explain, flash_attn, flash_attn_varlen, functional
 from flash_attn_ext._call import Call
 from flash_attn_ext._options import operator_options
 
@@ -49,6 +49,33 @@ def test_gradients_belong_to_the_first_tensors():
     for operator in (_ops.DENSE, _ops.VARLEN, _ops.CACHE, _ops.APPEND):
         names = [a.name for a in operator.forward._schema.arguments if not a.kwarg_only]
         assert names == list(operator.tensor_names)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"causal": "lower_right"}, {"window": (2, 1)}], ids=str)
+def test_diagonal_makes_a_call_of_a_part_of_the_queries(options):
+    """Queries from row 3 on, with the whole keys: their diagonal is 3 keys further to the right."""
+    q, k, v = qkv(9, 9)
+    slopes = torch.rand(4)
+    whole = flash_attn(q, k, v, alibi_slopes=slopes, **options)
+    diagonal = 3 if options.get("is_causal") else -4  # rows 3 and 4, counted from either corner
+    part = (q[:, :, 3:5], k, v)
+    ours = flash_attn(*part, alibi_slopes=slopes, diagonal=diagonal, **options)
+    torch.testing.assert_close(ours, whole[:, :, 3:5])
+
+
+def test_diagonal_in_vmap_packed_sequences_and_explain():
+    q, k, v = qkv(5, 7)
+    options = {"is_causal": True, "diagonal": 2}
+    expected = flash_attn(q, k, v, **options)
+    torch.testing.assert_close(torch.vmap(lambda *t: flash_attn(*t, **options))(q, k, v), expected)
+    cu_seqlens = [torch.tensor([0, 5, 10]), torch.tensor([0, 7, 14])]
+    packed = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
+    out = flash_attn_varlen(*packed, *cu_seqlens, **options)
+    torch.testing.assert_close(out, expected.transpose(1, 2).flatten(0, 1))
+    long = torch.empty(1, 1, 4096, 8, device="meta")
+    hidden, shown = (explain(long, long, long, is_causal=True, diagonal=d).forward.flops for d in (-4096, 4096))
+    assert shown == explain(long, long, long).forward.flops
+    assert hidden < shown / 1000
 
 
 SIMILAR = [

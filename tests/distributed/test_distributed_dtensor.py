@@ -53,8 +53,22 @@ def test_flash_attn_on_dtensors(processes, placement, heads_kv):
     processes.run(on_dtensors, placement, heads_kv, dict(is_causal=True, dropout_p=0.3))
 
 
+@pytest.mark.parametrize("placement", [Shard(1), Shard(2)], ids=str)
+def test_options_of_flash_attn_on_dtensors(processes, placement):
+    options = dict(window=(5, 1), diagonal=-2, softcap=4.0, scale=0.3, num_splits=2, unified_max=1.5)
+    processes.run(on_dtensors, placement, 4, options)
+
+
 def dtensor_errors():
     mesh = init_device_mesh("cpu", (2,))
+    for dim in (1, 2):
+        q = distribute_tensor(torch.randn(1, 4, 8, 8), mesh, [Shard(dim)])
+        with pytest.raises(ValueError, match="num_splits: got -7; allowed: 0"):
+            flash_attn(q, q, q, num_splits=-7)
+        with pytest.raises(ValueError, match="unified_max: got nan; allowed: a finite number"):
+            flash_attn(q, q, q, unified_max=float("nan"))
+        with pytest.raises(TypeError, match=r"diagonal: got 0\.5; allowed: an int"):
+            flash_attn(q, q, q, diagonal=0.5)
     q, odd = (distribute_tensor(torch.randn(1, 4, s, 8), mesh, [Shard(2)]) for s in (8, 7))
     with pytest.raises(ValueError, match="query: got 7 rows sharded over 2 processes; allowed: a multiple"):
         flash_attn(odd, odd, odd)
