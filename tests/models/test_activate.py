@@ -1,8 +1,6 @@
-"""activate: torch's own attention calls run our kernels, give what torch gives, and are torch's again afterwards."""
+"""activate: torch's attention calls run on our kernels with torch's results; deactivate restores torch."""
 
-import os
-import subprocess
-import sys
+import importlib.util
 import threading
 
 import pytest
@@ -13,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_attn_ext
 from flash_attn_ext import activate, activated, activation_report, deactivate, flash_attn, is_active
+from flash_attn_ext.nn import torch_overrides
 
 pytestmark = pytest.mark.usefixtures("one_thread", "torch_again")
 
@@ -76,7 +75,7 @@ def test_inference_mode():
     assert activation_report().taken == {SDPA: 1}
 
 
-def test_dropout_is_that_of_flash_attn_with_the_same_seed():
+def test_dropout_equals_flash_attn_with_the_same_seed():
     q, k, v = (make(2, 2, 40, 16) for _ in range(3))
     torch.manual_seed(3)
     expected = run(lambda q, k, v: flash_attn(q, k, v, dropout_p=0.25), [q, k, v])
@@ -128,7 +127,7 @@ def math_only(q):
 
 
 @pytest.mark.parametrize("reason", LEFT)
-def test_what_is_left_to_torch_is_torchs_to_the_bit_and_counted(reason):
+def test_calls_left_to_torch_return_torchs_bits_and_are_counted(reason):
     q = torch.randn(2, 2, 12, 8)
     expected = LEFT[reason](q)
     with activated():
@@ -141,7 +140,7 @@ def test_what_is_left_to_torch_is_torchs_to_the_bit_and_counted(reason):
 
 
 def test_forward_mode_autograd():
-    """torch has it in its math backend alone."""
+    """torch supports it only in its math backend."""
     q, k, v, mask = (torch.randn(shape) for shape in ((1, 2, 12, 8), (1, 2, 9, 8), (1, 2, 9, 8), (12, 9)))
 
     def tangent(*directions):
@@ -160,7 +159,7 @@ def test_forward_mode_autograd():
 
 
 def test_forward_mode_autograd_that_torch_lacks_raises():
-    """torch.func comes to an operator of torch's, which has no forward-mode derivative."""
+    """torch.func calls an operator of torch that has no forward-mode derivative."""
     x = torch.randn(1, 2, 6, 8)
     with activated(), pytest.raises(NotImplementedError, match="forward"):
         torch.func.jvp(lambda t: F.scaled_dot_product_attention(t, x, x), (x,), (x,))
@@ -190,7 +189,7 @@ def test_explain_sdpa():
     assert not activation_report().left
 
 
-def test_torchs_errors_stay():
+def test_errors_are_torchs():
     q, mask = torch.randn(1, 2, 12, 8), torch.ones(12, 12, dtype=torch.bool)
     for bad in (
         lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True, dropout_p=0.1),
@@ -294,16 +293,19 @@ def test_through_torchs_own_interface():
     assert not is_active()
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [("1", "True"), ("0", "False"), ("yes", "FLASH_ATTN_EXT_ACTIVATE: got 'yes'; allowed: 0, 1")]
-)
-def test_environment(value, expected):
-    program = "import flash_attn_ext; print(flash_attn_ext.is_active())"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "FLASH_ATTN_EXT_ACTIVATE": value, "PYTHONPATH": "."},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert expected in done.stdout + done.stderr
+def test_the_environment_activates_at_the_import(monkeypatch):
+    """The module's code runs again in this process, as a second module."""
+    spec = importlib.util.find_spec("flash_attn_ext.nn.torch_overrides")
+    for value, active in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("FLASH_ATTN_EXT_ACTIVATE", value)
+        second = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(second)
+        assert is_active() == active
+        second.deactivate()
+    monkeypatch.setenv("FLASH_ATTN_EXT_ACTIVATE", "yes")
+    with pytest.raises(ImportError, match="FLASH_ATTN_EXT_ACTIVATE: got 'yes'; allowed: 0, 1"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    torch.nn.attention.register_flash_attention_impl("flash_attn_ext", register_fn=torch_overrides._activate_for_torch)
 
 
 def test_threads_may_switch_while_others_compute():

@@ -1,4 +1,4 @@
-"""activate: the operators behind torch.nn.attention.varlen, which have no kernel of torch's on CPU; CUDA's hooks."""
+"""activate: the operators of torch.nn.attention.varlen, for which torch has no CPU kernel; the hooks for CUDA."""
 
 import inspect
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "torch_again")
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (4, 3)])
 def test_packed_sequences(window):
-    """As each sequence alone: of different lengths, one without queries, one without keys."""
+    """The result equals that of each sequence alone. One sequence has no queries, one has no keys."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     lengths_q, lengths_k = [7, 0, 12, 4, 1], [9, 3, 12, 0, 5]
     q, k, v = make(sum(lengths_q), 4, 8), make(sum(lengths_k), 4, 8), make(sum(lengths_k), 4, 8)
@@ -46,7 +46,7 @@ def test_packed_sequences(window):
 
 
 def test_packed_sequences_with_lengths_and_pages():
-    """What torch's serving interface passes: how many keys are in use, and in which pages they lie."""
+    """The arguments of torch's serving interface: the number of keys in use, and their pages."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     if "block_table" not in inspect.signature(varlen.varlen_attn).parameters:
         pytest.skip("this torch's varlen_attn has no block_table")
@@ -69,7 +69,7 @@ def test_packed_sequences_with_lengths_and_pages():
         torch.testing.assert_close(in_rows[offsets[b] : offsets[b + 1]], exact[0].transpose(0, 1))
 
 
-def test_packed_sequences_that_are_refused():
+def test_packed_sequences_without_a_kernel_raise():
     forward = torch.ops.aten._flash_attention_forward
     q, offsets = torch.randn(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
     with activated():
@@ -105,8 +105,7 @@ CUDA_HOOKS = (
 
 @pytest.mark.parametrize("operator", CUDA_HOOKS)
 def test_hooks_of_cuda_are_registered(operator):
-    """Where FlashAttention-3 is let in. They are not run here."""
-
+    """At the operators that torch lets FlashAttention-3 replace. This test does not run them."""
     before = torch._C._dispatch_dump(f"aten::{operator}")
     activate()
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "CUDA")

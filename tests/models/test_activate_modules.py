@@ -48,7 +48,7 @@ def test_multihead_attention(masks, training):
     with torch.set_grad_enabled(training):
         assert_module_is_same(
             lambda x: module(x, x, x, need_weights=False, **masks),
-            # With the hint torch does not take its fused path.
+            # With the hint torch does not use its fused path.
             {SDPA} if training or "is_causal" in masks else {NATIVE_MHA},
         )
 
@@ -68,7 +68,7 @@ def test_multihead_attention_with_weights_is_left_to_torch():
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 def test_encoder_in_its_fused_inference_path(padded, norm_first):
-    """With padding torch runs nested tensors here (unless norm_first), and so do we."""
+    """With padding torch converts the batch to nested tensors (unless norm_first). Our kernels support them."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=norm_first)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval()
     with torch.no_grad():
@@ -80,19 +80,19 @@ def test_encoder_training():
     torch.manual_seed(1)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 1)
     x = make(2, 20, 32)
-    assert_same = []
+    gradients = []
     for active in (False, True):
         if active:
             activate()
         encoder.zero_grad()
         encoder(x, src_key_padding_mask=padding(20, 7)).square().sum().backward()
-        assert_same.append([p.grad.clone() for p in encoder.parameters()])
-    for a, b in zip(*assert_same, strict=True):
+        gradients.append([p.grad.clone() for p in encoder.parameters()])
+    for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     assert activation_report().taken == {SDPA: 1}
 
 
-def test_fused_inference_path_gives_zero_where_torch_gives_nan():
+def test_the_fused_inference_path_returns_zero_where_torch_returns_nan():
     module = nn.MultiheadAttention(32, 4, batch_first=True).eval()
     x = torch.randn(1, 20, 32)
     mask = torch.zeros(20, 20, dtype=torch.bool)
@@ -101,9 +101,9 @@ def test_fused_inference_path_gives_zero_where_torch_gives_nan():
         out, _ = module(x, x, x, attn_mask=mask, need_weights=False)
     assert activation_report().taken == {NATIVE_MHA: 1}
     torch.testing.assert_close(out[0, 5], module.out_proj.bias)
-    exact, _ = reference.attention(*[t.unflatten(-1, (4, 8)).transpose(1, 2) for t in module_qkv(module, x)], ~mask)
+    exact, _ = reference.attention(*[t.unflatten(-1, (4, 8)).transpose(1, 2) for t in projections(module, x)], ~mask)
     torch.testing.assert_close(out, module.out_proj(exact.transpose(1, 2).flatten(2)), atol=1e-5, rtol=1e-5)
 
 
-def module_qkv(module, x):
+def projections(module, x):
     return F.linear(x, module.in_proj_weight, module.in_proj_bias).detach().chunk(3, -1)

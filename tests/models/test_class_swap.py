@@ -1,4 +1,4 @@
-"""replace_attention gives modules another class: which ones, under which wrappers, and back again."""
+"""replace_attention changes the class of modules: for which modules, under which wrappers, and back."""
 
 import copy
 import operator
@@ -36,7 +36,7 @@ class Model(nn.Module):
         return self.scale(out), weights
 
 
-# Modules that could not run
+# Modules without a kernel
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ class Model(nn.Module):
         (lambda: attention().to(torch.float8_e5m2), "its in_proj_weight is torch.float8_e5m2; the kernels take"),
     ],
 )
-def test_modules_that_could_not_run_are_left(make, reason):
+def test_modules_without_a_kernel_are_skipped(make, reason):
     model = nn.ModuleList([make(), attention()])
     with pytest.warns(UserWarning, match=f"skipped '0': {reason}"):
         report = replace_attention(model)
@@ -57,7 +57,7 @@ def test_modules_that_could_not_run_are_left(make, reason):
         MultiheadAttention.from_torch(model[0])
 
 
-def test_a_module_on_a_device_without_kernels_is_left(monkeypatch):
+def test_a_module_on_a_device_without_kernels_is_skipped(monkeypatch):
     module = attention()
     monkeypatch.setattr("flash_attn_ext.nn.class_swap.build_info", lambda: {"max_head_dim": 512, "cuda": True})
     module.in_proj_weight = nn.Parameter(module.in_proj_weight.detach().to("meta"))  # not loaded yet
@@ -74,7 +74,7 @@ def test_a_module_on_a_device_without_kernels_is_left(monkeypatch):
         assert not replace_attention(module).replaced
 
 
-# Classes that torch made
+# Classes derived by torch
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def process_group(tmp_path):
 
 
 def shard(model):
-    """fully_shard, as a user of FSDP2 calls it: each attention, and the rest."""
+    """Calls fully_shard as a user of FSDP2 does: for each attention, then for the model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -103,7 +103,7 @@ def step(model):
 
 
 @pytest.mark.parametrize("order", ["sharded, then replaced", "replaced, then sharded"])
-def test_modules_that_fsdp2_has_wrapped(order, process_group, calls):
+def test_modules_under_fsdp2(order, process_group, calls):
     from torch.distributed.fsdp import FSDPModule
 
     model = Model()
@@ -140,7 +140,7 @@ class Subclass(nn.MultiheadAttention):
     pass
 
 
-def test_a_subclass_under_a_wrapper_is_left(process_group):
+def test_a_subclass_under_a_wrapper_is_skipped(process_group):
     model = Model()
     model.first = Subclass(E, H, dtype=torch.float64)
     shard(model)
@@ -156,7 +156,7 @@ class Double(nn.Module):
         return 2 * x
 
 
-def test_undo_gives_torchs_modules_back(calls):
+def test_undo_restores_torchs_modules(calls):
     model = Model()
     parametrize.register_parametrization(model.second, "in_proj_weight", Double())
     model.first.register_forward_pre_hook(lambda *_: None)
@@ -180,7 +180,7 @@ def test_undo_gives_torchs_modules_back(calls):
     assert replace_attention(model).replaced == ("first", "second")
 
 
-def test_undo_takes_torchs_fused_path_again():
+def test_torchs_fused_path_runs_again_after_undo():
     layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True, dtype=torch.float64).eval()
     with torch.no_grad(), torch.profiler.profile() as profile:
         report = replace_attention(layer)
@@ -210,7 +210,7 @@ def test_undo_after_the_classes_changed_again():
     assert type(model.second) is nn.MultiheadAttention
 
 
-def test_undo_leaves_what_was_ours_before():
+def test_undo_does_not_change_modules_that_were_ours_before():
     model = nn.ModuleList([MultiheadAttention(E, H), attention()])
     replace_attention(model).undo()
     assert type(model[0]) is MultiheadAttention
@@ -235,7 +235,7 @@ def test_symbolic_trace(calls):
 
 
 def test_symbolic_trace_of_a_call_with_constant_queries():
-    """The query may be a parameter, and any other argument the traced one."""
+    """The query may be a parameter; then another argument is the traced one."""
 
     class Pool(nn.Module):
         def __init__(self):
@@ -256,14 +256,14 @@ def test_symbolic_trace_of_a_call_with_constant_queries():
 
 
 class CallsSdpa(nn.Module):
-    """As timm's Attention does."""
+    """Like timm's Attention."""
 
     def forward(self, x):
         return F.scaled_dot_product_attention(x, x, x)
 
 
 class SwitchedOff(nn.Module):
-    """As timm's WindowAttention of Swin does."""
+    """Like timm's WindowAttention of Swin."""
 
     fused_attn = False
 
@@ -274,7 +274,7 @@ class SwitchedOff(nn.Module):
 
 
 class MatrixAttention(nn.Module):
-    """As torchvision's Swin does: matrix products and a softmax."""
+    """Like torchvision's Swin: matrix products and a softmax."""
 
     def forward(self, x):
         return torch.softmax(x @ x.transpose(-2, -1), -1) @ x
@@ -324,7 +324,7 @@ def test_the_report_is_a_table():
 
 
 def test_reports_of_equal_models_are_equal():
-    """And the repr has no modules in it."""
+    """And their repr does not contain modules."""
     reports = [replace_attention(Model()) for _ in range(2)]
     assert reports[0] == reports[1]
     assert "Linear" not in repr(reports[0])

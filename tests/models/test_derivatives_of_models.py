@@ -1,4 +1,4 @@
-"""Second derivatives and forward mode of whole models: ours in the place of torch's, against torch's math backend."""
+"""Second derivatives and forward mode of whole models on our kernels, compared with torch's math backend."""
 
 import copy
 
@@ -24,7 +24,7 @@ def inputs():
 
 
 def gradient_penalty(model, x, padding):
-    """(|d out / d x| - 1)^2, as WGAN-GP has it, and its gradient with respect to the parameters."""
+    """The gradient of (|d out / d x| - 1)^2, the penalty of WGAN-GP, with respect to the parameters."""
     out = model(x, src_key_padding_mask=padding)[:, 0].sin().sum()
     (grad,) = torch.autograd.grad(out, x, create_graph=True)
     penalty = (grad.flatten(1).norm(dim=1) - 1).square().mean()
@@ -32,7 +32,7 @@ def gradient_penalty(model, x, padding):
 
 
 def hessian_vector_product(model, x, padding):
-    """Of the loss with respect to all parameters: forward mode over reverse mode."""
+    """The Hessian of the loss with respect to all parameters, times a vector: forward mode over reverse mode."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(1)
     direction = {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in parameters.items()}
@@ -67,7 +67,7 @@ def test_replaced_modules(derivative):
 
 
 def test_activated_models():
-    """The same model unchanged: its scaled_dot_product_attention runs ours, twice differentiated."""
+    """The unchanged model: its scaled_dot_product_attention runs our kernels, differentiated twice."""
     model, (x, padding) = encoder(), inputs()
     with activated():
         got = gradient_penalty(model, x, padding)
@@ -78,7 +78,7 @@ def test_activated_models():
 
 
 def test_compiled():
-    """torch.compile takes the gradient of a function that itself takes a tangent, and the tangent."""
+    """torch.compile compiles a function that computes a tangent."""
     q, k, v = (torch.randn(1, 2, 20, 8, dtype=torch.float64) for _ in range(3))
 
     def tangent(q, k, v):

@@ -1,4 +1,4 @@
-"""MultiheadAttention as a part: errors, state, copies, encoder layers, compile, autocast."""
+"""MultiheadAttention as a module of a model: errors, state, copies, encoder layers, compile, autocast."""
 
 import copy
 import io
@@ -71,7 +71,7 @@ ERRORS = {
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case, need_weights):
-    """Of the types that torch raises, with the argument, what was got and what is allowed."""
+    """The types are torch's. The text names the argument, its value and the allowed values."""
     changed, masks, message = ERRORS[case]
     inputs = make_inputs(dtype=torch.float32)
     inputs = [new if new is not None else old for new, old in zip((*changed, None, None, None), inputs, strict=False)]
@@ -110,7 +110,7 @@ def test_constructor_errors(args):
         MultiheadAttention(*args)
 
 
-# A module among modules
+# State and copies
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"kdim": 5, "add_bias_kv": True}], ids=str)
@@ -156,7 +156,7 @@ def test_deepcopy_and_pickle(calls):
         calls.clear()
         with torch.no_grad():
             layer(x)
-        assert len(calls) == 1, "the copy too keeps torch's fused path out"
+        assert len(calls) == 1, "the copy has the hook that prevents torch's fused path"
 
 
 def test_from_torch():
@@ -187,8 +187,8 @@ def test_from_torch():
 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("masks", ["none", "kpm_bool", "attn2_bool"])
-def test_in_an_encoder_layer_the_fused_path_is_not_taken(masks, norm_first, calls):
-    """In eval without grad torch would take the weights and never call the module."""
+def test_an_encoder_layer_does_not_use_the_fused_path(masks, norm_first, calls):
+    """In eval without grad torch would read the parameters and never call the module."""
     layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True, norm_first=norm_first).eval()
     x = make_inputs(dtype=torch.float32)[0]
     given = make_masks(masks, seqlen_k=SQ, dtype=torch.float32)
@@ -205,10 +205,8 @@ def test_in_an_encoder_layer_the_fused_path_is_not_taken(masks, norm_first, call
             layer(x, **given)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_compile(training):
+def test_compile():
     _, ours = make_pair(torch.float32, batch_first=True)
-    ours.train(training)
     inputs = make_inputs(dtype=torch.float32)
     torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""MultiheadAttention on nested tensors, in both of torch's layouts, against torch and against one row at a time."""
+"""MultiheadAttention on nested tensors in both layouts, against torch and against each sequence alone."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def nest(x, lengths, layout="strided"):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_self_attention(forward, layout):
-    """torch takes the strided layout only, in eval without grad."""
+    """torch supports only the strided layout, in eval without grad."""
     torch_mha, ours = make_pair(torch.float32, batch_first=True)
     x, lengths = make_inputs(dtype=torch.float32)[0], [7, 1, 4]
     nested, given = nest(x, lengths), nest(x, lengths, layout)
@@ -40,7 +40,7 @@ def test_self_attention(forward, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_cross_attention_trains(layout):
-    """Beyond torch, which takes nested inputs on its inference path only."""
+    """torch supports nested inputs only on its inference path."""
     _, ours = make_pair(batch_first=True)
     q, k, v = make_inputs()
     lengths_q, lengths_k = [7, 2, 0], [3, 10, 4]
@@ -59,7 +59,7 @@ def test_cross_attention_trains(layout):
 
 
 def test_jagged_output_adds_to_its_input():
-    """torch adds jagged tensors only if they share their offsets, as in every residual connection."""
+    """torch adds jagged tensors only if they share their offsets. Every residual connection needs this."""
     _, ours = make_pair(batch_first=True)
     x = nest(make_inputs()[0], [7, 0, 4], "jagged").requires_grad_()
     y = x + ours(x, x, x, need_weights=False)[0]
@@ -69,7 +69,7 @@ def test_jagged_output_adds_to_its_input():
 
 
 def test_jagged_with_holes():
-    """Lengths beside offsets, as torch.nested.narrow gives: what lies in the holes is not attended, even if NaN."""
+    """torch.nested.narrow makes tensors with offsets and lengths. Rows in the holes are hidden, even if NaN."""
     _, ours = make_pair(batch_first=True)
     x = make_inputs()[0]
     x[0, 5:], x[1, 2:] = float("nan"), float("nan")
@@ -88,7 +88,7 @@ def test_jagged_with_holes():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 def test_appended_keys(options, layout):
-    """They follow the last key of each sequence; key and value may have offsets of their own."""
+    """They follow the last key of each sequence. Queries and keys have different offsets."""
     _, ours = make_pair(batch_first=True, **options)
     q, k, v = make_inputs()
     given = [nest(q, [7, 2, 4], layout), nest(k, [3, 10, 5], layout), nest(v, [3, 10, 5], layout)]
@@ -106,7 +106,7 @@ def test_empty_batches():
 
 
 class Shapes(TorchDispatchMode):
-    """The shapes of what operators return."""
+    """Records the shapes of the tensors that operators return."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ class Shapes(TorchDispatchMode):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_is_padded(layout):
-    """100 sequences of one row beside a long one: rows are what there is."""
+    """100 sequences of one row and a long one: no tensor has a padded batch."""
     _, ours = make_pair(batch_first=True)
     lengths = [200, *[1] * 100]
     x = nest([torch.randn(n, E).double() for n in lengths], lengths, layout)
@@ -134,7 +134,7 @@ def test_nothing_is_padded(layout):
 
 @pytest.mark.parametrize("average", [True, False])
 def test_weights_are_those_of_the_output(average):
-    """With dropout, and a key appended to each sequence: out is made of the values with these weights."""
+    """With dropout and a key appended to each sequence, out is the sum of the values times these weights."""
     _, ours = make_pair(batch_first=True, add_bias_kv=True, dropout=0.3)
     lengths_q, lengths_k = [7, 2, 0], [3, 10, 4]
     inputs = [nest(x, n, "jagged") for x, n in zip(make_inputs(), (lengths_q, lengths_k, lengths_k), strict=True)]

@@ -1,4 +1,4 @@
-"""replace_attention: what stays as it was, what is left, and the check on a sample input."""
+"""replace_attention: what does not change, which modules are skipped, and the comparison on a sample input."""
 
 import copy
 import math
@@ -18,8 +18,8 @@ pytestmark = [
 ]
 
 
-def test_everything_stays_but_the_class():
-    """The same module and Parameter objects, state_dict, flags; so optimizers go on working."""
+def test_only_the_class_changes():
+    """Modules and Parameters are the same objects, with the same state_dict and flags, so optimizers continue."""
     model = randomize(nn.Transformer(E, H, 1, 1, 16, dropout=0.1, batch_first=True))
     model.decoder.eval()
     for parameter in model.encoder.layers[0].self_attn.parameters():
@@ -54,7 +54,7 @@ def test_a_model_that_is_the_attention():
         assert_same(got, want)
 
 
-def test_tied_modules_stay_one():
+def test_tied_modules_stay_tied():
     attention = nn.MultiheadAttention(E, H)
     model = nn.ModuleDict({"a": attention, "b": nn.ModuleList([attention, nn.MultiheadAttention(E, H)])})
     assert replace_attention(model).replaced == ("a", "b.1")
@@ -62,7 +62,7 @@ def test_tied_modules_stay_one():
     assert type(attention) is MultiheadAttention
 
 
-def test_hooks_stay_and_their_handles_work():
+def test_hooks_and_their_handles_continue_to_work():
     model = nn.Sequential(nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64))
     seen = []
     handles = [
@@ -112,7 +112,7 @@ def test_dtypes_and_deepcopy_afterwards(calls):
     assert len(calls) == 2
 
 
-# What is not replaced
+# Skipped modules
 
 
 class Subclass(nn.MultiheadAttention):
@@ -120,7 +120,7 @@ class Subclass(nn.MultiheadAttention):
         return super().forward(*args, **kwargs)
 
 
-def test_subclasses_are_left_and_reported():
+def test_subclasses_are_skipped_and_reported():
     model = nn.ModuleList([Subclass(E, H), nn.MultiheadAttention(E, H), MultiheadAttention(E, H)])
     with pytest.warns(UserWarning, match="skipped '0': it is a test_replace_attention.Subclass"):
         report = replace_attention(model)
@@ -131,7 +131,7 @@ def test_subclasses_are_left_and_reported():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_quantizable_attention_is_left():
+def test_the_quantizable_attention_is_skipped():
     model = nn.ModuleList([torch.ao.nn.quantizable.MultiheadAttention(E, H)])
     with pytest.warns(UserWarning, match="quantizable.* may compute something else"):
         report = replace_attention(model)
@@ -139,8 +139,8 @@ def test_the_quantizable_attention_is_left():
     assert list(report.skipped) == ["0"]
 
 
-def test_a_forward_on_the_instance_is_left():
-    """As accelerate's hooks do: it would go on calling torch's forward whatever the class is."""
+def test_a_module_with_a_forward_on_the_instance_is_skipped():
+    """accelerate's hooks assign one. It would call torch's forward for any class."""
     model = nn.MultiheadAttention(E, H)
     model.forward = model.forward
     with pytest.warns(UserWarning, match="skipped 'the model': its forward was replaced"):
@@ -160,11 +160,11 @@ def test_nothing_to_replace():
     assert len(model._forward_pre_hooks) == 1
 
 
-# The check on sample input
+# The comparison on sample_input
 
 
 class Model(nn.Module):
-    """Awkward outputs: random, infinite, nested, integer, none, and a buffer that each call overwrites."""
+    """Difficult outputs: random, infinite, nested, integer, None, and a buffer that each call overwrites."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ def check_untouched(model, hooks=0):
     assert len(model.attention._forward_pre_hooks) == hooks
 
 
-def test_a_different_result_raises_and_restores(monkeypatch):
+def test_a_different_result_raises_and_undoes_the_replacement(monkeypatch):
     model = Model()
     model.attention.register_forward_pre_hook(lambda *_: None)
     kernel = multihead_attention.flash_attn
@@ -220,7 +220,7 @@ def test_a_different_result_raises_and_restores(monkeypatch):
     assert type(model.attention) is MultiheadAttention
 
 
-def test_nan_after_the_replacement_is_a_difference(monkeypatch):
+def test_a_new_nan_is_a_difference(monkeypatch):
     model = Model()
     monkeypatch.setattr(
         multihead_attention, "flash_attn", lambda q, *_, **__: (torch.full_like(q, math.nan), q[..., 0])
@@ -230,7 +230,7 @@ def test_nan_after_the_replacement_is_a_difference(monkeypatch):
     check_untouched(model)
 
 
-def test_an_error_of_the_model_restores(monkeypatch):
+def test_an_error_of_the_model_undoes_the_replacement(monkeypatch):
     model = Model()
 
     def fails(*args, **kwargs):

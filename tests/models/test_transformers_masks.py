@@ -1,4 +1,4 @@
-"""transformers' mask functions, read as patterns: they say what transformers' own dense masks say."""
+"""transformers' mask functions, read as patterns, hide the same keys as transformers' dense masks."""
 
 import pytest
 import torch
@@ -45,8 +45,8 @@ MASK_FUNCTIONS = {
     ],
 )
 @pytest.mark.parametrize("padded", [False, True])
-def test_masks_are_those_of_transformers(name, q_length, kv_length, q_offset, kv_offset, seen, padded):
-    """flash_attn with the pattern sees the keys that transformers' dense mask shows."""
+def test_masks_equal_transformers(name, q_length, kv_length, q_offset, kv_offset, seen, padded):
+    """In flash_attn with the pattern, each query attends to the keys that transformers' dense mask shows."""
     mask_function, band = MASK_FUNCTIONS[name]
     assert read_pattern(mask_function) == band
     padding = torch.ones(2, seen, dtype=torch.bool)
@@ -57,11 +57,11 @@ def test_masks_are_those_of_transformers(name, q_length, kv_length, q_offset, kv
         mask_function=mask_function, attention_mask=padding,
     )  # fmt: skip
     expected = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
-    # As transformers asks: a function of the user's, and what is laid over the diagonal, is never skipped.
+    # As transformers calls it: masks of a user's function and chunked masks are never skipped.
     mask = integration.attention_mask(
         **arguments, allow_is_causal_skip=band is not None, allow_is_bidirectional_skip=band == (-1, -1)
     )
-    # out is one-hot in the keys, so that it shows the weights.
+    # The values are unit vectors, so out is the weights.
     q, k = torch.randn(2, 1, q_length, 8), torch.randn(2, 1, kv_length, 8)
     v = torch.eye(kv_length).expand(2, 1, kv_length, kv_length)
     module = torch.nn.Module()
@@ -73,7 +73,7 @@ def test_masks_are_those_of_transformers(name, q_length, kv_length, q_offset, kv
         assert mask.dtype == torch.bool
 
 
-def test_a_pattern_is_dense_as_soon_as_its_values_are_needed():
+def test_an_operation_on_a_pattern_uses_the_dense_mask():
     mask = integration.attention_mask(2, 8, 8, mask_function=masking_utils.sliding_window_causal_mask_function(3))
     assert isinstance(mask, PatternMask)
     expected = torch.ones(8, 8, dtype=torch.bool).tril().triu(-2).expand(2, 1, 8, 8)

@@ -64,7 +64,6 @@ FILES = {
 }
 # Single tests of other files.
 TESTS = {
-    ("test_activate", "test_environment"): "starts processes",
     ("test_attention_weights", "test_compile"): "compiles by inductor",
     ("test_attention_weights", "test_opcheck"): "traces the operators",
     ("test_derivatives", "test_peak_memory_is_linear"): "a process with torch for each size",
@@ -78,7 +77,6 @@ TESTS = {
     ("test_kernel_selection", "test_environment_forces_at_import"): "starts processes",
     ("test_modules_in_models", "test_compile"): "compiles a model",
     ("test_reference_algorithms", "test_any_sizes_and_blocks"): "some hundred drawn sizes",
-    ("test_module_weights", "test_peak_memory_of_a_step_with_weights"): "weights of 16 heads at a length of 4096",
     ("test_transformers_keywords", "test_each_keyword_of_the_models_is_in_one_list"): "parses 350 models' sources",
 }
 

@@ -7,6 +7,7 @@ attributes.
 
 import ast
 import functools
+import gc
 import pathlib
 import re
 from collections import defaultdict
@@ -98,11 +99,15 @@ class _File:
 def keywords_of_models() -> tuple[dict[str, set[str]], set[str]]:
     """keyword -> models that pass it to the attention interface; and the keywords that eager functions read."""
     passed, read = defaultdict(set), set()
-    for path in sorted(ROOT.glob("models/*/modeling_*.py")):
-        source = path.read_text(encoding="utf-8")
-        if "attention_interface(" in source:
-            file = _File(source)
-            read |= file.keywords_of_eager()
-            for keyword in file.keywords_at_interface():
-                passed[keyword].add(path.parent.name)
+    gc.disable()  # parsing makes many objects, and the collector would visit all of them again and again
+    try:
+        for path in sorted(ROOT.glob("models/*/modeling_*.py")):
+            source = path.read_text(encoding="utf-8")
+            if "attention_interface(" in source:
+                file = _File(source)
+                read |= file.keywords_of_eager()
+                for keyword in file.keywords_at_interface():
+                    passed[keyword].add(path.parent.name)
+    finally:
+        gc.enable()
     return dict(passed), read
