@@ -20,7 +20,7 @@ HONOURED = frozenset(
     }
 )
 
-# Ignored by transformers' eager attention too. A set that can grow: a program may add the names of its own keywords.
+# Ignored by transformers' eager attention too. A program may add names to this set.
 WITHOUT_EFFECT = {
     "cache_params",
     "cache_position",

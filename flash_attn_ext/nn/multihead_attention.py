@@ -23,7 +23,7 @@ __all__ = ["MultiheadAttention"]
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """torch.nn.MultiheadAttention whose attention runs on `flash_attn`.
+    """torch.nn.MultiheadAttention, computed by `flash_attn`.
 
     This is a subclass of torch.nn.MultiheadAttention with the same constructor, forward arguments, return values,
     parameters and state_dict. Checkpoints load in both directions, and isinstance checks continue to work. Differences:
@@ -89,7 +89,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """A MultiheadAttention that shares its Parameter objects, buffers, submodules and hooks with `mha`.
 
         `mha` does not change. Raises TypeError if `mha` is not exactly a torch.nn.MultiheadAttention, has its own
-        forward on the instance, is sharded by FSDP2 (`replace_attention` changes such a module in place), or has a
+        forward on the instance, is sharded by FSDP2 (`replace_attention` can change this module in place), or has a
         head dimension, dtype or device without kernels.
         """
         if not isinstance(mha, nn.MultiheadAttention):
@@ -112,7 +112,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Raises: torch calls this function only before a fused operator that bypasses this module."""
         raise RuntimeError(
             "a fused torch path is about to bypass flash_attn_ext, because the forward pre-hook that "
-            "prevents it was removed from this MultiheadAttention; keep the hook, or turn that path off with "
+            "prevents it was removed from this MultiheadAttention; do not remove it, or disable that path with "
             "torch.backends.mha.set_fastpath_enabled(False)"
         )
 

@@ -36,9 +36,9 @@ class ReplacedAttention:
             `model` itself. A module that is registered several times has the first of its names.
         already: names of the modules that were a flash_attn_ext.MultiheadAttention before.
         skipped: name -> reason, for nn.MultiheadAttention modules that did not change.
-        others: name -> reason, for modules of other classes that seem to attend. They are never replaced. Either their
-            forward mentions torch.nn.functional.scaled_dot_product_attention (timm), or the name of their class
-            contains "attention" (torchvision's Swin).
+        other_attention: name -> reason, for modules of other classes that seem to compute attention. They are never
+            replaced. Either their forward mentions torch.nn.functional.scaled_dot_product_attention (timm), or the
+            name of their class contains "attention" (torchvision's Swin).
         max_difference: largest absolute difference of the outputs on `sample_input`; None without `sample_input`.
     """
 
@@ -46,7 +46,7 @@ class ReplacedAttention:
     already: tuple[str, ...] = ()
     skipped: dict[str, str] = field(default_factory=dict)
     max_difference: float | None = None
-    others: dict[str, str] = field(default_factory=dict)
+    other_attention: dict[str, str] = field(default_factory=dict)
     # (module, class before, class after) for each changed module.
     _changed: tuple[tuple[nn.Module, type, type], ...] = field(default=(), repr=False, compare=False)
 
@@ -66,7 +66,7 @@ class ReplacedAttention:
     def __str__(self) -> str:
         rows = [(name, "replaced", "") for name in self.replaced]
         rows += [(name, "already", "it was a flash_attn_ext.MultiheadAttention before") for name in self.already]
-        rows += [(name, "skipped", reason) for name, reason in [*self.skipped.items(), *self.others.items()]]
+        rows += [(name, "skipped", reason) for name, reason in [*self.skipped.items(), *self.other_attention.items()]]
         rows = [(name or "(the model)", status, reason) for name, status, reason in rows]
         width = max(len(name) for name, *_ in rows)
         lines = [f"{name:{width}}  {status:8}  {reason}".rstrip() for name, status, reason in rows]
@@ -92,7 +92,7 @@ def replace_attention(
     Only the class nn.MultiheadAttention itself is replaced, also under torch's parametrize and fully_shard (FSDP2).
     Three kinds of modules do not change: an instance of a subclass (such as torch.ao's quantizable one), an instance
     with its own forward, and one that the kernels cannot run (head dimension, dtype, device). `skipped` and a warning
-    name each of them. `others` names modules of other classes that seem to attend.
+    name each of them. `other_attention` names modules of other classes that seem to compute attention.
 
     Args:
         model: the model, or a single nn.MultiheadAttention.
@@ -107,20 +107,20 @@ def replace_attention(
         A ReplacedAttention. Its `replaced` is empty for a model that was replaced before.
 
     Raises:
-        ValueError: `model` has no nn.MultiheadAttention at all. The error names the modules that seem to attend. Or the
-            results cannot be compared: before the replacement, the output on `sample_input` has no tensor, or it
-            has NaN (torch's fused path returns NaN for fully padded rows).
+        ValueError: `model` has no nn.MultiheadAttention at all. The error names the modules that seem to compute
+            attention. Or the results cannot be compared: before the replacement, the output on `sample_input` has no
+            tensor, or it has NaN (torch's fused path returns NaN for fully padded rows).
         RuntimeError: the results differ. The error names the largest difference.
         An error of `model` itself on `sample_input` passes through. After each of these errors the model is unchanged.
     """
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
-    others = _other_attention(model, modules)
+    other_attention = _other_attention(model, modules)
     if not modules:
         raise ValueError(
             f"model: {type(model).__name__} contains no torch.nn.MultiheadAttention, there is nothing to "
             "replace; a forward that calls scaled_dot_product_attention can call flash_attn_ext.flash_attn "
             "instead, or run unchanged after flash_attn_ext.activate()"
-            + "".join(f"\n{name or '(the model)'}: {reason}" for name, reason in others.items())
+            + "".join(f"\n{name or '(the model)'}: {reason}" for name, reason in other_attention.items())
         )
     already = tuple(name for name, module in modules.items() if isinstance(module, MultiheadAttention))
     reasons = {name: why_not_replaceable(module) for name, module in modules.items() if name not in already}
@@ -139,7 +139,7 @@ def replace_attention(
     for module in replaced.values():
         before = type(module)
         changes.append((module, before, exchange_base(before, nn.MultiheadAttention, MultiheadAttention)))
-    report = ReplacedAttention(tuple(replaced), already, skipped, None, others, tuple(changes))
+    report = ReplacedAttention(tuple(replaced), already, skipped, None, other_attention, tuple(changes))
     try:
         for module, _, after in changes:
             module.__class__ = after
@@ -168,7 +168,7 @@ _NAMED_ATTENTION = (
 
 
 def _other_attention(model: nn.Module, replaceable: dict[str, nn.Module]) -> dict[str, str]:
-    """name -> reason for modules of other classes that seem to attend.
+    """name -> reason for modules of other classes that seem to compute attention.
 
     A module that only has "attention" in its class name is skipped if a module inside it is reported or replaced.
     """

@@ -306,7 +306,7 @@ def test_the_report_is_a_table():
     )
     with pytest.warns(UserWarning, match="skipped 'sub'"):
         report = replace_attention(model)
-    assert list(report.others) == ["own", "off", "block.inner", "outer.inner"]
+    assert list(report.other_attention) == ["own", "off", "block.inner", "outer.inner"]
     lines = str(report).splitlines()
     assert lines[0].split() == ["replaced", "replaced"]
     assert lines[1].startswith("ours         already   it was")

@@ -74,7 +74,7 @@ def test_torchvisions_vit_is_replaced(torchvision):
     want = results(model, IMAGE)
     report = replace_attention(model, sample_input=IMAGE)
     assert report.replaced == tuple(f"encoder.layers.encoder_layer_{n}.self_attention" for n in range(2))
-    assert (report.skipped, report.others) == ({}, {})
+    assert (report.skipped, report.other_attention) == ({}, {})
     assert_all_same(results(model, IMAGE), want)
     report.undo()
     assert all(torch.equal(a, b) for a, b in zip(results(model, IMAGE), want, strict=True))
@@ -153,6 +153,6 @@ def test_a_model_with_both_kinds_of_attention_reports_both(timm):
     want = model(x)
     report = replace_attention(model, sample_input=x)
     assert report.replaced == ("own",)
-    assert list(report.others) == ["of_timm"]
+    assert list(report.other_attention) == ["of_timm"]
     assert "of_timm  skipped" in str(report)
     assert_same(model(x), want)
