@@ -40,7 +40,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     over_sequence = work.over(SEQUENCE)
     if over_sequence:
         processes = resolve_group(work.mesh.get_group(over_sequence[0]), None)
-        out, lse = attend_over_processes(local, processes, balanced=False)
+        out, lse = attend_over_processes(lambda: local, local.tensors["query"], processes, balanced=False)
     else:
         out, lse = attend_locally(local)
     lse_shape = query.shape[:3]

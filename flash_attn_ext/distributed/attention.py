@@ -1,5 +1,8 @@
 """context_parallel_attn: attention over sequences that are sharded over processes."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +14,7 @@ from .._call import Call
 from .._dropout import new_rng_state
 from .._tensor_checks import check_are_dense, check_heads
 from . import _ulysses
+from ._agreement import checked_everywhere, shape_of
 from ._exchange import of_first_process
 from ._group import Group, check_device, resolve_group
 from ._operator import context_parallel
@@ -105,11 +109,13 @@ def context_parallel_attn(
 
     with Q = B * H * S_q / n * D, O = B * H * S_q / n * D_v (with ``return_lse`` also (n - 1) / n * B * H * S_q / n * a
     each way), and v the number of processes whose keys somebody needs: n, or fewer with a window or with documents.
-    Uneven shards are sent as they are ("all_gather": as long as the longest).
+    Uneven shards are sent as they are ("all_gather": as long as the longest). Before all this each process sends 1 KiB
+    to every other one, to compare the calls: on CPU at every call, on a GPU once for each new call.
 
     Raises:
         ValueError: rows that are no share of the sequence, a method that is not possible, a group without this process
-            or without a backend for the device, what :func:`flash_attn` raises.
+            or without a backend for the device, the errors of :func:`flash_attn`; calls that differ between the
+            processes. If a process raises an error for its arguments, the other processes raise a ValueError.
         TypeError: as :func:`flash_attn`.
         RuntimeError: torch.distributed's own, such as when a process dies or does not answer within the group's
             time-out.
@@ -118,19 +124,24 @@ def context_parallel_attn(
     and the balanced order; Jacobs et al. 2023 (arXiv 2309.14509), Ulysses.
     """
     processes = resolve_group(group, mesh)
-    call = Call.from_arguments(
-        _ops.DENSE, query=query, key=key, value=value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
-        scale=scale, enable_gqa=enable_gqa, causal=causal, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
-        sink=sink, key_mask=key_mask, return_lse=return_lse, rng_state=rng_state, deterministic=deterministic,
-    )  # fmt: skip
+
+    def make_call() -> Call:
+        return Call.from_arguments(
+            _ops.DENSE, query=query, key=key, value=value, attn_mask=attn_mask, dropout_p=dropout_p,
+            is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, causal=causal, window=window, softcap=softcap,
+            alibi_slopes=alibi_slopes, sink=sink, key_mask=key_mask, return_lse=return_lse, rng_state=rng_state,
+            deterministic=deterministic,
+        )  # fmt: skip
+
     out, lse = attend_over_processes(
-        call, processes, method=method, balanced=balanced, seqlen=seqlen, cu_seqlens=cu_seqlens
+        make_call, query, processes, method=method, balanced=balanced, seqlen=seqlen, cu_seqlens=cu_seqlens
     )
     return (out, lse) if return_lse else out
 
 
 def attend_over_processes(
-    call: Call,
+    make_call: Callable[[], Call],
+    query: object,
     processes: Group,
     *,
     method: str | None = None,
@@ -138,7 +149,59 @@ def attend_over_processes(
     seqlen: int | tuple[int | None, int | None] | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of this process's queries; lse may be None unless the call asks for it."""
+    """(out, lse) of this process's queries; lse may be None unless the call asks for it.
+
+    All processes raise if ``make_call`` or a check raises on one process.
+    """
+
+    def check() -> _CheckedCall:
+        return _checked_call(make_call(), processes, method, balanced, seqlen, cu_seqlens)
+
+    call, inputs, sharding, method, options = checked_everywhere(processes, query, check, _CheckedCall.description)
+    if call.needs_rng_state():
+        drawn = new_rng_state(inputs.query.device)
+        inputs = inputs._replace(rng_state=of_first_process(drawn, processes.name))
+    if options["dropout_p"] == 0.0:
+        inputs = inputs._replace(rng_state=None)
+    if method == "ulysses":
+        return _ulysses.attention(make_sharded_call(processes, inputs, sharding, options), inputs, call.return_lse)
+    return context_parallel(*inputs, method, *sharding, **options)
+
+
+class _CheckedCall(NamedTuple):
+    """A call that this process has checked."""
+
+    call: Call
+    inputs: Inputs
+    sharding: Sharding
+    method: str
+    options: dict
+
+    def description(self) -> dict[str, object]:
+        """Everything that has to be the same on every process. With ``seqlen`` the number of rows may differ."""
+        inputs, sharding = self.inputs, self.sharding
+        own_rows = [None if seqlen is None else 2 for seqlen in (sharding.seqlen_q, sharding.seqlen_k)]
+        mask, offsets = inputs.attn_mask, sharding.documents
+        return {
+            "query": shape_of(inputs.query, own_rows[0]),
+            "key": shape_of(inputs.key, own_rows[1]),
+            "value": shape_of(inputs.value, own_rows[1]),
+            "query.dtype": str(inputs.query.dtype),
+            "attn_mask": shape_of(mask, None if mask is None or mask.shape[2] == 1 else own_rows[0]),
+            "key_mask": shape_of(inputs.key_mask),
+            "alibi_slopes": shape_of(inputs.alibi_slopes),
+            "sink": shape_of(inputs.sink),
+            "rng_state": None if inputs.rng_state is None else "a tensor",
+            "method": self.method,
+            "balanced": sharding.balanced,
+            "seqlen": [sharding.seqlen_q, sharding.seqlen_k],
+            "cu_seqlens": None if offsets is None else f"{len(offsets)} offsets with checksum {hash(tuple(offsets))}",
+            **self.options,
+        }
+
+
+def _checked_call(call: Call, processes: Group, method, balanced, seqlen, cu_seqlens) -> _CheckedCall:
+    """Every check of this process's arguments. Nothing is sent."""
     inputs, options = Inputs(**call.tensors), call.operator.option_defaults | call.options
     _check_tensors(processes, inputs)
     check_heads(inputs.query.shape[1], inputs.key.shape[1], call.enable_gqa)
@@ -146,19 +209,13 @@ def attend_over_processes(
     documents = None if cu_seqlens is None else _documents(cu_seqlens)
     sharding = Sharding(processes.name, bool(balanced), *_lengths(seqlen), documents)
     method = _method(method, processes, inputs)
-    drawn = call.needs_rng_state()
-    if drawn:
-        inputs = inputs._replace(rng_state=new_rng_state(inputs.query.device))
     if not torch.compiler.is_compiling():  # tracing the operators makes these checks
+        checked = inputs
+        if call.needs_rng_state():  # drawn after the checks
+            checked = inputs._replace(rng_state=torch.empty(2, dtype=torch.int64, device=inputs.query.device))
         with _disable_current_modes():  # FlopCounterMode is to count no check
-            _ops.attention(*meta_inputs(processes, inputs, sharding, options), **options)
-    if drawn:
-        inputs = inputs._replace(rng_state=of_first_process(inputs.rng_state, processes.name))
-    if options["dropout_p"] == 0.0:
-        inputs = inputs._replace(rng_state=None)
-    if method == "ulysses":
-        return _ulysses.attention(make_sharded_call(processes, inputs, sharding, options), inputs, call.return_lse)
-    return context_parallel(*inputs, method, *sharding, **options)
+            _ops.attention(*meta_inputs(processes, checked, sharding, options), **options)
+    return _CheckedCall(call, inputs, sharding, method, options)
 
 
 def _check_tensors(group: Group, inputs: Inputs) -> None:

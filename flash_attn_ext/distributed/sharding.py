@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._agreement import checked_everywhere, shape_of
 from ._exchange import all_gather, sum_of_shares
 from ._group import Group, check_device, resolve_group
 from ._layout import Layout, layout_of
@@ -78,9 +79,17 @@ def unshard_sequence(
         ValueError: ``x`` has not this process's number of rows; a group without this process.
     """
     where = resolve_group(group, mesh)
-    dim = _checked_dim(x, dim)
-    check_device(where, "x", x.device)
-    layout = layout_of("x", x.shape[dim], seqlen, where.rank, where.size, balanced)
+
+    def check() -> tuple[int, Layout]:
+        own_dim = _checked_dim(x, dim)
+        check_device(where, "x", x.device)
+        return own_dim, layout_of("x", x.shape[own_dim], seqlen, where.rank, where.size, balanced)
+
+    def describe(checked: tuple[int, Layout]) -> dict[str, object]:
+        shape = shape_of(x, None if seqlen is None else checked[0])
+        return {"x": shape, "x.dtype": str(x.dtype), "dim": checked[0], "balanced": bool(balanced), "seqlen": seqlen}
+
+    dim, layout = checked_everywhere(where, x, check, describe)
     return _Unshard.apply(x, dim, where, layout)
 
 

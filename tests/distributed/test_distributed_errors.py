@@ -77,6 +77,65 @@ def test_errors_name_the_argument(processes, name):
     assert text in got
 
 
+X64 = X.double()
+# What the second of two processes passes instead, and what both processes then raise.
+DIFFERENT = {
+    "rows": (dict(query=X[:, :, :6], key=X[:, :, :6], value=X[:, :, :6]), "query: got [1, 4, 8, 8] on process 0 and ["),
+    "rows of keys": (dict(key=X[:, :, :6], value=X[:, :, :6]), "key: got [1, 4, 8, 8] on process 0 and [1, 4, 6, 8]"),
+    "batch": (dict(query=X[:0], key=X[:0], value=X[:0]), "query: got [1, 4, 8, 8] on process 0 and [0, 4, 8, 8]"),
+    "head dimension": (dict(query=X[..., :4], key=X[..., :4]), "query: got [1, 4, 8, 8] on process 0 and ["),
+    "dtype": (dict(query=X64, key=X64, value=X64), "query.dtype: got torch.float32 on process 0 and torch.float64"),
+    "method": (dict(method="ulysses"), "method: got ring on process 0 and ulysses on process 1"),
+    "causal": (dict(is_causal=True), "causal: got False on process 0 and True on process 1"),
+    "window": (dict(window=(3, 0)), "lower_right: got False on process 0 and True on process 1"),
+    "scale": (dict(scale=0.5), "scale: got None on process 0 and 0.5 on process 1"),
+    "balanced": (dict(balanced=False), "balanced: got True on process 0 and False on process 1"),
+    "seqlen": (dict(seqlen=16), "query: got [1, 4, 8, 8] on process 0 and [1, 4, -1, 8] on process 1"),
+    "key mask": (dict(key_mask=torch.ones(1, 16) > 0), "key_mask: got None on process 0 and [1, 16] on process 1"),
+    "documents": (dict(cu_seqlens=torch.tensor([0, 16])), "cu_seqlens: got None on process 0 and 2 offsets"),
+    "an error": (dict(key=X[:, :2], value=X[:, :2]), "key: got 2 heads for 4 query heads"),
+}  # fmt: skip
+
+
+def errors_of_different_calls():
+    """Each case after a call that succeeds, as with a last batch that is shorter on one process."""
+    group, second = group_of(2), dist.get_rank() % 2 == 1
+    arguments = dict(query=X, key=X, value=X, method="ring", group=group)
+    caught = []
+    for changed, _ in DIFFERENT.values():
+        context_parallel_attn(**arguments)
+        with pytest.raises(ValueError) as error:  # noqa: PT011  the text is compared below
+            context_parallel_attn(**arguments | (changed if second else {}))
+        caught.append(str(error.value))
+    return caught
+
+
+def test_calls_that_differ_raise_on_every_process(processes):
+    answers = processes.run(errors_of_different_calls)
+    for n, (name, (_, text)) in enumerate(DIFFERENT.items()):
+        for rank in range(2):
+            assert text in answers[rank][n], name
+    refused = list(DIFFERENT).index("an error")
+    assert answers[0][refused].startswith("process 1 of 2 refused its arguments: key: got 2 heads")
+    assert answers[1][refused].startswith("key: got 2 heads")
+
+
+def errors_of_unequal_shards(method):
+    """63 rows by torch.chunk: 32 on one process, 31 on the other."""
+    own = torch.zeros(1, 4, 63, 8).chunk(2, dim=2)[dist.get_rank() % 2]
+    with pytest.raises(ValueError, match="Shards of unequal length need seqlen="):
+        context_parallel_attn(own, own, own, balanced=False, method=method, group=group_of(2))
+    with pytest.raises(ValueError, match=r"x: got .* Shards of unequal length need seqlen="):
+        unshard_sequence(own, 2, balanced=False, group=group_of(2))
+    out = context_parallel_attn(own, own, own, balanced=False, method=method, seqlen=63, group=group_of(2))
+    assert unshard_sequence(out, 2, balanced=False, seqlen=63, group=group_of(2)).shape[2] == 63
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
+def test_unequal_shards_raise_on_every_process(processes, method):
+    processes.run(errors_of_unequal_shards, method)
+
+
 def wrong_groups():
     group = dist.new_group([0, 1])
     q = torch.zeros(1, 1, 4, 4)
@@ -126,10 +185,11 @@ def test_a_process_that_dies_is_an_error_of_the_others(method):
 
 
 def left_alone():
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    group = dist.new_group([0, 1])
     q = torch.randn(1, 2, 64, 8, requires_grad=True)
-    out = context_parallel_attn(q, q, q, is_causal=True, method="ring", group=group)
-    if dist.get_rank() == 0:  # the other process lives, and takes no part
+    out = context_parallel_attn(q, q, q, is_causal=True, method="all_gather", group=group)
+    if dist.get_rank() == 0:  # the other process lives, but does not call backward
+        dist.distributed_c10d._set_pg_timeout(timedelta(milliseconds=100), group)
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
             out.sum().backward()
 
