@@ -1,9 +1,11 @@
-"""examples/train_distributed.py, as torchrun starts it: the loss curve of two processes is that of one."""
+"""examples/train_distributed.py under torchrun: two processes have the loss curve of one process."""
 
 import os
+import runpy
 import subprocess
 import sys
 
+import pytest
 from paths import ROOT
 
 
@@ -21,6 +23,13 @@ def test_two_processes_train_as_one():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "median difference of the losses" in done.stdout
-    alone = run(example)
-    assert alone.returncode == 2
-    assert "start it by torchrun" in alone.stderr
+
+
+def test_without_torchrun_it_says_how_to_start_it(monkeypatch, capsys):
+    example = str(ROOT / "examples" / "train_distributed.py")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(sys, "argv", [example])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(example, run_name="__main__")
+    assert "start it by torchrun" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""append_to_cache: what is written, how it is rotated and rounded, and what torch.compile sees of it."""
+"""append_to_cache: the rows that it writes, their rotation and rounding, and torch.compile."""
 
 import pytest
 import torch
@@ -25,15 +25,24 @@ def operands(dtype=torch.float32, page_size=None, rotary=True, leftpad=True, cac
 
 
 def copies(arguments):
-    """With caches of their own."""
+    """The arguments with copies of the caches."""
     return tuple(t.clone() if n in (3, 4) else t for n, t in enumerate(arguments))
 
 
-@pytest.mark.parametrize("page_size", [None, 1, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "page_size"),
+    [
+        (torch.float32, None),
+        (torch.float32, 1),
+        (torch.float64, 16),
+        (torch.bfloat16, None),
+        (torch.bfloat16, 16),
+        (torch.float16, 16),
+    ],
+)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_against_torchs_own_operations(isa, dtype, page_size, interleaved):
-    """Which is the operator on CUDA."""
+def test_equals_the_operator_of_cuda(isa, dtype, page_size, interleaved):
+    """The operator of CUDA is written in operations of torch."""
     ours = operands(dtype, page_size)
     theirs = copies(ours)
     results = _ops.append_to_cache(*ours, interleaved=interleaved)
@@ -55,7 +64,7 @@ def test_8_bits_are_rounded_as_torch_does(isa, cache_dtype, page_size):
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_every_float8_and_what_lies_between(isa, cache_dtype):
+def test_every_float8_and_the_values_between(isa, cache_dtype):
     """Ties, subnormals, values beyond the largest, NaN."""
     exact = torch.arange(256, dtype=torch.uint8).view(cache_dtype).float()
     exact = exact[exact.isfinite()].sort().values
@@ -85,7 +94,7 @@ def test_left_padding_does_not_move_rotary_positions(interleaved):
             torch.testing.assert_close(k_cache[b, length + n, 1], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_rotary_positions_of_their_own():
+def test_rotary_seqlens_replace_the_lengths():
     _, k_cache, v_cache, _ = make(lengths=[70, 5])
     q, k, v = torch.randn(2, 1, H, D), torch.randn(2, 1, HK, D), torch.randn(2, 1, HK, DV)
     positions = torch.tensor([3, 100], dtype=torch.int32)
@@ -96,7 +105,7 @@ def test_rotary_positions_of_their_own():
         torch.testing.assert_close(k_cache[b, length, 0], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_its_schema_says_what_it_writes_to():
+def test_the_schema_declares_the_written_caches():
     written = [a.name for a in _ops.append_to_cache._schema.arguments if a.alias_info and a.alias_info.is_write]
     assert written == ["key_cache", "value_cache"]
     arguments = operands()
@@ -106,10 +115,9 @@ def test_its_schema_says_what_it_writes_to():
     assert changed == [3, 4]
 
 
-@pytest.mark.parametrize("page_size", [None, 16])
-def test_opcheck(page_size):
+def test_opcheck():
     arguments = tuple(t.nan_to_num() if t is not None and t.is_floating_point() else t
-                      for t in operands(page_size=page_size))  # fmt: skip
+                      for t in operands(page_size=16))  # fmt: skip
     torch.library.opcheck(_ops.append_to_cache, arguments, {"interleaved": False})
 
 
@@ -130,20 +138,18 @@ def test_a_decode_step_compiles_as_one_graph():
 
     def keep(graph, inputs):
         graphs.append(graph)
-        return graph.forward
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     block_table = torch.randperm(2 * 16, dtype=torch.int32).view(2, 16)
     caches = torch.zeros(2, 32, 16, HK, D)
     state = (torch.randn(2, 1, width), *caches, torch.tensor([5, 31]), block_table)
-    for backend in (keep, "aot_eager"):
-        torch._dynamo.reset()
-        compiled = torch.compile(step, fullgraph=True, backend=backend)
-        eager, traced = ([t.clone() for t in state] for _ in range(2))
-        for _ in range(2):
-            eager[0], eager[3] = step(*eager)
-            traced[0], traced[3] = compiled(*traced)
-        for a, b in zip(eager, traced, strict=True):
-            torch.testing.assert_close(a, b)
+    compiled = torch.compile(step, fullgraph=True, backend=keep)
+    eager, traced = ([t.clone() for t in state] for _ in range(2))
+    for _ in range(2):
+        eager[0], eager[3] = step(*eager)
+        traced[0], traced[3] = compiled(*traced)
+    for a, b in zip(eager, traced, strict=True):
+        torch.testing.assert_close(a, b)
     assert len(graphs) == 1
     assert _ops.append_to_cache in [node.target for node in graphs[0].graph.nodes]
 

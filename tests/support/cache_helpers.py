@@ -21,12 +21,18 @@ def make(dtype=torch.float32, seqlen_q=1, page_size=None, lengths=LENGTHS):
         pages = math.ceil(ROWS / page_size)
         block_table = torch.randperm(2 * batch * pages, dtype=torch.int32)[: batch * pages].view(batch, pages)
         shape = (2 * batch * pages, page_size)
-    k_cache, v_cache = (torch.full((*shape, HK, d), torch.nan, dtype=dtype) for d in (D, DV))
-    for b, length in enumerate(lengths):
-        for cache in (k_cache, v_cache):
-            for row in range(length):
-                place(cache, block_table, b, row).copy_(torch.randn(HK, cache.shape[-1]))
-    return q, k_cache, v_cache, block_table
+    caches = []
+    for d in (D, DV):
+        rows = torch.randn(batch, ROWS, HK, d).to(dtype)
+        rows.masked_fill_((torch.arange(ROWS) >= torch.tensor(lengths)[:, None])[..., None, None], torch.nan)
+        if block_table is None:
+            caches.append(rows)
+            continue
+        cache = torch.full((*shape, HK, d), torch.nan, dtype=dtype)
+        rows = torch.cat([rows, rows.new_full((batch, pages * page_size - ROWS, HK, d), torch.nan)], 1)
+        cache[block_table.long()] = rows.unflatten(1, (pages, page_size))
+        caches.append(cache)
+    return q, *caches, block_table
 
 
 def place(cache, block_table, b, row):
@@ -38,8 +44,8 @@ def place(cache, block_table, b, row):
 
 def rows_of(cache, block_table, b, begin, end):
     """(1, H_k, end - begin, D)"""
-    rows = [place(cache, block_table, b, row) for row in range(begin, end)]
-    return (torch.stack(rows) if rows else cache.new_zeros(0, *cache.shape[2:])).transpose(0, 1)[None]
+    rows = cache[b] if block_table is None else cache[block_table[b].long()].flatten(0, 1)
+    return rows[begin:end].transpose(0, 1)[None]
 
 
 def check(out, lse, q, k_cache, v_cache, lengths, block_table=None, *, caches=None, leftpad=None, causal=False,
