@@ -53,7 +53,7 @@ def to_operator_form(call: Call) -> tuple[Call, BatchShape]:
     if v.shape[3] == 0:
         v = torch.nn.functional.pad(v, (0, 1))
     if mask is not None:
-        mask = _mask_as_4d(mask, dims, batch_shape)
+        mask = _mask_as_4d(mask, dims, batch_shape, (q.shape[1], q.shape[2], k.shape[2]))
     if key_mask is not None and dims != 4 and key_mask.shape == (*batch_shape[: dims - 3], k.shape[2]):
         key_mask = key_mask.reshape(-1, key_mask.shape[-1])
     call = call.with_tensors(query=q, key=k, value=v, attn_mask=mask, key_mask=key_mask)
@@ -105,8 +105,8 @@ def _broadcast(kind: str, *shapes: torch.Size) -> torch.Size:
         ) from error
 
 
-def _mask_as_4d(mask: Tensor, dims: int, batch_shape: torch.Size) -> Tensor:
-    """Returns ``mask`` with 4 dimensions, broadcast ones of size 1.
+def _mask_as_4d(mask: Tensor, dims: int, batch_shape: torch.Size, scores: tuple[int, int, int]) -> Tensor:
+    """Returns ``mask`` with 4 dimensions, broadcast ones of size 1. ``scores``: heads, seqlen_q and seqlen_k.
 
     It is a view, unless there are several batch dimensions and only some of them are broadcast.
     """
@@ -115,15 +115,22 @@ def _mask_as_4d(mask: Tensor, dims: int, batch_shape: torch.Size) -> Tensor:
         raise ValueError(
             f"attn_mask: got shape {list(mask.shape)}; allowed: at most the {dims} dimensions of the inputs"
         )
-    full_dim = len(batch_shape) + 3
-    mask = mask.reshape((1,) * (full_dim - mask.dim()) + mask.shape)
+    full = (*batch_shape, *scores)
+    _check_broadcast(mask, full)
+    mask = mask.reshape((1,) * (len(full) - mask.dim()) + mask.shape)
     if len(batch_shape) == 1:
         return mask
-    leading = mask.shape[:-3]
-    if any(size not in (1, full) for size, full in zip(leading, batch_shape, strict=True)):
-        raise ValueError(
-            f"attn_mask: got leading dimensions {list(leading)}; allowed: broadcastable to {list(batch_shape)}"
-        )
-    if all(size == 1 for size in leading):
+    if all(size == 1 for size in mask.shape[:-3]):
         return mask.reshape(1, *mask.shape[-3:])
     return _flatten_batch(mask.expand(batch_shape + mask.shape[-3:]))
+
+
+def _check_broadcast(mask: Tensor, full: tuple[int, ...]) -> None:
+    """Checks the mask by the shape that the caller passed: csrc/ops/checks.cpp would see four dimensions."""
+    names = ("key's seqlen_k", "query's seqlen_q", "query's heads") + ("batch",) * (len(full) - 3)
+    for n, (size, allowed, name) in enumerate(zip(reversed(mask.shape), reversed(full), names, strict=False)):
+        if size not in (1, allowed):
+            raise ValueError(
+                f"attn_mask: got shape {list(mask.shape)}, with size {size} in dimension {mask.dim() - 1 - n}; allowed "
+                f"there: 1 or {allowed} ({name})"
+            )

@@ -11,6 +11,7 @@ from torch.nn.attention.bias import CausalBias
 
 from . import _dense, _functorch, _ops
 from ._call import Call
+from ._hints import unknown_argument
 from ._tensor_checks import check_is_dense, some_dtensor
 from .functional import flash_attn, without_causal_bias
 from .iomodel.calls import Cost, Problem, kernel_tiles, largest_blocks, pass_cost
@@ -95,7 +96,7 @@ def explain(*args, **kwargs) -> Explanation:
 
     Tensors on the Meta device have no kernels; memory without workspace and the predictions are still there.
     """
-    arguments = arguments_of(_SIGNATURE, args, kwargs)
+    arguments = arguments_of("flash_attn", _SIGNATURE, args, kwargs)
     if isinstance(arguments["attn_mask"], CausalBias):
         arguments = without_causal_bias(arguments)
     given = Call.from_arguments(_ops.DENSE, **arguments)
@@ -112,8 +113,11 @@ def explain(*args, **kwargs) -> Explanation:
 explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)
 
 
-def arguments_of(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict:
-    """By name, with defaults for those that are not given."""
+def arguments_of(function: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> dict:
+    """Returns the arguments of a call by name, with defaults for missing ones."""
+    for name in kwargs:
+        if name not in signature.parameters:
+            raise unknown_argument(function, name)
     call = signature.bind(*args, **kwargs)
     call.apply_defaults()
     return dict(call.arguments)

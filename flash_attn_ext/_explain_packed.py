@@ -34,7 +34,7 @@ def explain_varlen(*args, **kwargs) -> Explanation:
         TypeError, ValueError: as :func:`flash_attn_varlen`; and for offsets on the Meta device, which have no numbers.
         NotImplementedError: no kernels for the tensors' device.
     """
-    given = Call.from_arguments(_ops.VARLEN, **arguments_of(_VARLEN, args, kwargs))
+    given = Call.from_arguments(_ops.VARLEN, **arguments_of("flash_attn_varlen", _VARLEN, args, kwargs))
     refuse_dtensors(given.tensors)
     given, drawn = with_undrawn_rng_state(given)
     call = _packed.to_operator_form(given)
@@ -57,7 +57,7 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
         TypeError, ValueError: as :func:`flash_attn_with_kvcache`; and for lengths on the Meta device.
         NotImplementedError: no kernels for the tensors' device.
     """
-    given = _cache.CacheCall.from_arguments(**arguments_of(_KVCACHE, args, kwargs))
+    given = _cache.CacheCall.from_arguments(**arguments_of("flash_attn_with_kvcache", _KVCACHE, args, kwargs))
     refuse_dtensors(given.tensors)
     append, call = _cache.operator_calls(given)
     _check_has_numbers(call, cu_seqlens_q="cu_seqlens_q", seqused_k="cache_seqlens")

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ._flash_arguments import whole_number
+
 # The operator's options whose names the public functions do not have, with the argument that decides about each.
 _PUBLIC_NAMES = {"causal": "is_causal", "window_left": "window", "window_right": "window"}
 _EXACT = {"float": float, "float?": float, "bool": bool}  # ints have a range, too
@@ -52,13 +54,22 @@ def band(
 
 
 def window_sides(window: object) -> tuple[int | None, int | None]:
-    """Returns (left, right) of the operator for ``window``; None is no limit."""
-    left, right = window if isinstance(window, (tuple, list)) and len(window) == 2 else (window, window)
-    for side in (left, right):
-        if side is not None and (not isinstance(side, int) or isinstance(side, bool)):
-            raise ValueError(
-                f"window: got {window!r}; allowed: None, an int, or two of them (left, right); -1 and None are no limit"
-            )
+    """Returns (left, right) of the operator for ``window``; None is no limit.
+
+    Numbers may be of numpy, or tensors with one element; two numbers may be a tuple, a list, an array or a tensor.
+    """
+    if window is None:
+        return None, None
+    sides = window
+    if not isinstance(sides, (tuple, list)):
+        sides = window.tolist() if hasattr(window, "tolist") else window  # a tensor, or of numpy
+        sides = sides if isinstance(sides, list) else (sides, sides)
+    try:
+        left, right = (side if type(side) is int else whole_number("window", side) for side in sides)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window: got {window!r}; allowed: None, an int, or two of them (left, right); -1 and None are no limit"
+        ) from None
     return None if left == -1 else left, None if right == -1 else right
 
 

@@ -5,6 +5,7 @@ Shapes and dtypes are checked in csrc/ops/checks.cpp, once for every device.
 """
 
 import inspect
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
@@ -16,6 +17,7 @@ from . import _ops, _packed
 from ._attend import attend
 from ._call import Call
 from ._dropout import dropout_mask, new_rng_state
+from ._hints import unknown_argument, with_layout_hint
 from ._options import as_type, band, checked_options
 from ._tensor_checks import check_is_dense
 
@@ -44,6 +46,7 @@ def flash_attn(
     unified_max: float | None = None,
     deterministic: bool | None = None,
     diagonal: int = 0,
+    **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
 
@@ -111,6 +114,8 @@ def flash_attn(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
+    if unknown:
+        raise unknown_argument("flash_attn", next(iter(unknown)))
     band_causal, lower_right, left, right = is_causal, False, None, None
     if causal is not None or window is not None or alibi_slopes is not None:
         band_causal, lower_right, left, right = band(causal, is_causal, window, alibi_slopes)
@@ -124,24 +129,35 @@ def flash_attn(
         "unified_max": unified_max,
         "deterministic": are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     }  # fmt: skip
-    compiling = is_compiling()  # torch.compile traces the operator itself
-    if not compiling:
+    if is_compiling():  # torch.compile traces the operator itself
+        return _of_other_tensors(locals())
+    try:
         result = _ops.attention_if_ordinary(enable_gqa, return_lse, tensors, options)
-        if result is not None:
-            return result
-    if has_torch_function_variadic(query, key, value, attn_mask, alibi_slopes, sink, key_mask):
-        return _through_torch_function(locals())
-    if dropout_p != 0.0 and rng_state is None:
-        tensors["rng_state"] = _rng_state_for(query, dropout_p)
-        result = None if compiling else _ops.attention_if_ordinary(enable_gqa, return_lse, tensors, options)
-        if result is not None:
-            return result
-    options = checked_options(_ops.DENSE.option_types, options)
-    out, lse = attend(Call(_ops.DENSE, tensors, options, enable_gqa, return_lse))
+        return _of_other_tensors(locals()) if result is None else result
+    except ValueError as error:
+        raise with_layout_hint(error, tensors) from None
+
+
+_SIGNATURE = inspect.signature(flash_attn)
+_PARAMETERS = tuple(name for name in _SIGNATURE.parameters if name != "unknown")
+flash_attn.__signature__ = _SIGNATURE.replace(parameters=[_SIGNATURE.parameters[name] for name in _PARAMETERS])
+
+
+def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn of every call that is not ordinary. ``given``: its local variables."""
+    tensors = given["tensors"]
+    if has_torch_function_variadic(*(t for name, t in tensors.items() if name != "rng_state")):
+        return _through_torch_function({name: given[name] for name in _PARAMETERS})
+    dropout_p, return_lse = given["dropout_p"], given["return_lse"]
+    if dropout_p != 0.0 and tensors["rng_state"] is None:
+        tensors["rng_state"] = _rng_state_for(given["query"], dropout_p)
+        if not is_compiling():
+            result = _ops.attention_if_ordinary(given["enable_gqa"], return_lse, tensors, given["options"])
+            if result is not None:
+                return result
+    options = checked_options(_ops.DENSE.option_types, given["options"])
+    out, lse = attend(Call(_ops.DENSE, tensors, options, given["enable_gqa"], return_lse))
     return (out, lse) if return_lse else out
-
-
-_PARAMETERS = tuple(inspect.signature(flash_attn).parameters)
 
 
 def _rng_state_for(query: Tensor, dropout_p: float) -> Tensor | None:
@@ -149,12 +165,11 @@ def _rng_state_for(query: Tensor, dropout_p: float) -> Tensor | None:
     return new_rng_state(query.device) if as_type("float", "dropout_p", dropout_p) > 0.0 else None
 
 
-def _through_torch_function(local_variables: dict[str, object]) -> Tensor | tuple[Tensor, Tensor]:
+def _through_torch_function(arguments: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn of tensors that have a ``__torch_function__``, which sees the call.
 
     Nested tensors and CausalBias have one, too, but are for flash_attn itself.
     """
-    arguments = {name: local_variables[name] for name in _PARAMETERS}
     if getattr(arguments["query"], "layout", None) is torch.jagged:
         out, lse = _packed.attend_jagged(Call.from_arguments(_ops.DENSE, **arguments).with_rng_state())
         return (out, lse) if arguments["return_lse"] else out

@@ -1,7 +1,9 @@
 """Every check of csrc/ops/checks.cpp and of functional.py: bad input raises a message that names the argument."""
 
+import inspect
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,7 +79,7 @@ BAD_CALLS = {
     "mask shape": (
         {"attn_mask": torch.zeros(5, 8)},
         ValueError,
-        ["attn_mask", "8", "dimension 3", "1 or 7", "seqlen_k"],
+        ["attn_mask", "[5, 8]", "dimension 1", "1 or 7", "seqlen_k"],
     ),
     "mask heads": (
         {"attn_mask": torch.zeros(2, 3, 5, 7)},
@@ -255,6 +257,88 @@ WRONG_TYPES = {
 def test_options_of_a_wrong_type_are_named(function, name, value):
     with pytest.raises((TypeError, ValueError), match=f"^{name}: got .*; allowed: "):
         function(**qkv(), **{name: value})
+
+
+@pytest.mark.parametrize(
+    "window",
+    [[3, 1], np.array([3, 1]), torch.tensor([3, 1]), (np.int64(3), torch.tensor(1)), (torch.tensor([3]), 1)],
+    ids=repr,
+)
+def test_a_window_may_be_two_numbers_of_any_kind(window):
+    assert torch.equal(flash_attn(**qkv(), window=window), flash_attn(**qkv(), window=(3, 1)))
+
+
+@pytest.mark.parametrize("window", [np.int32(2), np.array(2), torch.tensor(2)], ids=repr)
+def test_a_window_may_be_one_number_of_any_kind(window):
+    assert torch.equal(flash_attn(**qkv(), window=window), flash_attn(**qkv(), window=2))
+
+
+@pytest.mark.parametrize(
+    "window", [np.array([1, 2, 3]), torch.tensor([1.0, 2.0]), torch.tensor([True, False]), [1, 2.5], np.zeros((1, 1))],
+    ids=repr,
+)  # fmt: skip
+def test_other_windows_are_refused(window):
+    with pytest.raises(ValueError, match=r"^window: got .*; allowed: None, an int, or two of them"):
+        flash_attn(**qkv(), window=window)
+
+
+@pytest.mark.parametrize(("name", "ours"), [("window_size", "window"), ("softmax_scale", "scale")])
+@pytest.mark.parametrize("function", [flash_attn, explain])
+def test_names_of_flash_attention_are_answered_with_ours(function, name, ours):
+    message = f"^{name}: got an argument that flash_attn does not have; allowed: {ours}$"
+    with pytest.raises(TypeError, match=message):
+        function(**qkv(), **{name: None})
+    with pytest.raises(TypeError, match=r"flash_attn\(\) got an unexpected keyword argument 'wide'"):
+        function(**qkv(), wide=1)
+    assert "unknown" not in inspect.signature(function).parameters
+
+
+@pytest.mark.parametrize(
+    ("leading", "mask", "message"),
+    [
+        ((2, 4), (4, 5, 8), r"got shape \[4, 5, 8\], with size 8 in dimension 2; allowed there: 1 or 7"),
+        ((2, 4), (2, 1, 9, 7), r"got shape \[2, 1, 9, 7\], with size 9 in dimension 2; allowed there: 1 or 5"),
+        ((), (5, 8), r"got shape \[5, 8\], with size 8 in dimension 1; allowed there: 1 or 7"),
+        ((4,), (3, 5, 7), r"got shape \[3, 5, 7\], with size 3 in dimension 0; allowed there: 1 or 4 .*heads"),
+        (
+            (2, 3, 4),
+            (5, 1, 5, 7),
+            r"got shape \[5, 1, 5, 7\], with size 5 in dimension 0; allowed there: 1 or 3 .*batch",
+        ),
+    ],
+)
+def test_a_mask_is_reported_in_the_shape_that_was_passed(leading, mask, message):
+    q, k = torch.zeros(*leading, 5, 8), torch.zeros(*leading, 7, 8)
+    with pytest.raises(ValueError, match=f"^attn_mask: {message}"):
+        flash_attn(q, k, k, torch.zeros(mask))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_gqa": True},
+        {"attn_mask": torch.zeros(100, 120)},
+        {"key_mask": torch.ones(2, 120)},
+        {"alibi_slopes": torch.zeros(8)},
+    ],
+    ids=str,
+)
+def test_the_layout_of_flash_attention_is_recognized(options):
+    q, k = torch.zeros(2, 100, 8, 16), torch.zeros(2, 120, 8, 16)
+    with pytest.raises(ValueError, match=r"did you mean transpose\(1, 2\)\? query, key and value are \(batch, heads,"):
+        flash_attn(q, k, k, **options)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"softcap": -1.0}, {"attn_mask": torch.zeros(9, 9)}, {"key": torch.zeros(2, 4, 7, 9)}, {"dropout_p": 2.0}],
+    ids=str,
+)
+def test_other_errors_say_nothing_of_the_layout(wrong):
+    with pytest.raises(ValueError, match="allowed") as error:
+        flash_attn(**qkv() | wrong)
+    assert "transpose" not in str(error.value)
 
 
 def test_nested_slopes_are_named():
