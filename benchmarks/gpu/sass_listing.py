@@ -15,6 +15,9 @@ LINE = re.compile(
     r"\s*/\* 0x([0-9a-f]{16}) \*/"
 )
 PRODUCTS = ("HGMMA", "HMMA")
+# Instructions that a main loop must not have: arithmetic in fp64, and conversions between integers and floats, by which
+# the compiler divides integers.
+SLOW = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX)|MUFU\.\w+64H|F2F\.\S*F64|F2I|I2F")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,11 @@ def main_loop(code: list[Instruction]) -> list[Instruction]:
     backward = [(place[i.target], n) for n, i in enumerate(code) if i.target in place and place[i.target] <= n]
     turns = [[code[n] for n in way] for begin, end in backward if (way := shortest_way(code, place, begin, end))]
     return max(turns, key=lambda turn: (count(turn, *PRODUCTS), -len(turn)))
+
+
+def slow_instructions(code: list[Instruction]) -> list[str]:
+    """The instructions of `code` that a main loop must not have."""
+    return [f"{i.address:#x}: {i.name} {i.operands}" for i in code if SLOW.match(i.name)]
 
 
 def count(code: list[Instruction], *names: str) -> int:

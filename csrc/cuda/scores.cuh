@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <type_traits>
 
@@ -69,10 +70,18 @@ struct Score {
   bool attends;  // neither the mask, nor the band, nor the end of the tensors hides it
 };
 
-// What <q, k> is multiplied with first.
+// x > 0, for any x but NaN. An integer comparison: most GPUs have 1/64 of the units for fp64.
+FA_HOST_DEVICE inline bool is_positive(double x) {
+  int64_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits > 0;
+}
+FA_HOST_DEVICE inline bool has_softcap(const AttentionParams& p) { return is_positive(p.softcap); }
+
+// The factor of <q, k> before softcap, ALiBi and mask. It divides in fp64: a kernel computes it once, before its loop.
 template <class T>
-__device__ T product_scale(const AttentionParams& p) {
-  return static_cast<T>(p.softcap > 0 ? p.scale / p.softcap : p.scale);
+FA_HOST_DEVICE T product_scale(const AttentionParams& p) {
+  return static_cast<T>(has_softcap(p) ? p.scale / p.softcap : p.scale);
 }
 
 template <class T>
@@ -86,15 +95,15 @@ __device__ T alibi_distance(const Band& band, int64_t i, int64_t j) {
   return static_cast<T>(distance < 0 ? -distance : distance);
 }
 
-// `scaled` is <q, k> times product_scale(), which a kernel computes once: it takes fp64. `in_mask`: the mask has an element
-// for it; that of a tree has none for the keys before the tree.
+// `scaled` is <q, k> times product_scale(). `in_mask`: the mask has an element for (i, j). A tree's mask has none for the
+// keys before the tree.
 template <class T>
 __device__ Score<T> finish_scaled_score(const AttentionParams& p, T scaled, int64_t b, int64_t h, int64_t i,
                                         int64_t j, bool inside, bool in_mask = true) {
   const Score<T> masked{-kInf<T>, T(0), false};
   if (!inside || !in_band(p.band, i, j)) return masked;
   T score = scaled, t = 0;
-  if (p.softcap > 0) {
+  if (has_softcap(p)) {
     t = std::tanh(score);
     score = rounded_product(t, static_cast<T>(p.softcap));
   }

@@ -9,15 +9,15 @@ namespace flash_attn_ext::cuda {
 
 extern __shared__ __align__(1024) unsigned char shared_bytes[];
 
-// The largest plan that a block may have on every GPU from compute capability 8.0 on, and on Hopper.
+// The most shared memory that a block may have on every GPU from compute capability 8.0 on, and on Hopper.
 constexpr size_t kMaxSharedBytes = 99 << 10, kMaxHopperSharedBytes = 227 << 10;
 
-template <class Plan, size_t kMaxBytes = kMaxSharedBytes>
-__device__ Plan& shared_memory() {
-  static_assert(sizeof(Plan) <= kMaxBytes && alignof(Plan) <= 1024);
+template <class Shared, size_t kMaxBytes = kMaxSharedBytes>
+__device__ Shared& shared_memory() {
+  static_assert(sizeof(Shared) <= kMaxBytes && alignof(Shared) <= 1024);
   // TMA and wgmma swizzle by the address itself: a base off by 128 bytes would give wrong values in silence.
-  if (ptx::opaque_shared_address(shared_bytes) % alignof(Plan) != 0) __trap();
-  return *reinterpret_cast<Plan*>(shared_bytes);
+  if (ptx::opaque_shared_address(shared_bytes) % alignof(Shared) != 0) __trap();
+  return *reinterpret_cast<Shared*>(shared_bytes);
 }
 
 }  // namespace flash_attn_ext::cuda

@@ -169,6 +169,18 @@ def check_main_loop(cubin, kernel, form, dims):
     assert not [str(i) for i in code[:first] if division(form).match(i.operation)]
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_no_main_loop_divides_or_computes_in_fp64(compile_once, source):
+    try:
+        listed = sass_listing.functions(sass_listing.disassemble(compile_once(source)[0]))
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    kernels = {name: code for name, code in listed.items() if sass_listing.count(code, "HGMMA")}
+    assert len(kernels) >= 6
+    for name, code in kernels.items():
+        assert sass_listing.slow_instructions(sass_listing.main_loop(code)) == [], name
+
+
 @every_kernel(SOURCES)
 def test_main_loop(compile_once, source, form, dims):
     check_main_loop(compile_once(source)[0], kernel_of(source), form, dims)

@@ -77,7 +77,7 @@ def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seq
     kernels.c.require_ordered_adds(deterministic)
     arguments = ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())
     kernels.check(kernels.c.backward(*arguments))
-    kernels.recomputed_tiles = kernels.c.sm80_recomputed_tiles(*arguments)
+    kernels.flagged_tiles = kernels.c.sm80_flagged_tiles(*arguments)
     return [made.get(name) for name in ("out", "lse", *results)]
 
 

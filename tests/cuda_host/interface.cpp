@@ -6,10 +6,11 @@
 #include "cuda/divider.h"
 #include "cuda/gpu_code.h"
 #include "cuda/select.h"
-#include "cuda/sm80/backward_plan.h"
+#include "cuda/sm80/backward_schedule.h"
 #include "cuda/sm80/sm80.h"
 #include "cuda/sm90/few_rows.h"
 #include "cuda/sm90/sm90.h"
+#include "cuda/sm90/task_rounds.h"
 #include "cuda/tiers.h"
 #include "fibers.h"
 #include "memory.h"
@@ -157,18 +158,37 @@ const char* weights(const WeightsParams* p, void* workspace) {
 const char* why_not_sm80_backward(const BackwardParams* p) {
   return flash_attn_ext::cuda::sm80::why_not_backward(*p);
 }
-// Tiles of dq, dk and dv that the sm80 backward had to leave to simt, because they were not finite; -1 if
+// Pieces of dq, dk and dv that the sm80 backward flagged, because they hold a NaN; -1 if
 // another tier ran.
-int64_t sm80_recomputed_tiles(const BackwardParams* p, void* workspace) {
+int64_t sm80_flagged_tiles(const BackwardParams* p, void* workspace) {
   using namespace flash_attn_ext::cuda;
   const auto ran = select_backward(*p).launch;
   if (ran != sm80::backward_bfloat16 && ran != sm80::backward_float16) return -1;
   const auto& z = p->sizes;
   flash_attn_ext::Arena arena(workspace);
-  const auto flags = sm80::BackwardWorkspace::plan(arena, *p).flags;
-  const int64_t queries = p->dq ? z.batch * z.heads * RecomputeFlags::tiles(z.seqlen_q) : 0;
-  const int64_t keys = p->dk || p->dv ? z.batch * z.heads_kv * RecomputeFlags::tiles(z.seqlen_k) : 0;
+  const auto flags = sm80::BackwardWorkspace::lay_out(arena, *p).flags;
+  const int64_t queries = p->dq ? z.batch * z.heads * sm80::NanFlags::tiles(z.seqlen_q) : 0;
+  const int64_t keys = p->dk || p->dv ? z.batch * z.heads_kv * sm80::NanFlags::tiles(z.seqlen_k) : 0;
   return std::count(flags.queries, flags.queries + queries, 1) + std::count(flags.keys, flags.keys + keys, 1);
+}
+
+// How a plain call's tasks are dealt to persistent blocks: the block and the key tiles of each task, in the order of tasks.
+// Returns how many tasks there are. Null arrays: only counts.
+int64_t sm90_dealt_tasks(const AttentionParams* p, int blocks, int* block_of, int* tiles) {
+  using namespace flash_attn_ext::cuda::sm90;
+  const HeadDims dims = choose_forward(*p).head_dims;
+  const int rows = forward_rows(dims), keys = forward_keys(dims);
+  const ForwardSchedule schedule = schedule_forward(p->sizes, rows);
+  if (!block_of) return schedule.tasks;
+  const TaskRounds rounds = deal_tasks(*p, rows, keys, blocks);
+  for (int64_t first = 0; first < schedule.tasks; first += blocks)
+    for (int block = 0; block < blocks; ++block) {
+      const int64_t task = first + rounds.slot(static_cast<int>(first / blocks), block);
+      if (task < schedule.tasks) block_of[task] = block;
+    }
+  for (int task = 0; task < schedule.tasks; ++task)
+    tiles[task] = tiles_of_row_block(*p, rows, keys, task_of(schedule, task).row_block);
+  return schedule.tasks;
 }
 
 int quotient(int n, int divisor) { return flash_attn_ext::cuda::Divider(divisor).quotient(n); }

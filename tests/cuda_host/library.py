@@ -83,14 +83,14 @@ class Library:
         self.path = path
         self.num_splits = 0
         self.deterministic = deterministic  # None: as the option says; a bool decides over it
-        self.recomputed_tiles = -1  # by the last backward, because they were not finite; -1: it was not sm80's
+        self.flagged_tiles = -1  # with a NaN, by the last backward; -1: it was not that of sm80
         self.c = ctypes.CDLL(str(path))
         for name in TEXTS:
             getattr(self.c, name).restype = ctypes.c_char_p
         workspaces = [f"{name}_workspace" for name in ("forward", "backward", "double_backward", "weights")]
         for name in ("params_bytes", *workspaces):
             getattr(self.c, name).restype = ctypes.c_size_t
-        for name in ("sm80_recomputed_tiles", "exponentials", "attributes_set", "driver_lookups"):
+        for name in ("sm80_flagged_tiles", "sm90_dealt_tasks", "exponentials", "attributes_set", "driver_lookups"):
             getattr(self.c, name).restype = i64
         self.c.exp2_fast.argtypes, self.c.exp2_fast.restype = [ctypes.c_float], ctypes.c_float
         self.c.register_buffer.argtypes = [pointer, i64, i64, ctypes.c_char_p, ctypes.c_bool, ctypes.c_bool]
@@ -227,7 +227,7 @@ class Library:
         self.c.require_ordered_adds(params.deterministic)
         arguments = ctypes.byref(params), pointer(workspace.data_ptr())
         self.check(self.c.backward(*arguments))
-        self.recomputed_tiles = self.c.sm80_recomputed_tiles(*arguments)
+        self.flagged_tiles = self.c.sm80_flagged_tiles(*arguments)
         return sum_per_head(grads, tensors)
 
     def double_backward(self, tensors, wanted, **options):

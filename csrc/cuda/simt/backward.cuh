@@ -6,13 +6,10 @@
 //   dslopes_kernel    adds the partial sums                     a thread owns a head
 #pragma once
 
-#include "../recompute_flags.h"
 #include "backward_tile.cuh"
 #include "forward.cuh"
 
 namespace flash_attn_ext::cuda::simt {
-
-static_assert(kBlockQ == kRecomputedRows && kBlockK == kRecomputedRows, "a block of ours is a flagged tile");
 
 // Whether lse = m + log(l) is exact enough. With scores of 1e9 (masks of finfo.min or -1e9) rounding removes
 // log(l), and e^(S - lse) is wrong by a factor of up to the length of the row. NaN counts as exact: it stays
@@ -98,13 +95,11 @@ __device__ T block_total(T x, SharedMemory<T, kTileRows>& shared) {
 
 template <class Pass, int kSlice, class T = typename Pass::T>
 __global__ void __launch_bounds__(kThreads, 1)
-    dq_kernel(const typename Pass::Params call, const typename Pass::Workspace w,
-              const RecomputeFlags flags) {
+    dq_kernel(const typename Pass::Params call, const typename Pass::Workspace w) {
   constexpr int kTileRows = Pass::kTileRows;
   auto& shared = shared_memory<typename Pass::Memory>();
   const int64_t blocks = ceil_div(call.sizes.seqlen_q, kTileRows), head = blockIdx.x / blocks;
   const int64_t block = blocks - 1 - blockIdx.x % blocks;  // causal: the longest rows first
-  if (flags.queries && !flags.queries[head * blocks + block]) return;
   const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads, i0 = block * kTileRows;
   const int64_t first_col = int64_t{blockIdx.y} * kSlice;
   const typename Pass::Params p = of_sequence(call, b);
@@ -144,9 +139,7 @@ enum class KeyGradient { kDk, kDv };
 
 template <class Pass, KeyGradient kWhich, int kSlice, class T = typename Pass::T>
 __global__ void __launch_bounds__(kThreads, 1)
-    dkv_kernel(const typename Pass::Params call, const typename Pass::Workspace w,
-               const RecomputeFlags flags) {
-  if (flags.keys && !flags.keys[blockIdx.x]) return;
+    dkv_kernel(const typename Pass::Params call, const typename Pass::Workspace w) {
   using In = typename Pass::In;
   constexpr bool kIsDk = kWhich == KeyGradient::kDk;
   constexpr int kTileRows = Pass::kTileRows;

@@ -11,8 +11,8 @@ cudaError_t row_terms_bfloat16(const BackwardParams& p, const RowTerms<float>& r
 }
 
 cudaError_t gradients_bfloat16(const BackwardParams& p, const BackwardWorkspace<float>& w,
-                               const RecomputeFlags& flags, cudaStream_t stream) {
-  return launch_gradients<__nv_bfloat16>(p, w, flags, stream);
+                               cudaStream_t stream) {
+  return launch_gradients<__nv_bfloat16>(p, w, stream);
 }
 
 }  // namespace flash_attn_ext::cuda::simt

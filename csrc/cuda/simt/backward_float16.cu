@@ -11,8 +11,8 @@ cudaError_t row_terms_float16(const BackwardParams& p, const RowTerms<float>& ro
 }
 
 cudaError_t gradients_float16(const BackwardParams& p, const BackwardWorkspace<float>& w,
-                              const RecomputeFlags& flags, cudaStream_t stream) {
-  return launch_gradients<__half>(p, w, flags, stream);
+                              cudaStream_t stream) {
+  return launch_gradients<__half>(p, w, stream);
 }
 
 }  // namespace flash_attn_ext::cuda::simt

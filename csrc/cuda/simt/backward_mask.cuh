@@ -45,28 +45,28 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kTileRows = Pass::kTileRows;
   auto& shared = shared_memory<typename Pass::Memory>();
   const MaskGrad& g = call.dmask;
-  const MaskPlan plan = plan_mask(call, kTileRows);
-  const int64_t mj = blockIdx.x % plan.col_blocks * kBlockK;
-  const int64_t mi = blockIdx.x / plan.col_blocks % plan.row_blocks * kTileRows;
-  const int64_t head = blockIdx.x / (plan.col_blocks * plan.row_blocks), mh = head % g.heads;
-  const int64_t first_batch = head / g.heads, mb = plan.by_row ? 0 : first_batch;
+  const MaskSchedule schedule = schedule_mask(call, kTileRows);
+  const int64_t mj = blockIdx.x % schedule.col_blocks * kBlockK;
+  const int64_t mi = blockIdx.x / schedule.col_blocks % schedule.row_blocks * kTileRows;
+  const int64_t head = blockIdx.x / (schedule.col_blocks * schedule.row_blocks), mh = head % g.heads;
+  const int64_t first_batch = head / g.heads, mb = schedule.by_row ? 0 : first_batch;
   Range rows{0, g.rows};  // of the mask, in which this tile lies
-  if (plan.by_row) {
+  if (schedule.by_row) {
     const typename Pass::Params own = of_sequence(call, first_batch);
     rows = {own.varlen.first_q, own.varlen.first_q + own.sizes.seqlen_q};
     if (rows.begin + mi >= rows.end) return;  // of a sequence that is shorter than the longest
   }
   const PhiloxKey key = dropout_key(call.dropout);
 
-  const int64_t tiles = plan.batches * plan.heads * plan.query_blocks * plan.key_blocks;
-  const int64_t first = blockIdx.z * plan.tiles_per_part;
-  const int64_t end = smaller<int64_t>(first + plan.tiles_per_part, tiles);
+  const int64_t tiles = schedule.batches * schedule.heads * schedule.query_blocks * schedule.key_blocks;
+  const int64_t first = blockIdx.z * schedule.tiles_per_part;
+  const int64_t end = smaller<int64_t>(first + schedule.tiles_per_part, tiles);
   T dmask[kTileRows / kSide][kCols] = {};
   for (int64_t n = first; n < end; ++n) {
     // first_batch, mh, mi and mj are 0 where the mask is broadcast.
-    const int64_t row = n / plan.key_blocks, shared_head = row / plan.query_blocks;
-    const int64_t b = first_batch + shared_head / plan.heads, h = mh + shared_head % plan.heads;
-    const int64_t i0 = mi + row % plan.query_blocks * kTileRows, j0 = mj + n % plan.key_blocks * kBlockK;
+    const int64_t row = n / schedule.key_blocks, shared_head = row / schedule.query_blocks;
+    const int64_t b = first_batch + shared_head / schedule.heads, h = mh + shared_head % schedule.heads;
+    const int64_t i0 = mi + row % schedule.query_blocks * kTileRows, j0 = mj + n % schedule.key_blocks * kBlockK;
     const typename Pass::Params p = of_sequence(call, b);
     const Sizes& z = p.sizes;
     if (i0 >= z.seqlen_q) continue;  // of a sequence that is shorter than the longest
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   store_elements(dmask, shared.weights);
   __syncthreads();  // the tile is complete
-  if (plan.parts > 1) {
+  if (schedule.parts > 1) {
     MaskGrad part = g;
     part.data = w.dmask_parts + blockIdx.z * (g.batch * g.heads * g.rows * g.cols);
     return store_mask_tile<T>(part, shared.weights, mb, mh, mi, mj, rows.end);

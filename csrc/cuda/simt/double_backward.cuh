@@ -159,11 +159,11 @@ cudaError_t launch_double_backward(const DoubleBackwardParams& p, void* workspac
                                    ComputeRowTerms<T>* row_terms) {
   const Sizes& z = p.sizes;
   Arena arena(workspace);
-  const auto w = DoubleBackwardWorkspace<T>::plan(arena, p);
+  const auto w = DoubleBackwardWorkspace<T>::lay_out(arena, p);
   const LaunchShape by_rows{z.batch * z.heads * ceil_div(z.seqlen_q, kSide), 1, 1, kThreads};
   return in_order([&] { return row_terms(p, w.rows, stream); },
                   [&] { return launch(gamma_kernel<In>, by_rows, stream, p, w); },
-                  [&] { return launch_passes<DoubleBackwardPass<In>>(p, w, {}, stream); },
+                  [&] { return launch_passes<DoubleBackwardPass<In>>(p, w, stream); },
                   [&] { return launch_sink_gradient<T>(p, w.sink_terms, RowOfLse{}, stream); });
 }
 

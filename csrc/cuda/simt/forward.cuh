@@ -125,20 +125,20 @@ __device__ auto rows_of_tile(Found found, const Tensor4& t, int64_t b, int64_t h
 
 template <class In, int R, int kSlice, bool kCache, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
-    forward_kernel(const AttentionParams call, const ForwardPlan plan, const Partials<T> partials) {
+    forward_kernel(const AttentionParams call, const ForwardSchedule schedule, const Partials<T> partials) {
   constexpr int kTileRows = kSide * R, kSliceCols = kSlice / kSide;
   constexpr bool kPacked = R == kDecodeRows;
   auto& shared = shared_memory<ForwardMemory<In, kTileRows, kCache>>();
 
   // What this block owns. Causal: the longest rows of a head first.
-  const int64_t heads = call.sizes.heads / plan.heads_per_tile, head = blockIdx.x / plan.row_blocks;
-  const int64_t block = plan.row_blocks - 1 - blockIdx.x % plan.row_blocks;
+  const int64_t heads = call.sizes.heads / schedule.heads_per_tile, head = blockIdx.x / schedule.row_blocks;
+  const int64_t block = schedule.row_blocks - 1 - blockIdx.x % schedule.row_blocks;
   AttentionParams p = of_sequence(call, head / heads);
   if constexpr (kCache) count_columns_by_key(p.varlen.cache, p.mask);
   const int64_t first_masked = kCache && p.varlen.cache.tree_mask ? p.varlen.cache.first_masked : 0;
   const Sizes& z = p.sizes;
-  QueryTile<kPacked> tile{head / heads, head % heads * plan.heads_per_tile, block * kTileRows, 0, z.seqlen_q};
-  const int64_t rows_left = plan.heads_per_tile * z.seqlen_q - tile.first_row;
+  QueryTile<kPacked> tile{head / heads, head % heads * schedule.heads_per_tile, block * kTileRows, 0, z.seqlen_q};
+  const int64_t rows_left = schedule.heads_per_tile * z.seqlen_q - tile.first_row;
   if (rows_left <= 0) return;  // of a sequence that is shorter than the longest
   tile.count = rows_left < kTileRows ? rows_left : kTileRows;
   const int64_t h_kv = z.kv_head(tile.first_head), first_col = int64_t{blockIdx.y} * kSlice;
@@ -149,8 +149,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const Range queries = tile.queries();
   const Range seen = visible_keys(p.band, queries.begin, queries.end, z.seqlen_k);
-  const int64_t split_begin = blockIdx.z * plan.tiles_per_split * kBlockK;
-  const int64_t split_end = split_begin + plan.tiles_per_split * kBlockK;
+  const int64_t split_begin = blockIdx.z * schedule.tiles_per_split * kBlockK;
+  const int64_t split_end = split_begin + schedule.tiles_per_split * kBlockK;
   const int64_t first_key = seen.begin / kBlockK * kBlockK;
   const int64_t begin = first_key > split_begin ? first_key : split_begin;
   const int64_t end = seen.end < split_end ? seen.end : split_end;
@@ -190,8 +190,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int64_t partial_row = blockIdx.z * call.lse_size() + row;
     const bool writes_statistics = thread_x() == 0 && blockIdx.y == 0;
     const RowResult<T> result = finish_row(p, tile.b, h, max, sum);
-    if (plan.splits == 1 && writes_statistics) static_cast<T*>(p.lse)[row] = result.lse;
-    if (plan.splits > 1 && writes_statistics) {
+    if (schedule.splits == 1 && writes_statistics) static_cast<T*>(p.lse)[row] = result.lse;
+    if (schedule.splits > 1 && writes_statistics) {
       partials.row_max[partial_row] = max;
       partials.row_sum[partial_row] = sum;
     }
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int c = 0; c < kSliceCols; ++c) {
       const int64_t col = first_col + tile_col(c);
       if (col >= z.head_dim_v) continue;
-      if (plan.splits == 1) {
+      if (schedule.splits == 1) {
         p.out.row<In>(tile.b, h, i)[col] = round_to<In>(out[r][c] * result.out_factor);
       } else {
         partials.out[partial_row * z.head_dim_v + col] = out[r][c];
@@ -209,18 +209,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <class In, int R, int kSlice, bool kCache, class T = Accumulator<In>>
-cudaError_t launch_attend(const AttentionParams& p, const ForwardPlan& plan, const Partials<T>& partials,
+cudaError_t launch_attend(const AttentionParams& p, const ForwardSchedule& schedule, const Partials<T>& partials,
                           cudaStream_t stream) {
   constexpr size_t kShared = sizeof(ForwardMemory<In, kSide * R, kCache>);
   static_assert(kShared <= kMaxSharedBytes);
-  const LaunchShape shape{plan.tasks, plan.slices, plan.splits, kThreads, kShared};
-  return launch(forward_kernel<In, R, kSlice, kCache>, shape, stream, p, plan, partials);
+  const LaunchShape shape{schedule.tasks, schedule.slices, schedule.splits, kThreads, kShared};
+  return launch(forward_kernel<In, R, kSlice, kCache>, shape, stream, p, schedule, partials);
 }
 
 template <class In, bool kCache>
-auto attend_of(const ForwardPlan& plan, int64_t head_dim_v) {
+auto attend_of(const ForwardSchedule& schedule, int64_t head_dim_v) {
   const bool narrow = slice_of(head_dim_v) == kNarrowSlice;
-  if (plan.decode)
+  if (schedule.decode)
     return narrow ? launch_attend<In, kDecodeRows, kNarrowSlice, kCache>
                   : launch_attend<In, kDecodeRows, kMaxSlice, kCache>;
   return narrow ? launch_attend<In, kRows, kNarrowSlice, kCache>
@@ -229,14 +229,14 @@ auto attend_of(const ForwardPlan& plan, int64_t head_dim_v) {
 
 template <class In, class T = Accumulator<In>>
 cudaError_t launch_forward(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  const ForwardPlan plan = plan_forward(p);
-  const Partials<T> partials(workspace, p, plan.splits);
+  const ForwardSchedule schedule = schedule_forward(p);
+  const Partials<T> partials(workspace, p, schedule.splits);
   const CacheParams& cache = p.varlen.cache;
   const bool is_cache = cache.pages || cache.dtype != CacheDType::kOfQuery || cache.tree_mask;
-  const auto attend = is_cache ? attend_of<In, true>(plan, p.sizes.head_dim_v)
-                               : attend_of<In, false>(plan, p.sizes.head_dim_v);
-  return in_order([&] { return attend(p, plan, partials, stream); },
-                  [&] { return launch_combine(p, plan.splits, workspace, stream); });
+  const auto attend = is_cache ? attend_of<In, true>(schedule, p.sizes.head_dim_v)
+                               : attend_of<In, false>(schedule, p.sizes.head_dim_v);
+  return in_order([&] { return attend(p, schedule, partials, stream); },
+                  [&] { return launch_combine(p, schedule.splits, workspace, stream); });
 }
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -30,15 +30,15 @@ auto dkv_kernel_for(int64_t columns) {
   return dkv_kernel<Pass, kWhich, kNarrowSlice>;
 }
 
-// All gradients that are wanted, but for the sink's; of dq, dk and dv the flagged tiles.
+// Launches a kernel for each gradient that is wanted, but not for the sink's.
 template <class Pass>
 cudaError_t launch_passes(const typename Pass::Params& p, const typename Pass::Workspace& w,
-                          const RecomputeFlags& flags, cudaStream_t stream) {
+                          cudaStream_t stream) {
   using T = typename Pass::T;
   const Sizes& z = p.sizes;
   const int64_t heads = z.batch * z.heads, query_blocks = ceil_div(z.seqlen_q, Pass::kTileRows);
   const int64_t key_tasks = z.batch * z.heads_kv * ceil_div(z.seqlen_k, kBlockK);
-  const MaskPlan mask = plan_mask(p, Pass::kTileRows);
+  const MaskSchedule mask = schedule_mask(p, Pass::kTileRows);
   const int64_t mask_elements = p.dmask.batch * p.dmask.heads * p.dmask.rows * p.dmask.cols;
   const auto shape_of = [](bool wanted, int64_t tasks, int64_t slices = 1, int64_t splits = 1) {
     return LaunchShape{wanted ? tasks : 0, slices, splits, kThreads, sizeof(typename Pass::Memory)};
@@ -51,19 +51,19 @@ cudaError_t launch_passes(const typename Pass::Params& p, const typename Pass::W
   return in_order(
       [&] {
         return launch(narrow ? dq_kernel<Pass, kNarrowSlice> : dq_kernel<Pass, kMaxSlice>,
-                      shape_of(p.dq || p.dalibi_slopes, heads * query_blocks, slices), stream, p, w, flags);
+                      shape_of(p.dq || p.dalibi_slopes, heads * query_blocks, slices), stream, p, w);
       },
       [&] {
         return launch(
             dkv_kernel_for<Pass, KeyGradient::kDk>(z.head_dim),
             shape_of(bool(p.dk), key_tasks, ceil_div(z.head_dim, key_gradient_slice<T>(z.head_dim))), stream,
-            p, w, flags);
+            p, w);
       },
       [&] {
         return launch(
             dkv_kernel_for<Pass, KeyGradient::kDv>(z.head_dim_v),
             shape_of(bool(p.dv), key_tasks, ceil_div(z.head_dim_v, key_gradient_slice<T>(z.head_dim_v))),
-            stream, p, w, flags);
+            stream, p, w);
       },
       [&] {
         return launch(dmask_kernel<Pass>, shape_of(bool(p.dmask), mask.tasks, 1, mask.parts), stream, p, w);
@@ -79,21 +79,20 @@ cudaError_t launch_passes(const typename Pass::Params& p, const typename Pass::W
 }
 
 template <class In, class T = Accumulator<In>>
-cudaError_t launch_gradients(const BackwardParams& p, const BackwardWorkspace<T>& w,
-                             const RecomputeFlags& flags, cudaStream_t stream) {
+cudaError_t launch_gradients(const BackwardParams& p, const BackwardWorkspace<T>& w, cudaStream_t stream) {
   constexpr auto launch_all = launch_passes<BackwardPass<In>>,
                  launch_of_weights = launch_passes<BackwardPass<In, true>>;
-  return in_order([&] { return (p.dweights ? launch_of_weights : launch_all)(p, w, flags, stream); },
+  return in_order([&] { return (p.dweights ? launch_of_weights : launch_all)(p, w, stream); },
                   [&] { return launch_sink_gradient(p, w.rows.delta, RowOfLse{}, stream); });
 }
 
 template <class In, class T = Accumulator<In>>
 cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream_t stream) {
   Arena arena(workspace);
-  const auto w = BackwardWorkspace<T>::plan(arena, p);
+  const auto w = BackwardWorkspace<T>::lay_out(arena, p);
   return in_order([&] { return launch_row_terms<In>(p, w.rows, stream); },
                   [&] { return launch_delta_of_weights<In>(p, w, stream); },
-                  [&] { return launch_gradients<In>(p, w, {}, stream); });
+                  [&] { return launch_gradients<In>(p, w, stream); });
 }
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -1,9 +1,8 @@
 // The simt tier: plain CUDA C++ for every dtype, head dimension and option, on any GPU. Torch-free.
 #pragma once
 
-#include "../recompute_flags.h"
 #include "../run.h"
-#include "plan.h"
+#include "schedule.h"
 
 namespace flash_attn_ext::cuda::simt {
 
@@ -25,12 +24,11 @@ DoubleBackward double_backward_float32, double_backward_float64, double_backward
     double_backward_float16;
 Weights weights_float32, weights_float64, weights_bfloat16, weights_float16;
 
-// The backward's steps, for the double backward, the weights and for the tiers on tensor cores: what each query row needs, and
-// then the gradients, of dq, dk and dv the flagged tiles.
+// The backward's steps, for the double backward, the weights and the tiers on tensor cores: the terms of each query row,
+// then the gradients.
 template <class T>
 using ComputeRowTerms = cudaError_t(const BackwardParams&, const RowTerms<T>&, cudaStream_t);
-using ComputeGradients = cudaError_t(const BackwardParams&, const BackwardWorkspace<float>&,
-                                     const RecomputeFlags&, cudaStream_t);
+using ComputeGradients = cudaError_t(const BackwardParams&, const BackwardWorkspace<float>&, cudaStream_t);
 
 ComputeRowTerms<float> row_terms_float32, row_terms_bfloat16, row_terms_float16;
 ComputeRowTerms<double> row_terms_float64;

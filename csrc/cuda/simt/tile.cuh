@@ -1,4 +1,4 @@
-// One block's tile: which thread holds what, the shared memory plan, and the two products that every kernel
+// One block's tile: which thread holds what, the shared memory schedule, and the two products that every kernel
 // of this tier is made of.
 //
 //   add_row_products     acc += L R^T    S = Q K^T, dP = dO V^T
@@ -15,7 +15,7 @@
 #include "../lanes.cuh"
 #include "../scores.cuh"
 #include "../shared_memory.h"
-#include "plan.h"
+#include "schedule.h"
 
 namespace flash_attn_ext::cuda::simt {
 

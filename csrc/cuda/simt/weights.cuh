@@ -88,7 +88,7 @@ template <class In, class T = Accumulator<In>>
 cudaError_t launch_weights(const WeightsParams& p, void* workspace, ComputeRowTerms<T>* row_terms,
                            cudaStream_t stream) {
   Arena arena(workspace);
-  const auto w = BackwardWorkspace<T>::plan(arena, p);
+  const auto w = BackwardWorkspace<T>::lay_out(arena, p);
   const Sizes& z = p.sizes;
   const int64_t tasks = z.batch * ceil_div(z.seqlen_q, kBlockQ) * ceil_div(z.seqlen_k, kBlockK);
   const LaunchShape shape{tasks, 1, 1, kThreads, sizeof(typename BackwardPass<In>::Memory)};

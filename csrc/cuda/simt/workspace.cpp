@@ -1,5 +1,5 @@
 #include "../combine.h"
-#include "plan.h"
+#include "schedule.h"
 #include "simt.h"
 
 namespace flash_attn_ext::cuda::simt {
@@ -7,22 +7,22 @@ namespace {
 
 int64_t accumulator_bytes(const AttentionParams& p) { return p.dtype == DType::kFloat64 ? 8 : 4; }
 
-// Of the workspace that Plan<T>::plan(arena, p) lays out.
-template <template <class T> class Plan, class Params>
+// The bytes of the workspace that Workspace<T>::lay_out(arena, p) lays out.
+template <template <class T> class Workspace, class Params>
 size_t bytes_of_plan(const Params& p) {
   Arena arena(nullptr);
   if (p.dtype == DType::kFloat64)
-    Plan<double>::plan(arena, p);
+    Workspace<double>::lay_out(arena, p);
   else
-    Plan<float>::plan(arena, p);
+    Workspace<float>::lay_out(arena, p);
   return arena.used();
 }
 
 }  // namespace
 
 size_t forward_workspace(const AttentionParams& p) {
-  const ForwardPlan plan = plan_forward(p);
-  return plan.splits == 1 ? 0 : accumulator_bytes(p) * Partials<char>::elements(p, plan.splits);
+  const ForwardSchedule schedule = schedule_forward(p);
+  return schedule.splits == 1 ? 0 : accumulator_bytes(p) * Partials<char>::elements(p, schedule.splits);
 }
 
 size_t backward_workspace(const BackwardParams& p) { return bytes_of_plan<BackwardWorkspace>(p); }

@@ -52,12 +52,12 @@ __device__ void add_query_gradient(BackwardMemory<C>& shared, const BackwardWork
   }
 }
 
-// Writes a warp's part of rows [first, first + 16) of a gradient, as far as they exist. Returns whether one of
-// the thread's elements is not finite.
+// Writes a warp's part of rows [first, first + 16) of a gradient, as far as they exist. Returns whether one of the thread's
+// elements is NaN.
 template <class In, int N>
 __device__ bool store_rows(const Tensor4& grad, int64_t b, int64_t h, int64_t first, int64_t seqlen,
                            int64_t first_col, int64_t columns, float factor, const float (&acc)[N][4]) {
-  bool finite = true;
+  bool is_nan = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int64_t row = first + lane() / 4 + 8 * r;
@@ -68,11 +68,11 @@ __device__ bool store_rows(const Tensor4& grad, int64_t b, int64_t h, int64_t fi
       const int64_t col = first_col + 8 * n + lane() % 4 * 2;
       if (col >= columns) continue;
       const float left = acc[n][2 * r] * factor, right = acc[n][2 * r + 1] * factor;
-      finite &= std::isfinite(left) && std::isfinite(right);
+      is_nan |= left != left || right != right;
       *reinterpret_cast<uint32_t*>(to + col) = ptx::pack<In>(left, right);
     }
   }
-  return !finite;
+  return is_nan;
 }
 
 template <class C>
@@ -104,41 +104,47 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const QueryGradientTiles<C::kPacked> dq_tiles(call, p, C::kBlockQ);
   const Range seen = visible_queries(p.band, j0, j_end, z.seqlen_q);
   const int first_tile = seen.begin / C::kBlockQ;
-  const int tiles = j0 < j_end && seen.begin < seen.end ? ceil_div(seen.end, C::kBlockQ) - first_tile : 0;
-  const int steps = group * tiles;
-  const auto place = [&](int step) {
-    const int64_t tile = first_tile + step % tiles;
-    return TransposedPlace<C>{b, h_kv * group + step / tiles, tile * C::kBlockQ, j0};
+  const int end_tile = j0 < j_end && seen.begin < seen.end ? ceil_div(seen.end, C::kBlockQ) : first_tile;
+  struct Step {
+    int head, tile;  // of the group; of the head
+  };
+  const auto next_step = [&](Step step) {
+    return step.tile + 1 < end_tile ? Step{step.head, step.tile + 1} : Step{step.head + 1, first_tile};
+  };
+  const auto place = [&](Step step) {
+    return TransposedPlace<C>{b, h_kv * group + step.head, int64_t{step.tile} * C::kBlockQ, j0};
   };
 
-  const auto load_q = [&](int step, int buffer) {
-    if (step < steps) {
+  const auto load_q = [&](Step step, int buffer) {
+    if (step.head < group) {
       const TransposedPlace<C> at = place(step);
       shared.q[buffer].template load_async<C::kThreads>(p.q, b, at.h, at.i0, z.seqlen_q, z.head_dim);
       shared.terms[buffer].load_async(w.simt.rows, p.lse_index(b, at.h, at.i0), z.seqlen_q - at.i0);
     }
     ptx::cp_async_commit();  // ends the group of q; an empty one too, because the waits count groups
   };
-  const auto load_dout = [&](int step) {
-    if (step < steps) {
+  const auto load_dout = [&](Step step) {
+    if (step.head < group) {
       const TransposedPlace<C> at = place(step);
       shared.dout.template load_async<C::kThreads>(p.dout, b, at.h, at.i0, z.seqlen_q, z.head_dim_v);
     }
     ptx::cp_async_commit();  // ends the group of dout
   };
 
-  if (steps > 0) {
+  const bool has_steps = first_tile < end_tile;
+  Step step{has_steps ? 0 : group, first_tile};
+  if (has_steps) {
     shared.k.template load_async<C::kThreads>(p.k, b, h_kv, j0, z.seqlen_k, z.head_dim);
     if constexpr (C::kHeldColumns > 0)
       shared.last_v().template load_async<C::kThreads>(p.v, b, h_kv, j0, z.seqlen_k, z.head_dim_v,
                                                        C::kStoredColumns);
-    load_q(0, 0);  // one group with k
+    load_q(step, 0);  // one group with k
     shared.v.template load_async<C::kThreads>(p.v, b, h_kv, j0, z.seqlen_k, z.head_dim_v);
-    load_dout(0);  // one group with v
+    load_dout(step);  // one group with v
   }
   HeldValues<C> last_v;
   if constexpr (C::kHeldColumns > 0) {
-    if (steps > 0) {
+    if (has_steps) {
       ptx::cp_async_wait<1>();  // this thread's part of v's last columns has landed
       __syncthreads();          // everyone's part has
       last_v.load(shared);
@@ -146,21 +152,21 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
 
   float dk[C::kGradColumns / 8][4] = {}, dv[C::kGradColumns / 8][4] = {};
-  for (int step = 0; step < steps; ++step) {
-    const int buffer = step % C::kQBuffers;
+  for (int buffer = 0; step.head < group; buffer ^= C::kQBuffers - 1) {
     const TransposedPlace<C> at = place(step);
+    const Step next = next_step(step);
     const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, z.seqlen_q);
     const bool tail = j_end < j0 + C::kBlockK;
     const bool partial = call.mask || tail || !band_covers(p.band, at.i0, i_end, j0, j_end);
 
     ptx::cp_async_wait<C::kLater>();  // this thread's part of q has landed; of two, dout may be on its way
     __syncthreads();  // everyone's part has; everyone has read the other q, P and dS, and v's last columns
-    if constexpr (C::kQBuffers == 2) load_q(step + 1, buffer ^ 1);
+    if constexpr (C::kQBuffers == 2) load_q(next, buffer ^ 1);
 
     float products[C::kColumns][4] = {};
     multiply_rows<C::kUnrolled>(shared.k, C::first_key(), shared.q[buffer], C::first_query(), products);
     Probs<C::kColumns> probs;
-    recompute_probs(p, at, partial, shared.terms[buffer], products, probs);
+    recompute_probs(p, w.score_scale, at, partial, shared.terms[buffer], products, probs);
     if constexpr (C::kSharers > 1) store_scores<C>(probs.packed, shared.probs());
 
     ptx::cp_async_wait<1>();  // this thread's part of dout has landed; the next q may be on its way
@@ -170,36 +176,37 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     multiply_rows<C::kUnrolled>(shared.v, C::first_key(), shared.dout, C::first_query(), dprobs);
     last_v.multiply(shared, dprobs);
     uint32_t dscores[C::kColumns / 2][4];
-    finish_dscores<C>(p, shared.terms[buffer], probs, dprobs, dscores);
+    finish_dscores<C>(w.keep_scale, shared.terms[buffer], probs, dprobs, dscores);
     store_scores<C>(dscores, shared.dscores());
 
     __syncthreads();  // dS is complete; everyone has read dout
-    load_dout(step + 1);
+    load_dout(next);
     add_gradient<C>(dscores, shared.dscores(), shared.q[buffer], dk);
     if constexpr (C::kQBuffers == 1) {
-      __syncthreads();      // everyone has read q and its terms
-      load_q(step + 1, 0);  // under dQ
+      __syncthreads();  // everyone has read q and its terms
+      load_q(next, 0);  // under dQ
     }
     if (call.dq) {
       int turn = -1;
       if (in_turns) turn = (visible_keys(p.band, at.i0, i_end, z.seqlen_k).end - 1) / C::kBlockK - key_block;
       add_query_gradient(shared, w, dq_tiles(b, at.h, at.i0 / C::kBlockQ), turn);
     }
+    step = next;
   }
 
-  bool not_finite = false;
+  bool has_nan = false;
   const int64_t first = j0 + C::first_key();
   const int col = C::first_column();
-  const float keep_scale = p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f;
   // Once more: the loop's registers do not hold all of it.
   const BackwardParams& results = call_of_block<C>(call, b);
   if (call.dk)
-    not_finite |= store_rows<In>(results.dk, b, h_kv, first, z.seqlen_k, col, z.head_dim, float(p.scale), dk);
+    has_nan |= store_rows<In>(results.dk, b, h_kv, first, z.seqlen_k, col, z.head_dim, float(p.scale), dk);
   if (call.dv)
-    not_finite |= store_rows<In>(results.dv, b, h_kv, first, z.seqlen_k, col, z.head_dim_v, keep_scale, dv);
-  const bool flag = __syncthreads_or(not_finite);  // one flag for all that the block wrote
-  const int64_t flags = RecomputeFlags::tiles(call.sizes.seqlen_k), at = j0 / kRecomputedRows + threadIdx.x;
-  if (threadIdx.x < C::kBlockK / kRecomputedRows && at < flags) w.flags.keys[head_kv * flags + at] = flag;
+    has_nan |= store_rows<In>(results.dv, b, h_kv, first, z.seqlen_k, col, z.head_dim_v, w.keep_scale, dv);
+  const bool flag = __syncthreads_or(has_nan);  // one flag for all that the block wrote
+  const int64_t flags = NanFlags::tiles(call.sizes.seqlen_k), flag_tile = j0 / kFlaggedRows + threadIdx.x;
+  if (threadIdx.x < C::kBlockK / kFlaggedRows && flag_tile < flags)
+    w.flags.keys[head_kv * flags + flag_tile] = flag;
 }
 
 // Rounds dq. A block owns as many of its query rows as have one flag.
@@ -207,14 +214,14 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     dq_kernel(const BackwardParams call, const BackwardWorkspace w) {
   using Gradient = QueryGradient<C>;
-  const int64_t flags = RecomputeFlags::tiles(call.sizes.seqlen_q), head = blockIdx.x / flags;
+  const int64_t flags = NanFlags::tiles(call.sizes.seqlen_q), head = blockIdx.x / flags;
   const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads;
   const BackwardParams& p = call_of_block<C>(call, b);
   const Sizes& z = p.sizes;
   const QueryGradientTiles<C::kPacked> dq_tiles(call, p, C::kBlockQ);
-  bool not_finite = false;
-  for (int part = 0; part < kRecomputedRows / C::kBlockQ; ++part) {
-    const int64_t i0 = blockIdx.x % flags * kRecomputedRows + part * C::kBlockQ;
+  bool has_nan = false;
+  for (int part = 0; part < kFlaggedRows / C::kBlockQ; ++part) {
+    const int64_t i0 = blockIdx.x % flags * kFlaggedRows + part * C::kBlockQ;
     if (i0 >= z.seqlen_q) break;
     Gradient dq;
     const float* const sums = Gradient::sums(w, dq_tiles(b, h, i0 / C::kBlockQ).sums);
@@ -222,10 +229,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     for (int n = 0; n < Gradient::kAccumulators; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) dq.acc[n][e] = sums[(4 * n + e) * 32];
-    not_finite |= store_rows<typename C::In>(p.dq, b, h, i0 + Gradient::first_row(), z.seqlen_q,
-                                             Gradient::first_col(), z.head_dim, float(p.scale), dq.acc);
+    has_nan |= store_rows<typename C::In>(p.dq, b, h, i0 + Gradient::first_row(), z.seqlen_q,
+                                          Gradient::first_col(), z.head_dim, float(p.scale), dq.acc);
   }
-  const bool flag = __syncthreads_or(not_finite);  // one flag for all that the block wrote
+  const bool flag = __syncthreads_or(has_nan);  // one flag for all that the block wrote
   if (threadIdx.x == 0) w.flags.queries[blockIdx.x] = flag;
 }
 

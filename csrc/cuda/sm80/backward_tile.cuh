@@ -5,10 +5,14 @@
 
 #include "../scores.cuh"
 #include "../shared_memory.h"
-#include "backward_plan.h"
+#include "backward_schedule.h"
 #include "tile.cuh"
 
 namespace flash_attn_ext::cuda::sm80 {
+
+// The kernels of the backward: for dense tensors, for packed sequences, and for both with dropout. A dense tensor without
+// dropout then has no instruction for either.
+enum class BackwardForm { kDense, kPacked, kDropout };
 
 // Up to a head dimension of 128, a warp has 16 keys for itself, with their dK and dV in its registers. Beyond, the
 // registers hold half of that, so two warps share 16 keys. Each of the two makes P and dS of half of the
@@ -17,15 +21,17 @@ namespace flash_attn_ext::cuda::sm80 {
 // Every GPU has 99 KB of shared memory. At 256, K, V, one Q and dO leave 3 KB of it, and P and dS need 8. So Q has
 // one buffer instead of two, and the last 64 columns of V lie in registers, where dP = dO V^T wants them. Tiles
 // of 16 queries would fit too, but each would read all of K and V for half as many products.
-template <class In_, int kHeadDim_, bool kPacked_ = false>
+template <class In_, int kHeadDim_, BackwardForm kForm>
 struct BackwardConfig {
   using In = In_;
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
-  static constexpr bool kPacked = kPacked_;   // takes packed sequences, and nothing else
+  static constexpr bool kDropout = kForm == BackwardForm::kDropout;
+  static constexpr bool kPacked = kForm != BackwardForm::kDense;  // computes packed sequences
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kSharers = kHeadDim <= 128 ? 1 : 2;  // the warps that share 16 keys
   static constexpr int kKeyWarps = kWarps / kSharers;
   static constexpr int kBlockK = 16 * kKeyWarps, kBlockQ = backward_rows(kHeadDim);
+  static_assert(kBlockK == backward_keys(kHeadDim));
   static constexpr int kColumns = kBlockQ / kSharers / 8;   // 16 x 8 accumulators in a warp's part of a tile
   static constexpr int kGradColumns = kHeadDim / kSharers;  // of dK and dV in a warp's registers
   static constexpr int kQBuffers = kHeadDim <= 192 ? 2 : 1;
@@ -154,13 +160,13 @@ struct Probs {
   float gated[N][4];          // times the derivative of the softcap: for dS
   uint32_t packed[N / 2][4];  // after dropout, but without its factor: the operand of dV += P^T dO
   uint32_t attends;           // bit 4 n + e: that element attends
-  KeptElements kept;
+  KeptElements kept;          // with dropout
 };
 
 // Products become scores, -inf where masked, and the derivatives of the softcap; bit 4 n + e of the result:
 // that element attends.
 template <class C, int N>
-__device__ uint32_t finish_scores(const BackwardParams& p, const TransposedPlace<C>& at,
+__device__ uint32_t finish_scores(const BackwardParams& p, float scale, const TransposedPlace<C>& at,
                                   float (&scores)[N][4], float (&gates)[N][4]) {
   uint32_t attends = 0;
   for_each_accumulator(scores, gates, [&](int n, float (&products)[4], float (&gate)[4]) {
@@ -168,7 +174,8 @@ __device__ uint32_t finish_scores(const BackwardParams& p, const TransposedPlace
     for (int e = 0; e < 4; ++e) {
       const int64_t i = at.query(n, e), j = at.key(e);
       const bool inside = i < p.sizes.seqlen_q && j < p.sizes.seqlen_k;
-      const Score<float> score = finish_score(p, products[e], at.b, at.h, i, j, inside);
+      const Score<float> score =
+          finish_scaled_score(p, rounded_product(products[e], scale), at.b, at.h, i, j, inside);
       products[e] = score.value;
       gate[e] = 1 - score.tanh * score.tanh;
       attends |= uint32_t{score.attends} << (4 * n + e);
@@ -177,24 +184,25 @@ __device__ uint32_t finish_scores(const BackwardParams& p, const TransposedPlace
   return attends;
 }
 
-// `partial`: something of the tile may be masked.
+// `scale`: product_scale(). `partial`: something of the tile may be masked.
 template <class C, int N>
-__device__ void recompute_probs(const BackwardParams& p, const TransposedPlace<C>& at, bool partial,
-                                const TermsTile<C::kBlockQ>& terms, float (&scores)[N][4], Probs<N>& probs) {
+__device__ void recompute_probs(const BackwardParams& p, float scale, const TransposedPlace<C>& at,
+                                bool partial, const TermsTile<C::kBlockQ>& terms, float (&scores)[N][4],
+                                Probs<N>& probs) {
   probs.attends = ~0u;
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) probs.gated[n][e] = 1;
-  if (partial || p.softcap > 0 || p.alibi) {
-    probs.attends = finish_scores(p, at, scores, probs.gated);
+  if (partial || has_softcap(p) || p.alibi) {
+    probs.attends = finish_scores(p, scale, at, scores, probs.gated);
   } else {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[n][e] *= product_scale<float>(p);
+      for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
   }
-  probs.kept = p.dropout ? KeptElements::of(p, at) : KeptElements{{~0u, ~0u}};
+  if constexpr (C::kDropout) probs.kept = KeptElements::of(p, at);
   constexpr float kScale = static_cast<float>(kLog2E);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -207,7 +215,7 @@ __device__ void recompute_probs(const BackwardParams& p, const TransposedPlace<C
       const float power = ptx::exp2_fast(exponent);
       const float prob = scores[n][e] == -kInf<float> ? 0.0f : power;  // 0 whatever lse holds
       probs.gated[n][e] *= prob;
-      scores[n][e] = probs.kept(n, e) ? prob : 0.0f;
+      scores[n][e] = !C::kDropout || probs.kept(n, e) ? prob : 0.0f;
     }
     if (n % 2 == 1) pack_operand<typename C::In>(scores[n - 1], scores[n], probs.packed[n / 2]);
   }
@@ -216,15 +224,15 @@ __device__ void recompute_probs(const BackwardParams& p, const TransposedPlace<C
 // dP becomes dS, without the factor `scale`: the result is multiplied with it at the end, in fp32. What is
 // masked is 0, also where dP or delta is NaN.
 template <class C, int N>
-__device__ void finish_dscores(const BackwardParams& p, const TermsTile<C::kBlockQ>& terms,
-                               const Probs<N>& probs, float (&dprobs)[N][4], uint32_t (&dscores)[N / 2][4]) {
-  const float keep_scale = p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f;
+__device__ void finish_dscores(float keep_scale, const TermsTile<C::kBlockQ>& terms, const Probs<N>& probs,
+                               float (&dprobs)[N][4], uint32_t (&dscores)[N / 2][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float factor = probs.kept(n, e) ? keep_scale : 0.0f;
-      const float centred = dprobs[n][e] * factor - terms.delta[TransposedPlace<C>::column(n, e)];
+      float dropped = dprobs[n][e];
+      if constexpr (C::kDropout) dropped *= probs.kept(n, e) ? keep_scale : 0.0f;
+      const float centred = dropped - terms.delta[TransposedPlace<C>::column(n, e)];
       const bool visible = probs.attends >> (4 * n + e) & 1;
       dprobs[n][e] = visible ? probs.gated[n][e] * centred : 0.0f;
     }

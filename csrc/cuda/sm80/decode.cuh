@@ -11,7 +11,7 @@
 #include "../combine.h"
 #include "../launch.h"
 #include "../shared_memory.h"
-#include "decode_plan.h"
+#include "decode_splits.h"
 #include "sm80.h"
 #include "softmax.cuh"
 
@@ -256,9 +256,9 @@ __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& sh
 
 // The block's part of the keys. A packed sequence's own lie inside those of the longest.
 template <class C>
-__device__ Range keys_of_split(const AttentionParams& p, const DecodePlan& plan) {
-  const int64_t begin = plan.keys.begin + blockIdx.z * plan.keys_per_split;
-  const int64_t end = smaller(begin + plan.keys_per_split, plan.keys.end);
+__device__ Range keys_of_split(const AttentionParams& p, const DecodeSchedule& schedule) {
+  const int64_t begin = schedule.keys.begin + blockIdx.z * schedule.keys_per_split;
+  const int64_t end = smaller(begin + schedule.keys_per_split, schedule.keys.end);
   if (!C::kPacked || !p.varlen) return {begin, end};
   const Range own = visible_keys(p.band, 0, p.sizes.seqlen_q, p.sizes.seqlen_k);
   return {larger<int64_t>(begin, own.begin / kWarpKeys * kWarpKeys), smaller(end, own.end)};
@@ -266,14 +266,14 @@ __device__ Range keys_of_split(const AttentionParams& p, const DecodePlan& plan)
 
 template <class C>
 __global__ void __launch_bounds__(kDecodeThreads)
-    decode_kernel(const AttentionParams call, const DecodePlan plan, const Partials<float> partials) {
+    decode_kernel(const AttentionParams call, const DecodeSchedule schedule, const Partials<float> partials) {
   auto& shared = shared_memory<DecodeMemory<C>>();
   WarpMemory<C>& mine = shared.warps[warp()];
 
   // What this block owns. Row blocks that read the same keys are neighbours, so that they run at the same
   // time.
-  const auto row_blocks = static_cast<int>(plan.row_blocks), heads_kv = static_cast<int>(call.sizes.heads_kv);
-  const auto group = static_cast<int>(plan.group), task = static_cast<int>(blockIdx.x);
+  const auto row_blocks = static_cast<int>(schedule.row_blocks), heads_kv = static_cast<int>(call.sizes.heads_kv);
+  const auto group = static_cast<int>(schedule.group), task = static_cast<int>(blockIdx.x);
   const int b = task / row_blocks / heads_kv, h_kv = task / row_blocks % heads_kv;
   const int first_row = task % row_blocks * C::kRows;
   const AttentionParams& p = call_of_block<C>(call, b);
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   QueryRow rows[C::kRowTiles][2];
 #pragma unroll
   for (int n = 0; n < 2 * C::kRowTiles; ++n) rows[n / 2][n % 2] = block_rows(z, lane() / 4 + 8 * n);
-  const Range split = keys_of_split<C>(p, plan);
+  const Range split = keys_of_split<C>(p, schedule);
   const int64_t end = split.end, first = split.begin + warp() * kWarpKeys;
 
   TileStream<C> k(p, p.k, b, h_kv, first, z.head_dim), v(p, p.v, b, h_kv, first, z.head_dim_v);
@@ -349,30 +349,30 @@ __global__ void __launch_bounds__(kDecodeThreads)
   for (int r = 0; r < C::kRowTiles; ++r)
     store_results(statistics[r], out[r], scale.to_score(), kMmaRows * r, block_rows.count, mine);
   __syncthreads();  // all warps' results are there
-  finish_block(p, shared, block_rows, plan.splits, partials);
+  finish_block(p, shared, block_rows, schedule.splits, partials);
 }
 
 template <class C>
-cudaError_t launch_decode_padded(const AttentionParams& p, const DecodePlan& plan,
+cudaError_t launch_decode_padded(const AttentionParams& p, const DecodeSchedule& schedule,
                                  const Partials<float>& partials, cudaStream_t stream) {
-  const LaunchShape shape{plan.tasks, 1, plan.splits, kDecodeThreads, sizeof(DecodeMemory<C>)};
-  return launch(decode_kernel<C>, shape, stream, p, plan, partials);
+  const LaunchShape shape{schedule.tasks, 1, schedule.splits, kDecodeThreads, sizeof(DecodeMemory<C>)};
+  return launch(decode_kernel<C>, shape, stream, p, schedule, partials);
 }
 
 // 44 to 80 KB of shared memory: two blocks fit an A100's multiprocessor, two or more an H100's.
 template <class In>
 cudaError_t launch_decode(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  const DecodePlan plan = plan_decode(p);
-  const Partials<float> partials(workspace, p, plan.splits);
+  const DecodeSchedule schedule = schedule_decode(p);
+  const Partials<float> partials(workspace, p, schedule.splits);
   const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
-  const bool one = plan.row_tiles == 1;
+  const bool one = schedule.row_tiles == 1;
   const auto attend = widest > 128  ? launch_decode_padded<DecodeConfig<In, 256, 1, 3>>
                       : widest > 64 ? (one ? launch_decode_padded<DecodeConfig<In, 128, 1, 5>>
                                            : launch_decode_padded<DecodeConfig<In, 128, 2, 5>>)
                                     : (one ? launch_decode_padded<DecodeConfig<In, 64, 1, 7>>
                                            : launch_decode_padded<DecodeConfig<In, 64, 2, 7>>);
-  return in_order([&] { return attend(p, plan, partials, stream); },
-                  [&] { return launch_combine(p, plan.splits, workspace, stream); });
+  return in_order([&] { return attend(p, schedule, partials, stream); },
+                  [&] { return launch_combine(p, schedule.splits, workspace, stream); });
 }
 
 }  // namespace flash_attn_ext::cuda::sm80

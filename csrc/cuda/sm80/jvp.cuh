@@ -19,14 +19,13 @@ struct JvpMemory : SharedMemory<C> {
   Tile<typename C::In, C::kBlockK, C::kHeadDim> t_k[C::kBuffers], t_v[C::kBuffers];
 };
 
-// Products become scores and their tangents; where a score is -inf the tangent is 0. Bit 4 n + e of the result: that
-// element attends.
+// Converts products to scores, and their tangents to tangents of scores, which are 0 where a score is -inf. `scale` is
+// product_scale(). Bit 4 n + e of the result: that element attends.
 template <int N>
-__device__ uint32_t finish_scores_and_tangents(const JvpParams& p, const ScorePosition& at, bool partial,
-                                               float (&scores)[N][4], float (&tangents)[N][4]) {
+__device__ uint32_t finish_scores_and_tangents(const JvpParams& p, float scale, const ScorePosition& at,
+                                               bool partial, float (&scores)[N][4], float (&tangents)[N][4]) {
   const Tangents& t = p.tangents;
-  if (!partial && !(p.softcap > 0) && !p.alibi && !t.alibi && !t.mask) {
-    const float scale = product_scale<float>(p);
+  if (!partial && !has_softcap(p) && !p.alibi && !t.alibi && !t.mask) {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -41,7 +40,8 @@ __device__ uint32_t finish_scores_and_tangents(const JvpParams& p, const ScorePo
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int64_t i = at.query(e), j = at.key(n, e);
-      const Score<float> score = finish_score(p, products[e], at.b, at.h, i, j, at.inside(n, e));
+      const Score<float> score =
+          finish_scaled_score(p, rounded_product(products[e], scale), at.b, at.h, i, j, at.inside(n, e));
       float tangent = 0;  // whatever the product was
       if (score.value != -kInf<float>)
         tangent = tangent_of(p, t, score, t_products[e], at.b, at.h, i, j).value;
@@ -98,7 +98,8 @@ struct JvpStatistics {
 };
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) jvp_kernel(const JvpParams p, int64_t query_blocks) {
+__global__ void __launch_bounds__(C::kThreads, 1)
+    jvp_kernel(const JvpParams p, int64_t query_blocks, float scale) {
   using In = typename C::In;
   auto& shared = shared_memory<JvpMemory<C>>();
   const QueryBlock<C> block(p.sizes, query_blocks);
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) jvp_kernel(const JvpParams p, 
     multiply_rows(shared.q, shared.k[buffer], scores);
     if (t.q) multiply_rows(shared.t_q, shared.k[buffer], tangents);
     if (t.k) multiply_rows(shared.q, shared.t_k[buffer], tangents);
-    const uint32_t attends = finish_scores_and_tangents(p, at, partial, scores, tangents);
+    const uint32_t attends = finish_scores_and_tangents(p, scale, at, partial, scores, tangents);
     float factor[2], shift[2];
     statistics.update(scores, tangents, factor, shift);
     if (p.dropout) drop_probs(p, key, at, block.head, scores, tangents);
@@ -192,7 +193,7 @@ cudaError_t launch_jvp_padded(const JvpParams& p, cudaStream_t stream) {
   const int64_t query_blocks = ceil_div(p.sizes.seqlen_q, C::kBlockQ);
   const LaunchShape shape{p.sizes.batch * p.sizes.heads * query_blocks, 1, 1, C::kThreads,
                           sizeof(JvpMemory<C>)};
-  return launch(jvp_kernel<C>, shape, stream, p, query_blocks);
+  return launch(jvp_kernel<C>, shape, stream, p, query_blocks, product_scale<float>(p));
 }
 
 // 97 KB each. With more columns two results of a row would not fit into registers, nor q, k, v and their tangents

@@ -16,7 +16,8 @@ struct ScoreScale {
   float scale;
 
   __device__ explicit ScoreScale(const AttentionParams& p)
-      : is_first(!(p.scale > 0) || p.softcap > 0 || p.alibi || p.mask), scale(product_scale<float>(p)) {}
+      : is_first(!is_positive(p.scale) || has_softcap(p) || p.alibi || p.mask),
+        scale(product_scale<float>(p)) {}
   // What finish_scores() returns, times this: scores; exponents of 2.
   __device__ float to_score() const { return is_first ? 1.0f : scale; }
   __device__ float to_exponent() const { return to_score() * static_cast<float>(kLog2E); }
@@ -34,7 +35,7 @@ __device__ uint32_t finish_scores(const AttentionParams& p, const ScoreScale& sc
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[n][e] *= scale.scale;
   }
-  if (!partial && !(p.softcap > 0) && !p.alibi) return ~uint32_t{0};
+  if (!partial && !has_softcap(p) && !p.alibi) return ~uint32_t{0};
 
   uint32_t attends = 0;
 #pragma unroll

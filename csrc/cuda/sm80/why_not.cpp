@@ -1,7 +1,7 @@
 #include <initializer_list>
 
 #include "../../core/splits.h"
-#include "backward_plan.h"
+#include "backward_schedule.h"
 #include "sm80.h"
 
 namespace flash_attn_ext::cuda::sm80 {
@@ -68,7 +68,7 @@ const char* why_not_jvp(const JvpParams& p) {
 
 size_t backward_workspace(const BackwardParams& p) {
   Arena arena(nullptr);
-  BackwardWorkspace::plan(arena, p);
+  BackwardWorkspace::lay_out(arena, p);
   return arena.used();
 }
 

@@ -12,14 +12,11 @@
 #include <cmath>
 
 #include "../../core/mask.h"
-#include "../convert.h"
-#include "../lanes.cuh"
+#include "../lane_rows.cuh"
 #include "band.h"
 #include "rows.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
-
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Bit n: row n of the warp holds a NaN.
 template <int kElements>
@@ -30,31 +27,6 @@ __device__ uint32_t rows_with_nan(const float (&x)[kElements]) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) rows |= __shfl_xor_sync(kAllLanes, rows, lanes);
   return rows;
-}
-
-struct EveryRow {
-  __device__ bool operator()(int64_t) const { return true; }
-};
-
-// Whether one of these rows of a tensor, of `columns`, holds a NaN or Inf; by a warp, which reads 16 bytes a lane.
-template <class In, int kHeadDim, class IsRead = EveryRow>
-__device__ bool has_non_finite_rows(const Tensor4& t, int64_t b, int64_t h, Range rows, int64_t columns,
-                                    const IsRead& is_read = {}) {
-  constexpr int kPiece = 8, kPieces = kHeadDim / kPiece;
-  constexpr uint32_t kExponent = std::is_same_v<In, __half> ? 0x7c00 : 0x7f80;
-  const int64_t end = rows.end * kPieces;
-  for (int64_t first = rows.begin * kPieces; first < end; first += 32) {
-    const int64_t at = first + threadIdx.x % 32, column = at % kPieces * kPiece;
-    bool found = false;
-    if (at < end && column < columns && is_read(at / kPieces)) {
-      const In* piece = t.row<In>(b, h, at / kPieces) + column;
-      const uint4 pairs = *reinterpret_cast<const uint4*>(piece);
-      for (const uint32_t pair : {pairs.x, pairs.y, pairs.z, pairs.w})
-        found |= (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
-    }
-    if (__ballot_sync(kAllLanes, found) != 0) return true;
-  }
-  return false;
 }
 
 // Where the rows end that a tile may hold: those behind a packed sequence are the next one's.
@@ -84,79 +56,5 @@ __device__ bool has_non_finite_hidden_keys(const AttentionParams& p, const Tenso
          has_non_finite_rows<In, kHeadDim>(t, b, h_kv, behind, columns) ||
          (p.mask && has_non_finite_rows<In, kHeadDim>(t, b, h_kv, {tiles.begin, end}, columns, masked));
 }
-
-// Of a row, with zeros behind its columns up to kHeadDim, a lane holds every 32nd element.
-template <class In, int kHeadDim>
-struct LaneRow {
-  static constexpr int kCount = kHeadDim / 32;
-  float x[kCount] = {};
-
-  LaneRow() = default;
-  __device__ LaneRow(const Tensor4& t, int64_t b, int64_t h, int64_t row, int64_t columns) {
-    const int lane = threadIdx.x % 32;
-    const In* from = t.row<In>(b, h, row) + lane;
-#pragma unroll
-    for (int n = 0; n < kCount; ++n)
-      if (lane + 32 * n < columns) x[n] = widen(from[32 * n]);
-  }
-  __device__ float dot(const LaneRow& other) const {
-    float sum = 0;
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) sum += x[n] * other.x[n];
-    return total_of_lanes<32>(sum);
-  }
-  __device__ void add(float factor, const LaneRow& other) {
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) x[n] += factor * other.x[n];
-  }
-  __device__ void scale(float factor) {
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) x[n] *= factor;
-  }
-};
-
-// The columns of a stored row that are NaN, of which a lane has every 32nd: in [begin, end), of which begin is a multiple
-// of 32.
-template <class In, int kHeadDim>
-struct NanColumns {
-  static constexpr int kCount = kHeadDim / 32;
-  bool is_nan[kCount] = {};
-
-  NanColumns() = default;  // none
-  __device__ NanColumns(const Tensor4& t, int64_t b, int64_t h, int64_t row, int64_t begin, int64_t end) {
-    const int lane = threadIdx.x % 32;
-    const In* stored = t.row<In>(b, h, row) + lane;
-#pragma unroll
-    for (int n = 0; n < kCount; ++n)
-      if (begin <= 32 * n && lane + 32 * n < end) {
-        const float x = widen(stored[32 * n]);
-        is_nan[n] = x != x;
-      }
-  }
-
-  // Whether there is one, in the columns of all lanes.
-  __device__ bool any() const {
-    bool found = false;
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) found |= is_nan[n];
-    return __ballot_sync(kAllLanes, found) != 0;
-  }
-
-  // Whether one of them is not NaN in `x`, which is what the warp has found so far.
-  __device__ bool any_open(const float (&x)[kCount]) const {
-    bool open = false;
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) open |= is_nan[n] && x[n] == x[n];
-    return __ballot_sync(kAllLanes, open) != 0;
-  }
-
-  __device__ void store(const Tensor4& t, int64_t b, int64_t h, int64_t row, float factor,
-                        const float (&x)[kCount]) const {
-    In* to = t.row<In>(b, h, row) + threadIdx.x % 32;
-#pragma unroll
-    for (int n = 0; n < kCount; ++n)
-      if (is_nan[n]) to[32 * n] = round_to<In>(x[n] * factor);
-  }
-};
 
 }  // namespace flash_attn_ext::cuda::sm90

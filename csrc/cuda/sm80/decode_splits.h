@@ -13,7 +13,7 @@ constexpr int kWarpKeys = 16;  // keys of a warp's tile: those of one mma, too
 constexpr int kDecodeWarps = 3, kDecodeThreads = 32 * kDecodeWarps;
 constexpr int kDecodeBlockKeys = kDecodeWarps * kWarpKeys;  // the warps share out the keys
 
-struct DecodePlan {
+struct DecodeSchedule {
   int64_t group;       // query heads that share a key head: their rows fill tiles together
   int64_t row_tiles;   // of a block
   int64_t row_blocks;  // per batch and key head
@@ -23,6 +23,6 @@ struct DecodePlan {
   int64_t keys_per_split;
 };
 
-DecodePlan plan_decode(const AttentionParams& p);
+DecodeSchedule schedule_decode(const AttentionParams& p);
 
 }  // namespace flash_attn_ext::cuda::sm80

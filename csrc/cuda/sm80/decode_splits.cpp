@@ -1,4 +1,4 @@
-#include "decode_plan.h"
+#include "decode_splits.h"
 
 #include <algorithm>
 
@@ -21,27 +21,27 @@ int64_t splits_by_shape(int64_t tiles, int64_t tasks) {
 
 }  // namespace
 
-DecodePlan plan_decode(const AttentionParams& p) {
+DecodeSchedule schedule_decode(const AttentionParams& p) {
   const Sizes& z = p.sizes;
-  DecodePlan plan;
-  plan.group = z.heads_kv == 0 ? 0 : z.heads / z.heads_kv;
-  const int64_t rows = plan.group * z.seqlen_q;
+  DecodeSchedule schedule;
+  schedule.group = z.heads_kv == 0 ? 0 : z.heads / z.heads_kv;
+  const int64_t rows = schedule.group * z.seqlen_q;
   // A block of two tiles reads K and V half as often; registers for two there are up to D 128, but not of packed calls.
-  plan.row_tiles = rows > kMmaRows && std::max(z.head_dim, z.head_dim_v) <= 128 && !p.varlen ? 2 : 1;
-  plan.row_blocks = ceil_div(rows, kMmaRows * plan.row_tiles);
-  plan.tasks = z.batch * z.heads_kv * plan.row_blocks;
+  schedule.row_tiles = rows > kMmaRows && std::max(z.head_dim, z.head_dim_v) <= 128 && !p.varlen ? 2 : 1;
+  schedule.row_blocks = ceil_div(rows, kMmaRows * schedule.row_tiles);
+  schedule.tasks = z.batch * z.heads_kv * schedule.row_blocks;
 
-  plan.keys = p.varlen ? Range{0, z.seqlen_k} : visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
-  plan.keys.begin = plan.keys.begin / kWarpKeys * kWarpKeys;
-  const int64_t tiles = std::max<int64_t>(ceil_div(plan.keys.end - plan.keys.begin, kDecodeBlockKeys), 0);
-  const KeySplits cut = split_keys(p, tiles, plan.tasks > 0 ? splits_by_shape(tiles, plan.tasks) : 1);
-  plan.splits = cut.splits;
-  plan.keys_per_split = cut.tiles_per_split * kDecodeBlockKeys;
-  return plan;
+  schedule.keys = p.varlen ? Range{0, z.seqlen_k} : visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
+  schedule.keys.begin = schedule.keys.begin / kWarpKeys * kWarpKeys;
+  const int64_t tiles = std::max<int64_t>(ceil_div(schedule.keys.end - schedule.keys.begin, kDecodeBlockKeys), 0);
+  const KeySplits cut = split_keys(p, tiles, schedule.tasks > 0 ? splits_by_shape(tiles, schedule.tasks) : 1);
+  schedule.splits = cut.splits;
+  schedule.keys_per_split = cut.tiles_per_split * kDecodeBlockKeys;
+  return schedule;
 }
 
 size_t forward_workspace(const AttentionParams& p) {
-  const int64_t splits = is_decode(p) ? plan_decode(p).splits : 1;
+  const int64_t splits = is_decode(p) ? schedule_decode(p).splits : 1;
   return splits == 1 ? 0 : sizeof(float) * Partials<float>::elements(p, splits);
 }
 

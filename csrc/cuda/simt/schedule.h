@@ -18,7 +18,7 @@ constexpr int kNarrowSlice = 64, kMaxSlice = 128;  // columns of a result that a
 
 constexpr int slice_of(int64_t columns) { return columns <= kNarrowSlice ? kNarrowSlice : kMaxSlice; }
 
-struct ForwardPlan {
+struct ForwardSchedule {
   // Few queries: tiles of 16 rows, which the heads that share a key head fill together, so that K and V are
   // read once for all of them.
   bool decode;
@@ -30,23 +30,23 @@ struct ForwardPlan {
   int64_t tiles_per_split;
 };
 
-inline ForwardPlan plan_forward(const AttentionParams& p) {
+inline ForwardSchedule schedule_forward(const AttentionParams& p) {
   constexpr int64_t kWantedBlocks = 256;      // about two for each multiprocessor of a large GPU
   constexpr int64_t kLeastTilesPerSplit = 4;  // below this, merging costs more than it wins
   const Sizes& z = p.sizes;
-  ForwardPlan plan;
-  plan.decode = z.seqlen_q <= kSide;
-  plan.heads_per_tile = plan.decode && z.heads_kv > 0 ? z.heads / z.heads_kv : 1;
-  plan.row_blocks = ceil_div(z.seqlen_q * plan.heads_per_tile, kSide * (plan.decode ? kDecodeRows : kRows));
-  plan.tasks = plan.heads_per_tile == 0 ? 0 : z.batch * (z.heads / plan.heads_per_tile) * plan.row_blocks;
-  plan.slices = ceil_div(z.head_dim_v, slice_of(z.head_dim_v));
+  ForwardSchedule schedule;
+  schedule.decode = z.seqlen_q <= kSide;
+  schedule.heads_per_tile = schedule.decode && z.heads_kv > 0 ? z.heads / z.heads_kv : 1;
+  schedule.row_blocks = ceil_div(z.seqlen_q * schedule.heads_per_tile, kSide * (schedule.decode ? kDecodeRows : kRows));
+  schedule.tasks = schedule.heads_per_tile == 0 ? 0 : z.batch * (z.heads / schedule.heads_per_tile) * schedule.row_blocks;
+  schedule.slices = ceil_div(z.head_dim_v, slice_of(z.head_dim_v));
 
-  const int64_t tiles = ceil_div(z.seqlen_k, kBlockK), blocks = plan.tasks * plan.slices;
+  const int64_t tiles = ceil_div(z.seqlen_k, kBlockK), blocks = schedule.tasks * schedule.slices;
   const int64_t wanted = blocks > 0 ? ceil_div(kWantedBlocks, blocks) : 1, most = tiles / kLeastTilesPerSplit;
   const KeySplits cut = split_keys(p, tiles, wanted < most ? wanted : most);
-  plan.splits = cut.splits;
-  plan.tiles_per_split = cut.tiles_per_split;
-  return plan;
+  schedule.splits = cut.splits;
+  schedule.tiles_per_split = cut.tiles_per_split;
+  return schedule;
 }
 
 // What the backward kernels know of each query row, in arrays that have the rows of lse:
@@ -59,7 +59,7 @@ template <class T>
 struct RowTerms {
   T *delta, *reference, *correction;
 
-  static RowTerms plan(Arena& arena, const AttentionParams& p) {
+  static RowTerms lay_out(Arena& arena, const AttentionParams& p) {
     const int64_t rows = p.lse_size();
     return {arena.take<T>(rows), arena.take<T>(rows), arena.take<T>(rows)};
   }
@@ -68,7 +68,7 @@ struct RowTerms {
 // The gradient of the mask: a tile of the mask's own elements takes the sum of all score tiles that share it.
 // Where a mask that is broadcast has few tiles, that sum is cut into parts, which dmask_sum_kernel adds in
 // order.
-struct MaskPlan {
+struct MaskSchedule {
   bool by_row;                     // its rows are those of a packed q
   int64_t row_blocks, col_blocks;  // tiles of the mask's rows and columns; by row, of a sequence
   int64_t tasks;                   // tiles of all its batches, or all sequences, and heads
@@ -77,26 +77,26 @@ struct MaskPlan {
 };
 
 // `block_q`: the query rows of a tile.
-FA_HOST_DEVICE inline MaskPlan plan_mask(const BackwardParams& p, int64_t block_q) {
+FA_HOST_DEVICE inline MaskSchedule schedule_mask(const BackwardParams& p, int64_t block_q) {
   constexpr int64_t kWantedBlocks = 256, kLeastTilesPerPart = 4;  // as for the forward's splits
   const Sizes& z = p.sizes;
   const MaskGrad& g = p.dmask;
-  MaskPlan plan;
-  plan.by_row = p.varlen && p.varlen.mask_by_row;
-  plan.row_blocks = ceil_div(plan.by_row ? z.seqlen_q : g.rows, block_q);
-  plan.col_blocks = ceil_div(g.cols, kBlockK);
-  plan.tasks = (plan.by_row ? z.batch : g.batch) * g.heads * plan.row_blocks * plan.col_blocks;
-  plan.batches = g.batch == 1 && !plan.by_row ? z.batch : 1;
-  plan.heads = g.heads == 1 ? z.heads : 1;
-  plan.query_blocks = g.rows == 1 && !plan.by_row ? ceil_div(z.seqlen_q, block_q) : 1;
-  plan.key_blocks = g.cols == 1 ? ceil_div(z.seqlen_k, kBlockK) : 1;
+  MaskSchedule schedule;
+  schedule.by_row = p.varlen && p.varlen.mask_by_row;
+  schedule.row_blocks = ceil_div(schedule.by_row ? z.seqlen_q : g.rows, block_q);
+  schedule.col_blocks = ceil_div(g.cols, kBlockK);
+  schedule.tasks = (schedule.by_row ? z.batch : g.batch) * g.heads * schedule.row_blocks * schedule.col_blocks;
+  schedule.batches = g.batch == 1 && !schedule.by_row ? z.batch : 1;
+  schedule.heads = g.heads == 1 ? z.heads : 1;
+  schedule.query_blocks = g.rows == 1 && !schedule.by_row ? ceil_div(z.seqlen_q, block_q) : 1;
+  schedule.key_blocks = g.cols == 1 ? ceil_div(z.seqlen_k, kBlockK) : 1;
 
-  const int64_t tiles = plan.batches * plan.heads * plan.query_blocks * plan.key_blocks;
-  const int64_t wanted = plan.tasks > 0 ? ceil_div(kWantedBlocks, plan.tasks) : 1;
-  const int64_t most = plan.by_row ? 1 : tiles / kLeastTilesPerPart, parts = wanted < most ? wanted : most;
-  plan.tiles_per_part = ceil_div(tiles, parts < 1 ? 1 : parts);
-  plan.parts = tiles == 0 ? 1 : ceil_div(tiles, plan.tiles_per_part);
-  return plan;
+  const int64_t tiles = schedule.batches * schedule.heads * schedule.query_blocks * schedule.key_blocks;
+  const int64_t wanted = schedule.tasks > 0 ? ceil_div(kWantedBlocks, schedule.tasks) : 1;
+  const int64_t most = schedule.by_row ? 1 : tiles / kLeastTilesPerPart, parts = wanted < most ? wanted : most;
+  schedule.tiles_per_part = ceil_div(tiles, parts < 1 ? 1 : parts);
+  schedule.parts = tiles == 0 ? 1 : ceil_div(tiles, schedule.tiles_per_part);
+  return schedule;
 }
 
 // What the backward's kernels share.
@@ -104,14 +104,14 @@ template <class T>
 struct BackwardWorkspace {
   RowTerms<T> rows;
   T* dslopes;      // [B * H][query blocks]: partial sums of the slopes' gradients
-  T* dmask_parts;  // [MaskPlan's parts][the mask's elements]; empty where one part writes the gradient
+  T* dmask_parts;  // [MaskSchedule's parts][the mask's elements]; empty where one part writes the gradient
 
-  static BackwardWorkspace plan(Arena& arena, const BackwardParams& p, int64_t block_q = kBlockQ) {
+  static BackwardWorkspace lay_out(Arena& arena, const BackwardParams& p, int64_t block_q = kBlockQ) {
     const Sizes& z = p.sizes;
     const MaskGrad& g = p.dmask;
     const int64_t query_blocks = z.batch * z.heads * ceil_div(z.seqlen_q, block_q);
-    const int64_t parts = g ? plan_mask(p, block_q).parts : 1;
-    return {RowTerms<T>::plan(arena, p), arena.take<T>(p.dalibi_slopes ? query_blocks : 0),
+    const int64_t parts = g ? schedule_mask(p, block_q).parts : 1;
+    return {RowTerms<T>::lay_out(arena, p), arena.take<T>(p.dalibi_slopes ? query_blocks : 0),
             arena.take<T>(parts == 1 ? 0 : parts * g.batch * g.heads * g.rows * g.cols)};
   }
 };
@@ -123,9 +123,15 @@ template <class T>
 struct DoubleBackwardWorkspace : BackwardWorkspace<T> {
   T *gamma, *sink_terms;  // with the rows of lse, as RowTerms
 
+<<<<<<< HEAD:csrc/cuda/simt/plan.h
   static DoubleBackwardWorkspace plan(Arena& arena, const DoubleBackwardParams& p) {
     const int64_t rows = p.lse_size();
     return {BackwardWorkspace<T>::plan(arena, p, kDoubleBlockQ), arena.take<T>(rows),
+=======
+  static DoubleBackwardWorkspace lay_out(Arena& arena, const DoubleBackwardParams& p) {
+    const int64_t rows = p.statistics_rows();
+    return {BackwardWorkspace<T>::lay_out(arena, p, kDoubleBlockQ), arena.take<T>(rows),
+>>>>>>> e5de894 (Compute no fp64 in sm80's main loops, and repair only hidden NaNs):csrc/cuda/simt/schedule.h
             arena.take<T>(p.dsink ? rows : 0)};
   }
 };

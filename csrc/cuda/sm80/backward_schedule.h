@@ -1,19 +1,31 @@
 // How the backward is cut into blocks, and its workspace.
 #pragma once
 
-#include "../recompute_flags.h"
-#include "../simt/plan.h"
+#include "../scores.cuh"
+#include "../simt/schedule.h"
 
 namespace flash_attn_ext::cuda::sm80 {
 
 // 64, 128, 192 or 256.
-inline int padded_head_dim(const Sizes& z) {
+FA_HOST_DEVICE inline int padded_head_dim(const Sizes& z) {
   constexpr int kStep = 64;
   const int64_t widest = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
   return widest == 0 ? kStep : static_cast<int>(ceil_div(widest, kStep) * kStep);
 }
 // Query rows of a tile.
 constexpr int backward_rows(int padded) { return padded == 64 ? 64 : 32; }
+
+// Keys of a block.
+constexpr int backward_keys(int padded) { return padded <= 128 ? 128 : 64; }
+
+// Which pieces of kFlaggedRows rows of a gradient hold a NaN. repair.cuh looks at those.
+constexpr int kFlaggedRows = 64;
+struct NanFlags {
+  int* queries = nullptr;  // [B * H][tiles of S_q], of dq
+  int* keys = nullptr;     // [B * H_kv][tiles of S_k], of dk and dv
+
+  static FA_HOST_DEVICE int64_t tiles(int64_t seqlen) { return ceil_div(seqlen, kFlaggedRows); }
+};
 
 // A tile of dQ: the number of its fp32 sums, and of the count of blocks that have added to them.
 struct QueryGradientTile {
@@ -25,50 +37,56 @@ FA_HOST_DEVICE inline int64_t packed_tiles_of_head(const AttentionParams& call, 
   return call.varlen.total_q / rows + call.sizes.batch;
 }
 
-// The tiles of dQ in the call of one sequence. Packed sequences have their sums one behind the other, as their rows of q,
-// but turns by themselves: where sequences overlap, nobody waits for a turn that another one took.
+// Finds the tiles of dQ of one sequence. Packed sequences have consecutive sums, in the order of their rows in q. The
+// counts of turns are separate for each sequence: sequences may overlap in q, and must not wait for each other.
 template <bool kPacked>
 struct QueryGradientTiles {
   int heads, of_head;
-  int64_t of_packed_head, first;
+  int64_t of_packed_head = 0, first = 0;  // of_packed_head 0: the call is not packed
 
   FA_HOST_DEVICE QueryGradientTiles(const AttentionParams& call, const AttentionParams& p, int rows)
       : heads(call.sizes.heads), of_head(ceil_div(call.sizes.seqlen_q, rows)) {
     if constexpr (kPacked) {
+      if (!call.varlen) return;
       of_packed_head = packed_tiles_of_head(call, rows);
       first = p.varlen.first_q / rows;
     }
   }
   FA_HOST_DEVICE QueryGradientTile operator()(int64_t b, int64_t h, int64_t tile) const {
     const int64_t at = (b * heads + h) * of_head + tile;
-    if constexpr (kPacked) return {h * of_packed_head + first + b + tile, at};
+    if constexpr (kPacked)
+      if (of_packed_head > 0) return {h * of_packed_head + first + b + tile, at};
     return {at, at};
   }
 };
 
 struct BackwardWorkspace {
-  simt::BackwardWorkspace<float> simt;  // of its steps: the terms of the rows, and what it computes once more
-  RecomputeFlags flags;
+  simt::BackwardWorkspace<float> simt;  // the terms of the rows; what the gradients of mask and slopes need
+  NanFlags flags;
   // From here on all is zero before the backward's kernel starts.
   int* ticket;  // blocks that have started
   int* turns;   // [B * H][query tiles]: blocks that have added their part of dq
   float* dq;    // [tiles][8 warps][elements of a thread][32 lanes]: each where its thread adds it
   size_t zeroed_bytes;
+  // Factors of the call, as float: the kernels' loops convert no double.
+  float score_scale, keep_scale;  // product_scale(); 1 / (1 - dropout_p)
 
-  static BackwardWorkspace plan(Arena& arena, const BackwardParams& p) {
+  static BackwardWorkspace lay_out(Arena& arena, const BackwardParams& p) {
     const Sizes& z = p.sizes;
     const int padded = padded_head_dim(z), rows = backward_rows(padded);
     const int64_t heads = z.batch * z.heads, tiles = heads * ceil_div(z.seqlen_q, rows);
     BackwardWorkspace w;
-    w.simt = simt::BackwardWorkspace<float>::plan(arena, p);
-    w.flags.queries = arena.take<int>(heads * RecomputeFlags::tiles(z.seqlen_q));
-    w.flags.keys = arena.take<int>(z.batch * z.heads_kv * RecomputeFlags::tiles(z.seqlen_k));
+    w.simt = simt::BackwardWorkspace<float>::lay_out(arena, p);
+    w.flags.queries = arena.take<int>(heads * NanFlags::tiles(z.seqlen_q));
+    w.flags.keys = arena.take<int>(z.batch * z.heads_kv * NanFlags::tiles(z.seqlen_k));
     const size_t before = arena.used();
     w.ticket = arena.take<int>(1);
     w.turns = arena.take<int>(tiles);
     const int64_t sums = p.varlen ? z.heads * packed_tiles_of_head(p, rows) : tiles;
     w.dq = arena.take<float>(p.dq ? sums * rows * padded : 0);
     w.zeroed_bytes = arena.used() - before;
+    w.score_scale = product_scale<float>(p);
+    w.keep_scale = p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f;
     return w;
   }
 };
