@@ -42,7 +42,7 @@ TORCH_OVERRIDES = ["arguments", "flash_attention", "flash_for_cpu", "native_mha"
 CPU = ["isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_amx"]
 CPU += ["amx_permission", "select", "task_list", "why_not"]
 CPU += ["isa_neon", "isa_neon_bf16"]
-CUDA = ["select.cu", "combine.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/why_not.cpp", "sm80/decode_plan.cpp"]
+CUDA = ["select.cu", "combine.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/why_not.cpp", "sm80/decode_splits.cpp"]
 CUDA += [
     f"sm80/{way}_{dtype}.cu" for way in ("forward", "decode", "backward", "jvp") for dtype in ("bfloat16", "float16")
 ]
@@ -51,7 +51,7 @@ CUDA += [
     for way in ("forward", "backward", "jvp", "double_backward", "weights")
     for dtype in ("bfloat16", "float16", "float32", "float64")
 ]
-CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp"]
+CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/task_rounds.cpp"]
 CUDA += [f"sm90/{way}_{dtype}.cu" for way in ("forward", "backward") for dtype in ("bfloat16", "float16")]
 CUDA += ["gpu_code.cpp"]
 

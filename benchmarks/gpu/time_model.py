@@ -2,9 +2,9 @@
 
 The main loop's instructions are read from SASS. A block's consumer warpgroups then run them against each other
 (multiprocessor.py); between two products a warpgroup needs issue slots, and the units for exponentials, other
-arithmetic and shared memory. Blocks are dealt out to the multiprocessors, longest first. Beside a measurement it says
-where to look; it is no measurement: instructions wait for nothing here but the tensor cores, barriers among the
-consumers, full units and the compiler's own stall counts.
+arithmetic and shared memory. Multiprocessors get blocks and tasks as the kernels deal them. The model says where to
+look when a measurement is slower. It is no measurement: instructions wait for nothing here but the tensor cores,
+barriers among the consumers, full units and the compiler's own stall counts.
 
 python -m benchmarks.gpu.time_model prints the table. Needs cuobjdump, and nvcc or a build of the extension; no GPU.
 """
@@ -35,6 +35,8 @@ SCHEDULERS = 4  # instructions issued a cycle; each warpgroup has one warp on ea
 L2_BYTES = 32
 MEMORY_BYTES_PER_SECOND = 4.2e12  # HBM3e, as a copy moves
 CLOCK = 1.7e9  # under load; a matmul's 788 TFLOP/s would be all tensor cycles at 1.46 GHz
+L2_GROUP_BYTES = 24 << 20  # K and V of the heads whose tasks run together, and
+ROUND_ROWS = 16  # the rows of the table of rounds: as csrc/cuda/sm90 has them
 BLOCK_CYCLES = 2500  # before the first product and after the last: launch, first copies, the stores (est.)
 
 FP32 = ("FFMA", "FMUL", "FADD", "IMAD")
@@ -179,8 +181,8 @@ def turn_of(its_program: Program, tiling: Tiling, dims: HeadDims) -> Turn:
 # ---- a whole call
 
 
-def tiles_of_blocks(problem: Problem, tiling: Tiling) -> list[int]:
-    """How many turns each block of one head makes."""
+def tiles_of_tasks(problem: Problem, tiling: Tiling) -> list[int]:
+    """The tiles of each task of one head, by position."""
     own, walked = (tiling.keys, tiling.rows) if tiling.owns_keys else (tiling.rows, tiling.keys)
     all_tiles = -(-problem.S // walked)
     blocks = range(-(-problem.S // own))
@@ -191,14 +193,63 @@ def tiles_of_blocks(problem: Problem, tiling: Tiling) -> list[int]:
     return [min(all_tiles, -(-(n + 1) * own // walked)) for n in blocks]
 
 
-def seconds(problem: Problem, backward: bool, turn: Turn, tiling: Tiling) -> float:
-    blocks = sorted(tiles_of_blocks(problem, tiling) * (problem.B * problem.H), reverse=True)
+def tasks_in_order(problem: Problem, tiling: Tiling, dims: HeadDims) -> list[int]:
+    """The tiles of all tasks, in the order in which blocks begin them (csrc/cuda/sm90/schedule.h and
+    backward_schedule.h)."""
+    of_head, heads = tiles_of_tasks(problem, tiling), problem.B * problem.H
+    if tiling.owns_keys:
+        return of_head * heads
+    group = max(1, L2_GROUP_BYTES // (2 * problem.S * (dims.qk + dims.v)))
+    order = []
+    for first in range(0, heads, group):
+        for tiles in reversed(of_head):
+            order += [tiles] * min(group, heads - first)
+    return order
+
+
+def deal_as_they_end(lengths: list[float]) -> list[float]:
+    """The time of each multiprocessor. The hardware gives the next block to the multiprocessor that is free first."""
     free = [0.0] * MULTIPROCESSORS
-    for tiles in blocks:
-        heapq.heappush(free, heapq.heappop(free) + BLOCK_CYCLES + (tiles + 1) * turn.cycles)
-    # Beside the main kernel the backward reads out and dout, writes, reads and rounds dQ's sums.
+    for length in lengths:
+        heapq.heapreplace(free, free[0] + length)
+    return free
+
+
+def slots_of_rounds(tiles: list[int], blocks: int) -> list[list[int]]:
+    """Persistent blocks: the slot of each block in each round, as csrc/cuda/sm90/task_rounds.cpp deals them."""
+    sums = [[0] * blocks for _ in range(ROUND_ROWS)]
+    for task, count in enumerate(tiles):
+        sums[task // blocks % ROUND_ROWS][task % blocks] += count + 1
+    rows: list[list[int]] = [[] for _ in sums]
+    loads = [0] * blocks
+    for row in sorted(range(ROUND_ROWS), key=lambda n: min(sums[n]) - max(sums[n])):
+        by_load = sorted(range(blocks), key=loads.__getitem__)
+        by_length = sorted(range(blocks), key=lambda slot: -sums[row][slot])
+        rows[row] = [slot for _, slot in sorted(zip(by_load, by_length, strict=True))]
+        for block, slot in enumerate(rows[row]):
+            loads[block] += sums[row][slot]
+    return rows
+
+
+def deal_in_rounds(tiles: list[int], lengths: list[float]) -> list[float]:
+    """The time of each persistent block."""
+    blocks = min(MULTIPROCESSORS, len(tiles))
+    rows, times = slots_of_rounds(tiles, blocks), [0.0] * blocks
+    for n, first in enumerate(range(0, len(tiles), blocks)):
+        for block, slot in enumerate(rows[n % ROUND_ROWS]):
+            if first + slot < len(tiles):
+                times[block] += lengths[first + slot]
+    return times
+
+
+def seconds(problem: Problem, backward: bool, turn: Turn, tiling: Tiling, dims: HeadDims) -> float:
+    tiles = tasks_in_order(problem, tiling, dims)
+    lengths = [BLOCK_CYCLES + (count + 1) * turn.cycles for count in tiles]
+    is_persistent = not backward and dims.qk <= 128
+    times = deal_in_rounds(tiles, lengths) if is_persistent else deal_as_they_end(lengths)
+    # The backward's other kernels read out and dout, and write, read and round dQ's sums.
     around = 14 * problem.B * problem.H * problem.S * problem.D / MEMORY_BYTES_PER_SECOND if backward else 0.0
-    return max(free) / CLOCK + around
+    return max(times) / CLOCK + around
 
 
 def prediction(problem: Problem, backward: bool, head_dim_v: int | None = None) -> dict | None:
@@ -209,7 +260,7 @@ def prediction(problem: Problem, backward: bool, head_dim_v: int | None = None) 
     if turn is None:
         return None
     flops = problem.flops(backward) * dims.mean / problem.D
-    return {"TFLOP/s": flops / seconds(problem, backward, turn, TILINGS[kernel]) / 1e12, "bound": turn.bound}
+    return {"TFLOP/s": flops / seconds(problem, backward, turn, TILINGS[kernel], dims) / 1e12, "bound": turn.bound}
 
 
 @functools.cache

@@ -99,17 +99,18 @@ def test_meeting_takes_as_long_as_the_last_one():
 @pytest.mark.parametrize("owns_keys", [False, True])
 def test_causal_blocks_make_half_of_the_turns(owns_keys):
     tiling = Tiling(2, 128, 64, owns_keys)
-    full, causal = (
-        sum(time_model.tiles_of_blocks(Problem(1, 1, 4096, 64, causal), tiling)) for causal in (False, True)
-    )
+    full, causal = (sum(time_model.tiles_of_tasks(Problem(1, 1, 4096, 64, causal), tiling)) for causal in (False, True))
     assert full == 32 * 64
     assert full / 2 < causal < full / 2 * 1.1
 
 
 def test_more_blocks_than_multiprocessors_take_another_wave():
     turn = Turn(1000.0, {"tensor": 900.0})
-    tiling = TILINGS["forward", HeadDims(128, 128)]
-    one, two = (time_model.seconds(Problem(1, heads, 128, 128, False), False, turn, tiling) for heads in (132, 133))
+    dims = HeadDims(128, 128)
+    tiling = TILINGS["forward", dims]
+    one, two = (
+        time_model.seconds(Problem(1, heads, 128, 128, False), False, turn, tiling, dims) for heads in (132, 133)
+    )
     assert two == pytest.approx(2 * one)
     assert turn.bound == "tensor 90%"
 

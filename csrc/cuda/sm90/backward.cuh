@@ -198,7 +198,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     // Of rows behind the end P is 0, because their lse counts as infinite.
     bool partial = !band.shows_all(first_row, kOwnRows, first_key, kWarpgroupRows);
     if constexpr (!Config::kPlain) partial |= !all_attend || first_row + kOwnRows > band.seqlen_q;
-    if (!Config::kPlain && p.softcap > 0) {
+    if (!Config::kPlain && has_softcap(p)) {
       capped_probabilities<In>(score, lse2, s, p16);
     } else {
       probabilities(score.scale2, lse2, s);

@@ -4,7 +4,7 @@
 #include <cuda.h>
 
 #include "../call_of_block.cuh"
-#include "backward_plan.h"
+#include "backward_schedule.h"
 #include "band.h"
 #include "softmax.cuh"
 

@@ -3,7 +3,7 @@
 
 #include "../call_of_block.cuh"
 #include "../lanes.cuh"
-#include "backward_plan.h"
+#include "backward_schedule.h"
 #include "pipeline.cuh"
 #include "recompute.cuh"
 #include "rows.cuh"

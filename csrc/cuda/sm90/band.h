@@ -2,8 +2,8 @@
 #pragma once
 
 #include "../../core/mask.h"
-#include "plan.h"
 #include "ptx.h"
+#include "schedule.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 

@@ -62,10 +62,10 @@ size_t partial_bytes(const AttentionParams& p, int splits) {
 
 }  // namespace
 
-ForwardPlan plan_few_rows(const Sizes& z, const FewRows& few_rows) {
+ForwardSchedule schedule_few_rows(const Sizes& z, const FewRows& few_rows) {
   Sizes tiles = z;  // a tile of heads in place of each head
   tiles.heads = z.heads_kv * few_rows.group_tiles;
-  return plan_forward(tiles, few_rows.tile_queries());
+  return schedule_forward(tiles, few_rows.tile_queries());
 }
 
 ForwardChoice choose_forward(const AttentionParams& p) {

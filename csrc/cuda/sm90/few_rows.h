@@ -5,7 +5,7 @@
 
 #include "../combine.h"
 #include "key_mask.h"
-#include "plan.h"
+#include "schedule.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
@@ -49,9 +49,9 @@ struct ForwardChoice {
 // From shape and band alone, so that results do not depend on the machine; and from the splits that the caller asks for.
 ForwardChoice choose_forward(const AttentionParams& p);
 
-ForwardPlan plan_few_rows(const Sizes& z, const FewRows& few_rows);
+ForwardSchedule schedule_few_rows(const Sizes& z, const FewRows& few_rows);
 
-// What the splits leave, and the mask's bits.
+// The results of splits, and the mask's bits.
 struct ForwardWorkspace {
   Partials<float> partials;
   KeyMask key_mask;

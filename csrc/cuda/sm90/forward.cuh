@@ -19,15 +19,15 @@
 #include "few_rows.cuh"
 #include "forward_range.cuh"
 #include "key_mask.cuh"
+#include "ping_pong.cuh"
 #include "pipeline.cuh"
-#include "plan.h"
 #include "ptx.h"
+#include "schedule.h"
 #include "sm90.h"
 #include "softmax.cuh"
 #include "store_out.cuh"
 #include "switches.h"
 #include "tensor_map.h"
-#include "turns.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
 
@@ -50,8 +50,7 @@ struct Forward {
   static constexpr HeadDims kDims{kHeadDim, kHeadDimV};
   static constexpr int kRows = kFewRows ? kFewRowsTile : forward_rows(kDims), kKeys = forward_keys(kDims);
   static constexpr int kConsumers = kRows / kWarpgroupRows;
-  // Beyond a head dimension of 128 the loop of a persistent block has too few registers.
-  static constexpr bool kPersistent = kPlain && kHeadDim <= 128 && FLASH_ATTN_EXT_SM90_PERSISTENT;
+  static constexpr bool kPersistent = kPlain && is_persistent(kDims);
   static constexpr bool kStoresByTma = kPlain && FLASH_ATTN_EXT_SM90_TMA_STORE;
   static constexpr bool kTakesTurns = kPlain && kHeadDim <= 128 && FLASH_ATTN_EXT_SM90_PING_PONG;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
@@ -65,18 +64,18 @@ struct Forward {
   using KTile = Panels<In, kKeys, whole_panels(kHeadDim)>;
   using VTile = Panels<In, kKeys, whole_panels(kHeadDimV)>;
 
-  struct Beside {
+  struct SharedExtra {
     OutBarriers<kConsumers> out;
-    ProductTurns<kConsumers> turns;
+    PingPong<kConsumers> ping_pong;
   };
   // Out on its way to TMA while the next task's Q comes. Other blocks have it where their Q was.
   struct OutTile {
     QTile out;
   };
-  struct Shared : std::conditional_t<kPersistent && kStoresByTma, OutTile, Nothing> {
+  struct Shared : std::conditional_t<kPersistent && kStoresByTma, OutTile, NoExtra> {
     Pipeline<KTile> k;
     Pipeline<VTile> v;
-    Pipeline<QTile, 1, Beside> q;
+    Pipeline<QTile, 1, SharedExtra> q;
   };
   static_assert(sizeof(Shared) <= kMaxHopperSharedBytes);
 };
@@ -173,7 +172,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     const int key = range.first_key + n * kKeys;
     bool shows_all = band.shows_all(first_query, queries, key, kKeys);
     if constexpr (!Config::kPlain) {
-      if (p.softcap > 0) cap(score, s);
+      if (has_softcap(p)) cap(score, s);
       shows_all &= __ballot_sync(kAllLanes, attends != ~0u) == 0;
     }
     if (!shows_all) hide_invisible(band, query, key, s, attends);
@@ -196,14 +195,14 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
   for (int n = 1; n < range.tiles; ++n) {
     const uint32_t attends = attending(n);
     const uint64_t k = step_descriptor(first_k, shared.k.wait(first + n));
-    if constexpr (Config::kTakesTurns) shared.q.beside.turns.wait(warpgroup, first_turn + n);
+    if constexpr (Config::kTakesTurns) shared.q.extra.ping_pong.wait(warpgroup, first_turn + n);
     ptx::wgmma_fence();  // s has been read, weights and o are written
     start_scores<In, Config>(q, k, s);
     if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);  // while the tensor cores work on s
     const uint64_t v = step_descriptor(first_v, shared.v.wait(first + n - 1));
     ptx::wgmma_fence();  // ptxas wants one before each batch, and would put it in
     start_output<In, Config>(weights, v, o);
-    if constexpr (Config::kTakesTurns) shared.q.beside.turns.pass(warpgroup);
+    if constexpr (Config::kTakesTurns) shared.q.extra.ping_pong.pass(warpgroup);
     ptx::wgmma_wait<1>(s);        // s is complete, K has been read
     shared.k.release(first + n);  // K may be overwritten
     softmax(n, attends);          // the exponentials, while the tensor cores work on o
@@ -235,7 +234,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
   } else {
     const int row = range.first_row + warp_row;
     const uint32_t nan_rows = finish_rows(call, range.b, range.h, row, score.scale, statistics, o);
-    shared.q.beside.out.remember_nan(nan_rows);
+    shared.q.extra.out.remember_nan(nan_rows);
     if constexpr (Config::kStoresByTma)
       hand_over_out<In, Config>(begun.tasks, warpgroup, warp_row, o, shared);
     else
@@ -270,8 +269,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.q.init(consumers * 4);
     shared.k.init(consumers * 4);
     shared.v.init(consumers * 4);
-    shared.q.beside.out.init(consumers * kWarpgroup);
-    shared.q.beside.turns.init();
+    shared.q.extra.out.init(consumers * kWarpgroup);
+    shared.q.extra.ping_pong.init();
     ptx::barrier_init_fence();  // TMA sees the barriers
   }
   __syncthreads();  // all threads see the barriers
@@ -295,9 +294,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if constexpr (!Config::kFewRows) {
       // After all tasks: branches between them would keep the loop's descriptors out of the uniform registers.
       __syncwarp();  // each lane sees what the others have stored
-      if (!shared.q.beside.out.had_nan()) return;
+      if (!shared.q.extra.out.had_nan()) return;
       if constexpr (Config::kStoresByTma)
-        ptx::barrier_wait(shared.q.beside.out.stored, 0);  // out is in global memory
+        ptx::barrier_wait(shared.q.extra.out.stored, 0);  // out is in global memory
       for_each_task<Config>(
           a, [&](const BlockRange& range, const Begun&) { repair_task<In, Config>(a, range); });
     }
@@ -319,13 +318,18 @@ cudaError_t launch_tiles(const AttentionParams& p, const FewRows& few, void* wor
                      {},
                      {},
                      p,
-                     Config::kFewRows ? plan_few_rows(z, few) : plan_forward(z, Config::kRows),
+                     Config::kFewRows ? schedule_few_rows(z, few) : schedule_forward(z, Config::kRows),
+                     {},
                      ScoreScale(p),
                      memory.key_mask,
                      few,
                      memory.partials};
-  const int64_t blocks = Config::kPersistent ? std::min(a.plan.blocks, multiprocessors()) : a.plan.blocks;
+  const int64_t blocks =
+      Config::kPersistent ? std::min({a.schedule.tasks, multiprocessors(), int64_t{TaskRounds::kMaxBlocks}})
+                          : a.schedule.tasks;
+  if (Config::kPersistent) a.rounds = deal_tasks(p, Config::kRows, Config::kKeys, static_cast<int>(blocks));
   const LaunchShape shape{blocks, 1, few.splits, Config::kThreads, sizeof(typename Config::Shared)};
+  static_assert(sizeof(ForwardArguments) <= 4096);
   const TensorMaps maps(p);
   const auto map_queries = [&] {
     return Config::kFewRows ? maps.of_groups(a.q, p.q, z.head_dim, few.tile_queries(), few.tile_heads())

@@ -7,15 +7,17 @@
 #include "band.h"
 #include "few_rows.cuh"
 #include "key_mask.h"
-#include "plan.h"
+#include "schedule.h"
 #include "softmax.cuh"
+#include "task_rounds.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
 struct ForwardArguments {
   CUtensorMap q, k, v, out;  // out: if it is stored by TMA
   AttentionParams p;
-  ForwardPlan plan;
+  ForwardSchedule schedule;
+  TaskRounds rounds;  // of persistent blocks
   ScoreScale score;
   KeyMask key_mask;
   FewRows few_rows;
@@ -33,7 +35,7 @@ struct BlockRange {
 
 template <class Config>
 __device__ BlockRange block_range(const ForwardArguments& a, int number) {
-  const Task task = task_of(a.plan, number);
+  const Task task = task_of(a.schedule, number);
   const AttentionParams& p = call_of_block<Config>(a.p, task.b);
   const Sizes& z = p.sizes;
   BlockRange range;
@@ -85,18 +87,18 @@ struct Begun {
   }
 };
 
-// Calls work(range, begun) for each task of the block. A persistent one has a task of each round; every other round goes
-// from the last block to the first, so that no block has the longest task of all of them.
+// Calls work(range, begun) for each task of the block. A persistent block has a task of each round. ptxas must see that all
+// threads of a warp have the same task, or it keeps no descriptor in uniform registers. It sees that of values that follow
+// from blockIdx, kernel arguments and loop counters, but not of values from memory or from the round before.
 template <class Config, class Work>
 __device__ void for_each_task(const ForwardArguments& a, const Work& work) {
   Begun begun;
   if constexpr (Config::kPersistent) {
-    const int blocks = gridDim.x, block = blockIdx.x, tasks = static_cast<int>(a.plan.blocks);
-    bool mirrored = false;
+    const int blocks = gridDim.x, block = blockIdx.x, tasks = static_cast<int>(a.schedule.tasks);
 #pragma unroll 1
-    for (int first = 0; first < tasks; first += blocks, mirrored = !mirrored) {
-      const int task = first + (mirrored ? blocks - 1 - block : block);
-      if (task >= tasks) return;  // it was the last round
+    for (int round = 0, first = 0; first < tasks; ++round, first += blocks) {
+      const int task = first + a.rounds.slot(round, block);
+      if (task >= tasks) return;  // the last round has fewer tasks than there are blocks
       const BlockRange range = block_range<Config>(a, task);
       work(range, begun);
       begun.add(range);

@@ -10,16 +10,16 @@ namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kWarpgroup = 128, kWarpgroupRows = 64;
 
-struct Nothing {};
+struct NoExtra {};
 
 // Tiles on their way from the producer to the consumers: of two stages, tile n is in stage n % 2, for the
 // (n / 2)-th time.
-template <class Tile, int kStages = 2, class Beside = Nothing>
+template <class Tile, int kStages = 2, class SharedExtra = NoExtra>
 struct Pipeline {
   Tile tiles[kStages];
   ptx::Barrier full[kStages];   // the tile has landed
   ptx::Barrier empty[kStages];  // all consumer warps have read it
-  Beside beside;                // what else a block shares: the tiles' alignment leaves room here
+  SharedExtra extra;            // what else the block shares: the alignment of the tiles leaves room here
 
   __device__ static uint32_t stage(uint32_t n) { return n % kStages; }
   __device__ static uint32_t parity(uint32_t n) { return n / kStages % 2; }

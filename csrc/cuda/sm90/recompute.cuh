@@ -5,7 +5,7 @@
 #include "../../core/mask.h"
 #include "../lanes.cuh"
 #include "../scores.cuh"
-#include "backward_plan.h"
+#include "backward_schedule.h"
 #include "nan_rows.cuh"
 #include "ptx.h"
 #include "softmax.cuh"

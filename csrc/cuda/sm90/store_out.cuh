@@ -46,7 +46,7 @@ __device__ auto& out_tile(typename Config::Shared& shared) {
 template <class In, class Config, int kElements>
 __device__ void hand_over_out(uint32_t task, int warpgroup, int row, const float (&o)[kElements],
                               typename Config::Shared& shared) {
-  auto& [full, empty, stored, holds_nan] = shared.q.beside.out;
+  auto& [full, empty, stored, holds_nan] = shared.q.extra.out;
   uint32_t rounded[kElements / 8][4];
   round_weights<In>(o, rounded);
   if constexpr (Config::kPersistent)
@@ -62,7 +62,7 @@ __device__ void hand_over_out(uint32_t task, int warpgroup, int row, const float
 template <class Config>
 __device__ void store_out(const CUtensorMap& out, const AttentionParams& p, const BlockRange& range,
                           uint32_t task, typename Config::Shared& shared) {
-  auto& [full, empty, stored, holds_nan] = shared.q.beside.out;
+  auto& [full, empty, stored, holds_nan] = shared.q.extra.out;
   ptx::barrier_wait(full, task % 2);  // the consumers have written all of it
   for (int n = 0; n * kPanelColumns < p.sizes.head_dim_v; ++n)
     ptx::store_box(&out, {n * kPanelColumns, range.first_row, range.h, range.b},
@@ -75,7 +75,7 @@ __device__ void store_out(const CUtensorMap& out, const AttentionParams& p, cons
 // After all tasks.
 template <class Config>
 __device__ void tell_that_out_is_stored(typename Config::Shared& shared) {
-  auto& [full, empty, stored, holds_nan] = shared.q.beside.out;
+  auto& [full, empty, stored, holds_nan] = shared.q.extra.out;
   uint32_t any = 0;
   for (const uint32_t of_warp : holds_nan) any |= of_warp;
   if (any == 0) return;         // nobody asks

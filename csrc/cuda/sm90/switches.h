@@ -14,7 +14,7 @@
 #define FLASH_ATTN_EXT_SM90_PERSISTENT 1
 #endif
 
-// Up to a head dimension of 128 the consumer warpgroups of plain calls start their products in turns (turns.cuh).
+// Up to a head dimension of 128 the consumer warpgroups of plain calls start their products in turns (ping_pong.cuh).
 #if !defined(FLASH_ATTN_EXT_SM90_PING_PONG)
 #define FLASH_ATTN_EXT_SM90_PING_PONG 1
 #endif

@@ -1,4 +1,4 @@
-#include "backward_plan.h"
+#include "backward_schedule.h"
 #include "few_rows.h"
 #include "sm90.h"
 

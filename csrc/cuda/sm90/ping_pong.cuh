@@ -10,7 +10,7 @@ namespace flash_attn_ext::cuda::sm90 {
 // FlashAttention-3 has named barriers for this. In the loop of a persistent block they would keep descriptors out of the
 // uniform registers.
 template <int kConsumers>
-struct ProductTurns {
+struct PingPong {
   // Of each warpgroup: a phase ends when it has started its products.
   ptx::Barrier started[kConsumers];
 

@@ -1,9 +1,10 @@
-// How the forward is cut into blocks, and in which order they run.
+// How the forward is cut into tasks, and in which order blocks compute them.
 #pragma once
 
 #include "../../core/params.h"
 #include "../../core/splits.h"
 #include "../divider.h"
+#include "switches.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
@@ -41,8 +42,12 @@ inline HeadDims forward_head_dims(const Sizes& z, Form form) {
 constexpr int forward_keys(HeadDims dims) { return dims.v == 256 ? 80 : dims.v == 192 ? 112 : 128; }
 constexpr int forward_rows(HeadDims dims) { return dims.qk == 64 ? 192 : 128; }
 
-struct ForwardPlan {
-  int64_t blocks;           // all of them
+// Whether the plain kernel of these head dimensions has persistent blocks. Beyond a head dimension of 128 their loop has too
+// few registers.
+constexpr bool is_persistent(HeadDims dims) { return FLASH_ATTN_EXT_SM90_PERSISTENT && dims.qk <= 128; }
+
+struct ForwardSchedule {
+  int64_t tasks;            // a task is one block of rows of one head
   int row_blocks;           // of a head
   int heads_per_group;      // heads, counted through all batches, whose keys and values lie in L2 together
   int full_groups;          // the last group may have fewer heads
@@ -55,34 +60,35 @@ struct Task {
   int b, h, h_kv, row_block;
 };
 
-inline ForwardPlan plan_forward(const Sizes& z, int64_t block_rows) {
+inline ForwardSchedule schedule_forward(const Sizes& z, int64_t block_rows) {
   constexpr int64_t kL2Bytes = int64_t{24} << 20;  // about half of Hopper's, which has two halves
   const int64_t bytes_of_head = 2 * z.seqlen_k * (z.head_dim + z.head_dim_v), heads = z.batch * z.heads;
   const int64_t kv_heads = kL2Bytes / bytes_of_head > 1 ? kL2Bytes / bytes_of_head : 1;
   const int64_t group = kv_heads * (z.heads / z.heads_kv), in_group = group < heads ? group : heads;
   const int64_t row_blocks = ceil_div(z.seqlen_q, block_rows), left = heads % in_group;
-  ForwardPlan plan;
-  plan.blocks = heads * row_blocks;
-  plan.row_blocks = static_cast<int>(row_blocks);
-  plan.heads_per_group = static_cast<int>(in_group);
-  plan.full_groups = static_cast<int>(heads / in_group);
-  plan.by_group_blocks = Divider(in_group * row_blocks);
-  plan.by_heads[0] = Divider(in_group);
-  plan.by_heads[1] = Divider(left > 0 ? left : in_group);
-  plan.by_heads_of_batch = Divider(z.heads);
-  plan.by_heads_of_kv_head = Divider(z.heads / z.heads_kv);
-  return plan;
+  ForwardSchedule schedule;
+  schedule.tasks = heads * row_blocks;
+  schedule.row_blocks = static_cast<int>(row_blocks);
+  schedule.heads_per_group = static_cast<int>(in_group);
+  schedule.full_groups = static_cast<int>(heads / in_group);
+  schedule.by_group_blocks = Divider(in_group * row_blocks);
+  schedule.by_heads[0] = Divider(in_group);
+  schedule.by_heads[1] = Divider(left > 0 ? left : in_group);
+  schedule.by_heads_of_batch = Divider(z.heads);
+  schedule.by_heads_of_kv_head = Divider(z.heads / z.heads_kv);
+  return schedule;
 }
 
-// Group after group; in a group the last rows of all heads first, because causal makes them the longest.
-FA_HOST_DEVICE inline Task task_of(const ForwardPlan& plan, int block) {
-  const int group = plan.by_group_blocks.quotient(block);
-  const int rest = plan.by_group_blocks.remainder(block);
-  const Divider& by_heads = plan.by_heads[group >= plan.full_groups];
-  const int head = group * plan.heads_per_group + by_heads.remainder(rest);
-  const int h = plan.by_heads_of_batch.remainder(head);
-  return {plan.by_heads_of_batch.quotient(head), h, plan.by_heads_of_kv_head.quotient(h),
-          plan.row_blocks - 1 - by_heads.quotient(rest)};
+// The order of tasks: group after group. In a group the last rows of all heads come first, because causal makes them the
+// longest.
+FA_HOST_DEVICE inline Task task_of(const ForwardSchedule& schedule, int block) {
+  const int group = schedule.by_group_blocks.quotient(block);
+  const int rest = schedule.by_group_blocks.remainder(block);
+  const Divider& by_heads = schedule.by_heads[group >= schedule.full_groups];
+  const int head = group * schedule.heads_per_group + by_heads.remainder(rest);
+  const int h = schedule.by_heads_of_batch.remainder(head);
+  return {schedule.by_heads_of_batch.quotient(head), h, schedule.by_heads_of_kv_head.quotient(h),
+          schedule.row_blocks - 1 - by_heads.quotient(rest)};
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -6,7 +6,7 @@
 #include "../../core/splits.h"
 #include "../divider.h"
 #include "key_mask.h"
-#include "plan.h"
+#include "schedule.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
