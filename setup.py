@@ -42,7 +42,15 @@ TORCH_OVERRIDES = ["arguments", "flash_attention", "flash_for_cpu", "native_mha"
 CPU = ["isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_amx"]
 CPU += ["amx_permission", "select", "task_list", "why_not"]
 CPU += ["isa_neon", "isa_neon_bf16"]
-CUDA = ["select.cu", "combine.cu", "dropout_mask.cu", "simt/workspace.cpp", "sm80/why_not.cpp", "sm80/decode_splits.cpp"]
+CUDA = [
+    "select.cu",
+    "combine.cu",
+    "dropout_mask.cu",
+    "simt/workspace.cpp",
+    "simt/why_not.cpp",
+    "sm80/why_not.cpp",
+    "sm80/decode_splits.cpp",
+]
 CUDA += [
     f"sm80/{way}_{dtype}.cu" for way in ("forward", "decode", "backward", "jvp") for dtype in ("bfloat16", "float16")
 ]

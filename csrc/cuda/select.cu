@@ -99,20 +99,12 @@ Launch<Params>* of_half(DType dtype, Launch<Params>* bfloat16, Launch<Params>* f
   return dtype == DType::kFloat16 ? float16 : bfloat16;
 }
 
-template <class Params>
-Selection<Params> refuse(const char* reason) {
-  Selection<Params> selection;
-  selection.reason = reason;
-  return selection;
-}
-
 }  // namespace
 
 // A tier is one line in each of these, the fastest first. simt takes every dtype, head dimension and option of the
 // contract.
 
 Selection<AttentionParams> select_forward(const AttentionParams& p) {
-  if (p.decode.has_unified_max) return refuse<AttentionParams>("unified_max is for the CPU only so far");
   Choice<AttentionParams> choice(p);
   choice.offer("sm90", sm90::why_not_forward(p),
                of_half(p.dtype, sm90::forward_bfloat16, sm90::forward_float16), sm90::forward_workspace);
@@ -120,7 +112,7 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
                sm80::is_decode(p) ? of_half(p.dtype, sm80::decode_bfloat16, sm80::decode_float16)
                                   : of_half(p.dtype, sm80::forward_bfloat16, sm80::forward_float16),
                sm80::forward_workspace);
-  choice.offer("simt", nullptr,
+  choice.offer("simt", simt::why_not_forward(p),
                of_dtype(p.dtype, simt::forward_float32, simt::forward_float64, simt::forward_bfloat16,
                         simt::forward_float16),
                simt::forward_workspace);

@@ -37,8 +37,10 @@ inline ForwardSchedule schedule_forward(const AttentionParams& p) {
   ForwardSchedule schedule;
   schedule.decode = z.seqlen_q <= kSide;
   schedule.heads_per_tile = schedule.decode && z.heads_kv > 0 ? z.heads / z.heads_kv : 1;
-  schedule.row_blocks = ceil_div(z.seqlen_q * schedule.heads_per_tile, kSide * (schedule.decode ? kDecodeRows : kRows));
-  schedule.tasks = schedule.heads_per_tile == 0 ? 0 : z.batch * (z.heads / schedule.heads_per_tile) * schedule.row_blocks;
+  schedule.row_blocks =
+      ceil_div(z.seqlen_q * schedule.heads_per_tile, kSide * (schedule.decode ? kDecodeRows : kRows));
+  schedule.tasks =
+      schedule.heads_per_tile == 0 ? 0 : z.batch * (z.heads / schedule.heads_per_tile) * schedule.row_blocks;
   schedule.slices = ceil_div(z.head_dim_v, slice_of(z.head_dim_v));
 
   const int64_t tiles = ceil_div(z.seqlen_k, kBlockK), blocks = schedule.tasks * schedule.slices;
@@ -85,7 +87,8 @@ FA_HOST_DEVICE inline MaskSchedule schedule_mask(const BackwardParams& p, int64_
   schedule.by_row = p.varlen && p.varlen.mask_by_row;
   schedule.row_blocks = ceil_div(schedule.by_row ? z.seqlen_q : g.rows, block_q);
   schedule.col_blocks = ceil_div(g.cols, kBlockK);
-  schedule.tasks = (schedule.by_row ? z.batch : g.batch) * g.heads * schedule.row_blocks * schedule.col_blocks;
+  schedule.tasks =
+      (schedule.by_row ? z.batch : g.batch) * g.heads * schedule.row_blocks * schedule.col_blocks;
   schedule.batches = g.batch == 1 && !schedule.by_row ? z.batch : 1;
   schedule.heads = g.heads == 1 ? z.heads : 1;
   schedule.query_blocks = g.rows == 1 && !schedule.by_row ? ceil_div(z.seqlen_q, block_q) : 1;
@@ -93,7 +96,8 @@ FA_HOST_DEVICE inline MaskSchedule schedule_mask(const BackwardParams& p, int64_
 
   const int64_t tiles = schedule.batches * schedule.heads * schedule.query_blocks * schedule.key_blocks;
   const int64_t wanted = schedule.tasks > 0 ? ceil_div(kWantedBlocks, schedule.tasks) : 1;
-  const int64_t most = schedule.by_row ? 1 : tiles / kLeastTilesPerPart, parts = wanted < most ? wanted : most;
+  const int64_t most = schedule.by_row ? 1 : tiles / kLeastTilesPerPart,
+                parts = wanted < most ? wanted : most;
   schedule.tiles_per_part = ceil_div(tiles, parts < 1 ? 1 : parts);
   schedule.parts = tiles == 0 ? 1 : ceil_div(tiles, schedule.tiles_per_part);
   return schedule;
@@ -123,15 +127,9 @@ template <class T>
 struct DoubleBackwardWorkspace : BackwardWorkspace<T> {
   T *gamma, *sink_terms;  // with the rows of lse, as RowTerms
 
-<<<<<<< HEAD:csrc/cuda/simt/plan.h
-  static DoubleBackwardWorkspace plan(Arena& arena, const DoubleBackwardParams& p) {
-    const int64_t rows = p.lse_size();
-    return {BackwardWorkspace<T>::plan(arena, p, kDoubleBlockQ), arena.take<T>(rows),
-=======
   static DoubleBackwardWorkspace lay_out(Arena& arena, const DoubleBackwardParams& p) {
-    const int64_t rows = p.statistics_rows();
+    const int64_t rows = p.lse_size();
     return {BackwardWorkspace<T>::lay_out(arena, p, kDoubleBlockQ), arena.take<T>(rows),
->>>>>>> e5de894 (Compute no fp64 in sm80's main loops, and repair only hidden NaNs):csrc/cuda/simt/schedule.h
             arena.take<T>(p.dsink ? rows : 0)};
   }
 };

@@ -272,7 +272,8 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
   // What this block owns. Row blocks that read the same keys are neighbours, so that they run at the same
   // time.
-  const auto row_blocks = static_cast<int>(schedule.row_blocks), heads_kv = static_cast<int>(call.sizes.heads_kv);
+  const auto row_blocks = static_cast<int>(schedule.row_blocks),
+             heads_kv = static_cast<int>(call.sizes.heads_kv);
   const auto group = static_cast<int>(schedule.group), task = static_cast<int>(blockIdx.x);
   const int b = task / row_blocks / heads_kv, h_kv = task / row_blocks % heads_kv;
   const int first_row = task % row_blocks * C::kRows;

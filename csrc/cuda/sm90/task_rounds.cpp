@@ -38,6 +38,12 @@ std::array<Lengths, TaskRounds::kRows> add_lengths(const AttentionParams& p, int
 
 // Deals row after row, those with the largest differences first: the longest task to the block with the least to do.
 TaskRounds deal(const AttentionParams& p, int rows, int keys, int blocks) {
+  TaskRounds rounds;
+  if (band_covers(p.band, 0, p.sizes.seqlen_q, 0, p.sizes.seqlen_k)) {  // all tasks have one length
+    for (int row = 0; row < TaskRounds::kRows; ++row)
+      for (int block = 0; block < blocks; ++block) rounds.set_slot(row, block, block);
+    return rounds;
+  }
   const auto sums = add_lengths(p, rows, keys, blocks);
   const auto difference = [&](int row) {
     const auto [least, most] = std::minmax_element(sums[row].begin(), sums[row].begin() + blocks);
@@ -47,7 +53,6 @@ TaskRounds deal(const AttentionParams& p, int rows, int keys, int blocks) {
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return difference(a) > difference(b); });
 
-  TaskRounds rounds;
   Lengths loads = {};
   std::vector<int> by_load(blocks), by_length(blocks);
   for (const int row : order) {

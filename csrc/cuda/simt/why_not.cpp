@@ -1,0 +1,33 @@
+#include "simt.h"
+
+namespace flash_attn_ext::cuda::simt {
+namespace {
+
+// Names every field of a call, so that a new one does not compile before it is named here. Whoever adds it decides whether
+// the kernels of this tier read it; if not, a function why_not must refuse it.
+[[maybe_unused]] void name_every_field(const AttentionParams& p, const Tangents& t) {
+  [[maybe_unused]] const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink,
+                                dropout, decode, varlen] = p;
+  [[maybe_unused]] const auto& [diagonal, left, right] = p.band;
+  [[maybe_unused]] const auto& [mask_data, mask_dtype, mask_b, mask_h, mask_q, mask_k, key_data, key_dtype,
+                                key_b, key_k] = p.mask;
+  [[maybe_unused]] const auto& [slopes, slopes_b, slopes_h] = p.alibi;
+  [[maybe_unused]] const auto& [sink_data, sink_b, sink_h] = p.sink;
+  [[maybe_unused]] const auto& [rng_state, place, threshold, keep_scale] = p.dropout;
+  [[maybe_unused]] const auto& [num_splits, has_unified_max, unified_max] = p.decode;
+  [[maybe_unused]] const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k,
+                                lower_right, mask_by_row, first_q, first_k, caches] = p.varlen;
+  [[maybe_unused]] const auto& [batch_idx, leftpad, cache_count, cache_dtype, k_scale, v_scale, pages, cache,
+                                tree_mask, first_masked] = p.varlen.cache;
+  [[maybe_unused]] const auto& [page_table, page_count, page_size, num_pages, sequence] =
+      p.varlen.cache.pages;
+  [[maybe_unused]] const auto& [t_q, t_k, t_v, t_mask, t_alibi, t_sink] = t;
+}
+
+}  // namespace
+
+const char* why_not_forward(const AttentionParams& p) {
+  return p.decode.has_unified_max ? "simt: unified_max is for the CPU only so far" : nullptr;
+}
+
+}  // namespace flash_attn_ext::cuda::simt

@@ -1,0 +1,41 @@
+"""A new field of a call's structs does not compile in any tier before the tier's author has named it."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from paths import ROOT
+
+# The struct, and one of its fields, before which the test puts a new one.
+FIELDS = {
+    "AttentionParams": "double softcap",
+    "Band": "int64_t left",
+    "MaskParams": "int64_t stride_b",
+    "AlibiParams": "int64_t stride_b",
+    "SinkParams": "int64_t stride_b",
+    "DropoutParams": "uint64_t threshold",
+    "DecodeParams": "double unified_max",
+    "VarlenParams": "bool lower_right",
+    "CacheParams": "int64_t caches",
+    "PageTable": "int64_t count",
+    "Tangents": "MaskParams mask",
+}
+
+
+@pytest.mark.parametrize("tier", ["simt", "sm80", "sm90"])
+def test_a_new_field_must_be_named(tmp_path, tier):
+    for folder in ("core", "cuda"):
+        shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)
+    params = tmp_path / "core" / "params.h"
+    text = params.read_text()
+    for struct, field in FIELDS.items():
+        begin = text.index(f"struct {struct} ")
+        at = text.index(f"  {field}", begin)
+        assert at < text.index("\n};", begin), struct
+        text = text[:at] + "  int64_t new_field = 0;\n" + text[at:]
+    params.write_text(text)
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-DFLASH_ATTN_EXT_CUDA_ON_HOST", f"-I{tmp_path}"]
+    command += [f"-I{ROOT / 'tests' / 'cuda_host' / 'include'}", tmp_path / "cuda" / tier / "why_not.cpp"]
+    said = subprocess.run(command, capture_output=True, text=True).stderr
+    assert set(re.findall(r"flash_attn_ext::(\w+)\W decomposes into", said)) == set(FIELDS), said
