@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     // first_batch, mh, mi and mj are 0 where the mask is broadcast.
     const int64_t row = n / schedule.key_blocks, shared_head = row / schedule.query_blocks;
     const int64_t b = first_batch + shared_head / schedule.heads, h = mh + shared_head % schedule.heads;
-    const int64_t i0 = mi + row % schedule.query_blocks * kTileRows, j0 = mj + n % schedule.key_blocks * kBlockK;
+    const int64_t i0 = mi + row % schedule.query_blocks * kTileRows,
+                  j0 = mj + n % schedule.key_blocks * kBlockK;
     const typename Pass::Params p = of_sequence(call, b);
     const Sizes& z = p.sizes;
     if (i0 >= z.seqlen_q) continue;  // of a sequence that is shorter than the longest

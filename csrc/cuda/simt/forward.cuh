@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if constexpr (kCache) count_columns_by_key(p.varlen.cache, p.mask);
   const int64_t first_masked = kCache && p.varlen.cache.tree_mask ? p.varlen.cache.first_masked : 0;
   const Sizes& z = p.sizes;
-  QueryTile<kPacked> tile{head / heads, head % heads * schedule.heads_per_tile, block * kTileRows, 0, z.seqlen_q};
+  QueryTile<kPacked> tile{head / heads, head % heads * schedule.heads_per_tile, block * kTileRows, 0,
+                          z.seqlen_q};
   const int64_t rows_left = schedule.heads_per_tile * z.seqlen_q - tile.first_row;
   if (rows_left <= 0) return;  // of a sequence that is shorter than the longest
   tile.count = rows_left < kTileRows ? rows_left : kTileRows;
@@ -209,8 +210,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <class In, int R, int kSlice, bool kCache, class T = Accumulator<In>>
-cudaError_t launch_attend(const AttentionParams& p, const ForwardSchedule& schedule, const Partials<T>& partials,
-                          cudaStream_t stream) {
+cudaError_t launch_attend(const AttentionParams& p, const ForwardSchedule& schedule,
+                          const Partials<T>& partials, cudaStream_t stream) {
   constexpr size_t kShared = sizeof(ForwardMemory<In, kSide * R, kCache>);
   static_assert(kShared <= kMaxSharedBytes);
   const LaunchShape shape{schedule.tasks, schedule.slices, schedule.splits, kThreads, kShared};

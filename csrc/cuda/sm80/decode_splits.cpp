@@ -33,7 +33,8 @@ DecodeSchedule schedule_decode(const AttentionParams& p) {
 
   schedule.keys = p.varlen ? Range{0, z.seqlen_k} : visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
   schedule.keys.begin = schedule.keys.begin / kWarpKeys * kWarpKeys;
-  const int64_t tiles = std::max<int64_t>(ceil_div(schedule.keys.end - schedule.keys.begin, kDecodeBlockKeys), 0);
+  const int64_t tiles =
+      std::max<int64_t>(ceil_div(schedule.keys.end - schedule.keys.begin, kDecodeBlockKeys), 0);
   const KeySplits cut = split_keys(p, tiles, schedule.tasks > 0 ? splits_by_shape(tiles, schedule.tasks) : 1);
   schedule.splits = cut.splits;
   schedule.keys_per_split = cut.tiles_per_split * kDecodeBlockKeys;
