@@ -1,59 +1,94 @@
-"""What torch.utils.flop_counter.FlopCounterMode counts for the operators: as torch counts its own attention.
+"""The formulas by which torch.utils.flop_counter.FlopCounterMode counts the operators, as it counts torch's attention.
 
-All pairs of queries and keys count, also those that a mask, a window or the diagonal hides; the backward is five
-products, whichever gradients are asked for.
+Every pair of a query and a key of the same sequence counts, also if a mask, a window or the diagonal hides it. The
+backward is five products, whichever gradients are asked for. Packed sequences and caches count with their own lengths,
+as torch counts nested tensors: on CUDA this waits for the GPU. Where lengths have no numbers (fake and meta tensors),
+an upper bound counts: each query has as many keys as the longest sequence.
 """
 
-import torch
+from collections.abc import Callable
+from itertools import pairwise
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _ops
 
-
-def _shapes(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[int, int, int]:
-    """B * H * S_q * S_k, D and D_v of a call; D_v 0 without a value."""
-    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
-    (B, H, S_q, D), S_k, D_v = given["query"], given["key"][2], given.get("value", [0])[-1]
-    return B * H * S_q * S_k, D, D_v
-
-
-@register_flop_formula(_ops.attention.overloadpacket)
-def attention_flops(*args, out_shape=None, **kwargs) -> int:
-    """Q K^T and P V, a product and a sum each."""
-    pairs, D, D_v = _shapes(_ops.attention, args, kwargs)
-    return 2 * pairs * (D + D_v)
+# FLOPs of one pair of a query and a key: (per column of query and key, per column of value). A product and a sum each.
+_PER_PAIR = {
+    "attention": (2, 2),  # Q K^T and P V
+    "attention_backward": (6, 4),  # Q K^T again, dO V^T, P^T dO, dS K and dS^T Q
+    "attention_jvp": (6, 6),  # the forward's two, tQ K^T, Q tK^T, (P e) V and P tV, whichever tangents there are
+    "attention_double_backward": (14, 6),  # ten products: docs/derivative_formulas.md
+    "attention_weights": (2, 0),  # Q K^T
+    "attention_weights_backward": (6, 0),  # Q K^T again, dS K and dS^T Q
+}
 
 
-@register_flop_formula(_ops.attention_backward.overloadpacket)
-def attention_backward_flops(*args, out_shape=None, **kwargs) -> int:
-    """Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
-    pairs, D, D_v = _shapes(_ops.attention_backward, args, kwargs)
-    return 2 * pairs * (3 * D + 2 * D_v)
+def _dense_pairs(given: dict) -> int:
+    """B * H * S_q * S_k"""
+    return given["query"].shape[:3].numel() * given["key"].shape[2]
 
 
-@register_flop_formula(_ops.attention_jvp.overloadpacket)
-def attention_jvp_flops(*args, out_shape=None, **kwargs) -> int:
-    """The forward's two, tQ K^T, Q tK^T, (P e) V and P tV, whichever tangents there are."""
-    pairs, D, D_v = _shapes(_ops.attention_jvp, args, kwargs)
-    return 2 * pairs * (3 * D + 3 * D_v)
+def _packed_pairs(given: dict) -> int:
+    """H times the sum of seqlen_q * seqlen_k over the sequences."""
+    query, key = given["query"], given["key"]
+    lengths_q = _lengths(given["cu_seqlens_q"], given.get("seqused_q"))
+    lengths_k = _lengths(given["cu_seqlens_k"], given.get("seqused_k"))
+    if lengths_q is None or lengths_k is None:
+        longest_q, longest_k = given.get("max_seqlen_q"), given.get("max_seqlen_k")
+        (rows, heads), keys = query.shape[:2], key.shape[0]
+        of_queries = rows * (keys if longest_k is None else min(longest_k, keys))
+        of_keys = keys * (rows if longest_q is None else min(longest_q, rows))
+        return heads * min(of_queries, of_keys)
+    return query.shape[1] * sum(q * k for q, k in zip(lengths_q, lengths_k, strict=True))
 
 
-@register_flop_formula(_ops.attention_double_backward.overloadpacket)
-def attention_double_backward_flops(*args, out_shape=None, **kwargs) -> int:
-    """Ten: docs/derivative_formulas.md."""
-    pairs, D, D_v = _shapes(_ops.attention_double_backward, args, kwargs)
-    return 2 * pairs * (7 * D + 3 * D_v)
+def _cache_pairs(given: dict) -> int:
+    """H times the sum of seqlen_q * cache_seqlens over the sequences, without their left padding."""
+    query, key, block_table, leftpad = given["query"], given["key"], given.get("block_table"), given.get("leftpad")
+    lengths_q, lengths_k = _lengths(given["cu_seqlens_q"]), _numbers(given["seqused_k"])
+    padding = [0] * given["seqused_k"].shape[0] if leftpad is None else _numbers(leftpad)
+    if lengths_q is None or lengths_k is None or padding is None:
+        return query.shape[:2].numel() * key.shape[1] * (1 if block_table is None else block_table.shape[1])
+    return query.shape[1] * sum(q * max(k - p, 0) for q, k, p in zip(lengths_q, lengths_k, padding, strict=True))
 
 
-@register_flop_formula(_ops.attention_weights.overloadpacket)
-def attention_weights_flops(*args, out_shape=None, **kwargs) -> int:
-    """Q K^T."""
-    pairs, D, _ = _shapes(_ops.attention_weights, args, kwargs)
-    return 2 * pairs * D
+def _lengths(offsets: Tensor, used: Tensor | None = None) -> list[int] | None:
+    """The length of each packed sequence; None if nobody knows the numbers."""
+    ends = _numbers(offsets)
+    in_use = None if used is None else _numbers(used)
+    if ends is None or (used is not None and in_use is None):
+        return None
+    lengths = [end - begin for begin, end in pairwise(ends)]
+    return lengths if in_use is None else [min(n, m) for n, m in zip(lengths, in_use, strict=True)]
 
 
-@register_flop_formula(_ops.attention_weights_backward.overloadpacket)
-def attention_weights_backward_flops(*args, out_shape=None, **kwargs) -> int:
-    """Q K^T again, dS K and dS^T Q."""
-    pairs, D, _ = _shapes(_ops.attention_weights_backward, args, kwargs)
-    return 2 * pairs * 3 * D
+def _numbers(t: Tensor) -> list[int] | None:
+    if isinstance(t, (FakeTensor, FunctionalTensor)) or t.is_meta:
+        return None
+    return t.tolist()
+
+
+def _register(op: OpOverload, pairs: Callable[[dict], int], per_pair: tuple[int, int]) -> None:
+    names = [argument.name for argument in op._schema.arguments]
+
+    def flops(*args, out_val=None, **kwargs) -> int:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        per_column, per_value_column = per_pair
+        columns = per_column * given["query"].shape[-1]
+        if per_value_column:
+            columns += per_value_column * given["value"].shape[-1]
+        return pairs(given) * columns
+
+    register_flop_formula(op.overloadpacket, get_raw=True)(flops)
+
+
+for _name, _columns in _PER_PAIR.items():
+    _register(getattr(_ops, _name), _dense_pairs, _columns)
+for _name in ("attention", "attention_backward", "attention_jvp", "attention_double_backward"):
+    _register(getattr(_ops, _name.replace("attention", "attention_varlen")), _packed_pairs, _PER_PAIR[_name])
+_register(_ops.attention_cache, _cache_pairs, _PER_PAIR["attention"])

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from flash_attn_ext import MultiheadAttention, flash_attn
+from flash_attn_ext import MultiheadAttention, flash_attn, flash_attn_varlen, flash_attn_with_kvcache
 
 aten = torch.ops.aten
 SHAPES = {
@@ -76,3 +76,53 @@ def test_every_route_to_the_operators_is_counted():
 def test_meta_tensors_are_counted():
     q = torch.empty(1, 2, 1 << 20, 64, device="meta")
     assert count(lambda: flash_attn(q, q, q)) == {"flash_attn_ext.attention": 2 * 2 * (1 << 40) * 128}
+
+
+LENGTHS = [(5, 9), (0, 4), (3, 0), (1, 8)]
+PAIRS = 5 * 9 + 1 * 8
+
+
+def packed_call(**options):
+    (total_q, total_k), heads = map(sum, zip(*LENGTHS, strict=True)), 4
+    q = torch.randn(total_q, heads, 8, requires_grad=True)
+    k, v = torch.randn(total_k, 2, 8), torch.randn(total_k, 2, 6)
+    cu_seqlens = [torch.tensor([0, *n]).cumsum(0) for n in zip(*LENGTHS, strict=True)]
+    return flash_attn_varlen(q, k, v, *cu_seqlens, enable_gqa=True, **options)
+
+
+def test_packed_sequences_count_with_their_own_lengths():
+    pairs = 4 * PAIRS
+    counts = count(lambda: packed_call(max_seqlen_q=100, max_seqlen_k=100).sum().backward())
+    assert counts == {
+        "flash_attn_ext.attention_varlen": 2 * pairs * (8 + 6),
+        "flash_attn_ext.attention_varlen_backward": 2 * pairs * (3 * 8 + 2 * 6),
+    }
+    used = count(lambda: packed_call(seqused_q=torch.tensor([2, 0, 0, 1]), seqused_k=torch.tensor([9, 4, 0, 3])))
+    assert used == {"flash_attn_ext.attention_varlen": 2 * 4 * (2 * 9 + 1 * 3) * (8 + 6)}
+
+
+def test_packed_sequences_without_numbers_count_an_upper_bound():
+    q, k = torch.empty(20, 4, 8, device="meta"), torch.empty(30, 4, 8, device="meta")
+    cu_seqlens = torch.empty(4, dtype=torch.int64, device="meta")
+    for options, pairs in (
+        ({}, 20 * 30),
+        ({"max_seqlen_k": 12}, 20 * 12),
+        ({"max_seqlen_q": 7, "max_seqlen_k": 12}, 210),
+    ):
+        counts = count(lambda options=options: flash_attn_varlen(q, k, k, cu_seqlens, cu_seqlens, **options))
+        assert counts == {"flash_attn_ext.attention_varlen": 2 * 4 * pairs * 16}
+
+
+def test_caches_count_with_their_own_lengths():
+    q, k_cache, v_cache = torch.randn(2, 3, 4, 8), torch.randn(2, 50, 2, 8), torch.randn(2, 50, 2, 6)
+    new = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 2, 6)
+    lengths, pad = torch.tensor([10, 40], dtype=torch.int32), torch.tensor([1, 5], dtype=torch.int32)
+    name, columns = "flash_attn_ext.attention_cache", 2 * 4 * 3 * (8 + 6)
+    counts = count(lambda: flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths))
+    assert counts[name] == columns * 50
+    counts = count(lambda: flash_attn_with_kvcache(q, k_cache, v_cache, *new, cache_seqlens=lengths, cache_leftpad=pad))
+    assert counts[name] == columns * (50 + 2 * 3 - 6)
+    pages = torch.arange(10).reshape(2, 5)
+    paged = [cache.reshape(10, 10, *cache.shape[2:]) for cache in (k_cache, v_cache)]
+    counts = count(lambda: flash_attn_with_kvcache(q, *paged, cache_seqlens=lengths, block_table=pages))
+    assert counts[name] == columns * 50
