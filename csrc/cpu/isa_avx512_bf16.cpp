@@ -1,11 +1,12 @@
-// AVX-512 with its dot products of bfloat16 and int16 (Cooper Lake, Sapphire Rapids, Zen 4 onwards): products of bfloat16
-// inputs, and of int8 caches, run on the numbers themselves; every other dtype as in isa_avx512.cpp.
+// AVX-512 with its dot products of bfloat16 and int16 (Cooper Lake, Sapphire Rapids, Zen 4 onwards). bfloat16 inputs and
+// int8 caches are multiplied without widening. Every other call runs on the kernels of isa_avx512.cpp.
 #include "target_region.h"
 
 #if defined(__x86_64__)
 #include "avx512_bf16.h"
 
 #define FA_ISA_NAME "avx512_bf16"
+#define FA_OTHER_DTYPES kAvx512Kernels
 
 FA_TARGET_BEGIN("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace flash_attn_ext::cpu::avx512_bf16 {

@@ -1,11 +1,12 @@
-// NEON with its bfloat16 dot product (FEAT_BF16: Neoverse V1 and N2, Apple M2 onwards): products of bfloat16 inputs run on
-// the inputs themselves; every other dtype as in isa_neon.cpp.
+// NEON with its bfloat16 dot product (FEAT_BF16: Neoverse V1 and N2, Apple M2 onwards). bfloat16 inputs are multiplied
+// without widening. Every other dtype runs on the kernels of isa_neon.cpp.
 #include "target_region.h"
 
 #if defined(__aarch64__)
 #include "neon.h"
 
 #define FA_ISA_NAME "neon_bf16"
+#define FA_OTHER_DTYPES kNeonKernels
 #define FA_DOT_BFLOAT16(sum, a, b) (F32) vbfdotq_f32((float32x4_t)(sum), (bfloat16x8_t)(a), (bfloat16x8_t)(b))
 #define FA_DOT_BFLOAT16_LANE(sum, a, b) \
   (F32) vbfdotq_lane_f32((float32x4_t)(sum), (bfloat16x8_t)(b), (bfloat16x4_t)(a), 0)

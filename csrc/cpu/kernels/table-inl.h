@@ -9,7 +9,7 @@
 #include "jvp-inl.h"
 #include "weights-inl.h"
 
-std::atomic<int64_t> calls{0};  // runs of these kernels
+std::atomic<int64_t> calls{0};  // how often these kernels ran
 
 template <class In_, class T_>
 struct Types {
@@ -17,24 +17,45 @@ struct Types {
   using T = T_;    // of accumulators
 };
 
-// others(): the table that takes a dtype which this one does not have; null where this one has it.
-// for_types_of(): body(Types<...>{}) for the types that belong to q's dtype.
-#if defined(FA_OTHER_DTYPES)  // this one has bfloat16 only
+// other_kernels(p): the table that runs this call in place of ours; null if ours does.
+// for_types_of(p, body): returns body(Types<...>{}) for the types that belong to q's dtype.
+#if defined(FA_OTHER_DTYPES)  // this table has kernels for bfloat16 only
 
-const Kernels* others(DType dtype) { return dtype == DType::kBFloat16 ? nullptr : FA_OTHER_DTYPES; }
+template <class Params>
+const Kernels* other_kernels(const Params& p) {
+  return p.dtype == DType::kBFloat16 ? nullptr : FA_OTHER_DTYPES;
+}
 
-template <class Body>
-auto for_types_of(DType, const Body& body) {
+template <class Params, class Body>
+auto for_types_of(const Params&, const Body& body) {
   return body(Types<BFloat16, float>{});
 }
 
-#else
+#if defined(FA_DOT_INT16) && !defined(FA_HAS_TILE_REGISTERS)
 
-const Kernels* others(DType) { return nullptr; }
+// The products on int8 caches are ours for float16 queries, too.
+const Kernels* other_kernels(const AttentionParams& p) {
+  const bool is_ours = p.dtype == DType::kFloat16 && p.varlen.cache.dtype == CacheDType::kInt8;
+  return is_ours || p.dtype == DType::kBFloat16 ? nullptr : FA_OTHER_DTYPES;
+}
 
 template <class Body>
-auto for_types_of(DType dtype, const Body& body) {
-  switch (dtype) {
+auto for_types_of(const AttentionParams& p, const Body& body) {
+  return p.dtype == DType::kFloat16 ? body(Types<Float16, float>{}) : body(Types<BFloat16, float>{});
+}
+
+#endif
+
+#else
+
+template <class Params>
+const Kernels* other_kernels(const Params&) {
+  return nullptr;
+}
+
+template <class Params, class Body>
+auto for_types_of(const Params& p, const Body& body) {
+  switch (p.dtype) {
     case DType::kFloat64: return body(Types<double, double>{});
     case DType::kBFloat16: return body(Types<BFloat16, float>{});
     case DType::kFloat16: return body(Types<Float16, float>{});
@@ -46,22 +67,22 @@ auto for_types_of(DType dtype, const Body& body) {
 
 #endif
 
-// run_NAME and run_NAME_workspace, which call the templates of that name for the types of a call.
-#define FA_PASS(name, Params)                                                           \
-  size_t run_##name##_workspace(const Params& p, int threads) {                         \
-    if (const Kernels* k = others(p.dtype)) return k->name.workspace(p, threads);       \
-    return for_types_of(p.dtype, [&](auto types) {                                      \
-      using Of = decltype(types);                                                       \
-      return name##_workspace<typename Of::In, typename Of::T>(p, threads);             \
-    });                                                                                 \
-  }                                                                                     \
-  void run_##name(const Params& p, void* workspace, const Parallel& parallel) {         \
-    if (const Kernels* k = others(p.dtype)) return k->name.run(p, workspace, parallel); \
-    calls.fetch_add(1, std::memory_order_relaxed);                                      \
-    for_types_of(p.dtype, [&](auto types) {                                             \
-      using Of = decltype(types);                                                       \
-      name<typename Of::In, typename Of::T>(p, workspace, parallel);                    \
-    });                                                                                 \
+// Defines run_NAME and run_NAME_workspace: they call the templates NAME and NAME_workspace for the types of a call.
+#define FA_PASS(name, Params)                                                            \
+  size_t run_##name##_workspace(const Params& p, int threads) {                          \
+    if (const Kernels* k = other_kernels(p)) return k->name.workspace(p, threads);       \
+    return for_types_of(p, [&](auto types) {                                             \
+      using Of = decltype(types);                                                        \
+      return name##_workspace<typename Of::In, typename Of::T>(p, threads);              \
+    });                                                                                  \
+  }                                                                                      \
+  void run_##name(const Params& p, void* workspace, const Parallel& parallel) {          \
+    if (const Kernels* k = other_kernels(p)) return k->name.run(p, workspace, parallel); \
+    calls.fetch_add(1, std::memory_order_relaxed);                                       \
+    for_types_of(p, [&](auto types) {                                                    \
+      using Of = decltype(types);                                                        \
+      name<typename Of::In, typename Of::T>(p, workspace, parallel);                     \
+    });                                                                                  \
   }
 
 FA_PASS(forward, AttentionParams)
@@ -72,17 +93,17 @@ FA_PASS(weights, WeightsParams)
 #undef FA_PASS
 
 int64_t decode_splits(const AttentionParams& p) {
-  if (const Kernels* k = others(p.dtype)) return k->decode_splits(p);
+  if (const Kernels* k = other_kernels(p)) return k->decode_splits(p);
   if (!is_decode(p)) return 0;
-  return for_types_of(p.dtype, [&](auto types) {
+  return for_types_of(p, [&](auto types) {
     using Of = decltype(types);
     return plan_decode<typename Of::T>(p).splits;
   });
 }
 
 void run_append(const AppendParams& p, const Parallel& parallel) {
-  if (const Kernels* k = others(p.dtype)) return k->append(p, parallel);
-  for_types_of(p.dtype, [&](auto types) {
+  if (const Kernels* k = other_kernels(p)) return k->append(p, parallel);
+  for_types_of(p, [&](auto types) {
     using Of = decltype(types);
     append<typename Of::In, typename Of::T>(p, parallel);
   });
