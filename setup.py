@@ -35,10 +35,9 @@ CSRC = "csrc"
 # Objects stay in the tree, also under pip, which would have a folder of its own each time: a build after an edit
 # compiles what changed, and tests/cpu/test_object_files.py reads them.
 OBJECTS = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-OPS = ["autocast", "autograd", "checks", "cpu", "cuda", "eager", "meta", "pack_params", "plan", "schema"]
-OPS += ["append", "check_tensors", "checks_packed", "kvcache", "merge", "varlen", "varlen_autograd"]
-OPS += ["weights", "weights_autograd"]
-TORCH_OVERRIDES = ["arguments", "flash_attention", "flash_for_cpu", "native_mha", "overrides", "sdpa"]
+# What sees torch is compiled in few translation units, each of which includes several sources: torch's headers are half
+# of their time. CPU seconds on a Zen 5: 250 for the 27 sources, 110 for the units.
+UNITS = ["autograd", "dispatch", "host", "python", "torch_overrides"]
 CPU = ["isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_amx"]
 CPU += ["amx_permission", "select", "task_list", "why_not"]
 CPU += ["isa_neon", "isa_neon_bf16"]
@@ -96,9 +95,8 @@ def cuda_wanted() -> bool:
 
 
 def extension(with_cuda: bool):
-    sources = [f"{CSRC}/bindings.cpp", f"{CSRC}/built_for.cpp"]
-    sources += [f"{CSRC}/ops/{name}.cpp" for name in OPS]
-    sources += [f"{CSRC}/torch_overrides/{name}.cpp" for name in TORCH_OVERRIDES]
+    sources = [f"{CSRC}/built_for.cpp"]
+    sources += [f"{CSRC}/translation_units/{name}.cpp" for name in UNITS]
     sources += [f"{CSRC}/cpu/{name}.cpp" for name in CPU]
     sources += [f"{CSRC}/cuda/tiers.cpp"]  # in every build: to force a tier that is not built must be an error
     # -fopenmp: at::parallel_for is an inline template, serial without it.
@@ -119,8 +117,8 @@ def extension(with_cuda: bool):
         flags["cxx"] += [f"-DFLASH_ATTN_EXT_GPU_CODE={gpu_code()}"]
         kind = cpp_extension.CUDAExtension
         add_wheel_headers()
-    headers = sorted(str(path) for pattern in ("**/*.h", "**/*.cuh") for path in Path(CSRC).glob(pattern))
-    return kind("flash_attn_ext._C", sources, depends=headers, extra_compile_args=flags, extra_link_args=link_flags)
+    included = sorted(str(path) for pattern in ("**/*.h", "**/*.cuh", "**/*.cpp") for path in Path(CSRC).glob(pattern))
+    return kind("flash_attn_ext._C", sources, depends=included, extra_compile_args=flags, extra_link_args=link_flags)
 
 
 def gpu_code() -> str:

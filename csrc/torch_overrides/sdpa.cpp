@@ -43,12 +43,12 @@ at::Tensor as_4d(const at::Tensor& t) {
   return t.flatten(0, t.dim() - 4);
 }
 
-struct Call {
+struct SdpaCall {
   AttentionTensors tensors;  // rng_state is not drawn yet
   AttentionOptions options;
 };
 
-const char* read_call(Arguments arguments, Call& call) {
+const char* read_call(Arguments arguments, SdpaCall& call) {
   const at::Tensor &query = arguments[0].toTensor(), &key = arguments[1].toTensor(),
                    &value = arguments[2].toTensor();
   const auto mask = tensor_or_none(arguments[3]);
@@ -100,13 +100,13 @@ const char* read_call(Arguments arguments, Call& call) {
 }  // namespace
 
 const char* why_not_sdpa(Arguments arguments) {
-  Call call;
+  SdpaCall call;
   return read_call(arguments, call);
 }
 
 const char* try_sdpa(Arguments arguments, Results& results) {
   const at::Tensor &query = arguments[0].toTensor(), &value = arguments[2].toTensor();
-  Call call;
+  SdpaCall call;
   if (const char* reason = read_call(arguments, call)) return reason;
   if (call.options.dropout_p > 0)
     call.tensors.rng_state =

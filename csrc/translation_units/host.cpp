@@ -1,0 +1,11 @@
+// Sources that are compiled together, because the headers of torch are half of their time. setup.py lists these files.
+#include "../ops/append.cpp"
+#include "../ops/check_tensors.cpp"
+#include "../ops/checks.cpp"
+#include "../ops/checks_packed.cpp"
+#include "../ops/kvcache.cpp"
+#include "../ops/merge.cpp"
+#include "../ops/pack_params.cpp"
+#include "../ops/plan.cpp"
+#include "../ops/varlen.cpp"
+#include "../ops/weights.cpp"
