@@ -1,4 +1,4 @@
-"""flash-attention's spellings of arguments as those of :func:`flash_attn`: windows, whole numbers, sinks, two names."""
+"""Converts flash-attention's arguments to the arguments of :func:`flash_attn`."""
 
 import contextlib
 import numbers
@@ -10,7 +10,7 @@ NO_WINDOW = ((-1, -1), (None, None))
 
 
 def whole_number(name: str, value: object) -> int | None:
-    """An int: also a number of numpy, or a tensor with one element, as flash-attention's own tests pass lengths."""
+    """Returns an int. Allows numbers of numpy and tensors with one element, which flash-attention's own tests pass."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point() and value.dtype != torch.bool:
         return int(value)
     if isinstance(value, torch.SymInt) or value is None:
@@ -24,7 +24,7 @@ def whole_number(name: str, value: object) -> int | None:
 
 
 def true_or_false(name: str, value: object) -> bool:
-    """A bool: also a bool of numpy, the ints 0 and 1, or a tensor with one of these."""
+    """Returns a bool. Allows bools of numpy, the ints 0 and 1, and tensors with one of these values."""
     if isinstance(value, (bool, torch.SymBool)):
         return value
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point() and not value.is_meta:
@@ -40,7 +40,7 @@ def _shown(value: object) -> str:
 
 
 def window_sides_of(window_size: object, allowed: str) -> tuple[int | None, int | None]:
-    """The two sides of a ``window_size``: a tuple, a list, an array of numpy, or a tensor."""
+    """Returns the two sides of a ``window_size``: a tuple, a list, an array of numpy, or a tensor."""
     sides = window_size
     if hasattr(sides, "tolist"):  # a tensor, or an array of numpy
         with contextlib.suppress(RuntimeError):  # a tensor without numbers, such as a meta tensor
@@ -55,7 +55,7 @@ def window_sides_of(window_size: object, allowed: str) -> tuple[int | None, int 
 
 
 def window_of(window_size: object) -> tuple[int | None, int | None] | None:
-    """``window`` for a ``window_size`` (left, right). None: no window."""
+    """Returns the ``window`` of a ``window_size`` (left, right). None: no window."""
     if window_size is None:
         return None
     window = window_sides_of(window_size, "two ints (left, right); -1 is no limit")
@@ -63,20 +63,20 @@ def window_of(window_size: object) -> tuple[int | None, int | None] | None:
 
 
 def sink_of(sink: Tensor | None, query: Tensor) -> Tensor | None:
-    """``sink`` in a dtype that the operators take. FlashAttention-4 takes bfloat16 whatever q's dtype is."""
+    """Returns ``sink`` in a dtype of the operators. In flash-attention 4 it is bfloat16, independent of q's dtype."""
     if not isinstance(sink, Tensor) or not sink.is_floating_point() or sink.dtype in (query.dtype, torch.float32):
         return sink
     return sink.to(torch.promote_types(torch.float32, query.dtype))
 
 
 def exactly_one_name(name: str, value: Tensor | None, other: str, given: Tensor | None) -> Tensor | None:
-    """The value of an argument that has two names; an error if both are given."""
+    """Returns the value of an argument that has two names. Raises if both are given."""
     if value is None:
         return given
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; allowed: a torch.Tensor")
     if given is not None:
-        raise ValueError(f"{name}: got one besides {other}, which is another name for it; allowed: one of them")
+        raise ValueError(f"{name}: got one together with {other}, another name of it; allowed: one of them")
     return value
 
 

@@ -1,16 +1,16 @@
-"""From padded batches to packed rows and back, as flash_attn.bert_padding has it."""
+"""From padded batches to packed rows and back: the functions of flash_attn.bert_padding."""
 
 import torch
 from torch import Tensor
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Rows ``indices`` of ``input`` (N, ...). Differentiable."""
+    """Returns rows ``indices`` of ``input`` (N, ...). Differentiable."""
     return input[indices]
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """(first_axis_dim, ...) with ``values`` in rows ``indices`` and zeros elsewhere. Differentiable."""
+    """Returns (first_axis_dim, ...) with ``values`` in rows ``indices`` and zeros elsewhere. Differentiable."""
     output = values.new_zeros(first_axis_dim, *values.shape[1:])
     return output.index_copy(0, indices, values)
 
@@ -18,16 +18,16 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The rows of a padded batch that a mask keeps, packed.
+    """Packs the rows of a padded batch that a mask selects.
 
     Args:
         hidden_states: (B, S, ...).
         attention_mask: (B, S), bool or int: 1 is a token.
-        unused_mask: (B, S): rows that get a place, but are not in use. None: there are none.
+        unused_mask: (B, S): more rows, which are packed but not in use. None: none.
 
     Returns:
-        rows (T, ...); indices (T) of them in the flattened batch; cu_seqlens (B + 1), int32; the longest sequence's
-        length; seqused (B), int32: how many rows of each sequence are in use.
+        rows (T, ...); their indices (T) in the flattened batch; cu_seqlens (B + 1), int32; the length of the longest
+        sequence; seqused (B), int32: how many rows of each sequence are in use.
     """
     every = attention_mask if unused_mask is None else attention_mask + unused_mask
     seqused = attention_mask.sum(-1, dtype=torch.int32)
@@ -41,15 +41,16 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The rows of a batch whose elements are several short sequences each, packed.
+    """Packs a batch that has several short sequences in each element.
 
     Args:
         hidden_states: (B, S, ...).
-        attention_mask_in_length: (B, S), int. The numbers above 0 are the lengths of an element's sequences, which lie
-            one after another from its start. ``[2, 3, 0, 0, 0, 0]``: rows 0 to 1, rows 2 to 4, and a row of padding.
+        attention_mask_in_length: (B, S), int. Its positive numbers are the lengths of an element's sequences, which
+            follow each other from the element's start. ``[2, 3, 0, 0, 0, 0]``: rows 0 to 1 are a sequence, rows 2 to 4
+            are another one, and row 5 is padding.
 
     Returns:
-        rows (T, ...); indices (T) of them in the flattened batch; cu_seqlens of all short sequences, int32; the length
+        rows (T, ...); their indices (T) in the flattened batch; cu_seqlens of all short sequences, int32; the length
         of the longest sequence.
     """
     lengths = attention_mask_in_length[attention_mask_in_length > 0]
@@ -62,5 +63,5 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Undoes :func:`unpad_input`: (T, ...) as (batch, seqlen, ...), zeros where there was no token."""
+    """Undoes :func:`unpad_input`: returns (T, ...) as (batch, seqlen, ...), with zeros in the padding."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

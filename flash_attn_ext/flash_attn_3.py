@@ -1,6 +1,6 @@
 """FlashAttention-3's functions (hopper/flash_attn_interface.py): the same names, order of arguments and results.
 
-Layouts and meanings are those of :mod:`flash_attn_ext.flash_attn_interface`. Every dtype, device and head dimension of
+Layouts and meanings are as in :mod:`flash_attn_ext.flash_attn_interface`. Every dtype, device and head dimension of
 this package is allowed, with gradients.
 
 - ``return_attn_probs=True`` returns (out, softmax_lse).
@@ -31,7 +31,7 @@ _CHUNK = "attention_chunk: got {}; allowed: 0. Attention in chunks has no kernel
 
 
 def _check(attention_chunk, num_splits, pack_gqa, sm_margin, **unsupported) -> int:
-    """Refuses what has no kernel. Returns ``num_splits`` as this package has it: 0 is automatic."""
+    """Refuses arguments without a kernel. Returns ``num_splits`` as this package has it: 0 is automatic."""
     refuse_given(**unsupported)
     if whole_number("attention_chunk", attention_chunk) not in (0, None):
         raise NotImplementedError(_CHUNK.format(attention_chunk))

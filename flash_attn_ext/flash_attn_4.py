@@ -1,6 +1,6 @@
 """flash-attention 4's functions (flash_attn.cute): the same names, order of arguments and results.
 
-Layouts and meanings are those of :mod:`flash_attn_ext.flash_attn_interface`, with these differences:
+Layouts and meanings are as in :mod:`flash_attn_ext.flash_attn_interface`, with these differences:
 
 - Both functions return (out, lse), with or without ``return_lse``. The gradient of lse counts in both cases; there it
   counts only with ``return_lse=True``.

@@ -1,4 +1,4 @@
-"""flash-attention's functions under their own names, arguments, defaults and meanings, on this package's kernels.
+"""flash-attention 2's functions on this package's kernels: the same names, arguments, defaults and meanings.
 
 Tensors are (B, S, H, D), or packed (T, H, D); they are read through their strides, without copies. ``causal``, windows
 and ALiBi are aligned to the lower right corner. Some arguments of FlashAttention-3 and 4 are also allowed, by keyword:
@@ -129,12 +129,11 @@ def flash_attn_varlen_func(
     learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """q (T_q, H, D), k (T_k, H_k, D), v (T_k, H_k, D_v). Returns out (T_q, H, D_v); with ``return_attn_probs`` also
-    softmax_lse (H, T_q) and None. Each sequence as in :func:`flash_attn_func`.
+    softmax_lse (H, T_q) and None. Each sequence attends as in :func:`flash_attn_func`.
 
     With ``block_table`` (B, pages of a sequence), or ``page_table``, which is the same, k is
     (num_pages, page_size, H_k, D) and v likewise, in pages of any size. ``seqused_k``, or else ``cu_seqlens_k``, says
-    how many keys each sequence has; no key is read before its pages. No dropout and no ``seqused_q`` then; asking
-    for a gradient raises.
+    how many keys each sequence has. Pages allow neither dropout nor ``seqused_q``, and the backward raises.
     """
     refuse_given(qv=qv)
     block_table = exactly_one_name("page_table", page_table, "block_table", block_table)
@@ -146,7 +145,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         lengths = _lengths_in_pages(q, k, v, cu_seqlens_k, seqused_k, block_table)
         if seqused_q is not None:
-            raise NotImplementedError("seqused_q: got a tensor besides block_table; allowed there: None")
+            raise NotImplementedError("seqused_q: got a tensor together with block_table; allowed there: None")
         window = window_of(window_size)
         options = operator_options(
             dropout_p=dropout_p, scale=softmax_scale, causal="lower_right" if causal else None, window=window,
@@ -166,7 +165,7 @@ def flash_attn_varlen_func(
 
 
 def _lengths_in_pages(q, k, v, cu_seqlens_k, seqused_k, block_table) -> Tensor:
-    """How many keys each sequence has in its pages."""
+    """Returns the number of keys that each sequence has in its pages."""
     if k.dim() != 4:
         raise ValueError(
             f"k: got shape {list(k.shape)}; allowed with block_table: (num_pages, page_size, heads_k, head_dim)"
@@ -176,7 +175,7 @@ def _lengths_in_pages(q, k, v, cu_seqlens_k, seqused_k, block_table) -> Tensor:
     lengths, most = cu_seqlens_k.diff(), k.shape[1] * block_table.shape[-1]
     if lengths.is_cpu and not torch.compiler.is_compiling() and ((lengths < 0) | (lengths > most)).any():
         raise ValueError(
-            f"cu_seqlens_k: got lengths {lengths.tolist()}; allowed: 0 to {most}, the rows of a sequence's pages"
+            f"cu_seqlens_k: got lengths {lengths.tolist()}; allowed: 0 to {most}, the rows of the pages of one sequence"
         )
     return lengths
 

@@ -1,10 +1,10 @@
-"""Attention over several processes, on torch.distributed: sequences that are sharded over a process group.
+"""Attention over several processes, by torch.distributed. The sequence is sharded over a process group.
 
-``import flash_attn_ext.distributed`` is what makes it known; the package itself does not import it.
+Import it by ``import flash_attn_ext.distributed``. ``import flash_attn_ext`` alone does not import it.
 """
 
 from .._attend import ON_DTENSORS
-from . import _dtensor, _dtensor_packed, _placements  # noqa: F401  _placements registers what the operators do with DTensors
+from . import _dtensor, _dtensor_packed, _placements  # noqa: F401  _placements registers the operators for DTensors
 from .attention import context_parallel_attn
 from .sdpa import context_parallel_sdpa
 from .sharding import shard_sequence, unshard_sequence

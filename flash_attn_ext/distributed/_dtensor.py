@@ -1,7 +1,7 @@
 """flash_attn on DTensors.
 
-The placement of ``query`` on each dimension of the mesh decides how the work is shared there; the other tensors are
-brought to what fits. Batches and heads need no communication, the sequence is context parallel attention.
+The placement of ``query`` on each dimension of the mesh decides how the processes share the work. The other tensors are
+redistributed to match. Batches and heads need no communication. A sharded sequence needs context parallel attention.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ _DIMS = {BATCH: 0, HEADS: 1, SEQUENCE: 2}
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call of :func:`flash_attn` with DTensors (B, H, S, D). Both are DTensors, placed as query is."""
+    """Computes a call of :func:`flash_attn` with DTensors (B, H, S, D). out and lse are placed as query is."""
     query, key, value, mask = (call.tensors[name] for name in ("query", "key", "value", "attn_mask"))
     work = _work(query, key, value, call.enable_gqa)
     batch, heads, _, _ = query.shape
@@ -37,14 +37,14 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         rng_state=rng_state,
         key_mask=work.local_if_given(call.tensors["key_mask"], {BATCH: 0}),
     )
-    over_sequence = work.over(SEQUENCE)
+    over_sequence = work.mesh_dims(SEQUENCE)
     if over_sequence:
         processes = resolve_group(work.mesh.get_group(over_sequence[0]), None)
         out, lse = attend_over_processes(lambda: local, local.tensors["query"], processes, balanced=False)
     else:
         out, lse = attend_locally(local)
     lse_shape = query.shape[:3]
-    return work.whole(out, _DIMS, (*lse_shape, value.shape[3])), work.whole(lse, _DIMS, lse_shape)
+    return work.assemble(out, _DIMS, (*lse_shape, value.shape[3])), work.assemble(lse, _DIMS, lse_shape)
 
 
 def _local_mask(work: Work, mask: Tensor | None) -> Tensor | None:
@@ -53,11 +53,11 @@ def _local_mask(work: Work, mask: Tensor | None) -> Tensor | None:
     if mask.dim() > 4:
         raise ValueError(f"attn_mask: got {mask.dim()} dimensions; allowed: at most 4")
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    return work.local(mask, {what: dim for what, dim in _DIMS.items() if mask.shape[dim] != 1})
+    return work.local(mask, {kind: dim for kind, dim in _DIMS.items() if mask.shape[dim] != 1})
 
 
 def _work(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Work:
-    """How the work is shared; errors name the argument."""
+    """Checks the DTensors, and returns how the processes share the work."""
     named = {"query": query, "key": key, "value": value}
     mesh = mesh_of(named)
     for name, t in named.items():
@@ -69,27 +69,27 @@ def _work(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Work:
             "for DTensors: the same batch, and key's heads and rows"
         )
     placements = [t.placements for t in named.values() if isinstance(t, DTensor)]
-    work = Work(mesh, tuple(_shared(*of_dimension) for of_dimension in zip(*placements, strict=True)))
-    sequence = work.over(SEQUENCE)
+    work = Work(mesh, tuple(_shared_dimension(*of_dimension) for of_dimension in zip(*placements, strict=True)))
+    sequence = work.mesh_dims(SEQUENCE)
     if len(sequence) > 1:
         raise ValueError(f"query: got a sequence sharded over {len(sequence)} dimensions of the mesh; allowed: one")
     for name in ("query", "key"):
-        rows, parts = named[name].shape[2], work.parts(SEQUENCE)
+        rows, parts = named[name].shape[2], work.num_parts(SEQUENCE)
         if rows % parts:
             raise ValueError(f"{name}: got {rows} rows sharded over {parts} processes; allowed: a multiple")
     heads, heads_kv = query.shape[1], key.shape[1]
     if not enable_gqa and heads_kv not in (1, heads):
         raise ValueError(f"key: got {heads_kv} heads for {heads} query heads; allowed: the same, 1, or enable_gqa=True")
-    check_heads("key", heads, heads_kv, work.parts(HEADS))
+    check_heads("key", heads, heads_kv, work.num_parts(HEADS))
     return work
 
 
-def _shared(of_query, *of_others) -> str | None:
-    """What a dimension of the mesh shares: what query's placement says, or if it is whole there, that of others."""
-    names = {dim: what for what, dim in _DIMS.items()}
-    if isinstance(of_query, Shard):
-        return names.get(of_query.dim)
-    for placement in of_others:
+def _shared_dimension(query, *key_and_value) -> str | None:
+    """Returns what one dimension of the mesh shares: as query is sharded, or else batches or heads as key or value."""
+    names = {dim: kind for kind, dim in _DIMS.items()}
+    if isinstance(query, Shard):
+        return names.get(query.dim)
+    for placement in key_and_value:
         if isinstance(placement, Shard) and names.get(placement.dim) in (BATCH, HEADS):
             return names[placement.dim]
     return None

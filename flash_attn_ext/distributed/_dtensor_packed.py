@@ -1,4 +1,4 @@
-"""flash_attn_varlen and flash_attn_with_kvcache on DTensors: heads are shared, everything else is whole everywhere."""
+"""flash_attn_varlen and flash_attn_with_kvcache on DTensors. Processes share the heads and no other dimension."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from ._work import HEADS, Work, check_heads, mesh_of
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call of :func:`flash_attn_varlen` with DTensors (T, H, D). Both are DTensors, placed as query."""
+    """Computes a call of :func:`flash_attn_varlen` with DTensors (T, H, D). out and lse are placed as query is."""
     given = call.tensors
     query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
     work = _work({"query": query, "key": key, "value": value}, {"query": 1, "key": 1, "value": 1})
@@ -28,12 +28,12 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     dropped = call.options["dropout_p"] != 0.0
     local["rng_state"] = work.rng_state(given["rng_state"], 1, heads, local["query"].device) if dropped else None
     out, lse = attend_locally(replace(call, tensors=local, enable_gqa=call.enable_gqa or one_key_head))
-    out = work.whole(out, {HEADS: 1}, (*query.shape[:2], value.shape[2]))
-    return out, work.whole(lse, {HEADS: 0}, (heads, query.shape[0]))
+    out = work.assemble(out, {HEADS: 1}, (*query.shape[:2], value.shape[2]))
+    return out, work.assemble(lse, {HEADS: 0}, (heads, query.shape[0]))
 
 
 def attend_to_cache(call: _cache.CacheCall) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call of :func:`flash_attn_with_kvcache` with DTensors. Both are DTensors, placed as q is."""
+    """Computes a call of :func:`flash_attn_with_kvcache` with DTensors. out and lse are DTensors, placed as q is."""
     given = call.tensors
     q, k, v, tree_mask = (given[name] for name in ("q", "k", "v", "tree_mask"))
     of_q = q.dim() - 2  # (B, S_q, H, D), or packed (T_q, H, D)
@@ -57,7 +57,7 @@ def attend_to_cache(call: _cache.CacheCall) -> tuple[Tensor, Tensor]:
         if k is not None and local[name].data_ptr() != cache.to_local().data_ptr():
             raise ValueError(
                 f"{name}: got placements {cache.placements}, with k to be written to it; allowed: "
-                f"{tuple(work.placements(dims.get(name, {})))}, as a copy would be written to otherwise"
+                f"{tuple(work.placements(dims.get(name, {})))}, because otherwise k would be written to a copy"
             )
     cache_seqlens = call.options["cache_seqlens"]
     if isinstance(cache_seqlens, Tensor):
@@ -65,12 +65,12 @@ def attend_to_cache(call: _cache.CacheCall) -> tuple[Tensor, Tensor]:
     out, lse = _cache.attend(call.with_tensors(**local))
     rows = q.shape[0] if q.dim() == 3 else q.shape[1]
     lse_shape = (heads, rows) if q.dim() == 3 else (q.shape[0], heads, rows)
-    out = work.whole(out, {HEADS: of_q}, (*q.shape[:-1], caches["v_cache"].shape[-1]))
-    return out, work.whole(lse, {HEADS: len(lse_shape) - 2}, lse_shape)
+    out = work.assemble(out, {HEADS: of_q}, (*q.shape[:-1], caches["v_cache"].shape[-1]))
+    return out, work.assemble(lse, {HEADS: len(lse_shape) - 2}, lse_shape)
 
 
 def _work(named: Mapping[str, Tensor], heads_dim: Mapping[str, int]) -> Work:
-    """Shares heads as the first tensor does; errors name the argument."""
+    """Checks the DTensors, and returns how the processes share the heads: as in the first tensor."""
     mesh = mesh_of(named)
     for name, t in named.items():
         assert isinstance(t, DTensor)
@@ -84,5 +84,5 @@ def _work(named: Mapping[str, Tensor], heads_dim: Mapping[str, int]) -> Work:
     query, key = named[query_name], named[key_name]
     assert isinstance(query, DTensor)
     work = Work(mesh, tuple(HEADS if isinstance(placement, Shard) else None for placement in query.placements))
-    check_heads(key_name, query.shape[heads_dim[query_name]], key.shape[heads_dim[key_name]], work.parts(HEADS))
+    check_heads(key_name, query.shape[heads_dim[query_name]], key.shape[heads_dim[key_name]], work.num_parts(HEADS))
     return work

@@ -1,4 +1,4 @@
-"""What processes send each other: every byte of context parallelism goes through these functions."""
+"""The messages between processes. Context parallelism sends nothing except by these functions."""
 
 import torch
 import torch.distributed as dist
@@ -6,19 +6,19 @@ from torch import Tensor
 
 from ._group import Group, named_group
 
-# The newer name, where torch has it: the older one warns there.
+# The newer name of the function, if torch has it: the older name then gives a warning.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Exchange:
-    """One message to a process and one from a process, on their way from here until :meth:`wait`.
+    """Sends one message and receives another one. Both are in flight until :meth:`wait` returns.
 
-    Both are posted as one batch, so neither side waits for the other. Messages between two processes arrive in the
+    Both are posted as one batch, so no process waits for another one. Messages between two processes arrive in the
     order in which they were posted.
     """
 
     def __init__(self, group: Group, send: Tensor, to: int, receive: Tensor, source: int):
-        self._sent, self._received = send, receive  # alive until the transfer ends
+        self._sent, self._received = send, receive  # both must stay alive until the transfer ends
         operations = []
         if send.numel():
             operations.append(dist.P2POp(dist.isend, send, group=group.handle, group_peer=to))
@@ -27,23 +27,23 @@ class Exchange:
         self._requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> Tensor:
-        """What was received. A process that died raises torch's error here."""
+        """Waits for both messages and returns the received one. torch raises here if the other process died."""
         for request in self._requests:
             request.wait()
         return self._received
 
 
 def all_gather(group: Group, t: Tensor) -> Tensor:
-    """(n, *t.shape): the tensor of each process, all of one shape."""
+    """Gathers the tensors of n processes, all of one shape, as (n, *t.shape)."""
     gathered = t.new_empty(group.size, *t.shape)
     _all_gather_single(gathered.view(-1), t.reshape(-1), group=group.handle)
     return gathered
 
 
-def sum_of_shares(group: Group, shares: Tensor) -> Tensor:
-    """The sum over the processes of ``shares[own rank]``, added in the order of the processes.
+def reduce_scatter_in_order(group: Group, shares: Tensor) -> Tensor:
+    """Returns the sum over all processes of ``shares[own rank]``, added in the order of the processes.
 
-    It sends what a reduce-scatter sends. The order is fixed, so the sum is the same at every run, whatever the backend.
+    It sends as many bytes as a reduce-scatter. The order of the sum is fixed, so every run gives the same bits.
     """
     received = torch.empty_like(shares)
     dist.all_to_all_single(received.view(-1), shares.reshape(-1), group=group.handle)
@@ -54,21 +54,21 @@ def sum_of_shares(group: Group, shares: Tensor) -> Tensor:
 
 
 def all_to_all(group: Group, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """Sends ``parts[r]``, flat, to process r; returns what each process sent here, ``sizes[r]`` elements from r."""
+    """Sends the flat ``parts[r]`` to process r. Returns one part from each process, ``sizes[r]`` elements from r."""
     sent = torch.cat(parts)
     received = sent.new_empty(sum(sizes))
     dist.all_to_all_single(received, sent, sizes, [p.numel() for p in parts], group=group.handle)
     return list(received.split(sizes))
 
 
-@torch.library.custom_op("flash_attn_ext::of_first_process", mutates_args=())
-def of_first_process(t: Tensor, group: str) -> Tensor:
-    """The tensor of the group's first process. An operator of torch, for torch.compile."""
+@torch.library.custom_op("flash_attn_ext::broadcast_first", mutates_args=())
+def broadcast_first(t: Tensor, group: str) -> Tensor:
+    """Returns the tensor of the group's first process. It is an operator of torch because torch.compile needs one."""
     received = t.clone()
     dist.broadcast(received, group=named_group(group).handle, group_src=0)
     return received
 
 
-@of_first_process.register_fake
+@broadcast_first.register_fake
 def _(t, group):
     return torch.empty_like(t)

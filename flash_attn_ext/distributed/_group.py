@@ -1,4 +1,4 @@
-"""The processes that share a sequence, from what a caller names them by."""
+"""Finds the process group of a call from ``group=`` or ``mesh=``."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Group(NamedTuple):
-    """A process group, this process's number in it, and how many processes it has."""
+    """A process group, the rank of this process in it, and its number of processes."""
 
     handle: dist.ProcessGroup
     rank: int
@@ -16,7 +16,7 @@ class Group(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What torch finds the group by: an operator takes a string, and no group."""
+        """The name by which torch finds the group. Operators of torch have no argument of type group."""
         return self.handle.group_name
 
 
@@ -26,7 +26,7 @@ def named_group(name: str) -> Group:
 
 
 def resolve_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> Group:
-    """The group of ``group=`` or ``mesh=``; without either, the default group. Errors name the argument."""
+    """Returns the group of ``group=`` or ``mesh=``, or the default group if both are None."""
     if not dist.is_available():
         raise RuntimeError("group, mesh: this build of torch has no torch.distributed")
     if group is not None and mesh is not None:
@@ -60,7 +60,7 @@ def resolve_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> G
 
 
 def check_device(group: Group, name: str, device: torch.device) -> None:
-    """Whether the group's backend carries tensors of this device."""
+    """Raises if the group has no backend for tensors on this device."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group.handle).split(","))
     if device.type not in backends:
         raise ValueError(

@@ -1,14 +1,14 @@
-"""Which rows of a sequence each process holds."""
+"""The rows of a sequence that each process holds."""
 
 from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """A sequence cut into chunks, as equal as they can be: the first ``seqlen % chunks`` have one row more.
+    """Cuts a sequence into chunks of nearly equal length: the first ``seqlen % chunks`` chunks have one row more.
 
-    Balanced, n processes have 2 n chunks, and process r holds chunks r and 2 n - 1 - r ("zigzag", "head and tail"):
-    under a causal mask an early chunk sees little and a late one much, and each process has one of both. Otherwise
-    process r holds chunk r of n. The rows of a process lie in the order of the sequence.
+    If balanced, n processes have 2 n chunks, and process r holds chunks r and 2 n - 1 - r ("zigzag", "head and tail").
+    Under a causal mask an early chunk sees few keys and a late chunk many, and each process has one of both. Otherwise
+    process r holds chunk r of n. The rows of a process are in the order of the sequence.
     """
 
     seqlen: int
@@ -27,14 +27,14 @@ class Layout(NamedTuple):
         return (rank, self.chunks - 1 - rank) if self.balanced else (rank,)
 
     def holder(self, chunk: int) -> tuple[int, int]:
-        """(rank, first row among that rank's rows) of a chunk."""
+        """Returns the rank that holds a chunk, and the chunk's first row among the rows of that rank."""
         if not self.balanced or chunk < self.processes:
             return chunk, 0
         rank = self.chunks - 1 - chunk
         return rank, self.begin(rank + 1) - self.begin(rank)
 
     def pieces(self, rank: int) -> list[tuple[int, int, int]]:
-        """(first row of the sequence, behind its last row, first row among the rank's own) of each of its chunks."""
+        """Returns (begin, end, local) of each chunk: rows [begin, end) of the sequence, stored from row local on."""
         result, local = [], 0
         for chunk in self.chunks_of(rank):
             begin, end = self.begin(chunk), self.begin(chunk + 1)
@@ -45,11 +45,11 @@ class Layout(NamedTuple):
     def rows(self, rank: int) -> int:
         return sum(end - begin for begin, end, _ in self.pieces(rank))
 
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         return max(self.rows(rank) for rank in range(self.processes))
 
     def in_order(self) -> list[tuple[int, int, int]]:
-        """(rank, first and behind the last of its own rows) of each chunk, in the order of the sequence."""
+        """Returns (rank, begin, end) of each chunk in the order of the sequence: rows [begin, end) of that rank."""
         result = []
         for chunk in range(self.chunks):
             rank, local = self.holder(chunk)
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(name: str, rows: int, seqlen: int | None, rank: int, processes: int, balanced: bool) -> Layout:
-    """The layout of a sequence of which this process holds ``rows``; a ValueError where that cannot be its share."""
+    """Returns the layout of a sequence with ``rows`` on this process. Raises if there is no layout with that number."""
     if seqlen is None:
         layout = Layout(rows * processes, processes, balanced)
         if layout.seqlen % layout.chunks:

@@ -1,6 +1,6 @@
-"""Ring and all-gather attention as operators of torch, which torch.compile records as one node each.
+"""Ring and all-gather attention as operators of torch. torch.compile records each call as one node.
 
-A process group is its name here, as in torch's own functional collectives.
+The operators get the name of a process group, as in torch's own functional collectives.
 """
 
 import re
@@ -22,7 +22,7 @@ _INPUTS = (
     "Tensor? rng_state, Tensor? key_mask"
 )
 _SHARDING = "str group, bool balanced, SymInt? seqlen_q, SymInt? seqlen_k, SymInt[]? documents"
-# Those of the operator on one process; without defaults, as torch leaves out what has its default.
+# The options of the operator on one process, without defaults: torch does not pass on an option that has its default.
 _OPTIONS = re.sub("=[^,]*", "", str(_ops.attention._schema).partition("*, ")[2].partition(") -> ")[0])
 
 
@@ -34,7 +34,7 @@ _OPTIONS = re.sub("=[^,]*", "", str(_ops.attention._schema).partition("*, ")[2].
 def context_parallel(
     query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, method, *sharding, **options
 ):
-    """(out, lse) of this process's queries."""
+    """Computes (out, lse) of this process's queries."""
     inputs = Inputs(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask)
     return _METHODS[method].forward(_call(inputs, Sharding(*sharding), options), inputs)
 
@@ -56,7 +56,7 @@ def _(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, met
     ),
 )
 def context_parallel_backward(grad_out, grad_lse, *arguments, wanted, **options):
-    """The gradients of those of ``_ops.DIFFERENTIABLE`` that are wanted: all processes have to want the same ones."""
+    """Computes the wanted gradients of ``_ops.DIFFERENTIABLE``. All processes must want the same ones."""
     inputs, (out, lse, method, *sharding) = Inputs(*arguments[:8]), arguments[8:]
     call = _call(inputs, Sharding(*sharding), options)
     sums = BackwardSums(call, inputs, out, lse, grad_out, grad_lse, wanted)
@@ -65,7 +65,7 @@ def context_parallel_backward(grad_out, grad_lse, *arguments, wanted, **options)
 
 @context_parallel_backward.register_fake
 def _(grad_out, grad_lse, *arguments, wanted, **options):
-    # As BackwardSums makes them: those of query, mask and slopes in their tensor's memory order.
+    # BackwardSums makes the gradients of query, mask and slopes in the memory order of these tensors.
     given = zip(_ops.DIFFERENTIABLE, arguments, wanted, strict=False)
     dense = ("key", "value", "sink")
     return [t.new_empty(t.shape) if name in dense else torch.empty_like(t) for name, t, some in given if some]
@@ -85,7 +85,7 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Te
     arguments = len(ctx.needs_input_grad)
     if grad_out is None and grad_lse is None:
         return (None,) * arguments
-    if torch.is_grad_enabled():  # the graph of the gradients would miss this part in silence
+    if torch.is_grad_enabled():  # otherwise the graph of the gradients would silently lack this part
         raise NotImplementedError(
             "context_parallel_attn: got create_graph=True, for a second derivative; allowed: method='ulysses', "
             "or first derivatives"
@@ -101,7 +101,7 @@ context_parallel.register_autograd(_backward, setup_context=_save)
 
 
 def _pairs(query: torch.Size, key: torch.Size, group: str, seqlen_k: int | None) -> int:
-    """B * H * s_q * S_k: this process's share of what one process counts (flash_attn_ext/_flops.py)."""
+    """Returns B * H * s_q * S_k, this process's share of the pairs that flash_attn_ext/_flops.py counts."""
     return query[:3].numel() * (key[2] * named_group(group).size if seqlen_k is None else seqlen_k)
 
 

@@ -1,7 +1,7 @@
-"""The raw operators, torch.ops.flash_attn_ext, on DTensors: batches and heads are shared, each process has its own.
+"""The raw operators, torch.ops.flash_attn_ext, on DTensors. Processes share batches and heads.
 
-Registered by torch.library's register_torch_dispatch and not as sharding strategies (register_sharding): those are
-cached by an operator's tensors alone, and here what comes out depends on options, such as which gradients are wanted.
+register_torch_dispatch registers them, not register_sharding: torch caches a sharding strategy by the tensors of a call
+alone, and here the results also depend on options, such as which gradients are wanted.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from ._work import BATCH, HEADS, Work, check_heads, mesh_of
 
 
 def _dense(name: str, t: Tensor) -> Mapping[str, int]:
-    """Where a tensor of ``attention`` has batches and heads."""
+    """Returns the dimensions of batches and heads in a tensor of ``attention``."""
     if name == "rng_state":
         return {}
     if name == "key_mask":
@@ -26,7 +26,7 @@ def _dense(name: str, t: Tensor) -> Mapping[str, int]:
 
 
 def _packed(name: str, t: Tensor) -> Mapping[str, int]:
-    """Where a tensor of ``attention_varlen`` has heads; sequences are not shared."""
+    """Returns the dimension of heads in a tensor of ``attention_varlen``. Processes do not share sequences."""
     if name in ("query", "key", "value", "out", "grad_out"):
         return {HEADS: 1}
     if name in ("lse", "grad_lse"):
@@ -41,48 +41,48 @@ def _per_head(t: Tensor) -> Mapping[str, int]:
 
 
 def _run(op, dims_of, _class, func, _types, args, kwargs):
-    """The operator on this process's parts. Errors name the argument."""
+    """Runs the operator on this process's parts."""
     names = [a.name for a in op._schema.arguments if not a.kwarg_only]
     given = {name: t for name, t in zip(names, args, strict=False) if t is not None}
     query = given["query"]
-    sizes = {what: query.shape[dim] for what, dim in dims_of("query", query).items()}
-    dims = {  # but for what is broadcast
-        name: {what: dim for what, dim in dims_of(name, t).items() if t.shape[dim] != 1 or sizes[what] == 1}
+    sizes = {kind: query.shape[dim] for kind, dim in dims_of("query", query).items()}
+    dims = {  # without broadcast dimensions
+        name: {kind: dim for kind, dim in dims_of(name, t).items() if t.shape[dim] != 1 or sizes[kind] == 1}
         for name, t in given.items()
     }
     work = _work(given, dims["query"])
     batch, heads = sizes.get(BATCH, 1), sizes[HEADS]
     with torch.no_grad():
         local = {name: work.local(t, dims[name]) for name, t in given.items()}
-        if "rng_state" in given and (work.over(BATCH) or work.over(HEADS)):
-            first = work.first(BATCH, batch) * heads + work.first(HEADS, heads)
+        if "rng_state" in given and (work.mesh_dims(BATCH) or work.mesh_dims(HEADS)):
+            first = work.first_index(BATCH, batch) * heads + work.first_index(HEADS, heads)
             local["rng_state"] = rng_state_at(local["rng_state"], 0, 0, first, heads)
         results = func(*(local.get(name) for name in names), **(kwargs or {}))
         if len(results) == len(_ops.DIFFERENTIABLE):
             return tuple(
-                None if t is None else work.whole_of_shares(t, dims[name], given[name].shape)
+                None if t is None else work.assemble_gradient(t, dims[name], given[name].shape)
                 for name, t in zip(_ops.DIFFERENTIABLE, results, strict=True)
             )
         out, lse = results
         out_shape = (*query.shape[:-1], given["value"].shape[-1])
         lse_shape = query.shape[:3] if out.dim() == 4 else (heads, out_shape[0])
-        return work.whole(out, dims_of("out", out), out_shape), work.whole(lse, dims_of("lse", lse), lse_shape)
+        return work.assemble(out, dims_of("out", out), out_shape), work.assemble(lse, dims_of("lse", lse), lse_shape)
 
 
 def _work(given: Mapping[str, Tensor], query_dims: Mapping[str, int]) -> Work:
     mesh = mesh_of({name: given[name] for name in ("query", "key", "value")})
     query, key = given["query"], given["key"]
     assert isinstance(query, DTensor)
-    what = {dim: what for what, dim in query_dims.items()}
+    kinds = {dim: kind for kind, dim in query_dims.items()}
     for placement in query.placements:
-        if isinstance(placement, Partial) or (isinstance(placement, Shard) and placement.dim not in what):
-            allowed = ", ".join(f"Shard({dim})" for dim in what)
+        if isinstance(placement, Partial) or (isinstance(placement, Shard) and placement.dim not in kinds):
+            allowed = ", ".join(f"Shard({dim})" for dim in kinds)
             raise ValueError(
-                f"query: got placements {query.placements}; allowed: Replicate(), {allowed}; a sequence is shared by "
-                "flash_attn_ext.flash_attn"
+                f"query: got placements {query.placements}; allowed: Replicate(), {allowed}; flash_attn_ext.flash_attn "
+                "takes sharded sequences"
             )
-    work = Work(mesh, tuple(what[p.dim] if isinstance(p, Shard) else None for p in query.placements))
-    check_heads("key", query.shape[1], key.shape[1], work.parts(HEADS))
+    work = Work(mesh, tuple(kinds[p.dim] if isinstance(p, Shard) else None for p in query.placements))
+    check_heads("key", query.shape[1], key.shape[1], work.num_parts(HEADS))
     return work
 
 

@@ -1,7 +1,8 @@
-"""Ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values travel, queries stay.
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889): processes pass keys and values around, and keep their queries.
 
-Each process sends the keys and values that it has to the next one that needs them and computes with them meanwhile.
-Backward they travel once more, and with them, one step behind, the sums of their gradients, which end at their owner.
+Each process computes with the keys and values that it holds, and at the same time sends them to the next process that
+needs them. The backward passes keys and values around again. One step later the sums of their gradients follow. At the
+end the sums return to the process that owns the keys.
 """
 
 import torch
@@ -10,14 +11,14 @@ from torch import Tensor
 from ._exchange import Exchange
 from ._sharded_call import Inputs, ShardedCall, accumulator_dtype
 from ._sums import BackwardSums, ForwardSums
-from ._tiles import visiting_tiles, visits
+from ._tiles import needed_distances, tiles_with_keys_of
 
 
-class _Visitor:
-    """Keys and values of one process as one message, and the two views of it."""
+class _KeysAndValues:
+    """The keys and values of one process: one message with a view of each."""
 
     def __init__(self, call: ShardedCall, rank: int, key: Tensor, value: Tensor, dtype: torch.dtype | None = None):
-        """Without contents; of the shapes of ``key`` and ``value``, but with the rows of process ``rank``."""
+        """Allocates memory for the rows of process ``rank``. ``key`` and ``value`` give the other sizes."""
         rows = call.geometry.keys.rows(rank)
         shapes = [(*t.shape[:2], rows, t.shape[3]) for t in (key, value)]
         sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -25,18 +26,18 @@ class _Visitor:
         self.key, self.value = (part.view(shape) for part, shape in zip(self.message.split(sizes), shapes, strict=True))
 
 
-def _visitors(call: ShardedCall, key: Tensor, value: Tensor):
-    """(rank, its keys and values) of each visit, from the own ones on; the next are on their way meanwhile."""
+def _pass_keys_around(call: ShardedCall, key: Tensor, value: Tensor):
+    """Yields (rank, keys and values of that rank), first the own ones. The next ones arrive in the background."""
     group = call.group
-    distances = visits(call.geometry)
-    current = _Visitor(call, group.rank, key, value)
+    distances = needed_distances(call.geometry)
+    current = _KeysAndValues(call, group.rank, key, value)
     current.key.copy_(key)
     current.value.copy_(value)
     for number, distance in enumerate(distances):
         exchange = following = None
         if number + 1 < len(distances):
             step = distances[number + 1] - distance
-            following = _Visitor(call, (group.rank - distances[number + 1]) % group.size, key, value)
+            following = _KeysAndValues(call, (group.rank - distances[number + 1]) % group.size, key, value)
             to, source = (group.rank + step) % group.size, (group.rank - step) % group.size
             exchange = Exchange(group, current.message, to, following.message, source)
         yield (group.rank - distance) % group.size, current
@@ -46,33 +47,33 @@ def _visitors(call: ShardedCall, key: Tensor, value: Tensor):
 
 
 def forward(call: ShardedCall, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this process's queries."""
+    """Computes (out, lse) of this process's queries."""
     sums = ForwardSums(call, inputs)
-    for rank, visitor in _visitors(call, inputs.key, inputs.value):
-        for tile in visiting_tiles(call.geometry, call.group.rank, rank):
-            sums.add(tile, visitor.key, visitor.value)
+    for rank, current in _pass_keys_around(call, inputs.key, inputs.value):
+        for tile in tiles_with_keys_of(call.geometry, call.group.rank, rank):
+            sums.add(tile, current.key, current.value)
     return sums.results()
 
 
 def backward(call: ShardedCall, inputs: Inputs, sums: BackwardSums) -> list[Tensor]:
-    """The gradients that are wanted, of this process's tensors."""
+    """Computes the wanted gradients of this process's tensors."""
     group, dtype = call.group, accumulator_dtype(inputs.query)
-    distances = visits(call.geometry)
-    travelling = None  # the gradients of the last visitor, on their way to who has it next
-    for number, (rank, visitor) in enumerate(_visitors(call, inputs.key, inputs.value)):
-        grads = _Visitor(call, rank, inputs.key, inputs.value, dtype)
+    distances = needed_distances(call.geometry)
+    travelling = None  # the gradients of the previous keys, in flight to the next process
+    for number, (rank, current) in enumerate(_pass_keys_around(call, inputs.key, inputs.value)):
+        grads = _KeysAndValues(call, rank, inputs.key, inputs.value, dtype)
         grads.message.zero_()
-        for tile in visiting_tiles(call.geometry, group.rank, rank):
-            sums.add(tile, visitor.key, visitor.value, grads.key, grads.value)
+        for tile in tiles_with_keys_of(call.geometry, group.rank, rank):
+            sums.add(tile, current.key, current.value, grads.key, grads.value)
         if travelling is not None:
             grads.message += travelling.wait()
         last = number + 1 == len(distances)
-        # On with the visitor; the last ones that have it send its gradients home.
+        # Gradients follow their keys. After the last step they go to the process that owns the keys.
         step = group.size - distances[number] if last else distances[number + 1] - distances[number]
         if step % group.size:
             source = (group.rank - step) % group.size
             owner = (source - distances[number]) % group.size
-            coming = _Visitor(call, owner, inputs.key, inputs.value, dtype)
+            coming = _KeysAndValues(call, owner, inputs.key, inputs.value, dtype)
             travelling = Exchange(group, grads.message, (group.rank + step) % group.size, coming.message, source)
             if last:
                 travelling.wait()

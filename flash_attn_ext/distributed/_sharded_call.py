@@ -1,4 +1,4 @@
-"""A call of context parallel attention, as every method needs to know it."""
+"""A call of context parallel attention in the form that ring, all-gather and Ulysses need."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +13,7 @@ from ._tiles import Band, Geometry, Tile
 
 
 class Inputs(NamedTuple):
-    """This process's tensors, in the order of the operator ``attention``; masks have all keys."""
+    """This process's tensors in the order of the operator ``attention``. Masks have all keys of the sequence."""
 
     query: Tensor
     key: Tensor
@@ -26,11 +26,11 @@ class Inputs(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """The processes of a call and the sequence that they share, in types that an operator of torch takes."""
+    """The group of a call and the sequence that it shares, in types that operators of torch have."""
 
     group: str  # its name
     balanced: bool
-    seqlen_q: int | None  # of the whole sequence; None: as many times this process's rows as there are processes
+    seqlen_q: int | None  # rows of the whole sequence; None: this process's rows times the number of processes
     seqlen_k: int | None
     documents: list[int] | None  # cu_seqlens
 
@@ -43,7 +43,7 @@ class ShardedCall:
     heads: int
 
     def tile_options(self, tile: Tile) -> dict:
-        """The operator's options for one tile."""
+        """Returns the options of the operator for one tile."""
         band = self.geometry.band
         return self.options | {
             "causal": False,
@@ -54,26 +54,26 @@ class ShardedCall:
         }
 
     def tile_rng_state(self, rng_state: Tensor | None, tile: Tile) -> Tensor | None:
-        """The dropout state of one tile: that of the call, and where the tile lies in it."""
+        """Returns the dropout state of one tile: seed and offset of the call, and the tile's position in it."""
         if rng_state is None:
             return None
         return rng_state_at(rng_state, tile.row, tile.col, tile.document * self.heads, self.heads)
 
 
 def make_sharded_call(group: Group, inputs: Inputs, sharding: Sharding, options: dict) -> ShardedCall:
-    """Raises where a process's rows cannot be its share of the sequence."""
+    """Raises if the rows of this process cannot be its share of the sequence."""
     rank, size = group.rank, group.size
     queries = layout_of("query", inputs.query.shape[2], sharding.seqlen_q, rank, size, sharding.balanced)
     keys = layout_of("key", inputs.key.shape[2], sharding.seqlen_k, rank, size, sharding.balanced)
     has_columns = inputs.key_mask is not None or (inputs.attn_mask is not None and inputs.attn_mask.shape[3] != 1)
-    position_free = inputs.rng_state is None and inputs.alibi_slopes is None and not has_columns
+    depends_on_band_only = inputs.rng_state is None and inputs.alibi_slopes is None and not has_columns
     documents = None if sharding.documents is None else _documents(sharding.documents, inputs, queries, keys)
-    geometry = Geometry(queries, keys, _band(options, queries, keys), documents, position_free)
+    geometry = Geometry(queries, keys, _band(options, queries, keys), documents, depends_on_band_only)
     return ShardedCall(group, geometry, options, inputs.query.shape[1])
 
 
 def meta_inputs(group: Group, inputs: Inputs, sharding: Sharding, options: dict) -> Inputs:
-    """This process's queries and all keys as meta tensors, on which the operator's checks can run."""
+    """Returns this process's queries and all keys as meta tensors. The operator can check them without memory."""
     seqlen_k = make_sharded_call(group, inputs, sharding, options).geometry.keys.seqlen
 
     def meta(t: Tensor | None, rows: int | None = None) -> Tensor | None:
@@ -93,13 +93,13 @@ def accumulator_dtype(query: Tensor) -> torch.dtype:
 
 
 def rng_state_at(rng_state: Tensor, row: int, col: int, head: int, heads: int) -> Tensor:
-    """A dropout state for a part of a call: csrc/core/params.h, DropoutParams."""
-    place = torch.tensor([row, col, head, heads], dtype=torch.int64)
-    return torch.cat([rng_state[:2], place.to(rng_state.device, non_blocking=True)])
+    """Returns a dropout state for a part of a call: csrc/core/params.h, DropoutParams."""
+    position = torch.tensor([row, col, head, heads], dtype=torch.int64)
+    return torch.cat([rng_state[:2], position.to(rng_state.device, non_blocking=True)])
 
 
 def _band(options: dict, queries: Layout, keys: Layout) -> Band:
-    """The operator's band, on the whole sequence."""
+    """Returns the band of the whole sequence."""
     right = options["window_right"]
     if options["causal"]:
         right = 0 if right is None else min(0, right)
@@ -108,7 +108,7 @@ def _band(options: dict, queries: Layout, keys: Layout) -> Band:
 
 
 def _documents(offsets: list[int], inputs: Inputs, queries: Layout, keys: Layout) -> tuple[int, ...]:
-    """cu_seqlens, checked."""
+    """Checks cu_seqlens."""
     ascending = all(a <= b for a, b in pairwise(offsets))
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != queries.seqlen or not ascending:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""What the tiles of a call add up to: out and lse, and backward the gradients. In float32, float64 for float64."""
+"""The sums over the tiles of a call: out and lse in the forward, gradients in the backward.
+
+The sums are float32, or float64 for float64 inputs.
+"""
 
 from itertools import pairwise
 
@@ -11,7 +14,7 @@ from ._tiles import Tile
 
 
 class ForwardSums:
-    """Out and lse of this process's queries, to which each tile adds what its keys give, in a fixed order."""
+    """Out and lse of this process's queries. Each tile adds the part of its keys, in a fixed order."""
 
     def __init__(self, call: ShardedCall, inputs: Inputs):
         self.call, self.inputs = call, inputs
@@ -19,11 +22,11 @@ class ForwardSums:
         dtype = accumulator_dtype(query)
         self.out = query.new_zeros(*query.shape[:3], inputs.value.shape[3], dtype=dtype)
         self.lse = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
-        if sink is not None:  # a score without a value, once for each row
+        if sink is not None:  # one more score in each row, without a value
             self.lse.copy_(sink.unsqueeze(-1).expand_as(self.lse))
 
     def add(self, tile: Tile, key: Tensor, value: Tensor) -> None:
-        """What the queries of a tile get from its keys; key and value are those of the visit."""
+        """Adds the attention of a tile's queries to its keys, which are rows of ``key`` and ``value``."""
         rows = slice(tile.q_begin, tile.q_end)
         q = self.inputs.query[:, :, rows]
         k, v = (t[:, :, tile.k_begin : tile.k_end] for t in (key, value))
@@ -45,7 +48,7 @@ class ForwardSums:
 
 
 class BackwardSums:
-    """The gradients of this process's own tensors, to which each tile adds; the caller holds those of keys."""
+    """The gradients of this process's own tensors. Each tile adds its part."""
 
     def __init__(
         self, call: ShardedCall, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor | None,
@@ -68,7 +71,7 @@ class BackwardSums:
         return torch.zeros_like(like, dtype=accumulator_dtype(self.inputs.query))
 
     def add(self, tile: Tile, key: Tensor, value: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
-        """The gradients that a tile gives; those of keys and values are added to ``grad_key`` and ``grad_value``."""
+        """Adds the gradients of a tile. ``grad_key`` and ``grad_value`` belong to the caller."""
         rows, columns = slice(tile.q_begin, tile.q_end), slice(tile.k_begin, tile.k_end)
         q = self.inputs.query[:, :, rows]
         k, v = (t[:, :, columns] for t in (key, value))
@@ -87,10 +90,10 @@ class BackwardSums:
             )
         else:
             cu, longest = _packing(tile, q.device)
-            packed_grad, *rest = (t if t is None else packed(t) for t in (grad_out, q, k, v))
+            packed_grad, *packed_qkv = (t if t is None else packed(t) for t in (grad_out, q, k, v))
             dq, dk, dv, dmask, dslopes, _ = _ops.attention_varlen_backward(
-                packed_grad, None if grad_lse is None else grad_lse[0], *rest, None, slopes, None, cu, cu, None, None,
-                rng_state, packed(out), lse[0], **options, **longest,
+                packed_grad, None if grad_lse is None else grad_lse[0], *packed_qkv, None, slopes, None, cu, cu, None,
+                None, rng_state, packed(out), lse[0], **options, **longest,
             )  # fmt: skip
             dq, dk, dv = (t if t is None else unpacked(t) for t in (dq, dk, dv))
         if self.query is not None:
@@ -99,12 +102,15 @@ class BackwardSums:
             grad_key[:, :, columns] += dk
             grad_value[:, :, columns] += dv
         if self.mask is not None:
-            _part_of_mask(self.mask, tile).add_(dmask)
+            _mask_of_tile(self.mask, tile).add_(dmask)
         if self.slopes is not None:
             self.slopes += dslopes
 
     def results(self, grad_key: Tensor, grad_value: Tensor) -> list[Tensor]:
-        """Those that are wanted, each in its tensor's dtype. Those of keys are copied: they are views of a message."""
+        """Returns the wanted gradients, each in the dtype of its tensor.
+
+        The gradients of keys and values are copied, because they are views of a message.
+        """
         sums = (self.query, grad_key, grad_value, self.mask, self.slopes, self._of_sink())
         of_keys = ("key", "value")
         return [
@@ -114,7 +120,7 @@ class BackwardSums:
         ]
 
     def _of_sink(self) -> Tensor | None:
-        """The sink's gradient; it is no part of any tile."""
+        """Returns the sink's gradient, which belongs to no tile."""
         sink = self.inputs.sink
         if sink is None or not self.wanted["sink"]:
             return None
@@ -125,21 +131,21 @@ class BackwardSums:
         if self.grad_lse is not None:
             delta -= self.grad_lse
         share = (sink.to(accumulator).unsqueeze(-1) - self.lse).exp()
-        share = share.masked_fill(self.lse == -torch.inf, 0.0)  # rows that see nothing, without a sink
+        share = share.masked_fill(self.lse == -torch.inf, 0.0)  # rows without keys and without a sink
         per_head = -(share * delta).sum(-1)
         return per_head.sum(0) if sink.dim() == 1 else per_head
 
 
 def masks_of_tile(inputs: Inputs, tile: Tile) -> tuple[Tensor | None, Tensor | None]:
-    """The parts of attn_mask and key_mask that a tile needs. Views."""
+    """Returns views of attn_mask and key_mask: the parts that a tile needs."""
     mask, key_mask = inputs.attn_mask, inputs.key_mask
     if key_mask is not None:
         key_mask = key_mask[:, tile.key : tile.key + tile.k_end - tile.k_begin]
-    return None if mask is None else _part_of_mask(mask, tile), key_mask
+    return None if mask is None else _mask_of_tile(mask, tile), key_mask
 
 
-def _part_of_mask(mask: Tensor, tile: Tile) -> Tensor:
-    """Of a mask (B, H, rows of this process, all keys); sizes of 1 stay."""
+def _mask_of_tile(mask: Tensor, tile: Tile) -> Tensor:
+    """Returns a tile's view of a mask (B, H, rows of this process, all keys). Dimensions of size 1 stay."""
     if mask.shape[2] != 1:
         mask = mask[:, :, tile.q_begin : tile.q_end]
     if mask.shape[3] != 1:
@@ -148,7 +154,7 @@ def _part_of_mask(mask: Tensor, tile: Tile) -> Tensor:
 
 
 def _packing(tile: Tile, device: torch.device) -> tuple[Tensor, dict[str, int]]:
-    """cu_seqlens of a tile of several whole documents, and the longest of them."""
+    """Returns cu_seqlens of a tile of several whole documents, and the length of the longest document."""
     assert tile.lengths is not None
     longest = max(end - begin for begin, end in pairwise(tile.lengths))
     cu_seqlens = torch.tensor(tile.lengths, dtype=torch.int64, device=device)
@@ -156,10 +162,10 @@ def _packing(tile: Tile, device: torch.device) -> tuple[Tensor, dict[str, int]]:
 
 
 def packed(t: Tensor) -> Tensor:
-    """(1, H, S, D) as (S, H, D)."""
+    """Returns (1, H, S, D) as (S, H, D)."""
     return t[0].transpose(0, 1)
 
 
 def unpacked(t: Tensor) -> Tensor:
-    """(S, H, D) as (1, H, S, D)."""
+    """Returns (S, H, D) as (1, H, S, D)."""
     return t.transpose(0, 1).unsqueeze(0)

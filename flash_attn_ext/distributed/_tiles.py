@@ -1,4 +1,4 @@
-"""Which parts of the score matrix a process computes when the keys of another visit it."""
+"""The tiles of the score matrix that a process computes when it holds the keys of another process."""
 
 from bisect import bisect_left, bisect_right
 from functools import lru_cache
@@ -16,47 +16,49 @@ class Band(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """What decides which process computes what: the same on every process."""
+    """Everything that decides which process computes which tile. It is the same on every process."""
 
     queries: Layout
     keys: Layout
     band: Band
-    documents: tuple[int, ...] | None  # cu_seqlens: where each document begins, and the end
-    # Whether nothing but the band depends on where an element lies: neither ALiBi, nor dropout, nor a mask's columns.
-    position_free: bool
+    documents: tuple[int, ...] | None  # cu_seqlens: the start of each document, and the end of the last one
+    # Whether scores depend on positions by the band only: there is no ALiBi, no dropout and no mask with columns.
+    depends_on_band_only: bool
 
 
 class Tile(NamedTuple):
-    """Rows [q_begin, q_end) of this process's queries, with rows [k_begin, k_end) of the visiting keys."""
+    """Rows [q_begin, q_end) of this process's queries and rows [k_begin, k_end) of the keys that it holds."""
 
     q_begin: int
     q_end: int
     k_begin: int
     k_end: int
-    diagonal: int  # query i of the tile stands at its key i + diagonal
+    diagonal: int  # query i of the tile has the position of its key i + diagonal
     bounded: bool  # whether the band cuts the tile
     row: int = 0  # of the first query in its document
     col: int = 0  # of the first key in its document
-    key: int = 0  # of the first key in the whole sequence, where the mask's columns are
+    key: int = 0  # number of the first key in the whole sequence, and its column of the mask
     document: int = 0  # number of the (first) document
     lengths: tuple[int, ...] | None = None  # several whole documents: where each begins in the tile, and the end
 
 
-def visiting_tiles(geometry: Geometry, rank: int, visitor: int) -> tuple[Tile, ...]:
-    """Those of process ``rank`` while it has the keys of process ``visitor``, in the order in which they are merged."""
-    return _tiles(geometry, tuple(geometry.queries.pieces(rank)), tuple(geometry.keys.pieces(visitor)))
+def tiles_with_keys_of(geometry: Geometry, rank: int, owner: int) -> tuple[Tile, ...]:
+    """Returns the tiles of process ``rank`` with the keys of process ``owner``, in the order of the merges."""
+    return _tiles(geometry, tuple(geometry.queries.pieces(rank)), tuple(geometry.keys.pieces(owner)))
 
 
 def all_tiles(geometry: Geometry, rank: int) -> tuple[Tile, ...]:
-    """Those of process ``rank`` if it has all keys, in the order of the sequence."""
+    """Returns the tiles of process ``rank`` with all keys, in the order of the sequence."""
     return _tiles(geometry, tuple(geometry.queries.pieces(rank)), ((0, geometry.keys.seqlen, 0),))
 
 
 @lru_cache(maxsize=256)
-def visits(geometry: Geometry) -> tuple[int, ...]:
-    """The distances t, from 0 on, for which some process r needs the keys of process r - t."""
+def needed_distances(geometry: Geometry) -> tuple[int, ...]:
+    """Returns every distance t, from 0 on, for which a process r needs the keys of process r - t."""
     processes = geometry.queries.processes
-    needed = (any(visiting_tiles(geometry, r, (r - t) % processes) for r in range(processes)) for t in range(processes))
+    needed = (
+        any(tiles_with_keys_of(geometry, r, (r - t) % processes) for r in range(processes)) for t in range(processes)
+    )
     return tuple(t for t, some in enumerate(needed) if some or t == 0)
 
 
@@ -72,16 +74,16 @@ def _tiles(geometry: Geometry, queries: tuple, keys: tuple) -> tuple[Tile, ...]:
                         k_begin=tile.k_begin - k0 + k_local, k_end=tile.k_end - k0 + k_local,
                     )
                 )  # fmt: skip
-    return tuple(_joined(tiles) if geometry.position_free else tiles)
+    return tuple(_join_tiles(tiles) if geometry.depends_on_band_only else tiles)
 
 
 def _tiles_of_chunks(geometry: Geometry, queries: tuple[int, int], keys: tuple[int, int]) -> list[Tile]:
-    """Those of one chunk of queries and one of keys, in rows of the whole sequence."""
+    """Returns the tiles of one chunk of queries and one chunk of keys, in rows of the whole sequence."""
     if geometry.documents is None:
         tile = _tile(geometry.band, queries, keys, (0, 0), 0)
         return [] if tile is None else [tile]
     tiles: list[Tile] = []
-    whole: list[int] = []  # consecutive documents that lie in both chunks
+    whole: list[int] = []  # consecutive documents, each of them inside both chunks
 
     def flush() -> None:
         if whole:
@@ -89,9 +91,9 @@ def _tiles_of_chunks(geometry: Geometry, queries: tuple[int, int], keys: tuple[i
             whole.clear()
 
     offsets = geometry.documents
-    first = bisect_right(offsets, max(queries[0], keys[0])) - 1  # of those that reach into both chunks
-    behind = min(bisect_left(offsets, min(queries[1], keys[1])), len(offsets) - 1)
-    for number in range(max(first, 0), behind):
+    first = bisect_right(offsets, max(queries[0], keys[0])) - 1  # the first document that reaches into both chunks
+    end_document = min(bisect_left(offsets, min(queries[1], keys[1])), len(offsets) - 1)
+    for number in range(max(first, 0), end_document):
         begin, end = offsets[number : number + 2]
         seen = [(max(begin, lo), min(end, hi)) for lo, hi in (queries, keys)]
         if begin == end or any(lo >= hi for lo, hi in seen):
@@ -110,7 +112,7 @@ def _tiles_of_chunks(geometry: Geometry, queries: tuple[int, int], keys: tuple[i
 def _tile(
     band: Band, queries: tuple[int, int], keys: tuple[int, int], origin: tuple[int, int], document: int
 ) -> Tile | None:
-    """The part of some rows and keys that is visible; None if nothing is."""
+    """Returns the visible part of some rows and keys, or None if no part is visible."""
     (q0, q1), (k0, k1) = queries, keys
     if q0 >= q1 or k0 >= k1:
         return None
@@ -129,7 +131,7 @@ def _tile(
 
 
 def _packed_tile(geometry: Geometry, numbers: list[int]) -> Tile:
-    """Whole documents, which attend to themselves."""
+    """Returns one tile of several whole documents. Each document attends to itself."""
     offsets = geometry.documents[numbers[0] : numbers[-1] + 2]
     begin, end = offsets[0], offsets[-1]
     lengths = tuple(offset - begin for offset in offsets)
@@ -137,12 +139,12 @@ def _packed_tile(geometry: Geometry, numbers: list[int]) -> Tile:
     return Tile(begin, end, begin, end, diagonal, True, key=begin, document=numbers[0], lengths=lengths)
 
 
-def _joined(tiles: list[Tile]) -> list[Tile]:
-    """Tiles that the band does not cut, joined where they lie beside each other: fewer and larger calls."""
+def _join_tiles(tiles: list[Tile]) -> list[Tile]:
+    """Joins neighbouring tiles that the band does not cut, for fewer and larger calls."""
     for rows, columns in (
         ((0, 1), (2, 3)),
         ((2, 3), (0, 1)),
-    ):  # the same queries, keys behind each other; and vice versa
+    ):  # the same queries and consecutive keys, then the reverse
         result: list[Tile] = []
         for tile in tiles:
             last = result[-1] if result else None

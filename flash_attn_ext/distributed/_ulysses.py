@@ -1,8 +1,8 @@
-"""Ulysses attention (Jacobs et al. 2023, arXiv 2309.14509): heads for sequence, by all-to-all.
+"""Ulysses attention (Jacobs et al. 2023, arXiv 2309.14509): exchanges heads for rows of the sequence, by all-to-all.
 
-Before the attention each process gives away all heads but its own share of them, and gets the whole sequence of these;
-after it the results go back. What lies between is an ordinary attention. The two exchanges are operators of torch, each
-of which is the other's backward. ``seqlens`` are the lengths of the tensors' whole sequences.
+Before the attention each process receives the whole sequence of its own share of the heads, and sends its rows of the
+other heads. Then it computes an ordinary attention. A second exchange returns the results. The two exchanges are
+operators of torch, and each one is the backward of the other one. ``seqlens`` are the lengths of the whole sequences.
 """
 
 from itertools import pairwise
@@ -20,7 +20,7 @@ from ._sums import packed, unpacked
 
 @torch.library.custom_op("flash_attn_ext::heads_for_sequence", mutates_args=())
 def heads_for_sequence(tensors: list[Tensor], group: str, balanced: bool, seqlens: list[int]) -> list[Tensor]:
-    """(B, heads / n, S, D) of each (B, heads, rows of this process, D)."""
+    """Exchanges each tensor (B, heads, rows of this process, D) for (B, heads / n, S, D)."""
     processes, layouts = named_group(group), _layouts(group, balanced, seqlens)
     n = processes.size
     parts = [torch.cat([t.chunk(n, dim=1)[r].reshape(-1) for t in tensors]) for r in range(n)]
@@ -42,7 +42,7 @@ def heads_for_sequence(tensors: list[Tensor], group: str, balanced: bool, seqlen
 
 @torch.library.custom_op("flash_attn_ext::sequence_for_heads", mutates_args=())
 def sequence_for_heads(tensors: list[Tensor], group: str, balanced: bool, seqlens: list[int]) -> list[Tensor]:
-    """(B, heads, rows of this process, D) of each (B, heads / n, S, D): the inverse."""
+    """Exchanges each tensor (B, heads / n, S, D) for (B, heads, rows of this process, D)."""
     processes, layouts = named_group(group), _layouts(group, balanced, seqlens)
     n, own = processes.size, processes.rank
     parts = []
@@ -95,7 +95,7 @@ _differentiate(sequence_for_heads, heads_for_sequence)
 
 
 def attention(call: ShardedCall, inputs: Inputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of this process's queries; lse only if asked for, as it costs a message."""
+    """Computes (out, lse) of this process's queries. lse costs a message: without ``return_lse`` it is None."""
     queries, keys = call.geometry.queries, call.geometry.keys
     where = call.group.name, queries.balanced
     q, k, v = heads_for_sequence(list(inputs[:3]), *where, [queries.seqlen, keys.seqlen, keys.seqlen])

@@ -1,4 +1,4 @@
-"""context_parallel_attn: attention over sequences that are sharded over processes."""
+"""context_parallel_attn: attention over a sequence that is sharded over processes."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from .._dropout import new_rng_state
 from .._tensor_checks import check_are_dense, check_heads
 from . import _ulysses
 from ._agreement import checked_everywhere, shape_of
-from ._exchange import of_first_process
+from ._exchange import broadcast_first
 from ._group import Group, check_device, resolve_group
 from ._operator import context_parallel
 from ._sharded_call import Inputs, Sharding, make_sharded_call, meta_inputs
@@ -49,56 +49,57 @@ def context_parallel_attn(
     rng_state: Tensor | None = None,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`flash_attn` on a sequence of which each process of a group holds its rows (:func:`shard_sequence`).
+    """:func:`flash_attn` on a sequence that is sharded over a process group (:func:`shard_sequence`).
 
-    Every process calls it with the same options, and gets the rows of the result that belong to its rows of ``query``:
-    those that one process with the whole sequence would get, to rounding, and the same bits at every run. Letters are
-    those of :func:`flash_attn`; n is the number of processes, s_q and s_k are this process's rows, S_q and S_k those
-    of all.
+    Every process calls it with the same options, and gets the result for its own rows of ``query``. Except for rounding
+    the result equals the one of a single process with the whole sequence. Every run gives the same bits. Letters are as
+    in :func:`flash_attn`. n is the number of processes, s_q and s_k are this process's rows, and S_q and S_k are the
+    rows of the whole sequence.
 
     Args:
         query: (B, H, s_q, D), this process's rows.
         key: (B, H_kv, s_k, D), this process's rows; dtype and device of ``query``.
         value: (B, H_kv, s_k, D_v), likewise.
-        attn_mask: broadcastable to (B, H, s_q, S_k): the rows of this process, all keys in the order of the sequence,
-            so that no mask is sent. bool or float as for :func:`flash_attn`.
-        dropout_p, is_causal, scale, enable_gqa, causal, window, softcap: as for :func:`flash_attn`; they are about the
-            whole sequence. "lower_right" and windows count from S_q and S_k.
-        method: how the processes share the work. None takes "all_gather" where n * H_kv <= H, as then the gathered
-            keys are no larger than this process's queries, and otherwise "ring": memory is O(S / n) then.
+        attn_mask: broadcastable to (B, H, s_q, S_k): the rows of this process, and all keys in the order of the
+            sequence. So no mask is sent. bool or float as for :func:`flash_attn`.
+        dropout_p, is_causal, scale, enable_gqa, causal, window, softcap: as for :func:`flash_attn`. They apply to
+            the whole sequence: "lower_right" and windows count from S_q and S_k.
+        method: how the processes share the work. None is "all_gather" if n * H_kv <= H, because the gathered keys are
+            then no larger than this process's queries. Otherwise it is "ring", with memory O(S / n).
 
-            - "ring": keys and values go from process to process, while each computes with those it has. Memory
-              O(S / n).
-            - "all_gather": every process gathers all keys and values, once forward and once backward. Memory O(S_k) for
-              them, one message instead of n - 1: better for short sequences, few key heads, many documents.
-            - "ulysses": heads for sequence by all-to-all, an ordinary attention, and back. Memory O(S / n). It sends
-              least where heads are many, and hides nothing behind computation. n has to divide H and H_kv.
-        group: the ProcessGroup over which the sequence is sharded; the default group if there is no ``mesh`` either.
+            - "ring": processes pass keys and values around, and compute at the same time. Memory O(S / n).
+            - "all_gather": every process gathers all keys and values, once in the forward and once in the backward.
+              Their memory is O(S_k). One message instead of n - 1: better for short sequences, few key heads and many
+              documents.
+            - "ulysses": exchanges rows for heads by all-to-all, computes an ordinary attention, and exchanges back.
+              Memory O(S / n). It sends the fewest bytes if there are many heads. Messages and computation do not
+              overlap. n must divide H and H_kv.
+        group: the ProcessGroup that shares the sequence. Without ``group`` and ``mesh`` it is the default group.
         mesh: a DeviceMesh of one dimension instead, such as ``mesh["cp"]``.
-        balanced: whether the rows are those of ``shard_sequence(..., balanced=True)``.
-        seqlen: S, or (S_q, S_k), where shards are not equal. None: n times this process's rows.
+        balanced: whether ``shard_sequence(..., balanced=True)`` made the shards.
+        seqlen: S, or (S_q, S_k), needed if shards have unequal lengths. None: n times this process's rows.
         cu_seqlens: (documents + 1) offsets of packed sequences ("documents") in the whole sequence, from 0 to S, on any
-            device: a document attends to itself alone, wherever the shards cut it. B has to be 1, S_q = S_k. Options
-            hold for each document by itself, as in :func:`flash_attn_varlen`; slopes and sink have shape (H). Read by
-            the host.
+            device. A document attends to itself alone, even if shards cut it. B must be 1, and S_q = S_k. Options apply
+            to each document, as in :func:`flash_attn_varlen`. Slopes and sink have shape (H). The host reads the
+            offsets.
         alibi_slopes, sink: (H) or (B, H), the same on every process.
         key_mask: (B, S_k), all keys in the order of the sequence, such as padding: one byte a token on each process.
-            ``unshard_sequence(padding, 1)`` makes it from shards. As for :func:`flash_attn` otherwise.
-        return_lse: also return the logsumexp (B, H, s_q). Its gradient is not dropped.
-        rng_state: int64 (seed, offset), the same on every process; what is dropped is what :func:`flash_attn` drops
-            with it on the whole sequence. If None, it is drawn by every process, and that of the group's first counts
-            (16 bytes).
+            ``unshard_sequence(padding, 1)`` makes it from shards. Otherwise as for :func:`flash_attn`.
+        return_lse: also return the logsumexp (B, H, s_q), with its gradient.
+        rng_state: int64 (seed, offset), the same on every process. Dropout then drops the elements that
+            :func:`flash_attn` drops in the whole sequence. None: every process draws a state, and all use the one of
+            the group's first process (16 bytes are sent).
         deterministic: as for :func:`flash_attn`.
 
     Returns:
         out (B, H, s_q, D_v), or (out, lse).
 
-    Gradients of query, key and value are those of this process's rows, all of them. What every process holds alike (a
-    mask without rows, slopes, sink) gets this process's share: the gradient is the sum over the processes, as for the
-    weights of a model whose tokens are sharded. Differentiable once; "ulysses" twice.
+    The gradients of query, key and value are complete for this process's rows. A tensor that every process holds (a
+    mask without rows, slopes, sink) gets this process's part of its gradient: add the parts of all processes, as for
+    the parameters of a model with sharded tokens. Differentiable once, with "ulysses" twice.
 
-    What each process sends, in bytes, with e bytes an element, a bytes an accumulator (8 for float64, otherwise 4) and
-    KV = B * H_kv * S_k / n * (D + D_v):
+    Each process sends these bytes, with e bytes for an element, a bytes for an accumulator (8 for float64, otherwise 4)
+    and KV = B * H_kv * S_k / n * (D + D_v):
 
         ===========  ==============================  =====================================================
         method       forward                         backward
@@ -108,17 +109,17 @@ def context_parallel_attn(
         ===========  ==============================  =====================================================
 
     with Q = B * H * S_q / n * D, O = B * H * S_q / n * D_v (with ``return_lse`` also (n - 1) / n * B * H * S_q / n * a
-    each way), and v the number of processes whose keys somebody needs: n, or fewer with a window or with documents.
-    Uneven shards are sent as they are ("all_gather": as long as the longest). Before all this each process sends 1 KiB
-    to every other one, to compare the calls: on CPU at every call, on a GPU once for each new call.
+    each way). v is the number of distances t, from 0 on, for which a process r needs the keys of process r - t: n, or
+    fewer with a window or with documents. Unequal shards are sent in their own length, with "all_gather" in the longest
+    one. Before that each process sends 1 KiB to every other process, to compare the calls: on CPU at every call, on a
+    GPU once for each new call.
 
     Raises:
-        ValueError: rows that are no share of the sequence, a method that is not possible, a group without this process
-            or without a backend for the device, the errors of :func:`flash_attn`; calls that differ between the
-            processes. If a process raises an error for its arguments, the other processes raise a ValueError.
+        ValueError: the number of rows is no share of the sequence, the method is not possible, the group lacks this
+            process or a backend for the device, or the calls of the processes differ. If a process raises an error for
+            its arguments, the other processes raise a ValueError.
         TypeError: as :func:`flash_attn`.
-        RuntimeError: torch.distributed's own, such as when a process dies or does not answer within the group's
-            time-out.
+        RuntimeError: an error of torch.distributed. Examples: a process died, or did not answer within the time-out.
 
     Sources: Liu et al. 2023 (arXiv 2310.01889), ring; Dubey et al. 2024 (arXiv 2407.21783, section 3.3.2), all-gather
     and the balanced order; Jacobs et al. 2023 (arXiv 2309.14509), Ulysses.
@@ -160,7 +161,7 @@ def attend_over_processes(
     call, inputs, sharding, method, options = checked_everywhere(processes, query, check, _CheckedCall.description)
     if call.needs_rng_state():
         drawn = new_rng_state(inputs.query.device)
-        inputs = inputs._replace(rng_state=of_first_process(drawn, processes.name))
+        inputs = inputs._replace(rng_state=broadcast_first(drawn, processes.name))
     if options["dropout_p"] == 0.0:
         inputs = inputs._replace(rng_state=None)
     if method == "ulysses":
@@ -213,7 +214,7 @@ def _checked_call(call: Call, processes: Group, method, balanced, seqlen, cu_seq
         checked = inputs
         if call.needs_rng_state():  # drawn after the checks
             checked = inputs._replace(rng_state=torch.empty(2, dtype=torch.int64, device=inputs.query.device))
-        with _disable_current_modes():  # FlopCounterMode is to count no check
+        with _disable_current_modes():  # FlopCounterMode must not count the check
             _ops.attention(*meta_inputs(processes, checked, sharding, options), **options)
     return _CheckedCall(call, inputs, sharding, method, options)
 
@@ -233,7 +234,7 @@ def _check_tensors(group: Group, inputs: Inputs) -> None:
 
 
 def _lengths(seqlen: object) -> tuple[int | None, int | None]:
-    """(S_q, S_k)"""
+    """Returns (S_q, S_k)."""
     seqlen_q, seqlen_k = seqlen if isinstance(seqlen, (tuple, list)) and len(seqlen) == 2 else (seqlen, seqlen)
     for length in (seqlen_q, seqlen_k):
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 0):
@@ -242,7 +243,7 @@ def _lengths(seqlen: object) -> tuple[int | None, int | None]:
 
 
 def _autocast(inputs: Inputs) -> Inputs:
-    """As the operator's autocast rules do it: before anything is sent."""
+    """Casts as the operator does under autocast, but before anything is sent."""
     kind = inputs.query.device.type
     if not torch.is_autocast_enabled(kind):
         return inputs
@@ -264,7 +265,7 @@ def _mask_as_4d(mask: Tensor | None) -> Tensor | None:
 
 
 def _documents(cu_seqlens: Tensor) -> list[int]:
-    """The offsets as numbers; make_sharded_call checks them."""
+    """Returns the offsets as ints. make_sharded_call checks them."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens: got {got}; allowed: a tensor of int32 or int64")

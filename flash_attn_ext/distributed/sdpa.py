@@ -23,34 +23,35 @@ def context_parallel_sdpa(
 ) -> Iterator[None]:
     """In this block ``torch.nn.functional.scaled_dot_product_attention`` is :func:`context_parallel_attn`.
 
-    For models that know nothing of context parallelism, beside torch's own experimental context, which shards tensors
-    in place, but whose attention has no operator of torch's CPU (torch 2.13)::
+    For models without code for context parallelism. torch's own experimental context shards tensors in place, but has
+    no attention on CPU (torch 2.13). Both together::
 
         with context_parallel(mesh, buffers=[x, labels], buffer_seq_dims=[1, 1]), context_parallel_sdpa(mesh=mesh):
             loss = loss_function(model(x), labels)
 
-    Either block may be the outer one; without torch's, :func:`shard_sequence` shards. The backward may run inside or
-    outside. As in torch's context, what is replaced is the attribute of torch.nn.functional, in all threads: what was
-    imported from there by name before, :func:`flash_attn`, torch's fused inference path and attention weights
-    (``need_weights=True``) see this process's rows only. Blocks have to end in the opposite order of their beginnings.
+    Either block may be the outer one. Without torch's block, :func:`shard_sequence` shards. The backward may run inside
+    or outside. As torch's context does, this block replaces an attribute of torch.nn.functional, in all threads. The
+    following see this process's rows only: a function that was imported from there by name before, :func:`flash_attn`,
+    torch's fused inference path, and attention weights (``need_weights=True``). Blocks must end in the opposite order
+    of their starts.
 
     Args:
-        group, mesh, method: as for :func:`context_parallel_attn`, which the calls' other arguments go to as they are: a
-            mask has the rows of this process and all keys.
-        balanced: None: as torch's context shards, balanced where this process has an even number of rows. The length
-            has to divide by the number of processes.
+        group, mesh, method: as for :func:`context_parallel_attn`. It also gets the other arguments of each call: a mask
+            has the rows of this process and all keys.
+        balanced: None: as torch's context shards, balanced if this process has an even number of rows. The number of
+            processes must divide the length.
 
     Raises:
-        ValueError, TypeError: in the block, as :func:`context_parallel_attn`; DTensors placed otherwise than Shard(2).
+        ValueError, TypeError: in the block, as :func:`context_parallel_attn`, and for DTensors that are not Shard(2).
     """
-    resolve_group(group, mesh)  # raises before the block
+    resolve_group(group, mesh)  # to raise before the block
     original = F.scaled_dot_product_attention
 
-    def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, *others, **options):
+    def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, *positional, **options):
         tensors = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
         local = [_local(name, t) for name, t in tensors.items()]
         options["balanced"] = balanced if balanced is not None else query.dim() == 4 and local[0].shape[2] % 2 == 0
-        out = context_parallel_attn(*local, *others, group=group, mesh=mesh, method=method, **options)
+        out = context_parallel_attn(*local, *positional, group=group, mesh=mesh, method=method, **options)
         return DTensor.from_local(out, query.device_mesh, [Shard(2)]) if isinstance(query, DTensor) else out
 
     F.scaled_dot_product_attention = scaled_dot_product_attention
@@ -61,7 +62,7 @@ def context_parallel_sdpa(
 
 
 def _local(name: str, t: Tensor | None) -> Tensor | None:
-    """torch's context, inside this one, makes DTensors of this process's rows."""
+    """Returns this process's rows. torch's context inside this one makes DTensors of them."""
     if not isinstance(t, DTensor):
         return t
     if t.placements != (Shard(2),):

@@ -1,4 +1,4 @@
-"""shard_sequence and unshard_sequence: from a whole sequence to this process's rows, and back."""
+"""shard_sequence and unshard_sequence: from the whole sequence to this process's rows, and back."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._agreement import checked_everywhere, shape_of
-from ._exchange import all_gather, sum_of_shares
+from ._exchange import all_gather, reduce_scatter_in_order
 from ._group import Group, check_device, resolve_group
 from ._layout import Layout, layout_of
 
@@ -20,27 +20,27 @@ def shard_sequence(
     balanced: bool = True,
     uneven: bool = False,
 ) -> Tensor:
-    """This process's rows of ``x`` along ``dim``, which every process holds whole. Sends nothing.
+    """Returns this process's rows of ``x`` along ``dim``. Every process holds the whole ``x``, and nothing is sent.
 
-    For tensors, position ids and labels alike: what belongs together stays together if it is sharded alike. Position
-    ids have to be sharded too, or given by the caller: the rows of a process are not consecutive.
+    Shard tensors, position ids and labels in the same way, so that they fit together. Position ids must be sharded too,
+    or given by the caller, because the rows of a process are not consecutive.
 
     Args:
         x: any tensor, the same on every process of the group.
         dim: the sequence's dimension.
         group: a ProcessGroup; the default group if neither it nor ``mesh`` is given.
         mesh: a DeviceMesh of one dimension instead.
-        balanced: with n processes cut the sequence into 2 n chunks, and give process r the chunks r and 2 n - 1 - r
-            ("zigzag"): every process then has the same share of a causal attention. False: n chunks, process r has
+        balanced: cut the sequence into 2 n chunks for n processes. Process r gets the chunks r and 2 n - 1 - r
+            ("zigzag"), so that all processes have the same work in a causal attention. False: n chunks, process r has
             chunk r, which is better with short windows.
-        uneven: allow lengths that do not divide: the first chunks are a row longer. ``seqlen=`` has to be given to
-            :func:`context_parallel_attn` and :func:`unshard_sequence` then.
+        uneven: allow a length that the number of chunks does not divide. The first chunks then have one row more, and
+            :func:`context_parallel_attn` and :func:`unshard_sequence` need ``seqlen=``.
 
     Returns:
-        A contiguous tensor, (..., rows, ...). Differentiable; the gradient is 0 in the rows of others.
+        A contiguous tensor, (..., rows, ...). Differentiable. The gradient is 0 in the rows of other processes.
 
     Raises:
-        ValueError: a length that does not divide, without ``uneven``; a group without this process.
+        ValueError: the number of chunks does not divide the length, without ``uneven``; a group without this process.
     """
     where = resolve_group(group, mesh)
     dim = _checked_dim(x, dim)
@@ -63,20 +63,20 @@ def unshard_sequence(
     balanced: bool = True,
     seqlen: int | None = None,
 ) -> Tensor:
-    """The whole sequence, on every process: the inverse of :func:`shard_sequence`. One all-gather.
+    """Returns the whole sequence on every process: the inverse of :func:`shard_sequence`. One all-gather.
 
     Args:
         x: this process's rows.
         dim: the sequence's dimension.
         group, mesh, balanced: as for :func:`shard_sequence`.
-        seqlen: the whole sequence's length. Needed where it does not divide; otherwise rows times processes.
+        seqlen: the length of the whole sequence. Needed for unequal shards. None: rows times processes.
 
     Returns:
-        (..., seqlen, ...). Differentiable: a row's gradient is the sum of those that the processes have for it, in the
-        order of the processes.
+        (..., seqlen, ...). Differentiable: the gradients of all processes are added, in the order of the processes.
 
     Raises:
-        ValueError: ``x`` has not this process's number of rows; a group without this process.
+        ValueError: ``x`` has not this process's number of rows; the shards of the processes do not fit together; a
+            group without this process.
     """
     where = resolve_group(group, mesh)
 
@@ -98,7 +98,7 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx, x: Tensor, dim: int, group: Group, layout: Layout) -> Tensor:
         ctx.dim, ctx.group, ctx.layout = dim, group, layout
         rows_first = x.movedim(dim, 0)
-        shards = all_gather(group, _padded(rows_first, layout.most_rows()))
+        shards = all_gather(group, _padded(rows_first, layout.max_rows()))
         whole = torch.cat([shards[rank, begin:end] for rank, begin, end in layout.in_order()])
         return whole.movedim(0, dim).contiguous()
 
@@ -108,13 +108,13 @@ class _Unshard(torch.autograd.Function):
         shares = []
         for rank in range(ctx.group.size):
             rows = torch.cat([rows_first[begin:end] for begin, end, _ in ctx.layout.pieces(rank)])
-            shares.append(_padded(rows, ctx.layout.most_rows()))
-        own = sum_of_shares(ctx.group, torch.stack(shares))[: ctx.layout.rows(ctx.group.rank)]
+            shares.append(_padded(rows, ctx.layout.max_rows()))
+        own = reduce_scatter_in_order(ctx.group, torch.stack(shares))[: ctx.layout.rows(ctx.group.rank)]
         return own.movedim(0, ctx.dim), None, None, None
 
 
 def _padded(t: Tensor, rows: int) -> Tensor:
-    """``t`` with ``rows`` in its first dimension; those added are 0."""
+    """Pads the first dimension of ``t`` with zeros to ``rows``."""
     if t.shape[0] == rows:
         return t.contiguous()
     return torch.cat([t, t.new_zeros(rows - t.shape[0], *t.shape[1:])])

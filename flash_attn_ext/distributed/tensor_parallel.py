@@ -1,4 +1,4 @@
-"""HeadParallel: MultiheadAttention with its heads shared out, for torch's parallelize_module."""
+"""HeadParallel: MultiheadAttention with heads sharded over processes, for torch's parallelize_module."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,15 +17,15 @@ class HeadParallel(ParallelStyle):
     """Tensor parallelism over heads for :class:`flash_attn_ext.MultiheadAttention` (Shoeybi et al. 2019).
 
     ``parallelize_module(model, mesh["tp"], {"layers.0.self_attn": HeadParallel()})`` gives each process num_heads / n
-    heads: their rows of the projections of query, key and value, and their columns of the output projection.
-    Parameters become DTensors with torch's names and shapes, so that checkpoints stay what they are. Inputs and output
-    are the same on every process of the mesh: plain tensors, or replicated DTensors. Forward and backward have one
-    all-reduce each. With ``need_weights=True`` the weights travel too: their sum over each process's heads, or, not
-    averaged, those of all heads; of averaged ones ``top_k`` has the whole (B, S_q, S_k) for a moment.
+    heads: their rows of the projections of query, key and value, and their columns of the output projection. Parameters
+    become DTensors with torch's names and shapes, so checkpoints do not change. Inputs and output are the same on every
+    process of the mesh: plain tensors, or replicated DTensors. Forward and backward have one all-reduce each. With
+    ``need_weights=True`` attention weights are sent, too: averaged weights as one all-reduce, otherwise the weights of
+    all heads. With ``top_k`` of averaged weights the whole (B, S_q, S_k) exists for a moment.
 
     Raises:
-        TypeError: another module. ``replace_attention`` makes one of torch's.
-        ValueError: num_heads does not divide; add_bias_kv or add_zero_attn.
+        TypeError: another kind of module. ``replace_attention`` converts torch's modules.
+        ValueError: n does not divide num_heads; add_bias_kv or add_zero_attn.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -42,7 +42,9 @@ class HeadParallel(ParallelStyle):
             )
         if module.bias_k is not None or module.add_zero_attn:
             raise ValueError("module: got add_bias_kv or add_zero_attn; allowed: a module without them")
-        thirds = _StridedShard(0, split_factor=3)  # of in_proj: of each of query's, key's and value's rows
+        thirds = _StridedShard(
+            0, split_factor=3
+        )  # in_proj: shards the rows of query, key and value, one third after the other
         wanted = {
             "in_proj_weight": thirds, "in_proj_bias": thirds, "q_proj_weight": Shard(0), "k_proj_weight": Shard(0),
             "v_proj_weight": Shard(0), "out_proj.weight": Shard(1), "out_proj.bias": Replicate(),
@@ -59,7 +61,7 @@ class HeadParallel(ParallelStyle):
 
 
 class _HeadParallelAttention(MultiheadAttention):
-    """A MultiheadAttention whose parameters HeadParallel has sharded."""
+    """A MultiheadAttention after HeadParallel sharded its parameters."""
 
     def forward(
         self,
@@ -92,45 +94,45 @@ class _HeadParallelAttention(MultiheadAttention):
             return_lse=True,
         )  # fmt: skip
         out = F.linear(self._join_heads(out, batched), self.out_proj.weight.to_local())
-        out = _everywhere(out, mesh, Partial())
+        out = _replicate(out, mesh, Partial())
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias.to_local()
         if not need_weights:
             return self._as_given(query, out), None
 
-        # Of the average, the largest ones are known only where it is.
+        # The largest averaged weights are known only after the average over all processes.
         weights = attention_weights(
             q, k, mask, key_mask, lse, rng_state, dropout_p, average_attn_weights,
             None if average_attn_weights else top_k,
         )  # fmt: skip
         if average_attn_weights:
-            weights = _everywhere(weights / mesh.size(), mesh, Partial())
+            weights = _replicate(weights / mesh.size(), mesh, Partial())
             parts = (weights,) if top_k is None else tuple(weights.topk(top_k, dim=-1))
         else:
             parts = (weights,) if top_k is None else weights
-            parts = tuple(_everywhere(part, mesh, Shard(1)) for part in parts)
+            parts = tuple(_replicate(part, mesh, Shard(1)) for part in parts)
         parts = tuple(self._as_given(query, part if batched else part.squeeze(0)) for part in parts)
         return self._as_given(query, out), parts[0] if top_k is None else parts
 
     def _as_given(self, query: Tensor, t: Tensor) -> Tensor:
-        """A DTensor if query is one."""
+        """Returns a DTensor if query is one."""
         if not isinstance(query, DTensor):
             return t
         return DTensor.from_local(t, query.device_mesh, [Replicate()], run_check=False)
 
     def _project_locally(self, query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh) -> list[Tensor]:
-        """Of q, k and v the features of this process's heads."""
+        """Projects to q, k and v of this process's heads."""
         inputs: dict[int, Tensor] = {}
-        for x in (query, key, value):  # the gradient is the sum of those of all heads
+        for x in (query, key, value):  # the gradients of all heads are added
             if id(x) not in inputs:
                 shared = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
                 inputs[id(x)] = shared.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
         if self._qkv_same_embed_dim:
-            weights = self.in_proj_weight.to_local().chunk(3)
+            matrices = self.in_proj_weight.to_local().chunk(3)
         else:
-            weights = tuple(w.to_local() for w in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight))
+            matrices = tuple(w.to_local() for w in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight))
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.to_local().chunk(3)
-        return [F.linear(inputs[id(x)], w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
+        return [F.linear(inputs[id(x)], w, b) for x, w, b in zip((query, key, value), matrices, biases, strict=True)]
 
     def _split_own_heads(self, x: Tensor, batched: bool) -> Tensor:
         x = x.unflatten(-1, (-1, self.head_dim))
@@ -139,6 +141,6 @@ class _HeadParallelAttention(MultiheadAttention):
         return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
 
-def _everywhere(t: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    """The whole of what the processes have parts of."""
+def _replicate(t: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    """Returns the whole tensor from the parts of all processes."""
     return DTensor.from_local(t, mesh, [placement], run_check=False).redistribute(mesh, [Replicate()]).to_local()

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), with the names of flash_attn.layers.rotary."""
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), under the names of flash_attn.layers.rotary."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from .._flash_arguments import whole_number
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """``x`` (..., D) with its first R columns rotated by cos, sin (..., R / 2), computed in float32 at least."""
+    """Rotates the first R columns of ``x`` (..., D) by cos, sin (..., R / 2). Computes in float32 or float64."""
     half = cos.shape[-1]
     dtype = torch.promote_types(x.dtype, torch.float32)
     columns, rest = x[..., : 2 * half].to(dtype), x[..., 2 * half :]
@@ -29,7 +29,7 @@ def check_rotary(cos: Tensor, sin: Tensor, head_dim: int) -> None:
 
 
 def rows_at(table: Tensor, name: str, positions: Tensor) -> Tensor:
-    """Rows of cos or sin. On CPU a position outside the table is an error; elsewhere indexing itself reports it."""
+    """Returns rows of cos or sin. On CPU a position outside the table raises. On a GPU indexing reports it."""
     if positions.is_cpu and positions.numel() and not torch.compiler.is_compiling():
         low, high = positions.min().item(), positions.max().item()
         if low < 0 or high >= len(table):
@@ -42,7 +42,7 @@ def rows_at(table: Tensor, name: str, positions: Tensor) -> Tensor:
 def _rows_of_tables(
     cos: Tensor, sin: Tensor, x: Tensor, seqlen_offsets: int | Tensor, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rows of cos and sin for the rows of ``x``: (B, S, 1, rotary_dim / 2), or (T, 1, rotary_dim / 2) if packed."""
+    """Returns rows of cos and sin for ``x``: (B, S, 1, rotary_dim / 2), or (T, 1, rotary_dim / 2) if packed."""
     check_rotary(cos, sin, x.shape[-1])
     by_sequence = isinstance(seqlen_offsets, Tensor) and seqlen_offsets.dim() > 0
     offset = seqlen_offsets if by_sequence else whole_number("seqlen_offsets", seqlen_offsets)

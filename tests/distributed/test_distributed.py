@@ -20,7 +20,7 @@ def processes():
 def run_case(
     size, method, *, shape=(2, 4, 2, 24, 24, 16, 16), dtype=torch.float64, balanced=True, uneven=False, **given
 ):
-    """Compares out, lse and every gradient of this process's rows with one process's. Returns them."""
+    """Compares out, lse and all gradients of this process's rows with a single process. Returns them."""
     group = group_of(size)
     batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = shape
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def run_case(
     for name, grad, e in zip(names, grads[3:], expected[3:], strict=True):
         if name == "attn_mask" and mask_shape[-2] != 1:
             e = shard(e, -2)
-        else:  # each process has its share
+        else:  # each process has a part of the sum
             grad = grad.clone()
             dist.all_reduce(grad, group=group)
         compared.append((f"d{name}", grad, e))
@@ -107,7 +107,7 @@ OPTIONS = {
     "window": dict(window=(5, 0)),
     "window, not balanced": dict(window=(2, 1), balanced=False),
     "window on both sides": dict(window=(9, 4), shape=(1, 4, 4, 48, 48, 8, 8)),
-    "window beside the diagonal": dict(window=(-2, 7)),
+    "window without the diagonal": dict(window=(-2, 7)),
     "causal window": dict(is_causal=True, window=(4, None)),
     "one key head": dict(is_causal=True, shape=(1, 4, 1, 16, 16, 8, 8)),
     "softcap": dict(is_causal=True, softcap=1.5),
@@ -178,7 +178,7 @@ def test_equals_one_process(processes, size, method, options):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_bits_at_every_run(processes, method):
+def test_every_run_gives_the_same_bits(processes, method):
     options = dict(is_causal=True, dropout_p=0.2, dtype=torch.float32, shape=(1, 4, 4, 64, 64, 16, 16))
     first, second = (processes.run(run_case, 4, method, **options) for _ in range(2))
     for results in zip(first, second, strict=True):
@@ -186,7 +186,7 @@ def test_the_same_bits_at_every_run(processes, method):
 
 
 class _Replicated(torch.autograd.Function):
-    """A tensor that every process has: its gradient is the mean of theirs."""
+    """A tensor that every process holds. Its gradient is the mean over the processes."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -213,7 +213,7 @@ def gradcheck(method):
         )
         return [unshard_sequence(t, 2, group=group) for t in (out, lse)]
 
-    # unshard_sequence sums up the gradients of all processes, which here have the same one.
+    # unshard_sequence adds the gradients of all processes. Here they are all equal.
     assert torch.autograd.gradcheck(of_whole, inputs, fast_mode=True)
 
 
@@ -229,7 +229,7 @@ def in_a_mesh():
     out = context_parallel_attn(own, own, own, is_causal=True, mesh=mesh["cp"])
     whole = unshard_sequence(out, 2, mesh=mesh["cp"])[0]
     torch.testing.assert_close(whole, flash_attn(*[q[dist.get_rank() // 2]] * 3, is_causal=True))
-    q = torch.randn(1, 2, 16, 8)  # and in the default group, of all four
+    q = torch.randn(1, 2, 16, 8)  # the default group has all four processes
     out = context_parallel_attn(*[shard_sequence(q, 2)] * 3, is_causal=True)
     torch.testing.assert_close(unshard_sequence(out, 2), flash_attn(q, q, q, is_causal=True))
     with pytest.raises(ValueError, match=r"mesh: got 2 dimensions, \('dp', 'cp'\)"):
@@ -241,7 +241,7 @@ def test_a_mesh_and_the_default_group(processes):
 
 
 def drawn_dropout():
-    """Without rng_state, the state of the group's first process counts."""
+    """Without rng_state all processes use the state of the group's first process."""
     group = group_of(2)
     torch.manual_seed(100 + dist.get_rank() % 2)
     q = torch.ones(1, 1, 16, 8)
@@ -279,7 +279,7 @@ def test_autocast(processes):
 
 
 def frozen():
-    """Gradients of some inputs only; none at all."""
+    """Gradients of some inputs only, and of no input."""
     group = group_of(2)
     q, k, v = (torch.randn(1, 2, 16, 8, dtype=torch.float64) for _ in range(3))
     for method in METHODS:

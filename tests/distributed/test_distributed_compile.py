@@ -1,4 +1,4 @@
-"""torch.compile around what runs on several processes: without a graph break, and with the results of eager mode."""
+"""torch.compile of calls on several processes: no graph break, and the results of eager mode."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def local(t):
 
 
 def compare(function, *tensors, dynamic=None):
-    """Bitwise, forward and backward; ``fullgraph`` raises at a graph break."""
+    """Compares forward and backward bitwise. ``fullgraph`` raises at a graph break."""
     torch.compiler.reset()
     results = []
     for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)):
@@ -51,7 +51,7 @@ OPTIONS = {
 
 
 def context_parallel(method, options, dynamic):
-    q, k, v = (torch.randn(1, 8, 4, 8).transpose(1, 2) for _ in range(3))  # as models have them
+    q, k, v = (torch.randn(1, 8, 4, 8).transpose(1, 2) for _ in range(3))  # strides as in models
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     compare(
         lambda q, k, v: context_parallel_attn(q, k, v, method=method, mesh=mesh["cp"], **options), q, k, v,
@@ -82,7 +82,7 @@ def test_sharding_and_unsharding(processes):
 
 
 def drawn_dropout():
-    """The default group, and a dropout state that is drawn in the graph: all processes drop alike."""
+    """The default group, with a dropout state that the graph draws. All processes drop the same elements."""
     torch.compiler.reset()
     values = torch.eye(8).expand(1, 2, 8, 8)
     attend = torch.compile(context_parallel_attn, backend="aot_eager", fullgraph=True)
@@ -117,7 +117,7 @@ def test_heads_in_parallel(processes):
 
 
 def traced_operators():
-    """What tracing believes of the operators is so: shapes, strides, and that results share no memory."""
+    """The operators have the shapes and strides that tracing assumes, and results share no memory."""
     group = dist.group.WORLD.group_name
     q, k, v = (torch.randn(1, 8, 4, 8).transpose(1, 2).requires_grad_() for _ in range(3))
     slopes, sink, mask = torch.rand(4), torch.rand(2, 4).T.contiguous().T[:1], torch.randn(8, 16).T.contiguous().T
@@ -136,15 +136,15 @@ def traced_operators():
     torch.library.opcheck(_ulysses.heads_for_sequence, exchanged, test_utils=utilities)
     wholes = [torch.randn(1, 16, 2, 8).transpose(1, 2).requires_grad_() for _ in range(2)]
     torch.library.opcheck(_ulysses.sequence_for_heads, (wholes, *exchanged[1:]), test_utils=utilities)
-    torch.library.opcheck(_exchange.of_first_process, (STATE, group), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(_exchange.broadcast_first, (STATE, group), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_what_tracing_believes_of_the_operators(processes):
+def test_tracing_knows_the_operators_results(processes):
     processes.run(traced_operators)
 
 
 def breaks_of_documents():
-    """cu_seqlens decide who computes what: the host has to read them."""
+    """The values of cu_seqlens decide which process computes which tiles, so the host must read them."""
     torch.compiler.reset()
     q, offsets = torch.randn(1, 2, 8, 8), torch.tensor([0, 5, 16])
     expected = context_parallel_attn(q, q, q, cu_seqlens=offsets)

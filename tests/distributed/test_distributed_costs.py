@@ -1,4 +1,4 @@
-"""What context_parallel_attn sends and allocates, and the method that it takes by itself."""
+"""The bytes that context_parallel_attn sends and allocates, and its default method."""
 
 import os
 
@@ -20,7 +20,7 @@ def processes():
 
 
 class Counted:
-    """Counts the bytes that this process hands to torch.distributed, and by which functions."""
+    """Counts the bytes that this process passes to torch.distributed, and records the functions."""
 
     def __enter__(self):
         self.bytes, self.descriptions, self.calls, self.originals = 0, 0, set(), {}
@@ -80,7 +80,7 @@ def count_bytes(size, method, dtype, options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-def test_bytes_equal_the_docstring_s(processes, size, dtype):
+def test_bytes_equal_the_formulas_of_the_docstring(processes, size, dtype):
     e, a, n = dtype.itemsize, max(dtype.itemsize, 4), size
     for method in METHODS:
         for forward, backward, kv, q, o in processes.run(count_bytes, size, method, dtype, dict(is_causal=True)):
@@ -92,11 +92,11 @@ def test_bytes_equal_the_docstring_s(processes, size, dtype):
                 assert forward == backward == (n - 1) * (q + kv + o) * e // n
 
 
-def test_a_window_visits_neighbours_only(processes):
+def test_a_window_exchanges_with_neighbours_only(processes):
     options = dict(window=(4, 0), balanced=False)
     for forward, backward, kv, _, _ in processes.run(count_bytes, 4, "ring", torch.float32, options):
         assert (forward, backward) == (kv * 4, kv * 4 + 2 * kv * 4)
-    # Zigzag: the chunk before is with the process before, or, for the second half, with the one behind.
+    # Zigzag: the chunk before is on the previous process, or on the next one in the second half of the sequence.
     for forward, _, kv, _, _ in processes.run(count_bytes, 4, "ring", torch.float32, options | {"balanced": True}):
         assert forward == 2 * kv * 4
 
@@ -123,7 +123,7 @@ def counted_flops(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_flops_are_a_share_of_those_of_one_process(processes, method):
+def test_flops_are_shared(processes, method):
     q, k = torch.randn(2, 4, 16, 16, requires_grad=True), torch.randn(2, 2, 16, 16, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         flash_attn(q, k, k, enable_gqa=True, is_causal=True).sum().backward()
@@ -131,7 +131,7 @@ def test_flops_are_a_share_of_those_of_one_process(processes, method):
 
 
 def peak_of(size, method, rows):
-    """Peak memory of forward and backward beyond the inputs, in units of this process's query."""
+    """Returns peak memory of forward and backward without the inputs. Unit: this process's query."""
     group = group_of(size)
     q, k, v = (torch.randn(4, 4, rows, 64, requires_grad=True) for _ in range(3))
     grad = torch.randn_like(q)
@@ -153,12 +153,12 @@ def peak_of(size, method, rows):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peak memory is read from Linux's /proc")
-def test_memory_is_that_of_the_shard(processes):
-    """Twice the processes for a sequence twice as long: the same memory on each, but for all_gather.
+def test_memory_depends_on_the_shard_only(processes):
+    """Two times the processes and two times the length: the same memory on each process, except with all_gather.
 
-    Two processes have one chunk to exchange. With four, the next k, v, dk and dv are under way beside those in use, and
-    dk and dv may wait for a neighbour: at most six tensors more. all_gather holds k, v and their gradients of two more
-    processes, and copies of them.
+    Two processes have one chunk to exchange. With four, the next k, v, dk and dv are in flight besides the tensors
+    in use, and dk and dv may wait for a neighbour: at most six tensors more. all_gather holds k, v and their gradients
+    of two more processes, and copies of them.
     """
     for method, same in (("ring", True), ("ulysses", True), ("all_gather", False)):
         two, four = (max(processes.run(peak_of, size, method, 128)) for size in (2, 4))

@@ -72,7 +72,7 @@ def dtensor_errors():
     q, odd = (distribute_tensor(torch.randn(1, 4, s, 8), mesh, [Shard(2)]) for s in (8, 7))
     with pytest.raises(ValueError, match="query: got 7 rows sharded over 2 processes; allowed: a multiple"):
         flash_attn(odd, odd, odd)
-    with pytest.raises(TypeError, match="key: got a Tensor beside DTensors"):
+    with pytest.raises(TypeError, match="key: got a Tensor together with DTensors"):
         flash_attn(q, torch.randn(1, 4, 8, 8), q)
     q = distribute_tensor(torch.randn(1, 6, 8, 8), mesh, [Shard(1)])
     k = distribute_tensor(torch.randn(1, 3, 8, 8), mesh, [Shard(1)])
@@ -119,7 +119,7 @@ def test_flash_attn_varlen_on_dtensors(processes, placement, heads_kv):
 
 
 def cache_on_dtensors(heads_kv):
-    """Each process has the caches of its own key heads, and writes to them."""
+    """Each process holds the caches of its own key heads, and writes to them."""
     mesh = init_device_mesh("cpu", (2,))
     q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 3, heads_kv, 8), torch.randn(2, 3, heads_kv, 8)
     caches = [torch.randn(2, 16, heads_kv, 8) for _ in range(2)]
@@ -149,7 +149,7 @@ def errors_of_packed():
     with pytest.raises(ValueError, match=r"query: got placements \(Shard\(dim=0\),\); allowed: Replicate"):
         flash_attn_varlen(rows, rows, rows, offsets, offsets)
     heads = distribute_tensor(torch.randn(8, 4, 8), mesh, [Shard(1)])
-    with pytest.raises(TypeError, match="value: got a Tensor beside DTensors"):
+    with pytest.raises(TypeError, match="value: got a Tensor together with DTensors"):
         flash_attn_varlen(heads, heads, torch.randn(8, 4, 8), offsets, offsets)
     q = distribute_tensor(torch.randn(2, 1, 4, 8), mesh, [Shard(2)])
     cache = distribute_tensor(torch.randn(2, 8, 4, 8), mesh, [Replicate()])
@@ -175,21 +175,21 @@ def test_flash_attentions_names_on_dtensors(processes):
 
 
 def raw_operator(placement, heads_kv, batch):
-    """torch.ops.flash_attn_ext.attention and its backward, with every tensor that they take."""
+    """torch.ops.flash_attn_ext.attention and its backward, with all their tensors."""
     mesh = init_device_mesh("cpu", (2,))
     q = torch.randn(batch, 4, 6, 8, dtype=torch.float64)
     k, v = (torch.randn(batch, heads_kv, 9, 8, dtype=torch.float64) for _ in range(2))
     extras = (torch.randn(1, 4, 6, 9), torch.rand(4), torch.rand(batch, 4))  # mask, slopes, sink
     plain = [t.double().requires_grad_() for t in (q, k, v, *extras)]
-    rest = torch.tensor([3, 4]), torch.rand(batch, 9) > 0.3  # the dropout state, the same everywhere, and key_mask
+    state_and_key_mask = torch.tensor([3, 4]), torch.rand(batch, 9) > 0.3  # the same state on every process
     options = dict(causal=True, dropout_p=0.3)
-    out, lse = torch.ops.flash_attn_ext.attention(*plain, *rest, **options)
+    out, lse = torch.ops.flash_attn_ext.attention(*plain, *state_and_key_mask, **options)
     expected = torch.autograd.grad(out.square().sum() + lse.sum(), plain)
     own = [
         distribute_tensor(t.detach(), mesh, [placement if n == 0 else Replicate()]).requires_grad_()
         for n, t in enumerate(plain)
     ]
-    own_out, own_lse = torch.ops.flash_attn_ext.attention(*own, *rest, **options)
+    own_out, own_lse = torch.ops.flash_attn_ext.attention(*own, *state_and_key_mask, **options)
     assert own_out.placements == own_lse.placements == (placement,)
     torch.testing.assert_close([own_out.full_tensor(), own_lse.full_tensor()], [out, lse])
     grads = torch.autograd.grad(own_out.square().sum() + own_lse.sum(), own)
@@ -231,7 +231,7 @@ def errors_of_raw_operators():
     rows = distribute_tensor(torch.randn(1, 4, 8, 8), mesh, [Shard(2)])
     with pytest.raises(ValueError, match=r"query: got placements \(Shard\(dim=2\),\); allowed: Replicate"):
         torch.ops.flash_attn_ext.attention(rows, rows, rows)
-    with pytest.raises(TypeError, match="key: got a Tensor beside DTensors"):
+    with pytest.raises(TypeError, match="key: got a Tensor together with DTensors"):
         torch.ops.flash_attn_ext.attention(rows, torch.randn(1, 4, 8, 8), rows)
     heads = distribute_tensor(torch.randn(1, 6, 8, 8), mesh, [Shard(1)])
     keys = distribute_tensor(torch.randn(1, 3, 8, 8), mesh, [Replicate()])

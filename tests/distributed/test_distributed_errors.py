@@ -1,4 +1,4 @@
-"""Errors of context parallelism: arguments by name, before anything is sent; and a process that dies."""
+"""Errors of context parallelism: they name the argument, on every process. A process that dies or does not answer."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def processes():
 
 
 def error_of(**changed):
-    """The error of a call on two processes with something changed, which both get."""
+    """Returns the error of a call on two processes. Both change the same arguments."""
     group = group_of(2)
     arguments = dict(
         query=torch.randn(1, 4, 8, 8), key=torch.randn(1, 4, 8, 8), value=torch.randn(1, 4, 8, 8), group=group
@@ -78,7 +78,7 @@ def test_errors_name_the_argument(processes, name):
 
 
 X64 = X.double()
-# What the second of two processes passes instead, and what both processes then raise.
+# Arguments that only the second of two processes changes, and the error of both processes.
 DIFFERENT = {
     "rows": (dict(query=X[:, :, :6], key=X[:, :, :6], value=X[:, :, :6]), "query: got [1, 4, 8, 8] on process 0 and ["),
     "rows of keys": (dict(key=X[:, :, :6], value=X[:, :, :6]), "key: got [1, 4, 8, 8] on process 0 and [1, 4, 6, 8]"),
@@ -98,7 +98,7 @@ DIFFERENT = {
 
 
 def errors_of_different_calls():
-    """Each case after a call that succeeds, as with a last batch that is shorter on one process."""
+    """Returns the error of each case. A call that succeeds comes first, as if only the last batch differed."""
     group, second = group_of(2), dist.get_rank() % 2 == 1
     arguments = dict(query=X, key=X, value=X, method="ring", group=group)
     caught = []
@@ -176,7 +176,7 @@ def survivor(method):
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
-def test_a_process_that_dies_is_an_error_of_the_others(method):
+def test_a_dead_process_is_an_error_on_the_living_one(method):
     started = Processes(2)
     try:
         assert started.first_answer(survivor, method) == "alive"
@@ -194,7 +194,7 @@ def left_alone():
             out.sum().backward()
 
 
-def test_a_process_that_does_not_answer_is_an_error_after_the_time_out():
+def test_a_process_that_does_not_answer_is_an_error():
     started = Processes(2)
     try:
         started.run(left_alone)

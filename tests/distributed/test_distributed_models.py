@@ -1,4 +1,4 @@
-"""The function on DTensors, and the module under torch's ways to train on several processes: two real ones."""
+"""MultiheadAttention with HeadParallel, DDP, FSDP and FSDP2 on two real processes."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_heads_in_parallel_with_weights(processes, average, top_k):
 
 
 def dropped_weights():
-    """The output is that of the weights that are returned, with what dropout left of them."""
+    """The output equals the returned weights times value, with dropout."""
     layer = parallelize_module(make_layer(), init_device_mesh("cpu", (2,)), HeadParallel())
     layer.dropout = 0.5
     x = torch.randn(6, 16)
@@ -74,7 +74,7 @@ def dropped_weights():
     return weights.tolist()
 
 
-def test_heads_in_parallel_drop_the_same_elements_everywhere(processes):
+def test_heads_in_parallel_drop_the_same_elements_on_every_process(processes):
     first, second = processes.run(dropped_weights)
     assert first == second
 
@@ -128,7 +128,7 @@ def data_parallel(way, recompute, compiled):
         model = DistributedDataParallel(model)
     elif way == "FSDP2":
         mesh = init_device_mesh("cpu", (2,))
-        for part in (model,) if recompute else (model.attention, model):  # what is recomputed lies inside one unit
+        for part in (model,) if recompute else (model.attention, model):  # a recomputed part is inside one unit
             fully_shard(part, mesh=mesh)
     else:
         model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))

@@ -22,7 +22,7 @@ def processes():
 
 
 class Model(nn.Module):
-    """Two ways to torch's attention: by its function, and by its module."""
+    """Calls torch's attention by its function and by its module."""
 
     def __init__(self):
         super().__init__()

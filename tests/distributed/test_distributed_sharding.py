@@ -1,4 +1,4 @@
-"""shard_sequence and unshard_sequence: each other's inverse on every process."""
+"""shard_sequence and unshard_sequence are inverse to each other on every process."""
 
 import pytest
 import torch
@@ -46,8 +46,8 @@ def unshard_gradient():
     whole = unshard_sequence(x, 0, group=group_of(2))
     (grad,) = torch.autograd.grad(whole, x, torch.arange(8.0) * (1 + dist.get_rank() % 2))
     rows = shard_sequence(torch.arange(8.0), 0, group=group_of(2))
-    assert torch.equal(grad, 3 * rows)  # 1 of the one process, 2 of the other
+    assert torch.equal(grad, 3 * rows)  # 1 from one process and 2 from the other
 
 
-def test_unsharding_sums_the_gradients(processes):
+def test_unsharding_adds_the_gradients(processes):
     processes.run(unshard_gradient)

@@ -79,7 +79,7 @@ def test_every_float8_and_the_values_between(isa, cache_dtype):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_left_padding_does_not_move_rotary_positions(interleaved):
-    """flash-attention 2 and 3 rotate the first new key by cache_seqlens, whatever cache_leftpad is."""
+    """As in flash-attention 2 and 3, the first new key has position cache_seqlens with every cache_leftpad."""
     lengths, leftpad, new = [70, 5, 30], torch.tensor([10, 5, 0]), 3
     q, k, v = torch.randn(3, new, H, D), torch.randn(3, new, HK, D), torch.randn(3, new, HK, DV)
     _, k_cache, v_cache, _ = make(lengths=lengths)
@@ -122,7 +122,7 @@ def test_opcheck():
 
 
 def test_a_decode_step_compiles_as_one_graph():
-    """Projections, rotation, append, attention: two steps, with lengths that change between them."""
+    """Two steps of projections, rotation, append and attention. The lengths change between the steps."""
     torch.manual_seed(0)
     width = H * D
     weights = [torch.randn(width, heads * D) / width**0.5 for heads in (H, HK, HK, H)]

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: a call that fails writes nothing, memory that is written once, no silent gradient."""
+"""flash_attn_with_kvcache: a failing call writes nothing, no row is written twice, no gradient is lost silently."""
 
 import re
 
@@ -45,7 +45,7 @@ def test_factors_belong_to_8_bit_caches(name, seqlen_q):
 
 
 def of_caches(build):
-    """k_cache, v_cache, k, v and other arguments, from a function of two ordinary caches."""
+    """Returns k_cache, v_cache, k, v and other arguments from a function of two ordinary caches."""
     keys, values = torch.zeros(2, ROWS, HK, D), torch.zeros(2, ROWS, HK, D)
     new = torch.ones(2, 2, HK, D)
     return build(keys, values, new)
@@ -123,7 +123,7 @@ def test_transforms_are_refused():
 
 
 def test_packed_queries_on_pages_compute_and_refuse_their_gradient():
-    """flash-attention computes there, whatever requires a gradient."""
+    """flash-attention computes the forward there even if an input requires a gradient."""
     pages = torch.randn(2, 4, 16, HK, D)
     q = torch.randn(5, H, D, requires_grad=True)
     offsets, table = torch.tensor([0, 5]), torch.tensor([[2, 0]])

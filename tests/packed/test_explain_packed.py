@@ -1,4 +1,4 @@
-"""explain_varlen and explain_kvcache: what they say of a call is what the call does, and saying it runs nothing."""
+"""explain_varlen and explain_kvcache describe a call correctly, and do not run it."""
 
 import re
 

@@ -53,7 +53,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
 def test_arguments_in_their_order(function):
-    """As flash-attention's documentation lists them; ours beyond them come by keyword only."""
+    """The order is as in flash-attention's documentation. Our additional arguments are keyword-only."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     shown = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
     assert shown == SIGNATURES[function]
@@ -120,15 +120,15 @@ def test_packed_sequences():
     )
 
 
-def test_what_has_no_kernel_is_refused_by_name():
+def test_an_argument_without_a_kernel_is_refused():
     q, k, v = make()
     with pytest.raises(NotImplementedError, match="qv: got a tensor"):
         interface.flash_attn_func(q, k, v, qv=v)
     _, pages, table, (cu_seqlens_q, cu_seqlens_k) = make_pages()
     arguments = (torch.randn(13, 4, 16), *pages, cu_seqlens_q, cu_seqlens_k, 8, 64)
-    with pytest.raises(NotImplementedError, match="seqused_q: got a tensor besides block_table"):
+    with pytest.raises(NotImplementedError, match="seqused_q: got a tensor together with block_table"):
         interface.flash_attn_varlen_func(*arguments, block_table=table, seqused_q=torch.tensor([5, 8]))
-    with pytest.raises(ValueError, match="page_table: got one besides block_table"):
+    with pytest.raises(ValueError, match="page_table: got one together with block_table"):
         interface.flash_attn_varlen_func(*arguments, block_table=table, page_table=table)
     with pytest.raises(ValueError, match=r"dropout_p: got 0\.5; allowed with a cache: 0"):
         interface.flash_attn_varlen_func(*arguments, 0.5, block_table=table)
@@ -176,7 +176,7 @@ def test_a_learnable_sink_is_the_sink():
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_padding_comes_and_goes():
+def test_unpad_and_pad():
     x = torch.randn(3, 10, 4, requires_grad=True)
     lengths = torch.tensor([10, 0, 7])
     keep = torch.arange(10) < lengths[:, None]

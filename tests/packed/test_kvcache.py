@@ -1,11 +1,11 @@
-"""flash_attn_with_kvcache: what is appended, what is attended to, in caches of every form."""
+"""flash_attn_with_kvcache: appending and attention, in caches of every form."""
 
 import re
 
 import pytest
 import reference
 import torch
-from cache_helpers import DV, HK, LENGTHS, ROWS, D, H, check, make, place, rotary_tables, rotated_pair, rows_of
+from cache_helpers import DV, HK, LENGTHS, ROWS, D, H, check, make, rotary_tables, rotated_pair, row_of_cache, rows_of
 
 from flash_attn_ext import _ops, flash_attn_with_kvcache
 
@@ -50,8 +50,8 @@ def test_appends_in_place(page_size, packed):
     for b, length in enumerate(LENGTHS):
         for n in range(new[b]):
             for cache, values in ((k_cache, k), (v_cache, v)):
-                assert torch.equal(place(cache, block_table, b, length + n), values[cu_seqlens[b] + n])
-            place(written[..., None], block_table, b, length + n).fill_(True)
+                assert torch.equal(row_of_cache(cache, block_table, b, length + n), values[cu_seqlens[b] + n])
+            row_of_cache(written[..., None], block_table, b, length + n).fill_(True)
     for cache, old in zip((k_cache, v_cache), before, strict=True):
         assert torch.equal(cache[~written].nan_to_num(7.0), old[~written].nan_to_num(7.0))
     check(out, lse, q, k_cache, v_cache, [a + b for a, b in zip(LENGTHS, new, strict=True)], block_table, causal=True)
@@ -144,7 +144,7 @@ def test_rotary(interleaved, rotary_dim, causal):
             for h in range(HK):
                 expected = rotated_pair(k[b, n, h], length + n, rotary_dim, interleaved)
                 torch.testing.assert_close(k_cache[b, length + n, h], expected, rtol=1e-4, atol=1e-5)
-            for h in range(H):  # without a mask all queries stand at the first new position
+            for h in range(H):  # without a mask all queries have the first new position
                 expected_q[b, n, h] = rotated_pair(q[b, n, h], length + n * causal, rotary_dim, interleaved)
     ends = [length + new for length in lengths]
     for b, end in enumerate(ends):
@@ -160,7 +160,7 @@ def test_rotary(interleaved, rotary_dim, causal):
     [("none", None), ("none", 24), ("head", 24), ("cache and head", 16), ("token", None), ("token", 16), ("token", 24)],
 )
 def test_8_bit_caches(isa, dtype, form, page_size):
-    """Attention to what the 8 bits stand for."""
+    """Attention to the decoded values of 8-bit caches."""
     q, k_cache, v_cache, block_table = make(torch.bfloat16, 2, page_size)
     coded = [(20 * t.float().nan_to_num(100.0)).clamp(-127, 127).to(dtype) for t in (k_cache, v_cache)]
     shapes = {"head": (HK,), "cache and head": (len(k_cache), HK), "token": k_cache.shape[:3]}
@@ -192,7 +192,7 @@ def test_nan_scales_of_hidden_rows_reach_nothing():
     ("heads", "seqlen_q", "page_size"), [(16, 1, None), (16, 1, 16), (8, 4, 48), (6, 8, None), (2, 8, 1)]
 )
 def test_heads_times_queries_that_fill_vectors(isa, dtype, page_size, heads, seqlen_q):
-    """One key head: all rows are multiplied at once, wherever the keys lie."""
+    """One key head: all rows are multiplied at once, in caches and in pages."""
     lengths = [70, 9, 200]
     _, k_cache, v_cache, block_table = make(dtype, 1, page_size, lengths)
     k_cache, v_cache = k_cache[:, :, :1], v_cache[:, :, :1]
@@ -205,7 +205,7 @@ def test_heads_times_queries_that_fill_vectors(isa, dtype, page_size, heads, seq
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [4, 32])
 def test_bits_do_not_depend_on_threads(threads, dtype, heads):
-    """How many key heads a task takes does."""
+    """The number of key heads in a task depends on the number of threads."""
     lengths = [250, 3, 100]
     _, k_cache, v_cache, block_table = make(dtype, 1, 16, lengths)
     q = torch.randn(3, 2, heads, D).to(dtype)
@@ -313,7 +313,7 @@ def test_opcheck_and_compile():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("page_size", [None, 1, 24, 32])
 def test_int8_with_queries_of_very_different_sizes(isa, dtype, page_size):
-    """Rows and elements of q from 1e-4 to 1e3 of each other, weights from one peak to a long tail."""
+    """Rows and elements of q differ by factors from 1e-4 to 1e3. Weights have one peak or a long tail."""
     q, k_cache, v_cache, block_table = make(dtype, 2, page_size, [250, 70, 129])
     q = (q * 10.0 ** torch.randint(-2, 2, q.shape) * 10.0 ** torch.randint(-2, 1, (*q.shape[:3], 1))).to(dtype)
     coded = [(20 * t.float().nan_to_num()).clamp(-128, 127).to(torch.int8) for t in (k_cache, v_cache)]
@@ -327,7 +327,7 @@ def test_int8_with_queries_of_very_different_sizes(isa, dtype, page_size):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_query_that_is_not_finite_spoils_its_row_alone(isa, bad):
+def test_a_query_that_is_not_finite_changes_its_row_only(isa, bad):
     q, k_cache, v_cache, _ = make(torch.bfloat16, 2, None, [200, 70])
     coded = [(20 * t.float().nan_to_num()).to(torch.int8) for t in (k_cache, v_cache)]
     expected = flash_attn_with_kvcache(q, *coded, cache_seqlens=torch.tensor([200, 70]))

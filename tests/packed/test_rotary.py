@@ -1,4 +1,4 @@
-"""flash_attn_ext.layers.rotary: rotations, in place too, and the module that keeps tables."""
+"""flash_attn_ext.layers.rotary: rotations, also in place, and the module with tables."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_in_place_has_the_gradient_of_the_values_before(leaf, interleaved):
     torch.testing.assert_close(x.grad, copy.grad)
 
 
-def test_saved_values_of_a_leaf_are_not_changed_unseen():
+def test_autograd_sees_the_write_to_a_leaf():
     cos, sin = rotary_tables(50, 16)
     x = torch.randn(2, 7, 3, 24, requires_grad=True)
     loss = x.square().sum()
@@ -101,7 +101,7 @@ def test_k_and_v_in_one_tensor():
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 4, 24), (2, 7, 2, 3, 24), (2, 7, 24)])
-def test_forms_of_qkv_that_are_not_allowed(shape):
+def test_shapes_of_qkv_that_are_not_allowed(shape):
     with pytest.raises(ValueError, match="qkv: got shape"):
         apply_rotary_emb_qkv_(torch.randn(shape), *rotary_tables(50, 16))
     with pytest.raises(ValueError, match="kv: got shape"):

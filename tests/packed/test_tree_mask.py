@@ -9,11 +9,11 @@ from cache_helpers import LENGTHS, D, H, check, make, rows_of
 from flash_attn_ext import flash_attn_with_kvcache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TREE = [70, 64, 200, 6, 130]  # rows in the caches: the last of them are the queries' own
+TREE = [70, 64, 200, 6, 130]  # rows in the caches; the last rows are the keys of the queries
 
 
 def tree(*shape, parents=(-1, 0, 0, 1, 1, 2)):
-    """Who is an ancestor of whom, or oneself; a different tree for each leading index."""
+    """Returns a mask: True for a token's ancestors and itself. Each leading index has a different tree."""
     count = len(parents)
     mask = torch.zeros(*shape, count, count, dtype=torch.bool)
     for n, one in enumerate(mask.view(-1, count, count)):
@@ -24,8 +24,8 @@ def tree(*shape, parents=(-1, 0, 0, 1, 1, 2)):
     return mask
 
 
-def beside_the_cache(mask, seqlen_k):
-    """(H or 1, S_q, S_q) as a dense mask (1, H or 1, S_q, seqlen_k)."""
+def after_the_cache(mask, seqlen_k):
+    """Returns (H or 1, S_q, S_q) as a dense mask (1, H or 1, S_q, seqlen_k)."""
     seen = torch.ones(*mask.shape[:-1], seqlen_k - mask.shape[-1], dtype=torch.bool)
     if mask.dtype != torch.bool:
         seen = torch.zeros_like(seen, dtype=mask.dtype)
@@ -50,7 +50,7 @@ def test_each_token_sees_its_ancestors(isa, form, page_size):
         return_softmax_lse=True,
     )  # fmt: skip
     check(out, lse, q, k_cache, v_cache, TREE, block_table,
-          mask=lambda b, n: beside_the_cache(of_sequence(mask, b), n))  # fmt: skip
+          mask=lambda b, n: after_the_cache(of_sequence(mask, b), n))  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -65,12 +65,12 @@ def test_with_other_options(dtype, options):
         return_softmax_lse=True, **given,
     )  # fmt: skip
     options = {name: value for name, value in options.items() if name != "num_splits"}
-    check(out, lse, q, k_cache, v_cache, TREE, block_table, mask=lambda b, n: beside_the_cache(mask[b][None], n),
+    check(out, lse, q, k_cache, v_cache, TREE, block_table, mask=lambda b, n: after_the_cache(mask[b][None], n),
           **options)  # fmt: skip
 
 
-def test_many_new_tokens_run_the_forwards_tiles(isa):
-    """More than the decode kernel takes: the scores lie the other way round there."""
+def test_many_new_tokens(isa):
+    """More queries than the decode kernel has: there the scores are transposed."""
     lengths = [70, 200, 129]
     mask = torch.rand(3, 1, 65, 65) < 0.5
     q, k_cache, v_cache, block_table = make(torch.float32, 65, 16, lengths)
@@ -78,7 +78,7 @@ def test_many_new_tokens_run_the_forwards_tiles(isa):
         q, k_cache, v_cache, cache_seqlens=torch.tensor(lengths), block_table=block_table, tree_mask=mask,
         return_softmax_lse=True,
     )  # fmt: skip
-    check(out, lse, q, k_cache, v_cache, lengths, block_table, mask=lambda b, n: beside_the_cache(mask[b], n))
+    check(out, lse, q, k_cache, v_cache, lengths, block_table, mask=lambda b, n: after_the_cache(mask[b], n))
 
 
 def test_a_float_mask_is_added_and_left_padding_is_left_out():
@@ -88,11 +88,11 @@ def test_a_float_mask_is_added_and_left_padding_is_left_out():
         q, k_cache, v_cache, cache_seqlens=torch.tensor(TREE), tree_mask=mask, cache_leftpad=leftpad,
         return_softmax_lse=True,
     )  # fmt: skip
-    check(out, lse, q, k_cache, v_cache, TREE, leftpad=leftpad, mask=lambda b, n: beside_the_cache(mask[None], n))
+    check(out, lse, q, k_cache, v_cache, TREE, leftpad=leftpad, mask=lambda b, n: after_the_cache(mask[None], n))
 
 
 def test_packed_trees_of_different_sizes():
-    """Rows of the mask are those of q, columns the sequence's own tokens."""
+    """The mask has a row for each row of q, and a column for each token of the sequence."""
     counts, lengths = [6, 0, 3], [70, 20, 200]
     _, k_cache, v_cache, block_table = make(torch.float32, 1, 16, lengths)
     q, cu_seqlens = torch.randn(9, H, D), torch.tensor([0, 6, 6, 9])
@@ -106,7 +106,7 @@ def test_packed_trees_of_different_sizes():
         own, n = slice(*cu_seqlens[b : b + 2].tolist()), counts[b]
         rows = [rows_of(t, block_table, b, 0, lengths[b]).transpose(1, 2) for t in (k_cache, v_cache)]
         check(out[own][None], lse[None, :, own], q[own][None], *rows, [lengths[b]],
-              mask=lambda _, seqlen_k, own=own, n=n: beside_the_cache(mask[own, :n][None], seqlen_k))  # fmt: skip
+              mask=lambda _, seqlen_k, own=own, n=n: after_the_cache(mask[own, :n][None], seqlen_k))  # fmt: skip
 
 
 def test_a_causal_tree_is_causal():
@@ -117,8 +117,8 @@ def test_a_causal_tree_is_causal():
     assert torch.equal(a, b)
 
 
-def test_a_hidden_guess_may_hold_anything():
-    """NaN in a key and value that only some queries see reaches no other."""
+def test_a_hidden_token_may_be_nan():
+    """NaN in a key and value reaches only the queries that see them."""
     q, k_cache, v_cache, _ = make(torch.float32, 6, None, [70])
     lengths, mask = torch.tensor([70]), tree()
     expected = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, tree_mask=mask)
@@ -132,7 +132,7 @@ def test_a_hidden_guess_may_hold_anything():
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize(("seqlen_q", "num_splits"), [(1, 0), (1, 3), (3, 5), (50, 0)])
 def test_sink(isa, batched, seqlen_q, num_splits):
-    """Also of a sequence with nothing in its cache: lse is the sink then."""
+    """With an empty cache lse equals the sink."""
     sink = torch.randn((len(LENGTHS), H) if batched else (H,))
     q, k_cache, v_cache, block_table = make(torch.float32, seqlen_q, 16)
     out, lse = flash_attn_with_kvcache(
@@ -156,7 +156,7 @@ BAD = {
     "sequences": (dict(tree_mask=torch.ones(4, 2, 2)), "tree_mask: got shape [4, 1, 2, 2], with size 4 in dimension 0"),
     "dimensions": (dict(tree_mask=torch.ones(2)), "tree_mask: got shape"),
     "sink": (dict(sink=torch.ones(3)), "sink: got shape [3]; allowed: (heads) = [4]"),
-    "two sinks": (dict(sink=torch.ones(4), learnable_sink=torch.ones(4)), "learnable_sink: got one besides sink"),
+    "two sinks": (dict(sink=torch.ones(4), learnable_sink=torch.ones(4)), "learnable_sink: got one together with sink"),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""flash_attn_varlen: packed sequences against the dense oracle of each, against padding, and alone."""
+"""flash_attn_varlen: packed sequences against the dense reference, against padding, and each one alone."""
 
 import re
 
@@ -18,7 +18,7 @@ H = 4
 
 
 @pytest.mark.parametrize("causal", [None, "upper_left", "lower_right"])
-def test_each_sequence_is_its_own(isa, causal):
+def test_each_sequence_attends_to_itself(isa, causal):
     check_pack(LENGTHS, causal=causal)
 
 
@@ -76,14 +76,14 @@ def test_everything_at_once(isa):
 
 
 def padded(t, cu_seqlens, seqlen):
-    """(T, H, D) as (B, H, seqlen, D)."""
+    """Returns (T, H, D) as (B, H, seqlen, D)."""
     lengths = cu_seqlens.diff().tolist()
     rows = [torch.nn.functional.pad(part, (0, 0, 0, 0, 0, seqlen - len(part))) for part in t.split(lengths)]
     return torch.stack(rows).transpose(1, 2)
 
 
 def test_same_as_padding_and_a_mask(isa):
-    """Also what dropout drops: it counts by sequence, row and column."""
+    """Dropout drops the same elements, too: it counts by sequence, row and column."""
     lengths = [(70, 70), (5, 5), (100, 100)]
     q, k, v = make_pack(lengths)
     cu_seqlens, (longest_q, longest_k) = offsets(lengths), longest(lengths)
@@ -102,7 +102,7 @@ def test_same_as_padding_and_a_mask(isa):
 
 
 def run(q, k, v, lengths, **options):
-    """out, lse, dq, dk, dv."""
+    """Returns out, lse, dq, dk, dv."""
     tensors = [t.detach().requires_grad_() for t in (q, k, v)]
     out, lse = flash_attn_varlen(
         *tensors,
@@ -143,7 +143,7 @@ def test_bits_do_not_depend_on_threads(threads):
 
 
 def test_a_sequence_does_not_see_its_neighbours():
-    """NaN in one sequence reaches no other."""
+    """NaN in one sequence reaches no other sequence."""
     lengths = [(50, 50), (30, 60), (1, 70)]
     q, k, v = make_pack(lengths)
     with torch.no_grad():
@@ -199,7 +199,7 @@ def test_no_rows_at_all():
 
 
 def test_strided_rows_are_read_in_place():
-    """qkv packed in one tensor, (T, 3, H, D): views of it, no copies."""
+    """q, k and v are views of one tensor (T, 3, H, D), and are not copied."""
     lengths = [(70, 70), (9, 9)]
     qkv = torch.randn(79, 3, 2, 16)
     cu_seqlens, _ = offsets(lengths)
@@ -358,7 +358,7 @@ def test_functional_transforms():
 
 
 def test_jagged_tensors():
-    """torch's nested tensors, (B, H, j, D), as its scaled_dot_product_attention takes them."""
+    """torch's nested tensors (B, H, j, D), as in scaled_dot_product_attention."""
     lengths = [(30, 30), (1, 1), (70, 70)]
     q, k, v = make_pack(lengths, heads_kv=4, head_dim_v=17)
     offsets_q = offsets(lengths, torch.int64)[0]

@@ -19,7 +19,7 @@ OPTIONS = {
 
 
 def case(name, bias, lengths=SHORT, used=None, mask_rows=True):
-    """A function of the tensors that have a gradient, and these."""
+    """Returns a function of the tensors that have a gradient, and the tensors."""
     tensors = make_pack(lengths, 4, 2, 3, 2, torch.float64)
     longest = [max(side) for side in zip(*lengths, strict=True)]
     if bias:
@@ -36,7 +36,7 @@ def case(name, bias, lengths=SHORT, used=None, mask_rows=True):
                                  return_lse=True, **options)  # fmt: skip
 
     def visible(*x):
-        """Without the lse of rows that see nothing: it is -inf."""
+        """Replaces lse of rows without keys, which is -inf."""
         out, lse = run(*x)
         return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
@@ -61,7 +61,7 @@ def test_numerically_with_key_padding():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_sequence_as_alone(isa, dtype):
-    """The bits of the dense operators on each sequence by itself: its tangents, and its second gradients."""
+    """Tangents and second gradients have the bits of the dense operators on each sequence."""
     tensors = make_pack(LONG, 4, 2, 16, 16, dtype)
     tangents = [torch.randn_like(t) for t in tensors]
     cu_seqlens = offsets(LONG)
@@ -87,7 +87,7 @@ def test_each_sequence_as_alone(isa, dtype):
             torch.testing.assert_close(of_sequence(whole, cu_seqlens[side], b), a, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_rows_out_of_use_do_not_move():
+def test_rows_out_of_use_have_no_tangent():
     lengths = [(5, 7), (4, 4)]
     q, k, v = (t.detach() for t in make_pack(lengths, 2, 2, 8, 8))
     cu_seqlens, seqused = offsets(lengths), [torch.tensor([3, 4]), torch.tensor([7, 2])]

@@ -1,4 +1,4 @@
-"""Caches of keys and values in every form, and attention to them against the dense oracle."""
+"""Caches of keys and values in every form, and attention to them against the dense reference."""
 
 import math
 
@@ -35,7 +35,7 @@ def make(dtype=torch.float32, seqlen_q=1, page_size=None, lengths=LENGTHS):
     return q, *caches, block_table
 
 
-def place(cache, block_table, b, row):
+def row_of_cache(cache, block_table, b, row):
     if block_table is None:
         return cache[b, row]
     page_size = cache.shape[1]
@@ -43,14 +43,14 @@ def place(cache, block_table, b, row):
 
 
 def rows_of(cache, block_table, b, begin, end):
-    """(1, H_k, end - begin, D)"""
+    """Returns rows [begin, end) of sequence b as (1, H_k, end - begin, D)."""
     rows = cache[b] if block_table is None else cache[block_table[b].long()].flatten(0, 1)
     return rows[begin:end].transpose(0, 1)[None]
 
 
 def check(out, lse, q, k_cache, v_cache, lengths, block_table=None, *, caches=None, leftpad=None, causal=False,
           slopes=None, mask=None, sink=None, **options):  # fmt: skip
-    """Each sequence against the oracle; mask(b, seqlen_k) is its dense mask."""
+    """Compares each sequence with the reference. mask(b, seqlen_k) is its dense mask."""
     for b, length in enumerate(lengths):
         cache, begin = b if caches is None else int(caches[b]), 0 if leftpad is None else int(leftpad[b])
         k, v = (rows_of(t, block_table, cache, begin, length) for t in (k_cache, v_cache))
@@ -73,7 +73,7 @@ def rotary_tables(rows, rotary_dim):
 
 
 def rotated_pair(x, position, rotary_dim, interleaved):
-    """One head's row, pair by pair, from the definition."""
+    """Rotates one row of one head, pair by pair, by the definition."""
     x = x.clone()
     for n in range(rotary_dim // 2):
         a, b = (2 * n, 2 * n + 1) if interleaved else (n, n + rotary_dim // 2)

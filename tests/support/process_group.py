@@ -1,4 +1,4 @@
-"""Processes that run functions together under torch.distributed, on gloo: started once for all files of a worker."""
+"""Processes that run functions together under torch.distributed with gloo. They start once for all files."""
 
 import atexit
 import multiprocessing.connection
@@ -14,7 +14,7 @@ TIMEOUT = timedelta(seconds=120)  # of a message; a busy machine takes long to s
 
 
 class Processes:
-    """``size`` processes with a default group; each call runs one function in all of them."""
+    """``size`` processes with a default group. Each call runs one function in all of them."""
 
     def __init__(self, size: int, timeout: timedelta = TIMEOUT):
         self._size, self._timeout = size, timeout
@@ -39,7 +39,7 @@ class Processes:
             self._processes.append(process)
 
     def run(self, function, *args, **kwargs) -> list:
-        """What each process returns. A failure in one ends all, as others may wait for it, and is raised here."""
+        """Returns the results of all processes. A failure in one process ends all of them, and is raised here."""
         self._send(function, args, kwargs)
         answers, waiting = {}, list(self._pipes)
         while waiting:
@@ -57,7 +57,7 @@ class Processes:
         return [answers[rank] for rank in range(self._size)]
 
     def first_answer(self, function, *args):
-        """What the first process returns, where others may not live to answer."""
+        """Returns the result of the first process. The other processes may die before they answer."""
         self._send(function, args, {})
         if not self._pipes[0].poll(2 * TIMEOUT.total_seconds()):
             raise TimeoutError("the process does not answer")
@@ -91,7 +91,7 @@ def shared(size: int) -> Processes:
 
 @cache
 def group_of(size: int):
-    """In each of four processes: its group of so many of them."""
+    """Returns this process's group of ``size`` processes, out of four processes."""
     import torch.distributed as dist
 
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, 4, size)]
