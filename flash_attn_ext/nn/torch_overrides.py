@@ -90,9 +90,10 @@ def activate() -> None:
     Differences from torch, in addition to speed:
 
     - Rounding, and the elements that dropout drops: the seed comes from torch's generator, but the random numbers
-    differ. - A row in which all keys are masked is 0 in the fused inference path too. There torch returns NaN. - In
-    this path a float ``mask`` is added to the scores. torch hides every key with a nonzero mask. - Memory: there is no
-    tensor of size S_q x S_k. torch has one with dropout, with a mask that needs a gradient, if
+      differ.
+    - A row in which all keys are masked is 0 in the fused inference path too. There torch returns NaN. In this path a
+      float ``mask`` is added to the scores. torch hides every key with a nonzero mask.
+    - Memory: there is no tensor of size S_q x S_k. torch has one with dropout, with a mask that needs a gradient, if
       the head dimension of ``value`` differs, and in the fused inference path.
     """
     global _switched_on
