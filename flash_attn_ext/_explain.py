@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
 from . import _dense, _functorch, _ops
 from ._call import Call
 from ._hints import unknown_argument
-from ._tensor_checks import check_is_dense, some_dtensor
+from ._tensor_checks import check_is_dense, is_causal_bias, some_dtensor
 from .functional import flash_attn, without_causal_bias
 from .iomodel.calls import Cost, Problem, kernel_tiles, largest_blocks, pass_cost
 
@@ -97,7 +96,7 @@ def explain(*args, **kwargs) -> Explanation:
     Tensors on the Meta device have no kernels; memory without workspace and the predictions are still there.
     """
     arguments = arguments_of("flash_attn", _SIGNATURE, args, kwargs)
-    if isinstance(arguments["attn_mask"], CausalBias):
+    if is_causal_bias(arguments["attn_mask"]):
         arguments = without_causal_bias(arguments)
     given = Call.from_arguments(_ops.DENSE, **arguments)
     refuse_dtensors(given.tensors)

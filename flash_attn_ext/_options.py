@@ -61,8 +61,9 @@ def window_sides(window: object) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
     sides = window
-    if not isinstance(sides, (tuple, list)):
-        sides = window.tolist() if hasattr(window, "tolist") else window  # a tensor, or of numpy
+    if not isinstance(window, (tuple, list)):
+        if not isinstance(window, int) and hasattr(window, "tolist"):  # a tensor, or of numpy
+            sides = window.tolist()
         sides = sides if isinstance(sides, list) else (sides, sides)
     try:
         left, right = (side if type(side) is int else whole_number("window", side) for side in sides)

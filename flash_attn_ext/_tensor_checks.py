@@ -32,3 +32,8 @@ def check_heads(query_heads: int, key_heads: int, enable_gqa: bool) -> None:
 def some_dtensor(*tensors: object) -> bool:
     """Returns whether one of the tensors is a DTensor. It does not import torch.distributed.tensor."""
     return any(type(t).__name__ == "DTensor" for t in tensors)
+
+
+def is_causal_bias(mask: object) -> bool:
+    """Returns whether the mask is a torch.nn.attention.bias.CausalBias. That module's import takes seconds."""
+    return type(mask).__name__ == "CausalBias"

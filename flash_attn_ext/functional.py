@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.compiler import is_compiling
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import _ops, _packed
@@ -19,7 +18,7 @@ from ._call import Call
 from ._dropout import dropout_mask, new_rng_state
 from ._hints import unknown_argument, with_layout_hint
 from ._options import as_type, band, checked_options
-from ._tensor_checks import check_is_dense
+from ._tensor_checks import check_is_dense, is_causal_bias
 
 __all__ = ["dropout_mask", "flash_attn", "new_rng_state"]
 
@@ -173,7 +172,7 @@ def _through_torch_function(arguments: dict[str, Any]) -> Tensor | tuple[Tensor,
     if getattr(arguments["query"], "layout", None) is torch.jagged:
         out, lse = _packed.attend_jagged(Call.from_arguments(_ops.DENSE, **arguments).with_rng_state())
         return (out, lse) if arguments["return_lse"] else out
-    if isinstance(arguments["attn_mask"], CausalBias):
+    if is_causal_bias(arguments["attn_mask"]):
         arguments = without_causal_bias(arguments)
     seen = tuple(arguments[name] for name in _ops.DENSE.tensor_names if name != "rng_state")
     q, k, v = (arguments.pop(name) for name in ("query", "key", "value"))
@@ -191,5 +190,5 @@ def without_causal_bias(arguments: dict) -> dict:
     wanted = (arguments["query"].shape[-2], arguments["key"].shape[-2])
     if got != wanted:
         raise ValueError(f"attn_mask: got a CausalBias of {got}; allowed: (seqlen_q, seqlen_k) = {wanted}")
-    causal = "upper_left" if bias.variant is CausalVariant.UPPER_LEFT else "lower_right"
+    causal = "upper_left" if bias.variant.name == "UPPER_LEFT" else "lower_right"
     return arguments | {"attn_mask": None, "causal": causal}

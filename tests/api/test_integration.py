@@ -3,11 +3,13 @@
 import pytest
 import torch
 from helpers import make_qkv
+from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn_ext import _ops, dropout_mask, flash_attn, new_rng_state
+from flash_attn_ext._options import checked_options, operator_options
 
 OPTIONS = {
     "plain": {},
@@ -94,6 +96,44 @@ def test_compile_2d_3d_gqa_and_broadcast():
         inputs = [torch.randn(s) for s in shapes]
         compiled = torch.compile(flash_attn, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(*inputs, enable_gqa=gqa), flash_attn(*inputs, enable_gqa=gqa))
+
+
+INTEGERS = {
+    "window": lambda n: {"window": n},
+    "window, left": lambda n: {"window": (n, 0)},
+    "diagonal": lambda n: {"is_causal": True, "diagonal": n},
+    "num_splits": lambda n: {"num_splits": n},
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_do_not_compile_anew(name):
+    """The second value makes the integer dynamic: ten values would reach dynamo's limit of recompilations."""
+    if "SymInt num_splits" not in str(_ops.attention._schema):
+        pytest.skip("the operator's integers are constants of a graph in this build")
+    q, k, v = (t.detach() for t in make_qkv(1, 2, 20, 30, 8))
+    counter = CompileCounter()
+
+    def run(q, k, v, n):
+        return flash_attn(q, k, v, **INTEGERS[name](n))
+
+    compiled = torch.compile(run, backend=counter, fullgraph=True)
+    for n in range(2, 14):
+        torch.testing.assert_close(compiled(q, k, v, n), run(q, k, v, n))
+    assert counter.frame_count <= 2
+
+
+def test_options_keep_integers_dynamic():
+    def run(x, n):
+        options = operator_options(window=(n, n + 1), diagonal=n, num_splits=n, scale=0.5, is_causal=True)
+        options = checked_options(_ops.DENSE.option_types, options)
+        return x * sum(options[name] for name in ("window_left", "window_right", "diagonal", "num_splits"))
+
+    counter = CompileCounter()
+    compiled = torch.compile(run, backend=counter, fullgraph=True)
+    for n in range(2, 14):
+        assert compiled(torch.ones(()), n).item() == 4 * n + 1
+    assert counter.frame_count <= 2
 
 
 def test_export_with_a_dynamic_length():
