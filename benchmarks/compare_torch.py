@@ -1,4 +1,4 @@
-"""flash_attn against torch's scaled_dot_product_attention on CPU: time by shape, dtype and option, and peak memory.
+"""Compares flash_attn with torch's scaled_dot_product_attention on CPU: time by shape, dtype and option, peak memory.
 
 Both run in turn in one process. A ratio is torch's time over ours, pair by pair: above 1, ours is faster. The table has
 its median and [quartiles]; our GFLOP/s as a fraction of the multiply-adds that this machine does in registers, measured

@@ -1,4 +1,4 @@
-"""Tables, and a figure of the ratios, from what compare_torch.py measured."""
+"""Makes tables, and a figure of the ratios, from the measurements of compare_torch.py."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -13,8 +13,8 @@ from flash_attn_ext.reference.report import COLORS, pyplot, save
 
 PASSES = ("fwd", "fwd+bwd")
 NOTES = {
-    "windows": "GFLOP/s count visible scores: what they have in common is cost in proportion to the window.\n",
-    "decode": "K, V GB/s of a call that reads both once; a plain read of the same memory ran in the same rounds.\n",
+    "windows": "GFLOP/s count visible scores only. The cost of a call is proportional to its window.\n",
+    "decode": "K, V GB/s: the call reads both once. A plain read of the same memory ran in the same rounds.\n",
 }
 
 
@@ -65,7 +65,7 @@ def times(rows: list[dict]) -> Table:
 
 
 def spread(row: dict, key: str) -> str:
-    """The median and its quartiles."""
+    """Returns the median and its quartiles."""
     low, high = row[f"{key}_quartiles"]
     return f"{row[key]:.2f} [{low:.2f}, {high:.2f}]"
 
@@ -82,7 +82,7 @@ def memory(rows: list[dict]) -> Table:
 
 
 def plot(record: dict, path: Path) -> None:
-    """A dot with quartiles for each row. One column for each dtype, one colour for each pass."""
+    """Draws a dot with quartiles for each row. One column for each dtype, one colour for each pass."""
     rows = record["rows"]
     labels = list(dict.fromkeys((row["kind"], label(row)) for row in rows))
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
@@ -113,7 +113,7 @@ def plot(record: dict, path: Path) -> None:
 
 
 def draw(axis, rows: list[dict], labels: list[tuple[str, str]], name: str, color: str, offset: float) -> None:
-    """Rows of a busy machine are hollow."""
+    """Draws rows. Dots of a busy machine are hollow."""
     for busy, face in ((False, color), (True, "white")):
         these = [row for row in rows if row["busy"] is busy]
         if not these:
@@ -127,6 +127,6 @@ def draw(axis, rows: list[dict], labels: list[tuple[str, str]], name: str, color
 
 
 def label(row: dict) -> str:
-    """A row's name on the axis; dtype and pass are shown by column and colour."""
+    """Returns a row's name on the axis. Column and colour show dtype and pass."""
     shape = ",".join(map(str, row["B,H,S_q,D"]))
     return f"{row['case']}  {shape}" + (f"  S_k {row['H_kv,S_k'][1]}" if row["kind"] == "decode" else "")

@@ -1,4 +1,4 @@
-"""Context parallel attention on this machine's CPU: one process with all threads or its share, against two with theirs.
+"""Compares context parallel attention of two processes with one process, with all threads or with half of them.
 
     python -m benchmarks.context_parallel --S 2048 4096
 

@@ -1,4 +1,4 @@
-"""Forward mode and double backward, against our own forward and backward and against torch's math backend.
+"""Compares forward mode and double backward with our forward and backward, and with torch's math backend.
 
 Columns: what jvp costs in units of our forward, and double backward (the gradient of a gradient, which is
 attention_jvp and attention_double_backward) in units of our backward; how many times as long torch's math backend

@@ -1,4 +1,4 @@
-"""Whole models on CPU, torch as it is against flash_attn_ext.activate(): step time, peak memory, loss.
+"""Compares whole models on CPU, unchanged torch with flash_attn_ext.activate(): step time, peak memory, loss.
 
 Both run the same module with the same weights and inputs, in turn in one process. A ratio is torch's time over ours,
 pair by pair: above 1, ours is faster. Attention's share is the part of torch's step that its attention operators take,

@@ -1,4 +1,4 @@
-"""What a benchmark writes: tables as text (which is Markdown), everything measured as JSON, and a figure."""
+"""Writes the results of a benchmark: tables as text in Markdown, all numbers as JSON, and a figure."""
 
 import argparse
 import json
@@ -13,13 +13,13 @@ from rich.table import Table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--text", type=Path, metavar="FILE", help="for the tables, as they are on the terminal")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="for everything measured")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="for the tables that the terminal shows")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="for all numbers")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="for the figure, a PNG")
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """A table in Markdown. The first column is aligned left, the others right."""
+    """Makes a table in Markdown. The first column is aligned left, all others right."""
     result = Table(box=box.MARKDOWN)
     for n, column in enumerate(columns):
         result.add_column(column, justify="right" if n else "left", no_wrap=True)
@@ -29,7 +29,7 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
 
 
 def write_json(record: dict, path: Path | None) -> None:
-    """Numbers with four digits, and a line for each row: short enough to be kept with the sources."""
+    """Writes numbers with four digits and one line for each row, so the file is short enough for the repository."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [f"{json.dumps(key)}: {_value(value)}" for key, value in record.items()]
@@ -44,7 +44,7 @@ def _value(value: object) -> str:
 
 
 def write_text(parts: Iterable[str | Table], path: Path | None) -> None:
-    """To the terminal, and to the file if there is one."""
+    """Writes to the terminal, and to the file if there is one."""
     console = Console(width=260, highlight=False, markup=False, soft_wrap=True, record=True)
     for part in parts:
         console.print(part)
@@ -54,5 +54,5 @@ def write_text(parts: Iterable[str | Table], path: Path | None) -> None:
 
 
 def settings(args: argparse.Namespace) -> dict:
-    """What was asked for, without the names of the files written."""
+    """Returns the arguments without the names of output files."""
     return {key: value for key, value in vars(args).items() if key not in ("text", "json", "plot")}

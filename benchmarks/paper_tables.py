@@ -1,4 +1,4 @@
-"""The papers' table and figure, measured here: GPT-2 medium, and runtime and memory against the sequence length.
+"""Measures the papers' table and figure: GPT-2 medium, and time and memory against the sequence length.
 
 One command writes tables (gpt2.md, lengths.md), a figure (lengths.png) and everything measured (results.json) to
 --out. Times are medians of calls in turn in one process; peak memory is each call's own, in a process of its own.

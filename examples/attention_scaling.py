@@ -1,6 +1,7 @@
-"""Attention alone against the sequence length: time and peak memory of a training step, for the demo's second figure.
+"""Measures attention alone against the sequence length: time and peak memory of a training step.
 
-The small GPT's sequences are too short to show what the N x N matrix costs. Here it is alone, up to 8192.
+The sequences of the small GPT are too short to show the cost of the N x N matrix. Here lengths go up to 8192. The
+result is the demo's second figure.
 """
 
 import json
@@ -30,7 +31,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Measured:
-    """One method at one length. None: it does not fit."""
+    """One method at one length. None: it does not fit into memory."""
 
     method: str
     length: int
@@ -38,7 +39,7 @@ class Measured:
     milliseconds: float | None
 
     def cells(self) -> tuple[str, str]:
-        """Time and memory as text."""
+        """Returns time and memory as text."""
         if self.bytes is None or self.milliseconds is None:
             return "does not fit", "does not fit"
         return f"{self.milliseconds:.1f} ms", f"{self.bytes / MIB:.1f} MiB"
@@ -49,7 +50,7 @@ def can_measure_memory(device: str) -> bool:
 
 
 def measure_lengths(lengths: Iterable[int], device: str, seconds: float = 0.5) -> Iterator[list[Measured]]:
-    """Length by length, all methods: causal, forward and backward. Times in turn in this process, memory each alone."""
+    """Measures all methods at each length, causal, forward and backward. Memory is measured in a separate process."""
     for length in lengths:
         cases = {m: Case(m, BATCH, HEADS, length, HEAD_DIM, causal=True, device=device) for m in METHODS}
         peaks = {method: measure(case) for method, case in cases.items()}
@@ -60,7 +61,7 @@ def measure_lengths(lengths: Iterable[int], device: str, seconds: float = 0.5) -
 
 
 def table(measured: list[list[Measured]]) -> Table:
-    """A row a length; time and memory of each method."""
+    """Makes a table with a row for each length, and time and memory of each method."""
     result = Table(title="Attention alone: a training step", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     result.add_column("S", justify="right", no_wrap=True, min_width=4)
     for what in ("time", "memory"):

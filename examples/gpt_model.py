@@ -1,4 +1,4 @@
-"""A small GPT whose attention is an argument: any callable with the arguments and the meaning of torch's SDPA."""
+"""A small GPT with the attention as an argument: a callable with the arguments and the meaning of torch's SDPA."""
 
 import math
 import sys
@@ -13,18 +13,18 @@ from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attent
 Attention = Callable[..., Tensor]  # (query, key, value, *, is_causal) of (B, H, S, D) -> (B, H, S, D)
 
 ATTENTION_NAMES = {
-    "sdpa": "torch's scaled_dot_product_attention, which picks its own kernel",
-    "sdpa-math": "the same, held to the plain softmax over an S x S matrix",
+    "sdpa": "torch's scaled_dot_product_attention with the kernel that torch chooses",
+    "sdpa-math": "the same with torch's math kernel, the plain softmax over an S x S matrix",
     "flash_attn_ext": "this project",
 }
 
 
 class AttentionUnavailable(RuntimeError):
-    """The attention was asked for by name but cannot be used here."""
+    """Raised if an attention cannot be used here."""
 
 
 def attention_by_name(name: str) -> Attention:
-    """The callable of this name, one of ATTENTION_NAMES; AttentionUnavailable if it cannot be used here."""
+    """Returns the callable of this name. Raises AttentionUnavailable if it cannot be used here."""
     if name == "sdpa":
         return scaled_dot_product_attention
     if name == "sdpa-math":
@@ -72,11 +72,11 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (self._split(part(x)) for part in (self.query, self.key, self.value))
         query, key = self._rotate(query), self._rotate(key)
-        out = self.attention(query, key, value, is_causal=True)  # the one line that differs between the runs
+        out = self.attention(query, key, value, is_causal=True)  # the only line that differs between the runs
         return self.project(out.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
-        """(B, S, d_model) -> (B, H, S, D), a view: the attention reads it in place."""
+        """(B, S, d_model) -> (B, H, S, D). A view, which the attention reads without a copy."""
         return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
     def _rotate(self, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (B, S) -> logits (B, S, vocabulary). No dropout: both runs must compute the same function."""
+    """Tokens (B, S) -> logits (B, S, vocabulary). No dropout, because all runs must compute the same function."""
 
     def __init__(self, shape: Shape, attention: Attention):
         super().__init__()
@@ -134,7 +134,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: list[int], count: int, seed: int, temperature: float = 0.5) -> list[int]:
-        """The prompt and `count` sampled tokens after it; fewer where the logits are no longer finite."""
+        """Returns the prompt and `count` sampled tokens after it, or fewer if the logits become infinite or NaN."""
         device = self.token_embedding.weight.device
         generator = torch.Generator().manual_seed(seed)
         tokens = list(prompt)

@@ -1,4 +1,4 @@
-"""One training run in a process of its own, driven step by step from outside."""
+"""One training run in a separate process, which the caller controls step by step."""
 
 import math
 import os
@@ -25,7 +25,7 @@ PROMPT = b"\n    def "
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that two runs have in common; the defaults are the demo's."""
+    """The settings that all runs share. The defaults are the demo's."""
 
     steps: int = 200
     batch_size: int = 2
@@ -47,7 +47,7 @@ class Settings:
         return Shape(VOCABULARY, self.context, self.d_model, self.heads, self.layers)
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to a tenth. A run shorter than the warm-up stays in it."""
+        """Linear warm-up, then a cosine down to a tenth. A run shorter than the warm-up never leaves it."""
         if step < WARM_UP_STEPS:
             return self.learning_rate * (step + 1) / WARM_UP_STEPS
         progress = (step - WARM_UP_STEPS) / (self.steps - WARM_UP_STEPS)
@@ -56,7 +56,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Step:
-    """The results of one optimiser step: the loss before it, the gradient's norm before clipping, the time."""
+    """The results of one optimiser step: the loss before it, the gradient's norm before clipping, the seconds."""
 
     loss: float
     grad_norm: float
@@ -64,7 +64,7 @@ class Step:
 
 
 class Trainer:
-    """A model, its optimiser and its batches. Nothing here depends on which attention it is."""
+    """A model, its optimiser and its batches. Nothing here depends on the attention."""
 
     def __init__(self, settings: Settings, attention_name: str, corpus: Corpus):
         self.settings, self.corpus = settings, corpus
@@ -78,7 +78,7 @@ class Trainer:
         self.first_gradients: dict[str, float] = {}
 
     def step(self) -> Step:
-        """One optimiser step, timed from the batch on the device to the updated weights."""
+        """Runs one optimiser step. The time is from the batch on the device to the updated parameters."""
         inputs, targets = self._on_device(next(self.batches))
         self._synchronize()
         start = time.perf_counter()
@@ -99,7 +99,7 @@ class Trainer:
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Mean loss over always the same windows of files that training never sees."""
+        """Returns the mean loss over fixed windows of files that training never sees."""
         size, context, seed = self.settings.batch_size, self.settings.context, self.settings.seed + 1
         batches = islice(random_windows(self.corpus.validation, size, context, seed), VALIDATION_BATCHES)
         with self._precision():
@@ -107,22 +107,22 @@ class Trainer:
         return torch.stack(losses).mean().item()
 
     def memory(self) -> tuple[int, int]:
-        """Bytes: the peak so far, and what was in use before the model was made."""
+        """Returns bytes: the peak so far, and the memory in use before the model was made."""
         return peak_memory(self.settings.device), self.memory_at_start
 
     def first_gradient_norms(self) -> dict[str, float]:
-        """The norm of every parameter's gradient in the first step, before clipping."""
+        """Returns the norm of every parameter's gradient in the first step, before clipping."""
         return self.first_gradients
 
     def sample(self, characters: int) -> str:
-        """What the model writes after PROMPT."""
+        """Returns text that the model writes after PROMPT."""
         tokenizer = self.corpus.tokenizer
-        with self._precision():  # a token is one character or more
+        with self._precision():  # a token has one or more characters
             written = self.model.generate(tokenizer.encode(PROMPT).tolist(), characters, self.settings.seed)
         return tokenizer.decode(written)[: characters + len(PROMPT)].decode(errors="replace").lstrip("\n")
 
     def kernel(self) -> str | None:
-        """The name of the kernel that ran, where flash_attn_ext is what ran here."""
+        """Returns the name of the kernel that ran, or None if flash_attn_ext did not run here."""
         tell = getattr(sys.modules.get("flash_attn_ext"), "active_kernel", None)
         return str(tell()) if tell else None
 
@@ -131,7 +131,7 @@ class Trainer:
         return inputs.to(self.settings.device), targets.to(self.settings.device)
 
     def _precision(self):
-        if self.settings.dtype == "bfloat16":  # weights stay float32
+        if self.settings.dtype == "bfloat16":  # parameters stay float32
             return torch.autocast(torch.device(self.settings.device).type, torch.bfloat16)
         return nullcontext()
 
@@ -141,7 +141,7 @@ class Trainer:
 
 
 class TrainingProcess:
-    """A Trainer in a new process, so that its peak memory is its own. Calls wait for their answer."""
+    """A Trainer in a new process, so its peak memory is separate. A call waits for its result."""
 
     def __init__(self, settings: Settings, attention_name: str, corpus: Corpus):
         self._pool = ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"))
@@ -155,12 +155,12 @@ class TrainingProcess:
         self._pool.shutdown()
 
 
-_trainer: Trainer  # of this process, where it is a TrainingProcess's
+_trainer: Trainer  # set in the process of a TrainingProcess
 
 
 def _start(settings: Settings, attention_name: str, corpus: Corpus) -> None:
     global _trainer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns the terminal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the terminal handles Ctrl-C
     _trainer = Trainer(settings, attention_name, corpus)
 
 
@@ -169,22 +169,22 @@ def _call(method: str, *args):
 
 
 def norm(gradient: torch.Tensor | None) -> float:
-    """0 for a parameter that no gradient reached."""
+    """Returns the norm, or 0 for a parameter without a gradient."""
     return 0.0 if gradient is None else gradient.norm().item()
 
 
 def memory_in_use(device: str) -> int:
-    """Bytes allocated now: by torch on a CUDA device, else by the whole process."""
+    """Returns the allocated bytes: of torch on a CUDA device, of the whole process otherwise."""
     if device.startswith("cuda"):
         return torch.cuda.memory_allocated()
     return _status_bytes("VmRSS") or peak_memory(device)
 
 
 def peak_memory(device: str) -> int:
-    """Bytes at the highest point of this process's life."""
+    """Returns the peak of the bytes in this process's life."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
-    # Linux hands ru_maxrss of the parent on to a new process, so /proc is asked first.
+    # On Linux a new process inherits ru_maxrss from its parent, so /proc comes first.
     unit = 1 if sys.platform == "darwin" else 1024
     return _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -2,14 +2,14 @@
 
     python examples/meanflow.py --plot meanflow.png
 
-Each sample is a set of 64 points in the plane, in five clusters, and a small attention network moves all points of a
-set at once. MeanFlow (Geng et al. 2025, arXiv 2505.13447) trains the average velocity u(z, r, t) between two times,
+Each sample is a set of 64 points in the plane, in five clusters. A small attention network moves all points of a set
+together. MeanFlow (Geng et al. 2025, arXiv 2505.13447) trains the average velocity u(z, r, t) between two times,
 r and t, by the identity
 
     u = v - (t - r) du/dt,      du/dt = v grad_z u + d_t u: a jvp of the network in direction (v, 0, 1)
 
-so that one evaluation turns noise z at time 1 into a sample: z - u(z, 0, 1). The jvp passes through
-torch.func.jvp(flash_attn), without a score matrix, and the loss is differentiated in reverse.
+Then one evaluation converts noise z at time 1 to a sample: z - u(z, 0, 1). torch.func.jvp(flash_attn) computes the jvp
+without a score matrix. Reverse mode differentiates the loss.
 """
 
 import argparse

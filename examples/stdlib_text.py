@@ -1,4 +1,4 @@
-"""Real text without a download: the sources of the Python standard library that runs this very file."""
+"""Reads text without a download: the sources of the Python standard library."""
 
 import re
 import sysconfig
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Tests repeat themselves, generated tables are no language, installed packages are not the standard library.
+# Tests are repetitive, generated tables are no language, installed packages are not the standard library.
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "turtledemo", "encodings", "pydoc_data"}
 SKIPPED_FOLDERS |= {"site-packages", "dist-packages", "__pycache__"}
 
@@ -20,14 +20,14 @@ PIECE = re.compile(rb" ?[A-Za-z_]+|\n *|[^A-Za-z_\n]")  # a word with the space 
 
 
 def source_files() -> list[Path]:
-    """The library's .py files, in an order that does not depend on the file system."""
+    """Returns the library's .py files, in an order that does not depend on the file system."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = (path for path in root.rglob("*.py") if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts))
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 class Tokenizer:
-    """Bytes to tokens and back. The pieces that save most have a token each; all others are spelled byte by byte."""
+    """Converts bytes to tokens and back. The pieces that save most have one token. Others are spelled in bytes."""
 
     def __init__(self, text: bytes) -> None:
         counts = Counter(PIECE.findall(text))
@@ -38,7 +38,7 @@ class Tokenizer:
         self.pieces += [b""] * (VOCABULARY - len(self.pieces))  # a short text has fewer
 
     def encode(self, text: bytes) -> Tensor:
-        """int16, one dimension."""
+        """Returns int16, one dimension."""
         tokens: list[int] = []
         for piece in PIECE.findall(text):
             token = self._token.get(piece)
@@ -54,7 +54,7 @@ class Tokenizer:
 
 @dataclass
 class Corpus:
-    """The tokens of two sets of files, and what made them."""
+    """The tokens of two sets of files, and their tokenizer."""
 
     train: Tensor
     validation: Tensor
@@ -67,7 +67,7 @@ class Corpus:
 
 
 def load_corpus() -> Corpus:
-    """Reads the library; every tenth file is for validation."""
+    """Reads the library. Every tenth file is for validation."""
     texts = [FILE_START + path.read_bytes() for path in source_files()]
     if len(texts) < 10:
         folder = sysconfig.get_paths()["stdlib"]
@@ -85,7 +85,7 @@ Batch = tuple[Tensor, Tensor]  # inputs and targets, each (batch_size, context),
 
 
 def random_windows(tokens: Tensor, batch_size: int, context: int, seed: int) -> Iterator[Batch]:
-    """Endless batches at random places; the same seed gives the same batches."""
+    """Yields endless batches at random positions. The same seed gives the same batches."""
     if len(tokens) <= context:
         raise ValueError(f"context is {context}, but this part of the text has only {len(tokens)} tokens")
     generator = torch.Generator().manual_seed(seed)

@@ -1,10 +1,10 @@
-"""Trains the demo's model on documents of different lengths, packed and padded: the same losses, time a step for both.
+"""Trains the demo's model on documents of different lengths, packed and padded, and compares losses and times.
 
     python examples/train_packed.py --steps 100
 
-A step has the same documents both ways. Packed, they lie one after another in one sequence, and flash_attn_varlen
-attends within each. Padded, they are rows of a batch, each as long as the longest. All models start from the same
-weights.
+Each step has the same documents in both forms. Packed, they follow each other in one sequence, and flash_attn_varlen
+attends within each document. Padded, they are the rows of a batch, all as long as the longest document. All models
+start from the same parameters.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from torch.nn.utils.rnn import pad_sequence
 from flash_attn_ext import flash_attn_varlen
 from flash_attn_ext.layers.rotary import apply_rotary_emb
 
-IGNORED = -100  # cross_entropy's word for targets that do not count
+IGNORED = -100  # cross_entropy ignores this target
 
 
 def random_documents(tokens: Tensor, batch_size: int, context: int, seed: int) -> Iterator[list[Tensor]]:
-    """Endless batches of pieces of the text, most of them much shorter than the context."""
+    """Yields endless batches of pieces of the text. Most pieces are much shorter than the context."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         shares = torch.rand(batch_size, generator=generator) ** 3
@@ -37,7 +37,7 @@ def random_documents(tokens: Tensor, batch_size: int, context: int, seed: int) -
 
 
 def packed_loss(model: GPT, documents: list[Tensor]) -> Tensor:
-    """Mean loss of a token. No row is padding, in any layer."""
+    """Returns the mean loss of a token. No layer computes a padding row."""
     inputs = torch.cat([document[:-1] for document in documents])
     targets = torch.cat([document[1:] for document in documents])
     lengths = torch.tensor([len(document) - 1 for document in documents], dtype=torch.int32)
@@ -55,14 +55,14 @@ def packed_loss(model: GPT, documents: list[Tensor]) -> Tensor:
 
 
 def padded_loss(model: GPT, documents: list[Tensor]) -> Tensor:
-    """The same. Padding stands behind each document, where causal attention does not look."""
+    """Returns the same loss. Padding comes after each document, so causal attention hides it."""
     inputs = pad_sequence([document[:-1] for document in documents], batch_first=True)
     targets = pad_sequence([document[1:] for document in documents], batch_first=True, padding_value=IGNORED)
     return cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 def timed_step(loss_of, model: GPT, optimizer: torch.optim.Optimizer, documents: list[Tensor]) -> tuple[float, float]:
-    """The loss, and seconds."""
+    """Runs one optimiser step. Returns the loss and the seconds."""
     start = time.perf_counter()
     optimizer.zero_grad()
     loss = loss_of(model, documents)
@@ -74,8 +74,8 @@ def timed_step(loss_of, model: GPT, optimizer: torch.optim.Optimizer, documents:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--context", type=int, default=512, help="the longest document")
-    parser.add_argument("--batch-size", type=int, default=16, help="documents of a step")
+    parser.add_argument("--context", type=int, default=512, help="longest document in tokens (default: 512)")
+    parser.add_argument("--batch-size", type=int, default=16, help="documents in one step (default: 16)")
     parser.add_argument("--d-model", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--layers", type=int, default=4)

@@ -1,7 +1,7 @@
 """Trains a small Llama of the transformers library on Python's standard library, on CPU, for about a minute.
 
-Two copies start from the same weights and see the same text, step by step in turn: one as transformers runs it, and
-one with its attention on flash_attn_ext. What a program of yours has to change is the one line marked below.
+Two copies start from the same parameters and see the same text. Their steps alternate. One copy has the attention of
+transformers, the other has flash_attn_ext. Your own program has to change only the line that is marked below.
 
     pip install "transformers>=5"
     python examples/train_transformers.py
@@ -35,7 +35,7 @@ def small_llama(context: int) -> LlamaForCausalLM:
 
 
 class Run:
-    """One model, its optimiser, and what its steps took."""
+    """One model, its optimiser, and the seconds of its steps."""
 
     def __init__(self, name: str, model: LlamaForCausalLM) -> None:
         self.name, self.model = name, model.train()

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# tools/aarch64.sh [PYTEST ARGUMENTS]: builds the package for 64-bit ARM and runs tests of it under qemu-user. Called by
-# make aarch64. Needs Debian 12 with g++-12-aarch64-linux-gnu, qemu-user-static, curl and xz-utils.
+# tools/aarch64.sh [PYTEST ARGUMENTS]: builds the package for 64-bit ARM and runs its tests under qemu-user. make aarch64
+# calls it. Needs Debian 12 with g++-12-aarch64-linux-gnu, qemu-user-static, curl and xz-utils.
 #
 # 1. Python comes from Debian's packages for arm64; torch from PyPI, with the CUDA libraries that it loads: 3 GB.
-# 2. setup.py runs in that Python. The compiler that it calls is a cross-compiler, which runs at full speed.
-# 3. torch reads what CPU there is from /proc and /sys, and crashes on what x86 has there: it gets ARM's.
+# 2. setup.py runs in this Python. It calls a cross-compiler, which runs at full speed.
+# 3. torch reads the CPU's description from /proc and /sys, and crashes on an x86 description. It gets an ARM description.
 #
-# ARM_CPU=neoverse-n1 takes a CPU without bfloat16 products. Without arguments a sample of the tests runs (10 minutes).
+# ARM_CPU=neoverse-n1 emulates a CPU without bfloat16 products. Without arguments a sample of the tests runs (10 minutes).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 torch=${TORCH:-torch==2.13.0}
@@ -27,7 +27,7 @@ debian() {
   done
 }
 
-# pip gives a folder that it has installed to no second part of a package such as nvidia: so each has its own at first.
+# pip refuses a second package in an existing folder such as nvidia. So each package is first installed separately.
 from_pypi() {
   local platforms=() name
   for name in manylinux_2_{28,27,26,25,24,18,17} manylinux2014 linux; do platforms+=(--platform "${name}_aarch64"); done

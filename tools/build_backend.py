@@ -1,11 +1,11 @@
-"""The build backend: setuptools, with the torch that is installed where pip installs to.
+"""The build backend: setuptools, with the installed torch.
 
-The extension is compiled against torch, and it runs with that version only. pip builds in an environment of its own,
-which has no torch. If torch were required there, pip would download the newest one, which is not the one in use. This
-backend adds the site folders of the Python that runs it instead: under pip that is the Python for which pip installs.
-Where they hold no torch, the build stops before anything is downloaded, and says what to do.
+The extension is compiled against torch, and runs with that version only. pip builds in a separate environment without
+torch. If torch were a requirement there, pip would download the newest torch, which is not the user's. Instead, this
+backend adds the site folders of the Python that runs it; under pip this is the Python that pip installs into. If they
+contain no torch, the build stops before any download and says what to do.
 
-`pip install --no-build-isolation .` does not need any of this, and works the same.
+`pip install --no-build-isolation .` does not need this backend, and works with it too.
 """
 
 import importlib.util
@@ -33,15 +33,15 @@ def require_torch() -> None:
     if importlib.util.find_spec("torch"):
         return
     folders = site.getsitepackages()
-    if sys.prefix == sys.base_prefix:  # not a virtual environment: packages may be in the user's folder
+    if sys.prefix == sys.base_prefix:  # no virtual environment: packages may be in the user's folder
         folders.append(site.getusersitepackages())
     for folder in filter(os.path.isdir, folders):
         site.addsitedir(folder)  # at the end of sys.path: the packages of the build environment stay first
     if not importlib.util.find_spec("torch"):
         sys.exit(
             f"flash_attn_ext is compiled against torch, and {sys.executable} has none. Install the torch that you will "
-            "use (pip install torch), then repeat this command. With uv or another tool that builds in a virtual "
-            "environment of its own: pass --no-build-isolation."
+            "use (pip install torch), then repeat this command. With uv or another tool that builds in a separate "
+            "virtual environment: pass --no-build-isolation."
         )
 
 

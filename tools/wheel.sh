@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# tools/wheel.sh PYTHON: makes a wheel for this Python and its torch, and tries it as a user would. Called by make wheel.
+# tools/wheel.sh PYTHON: builds a wheel for this Python and its torch, and tries it as a user would. make wheel calls it.
 #
 # 1. Builds it into build/wheel/raw.
-# 2. Has auditwheel name the oldest Linux that it runs on. torch's libraries stay outside: they are loaded before, by
-#    `import torch`. So does libgomp: torch brings one, and a second one would start threads of its own.
+# 2. auditwheel names the oldest Linux that the wheel runs on. torch's libraries stay outside, because `import torch` has
+#    already loaded them. libgomp stays outside too: torch brings one, and a second one would start more threads.
 # 3. Installs it in an empty environment outside the repository, and runs tests there without a compiler on PATH.
 set -euo pipefail
 cd "$(dirname "$0")/.."
