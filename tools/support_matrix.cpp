@@ -100,6 +100,7 @@ void dense() {
   row(f, "", "at most 16 queries", [](AttentionParams& p) { p.sizes.seqlen_q = 16; });
   row(f, "enable_gqa", "fewer key heads", [](AttentionParams& p) { p.sizes.heads_kv = 1; });
   row(f, "is_causal, causal", "either corner", [](AttentionParams& p) { p.band.right = 0; });
+  row(f, "diagonal", "", [](AttentionParams& p) { p.band.right = 0, p.band.diagonal = 7; });
   row(f, "window", "", [](AttentionParams& p) { p.band.left = 64, p.band.right = 0; });
   row(f, "scale", "zero or negative", [](AttentionParams& p) { p.scale = -1; });
   row(f, "softcap", "", [](AttentionParams& p) { p.softcap = 30; });
