@@ -16,7 +16,10 @@ from paths import ROOT
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 sys.path.insert(0, str(ROOT / "examples"))
+import generate
+import gpt_plot  # noqa: F401  before a test replaces flash_attn_ext
 import train_gpt
+import train_packed
 from gpt_model import AttentionUnavailable, attention_by_name
 from gpt_training import Settings, Trainer
 from loss_agreement import EARLY_STEPS, FACTOR, ROUNDING, Curves, compare, differences
@@ -97,16 +100,22 @@ def correct(query, key, value, is_causal):
     return sdpa(query, key, value, is_causal=is_causal)
 
 
+@pytest.fixture(scope="module")
+def small_corpus():
+    """The text of the examples: reading the whole library takes seconds."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(train_gpt.__file__).parent.glob("*.py")))
+    return as_corpus(text[:40000], text[40000:], files=1)
+
+
 @pytest.mark.parametrize("attention", [sees_the_future, wrong_scale, loses_a_gradient, nan_in_one_row, correct])
-def test_the_exit_status_tells_a_wrong_attention(attention, tmp_path, monkeypatch, capsys, threads):
+def test_the_exit_status_tells_a_wrong_attention(attention, tmp_path, monkeypatch, capsys, threads, small_corpus):
     threads(1)
-    text = Path(train_gpt.__file__).read_bytes()
-    corpus = as_corpus(text[:4000], text[4000:], files=1)
-    monkeypatch.setattr(train_gpt, "load_corpus", lambda: corpus)
+    monkeypatch.setattr(train_gpt, "load_corpus", lambda: small_corpus)
     monkeypatch.setattr(train_gpt, "TrainingProcess", InThisProcess)
     monkeypatch.setitem(sys.modules, "flash_attn_ext", SimpleNamespace(flash_attn=attention))
 
-    status = train_gpt.main([*TINY, "--out", str(tmp_path), "--device", "cpu", "--lengths"])
+    few = ["--steps", str(EARLY_STEPS + 2), "--lengths"]
+    status = train_gpt.main([*TINY, *few, "--out", str(tmp_path), "--device", "cpu"])
 
     agree = attention is correct
     assert status == (0 if agree else 1)
@@ -250,24 +259,29 @@ def test_the_same_seed_gives_the_same_batches():
     assert not torch.equal(first[0][0], other[0][0])
 
 
-def test_generation_through_pages_writes_what_torch_writes():
-    command = [sys.executable, str(Path(train_gpt.__file__).with_name("generate.py"))]
-    command += ["--steps", "3", "--tokens", "5", "--context", "64", "--d-model", "32", "--heads", "2", "--layers", "2"]
-    command += ["--lengths", "40"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert finished.returncode == 0, finished.stderr
-    assert "100.0% of the tokens are the same" in finished.stdout
-    assert "keys in the cache" in finished.stdout
-    assert "flash_attn_with_kvcache of q (4, 8, 64)" in finished.stdout, "the plan of explain_kvcache"
+SMALL = ["--context", "64", "--d-model", "32", "--heads", "2", "--layers", "2"]
 
 
-def test_packed_documents_train_as_padded_ones_do():
-    command = [sys.executable, str(Path(train_gpt.__file__).with_name("train_packed.py"))]
-    command += ["--steps", "4", "--context", "64", "--d-model", "32", "--heads", "2", "--layers", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert finished.returncode == 0, finished.stderr
-    apart = [float(line.split("at most ")[1].split()[0]) for line in finished.stdout.splitlines() if "at most" in line]
+def run_in_this_process(example, monkeypatch, capsys, corpus, *arguments: str) -> str:
+    """Returns what the example printed."""
+    monkeypatch.setattr(example, "load_corpus", lambda: corpus)
+    monkeypatch.setattr(sys, "argv", [example.__file__, *SMALL, *arguments])
+    example.main()
+    return capsys.readouterr().out
+
+
+def test_generation_through_pages_writes_what_torch_writes(monkeypatch, capsys, threads, small_corpus):
+    threads(1)
+    options = ["--steps", "3", "--tokens", "5", "--lengths", "40"]
+    printed = run_in_this_process(generate, monkeypatch, capsys, small_corpus, *options)
+    assert "100.0% of the tokens are the same" in printed
+    assert "keys in the cache" in printed
+    assert "flash_attn_with_kvcache of q (4, 8, 64)" in printed, "the plan of explain_kvcache"
+
+
+def test_packed_documents_train_as_padded_ones_do(monkeypatch, capsys, threads, small_corpus):
+    threads(1)
+    printed = run_in_this_process(train_packed, monkeypatch, capsys, small_corpus, "--steps", "4")
+    apart = [float(line.split("at most ")[1].split()[0]) for line in printed.splitlines() if "at most" in line]
     assert len(apart) == 3
     assert max(apart) < 1e-3
