@@ -1,11 +1,12 @@
 // Prints which kernels take which option: a line for each row of the table in docs/support.md. tools/support_matrix.py
-// compiles and runs it. The answers come from the functions that the selectors call: cpu::why_not, sm80::why_not_*
-// and sm90::why_not_*.
+// compiles and runs it. The answers come from the functions that the selectors call: cpu::why_not, and why_not_* of
+// simt, sm80 and sm90.
 #include <cstdio>
 #include <functional>
 #include <string>
 
 #include "cpu/why_not.h"
+#include "cuda/simt/simt.h"
 #include "cuda/sm80/sm80.h"
 #include "cuda/sm90/sm90.h"
 
@@ -57,9 +58,9 @@ void row(const char* function, const char* option, const char* meaning, const Ch
   second = gradients(second);
   jvp.tangents.q = jvp.tangents.k = jvp.tangents.v = jvp.t_out = forward.q;
 
-  // simt refuses nothing. cuda/select.cu refuses unified_max before it asks a tier. A cache has no derivatives.
+  // simt is the last tier: a forward that it refuses runs on no GPU, so no other pass can follow.
   const bool is_cache = forward.varlen && !forward.varlen.cu_seqlens_k;
-  const char* no_cuda = forward.decode.has_unified_max ? "cuda: no unified_max" : nullptr;
+  const char* no_cuda = cuda::simt::why_not_forward(forward);
   const char* no_gradient = is_cache ? "a cache has no derivatives" : no_cuda;
   const auto either = [](const char* first, const char* other) { return first ? first : other; };
   const char* none = "no such kernels";

@@ -18,7 +18,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- written by tools/support_matrix.py -->\n", "<!-- end -->"
-KERNELS = ("csrc/cpu/why_not.cpp", "csrc/cuda/sm80/why_not.cpp", "csrc/cuda/sm90/why_not.cpp")
+FOLDERS = ("cpu", "cuda/simt", "cuda/sm80", "cuda/sm90")
+KERNELS = tuple(f"csrc/{folder}/why_not.cpp" for folder in FOLDERS)
 FLAGS = [
     "-std=c++20",
     "-O0",
@@ -27,7 +28,7 @@ FLAGS = [
     "-Icsrc",
     "-Itests/cuda_host/include",
 ]
-# Both files also plan workspaces. That code is dropped, with all that it calls.
+# Some of these files also plan workspaces. The linker drops this code and everything that it calls.
 LINK = ["-Wl,--gc-sections", "-Wl,--unresolved-symbols=ignore-all"]
 
 
