@@ -1,10 +1,13 @@
 """The switches of csrc/cuda/sm90/switches.h on the host: with each of them off results have the same bits."""
 
+import subprocess
+
 import pytest
 import reference
 import torch
 from cuda_host import library, mutations_sm90
 from helpers import make_qkv
+from paths import ROOT
 
 from benchmarks.gpu import switches
 from flash_attn_ext import flash_attn
@@ -68,3 +71,20 @@ def test_however_many_tasks_a_block_has_results_have_the_same_bits(built, calls)
     assert one_block[2][1, :, ~hidden, 7].isnan().all()
     exact = reference.attention(*(t[:1].double() for t in calls[1]), causal="lower_right")
     torch.testing.assert_close(one_block[2][:1].double(), exact[0], rtol=0, atol=0.02)
+
+
+CHOICES = """#include "sm90/schedule.h"
+using namespace flash_attn_ext::cuda::sm90;
+constexpr flash_attn_ext::Sizes kWide{1, 1, 1, 1, 1, 96, 96}, kNarrow{1, 1, 1, 1, 1, 64, 64};
+static_assert(forward_head_dims(kWide, Form::kPlain).qk == (FLASH_ATTN_EXT_SM90_WGMMA_N96 ? 96 : 128));
+static_assert(backward_head_dim(kNarrow, true) == 64);
+static_assert(backward_head_dim(kNarrow, false) == (FLASH_ATTN_EXT_SM90_WGMMA_N32 ? 64 : 128));
+"""
+
+
+@pytest.mark.parametrize("off", [None, "FLASH_ATTN_EXT_SM90_WGMMA_N96", "FLASH_ATTN_EXT_SM90_WGMMA_N32"])
+def test_a_refused_shape_of_wgmma_costs_a_switch(off):
+    """Without it, the kernel of the next larger head dimension runs."""
+    command = ["g++", "-std=c++17", "-x", "c++", "-fsyntax-only", f"-I{ROOT / 'csrc' / 'cuda'}"]
+    command += [f"-D{off}=0"] if off else []
+    subprocess.run([*command, "-"], input=CHOICES, text=True, check=True)

@@ -133,7 +133,11 @@ std::string wgmma() {
 template <Form kForm, int... kWidths>
 void add_units(std::vector<Unit>& units, const std::string& name) {
   const auto add = [&](int width, const char* type, std::string (*run)()) {
-    units.push_back({name + " m64n" + std::to_string(width) + "k16 " + type, run});
+    std::string title = name + " m64n" + std::to_string(width) + "k16 " + type;
+    if (kForm == Form::kSharedByRows && width == 32)
+      title += " (if refused: FLASH_ATTN_EXT_SM90_WGMMA_N32 0)";
+    if (kForm == Form::kRegisters && width == 96) title += " (if refused: FLASH_ATTN_EXT_SM90_WGMMA_N96 0)";
+    units.push_back({title, run});
   };
   (add(kWidths, "bf16", wgmma<__nv_bfloat16, kWidths, kForm>), ...);
   (add(kWidths, "f16", wgmma<__half, kWidths, kForm>), ...);

@@ -348,7 +348,7 @@ cudaError_t launch_backward_head_dim(const BackwardParams& p, void* workspace, c
 
 template <class In>
 cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream_t stream) {
-  switch (padded_head_dim(p.sizes)) {
+  switch (backward_head_dim(p)) {
     case 64: return launch_backward_head_dim<In, 64>(p, workspace, stream);
     case 128: return launch_backward_head_dim<In, 128>(p, workspace, stream);
     case 256: return launch_backward_head_dim<In, 256>(p, workspace, stream);

@@ -22,7 +22,7 @@ struct QueryTiles {
   int tile_rows, longest, of_head;  // rows of a tile; tiles of the longest sequence; of a head
 
   explicit QueryTiles(const AttentionParams& p)
-      : tile_rows(backward_rows(padded_head_dim(p.sizes), is_plain(p))),
+      : tile_rows(backward_rows(backward_head_dim(p), is_plain(p))),
         longest(static_cast<int>(ceil_div(p.sizes.seqlen_q, tile_rows))),
         of_head(p.varlen ? static_cast<int>(p.varlen.total_q / tile_rows + p.sizes.batch) : longest) {}
 
@@ -57,18 +57,18 @@ struct BackwardWorkspace {
     const Sizes& z = p.sizes;
     const int64_t rows = tiles.count(p) * tiles.tile_rows;
     dq = static_cast<float*>(workspace);
-    lse2 = dq + rows * padded_head_dim(z);
+    lse2 = dq + rows * backward_head_dim(p);
     delta = lse2 + rows;
     turns = reinterpret_cast<int32_t*>(delta + rows);
     ticket = turns + z.batch * z.heads * tiles.longest;
-    key_mask = KeyMask(ticket + 1, p, backward_keys(padded_head_dim(z)));
+    key_mask = KeyMask(ticket + 1, p, backward_keys(backward_head_dim(p)));
   }
   static size_t bytes(const BackwardParams& p) {
     const Sizes& z = p.sizes;
     const QueryTiles tiles(p);
     const int64_t rows = tiles.count(p) * tiles.tile_rows;
-    return 4 * (rows * (padded_head_dim(z) + 2) + z.batch * z.heads * tiles.longest + 1) +
-           KeyMask::bytes(p, backward_keys(padded_head_dim(z)));
+    return 4 * (rows * (backward_head_dim(p) + 2) + z.batch * z.heads * tiles.longest + 1) +
+           KeyMask::bytes(p, backward_keys(backward_head_dim(p)));
   }
 };
 
@@ -84,7 +84,7 @@ struct KeyTileOrder {
   Divider by_tiles, by_heads;
 
   KeyTileOrder(const BackwardParams& p)
-      : tiles(static_cast<int>(ceil_div(p.sizes.seqlen_k, backward_keys(padded_head_dim(p.sizes))))),
+      : tiles(static_cast<int>(ceil_div(p.sizes.seqlen_k, backward_keys(backward_head_dim(p))))),
         last_first(p.deterministic),
         by_tiles(tiles),
         by_heads(p.sizes.heads_kv) {}

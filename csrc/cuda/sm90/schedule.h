@@ -13,7 +13,7 @@ constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1024;
 
 // The head dimension that a kernel of the backward or of few rows is compiled for: columns behind those of the tensors
 // are zeros, which TMA brings.
-FA_HOST_DEVICE inline int padded_head_dim(const Sizes& z) {
+FA_HOST_DEVICE constexpr int padded_head_dim(const Sizes& z) {
   const int64_t larger = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
   return larger <= 64 ? 64 : larger <= 128 ? 128 : 256;
 }
@@ -25,15 +25,22 @@ enum class Form { kPlain, kOptions, kFewRows };
 // Whether the plain kernels take a call: the others have softcap, key masks and packed sequences.
 inline bool is_plain(const AttentionParams& p) { return !(p.softcap > 0) && !p.mask && !p.varlen; }
 
+// The head dimension that a kernel of the backward is compiled for.
+constexpr int backward_head_dim(const Sizes& z, bool plain) {
+  const int padded = padded_head_dim(z);
+  return padded == 64 && !plain && !FLASH_ATTN_EXT_SM90_WGMMA_N32 ? 128 : padded;
+}
+inline int backward_head_dim(const AttentionParams& p) { return backward_head_dim(p.sizes, is_plain(p)); }
+
 // The head dimensions that a kernel of the forward is compiled for: of query and key, and of value, which is no larger.
 struct HeadDims {
   int qk, v;
 };
 
 // Few rows mostly wait for K and V, so kernels of them are padded further.
-inline HeadDims forward_head_dims(const Sizes& z, Form form) {
+constexpr HeadDims forward_head_dims(const Sizes& z, Form form) {
   const int64_t larger = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
-  if (form != Form::kFewRows && 64 < larger && larger <= 96) return {96, 96};
+  if (FLASH_ATTN_EXT_SM90_WGMMA_N96 && form != Form::kFewRows && 64 < larger && larger <= 96) return {96, 96};
   if (form != Form::kFewRows && 128 < larger && larger <= 192) return {192, z.head_dim_v <= 128 ? 128 : 192};
   return {padded_head_dim(z), padded_head_dim(z)};
 }

@@ -1,20 +1,34 @@
-// Choices of the forward that no GPU has judged yet, each a switch: 1 or 0, as here or as nvcc is told by -D. Here they
-// are what FlashAttention-3 does. benchmarks/gpu/switches.py, a stage of `make gpu`, finds them in this file and times
-// the plain kernels with each of them on and off.
+// Choices that no GPU has judged yet, each a switch: 1 or 0, as defined here or by nvcc's -D.
 #pragma once
+
+// ---- Speed, in the plain forward kernels. The defaults are what FlashAttention-3 does. benchmarks/gpu/switches.py, a stage of
+// `make gpu`, finds these switches in this file and times the kernels with each of them on and off.
 
 // Plain calls store out by TMA, not by their threads.
 #if !defined(FLASH_ATTN_EXT_SM90_TMA_STORE)
 #define FLASH_ATTN_EXT_SM90_TMA_STORE 1
 #endif
 
-// Up to a head dimension of 128 plain calls have persistent blocks: as many as there are multiprocessors, each with a
-// task of each round. So the next task's Q and first K come under the end of the last one.
+// Up to a head dimension of 128, plain calls have persistent blocks: one for each multiprocessor, each with a task of each
+// round. So the next task's Q and first K are loaded while the consumers finish the last task.
 #if !defined(FLASH_ATTN_EXT_SM90_PERSISTENT)
 #define FLASH_ATTN_EXT_SM90_PERSISTENT 1
 #endif
 
-// Up to a head dimension of 128 the consumer warpgroups of plain calls start their products in turns (ping_pong.cuh).
+// Up to a head dimension of 128, the consumer warpgroups of plain calls alternate (ping_pong.cuh).
 #if !defined(FLASH_ATTN_EXT_SM90_PING_PONG)
 #define FLASH_ATTN_EXT_SM90_PING_PONG 1
+#endif
+
+// ---- Shapes of wgmma that CUTLASS does not use. If a GPU refuses one, its unit fails in the stage `units` of `make gpu`.
+// Then set its switch to 0 in this file: the kernel of the next larger head dimension runs instead.
+
+// B of 96 columns, read by rows from panels of 64 columns: the forward at head dimension 96.
+#if !defined(FLASH_ATTN_EXT_SM90_WGMMA_N96)
+#define FLASH_ATTN_EXT_SM90_WGMMA_N96 1
+#endif
+
+// B of 32 columns, read by rows from byte 64 of a panel's rows: dQ at head dimension 64, with options.
+#if !defined(FLASH_ATTN_EXT_SM90_WGMMA_N32)
+#define FLASH_ATTN_EXT_SM90_WGMMA_N32 1
 #endif
