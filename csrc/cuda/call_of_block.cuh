@@ -1,4 +1,4 @@
-// The call as one block sees it.
+// The params of the call that one block computes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,8 +7,8 @@
 
 namespace flash_attn_ext::cuda {
 
-// That of its own sequence, if C takes packed ones. Of a tier on tensor cores those are kernels of their own: what
-// differs between sequences takes registers.
+// The params of sequence b, if C computes packed sequences; else the params of the call. In the tiers on tensor cores
+// packed sequences have kernels of their own, because the params of a sequence take registers.
 template <class C, class Params>
 __device__ decltype(auto) call_of_block(const Params& call, int64_t b) {
   if constexpr (C::kPacked)

@@ -9,8 +9,8 @@
 namespace flash_attn_ext::cuda {
 constexpr int kWarp = 32, kThreads = 128;
 
-// A warp owns 32 columns of a row, a lane one of them. This kernel is on the critical path of decoding, so
-// few of its reads depend on each other: lane n reads the statistics of split n.
+// A warp computes 32 columns of a row, a lane one of them. Decoding waits for this kernel, so few of its reads depend
+// on each other: lane n reads the statistics of split n.
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const AttentionParams call, int64_t splits, const Partials<T> partials, int64_t slices) {

@@ -1,4 +1,4 @@
-// Flash-Decoding's second step: where a forward has split the keys over blocks, their results become one.
+// Flash-Decoding's second step: merges the results of a forward that has split the keys over blocks.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,12 +9,12 @@
 
 namespace flash_attn_ext::cuda {
 
-// What the splits of a forward leave for launch_combine(). T is the accumulators' type.
+// The results of the splits, for launch_combine(). T is the type of the accumulators.
 template <class T>
 struct Partials {
-  T* out;      // [splits][statistics rows][D_v], not divided by the sum
-  T* row_max;  // [splits][statistics rows]
-  T* row_sum;  // likewise
+  T* out;      // [splits][lse_size()][D_v], not divided by the sum
+  T* row_max;  // [splits][lse_size()]
+  T* row_sum;  // the same
 
   Partials(void* workspace, const AttentionParams& p, int64_t splits) {
     const int64_t rows = p.lse_size();
@@ -33,7 +33,7 @@ struct Partials {
   }
 };
 
-// Merges the splits into p.out and p.lse; one split has written them itself, and this does nothing.
+// Merges the splits into p.out and p.lse. Does nothing for one split, which has written them itself.
 cudaError_t launch_combine(const AttentionParams& p, int64_t splits, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_attn_ext::cuda

@@ -1,11 +1,11 @@
-// Which GPU a launch goes to.
+// Properties of the current device.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace flash_attn_ext::cuda {
 
-// Of the current device, as 10 * major + minor; 0 if it cannot be asked.
+// The compute capability as 10 * major + minor; 0 if CUDA does not tell it.
 inline int compute_capability() {
   int device, major, minor;
   const bool known =
@@ -15,7 +15,7 @@ inline int compute_capability() {
   return known ? 10 * major + minor : 0;
 }
 
-// Of the current device; a large GPU's if it cannot be asked.
+// The number of multiprocessors; the number of a large GPU if CUDA does not tell it.
 inline int64_t multiprocessors() {
   int device, count;
   const bool known = cudaGetDevice(&device) == cudaSuccess &&

@@ -1,4 +1,5 @@
-// Division by what a launch knows: a multiplication and a shift, where the GPU has no instruction.
+// Division by a number that is constant in a launch: a multiplication and a shift. GPUs have no instruction for
+// division.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +8,8 @@
 
 namespace flash_attn_ext::cuda {
 
-// Of numbers below 2^31. Granlund and Montgomery, "Division by invariant integers using multiplication" (1994),
-// figure 4.1, whose sum stays below 2^32 here.
+// Divides numbers below 2^31. Granlund and Montgomery, "Division by invariant integers using multiplication" (1994),
+// figure 4.1; its sum stays below 2^32 here.
 struct Divider {
   uint32_t divisor = 1, multiplier = 1, shift = 0;
 

@@ -1,4 +1,4 @@
-// What dropout keeps, element by element: for tests and dense references.
+// Writes which elements dropout keeps, for tests and dense references.
 #include "../core/splits.h"
 #include "launch.h"
 #include "run.h"

@@ -13,8 +13,8 @@ bool starts_with(std::string_view text, std::string_view start) {
   return text.substr(0, start.size()) == start;
 }
 
-// Machine code runs on later minor versions of its major one, PTX on everything later. What is compiled for
-// "a" runs on that one alone, for "f" on later minor versions, PTX or not.
+// A GPU runs machine code of its major version with the same or an earlier minor version, and all earlier PTX. Code for
+// "a" runs on this one version only, code for "f" on later minor versions, too; both with or without PTX.
 bool runs_on(std::string_view code, int capability) {
   const bool is_ptx = starts_with(code, kPtx);
   const std::string version(code.substr(is_ptx ? kPtx.size() : kMachineCode.size()));
@@ -39,7 +39,7 @@ bool any_code(const Predicate& predicate) {
 
 }  // namespace
 
-#if !defined(FLASH_ATTN_EXT_CUDA_ON_HOST)  // there the test says what a build has
+#if !defined(FLASH_ATTN_EXT_CUDA_ON_HOST)  // on the host, a test sets the list
 
 // nvcc's own __CUDA_ARCH_LIST__ calls both 9.0 and 9.0a 900, and does not tell whether there is PTX.
 #if !defined(FLASH_ATTN_EXT_GPU_CODE)

@@ -1,11 +1,11 @@
-// The largest, or the sum, over neighbouring lanes of a warp: all of them get it. `kLanes` is a power of two.
+// Maximum and sum over neighbouring lanes of a warp; all of these lanes get the result. `kLanes` is a power of two.
 #pragma once
 
 #include "scores.cuh"
 
 namespace flash_attn_ext::cuda {
 
-// Of the tensor cores' accumulators, this many lanes share a row: mma.sync and wgmma.
+// So many lanes share a row of an accumulator, of mma.sync and of wgmma.
 constexpr int kRowLanes = 4;
 
 template <int kLanes, class T>

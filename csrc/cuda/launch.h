@@ -1,4 +1,4 @@
-// Starting a kernel. Every launch goes through here, so that each is checked and none is forgotten.
+// Starts a kernel. Every launch calls launch(), which checks for errors.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,14 +12,14 @@
 namespace flash_attn_ext::cuda {
 
 struct LaunchShape {
-  int64_t tasks;       // blocks along x, where the hardware takes 2^31 - 1: batches and heads go here
+  int64_t tasks;       // blocks along x, of which the hardware allows 2^31 - 1: batches and heads count here
   int64_t slices = 1;  // along y
   int64_t splits = 1;  // along z
   int threads = 256;
   size_t shared_bytes = 0;
 };
 
-// Which kernels may have how much shared memory, on each device.
+// The shared memory that each kernel is already allowed on each device.
 inline std::mutex allowed_shared_bytes_mutex;
 inline std::map<std::pair<const void*, int>, size_t> allowed_shared_bytes;
 
@@ -39,7 +39,7 @@ inline cudaError_t allow_shared_bytes(const void* kernel, size_t bytes) {
   return status;
 }
 
-// Nothing to do is no launch and no error.
+// Starts no kernel for a shape without blocks; that is no error.
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream,
                    const Args&... args) {

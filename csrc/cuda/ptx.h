@@ -1,5 +1,4 @@
-// PTX instructions that C++ does not name, one function each. The host run (tests/cuda_host) replaces this
-// file.
+// PTX instructions that C++ does not name, one function each. The host build (tests/cuda_host) replaces this file.
 #pragma once
 
 #if defined(FLASH_ATTN_EXT_CUDA_ON_HOST)
@@ -19,22 +18,22 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The same, but the compiler cannot use what it knows of the pointer: a check of the alignment stays.
+// The same address, but the compiler cannot use what it knows about the pointer. So a check of the alignment stays.
 __device__ inline uint32_t opaque_shared_address(const void* pointer) {
   uint32_t address = shared_address(pointer);
   asm volatile("" : "+r"(address));
   return address;
 }
 
-// Copies 16 bytes from global to shared memory some time before the wait for its group; zeros if not
-// `inside`.
+// Starts to copy 16 bytes from global to shared memory; writes zeros if not `inside`. The copy lands before the wait
+// for its group returns.
 __device__ inline void cp_async_16(void* shared, const void* global, bool inside) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                "r"(inside ? 16 : 0)
                : "memory");
 }
 
-// The same with 4 bytes.
+// The same for 4 bytes.
 __device__ inline void cp_async_4(void* shared, const void* global, bool inside) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global),
                "r"(inside ? 4 : 0)
@@ -50,9 +49,9 @@ __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements. Lane l points to row l % 8 of matrix l / 8; it receives of each
-// matrix the elements (l / 4, 2 (l % 4)) and the next one, or, transposed, (2 (l % 4), l / 4) and the one
-// below.
+// Loads four 8 x 8 matrices of 16-bit elements. Lane l points to row l % 8 of matrix l / 8. Of each matrix it receives
+// the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1); if transposed, (2 (l % 4), l / 4) and (2 (l % 4) + 1, l /
+// 4).
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -66,8 +65,8 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
                : "memory");
 }
 
-// c += a b: a is 16 x 16, b is 16 x 8 of In (__half or __nv_bfloat16), c is 16 x 8. With g = lane / 4 and
-// t = lane % 4 a lane holds of c the elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+// c += a b: a is 16 x 16, b is 16 x 8 of In (__half or __nv_bfloat16), c is 16 x 8. With g = lane / 4 and t = lane % 4,
+// a lane holds the elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1) of c.
 template <class In>
 __device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<In, __half>) {
@@ -86,31 +85,31 @@ __device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint3
   }
 }
 
-// The bits [first, first + count), as far as they are of 32.
+// A mask of the bits [first, first + count); bits from 32 on are dropped.
 __device__ inline uint32_t bit_mask(uint32_t first, uint32_t count) {
   uint32_t mask;
   asm("bmsk.clamp.b32 %0, %1, %2;" : "=r"(mask) : "r"(first), "r"(count));
   return mask;
 }
 
-// The first lane's x, which the compiler then knows to be the same in all of them.
+// Returns the first lane's x. The compiler then knows that all lanes have the same value.
 __device__ inline int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// 2^x within 2 ulp; denormal results become 0.
+// 2^x within 2 ulp. Denormal results become 0.
 __device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// 1 / x within 1 ulp; 0 of what is too large.
+// 1 / x within 1 ulp. For x beyond 2^126 the result is 0.
 __device__ inline float reciprocal_fast(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Two neighbours of a row, rounded, as they lie in memory: one instruction for both.
+// Rounds two neighbours of a row to 16 bits, in the order of memory: one instruction for both.
 template <class In>
 __device__ inline uint32_t pack(float first, float second) {
   uint32_t bits;
@@ -123,12 +122,12 @@ __device__ inline uint32_t pack(float first, float second) {
   return bits;
 }
 
-// ---- blocks that take turns
+// ---- ordered adds of blocks
 
-// The next number, from 0 on.
+// Returns 0, 1, 2, ...: a number for each caller.
 __device__ inline int draw_ticket(int* ticket) { return atomicAdd(ticket, 1); }
 
-// Waits until `turn` blocks have had their turn. What they wrote before they ended it can be read then.
+// Waits until `turn` blocks have ended their turns. Then this thread can read what they wrote before that.
 __device__ inline void acquire_turn(const int* turns, int turn) {
   int had;
   do {
@@ -139,7 +138,7 @@ __device__ inline void acquire_turn(const int* turns, int turn) {
   } while (had != turn);
 }
 
-// Ends this block's turn, with all that this thread knows to be written.
+// Ends this block's turn. Publishes all writes that this thread has made or has synchronised with.
 __device__ inline void release_turn(int* turns) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(__cvta_generic_to_global(turns)) : "memory");
 }

@@ -1,4 +1,4 @@
-// What ops/ calls of the CUDA kernels: without torch, like cpu/run.h.
+// The CUDA kernels' interface for ops/: without torch, like cpu/run.h.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,12 +11,12 @@
 
 namespace flash_attn_ext::cuda {
 
-// A launch only enqueues; it returns the first error of doing so.
+// Enqueues work; returns the first error of a launch.
 template <class Params>
 using Launch = cudaError_t(const Params&, void* workspace, cudaStream_t stream);
 
-// What the selector answers: the tier's launcher and the bytes of device memory that it needs, or why there
-// is none.
+// The selector's answer: the launcher of a tier and its bytes of device memory, or the reason why no tier can run the
+// call.
 template <class Params>
 struct Selection {
   const char* tier = "";
@@ -26,8 +26,8 @@ struct Selection {
   std::vector<std::string> why_not;  // why each faster tier does not run it, the fastest first
 };
 
-// dropout_mask: kept[b][h][i][j], by the rule of core/philox.h. `sizes` needs batch, heads and the lengths;
-// i counts from first_row.
+// Writes dropout_mask, kept[b][h][i][j], by the rule of core/philox.h. `sizes` needs batch, heads and the lengths; i
+// counts from first_row.
 cudaError_t launch_dropout_mask(const DropoutParams& dropout, const Sizes& sizes, int64_t first_row,
                                 bool* kept, cudaStream_t stream);
 

@@ -1,5 +1,5 @@
-// One element of the score matrix: softcap, ALiBi, mask, band, in that order; and dropout. Every tier's
-// definition, the same as that of cpu/kernels/scores-inl.h.
+// One element of the score matrix: softcap, ALiBi, mask, band, in this order; and dropout. All tiers use this
+// definition. It is the same as in cpu/kernels/scores-inl.h.
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@ constexpr double kLog2E = 1.4426950408889634074;  // 2^(x log2(e)) = e^x, where 
 template <class T>
 constexpr T kInf = std::numeric_limits<T>::infinity();
 
-// The larger one of a number and what may be NaN: never the NaN.
+// The larger one of two values. If one of them is NaN, the result is the other one.
 template <class T>
 __device__ T larger(T a, T b) {
   if constexpr (std::is_same_v<T, float>) {
@@ -34,13 +34,13 @@ __device__ T smaller(T a, T b) {
   return b < a ? b : a;
 }
 
-// A product that is rounded before it is added to: nvcc would make one instruction of both, in one kernel and
-// not in another. The backward must have the forward's scores to the last bit, so that their rounding cancels
-// in S - lse, however large they are.
+// Rounds the product before a later addition. Without this, nvcc would fuse both into one instruction, in one kernel
+// and not in another. The backward must recompute the forward's scores to the last bit, so that their rounding errors
+// cancel in S - lse.
 __device__ inline float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 __device__ inline double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
-// One element of a mask of any dtype, as what is added to the score.
+// The value that one element of a mask adds to the score; a mask may have any dtype.
 template <class T>
 __device__ T mask_element(const void* data, DType dtype, int64_t at) {
   switch (dtype) {
@@ -53,7 +53,8 @@ __device__ T mask_element(const void* data, DType dtype, int64_t at) {
   return widen(static_cast<const __half*>(data)[at]);
 }
 
-// What the masks add; -inf masks. finfo.min does not: a row that holds nothing else is uniform.
+// The sum of the values of both masks; -inf hides the element. finfo.min does not hide: a row of nothing else is
+// uniform.
 template <class T>
 __device__ T mask_bias(const MaskParams& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
   const T bias = mask_element<T>(
@@ -65,8 +66,8 @@ __device__ T mask_bias(const MaskParams& mask, int64_t b, int64_t h, int64_t i, 
 
 template <class T>
 struct Score {
-  T value;       // -inf if masked, whatever <q, k> was, NaN included
-  T tanh;        // of the softcap, for its derivative 1 - tanh^2
+  T value;       // -inf if hidden, for any <q, k>, also NaN
+  T tanh;        // the softcap's tanh, for its derivative 1 - tanh^2
   bool attends;  // neither the mask, nor the band, nor the end of the tensors hides it
 };
 
@@ -122,7 +123,7 @@ __device__ Score<T> finish_score(const AttentionParams& p, T product, int64_t b,
   return finish_scaled_score(p, rounded_product(product, product_scale<T>(p)), b, h, i, j, inside, in_mask);
 }
 
-// The factor of an element of P: 1 / (1 - p) where it is kept, 0 where it is dropped.
+// The factor of an element of P: 1 / (1 - p) if it is kept, 0 if it is dropped.
 template <class T>
 __device__ T dropout_factor(const AttentionParams& p, PhiloxKey key, int64_t b, int64_t h, int64_t i,
                             int64_t j) {
@@ -135,19 +136,19 @@ __device__ inline PhiloxKey dropout_key(const DropoutParams& dropout) {
   return dropout ? philox_key(dropout.rng_state[0], dropout.rng_state[1]) : PhiloxKey{};
 }
 
-// What a row ends with: the factor of its summed-up values, and lse.
+// The result of a row: the factor of its sum of values, and lse.
 template <class T>
 struct RowResult {
   T out_factor, lse;
 };
 
-// A row's maximum, and its sum relative to it.
+// The maximum of a row, and the row's sum of exp(score - max).
 template <class T>
 struct RowSum {
   T max, sum;
 };
 
-// With the sink's column, if there is one.
+// Adds the sink's column, if there is a sink.
 template <class T>
 __device__ RowSum<T> add_sink(const AttentionParams& p, int64_t b, int64_t h, RowSum<T> row) {
   if (!p.sink) return row;
@@ -157,14 +158,14 @@ __device__ RowSum<T> add_sink(const AttentionParams& p, int64_t b, int64_t h, Ro
   return {max, row.sum * std::exp(row.max - max) + std::exp(sink - max)};
 }
 
-// Nothing visible leaves the sum 0 (a NaN score leaves it NaN): out is 0 and lse -inf, by contract.
+// If nothing is visible, the sum is 0: out is 0 and lse is -inf, by contract. A NaN score makes the sum NaN.
 template <class T>
 __device__ RowResult<T> finish_sum(RowSum<T> row) {
   if (row.sum == T(0)) return {T(0), -kInf<T>};
   return {T(1) / row.sum, row.max + std::log(row.sum)};
 }
 
-// From the maximum and the sum over a row's keys, without the sink, which is added here.
+// Computes the result of a row from the maximum and the sum over its keys. Adds the sink.
 template <class T>
 __device__ RowResult<T> finish_row(const AttentionParams& p, int64_t b, int64_t h, T max, T sum) {
   const RowSum<T> row = add_sink(p, b, h, RowSum<T>{max, sum});

@@ -16,7 +16,7 @@ std::string version(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
 
-// Why a tier does not run on this GPU, whatever the call; empty if it does.
+// Why a tier does not run on this GPU at all; empty if it does.
 std::string why_not_here(std::string_view tier, const char* forced, int capability) {
   const bool is_sm90 = tier == "sm90";
   if (forced && tier != forced) return std::string(forced) + " is forced";
@@ -37,14 +37,14 @@ size_t no_workspace(const Params&) {
   return 0;
 }
 
-// Takes the first tier that can run; the fastest is offered first.
+// Chooses the first tier that can run the call. Tiers are offered from the fastest to the slowest.
 template <class Params>
 class Choice {
  public:
   explicit Choice(const Params& params) : params_(params) {}
 
-  // `why_not`: the tier's own answer for this call, which starts with its name; null: it can. No launch: the
-  // tier has no kernel for the dtype.
+  // `why_not`: the tier's reason against this call, which starts with its name; null: none. Without a `launch` the tier
+  // has no kernel for the dtype.
   void offer(const char* tier, const char* why_not, Launch<Params>* launch, Workspace<Params>* workspace) {
     if (selection_.launch) return;
     std::string reason = why_not_here(tier, forced_, capability_);
@@ -64,7 +64,8 @@ class Choice {
     selection_.why_not.push_back(std::move(reason));
   }
 
-  // With no tier to run it, the reason of the forced one, or of the one that takes most.
+  // The choice. If no tier can run the call, it has the reason of the forced tier, or else of the last tier offered,
+  // simt.
   Selection<Params> take() {
     if (!selection_.launch)
       selection_.reason = forced_ ? refusal_ + " (" + forced_ + " is forced)" : refusal_;
@@ -79,7 +80,7 @@ class Choice {
   Selection<Params> selection_;
 };
 
-// The launcher of the simt tier, which has one for each dtype.
+// simt's launcher for a dtype.
 template <class Params>
 Launch<Params>* of_dtype(DType dtype, Launch<Params>* float32, Launch<Params>* float64,
                          Launch<Params>* bfloat16, Launch<Params>* float16) {
@@ -93,7 +94,7 @@ Launch<Params>* of_dtype(DType dtype, Launch<Params>* float32, Launch<Params>* f
   return nullptr;
 }
 
-// What the tiers for 16 bits have.
+// The launcher of sm80 or sm90 for a dtype of 16 bits.
 template <class Params>
 Launch<Params>* of_half(DType dtype, Launch<Params>* bfloat16, Launch<Params>* float16) {
   return dtype == DType::kFloat16 ? float16 : bfloat16;
@@ -101,8 +102,7 @@ Launch<Params>* of_half(DType dtype, Launch<Params>* bfloat16, Launch<Params>* f
 
 }  // namespace
 
-// A tier is one line in each of these, the fastest first. simt takes every dtype, head dimension and option of the
-// contract.
+// Each function offers the tiers, one line each, the fastest first.
 
 Selection<AttentionParams> select_forward(const AttentionParams& p) {
   Choice<AttentionParams> choice(p);

@@ -1,4 +1,4 @@
-// Which CUDA tier runs a call. One function answers for all of them, so that nothing falls back in silence.
+// Chooses the CUDA tier that runs a call. All calls use these functions, so there is no silent fallback.
 #pragma once
 
 #include "run.h"

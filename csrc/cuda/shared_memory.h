@@ -1,4 +1,4 @@
-// A block's shared memory: one array, laid out by a struct.
+// A block's dynamic shared memory, laid out by a struct.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -12,14 +12,14 @@ namespace flash_attn_ext::cuda {
 
 constexpr int kSinkThreads = 256;
 
-// Where delta has row i of head h: as lse has it. A tier may lay it out in another way.
+// The index of row i of head h in delta, as in lse. A tier with another layout of delta passes its own.
 struct RowOfLse {
   __device__ int64_t operator()(const AttentionParams& p, int64_t b, int64_t h, int64_t i) const {
     return p.lse_index(b, h, i);
   }
 };
 
-// A block owns a head; threads and warps add in a fixed order.
+// A block computes one head. Threads and warps add in a fixed order.
 template <class T, class RowOfDelta>
 __global__ void __launch_bounds__(kSinkThreads, 1)
     sink_gradient_kernel(const BackwardParams call, const T* delta, const RowOfDelta row_of_delta) {
@@ -36,14 +36,14 @@ __global__ void __launch_bounds__(kSinkThreads, 1)
     }
   sum = total_of_lanes<kWarp>(sum);
   if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = sum;
-  __syncthreads();  // every warp's sum is there
+  __syncthreads();  // protects the warps' sums: thread 0 reads them after this
   if (threadIdx.x != 0) return;
   T total = 0;
   for (int n = 0; n < kSinkThreads / kWarp; ++n) total += sums[n];
   static_cast<T*>(p.dsink)[head] = total;
 }
 
-// Nothing where it is not wanted.
+// Does nothing if the gradient is not wanted.
 template <class T, class RowOfDelta>
 cudaError_t launch_sink_gradient(const BackwardParams& p, const T* delta, const RowOfDelta& row_of_delta,
                                  cudaStream_t stream) {

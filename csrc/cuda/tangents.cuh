@@ -10,10 +10,10 @@ namespace flash_attn_ext::cuda {
 template <class T>
 struct ScoreTangent {
   T value;      // e
-  T curvature;  // y'' scale w: how the softcap's y' in e moves with <q, k>
+  T curvature;  // y'' scale w: the derivative of the softcap's y' in e with respect to <q, k>
 };
 
-// Of a score that attends. `product` is w.
+// The tangent of a score that attends. `product` is w.
 template <class T>
 __device__ ScoreTangent<T> tangent_of(const AttentionParams& p, const Tangents& t, const Score<T>& score,
                                       T product, int64_t b, int64_t h, int64_t i, int64_t j) {

@@ -32,7 +32,7 @@ const char* from_environment() {
   return name && *name ? find_tier(name, kVariable) : nullptr;
 }
 
-// The environment is read once, at the first question: at import.
+// The environment is read once, at import.
 std::atomic<const char*>& forced() {
   static std::atomic<const char*> tier{from_environment()};
   return tier;

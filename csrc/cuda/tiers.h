@@ -1,5 +1,5 @@
-// The CUDA tiers' names, and the one that is forced: FLASH_ATTN_EXT_CUDA_TIER or force_tier(). Compiled
-// without a CUDA half too, so that a name that cannot run is an error there and is never ignored.
+// The names of the CUDA tiers, and the tier that FLASH_ATTN_EXT_CUDA_TIER or force_tier() forces. A build without a
+// CUDA half has this file, too: there a forced tier is an error.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@ namespace flash_attn_ext::cuda {
 // FLASH_ATTN_EXT_CUDA_TIER names a tier that is unknown or that this build lacks.
 const char* forced_tier();
 
-// Pins `name` for the process, or returns to what the environment says if it is empty. Throws
-// std::invalid_argument if it is unknown or if this build lacks it; nothing changes then.
+// Forces `name` for the process; an empty name returns to the environment's choice. Throws std::invalid_argument, and
+// changes nothing, if the tier is unknown or if this build lacks it.
 void force_tier(const std::string& name);
 
 }  // namespace flash_attn_ext::cuda

@@ -1,15 +1,15 @@
-// Backward for Hopper: FlashAttention-2, algorithm 2 (Dao 2023), in the form of FlashAttention-3 (Shah et al.
-// 2024). A block owns 128 keys (64 at head dimension 256) and walks over the queries of all heads that share
-// them:
+// Backward for Hopper: FlashAttention-2, algorithm 2 (Dao 2023), in the form of FlashAttention-3 (Shah et al. 2024). A
+// block computes dK and dV of 128 keys (64 at head dimension 256). It loops over the queries of all heads that share
+// these keys:
 //
 //   S^T = K Q^T    P^T = 2^(S^T - lse)    dP^T = V dO^T    dS^T = P^T o (dP^T - delta)
 //   dV += P^T dO   dK += dS^T Q           dQ += dS K
 //
-// P and dS are computed transposed, so that they are left operands in the registers where they are. dS is
-// also written to shared memory, for dQ. At head dimension 256, dK and dV of 64 keys fill the registers of
-// two warpgroups: each warpgroup then has half of their columns, computes P and dS for half of the queries,
-// and writes both to shared memory. TMA loads K, V, Q and dO. dK and dV stay in registers to the end. One
-// thread does nothing but add each tile's part of dQ to fp32 sums in global memory.
+// P and dS are computed transposed, so that their registers are left operands. dS is also written to shared memory, for
+// dQ. At head dimension 256, dK and dV of 64 keys fill the registers of two warpgroups. There each warpgroup has half
+// of the columns of dK and dV, computes P and dS for half of the queries, and writes both to shared memory. TMA loads
+// K, V, Q and dO. dK and dV stay in registers to the end. One thread only adds each tile's part of dQ to fp32 sums in
+// global memory.
 #pragma once
 
 #include "../call_of_block.cuh"
@@ -25,7 +25,7 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// The plain kernels take neither softcap, nor key masks, nor packed sequences; the others take them all.
+// The plain kernels have neither softcap nor key masks nor packed sequences; the other kernels have all of them.
 template <class In, int kHeadDim, bool kPlain_>
 struct Backward {
   static constexpr bool kPlain = kPlain_, kPacked = !kPlain_;
@@ -34,13 +34,13 @@ struct Backward {
   static constexpr int kKeys = backward_keys(kHeadDim), kRows = backward_rows(kHeadDim, kPlain);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (64 << 10) / kWarpgroup);
 
-  // A warpgroup's share: of S and dP 64 keys, of dK and dV these with all columns; or, where the columns are
-  // split, half of the queries and half of the columns, of the same keys.
+  // The part of a warpgroup. If columns are not split: 64 keys of S, dP, dK and dV, with all columns. If columns are
+  // split: all keys, half of the queries of S and dP, half of the columns of dK and dV.
   static constexpr bool kSplitsColumns = kKeys == kWarpgroupRows;
   static constexpr int kOwnRows = kSplitsColumns ? kRows / kConsumers : kRows;
   static constexpr int kOwnColumns = kSplitsColumns ? kHeadDim / kConsumers : kHeadDim;
   static_assert(kSplitsColumns || kKeys == kConsumers * kWarpgroupRows);
-  // Of dQ: 64 of 128 queries, or half of the columns of 64.
+  // Columns of dQ of a warpgroup: all columns of 64 of 128 queries, or half of the columns of 64 queries.
   static constexpr int kDQColumns = kRows == kPieceRows ? kHeadDim / kConsumers : kHeadDim;
   static_assert(kRows == kPieceRows || kRows == kConsumers * kPieceRows);
 
@@ -55,10 +55,11 @@ struct Backward {
   struct Shared {
     Rows q, dout;  // with lse and with delta
     KVTile k, v;
-    WeightTile weights[kSplitsColumns ? 3 : 2];  // dS of tile n in the n % 2-th; where columns are split, P
+    // dS of tile n is in weights[n % 2]. If columns are split, P is in weights[2].
+    WeightTile weights[kSplitsColumns ? 3 : 2];
     DQTile dq;
     ptx::Barrier k_full, v_full, dq_full, dq_empty;
-    int block;  // its number, in the order in which blocks begin
+    int block;  // number of this block, in the order in which blocks begin
   };
   static_assert(sizeof(Shared) <= kMaxHopperSharedBytes);
 };
@@ -78,18 +79,18 @@ __device__ void produce(const BackwardArguments& a, const BackwardRange& range, 
               tile_of_terms = range.workspace_tile + at.head * a.w.tiles.of_head + at.tile;
     const float* tile_terms = terms + int64_t{tile_of_terms} * Config::kRows;
     auto& tile = rows.tiles[stage];
-    ptx::barrier_wait(rows.empty[stage], rows.parity(n) ^ 1);  // the consumers have read what was there
+    ptx::barrier_wait(rows.empty[stage], rows.parity(n) ^ 1);  // the consumers have read this stage
     load_tile(tile, rows_map, range.q_row + at.tile * Config::kRows, at.head, range.map_b, rows.full[stage],
               sizeof(tile.terms));
     ptx::load_bytes(tile.terms, tile_terms, sizeof(tile.terms), rows.full[stage]);
   }
 }
 
-// ---- add to dQ: a third thread of that warpgroup
+// ---- add to dQ: a third thread of the producer warpgroup
 
-// The turn in which a tile of keys adds to a tile of dQ: tiles of later keys go first, `last` of those that any query
-// may see. In a causal call a tile of keys begins with the queries at its diagonal. No later keys are visible to them,
-// so it does not wait there.
+// The turn in which a tile of keys adds to a tile of dQ. Tiles of later keys add first; `last` is the last tile that
+// any query sees. In a causal call a block begins with the queries at its diagonal. They see no later keys, so the
+// block does not wait.
 template <int kRows, int kKeys>
 __device__ int turn_of(const ShortBand& band, int last, int key_tile, int row_tile) {
   const int end_row = min((row_tile + 1) * kRows, band.seqlen_q);
@@ -105,30 +106,30 @@ __device__ void add_dq(const BackwardArguments& a, const BackwardRange& range,
   for (int n = 0; n < range.tiles(); ++n, at.advance(range)) {
     const int tile = range.workspace_tile + at.head * a.w.tiles.of_head + at.tile;
     int32_t* const turns = a.w.turns + (first_head + at.head) * a.w.tiles.longest + at.tile;
-    ptx::barrier_wait(shared.dq_full, n % 2);  // the consumers have written all of it
+    ptx::barrier_wait(shared.dq_full, n % 2);  // the consumers have written all of dQ
     const int turn = a.p.deterministic ? turn_of<Config::kRows, Config::kKeys>(band, range.last_key_tile,
                                                                                range.key_tile, at.tile)
                                        : 0;
-    if (a.p.deterministic) ptx::acquire_bulk_turn(turns, turn);  // in the same order at every run
+    if (a.p.deterministic) ptx::acquire_bulk_turn(turns, turn);  // the blocks before this one have added
     constexpr int kElements = sizeof(shared.dq) / sizeof(float);
     ptx::bulk_add(a.w.dq + int64_t{tile} * kElements, &shared.dq[0][0][0][0], kElements);
-    ptx::bulk_commit();                    // a batch of its own
-    ptx::bulk_wait_read();                 // shared memory has been read
+    ptx::bulk_commit();                    // ends the batch of these adds
+    ptx::bulk_wait_read();                 // the copy engine has read dQ in shared memory
     ptx::barrier_arrive(shared.dq_empty);  // the consumers may overwrite it
     if (!a.p.deterministic) continue;
-    ptx::bulk_wait();               // it is added
+    ptx::bulk_wait();               // the sums are in global memory
     ptx::release_bulk_turn(turns);  // the next block may add
   }
 }
 
-// ---- compute: a consumer warpgroup, for its share
+// ---- compute: a consumer warpgroup, for its part
 
 template <class In, int kHeadDim, class Config>
 __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
                         typename Config::Shared& shared) {
   constexpr int kRows = Config::kRows, kOwnRows = Config::kOwnRows, kOwnColumns = Config::kOwnColumns;
   constexpr bool kSplitsColumns = Config::kSplitsColumns;
-  // P and dS, off the usual path; else there are too few registers.
+  // Converts S and dP to P and dS in tiles at an edge. Not inlined: there are too few registers.
   constexpr bool kMasksAtOnce = kOwnRows <= 64;
   static_assert(kMasksAtOnce || Config::kPlain);
   constexpr int kAll = Config::kConsumerThreads;
@@ -145,7 +146,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
   const int first_key = range.key_tile * Config::kKeys + own_key, warp_key = first_key + warp * kWarpRows;
   const ShortBand& band = Config::kPlain ? a.band : range.band;
   const ScoreScale& score = a.score;
-  // Whether the mask shows this thread's two keys, and whether it shows those of all lanes.
+  // Whether the mask shows this thread's two keys, and whether it shows the keys of all lanes.
   uint32_t attends = 3;
   bool all_attend = true;
   if constexpr (!Config::kPlain) {
@@ -155,7 +156,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     all_attend = __ballot_sync(kAllLanes, attends != 3) == 0;
   }
 
-  // Descriptors of this warpgroup's share, in each product that reads it; of tiles in stages, in the first stage.
+  // Descriptors of this warpgroup's part of each tile; for tiles in stages, of the first stage.
   const uint32_t own_keys = own_key * kPanelRowBytes, own_rows = own_row * kPanelRowBytes;
   const uint32_t own_panels = own_column / kPanelColumns * RowTile::kPanelBytes;
   const uint32_t q_address = ptx::shared_address(&shared.q.tiles);
@@ -186,16 +187,16 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     uint32_t p16[kOwnRows / 16][4], ds16[kOwnRows / 16][4];
 
     const uint32_t q_stage = shared.q.wait(n);
-    ptx::wgmma_fence();  // s may be written
+    ptx::wgmma_fence();  // s may be written: no product uses it
     start_product<In, KVTile, RowTile, kHeadDim>(k, step_descriptor(first_q, q_stage), s);
-    ptx::wgmma_commit();  // S is a batch of its own
+    ptx::wgmma_commit();  // ends the batch of S
     const Terms<kOwnRows / 8> lse2(shared.q.tiles[shared.q.stage(n)].terms + own_row);
     const uint32_t dout_stage = shared.dout.wait(n);
-    ptx::wgmma_fence();  // ds may be written
+    ptx::wgmma_fence();  // ds may be written: no product uses it
     start_product<In, KVTile, RowTile, kHeadDim>(v, step_descriptor(first_dout, dout_stage), ds);
-    ptx::wgmma_commit();    // so is dP
+    ptx::wgmma_commit();    // ends the batch of dP
     ptx::wgmma_wait<1>(s);  // s is complete
-    // Of rows behind the end P is 0, because their lse counts as infinite.
+    // Rows past the end have P = 0, because their lse is +inf.
     bool partial = !band.shows_all(first_row, kOwnRows, first_key, kWarpgroupRows);
     if constexpr (!Config::kPlain) partial |= !all_attend || first_row + kOwnRows > band.seqlen_q;
     if (!Config::kPlain && has_softcap(p)) {
@@ -206,12 +207,12 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
         if (partial) SeenElements(band, warp_key + first_row_in_warp(), first_row).clear_others(s);
       round_weights<In>(s, p16);
     }
-    // The buffer of P is free: the last tile's dO came back only after all had made dV of it.
+    // The buffer of P is free: TMA loaded this dO only after all warpgroups had finished the last tile's dV.
     const int weights_row = own_key + warp * kWarpRows;
     if constexpr (kSplitsColumns) store_to_tile(shared.weights[2], weights_row, own_row, p16);
     const Terms<kOwnRows / 8> delta(shared.dout.tiles[shared.dout.stage(n)].terms + own_row);
     if constexpr (kMasksAtOnce && !kSplitsColumns) ptx::compute_before_wait(any_bits(p16), k_address);
-    ptx::wgmma_wait<0>(ds);  // ds holds dP
+    ptx::wgmma_wait<0>(ds);  // dP is complete
     score_gradients(s, delta, ds);
     if (partial) {
       const SeenElements elements(band, warp_key + first_row_in_warp(), first_row, attends);
@@ -224,49 +225,49 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     round_weights<In>(ds, ds16);
 
     const uint32_t ds_stage = n % 2 * sizeof(WeightTile);
-    // This buffer is free: the products that read it are two tiles back, and all have waited for them before they
-    // met in the last tile.
+    // This buffer is free: the products that read it belong to tile n - 2. All warpgroups waited for them before they
+    // met at the barrier of tile n - 1.
     store_to_tile(shared.weights[n % 2], weights_row, own_row, ds16);
-    ptx::proxy_fence();  // wgmma sees what this thread has written
+    ptx::proxy_fence();  // publishes this thread's writes to wgmma
     const uint64_t q_rows = step_descriptor(first_q_rows, q_stage);
     const uint64_t dout_rows = step_descriptor(first_dout_rows, dout_stage);
     const uint64_t ds_rows = step_descriptor(first_ds_rows, ds_stage);
     float dq[Config::kDQColumns / 2];
     if constexpr (kSplitsColumns) {
-      ptx::named_barrier_sync<kConsumerBarrier, kAll>();  // all of P and dS is written
-      ptx::wgmma_fence();                                 // dv is written
+      ptx::named_barrier_sync<kConsumerBarrier, kAll>();  // P and dS of all warpgroups are written
+      ptx::wgmma_fence();                                 // publishes dv to wgmma
       start_sum<In, WeightTile, kRows / 16>(p_columns, dout_rows, dv);
-      ptx::wgmma_commit();  // so is dV
-      ptx::wgmma_fence();   // dk is written
+      ptx::wgmma_commit();  // ends the batch of dV
+      ptx::wgmma_fence();   // publishes dk to wgmma
       start_sum<In, WeightTile, kRows / 16>(step_descriptor(first_ds_columns, ds_stage), q_rows, dk);
-      ptx::wgmma_commit();  // so is dK
-      ptx::wgmma_fence();   // dq may be written
+      ptx::wgmma_commit();  // ends the batch of dK
+      ptx::wgmma_fence();   // dq may be written: no product uses it
       start_dq<In, Config::kKeys / 16>(ds_rows, k_rows, dq);
-      ptx::wgmma_commit();     // so is dQ
+      ptx::wgmma_commit();     // ends the batch of dQ
       ptx::wgmma_wait<2>(dv);  // dv is complete, dO has been read
       shared.dout.release(n);  // dO may be overwritten
       ptx::wgmma_wait<1>(dk);  // dk is complete, Q has been read
       shared.q.release(n);     // Q may be overwritten
       ptx::wgmma_wait<0>(dq);  // dq is complete
     } else {
-      ptx::wgmma_fence();  // p16 and dv are written
+      ptx::wgmma_fence();  // publishes p16 and dv to wgmma
       start_sum<In>(p16, dout_rows, dv);
-      ptx::wgmma_commit();                                // so is dV
-      ptx::named_barrier_sync<kConsumerBarrier, kAll>();  // all of dS is written
-      ptx::wgmma_fence();                                 // dq may be written
+      ptx::wgmma_commit();                                // ends the batch of dV
+      ptx::named_barrier_sync<kConsumerBarrier, kAll>();  // dS of all warpgroups is written
+      ptx::wgmma_fence();                                 // dq may be written: no product uses it
       start_dq<In, Config::kKeys / 16>(ds_rows, k_rows, dq);
-      ptx::wgmma_commit();  // so is dQ
-      ptx::wgmma_fence();   // ds16 and dk are written
+      ptx::wgmma_commit();  // ends the batch of dQ
+      ptx::wgmma_fence();   // publishes ds16 and dk to wgmma
       start_sum<In>(ds16, q_rows, dk);
-      ptx::wgmma_commit();     // so is dK
+      ptx::wgmma_commit();     // ends the batch of dK
       ptx::wgmma_wait<2>(dv);  // dv is complete, dO has been read
       shared.dout.release(n);  // dO may be overwritten
       ptx::wgmma_wait<1>(dq);  // dq is complete
     }
-    ptx::barrier_wait(shared.dq_empty, n % 2 ^ 1);  // the sums of tile n - 1 are on their way
+    ptx::barrier_wait(shared.dq_empty, n % 2 ^ 1);  // the copy engine has read dQ of tile n - 1
     store_sums(shared.dq[warpgroup], dq);
-    ptx::proxy_fence();  // the copy engine sees what this thread has written
-    __syncwarp();        // all lanes have
+    ptx::proxy_fence();  // publishes this thread's writes to the copy engine
+    __syncwarp();        // all lanes have published their writes
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(shared.dq_full);  // dQ may be added
     if constexpr (!kSplitsColumns) {
       ptx::wgmma_wait<0>(dk);  // dk is complete, Q has been read
@@ -275,7 +276,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     first_row = first_row + kRows < end_row ? first_row + kRows : begin_row;  // of the next head
   }
   const Range rows{int64_t{range.first_tile} * kRows, (int64_t{range.first_tile} + range.row_tiles) * kRows};
-  // Of a packed sequence once more: the loop's registers do not hold it.
+  // Computes the params of a packed sequence again: the loop has no registers to keep them.
   finish_keys<In, kHeadDim>(call_of_block<Config>(p, range.b), a.w, range.b, range.h_kv, warp_key, own_column,
                             rows, dk, dv);
 }
@@ -286,17 +287,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 #if defined(FA_HAS_HOPPER)
   auto& shared = shared_memory<typename Config::Shared, kMaxHopperSharedBytes>();
   if (threadIdx.x == 0) {
-    ptx::barrier_init(shared.k_full, 1);                               // a producer
-    ptx::barrier_init(shared.v_full, 1);                               // a producer
+    ptx::barrier_init(shared.k_full, 1);                               // arrivals: one producer thread
+    ptx::barrier_init(shared.v_full, 1);                               // arrivals: one producer thread
     ptx::barrier_init(shared.dq_full, Config::kConsumerThreads / 32);  // one lane of each warp
-    ptx::barrier_init(shared.dq_empty, 1);                             // who adds to dQ
+    ptx::barrier_init(shared.dq_empty, 1);                             // arrivals: the thread that adds to dQ
     shared.q.init(Config::kConsumers * 4);
     shared.dout.init(Config::kConsumers * 4);
-    ptx::barrier_init_fence();  // TMA sees the barriers
-    // In the order in which blocks begin: a block then waits only for blocks that have begun.
+    ptx::barrier_init_fence();  // publishes the barriers to TMA
+    // Numbers follow the order in which blocks begin. So a block waits only for blocks that have begun.
     shared.block = a.p.deterministic ? ptx::draw_ticket(a.w.ticket) : blockIdx.x;
   }
-  __syncthreads();  // all threads see the barriers and the block's number
+  __syncthreads();  // publishes the barriers and the block's number to all threads
   const BackwardRange range = backward_range<Config>(a, ptx::uniform(shared.block));
   if (threadIdx.x < kWarpgroup) {
     ptx::release_registers<Config::kProducerRegisters>();

@@ -1,4 +1,4 @@
-// What a block of the backward computes.
+// The part of the call that a block of the backward computes.
 #pragma once
 
 #include <cuda.h>
@@ -20,18 +20,18 @@ struct BackwardArguments {
   int heads_of_kv_head;
 };
 
-// What a block computes: for each head, `row_tiles` tiles of queries from `first_tile` on.
+// The part of a block: for each head, `row_tiles` tiles of queries from `first_tile` on.
 struct BackwardRange {
   int b, h_kv, key_tile, first_head, heads, first_tile, row_tiles;
-  int last_key_tile;        // that any query may see
-  int workspace_tile;       // its sequence's first one in the workspace, of head 0
-  int q_row, k_row, map_b;  // where its sequence begins in the tensor maps
-  ShortBand band;           // of its sequence, where the kernel is not the plain one
+  int last_key_tile;        // the last one that any query sees
+  int workspace_tile;       // the first tile of its sequence in the workspace, for head 0
+  int q_row, k_row, map_b;  // the first rows of its sequence in the tensor maps
+  ShortBand band;           // the band of its sequence; not used by plain kernels
 
   __device__ int tiles() const { return heads * row_tiles; }
 };
 
-// The tiles of queries that a block walks over, one head after the other.
+// Iterates over the tiles of queries of a block, head after head.
 struct RowTileCursor {
   int head, tile;
 

@@ -1,4 +1,4 @@
-// Before and after the backward's main kernel: what it needs of each query row, and dQ from its sums.
+// The kernels before and after the backward's main kernel: row terms of each query; dQ from its sums.
 #pragma once
 
 #include "../call_of_block.cuh"
@@ -10,7 +10,7 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// <dO, O> of a row of `columns`, by the kHeadDim / 8 threads that call; each reads 16 bytes of both.
+// <dO, O> of a row of `columns`. kHeadDim / 8 threads call it; each reads 16 bytes of both.
 template <class In, int kHeadDim>
 __device__ float row_product(const In* dout, const In* out, int64_t columns) {
   constexpr int kLanes = kHeadDim / 8;
@@ -27,7 +27,7 @@ __device__ float row_product(const In* dout, const In* out, int64_t columns) {
   return total_of_lanes<kLanes>(sum);
 }
 
-// The 64 query rows of a head that a block owns.
+// The 64 query rows of a head that a block computes.
 template <int kHeadDim>
 struct QueryPiece {
   static constexpr int kFours = kPieceRows * kHeadDim / 4;
@@ -46,7 +46,7 @@ struct QueryPiece {
   }
 };
 
-// A block owns 64 query rows of a head, also those that only fill up the last tile.
+// A block computes 64 query rows of a head, also rows that only pad the last tile.
 template <class In, int kHeadDim, class Config>
 __global__ void __launch_bounds__(kWarpgroup)
     row_terms_kernel(const BackwardParams call, const BackwardWorkspace w) {
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   if (threadIdx.x == 0 && first_row % kRows == 0)
     w.turns[int64_t{piece.head} * w.tiles.longest + first_row / kRows] = 0;
   if (threadIdx.x == 0 && blockIdx.x == 0) *w.ticket = 0;
-  if (first_row / kRows * kRows >= z.seqlen_q) return;  // a packed sequence that ends before this tile
+  if (first_row / kRows * kRows >= z.seqlen_q) return;  // the packed sequence ends before this tile
   float4* const sums = piece.sums(w, p);
   for (int n = threadIdx.x; n < Piece::kFours; n += kWarpgroup) sums[n] = make_float4(0, 0, 0, 0);
 
@@ -78,15 +78,15 @@ __global__ void __launch_bounds__(kWarpgroup)
   }
 }
 
-// A block owns 64 query rows of a head.
+// A block computes 64 query rows of a head.
 template <class In, int kHeadDim, class Config>
 __global__ void __launch_bounds__(kWarpgroup)
     dq_kernel(const BackwardParams call, const BackwardWorkspace w) {
-#if defined(FA_HAS_HOPPER)  // this tier runs nowhere else
+#if defined(FA_HAS_HOPPER)  // other GPUs do not run this tier
   const QueryPiece<kHeadDim> piece(call, w);
   const int64_t b = piece.b, h = piece.h, warp_row = piece.first_row + threadIdx.x / 32 * kWarpRows;
   const BackwardParams& p = call_of_block<Config>(call, b);
-  if (piece.first_row >= p.sizes.seqlen_q) return;  // a packed sequence that ends before
+  if (piece.first_row >= p.sizes.seqlen_q) return;  // the packed sequence ends before these rows
   const float scale = static_cast<float>(p.scale);
   const float4* const sums = piece.sums(w, p);
 

@@ -1,4 +1,4 @@
-// How the backward is cut into blocks, what they leave in the workspace, and in which order they add to dQ.
+// How the backward is cut into blocks, its workspace, and the order in which blocks add to dQ.
 #pragma once
 
 #include "../../core/mask.h"
@@ -12,12 +12,12 @@ namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kPieceRows = 64;  // query rows of an accumulator of dQ
 
-// Keys of a block and query rows of a tile. Registers set them: S, dP, dK and dV are in them at a time.
+// Keys of a block and query rows of a tile. The registers limit both: they hold S, dP, dK and dV at once.
 constexpr int backward_keys(int padded) { return padded == 256 ? 64 : 128; }
 constexpr int backward_rows(int padded, bool plain) { return padded == 64 && plain ? 128 : 64; }
 
-// The tiles of queries in the workspace. A head has whole tiles; of packed sequences each has its own in a head that is
-// theirs together, so that it adds at most one tile to those of all rows.
+// The tiles of queries in the workspace. A head has whole tiles. Packed sequences share the tiles of a head; each
+// sequence starts a new tile, so it adds at most one tile.
 struct QueryTiles {
   int tile_rows, longest, of_head;  // rows of a tile; tiles of the longest sequence; of a head
 
@@ -29,14 +29,14 @@ struct QueryTiles {
   int64_t count(const AttentionParams& p) const {
     return (p.varlen ? 1 : p.sizes.batch) * p.sizes.heads * of_head;
   }
-  // The first one of sequence b in its head 0; p is its own call. In 32 bits: a tile of dQ takes 16 KB at least, so all
-  // memory holds fewer.
+  // The first tile of sequence b in head 0; p is the call of this sequence. 32 bits are enough: a tile of dQ takes at
+  // least 16 KB of memory.
   FA_HOST_DEVICE int first(const AttentionParams& p, int64_t b) const {
-    // No division: this comes before a block's first load.
+    // Without a division, because a block's first load waits for this.
     const int64_t before = tile_rows == 128 ? p.varlen.first_q / 128 : p.varlen.first_q / 64;
     return static_cast<int>(p.varlen ? before + b : b * p.sizes.heads * of_head);
   }
-  // Where lse2 and delta have a row.
+  // The index of a row in lse2 and delta.
   FA_HOST_DEVICE int64_t operator()(const AttentionParams& p, int64_t b, int64_t h, int64_t i) const {
     return (first(p, b) + h * of_head) * tile_rows + i;
   }
@@ -44,12 +44,12 @@ struct QueryTiles {
 
 struct BackwardWorkspace {
   QueryTiles tiles;
-  // dQ before its scale, [tiles][rows / 64][D / 64][8][128][4]: of each 64 x 64 the fours n of accumulator
-  // registers, by threads. So what a block adds is contiguous, and its threads exchange no elements.
+  // dQ before its scale, [tiles][rows / 64][D / 64][8][128][4]. Of each 64 x 64 piece: accumulator registers 4 n .. 4 n
+  // + 3 of 128 threads. So a block adds contiguous memory, and its threads exchange no elements.
   float* dq;
-  float* lse2;      // [tiles][rows] lse in units of log2; +inf, which makes P = 0, where nothing is visible
+  float* lse2;      // [tiles][rows] lse in units of log2; +inf, so that P = 0, if nothing is visible
   float* delta;     // [tiles][rows] rowsum(dO o O) - dlse
-  int32_t* turns;   // [B * H][tiles of the longest sequence] how many blocks have added to a tile of dQ
+  int32_t* turns;   // [B * H][tiles of the longest sequence] how many blocks have added to this tile of dQ
   int32_t* ticket;  // how many blocks have begun
   KeyMask key_mask;
 
@@ -76,8 +76,8 @@ struct KeyTile {
   int b, h_kv, tile;
 };
 
-// In which order the tiles of keys are taken: head after head. Causal lets the first keys see most queries, so
-// they come first; deterministic takes the last ones first, who add to a tile of dQ first.
+// The order of the key tiles: head after head. In a causal call the first keys are seen by most queries, so they come
+// first. In a deterministic call the last keys come first, because they add to dQ first.
 struct KeyTileOrder {
   int tiles;  // of a head
   bool last_first;

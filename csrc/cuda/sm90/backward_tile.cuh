@@ -1,5 +1,5 @@
-// What a consumer of the backward does with a tile: the five products, and P and dS between them. Tiles are
-// transposed, 64 keys by the queries. A thread's elements: see wgmma.h.
+// The steps of a consumer of the backward for one tile: five products, and P and dS between them. Tiles are transposed,
+// 64 keys by the queries. See wgmma.h for the elements of a thread.
 #pragma once
 
 #include "band.h"
@@ -11,9 +11,9 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-constexpr int kConsumerBarrier = 1;  // of the named ones; 0 is __syncthreads
+constexpr int kConsumerBarrier = 1;  // a named barrier; 0 is __syncthreads
 
-// S^T = K Q^T, or dP^T = V dO^T. Only starts it.
+// Starts S^T = K Q^T, or dP^T = V dO^T.
 template <class In, class LeftTile, class RightTile, int kHeadDim, int kElements>
 __device__ void start_product(uint64_t left, uint64_t right, float (&x)[kElements]) {
 #pragma unroll
@@ -22,7 +22,7 @@ __device__ void start_product(uint64_t left, uint64_t right, float (&x)[kElement
                           step_descriptor(right, columns_step<RightTile>(n)), n > 0);
 }
 
-// dV += P^T dO, or dK += dS^T Q, the left operand in registers or in shared memory. Only starts it.
+// Starts dV += P^T dO, or dK += dS^T Q, with the left operand in registers or in shared memory.
 template <class In, int kSteps, int kElements>
 __device__ void start_sum(const uint32_t (&weights)[kSteps][4], uint64_t rows, float (&sum)[kElements]) {
 #pragma unroll
@@ -37,7 +37,7 @@ __device__ void start_sum(uint64_t weights, uint64_t rows, float (&sum)[kElement
                                         step_descriptor(rows, rows_step(n)));
 }
 
-// dQ = dS K, of 64 queries. Only starts it.
+// Starts dQ = dS K for 64 queries.
 template <class In, int kSteps, int kElements>
 __device__ void start_dq(uint64_t ds, uint64_t k, float (&dq)[kElements]) {
 #pragma unroll
@@ -46,8 +46,8 @@ __device__ void start_dq(uint64_t ds, uint64_t k, float (&dq)[kElements]) {
                                   n > 0);
 }
 
-// lse or delta of the queries whose columns a thread holds: of eight rows two. Read before the wait for the
-// product that they belong to.
+// lse or delta of the queries of a thread's columns: two of each eight. They are read before the wait for the product,
+// so that the reads overlap with it.
 template <int kEights>
 struct Terms {
   float2 pairs[kEights];
@@ -57,11 +57,11 @@ struct Terms {
     for (int n = 0; n < kEights; ++n)
       pairs[n] = *reinterpret_cast<const float2*>(terms + 8 * n + first_column_in_eight());
   }
-  // Of element 4 n + e of an accumulator.
+  // The term for element 4 n + e of an accumulator.
   __device__ float operator()(int n, int e) const { return e % 2 ? pairs[n].y : pairs[n].x; }
 };
 
-// S^T becomes P^T.
+// Converts S^T to P^T.
 template <int kElements>
 __device__ void probabilities(float scale2, const Terms<kElements / 4>& lse2, float (&s)[kElements]) {
 #pragma unroll
@@ -70,8 +70,7 @@ __device__ void probabilities(float scale2, const Terms<kElements / 4>& lse2, fl
     for (int e = 0; e < 4; ++e) s[4 * n + e] = ptx::exp2_fast(fmaf(s[4 * n + e], scale2, -lse2(n, e)));
 }
 
-// The same of scores with a softcap: P^T, rounded, and in place of S^T what dS^T has as its factor, P^T times the
-// derivative of the softcap.
+// The same with a softcap. Rounds P^T, and replaces S^T by P^T times the derivative of the softcap, the factor of dS^T.
 template <class In, int kElements>
 __device__ void capped_probabilities(const ScoreScale& score, const Terms<kElements / 4>& lse2,
                                      float (&s)[kElements], uint32_t (&weights)[kElements / 8][4]) {
@@ -88,7 +87,7 @@ __device__ void capped_probabilities(const ScoreScale& score, const Terms<kEleme
   }
 }
 
-// dP^T becomes dS^T.
+// Converts dP^T to dS^T.
 template <int kElements>
 __device__ void score_gradients(const float (&p)[kElements], const Terms<kElements / 4>& delta,
                                 float (&dp)[kElements]) {
@@ -98,10 +97,10 @@ __device__ void score_gradients(const float (&p)[kElements], const Terms<kElemen
     for (int e = 0; e < 4; ++e) dp[4 * n + e] = p[4 * n + e] * (dp[4 * n + e] - delta(n, e));
 }
 
-// Which elements of a thread's part of S^T the band shows. Key `key` is the thread's first; of `attends` bit r is whether
+// Marks the elements of a thread's part of S^T that the band shows. `key`: the thread's first key. Bit r of `attends`:
 // the mask shows key + 8 r.
 struct SeenElements {
-  uint32_t seen[2];  // of key and key + 8
+  uint32_t seen[2];  // for key and key + 8
 
   __device__ SeenElements(const ShortBand& band, int key, int first_row, uint32_t attends = 3) {
     const int row = first_row + first_column_in_eight();
@@ -112,13 +111,13 @@ struct SeenElements {
     }
   }
 
-  // 0 for all others, whatever they are.
+  // Sets all hidden elements to 0, also NaN.
   template <int kElements>
   __device__ void clear_others(float (&x)[kElements]) const {
 #pragma unroll
     for (int n = 0; n < kElements; ++n) x[n] = seen[n / 2 % 2] >> (n / 4 * 2 + n % 2) & 1 ? x[n] : 0.0f;
   }
-  // The same of rounded pairs.
+  // The same for rounded pairs.
   template <int kSteps>
   __device__ void clear_others(uint32_t (&pairs)[kSteps][4]) const {
 #pragma unroll
@@ -131,7 +130,7 @@ struct SeenElements {
   }
 };
 
-// A warpgroup's accumulator of dQ to shared memory, as it lies in global memory.
+// Copies a warpgroup's accumulator of dQ to shared memory, in the layout of global memory.
 template <int kFours>
 __device__ void store_sums(float (&sums)[kFours][kWarpgroup][4], const float (&dq)[4 * kFours]) {
 #pragma unroll
@@ -140,8 +139,8 @@ __device__ void store_sums(float (&sums)[kFours][kWarpgroup][4], const float (&d
         make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
 
-// Writes a warp's 16 rows of dK and dV, as far as they exist, from `first_column` on. `tiles`: the query rows
-// of the block's tiles.
+// Writes a warp's 16 rows of dK and dV, as far as they exist, from `first_column` on. `tiles`: the query rows that the
+// block has read.
 template <class In, int kHeadDim, int kElements>
 __device__ void finish_keys(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
                             int64_t warp_key, int first_column, Range tiles, float (&dk)[kElements],
@@ -150,7 +149,7 @@ __device__ void finish_keys(const BackwardParams& p, const BackwardWorkspace& w,
   const float scale = static_cast<float>(p.scale);
 #pragma unroll
   for (int n = 0; n < kElements; ++n) dk[n] *= scale;
-  if (p.mask) {  // 0 x NaN: a key that is masked has no gradient, whatever the queries hold
+  if (p.mask) {  // 0 x NaN is NaN: a masked key has no gradient, so it is set to 0
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool attends = !is_masked(p, b, warp_key + first_row_in_warp() + 8 * r);

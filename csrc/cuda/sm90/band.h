@@ -1,4 +1,4 @@
-// The band of the score matrix, as the kernels of this tier ask for it.
+// The band of the score matrix in the form of this tier's kernels.
 #pragma once
 
 #include "../../core/mask.h"
@@ -7,8 +7,8 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// The band in 32 bits: row i sees the keys from i + low on, below i + high and below the end. A kernel gets it
-// as an argument, because there an instruction reads it as an operand.
+// The band in 32 bits: row i sees the keys [i + low, min(i + high, seqlen_k)). It is a kernel argument, because
+// instructions read arguments as operands.
 struct ShortBand {
   int low, high, seqlen_q, seqlen_k;
 
@@ -21,16 +21,16 @@ struct ShortBand {
 
   __device__ int begin(int row) const { return row + low; }
   __device__ int end(int row) const { return min(row + high, seqlen_k); }
-  // The rows that see a key.
+  // The query rows that see a key.
   __device__ int begin_row(int key) const { return key - high + 1; }
   __device__ int end_row(int key) const { return key < seqlen_k ? min(key - low + 1, seqlen_q) : 0; }
-  // Nothing to hide from any of the rows. No short cuts: they would be branches.
+  // Whether all of these rows see all of these keys. & instead of &&, because && would be branches.
   __device__ bool shows_all(int first_row, int rows, int first_key, int keys) const {
     return (begin(first_row + rows - 1) <= first_key) & (first_key + keys <= end(first_row));
   }
 };
 
-// Of masks that hold true or false for each key, the only ones that this tier takes: whether key j is shown.
+// Whether the masks show key j. This tier runs only masks with one bool for each key.
 __device__ inline bool mask_shows_key(const MaskParams& mask, int64_t b, int64_t j) {
   const auto* first = static_cast<const uint8_t*>(mask.data);
   const auto* second = static_cast<const uint8_t*>(mask.key_data);
@@ -38,8 +38,8 @@ __device__ inline bool mask_shows_key(const MaskParams& mask, int64_t b, int64_t
          (!second || second[b * mask.key_stride_b + j * mask.key_stride_k]);
 }
 
-// Of a row a thread holds the columns 8 n and 8 n + 1, counted from its first one. How many of them lie before
-// column x; for a negative x the number goes on below 0.
+// A thread holds the columns 8 n and 8 n + 1 of a row, counted from its first column. Returns how many of them come
+// before column x; negative for a negative x.
 __device__ inline int columns_before(int x) { return (x >> 3) * 2 + min(x & 7, 2); }
 
 // Bit 2 n + e: begin <= 8 n + e < end, for n below 16.

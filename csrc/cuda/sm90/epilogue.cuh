@@ -1,4 +1,4 @@
-// From accumulators to out and lse.
+// Computes out and lse from the accumulators.
 #pragma once
 
 #include "../../core/mask.h"
@@ -9,9 +9,9 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// What of row i of `out` came out as NaN, once more, by a warp: from the keys of `keys` that the row sees, and
-// only those. A column that is rightly NaN is so from the key on that makes it so; when no other column is left,
-// the rest of the keys is not read. `factor_of(max, sum)`: of what is summed up, from the row's statistics.
+// Recomputes the NaN columns of row i of `out`, by a warp, from the visible keys of `keys` only. It stops when each of
+// these columns is NaN again, because further keys change nothing. `factor_of(max, sum)`: the factor of the sum, from
+// the row's statistics.
 template <class In, int kHeadDim, class Out, class FactorOf>
 __device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64_t i, Range keys,
                            const Tensor4& to, const FactorOf& factor_of) {
@@ -41,21 +41,21 @@ __device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64
   columns.store(to, b, h, i, factor_of(max * score.scale, sum), out.x);
 }
 
-// The weight 0 of a hidden key times a NaN or Inf in its value row is NaN. So if a value row is not finite that
-// the products of a warp had from a key that one of its queries does not see, in the key tiles [begin, end), the rows
-// that came out as NaN are computed once more: repair(n) for row n. Every other NaN comes from a visible key.
+// 0 x NaN is NaN, so a hidden key with a NaN or Inf in its value row can make a visible result NaN. This calls
+// repair(n) for each NaN row n, but only if a value row of the tiles [begin, end) that is hidden from one of the warp's
+// queries is not finite. Every other NaN comes from a visible key.
 template <class In, int kHeadDim, class Repair>
 __device__ void repair_rows(const AttentionParams& p, int64_t b, int64_t h_kv, Range queries, Range tiles,
                             uint32_t nan_rows, const Repair& repair) {
   if (nan_rows == 0 || queries.begin >= queries.end) return;
   if (!has_non_finite_hidden_keys<In, kHeadDim>(p, p.v, p.sizes.head_dim_v, b, h_kv, queries, tiles)) return;
-  __syncwarp();  // each lane sees what the others have stored of a row
+  __syncwarp();  // publishes the lanes' stores of a row to the warp
 #pragma unroll 1
   for (int n = 0; n < kWarpRows; ++n)
     if (nan_rows >> n & 1) repair(n);
 }
 
-// A warp's 16 rows, as far as they exist: lse is stored, and o becomes out. Returns which of them hold a NaN.
+// Finishes a warp's 16 rows, as far as they exist: stores lse and converts o to out. Returns the rows that hold a NaN.
 template <int kElements>
 __device__ uint32_t finish_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, float scale,
                                 const RowStatistics& statistics, float (&o)[kElements]) {
@@ -75,8 +75,7 @@ __device__ uint32_t finish_rows(const AttentionParams& p, int64_t b, int64_t h, 
   return rows_with_nan(o);
 }
 
-// Those that came out as NaN, where something hidden may be why, after all have been stored. `tiles`: the keys of
-// the block's tiles.
+// Repairs the rows that came out as NaN, after all rows have been stored. `tiles`: the keys that the block has read.
 template <class In, int kHeadDim>
 __device__ void repair_finished_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row,
                                      Range tiles, uint32_t nan_rows) {
@@ -90,7 +89,7 @@ __device__ void repair_finished_rows(const AttentionParams& p, int64_t b, int64_
   });
 }
 
-// Which of a warp's 16 rows hold a NaN as they are stored.
+// The stored rows of a warp's 16 that hold a NaN.
 template <class In, int kHeadDim>
 __device__ uint32_t stored_rows_with_nan(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row) {
   uint32_t rows = 0;

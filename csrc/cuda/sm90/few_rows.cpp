@@ -11,21 +11,22 @@ namespace {
 constexpr int64_t kMultiprocessors = 132;  // of an H100 or H200
 constexpr int kMaxHeadsShift = 6;          // a warpgroup's 64 rows are whole queries
 
-// Time, in that of one query row and one tile of keys. The constants are reckoned, not yet measured.
+// Estimated time. Unit: one query row times one key tile. The constants are estimates, not measured.
 int64_t time_of(int64_t blocks, int64_t block_rows, int64_t tiles) {
-  constexpr int64_t kAroundTiles = 2;  // what a block does before its first tile and after its last
+  constexpr int64_t kAroundTiles = 2;  // the time of a block before its first tile and after its last
   return ceil_div(blocks, kMultiprocessors) * (tiles + kAroundTiles) * block_rows;
 }
 int64_t time_of_splits(int64_t blocks, int64_t tiles, int64_t splits) {
-  constexpr int64_t kMergeTiles = 4;  // another launch, and what it reads
+  constexpr int64_t kMergeTiles = 4;  // the time of another launch and its reads
   return time_of(blocks * splits, kFewRowsTile, ceil_div(tiles, splits)) +
          (splits > 1 ? kMergeTiles * kFewRowsTile : 0);
 }
 
-// What a query row does with a tile of keys, in columns: how times of kernels of different tiles compare.
+// The columns that a query row computes for a tile of keys. By this factor, times of kernels with different tiles
+// compare.
 constexpr int64_t work_of_key_tile(HeadDims dims) { return int64_t{forward_keys(dims)} * (dims.qk + dims.v); }
 
-// The keys that one of `queries` neighbouring queries sees, at most, in tiles.
+// The most key tiles that `queries` neighbouring queries see.
 int64_t tiles_of_block(const AttentionParams& p, int64_t queries, int64_t tile_keys) {
   const Sizes& z = p.sizes;
   if (p.varlen) return ceil_div(z.seqlen_k, tile_keys);
@@ -34,8 +35,7 @@ int64_t tiles_of_block(const AttentionParams& p, int64_t queries, int64_t tile_k
   return ceil_div(std::max<int64_t>(std::min(seen.end - seen.begin, in_band), 0), tile_keys);
 }
 
-// As many splits as the caller asks for; otherwise those that end first, of as many as fill the GPU once to
-// four times.
+// The number of splits: the caller's, or else the fastest of those that fill the GPU once to four times.
 int64_t choose_splits(const AttentionParams& p, int64_t blocks, int64_t tiles) {
   constexpr int64_t kWaves = 4;
   const int64_t most = std::min(tiles, most_splits(p.sizes));
@@ -47,7 +47,7 @@ int64_t choose_splits(const AttentionParams& p, int64_t blocks, int64_t tiles) {
   return split_keys(p, tiles, best).splits;
 }
 
-// The heads of a group share tiles, if `shared`.
+// How rows fill tiles. `shared`: the heads of a group share tiles.
 FewRows fill_tiles(const Sizes& z, bool shared) {
   FewRows few;
   few.group = static_cast<int>(z.heads / z.heads_kv);
@@ -63,7 +63,7 @@ size_t partial_bytes(const AttentionParams& p, int splits) {
 }  // namespace
 
 ForwardSchedule schedule_few_rows(const Sizes& z, const FewRows& few_rows) {
-  Sizes tiles = z;  // a tile of heads in place of each head
+  Sizes tiles = z;  // a tile of heads replaces each head
   tiles.heads = z.heads_kv * few_rows.group_tiles;
   return schedule_forward(tiles, few_rows.tile_queries());
 }
@@ -77,7 +77,7 @@ ForwardChoice choose_forward(const AttentionParams& p) {
   const auto blocks_of = [&](const FewRows& few) {
     return z.batch * z.heads_kv * few.group_tiles * ceil_div(z.seqlen_q, few.tile_queries());
   };
-  // Heads share tiles where that leaves out a tenth of them.
+  // Heads share tiles if this saves at least a tenth of the tiles.
   FewRows few = fill_tiles(z, true), apart = fill_tiles(z, false);
   if (10 * blocks_of(few) > 9 * blocks_of(apart)) few = apart;
 
@@ -88,8 +88,8 @@ ForwardChoice choose_forward(const AttentionParams& p) {
   const int64_t others_blocks = z.batch * z.heads * ceil_div(z.seqlen_q, rows);
   const int64_t others_time =
       time_of(others_blocks, rows, tiles_of_block(p, rows, others_keys)) * work_of_key_tile(others_dims);
-  // Heads that share tiles read K and V less often. For splits alone a ninth must be won: the loop of the other
-  // kernels is shorter.
+  // With shared tiles K and V are read less often. Splits alone must save a ninth of the time, because the loop of the
+  // other kernels is shorter.
   const bool is_faster =
       few.heads_shift > 0 ? time <= others_time : few.splits > 1 && 9 * time <= 8 * others_time;
   if (is_faster || (p.decode.num_splits > 1 && few.splits > 1)) return {Form::kFewRows, few_dims, few};

@@ -1,4 +1,4 @@
-// Few query rows: how a tile of several heads' rows comes and goes.
+// Few query rows: how tiles with rows of several heads are loaded and stored.
 #pragma once
 
 #include "epilogue.cuh"
@@ -7,7 +7,7 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// `heads`: which of the tiles of heads of a batch.
+// `heads`: the number of the tile of heads in its batch.
 __device__ inline TileRows tile_rows(const FewRows& few, const Sizes& z, int h_kv, int heads,
                                      int first_query) {
   const int in_group = (heads - h_kv * few.group_tiles) << few.heads_shift;
@@ -15,20 +15,20 @@ __device__ inline TileRows tile_rows(const FewRows& few, const Sizes& z, int h_k
           (h_kv + 1) * few.group};
 }
 
-// A split's share of `tiles` of keys: equal pieces, as long as there are tiles.
+// The part of a split: equal pieces of `tiles`, as long as there are tiles.
 __device__ inline Range tiles_of_split(const FewRows& few, int tiles, int split) {
   const int each = few.by_splits.quotient(tiles + few.splits - 1), begin = min(split * each, tiles);
   return {begin, min(begin + each, tiles)};
 }
 
-// What a block of few rows has beside its rows: batch and key head, its tiles of keys, and which split it is.
+// A block of few rows, without its rows: batch, key head, key tiles, split.
 struct FewRowsBlock {
   int b, h_kv;
   Range tiles;
   int split;
 };
 
-// The rows of a warp that came out as NaN, where something hidden may be why: repair(h, i) for head h and query i.
+// Calls repair(h, i) for head h and query i of each row that came out as NaN, if something hidden may be the reason.
 template <class In, int kHeadDim, class Repair>
 __device__ void repair_tile_rows(const AttentionParams& p, const FewRowsBlock& block, const TileRows& rows,
                                  uint32_t nan_rows, const Repair& repair) {
@@ -66,7 +66,7 @@ __device__ void finish_tile_rows(const AttentionParams& p, const FewRowsBlock& b
   });
 }
 
-// Writes what combine.cu merges of a warp's 16 rows, as far as they exist.
+// Writes a warp's 16 rows, as far as they exist, for combine.cu to merge.
 template <class In, int kHeadDim>
 __device__ void store_partials(const AttentionParams& p, const FewRowsBlock& block, const TileRows& rows,
                                float scale, const RowStatistics& statistics, const Partials<float>& partials,
@@ -90,7 +90,7 @@ __device__ void store_partials(const AttentionParams& p, const FewRowsBlock& blo
         *reinterpret_cast<float2*>(to + c) = make_float2(o[c / 2 + 2 * r], o[c / 2 + 2 * r + 1]);
   }
   repair_tile_rows<In, kHeadDim>(p, block, rows, rows_with_nan(o), [&](int h, int i) {
-    // Relative to the maximum that is stored, as the rest.
+    // Relative to the stored maximum, like the other sums.
     const float stored = partials.row_max[first + p.lse_index(block.b, h, i)];
     const float reference = stored == -kInf<float> ? 0.0f : stored;
     repair_row<In, kHeadDim, float>(p, block.b, h, i, block.tiles, out, [&](float max, float) {

@@ -1,6 +1,6 @@
-// Calls of few query rows. The heads that share a key head fill tiles together, as in FlashAttention-3's PackGQA
-// (Shah et al. 2024), so that K and V are read once for all of them. Where the blocks do not fill the GPU, the keys
-// are split over more of them (Flash-Decoding, Dao et al. 2023), and combine.cu merges.
+// Calls of few query rows. The heads that share a key head fill tiles together, as in FlashAttention-3's PackGQA (Shah
+// et al. 2024), so that K and V are read once for all of them. If the blocks do not fill the GPU, the keys are split
+// over more blocks (Flash-Decoding, Dao et al. 2023), and combine.cu merges.
 #pragma once
 
 #include "../combine.h"
@@ -9,15 +9,14 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-constexpr int kFewRowsTile = 128;  // query rows of a tile, whatever the head dimension
+constexpr int kFewRowsTile = 128;  // query rows of a tile, for every head dimension
 
-// How query rows fill tiles, and into how many pieces the keys of a tile are cut. Row n of a tile is query
-// n >> heads_shift of head n % 2^heads_shift: a power of two, so that no row needs a division. Where a group has
-// fewer heads, TMA brings zeros for the others.
+// How query rows fill tiles, and how the keys are split. Row n of a tile is query n >> heads_shift of head n %
+// 2^heads_shift. The power of two avoids a division for each row. If a group has fewer heads, TMA fills in zeros.
 struct FewRows {
   int heads_shift = 0;
   int group = 1;        // query heads of a key head
-  int group_tiles = 1;  // tiles that have all of them
+  int group_tiles = 1;  // tiles that hold all heads of a group
   int splits = 1;
   Divider by_splits;
 
@@ -25,7 +24,7 @@ struct FewRows {
   FA_HOST_DEVICE int tile_queries() const { return kFewRowsTile >> heads_shift; }
 };
 
-// The rows of a tile from `first_row` on. Those exist whose query lies before end_query and whose head before end_head.
+// The rows of a tile from `first_row` on. A row exists if its query is below end_query and its head below end_head.
 struct TileRows {
   int heads_shift, first_query, end_query, first_head, end_head, first_row = 0;
 
@@ -39,14 +38,15 @@ struct TileRows {
   }
 };
 
-// Which of the forward's kernels runs a call, and how it cuts it.
+// The kernel of the forward that runs a call, and how the call is cut.
 struct ForwardChoice {
   Form form;
   HeadDims head_dims;
   FewRows few_rows;
 };
 
-// From shape and band alone, so that results do not depend on the machine; and from the splits that the caller asks for.
+// Chooses by shape and band alone, so that results do not depend on the machine; and by the splits that the caller
+// sets.
 ForwardChoice choose_forward(const AttentionParams& p);
 
 ForwardSchedule schedule_few_rows(const Sizes& z, const FewRows& few_rows);
@@ -56,7 +56,7 @@ struct ForwardWorkspace {
   Partials<float> partials;
   KeyMask key_mask;
 
-  // `keys`: of a tile.
+  // `keys`: the keys of a tile.
   ForwardWorkspace(void* memory, const AttentionParams& p, int splits, int keys);
   static size_t bytes(const AttentionParams& p);
 };

@@ -1,11 +1,11 @@
-// Forward for Hopper: FlashAttention-2, algorithm 1 (Dao 2023), in the form of FlashAttention-3 (Shah et al.
-// 2024): a producer loads, consumers compute, and the softmax of a tile runs under the product of the last.
+// Forward for Hopper: FlashAttention-2, algorithm 1 (Dao 2023), in the form of FlashAttention-3 (Shah et al. 2024). A
+// producer loads and consumers compute. The softmax of a tile overlaps with the product P V of the tile before.
 //
 //   S = Q K^T    m' = max(m, rowmax S)    P = 2^(S - m')    l = l 2^(m - m') + rowsum P
 //   O = (O + P_last V_last) 2^(m - m')    at the end O / l and lse = (m + log2 l) ln 2
 //
-// A block owns 64 query rows for each of its consumer warpgroups. Q, K and V come by TMA; S and O live in
-// registers, and so does P, which is the left operand of the second product as it stands.
+// A block has 64 query rows for each of its consumer warpgroups. TMA loads Q, K and V. S, P and O are in registers. P
+// is the left operand of the second product without moving.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// How the registers of a multiprocessor are dealt out.
+// How the registers of a multiprocessor are divided.
 template <int kConsumers>
 struct Registers {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -45,7 +45,7 @@ struct Registers<3> {
 template <class In, int kHeadDim_, int kHeadDimV_, Form kForm>
 struct Forward {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
-  static_assert(kHeadDimV <= kHeadDim);  // out may take Q's place
+  static_assert(kHeadDimV <= kHeadDim);  // out may use Q's memory
   static constexpr bool kPlain = kForm == Form::kPlain, kPacked = !kPlain, kFewRows = kForm == Form::kFewRows;
   static constexpr HeadDims kDims{kHeadDim, kHeadDimV};
   static constexpr int kRows = kFewRows ? kFewRowsTile : forward_rows(kDims), kKeys = forward_keys(kDims);
@@ -54,7 +54,7 @@ struct Forward {
   static constexpr bool kStoresByTma = kPlain && FLASH_ATTN_EXT_SM90_TMA_STORE;
   static constexpr bool kTakesTurns = kPlain && kHeadDim <= 128 && FLASH_ATTN_EXT_SM90_PING_PONG;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
-  // O is long: its products with the factors of softmax run under S = Q K^T, not behind the exponentials.
+  // If O is long, it is scaled while S = Q K^T runs, not after the exponentials.
   static constexpr bool kScalesUnderScores = kHeadDimV > 128;
   static constexpr int kProducerRegisters = Registers<kConsumers>::kProducerRegisters;
   static constexpr int kConsumerRegisters = Registers<kConsumers>::kConsumerRegisters;
@@ -68,7 +68,8 @@ struct Forward {
     OutBarriers<kConsumers> out;
     PingPong<kConsumers> ping_pong;
   };
-  // Out on its way to TMA while the next task's Q comes. Other blocks have it where their Q was.
+  // Persistent blocks store out from a buffer of its own, while the next task's Q is loaded. Other blocks reuse Q's
+  // memory.
   struct OutTile {
     QTile out;
   };
@@ -93,13 +94,13 @@ __device__ void load_next(Pipeline<Tile>& pipeline, uint32_t n, const CUtensorMa
 template <class Config>
 __device__ void produce(const ForwardArguments& a, const BlockRange& range, const Begun& begun,
                         typename Config::Shared& shared) {
-  if (range.tiles == 0) return;  // nobody waits for Q: it would land in the next block's memory
+  if (range.tiles == 0) return;  // no consumer waits for Q: it would land in the next block's memory
   const int row = range.q_row + range.first_row;
   typename Config::QTile& q = shared.q.tiles[0];
   ptx::Barrier& q_full = shared.q.full[0];
   if constexpr (Config::kPersistent)
     ptx::barrier_wait(shared.q.empty[0],
-                      shared.q.parity(begun.queries) ^ 1);  // the consumers have read the last one
+                      shared.q.parity(begun.queries) ^ 1);  // the consumers have read the last task's Q
   if constexpr (Config::kFewRows) {
     const int in_group = range.rows.first_head - range.h_kv * a.few_rows.group;
     load_group_tile(q, a.q, in_group, row, range.h_kv, range.map_b, q_full);
@@ -115,22 +116,22 @@ __device__ void produce(const ForwardArguments& a, const BlockRange& range, cons
 
 // ---- compute: a consumer warpgroup, for its 64 rows
 
-// S = Q K^T. Only starts it.
+// Starts S = Q K^T.
 template <class In, class Config, int kElements>
 __device__ void start_scores(uint64_t q, uint64_t k, float (&s)[kElements]) {
 #pragma unroll
   for (int n = 0; n < Config::kHeadDim / 16; ++n)
     ptx::wgmma_shared<In>(s, step_descriptor(q, columns_step<typename Config::QTile>(n)),
                           step_descriptor(k, columns_step<typename Config::KTile>(n)), n > 0);
-  ptx::wgmma_commit();  // S is a batch of its own
+  ptx::wgmma_commit();  // ends the batch of S
 }
 
-// O += P V. Only starts it.
+// Starts O += P V.
 template <class In, class Config, int kSteps, int kElements>
 __device__ void start_output(const uint32_t (&weights)[kSteps][4], uint64_t v, float (&o)[kElements]) {
 #pragma unroll
   for (int n = 0; n < kSteps; ++n) ptx::wgmma_registers<In>(o, weights[n], step_descriptor(v, rows_step(n)));
-  ptx::wgmma_commit();  // so is O
+  ptx::wgmma_commit();  // ends the batch of O
 }
 
 template <class In, class Config>
@@ -151,7 +152,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
   float s[kKeys / 2], o[kHeadDimV / 2] = {}, factor[2];
   uint32_t weights[kKeys / 16][4];
   RowStatistics statistics;
-  // The queries of the thread's two rows, and those of the warpgroup.
+  // The queries of the thread's two rows; the first query of the warpgroup and their number.
   int query[2], first_query = range.first_row + first_row, queries = kWarpgroupRows;
 #pragma unroll
   for (int r = 0; r < 2; ++r) query[r] = range.first_row + warp_row + first_row_in_warp() + 8 * r;
@@ -161,7 +162,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     first_query = range.rows.query(first_row);
     queries >>= range.rows.heads_shift;
   }
-  // The keys of tile n that the mask shows: asked for before the products, needed after the first.
+  // The keys of tile n that the mask shows. Loaded before the products, used after the first one.
   const auto attending = [&](int n) {
     if constexpr (Config::kPlain)
       return ~0u;
@@ -179,13 +180,13 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     statistics.update(score.scale2, s, factor);
   };
 
-  // Tiles of keys and turns; a task's first tile takes no turn.
+  // Counts tiles of keys, and turns in ping-pong. The first tile of a task has no turn.
   const uint32_t first = begun.tiles, first_turn = begun.tiles - begun.queries - 1;
   if (range.tiles > 0) {
     const uint32_t attends = attending(0);
     shared.q.wait(begun.queries);
     const uint64_t k = step_descriptor(first_k, shared.k.wait(first));
-    ptx::wgmma_fence();  // s may be written
+    ptx::wgmma_fence();  // s may be written: no product uses it
     start_scores<In, Config>(q, k, s);
     ptx::wgmma_wait<0>(s);    // s is complete, K has been read
     shared.k.release(first);  // K may be overwritten
@@ -196,16 +197,16 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     const uint32_t attends = attending(n);
     const uint64_t k = step_descriptor(first_k, shared.k.wait(first + n));
     if constexpr (Config::kTakesTurns) shared.q.extra.ping_pong.wait(warpgroup, first_turn + n);
-    ptx::wgmma_fence();  // s has been read, weights and o are written
+    ptx::wgmma_fence();  // publishes weights and o to wgmma; s may be written
     start_scores<In, Config>(q, k, s);
     if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);  // while the tensor cores work on s
     const uint64_t v = step_descriptor(first_v, shared.v.wait(first + n - 1));
-    ptx::wgmma_fence();  // ptxas wants one before each batch, and would put it in
+    ptx::wgmma_fence();  // each batch needs one, or ptxas inserts it
     start_output<In, Config>(weights, v, o);
     if constexpr (Config::kTakesTurns) shared.q.extra.ping_pong.pass(warpgroup);
     ptx::wgmma_wait<1>(s);        // s is complete, K has been read
     shared.k.release(first + n);  // K may be overwritten
-    softmax(n, attends);          // the exponentials, while the tensor cores work on o
+    softmax(n, attends);          // the exponentials overlap with the product O
     ptx::compute_before_wait(statistics.sum[0] + statistics.sum[1], q_address);
     ptx::wgmma_wait<0>(o);            // o is complete, weights and V have been read
     shared.v.release(first + n - 1);  // V may be overwritten
@@ -213,16 +214,16 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     round_weights<In>(s, weights);
   }
   if (range.tiles > 0) {
-    if constexpr (Config::kPersistent) shared.q.release(begun.queries);  // the next task's Q may come
+    if constexpr (Config::kPersistent) shared.q.release(begun.queries);  // Q may be overwritten
     if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);
     const uint32_t last = first + range.tiles - 1;
     const uint64_t v = step_descriptor(first_v, shared.v.wait(last));
-    ptx::wgmma_fence();  // weights and o are written
+    ptx::wgmma_fence();  // publishes weights and o to wgmma
     start_output<In, Config>(weights, v, o);
     ptx::wgmma_wait<0>(o);                                      // o is complete, V has been read
-    if constexpr (Config::kPersistent) shared.v.release(last);  // the next task's V may come
+    if constexpr (Config::kPersistent) shared.v.release(last);  // V may be overwritten
   }
-  // Of a packed sequence once more: the loop's registers do not hold it.
+  // Computes the params of a packed sequence again: the loop has no registers to keep them.
   const auto& call = call_of_block<Config>(p, range.b);
   if constexpr (Config::kFewRows) {
     const FewRowsBlock block{range.b, range.h_kv, keys_of<Config>(range), static_cast<int>(blockIdx.z)};
@@ -243,7 +244,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
   }
 }
 
-// The rows of a task that hold a NaN, once more.
+// Repairs the rows of a task that hold a NaN.
 template <class In, class Config>
 __device__ void repair_task(const ForwardArguments& a, const BlockRange& range) {
   constexpr int kHeadDim = Config::kHeadDim;
@@ -263,7 +264,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   int consumers = Config::kConsumers;
   if constexpr (Config::kFewRows) {
     consumers = block_range<Config>(a, blockIdx.x).consumers;
-    if (consumers == 0) return;  // the sequence ends before
+    if (consumers == 0) return;  // the sequence ends before these rows
   }
   if (threadIdx.x == 0) {
     shared.q.init(consumers * 4);
@@ -271,9 +272,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.v.init(consumers * 4);
     shared.q.extra.out.init(consumers * kWarpgroup);
     shared.q.extra.ping_pong.init();
-    ptx::barrier_init_fence();  // TMA sees the barriers
+    ptx::barrier_init_fence();  // publishes the barriers to TMA
   }
-  __syncthreads();  // all threads see the barriers
+  __syncthreads();  // publishes the barriers to all threads
   if (threadIdx.x < kWarpgroup) {
     ptx::release_registers<Config::kProducerRegisters>();
     if (threadIdx.x == 0)
@@ -293,7 +294,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     });
     if constexpr (!Config::kFewRows) {
       // After all tasks: branches between them would keep the loop's descriptors out of the uniform registers.
-      __syncwarp();  // each lane sees what the others have stored
+      __syncwarp();  // publishes the lanes' flags of NaN rows to the warp
       if (!shared.q.extra.out.had_nan()) return;
       if constexpr (Config::kStoresByTma)
         ptx::barrier_wait(shared.q.extra.out.stored, 0);  // out is in global memory

@@ -1,4 +1,4 @@
-// What the blocks of the forward compute.
+// The tasks of the forward's blocks.
 #pragma once
 
 #include <cuda.h>
@@ -14,7 +14,7 @@
 namespace flash_attn_ext::cuda::sm90 {
 
 struct ForwardArguments {
-  CUtensorMap q, k, v, out;  // out: if it is stored by TMA
+  CUtensorMap q, k, v, out;  // out: used if out is stored by TMA
   AttentionParams p;
   ForwardSchedule schedule;
   TaskRounds rounds;  // of persistent blocks
@@ -24,13 +24,13 @@ struct ForwardArguments {
   Partials<float> partials;
 };
 
-// What a block computes, and the key tiles that its rows can see.
+// A task: the rows of a block, and the key tiles that they see.
 struct BlockRange {
   int b, h, h_kv, first_row, first_key, tiles;
   int consumers;  // warpgroups that have rows
   ShortBand band;
-  int q_row, k_row, map_b;  // where its sequence begins in the tensor maps
-  TileRows rows;            // of few; first_row is then the first query
+  int q_row, k_row, map_b;  // the first rows of its sequence in the tensor maps
+  TileRows rows;            // used for few rows; first_row is then the first query
 };
 
 template <class Config>
@@ -55,7 +55,7 @@ __device__ BlockRange block_range(const ForwardArguments& a, int number) {
       range.q_row = static_cast<int>(p.varlen.first_q);
       range.k_row = static_cast<int>(p.varlen.first_k);
       range.map_b = 0;
-      if (range.first_row >= z.seqlen_q) seen.end = 0;  // the sequence ends before
+      if (range.first_row >= z.seqlen_q) seen.end = 0;  // the sequence ends before these rows
     }
     const Range attending = a.key_mask.seen_tiles(task.b, ceil_div(z.seqlen_k, Config::kKeys));
     seen.begin = larger(seen.begin, attending.begin * Config::kKeys);
@@ -75,8 +75,8 @@ __device__ BlockRange block_range(const ForwardArguments& a, int number) {
   return range;
 }
 
-// What a block has begun before: tasks, tiles of queries, of which a task without keys has none, and tiles of keys. They
-// go through the pipelines without a break.
+// What a block has begun before its current task: tasks, tiles of queries and tiles of keys. They number the stages of
+// the pipelines, which continue over tasks. A task without keys has no tile of queries.
 struct Begun {
   uint32_t tasks = 0, queries = 0, tiles = 0;
 

@@ -1,4 +1,4 @@
-// Makes the bits of key_mask.h.
+// The kernel that makes the bits of key_mask.h.
 #pragma once
 
 #include "../launch.h"
@@ -10,7 +10,7 @@ namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kKeyMaskThreads = 256;
 
-// A block owns a sequence, a warp every n-th tile of it.
+// A block computes one sequence; its warps take tiles in turn.
 template <int kKeys>
 __global__ void __launch_bounds__(kKeyMaskThreads)
     key_mask_kernel(const AttentionParams p, const KeyMask mask) {
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kKeyMaskThreads)
     for (int n = 0; n < 4; ++n) {
       const int eight = lane / kWordsOfTile * 2 + n / 2, key = 8 * eight + 2 * word + n % 2;
       const int64_t j = int64_t{tile} * kKeys + key;
-      const bool inside = key < kKeys && j < p.sizes.seqlen_k;  // what is not, the band hides
+      const bool inside = key < kKeys && j < p.sizes.seqlen_k;  // keys outside are hidden by the band
       const bool attends = inside && mask_shows_key(p.mask, b, j);
       any |= attends;
       bits |= uint32_t{attends || !inside} << (2 * eight + n % 2);
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kKeyMaskThreads)
     shared.begin[warp] = begin;
     shared.end[warp] = end;
   }
-  __syncthreads();  // every warp's tiles are there
+  __syncthreads();  // protects the warps' first and last tiles: thread 0 reads them after this
   if (threadIdx.x != 0) return;
   for (int n = 1; n < kWarps; ++n) {
     begin = begin < shared.begin[n] ? begin : shared.begin[n];
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kKeyMaskThreads)
   mask.seen[2 * b + 1] = end;
 }
 
-// Nothing where there is no mask.
+// Does nothing without a mask.
 template <int kKeys>
 cudaError_t launch_key_mask(const AttentionParams& p, const KeyMask& mask, cudaStream_t stream) {
   const LaunchShape shape{mask ? p.sizes.batch : 0, 1, 1, kKeyMaskThreads,

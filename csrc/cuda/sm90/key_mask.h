@@ -1,4 +1,5 @@
-// A mask that all heads and queries share, as padding is: bits of the keys, in the order in which threads need them.
+// A mask that all heads and queries share, for example padding. It is stored as bits of the keys, in the order of the
+// threads' columns.
 #pragma once
 
 #include <cstddef>
@@ -10,10 +11,10 @@ namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kWordsOfTile = 4, kMaxTileKeys = 32 / 2 * 8;
 
-// Word t of a tile has the columns of an accumulator that a thread t of four holds: bit 2 n + e is key 8 n + 2 t + e.
+// Word t of a tile is for thread t of four: bit 2 n + e is key 8 n + 2 t + e, its columns in an accumulator.
 struct KeyMask {
   uint32_t* words = nullptr;  // [B][tiles][4], 1: attends; null: there is no mask
-  int32_t* seen = nullptr;    // [B][2]: the tiles [begin, end); others have no key that attends
+  int32_t* seen = nullptr;    // [B][2]: the tiles [begin, end); no key of another tile attends
   int tiles = 0;              // of the longest sequence
 
   KeyMask() = default;
@@ -29,7 +30,7 @@ struct KeyMask {
   }
 
   FA_HOST_DEVICE explicit operator bool() const { return tiles > 0; }
-  // A thread's columns of a tile.
+  // The bits of a thread's columns of a tile.
   FA_HOST_DEVICE uint32_t columns(int b, int tile, int thread) const {
     return *this ? words[(int64_t{b} * tiles + tile) * kWordsOfTile + thread % kWordsOfTile] : ~0u;
   }
@@ -37,7 +38,7 @@ struct KeyMask {
     return !*this ||
            words[(int64_t{b} * tiles + tile) * kWordsOfTile + key % 8 / 2] >> (key / 8 * 2 + key % 2) & 1;
   }
-  // Of the tiles [0, all), those from the first to the last that has a key that attends.
+  // The tiles of [0, all), from the first to the last with a key that attends.
   FA_HOST_DEVICE Range seen_tiles(int b, int all) const {
     return *this ? Range{seen[2 * b], seen[2 * b + 1]} : Range{0, all};
   }

@@ -1,12 +1,10 @@
-// Rows of a result that came out as NaN: which they are, whether something hidden may have caused it, and what
-// of them is computed once more.
+// Finds rows of a result that came out as NaN because of something hidden. They are then computed again.
 //
-// A hidden element of P or dS is 0, but in a product 0 x NaN is NaN, and 0 x Inf too. The products have
-// hidden elements only in tiles at the edge of the band, of a key mask and of a packed sequence. So a NaN is wrong only if a row of the other operand
-// that is hidden there is not finite, and everything else is left as it is: an overflow of fp16, after which
-// each row is NaN, costs next to nothing. What is computed once more takes a warp and, for each row, at most
-// one step for each element that the row sees: the most where each row's only NaN lies in the last element
-// that is read, and each edge hides another.
+// A hidden element of P or dS is 0, but in a matrix product 0 x NaN and 0 x Inf are NaN. Products have hidden elements
+// only in tiles at the edge of the band, of a key mask or of a packed sequence. So a NaN is wrong only if a row of the
+// other operand that is hidden there is not finite. All other NaN stay: after an overflow of fp16 every row is NaN,
+// which costs next to nothing. A row is computed again by a warp, in at most one step for each element that the row
+// sees.
 #pragma once
 
 #include <cmath>
@@ -18,7 +16,7 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// Bit n: row n of the warp holds a NaN.
+// The NaN rows of a warp: bit n is row n.
 template <int kElements>
 __device__ uint32_t rows_with_nan(const float (&x)[kElements]) {
   uint32_t rows = 0;
@@ -29,7 +27,7 @@ __device__ uint32_t rows_with_nan(const float (&x)[kElements]) {
   return rows;
 }
 
-// Where the rows end that a tile may hold: those behind a packed sequence are the next one's.
+// The end of the rows that a tile may hold. Rows after a packed sequence belong to the next one.
 __device__ inline int64_t end_of_query_rows(const AttentionParams& p) {
   return p.varlen ? p.varlen.total_q - p.varlen.first_q : p.sizes.seqlen_q;
 }
@@ -42,8 +40,8 @@ __device__ inline bool is_masked(const AttentionParams& p, int64_t b, int64_t j)
   return p.mask && j < p.sizes.seqlen_k && !mask_shows_key(p.mask, b, j);
 }
 
-// Whether a key row of the tiles [tiles.begin, tiles.end) that one of the query rows [begin, end) does not see is not
-// finite in `t`. `tiles` may end behind the tensor.
+// Whether a key row of the tiles [tiles.begin, tiles.end) that is hidden from one of the query rows [begin, end) is not
+// finite in `t`. `tiles` may end after the tensor.
 template <class In, int kHeadDim>
 __device__ bool has_non_finite_hidden_keys(const AttentionParams& p, const Tensor4& t, int64_t columns,
                                            int64_t b, int64_t h_kv, Range rows, Range tiles) {

@@ -1,6 +1,6 @@
-// How a tile of 16-bit elements lies in shared memory, for TMA, which writes it, and wgmma, which reads it:
-// panels of 64 columns, 128 bytes a row, in the 128-byte swizzle: of each 8 rows, row r has its pieces of 16
-// bytes in the order piece ^ r. Panels start at multiples of 1024 bytes.
+// The layout of a tile of 16-bit elements in shared memory. TMA writes it and wgmma reads it. A panel has 64 columns,
+// 128 bytes a row, in the 128-byte swizzle: row r of each 8 has its pieces of 16 bytes in the order piece ^ r. Panels
+// start at multiples of 1024 bytes.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kPanelColumns = 64, kPanelRowBytes = 128, kSwizzleBytes = 8 * kPanelRowBytes;
 
-// So many columns in whole panels.
+// `columns`, rounded up to whole panels.
 constexpr int whole_panels(int columns) {
   return (columns + kPanelColumns - 1) / kPanelColumns * kPanelColumns;
 }
@@ -22,7 +22,7 @@ struct alignas(kSwizzleBytes) Panels {
   static constexpr int kCount = kColumns / kPanelColumns, kPanelBytes = kRows * kPanelRowBytes;
   unsigned char bytes[kCount][kPanelBytes];
 
-  // Where an element lies, counted in bytes from the start.
+  // The offset of an element in bytes.
   FA_HOST_DEVICE static constexpr int offset(int row, int column) {
     const int piece = column % kPanelColumns / 8;
     return column / kPanelColumns * kPanelBytes + row * kPanelRowBytes + (piece ^ row % 8) * 16 +
@@ -30,22 +30,22 @@ struct alignas(kSwizzleBytes) Panels {
   }
 };
 
-// wgmma's descriptor of a matrix in shared memory, in units of 16 bytes: its start, the distance between
-// panels ("leading"), the distance between groups of 8 rows ("stride"), and the swizzle.
+// wgmma's descriptor of a matrix in shared memory, in units of 16 bytes: start, distance between panels ("leading"),
+// distance between groups of 8 rows ("stride"), swizzle.
 FA_HOST_DEVICE constexpr uint64_t matrix_descriptor(uint32_t address, uint32_t panel_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kGroup = uint64_t{kSwizzleBytes / 16} << 32;
   return kSwizzle128 | kGroup | (panel_bytes / 16 << 16) + address / 16;
 }
 
-// A descriptor `bytes` further on: shared memory ends before its field for the start does, so one addition, to
-// its lower half, makes one descriptor of another.
+// The descriptor of a matrix `bytes` later. Only its lower half changes: the field of the start cannot overflow,
+// because shared memory is smaller.
 FA_HOST_DEVICE constexpr uint64_t step_descriptor(uint64_t descriptor, uint32_t bytes) {
   return (descriptor & 0xffffffff00000000u) | static_cast<uint32_t>(descriptor + bytes / 16);
 }
 
-// A tile at `address`, for a product along its columns, S = Q K^T: the first 16 of them, and by how many bytes
-// the k-th 16 lie behind.
+// The descriptor of a tile at `address` for a product along its columns, S = Q K^T; and the offset of its k-th 16
+// columns.
 FA_HOST_DEVICE constexpr uint64_t along_columns(uint32_t address) { return matrix_descriptor(address, 16); }
 template <class Tile>
 FA_HOST_DEVICE constexpr uint32_t columns_step(int k) {
@@ -63,8 +63,8 @@ template <class Tile>
 FA_HOST_DEVICE constexpr uint64_t along_rows(uint32_t address) {
   return matrix_descriptor(address, Tile::kPanelBytes);
 }
-// By how many bytes its columns from `column` on lie behind the first, a multiple of 8: the swizzle is one of addresses, so
-// that a product may begin within a panel.
+// The offset of the columns from `column` on, a multiple of 8. A product may begin within a panel, because the swizzle
+// depends on the address only.
 template <class Tile>
 FA_HOST_DEVICE constexpr uint32_t first_column(int column) {
   return column / kPanelColumns * Tile::kPanelBytes + column % kPanelColumns * 2;

@@ -1,4 +1,4 @@
-// Consumer warpgroups start their products in turns (FlashAttention-3, section 3.1: ping-pong). While one computes its
+// Ping-pong (FlashAttention-3, section 3.1): consumer warpgroups start their products in turn. While one computes its
 // softmax, the tensor cores work on the products of the others.
 #pragma once
 
@@ -7,25 +7,25 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// FlashAttention-3 has named barriers for this. In the loop of a persistent block they would keep descriptors out of the
+// FlashAttention-3 uses named barriers. In the loop of a persistent block they would keep descriptors out of the
 // uniform registers.
 template <int kConsumers>
 struct PingPong {
-  // Of each warpgroup: a phase ends when it has started its products.
+  // One for each warpgroup: a phase ends when it has started its products.
   ptx::Barrier started[kConsumers];
 
   __device__ void init() {
-    for (ptx::Barrier& barrier : started) ptx::barrier_init(barrier, 4);  // one lane of each warp
+    for (ptx::Barrier& barrier : started) ptx::barrier_init(barrier, 4);  // arrivals: one lane of each warp
   }
-  // The n-th turn of a warpgroup.
+  // Waits for the n-th turn of a warpgroup.
   __device__ void wait(int warpgroup, uint32_t n) {
     const bool first = warpgroup == 0;
     const int before = first ? kConsumers - 1 : warpgroup - 1;
-    ptx::barrier_wait(started[before], (n + first) % 2);  // the one before has started
+    ptx::barrier_wait(started[before], (n + first) % 2);  // the warpgroup before has started its products
   }
-  // After products: their instructions let no lane of a warp go on before the others, so all have had the turn.
+  // Ends the turn. The products' instructions synchronise each warp, so all lanes have issued them.
   __device__ void pass(int warpgroup) {
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(started[warpgroup]);  // the next one may start
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(started[warpgroup]);  // the next warpgroup may start
   }
 };
 

@@ -1,4 +1,4 @@
-// Tiles between the warps of a block: who may touch one, and when.
+// Pipelines of tiles between the warps of a block.
 #pragma once
 
 #include <cuda.h>
@@ -12,8 +12,8 @@ constexpr int kWarpgroup = 128, kWarpgroupRows = 64;
 
 struct NoExtra {};
 
-// Tiles on their way from the producer to the consumers: of two stages, tile n is in stage n % 2, for the
-// (n / 2)-th time.
+// Tiles that TMA loads for the consumers. Tile n is in stage n % kStages. It is the (n / kStages)-th tile there, which
+// gives the parity of the barriers' phase.
 template <class Tile, int kStages = 2, class SharedExtra = NoExtra>
 struct Pipeline {
   Tile tiles[kStages];
@@ -26,24 +26,24 @@ struct Pipeline {
 
   __device__ void init(uint32_t consumer_warps) {
     for (int n = 0; n < kStages; ++n) {
-      ptx::barrier_init(full[n], 1);                // the producer
-      ptx::barrier_init(empty[n], consumer_warps);  // one lane of each
+      ptx::barrier_init(full[n], 1);                // arrivals: the producer
+      ptx::barrier_init(empty[n], consumer_warps);  // arrivals: one lane of each consumer warp
     }
   }
 
-  // Consumers: returns by how many bytes tile n lies behind the first stage, when it is there.
+  // Consumers: waits for tile n. Returns its offset in bytes from the first stage.
   __device__ uint32_t wait(uint32_t n) {
     ptx::barrier_wait(full[stage(n)], parity(n));  // TMA has written the tile
     return stage(n) * sizeof(Tile);
   }
 
-  // Consumers: this warp has read tile n.
+  // Consumers: releases tile n, which this warp has read.
   __device__ void release(uint32_t n) {
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(empty[stage(n)]);  // the producer may overwrite it
   }
 };
 
-// The caller brings `more` bytes on the same barrier.
+// Loads a tile. The caller loads `more` bytes on the same barrier.
 template <class Tile>
 __device__ void load_tile(Tile& tile, const CUtensorMap& map, int row, int h, int b, ptx::Barrier& full,
                           uint32_t more = 0) {
@@ -52,11 +52,11 @@ __device__ void load_tile(Tile& tile, const CUtensorMap& map, int row, int h, in
     ptx::load_box(tile.bytes[n], &map, {n * kPanelColumns, row, h, b}, full);
 }
 
-// Rows of several heads of a group, the first of them head `in_group` of it.
+// Loads rows of several heads of a group. `in_group`: the first of these heads.
 template <class Tile>
 __device__ void load_group_tile(Tile& tile, const CUtensorMap& map, int in_group, int row, int h_kv, int b,
                                 ptx::Barrier& full) {
-  ptx::barrier_arrive_expecting(full, sizeof(tile.bytes));  // the phase ends when they have landed
+  ptx::barrier_arrive_expecting(full, sizeof(tile.bytes));  // the phase ends when all bytes have landed
   for (int n = 0; n < Tile::kCount; ++n)
     ptx::load_box(tile.bytes[n], &map, {n * kPanelColumns, in_group, row, h_kv, b}, full);
 }

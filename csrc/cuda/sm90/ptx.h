@@ -1,5 +1,5 @@
-// Hopper's instructions, one function each: CCCL's where it has them, own ones for the rest. A host run
-// (tests/cuda_host) brings its own.
+// Hopper's instructions, one function each, by CCCL where it has them. The host build (tests/cuda_host) replaces this
+// file.
 #pragma once
 
 #if !defined(__CUDACC__)
@@ -8,7 +8,7 @@
 #else
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define FA_HAS_HOPPER 1  // elsewhere the kernels trap; the selector does not send calls there
+#define FA_HAS_HOPPER 1  // on other GPUs the kernels trap; the selector sends no calls there
 #endif
 
 #include <cuda_runtime.h>
@@ -38,7 +38,7 @@ __device__ inline void barrier_arrive(Barrier& barrier) {
                                &barrier);
 }
 
-// Arrives, and expects so many bytes of TMA in this phase.
+// Arrives, and adds `bytes` to the bytes that this phase waits for.
 __device__ inline void barrier_arrive_expecting(Barrier& barrier, uint32_t bytes) {
   ::cuda::ptx::mbarrier_arrive_expect_tx(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
                                          ::cuda::ptx::space_shared, &barrier, bytes);
@@ -50,8 +50,8 @@ __device__ inline void barrier_wait(Barrier& barrier, uint32_t parity) {
   }
 }
 
-// TMA: copies a box from `corner` (innermost first) on to shared memory, and counts its bytes on the barrier.
-// What lies outside of the tensor arrives as zeros.
+// TMA: copies a box that starts at `corner` (innermost coordinate first) to shared memory, and counts its bytes on the
+// barrier. Elements outside the tensor are zeros.
 template <int kRank>
 __device__ void load_box(void* shared, const void* tensor_map, const int32_t (&corner)[kRank],
                          Barrier& barrier) {
@@ -59,8 +59,8 @@ __device__ void load_box(void* shared, const void* tensor_map, const int32_t (&c
                                     corner, &barrier);
 }
 
-// TMA: copies a box from shared memory to `corner` on, some time before the waits for its batch, as bulk_add.
-// What lies outside of the tensor is not written.
+// TMA: copies a box from shared memory to `corner`. It lands before bulk_wait returns; before bulk_wait_read, shared
+// memory may still be read. Elements outside the tensor are not written.
 template <int kRank>
 __device__ void store_box(const void* tensor_map, const int32_t (&corner)[kRank], const void* shared) {
   ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_global, ::cuda::ptx::space_shared, tensor_map, corner,
@@ -73,8 +73,7 @@ __device__ inline void load_bytes(void* shared, const void* global, uint32_t byt
                              &barrier);
 }
 
-// Adds `count` floats of shared memory to those in global memory, some time before the waits for its batch:
-// until the first, shared memory may still be read; at the second, the sums are there.
+// Adds `count` floats of shared memory to floats in global memory. The same waits as for store_box.
 __device__ inline void bulk_add(float* sums, const float* terms, uint32_t count) {
   ::cuda::ptx::cp_reduce_async_bulk(::cuda::ptx::space_global, ::cuda::ptx::space_shared, ::cuda::ptx::op_add,
                                     sums, terms, count * static_cast<uint32_t>(sizeof(float)));
@@ -85,11 +84,11 @@ __device__ inline void bulk_wait_read() {
 }
 __device__ inline void bulk_wait() { ::cuda::ptx::cp_async_bulk_wait_group(::cuda::ptx::n32_t<0>{}); }
 
-// Makes what this thread wrote to shared memory visible to wgmma and to bulk copies, of those threads that it
-// meets after this.
+// Publishes this thread's writes to shared memory to wgmma and bulk copies, by threads that synchronise with it after
+// this.
 __device__ inline void proxy_fence() { ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared); }
 
-// Some of a block's threads meet; __syncthreads for kThreads of them.
+// A barrier for kThreads threads of the block.
 template <int kBarrier, int kThreads>
 __device__ inline void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
@@ -99,8 +98,8 @@ __device__ inline void named_barrier_sync(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-// Turns (../ptx.h) of blocks that add in bulk. The fences are there because another unit makes the additions:
-// one keeps them behind the wait, the other puts them before the end of the turn.
+// Ordered adds (../ptx.h) in bulk. The fences are needed because another unit adds: the first keeps the adds after the
+// wait, the second keeps them before the end of the turn.
 __device__ inline void acquire_bulk_turn(const int32_t* turns, int turn) {
   acquire_turn(turns, turn);
   ::cuda::ptx::fence_proxy_async();
@@ -110,15 +109,15 @@ __device__ inline void release_bulk_turn(int32_t* turns) {
   release_turn(turns);
 }
 
-// Stores four 8 x 8 matrices of 16-bit elements. Lane l points to row l % 8 of matrix l / 8, and has of each
-// matrix the elements (l / 4, 2 (l % 4)) and the next one.
+// Stores four 8 x 8 matrices of 16-bit elements. Lane l points to row l % 8 of matrix l / 8, and holds the elements (l
+// / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of each matrix.
 __device__ inline void store_matrices(void* row, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 
-// All four warps of a warpgroup hand registers back to the pool, or wait for more from it.
+// Sets the number of registers of a warpgroup's threads; claiming waits until others have released enough.
 template <int kRegisters>
 __device__ inline void release_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -1,5 +1,5 @@
-// Gradients of one row by the definition, by a warp, from the elements that the row sees and only those: for
-// columns that came out as NaN because of something hidden. nan_rows.cuh says when.
+// Recomputes the NaN columns of one row of a gradient, by a warp, from the visible elements only. nan_rows.cuh says
+// when.
 #pragma once
 
 #include "../../core/mask.h"
@@ -28,7 +28,7 @@ __device__ RepairedElement repaired_element(const BackwardParams& p, const Backw
   return {prob, prob * gate * (dout.dot(v) - w.delta[at])};
 }
 
-// dK and dV of key j, in the columns [begin, end).
+// Repairs dK and dV of key j, in the columns [begin, end).
 template <class In, int kHeadDim>
 __device__ void repair_key(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
                            int64_t j, int begin, int end) {
@@ -54,7 +54,7 @@ __device__ void repair_key(const BackwardParams& p, const BackwardWorkspace& w, 
   of_dv.store(p.dv, b, h_kv, j, 1.0f, dv.x);
 }
 
-// dQ of query i.
+// Repairs dQ of query i.
 template <class In, int kHeadDim>
 __device__ void repair_query(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h,
                              int64_t h_kv, int64_t i) {
@@ -72,7 +72,7 @@ __device__ void repair_query(const BackwardParams& p, const BackwardWorkspace& w
   columns.store(p.dq, b, h, i, static_cast<float>(p.scale), dq.x);
 }
 
-// dK and dV of a warp's 16 keys, where they came out as NaN. `tiles`: the query rows of the block's tiles.
+// Repairs dK and dV of a warp's 16 keys, where they are NaN. `tiles`: the query rows that the block has read.
 template <class In, int kHeadDim>
 __device__ void repair_keys(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
                             int64_t warp_key, Range tiles, uint32_t nan_rows, int begin, int end) {
@@ -90,13 +90,13 @@ __device__ void repair_keys(const BackwardParams& p, const BackwardWorkspace& w,
       found = found || has_non_finite_rows<In, kHeadDim>(p.q, b, h, hidden, z.head_dim) ||
               has_non_finite_rows<In, kHeadDim>(p.dout, b, h, hidden, z.head_dim_v);
   if (!found) return;
-  __syncwarp();  // each lane sees what the others have stored of a row
+  __syncwarp();  // publishes the lanes' stores of a row to the warp
 #pragma unroll 1
   for (int n = 0; n < keys; ++n)
     if (nan_rows >> n & 1) repair_key<In, kHeadDim>(p, w, b, h_kv, warp_key + n, begin, end);
 }
 
-// dQ of a warp's 16 queries, where it came out as NaN.
+// Repairs dQ of a warp's 16 queries, where it is NaN.
 template <class In, int kHeadDim>
 __device__ void repair_queries(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h,
                                int64_t warp_row, uint32_t nan_rows) {
@@ -114,7 +114,7 @@ __device__ void repair_queries(const BackwardParams& p, const BackwardWorkspace&
   if (!has_non_finite_hidden_keys<In, kHeadDim>(p, p.k, z.head_dim, b, h_kv, {warp_row, warp_row + rows},
                                                 tiles))
     return;
-  __syncwarp();  // each lane sees what the others have stored of a row
+  __syncwarp();  // publishes the lanes' stores of a row to the warp
 #pragma unroll 1
   for (int n = 0; n < rows; ++n)
     if (nan_rows >> n & 1) repair_query<In, kHeadDim>(p, w, b, h, h_kv, warp_row + n);

@@ -1,4 +1,4 @@
-// From an accumulator of wgmma to rows of a tensor, 16 a warp.
+// Stores rows of an accumulator of wgmma, 16 rows a warp.
 #pragma once
 
 #include "../scores.cuh"
@@ -8,11 +8,11 @@ namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kWarpRows = 16;
 
-// The rows of a thread are g and g + 8 of a warp's 16.
+// A thread holds the rows g and g + 8 of a warp's 16.
 __device__ inline int first_row_in_warp() { return threadIdx.x % 32 / 4; }
 __device__ inline int first_column_in_eight() { return threadIdx.x % 4 * 2; }
 
-// Thread t of four holds x[n] = element (n, t) of a 4 x 4 matrix; then x[n] = element (t, n).
+// Transposes a 4 x 4 matrix over four threads: x[n] = element (n, t) becomes x[n] = element (t, n).
 __device__ inline void transpose_in_four(uint32_t (&x)[4]) {
 #pragma unroll
   for (int side = 1; side <= 2; side *= 2) {
@@ -30,7 +30,7 @@ __device__ inline void transpose_in_four(uint32_t (&x)[4]) {
   }
 }
 
-// A warp's 16 rows, as left operands of a product, to a tile in shared memory from (first_row, first_column) on.
+// Stores a warp's 16 rows of left operands to a tile in shared memory, from (first_row, first_column) on.
 template <class Tile, int kSteps>
 __device__ void store_to_tile(Tile& tile, int first_row, int first_column, const uint32_t (&x)[kSteps][4]) {
   const int lane = threadIdx.x % 32, row = first_row + lane % 16, column = first_column + lane / 16 * 8;
@@ -39,10 +39,10 @@ __device__ void store_to_tile(Tile& tile, int first_row, int first_column, const
     ptx::store_matrices(&tile.bytes[0][0] + Tile::offset(row, column + 16 * n), x[n]);
 }
 
-// Writes a warp's 16 rows, rounded. `place_of(n, column)`: where eight columns of row n go; null: nowhere.
+// Rounds and stores a warp's 16 rows. `place_of(n, column)`: the address of eight columns of row n; null: not stored.
 template <class In, int kElements, class PlaceOf>
 __device__ void store_each_row(const PlaceOf& place_of, const float (&x)[kElements]) {
-  // Of 32 columns, the four threads of a row hold pairs in each eight; each then stores one eight.
+  // The four threads of a row hold pairs in each eight of 32 columns. After the exchange each thread stores one eight.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row_in_warp() + 8 * r;
@@ -61,7 +61,7 @@ __device__ void store_each_row(const PlaceOf& place_of, const float (&x)[kElemen
   }
 }
 
-// Those of one head below `length`, from `first_column` on; their columns below `columns`.
+// Stores the rows of one head below `length`, from `first_column` on, in the columns below `columns`.
 template <class In, int kElements>
 __device__ void store_rows(const Tensor4& t, int64_t b, int64_t h, int64_t warp_row, int64_t length,
                            int columns, const float (&x)[kElements], int first_column = 0) {

@@ -8,21 +8,21 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// The longest sequence: the sum of two lengths, each rounded up to whole tiles, fits in 32 bits.
+// The longest sequence: two lengths, each rounded up to whole tiles, add up within 32 bits.
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1024;
 
-// The head dimension that a kernel of the backward or of few rows is compiled for: columns behind those of the tensors
-// are zeros, which TMA brings.
+// The head dimension of the kernels of few rows and, mostly, of the backward. TMA fills the columns after the tensor's
+// with zeros.
 FA_HOST_DEVICE constexpr int padded_head_dim(const Sizes& z) {
   const int64_t larger = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
   return larger <= 64 ? 64 : larger <= 128 ? 128 : 256;
 }
 
-// The forward's kernels: kOptions also has softcap, key masks and packed sequences, and so has kFewRows, in which heads
-// share tiles and keys are split (few_rows.h).
+// The forward's kernels. kOptions has softcap, key masks and packed sequences. kFewRows has them too; there heads share
+// tiles and keys are split (few_rows.h).
 enum class Form { kPlain, kOptions, kFewRows };
 
-// Whether the plain kernels take a call: the others have softcap, key masks and packed sequences.
+// Whether the plain kernels run a call: it has neither softcap nor mask nor packed sequences.
 inline bool is_plain(const AttentionParams& p) { return !(p.softcap > 0) && !p.mask && !p.varlen; }
 
 // The head dimension that a kernel of the backward is compiled for.
@@ -32,12 +32,12 @@ constexpr int backward_head_dim(const Sizes& z, bool plain) {
 }
 inline int backward_head_dim(const AttentionParams& p) { return backward_head_dim(p.sizes, is_plain(p)); }
 
-// The head dimensions that a kernel of the forward is compiled for: of query and key, and of value, which is no larger.
+// The head dimensions of a kernel of the forward: of query and key, and of value, which is not larger.
 struct HeadDims {
   int qk, v;
 };
 
-// Few rows mostly wait for K and V, so kernels of them are padded further.
+// The head dimensions of the kernel for a call. Calls of few rows mostly wait for K and V, so they use wider padding.
 constexpr HeadDims forward_head_dims(const Sizes& z, Form form) {
   const int64_t larger = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
   if (FLASH_ATTN_EXT_SM90_WGMMA_N96 && form != Form::kFewRows && 64 < larger && larger <= 96) return {96, 96};
@@ -45,21 +45,21 @@ constexpr HeadDims forward_head_dims(const Sizes& z, Form form) {
   return {padded_head_dim(z), padded_head_dim(z)};
 }
 
-// Of the forward's tiles: keys; query rows, where there are many. Shared memory and registers set them.
+// Keys and query rows of the forward's tiles (kFewRows has its own rows). Shared memory and registers limit them.
 constexpr int forward_keys(HeadDims dims) { return dims.v == 256 ? 80 : dims.v == 192 ? 112 : 128; }
 constexpr int forward_rows(HeadDims dims) { return dims.qk == 64 ? 192 : 128; }
 
-// Whether the plain kernel of these head dimensions has persistent blocks. Beyond a head dimension of 128 their loop has too
-// few registers.
+// Whether the plain kernel of these head dimensions has persistent blocks. Beyond a head dimension of 128 their loop
+// has too few registers.
 constexpr bool is_persistent(HeadDims dims) { return FLASH_ATTN_EXT_SM90_PERSISTENT && dims.qk <= 128; }
 
 struct ForwardSchedule {
   int64_t tasks;            // a task is one block of rows of one head
-  int row_blocks;           // of a head
-  int heads_per_group;      // heads, counted through all batches, whose keys and values lie in L2 together
+  int row_blocks;           // blocks of rows of a head
+  int heads_per_group;      // heads, counted over all batches; the keys and values of a group fit in L2
   int full_groups;          // the last group may have fewer heads
-  Divider by_group_blocks;  // the blocks of a full group
-  Divider by_heads[2];      // the heads of a full group; of the last one
+  Divider by_group_blocks;  // the tasks of a full group
+  Divider by_heads[2];      // the heads of a full group; of the last group
   Divider by_heads_of_batch, by_heads_of_kv_head;
 };
 
@@ -68,7 +68,7 @@ struct Task {
 };
 
 inline ForwardSchedule schedule_forward(const Sizes& z, int64_t block_rows) {
-  constexpr int64_t kL2Bytes = int64_t{24} << 20;  // about half of Hopper's, which has two halves
+  constexpr int64_t kL2Bytes = int64_t{24} << 20;  // about half of Hopper's L2, which has two halves
   const int64_t bytes_of_head = 2 * z.seqlen_k * (z.head_dim + z.head_dim_v), heads = z.batch * z.heads;
   const int64_t kv_heads = kL2Bytes / bytes_of_head > 1 ? kL2Bytes / bytes_of_head : 1;
   const int64_t group = kv_heads * (z.heads / z.heads_kv), in_group = group < heads ? group : heads;
@@ -86,8 +86,8 @@ inline ForwardSchedule schedule_forward(const Sizes& z, int64_t block_rows) {
   return schedule;
 }
 
-// The order of tasks: group after group. In a group the last rows of all heads come first, because causal makes them the
-// longest.
+// Finds a task by its number. Group after group; in a group the last rows of all heads come first, because causal makes
+// them the longest.
 FA_HOST_DEVICE inline Task task_of(const ForwardSchedule& schedule, int block) {
   const int group = schedule.by_group_blocks.quotient(block);
   const int rest = schedule.by_group_blocks.remainder(block);

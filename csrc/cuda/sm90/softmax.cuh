@@ -1,4 +1,4 @@
-// What a consumer thread does to its part of S between the two products. Its elements: see wgmma.h.
+// The softmax of a consumer thread's part of S, between the two products. See wgmma.h for the elements of a thread.
 #pragma once
 
 #include "../lanes.cuh"
@@ -7,8 +7,8 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// What makes a score of a product: times `scale`, or, where there is a softcap, tanh(product * to_tanh) * scale. The
-// tanh then takes the product's place in an accumulator, and all else is the same.
+// Converts products to scores: product * scale or, with a softcap, tanh(product * to_tanh) * scale. The tanh replaces
+// the product in the accumulator; the rest is the same.
 struct ScoreScale {
   float to_tanh, scale, scale2;  // scale2: to scores in units of log2
 
@@ -17,22 +17,23 @@ struct ScoreScale {
         scale(static_cast<float>(p.softcap > 0 ? p.softcap : p.scale)),
         scale2(static_cast<float>((p.softcap > 0 ? p.softcap : p.scale) * kLog2E)) {}
 
-  // tanh by its definition, within 2^-22: of a score only the absolute error counts. tanh.approx is off by 2^-11, which a
-  // softcap of 50 would make an error of 2 % in P.
+  // tanh by its definition, within 2^-22. Only the absolute error of a score matters. tanh.approx has an error of
+  // 2^-11: a softcap of 50 would turn it into an error of 2% in P.
   __device__ float tanh(float product) const {
     const float power = ptx::exp2_fast(product * to_tanh * static_cast<float>(2 * kLog2E));
     return fmaf(-2.0f, ptx::reciprocal_fast(1.0f + power), 1.0f);
   }
 };
 
-// Products become their tanh.
+// Replaces products by their tanh.
 template <int kElements>
 __device__ void cap(const ScoreScale& score, float (&s)[kElements]) {
 #pragma unroll
   for (int n = 0; n < kElements; ++n) s[n] = score.tanh(s[n]);
 }
 
-// -inf where the band hides an element, or `attends` (key_mask.cuh). `query`: of the thread's two rows.
+// Sets an element to -inf if the band or `attends` (key_mask.cuh) hides it. `query`: the queries of the thread's two
+// rows.
 template <int kElements>
 __device__ void hide_invisible(const ShortBand& band, const int (&query)[2], int first_key,
                                float (&s)[kElements], uint32_t attends = ~0u) {
@@ -50,13 +51,12 @@ __device__ void hide_invisible(const ShortBand& band, const int (&query)[2], int
   }
 }
 
-// The running statistics of a thread's two rows. All threads of a row know its maximum, of the unscaled
-// products; the sum is the thread's own share until the end.
+// The running statistics of a thread's two rows. All threads of a row have its maximum, of the unscaled products. The
+// sum is over the thread's own elements until the end.
 struct RowStatistics {
   float max[2] = {-kInf<float>, -kInf<float>}, sum[2] = {0, 0};
 
-  // Takes in a tile of S, which becomes P. What the rows have summed up so far is to be multiplied with
-  // factor[r].
+  // Converts a tile of S to P and updates the statistics. The caller multiplies the row's sums so far by factor[r].
   template <int kElements>
   __device__ void update(float scale2, float (&s)[kElements], float (&factor)[2]) {
 #pragma unroll
@@ -66,8 +66,7 @@ struct RowStatistics {
       for (int n = 0; n < kElements / 4; ++n)
         new_max = fmaxf(new_max, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));  // a NaN never wins
       new_max = maximum_of_lanes<kRowLanes>(new_max);
-      // A row with nothing visible so far: any finite reference makes 2^(-inf - reference) the 0 it should
-      // be.
+      // If nothing is visible so far, any finite reference works: 2^(-inf - reference) is 0.
       const float reference = new_max == -kInf<float> ? 0.0f : new_max * scale2;
       factor[r] = ptx::exp2_fast(max[r] * scale2 - reference);
       max[r] = new_max;
@@ -90,7 +89,7 @@ __device__ void scale_rows(float (&o)[kElements], const float (&factor)[2]) {
   for (int n = 0; n < kElements; ++n) o[n] *= factor[n / 2 % 2];
 }
 
-// P as the left operand of O += P V, 16 keys each.
+// Rounds P to left operands of O += P V, 16 keys each.
 template <class In, int kElements>
 __device__ void round_weights(const float (&s)[kElements], uint32_t (&weights)[kElements / 8][4]) {
 #pragma unroll
@@ -99,7 +98,7 @@ __device__ void round_weights(const float (&s)[kElements], uint32_t (&weights)[k
     for (int n = 0; n < 4; ++n) weights[k][n] = ptx::pack<In>(s[8 * k + 2 * n], s[8 * k + 2 * n + 1]);
 }
 
-// Bits of all of them: 0 in the highest one, because P is never negative.
+// The OR of all bits. The highest is 0, because P is never negative.
 template <int kSteps>
 __device__ uint32_t any_bits(const uint32_t (&weights)[kSteps][4]) {
   uint32_t bits = 0;

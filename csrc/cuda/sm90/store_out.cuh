@@ -1,5 +1,5 @@
-// How out leaves by TMA: consumers write their rows to shared memory, and a thread of the producer warpgroup stores the
-// tile. In the consumers' loop its instructions would keep descriptors out of the uniform registers.
+// Stores out by TMA. Consumers write their rows to shared memory, and a thread of the producer warpgroup stores the
+// tile. In the consumers' loop the store's instructions would keep descriptors out of the uniform registers.
 #pragma once
 
 #include <cuda.h>
@@ -11,21 +11,21 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// What the consumers and that thread tell each other.
+// The barriers between the consumers and the thread that stores out.
 template <int kConsumers>
 struct OutBarriers {
-  ptx::Barrier full, empty;            // the tile
-  ptx::Barrier stored;                 // of all tasks, in global memory
-  uint32_t holds_nan[kConsumers * 4];  // 1: rows of this warp do, of any task
+  ptx::Barrier full, empty;            // of the tile in shared memory
+  ptx::Barrier stored;                 // out of all tasks is in global memory
+  uint32_t holds_nan[kConsumers * 4];  // 1: a row of this warp, in any task, holds a NaN
 
   __device__ void init(uint32_t consumer_threads) {
-    ptx::barrier_init(full, consumer_threads);  // all of them
-    ptx::barrier_init(empty, 1);                // who stores out
-    ptx::barrier_init(stored, 1);               // the same thread
+    ptx::barrier_init(full, consumer_threads);  // arrivals: all consumer threads
+    ptx::barrier_init(empty, 1);                // arrivals: the thread that stores out
+    ptx::barrier_init(stored, 1);               // arrivals: the thread that stores out
     for (uint32_t& of_warp : holds_nan) of_warp = 0;
   }
 
-  // Consumers: which of the warp's rows of a task hold a NaN; and whether one did, of any task.
+  // Consumers: remembers that a row of the warp holds a NaN; tells whether any row of any task did.
   __device__ void remember_nan(uint32_t nan_rows) {
     if (nan_rows != 0 && threadIdx.x % 32 == 0) holds_nan[warp()] = 1;
   }
@@ -42,7 +42,7 @@ __device__ auto& out_tile(typename Config::Shared& shared) {
     return shared.q.tiles[0];
 }
 
-// Consumers: a warp's 16 rows of out, from `row` of the tile on.
+// Consumers: writes a warp's 16 rows of out to shared memory, from `row` of the tile on.
 template <class In, class Config, int kElements>
 __device__ void hand_over_out(uint32_t task, int warpgroup, int row, const float (&o)[kElements],
                               typename Config::Shared& shared) {
@@ -50,15 +50,15 @@ __device__ void hand_over_out(uint32_t task, int warpgroup, int row, const float
   uint32_t rounded[kElements / 8][4];
   round_weights<In>(o, rounded);
   if constexpr (Config::kPersistent)
-    ptx::barrier_wait(empty, task % 2 ^ 1);  // the last task's rows are on their way
+    ptx::barrier_wait(empty, task % 2 ^ 1);  // TMA has read the last task's rows
   else
     ptx::named_barrier_sync<kWarpgroup>(1 + warpgroup);  // the products of all its warps have read Q
   store_to_tile(out_tile<Config>(shared), row, 0, rounded);
-  ptx::proxy_fence();         // TMA sees what this thread has written
+  ptx::proxy_fence();         // publishes this thread's writes to TMA
   ptx::barrier_arrive(full);  // out may be stored
 }
 
-// Rows and columns that out does not have are not written.
+// Stores the tile by TMA. Rows and columns that out does not have are not written.
 template <class Config>
 __device__ void store_out(const CUtensorMap& out, const AttentionParams& p, const BlockRange& range,
                           uint32_t task, typename Config::Shared& shared) {
@@ -67,18 +67,18 @@ __device__ void store_out(const CUtensorMap& out, const AttentionParams& p, cons
   for (int n = 0; n * kPanelColumns < p.sizes.head_dim_v; ++n)
     ptx::store_box(&out, {n * kPanelColumns, range.first_row, range.h, range.b},
                    out_tile<Config>(shared).bytes[n]);
-  ptx::bulk_commit();          // a batch of its own
-  ptx::bulk_wait_read();       // shared memory has been read
+  ptx::bulk_commit();          // ends the batch of this store
+  ptx::bulk_wait_read();       // TMA has read the tile
   ptx::barrier_arrive(empty);  // the consumers may overwrite it
 }
 
-// After all tasks.
+// After all tasks: waits until out is in global memory, and tells the consumers.
 template <class Config>
 __device__ void tell_that_out_is_stored(typename Config::Shared& shared) {
   auto& [full, empty, stored, holds_nan] = shared.q.extra.out;
   uint32_t any = 0;
   for (const uint32_t of_warp : holds_nan) any |= of_warp;
-  if (any == 0) return;         // nobody asks
+  if (any == 0) return;         // no consumer waits
   ptx::bulk_wait();             // out is in global memory
   ptx::barrier_arrive(stored);  // the consumers may repair rows of it
 }

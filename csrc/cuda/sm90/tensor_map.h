@@ -1,4 +1,4 @@
-// What TMA is told of a (B, heads, S, D) tensor: sizes, strides, the box that a copy brings, its swizzle.
+// TMA's descriptor of a (B, heads, S, D) tensor: sizes, strides, the box of a copy, the swizzle.
 #pragma once
 
 #include <cuda.h>
@@ -29,13 +29,13 @@ inline cudaError_t find_encoder(TensorMapEncoder& encode) {
   return cudaSuccess;
 }
 
-// A dimension of a tensor beside its columns, and how many steps along it a box has.
+// A dimension of a tensor, other than its columns, and the steps of a box along it.
 struct MapDimension {
   int64_t size, stride;
   uint32_t box = 1;
 };
 
-// A box is so many rows of one panel. Columns behind the last one, and rows outside, arrive as zeros.
+// A box has so many rows of one panel. Columns after the last one and rows outside are zeros.
 template <int kDimensions>
 cudaError_t encode_tensor_map(CUtensorMap& map, void* data, DType dtype, int64_t columns,
                               const MapDimension (&dimensions)[kDimensions]) {
@@ -49,8 +49,8 @@ cudaError_t encode_tensor_map(CUtensorMap& map, void* data, DType dtype, int64_t
   for (int n = 0; n < kDimensions; ++n) {
     const MapDimension& d = dimensions[n];
     sizes[n + 1] = static_cast<cuuint64_t>(d.size);
-    // A dimension of one element is never stepped along; its stride still has to be one that the driver takes:
-    // a multiple of 16 bytes, and no less than a row.
+    // No copy steps along a dimension of one element. Its stride still has to be valid for the driver: a multiple of 16
+    // bytes, and not less than a row.
     strides[n] = static_cast<cuuint64_t>((d.size == 1 ? columns : d.stride) * kElementBytes);
     box[n + 1] = d.box;
     every[n + 1] = 1;
@@ -63,15 +63,15 @@ cudaError_t encode_tensor_map(CUtensorMap& map, void* data, DType dtype, int64_t
   return encoded == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// A box is `rows` rows of a head.
+// A box has `rows` rows of a head.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, const Tensor4& t, DType dtype, int64_t columns,
                                      int64_t length, int64_t heads, int64_t batch, uint32_t rows) {
   return encode_tensor_map(map, t.data, dtype, columns,
                            {{length, t.stride_s, rows}, {heads, t.stride_h}, {batch, t.stride_b}});
 }
 
-// The maps of a call's tensors. Packed sequences lie in one map, behind each other: what a box brings from behind the
-// end of one of them are the next one's rows.
+// The descriptors of a call's tensors. Packed sequences share one descriptor, so a box may contain rows of the next
+// sequence.
 class TensorMaps {
  public:
   explicit TensorMaps(const AttentionParams& p) : p_(p) {}
@@ -79,7 +79,7 @@ class TensorMaps {
   cudaError_t of_queries(CUtensorMap& map, const Tensor4& t, int64_t columns, uint32_t rows) const {
     return encode(map, t, columns, p_.sizes.seqlen_q, p_.varlen.total_q, p_.sizes.heads, rows);
   }
-  // A box is `rows` rows of each of `heads` heads that share a key head, query by query.
+  // A box has `rows` rows of each of `heads` heads that share a key head, query by query.
   cudaError_t of_groups(CUtensorMap& map, const Tensor4& t, int64_t columns, uint32_t rows,
                         uint32_t heads) const {
     const Sizes& z = p_.sizes;

@@ -1,9 +1,8 @@
-// wgmma: 64 x N += 64 x 16 times 16 x N, by a warpgroup. Thread t of it holds of the accumulator, with
-// g = 16 (t / 32) + t % 32 / 4 and c = 2 (t % 4), as d[4 n + 0..3] the elements (g, 8 n + c), (g, 8 n + c +
-// 1), (g + 8, 8 n + c), (g + 8, 8 n + c + 1); and of A as a[0..3] the pairs (g, c), (g + 8, c), (g, c + 8),
-// (g + 8, c + 8).
+// wgmma: 64 x N += 64 x 16 times 16 x N, by a warpgroup. For thread t let g = 16 (t / 32) + t % 32 / 4 and c = 2 (t %
+// 4). The thread holds, as d[4 n + 0..3], the accumulator's elements (g, 8 n + c), (g, 8 n + c + 1), (g + 8, 8 n + c),
+// (g + 8, 8 n + c + 1); and as a[0..3] the pairs of A at (g, c), (g + 8, c), (g, c + 8), (g + 8, c + 8).
 //
-// The instructions run on their own. Until wgmma_wait, accumulators and operands belong to them.
+// The instructions run asynchronously. Until wgmma_wait, no thread may touch their accumulators and operands.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,13 +13,13 @@
 
 namespace flash_attn_ext::cuda::ptx {
 
-// Makes what this thread wrote to registers visible to the wgmma that follow: before each batch of them.
+// Publishes this thread's writes to registers to the wgmma that follow. Each batch needs one.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Ends a batch.
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits for all but the last kPending batches, and gives `d` back to the compiler.
+// Waits for all but the last kPending batches. The compiler may then use `d` again.
 template <int kPending, int kCount>
 __device__ inline void wgmma_wait(float (&d)[kCount]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -28,15 +27,15 @@ __device__ inline void wgmma_wait(float (&d)[kCount]) {
   for (int n = 0; n < kCount; ++n) asm volatile("" : "+f"(d[n])::"memory");
 }
 
-// Keeps the computation of x, which is never negative, above the wait that follows: ptxas would move the wait
-// up, and nothing would overlap. It does not know that the store to `address` never happens.
+// Keeps the computation of x, which is never negative, before the wait that follows. ptxas would move the wait up, and
+// nothing would overlap. It does not know that the store to `address` never happens.
 __device__ inline void compute_before_wait(float x, uint32_t address) {
   asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(x),
                "r"(address)
                : "memory");
 }
 
-// The same for bits of which the highest is never set.
+// The same for bits whose highest is never set.
 __device__ inline void compute_before_wait(uint32_t bits, uint32_t address) {
   asm volatile("{.reg .pred p; setp.lt.s32 p, %0, 0; @p st.shared.b32 [%1], %0;}" ::"r"(bits), "r"(address)
                : "memory");
@@ -79,7 +78,7 @@ __device__ inline void compute_before_wait(uint32_t bits, uint32_t address) {
 #define FA_FLOATS_96 FA_FLOATS_64, FA_FLOATS_32(64)
 #define FA_FLOATS_128 FA_FLOATS_96, FA_FLOATS_32(96)
 
-// The numbers are those of the operands behind the accumulator's.
+// The operands' numbers follow the accumulator's.
 #define FA_WGMMA_SS(TYPE, N, TEXT, FLOATS, A, B, P, BY_ROWS)                                  \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0; wgmma.mma_async.sync.aligned.m64n" #N \
                "k16.f32." TYPE "." TYPE " {" TEXT "}, " A ", " B ", p, 1, 1, " BY_ROWS ";}"   \

@@ -26,8 +26,8 @@ namespace {
   [[maybe_unused]] const auto& [t_q, t_k, t_v, t_mask, t_alibi, t_sink] = t;
 }
 
-// TMA takes tensors that start at a multiple of 16 bytes and step by multiples of 16 bytes, below 2^40 and no
-// less than a row.
+// Whether TMA can copy the tensor: it starts at a multiple of 16 bytes, and its strides are multiples of 16 bytes,
+// below 2^40 and not less than a row.
 bool tma_takes(const Tensor4& t, int64_t columns, int64_t length, int64_t heads, int64_t batch) {
   constexpr int64_t kBytes = 16, kElements = 8, kMaxStride = int64_t{1} << 39;
   const auto step = [columns](int64_t stride, int64_t size) {
@@ -37,7 +37,7 @@ bool tma_takes(const Tensor4& t, int64_t columns, int64_t length, int64_t heads,
          step(t.stride_h, heads) && step(t.stride_b, batch);
 }
 
-// Packed sequences lie in one tensor map.
+// Packed sequences share one descriptor.
 bool takes_queries(const Tensor4& t, const AttentionParams& p, int64_t columns) {
   const Sizes& z = p.sizes;
   return p.varlen ? tma_takes(t, columns, p.varlen.total_q, z.heads, 1)
@@ -49,14 +49,14 @@ bool takes_keys(const Tensor4& t, const AttentionParams& p, int64_t columns) {
                   : tma_takes(t, columns, z.seqlen_k, z.heads_kv, z.batch);
 }
 
-// By 16 bytes at a time.
+// Whether the tensor can be accessed by 16 bytes at a time.
 bool is_aligned(const Tensor4& t) {
   constexpr int64_t kBytes = 16, kElements = 8;
   return reinterpret_cast<uintptr_t>(t.data) % kBytes == 0 && t.stride_b % kElements == 0 &&
          t.stride_h % kElements == 0 && t.stride_s % kElements == 0;
 }
 
-// What neither way takes.
+// Reasons against both forward and backward.
 const char* why_not_either(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm90: only float16 and bfloat16";
@@ -84,7 +84,7 @@ constexpr const char* kNotForTma =
 }  // namespace
 
 const char* why_not_forward(const AttentionParams& p) {
-  // Of so many rows of a group of heads, a block of sm80's decoding reads K and V once, too.
+  // With so few rows of a group of heads, a block of sm80's decoding also reads K and V once.
   constexpr int64_t kFewQueries = 16, kDecodeRows = 32;
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
