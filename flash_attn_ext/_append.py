@@ -1,4 +1,4 @@
-"""append_to_cache by torch's own operations: for CUDA, which has no kernel of it yet. csrc/ops/append.h declares it."""
+"""append_to_cache on CUDA, made of torch's operators: there is no kernel yet. csrc/ops declares the operator."""
 
 import torch
 from torch import Tensor
@@ -27,15 +27,15 @@ def append_to_cache(
     interleaved: bool = True,
     advance_query_positions: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(rotated query, or an empty one; the new cache_seqlens). Numbers outside the caches are indexing's errors."""
+    """Returns (rotated query, or an empty tensor; the new cache_seqlens). Indexing checks positions and pages."""
     lengths, (sequence, index) = cache_seqlens.long(), _rows(cu_seqlens_k_new, len(key))
     rotated = query[:0]
     if rotary_cos is not None:
         first = lengths if rotary_seqlens is None else rotary_seqlens.long()
         of_query, row = _rows(cu_seqlens_q, len(query))
         tables = rotary_cos, rotary_sin
-        rotated = _turned(query, tables, first[of_query] + (row if advance_query_positions else 0), interleaved)
-        key = _turned(key, tables, first[sequence] + index, interleaved)
+        rotated = _rotated(query, tables, first[of_query] + (row if advance_query_positions else 0), interleaved)
+        key = _rotated(key, tables, first[sequence] + index, interleaved)
     positions = lengths[sequence] + index
     if block_table is not None:
         page_size = key_cache.shape[1]
@@ -50,7 +50,7 @@ def append_to_cache(
 
 
 def coded(x: Tensor, dtype: torch.dtype, scale: Tensor | float) -> Tensor:
-    """``x / scale`` in 8 bits, rounded to the nearest, and to the largest where that is too small."""
+    """Returns ``x / scale`` in 8 bits, rounded to the nearest number and limited to the largest one."""
     x = x.float() / scale
     limits = torch.iinfo(dtype) if dtype == torch.int8 else torch.finfo(dtype)
     x = x.round() if dtype == torch.int8 else x
@@ -58,13 +58,13 @@ def coded(x: Tensor, dtype: torch.dtype, scale: Tensor | float) -> Tensor:
 
 
 def _rows(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """For each packed row its sequence, and its number there."""
+    """Returns, for each packed row, the index of its sequence and its index in the sequence."""
     cu_seqlens, rows = cu_seqlens.long(), torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:], rows, right=True).clamp(max=max(len(cu_seqlens) - 2, 0))
     return sequence, rows - cu_seqlens[sequence]
 
 
-def _turned(x: Tensor, tables, positions: Tensor, interleaved: bool) -> Tensor:
+def _rotated(x: Tensor, tables, positions: Tensor, interleaved: bool) -> Tensor:
     cos, sin = (table[positions][:, None] for table in tables)
     return rotate(x, cos, sin, interleaved)
 

@@ -29,8 +29,8 @@ def attend_locally(call: Call) -> tuple[Tensor, Tensor]:
 def handler_of_dtensors(function: str, *tensors: object) -> Callable | None:
     """Returns the function for calls with DTensors; None if no tensor is one.
 
-    The first DTensor imports flash_attn_ext.distributed. It is optional: torch may be built without torch.distributed,
-    whose import takes a second.
+    The first DTensor imports flash_attn_ext.distributed. That package is optional: torch may be built without
+    torch.distributed.
     """
     if not some_dtensor(*tensors):
         return None

@@ -1,4 +1,4 @@
-"""A call of flash_attn_with_kvcache: appends to the cache and attends, each an operator."""
+"""A call of flash_attn_with_kvcache: two operators, append_to_cache and attention_cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._flash_arguments import exactly_one_name, sink_of, true_or_false, whole_nu
 from ._options import checked_options, operator_options
 from ._tensor_checks import check_are_dense, check_is_dense
 
-# The operators' names of arguments, in their error messages, and the caller's names.
+# Names in the operators' error messages -> the caller's names.
 _NAMES_OF_APPEND = {
     "query": "q", "key": "k", "value": "v", "key_cache": "k_cache", "value_cache": "v_cache",
     "query's": "q's", "key's": "k's",
@@ -47,7 +47,7 @@ class CacheCall:
         cls, *, return_softmax_lse: bool = False, qv: object, page_table: Tensor | None, block_table: Tensor | None,
         learnable_sink: Tensor | None, sink: Tensor | None, **arguments,
     ) -> CacheCall:  # fmt: skip
-        """Of two names for one argument, the call has the second."""
+        """``page_table`` becomes ``block_table``, and ``learnable_sink`` becomes ``sink``."""
         if qv is not None:
             raise NotImplementedError("qv: got a tensor; allowed: None. Its kernel does not exist here")
         arguments["block_table"] = exactly_one_name("page_table", page_table, "block_table", block_table)
@@ -87,7 +87,7 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
 
 
 def check_not_differentiated(function: str, **tensors: Tensor | None) -> None:
-    """Refuses tensors whose gradient or tangent somebody may ask for: operators on caches have no derivative."""
+    """Raises for tensors with a gradient or a tangent, because the operators on caches have no derivative."""
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             continue
@@ -102,7 +102,7 @@ def check_not_differentiated(function: str, **tensors: Tensor | None) -> None:
 
 @contextlib.contextmanager
 def _renamed_errors(names: dict[str, str]):
-    """Puts the caller's names of arguments into an operator's errors."""
+    """Replaces the operator's names of arguments in its errors by the caller's names."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -119,8 +119,8 @@ def _renamed_errors(names: dict[str, str]):
 def operator_calls(call: CacheCall) -> tuple[Call | None, Call]:
     """Returns the calls of append_to_cache, None if nothing is appended, and of attention_cache.
 
-    The call of attention_cache has the queries before the rotation and the lengths before appending: the later ones are
-    results of append_to_cache.
+    The call of attention_cache has the queries before the rotation and the lengths before appending. append_to_cache
+    returns the new ones.
     """
     given, options = call.tensors, dict(call.options)
     check_are_dense(given, ("q", "k_cache", "v_cache"))
@@ -191,7 +191,7 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call]:
 
 
 def _query_offsets(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None):
-    """Offsets, the number of sequences, the longest."""
+    """Returns the offsets, the number of sequences, and the longest length."""
     if cu_seqlens_q is None:
         if q.dim() != 4:
             raise ValueError(
@@ -205,7 +205,7 @@ def _query_offsets(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | N
 
 
 def _lengths(cache_seqlens: int | Tensor | None, batch: int, most: int, q: Tensor) -> Tensor:
-    """(B)"""
+    """Returns the number of rows in use of each sequence's cache, (B). ``most``: all rows of a cache."""
     if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
         check_is_dense("cache_seqlens", cache_seqlens)
         if cache_seqlens.dtype not in (torch.int32, torch.int64):
@@ -237,7 +237,7 @@ def _rows_of_table(block_table: Tensor, rows: Tensor, batch: int) -> Tensor:
 def _new_rows(
     k: Tensor, v: Tensor, k_cache: Tensor, batch: int, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """k and v packed, and their offsets."""
+    """Returns k and v packed, and their offsets."""
     if cu_seqlens is not None:
         for name, t in (("k", k), ("v", v)):
             if t.dim() != 3:
@@ -255,7 +255,7 @@ def _new_rows(
 
 
 def _tree_mask_of_operator(mask: Tensor | None, packed: bool) -> Tensor | None:
-    """As the operator takes it: (B, H, S_q, S_q), or (H, T_q, max_seqlen_q) for packed queries."""
+    """Returns the mask as (B, H, S_q, S_q), or as (H, T_q, max_seqlen_q) for packed queries."""
     if mask is None or mask.dim() == 4:
         return mask
     if packed:

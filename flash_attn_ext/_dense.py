@@ -61,7 +61,7 @@ def to_operator_form(call: Call) -> tuple[Call, BatchShape]:
 
 
 def _as_4d(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
-    """Returns q, k, v as (B, heads, S, D), and the shape of the leading dimensions that B stands for."""
+    """Returns q, k, v as (B, heads, S, D), and the shape of the leading dimensions that B replaces."""
     tensors = [query, key, value]
     if any(t.dim() != 4 for t in tensors):
         for name, t in zip(("query", "key", "value"), tensors, strict=True):

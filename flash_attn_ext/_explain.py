@@ -1,4 +1,4 @@
-"""explain: what a call of flash_attn would do, without doing it. _explain_packed.py has packed sequences and caches."""
+"""explain: the kernels, memory and traffic of a call of flash_attn. _explain_packed.py: packed sequences and caches."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from ._tensor_checks import check_is_dense, is_causal_bias, some_dtensor
 from .functional import flash_attn, without_causal_bias
 from .iomodel.calls import Cost, Problem, kernel_tiles, largest_blocks, pass_cost
 
-# Of a block on every GPU from compute capability 8.0 on: kMaxSharedBytes of csrc/cuda/shared_memory.h.
+# Shared memory of a block on every GPU from compute capability 8.0: kMaxSharedBytes of csrc/cuda/shared_memory.h.
 SHARED_BYTES = 99 << 10
 
 
@@ -24,14 +24,14 @@ class Pass:
     """The forward or the backward of one call."""
 
     kernel: str | None  # the instruction set on CPU, the tier on CUDA; None: nothing to compute, or `error`
-    splits: int  # pieces of the keys, where the CPU's decode kernel runs, of packed sequences the most; else 0
-    decoded: int  # how many of the sequences that kernel runs; always 0 or 1 where they are not packed
+    splits: int  # pieces of the keys in the CPU's decode kernel, the maximum over the sequences; 0 without that kernel
+    decoded: int  # the number of sequences that the decode kernel computes
     why_not: tuple[str, ...]  # the faster kernels, each with the reason why it does not run
-    error: str | None  # of the NotImplementedError that the call raises, if it does
-    allocates: Mapping[str, int]  # bytes, by what they are for
-    flops: int  # predicted by iomodel, as is the next
-    traffic: int  # bytes to and from slow memory: a GPU's HBM
-    tiles: tuple[int, int]  # queries x keys, in which the two were counted; decoded sequences: all queries
+    error: str | None  # the message of the NotImplementedError that the call raises
+    allocates: Mapping[str, int]  # bytes, by purpose
+    flops: int  # predicted by iomodel
+    traffic: int  # predicted by iomodel: bytes to and from slow memory, such as a GPU's HBM
+    tiles: tuple[int, int]  # queries x keys of the tiles in which iomodel counts; in the decode kernel all queries
     sequences: int = 1  # of a packed call
 
     @property
@@ -56,13 +56,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain`, :func:`explain_varlen` or :func:`explain_kvcache` found. Printed, it can be read."""
+    """The result of :func:`explain`, :func:`explain_varlen` or :func:`explain_kvcache`. ``print`` shows it as text."""
 
     call: str
     forward: Pass
     backward: Pass | None  # None: the call has no gradients
     gradients: tuple[str, ...]  # the inputs whose gradients the backward computes
-    deterministic: bool  # what the backward is asked for; CPU kernels always are
+    deterministic: bool  # whether the call asks for a deterministic backward; CPU kernels always are deterministic
 
     def __str__(self) -> str:
         passes = {"forward": self.forward}
@@ -75,25 +75,25 @@ _SIGNATURE = inspect.signature(flash_attn)
 
 
 def explain(*args, **kwargs) -> Explanation:
-    """What :func:`flash_attn` would do with these arguments: its kernels, memory and traffic. It runs nothing.
+    """Reports the kernels, the memory and the traffic of a call of :func:`flash_attn`. It computes nothing.
 
-    Arguments: those of :func:`flash_attn`.
+    The arguments are the same as in :func:`flash_attn`.
 
-    The kernels and workspaces are those that the call itself would ask for, on the tensors' device, with what is forced
-    at the moment. FLOPs and traffic are predicted by :mod:`flash_attn_ext.iomodel`, which counts FlashAttention-2 in
-    tiles: those of the CPU kernels, or on a GPU the largest that fit a block's shared memory. A tile that the diagonal
-    or the window cuts counts whole. Of a mask only the size is looked at, and heads that share keys are counted as if
-    each read its own, unless the decode kernel runs.
+    The kernels and workspaces are the same as in the call, on the tensors' device and with the kernels that are forced
+    now. :mod:`flash_attn_ext.iomodel` predicts FLOPs and traffic. It counts FlashAttention-2 in tiles: the tiles of the
+    CPU kernels, or on a GPU the largest tiles that fit into a block's shared memory. A tile that the diagonal or the
+    window cuts counts as a whole tile. A mask counts by its size. Heads that share keys count as if each read its own
+    keys, unless the decode kernel runs.
 
-    The backward is that of the inputs that require a gradient; if none does, of query, key and value. Memory is what
-    torch's allocator is asked for, with a contiguous gradient of out and none of lse. Small workspaces on CPU lie on
-    the stack and count 0.
+    The backward computes the gradients of the inputs that require one; if none does, of query, key and value. Memory is
+    the bytes that the call allocates through torch, for a contiguous gradient of out and no gradient of lse. Small CPU
+    workspaces are on the stack and count 0.
 
     Raises:
         TypeError, ValueError: as :func:`flash_attn`.
-        NotImplementedError: no kernels for the tensors' device. What a kernel refuses is in :attr:`Pass.error` instead.
+        NotImplementedError: no kernels for the tensors' device. A kernel's refusal is in :attr:`Pass.error`.
 
-    Tensors on the Meta device have no kernels; memory without workspace and the predictions are still there.
+    Tensors on the Meta device have no kernels: the report has memory without workspaces, and the predictions.
     """
     arguments = arguments_of("flash_attn", _SIGNATURE, args, kwargs)
     if is_causal_bias(arguments["attn_mask"]):
@@ -178,21 +178,21 @@ def explanation(described: str, plans: tuple, call: Call, given: Call, copies: l
 
 
 class HeadShape(NamedTuple):
-    """What the parts of a call have in common."""
+    """The sizes and dtypes that all parts of a call share."""
 
     heads: int
     heads_kv: int
     head_dim: int
     head_dim_v: int
     dtype: torch.dtype
-    key_dtype: torch.dtype  # of key and value: that of an 8-bit cache
+    key_dtype: torch.dtype  # of key and value; it differs from dtype in 8-bit caches
     device: str
 
 
 def pass_report(
     which: str, plan, shape: HeadShape, mask: Tensor | None, dropout_p: float = 0.0, copied_bytes: int = 0
 ) -> Pass:
-    """The Pass of a plan: "forward" or "backward"."""
+    """Returns the Pass of a plan. ``which``: "forward" or "backward"."""
     choice, allocates = plan.choice, dict(plan.bytes)
     allocates["copies"] += copied_bytes
     cost, tiles = _predict(which, plan, shape, mask, dropout_p)
@@ -212,7 +212,7 @@ def pass_report(
 
 
 def _predict(which: str, plan, shape: HeadShape, mask: Tensor | None, dropout_p: float) -> tuple[Cost, tuple[int, int]]:
-    """The pass's Cost, and the tiles that it was counted in."""
+    """Returns the cost of a pass, and the tiles in which it was counted."""
     if shape.device == "cpu":
         tiles = kernel_tiles()[which]
     else:
@@ -255,7 +255,7 @@ def _cost_of_part(which: str, part, shape: HeadShape, tiles: tuple[int, int], dr
 
 
 def _bytes_in_memory(t: Tensor) -> int:
-    """Without what is broadcast."""
+    """Counts broadcast dimensions once."""
     elements = 1
     for size, stride in zip(t.shape, t.stride(), strict=True):
         elements *= size if stride else min(size, 1)
@@ -263,7 +263,7 @@ def _bytes_in_memory(t: Tensor) -> int:
 
 
 def _is_copy(t: Tensor | None, given: Tensor | None) -> bool:
-    """Whether bringing an input to four dimensions took memory of its own."""
+    """Whether the operator's tensor is a copy of the caller's tensor."""
     return t is not given and t is not None and t.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
 
 
@@ -275,7 +275,7 @@ def describe(function: str, call: Call, **names: str) -> str:
 
 
 def _size(count: float) -> str:
-    """Bytes, for people."""
+    """Formats a number of bytes, such as 1.5 MiB."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""explain_varlen, explain_kvcache: what a call on packed sequences or on a cache would do, without doing it."""
+"""explain_varlen and explain_kvcache: the kernels, memory and traffic of calls on packed sequences and on caches."""
 
 import inspect
 from dataclasses import replace
@@ -23,12 +23,12 @@ from .varlen import flash_attn_varlen
 
 
 def explain_varlen(*args, **kwargs) -> Explanation:
-    """What :func:`flash_attn_varlen` would do with these arguments: its kernels, memory and traffic. It runs nothing.
+    """Reports the kernels, the memory and the traffic of a call of :func:`flash_attn_varlen`. It computes nothing.
 
-    Arguments: those of :func:`flash_attn_varlen`. What is said of :func:`explain` holds here too. FLOPs and traffic are
-    the sums over the sequences, each of its own lengths. A sequence of few queries takes the CPU's decode kernel:
-    :attr:`Pass.decoded` says how many of them do, and :attr:`Pass.splits` into how many pieces, at most, its keys are
-    cut. On CUDA the offsets are copied to the CPU, which waits for the GPU as the call itself does not.
+    The arguments are the same as in :func:`flash_attn_varlen`. The rules of :func:`explain` hold here, too. FLOPs and
+    traffic are sums over the sequences with their own lengths. On CPU the decode kernel computes sequences of few
+    queries: :attr:`Pass.decoded` counts them, and :attr:`Pass.splits` is the largest number of pieces of their keys.
+    On CUDA this function waits for the GPU to copy the offsets; the call itself does not wait.
 
     Raises:
         TypeError, ValueError: as :func:`flash_attn_varlen`; and for offsets on the Meta device, which have no numbers.
@@ -46,12 +46,12 @@ def explain_varlen(*args, **kwargs) -> Explanation:
 
 
 def explain_kvcache(*args, **kwargs) -> Explanation:
-    """What :func:`flash_attn_with_kvcache` would do with these arguments. It runs nothing, and appends nothing.
+    """Reports the kernels, the memory and the traffic of a call of :func:`flash_attn_with_kvcache`. It appends nothing.
 
-    Arguments: those of :func:`flash_attn_with_kvcache`. The forward is that of the attention, over the lengths that the
-    caches have after ``k`` and ``v`` were appended; ``allocates["rotated query"]`` and ``["lengths"]`` are what
-    appending allocates. There is no backward. Otherwise as :func:`explain_varlen`. The scales of 8-bit caches and the
-    rows that are appended are not counted in the traffic.
+    The arguments are the same as in :func:`flash_attn_with_kvcache`. The forward is the attention over the lengths of
+    the caches after appending. ``allocates["rotated query"]`` and ``["lengths"]`` are allocated by appending. There is
+    no backward. Otherwise as :func:`explain_varlen`. The traffic does not count the factors of 8-bit caches and the
+    appended rows.
 
     Raises:
         TypeError, ValueError: as :func:`flash_attn_with_kvcache`; and for lengths on the Meta device.

@@ -1,8 +1,7 @@
 """The autograd functions of csrc/ops/derivatives.h in Python, for torch.func transforms (grad, jacrev, jvp, vmap, ...).
 
-torch refuses C++ autograd functions under them. The table in that file says which operator is which derivative, and
-the formulas are in docs/derivative_formulas.md. Calls without a transform do not come here: a Python autograd function
-takes 30 us more.
+torch refuses C++ autograd functions under transforms. _ops.py names the derivatives of each operator. The formulas are
+in docs/derivative_formulas.md. Calls without a transform do not come here: a Python autograd function takes 30 us more.
 """
 
 import torch
@@ -58,11 +57,11 @@ def _double_backward(x, out, lse, cotangents, tangents, output_tangents, wanted,
     return _AttentionDoubleBackward.apply(options, *cotangents, *tangents, *x, out, lse, *output_tangents)
 
 
-def _check_is_none_of(operator, wanted):
-    """``wanted``: for each tensor after the differentiable ones, whether its gradient is asked for."""
-    for rule, want in zip(operator.rows[GRADIENTS:], wanted, strict=True):
+def _check_not_differentiated(operator, wanted):
+    """Raises if a tensor without a derivative needs one. ``wanted`` has a bool for each tensor after DIFFERENTIABLE."""
+    for row, want in zip(operator.rows[GRADIENTS:], wanted, strict=True):
         if want:
-            raise ValueError(f"{rule.name}: got a tensor that needs a gradient; allowed: one that does not")
+            raise ValueError(f"{row.name}: got a tensor that needs a gradient; allowed: one that does not")
 
 
 def _add(a, b):
@@ -79,7 +78,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.options, *tensors = inputs
-        # The same tensors in both: vmap keeps the batch dimensions of one list, and reads both with them.
+        # The same tensors in both: vmap saves the batch dimensions of one list and uses them for both.
         ctx.save_for_backward(*tensors, *output)
         ctx.save_for_forward(*tensors, *output)
         ctx.set_materialize_grads(False)
@@ -87,14 +86,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         *x, out, lse = ctx.saved_tensors
-        _check_is_none_of(ctx.options.operator, ctx.needs_input_grad[1 + GRADIENTS :])
+        _check_not_differentiated(ctx.options.operator, ctx.needs_input_grad[1 + GRADIENTS :])
         grads = _backward(x, out, lse, cotangents, ctx.needs_input_grad[1 : 1 + GRADIENTS], ctx.options)
         return (None, *grads, *[None] * (len(ctx.options.operator.rows) - GRADIENTS))
 
     @staticmethod
     def jvp(ctx, _, *tangents):
         x = ctx.saved_tensors[: len(ctx.options.operator.rows)]
-        _check_is_none_of(ctx.options.operator, [t is not None for t in tangents[GRADIENTS:]])
+        _check_not_differentiated(ctx.options.operator, [t is not None for t in tangents[GRADIENTS:]])
         return _AttentionJvp.apply(ctx.options, *tangents[:GRADIENTS], *x)[2:]
 
 
@@ -216,7 +215,7 @@ def _transformed(call: Call):
         if any(t is not None for t in tangents):
             if [interpreter.key() for interpreter in stack].count(TransformType.Jvp) > 1:
                 raise _jvp_of_jvp(operator)
-            _check_is_none_of(operator, [t is not None for t in tangents[GRADIENTS:]])
+            _check_not_differentiated(operator, [t is not None for t in tangents[GRADIENTS:]])
             out, lse, t_out, t_lse = _AttentionJvp.apply(options, *tangents[:GRADIENTS], *x)
             return forward_ad.make_dual(out, t_out), forward_ad.make_dual(lse, t_lse)
     return _Attention.apply(options, *tensors)
@@ -247,5 +246,5 @@ def _autocast(t, action):
     return t.to(torch.get_autocast_dtype(t.device.type))
 
 
-# Whether a torch.func transform is being evaluated.
+# Returns whether a torch.func transform is being evaluated.
 active = torch._C._are_functorch_transforms_active

@@ -1,4 +1,4 @@
-"""Hints in the errors of flash_attn: names of flash-attention, and tensors whose layout is (B, S, H, D)."""
+"""Hints in the errors of flash_attn: for names of flash-attention, and for tensors in the layout (B, S, H, D)."""
 
 import re
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def with_layout_hint(error: ValueError, tensors: Mapping[str, Tensor | None]) ->
 
 
 def _fits_transposed(query: Tensor, key: Tensor, value: Tensor, **others: Tensor | None) -> bool:
-    """Whether the shapes are those of a call in the layout (B, S, H, D)."""
+    """Whether the shapes are consistent in the layout (B, S, H, D)."""
     if any(not isinstance(t, Tensor) or t.dim() != 4 for t in (query, key, value)):
         return False
     batch, seqlen_q, heads, head_dim = query.shape

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._flash_arguments import whole_number
 
-# The operator's options whose names the public functions do not have, with the argument that decides about each.
+# Names in the operator's schema that the public functions do not have -> the public argument.
 _PUBLIC_NAMES = {"causal": "is_causal", "window_left": "window", "window_right": "window"}
 _EXACT = {"float": float, "float?": float, "bool": bool}  # ints have a range, too
 _ALLOWED = {"float": "a number", "int": "an int", "bool": "True, False"}

@@ -50,8 +50,8 @@ def _rows_and_offsets(name: str, t: object) -> tuple[Tensor, Tensor]:
     """Returns the packed rows of a jagged tensor, (T, H, D), and where each sequence begins."""
     if getattr(t, "layout", None) is not torch.jagged or t.dim() != 4 or t._ragged_idx not in (1, 2):
         kind = f"a tensor of shape {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
-        raise ValueError(f"{name}: got {kind}; allowed beside nested tensors: jagged ones, (batch, heads, j, head_dim)")
+        raise ValueError(f"{name}: got {kind}; allowed with nested tensors: jagged ones, (batch, heads, j, head_dim)")
     t = t.transpose(1, 2)  # (B, j, H, D): rows first
     if t._ragged_idx != 1 or t.lengths() is not None:
-        raise ValueError(f"{name}: got a jagged tensor with holes, or ragged heads; allowed: rows behind each other")
+        raise ValueError(f"{name}: got a jagged tensor with holes, or ragged heads; allowed: rows one after another")
     return t.values(), t.offsets()

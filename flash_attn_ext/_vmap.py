@@ -1,6 +1,6 @@
-"""torch.vmap rules: the mapped dimension joins the batch, or, where that would change the meaning, is looped over.
+"""vmap rules of the operators: the mapped dimension joins the batch, or a loop runs over it where the batch matters.
 
-The rule of each tensor is in its declaration, csrc/ops/ops.h.
+The declaration of each tensor in csrc/ops says which of the two it needs.
 """
 
 import torch
@@ -10,7 +10,7 @@ from . import _ops
 
 
 def _fold(t: Tensor | None, dim: int | None, n: int) -> Tensor | None:
-    """(n, B, ...) as (n * B, ...); what is not mapped is repeated."""
+    """Returns (n, B, ...) as (n * B, ...). A tensor that is not mapped is repeated."""
     if t is None:
         return None
     t = t.unsqueeze(0).expand(n, *t.shape) if dim is None else t.movedim(dim, 0)
@@ -18,7 +18,7 @@ def _fold(t: Tensor | None, dim: int | None, n: int) -> Tensor | None:
 
 
 def _fold_batch_of_one(t: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
-    """A mask, or slopes of two dimensions, whose batch may be 1; it stays if it is and nothing maps it."""
+    """Folds a tensor whose batch may be 1. A tensor with a batch of 1 that is not mapped stays as it is."""
     if t is None or (dim is None and t.shape[0] == 1):
         return t
     t = t.unsqueeze(0).expand(n, *t.shape) if dim is None else t.movedim(dim, 0)
@@ -26,7 +26,7 @@ def _fold_batch_of_one(t: Tensor | None, dim: int | None, n: int, batch: int) ->
 
 
 def _fold_per_head(t: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
-    """(H) or (B, H), without the mapped dimension."""
+    """Folds a tensor that is (H) or (B, H) without the mapped dimension."""
     if t is None:
         return None
     if t.dim() - (dim is not None) == 1:  # (H): one row, whatever the batch
@@ -36,14 +36,14 @@ def _fold_per_head(t: Tensor | None, dim: int | None, n: int, batch: int) -> Ten
     return _fold_batch_of_one(t, dim, n, batch)
 
 
-def _fold_by_rule(rule: str, t: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
-    if rule == "batch":
+def _fold_as_declared(declared: str, t: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
+    if declared == "batch":
         return _fold(t, dim, n)
-    if rule == "batch_or_one":
+    if declared == "batch_or_one":
         return _fold_batch_of_one(t, dim, n, batch)
-    if rule == "per_head":
+    if declared == "per_head":
         return _fold_per_head(t, dim, n, batch)
-    return None  # "loop": not used by the call, or it would be looped over
+    return None  # "loop": this call does not use the tensor, otherwise it would run in a loop
 
 
 def _loop(op, n: int, in_dims: tuple, args: tuple, kwargs: dict) -> tuple:
@@ -62,12 +62,12 @@ def _unfold(results: tuple, n: int) -> tuple:
 
 def _folding_rule(op):
     rows = _ops.rows_of(op)
-    shared = {row.name for row in rows if row.vmap != "batch"}  # one for several elements of the batch
+    shared = {row.name for row in rows if row.vmap != "batch"}  # shared by elements of the batch
 
     def vmap(info, in_dims, *args, **kwargs):
         in_dims, n = tuple(in_dims[: len(args)]), info.batch_size
         args, in_dims = (tuple(x) + (None,) * (len(rows) - len(x)) for x in (args, in_dims))
-        # Dropout depends on the batch index, and the gradient of what is shared is per mapped element.
+        # Dropout depends on the batch index. The gradient of a shared tensor differs for each mapped element.
         wanted = zip(_ops.DIFFERENTIABLE, kwargs.get("grad_mask", ()), strict=False)
         if kwargs.get("dropout_p", 0.0) > 0.0 or any(want and name in shared for name, want in wanted):
             return _loop(op, n, in_dims, args, kwargs)
@@ -76,7 +76,8 @@ def _folding_rule(op):
         if dim is not None:
             del query_shape[dim]
         folded = [
-            _fold_by_rule(row.vmap, t, dim, n, query_shape[0]) for row, t, dim in zip(rows, args, in_dims, strict=True)
+            _fold_as_declared(row.vmap, t, dim, n, query_shape[0])
+            for row, t, dim in zip(rows, args, in_dims, strict=True)
         ]
         return _unfold(op(*folded, **kwargs), n)
 
@@ -84,7 +85,7 @@ def _folding_rule(op):
 
 
 def _looping_rule(op):
-    """Calls the operator once for each element of the mapped dimension, because each may have other offsets."""
+    """A rule that calls the operator once for each mapped element, because each may have its own offsets."""
 
     def vmap(info, in_dims, *args, **kwargs):
         return _loop(op, info.batch_size, tuple(in_dims[: len(args)]), args, kwargs)

@@ -49,67 +49,67 @@ def flash_attn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
 
-    The positional arguments are those of :func:`torch.nn.functional.scaled_dot_product_attention` and mean the same.
-    B is the batch, H the query heads, H_kv the key/value heads, S_q and S_k the sequence lengths, D the head
-    dimension, D_v that of ``value``. The scores are computed in this order: ``scale * <q, k>``, softcap, ALiBi, mask.
+    The positional arguments are the same as in :func:`torch.nn.functional.scaled_dot_product_attention`, with the same
+    meaning. B is the batch, H the query heads, H_kv the key/value heads, S_q and S_k the sequence lengths, D the head
+    dimension of query and key, D_v the head dimension of ``value``. The scores are computed in this order:
+    ``scale * <q, k>``, softcap, ALiBi, mask.
 
     Args:
-        query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 0 to 512. (H, S, D) and (S, D) are
-            taken too, and more than one leading batch dimension. Read in place if the last dimension is contiguous.
-            Or nested tensors in the jagged layout, (B, H, j, D): their sequences are not padded, see
-            :func:`flash_attn_varlen`.
-        key: (B, H_kv, S_k, D), dtype and device of ``query``. Leading dimensions broadcast.
-        value: (B, H_kv, S_k, D_v), likewise; D_v may differ from D.
-        attn_mask: broadcastable to (B, H, S_q, S_k) and never expanded. bool: True attends. Float (``query``'s
-            dtype or float32): added to the scores; -inf masks; receives a gradient in its own shape. Unlike in
-            torch it may be combined with ``is_causal``: both apply. A ``CausalBias`` of torch is taken too.
-        dropout_p: probability of dropping an element of the softmax, 0 to 1. Applied whenever it is above 0.
+        query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 0 to 512. (H, S, D), (S, D) and several
+            leading batch dimensions are also allowed. Not copied if the last dimension is contiguous. Nested tensors
+            in the jagged layout, (B, H, j, D), are allowed and are not padded: see :func:`flash_attn_varlen`.
+        key: (B, H_kv, S_k, D), with the dtype and device of ``query``. Leading dimensions broadcast.
+        value: (B, H_kv, S_k, D_v), likewise. D_v may differ from D.
+        attn_mask: broadcastable to (B, H, S_q, S_k), and never expanded. bool: True attends. Float (``query``'s
+            dtype or float32): added to the scores; -inf masks; receives a gradient in its own shape. It may be
+            combined with ``is_causal``, unlike in torch: both apply. A ``CausalBias`` of torch is also allowed.
+        dropout_p: probability of dropping an element of the softmax, 0 to 1. Dropout also applies in eval mode.
         is_causal: key j is visible to query i only if j <= i (the diagonal starts in the upper left corner).
         scale: factor of ``query @ key^T``; ``1 / sqrt(D)`` if None.
         enable_gqa: allow H_kv < H: query head h uses key/value head ``h // (H // H_kv)``.
-        causal: "upper_left" (as ``is_causal``) or "lower_right" (the last query sees all keys); they differ where
-            S_q != S_k. If given, it decides over ``is_causal``.
+        causal: "upper_left" (as ``is_causal``) or "lower_right" (the last query sees all keys). They differ if
+            S_q != S_k. ``causal`` overrides ``is_causal``.
         window: (left, right), or one number for both: only keys up to ``left`` before and ``right`` after the
-            diagonal are visible. -1 and None are no limit. Numbers below -1 move a side past the diagonal: (-2, 5)
-            shows query i the keys i + 2 to i + 5. Sliding window attention of Beltagy et al. 2020.
+            diagonal are visible. -1 and None are no limit. Numbers below -1 move a side past the diagonal: with
+            (-2, 5) query i sees the keys i + 2 to i + 5. Sliding window attention of Beltagy et al. 2020.
         softcap: above 0, scores become ``softcap * tanh(score / softcap)`` (Gemma 2, 2024).
         alibi_slopes: (H) or (B, H), float32 or ``query``'s dtype: ``-slope * |i + diagonal - j|`` is added to the
             scores (Press et al. 2022). Receives a gradient.
-        sink: (H) or (B, H), float32 or ``query``'s dtype: an attention sink, one more score in each row, without a
-            value: ``lse = log(exp(sink) + sum_j exp(score_j))``, and a row's weights sum to less than 1. A row to which
-            everything is masked has out 0 and lse = sink then; -inf is no sink. Receives a gradient: with
-            ``delta = rowsum(grad_out * out)``, that of the sink's score, whose value is 0, is
-            ``-sum over rows of exp(sink - lse) * (delta - grad_lse)``. (gpt-oss, OpenAI 2025; Xiao et al. 2024.)
-        key_mask: (B, S_k): a second mask, the same for all heads and queries of a batch element, such as padding; bool
-            or float as ``attn_mask``. Both apply, and nobody has to merge them into (B, 1, S_q, S_k). No gradient.
-        return_lse: also return the logsumexp of the scores. Its gradient is not dropped.
-        rng_state: int64 (seed, offset) from :func:`new_rng_state`, to replay a dropout mask; drawn from torch's
-            generator if None, so that ``torch.manual_seed`` governs it.
-        num_splits: into how many pieces the forward cuts the keys where there are few queries (Flash-Decoding, Dao et
-            al. 2023), at most one per tile of keys and, so that memory stays linear, 4 or S_k / S_q, whichever is more.
-            0 lets the shape decide; above 1 asks for that kernel whatever S_q is.
-        unified_max: a guess of the largest score, used in place of the running maximum (FlashDecoding++, Hong et al.
-            2023); asks for the same kernel. Pieces whose scores are too far from it are computed again without it.
-        deterministic: True makes the gradients the same bits at every run; False lets a CUDA kernel add to dq in any
-            order. None follows ``torch.use_deterministic_algorithms``, as it is set when flash_attn is called. On CPU
-            results are always the same bits, for any number of threads and whatever else is in the batch.
-        diagonal: moves the diagonal, for a part of a larger score matrix: causal masks, windows and ALiBi count from
-            key ``i + diagonal`` of query i, or ``i + diagonal + S_k - S_q`` where they are aligned to the lower right.
+        sink: (H) or (B, H), float32 or ``query``'s dtype: an attention sink (gpt-oss, OpenAI 2025; Xiao et al. 2024).
+            One more score in each row, without a value: ``lse = log(exp(sink) + sum_j exp(score_j))``, and a row's
+            weights sum to less than 1. If all keys of a row are masked, out is 0 and lse is the sink. -inf is no sink.
+            Receives the gradient ``-sum over rows of exp(sink - lse) * (delta - grad_lse)``, with
+            ``delta = rowsum(grad_out * out)``.
+        key_mask: (B, S_k): a second mask, the same for all heads and queries of a batch element, such as padding. bool
+            or float as ``attn_mask``. Both masks apply without being merged into (B, 1, S_q, S_k). No gradient.
+        return_lse: also return the logsumexp of the scores. It is differentiable.
+        rng_state: int64 (seed, offset) from :func:`new_rng_state`, to replay a dropout mask. If None, it is drawn from
+            torch's generator, so ``torch.manual_seed`` determines it.
+        num_splits: the number of pieces into which the forward cuts the keys of few queries (Flash-Decoding, Dao et
+            al. 2023). At most one piece per tile of keys, and at most max(4, S_k / S_q) to keep memory linear. 0: the
+            shape decides. Above 1, this kernel runs for any S_q.
+        unified_max: a guess of the largest score, used instead of the running maximum (FlashDecoding++, Hong et al.
+            2023), in the same kernel. Pieces with scores too far from it are computed again without it.
+        deterministic: True: gradients are bitwise equal in every run. False: a CUDA kernel may add to dq in any order.
+            None: as ``torch.use_deterministic_algorithms`` is set when flash_attn is called. On CPU results are always
+            bitwise equal, for any number of threads and any other element of the batch.
+        diagonal: moves the diagonal, for a part of a larger score matrix. Causal masks, windows and ALiBi count from
+            key ``i + diagonal`` of query i, or from ``i + diagonal + S_k - S_q`` if aligned to the lower right.
 
     With ``window`` or ``alibi_slopes`` but neither ``is_causal`` nor ``causal``, the diagonal is aligned to the
     lower right corner, as in flash-attention.
 
     Returns:
-        out (B, H, S_q, D_v), dtype of ``query``; or (out, lse) with lse (B, H, S_q) in float32 (float64 for float64
-        inputs), natural logarithm. A row to which everything is masked has out 0, lse -inf and gradients 0.
+        out (B, H, S_q, D_v) in ``query``'s dtype; or (out, lse) with lse (B, H, S_q) in float32 (float64 for float64
+        inputs), natural logarithm. A row without a visible key has out 0, lse -inf and gradients 0.
 
     Raises:
         TypeError: a dtype, device or layout that is not allowed.
-        ValueError: a shape or number that is not allowed. Messages name the argument, what was got and what is allowed.
+        ValueError: a shape or number that is not allowed. Messages name the argument, its value and the allowed values.
         NotImplementedError: no kernel for the tensors' device; a third derivative.
 
-    Differentiable twice: in reverse mode, in forward mode (:func:`torch.func.jvp`, :mod:`torch.autograd.forward_ad`),
-    and in either through the other. None of it stores the score matrix; docs/derivative_formulas.md has the formulas.
+    Differentiable twice, in reverse mode, in forward mode (:func:`torch.func.jvp`, :mod:`torch.autograd.forward_ad`)
+    and in both mixed. No derivative stores the score matrix. The formulas are in docs/derivative_formulas.md.
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: attention of new tokens to a cache of keys and values, which they are appended to first."""
+"""flash_attn_with_kvcache: appends new tokens to a cache of keys and values, then attends to the cache."""
 
 from torch import Tensor
 
@@ -41,29 +41,31 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attention's function of this name: appends ``k`` and ``v`` to the caches in place, then attends.
 
-    B counts sequences, S_q the new queries and S_new the new keys of each. Without derivatives: an input that requires
-    a gradient is an error unless gradients are disabled. No check fails after rows were written. Causal masks, windows
-    and ALiBi are aligned to the lower right corner: the last query has the position of the last key.
+    B counts sequences, S_q the new queries and S_new the new keys of each sequence. There are no derivatives: an input
+    that requires a gradient is an error unless gradients are disabled. All checks run before the first row is written.
+    Causal masks, windows and ALiBi are aligned to the lower right corner: the last query has the position of the last
+    key.
 
     Args:
         q: (B, S_q, H, D); or packed (T_q, H, D) with ``cu_seqlens_q``.
         k_cache: (caches, rows, H_k, D), with H a multiple of H_k; or, with ``block_table``, pages
             (num_pages, page_size, H_k, D) of any size. ``q``'s dtype; or int8, float8_e4m3fn or float8_e5m2 with
-            ``k_descale``. Its last dimension is contiguous. Where rows are appended, no two elements share memory, also
-            not with ``v_cache``, ``q``, ``k`` or ``v``; overlaps of strided views are not all found.
+            ``k_descale``. Its last dimension is contiguous. If rows are appended, no two elements may share memory, and
+            ``v_cache``, ``q``, ``k`` and ``v`` may not share memory with it. Some overlaps of strided views are not
+            found.
         v_cache: (caches, rows, H_k, D_v), likewise.
-        k: (B, S_new, H_k, D) to be written behind each sequence's ``cache_seqlens`` rows; or packed (T_new, H_k, D)
-            with ``cu_seqlens_k_new``. Pages for them must be in ``block_table``.
+        k: (B, S_new, H_k, D), written after the ``cache_seqlens`` rows of each sequence; or packed (T_new, H_k, D)
+            with ``cu_seqlens_k_new``. ``block_table`` must contain the pages for them.
         v: (B, S_new, H_k, D_v), likewise.
-        rotary_cos: (positions, rotary_dim / 2). With it ``k`` is rotated by its position before it is written, and
-            ``q`` by its own position if ``causal`` or a window is given, otherwise by that of the first new key.
+        rotary_cos: (positions, rotary_dim / 2). ``k`` is rotated by its position before it is written. ``q`` is
+            rotated by its own position if ``causal`` or a window is given, otherwise by the first new key's position.
         rotary_sin: likewise.
-        cache_seqlens: how many rows of each sequence are in the cache: (B), int32 or int64, or one number. None: all.
-        cache_batch_idx: (B): which of the caches is each sequence's. None: its own number. With ``block_table``: which
-            row of the table, and the table may have any number of rows.
-        cache_leftpad: (B): so many rows at the start of each cache are left out. Rotary positions count from the
-            cache's start all the same, as in flash-attention; ``rotary_seqlens`` gives other positions.
-        block_table: (B, pages of a sequence), int32 or int64: numbers of its pages.
+        cache_seqlens: the number of rows in each sequence's cache: (B), int32 or int64, or one number. None: all.
+        cache_batch_idx: (B): the index of each sequence's cache. None: sequence b has cache b. With ``block_table``:
+            the index of each sequence's row in the table, which may have any number of rows.
+        cache_leftpad: (B): the number of rows to ignore at the start of each cache. Rotary positions still count from
+            the start of the cache, as in flash-attention; ``rotary_seqlens`` sets other positions.
+        block_table: (B, pages of a sequence), int32 or int64: the indices of each sequence's pages.
         window_size: (left, right); -1 is no limit.
         rotary_interleaved: pairs of columns are (0, 1), (2, 3), ...; otherwise c and c + rotary_dim / 2.
         alibi_slopes: (H) or (B, H).
@@ -71,19 +73,19 @@ def flash_attn_with_kvcache(
         return_softmax_lse: also return the logsumexp of the scores, (B, H, S_q), or (H, T_q).
         cu_seqlens_q, cu_seqlens_k_new: (B + 1) offsets of packed ``q`` and ``k``.
         max_seqlen_q: the longest packed sequence of ``q``; None is always right.
-        rotary_seqlens: (B): positions of the first new keys for the rotation, in place of ``cache_seqlens``.
+        rotary_seqlens: (B): positions of the first new keys for the rotation, instead of ``cache_seqlens``.
         page_table: FlashAttention-3's name for ``block_table``.
-        k_descale: what 8-bit keys are multiplied with: (H_k), (caches or pages, H_k), or broadcastable to
-            (caches or pages, rows, H_k): one for each token.
+        k_descale: factors of 8-bit keys: (H_k), (caches or pages, H_k), or broadcastable to
+            (caches or pages, rows, H_k), one for each token.
         v_descale: likewise.
-        tree_mask: of the new tokens among themselves, where they are a tree of guesses (speculative decoding): row i
-            says to which of the sequence's own S_q queries' keys, its last S_q, query i attends. All keys before are
-            visible. bool, True attends, or float, added. (S_q, S_q), (B, S_q, S_q) or broadcastable to
-            (B, H, S_q, S_q); packed: (T_q, max_seqlen_q) or (H, T_q, max_seqlen_q). ``causal`` and a window apply
-            besides: leave ``causal`` out for a tree, whose branches lie behind each other.
+        tree_mask: which new tokens attend to which new tokens, if they are a tree of guesses (speculative decoding).
+            Element (i, j) is for query i and key j of the sequence's last S_q keys. All earlier keys are visible. bool:
+            True attends. Float: added. (S_q, S_q), (B, S_q, S_q) or broadcastable to (B, H, S_q, S_q); packed:
+            (T_q, max_seqlen_q) or (H, T_q, max_seqlen_q). ``causal`` and a window apply, too: pass no ``causal`` for a
+            tree, because its branches are stored one after another.
         sink: (H) or (B, H): one more score in each row, without a value, as in :func:`flash_attn`.
         learnable_sink: FlashAttention-4's name for ``sink``.
-        qv: not taken: multi-head latent attention's second query has no kernel here.
+        qv: must be None: the second query of multi-head latent attention has no kernel here.
 
     Returns:
         out (B, S_q, H, D_v) or (T_q, H, D_v).

@@ -35,34 +35,34 @@ def flash_attn_varlen(
     deterministic: bool | None = None,
     diagonal: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of each sequence to itself, for sequences that lie behind each other in memory.
+    """Exact attention of each sequence to itself, for sequences that are packed one after another in memory.
 
-    Every option is that of :func:`flash_attn` and holds for each sequence by itself: diagonals, windows, ALiBi and
-    masks count rows and keys from the sequence's start, and dropout drops what it would drop in a padded batch.
-    Nothing is padded inside. B counts sequences, T_q and T_k the rows of ``query`` and ``key``.
+    Every option of :func:`flash_attn` holds for each sequence separately: diagonals, windows, ALiBi and masks count
+    rows and keys from the start of the sequence. Dropout drops the same elements as in a padded batch. Nothing is
+    padded inside. B counts sequences, T_q and T_k count the rows of ``query`` and ``key``.
 
     Args:
-        query: (T_q, H, D), float32, float64, bfloat16 or float16. Read in place if its last dimension is contiguous.
-        key: (T_k, H_kv, D), dtype and device of ``query``.
+        query: (T_q, H, D), float32, float64, bfloat16 or float16. Not copied if its last dimension is contiguous.
+        key: (T_k, H_kv, D), with the dtype and device of ``query``.
         value: (T_k, H_kv, D_v), likewise.
         cu_seqlens_q: (B + 1), int32 or int64, on ``query``'s device: rows ``[cu_seqlens_q[b], cu_seqlens_q[b + 1])`` of
             ``query`` are sequence b. Ascending from 0 to T_q; a sequence may be empty.
         cu_seqlens_k: (B + 1), the same for ``key`` and ``value``.
-        max_seqlen_q: at least the length of the longest sequence. None stands for T_q, which is always right; on CUDA
-            a tight number saves empty blocks. On CPU it changes nothing.
+        max_seqlen_q: at least the length of the longest sequence. None: T_q, which is always right. On CUDA a smaller
+            number saves empty blocks. On CPU it changes nothing.
         max_seqlen_k: likewise.
         attn_mask: bool (True attends) or float (added; receives a gradient), in one of two forms. 4-D, broadcastable to
             (B, H, max_seqlen_q, max_seqlen_k): key padding is (B, 1, 1, max_seqlen_k), a table shared by all sequences
-            (1, H, max_seqlen_q, max_seqlen_k). Or (T_q, max_seqlen_k) or (H, T_q, max_seqlen_k): its rows are those of
-            ``query``, its columns the keys of the row's own sequence.
+            (1, H, max_seqlen_q, max_seqlen_k). Or (T_q, max_seqlen_k) or (H, T_q, max_seqlen_k): one row for each row
+            of ``query``, one column for each key of that row's sequence.
         enable_gqa: allow H_kv < H; query head h uses key/value head ``h // (H // H_kv)``.
         causal: "upper_left" or "lower_right", the corner of each sequence's own score matrix. flash-attention's
             ``causal=True`` is "lower_right".
         alibi_slopes: (H) or (B, H).
         sink: (H) or (B, H).
-        seqused_q: (B), int32 or int64: only so many rows of each sequence are in use. Others get out 0, lse -inf and
-            gradients 0.
-        seqused_k: (B), likewise: later keys are as if they were not there.
+        seqused_q: (B), int32 or int64: the number of rows in use, for each sequence. The other rows get out 0, lse
+            -inf and gradients 0.
+        seqused_k: (B), likewise: later keys are ignored.
 
     For the other arguments see :func:`flash_attn`.
 
@@ -71,10 +71,10 @@ def flash_attn_varlen(
 
     Raises:
         TypeError, ValueError: as :func:`flash_attn`. On CPU offsets that do not ascend from 0 to the number of rows
-            raise a ValueError; on CUDA, where reading them would wait for the GPU, they give wrong results but never
+            raise a ValueError; on CUDA, where reading them would wait for the GPU, results are wrong but kernels never
             touch memory outside the tensors.
 
-    On CPU a sequence gives the same bits alone as in any pack, for any number of threads.
+    On CPU the results of a sequence are bitwise the same alone and in any pack, for any number of threads.
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """

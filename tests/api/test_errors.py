@@ -215,7 +215,7 @@ def test_nested_tensors():
     """Strided ones, and jagged ones that are not (batch, heads, j, head_dim)."""
     for layout, error, words in (
         (torch.strided, TypeError, "query: got a nested tensor; allowed: dense tensors"),
-        (torch.jagged, ValueError, "query: got a tensor of shape .*; allowed beside nested tensors: jagged ones"),
+        (torch.jagged, ValueError, "query: got a tensor of shape .*; allowed with nested tensors: jagged ones"),
     ):
         nested = torch.nested.nested_tensor([torch.zeros(3, 8), torch.zeros(2, 8)], layout=layout)
         with pytest.raises(error, match=words):

@@ -372,7 +372,7 @@ def test_jagged_tensors():
     grads = torch.autograd.grad(out.transpose(1, 2).values().square().sum(), (q, k, v))
     for ours, theirs in zip(grads, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
         assert torch.equal(ours, theirs)
-    with pytest.raises(ValueError, match=r"key: got a tensor of shape .* allowed beside nested tensors"):
+    with pytest.raises(ValueError, match=r"key: got a tensor of shape .* allowed with nested tensors"):
         flash_attn(nested[0], torch.randn(3, 4, 5, 17), nested[2])
 
 
