@@ -1,11 +1,11 @@
-// The instructions of AMX for bfloat16 under the names that kernels/tile_gemm-inl.h uses. The compilers' intrinsics for
-// them take a register's number as a literal only, not from a template.
+// AMX instructions for bfloat16, with the names of kernels/tile_gemm-inl.h. The compilers' intrinsics accept a
+// register number only as a literal, not from a template.
 #pragma once
 
 #define FA_TILE_CONFIGURE(config) asm volatile("ldtilecfg %0" ::"m"(config) : "memory")
 #define FA_TILE_RELEASE() asm volatile("tilerelease" ::: "memory")
 #define FA_TILE_ZERO(n) asm volatile("tilezero %%tmm%c0" ::"i"(n))
-// 16 rows of 64 bytes, `bytes` behind each other.
+// Loads 16 rows of 64 bytes; the distance of rows is `bytes`.
 #define FA_TILE_LOAD(n, from, bytes) \
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(n), "r"(from), "r"(int64_t(bytes)) : "memory")
 #define FA_TILE_STORE(n, to, bytes) \

@@ -21,7 +21,7 @@ bool cpu_has_tiles() {
   return (edx & kBFloat16) && (edx & kTiles);
 }
 
-// Whether the operating system saves the tile registers when it changes threads.
+// Returns whether the operating system saves the tile registers at a thread switch.
 bool system_saves_tiles() {
   unsigned eax, ebx, ecx, edx;
   constexpr unsigned kXgetbv = 1u << 27;
@@ -31,7 +31,7 @@ bool system_saves_tiles() {
   return (eax & kBoth) == kBoth;
 }
 
-// Linux makes room for the registers' 8 KB in a process that asks (Documentation/arch/x86/xstate.rst).
+// Linux reserves memory for the 8 KB of registers in a process that requests it (Documentation/arch/x86/xstate.rst).
 bool system_permits_tiles() {
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   return syscall(SYS_arch_prctl, kRequestPermission, kTileDataState) == 0;

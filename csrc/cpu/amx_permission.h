@@ -3,8 +3,8 @@
 
 namespace flash_attn_ext::cpu {
 
-// True if the CPU has them for bfloat16, the operating system saves them for each thread, and Linux permits them to this
-// process. The first call asks for that permission; threads and forked processes inherit it.
+// Returns true if the CPU has tile registers for bfloat16, the operating system saves them per thread, and Linux
+// permits them to this process. The first call requests the permission; threads and forked processes inherit it.
 bool may_use_amx();
 
 }  // namespace flash_attn_ext::cpu

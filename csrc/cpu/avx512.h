@@ -10,7 +10,7 @@
 #define FA_VECTOR_BYTES 64
 #define FA_VECTOR_REGISTERS 32
 #define FA_MUL_EPU32(a, b) _mm512_mul_epu32((__m512i)(a), (__m512i)(b))
-// x less the nearest whole number, 0 for an infinity; y * 2^n for whole n.
+// FRACTION: x minus the nearest integer, 0 for an infinity. SCALEF: y * 2^n for integers n.
 #define FA_HAS_SCALEF
 #define FA_FRACTION_PS(x) _mm512_reduce_ps(x, 0)
 #define FA_FRACTION_PD(x) _mm512_reduce_pd(x, 0)

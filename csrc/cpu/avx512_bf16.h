@@ -1,4 +1,4 @@
-// The intrinsics of AVX-512 BF16 besides those of AVX-512, for isa_avx512_bf16.cpp and isa_amx.cpp.
+// Intrinsics of AVX-512 BF16 and VNNI, in addition to avx512.h, for isa_avx512_bf16.cpp and isa_amx.cpp.
 #pragma once
 
 #include "avx512.h"
@@ -9,7 +9,7 @@
 #define FA_PERMUTE16(x, from) (U32) _mm512_permutexvar_epi16((__m512i)(from), x)
 #define FA_PERMUTE16_2(a, b, from) \
   (U32) _mm512_permutex2var_epi16((__m512i)(a), (__m512i)(from), (__m512i)(b))
-// Of AVX-512 VNNI, which all of these CPUs have.
+// AVX-512 VNNI: all CPUs with AVX-512 BF16 have it.
 #define FA_DOT_INT16(sum, a, b) \
   (VecIndex<float>)_mm512_dpwssd_epi32((__m512i)(sum), (__m512i)(a), (__m512i)(b))
 #define FA_WIDEN_INT8(p) (U32) _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))

@@ -1,5 +1,4 @@
-// Lets an editor, or a compiler that only checks, read any -inl.h by itself: as isa_generic.cpp would include
-// it.
+// Lets an editor, or a compiler that only checks syntax, read any -inl.h alone, as isa_generic.cpp includes it.
 #pragma once
 
 #include "target_region.h"

@@ -1,12 +1,12 @@
-// AVX-512 BF16 with AMX (Xeons from Sapphire Rapids on): products of bfloat16 tiles run on AMX's tile registers. Other
-// dtypes take the kernels of isa_avx512_bf16.cpp.
+// AVX-512 BF16 with AMX (Xeons from Sapphire Rapids on). Products of bfloat16 tiles run on the tile registers of AMX.
+// Other dtypes run on the kernels of isa_avx512_bf16.cpp.
 #include "target_region.h"
 
-// Older compilers do not know the instructions. Other systems than Linux do not give the permission (amx_permission.cpp).
+// Older compilers do not know the instructions. Only Linux gives the permission (amx_permission.cpp).
 #if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #include "avx512_bf16.h"
 #if defined(FA_EMULATED_AMX)
-#include "emulated_amx.h"  // of tests/cpp, in place of amx.h
+#include "emulated_amx.h"  // in tests/cpp, in place of amx.h
 #else
 #include "amx.h"
 #endif

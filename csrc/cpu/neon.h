@@ -7,7 +7,7 @@
 
 #define FA_VECTOR_BYTES 16
 #define FA_VECTOR_REGISTERS 32
-#define FA_MULTIPLIES_BY_LANE  // one lane of a register for all of another's
+#define FA_MULTIPLIES_BY_LANE  // a multiply-add may broadcast one lane of a register
 #define FA_MUL_EPU32(a, b) vmull_u32(vmovn_u64((uint64x2_t)(a)), vmovn_u64((uint64x2_t)(b)))
 #define FA_MAX_PS(a, b) (Vec<float>)vmaxnmq_f32((float32x4_t)(a), (float32x4_t)(b))
 #define FA_MAX_PD(a, b) (Vec<double>)vmaxnmq_f64((float64x2_t)(a), (float64x2_t)(b))
@@ -18,7 +18,7 @@
 #define FA_CVTPH_PS(x) (F32) vcvt_f32_f16((float16x4_t)(x))
 #define FA_CVTPS_PH(x) (Half16) vcvt_f16_f32((float32x4_t)(x))
 
-// Baseline code, and static: no other object file can be given it.
+// Baseline code, and static: the linker cannot use these functions for other object files.
 namespace flash_attn_ext::cpu {
 
 static inline uint32x4_t widen_4_bytes(uint32_t x) {
@@ -29,7 +29,7 @@ static inline int32x4_t widen_4_signed_bytes(uint32_t x) {
   return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(x)))));
 }
 
-// Bit n of the result says whether p[n] is not 0.
+// Returns bits: bit n is p[n] != 0.
 static inline uint64_t bits_of_64_bytes(const uint8_t* p) {
   const uint8x16_t bit_of_lane = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201u));
   uint8x16_t bits[4];

@@ -1,5 +1,4 @@
-// How kernels use threads, whoever owns them: ops/cpu.cpp passes torch's thread pool, the C++ tests pass
-// std::thread.
+// Threads for the kernels. ops/cpu.cpp passes torch's thread pool, the C++ tests pass std::thread.
 #pragma once
 
 #include <atomic>
@@ -14,9 +13,9 @@ struct Parallel {
   void (*run)(int threads, void (*worker)(void* context, int thread), void* context) = nullptr;
 };
 
-// Calls body(task, thread) for each task in [0, tasks). Threads draw tasks in order from a shared counter, so
-// that uneven tasks (causal) balance; a body must write only what its task owns, which keeps results
-// independent of the thread count.
+// Calls body(task, thread) for each task in [0, tasks). Threads draw tasks in order from a shared counter, so uneven
+// tasks (causal) are balanced. A body writes only the results of its task: results do not depend on the number of
+// threads.
 template <class Body>
 void for_each_task(const Parallel& parallel, int64_t tasks, const Body& body) {
   struct Queue {

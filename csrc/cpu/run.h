@@ -1,4 +1,4 @@
-// What ops/ calls of the CPU kernels: one table of functions for each instruction set, all torch-free.
+// The interface between ops/ and the CPU kernels: one table of functions per instruction set, without torch.
 #pragma once
 
 #include <atomic>
@@ -11,29 +11,30 @@
 
 namespace flash_attn_ext::cpu {
 
-// One pass over the tiles of the scores. Every size of its params must be at least 1 (without v,
-// D_v is 0), and why_not() null for them.
+// One of forward, backward, jvp, double backward, weights. Every size in its params must be at least 1 (without v,
+// D_v is 0), and why_not() must return null for them.
 template <class Params>
 struct Pass {
-  size_t (*workspace)(const Params&, int threads);  // bytes that `run` needs with so many threads
-  // `workspace` is aligned to 64; its contents need not be set.
+  size_t (*workspace)(const Params&, int threads);  // memory in bytes that `run` needs with so many threads
+  // `workspace` is aligned to 64 bytes. Its contents may be uninitialised.
   void (*run)(const Params&, void* workspace, const Parallel&);
 };
 
 struct Kernels {
   const char* isa;
-  std::atomic<int64_t>* calls;  // runs of any pass so far, for inspection
+  std::atomic<int64_t>* calls;  // how often these kernels ran
   Pass<AttentionParams> forward;
   Pass<BackwardParams> backward;
   Pass<JvpParams> jvp;
   Pass<DoubleBackwardParams> double_backward;
   Pass<WeightsParams> weights;
-  int64_t (*decode_splits)(const AttentionParams&);  // pieces of the keys; 0: the decode kernel does not run
-  int64_t decode_max_queries;                        // up to so many, it runs without being asked for
+  int64_t (*decode_splits)(
+      const AttentionParams&);  // number of splits of the keys; 0: the decode kernel does not run
+  int64_t decode_max_queries;   // the decode kernel runs by default up to so many queries
   void (*append)(const AppendParams&, const Parallel&);
 };
 
-// Defined by isa_*.cpp; null where that file's instruction set does not exist on the compiled architecture.
+// isa_*.cpp define these. Null if the compiled architecture does not have the instruction set.
 extern const Kernels* const kGenericKernels;
 extern const Kernels* const kAvx2Kernels;
 extern const Kernels* const kAvx512Kernels;

@@ -21,7 +21,7 @@ namespace {
 
 bool cpu_has_avx2() {
 #if defined(__x86_64__)
-  unsigned eax, ebx, ecx = 0, edx;  // not by __builtin_cpu_supports: clang 14 has no name for F16C
+  unsigned eax, ebx, ecx = 0, edx;  // not __builtin_cpu_supports: clang 14 has no name for F16C
   const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
   return has_f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #else
@@ -48,7 +48,7 @@ bool cpu_has_avx512_bf16() {
 
 bool cpu_has_neon_bf16() {
 #if defined(__aarch64__) && defined(__linux__)
-  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16: the headers of older systems lack the name
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16, which older headers lack
   return (getauxval(AT_HWCAP2) & kBf16) != 0;
 #elif defined(__aarch64__) && defined(__APPLE__)
   int has = 0;
@@ -87,7 +87,7 @@ std::string list(const std::vector<std::string>& names) {
   return text;
 }
 
-// The kernels called `name`; throws std::invalid_argument that names `source` (where the name came from).
+// Returns the kernels called `name`. Throws std::invalid_argument that names `source`, the origin of the name.
 const Kernels* find_kernels(const std::string& name, const std::string& source) {
   bool known = false;
   for (const Candidate& c : candidates()) {
@@ -136,7 +136,7 @@ std::vector<std::string> why_not_faster() {
   for (const Candidate& c : candidates()) {
     const std::string reason = c.runs_here ? active_isa + " is forced" : "this CPU cannot run it";
     reasons.insert(reasons.begin(), c.kernels->isa + (": " + reason));
-    if (c.kernels->isa == active_isa) reasons.clear();  // this one runs, and those before it are slower
+    if (c.kernels->isa == active_isa) reasons.clear();  // this one runs; the ones before it are slower
   }
   return reasons;
 }

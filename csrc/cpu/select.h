@@ -1,4 +1,4 @@
-// Which instruction set's kernels run. Detected at run time; FLASH_ATTN_EXT_ISA or force_isa() pins one.
+// Selects the kernels by instruction set: detected at run time, or forced by FLASH_ATTN_EXT_ISA or force_isa().
 #pragma once
 
 #include <map>
@@ -9,21 +9,22 @@
 
 namespace flash_attn_ext::cpu {
 
-// The kernels in use: the forced ones, else the best that this CPU can run. Throws std::invalid_argument if
-// FLASH_ATTN_EXT_ISA names an instruction set that is unknown or that this CPU lacks.
+// Returns the kernels in use: the forced ones, or the best ones that this CPU can run. Throws std::invalid_argument
+// if FLASH_ATTN_EXT_ISA is unknown, or not supported by this CPU.
 const Kernels& active_kernels();
 
-// Names of all kernels that this build has and this CPU can run, slowest first.
+// Returns the names of the kernels in this build that this CPU can run, slowest first.
 std::vector<std::string> available_isas();
 
-// Why each instruction set that is faster than the active one does not run, the fastest first.
+// Returns, for each faster instruction set, why it does not run. The fastest is first.
 std::vector<std::string> why_not_faster();
 
-// How often each available instruction set's kernels have run.
+// Returns how often the kernels of each instruction set ran. avx512_bf16 runs float32 calls on kernels of avx512:
+// they count there.
 std::map<std::string, int64_t> kernel_calls();
 
-// Pins `name` for the process, or returns to detection if it is empty. Throws std::invalid_argument if it is
-// unknown or impossible here.
+// Forces `name` for this process, or detects again if `name` is empty. Throws std::invalid_argument if `name` is
+// unknown, or not supported by this CPU.
 void force_isa(const std::string& name);
 
 }  // namespace flash_attn_ext::cpu

@@ -1,5 +1,5 @@
-// What an isa_*.cpp includes before it opens its target region: every standard and shared header. Otherwise an inline
-// function of theirs would be compiled for that ISA, and the linker might choose that copy for all callers.
+// An isa_*.cpp includes this before its target region. It includes every standard and shared header: inside the
+// region their inline functions would be compiled for that ISA, and the linker might use them in other files.
 #pragma once
 
 #include <algorithm>

@@ -6,7 +6,7 @@ namespace flash_attn_ext::cpu {
 
 TaskList::Task TaskList::at(int64_t n) const {
   if (!sequences) return {0, n};
-  // The last one that begins at or before n: those before it at the same place have no tasks.
+  // The last sequence that begins at or before n: earlier ones with the same first task have no tasks.
   const Sequence* next = std::upper_bound(sequences, sequences + count, n,
                                           [](int64_t n, const Sequence& s) { return n < s.first_task; });
   return {next[-1].b, n - next[-1].first_task};
@@ -26,7 +26,8 @@ int64_t order_sequences(TaskList::Sequence* sequences, int64_t count) {
 }
 
 double visible_pairs(const AttentionParams& p) {
-  constexpr int64_t kStep = 64;  // exact where a row is; near enough to compare sequences by
+  constexpr int64_t kStep =
+      64;  // exact for sequences of one block; otherwise an estimate to compare sequences
   double pairs = 0;
   for (int64_t i = 0; i < p.sizes.seqlen_q; i += kStep) {
     const int64_t rows = std::min(kStep, p.sizes.seqlen_q - i);

@@ -3,8 +3,8 @@
 namespace flash_attn_ext::cpu {
 namespace {
 
-// Every pass reads every field, except those of caches. This names all fields: a new field does not compile before it
-// is named here too, and its author has thought of the passes that do not read it.
+// All kernels read every field, except the fields of caches. The binding below names all fields: a new field does not
+// compile until its author adds it here, and decides which kernels support it.
 const char* why_not_any(const AttentionParams& p) {
   const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink, dropout, decode,
                varlen] = p;
@@ -14,7 +14,7 @@ const char* why_not_any(const AttentionParams& p) {
   return nullptr;
 }
 
-// Keys in a cache may lie in pages or have 8 bits: nothing is differentiated with respect to them.
+// Keys in a cache may be in pages or have 8 bits. The derivatives do not read caches.
 const char* why_not_differentiated(const AttentionParams& p) {
   if (p.varlen && !p.varlen.cu_seqlens_k) return "cpu: caches have no derivatives";
   return why_not_any(p);

@@ -1,5 +1,5 @@
-// What the CPU kernels do not take: null if they take a call, else the reason. The same on every instruction set.
-// The CUDA tiers answer the same question (cuda/*/why_not.cpp).
+// why_not() returns null if the CPU kernels support a call, else the reason. It is the same for every instruction
+// set. cuda/*/why_not.cpp answer the same question for the CUDA tiers.
 #pragma once
 
 #include "../core/params.h"

@@ -23,8 +23,8 @@ def test_the_files_are_found():
     assert {"forward-inl", "backward-inl", "decode-inl", "vec-inl", "table-inl"} <= {p.stem for p in FILES}
 
 
-# What a task makes whose tiles are multiplied: the scratch of a pass, or a pass itself.
-MULTIPLIES = re.compile(r"\bplan_(forward|backward|decode_scratch|jvp|double_backward|weights)<|\bPass\b[ (]")
+# A task that multiplies tiles allocates its scratch, or constructs a Pass.
+MULTIPLIES = re.compile(r"\ballocate_(forward|backward|decode_scratch|jvp|double_backward|weights)<|\bPass\b[ (]")
 
 
 def tasks_of(text):

@@ -1,14 +1,14 @@
-// New rows of keys and values go into caches, rotated and, where a cache has 8 bits, rounded; queries are rotated.
+// Appends new keys and values to caches. It rotates keys and queries, and rounds keys and values for 8-bit caches.
 //
-// A task is a few rows of q or of k and v. Every place is checked before (ops/checks_packed.cpp).
+// A task processes a few rows of q, or of k and v. ops/checks_packed.cpp has checked every cache position before.
 #pragma once
 
 #include "cache_rows-inl.h"
 
-constexpr int64_t kAppendRows = 4;  // of a task
+constexpr int64_t kAppendRows = 4;  // rows per task
 constexpr int64_t kMostColumns = 512;
 
-// The 8 bits of the nearest float8 to x, ties to even; beyond the largest it is the largest.
+// Rounds x to float8, ties to even, and returns the 8 bits. A value beyond the largest float8 becomes the largest.
 inline uint8_t float8_of(float x, int mantissa_bits, int least_exponent, float largest) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
@@ -17,7 +17,7 @@ inline uint8_t float8_of(float x, int mantissa_bits, int least_exponent, float l
   const float magnitude = std::min(std::abs(x), largest);
   std::memcpy(&bits, &magnitude, sizeof(bits));
   const int exponent = std::max(static_cast<int>(bits >> 23) - 127, least_exponent);
-  // In units of the last place: up to 2^mantissa_bits of them below the least exponent's normal numbers.
+  // Counts in units of the last mantissa bit. Below the smallest normal number there are 2^mantissa_bits of them.
   const auto units =
       static_cast<uint8_t>(std::nearbyint(__builtin_ldexpf(magnitude, mantissa_bits - exponent)));
   return sign | static_cast<uint8_t>(((exponent - least_exponent) << mantissa_bits) + units);
@@ -29,12 +29,12 @@ inline uint8_t coded(float x, CacheDType dtype) {
     case CacheDType::kFloat8E5M2: return float8_of(x, 2, -14, 57344.0f);
     default: break;
   }
-  const float rounded = std::nearbyint(x);  // NaN becomes 0: int8 has none
+  const float rounded = std::nearbyint(x);  // int8 has no NaN: NaN becomes 0
   return static_cast<uint8_t>(
       static_cast<int8_t>(rounded != rounded ? 0 : std::clamp(rounded, -128.0f, 127.0f)));
 }
 
-// One head's row, rotated, from `from` to `to`.
+// Rotates the row of one head: reads `from` and writes `to`.
 template <class T>
 struct RotaryRow {
   T cos[kMostColumns / 2], sin[kMostColumns / 2];
@@ -72,7 +72,7 @@ template <class In, class T>
 struct AppendRows {
   const AppendParams& p;
 
-  // The sequence that has `row`.
+  // Finds the sequence that contains `row`.
   int64_t sequence_of(const Offsets& cu_seqlens, int64_t row) const {
     int64_t low = 0, high = p.sizes.batch;  // cu_seqlens[low] <= row < cu_seqlens[high]
     while (high - low > 1) {
@@ -125,7 +125,7 @@ struct AppendRows {
       return;
     }
     In turned[kMostColumns];
-    if (rotary) {  // rounded to its dtype first: that is the key
+    if (rotary) {  // rounds to the dtype of keys first, because the key has that dtype
       turn_to(*rotary, from, turned, cols);
       from = turned;
     }

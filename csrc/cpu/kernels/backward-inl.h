@@ -1,16 +1,15 @@
-// Backward of q, k, v and the ALiBi slopes: FlashAttention-2, algorithm 2, five products a tile and no
-// atomics.
+// Backward of q, k, v and the ALiBi slopes: FlashAttention-2, algorithm 2, five products per tile and no atomics.
 //
 //   dV_j += P^T dO    dK_j += dS^T Q    dQ_i += dS K       key block j outside, query block i inside
 //
-// A task owns the keys of one (sequence, query head), or one block of them. The tasks of a head add to one dQ, in the
-// order of the keys (turns.h): the result is bitwise the same for any number of threads, and whatever else is in the batch.
+// A task processes all keys, or one block of keys, of one (sequence, query head). The tasks of a head add to the same
+// dQ, in the order of the keys (turns.h): the bits do not depend on the number of threads or on the batch.
 #pragma once
 
 #include "backward_mask-inl.h"
 
-// One tile of the row terms: `reference` is the maximum m so far, `correction` the sum l of e^(S - m), and `delta`
-// that of e^(S - m) dP.
+// Adds one tile to the row terms: `reference` is the running maximum m, `correction` is l = sum of e^(S - m), `delta`
+// is the sum of e^(S - m) dP.
 template <class T>
 void add_to_row_terms(const TileFrame& f, const T* scores, const T* dprobs, const T* dropout_tile,
                       const RowTerms<T>& rows) {
@@ -23,7 +22,7 @@ void add_to_row_terms(const TileFrame& f, const T* scores, const T* dprobs, cons
       const Vec<T> x = load<T>(scores + n), prob = exp<T>(x - new_max), dprob = load<T>(dprobs + n);
       const Vec<T> product = prob * (dropout_tile ? dprob * load<T>(dropout_tile + n) : dprob);
       sum += prob;
-      weighted += x == kNegInf<T> ? Vec<T>{} : product;  // masked: 0 whatever dP holds
+      weighted += x == kNegInf<T> ? Vec<T>{} : product;  // masked: 0 for every dP
     }
     const T rescale = std::exp(rows.reference[i] - new_max);
     rows.correction[i] = rows.correction[i] * rescale + sum_lanes<T>(sum);
@@ -32,8 +31,8 @@ void add_to_row_terms(const TileFrame& f, const T* scores, const T* dprobs, cons
   }
 }
 
-// The row terms of a block of queries from one more look at the scores, as sums: m in rows.reference, l in
-// rows.correction, l times rowsum(P o dP) in rows.delta.
+// Computes the row terms of a query block from recomputed scores. Leaves sums: m in rows.reference, l in
+// rows.correction, l rowsum(P o dP) in rows.delta.
 template <class In, class T>
 void sum_row_terms(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b, int64_t h, int64_t i0,
                    int64_t queries, const RowTerms<T>& rows) {
@@ -54,7 +53,7 @@ void sum_row_terms(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b
   }
 }
 
-// Sums of dQ begin with 0.
+// Sets rows of dQ to 0 before the sums.
 template <class T>
 void clear_rows(const DqRows<T>& dq, int64_t i0, int64_t count, int64_t cols) {
   for (int64_t i = i0; dq.data && i < i0 + count; ++i)
@@ -73,12 +72,12 @@ void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w
     const RowTerms<T> rows = w.rows.of_head(p, b, h);
     const T *lse = static_cast<const T*>(p.lse) + first,
             *dlse = static_cast<const T*>(p.dlse) + (p.dlse ? first : 0);
-    // With dweights there is no out to make delta of.
+    // With dweights there is no out, so delta cannot be dot(dO, O).
     const bool exact =
         !p.dweights && std::all_of(lse, lse + queries, [&](T x) { return lse_is_exact(p, x); });
     if (!exact) {
       Arena arena = thread_arena(w, thread);
-      BackwardScratch<In, T> s = plan_backward<In, T>(arena, call);
+      BackwardScratch<In, T> s = allocate_backward<In, T>(arena, call);
       const ProductUnit<In> unit;
       sum_row_terms<In, T>(p, s, b, h, i0, queries, rows);
     }
@@ -98,8 +97,8 @@ void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w
   });
 }
 
-// The sink's column of dS, P (0 - delta), summed over the rows of each head. `term(p, b, h, i)` is that factor of P
-// with its sign changed; p is the call of sequence b.
+// Computes the sink's gradient for each head: dsink -= P term(p, b, h, i), summed over the rows i. Its column of dS is
+// P (0 - delta), so the term is delta in the first derivative. `p` is the call of sequence b.
 template <class Params, class T, class Term>
 void sink_gradient(const Params& call, const BackwardWorkspace<T>& w, const Parallel& parallel,
                    const Term& term) {
@@ -116,7 +115,7 @@ void sink_gradient(const Params& call, const BackwardWorkspace<T>& w, const Para
   });
 }
 
-// d(score)/d(slope) = -|i + diagonal - j|, summed over the tile.
+// d(score)/d(slope) = -|i + diagonal - j|, times dS, summed over the tile.
 template <class T>
 T alibi_slope_gradient(const BackwardParams& p, const TileFrame& f, const T* dscores) {
   Vec<T> sum = {};
@@ -126,7 +125,8 @@ T alibi_slope_gradient(const BackwardParams& p, const TileFrame& f, const T* dsc
   return sum_lanes<T>(sum);
 }
 
-// From the gradient of the finished score to that of <q, k>: through the softcap, times scale.
+// Converts the gradient of the scores to the gradient of <q, k>: multiplies by the derivative of the softcap and by
+// scale.
 template <class T>
 void unscale_dscores(const BackwardParams& p, const TileFrame& f, const T* tanh_tile, T* dscores) {
   const T scale = static_cast<T>(p.scale);
@@ -134,14 +134,14 @@ void unscale_dscores(const BackwardParams& p, const TileFrame& f, const T* tanh_
     Vec<T> ds = load<T>(dscores + c) * scale;
     if (tanh_tile) {
       const Vec<T> t = load<T>(tanh_tile + c), slope = T(1) - t * t;
-      ds = ds == T(0) ? ds : ds * slope;  // a masked 0 stays 0 where tanh is NaN
+      ds = ds == T(0) ? ds : ds * slope;  // a masked 0 stays 0, even if tanh is NaN
     }
     store<T>(dscores + c, ds);
   }
 }
 
-// What one thread does to one tile after another: the first derivative. The loops below run every such pass;
-// double_backward-inl.h has the other.
+// The work of one thread on one tile: the first derivative. The loops below are templates over it;
+// double_backward-inl.h has the second derivative.
 template <class In_, class T_>
 struct BackwardPass {
   using In = In_;
@@ -153,23 +153,23 @@ struct BackwardPass {
   const Workspace& w;
   BackwardScratch<In, T> s;
 
-  // `params`: those of one sequence of the call.
+  // `params` is the call of one sequence of `call`.
   BackwardPass(const Params& call, const Params& params, const Workspace& workspace, int thread)
       : p(params), w(workspace) {
     Arena arena = thread_arena(w, thread);
-    s = plan_backward<In, T>(arena, call);
+    s = allocate_backward<In, T>(arena, call);
   }
 
   void load_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {
     s.products.load_keys(p, b, h_kv, j0, keys);
   }
 
-  // Leaves the gradient of the finished scores in s.dscores.
+  // Computes the gradient of the scores in s.dscores.
   BackwardTile<T> recompute(const TileFrame& f) {
     return recompute_tile<In, T>(p, s, f, w.rows.of_head(p, f.b, f.h));
   }
 
-  // Adds to s.dk and s.dv, and, when it is its turn, to dq.
+  // Adds to s.dk and s.dv. Waits for its turn, then adds to dq.
   void add_products(const TileFrame& f, const ScoreTile<T>& score, const DqRows<T>& dq, const Turn& turn) {
     if (p.dv) s.products.add_dv(p, score, s.probs, s.dv);
     unscale_dscores<T>(p, f, s.tanh_tile, s.dscores);
@@ -180,7 +180,7 @@ struct BackwardPass {
   }
 };
 
-// Returns the block's part of the slope's gradient.
+// Returns this key block's part of the slope's gradient.
 template <class Pass, class T>
 T backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, const DqRows<T>& dq, const Turn& turn) {
   constexpr int64_t block_q = backward_tiling<T>().block_q, block_k = backward_tiling<T>().block_k;
@@ -193,9 +193,10 @@ T backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, const DqRows<
 
   T dslope = 0;
   const Range seen = visible_queries(p.band, j0, j0 + keys, z.seqlen_q);
-  const auto step_from = [&](int64_t step) {  // the next one with queries that see a key
+  const auto step_from = [&](int64_t step) {  // the next step with a query that sees a key
     for (; step < count_query_steps<T>(p); ++step)
-      if (const int64_t i0 = mirrored_block<T>(p, step) * block_q; i0 < seen.end && i0 + block_q > seen.begin)
+      if (const int64_t i0 = block_in_mirrored_order<T>(p, step) * block_q;
+          i0 < seen.end && i0 + block_q > seen.begin)
         return step;
     return Turn::kNone;
   };
@@ -204,7 +205,7 @@ T backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, const DqRows<
   if (step != Turn::kNone) pass.load_keys(b, z.kv_head(h), j0, keys);
 
   while (step != Turn::kNone) {
-    const int64_t i0 = mirrored_block<T>(p, step) * block_q, next = step_from(step + 1);
+    const int64_t i0 = block_in_mirrored_order<T>(p, step) * block_q, next = step_from(step + 1);
     const TileFrame f{b, h, i0, j0, std::min(block_q, seen.end - i0), keys, ld, false};
     const BackwardTile<T> tile = pass.recompute(f);
     if (!tile.empty) {
@@ -217,8 +218,8 @@ T backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, const DqRows<
   return dslope;
 }
 
-// The key rows of one block, straight to dk and dv, or to the query head's own partial sum where heads share
-// keys.
+// Stores the rows of one key block in dk and dv. If several query heads share a key head, stores them in the query
+// head's partial sum.
 template <class In, class T>
 void store_key_rows(const Tensor4& grad, T* partial, const T* block, int64_t b, int64_t h, const Sizes& z,
                     int64_t j0, int64_t keys, int64_t cols) {
@@ -248,7 +249,8 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
     const KeyTask task = key_task<T>(p, drawn, w.whole_heads);
     const int64_t b = task.b, h = task.head;
     const DqRows<T> dq = w.template dq_of<In>(p, b, h);
-    if (w.whole_heads) clear_rows(dq, 0, z.seqlen_q, z.head_dim);  // otherwise with the row terms
+    if (w.whole_heads)
+      clear_rows(dq, 0, z.seqlen_q, z.head_dim);  // otherwise compute_row_terms() clears them
 
     Pass pass(call, p, w, thread);
     const ProductUnit<In> unit;
@@ -264,8 +266,8 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
   });
 }
 
-// Each of these rows of head h of `grad` is the sum of `parts` partial rows of `data`, added in order; the parts lie
-// `part_rows` rows behind each other, and the first is overwritten.
+// Sums `parts` partial rows of `data` for each of these rows of head h of `grad`, in order. Part n begins n *
+// part_rows rows after the first, which is overwritten.
 template <class In, class T>
 void reduce_rows(const Tensor4& grad, T* data, int64_t b, int64_t h, const Range& rows, int64_t cols,
                  int64_t parts, int64_t part_rows) {
@@ -294,7 +296,7 @@ void reduce_gradients(const BackwardParams& call, const BackwardWorkspace<T>& w,
     if (w.dq)
       reduce_rows<In, T>(p.dq, w.template dq_of<In>(p, b, h).data, b, h, rows_of(z.seqlen_q), z.head_dim, 1,
                          0);
-    if (group > 1 && h % group == 0) {  // the heads of the group are the parts
+    if (group > 1 && h % group == 0) {  // the parts are the heads of the group
       if (p.dk)
         reduce_rows<In, T>(p.dk, w.dk_of(p, b) + h * z.seqlen_k * d, b, h / group, rows_of(z.seqlen_k),
                            z.head_dim, group, z.seqlen_k);
@@ -322,16 +324,16 @@ void backward_passes(const typename Pass::Params& p, const typename Pass::Worksp
 }
 
 template <class In, class T>
-BackwardWorkspace<T> plan_backward_pass(Arena& arena, const BackwardParams& p, int threads) {
+BackwardWorkspace<T> allocate_backward_pass(Arena& arena, const BackwardParams& p, int threads) {
   Arena scratch(nullptr);
-  plan_backward<In, T>(scratch, p);
-  return plan_backward_workspace<In, T>(arena, p, threads, scratch.used());
+  allocate_backward<In, T>(scratch, p);
+  return allocate_backward_workspace<In, T>(arena, p, threads, scratch.used());
 }
 
 template <class In, class T>
 void backward(const BackwardParams& p, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
-  const BackwardWorkspace<T> w = plan_backward_pass<In, T>(arena, p, parallel.threads);
+  const BackwardWorkspace<T> w = allocate_backward_pass<In, T>(arena, p, parallel.threads);
   compute_row_terms<In, T>(p, w, parallel);
   if (p.dsink)
     sink_gradient(p, w, parallel, [&](const BackwardParams& own, int64_t b, int64_t h, int64_t i) {
@@ -343,6 +345,6 @@ void backward(const BackwardParams& p, void* workspace, const Parallel& parallel
 template <class In, class T>
 size_t backward_workspace(const BackwardParams& p, int threads) {
   Arena arena(nullptr);
-  plan_backward_pass<In, T>(arena, p, threads);
+  allocate_backward_pass<In, T>(arena, p, threads);
   return arena.used();
 }

@@ -1,10 +1,9 @@
-// Gradient of a float mask, in the mask's own broadcast shape: dmask = sum of dS over what the mask was
-// broadcast.
+// Gradient of a float mask, in the mask's own broadcast shape: dmask = sum of dS over the broadcast dimensions.
 //
-// A pass of its own (two more products a tile): it is parallel over the mask's elements, each task summing
-// the batches, heads and rows that share its tile in a fixed order, so that nothing of size S_q x S_k is ever
-// stored that the mask itself is not. A mask of few elements is shared by many score tiles: tasks sum up parts of them,
-// which then are added in order.
+// These loops run after the loops for q, k and v, and multiply two more products per tile. Tasks are parallel over
+// the elements of the mask. A task sums over the batches, heads and rows that share its mask tile, in a fixed order.
+// So the memory is that of the mask, never S_q x S_k. If the mask has few elements, many score tiles share each of
+// them: then several tasks sum parts of the score tiles, and the parts are added in order.
 #pragma once
 
 #include "backward_workspace-inl.h"
@@ -24,7 +23,7 @@ void store_mask_tile(const MaskGrad& g, int64_t mb, int64_t mh, int64_t i0, int6
   }
 }
 
-// Adds dS of one score tile to the mask tile; a mask that is broadcast along rows or columns takes their sum.
+// Adds dS of one score tile to the mask tile. If the mask is broadcast along rows or columns, adds the sum over them.
 template <class T>
 void add_to_mask_tile(const MaskGrad& g, const TileFrame& f, const T* dscores, T* tile, int64_t tile_ld) {
   for (int64_t r = 0; r < f.queries; ++r)
@@ -32,15 +31,15 @@ void add_to_mask_tile(const MaskGrad& g, const TileFrame& f, const T* dscores, T
       tile[(g.rows == 1 ? 0 : r) * tile_ld + (g.cols == 1 ? 0 : c)] += dscores[r * f.ld + c];
 }
 
-// Adds dS of the queries and keys that share one mask tile, of one head: of its score tiles, counted key block by key
-// block, those in `part`.
+// Adds dS of one head, for the queries and keys that share one mask tile. Score tiles are counted key block by key
+// block; only the score tiles in `part` are added.
 template <class Pass>
 void add_shared_scores(Pass& pass, int64_t b, int64_t h, const Range& queries, const Range& keys,
                        const Range& part) {
   using T = typename Pass::T;
   const auto [block_q, block_k] = backward_tiling<T>();
   const BackwardParams& p = pass.p;
-  int64_t n = 0;  // of the first score tile of the key block
+  int64_t n = 0;  // number of the first score tile of the key block
   for (int64_t j0 = keys.begin; j0 < keys.end; j0 += block_k) {
     const int64_t count = std::min(block_k, keys.end - j0),
                   blocks = ceil_div(queries.end - queries.begin, block_q);
@@ -59,10 +58,10 @@ void add_shared_scores(Pass& pass, int64_t b, int64_t h, const Range& queries, c
   }
 }
 
-// The tile that a task sums up, or a part of it.
+// The mask tile of a task, or one part of its sum.
 template <class T>
 struct MaskTask {
-  int64_t mb, mh, mi, mj, part;  // mi, mj: first row and column
+  int64_t mb, mh, mi, mj, part;  // mi, mj: first row and first column
 
   MaskTask(const MaskTiles& tiles, int64_t n) {
     const auto [block_q, block_k] = backward_tiling<T>();
@@ -79,7 +78,7 @@ struct MaskTask {
   }
 };
 
-// Stores some rows of a finished tile, whose row `first` is row 0 of `sums`, where the mask has them.
+// Stores the rows of a finished tile that exist in the mask. Row 0 of `sums` is row `first` of the tile.
 template <class T>
 void store_mask_rows(const BackwardParams& own, const MaskTask<T>& task, int64_t first, int64_t count,
                      const T* sums) {
@@ -99,18 +98,18 @@ void store_mask_rows(const BackwardParams& own, const MaskTask<T>& task, int64_t
                                           block_k);
     case DType::kFloat16:
       return store_mask_tile<Float16, T>(g, task.mb, task.mh, before + i, task.mj, rows, cols, sums, block_k);
-    case DType::kBool: return;  // has no gradient: checked in ops/checks.cpp
+    case DType::kBool: return;  // a bool mask has no gradient: ops/checks.cpp checks it
   }
 }
 
-// Adds dS of all score tiles that share the tile, or of those of its part, to the pass's dmask.
+// Adds to pass.s.dmask: dS of all score tiles that share the mask tile, or of the score tiles in its part.
 template <class Pass>
 void sum_mask_tile(const typename Pass::Params& call, const typename Pass::Workspace& w, int thread,
                    const Range& batches, const MaskTiles& tiles, const MaskTask<typename Pass::T>& task) {
   const auto [block_q, block_k] = backward_tiling<typename Pass::T>();
   const MaskGrad& g = call.dmask;
   const Range heads = g.heads == 1 ? Range{0, call.sizes.heads} : Range{task.mh, task.mh + 1};
-  int64_t before = 0;  // score tiles of the heads before
+  int64_t before = 0;  // number of score tiles in the heads before
   for (int64_t b = batches.begin; b < batches.end; ++b) {
     const typename Pass::Params p = of_sequence(call, b);
     const Sizes& z = p.sizes;
@@ -122,7 +121,7 @@ void sum_mask_tile(const typename Pass::Params& call, const typename Pass::Works
                             ceil_div(std::max<int64_t>(keys.end - keys.begin, 0), block_k);
     const int64_t of_heads = of_head * (heads.end - heads.begin);
     Range part{0, std::numeric_limits<int64_t>::max()};
-    if (tiles.parts > 1) {  // all sequences have the same lengths
+    if (tiles.parts > 1) {  // then all sequences have the same lengths
       const int64_t all = of_heads * (batches.end - batches.begin);
       part = {all * task.part / tiles.parts, all * (task.part + 1) / tiles.parts};
     }
@@ -153,8 +152,8 @@ void backward_mask(const typename Pass::Params& call, const typename Pass::Works
     T* const sums = Pass(call, own, w, thread).s.dmask;
     std::fill(sums, sums + tiles.rows * block_k, T(0));
 
-    // What shares this mask tile: one block where the mask has the dimension, everything where it is
-    // broadcast.
+    // The score tiles that share this mask tile: one block if the mask has the dimension, all blocks if the mask
+    // is broadcast along it.
     const Range batches = by_row         ? Range{sequence, sequence + 1}
                           : g.batch == 1 ? Range{0, call.sizes.batch}
                                          : Range{task.mb, task.mb + 1};
@@ -167,7 +166,7 @@ void backward_mask(const typename Pass::Params& call, const typename Pass::Works
 
   const MaskTiles tiles = mask_tiles<T>(call);
   if (tiles.parts == 1) return;
-  constexpr int64_t kRows = 16;  // of a task that adds parts
+  constexpr int64_t kRows = 16;  // rows per task that adds parts
   const int64_t bands = ceil_div(tiles.rows, kRows), size = tiles.rows * block_k;
   for_each_task(parallel, tiles.count() * bands, [&](int64_t n, int) {
     const int64_t tile = n / bands, row = n % bands * kRows, rows = std::min(kRows, tiles.rows - row);

@@ -1,14 +1,14 @@
-// The five products of the backward on one tile: S = Q K^T, dP = dO V^T, dV += P^T dO, dK += dS^T Q, dQ += dS
-// K. Here with operands of the accumulator's type, 16-bit ones widened when their tile is loaded.
+// The five products of the backward on one tile: S = Q K^T, dP = dO V^T, dV += P^T dO, dK += dS^T Q, dQ += dS K. The
+// first form has operands of the accumulator's type; 16-bit operands are widened when their tile is loaded.
 //
-// load_keys() comes before the tiles of a key block; scores() and dprobs() before the sums of a tile, which
-// use the rows of Q and dO that those two have loaded.
+// Order of the calls: load_keys() before the tiles of a key block. scores() and dprobs() before add_dv(), add_dk()
+// and add_dq() of a tile, which reuse the rows of Q and dO.
 #pragma once
 
 #include "masked_gemm-inl.h"
 #include "tile_gemm-inl.h"
 
-// The rows of one head in dQ, or in a sum of it, in the accumulator's type.
+// dQ of one head, or a sum of parts of dQ, in the accumulator's type.
 template <class T>
 struct DqRows {
   T* data;
@@ -19,13 +19,13 @@ template <class In, class T>
 struct BackwardProducts {
   T* k_transposed;  // [D][block_k]     K^T
   T* v_transposed;  // [D_v][block_k]
-  T* k_tile;        // [block_k][D]     used only where the caller's memory cannot be read directly; so too:
+  T* k_tile;        // [block_k][D]     used only if the caller's memory cannot be read directly; likewise:
   T* q_tile;        // [block_q][D]
   T* dout_tile;     // [block_q][D_v]
   T* finite_tile;   // [max(block_q, block_k)][max(D, D_v)]  for masked_gemm
   Tile<T> k, q, dout;
 
-  static BackwardProducts plan(Arena& arena, const BackwardParams& p) {
+  static BackwardProducts allocate(Arena& arena, const BackwardParams& p) {
     const auto [block_q, block_k] = fitted(backward_tiling<T>(), p.sizes);
     const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
     BackwardProducts r{};
@@ -38,7 +38,7 @@ struct BackwardProducts {
     return r;
   }
 
-  // Keys [j0, j0 + keys) of one head; K^T and V^T are zero-padded to whole vectors of keys.
+  // Loads keys [j0, j0 + keys) of one head. K^T and V^T are padded with zeros to whole vectors of keys.
   void load_keys(const BackwardParams& p, int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {
     const int64_t ld = round_up_to_lanes<T>(keys);
     load_tile_transposed<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, p.sizes.head_dim, k_transposed,
@@ -89,19 +89,19 @@ struct BackwardProducts {
 
 #if defined(FA_DOT_BFLOAT16)
 
-// bfloat16 operands as they are, P and dS rounded to bfloat16.
+// The form for bfloat16 operands without widening. P and dS are rounded to bfloat16.
 template <>
 struct BackwardProducts<BFloat16, float> {
   Pair* k_transposed;  // [D / 2][block_k]
   Pair* v_transposed;  // [D_v / 2][block_k]
   Pair* k_across;      // [block_k / 2][D]
-  Pair* q_rows;        // [block_q][D / 2]      only if the caller's memory does not come in pairs; so too:
+  Pair* q_rows;        // [block_q][D / 2]      only if the caller's memory does not come in pairs; likewise:
   Pair* dout_rows;     // [block_q][D_v / 2]
-  Pair* across;        // [max(block_q, block_k) / 2][max(D, D_v)]   dO, Q, or K cleared
-  Pair* weights;       // [block_q][block_k / 2], or pairs of queries   P or dS
-  Rows<BFloat16> k;    // the key block
+  Pair* across;   // [max(block_q, block_k) / 2][max(D, D_v)]   dO or Q, or K without rows that are not finite
+  Pair* weights;  // [block_q][block_k / 2], or [block_k][block_q / 2]   P or dS
+  Rows<BFloat16> k;  // the key block
 
-  static BackwardProducts plan(Arena& arena, const BackwardParams& p) {
+  static BackwardProducts allocate(Arena& arena, const BackwardParams& p) {
     const auto [block_q, block_k] = fitted(backward_tiling<float>(), p.sizes);
     const int64_t d = p.sizes.head_dim, d_v = p.sizes.head_dim_v;
     const auto padded = round_up_to_lanes<float>;
@@ -160,11 +160,11 @@ struct BackwardProducts<BFloat16, float> {
     const int64_t ld = round_up_to_lanes<float>(k.cols);
     float* sum = dq.data + f.i0 * dq.ld;
     const bool clear = score.partial && !rows_are_finite<BFloat16, float>(k, f.keys);
-    if (clear) {  // in a copy: other tiles need the key block as it is
+    if (clear) {  // clears a copy: other tiles need the key block unchanged
       load_pairs_across(k.data, k.stride, f.keys, k.cols, across, ld);
       clear_rows_not_finite(k, f.keys, across, ld);
     }
-    // Padding lanes of dS are 0, so that an odd number of keys may end in half a pair.
+    // Padding lanes of dS are 0, so an odd number of keys may end with half a pair.
     for (int64_t n = 0; n < f.queries * f.ld; n += kLanes<float>)
       store_as<BFloat16, float>(reinterpret_cast<BFloat16*>(weights) + n, load<float>(dscores + n));
     gemm<float, Pair>(
@@ -175,7 +175,7 @@ struct BackwardProducts<BFloat16, float> {
   }
 
  private:
-  // sum[key] += sum over queries of factor[query][key] * rows[query].
+  // sum[key] += sum over queries of factor[query][key] * rows[query]
   void add_transposed(const ScoreTile<float>& score, const float* factor, const Rows<BFloat16>& rows,
                       float* sum) const {
     const TileFrame& f = score.frame;

@@ -1,10 +1,10 @@
-// What both backward passes share: recompute one tile of P and dS from q, k, v, lse and delta.
+// Recomputes one tile of P and dS from q, k, v, lse and delta. The backward and the double backward use it.
 //
 //   P = e^(S - lse)    dP = dO V^T    dS = P o (dP - delta)    delta = rowsum(dO o O) - dlse
 //
-// Where the result is the average of P over the heads, dP is its gradient / H, and delta is rowsum(P o dP).
+// If the result is the average of P over the heads: dP = dweights / H and delta = rowsum(P o dP).
 //
-// Rows are queries and lanes are keys; nothing here needs a reduction along a row.
+// Rows are queries and lanes are keys, so no step here reduces along a row.
 #pragma once
 
 #include "backward_products-inl.h"
@@ -21,18 +21,18 @@ struct BackwardScratch {
   T* dropout_tile;  // [block_q][block_k]  only with dropout
   T* dk;            // [block_k][D]
   T* dv;            // [block_k][D_v]
-  T* dmask;         // [block_q][block_k]  only if the mask's gradient is wanted
+  T* dmask;         // [block_q][block_k]  only if the caller wants the mask's gradient
 };
 
 template <class In, class T>
-BackwardScratch<In, T> plan_backward(Arena& arena, const BackwardParams& p) {
+BackwardScratch<In, T> allocate_backward(Arena& arena, const BackwardParams& p) {
   const auto [block_q, block_k] = fitted(backward_tiling<T>(), p.sizes);
   BackwardScratch<In, T> s;
-  s.products = BackwardProducts<In, T>::plan(arena, p);
+  s.products = BackwardProducts<In, T>::allocate(arena, p);
   s.probs = arena.take<T>(block_q * block_k);
   s.dscores = arena.take<T>(block_q * block_k);
   s.tanh_tile = p.softcap > 0 ? arena.take<T>(block_q * block_k) : nullptr;
-  s.mask = plan_mask_tile<T>(arena, p.mask, block_q, block_k);
+  s.mask = allocate_mask_tile<T>(arena, p.mask, block_q, block_k);
   s.dropout_tile = p.dropout ? arena.take<T>(block_q * block_k) : nullptr;
   s.dk = arena.take<T>(block_k * round_up_to_lanes<T>(p.sizes.head_dim));
   s.dv = arena.take<T>(block_k * round_up_to_lanes<T>(p.sizes.head_dim_v));
@@ -41,14 +41,13 @@ BackwardScratch<In, T> plan_backward(Arena& arena, const BackwardParams& p) {
   return s;
 }
 
-// What the backward knows of each query row, in arrays that have the rows of lse:
+// Three numbers per query row, in arrays indexed like lse:
 //
 //   P = e^((S - reference) - correction)    dS = P o (dP - delta)
 //
-// The reference is lse and the correction 0; where lse is too large to be exact, they are the row's maximum m
-// and log l, and delta is rowsum(P o dP) - dlse: all three from one look at the scores, so that what rounding does to
-// a score cancels. A row with everything masked has the reference +inf: P is 0 there without an Inf - Inf on the
-// way.
+// Normally reference = lse and correction = 0. If lse is too large to be exact: reference = m (the row's maximum),
+// correction = log l, and delta = rowsum(P o dP) - dlse. All three then come from the same recomputed scores, so
+// their rounding cancels. A row with everything masked has reference = +inf: P = 0 without computing Inf - Inf.
 template <class T>
 struct RowTerms {
   T *delta, *reference, *correction;
@@ -59,19 +58,19 @@ struct RowTerms {
   }
 };
 
-// Whether an lse of this size still tells log l apart: adding 1e9 to all scores of a row (masks of finfo.min
-// or -1e9 do) rounds it away, and e^(S - lse) is then off by the length of the row. NaN counts as exact: it
-// stays NaN.
+// Returns whether an lse of this size still contains log l. Adding 1e9 to all scores of a row (masks of finfo.min or
+// -1e9) rounds log l away; e^(S - lse) is then wrong by a factor of the row length. Returns true for NaN, which stays
+// NaN.
 //
-// The forward has these scores to the last bit, so that their rounding cancels in S - lse. Only the decode
-// kernel adds its products up in another order; large scores then differ in bits that matter.
+// The forward computes bitwise the same scores, so their rounding cancels in S - lse. Only the decode kernel adds
+// products in another order; large scores then differ in bits that matter.
 template <class T>
 inline bool lse_is_exact(const BackwardParams& p, T lse) {
   const T limit = is_decode(p) ? T(16) : T(1e-3) / std::numeric_limits<T>::epsilon();
   return !(std::abs(lse) > limit) || std::isinf(lse);
 }
 
-// P of a vector of scores: 0 where they are masked, whatever lse holds.
+// Returns P for a vector of scores. Masked scores give 0 for every lse.
 template <class T>
 FA_INLINE Vec<T> prob_of(Vec<T> score, T reference, T correction) {
   return score == kNegInf<T> ? Vec<T>{} : exp<T>((score - reference) - correction);
@@ -79,11 +78,11 @@ FA_INLINE Vec<T> prob_of(Vec<T> score, T reference, T correction) {
 
 template <class T>
 struct BackwardTile {
-  bool empty;  // every element masked: nothing was computed
+  bool empty;  // every element is masked: nothing was computed
   ScoreTile<T> score;
 };
 
-// Fills s.probs with the tile's scores.
+// Fills s.probs with the scores of the tile.
 template <class In, class T>
 BackwardTile<T> recompute_scores(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f) {
   const MaskTile<T> mask = load_mask_tile<T>(p.mask, f, s.mask);
@@ -104,7 +103,7 @@ void load_dprobs(const BackwardParams& p, BackwardScratch<In, T>& s, const TileF
   }
 }
 
-// Fills s.probs and s.dscores for the tile at f. `rows` are those of the tile's head.
+// Fills s.probs with P and s.dscores with dS for tile f. `rows` belong to the tile's head.
 template <class In, class T>
 BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f,
                                const RowTerms<T>& rows) {
@@ -121,7 +120,7 @@ BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& 
     T *prob_row = s.probs + r * f.ld, *dscore_row = s.dscores + r * f.ld;
     for (int64_t c = 0; c < f.ld; c += L) {
       const Vec<T> x = load<T>(prob_row + c);
-      const VecIndex<T> hidden = x == kNegInf<T>;  // masked, or padding: dS is 0 whatever dP holds
+      const VecIndex<T> hidden = x == kNegInf<T>;  // masked or padding: dS is 0 for every dP
       const Vec<T> prob = prob_of<T>(x, reference, correction);
       Vec<T> dropped = prob, dprob = load<T>(dscore_row + c);
       if (p.dropout) {

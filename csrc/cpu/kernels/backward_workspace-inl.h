@@ -1,21 +1,21 @@
-// Memory of the backward: what all tasks share, and each thread's scratch. All of it is linear in the rows of
+// Memory of the backward: arrays shared by all tasks, and scratch for each thread. Its size is linear in the rows of
 // q and k.
 #pragma once
 
 #include "backward_tile-inl.h"
 
-// Tiles of the mask's gradient. A mask whose rows are those of a packed q has the tiles of each sequence;
-// any other has those of its own shape, whatever sequences there are.
+// Tiles of the mask's gradient. If the rows of the mask are the rows of a packed q, each sequence has its own tiles.
+// Otherwise the tiles cover the mask's own shape.
 struct MaskTiles {
   int64_t batches, heads, row_blocks, col_blocks;
-  int64_t rows;   // of a tile, where the mask has them
-  int64_t parts;  // the score tiles that share a tile of the mask are summed up in so many
+  int64_t rows;   // rows per tile, if the mask has rows
+  int64_t parts;  // number of partial sums per mask tile
 
   int64_t count() const { return batches * heads * row_blocks * col_blocks; }
 };
 
-// By shape alone. Parts are made where the tiles of the mask are few. Each has some score tiles at least, and all of
-// them take no more memory than q and k.
+// Depends on the shape alone. Makes several parts if the mask has few tiles. Each part has a minimum number of score
+// tiles, and all parts together need at most the memory of q and k.
 template <class T>
 int64_t count_mask_parts(const BackwardParams& p, const MaskTiles& tiles) {
   constexpr int64_t kTasks = 256, kScoreTiles = 8;
@@ -23,7 +23,8 @@ int64_t count_mask_parts(const BackwardParams& p, const MaskTiles& tiles) {
   const Sizes& z = p.sizes;
   const MaskGrad& g = p.dmask;
   if (p.varlen || tiles.count() == 0) return 1;
-  const int64_t of_batch = tiles.count() / g.batch;  // what else is in the batch changes no bit
+  const int64_t of_batch =
+      tiles.count() / g.batch;  // other sequences in the batch must not change the bits of a result
   const int64_t shared_heads = z.batch / g.batch * (z.heads / g.heads);
   const int64_t score_tiles = shared_heads * (g.rows == 1 ? ceil_div(z.seqlen_q, block_q) : 1) *
                               (g.cols == 1 ? ceil_div(z.seqlen_k, block_k) : 1);
@@ -45,32 +46,32 @@ MaskTiles mask_tiles(const BackwardParams& p) {
 }
 
 template <class T>
-TaskList plan_mask_tasks(Arena& arena, const BackwardParams& call) {
+TaskList allocate_mask_tasks(Arena& arena, const BackwardParams& call) {
   if (!call.dmask) return {};
   if (call.varlen && call.varlen.mask_by_row)
-    return plan_tasks(arena, call, [](const BackwardParams& p) { return mask_tiles<T>(p).count(); });
+    return list_tasks(arena, call, [](const BackwardParams& p) { return mask_tiles<T>(p).count(); });
   TaskList list;
   const MaskTiles tiles = mask_tiles<T>(call);
   list.total = tiles.count() * tiles.parts;
   return list;
 }
 
-// Blocks of keys in one sequence; at least one, which then clears dQ.
+// Number of key blocks in one sequence, at least one: a sequence without keys still has to clear dQ.
 template <class T>
 int64_t count_key_blocks(const BackwardParams& p) {
   return std::max<int64_t>(ceil_div(p.sizes.seqlen_k, backward_tiling<T>().block_k), 1);
 }
 
-// Whether a task takes all keys of a head, as it does where heads are enough for the threads: four for each, and so many
-// that no more than a tenth of the threads' time is spent waiting for the last ones. Otherwise it takes one block of keys.
-// The order of all sums, and so their bits, are the same.
+// Returns whether a task processes all keys of a head. It does if there are four heads per thread, and enough heads
+// that threads wait at most a tenth of the time for the last ones. Otherwise a task processes one block of keys. Both
+// orders of summation are the same, so the bits are too.
 inline bool takes_whole_heads(const BackwardParams& p, int threads) {
   const int64_t heads = (p.varlen ? 1 : p.sizes.batch) * p.sizes.heads, of_thread = ceil_div(heads, threads);
   return heads >= 4 * threads && 10 * heads >= 9 * of_thread * threads;
 }
 
-// A task of one sequence. Threads draw them in order: block by block, and of each block every head, so that a block
-// seldom has to wait for the one before it.
+// A task of one sequence. Threads draw the tasks block by block, and within a block head by head. So a key block
+// seldom waits for the block before it.
 struct KeyTask {
   int64_t b, head, first_block, end_block;
 };
@@ -81,7 +82,7 @@ KeyTask key_task(const BackwardParams& p, const TaskList::Task& task, bool whole
   return {b, h, block, whole_heads ? blocks : block + 1};
 }
 
-// Rows of gradients that a task of reduce_gradients() sums up.
+// Rows of gradients that one task of reduce_gradients() sums.
 constexpr int64_t kReducedRows = 256;
 inline int64_t count_reduced_blocks(const BackwardParams& p) {
   return ceil_div(std::max<int64_t>({p.sizes.seqlen_q, p.sizes.seqlen_k, 1}), kReducedRows);
@@ -92,49 +93,49 @@ int64_t count_query_blocks(const BackwardParams& p) {
   return ceil_div(p.sizes.seqlen_q, backward_tiling<T>().block_q);
 }
 
-// The order in which each block of keys goes through the blocks of queries: a few at a time, the last few first. Blocks
-// of a causal or windowed head then begin with rows that no block before them sees, or where that one began, and do not
-// wait for each other. Within the few, forwards: one at a time takes 6 to 10% longer at S 4096, as memory is read ahead
-// of the products that way.
+// The order in which each key block visits the query blocks: spans of a few blocks, the last span first. Key blocks
+// of a causal or windowed head then begin with rows that no earlier block sees, and do not wait for each other.
+// Within a span the order is ascending, because the hardware prefetches that way: purely descending order takes 6 to
+// 10% longer at S 4096.
 constexpr int64_t kBlocksAtATime = 4;
 
 template <class T>
 int64_t count_query_steps(const BackwardParams& p) {
   return ceil_div(count_query_blocks<T>(p), kBlocksAtATime) * kBlocksAtATime;
 }
-// The block of queries of step n, and also the step of block n. A block beyond the last one has no queries.
+// Maps step n to its query block. The map is its own inverse. A block beyond the last one has no queries.
 template <class T>
-int64_t mirrored_block(const BackwardParams& p, int64_t n) {
+int64_t block_in_mirrored_order(const BackwardParams& p, int64_t n) {
   const int64_t within = n % kBlocksAtATime, first = n - within;
   return count_query_steps<T>(p) - kBlocksAtATime - first + within;
 }
 template <class T>
 int64_t step_of_tile(const BackwardParams& p, const TileFrame& f) {
-  return mirrored_block<T>(p, f.i0 / backward_tiling<T>().block_q);
+  return block_in_mirrored_order<T>(p, f.i0 / backward_tiling<T>().block_q);
 }
 
 template <class T>
 struct BackwardWorkspace {
-  TaskList row_tasks, key_tasks, reduce_tasks, mask_tasks;  // of each pass
-  bool whole_heads;                                         // what a key task takes
-  RowTerms<T> rows;                                         // [statistics rows] each
-  T* dq;                 // [B][H][S_q][D]    null: dq itself takes the sum; packed here and below: each
-                         //                   sequence behind the last one's rows
-  T* dk;                 // [B][H][S_k][D]    only if query heads share a key head
-  T* dv;                 // [B][H][S_k][D_v]  likewise
-  T* dmask;              // [mask's tiles][parts][rows][block_k]  only if there are several parts
-  T* dslopes;            // [B][key blocks][H]
-  Turn::Counter* turns;  // [B][key blocks][H]  the step that is next in dQ
+  TaskList row_tasks, key_tasks, reduce_tasks, mask_tasks;  // of each loop
+  bool whole_heads;                                         // whether a key task processes all keys of a head
+  RowTerms<T> rows;                                         // [rows of lse] each
+  T* dq;       // [B][H][S_q][D]    null: dq itself receives the sums. In packed calls, here and below,
+               //                    the rows of each sequence follow the previous sequence's rows
+  T* dk;       // [B][H][S_k][D]    only if query heads share a key head
+  T* dv;       // [B][H][S_k][D_v]  likewise
+  T* dmask;    // [mask's tiles][parts][rows][block_k]  only if there are several parts
+  T* dslopes;  // [B][key blocks][H]
+  Turn::Counter* turns;  // [B][key blocks][H]  the next step of dQ that this key block adds to
   int64_t key_blocks;    // of all sequences
-  char* scratch;         // of each thread: what a pass keeps begins with a BackwardScratch
+  char* scratch;         // per thread: starts with a BackwardScratch
   size_t scratch_bytes;
 
-  // The first key block of sequence b, whose call is p, among those of all.
+  // Returns the index of sequence b's first key block. `p` is the call of sequence b.
   int64_t first_block(const BackwardParams& p, int64_t b) const {
     return p.varlen ? p.varlen.first_k / backward_tiling<T>().block_k + b : b * count_key_blocks<T>(p);
   }
 
-  // The parts of b, whose call is p.
+  // Pointers to the arrays of sequence b. `p` is the call of sequence b.
   template <class In>
   DqRows<T> dq_of(const BackwardParams& p, int64_t b, int64_t h) const {
     if (!p.dq) return {nullptr, 0};
@@ -154,15 +155,15 @@ struct BackwardWorkspace {
   }
 };
 
-// Whether the rows of dq can take the sum themselves: its type, and whole vectors.
+// Returns whether the rows of dq can receive the sums: same type, and whole vectors.
 template <class In, class T>
 bool adds_to_dq_itself(const BackwardParams& p) {
   return std::is_same_v<In, T> && p.sizes.head_dim % kLanes<T> == 0;
 }
 
 template <class In, class T>
-BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams& call, int threads,
-                                             size_t scratch_bytes) {
+BackwardWorkspace<T> allocate_backward_workspace(Arena& arena, const BackwardParams& call, int threads,
+                                                 size_t scratch_bytes) {
   const Sizes& z = call.sizes;
   const int64_t d = round_up_to_lanes<T>(z.head_dim), d_v = round_up_to_lanes<T>(z.head_dim_v);
   const int64_t rows_q = call.varlen ? call.varlen.total_q : z.batch * z.seqlen_q;
@@ -171,16 +172,16 @@ BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams&
 
   BackwardWorkspace<T> w;
   w.whole_heads = takes_whole_heads(call, threads);
-  w.row_tasks = plan_tasks(arena, call, [](const BackwardParams& p) {
+  w.row_tasks = list_tasks(arena, call, [](const BackwardParams& p) {
     return p.sizes.batch * p.sizes.heads * count_query_blocks<T>(p);
   });
-  w.key_tasks = plan_tasks(arena, call, [&](const BackwardParams& p) {
+  w.key_tasks = list_tasks(arena, call, [&](const BackwardParams& p) {
     return p.sizes.batch * p.sizes.heads * (w.whole_heads ? 1 : count_key_blocks<T>(p));
   });
-  w.reduce_tasks = plan_tasks(arena, call, [](const BackwardParams& p) {
+  w.reduce_tasks = list_tasks(arena, call, [](const BackwardParams& p) {
     return p.sizes.batch * p.sizes.heads * count_reduced_blocks(p);
   });
-  w.mask_tasks = plan_mask_tasks<T>(arena, call);
+  w.mask_tasks = allocate_mask_tasks<T>(arena, call);
   for (T** term : {&w.rows.delta, &w.rows.reference, &w.rows.correction})
     *term = arena.take<T>(call.lse_size());
   w.dq = call.dq && !adds_to_dq_itself<In, T>(call) ? arena.take<T>(z.heads * rows_q * d) : nullptr;
@@ -189,7 +190,7 @@ BackwardWorkspace<T> plan_backward_workspace(Arena& arena, const BackwardParams&
   w.dmask = nullptr;
   if (const MaskTiles tiles = call.dmask ? mask_tiles<T>(call) : MaskTiles{}; tiles.parts > 1)
     w.dmask = arena.take<T>(w.mask_tasks.total * tiles.rows * backward_tiling<T>().block_k);
-  // Packed: no more than this, as each sequence but the last begins a block of its own.
+  // Packed: an upper bound, because each sequence begins a new block.
   w.key_blocks = call.varlen ? call.varlen.total_k / backward_tiling<T>().block_k + z.batch
                              : z.batch * count_key_blocks<T>(call);
   w.dslopes = arena.take<T>(call.dalibi_slopes ? w.key_blocks * z.heads : 0);

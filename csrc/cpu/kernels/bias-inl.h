@@ -1,4 +1,4 @@
-// The elements of a float mask: what is added to the scores, -inf where they are masked.
+// Elements of a float mask (the bias): values added to the scores, -inf for masked elements.
 #pragma once
 
 #include "../vec/convert-inl.h"
@@ -6,7 +6,7 @@
 
 enum class TileMask { kNone, kSome, kAll };  // how many of a tile's elements are masked
 
-// body(M{}), M the type of a float mask's elements.
+// Calls body(M{}), where M is the element type of a float mask.
 template <class Body>
 inline auto for_float_mask(DType dtype, const Body& body) {
   switch (dtype) {
@@ -14,42 +14,43 @@ inline auto for_float_mask(DType dtype, const Body& body) {
     case DType::kBFloat16: return body(BFloat16{});
     case DType::kFloat16: return body(Float16{});
     case DType::kFloat32:
-    case DType::kBool: break;  // kBool: its masks are bits, not a bias
+    case DType::kBool: break;  // a bool mask is stored as bits, not as a bias
   }
   return body(float{});
 }
 
-// The first element of a tile.
+// Returns a pointer to the first element of a tile.
 template <class M>
 inline const M* mask_at(const MaskParams& mask, const TileFrame& f) {
   return static_cast<const M*>(mask.data) + f.b * mask.stride_b + f.h * mask.stride_h + f.i0 * mask.stride_q +
          f.j0 * mask.stride_k;
 }
 
-// Whether reading a tile asks for those elements of its rows that the next tile needs.
-enum class NextTile { kNotYet, kAskFor };
+// Whether reading a tile also prefetches the same rows of the next tile.
+enum class Prefetch { kNo, kYes };
 
-// kLanes<T> elements of a float mask in a row; the missing ones of a tail read as 0.
-template <class T, NextTile kNext, class M>
+// Loads kLanes<T> consecutive elements of a float mask. Lanes beyond the end of a row read 0.
+template <class T, Prefetch kNext, class M>
 FA_INLINE Vec<T> load_bias(const M* p, int64_t n) {
   constexpr int L = kLanes<T>, kTile = 64;
-  if constexpr (kNext == NextTile::kAskFor) __builtin_prefetch(p + kTile);
+  if constexpr (kNext == Prefetch::kYes) __builtin_prefetch(p + kTile);
   if constexpr (std::is_same_v<M, T> || (std::is_same_v<T, float> && sizeof(M) == 2)) {
     return n == L ? load_as<M, T>(p) : load_tail_as<M, T>(p, n);
-  } else {  // a float32 or 16-bit mask on float64 inputs
+  } else {  // a float32 or 16-bit mask with float64 inputs
     Vec<T> value = {};
     for (int64_t i = 0; i < n; ++i) value[i] = scalar_as<T>(p[i]);
     return value;
   }
 }
 
-// Whether any of the elements that passed was masked, and any was not. By integers: they need no conversion of masks.
+// Records whether any element was masked, and whether any was visible. Compares bits as integers, without converting
+// them.
 template <class T>
 struct MaskedAndNot {
   using Bits = VecBits<T>;
-  Bits least = ~Bits{}, any = {};  // of the bits in which elements differ from -inf
+  Bits least = ~Bits{}, any = {};  // bits that differ from -inf: the minimum, and the OR, over all elements
 
-  FA_INLINE Vec<T> pass(Vec<T> bias) {
+  FA_INLINE Vec<T> record(Vec<T> bias) {
     const Bits differs = (Bits)bias ^ (Bits)splat<T>(kNegInf<T>);
     least = differs < least ? differs : least;
     any |= differs;
@@ -70,19 +71,19 @@ struct MaskedAndNot {
   }
 };
 
-// dst[r][c] = bias of src[r][c]: rows of the tile are rows of the mask.
+// dst[r][c] = bias of src[r][c]. Rows of the tile are rows of the mask.
 template <class T, class M>
 inline void load_bias_rows(const M* src, int64_t stride, int64_t rows, int64_t cols, T* dst, int64_t ld,
                            MaskedAndNot<T>& seen) {
   constexpr int L = kLanes<T>;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < cols; c += L)
-      store<T>(dst + r * ld + c, seen.pass(load_bias<T, NextTile::kAskFor>(src + r * stride + c,
-                                                                           std::min<int64_t>(L, cols - c))));
+      store<T>(dst + r * ld + c, seen.record(load_bias<T, Prefetch::kYes>(src + r * stride + c,
+                                                                          std::min<int64_t>(L, cols - c))));
 }
 
-// use(c, r, bias of src[r][c], of src[r + 1][c], ...): lanes of the tile are rows of the mask.
-template <class T, NextTile kNext, class M, class Use>
+// Calls use(c, r, bias of src[r][c], src[r + 1][c], ...). Lanes of the tile are rows of the mask.
+template <class T, Prefetch kNext, class M, class Use>
 FA_INLINE MaskedAndNot<T> for_each_transposed(const M* src, int64_t stride, int64_t rows, int64_t cols,
                                               const Use& use) {
   constexpr int64_t L = kLanes<T>;
@@ -92,7 +93,7 @@ FA_INLINE MaskedAndNot<T> for_each_transposed(const M* src, int64_t stride, int6
     Vec<T> block[L];
 #pragma GCC unroll 16
     for (int r = 0; r < L; ++r, p += stride)
-      block[r] = r < height ? seen.pass(load_bias<T, kNext>(p, width)) : Vec<T>{};
+      block[r] = r < height ? seen.record(load_bias<T, kNext>(p, width)) : Vec<T>{};
     transpose<T>(block);
 #pragma GCC unroll 16
     for (int c = 0; c < L; ++c)
@@ -102,14 +103,14 @@ FA_INLINE MaskedAndNot<T> for_each_transposed(const M* src, int64_t stride, int6
     for (int64_t c = 0; c < cols; c += L) {
       const int64_t height = std::min(L, rows - r), width = std::min(L, cols - c);
       if (height == L && width == L)
-        transpose_block(r, c, L, L);  // sizes that the compiler knows: no branch for each row
+        transpose_block(r, c, L, L);  // constant sizes: no branch for each row
       else
         transpose_block(r, c, height, width);
     }
   return seen;
 }
 
-// Scores with a bias: what it masks is masked, NaN and +inf included.
+// Adds the bias to scores. A bias of -inf gives -inf, even if the score is NaN or +inf.
 template <class T>
 FA_INLINE Vec<T> masked_sum(Vec<T> scores, Vec<T> bias) {
   return bias == kNegInf<T> ? bias : scores + bias;

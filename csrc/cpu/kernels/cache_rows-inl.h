@@ -1,16 +1,17 @@
-// Rows of keys and values for one tile: where the caller has them, or, from pages or from 8 bits, copied.
+// Rows of keys and values for one tile: read directly from the caller's memory, or copied from pages or from 8-bit
+// caches.
 #pragma once
 
 #include "../vec/pair-inl.h"
 #include "tiles-inl.h"
 
-// Key heads that one task has.
+// The key heads of one task.
 struct HeadRange {
   int64_t first, count;
 };
 
-// kLanes<float> elements of 8 bits. Whole vectors by FA_WIDEN_BYTES where the ISA has it: GCC 12 takes lanes apart one by
-// one.
+// Widens kLanes<float> 8-bit elements. Uses FA_WIDEN_BYTES if the ISA has it, because GCC 12 extracts the lanes one
+// by one.
 typedef uint8_t Bytes __attribute__((vector_size(kLanes<float>)));
 typedef uint8_t UnalignedBytes __attribute__((vector_size(kLanes<float>), aligned(1), may_alias));
 #if defined(FA_WIDEN_BYTES)
@@ -31,11 +32,11 @@ FA_INLINE Bytes load_bytes(const uint8_t* p, int64_t n) {
   return bytes;
 }
 
-// As floats.
+// Converts 8-bit elements to floats.
 template <CacheDType dtype>
 FA_INLINE F32 float_of(Bytes bytes) {
   if constexpr (dtype == CacheDType::kInt8) return __builtin_convertvector(widen_signed(bytes), F32);
-  // The bits of a float whose exponent is off by what the two formats' biases differ.
+  // The bits of a float with the wrong exponent: the two formats have different exponent biases.
   const U32 bits = widen(bytes), magnitude = bits & 0x7fu, sign = (bits & 0x80u) << 24;
   constexpr bool e4m3 = dtype == CacheDType::kFloat8E4M3;
   const F32 value = (F32)(magnitude << (e4m3 ? 20 : 21)) * (e4m3 ? 0x1p120f : 0x1p112f);
@@ -44,7 +45,7 @@ FA_INLINE F32 float_of(Bytes bytes) {
   return (F32)((special ? inf_or_nan : (U32)value) | sign);
 }
 
-// In registers that are 0 below the upper half: what fits into 16 bits needs no rounding.
+// The lanes are 0 below the upper half: a value that fits into 16 bits needs no rounding.
 FA_INLINE void store_exact(BFloat16* to, F32 x) {
   *reinterpret_cast<UnalignedHalf16*>(to) = __builtin_convertvector((U32)x >> 16, Half16);
 }
@@ -53,21 +54,21 @@ FA_INLINE void store_exact(In* to, F32 x) {
   store_as<In, float>(to, x);
 }
 
-// Two vectors.
+// Stores two vectors of 16-bit values.
 template <class In>
 FA_INLINE void store_exact(In* to, F32 low, F32 high) {
   store_exact(to, low);
   store_exact(to + kLanes<float>, high);
 }
 #if defined(FA_DOT_BFLOAT16)
-// In one store, so that a load of a whole vector finds all of it there.
+// One store, so that a later load of a whole vector can be forwarded from it.
 FA_INLINE void store_exact(BFloat16* to, F32 low, F32 high) {
   store_elements(reinterpret_cast<Pair*>(to), (U32)FA_CVTPS_BF16_2(low, high));
 }
 #endif
 
-// Copies one row of 8-bit elements, times `scale` if kScaled. The product is rounded to In. Without `scale`, a 16-bit
-// type holds each element exactly.
+// Copies one row of 8-bit elements, multiplied by `scale` if kScaled. The product is rounded to In. Without `scale`
+// the copy is exact: a 16-bit type represents each 8-bit element.
 template <CacheDType dtype, bool kScaled, class In>
 inline void copy_coded(In* to, const uint8_t* from, int64_t cols, float scale) {
   constexpr int L = kLanes<float>;
@@ -90,7 +91,7 @@ inline void copy_coded(In* to, const uint8_t* from, int64_t cols, float scale) {
   }
 }
 
-// body(std::integral_constant<CacheDType, dtype>) for one of the 8-bit ones.
+// Calls body(std::integral_constant<CacheDType, dtype>) for an 8-bit dtype.
 template <class Body>
 inline void for_cache_dtype(CacheDType dtype, const Body& body) {
   switch (dtype) {
@@ -105,7 +106,8 @@ inline bool copies_rows(const AttentionParams& p) {
   return p.varlen.cache.pages || p.varlen.cache.dtype != CacheDType::kOfQuery;
 }
 
-// Rows [j0, j0 + keys) of `t`, which is k or v with its scale. If copies_rows(), `copy` has room for them, `ld` apart.
+// Returns rows [j0, j0 + keys) of `t` (k or v) with its scale. If copies_rows(), `copy` has room for the rows at
+// distance `ld`.
 template <class In>
 Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheScale& scale, int64_t b,
                       int64_t h_kv, int64_t j0, int64_t keys, int64_t cols, In* copy, int64_t ld) {
@@ -125,7 +127,7 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
       if (is_8_bit) {
         const uint8_t* from = t.row<uint8_t>(pages ? page : 0, h_kv, row + r);
         const int64_t padding =
-            pages ? 0 : p.varlen.first_k;  // the scale's rows are counted from the cache's start
+            pages ? 0 : p.varlen.first_k;  // rows of the scale are counted from the cache's first row
         const float factor = scale ? scale.at(page, h_kv, padding + row + r) : 1.0f;
         for_cache_dtype(cache.dtype,
                         [&](auto dtype) { copy_coded<dtype.value, true>(to, from, cols, factor); });
@@ -137,15 +139,14 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
   return {copy, ld, cols};
 }
 
-// The rows of a decode tile come in chunks of 16, which may lie anywhere, as pages do.
+// Rows per chunk of a decode tile. Each chunk may have another address, as pages have.
 constexpr int64_t kChunkRows = 16, kTileChunks = 4;
 
-// Where a tile of K or V lies, in bytes. `known` is false where chunks do not lie behind each other, in pages of odd
-// sizes.
+// Memory addresses of a tile of K or V. `known` is false for pages of odd sizes, if a chunk is not contiguous.
 struct TileSource {
-  const char* chunk[kTileChunks] = {};  // of head 0
+  const char* chunk[kTileChunks] = {};  // of the first head
   int64_t stride = 0, stride_h = 0;
-  int64_t bytes = 0, rows = 0;  // bytes: of one row of one head
+  int64_t bytes = 0, rows = 0;  // bytes: one row of one head
   bool known = false;
 
   const char* row(int64_t h, int64_t n) const {
@@ -176,9 +177,8 @@ TileSource tile_source(const AttentionParams& p, const Tensor4& t, int64_t b, in
   return source;
 }
 
-// Asks for rows of some heads ahead of those that are computed with: for what follows the first rows of `current`, and
-// then for the first rows of `next`. In the order of memory, and a few lines at a time: many at once would wait for each
-// other, and the computation for them.
+// Prefetches key rows of some heads: first the rest of `current`, then the start of `next`, in memory order.
+// Prefetches a few lines at a time: too many at once would stall each other and the computation.
 class Prefetcher {
  public:
   Prefetcher() = default;
@@ -190,7 +190,8 @@ class Prefetcher {
         row_(ahead_),
         end_row_(rows_of(current)) {}
 
-  // Always inline: GCC 12 takes a function that does nothing but this for one without effects, and leaves its calls out.
+  // Always inline: GCC 12 considers a function with nothing but prefetches to be free of effects, and removes its
+  // calls.
   FA_INLINE void lines(int64_t count) {
     constexpr int64_t kLine = 64;
     for (int64_t n = 0; n < count; ++n, at_ += kLine) {
@@ -198,11 +199,11 @@ class Prefetcher {
       __builtin_prefetch(at_, 0, kPrefetchLevel);
     }
   }
-  // All that are left.
+  // Prefetches all remaining lines.
   void finish() { lines(std::numeric_limits<int64_t>::max()); }
 
  private:
-  // Whole chunks, of enough bytes to be on their way while others are computed with. What is on its way stays in L2.
+  // The prefetch distance: whole chunks, with enough bytes to hide the latency. Prefetched rows stay in L2.
   static int64_t rows_ahead(const TileSource& source, const HeadRange& heads) {
     constexpr int64_t kBytes = 32 << 10;
     const int64_t row = std::max<int64_t>(heads.count * source.bytes, 1);
@@ -229,8 +230,9 @@ class Prefetcher {
   const char *at_ = nullptr, *end_ = nullptr;
 };
 
-// The factors of a tile's 8-bit rows, one a key, up to `ld` lanes. Whether the rows may be left without them: not where one
-// is not finite, so that what is masked stays masked.
+// Loads the factors of the 8-bit rows of a tile, one per key, up to `ld` lanes. Returns whether the factors may be
+// applied to scores or probabilities instead of rows: false if one of them is not finite, because a masked row must
+// stay masked.
 template <class T>
 bool load_factors(const AttentionParams& p, const CacheScale& scale, int64_t h_kv, int64_t j0, int64_t keys,
                   int64_t ld, T* factors) {
@@ -250,8 +252,8 @@ bool load_factors(const AttentionParams& p, const CacheScale& scale, int64_t h_k
   return probe == T(0);
 }
 
-// Rows [first, first + count) of a tile that begins at key j0: in place, or copied. `multiplied`: factors are left to the
-// scores or probabilities.
+// Returns rows [first, first + count) of the tile that begins at key j0, in place or copied. If `multiplied`, the
+// factors are applied to the scores or probabilities, not here.
 template <class In>
 Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale& scale,
                    const TileSource& source, bool multiplied, int64_t b, int64_t h_kv, int64_t j0,
@@ -270,7 +272,7 @@ Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale&
   return {copy, cols, cols};
 }
 
-// The same of int8 rows as they are.
+// Returns the same rows of an int8 cache without conversion.
 inline Rows<int8_t> byte_rows(const AttentionParams& p, const Tensor4& t, const TileSource& source,
                               int64_t h_kv, int64_t j0, int64_t first, int64_t count, int64_t cols,
                               int8_t* copy) {

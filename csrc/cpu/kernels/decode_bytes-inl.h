@@ -1,22 +1,21 @@
-// The two products of decode on int8 keys and values as they are. Where an ISA multiplies pairs of int16, widening a byte
-// takes a fifth of the instructions that making a bfloat16 of it takes.
+// The two products of decode on int8 keys and values without conversion to 16-bit floats. For ISAs that multiply
+// pairs of int16: widening a byte takes a fifth of the instructions of a conversion to bfloat16.
 //
-// Q and P are rounded to int16 for this: each row to whole numbers of its largest value / 32767. That is finer than
-// bfloat16 rounds the same numbers, but for those below 1/256 of the row's largest. The sums are exact: for D up to 512
-// they stay below 2^31.
+// Q and P are rounded to int16. Each row has the unit u = (its largest magnitude) / 32767. This is finer than
+// bfloat16 for values above 1/256 of the row's largest. The sums are exact: up to D 512 they stay below 2^31.
 #pragma once
 
 #include "decode_products-inl.h"
 
 #if defined(FA_DOT_INT16)
 
-// Rounds a row of whole vectors, padded with zeros, to int16. Returns what these are to be multiplied with: NaN where one
-// of the row is not finite.
+// Rounds a row to int16. The row has whole vectors, padded with zeros. Returns the unit of the rounded numbers: NaN
+// if an element is not finite.
 inline float round_row(const float* row, int64_t lanes, Pair* to) {
   constexpr int L = kLanes<float>;
   constexpr float kLargest = 32767,
-                  kToWhole = 0x1.8p23f;  // adding it rounds to a whole number, in the lowest bits
-  // Of magnitudes, bits compare as numbers do, and Inf and NaN are above all.
+                  kToWhole = 0x1.8p23f;  // adding it rounds to an integer in the low bits
+  // Magnitudes compare like their bits. Inf and NaN compare above all finite numbers.
   S32 highest = {};
   const auto take = [&](S32 x) FA_INLINE_LAMBDA { highest = x > highest ? x : highest; };
   for (int64_t c = 0; c < lanes; c += L) take((S32)load<float>(row + c) & 0x7fffffff);
@@ -27,7 +26,7 @@ inline float round_row(const float* row, int64_t lanes, Pair* to) {
     std::fill(to, to + lanes / 2, Pair{});
     return largest == 0 ? 0.0f : std::numeric_limits<float>::quiet_NaN();
   }
-  // Of the smallest subnormal numbers the inverse is Inf: they are as good as 0.
+  // The inverse of the smallest subnormals is Inf. Then round the row to 0.
   const float inverse = std::min(kLargest / largest, std::numeric_limits<float>::max());
   for (int64_t c = 0; c < lanes; c += L)
     *reinterpret_cast<UnalignedHalf16*>(to + c / 2) =
@@ -39,7 +38,7 @@ template <class In>
 struct DecodeBytes {
   static constexpr bool kExists = sizeof(In) == 2;  // float32 is more exact than int16
 
-  Pair* q;  // [rows][D / 2]   rows: of all heads of a task
+  Pair* q;  // [rows][D / 2]   rows: of all heads of the task
   int64_t ldq;
   float* q_factors;  // [rows]
   Pair* probs;       // [rows][block_k / 2]   pairs along the keys
@@ -47,8 +46,8 @@ struct DecodeBytes {
   float* widened;  // [D]   a row of q
   int8_t* copy;    // [kChunkRows][D or D_v]   only if rows come from pages of odd sizes
 
-  static DecodeBytes plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
-                          int64_t block_k) {
+  static DecodeBytes allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
+                              int64_t block_k) {
     DecodeBytes b{};
     if (!kExists || p.varlen.cache.dtype != CacheDType::kInt8) return b;
     b.ldq = round_up_to_lanes<float>(pairs_of(p.sizes.head_dim));
@@ -68,7 +67,7 @@ struct DecodeBytes {
     q_factors[row] = round_row(widened, 2 * ldq, q + row * ldq);
   }
 
-  // S of R rows, as DecodeProducts has it, but for the factors of q.
+  // scores[r][n] = scale * <q[r], k[n]> without the units of q, as DecodeProducts::scores().
   template <int R>
   void scores(int64_t row, const Rows<int8_t>& k, int64_t keys, float scale, float* out, int64_t ld,
               int64_t room, Prefetcher& ahead) const {
@@ -83,7 +82,7 @@ struct DecodeBytes {
       prob_factors[r] = round_row(p + r * ld, ld, probs + r * ld / 2);
   }
 
-  // As DecodeProducts has it; sums are whole numbers, to be multiplied with the factors of P.
+  // As DecodeProducts::add_values(). The sums are integers: add_sums() multiplies them by the units of P.
   template <int R>
   void add_values(int64_t row, int64_t j, int64_t ld, const Rows<int8_t>& v, int64_t keys, int32_t* sum,
                   int64_t ldo, Prefetcher& ahead) const {
@@ -101,7 +100,7 @@ struct DecodeBytes {
 template <class In>
 struct DecodeBytes {
   static constexpr bool kExists = false;
-  static DecodeBytes plan(Arena&, const AttentionParams&, int64_t, int64_t, int64_t) { return {}; }
+  static DecodeBytes allocate(Arena&, const AttentionParams&, int64_t, int64_t, int64_t) { return {}; }
 };
 
 #endif

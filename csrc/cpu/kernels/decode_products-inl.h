@@ -1,7 +1,8 @@
-// The two products of decode, S = Q K^T and O += P V, in two forms. A few rows of Q at a time: the sums of S run along
-// the lanes, K and V are read where the caller has them, and rows that come later are asked for meanwhile. Or, where
-// rows fill more than half a vector, all of them at once by the forward's matrix product: S^T with a lane for each row,
-// which is transposed where more than the softmax is done to it.
+// The two products of decode, S = Q K^T and O += P V, in two forms.
+//
+// Few rows: a few rows of Q at a time. The sums of S run along the lanes, K and V are read from the caller's memory,
+// and later rows are prefetched. Many rows (more than half a vector): all rows at once by the forward's matrix
+// product. It computes S^T with one lane per row, and transposes it if more than the softmax follows.
 #pragma once
 
 #include "cache_rows-inl.h"
@@ -9,28 +10,28 @@
 #include "scores-inl.h"
 #include "tile_gemm-inl.h"
 
-// Whether so many rows of Q are multiplied all at once. Thousands of them, where the caller asks for splits of a long
-// prompt, would need as much memory again.
+// Returns whether so many rows of Q are multiplied all at once. The limit bounds the memory: a caller may request
+// splits for a prompt of thousands of rows.
 constexpr int64_t kMostRowsAtOnce = 512;
 template <class T>
 constexpr bool fills_lanes(int64_t rows) {
   return rows > kLanes<T> / 2 && rows <= kMostRowsAtOnce;
 }
 
-// Rows that scratch has for the scores of so many: they may be lanes.
+// Number of rows in scratch memory for the scores of `rows` rows, because rows may be lanes.
 template <class T>
 constexpr int64_t score_rows(int64_t rows) {
   return fills_lanes<T>(rows) ? round_up_to_lanes<T>(rows) : rows;
 }
 
-// Columns of O in scratch: whole pairs of vectors.
+// Number of columns of O in scratch memory: whole pairs of vectors.
 template <class T>
 constexpr int64_t decode_columns(int64_t n) {
   return ceil_div(n, 2 * kLanes<T>) * (2 * kLanes<T>);
 }
 
-// Calls body(first row, number of rows) with four, two or one rows at a time, a number that registers can
-// hold; the number is a compile-time constant there.
+// Calls body(first row, count) for groups of four, two or one rows. `count` is a compile-time constant, so sums stay
+// in registers.
 template <class T, class Body>
 inline void for_each_few_rows(int64_t rows, const Body& body) {
   constexpr int kMost = kLanes<T> < 4 ? kLanes<T> : 4;
@@ -40,18 +41,18 @@ inline void for_each_few_rows(int64_t rows, const Body& body) {
   for (; r < rows; ++r) body(r, std::integral_constant<int, 1>{});
 }
 
-// How many lines of memory `count` elements take.
+// Returns the number of cache lines of `count` elements.
 template <class In>
 constexpr int64_t lines_of(int64_t count) {
   return ceil_div(count * static_cast<int64_t>(sizeof(In)), 64);
 }
 
-// The sums of a dot_block: half the registers. One reduction finishes as many of them as a vector has lanes.
+// Number of sums in dot_block(): half the registers. One reduction completes as many sums as a vector has lanes.
 constexpr int kDotSums = FA_VECTOR_REGISTERS / 2;
 
-// scores[r][n] = scale * <q[r], k[n]> for R rows and kDotSums / R keys from j on, of which `room` scores are stored. Keys
-// past `keys` read the last one again; nobody looks at their scores. `load` makes a vector of elements E of a key's
-// columns, kCols of them; Sum is a vector of sums.
+// scores[r][n] = scale * <q[r], k[n]> for R rows and kDotSums / R keys from j on. `room` scores are stored. Keys past
+// `keys` read the last key again, and their scores are never used. load() returns a vector of kCols columns of a key;
+// Sum is a vector of sums.
 template <class T, int R, int kCols, class Sum = Vec<T>, class E, class In, class Load>
 FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, int64_t keys, T scale,
                          T* scores, int64_t ld, int64_t room, const Load& load, Prefetcher& ahead) {
@@ -80,7 +81,7 @@ FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, 
   T lanes[kDotSums];
 #pragma GCC unroll 16
   for (int first = 0; first < kDotSums; first += L) {
-    Vec<T> flat[L];  // a copy: the sums themselves stay in registers only if nothing takes their address
+    Vec<T> flat[L];  // a copy: sums stay in registers only if no code takes their address
 #pragma GCC unroll 16
     for (int i = 0; i < L; ++i)
       flat[i] = __builtin_convertvector(sum[(first + i) / N][(first + i) % N], Vec<T>);
@@ -96,8 +97,8 @@ FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, 
   }
 }
 
-// out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV vectors of columns from c on; a single one may be cut
-// off.
+// out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV vectors of columns from c on. With NV = 1 the vector may be
+// partial.
 template <class In, class T, int R, int NV>
 FA_INLINE void value_block(const T* probs, int64_t ld, const Rows<In>& v, int64_t c, int64_t keys, T* out,
                            int64_t ldo, Prefetcher& ahead) {
@@ -125,7 +126,7 @@ FA_INLINE void value_block(const T* probs, int64_t ld, const Rows<In>& v, int64_
     for (int n = 0; n < NV; ++n) store<T>(out + r * ldo + c + n * L, sum[r][n]);
 }
 
-// P of all rows of a head: [rows][ld], or transposed, [keys][ld].
+// P for all rows of a head: [rows][ld], or transposed, [keys][ld].
 template <class T>
 struct AllProbs {
   const T* data;
@@ -133,7 +134,7 @@ struct AllProbs {
   bool transposed;
 };
 
-// What the form for many rows keeps; rows in whole vectors, those of the sequence at hand. E: T, or Pair.
+// Memory of the form for many rows. `rows` is a multiple of the vector size, for the current sequence. E: T, or Pair.
 template <class E, class T>
 struct ManyRows {
   E* q;       // [heads of a task][D][rows]   Q^T
@@ -141,10 +142,10 @@ struct ManyRows {
   E* k_tile;  // [kChunkRows][D]              only if the caller's k cannot be read directly
   E* v_tile;  // [block_k][D_v]               likewise; Pair: pairs across the keys
 
-  static ManyRows plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads, int64_t block_k,
-                       int64_t depth) {
+  static ManyRows allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
+                           int64_t block_k, int64_t depth) {
     ManyRows m{};
-    rows = std::min<int64_t>(rows, kMostRowsAtOnce);  // of a shorter sequence
+    rows = std::min<int64_t>(rows, kMostRowsAtOnce);  // for a shorter sequence
     if (!fills_lanes<T>(rows)) return m;
     const int64_t lanes = round_up_to_lanes<T>(rows);
     m.q = arena.take<E>(heads * depth * lanes);
@@ -157,16 +158,16 @@ struct ManyRows {
 
 template <class In, class T>
 struct DecodeProducts {
-  T* q;  // [rows][D]   rows: of all heads of a task
+  T* q;  // [rows][D]   rows: of all heads of the task
   int64_t ldq;
   T scale;
   ManyRows<T, T> many;
 
-  static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
-                             int64_t block_k) {
+  static DecodeProducts allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
+                                 int64_t block_k) {
     const int64_t ldq = round_up_to_lanes<T>(p.sizes.head_dim);
     return {arena.take<T>(heads * rows * ldq), ldq, product_scale<T>(p),
-            ManyRows<T, T>::plan(arena, p, rows, heads, block_k, p.sizes.head_dim)};
+            ManyRows<T, T>::allocate(arena, p, rows, heads, block_k, p.sizes.head_dim)};
   }
 
   void load_query(const AttentionParams& p, int64_t row, const In* src) const {
@@ -174,14 +175,14 @@ struct DecodeProducts {
       store<T>(q + row * ldq + c, load_columns<T>(src + c, p.sizes.head_dim - c));
   }
 
-  // After the queries of head `n` of the task.
+  // Call after loading the queries of the task's head `n`.
   void finish_queries(const AttentionParams& p, int64_t n, int64_t rows) const {
     if (!fills_lanes<T>(rows)) return;
     const int64_t depth = p.sizes.head_dim, lanes = round_up_to_lanes<T>(rows);
     load_tile_transposed<T, T>(q + n * rows * ldq, ldq, rows, depth, many.q + n * depth * lanes, lanes);
   }
 
-  // S of R rows and at most kChunkRows keys; there is `room` for so many.
+  // Computes S for R rows and at most kChunkRows keys. `room`: scores that may be written per row.
   template <int R>
   void scores(int64_t row, const Rows<In>& k, int64_t keys, T* out, int64_t ld, int64_t room,
               Prefetcher& ahead) const {
@@ -190,21 +191,21 @@ struct DecodeProducts {
       dot_block<T, R, kLanes<T>>(q + row * ldq, ldq, k, j, keys, scale, out, ld, room, load, ahead);
   }
 
-  // S^T of head `n`, a lane for each row.
+  // Computes S^T of head `n`, one lane per row.
   void all_scores(int64_t n, int64_t lanes, const Rows<In>& k, int64_t keys, T* out,
                   Prefetcher& ahead) const {
     GradualPrefetch gradual(ahead, keys * lines_of<In>(k.cols), keys * lanes / kLanes<T>);
     const Tile<T> tile = load_tile<In, T>(k.data, k.stride, keys, k.cols, many.k_tile);
     gemm<T>(keys, lanes,
             {k.cols, tile.data, tile.ld, 1, many.q + n * k.cols * lanes, lanes, out, lanes, false, scale,
-             nullptr, gradual.meanwhile()});
+             nullptr, gradual.prefetch_hook()});
   }
 
-  // P of a tile, before its values are added.
+  // Prepares P of a tile before add_values().
   void finish_probs(int64_t, int64_t, const T*, int64_t) const {}
 
-  // The tile's share of O, from at most kChunkRows keys, of which the first is the tile's key j. `probs`: P of R rows;
-  // `row`: the first of them.
+  // Adds P V for at most kChunkRows keys; the first is the tile's key j. `probs`: P of R rows; `row`: the first of
+  // these rows.
   template <int R>
   void add_values(int64_t row, int64_t j, const T* probs, int64_t ld, const Rows<In>& v, int64_t keys, T* sum,
                   int64_t ldo, Prefetcher& ahead) const {
@@ -216,8 +217,8 @@ struct DecodeProducts {
     for (; c < v.cols; c += L) value_block<In, T, R, 1>(probs, ld, v, c, keys, sum, ldo, ahead);
   }
 
-  // All rows of a head, and the whole tile, in one product, wherever its chunks lie: the sums are the same then.
-  // `chunk(j)`: its rows from key j on.
+  // Adds P V for all rows of a head and the whole tile in one product. Sums are the same for every position of the
+  // chunks. `chunk(j)` returns the rows from key j on.
   template <class Chunk>
   void add_all_values(const AllProbs<T>& probs, int64_t rows, const Chunk& chunk, bool in_one_place,
                       int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) const {
@@ -239,13 +240,13 @@ struct DecodeProducts {
     const int64_t a_row = probs.transposed ? 1 : probs.ld, a_depth = probs.transposed ? probs.ld : 1;
     gemm<T>(rows, cols,
             {keys, probs.data, a_row, a_depth, tile.data, tile.ld, out, ldo, true, T(1), nullptr,
-             gradual.meanwhile()});
+             gradual.prefetch_hook()});
   }
 };
 
 #if defined(FA_DOT_BFLOAT16)
 
-// As value_block(), for elements that are multiplied in pairs: pairs of keys, NV times two vectors of columns.
+// As value_block(), for elements that are multiplied in pairs of keys: NV times two vectors of columns.
 template <int R, int NV, class In, class Sum>
 FA_INLINE void value_pairs_block(const Pair* probs, int64_t ld, const Rows<In>& v, int64_t c, int64_t keys,
                                  Sum* out, int64_t ldo, Prefetcher& ahead) {
@@ -281,7 +282,7 @@ FA_INLINE void value_pairs_block(const Pair* probs, int64_t ld, const Rows<In>& 
     for (int n = 0; n < 2 * NV; ++n) store_sums(out + r * ldo + c + n * L, sum[r][n]);
 }
 
-// out += P V of R rows, P and V in pairs across the keys.
+// out += P V for R rows. P and V are pairs across the keys.
 template <int R, class In, class Sum>
 FA_INLINE void add_value_pairs(const Pair* probs, int64_t ld, const Rows<In>& v, int64_t keys, Sum* out,
                                int64_t ldo, Prefetcher& ahead) {
@@ -294,19 +295,19 @@ FA_INLINE void add_value_pairs(const Pair* probs, int64_t ld, const Rows<In>& v,
 
 template <>
 struct DecodeProducts<BFloat16, float> {
-  Pair* q;  // [rows][D / 2]   rows: of all heads of a task
+  Pair* q;  // [rows][D / 2]   rows: of all heads of the task
   int64_t ldq;
   Pair* prob_pairs;  // [rows][block_k / 2]   P, pairs along the keys; of all rows of a head, as LeftPairs
   float scale;
   ManyRows<Pair, float> many;
 
-  static DecodeProducts plan(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
-                             int64_t block_k) {
+  static DecodeProducts allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
+                                 int64_t block_k) {
     const int64_t ldq = round_up_to_lanes<float>(pairs_of(p.sizes.head_dim));
     const int64_t probs =
         std::max(heads * rows * block_k / 2, LeftPairs::count(score_rows<float>(rows), block_k));
     return {arena.take<Pair>(heads * rows * ldq), ldq, arena.take<Pair>(probs), product_scale<float>(p),
-            ManyRows<Pair, float>::plan(arena, p, rows, heads, block_k, pairs_of(p.sizes.head_dim))};
+            ManyRows<Pair, float>::allocate(arena, p, rows, heads, block_k, pairs_of(p.sizes.head_dim))};
   }
 
   void load_query(const AttentionParams& p, int64_t row, const BFloat16* src) const {
@@ -337,10 +338,10 @@ struct DecodeProducts<BFloat16, float> {
     const Tile<Pair> tile = load_pair_rows(k.data, k.stride, keys, k.cols, many.k_tile);
     gemm<float, Pair>(keys, lanes,
                       {depth, tile.data, tile.ld, 1, many.q + n * depth * lanes, lanes, out, lanes, false,
-                       scale, nullptr, gradual.meanwhile()});
+                       scale, nullptr, gradual.prefetch_hook()});
   }
 
-  // Rounds `rows` rows of P from `row` on to pairs. Padding lanes of P are 0.
+  // Rounds `rows` rows of P, from `row` on, to pairs. Padding lanes of P are 0.
   void finish_probs(int64_t row, int64_t rows, const float* probs, int64_t ld) const {
     for (int64_t n = row * ld; n < (row + rows) * ld; n += kLanes<float>)
       store_as<BFloat16, float>(reinterpret_cast<BFloat16*>(prob_pairs) + n, load<float>(probs + n));
@@ -368,7 +369,7 @@ struct DecodeProducts<BFloat16, float> {
     if (!probs.transposed) finish_probs(0, rows, probs.data, probs.ld);
     gemm<float, Pair>(rows, cols,
                       {pairs_of(keys), left.data, left.row, left.depth, many.v_tile, width, out, ldo, true,
-                       1.0f, nullptr, gradual.meanwhile()});
+                       1.0f, nullptr, gradual.prefetch_hook()});
   }
 };
 

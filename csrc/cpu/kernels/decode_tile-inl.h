@@ -1,4 +1,4 @@
-// One tile of keys for the rows of some key heads: S, P, and its share of m, l and O.
+// One tile of keys for the rows of some key heads: computes S and P, and adds to m, l and O.
 #pragma once
 
 #include "cache_rows-inl.h"
@@ -7,39 +7,39 @@
 #include "masked_gemm-inl.h"
 #include "softmax-inl.h"
 
-// A thread's scratch. Rows are those of all heads of a task.
+// Scratch of one thread. `rows` counts the rows of all heads of a task.
 template <class In, class T>
 struct DecodeScratch {
   DecodeProducts<In, T> products;
   DecodeBytes<In> bytes;  // only if keys and values are int8
   T* scores;              // [rows][block_k]   S, then P in place; or S^T, [block_k][lanes]
-  T* sums;  // [rows][D_v]       a tile's share of O, added to O as a whole: over many tiles that rounds like a sum
+  T* sums;  // [rows][D_v]       the tile's part of O, added to O as a whole. Over many tiles that rounds like a sum
             //                   of tiles, not like one chain of all keys
   MaskTile<T> mask;
   T* dropout_tile;  // [S_q][block_k]
   In* key_copy;     // [kChunkRows][D]   only if keys come from pages or 8 bits
-  In* value_copy;   // [block_k][D_v]    likewise, or if values that are not finite may be masked
-  T* key_factors;   // [heads][block_k]  only if keys are of 8 bits
+  In* value_copy;   // [block_k][D_v]    likewise, or if masked values may not be finite
+  T* key_factors;   // [heads][block_k]  only if keys have 8 bits
   T* value_factors;
-  bool* multiplied;  // [heads]   the factors multiply scores, and not the keys
-  bool* added;       // [heads]   the tile's values are in the sums
+  bool* multiplied;  // [heads]   the factors multiply scores instead of keys
+  bool* added;       // [heads]   the tile's values are already in the sums
 };
 
-// For any sequence of the call and tasks of `heads` key heads.
+// Scratch for any sequence of the call, and for tasks of `heads` key heads.
 template <class In, class T>
-DecodeScratch<In, T> plan_decode_scratch(Arena& arena, const AttentionParams& call, int64_t heads) {
+DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams& call, int64_t heads) {
   const Sizes& z = call.sizes;
   const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxQueries);
   const int64_t rows = z.heads / z.heads_kv * seqlen_q;
   const int64_t block_k = fitted(decode_block_k<T>(), z.seqlen_k);
   DecodeScratch<In, T> s;
-  s.products = DecodeProducts<In, T>::plan(arena, call, rows, heads, block_k);
-  s.bytes = DecodeBytes<In>::plan(arena, call, rows, heads, block_k);
+  s.products = DecodeProducts<In, T>::allocate(arena, call, rows, heads, block_k);
+  s.bytes = DecodeBytes<In>::allocate(arena, call, rows, heads, block_k);
   s.scores = arena.take<T>(heads * score_rows<T>(rows) * block_k);
   s.sums = arena.take<T>(heads * rows * decode_columns<T>(z.head_dim_v));
-  // A band may hide keys only if it is bounded.
+  // Only a bounded band can hide keys.
   const bool may_mask = call.mask || call.band.left < Band::kUnbounded || call.band.right < Band::kUnbounded;
-  s.mask = plan_mask_tile<T>(arena, call.mask, seqlen_q, block_k);
+  s.mask = allocate_mask_tile<T>(arena, call.mask, seqlen_q, block_k);
   s.dropout_tile = call.dropout ? arena.take<T>(seqlen_q * block_k) : nullptr;
   s.key_copy = copies_rows(call) ? arena.take<In>(kChunkRows * z.head_dim) : nullptr;
   s.value_copy = copies_rows(call) || may_mask ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
@@ -51,7 +51,7 @@ DecodeScratch<In, T> plan_decode_scratch(Arena& arena, const AttentionParams& ca
   return s;
 }
 
-// What one split leaves, or the splits of a key head, one behind the other.
+// Results of one split, or of the consecutive splits of a key head.
 template <class T>
 struct SplitResult {
   T* out;      // [rows][D_v]  O, not yet divided by l
@@ -66,15 +66,15 @@ inline void multiply_lanes(T* row, const T* factors, int64_t ld) {
   for (int64_t c = 0; c < ld; c += kLanes<T>) store<T>(row + c, load<T>(row + c) * load<T>(factors + c));
 }
 
-// The keys [j0, j0 + keys) for some key heads of one sequence. Products run over chunks of keys, and within one over the
-// heads: the rows of all heads often lie side by side in memory, which is then read in its order.
+// The keys [j0, j0 + keys) for some key heads of one sequence. Products loop over chunks of keys, and within a chunk
+// over the heads: rows of neighbouring heads are often adjacent in memory, which is then read in order.
 template <class In, class T>
 struct DecodeTile {
   const AttentionParams& p;
   const DecodeScratch<In, T>& s;
   int64_t b;
   HeadRange heads;
-  int64_t slot;  // of the first head, among those of the task
+  int64_t slot;  // the first head's index among the heads of the task
   int64_t j0, keys;
   const T* unified;  // null: the running maximum
 
@@ -84,13 +84,13 @@ struct DecodeTile {
   const int64_t lanes = round_up_to_lanes<T>(rows);
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
   const bool all_at_once = fills_lanes<T>(rows);
-  // Nothing but the softmax is done to the scores: they stay S^T, as the product leaves them.
+  // Only the softmax follows the product: scores stay S^T.
   const bool stays_transposed = all_at_once && cache.dtype == CacheDType::kOfQuery && !p.dropout &&
                                 !p.alibi && p.softcap == 0 && !may_mask();
-  // int8 rows may be multiplied as they are.
+  // Whether int8 rows may be multiplied without conversion.
   const bool is_int8 = DecodeBytes<In>::kExists && cache.dtype == CacheDType::kInt8 && !all_at_once;
 
-  // Some query may not see some key.
+  // Whether a key may be hidden from a query.
   bool may_mask() const {
     return is_masked_before(p, j0 + keys) || !band_covers(p.band, 0, z.seqlen_q, j0, j0 + keys);
   }
@@ -136,7 +136,7 @@ struct DecodeTile {
       }
   }
 
-  // Of head `n`: P in place of S, and its share of m and l.
+  // Replaces S of head `n` by P, and adds to m and l.
   void softmax(int64_t n, const TileSource& values, const SplitResult<T>& r) const {
     const int64_t h_kv = heads.first + n;
     s.multiplied[n] = load_factors<T>(p, cache.v_scale, h_kv, j0, keys, ld, s.value_factors + n * ld);
@@ -155,7 +155,8 @@ struct DecodeTile {
       const MaskTile<T> mask = load_mask_tile<T>(p, frame_of(g), s.mask);
       return finish_scores<T>(p, frame_of(g), mask, scores_of(n) + g * z.seqlen_q * ld, nullptr);
     };
-    // The rows of all heads at once; but the tile of the mask, which tells whether a NaN is masked, is that of one head.
+    // All query heads at once. With isolate one at a time: the mask tile, which says whether a NaN is masked,
+    // belongs to one head.
     const int64_t at_once = isolate ? 1 : group;
     for (int64_t g0 = 0; g0 < group; g0 += at_once) {
       const int64_t row = g0 * z.seqlen_q, count = at_once * z.seqlen_q;
@@ -164,7 +165,7 @@ struct DecodeTile {
       for (int64_t g = g0 + 1; g < g0 + at_once; ++g) finish_scores_of(g);
       decode_softmax_rows<T>(scores, ld, count, unified, r.row_max + row, r.row_sum + row, r.out + row * d_v,
                              d_v);
-      if (p.dropout) {  // after the row sum: dropout acts on the normalised P
+      if (p.dropout) {  // after the row sum: dropout applies to the normalised P
         for (int64_t g = g0; g < g0 + at_once; ++g) {
           load_dropout_tile<T>(p, frame_of(g), s.dropout_tile);
           multiply_rows<T>(scores_of(n) + g * z.seqlen_q * ld, s.dropout_tile, z.seqlen_q * ld);
@@ -191,7 +192,7 @@ struct DecodeTile {
         nothing);
   }
 
-  // O += P V, of those heads that softmax() has not added.
+  // O += P V for the heads that softmax() has not added.
   template <class ResultOf>
   void add_values(const TileSource& source, Prefetcher ahead, const ResultOf& result_of) const {
     const auto rows_of = [&](int64_t n, int64_t j) { return value_rows_of(n, source, j, s.value_copy); };
@@ -220,7 +221,7 @@ struct DecodeTile {
   }
 
  private:
-  // Whether head n's int8 rows are multiplied as they are, after its factors of `scale` were loaded.
+  // Whether head n's int8 rows are multiplied without conversion. Call load_factors() for `scale` before.
   bool as_bytes(int64_t n, const CacheScale& scale) const { return is_int8 && (!scale || s.multiplied[n]); }
 
   void load_byte_scores(int64_t n, const TileSource& source, int64_t j, int64_t count, T* scores,
@@ -235,7 +236,7 @@ struct DecodeTile {
       });
     }
   }
-  // The sums of a tile are whole numbers, in the place of sums_of(n).
+  // Sums are int32, in the memory of sums_of(n).
   void add_byte_chunk(int64_t n, const TileSource& source, int64_t j, Prefetcher& ahead) const {
     if constexpr (DecodeBytes<In>::kExists) {
       Prefetcher nothing;
@@ -281,7 +282,7 @@ struct DecodeTile {
     }
   }
 
-  // The whole tile for one head. `chunk(j)`: its rows from key j on.
+  // Adds the whole tile of one head. `chunk(j)` returns its rows from key j on.
   template <class Chunk>
   void add_values_of(int64_t n, const Chunk& chunk, bool in_one_place, const SplitResult<T>& r,
                      Prefetcher& ahead) const {
@@ -292,7 +293,7 @@ struct DecodeTile {
     add_rows<T>(r.out, sums_of(n), rows * d_v);
   }
 
-  // One chunk for one head. The first few rows ask for what comes later.
+  // Adds one chunk of one head. Only the first group of rows prefetches.
   void add_chunk(int64_t n, int64_t j, const Rows<In>& v, Prefetcher& ahead) const {
     Prefetcher nothing;
     if (j == 0) std::fill(sums_of(n), sums_of(n) + rows * d_v, T(0));
@@ -304,7 +305,7 @@ struct DecodeTile {
   }
 };
 
-// `next`: where the keys lie that are read after this tile. `result_of(n)`: what head `n` of `heads` adds to.
+// `next`: the addresses of the keys after this tile. `result_of(n)`: the result that head `n` of `heads` adds to.
 template <class In, class T, class ResultOf>
 void decode_tile(const DecodeTile<In, T>& tile, const TileSource& source, const TileSource& next,
                  const ResultOf& result_of) {

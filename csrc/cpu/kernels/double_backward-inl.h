@@ -6,7 +6,7 @@
 //   Z  = scale (y' G + y'' scale w dS)                        D = scale y' dS
 //   dV_j += (R P (e - mu))^T dO    dK_j += Z^T Q + D^T tQ     dQ_i += Z K + D tK
 //
-// gamma = <dO, tO> - mu delta needs no pass of its own: tO is given.
+// gamma = <dO, tO> - mu delta needs no further loop: tO is an input.
 #pragma once
 
 #include "backward-inl.h"
@@ -14,7 +14,7 @@
 
 template <class In, class T>
 struct DoubleBackwardScratch : BackwardScratch<In, T> {  // probs: S, then R P (e - mu); dscores: g, G, then Z
-  BackwardProducts<In, T> t_products;                    // of t_k and t_v; the others have t_q for q
+  BackwardProducts<In, T> t_products;                    // of t_k and t_v; with t_q in place of q
   T* t_scores;                                           // [block_q][block_k]  w, e, dS, then D
   T* t_dprobs;                                           // [block_q][block_k]  dO tV^T
   T* curvature;    // [block_q][block_k]  y'' scale w, then times dS; only with softcap
@@ -22,11 +22,11 @@ struct DoubleBackwardScratch : BackwardScratch<In, T> {  // probs: S, then R P (
 };
 
 template <class In, class T>
-DoubleBackwardScratch<In, T> plan_double_backward(Arena& arena, const DoubleBackwardParams& p) {
+DoubleBackwardScratch<In, T> allocate_double_backward(Arena& arena, const DoubleBackwardParams& p) {
   const auto [block_q, block_k] = fitted(backward_tiling<T>(), p.sizes);
   DoubleBackwardScratch<In, T> s;
-  static_cast<BackwardScratch<In, T>&>(s) = plan_backward<In, T>(arena, p);
-  s.t_products = BackwardProducts<In, T>::plan(arena, p);
+  static_cast<BackwardScratch<In, T>&>(s) = allocate_backward<In, T>(arena, p);
+  s.t_products = BackwardProducts<In, T>::allocate(arena, p);
   s.t_scores = arena.take<T>(block_q * block_k);
   s.t_dprobs = arena.take<T>(block_q * block_k);
   s.curvature = p.softcap > 0 ? arena.take<T>(block_q * block_k) : nullptr;
@@ -36,21 +36,22 @@ DoubleBackwardScratch<In, T> plan_double_backward(Arena& arena, const DoubleBack
 
 template <class T>
 struct DoubleBackwardWorkspace : BackwardWorkspace<T> {
-  T* gamma;  // [statistics rows]
+  T* gamma;  // [rows of lse]
 };
 
 template <class In, class T>
-DoubleBackwardWorkspace<T> plan_double_backward_pass(Arena& arena, const DoubleBackwardParams& p,
-                                                     int threads) {
+DoubleBackwardWorkspace<T> allocate_double_backward_pass(Arena& arena, const DoubleBackwardParams& p,
+                                                         int threads) {
   Arena scratch(nullptr);
-  plan_double_backward<In, T>(scratch, p);
+  allocate_double_backward<In, T>(scratch, p);
   DoubleBackwardWorkspace<T> w;
-  static_cast<BackwardWorkspace<T>&>(w) = plan_backward_workspace<In, T>(arena, p, threads, scratch.used());
+  static_cast<BackwardWorkspace<T>&>(w) =
+      allocate_backward_workspace<In, T>(arena, p, threads, scratch.used());
   w.gamma = arena.take<T>(p.lse_size());
   return w;
 }
 
-// What the elements of one row share.
+// Values shared by the elements of one row.
 template <class T>
 struct SecondOrderRow {
   T reference, correction, delta, mu, gamma;
@@ -74,7 +75,7 @@ struct DoubleBackwardPass {
         with_t_q(with_inputs<BackwardParams>(p, p.tangents.q, p.k, p.v)),
         with_t_kv(with_inputs<BackwardParams>(p, p.q, p.tangents.k, p.tangents.v)) {
     Arena arena = thread_arena<T>(w, thread);
-    s = plan_double_backward<In, T>(arena, call);
+    s = allocate_double_backward<In, T>(arena, call);
   }
 
   void load_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {
@@ -82,7 +83,7 @@ struct DoubleBackwardPass {
     s.t_products.load_keys(with_t_kv, b, h_kv, j0, keys);
   }
 
-  // Leaves G in s.dscores, R P (e - mu) in s.probs and dS in s.t_scores.
+  // Writes G to s.dscores, R P (e - mu) to s.probs and dS to s.t_scores.
   BackwardTile<T> recompute(const TileFrame& f) {
     const BackwardTile<T> tile = recompute_scores<In, T>(p, s, f);
     if (tile.empty) return tile;
@@ -128,7 +129,7 @@ struct DoubleBackwardPass {
   }
 
  private:
-  // One row of the tile, masked elements and padding 0 whatever they held.
+  // Computes one row of the tile. Masked elements and padding become 0, also if they are NaN.
   void finish_row_of_tile(const TileFrame& f, int64_t r, const SecondOrderRow<T>& row) const {
     for (int64_t n = r * f.ld; n < (r + 1) * f.ld; n += kLanes<T>) {
       const Vec<T> x = load<T>(s.probs + n), g = load<T>(s.dscores + n), e = load<T>(s.t_scores + n);
@@ -165,7 +166,7 @@ void compute_gamma(const DoubleBackwardParams& call, const DoubleBackwardWorkspa
 template <class In, class T>
 void double_backward(const DoubleBackwardParams& p, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
-  const DoubleBackwardWorkspace<T> w = plan_double_backward_pass<In, T>(arena, p, parallel.threads);
+  const DoubleBackwardWorkspace<T> w = allocate_double_backward_pass<In, T>(arena, p, parallel.threads);
   compute_row_terms<In, T>(p, w, parallel);
   compute_gamma<In, T>(p, w, parallel);
   if (p.dsink)
@@ -179,6 +180,6 @@ void double_backward(const DoubleBackwardParams& p, void* workspace, const Paral
 template <class In, class T>
 size_t double_backward_workspace(const DoubleBackwardParams& p, int threads) {
   Arena arena(nullptr);
-  plan_double_backward_pass<In, T>(arena, p, threads);
+  allocate_double_backward_pass<In, T>(arena, p, threads);
   return arena.used();
 }

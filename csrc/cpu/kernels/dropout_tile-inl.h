@@ -1,13 +1,14 @@
-// Dropout's keep factors on one tile, from the Philox words of core/philox.h, a vector of calls at a time.
+// Keep factors of dropout for one tile. Philox words (core/philox.h) are computed for a vector of Philox calls at
+// once.
 #pragma once
 
 #include "frame-inl.h"
 
-// 64-bit lanes that hold 32-bit words: what a 32 x 32 -> 64 bit multiplication wants.
+// 64-bit lanes that contain 32-bit words, as 32 x 32 -> 64 bit multiplications need them.
 using Words = VecBits<double>;
 constexpr int kCalls = kLanes<double>;
 
-// The full products of the lanes' low halves.
+// Returns the full products of the low halves of the lanes.
 FA_INLINE Words multiply_low_halves(Words a, Words b) {
 #if defined(FA_MUL_EPU32)
   return (Words)FA_MUL_EPU32(a, b);
@@ -16,8 +17,8 @@ FA_INLINE Words multiply_low_halves(Words a, Words b) {
 #endif
 }
 
-// philox4x32() of core/philox.h with a vector of counters; the words are in the low halves, the high ones are
-// 0.
+// philox4x32() of core/philox.h for a vector of counters. The words are in the low halves of the lanes; the high
+// halves are 0.
 FA_INLINE void philox_words(PhiloxKey key, Words c0, Words c1, uint32_t head_index, Words (&out)[4]) {
   constexpr uint64_t kMul0 = 0xD2511F53u, kMul1 = 0xCD9E8D57u;
   Words c2 = Words{} + head_index, c3 = Words{} + key.counter3;
@@ -27,7 +28,7 @@ FA_INLINE void philox_words(PhiloxKey key, Words c0, Words c1, uint32_t head_ind
     const Words p0 = multiply_low_halves(c0, Words{} + kMul0), p1 = multiply_low_halves(c2, Words{} + kMul1);
     c0 = (p1 >> 32) ^ c1 ^ uint64_t{k0};
     c2 = (p0 >> 32) ^ c3 ^ uint64_t{k1};
-    c1 = p1;  // the multiplication and the final mask ignore what stands in the high halves
+    c1 = p1;  // the multiplication and the final mask ignore the high halves
     c3 = p0;
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
@@ -37,7 +38,7 @@ FA_INLINE void philox_words(PhiloxKey key, Words c0, Words c1, uint32_t head_ind
   for (int w = 0; w < 4; ++w) out[w] = *words[w] & 0xffffffffu;
 }
 
-// `keep` in the lanes of `kept` that are all ones, 0 in the others.
+// Returns `keep` in the lanes of `kept` with all bits set, and 0 in the other lanes.
 FA_INLINE Vec<double> keep_where(Words kept, double keep) { return (Vec<double>)(kept & (Words)splat(keep)); }
 FA_INLINE auto keep_where(Words kept, float keep) {
   typedef uint32_t Narrow __attribute__((vector_size(kCalls * 4)));
@@ -45,8 +46,8 @@ FA_INLINE auto keep_where(Words kept, float keep) {
   return (Floats)(__builtin_convertvector(kept, Narrow) & (Narrow)(Floats{} + keep));
 }
 
-// The keep factors of 16 queries from i on, one row a key, for kLanes keys from j on. One vector of calls
-// holds the queries t, t + 1, ... and the same + 8, at two keys.
+// Computes the keep factors of 16 queries from i on and kLanes keys from j on, one row per key. One vector of Philox
+// calls contains the queries t, t + 1, ... and the queries t + 8, t + 9, ..., for two keys.
 template <class T>
 FA_INLINE void dropout_block(const AttentionParams& p, PhiloxKey key, uint32_t head_index, int64_t i,
                              int64_t j, T (&block)[kLanes<T>][16]) {
@@ -65,13 +66,13 @@ FA_INLINE void dropout_block(const AttentionParams& p, PhiloxKey key, uint32_t h
     }
 }
 
-// A tile of a part of a larger call, whose first row i0 or column j0 there is not the first of a block: takes what it
-// covers of each block.
+// A tile in a part of a larger call, if its first row or column there is not the first of a Philox block. Computes
+// whole blocks and copies the part of each block inside the tile.
 template <class T>
 inline void load_dropout_tile_across_blocks(const AttentionParams& p, const TileFrame& f, PhiloxKey key,
                                             uint32_t head_index, int64_t i0, int64_t j0, T* dst) {
   constexpr int64_t L = kLanes<T>;
-  for (int64_t r = 0; r < f.rows(); ++r)  // the padding lanes too are multiplied
+  for (int64_t r = 0; r < f.rows(); ++r)  // padding lanes are multiplied, too
     std::fill(dst + r * f.ld + f.lanes(), dst + (r + 1) * f.ld, T(0));
   for (int64_t i = i0 & ~int64_t{15}; i < i0 + f.queries; i += 16)
     for (int64_t j = j0 & ~int64_t{1}; j < j0 + f.keys; j += L) {
@@ -85,7 +86,7 @@ inline void load_dropout_tile_across_blocks(const AttentionParams& p, const Tile
     }
 }
 
-// Fills dst[row][lane] with 1 / (1 - p) where the element is kept and 0 where it is dropped.
+// Fills dst[row][lane]: 1 / (1 - p) for kept elements, 0 for dropped elements.
 template <class T>
 inline void load_dropout_tile(const AttentionParams& p, const TileFrame& f, T* dst) {
   constexpr int L = kLanes<T>;

@@ -22,12 +22,12 @@ struct ForwardScratch {
 };
 
 template <class In, class T>
-ForwardScratch<In, T> plan_forward(Arena& arena, const AttentionParams& p) {
+ForwardScratch<In, T> allocate_forward(Arena& arena, const AttentionParams& p) {
   const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
   ForwardScratch<In, T> s;
-  s.products = ForwardProducts<In, T>::plan(arena, p);
+  s.products = ForwardProducts<In, T>::allocate(arena, p);
   s.scores = arena.take<T>(block_k * block_q);
-  s.mask = plan_mask_tile<T>(arena, p.mask, block_q, block_k);
+  s.mask = allocate_mask_tile<T>(arena, p.mask, block_q, block_k);
   s.dropout_tile = p.dropout ? arena.take<T>(block_k * block_q) : nullptr;
   s.out = arena.take<T>(block_q * round_up_to_lanes<T>(p.sizes.head_dim_v));
   s.row_max = arena.take<T>(block_q);
@@ -61,11 +61,11 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
 
     MaskLines ahead(p, f);
     GradualPrefetch gradual(ahead, ahead.count(), f.keys * ld / kLanes<T>);
-    s.products.scores(p, f, scale, s.scores, false, gradual.meanwhile());
+    s.products.scores(p, f, scale, s.scores, false, gradual.prefetch_hook());
     const ScoreTile<T> score = finish_scores<T>(p, f, mask, s.scores, nullptr);
 
     online_softmax<T>(f, unit, s.scores, s.row_max, s.row_sum, s.rescale);
-    if (p.dropout) {  // after the row sum: dropout acts on the normalised P
+    if (p.dropout) {  // after the row sum: dropout applies to the normalised P
       load_dropout_tile<T>(p, f, s.dropout_tile);
       multiply_rows<T>(s.scores, s.dropout_tile, f.keys * ld);
     }
@@ -80,42 +80,43 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
   }
 }
 
-// The query blocks in the order of their tasks: of a causal head the longest comes first. Where tasks are few, the heads
-// run side by side, so that the last tasks are short ones. Otherwise head by head: its keys stay in the cache.
+// Orders the query blocks as tasks: the longest block of a causal head is first. With few tasks the heads are
+// interleaved, so that the last tasks are short. Otherwise all blocks of a head follow each other, because its keys
+// stay in the cache.
 template <class T>
 HeadBlocks query_blocks(const Sizes& z, int threads) {
-  constexpr int64_t kFewTasks = 32;  // for each thread; with more, the last ones matter little
+  constexpr int64_t kFewTasks = 32;  // per thread; with more tasks, the last ones matter little
   const int64_t blocks = ceil_div(z.seqlen_q, forward_tiling<T>().block_q), heads = z.batch * z.heads;
   return {z, blocks, heads * blocks < kFewTasks * threads ? heads : 1};
 }
 
-// Query blocks of each head, or, in the decode kernel, pieces of the keys of a few key heads.
+// Counts the query blocks of all heads. In the decode kernel: counts splits of the keys.
 template <class T>
 int64_t count_forward_tasks(const AttentionParams& p, const DecodeGrouping& decode) {
-  if (p.sizes.seqlen_q == 0) return 0;  // of a packed sequence
-  if (is_decode(p)) return p.sizes.batch * decode.count(p, plan_decode<T>(p));
+  if (p.sizes.seqlen_q == 0) return 0;  // a packed sequence may be empty
+  if (is_decode(p)) return p.sizes.batch * decode.count(p, split_keys_of<T>(p));
   return p.sizes.batch * p.sizes.heads * ceil_div(p.sizes.seqlen_q, forward_tiling<T>().block_q);
 }
 
 template <class T>
 struct ForwardWorkspace {
-  DecodeGrouping decode;  // a task of the decode kernel
+  DecodeGrouping decode;  // how the decode kernel groups heads and splits
   TaskList tasks;
   SplitResults<T> splits;
-  char* scratch;  // of each thread
+  char* scratch;  // per thread
   size_t scratch_bytes;
 };
 
 template <class In, class T>
-ForwardWorkspace<T> plan_forward_workspace(Arena& arena, const AttentionParams& call, int threads) {
+ForwardWorkspace<T> allocate_forward_workspace(Arena& arena, const AttentionParams& call, int threads) {
   ForwardWorkspace<T> w;
   if (may_decode(call)) w.decode = group_decode<T>(call, threads);
   w.tasks =
-      plan_tasks(arena, call, [&](const AttentionParams& p) { return count_forward_tasks<T>(p, w.decode); });
-  w.splits = plan_split_results<T>(arena, call);
+      list_tasks(arena, call, [&](const AttentionParams& p) { return count_forward_tasks<T>(p, w.decode); });
+  w.splits = allocate_split_results<T>(arena, call);
   Arena blocks(nullptr), decode(nullptr);
-  if (call.varlen || !is_decode(call)) plan_forward<In, T>(blocks, call);
-  if (may_decode(call)) plan_decode_scratch<In, T>(decode, call, w.decode.heads);
+  if (call.varlen || !is_decode(call)) allocate_forward<In, T>(blocks, call);
+  if (may_decode(call)) allocate_decode_scratch<In, T>(decode, call, w.decode.heads);
   w.scratch_bytes = std::max(blocks.used(), decode.used());
   w.scratch = arena.take<char>(static_cast<int64_t>(w.scratch_bytes) * threads);
   return w;
@@ -124,21 +125,21 @@ ForwardWorkspace<T> plan_forward_workspace(Arena& arena, const AttentionParams& 
 template <class In, class T>
 void forward(const AttentionParams& call, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
-  const ForwardWorkspace<T> w = plan_forward_workspace<In, T>(arena, call, parallel.threads);
+  const ForwardWorkspace<T> w = allocate_forward_workspace<In, T>(arena, call, parallel.threads);
   for_each_task(parallel, w.tasks.total, [&](int64_t n, int thread) {
     const TaskList::Task task = w.tasks.at(n);
     const AttentionParams p = of_sequence(call, task.b);
     Arena scratch(w.scratch + thread * w.scratch_bytes);
     const ProductUnit<In> unit;
     if (is_decode(p)) {
-      const DecodePlan plan = plan_decode<T>(p);
-      decode_task<In, T>(p, plan, plan_decode_scratch<In, T>(scratch, call, w.decode.heads),
-                         w.decode.at(p, plan, task), w.splits);
+      const DecodeSplits key_splits = split_keys_of<T>(p);
+      decode_task<In, T>(p, key_splits, allocate_decode_scratch<In, T>(scratch, call, w.decode.heads),
+                         w.decode.at(p, key_splits, task), w.splits);
     } else {
       const HeadBlocks list = query_blocks<T>(p.sizes, parallel.threads);
       const auto [b, h, n_from_last] = list.at(task);
       const int64_t block = list.blocks - 1 - n_from_last;
-      forward_query_block<In, T>(p, plan_forward<In, T>(scratch, call), b, h,
+      forward_query_block<In, T>(p, allocate_forward<In, T>(scratch, call), b, h,
                                  block * forward_tiling<T>().block_q);
     }
   });
@@ -148,6 +149,6 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
 template <class In, class T>
 size_t forward_workspace(const AttentionParams& call, int threads) {
   Arena arena(nullptr);
-  plan_forward_workspace<In, T>(arena, call, threads);
+  allocate_forward_workspace<In, T>(arena, call, threads);
   return arena.used();
 }

@@ -1,5 +1,5 @@
-// The two products of the forward on one tile: S^T = K Q^T and O += P V. Here with operands of the
-// accumulator's type, 16-bit ones widened when their tile is loaded.
+// The two products of the forward on one tile: S^T = K Q^T and O += P V. The first form has operands of the
+// accumulator's type; 16-bit operands are widened when their tile is loaded.
 #pragma once
 
 #include "cache_rows-inl.h"
@@ -14,7 +14,7 @@ struct ForwardProducts {
   T* finite_tile;   // [block_k][D_v]    for masked_gemm
   In* row_copy;     // [block_k][max(D, D_v)]   only if keys come from pages or 8 bits
 
-  static ForwardProducts plan(Arena& arena, const AttentionParams& p) {
+  static ForwardProducts allocate(Arena& arena, const AttentionParams& p) {
     const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
     const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
     ForwardProducts r;
@@ -33,14 +33,14 @@ struct ForwardProducts {
   }
 
   void scores(const AttentionParams& p, const TileFrame& f, T scale, T* out, bool accumulate = false,
-              Meanwhile meanwhile = {}) const {
+              PrefetchHook prefetch_hook = {}) const {
     const int64_t d = p.sizes.head_dim;
     const Tile<T> k = load_rows(p, p.k, p.varlen.cache.k_scale, f, d, k_tile);
     gemm<T>(f.keys, f.ld,
-            {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale, nullptr, meanwhile});
+            {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale, nullptr, prefetch_hook});
   }
 
-  // out = out * rescale + P V, rescale for each query; null: 1.
+  // out = out * rescale + P V. rescale: one factor per query; null: 1.
   void add_values(const AttentionParams& p, const ScoreTile<T>& score, const T* probs, const T* rescale,
                   T* out) const {
     const TileFrame& f = score.frame;
@@ -53,7 +53,7 @@ struct ForwardProducts {
   }
 
  private:
-  // The tile of k or v. 8-bit rows become T at once: In would round their products with the factors.
+  // Loads the tile of k or v. 8-bit rows are converted directly to T, because In would round row * factor.
   Tile<T> load_rows(const AttentionParams& p, const Tensor4& t, const CacheScale& scale, const TileFrame& f,
                     int64_t cols, T* tile) const {
     const int64_t h_kv = p.sizes.kv_head(f.h);
@@ -70,18 +70,18 @@ struct ForwardProducts {
 
 #if defined(FA_DOT_BFLOAT16)
 
-// bfloat16 operands as they are. P is rounded to bfloat16, as torch does; its sum l is not.
+// The form for bfloat16 operands without widening. P is rounded to bfloat16, as in torch; its sum l is not rounded.
 template <>
 struct ForwardProducts<BFloat16, float> {
   Pair* q_transposed;   // [D / 2][block_q]
   Pair* k_tile;         // [block_k][D / 2]    only if the caller's k does not come in pairs
   Pair* v_pairs;        // [block_k / 2][D_v]
-  Pair* prob_pairs;     // [block_q][block_k / 2]   P, transposed where the left operand may be
+  Pair* prob_pairs;     // [block_q][block_k / 2]   P, transposed if a left operand may be transposed
   BFloat16* row_copy;   // [block_k][max(D, D_v)]   only if keys come from pages or 8 bits
   float* factors;       // [block_k]                of 8-bit rows
   float* scaled_probs;  // [block_k][block_q]      P with the factors of the values
 
-  static ForwardProducts plan(Arena& arena, const AttentionParams& p) {
+  static ForwardProducts allocate(Arena& arena, const AttentionParams& p) {
     const auto [block_q, block_k] = fitted(forward_tiling<float>(), p.sizes);
     ForwardProducts r;
     r.q_transposed = arena.take<Pair>(pairs_of(p.sizes.head_dim) * block_q);
@@ -104,7 +104,7 @@ struct ForwardProducts<BFloat16, float> {
   }
 
   void scores(const AttentionParams& p, const TileFrame& f, float scale, float* out, bool accumulate = false,
-              Meanwhile meanwhile = {}) const {
+              PrefetchHook prefetch_hook = {}) const {
     const int64_t d = p.sizes.head_dim;
     const int64_t h_kv = p.sizes.kv_head(f.h);
     const CacheScale& scale_of_keys = p.varlen.cache.k_scale;
@@ -112,9 +112,9 @@ struct ForwardProducts<BFloat16, float> {
     const Rows<BFloat16> rows = rows_of_tile<BFloat16>(p, p.k, multiplied ? CacheScale{} : scale_of_keys, f.b,
                                                        h_kv, f.j0, f.keys, d, row_copy, d);
     const Tile<Pair> k = load_pair_rows(rows.data, rows.stride, f.keys, d, k_tile);
-    gemm<float, Pair>(
-        f.keys, f.ld,
-        {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale, nullptr, meanwhile});
+    gemm<float, Pair>(f.keys, f.ld,
+                      {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale,
+                       nullptr, prefetch_hook});
     if (multiplied) multiply_rows_by_factors(out, f, out);
   }
 
@@ -142,8 +142,8 @@ struct ForwardProducts<BFloat16, float> {
   }
 
  private:
-  // to[key][query] = from[key][query] * factors[key]. A product of an 8-bit key and its factor has more bits than a
-  // bfloat16; a product of a float32 score and the factor keeps them.
+  // to[key][query] = from[key][query] * factors[key]. The product of an 8-bit key and its factor does not fit into
+  // bfloat16. The product of a float32 score and the factor is not rounded to bfloat16.
   void multiply_rows_by_factors(const float* from, const TileFrame& f, float* to) const {
     for (int64_t r = 0; r < f.keys; ++r)
       for (int64_t c = r * f.ld; c < (r + 1) * f.ld; c += kLanes<float>)

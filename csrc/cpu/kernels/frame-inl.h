@@ -1,11 +1,11 @@
-// The place of a tile of scores.
+// The position of a tile in the matrix of scores.
 #pragma once
 
 #include "../vec/vec-inl.h"
 
-// Where a tile lies. The forward keeps S^T (rows are keys, lanes are queries: row statistics become per-lane
-// vectors); the backward keeps S (rows are queries, lanes are keys: K^T and V^T are packed once per key
-// block).
+// Position and layout of a tile. The forward stores S^T: rows are keys and lanes are queries, so row statistics are
+// vectors, one lane per query. The backward stores S: rows are queries and lanes are keys, so K^T and V^T are packed
+// once per key block.
 struct TileFrame {
   int64_t b, h;
   int64_t i0, j0;         // first query, first key
@@ -17,8 +17,8 @@ struct TileFrame {
   int64_t lanes() const { return lanes_are_queries ? queries : keys; }
 };
 
-// The keys that the forward's tiles cover for some queries: those that one of them sees. They begin where a cache line
-// of a float mask and a pair of dropout's words (core/philox.h) may begin.
+// Returns the range of keys that the tiles of some queries cover: the visible keys. It begins at a multiple of 16,
+// because a cache line of a float mask and a pair of Philox words (core/philox.h) do.
 inline Range keys_of_tiles(const AttentionParams& p, int64_t i0, int64_t queries) {
   constexpr int64_t kAlignment = 16;
   const Range seen = visible_keys(p.band, i0, i0 + queries, p.sizes.seqlen_k);

@@ -1,19 +1,19 @@
-// The one matrix product of every pass: C (+)= A * B with B and C row-major and A read one element at a time,
-// broadcast, at any stride. Which of Q K^T, P V, P^T dO, ... it computes is only a matter of strides.
+// The matrix product of all kernels: C (+)= A * B. B and C are row-major. A is read one element at a time, broadcast,
+// with any strides. So the strides decide whether it computes Q K^T, P V, P^T dO, ...
 //
-//   C[m][n] (= or += or *= factor[m] and +=) scale * sum_k A[m * a_row + k * a_depth] * B[k * ldb + n]
-//   n in whole vectors
+//  C[m][n] (= or += or *= factor[m] and +=) scale * sum_k A[m * a_row + k * a_depth] * B[k * ldb + n]
+//  n in whole vectors
 //
-// Elements of A and B are of C's type T, or Pairs of 16-bit values that lie behind each other along the
-// depth. A register tile of MR x NV vectors of C stays in registers over the whole depth. It starts from 0
-// and is added to C at the end: over many tiles that rounds like a sum of tiles, not like one long chain.
+// Elements of A and B have the type T of C, or are Pairs: two 16-bit values that follow each other along the depth. A
+// register tile of MR x NV vectors of C stays in registers over the whole depth. It starts from 0 and is added to C
+// at the end: the rounding is that of a sum of tiles, not of one long chain.
 #pragma once
 
 #include "../vec/pair-inl.h"  // before the templates that call its functions
 #include "tiling-inl.h"
 
-// What is called as a product goes on: before each register tile, with the number of its vectors of C.
-struct Meanwhile {
+// A function that a product calls before each register tile, with the number of vectors of C in it.
+struct PrefetchHook {
   void (*call)(void* self, int64_t vectors) = nullptr;
   void* self = nullptr;
 
@@ -22,20 +22,20 @@ struct Meanwhile {
   }
 };
 
-// Asks `ahead` for `lines` lines of memory while `vectors` vectors of a product are computed, in proportion.
+// Prefetches `lines` cache lines from `ahead`, evenly spread over a product of `vectors` vectors.
 template <class Ahead>
 class GradualPrefetch {
  public:
   GradualPrefetch(Ahead& ahead, int64_t lines, int64_t vectors)
       : ahead_(ahead), lines_(lines), vectors_(vectors) {}
 
-  Meanwhile meanwhile() {
+  PrefetchHook prefetch_hook() {
     if (lines_ == 0) return {};
-    return {[](void* self, int64_t vectors) { static_cast<GradualPrefetch*>(self)->go_on(vectors); }, this};
+    return {[](void* self, int64_t vectors) { static_cast<GradualPrefetch*>(self)->advance(vectors); }, this};
   }
 
  private:
-  void go_on(int64_t vectors) {
+  void advance(int64_t vectors) {
     due_ += vectors * lines_;
     ahead_.lines(due_ / vectors_);
     due_ %= vectors_;
@@ -43,7 +43,7 @@ class GradualPrefetch {
 
   Ahead& ahead_;
   const int64_t lines_, vectors_;
-  int64_t due_ = 0;  // in parts of `vectors_`
+  int64_t due_ = 0;  // lines that are due, times `vectors_`
 };
 
 template <class T, class E = T>
@@ -56,18 +56,18 @@ struct GemmArgs {
   T* c;
   int64_t ldc;
   bool accumulate;
-  T scale = 1;                // of the product
-  const T* factor = nullptr;  // [rows], of C before the product is added to it; null: 1
-  Meanwhile meanwhile = {};
+  T scale = 1;                // multiplies the product
+  const T* factor = nullptr;  // [rows], multiplies C before the product is added; null: 1
+  PrefetchHook prefetch_hook = {};
 };
 
-// What a task has while it multiplies elements of In: registers that it must set up, on some instruction sets.
+// A task that multiplies elements of In holds one. On AMX it configures the tile registers.
 template <class In>
 struct ProductUnit {
   ProductUnit() {}
 };
 
-// What the product needs of an element type; pairs-inl.h has the other.
+// Operations of the product on elements of type T; pairs-inl.h has them for Pair.
 template <class T>
 FA_INLINE Vec<T> broadcast_element(const T* p) {
   return splat<T>(*p);
@@ -84,7 +84,7 @@ FA_INLINE V multiply_add(V sum, V a, V b) {
 template <class T, class E, int MR, int NV>
 FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, int64_t m0, int64_t n0) {
   constexpr int L = kLanes<T>;
-  g.meanwhile(MR * NV);
+  g.prefetch_hook(MR * NV);
   const E* a = g.a + m0 * g.a_row;
   const E* b = g.b + n0;
   T* c = g.c + m0 * g.ldc + n0;
@@ -122,8 +122,8 @@ FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, int64_t m0, int64_t n
   }
 }
 
-// All rows of one column panel of NV vectors: full register tiles, then smaller ones. Twelve rows and four are taken as
-// twice eight: four rows of two vectors have too few chains to hide the latency of an FMA.
+// Computes all rows of one column panel of NV vectors: full register tiles, then smaller ones. 16 remaining rows are
+// two tiles of 8, not 12 + 4: four rows of two vectors have too few chains to hide the latency of an FMA.
 template <class T, class E, int MR, int NV>
 inline void gemm_panel(const GemmArgs<T, E>& g, int64_t rows, int64_t n0) {
   int64_t m = 0;
@@ -135,7 +135,7 @@ inline void gemm_panel(const GemmArgs<T, E>& g, int64_t rows, int64_t n0) {
   for (; m < rows; ++m) gemm_register_tile<T, E, 1, NV>(g, m, n0);
 }
 
-// `cols` is rounded up to whole vectors: B and C must have room, and B's padding must be finite.
+// Rounds `cols` up to whole vectors: B and C must have room, and the padding of B must be finite.
 template <class T, class E = T>
 inline void gemm(int64_t rows, int64_t cols, const GemmArgs<T, E>& g) {
   constexpr int L = kLanes<T>;

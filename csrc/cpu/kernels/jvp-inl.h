@@ -1,11 +1,12 @@
-// Forward mode: out, lse and their tangents in one pass (docs/derivative_formulas.md). The forward's loop, with two
-// sums beside its own, rescaled with them:
+// Forward mode: computes out, lse and their tangents in one loop over the tiles (docs/derivative_formulas.md). It is
+// the forward's loop with two more sums, rescaled like O and l:
 //
 //   e  = tangent of S      r = r e^(m - m') + rowsum P o e      mu' = r / l
 //   tO = (tO - (mu' - mu) O) e^(m - m') + (P o (e - mu')) V + P tV
 //   at the end t_lse = mu and t_out = tO / l
 //
-// tO is relative to the mean mu of e so far: e with a large mean would drown what is left after its subtraction.
+// The running mean mu of e is subtracted in tO. Otherwise a large mean of e would cancel at the end and lose
+// precision.
 #pragma once
 
 #include "forward-inl.h"
@@ -25,11 +26,11 @@ struct JvpScratch {
 };
 
 template <class In, class T>
-JvpScratch<In, T> plan_jvp(Arena& arena, const JvpParams& p) {
+JvpScratch<In, T> allocate_jvp(Arena& arena, const JvpParams& p) {
   const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
   JvpScratch<In, T> s;
-  s.primal = plan_forward<In, T>(arena, p);
-  s.t_products = ForwardProducts<In, T>::plan(arena, p);
+  s.primal = allocate_forward<In, T>(arena, p);
+  s.t_products = ForwardProducts<In, T>::allocate(arena, p);
   s.t_scores = arena.take<T>(block_k * block_q);
   s.tanh_tile = p.softcap > 0 ? arena.take<T>(block_k * block_q) : nullptr;
   s.t_mask_tile = p.tangents.mask ? arena.take<T>(block_k * block_q) : nullptr;
@@ -38,7 +39,7 @@ JvpScratch<In, T> plan_jvp(Arena& arena, const JvpParams& p) {
   return s;
 }
 
-// online_softmax() that carries the tangent: besides, e becomes P o (e - mu'). A masked element's e may be NaN.
+// online_softmax() with the tangent: also replaces e by P o (e - mu'). The e of a masked element may be NaN.
 template <class In, class T>
 inline void online_softmax_jvp(const TileFrame& f, const JvpScratch<In, T>& scratch) {
   constexpr int L = kLanes<T>;
@@ -72,7 +73,7 @@ inline void online_softmax_jvp(const TileFrame& f, const JvpScratch<In, T>& scra
   }
 }
 
-// row -= factor * other, over whole vectors.
+// row -= factor * other_row, over whole vectors.
 template <class T>
 inline void subtract_rows(T* row, T factor, const T* other, int64_t count) {
   for (int64_t c = 0; c < count; c += kLanes<T>)
@@ -133,7 +134,7 @@ void jvp_query_block(const JvpParams& p, const JvpScratch<In, T>& scratch, int64
   for (int64_t i = 0; i < queries; ++i) {
     finish_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v, s.row_max[i], T(1),
                       s.row_sum[i], lse[i]);
-    const T sum = s.row_sum[i];  // 0: nothing is visible, and nothing moves
+    const T sum = s.row_sum[i];  // 0: no key is visible, and the tangents are 0
     store_row<In, T>(p.t_out.row<In>(b, h, i0 + i), scratch.t_out + i * d_v, z.head_dim_v,
                      sum == T(0) ? T(0) : T(1) / sum);
     t_lse[i] = scratch.t_mean[i];
@@ -142,18 +143,18 @@ void jvp_query_block(const JvpParams& p, const JvpScratch<In, T>& scratch, int64
 
 struct JvpWorkspace {
   TaskList tasks;  // query blocks of each head
-  char* scratch;   // of each thread
+  char* scratch;   // per thread
   size_t scratch_bytes;
 };
 
 template <class In, class T>
-JvpWorkspace plan_jvp_workspace(Arena& arena, const JvpParams& call, int threads) {
+JvpWorkspace allocate_jvp_workspace(Arena& arena, const JvpParams& call, int threads) {
   JvpWorkspace w;
-  w.tasks = plan_tasks(arena, call, [](const JvpParams& p) {
+  w.tasks = list_tasks(arena, call, [](const JvpParams& p) {
     return p.sizes.batch * p.sizes.heads * ceil_div(p.sizes.seqlen_q, forward_tiling<T>().block_q);
   });
   Arena scratch(nullptr);
-  plan_jvp<In, T>(scratch, call);
+  allocate_jvp<In, T>(scratch, call);
   w.scratch_bytes = scratch.used();
   w.scratch = arena.take<char>(static_cast<int64_t>(w.scratch_bytes) * threads);
   return w;
@@ -162,7 +163,7 @@ JvpWorkspace plan_jvp_workspace(Arena& arena, const JvpParams& call, int threads
 template <class In, class T>
 void jvp(const JvpParams& call, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
-  const JvpWorkspace w = plan_jvp_workspace<In, T>(arena, call, parallel.threads);
+  const JvpWorkspace w = allocate_jvp_workspace<In, T>(arena, call, parallel.threads);
   for_each_task(parallel, w.tasks.total, [&](int64_t n, int thread) {
     const TaskList::Task task = w.tasks.at(n);
     const JvpParams p = of_sequence(call, task.b);
@@ -171,13 +172,13 @@ void jvp(const JvpParams& call, void* workspace, const Parallel& parallel) {
     const HeadBlocks list = query_blocks<T>(p.sizes, parallel.threads);
     const auto [b, h, n_from_last] = list.at(task);
     const int64_t block = list.blocks - 1 - n_from_last;
-    jvp_query_block<In, T>(p, plan_jvp<In, T>(scratch, call), b, h, block * forward_tiling<T>().block_q);
+    jvp_query_block<In, T>(p, allocate_jvp<In, T>(scratch, call), b, h, block * forward_tiling<T>().block_q);
   });
 }
 
 template <class In, class T>
 size_t jvp_workspace(const JvpParams& p, int threads) {
   Arena arena(nullptr);
-  plan_jvp_workspace<In, T>(arena, p, threads);
+  allocate_jvp_workspace<In, T>(arena, p, threads);
   return arena.used();
 }

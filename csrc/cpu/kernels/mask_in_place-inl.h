@@ -1,35 +1,36 @@
-// A float mask that the forward reads where it lies, and only once: it is added to S^T behind the product, and asked for
-// while the product goes on. A tile of it in memory of our own would cost a second look at each element, and room in L1.
+// A float mask that the forward reads once, directly from the caller's memory. It is added to S^T after the product,
+// and prefetched during the product. A copied tile would need a second read of each element, and space in L1.
 #pragma once
 
 #include "bias-inl.h"
 #include "tiling-inl.h"
 
-// One float mask whose rows are the tile's lanes. A second mask, or a tree's, is added up in a tile of our own.
+// Returns whether a mask is read in place: a single float mask, and rows of the mask are lanes of the tile. Two
+// masks, or a tree mask, are summed in a copied tile.
 inline bool is_read_in_place(const AttentionParams& p, const TileFrame& f) {
   const MaskParams& mask = p.mask;
   return mask && mask.dtype != DType::kBool && !mask.key_data && !p.varlen.cache.tree_mask &&
          f.lanes_are_queries && mask.stride_k == 1 && mask.stride_q != 0;
 }
 
-// Whether it masks the whole tile. Nearly always the first vector says that it does not. A tile whose last vector is a
-// partial one counts as visible somewhere: what is missing reads as 0.
+// Returns whether the mask hides the whole tile. The first vector nearly always shows that it does not. A tile with a
+// partial last vector counts as partly visible, because lanes beyond the end read 0.
 template <class T>
 inline bool hides_in_place(const MaskParams& mask, const TileFrame& f) {
   return for_float_mask(mask.dtype, [&](auto element) {
     constexpr int64_t L = kLanes<T>;
     const auto* src = mask_at<decltype(element)>(mask, f);
     MaskedAndNot<T> first, all;
-    first.pass(load_bias<T, NextTile::kAskFor>(src, std::min(L, f.keys)));
+    first.record(load_bias<T, Prefetch::kYes>(src, std::min(L, f.keys)));
     if (first.some_visible()) return false;
     for (int64_t i = 0; i < f.queries; ++i)
       for (int64_t c = 0; c < f.keys; c += L)
-        all.pass(load_bias<T, NextTile::kAskFor>(src + i * mask.stride_q + c, std::min(L, f.keys - c)));
+        all.record(load_bias<T, Prefetch::kYes>(src + i * mask.stride_q + c, std::min(L, f.keys - c)));
     return !all.some_visible();
   });
 }
 
-// Whether it masks one element.
+// Returns whether the mask hides one element.
 template <class T>
 inline bool hides_in_place(const MaskParams& mask, const TileFrame& f, int64_t row, int64_t lane) {
   return for_float_mask(mask.dtype, [&](auto element) {
@@ -37,7 +38,7 @@ inline bool hides_in_place(const MaskParams& mask, const TileFrame& f, int64_t r
   });
 }
 
-// Adds it to the scores of a tile. Whether it masks any of them.
+// Adds the mask to the scores of a tile. Returns whether it hides any of them.
 template <class T>
 inline bool add_in_place(const MaskParams& mask, const TileFrame& f, T* scores) {
   return for_float_mask(mask.dtype, [&](auto element) {
@@ -46,15 +47,14 @@ inline bool add_in_place(const MaskParams& mask, const TileFrame& f, T* scores) 
       store<T>(at, masked_sum<T>(load<T>(at), bias));
     };
     const auto* src = mask_at<decltype(element)>(mask, f);
-    return for_each_transposed<T, NextTile::kNotYet>(src, mask.stride_q, f.queries, f.keys, add)
-        .some_masked();
+    return for_each_transposed<T, Prefetch::kNo>(src, mask.stride_q, f.queries, f.keys, add).some_masked();
   });
 }
 
-// The lines of memory in which a tile of it lies, row by row.
+// The cache lines of a tile of the mask, row by row.
 class MaskLines {
  public:
-  // None, where the mask is not read in place.
+  // Has no lines if the mask is not read in place.
   MaskLines(const AttentionParams& p, const TileFrame& f) {
     if (!is_read_in_place(p, f)) return;
     for_float_mask(p.mask.dtype, [&](auto element) {
@@ -66,10 +66,10 @@ class MaskLines {
     at_ = first_line();
   }
 
-  // At most: a row may begin in the middle of a line.
+  // An upper bound: a row may begin in the middle of a line.
   int64_t count() const { return rows_ * (bytes_ / kLine + 1); }
 
-  // Asks for the next ones. Always inline: see Prefetcher.
+  // Prefetches the next `count` lines. Always inline: see Prefetcher.
   FA_INLINE void lines(int64_t count) {
     for (int64_t n = 0; n < count && rows_ > 0; ++n) {
       __builtin_prefetch(at_, 0, kPrefetchLevel);

@@ -1,10 +1,10 @@
-// attn_mask and key_mask on one tile, whatever their dtypes and strides: float masks as what is added to the scores, -inf
-// where they mask; bool masks as one bit for each score.
+// attn_mask and key_mask on one tile, for all dtypes and strides. A float mask becomes a bias, -inf where it hides a
+// key. A bool mask becomes one bit per score.
 #pragma once
 
 #include "mask_in_place-inl.h"
 
-// A tile whose last vector is a partial one counts as visible somewhere: what is missing reads as 0.
+// A tile with a partial last vector counts as partly visible, because lanes beyond the end read 0.
 template <class T, class M>
 inline TileMask load_bias_as(const MaskParams& mask, const TileFrame& f, T* dst) {
   const M* src = mask_at<M>(mask, f);
@@ -14,7 +14,7 @@ inline TileMask load_bias_as(const MaskParams& mask, const TileFrame& f, T* dst)
   MaskedAndNot<T> seen;
   if (lane_stride == 0) {
     for (int64_t r = 0; r < rows; ++r) {
-      const T bias = seen.pass(splat<T>(scalar_as<T>(src[r * row_stride])))[0];
+      const T bias = seen.record(splat<T>(scalar_as<T>(src[r * row_stride])))[0];
       std::fill(dst + r * f.ld, dst + r * f.ld + f.ld, bias);
     }
   } else if (lane_stride == 1) {
@@ -22,28 +22,28 @@ inline TileMask load_bias_as(const MaskParams& mask, const TileFrame& f, T* dst)
   } else if (row_stride == 1) {
     const auto put = [&](int64_t r, int64_t c, Vec<T> bias)
                          FA_INLINE_LAMBDA { store<T>(dst + r * f.ld + c, bias); };
-    seen = for_each_transposed<T, NextTile::kAskFor>(src, lane_stride, lanes, rows, put);
+    seen = for_each_transposed<T, Prefetch::kYes>(src, lane_stride, lanes, rows, put);
   } else {
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < lanes; ++c)
-        dst[r * f.ld + c] = seen.pass(splat<T>(scalar_as<T>(src[r * row_stride + c * lane_stride])))[0];
+        dst[r * f.ld + c] = seen.record(splat<T>(scalar_as<T>(src[r * row_stride + c * lane_stride])))[0];
   }
   return seen.of_tile();
 }
 
-// What either masks is masked, NaN and +inf included.
+// Adds two biases. If one of them is -inf, the sum is -inf, even if the other is NaN or +inf.
 template <class T>
 FA_INLINE Vec<T> add_bias(Vec<T> a, Vec<T> b) {
   return b == kNegInf<T> ? b : a == kNegInf<T> ? a : a + b;
 }
 
-// Adds a mask with one element for each key. How many it masks by itself.
+// Adds a mask with one element per key. Returns how many elements this mask hides by itself.
 template <class T, class M>
 inline TileMask add_keys_as(const MaskParams& keys, const TileFrame& f, T* dst) {
   constexpr int L = kLanes<T>;
   const M* src = static_cast<const M*>(keys.data) + f.b * keys.stride_b + f.j0 * keys.stride_k;
   MaskedAndNot<T> seen;
-  auto bias_of = [&](int64_t key) { return seen.pass(splat<T>(scalar_as<T>(src[key * keys.stride_k]))); };
+  auto bias_of = [&](int64_t key) { return seen.record(splat<T>(scalar_as<T>(src[key * keys.stride_k]))); };
   auto add = [&](int64_t r, int64_t c, Vec<T> bias) {
     store<T>(dst + r * f.ld + c, add_bias<T>(load<T>(dst + r * f.ld + c), bias));
   };
@@ -68,14 +68,14 @@ inline TileMask add_keys(const MaskParams& keys, const TileFrame& f, T* dst) {
                         [&](auto element) { return add_keys_as<T, decltype(element)>(keys, f, dst); });
 }
 
-// Fills dst[row][lane] with a float mask's bias.
+// Fills dst[row][lane] with the bias of a float mask.
 template <class T>
 inline TileMask load_bias_tile(const MaskParams& mask, const TileFrame& f, T* dst) {
   return for_float_mask(mask.dtype,
                         [&](auto element) { return load_bias_as<T, decltype(element)>(mask, f, dst); });
 }
 
-// Bit c says whether p[c] is not 0, for c below n, which is at most 64.
+// Returns bits: bit c is p[c] != 0, for c < n <= 64.
 inline uint64_t bits_of_bytes(const uint8_t* p, int64_t n) {
   uint8_t tail[64] = {};
   if (n < 64) {
@@ -91,17 +91,18 @@ inline uint64_t bits_of_bytes(const uint8_t* p, int64_t n) {
 #endif
 }
 
-// Which keys of the tile each query sees, bit by bit.
+// The visible keys of the tile, as one bit per query and key.
 struct VisibleKeys {
-  static constexpr int kWord = 32;  // bits, those of a float's lane
+  static constexpr int kWord = 32;  // bits per word: a lane of float32 has as many
 
-  uint32_t* words = nullptr;  // [2][ld]: word c / 32 of a query has key c of the tile; null: no bool mask
+  uint32_t* words =
+      nullptr;  // [2][ld]: bit c % 32 of words[c / 32 * ld + query] is key c; null: no bool mask
   int64_t ld = 0;
 
   explicit operator bool() const { return words != nullptr; }
   bool sees(int64_t query, int64_t key) const { return words[key / kWord * ld + query] >> (key % kWord) & 1; }
 
-  // The scores of one row of the tile become -inf where the query does not see the key.
+  // Sets scores of one tile row to -inf where the key is not visible to the query.
   template <class T>
   void hide(const TileFrame& f, int64_t r, T* scores) const {
     using Bits = VecBits<T>;
@@ -123,7 +124,7 @@ struct VisibleKeys {
   }
 };
 
-// Keys of the tile that a query sees: `src` is its first one in a bool mask.
+// Returns the visible keys of one query as bits. `src` is its first element in a bool mask.
 inline uint64_t visible_bits(const uint8_t* src, int64_t stride, int64_t keys, uint64_t every_key) {
   if (stride == 1) return bits_of_bytes(src, keys);
   if (stride == 0) return *src ? every_key : 0;
@@ -132,7 +133,7 @@ inline uint64_t visible_bits(const uint8_t* src, int64_t stride, int64_t keys, u
   return bits;
 }
 
-// `known`: the words say already what another mask leaves; what this one leaves of that stays.
+// If `combine`, the words contain the keys visible under another mask: a key stays visible if both masks show it.
 inline TileMask load_visible_keys(const MaskParams& mask, const TileFrame& f, const VisibleKeys& visible,
                                   bool known) {
   const uint8_t* src = static_cast<const uint8_t*>(mask.data) + f.b * mask.stride_b + f.h * mask.stride_h +
@@ -141,7 +142,7 @@ inline TileMask load_visible_keys(const MaskParams& mask, const TileFrame& f, co
   uint64_t bits = 0, seen_by_all = every_key, seen_by_any = 0;
   for (int64_t i = 0; i < f.queries; ++i) {
     if (i == 0 || mask.stride_q != 0) {
-      __builtin_prefetch(src + i * mask.stride_q + 64 * mask.stride_k);  // of the next tile
+      __builtin_prefetch(src + i * mask.stride_q + 64 * mask.stride_k);  // prefetches the next tile
       bits = visible_bits(src + i * mask.stride_q, mask.stride_k, f.keys, every_key);
     }
     uint32_t &low = visible.words[i], &high = visible.words[visible.ld + i];
@@ -154,13 +155,13 @@ inline TileMask load_visible_keys(const MaskParams& mask, const TileFrame& f, co
   return seen_by_any == 0 ? TileMask::kAll : seen_by_all == every_key ? TileMask::kNone : TileMask::kSome;
 }
 
-// The masks of one tile, each in the form that its dtype has; no form, where they would change nothing.
+// The masks of one tile: a bias, bits, or both. A mask that hides nothing has no entry.
 template <class T>
 struct MaskTile {
   TileMask masked = TileMask::kNone;
   T* bias = nullptr;  // [row][lane]
   VisibleKeys visible;
-  const MaskParams* in_place = nullptr;  // a mask that was not loaded: finish_scores() reads it
+  const MaskParams* in_place = nullptr;  // a mask that finish_scores() reads in place
 
   bool hides(const TileFrame& f, int64_t row, int64_t lane) const {
     if (visible && !(f.lanes_are_queries ? visible.sees(lane, row) : visible.sees(row, lane))) return true;
@@ -168,7 +169,7 @@ struct MaskTile {
     return bias && bias[row * f.ld + lane] == kNegInf<T>;
   }
 
-  // Takes one more mask in; `memory` is what plan_mask_tile() gave.
+  // Combines one more mask with this tile. `memory` comes from allocate_mask_tile().
   void add(const MaskParams& mask, const TileFrame& f, const MaskTile& memory) {
     if (mask.dtype == DType::kBool) {
       const TileMask left = load_visible_keys(mask, f, memory.visible, bool(visible));
@@ -183,9 +184,9 @@ struct MaskTile {
   }
 };
 
-// Memory for the mask on tiles of so many queries and keys.
+// Allocates memory for the mask on tiles of so many queries and keys.
 template <class T>
-MaskTile<T> plan_mask_tile(Arena& arena, const MaskParams& mask, int64_t queries, int64_t keys) {
+MaskTile<T> allocate_mask_tile(Arena& arena, const MaskParams& mask, int64_t queries, int64_t keys) {
   MaskTile<T> memory;
   const auto any = [&](bool is_bool) {
     return (mask && (mask.dtype == DType::kBool) == is_bool) ||
@@ -208,12 +209,12 @@ inline MaskTile<T> load_mask_tile(const MaskParams& mask, const TileFrame& f, co
   return tile;
 }
 
-// Whether the call's mask hides anything before key j: a tree mask begins at the first new key.
+// Returns whether the call's mask may hide a key before key j. A tree mask begins at the first new key.
 inline bool is_masked_before(const AttentionParams& p, int64_t j) {
   return p.mask && !(p.varlen.cache.tree_mask && j <= p.varlen.cache.first_masked);
 }
 
-// Moves the mask of a tile's last keys to their place: `before` keys that come first are visible, their bias is 0.
+// Shifts the mask of a tile's last keys by `before` keys. The first `before` keys are visible and have a bias of 0.
 template <class T>
 inline void shift_mask_tile(const TileFrame& f, int64_t before, const MaskTile<T>& tile) {
   for (int64_t i = 0; tile.visible && i < f.queries; ++i) {
@@ -232,7 +233,7 @@ inline void shift_mask_tile(const TileFrame& f, int64_t before, const MaskTile<T
   }
 }
 
-// The mask of one tile, where it may be a tree's, or be read in place.
+// Loads the mask of one tile. Also for tree masks and for masks that are read in place.
 template <class T>
 inline MaskTile<T> load_mask_tile(const AttentionParams& p, const TileFrame& f, const MaskTile<T>& memory) {
   if (!is_masked_before(p, f.j0 + f.keys)) return {};

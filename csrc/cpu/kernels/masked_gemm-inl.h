@@ -1,17 +1,16 @@
-// Products of P or dS with a value tile, where a masked element must not let a NaN or Inf through.
+// Products of P or dS with a tile of rows, if a masked row may contain NaN or Inf.
 //
-// The contract: what a row attends to reaches the output, what is masked does not. A masked p is 0, and 0 *
-// NaN is NaN; so where a tile is partly masked, rows of B that are not finite are taken out of the product
-// and added to just those rows of C that attend to them. Finite data, which is nearly all, pays one read of
-// B.
+// The contract: attended values reach the output, masked values do not. P = 0 for a masked value, but 0 * NaN is NaN.
+// So in a partly masked tile, rows of B that are not finite are removed from the product. Then they are added to the
+// rows of C that attend to them. Finite data, the usual case, costs one read of B.
 #pragma once
 
 #include "gemm-inl.h"
 #include "scores-inl.h"
 #include "tiles-inl.h"
 
-// C[m] += A[m][k] * B[k] for the rows k of B that are not finite and the rows m of C that attend to them. A
-// element (m, k) belongs to score (row m, lane k), or (row k, lane m) if a_transposed.
+// C[m] += A[m][k] * B[k] for the rows k of B that are not finite, and the rows m of C that attend to them. Element
+// (m, k) of A belongs to score (row m, lane k), or (row k, lane m) if a_transposed.
 template <class In, class T, class RowsOfB>
 inline void add_rows_not_finite(const ScoreTile<T>& score, bool a_transposed, int64_t rows, const T* a,
                                 int64_t a_row, int64_t a_depth, const RowsOfB& b, int64_t depth, T* c,
@@ -26,7 +25,7 @@ inline void add_rows_not_finite(const ScoreTile<T>& score, bool a_transposed, in
   }
 }
 
-// C (+)= A * B as gemm(), for a partly masked tile; A as above.
+// C (+)= A * B as gemm(), for a partly masked tile. `a_transposed` as above.
 template <class T>
 inline void masked_gemm(const ScoreTile<T>& score, bool a_transposed, int64_t rows, int64_t cols,
                         const GemmArgs<T>& g, T* scratch) {

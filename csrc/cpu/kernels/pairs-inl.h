@@ -8,7 +8,7 @@
 
 constexpr int64_t pairs_of(int64_t n) { return (n + 1) / 2; }
 
-// `n` <= 2 * lanes values of a row as pairs along it, zeros behind them.
+// Loads `n` <= 2 * lanes values of a row as pairs along it, padded with zeros.
 FA_INLINE U32 load_pairs(const BFloat16* p, int64_t n) {
   constexpr int64_t kMost = 2 * kLanes<float>;
   if (n >= kMost) return load_elements(reinterpret_cast<const Pair*>(p));
@@ -17,8 +17,7 @@ FA_INLINE U32 load_pairs(const BFloat16* p, int64_t n) {
   return load_elements(reinterpret_cast<const Pair*>(buffer));
 }
 
-// Rows as pairs along them: in place, or copied and padded with a zero where the memory does not come in
-// pairs.
+// Returns rows as pairs along them: the caller's memory, or a copy padded with a zero if rows are not whole pairs.
 inline Tile<Pair> load_pair_rows(const BFloat16* src, int64_t stride, int64_t rows, int64_t cols,
                                  Pair* scratch) {
   if (cols % 2 == 0 && stride % 2 == 0) return {reinterpret_cast<const Pair*>(src), stride / 2};
@@ -30,8 +29,7 @@ inline Tile<Pair> load_pair_rows(const BFloat16* src, int64_t stride, int64_t ro
   return {scratch, ld};
 }
 
-// dst[c / 2][r] = (src[r][c], src[r][c + 1]): pairs along the rows, transposed. Zeros behind rows and
-// columns.
+// dst[c / 2][r] = (src[r][c], src[r][c + 1]): pairs along the rows, transposed. Padded with zeros.
 inline void load_pairs_transposed(const BFloat16* src, int64_t stride, int64_t rows, int64_t cols, Pair* dst,
                                   int64_t ld) {
   constexpr int L = kLanes<float>;
@@ -49,7 +47,7 @@ inline void load_pairs_transposed(const BFloat16* src, int64_t stride, int64_t r
     }
 }
 
-// dst[r / 2][c] = (src[r][c], src[r + 1][c]): pairs across the rows. Zeros behind rows and columns.
+// dst[r / 2][c] = (src[r][c], src[r + 1][c]): pairs across the rows. Padded with zeros.
 inline void load_pairs_across(const BFloat16* src, int64_t stride, int64_t rows, int64_t cols, Pair* dst,
                               int64_t ld) {
   constexpr int L = kLanes<float>;
@@ -67,13 +65,12 @@ inline void load_pairs_across(const BFloat16* src, int64_t stride, int64_t rows,
       store_elements(to + c, first);
       store_elements(to + c + L, second);
     }
-    for (; c < cols; c += L)  // widened, a value is the upper half of its lane
+    for (; c < cols; c += L)  // a widened value is in the upper half of its lane
       store_elements(to + c, (row_bits(r, c) >> 16) | row_bits(r + 1, c));
   }
 }
 
-// Puts zeros for the rows that are not finite into what load_pairs_across() made of them; whether there were
-// any.
+// Replaces rows that are not finite by zeros in the result of load_pairs_across(). Returns whether there were any.
 inline bool clear_rows_not_finite(const Rows<BFloat16>& src, int64_t rows, Pair* pairs, int64_t ld) {
   if (rows_are_finite<BFloat16, float>(src, rows)) return false;
   for (int64_t r = 0; r < rows; ++r) {
@@ -83,25 +80,25 @@ inline bool clear_rows_not_finite(const Rows<BFloat16>& src, int64_t rows, Pair*
   return true;
 }
 
-// A left operand: pairs along the depth, at the strides that GemmArgs has as a_row and a_depth.
+// A left operand: pairs along the depth, with the strides GemmArgs::a_row and a_depth.
 struct LeftPairs {
   const Pair* data;
   int64_t row, depth;
 
-  // Pairs that one of so many rows and so much depth takes.
+  // Number of pairs for so many rows and so much depth.
   static int64_t count(int64_t rows, int64_t depth) {
     return rows * round_up_to_lanes<float>(pairs_of(depth));
   }
 };
 
-// `rows` x `ld` lanes of src, rounded and transposed: a row of the operand for each lane.
+// Rounds and transposes `rows` x `ld` lanes of src: each lane becomes a row of the operand.
 inline LeftPairs transposed_pairs(const float* src, int64_t rows, int64_t ld, Pair* dst) {
   constexpr int L = kLanes<float>;
   const auto pairs_at = [&](int64_t r, int64_t c) FA_INLINE_LAMBDA {
     const F32 high = r + 1 < rows ? load<float>(src + (r + 1) * ld + c) : F32{};
     return pair_up(load<float>(src + r * ld + c), high);
   };
-#if defined(FA_HAS_TILE_REGISTERS)  // which take rows along the depth
+#if defined(FA_HAS_TILE_REGISTERS)  // AMX needs rows along the depth
   const int64_t to_ld = round_up_to_lanes<float>(pairs_of(rows));
   for (int64_t r0 = 0; r0 < rows; r0 += 2 * L)
     for (int64_t c = 0; c < ld; c += L) {

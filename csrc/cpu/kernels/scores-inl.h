@@ -1,19 +1,18 @@
-// From raw products to scores: softcap, ALiBi, mask, band, in that order, on one tile.
+// Converts products to scores on one tile: softcap, ALiBi, mask and band, in this order.
 #pragma once
 
 #include "../vec/math-inl.h"
 #include "mask_tile-inl.h"
 
-// What <q, k> is multiplied with before finish_scores(). It scales the product, never an operand: the
-// backward, whose operands are packed the other way round, then gets the forward's scores to the last bit,
-// and what rounding did to them cancels in S - lse.
+// The factor of <q, k> before finish_scores(). It multiplies the product, not an operand. The backward packs its
+// operands in another order, and so still gets bitwise the forward's scores: their rounding cancels in S - lse.
 template <class T>
 inline T product_scale(const AttentionParams& p) {
   return static_cast<T>(p.softcap > 0 ? p.scale / p.softcap : p.scale);
 }
 
-// The unit in which the forward keeps a call's scores: `scale` where they are nothing but products, which
-// then are not multiplied at all (its softmax multiplies differences of them, at no cost), otherwise 1.
+// The unit of the scores in the forward. It is `scale` if scores are plain products: then the scores are not
+// multiplied, and the softmax multiplies their differences at no cost. Otherwise it is 1.
 template <class T>
 inline T score_unit(const AttentionParams& p) {
   const bool only_products = p.softcap == 0 && !p.alibi && (!p.mask || p.mask.only_masks());
@@ -21,7 +20,7 @@ inline T score_unit(const AttentionParams& p) {
   return only_products && unit > T(0) && unit < std::numeric_limits<T>::max() / T(2) ? unit : T(1);
 }
 
-// The lanes [begin, end) of row r that the band leaves.
+// Returns the lanes [begin, end) of row r inside the band.
 inline Range band_lanes(const Band& band, const TileFrame& f, int64_t r) {
   if (f.lanes_are_queries) {
     const Range i = visible_queries(band, f.j0 + r, f.j0 + r + 1, f.i0 + f.queries);
@@ -31,7 +30,7 @@ inline Range band_lanes(const Band& band, const TileFrame& f, int64_t r) {
   return {std::max<int64_t>(j.begin - f.j0, 0), j.end - f.j0};
 }
 
-// ALiBi's |i + diagonal - j| for the vector of lanes at c of row r.
+// Returns ALiBi's |i + diagonal - j| for the vector of lanes at column c of row r.
 template <class T>
 FA_INLINE Vec<T> alibi_distance(const Band& band, const TileFrame& f, int64_t r, int64_t c) {
   const Vec<T> lane = __builtin_convertvector(iota<T>(), Vec<T>);
@@ -41,7 +40,7 @@ FA_INLINE Vec<T> alibi_distance(const Band& band, const TileFrame& f, int64_t r,
   return distance < T(0) ? -distance : distance;
 }
 
-// What a tile's scores were made of, kept for the passes that need to know which elements are masked.
+// The inputs of the scores of a tile, for code that must know which elements are masked.
 template <class T>
 struct ScoreTile {
   TileFrame frame;
@@ -56,9 +55,8 @@ struct ScoreTile {
   }
 };
 
-// scores[row][lane], holding product_scale() * <q, k>, become scores; masked elements and padding lanes
-// become -inf whatever they held, NaN included. `tanh_tile` (or null) receives the softcap's tanh, which its
-// derivative 1 - tanh^2 needs.
+// Input: scores[row][lane] = product_scale() * <q, k>. Output: scores. Masked elements and padding lanes become -inf,
+// even if they are NaN. `tanh_tile` (or null) receives the softcap's tanh, for its derivative 1 - tanh^2.
 template <class T>
 inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, const MaskTile<T>& mask,
                                   T* scores, T* tanh_tile) {
@@ -83,7 +81,7 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
   }
   if (mask.in_place && add_in_place<T>(*mask.in_place, f, scores)) tile.partial = true;
   const bool padded = f.lanes() < f.ld;
-  if (!crossed && !padded && !mask.bias && !mask.visible) return tile;  // most tiles
+  if (!crossed && !padded && !mask.bias && !mask.visible) return tile;  // true for most tiles
   const VecIndex<T> lane = iota<T>();
   for (int64_t r = 0; r < f.rows(); ++r) {
     T* row = scores + r * f.ld;

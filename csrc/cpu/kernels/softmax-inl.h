@@ -1,12 +1,12 @@
-// One step of the online softmax on a tile of scores: P = e^(S - m') in place of S, and the statistics m and l of each
-// row of Q move on. A row of Q is a lane of the tile, or, in decode's form for few rows, a row.
+// One step of the online softmax on a tile: replaces S by P = e^(S - m') and updates m and l of each row of Q. A row
+// of Q is a lane of the tile, or a row in decode's form for few rows.
 #pragma once
 
 #include "../vec/math-inl.h"
 #include "frame-inl.h"
 #include "tiles-inl.h"
 
-// The maximum of a column of vectors, in four chains: in one, each maximum would wait for the last.
+// Returns the maximum of a column of vectors. Uses four chains: in one chain each maximum would wait for the last.
 template <class T>
 FA_INLINE Vec<T> max_of_column(const T* column, int64_t rows, int64_t ld) {
   Vec<T> chain[4];
@@ -19,13 +19,13 @@ FA_INLINE Vec<T> max_of_column(const T* column, int64_t rows, int64_t ld) {
   return max<T>(max<T>(chain[0], chain[1]), max<T>(chain[2], chain[3]));
 }
 
-// A vector of rows of Q: their scores are the lanes of a column of vectors, one for each key. `exp` is e to a difference
-// of scores. `unified` (or null) takes the place of m'. `factor` becomes e^(m - m').
+// The softmax of kLanes rows of Q: `column` has one vector per key, one lane per row of Q. exp(x) returns e^x, in
+// units of the scores. `unified` (or null) replaces m'. Sets `factor` = e^(m - m').
 template <class T, class Exp>
 FA_INLINE void softmax_column(T* column, int64_t keys, int64_t ld, const T* unified, Vec<T>& row_max,
                               Vec<T>& row_sum, Vec<T>& factor, const Exp& exp) {
   const Vec<T> new_max = max<T>(row_max, max_of_column<T>(column, keys, ld));
-  // A row with nothing visible so far: any finite reference makes e^(-inf - reference) the 0 it should be.
+  // No key visible yet: any finite reference gives e^(-inf - reference) = 0.
   const Vec<T> reference = unified ? splat<T>(*unified) : new_max == kNegInf<T> ? Vec<T>{} : new_max;
   Vec<T> sum = {};
   for (int64_t j = 0; j < keys; ++j) {
@@ -38,7 +38,7 @@ FA_INLINE void softmax_column(T* column, int64_t keys, int64_t ld, const T* unif
   row_max = new_max;
 }
 
-// The forward's tile, in units of `unit`.
+// The softmax of the forward's tile; scores are in units of `unit`.
 template <class T>
 inline void online_softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale) {
   const T log2_unit = unit * T(kLog2E);
@@ -57,8 +57,8 @@ inline void multiply_row(T* row, T factor, int64_t ld) {
   for (int64_t c = 0; c < ld; c += kLanes<T>) store<T>(row + c, load<T>(row + c) * factor);
 }
 
-// One row of a tile: P = e^(S - m') in place, and its share of m, l and O. `unified` (or null) takes the
-// place of m'.
+// The softmax of one row of a tile: writes P = e^(S - m'), updates m and l, and rescales O. `unified` (or null)
+// replaces m'.
 template <class T>
 inline void decode_softmax_row(T* scores, int64_t ld, const T* unified, T& row_max, T& row_sum, T* out,
                                int64_t d_v) {
@@ -79,7 +79,8 @@ inline void decode_softmax_row(T* scores, int64_t ld, const T* unified, T& row_m
   if (factor != T(1)) multiply_row<T>(out, factor, d_v);
 }
 
-// Rows of a tile, one after the other, or a vector of them at once: their maxima and sums are lanes then.
+// The softmax of several rows: a vector of rows at once, with their maxima and sums as lanes, then the remaining rows
+// one by one.
 template <class T>
 inline void decode_softmax_rows(T* scores, int64_t ld, int64_t rows, const T* unified, T* row_max, T* row_sum,
                                 T* out, int64_t d_v) {
@@ -117,7 +118,7 @@ inline void decode_softmax_rows(T* scores, int64_t ld, int64_t rows, const T* un
     decode_softmax_row<T>(scores + row * ld, ld, unified, row_max[row], row_sum[row], out + row * d_v, d_v);
 }
 
-// Decode's tile of S^T, [keys][lanes]: a row of Q is a lane, and no vector is taken apart.
+// The softmax of decode's tile S^T, [keys][lanes]: a row of Q is a lane, so no vector is split.
 template <class T>
 inline void decode_softmax_lanes(T* scores, int64_t keys, int64_t lanes, const T* unified, T* row_max,
                                  T* row_sum, int64_t rows, T* out, int64_t d_v) {

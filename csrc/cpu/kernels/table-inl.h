@@ -97,7 +97,7 @@ int64_t decode_splits(const AttentionParams& p) {
   if (!is_decode(p)) return 0;
   return for_types_of(p, [&](auto types) {
     using Of = decltype(types);
-    return plan_decode<typename Of::T>(p).splits;
+    return split_keys_of<typename Of::T>(p).splits;
   });
 }
 

@@ -5,8 +5,8 @@
 
 #include "scores-inl.h"
 
-// The params of the same call with other tensors in the places of q, k and v: what computes <q, k> computes
-// <t_q, k> from these.
+// Returns the params of the same call with other tensors for q, k and v. Code that computes <q, k> then computes
+// <t_q, k>.
 template <class Params>
 Params with_inputs(const Params& p, const Tensor4& q, const Tensor4& k, const Tensor4& v) {
   Params r = p;
@@ -16,14 +16,14 @@ Params with_inputs(const Params& p, const Tensor4& q, const Tensor4& k, const Te
   return r;
 }
 
-// t_scores[row][lane], holding product_scale() * w, becomes e. `tanh_tile` is the softcap's
-// tanh, null without a softcap. `curvature` (or null) receives y'' scale w, by which y' in e moves with <q, k>.
-// Masked elements hold anything.
+// Input: t_scores[row][lane] = product_scale() * w. Output: e. `tanh_tile` is the softcap's tanh, null without a
+// softcap. `curvature` (or null) receives y'' scale w, the derivative of y' in e with respect to <q, k>. Masked
+// elements are arbitrary.
 template <class T>
 inline void finish_tangents(const AttentionParams& p, const Tangents& t, const TileFrame& f,
                             const T* tanh_tile, T* mask_tile, T* t_scores, T* curvature) {
   constexpr int L = kLanes<T>;
-  const T unit = static_cast<T>(p.softcap > 0 ? p.softcap : 1);  // times product_scale(): scale
+  const T unit = static_cast<T>(p.softcap > 0 ? p.softcap : 1);  // unit * product_scale() = scale
   for (int64_t n = 0; n < f.rows() * f.ld; n += L) {
     Vec<T> e = load<T>(t_scores + n) * unit;
     if (tanh_tile) {

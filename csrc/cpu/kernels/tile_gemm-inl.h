@@ -1,7 +1,8 @@
-// The product of gemm-inl.h for pairs, on the tile registers of AMX. One instruction multiplies 16 rows of 16 pairs of A
-// with 16 pairs of rows of B, 16 columns wide, and adds to 16 x 16 sums.
+// The product of gemm-inl.h for pairs, on the tile registers of AMX. One instruction adds a product of 16 x 16 pairs
+// of A and 16 x 16 pairs of B to 16 x 16 sums.
 //
-// Rows of A lie along the depth: a_depth is 1. As gemm() does, it starts from 0 and adds to C at the end.
+// Rows of A are contiguous along the depth: a_depth = 1. As in gemm(), sums start from 0 and are added to C at the
+// end.
 #pragma once
 
 #include "gemm-inl.h"
@@ -12,16 +13,16 @@
 static_assert(kLanes<float> == 16);
 constexpr int64_t kSide = 16;  // of a tile: its rows, the pairs in a row of A, the columns of B and C
 
-// What ldtilecfg reads.
+// The memory operand of ldtilecfg.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};  // of eight registers
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};  // per register, for eight registers
   uint8_t rows[16] = {kSide, kSide, kSide, kSide, kSide, kSide, kSide, kSide};
 };
 static_assert(sizeof(TileConfig) == 64);
 constexpr TileConfig kWholeTiles;
 
-// The registers are set up and given back by each task, so that no other code finds them in use.
+// A task configures the registers at its start and releases them at its end, so that no other code finds them in use.
 template <>
 struct ProductUnit<BFloat16> {
   ProductUnit() { FA_TILE_CONFIGURE(kWholeTiles); }
@@ -30,7 +31,7 @@ struct ProductUnit<BFloat16> {
   ProductUnit& operator=(const ProductUnit&) = delete;
 };
 
-// Calls body(std::integral_constant) for 0 to kCount - 1: instructions have the register's number in them.
+// Calls body(std::integral_constant) for 0 to kCount - 1, because a register number is part of the instruction.
 template <class Body, int... n>
 FA_INLINE void for_each_constant(std::integer_sequence<int, n...>, const Body& body) {
   (body(std::integral_constant<int, n>{}), ...);
@@ -40,7 +41,7 @@ FA_INLINE void for_each_constant(const Body& body) {
   for_each_constant(std::make_integer_sequence<int, kCount>{}, body);
 }
 
-// rows x pairs of an operand into a register, zeros around them.
+// Loads rows x pairs of an operand into a register, padded with zeros.
 template <int kRegister>
 FA_INLINE void load_operand(const Pair* from, int64_t ld, int64_t rows, int64_t pairs) {
   if (rows >= kSide && pairs >= kSide) {
@@ -55,7 +56,7 @@ FA_INLINE void load_operand(const Pair* from, int64_t ld, int64_t rows, int64_t 
   FA_TILE_LOAD(kRegister, padded, kSide * sizeof(Pair));
 }
 
-// From a register to the tile of C at row m and column n.
+// Stores a register to the tile of C at row m and column n.
 template <int kRegister>
 FA_INLINE void store_sums(const GemmArgs<float, Pair>& g, int64_t rows, int64_t m, int64_t n) {
   float* c = g.c + m * g.ldc + n;
@@ -73,14 +74,14 @@ FA_INLINE void store_sums(const GemmArgs<float, Pair>& g, int64_t rows, int64_t 
   }
 }
 
-// MR x NR tiles of C, in registers from 0 on. Four of them are enough chains to hide the latency of a product, and leave
-// registers for two tiles of A and of B, or one of B and three that take turns for A.
+// Computes MR x NR tiles of C in registers 0, 1, ... Four tiles are enough independent chains to hide the latency of
+// a product. Four registers remain: two tiles of A and two of B, or one of B and three used in rotation for A.
 template <int MR, int NR>
 inline void multiply_tiles(const GemmArgs<float, Pair>& g, int64_t rows, int64_t m0, int64_t n0) {
   static_assert(MR * NR <= 4 && (MR == NR || MR == 1 || NR == 1));
   constexpr bool kSquare = MR == NR && MR > 1;
   constexpr int kTurns = kSquare ? 2 : 3, kFirstB = kSquare ? 6 : NR == 1 ? 7 : 5;
-  g.meanwhile(MR * NR * kSide);
+  g.prefetch_hook(MR * NR * kSide);
   for_each_constant<MR * NR>([](auto sum) FA_INLINE_LAMBDA { FA_TILE_ZERO(decltype(sum)::value); });
   for (int64_t k = 0; k < g.depth; k += kSide) {
     const int64_t depth = g.depth - k;
@@ -101,7 +102,7 @@ inline void multiply_tiles(const GemmArgs<float, Pair>& g, int64_t rows, int64_t
   });
 }
 
-// Squares of two by two tiles; then the last column of tiles, where their number is odd, and the last row.
+// Computes squares of 2 x 2 tiles, then a remaining column of tiles, then a remaining row of tiles.
 template <>
 inline void gemm<float, Pair>(int64_t rows, int64_t cols, const GemmArgs<float, Pair>& g) {
   const int64_t even_rows = ceil_div(rows, kSide) / 2 * (2 * kSide);

@@ -1,19 +1,19 @@
-// Bringing tiles of q, k, v and dout from the caller's strided memory into accumulator-type scratch, and
-// back.
+// Loads tiles of q, k, v and dout from the caller's strided memory into scratch of the accumulator's type, and stores
+// results.
 #pragma once
 
 #include "../vec/convert-inl.h"
 #include "../vec/math-inl.h"
 #include "tiling-inl.h"
 
-// A tile ready to be read: either scratch, or the caller's own memory where that already has the right form.
+// A tile that can be read: scratch, or the caller's memory if it already has the right type and padding.
 template <class T>
 struct Tile {
   const T* data;
   int64_t ld;
 };
 
-// Rows in memory, the caller's or a copy.
+// Rows in the caller's memory or in a copy.
 template <class In>
 struct Rows {
   const In* data;
@@ -22,8 +22,8 @@ struct Rows {
   const In* row(int64_t n) const { return data + n * stride; }
 };
 
-// rows x cols of src as T, zero-padded to whole vectors per row. Without padding or conversion to do, no
-// copy.
+// Converts rows x cols of src to T, each row padded with zeros to whole vectors. Returns src itself if there is
+// nothing to pad or convert.
 template <class In, class T>
 inline Tile<T> load_tile(const In* src, int64_t stride, int64_t rows, int64_t cols, T* scratch) {
   constexpr int L = kLanes<T>;
@@ -41,7 +41,7 @@ inline Tile<T> load_tile(const In* src, int64_t stride, int64_t rows, int64_t co
   return {scratch, ld};
 }
 
-// dst[c][r] = src[r][c], rows padded with zeros to ld, which is a whole number of vectors.
+// dst[c][r] = src[r][c]. Rows of dst are padded with zeros to ld, a whole number of vectors.
 template <class In, class T>
 inline void load_tile_transposed(const In* src, int64_t stride, int64_t rows, int64_t cols, T* dst,
                                  int64_t ld) {
@@ -63,7 +63,7 @@ inline void load_tile_transposed(const In* src, int64_t stride, int64_t rows, in
   }
 }
 
-// dst[r][c] = factor[r] * src[r][c], rounded to Out.
+// dst[c] = factor * src[c], rounded to Out.
 template <class Out, class T>
 inline void store_row(Out* dst, const T* src, int64_t cols, T factor) {
   constexpr int L = kLanes<T>;
@@ -72,8 +72,8 @@ inline void store_row(Out* dst, const T* src, int64_t cols, T factor) {
   if (c < cols) store_tail_as<Out, T>(dst + c, factor * load<T>(src + c), cols - c);
 }
 
-// A query row before its first key: the sink is what it has seen then, with the weight e^(sink - m) = 1. The
-// maximum is in units of `unit`.
+// Initial maximum and sum of a query row. A sink acts as a key seen before the first one, with weight e^(sink - m) =
+// 1. The maximum is in units of `unit`.
 template <class T>
 struct RowStart {
   T max, sum;
@@ -84,8 +84,8 @@ inline RowStart<T> start_of_row(const SinkParams& sink, int64_t b, int64_t h, T 
   return {score / unit, score == kNegInf<T> ? T(0) : T(1)};
 }
 
-// The end of a query row: out = O / l and lse = m + log l, m in units of `unit`. Nothing visible leaves l = 0
-// (a NaN score leaves it NaN): out is 0 and lse -inf then, by contract.
+// Completes a query row: out = O / l and lse = m + log l, with m in units of `unit`. If no key is visible, l = 0:
+// then out = 0 and lse = -inf by contract. A NaN score leaves l = NaN.
 template <class Out, class T>
 inline void finish_row(Out* dst, const T* out, int64_t cols, T row_max, T unit, T row_sum, T& lse) {
   store_row<Out, T>(dst, out, cols, row_sum == T(0) ? T(0) : T(1) / row_sum);
@@ -101,7 +101,7 @@ inline void add_rows(T* dst, const T* src, int64_t count) {
 template <class In, class T>
 inline bool rows_are_finite(const Rows<In>& r, int64_t rows) {
   constexpr int L = kLanes<T>;
-  Vec<T> probe[4] = {};  // 0 unless Inf or NaN; in four chains, as each sum would wait for the last
+  Vec<T> probe[4] = {};  // 0 unless Inf or NaN. Four chains: in one chain each sum would wait for the last
   for (int64_t c = 0; c < r.cols; c += L) {
     const auto add = [&](int chain, int64_t j) FA_INLINE_LAMBDA {
       probe[chain] += load_columns<T>(r.row(j) + c, r.cols - c) * T(0);
@@ -115,7 +115,7 @@ inline bool rows_are_finite(const Rows<In>& r, int64_t rows) {
   return sum_lanes<T>((probe[0] + probe[1]) + (probe[2] + probe[3])) == T(0);
 }
 
-// sum_c a[c] * b[c]: both rows of In, accumulated in T in a fixed order.
+// Returns sum_c a[c] * b[c], accumulated in T in a fixed order.
 template <class In, class T>
 inline T dot_rows(const In* a, const In* b, int64_t cols) {
   constexpr int L = kLanes<T>;

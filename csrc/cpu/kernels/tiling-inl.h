@@ -1,18 +1,18 @@
-// Tile sizes, in one table, with their reasons. Cache tiles were swept on Zen 5 (L1 48 KB, L2 1 MB): 96 for
-// 48 or 128 for 64 changes a full forward by less than 5%, and costs a causal one up to 12%, whose diagonal
-// tiles are wasted work.
+// All tile sizes and their reasons. They were measured on Zen 5 (L1 48 KB, L2 1 MB): 96 queries instead of 48, or 128
+// keys instead of 64, change a full forward by less than 5%. They cost a causal forward up to 12%, because more of
+// the diagonal tiles is masked.
 //
-//              queries x keys   in L1                                     in L2
-//   forward         48 x 64     S^T 12 KB; K or V 16 KB at D 64 (fp32)    K, V at D >= 128; Q^T, O
-//   backward        64 x 64     P and dS, 16 KB each                      K, V and their transposes, dK, dV,
-//   Q, dO decode        S_q <= 8 x 64   S of a few rows; K and V stream through
+//             queries x keys   in L1                                   in L2
+//  forward    48 x 64          S^T 12 KB; K or V 16 KB at D 64 (fp32)  K, V at D >= 128; Q^T, O
+//  backward   64 x 64          P and dS, 16 KB each                    K, V, their transposes, dK, dV, Q, dO
+//  decode     S_q <= 8 x 64    S of a few rows; K and V are streamed
 #pragma once
 
 #include "../vec/vec-inl.h"
 
 struct Tiling {
   int64_t block_q,
-      block_k;  // block_q: a multiple of 16 (core/philox.h) and of the lanes; block_k of the lanes
+      block_k;  // block_q: a multiple of 16 (core/philox.h) and of the lanes; block_k: of the lanes
 };
 
 // block_q is 3 or 6 vectors of 16 or 8 lanes, for the 3-vector register tile.
@@ -26,8 +26,8 @@ constexpr Tiling backward_tiling() {
   return {64, 64};
 }
 
-// Register tiles of gemm-inl.h, {rows x vectors}: as many accumulators as leave registers for the vectors of
-// B and one broadcast of A. Three vectors where the columns divide by three: 3 loads and 8 broadcasts feed 24
+// Register tiles of gemm-inl.h, {rows x vectors}: as many sums as possible, with registers left for the vectors of B
+// and one broadcast of A. Three vectors if the columns are a multiple of three: 3 loads and 8 broadcasts feed 24
 // multiply-adds.
 #if defined(FA_MULTIPLIES_BY_LANE)
 constexpr int kRowsBy3 = 6;   // 18 + 3 + 6 of 32 registers: the compiler loads all of A before it multiplies
@@ -43,7 +43,7 @@ constexpr int kRowsBy2 = 6;  // 12 + 2 + 1
 constexpr int kRowsBy1 = 8;
 #endif
 
-// The sizes that scratch memory needs: a short sequence fills only part of its tiles.
+// Returns the tile size for scratch memory: a short sequence uses only part of a tile.
 inline int64_t fitted(int64_t block, int64_t length) { return std::min(block, (length + 15) / 16 * 16); }
 inline Tiling fitted(const Tiling& t, const Sizes& z) {
   return {fitted(t.block_q, z.seqlen_q), fitted(t.block_k, z.seqlen_k)};
@@ -53,9 +53,11 @@ template <class T>
 constexpr int64_t decode_block_k() {
   return 64;
 }
-constexpr int64_t kDecodeMaxQueries = 8;  // beyond, measured, the forward's tile is the faster one
-constexpr int64_t kDecodeTasks = 256;  // keys are split until a batch of one has two for each of 128 threads,
-constexpr int64_t kDecodeMinBlocks = 4;  // but into no fewer key blocks each: a split costs a merge
+constexpr int64_t kDecodeMaxQueries = 8;  // above it the forward's tile was measured to be faster
+constexpr int64_t kDecodeTasks =
+    256;  // splits the keys until a batch of one has two tasks for each of 128 threads,
+constexpr int64_t kDecodeMinBlocks =
+    4;  // but a split has at least so many key blocks, because merging it has a cost,
 constexpr int64_t kDecodeMostBlocks =
-    64;                            // nor into more: one long cache must not keep other threads waiting
-constexpr int kPrefetchLevel = 2;  // of __builtin_prefetch: into L2, what the next tile or step reads
+    64;                            // and at most so many: one long cache must not keep other threads waiting
+constexpr int kPrefetchLevel = 2;  // for __builtin_prefetch: into L2

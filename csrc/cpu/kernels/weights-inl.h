@@ -1,13 +1,14 @@
 // The attention weights, averaged over the heads, from lse: W = 1/H sum_h P_h, after dropout.
 //
-// A task is a block of keys and a few blocks of queries of one sequence. It adds up P of all heads in a scratch of its own,
-// head by head: nothing of size H x S_q x S_k exists, and the bits do not depend on the number of threads. The backward is
-// that of attention, with dP given (`dweights`).
+// A task is a key block and a few query blocks of one sequence. It adds P of all heads, head by head, in its scratch
+// memory: it stores no array of size H x S_q x S_k, and the bits do not depend on the number of threads. The gradient
+// is computed by the backward of attention with dP given (`dweights`).
 #pragma once
 
 #include "backward-inl.h"
 
-constexpr int64_t kWeightsBlocks = 4;  // of queries, for which a head's keys are transposed once
+constexpr int64_t kWeightsBlocks =
+    4;  // query blocks per task: a head's keys are transposed once for all of them
 
 template <class In, class T>
 struct WeightsScratch {
@@ -16,20 +17,20 @@ struct WeightsScratch {
 };
 
 template <class In, class T>
-WeightsScratch<In, T> plan_weights(Arena& arena, const WeightsParams& p) {
+WeightsScratch<In, T> allocate_weights(Arena& arena, const WeightsParams& p) {
   const auto [block_q, block_k] = backward_tiling<T>();
   WeightsScratch<In, T> s;
-  s.tile = plan_backward<In, T>(arena, p);
+  s.tile = allocate_backward<In, T>(arena, p);
   s.sum =
       arena.take<T>(fitted(kWeightsBlocks * block_q, p.sizes.seqlen_q) * fitted(block_k, p.sizes.seqlen_k));
   return s;
 }
 
 template <class In, class T>
-BackwardWorkspace<T> plan_weights_pass(Arena& arena, const WeightsParams& p, int threads) {
+BackwardWorkspace<T> allocate_weights_pass(Arena& arena, const WeightsParams& p, int threads) {
   Arena scratch(nullptr);
-  plan_weights<In, T>(scratch, p);
-  return plan_backward_workspace<In, T>(arena, p, threads, scratch.used());
+  allocate_weights<In, T>(scratch, p);
+  return allocate_backward_workspace<In, T>(arena, p, threads, scratch.used());
 }
 
 // Adds P of one tile, after dropout, to the rows of `sum`.
@@ -51,7 +52,7 @@ template <class In, class T>
 void weights(const WeightsParams& p, void* workspace, const Parallel& parallel) {
   constexpr int64_t block_q = backward_tiling<T>().block_q, block_k = backward_tiling<T>().block_k;
   Arena arena(workspace);
-  const BackwardWorkspace<T> w = plan_weights_pass<In, T>(arena, p, parallel.threads);
+  const BackwardWorkspace<T> w = allocate_weights_pass<In, T>(arena, p, parallel.threads);
   const Sizes& z = p.sizes;
   const int64_t task_rows = kWeightsBlocks * block_q;
   const int64_t columns = ceil_div(z.seqlen_k, block_k), tasks = columns * ceil_div(z.seqlen_q, task_rows);
@@ -64,7 +65,7 @@ void weights(const WeightsParams& p, void* workspace, const Parallel& parallel) 
     const Range seen = visible_queries(p.band, j0, j0 + keys, z.seqlen_q);
     Arena scratch = thread_arena(w, thread);
     const ProductUnit<In> unit;
-    auto [tile, sum] = plan_weights<In, T>(scratch, p);
+    auto [tile, sum] = allocate_weights<In, T>(scratch, p);
     std::fill(sum, sum + (end - first) * ld, T(0));
     for (int64_t h = 0; h < z.heads; ++h) {
       tile.products.load_keys(p, b, z.kv_head(h), j0, keys);
@@ -83,6 +84,6 @@ void weights(const WeightsParams& p, void* workspace, const Parallel& parallel) 
 template <class In, class T>
 size_t weights_workspace(const WeightsParams& p, int threads) {
   Arena arena(nullptr);
-  plan_weights_pass<In, T>(arena, p, threads);
+  allocate_weights_pass<In, T>(arena, p, threads);
   return arena.used();
 }

@@ -10,7 +10,7 @@ typedef uint16_t UnalignedHalf16 __attribute__((vector_size(FA_VECTOR_BYTES / 2)
 using F32 = Vec<float>;
 using U32 = VecBits<float>;
 
-#if defined(FA_WIDEN)  // GCC 12 makes two halves and puts them together where one instruction is meant
+#if defined(FA_WIDEN)  // GCC 12 splits it into two halves, instead of one instruction
 FA_INLINE U32 widen(Half16 x) { return FA_WIDEN(x); }
 #else
 FA_INLINE U32 widen(Half16 x) { return __builtin_convertvector(x, U32); }
@@ -25,7 +25,7 @@ FA_INLINE Half16 from_float(F32 x, BFloat16) { return FA_CVTPS_BF16(x); }
 FA_INLINE Half16 from_float(F32 x, BFloat16) {
   const U32 bits = (U32)x;
   const U32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const U32 nan = (bits >> 16) | 0x40u;  // quiet, so that rounding cannot turn a NaN into infinity
+  const U32 nan = (bits >> 16) | 0x40u;  // a quiet NaN, so that rounding cannot make it an infinity
   return narrow(x != x ? nan : rounded);
 }
 #endif
@@ -39,7 +39,7 @@ FA_INLINE Half16 from_float(F32 x, Float16) { return FA_CVTPS_PH(x); }
 
 FA_INLINE F32 to_float(Half16 x, Float16) {
   const U32 h = widen(x);
-  const U32 magnitude = (h & 0x7fffu) << 13;       // exponent and mantissa where a float has them
+  const U32 magnitude = (h & 0x7fffu) << 13;       // exponent and mantissa at their positions in a float
   const U32 normal = magnitude + (112u << 23);     // exponent bias 15 -> 127
   const U32 special = magnitude + (224u << 23);    // infinity and NaN: exponent 31 -> 255
   const F32 hidden = (F32)(U32{} + (113u << 23));  // 2^-14
@@ -52,7 +52,7 @@ FA_INLINE F32 to_float(Half16 x, Float16) {
 FA_INLINE Half16 from_float(F32 x, Float16) {
   const U32 bits = (U32)x, magnitude = bits & 0x7fffffffu;
   const U32 normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
-  const F32 half = splat(0.5f);  // has an ulp of 2^-24, the smallest float16: the addition rounds for us
+  const F32 half = splat(0.5f);  // has an ulp of 2^-24, the smallest float16: the addition rounds
   const U32 subnormal = (U32)((F32)magnitude + half) - (U32)half;
   U32 r = magnitude < (113u << 23) ? subnormal : normal;
   r = magnitude >= 0x477ff000u ? U32{} + 0x7c00u : r;  // 65520 and above round to infinity
@@ -62,7 +62,7 @@ FA_INLINE Half16 from_float(F32 x, Float16) {
 
 #endif
 
-// load_as<In, T>: kLanes<T> values of In at p as T; store_as is its inverse.
+// load_as<In, T> reads kLanes<T> values of In at p as T. store_as is its inverse.
 template <class In, class T>
 FA_INLINE Vec<T> load_as(const In* p) {
   if constexpr (std::is_same_v<In, T>) {
@@ -81,7 +81,7 @@ FA_INLINE void store_as(Out* p, Vec<T> x) {
   }
 }
 
-// The same for the n < kLanes<T> values at the end of a row; missing lanes read as 0.
+// The same for the n < kLanes<T> values at the end of a row. Missing lanes read 0.
 template <class In, class T>
 FA_INLINE Vec<T> load_tail_as(const In* p, int64_t n) {
   In buffer[kLanes<T>] = {};
@@ -89,7 +89,7 @@ FA_INLINE Vec<T> load_tail_as(const In* p, int64_t n) {
   return load_as<In, T>(buffer);
 }
 
-// A vector of the first n values, or of as many as it holds.
+// Reads the first n values, at most a whole vector.
 template <class T, class In>
 FA_INLINE Vec<T> load_columns(const In* p, int64_t n) {
   return n >= kLanes<T> ? load_as<In, T>(p) : load_tail_as<In, T>(p, n);
@@ -102,13 +102,13 @@ FA_INLINE void store_tail_as(Out* p, Vec<T> x, int64_t n) {
   std::memcpy(p, buffer, n * sizeof(Out));
 }
 
-// The first n lanes, or all that a vector has.
+// Writes the first n lanes, at most a whole vector.
 template <class T, class Out>
 FA_INLINE void store_columns(Out* p, Vec<T> x, int64_t n) {
   n >= kLanes<T> ? store_as<Out, T>(p, x) : store_tail_as<Out, T>(p, x, n);
 }
 
-// One value of any mask dtype as T.
+// Reads one value of any mask dtype as T.
 template <class T>
 inline T scalar_as(float x) {
   return static_cast<T>(x);

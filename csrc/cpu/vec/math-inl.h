@@ -33,7 +33,7 @@ struct Exp2<double> {
   static constexpr uint64_t kOne = uint64_t{1023} << 52;
 };
 
-// (2^f - 1) / f for f in [-1/2, 1/2].
+// Returns (2^f - 1) / f for f in [-1/2, 1/2].
 template <class T>
 FA_INLINE Vec<T> exp2_polynomial(Vec<T> f) {
   using C = Exp2<T>;
@@ -44,9 +44,8 @@ FA_INLINE Vec<T> exp2_polynomial(Vec<T> f) {
   return p;
 }
 
-// e^(scale x) - 1 = power * fraction + (power - 1) with power = 2^n, for log2_scale = scale * log2(e);
-// x log2_scale must lie in [kLowest, kHighest] or be NaN. Both sums take the product unrounded where there is
-// an FMA.
+// Splits e^(scale x) - 1 = power * fraction + (power - 1), power = 2^n, for log2_scale = scale * log2(e). x
+// log2_scale must be in [kLowest, kHighest] or NaN. With an FMA, neither sum rounds its product first.
 template <class T>
 FA_INLINE void split_exp(Vec<T> x, T log2_scale, Vec<T>& power, Vec<T>& fraction) {
   using C = Exp2<T>;
@@ -59,9 +58,9 @@ FA_INLINE void split_exp(Vec<T> x, T log2_scale, Vec<T>& power, Vec<T>& fraction
 
 #if defined(FA_HAS_SCALEF)
 
-// e^(scale x), for log2_scale = scale * log2(e), where it is at most 2^127 (2^1023): -inf gives 0, NaN stays
-// NaN. One instruction takes whole numbers off, of an infinity too; another multiplies with 2^n, underflow
-// included.
+// Returns e^(scale x) for log2_scale = scale * log2(e), for results up to 2^127 (2^1023). -inf gives 0, NaN stays
+// NaN. One instruction subtracts the nearest integer, also from an infinity. Another multiplies by 2^n, with
+// underflow.
 template <class T>
 FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale) {
   const Vec<T> y = x * log2_scale;
@@ -76,8 +75,8 @@ FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale) {
 
 #else
 
-// e^(scale x), for log2_scale = scale * log2(e), where it is at most 2^127 (2^1023): -inf gives 0, results
-// below the normal range give 0, NaN stays NaN.
+// Returns e^(scale x) for log2_scale = scale * log2(e), for results up to 2^127 (2^1023). -inf gives 0, results below
+// the normal range give 0, NaN stays NaN.
 template <class T>
 FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale) {
   const T lowest = Exp2<T>::kLowest / log2_scale;
@@ -95,7 +94,7 @@ FA_INLINE Vec<T> exp(Vec<T> x) {
   return exp_scaled<T>(x, T(kLog2E));
 }
 
-// tanh by expm1, exact to a few ulp also near 0: with e = exp(2|x|) - 1, tanh|x| = e / (e + 2).
+// Computes tanh by expm1. The error is a few ulp, also near 0. With e = exp(2|x|) - 1: tanh|x| = e / (e + 2).
 template <class T>
 FA_INLINE Vec<T> tanh(Vec<T> x) {
   constexpr T kSaturated = T(sizeof(T) == 4 ? 24 : 48);  // e^-24 (e^-48) is far below half an ulp of 1

@@ -1,6 +1,6 @@
-// bfloat16 products without widening, where the ISA has them: one instruction multiplies two pairs of values
-// a lane and adds them up in float32. A Pair holds two values that lie behind each other along the depth of a
-// product. int8 has the same, widened to int16, with sums in int32.
+// bfloat16 products without widening, for ISAs that have them. One instruction multiplies two pairs of values per
+// lane, and adds both products in float32. A Pair contains two values that follow each other along the depth of a
+// product. int8 values have the same form: widened to int16, with sums in int32.
 #pragma once
 
 #include "convert-inl.h"
@@ -23,7 +23,7 @@ FA_INLINE F32 multiply_add(F32 sum, U32 a, U32 b) { return FA_DOT_BFLOAT16(sum, 
 
 #if defined(FA_DOT_BFLOAT16_LANE)
 
-// The instruction itself takes one pair of a vector for all lanes.
+// The instruction broadcasts one pair of a vector to all lanes.
 typedef uint32_t OnePair __attribute__((vector_size(8)));
 FA_INLINE OnePair broadcast_element(const Pair* p) { return OnePair{bits_of(p), 0}; }
 FA_INLINE F32 multiply_add(F32 sum, OnePair a, U32 b) { return FA_DOT_BFLOAT16_LANE(sum, a, b); }
@@ -36,13 +36,12 @@ FA_INLINE U32 broadcast_element(const Pair* p) { return U32{} + bits_of(p); }
 
 #if defined(FA_ZIP16_LOW)
 
-// Lanes of two rows as pairs, rounded to bfloat16.
+// Returns the lanes of two rows as pairs, rounded to bfloat16.
 FA_INLINE U32 pair_up(F32 low, F32 high) {
   return FA_ZIP16_LOW(FA_CVTPS_BF16_2(low, low), FA_CVTPS_BF16_2(high, high));
 }
 
-// Values of two rows, `low` and `high`, as pairs across them: those of the first half of the columns, and of
-// the second.
+// Returns the values of two rows, `low` and `high`, as pairs across them: first half and second half of the columns.
 FA_INLINE void interleave(U32 low, U32 high, U32& first, U32& second) {
   first = FA_ZIP16_LOW(low, high);
   second = FA_ZIP16_HIGH(low, high);
@@ -50,7 +49,7 @@ FA_INLINE void interleave(U32 low, U32 high, U32& first, U32& second) {
 
 #else
 
-// As above, by permutations.
+// The same by permutations.
 FA_INLINE U32 pair_up(F32 low, F32 high) {
   typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
   Words interleaved;
@@ -84,7 +83,7 @@ FA_INLINE void store_sums(float* p, F32 x) { store<float>(p, x); }
 typedef VecIndex<float> S32;
 FA_INLINE S32 multiply_add(S32 sum, U32 a, U32 b) { return FA_DOT_INT16(sum, a, b); }
 
-// `n` <= 2 * lanes bytes of a row as pairs of int16 along it, zeros behind them.
+// Loads `n` <= 2 * lanes bytes of a row as pairs of int16 along it, padded with zeros.
 FA_INLINE U32 load_pairs(const int8_t* p, int64_t n) {
   constexpr int64_t kMost = 2 * kLanes<float>;
   if (n >= kMost) return FA_WIDEN_INT8(p);

@@ -1,8 +1,8 @@
-// One SIMD vector of float or double, in GCC/Clang vector extensions. Included once per ISA, inside its
-// target region and namespace (see target_region.h); FA_VECTOR_BYTES is that ISA's register width.
+// One SIMD vector of float or double, in GCC/Clang vector extensions. Each isa_*.cpp includes it once, inside its
+// target region and namespace (target_region.h). FA_VECTOR_BYTES is the ISA's register width.
 #pragma once
 
-#if !defined(FA_ISA_NAME)  // read by itself, not by an isa_*.cpp
+#if !defined(FA_ISA_NAME)  // an editor reads this file alone
 #include "../for_editors.h"
 #endif
 
@@ -65,10 +65,10 @@ FA_INLINE VecIndex<T> iota() {
   return r;
 }
 
-// The maximum of a number and a NaN may be either: softmax does not rely on it.
+// max of a number and a NaN may be either of them: softmax does not rely on it.
 template <class T>
 FA_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
-#if defined(FA_MAX_PS)  // elsewhere the compiler finds the instruction
+#if defined(FA_MAX_PS)  // other compilers find the instruction
   if constexpr (sizeof(T) == 4) {
     return FA_MAX_PS(a, b);
   } else {
@@ -81,7 +81,7 @@ FA_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
 
 #if defined(__clang__)
 
-// Elements of (a, b), as if one vector of twice the length, at the places `from`.
+// r[i] = (a, b)[from[i]], where (a, b) is a vector of twice the length.
 template <class T>
 FA_INLINE Vec<T> pick(Vec<T> a, Vec<T> b, VecIndex<T> from) {
   Vec<T> r;
@@ -98,7 +98,7 @@ FA_INLINE Vec<T> pick(Vec<T> a, Vec<T> b, VecIndex<T> from) {
 
 #endif
 
-// x with its lanes moved down by d, around the end.
+// Rotates the lanes of x down by d.
 template <class T>
 FA_INLINE Vec<T> rotate(Vec<T> x, int d) {
   VecIndex<T> from;
@@ -106,7 +106,7 @@ FA_INLINE Vec<T> rotate(Vec<T> x, int d) {
   return pick<T>(x, x, from);
 }
 
-// Sum of the lanes, in a fixed order: halves, quarters, ...
+// Returns the sum of the lanes, in a fixed order: halves, quarters, ...
 template <class T>
 FA_INLINE T sum_lanes(Vec<T> x) {
 #pragma GCC unroll 8
@@ -121,8 +121,9 @@ FA_INLINE T max_lanes(Vec<T> x) {
   return x[0];
 }
 
-// In each span of kSpan lanes of (a, b): from `first` on every second part of kPart lanes, those of a and then those of b.
-// One instruction where a part is a lane and a span 16 bytes, or a part 16 bytes and a span the vector.
+// Indices for pick(a, b): in each span of kSpan lanes, every second part of kPart lanes from `first` on, first of a,
+// then of b. Example: kPart 1, kSpan 4, first 0 gives a0 a2 b0 b2.
+// One instruction if kPart = 1 and a span is 16 bytes, or if a part is 16 bytes and a span is the vector.
 template <class T, int kPart, int kSpan>
 FA_INLINE VecIndex<T> every_second_part(int first) {
   constexpr int L = kLanes<T>, kHalf = kSpan / kPart / 2;
@@ -135,7 +136,7 @@ FA_INLINE VecIndex<T> every_second_part(int first) {
   return from;
 }
 
-// Transposes, in each span of lanes, the square of parts in rows[0], rows[kStep], rows[2 * kStep], ...
+// In each span of lanes: transposes the square of parts in rows[0], rows[kStep], rows[2 * kStep], ...
 template <class T, int kPart, int kSpan, int kStep>
 FA_INLINE void transpose_parts(Vec<T>* rows) {
   constexpr int kParts = kSpan / kPart;
@@ -154,8 +155,8 @@ FA_INLINE void transpose_parts(Vec<T>* rows) {
   }
 }
 
-// Transposes the square block rows[kLanes][kLanes] in registers: lanes within 16 bytes, which is cheap, and then the 16
-// bytes as a whole.
+// Transposes the square block rows[kLanes][kLanes] in registers: first lanes within 16 bytes, which is cheap, then
+// parts of 16 bytes.
 template <class T>
 FA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   constexpr int L = kLanes<T>, kPart = 16 / sizeof(T);
@@ -166,8 +167,8 @@ FA_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   for (int r = 0; r < kPart; ++r) transpose_parts<T, kPart, L, kPart>(rows + r);
 }
 
-// The shuffles that exchange the off-diagonal d x d blocks of a 2d x 2d block of rows: pick(a, b, upper) and
-// pick(a, b, lower) of two rows at distance d are those rows afterwards.
+// Indices that exchange the off-diagonal d x d blocks of a 2d x 2d block of rows. For rows a and b = a + d: the new
+// rows are pick(a, b, upper) and pick(a, b, lower).
 template <class T>
 struct Exchange {
   VecIndex<T> upper, lower;
@@ -185,8 +186,8 @@ FA_INLINE Exchange<T> exchange_at(int d) {
   return e;
 }
 
-// Lane i of the result is `combine` of the lanes of rows[i]: a transposition that combines what it exchanges, so that each
-// step leaves half the rows. The order is that of sum_lanes() and max_lanes().
+// Returns a vector: lane i is `combine` over the lanes of rows[i]. It is a transposition that combines pairs of rows,
+// so each step halves the number of rows. The order is the order of sum_lanes() and max_lanes().
 template <class T, class Combine>
 FA_INLINE Vec<T> combine_each(Vec<T> (&rows)[kLanes<T>], const Combine& combine) {
   constexpr int L = kLanes<T>;
