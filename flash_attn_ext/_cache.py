@@ -112,7 +112,9 @@ def _renamed_errors(names: dict[str, str]):
         name, colon, rest = str(error).partition(":")
         if not colon or name not in names:
             raise
-        rest = re.sub(r"\b(query's|key's)(?=\W)", lambda found: names.get(found[0], found[0]), rest)
+        rest = re.sub(
+            r"\b(query's|key's|key_cache|value_cache)(?=\W)", lambda found: names.get(found[0], found[0]), rest
+        )
         raise type(error)(f"{names[name]}:{rest}") from None
 
 

@@ -55,11 +55,11 @@ OVERLAPS = {
     "expanded": (lambda k, v, new: (k[:1].expand(2, -1, -1, -1), v, new, new, {}), "k_cache: got strides"),
     "one for both": (
         lambda k, v, new: (k, k, new, new, {}),
-        "v_cache: got a tensor that shares memory with key_cache",
+        "v_cache: got a tensor that shares memory with k_cache",
     ),
     "rows of the cache": (
         lambda k, v, new: (k, v, k[0, 4:8], new.flatten(0, 1), dict(cu_seqlens_k_new=torch.tensor([0, 2, 4]))),
-        "k: got a tensor that shares memory with key_cache",
+        "k: got a tensor that shares memory with k_cache",
     ),
     "one cache twice": (
         lambda k, v, new: (k, v, new, new, dict(cache_batch_idx=torch.tensor([1, 1]))),
