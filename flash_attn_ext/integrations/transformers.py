@@ -5,6 +5,7 @@ transformers calls two functions of this file. ``attention_mask`` describes the 
 arguments of ``flash_attn``, or of ``flash_attn_varlen`` for packed sequences.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -80,6 +81,9 @@ def attention_mask(
     traced.
     """
 
+    if "config" in options:
+        allow_is_causal_skip = allow_is_causal_skip and _has_causal_modules(type(options["config"]))
+
     def dense(may_skip: bool = False) -> Tensor | None:
         return sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
@@ -122,6 +126,18 @@ def attention_mask(
     if pattern.options(q_length) is None:
         return dense()
     return PatternMask.make(pattern, (batch_size, 1, q_length, kv_length), dense, options.get("device", "cpu"))
+
+
+@torch.compiler.assume_constant_result
+def _has_causal_modules(config_class: type) -> bool:
+    """Whether a model of this configuration says in its attention modules' `is_causal` that they are causal.
+
+    transformers requires this only of models that support `sdpa`. The decoder modules of the others (NLLB-MoE,
+    Pegasus-X) may have `is_causal` False, and would see all keys without a mask.
+    """
+    modeling = sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
+    classes = [c for c in vars(modeling).values() if isinstance(c, type)] if modeling else []
+    return any(c._supports_sdpa for c in classes if issubclass(c, PreTrainedModel) and c is not PreTrainedModel)
 
 
 def attention(

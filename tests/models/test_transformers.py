@@ -82,6 +82,24 @@ def test_t5_with_position_bias(padded, given_masks, no_dense_masks):
     assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
 
 
+def test_a_causal_decoder_that_does_not_say_so():
+    """NLLB-MoE's decoder modules have is_causal False, so without a mask they would see later tokens."""
+    config = transformers.NllbMoeConfig(
+        vocab_size=48, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, num_experts=2,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=40, dropout=0.0,
+        encoder_sparse_step=0, decoder_sparse_step=0, attention_dropout=0.0, activation_dropout=0.0,
+    )  # fmt: skip
+    eager, ours = make_pair(lambda: transformers.NllbMoeModel(config))
+    assert not ours.decoder.layers[0].self_attn.is_causal
+    ids, targets = tokens(2, 9), tokens(2, 11)
+    assert_same(eager, ours, lambda model: model(input_ids=ids, decoder_input_ids=targets)[0])
+
+    traced = torch.compile(integration.attention_mask, backend="eager", fullgraph=True)
+    assert torch.equal(traced(1, 5, 5, config=config), torch.ones(1, 1, 5, 5, dtype=torch.bool).tril())
+    assert not integration._has_causal_modules(type(config))
+    assert integration._has_causal_modules(transformers.LlamaModel.config_class)
+
+
 def test_whisper():
     config = transformers.WhisperConfig(
         vocab_size=48, num_mel_bins=8, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
