@@ -1,11 +1,11 @@
-// Backward on tensor cores: FlashAttention-2, algorithm 2, five products a tile. A block owns 128 keys of a
-// key head, 64 beyond a head dimension of 128, and walks over all queries that see them. Tiles are held
-// transposed, keys by queries, so that P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q as they lie in
-// registers. dQ is added to an fp32 sum in global memory; dq_kernel rounds it.
+// Backward on tensor cores: FlashAttention-2, algorithm 2, five products a tile. A block computes dK and dV of 128 keys
+// of a key head (64 beyond a head dimension of 128). It loops over all queries that see them. Tiles are transposed,
+// keys by queries, so that the registers of P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q. dQ is added to
+// an fp32 sum in global memory; dq_kernel rounds it.
 //
-// A deterministic call gives the same bits at every run: blocks add to a tile of dQ in turns. A block must
-// only wait for blocks that are already running. So each block draws a ticket when it starts, and the ticket
-// says which keys it owns. The alternative, blocks that own queries, needs seven products and another kernel.
+// A deterministic call gives the same bits in every run: blocks add to a tile of dQ in turns. A block must wait only
+// for blocks that already run. So each block draws a ticket when it starts, and the ticket determines its keys. Blocks
+// that compute queries instead would need seven products and another kernel.
 #pragma once
 
 #include "../call_of_block.cuh"
@@ -14,7 +14,7 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// A thread's elements of a tile of dQ: its warp has a piece of 16 rows.
+// A thread's elements of a tile of dQ. A warp computes 16 rows.
 template <class C>
 struct QueryGradient {
   static constexpr int kRowPieces = C::kBlockQ / 16, kColumns = C::kHeadDim * kRowPieces / C::kWarps;
@@ -24,13 +24,13 @@ struct QueryGradient {
   static __device__ int first_row() { return warp() % kRowPieces * 16; }
   static __device__ int first_col() { return warp() / kRowPieces * kColumns; }
 
-  // Where the thread's element 0 is summed up; the next ones lie 32 apart, so that lanes are neighbours.
+  // The sum of the thread's element 0. The next elements are 32 floats apart, so that lanes are neighbours in memory.
   static __device__ float* sums(const BackwardWorkspace& w, int64_t tile) {
     return w.dq + tile * C::kBlockQ * C::kHeadDim + warp() * 16 * kColumns + lane();
   }
 };
 
-// dq_tile += dS K. `turn`: how many blocks add to it before this one does; -1: in any order.
+// dq_tile += dS K. `turn`: the number of blocks that add before this block; -1: any order.
 template <class C>
 __device__ void add_query_gradient(BackwardMemory<C>& shared, const BackwardWorkspace& w,
                                    const QueryGradientTile& tile, int turn) {
@@ -38,8 +38,8 @@ __device__ void add_query_gradient(BackwardMemory<C>& shared, const BackwardWork
   Gradient dq;
   multiply_transposed(shared.dscores(), shared.k, Gradient::first_row(), Gradient::first_col(), dq.acc);
   if (turn >= 0) {
-    if (threadIdx.x == 0) ptx::acquire_turn(w.turns + tile.turns, turn);  // those before have added
-    __syncthreads();                                                      // it is everyone's turn
+    if (threadIdx.x == 0) ptx::acquire_turn(w.turns + tile.turns, turn);  // earlier blocks have added
+    __syncthreads();                                                      // all threads may add
   }
   float* const sums = Gradient::sums(w, tile.sums);
 #pragma unroll
@@ -47,7 +47,7 @@ __device__ void add_query_gradient(BackwardMemory<C>& shared, const BackwardWork
 #pragma unroll
     for (int e = 0; e < 4; ++e) atomicAdd(sums + (4 * n + e) * 32, dq.acc[n][e]);
   if (turn >= 0) {
-    __syncthreads();                                                // everyone has added
+    __syncthreads();                                                // all threads have added
     if (threadIdx.x == 0) ptx::release_turn(w.turns + tile.turns);  // the next block may add
   }
 }
@@ -81,13 +81,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   using In = typename C::In;
   auto& shared = shared_memory<BackwardMemory<C>>();
 
-  // What this block owns. In turns, the last keys of a head come first: in a causal call few queries see
-  // them, so the waits are short.
+  // The keys of this block. In turns, the last keys of a head come first: in a causal call few queries see them, so the
+  // waits are short.
   const bool in_turns = call.dq && call.deterministic;
   int task = blockIdx.x;
   if (in_turns) {
     if (threadIdx.x == 0) shared.ticket = ptx::draw_ticket(w.ticket);
-    __syncthreads();  // the ticket is there
+    __syncthreads();  // publishes the ticket to all threads
     task = shared.ticket;
   }
   const int key_blocks = ceil_div(call.sizes.seqlen_k, C::kBlockK), heads_kv = call.sizes.heads_kv;
@@ -98,8 +98,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int64_t j0 = int64_t{key_block} * C::kBlockK;
   const int64_t j_end = smaller<int64_t>(j0 + C::kBlockK, z.seqlen_k);
 
-  // Its steps: each query tile that can see the keys, of each head of the group; none if its sequence has fewer keys.
-  // An int holds any number of tiles that a GPU's memory holds.
+  // The steps of the block: each query tile that sees one of the keys, for each head of the group. There are none if
+  // the sequence has fewer keys. An int is enough to number all tiles that fit in memory.
   const int group = z.heads / z.heads_kv;
   const QueryGradientTiles<C::kPacked> dq_tiles(call, p, C::kBlockQ);
   const Range seen = visible_queries(p.band, j0, j_end, z.seqlen_q);
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       shared.q[buffer].template load_async<C::kThreads>(p.q, b, at.h, at.i0, z.seqlen_q, z.head_dim);
       shared.terms[buffer].load_async(w.simt.rows, p.lse_index(b, at.h, at.i0), z.seqlen_q - at.i0);
     }
-    ptx::cp_async_commit();  // ends the group of q; an empty one too, because the waits count groups
+    ptx::cp_async_commit();  // ends the group of q; also an empty one, because the waits count groups
   };
   const auto load_dout = [&](Step step) {
     if (step.head < group) {
@@ -138,15 +138,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if constexpr (C::kHeldColumns > 0)
       shared.last_v().template load_async<C::kThreads>(p.v, b, h_kv, j0, z.seqlen_k, z.head_dim_v,
                                                        C::kStoredColumns);
-    load_q(step, 0);  // one group with k
+    load_q(step, 0);  // in one group with k
     shared.v.template load_async<C::kThreads>(p.v, b, h_kv, j0, z.seqlen_k, z.head_dim_v);
-    load_dout(step);  // one group with v
+    load_dout(step);  // in one group with v
   }
   HeldValues<C> last_v;
   if constexpr (C::kHeldColumns > 0) {
     if (has_steps) {
       ptx::cp_async_wait<1>();  // this thread's part of v's last columns has landed
-      __syncthreads();          // everyone's part has
+      __syncthreads();          // the parts of all threads have landed
       last_v.load(shared);
     }
   }
@@ -159,8 +159,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const bool tail = j_end < j0 + C::kBlockK;
     const bool partial = call.mask || tail || !band_covers(p.band, at.i0, i_end, j0, j_end);
 
-    ptx::cp_async_wait<C::kLater>();  // this thread's part of q has landed; of two, dout may be on its way
-    __syncthreads();  // everyone's part has; everyone has read the other q, P and dS, and v's last columns
+    ptx::cp_async_wait<C::kLater>();  // this thread's part of q has landed; dout may be in flight
+    __syncthreads();  // all parts have landed; all have read the other q, P, dS and v's last columns
     if constexpr (C::kQBuffers == 2) load_q(next, buffer ^ 1);
 
     float products[C::kColumns][4] = {};
@@ -169,8 +169,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     recompute_probs(p, w.score_scale, at, partial, shared.terms[buffer], products, probs);
     if constexpr (C::kSharers > 1) store_scores<C>(probs.packed, shared.probs());
 
-    ptx::cp_async_wait<1>();  // this thread's part of dout has landed; the next q may be on its way
-    __syncthreads();          // everyone's part has; P is complete
+    ptx::cp_async_wait<1>();  // this thread's part of dout has landed; the next q may be in flight
+    __syncthreads();          // all parts have landed; P is complete
     add_gradient<C>(probs.packed, shared.probs(), shared.dout, dv);
     float dprobs[C::kColumns][4] = {};
     multiply_rows<C::kUnrolled>(shared.v, C::first_key(), shared.dout, C::first_query(), dprobs);
@@ -179,12 +179,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     finish_dscores<C>(w.keep_scale, shared.terms[buffer], probs, dprobs, dscores);
     store_scores<C>(dscores, shared.dscores());
 
-    __syncthreads();  // dS is complete; everyone has read dout
+    __syncthreads();  // dS is complete; all have read dout
     load_dout(next);
     add_gradient<C>(dscores, shared.dscores(), shared.q[buffer], dk);
     if constexpr (C::kQBuffers == 1) {
-      __syncthreads();  // everyone has read q and its terms
-      load_q(next, 0);  // under dQ
+      __syncthreads();  // all have read q and its terms
+      load_q(next, 0);  // in flight during dQ
     }
     if (call.dq) {
       int turn = -1;
@@ -197,19 +197,19 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   bool has_nan = false;
   const int64_t first = j0 + C::first_key();
   const int col = C::first_column();
-  // Once more: the loop's registers do not hold all of it.
+  // Computes the params again: the loop has no registers to keep all of them.
   const BackwardParams& results = call_of_block<C>(call, b);
   if (call.dk)
     has_nan |= store_rows<In>(results.dk, b, h_kv, first, z.seqlen_k, col, z.head_dim, float(p.scale), dk);
   if (call.dv)
     has_nan |= store_rows<In>(results.dv, b, h_kv, first, z.seqlen_k, col, z.head_dim_v, w.keep_scale, dv);
-  const bool flag = __syncthreads_or(has_nan);  // one flag for all that the block wrote
+  const bool flag = __syncthreads_or(has_nan);  // one flag for all rows of the block
   const int64_t flags = NanFlags::tiles(call.sizes.seqlen_k), flag_tile = j0 / kFlaggedRows + threadIdx.x;
   if (threadIdx.x < C::kBlockK / kFlaggedRows && flag_tile < flags)
     w.flags.keys[head_kv * flags + flag_tile] = flag;
 }
 
-// Rounds dq. A block owns as many of its query rows as have one flag.
+// Rounds dq. A block computes the query rows of one flag.
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     dq_kernel(const BackwardParams call, const BackwardWorkspace w) {
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     has_nan |= store_rows<typename C::In>(p.dq, b, h, i0 + Gradient::first_row(), z.seqlen_q,
                                           Gradient::first_col(), z.head_dim, float(p.scale), dq.acc);
   }
-  const bool flag = __syncthreads_or(has_nan);  // one flag for all that the block wrote
+  const bool flag = __syncthreads_or(has_nan);  // one flag for all rows of the block
   if (threadIdx.x == 0) w.flags.queries[blockIdx.x] = flag;
 }
 

@@ -6,7 +6,7 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// 64, 128, 192 or 256.
+// The head dimension of the kernel: 64, 128, 192 or 256.
 FA_HOST_DEVICE inline int padded_head_dim(const Sizes& z) {
   constexpr int kStep = 64;
   const int64_t widest = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
@@ -18,7 +18,7 @@ constexpr int backward_rows(int padded) { return padded == 64 ? 64 : 32; }
 // Keys of a block.
 constexpr int backward_keys(int padded) { return padded <= 128 ? 128 : 64; }
 
-// Which pieces of kFlaggedRows rows of a gradient hold a NaN. repair.cuh looks at those.
+// Which pieces of kFlaggedRows rows of a gradient hold a NaN. repair.cuh repairs these pieces.
 constexpr int kFlaggedRows = 64;
 struct NanFlags {
   int* queries = nullptr;  // [B * H][tiles of S_q], of dq
@@ -27,12 +27,12 @@ struct NanFlags {
   static FA_HOST_DEVICE int64_t tiles(int64_t seqlen) { return ceil_div(seqlen, kFlaggedRows); }
 };
 
-// A tile of dQ: the number of its fp32 sums, and of the count of blocks that have added to them.
+// The numbers of a tile of dQ: of its fp32 sums, and of its count of blocks that have added.
 struct QueryGradientTile {
   int64_t sums, turns;
 };
 
-// Tiles of dQ in a head of all packed sequences: each has its own from the first on, so that it adds at most one.
+// The tiles of dQ in a head of all packed sequences. Each sequence starts a new tile, so it adds at most one tile.
 FA_HOST_DEVICE inline int64_t packed_tiles_of_head(const AttentionParams& call, int rows) {
   return call.varlen.total_q / rows + call.sizes.batch;
 }
@@ -63,10 +63,10 @@ struct QueryGradientTiles {
 struct BackwardWorkspace {
   simt::BackwardWorkspace<float> simt;  // the terms of the rows; what the gradients of mask and slopes need
   NanFlags flags;
-  // From here on all is zero before the backward's kernel starts.
+  // From here on, everything is zero before the backward's kernel starts.
   int* ticket;  // blocks that have started
   int* turns;   // [B * H][query tiles]: blocks that have added their part of dq
-  float* dq;    // [tiles][8 warps][elements of a thread][32 lanes]: each where its thread adds it
+  float* dq;    // [tiles][8 warps][elements of a thread][32 lanes]: the order in which threads add
   size_t zeroed_bytes;
   // Factors of the call, as float: the kernels' loops convert no double.
   float score_scale, keep_scale;  // product_scale(); 1 / (1 - dropout_p)

@@ -1,4 +1,4 @@
-// One tile of the backward, keys by queries: from products to P^T and dS^T, and where its elements lie.
+// One tile of the backward, keys by queries: converts products to P^T and dS^T.
 //
 //   P = 2^(S - lse)    dP = dO V^T    dS = P o (dP - delta)    delta = rowsum(dO o O) - dlse
 #pragma once
@@ -10,17 +10,17 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// The kernels of the backward: for dense tensors, for packed sequences, and for both with dropout. A dense tensor without
-// dropout then has no instruction for either.
+// The kernels of the backward: for dense tensors, for packed sequences, and for both with dropout. So the first has no
+// instruction for packing or dropout.
 enum class BackwardForm { kDense, kPacked, kDropout };
 
-// Up to a head dimension of 128, a warp has 16 keys for itself, with their dK and dV in its registers. Beyond, the
-// registers hold half of that, so two warps share 16 keys. Each of the two makes P and dS of half of the
-// queries, and dK and dV of half of the columns. They exchange P^T and dS^T through shared memory.
+// Up to a head dimension of 128, a warp has 16 keys, with their dK and dV in its registers. Beyond, the registers hold
+// half of that, so two warps share 16 keys. Each of them computes P and dS for half of the queries, and half of the
+// columns of dK and dV. They exchange P^T and dS^T through shared memory.
 //
-// Every GPU has 99 KB of shared memory. At 256, K, V, one Q and dO leave 3 KB of it, and P and dS need 8. So Q has
-// one buffer instead of two, and the last 64 columns of V lie in registers, where dP = dO V^T wants them. Tiles
-// of 16 queries would fit too, but each would read all of K and V for half as many products.
+// Every GPU has 99 KB of shared memory. At 256, K, V, one Q and dO leave 3 KB, and P and dS need 8 KB. So Q has one
+// buffer instead of two, and the last 64 columns of V are in registers, as operands of dP = dO V^T. Tiles of 16 queries
+// would fit too, but each would read all of K and V for half as many products.
 template <class In_, int kHeadDim_, BackwardForm kForm>
 struct BackwardConfig {
   using In = In_;
@@ -35,12 +35,12 @@ struct BackwardConfig {
   static constexpr int kColumns = kBlockQ / kSharers / 8;   // 16 x 8 accumulators in a warp's part of a tile
   static constexpr int kGradColumns = kHeadDim / kSharers;  // of dK and dV in a warp's registers
   static constexpr int kQBuffers = kHeadDim <= 192 ? 2 : 1;
-  static constexpr int kLater = kQBuffers - 1;  // groups of copies that may be on their way when Q is used
+  static constexpr int kLater = kQBuffers - 1;  // groups of copies that may be in flight when Q is used
   static constexpr int kHeldColumns = kHeadDim <= 192 ? 0 : 64;  // of V, in registers
   static constexpr int kStoredColumns = kHeadDim - kHeldColumns;
   static constexpr int kUnrolled = kSharers == 1 ? 2 : 4;  // steps of a product: with more, registers spill
 
-  // Where the warp's part begins: the keys of the block, the queries of a tile, the columns of dK and dV.
+  // The first key, query and column of dK and dV of the warp's part.
   static __device__ int first_key() { return 16 * (kSharers == 1 ? warp() : warp() % kKeyWarps); }
   static __device__ int first_query() { return sharer() * 8 * kColumns; }
   static __device__ int first_column() { return sharer() * kGradColumns; }
@@ -49,12 +49,12 @@ struct BackwardConfig {
   static __device__ int sharer() { return kSharers == 1 ? 0 : warp() / kKeyWarps; }
 };
 
-// simt's RowTerms of a tile's queries.
+// The row terms (simt/schedule.h) of a tile's queries.
 template <int kRows>
 struct TermsTile {
   float delta[kRows], reference[kRows], correction[kRows];
 
-  // Starts the copy of `count` rows; zeros beyond them, where q and dout are zero too.
+  // Starts the copy of `count` rows. Rows beyond are zeros, like q and dout there.
   __device__ void load_async(const simt::RowTerms<float>& terms, int64_t first, int64_t count) {
     const int row = threadIdx.x % kRows;
     const bool inside = row < count;
@@ -79,15 +79,15 @@ struct BackwardMemory {
   int ticket;
 
   __device__ auto& dscores() { return scores[0]; }              // dS^T
-  __device__ auto& probs() { return scores[C::kSharers - 1]; }  // P^T, of warps that share keys
-  // The columns of V that registers are to hold: they come to where dS and P will lie.
+  __device__ auto& probs() { return scores[C::kSharers - 1]; }  // P^T; used by warps that share keys
+  // The columns of V that go to registers. They are loaded into the memory that dS and P use later.
   __device__ HeldTile& last_v() {
     static_assert(sizeof(HeldTile) <= sizeof(scores));
     return *static_cast<HeldTile*>(static_cast<void*>(scores));
   }
 };
 
-// Where a thread's elements of a tile lie: element e of accumulator n. The tile is transposed: keys are rows.
+// The query and key of a thread's elements: element e of accumulator n. The tile is transposed: keys are rows.
 template <class C>
 struct TransposedPlace {
   int b, h;
@@ -98,7 +98,7 @@ struct TransposedPlace {
   __device__ int64_t key(int e) const { return j0 + C::first_key() + lane() / 4 + e / 2 * 8; }
 };
 
-// The last columns of V in a warp's 16 rows, as operands of dP^T = V dO^T; none if shared memory has all.
+// The last columns of V in a warp's 16 rows, as operands of dP^T = V dO^T. Empty if shared memory has all columns.
 template <class C>
 struct HeldValues {
   static constexpr int kOperands = C::kHeldColumns / 16;
@@ -115,8 +115,8 @@ struct HeldValues {
   }
 };
 
-// acc += W B with the warp's rows of W and its columns of B: dV = P^T dO, dK = dS^T Q. If no other warp has
-// these rows, they lie in this one's registers as operands; else all of them are in shared memory.
+// acc += W B with the warp's rows of W and its columns of B: dV = P^T dO, dK = dS^T Q. If no other warp shares these
+// rows, they are operands in registers; else all of W is in shared memory.
 template <class C, class WTile, class BTile, int kOperands, int N>
 __device__ void add_gradient(const uint32_t (&operands)[kOperands][4], WTile& w, BTile& b,
                              float (&acc)[N][4]) {
@@ -126,9 +126,9 @@ __device__ void add_gradient(const uint32_t (&operands)[kOperands][4], WTile& w,
     multiply_stored(w, C::first_key(), b, C::first_column(), acc);
 }
 
-// Which of a thread's elements dropout keeps. One Philox call is for a 2 x 2 block {i, i + 8} x {j, j + 1}. A
-// lane has one of these keys, and the lane four further has the other. So of two such blocks, for the queries
-// i and i + 1, each of the two lanes computes one, and they exchange the bits.
+// Which of a thread's elements dropout keeps. One Philox call is for a 2 x 2 block {i, i + 8} x {j, j + 1}. A lane has
+// one of these keys; the lane four further has the other one. So of two blocks, for the queries i and i + 1, each of
+// the two lanes computes one, and they exchange the bits.
 struct KeptElements {
   uint32_t bits[2];  // of even and of odd columns
 
@@ -157,14 +157,14 @@ struct KeptElements {
 // P of a thread's elements.
 template <int N>
 struct Probs {
-  float gated[N][4];          // times the derivative of the softcap: for dS
+  float gated[N][4];          // P times the derivative of the softcap: for dS
   uint32_t packed[N / 2][4];  // after dropout, but without its factor: the operand of dV += P^T dO
   uint32_t attends;           // bit 4 n + e: that element attends
   KeptElements kept;          // with dropout
 };
 
-// Products become scores, -inf where masked, and the derivatives of the softcap; bit 4 n + e of the result:
-// that element attends.
+// Converts products to scores, -inf where hidden, and computes the derivatives of the softcap. Bit 4 n + e of the
+// result: that element attends.
 template <class C, int N>
 __device__ uint32_t finish_scores(const BackwardParams& p, float scale, const TransposedPlace<C>& at,
                                   float (&scores)[N][4], float (&gates)[N][4]) {
@@ -184,7 +184,7 @@ __device__ uint32_t finish_scores(const BackwardParams& p, float scale, const Tr
   return attends;
 }
 
-// `scale`: product_scale(). `partial`: something of the tile may be masked.
+// `scale`: product_scale(). `partial`: the tile may have hidden elements.
 template <class C, int N>
 __device__ void recompute_probs(const BackwardParams& p, float scale, const TransposedPlace<C>& at,
                                 bool partial, const TermsTile<C::kBlockQ>& terms, float (&scores)[N][4],
@@ -209,11 +209,11 @@ __device__ void recompute_probs(const BackwardParams& p, float scale, const Tran
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int row = at.column(n, e);
-      // The difference is taken first: it is exact where the scores are large.
+      // The difference comes first, because it is exact for large scores.
       const float exponent =
           fmaf(scores[n][e] - terms.reference[row], kScale, -(terms.correction[row] * kScale));
       const float power = ptx::exp2_fast(exponent);
-      const float prob = scores[n][e] == -kInf<float> ? 0.0f : power;  // 0 whatever lse holds
+      const float prob = scores[n][e] == -kInf<float> ? 0.0f : power;  // 0 for every lse
       probs.gated[n][e] *= prob;
       scores[n][e] = !C::kDropout || probs.kept(n, e) ? prob : 0.0f;
     }
@@ -221,8 +221,8 @@ __device__ void recompute_probs(const BackwardParams& p, float scale, const Tran
   }
 }
 
-// dP becomes dS, without the factor `scale`: the result is multiplied with it at the end, in fp32. What is
-// masked is 0, also where dP or delta is NaN.
+// Converts dP to dS, without the factor `scale`, which multiplies the result at the end, in fp32. A hidden element is
+// 0, also if dP or delta is NaN.
 template <class C, int N>
 __device__ void finish_dscores(float keep_scale, const TermsTile<C::kBlockQ>& terms, const Probs<N>& probs,
                                float (&dprobs)[N][4], uint32_t (&dscores)[N / 2][4]) {

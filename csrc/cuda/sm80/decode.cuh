@@ -1,8 +1,8 @@
-// Few queries, where reading K and V is what takes the time: Flash-Decoding (Dao et al. 2023). A block owns
-// 16 or 32 query rows, of all heads that share a key head, so that K and V are read once for all of them. The
-// keys of a block are divided among its warps. Each warp has its own ring of tiles, which cp.async fills, and
-// no warp waits for another until the end, when their (m, l, O) are merged. Where there are few blocks, the
-// keys are split over more blocks, and combine.cu merges the results.
+// Few queries: reading K and V takes the time. Flash-Decoding (Dao et al. 2023). A block has 16 or 32 query rows, of
+// all heads that share a key head, so that K and V are read once for all of them. The keys of a block are divided among
+// its warps. Each warp has a separate ring of tiles, filled by cp.async. No warp waits for another one before the end,
+// when their (m, l, O) are merged. If there are few blocks, the keys are split over more blocks, and combine.cu merges
+// the results.
 #pragma once
 
 #include <algorithm>
@@ -17,23 +17,24 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// Each warp has kRing tiles of 16 keys: one is being used, the others are being copied.
+// Each warp has kRing tiles of 16 keys: one is in use, the others are in flight.
 template <class In_, int kHeadDim_, int kRowTiles_, int kRing_>
 struct DecodeConfig {
   using In = In_;
   static constexpr int kRowTiles = kRowTiles_, kRows = kMmaRows * kRowTiles;  // query rows of a block
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
   static constexpr int kRing = kRing_;
-  // Takes packed sequences and caches. Of two row tiles, registers do not hold a sequence's own call.
+  // Whether it computes packed sequences and caches. With two row tiles there are no registers for the params of a
+  // sequence.
   static constexpr bool kPacked = kRowTiles == 1;
-  static_assert(kRing % 2 == 1);  // then using a tile of K starts the copy of a tile of K, and V's of V
+  static_assert(kRing % 2 == 1);  // so the slot that a tile of K frees is for a tile of K; the same for V
 };
 
 template <class C>
 struct WarpMemory {
   union {
     Tile<typename C::In, kWarpKeys, C::kHeadDim> ring[C::kRing];
-    float out[C::kRows][C::kHeadDim + 8];  // at the end; rows begin in different banks
+    float out[C::kRows][C::kHeadDim + 8];  // used at the end; rows start in different banks
   };
   float max[C::kRows], sum[C::kRows];
 };
@@ -44,13 +45,13 @@ struct DecodeMemory {
   WarpMemory<C> warps[kDecodeWarps];
 };
 
-// A query row: of one of the heads that share a key head.
+// A query row of one of the heads that share a key head.
 struct QueryRow {
   bool inside;
   int head, query;
 };
 
-// The rows of a block, of all heads of a group, one head after another. They have 32 bits: registers are few.
+// The rows of a block, of all heads of a group, head after head. In 32 bits, to save registers.
 struct QueryRows {
   int b, first_head, first, count;
 
@@ -60,7 +61,7 @@ struct QueryRows {
   }
 };
 
-// Where a thread's elements of the warp's 16 x 16 scores lie: element e of accumulator n.
+// The query and key of a thread's elements of the warp's 16 x 16 scores: element e of accumulator n.
 struct DecodePlace {
   int64_t b;
   const QueryRow (&rows)[2];
@@ -73,7 +74,7 @@ struct DecodePlace {
   __device__ bool inside(int n, int e) const { return rows[e / 2].inside && key(n, e) < end; }
 };
 
-// The tiles of K or V that a warp reads, in order. A lane copies the same chunk of every kStep-th row.
+// Streams the tiles of K or V that a warp reads. A lane copies the same chunk of every kStep-th row.
 template <class C>
 struct TileStream {
   using In = typename C::In;
@@ -84,7 +85,7 @@ struct TileStream {
   int first_row;   // in pages: the row of key 0
   bool in_columns;
 
-  // From key `first` on.
+  // Starts at key `first`.
   __device__ TileStream(const AttentionParams& p, const Tensor4& t, int64_t b, int64_t h, int64_t first,
                         int64_t columns)
       : tensor(t),
@@ -97,7 +98,7 @@ struct TileStream {
 
   __device__ bool in_pages() const { return C::kPacked && cache.pages; }
 
-  // The next tile is that from key j0 on; there are no keys from `end` on.
+  // Copies the next tile, which starts at key j0. `end`: the end of the keys.
   __device__ void load_async(Tile<In, kWarpKeys, C::kHeadDim>& tile, int64_t j0, int64_t end) {
     const int row = lane() / kChunks, keys = smaller<int64_t>(end - j0, kWarpKeys);
     const auto copy = [&](int n, const In* source) {
@@ -105,7 +106,7 @@ struct TileStream {
       ptx::cp_async_16(tile.chunk(row + n, lane() % kChunks), inside ? source : tensor.data, inside);
     };
     if (keys > 0 && in_pages()) {
-      // A lane looks up one row for all.
+      // Each lane looks up one row for the warp.
       const int64_t at = first_row + j0 + smaller<int>(lane() % kWarpKeys, keys - 1);
       const int64_t offset =
           cache.pages.page_of(at) * tensor.stride_b + at % cache.pages.page_size * tensor.stride_s;
@@ -119,7 +120,7 @@ struct TileStream {
   }
 };
 
-// Starts the copy of the block's rows of q; zeros where there are fewer.
+// Starts the copy of the block's rows of q. Rows beyond the last are zeros.
 template <class C>
 __device__ void load_queries(const AttentionParams& p, const QueryRows& rows,
                              Tile<typename C::In, C::kRows, C::kHeadDim>& tile) {
@@ -150,8 +151,8 @@ __device__ void multiply_queries(Tile<In, kRows, kCols>& queries, Tile<In, kWarp
   }
 }
 
-// Drops elements of P; the kept ones are scaled at the end, in fp32. The two rows of a thread can belong to
-// any two queries, so one Philox call is used for two neighbouring keys of one query.
+// Drops elements of P. The factor of kept elements is applied at the end, in fp32. The two rows of a thread can belong
+// to any two queries, so one Philox call is used for two neighbouring keys of one query.
 __device__ inline void drop_probs(const AttentionParams& p, const DecodePlace& at, float (&probs)[2][4]) {
   const PhiloxKey key = dropout_key(p.dropout);
 #pragma unroll
@@ -166,7 +167,7 @@ __device__ inline void drop_probs(const AttentionParams& p, const DecodePlace& a
     }
 }
 
-// Whether one of the chunk's elements is Inf or NaN: all bits of its exponent are set.
+// Whether an element of the chunk is Inf or NaN: all bits of its exponent are set.
 template <class In>
 __device__ bool has_non_finite(const In* chunk) {
   constexpr uint32_t kExponent = std::is_same_v<In, __half> ? 0x7c00 : 0x7f80;
@@ -177,8 +178,7 @@ __device__ bool has_non_finite(const In* chunk) {
   return found;
 }
 
-// For a warp and its tile: finds the value rows with Inf or NaN, adds them by add_non_finite_rows(), and sets
-// them to zero.
+// For a warp and its tile: adds the value rows with Inf or NaN by add_non_finite_rows(), then sets them to zero.
 template <class In, int kRowTiles, int kCols>
 __device__ void take_out_non_finite_rows(const float (&probs)[kRowTiles][2][4],
                                          const uint32_t (&attends)[kRowTiles],
@@ -192,11 +192,11 @@ __device__ void take_out_non_finite_rows(const float (&probs)[kRowTiles][2][4],
   const auto is_finite = [&](int row) { return (found >> 2 * row & 3) == 0; };
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) add_non_finite_rows(probs[r], attends[r], values, is_finite, acc[r]);
-  __syncwarp();  // everyone has read the rows
+  __syncwarp();  // all lanes have read the rows
   if (!is_finite(my_row))
     for (int n = lane() % 2; n < kCols / kChunk; n += 2)
       *reinterpret_cast<uint4*>(values.chunk(my_row, n)) = make_uint4(0, 0, 0, 0);
-  __syncwarp();  // they are zeros
+  __syncwarp();  // publishes the zeros to the warp
 }
 
 // Writes the (m, l, O) of one of the warp's row tiles to shared memory, where the warps are merged.
@@ -216,7 +216,7 @@ __device__ void store_results(const RowStatistics& statistics, const float (&out
   }
 }
 
-// Merges the warps and writes the rows: the results if there is one split, else what combine.cu merges.
+// Merges the warps and writes the rows: results for one split, else parts that combine.cu merges.
 template <class C>
 __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& shared, const QueryRows& rows,
                              int64_t splits, const Partials<float>& partials) {
@@ -254,7 +254,7 @@ __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& sh
   }
 }
 
-// The block's part of the keys. A packed sequence's own lie inside those of the longest.
+// The keys of the block. A packed sequence has at most the keys of the longest one.
 template <class C>
 __device__ Range keys_of_split(const AttentionParams& p, const DecodeSchedule& schedule) {
   const int64_t begin = schedule.keys.begin + blockIdx.z * schedule.keys_per_split;
@@ -270,8 +270,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   auto& shared = shared_memory<DecodeMemory<C>>();
   WarpMemory<C>& mine = shared.warps[warp()];
 
-  // What this block owns. Row blocks that read the same keys are neighbours, so that they run at the same
-  // time.
+  // The part of this block. Row blocks that read the same keys are neighbours, so that they run at the same time.
   const auto row_blocks = static_cast<int>(schedule.row_blocks),
              heads_kv = static_cast<int>(call.sizes.heads_kv);
   const auto group = static_cast<int>(schedule.group), task = static_cast<int>(blockIdx.x);
@@ -280,7 +279,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   const AttentionParams& p = call_of_block<C>(call, b);
   const Sizes& z = p.sizes;
   const auto rows_left = static_cast<int>(group * z.seqlen_q - first_row);
-  if (rows_left <= 0) return;  // of a sequence that is shorter than the longest
+  if (rows_left <= 0) return;  // the sequence ends before these rows
   const QueryRows block_rows{b, h_kv * group, first_row, smaller(rows_left, C::kRows)};
   QueryRow rows[C::kRowTiles][2];
 #pragma unroll
@@ -291,16 +290,16 @@ __global__ void __launch_bounds__(kDecodeThreads)
   TileStream<C> k(p, p.k, b, h_kv, first, z.head_dim), v(p, p.v, b, h_kv, first, z.head_dim_v);
   const auto start_copy = [&](TileStream<C>& stream, int slot, int64_t j0) {
     stream.load_async(mine.ring[slot], j0, end);
-    ptx::cp_async_commit();  // ends the group of a tile; an empty one too, because the waits count groups
+    ptx::cp_async_commit();  // ends the group of a tile; also an empty one, because the waits count groups
   };
-  constexpr int kAhead = C::kRing / 2;  // tiles of K, and as many of V
+  constexpr int kAhead = C::kRing / 2;  // tiles of K in flight, and as many of V
   int slot = 0;
-  // The stream's tile of keys from j0 on, once it has landed. Starts the copy of the one kAhead further on, into
-  // the slot of the last tile. That slot is free: mma.sync is one instruction of the whole warp, so all lanes
-  // have finished the last tile's products.
+  // Waits for the stream's tile of keys from j0 on. Starts the copy of the tile kAhead later, into the slot of the last
+  // tile. This slot is free: mma.sync is one instruction of the whole warp, so all lanes have finished the last tile's
+  // products.
   const auto take = [&](TileStream<C>& stream, int64_t j0) -> auto& {
     ptx::cp_async_wait<C::kRing - 2>();  // this lane's part of the tile has landed
-    __syncwarp();                        // all lanes' parts have
+    __syncwarp();                        // the parts of all lanes have landed
     start_copy(stream, slot == 0 ? C::kRing - 1 : slot - 1, j0 + kAhead * kDecodeBlockKeys);
     auto& tile = mine.ring[slot];
     slot = slot == C::kRing - 1 ? 0 : slot + 1;
@@ -315,7 +314,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
     start_copy(v, 2 * n + 1, first + n * kDecodeBlockKeys);
   }
   ptx::cp_async_wait<2 * kAhead>();  // this thread's part of q has landed
-  __syncthreads();                   // everyone's part has
+  __syncthreads();                   // the parts of all threads have landed
 
   const ScoreScale scale(p);
   RowStatistics statistics[C::kRowTiles];
@@ -333,7 +332,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
       attends[r] = finish_scores(p, scale, at, hides || j_end < j0 + kWarpKeys, scores[r]);
       float factor[2];
       statistics[r].update(scale, scores[r], factor);
-      if (p.dropout) drop_probs(p, at, scores[r]);  // after the row sum: it acts on the normalised P
+      if (p.dropout) drop_probs(p, at, scores[r]);  // after the row sum: dropout applies to the normalised P
 #pragma unroll
       for (int n = 0; n < C::kHeadDim / 8; ++n)
 #pragma unroll
@@ -349,7 +348,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
 #pragma unroll
   for (int r = 0; r < C::kRowTiles; ++r)
     store_results(statistics[r], out[r], scale.to_score(), kMmaRows * r, block_rows.count, mine);
-  __syncthreads();  // all warps' results are there
+  __syncthreads();  // the results of all warps are in shared memory
   finish_block(p, shared, block_rows, schedule.splits, partials);
 }
 

@@ -9,11 +9,11 @@
 namespace flash_attn_ext::cuda::sm80 {
 namespace {
 
-// `tiles` of keys are to be read for each of `tasks`. One block a task leaves most of a GPU idle if tasks are
-// few; very short splits cost more to start and to merge than they win.
+// The number of splits for `tasks` that each read `tiles` of keys. With few tasks, one block a task leaves most of a
+// GPU idle. Very short splits cost more to start and to merge than they save.
 int64_t splits_by_shape(int64_t tiles, int64_t tasks) {
-  // Two blocks for each multiprocessor of a large GPU. Of more keys more, so that the last wave of blocks is
-  // a small part. Both are reckoned, not yet measured.
+  // Two blocks for each multiprocessor of a large GPU; more for more keys, so that the last wave of blocks is a small
+  // part. Both are estimates, not measured.
   constexpr int64_t kBlocks = 256, kLeastTiles = 2, kManyBlocks = 1024, kManyTilesEach = 16;
   return std::max(std::min(kBlocks / tasks, tiles / kLeastTiles),
                   std::min(kManyBlocks / tasks, tiles / kManyTilesEach));
@@ -26,7 +26,7 @@ DecodeSchedule schedule_decode(const AttentionParams& p) {
   DecodeSchedule schedule;
   schedule.group = z.heads_kv == 0 ? 0 : z.heads / z.heads_kv;
   const int64_t rows = schedule.group * z.seqlen_q;
-  // A block of two tiles reads K and V half as often; registers for two there are up to D 128, but not of packed calls.
+  // A block of two row tiles reads K and V half as often. Its registers suffice up to D 128, but not for packed calls.
   schedule.row_tiles = rows > kMmaRows && std::max(z.head_dim, z.head_dim_v) <= 128 && !p.varlen ? 2 : 1;
   schedule.row_blocks = ceil_div(rows, kMmaRows * schedule.row_tiles);
   schedule.tasks = z.batch * z.heads_kv * schedule.row_blocks;

@@ -1,5 +1,5 @@
-// How few queries are cut into blocks, from the call's shape and band alone, so that results do not depend on
-// the machine.
+// How calls of few queries are cut into blocks: from shape and band alone, so that results do not depend on the
+// machine.
 #pragma once
 
 #include "../../core/mask.h"
@@ -11,14 +11,14 @@ constexpr int kMmaRows = 16;   // query rows of a row tile: those of one mma
 constexpr int kWarpKeys = 16;  // keys of a warp's tile: those of one mma, too
 // With three warps two blocks fit an A100's multiprocessor, whatever the head dimension.
 constexpr int kDecodeWarps = 3, kDecodeThreads = 32 * kDecodeWarps;
-constexpr int kDecodeBlockKeys = kDecodeWarps * kWarpKeys;  // the warps share out the keys
+constexpr int kDecodeBlockKeys = kDecodeWarps * kWarpKeys;  // the warps divide the keys
 
 struct DecodeSchedule {
   int64_t group;       // query heads that share a key head: their rows fill tiles together
   int64_t row_tiles;   // of a block
   int64_t row_blocks;  // per batch and key head
   int64_t tasks;       // row blocks of all batches and key heads
-  Range keys;      // that some query can see, from a multiple of kWarpKeys on; packed: those of the longest
+  Range keys;  // keys that some query sees, from a multiple of kWarpKeys on; packed: of the longest sequence
   int64_t splits;  // of these keys; combine.cu merges them
   int64_t keys_per_split;
 };

@@ -1,5 +1,5 @@
-// Forward on tensor cores: FlashAttention-2, algorithm 1. A block owns 128 query rows of a head, a warp 16 of
-// them. cp.async loads K and V while the products of other tiles run.
+// Forward on tensor cores: FlashAttention-2, algorithm 1. A block has 128 query rows of a head, a warp 16 of them.
+// cp.async loads K and V during the products of other tiles.
 #pragma once
 
 #include <algorithm>
@@ -22,17 +22,17 @@ struct Config {
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kBlockQ = 16 * kWarps, kBlockK = kBlockK_;
   static constexpr int kBuffers = kBuffers_;  // of K, and as many of V
-  static constexpr bool kPacked = kPacked_;   // takes packed sequences and caches, and nothing else
+  static constexpr bool kPacked = kPacked_;   // computes packed sequences and caches only
 };
 
 template <class C>
 struct SharedMemory {
   Tile<typename C::In, C::kBlockQ, C::kHeadDim> q;
   Tile<typename C::In, C::kBlockK, C::kHeadDim> k[C::kBuffers], v[C::kBuffers];
-  int row_is_finite[C::kBlockK];  // of v, where take_out_non_finite_rows() looked
+  int row_is_finite[C::kBlockK];  // rows of v; set by take_out_non_finite_rows()
 };
 
-// Where a thread's elements of the block's scores lie: element e of accumulator n.
+// The query and key of a thread's elements of the block's scores: element e of accumulator n.
 struct ScorePosition {
   const Sizes& sizes;
   int64_t b, h, i0, j0;
@@ -46,7 +46,7 @@ struct ScorePosition {
   }
 };
 
-// The query rows that a block owns, of one head. Causal: the longest rows of a head first.
+// The query rows of a block, of one head. The last rows of a head come first: in a causal call they take longest.
 template <class C>
 struct QueryBlock {
   int64_t head, b, h, i0;
@@ -58,7 +58,7 @@ struct QueryBlock {
         i0((query_blocks - 1 - blockIdx.x % query_blocks) * C::kBlockQ) {}
 };
 
-// The keys that some query of a block from i0 on can see, from a whole tile on.
+// The keys that some query of a block from i0 on sees, from the start of a tile on.
 template <class C>
 __device__ Range key_tiles(const AttentionParams& p, int64_t i0) {
   const int64_t i_end = smaller<int64_t>(i0 + C::kBlockQ, p.sizes.seqlen_q);
@@ -66,7 +66,7 @@ __device__ Range key_tiles(const AttentionParams& p, int64_t i0) {
   return {seen.begin / C::kBlockK * C::kBlockK, seen.end};
 }
 
-// Whether something of a tile may be masked.
+// Whether the tile may have hidden elements.
 template <class C>
 __device__ bool is_partial(const AttentionParams& p, const ScorePosition& at) {
   const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, p.sizes.seqlen_q);
@@ -75,8 +75,8 @@ __device__ bool is_partial(const AttentionParams& p, const ScorePosition& at) {
   return p.mask || tail || !band_covers(p.band, at.i0, i_end, at.j0, j_end);
 }
 
-// Drops elements of P, and of each other tile of weights; the kept ones are scaled at the end, in fp32. One Philox call
-// is enough for a thread's four elements of an accumulator: core/philox.h assigns its four words so.
+// Drops elements of P, and of the tangents' tile if there is one. The factor of kept elements is applied at the end, in
+// fp32. One Philox call is enough for a thread's four elements of an accumulator (core/philox.h).
 template <int N, class... Weights>
 __device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const ScorePosition& at,
                            int64_t head_index, float (&probs)[N][4], Weights&... weights) {
@@ -92,17 +92,17 @@ __device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const ScoreP
   }
 }
 
-// Whether some element of the tile is Inf or NaN. All threads of the block look, each at its share.
+// Whether an element of the tile is Inf or NaN. Each thread of the block reads a part.
 template <class C, class ValueTile>
 __device__ bool has_non_finite(const ValueTile& tile) {
   bool found = false;
   for (int e = threadIdx.x; e < C::kBlockK * C::kHeadDim; e += C::kThreads)
     found |= !std::isfinite(widen(tile.elements[e]));
-  return __syncthreads_or(found);  // one answer for all, or the warps would part
+  return __syncthreads_or(found);  // one answer for all threads, because they branch on it
 }
 
-// For the block: finds the value rows with Inf or NaN, lets `add` take them by add_non_finite_rows(), and sets them to
-// zero.
+// For the block: calls `add`, which adds the value rows with Inf or NaN by add_non_finite_rows(), then sets these rows
+// to zero.
 template <class C, class ValueTile, class Add>
 __device__ void take_out_non_finite_rows(ValueTile& values, SharedMemory<C>& shared, const Add& add) {
   if (!has_non_finite<C>(values)) return;
@@ -111,12 +111,12 @@ __device__ void take_out_non_finite_rows(ValueTile& values, SharedMemory<C>& sha
     for (int col = 0; col < C::kHeadDim; ++col) finite &= std::isfinite(widen(values.at(threadIdx.x, col)));
     shared.row_is_finite[threadIdx.x] = finite;
   }
-  __syncthreads();  // every row has been judged
+  __syncthreads();  // publishes row_is_finite to all threads
   add([&](int row) { return shared.row_is_finite[row] != 0; });
-  __syncthreads();  // everyone has read the rows
+  __syncthreads();  // all threads have read the rows
   for (int e = threadIdx.x; e < C::kBlockK * C::kHeadDim; e += C::kThreads)
     if (!shared.row_is_finite[e / C::kHeadDim]) values.elements[e] = round_to<typename C::In>(0.0f);
-  __syncthreads();  // they are zeros
+  __syncthreads();  // publishes the zeros to all threads
 }
 
 // Writes a thread's elements of its row r, as far as there are columns.
@@ -140,12 +140,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int64_t b = block.b, h = block.h, i0 = block.i0;
   const AttentionParams& p = call_of_block<C>(call, b);
   const Sizes& z = p.sizes;
-  if (i0 >= z.seqlen_q) return;  // of a sequence that is shorter than the longest
+  if (i0 >= z.seqlen_q) return;  // the sequence ends before these rows
   const int64_t h_kv = z.kv_head(h);
   const Range keys = key_tiles<C>(p, i0);
   const PhiloxKey key = dropout_key(p.dropout);
 
-  const int64_t batch_of_rows = C::kPacked ? 0 : b;  // a sequence's own tensors start with its first row
+  const int64_t batch_of_rows = C::kPacked ? 0 : b;  // the tensors of a sequence start at its first row
   const auto load = [&](auto& tile, const Tensor4& t, int64_t head, int64_t first, int64_t seqlen,
                         int64_t columns) {
     tile.template load_async<C::kThreads>(t, batch_of_rows, head, first, seqlen, columns);
@@ -157,7 +157,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     load(shared.v[buffer], p.v, h_kv, j0, z.seqlen_k, z.head_dim_v);
   };
   const auto copies = copies_of<C>(load_k, load_v, keys.end);
-  if (keys.begin < keys.end) load(shared.q, p.q, h, i0, z.seqlen_q, z.head_dim);  // else nobody waits for q
+  // Without keys, no thread waits for q.
+  if (keys.begin < keys.end) load(shared.q, p.q, h, i0, z.seqlen_q, z.head_dim);
   copies.start(keys.begin);
 
   const ScoreScale scale(p);
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const uint32_t attends = finish_scores(p, scale, at, partial, scores);
     float factor[2];
     statistics.update(scale, scores, factor);
-    // After the row sum: dropout acts on the normalised P.
+    // After the row sum: dropout applies to the normalised P.
     if (p.dropout) drop_probs(p, key, at, block.head, scores);
 #pragma unroll
     for (int n = 0; n < C::kHeadDim / 8; ++n)
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     multiply_probs(scores, values, out);
   }
 
-  // Once more: the loop's registers do not hold all of it.
+  // Computes the params again: the loop has no registers to keep all of them.
   const AttentionParams& results = call_of_block<C>(call, b);
   const ScorePosition at_end{results.sizes, b, h, i0, 0};
 #pragma unroll
@@ -214,16 +215,16 @@ cudaError_t launch_padded(const AttentionParams& p, cudaStream_t stream) {
   return launch(forward_kernel<C>, shape, stream, p, query_blocks);
 }
 
-// Each needs at most 99 KB, the limit of GPUs of compute capability 8.6 and 8.9. All have 128 queries: K and
-// V are read from L2 once for all of them. And of the eight warps two share a scheduler, so that the softmax
-// of one runs during the products of the other.
+// Each needs at most 99 KB, the limit of GPUs of compute capability 8.6 and 8.9. All have 128 queries, so K and V are
+// read from L2 once for 128 queries. Two of the eight warps share a scheduler, so the softmax of one overlaps with the
+// products of the other.
 template <class In, bool kPacked>
 cudaError_t launch_forward_of(const AttentionParams& p, cudaStream_t stream) {
   const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
   if (widest <= 64) return launch_padded<Config<In, 64, 64, 2, kPacked>>(p, stream);    // 48 KB
   if (widest <= 128) return launch_padded<Config<In, 128, 64, 2, kPacked>>(p, stream);  // 96 KB
   if (widest <= 192) return launch_padded<Config<In, 192, 32, 2, kPacked>>(p, stream);  // 96 KB: fewer keys
-  // 96 KB, in one buffer; of packed sequences, where registers hold no 32 keys, in two.
+  // 96 KB, in one buffer. Packed sequences have two buffers of 16 keys: there are no registers for 32.
   return launch_padded<std::conditional_t<kPacked, Config<In, 256, 16, 2, true>, Config<In, 256, 32, 1>>>(
       p, stream);
 }

@@ -1,5 +1,5 @@
-// Forward mode on tensor cores: out, lse and their tangents in one pass (docs/derivative_formulas.md). The loop of
-// forward.cuh, with the sums of the tangents beside its own, as in simt/jvp.cuh: six products a tile.
+// Forward mode on tensor cores: out, lse and their tangents in one kernel (docs/derivative_formulas.md). It is the loop
+// of forward.cuh with more sums, as in simt/jvp.cuh: six products a tile.
 //
 //   e  = tangent of S      mu' = mu + rowsum(P o (e - mu)) / l
 //   tO = (tO - (mu' - mu) O) e^(m - m') + (P o (e - mu')) V + P tV
@@ -42,7 +42,7 @@ __device__ uint32_t finish_scores_and_tangents(const JvpParams& p, float scale, 
       const int64_t i = at.query(e), j = at.key(n, e);
       const Score<float> score =
           finish_scaled_score(p, rounded_product(products[e], scale), at.b, at.h, i, j, at.inside(n, e));
-      float tangent = 0;  // whatever the product was
+      float tangent = 0;  // 0 for every product
       if (score.value != -kInf<float>)
         tangent = tangent_of(p, t, score, t_products[e], at.b, at.h, i, j).value;
       products[e] = score.value;
@@ -53,7 +53,7 @@ __device__ uint32_t finish_scores_and_tangents(const JvpParams& p, float scale, 
   return attends;
 }
 
-// RowStatistics that carry the tangent. All lanes of a row know all of them.
+// RowStatistics with the tangent. All lanes of a row have all three values.
 struct JvpStatistics {
   float max[2], sum[2], mean[2];
 
@@ -64,8 +64,8 @@ struct JvpStatistics {
     for (int r = 0; r < 2; ++r) max[r] = start.max, sum[r] = start.sum, mean[r] = t_start;
   }
 
-  // Takes in one tile of scores and tangents, which become P and P o (e - mean). The caller subtracts shift[r] O
-  // from what the row has summed up of tO so far, and multiplies both with factor[r].
+  // Converts a tile of scores and tangents to P and P o (e - mean), and updates the statistics. The caller subtracts
+  // shift[r] O from the row's sum of tO so far, and multiplies both sums by factor[r].
   template <int N>
   __device__ void update(float (&scores)[N][4], float (&tangents)[N][4], float (&factor)[2],
                          float (&shift)[2]) {
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const Range keys = key_tiles<C>(p, i0);
   const PhiloxKey key = dropout_key(p.dropout);
 
-  // A tangent that is absent has no tile.
+  // An absent tangent has no tile.
   const auto load = [&](auto& tile, const Tensor4& tensor, int64_t head, int64_t first, int64_t seqlen,
                         int64_t columns) {
     if (tensor) tile.template load_async<C::kThreads>(tensor, b, head, first, seqlen, columns);
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     load(shared.t_v[buffer], t.v, h_kv, j0, z.seqlen_k, z.head_dim_v);
   };
   const auto copies = copies_of<C>(load_k, load_v, keys.end);
-  if (keys.begin < keys.end) {  // else nobody waits for them
+  if (keys.begin < keys.end) {  // otherwise no thread waits for them
     load(shared.q, p.q, h, i0, z.seqlen_q, z.head_dim);
     load(shared.t_q, t.q, h, i0, z.seqlen_q, z.head_dim);
   }
@@ -196,8 +196,8 @@ cudaError_t launch_jvp_padded(const JvpParams& p, cudaStream_t stream) {
   return launch(jvp_kernel<C>, shape, stream, p, query_blocks, product_scale<float>(p));
 }
 
-// 97 KB each. With more columns two results of a row would not fit into registers, nor q, k, v and their tangents
-// into shared memory.
+// 97 KB each. With more columns neither two results of a row would fit in registers, nor q, k, v and their tangents in
+// shared memory.
 template <class In>
 cudaError_t launch_jvp(const JvpParams& p, cudaStream_t stream) {
   const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);

@@ -36,8 +36,8 @@ cudaError_t launch_backward_of(const BackwardParams& p, const BackwardWorkspace&
   return cudaErrorInvalidValue;
 }
 
-// simt's kernels compute the terms of the rows first. Last, they compute the gradients of mask, slopes and sink: sums of dS,
-// which need no tensor cores.
+// simt's kernels first compute the row terms. Last, they compute the gradients of mask, slopes and sink: sums of dS,
+// without tensor cores.
 template <class In>
 cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream_t stream,
                             simt::ComputeRowTerms<float>* row_terms, simt::ComputeGradients* gradients) {

@@ -1,16 +1,15 @@
-// The sm80 tier: fp16 and bf16 on tensor cores, by instructions that every GPU from compute capability 8.0 on
-// has.
+// The sm80 tier: fp16 and bf16 on tensor cores, by instructions of all GPUs from compute capability 8.0 on.
 #pragma once
 
 #include "../run.h"
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// Why another tier must run the forward; null: this one can, on a GPU of compute capability 8.0 or later.
+// Why another tier must run the forward; null: this tier can, on a GPU of compute capability 8.0 or later.
 const char* why_not_forward(const AttentionParams& p);
 
-// Whether the forward splits the keys: for few queries, where the caller asks for it, and for keys in pages, which only
-// that kernel reads.
+// Whether the forward uses the decode kernel: for few queries, if the caller sets num_splits, and for keys in pages,
+// which only that kernel reads.
 bool is_decode(const AttentionParams& p);
 size_t forward_workspace(const AttentionParams& p);
 
@@ -26,7 +25,7 @@ size_t backward_workspace(const BackwardParams& p);
 cudaError_t backward_bfloat16(const BackwardParams& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_float16(const BackwardParams& p, void* workspace, cudaStream_t stream);
 
-// And for forward mode, which needs no workspace.
+// The same for forward mode, which needs no workspace.
 const char* why_not_jvp(const JvpParams& p);
 
 cudaError_t jvp_bfloat16(const JvpParams& p, void* workspace, cudaStream_t stream);

@@ -1,5 +1,5 @@
-// What happens to a tile of scores in registers, between the two products: scores, softmax, and the value
-// rows that a product must not touch.
+// The steps for a tile of scores in registers, between the two products: scores, softmax, and value rows that a product
+// must not read.
 #pragma once
 
 #include "../lanes.cuh"
@@ -8,9 +8,9 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// When the products <q, k> are multiplied with product_scale(), which gives scores: before the softmax, if
-// softcap, ALiBi or a mask follow; else inside its exponent, where it costs no instruction of its own. Also
-// before it if the scale is negative: then the largest product is not the largest score.
+// Where the factor product_scale() is applied. Before the softmax, if softcap, ALiBi or a mask follow, or if the scale
+// is negative, because then the largest product is not the largest score. Else inside the exponent, where it costs no
+// instruction.
 struct ScoreScale {
   bool is_first;
   float scale;
@@ -18,14 +18,13 @@ struct ScoreScale {
   __device__ explicit ScoreScale(const AttentionParams& p)
       : is_first(!is_positive(p.scale) || has_softcap(p) || p.alibi || p.mask),
         scale(product_scale<float>(p)) {}
-  // What finish_scores() returns, times this: scores; exponents of 2.
+  // The factors from the result of finish_scores() to scores, and to exponents of 2.
   __device__ float to_score() const { return is_first ? 1.0f : scale; }
   __device__ float to_exponent() const { return to_score() * static_cast<float>(kLog2E); }
 };
 
-// Products become what the softmax takes. Masked ones get -inf; bit 4 n + e of the result: that element
-// attends. A ScorePosition knows where element e of accumulator n lies: batch(), head(e), query(e), key(n, e),
-// inside(n, e).
+// Converts products to the softmax's input; hidden ones are -inf. Bit 4 n + e of the result: that element attends. A
+// ScorePosition has the position of element e of accumulator n: batch(), head(e), query(e), key(n, e), inside(n, e).
 template <int N, class ScorePosition>
 __device__ uint32_t finish_scores(const AttentionParams& p, const ScoreScale& scale, const ScorePosition& at,
                                   bool partial, float (&scores)[N][4]) {
@@ -50,7 +49,7 @@ __device__ uint32_t finish_scores(const AttentionParams& p, const ScoreScale& sc
   return attends;
 }
 
-// The larger one of `max` and of the scores in the thread's row r, which four lanes share.
+// The maximum of `max` and the scores in the thread's row r, which four lanes share.
 template <int N>
 __device__ float row_maximum(float max, const float (&scores)[N][4], int r) {
 #pragma unroll
@@ -58,22 +57,22 @@ __device__ float row_maximum(float max, const float (&scores)[N][4], int r) {
   return maximum_of_lanes<kRowLanes>(max);
 }
 
-// Running statistics of the thread's two rows; the sum is over the thread's own elements until the end. The
-// maximum is of what finish_scores() returns.
+// Running statistics of the thread's two rows. The sum is over the thread's own elements until the end. The maximum is
+// of finish_scores()'s results.
 struct RowStatistics {
   float max[2] = {-kInf<float>, -kInf<float>}, sum[2] = {0, 0};
 
-  // Scores become P. factor[r] is what earlier results of the row are multiplied with.
+  // Converts scores to P. The caller multiplies the row's earlier results by factor[r].
   template <int N>
   __device__ void update(const ScoreScale& score_scale, float (&scores)[N][4], float (&factor)[2]) {
     const float scale = score_scale.to_exponent();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float new_max = row_maximum(max[r], scores, r);
-      // Nothing visible so far: P is 0.
+      // If nothing is visible so far, P is 0.
       const float finite_max = new_max == -kInf<float> ? 0.0f : new_max;
-      // The maximum is subtracted inside the exponent, or before it: a mask's finfo.min, times log2(e), is out
-      // of range.
+      // The maximum is subtracted inside the exponent; but before it, if a mask may be finfo.min, because finfo.min
+      // times log2(e) overflows.
       const float shift = score_scale.is_first ? finite_max : 0.0f, reference = (finite_max - shift) * scale;
       factor[r] = ptx::exp2_fast(fmaf(max[r] - shift, scale, -reference));
       sum[r] *= factor[r];
@@ -93,8 +92,8 @@ struct RowStatistics {
   }
 };
 
-// A masked value must not reach a result, but in a product 0 * NaN is NaN. So value rows that hold an Inf or
-// NaN are added here, only to those results that attend to them; the caller then sets these rows to zero.
+// A hidden value must not reach a result, but in a matrix product 0 * NaN is NaN. So value rows with an Inf or NaN are
+// added here, only to results that attend to them. The caller then sets these rows to zero.
 template <int N, int kColumns, class Values, class IsFinite>
 __device__ void add_non_finite_rows(const float (&probs)[N][4], uint32_t attends, const Values& values,
                                     const IsFinite& is_finite, float (&acc)[kColumns][4]) {
@@ -103,7 +102,7 @@ __device__ void add_non_finite_rows(const float (&probs)[N][4], uint32_t attends
 #pragma unroll
     for (int e = 0; e < 4; ++e)
 #pragma unroll 1
-      for (int t = 0; t < 4; ++t) {  // lane t of a result row's four holds its probs 8 n + 2 t and the next
+      for (int t = 0; t < 4; ++t) {  // lane t of a row of four has probs 8 n + 2 t and 8 n + 2 t + 1
         const int row = 8 * n + 2 * t + e % 2, r = e / 2, owner = lane() / 4 * 4 + t;
         if (is_finite(row)) continue;
         const float prob = __shfl_sync(0xffffffffu, probs[n][e], owner);

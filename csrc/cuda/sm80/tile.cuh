@@ -13,8 +13,8 @@ constexpr int kChunk = 8;  // elements in 16 bytes, what cp.async and a lane of 
 __device__ inline uint32_t lane() { return threadIdx.x % 32; }
 __device__ inline int warp() { return threadIdx.x / 32; }
 
-// Rows of kCols elements. The chunks of a row are swizzled, so that the same chunk of eight rows lies in
-// eight different groups of banks: 128 bytes hold eight chunks, of one row or, where rows are short, of two.
+// A tile of kRows x kCols elements. The chunks of a row are swizzled: the same chunk of eight rows is in eight
+// different groups of banks. 128 bytes hold eight chunks, of one row or of two short rows.
 template <class In, int kRows, int kCols>
 struct Tile {
   In elements[kRows * kCols];
@@ -30,13 +30,13 @@ struct Tile {
     return elements[row * kCols + swizzled(row, col / kChunk) * kChunk + col % kChunk];
   }
 
-  // Starts the copy of rows [first, first + kRows) of a (.., S, D) tensor, from first_column on; zeros beyond
-  // its ends.
+  // Starts the copy of rows [first, first + kRows) of a (.., S, D) tensor, from first_column on. Elements beyond its
+  // ends are zeros.
   template <int kThreads>
   __device__ void load_async(const Tensor4& t, int64_t b, int64_t h, int64_t first, int64_t seqlen,
                              int64_t columns, int first_column = 0) {
     constexpr int kChunks = kCols / kChunk, kRowsAtOnce = kThreads / kChunks;
-    // Every eighth row is swizzled alike: a thread that walks by eights keeps its column.
+    // Rows n and n + 8 have the same swizzle: a thread with a step of eight rows keeps its column.
     constexpr bool kKeepsColumn = kThreads % kChunks == 0 && kRowsAtOnce % 8 == 0 && kRows % kRowsAtOnce == 0;
     const auto copy = [&](In* target, int row, int n) {
       const int column = first_column + n * kChunk;
@@ -62,7 +62,7 @@ __device__ void load_operand(Tile<In, kRows, kCols>& tile, int row, int k, uint3
   ptx::ldmatrix_x4(operand, tile.chunk(row + lane() % 16, 2 * k + lane() / 16));
 }
 
-// acc += A B^T, of their columns [16 k, 16 k + 16). A's 16 rows are an operand, B's are those of `b` from `row` on.
+// acc += A[:, 16k:16k+16] B[:, 16k:16k+16]^T. `a`: the operand of A's 16 rows. B's rows are rows of `b` from `row` on.
 template <class In, int kRowsB, int kCols, int N>
 __device__ void multiply_row_operand(const uint32_t (&operand)[4], Tile<In, kRowsB, kCols>& b, int row, int k,
                                      float (&acc)[N][4]) {
@@ -76,8 +76,8 @@ __device__ void multiply_row_operand(const uint32_t (&operand)[4], Tile<In, kRow
   }
 }
 
-// acc += A B^T, over the columns of `a`. A is 16 rows of `a` from row_a on, B rows of `b` from row_b on, as many
-// as acc has columns: S = Q K^T. A smaller kUnrolled needs fewer registers.
+// acc += A B^T over the columns of `a`: S = Q K^T. A: 16 rows of `a` from row_a on. B: rows of `b` from row_b on, one
+// for each column of acc. A smaller kUnrolled needs fewer registers.
 template <int kUnrolled = 16, class In, int kRowsA, int kColsA, int kRowsB, int kColsB, int N>
 __device__ void multiply_rows(Tile<In, kRowsA, kColsA>& a, int row_a, Tile<In, kRowsB, kColsB>& b, int row_b,
                               float (&acc)[N][4]) {
@@ -89,7 +89,7 @@ __device__ void multiply_rows(Tile<In, kRowsA, kColsA>& a, int row_a, Tile<In, k
   }
 }
 
-// The same of the warp's own 16 rows of `a` and all rows of `b`.
+// The same for the warp's 16 rows of `a` and all rows of `b`.
 template <class In, int kRowsA, int kRowsB, int kCols>
 __device__ void multiply_rows(Tile<In, kRowsA, kCols>& a, Tile<In, kRowsB, kCols>& b,
                               float (&acc)[kRowsB / 8][4]) {
@@ -105,8 +105,8 @@ __device__ void pack_operand(const float (&left)[4], const float (&right)[4], ui
   operand[3] = ptx::pack<In>(right[2], right[3]);
 }
 
-// acc += W B of columns [16 k, 16 k + 16) of W, the warp's 16 rows of which are an operand, and rows of B. Of B's
-// columns as many as acc has, from `col` on.
+// acc += W[:, 16k:16k+16] B[16k:16k+16]. The operand holds the warp's 16 rows of W. Of B it reads as many columns as
+// acc has, from `col` on.
 template <class In, int kRowsB, int kCols, int N>
 __device__ void multiply_operand(const uint32_t (&operand)[4], Tile<In, kRowsB, kCols>& b, int k,
                                  float (&acc)[N][4], int col = 0) {
@@ -120,7 +120,7 @@ __device__ void multiply_operand(const uint32_t (&operand)[4], Tile<In, kRowsB, 
   }
 }
 
-// acc += P B, with the warp's 16 rows of P in registers, as multiply_rows left them: O = P V.
+// acc += P B, with the warp's 16 rows of P in registers, as the result of multiply_rows: O = P V.
 template <class In, int kRowsB, int kCols>
 __device__ void multiply_probs(const float (&probs)[kRowsB / 8][4], Tile<In, kRowsB, kCols>& b,
                                float (&acc)[kCols / 8][4]) {
@@ -132,7 +132,7 @@ __device__ void multiply_probs(const float (&probs)[kRowsB / 8][4], Tile<In, kRo
   }
 }
 
-// The same, packed before: dV = P^T dO, dK = dS^T Q.
+// The same for P in packed operands: dV = P^T dO, dK = dS^T Q.
 template <class In, int kRowsB, int kCols>
 __device__ void multiply_packed(const uint32_t (&operands)[kRowsB / 16][4], Tile<In, kRowsB, kCols>& b,
                                 float (&acc)[kCols / 8][4]) {
@@ -140,7 +140,7 @@ __device__ void multiply_packed(const uint32_t (&operands)[kRowsB / 16][4], Tile
   for (int k = 0; k < kRowsB / 16; ++k) multiply_operand(operands[k], b, k, acc);
 }
 
-// The same of 16 rows of W in shared memory, from `row` on, and columns of B from `col` on.
+// The same for 16 rows of W in shared memory, from `row` on, and columns of B from `col` on.
 template <class In, int kRowsW, int kRowsB, int kCols, int N>
 __device__ void multiply_stored(Tile<In, kRowsW, kRowsB>& w, int row, Tile<In, kRowsB, kCols>& b, int col,
                                 float (&acc)[N][4]) {
@@ -152,7 +152,7 @@ __device__ void multiply_stored(Tile<In, kRowsW, kRowsB>& w, int row, Tile<In, k
   }
 }
 
-// acc += A^T B, the 16 rows of it and as many columns as acc has, from (row, col) on: dQ = dS K.
+// acc += A^T B, 16 rows from `row` on, and as many columns as acc has from `col` on: dQ = dS K.
 template <class In, int kRows, int kColsA, int kColsB, int N>
 __device__ void multiply_transposed(Tile<In, kRows, kColsA>& a, Tile<In, kRows, kColsB>& b, int row, int col,
                                     float (&acc)[N][4]) {
@@ -172,9 +172,9 @@ __device__ void multiply_transposed(Tile<In, kRows, kColsA>& a, Tile<In, kRows, 
   }
 }
 
-// Calls f(n, accumulator n of a, that of b) for every n. For long code: the loop is not unrolled. But registers can only
-// be indexed by constants: so each step works on accumulator 0 and then moves all of them by one place. After N steps
-// each is back in its place.
+// Calls f(n, a[n], b[n]) for every n, in a loop that is not unrolled, for long code. Registers can only be indexed by
+// constants. So each step works on accumulator 0 and then rotates all of them by one. After N steps each is in its
+// first position again.
 template <int N, class F>
 __device__ void for_each_accumulator(float (&a)[N][4], float (&b)[N][4], const F& f) {
 #pragma unroll 1
