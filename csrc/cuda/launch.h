@@ -12,7 +12,7 @@
 namespace flash_attn_ext::cuda {
 
 struct LaunchShape {
-  int64_t tasks;       // blocks along x, of which the hardware allows 2^31 - 1: batches and heads count here
+  int64_t tasks;       // blocks along x, at most 2^31 - 1: batches and heads count here
   int64_t slices = 1;  // along y
   int64_t splits = 1;  // along z
   int threads = 256;

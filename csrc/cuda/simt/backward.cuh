@@ -1,9 +1,9 @@
-// Backward: FlashAttention-2, algorithm 2, in kernels in which a block alone writes what it owns.
+// Backward: FlashAttention-2, algorithm 2. Each gradient has a kernel in which only one block writes an element.
 //
-//   row_terms_kernel  delta, and what P is recomputed from      a block owns 64 queries of a head
-//   dq_kernel         dQ += dS K, partial sums of dslopes       likewise, and a slice of the D columns
-//   dkv_kernel        dV += P^T dO  or  dK += dS^T Q            64 keys of a key head, and a slice
-//   dslopes_kernel    adds the partial sums                     a thread owns a head
+//   row_terms_kernel  delta, and the terms from which P is recomputed   a block has 64 queries of a head
+//   dq_kernel         dQ += dS K, partial sums of dslopes               the same, and a slice of the D columns
+//   dkv_kernel        dV += P^T dO  or  dK += dS^T Q                    64 keys of a key head, and a slice
+//   dslopes_kernel    adds the partial sums                             a thread has a head
 #pragma once
 
 #include "backward_tile.cuh"
@@ -11,16 +11,14 @@
 
 namespace flash_attn_ext::cuda::simt {
 
-// Whether lse = m + log(l) is exact enough. With scores of 1e9 (masks of finfo.min or -1e9) rounding removes
-// log(l), and e^(S - lse) is wrong by a factor of up to the length of the row. NaN counts as exact: it stays
-// NaN.
+// Whether lse = m + log(l) is exact enough. For scores of 1e9 (masks of finfo.min or -1e9) rounding removes log(l), and
+// e^(S - lse) is wrong by a factor of up to the length of the row. NaN counts as exact, so it stays NaN.
 template <class T>
 __device__ bool lse_is_exact(T lse) {
   return !(std::abs(lse) * std::numeric_limits<T>::epsilon() > T(1e-3)) || std::isinf(lse);
 }
 
-// Row maxima and sums of the scores, for a block with an lse too large to be exact: a second look at the
-// scores, taken only there.
+// Computes the maxima and sums of rows again, for a block with an lse that is too large to be exact.
 template <class In, class T>
 __device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& terms,
                                    SharedMemory<T, kBlockQ>& shared, int64_t b, int64_t h, int64_t i0) {
@@ -57,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads, i0 = blockIdx.x % blocks * kBlockQ;
   const BackwardParams p = of_sequence(call, b);
   const Sizes& z = p.sizes;
-  if (i0 >= z.seqlen_q) return;  // of a sequence that is shorter than the longest
+  if (i0 >= z.seqlen_q) return;  // the sequence ends before these rows
 
   bool inexact = false;
 #pragma unroll
@@ -71,23 +69,23 @@ __global__ void __launch_bounds__(kThreads, 1)
     dot = row_total(dot);
     if (i >= z.seqlen_q || thread_x() != 0) continue;
     const T lse = static_cast<const T*>(p.lse)[row];
-    // An lse of -inf is a row with everything masked; +inf gives it P = 0 without an Inf - Inf on the way.
+    // A row with all keys hidden has an lse of -inf. The reference +inf gives it P = 0 without Inf - Inf.
     terms.delta[row] = dot - (p.dlse ? static_cast<const T*>(p.dlse)[row] : T(0));
     terms.reference[row] = lse == -kInf<T> ? kInf<T> : lse;
     terms.correction[row] = T(0);
     inexact |= !lse_is_exact(lse);
   }
-  const bool some_inexact = __syncthreads_or(inexact);  // all threads look again, or none
+  const bool some_inexact = __syncthreads_or(inexact);  // all threads branch alike
   if (some_inexact) recompute_row_sums<In>(p, terms, shared, b, h, i0);
 }
 
-// The sum over all threads of the block, to thread 0.
+// The sum over all threads of the block; thread 0 gets it.
 template <class T, int kTileRows>
 __device__ T block_total(T x, SharedMemory<T, kTileRows>& shared) {
   x = row_total(x);
-  __syncthreads();  // everyone has read the weights
+  __syncthreads();  // all threads have read the weights
   if (thread_x() == 0) shared.weights[0][thread_y()] = x;
-  __syncthreads();  // the 16 partial sums are there
+  __syncthreads();  // publishes the 16 partial sums
   T total = 0;
   for (int n = 0; n < kSide; ++n) total += shared.weights[0][n];
   return total;
@@ -108,9 +106,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   T dq[kTileRows / kSide][kSlice / kSide] = {}, dslope = 0;
   Range seen = visible_keys(p.band, i0, smaller<int64_t>(i0 + kTileRows, z.seqlen_q), z.seqlen_k);
-  if (i0 >= z.seqlen_q) seen.end = seen.begin;  // past the end of a sequence: nothing to add up
+  if (i0 >= z.seqlen_q) seen.end = seen.begin;  // past the end of the sequence: no tiles
   for (int64_t j0 = seen.begin / kBlockK * kBlockK; j0 < seen.end; j0 += kBlockK) {
-    const TilePlace at{b, h, i0, j0};
+    const TilePosition at{b, h, i0, j0};
     Pass::template recompute<true>(p, w, key, shared, at, [&](int row, int col, const auto& element) {
       Pass::store_weights(shared, row, col, element);
       if (p.dalibi_slopes) dslope -= element.dscore * alibi_distance<T>(p.band, i0 + row, j0 + col);
@@ -149,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t j0 = blockIdx.x % blocks * kBlockK;
   const typename Pass::Params p = of_sequence(call, b);
   const Sizes& z = p.sizes;
-  if (j0 >= z.seqlen_k) return;  // of a sequence that is shorter than the longest
+  if (j0 >= z.seqlen_k) return;  // the sequence ends before these keys
   const int64_t first_col = int64_t{blockIdx.y} * kSlice, columns = kIsDk ? z.head_dim : z.head_dim_v;
   const int64_t group = z.heads / z.heads_kv;
   const PhiloxKey key = dropout_key(p.dropout);
@@ -158,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Range seen = visible_queries(p.band, j0, smaller<int64_t>(j0 + kBlockK, z.seqlen_k), z.seqlen_q);
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h)
     for (int64_t i0 = seen.begin / kTileRows * kTileRows; i0 < seen.end; i0 += kTileRows) {
-      const TilePlace at{b, h, i0, j0};
+      const TilePosition at{b, h, i0, j0};
       const bool partial = is_partial(p, at, kTileRows);
       Pass::template recompute<kIsDk>(p, w, key, shared, at, [&](int row, int col, const auto& element) {
         if constexpr (kIsDk) {

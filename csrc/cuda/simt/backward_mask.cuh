@@ -1,15 +1,14 @@
-// Gradient of a float mask, in the mask's own broadcast shape: dmask = sum of dS over what the mask was
-// broadcast.
+// Gradient of a float mask, in the mask's own broadcast shape: the sum of dS over the broadcast dimensions.
 //
-// A block owns a tile of the mask's elements, or a part of the sum for it, and adds the batches, heads and
-// tiles that share it, in a fixed order. Nothing of size S_q x S_k is stored that the mask itself is not.
+// A block computes a tile of the mask's elements, or a part of its sum. It adds the batches, heads and tiles that share
+// the tile, in a fixed order. No S_q x S_k tensor is stored, unless the mask has this shape.
 #pragma once
 
 #include "backward_tile.cuh"
 
 namespace flash_attn_ext::cuda::simt {
 
-// body(zero of the mask's type).
+// Calls body(zero of the mask's type).
 template <class Body>
 __device__ void for_mask_type(DType dtype, const Body& body) {
   switch (dtype) {
@@ -21,8 +20,8 @@ __device__ void for_mask_type(DType dtype, const Body& body) {
   }
 }
 
-// Writes the tile at (mi, mj), as far as it lies before row `end`, of mask gradient (mb, mh); a mask that is
-// broadcast along rows or columns takes their sum.
+// Writes the tile at (mi, mj) of mask gradient (mb, mh), as far as it is before row `end`. A mask that is broadcast
+// along rows or columns gets their sum.
 template <class Out, class T, int kTileRows>
 __device__ void store_mask_tile(const MaskGrad& g, const T (&tile)[kTileRows][kBlockK + 1], int64_t mb,
                                 int64_t mh, int64_t mi, int64_t mj, int64_t end) {
@@ -50,11 +49,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t mi = blockIdx.x / schedule.col_blocks % schedule.row_blocks * kTileRows;
   const int64_t head = blockIdx.x / (schedule.col_blocks * schedule.row_blocks), mh = head % g.heads;
   const int64_t first_batch = head / g.heads, mb = schedule.by_row ? 0 : first_batch;
-  Range rows{0, g.rows};  // of the mask, in which this tile lies
+  Range rows{0, g.rows};  // the rows of the mask that contain this tile
   if (schedule.by_row) {
     const typename Pass::Params own = of_sequence(call, first_batch);
     rows = {own.varlen.first_q, own.varlen.first_q + own.sizes.seqlen_q};
-    if (rows.begin + mi >= rows.end) return;  // of a sequence that is shorter than the longest
+    if (rows.begin + mi >= rows.end) return;  // the sequence ends before these rows
   }
   const PhiloxKey key = dropout_key(call.dropout);
 
@@ -70,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                   j0 = mj + n % schedule.key_blocks * kBlockK;
     const typename Pass::Params p = of_sequence(call, b);
     const Sizes& z = p.sizes;
-    if (i0 >= z.seqlen_q) continue;  // of a sequence that is shorter than the longest
+    if (i0 >= z.seqlen_q) continue;  // the sequence ends before these rows
     const Range seen = visible_keys(p.band, i0, smaller<int64_t>(i0 + kTileRows, z.seqlen_q), z.seqlen_k);
     if (j0 >= seen.end || j0 + kBlockK <= seen.begin) continue;
     Pass::template recompute<true>(
@@ -83,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   store_elements(dmask, shared.weights);
-  __syncthreads();  // the tile is complete
+  __syncthreads();  // publishes the tile to all threads
   if (schedule.parts > 1) {
     MaskGrad part = g;
     part.data = w.dmask_parts + blockIdx.z * (g.batch * g.heads * g.rows * g.cols);
@@ -94,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   });
 }
 
-// Adds the parts, in order: a thread owns an element of the mask.
+// Adds the parts in order. A thread computes an element of the mask.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     dmask_sum_kernel(const MaskGrad g, DType dtype, const T* dmask_parts, int64_t parts) {

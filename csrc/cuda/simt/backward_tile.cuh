@@ -1,9 +1,9 @@
-// What the backward kernels share: recompute P and dS of one tile from q, k, v, lse and delta.
+// Code that the backward kernels share: recomputes P and dS of one tile from q, k, v, lse and delta.
 //
 //   P = e^(S - lse)    dP = dO V^T    dS = P o (dP - delta)    delta = rowsum(dO o O) - dlse
 //
-// Every gradient has a kernel of its own, in which a block owns what it writes and adds in a fixed order: no
-// atomics, the same bits at every run, at the price of recomputing S for each.
+// Each gradient has a separate kernel. A block adds its elements in a fixed order, without atomics. So every run gives
+// the same bits, but each kernel recomputes S.
 #pragma once
 
 #include "../launch.h"
@@ -13,17 +13,17 @@
 
 namespace flash_attn_ext::cuda::simt {
 
-// Where a tile lies: queries from i0, keys from j0, of one head.
-struct TilePlace {
+// The position of a tile: queries from i0 on, keys from j0 on, of one head.
+struct TilePosition {
   int64_t b, h, i0, j0;
 };
 
-// What one element of a tile gives.
+// The results for one element of a tile.
 template <class T>
 struct Element {
-  T prob;      // what dV is made of: P after dropout
-  T dscore;    // gradient of the finished score: what the mask and the slopes get
-  T dproduct;  // gradient of <q, k>: what dQ and dK are made of
+  T prob;      // P after dropout: for dV
+  T dscore;    // gradient of the finished score: for mask and slopes
+  T dproduct;  // gradient of <q, k>: for dQ and dK
   bool attends;
 };
 
@@ -39,10 +39,10 @@ __device__ T probability(const RowTerms<T>& rows, int64_t row, T score) {
   return std::exp((score - rows.reference[row]) - rows.correction[row]);
 }
 
-// The first derivative, for the kernels of backward.cuh and backward_mask.cuh. They run every such pass;
-// double_backward.cuh has the other.
+// The first derivative. The kernels of backward.cuh and backward_mask.cuh take it as a template argument;
+// double_backward.cuh has another one.
 //
-// kOfWeights: dP is the gradient of P's average over the heads. To ask that at run time costs registers, which
+// kOfWeights: dP is the gradient of P's average over the heads. A choice at run time would take registers that
 // dq_kernel of fp64 does not have.
 template <class In_, bool kOfWeights = false>
 struct BackwardPass {
@@ -57,12 +57,12 @@ struct BackwardPass {
   };
 
   static __device__ Element<T> element(const Params& p, const Workspace& w, PhiloxKey key,
-                                       const TilePlace& at, int row, int col, T product, T dprob) {
+                                       const TilePosition& at, int row, int col, T product, T dprob) {
     const Sizes& z = p.sizes;
     const int64_t i = at.i0 + row, j = at.j0 + col;
     const bool inside = i < z.seqlen_q && j < z.seqlen_k;
     const Score<T> score = finish_score(p, product, at.b, at.h, i, j, inside);
-    if (score.value == -kInf<T>) return {T(0), T(0), T(0), score.attends};  // whatever dP and lse hold
+    if (score.value == -kInf<T>) return {T(0), T(0), T(0), score.attends};  // for every dP and lse
 
     const int64_t n = p.lse_index(at.b, at.h, i);
     const T prob = probability(w.rows, n, score.value);
@@ -73,8 +73,8 @@ struct BackwardPass {
     return {prob * factor, dscore, dproduct, score.attends};
   }
 
-  // dP where the result is the average of P over the heads. A thread loads its own elements.
-  static __device__ void load_gradient_of_weights(const Params& p, const TilePlace& at, Memory& shared) {
+  // dP if the result is the average of P over the heads. A thread loads its own elements.
+  static __device__ void load_gradient_of_weights(const Params& p, const TilePosition& at, Memory& shared) {
     const Rows<In> rows = rows_from<In>(p.dweights, at.b, at.h, at.i0, p.sizes.seqlen_q, kTileRows);
 #pragma unroll 1
     for (int e = 0; e < kTileRows / kSide * kCols; ++e) {
@@ -84,11 +84,11 @@ struct BackwardPass {
     }
   }
 
-  // Recomputes one tile and calls visit(row, col, element) for each of the thread's elements. Without
-  // kWithDscores only the element's prob is right.
+  // Recomputes one tile and calls visit(row, col, element) for each of the thread's elements. Without kWithDscores only
+  // element.prob is valid.
   template <bool kWithDscores, class Visit>
   static __device__ void recompute(const Params& p, const Workspace& w, PhiloxKey key, Memory& shared,
-                                   const TilePlace& at, const Visit& visit) {
+                                   const TilePosition& at, const Visit& visit) {
     constexpr int kTileRowsOfThread = kTileRows / kSide;
     const Sizes& z = p.sizes;
     const int64_t h_kv = z.kv_head(at.h);
@@ -112,14 +112,14 @@ struct BackwardPass {
     }
   }
 
-  // What recompute() visits becomes the weights of add_to_dq() and add_to_dk().
+  // Stores an element that recompute() visits as a weight of add_to_dq() and add_to_dk().
   static __device__ void store_weights(Memory& shared, int row, int col, const Element<T>& element) {
     shared.weights[row][col] = weight_of(element.dproduct, element.attends);
   }
 
   // dq += dS K, dk += dS^T Q, in the slice of columns from `first_col` on.
   template <int kAccRows, int kSliceCols>
-  static __device__ void add_to_dq(const Params& p, Memory& shared, const TilePlace& at, int64_t first_col,
+  static __device__ void add_to_dq(const Params& p, Memory& shared, const TilePosition& at, int64_t first_col,
                                    bool partial, T (&dq)[kAccRows][kSliceCols]) {
     const Sizes& z = p.sizes;
     add_weighted_rows<false>(shared, shared.weights,
@@ -127,7 +127,7 @@ struct BackwardPass {
                              z.head_dim, partial, dq);
   }
   template <int kAccRows, int kSliceCols>
-  static __device__ void add_to_dk(const Params& p, Memory& shared, const TilePlace& at, int64_t first_col,
+  static __device__ void add_to_dk(const Params& p, Memory& shared, const TilePosition& at, int64_t first_col,
                                    bool partial, T (&dk)[kAccRows][kSliceCols]) {
     add_weighted_rows<true>(shared, shared.weights,
                             rows_from<In>(p.q, at.b, at.h, at.i0, p.sizes.seqlen_q, kTileRows), first_col,
@@ -137,7 +137,7 @@ struct BackwardPass {
 static_assert(sizeof(BackwardPass<float>::Memory) <= (48 << 10), "runs on every GPU without opting in");
 static_assert(sizeof(BackwardPass<double>::Memory) <= kMaxSharedBytes);
 
-// Writes a block's slice of a gradient, of the rows from `first` on.
+// Writes a block's slice of a gradient, rows from `first` on.
 template <class In, class T, int kAccRows, int kSliceCols>
 __device__ void store_gradient(const Tensor4& grad, int64_t b, int64_t h, int64_t first, int64_t seqlen,
                                int64_t first_col, int64_t columns, const T (&acc)[kAccRows][kSliceCols]) {
@@ -153,8 +153,8 @@ __device__ void store_gradient(const Tensor4& grad, int64_t b, int64_t h, int64_
   }
 }
 
-// Whether some element of a tile of `rows` queries may be masked.
-__device__ inline bool is_partial(const BackwardParams& p, const TilePlace& at, int rows) {
+// Whether a tile of `rows` queries may have hidden elements.
+__device__ inline bool is_partial(const BackwardParams& p, const TilePosition& at, int rows) {
   const int64_t i_end = smaller<int64_t>(at.i0 + rows, p.sizes.seqlen_q);
   const int64_t j_end = smaller<int64_t>(at.j0 + kBlockK, p.sizes.seqlen_k);
   return p.mask || !band_covers(p.band, at.i0, i_end, at.j0, j_end);

@@ -6,7 +6,7 @@
 //   Z  = scale (y' G + y'' scale w dS)                        D = scale y' dS
 //   dV_j += (R P (e - mu))^T dO    dK_j += Z^T Q + D^T tQ     dQ_i += Z K + D tK
 //
-// gamma = <dO, tO> - mu delta needs no look at the scores: tO is given.
+// gamma = <dO, tO> - mu delta needs no scores, because tO is an input.
 #pragma once
 
 #include "../tangents.cuh"
@@ -14,7 +14,7 @@
 
 namespace flash_attn_ext::cuda::simt {
 
-// Of the backward's Element, prob is R P (e - mu), dscore is G and dproduct is Z.
+// In the backward's Element, prob is R P (e - mu), dscore is G and dproduct is Z.
 template <class T>
 struct SecondOrderElement : Element<T> {
   T t_dproduct;  // D
@@ -38,13 +38,13 @@ struct DoubleBackwardPass {
   };
 
   static __device__ SecondOrderElement<T> element(const Params& p, const Workspace& w, PhiloxKey key,
-                                                  const TilePlace& at, int row, int col,
+                                                  const TilePosition& at, int row, int col,
                                                   const Products& products) {
     const Sizes& z = p.sizes;
     const int64_t i = at.i0 + row, j = at.j0 + col;
     const bool inside = i < z.seqlen_q && j < z.seqlen_k;
     const Score<T> score = finish_score(p, products.product, at.b, at.h, i, j, inside);
-    if (score.value == -kInf<T>) return {{T(0), T(0), T(0), score.attends}, T(0)};  // whatever else there is
+    if (score.value == -kInf<T>) return {{T(0), T(0), T(0), score.attends}, T(0)};  // for every other value
 
     const int64_t n = p.lse_index(at.b, at.h, i);
     const ScoreTangent<T> e = tangent_of(p, p.tangents, score, products.t_product, at.b, at.h, i, j);
@@ -58,10 +58,10 @@ struct DoubleBackwardPass {
             through * dscore};
   }
 
-  // As the backward's. Without kWithDscores only the element's prob is right.
+  // As in the backward. Without kWithDscores only element.prob is valid.
   template <bool kWithDscores, class Visit>
   static __device__ void recompute(const Params& p, const Workspace& w, PhiloxKey key, Memory& shared,
-                                   const TilePlace& at, const Visit& visit) {
+                                   const TilePosition& at, const Visit& visit) {
     const Sizes& z = p.sizes;
     const Tangents& t = p.tangents;
     const auto query_rows = [&](const Tensor4& tensor) {
@@ -108,7 +108,7 @@ struct DoubleBackwardPass {
 
   // dq += Z K + D tK, dk += Z^T Q + D^T tQ.
   template <int kAccRows, int kSliceCols>
-  static __device__ void add_to_dq(const Params& p, Memory& shared, const TilePlace& at, int64_t first_col,
+  static __device__ void add_to_dq(const Params& p, Memory& shared, const TilePosition& at, int64_t first_col,
                                    bool partial, T (&dq)[kAccRows][kSliceCols]) {
     const Sizes& z = p.sizes;
     const auto add = [&](const ScoreTile<T, kTileRows>& weights, const Tensor4& keys) {
@@ -119,7 +119,7 @@ struct DoubleBackwardPass {
     add(shared.t_weights, p.tangents.k);
   }
   template <int kAccRows, int kSliceCols>
-  static __device__ void add_to_dk(const Params& p, Memory& shared, const TilePlace& at, int64_t first_col,
+  static __device__ void add_to_dk(const Params& p, Memory& shared, const TilePosition& at, int64_t first_col,
                                    bool partial, T (&dk)[kAccRows][kSliceCols]) {
     const auto add = [&](const ScoreTile<T, kTileRows>& weights, const Tensor4& queries) {
       add_weighted_rows<true>(shared, weights,
@@ -133,7 +133,7 @@ struct DoubleBackwardPass {
 static_assert(sizeof(DoubleBackwardPass<float>::Memory) <= (48 << 10), "runs on every GPU without opting in");
 static_assert(sizeof(DoubleBackwardPass<double>::Memory) <= kMaxSharedBytes);
 
-// gamma, and what the sink's gradient is made of: 16 threads have a row, a block 16 of them.
+// Computes gamma and the terms of the sink's gradient. 16 threads share a row, a block has 16 rows.
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
     gamma_kernel(const DoubleBackwardParams call, const DoubleBackwardWorkspace<T> w) {

@@ -1,10 +1,10 @@
-// Forward: FlashAttention-2, algorithm 1 (Dao 2023). A block owns query rows and a slice of the D_v columns.
+// Forward: FlashAttention-2, algorithm 1 (Dao 2023). A block has some query rows and a slice of the D_v columns.
 //
 //   S = Q K^T    m' = max(m, rowmax S)    P = e^(S - m')    l = l e^(m - m') + rowsum P
 //   O = O e^(m - m') + P V                at the end O / l and lse = m + log l
 //
-// With few queries the keys are split over blocks as well (Dao et al. 2023, "Flash-Decoding"); each leaves
-// (m, l, O), and combine.cu merges them.
+// With few queries the keys are also split over blocks (Dao et al. 2023, "Flash-Decoding"). Each block stores (m, l,
+// O), and combine.cu merges them.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@
 
 namespace flash_attn_ext::cuda::simt {
 
-// The query rows of a tile: of one head, or, packed, of the heads that share a key head, one after another.
+// The query rows of a tile: of one head or, packed, of all heads that share a key head, head after head.
 template <bool kPacked>
 struct QueryTile {
   int64_t b, first_head, first_row, count;
@@ -33,14 +33,14 @@ struct QueryTile {
   __device__ int64_t query(int n) const {
     return kPacked ? static_cast<uint32_t>(first_row + n) % static_cast<uint32_t>(seqlen_q) : first_row + n;
   }
-  // The first query of the tile, and the one after the last.
+  // The first query of the tile, and the end of its queries.
   __device__ Range queries() const {
     return kPacked ? Range{0, seqlen_q} : Range{first_row, first_row + count};
   }
 };
 
-// Turns the thread's products into scores, in place. Bit 4 r + c of the result: that element attends. `first_masked`: no
-// key before it has a column in the mask.
+// Converts the thread's products to scores, in place. Bit 4 r + c of the result: that element attends. Keys before
+// `first_masked` have no column in the mask.
 template <class T, int kTileRows, class Tile>
 __device__ uint32_t finish_scores(const AttentionParams& p, const Tile& tile, int64_t j0,
                                   ScoreTile<T, kTileRows>& scores, int64_t first_masked = 0) {
@@ -57,8 +57,8 @@ __device__ uint32_t finish_scores(const AttentionParams& p, const Tile& tile, in
   return attends;
 }
 
-// The running statistics of a thread's rows. Every thread of a row knows the maximum; the sum is the thread's
-// own share until the end.
+// The running statistics of a thread's rows. All threads of a row have its maximum. The sum is over the thread's own
+// elements until the end.
 template <class T, int R>
 struct RowStatistics {
   T max[R], sum[R];
@@ -67,7 +67,7 @@ struct RowStatistics {
     for (int r = 0; r < R; ++r) max[r] = -kInf<T>, sum[r] = T(0);
   }
 
-  // Takes in one tile of scores, which become P. The caller multiplies what the row has summed up so far with
+  // Converts a tile of scores to P and updates the statistics. The caller multiplies the row's sums so far by
   // factor[r].
   __device__ void update(ScoreTile<T, kSide * R>& scores, uint32_t attends, T (&factor)[R]) {
 #pragma unroll
@@ -76,7 +76,7 @@ struct RowStatistics {
 #pragma unroll
       for (int c = 0; c < kCols; ++c) new_max = larger(new_max, row[c] = scores[tile_row(r)][tile_col(c)]);
       new_max = row_maximum(new_max);
-      // A row with nothing visible so far: with any finite reference, e^(-inf - reference) is 0.
+      // If nothing is visible so far, any finite reference works: e^(-inf - reference) is 0.
       const T reference = new_max == -kInf<T> ? T(0) : new_max;
       factor[r] = std::exp(max[r] - reference);
       sum[r] *= factor[r];
@@ -91,7 +91,7 @@ struct RowStatistics {
   }
 };
 
-// Dropout acts on the normalised P, after the row sum: multiplies each of the tiles of weights with its factors.
+// Multiplies tiles of weights by dropout's factors. After the row sum: dropout applies to the normalised P.
 template <class T, int kTileRows, class Tile, class... Weights>
 __device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const Tile& tile, int64_t j0,
                            Weights&... weights) {
@@ -103,7 +103,7 @@ __device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const Tile& 
   }
 }
 
-// A block's memory. Keys and values of a cache that has pages or 8 bits are looked up tile by tile.
+// A block's memory. Rows of a cache in pages or of 8 bits are looked up tile by tile.
 template <class In, int kTileRows, bool kCache>
 struct ForwardMemory : SharedMemory<Accumulator<In>, kTileRows> {
   static constexpr std::nullptr_t found_keys = nullptr, found_values = nullptr;
@@ -111,8 +111,7 @@ struct ForwardMemory : SharedMemory<Accumulator<In>, kTileRows> {
 template <class In, int kTileRows>
 struct ForwardMemory<In, kTileRows, true> : SharedMemory<Accumulator<In>, kTileRows>, CacheTile<In> {};
 
-// The rows of the tile that begins at key j0, of the keys or of the values: those that were looked up, or, without any
-// such, where they lie.
+// The rows of the tile that begins at key j0, of keys or of values: looked-up rows, or rows of the tensor.
 template <class In, class Found>
 __device__ auto rows_of_tile(Found found, const Tensor4& t, int64_t b, int64_t h_kv, int64_t j0,
                              int64_t count) {
@@ -130,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr bool kPacked = R == kDecodeRows;
   auto& shared = shared_memory<ForwardMemory<In, kTileRows, kCache>>();
 
-  // What this block owns. Causal: the longest rows of a head first.
+  // The part of this block. The last rows of a head come first: in a causal call they take longest.
   const int64_t heads = call.sizes.heads / schedule.heads_per_tile, head = blockIdx.x / schedule.row_blocks;
   const int64_t block = schedule.row_blocks - 1 - blockIdx.x % schedule.row_blocks;
   AttentionParams p = of_sequence(call, head / heads);
@@ -140,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   QueryTile<kPacked> tile{head / heads, head % heads * schedule.heads_per_tile, block * kTileRows, 0,
                           z.seqlen_q};
   const int64_t rows_left = schedule.heads_per_tile * z.seqlen_q - tile.first_row;
-  if (rows_left <= 0) return;  // of a sequence that is shorter than the longest
+  if (rows_left <= 0) return;  // the sequence ends before these rows
   tile.count = rows_left < kTileRows ? rows_left : kTileRows;
   const int64_t h_kv = z.kv_head(tile.first_head), first_col = int64_t{blockIdx.y} * kSlice;
   const auto q_row = [&](int n) {
@@ -160,8 +159,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   T out[R][kSliceCols] = {};
   for (int64_t j0 = begin; j0 < end; j0 += kBlockK) {
     const int64_t count = smaller<int64_t>(z.seqlen_k - j0, kBlockK);
-    // Nobody reads the rows of the tile before: its last values are complete. The products' first barrier makes these
-    // visible.
+    // All threads have finished the last tile's values, so its rows may be overwritten. The products' first barrier
+    // publishes the new rows.
     if constexpr (kCache) shared.look_up(p, h_kv, j0, count);
     const auto k = rows_of_tile<In>(shared.found_keys, p.k, tile.b, h_kv, j0, count);
     const auto v = rows_of_tile<In>(shared.found_values, p.v, tile.b, h_kv, j0, count);

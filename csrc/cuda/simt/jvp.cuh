@@ -1,11 +1,12 @@
-// Forward mode: out, lse and their tangents in one pass (docs/derivative_formulas.md). A block owns query rows and a
-// slice of the D_v columns. The forward's loop, with two sums beside its own, rescaled with them:
+// Forward mode: out, lse and their tangents in one kernel (docs/derivative_formulas.md). A block has some query rows
+// and a slice of the D_v columns. It is the forward's loop with two more sums, which are rescaled in the same way:
 //
 //   e  = tangent of S      mu' = mu + rowsum(P o (e - mu)) / l
 //   tO = (tO - (mu' - mu) O) e^(m - m') + (P o (e - mu')) V + P tV
 //   at the end t_lse = mu and t_out = tO / l
 //
-// tO is relative to the mean mu of e so far: e with a large mean would drown what is left after its subtraction.
+// tO is relative to the mean mu of e so far. With a large mean, e itself would lose the digits that remain after the
+// subtraction.
 #pragma once
 
 #include "../tangents.cuh"
@@ -13,7 +14,7 @@
 
 namespace flash_attn_ext::cuda::simt {
 
-// Query rows of a thread. Two results are in registers: of fp64, those of half the rows fill them.
+// Query rows of a thread. Registers hold two results: of fp64, only for half of the rows.
 template <class T>
 constexpr int jvp_rows() {
   return sizeof(T) == sizeof(double) ? kRows / 2 : kRows;
@@ -26,7 +27,7 @@ struct JvpMemory : SharedMemory<T, kSide * R> {
 static_assert(sizeof(JvpMemory<float>) <= (48 << 10), "runs on every GPU without opting in");
 static_assert(sizeof(JvpMemory<double>) <= kMaxSharedBytes);
 
-// Turns the thread's products into scores and their tangents, in place. Bit 4 r + c of the result: that element
+// Converts the thread's products to scores and their tangents, in place. Bit 4 r + c of the result: that element
 // attends.
 template <class T, class Tile>
 __device__ uint32_t finish_scores_and_tangents(const JvpParams& p, const Tile& tile, int64_t j0,
@@ -38,7 +39,7 @@ __device__ uint32_t finish_scores_and_tangents(const JvpParams& p, const Tile& t
     const int64_t h = tile.head(row), i = tile.query(row), j = j0 + col;
     const bool inside = row < tile.count && j < p.sizes.seqlen_k;
     const Score<T> score = finish_score(p, shared.weights[row][col], tile.b, h, i, j, inside);
-    T tangent = 0;  // where nothing attends: whatever the product was
+    T tangent = 0;  // if it does not attend, for every product
     if (score.value != -kInf<T>)
       tangent = tangent_of(p, p.tangents, score, shared.t_weights[row][col], tile.b, h, i, j).value;
     shared.weights[row][col] = score.value;
@@ -48,7 +49,7 @@ __device__ uint32_t finish_scores_and_tangents(const JvpParams& p, const Tile& t
   return attends;
 }
 
-// RowStatistics that carry the tangent. Every thread of a row knows all of them.
+// RowStatistics with the tangent. All threads of a row have all three values.
 template <class T>
 struct JvpStatistics {
   static constexpr int R = jvp_rows<T>();
@@ -61,8 +62,8 @@ struct JvpStatistics {
     for (int r = 0; r < R; ++r) max[r] = start.max, sum[r] = start.sum, mean[r] = t_start;
   }
 
-  // Takes in one tile of scores and tangents, which become P and P o (e - mean). The caller subtracts shift[r] O
-  // from what the row has summed up of tO so far, and multiplies both with factor[r].
+  // Converts a tile of scores and tangents to P and P o (e - mean), and updates the statistics. The caller subtracts
+  // shift[r] O from the row's sum of tO so far, and multiplies both sums by factor[r].
   __device__ void update(JvpMemory<T>& shared, uint32_t attends, T (&factor)[R], T (&shift)[R]) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -72,19 +73,19 @@ struct JvpStatistics {
         new_max = larger(new_max, prob[c] = shared.weights[tile_row(r)][tile_col(c)]);
       new_max = row_maximum(new_max);
       const T reference = new_max == -kInf<T> ? T(0) : new_max;  // as in the forward
-      T tile_sum = 0, moved = 0;
+      T tile_sum = 0, mean_change = 0;
 #pragma unroll
       for (int c = 0; c < kCols; ++c) {
         prob[c] = std::exp(prob[c] - reference);
         tangent[c] = shared.t_weights[tile_row(r)][tile_col(c)];
         tile_sum += prob[c];
-        moved += prob[c] * (tangent[c] - mean[r]);
+        mean_change += prob[c] * (tangent[c] - mean[r]);
       }
       factor[r] = std::exp(max[r] - reference);
       max[r] = new_max;
       sum[r] = sum[r] * factor[r] + row_total(tile_sum);
-      moved = row_total(moved);
-      shift[r] = sum[r] == T(0) ? T(0) : moved / sum[r];
+      mean_change = row_total(mean_change);
+      shift[r] = sum[r] == T(0) ? T(0) : mean_change / sum[r];
       mean[r] += shift[r];
 #pragma unroll
       for (int c = 0; c < kCols; ++c) {
@@ -101,14 +102,14 @@ __global__ void __launch_bounds__(kThreads, 1) jvp_kernel(const JvpParams call) 
   constexpr int R = jvp_rows<T>(), kTileRows = kSide * R, kSliceCols = kSlice / kSide;
   auto& shared = shared_memory<JvpMemory<T>>();
 
-  // What this block owns. Causal: the longest rows of a head first.
+  // The part of this block. The last rows of a head come first: in a causal call they take longest.
   const int64_t blocks = ceil_div(call.sizes.seqlen_q, kTileRows), head = blockIdx.x / blocks;
   const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads;
   const int64_t i0 = (blocks - 1 - blockIdx.x % blocks) * kTileRows, first_col = int64_t{blockIdx.y} * kSlice;
   const JvpParams p = of_sequence(call, b);
   const Tangents& t = p.tangents;
   const Sizes& z = p.sizes;
-  if (i0 >= z.seqlen_q) return;  // of a sequence that is shorter than the longest
+  if (i0 >= z.seqlen_q) return;  // the sequence ends before these rows
   const int64_t h_kv = z.kv_head(h), rows = smaller<int64_t>(z.seqlen_q - i0, kTileRows);
   const QueryTile<false> tile{b, h, i0, rows, z.seqlen_q};
   const PhiloxKey key = dropout_key(p.dropout);
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 1) jvp_kernel(const JvpParams call) 
   }
 }
 
-// Slices of D_v are narrow: for two results, registers hold no wider one.
+// Slices of D_v are narrow, because registers hold two results.
 template <class In, class T = Accumulator<In>>
 cudaError_t launch_jvp(const JvpParams& p, cudaStream_t stream) {
   const Sizes& z = p.sizes;

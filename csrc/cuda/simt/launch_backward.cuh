@@ -16,7 +16,7 @@ cudaError_t launch_row_terms(const BackwardParams& p, const RowTerms<T>& rows, c
   return launch(row_terms_kernel<In>, shape, stream, p, rows);
 }
 
-// Columns of dk and dv that a block owns: of fp64, more would not fit into registers.
+// Columns of dk and dv of a block. For fp64, more would not fit in registers.
 template <class T>
 constexpr int64_t key_gradient_slice(int64_t columns) {
   return sizeof(T) == sizeof(double) ? kNarrowSlice : slice_of(columns);

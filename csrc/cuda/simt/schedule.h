@@ -1,4 +1,4 @@
-// How a call is cut into blocks, from its shape alone, so that results do not depend on the machine.
+// How the shape cuts a call into blocks. Only the shape: results do not depend on the machine.
 #pragma once
 
 #include "../../core/arena.h"
@@ -8,19 +8,19 @@
 namespace flash_attn_ext::cuda::simt {
 
 constexpr int kSide = 16;  // a block is a square of 16 x 16 threads
-// The launch bounds ask for one block of this size on a multiprocessor. For two, a thread would have half the
-// registers, and spill.
+// The launch bounds allow one block of this size on a multiprocessor. With two, a thread would have half the registers,
+// and spill.
 constexpr int kThreads = kSide * kSide;
 constexpr int kBlockK = 64;                        // keys of a tile
 constexpr int kRows = 4, kDecodeRows = 1;          // query rows of a thread
 constexpr int kBlockQ = kSide * kRows;             // query rows of a tile
-constexpr int kNarrowSlice = 64, kMaxSlice = 128;  // columns of a result that a block owns
+constexpr int kNarrowSlice = 64, kMaxSlice = 128;  // columns of a result that a block computes
 
 constexpr int slice_of(int64_t columns) { return columns <= kNarrowSlice ? kNarrowSlice : kMaxSlice; }
 
 struct ForwardSchedule {
-  // Few queries: tiles of 16 rows, which the heads that share a key head fill together, so that K and V are
-  // read once for all of them.
+  // Few queries: the heads that share a key head fill tiles of 16 rows together, so that K and V are read once for all
+  // of them.
   bool decode;
   int64_t heads_per_tile;
   int64_t row_blocks;  // per batch and tile of heads
@@ -32,7 +32,7 @@ struct ForwardSchedule {
 
 inline ForwardSchedule schedule_forward(const AttentionParams& p) {
   constexpr int64_t kWantedBlocks = 256;      // about two for each multiprocessor of a large GPU
-  constexpr int64_t kLeastTilesPerSplit = 4;  // below this, merging costs more than it wins
+  constexpr int64_t kLeastTilesPerSplit = 4;  // with fewer, merging costs more than splitting saves
   const Sizes& z = p.sizes;
   ForwardSchedule schedule;
   schedule.decode = z.seqlen_q <= kSide;
@@ -51,12 +51,12 @@ inline ForwardSchedule schedule_forward(const AttentionParams& p) {
   return schedule;
 }
 
-// What the backward kernels know of each query row, in arrays that have the rows of lse:
+// The terms of each query row for the backward kernels, in arrays that are indexed like lse:
 //
 //   P = e^((S - reference) - correction)    dS = P o (dP - delta)
 //
-// The reference is lse and the correction 0; where lse is too large to be exact, they are the row's maximum m
-// and log l. A row with everything masked has the reference +inf: P is 0 there without an Inf - Inf on the way.
+// The reference is lse and the correction 0. If lse is too large to be exact, they are the row's maximum m and log l. A
+// row with all keys hidden has the reference +inf: P is 0 without Inf - Inf.
 template <class T>
 struct RowTerms {
   T *delta, *reference, *correction;
@@ -67,14 +67,13 @@ struct RowTerms {
   }
 };
 
-// The gradient of the mask: a tile of the mask's own elements takes the sum of all score tiles that share it.
-// Where a mask that is broadcast has few tiles, that sum is cut into parts, which dmask_sum_kernel adds in
-// order.
+// The gradient of the mask. A tile of the mask's elements gets the sum of all score tiles that share it. If a broadcast
+// mask has few tiles, the sum is cut into parts, which dmask_sum_kernel adds in order.
 struct MaskSchedule {
-  bool by_row;                     // its rows are those of a packed q
+  bool by_row;                     // the mask's rows are the rows of a packed q
   int64_t row_blocks, col_blocks;  // tiles of the mask's rows and columns; by row, of a sequence
   int64_t tasks;                   // tiles of all its batches, or all sequences, and heads
-  int64_t batches, heads, query_blocks, key_blocks;  // that share a tile: 1 where the mask has the dimension
+  int64_t batches, heads, query_blocks, key_blocks;  // that share a tile: 1 if the mask has this dimension
   int64_t parts, tiles_per_part;
 };
 
@@ -103,7 +102,7 @@ FA_HOST_DEVICE inline MaskSchedule schedule_mask(const BackwardParams& p, int64_
   return schedule;
 }
 
-// What the backward's kernels share.
+// The workspace that the backward's kernels share.
 template <class T>
 struct BackwardWorkspace {
   RowTerms<T> rows;
@@ -120,7 +119,7 @@ struct BackwardWorkspace {
   }
 };
 
-// And of the double backward, whose tiles have half the rows: an element has four products instead of two.
+// The same for the double backward. Its tiles have half the rows, because an element has four products instead of two.
 constexpr int kDoubleRows = kRows / 2, kDoubleBlockQ = kSide * kDoubleRows;
 
 template <class T>

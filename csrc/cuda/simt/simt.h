@@ -11,7 +11,7 @@ size_t backward_workspace(const BackwardParams& p);
 size_t double_backward_workspace(const DoubleBackwardParams& p);
 size_t weights_workspace(const WeightsParams& p);
 
-// Why this tier cannot run the forward; null: it can. It runs every other call.
+// Why this tier cannot run the forward; null: it can. It can run every other call.
 const char* why_not_forward(const AttentionParams& p);
 
 using Forward = Launch<AttentionParams>;

@@ -1,11 +1,11 @@
-// One block's tile: which thread holds what, the shared memory schedule, and the two products that every kernel
-// of this tier is made of.
+// One block's tile: the elements of each thread, the layout of shared memory, and the two products of this tier's
+// kernels.
 //
 //   add_row_products     acc += L R^T    S = Q K^T, dP = dO V^T
 //   add_weighted_rows    acc += W V      O = P V, dQ = dS K;  with W^T: dV = P^T dO, dK = dS^T Q
 //
-// No head dimension is compiled in: the first product walks D in chunks, and of the second a block owns a
-// slice of columns.
+// No head dimension is compiled in. The first product loops over D in chunks; in the second a block computes a slice of
+// columns.
 #pragma once
 
 #include <cmath>
@@ -23,22 +23,22 @@ constexpr int kCols = kBlockK / kSide;  // score columns of a thread
 constexpr int kDepth = 16;              // columns of L and R in shared memory at a time
 constexpr int kStep = 16;               // rows of V in shared memory at a time
 
-// Thread (x, y) of the square holds the elements (y + 16 r, x + 16 c) of a tile. The 16 threads of a row are
-// one half of a warp.
+// Thread (x, y) of the square has the elements (y + 16 r, x + 16 c) of a tile. The 16 threads of a row are half of a
+// warp.
 __device__ inline int thread_x() { return threadIdx.x % kSide; }
 __device__ inline int thread_y() { return threadIdx.x / kSide; }
 __device__ inline int tile_row(int r) { return thread_y() + kSide * r; }
 __device__ inline int tile_col(int c) { return thread_x() + kSide * c; }
 
-// A tile of scores, P or dS: queries by keys. Between two products each thread works on its own elements, in
-// shared memory and in a loop that is not unrolled: masks, softcap, ALiBi and dropout are long code.
+// A tile of scores, P or dS: queries by keys. Between two products each thread works on its elements in shared memory,
+// in a loop that is not unrolled, because masks, softcap, ALiBi and dropout are long code.
 template <class T, int kTileRows>
 using ScoreTile = T[kTileRows][kBlockK + 1];  // the odd length spreads a column over all banks
 
 template <class T, int kTileRows>
 struct SharedMemory {
   T left[kTileRows][kDepth + 1];
-  union {  // the products follow one another
+  union {  // the products run one after the other
     T right[kBlockK][kDepth + 1];
     T values[kStep][kMaxSlice];
   };
@@ -46,8 +46,8 @@ struct SharedMemory {
 };
 static_assert(sizeof(SharedMemory<double, kBlockQ>) <= kMaxSharedBytes);
 
-// A masked element's weight is -0, which no other weight is: a NaN or Inf in its value row must not pass, and
-// 0 * NaN is NaN. One that attends keeps its NaN, also if its weight has become 0.
+// The weight of a hidden element is -0; no other weight is -0. So a NaN or Inf in its value row is skipped, because 0 *
+// NaN would be NaN. An element that attends passes NaN on, also if its weight is 0.
 template <class T>
 constexpr T kMaskedWeight = T(-0.0);
 
@@ -61,7 +61,7 @@ __device__ bool is_masked_weight(T weight) {
   return weight == T(0) && std::signbit(weight);
 }
 
-// Rows of a (.., S, D) tensor from one position on; only `count` of them are inside.
+// Rows of a (.., S, D) tensor from one row on; only `count` of them exist.
 template <class In>
 struct Rows {
   const In* first;
@@ -82,17 +82,17 @@ __device__ void load_columns(T (&tile)[kCount][kDepth + 1], const Source& rows, 
   }
 }
 
-// acc[r][c] += <left row, right row>. Returns with `right` still being read: the next barrier is the
-// caller's.
+// acc[r][c] += <left row, right row>. Other threads may still read `right` when it returns: the caller's next barrier
+// protects it.
 template <class T, int kTileRows, class Left, class Right>
 __device__ void add_row_products(SharedMemory<T, kTileRows>& shared, const Left& left, const Right& right,
                                  int64_t columns, T (&acc)[kTileRows / kSide][kCols]) {
   constexpr int R = kTileRows / kSide;
   for (int64_t d0 = 0; d0 < columns; d0 += kDepth) {
-    __syncthreads();  // everyone has read what lies in left, right, values and weights
+    __syncthreads();  // all threads have read left, right, values and weights
     load_columns(shared.left, left, d0, columns);
     load_columns(shared.right, right, d0, columns);
-    __syncthreads();  // left and right are complete
+    __syncthreads();  // publishes left and right
 #pragma unroll
     for (int d = 0; d < kDepth; ++d) {
       T a[R], b[kCols];
@@ -108,22 +108,22 @@ __device__ void add_row_products(SharedMemory<T, kTileRows>& shared, const Left&
   }
 }
 
-// acc[r][c] += sum over n of weights[row][n] * value row n, in the slice of columns from `first_col` on.
-// Transposed: weights[n][row]. `partial` says that some element of the tile is masked. The weights' writers
-// need no barrier before the call.
+// acc[r][c] += sum over n of weights[row][n] * value row n, in the slice of columns from `first_col` on. Transposed:
+// weights[n][row]. `partial`: the tile may have hidden elements. No barrier is needed between writing the weights and
+// the call.
 template <bool kTransposed, class T, int kTileRows, int kAccRows, int kSliceCols, class Values>
 __device__ void add_weighted_rows(SharedMemory<T, kTileRows>& shared, const ScoreTile<T, kTileRows>& weights,
                                   const Values& values, int64_t first_col, int64_t columns, bool partial,
                                   T (&acc)[kAccRows][kSliceCols]) {
   constexpr int kSlice = kSide * kSliceCols;
   for (int n0 = 0; n0 < values.count; n0 += kStep) {
-    __syncthreads();  // the weights are complete; everyone has read right and the last values
+    __syncthreads();  // publishes the weights; all threads have read right and the last values
     for (int e = threadIdx.x; e < kStep * kSlice; e += kThreads) {
       const int n = e / kSlice, c = e % kSlice;
       const auto row = values(n0 + n);
       shared.values[n][c] = row && first_col + c < columns ? widen(row[first_col + c]) : T(0);
     }
-    __syncthreads();  // values are complete
+    __syncthreads();  // publishes the values
     for (int n = 0; n < kStep; ++n) {
       T v[kSliceCols];
 #pragma unroll
@@ -149,7 +149,7 @@ __device__ void store_elements(const T (&elements)[R][kCols], ScoreTile<T, R * k
     for (int c = 0; c < kCols; ++c) tile[tile_row(r)][tile_col(c)] = elements[r][c];
 }
 
-// The largest, or the sum, over the 16 threads of a row.
+// The maximum, or the sum, over the 16 threads of a row.
 template <class T>
 __device__ T row_maximum(T x) {
   return maximum_of_lanes<kSide>(x);

@@ -1,5 +1,5 @@
-// The attention weights averaged over the heads, W = 1/H sum_h P_h after dropout. Their backward is that of attention
-// (backward.cuh), with dP given.
+// The attention weights averaged over the heads, W = 1/H sum_h P_h after dropout. Their backward is the backward of
+// attention (backward.cuh) with a given dP.
 //
 //   weights_kernel            a block owns 64 x 64 weights, and adds P of all heads in order
 //   delta_of_weights_kernel   for the backward: delta = rowsum(P o dP), as there is no out; a block owns 64 queries of a head
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// w.rows.delta is 0 before, so that dS is P o dP.
+// w.rows.delta is 0 before this, so dS is P o dP.
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
     delta_of_weights_kernel(const BackwardParams p, const BackwardWorkspace<T> w) {

@@ -3,8 +3,8 @@
 namespace flash_attn_ext::cuda::simt {
 namespace {
 
-// Names every field of a call, so that a new one does not compile before it is named here. Whoever adds it decides whether
-// the kernels of this tier read it; if not, a function why_not must refuse it.
+// Names every field of a call: a new field does not compile before it is named here. If the kernels of this tier do not
+// read it, a function why_not must refuse it.
 [[maybe_unused]] void name_every_field(const AttentionParams& p, const Tangents& t) {
   [[maybe_unused]] const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink,
                                 dropout, decode, varlen] = p;

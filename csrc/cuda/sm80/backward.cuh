@@ -112,12 +112,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     return step.tile + 1 < end_tile ? Step{step.head, step.tile + 1} : Step{step.head + 1, first_tile};
   };
   const auto place = [&](Step step) {
-    return TransposedPlace<C>{b, h_kv * group + step.head, int64_t{step.tile} * C::kBlockQ, j0};
+    return TransposedPosition<C>{b, h_kv * group + step.head, int64_t{step.tile} * C::kBlockQ, j0};
   };
 
   const auto load_q = [&](Step step, int buffer) {
     if (step.head < group) {
-      const TransposedPlace<C> at = place(step);
+      const TransposedPosition<C> at = place(step);
       shared.q[buffer].template load_async<C::kThreads>(p.q, b, at.h, at.i0, z.seqlen_q, z.head_dim);
       shared.terms[buffer].load_async(w.simt.rows, p.lse_index(b, at.h, at.i0), z.seqlen_q - at.i0);
     }
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   };
   const auto load_dout = [&](Step step) {
     if (step.head < group) {
-      const TransposedPlace<C> at = place(step);
+      const TransposedPosition<C> at = place(step);
       shared.dout.template load_async<C::kThreads>(p.dout, b, at.h, at.i0, z.seqlen_q, z.head_dim_v);
     }
     ptx::cp_async_commit();  // ends the group of dout
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   float dk[C::kGradColumns / 8][4] = {}, dv[C::kGradColumns / 8][4] = {};
   for (int buffer = 0; step.head < group; buffer ^= C::kQBuffers - 1) {
-    const TransposedPlace<C> at = place(step);
+    const TransposedPosition<C> at = place(step);
     const Step next = next_step(step);
     const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, z.seqlen_q);
     const bool tail = j_end < j0 + C::kBlockK;

@@ -89,7 +89,7 @@ struct BackwardMemory {
 
 // The query and key of a thread's elements: element e of accumulator n. The tile is transposed: keys are rows.
 template <class C>
-struct TransposedPlace {
+struct TransposedPosition {
   int b, h;
   int64_t i0, j0;
 
@@ -133,7 +133,7 @@ struct KeptElements {
   uint32_t bits[2];  // of even and of odd columns
 
   template <class C>
-  static __device__ KeptElements of(const BackwardParams& p, const TransposedPlace<C>& at) {
+  static __device__ KeptElements of(const BackwardParams& p, const TransposedPosition<C>& at) {
     const int odd = lane() / 4 % 2;  // this lane has the key j + 1
     const PhiloxKey key = dropout_key(p.dropout);
     uint32_t mine = 0;
@@ -166,7 +166,7 @@ struct Probs {
 // Converts products to scores, -inf where hidden, and computes the derivatives of the softcap. Bit 4 n + e of the
 // result: that element attends.
 template <class C, int N>
-__device__ uint32_t finish_scores(const BackwardParams& p, float scale, const TransposedPlace<C>& at,
+__device__ uint32_t finish_scores(const BackwardParams& p, float scale, const TransposedPosition<C>& at,
                                   float (&scores)[N][4], float (&gates)[N][4]) {
   uint32_t attends = 0;
   for_each_accumulator(scores, gates, [&](int n, float (&products)[4], float (&gate)[4]) {
@@ -186,7 +186,7 @@ __device__ uint32_t finish_scores(const BackwardParams& p, float scale, const Tr
 
 // `scale`: product_scale(). `partial`: the tile may have hidden elements.
 template <class C, int N>
-__device__ void recompute_probs(const BackwardParams& p, float scale, const TransposedPlace<C>& at,
+__device__ void recompute_probs(const BackwardParams& p, float scale, const TransposedPosition<C>& at,
                                 bool partial, const TermsTile<C::kBlockQ>& terms, float (&scores)[N][4],
                                 Probs<N>& probs) {
   probs.attends = ~0u;
@@ -232,7 +232,7 @@ __device__ void finish_dscores(float keep_scale, const TermsTile<C::kBlockQ>& te
     for (int e = 0; e < 4; ++e) {
       float dropped = dprobs[n][e];
       if constexpr (C::kDropout) dropped *= probs.kept(n, e) ? keep_scale : 0.0f;
-      const float centred = dropped - terms.delta[TransposedPlace<C>::column(n, e)];
+      const float centred = dropped - terms.delta[TransposedPosition<C>::column(n, e)];
       const bool visible = probs.attends >> (4 * n + e) & 1;
       dprobs[n][e] = visible ? probs.gated[n][e] * centred : 0.0f;
     }

@@ -7,8 +7,8 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-constexpr int kMmaRows = 16;   // query rows of a row tile: those of one mma
-constexpr int kWarpKeys = 16;  // keys of a warp's tile: those of one mma, too
+constexpr int kMmaRows = 16;   // query rows of a row tile: one mma
+constexpr int kWarpKeys = 16;  // keys of a warp's tile: one mma
 // With three warps two blocks fit an A100's multiprocessor, whatever the head dimension.
 constexpr int kDecodeWarps = 3, kDecodeThreads = 32 * kDecodeWarps;
 constexpr int kDecodeBlockKeys = kDecodeWarps * kWarpKeys;  // the warps divide the keys

@@ -74,20 +74,20 @@ struct JvpStatistics {
     for (int r = 0; r < 2; ++r) {
       const float new_max = row_maximum(max[r], scores, r);
       const float reference = new_max == -kInf<float> ? 0.0f : new_max;  // as in the forward
-      float tile_sum = 0, moved = 0;
+      float tile_sum = 0, mean_change = 0;
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int e = 2 * r; e < 2 * r + 2; ++e) {
           scores[n][e] = ptx::exp2_fast((scores[n][e] - reference) * kScale);
           tile_sum += scores[n][e];
-          moved += scores[n][e] * (tangents[n][e] - mean[r]);
+          mean_change += scores[n][e] * (tangents[n][e] - mean[r]);
         }
       factor[r] = ptx::exp2_fast((max[r] - reference) * kScale);
       max[r] = new_max;
       sum[r] = sum[r] * factor[r] + total_of_lanes<kRowLanes>(tile_sum);
-      moved = total_of_lanes<kRowLanes>(moved);
-      shift[r] = sum[r] == 0 ? 0.0f : moved / sum[r];
+      mean_change = total_of_lanes<kRowLanes>(mean_change);
+      shift[r] = sum[r] == 0 ? 0.0f : mean_change / sum[r];
       mean[r] += shift[r];
 #pragma unroll
       for (int n = 0; n < N; ++n)

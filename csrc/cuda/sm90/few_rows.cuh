@@ -54,11 +54,11 @@ __device__ void finish_tile_rows(const AttentionParams& p, const FewRowsBlock& b
       static_cast<float*>(p.lse)[p.lse_index(block.b, h, rows.query(n))] = result.lse;
   }
   scale_rows(o, factors);
-  const auto place_of = [&](int n, int column) {
+  const auto address_of = [&](int n, int column) {
     const bool inside = rows.has(n) && column < p.sizes.head_dim_v;
     return inside ? p.out.row<In>(block.b, rows.head(n), rows.query(n)) + column : nullptr;
   };
-  store_each_row<In>(place_of, o);
+  store_each_row<In>(address_of, o);
   repair_tile_rows<In, kHeadDim>(p, block, rows, rows_with_nan(o), [&](int h, int i) {
     repair_row<In, kHeadDim, In>(p, block.b, h, i, block.tiles, p.out, [&](float max, float sum) {
       return finish_row(p, block.b, h, max, sum).out_factor;

@@ -87,9 +87,10 @@ struct Begun {
   }
 };
 
-// Calls work(range, begun) for each task of the block. A persistent block has a task of each round. ptxas must see that all
-// threads of a warp have the same task, or it keeps no descriptor in uniform registers. It sees that of values that follow
-// from blockIdx, kernel arguments and loop counters, but not of values from memory or from the round before.
+// Calls work(range, begun) for each task of the block. A persistent block has a task of each round. ptxas keeps
+// descriptors in uniform registers only if it knows that all threads of a warp have the same task. It knows this of
+// values that depend on blockIdx, kernel arguments and loop counters. It does not know it of values that are read from
+// memory or computed in the round before.
 template <class Config, class Work>
 __device__ void for_each_task(const ForwardArguments& a, const Work& work) {
   Begun begun;

@@ -48,10 +48,10 @@ __device__ bool has_non_finite_hidden_keys(const AttentionParams& p, const Tenso
   const Range first = visible_keys(p.band, rows.begin, rows.begin + 1, p.sizes.seqlen_k);
   const Range last = visible_keys(p.band, rows.end - 1, rows.end, p.sizes.seqlen_k);
   const int64_t end = smaller(tiles.end, end_of_key_rows(p));
-  const Range before{tiles.begin, smaller(last.begin, end)}, behind{larger(first.end, tiles.begin), end};
+  const Range before{tiles.begin, smaller(last.begin, end)}, after{larger(first.end, tiles.begin), end};
   const auto masked = [&](int64_t j) { return is_masked(p, b, j); };
   return has_non_finite_rows<In, kHeadDim>(t, b, h_kv, before, columns) ||
-         has_non_finite_rows<In, kHeadDim>(t, b, h_kv, behind, columns) ||
+         has_non_finite_rows<In, kHeadDim>(t, b, h_kv, after, columns) ||
          (p.mask && has_non_finite_rows<In, kHeadDim>(t, b, h_kv, {tiles.begin, end}, columns, masked));
 }
 

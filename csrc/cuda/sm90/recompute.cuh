@@ -83,10 +83,10 @@ __device__ void repair_keys(const BackwardParams& p, const BackwardWorkspace& w,
   const Range last = visible_queries(p.band, warp_key + keys - 1, warp_key + keys, z.seqlen_q);
   const int64_t end_row = smaller<int64_t>(tiles.end, end_of_query_rows(p));
   const Range before{tiles.begin, smaller<int64_t>(last.begin, end_row)},
-      behind{larger<int64_t>(first.end, tiles.begin), end_row};
+      after{larger<int64_t>(first.end, tiles.begin), end_row};
   bool found = false;
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group && !found; ++h)
-    for (const Range& hidden : {before, behind})
+    for (const Range& hidden : {before, after})
       found = found || has_non_finite_rows<In, kHeadDim>(p.q, b, h, hidden, z.head_dim) ||
               has_non_finite_rows<In, kHeadDim>(p.dout, b, h, hidden, z.head_dim_v);
   if (!found) return;

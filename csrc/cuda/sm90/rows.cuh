@@ -39,9 +39,9 @@ __device__ void store_to_tile(Tile& tile, int first_row, int first_column, const
     ptx::store_matrices(&tile.bytes[0][0] + Tile::offset(row, column + 16 * n), x[n]);
 }
 
-// Rounds and stores a warp's 16 rows. `place_of(n, column)`: the address of eight columns of row n; null: not stored.
+// Rounds and stores a warp's 16 rows. `address_of(n, column)`: the address of eight columns of row n; null: not stored.
 template <class In, int kElements, class PlaceOf>
-__device__ void store_each_row(const PlaceOf& place_of, const float (&x)[kElements]) {
+__device__ void store_each_row(const PlaceOf& address_of, const float (&x)[kElements]) {
   // The four threads of a row hold pairs in each eight of 32 columns. After the exchange each thread stores one eight.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -55,7 +55,7 @@ __device__ void store_each_row(const PlaceOf& place_of, const float (&x)[kElemen
         pairs[n] = ptx::pack<In>(x[at], x[at + 1]);
       }
       transpose_in_four(pairs);
-      if (In* place = place_of(row, c + 4 * first_column_in_eight()))
+      if (In* place = address_of(row, c + 4 * first_column_in_eight()))
         *reinterpret_cast<uint4*>(place) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
   }
@@ -65,11 +65,11 @@ __device__ void store_each_row(const PlaceOf& place_of, const float (&x)[kElemen
 template <class In, int kElements>
 __device__ void store_rows(const Tensor4& t, int64_t b, int64_t h, int64_t warp_row, int64_t length,
                            int columns, const float (&x)[kElements], int first_column = 0) {
-  const auto place_of = [&](int n, int column) {
+  const auto address_of = [&](int n, int column) {
     const bool inside = warp_row + n < length && first_column + column < columns;
     return inside ? t.row<In>(b, h, warp_row + n) + first_column + column : nullptr;
   };
-  store_each_row<In>(place_of, x);
+  store_each_row<In>(address_of, x);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

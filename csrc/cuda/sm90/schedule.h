@@ -90,12 +90,12 @@ inline ForwardSchedule schedule_forward(const Sizes& z, int64_t block_rows) {
 // them the longest.
 FA_HOST_DEVICE inline Task task_of(const ForwardSchedule& schedule, int block) {
   const int group = schedule.by_group_blocks.quotient(block);
-  const int rest = schedule.by_group_blocks.remainder(block);
+  const int in_group = schedule.by_group_blocks.remainder(block);
   const Divider& by_heads = schedule.by_heads[group >= schedule.full_groups];
-  const int head = group * schedule.heads_per_group + by_heads.remainder(rest);
+  const int head = group * schedule.heads_per_group + by_heads.remainder(in_group);
   const int h = schedule.by_heads_of_batch.remainder(head);
   return {schedule.by_heads_of_batch.quotient(head), h, schedule.by_heads_of_kv_head.quotient(h),
-          schedule.row_blocks - 1 - by_heads.quotient(rest)};
+          schedule.row_blocks - 1 - by_heads.quotient(in_group)};
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -14,7 +14,8 @@
 namespace flash_attn_ext::cuda::sm90 {
 
 struct TaskRounds {
-  // An H100 or H200 has 132 multiprocessors. With these sizes all arguments of a kernel fit in 4 KB, the limit of older drivers.
+  // An H100 or H200 has 132 multiprocessors. With these sizes all arguments of a kernel fit in 4 KB, the limit of older
+  // drivers.
   static constexpr int kMaxBlocks = 132, kRows = 16;
 
   // A byte for each block: its task in round n is slot(n, block). Rounds n and n + kRows have the same row. A load of four
@@ -27,7 +28,7 @@ struct TaskRounds {
   void set_slot(int row, int block, uint32_t slot) { slots[row][block / 4] |= slot << block % 4 * 8; }
 };
 
-// The key tiles of each block of `rows` query rows of a head.
+// The number of key tiles for one block of `rows` query rows of a head.
 int tiles_of_row_block(const AttentionParams& p, int rows, int keys, int row_block);
 
 // `rows` and `keys` of a tile; `blocks`: at most kMaxBlocks.

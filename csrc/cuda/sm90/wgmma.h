@@ -35,7 +35,7 @@ __device__ inline void compute_before_wait(float x, uint32_t address) {
                : "memory");
 }
 
-// The same for bits whose highest is never set.
+// The same for an integer; its highest bit is never set.
 __device__ inline void compute_before_wait(uint32_t bits, uint32_t address) {
   asm volatile("{.reg .pred p; setp.lt.s32 p, %0, 0; @p st.shared.b32 [%1], %0;}" ::"r"(bits), "r"(address)
                : "memory");
