@@ -86,9 +86,9 @@ def table(steps: list[Step]) -> Table:
         result.add_column(column, justify="right")
     for s in sorted(steps, key=lambda s: list(TILES).index(s.name)):
         after = s.fraction_of_peak(s.cycles + s.softmax_cycles)
-        beside = s.fraction_of_peak(max(s.cycles, s.softmax_cycles))
+        overlapped = s.fraction_of_peak(max(s.cycles, s.softmax_cycles))
         numbers = [s.head_dim, s.products, s.loads, s.stores, s.cycles, round(s.softmax_cycles)]
-        result.add_row(s.name, *map(str, numbers), f"{after:.0%}", f"{beside:.0%}")
+        result.add_row(s.name, *map(str, numbers), f"{after:.0%}", f"{overlapped:.0%}")
     return result
 
 

@@ -1,12 +1,12 @@
 """Compares flash_attn with torch's scaled_dot_product_attention on CPU: time by shape, dtype and option, peak memory.
 
-Both run in turn in one process. A ratio is torch's time over ours, pair by pair: above 1, ours is faster. The table has
-its median and [quartiles]; our GFLOP/s as a fraction of the multiply-adds that this machine does in registers, measured
-before and after each cell; and for decode, where reading K and V is the work, our bytes/s as a fraction of a plain read
-of the same memory, in the same rounds. A cell that was measured on a busy machine is repeated, and marked if that does
-not help (watch.py).
+Both alternate in one process. A ratio is torch's time divided by ours, pair by pair: above 1, ours is faster. The
+table has the median and [quartiles] of the ratio, and our GFLOP/s as a fraction of this machine's multiply-adds in
+registers, measured before and after each cell. For decode, which mostly reads K and V, it has our bytes/s as a fraction
+of a plain read of the same memory in the same rounds. A cell from a busy machine is repeated, and marked if the machine
+is still busy (watch.py).
 
-`--isa` sets our instruction set. torch's is set from outside, before it is loaded; the JSON records it:
+`--isa` sets our instruction set. Environment variables set torch's before it is loaded; the JSON records them:
 
     ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \\
         python -m benchmarks.compare_torch --isa avx2
@@ -31,12 +31,12 @@ from flash_attn_ext import flash_attn
 
 BACKENDS = {"default": METHODS["torch default"], "math": METHODS["torch math"]}
 MEMORY_LENGTHS, QUICK_MEMORY_LENGTHS = (1024, 4096, 8192), (1024,)
-MEMORY_DTYPES = ("float32", "bfloat16")  # the others need as much as one of these, or twice
+MEMORY_DTYPES = ("float32", "bfloat16")  # other dtypes need as much as one of these, or twice
 QUICK_FLOPS = 5e9  # a cell of --quick costs at most this
 
 
 def measure(cell: Cell, peer: Callable, seconds: float, rounds: tuple[int, int]) -> dict:
-    """One row: the times of ours and the peer, in turn, and the rates that the machine reached meanwhile."""
+    """Measures one row: alternating times of ours and the peer, and the rates that the machine reached meanwhile."""
     isa, threads, inputs = flash_attn_ext.active_kernel(), torch.get_num_threads(), Inputs(cell)
     functions = [inputs.ours(flash_attn), inputs.torchs(peer)]
     streams: list[float] = []
@@ -76,7 +76,7 @@ def arithmetic(cell: Cell, ours: list[float], fma_rate: float) -> dict:
 
 
 def reading(kv: torch.Tensor, ours: list[float], streams: list[float]) -> dict:
-    """Bytes of K and V per second, and their fraction of the plain read in the same round."""
+    """Returns the bytes of K and V per second, and their fraction of the plain read in the same round."""
     size = kv.numel() * kv.element_size()
     rates = [size / seconds for seconds in ours]
     low, middle, high = quartiles([rate / stream for rate, stream in zip(rates, streams, strict=True)])
@@ -89,7 +89,7 @@ def reading(kv: torch.Tensor, ours: list[float], streams: list[float]) -> dict:
 
 
 def measure_memory(lengths: tuple[int, ...], dtypes: list[str], threads: int) -> list[dict]:
-    """Peak memory of forward and backward, each in a process of its own, with our kernels and threads of this one."""
+    """Measures the peak memory of forward and backward in separate processes, with this one's kernels and threads."""
     environ = {"OMP_NUM_THREADS": str(threads), "FLASH_ATTN_EXT_ISA": flash_attn_ext.active_kernel()}
     methods = ("ours", "torch default", "torch math")
     problems = [(s, dtype, p) for dtype in dtypes if dtype in MEMORY_DTYPES for p in (0.0, 0.1) for s in lengths]
@@ -107,10 +107,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: all; with --quick float32 and bfloat16")
     parser.add_argument("--isa", choices=flash_attn_ext.available_kernels(), help="of our kernels; default: the best")
-    parser.add_argument("--backend", choices=BACKENDS, default="default", help="torch's own choice, or math")
+    parser.add_argument("--backend", choices=BACKENDS, default="default", help="torch's default or its math kernel")
     parser.add_argument("--seconds", type=float, help="per cell; default 1, with --quick 0.1")
-    parser.add_argument("--quick", action="store_true", help="cheap cells only, few rounds: for a look, not to publish")
-    parser.add_argument("--repeats", type=int, help="of cells that a busy machine spoilt; default 2, with --quick 0")
+    parser.add_argument(
+        "--quick", action="store_true", help="cheap cells only, few rounds: for a first look, not to publish"
+    )
+    parser.add_argument("--repeats", type=int, help="repeats of cells from a busy machine; default 2, with --quick 0")
     output.add_arguments(parser)
     args = parser.parse_args(argv)
     if args.repeats is None:

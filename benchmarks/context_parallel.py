@@ -2,9 +2,9 @@
 
     python -m benchmarks.context_parallel --S 2048 4096
 
-For each length and method: the median time of forward and backward, its ratio to one process's, and the share of the
-time that the first process waits for messages. Between processes of one machine gloo goes through the loopback device;
-the shares say nothing about a network. The processes share the machine's memory and caches with each other.
+For each length and method: the median time of forward and backward, its ratio to one process's time, and the share of
+the time that the first process waits for messages. On one machine gloo uses the loopback device, so the shares say
+nothing about a network. The processes share the machine's memory and caches.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def forward_and_backward(q, k, v, grad, attention):
 
 
 def cases(arguments, whole: list[torch.Tensor], rank: int) -> dict[str, Callable[[], None]]:
-    """What this process does in each case. Where one computes alone, the others wait."""
+    """Returns a function for each case. In a case of one process, all other processes wait."""
     each = max(arguments.threads // arguments.n, 1)
     own = [shard_sequence(t, 2) for t in whole]
 
@@ -82,7 +82,7 @@ def cases(arguments, whole: list[torch.Tensor], rank: int) -> dict[str, Callable
 
 
 def work(rank: int, arguments, store: str, results) -> None:
-    """All cases in turn, round by round, so that other load slows all alike; the first round is not counted."""
+    """Runs all cases in each round, so other load slows all of them equally. The first round does not count."""
     torch.set_num_threads(max(arguments.threads // arguments.n, 1))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.n)
@@ -124,8 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--S", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of one process (default: all)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="for the table, as it is on the terminal")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="for everything measured")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="for the table that the terminal shows")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="for all numbers")
     arguments = parser.parse_args(argv)
 
     rows = measured(arguments)

@@ -1,9 +1,9 @@
 """Compares Flash-Decoding and FlashDecoding++, as options of our decode kernel, over S_k and the batch.
 
-One query a sequence, 8 heads, D 128. Flash-Decoding is `num_splits`: into how many pieces the keys are cut; its default
-goes by the shape, 1 is decoding without it. FlashDecoding++ is `unified_max`: a guess of the largest score, here one
-that holds for these inputs, in place of the running maximum; and one that never holds, so that every piece is computed
-twice. All run in turn in one process, and with them a plain read of the same K and V.
+One query for each sequence, 8 heads, D 128. Flash-Decoding is `num_splits`, the number of pieces of the keys. Its
+default follows from the shape, and 1 is decoding without splits. FlashDecoding++ is `unified_max`, a guess of the
+largest score in place of the running maximum. One guess here is right for these inputs. Another guess is never right,
+so every piece is computed twice. All variants, and a plain read of the same K and V, alternate in one process.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Problem:
     dtype: str
 
     def shape(self) -> tuple[int, ...]:
-        """The shape of the one tensor that holds K and V."""
+        """The shape of the tensor that holds both K and V."""
         return 2, self.batch, self.heads_kv, self.seqlen_k, HEAD_DIM
 
     def bytes(self) -> int:
@@ -56,7 +56,7 @@ def variants(problem: Problem, kv: torch.Tensor) -> dict[str, Callable[[], torch
 
 
 def measure(problem: Problem, seconds: float, rounds: tuple[int, int]) -> dict:
-    """All variants in turn. "speed" is the default's time over the variant's, round by round."""
+    """Measures all variants. "speed" is the default's time divided by the variant's time in the same round."""
     torch.manual_seed(0)
     isa, threads, streams = flash_attn_ext.active_kernel(), torch.get_num_threads(), []
     kv = torch.randn(problem.shape(), dtype=getattr(torch, problem.dtype))
@@ -109,7 +109,7 @@ def text(record: dict) -> Iterator[str | Table]:
 
 
 def plot(record: dict, path: Path) -> None:
-    """Speed against S_k. One column for each batch size, one row for each dtype and number of key heads."""
+    """Draws the speed against S_k. One column for each batch size, one row for each dtype and number of key heads."""
     rows = record["rows"]
     batches = sorted({row["B"] for row in rows})
     kinds = list(dict.fromkeys((row["dtype"], row["H_kv"]) for row in rows))
@@ -158,9 +158,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--isa", choices=flash_attn_ext.available_kernels(), help="default: the best")
     parser.add_argument("--seconds", type=float, help="per problem; default 2, with --quick 0.2")
-    parser.add_argument("--most-gib", type=float, default=2.0, help="of K and V; larger problems are left out")
-    parser.add_argument("--quick", action="store_true", help="small problems, few rounds: for a look, not to publish")
-    parser.add_argument("--repeats", type=int, help="of problems that a busy machine spoilt; default 2, with --quick 0")
+    parser.add_argument("--most-gib", type=float, default=2.0, help="of K and V; larger problems are skipped")
+    parser.add_argument(
+        "--quick", action="store_true", help="small problems, few rounds: for a first look, not to publish"
+    )
+    parser.add_argument(
+        "--repeats", type=int, help="repeats of problems from a busy machine; default 2, with --quick 0"
+    )
     output.add_arguments(parser)
     args = parser.parse_args(argv)
     if args.repeats is None:

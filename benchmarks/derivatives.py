@@ -1,9 +1,9 @@
 """Compares forward mode and double backward with our forward and backward, and with torch's math backend.
 
-Columns: what jvp costs in units of our forward, and double backward (the gradient of a gradient, which is
-attention_jvp and attention_double_backward) in units of our backward; how many times as long torch's math backend
-takes for the same; and the growth of memory at its peak, each in a process of its own. All calls run in turn in one
-process. `--cpu-time` counts the process's CPU time instead of seconds on the clock: for a busy machine, on one thread.
+Columns: the time of jvp in units of our forward; the time of double backward (the gradient of a gradient, which is
+attention_jvp and attention_double_backward) in units of our backward; the time of torch's math backend in units of
+ours; and the growth of memory at its peak, each call in a separate process. Timed calls alternate in one process.
+`--cpu-time` counts the process's CPU time instead of wall-clock time, for a busy machine, on one thread.
 """
 
 import argparse
@@ -115,7 +115,7 @@ WHAT = ("jvp", "double backward")
 
 
 def peak(problem: Problem, which: str, what: str) -> int:
-    """Bytes by which the resident set grows at its peak, in a process of its own."""
+    """Returns the growth of the resident set at its peak, in bytes, in a separate process."""
     task = json.dumps({**asdict(problem), "which": which, "what": what})
     command = [sys.executable, "-m", __spec__.name, "--peak", task]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -171,8 +171,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=2.0, help="per problem")
     parser.add_argument("--rounds", type=int, nargs=2, default=(5, 50), help="at least and at most")
-    parser.add_argument("--cpu-time", action="store_true", help="count CPU time; takes --threads 1")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the peaks of memory")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU time; needs --threads 1")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     output.add_arguments(parser)
     return parser.parse_args(argv)

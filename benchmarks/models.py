@@ -1,9 +1,9 @@
 """Compares whole models on CPU, unchanged torch with flash_attn_ext.activate(): step time, peak memory, loss.
 
-Both run the same module with the same weights and inputs, in turn in one process. A ratio is torch's time over ours,
-pair by pair: above 1, ours is faster. Attention's share is the part of torch's step that its attention operators take,
-by torch's profiler; 1 / (1 - share) is what a step gains if attention costs nothing. A step is the forward pass, and in
-training the backward pass; there is no optimiser. Models are cut to `--layers` layers (model_zoo.py).
+Both run the same module with the same parameters and inputs, alternating in one process. A ratio is torch's time
+divided by ours, pair by pair: above 1, ours is faster. Attention's share is the fraction of torch's step in its
+attention operators, by torch's profiler. With free attention a step would be 1 / (1 - share) times as fast. A step is
+the forward, and in training the backward; there is no optimiser. `--layers` limits the depth (model_zoo.py).
 """
 
 import argparse
@@ -29,7 +29,7 @@ LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # relative
 
 
 def step_of(problem: Problem, length: int, layers: int, mode: str) -> Callable[[], float]:
-    """One step of the model; returns the loss."""
+    """Runs one step of the model and returns the loss."""
     torch.manual_seed(0)
     model, forward = problem.build(length, layers)
     training = mode.startswith("train")
@@ -62,9 +62,9 @@ def ours(step: Callable[[], float]) -> Callable[[], float]:
 
 
 def peak_bytes(step: Callable[[], float]) -> int:
-    """How much the resident set grows in one step at its peak."""
+    """Returns the growth of the resident set at its peak in one step."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would be used again, and not count
+    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before would be reused, and not count
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     step()
@@ -72,12 +72,12 @@ def peak_bytes(step: Callable[[], float]) -> int:
 
 
 def attention_share(step: Callable[[], float]) -> float:
-    """The part of a step that torch's attention takes."""
+    """Returns the fraction of a step in torch's attention."""
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         step()
     events = recorded.key_averages()
     total = sum(event.self_cpu_time_total for event in events)
-    # Self times, so that an operator and the one that it calls are not counted twice.
+    # Self times, so nested operators count once.
     return sum(event.self_cpu_time_total for event in events if "scaled_dot_product" in event.key) / total
 
 
@@ -99,7 +99,7 @@ def measure(problem: Problem, length: int, mode: str, args: argparse.Namespace) 
         "model": problem.name, "length": length, "mode": mode, "layers": args.layers,
         "ms": statistics.median(active) * 1e3, "torch_ms": statistics.median(plain) * 1e3,
         "ratio": middle, "ratio_quartiles": [low, high], "pairs": len(active),
-        # torch's fused inference path has no attention operator: its products are those of matrices.
+        # torch's fused inference path has no attention operator, only matrix products.
         "share": None if "_native_multi_head_attention" in report.taken else attention_share(step),
         "MiB": peak_bytes(ours(step)) / 2**20, "torch_MiB": peak_bytes(step) / 2**20,
         "loss": losses[1], "torch_loss": losses[0], "taken": report.taken,
@@ -166,7 +166,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", help="sequence lengths; default: two for each model")
     parser.add_argument("--seconds", type=float, default=10, help="for each row (default: 10)")
     parser.add_argument("--rounds", type=int, default=5, help="at least, for each row (default: 5)")
-    parser.add_argument("--repeats", type=int, default=1, help="of rows that a busy machine spoilt (default: 1)")
+    parser.add_argument("--repeats", type=int, default=1, help="repeats of rows from a busy machine (default: 1)")
     output.add_arguments(parser)
     return parser.parse_args(argv)
 

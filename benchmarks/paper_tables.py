@@ -1,9 +1,9 @@
 """Measures the papers' table and figure: GPT-2 medium, and time and memory against the sequence length.
 
-One command writes tables (gpt2.md, lengths.md), a figure (lengths.png) and everything measured (results.json) to
---out. Times are medians of calls in turn in one process; peak memory is each call's own, in a process of its own.
-FLOPs and traffic are counted by flash_attn_ext.iomodel: a model, not a measurement. On a GPU the traffic is measured,
-too, by its counters (dram_traffic.py).
+One command writes tables (gpt2.md, lengths.md), a figure (lengths.png) and all numbers (results.json) to --out. Times
+are medians of alternating calls in one process. Peak memory is measured for each call in a separate process.
+flash_attn_ext.iomodel counts FLOPs and traffic: a model, not a measurement. On a GPU the traffic is also measured by
+the GPU's counters (dram_traffic.py).
 """
 
 import argparse
@@ -22,12 +22,12 @@ from flash_attn_ext.iomodel import counts, gpt2
 from flash_attn_ext.reference.report import METHOD_COLORS, pyplot, save
 
 LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384]
-MATRICES = 6  # of all scores, that a step which stores them may hold at once: measured up to 4.3, and some room
+MATRICES = 6  # the most matrices of all scores that a step holds at once: measured up to 4.3, with a margin
 
 
 @dataclass(frozen=True)
 class Measured:
-    """seconds and peak_bytes are None where the scores would not fit the memory."""
+    """seconds and peak_bytes are None if the scores would not fit into memory."""
 
     case: Case
     seconds: float | None
@@ -37,7 +37,7 @@ class Measured:
 
 
 def measure(cases: list[Case], seconds: float) -> list[Measured]:
-    """All methods of one problem, in turn."""
+    """Measures all methods of one problem; their calls alternate."""
     possible = [c for c in cases if c.method not in QUADRATIC or MATRICES * c.score_bytes() < memory_of(c.device)]
     times = time_in_turn([training_step(c) for c in possible], seconds=seconds, rounds=(3, 100))
     by_method = dict(zip((c.method for c in possible), times, strict=True))
@@ -57,7 +57,7 @@ def memory_of(device: str) -> int:
 
 
 def gpt2_table(args: argparse.Namespace) -> tuple[list[dict], str]:
-    """Standard attention against ours at the shape of the published table, plain and as GPT-2 trains."""
+    """Compares standard attention with ours at the shape of the published table, without and with GPT-2's options."""
     shape = gpt2.PROBLEM
     batch = args.batch or largest_batch(shape, args)
     rows = []
@@ -79,14 +79,14 @@ def gpt2_table(args: argparse.Namespace) -> tuple[list[dict], str]:
     ]  # fmt: skip
     title = f"GPT-2 medium: B {batch}, H {shape.H}, S {shape.S}, D {shape.D}, {args.dtype}, forward + backward"
     note = (
-        "The published table has B 64. GFLOP and GB are counted by flash_attn_ext.iomodel, for the full matrix also "
-        "where it is causal; GB is what goes between the chip and everything beyond it, of which caches serve a part."
+        "The published table has B 64. flash_attn_ext.iomodel counts GFLOP and GB, also for causal calls with the full "
+        "matrix. GB is the traffic between the chip and all memory beyond it. Caches serve a part of this traffic."
     )
     return rows, f"## {title}\n\n{markdown(columns, lines)}\n\n{note}\n"
 
 
 def counted(case: Case) -> dict:
-    """FLOPs and traffic by the model. The standard algorithm reads a mask; ours computes where the diagonal is."""
+    """Counts FLOPs and traffic by the model. The standard algorithm reads a mask; ours computes the diagonal."""
     mask = case.causal and case.method == "standard"
     problem = counts.Problem(case.B, case.H, case.S, case.D, case.dtype, mask=mask, dropout=case.dropout_p)
     model = counts.count(case.method, problem, gpt2.ON_CHIP)
@@ -94,7 +94,7 @@ def counted(case: Case) -> dict:
 
 
 def hardware(case: Case) -> dict:
-    """The traffic by a GPU's counters; else why there is none."""
+    """Returns the traffic by a GPU's counters, or the reason why there is none."""
     if case.device == "cpu":
         return {"GB (counters)": "none on CPU"}
     try:
@@ -104,7 +104,7 @@ def hardware(case: Case) -> dict:
 
 
 def largest_batch(problem: counts.Problem, args: argparse.Namespace) -> int:
-    """The batch size: the published 64, halved until the standard algorithm fits the memory."""
+    """Returns the batch size: the published 64, halved until the standard algorithm fits into memory."""
     batch = 1 if args.quick else problem.B
     while batch > 1:
         case = Case("standard", batch, problem.H, problem.S, problem.D, args.dtype)
@@ -115,7 +115,7 @@ def largest_batch(problem: counts.Problem, args: argparse.Namespace) -> int:
 
 
 def length_table(args: argparse.Namespace) -> tuple[list[Measured], str]:
-    """Every method at every length; the number of tokens is the same, as in the papers."""
+    """Measures every method at every length, always with the same number of tokens, as in the papers."""
     results, lines = [], []
     for length in tqdm(args.lengths, leave=False, desc="lengths"):
         batch = max(1, args.tokens // length)
@@ -167,7 +167,7 @@ def plot(path: Path, results: list[Measured], title: str) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/paper", help="folder to write")
-    parser.add_argument("--quick", action="store_true", help="B 1 for GPT-2, lengths to 1024: a minute at most")
+    parser.add_argument("--quick", action="store_true", help="B 1 for GPT-2, lengths to 1024: at most a minute")
     parser.add_argument("--batch", type=int, help="of the GPT-2 table; default: 64, or what fits the memory")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--tokens", type=int, default=16384, help="B * S of the sweep, default 16384")

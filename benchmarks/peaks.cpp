@@ -1,5 +1,5 @@
-// What this machine can do at most, right now: multiply-adds in registers, and reading memory. peaks.py
-// compiles this with the flags of the instruction set that is measured and calls it through ctypes; nothing
+// Measures this machine's current limits: multiply-adds in registers, and reading memory. peaks.py
+// compiles this file with the flags of the measured instruction set, and calls it through ctypes. Nothing
 // here is part of the library.
 #include <algorithm>
 #include <atomic>
@@ -47,8 +47,8 @@ constexpr int64_t kPage = 4096, kLargestPiece = 1 << 20;
 
 namespace {
 
-// Seconds from when all threads are there to when the last one is done. Without waiting for all, one might be
-// done before the next starts, and have had the memory for itself.
+// Returns the seconds from the start of all threads to the end of the last one. All threads wait for each other
+// first: otherwise one might end before the next one starts, and would not share the memory.
 template <class Work>
 double seconds_of_all(int threads, const Work& work) {
   std::vector<double> seconds(threads);
@@ -83,7 +83,7 @@ void multiply_add(int64_t rounds) {
 
 extern "C" {
 
-// FLOP/s of fused multiply-adds on `threads` threads; 0 where the instruction does not exist.
+// Returns the FLOP/s of fused multiply-adds on `threads` threads, or 0 if the instruction does not exist.
 double fma_float(int threads, int64_t rounds) {
   const double flops = 2.0 * rounds * kChains * (VECTOR_BYTES / sizeof(float)) * threads;
   return flops / seconds_of_all(threads, [&] { multiply_add<float>(rounds); });
@@ -114,7 +114,7 @@ double dot_bfloat16(int threads, int64_t rounds) {
 #endif
 }
 
-// Of products of whole tiles. The process must have the permission to use AMX.
+// Returns the FLOP/s of products of whole tiles. The process must have the permission to use AMX.
 double tile_bfloat16(int threads, int64_t rounds) {
 #if defined(__AMX_BF16__)
   const double flops = 4.0 * 2 * 16 * 16 * 32 * rounds * threads;
@@ -139,9 +139,9 @@ double tile_bfloat16(int threads, int64_t rounds) {
 #endif
 }
 
-// Bytes per second of reading `bytes` once. Threads take the next piece when they are done with one, so that
-// a thread which the machine holds up does not hold up all. The hardware's prefetching stops at the end of a
-// page; asking for the next one makes up for that. A prefetch past the end of the data is ignored.
+// Returns the bytes per second of reading `bytes` once. A thread that finished a piece reads the next one, so a
+// delayed thread does not delay the result. The hardware's prefetching stops at the end of a page, so the loop
+// prefetches the next page. A prefetch past the end of the data is ignored.
 double stream_read(int threads, const char* data, int64_t bytes) {
   typedef uint64_t V __attribute__((vector_size(VECTOR_BYTES)));
   constexpr int64_t kStep = 8 * VECTOR_BYTES;

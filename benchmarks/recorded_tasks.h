@@ -1,13 +1,13 @@
-// Included before the kernels' own headers, in place of their threads: runs the tasks of a call one by one, in order, and
-// prints what each of them did and how long it took, a line for each event. scaling.py reads that.
+// Included before the kernels' headers, in place of their threads. Runs the tasks of a call one by one, in order, and
+// prints one line for each event of a task, with its time. scaling.py reads the lines.
 //
-//   call           what follows is the last call of the program, all before it was to warm up
-//   pass SECONDS   tasks begin; so much time went by outside of tasks
+//   call           the last call of the program follows; all lines before it are from the warm-up
+//   pass SECONDS   tasks begin; SECONDS passed outside of tasks
 //   task           the next task begins
-//   work SECONDS   of this task
-//   wait COUNTER STEP     until what a task before this one works on next is a later step
-//   next COUNTER STEP     on which the task works next
-//   end SECONDS    outside of tasks, after the last
+//   work SECONDS   the task worked for SECONDS
+//   wait COUNTER STEP     the task waits until an earlier task has passed this step
+//   next COUNTER STEP     the task works on this step next
+//   end SECONDS    SECONDS passed outside of tasks, after the last one
 #pragma once
 
 #define for_each_task for_each_task_on_threads
@@ -23,7 +23,7 @@
 
 namespace flash_attn_ext::cpu {
 
-// Time of the processor, not of the clock: what else runs on the machine does not count.
+// Processor time, not wall-clock time: other load on the machine does not count.
 inline double seconds_since_last() {
   static double last = 0;
   timespec t;
@@ -34,7 +34,7 @@ inline double seconds_since_last() {
   return passed;
 }
 
-// Prints an event and leaves out the time that this takes.
+// Prints an event. The time of printing does not count.
 template <class... Values>
 inline void record(const char* format, Values... values) {
   std::printf(format, values...);

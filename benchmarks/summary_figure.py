@@ -10,7 +10,7 @@ from pathlib import Path
 from flash_attn_ext.reference.report import COLORS, METHOD_COLORS, pyplot, save
 
 MIB = 2**20
-# One hue for each dtype. The hues are not those of METHOD_COLORS, which the other panel has.
+# One hue for each dtype. The other panel has METHOD_COLORS, so these hues differ from them.
 PASSES = {
     ("float32", "fwd"): COLORS[3], ("float32", "fwd+bwd"): "#cdb7e0",
     ("bfloat16", "fwd"): COLORS[4], ("bfloat16", "fwd+bwd"): "#ecd398",

@@ -1,5 +1,5 @@
-// Prints the tasks of one call, as recorded_tasks.h says. scaling.py compiles this with it and with the kernels of one
-// instruction set, KERNELS, and gives the arguments:
+// Prints the tasks of one call in the format of recorded_tasks.h. scaling.py compiles this file with recorded_tasks.h
+// and the kernels of one instruction set, KERNELS. The arguments are:
 //
 //   B H H_kv S_q S_k D   left right   mask's B H S_q S_k, 0 0 0 0 without one   threads   forward|backward|mask_gradient
 #include <cmath>
@@ -29,7 +29,7 @@ struct Array {
 template <class Params>
 void run(const cpu::Pass<Params>& pass, const Params& params, const cpu::Parallel& parallel) {
   void* workspace = std::aligned_alloc(64, (pass.workspace(params, parallel.threads) + 127) / 64 * 64);
-  for (int times = 0; times < 2; ++times) {  // memory is there the second time
+  for (int times = 0; times < 2; ++times) {  // the second time no memory is allocated
     cpu::record_call();
     pass.run(params, workspace, parallel);
     cpu::record("end %.9f\n", cpu::seconds_since_last());

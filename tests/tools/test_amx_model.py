@@ -1,4 +1,4 @@
-"""The model of the AMX kernels' speed: it counts the instructions that the shapes of the tiles ask for."""
+"""The model of the AMX kernels' speed: its counts of instructions follow from the shapes of the tiles."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""benchmarks/compare_torch.py and decoding.py: both sides compute the same, and the record says what was measured."""
+"""benchmarks/compare_torch.py, decoding.py and models.py: both sides compute the same, and the record is complete."""
 
 import json
 import math
@@ -29,7 +29,7 @@ recorded = partial(pytest.approx, rel=2e-3)  # numbers in records have four digi
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """The sweep of every kind, at sizes that cost nothing."""
+    """Makes the sweep of every kind tiny."""
     monkeypatch.setattr(cells, "SHAPES", [(1, 2, 40, 8)])
     monkeypatch.setattr(cells, "WITH_OPTIONS", (2, 4, 50, 8))
     monkeypatch.setattr(cells, "WITH_WINDOW", (1, 2, 60, 8))

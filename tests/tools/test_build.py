@@ -1,4 +1,4 @@
-"""setup.py and the build backend: what is asked for and impossible is a loud error; what an sdist holds; the import."""
+"""setup.py and the build backend: errors for impossible requests, the contents of an sdist, and the import."""
 
 import contextlib
 import importlib.machinery
@@ -24,7 +24,7 @@ from flash_attn_ext import _ops
 
 
 def run_setup(prelude="", **environment):
-    """The exit status of `setup.py --version`, and the last line of what it says, with `prelude` run first."""
+    """Runs `prelude` and then `setup.py --version`. Returns the exit status and the last printed line."""
     clean = {k: v for k, v in os.environ.items() if k not in ("FLASH_ATTN_EXT_CUDA", "CUDA_HOME", "CUDA_PATH")}
     said, code = io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
@@ -44,7 +44,7 @@ def run_setup(prelude="", **environment):
 
 
 def test_an_editable_build_keeps_its_objects(monkeypatch):
-    """So that `make` after an edit compiles what changed."""
+    """After an edit, `make` compiles only the files that changed."""
     given = {}
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
     monkeypatch.setattr(sys, "argv", ["setup.py"])
@@ -96,7 +96,7 @@ def test_nonsense_is_refused():
     ],
 )
 def test_the_cuda_half_knows_for_which_gpus_it_is_built(tmp_path, asked, code):
-    """What nvcc is told reaches csrc/cuda/gpu_code.cpp: the -gencode options and the macro name the same."""
+    """nvcc's -gencode options and the macro for csrc/cuda/gpu_code.cpp name the same GPUs."""
     for name in ("bin/nvcc", "include/cuda_runtime.h"):  # as much of a toolkit as setup.py looks for
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
@@ -163,7 +163,7 @@ def test_an_sdist_needs_no_torch_and_holds_every_source(tmp_path):
 
 
 def test_a_wheel_is_tested_without_the_sources(tmp_path):
-    """Its tests need nothing but tests/ and pyproject.toml."""
+    """The wheel's tests need only tests/ and pyproject.toml."""
     tested = re.findall(r"tests/\w+/\w+\.py", (ROOT / "tools" / "wheel.sh").read_text())
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -175,7 +175,7 @@ def test_a_wheel_is_tested_without_the_sources(tmp_path):
 
 
 def run_backend(tmp_path, *site_folders):
-    """The build backend where torch is in these folders or nowhere: its exit status, and torch's file or the error."""
+    """Runs the build backend with torch in these folders only. Returns the status, and torch's file or the error."""
     environment = tmp_path / "build_environment"
     environment.mkdir()
     for module in (setuptools, _distutils_hack):
@@ -207,7 +207,7 @@ def test_an_isolated_build_without_torch_stops_and_says_what_to_do(tmp_path):
 
 
 def import_package(tmp_path, extension, content):
-    """The last line of stderr of an import of the package with another compiled half."""
+    """Imports the package with another compiled half. Returns the last line of stderr."""
     package = tmp_path / "flash_attn_ext"
     package.mkdir()
     for source in (ROOT / "flash_attn_ext").glob("*.py"):
@@ -239,7 +239,7 @@ def test_the_extension_names_the_torch_of_its_headers():
 
 
 def test_a_broken_extension_says_what_to_do(tmp_path):
-    """One that names no torch: the error of the import, and the command."""
+    """An extension without torch's version: the message has the error of the import, and the command."""
     message = import_package(tmp_path, "_C.py", b"raise ImportError('undefined symbol: _ZN3c104impl')")
     assert message.startswith("ImportError: flash_attn_ext's compiled half cannot be loaded (undefined symbol")
     assert "pip install --force-reinstall --no-deps ." in message

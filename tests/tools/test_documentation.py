@@ -18,7 +18,7 @@ TARGETS = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULT
 
 
 def blocks(language):
-    """(code, the package that it needs beside torch or None), one test each, named by page and number.
+    """Returns a test for each block: (code, the package that it needs in addition to torch, or None).
 
     A comment before the block, `<!-- needs: transformers -->`, names the package.
     """

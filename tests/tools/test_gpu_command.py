@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: the driver on made-up stages, what each stage says it needs, and the arithmetic."""
+"""`make gpu` without a GPU: the driver on made-up stages, the needs of each stage, and the arithmetic."""
 
 import json
 import os
@@ -54,7 +54,7 @@ FAKES = [
 
 @pytest.fixture
 def fakes(monkeypatch):
-    """Stages with the folder of their results filled in."""
+    """Replaces the stages by FAKES, with the folder of their results filled in."""
 
     def made_up(out, quick):
         return [
@@ -88,7 +88,7 @@ def time_is_over(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Of run.py, in seconds; each stage takes what its command says, or all of its time. Nothing is started."""
+    """The clock of run.py, in seconds. A stage takes the seconds in its command, or all of its time. Nothing starts."""
     now = [0.0]
 
     def made_up(stage, log, timeout):
@@ -190,7 +190,7 @@ def test_fewer_stages_get_more_time():
 
 
 def test_what_tells_most_is_sure_of_its_time(tmp_path):
-    """Ten minutes are what a machine gives to one command."""
+    """A machine gives ten minutes to one command."""
     args, all_stages = run.parse([]), stages.stages(tmp_path, quick=False)
     assert args.limit + 2 * run.GRACE <= 600
     sure = [
@@ -427,7 +427,7 @@ def test_the_figures(tmp_path):
 
 
 def test_a_switch_is_worth_what_it_saves():
-    """The best of all rounds counts, and out must be the same in each."""
+    """The best round counts, and out must be equal in all rounds."""
     on = ["64 1024 0 12.0 ff\n128 8192 1 20.0 aa\n", "64 1024 0 10.0 ff\n128 8192 1 21.0 aa\n"]
     off = ["64 1024 0 11.0 ff\n128 8192 1 20.0 ab\n"]
     lines, same = switches.compare(on, off)

@@ -82,7 +82,7 @@ def test_one_warpgroup_computes_while_the_other_multiplies():
 
 
 def test_units_are_shared():
-    """Half of the issue slots each is what two need, but both want the exponentials all the time."""
+    """Two warpgroups need half of the issue slots each, but both need the exponentials all the time."""
     assert simulate([Work({"issue": 50.0}, 100)], consumers=2, turns=1) == 100
     assert simulate([Work({"issue": 50.0, "exponentials": 100.0}, 0)], consumers=2, turns=1) == 200
 
@@ -124,7 +124,7 @@ def turns():
 
 @pytest.mark.parametrize(("way", "dims"), TILINGS, ids=str)
 def test_the_kernels_turns(turns, way, dims):
-    """The products found are those of one tile: two of the forward, five of the backward."""
+    """The model finds the products of one tile: two in the forward, five in the backward."""
     tiling, turn = TILINGS[way, dims], turns[way, dims]
     products = [step for step in time_model.program(time_model.main_loops()[way, dims]) if isinstance(step, Product)]
     flops = 2 * (5 if way == "backward" else 2) * tiling.rows * tiling.keys * dims.mean
@@ -150,7 +150,7 @@ def test_a_prediction_is_below_the_peak(turns):
 
 
 def test_a_narrower_value_takes_less_time(turns):
-    """192 with 128 costs what 160 would: as many TFLOP/s as 192, in less time."""
+    """192 with 128 costs as much as 160 would: as many TFLOP/s as 192, in less time."""
     problem = Problem(1, 16, 8192, 192, False)
     own, as_long = (time_model.prediction(problem, False, head_dim_v)["TFLOP/s"] for head_dim_v in (128, 192))
     assert own == pytest.approx(as_long, rel=0.1)

@@ -1,4 +1,4 @@
-"""Tasks of `make gpu` in a child process: one that hangs, crashes or computes something wrong costs only itself."""
+"""Tasks of `make gpu` in a child process: a task that hangs, crashes or computes a wrong result costs only itself."""
 
 import select
 import sys

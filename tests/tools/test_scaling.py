@@ -1,4 +1,4 @@
-"""benchmarks/scaling.py: the tasks that it simulates are the library's, and threads draw them as the library's do."""
+"""benchmarks/scaling.py simulates the library's tasks, and its threads draw them as the library's threads do."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def built(tmp_path_factory):
 
 
 def test_the_tasks_are_those_of_the_library(built):
-    """As csrc/README.md cuts them: 48 queries in the forward, 64 keys in the backward where heads are few."""
+    """As in csrc/README.md: 48 queries in the forward, and 64 keys in the backward if there are few heads."""
     call = scaling.Workload("small", (2, 3, 3, 100, 130, 8))
     forward = scaling.record(built, call, "forward", 8)
     assert [len(one.tasks) for one in forward if one.tasks] == [2 * 3 * 3]
@@ -53,7 +53,7 @@ def test_the_tasks_are_those_of_the_library(built):
 
 
 def in_tiles(task):
-    """The same task where a tile takes a second, a fifth of it at dQ: whatever this machine does."""
+    """Returns the task with a second for each tile, a fifth of it at dQ. It does not depend on the machine."""
     kinds = ["next", *(event[0] for event in task), ""]
     seconds = {("next", "wait"): 0.8, ("wait", "wait"): 0.2, ("next", "next"): 1.0}
     before_and_after = zip(kinds, kinds[2:], strict=False)
@@ -65,7 +65,7 @@ def in_tiles(task):
 
 @pytest.mark.parametrize("window", [(-1, 0), (128, 0)])
 def test_blocks_of_keys_of_a_band_do_not_wait_for_each_other(built, window):
-    """Each would begin where the one before it is busy, if all went through the queries from the first one on."""
+    """If all blocks visited the queries from the first one on, each would start where the block before it is busy."""
     call = scaling.Workload("chain", (1, 1, 1, 2048, 2048, 8), window=window)
     keys = scaling.Pass(0.0, [in_tiles(task) for task in scaling.record(built, call, "backward", 32)[1].tasks])
     longest = max(scaling.work(scaling.Pass(0.0, [task])) for task in keys.tasks)
