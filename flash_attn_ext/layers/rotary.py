@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .._flash_arguments import whole_number
+from .._tensor_checks import check_are_dense, check_is_dense
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -21,7 +22,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((rotated.to(x.dtype), rest), -1)
 
 
+_INTS = (torch.int32, torch.int64)
+
+
+def _check_offsets(cu_seqlens: Tensor, rows: int) -> None:
+    check_is_dense("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype not in _INTS:
+        got = f"shape {list(cu_seqlens.shape)} of {cu_seqlens.dtype}"
+        raise ValueError(f"cu_seqlens: got {got}; allowed: (sequences + 1) of int32 or int64")
+    if cu_seqlens.is_cpu and not torch.compiler.is_compiling():
+        wrong = cu_seqlens[0] != 0 or cu_seqlens[-1] != rows or (cu_seqlens.diff() < 0).any()
+        if wrong:
+            raise ValueError(f"cu_seqlens: got {cu_seqlens.tolist()}; allowed: offsets that ascend from 0 to {rows}")
+
+
 def check_rotary(cos: Tensor, sin: Tensor, head_dim: int) -> None:
+    check_are_dense({"cos": cos, "sin": sin}, ("cos", "sin"))
     if cos.dim() != 2 or cos.shape != sin.shape:
         raise ValueError(f"sin: got shape {list(sin.shape)}; allowed: cos's shape, (positions, rotary_dim / 2)")
     if 2 * cos.shape[1] > head_dim:
@@ -44,8 +60,17 @@ def _rows_of_tables(
 ) -> tuple[Tensor, Tensor]:
     """Returns rows of cos and sin for ``x``: (B, S, 1, rotary_dim / 2), or (T, 1, rotary_dim / 2) if packed."""
     check_rotary(cos, sin, x.shape[-1])
+    sequences = x.shape[0]
+    if cu_seqlens is not None:
+        _check_offsets(cu_seqlens, x.shape[0])
+        sequences = len(cu_seqlens) - 1
     by_sequence = isinstance(seqlen_offsets, Tensor) and seqlen_offsets.dim() > 0
-    offset = seqlen_offsets if by_sequence else whole_number("seqlen_offsets", seqlen_offsets)
+    if by_sequence and (seqlen_offsets.shape != (sequences,) or seqlen_offsets.dtype not in _INTS):
+        raise ValueError(
+            f"seqlen_offsets: got shape {list(seqlen_offsets.shape)} of {seqlen_offsets.dtype}; allowed: an int, or "
+            f"({sequences},) of int32 or int64"
+        )
+    offset = seqlen_offsets if by_sequence else whole_number("seqlen_offsets", seqlen_offsets) or 0
     if cu_seqlens is None:
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
         positions = positions + (offset[:, None] if by_sequence else offset)
@@ -121,6 +146,12 @@ def apply_rotary_emb(
     Returns:
         ``x``'s shape and dtype; differentiable.
     """
+    check_is_dense("x", x)
+    if x.dim() != (4 if cu_seqlens is None else 3):
+        raise ValueError(
+            f"x: got shape {list(x.shape)}; allowed: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) "
+            "with cu_seqlens"
+        )
     cos, sin = _rows_of_tables(cos, sin, x, seqlen_offsets, cu_seqlens)
     return _rotate_in_place(x, interleaved, [(..., cos, sin)]) if inplace else rotate(x, cos, sin, interleaved)
 
@@ -147,6 +178,7 @@ def apply_rotary_emb_qkv_(
         interleaved, seqlen_offsets: as in :func:`apply_rotary_emb`.
         num_heads_q: only for the second form of ``qkv``, where it is needed.
     """
+    check_is_dense("qkv", qkv)
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k = (slice(None), slice(None), 0), (slice(None), slice(None), 1)
     elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
@@ -169,6 +201,7 @@ def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
     """Rotates k in ``kv`` (B, S, 2, H_k, D), in place, and returns ``kv``. v stays as it is."""
+    check_is_dense("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv: got shape {list(kv.shape)}; allowed: (batch, seqlen, 2, heads_k, head_dim)")
     tables = _rows_of_tables(cos, sin, kv, seqlen_offsets)

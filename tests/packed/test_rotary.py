@@ -154,3 +154,28 @@ def test_xpos_scores_depend_on_distances_alone():
 
 def test_the_older_name():
     assert rotary.apply_rotary_emb_func is apply_rotary_emb
+
+
+X, TABLE = torch.randn(2, 7, 3, 24), torch.ones(50, 8)
+WRONG = {
+    "x, a list": (dict(x=[1.0]), TypeError, "x: got list; allowed: a torch.Tensor"),
+    "x, 3-D": (dict(x=X[0]), ValueError, r"x: got shape \[7, 3, 24\]; allowed"),
+    "x, packed and 4-D": (dict(cu_seqlens=torch.tensor([0, 2])), ValueError, r"x: got shape \[2, 7, 3, 24\]; allowed"),
+    "cos": (dict(cos=1.0), TypeError, "cos: got float; allowed: a torch.Tensor"),
+    "sin": (dict(sin=torch.ones(50, 7)), ValueError, r"sin: got shape \[50, 7\]; allowed: cos's shape"),
+    "rotary_dim": (dict(cos=torch.ones(50, 13), sin=torch.ones(50, 13)), ValueError, "cos: got rotary_dim 26; allowed"),
+    "offset, a float": (dict(seqlen_offsets=1.5), TypeError, "seqlen_offsets: got 1.5; allowed"),
+    "offset, negative": (dict(seqlen_offsets=-1), ValueError, "cos: got positions -1 to 5; allowed: 0 to 49"),
+    "offsets": (dict(seqlen_offsets=torch.zeros(3).int()), ValueError, r"seqlen_offsets: got shape \[3\]"),
+    "offsets, floats": (dict(seqlen_offsets=torch.zeros(2)), ValueError, r"seqlen_offsets: got shape \[2\] of"),
+    "cu_seqlens, a list": (dict(x=X[0], cu_seqlens=[0, 7]), TypeError, "cu_seqlens: got list; allowed"),
+    "cu_seqlens, too short": (dict(x=X[0], cu_seqlens=torch.tensor([0, 6])), ValueError, r"cu_seqlens: got \[0, 6\]"),
+    "cu_seqlens, floats": (dict(x=X[0], cu_seqlens=torch.tensor([0.0, 7.0])), ValueError, "cu_seqlens: got shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_errors_name_the_argument(case):
+    changed, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        apply_rotary_emb(**dict(x=X, cos=TABLE, sin=TABLE) | changed)
