@@ -69,6 +69,23 @@ def sink_of(sink: Tensor | None, query: Tensor) -> Tensor | None:
     return sink.to(torch.promote_types(torch.float32, query.dtype))
 
 
+def check_dimensions(form: str, **tensors: object) -> None:
+    """Raises unless each argument is a tensor with as many dimensions as ``form`` has, such as "(B, S, heads, D)"."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: got {type(t).__name__}; allowed: a torch.Tensor")
+        if t.dim() != form.count(",") + 1:
+            raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: {form}")
+
+
+def unbound(name: str, t: Tensor, dim: int, form: str) -> tuple[Tensor, ...]:
+    """Returns the parts of a packed tensor. The size of dimension ``dim`` is written in ``form``: 2 or 3."""
+    check_dimensions(form, **{name: t})
+    if str(t.shape[dim]) != form.strip("()").split(", ")[dim]:
+        raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: {form}")
+    return t.unbind(dim)
+
+
 def exactly_one_name(name: str, value: Tensor | None, other: str, given: Tensor | None) -> Tensor | None:
     """Returns the value of an argument that has two names. Raises if both are given."""
     if value is None:

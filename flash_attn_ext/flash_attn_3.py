@@ -84,6 +84,8 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attn_func` with qkv (B, S, 3, H, D); or (B, S, num_heads_q + 2 * H_k, D), the heads of q first, then
     k's, then v's."""
+    if not isinstance(qkv, Tensor):
+        raise TypeError(f"qkv: got {type(qkv).__name__}; allowed: a torch.Tensor")
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
     elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:

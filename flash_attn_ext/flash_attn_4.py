@@ -125,7 +125,7 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     if page_table is not None and (cu_seqlens_k is not None or seqused_k is None):
         raise ValueError("seqused_k: got page_table without seqused_k, or with cu_seqlens_k; allowed: seqused_k alone")
-    whole_q = q.shape
+    given_q = q
     q, cu_seqlens_q, max_seqlen_q = _packed("q", q, cu_seqlens_q, max_seqlen_q)
     if page_table is None:
         v, *_ = _packed("v", v, cu_seqlens_k, max_seqlen_k)
@@ -135,8 +135,8 @@ def flash_attn_varlen_func(
         _window(window_size, causal), softcap or 0.0, None, deterministic, True, page_table, seqused_q=seqused_q,
         seqused_k=seqused_k, num_splits=check_hints(num_splits, pack_gqa), learnable_sink=learnable_sink,
     )  # fmt: skip
-    if len(whole_q) == 4:
-        out, lse = out.unflatten(0, whole_q[:2]), lse.unflatten(1, whole_q[:2]).transpose(0, 1)
+    if given_q.dim() == 4:
+        out, lse = out.unflatten(0, given_q.shape[:2]), lse.unflatten(1, given_q.shape[:2]).transpose(0, 1)
     return out, lse
 
 
@@ -144,6 +144,8 @@ def _packed(name: str, t: Tensor, cu_seqlens: Tensor | None, longest: int | None
     """Rows (T, H, D), their offsets and the longest sequence, from a packed or a padded tensor."""
     if cu_seqlens is not None:
         return t, cu_seqlens, longest
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: got {type(t).__name__}; allowed: a torch.Tensor")
     if t.dim() != 4:
         raise ValueError(
             f"{name}: got shape {list(t.shape)}; allowed: (batch, seqlen, heads, head_dim), or 3-D with its cu_seqlens"

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from . import _ops
-from ._flash_arguments import exactly_one_name, refuse_given, sink_of, true_or_false, whole_number, window_of
+from ._flash_arguments import (
+    check_dimensions,
+    exactly_one_name,
+    refuse_given,
+    sink_of,
+    true_or_false,
+    unbound,
+    whole_number,
+    window_of,
+)
 from ._options import checked_options, operator_options
 from .functional import flash_attn
 from .kvcache import flash_attn_with_kvcache
@@ -63,6 +72,7 @@ def flash_attn_func(
     included; a query without keys gets 0. ``learnable_sink`` is the ``sink`` of :func:`flash_attn_ext.flash_attn`, (H).
     """
     refuse_given(qv=qv)
+    check_dimensions("(batch, seqlen, heads, head_dim)", q=q, k=k, v=v)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
     out, lse = flash_attn(*heads_first, num_splits=num_splits, sink=sink_of(learnable_sink, q), **options)
@@ -83,7 +93,8 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """:func:`flash_attn_func` with k and v in kv (B, S_k, 2, H_k, D). Its gradient is of kv's shape."""
-    return flash_attn_func(q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+    k, v = unbound("kv", kv, 2, "(batch, seqlen, 2, heads_k, head_dim)")
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
                            deterministic, return_attn_probs)  # fmt: skip
 
 
@@ -99,7 +110,8 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """:func:`flash_attn_func` with q, k and v in qkv (B, S, 3, H, D)."""
-    return flash_attn_func(*qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+    q, k, v = unbound("qkv", qkv, 2, "(batch, seqlen, 3, heads, head_dim)")
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
                            deterministic, return_attn_probs)  # fmt: skip
 
 
@@ -142,8 +154,11 @@ def flash_attn_varlen_func(
         for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k), ("num_splits", num_splits))
     )
     causal = true_or_false("causal", causal)
+    check_dimensions("(total_q, heads, head_dim)", q=q)
+    rows = "(total_k, heads_k, head_dim)" if block_table is None else "(num_pages, page_size, heads_k, head_dim)"
+    check_dimensions(rows, k=k, v=v)
     if block_table is not None:
-        lengths = _lengths_in_pages(q, k, v, cu_seqlens_k, seqused_k, block_table)
+        lengths = _lengths_in_pages(k, cu_seqlens_k, seqused_k, block_table)
         if seqused_q is not None:
             raise NotImplementedError("seqused_q: got a tensor together with block_table; allowed there: None")
         window = window_of(window_size)
@@ -164,12 +179,8 @@ def flash_attn_varlen_func(
     return (out, lse, None) if return_attn_probs else out
 
 
-def _lengths_in_pages(q, k, v, cu_seqlens_k, seqused_k, block_table) -> Tensor:
+def _lengths_in_pages(k, cu_seqlens_k, seqused_k, block_table) -> Tensor:
     """Returns the number of keys that each sequence has in its pages."""
-    if k.dim() != 4:
-        raise ValueError(
-            f"k: got shape {list(k.shape)}; allowed with block_table: (num_pages, page_size, heads_k, head_dim)"
-        )
     if seqused_k is not None:
         return seqused_k
     lengths, most = cu_seqlens_k.diff(), k.shape[1] * block_table.shape[-1]
@@ -197,8 +208,9 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """:func:`flash_attn_varlen_func` with k and v in kv (T_k, 2, H_k, D)."""
+    k, v = unbound("kv", kv, 1, "(total_k, 2, heads_k, head_dim)")
     return flash_attn_varlen_func(
-        q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip
 
@@ -217,7 +229,8 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """:func:`flash_attn_varlen_func` with q, k and v in qkv (T, 3, H, D)."""
+    q, k, v = unbound("qkv", qkv, 1, "(total, 3, heads, head_dim)")
     return flash_attn_varlen_func(
-        *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size,
         softcap, alibi_slopes, deterministic, return_attn_probs,
     )  # fmt: skip

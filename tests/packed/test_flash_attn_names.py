@@ -138,6 +138,45 @@ def test_an_argument_without_a_kernel_is_refused():
         interface.flash_attn_varlen_func(*arguments, block_table=torch.where(table == table[1, 0], 99, table))
 
 
+ROWS, OFFSETS = torch.randn(5, 4, 8), torch.tensor([0, 5])
+BAD_SHAPES = {
+    "3-D": (lambda: interface.flash_attn_func(ROWS, ROWS, ROWS), "q: got shape .5, 4, 8.; allowed: .batch, seqlen, h"),
+    "k": (lambda: interface.flash_attn_func(ROWS[None], ROWS, ROWS), "k: got shape .5, 4, 8.; allowed: .batch"),
+    "qkv": (
+        lambda: interface.flash_attn_qkvpacked_func(torch.randn(2, 5, 4, 4, 8)),
+        "qkv: got shape .2, 5, 4, 4, 8",
+    ),
+    "kv": (lambda: interface.flash_attn_kvpacked_func(ROWS[None], ROWS[None]), "kv: got shape .1, 5, 4, 8.; allowed"),
+    "packed, 4-D": (
+        lambda: interface.flash_attn_varlen_func(ROWS[None], ROWS, ROWS, OFFSETS, OFFSETS, 5, 5),
+        "q: got shape .1, 5, 4, 8.; allowed: .total_q, heads, head_dim",
+    ),
+    "packed qkv": (
+        lambda: interface.flash_attn_varlen_qkvpacked_func(ROWS[:, :, None], OFFSETS, 5),
+        "qkv: got shape .5, 4, 1, 8.; allowed: .total, 3, heads, head_dim",
+    ),
+    "packed kv": (
+        lambda: interface.flash_attn_varlen_kvpacked_func(ROWS, ROWS, OFFSETS, OFFSETS, 5, 5),
+        "kv: got shape .5, 4, 8.; allowed: .total_k, 2, heads_k, head_dim",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SHAPES)
+def test_another_shape_is_refused(case):
+    """Tensors (S, H, D) gave the attention of other rows: they were read as (heads, head_dim, seqlen)."""
+    call, message = BAD_SHAPES[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_no_tensor_is_refused():
+    with pytest.raises(TypeError, match="k: got list; allowed: a torch"):
+        interface.flash_attn_func(ROWS[None], [1.0], ROWS[None])
+    with pytest.raises(TypeError, match="qkv: got NoneType"):
+        interface.flash_attn_qkvpacked_func(None)
+
+
 def make_pages():
     """Packed q, (k, v) in pages of 16, the table, offsets of 5 and 8 queries and of 20 and 64 keys."""
     pages = torch.randn(2, 10, 16, 2, 16)
