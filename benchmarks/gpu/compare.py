@@ -36,7 +36,7 @@ class Trials:
         self.given_up: dict[tuple, str] = {}
 
     def good(self, problem: Problem, backward: bool) -> tuple[dict[str, str], dict[str, str]]:
-        """Tiers of those that may, by method; and why the others may not."""
+        """The tiers of the methods that can run, by method; and the reasons of the other methods."""
         tiers, refused = {}, {}
         for name in OURS:
             kind = (name, backward, problem.D)
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
                 continue
             for backward in (False, True):
                 record["rows"].append(measure(problem, backward, args, peak, trials))
-                output.write_json(record, args.json)  # after each: a time-out leaves what there is
+                output.write_json(record, args.json)  # after each, so that a time-out leaves the rows so far
     output.write_text(text(record), args.text)
     plot_comparison(record, args.plot)
 

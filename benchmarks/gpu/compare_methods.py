@@ -26,7 +26,7 @@ def flash_attn_2() -> Callable | None:
         return None
 
     def attention(q, k, v, *, is_causal):
-        # It wants (B, S, H, D) and takes any strides but the last: a transposed view costs nothing.
+        # It needs (B, S, H, D), with any strides but the last: a transposed view costs nothing.
         return flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=is_causal).transpose(1, 2)
 
     return attention

@@ -1,4 +1,4 @@
-"""Decoding, one query a sequence: how fast K and V are read, as a fraction of what a copy on this GPU moves.
+"""Decoding, one query a sequence: how fast K and V are read, as a fraction of the rate of a copy on this GPU.
 
 bfloat16, D 128. Bytes are those of K and V, each once; the copy's are those read and those written.
 """

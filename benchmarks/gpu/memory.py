@@ -1,6 +1,6 @@
 """Peak memory of one training step against S, of torch's allocator, each method in a process of its own.
 
-B 1, H 8, D 64, bfloat16. Inputs are there before; results, and what the step needs between, count.
+B 1, H 8, D 64, bfloat16. Inputs are allocated before and do not count. Results and temporary memory count.
 """
 
 import argparse

@@ -42,8 +42,8 @@ Program = list[Work | Product | Wait | Meet]
 
 
 class Warpgroup:
-    def __init__(self, its_program: Program, turns: int):
-        self.steps = deque(its_program * turns)
+    def __init__(self, its_program: Program, iterations: int):
+        self.steps = deque(its_program * iterations)
         self.left = 0.0  # of the current work, in cycles alone
         self.busy: Work | None = None
         self.batches: list[float] = []  # when each one is done; inf: it is not ended
@@ -55,9 +55,9 @@ class Warpgroup:
         return max(ended, default=0.0)
 
 
-def simulate(its_program: Program, consumers: int, turns: int) -> float:
-    """Cycles until all warpgroups have made so many turns."""
-    groups = [Warpgroup(its_program, turns) for _ in range(consumers)]
+def simulate(its_program: Program, consumers: int, iterations: int) -> float:
+    """Cycles until all warpgroups have made so many iterations."""
+    groups = [Warpgroup(its_program, iterations) for _ in range(consumers)]
     now, tensor_free = 0.0, 0.0
     while any(group.steps or group.busy for group in groups):
         for group in groups * 2:  # the last one to a meeting lets the others go on
@@ -86,7 +86,7 @@ def simulate(its_program: Program, consumers: int, turns: int) -> float:
 
 
 def advance(group: Warpgroup, groups: list[Warpgroup], now: float, tensor_free: float) -> float:
-    """Starts what the warpgroup can start now. Returns when the tensor cores are free."""
+    """Starts all products that the warpgroup can start now. Returns the time when the tensor cores are free."""
     while group.steps and not group.busy:
         step = group.steps[0]
         if isinstance(step, Work):

@@ -1,7 +1,7 @@
 """What keeps our kernels busy, by Nsight Compute: one forward and one backward of each head dimension.
 
-Of each kernel its time, how busy tensor cores, shared memory, L2 and memory were, and what its warps waited for most.
-Everything that ncu read is in the JSON. With --child it makes the calls: that is what ncu looks at.
+For each kernel: its time, how busy tensor cores, shared memory, L2 and memory were, and the main reason for waits.
+Everything that ncu read is in the JSON. With --child it makes the calls; ncu runs this.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def command(ncu: str, report: Path) -> list[str]:
 
 
 def rows_of(report: str) -> list[dict]:
-    """Of `ncu --csv --page raw`, whose second line holds units: the kernels with all that was read of them."""
+    """The kernels in the output of `ncu --csv --page raw`, with all their metrics. Its second line has units."""
     lines = report.splitlines()
     header = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
     if header is None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 TOKENS, COLUMNS = 16384, 2048  # of a batch, of all heads
-LENGTHS = [16384, 1024, 8192, 4096, 2048, 512]  # what tells most comes first
+LENGTHS = [16384, 1024, 8192, 4096, 2048, 512]  # the most informative ones come first
 HEAD_DIMS = [128, 64, 256]
 
 

@@ -1,4 +1,4 @@
-"""Reads machine code (SASS): a kernel's instructions, and those of one turn of its main loop."""
+"""Reads machine code (SASS): a kernel's instructions, and those of one iteration of its main loop."""
 
 import heapq
 import os
@@ -78,15 +78,15 @@ def functions(text: str) -> dict[str, list[Instruction]]:
 
 
 def main_loop(code: list[Instruction]) -> list[Instruction]:
-    """What runs in one turn of the loop that holds the most products, on its shortest way.
+    """What runs in one iteration of the loop that holds the most products, on its shortest way.
 
     The shortest way is that of a whole tile whose copies have landed: the code for tiles at the edge and the loops that
     wait are left out.
     """
     place = {instruction.address: n for n, instruction in enumerate(code)}
     backward = [(place[i.target], n) for n, i in enumerate(code) if i.target in place and place[i.target] <= n]
-    turns = [[code[n] for n in way] for begin, end in backward if (way := shortest_way(code, place, begin, end))]
-    return max(turns, key=lambda turn: (count(turn, *PRODUCTS), -len(turn)))
+    iterations = [[code[n] for n in way] for begin, end in backward if (way := shortest_way(code, place, begin, end))]
+    return max(iterations, key=lambda iteration: (count(iteration, *PRODUCTS), -len(iteration)))
 
 
 def slow_instructions(code: list[Instruction]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Times the sm90 forward with each switch of csrc/cuda/sm90/switches.h on and off, and compares what comes out.
+"""Times the sm90 forward with each switch of csrc/cuda/sm90/switches.h on and off, and compares the results.
 
 Needs nvcc and a GPU of compute capability 9.0. The program is switches.cu, compiled once as the switches are and once
 with each of them off.

@@ -1,4 +1,4 @@
-"""How fast the sm90 kernels can be, from their machine code: TFLOP/s for each shape, and what bounds it.
+"""How fast the sm90 kernels can be, from their machine code: TFLOP/s for each shape, and the unit that bounds it.
 
 The main loop's instructions are read from SASS. A block's consumer warpgroups then run them against each other
 (multiprocessor.py); between two products a warpgroup needs issue slots, and the units for exponentials, other
@@ -70,7 +70,7 @@ class Tiling:
     owns_keys: bool  # a block owns a tile of keys and walks over queries; else the other way round
 
     def loaded_bytes(self, dims: HeadDims) -> float:
-        """From L2 in a turn: two tiles of 16 bits; the backward adds a tile of dQ in fp32."""
+        """From L2 in a iteration: two tiles of 16 bits; the backward adds a tile of dQ in fp32."""
         return (8 * self.rows if self.owns_keys else 4 * self.keys) * dims.mean
 
 
@@ -87,7 +87,7 @@ TILINGS = {
 }
 
 
-# ---- one turn of the main loop, as a warpgroup's program
+# ---- one iteration of the main loop, as a warpgroup's program
 
 
 def program(loop: list[sass_listing.Instruction]) -> Program:
@@ -141,12 +141,12 @@ def unit_of(name: str) -> str | None:
     return None if base.startswith(UNIFORM) else "ALU"
 
 
-# ---- one turn of a block
+# ---- one iteration of a block
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Cycles of one turn of a block's main loop: simulated, and what each unit would need alone."""
+class Iteration:
+    """Cycles of one iteration of a block's main loop: simulated, and the cycles that each unit would need alone."""
 
     cycles: float
     units: dict[str, float]
@@ -158,10 +158,10 @@ class Turn:
         return f"{unit} {self.units[unit] / self.cycles:.0%}"
 
 
-TURNS = 12  # simulated; the first ones fill the pipeline
+ITERATIONS = 12  # simulated; the first ones fill the pipeline
 
 
-def turn_of(its_program: Program, tiling: Tiling, dims: HeadDims) -> Turn:
+def iteration_of(its_program: Program, tiling: Tiling, dims: HeadDims) -> Iteration:
     total: dict[str, float] = {"tensor": 0.0, "shared memory": 0.0}
     for step in its_program:
         if isinstance(step, Product):
@@ -173,9 +173,9 @@ def turn_of(its_program: Program, tiling: Tiling, dims: HeadDims) -> Turn:
     loaded = tiling.loaded_bytes(dims)
     total["shared memory"] += total.pop("lsu", 0.0) + loaded / SHARED_BYTES
     total["L2"] = loaded / L2_BYTES
-    turns = [simulate(its_program, tiling.consumers, n) for n in (TURNS // 2, TURNS)]
-    cycles = (turns[1] - turns[0]) / (TURNS - TURNS // 2)
-    return Turn(max(cycles, *total.values()), total)
+    iterations = [simulate(its_program, tiling.consumers, n) for n in (ITERATIONS // 2, ITERATIONS)]
+    cycles = (iterations[1] - iterations[0]) / (ITERATIONS - ITERATIONS // 2)
+    return Iteration(max(cycles, *total.values()), total)
 
 
 # ---- a whole call
@@ -242,9 +242,9 @@ def deal_in_rounds(tiles: list[int], lengths: list[float]) -> list[float]:
     return times
 
 
-def seconds(problem: Problem, backward: bool, turn: Turn, tiling: Tiling, dims: HeadDims) -> float:
+def seconds(problem: Problem, backward: bool, iteration: Iteration, tiling: Tiling, dims: HeadDims) -> float:
     tiles = tasks_in_order(problem, tiling, dims)
-    lengths = [BLOCK_CYCLES + (count + 1) * turn.cycles for count in tiles]
+    lengths = [BLOCK_CYCLES + (count + 1) * iteration.cycles for count in tiles]
     is_persistent = not backward and dims.qk <= 128
     times = deal_in_rounds(tiles, lengths) if is_persistent else deal_as_they_end(lengths)
     # The backward's other kernels read out and dout, and write, read and round dQ's sums.
@@ -253,19 +253,22 @@ def seconds(problem: Problem, backward: bool, turn: Turn, tiling: Tiling, dims: 
 
 
 def prediction(problem: Problem, backward: bool, head_dim_v: int | None = None) -> dict | None:
-    """TFLOP/s and what bounds them; None without the tools to read machine code, or for another head dimension."""
+    """TFLOP/s and the unit that bounds them. None without the tools, or for a head dimension without a kernel."""
     dims = HeadDims(problem.D, head_dim_v or problem.D)
     kernel = ("backward" if backward else "forward", dims)
-    turn = turns().get(kernel)
-    if turn is None:
+    iteration = iterations().get(kernel)
+    if iteration is None:
         return None
     flops = problem.flops(backward) * dims.mean / problem.D
-    return {"TFLOP/s": flops / seconds(problem, backward, turn, TILINGS[kernel], dims) / 1e12, "bound": turn.bound}
+    return {
+        "TFLOP/s": flops / seconds(problem, backward, iteration, TILINGS[kernel], dims) / 1e12,
+        "bound": iteration.bound,
+    }
 
 
 @functools.cache
-def turns() -> dict[tuple[str, HeadDims], Turn]:
-    return {kernel: turn_of(program(loop), TILINGS[kernel], kernel[1]) for kernel, loop in main_loops().items()}
+def iterations() -> dict[tuple[str, HeadDims], Iteration]:
+    return {kernel: iteration_of(program(loop), TILINGS[kernel], kernel[1]) for kernel, loop in main_loops().items()}
 
 
 @functools.cache
@@ -295,7 +298,7 @@ def machine_code(way: str) -> Path:
 
 
 def compile_machine_code() -> None:
-    """Both passes at once; it takes seconds."""
+    """Forward and backward at once, in seconds."""
     compiler = units.nvcc()
     if compiler is None:
         raise FileNotFoundError("needs nvcc: CUDA_HOME, /usr/local/cuda and PATH have none")
@@ -315,13 +318,13 @@ def compile_machine_code() -> None:
 
 def text() -> Iterator:
     yield f"What the sm90 kernels can reach at {CLOCK / 1e9:g} GHz, bf16, by a model of their machine code"
-    yield "Cycles of one turn of a block's main loop; of each unit, what it alone would need\n"
+    yield "Cycles of one iteration of a block's main loop; of each unit, what it alone would need\n"
     columns = ["tensor", "exponentials", "issue", "ALU", "fp32", "shared memory", "L2"]
     lines = []
     for kernel in TILINGS:
-        way, dims, turn = *kernel, turns()[kernel]
-        line = [f"{way} {dims}", str(len(main_loops()[kernel])), f"{turn.cycles:.0f}"]
-        lines.append([*line, *(f"{turn.units.get(unit, 0):.0f}" for unit in columns), turn.bound])
+        way, dims, iteration = *kernel, iterations()[kernel]
+        line = [f"{way} {dims}", str(len(main_loops()[kernel])), f"{iteration.cycles:.0f}"]
+        lines.append([*line, *(f"{iteration.units.get(unit, 0):.0f}" for unit in columns), iteration.bound])
     yield output.table(["", "instructions", "cycles", *columns, "most busy"], lines)
     yield "\nTFLOP/s, full / causal\n"
     lengths = sorted(LENGTHS)
@@ -339,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, metavar="FILE", help="for the tables")
     args = parser.parse_args(argv)
-    if not turns():
+    if not iterations():
         return 1
     output.write_text(text(), args.text)
     return 0

@@ -1,4 +1,4 @@
-"""Timing on a GPU with CUDA events, functions in turn; and what the same GPU reaches on a matmul and on a copy."""
+"""Timing on a GPU with CUDA events, functions in turn; and the same GPU's rates of a matmul and of a copy."""
 
 import statistics
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-MATMUL = 8192  # rows and columns of the bf16 product that stands for the GPU's peak
+MATMUL = 8192  # rows and columns of the bf16 product that represents the GPU's peak
 COPY_BYTES = 1 << 30
 SLEEP_CYCLES = 1_000_000  # about half a millisecond
 

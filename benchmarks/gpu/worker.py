@@ -1,6 +1,6 @@
 """Tasks on the GPU in a process of their own, so that one that hangs or breaks the CUDA context costs only itself.
 
-The parent holds a `Worker` and asks it one task after the other. A task that takes too long, or whose process dies, is
+The parent has a `Worker` and gives it one task after the other. A task that is too slow, or kills its process, is
 an error; the next task gets a new process. The child calls `serve`.
 """
 
@@ -28,7 +28,7 @@ class Worker:
         self.received = b""
 
     def ask(self, task: dict, seconds: float) -> dict:
-        """{"result": what the child's function returned} or {"error": why there is none}.
+        """{"result": result of the child's function} or {"error": reason}.
 
         "broken" is there too where the process had to be given up: the task hung, crashed or left a CUDA error.
         """
@@ -102,7 +102,7 @@ class Worker:
 def serve(function: Callable[[dict], object]) -> None:
     """The child: answers each task on stdin with what function(task) returns or raises, until stdin ends."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no reply
+    os.dup2(2, 1)  # output of libraries is no reply
 
     def reply(message: dict) -> None:
         print(json.dumps(message), file=replies, flush=True)

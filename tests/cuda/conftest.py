@@ -7,13 +7,13 @@ from helpers import check_against_reference
 
 @pytest.fixture(scope="session")
 def built():
-    """Where the CUDA kernels' host build lies, after rebuilding what changed."""
+    """The path of the CUDA kernels' host build, after rebuilding changed files."""
     return library.build()
 
 
 @pytest.fixture
 def kernels(built):
-    """flash_attn on CPU tensors runs the CUDA kernels; the library, whose order of threads and splits may be set."""
+    """Lets flash_attn on CPU tensors run the CUDA kernels. A test may set the library's order of threads and splits."""
     with library.as_cpu_kernels(library.Library(built)) as loaded:
         yield loaded
 

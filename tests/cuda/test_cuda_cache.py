@@ -107,7 +107,7 @@ def test_pages_give_the_bits_of_a_contiguous_cache(kernels):
 
 @pytest.mark.parametrize("hostile", [-5, 1 << 30])
 def test_hostile_numbers_read_nothing_outside(kernels, hostile):
-    """The host run checks every access; what comes out does not matter."""
+    """The host run checks every access; the results do not matter."""
     q = torch.randn(sum(FEW), HEADS, 64).bfloat16()
     caches = [torch.randn(5, 300, HEADS_KV, 64).bfloat16() for _ in range(2)]
     pages, table = paged(caches, 20)

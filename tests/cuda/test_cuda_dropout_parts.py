@@ -1,7 +1,7 @@
 """Dropout of a part of the score matrix, as a process of context parallelism has it, in the CUDA kernels on the host.
 
-Each process drops what one process with the whole sequence would drop: what is counted is an element's place in the
-whole (csrc/core/params.h, DropoutParams).
+Each process drops the elements that one process with the whole sequence would drop. It counts an element's position
+in the whole (csrc/core/params.h, DropoutParams).
 """
 
 import math
@@ -51,7 +51,7 @@ def test_a_part_drops_the_elements_that_the_whole_drops(kernels, part, dtype):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_the_bits_of_a_part(kernels, part):
-    """Read from the kernels' own results: an identity as value shows the row's weights, those dropped are 0."""
+    """With an identity as value, out is the row's weights; dropped weights are 0."""
     kept = of_whole(part)
     (row, col, head), (rows, columns, heads) = PARTS[part]
     q, k = torch.randn(BATCH, heads, rows, 8), torch.randn(BATCH, heads, columns, 8)

@@ -33,7 +33,7 @@ def test_the_operators_run_the_cuda_kernels(kernels, monkeypatch, requires_grad)
         flash_attn(q, q, q)
 
 
-# The CPU kernels' tests of what must not reach a result, and of empty inputs.
+# The CPU kernels' tests of hidden values, which must not reach a result, and of empty inputs.
 test_a_partly_visible_nan = test_contract.test_a_partly_visible_nan_reaches_exactly_who_attends_to_it
 test_a_nan_query_or_gradient = test_contract.test_a_nan_query_or_gradient_reaches_only_keys_that_it_attends_to
 test_large_finite_mask_values = test_contract.test_large_finite_mask_values_are_not_minus_infinity
@@ -78,7 +78,7 @@ def test_everything_at_once(dtype, causal):
 @dtypes
 @pytest.mark.parametrize("seqlens", [(70, 131), (3, 131), (130, 67)], ids=str)
 def test_sink(kernels, dtype, seqlens):
-    """Of every tier that takes the call: 16 bits go to sm80. Some rows see nothing but the sink."""
+    """By every tier that can run the call: sm80 runs 16 bits. Some rows see nothing but the sink."""
     q, k, v = make_qkv(2, 4, *seqlens, 16, heads_kv=2, dtype=dtype)
     mask = torch.rand(2, 1, *seqlens) > 0.3
     mask[:, :, 0] = False
@@ -324,7 +324,7 @@ def test_results_do_not_depend_on_the_order_of_threads_and_blocks(kernels):
             assert torch.equal(a, b)
 
 
-# The kernels of tests/cuda_host/faulty.cu, and what must be reported.
+# The kernels of tests/cuda_host/faulty.cu, and the reports that they must give.
 FAULTS = {
     "missing_barrier_after_write": "race: |nobody wrote",
     "missing_barrier_before_overwrite": "race: ",

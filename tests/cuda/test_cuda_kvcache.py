@@ -36,7 +36,7 @@ test_a_hidden_guess_may_hold_anything = test_tree_mask.test_a_hidden_guess_may_h
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_every_byte(kernels, dtype):
-    """One key with the weight 1: out is the number that the byte stands for, NaN and Inf included."""
+    """One key with the weight 1: out is the value of the byte, NaN and Inf included."""
     cache = torch.arange(256, dtype=torch.uint8).view(dtype).view(1, 1, 1, 256)
     keys = torch.zeros(1, 1, 1, 256, dtype=torch.uint8).view(dtype)
     out = flash_attn_with_kvcache(torch.ones(1, 1, 1, 256), keys, cache)
@@ -61,7 +61,7 @@ def test_the_tier_and_why_no_faster_one(kernels):
 @pytest.mark.parametrize("hostile", [-5, 1 << 30])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_hostile_numbers_read_nothing_outside(kernels, hostile, page_size):
-    """The host run checks every access; what comes out does not matter."""
+    """The host run checks every access; the results do not matter."""
     q, k_cache, v_cache, block_table = make(torch.float32, 2, page_size)
     coded = [t.nan_to_num().to(torch.int8) for t in (k_cache, v_cache)]
     scales = [torch.rand(t.shape[:3]) for t in coded]

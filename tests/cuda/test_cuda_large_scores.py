@@ -23,7 +23,7 @@ def test_mask_values_up_to_the_largest_on_tensor_cores(kernels, dtype, seqlen_q)
     mask = torch.full((1, 1, seqlen_q, 40), lowest, dtype=dtype)
     out, lse = flash_attn(q, k, v, mask, return_lse=True)
     torch.testing.assert_close(lse, torch.full_like(lse, lowest), rtol=1e-3, atol=0)
-    if dtype == torch.bfloat16:  # of float16 the scores still count beside it
+    if dtype == torch.bfloat16:  # in float16 the scores still matter next to it
         assert (lse == lowest).all()
         torch.testing.assert_close(out, v.float().mean(2, keepdim=True).to(dtype).expand_as(out))
     mask[..., 7] = lowest * 0.875  # the one key that counts
@@ -36,7 +36,7 @@ def test_mask_values_up_to_the_largest_on_tensor_cores(kernels, dtype, seqlen_q)
 @pytest.mark.parametrize("deviation", [1, 10, 80])  # scores up to 3, 300, 20000
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_one_key_has_all_the_weight_on_tensor_cores(kernels, dtype, seqlen_q, deviation):
-    """P is 1: the fp32 that lies between rounds it by less than 16 bits would."""
+    """P is 1: fp32 in between rounds it less than 16 bits would."""
     q, k, v = (torch.randn(1, 2, n, 64).mul(f).to(dtype) for n, f in ((seqlen_q, deviation), (1, deviation), (1, 1)))
     dout = torch.randn(1, 2, seqlen_q, 64).to(dtype)
     (dv,) = torch.autograd.grad(flash_attn(q, k, v.requires_grad_()), v, dout)

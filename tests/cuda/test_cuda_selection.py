@@ -1,6 +1,6 @@
-"""Which CUDA tier runs a call, why no faster one, and what a forced tier or a build without its code does.
+"""Which CUDA tier runs a call, why no faster one does, and the errors of a forced tier or of a build without its code.
 
-The selector is the real one, built for the host (tests/cuda_host), which says what GPU and what build it sees.
+The selector is the real one, built for the host (tests/cuda_host), which sets the GPU and the build that it sees.
 """
 
 import os

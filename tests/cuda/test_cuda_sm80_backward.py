@@ -1,7 +1,7 @@
 """The backward on tensor cores of the sm80 tier, on the host (tests/cuda_host). No GPU has run it yet.
 
-A run fails on a wrong value, on what the host run finds, and where finite inputs needed the slow second computation of
-csrc/cuda/recompute.cuh: that would hide a fault of the kernel under test.
+A test fails on a wrong value, on a fault that the host run reports, and if a gradient of finite inputs holds a NaN:
+csrc/cuda/sm80/repair.cuh would hide it.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ def make(*shape, dtype=torch.bfloat16, **options):
     return make_qkv(*shape, dtype=dtype, **options)
 
 
-# Tiles of 128 keys by 64 queries, 32 beyond a head dimension of 64. test_cuda_sm80_backward_head_dims.py has those
-# beyond 128.
+# Tiles of 128 keys by 64 queries, 32 beyond a head dimension of 64. Head dimensions beyond 128 are in
+# test_cuda_sm80_backward_head_dims.py.
 @orders
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_deterministic(kernels, head_dim):
 
 
 class TestNotFinite:
-    """What is not finite reaches exactly the gradients of what it is multiplied with."""
+    """NaN and Inf reach exactly the gradients of the elements that they are multiplied with."""
 
     @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
     @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
@@ -217,7 +217,7 @@ class TestNotFinite:
             assert torch.equal(grad.isnan().any(-1)[0, 0], has_nan[name]), name
 
     def test_only_tiles_that_are_not_finite_are_computed_again(self, kernels):
-        """One batch of two holds a NaN: the other one's gradients stay those of tensor cores, to the bit."""
+        """One batch of two holds a NaN: the other one's gradients keep their bits."""
         q, k, v = make(2, 1, 100, 200, 64)
         grad = torch.randn_like(q)
         expected = torch.autograd.grad(flash_attn(q, k, v, is_causal=True), (q, k, v), grad)

@@ -82,7 +82,7 @@ def test_each_gradient_alone(kernels, wanted):
 
 @head_dims
 def test_strided_tensors(kernels, head_dim):
-    """Rows that are slices of wider ones: what lies beside them is NaN."""
+    """Rows that are slices of wider rows. The other columns are NaN."""
     inputs = [t.detach() for t in make(1, 2, 40, 70, head_dim)]
     grad = torch.randn(1, 2, 40, head_dim, dtype=torch.bfloat16)
 
@@ -112,7 +112,7 @@ def test_deterministic(kernels, head_dim):
 
 @pytest.mark.parametrize("column", [5, 250])
 def test_a_nan_of_v_reaches_who_attends_to_it(column):
-    """In one column of value row 40, of those in shared memory and of those in registers."""
+    """In one column of value row 40: a column in shared memory and a column in registers."""
     q, k, v = make(1, 1, 70, 100, 256)
     with torch.no_grad():
         v[:, :, 40, column] = torch.nan

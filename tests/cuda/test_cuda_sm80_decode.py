@@ -21,7 +21,7 @@ HEAD_DIMS = [64, 128, 256]
 
 
 def names_of_launched(kernels, monkeypatch):
-    """A list that grows by what each forward would have said: the reason against sm80, None for it."""
+    """A list with an entry for each forward: the reason against sm80, or None."""
     said = []
     pack = kernels.pack
 
@@ -300,7 +300,7 @@ class TestSelection:
 
 
 class TestPlan:
-    """How many splits the shape asks for, seen in the bytes of their partial results."""
+    """The number of splits for the shape, from the bytes of their partial results."""
 
     def splits(self, kernels, seqlen_k=8192, seqlen_q=1, window=None, **sizes):
         sizes = dict(batch=1, heads=32, heads_kv=32, head_dim=128, head_dim_v=128) | sizes

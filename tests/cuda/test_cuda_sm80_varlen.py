@@ -89,7 +89,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_pack(kernels, head_dim, c
     together = own_rows(run(kernels, *inputs, LONG, **options), LONG)
     parts = [t.split([n[side] for n in LONG]) for t, side in zip(inputs, (0, 1, 1, 0), strict=True)]
     for lengths, alone, ours in zip(LONG, zip(*parts, strict=True), together, strict=True):
-        # A longer sequence of zeros beside it: the call is then cut as the pack is.
+        # With a longer sequence of zeros in the batch, the call is cut like the pack.
         longest = (130, 150)
         beside = [torch.zeros_like(t) for t in inputs_of([longest], head_dim=head_dim)]
         pair = [torch.cat(two) for two in zip(alone, beside, strict=True)]
@@ -146,14 +146,14 @@ def test_rows_that_are_not_used_are_neither_read_nor_written(kernels):
 @pytest.mark.parametrize("few", [False, True], ids=["tiles", "splits"])
 @hostile_offsets
 def test_hostile_offsets_read_nothing_outside(kernels, cu_seqlens, few, deterministic):
-    """The host run checks every access; what comes out does not matter."""
+    """The host run checks every access; the results do not matter."""
     inputs = inputs_of([(90, 90)])
     lengths = [(8 if few else 40, 40)] * 3
     run(kernels, *inputs, lengths, cu_seqlens=cu_seqlens, causal=True, lower_right=True, deterministic=deterministic)
 
 
 def test_sums_of_dq_grow_with_all_rows_not_with_the_longest(kernels):
-    """One long sequence and many short ones: of the workspace only what counts tiles is padded to the longest."""
+    """One long sequence and many short ones. Only the workspace's counts of tiles are padded to the longest."""
     batch, longest, total, head_dim = 100, 10_000, 20_000, 64
     sizes = library.Sizes(batch, 1, 1, longest, longest, head_dim, head_dim)
     offsets = library.offsets(torch.zeros(batch + 1, dtype=torch.int32))

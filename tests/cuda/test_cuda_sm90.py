@@ -97,7 +97,7 @@ def test_strided_inputs(kernels, layout):
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize(("first", "taken"), [(8, True), (1, False)])
 def test_slices_of_wider_rows(kernels, which, first, taken):
-    """TMA takes what starts at a multiple of 16 bytes; the rest goes to another tier."""
+    """TMA needs tensors that start at a multiple of 16 bytes; another tier runs the other calls."""
     inputs = make(2, 3, 70, 200, 64)
     expected, _ = check_forward(kernels, *inputs)
     wide = torch.randn(*inputs[which].shape[:3], 80).to(torch.bfloat16)
@@ -111,7 +111,7 @@ def test_slices_of_wider_rows(kernels, which, first, taken):
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("dim", [1, 2])
 def test_overlapping_views_go_elsewhere(kernels, which, dim):
-    """TMA takes no step that is smaller than a row."""
+    """TMA needs steps of at least a row."""
     inputs = make(2, 3, 70, 200, 64)
     shape = inputs[which].shape
     strides = [shape[2] * 64, shape[2] * 64, 64, 1] if dim == 2 else [64 * 1024, 32, 256, 1]
@@ -125,7 +125,7 @@ def test_overlapping_views_go_elsewhere(kernels, which, dim):
 
 @pytest.mark.parametrize("head_dim", TILES)
 def test_dimensions_of_one_element(kernels, head_dim):
-    """Their strides are never stepped along, and still have to be ones that the driver takes."""
+    """No copy uses their strides, but the driver still checks them."""
     q, k, v = make(1, 1, 20, 1, head_dim)
     expected = check_forward(kernels, q, k, v)[0]
     odd = [t.as_strided(t.shape, (3, 3, 3 if t.shape[2] == 1 else head_dim, 1)) for t in (q, k, v)]
@@ -196,7 +196,7 @@ def test_work_where_much_is_nan(kernels, case, options):
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize("head_dim", TILES)
 def test_masked_values_cannot_poison(kernels, head_dim, where, poison):
-    """0 x NaN is NaN: rows that do not see the poisoned key are computed once more, without it."""
+    """0 x NaN is NaN: rows that do not see the poisoned key are repaired."""
     q, k, v = make(1, 2, 150, 150, head_dim)
     (k if where == "key" else v)[:, 0, 100, 5] = poison
     with torch.no_grad():
@@ -210,7 +210,7 @@ def test_masked_values_cannot_poison(kernels, head_dim, where, poison):
 
 
 def test_what_lies_behind_the_end_cannot_poison(kernels):
-    """TMA brings zeros from outside of a tensor, not what lies behind it in memory."""
+    """TMA loads zeros from outside a tensor, not the memory after it."""
     q, k, v = (t[:, :, :100] for t in make(1, 1, 128, 128, 128))
     expected = flash_attn(q, k, v)
     for t in (k, v):
@@ -219,7 +219,7 @@ def test_what_lies_behind_the_end_cannot_poison(kernels):
 
 
 def test_gradients_through_it(kernels):
-    """The backward of another tier takes this tier's out and lse: here, because a gradient is broadcast."""
+    """The backward of another tier reads this tier's out and lse: here, because a gradient is broadcast."""
     q, k, v = make_qkv(1, 2, 20, 30, 64, heads_kv=1, dtype=torch.bfloat16)
     row = torch.randn(64).bfloat16()
     grads = []

@@ -81,7 +81,7 @@ def test_windows(kernels, head_dim, window, deterministic):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_band(kernels, seed):
-    """Who adds to a tile of dQ, and in which turn, follows from the band: a turn that nobody takes is a deadlock."""
+    """The band determines which blocks add to a tile of dQ, and in which turn. A turn without a block is a deadlock."""
     generator = random.Random(seed)
     seqlen_q, seqlen_k = generator.randint(1, 300), generator.randint(1, 300)
     window = (generator.randint(-1, 200), generator.randint(-1, 200))
@@ -129,7 +129,7 @@ def test_strided_inputs(kernels, layout):
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
 @pytest.mark.parametrize(("first", "taken"), [(8, True), (1, False)])
 def test_slices_of_wider_rows(kernels, which, first, taken):
-    """TMA takes what starts at a multiple of 16 bytes; the rest goes to another tier."""
+    """TMA needs tensors that start at a multiple of 16 bytes; another tier runs the other calls."""
     tensors = [*make(2, 2, 30, 40, 64), torch.randn(2, 2, 30, 64).bfloat16()]
     expected = run(tensors[:3], [tensors[3]])
     wide = torch.randn(*tensors[which].shape[:3], 80).bfloat16()
@@ -157,7 +157,7 @@ REACHED = {
 )
 @pytest.mark.parametrize("where", REACHED)
 def test_poison_reaches_who_attends_to_it_and_nobody_else(kernels, head_dim, where, poison):
-    """0 x NaN is NaN: what is masked from the poisoned row is computed once more, without it."""
+    """0 x NaN is NaN: rows that do not see the poisoned row are repaired."""
     names = ("q", "k", "v", "dout")
     tensors = [*make(1, 2, 300, 300, head_dim), torch.randn(1, 2, 300, head_dim).bfloat16()]
     inputs = dict(zip(names, (t.detach() for t in tensors), strict=True))
@@ -209,7 +209,7 @@ def test_poison_in_a_row_that_sees_nothing_reaches_nobody(kernels, where):
 
 
 def test_what_lies_behind_the_end_cannot_poison(kernels):
-    """TMA brings zeros from outside of a tensor, not what lies behind it in memory."""
+    """TMA loads zeros from outside a tensor, not the memory after it."""
     q, k, v = (t.detach()[:, :, :100] for t in make(1, 1, 128, 128, 128))
     dout = torch.randn(1, 1, 128, 128).bfloat16()[:, :, :100]
     expected = run([q, k, v], [dout])

@@ -44,7 +44,7 @@ def dealt(loaded, length, head_dim, batches=1, heads=None, group=1, left=None, m
 
 
 def balance(tiles, blocks):
-    """The ideal time over the time of the busiest block. A task takes as long as its tiles and one more."""
+    """The ideal time divided by the time of the busiest block. The time of a task: its tiles, and one more."""
     loads = [0] * MULTIPROCESSORS
     for count, block in zip(tiles, blocks, strict=True):
         loads[block] += count + 1

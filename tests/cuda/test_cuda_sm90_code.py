@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compil
 
 @pytest.fixture
 def compile_once():
-    """A source's cubin, and what ptxas said of it."""
+    """A source's cubin, and the messages of ptxas."""
     return lambda source, *flags: compiled_once(source, "90a", *flags)
 
 
@@ -128,7 +128,7 @@ def check_forward_order(cubin, form, dims):
     order = order_of(cubin, "forward_kernel", dims, form)
     scores, output = dims[0] // 16, KEYS[dims] // 16
     # The first tile; the loop: both products, one wait, the softmax, the other wait; the last product. An exponential
-    # for each of 64 x keys / 128 threads, where there is a softcap another one, and two factors of what was summed up.
+    # for each of 64 x keys / 128 threads, with a softcap another one, and two factors of the sums.
     exponentials = "E" * (KEYS[dims] // 2 * (1 if form in PLAIN else 2) + 2)
     schedule = "A" + "P" * scores + "W" + exponentials
     schedule += "A" + "P" * scores + "A" + "P" * output + "W" + exponentials + "W"

@@ -145,7 +145,7 @@ def test_key_masks_and_softcap(kernels, cuts, case, splits):
 
 
 def test_everything_on_one_gradient(kernels, cuts):
-    """The backward takes out and lse that were merged."""
+    """The backward reads merged out and lse."""
     kernels.num_splits = 3
     q, k, v = make_qkv(1, 4, 40, 300, 64, heads_kv=2, dtype=torch.bfloat16)
     check_against_reference(q, k, v, padding(1, 300, "right"), softcap=5.0, causal="lower_right")
@@ -201,14 +201,14 @@ def test_packed_sequences(kernels, cuts, head_dim, lower_right, splits):
     assert cuts == [("few rows", 2, splits)]
 
 
-# ---- what is hidden
+# ---- hidden values
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize(("head_dim", "splits"), [(64, 1), (64, 2), (128, 4), (256, 2)])
 def test_masked_values_cannot_poison(kernels, cuts, head_dim, splits, where, poison):
-    """0 x NaN is NaN: rows that do not see the poisoned key are computed once more, without it, each in its split."""
+    """0 x NaN is NaN: rows that do not see the poisoned key are repaired, each in its split."""
     kernels.num_splits = splits
     q, k, v = make(1, 4, 60, 420, head_dim, heads_kv=1)
     (k if where == "key" else v)[:, 0, 400, 5] = poison

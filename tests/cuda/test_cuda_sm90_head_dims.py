@@ -69,7 +69,7 @@ def test_packed_sequences(kernels, head_dim):
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(96, 96), (192, 128)])
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
 def test_poison_reaches_who_attends_to_it_and_nobody_else(kernels, head_dim, head_dim_v, where):
-    """As in test_cuda_sm90_backward.py: rows that are computed once more read no column behind the last one."""
+    """As in test_cuda_sm90_backward.py: repairs read no column after the last one."""
     tensors = [t.detach() for t in make_qkv(1, 1, 150, 150, head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16)]
     inputs = dict(zip(("q", "k", "v", "dout"), (*tensors, torch.randn(1, 1, 150, head_dim_v).bfloat16()), strict=True))
 

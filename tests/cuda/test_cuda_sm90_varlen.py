@@ -109,7 +109,7 @@ def test_rows_that_are_not_used_are_neither_read_nor_written(kernels):
 @orders
 @hostile_offsets
 def test_hostile_offsets_read_nothing_outside(kernels, cu_seqlens, deterministic):
-    """The host run checks every access; what comes out does not matter."""
+    """The host run checks every access; the results do not matter."""
     inputs = inputs_of([(90, 90)], head_dim=64)
     run(kernels, *inputs, [(40, 40)] * 3, cu_seqlens=cu_seqlens, causal=True, lower_right=True,
         deterministic=deterministic)  # fmt: skip
@@ -130,7 +130,7 @@ def params_of(kind, lengths, total, head_dim=64, **options):
 
 
 def test_sums_of_dq_grow_with_all_rows_not_with_the_longest(kernels):
-    """One long sequence and many short ones: of the workspace only what counts tiles is padded to the longest."""
+    """One long sequence and many short ones. Only the workspace's counts of tiles are padded to the longest."""
     params = params_of(library.BackwardParams, [10_000] + 99 * [100], 20_000)
     assert kernels.choice(params)[0] == "sm90"
     sums = 4 * 64 * (20_000 + 64 * 100)

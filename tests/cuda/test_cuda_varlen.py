@@ -96,7 +96,7 @@ def check(kernels, lengths, dtype=torch.float64, head_dim=HEAD_DIM, **options):
         inputs = [t.transpose(0, 1)[None].double().requires_grad_() for t in (q[own_q], k[own_k], v[own_k])]
         own_slopes, own_sink = (None if t is None else t[b : b + 1].clone().requires_grad_() for t in (slopes, sink))
         kept = None
-        if rng_state is not None:  # its words are counted by batch: those of sequence b
+        if rng_state is not None:  # its words are counted by batch: use the words of sequence b
             kept = dropout_mask(rng_state, len(lengths), HEADS, seqlen_q, seqlen_k, options["dropout_p"])[b : b + 1]
         own_mask = exact_mask
         if mask is not None:
@@ -139,7 +139,7 @@ def test_64_bit_offsets(kernels):
 
 @pytest.mark.parametrize("cu_seqlens", [(0, 70, 20, 20), (-9, 10, 500, 90), (90, 60, 30, 0), (0, 0, 0, 1 << 30)])
 def test_hostile_offsets_read_nothing_outside(kernels, cu_seqlens):
-    """The host run checks every access; what comes out does not matter."""
+    """The host run checks every access; the results do not matter."""
     q = packed([90], HEADS, torch.float64)
     k, v = packed([90], HEADS_KV, torch.float64), packed([90], HEADS_KV, torch.float64)
     run(kernels, q, k, v, torch.randn_like(q), [(40, 40)] * 3, cu_seqlens=cu_seqlens, causal=True, lower_right=True)

@@ -1,4 +1,4 @@
-"""The attention weights on the CUDA kernels' host build (tests/cuda_host): the CPU kernels' tests once more.
+"""The attention weights on the CUDA kernels' host build (tests/cuda_host): the tests of the CPU kernels.
 
 The tier simt is the only one for them. No GPU has run them yet.
 """

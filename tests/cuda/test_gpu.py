@@ -34,7 +34,7 @@ def test_tile_edges_of_the_tensor_cores(dtype, head_dim, head_dim_v, causal):
 @dtypes
 @pytest.mark.parametrize("head_dim", [24, 64, 128, 136])
 def test_forward_mode(dtype, head_dim):
-    """By each tier that has it: sm80 takes 16 bits up to 128, in tiles of 128 queries by 64 or 32 keys."""
+    """By each tier that can: sm80 runs 16 bits up to 128, in tiles of 128 queries by 64 or 32 keys."""
     for seqlen_q, seqlen_k in EDGES[:-1]:
         inputs = [t.detach() for t in make_qkv(1, 2, seqlen_q, seqlen_k, head_dim, heads_kv=1, dtype=dtype)]
         check_jvp_against_reference(inputs, causal="lower_right")
@@ -154,7 +154,7 @@ def test_dropout_without_a_state_can_be_captured():
 
 
 def test_another_stream_than_the_default():
-    """What that stream still has to write is what is read."""
+    """The call reads data that this stream has not written yet."""
     q, k, v = make_qkv(2, 2, 130, 150, 64)
     new = torch.randn_like(q)
     grad = torch.randn(2, 2, 130, 64)
@@ -215,7 +215,7 @@ def test_nothing_waits_for_the_gpu(dtype):
 
 
 class TestTiers:
-    """Each tier by force, and what explain says of it."""
+    """Each tier, forced, and explain's answer."""
 
     @pytest.fixture(params=["simt", "sm80", "sm90"])
     def tier(self, request):

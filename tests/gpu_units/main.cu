@@ -1,4 +1,4 @@
-// Runs the units one after the other and says of each whether the hardware does what the kernels rely on.
+// Runs the units one after the other. Prints for each whether the hardware behaves as the kernels assume.
 //
 // The units run in a child process. One that hangs, or leaves the GPU with an error that sticks, ends the
 // child; a new one goes on with the next unit.
@@ -18,7 +18,7 @@ using gpu_units::Unit;
 constexpr unsigned kSecondsToStart = 15;  // CUDA, in each child
 constexpr unsigned kSecondsPerUnit = 3;   // they take milliseconds
 constexpr int kNoDevice = 3;
-constexpr int kCapability = 90;  // what they are compiled for: sm_90a runs nowhere else
+constexpr int kCapability = 90;  // code for sm_90a runs on this compute capability only
 
 // Shared by parent and children.
 struct Progress {

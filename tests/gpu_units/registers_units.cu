@@ -10,7 +10,7 @@ namespace {
 namespace ptx = flash_attn_ext::cuda::ptx;
 
 constexpr int kWarpgroup = 128, kConsumers = 2, kThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // those of the kernels
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // as in the kernels
 constexpr int kValues = 200, kRounds = 3, kBlocks = 400;          // more blocks than multiprocessors
 
 __global__ void __launch_bounds__(kThreads, 1) registers_kernel(const int* in, int* out) {

@@ -31,7 +31,7 @@ struct GroupTile {
   }
 };
 
-// Copies a tile to shared memory by TMA, and from there, as it lies, to `out`.
+// Copies a tile to shared memory by TMA, and its bytes to `out`.
 template <class Tile, class From>
 __global__ void tile_kernel(const __grid_constant__ CUtensorMap map, From from, uint4* out) {
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -60,7 +60,7 @@ std::string difference_of(const CUtensorMap& map, const From& from, const std::v
 }
 
 // Tensors as torch has them after a transpose: heads lie between the columns of a row and the next row, and a
-// row has a gap behind it. `kBeyond` rows of the tile lie outside.
+// row is followed by a gap. `kBeyond` rows of the tile are outside.
 template <int kRows, int kColumns>
 std::string tile_of_four_dimensions() {
   using Tile = sm90::Panels<uint16_t, kRows, kColumns>;
@@ -121,7 +121,7 @@ __global__ void store_kernel(const __grid_constant__ CUtensorMap map, int column
   __shared__ Tile tile;
   for (int n = threadIdx.x; n < kElements; n += kThreads)
     *reinterpret_cast<uint16_t*>(&tile.bytes[0][0] + Tile::offset(n / kColumns, n % kColumns)) = n;
-  ptx::proxy_fence();  // TMA sees what this thread has written
+  ptx::proxy_fence();  // publishes this thread's writes to TMA
   __syncthreads();     // all threads have
   if (threadIdx.x != 0) return;
   for (int n = 0; n * sm90::kPanelColumns < columns; ++n)
@@ -130,7 +130,7 @@ __global__ void store_kernel(const __grid_constant__ CUtensorMap map, int column
   ptx::bulk_wait_read();
 }
 
-// Its last rows and columns are not the tensor's: what lies there stays as it is.
+// Its last rows and columns are outside the tensor: memory there does not change.
 template <int kColumns>
 std::string stored_tile() {
   constexpr int kRows = 16, kBatch = 2, kHeads = 3, kLength = 93, kBeyond = 5, kGap = 16;
@@ -162,7 +162,7 @@ constexpr int kSums = 256, kBlocks = 4;
 __global__ void bulk_add_kernel(float* sums) {
   __shared__ alignas(16) float terms[kSums];
   for (int n = threadIdx.x; n < kSums; n += kThreads) terms[n] = blockIdx.x + n;
-  ptx::proxy_fence();  // the copy engine sees what the threads wrote
+  ptx::proxy_fence();  // publishes this thread's writes to the copy engine
   __syncthreads();     // all of them have
   if (threadIdx.x == 0) {
     ptx::bulk_add(sums, terms, kSums);

@@ -1,4 +1,4 @@
-// What the units share: a unit is one claim about the hardware, its run says what is wrong with it.
+// Shared by the units. A unit is one claim about the hardware; its run returns an error message.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,7 +22,7 @@ std::vector<Unit> sm80_units();
 std::vector<Unit> tma_units();
 std::vector<Unit> wgmma_units();
 
-// A CUDA call that failed: what the GPU does after that says nothing any more.
+// A CUDA call that failed. Results of later calls are meaningless.
 struct CudaError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -37,7 +37,7 @@ inline void finish() {
   check(cudaDeviceSynchronize());
 }
 
-// Device memory, at first all bytes 0xff: what nobody wrote shows as NaN or 65535.
+// Device memory, filled with bytes 0xff: unwritten elements are NaN or 65535.
 template <class T>
 class Buffer {
  public:

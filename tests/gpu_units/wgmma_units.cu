@@ -59,7 +59,7 @@ __global__ __launch_bounds__(kThreads) void wgmma_kernel(const uint4* a_image, c
       const int at = (row + n % 2 * 8) * kK + step * kStep + column + n / 2 * 8;
       a_registers[step][n] = *reinterpret_cast<const uint32_t*>(a_rows + at);
     }
-  ptx::proxy_fence();  // wgmma sees what the threads wrote
+  ptx::proxy_fence();  // publishes this thread's writes to wgmma
   __syncthreads();     // all of them have
 
   float d[kN / 2];
@@ -96,7 +96,7 @@ uint16_t bits(int value) {
 int a_value(int m, int k) { return small_integer(m, k); }
 int b_value(int n, int k) { return small_integer(n + 5, 2 * k); }
 
-// A matrix as it lies in shared memory.
+// The image of a matrix in shared memory.
 template <class In, int kRows, int kColumns, class Value>
 std::vector<uint16_t> image(Value value) {
   using T = Tile<kRows, kColumns>;

@@ -6,7 +6,7 @@ from cubins import NVCC
 from benchmarks.gpu import sass_listing, time_model
 from benchmarks.gpu.multiprocessor import Meet, Product, Wait, Work, simulate
 from benchmarks.gpu.problem import Problem
-from benchmarks.gpu.time_model import TILINGS, HeadDims, Tiling, Turn
+from benchmarks.gpu.time_model import TILINGS, HeadDims, Iteration, Tiling
 
 UPPER = 0x000FC80000000000  # a stall of 4 cycles
 
@@ -71,25 +71,25 @@ BATCH = [Product(100, 0, True), Wait(0)]
 
 
 def test_products_of_several_warpgroups_queue():
-    assert simulate(BATCH, consumers=1, turns=3) == 300
-    assert simulate(BATCH, consumers=2, turns=3) == 600
+    assert simulate(BATCH, consumers=1, iterations=3) == 300
+    assert simulate(BATCH, consumers=2, iterations=3) == 600
 
 
 def test_one_warpgroup_computes_while_the_other_multiplies():
     alone = [*BATCH, Work({"issue": 100.0}, 0)]
-    assert simulate(alone, consumers=1, turns=10) == 2000
-    assert simulate(alone, consumers=2, turns=10) == pytest.approx(2100)
+    assert simulate(alone, consumers=1, iterations=10) == 2000
+    assert simulate(alone, consumers=2, iterations=10) == pytest.approx(2100)
 
 
 def test_units_are_shared():
     """Two warpgroups need half of the issue slots each, but both need the exponentials all the time."""
-    assert simulate([Work({"issue": 50.0}, 100)], consumers=2, turns=1) == 100
-    assert simulate([Work({"issue": 50.0, "exponentials": 100.0}, 0)], consumers=2, turns=1) == 200
+    assert simulate([Work({"issue": 50.0}, 100)], consumers=2, iterations=1) == 100
+    assert simulate([Work({"issue": 50.0, "exponentials": 100.0}, 0)], consumers=2, iterations=1) == 200
 
 
 def test_a_wait_may_leave_a_batch_pending():
     steps = [Product(10, 0, True), Product(100, 0, True), Wait(1), Work({"issue": 80.0}, 0), Wait(0)]
-    assert simulate(steps, consumers=1, turns=1) == 110
+    assert simulate(steps, consumers=1, iterations=1) == 110
 
 
 def test_meeting_takes_as_long_as_the_last_one():
@@ -105,38 +105,38 @@ def test_causal_blocks_make_half_of_the_turns(owns_keys):
 
 
 def test_more_blocks_than_multiprocessors_take_another_wave():
-    turn = Turn(1000.0, {"tensor": 900.0})
+    iteration = Iteration(1000.0, {"tensor": 900.0})
     dims = HeadDims(128, 128)
     tiling = TILINGS["forward", dims]
     one, two = (
-        time_model.seconds(Problem(1, heads, 128, 128, False), False, turn, tiling, dims) for heads in (132, 133)
+        time_model.seconds(Problem(1, heads, 128, 128, False), False, iteration, tiling, dims) for heads in (132, 133)
     )
     assert two == pytest.approx(2 * one)
-    assert turn.bound == "tensor 90%"
+    assert iteration.bound == "tensor 90%"
 
 
 @pytest.fixture(scope="module")
-def turns():
+def iterations():
     if not NVCC.exists() or sass_listing.tool("cuobjdump") is None or sass_listing.tool("nvdisasm") is None:
         pytest.skip("needs nvcc, and cuobjdump and nvdisasm of the CUDA toolkit or of PyPI")
-    return time_model.turns()
+    return time_model.iterations()
 
 
 @pytest.mark.parametrize(("way", "dims"), TILINGS, ids=str)
-def test_the_kernels_turns(turns, way, dims):
+def test_the_kernels_turns(iterations, way, dims):
     """The model finds the products of one tile: two in the forward, five in the backward."""
-    tiling, turn = TILINGS[way, dims], turns[way, dims]
+    tiling, iteration = TILINGS[way, dims], iterations[way, dims]
     products = [step for step in time_model.program(time_model.main_loops()[way, dims]) if isinstance(step, Product)]
     flops = 2 * (5 if way == "backward" else 2) * tiling.rows * tiling.keys * dims.mean
     ideal = flops / 2 / time_model.TENSOR_FMA
-    assert ideal <= turn.units["tensor"] <= 1.25 * ideal
+    assert ideal <= iteration.units["tensor"] <= 1.25 * ideal
     assert sum(product.ends_batch for product in products) in (2, 5)
-    assert turn.cycles >= max(turn.units.values())
-    exponentials = turn.units["exponentials"] * time_model.LANES["exponentials"]
+    assert iteration.cycles >= max(iteration.units.values())
+    exponentials = iteration.units["exponentials"] * time_model.LANES["exponentials"]
     assert tiling.rows * tiling.keys <= exponentials <= 1.1 * tiling.rows * tiling.keys
 
 
-def test_a_prediction_is_below_the_peak(turns):
+def test_a_prediction_is_below_the_peak(iterations):
     peak = 2 * time_model.TENSOR_FMA * time_model.MULTIPROCESSORS * time_model.CLOCK / 1e12
     for backward in (False, True):
         rates = [
@@ -149,7 +149,7 @@ def test_a_prediction_is_below_the_peak(turns):
     assert time_model.prediction(Problem(1, 1, 64, 96, False), True) is None
 
 
-def test_a_narrower_value_takes_less_time(turns):
+def test_a_narrower_value_takes_less_time(iterations):
     """192 with 128 costs as much as 160 would: as many TFLOP/s as 192, in less time."""
     problem = Problem(1, 16, 8192, 192, False)
     own, as_long = (time_model.prediction(problem, False, head_dim_v)["TFLOP/s"] for head_dim_v in (128, 192))

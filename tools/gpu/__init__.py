@@ -1,1 +1,1 @@
-"""`make gpu`: its stages, and those of them that measure no time."""
+"""`make gpu`: its stages, and the ones that measure no time."""

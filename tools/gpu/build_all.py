@@ -1,7 +1,7 @@
-"""Builds the extension in place, and beside it what later stages need; prints what ptxas says of each kernel.
+"""Builds the extension in place, and the programs of later stages. Prints the messages of ptxas for each kernel.
 
-Where the GPU is a Hopper, for that alone: code for other GPUs takes longer than Hopper's, and does not run there.
-TORCH_CUDA_ARCH_LIST asks for something else.
+On a Hopper, builds for Hopper only: code for other GPUs takes longer to build, and does not run there.
+TORCH_CUDA_ARCH_LIST overrides this.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def kernels(log: str) -> list[Kernel]:
 
 
 def text(log: str) -> Iterator[str]:
-    """Warnings first, then kernels: what spills before what does not."""
+    """Warnings first, then kernels with spills, then the other kernels."""
     yield from dict.fromkeys(line for line in log.splitlines() if re.search(r"\bwarning\b|C75\d\d", line))
     found = sorted(kernels(log), key=lambda kernel: (-kernel.spilled, -kernel.registers))
     names = demangled([kernel.name for kernel in found])
@@ -85,11 +85,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, metavar="FILE", help="for what ptxas says")
     args = parser.parse_args(argv)
-    beside = [threading.Thread(target=compile_it) for compile_it in (units.try_to_compile, time_model.turns)]
-    for thread in beside:
+    jobs = [threading.Thread(target=compile_it) for compile_it in (units.try_to_compile, time_model.iterations)]
+    for thread in jobs:
         thread.start()
     status, log = run(COMMAND)
-    for thread in beside:
+    for thread in jobs:
         thread.join()
     lines = list(text(log))
     if args.text:

@@ -1,4 +1,4 @@
-"""Small calls of every tier: what smoke.py tries and what sanitize.py looks at."""
+"""Small calls of every tier, for smoke.py and sanitize.py."""
 
 from dataclasses import dataclass, field
 
@@ -17,8 +17,8 @@ class Call:
     options: dict = field(default_factory=dict)
 
 
-# By tier, then by what is said of it. Lengths are multiples of no tile. sm90 takes calls on Hopper; sm80 takes
-# 16 bits and D in eights; simt takes all.
+# By tier, then by name. No length is a multiple of a tile. sm90 runs calls on Hopper; sm80 runs
+# 16 bits and D in multiples of 8; simt runs all.
 CALLS = {
     "simt": {
         "causal": Call("float32", 1, 2, 1, 70, 75, 20, {"is_causal": True}),

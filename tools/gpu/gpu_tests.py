@@ -1,6 +1,6 @@
 """Runs the tests marked gpu or any_device on the GPU, with a time-out for each case, by the tier that --tier forces.
 
-A case that the forced tier does not take is skipped, with its reason. "sm90" forces nothing: the selector takes it
+A case that the forced tier cannot run is skipped, with its reason. "sm90" forces nothing: the selector chooses it
 where it can, and the other tiers for the rest.
 
 A case that hangs on the GPU cannot be interrupted: pytest-timeout ends its process, and pytest-xdist goes on with the
@@ -20,7 +20,7 @@ from benchmarks.gpu import needs
 
 SECONDS_PER_CASE = 10
 WORKERS = 8
-STOP_BEFORE = 4  # seconds before the stage's end: pytest then writes what it has
+STOP_BEFORE = 4  # seconds before the stage's end: time for pytest to write its report
 
 
 def command(junit: Path | None, quick: bool, installed: set[str]) -> list[str]:
@@ -40,7 +40,7 @@ def command(junit: Path | None, quick: bool, installed: set[str]) -> list[str]:
 
 
 def run(arguments: list[str], environment: dict[str, str], seconds: float) -> int:
-    """Interrupted when the time is over, so that pytest still says what it found."""
+    """Interrupts pytest when the time is over, so that it still prints its report."""
     process = subprocess.Popen(arguments, cwd=ROOT, env=environment)
     try:
         return process.wait(seconds)

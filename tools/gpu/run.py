@@ -85,7 +85,7 @@ def last_line(log: Path) -> str:
 
 
 def seconds_of(chosen: list[Stage], limit: float) -> list[float]:
-    """How long each may run: its time-out, or more where all together leave some of the limit; 0: what is left over.
+    """The time limit of each stage: its time-out, or more if the sum leaves some of the limit. 0: the remaining time.
 
     From the first one on that the limit does not hold, stages get what is left over.
     """

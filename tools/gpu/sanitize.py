@@ -1,6 +1,6 @@
 """One tool of compute-sanitizer over small calls of every tier: memcheck, racecheck, initcheck or synccheck.
 
-With the argument `calls` it makes these calls: that is what the tool looks at.
+With the argument `calls` it makes the calls; compute-sanitizer runs this.
 """
 
 import functools

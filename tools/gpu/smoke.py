@@ -13,7 +13,7 @@ from benchmarks.gpu import needs
 from benchmarks.gpu.worker import Worker, serve
 from tools.gpu.calls import CALLS, FORWARD_MODE, Call, inputs
 
-PATIENCE = 5.0  # seconds for one call: it takes milliseconds
+PATIENCE = 5.0  # seconds for one call, which needs milliseconds
 AT_THE_END = 1.0  # seconds of the stage for the verdict
 AT_ONCE = 4  # processes: a hang then delays only a part of the calls
 # Of the largest value. Gradients are sums of more terms.

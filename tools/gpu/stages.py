@@ -1,7 +1,7 @@
 """The stages of `make gpu`, in the order in which they run. Each is a command of its own, with a time-out.
 
-What tells most comes first: what the compiler says, what the hardware does, whether each tier runs, how fast it is. The
-time-outs of the stages up to ncu add up to at most run.py's --limit; those behind it run in the time that is left over.
+The most informative stages come first: the compiler's messages, units of the hardware, whether each tier runs, speed.
+The time-outs of the stages up to ncu add up to at most run.py's --limit; later stages run in the remaining time.
 """
 
 import sys
@@ -16,7 +16,7 @@ class Stage:
     name: str
     command: tuple[str, ...]
     timeout: float  # seconds
-    environment: dict[str, str] = field(default_factory=dict)  # beside this process's
+    environment: dict[str, str] = field(default_factory=dict)  # added to this process's variables
 
 
 def script(module: str, *arguments: str) -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def script(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def stages(out: Path, quick: bool) -> list[Stage]:
-    """`out` is where the scripts write what they measured."""
+    """`out`: the folder for measurements."""
     faster = ("--quick",) if quick else ()
 
     def compare(name: str, timeout: float, *lengths: int) -> Stage:

@@ -1,4 +1,4 @@
-"""Compiles tests/gpu_units and runs it: does the hardware do what the kernels and their host run rely on?"""
+"""Compiles tests/gpu_units and runs it: does the hardware behave as the kernels and their host run assume?"""
 
 import os
 import shutil
