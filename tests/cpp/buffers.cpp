@@ -56,7 +56,7 @@ void TensorBuffer::for_each_gap(Gap gap) const {
     for (int64_t b = 0; b < shape_[1]; ++b)
       for (int64_t r = 0; r < shape_[row]; ++r) {
         const int64_t end = a * strides_[0] + b * strides_[1] + r * strides_[row] + shape_[inner];
-        // The next row in memory: of this head, or of the next one where heads are innermost.
+        // The next row in memory: of this head, or of the next head if heads are innermost.
         const int64_t row_length = std::min(strides_[row], shape_[1] > 1 ? strides_[1] : strides_[row]);
         const int64_t next = std::min(end - shape_[inner] + row_length, elements_);
         if (next <= end) continue;

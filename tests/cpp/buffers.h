@@ -1,5 +1,5 @@
-// Tensors on the heap with not one byte to spare: the allocation ends with the last element, and gaps between
-// rows are poisoned for AddressSanitizer. All memory starts as 0xff bytes, which are a NaN in every dtype.
+// Tensors on the heap without a spare byte: the allocation ends with the last element, and gaps between rows are
+// poisoned for AddressSanitizer. All memory starts as 0xff bytes, a NaN in every dtype.
 #pragma once
 
 #include <cstdlib>
@@ -11,8 +11,8 @@
 
 namespace test {
 
-// Names a buffer that is to be allocated too short by one element (the workspace by 8192 bytes): a deliberate
-// error, to see it reported.
+// The name of a buffer that is allocated one element too short (the workspace: 8192 bytes too short), to test that
+// the error is reported.
 extern std::string short_buffer;
 
 class Buffer {
@@ -43,9 +43,9 @@ class TensorBuffer {
   int64_t stride(int dim) const { return strides_[dim]; }
   flash_attn_ext::Tensor4 view() const { return {data(), strides_[0], strides_[1], strides_[2]}; }
 
-  // After this the gaps may be read again; false if one was written to.
+  // Makes the gaps readable again. Returns false if one of them was written to.
   bool open_gaps();
-  bool same_bytes(const TensorBuffer& other) const;  // gaps included: open both first
+  bool same_bytes(const TensorBuffer& other) const;  // compares gaps, too: open both first
 
  private:
   template <class Gap>
@@ -53,7 +53,7 @@ class TensorBuffer {
 
   DType dtype_;
   Shape shape_, strides_;
-  int64_t shift_, elements_;  // from the tensor's first to its last, both included
+  int64_t shift_, elements_;  // from the tensor's first to its last element, inclusive
   Buffer buffer_;
 };
 

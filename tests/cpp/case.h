@@ -1,5 +1,5 @@
-// One case: a shape, options and how the tensors lie in memory. The dtype, the instruction set and the number
-// of threads are swept over all of them.
+// One case: shape, options and memory layout of the tensors. Each case runs with several dtypes, instruction sets and
+// numbers of threads.
 #pragma once
 
 #include <array>
@@ -30,7 +30,7 @@ struct Layout {
 enum class MaskFill {
   kNothingMasked,  // finite values
   kScattered,      // some elements masked
-  kBlocks,         // besides: whole tiles, rows, columns and the first head masked
+  kBlocks,         // also whole tiles, rows, columns and the first head masked
 };
 
 struct Mask {
@@ -42,33 +42,33 @@ struct Mask {
 
 enum class Slopes { kNone, kPerHead, kPerBatchAndHead };
 
-// Where inputs are NaN.
+// The inputs that are NaN.
 enum class Poison {
   kNowhere,
-  kHidden,  // in keys that no query sees, and in queries that see no key: must not reach anything
-  kSeen,    // in the last key of two heads besides: must reach exactly the queries that see it
+  kHidden,  // keys hidden from all queries, and queries that see no key: must not reach a result
+  kSeen,    // also the last key of two heads: must reach exactly the queries that see it
 };
 
 struct Wanted {
   bool dq = true, dk = true, dv = true, dmask = true, dslopes = true, dsink = true;
 };
 
-// Packed sequences: queries and keys of each. In Sizes stand their number and the longest; inputs and expected
-// results are padded to that, and only the tensors that the kernels see are packed.
+// Packed sequences: numbers of queries and keys of each. Sizes holds the number of sequences and the longest lengths.
+// Inputs and expected results are padded; only the tensors of the kernels are packed.
 struct Packing {
   using Lengths = std::vector<std::array<int64_t, 2>>;
-  Lengths rows;  // of the tensors
-  Lengths used;  // as many of them are in use; empty: all
+  Lengths rows;  // in the tensors
+  Lengths used;  // rows in use; empty: all rows
   bool int64_offsets = false;
-  bool mask_by_row = false;      // the mask is packed along its rows, as q is
-  std::vector<int64_t> hostile;  // offsets to be passed in place of the right ones; results do not matter
-  // Keys in caches of S_k rows, forward only: 0 each sequence's own, above 0 pages of so many rows; -1 packed keys.
+  bool mask_by_row = false;      // the mask is packed along its rows, like q
+  std::vector<int64_t> hostile;  // wrong offsets to pass; results are not compared
+  // Keys in caches of S_k rows, forward only. 0: one cache per sequence. n > 0: pages of n rows. -1: packed keys.
   int64_t page_size = -1;
-  std::vector<int64_t> hostile_pages;  // numbers to be passed in turn in place of the right ones
+  std::vector<int64_t> hostile_pages;  // wrong page numbers to pass; results are not compared
 
   bool is_cache() const { return page_size >= 0; }
 };
-constexpr int kQueries = 0, kKeys = 1;  // sides of a packing
+constexpr int kQueries = 0, kKeys = 1;  // indices of Lengths
 
 struct Case {
   std::string name;
@@ -80,16 +80,16 @@ struct Case {
   double softcap = 0;
   std::optional<Mask> mask;
   Slopes slopes = Slopes::kNone;
-  Slopes sink = Slopes::kNone;  // likewise none, (H) or (B, H)
+  Slopes sink = Slopes::kNone;  // kNone, (H) or (B, H)
   double dropout_p = 0;
   flash_attn_ext::DecodeParams decode;
   bool dlse = true;
-  bool expanded_dout = false;  // one row of memory stands for all rows, by zero strides
+  bool expanded_dout = false;  // all rows share one row of memory, with stride 0
   Poison poison = Poison::kNowhere;
   Layout layout;
   Wanted wanted;
 
-  // The rows of b that are in use, and the first of them in a packed tensor; b == batch: the end.
+  // length: rows in use of sequence b. first_row: its first row in a packed tensor; b == batch gives the end.
   int64_t length(int64_t b, int side) const {
     if (!packing) return side == kQueries ? sizes.seqlen_q : sizes.seqlen_k;
     return (packing->used.empty() ? packing->rows : packing->used)[b][side];
@@ -103,7 +103,7 @@ struct Case {
     return !packing || (packing->hostile.empty() && packing->hostile_pages.empty());
   }
   bool is_cache() const { return packing && packing->is_cache(); }
-  int64_t pages() const {  // of a sequence
+  int64_t pages() const {  // per sequence
     return is_cache() && packing->page_size > 0
                ? (sizes.seqlen_k + packing->page_size - 1) / packing->page_size
                : 1;

@@ -1,4 +1,4 @@
-// The list of cases, chosen one by one: each tile edge and each option at least once, alone and together.
+// The list of cases. Each tile edge and each option occurs at least once, alone and with others.
 #include <algorithm>
 
 #include "case.h"
@@ -11,7 +11,7 @@
 namespace test {
 namespace {
 
-// The kernels' own tile sizes, so that the sizes below stay at their edges.
+// Includes the kernels' tile sizes, so that the sizes below are at the edges of tiles.
 #include "cpu/kernels/tiling-inl.h"
 
 constexpr int64_t kBlockQ = forward_tiling<float>().block_q, kBlockK = forward_tiling<float>().block_k;
@@ -28,7 +28,7 @@ const char* fill_name(MaskFill fill) {
 
 std::string text(int64_t n) { return std::to_string(n); }
 
-// Collects cases; add() returns the new one, to be changed in place.
+// Collects cases. add() returns the new case, and the caller changes it.
 class List {
  public:
   Case& add(const std::string& group, const Sizes& z, const Layout& layout = kGaps) {
@@ -57,7 +57,7 @@ void lengths(List& list) {
 }
 
 void head_dims(List& list) {
-  // Below, at and above whole vectors of 128, 256 and 512 bits; unequal; the largest.
+  // Below, at and above whole vectors of 128, 256 and 512 bits; unequal dimensions; the largest dimension.
   const int64_t dims[][2] = {{1, 1},   {2, 3},   {3, 2},   {5, 7},     {8, 15},   {15, 8},    {16, 16},
                              {17, 33}, {31, 17}, {32, 32}, {33, 1},    {48, 49},  {1, 64},    {64, 64},
                              {65, 63}, {80, 40}, {96, 96}, {128, 128}, {256, 31}, {512, 512}, {511, 5}};
@@ -161,8 +161,7 @@ void grouped_heads(List& list) {
   }
 }
 
-// Few queries: split keys, grouped heads, tails of every kind; and the same kernel asked for with many
-// queries.
+// Few queries: split keys, grouped heads, every kind of tail. Also many queries with the decode kernel forced.
 void decode(List& list) {
   const int64_t groups[][2] = {{1, 1}, {2, 1}, {3, 1}, {5, 1}, {8, 2}};
   const int64_t lengths[][2] = {{1, 1}, {1, 17}, {1, 700}, {2, 129}, {3, 64}, {8, 300}, {60, 140}};
@@ -188,7 +187,7 @@ void decode(List& list) {
   }
 }
 
-// Everything at once, with every choice of gradients that are wanted.
+// All options together, with every combination of gradients.
 void together(List& list) {
   const Sizes sizes{2, 4, 2, 50, 97, 17, 9};
   auto add = [&](const std::string& name, const Wanted& wanted) {
@@ -218,7 +217,7 @@ void together(List& list) {
 void poisoned(List& list) {
   for (const Poison poison : {Poison::kHidden, Poison::kSeen}) {
     const std::string name = poison == Poison::kHidden ? "NaN hidden, " : "NaN seen by some, ";
-    // Causal cuts off early rows (lower right) or late keys (upper left).
+    // A causal band hides early rows (lower right) or late keys (upper left).
     for (const bool lower_right : {false, true}) {
       const int64_t q = lower_right ? 130 : 67, k = lower_right ? 67 : poison == Poison::kSeen ? 67 : 130;
       Case& c = list.add(name + (lower_right ? "causal lower right" : "causal"), {2, 4, 2, q, k, 8, 16});
@@ -250,7 +249,7 @@ Case& add_packed(List& list, const std::string& name, const Packing::Lengths& le
   return c;
 }
 
-// Packed sequences: empty ones, single rows, those that are decoded beside those that are not, tile edges.
+// Packed sequences: empty ones, single rows, decoded and not decoded ones in one batch, tile edges.
 void packed(List& list) {
   const Packing::Lengths lengths = {{70, 130}, {1, 64}, {0, 5},   {129, 3},
                                     {7, 0},    {65, 0}, {8, 300}, {48, 65}};
@@ -315,7 +314,7 @@ void packed(List& list) {
   }
 }
 
-// Keys and values in caches: each sequence's own, and pages that end anywhere in a tile.
+// Keys and values in caches: one cache per sequence, and pages that end anywhere in a tile.
 void caches(List& list) {
   const Packing::Lengths lengths = {{1, 130}, {3, 64}, {0, 5}, {50, 200}, {7, 0}, {65, 65}};
   int n = 0;

@@ -18,7 +18,7 @@ std::string broken;
 namespace {
 
 constexpr int kRegisters = 8, kRows = 16, kBytes = 64,
-              kNames = 16;  // palette 1; a configuration has 16 places
+              kNames = 16;  // palette 1; a configuration has 16 entries
 
 typedef float Row __attribute__((vector_size(kBytes)));
 typedef uint32_t Words __attribute__((vector_size(kBytes)));
@@ -44,13 +44,13 @@ thread_local Registers registers;
 
 std::atomic<int64_t> configurations{0}, products{0}, loads{0}, stores{0};
 
-// Subnormal numbers are read and written as 0.
+// Replaces subnormal numbers by 0, as the CPU does when it reads and writes.
 Row flushed(Row x) {
   const Words bits = (Words)x;
   return (Row)((bits & 0x7fffffffu) < 0x00800000u ? bits & 0x80000000u : bits);
 }
 
-// The numbers at even and at odd places of 32 in bfloat16, as float.
+// Returns the bfloat16 numbers at even and at odd positions of 32, as float.
 Row even_of(Words pairs) { return flushed((Row)(pairs << 16)); }
 Row odd_of(Words pairs) { return flushed((Row)(pairs & 0xffff0000u)); }
 
@@ -79,7 +79,7 @@ void configure(const void* config) {
   ++configurations;
   registers.configured = true;
   std::memset(registers.tile, 0xff,
-              sizeof(registers.tile));  // NaN, where a CPU has 0: nothing may rely on it
+              sizeof(registers.tile));  // NaN, although a CPU has 0: no kernel may rely on it
 }
 
 void release() {
@@ -102,8 +102,8 @@ void store(int tile, void* to, size_t stride) {
   for (int r = 0; r < kRows; ++r) std::memcpy(static_cast<char*>(to) + r * stride, from + r, kBytes);
 }
 
-// Intel's Software Developer's Manual, volume 2, TDPBF16PS. A product of two bfloat16 is exact in float, so that a
-// multiplication and an addition round like the CPU's multiply-add.
+// Intel's Software Developer's Manual, volume 2, TDPBF16PS. The product of two bfloat16 numbers is exact in float, so
+// multiplication and addition round like the CPU's multiply-add.
 void dot_bfloat16(int c, int a, int b) {
   ++products;
   if (c == a || c == b || a == b) fail("two operands of a product in one register");

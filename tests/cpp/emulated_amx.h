@@ -1,5 +1,5 @@
-// The tile registers of AMX in memory, in place of csrc/cpu/amx.h: the kernels of isa_amx.cpp run on any CPU with AVX-512
-// BF16. A misuse that a CPU would answer by a fault ends the program.
+// The tile registers of AMX in memory, in place of csrc/cpu/amx.h: kernels of isa_amx.cpp run on any CPU with AVX-512
+// BF16. An operation that faults on a CPU ends the program.
 #pragma once
 
 #include <cstddef>
@@ -15,14 +15,14 @@ void load(int tile, const void* from, size_t stride);
 void store(int tile, void* to, size_t stride);
 void dot_bfloat16(int c, int a, int b);
 
-// Instructions that all threads have run so far.
+// Number of instructions that all threads have run.
 struct Counts {
   int64_t configurations, products, loads, stores;
 };
 Counts counts();
 
-// What the emulation does wrong, to show that tests see it: "tile pairs", "tile stride", "tile configuration", "tile
-// release", or nothing.
+// An error of the emulation, to prove that tests see it: "tile pairs", "tile stride", "tile configuration", "tile
+// release", or none.
 extern std::string broken;
 
 }  // namespace test::amx

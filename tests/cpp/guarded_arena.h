@@ -1,6 +1,6 @@
-// Put in front of every source of the sanitizer builds (g++ -include), in place of csrc/core/arena.h: the same
-// Arena with a red zone before each array and none of its rounding up left readable behind it, so that
-// AddressSanitizer sees one array of the workspace run into the next.
+// Included before every source of the sanitizer builds (g++ -include), in place of csrc/core/arena.h. This Arena has
+// a poisoned red zone before each array and poisons its padding. AddressSanitizer then reports an access past the end
+// of an array.
 #pragma once
 
 #define Arena UnguardedArena
@@ -22,7 +22,7 @@ class Arena {
     const size_t begin = used_ + kAlignment, end = begin + static_cast<size_t>(count) * sizeof(T);
     const size_t next = (end + kAlignment - 1) / kAlignment * kAlignment;
     if (base_) {
-      ASAN_UNPOISON_MEMORY_REGION(base_ + begin, end - begin);  // of an arena that was here before
+      ASAN_UNPOISON_MEMORY_REGION(base_ + begin, end - begin);  // red zones of an earlier arena
       ASAN_POISON_MEMORY_REGION(base_ + used_, begin - used_);
       ASAN_POISON_MEMORY_REGION(base_ + end, next - end);
     }

@@ -1,4 +1,4 @@
-// Random inputs of a case: the same on every run.
+// Random inputs of a case, the same in every run.
 #pragma once
 
 #include "reference.h"

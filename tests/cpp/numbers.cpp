@@ -30,7 +30,8 @@ uint16_t encode(Format16 f, double value) {
   if (std::isinf(value)) return static_cast<uint16_t>(sign | infinity);
   const double magnitude = std::fabs(value);
   const int exponent = magnitude == 0 ? 1 - f.bias : std::max(std::ilogb(magnitude), 1 - f.bias);
-  // In units of the last place, to nearest even; the hidden bit, or a carry, adds itself to the exponent.
+  // In units of the last mantissa bit, rounded to nearest even. The hidden bit, or a carry, increments the
+  // exponent.
   const double significand = std::nearbyint(std::ldexp(magnitude, f.mantissa_bits - exponent));
   const double bits = std::ldexp(exponent + f.bias - 1, f.mantissa_bits) + significand;
   return static_cast<uint16_t>(sign | static_cast<int>(std::min<double>(bits, infinity)));

@@ -1,4 +1,4 @@
-// The dtypes as the tests see them: memory to and from double, written without the kernels' conversions.
+// Conversions between memory and double for every dtype, independent of the kernels' conversions.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ DType accumulator_of(DType dtype);
 
 double get(DType dtype, const void* base, int64_t index);
 void put(DType dtype, void* base, int64_t index, double value);
-double rounded(DType dtype, double value);  // to the nearest value that the dtype has
+double rounded(DType dtype, double value);  // to the nearest value of the dtype
 
 class Random {  // splitmix64
  public:

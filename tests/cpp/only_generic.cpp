@@ -1,4 +1,4 @@
-// Stands for the isa_*.cpp of the other instruction sets in the ThreadSanitizer build.
+// Replaces the isa_*.cpp of the other instruction sets in the ThreadSanitizer build.
 #include "cpu/run.h"
 
 namespace flash_attn_ext::cpu {

@@ -44,7 +44,7 @@ double sink_of(const Case& c, const std::vector<double>& sink, int64_t b, int64_
 
 double distance(const Case& c, int64_t b, int64_t i, int64_t j) { return std::abs(position(c, b, i) - j); }
 
-// What dropout multiplies element (i, j) of P with.
+// The factor of element (i, j) of P under dropout.
 double keep_factor(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t i, int64_t j) {
   if (c.dropout_p == 0) return 1;
   const auto key = flash_attn_ext::philox_key(in.rng_state[0], in.rng_state[1]);
@@ -88,7 +88,7 @@ void forward_row(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t 
   }
   double* out = &r.out[at(c.out_shape(), b, h, i, 0)];
   double& lse = r.lse[at(c.lse_shape(), b, h, i, 0)];
-  if (top == -kInf && !nan) {  // sees nothing: out stays 0
+  if (top == -kInf && !nan) {  // no key is visible: out stays 0
     lse = -kInf;
     return;
   }

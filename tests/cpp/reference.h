@@ -1,5 +1,5 @@
-// Attention and its gradients in the plainest way: dense, fp64, one element at a time. Shares nothing with
-// the kernels but core/philox.h, which defines the dropout mask.
+// Attention and its gradients in the simplest way: dense, fp64, one element at a time. It shares only core/philox.h
+// with the kernels, which defines the dropout mask.
 #pragma once
 
 #include <vector>
@@ -8,10 +8,10 @@
 
 namespace test {
 
-// Dense row-major values, already rounded to the dtype that the kernels will read.
+// Dense row-major values, already rounded to the dtype of the kernels.
 struct Inputs {
   std::vector<double> q, k, v, mask, slopes, sink, dout, dlse;
-  std::vector<double> t_q, t_k, t_v, t_mask, t_slopes, t_sink;  // tangents; without one of the mask, zero
+  std::vector<double> t_q, t_k, t_v, t_mask, t_slopes, t_sink;  // tangents; 0 if there is none of the mask
   std::array<int64_t, 2> rng_state{};
 };
 
@@ -21,7 +21,7 @@ struct Outputs {
   std::vector<double> hq, hk, hv, hmask, hslopes, hsink;  // double backward
 };
 
-// Whether query i of head h sees key j: band and mask, nothing else.
+// Returns whether query i of head h sees key j under band and mask.
 bool attends(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t i, int64_t j);
 
 int64_t kv_head_of(const Case& c, int64_t h);
@@ -38,9 +38,9 @@ void reference_jvp(const Case& c, const Inputs& in, Outputs& result);
 // Fills hq, hk, hv, hmask, hslopes and hsink, given out, lse, t_out and t_lse.
 void reference_double_backward(const Case& c, const Inputs& in, Outputs& result);
 
-// The largest relative difference between reference_backward and finite differences of reference_forward on a
-// small problem that uses every option; and between forward mode and double backward and the finite differences,
-// along the tangents, of forward and backward.
+// Returns the largest relative difference between reference and finite differences, on a small problem with every
+// option: reference_backward against differences of reference_forward, and forward mode and double backward against
+// differences of forward and backward along the tangents.
 double reference_self_check();
 
 }  // namespace test

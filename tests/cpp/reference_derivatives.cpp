@@ -135,7 +135,7 @@ double derivatives_self_check(const Case& c, const Inputs& in) {
   double worst = 0;
   auto check = [&](std::vector<double> Outputs::* value, std::vector<double> Outputs::* derivative) {
     for (size_t n = 0; n < (exact.*derivative).size(); ++n) {
-      if (std::isinf((above.*value)[n])) continue;  // the lse of a row that sees nothing
+      if (std::isinf((above.*value)[n])) continue;  // lse of a row without visible keys
       const double difference = ((above.*value)[n] - (below.*value)[n]) / (2 * kStep);
       const double expected = (exact.*derivative)[n];
       worst = std::max(worst, std::fabs(difference - expected) / std::max(1.0, std::fabs(expected)));

@@ -1,6 +1,7 @@
-// Counts the AMX instructions of one more tile of a pass, by the emulation: benchmarks/amx_model.py reads what it prints.
+// Counts the AMX instructions for one more tile of a kernel, by the emulation. benchmarks/amx_model.py reads the
+// output.
 //
-//   tile_counts D...   a line for each pass and head dimension: pass, D, products, loads, stores
+//  tile_counts D...   prints a line for each kernel and head dimension: kernel, D, products, loads, stores
 //
 // Exit status 77: this CPU cannot run the emulation.
 #include <cstdio>
@@ -12,7 +13,7 @@
 #include "emulated_amx.h"
 
 namespace flash_attn_ext::cpu {
-const Kernels* const kAvx512Bf16Kernels = nullptr;  // takes other dtypes: there are none here
+const Kernels* const kAvx512Bf16Kernels = nullptr;  // isa_amx.cpp refers to it; no other dtype runs here
 }
 
 namespace {
@@ -21,7 +22,7 @@ using namespace flash_attn_ext;
 
 constexpr int64_t kForwardQueries = 48, kTileKeys = 64, kBackwardQueries = 64, kGroup = 16;
 
-// Zeros of one head, or of a group's, and the params of a call on them.
+// Zeros for one head or one group of heads, and the params of a call on them.
 struct Call {
   Call(int64_t heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim)
       : memory(8 * heads * (seqlen_q + seqlen_k) * head_dim), statistics(heads * seqlen_q) {

@@ -11,7 +11,7 @@ from paths import CPP, ROOT
 BUILD = ROOT / "build" / "arm"
 COMPILERS = ["aarch64-linux-gnu-g++", *(f"aarch64-linux-gnu-g++-{version}" for version in range(15, 10, -1))]
 
-# Model of the emulator -> what it can run. Only `max` has FEAT_BF16 among those of qemu 7.2.
+# Model of the emulator -> the kernels that it can run. Only `max` has FEAT_BF16 among those of qemu 7.2.
 MODELS = {
     "cortex-a53": "generic, neon",
     "cortex-a72": "generic, neon",
@@ -37,7 +37,7 @@ def program():
 
 @pytest.fixture(scope="module")
 def emulate(program):
-    """Runs the program on a model of the emulator; returns its exit status and what it printed."""
+    """Returns a function that runs the program on a model of the emulator. It returns exit status and output."""
     emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if emulator is None:
         pytest.skip("needs an emulator of 64-bit ARM, as in Debian's qemu-user-static")
@@ -62,7 +62,7 @@ def test_each_model_is_given_what_it_can_run(emulate, model, kernels):
     assert status == 77
     assert output.endswith(f"not an instruction set of this build; allowed here: {kernels}\n")
     status, output = emulate(model, "", "no such case")
-    assert output.startswith(kernels.split(", ")[-1] + ":")  # what is taken where nothing is forced
+    assert output.startswith(kernels.split(", ")[-1] + ":")  # the best kernels, if none are forced
     if "neon_bf16" not in kernels:
         status, output = emulate(model, "neon_bf16")
         assert status == 77
@@ -112,7 +112,7 @@ int main() {
 
 
 def test_vectors_of_bytes(emulate, tmp_path):
-    """What widens 8-bit caches and makes bits of bool masks, by every byte."""
+    """The functions that widen 8-bit caches and convert bool masks to bits are right for every byte."""
     compiler = next(filter(shutil.which, COMPILERS))
     (tmp_path / "bytes.cpp").write_text(HELPERS)
     command = [compiler, "-std=c++17", "-O2", "-static", f"-I{ROOT / 'csrc'}", "-o", tmp_path / "bytes"]

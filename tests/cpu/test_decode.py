@@ -39,7 +39,7 @@ def test_head_dims_of_one_query(isa, head_dim):
 @pytest.mark.parametrize("num_splits", [1, 3, 1000])
 @pytest.mark.parametrize("unified_max", [None, 0.0, 3.0])
 def test_splits_and_unified_max_with_every_option(isa, dtype, num_splits, unified_max):
-    """Also with many queries: the options ask for this kernel whatever S_q is."""
+    """The options force the decode kernel, also for many queries."""
     for seqlen_q in (1, 4, 70):
         inputs = make_qkv(2, 4, seqlen_q, 331, 24, 40, heads_kv=2, dtype=dtype)
         mask = torch.randn(2, 1, seqlen_q, 331, dtype=dtype).masked_fill(torch.rand(331) > 0.8, -torch.inf)
@@ -53,7 +53,7 @@ def test_splits_and_unified_max_with_every_option(isa, dtype, num_splits, unifie
 
 @dtypes
 @pytest.mark.parametrize("unified_max", [-1e300, -600.0, -400.0, 400.0, 600.0, 1e300])
-def test_a_unified_max_far_from_the_scores_is_made_good(isa, dtype, unified_max):
+def test_a_unified_max_far_from_the_scores_is_corrected(isa, dtype, unified_max):
     q, k, v = make_qkv(1, 2, 1, 500, 32, dtype=dtype)
     out, lse = flash_attn(q, k, v, return_lse=True, num_splits=3)
     far_out, far_lse = flash_attn(q, k, v, return_lse=True, num_splits=3, unified_max=unified_max)
@@ -62,7 +62,7 @@ def test_a_unified_max_far_from_the_scores_is_made_good(isa, dtype, unified_max)
 
 
 def test_splits_on_both_sides_of_the_unified_max(isa):
-    """One split in range, one far above, one far below: they must still merge."""
+    """Merges three splits: one near the unified maximum, one far above it, one far below it."""
     q, k, v = (t.detach() for t in make_qkv(1, 1, 1, 192, 8))
     q.fill_(1.0)
     k[0, 0, :64], k[0, 0, 64:128], k[0, 0, 128:] = 0.0, 60.0, -60.0
@@ -73,7 +73,7 @@ def test_splits_on_both_sides_of_the_unified_max(isa):
 @dtypes
 @pytest.mark.parametrize("unified_max", [0.0, -20.0, 1e39, -1e39, 1e300])
 def test_unified_max_where_a_split_sees_nothing(isa, dtype, unified_max):
-    """Splits behind the padding fit any guess; those before it are computed again, and must survive the merge."""
+    """Splits without a visible key accept any unified maximum. The other splits are computed again before the merge."""
     q, k, v = make_qkv(2, 2, 1, 512, 16, dtype=dtype)
     with torch.no_grad():
         q.fill_(1.0)
@@ -86,7 +86,7 @@ def test_unified_max_where_a_split_sees_nothing(isa, dtype, unified_max):
 
 @pytest.mark.parametrize("unified_max", [None, 0.0])
 @pytest.mark.parametrize("num_splits", [0, 1, 4])
-def test_nan_reaches_those_who_attend_to_it_and_nobody_else(isa, num_splits, unified_max):
+def test_nan_reaches_only_queries_that_attend_to_it(isa, num_splits, unified_max):
     q, k, v = (t.detach() for t in make_qkv(2, 4, 2, 300, 24, heads_kv=2))
     options = {"enable_gqa": True, "num_splits": num_splits, "unified_max": unified_max}
     mask = torch.ones(2, 1, 1, 300, dtype=torch.bool)
@@ -146,7 +146,7 @@ def test_absurd_numbers_of_splits_are_fine():
 
 @dtypes
 def test_many_equal_keys_are_summed_up_by_tiles(isa, dtype):
-    """One long chain of additions would err by 1e-3 in float32 here."""
+    """One long chain of additions would have an error of 1e-3 in float32."""
     n = 1 << 17
     q, k = torch.zeros(1, 1, 1, 8, dtype=dtype), torch.zeros(1, 1, n, 8, dtype=dtype)
     v = torch.full((1, 1, n, 8), 0.1, dtype=dtype)
@@ -156,7 +156,7 @@ def test_many_equal_keys_are_summed_up_by_tiles(isa, dtype):
 
 
 @pytest.mark.parametrize("heads_kv", [1, 3])
-def test_what_else_is_in_the_batch_changes_no_bit(isa, heads_kv):
+def test_other_sequences_in_the_batch_change_no_bit(isa, heads_kv):
     for seqlen_q, dtype in ((1, torch.bfloat16), (5, torch.float32), (70, torch.float32), (70, torch.bfloat16)):
         q, k, v = make_qkv(5, 6, seqlen_q, 1500, 24, heads_kv=heads_kv, dtype=dtype)
         options = {"enable_gqa": True, "return_lse": True}
@@ -179,7 +179,7 @@ def test_memory_of_splits_is_linear(options, one_thread):
 
 
 def test_a_thread_with_a_small_stack():
-    """64 KiB in all, of which torch's own attention needs 48."""
+    """The kernels run in a thread with a stack of 64 KiB. Torch's own attention needs 48 KiB."""
     script = """
 import threading, torch
 from flash_attn_ext import explain, flash_attn

@@ -1,4 +1,4 @@
-"""Which instruction set's kernels run: seen, forced from Python and from the environment, and proven by counting."""
+"""The kernels that run: reported, forced from Python, forced from the environment, and counted."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ VARIABLE = "FLASH_ATTN_EXT_ISA"
 
 @pytest.fixture(autouse=True)
 def detection(monkeypatch):
-    """Every test begins with what the CPU alone decides, and leaves what the environment and the CPU decide."""
+    """A test begins with the kernels that the CPU decides. After it, environment and CPU decide again."""
     monkeypatch.delenv(VARIABLE, raising=False)
     force_kernel(None)
     yield
@@ -25,7 +25,7 @@ def detection(monkeypatch):
 
 @pytest.fixture(params=KERNELS)
 def kernel(request):
-    """Each instruction set; skips one that this CPU lacks, after seeing that it cannot be forced either."""
+    """Each instruction set. If this CPU lacks one: checks that it cannot be forced, and skips the test."""
     if request.param not in available_kernels():
         with pytest.raises(
             ValueError, match=f"got '{request.param}', which this CPU cannot run; allowed here: generic"
@@ -36,7 +36,7 @@ def kernel(request):
 
 
 def calls_during(action):
-    """Instruction set -> how often its forward or backward kernels ran."""
+    """Returns how often forward and backward kernels ran, by instruction set."""
     before = _ops._C.kernel_calls()
     action()
     after = _ops._C.kernel_calls()
@@ -72,7 +72,7 @@ def test_the_counter_tells_forward_from_backward(kernel):
 
 
 def test_kernels_agree(kernel):
-    """One algorithm for every instruction set: only rounding differs."""
+    """Every instruction set runs the same algorithm. Only rounding differs."""
     q, k, v = (torch.randn(1, 2, 65, 33, dtype=torch.float64) for _ in range(3))
     force_kernel("generic")
     expected = flash_attn(q, k, v, is_causal=True)
@@ -114,7 +114,7 @@ def test_an_impossible_environment_is_an_error_that_changes_nothing(monkeypatch)
 
 
 def import_with(value):
-    """A fresh interpreter with the variable set."""
+    """Imports the package in a new interpreter with the variable set."""
     code = "import flash_attn_ext as f; print(f.active_kernel(), f.available_kernels()[-1])"
     environment = {**os.environ, VARIABLE: value}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)

@@ -1,7 +1,7 @@
-"""Instructions that a baseline CPU lacks stay behind their instruction set's own names.
+"""Functions with instructions that a baseline CPU lacks are in the namespace of their instruction set.
 
-The linker keeps one copy of an inline function that several object files define, and it may be the one that was
-compiled for AVX-512. So such a copy must bear a name of that kernel's namespace, which nobody else asks for.
+If several object files define an inline function, the linker keeps one copy: perhaps the copy compiled for AVX-512. So
+an object file for AVX-512 may export such functions only in its own namespace, which no other file uses.
 """
 
 import ast
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="needs x8
 
 
 def setup_flags():
-    """The list that setup.py assigns to `flags`, and what torch's BuildExtension adds."""
+    """Returns the flags of setup.py and of torch's BuildExtension."""
     for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())):
         if (
             isinstance(node, ast.Assign)
@@ -57,14 +57,14 @@ def tool(*command):
 
 
 def exported_names(path):
-    """Mangled name -> readable name of what other object files can be given from this one."""
+    """Returns the symbols that other object files can link to: mangled name -> readable name."""
     rows = [line.split() for line in tool("nm", "--defined-only", "--format=posix", path).splitlines()]
     mangled = [row[0] for row in rows if row[1] in EXPORTED]
     return dict(zip(mangled, tool("c++filt", *mangled).splitlines(), strict=True))
 
 
 def avx_by_function(path):
-    """Mangled name -> one of its AVX instructions, for each function that has any."""
+    """Returns the functions with AVX instructions: mangled name -> one AVX instruction."""
     found, function = {}, None
     for line in tool("objdump", "-d", "--no-show-raw-insn", path).splitlines():
         if header := FUNCTION.match(line):
@@ -75,13 +75,13 @@ def avx_by_function(path):
 
 
 def leaks(path, namespace):
-    """Readable names outside `namespace` that other object files can be given with AVX instructions inside."""
+    """Returns exported functions with AVX instructions outside `namespace`."""
     avx = avx_by_function(path)
     return [name for mangled, name in exported_names(path).items() if mangled in avx and namespace not in name]
 
 
 def built():
-    """The folder of the objects of which the extension was linked; None if there are none, or a source is newer."""
+    """Returns the folder of the extension's object files. None if they are missing or older than a source."""
     folder = ROOT / "build" / f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "csrc" / "cpu"
     objects = [folder / f"{name}.o" for name in (*NAMESPACE, *BASELINE)]
     if not all(path.exists() for path in objects):
@@ -94,7 +94,7 @@ def built():
 
 @pytest.fixture(scope="session")
 def objects(tmp_path_factory):
-    """Those of the build, or compiled as it would be."""
+    """Returns the object files of the build, or compiles them with the same flags."""
     missing = [name for name in (CXX, "nm", "objdump", "c++filt") if shutil.which(name) is None]
     if missing:
         pytest.fail(f"needs a C++ compiler and GNU binutils; not found: {', '.join(missing)}")
@@ -139,7 +139,7 @@ def test_each_kernel_uses_its_own_instructions(objects, name, used, absent):
 
 
 def test_tile_registers_are_given_back(objects):
-    """Each function that sets them up also releases them: no other code may find them in use."""
+    """Each function that configures the tile registers also releases them, so that no other code finds them in use."""
     text = tool("objdump", "-d", "--no-show-raw-insn", objects["isa_amx"])
     functions = [part for part in text.split("\n\n") if "ldtilecfg" in part]
     assert len(functions) >= 5  # forward, backward and its row terms, the mask's gradient, forward mode
@@ -150,7 +150,7 @@ def test_tile_registers_are_given_back(objects):
 
 @pytest.mark.parametrize("included", ["inside", "before"])
 def test_standard_header_inside_the_region_is_caught(tmp_path, included):
-    """isa_avx2.cpp with little in it, and a standard header inside its target region: that is the mistake."""
+    """A standard header inside the target region of an isa_avx2.cpp makes a test fail."""
     begin = 'FA_TARGET_BEGIN("avx2,fma,f16c")\n'
     text = (CPU / "isa_avx2.cpp").read_text()
     header = "#include <random>\n"
