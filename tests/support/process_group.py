@@ -50,7 +50,11 @@ class Processes:
             for pipe in ready:
                 waiting.remove(pipe)
                 rank = self._pipes.index(pipe)
-                answers[rank], failure = pipe.recv()
+                try:
+                    answers[rank], failure = pipe.recv()
+                except EOFError:
+                    self.close()
+                    raise AssertionError(f"process {rank} of {self._size} died") from None
                 if failure is not None:
                     self.close()
                     raise AssertionError(f"process {rank} of {self._size} failed: {answers[rank]}\n{failure}")
