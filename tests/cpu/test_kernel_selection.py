@@ -1,5 +1,6 @@
 """The kernels that run: reported, forced from Python, forced from the environment, and counted."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -8,7 +9,14 @@ import pytest
 import torch
 from cases import KERNELS
 
-from flash_attn_ext import _ops, active_kernel, available_kernels, flash_attn, force_kernel
+from flash_attn_ext import (
+    _ops,
+    active_kernel,
+    available_kernels,
+    flash_attn,
+    flash_attn_with_kvcache,
+    force_kernel,
+)
 
 VARIABLE = "FLASH_ATTN_EXT_ISA"
 
@@ -69,6 +77,27 @@ def test_the_counter_tells_forward_from_backward(kernel):
     results = []
     assert calls_during(lambda: results.append(flash_attn(q, q, q))) == {kernel: 1}
     assert calls_during(results[0].sum().backward) == {kernel: 1}
+
+
+@pytest.mark.parametrize(
+    ("isa", "shared"), [("avx512_bf16", "avx512"), ("amx", "avx512"), ("neon_bf16", "neon")], ids=lambda name: name
+)
+def test_kernels_for_bfloat16_share_the_kernels_of_other_dtypes(isa, shared):
+    if isa not in available_kernels():
+        pytest.skip(f"needs a CPU that can run the kernels for {isa}")
+    force_kernel(isa)
+    for dtype in (torch.float32, torch.float64, torch.float16):
+        q = torch.randn(1, 1, 4, 8, dtype=dtype)
+        assert calls_during(functools.partial(flash_attn, q, q, q)) == {shared: 1}
+
+
+def test_avx512_bf16_multiplies_int8_caches_by_float16_queries():
+    if "avx512_bf16" not in available_kernels():
+        pytest.skip(f"needs a CPU with {KERNELS['avx512_bf16']}")
+    force_kernel("avx512_bf16")
+    q = torch.randn(1, 1, 2, 16, dtype=torch.float16)
+    cache = torch.randint(-127, 128, (1, 8, 2, 16), dtype=torch.int8)
+    assert calls_during(lambda: flash_attn_with_kvcache(q, cache, cache)) == {"avx512_bf16": 1}
 
 
 def test_kernels_agree(kernel):
