@@ -1,6 +1,5 @@
 """Runs a call: DTensors by flash_attn_ext.distributed, all other tensors by the module of the call's operator."""
 
-import importlib
 from collections.abc import Callable
 
 from torch import Tensor
@@ -10,8 +9,6 @@ from ._call import Call
 from ._tensor_checks import some_dtensor
 
 _LOCAL = {_ops.DENSE.function: _dense.attend, _ops.VARLEN.function: _packed.attend}
-# Filled by flash_attn_ext.distributed, by the name of the public function.
-ON_DTENSORS: dict[str, Callable] = {}
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -34,6 +31,6 @@ def handler_of_dtensors(function: str, *tensors: object) -> Callable | None:
     """
     if not some_dtensor(*tensors):
         return None
-    if not ON_DTENSORS:
-        importlib.import_module("flash_attn_ext.distributed")
-    return ON_DTENSORS[function]
+    import flash_attn_ext.distributed
+
+    return flash_attn_ext.distributed.ON_DTENSORS[function]
