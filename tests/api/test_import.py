@@ -168,7 +168,6 @@ def test_the_test_above_sees_every_form_of_import(tmp_path, text, imported):
     files = {
         "__init__.py": "from . import a", "a.py": text,
         "b.py": "def f():\n    from . import a\n    import rich\n    importlib.import_module('rich')",
-       
         "sub/__init__.py": "from .c import x\nfrom ..b import f", "sub/c.py": "from .. import a",
     }  # fmt: skip
     for name, content in files.items():
