@@ -1,6 +1,6 @@
 // Runs the kernels of one instruction set on every case and dtype, against the dense reference.
 //
-//   address ISA [MATCH]             all cases, or those whose name contains MATCH
+//   address ISA [MATCH]             all cases, or the cases with MATCH in their names
 //   address ISA MATCH --short NAME  buffers called NAME ("q", "dk", "saved out", ...) end one element early,
 //                                   "workspace" 8192 bytes
 //   address ISA MATCH --break WHAT  arena: a read past an array of the workspace; overflow: of an integer;
@@ -150,7 +150,7 @@ int run(const std::vector<std::string>& args) {
 extern "C" void __ubsan_on_report() { test::say_what_was_running(); }  // its death skips the callback below
 
 int main(int argc, char** argv) {
-  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what was said before a sanitizer ends the program is not lost
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // prints each line at once: a sanitizer may end the program
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   __sanitizer_set_death_callback(test::say_what_was_running);
 #endif

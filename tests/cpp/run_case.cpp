@@ -294,8 +294,8 @@ struct OutputBuffers {
   TensorBuffer jvp_out, jvp_lse, t_out, t_lse, hq, hk, hv, hmask, hslopes, hsink;
 };
 
-// A workspace that ends where no memory may be touched. A red zone of AddressSanitizer would not do: the guarded arena
-// clears what it takes, also past the end of a workspace that is too small.
+// A workspace that ends at a page without access rights. A red zone of AddressSanitizer is not enough: the guarded arena
+// unpoisons its arrays, also past the end of a workspace that is too small.
 class Workspace {
  public:
   explicit Workspace(size_t bytes) : mapped_(rounded_up(bytes) + kForbidden) {
@@ -306,7 +306,7 @@ class Workspace {
     if (mprotect(end, kForbidden, PROT_NONE) != 0) throw std::bad_alloc();
     data_ = end - (bytes + Arena::kAlignment - 1) / Arena::kAlignment * Arena::kAlignment;
     ASAN_UNPOISON_MEMORY_REGION(data_, bytes);  // an earlier arena's red zones
-    std::memset(data_, 0xff, bytes);            // what is read before it is written becomes NaN
+    std::memset(data_, 0xff, bytes);            // a read of uninitialised memory returns NaN
   }
   ~Workspace() { munmap(begin_, mapped_); }
   Workspace(const Workspace&) = delete;
@@ -403,7 +403,7 @@ std::string message(const char* format, ...) {
   return text;
 }
 
-// Compares one output; appends what is wrong to `errors`. `shape` names the place of the worst element.
+// Compares one output and appends a message per error to `errors`. `shape` gives the position of the worst element.
 void compare(const char* name, const Shape& shape, const std::vector<double>& got,
              const std::vector<double>& expected, double allowed, std::vector<std::string>& errors) {
   double largest = 1, worst = -1;

@@ -2,7 +2,7 @@
 //
 // These loops run after the loops for q, k and v, and multiply two more products per tile. Tasks are parallel over
 // the elements of the mask. A task sums over the batches, heads and rows that share its mask tile, in a fixed order.
-// So the memory is that of the mask, never S_q x S_k. If the mask has few elements, many score tiles share each of
+// So the memory has the size of the mask, never S_q x S_k. If the mask has few elements, many score tiles share each of
 // them: then several tasks sum parts of the score tiles, and the parts are added in order.
 #pragma once
 

@@ -6,7 +6,7 @@
 //
 // Elements of A and B have the type T of C, or are Pairs: two 16-bit values that follow each other along the depth. A
 // register tile of MR x NV vectors of C stays in registers over the whole depth. It starts from 0 and is added to C
-// at the end: the rounding is that of a sum of tiles, not of one long chain.
+// at the end: it rounds like a sum of tiles, not like one long chain.
 #pragma once
 
 #include "../vec/pair-inl.h"  // before the templates that call its functions
