@@ -10,6 +10,7 @@
 #include "cpu/select.h"
 #include "cuda/tiers.h"
 #include "ops/eager.h"
+#include "ops/flex/flex.h"
 #include "ops/from_python.h"
 #include "ops/plan.h"
 #include "ops/varlen.h"
@@ -96,6 +97,14 @@ pybind11::dict tensor_rows() {
   return result;
 }
 
+// The table of core/program.h, for the test that compares flex/operations.py with it.
+pybind11::list program_operations() {
+  pybind11::list rows;
+  for (const flash_attn_ext::OperationRow& row : flash_attn_ext::kOperations)
+    rows.append(pybind11::make_tuple(row.name, row.arguments, std::string(1, row.result)));
+  return rows;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -107,7 +116,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("tensor_rows") =
       tensor_rows<Attention, AttentionBackward, AttentionJvp, AttentionDoubleBackward, AttentionVarlen,
                   AttentionVarlenBackward, AttentionVarlenJvp, AttentionVarlenDoubleBackward, AttentionCache,
-                  AppendToCache, AttentionWeights, AttentionWeightsBackward>();
+                  AppendToCache, AttentionWeights, AttentionWeightsBackward, AttentionFlex>();
+  m.attr("program_operations") = program_operations();
   m.attr("differentiable") = names(flash_attn_ext::Gradients::kNames);
   pybind11::class_<KernelChoice>(m, "KernelChoice")
       .def_readonly("kernel", &KernelChoice::kernel)

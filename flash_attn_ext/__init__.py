@@ -10,6 +10,7 @@ else:
     from . import _flops, _vmap  # noqa: F401  register what FlopCounterMode counts, and the vmap rules
     from ._explain import Explanation, explain
     from ._explain_packed import explain_kvcache, explain_varlen
+    from .flex import flex_attention
     from .functional import dropout_mask, flash_attn, new_rng_state
     from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
     from .kvcache import flash_attn_with_kvcache
@@ -50,6 +51,7 @@ __all__ = [
     "flash_attn",
     "flash_attn_varlen",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "force_cuda_tier",
     "force_kernel",
     "is_active",

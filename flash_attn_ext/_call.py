@@ -15,6 +15,9 @@ from ._dropout import new_rng_state
 from ._options import checked_options, operator_options
 from ._tensor_checks import check_is_dense
 
+# Arguments of flash_attn that are no tensors and no options: flash_attn_ext.flex has their operator.
+FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
+
 
 @dataclass(slots=True)
 class Call:
@@ -31,6 +34,11 @@ class Call:
         cls, operator: _ops.Operator, *, enable_gqa: bool = False, return_lse: bool = False, **arguments
     ) -> Call:
         """Sorts the arguments of :func:`flash_attn` or :func:`flash_attn_varlen` into tensors and options."""
+        for name in FUNCTIONS:
+            if arguments.pop(name, None) is not None:
+                raise NotImplementedError(
+                    f"{name}: got one; allowed here: none, and flash_attn of dense tensors takes it"
+                )
         tensors = {name: arguments.pop(name) for name in operator.tensor_names}
         options = operator_options(alibi_slopes=tensors["alibi_slopes"], **arguments)
         return cls(operator, tensors, checked_options(operator.option_types, options), enable_gqa, return_lse)

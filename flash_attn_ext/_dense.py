@@ -1,6 +1,7 @@
 """A dense call: brings tensors of 2 to N dimensions to the one form that the operator takes, and runs it."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,11 +12,11 @@ from ._call import Call
 from ._tensor_checks import check_are_dense, check_is_dense
 
 
-def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) in the shapes of the caller's tensors."""
+def attend(call: Call, run: Callable[[Call], tuple[Tensor, Tensor]] = _functorch.run) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) in the shapes of the caller's tensors. ``run`` gets the call in the operator's form."""
     value = call.tensors["value"]
     call, shape = to_operator_form(call)
-    out, lse = _functorch.run(call)
+    out, lse = run(call)
     if out.shape[3] != value.shape[-1]:  # head_dim_v 0 was padded
         out = out[..., : value.shape[-1]]
     if shape.dims != 4:

@@ -58,6 +58,9 @@ attention_cache = torch.ops.flash_attn_ext.attention_cache.default
 append_to_cache = torch.ops.flash_attn_ext.append_to_cache.default
 attention_weights = torch.ops.flash_attn_ext.attention_weights.default
 attention_weights_backward = torch.ops.flash_attn_ext.attention_weights_backward.default
+attention_flex = torch.ops.flash_attn_ext.attention_flex.default
+attention_flex_backward = torch.ops.flash_attn_ext.attention_flex_backward.default
+program_operations = _C.program_operations
 attention_merge_ = torch.ops.flash_attn_ext.attention_merge_.default
 dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 

@@ -5,20 +5,26 @@ Shapes and dtypes are checked in csrc/ops/checks.cpp, once for every device.
 """
 
 import inspect
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import _ops, _packed
+from . import _dense, _ops, _packed
 from ._attend import attend
-from ._call import Call
+from ._call import FUNCTIONS, Call
 from ._dropout import dropout_mask, new_rng_state
 from ._hints import unknown_argument, with_layout_hint
 from ._options import as_type, band, checked_options
-from ._tensor_checks import check_is_dense, is_causal_bias
+from ._tensor_checks import check_is_dense, is_causal_bias, some_dtensor
+from .flex.attention import run_with_functions
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from .flex.attention import MaskMod, ScoreMod
 
 __all__ = ["dropout_mask", "flash_attn", "new_rng_state"]
 
@@ -45,6 +51,9 @@ def flash_attn(
     unified_max: float | None = None,
     deterministic: bool | None = None,
     diagonal: int = 0,
+    score_mod: "ScoreMod | None" = None,
+    mask_mod: "MaskMod | None" = None,
+    block_mask: "BlockMask | None" = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
@@ -96,6 +105,13 @@ def flash_attn(
         diagonal: moves the diagonal, for a part of a larger score matrix. Causal masks, windows and ALiBi count from
             key ``i + diagonal`` of query i, or from ``i + diagonal + S_k - S_q`` if aligned to the lower right.
 
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score, after softcap and ALiBi and before
+            the masks. CPU only, and differentiable once. Tensors that it reads receive gradients. docs/flex.md says
+            what a function may contain.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` returns whether the key is visible, likewise.
+        block_mask: a BlockMask of torch (``torch.nn.attention.flex_attention.create_block_mask``), in place of
+            ``mask_mod``.
+
     With ``window`` or ``alibi_slopes`` but neither ``is_causal`` nor ``causal``, the diagonal is aligned to the
     lower right corner, as in flash-attention.
 
@@ -115,6 +131,8 @@ def flash_attn(
     """
     if unknown:
         raise unknown_argument("flash_attn", next(iter(unknown)))
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
+        return _with_functions(locals())
     band_causal, lower_right, left, right = is_causal, False, None, None
     if causal is not None or window is not None or alibi_slopes is not None:
         band_causal, lower_right, left, right = band(causal, is_causal, window, alibi_slopes)
@@ -157,6 +175,20 @@ def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     options = checked_options(_ops.DENSE.option_types, given["options"])
     out, lse = attend(Call(_ops.DENSE, tensors, options, given["enable_gqa"], return_lse))
     return (out, lse) if return_lse else out
+
+
+def _with_functions(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn with functions of the user. ``given``: its local variables."""
+    arguments = {name: given[name] for name in _PARAMETERS if name not in FUNCTIONS}
+    functions = {name: given[name] for name in FUNCTIONS}
+    if is_causal_bias(arguments["attn_mask"]):
+        arguments = without_causal_bias(arguments)
+    call = Call.from_arguments(_ops.DENSE, **arguments).with_rng_state()
+    for name, t in call.tensors.items():
+        if some_dtensor(t):
+            raise TypeError(f"{name}: got a DTensor with {' or '.join(FUNCTIONS)}; allowed: to_local(), a dense tensor")
+    out, lse = _dense.attend(call, lambda form: run_with_functions(form.tensors, form.options, **functions))
+    return (out, lse) if call.return_lse else out
 
 
 def _rng_state_for(query: Tensor, dropout_p: float) -> Tensor | None:

@@ -5,6 +5,7 @@
 #include <functional>
 #include <string>
 
+#include "core/program.h"
 #include "cpu/why_not.h"
 #include "cuda/simt/simt.h"
 #include "cuda/sm80/sm80.h"
@@ -122,6 +123,8 @@ void dense() {
   });
   row(f, "num_splits", "", [](AttentionParams& p) { p.decode.num_splits = 4; });
   row(f, "unified_max", "", [](AttentionParams& p) { p.decode.has_unified_max = true; });
+  static const UserFunctions functions;
+  row(f, "score_mod, mask_mod, block_mask", "", [](AttentionParams& p) { p.functions = &functions; });
 }
 
 void pack(AttentionParams& p) {

@@ -194,6 +194,8 @@ struct VarlenParams {
   FA_HOST_DEVICE explicit operator bool() const { return bool(cu_seqlens_q); }
 };
 
+struct UserFunctions;
+
 struct AttentionParams {
   DType dtype = DType::kFloat32;
   Sizes sizes;
@@ -212,6 +214,7 @@ struct AttentionParams {
   DropoutParams dropout;
   DecodeParams decode;  // read by the forward only
   VarlenParams varlen;
+  const UserFunctions* functions = nullptr;  // core/program.h; null: none
 
   // The index of row i of head h in lse, and in the kernels' arrays with one element a row; and how many rows
   // that is.

@@ -10,7 +10,8 @@ FA_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b 
 // Whether a tier's kernel for few queries runs: up to as many as it is the faster one for, or where the caller
 // asks for splits or for the unified maximum.
 inline bool is_decode(const AttentionParams& p, int64_t few_queries) {
-  return p.sizes.seqlen_q <= few_queries || p.decode.num_splits > 1 || p.decode.has_unified_max;
+  return !p.functions &&
+         (p.sizes.seqlen_q <= few_queries || p.decode.num_splits > 1 || p.decode.has_unified_max);
 }
 
 // At most so many splits are made, whatever the caller asks for. Each leaves a row of O for each query: with

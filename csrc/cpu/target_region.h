@@ -15,6 +15,7 @@
 #include "../core/mask.h"
 #include "../core/params.h"
 #include "../core/philox.h"
+#include "../core/program.h"
 #include "../core/sequence.h"
 #include "../core/splits.h"
 #include "half.h"

@@ -7,7 +7,7 @@ namespace {
 // compile until its author adds it here, and decides which kernels support it.
 const char* why_not_any(const AttentionParams& p) {
   const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink, dropout, decode,
-               varlen] = p;
+               varlen, functions] = p;
   if (dtype == DType::kBool) return "cpu: no kernel for query's dtype";
   if (sizes.heads_kv < 1 || sizes.heads % sizes.heads_kv != 0)
     return "cpu: the heads of key do not divide those of query";
@@ -20,6 +20,11 @@ const char* why_not_differentiated(const AttentionParams& p) {
   return why_not_any(p);
 }
 
+const char* why_not_functions(const AttentionParams& p) {
+  return p.functions ? "cpu: functions of the user have a forward and a backward, and no other pass"
+                     : nullptr;
+}
+
 }  // namespace
 
 const char* why_not(const AttentionParams& p) { return why_not_any(p); }
@@ -27,12 +32,17 @@ const char* why_not(const BackwardParams& p) {
   if (p.varlen && p.dweights) return "cpu: no kernel for the weights of packed sequences";
   return why_not_differentiated(p);
 }
-const char* why_not(const JvpParams& p) { return why_not_differentiated(p); }
+const char* why_not(const JvpParams& p) {
+  if (const char* reason = why_not_functions(p)) return reason;
+  return why_not_differentiated(p);
+}
 const char* why_not(const DoubleBackwardParams& p) {
+  if (const char* reason = why_not_functions(p)) return reason;
   if (p.dweights) return "cpu: no kernel for second derivatives of the weights";
   return why_not_differentiated(p);
 }
 const char* why_not(const WeightsParams& p) {
+  if (const char* reason = why_not_functions(p)) return reason;
   if (p.varlen) return "cpu: no kernel for the weights of packed sequences";
   return why_not_any(p);
 }

@@ -38,15 +38,16 @@ constexpr DimName kDimNames[] = {{"batch", "query"},          {"heads", "query"}
 
 struct Shape {
   enum Kind : int8_t {
-    kExact,         // these dimensions
-    kBroadcast,     // each may be 1 instead
-    kMaybeBatched,  // the first, the batch, may be missing
-    kSeedOffset,    // two elements, contiguous
-    kPerSequence,   // one element for each packed sequence
-    kPackedMask,    // of packed sequences: see varlen.h
-    kTreeMask,      // beside a cache: see kvcache.h
-    kTable,         // a row for each packed sequence
-    kRotary,        // a row for each position
+    kExact,              // these dimensions
+    kBroadcast,          // each may be 1 instead
+    kMaybeBatched,       // the first, the batch, may be missing
+    kSeedOffset,         // two elements, contiguous
+    kPerSequence,        // one element for each packed sequence
+    kPackedMask,         // of packed sequences: see varlen.h
+    kTreeMask,           // beside a cache: see kvcache.h
+    kTable,              // a row for each packed sequence
+    kRotary,             // a row for each position
+    kCheckedByOperator,  // of an operator's own checks
   };
   Kind kind;
   int8_t count = 0;
@@ -63,6 +64,7 @@ enum class DtypeRule : int8_t {
   kIndex,  // int32 or int64
   kCache,  // query's or 8 bits: int8, float8_e4m3fn, float8_e5m2
   kFloat32,
+  kCheckedByOperator,
 };
 
 enum class AutocastRule : int8_t {

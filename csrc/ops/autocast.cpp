@@ -2,6 +2,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include "flex/flex.h"
 #include "ops.h"
 #include "varlen.h"
 #include "weights.h"
@@ -28,12 +29,14 @@ typename Op::Result autocast(const typename Op::Tensors& given, const typename O
 TORCH_LIBRARY_IMPL(flash_attn_ext, AutocastCPU, m) {
   implement<Attention, autocast<Attention, c10::DispatchKey::AutocastCPU, at::kCPU>>(m);
   implement<AttentionVarlen, autocast<AttentionVarlen, c10::DispatchKey::AutocastCPU, at::kCPU>>(m);
+  implement<AttentionFlex, autocast<AttentionFlex, c10::DispatchKey::AutocastCPU, at::kCPU>>(m);
   implement<AttentionWeights, autocast<AttentionWeights, c10::DispatchKey::AutocastCPU, at::kCPU>>(m);
 }
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, AutocastCUDA, m) {
   implement<Attention, autocast<Attention, c10::DispatchKey::AutocastCUDA, at::kCUDA>>(m);
   implement<AttentionVarlen, autocast<AttentionVarlen, c10::DispatchKey::AutocastCUDA, at::kCUDA>>(m);
+  implement<AttentionFlex, autocast<AttentionFlex, c10::DispatchKey::AutocastCUDA, at::kCUDA>>(m);
   implement<AttentionWeights, autocast<AttentionWeights, c10::DispatchKey::AutocastCUDA, at::kCUDA>>(m);
 }
 

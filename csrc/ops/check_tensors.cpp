@@ -37,6 +37,7 @@ std::string refused_dtype(DtypeRule rule, at::ScalarType dtype, at::ScalarType q
       if (dtype == query || dtype == at::kChar || dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2)
         return "";
       return "query's (" + name_of(query) + "), int8, float8_e4m3fn, float8_e5m2";
+    case DtypeRule::kCheckedByOperator: return "";
     case DtypeRule::kFloat32: return dtype == at::kFloat ? "" : "float32";
     case DtypeRule::kIndex: return dtype == at::kInt || dtype == at::kLong ? "" : "int32, int64";
   }
@@ -135,6 +136,7 @@ void check_shape(const TensorRule& rule, const at::Tensor& t, const DimSizes& si
     case Shape::kTreeMask: return check_packed_mask(rule, t, sizes);
     case Shape::kRotary: return check_rotary(rule, t, sizes);
     case Shape::kTable: return check_table(rule, t, sizes);
+    case Shape::kCheckedByOperator: return;
   }
 }
 

@@ -17,6 +17,7 @@
 #include "../cpu/why_not.h"
 #include "append.h"
 #include "checks.h"
+#include "flex/flex.h"
 #include "outputs.h"
 #include "pack_params.h"
 #include "plan.h"
@@ -209,6 +210,47 @@ Gradients weights_backward_cpu(const WeightsBackwardTensors& given, const Weight
   return result;
 }
 
+AttentionResult flex_cpu(const FlexTensors& given, const FlexOptions& options) {
+  check_storages(given);
+  check_flex(given, options);
+  const AttentionTensors attention = given.attention();
+  AttentionResult result = empty_result(attention);
+  auto& [out, lse] = result;
+  if (lse.numel() == 0) return result;
+  if (given.key.size(2) == 0) return without_keys(result, given.sink);
+  const UserFunctions functions = pack_functions(given, options);
+  const AttentionTensors tensors = to_kernel_layout(attention);
+  AttentionParams params = pack_attention(tensors, out, lse, options.attention());
+  params.functions = &functions;
+  run(&cpu::Kernels::forward, params);
+  return result;
+}
+
+FlexGradients flex_backward_cpu(const FlexBackwardTensors& given, const FlexBackwardOptions& options) {
+  check_storages(given);
+  check_flex_backward(given, options);
+  FlexGradients result = empty_flex_gradients(given, options);
+  Gradients gradients = result.attention();
+  if (given.lse.numel() == 0 || given.key.size(2) == 0) {
+    result.set_attention(without_scores(gradients, given.sink, given.grad_lse));
+    if (result.captured.defined()) result.captured.zero_();
+    return result;
+  }
+  UserFunctions functions = pack_functions(given.forward(), options.forward());
+  if (result.captured.defined()) {
+    if (functions.captured_gradient)
+      functions.dcaptured = result.captured.mutable_data_ptr();
+    else
+      result.captured.zero_();  // nothing reads them in a way that has a derivative
+  }
+  PackedBackward packed =
+      pack_backward(given.attention(), options.attention(), gradients, given.query.size(0));
+  packed.params.functions = &functions;
+  run(&cpu::Kernels::backward, packed.params);
+  store_per_head_gradients(packed, gradients);
+  return result;
+}
+
 AttentionResult varlen_cpu(const VarlenTensors& given, const VarlenOptions& options) {
   check_storages(given);
   check_varlen(given, options);
@@ -367,6 +409,8 @@ TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
   implement<AppendToCache, append_cpu>(m);
   implement<AttentionJvp, attention_jvp_cpu>(m);
   implement<AttentionDoubleBackward, attention_double_backward_cpu>(m);
+  implement<AttentionFlex, flex_cpu>(m);
+  implement<AttentionFlexBackward, flex_backward_cpu>(m);
   implement<AttentionWeights, weights_cpu>(m);
   implement<AttentionWeightsBackward, weights_backward_cpu>(m);
   m.impl("dropout_mask", dropout_mask_cpu);

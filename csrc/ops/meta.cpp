@@ -3,6 +3,7 @@
 
 #include "append.h"
 #include "checks.h"
+#include "flex/flex.h"
 #include "outputs.h"
 #include "weights.h"
 
@@ -62,6 +63,16 @@ Gradients attention_double_backward_meta(const AttentionDoubleBackwardTensors& g
   return empty_gradients(given.forward(), GradMask(options.grad_mask));
 }
 
+AttentionResult flex_meta(const FlexTensors& given, const FlexOptions& options) {
+  check_flex(given, options);
+  return empty_result(given.attention());
+}
+
+FlexGradients flex_backward_meta(const FlexBackwardTensors& given, const FlexBackwardOptions& options) {
+  check_flex_backward(given, options);
+  return empty_flex_gradients(given, options);
+}
+
 WeightsResult weights_meta(const WeightsTensors& given, const WeightsOptions& options) {
   check_weights(given, options);
   return {empty_weights(given)};
@@ -94,6 +105,8 @@ TORCH_LIBRARY_IMPL(flash_attn_ext, Meta, m) {
   implement<AppendToCache, append_meta>(m);
   implement<AttentionJvp, attention_jvp_meta>(m);
   implement<AttentionDoubleBackward, attention_double_backward_meta>(m);
+  implement<AttentionFlex, flex_meta>(m);
+  implement<AttentionFlexBackward, flex_backward_meta>(m);
   implement<AttentionWeights, weights_meta>(m);
   implement<AttentionWeightsBackward, weights_backward_meta>(m);
   m.impl("dropout_mask", dropout_mask_meta);

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "append.h"
+#include "flex/flex.h"
 #include "ops.h"
 #include "weights.h"
 
@@ -18,6 +19,8 @@ TORCH_LIBRARY(flash_attn_ext, m) {
   m.def(schema<AppendToCache>().c_str());
   m.def(schema<AttentionJvp>().c_str());
   m.def(schema<AttentionDoubleBackward>().c_str());
+  m.def(schema<AttentionFlex>().c_str());
+  m.def(schema<AttentionFlexBackward>().c_str());
   m.def(schema<AttentionWeights>().c_str());
   m.def(schema<AttentionWeightsBackward>().c_str());
   m.def(

@@ -3,6 +3,8 @@
 #include "../ops/check_tensors.cpp"
 #include "../ops/checks.cpp"
 #include "../ops/checks_packed.cpp"
+#include "../ops/flex/check_program.cpp"
+#include "../ops/flex/flex.cpp"
 #include "../ops/kvcache.cpp"
 #include "../ops/merge.cpp"
 #include "../ops/pack_params.cpp"

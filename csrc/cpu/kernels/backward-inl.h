@@ -6,7 +6,7 @@
 // dQ, in the order of the keys (turns.h): the bits do not depend on the number of threads or on the batch.
 #pragma once
 
-#include "backward_mask-inl.h"
+#include "backward_captured-inl.h"
 
 // Adds one tile to the row terms: `reference` is the running maximum m, `correction` is l = sum of e^(S - m), `delta`
 // is the sum of e^(S - m) dP.
@@ -169,6 +169,11 @@ struct BackwardPass {
     return recompute_tile<In, T>(p, s, f, w.rows.of_head(p, f.b, f.h));
   }
 
+  // Converts the gradient of the finished scores to the gradient of the scores before the user's function.
+  void undo_functions(const TileFrame& f) {
+    if (p.functions && p.functions->score) apply_gradient_function<T>(p, f, s.mask.functions, s.dscores);
+  }
+
   // Adds to s.dk and s.dv. Waits for its turn, then adds to dq.
   void add_products(const TileFrame& f, const ScoreTile<T>& score, const DqRows<T>& dq, const Turn& turn) {
     if (p.dv) s.products.add_dv(p, score, s.probs, s.dv);
@@ -209,6 +214,7 @@ T backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, const DqRows<
     const TileFrame f{b, h, i0, j0, std::min(block_q, seen.end - i0), keys, ld, false};
     const BackwardTile<T> tile = pass.recompute(f);
     if (!tile.empty) {
+      pass.undo_functions(f);
       if (p.dalibi_slopes) dslope += alibi_slope_gradient<T>(p, f, pass.s.dscores);
       pass.add_products(f, tile.score, dq, turn);
     }
@@ -321,6 +327,7 @@ void backward_passes(const typename Pass::Params& p, const typename Pass::Worksp
     reduce_gradients<typename Pass::In, typename Pass::T>(p, w, parallel);
   }
   if (p.dmask) backward_mask<Pass>(p, w, parallel);
+  if (p.functions && p.functions->dcaptured) backward_captured<Pass>(p, w, parallel);
 }
 
 template <class In, class T>

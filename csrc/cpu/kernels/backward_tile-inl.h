@@ -33,6 +33,7 @@ BackwardScratch<In, T> allocate_backward(Arena& arena, const BackwardParams& p) 
   s.dscores = arena.take<T>(block_q * block_k);
   s.tanh_tile = p.softcap > 0 ? arena.take<T>(block_q * block_k) : nullptr;
   s.mask = allocate_mask_tile<T>(arena, p.mask, block_q, block_k);
+  s.mask.functions = allocate_functions<T>(arena, p, block_q, block_k, true);
   s.dropout_tile = p.dropout ? arena.take<T>(block_q * block_k) : nullptr;
   s.dk = arena.take<T>(block_k * round_up_to_lanes<T>(p.sizes.head_dim));
   s.dv = arena.take<T>(block_k * round_up_to_lanes<T>(p.sizes.head_dim_v));
@@ -85,7 +86,7 @@ struct BackwardTile {
 // Fills s.probs with the scores of the tile.
 template <class In, class T>
 BackwardTile<T> recompute_scores(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f) {
-  const MaskTile<T> mask = load_mask_tile<T>(p.mask, f, s.mask);
+  const MaskTile<T> mask = with_functions<T>(p, f, load_mask_tile<T>(p.mask, f, s.mask), s.mask.functions);
   if (mask.masked == TileMask::kAll) return {true, {}};
   s.products.scores(p, f, s.probs);
   return {false, finish_scores<T>(p, f, mask, s.probs, s.tanh_tile)};

@@ -28,6 +28,7 @@ ForwardScratch<In, T> allocate_forward(Arena& arena, const AttentionParams& p) {
   s.products = ForwardProducts<In, T>::allocate(arena, p);
   s.scores = arena.take<T>(block_k * block_q);
   s.mask = allocate_mask_tile<T>(arena, p.mask, block_q, block_k);
+  s.mask.functions = allocate_functions<T>(arena, p, block_q, block_k, false);
   s.dropout_tile = p.dropout ? arena.take<T>(block_k * block_q) : nullptr;
   s.out = arena.take<T>(block_q * round_up_to_lanes<T>(p.sizes.head_dim_v));
   s.row_max = arena.take<T>(block_q);
@@ -56,7 +57,7 @@ void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& 
   const Range keys = keys_of_tiles(p, i0, queries);
   for (int64_t j0 = keys.begin; j0 < keys.end; j0 += tiling.block_k) {
     const TileFrame f{b, h, i0, j0, queries, std::min(tiling.block_k, keys.end - j0), ld, true};
-    const MaskTile<T> mask = load_mask_tile<T>(p, f, s.mask);
+    const MaskTile<T> mask = with_functions<T>(p, f, load_mask_tile<T>(p, f, s.mask), s.mask.functions);
     if (mask.masked == TileMask::kAll) continue;
 
     MaskLines ahead(p, f);

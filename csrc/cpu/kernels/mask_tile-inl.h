@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mask_in_place-inl.h"
+#include "program-inl.h"
 
 // A tile with a partial last vector counts as partly visible, because lanes beyond the end read 0.
 template <class T, class M>
@@ -155,6 +156,14 @@ inline TileMask load_visible_keys(const MaskParams& mask, const TileFrame& f, co
   return seen_by_any == 0 ? TileMask::kAll : seen_by_all == every_key ? TileMask::kNone : TileMask::kSome;
 }
 
+// Memory for functions of the user on one tile.
+template <class T>
+struct FunctionMemory {
+  ProgramMemory<T> program;
+  VisibleKeys visible;      // keys that the block mask and the mask function show
+  T* old_scores = nullptr;  // [row][lane]: scores before the function, which its derivative needs
+};
+
 // The masks of one tile: a bias, bits, or both. A mask that hides nothing has no entry.
 template <class T>
 struct MaskTile {
@@ -162,6 +171,7 @@ struct MaskTile {
   T* bias = nullptr;  // [row][lane]
   VisibleKeys visible;
   const MaskParams* in_place = nullptr;  // a mask that finish_scores() reads in place
+  FunctionMemory<T> functions;
 
   bool hides(const TileFrame& f, int64_t row, int64_t lane) const {
     if (visible && !(f.lanes_are_queries ? visible.sees(lane, row) : visible.sees(row, lane))) return true;

@@ -1,8 +1,8 @@
-// Converts products to scores on one tile: softcap, ALiBi, mask and band, in this order.
+// Converts products to scores on one tile: softcap, ALiBi, the user's function, mask and band, in this order.
 #pragma once
 
 #include "../vec/math-inl.h"
-#include "mask_tile-inl.h"
+#include "functions-inl.h"
 
 // The factor of <q, k> before finish_scores(). It multiplies the product, not an operand. The backward packs its
 // operands in another order, and so still gets bitwise the forward's scores: their rounding cancels in S - lse.
@@ -15,7 +15,8 @@ inline T product_scale(const AttentionParams& p) {
 // multiplied, and the softmax multiplies their differences at no cost. Otherwise it is 1.
 template <class T>
 inline T score_unit(const AttentionParams& p) {
-  const bool only_products = p.softcap == 0 && !p.alibi && (!p.mask || p.mask.only_masks());
+  const bool only_products =
+      p.softcap == 0 && !p.alibi && !(p.functions && p.functions->score) && (!p.mask || p.mask.only_masks());
   const T unit = static_cast<T>(p.scale);
   return only_products && unit > T(0) && unit < std::numeric_limits<T>::max() / T(2) ? unit : T(1);
 }
@@ -79,9 +80,11 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
         store<T>(row + c, load<T>(row + c) - slope * alibi_distance<T>(p.band, f, r, c));
     }
   }
+  if (p.functions && p.functions->score && apply_score_function<T>(p, f, tile.mask, scores))
+    tile.partial = true;
   if (mask.in_place && add_in_place<T>(*mask.in_place, f, scores)) tile.partial = true;
   const bool padded = f.lanes() < f.ld;
-  if (!crossed && !padded && !mask.bias && !mask.visible) return tile;  // true for most tiles
+  if (!crossed && !padded && !mask.bias && !tile.mask.visible) return tile;  // true for most tiles
   const VecIndex<T> lane = iota<T>();
   for (int64_t r = 0; r < f.rows(); ++r) {
     T* row = scores + r * f.ld;
@@ -90,7 +93,7 @@ inline ScoreTile<T> finish_scores(const AttentionParams& p, const TileFrame& f, 
       for (int64_t c = 0; c < f.ld; c += L)
         store<T>(row + c, masked_sum<T>(load<T>(row + c), load<T>(bias + c)));
     }
-    if (mask.visible) mask.visible.template hide<T>(f, r, row);
+    if (tile.mask.visible) tile.mask.visible.template hide<T>(f, r, row);
     const Range seen = crossed ? band_lanes(p.band, f, r) : Range{0, f.lanes()};
     if (seen.begin > 0 || seen.end < f.ld) {
       for (int64_t c = 0; c < f.ld; c += L) {

@@ -7,7 +7,7 @@ namespace {
 // read it, a function why_not must refuse it.
 [[maybe_unused]] void name_every_field(const AttentionParams& p, const Tangents& t) {
   [[maybe_unused]] const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink,
-                                dropout, decode, varlen] = p;
+                                dropout, decode, varlen, functions] = p;
   [[maybe_unused]] const auto& [diagonal, left, right] = p.band;
   [[maybe_unused]] const auto& [mask_data, mask_dtype, mask_b, mask_h, mask_q, mask_k, key_data, key_dtype,
                                 key_b, key_k] = p.mask;
@@ -27,6 +27,7 @@ namespace {
 }  // namespace
 
 const char* why_not_forward(const AttentionParams& p) {
+  if (p.functions) return "simt: functions of the user are for the CPU only so far";
   return p.decode.has_unified_max ? "simt: unified_max is for the CPU only so far" : nullptr;
 }
 

@@ -11,7 +11,7 @@ namespace {
 // read it, a function why_not must refuse it.
 [[maybe_unused]] void name_every_field(const AttentionParams& p, const Tangents& t) {
   [[maybe_unused]] const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink,
-                                dropout, decode, varlen] = p;
+                                dropout, decode, varlen, functions] = p;
   [[maybe_unused]] const auto& [diagonal, left, right] = p.band;
   [[maybe_unused]] const auto& [mask_data, mask_dtype, mask_b, mask_h, mask_q, mask_k, key_data, key_dtype,
                                 key_b, key_k] = p.mask;
@@ -48,6 +48,7 @@ bool is_decode(const AttentionParams& p) {
 }
 
 const char* why_not_forward(const AttentionParams& p) {
+  if (p.functions) return "sm80: no functions of the user";
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
   if (p.decode.has_unified_max) return "sm80: no unified_max";
@@ -62,6 +63,7 @@ const char* why_not_forward(const AttentionParams& p) {
 }
 
 const char* why_not_backward(const BackwardParams& p) {
+  if (p.functions) return "sm80: no functions of the user";
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
   if (p.dropout.place) return "sm80: no dropout of a part of a larger call";
@@ -75,6 +77,7 @@ const char* why_not_backward(const BackwardParams& p) {
 }
 
 const char* why_not_jvp(const JvpParams& p) {
+  if (p.functions) return "sm80: no functions of the user";
   const Sizes& z = p.sizes;
   if (const char* why_not = why_not_forward(p)) return why_not;
   if (p.varlen) return "sm80: no forward mode of packed sequences";

@@ -9,7 +9,7 @@ namespace {
 // read it, a function why_not must refuse it.
 [[maybe_unused]] void name_every_field(const AttentionParams& p, const Tangents& t) {
   [[maybe_unused]] const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink,
-                                dropout, decode, varlen] = p;
+                                dropout, decode, varlen, functions] = p;
   [[maybe_unused]] const auto& [diagonal, left, right] = p.band;
   [[maybe_unused]] const auto& [mask_data, mask_dtype, mask_b, mask_h, mask_q, mask_k, key_data, key_dtype,
                                 key_b, key_k] = p.mask;
@@ -84,6 +84,7 @@ constexpr const char* kNotForTma =
 }  // namespace
 
 const char* why_not_forward(const AttentionParams& p) {
+  if (p.functions) return "sm90: no functions of the user";
   // With so few rows of a group of heads, a block of sm80's decoding also reads K and V once.
   constexpr int64_t kFewQueries = 16, kDecodeRows = 32;
   const Sizes& z = p.sizes;
@@ -101,6 +102,7 @@ const char* why_not_forward(const AttentionParams& p) {
 size_t forward_workspace(const AttentionParams& p) { return ForwardWorkspace::bytes(p); }
 
 const char* why_not_backward(const BackwardParams& p) {
+  if (p.functions) return "sm90: no functions of the user";
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
   if (!takes_queries(p.q, p, z.head_dim) || !takes_keys(p.k, p, z.head_dim) ||

@@ -1,0 +1,172 @@
+// A function of the user on scores, as data: what flash_attn_ext/flex/program.py encodes, and the kernels interpret.
+//
+// A program is an array of words. Its header: version, number of instructions, slots of each rank (uniform, query, key,
+// tile), the operand of the result or -1, 0. Each instruction: operation, target operand, three operands, two immediates,
+// 0. An operand is 4 * slot + rank, or -1. Slots 0 and 1 of tiles are the scores and the gradient of the result.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_attn_ext {
+
+// clang-format off
+// Each row: name, types of the arguments, type of the result. F: a number of the accumulators' type, I: an integer as
+// wide as that, B: a bool, - : none.
+#define FA_PROGRAM_OPERATIONS(X) \
+  X(float_constant, "", 'F')                         \
+  X(int_constant, "", 'I')                           \
+  X(bool_constant, "", 'B')                          \
+  X(batch, "", 'I')                                  \
+  X(head, "", 'I')                                   \
+  X(query, "", 'I')                                  \
+  X(key, "", 'I')                                    \
+  X(score, "", 'F')                                  \
+  X(gradient, "", 'F')                               \
+  X(add, "FF", 'F')                                  \
+  X(subtract, "FF", 'F')                             \
+  X(multiply, "FF", 'F')                             \
+  X(divide, "FF", 'F')                               \
+  X(minimum, "FF", 'F')                              \
+  X(maximum, "FF", 'F')                              \
+  X(power, "FF", 'F')                                \
+  X(negate, "F", 'F')                                \
+  X(absolute, "F", 'F')                              \
+  X(sign, "F", 'F')                                  \
+  X(floor, "F", 'F')                                 \
+  X(ceil, "F", 'F')                                  \
+  X(truncate, "F", 'F')                              \
+  X(round, "F", 'F')                                 \
+  X(square_root, "F", 'F')                           \
+  X(reciprocal_root, "F", 'F')                       \
+  X(exp, "F", 'F')                                   \
+  X(exp2, "F", 'F')                                  \
+  X(expm1, "F", 'F')                                 \
+  X(log, "F", 'F')                                   \
+  X(log2, "F", 'F')                                  \
+  X(log1p, "F", 'F')                                 \
+  X(tanh, "F", 'F')                                  \
+  X(sigmoid, "F", 'F')                               \
+  X(erf, "F", 'F')                                   \
+  X(sine, "F", 'F')                                  \
+  X(cosine, "F", 'F')                                \
+  X(select, "BFF", 'F')                              \
+  X(less, "FF", 'B')                                 \
+  X(less_equal, "FF", 'B')                           \
+  X(equal, "FF", 'B')                                \
+  X(int_add, "II", 'I')                              \
+  X(int_subtract, "II", 'I')                         \
+  X(int_multiply, "II", 'I')                         \
+  X(int_divide, "II", 'I')                           \
+  X(int_truncated_divide, "II", 'I')                 \
+  X(int_modulo, "II", 'I')                           \
+  X(int_minimum, "II", 'I')                          \
+  X(int_maximum, "II", 'I')                          \
+  X(int_absolute, "I", 'I')                          \
+  X(int_and, "II", 'I')                              \
+  X(int_or, "II", 'I')                               \
+  X(int_xor, "II", 'I')                              \
+  X(int_not, "I", 'I')                               \
+  X(shift_left, "II", 'I')                           \
+  X(shift_right, "II", 'I')                          \
+  X(int_select, "BII", 'I')                          \
+  X(int_less, "II", 'B')                             \
+  X(int_less_equal, "II", 'B')                       \
+  X(int_equal, "II", 'B')                            \
+  X(bool_and, "BB", 'B')                             \
+  X(bool_or, "BB", 'B')                              \
+  X(bool_xor, "BB", 'B')                             \
+  X(bool_not, "B", 'B')                              \
+  X(int_to_float, "I", 'F')                          \
+  X(float_to_int, "F", 'I')                          \
+  X(bool_to_int, "B", 'I')                           \
+  X(wrap_index, "I", 'I')                            \
+  X(gather, "I", 'F')                                \
+  X(gather_int, "I", 'I')                            \
+  X(scatter_add, "IF", 'F')
+// clang-format on
+
+enum class Operation : int64_t {
+#define FA_OPERATION_NAME(name, ...) name,
+  FA_PROGRAM_OPERATIONS(FA_OPERATION_NAME)
+#undef FA_OPERATION_NAME
+      kCount
+};
+
+struct OperationRow {
+  const char* name;
+  const char* arguments;
+  char result;
+};
+constexpr OperationRow kOperations[] = {
+#define FA_OPERATION_ROW(name, arguments, result) {#name, arguments, result},
+    FA_PROGRAM_OPERATIONS(FA_OPERATION_ROW)
+#undef FA_OPERATION_ROW
+};
+
+// Which indices a value depends on, as bits: a value of rank kQuery is the same for all keys.
+enum Rank : int { kUniform = 0, kQuery = 1, kKey = 2, kTile = 3 };
+
+struct Operand {
+  int64_t word;
+
+  explicit operator bool() const { return word >= 0; }
+  Rank rank() const { return static_cast<Rank>(word & 3); }
+  int64_t slot() const { return word >> 2; }
+};
+
+struct Instruction {
+  static constexpr int64_t kWords = 8;
+  const int64_t* words;
+
+  Operation operation() const { return static_cast<Operation>(words[0]); }
+  Operand target() const { return {words[1]}; }
+  Operand operand(int n) const { return {words[2 + n]}; }
+  int64_t immediate(int n) const { return words[5 + n]; }
+};
+
+struct Program {
+  static constexpr int64_t kVersion = 1, kHeaderWords = 8;
+  static constexpr int64_t kScoreSlot = 0, kGradientSlot = 1, kFirstFreeSlot = 2;  // of tiles
+  const int64_t* words = nullptr;                                                  // null: no function
+
+  explicit operator bool() const { return words != nullptr; }
+  int64_t count() const { return words[1]; }
+  int64_t slots(int rank) const { return words[2 + rank]; }
+  Operand result() const { return {words[6]}; }
+  Instruction at(int64_t n) const { return {words + kHeaderWords + n * Instruction::kWords}; }
+};
+
+// Which blocks of the score matrix are visible: torch's BlockMask.
+struct BlockStates {
+  enum State : uint8_t { kHidden = 0, kPartial = 1, kFull = 2 };  // kPartial: the mask's program decides
+
+  const uint8_t* data =
+      nullptr;  // (B, H, rows, cols), broadcast by zero strides; null: every block is partial
+  int64_t stride_b = 0, stride_h = 0, rows = 0, cols = 0;
+  int64_t block_q = 1, block_k = 1;
+
+  explicit operator bool() const { return data != nullptr; }
+  // The state of the block that holds element (i, j). The last blocks extend to the ends of the score matrix.
+  uint8_t at(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const int64_t row = i / block_q, col = j / block_k;
+    return data[b * stride_b + h * stride_h + (row < rows ? row : rows - 1) * cols +
+                (col < cols ? col : cols - 1)];
+  }
+};
+
+// Functions of the user: of scores, after softcap and ALiBi, and of masks.
+struct UserFunctions {
+  Program score;                        // the new score
+  Program gradient;                     // from the gradient of the new score to that of the old one
+  Program captured_gradient;            // adds to the gradients of captured elements
+  Program mask;                         // whether a query sees a key
+  const void* captured = nullptr;       // elements that programs read, accumulators' type
+  const void* captured_ints = nullptr;  // integers as wide
+  int64_t captured_count = 0;
+  BlockStates blocks;
+  void* dcaptured = nullptr;  // captured_count elements, accumulators' type; null: not wanted
+
+  bool hides() const { return mask || blocks; }
+};
+
+}  // namespace flash_attn_ext

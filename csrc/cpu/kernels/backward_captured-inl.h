@@ -1,0 +1,53 @@
+// Gradients of the tensors that a score function captures: tables, slopes, temperatures.
+//
+// Like backward_mask-inl.h it recomputes dS of each tile. The scatter_add instructions of a program add to sums. The tiles are cut into parts by the shape alone. Each part has its own sums, which are then
+// added in order: the bits do not depend on the threads.
+#pragma once
+
+#include "backward_mask-inl.h"
+
+template <class Pass>
+void add_captured_of_block(Pass& pass, int64_t b, int64_t h, int64_t j0, double* sums) {
+  using T = typename Pass::T;
+  const auto [block_q, block_k] = backward_tiling<T>();
+  const BackwardParams& p = pass.p;
+  const Sizes& z = p.sizes;
+  const int64_t keys = std::min(block_k, z.seqlen_k - j0);
+  const Range seen = visible_queries(p.band, j0, j0 + keys, z.seqlen_q);
+  if (seen.begin >= seen.end) return;
+  pass.load_keys(b, z.kv_head(h), j0, keys);
+  for (int64_t i0 = seen.begin / block_q * block_q; i0 < seen.end; i0 += block_q) {
+    const TileFrame f{b,    h, i0, j0, std::min(block_q, seen.end - i0), keys, round_up_to_lanes<T>(keys),
+                      false};
+    if (!pass.recompute(f).empty)
+      add_captured_gradients<T>(p, f, pass.s.mask.functions, pass.s.dscores, sums);
+  }
+}
+
+template <class Pass>
+void backward_captured(const typename Pass::Params& p, const typename Pass::Workspace& w,
+                       const Parallel& parallel) {
+  using T = typename Pass::T;
+  const int64_t count = p.functions->captured_count, blocks = count_key_blocks<T>(p),
+                all_blocks = p.sizes.batch * p.sizes.heads * blocks, parts = count_captured_parts<T>(p);
+  for_each_task(parallel, parts, [&](int64_t part, int thread) {
+    double* sums = w.dcaptured + part * count;
+    std::fill(sums, sums + count, 0.0);
+    Pass pass(p, p, w, thread);
+    const ProductUnit<typename Pass::In> unit;
+    for (int64_t n = all_blocks * part / parts; n < all_blocks * (part + 1) / parts; ++n) {
+      const int64_t head = n / blocks;
+      add_captured_of_block(pass, head / p.sizes.heads, head % p.sizes.heads,
+                            n % blocks * backward_tiling<T>().block_k, sums);
+    }
+  });
+  constexpr int64_t kElements = 4096;  // of a task
+  for_each_task(parallel, ceil_div(count, kElements), [&](int64_t task, int) {
+    T* gradient = static_cast<T*>(p.functions->dcaptured);
+    for (int64_t n = task * kElements; n < std::min((task + 1) * kElements, count); ++n) {
+      double sum = 0;
+      for (int64_t part = 0; part < parts; ++part) sum += w.dcaptured[part * count + n];
+      gradient[n] = static_cast<T>(sum);
+    }
+  });
+}

@@ -1,0 +1,65 @@
+"""torch's BlockMask as the operator's block states: 0 hidden, 1 partial, 2 full."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+_PARTIAL, _FULL = 1, 2
+_WHOLE = 1 << 30  # torch's size of the block of an empty mask: whatever the lengths are
+_KEPT_AS = "_flash_attn_ext_states"
+
+
+def states_of(block_mask: "BlockMask") -> Tensor:
+    """(B, H, query blocks, key blocks), uint8. Kept in the mask until its lists change."""
+    lists = (
+        (block_mask.kv_num_blocks, block_mask.kv_indices, _PARTIAL),
+        (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, _FULL),
+    )
+    version = [(id(t), t._version) for counts, indices, _ in lists for t in (counts, indices) if t is not None]
+    kept = getattr(block_mask, _KEPT_AS, None)
+    if kept is not None and kept[0] == version:
+        return kept[1]
+    q_len, kv_len = block_mask.seq_lengths
+    block_q, block_k = block_mask.BLOCK_SIZE
+    rows, columns = -(-q_len // block_q), -(-kv_len // block_k)
+    indices = block_mask.kv_indices
+    states = torch.zeros((*indices.shape[:-2], rows, columns), dtype=torch.uint8, device=indices.device)
+    for counts, blocks, state in lists:
+        if counts is None or blocks is None:
+            continue
+        listed = torch.arange(blocks.shape[-1], device=blocks.device) < counts.unsqueeze(-1)
+        is_inside = listed & (blocks >= 0) & (blocks < columns)
+        row_count = min(rows, blocks.shape[-2])
+        # One more column takes what is not in a list.
+        column = torch.where(is_inside, blocks, columns).long()[..., :row_count, :]
+        marked = torch.zeros((*states.shape[:-2], row_count, columns + 1), dtype=torch.uint8, device=states.device)
+        marked.scatter_(-1, column, state)
+        states[..., :row_count, :] = torch.maximum(states[..., :row_count, :], marked[..., :columns])
+    setattr(block_mask, _KEPT_AS, (version, states))
+    return states
+
+
+def check_block_mask(block_mask: "BlockMask", query: Tensor, key: Tensor) -> None:
+    """Raises where torch's flex_attention does."""
+    if type(block_mask).__name__ != "BlockMask":  # torch's module is not imported for a check: that takes seconds
+        raise TypeError(
+            f"block_mask: got {type(block_mask).__name__}; allowed: None, a torch.nn.attention.flex_attention.BlockMask"
+        )
+    if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        raise RuntimeError("block_mask: got a sliced BlockMask, whose mask_mod cannot be used; allowed: a whole one")
+    if block_mask.kv_num_blocks.device != query.device:
+        raise RuntimeError(f"block_mask: got a mask on {block_mask.kv_num_blocks.device}; allowed: {query.device}")
+    if tuple(block_mask.BLOCK_SIZE) == (_WHOLE,) * 2:
+        return  # one block, whatever the lengths
+    got, wanted = tuple(block_mask.seq_lengths), (query.shape[-2], key.shape[-2])
+    if got != wanted:
+        raise ValueError(
+            f"block_mask: got a mask for (q_len, kv_len) = {got}; allowed: {wanted}, the lengths of query and key"
+        )
+    for name, size, full in zip(("batch", "heads"), block_mask.kv_num_blocks.shape, query.shape, strict=False):
+        if size not in (1, full):
+            raise ValueError(f"block_mask: got {name} {size}; allowed: 1 or query's {full}")

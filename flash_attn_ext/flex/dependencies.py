@@ -1,0 +1,162 @@
+"""What a function reads besides its arguments, as a key: a function is traced again only if its key is new."""
+
+import builtins
+import dis
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DEEPEST = 8
+_LONGEST = 64  # of a list, tuple or dict
+_CONSTANTS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device)
+_TRUSTED = frozenset({"torch", "math", "operator", "functools", "builtins", "numpy"})
+
+
+class Dependencies:
+    """Collects the key and the tensors of some functions. ``is_complete`` False: something cannot be compared."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []  # hashable
+        self.tensors: list[Tensor] = []
+        self.is_complete = True
+        self._numbers: dict[int, int] = {}  # of tensors
+        self._visited: dict[int, int] = {}  # of other objects
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        return self._numbers.get(id(tensor))
+
+    def add(self, value: Any, names: frozenset[str] = frozenset(), depth: int = 0) -> None:
+        """Adds a value, and all that a function reads of it. ``names``: attributes that the function's code names."""
+        if isinstance(value, Tensor):
+            self._add_tensor(value)
+        elif isinstance(value, _CONSTANTS):
+            self.parts.append((type(value), repr(value) if isinstance(value, (float, complex)) else value))
+        elif id(value) in self._visited:
+            self.parts.append(("seen", self._visited[id(value)]))
+        elif depth > _DEEPEST:
+            self.is_complete = False
+        else:
+            self._visited[id(value)] = len(self._visited)
+            self._add_object(value, names, depth + 1)
+
+    def _add_tensor(self, tensor: Tensor) -> None:
+        number = self._numbers.setdefault(id(tensor), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(tensor)
+        self.parts.append((number, tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad))
+
+    def _add_object(self, value: Any, names: frozenset[str], depth: int) -> None:
+        if isinstance(value, types.FunctionType):
+            self._add_function(value, depth)
+        elif isinstance(value, types.MethodType):
+            self._add_function(value.__func__, depth)
+            self.add(value.__self__, _names_of(value.__func__.__code__)[1], depth)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self.add(part, names, depth)
+        elif isinstance(value, (tuple, list)) and len(value) <= _LONGEST:
+            self.parts.append((type(value), len(value)))
+            for item in value:
+                self.add(item, names, depth)
+        elif isinstance(value, dict) and len(value) <= _LONGEST:
+            self.parts.append((type(value), len(value)))
+            for key, item in value.items():
+                self.add(key, names, depth)
+                self.add(item, names, depth)
+        elif isinstance(value, (type, types.BuiltinFunctionType)) or _is_trusted(
+            getattr(value, "__name__", None), value
+        ):
+            self.parts.append(("object", _Identity(value)))
+        else:
+            self._add_attributes(value, names, depth)
+
+    def _add_function(self, function: types.FunctionType, depth: int) -> None:
+        if function.__closure__ is None and _is_trusted(function.__module__, function):
+            self.parts.append(("object", _Identity(function)))
+            return
+        code = function.__code__
+        self.parts.append(code)
+        globals_read, attributes = _names_of(code)
+        for value in (function.__defaults__, function.__kwdefaults__):
+            self.add(value, attributes, depth)
+        for cell in function.__closure__ or ():
+            try:
+                self.add(cell.cell_contents, attributes, depth)
+            except ValueError:  # an empty cell
+                self.parts.append("empty")
+        for name in globals_read:
+            if name in function.__globals__:
+                self.parts.append(name)
+                self.add(function.__globals__[name], attributes, depth)
+            elif not hasattr(builtins, name):
+                self.is_complete = False
+
+    def _add_attributes(self, value: Any, names: frozenset[str], depth: int) -> None:
+        held = getattr(value, "__dict__", None)
+        if held is None:
+            self.is_complete = False
+            return
+        self.parts.append(type(value))
+        held = {
+            **held,
+            **(held.get("_parameters") or {}),
+            **(held.get("_buffers") or {}),
+            **(held.get("_modules") or {}),
+        }
+        for name in sorted(names):
+            if name in held:
+                self.parts.append(name)
+                self.add(held[name], names, depth)
+            elif isinstance(value, types.ModuleType):
+                continue
+            elif (attribute := _static_attribute(type(value), name)) is not None:
+                if isinstance(attribute, (types.FunctionType, _CONSTANTS)):
+                    self.add(attribute, names, depth)
+                else:
+                    self.is_complete = False  # a property may compute anything
+
+
+class _Identity:
+    """An object as part of a key: the same object, which the key keeps alive."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+
+def _is_trusted(module: str | None, value: object) -> bool:
+    """Whether a module, or a function of it, is the same at each call."""
+    return isinstance(value, (types.ModuleType, types.FunctionType)) and (module or "").partition(".")[0] in _TRUSTED
+
+
+def _static_attribute(cls: type, name: str) -> object:
+    for base in cls.__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names of globals that a function reads, and names of attributes; those of functions within it too."""
+    globals_read: dict[str, None] = {}
+    attributes: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            globals_read[instruction.argval] = None
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner_globals, inner_attributes = _names_of(constant)
+            globals_read.update(dict.fromkeys(inner_globals))
+            attributes |= inner_attributes
+    return tuple(globals_read), frozenset(attributes)

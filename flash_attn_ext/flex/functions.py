@@ -1,0 +1,131 @@
+"""From a call's functions to the operator's tensors: programs, and rows of captured elements."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .dependencies import Dependencies
+from .lowering import lower
+from .program import Gradients, gradients_of
+from .tracing import Traced, trace
+
+_MOST_KEPT = 1024
+
+
+class Functions(NamedTuple):
+    """The operator's tensors."""
+
+    programs: Tensor | None
+    captured: Tensor | None
+    captured_ints: Tensor | None
+
+
+class Compiled(NamedTuple):
+    """Programs of a score function and a mask function, and what they read, in the order of the rows."""
+
+    programs: Tensor
+    score: Traced | None
+    mask: Traced | None
+    gradients: Gradients | None
+    floats: tuple[Tensor, ...]
+    ints: tuple[Tensor, ...]
+
+
+class _Kept(NamedTuple):
+    programs: Tensor
+    floats: tuple[int, ...]  # positions among the tensors of Dependencies
+    ints: tuple[int, ...]
+
+
+_kept: dict[tuple, _Kept] = {}
+
+
+def functions_of(
+    score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, device: torch.device, dtype: torch.dtype
+) -> Functions:
+    """``dtype``: that of the accumulators."""
+    if score_mod is None and mask_mod is None:
+        return Functions(None, None, None)
+    read = Dependencies()
+    read.add(score_mod)
+    read.parts.append("mask")
+    read.add(mask_mod)
+    key = (device, dtype, *read.parts) if read.is_complete else None
+    kept = _kept.get(key) if key is not None else None
+    if kept is None:
+        compiled = compile_functions(score_mod, mask_mod, device, dtype)
+        floats = [read.number_of(t) for t in compiled.floats]
+        ints = [read.number_of(t) for t in compiled.ints]
+        if key is None or None in floats or None in ints:
+            return _rows(compiled.programs, compiled.floats, compiled.ints, dtype)
+        kept = _Kept(
+            compiled.programs, tuple(n for n in floats if n is not None), tuple(n for n in ints if n is not None)
+        )
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        _kept[key] = kept
+    tensors = read.tensors
+    return _rows(kept.programs, tuple(tensors[n] for n in kept.floats), tuple(tensors[n] for n in kept.ints), dtype)
+
+
+def compile_functions(
+    score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, device: torch.device, dtype: torch.dtype
+) -> Compiled:
+    """Traces both functions, differentiates the score function, and encodes the programs."""
+    score = (
+        None if score_mod is None else trace(score_mod, "score_mod", lower, with_score=True, device=device, dtype=dtype)
+    )
+    mask = (
+        None if mask_mod is None else trace(mask_mod, "mask_mod", lower, with_score=False, device=device, dtype=dtype)
+    )
+    encoded: list[list[int] | None] = [None] * 4
+    gradients = None
+    floats, ints = (score.floats, score.ints) if score is not None else ((), ())
+    if score is not None:
+        # The forward's program first: the derivative adds nodes that it does not need.
+        encoded[0] = score.program.encode()
+        ends, position = {}, 0
+        for t in score.floats:
+            ends[position] = t.requires_grad
+            position += t.numel()
+        gradients = gradients_of(score.program, lambda base: ends[base])
+        encoded[1] = gradients.score.encode()
+        encoded[2] = None if gradients.captured is None else gradients.captured.encode()
+    if mask is not None:
+        encoded[3] = mask.program.encode(sum(t.numel() for t in floats), sum(t.numel() for t in ints))
+        floats, ints = floats + mask.floats, ints + mask.ints
+    directory: list[int] = []
+    words: list[int] = []
+    for program in encoded:
+        directory.append(-1 if program is None else len(encoded) + len(words))
+        words += program or []
+    return Compiled(torch.tensor(directory + words, dtype=torch.int64), score, mask, gradients, floats, ints)
+
+
+def _rows(programs: Tensor, floats: tuple[Tensor, ...], ints: tuple[Tensor, ...], dtype: torch.dtype) -> Functions:
+    captured = _row([t.reshape(-1).to(dtype) for t in floats])
+    index_dtype = torch.int64 if dtype == torch.float64 else torch.int32
+    if index_dtype == torch.int32:
+        for t in ints:
+            _check_range(t)
+    return Functions(programs, captured, _row([t.reshape(-1).to(index_dtype) for t in ints]))
+
+
+def _row(flat: list[Tensor]) -> Tensor | None:
+    if not flat:
+        return None
+    return flat[0].contiguous() if len(flat) == 1 else torch.cat(flat)
+
+
+def _check_range(t: Tensor) -> None:
+    """Programs compute with integers as wide as the scores."""
+    if t.dtype not in (torch.int64, torch.uint32, torch.uint64) or t.numel() == 0:
+        return
+    lowest, highest = (int(x) for x in torch.aminmax(t))
+    if lowest < -(2**31) or highest >= 2**31:
+        raise ValueError(
+            f"score_mod, mask_mod: got a captured {t.dtype} tensor with elements from {lowest} to {highest}; allowed: "
+            "elements of 32 bits (64 where query is float64)"
+        )

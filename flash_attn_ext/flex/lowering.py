@@ -1,0 +1,404 @@
+"""What each operator of torch is in a program."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from .operations import BOOL, FLOAT, INT, OPERATIONS
+from .tracing import Symbol, Tracer, type_of_dtype
+
+aten = torch.ops.aten
+_Lowering = Callable[..., Any]
+_LOWERINGS: dict[Any, _Lowering] = {}  # by overload packet; a result is a node
+
+
+def lower(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs one operator on symbols."""
+    packet = func.overloadpacket
+    if packet in _READERS:
+        raise tracer.refuse(
+            "a decision or a number that depends on score, b, h, q_idx or kv_idx", "torch.where in place of if"
+        )
+    if packet is aten.index:
+        return tracer.index(args[0], args[1])
+    if packet is aten.select:
+        return _select(tracer, *args)
+    if packet in _SAME:
+        return args[0]
+    lowering = _LOWERINGS.get(packet)
+    if lowering is None:
+        raise tracer.refuse(f"the operator {func}")
+    if any(isinstance(a, Tensor) and a.dim() > 0 and a.numel() != 1 for a in args):
+        shape = next(list(a.shape) for a in args if isinstance(a, Tensor) and a.dim() > 0)
+        raise tracer.refuse(f"{func} on a captured tensor of shape {shape}", "single elements of it")
+    dtype = _result_dtype(func, args, kwargs)
+    node = lowering(_Formula(tracer, dtype), *args, **kwargs)
+    return tracer.symbol(tracer.builder.as_type(node, type_of_dtype(dtype)), dtype)
+
+
+_READERS = {aten._local_scalar_dense, aten.is_nonzero, aten.equal}
+_SAME = {
+    aten.detach, aten.alias, aten.clone, aten.lift_fresh, aten.lift_fresh_copy, aten.view, aten.reshape,
+    aten.contiguous, aten.squeeze, aten.positive,
+}  # fmt: skip
+
+
+def _result_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """The dtype that torch gives, by asking the operator on tensors without data."""
+
+    def without_data(x: object) -> object:
+        if isinstance(x, Tensor):
+            return torch.empty((), dtype=x.dtype, device="meta")
+        return torch.device("meta") if isinstance(x, torch.device) else x
+
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        return func(*tree_map(without_data, args), **tree_map(without_data, kwargs)).dtype
+
+
+def _select(tracer: Tracer, base: Tensor, dim: int, index: int) -> Symbol:
+    if dim != 0:
+        raise tracer.refuse(f"select along dimension {dim}", "the first dimension that is left")
+    return tracer.index(base, index)
+
+
+class _Formula:
+    """Writes nodes for one operator: ``f.add(x, 1.0)``. Operands are converted to the type that the node takes."""
+
+    def __init__(self, tracer: Tracer, dtype: torch.dtype) -> None:
+        self.tracer, self.dtype = tracer, dtype
+        self.kind = type_of_dtype(dtype)
+
+    def of(self, x: object, kind: str) -> "_Node":
+        return x if isinstance(x, _Node) else _Node(self.tracer.value(x, kind))
+
+    def promoted(self, *operands: object) -> str:
+        """The type to which torch converts the operands of a comparison."""
+        dtype = _promoted_dtype(operands)
+        return type_of_dtype(dtype)
+
+    def __getattr__(self, operation: str) -> Callable[..., "_Node"]:
+        kinds = OPERATIONS[operation].arguments
+        b = self.tracer.builder
+
+        def emit(*operands: object) -> _Node:
+            nodes = [b.as_type(self.of(x, kind), kind) for x, kind in zip(operands, kinds, strict=True)]
+            return _Node(b.emit(operation, *nodes))
+
+        return emit
+
+
+class _Node(int):
+    """The number of a node, told from a number that a user wrote."""
+
+
+def _promoted_dtype(operands: tuple[object, ...]) -> torch.dtype:
+    first, second = (torch.empty((), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x for x in operands)
+    with torch._C._DisableTorchDispatch():
+        return torch.result_type(first, second)  # type: ignore[call-overload]
+
+
+def _takes(*names: str) -> Callable[[_Lowering], _Lowering]:
+    """Registers a function as the meaning of operators of torch, as far as this torch has them."""
+
+    def register(lowering: _Lowering) -> _Lowering:
+        for name in names:
+            packet = getattr(aten, name, None)
+            if packet is not None:
+                _LOWERINGS[packet] = lowering
+        return lowering
+
+    return register
+
+
+# Of one argument, the same in torch and in a program.
+_UNARY = {
+    "neg": "negate", "sqrt": "square_root", "rsqrt": "reciprocal_root", "exp": "exp", "exp2": "exp2",
+    "expm1": "expm1", "log": "log", "log2": "log2", "log1p": "log1p", "tanh": "tanh", "sigmoid": "sigmoid",
+    "erf": "erf", "sin": "sine", "cos": "cosine",
+}  # fmt: skip
+_ROUNDINGS = {"floor": "floor", "ceil": "ceil", "trunc": "truncate", "round": "round"}
+
+
+def _unary(operation: str, *, keeps_int: bool) -> _Lowering:
+    def lowering(f: _Formula, x: object) -> int:
+        if f.kind != FLOAT:
+            if keeps_int:
+                return f.of(x, f.kind)
+            return f.int_subtract(0, x)
+        return getattr(f, operation)(x)
+
+    return lowering
+
+
+for _name, _operation in _UNARY.items():
+    _takes(_name)(_unary(_operation, keeps_int=False))
+for _name, _operation in _ROUNDINGS.items():
+    _takes(_name)(_unary(_operation, keeps_int=True))
+
+
+@_takes("add")
+def _add(f: _Formula, a: object, b: object, *, alpha: float = 1) -> int:
+    if f.kind == BOOL:
+        return f.bool_or(a, b)
+    if f.kind == INT:
+        return f.int_add(a, f.int_multiply(b, alpha))
+    return f.add(a, f.multiply(b, alpha))
+
+
+@_takes("sub")
+def _sub(f: _Formula, a: object, b: object, *, alpha: float = 1) -> int:
+    if f.kind == INT:
+        return f.int_subtract(a, f.int_multiply(b, alpha))
+    return f.subtract(a, f.multiply(b, alpha))
+
+
+@_takes("rsub")
+def _rsub(f: _Formula, a: object, b: object, alpha: float = 1) -> int:
+    return _sub(f, b, a, alpha=alpha)
+
+
+@_takes("mul")
+def _mul(f: _Formula, a: object, b: object) -> int:
+    if f.kind == BOOL:
+        return f.bool_and(a, b)
+    return f.int_multiply(a, b) if f.kind == INT else f.multiply(a, b)
+
+
+@_takes("div", "true_divide")
+def _div(f: _Formula, a: object, b: object, *, rounding_mode: str | None = None) -> int:
+    if f.kind == INT:
+        return f.int_divide(a, b) if rounding_mode == "floor" else f.int_truncated_divide(a, b)
+    quotient = f.divide(a, b)
+    return (
+        quotient if rounding_mode is None else f.floor(quotient) if rounding_mode == "floor" else f.truncate(quotient)
+    )
+
+
+@_takes("floor_divide")
+def _floor_divide(f: _Formula, a: object, b: object) -> int:
+    return _div(f, a, b, rounding_mode="floor")
+
+
+@_takes("remainder")
+def _remainder(f: _Formula, a: object, b: object) -> int:
+    if f.kind == INT:
+        return f.int_modulo(a, b)
+    return f.subtract(a, f.multiply(f.floor(f.divide(a, b)), b))
+
+
+@_takes("fmod")
+def _fmod(f: _Formula, a: object, b: object) -> int:
+    if f.kind == INT:
+        return f.int_subtract(a, f.int_multiply(f.int_truncated_divide(a, b), b))
+    return f.subtract(a, f.multiply(f.truncate(f.divide(a, b)), b))
+
+
+@_takes("reciprocal")
+def _reciprocal(f: _Formula, x: object) -> int:
+    return f.divide(1.0, x)
+
+
+@_takes("abs")
+def _abs(f: _Formula, x: object) -> int:
+    return f.int_absolute(x) if f.kind == INT else f.absolute(x)
+
+
+@_takes("sign", "sgn")
+def _sign(f: _Formula, x: object) -> int:
+    if f.kind == FLOAT:
+        return f.sign(x)
+    positive, negative = f.bool_to_int(f.int_less(0, x)), f.bool_to_int(f.int_less(x, 0))
+    return f.int_subtract(positive, negative)
+
+
+@_takes("minimum", "fmin")
+def _minimum(f: _Formula, a: object, b: object) -> int:
+    return f.minimum(a, b) if f.kind == FLOAT else f.int_minimum(a, b)
+
+
+@_takes("maximum", "fmax")
+def _maximum(f: _Formula, a: object, b: object) -> int:
+    return f.maximum(a, b) if f.kind == FLOAT else f.int_maximum(a, b)
+
+
+@_takes("clamp", "clip")
+def _clamp(f: _Formula, x: object, min: object = None, max: object = None) -> int:
+    """By selections, so that the gradient at a limit is that of torch: it passes."""
+    y: object = x
+    for limit, is_lower in ((min, True), (max, False)):
+        if limit is None:
+            continue
+        if f.kind == FLOAT:
+            y = f.of(y, FLOAT)
+            outside = f.less(y, limit) if is_lower else f.less(limit, y)
+            y = f.select(outside, limit, y)
+        else:
+            y = f.int_maximum(y, limit) if is_lower else f.int_minimum(y, limit)
+    return f.of(y, f.kind)
+
+
+@_takes("clamp_min")
+def _clamp_min(f: _Formula, x: object, min: object) -> int:
+    return _clamp(f, x, min)
+
+
+@_takes("clamp_max")
+def _clamp_max(f: _Formula, x: object, max: object) -> int:
+    return _clamp(f, x, None, max)
+
+
+@_takes("relu")
+def _relu(f: _Formula, x: object) -> int:
+    if f.kind == INT:
+        return f.int_maximum(x, 0)
+    return f.select(f.less_equal(x, 0.0), 0.0, x)
+
+
+@_takes("leaky_relu")
+def _leaky_relu(f: _Formula, x: object, negative_slope: float = 0.01) -> int:
+    return f.select(f.less_equal(x, 0.0), f.multiply(x, float(negative_slope)), x)
+
+
+@_takes("silu")
+def _silu(f: _Formula, x: object) -> int:
+    return f.multiply(x, f.sigmoid(x))
+
+
+@_takes("gelu")
+def _gelu(f: _Formula, x: object, *, approximate: str = "none") -> int:
+    if approximate == "tanh":
+        cubic = f.multiply(f.multiply(f.multiply(x, x), x), 0.044715)
+        inner = f.tanh(f.multiply(f.add(x, cubic), math.sqrt(2 / math.pi)))
+    else:
+        inner = f.erf(f.multiply(x, math.sqrt(0.5)))
+    return f.multiply(f.multiply(x, 0.5), f.add(inner, 1.0))
+
+
+@_takes("softplus")
+def _softplus(f: _Formula, x: object, beta: float = 1, threshold: float = 20) -> int:
+    scaled = f.multiply(x, float(beta))
+    # The exponential of a large value must not make its own gradient NaN where it is not selected.
+    small = f.select(f.less(float(threshold), scaled), 0.0, scaled)
+    return f.select(f.less(float(threshold), scaled), x, f.divide(f.log1p(f.exp(small)), float(beta)))
+
+
+@_takes("pow")
+def _pow(f: _Formula, a: object, b: object) -> int:
+    if isinstance(b, (int, float)) and not isinstance(b, bool) and b in (1, 2, 3):
+        multiply = f.multiply if f.kind == FLOAT else f.int_multiply
+        y = f.of(a, f.kind)
+        x = y
+        for _ in range(int(b) - 1):
+            y = multiply(y, x)
+        return y
+    if f.kind != FLOAT:
+        raise f.tracer.refuse("a power of integers", "exponents 1, 2 and 3, or floats")
+    if b == 0.5 and isinstance(b, float):
+        return f.square_root(a)
+    return f.power(a, b)
+
+
+@_takes("log10")
+def _log10(f: _Formula, x: object) -> int:
+    return f.multiply(f.log(x), 1 / math.log(10))
+
+
+@_takes("tan")
+def _tan(f: _Formula, x: object) -> int:
+    return f.divide(f.sine(x), f.cosine(x))
+
+
+@_takes("square")
+def _square(f: _Formula, x: object) -> int:
+    return f.multiply(x, x) if f.kind == FLOAT else f.int_multiply(x, x)
+
+
+# Comparisons: (operation, swapped, negated). A NaN makes all of them false, except ne.
+_COMPARISONS = {
+    "lt": ("less", False, False), "gt": ("less", True, False), "le": ("less_equal", False, False),
+    "ge": ("less_equal", True, False), "eq": ("equal", False, False), "ne": ("equal", False, True),
+}  # fmt: skip
+
+
+def _comparison(operation: str, swapped: bool, negated: bool) -> _Lowering:
+    def lowering(f: _Formula, a: object, b: object) -> int:
+        name = operation if f.promoted(a, b) == FLOAT else f"int_{operation}"
+        result = getattr(f, name)(*((b, a) if swapped else (a, b)))
+        return f.bool_not(result) if negated else result
+
+    return lowering
+
+
+for _name, _how in _COMPARISONS.items():
+    _takes(_name)(_comparison(*_how))
+for _word in ("and", "or", "xor"):
+
+    def _bits(f: _Formula, a: object, b: object, *, _word: str = _word) -> int:
+        return getattr(f, f"bool_{_word}" if f.kind == BOOL else f"int_{_word}")(a, b)
+
+    _takes(f"logical_{_word}", f"bitwise_{_word}", f"__{_word}__")(_bits)
+
+
+@_takes("logical_not", "bitwise_not")
+def _not(f: _Formula, x: object) -> int:
+    return f.bool_not(x) if f.kind == BOOL else f.int_not(x)
+
+
+@_takes("bitwise_left_shift", "__lshift__")
+def _shift_left(f: _Formula, a: object, b: object) -> int:
+    return f.shift_left(a, b)
+
+
+@_takes("bitwise_right_shift", "__rshift__")
+def _shift_right(f: _Formula, a: object, b: object) -> int:
+    return f.shift_right(a, b)
+
+
+@_takes("isnan")
+def _isnan(f: _Formula, x: object) -> int:
+    x = f.of(x, FLOAT)
+    return f.bool_not(f.equal(x, x))
+
+
+@_takes("isinf")
+def _isinf(f: _Formula, x: object) -> int:
+    return f.equal(f.absolute(x), math.inf)
+
+
+@_takes("where")
+def _where(f: _Formula, condition: object, a: object, b: object) -> int:
+    c = f.of(condition, BOOL)
+    if f.kind == FLOAT:
+        return f.select(c, a, b)
+    if f.kind == INT:
+        return f.int_select(c, a, b)
+    return f.bool_or(f.bool_and(c, a), f.bool_and(f.bool_not(c), b))
+
+
+@_takes("masked_fill")
+def _masked_fill(f: _Formula, x: object, mask: object, value: object) -> int:
+    return _where(f, mask, value, x)
+
+
+@_takes("_to_copy", "to")
+def _to_copy(f: _Formula, x: object, *_: object, **__: object) -> int:
+    return f.of(x, f.kind)
+
+
+@_takes("full_like", "new_full")
+def _full_like(f: _Formula, _: object, *rest: object, **__: object) -> int:
+    return f.of(rest[-1], f.kind)
+
+
+@_takes("zeros_like", "new_zeros")
+def _zeros_like(f: _Formula, *_: object, **__: object) -> int:
+    return f.of(0, f.kind)
+
+
+@_takes("ones_like", "new_ones")
+def _ones_like(f: _Formula, *_: object, **__: object) -> int:
+    return f.of(1, f.kind)

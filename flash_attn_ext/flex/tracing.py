@@ -1,0 +1,253 @@
+"""Runs a function of scores once on symbols, and records it as a program.
+
+A symbol is a 0-d tensor without data. Each operator of torch that gets one is written into a Builder by lowering.py.
+Operators on other tensors run as usual, so that a function may prepare what it captures, with gradients.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from .operations import BOOL, FLOAT, INT
+from .program import Builder, Program
+
+_INDEX_TYPE = torch.int32  # of b, h, q_idx, kv_idx, as where torch compiles a function
+
+
+def type_of_dtype(dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return BOOL
+    return FLOAT if dtype.is_floating_point else INT
+
+
+class Symbol(Tensor):
+    """A value of a program. With a ``prefix``: a captured tensor of which the first indices are known."""
+
+    tracer: "Tracer"
+    value: int
+    base: Tensor | None
+    prefix: tuple[int, ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        tracer: "Tracer",
+        dtype: torch.dtype,
+        value: int = -1,
+        base: Tensor | None = None,
+        prefix: tuple[int, ...] = (),
+    ) -> "Symbol":
+        shape = () if base is None else base.shape[len(prefix) :]
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=tracer.device)  # type: ignore[attr-defined]
+        self.tracer, self.value, self.base, self.prefix = tracer, value, base, prefix
+        return self
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Symbol({self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        symbols = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, Symbol)]
+        return symbols[0].tracer.lower(func, tuple(args), kwargs or {})
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class Captured(NamedTuple):
+    """A captured tensor, and where its elements begin in the program's row of floats or of ints."""
+
+    tensor: Tensor
+    offset: int
+
+
+class Traced(NamedTuple):
+    """A function as a program, and the tensors that it captures, in the order of their rows."""
+
+    program: Program
+    floats: tuple[Tensor, ...]
+    ints: tuple[Tensor, ...]
+    is_from_captured: bool  # every captured tensor was there before the function ran
+
+
+class Tracer:
+    """The state of one trace."""
+
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype, lower: Callable[..., Any]) -> None:
+        self._lower = lower
+        self.name, self.device, self.dtype = name, device, dtype
+        self.builder = Builder()
+        self.floats: list[Captured] = []
+        self.ints: list[Captured] = []
+        self._sizes = {FLOAT: 0, INT: 0}
+        self._captured: dict[int, Captured] = {}
+        self.constants: dict[int, Tensor] = {}  # made by the function from numbers alone
+        self.derived: dict[int, Tensor] = {}  # made by the function from captured tensors
+
+    def symbol(self, value: int, dtype: torch.dtype) -> Symbol:
+        return Symbol(self, dtype, value)
+
+    def refuse(self, what: str, allowed: str = "docs/flex.md lists what is") -> NotImplementedError:
+        return NotImplementedError(f"{self.name}: {what}{_line_of_user()}; allowed: {allowed}")
+
+    def capture(self, tensor: Tensor) -> Captured:
+        """Gives ``tensor`` its place in a row of captured elements."""
+        known = self._captured.get(id(tensor))
+        if known is None:
+            if tensor.is_complex() or tensor.is_quantized or tensor.layout != torch.strided:
+                raise self.refuse(f"got a captured tensor of {tensor.dtype}, {tensor.layout}", "dense real tensors")
+            if tensor.device != self.device:
+                raise self.refuse(f"got a captured tensor on {tensor.device}", f"tensors on {self.device}")
+            kind = FLOAT if tensor.is_floating_point() else INT
+            known = self._captured[id(tensor)] = Captured(tensor, self._sizes[kind])
+            self._sizes[kind] += tensor.numel()
+            (self.floats if kind == FLOAT else self.ints).append(known)
+        return known
+
+    def gather(self, tensor: Tensor, indices: Sequence[int]) -> int:
+        """``tensor[indices]``. Negative indices count from the end; others outside become the nearest."""
+        b = self.builder
+        if tensor.numel() == 0:
+            raise self.refuse(f"reads a captured tensor of shape {list(tensor.shape)}", "tensors with elements")
+        known = self.capture(tensor)
+        position = b.constant(0)
+        for size, index in zip(tensor.shape, indices, strict=True):
+            inside = b.emit("wrap_index", index, immediates=(size,))
+            position = b.emit("int_add", b.emit("int_multiply", position, b.constant(size)), inside)
+        immediates = (known.offset, tensor.numel())
+        if tensor.is_floating_point():
+            return b.emit("gather", position, immediates=immediates)
+        value = b.emit("gather_int", position, immediates=immediates)
+        return b.as_type(value, BOOL) if tensor.dtype == torch.bool else value
+
+    def index(self, base: Tensor, indices: object) -> Symbol:
+        """``base[indices]``, where ``base`` is captured, or a symbol with a prefix."""
+        items = list(indices) if isinstance(indices, (tuple, list)) else [indices]
+        source, numbers = (base.base, list(base.prefix)) if isinstance(base, Symbol) else (base, [])
+        if source is None:
+            raise self.refuse("an index of a single number")
+        for item in items:
+            kind = type_of_dtype(item.dtype) if isinstance(item, Tensor) else type(item)
+            is_symbol = isinstance(item, Tensor) and item.dim() == 0 and kind == INT
+            if not is_symbol and (not isinstance(item, int) or isinstance(item, bool)):
+                shown = f"{list(item.shape)} of {item.dtype}" if isinstance(item, Tensor) else repr(item)
+                raise self.refuse(f"an index {shown} into a captured tensor", "ints and 0-d int tensors")
+            numbers.append(self.value(item, INT))
+        if len(numbers) > source.dim():
+            raise IndexError(f"{self.name}: {len(numbers)} indices for a captured tensor of {source.dim()} dimensions")
+        if len(numbers) < source.dim():
+            return Symbol(self, source.dtype, -1, source, tuple(numbers))
+        return self.symbol(self.gather(source, numbers), source.dtype)
+
+    def value(self, x: object, kind: str) -> int:
+        """The node of an operand: a symbol, a number, or a captured or constant 0-d tensor."""
+        b = self.builder
+        if isinstance(x, Symbol):
+            if x.base is not None:
+                raise self.refuse(f"arithmetic on a captured tensor of shape {list(x.shape)}", "single elements of it")
+            return b.as_type(x.value, kind)
+        if isinstance(x, Tensor):
+            if x.numel() != 1:
+                raise self.refuse(f"arithmetic on a captured tensor of shape {list(x.shape)}", "single elements of it")
+            if id(x) in self.constants:
+                return b.as_type(b.constant(x.item()), kind)
+            zeros = [b.constant(0)] * x.dim()
+            return b.as_type(self.gather(x, zeros), kind)
+        if isinstance(x, (bool, int, float)):
+            return b.as_type(b.constant(x), kind)
+        raise self.refuse(f"an operand of type {type(x).__name__}", "tensors and numbers")
+
+    def lower(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._lower(self, func, args, kwargs)
+
+
+def _line_of_user() -> str:
+    """Where in the user's function the trace is, as text."""
+    here = __file__.rpartition("/")[0]
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((here, torch.__path__[0])) and "torch/" not in frame.filename:
+            return f" (line {frame.lineno} of {frame.filename}: {frame.line})"
+    return ""
+
+
+class _Indexing(TorchFunctionMode):
+    """Sees ``captured[symbol]`` before torch asks a symbol for its number."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            base, indices = args
+            items = indices if isinstance(indices, tuple) else (indices,)
+            if isinstance(base, Symbol) or any(isinstance(i, Symbol) for i in items):
+                return self.tracer.index(base, indices)
+        return func(*args, **(kwargs or {}))
+
+
+class _Watch(TorchDispatchMode):
+    """Tells tensors that the function makes from numbers from tensors that it makes from captured ones."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [a for a in tree_flatten((args, kwargs))[0] if isinstance(a, Tensor)]
+        if any(isinstance(t, Symbol) for t in tensors):
+            return self.tracer.lower(func, tuple(args), kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise self.tracer.refuse(f"the random operator {func}", "operators that give the same result at each call")
+        result = func(*args, **(kwargs or {}))
+        constants = self.tracer.constants
+        is_constant = all(id(t) in constants or (t.dim() == 0 and func is _LIFT) for t in tensors)
+        for t in tree_flatten(result)[0]:
+            if isinstance(t, Tensor):
+                (constants if is_constant else self.tracer.derived)[id(t)] = t
+        return result
+
+
+_LIFT = torch.ops.aten.lift_fresh.default
+
+
+def trace(
+    function: Callable[..., Any],
+    name: str,
+    lower: Callable[..., Any],
+    *,
+    with_score: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Traced:
+    """Returns ``function(score, b, h, q_idx, kv_idx)`` as a program. A mask has no score, and its result is a bool.
+
+    ``lower``: lowering.lower. ``dtype``: the dtype of the score, which is the accumulators' type.
+    """
+    if not callable(function):
+        raise TypeError(f"{name}: got {type(function).__name__}; allowed: a function")
+    tracer = Tracer(name, device, dtype, lower)
+    b = tracer.builder
+    arguments = [tracer.symbol(b.emit(index), _INDEX_TYPE) for index in ("batch", "head", "query", "key")]
+    if with_score:
+        arguments.insert(0, tracer.symbol(b.emit("score"), dtype))
+    with _Indexing(tracer), _Watch(tracer):
+        result = function(*arguments)
+    if isinstance(result, (bool, int, float)) or (isinstance(result, Tensor) and not isinstance(result, Symbol)):
+        value = tracer.value(result, FLOAT if with_score else BOOL)
+    elif isinstance(result, Symbol):
+        if not with_score and result.dtype != torch.bool:
+            raise TypeError(f"{name}: got a result of {result.dtype}; allowed: torch.bool")
+        value = tracer.value(result, FLOAT if with_score else BOOL)
+    else:
+        raise TypeError(f"{name}: got a result of type {type(result).__name__}; allowed: a 0-d tensor")
+    floats, ints = (tuple(c.tensor for c in row) for row in (tracer.floats, tracer.ints))
+    from_captured = not any(id(t) in tracer.derived for t in (*floats, *ints))
+    return Traced(Program(b, value), floats, ints, from_captured)

@@ -1,0 +1,70 @@
+"""Functions of the user together with the other options of flash_attn."""
+
+import pytest
+import torch
+from flex_reference import dense_flex
+from torch.nn.attention.flex_attention import create_block_mask
+
+from flash_attn_ext import explain, flash_attn, flash_attn_varlen
+
+
+def inputs(*shape, count=3):
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(count)]
+
+
+def window(b, h, q, k):
+    return (q - k).abs() <= 30
+
+
+def test_the_order_is_softcap_alibi_function_masks():
+    q, k, v = inputs(2, 3, 70, 8)
+    slopes, scale = (torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    (bias,) = inputs(2, 1, 70, 70, count=1)
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return torch.tanh(score) * scale[h]
+
+    def all_of_it(score, b, h, q_idx, kv_idx):
+        with_alibi = score - slopes[h] * (q_idx - kv_idx).abs()
+        masked = torch.where((q_idx >= kv_idx) & window(b, h, q_idx, kv_idx), 0.0, -torch.inf)
+        return score_mod(with_alibi, b, h, q_idx, kv_idx) + bias[b, 0, q_idx, kv_idx] + masked
+
+    wanted, wanted_lse = dense_flex(q, k, v, all_of_it, softcap=2.0)
+    mask = create_block_mask(window, None, None, 70, 70, "cpu", BLOCK_SIZE=32)
+    for masks in ({"mask_mod": window}, {"block_mask": mask}):
+        options = {"is_causal": True, "softcap": 2.0, "alibi_slopes": slopes, "return_lse": True} | masks
+        out, lse = flash_attn(q, k, v, bias, score_mod=score_mod, **options)
+        torch.testing.assert_close((out, lse), (wanted, wanted_lse))
+        wrt = (q, k, v, bias, slopes, scale)
+        grads, exact = (torch.autograd.grad(o.square().sum() + s.sum(), wrt, retain_graph=True)
+                        for o, s in ((out, lse), (wanted, wanted_lse)))  # fmt: skip
+        torch.testing.assert_close(grads, exact)
+
+
+def test_dropout_is_that_of_flash_attn():
+    q, k, v = inputs(1, 2, 40, 8)
+    state = torch.tensor([1, 2])
+    wanted = flash_attn(q, k, v, dropout_p=0.3, rng_state=state, softcap=3.0)
+    out = flash_attn(q, k, v, dropout_p=0.3, rng_state=state, score_mod=lambda s, *_: 3.0 * torch.tanh(s / 3.0))
+    torch.testing.assert_close(out, wanted)
+    grads, exact = (torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (out, wanted))
+    torch.testing.assert_close(grads, exact)
+
+
+def test_other_numbers_of_dimensions():
+    q, k, v = inputs(2, 20, 8)
+    out = flash_attn(q, k, v, mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
+    torch.testing.assert_close(out, flash_attn(q, k, v, is_causal=True))
+
+
+def test_what_is_refused_is_named():
+    q, k, v = inputs(1, 2, 20, 8)
+    mask = create_block_mask(window, None, None, 20, 20, "cpu")
+    with pytest.raises(ValueError, match="mask_mod: got one with block_mask"):
+        flash_attn(q, k, v, mask_mod=window, block_mask=mask)
+    with pytest.raises(ValueError, match="num_splits, unified_max: got one with score_mod"):
+        flash_attn(q, k, v, mask_mod=window, num_splits=4)
+    with pytest.raises(NotImplementedError, match="mask_mod: got one"):
+        explain(q, k, v, mask_mod=window)
+    with pytest.raises(TypeError, match="mask_mod"):
+        flash_attn_varlen(q[0], k[0], v[0], mask_mod=window)

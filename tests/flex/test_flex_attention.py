@@ -1,0 +1,213 @@
+"""flex_attention against dense references: every function of the gallery, forward and backward."""
+
+import itertools
+
+import pytest
+import torch
+from flex_gallery import MASKS, SCORES, mask_mods, score_mods
+from flex_reference import dense_flex
+from helpers import allocated_by, leaves
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, noop_mask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
+
+import flash_attn_ext
+from flash_attn_ext import flex_attention
+from flash_attn_ext.flex import create
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+SHAPES = [(2, 4, 2, 67, 90, 16), (1, 2, 2, 130, 33, 8), (1, 1, 1, 5, 300, 24)]  # B, H, H_kv, S_q, S_k, D
+
+
+def make(shape, dtype):
+    """q, k, v and the gradient of out, as float64 tensors that ``dtype`` holds exactly."""
+    batch, heads, heads_kv, q_len, k_len, head_dim = shape
+    sizes = [(heads, q_len), (heads_kv, k_len), (heads_kv, k_len), (heads, q_len)]
+    return [torch.randn(batch, h, s, head_dim).to(dtype).double().requires_grad_() for h, s in sizes]
+
+
+def assert_near(name, ours, exact, tolerance):
+    finite = exact.isfinite()
+    assert torch.equal(ours.isfinite(), finite), name
+    assert torch.equal(ours[~finite].double(), exact[~finite]), name
+    if finite.any():
+        error = (ours[finite].double() - exact[finite]).abs().max() / exact[finite].abs().max().clamp(min=1e-30)
+        assert error < tolerance, f"{name}: {error}"
+
+
+def check(shape, dtype, score_mod=None, mask_mod=None, captured=(), block_size=128, through_lse=True):
+    """Compares results and gradients with the dense reference in float64."""
+    q, k, v, dout = make(shape, dtype)
+    dout = dout.detach()
+    dlse = torch.randn(dout.shape[:3]).double() if through_lse else torch.zeros(dout.shape[:3]).double()
+    exact_inputs, inputs = leaves((q, k, v)), leaves((q, k, v), dtype)
+    mask = None
+    if mask_mod is not None:
+        mask = create_block_mask(mask_mod, shape[0], shape[1], shape[3], shape[4], "cpu", BLOCK_SIZE=block_size)
+    exact, exact_lse = dense_flex(*exact_inputs, score_mod, mask_mod)
+    out, lse = flex_attention(*inputs, score_mod, mask, enable_gqa=True, return_lse=True)
+    assert out.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    assert_near("out", out, exact, tolerance)
+    assert_near("lse", lse, exact_lse, tolerance)
+
+    def gradients(out, lse, inputs):
+        visible = lse.isfinite()
+        loss = (out * dout.to(out.dtype)).sum() + (lse[visible] * dlse[visible].to(lse.dtype)).sum()
+        return torch.autograd.grad(loss, [*inputs, *captured])
+
+    wanted, got = gradients(exact, exact_lse, exact_inputs), gradients(out, lse, inputs)
+    names = ("query", "key", "value", *("captured" for _ in captured))
+    for name, ours, theirs in zip(names, got, wanted, strict=True):
+        # The gradient of a captured tensor is a sum over the whole score matrix.
+        assert_near(name, ours, theirs, tolerance * (10 if name == "captured" else 1))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", SCORES)
+def test_score_functions(name, shape):
+    for dtype in (torch.float64, torch.float32):
+        score_mod, captured = score_mods(shape[1], shape[3], shape[4], torch.float64)[name]
+        check(shape, dtype, score_mod, captured=captured)
+
+
+@pytest.mark.parametrize("name", ["relative_table", "softcap", "everything"])
+def test_every_instruction_set(name, isa):
+    score_mod, captured = score_mods(4, 67, 90, torch.float64)[name]
+    for dtype in TOLERANCES:
+        check(SHAPES[0], dtype, score_mod, mask_mods(2, 67, 90)["document"], captured, block_size=32)
+
+
+@pytest.mark.parametrize("block_size", [128, (32, 48), (7, 100)], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_block_masks(name, block_size):
+    for shape in ((2, 4, 2, 200, 270, 16), SHAPES[1]):
+        check(shape, torch.float32, None, mask_mods(shape[0], shape[3], shape[4])[name], block_size=block_size)
+
+
+def test_scores_and_masks_together():
+    score_mod, captured = score_mods(4, 67, 90, torch.float64)["learned_slope"]
+    check(SHAPES[0], torch.float64, score_mod, mask_mods(2, 67, 90)["prefix_lm"], captured)
+
+
+def test_agrees_with_torch():
+    q, k, v, _ = (t.detach().float() for t in make((2, 2, 2, 64, 64, 16), torch.float32))
+    score_mod = score_mods(2, 64, 64)["t5_buckets"][0]
+    mask = create_block_mask(mask_mods(2, 64, 64)["document"], 2, 2, 64, 64, "cpu")
+    with torch.no_grad():
+        wanted = torch_flex_attention(q, k, v, score_mod, mask)
+        torch.testing.assert_close(flex_attention(q, k, v, score_mod, mask), wanted, rtol=1e-5, atol=1e-5)
+        out, aux = flex_attention(q, k, v, score_mod, mask, return_aux=AuxRequest(lse=True))
+        torch.testing.assert_close(aux.lse, flex_attention(q, k, v, score_mod, mask, return_lse=True)[1])
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_gradcheck_with_captured_tensors():
+    q, k, v = (torch.randn(1, 2, 7, 5, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    table, temperature = (torch.rand(2, n, dtype=torch.float64, requires_grad=True) for n in (13, 1))
+
+    def attend(q, k, v, table, temperature):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return torch.tanh(score * torch.exp(temperature[h, 0])) + table[h, q_idx - kv_idx + 6]
+
+        return flex_attention(q, k, v, score_mod, return_lse=True)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, table, temperature))
+
+
+def test_no_function_is_plain_attention():
+    q, k, v, _ = (t.detach().float() for t in make(SHAPES[1], torch.float32))
+    wanted = flash_attn_ext.flash_attn(q, k, v)
+    assert torch.equal(flex_attention(q, k, v), wanted)
+    mask = create_block_mask(noop_mask, None, None, 130, 33, "cpu")
+    assert torch.equal(flex_attention(q, k, v, block_mask=mask), wanted)
+
+
+def test_masked_nan_does_not_reach_other_rows():
+    q, k, v = (torch.randn(1, 2, 100, 16, requires_grad=True) for _ in range(3))
+    with torch.no_grad():
+        k[:, :, 50:] = v[:, :, 50:] = torch.nan
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return torch.where(kv_idx < 50, score, -torch.inf)
+
+    out = flex_attention(q, k, v, score_mod)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in grads)
+    assert (grads[2][:, :, 50:] == 0).all()
+
+
+def test_same_bits_for_any_number_of_threads():
+    score_mod, captured = score_mods(2, 200, 200)["relative_table"]
+
+    def run():
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 2, 200, 32, requires_grad=True) for _ in range(3))
+        out = flex_attention(q, k, v, score_mod)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v, *captured))
+
+    one = run()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert all(torch.equal(a, b) for a, b in zip(one, run(), strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_16_bit_tensors_may_be_captured():
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    bias = torch.randn(2, 40, dtype=torch.bfloat16, requires_grad=True)
+    out = flex_attention(q, k, v, lambda score, b, h, q_idx, kv_idx: score + bias[h, kv_idx])
+    (gradient,) = torch.autograd.grad(out.square().sum(), bias)
+    assert gradient.dtype == torch.bfloat16
+    assert gradient.abs().sum() > 0
+
+
+def test_empty_inputs():
+    for shape in ((0, 2, 2, 5, 5, 8), (1, 2, 2, 0, 5, 8), (1, 2, 2, 5, 0, 8)):
+        q, k, v, _ = (t.detach().float().requires_grad_() for t in make(shape, torch.float32))
+        out = flex_attention(q, k, v, lambda score, *_: score * 2)
+        assert (out == 0).all()
+        out.sum().backward()
+
+
+def test_no_score_matrix_is_stored():
+    length = 2048
+    score_mod, _ = score_mods(1, length, length)["relative_table"]
+    mask = create_block_mask(mask_mods(1, length, length)["causal"], 1, 1, length, length, "cpu")
+    q, k, v = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
+    flex_attention(q, k, v, score_mod, mask)  # traces
+    allocated, _ = allocated_by(lambda: flex_attention(q, k, v, score_mod, mask).sum().backward())
+    assert allocated < length * length  # bytes: a quarter of one score matrix
+
+
+@pytest.mark.parametrize("block_size", [128, (32, 48)], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_create_block_mask_is_that_of_torch(name, block_size):
+    mask_mod = mask_mods(2, 200, 270)[name]
+    arguments = (mask_mod, 2, 3, 200, 270, "cpu", block_size)
+    ours, wanted = create.create_block_mask(*arguments), create_block_mask(*arguments)
+    for lists in ("kv", "full_kv", "q", "full_q"):
+        counts = getattr(ours, f"{lists}_num_blocks")
+        assert torch.equal(counts, getattr(wanted, f"{lists}_num_blocks"))
+        got, expected = getattr(ours, f"{lists}_indices"), getattr(wanted, f"{lists}_indices")
+        listed = torch.arange(got.shape[-1]) < counts.unsqueeze(-1)
+        assert torch.equal(got[listed], expected[listed])
+    assert ours.seq_lengths == wanted.seq_lengths
+    assert ours.BLOCK_SIZE == wanted.BLOCK_SIZE
+
+
+def peak_of(action):
+    """The largest number of bytes that torch held for the action at once."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        action()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+def test_create_block_mask_stores_no_mask():
+    length = 4096
+    arguments = (mask_mods(1, length, length)["causal"], None, None, length, length, "cpu")
+    assert peak_of(lambda: create.create_block_mask(*arguments)) < length * length / 3  # bytes
+    assert peak_of(lambda: create_block_mask(*arguments)) > length * length

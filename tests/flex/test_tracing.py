@@ -1,0 +1,224 @@
+"""From functions to programs: what is known, what is traced again, and what is refused by name."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
+from flash_attn_ext import _ops, flex_attention
+from flash_attn_ext.flex import functions
+from flash_attn_ext.flex.lowering import lower
+from flash_attn_ext.flex.operations import OPERATIONS
+from flash_attn_ext.flex.program import Rank
+from flash_attn_ext.flex.tracing import trace
+
+Q = torch.linspace(-1, 1, 2 * 6 * 4).view(1, 2, 6, 4)
+
+
+def attend(score_mod):
+    return flex_attention(Q, Q, Q, score_mod)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Counts the traces."""
+    count = []
+    compile_functions = functions.compile_functions
+    monkeypatch.setattr(functions, "compile_functions", lambda *a: count.append(a) or compile_functions(*a))
+    functions._kept.clear()
+    return count
+
+
+def test_operations_are_those_of_the_kernels():
+    assert [(name, o.arguments, o.result) for name, o in OPERATIONS.items()] == _ops.program_operations
+
+
+def test_a_known_function_is_not_traced_again(traced):
+    def make(factor, table):
+        return lambda score, b, h, q, k: score * factor + table[h]
+
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])
+    first = attend(make(2.0, a))
+    assert torch.equal(attend(make(2.0, a)), first)
+    assert len(traced) == 1
+    other_table = attend(make(2.0, b))  # the same text with another tensor: the program is known
+    assert len(traced) == 1
+    assert torch.allclose(other_table, first, atol=1e-6)  # a constant in each head changes no weight
+    assert not torch.allclose(attend(make(3.0, a)), first)
+    assert len(traced) == 2
+
+
+def test_values_that_a_function_reads_may_change(traced):
+    class Settings:
+        def __init__(self):
+            self.factor = 1.0
+
+    settings = Settings()
+    table = torch.zeros(2, 6)
+
+    def score_mod(score, b, h, q, k):
+        return score * settings.factor + table[h, k]
+
+    before = attend(score_mod)
+    settings.factor = 8.0
+    assert not torch.equal(attend(score_mod), before)
+    assert len(traced) == 2
+    settings.factor = 1.0
+    table[:, 0] = 5.0
+    assert not torch.equal(attend(score_mod), before)
+    assert len(traced) == 2
+
+
+def test_functions_of_modules_and_partials(traced):
+    class Bias(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.tensor([0.5, -0.5]))
+            self.scale = 2.0
+
+        def score_mod(self, score, b, h, q, k):
+            return score * self.scale + self.bias[h] * k
+
+    module = Bias()
+    out = attend(module.score_mod)
+    attend(module.score_mod)
+    assert len(traced) == 1
+    out.sum().backward()
+    assert module.bias.grad.abs().sum() > 0
+
+    def scaled(score, b, h, q, k, factor):
+        return score * factor
+
+    assert torch.equal(attend(functools.partial(scaled, factor=2.0)), attend(lambda s, *_: s * 2.0))
+
+
+def test_derived_tensors_are_computed_at_each_call():
+    log_slopes = torch.tensor([0.1, 0.2], requires_grad=True)
+
+    def score_mod(score, b, h, q, k):
+        slopes = torch.exp(log_slopes)
+        return score - slopes[h] * (q - k).abs()
+
+    attend(score_mod).square().sum().backward()
+    got, log_slopes.grad = log_slopes.grad, None
+    slopes = torch.exp(log_slopes)
+    attend(lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()).square().sum().backward()
+    torch.testing.assert_close(got, log_slopes.grad)
+
+
+def test_ranks_of_values():
+    def mask_mod(b, h, q, k):
+        return (q // 3) * 3 >= k - h
+
+    program = trace(
+        mask_mod, "mask_mod", lower, with_score=False, device=torch.device("cpu"), dtype=torch.float32
+    ).program
+    ranks = {program.builder.nodes[n].operation: program.builder.ranks[n] for n in program.used()}
+    assert ranks["int_divide"] == ranks["int_multiply"] == Rank.QUERY
+    assert ranks["int_subtract"] == Rank.KEY
+    assert ranks["int_less_equal"] == Rank.TILE
+
+
+def test_indices_outside_a_captured_tensor():
+    table = torch.arange(4.0)
+    out = attend(lambda s, b, h, q, k: table[k - 6] * 0 + s + table[k + 100] + table[-1])
+    assert torch.allclose(out, attend(lambda s, *_: s + 6.0))
+
+
+def lines_of(error):
+    return str(error.value)
+
+
+def test_what_is_refused_names_the_line():
+    table = torch.randn(4, 4)
+
+    def decides(score, b, h, q, k):
+        return score if q > k else score * 2
+
+    def unknown(score, b, h, q, k):
+        return torch.lgamma(score)
+
+    def random(score, b, h, q, k):
+        return score + torch.rand(())
+
+    def whole_row(score, b, h, q, k):
+        return score + table[h].sum()
+
+    for function, words in (
+        (decides, "torch.where in place of if"),
+        (unknown, "aten.lgamma"),
+        (random, "random operator"),
+        (whole_row, "aten.sum"),
+    ):
+        with pytest.raises(NotImplementedError, match=words) as error:
+            attend(function)
+        assert "score_mod" in lines_of(error)
+        assert "test_tracing.py" in lines_of(error)
+
+
+def test_wrong_arguments_are_named():
+    causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 6, 6, "cpu")
+    with pytest.raises(TypeError, match=r"score_mod: got float; allowed: a function"):
+        attend(1.0)
+    with pytest.raises(TypeError, match=r"score_mod: got a result of type NoneType"):
+        attend(lambda *_: None)
+    with pytest.raises(ValueError, match=r"block_mask: got a mask for \(q_len, kv_len\) = \(6, 6\)"):
+        flex_attention(Q[:, :, :5], Q, Q, block_mask=causal)
+    with pytest.raises(TypeError, match=r"block_mask: got Tensor"):
+        flex_attention(Q, Q, Q, block_mask=torch.ones(6, 6))
+    with pytest.raises(NotImplementedError, match=r"max_scores"):
+        flex_attention(Q, Q, Q, return_aux=AuxRequest(max_scores=True))
+    with pytest.raises(ValueError, match=r"key, value: got 1 heads for 2 query heads"):
+        flex_attention(Q, Q[:, :1], Q[:, :1])
+    far = torch.full((6,), 2**40)
+    with pytest.raises(ValueError, match=r"elements of 32 bits"):
+        attend(lambda s, b, h, q, k: s + far[q])
+
+
+def test_derivatives_that_are_refused():
+    q = Q.clone().requires_grad_()
+    out = flex_attention(q, q, q, lambda s, *_: s * 2)
+    with pytest.raises(NotImplementedError, match=r"second derivative"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"torch.func"):
+        torch.func.grad(lambda x: flex_attention(x, x, x).sum())(q)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"forward-mode"):
+        flex_attention(torch.autograd.forward_ad.make_dual(Q, Q), Q, Q, lambda s, *_: s * 2)
+
+
+def test_a_malformed_program_is_refused():
+    def run(words):
+        return _ops.attention_flex(Q, Q, Q, programs=torch.tensor(words))
+
+    good = functions.compile_functions(lambda s, b, h, q, k: s + k, None, torch.device("cpu"), torch.float32).programs
+    words = good.tolist()
+    run(words)
+    for position, wrong in ((4, 2), (5, 10**6), (8, -1), (12, 10**6), (13, 10**9), (10, 4 * 10**6)):
+        with pytest.raises(ValueError, match="programs: got"):
+            run([*words[:position], wrong, *words[position + 1 :]])
+    with pytest.raises(ValueError, match="programs: got"):
+        run(words[:9])
+
+
+def test_schema_meta_and_autograd_agree():
+    table = torch.randn(2, 11, requires_grad=True)
+    compiled = functions.compile_functions(
+        lambda s, b, h, q, k: s + table[h, q - k + 5], lambda b, h, q, k: q >= k, torch.device("cpu"), torch.float32
+    )
+    tensors = {"captured": table.detach().reshape(-1).requires_grad_(), "programs": compiled.programs}
+    q = Q.clone().requires_grad_()
+    torch.library.opcheck(_ops.attention_flex, (q, Q, Q), tensors)
+
+
+def test_compiled_code_may_call_it():
+    table = torch.randn(2, 11)
+
+    def model(q):
+        return flex_attention(q * 2, q, q, lambda s, b, h, i, j: s + table[h, i - j + 5]) + 1
+
+    q = Q.clone().requires_grad_()
+    wanted, out = model(q), torch.compile(model, backend="eager")(q)
+    assert torch.equal(out, wanted)
+    assert torch.equal(*(torch.autograd.grad(o.sum(), q)[0] for o in (out, wanted)))
