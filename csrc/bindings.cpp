@@ -1,20 +1,20 @@
-// The small inspection module flash_attn_ext._C. Importing it also runs the TORCH_LIBRARY registrations of
-// ops/.
+// The Python module flash_attn_ext._C: inspection, explain, activation. Importing it also runs the TORCH_LIBRARY
+// registrations of ops/.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <functional>
 #include <map>
 
 #include "cpu/select.h"
 #include "cuda/tiers.h"
-#include "ops/eager.h"
-#include "ops/flex/flex.h"
-#include "ops/from_python.h"
-#include "ops/plan.h"
-#include "ops/varlen.h"
-#include "ops/weights.h"
+#include "ops/keys/eager.h"
+#include "ops/keys/from_python.h"
+#include "ops/keys/plan.h"
+#include "ops/operators.h"
 #include "torch_overrides/overrides.h"
 
 namespace {
@@ -46,7 +46,7 @@ pybind11::dict build_info() {
   return info;
 }
 
-// A struct from a dictionary that has its members by name.
+// Reads a struct from a dictionary with its members by name.
 template <class Struct>
 Struct read(const pybind11::dict& by_name) {
   PyObject* objects[flash_attn_ext::kMembers<Struct>];
@@ -57,12 +57,53 @@ Struct read(const pybind11::dict& by_name) {
   return result;
 }
 
-// A function of the operators' structs, called with dictionaries in their place.
+// A function of two structs that takes dictionaries instead.
 template <class Result, class Tensors, class Options, class... Rest>
 auto from_dictionaries(Result (*function)(const Tensors&, const Options&, const Rest&...)) {
   return [function](const pybind11::dict& tensors, const pybind11::dict& options, const Rest&... rest) {
     return function(read<Tensors>(tensors), read<Options>(options), rest...);
   };
+}
+
+// Steps 1 to 5 of checks/checks.h.
+template <class Op>
+void check(const typename Op::Tensors& tensors, const typename Op::Options& options) {
+  Op::check(tensors, options);
+  flash_attn_ext::check_contents(tensors, options);
+}
+
+// Runs an operator with other kernels: tests/cuda_host. Everything else is the code of the CUDA key. The kernels are
+// run(params as bytes, {name: input}, {name: output}). Returns the results.
+using Run = std::function<void(const pybind11::bytes&, const pybind11::dict&, const pybind11::dict&)>;
+
+template <class Struct, class Names>
+void add_tensors(pybind11::dict& by_name, const Struct& tensors, const Names& name_of) {
+  size_t n = 0;
+  const auto add = [&](const auto& optional) {
+    const std::string name = name_of(n++);
+    if (const at::Tensor* t = flash_attn_ext::tensor_or_null(optional)) by_name[name.c_str()] = *t;
+  };
+  std::apply([&](const auto&... t) { (add(t), ...); }, tensors.tie());
+}
+
+template <class Op>
+std::vector<std::optional<at::Tensor>> run_operator(const typename Op::Tensors& given,
+                                                    const typename Op::Options& options, const Run& run) {
+  Op::check(given, options);
+  const typename Op::Result result = Op::empty(given, options);
+  flash_attn_ext::pack_and_run<Op>(given, options, result, [&](const auto& packed) {
+    pybind11::dict inputs, outputs;
+    add_tensors(inputs, packed.tensors, [](size_t n) { return std::string(Op::Tensors::kRules[n].name); });
+    add_tensors(outputs, result, [](size_t n) { return "result " + std::to_string(n); });
+    add_tensors(outputs, packed.per_head, [](size_t n) { return "per-head part " + std::to_string(n); });
+    run(pybind11::bytes(reinterpret_cast<const char*>(&packed.params), sizeof(packed.params)), inputs,
+        outputs);
+  });
+  return std::apply(
+      [](const auto&... t) {
+        return std::vector<std::optional<at::Tensor>>{flash_attn_ext::defined_or_none(t)...};
+      },
+      result.tie());
 }
 
 template <size_t n>
@@ -89,14 +130,6 @@ pybind11::tuple rows_of() {
   return result;
 }
 
-// The rows of several operators' tensors, by the operators' names.
-template <class... Op>
-pybind11::dict tensor_rows() {
-  pybind11::dict result;
-  ((result[Op::kName] = rows_of<typename Op::Tensors>()), ...);
-  return result;
-}
-
 // The table of core/program.h, for the test that compares flex/operations.py with it.
 pybind11::list program_operations() {
   pybind11::list rows;
@@ -113,11 +146,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.add_object("attention_if_ordinary", pybind11::reinterpret_steal<pybind11::object>(
                                             PyCFunction_New(&flash_attn_ext::kAttentionIfOrdinary, nullptr)));
   using namespace flash_attn_ext;
-  m.attr("tensor_rows") =
-      tensor_rows<Attention, AttentionBackward, AttentionJvp, AttentionDoubleBackward, AttentionVarlen,
-                  AttentionVarlenBackward, AttentionVarlenJvp, AttentionVarlenDoubleBackward, AttentionCache,
-                  AppendToCache, AttentionWeights, AttentionWeightsBackward, AttentionFlex>();
+  pybind11::dict rows;  // of each operator's tensors
+  const auto add_rows = [&rows](auto tag) {
+    using Op = typename decltype(tag)::Op;
+    rows[Op::kName] = rows_of<typename Op::Tensors>();
+  };
+  for_each_operator(KernelOperators{}, add_rows);
+  for_each_operator(CpuKernelOperators{}, add_rows);
+  for_each_operator(CacheWriters{}, add_rows);
+  m.attr("tensor_rows") = rows;
   m.attr("program_operations") = program_operations();
+  for_each_operator(KernelOperators{}, [&m](auto tag) {
+    using Op = typename decltype(tag)::Op;
+    m.def((std::string("run_") + Op::kName).c_str(), from_dictionaries(run_operator<Op>));
+  });
   m.attr("differentiable") = names(flash_attn_ext::Gradients::kNames);
   pybind11::class_<KernelChoice>(m, "KernelChoice")
       .def_readonly("kernel", &KernelChoice::kernel)
@@ -134,13 +176,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("bytes", &Plan::bytes)
       .def_readonly("deterministic", &Plan::deterministic)
       .def_readonly("parts", &Plan::parts);
-  m.def("plan_attention", from_dictionaries(plan_attention));
-  m.def("plan_attention_backward", from_dictionaries(plan_attention_backward));
-  m.def("plan_varlen", from_dictionaries(plan_varlen));
-  m.def("plan_varlen_backward", from_dictionaries(plan_varlen_backward));
-  m.def("plan_cache", from_dictionaries(plan_cache));
-  m.def("check_append", from_dictionaries(check_append));
-  m.def("check_cache", from_dictionaries(check_cache));
+  m.def("plan_attention", from_dictionaries(plan_forward<Attention>));
+  m.def("plan_attention_backward", from_dictionaries(plan_backward<Attention, AttentionBackward>));
+  m.def("plan_varlen", from_dictionaries(plan_forward<AttentionVarlen>));
+  m.def("plan_varlen_backward", from_dictionaries(plan_backward<AttentionVarlen, AttentionVarlenBackward>));
+  m.def("plan_cache", from_dictionaries(plan_forward<AttentionCache>));
+  m.def("check_append", from_dictionaries(check<AppendToCache>));
+  m.def("check_cache", from_dictionaries(check<AttentionCache>));
   m.def("build_info", build_info);
   m.def("available_kernels", cpu::available_isas);
   m.def("active_kernel", [] { return std::string(cpu::active_kernels().isa); });

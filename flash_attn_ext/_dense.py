@@ -127,7 +127,7 @@ def _mask_as_4d(mask: Tensor, dims: int, batch_shape: torch.Size, scores: tuple[
 
 
 def _check_broadcast(mask: Tensor, full: tuple[int, ...]) -> None:
-    """Checks the mask by the shape that the caller passed: csrc/ops/checks.cpp would see four dimensions."""
+    """Checks the mask by the shape that the caller passed: csrc/ops/checks would see four dimensions."""
     names = ("key's seqlen_k", "query's seqlen_q", "query's heads") + ("batch",) * (len(full) - 3)
     for n, (size, allowed, name) in enumerate(zip(reversed(mask.shape), reversed(full), names, strict=False)):
         if size not in (1, allowed):

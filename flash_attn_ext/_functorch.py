@@ -1,4 +1,4 @@
-"""The autograd functions of csrc/ops/derivatives.h in Python, for torch.func transforms (grad, jacrev, jvp, vmap, ...).
+"""The autograd functions of csrc/ops/autograd/derivatives.h in Python, for torch.func transforms (grad, jvp, ...).
 
 torch refuses C++ autograd functions under transforms. _ops.py names the derivatives of each operator. The formulas are
 in docs/derivative_formulas.md. Calls without a transform do not come here: a Python autograd function takes 30 us more.
@@ -238,7 +238,7 @@ def cast_without_values(call: Call) -> Call:
 
 
 def _autocast(t, action):
-    """Does the same as csrc/ops/autocast.cpp, because this path does not pass its dispatch key: not float64."""
+    """Does the same as csrc/ops/keys/autocast.cpp, because this path does not pass its dispatch key: not float64."""
     if t is None or action == "keep" or not t.is_floating_point() or t.dtype == torch.float64:
         return t
     if action == "unless_float32" and t.dtype == torch.float32:

@@ -83,7 +83,7 @@ reset_activation_counts = _C.reset_activation_counts
 
 
 class TensorRow(NamedTuple):
-    """The row of a tensor in csrc/ops/ops.h: how autocast and vmap treat it."""
+    """The row of a tensor in csrc/ops/dense/attention.h: how autocast and vmap treat it."""
 
     name: str
     autocast: str

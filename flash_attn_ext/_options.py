@@ -1,7 +1,7 @@
 """Options of a call: from the arguments of the public functions to the options of an operator's schema.
 
 Everything goes by name. An option that has the same name and meaning in both needs no line here: its row in
-csrc/ops/ops.h has its name, its type and its default.
+csrc/ops/dense/attention.h has its name, its type and its default.
 """
 
 import numbers

@@ -36,6 +36,7 @@ def attend_jagged(call: Call) -> tuple[Tensor, Tensor | None]:
         packed[name], t_offsets = _rows_and_offsets(name, call.tensors[name])
         offsets.append(t_offsets)
     packed["cu_seqlens_q"], packed["cu_seqlens_k"] = offsets[:2]
+    _check_same_lengths(*offsets[1:])
     packed |= {name: call.tensors[name] for name in ("attn_mask", "alibi_slopes", "sink", "rng_state")}
     longest = [int(t.diff().max()) if len(t) > 1 and t.is_cpu else None for t in offsets[:2]]
     options = call.options | {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
@@ -44,6 +45,14 @@ def attend_jagged(call: Call) -> tuple[Tensor, Tensor | None]:
     if not call.return_lse:
         return out, None
     return out, torch.nested.nested_tensor_from_jagged(lse.T.contiguous(), offsets[0]).transpose(1, 2)
+
+
+def _check_same_lengths(of_key: Tensor, of_value: Tensor) -> None:
+    if of_key is of_value or of_key.is_meta:
+        return
+    lengths_k, lengths_v = of_key.diff().tolist(), of_value.diff().tolist()
+    if lengths_k != lengths_v:
+        raise ValueError(f"value: got sequence lengths {lengths_v}; allowed: key's, {lengths_k}")
 
 
 def _rows_and_offsets(name: str, t: object) -> tuple[Tensor, Tensor]:

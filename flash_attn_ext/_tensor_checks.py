@@ -1,4 +1,4 @@
-"""Checks of a caller's tensors that come before csrc/ops/checks.cpp, which sees dense tensors only."""
+"""Checks of a caller's tensors that come before csrc/ops/checks, which sees dense tensors only."""
 
 import torch
 from torch import Tensor

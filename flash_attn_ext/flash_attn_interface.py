@@ -168,8 +168,10 @@ def flash_attn_varlen_func(
             max_seqlen_q=max_seqlen_q,
         )  # fmt: skip
         options = checked_options(_ops.CACHE.option_types, options) | {"lower_right": True}
-        out, lse = _ops.attention_cache(q, k, v, alibi_slopes, cu_seqlens_q, lengths, block_table=block_table,
-                                        sink=sink_of(learnable_sink, q), **options)  # fmt: skip
+        out, lse = _ops.attention_cache(
+            q, k, v, alibi_slopes=alibi_slopes, sink=sink_of(learnable_sink, q), cu_seqlens_q=cu_seqlens_q,
+            seqused_k=lengths, block_table=block_table, **options,
+        )  # fmt: skip
     else:
         options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         out, lse = flash_attn_varlen(

@@ -1,7 +1,7 @@
 """flash_attn: scaled dot product attention with torch's meaning, and more by keyword.
 
 An ordinary call goes to the operator from here. Every other call becomes a Call (_call.py) and goes through _attend.py.
-Shapes and dtypes are checked in csrc/ops/checks.cpp, once for every device.
+Shapes and dtypes are checked in csrc/ops/checks, once for every device.
 """
 
 import inspect

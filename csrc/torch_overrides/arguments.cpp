@@ -2,8 +2,6 @@
 
 #include <ATen/ops/empty_like.h>
 
-#include "../ops/checks.h"
-
 namespace flash_attn_ext::torch_overrides {
 namespace {
 
@@ -13,7 +11,7 @@ bool is_attention_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-// Dimensions of size 1 have no order.
+// Dimensions of size 1 may have any stride.
 bool has_strides_of(const at::Tensor& t, const at::Tensor& model) {
   for (int64_t dim = 0; dim < t.dim(); ++dim)
     if (t.size(dim) > 1 && t.stride(dim) != model.stride(dim)) return false;

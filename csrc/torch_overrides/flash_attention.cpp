@@ -1,13 +1,13 @@
-// _flash_attention_forward and its backward: torch's interface to FlashAttention, for (B, S, H, D), or for packed
+// _flash_attention_forward and its backward: torch's interface to FlashAttention, for (B, S, H, D) or for packed
 // sequences (T, H, D) with their offsets. torch.nn.attention.varlen calls it; torch has no kernel for CPU.
-// On CUDA scaled_dot_product_attention comes to _scaled_dot_product_flash_attention, the same for (B, H, S, D).
+// On CUDA scaled_dot_product_attention calls _scaled_dot_product_flash_attention, the same for (B, H, S, D).
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
 
-#include "../ops/kvcache.h"
+#include "../ops/cache/kvcache.h"
 #include "arguments.h"
 #include "overrides.h"
 
@@ -19,7 +19,7 @@ std::optional<int64_t> window_side(const c10::IValue& argument) {
   return side && *side >= 0 ? side : std::nullopt;
 }
 
-// The diagonal lies at the lower right, as in FlashAttention.
+// The diagonal ends at the lower right, as in FlashAttention.
 AttentionOptions make_options(bool is_causal, const c10::IValue& scale, const c10::IValue& left,
                               const c10::IValue& right) {
   AttentionOptions options;
@@ -48,7 +48,7 @@ Gradients attention_gradients(const AttentionTensors& forward, const AttentionOp
   tensors.lse = lse.contiguous();
   AttentionBackwardOptions options;
   options.set_forward(forward_options);
-  options.grad_mask[0] = options.grad_mask[1] = options.grad_mask[2] = true;
+  options.grad_mask = flags_of_query_key_value();
   return call<AttentionBackward>(tensors, options);
 }
 
@@ -66,7 +66,7 @@ const char* try_flash_attention(Arguments arguments, Results& results) {
   const OptionalTensor seqused_k = optional(13), alibi_slopes = optional(14), block_table = optional(15);
   if (!offsets_q && (seqused_k || alibi_slopes || block_table))
     return "seqused_k, alibi_slopes or block_table is given without offsets";
-  const bool keys_in_pages = block_table && seqused_k;  // nothing else has to say where they end
+  const bool keys_in_pages = block_table && seqused_k;  // seqused_k has their lengths
   if (offsets_q.has_value() != offsets_k.has_value() && !keys_in_pages)
     return "offsets for one of query and key alone";
   if (!block_table)
@@ -113,7 +113,7 @@ const char* try_flash_attention(Arguments arguments, Results& results) {
   return nullptr;
 }
 
-// varlen_attn_out: the same, written to its first argument; lse is returned.
+// varlen_attn_out: writes the same result to its first argument and returns lse.
 const char* try_flash_attention_inplace(Arguments arguments, Results& results) {
   if (const char* reason = try_flash_attention(arguments.slice(1), results)) return reason;
   arguments[0].toTensor().copy_(results[0].toTensor());
@@ -153,7 +153,7 @@ const char* try_flash_attention_backward(Arguments arguments, Results& results) 
   tensors.lse = lse;
   VarlenBackwardOptions backward;
   backward.set_forward(varlen);
-  backward.grad_mask[0] = backward.grad_mask[1] = backward.grad_mask[2] = true;
+  backward.grad_mask = flags_of_query_key_value();
   const Gradients g = call<AttentionVarlenBackward>(tensors, backward);
   results = {g.query, g.key, g.value};
   return nullptr;

@@ -1,6 +1,6 @@
-// _scaled_dot_product_flash_attention_for_cpu and its backward, below autograd: the operators in compiled graphs, and
-// those that torch.func and torch.jit call. Both return what torch's kernels would, also in their memory order, so that
-// the forward of a call may run before activate() or deactivate(), and its backward after it.
+// _scaled_dot_product_flash_attention_for_cpu and its backward, below autograd. Compiled graphs, torch.func and
+// torch.jit call these operators. Both return the results of torch's kernels, in the same memory order. So the forward
+// of a call may run before activate() or deactivate(), and its backward after it.
 #include <ATen/ops/isneginf.h>
 
 #include <cmath>
@@ -52,7 +52,7 @@ const char* try_flash_for_cpu(Arguments arguments, Results& results) {
                                      tensor_or_none(arguments[5]), arguments[6].toOptional<double>(), call))
     return reason;
   auto [out, lse] = flash_attn_ext::call<Attention>(call.tensors, call.options);
-  // torch's lse of a row without keys is 0, and its backward relies on that; ours takes either.
+  // torch's lse of a row without keys is 0, and its backward needs 0. Our backward accepts 0 and -inf.
   if (call.tensors.attn_mask) lse.masked_fill_(at::isneginf(lse), 0);
   results = {in_memory_order_of(out, query), sequence_before_heads(lse)};
   return nullptr;
@@ -73,7 +73,7 @@ const char* try_flash_for_cpu_backward(Arguments arguments, Results& results) {
   tensors.grad_out = grad_out;
   AttentionBackwardOptions options;
   options.set_forward(call.options);
-  options.grad_mask[0] = options.grad_mask[1] = options.grad_mask[2] = true;
+  options.grad_mask = flags_of_query_key_value();
   const Gradients gradients = flash_attn_ext::call<AttentionBackward>(tensors, options);
   results = {sequence_before_heads(gradients.query), sequence_before_heads(gradients.key),
              sequence_before_heads(gradients.value)};

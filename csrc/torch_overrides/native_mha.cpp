@@ -1,5 +1,5 @@
 // _native_multi_head_attention: the operator of torch's fused inference path, for nn.MultiheadAttention and,
-// through _transformer_encoder_layer_fwd, for nn.TransformerEncoderLayer. Below autograd.
+// through _transformer_encoder_layer_fwd, for nn.TransformerEncoderLayer. It runs below autograd.
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/ops/_nested_view_from_buffer.h>
 #include <ATen/ops/empty.h>
@@ -50,7 +50,7 @@ const char* why_not_layer(const Layer& layer) {
   return nullptr;
 }
 
-// (..., S, 3 * embed_dim) to out (..., S, embed_dim), before the output projection.
+// Computes out (..., S, embed_dim), before the output projection, from (..., S, 3 * embed_dim).
 at::Tensor attend(const at::Tensor& qkv, int64_t heads, const OptionalTensor& mask) {
   const at::Tensor parts = qkv.unflatten(-1, {3, heads, -1});  // (B, S, 3, H, D)
   auto part = [&](int64_t n) { return parts.select(2, n).transpose(1, 2); };
@@ -68,7 +68,7 @@ const char* try_native_mha(Arguments arguments, Results& results) {
   const int64_t batch = layer.query.size(0), length = layer.query.size(1);
   OptionalTensor mask = layer.mask;
   if (mask) {
-    // torch's: bool, True hides; or added to the scores. (S, S) is type 0, (B, S) type 1, (B, H, S, S) type 2.
+    // A bool mask of torch hides where it is True; a float mask is added. (S, S) is type 0, (B, S) 1, (B, H, S, S) 2.
     const int64_t type = layer.mask_type.value_or(-1);
     if (type == 1 && mask->dim() == 2 && mask->size(0) == batch && mask->size(1) == length)
       mask = mask->view({batch, 1, 1, length});

@@ -25,8 +25,8 @@ struct Override {
   Attempt attempt;
 };
 
-// Under AutogradCPU scaled_dot_product_attention still has everything that its caller passed. Under tracing and
-// torch.func it is left alone, so that torch breaks it into the operators that follow; compiled graphs hold those.
+// Under AutogradCPU scaled_dot_product_attention still has all arguments of the caller. Under tracing and torch.func we
+// do not replace it: torch decomposes it into the operators below, and compiled graphs contain these operators.
 constexpr std::array kOverrides{
     Override{"aten::scaled_dot_product_attention", DispatchKey::AutogradCPU, try_sdpa},
     Override{"aten::scaled_dot_product_attention", DispatchKey::CPU, try_sdpa},
@@ -39,7 +39,7 @@ constexpr std::array kOverrides{
              try_flash_attention_inplace},
     Override{"aten::_native_multi_head_attention", DispatchKey::CPU, try_native_mha},
     Override{"aten::_native_multi_head_attention", DispatchKey::NestedTensorCPU, try_native_mha_nested},
-    // Where torch lets other libraries in on GPUs. Compiled, and not yet run on one.
+    // The operators that torch lets other libraries replace on GPUs. Compiled, not yet run on a GPU.
     Override{"aten::_flash_attention_forward", DispatchKey::CUDA, try_flash_attention},
     Override{"aten::_flash_attention_forward_no_dropout_inplace", DispatchKey::CUDA,
              try_flash_attention_inplace},
@@ -55,8 +55,8 @@ constexpr bool kHasCudaKernels = true;
 constexpr bool kHasCudaKernels = false;
 #endif
 
-// The kernels that torch has, for the calls that ours do not take. They are looked up before the first registration and
-// never freed: a call that began while active may need its one after deactivate().
+// Torch's kernels, for the calls that ours refuse. They are looked up before the first registration and never freed:
+// a call that began while active may need its kernel after deactivate().
 using Originals = std::array<std::optional<c10::SafeKernelFunction>, kOverrides.size()>;
 
 const Originals& originals() {
@@ -72,8 +72,8 @@ const Originals& originals() {
   return found;
 }
 
-// One counter for each (override, reason). Reasons are literals, so few; a list that only grows needs no lock
-// to be read.
+// One counter for each (override, reason). Reasons are literals, so they are few. The list only grows, so readers
+// need no lock.
 struct Counter {
   const size_t override_index;
   const std::string reason;
@@ -126,7 +126,7 @@ void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
 template <size_t index>
 void register_one(torch::Library& library) {
   const auto& [op, key, attempt] = kOverrides[index];
-  if (!c10::Dispatcher::singleton().findSchema({op, ""})) return;  // not every torch has each
+  if (!c10::Dispatcher::singleton().findSchema({op, ""})) return;  // some versions of torch lack it
   library.impl(op, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<run<index>>()));
 }
 
@@ -135,8 +135,8 @@ void register_all(torch::Library& library, std::index_sequence<index...>) {
   (register_one<index>(library), ...);
 }
 
-// The dispatcher warns when a kernel replaces another, which we do on purpose. (It warns once in a process, for
-// whatever operator comes first.)
+// The dispatcher warns when a kernel replaces another kernel; we do this on purpose. (It warns once in a process,
+// for the first operator.)
 struct NoWarnings : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };

@@ -1,5 +1,5 @@
-// scaled_dot_product_attention with everything that its caller may pass: dropout, a mask that needs a gradient,
-// value's own head dimension, any number of leading dimensions. Our autograd function records it.
+// scaled_dot_product_attention with every argument of torch: dropout, a mask that needs a gradient, another head
+// dimension of value, any number of leading dimensions. Our autograd function records it.
 #include <ATen/Context.h>
 #include <ATen/ops/randint.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -14,7 +14,7 @@ namespace {
 
 bool is_subclass(const OptionalTensor& t) { return t && t->unsafeGetTensorImpl()->is_python_dispatch(); }
 
-// torch.func keeps this key included while one of its transforms is evaluated.
+// torch.func includes this key while it evaluates a transform.
 bool in_torch_func() {
   return c10::impl::tls_local_dispatch_key_set().included_.has(
       c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
@@ -22,10 +22,10 @@ bool in_torch_func() {
 
 bool needs_grad(const OptionalTensor& t) { return t && at::GradMode::is_enabled() && t->requires_grad(); }
 
-// A traced or transformed call is left to torch, because compiled graphs live longer than the activation: torch's
-// caches on disk keep them for other processes. The graph then has _scaled_dot_product_flash_attention_for_cpu, which
-// runs our kernel while active and torch's otherwise (flash_for_cpu.cpp). Where torch puts matrix products into the
-// graph instead, our kernels are not reached.
+// Torch handles a traced or transformed call, because compiled graphs live longer than the activation: torch stores
+// them on disk for other processes. The graph then has _scaled_dot_product_flash_attention_for_cpu, which runs our
+// kernel while active and torch's kernel otherwise (flash_for_cpu.cpp). If torch puts matrix products into the graph
+// instead, our kernels do not run.
 const char* why_not_traced(const at::Tensor& query, const at::Tensor& value, const OptionalTensor& mask,
                            double dropout_p) {
   if (dropout_p > 0) return "traced by torch.compile or torch.func, with dropout";
@@ -36,7 +36,7 @@ const char* why_not_traced(const at::Tensor& query, const at::Tensor& value, con
   return "traced by torch.compile or torch.func: see _scaled_dot_product_flash_attention_for_cpu";
 }
 
-// (..., heads, S, D) as (B, heads, S, D).
+// Views (..., heads, S, D) as (B, heads, S, D).
 at::Tensor as_4d(const at::Tensor& t) {
   if (t.dim() == 4) return t;
   if (t.dim() == 3) return t.unsqueeze(0);

@@ -1,4 +1,4 @@
-"""Every check of csrc/ops/checks.cpp and of functional.py: bad input raises a message that names the argument."""
+"""Every check of csrc/ops/checks and of functional.py: bad input raises a message that names the argument."""
 
 import inspect
 import re

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import make_qkv
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,6 +57,17 @@ def test_opcheck_dropout_mask():
     torch.library.opcheck(_ops.dropout_mask, (new_rng_state(), 2, 3, 5, 7, 0.5))
 
 
+def test_an_exported_window_stays_dynamic():
+    class Model(torch.nn.Module):
+        def forward(self, q, left):
+            return flash_attn(q, q, q, window=(left, 0))
+
+    q = torch.randn(1, 1, 30, 8)
+    program = torch.export.export(Model(), (q, 3), dynamic_shapes={"q": None, "left": torch.export.Dim.DYNAMIC})
+    for left in (2, 20):
+        assert torch.equal(program.module()(q, left), flash_attn(q, q, q, window=(left, 0)))
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_fullgraph(backend, dynamic):
@@ -101,6 +112,7 @@ def test_compile_2d_3d_gqa_and_broadcast():
 INTEGERS = {
     "window": lambda n: {"window": n},
     "window, left": lambda n: {"window": (n, 0)},
+    "window, both sides": lambda n: {"window": (n, 2 * n)},
     "diagonal": lambda n: {"is_causal": True, "diagonal": n},
     "num_splits": lambda n: {"num_splits": n},
 }
@@ -109,17 +121,19 @@ INTEGERS = {
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_do_not_compile_anew(name):
     """The second value makes the integer dynamic: ten values would reach dynamo's limit of recompilations."""
-    if "SymInt num_splits" not in str(_ops.attention._schema):
-        pytest.skip("the operator's integers are constants of a graph in this build")
-    q, k, v = (t.detach() for t in make_qkv(1, 2, 20, 30, 8))
-    counter = CompileCounter()
+    torch._dynamo.reset()
+    q, k, v = make_qkv(1, 2, 20, 30, 8)
+    counter = CompileCounterWithBackend("aot_eager")
 
     def run(q, k, v, n):
         return flash_attn(q, k, v, **INTEGERS[name](n))
 
     compiled = torch.compile(run, backend=counter, fullgraph=True)
     for n in range(2, 14):
-        torch.testing.assert_close(compiled(q, k, v, n), run(q, k, v, n))
+        out, expected = compiled(q, k, v, n), run(q, k, v, n)
+        assert torch.equal(out, expected)
+        grads = (torch.autograd.grad(t.sum(), (q, k, v)) for t in (out, expected))
+        assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
     assert counter.frame_count <= 2
 
 
@@ -321,7 +335,7 @@ def test_many_threads_of_the_caller():
 
 
 def test_modes_and_subclasses_see_the_call():
-    """The direct call (csrc/ops/eager.cpp) must not hide a call from modes, hooks and profilers."""
+    """The direct call (csrc/ops/keys/eager.cpp) must not hide a call from modes, hooks and profilers."""
     q, k, v = make_qkv(1, 2, 5, 7, 8)
 
     class Functions(TorchFunctionMode):

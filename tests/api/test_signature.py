@@ -1,4 +1,4 @@
-"""What the declaration in csrc/ops/ops.h and the arguments of flash_attn make of a call: options, tracing, masks."""
+"""The declaration in csrc/ops/dense/attention.h and the arguments of flash_attn: options, tracing, masks."""
 
 import inspect
 

@@ -7,8 +7,9 @@ from itertools import accumulate
 import pytest
 import reference
 import torch
-from cuda_host.caches import attention_cache
 from tolerances import assert_as_exact_as_torch
+
+from flash_attn_ext import _ops
 
 HEADS, HEADS_KV = 4, 2
 USED = [300, 64, 1, 0, 95]  # rows of each sequence's cache
@@ -22,12 +23,13 @@ halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=[
 
 def run(kernels, q, caches_given, lengths, *, used, batch_idx=None, leftpad=None, block_table=None, **options):
     """out (T, H, D), lse (H, T) and the tier. `caches_given`: two of (caches or pages, rows, H_kv, D)."""
-    ints = [
-        None if t is None else torch.as_tensor(t, dtype=torch.int32) for t in (used, batch_idx, leftpad, block_table)
-    ]
+    numbers = {"seqused_k": used, "batch_idx": batch_idx, "leftpad": leftpad, "block_table": block_table}
+    numbers = {name: None if t is None else torch.as_tensor(t, dtype=torch.int32) for name, t in numbers.items()}
     cu_seqlens_q = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     options = {"max_seqlen_q": max(lengths), **options}
-    out, lse = attention_cache(kernels, q, *caches_given, None, cu_seqlens_q, *ints, **options)
+    out, lse = _ops.attention_cache(
+        q, *caches_given, **{"alibi_slopes": None, "sink": None, **options}, cu_seqlens_q=cu_seqlens_q, **numbers
+    )
     return out, lse, kernels.tier
 
 

@@ -1,7 +1,6 @@
 """Packed sequences (VarlenParams of csrc/core/params.h) in the CUDA kernels' host build, against the dense oracle of
 each sequence."""
 
-import ctypes
 from itertools import accumulate
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from cuda_host import library
 from test_derivatives import second_order
 
-from flash_attn_ext import dropout_mask, new_rng_state
+from flash_attn_ext import _ops, dropout_mask, new_rng_state
 
 LENGTHS = [(70, 130), (1, 64), (0, 5), (129, 3), (65, 0), (64, 65)]  # queries and keys of each sequence
 FEW = [(3, 700), (1, 64), (2, 0), (0, 9), (16, 130)]  # the keys are split
@@ -21,64 +20,28 @@ def packed(lengths, heads, dtype, head_dim=HEAD_DIM):
     return torch.randn(sum(lengths), heads, head_dim, dtype=torch.float64).to(dtype)
 
 
-def by_batch(t, batch):
-    """(total, H, D) as the kernels take it: (B, H, total, D) with a batch stride of 0."""
-    return t.transpose(0, 1).expand(batch, -1, -1, -1)
-
-
 def run(kernels, q, k, v, dout, lengths, *, dtype_of_offsets=torch.int32, cu_seqlens=None, seqused=(None, None),
-        lower_right=False, deterministic=False, attn_mask=None, mask_by_row=False, slopes=None, sink=None,
-        rng_state=None, **options):  # fmt: skip
+        deterministic=False, attn_mask=None, mask_by_row=False, slopes=None, sink=None, rng_state=None,
+        **options):  # fmt: skip
     """out, lse, dq, dk, dv, dslopes, dsink, dmask by the kernels, of packed tensors."""
-    options = library.DEFAULTS | {"lower_right": lower_right} | options
     offsets = [cu_seqlens or [0, *accumulate(side)] for side in zip(*lengths, strict=True)]
-    cu_seqlens = [torch.tensor(side, dtype=dtype_of_offsets) for side in offsets]
-    batch, longest = len(lengths), [max(side) for side in zip(*lengths, strict=True)]
-    made = {"out": torch.zeros_like(q), "dq": torch.zeros_like(q), "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}
-    rows = {name: by_batch(t, batch) for name, t in {"q": q, "k": k, "v": v, "dout": dout, **made}.items()}
-    statistics = torch.zeros(HEADS, len(q), dtype=library.accumulate_type(q))
-    made |= {"lse": statistics}
-    made |= {name: torch.zeros(batch, HEADS, dtype=library.accumulate_type(q)) for name in ("dslopes", "dsink")}
-    given = {"attn_mask": attn_mask, "slopes": slopes, "sink": sink, "rng_state": rng_state}
-    tensors = rows | {"lse": statistics} | given
-
-    def pack(kind):
-        params = kernels.pack(kind(), tensors, options)
-        params.sizes = library.Sizes(batch, HEADS, HEADS_KV, *longest, q.shape[2], q.shape[2])
-        params.varlen = library.VarlenParams(
-            *map(library.offsets, (*cu_seqlens, *seqused)),
-            total_q=len(q),
-            total_k=len(k),
-            lower_right=lower_right,
-            mask_by_row=mask_by_row,
-        )
-        params.band.diagonal = 0
-        return params
-
-    known = {"q": q, "k": k, "v": v, "dout": dout, "cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1]}
-    known |= {"seqused_q": seqused[0], "seqused_k": seqused[1]} | given | made
-    params = pack(library.AttentionParams)
-    workspace = library.empty_workspace(kernels.c.forward_workspace(ctypes.byref(params)))
-    kernels.show(known | {"workspace": workspace}, ("out", "lse", "workspace"))
-    kernels.check(kernels.c.forward(ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())))
-
-    params = pack(library.BackwardParams)
-    params.deterministic = deterministic
-    for name in ("dout", "dq", "dk", "dv"):
-        setattr(params, name, library.tensor4(rows[name]))
-    params.dalibi_slopes = made["dslopes"].data_ptr() if slopes is not None else None
-    params.dsink = made["dsink"].data_ptr() if sink is not None else None
-    if attn_mask is not None:
-        made["dmask"] = torch.empty_like(attn_mask)
-        params.dmask = library.MaskGrad(made["dmask"].data_ptr(), *attn_mask.shape)
-    workspace = library.empty_workspace(kernels.c.backward_workspace(ctypes.byref(params)))
-    results = ("dq", "dk", "dv", "dslopes", "dsink", "dmask")
-    kernels.show(known | made | {"workspace": workspace}, (*results, "workspace"))
-    kernels.c.require_ordered_adds(deterministic)
-    arguments = ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())
-    kernels.check(kernels.c.backward(*arguments))
-    kernels.flagged_tiles = kernels.c.sm80_flagged_tiles(*arguments)
-    return [made.get(name) for name in ("out", "lse", *results)]
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor(side, dtype=dtype_of_offsets) for side in offsets)
+    longest = [max(side) for side in zip(*lengths, strict=True)]
+    options |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+    tensors = {
+        "query": q, "key": k, "value": v, "attn_mask": attn_mask[0] if mask_by_row else attn_mask,
+        "alibi_slopes": slopes, "sink": sink, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "seqused_q": seqused[0], "seqused_k": seqused[1], "rng_state": rng_state,
+    }  # fmt: skip
+    out, lse = _ops.attention_varlen(**tensors, **options)
+    added = attn_mask is not None and attn_mask.is_floating_point(), slopes is not None, sink is not None
+    dq, dk, dv, dmask, dslopes, dsink = _ops.attention_varlen_backward(
+        grad_out=dout, grad_lse=None, **tensors, out=out, lse=lse, deterministic=deterministic, **options,
+        grad_mask=[True, True, True, *added],
+    )  # fmt: skip
+    if dmask is not None and mask_by_row:
+        dmask = dmask[None]
+    return [out, lse, dq, dk, dv, dslopes, dsink, dmask]
 
 
 def check(kernels, lengths, dtype=torch.float64, head_dim=HEAD_DIM, **options):
@@ -174,38 +137,25 @@ def test_masks_by_the_rows_of_a_packed_q(kernels, shape):
 def test_forward_mode_and_double_backward(kernels):
     """Of each sequence as of a call of its own."""
     lengths = [(70, 40), (1, 64), (0, 5), (33, 3)]
-    batch, longest = len(lengths), [max(side) for side in zip(*lengths, strict=True)]
     totals = [sum(side) for side in zip(*lengths, strict=True)]
     rows = {"q": HEADS, "k": HEADS_KV, "v": HEADS_KV, "dout": HEADS}
     rows = {name: torch.randn(totals[name in "kv"], heads, HEAD_DIM).double() for name, heads in rows.items()}
     rows |= {"t_" + name: torch.randn_like(rows[name]) for name in ("q", "k", "v")}
-    rows |= {name: torch.zeros_like(rows["q"]) for name in ("out", "t_out", "dq")}
-    rows |= {"dk": torch.zeros_like(rows["k"]), "dv": torch.zeros_like(rows["v"])}
-    statistics = {name: torch.zeros(HEADS, totals[0]).double() for name in ("lse", "t_lse")}
-    statistics["dlse"] = torch.randn(HEADS, totals[0]).double()
+    dlse = torch.randn(HEADS, totals[0]).double()
     cu_seqlens = [torch.tensor([0, *accumulate(side)]) for side in zip(*lengths, strict=True)]
-    known = rows | statistics | {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1]}
-    views = {name: by_batch(t, batch) for name, t in rows.items()}
-    tensors = views | statistics | dict.fromkeys(("attn_mask", "t_attn_mask", "t_slopes", "t_sink"))
-
-    def pack(kind):
-        params = kernels.pack(kind(), tensors, library.DEFAULTS | {"causal": True, "softcap": 3.0})
-        kernels.pack_tangents(params, tensors)
-        params.sizes = library.Sizes(batch, HEADS, HEADS_KV, *longest, HEAD_DIM, HEAD_DIM)
-        params.varlen = library.VarlenParams(*map(library.offsets, cu_seqlens), total_q=totals[0], total_k=totals[1])
-        params.t_out, params.t_lse = library.tensor4(views["t_out"]), statistics["t_lse"].data_ptr()
-        return params
-
-    params = pack(library.JvpParams)
-    kernels.show(known, ("out", "lse", "t_out", "t_lse"))
-    kernels.check(kernels.c.jvp(ctypes.byref(params), None))
-    params = pack(library.DoubleBackwardParams)
-    params.dlse = statistics["dlse"].data_ptr()
-    for name in ("dout", "dq", "dk", "dv"):
-        setattr(params, name, library.tensor4(views[name]))
-    workspace = library.empty_workspace(kernels.c.double_backward_workspace(ctypes.byref(params)))
-    kernels.show(known | {"workspace": workspace}, ("dq", "dk", "dv", "workspace"))
-    kernels.check(kernels.c.double_backward(ctypes.byref(params), ctypes.c_void_p(workspace.data_ptr())))
+    tangents = {f"tangent_{name}": rows[f"t_{name[0]}"] for name in ("query", "key", "value")}
+    tangents |= {f"tangent_{name}": None for name in ("attn_mask", "alibi_slopes", "sink")}
+    tensors = {name: rows[name[0]] for name in ("query", "key", "value")}
+    tensors |= {name: None for name in ("attn_mask", "alibi_slopes", "sink", "seqused_q", "seqused_k", "rng_state")}
+    tensors |= {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1]}
+    options = {"causal": True, "softcap": 3.0}
+    out, lse, t_out, t_lse = _ops.attention_varlen_jvp(**tangents, **tensors, **options)
+    dq, dk, dv, *_ = _ops.attention_varlen_double_backward(
+        grad_out=rows["dout"], grad_lse=dlse, **tangents, **tensors, out=out, lse=lse, tangent_out=t_out,
+        tangent_lse=t_lse, **options, grad_mask=[True, True, True, False, False, False],
+    )  # fmt: skip
+    rows |= {"out": out, "t_out": t_out, "dq": dq, "dk": dk, "dv": dv}
+    statistics = {"lse": lse, "t_lse": t_lse, "dlse": dlse}
 
     for b, (seqlen_q, seqlen_k) in enumerate(lengths):
         own_q = slice(int(cu_seqlens[0][b]), int(cu_seqlens[0][b]) + seqlen_q)

@@ -12,13 +12,14 @@ from flash_attn_ext import _ops, flash_attn
 def flags(built, monkeypatch):
     """What each backward on CPU tensors was told; it runs through the CUDA kernels' host build."""
     kernels, told = library.Library(built), []
-    backward = kernels.backward
+    launch = kernels.launch
 
-    def record(tensors, wanted, **options):
-        told.append(options["deterministic"])
-        return backward(tensors, wanted, **options)
+    def record(kind, params, *tensors):
+        if kind == "backward":
+            told.append(params.deterministic)
+        launch(kind, params, *tensors)
 
-    monkeypatch.setattr(kernels, "backward", record)
+    monkeypatch.setattr(kernels, "launch", record)
     with library.as_cpu_kernels(kernels):
         yield told
 
@@ -119,7 +120,7 @@ def test_an_exported_program_keeps_it():
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_it_is_packed_for_the_kernels(asked):
-    """csrc/ops/pack_params.cpp; the tests above stand in for it."""
+    """By csrc/ops/dense/pack_params.cpp."""
     tensors = dict(zip(("query", "key", "value"), inputs(), strict=True))
     plan = _ops.plan_attention_backward(tensors, {"deterministic": asked}, [True] * 3 + [False] * 3)
     assert plan.deterministic is asked

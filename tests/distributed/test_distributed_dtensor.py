@@ -239,7 +239,7 @@ def errors_of_raw_operators():
         torch.ops.flash_attn_ext.attention(heads, keys, keys)
     offsets = torch.tensor([0, 8])
     with pytest.raises(NotImplementedError, match="flash_attn_ext::attention_cache: got DTensors; allowed: ordinary"):
-        torch.ops.flash_attn_ext.attention_cache(heads[0], rows, rows, None, offsets, offsets)
+        torch.ops.flash_attn_ext.attention_cache(heads[0], rows, rows, None, None, offsets, offsets)
     heads.requires_grad_()
     out, _ = torch.ops.flash_attn_ext.attention(heads, heads, heads)
     (grad,) = torch.autograd.grad(out.sum(), heads, create_graph=True)

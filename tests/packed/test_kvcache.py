@@ -294,7 +294,7 @@ def test_opcheck_and_compile():
     lengths, cu_seqlens = torch.tensor(LENGTHS), torch.arange(6) * 2
     torch.library.opcheck(
         _ops.attention_cache,
-        (q.flatten(0, 1), k_cache, v_cache, None, cu_seqlens, lengths, None, None, block_table),
+        (q.flatten(0, 1), k_cache, v_cache, None, None, cu_seqlens, lengths, None, None, block_table),
         {"causal": True, "lower_right": True},
     )
 

@@ -376,6 +376,18 @@ def test_jagged_tensors():
         flash_attn(nested[0], torch.randn(3, 4, 5, 17), nested[2])
 
 
+def test_jagged_values_have_the_lengths_of_their_keys():
+    rows = torch.randn(101, 4, 16)
+    key, value = (
+        torch.nested.nested_tensor_from_jagged(rows, torch.tensor(cut)).transpose(1, 2)
+        for cut in ([0, 30, 31, 101], [0, 70, 100, 101])
+    )
+    with pytest.raises(ValueError, match=r"value: got sequence lengths \[70, 30, 1\]; allowed: key's, \[30, 1, 70\]"):
+        flash_attn(key, key, value)
+    same = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 30, 31, 101])).transpose(1, 2)
+    assert torch.equal(flash_attn(key, key, same).values(), flash_attn(key, key, key).values())
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 0), (5, 3)])
 def test_torchs_varlen_attn_runs_while_active(window):
     lengths = [(30, 50), (1, 7), (70, 70)]

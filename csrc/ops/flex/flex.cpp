@@ -1,8 +1,9 @@
 #include "flex.h"
 
-#include "../check_tensors.h"
-#include "../checks.h"
-#include "../outputs.h"
+#include <ATen/ops/empty.h>
+
+#include "../checks/check_tensors.h"
+#include "../dense/pack_params.h"
 #include "check_program.h"
 
 namespace flash_attn_ext {
@@ -47,41 +48,7 @@ void check_functions(const FlexTensors& in, const FlexOptions& options) {
       "num_splits, unified_max: got one with score_mod, mask_mod or block_mask; allowed: neither");
 }
 
-}  // namespace
-
-void check_flex(const FlexTensors& tensors, const FlexOptions& options) {
-  check_sizes(check_tensors(tensors));
-  check_options(tensors.attention(), options.attention());
-  check_functions(tensors, options);
-}
-
-void check_flex_backward(const FlexBackwardTensors& tensors, const FlexBackwardOptions& options) {
-  check_sizes(check_tensors(tensors));
-  check_options(tensors.forward().attention(), options.forward().attention());
-  check_grad_mask(tensors, options.grad_mask);
-  check_functions(tensors.forward(), options.forward());
-  TORCH_CHECK_VALUE(!options.grad_captured || tensors.captured,
-                    "grad_captured: got True; allowed only with captured");
-}
-
-AttentionBackwardTensors FlexBackwardTensors::attention() const {
-  AttentionBackwardTensors tensors;
-  tensors.set_forward(forward().attention());
-  tensors.grad_out = grad_out;
-  tensors.grad_lse = grad_lse;
-  tensors.out = out;
-  tensors.lse = lse;
-  return tensors;
-}
-
-FlexGradients empty_flex_gradients(const FlexBackwardTensors& tensors, const FlexBackwardOptions& options) {
-  FlexGradients gradients;
-  gradients.set_attention(empty_gradients(tensors.attention().forward(), GradMask(options.grad_mask)));
-  if (options.grad_captured)
-    gradients.captured = at::empty_symint(tensors.captured->sym_sizes(), tensors.captured->options());
-  return gradients;
-}
-
+// Packs the programs and the numbers that they read. Throws ValueError if a program would read beyond them.
 UserFunctions pack_functions(const FlexTensors& tensors, const FlexOptions& options) {
   UserFunctions functions;
   if (tensors.captured) {
@@ -116,6 +83,78 @@ UserFunctions pack_functions(const FlexTensors& tensors, const FlexOptions& opti
                         options.block_size_k};
   }
   return functions;
+}
+
+}  // namespace
+
+void FlexOptions::check() const { attention().check(); }
+void FlexBackwardOptions::check() const { forward().check(); }
+
+void AttentionFlex::check(const Tensors& in, const Options& options) {
+  check_rows(in, options, [](DimSizes&) {});
+  check_rng_state(in.rng_state, options.dropout_p);
+  check_functions(in, options);
+}
+
+void AttentionFlexBackward::check(const Tensors& in, const Options& options) {
+  check_rows(in, options, [](DimSizes&) {});
+  check_rng_state(in.rng_state, options.dropout_p);
+  check_grad_mask(differentiable_of(in), options.grad_mask);
+  check_functions(in.forward(), options.forward());
+  TORCH_CHECK_VALUE(!options.grad_captured || in.captured,
+                    "grad_captured: got True; allowed only with captured");
+}
+
+AttentionBackwardTensors FlexBackwardTensors::attention() const {
+  AttentionBackwardTensors tensors;
+  tensors.set_forward(forward().attention());
+  tensors.grad_out = grad_out;
+  tensors.grad_lse = grad_lse;
+  tensors.out = out;
+  tensors.lse = lse;
+  return tensors;
+}
+
+AttentionResult AttentionFlex::empty(const Tensors& in, const Options& options) {
+  return Attention::empty(in.attention(), options.attention());
+}
+
+FlexGradients AttentionFlexBackward::empty(const Tensors& in, const Options& options) {
+  FlexGradients gradients;
+  gradients.set_attention(AttentionBackward::empty(in.attention(), options.attention()));
+  if (options.grad_captured)
+    gradients.captured = at::empty_symint(in.captured->sym_sizes(), in.captured->options());
+  return gradients;
+}
+
+Packed<AttentionFlex> AttentionFlex::pack(const Tensors& given, const Options& options,
+                                          const Result& result) {
+  Packed<AttentionFlex> packed;
+  packed.tensors = to_kernel_layout(given);
+  packed.functions = std::make_unique<UserFunctions>(pack_functions(packed.tensors, options));
+  packed.params = pack_attention(packed.tensors.attention(), result.out, result.lse, options.attention());
+  packed.params.functions = packed.functions.get();
+  return packed;
+}
+
+Packed<AttentionFlexBackward> AttentionFlexBackward::pack(const Tensors& given, const Options& options,
+                                                          const Result& result) {
+  Packed<AttentionFlexBackward> packed;
+  packed.tensors = to_kernel_layout(given);
+  fill_grad_out(packed.tensors);
+  packed.functions =
+      std::make_unique<UserFunctions>(pack_functions(packed.tensors.forward(), options.forward()));
+  if (result.captured.defined()) {
+    if (packed.functions->captured_gradient)
+      packed.functions->dcaptured = result.captured.mutable_data_ptr();
+    else
+      result.captured.zero_();  // no instruction reads `captured` with a derivative
+  }
+  const Gradients gradients = result.attention();
+  packed.per_head = empty_per_head(gradients, given.lse, given.query.size(0), given.query.size(1));
+  pack_backward(packed.params, packed.tensors.attention(), options.attention(), gradients, packed.per_head);
+  packed.params.functions = packed.functions.get();
+  return packed;
 }
 
 }  // namespace flash_attn_ext

@@ -1,4 +1,4 @@
-// Attention with functions of the user (core/program.h), declared as in ops.h.
+// Attention with functions of the user (core/program.h), with the rows of dense/attention.h.
 //
 //   attention_flex            forward; differentiable once, in reverse mode
 //   attention_flex_backward   its gradients
@@ -7,9 +7,10 @@
 // depend on programs.
 #pragma once
 
+#include <memory>
+
 #include "../../core/program.h"
-#include "../ops.h"
-#include "../pack_params.h"
+#include "../dense/attention.h"
 
 namespace flash_attn_ext {
 
@@ -17,7 +18,7 @@ constexpr Shape kProgramDataShape{Shape::kCheckedByOperator};
 
 // clang-format off
 #define FA_FLEX_DIFFERENTIABLE(X)                                                                          \
-  FA_ATTENTION_DIFFERENTIABLE(X)                                                                           \
+  FA_DIFFERENTIABLE(X)                                                                           \
   /* (N), the accumulators' type: elements that score functions read. */                                   \
   X(captured,      OptionalTensor, kProgramDataShape, kCheckedByOperator, kKeep, kLoop)
 
@@ -38,21 +39,18 @@ constexpr Shape kProgramDataShape{Shape::kCheckedByOperator};
   X(block_size_k,   int64_t,                128,          v >= 1,                           "1 or more")
 
 #define FA_FLEX_BACKWARD_TENSORS(X)                                                                        \
-  X(grad_out,      OptionalTensor, kOutShape,     kOfQuery,     kKeep,       kBatch)                       \
-  X(grad_lse,      OptionalTensor, kLseShape,     kAccumulator, kKeep,       kBatch)                       \
+  FA_COTANGENTS(X)                                                                                         \
   FA_FLEX_TENSORS(X)                                                                                       \
-  X(out,           at::Tensor,     kOutShape,     kOfQuery,     kKeep,       kBatch)                       \
-  X(lse,           at::Tensor,     kLseShape,     kAccumulator, kKeep,       kBatch)
+  FA_RESULTS(X)
 
 #define FA_FLEX_BACKWARD_OPTIONS(X)                                                                              \
   FA_FLEX_OPTIONS(X)                                                                                             \
-  /* As attention_backward's. */                                                                                 \
-  X(grad_mask,      GradFlags,              {},           true,                             "")                  \
+  FA_GRAD_MASK_OPTION(X)                                                                                         \
   X(grad_captured,  bool,                   false,        true,                             "")
 // clang-format on
 
 struct FlexTensors {
-  FA_TENSOR_FIELDS(FA_FLEX_TENSORS)
+  FA_TENSOR_FIELDS(FA_FLEX_TENSORS, same_rule)
   AttentionTensors attention() const {
     AttentionTensors tensors;
 #define FA_COPY(name, ...) tensors.name = name;
@@ -71,6 +69,8 @@ struct AttentionFlex {
   using Tensors = FlexTensors;
   using Options = FlexOptions;
   using Result = AttentionResult;
+  using Params = AttentionParams;
+  FA_OPERATOR_STEPS(AttentionFlex)
 };
 
 struct FlexGradients {  // undefined where not wanted
@@ -82,13 +82,13 @@ struct FlexGradients {  // undefined where not wanted
 #undef FA_GRADIENT_TYPE
   auto tie() { return tie_but_first(0 FA_FLEX_DIFFERENTIABLE(FA_NAME)); }
   auto tie() const { return tie_but_first(0 FA_FLEX_DIFFERENTIABLE(FA_NAME)); }
-  Gradients attention() const { FA_PICK(Gradients, FA_ATTENTION_DIFFERENTIABLE) }
-  void set_attention(const Gradients& gradients) { FA_SET(gradients, FA_ATTENTION_DIFFERENTIABLE) }
+  Gradients attention() const { FA_PICK(Gradients, FA_DIFFERENTIABLE) }
+  void set_attention(const Gradients& gradients) { FA_SET(gradients, FA_DIFFERENTIABLE) }
 };
 constexpr size_t kFlexGradients = kGradients + 1;
 
 struct FlexBackwardTensors {
-  FA_TENSOR_FIELDS(FA_FLEX_BACKWARD_TENSORS)
+  FA_TENSOR_FIELDS(FA_FLEX_BACKWARD_TENSORS, same_rule)
   FlexTensors forward() const { FA_PICK(FlexTensors, FA_FLEX_TENSORS) }
   void set_forward(const FlexTensors& forward){FA_SET(forward, FA_FLEX_TENSORS)} AttentionBackwardTensors
       attention() const;
@@ -110,15 +110,21 @@ struct AttentionFlexBackward {
   using Tensors = FlexBackwardTensors;
   using Options = FlexBackwardOptions;
   using Result = FlexGradients;
+  using Params = BackwardParams;
+  FA_OPERATOR_STEPS(AttentionFlexBackward)
 };
 
-// Checked as in checks.h.
-void check_flex(const FlexTensors& tensors, const FlexOptions& options);
-void check_flex_backward(const FlexBackwardTensors& tensors, const FlexBackwardOptions& options);
-
-FlexGradients empty_flex_gradients(const FlexBackwardTensors& tensors, const FlexBackwardOptions& options);
-
-// The programs and what they read. Throws ValueError if a program would read what is not there; for tensors with data.
-UserFunctions pack_functions(const FlexTensors& tensors, const FlexOptions& options);
+// The params also point to the functions.
+template <class Op>
+struct PackedFlex {
+  typename Op::Tensors tensors;
+  PerHead<at::Tensor> per_head;
+  typename Op::Params params;
+  std::unique_ptr<UserFunctions> functions;
+};
+template <>
+struct Packed<AttentionFlex> : PackedFlex<AttentionFlex> {};
+template <>
+struct Packed<AttentionFlexBackward> : PackedFlex<AttentionFlexBackward> {};
 
 }  // namespace flash_attn_ext

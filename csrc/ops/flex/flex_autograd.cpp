@@ -1,7 +1,7 @@
 // Autograd key of attention with functions of the user: the first derivative in reverse mode, and nothing else.
 #include <torch/library.h>
 
-#include "../autograd_calls.h"
+#include "../autograd/autograd_calls.h"
 #include "flex.h"
 
 namespace flash_attn_ext {
@@ -50,7 +50,7 @@ AttentionResult flex(const FlexTensors& given, const FlexOptions& options) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     return call<AttentionFlex>(given, options);
   }
-  check_flex(given, options);
+  AttentionFlex::check(given, options);
   const variable_list result =
       std::apply([&](const auto&... tensor) { return FlexFunction::apply(options, tensor...); }, given.tie());
   return {result[0], result[1]};

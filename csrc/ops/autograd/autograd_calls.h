@@ -1,0 +1,185 @@
+// Helpers of the autograd functions of a family: the modes of differentiation of a call, and the calls B, J and H of the
+// table in derivatives.h.
+#pragma once
+
+#include <ATen/ops/add.h>
+
+#include <algorithm>
+
+#include "autograd_lists.h"
+
+namespace flash_attn_ext {
+
+using torch::autograd::AutogradContext;
+
+// The modes of differentiation that a call needs. A call that needs no mode runs without a Function: its set-up takes
+// longer than attention of a few rows.
+struct Differentiated {
+  bool reverse = false, forward = false;
+};
+
+template <class Tensors>
+Differentiated how_differentiated(const Tensors& tensors) {
+  Differentiated how;
+  for_each_tensor(tensors, [&](const TensorRule&, const auto& optional) {
+    const at::Tensor* t = tensor_or_null(optional);
+    if (!t) return;
+    how.reverse |= at::GradMode::is_enabled() && t->requires_grad();
+    how.forward |= t->_fw_grad(/*level=*/0).defined();
+  });
+  return how;
+}
+
+// The tensors without their forward-mode tangents.
+template <class Tensors>
+Tensors primals_of(const Tensors& tensors) {
+  Tensors primals = tensors;
+  for_each_tensor(primals, [](const TensorRule&, auto& optional) {
+    const at::Tensor* t = tensor_or_null(optional);
+    if (t && t->_fw_grad(/*level=*/0).defined()) optional = t->_fw_primal(/*level=*/0);
+  });
+  return primals;
+}
+
+inline OptionalTensor tangent_of(const OptionalTensor& t) {
+  if (!t || !t->defined()) return std::nullopt;
+  const at::Tensor& tangent = t->_fw_grad(/*level=*/0);
+  return tangent.defined() && !tangent._is_zerotensor() ? OptionalTensor(tangent) : std::nullopt;
+}
+
+template <class Tensors>
+InputTangents tangents_of(const Tensors& tensors) {
+  InputTangents tangents;
+#define FA_TANGENT_OF(name, ...) tangents.name = tangent_of(tensors.name);
+  FA_DIFFERENTIABLE(FA_TANGENT_OF)
+#undef FA_TANGENT_OF
+  return tangents;
+}
+
+inline InputTangents as_tangents(const Gradients& gradients) {
+  return struct_of<InputTangents>(list_of(gradients));
+}
+
+inline void set_tangent(const at::Tensor& t, const at::Tensor& tangent) {
+  if (t.defined() && tangent.defined()) t._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
+}
+
+inline bool any_defined(const InputTangents& tangents) {
+  return std::apply([](const auto&... t) { return ((t && t->defined()) || ...); }, tangents.tie());
+}
+
+// a += b, where undefined is zero.
+inline void add(at::Tensor& a, const at::Tensor& b) {
+  if (b.defined()) a = a.defined() ? at::add(a, b) : b;
+}
+inline void add(Gradients& a, const Gradients& b) {
+#define FA_ADD(name, ...) add(a.name, b.name);
+  FA_DIFFERENTIABLE(FA_ADD)
+#undef FA_ADD
+}
+
+struct Cotangents {
+  at::Tensor out, lse;
+  bool any() const { return out.defined() || lse.defined(); }
+};
+
+// For each tensor of a Function: whether it needs a gradient. Each defined tensor has one edge, in order. An undefined
+// tensor has no edge.
+inline std::vector<bool> needs_gradient(AutogradContext* ctx, const variable_list& saved, size_t count) {
+  std::vector<bool> needs(count);
+  size_t edge = 0;
+  for (size_t n = 0; n < count; ++n) needs[n] = saved[n].defined() && ctx->needs_input_grad(edge++);
+  return needs;
+}
+
+inline GradFlags flags_from(const std::vector<bool>& needs, size_t first) {
+  GradFlags flags;
+  for (size_t n = 0; n < kGradients; ++n) flags[n] = needs[first + n];
+  return flags;
+}
+
+// The first kNonTensorArguments arguments of a Function's forward have no gradient. Then each tensor is one argument,
+// because autograd finds only tensors that are arguments. The tensor arguments have no forward-mode tangents. `given`,
+// one of the first arguments, has these tangents. The Function saves `given`: a backward in forward mode needs them.
+constexpr size_t kNonTensorArguments = 3;
+
+inline variable_list gradients_of_arguments(size_t count) {
+  return variable_list(kNonTensorArguments + count);
+}
+
+// Stores the gradients from the tensor argument at position `first` on.
+inline void store(variable_list& result, size_t first, const Gradients& gradients) {
+  for (const at::Tensor& grad : list_of(gradients)) result[kNonTensorArguments + first++] = grad;
+}
+
+struct AttentionFamily {
+  static constexpr const char* kName = "flash_attn";
+  using Forward = Attention;
+  using Backward = AttentionBackward;
+  using Jvp = AttentionJvp;
+  using DoubleBackward = AttentionDoubleBackward;
+};
+
+template <class F>
+struct DerivativeCalls {
+  using Tensors = typename F::Forward::Tensors;
+  using Options = typename F::Forward::Options;
+  using BackwardTensors = typename F::Backward::Tensors;
+  using BackwardOptions = typename F::Backward::Options;
+  using JvpTensors = typename F::Jvp::Tensors;
+  using DoubleBackwardTensors = typename F::DoubleBackward::Tensors;
+  static constexpr size_t kTensors = std::size(Tensors::kRules);
+
+  static BackwardTensors backward_tensors(const Tensors& x, const at::Tensor& out, const at::Tensor& lse,
+                                          const Cotangents& c) {
+    BackwardTensors tensors;
+    tensors.set_forward(x);
+    tensors.out = out;
+    tensors.lse = lse;
+    tensors.grad_out = defined_or_none(c.out);
+    tensors.grad_lse = defined_or_none(c.lse);
+    return tensors;
+  }
+
+  // B(X, c). All gradients are undefined if no gradient is wanted or c is zero.
+  static Gradients backward_of(const Tensors& x, const at::Tensor& out, const at::Tensor& lse,
+                               const Cotangents& c, const Options& options, const GradFlags& wanted) {
+    if (!c.any() || std::find(wanted.begin(), wanted.end(), true) == wanted.end()) return {};
+    BackwardOptions backward_options;
+    backward_options.set_forward(options);
+    backward_options.grad_mask = wanted;
+    return call<typename F::Backward>(backward_tensors(x, out, lse, c), backward_options);
+  }
+
+  // J(X, t).
+  static AttentionJvpResult jvp_of(const Tensors& x, const InputTangents& t, const Options& options) {
+    JvpTensors tensors;
+    tensors.set_tangents(t);
+    tensors.set_forward(x);
+    return call<typename F::Jvp>(tensors, options);
+  }
+
+  // H(X, c, t). `output_tangents` is J(X, t).
+  static Gradients double_backward_of(const Tensors& x, const at::Tensor& out, const at::Tensor& lse,
+                                      const Cotangents& c, const InputTangents& t,
+                                      const AttentionJvpResult& output_tangents, const Options& options,
+                                      const GradFlags& wanted) {
+    if (!c.any() || !any_defined(t) || std::find(wanted.begin(), wanted.end(), true) == wanted.end())
+      return {};
+    DoubleBackwardTensors tensors;
+    tensors.set_tangents(t);
+    tensors.set_forward(x);
+    tensors.grad_out = defined_or_none(c.out);
+    tensors.grad_lse = defined_or_none(c.lse);
+    tensors.out = out;
+    tensors.lse = lse;
+    tensors.tangent_out = output_tangents.tangent_out;
+    tensors.tangent_lse = output_tangents.tangent_lse;
+    BackwardOptions backward_options;
+    backward_options.set_forward(options);
+    backward_options.grad_mask = wanted;
+    return call<typename F::DoubleBackward>(tensors, backward_options);
+  }
+};
+
+}  // namespace flash_attn_ext

@@ -1,0 +1,48 @@
+// Converts between the structs of the operators and torch's lists of tensors, for the Autograd key.
+#pragma once
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "../dense/attention.h"
+
+namespace flash_attn_ext {
+
+using torch::autograd::variable_list;
+
+inline at::Tensor tensor_or_undefined(const at::Tensor& t) { return t; }
+inline at::Tensor tensor_or_undefined(const OptionalTensor& t) { return t.value_or(at::Tensor()); }
+
+inline void load(const at::Tensor& saved, at::Tensor& t) { t = saved; }
+inline void load(const at::Tensor& saved, OptionalTensor& t) { t = defined_or_none(saved); }
+
+template <class Struct>
+variable_list list_of(const Struct& tensors) {
+  return std::apply([](const auto&... t) { return variable_list{tensor_or_undefined(t)...}; }, tensors.tie());
+}
+
+template <class Struct>
+Struct struct_of(const variable_list& list) {
+  Struct tensors;
+  auto next = list.begin();
+  std::apply([&](auto&... t) { (load(*next++, t), ...); }, tensors.tie());
+  return tensors;
+}
+
+// The list of the computed gradients: autograd cannot wrap undefined outputs.
+inline variable_list wanted_of(const Gradients& gradients) {
+  variable_list wanted;
+  for (at::Tensor& grad : list_of(gradients))
+    if (grad.defined()) wanted.push_back(std::move(grad));
+  return wanted;
+}
+
+// The inverse of wanted_of(): a gradient without a flag is undefined.
+inline Gradients gradients_from(const variable_list& wanted, const GradFlags& flags) {
+  Gradients gradients;
+  auto next = wanted.begin();
+  auto flag = flags.begin();
+  std::apply([&](auto&... grad) { ((*flag++ ? void(grad = *next++) : void()), ...); }, gradients.tie());
+  return gradients;
+}
+
+}  // namespace flash_attn_ext

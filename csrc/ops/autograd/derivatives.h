@@ -1,0 +1,280 @@
+// The derivatives of a family of operators: reverse mode, forward mode, and each mode of the other. The table is also in
+// docs/derivative_formulas.md. A family F names four operators; AttentionFamily in autograd_calls.h is an example.
+//
+//   X: the forward's tensors    c: grad_out, grad_lse    t: the tangents of X
+//   Forward         F(X)         reverse: Backward(X, c)             forward: Jvp(X, t)
+//   Backward        B(X, c)      reverse: H(X, c, t) and J(X, t)     forward: H(X, c, t) and B(X, tangents of c)
+//   Jvp             J(X, t)      reverse: H(X, c, t) and B(X, c)     forward: third order, not implemented
+//   DoubleBackward  H(X, c, t)   reverse with respect to t only: H again; other derivatives are not implemented
+//
+// The forward saves its inputs, out and lse. Every derivative recomputes the scores tile by tile.
+#pragma once
+
+#include "autograd_calls.h"
+
+namespace flash_attn_ext {
+
+template <class F>
+struct Derivatives : DerivativeCalls<F> {
+  using Calls = DerivativeCalls<F>;
+  using Calls::backward_of, Calls::jvp_of, Calls::double_backward_of, Calls::kTensors;
+  using typename Calls::Tensors, typename Calls::Options, typename Calls::BackwardTensors,
+      typename Calls::BackwardOptions, typename Calls::JvpTensors, typename Calls::DoubleBackwardTensors;
+
+  class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
+   public:
+    // `computed` is the result if forward mode has computed it.
+    template <class... Tensor>
+    static variable_list forward(AutogradContext* ctx, const Options& options, const Tensors& given,
+                                 const AttentionResult& computed, const Tensor&... tensor) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      const auto [out, lse] =
+          computed.out.defined() ? computed : call<typename F::Forward>({tensor...}, options);
+      variable_list saved = list_of(given);
+      saved.push_back(out);
+      saved.push_back(lse);
+      ctx->save_for_backward(saved);
+      ctx->saved_data["options"] = pack_options(options);
+      ctx->set_materialize_grads(false);  // an unused lse costs nothing in the backward
+      return {out, lse};
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+      const variable_list saved = ctx->get_saved_variables();
+      const auto options = unpack_options<Options>(ctx->saved_data["options"]);
+      const GradFlags wanted = flags_from(needs_gradient(ctx, saved, kTensors), 0);
+      variable_list result = gradients_of_arguments(kTensors);
+      store(result, 0,
+            backward_of(struct_of<Tensors>(saved), saved[kTensors], saved[kTensors + 1], {grads[0], grads[1]},
+                        options, wanted));
+      return result;
+    }
+  };
+
+  // Refuses gradients of the tensors that are not in FA_DIFFERENTIABLE: autograd would drop them silently.
+  static void check_only_differentiable_need_gradients(const Tensors& given) {
+    size_t n = 0;
+    for_each_tensor(given, [&](const TensorRule& rule, const auto& optional) {
+      const at::Tensor* t = tensor_or_null(optional);
+      if (n++ < kGradients || !t) return;
+      TORCH_CHECK_VALUE(
+          !(at::GradMode::is_enabled() && t->requires_grad()) && !t->_fw_grad(/*level=*/0).defined(),
+          rule.name, ": got a tensor that needs a gradient; allowed: one that does not");
+    });
+  }
+
+  static AttentionResult forward(const Tensors& given, const Options& options) {
+    const Differentiated how = how_differentiated(given);
+    if (!how.reverse && !how.forward) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return call<typename F::Forward>(given, options);
+    }
+    check_only_differentiable_need_gradients(given);
+    const Tensors tensors = how.forward ? primals_of(given) : given;
+    AttentionJvpResult output_tangents;
+    AttentionResult computed;
+    if (how.forward) {
+      output_tangents = jvp_of(tensors, tangents_of(given), options);
+      computed = {output_tangents.out.detach(), output_tangents.lse.detach()};
+    }
+    if (how.reverse) {
+      const variable_list results = std::apply(
+          [&](const auto&... tensor) { return ForwardFunction::apply(options, given, computed, tensor...); },
+          tensors.tie());
+      computed = {results[0], results[1]};
+    }
+    set_tangent(computed.out, output_tangents.tangent_out);
+    set_tangent(computed.lse, output_tangents.tangent_lse);
+    return computed;
+  }
+
+  class BackwardFunction : public torch::autograd::Function<BackwardFunction> {
+   public:
+    template <class... Tensor>
+    static variable_list forward(AutogradContext* ctx, const BackwardOptions& options,
+                                 const BackwardTensors& given, std::nullptr_t, const Tensor&... tensor) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      ctx->save_for_backward(list_of(given));
+      ctx->saved_data["options"] = pack_options(options);
+      ctx->set_materialize_grads(false);
+      return wanted_of(call<typename F::Backward>({tensor...}, options));
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+      const variable_list saved = ctx->get_saved_variables();
+      const auto given = struct_of<BackwardTensors>(saved);
+      const auto options = unpack_options<BackwardOptions>(ctx->saved_data["options"]);
+
+      constexpr size_t kCount = std::size(BackwardTensors::kRules),
+                       kFirst = position_of<BackwardTensors>("query"),
+                       kGradOut = position_of<BackwardTensors>("grad_out"),
+                       kGradLse = position_of<BackwardTensors>("grad_lse");
+      variable_list result = gradients_of_arguments(kCount);
+      const InputTangents t = as_tangents(gradients_from(grads, options.grad_mask));
+      if (!any_defined(t)) return result;
+      const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
+      const AttentionJvpResult output_tangents = jvp_of(given.forward(), t, options.forward());
+      if (needs[kGradOut]) result[kNonTensorArguments + kGradOut] = output_tangents.tangent_out;
+      if (needs[kGradLse]) result[kNonTensorArguments + kGradLse] = output_tangents.tangent_lse;
+      store(result, kFirst,
+            double_backward_of(given.forward(), given.out, given.lse, {saved[kGradOut], saved[kGradLse]}, t,
+                               output_tangents, options.forward(), flags_from(needs, kFirst)));
+      return result;  // out and lse have no gradient: they are functions of X, and H contains their part
+    }
+  };
+
+  static Gradients backward(const BackwardTensors& given, const BackwardOptions& options) {
+    const Differentiated how = how_differentiated(given);
+    if (!how.reverse && !how.forward) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return call<typename F::Backward>(given, options);
+    }
+    const BackwardTensors tensors = how.forward ? primals_of(given) : given;
+    Gradients gradients;
+    if (how.reverse) {
+      const variable_list wanted = std::apply(
+          [&](const auto&... tensor) { return BackwardFunction::apply(options, given, nullptr, tensor...); },
+          tensors.tie());
+      gradients = gradients_from(wanted, options.grad_mask);
+    } else {
+      gradients = call<typename F::Backward>(tensors, options);
+    }
+    if (!how.forward) return gradients;
+
+    const Tensors x = tensors.forward();
+    const Options forward_options = options.forward();
+    const InputTangents t = tangents_of(given.forward());
+    const Cotangents cotangent_tangents{tangent_of(given.grad_out).value_or(at::Tensor()),
+                                        tangent_of(given.grad_lse).value_or(at::Tensor())};
+    Gradients tangents =
+        backward_of(x, tensors.out, tensors.lse, cotangent_tangents, forward_options, options.grad_mask);
+    if (any_defined(t))
+      add(tangents,
+          double_backward_of(x, tensors.out, tensors.lse,
+                             {tensor_or_undefined(tensors.grad_out), tensor_or_undefined(tensors.grad_lse)},
+                             t, jvp_of(x, t, forward_options), forward_options, options.grad_mask));
+#define FA_SET_TANGENT(name, ...) set_tangent(gradients.name, tangents.name);
+    FA_DIFFERENTIABLE(FA_SET_TANGENT)
+#undef FA_SET_TANGENT
+    return gradients;
+  }
+
+  class JvpFunction : public torch::autograd::Function<JvpFunction> {
+   public:
+    template <class... Tensor>
+    static variable_list forward(AutogradContext* ctx, const Options& options, std::nullptr_t, std::nullptr_t,
+                                 const Tensor&... tensor) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      const AttentionJvpResult result = call<typename F::Jvp>({tensor...}, options);
+      variable_list saved{tensor_or_undefined(tensor)...};
+      for (const at::Tensor& t : list_of(result)) saved.push_back(t);
+      ctx->save_for_backward(saved);
+      ctx->saved_data["options"] = pack_options(options);
+      ctx->set_materialize_grads(false);
+      return list_of(result);
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+      const variable_list saved = ctx->get_saved_variables();
+      const auto given = struct_of<JvpTensors>(saved);
+      constexpr size_t kCount = std::size(JvpTensors::kRules), kFirst = position_of<JvpTensors>("query"),
+                       kFirstTangent = position_of<JvpTensors>("tangent_query");
+      const auto result = struct_of<AttentionJvpResult>({saved.begin() + kCount, saved.end()});
+      const auto options = unpack_options<Options>(ctx->saved_data["options"]);
+      const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
+      const Tensors x = given.forward();
+      const GradFlags wanted = flags_from(needs, kFirst);
+
+      variable_list gradients = gradients_of_arguments(kCount);
+      const Cotangents of_result{grads[0], grads[1]}, of_tangents{grads[2], grads[3]};
+      store(gradients, kFirstTangent,
+            backward_of(x, result.out, result.lse, of_tangents, options, flags_from(needs, kFirstTangent)));
+      Gradients of_x = double_backward_of(x, result.out, result.lse, of_tangents, given.tangents(), result,
+                                          options, wanted);
+      add(of_x, backward_of(x, result.out, result.lse, of_result, options, wanted));
+      store(gradients, kFirst, of_x);
+      return gradients;
+    }
+  };
+
+  static AttentionJvpResult jvp(const JvpTensors& given, const Options& options) {
+    const Differentiated how = how_differentiated(given);
+    TORCH_CHECK_NOT_IMPLEMENTED(!how.forward, F::kName,
+                                ": forward-mode AD of its forward-mode AD (jvp of jvp, jacfwd of jacfwd) is "
+                                "not implemented; torch.func.hessian and jvp of grad are");
+    if (!how.reverse) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return call<typename F::Jvp>(given, options);
+    }
+    const variable_list results = std::apply(
+        [&](const auto&... tensor) { return JvpFunction::apply(options, nullptr, nullptr, tensor...); },
+        given.tie());
+    return struct_of<AttentionJvpResult>(results);
+  }
+
+  class DoubleBackwardFunction : public torch::autograd::Function<DoubleBackwardFunction> {
+   public:
+    template <class... Tensor>
+    static variable_list forward(AutogradContext* ctx, const BackwardOptions& options, std::nullptr_t,
+                                 std::nullptr_t, const Tensor&... tensor) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      ctx->save_for_backward({tensor_or_undefined(tensor)...});
+      ctx->saved_data["options"] = pack_options(options);
+      ctx->set_materialize_grads(false);
+      return wanted_of(call<typename F::DoubleBackward>({tensor...}, options));
+    }
+
+    // H is linear in the tangents. It is symmetric in the tangents and the cotangents of its results.
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+      const variable_list saved = ctx->get_saved_variables();
+      const auto given = struct_of<DoubleBackwardTensors>(saved);
+      const auto options = unpack_options<BackwardOptions>(ctx->saved_data["options"]);
+      constexpr size_t kCount = std::size(DoubleBackwardTensors::kRules),
+                       kTangents = position_of<DoubleBackwardTensors>("tangent_query"),
+                       kGradOut = position_of<DoubleBackwardTensors>("grad_out"),
+                       kGradLse = position_of<DoubleBackwardTensors>("grad_lse"),
+                       kResults = position_of<DoubleBackwardTensors>("out");
+      const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
+      for (size_t n = 0; n < kResults; ++n)
+        TORCH_CHECK_NOT_IMPLEMENTED(n - kTangents < kGradients || !needs[n], F::kName,
+                                    ": its third derivative, with respect to ",
+                                    DoubleBackwardTensors::kRules[n].name, ", is not implemented");
+
+      variable_list result = gradients_of_arguments(kCount);
+      const InputTangents t = as_tangents(gradients_from(grads, options.grad_mask));
+      if (!any_defined(t)) return result;
+      store(result, kTangents,
+            double_backward_of(given.forward(), given.out, given.lse, {saved[kGradOut], saved[kGradLse]}, t,
+                               jvp_of(given.forward(), t, options.forward()), options.forward(),
+                               flags_from(needs, kTangents)));
+      return result;
+    }
+  };
+
+  static Gradients double_backward(const DoubleBackwardTensors& given, const BackwardOptions& options) {
+    const Differentiated how = how_differentiated(given);
+    TORCH_CHECK_NOT_IMPLEMENTED(!how.forward, F::kName,
+                                ": its third derivative, in forward mode, is not implemented");
+    if (!how.reverse) {
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return call<typename F::DoubleBackward>(given, options);
+    }
+    const variable_list wanted = std::apply(
+        [&](const auto&... tensor) {
+          return DoubleBackwardFunction::apply(options, nullptr, nullptr, tensor...);
+        },
+        given.tie());
+    return gradients_from(wanted, options.grad_mask);
+  }
+};
+
+// Registers the four operators of a family for the dispatch key of `m`.
+template <class F, class Library>
+void implement_derivatives(Library& m) {
+  implement<typename F::Forward, Derivatives<F>::forward>(m);
+  implement<typename F::Backward, Derivatives<F>::backward>(m);
+  implement<typename F::Jvp, Derivatives<F>::jvp>(m);
+  implement<typename F::DoubleBackward, Derivatives<F>::double_backward>(m);
+}
+
+}  // namespace flash_attn_ext

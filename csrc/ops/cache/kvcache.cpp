@@ -1,0 +1,76 @@
+#include "kvcache.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "../dense/pack_params.h"
+
+namespace flash_attn_ext {
+
+CacheDType pack_cache_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kChar: return CacheDType::kInt8;
+    case at::kFloat8_e4m3fn: return CacheDType::kFloat8E4M3;
+    case at::kFloat8_e5m2: return CacheDType::kFloat8E5M2;
+    default: return CacheDType::kOfQuery;
+  }
+}
+
+CacheScale pack_scale(const OptionalTensor& t) {
+  if (!t) return {};
+  return {t->const_data_ptr<float>(), t->stride(0), t->stride(2), t->stride(1)};
+}
+
+AttentionResult AttentionCache::empty(const Tensors& in, const Options&) {
+  const c10::SymInt rows = in.query.sym_size(0), heads = in.query.sym_size(1);
+  return {at::empty_symint({rows, heads, in.value.sym_size(3)}, in.query.options()),
+          at::empty_symint({heads, rows}, in.query.options().dtype(accumulate_type(in.query)))};
+}
+
+Packed<AttentionCache> AttentionCache::pack(const Tensors& given, const Options& options,
+                                            const Result& result) {
+  Packed<AttentionCache> packed{to_kernel_layout(given), {}, {}};
+  const CacheTensors& in = packed.tensors;
+  const int64_t sequences = in.cu_seqlens_q.size(0) - 1;
+  const bool by_row = in.tree_mask && in.tree_mask->dim() == 3;
+  auto dense_view = [&](const at::Tensor& rows) {  // batch stride 0, as in packed/varlen.cpp
+    return rows.transpose(0, 1).unsqueeze(0).expand({sequences, -1, -1, -1});
+  };
+
+  AttentionTensors dense;
+  dense.query = dense_view(in.query);
+  dense.key = in.key.transpose(1, 2);
+  dense.value = in.value.transpose(1, 2);
+#define FA_COPY(name, ...) dense.name = in.name;
+  FA_PER_HEAD(FA_COPY)
+#undef FA_COPY
+  if (in.tree_mask) dense.attn_mask = by_row ? in.tree_mask->unsqueeze(0) : *in.tree_mask;
+  AttentionParams& p = packed.params;
+  p = pack_attention(dense, dense_view(result.out), result.lse, options.attention());
+  p.band.diagonal =
+      pack_diagonal(options.attention());  // the kernels add each sequence's own lower-right shift
+  if (options.max_seqlen_q) p.sizes.seqlen_q = std::min(p.sizes.seqlen_q, options.max_seqlen_q->expect_int());
+
+  VarlenParams& varlen = p.varlen;
+  varlen.cu_seqlens_q = pack_offsets(in.cu_seqlens_q);
+  varlen.seqused_k = pack_offsets(in.seqused_k);
+  varlen.total_q = in.query.size(0);
+  varlen.lower_right = options.lower_right;
+  varlen.mask_by_row = by_row;
+  varlen.cache.tree_mask = in.tree_mask.has_value();
+  varlen.cache.batch_idx = pack_offsets(in.batch_idx);
+  varlen.cache.leftpad = pack_offsets(in.leftpad);
+  varlen.cache.caches = in.key.size(0);
+  varlen.cache.dtype = pack_cache_dtype(in.key.scalar_type());
+  varlen.cache.k_scale = pack_scale(in.key_scale);
+  varlen.cache.v_scale = pack_scale(in.value_scale);
+  if (in.block_table) {
+    const int64_t pages = in.block_table->size(1);
+    varlen.cache.pages = {pack_offsets(in.block_table), pages, in.key.size(1), in.key.size(0), 0};
+    p.sizes.seqlen_k *= pages;
+  }
+  return packed;
+}
+
+}  // namespace flash_attn_ext

@@ -1,0 +1,105 @@
+// The checks of the operators on packed sequences and caches.
+#include "check_tensors.h"
+#include "checks.h"
+
+namespace flash_attn_ext {
+namespace {
+
+using c10::SymInt;
+
+template <class Tensors>
+void add_sequences(DimSizes& sizes, const Tensors& in) {
+  TORCH_CHECK_VALUE(sizes[Dim::kOffsets] >= 1, "cu_seqlens_q: got shape ", in.cu_seqlens_q.sym_sizes(),
+                    "; allowed: [sequences + 1]");
+  sizes[Dim::kBatch] = sizes[Dim::kOffsets] - 1;
+}
+
+void add_longest(SymInt& longest, const std::optional<SymInt>& max_seqlen, const SymInt& total) {
+  longest = max_seqlen.value_or(total);
+}
+
+template <class Tensors, class Options>
+void check_packed_rows(const Tensors& in, const Options& options) {
+  check_rows(in, options, [&](DimSizes& sizes) {
+    add_sequences(sizes, in);
+    add_longest(sizes[Dim::kSeqlenQ], options.max_seqlen_q, sizes[Dim::kTotalQ]);
+    add_longest(sizes[Dim::kSeqlenK], options.max_seqlen_k, sizes[Dim::kTotalK]);
+  });
+  check_rng_state(in.rng_state, options.dropout_p);
+}
+
+void check_same_dtype(const char* name, const at::Tensor& t, const char* other, const at::Tensor& of) {
+  TORCH_CHECK_TYPE(t.scalar_type() == of.scalar_type(), name, ": got dtype ", name_of(t.scalar_type()),
+                   "; allowed: ", other, "'s, ", name_of(of.scalar_type()));
+}
+
+// Only 8-bit caches have factors: kernels read other caches in place.
+void check_scale(const char* name, const OptionalTensor& scale, const at::Tensor& cache) {
+  TORCH_CHECK_VALUE(!scale || cache.element_size() == 1, name, ": got one with a cache of dtype ",
+                    name_of(cache.scalar_type()), "; allowed with int8, float8_e4m3fn and float8_e5m2");
+}
+
+// rows * pages must not overflow: an expanded tensor can have sizes near 2^63.
+void check_capacity(const at::Tensor& cache, const OptionalTensor& table) {
+  if (!table) return;
+  const auto rows = cache.sym_size(1).maybe_as_int(), pages = table->sym_size(1).maybe_as_int();
+  constexpr int64_t kMost = int64_t{1} << 62;
+  TORCH_CHECK_VALUE(!rows || !pages || *pages == 0 || *rows <= kMost / *pages, "block_table: got ",
+                    pages.value_or(0), " pages of ", rows.value_or(0),
+                    " rows for each sequence; allowed: at most 2^62 rows");
+}
+
+void check_rows_contiguous(const char* name, const at::Tensor& cache) {
+  TORCH_CHECK_VALUE(cache.sym_size(-1) <= 1 || cache.sym_stride(-1) == 1, name, ": got strides ",
+                    cache.sym_strides(), "; allowed: a contiguous last dimension, rows are written to it");
+}
+
+}  // namespace
+
+void AttentionVarlen::check(const Tensors& in, const Options& options) { check_packed_rows(in, options); }
+
+void AttentionVarlenBackward::check(const Tensors& in, const Options& options) {
+  check_packed_rows(in, options);
+  check_grad_mask(differentiable_of(in), options.grad_mask);
+}
+
+void AttentionVarlenJvp::check(const Tensors& in, const Options& options) {
+  check_packed_rows(in, options);
+  check_tangents(differentiable_of(in), in.tangents());
+}
+
+void AttentionVarlenDoubleBackward::check(const Tensors& in, const Options& options) {
+  check_packed_rows(in, options);
+  check_grad_mask(differentiable_of(in), options.grad_mask);
+  check_tangents(differentiable_of(in), in.tangents());
+}
+
+void AttentionCache::check(const Tensors& in, const Options& options) {
+  check_rows(in, options, [&](DimSizes& sizes) {
+    add_sequences(sizes, in);
+    add_longest(sizes[Dim::kSeqlenQ], options.max_seqlen_q, sizes[Dim::kTotalQ]);
+  });
+  check_same_dtype("value", in.value, "key", in.key);
+  check_scale("k_descale", in.key_scale, in.key);
+  check_scale("v_descale", in.value_scale, in.value);
+  check_capacity(in.key, in.block_table);
+}
+
+void AppendToCache::check(const Tensors& in, const Options& options) {
+  check_rows(in, options, [&](DimSizes& sizes) { add_sequences(sizes, in); });
+  check_same_dtype("value_cache", in.value_cache, "key_cache", in.key_cache);
+  check_scale("k_descale", in.key_scale, in.key_cache);
+  check_scale("v_descale", in.value_scale, in.value_cache);
+  check_capacity(in.key_cache, in.block_table);
+  check_rows_contiguous("key_cache", in.key_cache);
+  check_rows_contiguous("value_cache", in.value_cache);
+  TORCH_CHECK_VALUE(in.rotary_cos.has_value() == in.rotary_sin.has_value(),
+                    "rotary_cos: got one of rotary_cos and rotary_sin; allowed: both or none");
+  TORCH_CHECK_VALUE(
+      !in.rotary_cos || in.rotary_cos->sym_size(1) == in.rotary_sin->sym_size(1), "rotary_sin: got shape ",
+      in.rotary_sin ? in.rotary_sin->sym_sizes() : c10::SymIntArrayRef(), "; allowed: that of rotary_cos");
+  TORCH_CHECK_VALUE(!in.block_table || !in.cache_batch_idx,
+                    "cache_batch_idx: got one with block_table; allowed: one of them");
+}
+
+}  // namespace flash_attn_ext
