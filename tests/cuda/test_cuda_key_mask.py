@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 test_dtypes = test_key_mask.test_dtypes
 test_with_a_band = test_key_mask.test_with_a_band
-test_masked_keys_may_be_nan = test_key_mask.test_what_is_masked_may_be_nan
+test_masked_keys_may_be_nan = test_key_mask.test_masked_keys_may_be_nan
 
 
 # Each mask with both kinds of key mask and, in turn, the lengths.
