@@ -249,7 +249,7 @@ inline MaskTile<T> load_mask_tile(const AttentionParams& p, const TileFrame& f, 
   if (!is_masked_before(p, f.j0 + f.keys)) return {};
   if (is_read_in_place(p, f)) {
     const bool hidden = hides_in_place<T>(p.mask, f);
-    return {hidden ? TileMask::kAll : TileMask::kNone, nullptr, {}, &p.mask};
+    return {hidden ? TileMask::kAll : TileMask::kNone, nullptr, {}, &p.mask, {}};
   }
   const CacheParams& cache = p.varlen.cache;
   if (!cache.tree_mask) return load_mask_tile<T>(p.mask, f, memory);

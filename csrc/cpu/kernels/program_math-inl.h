@@ -138,9 +138,9 @@ void execute_arithmetic(Operation operation, const ProgramStep<T>& s) {
     case Operation::multiply: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return a * b; });
     case Operation::divide: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return a / b; });
     case Operation::minimum:
-      return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return (a < b) | (a != a) ? a : b; });
+      return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return ((a < b) | (a != a)) ? a : b; });
     case Operation::maximum:
-      return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return (a > b) | (a != a) ? a : b; });
+      return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return ((a > b) | (a != a)) ? a : b; });
     case Operation::power:
       return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA {
         V y = {};
@@ -246,11 +246,12 @@ void execute_arithmetic(Operation operation, const ProgramStep<T>& s) {
     case Operation::bool_not: return int_map1<T>(s, [](I a) FA_INLINE_LAMBDA { return ~a; });
     case Operation::shift_left:
       return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA {
-        return (b < 0) | (b >= kBits) ? I{} : (I)((U)a << ((U)b & (kBits - 1)));
+        return ((b < 0) | (b >= kBits)) ? I{} : (I)((U)a << ((U)b & (kBits - 1)));
       });
     case Operation::shift_right:
-      return int_map2<T>(
-          s, [](I a, I b) FA_INLINE_LAMBDA { return a >> ((b < 0) | (b >= kBits) ? I{} + (kBits - 1) : b); });
+      return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA {
+        return a >> (((b < 0) | (b >= kBits)) ? I{} + (kBits - 1) : b);
+      });
     case Operation::int_less: return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return (I)(a < b); });
     case Operation::int_less_equal:
       return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return (I)(a <= b); });
