@@ -96,8 +96,10 @@ def test_dropout_mask_of_some_rows():
     state = new_rng_state()
     whole = dropout_mask(state, 2, 3, 10, 7, 0.4)
     assert torch.equal(dropout_mask(state, 2, 3, 4, 7, 0.4, first_row=5), whole[:, :, 5:9])
-    with pytest.raises(ValueError, match="first_row: got -1; allowed: 0 or more"):
-        dropout_mask(state, 2, 3, 4, 7, 0.4, -1)
+    largest = 2**63 - 1 - 4  # the last of 4 rows has a number, too
+    for first_row in (-1, largest + 1):
+        with pytest.raises(ValueError, match=f"first_row: got {first_row}; allowed: 0 to {largest}"):
+            dropout_mask(state, 2, 3, 4, 7, 0.4, first_row)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
