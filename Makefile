@@ -21,11 +21,11 @@ demo: $(VENV)/.built $(VENV)/.demo
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# All tests, or some of them: TESTS="tests/cpu/test_decode.py -k split".
+# All tests, after the build 12 minutes on two idle cores. Some of them: TESTS="tests/cpu/test_decode.py -k split".
 test: $(VENV)/.built $(VENV)/.test
 	$(PYTEST) $(TESTS)
 
-# All but the tests of tests/support/slow.py. Run it after each change.
+# All but the tests of tests/support/slow.py, in a minute and a half. Run it after each change.
 test-quick: $(VENV)/.built $(VENV)/.test
 	$(PYTEST) -m "not slow"
 
