@@ -1,4 +1,4 @@
-"""Reads machine code (SASS): a kernel's instructions, and those of one iteration of its main loop."""
+"""Reads machine code (SASS): a kernel's instructions, and the instructions of one iteration of its main loop."""
 
 import heapq
 import os

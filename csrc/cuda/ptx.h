@@ -18,7 +18,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The same address, but the compiler cannot use what it knows about the pointer. So a check of the alignment stays.
+// The same address, but the compiler knows nothing about it. So it does not remove a check of the alignment.
 __device__ inline uint32_t opaque_shared_address(const void* pointer) {
   uint32_t address = shared_address(pointer);
   asm volatile("" : "+r"(address));
@@ -127,7 +127,7 @@ __device__ inline uint32_t pack(float first, float second) {
 // Returns 0, 1, 2, ...: a number for each caller.
 __device__ inline int draw_ticket(int* ticket) { return atomicAdd(ticket, 1); }
 
-// Waits until `turn` blocks have ended their turns. Then this thread can read what they wrote before that.
+// Waits until `turn` blocks have ended their turns. Then this thread can read their earlier writes.
 __device__ inline void acquire_turn(const int* turns, int turn) {
   int had;
   do {

@@ -85,7 +85,7 @@ def _work(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Work:
 
 
 def _shared_dimension(query, *key_and_value) -> str | None:
-    """Returns what one dimension of the mesh shares: as query is sharded, or else batches or heads as key or value."""
+    """The kind of dimension that one mesh dimension shards: query's, or else batches or heads of key or value."""
     names = {dim: kind for kind, dim in _DIMS.items()}
     if isinstance(query, Shard):
         return names.get(query.dim)

@@ -34,7 +34,7 @@ def states_of(block_mask: "BlockMask") -> Tensor:
         listed = torch.arange(blocks.shape[-1], device=blocks.device) < counts.unsqueeze(-1)
         is_inside = listed & (blocks >= 0) & (blocks < columns)
         row_count = min(rows, blocks.shape[-2])
-        # One more column takes what is not in a list.
+        # One more column receives the blocks that are in no list.
         column = torch.where(is_inside, blocks, columns).long()[..., :row_count, :]
         marked = torch.zeros((*states.shape[:-2], row_count, columns + 1), dtype=torch.uint8, device=states.device)
         marked.scatter_(-1, column, state)

@@ -146,7 +146,7 @@ def _static_attribute(cls: type, name: str) -> object:
 
 @functools.lru_cache(maxsize=1024)
 def _names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Names of globals that a function reads, and names of attributes; those of functions within it too."""
+    """Names of globals and attributes that a function reads, also in functions that it defines."""
     globals_read: dict[str, None] = {}
     attributes: set[str] = set()
     for instruction in dis.get_instructions(code):

@@ -23,7 +23,7 @@ class Functions(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """Programs of a score function and a mask function, and what they read, in the order of the rows."""
+    """Programs of a score function and a mask function, and the tensors that they read, in the order of the rows."""
 
     programs: Tensor
     score: Traced | None
@@ -45,7 +45,7 @@ _kept: dict[tuple, _Kept] = {}
 def functions_of(
     score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, device: torch.device, dtype: torch.dtype
 ) -> Functions:
-    """``dtype``: that of the accumulators."""
+    """``dtype``: the dtype of the accumulators."""
     if score_mod is None and mask_mod is None:
         return Functions(None, None, None)
     read = Dependencies()

@@ -94,7 +94,7 @@ FA_INLINE VecIndex<T> nearest_index(VecIndex<T> n, int64_t last) {
 
 // a = quotient * b + rest with 0 <= rest / b < 1; both 0 where b is 0.
 //
-// The first quotient is off by the rounding of the floating type, the quotient of what is left by 1 at most.
+// The first quotient is off by the rounding of the floating type. The quotient of the remainder is off by 1 at most.
 template <class T>
 FA_INLINE void divide_down(VecIndex<T> a, VecIndex<T> b, VecIndex<T>& quotient, VecIndex<T>& rest) {
   using I = VecIndex<T>;

@@ -35,7 +35,7 @@ int64_t tiles_of_block(const AttentionParams& p, int64_t queries, int64_t tile_k
   return ceil_div(std::max<int64_t>(std::min(seen.end - seen.begin, in_band), 0), tile_keys);
 }
 
-// The number of splits: the caller's, or else the fastest of those that fill the GPU once to four times.
+// The number of splits: the caller's number, or else the fastest number whose blocks fill the GPU once to four times.
 int64_t choose_splits(const AttentionParams& p, int64_t blocks, int64_t tiles) {
   constexpr int64_t kWaves = 4;
   const int64_t most = std::min(tiles, most_splits(p.sizes));

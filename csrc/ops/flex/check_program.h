@@ -1,4 +1,4 @@
-// Checks an encoded program (core/program.h): whoever made it, the kernels read only what is there.
+// Checks an encoded program (core/program.h): after this check no program can make the kernels read outside its memory.
 #pragma once
 
 #include "../../core/program.h"
