@@ -37,7 +37,7 @@ void begin_block(dim3 block, size_t shared_bytes) {
   }
   while (fibers.size() < static_cast<size_t>(run.threads)) {
     fibers.push_back(std::make_unique<Fiber>());
-    fibers.back()->stack = std::make_unique<char[]>(kStackBytes);
+    fibers.back()->stack.reset(new char[kStackBytes]);  // not set: the system gives the pages that are used
   }
   for (int n = 0; n < run.threads; ++n) {
     Fiber& fiber = *fibers[n];
@@ -49,6 +49,7 @@ void begin_block(dim3 block, size_t shared_bytes) {
     fiber.now = 1;
     fiber.copies.clear();
     fiber.groups = 0;
+    fiber.acquired_from = nullptr;
     fiber.known = nothing_known;
     make_ready(&fiber);
   }
@@ -162,6 +163,9 @@ void run_blocks(const std::vector<dim3>& order, size_t shared_bytes) {
   for (ResidentBlock& block : resident) give_back(std::move(block.its_fibers));
 }
 
+// By mangled name.
+std::map<std::string, void (*)(const unsigned char*)> translated_kernels;
+
 std::string name_of(const void* kernel) {
   Dl_info info;
   if (!dladdr(kernel, &info) || !info.dli_sname) return "kernel";
@@ -169,7 +173,7 @@ std::string name_of(const void* kernel) {
   char* demangled = abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &status);
   const std::string name = status == 0 ? demangled : info.dli_sname;
   std::free(demangled);
-  return name.substr(0, name.find('('));
+  return name.substr(0, name.find('(')) + (find_translated(kernel) ? " (PTX)" : "");
 }
 
 std::map<const void*, int> dynamic_shared_limit;  // set by cudaFuncSetAttribute
@@ -188,6 +192,20 @@ void wait_until_turn(Site site, const int* turns, int turn) {
   current->site = site;
   run.turns.push_back({current, turns, turn, text(site) + ", " + describe(current->thread)});
   switch_to_scheduler();
+}
+
+void wait_until_changed(Site site, const int* turns, int turn) {
+  if (*turns != turn) return;
+  current->site = site;
+  run.turns.push_back({current, turns, turn, text(site) + ", " + describe(current->thread), true});
+  switch_to_scheduler();
+}
+
+void (*find_translated(const void* kernel))(const unsigned char*) {
+  Dl_info info;
+  if (translated_kernels.empty() || !dladdr(kernel, &info) || !info.dli_sname) return nullptr;
+  const auto found = translated_kernels.find(info.dli_sname);
+  return found == translated_kernels.end() ? nullptr : found->second;
 }
 
 // Blocks begin in random order. They run one after another, except where they take turns.
@@ -232,6 +250,11 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int valu
   if (value < 0 || static_cast<size_t>(value) > cuda_host::kMaxSharedBytes) return cudaErrorInvalidValue;
   cuda_host::dynamic_shared_limit[kernel] = value;
   return cudaSuccess;
+}
+
+extern "C" void forget_translated() { cuda_host::translated_kernels.clear(); }
+extern "C" void add_translated(const char* mangled, void (*run)(const unsigned char*)) {
+  cuda_host::translated_kernels[mangled] = run;
 }
 
 extern "C" int64_t attributes_set() { return cuda_host::attributes_set; }

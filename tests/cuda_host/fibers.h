@@ -40,6 +40,10 @@ struct Fiber {
   std::vector<Copy> copies;
   int groups = 0;
 
+  // The last number that it read by acquire_number(), and where.
+  const int* acquired_from = nullptr;
+  int acquired = 0;
+
   // Whether what `other` did at `time` is ordered before what this thread does now.
   bool knows(int other, uint32_t time) const { return other == thread || time <= (*known)[other]; }
 };
@@ -47,7 +51,7 @@ struct Fiber {
 // Clocks have entries behind the threads', for what writes to memory on its own: hopper.cpp's barriers.
 constexpr int kMaxAsyncWriters = 32;
 
-constexpr size_t kStackBytes = 64 << 10;
+constexpr size_t kStackBytes = 256 << 10;  // kernels of tests/ptx keep thousands of registers there
 
 extern Fiber* current;  // null while no kernel runs
 
@@ -61,6 +65,7 @@ void pause();  // others may run first
 // `turn`.
 void step_aside();
 void wait_until_turn(Site site, const int* turns, int turn);
+void wait_until_changed(Site site, const int* turns, int turn);  // until it is not `turn`
 void align_warp(Site site);  // the warp's threads meet, which orders no memory
 void meet_warpgroup(Site site, const std::function<void(const std::vector<Fiber*>&)>& finish);
 void shuffle_warps();

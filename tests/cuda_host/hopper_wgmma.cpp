@@ -107,7 +107,7 @@ void multiply(const std::vector<const Product*>& products, std::vector<float>& c
           first.widen(first.b_by_rows ? matrix.along_rows(column, k) : matrix.along_k(column, k));
   for (int row = 0; row < kRows; ++row)
     for (int k = 0; k < kDepth; ++k) {
-      const float factor = a[row][k];
+      const float factor = first.negative ? -a[row][k] : a[row][k];
       for (int column = 0; column < columns; ++column)
         c[row * columns + column] += factor * b[k * columns + column];
     }

@@ -142,11 +142,24 @@ void mma_m16n8k16(Site site, float* c, const uint32_t* a, uint32_t b0, uint32_t 
   combine_lanes(site, 0xffffffffu, &mine, multiply);
 }
 
-int draw_ticket(int* ticket) {
-  touch_atomically(ticket, sizeof(int), __builtin_return_address(0));
-  const int drawn = (*ticket)++;
+int draw_ticket(int* ticket) { return add_atomically(ticket, 1); }
+
+int add_atomically(int* number, int x) {
+  touch_atomically(number, sizeof(int), __builtin_return_address(0));
+  const int had = std::exchange(*number, *number + x);
   step_aside();
-  return drawn;
+  return had;
+}
+
+// For tests/ptx: one turn of a loop that waits until a number has some value. Who reads the same number again, from the
+// same place, waits until it has changed.
+int acquire_number(Site site, const int* number) {
+  touch_atomically(number, sizeof(int), __builtin_return_address(0));
+  step_aside();
+  if (current->acquired_from == number) wait_until_changed(site, number, current->acquired);
+  learn_blocks_of(number);
+  current->acquired_from = number;
+  return current->acquired = *number;
 }
 
 void acquire_turn(Site site, const int* turns, int turn) {

@@ -17,14 +17,15 @@ struct Meeting {
   std::vector<Fiber*> arrived;
 };
 
-// A thread that waits until *turns is `turn`.
+// A thread that waits until *turns is `turn`, or is no longer `turn`.
 struct TurnWaiter {
   Fiber* fiber;
   const int* turns;
   int turn;
   std::string who;
+  bool until_changed = false;
 
-  bool may_go_on() const { return *turns == turn; }
+  bool may_go_on() const { return (*turns == turn) != until_changed; }
 };
 
 // A block that has begun: its threads, and who of them waits for what.

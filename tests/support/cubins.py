@@ -35,7 +35,7 @@ def compiled(source, architecture, output, *flags):
 
 def compiled_once(source, architecture, *flags):
     """The cubin of one of our sources, and the result of compiled() for it."""
-    folder = ROOT / "build" / "cubins" / _digest()
+    folder = ROOT / "build" / "cubins" / digest()
     folder.mkdir(parents=True, exist_ok=True)
     cubin = folder / f"{'_'.join([source.parent.name, source.stem, architecture, *flags])}.cubin"
     said = cubin.with_suffix(".txt")
@@ -47,9 +47,9 @@ def compiled_once(source, architecture, *flags):
 
 
 @functools.cache
-def _digest():
+def digest():
     """Of everything that is compiled, and how."""
-    digest = hashlib.sha256(repr([str(NVCC), *nvcc_flags()]).encode())
+    hashed = hashlib.sha256(repr([str(NVCC), *nvcc_flags()]).encode())
     for path in sorted(p for folder in (CUDA, CUDA.parent / "core") for p in folder.rglob("*") if p.is_file()):
-        digest.update(str(path).encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+        hashed.update(str(path).encode() + path.read_bytes())
+    return hashed.hexdigest()[:16]

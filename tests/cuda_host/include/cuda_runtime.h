@@ -54,6 +54,16 @@ int lane();
 cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void (*enter)(void*),
                      void* arguments, size_t argument_bytes);
 
+// A kernel that tests/ptx has translated from PTX, in the place of the one that the host compiled. It takes its
+// parameters as PTX has them: each at a multiple of its alignment.
+struct TranslatedKernel {
+  void (*run)(const unsigned char* params) = nullptr;
+  size_t bytes = 0;
+  alignas(64) unsigned char params[4096];
+};
+// Null if there is none.
+void (*find_translated(const void* kernel))(const unsigned char* params);
+
 template <class T>
 T take_from_lane(Site site, unsigned mask, T value, int source_lane) {
   struct Lane {
@@ -128,6 +138,23 @@ template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
   using Arguments = std::tuple<void (*)(Params...), Params...>;
   Arguments arguments(kernel, args...);
+  cuda_host::TranslatedKernel translated;
+  translated.run = cuda_host::find_translated(reinterpret_cast<const void*>(kernel));
+  if (translated.run) {
+    const auto append = [&](const auto& param) {
+      translated.bytes = (translated.bytes + alignof(decltype(param)) - 1) / alignof(decltype(param)) *
+                         alignof(decltype(param));
+      std::memcpy(translated.params + translated.bytes, &param, sizeof(param));
+      translated.bytes += sizeof(param);
+    };
+    std::apply([&](auto, const auto&... params) { (append(params), ...); }, arguments);
+    const auto enter = [](void* pointer) {
+      const auto* chosen = static_cast<cuda_host::TranslatedKernel*>(pointer);
+      chosen->run(chosen->params);
+    };
+    return cuda_host::run_grid(*config, reinterpret_cast<const void*>(kernel), enter, &translated,
+                               sizeof(translated));
+  }
   const auto enter = [](void* pointer) {
     std::apply([](auto run, auto&... params) { run(params...); }, *static_cast<Arguments*>(pointer));
   };

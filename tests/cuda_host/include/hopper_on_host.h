@@ -52,6 +52,7 @@ struct Product {
   int columns;
   bool accumulate, a_by_rows, b_by_rows;
   float (*widen)(uint16_t bits);
+  bool negative = false;  // d -= a b, or d = -a b
 };
 void wgmma(Site site, const Product& product);
 void wgmma_fence();

@@ -21,6 +21,8 @@ void ldmatrix_x4(Site site, uint32_t* r, const void* row, bool transposed);
 void mma_m16n8k16(Site site, float* c, const uint32_t* a, uint32_t b0, uint32_t b1,
                   float (*widen)(uint16_t bits));
 int draw_ticket(int* ticket);
+int add_atomically(int* number, int x);
+int acquire_number(Site site, const int* number);
 void acquire_turn(Site site, const int* turns, int turn);
 void release_turn(int* turns);
 uint32_t shared_address(const void* pointer);

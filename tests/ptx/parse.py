@@ -1,0 +1,159 @@
+"""Reads the text that `nvcc -ptx` writes: entries with their parameters, registers, labels and instructions."""
+
+import re
+from dataclasses import dataclass, field
+
+
+class PtxError(Exception):
+    """Something in the text that the translator does not know, by name and line."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    line: int
+    guard: str  # "%p1", "!%p1" or ""
+    opcode: str  # "ld.global.v2.f32"
+    operands: tuple[str, ...]
+
+    @property
+    def parts(self):
+        return self.opcode.split(".")
+
+    def error(self, why):
+        return PtxError(f"line {self.line}: {self.opcode} {', '.join(self.operands)}: {why}")
+
+
+@dataclass(frozen=True)
+class Label:
+    name: str
+
+
+@dataclass(frozen=True)
+class Registers:
+    """A declaration: all names of one kind, here `prefix` and a number, or one name if `count` is 0."""
+
+    kind: str  # "b32"
+    prefix: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Local:
+    """An array of a thread."""
+
+    name: str
+    align: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A brace of the text: registers that are declared inside are known inside."""
+
+    opens: bool
+
+
+@dataclass
+class Entry:
+    name: str
+    line: int
+    params: dict[str, tuple[int, int]] = field(default_factory=dict)  # offset, bytes
+    body: list = field(default_factory=list)
+
+
+BYTES = {"pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2}
+BYTES |= {"b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8}
+
+ENTRY = re.compile(r"^\.(?:visible|weak) +\.entry +(\w+)\(", re.MULTILINE)
+PARAM = re.compile(r"\.param +(?:\.align +(\d+) +)?\.(\w+)(?: +\.ptr[^\]\[,]*?)? +(\w+)(?:\[(\d+)\])?")
+REGISTERS = re.compile(r"\.reg +\.(\w+) +(.*)", re.DOTALL)
+LOCAL = re.compile(r"\.local +\.align +(\d+) +\.b8 +(\w+)\[(\d+)\]")
+STATEMENT = re.compile(r"(?:@(!?[%$\w]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+# A comment, white space, a brace that begins a statement, a label, or a statement to its end.
+TOKEN = re.compile(r"(//[^\n]*|\s+)|([{}])|([$\w]+):(?!:)|([^;]*);")
+COMMENT = re.compile(r"//[^\n]*")
+
+
+def entry_names(text):
+    return ENTRY.findall(text)
+
+
+def read_entry(text, name):
+    """One kernel. Nothing else in the text is read, so it may hold what the translator does not know."""
+    starts = [match for match in ENTRY.finditer(text) if match[1] == name]
+    if len(starts) != 1:
+        raise PtxError(f"{len(starts)} entries named {name}; there are: {', '.join(entry_names(text))}")
+    start = starts[0]
+    entry = Entry(name, text.count("\n", 0, start.start()) + 1)
+    params_end = text.index(")", start.end())
+    offset = 0
+    for align, kind, param, count in PARAM.findall(text, start.end(), params_end):
+        size = BYTES[kind] * int(count or 1)
+        align = int(align or BYTES[kind])
+        offset = -(-offset // align) * align
+        entry.params[param] = offset, size
+        offset += size
+    begin = text.index("{", params_end)
+    line = text.count("\n", 0, begin + 1) + 1
+    _read_body(text, begin + 1, line, entry.body)
+    return entry
+
+
+def statements(text, line):
+    """The instructions of a piece of a body."""
+    body = []
+    _read_body(f"{text}\n}}", 0, line, body)
+    return [item for item in body if isinstance(item, Instruction)]
+
+
+def _read_body(text, at, line, body):
+    depth = 0
+    while True:
+        token = TOKEN.match(text, at)
+        if token is None:
+            raise PtxError(f"line {line}: {text[at : at + 40]!r} is no statement")
+        skipped, brace, label, statement = token.groups()
+        if brace:
+            depth += 1 if brace == "{" else -1
+            if depth < 0:
+                return
+            body.append(Scope(brace == "{"))
+        elif label:
+            body.append(Label(label))
+        elif skipped is None:
+            body.extend(_statement(COMMENT.sub(" ", statement).strip(), line))
+        line += token[0].count("\n")
+        at = token.end()
+
+
+def _statement(text, line):
+    if text.startswith(".reg"):
+        kind, names = REGISTERS.fullmatch(text).groups()
+        for name in (n.strip() for n in names.split(",")):
+            prefix, _, count = name.partition("<")
+            yield Registers(kind, prefix, int(count[:-1]) if count else 0)
+    elif local := LOCAL.fullmatch(text):
+        yield Local(local[2], int(local[1]), int(local[3]))
+    elif text.startswith(".pragma"):
+        pass
+    elif statement := STATEMENT.fullmatch(text):
+        guard, opcode, operands = statement.groups()
+        yield Instruction(line, guard or "", opcode, tuple(split_operands(operands)))
+    elif text:
+        raise PtxError(f"line {line}: {text!r} is no statement")
+
+
+def split_operands(text):
+    """At the commas outside brackets and braces."""
+    depth, begin, found = 0, 0, []
+    if "{" not in text and "[" not in text:
+        return [o.strip() for o in text.split(",")] if text else []
+    for n, letter in enumerate(text):
+        if letter in "{[(":
+            depth += 1
+        elif letter in "}])":
+            depth -= 1
+        elif letter == "," and depth == 0:
+            found.append(text[begin:n].strip())
+            begin = n + 1
+    return [*found, text[begin:].strip()] if text else []

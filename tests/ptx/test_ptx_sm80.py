@@ -1,0 +1,96 @@
+"""The sm80 tier's kernels as nvcc's PTX, executed, against the dense oracle: docs/design/ptx.md."""
+
+import pytest
+import torch
+from cubins import NVCC
+from cuda_host import library
+from helpers import check_forward_against_reference, make_qkv
+from ptx.kernels import Fault, Kernels, translated
+
+from flash_attn_ext import flash_attn
+
+pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compile the CUDA kernels; there is no {NVCC}")
+
+FORWARD = Kernels("80", "sm80/forward.cuh", ("forward_kernel<Config<In, 64, 64, 2, false>>",))
+MMA = r"(mma\.sync\S+\s+\{[^}]*\}, )"
+WRONG = None  # no report: a wrong value
+FAULTS = {
+    "operands of A exchanged": (Fault(MMA + r"\{(\S+), (\S+), ", r"\1{\3, \2, "), WRONG),
+    "operands of B exchanged": (Fault(MMA + r"(\{[^}]*\}), \{(\S+), (\S+)\}", r"\1\2, {\4, \3}"), WRONG),
+    "accumulators exchanged": (Fault(r"(mma\.sync\S+\s+)\{(\S+), (\S+), ", r"\1{\3, \2, "), WRONG),
+    "bfloat16 as float16": (Fault(r"f32\.bf16\.bf16\.f32", "f32.f16.f16.f32"), WRONG),
+    "an ldmatrix without .trans": (Fault(r"x4\.trans", "x4"), WRONG),
+    "halves of a pair exchanged": (Fault(r"(cvt\.rn\.bf16x2\.f32\s+\S+), (\S+), (\S+);", r"\1, \3, \2;"), WRONG),
+    "another shuffle": (Fault(r"shfl\.sync\.bfly", "shfl.sync.idx"), WRONG),
+    "an empty copy": (Fault(r"(cp\.async\.cg.*), 16, %r\d+;", r"\1, 16, 0;"), WRONG),
+    "a missing predicate": (Fault(r"@%p\d+ (bra\s+\$L)", r"\1", r"cp\.async\.wait_group"), "that nobody wrote"),
+    "a missing wait": (Fault(r"cp\.async\.wait_group \d;", ""), "touched in flight"),
+    "a wait for too few": (Fault(r"(cp\.async\.wait_group) 1", r"\1 2"), "touched in flight"),
+    "a missing barrier": (Fault(r"bar\.sync\s+0;", "", r"cp\.async\.wait_group"), "race|that nobody wrote"),
+    "another state space": (Fault(r"ld\.shared", "ld.global"), "out of bounds"),
+    "another offset": (Fault(r"(ldmatrix.*)\[(%r\d+)\]", r"\1[\2+8]"), "misaligned"),
+}
+
+
+def make(*shape, dtype=torch.bfloat16, **options):
+    return [t.detach() for t in make_qkv(*shape, dtype=dtype, **options)]
+
+
+@pytest.fixture(scope="module")
+def forward(built):
+    with translated(built, FORWARD, faults=[fault for fault, _ in FAULTS.values()]) as loaded:
+        yield loaded
+
+
+def check(kernels, *inputs, **options):
+    results = check_forward_against_reference(*inputs, **options)
+    assert kernels.c.last_kernel().endswith(b"(PTX)")
+    return results
+
+
+CALLS = {
+    "plain": dict(seqlens=(130, 150)),
+    "causal": dict(seqlens=(150, 129), causal="lower_right"),
+    "window": dict(seqlens=(129, 200), window=(70, 20)),
+    "head dimension 40": dict(seqlens=(17, 70), head_dim=40, head_dim_v=24),
+    "softcap": dict(seqlens=(33, 65), softcap=3.0, scale=-0.3),
+    "grouped heads": dict(seqlens=(20, 40), heads=4, heads_kv=2),
+    "dropout": dict(seqlens=(40, 70), dropout_p=0.3),
+    "sink and ALiBi": dict(seqlens=(40, 70), heads=2, sink=True, alibi_slopes=True),
+    "bool mask": dict(seqlens=(70, 131), mask="bool"),
+    "float mask": dict(seqlens=(70, 131), mask="float", causal="upper_left"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_forward(forward, case):
+    options = dict(CALLS[case])
+    seqlens, heads, mask = options.pop("seqlens"), options.pop("heads", 1), options.pop("mask", None)
+    head_dim, head_dim_v = options.pop("head_dim", 64), options.pop("head_dim_v", None)
+    inputs = make(1, heads, *seqlens, head_dim, head_dim_v, heads_kv=options.pop("heads_kv", heads))
+    if mask == "bool":
+        inputs.append(torch.rand(seqlens) > 0.3)
+    elif mask == "float":
+        inputs.append(torch.randn(seqlens).bfloat16().masked_fill(torch.rand(seqlens) < 0.2, -torch.inf))
+    for name in ("sink", "alibi_slopes"):
+        if name in options:
+            options[name] = torch.rand(heads)
+    check(forward, *inputs, **options)
+
+
+def test_hidden_values_that_are_not_finite(forward):
+    q, k, v = make(1, 1, 100, 100, 64)
+    expected = flash_attn(q, k, v, is_causal=True)
+    k[:, :, 90:, 3], v[:, :, 90:, 5] = torch.inf, torch.nan
+    assert torch.equal(flash_attn(q, k, v, is_causal=True)[:, :, :90], expected[:, :, :90])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(forward, fault):
+    report = FAULTS[fault][1]
+    inputs = make(1, 1, 150, 150, 64)
+    with (
+        forward.with_fault(1 + list(FAULTS).index(fault)),
+        pytest.raises(AssertionError if report is WRONG else library.KernelError, match=report),
+    ):
+        check(forward, *inputs, causal="lower_right")

@@ -1,0 +1,129 @@
+"""PTX types, registers and operands as C++: what to write to read an operand, or to set it, as a value of a type."""
+
+import re
+
+from ptx.parse import PtxError
+
+INTEGERS = {f"{sign}{bits}": f"{'' if sign == 's' else 'u'}int{bits}_t" for sign in "us" for bits in (8, 16, 32, 64)}
+FLOATS = {"f32": "float", "f64": "double"}
+# An untyped value is an unsigned number.
+CPP = INTEGERS | {f"b{bits}": f"uint{bits}_t" for bits in (8, 16, 32, 64)} | FLOATS | {"pred": "bool"}
+BITS = {kind: int(kind[1:]) for kind in CPP if kind != "pred"}
+SPECIAL = {f"%{ptx}.{axis}": f"{cpp}.{axis}" for axis in "xyz" for ptx, cpp in [
+    ("tid", "threadIdx"), ("ntid", "blockDim"), ("ctaid", "blockIdx"), ("nctaid", "gridDim"),
+]} | {"%laneid": "cuda_host::lane()"}  # fmt: skip
+ADDRESS = re.compile(r"\[\s*([%$\w]+)\s*(?:\+\s*(-?\w+))?\s*\]")
+
+
+def is_signed(kind):
+    return kind[0] == "s"
+
+
+def unsigned(kind):
+    return f"b{BITS[kind]}"
+
+
+class Values:
+    """The names that are known at a place of the text. Registers are of their declared kind."""
+
+    def __init__(self, entry):
+        self.params = entry.params
+        self.locals = {}
+        self.kinds = {}  # of a register's prefix or of its whole name
+        self.outer_kinds = []
+
+    def enter_scope(self):
+        self.outer_kinds.append(dict(self.kinds))
+
+    def leave_scope(self):
+        self.kinds = self.outer_kinds.pop()
+
+    def declare(self, registers):
+        """C++ declarations."""
+        kind = registers.kind
+        cpp = CPP.get(kind)
+        if cpp is None:
+            raise PtxError(f"registers of the type .{kind}")
+        if registers.count == 0:
+            self.kinds[registers.prefix] = kind
+            return f"{cpp} {self.name(registers.prefix)};"
+        self.kinds[registers.prefix] = kind
+        names = [self.name(f"{registers.prefix}{n}") for n in range(1, registers.count)]
+        return f"{cpp} {', '.join(names)};" if names else ""
+
+    def kind_of(self, register):
+        """None if this is no register."""
+        return self.kinds.get(register) or self.kinds.get(register.rstrip("0123456789"))
+
+    @staticmethod
+    def name(register):
+        return f"R_{register[1:]}" if register.startswith("%") else f"S_{register}"
+
+    def read(self, operand, kind):
+        """An expression of the C++ type of `kind`."""
+        if operand.startswith("!"):
+            return f"!{self.read(operand[1:], kind)}"
+        declared = self.kind_of(operand)
+        if declared is not None:
+            return convert(self.name(operand), declared, kind)
+        if operand in SPECIAL:
+            return f"{CPP[kind]}({SPECIAL[operand]})"
+        if operand in self.params:
+            return f"{CPP[kind]}(reinterpret_cast<uint64_t>(params + {self.params[operand][0]}))"
+        if operand.endswith("shared_bytesE"):  # csrc/cuda/shared_memory.h: the only shared memory
+            return f"{CPP[kind]}(ptx::kSharedBase)"
+        if operand in self.locals:
+            return f"{CPP[kind]}(reinterpret_cast<uint64_t>(L_{operand}))"
+        return literal(operand, kind)
+
+    def write(self, operand, kind, value):
+        """A statement that sets a register to an expression of the C++ type of `kind`."""
+        if operand == "_":
+            return f"(void)({value});"
+        declared = self.kind_of(operand)
+        if declared is None:
+            raise PtxError(f"{operand} is no register")
+        return f"{self.name(operand)} = {convert(value, kind, declared)};"
+
+    def address(self, operand, space):
+        """A pointer to what an operand like [%rd1+8] names, checked by the machine as an address of that space."""
+        match = ADDRESS.fullmatch(operand)
+        if match is None:
+            raise PtxError(f"{operand} is no address")
+        base, offset = match[1], int(match[2] or "0", 0)
+        if space == "param" and base in self.params:
+            return f"params + {self.params[base][0] + offset}"
+        kind = "u32" if space == "shared" and BITS.get(self.kind_of(base) or "u32", 32) == 32 else "u64"
+        number = self.read(base, kind)
+        return f"ptx::{space or 'generic'}_bytes({number}{f' + {offset}' if offset else ''})"
+
+
+def convert(value, have, want):
+    """The same bits as another type. A wider integer loses its upper bits, a narrower one is extended as it says."""
+    if have == want:
+        return value
+    if "pred" in (have, want):
+        raise PtxError(f"a predicate as .{want if have == 'pred' else have}")
+    if have in FLOATS or want in FLOATS:
+        if BITS[have] != BITS[want]:
+            raise PtxError(f".{have} as .{want}")
+        return f"ptx::bits<{CPP[want]}>({value})"
+    return value if CPP[have] == CPP[want] else f"{CPP[want]}({value})"
+
+
+def literal(text, kind):
+    if kind == "pred":
+        if text not in ("0", "1"):
+            raise PtxError(f"{text} is no predicate")
+        return "true" if text == "1" else "false"
+    if match := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})", text):
+        have = "b32" if match[1] else "b64"
+        number = f"0x{match[1] or match[2]}u" + ("" if match[1] else "l")
+        return convert(number, have, kind)
+    if not re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text):
+        raise PtxError(f"{text} is neither a register nor a number")
+    number = int(text.rstrip("U"), 0)
+    bits = BITS[kind]
+    return convert(
+        f"{CPP[unsigned(kind)]}({number & ((1 << bits) - 1):#x}u{'l' if bits == 64 else ''})", unsigned(kind), kind
+    )
