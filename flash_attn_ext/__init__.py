@@ -12,6 +12,7 @@ else:
     from ._explain_packed import explain_kvcache, explain_varlen
     from .flex import flex_attention
     from .functional import dropout_mask, flash_attn, new_rng_state
+    from .indexer import indexer_loss, indexer_scores, indexer_topk
     from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
     from .kvcache import flash_attn_with_kvcache
     from .nn import (
@@ -54,6 +55,9 @@ __all__ = [
     "flex_attention",
     "force_cuda_tier",
     "force_kernel",
+    "indexer_loss",
+    "indexer_scores",
+    "indexer_topk",
     "is_active",
     "new_rng_state",
     "replace_attention",

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../core/append.h"
+#include "../core/indexer.h"
 #include "../core/params.h"
 #include "parallel.h"
 
@@ -32,6 +33,11 @@ struct Kernels {
       const AttentionParams&);  // number of splits of the keys; 0: the decode kernel does not run
   int64_t decode_max_queries;   // the decode kernel runs by default up to so many queries
   void (*append)(const AppendParams&, const Parallel&);
+  Pass<IndexerTopkParams> indexer_topk;
+  Pass<IndexerScoresParams> indexer_scores;
+  Pass<IndexerScoresBackwardParams> indexer_scores_backward;
+  Pass<IndexerLossParams> indexer_loss;
+  Pass<IndexerLossBackwardParams> indexer_loss_backward;
 };
 
 // isa_*.cpp define these. Null if the compiled architecture does not have the instruction set.

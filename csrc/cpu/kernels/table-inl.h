@@ -6,6 +6,9 @@
 #include "backward-inl.h"
 #include "double_backward-inl.h"
 #include "forward-inl.h"
+#include "indexer_chosen-inl.h"
+#include "indexer_loss-inl.h"
+#include "indexer_topk-inl.h"
 #include "jvp-inl.h"
 #include "weights-inl.h"
 
@@ -90,6 +93,25 @@ FA_PASS(backward, BackwardParams)
 FA_PASS(jvp, JvpParams)
 FA_PASS(double_backward, DoubleBackwardParams)
 FA_PASS(weights, WeightsParams)
+FA_PASS(indexer_topk, IndexerTopkParams)
+
+// Passes of the indexer that widen 16-bit operands on every instruction set.
+#if defined(FA_OTHER_DTYPES)
+#define FA_WIDENED_PASS(name, Params)                                           \
+  size_t run_##name##_workspace(const Params& p, int threads) {                 \
+    return FA_OTHER_DTYPES->name.workspace(p, threads);                         \
+  }                                                                             \
+  void run_##name(const Params& p, void* workspace, const Parallel& parallel) { \
+    FA_OTHER_DTYPES->name.run(p, workspace, parallel);                          \
+  }
+#else
+#define FA_WIDENED_PASS(name, Params) FA_PASS(name, Params)
+#endif
+FA_WIDENED_PASS(indexer_scores, IndexerScoresParams)
+FA_WIDENED_PASS(indexer_scores_backward, IndexerScoresBackwardParams)
+FA_WIDENED_PASS(indexer_loss, IndexerLossParams)
+FA_WIDENED_PASS(indexer_loss_backward, IndexerLossBackwardParams)
+#undef FA_WIDENED_PASS
 #undef FA_PASS
 
 int64_t decode_splits(const AttentionParams& p) {
@@ -118,4 +140,9 @@ constexpr Kernels kKernels = {FA_ISA_NAME,
                               {run_weights_workspace, run_weights},
                               decode_splits,
                               kDecodeMaxQueries,
-                              run_append};
+                              run_append,
+                              {run_indexer_topk_workspace, run_indexer_topk},
+                              {run_indexer_scores_workspace, run_indexer_scores},
+                              {run_indexer_scores_backward_workspace, run_indexer_scores_backward},
+                              {run_indexer_loss_workspace, run_indexer_loss},
+                              {run_indexer_loss_backward_workspace, run_indexer_loss_backward}};

@@ -17,15 +17,10 @@
 #include "../../cpu/why_not.h"
 #include "../operators.h"
 #include "plan.h"
+#include "torch_threads.h"
 
 namespace flash_attn_ext {
 namespace {
-
-void run_on_torch_threads(int threads, void (*worker)(void* context, int thread), void* context) {
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t thread = begin; thread < end; ++thread) worker(context, static_cast<int>(thread));
-  });
-}
 
 // The kernels of a call, and the number of products of two tiles that they compute for each tile of the scores.
 struct ForParams {

@@ -1,0 +1,8 @@
+"""The indexer of DeepSeek sparse attention: the choice of each query's keys, and its training. docs/indexer.md."""
+
+from . import _autograd  # noqa: F401  registers the derivatives
+from .loss import indexer_loss
+from .scores import indexer_scores
+from .topk import indexer_topk
+
+__all__ = ["indexer_loss", "indexer_scores", "indexer_topk"]

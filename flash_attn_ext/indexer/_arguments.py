@@ -1,0 +1,51 @@
+"""What the functions of the indexer do with their arguments before an operator sees them."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._options import as_type, band
+from .._tensor_checks import check_are_dense
+
+
+def checked_tensors(tensors: dict[str, Tensor | None], required: tuple[str, ...]) -> dict[str, Tensor | None]:
+    """Checks kinds and devices, and casts tensors to autocast's dtype.
+
+    Only tensors whose rows are multiplied are cast: weights and lse keep their precision.
+    """
+    check_are_dense(tensors, required)
+    for name, t in tensors.items():
+        if t is not None and t.device.type not in ("cpu", "meta"):
+            raise NotImplementedError(f"{name}: got a tensor on {t.device}; allowed: cpu")
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    return {
+        name: t.to(dtype) if t is not None and name in _CAST and t.dtype in (torch.float32, torch.float16) else t
+        for name, t in tensors.items()
+    }
+
+
+_CAST = ("q", "k", "q_index", "k_index", "query", "key")
+
+
+def checked_scale(name: str, scale: float | None, rows: Tensor) -> float:
+    """Returns ``scale``, or 1 / sqrt(columns)."""
+    if scale is None:
+        return 1.0 / math.sqrt(max(rows.shape[-1], 1)) if rows.dim() else 1.0
+    return as_type("float", name, scale)  # type: ignore[return-value]
+
+
+def band_options(is_causal: bool, causal: str | None, window: Any, diagonal: int) -> dict[str, Any]:
+    """Returns the operator's options for the keys that a query sees by position."""
+    is_causal = as_type("bool", "causal", is_causal)  # type: ignore[assignment]
+    is_causal, lower_right, left, right = band(causal, is_causal, window, None)
+    return {
+        "causal": is_causal,
+        "lower_right": lower_right,
+        "window_left": left,
+        "window_right": right,
+        "diagonal": as_type("int", "diagonal", diagonal),
+    }
