@@ -1,7 +1,7 @@
-// The keys with the largest scores of each query, chosen tile by tile: a query holds at most 2 topk candidates.
+// The keys with the largest scores of each query, chosen tile by tile: a query holds at most 2 topk keys at a time.
 //
-// Candidates are in the order of the keys. If the buffer is full, a radix selection finds the topk-th largest score, and
-// smaller candidates are removed. Of equal scores the first ones remain. A later key must be larger than this score. So
+// Keys are held in ascending order. If the buffer is full, a radix selection finds the topk-th largest score, and
+// keys with smaller scores are removed. Of equal scores the first ones remain. A later key must be larger than this score. So
 // the choice is unique: ties go to the lower index, whatever the tiles, splits and threads. NaN counts as the largest
 // score, as in torch.topk.
 #pragma once
@@ -66,13 +66,13 @@ struct KthLargest {
 };
 
 template <class T>
-struct Candidates {
+struct BestKeys {
   using Bits = OrderBits<T>;
   Bits* bits;
   int32_t* index;
   int64_t count = 0;
   Bits floor = 0;          // a later key must be larger,
-  bool has_floor = false;  // if there are topk candidates that are not smaller
+  bool has_floor = false;  // once topk keys have scores that are not smaller
 
   void add(Bits value, int32_t j) {
     bits[count] = value;
@@ -142,21 +142,21 @@ struct IndexerTopkScratch {
     r.index = arena.take<int32_t>(kIndexerBlockQ * capacity);
     return r;
   }
-  Candidates<T> candidates(int64_t n, int64_t capacity) const {
+  BestKeys<T> best_keys(int64_t n, int64_t capacity) const {
     return {bits + n * capacity, index + n * capacity};
   }
 };
 
-// The candidates of each split of a row, if there are several splits.
+// The best keys of each split of a row, if there are several splits.
 template <class T>
-struct SplitCandidates {
+struct KeysOfSplits {
   OrderBits<T>* bits;  // [B][S_q][splits][topk]
   int32_t* index;
   int32_t* count;  // [B][S_q][splits]
 
-  static SplitCandidates allocate(Arena& arena, const IndexerTopkParams& p, const IndexerSchedule& s) {
+  static KeysOfSplits allocate(Arena& arena, const IndexerTopkParams& p, const IndexerSchedule& s) {
     const int64_t lists = s.splits > 1 ? p.batch * p.seqlen_q * s.splits : 0;
-    SplitCandidates r;
+    KeysOfSplits r;
     r.bits = arena.take<OrderBits<T>>(lists * s.topk);
     r.index = arena.take<int32_t>(lists * s.topk);
     r.count = arena.take<int32_t>(lists);
@@ -165,7 +165,7 @@ struct SplitCandidates {
 };
 
 template <class T>
-void store_chosen(const IndexerTopkParams& p, int64_t b, int64_t i, const Candidates<T>& chosen) {
+void store_chosen(const IndexerTopkParams& p, int64_t b, int64_t i, const BestKeys<T>& chosen) {
   const int64_t row = (b * p.seqlen_q + i) * p.topk;
   std::copy(chosen.index, chosen.index + chosen.count, p.indices + row);
   std::fill(p.indices + row + chosen.count, p.indices + row + p.topk, -1);
@@ -175,10 +175,10 @@ void store_chosen(const IndexerTopkParams& p, int64_t b, int64_t i, const Candid
   std::fill(scores + chosen.count, scores + p.topk, kNegInf<T>);
 }
 
-// Adds the scores of keys [j0, j0 + keys) to a query's candidates.
+// Adds the scores of keys [j0, j0 + keys) to the best keys of a query.
 template <class T>
-void add_candidates(const IndexerTopkParams& p, int64_t b, int64_t j0, int64_t keys, const T* scores,
-                    Candidates<T>& to) {
+void add_scores(const IndexerTopkParams& p, int64_t b, int64_t j0, int64_t keys, const T* scores,
+                BestKeys<T>& to) {
   OrderBits<T> bits[kIndexerBlockK];
   bool any = !to.has_floor;
   for (int64_t r = 0; r < keys; ++r) {
@@ -193,13 +193,13 @@ void add_candidates(const IndexerTopkParams& p, int64_t b, int64_t j0, int64_t k
 // Chooses among the keys of one split for a block of queries.
 template <class In, class T>
 void choose_keys_of_block(const IndexerTopkParams& p, const IndexerSchedule& schedule, int64_t b, int64_t i0,
-                          int64_t split, IndexerTopkScratch<In, T>& s, Candidates<T>* chosen) {
+                          int64_t split, IndexerTopkScratch<In, T>& s, BestKeys<T>* chosen) {
   const int64_t queries = std::min(kIndexerBlockQ, p.seqlen_q - i0), ld = s.products.ld;
   Range seen[kIndexerBlockQ];
   bool needs_scores[kIndexerBlockQ];
   const Range block = schedule.keys_of(split, indexer_keys(p, b, i0, i0 + queries));
   for (int64_t n = 0; n < queries; ++n) {
-    chosen[n] = s.candidates(n, schedule.capacity);
+    chosen[n] = s.best_keys(n, schedule.capacity);
     const Range own = indexer_keys(p, b, i0 + n, i0 + n + 1);
     seen[n] = {std::max(own.begin, block.begin), std::min(own.end, block.end)};
     // A row of at most topk keys chooses all of them.
@@ -223,7 +223,7 @@ void choose_keys_of_block(const IndexerTopkParams& p, const IndexerSchedule& sch
       if (!needs_scores[n] || begin >= end) continue;
       s.products.multiply(p, n, begin - j_begin, end - begin, s.s);
       weigh_heads<T>(s.s, end - begin, p.heads, ld, s.weights + n * ld, s.scores);
-      add_candidates<T>(p, b, begin, end - begin, s.scores, chosen[n]);
+      add_scores<T>(p, b, begin, end - begin, s.scores, chosen[n]);
       if (chosen[n].count + kIndexerBlockK > schedule.capacity)
         chosen[n].shrink(schedule.topk, s.bits + kIndexerBlockQ * schedule.capacity);
     }
@@ -234,7 +234,7 @@ void choose_keys_of_block(const IndexerTopkParams& p, const IndexerSchedule& sch
 
 template <class T>
 struct IndexerTopkWorkspace {
-  SplitCandidates<T> splits;
+  KeysOfSplits<T> splits;
   char* threads;
   size_t per_thread;
 };
@@ -244,7 +244,7 @@ IndexerTopkWorkspace<T> allocate_indexer_topk(Arena& arena, const IndexerTopkPar
   Arena scratch(nullptr);
   IndexerTopkScratch<In, T>::allocate(scratch, p);
   IndexerTopkWorkspace<T> w;
-  w.splits = SplitCandidates<T>::allocate(arena, p, IndexerSchedule::of(p));
+  w.splits = KeysOfSplits<T>::allocate(arena, p, IndexerSchedule::of(p));
   w.per_thread = scratch.used();
   w.threads = arena.take<char>(static_cast<int64_t>(w.per_thread) * threads);
   return w;
@@ -274,7 +274,7 @@ void indexer_topk(const IndexerTopkParams& p, void* workspace, const Parallel& p
     const int64_t i0 = (schedule.blocks - 1 - task % tasks / schedule.splits) * kIndexerBlockQ;
     const ProductUnit<In> unit;
     IndexerTopkScratch<In, T> s = scratch_of(thread);
-    Candidates<T> chosen[kIndexerBlockQ];
+    BestKeys<T> chosen[kIndexerBlockQ];
     choose_keys_of_block<In, T>(p, schedule, b, i0, split, s, chosen);
     for (int64_t n = 0; n < std::min(kIndexerBlockQ, p.seqlen_q - i0); ++n) {
       if (schedule.splits == 1) {
@@ -292,7 +292,7 @@ void indexer_topk(const IndexerTopkParams& p, void* workspace, const Parallel& p
   for_each_task(parallel, p.batch * p.seqlen_q, [&](int64_t row, int thread) {
     const IndexerTopkScratch<In, T> s = scratch_of(thread);
     OrderBits<T>* scratch = s.bits + kIndexerBlockQ * schedule.capacity;
-    Candidates<T> chosen = s.candidates(0, schedule.capacity);
+    BestKeys<T> chosen = s.best_keys(0, schedule.capacity);
     for (int64_t split = 0; split < schedule.splits; ++split) {
       const int64_t list = row * schedule.splits + split;
       for (int64_t n = 0; n < w.splits.count[list]; ++n) {
