@@ -24,14 +24,16 @@ def operator_options(
     is_causal: bool = False,
     causal: str | None = None,
     window: object = None,
+    attention_chunk: object = 0,
     deterministic: bool | None = None,
     **same_in_both: object,
 ) -> dict[str, object]:
     """Returns the operator's options, by name, for arguments of :func:`flash_attn`. Types are not checked yet."""
     options = same_in_both
-    options["causal"] = is_causal
-    if causal is not None or window is not None or alibi_slopes is not None:
-        options.update(zip(BAND, band(causal, is_causal, window, alibi_slopes), strict=True))
+    options["causal"], options["attention_chunk"] = is_causal, attention_chunk
+    aligned = alibi_slopes is not None or type(attention_chunk) is not int or attention_chunk > 0
+    if causal is not None or window is not None or aligned:
+        options.update(zip(BAND, band(causal, is_causal, window, aligned), strict=True))
     options["deterministic"] = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     return options
 
@@ -40,11 +42,14 @@ BAND = ("causal", "lower_right", "window_left", "window_right")
 
 
 def band(
-    causal: str | None, is_causal: bool, window: object, alibi_slopes: Tensor | None
+    causal: str | None, is_causal: bool, window: object, aligned: bool
 ) -> tuple[bool, bool, int | None, int | None]:
-    """Returns the operator's options BAND, which say by position which keys a query sees."""
+    """Returns the operator's options BAND, which say by position which keys a query sees.
+
+    ``aligned``: another option reads the diagonal, so its corner matters without a causal mask and a window, too.
+    """
     if causal is None:
-        lower_right = not is_causal and (window is not None or alibi_slopes is not None)
+        lower_right = not is_causal and (window is not None or aligned)
     elif causal in ("upper_left", "lower_right"):
         lower_right, is_causal = causal == "lower_right", True
     else:

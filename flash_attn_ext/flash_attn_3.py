@@ -6,8 +6,9 @@ this package is allowed, with gradients.
 - ``return_attn_probs=True`` returns (out, softmax_lse).
 - ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints about speed. ``num_splits`` is
   followed, the other three change nothing.
-- ``qv``, ``q_descale`` and ``attention_chunk`` raise a NotImplementedError, unless they have their default. So do
-  ``k_descale`` and ``v_descale``, except in :func:`flash_attn_with_kvcache` with an 8-bit cache.
+- ``attention_chunk`` is the option of :func:`flash_attn_ext.flash_attn`; it is differentiable.
+- ``qv`` and ``q_descale`` raise a NotImplementedError, unless they are None. So do ``k_descale`` and
+  ``v_descale``, except in :func:`flash_attn_with_kvcache` with an 8-bit cache.
 """
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from . import flash_attn_interface as interface
 from ._combine import flash_attn_combine
-from ._flash_arguments import check_hints, refuse_given, whole_number
+from ._flash_arguments import check_hints, refuse_given
 from .kvcache import flash_attn_with_kvcache as _with_kvcache
 
 __all__ = [
@@ -26,16 +27,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]
-
-_CHUNK = "attention_chunk: got {}; allowed: 0. Attention in chunks has no kernel here: pass each chunk by itself"
-
-
-def _check(attention_chunk, num_splits, pack_gqa, sm_margin, **unsupported) -> int:
-    """Refuses arguments without a kernel. Returns ``num_splits`` as this package has it: 0 is automatic."""
-    refuse_given(**unsupported)
-    if whole_number("attention_chunk", attention_chunk) not in (0, None):
-        raise NotImplementedError(_CHUNK.format(attention_chunk))
-    return check_hints(num_splits, pack_gqa, sm_margin)
 
 
 def flash_attn_func(
@@ -59,11 +50,12 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (B, S_q, H, D), k (B, S_k, H_k, D), v (B, S_k, H_k, D_v). Returns out (B, S_q, H, D_v); with
     ``return_attn_probs`` (out, softmax_lse), softmax_lse (B, H, S_q)."""
-    num_splits = _check(attention_chunk, num_splits, pack_gqa, sm_margin, qv=qv, q_descale=q_descale,
-                        k_descale=k_descale, v_descale=v_descale)  # fmt: skip
+    refuse_given(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    num_splits = check_hints(num_splits, pack_gqa, sm_margin)
     out, lse, _ = interface.flash_attn_func(
-        q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, True, num_splits=num_splits
-    )
+        q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, True, num_splits=num_splits,
+        attention_chunk=attention_chunk,
+    )  # fmt: skip
     return (out, lse) if return_attn_probs else out
 
 
@@ -129,11 +121,12 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (T_q, H, D), k (T_k, H_k, D), v (T_k, H_k, D_v). Returns out (T_q, H, D_v); with ``return_attn_probs`` (out,
     softmax_lse), softmax_lse (H, T_q)."""
-    num_splits = _check(attention_chunk, num_splits, pack_gqa, sm_margin, qv=qv, q_descale=q_descale,
-                        k_descale=k_descale, v_descale=v_descale)  # fmt: skip
+    refuse_given(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    num_splits = check_hints(num_splits, pack_gqa, sm_margin)
     out, lse, _ = interface.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
         softcap, None, deterministic, True, seqused_q=seqused_q, seqused_k=seqused_k, num_splits=num_splits,
+        attention_chunk=attention_chunk,
     )  # fmt: skip
     return (out, lse) if return_attn_probs else out
 
@@ -179,7 +172,8 @@ def flash_attn_with_kvcache(
     Returns:
         out; with ``return_softmax_lse`` (out, softmax_lse, None, None), as FlashAttention-3 returns four values.
     """
-    num_splits = _check(attention_chunk, num_splits, pack_gqa, sm_margin, qv=qv, q_descale=q_descale)
+    refuse_given(qv=qv, q_descale=q_descale)
+    num_splits = check_hints(num_splits, pack_gqa, sm_margin)
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     own_cache = page_table is None and cache_batch_idx is None
     result = _with_kvcache(
@@ -187,7 +181,7 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, return_softmax_lse,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
         rotary_seqlens=rotary_seqlens, k_descale=_factors("k_descale", k_descale, k_cache, batch, own_cache),
-        v_descale=_factors("v_descale", v_descale, v_cache, batch, own_cache),
+        v_descale=_factors("v_descale", v_descale, v_cache, batch, own_cache), attention_chunk=attention_chunk,
     )  # fmt: skip
     return (*result, None, None) if return_softmax_lse else result
 

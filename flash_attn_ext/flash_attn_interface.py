@@ -64,18 +64,22 @@ def flash_attn_func(
     qv: Tensor | None = None,
     num_splits: int = 0,
     learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """q (B, S_q, H, D), k (B, S_k, H_k, D), v (B, S_k, H_k, D_v). Returns out (B, S_q, H, D_v); with
     ``return_attn_probs`` also softmax_lse (B, H, S_q) and None.
 
     H must be a multiple of H_k. Key j is visible to query i in ``[i + S_k - S_q - left, i + S_k - S_q + right]``, both
-    included; a query without keys gets 0. ``learnable_sink`` is the ``sink`` of :func:`flash_attn_ext.flash_attn`, (H).
+    included; a query without keys gets 0. ``learnable_sink`` is the ``sink`` of :func:`flash_attn_ext.flash_attn`, (H);
+    ``attention_chunk`` is the same there.
     """
     refuse_given(qv=qv)
     check_dimensions("(batch, seqlen, heads, head_dim)", q=q, k=k, v=v)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
-    out, lse = flash_attn(*heads_first, num_splits=num_splits, sink=sink_of(learnable_sink, q), **options)
+    out, lse = flash_attn(
+        *heads_first, num_splits=num_splits, sink=sink_of(learnable_sink, q), attention_chunk=attention_chunk, **options
+    )
     out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
 
@@ -139,6 +143,7 @@ def flash_attn_varlen_func(
     qv: Tensor | None = None,
     num_splits: int = 0,
     learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """q (T_q, H, D), k (T_k, H_k, D), v (T_k, H_k, D_v). Returns out (T_q, H, D_v); with ``return_attn_probs`` also
     softmax_lse (H, T_q) and None. Each sequence attends as in :func:`flash_attn_func`.
@@ -165,7 +170,7 @@ def flash_attn_varlen_func(
         options = operator_options(
             dropout_p=dropout_p, scale=softmax_scale, causal="lower_right" if causal else None, window=window,
             softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits, deterministic=deterministic,
-            max_seqlen_q=max_seqlen_q,
+            max_seqlen_q=max_seqlen_q, attention_chunk=attention_chunk,
         )  # fmt: skip
         options = checked_options(_ops.CACHE.option_types, options) | {"lower_right": True}
         out, lse = _ops.attention_cache(
@@ -176,7 +181,7 @@ def flash_attn_varlen_func(
         options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         out, lse = flash_attn_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            num_splits=num_splits, sink=sink_of(learnable_sink, q), **options,
+            num_splits=num_splits, sink=sink_of(learnable_sink, q), attention_chunk=attention_chunk, **options,
         )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 

@@ -51,6 +51,8 @@ def flash_attn(
     unified_max: float | None = None,
     deterministic: bool | None = None,
     diagonal: int = 0,
+    attention_chunk: int = 0,
+    first_key: int = 0,
     score_mod: "ScoreMod | None" = None,
     mask_mod: "MaskMod | None" = None,
     block_mask: "BlockMask | None" = None,
@@ -104,6 +106,12 @@ def flash_attn(
             bitwise equal, for any number of threads and any other element of the batch.
         diagonal: moves the diagonal, for a part of a larger score matrix. Causal masks, windows and ALiBi count from
             key ``i + diagonal`` of query i, or from ``i + diagonal + S_k - S_q`` if aligned to the lower right.
+        attention_chunk: above 0, keys are cut into chunks of so many keys, from key 0 on, and a query sees only keys in
+            the chunk of its position (Llama 4, 2025; FlashAttention-3's option). The position of query i is key
+            ``i + diagonal``, or ``i + diagonal + S_k - S_q`` if aligned to the lower right, as for windows. Causal
+            masks and windows apply, too. Tiles outside of the chunks cost no time.
+        first_key: with ``attention_chunk``, for a part of a larger score matrix: the number of key 0 in the larger
+            matrix. Chunks count from there. May be negative.
 
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score, after softcap and ALiBi and before
             the masks. CPU only, and differentiable once. Tensors that it reads receive gradients. docs/flex.md says
@@ -112,8 +120,8 @@ def flash_attn(
         block_mask: a BlockMask of torch (``torch.nn.attention.flex_attention.create_block_mask``), in place of
             ``mask_mod``.
 
-    With ``window`` or ``alibi_slopes`` but neither ``is_causal`` nor ``causal``, the diagonal is aligned to the
-    lower right corner, as in flash-attention.
+    With ``window``, ``alibi_slopes`` or ``attention_chunk`` but neither ``is_causal`` nor ``causal``, the diagonal is
+    aligned to the lower right corner, as in flash-attention.
 
     Returns:
         out (B, H, S_q, D_v) in ``query``'s dtype; or (out, lse) with lse (B, H, S_q) in float32 (float64 for float64
@@ -134,16 +142,17 @@ def flash_attn(
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         return _with_functions(locals())
     band_causal, lower_right, left, right = is_causal, False, None, None
-    if causal is not None or window is not None or alibi_slopes is not None:
-        band_causal, lower_right, left, right = band(causal, is_causal, window, alibi_slopes)
+    aligned = alibi_slopes is not None or type(attention_chunk) is not int or attention_chunk > 0
+    if causal is not None or window is not None or aligned:
+        band_causal, lower_right, left, right = band(causal, is_causal, window, aligned)
     tensors = {
         "query": query, "key": key, "value": value, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes, "sink": sink,
         "rng_state": rng_state, "key_mask": key_mask,
     }  # fmt: skip
     options = {
         "scale": scale, "causal": band_causal, "lower_right": lower_right, "diagonal": diagonal, "window_left": left,
-        "window_right": right, "softcap": softcap, "dropout_p": dropout_p, "num_splits": num_splits,
-        "unified_max": unified_max,
+        "window_right": right, "attention_chunk": attention_chunk, "first_key": first_key,
+        "softcap": softcap, "dropout_p": dropout_p, "num_splits": num_splits, "unified_max": unified_max,
         "deterministic": are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     }  # fmt: skip
     if is_compiling():  # torch.compile traces the operator itself

@@ -37,14 +37,15 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     tree_mask: Tensor | None = None,
     sink: Tensor | None = None,
+    attention_chunk: int = 0,
     learnable_sink: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attention's function of this name: appends ``k`` and ``v`` to the caches in place, then attends.
 
     B counts sequences, S_q the new queries and S_new the new keys of each sequence. There are no derivatives: an input
     that requires a gradient is an error unless gradients are disabled. All checks run before the first row is written.
-    Causal masks, windows and ALiBi are aligned to the lower right corner: the last query has the position of the last
-    key.
+    Causal masks, windows, chunks and ALiBi are aligned to the lower right corner: the last query has the position of
+    the last key.
 
     Args:
         q: (B, S_q, H, D); or packed (T_q, H, D) with ``cu_seqlens_q``.
@@ -84,6 +85,8 @@ def flash_attn_with_kvcache(
             (T_q, max_seqlen_q) or (H, T_q, max_seqlen_q). ``causal`` and a window apply, too: pass no ``causal`` for a
             tree, because its branches are stored one after another.
         sink: (H) or (B, H): one more score in each row, without a value, as in :func:`flash_attn`.
+        attention_chunk: above 0, a query sees only keys in the chunk of its position, as in :func:`flash_attn`. Chunks
+            count from the first row after ``cache_leftpad``.
         learnable_sink: FlashAttention-4's name for ``sink``.
         qv: must be None: the second query of multi-head latent attention has no kernel here.
 

@@ -34,11 +34,13 @@ def flash_attn_varlen(
     unified_max: float | None = None,
     deterministic: bool | None = None,
     diagonal: int = 0,
+    attention_chunk: int = 0,
+    first_key: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of each sequence to itself, for sequences that are packed one after another in memory.
 
-    Every option of :func:`flash_attn` holds for each sequence separately: diagonals, windows, ALiBi and masks count
-    rows and keys from the start of the sequence. Dropout drops the same elements as in a padded batch. Nothing is
+    Every option of :func:`flash_attn` holds for each sequence separately: diagonals, windows, chunks, ALiBi and masks
+    count rows and keys from the start of the sequence. Dropout drops the same elements as in a padded batch. Nothing is
     padded inside. B counts sequences, T_q and T_k count the rows of ``query`` and ``key``.
 
     Args:

@@ -104,6 +104,7 @@ void dense() {
   row(f, "is_causal, causal", "either corner", [](AttentionParams& p) { p.band.right = 0; });
   row(f, "diagonal", "", [](AttentionParams& p) { p.band.right = 0, p.band.diagonal = 7; });
   row(f, "window", "", [](AttentionParams& p) { p.band.left = 64, p.band.right = 0; });
+  row(f, "attention_chunk", "", [](AttentionParams& p) { p.band.chunks = {100, 0}; });
   row(f, "scale", "zero or negative", [](AttentionParams& p) { p.scale = -1; });
   row(f, "softcap", "", [](AttentionParams& p) { p.softcap = 30; });
   row(f, "attn_mask", "bool, the same for all heads and queries", mask(DType::kBool, 0, 0));

@@ -42,11 +42,35 @@ struct Tensor4 {
 
 // Which (i, j) of the score matrix the diagonal options leave: causal, its alignment, the sliding window.
 //   -left <= j - (i + diagonal) <= right
-struct Band {
+struct DiagonalBand {
   static constexpr int64_t kUnbounded = int64_t{1} << 60;
   int64_t diagonal = 0;        // 0: upper-left aligned; S_k - S_q: lower-right aligned
   int64_t left = kUnbounded;   // keys before the diagonal that stay visible
   int64_t right = kUnbounded;  // keys after it; 0 is causal
+};
+
+// Chunked attention (Llama 4, 2025; attention_chunk of FlashAttention-3): positions are cut into chunks, and a query sees
+// only keys of its own chunk.
+//   floor((i + diagonal + first_key) / size) == floor((j + first_key) / size)
+struct Chunks {
+  static constexpr int64_t kLargest = int64_t{1} << 61;
+  int64_t size = 0;       // 0: off
+  int64_t first_key = 0;  // position of key 0, in a part of a larger score matrix
+
+  FA_HOST_DEVICE explicit operator bool() const { return size != 0; }
+  // Returns the first position of the chunk of a position, which may be negative. Both count from key 0.
+  FA_HOST_DEVICE int64_t begin(int64_t position) const {
+    const int64_t in_chunk = (position + first_key) % size;
+    return position - (in_chunk < 0 ? in_chunk + size : in_chunk);
+  }
+  FA_HOST_DEVICE bool same(int64_t a, int64_t b) const { return size == 0 || begin(a) == begin(b); }
+};
+
+struct Band : DiagonalBand {
+  Chunks chunks;
+
+  // For kernels whose why_not refuses chunks: the overloads of mask.h without chunks.
+  FA_HOST_DEVICE const DiagonalBand& without_chunks() const { return *this; }
 };
 
 // attn_mask, broadcast by zero strides: never expanded. kBool: true attends. Float: added; -inf masks.

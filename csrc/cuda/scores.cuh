@@ -96,13 +96,13 @@ __device__ T alibi_distance(const Band& band, int64_t i, int64_t j) {
   return static_cast<T>(distance < 0 ? -distance : distance);
 }
 
-// `scaled` is <q, k> times product_scale(). `in_mask`: the mask has an element for (i, j). A tree's mask has none for the
+// The band without its chunks. `scaled` is <q, k> times product_scale(). `in_mask`: the mask has an element for (i, j). A tree's mask has none for the
 // keys before the tree.
 template <class T>
 __device__ Score<T> finish_scaled_score(const AttentionParams& p, T scaled, int64_t b, int64_t h, int64_t i,
                                         int64_t j, bool inside, bool in_mask = true) {
   const Score<T> masked{-kInf<T>, T(0), false};
-  if (!inside || !in_band(p.band, i, j)) return masked;
+  if (!inside || !in_band(p.band.without_chunks(), i, j)) return masked;
   T score = scaled, t = 0;
   if (has_softcap(p)) {
     t = std::tanh(score);
@@ -117,10 +117,13 @@ __device__ Score<T> finish_scaled_score(const AttentionParams& p, T scaled, int6
   return {score, t, true};
 }
 
+// The same from the product <q, k>, and with chunks.
 template <class T>
 __device__ Score<T> finish_score(const AttentionParams& p, T product, int64_t b, int64_t h, int64_t i,
                                  int64_t j, bool inside, bool in_mask = true) {
-  return finish_scaled_score(p, rounded_product(product, product_scale<T>(p)), b, h, i, j, inside, in_mask);
+  const bool in_chunk = p.band.chunks.same(i + p.band.diagonal, j);
+  return finish_scaled_score(p, rounded_product(product, product_scale<T>(p)), b, h, i, j, inside && in_chunk,
+                             in_mask);
 }
 
 // The factor of an element of P: 1 / (1 - p) if it is kept, 0 if it is dropped.

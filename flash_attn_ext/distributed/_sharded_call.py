@@ -51,6 +51,8 @@ class ShardedCall:
             "diagonal": tile.diagonal,
             "window_left": band.left if tile.bounded else None,
             "window_right": band.right if tile.bounded else None,
+            "attention_chunk": band.chunk if tile.bounded else 0,
+            "first_key": band.first_key + tile.col,
         }
 
     def tile_rng_state(self, rng_state: Tensor | None, tile: Tile) -> Tensor | None:
@@ -104,7 +106,8 @@ def _band(options: dict, queries: Layout, keys: Layout) -> Band:
     if options["causal"]:
         right = 0 if right is None else min(0, right)
     corner = keys.seqlen - queries.seqlen if options["lower_right"] else 0
-    return Band(options["window_left"], right, corner + options["diagonal"])
+    chunks = options["attention_chunk"], options["first_key"]
+    return Band(options["window_left"], right, corner + options["diagonal"], *chunks)
 
 
 def _documents(offsets: list[int], inputs: Inputs, queries: Layout, keys: Layout) -> tuple[int, ...]:

@@ -8,11 +8,21 @@ from ._layout import Layout
 
 
 class Band(NamedTuple):
-    """Key j is visible to query i of the sequence if -left <= j - (i + diagonal) <= right; None is no limit."""
+    """Key j is visible to query i of the sequence if -left <= j - (i + diagonal) <= right; None is no limit.
+
+    And if no chunk ends between both: floor((i + diagonal + first_key) / chunk) == floor((j + first_key) / chunk).
+    """
 
     left: int | None
     right: int | None
     diagonal: int
+    chunk: int = 0  # 0: no chunks
+    first_key: int = 0
+
+    def chunk_of(self, position: int) -> tuple[int, int]:
+        """Returns the first position of the chunk of ``position``, and of the next chunk."""
+        begin = position - (position + self.first_key) % self.chunk
+        return begin, begin + self.chunk
 
 
 class Geometry(NamedTuple):
@@ -124,9 +134,22 @@ def _tile(
         q0 = max(q0, k0 - band.diagonal - band.right)
     if q0 >= q1 or k0 >= k1:
         return None
+    cut = False
+    if band.chunk:
+        # Positions count from the start of the document.
+        row, col = origin[0] - band.diagonal, origin[1]
+        k0 = max(k0, band.chunk_of(q0 - row)[0] + col)
+        k1 = min(k1, band.chunk_of(q1 - 1 - row)[1] + col)
+        if k0 >= k1:
+            return None
+        q0 = max(q0, band.chunk_of(k0 - col)[0] + row)
+        q1 = min(q1, band.chunk_of(k1 - 1 - col)[1] + row)
+        if q0 >= q1:
+            return None
+        cut = len({band.chunk_of(p) for p in (q0 - row, q1 - 1 - row, k0 - col, k1 - 1 - col)}) > 1
     diagonal = band.diagonal + q0 - k0
     least, most = -(q1 - q0 - 1 + diagonal), k1 - k0 - 1 - diagonal  # of j - (i + diagonal)
-    bounded = (band.left is not None and least < -band.left) or (band.right is not None and most > band.right)
+    bounded = cut or (band.left is not None and least < -band.left) or (band.right is not None and most > band.right)
     return Tile(q0, q1, k0, k1, diagonal, bounded, q0 - origin[0], k0 - origin[1], k0, document)
 
 

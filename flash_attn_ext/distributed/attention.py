@@ -48,6 +48,7 @@ def context_parallel_attn(
     return_lse: bool = False,
     rng_state: Tensor | None = None,
     deterministic: bool | None = None,
+    attention_chunk: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attn` on a sequence that is sharded over a process group (:func:`shard_sequence`).
 
@@ -90,6 +91,7 @@ def context_parallel_attn(
             :func:`flash_attn` drops in the whole sequence. None: every process draws a state, and all use the one of
             the group's first process (16 bytes are sent).
         deterministic: as for :func:`flash_attn`.
+        attention_chunk: as for :func:`flash_attn`. Chunks count in the whole sequence, or in each document.
 
     Returns:
         out (B, H, s_q, D_v), or (out, lse).
@@ -131,7 +133,7 @@ def context_parallel_attn(
             _ops.DENSE, query=query, key=key, value=value, attn_mask=attn_mask, dropout_p=dropout_p,
             is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, causal=causal, window=window, softcap=softcap,
             alibi_slopes=alibi_slopes, sink=sink, key_mask=key_mask, return_lse=return_lse, rng_state=rng_state,
-            deterministic=deterministic,
+            deterministic=deterministic, attention_chunk=attention_chunk,
         )  # fmt: skip
 
     out, lse = attend_over_processes(

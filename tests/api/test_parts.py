@@ -6,7 +6,8 @@ import torch
 from flash_attn_ext import _ops, dropout_mask, flash_attn, new_rng_state
 
 OPTIONS = dict(
-    scale=None, causal=False, lower_right=False, diagonal=0, window_left=None, window_right=None, softcap=0.0,
+    scale=None, causal=False, lower_right=False, diagonal=0, window_left=None, window_right=None, attention_chunk=0,
+    first_key=0, softcap=0.0,
     dropout_p=0.0, num_splits=0, unified_max=None, deterministic=True,
 )  # fmt: skip
 HEADS, SIZE = 4, 150

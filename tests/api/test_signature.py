@@ -30,6 +30,7 @@ def test_the_eager_call_and_the_call_object_have_the_names_and_the_order_of_the_
     arguments = {name: None for name in inspect.signature(flash_attn).parameters}
     arguments |= {name: torch.ones(1) for name in _ops.DENSE.tensor_names} | {"query": q, "key": k, "value": v}
     arguments |= {"scale": 0.3, "softcap": 2.5, "dropout_p": 0.25, "num_splits": 3, "unified_max": 4.5, "diagonal": 5}
+    arguments |= {"attention_chunk": 9, "first_key": 2}
     arguments |= {"deterministic": True, "is_causal": False, "enable_gqa": True, "return_lse": True}
     arguments |= {"causal": "lower_right", "window": (3, 4)}
     call, _ = flash_attn(**arguments)

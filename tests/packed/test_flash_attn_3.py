@@ -66,6 +66,7 @@ CASES = [
     ({"window_size": (20, 3), "softcap": 2.0}, {"window": (20, 3), "softcap": 2.0}),
     ({"num_splits": 3, "pack_gqa": True, "sm_margin": 8, "deterministic": True}, {}),
     ({"num_splits": -1, "attention_chunk": 0}, {}),
+    ({"causal": True, "attention_chunk": 16}, {"causal": "lower_right", "attention_chunk": 16}),
 ]
 
 
@@ -175,7 +176,6 @@ REFUSED = {
     "q_descale": (dict(q_descale=ONE), "q_descale: got a tensor; allowed: None. 8-bit queries"),
     "k_descale": (dict(k_descale=ONE), "k_descale: got a tensor; allowed: None. Only flash_attn_with_kvcache"),
     "v_descale": (dict(v_descale=ONE), "v_descale: got a tensor; allowed: None. Only flash_attn_with_kvcache"),
-    "attention_chunk": (dict(attention_chunk=64), "attention_chunk: got 64; allowed: 0"),
 }
 
 

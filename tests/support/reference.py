@@ -5,7 +5,7 @@ import math
 import torch
 
 
-def visible(seqlen_q, seqlen_k, *, causal=None, window=None, default_lower_right=True):
+def visible(seqlen_q, seqlen_k, *, causal=None, window=None, attention_chunk=0, default_lower_right=True):
     """bool (S_q, S_k): True where the diagonal options leave a key visible. Written from their definitions."""
     lower_right = causal == "lower_right" or (causal is None and default_lower_right)
     diagonal = seqlen_k - seqlen_q if lower_right else 0
@@ -19,6 +19,8 @@ def visible(seqlen_q, seqlen_k, *, causal=None, window=None, default_lower_right
         keep &= j >= i - left
     if right not in (None, -1):
         keep &= j <= i + right
+    if attention_chunk:
+        keep &= i.div(attention_chunk, rounding_mode="floor") == j.div(attention_chunk, rounding_mode="floor")
     return keep
 
 
@@ -30,6 +32,7 @@ def attention(
     *,
     causal=None,
     window=None,
+    attention_chunk=0,
     softcap=0.0,
     alibi_slopes=None,
     sink=None,
@@ -50,7 +53,7 @@ def attention(
         distance = (torch.arange(seqlen_q)[:, None] + diagonal - torch.arange(seqlen_k)[None, :]).abs()
         slopes = alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]
         scores = scores - slopes[:, :, None, None] * distance
-    hidden = ~visible(seqlen_q, seqlen_k, causal=causal, window=window)
+    hidden = ~visible(seqlen_q, seqlen_k, causal=causal, window=window, attention_chunk=attention_chunk)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         hidden = hidden | ~attn_mask
     elif attn_mask is not None:

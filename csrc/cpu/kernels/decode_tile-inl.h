@@ -38,7 +38,8 @@ DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams
   s.scores = arena.take<T>(heads * score_rows<T>(rows) * block_k);
   s.sums = arena.take<T>(heads * rows * decode_columns<T>(z.head_dim_v));
   // Only a bounded band can hide keys.
-  const bool may_mask = call.mask || call.band.left < Band::kUnbounded || call.band.right < Band::kUnbounded;
+  const bool may_mask = call.mask || call.band.left < Band::kUnbounded ||
+                        call.band.right < Band::kUnbounded || call.band.chunks;
   s.mask = allocate_mask_tile<T>(arena, call.mask, seqlen_q, block_k);
   s.dropout_tile = call.dropout ? arena.take<T>(seqlen_q * block_k) : nullptr;
   s.key_copy = copies_rows(call) ? arena.take<In>(kChunkRows * z.head_dim) : nullptr;

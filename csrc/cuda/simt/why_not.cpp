@@ -8,7 +8,8 @@ namespace {
 [[maybe_unused]] void name_every_field(const AttentionParams& p, const Tangents& t) {
   [[maybe_unused]] const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink,
                                 dropout, decode, varlen, functions] = p;
-  [[maybe_unused]] const auto& [diagonal, left, right] = p.band;
+  [[maybe_unused]] const auto& [diagonal, left, right] = p.band.without_chunks();
+  [[maybe_unused]] const auto& [chunk, first_key] = p.band.chunks;
   [[maybe_unused]] const auto& [mask_data, mask_dtype, mask_b, mask_h, mask_q, mask_k, key_data, key_dtype,
                                 key_b, key_k] = p.mask;
   [[maybe_unused]] const auto& [slopes, slopes_b, slopes_h] = p.alibi;

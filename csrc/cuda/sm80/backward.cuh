@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   // the sequence has fewer keys. An int is enough to number all tiles that fit in memory.
   const int group = z.heads / z.heads_kv;
   const QueryGradientTiles<C::kPacked> dq_tiles(call, p, C::kBlockQ);
-  const Range seen = visible_queries(p.band, j0, j_end, z.seqlen_q);
+  const Range seen = visible_queries(p.band.without_chunks(), j0, j_end, z.seqlen_q);
   const int first_tile = seen.begin / C::kBlockQ;
   const int end_tile = j0 < j_end && seen.begin < seen.end ? ceil_div(seen.end, C::kBlockQ) : first_tile;
   struct Step {
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const Step next = next_step(step);
     const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, z.seqlen_q);
     const bool tail = j_end < j0 + C::kBlockK;
-    const bool partial = call.mask || tail || !band_covers(p.band, at.i0, i_end, j0, j_end);
+    const bool partial = call.mask || tail || !band_covers(p.band.without_chunks(), at.i0, i_end, j0, j_end);
 
     ptx::cp_async_wait<C::kLater>();  // this thread's part of q has landed; dout may be in flight
     __syncthreads();  // all parts have landed; all have read the other q, P, dS and v's last columns
@@ -188,7 +188,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     if (call.dq) {
       int turn = -1;
-      if (in_turns) turn = (visible_keys(p.band, at.i0, i_end, z.seqlen_k).end - 1) / C::kBlockK - key_block;
+      if (in_turns)
+        turn = (visible_keys(p.band.without_chunks(), at.i0, i_end, z.seqlen_k).end - 1) / C::kBlockK -
+               key_block;
       add_query_gradient(shared, w, dq_tiles(b, at.h, at.i0 / C::kBlockQ), turn);
     }
     step = next;

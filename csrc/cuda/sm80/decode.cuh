@@ -260,7 +260,7 @@ __device__ Range keys_of_split(const AttentionParams& p, const DecodeSchedule& s
   const int64_t begin = schedule.keys.begin + blockIdx.z * schedule.keys_per_split;
   const int64_t end = smaller(begin + schedule.keys_per_split, schedule.keys.end);
   if (!C::kPacked || !p.varlen) return {begin, end};
-  const Range own = visible_keys(p.band, 0, p.sizes.seqlen_q, p.sizes.seqlen_k);
+  const Range own = visible_keys(p.band.without_chunks(), 0, p.sizes.seqlen_q, p.sizes.seqlen_k);
   return {larger<int64_t>(begin, own.begin / kWarpKeys * kWarpKeys), smaller(end, own.end)};
 }
 
@@ -321,7 +321,8 @@ __global__ void __launch_bounds__(kDecodeThreads)
   float out[C::kRowTiles][C::kHeadDim / 8][4] = {};
   for (int64_t j0 = first; j0 < end; j0 += kDecodeBlockKeys) {
     const int64_t j_end = smaller(j0 + kWarpKeys, end);
-    const bool hides = p.mask || !band_covers(p.band, 0, z.seqlen_q, j0, j_end);  // one of its keys
+    const bool hides =
+        p.mask || !band_covers(p.band.without_chunks(), 0, z.seqlen_q, j0, j_end);  // one of its keys
 
     float scores[C::kRowTiles][2][4] = {};
     uint32_t attends[C::kRowTiles];

@@ -31,7 +31,8 @@ DecodeSchedule schedule_decode(const AttentionParams& p) {
   schedule.row_blocks = ceil_div(rows, kMmaRows * schedule.row_tiles);
   schedule.tasks = z.batch * z.heads_kv * schedule.row_blocks;
 
-  schedule.keys = p.varlen ? Range{0, z.seqlen_k} : visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
+  schedule.keys =
+      p.varlen ? Range{0, z.seqlen_k} : visible_keys(p.band.without_chunks(), 0, z.seqlen_q, z.seqlen_k);
   schedule.keys.begin = schedule.keys.begin / kWarpKeys * kWarpKeys;
   const int64_t tiles =
       std::max<int64_t>(ceil_div(schedule.keys.end - schedule.keys.begin, kDecodeBlockKeys), 0);

@@ -62,7 +62,7 @@ struct QueryBlock {
 template <class C>
 __device__ Range key_tiles(const AttentionParams& p, int64_t i0) {
   const int64_t i_end = smaller<int64_t>(i0 + C::kBlockQ, p.sizes.seqlen_q);
-  const Range seen = visible_keys(p.band, i0, i_end, p.sizes.seqlen_k);
+  const Range seen = visible_keys(p.band.without_chunks(), i0, i_end, p.sizes.seqlen_k);
   return {seen.begin / C::kBlockK * C::kBlockK, seen.end};
 }
 
@@ -72,7 +72,7 @@ __device__ bool is_partial(const AttentionParams& p, const ScorePosition& at) {
   const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, p.sizes.seqlen_q);
   const int64_t j_end = smaller<int64_t>(at.j0 + C::kBlockK, p.sizes.seqlen_k);
   const bool tail = j_end < at.j0 + C::kBlockK;
-  return p.mask || tail || !band_covers(p.band, at.i0, i_end, at.j0, j_end);
+  return p.mask || tail || !band_covers(p.band.without_chunks(), at.i0, i_end, at.j0, j_end);
 }
 
 // Drops elements of P, and of the tangents' tile if there is one. The factor of kept elements is applied at the end, in

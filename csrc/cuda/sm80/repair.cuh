@@ -58,8 +58,9 @@ struct Repair {
   // Whether one of the query rows that share a tile with key j is hidden from it and not finite.
   __device__ bool hides_non_finite_query(int64_t h, int64_t j, Range tile_keys) const {
     const Sizes& z = p.sizes;
-    const Range read = whole_tiles(visible_queries(p.band, tile_keys.begin, tile_keys.end, z.seqlen_q),
-                                   backward_rows(padded_head_dim(z)), z.seqlen_q);
+    const Range read =
+        whole_tiles(visible_queries(p.band.without_chunks(), tile_keys.begin, tile_keys.end, z.seqlen_q),
+                    backward_rows(padded_head_dim(z)), z.seqlen_q);
     const auto hidden = [&](int64_t i) { return is_hidden(h, i, j); };
     return has_non_finite_rows<In, C::kHeadDim>(p.q, b, h, read, z.head_dim, hidden) ||
            has_non_finite_rows<In, C::kHeadDim>(p.dout, b, h, read, z.head_dim_v, hidden);
@@ -69,7 +70,8 @@ struct Repair {
     const Sizes& z = p.sizes;
     const int rows = backward_rows(padded_head_dim(z));
     const int64_t first = i / rows * rows;
-    const Range seen = visible_keys(p.band, first, smaller<int64_t>(first + rows, z.seqlen_q), z.seqlen_k);
+    const Range seen =
+        visible_keys(p.band.without_chunks(), first, smaller<int64_t>(first + rows, z.seqlen_q), z.seqlen_k);
     const Range read = whole_tiles(seen, backward_keys(padded_head_dim(z)), z.seqlen_k);
     const auto hidden = [&](int64_t j) { return is_hidden(h, i, j); };
     return has_non_finite_rows<In, C::kHeadDim>(p.k, b, z.kv_head(h), read, z.head_dim, hidden);
@@ -86,7 +88,7 @@ struct Repair {
     for (int64_t h = first_head; h < first_head + group && !repairs; ++h)
       repairs = hides_non_finite_query(h, j, tile_keys);
     if (!repairs) return;
-    const Range seen = visible_queries(p.band, j, j + 1, z.seqlen_q);
+    const Range seen = visible_queries(p.band.without_chunks(), j, j + 1, z.seqlen_q);
     const Row k(p.k, b, h_kv, j, z.head_dim), v(p.v, b, h_kv, j, z.head_dim_v);
     Row dk, dv;
     for (int64_t h = first_head; h < first_head + group; ++h)
@@ -106,7 +108,7 @@ struct Repair {
     const int64_t h_kv = z.kv_head(h);
     const Columns columns(p.dq, b, h, i, 0, z.head_dim);
     if (!columns.any() || !hides_non_finite_key(h, i)) return;
-    const Range seen = visible_keys(p.band, i, i + 1, z.seqlen_k);
+    const Range seen = visible_keys(p.band.without_chunks(), i, i + 1, z.seqlen_k);
     const Row q(p.q, b, h, i, z.head_dim), dout(p.dout, b, h, i, z.head_dim_v);
     Row dq;
     for (int64_t j = seen.begin; j < seen.end && columns.any_open(dq.x); ++j) {

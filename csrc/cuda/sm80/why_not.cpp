@@ -12,7 +12,8 @@ namespace {
 [[maybe_unused]] void name_every_field(const AttentionParams& p, const Tangents& t) {
   [[maybe_unused]] const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink,
                                 dropout, decode, varlen, functions] = p;
-  [[maybe_unused]] const auto& [diagonal, left, right] = p.band;
+  [[maybe_unused]] const auto& [diagonal, left, right] = p.band.without_chunks();
+  [[maybe_unused]] const auto& [chunk, first_key] = p.band.chunks;
   [[maybe_unused]] const auto& [mask_data, mask_dtype, mask_b, mask_h, mask_q, mask_k, key_data, key_dtype,
                                 key_b, key_k] = p.mask;
   [[maybe_unused]] const auto& [slopes, slopes_b, slopes_h] = p.alibi;
@@ -31,6 +32,7 @@ namespace {
 constexpr int64_t kMaxHeadDim = 256, kMaxJvpHeadDim = 128;
 
 constexpr const char* kWide = "sm80: only head dimensions up to 256";
+constexpr const char* kChunks = "sm80: no attention_chunk";
 constexpr const char* kUnaligned = "sm80: a tensor's rows are not aligned to 16 bytes";
 
 // cp.async copies 16 aligned bytes.
@@ -49,6 +51,7 @@ bool is_decode(const AttentionParams& p) {
 
 const char* why_not_forward(const AttentionParams& p) {
   if (p.functions) return "sm80: no functions of the user";
+  if (p.band.chunks) return kChunks;
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
   if (p.decode.has_unified_max) return "sm80: no unified_max";
@@ -64,6 +67,7 @@ const char* why_not_forward(const AttentionParams& p) {
 
 const char* why_not_backward(const BackwardParams& p) {
   if (p.functions) return "sm80: no functions of the user";
+  if (p.band.chunks) return kChunks;
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
   if (p.dropout.place) return "sm80: no dropout of a part of a larger call";

@@ -56,7 +56,8 @@ __device__ BackwardRange backward_range(const BackwardArguments& a, int block) {
   range.heads = a.heads_of_kv_head;
   range.first_head = range.h_kv * range.heads;
   const int64_t begin = int64_t{task.tile} * Config::kKeys, end = begin + Config::kKeys;
-  const Range seen = visible_queries(p.band, begin, end < z.seqlen_k ? end : z.seqlen_k, z.seqlen_q);
+  const Range seen =
+      visible_queries(p.band.without_chunks(), begin, end < z.seqlen_k ? end : z.seqlen_k, z.seqlen_q);
   range.first_tile = seen.begin / Config::kRows;
   range.row_tiles = seen.begin < seen.end ? ceil_div(seen.end, Config::kRows) - range.first_tile : 0;
   range.last_key_tile = a.order.tiles - 1;

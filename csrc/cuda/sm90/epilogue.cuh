@@ -23,7 +23,7 @@ __device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64
   const NanColumns<Out, kHeadDim> columns(to, b, h, i, 0, z.head_dim_v);
   float max = -kInf<float>, sum = 0;
   Row out;
-  const Range seen = visible_keys(p.band, i, i + 1, z.seqlen_k);
+  const Range seen = visible_keys(p.band.without_chunks(), i, i + 1, z.seqlen_k);
   const int64_t begin = larger(seen.begin, keys.begin), end = smaller(seen.end, keys.end);
   for (int64_t j = end - 1; j >= begin && columns.any_open(out.x); --j) {
     if (is_masked(p, b, j)) continue;

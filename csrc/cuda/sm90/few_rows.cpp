@@ -30,7 +30,7 @@ constexpr int64_t work_of_key_tile(HeadDims dims) { return int64_t{forward_keys(
 int64_t tiles_of_block(const AttentionParams& p, int64_t queries, int64_t tile_keys) {
   const Sizes& z = p.sizes;
   if (p.varlen) return ceil_div(z.seqlen_k, tile_keys);
-  const Range seen = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
+  const Range seen = visible_keys(p.band.without_chunks(), 0, z.seqlen_q, z.seqlen_k);
   const int64_t in_band = std::min(queries, z.seqlen_q) + p.band.left + p.band.right;
   return ceil_div(std::max<int64_t>(std::min(seen.end - seen.begin, in_band), 0), tile_keys);
 }

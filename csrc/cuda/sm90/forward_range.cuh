@@ -46,7 +46,8 @@ __device__ BlockRange block_range(const ForwardArguments& a, int number) {
   range.first_row = task.row_block * queries;
   range.consumers = Config::kConsumers;
   const int64_t end_row = range.first_row + queries;
-  Range seen = visible_keys(p.band, range.first_row, end_row < z.seqlen_q ? end_row : z.seqlen_q, z.seqlen_k);
+  Range seen = visible_keys(p.band.without_chunks(), range.first_row,
+                            end_row < z.seqlen_q ? end_row : z.seqlen_q, z.seqlen_k);
   range.band = ShortBand(p);
   range.q_row = range.k_row = 0;
   range.map_b = range.b;

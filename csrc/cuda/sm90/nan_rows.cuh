@@ -45,8 +45,8 @@ __device__ inline bool is_masked(const AttentionParams& p, int64_t b, int64_t j)
 template <class In, int kHeadDim>
 __device__ bool has_non_finite_hidden_keys(const AttentionParams& p, const Tensor4& t, int64_t columns,
                                            int64_t b, int64_t h_kv, Range rows, Range tiles) {
-  const Range first = visible_keys(p.band, rows.begin, rows.begin + 1, p.sizes.seqlen_k);
-  const Range last = visible_keys(p.band, rows.end - 1, rows.end, p.sizes.seqlen_k);
+  const Range first = visible_keys(p.band.without_chunks(), rows.begin, rows.begin + 1, p.sizes.seqlen_k);
+  const Range last = visible_keys(p.band.without_chunks(), rows.end - 1, rows.end, p.sizes.seqlen_k);
   const int64_t end = smaller(tiles.end, end_of_key_rows(p));
   const Range before{tiles.begin, smaller(last.begin, end)}, after{larger(first.end, tiles.begin), end};
   const auto masked = [&](int64_t j) { return is_masked(p, b, j); };

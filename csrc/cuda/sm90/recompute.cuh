@@ -36,7 +36,7 @@ __device__ void repair_key(const BackwardParams& p, const BackwardWorkspace& w, 
   using Columns = NanColumns<In, kHeadDim>;
   const Sizes& z = p.sizes;
   const int64_t group = z.heads / z.heads_kv;
-  const Range seen = visible_queries(p.band, j, j + 1, z.seqlen_q);
+  const Range seen = visible_queries(p.band.without_chunks(), j, j + 1, z.seqlen_q);
   const Row k(p.k, b, h_kv, j, z.head_dim), v(p.v, b, h_kv, j, z.head_dim_v);
   const Columns of_dk =
       p.dk ? Columns(p.dk, b, h_kv, j, begin, smaller<int64_t>(end, z.head_dim)) : Columns();
@@ -60,7 +60,7 @@ __device__ void repair_query(const BackwardParams& p, const BackwardWorkspace& w
                              int64_t h_kv, int64_t i) {
   using Row = LaneRow<In, kHeadDim>;
   const Sizes& z = p.sizes;
-  const Range seen = visible_keys(p.band, i, i + 1, z.seqlen_k);
+  const Range seen = visible_keys(p.band.without_chunks(), i, i + 1, z.seqlen_k);
   const Row q(p.q, b, h, i, z.head_dim), dout(p.dout, b, h, i, z.head_dim_v);
   const NanColumns<In, kHeadDim> columns(p.dq, b, h, i, 0, z.head_dim);
   Row dq;
@@ -79,8 +79,9 @@ __device__ void repair_keys(const BackwardParams& p, const BackwardWorkspace& w,
   const Sizes& z = p.sizes;
   const int64_t keys = smaller<int64_t>(kWarpRows, z.seqlen_k - warp_key), group = z.heads / z.heads_kv;
   if (nan_rows == 0 || keys <= 0) return;
-  const Range first = visible_queries(p.band, warp_key, warp_key + 1, z.seqlen_q);
-  const Range last = visible_queries(p.band, warp_key + keys - 1, warp_key + keys, z.seqlen_q);
+  const Range first = visible_queries(p.band.without_chunks(), warp_key, warp_key + 1, z.seqlen_q);
+  const Range last =
+      visible_queries(p.band.without_chunks(), warp_key + keys - 1, warp_key + keys, z.seqlen_q);
   const int64_t end_row = smaller<int64_t>(tiles.end, end_of_query_rows(p));
   const Range before{tiles.begin, smaller<int64_t>(last.begin, end_row)},
       after{larger<int64_t>(first.end, tiles.begin), end_row};
@@ -108,8 +109,8 @@ __device__ void repair_queries(const BackwardParams& p, const BackwardWorkspace&
   if (nan_rows == 0 || rows <= 0) return;
   // The key tiles that add to this tile of dQ.
   const int64_t tile_row = warp_row & -tile_rows;
-  const Range seen =
-      visible_keys(p.band, tile_row, smaller<int64_t>(tile_row + tile_rows, z.seqlen_q), z.seqlen_k);
+  const Range seen = visible_keys(p.band.without_chunks(), tile_row,
+                                  smaller<int64_t>(tile_row + tile_rows, z.seqlen_q), z.seqlen_k);
   const Range tiles{seen.begin / kKeys * kKeys, ceil_div(seen.end, kKeys) * kKeys};
   if (!has_non_finite_hidden_keys<In, kHeadDim>(p, p.k, z.head_dim, b, h_kv, {warp_row, warp_row + rows},
                                                 tiles))

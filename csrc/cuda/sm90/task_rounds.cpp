@@ -17,7 +17,7 @@ using Lengths = std::array<int64_t, TaskRounds::kMaxBlocks>;
 // All that the table depends on.
 struct Key {
   Sizes sizes;
-  Band band;
+  DiagonalBand band;
   int64_t rows, keys, blocks;  // int64_t: no padding between the fields
 
   bool operator==(const Key& other) const { return std::memcmp(this, &other, sizeof(Key)) == 0; }
@@ -39,7 +39,8 @@ std::array<Lengths, TaskRounds::kRows> add_lengths(const AttentionParams& p, int
 // Deals row after row, those with the largest differences first: the longest task to the block with the least to do.
 TaskRounds deal(const AttentionParams& p, int rows, int keys, int blocks) {
   TaskRounds rounds;
-  if (band_covers(p.band, 0, p.sizes.seqlen_q, 0, p.sizes.seqlen_k)) {  // all tasks have one length
+  if (band_covers(p.band.without_chunks(), 0, p.sizes.seqlen_q, 0,
+                  p.sizes.seqlen_k)) {  // all tasks have one length
     for (int row = 0; row < TaskRounds::kRows; ++row)
       for (int block = 0; block < blocks; ++block) rounds.set_slot(row, block, block);
     return rounds;
@@ -73,7 +74,7 @@ TaskRounds deal(const AttentionParams& p, int rows, int keys, int blocks) {
 
 int tiles_of_row_block(const AttentionParams& p, int rows, int keys, int row_block) {
   const int64_t first = int64_t{row_block} * rows, end = std::min(first + rows, p.sizes.seqlen_q);
-  const Range seen = visible_keys(p.band, first, end, p.sizes.seqlen_k);
+  const Range seen = visible_keys(p.band.without_chunks(), first, end, p.sizes.seqlen_k);
   return seen.begin < seen.end ? static_cast<int>(ceil_div(seen.end - seen.begin / keys * keys, keys)) : 0;
 }
 
@@ -81,7 +82,7 @@ int tiles_of_row_block(const AttentionParams& p, int rows, int keys, int row_blo
 TaskRounds deal_tasks(const AttentionParams& p, int rows, int keys, int blocks) {
   thread_local Key last_key{};
   thread_local TaskRounds last_rounds;
-  const Key key{p.sizes, p.band, rows, keys, blocks};
+  const Key key{p.sizes, p.band.without_chunks(), rows, keys, blocks};
   if (!(key == last_key)) {
     last_rounds = deal(p, rows, keys, blocks);
     last_key = key;

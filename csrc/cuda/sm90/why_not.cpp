@@ -10,7 +10,8 @@ namespace {
 [[maybe_unused]] void name_every_field(const AttentionParams& p, const Tangents& t) {
   [[maybe_unused]] const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink,
                                 dropout, decode, varlen, functions] = p;
-  [[maybe_unused]] const auto& [diagonal, left, right] = p.band;
+  [[maybe_unused]] const auto& [diagonal, left, right] = p.band.without_chunks();
+  [[maybe_unused]] const auto& [chunk, first_key] = p.band.chunks;
   [[maybe_unused]] const auto& [mask_data, mask_dtype, mask_b, mask_h, mask_q, mask_k, key_data, key_dtype,
                                 key_b, key_k] = p.mask;
   [[maybe_unused]] const auto& [slopes, slopes_b, slopes_h] = p.alibi;
@@ -64,6 +65,7 @@ const char* why_not_either(const AttentionParams& p) {
   for (const int64_t columns : {z.head_dim, z.head_dim_v})
     if (columns < 8 || columns > 256 || columns % 8 != 0)
       return "sm90: only head dimensions in eights, up to 256";
+  if (p.band.chunks) return "sm90: no attention_chunk";
   if (p.alibi || p.dropout) return "sm90: no ALiBi or dropout";
   if (p.mask &&
       (!p.mask.only_masks() || p.mask.stride_h != 0 || p.mask.stride_q != 0 || p.varlen.mask_by_row))

@@ -38,6 +38,8 @@ Band pack_band(const Sizes& z, const AttentionOptions& o) {
   band.diagonal = pack_diagonal(o) + (o.lower_right ? z.seqlen_k - z.seqlen_q : 0);
   band.left = bounded(o.window_left);
   band.right = o.causal ? std::min<int64_t>(0, bounded(o.window_right)) : bounded(o.window_right);
+  band.chunks = {std::min(o.attention_chunk.expect_int(), Chunks::kLargest),
+                 std::clamp(o.first_key.expect_int(), -Band::kUnbounded, Band::kUnbounded)};
   return band;
 }
 

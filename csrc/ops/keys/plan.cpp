@@ -178,9 +178,25 @@ int64_t sum_of_quotients(int64_t count, int64_t first, int64_t step, int64_t div
   return sum;
 }
 
+// Counts the tiles block by block. Beyond kMostBlocks it is an estimate from that many blocks, so that explain returns at
+// once for any length.
+int64_t visible_tiles_of_chunks(const Sizes& z, const Band& band, int64_t block_q, int64_t block_k) {
+  constexpr int64_t kMostBlocks = int64_t{1} << 22;
+  const int64_t blocks = ceil_div(z.seqlen_q, block_q), step = ceil_div(blocks, kMostBlocks);
+  int64_t tiles = 0;
+  for (int64_t n = 0; n < blocks; n += step) {
+    const int64_t end = std::min((n + 1) * block_q, z.seqlen_q);
+    const Range seen = visible_keys(band, n * block_q, end, z.seqlen_k);
+    if (seen.begin < seen.end)
+      tiles += ((seen.end - 1) / block_k - seen.begin / block_k + 1) * std::min(step, blocks - n);
+  }
+  return tiles;
+}
+
 }  // namespace
 
 int64_t PlanPart::visible_tiles(int64_t block_q, int64_t block_k) const {
+  if (band.chunks) return visible_tiles_of_chunks(sizes, band, block_q, block_k);
   const int64_t blocks = sizes.seqlen_q / block_q;  // whole blocks
   const int64_t last_rows = sizes.seqlen_q % block_q;
   int64_t tiles = 0;
