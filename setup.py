@@ -39,7 +39,7 @@ OBJECTS = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}
 # of their time. CPU seconds on a Zen 5: 250 for the 27 sources, 110 for the units.
 UNITS = ["autograd", "dispatch", "host", "python", "torch_overrides"]
 CPU = ["isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_amx"]
-CPU += ["amx_permission", "select", "task_list", "why_not"]
+CPU += ["amx_permission", "key_lists", "select", "task_list", "why_not"]
 CPU += ["isa_neon", "isa_neon_bf16"]
 CUDA = [
     "select.cu",

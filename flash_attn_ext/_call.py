@@ -17,6 +17,8 @@ from ._tensor_checks import check_is_dense
 
 # Arguments of flash_attn that are no tensors and no options: flash_attn_ext.flex has their operator.
 FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
+# Likewise: _indexed.py has their operator. key_block_size belongs to them.
+INDICES = ("key_indices", "key_block_indices")
 
 
 @dataclass(slots=True)
@@ -34,11 +36,12 @@ class Call:
         cls, operator: _ops.Operator, *, enable_gqa: bool = False, return_lse: bool = False, **arguments
     ) -> Call:
         """Sorts the arguments of :func:`flash_attn` or :func:`flash_attn_varlen` into tensors and options."""
-        for name in FUNCTIONS:
+        for name in (*FUNCTIONS, *INDICES):
             if arguments.pop(name, None) is not None:
                 raise NotImplementedError(
                     f"{name}: got one; allowed here: none, and flash_attn of dense tensors takes it"
                 )
+        arguments.pop("key_block_size", None)
         tensors = {name: arguments.pop(name) for name in operator.tensor_names}
         options = operator_options(alibi_slopes=tensors["alibi_slopes"], **arguments)
         return cls(operator, tensors, checked_options(operator.option_types, options), enable_gqa, return_lse)

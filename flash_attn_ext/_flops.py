@@ -33,6 +33,12 @@ def _dense_pairs(given: dict) -> int:
     return given["query"].shape[:3].numel() * given["key"].shape[2]
 
 
+def _indexed_pairs(given: dict) -> int:
+    """B * H * S_q times the numbers of a row, in blocks times their keys. Every number counts, also -1."""
+    named = given["key_indices"].shape[3] * max(given.get("key_block_size", 0), 1)
+    return given["query"].shape[:3].numel() * min(named, given["key"].shape[2])
+
+
 def _packed_pairs(given: dict) -> int:
     """H times the sum of seqlen_q * seqlen_k over the sequences."""
     query, key = given["query"], given["key"]
@@ -93,4 +99,5 @@ for _name in ("attention", "attention_backward", "attention_jvp", "attention_dou
     _register(getattr(_ops, _name.replace("attention", "attention_varlen")), _packed_pairs, _PER_PAIR[_name])
 for _name in ("attention", "attention_backward"):
     _register(getattr(_ops, _name.replace("attention", "attention_flex")), _dense_pairs, _PER_PAIR[_name])
+    _register(getattr(_ops, _name.replace("attention", "attention_indexed")), _indexed_pairs, _PER_PAIR[_name])
 _register(_ops.attention_cache, _cache_pairs, _PER_PAIR["attention"])

@@ -12,9 +12,9 @@ from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import _dense, _ops, _packed
+from . import _dense, _indexed, _ops, _packed
 from ._attend import attend
-from ._call import FUNCTIONS, Call
+from ._call import FUNCTIONS, INDICES, Call
 from ._dropout import dropout_mask, new_rng_state
 from ._hints import unknown_argument, with_layout_hint
 from ._options import as_type, band, checked_options
@@ -56,6 +56,9 @@ def flash_attn(
     score_mod: "ScoreMod | None" = None,
     mask_mod: "MaskMod | None" = None,
     block_mask: "BlockMask | None" = None,
+    key_indices: Tensor | None = None,
+    key_block_indices: Tensor | None = None,
+    key_block_size: int = 128,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
@@ -119,6 +122,14 @@ def flash_attn(
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` returns whether the key is visible, likewise.
         block_mask: a BlockMask of torch (``torch.nn.attention.flex_attention.create_block_mask``), in place of
             ``mask_mod``.
+        key_indices: (B or 1, H_kv or 1, S_q, n), int32 or int64: the keys that each query may attend to, in any order;
+            -1 is no key. A key that is named twice counts once, as in a mask. The other options hide keys of these
+            keys: causal, window, masks. Other memory of key and value is not read. Time and memory are linear in
+            S_q n. CPU only, differentiable once; no dropout, and no gradient of ``attn_mask``. Tensors without a batch,
+            or with several, have indices with as many dimensions. See docs/sparse.md.
+        key_block_indices: (B or 1, H_kv or 1, S_q, n), likewise: blocks of ``key_block_size`` keys. Block m is the keys
+            ``[m * key_block_size, (m + 1) * key_block_size)`` that exist.
+        key_block_size: the number of keys in a block of ``key_block_indices``.
 
     With ``window``, ``alibi_slopes`` or ``attention_chunk`` but neither ``is_causal`` nor ``causal``, the diagonal is
     aligned to the lower right corner, as in flash-attention.
@@ -140,7 +151,11 @@ def flash_attn(
     if unknown:
         raise unknown_argument("flash_attn", next(iter(unknown)))
     if score_mod is not None or mask_mod is not None or block_mask is not None:
+        if key_indices is not None or key_block_indices is not None:
+            raise NotImplementedError("key_indices, key_block_indices: got one with a function; allowed: neither")
         return _with_functions(locals())
+    if key_indices is not None or key_block_indices is not None:
+        return _by_index(locals())
     band_causal, lower_right, left, right = is_causal, False, None, None
     aligned = alibi_slopes is not None or type(attention_chunk) is not int or attention_chunk > 0
     if causal is not None or window is not None or aligned:
@@ -197,6 +212,23 @@ def _with_functions(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
         if some_dtensor(t):
             raise TypeError(f"{name}: got a DTensor with {' or '.join(FUNCTIONS)}; allowed: to_local(), a dense tensor")
     out, lse = _dense.attend(call, lambda form: run_with_functions(form.tensors, form.options, **functions))
+    return (out, lse) if call.return_lse else out
+
+
+def _by_index(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn with keys chosen by index. ``given``: its local variables."""
+    arguments = {name: given[name] for name in _PARAMETERS}
+    if is_causal_bias(arguments["attn_mask"]):
+        arguments = without_causal_bias(arguments)
+    seen = tuple(arguments[name] for name in (*_ops.DENSE.tensor_names, *INDICES) if name != "rng_state")
+    if some_dtensor(*seen):
+        raise TypeError(f"query: got a DTensor with {' or '.join(INDICES)}; allowed: to_local(), a dense tensor")
+    if has_torch_function_variadic(*seen) and arguments["query"].layout is not torch.jagged:
+        q, k, v = (arguments.pop(name) for name in ("query", "key", "value"))
+        return handle_torch_function(flash_attn, seen, q, k, v, **arguments)
+    numbers = _indexed.KeyNumbers.from_arguments(**{n: arguments.pop(n) for n in (*INDICES, "key_block_size")})
+    call = Call.from_arguments(_ops.DENSE, **arguments)
+    out, lse = _indexed.attend(call, numbers)
     return (out, lse) if call.return_lse else out
 
 

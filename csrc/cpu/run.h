@@ -6,13 +6,14 @@
 #include <cstdint>
 
 #include "../core/append.h"
+#include "../core/indexed.h"
 #include "../core/indexer.h"
 #include "../core/params.h"
 #include "parallel.h"
 
 namespace flash_attn_ext::cpu {
 
-// One of forward, backward, jvp, double backward, weights. Every size in its params must be at least 1 (without v,
+// One of forward, backward, jvp, double backward, weights, attention by index and its backward. Every size in its params must be at least 1 (without v,
 // D_v is 0), and why_not() must return null for them.
 template <class Params>
 struct Pass {
@@ -29,6 +30,8 @@ struct Kernels {
   Pass<JvpParams> jvp;
   Pass<DoubleBackwardParams> double_backward;
   Pass<WeightsParams> weights;
+  Pass<IndexedParams> indexed;
+  Pass<IndexedBackwardParams> indexed_backward;
   int64_t (*decode_splits)(
       const AttentionParams&);  // number of splits of the keys; 0: the decode kernel does not run
   int64_t decode_max_queries;   // the decode kernel runs by default up to so many queries

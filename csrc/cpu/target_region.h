@@ -19,6 +19,7 @@
 #include "../core/sequence.h"
 #include "../core/splits.h"
 #include "half.h"
+#include "key_lists.h"
 #include "parallel.h"
 #include "run.h"
 #include "task_list.h"

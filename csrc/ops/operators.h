@@ -7,6 +7,7 @@
 #include "checks/checks.h"
 #include "dense/pack_params.h"
 #include "flex/flex.h"
+#include "indexed/indexed.h"
 #include "packed/varlen.h"
 #include "weights/weights.h"
 
@@ -19,11 +20,13 @@ using KernelOperators = Types<Attention, AttentionBackward, AttentionJvp, Attent
                               AttentionCache,                               // cache
                               AttentionWeights, AttentionWeightsBackward>;  // weights
 // Operators with kernels on CPU only.
-using CpuKernelOperators = Types<AttentionFlex, AttentionFlexBackward>;
+using CpuKernelOperators =
+    Types<AttentionFlex, AttentionFlexBackward, AttentionIndexed, AttentionIndexedBackward>;
 // Operators that write to caches. On CUDA, append_to_cache is written in Python: flash_attn_ext/_append.py.
 using CacheWriters = Types<AppendToCache>;
 // Operators that users call under autocast. Derivatives get tensors that are already cast.
-using AutocastOperators = Types<Attention, AttentionVarlen, AttentionWeights, AttentionFlex>;
+using AutocastOperators =
+    Types<Attention, AttentionVarlen, AttentionWeights, AttentionFlex, AttentionIndexed>;
 
 // Calls visit(operator_tag) for each operator; decltype(operator_tag)::Op is the operator.
 template <class T>

@@ -3,3 +3,4 @@
 #include "../ops/autograd/varlen_autograd.cpp"
 #include "../ops/autograd/weights_autograd.cpp"
 #include "../ops/flex/flex_autograd.cpp"
+#include "../ops/indexed/indexed_autograd.cpp"

@@ -10,6 +10,7 @@
 #include "../ops/dense/pack_params.cpp"
 #include "../ops/flex/check_program.cpp"
 #include "../ops/flex/flex.cpp"
+#include "../ops/indexed/indexed.cpp"
 #include "../ops/indexer/check_indexer.cpp"
 #include "../ops/indexer/indexer.cpp"
 #include "../ops/keys/merge.cpp"

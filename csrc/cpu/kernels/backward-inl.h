@@ -130,7 +130,7 @@ T alibi_slope_gradient(const BackwardParams& p, const TileFrame& f, const T* dsc
 template <class T>
 void unscale_dscores(const BackwardParams& p, const TileFrame& f, const T* tanh_tile, T* dscores) {
   const T scale = static_cast<T>(p.scale);
-  for (int64_t c = 0; c < f.queries * f.ld; c += kLanes<T>) {
+  for (int64_t c = 0; c < f.rows() * f.ld; c += kLanes<T>) {
     Vec<T> ds = load<T>(dscores + c) * scale;
     if (tanh_tile) {
       const Vec<T> t = load<T>(tanh_tile + c), slope = T(1) - t * t;

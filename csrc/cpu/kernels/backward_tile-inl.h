@@ -59,6 +59,16 @@ struct RowTerms {
   }
 };
 
+template <class T>
+bool lse_is_below(T lse, T limit) {
+  return !(std::abs(lse) > limit) || std::isinf(lse);
+}
+// For scores that the forward computes bitwise equal.
+template <class T>
+bool lse_holds_sum(T lse) {
+  return lse_is_below<T>(lse, T(1e-3) / std::numeric_limits<T>::epsilon());
+}
+
 // Returns whether an lse of this size still contains log l. Adding 1e9 to all scores of a row (masks of finfo.min or
 // -1e9) rounds log l away; e^(S - lse) is then wrong by a factor of the row length. Returns true for NaN, which stays
 // NaN.
@@ -67,8 +77,7 @@ struct RowTerms {
 // products in another order; large scores then differ in bits that matter.
 template <class T>
 inline bool lse_is_exact(const BackwardParams& p, T lse) {
-  const T limit = is_decode(p) ? T(16) : T(1e-3) / std::numeric_limits<T>::epsilon();
-  return !(std::abs(lse) > limit) || std::isinf(lse);
+  return is_decode(p) ? lse_is_below<T>(lse, T(16)) : lse_holds_sum<T>(lse);
 }
 
 // Returns P for a vector of scores. Masked scores give 0 for every lse.

@@ -6,6 +6,7 @@
 #include "backward-inl.h"
 #include "double_backward-inl.h"
 #include "forward-inl.h"
+#include "indexed_backward-inl.h"
 #include "indexer_chosen-inl.h"
 #include "indexer_loss-inl.h"
 #include "indexer_topk-inl.h"
@@ -112,6 +113,8 @@ FA_WIDENED_PASS(indexer_scores_backward, IndexerScoresBackwardParams)
 FA_WIDENED_PASS(indexer_loss, IndexerLossParams)
 FA_WIDENED_PASS(indexer_loss_backward, IndexerLossBackwardParams)
 #undef FA_WIDENED_PASS
+FA_PASS(indexed, IndexedParams)
+FA_PASS(indexed_backward, IndexedBackwardParams)
 #undef FA_PASS
 
 int64_t decode_splits(const AttentionParams& p) {
@@ -138,6 +141,8 @@ constexpr Kernels kKernels = {FA_ISA_NAME,
                               {run_jvp_workspace, run_jvp},
                               {run_double_backward_workspace, run_double_backward},
                               {run_weights_workspace, run_weights},
+                              {run_indexed_workspace, run_indexed},
+                              {run_indexed_backward_workspace, run_indexed_backward},
                               decode_splits,
                               kDecodeMaxQueries,
                               run_append,

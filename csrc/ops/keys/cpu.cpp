@@ -29,6 +29,8 @@ struct ForParams {
   static auto kernels(const JvpParams&) { return &cpu::Kernels::jvp; }
   static auto kernels(const DoubleBackwardParams&) { return &cpu::Kernels::double_backward; }
   static auto kernels(const WeightsParams&) { return &cpu::Kernels::weights; }
+  static auto kernels(const IndexedParams&) { return &cpu::Kernels::indexed; }
+  static auto kernels(const IndexedBackwardParams&) { return &cpu::Kernels::indexed_backward; }
   static constexpr double products(const AttentionParams&) { return 2.0; }
   static constexpr double products(const BackwardParams&) { return 5.0; }
   static constexpr double products(const JvpParams&) { return 6.0; }
@@ -130,6 +132,9 @@ OptionalTensor sink_of_rows(const CacheTensors& in, const at::Tensor& lse) {
   if (in.sink->dim() == 1) return in.sink->unsqueeze(1).expand_as(lse);
   return at::repeat_interleave(*in.sink, in.cu_seqlens_q.diff(), 0).t();
 }
+OptionalTensor sink_of_rows(const IndexedTensors& in, const at::Tensor& lse) {
+  return sink_of_rows(in.attention(), lse);
+}
 // Packed sequences with a sink have scores.
 OptionalTensor sink_of_rows(const VarlenTensors&, const at::Tensor&) { return std::nullopt; }
 OptionalTensor sink_of_rows(const VarlenJvpTensors&, const at::Tensor&) { return std::nullopt; }
@@ -176,6 +181,10 @@ void write_without_scores(const AttentionBackwardTensors& in, const Gradients& r
 void write_without_scores(const FlexBackwardTensors& in, const FlexGradients& result) {
   write_without_scores(in.attention(), result.attention());
   if (result.captured.defined()) result.captured.zero_();
+}
+
+void write_without_scores(const IndexedBackwardTensors& in, const Gradients& result) {
+  write_without_scores(in.attention(), result);
 }
 
 void write_without_scores(const WeightsTensors&, const WeightsResult& result) { result.weights.zero_(); }

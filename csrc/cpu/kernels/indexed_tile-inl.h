@@ -1,0 +1,140 @@
+// Attention by index: the call of one query row and one key head. Its queries are the query heads that share the key
+// head, its keys are the keys that the row names. A tile of the keys is gathered once for all of these heads, and the
+// products are the products of the forward: S^T = K Q^T and O += P V.
+//
+//             rows of Q x keys of a tile
+//   tile      48 x 64            the forward's tile; more heads make several blocks of 48
+#pragma once
+
+#include "forward_products-inl.h"
+
+constexpr int64_t kGatheredKeys = 64;
+
+// The sizes of the call on one tile.
+inline Sizes sizes_of_gathered(const Sizes& z) {
+  return {1, 1, 1, z.heads / z.heads_kv, kGatheredKeys, z.head_dim, z.head_dim_v};
+}
+
+// The call on one tile of keys, before the keys are known. Without band, ALiBi and masks: KeyTile has them.
+template <class In>
+AttentionParams call_of_row(const AttentionParams& p, int64_t b, int64_t h_kv, int64_t i) {
+  AttentionParams row;
+  row.dtype = p.dtype;
+  row.sizes = sizes_of_gathered(p.sizes);
+  row.q = {p.q.row<In>(b, h_kv * row.sizes.heads_kv * row.sizes.seqlen_q, i), 0, 0, p.q.stride_h};
+  row.scale = p.scale;
+  row.softcap = p.softcap;
+  return row;
+}
+
+// The blocks of query heads of a key head.
+inline int64_t block_of_heads() { return forward_tiling<float>().block_q; }
+inline int64_t count_head_blocks(const Sizes& z) { return ceil_div(z.heads / z.heads_kv, block_of_heads()); }
+
+template <class In>
+FA_INLINE void copy_row(In* to, const In* from, int64_t cols) {
+  constexpr int64_t kStep = FA_VECTOR_BYTES / sizeof(In);
+  using Bytes = Vec<float>;
+  int64_t c = 0;
+  for (; c + kStep <= cols; c += kStep) {
+    Bytes x;
+    std::memcpy(&x, from + c, sizeof x);
+    std::memcpy(to + c, &x, sizeof x);
+  }
+  if (c < cols) std::memcpy(to + c, from + c, (cols - c) * sizeof(In));
+}
+
+// The keys of one tile, and their rows of K and V.
+template <class In, class T>
+struct KeyTile {
+  int32_t* keys;  // [kGatheredKeys], ascending
+  int64_t count = 0;
+  In* k_copy;  // [kGatheredKeys][D]    only if the keys do not follow each other in memory
+  In* v_copy;  // [kGatheredKeys][D_v]  likewise, and if V is not a part of K
+  T* bias;     // [kGatheredKeys][heads of a block]   only with a mask or ALiBi
+  Tensor4 k, v;
+
+  static KeyTile allocate(Arena& arena, const AttentionParams& p) {
+    KeyTile tile;
+    const auto room = [](int64_t cols) { return ceil_div(cols, FA_VECTOR_BYTES) * FA_VECTOR_BYTES; };
+    tile.keys = arena.take<int32_t>(kGatheredKeys);
+    tile.k_copy = arena.take<In>(kGatheredKeys * room(p.sizes.head_dim));
+    tile.v_copy = arena.take<In>(kGatheredKeys * room(p.sizes.head_dim_v));
+    tile.bias = p.mask || p.alibi ? arena.take<T>(kGatheredKeys * block_of_heads()) : nullptr;
+    return tile;
+  }
+
+  // Moves to the next keys of the row. Returns whether there are any.
+  bool load(const AttentionParams& p, int64_t b, int64_t h_kv, KeyCursor& cursor) {
+    count = cursor.next(keys, kGatheredKeys);
+    if (count == 0) return false;
+    k = gather(p.k, b, h_kv, p.sizes.head_dim, k_copy);
+    // Latent attention: a value is the first columns of its key, and is read once.
+    const bool in_key = p.v.data == p.k.data && p.v.stride_b == p.k.stride_b &&
+                        p.v.stride_h == p.k.stride_h && p.v.stride_s == p.k.stride_s &&
+                        p.sizes.head_dim_v <= p.sizes.head_dim;
+    v = in_key ? k : gather(p.v, b, h_kv, p.sizes.head_dim_v, v_copy);
+    return true;
+  }
+
+ private:
+  Tensor4 gather(const Tensor4& t, int64_t b, int64_t h, int64_t cols, In* copy) const {
+    if (keys[count - 1] - keys[0] == count - 1) return {t.row<In>(b, h, keys[0]), 0, 0, t.stride_s};
+    const int64_t ld = ceil_div(cols, FA_VECTOR_BYTES) * FA_VECTOR_BYTES;
+    for (int64_t r = 0; r < count; ++r) copy_row<In>(copy + r * ld, t.row<In>(b, h, keys[r]), cols);
+    return {copy, 0, 0, ld};
+  }
+};
+
+// Adds a mask's elements to bias[key][head]. An element of -inf hides the key, whatever the other is.
+template <class T, class M, class BiasOf>
+void add_gathered_mask(const M* mask, int64_t stride_h, int64_t stride_k, const int32_t* keys,
+                       const TileFrame& f, T* bias, bool& hides, const BiasOf& bias_of) {
+  for (int64_t r = 0; r < f.keys; ++r) {
+    const M* element = mask + keys[r] * stride_k;
+    for (int64_t c = 0; c < f.queries; ++c) {
+      const T own = bias_of(element[c * stride_h]);
+      T& sum = bias[r * f.ld + c];
+      hides |= own == kNegInf<T>;
+      sum = own == kNegInf<T> || sum == kNegInf<T> ? kNegInf<T> : sum + own;
+    }
+  }
+}
+
+template <class T>
+void add_gathered_mask(const void* data, DType dtype, int64_t offset, int64_t stride_h, int64_t stride_k,
+                       const int32_t* keys, const TileFrame& f, T* bias, bool& hides) {
+  if (dtype == DType::kBool)
+    return add_gathered_mask<T>(static_cast<const uint8_t*>(data) + offset, stride_h, stride_k, keys, f, bias,
+                                hides, [](uint8_t seen) { return seen ? T(0) : kNegInf<T>; });
+  for_float_mask(dtype, [&](auto element) {
+    using M = decltype(element);
+    add_gathered_mask<T>(static_cast<const M*>(data) + offset, stride_h, stride_k, keys, f, bias, hides,
+                         [](M x) { return scalar_as<T>(x); });
+  });
+}
+
+// Returns the masks and ALiBi of heads [h, h + f.queries) as the bias of a tile.
+template <class T>
+MaskTile<T> gathered_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, const int32_t* keys,
+                          const TileFrame& f, T* bias) {
+  MaskTile<T> tile;
+  if (!bias) return tile;
+  std::fill(bias, bias + f.keys * f.ld, T(0));
+  for (int64_t r = 0; p.alibi && r < f.keys; ++r) {
+    const T distance = std::abs(static_cast<T>(i + p.band.diagonal - keys[r]));
+    const T* slopes = static_cast<const T*>(p.alibi.slopes) + b * p.alibi.stride_b + h * p.alibi.stride_h;
+    for (int64_t c = 0; c < f.queries; ++c) bias[r * f.ld + c] = -slopes[c * p.alibi.stride_h] * distance;
+  }
+  const MaskParams& m = p.mask;
+  bool hides = false;
+  if (m)
+    add_gathered_mask<T>(m.data, m.dtype, b * m.stride_b + h * m.stride_h + i * m.stride_q, m.stride_h,
+                         m.stride_k, keys, f, bias, hides);
+  if (m.key_data)
+    add_gathered_mask<T>(m.key_data, m.key_dtype, b * m.key_stride_b, 0, m.key_stride_k, keys, f, bias,
+                         hides);
+  tile.bias = bias;
+  tile.masked = hides ? TileMask::kSome : TileMask::kNone;
+  return tile;
+}

@@ -1,0 +1,84 @@
+// Attention by index, with the rows of dense/attention.h: each query names the keys, or the blocks of keys, that it may
+// attend to.
+//
+//   attention_indexed            forward; differentiable once, in reverse mode
+//   attention_indexed_backward   its gradients
+#pragma once
+
+#include "../../core/indexed.h"
+#include "../dense/attention.h"
+
+namespace flash_attn_ext {
+
+constexpr Shape kKeyIndicesShape{Shape::kCheckedByOperator};
+
+// clang-format off
+#define FA_INDEXED_TENSORS(X)                                                                                    \
+  FA_ATTENTION_TENSORS(X)                                                                                        \
+  /* (B or 1, 1 or H_kv, S_q, count): KeyIndices. */                                                             \
+  X(key_indices,    OptionalTensor, kKeyIndicesShape, kIndex,   kKeep,          kLoop)
+
+#define FA_INDEXED_OPTIONS(X)                                                                                    \
+  FA_ATTENTION_OPTIONS(X)                                                                                        \
+  /* Keys of a block; 0: key_indices names single keys. */                                                       \
+  X(key_block_size, int64_t,                    0,            v >= 0,           "1 or more")
+
+#define FA_INDEXED_BACKWARD_TENSORS(X)                                                                           \
+  FA_COTANGENTS(X)                                                                                               \
+  FA_INDEXED_TENSORS(X)                                                                                          \
+  FA_RESULTS(X)
+
+#define FA_INDEXED_BACKWARD_OPTIONS(X)                                                                           \
+  FA_INDEXED_OPTIONS(X)                                                                                          \
+  FA_GRAD_MASK_OPTION(X)
+// clang-format on
+
+struct IndexedTensors {
+  FA_TENSOR_FIELDS(FA_INDEXED_TENSORS, same_rule)
+  AttentionTensors attention() const { FA_PICK(AttentionTensors, FA_ATTENTION_TENSORS) }
+};
+struct IndexedOptions {
+  FA_OPTION_FIELDS(FA_INDEXED_OPTIONS)
+  AttentionOptions attention() const { FA_PICK(AttentionOptions, FA_ATTENTION_OPTIONS) }
+};
+struct AttentionIndexed {
+  static constexpr const char* kName = "attention_indexed";
+  static std::string results() { return "(Tensor out, Tensor lse)"; }
+  using Tensors = IndexedTensors;
+  using Options = IndexedOptions;
+  using Result = AttentionResult;
+  using Params = IndexedParams;
+  FA_OPERATOR_STEPS(AttentionIndexed)
+};
+
+struct IndexedBackwardTensors {
+  FA_TENSOR_FIELDS(FA_INDEXED_BACKWARD_TENSORS, same_rule)
+  FA_FORWARD_ACCESS(IndexedTensors, FA_INDEXED_TENSORS)
+  AttentionBackwardTensors attention() const {
+    FA_PICK(AttentionBackwardTensors, FA_ATTENTION_BACKWARD_TENSORS)
+  }
+};
+struct IndexedBackwardOptions {
+  FA_OPTION_FIELDS(FA_INDEXED_BACKWARD_OPTIONS)
+  FA_FORWARD_ACCESS(IndexedOptions, FA_INDEXED_OPTIONS)
+  AttentionBackwardOptions attention() const {
+    FA_PICK(AttentionBackwardOptions, FA_ATTENTION_BACKWARD_OPTIONS)
+  }
+};
+struct AttentionIndexedBackward {
+  static constexpr const char* kName = "attention_indexed_backward";
+  static std::string results() { return tensor_list(kGradients); }
+  using Tensors = IndexedBackwardTensors;
+  using Options = IndexedBackwardOptions;
+  using Result = Gradients;
+  using Params = IndexedBackwardParams;
+  FA_OPERATOR_STEPS(AttentionIndexedBackward)
+};
+
+// Throws ValueError for a number beyond the keys. Called by the CPU key before anything runs.
+void check_numbers(const IndexedTensors& in, const IndexedOptions& options);
+inline void check_numbers(const IndexedBackwardTensors& in, const IndexedBackwardOptions& options) {
+  check_numbers(in.forward(), options.forward());
+}
+
+}  // namespace flash_attn_ext
