@@ -5,18 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FunctionType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import masking_utils
 
-__all__ = ["Pattern", "PatternMask", "read_packed", "read_pattern", "sequence_offsets"]
+__all__ = ["Band", "Chunks", "Pattern", "PatternMask", "read_packed", "read_pattern", "sequence_offsets"]
+
+
+class Chunks(NamedTuple):
+    """Chunked attention: a query sees only keys in the chunk of its position (Llama 4)."""
+
+    size: int
+    starts: Tensor  # (B): the position at which the first chunk of each element of the batch begins
+
+
+class Band(NamedTuple):
+    """A query at position p sees the keys at the positions p - left to p + right, in its own chunk. -1: no limit."""
+
+    left: int
+    right: int
+    chunks: Chunks | None = None
 
 
 @dataclass(frozen=True)
 class Pattern:
     """Query i sees key j where ``i + shift - left <= j <= i + shift + right``, ``j < keys`` and ``padding[:, j]``.
 
+    With ``chunk`` above 0, both must be in one chunk: ``(i + shift + first_key) // chunk == (j + first_key) // chunk``.
     ``left`` or ``right`` is -1 if that side has no limit. ``padding`` is bool (B, keys), or None. With ``sequences``,
     the rows of the whole batch, one after another, are packed sequences that do not see each other: sequence n has the
     rows ``sequences[n]`` to ``sequences[n + 1]``. Then ``shift`` is 0 and ``padding`` is None.
@@ -28,19 +45,22 @@ class Pattern:
     right: int
     padding: Tensor | None
     sequences: Tensor | None = None
+    chunk: int = 0
+    first_key: int = 0
 
     def options(self, seqlen_q: int) -> dict | None:
         """The options of ``flash_attn`` for ``seqlen_q`` queries and the first ``keys`` keys; None if no options fit.
 
         They are also right for each packed sequence, because it has as many queries as keys.
         """
-        if self.left < 0 and self.right < 0:
+        chunks = {"attention_chunk": self.chunk, "first_key": self.first_key} if self.chunk else {}
+        if self.left < 0 and self.right < 0 and not chunks:
             return {}
         lower_right = self.shift == self.keys - seqlen_q
         if self.right == 0 and (lower_right or self.shift == 0):
             window = None if self.left < 0 else (self.left, -1)
-            return {"causal": "lower_right" if lower_right else "upper_left", "window": window}
-        return {"window": (self.left, self.right)} if lower_right else None
+            return {"causal": "lower_right" if lower_right else "upper_left", "window": window, **chunks}
+        return {"window": (self.left, self.right), **chunks} if lower_right else None
 
 
 class PatternMask(Tensor):
@@ -80,28 +100,40 @@ class PatternMask(Tensor):
         return self._dense()
 
 
-def read_pattern(mask_function: Callable) -> tuple[int, int] | None:
-    """(left, right) of a mask function of transformers, relative to the positions; None if it is not a band.
+def read_pattern(mask_function: Callable) -> Band | None:
+    """The band of a mask function of transformers, relative to the positions; None if it is not a band.
 
     A function is recognised by its code and its closure, never by samples of its values. Unknown code gives None.
     """
     if mask_function is masking_utils.causal_mask_function:
-        return -1, 0
+        return Band(-1, 0)
     if mask_function is masking_utils.bidirectional_mask_function:
-        return -1, -1
+        return Band(-1, -1)
     kind = _kind(mask_function)
-    if kind not in ("all_of", "window", "window_both"):
+    if kind not in ("all_of", "window", "window_both", "chunks"):
         return None
     cells = _closure(mask_function)
-    if kind != "all_of":
-        size = cells["sliding_window"]
-        if not isinstance(size, int) or size < 1:
-            return None
-        return (size - 1, -1) if kind == "window" else (size, size)
-    parts = [read_pattern(part) for part in cells["mask_functions"]]
-    if None in parts:
+    if kind == "all_of":
+        return _intersection([read_pattern(part) for part in cells["mask_functions"]])
+    size = cells["chunk_size" if kind == "chunks" else "sliding_window"]
+    if not isinstance(size, int) or size < 1:
         return None
-    return tuple(min((side for side in sides if side >= 0), default=-1) for sides in zip(*parts, strict=True))
+    if kind == "chunks":
+        starts = cells["left_padding"]
+        return Band(-1, -1, Chunks(size, starts)) if isinstance(starts, Tensor) and starts.dim() == 1 else None
+    return Band(size - 1, -1) if kind == "window" else Band(size, size)
+
+
+def _intersection(bands: list[Band | None]) -> Band | None:
+    """The band that lies in all bands; None if it is none, or if there are several chunks."""
+    parts = [band for band in bands if band is not None]
+    chunks = [band.chunks for band in parts if band.chunks is not None]
+    if len(parts) < len(bands) or len(chunks) > 1:
+        return None
+    limits = [
+        min((side for side in sides if side >= 0), default=-1) for sides in zip(*(b[:2] for b in parts), strict=True)
+    ]
+    return Band(*limits, *chunks)
 
 
 def read_packed(mask_function: Callable) -> tuple[Callable, Tensor] | None:
@@ -145,6 +177,7 @@ def _makers() -> dict[CodeType, str]:
         ("and_masks", "all_of", {"mask_functions"}, ()),
         ("sliding_window_overlay", "window", {"sliding_window"}, (1,)),
         ("sliding_window_bidirectional_overlay", "window_both", {"sliding_window"}, (1,)),
+        ("chunked_overlay", "chunks", {"chunk_size", "left_padding"}, (1, None)),
         ("packed_sequence_mask_function", "packed", {"packed_sequence_mask"}, (None,)),
         ("remap_positions_for_packed_sequence", "remapped", {"mask_function", "position_ids"}, (None, None)),
     ):

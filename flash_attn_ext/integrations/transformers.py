@@ -8,6 +8,7 @@ arguments of ``flash_attn``, or of ``flash_attn_varlen`` for packed sequences.
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import transformers
@@ -17,7 +18,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 
 from ..functional import flash_attn
 from ..varlen import flash_attn_varlen
-from .mask_pattern import Pattern, PatternMask, read_packed, read_pattern, sequence_offsets
+from .mask_pattern import Chunks, Pattern, PatternMask, read_packed, read_pattern, sequence_offsets
 from .transformers_keywords import HONOURED, REFUSED, WITHOUT_EFFECT, check_keywords
 
 __all__ = ["HONOURED", "NAME", "REFUSED", "WITHOUT_EFFECT", "continuous_batching", "register"]
@@ -77,8 +78,7 @@ def attention_mask(
     """transformers' interface for masks: a bool mask of (B, 1, S_q, S_k), as a :class:`PatternMask` where possible.
 
     None means: causal if the attention module is causal and there are several queries, otherwise no mask. The result
-    is transformers' dense mask if no pattern describes it (chunks, a user's function), and always while a graph is
-    traced.
+    is transformers' dense mask if no pattern describes it (a user's function), and always while a graph is traced.
     """
 
     if "config" in options:
@@ -99,7 +99,7 @@ def attention_mask(
     shift = int(q_offset) - int(kv_offset)  # position of the first query minus position of the first key
     if band is None or shift < 0:
         return dense(may_skip=True)
-    left, right = band
+    left, right, chunks = band
     # No query sees the keys after this: they are the unused end of a static cache.
     keys = kv_length if right < 0 else min(kv_length, shift + q_length + right)
     if keys < 1:
@@ -112,20 +112,62 @@ def attention_mask(
         left = -1
     if right >= keys - 1 - shift:
         right = -1
-    skippable = padding is None and left < 0 and sequence_numbers is None
+    last_position = kv_offset + max(shift + q_length, keys) - 1
+    chunked = chunks is not None and _chunks_matter(chunks, kv_offset, last_position, padding)
+    skippable = padding is None and left < 0 and sequence_numbers is None and not chunked
     if skippable and allow_is_bidirectional_skip and right < 0 and keys == kv_length:
         return None
     # For None, attention() uses the upper left diagonal and as many keys as queries.
     if skippable and allow_is_causal_skip and ((shift == 0 and right == 0) or (q_length == 1 and keys == kv_length)):
         return None
     pattern = Pattern(keys=keys, shift=shift, left=left, right=right, padding=padding)
+    if chunked and sequence_numbers is None:
+        pattern = _with_chunks(pattern, chunks, kv_offset, q_length)
     if sequence_numbers is not None:
         if padding is not None or shift != 0 or sequence_numbers.shape != (batch_size, q_length) or keys != q_length:
             return dense()
-        pattern = Pattern(keys, shift, *band, padding=None, sequences=sequence_offsets(sequence_numbers))
-    if pattern.options(q_length) is None:
+        if chunks is not None and chunks.starts.any():
+            return dense()
+        pattern = Pattern(keys, shift, left, right, padding=None, sequences=sequence_offsets(sequence_numbers),
+                          chunk=chunks.size if chunks else 0)  # fmt: skip
+    if pattern is None or pattern.options(q_length) is None:
         return dense()
     return PatternMask.make(pattern, (batch_size, 1, q_length, kv_length), dense, options.get("device", "cpu"))
+
+
+def _chunks_matter(chunks: Chunks, first: int, last: int, padding: Tensor | None) -> bool:
+    """Whether a chunk ends between the positions ``first`` and ``last``, in some element of the batch."""
+    begins = first - chunks.starts
+    if padding is not None:  # it hides the keys before the first chunk
+        begins = begins.clamp(min=0)
+    return bool((begins // chunks.size != (last - chunks.starts) // chunks.size).any())
+
+
+def _with_chunks(pattern: Pattern, chunks: Chunks, kv_offset: int, seqlen_q: int) -> Pattern | None:
+    """The pattern with chunks; None if no pattern describes them.
+
+    The elements of a batch may have left paddings of different lengths. Their chunks then begin at different keys.
+    """
+    firsts = kv_offset - chunks.starts  # (B): the position of key 0 in the chunks
+    keys, padding = pattern.keys, pattern.padding
+    if (firsts == firsts[0]).all():
+        return replace(pattern, chunk=chunks.size, first_key=int(firsts[0]))
+    columns = torch.arange(keys, device=firsts.device)
+    if seqlen_q == 1:  # one query: its chunk is a mask of the keys
+        own = (columns + firsts[:, None]) // chunks.size == ((pattern.shift + firsts) // chunks.size)[:, None]
+        return replace(pattern, padding=own if padding is None else own & padding)
+    starts = chunks.starts[:, None]
+    is_prefill = pattern.right == 0 and pattern.shift == 0 and keys == seqlen_q and kv_offset == 0
+    if not is_prefill or padding is None:
+        return None
+    tokens = (columns >= starts) & (columns < starts + padding.sum(1, keepdim=True))
+    if not torch.equal(padding, tokens):
+        return None
+    # Padding and tokens of each element become packed sequences. The causal mask hides later padding from tokens.
+    begins = torch.arange(len(firsts), device=firsts.device) * keys
+    ends = torch.stack([begins, begins + chunks.starts], 1).flatten()
+    offsets = torch.cat([ends, ends.new_tensor([len(firsts) * keys])]).to(torch.int32)
+    return replace(pattern, padding=None, sequences=offsets, chunk=chunks.size)
 
 
 @torch.compiler.assume_constant_result
@@ -151,6 +193,7 @@ def attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: object | None = None,
     deterministic: bool | None = None,
@@ -165,6 +208,8 @@ def attention(
             queries, otherwise no mask.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         s_aux: (H,), the attention sink of gpt-oss: every query's softmax sums this score too. It has no key.
+        sinks: (B, H, S_q, 1): a sink for each query (Inkling 2), with a gradient. It is applied after the kernel, from
+            the logsumexp.
         position_bias: (1 or B, H, S_q, S_k), added to the scores (T5). Receives a gradient.
         cache: the cache of continuous batching. It stores the new keys and values, and returns all keys and values.
         deterministic: as ``flash_attn`` takes it (ModernBERT).
@@ -189,13 +234,15 @@ def attention(
         settings["deterministic"] = deterministic
     if s_aux is not None:
         settings["sink"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
+    if sinks is not None:
+        check_sinks(sinks, query)
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx, options)  # also writes the offsets into `options`
         size = options.get("sliding_window")
         window = None if size is None else (size - 1, -1 if is_causal else size - 1)
         causal = "lower_right" if is_causal else None
-        out = attend_packed(query, key, value, given_sequences(options), causal=causal, window=window, **settings)
-        return out, None
+        settings |= {"causal": causal, "window": window}
+        return attend_packed(query, key, value, given_sequences(options), sinks, **settings), None
 
     mask, key_mask, band = attention_mask, None, {}
     offsets = given_sequences(options)
@@ -204,7 +251,9 @@ def attention(
     packed = position_bias is None and packed_band(mask, offsets, is_causal, query, key)
     if packed:
         offsets, band = packed
-        return attend_packed(query, key, value, offsets, **band, **settings), None
+        if isinstance(mask, PatternMask):  # a static cache has unused keys
+            key, value = key[:, :, : mask.pattern.keys], value[:, :, : mask.pattern.keys]
+        return attend_packed(query, key, value, offsets, sinks, **band, **settings), None
     if offsets is not None:
         mask = only_within_sequences(mask, offsets, is_causal, query, key)
     seqlen_q = query.shape[2]
@@ -225,8 +274,25 @@ def attention(
         mask = with_position_bias(mask, position_bias)
     if key_mask is not None:
         key_mask = key_mask.expand(query.shape[0], -1)
-    out = flash_attn(query, key, value, mask, key_mask=key_mask, **band, **settings)
+    out, lse = flash_attn(query, key, value, mask, key_mask=key_mask, return_lse=True, **band, **settings)
+    if sinks is not None:
+        out = with_sinks(out, lse, sinks)
     return out.transpose(1, 2).contiguous(), None
+
+
+def check_sinks(sinks: Tensor, query: Tensor) -> None:
+    wanted = (*query.shape[:3], 1)
+    if sinks.shape != wanted:
+        raise ValueError(f"sinks: got shape {tuple(sinks.shape)}; allowed: (B, H, S_q, 1), {wanted}")
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Returns the result with one more score in each row, (B, H, S_q, 1), which has no value.
+
+    exp(lse) / (exp(lse) + exp(sink)) of each row's weight stays. Both factors have gradients.
+    """
+    seen = lse.masked_fill(lse == -torch.inf, 0.0)  # out is 0 where no key is visible
+    return out * torch.sigmoid(seen.unsqueeze(-1) - sinks).to(out.dtype)
 
 
 def check_arguments(mask: Tensor | None, options: dict) -> None:
@@ -271,15 +337,19 @@ def packed_band(
         return None
     if pattern is None:
         return offsets, {"causal": "lower_right"} if is_causal else {}
-    if query.shape[2] != key.shape[2] or pattern.keys != query.shape[2]:
+    if pattern.keys != query.shape[2] or (pattern.sequences is None and pattern.keys != key.shape[2]):
         return None
     return offsets, pattern.options(query.shape[2])
 
 
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, offsets: Offsets, **options) -> Tensor:
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Offsets, sinks: Tensor | None, **options
+) -> Tensor:
     """Runs ``flash_attn_varlen`` on the rows of a batch, one after another. Result: (B, S_q, H, D_v)."""
     rows = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    out = flash_attn_varlen(*rows, *offsets, **options)
+    out, lse = flash_attn_varlen(*rows, *offsets, return_lse=True, **options)
+    if sinks is not None:
+        out = with_sinks(out, lse.T, sinks.transpose(1, 2).flatten(0, 1))
     return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 

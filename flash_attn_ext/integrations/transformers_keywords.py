@@ -50,7 +50,6 @@ REFUSED = {
     "block_indices": "each query attends to chosen blocks of keys",
     "block_table": "keys and values are read from the pages of a cache",
     "indices": "each query attends to chosen keys",
-    "sinks": "a sink for each query",
 }
 
 

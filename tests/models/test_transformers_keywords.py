@@ -45,6 +45,44 @@ def test_each_documented_keyword_is_in_one_list(kind):
     assert [name for name in kind.__annotations__ if not listed(name)] == []
 
 
+def dense_with_sinks(q, k, v, sinks, visible):
+    scores = (q @ k.transpose(-1, -2) * 0.3).masked_fill(~visible, -torch.inf)
+    return (torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("form", ["causal", "mask", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sink_for_each_query(dtype, form):
+    q, k, v = (torch.randn(2, heads, 9, 8, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    sinks = torch.randn(2, 4, 9, 1, dtype=dtype, requires_grad=True)
+    visible, mask, options = torch.ones(9, 9, dtype=torch.bool).tril(), None, {}
+    if form == "mask":
+        visible = mask = visible & (torch.rand(2, 1, 9, 9) > 0.3)
+        visible[:, :, 4] = False  # no key: out is 0
+    if form == "packed":  # 5, 4, 6 and 3 rows
+        offsets = torch.tensor([0, 5, 9, 15, 18], dtype=torch.int32)
+        numbers = torch.bucketize(torch.arange(18), offsets[1:], right=True).view(2, 1, 9)
+        visible = visible & (numbers[..., :, None] == numbers[..., None, :])
+        options = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    module = torch.nn.Module()
+    module.is_causal = True
+    out, _ = integration.attention(module, q, k, v, mask, scaling=0.3, sinks=sinks, **options)
+    leaves = [t.detach().double().requires_grad_() for t in (q, k, v, sinks)]
+    repeated = [t.repeat_interleave(2, 1) for t in leaves[1:3]]
+    expected = dense_with_sinks(leaves[0], *repeated, leaves[3], visible)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 2e-2}
+    torch.testing.assert_close(out.double(), expected, **tolerance)
+    upstream = torch.randn_like(expected)
+    grads = torch.autograd.grad(out, (q, k, v, sinks), upstream.to(dtype))
+    for got, exact in zip(grads, torch.autograd.grad(expected, leaves, upstream), strict=True):
+        torch.testing.assert_close(got.double(), exact, **tolerance)
+
+
+def test_sinks_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"^sinks: got shape \(2,\); allowed: \(B, H, S_q, 1\), \(1, 2, 3, 1\)"):
+        attend(sinks=torch.zeros(2))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_keyword_that_is_not_supported_raises_its_name(name):
     with pytest.raises(ValueError, match=f"^{name}: got Tensor; allowed: None"):

@@ -36,6 +36,10 @@ DECODERS = {
         transformers.GptOssConfig, **GROUPED, sliding_window=6, num_local_experts=2, num_experts_per_tok=1,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "llama4_chunks": decoder(
+        transformers.Llama4TextConfig, **GROUPED, attention_chunk_size=6, num_local_experts=2, intermediate_size_mlp=32,
+        layer_types=["chunked_attention", "full_attention"],
+    ),
     "gpt2": decoder(
         transformers.GPT2Config, vocab_size=48, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0,
         embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=1, eos_token_id=None,
