@@ -1,5 +1,5 @@
-// Scratch memory laid out by the code that uses it: run a plan once over a null base to learn its size, once
-// more over real memory to get the pointers.
+// A layout of scratch memory. The code that uses the memory runs its layout twice: with a null base to compute the size,
+// then with real memory to get the pointers.
 #pragma once
 
 #include <cstddef>

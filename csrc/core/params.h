@@ -1,9 +1,9 @@
-// What a kernel is told: raw pointers, sizes and strides. Torch-free, shared by every device.
+// The arguments of the kernels: raw pointers, sizes and strides. Torch-free, shared by every device.
 //
 // Letters in the comments: B batch, H query heads, H_kv key/value heads (H % H_kv == 0, query head h reads
 // key/value head h / (H / H_kv)), S_q and S_k sequence lengths, D head dimension of q and k, D_v of v and
-// out. Strides are in elements, never bytes. A new feature is a new small struct here, filled by
-// ops/pack_params.cpp.
+// out. Strides are in elements, never bytes. A new feature is a new small struct here, and
+// ops/dense/pack_params.cpp fills it.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace flash_attn_ext {
 
 enum class DType : int8_t { kFloat32, kFloat64, kBFloat16, kFloat16, kBool };
 
-// Softmax statistics and every accumulator are fp32, and fp64 for fp64 inputs. "acc" below means that type.
+// Softmax statistics and accumulators are fp32; for fp64 inputs they are fp64. "acc" below is this type.
 
 struct Sizes {
   int64_t batch = 0;       // B
@@ -40,7 +40,7 @@ struct Tensor4 {
   }
 };
 
-// Which (i, j) of the score matrix the diagonal options leave: causal, its alignment, the sliding window.
+// The elements (i, j) of the score matrix that causal and window leave visible:
 //   -left <= j - (i + diagonal) <= right
 struct DiagonalBand {
   static constexpr int64_t kUnbounded = int64_t{1} << 60;
@@ -73,10 +73,10 @@ struct Band : DiagonalBand {
   FA_HOST_DEVICE const DiagonalBand& without_chunks() const { return *this; }
 };
 
-// attn_mask, broadcast by zero strides: never expanded. kBool: true attends. Float: added; -inf masks.
+// attn_mask, broadcast by zero strides: never expanded. kBool: true attends. Float: added; -inf hides the key.
 //
-// A second mask, key_mask, has one element for each key of a batch. What each of the two masks is masked; the rest is
-// added. Where it is given alone, it is the mask itself, broadcast.
+// A second mask, key_mask, has one element for each key of a batch. A key is hidden if either mask hides it. Otherwise
+// both values are added. If the caller gave only key_mask, `data` points to it, and key_data is null.
 struct MaskParams {
   const void* data = nullptr;  // null: no mask
   DType dtype = DType::kBool;
@@ -86,7 +86,7 @@ struct MaskParams {
   int64_t key_stride_b = 0, key_stride_k = 0;
 
   FA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
-  // Whether what is not masked keeps its score.
+  // Whether each visible key keeps its score.
   FA_HOST_DEVICE bool only_masks() const {
     return dtype == DType::kBool && (!key_data || key_dtype == DType::kBool);
   }
@@ -114,15 +114,14 @@ struct SinkParams {
   }
 };
 
-// Dropout of P, replayed by the backward: element (b, h, i, j) is kept where its Philox word (core/philox.h)
-// is at least `threshold`. The state stays a pointer so that a captured CUDA graph reads fresh values at each
-// replay.
+// Dropout of P. Forward and backward keep element (b, h, i, j) if its Philox word (core/philox.h) is at least
+// `threshold`. The state is a pointer, so that a captured CUDA graph reads fresh values at each replay.
 //
-// A part of a larger call drops what the larger one drops if it has a place in it: {row, column, head, heads}, where its
-// first element lies and how many heads a batch of the larger call has.
+// A call can compute a part of a larger call and drop the same elements. Then place = {row, column, head, heads}: the
+// part's first element in the larger call, and the number of heads of the larger call.
 struct DropoutParams {
   const int64_t* rng_state = nullptr;  // {seed, offset}, on the kernel's device; null: no dropout
-  const int64_t* place = nullptr;      // likewise; null: the call is the larger one
+  const int64_t* place = nullptr;      // on the same device; null: not a part of a larger call
   uint64_t threshold = 0;              // round(p * 2^32)
   double keep_scale = 1.0;             // 1 / (1 - p); 0 if p == 1
 
@@ -134,10 +133,10 @@ struct DropoutParams {
   }
 };
 
-// How the forward cuts the keys where there are few queries (Flash-Decoding). Either option, if given, asks
-// for that kernel whatever the number of queries.
+// How the forward for few queries cuts the keys (Flash-Decoding). If the caller gives either option, this kernel runs for
+// any number of queries.
 struct DecodeParams {
-  int64_t num_splits = 0;        // pieces of the keys, at most; 0: as many as the shape needs
+  int64_t num_splits = 0;        // maximum number of pieces of the keys; 0: the shape decides
   bool has_unified_max = false;  // FlashDecoding++: exp(score - unified_max) in place of the running maximum
   double unified_max = 0.0;
 };
@@ -153,14 +152,14 @@ struct Offsets {
   }
 };
 
-// Keys and values in pages, as many caches of generation are: row j of a sequence is row j % page_size of its
-// page number j / page_size. stride_b of k and v is that from page to page.
+// Keys and values in pages. Row j of a sequence is row j % page_size of the sequence's page number j / page_size.
+// stride_b of k and v is the distance of two pages.
 struct PageTable {
-  Offsets pages;          // (B, count), contiguous; null: each sequence's rows lie behind each other
+  Offsets pages;          // (B, count), contiguous; null: the rows of a sequence are adjacent
   int64_t count = 0;      // pages of a sequence
   int64_t page_size = 0;  // rows
-  int64_t num_pages = 0;  // that there are: numbers outside are taken for the nearest
-  int64_t sequence = 0;   // of one sequence's call: its row of the table
+  int64_t num_pages = 0;  // of the cache; a page number outside of it is clamped
+  int64_t sequence = 0;   // in the call of one sequence: the sequence's row of the table
 
   FA_HOST_DEVICE explicit operator bool() const { return bool(pages); }
   FA_HOST_DEVICE int64_t page_of(int64_t row) const {
@@ -171,8 +170,8 @@ struct PageTable {
 
 enum class CacheDType : int8_t { kOfQuery, kInt8, kFloat8E4M3, kFloat8E5M2 };
 
-// What 8-bit keys or values are multiplied with, float32, broadcast by zero strides. b counts caches or pages,
-// s their rows.
+// The factors of 8-bit keys or values: float32, broadcast by zero strides. b is the number of the cache or of the page,
+// s the row in it.
 struct CacheScale {
   const float* data = nullptr;  // null: 1
   int64_t stride_b = 0, stride_h = 0, stride_s = 0;
@@ -183,35 +182,35 @@ struct CacheScale {
   }
 };
 
-// Keys and values in caches of S_k rows, of which each sequence fills the first seqused_k[b].
+// Keys and values in caches of S_k rows. Sequence b fills the first seqused_k[b] rows of its cache.
 struct CacheParams {
-  Offsets batch_idx;  // (B): which cache is whose; null: its own number
-  Offsets leftpad;    // (B): rows left out at the start; null: none
+  Offsets batch_idx;  // (B): the cache of each sequence; null: cache b for sequence b
+  Offsets leftpad;    // (B): the number of hidden rows at the start; null: 0
   int64_t caches = 0;
   CacheDType dtype = CacheDType::kOfQuery;  // of k and v
   CacheScale k_scale, v_scale;
   PageTable pages;
-  int64_t cache = 0;  // of one sequence's call: its cache
-  // The mask is a tree's: its columns are the last S_q keys, those of the queries themselves. It hides no key before.
+  int64_t cache = 0;  // in the call of one sequence: the sequence's cache
+  // The mask has a column for each of the last S_q keys, which are the keys of the queries. All earlier keys are visible.
   bool tree_mask = false;
-  int64_t first_masked = 0;  // of one sequence's call: the key of column 0, S_k - S_q
+  int64_t first_masked = 0;  // in the call of one sequence: the key of column 0, S_k - S_q
 };
 
-// Packed sequences of different lengths: rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) of q, out and their
-// gradients are those of sequence b, whose stride_b is 0; so are those of k and v by cu_seqlens_k. B counts
-// sequences, S_q and S_k are the longest lengths, and lse is (H, T_q). Masks, slopes and dropout count rows,
-// columns and batches as a padded call would: from each sequence's start, and by sequences.
+// Packed sequences of different lengths. Sequence b has the rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) of q, out and
+// their gradients, and the rows of k and v by cu_seqlens_k. stride_b is 0. B is the number of sequences, S_q and S_k
+// are the longest lengths, and lse is (H, T_q). Masks, slopes and dropout use the indices of a padded call: the number of
+// the sequence, and rows and columns from its start.
 //
-// core/sequence.h makes the call of one sequence of it. Read by the CPU kernels and by every CUDA tier;
+// core/sequence.h makes the call of one sequence. The CPU kernels and every CUDA tier read these params;
 // sm90 refuses caches by name.
 struct VarlenParams {
   Offsets cu_seqlens_q;              // (B + 1), ascending from 0 to T_q; null: no packing
-  Offsets cu_seqlens_k;              // (B + 1), likewise; null: k and v are caches
-  Offsets seqused_q, seqused_k;      // (B): only so many rows of each sequence exist; null: all
+  Offsets cu_seqlens_k;              // (B + 1), ascending from 0 to T_k; null: k and v are caches
+  Offsets seqused_q, seqused_k;      // (B): the number of rows in use of each sequence; null: all
   int64_t total_q = 0, total_k = 0;  // T_q, T_k: rows of q and of k
-  bool lower_right = false;          // each sequence's diagonal ends in its last row and column
+  bool lower_right = false;          // the diagonal of each sequence ends at its last query and key
   bool mask_by_row = false;          // the mask's rows are the T_q rows of q
-  int64_t first_q = 0, first_k = 0;  // of one sequence's call: its first rows
+  int64_t first_q = 0, first_k = 0;  // in the call of one sequence: the sequence's first rows
 
   CacheParams cache;  // only without cu_seqlens_k
 
@@ -240,8 +239,8 @@ struct AttentionParams {
   VarlenParams varlen;
   const UserFunctions* functions = nullptr;  // core/program.h; null: none
 
-  // The index of row i of head h in lse, and in the kernels' arrays with one element a row; and how many rows
-  // that is.
+  // lse[lse_index(b, h, i)] is the lse of row i of head h. The kernels' arrays with one element a row have the same
+  // index and the same size, lse_size().
   FA_HOST_DEVICE int64_t lse_index(int64_t b, int64_t h, int64_t i) const {
     return varlen ? h * varlen.total_q + varlen.first_q + i : (b * sizes.heads + h) * sizes.seqlen_q + i;
   }
@@ -250,7 +249,7 @@ struct AttentionParams {
   }
 };
 
-// Gradient of attn_mask in the mask's own shape: contiguous, dtype of the mask, each size 1 or the full one.
+// Gradient of attn_mask, contiguous, with the mask's dtype and shape. A broadcast dimension has size 1.
 struct MaskGrad {
   void* data = nullptr;
   int64_t batch = 1, heads = 1, rows = 1, cols = 1;
@@ -260,27 +259,26 @@ struct MaskGrad {
 
 struct BackwardParams : AttentionParams {
   Tensor4 dout;  // (B, H, S_q, D_v)
-  // (B, S_q, S_k) at stride_h 0: of the average of P over the heads, in a call whose result that is (WeightsParams).
-  // It takes the place of dout: dP = dweights / H, not dO V^T. Read by the CPU kernels and the CUDA tier simt.
+  // (B, S_q, S_k), stride_h 0: the gradient of the average of P over the heads, which WeightsParams computes. Kernels use
+  // dP = dweights / H in place of dP = dO V^T. The CPU kernels and the CUDA tier simt read it.
   Tensor4 dweights;
-  const void* dlse = nullptr;     // in the form of lse; null: zero
+  const void* dlse = nullptr;     // shape of lse; null: zero
   Tensor4 dq, dk, dv;             // shapes of q, k, v; null data: not wanted
   MaskGrad dmask;                 // null data: not wanted
   void* dalibi_slopes = nullptr;  // (B, H) acc, contiguous; null: not wanted
-  void* dsink = nullptr;          // likewise
-  bool deterministic = true;      // the same bits at every run; false lets a kernel add dq in any order
+  void* dsink = nullptr;          // (B, H) acc, contiguous; null: not wanted
+  bool deterministic = true;  // true: the same bits in every run. false: a kernel may add to dq in any order
 
   bool wants_qkv_pass() const { return dq || dk || dv || dalibi_slopes; }
 };
 
-// The weights themselves: the average of P over the heads. There are no v and out, and D_v is 0. Their backward is
+// The attention weights: the average of P over the heads. There are no v and out, and D_v is 0. Their backward is
 // BackwardParams with dweights.
 struct WeightsParams : BackwardParams {
   Tensor4 weights;  // (B, S_q, S_k) at stride_h 0
 };
 
-// A direction in which the inputs move (docs/derivative_formulas.md): the tangents of forward mode, and what a second
-// derivative is contracted with. Null data: zero.
+// Tangents of the inputs (docs/derivative_formulas.md), for forward mode and for the double backward. Null data: zero.
 struct Tangents {
   Tensor4 q, k, v;    // shapes of q, k, v; in double backward never null
   MaskParams mask;    // of a float mask, broadcast by zero strides like it
@@ -288,15 +286,15 @@ struct Tangents {
   SinkParams sink;
 };
 
-// Forward mode: out and lse, and how they move with the inputs.
+// Forward mode: out, lse and their tangents.
 struct JvpParams : AttentionParams {
   Tangents tangents;
   Tensor4 t_out;          // (B, H, S_q, D_v)
   void* t_lse = nullptr;  // (B, H, S_q) acc, contiguous
 };
 
-// The gradient with respect to q, k, v, mask, slopes and sink of <t_out, dout> + <t_lse, dlse>, which is also that of
-// <dq, tangents.q> + <dk, tangents.k> + ...: dq, dk, dv, dmask, dalibi_slopes and dsink here are its parts.
+// Double backward: dq, dk, dv, dmask, dalibi_slopes and dsink are the gradients of the number <t_out, dout> +
+// <t_lse, dlse>. This number equals <dq, tangents.q> + <dk, tangents.k> + ... with the gradients of the first backward.
 struct DoubleBackwardParams : BackwardParams {
   Tangents tangents;
   Tensor4 t_out;                // (B, H, S_q, D_v), of these tangents

@@ -1,10 +1,9 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) and the one rule that
-// says which of its words decides about which element of P.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), and the word of its results that
+// decides about element (row, column) of P.
 //
-// The rule depends on (seed, offset; batch, head, row, column) alone, so neither tiling, nor thread count,
-// nor device changes a mask. One call serves a 2 x 2 block {i, i + 8} x {j, j + 1} with j even and i % 16 <
-// 8: that is what one CUDA thread holds of a 16 x 8 mma accumulator, and 16 rows make whole SIMD vectors on
-// the CPU.
+// The word depends only on (seed, offset; batch, head, row, column). So tiling, number of threads and device do not
+// change a mask. One call gives the words of a 2 x 2 block {i, i + 8} x {j, j + 1} with j even and i % 16 < 8. A CUDA
+// thread holds such a block of a 16 x 8 mma accumulator. On the CPU 16 rows are whole SIMD vectors.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +36,8 @@ FA_HOST_DEVICE inline PhiloxWords philox4x32(PhiloxKey key, uint32_t c0, uint32_
   return {{c0, c1, c2, c3}};
 }
 
-// The counter has 32 bits left beside an element's place, too few for the offset. So the generator itself
-// makes a key of seed and offset: states that differ in any bit have keys that differ like random numbers.
+// An element's position leaves 32 bits of the counter, too few for the offset. So the generator itself makes a key from
+// seed and offset. Any two states get keys that differ like random numbers.
 FA_HOST_DEVICE inline PhiloxKey philox_key(int64_t seed, int64_t offset) {
   const auto s = static_cast<uint64_t>(seed), o = static_cast<uint64_t>(offset);
   const PhiloxKey state{static_cast<uint32_t>(s), static_cast<uint32_t>(s >> 32),
@@ -53,7 +52,7 @@ FA_HOST_DEVICE inline PhiloxWords dropout_words(PhiloxKey key, int64_t head_inde
                     static_cast<uint32_t>(head_index));
 }
 
-// Which of the four words is (row, col)'s.
+// The index of the word of (row, col), 0 to 3.
 FA_HOST_DEVICE inline int dropout_word_index(int64_t row, int64_t col) {
   return static_cast<int>(((row >> 3) & 1) * 2 + (col & 1));
 }

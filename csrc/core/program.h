@@ -1,4 +1,4 @@
-// A function of the user on scores, as data: what flash_attn_ext/flex/program.py encodes, and the kernels interpret.
+// A function of the user on scores, as data. flash_attn_ext/flex/program.py encodes it, and the kernels interpret it.
 //
 // A program is an array of words. Its header: version, number of instructions, slots of each rank (uniform, query, key,
 // tile), the operand of the result or -1, 0. Each instruction: operation, target operand, three operands, two immediates,
@@ -10,8 +10,8 @@
 namespace flash_attn_ext {
 
 // clang-format off
-// Each row: name, types of the arguments, type of the result. F: a number of the accumulators' type, I: an integer as
-// wide as that, B: a bool, - : none.
+// Each row: name, types of the arguments, type of the result. F: a number of the accumulators' type. I: an integer of the
+// same width. B: a bool. - : none.
 #define FA_PROGRAM_OPERATIONS(X) \
   X(float_constant, "", 'F')                         \
   X(int_constant, "", 'I')                           \
@@ -103,7 +103,7 @@ constexpr OperationRow kOperations[] = {
 #undef FA_OPERATION_ROW
 };
 
-// Which indices a value depends on, as bits: a value of rank kQuery is the same for all keys.
+// The indices that a value depends on, as bits. A value of rank kQuery is the same for all keys.
 enum Rank : int { kUniform = 0, kQuery = 1, kKey = 2, kTile = 3 };
 
 struct Operand {

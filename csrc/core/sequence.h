@@ -1,4 +1,4 @@
-// Packed sequences of different lengths: the call that one of them makes. Torch-free, host and device.
+// Packed sequences of different lengths: makes the call of one sequence. Torch-free, host and device.
 #pragma once
 
 #include <type_traits>
@@ -20,8 +20,7 @@ FA_HOST_DEVICE inline int64_t bytes_of(DType dtype) {
   return 1;
 }
 
-// The rows of sequence b. Whatever the offsets hold, they lie inside the tensor: on a GPU nobody has looked
-// at them before.
+// The rows of sequence b, clamped to the tensor: on a GPU nothing has checked the offsets before.
 FA_HOST_DEVICE inline Range rows_of_sequence(const Offsets& cu_seqlens, const Offsets& seqused, int64_t b,
                                              int64_t total, int64_t longest) {
   const int64_t begin = clamp_to(cu_seqlens[b], 0, total), end = clamp_to(cu_seqlens[b + 1], begin, total);
@@ -36,13 +35,13 @@ FA_HOST_DEVICE inline Range rows_of_cache(const VarlenParams& varlen, int64_t b,
   return {varlen.cache.leftpad ? clamp_to(varlen.cache.leftpad[b], 0, end) : 0, end};
 }
 
-// Leaves out the first `rows` rows. A gradient that is not wanted stays null.
+// Moves t to its row number `rows`. A gradient that is not wanted stays null.
 FA_HOST_DEVICE inline void skip_rows(Tensor4& t, int64_t rows, int64_t element_bytes) {
   if (t) t.data = static_cast<char*>(t.data) + rows * t.stride_s * element_bytes;
 }
 
-// The call as sequence b sees it: a batch of one, its own lengths and diagonal, tensors from its own first
-// row on. b stays its number: masks, slopes and dropout count by it. Without packing, the call itself.
+// The call of sequence b: batch size 1, lengths and diagonal of the sequence, tensors that begin at its first row. Masks,
+// slopes and dropout still use the number b. Without packing, returns p unchanged.
 template <class Params>
 FA_HOST_DEVICE Params of_sequence(Params p, int64_t b) {
   if (!p.varlen) return p;
@@ -70,7 +69,7 @@ FA_HOST_DEVICE Params of_sequence(Params p, int64_t b) {
     cache.pages.sequence = b;
     cache.cache = clamp_to(cache.batch_idx ? cache.batch_idx[b] : b, 0, cache.caches - 1);
     cache.first_masked = p.sizes.seqlen_k - p.sizes.seqlen_q;
-    if (!cache.pages) {  // from here on the one cache: pages are found row by row
+    if (!cache.pages) {  // k and v become the sequence's cache. Pages are looked up row by row
       p.k.data = static_cast<char*>(p.k.data) + cache.cache * p.k.stride_b * cache_bytes;
       p.v.data = static_cast<char*>(p.v.data) + cache.cache * p.v.stride_b * cache_bytes;
       p.k.stride_b = p.v.stride_b = 0;

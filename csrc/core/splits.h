@@ -1,4 +1,4 @@
-// How the keys of a forward are split over tasks (Flash-Decoding): what all tiers share.
+// How the keys of a forward are split over tasks (Flash-Decoding), for all tiers.
 #pragma once
 
 #include "params.h"
@@ -7,15 +7,15 @@ namespace flash_attn_ext {
 
 FA_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Whether a tier's kernel for few queries runs: up to as many as it is the faster one for, or where the caller
-// asks for splits or for the unified maximum.
+// Whether a tier's kernel for few queries runs: for up to `few_queries` queries, or if the caller asks for splits or for
+// the unified maximum.
 inline bool is_decode(const AttentionParams& p, int64_t few_queries) {
   return !p.functions &&
          (p.sizes.seqlen_q <= few_queries || p.decode.num_splits > 1 || p.decode.has_unified_max);
 }
 
-// At most so many splits are made, whatever the caller asks for. Each leaves a row of O for each query: with
-// 4 of them, or as many as leave no more rows than there are keys, that memory is linear in S_q and S_k.
+// The maximum number of splits, whatever the caller asks for. Each split stores a row of O for each query. With 4 splits,
+// or with splits * S_q <= S_k, this memory is linear in S_q and S_k.
 inline int64_t most_splits(const Sizes& z) {
   constexpr int64_t kAlways = 4, kOfAGrid = 65535;  // blocks along a CUDA grid's z
   const int64_t by_rows = z.seqlen_q > 0 ? z.seqlen_k / z.seqlen_q : kAlways;
@@ -26,7 +26,7 @@ struct KeySplits {
   int64_t splits, tiles_per_split;
 };
 
-// Cuts `tiles` of keys into equal pieces: as many as the caller asks for, otherwise `by_shape`.
+// Cuts `tiles` of keys into equal pieces. Their number is the caller's num_splits, or `by_shape` if it is 0.
 inline KeySplits split_keys(const AttentionParams& p, int64_t tiles, int64_t by_shape) {
   if (tiles <= 0) return {1, 0};
   const int64_t most = most_splits(p.sizes) < tiles ? most_splits(p.sizes) : tiles;
