@@ -17,7 +17,7 @@ from torch.utils import cpp_extension
 TOOLKIT = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
 MACRO = "FLASH_ATTN_EXT_WITH_CUDA"
 UNITS = ROOT / "csrc" / "translation_units"
-SOURCES = [UNITS / "dispatch.cpp", UNITS / "python.cpp", UNITS / "torch_overrides.cpp", ROOT / "csrc/cuda/tiers.cpp"]
+SOURCES = [*sorted(UNITS.glob("*.cpp")), ROOT / "csrc/cuda/tiers.cpp"]
 
 pytestmark = pytest.mark.skipif(
     not (TOOLKIT / "cuda_runtime_api.h").exists(),

@@ -4,3 +4,8 @@
 #include "../ops/autograd/weights_autograd.cpp"
 #include "../ops/flex/flex_autograd.cpp"
 #include "../ops/indexed/indexed_autograd.cpp"
+#include "../ops/keys/autocast.cpp"
+#include "../ops/keys/cpu.cpp"
+#include "../ops/keys/cuda.cpp"
+#include "../ops/keys/meta.cpp"
+#include "../ops/keys/schema.cpp"
