@@ -1,4 +1,4 @@
-// Blocks of a launch: which one runs, and what becomes of it when it waits for another one.
+// The blocks of a launch: chooses the running block, and sets a block aside while it waits for another one.
 #include <cxxabi.h>
 #include <dlfcn.h>
 
@@ -37,7 +37,7 @@ void begin_block(dim3 block, size_t shared_bytes) {
   }
   while (fibers.size() < static_cast<size_t>(run.threads)) {
     fibers.push_back(std::make_unique<Fiber>());
-    fibers.back()->stack.reset(new char[kStackBytes]);  // not set: the system gives the pages that are used
+    fibers.back()->stack.reset(new char[kStackBytes]);  // uninitialised, so that only used pages need memory
   }
   for (int n = 0; n < run.threads; ++n) {
     Fiber& fiber = *fibers[n];
@@ -55,7 +55,7 @@ void begin_block(dim3 block, size_t shared_bytes) {
   }
 }
 
-// What the block's threads have left undone; empty if nothing.
+// A text that names the unfinished work of the block's threads; empty if there is none.
 std::string what_is_in_flight() {
   for (int n = 0; n < run.threads; ++n)
     if (!fibers[n]->copies.empty())
@@ -63,7 +63,7 @@ std::string what_is_in_flight() {
   return hopper_end_block();
 }
 
-// Whether some thread's turn has come.
+// Whether a thread that waits for its turn may continue.
 bool wake_for_turns() {
   const auto come = std::stable_partition(run.turns.begin(), run.turns.end(),
                                           [](const TurnWaiter& waiter) { return !waiter.may_go_on(); });
@@ -73,16 +73,15 @@ bool wake_for_turns() {
   return wakes;
 }
 
-// A fiber runs until it meets others. Returns whether the block has ended; if not, another one must go on
-// first. A block's end is strict: its shared memory goes to the next block, so nothing may still be on its way
-// there.
+// Runs the fibers in turn, each until its next barrier. Returns whether the block has ended. If not, another block must
+// continue first. At the end no write to shared memory may be in flight, because the next block gets this memory.
 bool run_block() {
   while (run.error.empty() && !run.steps_aside && run.finished < run.threads) {
     Fiber* next = next_fiber();
     if (next) {
       switch_to(next);
     } else if (!wake_for_turns() && !hopper_land_one()) {
-      break;  // what is asynchronous comes as late as it may: when all threads wait
+      break;  // asynchronous work completes as late as possible: when all threads wait
     }
   }
   if (!run.error.empty()) return true;
@@ -127,11 +126,11 @@ struct ResidentBlock {
   }
 };
 
-// So many blocks may have begun and not ended, as on a GPU with so many multiprocessors.
+// The maximum number of blocks that have begun and not ended: as on a GPU with this number of multiprocessors.
 constexpr size_t kMostResident = 3;
 
-// Blocks begin in this order. One runs until it ends, waits for its turn or steps aside; who goes on then is
-// drawn.
+// Blocks begin in this order. A block runs until it ends, waits for its turn or is set aside. Then a random block
+// continues.
 void run_blocks(const std::vector<dim3>& order, size_t shared_bytes) {
   std::vector<ResidentBlock> resident;
   size_t begun = 0;
@@ -208,7 +207,7 @@ void (*find_translated(const void* kernel))(const unsigned char*) {
   return found == translated_kernels.end() ? nullptr : found->second;
 }
 
-// Blocks begin in random order. They run one after another, except where they take turns.
+// Blocks begin in random order. They run one after another, except blocks that take turns.
 cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void (*enter)(void*),
                      void* arguments, size_t argument_bytes) {
   const dim3 grid = config.gridDim, block = config.blockDim;

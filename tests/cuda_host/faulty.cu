@@ -1,4 +1,4 @@
-// Kernels with one fault each, to show that the host run reports it. tests/cuda/test_cuda_host.py names them.
+// Kernels with one fault each. tests/cuda/test_cuda_host.py checks that the host run reports each fault.
 #include <string>
 
 #include "cuda/launch.h"
@@ -19,7 +19,7 @@ struct Shared {
 
 __device__ Shared& shared() { return flash_attn_ext::cuda::shared_memory<Shared>(); }
 
-// Sums neighbours, correctly: what the others are a variation of.
+// Sums neighbours correctly. The other kernels are variations of this one.
 __global__ void correct(float* out) {
   const int t = threadIdx.x;
   shared().value[t] = t;
@@ -108,7 +108,7 @@ __global__ void async_copy_at_the_end(float* out) {
   flash_attn_ext::cuda::ptx::cp_async_commit();
 }
 
-// Threads that add to one element, of what thread 0 has written.
+// Threads add to an element that thread 0 has written.
 __device__ void atomic_adds(float* out, bool writes, bool meets, bool reads) {
   float* const sum = out + blockIdx.x * kThreads;
   if (writes && threadIdx.x == 0) *sum = 0;
@@ -181,7 +181,7 @@ std::string report;
 
 }  // namespace
 
-// The report of some blocks of the named kernel; empty if it found nothing.
+// Runs some blocks of the named kernel. Returns the report, or an empty text.
 extern "C" const char* run_faulty(const char* name, uint64_t seed) {
   alignas(16) static float out[2 * kThreads];
   cuda_host::seed_order(seed);

@@ -1,5 +1,4 @@
-// Kernels with one fault each, in what only Hopper has: proxy fences, bulk additions, turns, named barriers.
-// For faulty.cu.
+// For faulty.cu: kernels with one fault each in features of Hopper: proxy fences, bulk additions, turns, named barriers.
 #pragma once
 
 #include "cuda/shared_memory.h"
@@ -73,7 +72,7 @@ __global__ void sums_read_by_a_block_that_adds(float*) {
   add(steps);
 }
 
-// Blocks add one after the other: in the order in which they begin, or of their numbers.
+// Blocks add one after the other: in the order of their begins, or in the order of their numbers.
 __device__ inline void add_in_turn(bool waits_for_turn, bool waits_for_addition, bool passes,
                                    bool by_number = false) {
   terms()[threadIdx.x] = threadIdx.x;
@@ -97,8 +96,8 @@ __global__ void turn_not_waited_for(float*) { add_in_turn(false, true, true); }
 __global__ void turn_passed_too_early(float*) { add_in_turn(true, false, true); }
 __global__ void turn_not_passed(float*) { add_in_turn(true, true, false); }
 
-// A copy to shared memory. The block may end before it has landed, or before all bytes have come that the
-// barrier was told of.
+// A copy to shared memory. The block may end before the copy has landed, or before the barrier has received all expected
+// bytes.
 __device__ inline void copy(bool copies, bool waits) {
   constexpr int kCopied = kThreads / 2;
   auto& full = *reinterpret_cast<ptx::Barrier*>(terms() + kCopied);
@@ -124,7 +123,7 @@ __global__ void named_barrier_of_too_many(float* out) {
   out[blockIdx.x * kThreads + threadIdx.x] = 0;
 }
 
-// Three warpgroups of 168 registers a thread: one hands some back, two want more.
+// Three warpgroups with 168 registers a thread: one returns registers, two request more.
 __device__ inline void deal_registers(bool releases) {
   if (threadIdx.x >= 128) {
     ptx::claim_registers<240>();

@@ -35,8 +35,8 @@ jmp_buf scheduler;
 
 void make_ready(Fiber* fiber) { run.ready[fiber->thread / kWarpSize].push_back(fiber); }
 
-// One warp runs as far as it can before the next one starts, which is what shows a barrier that is missing;
-// in a warp the lanes go in random order.
+// A warp runs as far as it can before the next warp starts: so a missing barrier shows. The lanes of a warp run in random
+// order.
 Fiber* next_fiber() {
   for (const int warp : run.warp_order) {
     std::vector<Fiber*>& lanes = run.ready[warp];
@@ -57,7 +57,7 @@ void switch_to_scheduler() {
 
 namespace {
 
-// A fiber's whole life: one block's kernel after the other.
+// The function of a fiber: it runs the kernel of one block after the other.
 void fiber_loop() {
   for (;;) {
     run.enter(run.arguments);
@@ -93,12 +93,12 @@ std::string text(const Site& site) {
 
 namespace {
 
-// Everything that any of them did before is now known to all of them.
+// Each thread now knows all earlier events of all threads.
 void join_clocks(const std::vector<Fiber*>& fibers) {
   const auto joined = std::make_shared<Clock>(*fibers[0]->known);
   const Clock* last = nullptr;
   for (const Fiber* fiber : fibers) {
-    if (fiber->known.get() != last) {  // threads that met before share one clock
+    if (fiber->known.get() != last) {  // threads that met before already share a clock
       last = fiber->known.get();
       for (size_t n = 0; n < joined->size(); ++n) (*joined)[n] = std::max((*joined)[n], (*last)[n]);
     }
@@ -110,7 +110,7 @@ void join_clocks(const std::vector<Fiber*>& fibers) {
   }
 }
 
-// Waits until `expected` threads are here. The last one finishes the meeting for all of them.
+// Waits until `expected` threads have arrived. The last one finishes the barrier for all.
 template <class Finish>
 void meet(Meeting& meeting, size_t expected, Site site, Finish finish) {
   Fiber* self = current;
@@ -225,8 +225,7 @@ void combine_lanes(Site site, unsigned mask, void* mine, void (*finish)(void* co
   meet(warp, __builtin_popcount(mask), site, [finish](const std::vector<Fiber*>& fibers) {
     void* lanes[kWarpSize] = {};
     for (const Fiber* fiber : fibers) lanes[fiber->thread % kWarpSize] = fiber->brought;
-    Fiber* last =
-        std::exchange(current, nullptr);  // the host's work, on all lanes' stacks: nothing to look at
+    Fiber* last = std::exchange(current, nullptr);  // the accesses of the model itself are not checked
     finish(lanes);
     current = last;
   });

@@ -1,4 +1,4 @@
-// One fiber per CUDA thread of the block that runs, and when the fibers learned of each other's writes.
+// One fiber for each CUDA thread of the running block. Vector clocks order the writes of the fibers.
 #pragma once
 
 #include <csetjmp>
@@ -12,8 +12,8 @@
 
 namespace cuda_host {
 
-// Vector clocks: a thread's events happen at its own time `now`, which advances when it meets others.
-using Clock = std::vector<uint32_t>;  // the latest time of each thread that is known to have passed
+// A vector clock. The events of a thread happen at its time `now`, which advances at each barrier.
+using Clock = std::vector<uint32_t>;  // element t: the latest known time of thread t
 
 struct Fiber {
   int thread;  // its number in the block
@@ -44,39 +44,38 @@ struct Fiber {
   const int* acquired_from = nullptr;
   int acquired = 0;
 
-  // Whether what `other` did at `time` is ordered before what this thread does now.
+  // Whether the event of `other` at `time` is ordered before the next event of this thread.
   bool knows(int other, uint32_t time) const { return other == thread || time <= (*known)[other]; }
 };
 
-// Clocks have entries behind the threads', for what writes to memory on its own: hopper.cpp's barriers.
+// Clocks have one entry for each thread and then one for each asynchronous writer: the barriers of hopper_barriers.cpp.
 constexpr int kMaxAsyncWriters = 32;
 
 constexpr size_t kStackBytes = 256 << 10;  // kernels of tests/ptx keep thousands of registers there
 
 extern Fiber* current;  // null while no kernel runs
 
-// For hopper.cpp: a thread waits until another one wakes it; the 128 threads of a warpgroup meet, which
-// orders no memory, and the last one calls `finish` with all of them; warps take turns in another order from
-// now on.
+// For the files hopper_*.cpp: a thread waits until another one wakes it. The 128 threads of a warpgroup meet, without an
+// order of memory, and the last thread calls finish(all threads). A last function changes the order of the warps.
 void wait_to_be_woken(Site site);
 void wake(Fiber* fiber);
-void pause();  // others may run first
-// For blocks that take turns: others may begin or go on before this one; and this thread waits until *turns is
+void pause();  // lets other threads run first
+// For blocks that take turns. Lets other blocks begin or continue before this one. Then this thread waits until *turns is
 // `turn`.
 void step_aside();
 void wait_until_turn(Site site, const int* turns, int turn);
-void wait_until_changed(Site site, const int* turns, int turn);  // until it is not `turn`
-void align_warp(Site site);  // the warp's threads meet, which orders no memory
+void wait_until_changed(Site site, const int* turns, int turn);  // waits until *turns is not `turn`
+void align_warp(Site site);  // the threads of the warp meet, without an order of memory
 void meet_warpgroup(Site site, const std::function<void(const std::vector<Fiber*>&)>& finish);
 void shuffle_warps();
 uint64_t random_below(uint64_t n);
-// Ends the launch with this message; called by the fiber that runs, to which it never returns.
+// Ends the launch with this message. Only the running fiber calls it, and it never returns.
 [[noreturn]] void fail(const std::string& message);
 
 std::string describe(int thread);  // "kernel<...>, block (0, 1, 0), thread 7"
 
 void seed_order(uint64_t seed);
-std::string last_kernel();  // the name of the one launched last
+std::string last_kernel();  // the name of the last launched kernel
 // The first error since the last call, or an empty string.
 std::string take_error();
 

@@ -1,5 +1,5 @@
-// Which element of a matrix a thread holds in which register: ldmatrix and stmatrix, mma.sync, wgmma. The host
-// models compute with these functions; tests/cpp/cute_layouts.cpp compares them with CuTe's layouts.
+// The matrix element in each register of each thread, for ldmatrix, stmatrix, mma.sync and wgmma. The host models use these
+// functions. tests/cpp/cute_layouts.cpp compares them with CuTe's layouts.
 #pragma once
 
 namespace cuda_host {

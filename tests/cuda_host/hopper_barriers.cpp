@@ -1,5 +1,5 @@
-// mbarriers, named barriers and fences as the PTX manual defines them. Barriers carry vector clocks: who
-// waits knows what those knew who arrived.
+// mbarriers, named barriers and fences as the PTX manual defines them. Barriers have vector clocks: a thread that waits
+// learns of all events that the arrived threads knew of.
 #pragma GCC optimize("O3")
 
 #include <algorithm>
@@ -60,13 +60,13 @@ void barrier_init_fence() {
 void barrier_arrive(uint64_t* address, uint32_t bytes) {
   Barrier& barrier = find_barrier(address);
   if (barrier.pending == 0) fail("too many arrivals at an mbarrier: " + who());
-  // Two phases further on, a wait for the first would not end.
+  // A wait for a phase never ends if the barrier is two phases further.
   if (!barrier.waited) fail("arrives at an mbarrier, and nobody has waited for its last phase: " + who());
   barrier.bytes_expected += bytes;
   --barrier.pending;
   join(barrier.arriving, *current->known);
   barrier.arriving[current->thread] = current->now++;
-  if (complete_if_done(barrier)) pause();  // those who waited may be ahead of the one who came last
+  if (complete_if_done(barrier)) pause();  // the threads that waited may run before the last arrived thread
 }
 
 void barrier_wait(Site site, uint64_t* address, uint32_t parity) {
@@ -87,10 +87,10 @@ void barrier_wait(Site site, uint64_t* address, uint32_t parity) {
   current->known = after;
 }
 
-// What the thread writes from now on is later than the fence.
+// Later writes of this thread come after the fence.
 void proxy_fence() { block.threads[current->thread].proxy_fences.push_back(current->now++); }
 
-// ---- what reads shared memory on its own
+// ---- asynchronous reads of shared memory
 
 void check_readable(const char* reader, const Bytes& bytes, const std::vector<const Start*>& starts) {
   const auto refuse = [&](const char* what) { fail(std::string(reader) + what + who()); };
@@ -133,7 +133,8 @@ void check_not_read(const char* writer, const Bytes& target) {
   for (const Read& read : block.reads) {
     if (!read.bytes.overlaps(target)) continue;
     const int threads = static_cast<int>(read.times.size());
-    for (int warp = 0; warp < threads; warp += kWarp) {  // one lane is enough: a warp waits as one
+    for (int warp = 0; warp < threads;
+         warp += kWarp) {  // one lane is enough, because a warp waits as a whole
       bool known = false;
       for (int t = warp; t < std::min(warp + kWarp, threads); ++t)
         known |= current->knows(read.first_thread + t, read.times[t]);
@@ -149,7 +150,7 @@ void hopper_check_write(const void* address, size_t bytes) {
   check_not_read("a thread", {begin, begin + bytes});
 }
 
-// ---- a block's life
+// ---- begin and end of a block
 
 void hopper_begin_block(int threads) {
   block = {};

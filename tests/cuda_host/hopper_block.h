@@ -1,4 +1,4 @@
-// What the files hopper_*.cpp know of the block that runs.
+// The state of the running block that the files hopper_*.cpp share.
 #pragma once
 
 #include <algorithm>
@@ -27,17 +27,17 @@ struct Bytes {
 };
 
 struct Barrier {
-  int writer;  // as which its copies write to memory
+  int writer;  // the entry of the clocks for the writes of its copies
   int init_thread;
   uint32_t init_time, fence_time;  // fence_time 0: TMA does not see the barrier
   uint32_t expected, pending;
   int64_t bytes_expected = 0;
   uint32_t phase = 0;
-  bool waited = true;  // somebody has, for the last phase
+  bool waited = true;  // a thread has waited for the last phase
   uint32_t copies = 0;
   Clock arriving, completed;
   std::vector<Fiber*> waiting;
-  std::vector<std::array<std::shared_ptr<const Clock>, 2>> joined;  // what a clock becomes by waiting
+  std::vector<std::array<std::shared_ptr<const Clock>, 2>> joined;  // the clock of a thread after its wait
 };
 
 // To shared memory.
@@ -47,16 +47,16 @@ struct Copy {
   std::function<void()> land;
 };
 
-// From shared memory to global memory: an addition, or a store by TMA.
+// From shared to global memory: a bulk addition, or a store by TMA.
 struct BulkStore {
   int thread, group;
   Bytes source;
-  std::function<void(const unsigned char* read)> land;  // what was read of the source
+  std::function<void(const unsigned char* read)> land;  // read: the bytes of the source
   bool has_read = false;
   std::vector<unsigned char> read;
 };
 
-// When a thread started something asynchronous: what it knew, and its own time.
+// The start of an asynchronous operation by a thread: the thread's clock and its time.
 struct Start {
   int thread;
   uint32_t now;
@@ -74,11 +74,11 @@ struct Thread {
   int groups = 0, bulk_groups = 0;
   std::vector<uint32_t> proxy_fences;  // when
   std::vector<PendingProduct> products;
-  std::map<float*, std::vector<float>> accumulators;  // what was in those that are in flight
+  std::map<float*, std::vector<float>> accumulators;  // the earlier values of accumulators in flight
 };
 
-// A part of shared memory that something asynchronous has read, and when each thread that waited for it
-// learned so: a warpgroup for a product, one thread for a bulk copy.
+// A range of shared memory that an asynchronous operation has read, and the time of the wait of each thread that waited for
+// it: the threads of a warpgroup for a product, one thread for a bulk copy.
 struct Read {
   Bytes bytes;
   int first_thread;
@@ -111,16 +111,16 @@ inline std::string text(Site site) {
 
 // For a copy that is about to start.
 Barrier& find_barrier(uint64_t* address);
-bool complete_if_done(Barrier& barrier);  // true if somebody had waited for that
+bool complete_if_done(Barrier& barrier);  // returns true if a thread waited for this phase
 
-// Something asynchronous reads `bytes`: they have landed, and each of `starts` knew so; what threads wrote
-// there they had put behind a proxy fence, and that, too, each of `starts` knew.
+// An asynchronous operation reads `bytes`. Checks for each of `starts` that it knew of these events: the copies to `bytes`
+// have landed, and each thread that wrote to `bytes` has made a proxy fence after its write.
 void check_readable(const char* reader, const Bytes& bytes, const std::vector<const Start*>& starts);
-// It has read them; `fibers`, of which that of first_thread is the first, know so now.
+// The operation has read the bytes. `fibers`, from first_thread on, now know it.
 void remember_read(const Bytes& bytes, int first_thread, const std::vector<Fiber*>& fibers);
-// Before somebody writes there: the current thread knows that what has read it is done.
+// Before a write to the bytes: checks that the current thread knows of the end of each operation that read them.
 void check_not_read(const char* writer, const Bytes& target);
-// The same of products that are not done.
+// The same check for products that have not ended.
 void check_no_product_reads(const char* writer, const Bytes& target);
 void land_stores(int thread, int group_end);
 void begin_registers(int threads);

@@ -1,11 +1,11 @@
-// TMA and bulk copies as the PTX manual defines them, against the kernel where it leaves a choice:
-//   - A copy to shared memory lands when all threads wait, in random order. From its start on the target
-//   holds
-//     NaN, and touching it is an error. So is starting one where something may still read, or without the
-//     barriers' fence.
-//   - An addition or a copy to global memory reads its source when its thread waits for that, and is done when
-//     the thread waits for it or the block ends. Until the former nobody may write to the source.
-//   - A block that ends before a copy has landed, or before one has read its source, is an error.
+// TMA and bulk copies as the PTX manual defines them. If the manual leaves a choice, the model makes the one that is worst
+// for the kernel:
+//   - A copy to shared memory lands when all threads wait, in random order. From its start its target holds NaN, and an
+//     access to the target is an error. It is also an error to start a copy while another operation may still read the
+//     target, or without the fence of the barriers.
+//   - An addition or a copy to global memory reads its source when its thread waits for the read. It is complete when the
+//     thread waits for its completion, or when the block ends. A write to the source before the read is an error.
+//   - It is an error if a block ends before a copy has landed, or before a copy has read its source.
 #pragma GCC optimize("O3")
 
 #include <algorithm>
@@ -41,7 +41,7 @@ void for_each_row(const CUtensorMap& map, const Corner& corner, const Function& 
   }
 }
 
-// The pieces of 16 bytes of a box that lie in the tensor: (row of the box, column, address).
+// The 16-byte pieces of a box that are inside of the tensor: (row of the box, column, address).
 template <class Function>
 void for_each_piece(const CUtensorMap& map, const Corner& corner, const Function& function) {
   const int64_t left = static_cast<int64_t>(map.size[0]) - corner[0];
@@ -51,7 +51,7 @@ void for_each_piece(const CUtensorMap& map, const Corner& corner, const Function
   });
 }
 
-// Where a box lies in a tensor and in shared memory.
+// The position of a box in a tensor and in shared memory.
 struct Box {
   Corner corner{};
   Bytes shared;
@@ -72,7 +72,7 @@ Box box_of(Site site, const CUtensorMap& map, const int32_t* corner, int rank, c
   return box;
 }
 
-// What all copies to shared memory have in common.
+// The steps of every copy to shared memory.
 void start_copy(Site site, void* shared, size_t bytes, uint64_t* address, std::function<void()> land) {
   Barrier& barrier = find_barrier(address);
   if (barrier.fence_time == 0 || !current->knows(barrier.init_thread, barrier.fence_time))
@@ -143,7 +143,7 @@ bool hopper_land_one() {
 
 namespace {
 
-// Of what is stored the thread knows that it is complete.
+// The thread now knows that its stores are complete.
 void check_source(const Bytes& source) {
   const Start start{current->thread, current->now, current->known};
   check_readable("a bulk copy", source, {&start});

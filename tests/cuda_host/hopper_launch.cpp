@@ -1,4 +1,4 @@
-// What the launch side asks a Hopper for: tensor maps, with their limits, and which GPU it is.
+// The driver calls of a launch on Hopper: tensor maps with their limits, and the GPU's properties.
 #include <algorithm>
 #include <cstring>
 

@@ -1,5 +1,5 @@
-// setmaxnreg as the PTX manual defines it: a block starts with the same number of registers for each thread;
-// a warpgroup hands some back to the block's pool, or waits until the pool has what it wants.
+// setmaxnreg as the PTX manual defines it. A block starts with the same number of registers for each thread. A warpgroup
+// returns registers to the pool of the block, or waits until the pool has enough.
 #include "hopper_block.h"
 
 namespace cuda_host {
@@ -45,7 +45,7 @@ void claim_registers(Site site, int count) {
     if (count < registers_held())
       fail(text(site) + " to fewer registers than " + std::to_string(registers_held()) + ": " + who());
   });
-  // The first thread of the warpgroup to find enough takes them for all.
+  // The first thread of the warpgroup that finds enough registers takes them for all of its threads.
   for (int* held = &registers_held(); *held < count;) {
     if (block.registers.free >= count - *held) {
       block.registers.free -= count - *held;

@@ -1,7 +1,7 @@
-// wgmma as the PTX manual defines it, against the kernel where it leaves a choice: it reads its operands,
-// registers too, and writes its accumulators when all threads of the warpgroup wait for it. From its start on
-// the accumulators hold NaN. What it reads from shared memory must have landed, and each thread must have
-// known so at the start.
+// wgmma as the PTX manual defines it. If the manual leaves a choice, the model makes the one that is worst for the kernel. A
+// product reads its operands, also in registers, and writes its accumulators when all threads of the warpgroup wait for
+// it. Until then the accumulators hold NaN. Operands in shared memory must have landed before the product starts, and each
+// thread must have known it.
 #pragma GCC optimize("O3")
 
 #include <set>
@@ -11,7 +11,7 @@
 
 namespace cuda_host {
 
-uintptr_t swizzled(uintptr_t address);  // the 128-byte swizzle is one of address bits
+uintptr_t swizzled(uintptr_t address);  // the 128-byte swizzle permutes address bits
 
 namespace {
 
@@ -29,7 +29,7 @@ struct Matrix {
       fail("wgmma takes only the 128-byte swizzle, from a multiple of 1024 bytes on: " + who());
   }
 
-  // Contiguous along k (for 16 of it), or along the rows, in panels of 64.
+  // Contiguous along k (16 elements), or along the rows (panels of 64).
   uint16_t along_k(int row, int k) const { return at(row / 8 * stride + row % 8 * 128 + k * 2); }
   uint16_t along_rows(int row, int k) const {
     return at(row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2);
@@ -75,7 +75,7 @@ std::vector<Bytes> bytes_read(const Product& product) {
   return result;
 }
 
-// Where register n of a thread's accumulator lies in a matrix of so many columns.
+// The index of register n of a thread's accumulator in a matrix with `columns` columns.
 int accumulator_place(int thread, int n, int columns) {
   const Element at = wgmma_accumulator_element(thread, n);
   return at.row * columns + at.column;
@@ -116,7 +116,7 @@ void multiply(const std::vector<const Product*>& products, std::vector<float>& c
 void finish_products(const std::vector<Fiber*>& fibers, int pending) {
   const int first_thread = fibers[0]->thread / kWarpgroup * kWarpgroup;
   Thread* threads = &block.threads[first_thread];
-  std::map<float*, std::vector<float>> results;  // by the first thread's accumulator
+  std::map<float*, std::vector<float>> results;  // key: the accumulator of the first thread
   std::set<Bytes> read;
   size_t done = 0;
   for (; done < threads[0].products.size(); ++done) {
@@ -187,8 +187,8 @@ void wgmma(Site site, const Product& product) {
   self.products.push_back({product, self.groups, {current->thread, current->now, current->known}});
 }
 
-// A batch takes its own fence: ptxas puts one in where it is missing, and says so (C7519). As each instruction that is
-// .sync.aligned, this one lets no lane go on before the others.
+// Each batch needs a fence. If it is missing, ptxas inserts one and warns (C7519). The instruction is .sync.aligned, so no
+// lane continues before the others.
 void wgmma_commit() {
   align_warp({"wgmma_commit", __FILE__, __LINE__});
   ++block.threads[current->thread].groups;

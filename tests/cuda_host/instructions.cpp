@@ -17,7 +17,7 @@ namespace {
 int64_t exponentials = 0;
 uint32_t shared_base = 1024;
 
-// A copy lands as late as it may, at the wait for its group. Until then its target holds NaN, and touching it
+// A copy lands as late as possible: at the wait for its group. Until then its target holds NaN, and an access to the target
 // is an error.
 void cp_async(void* shared, const void* global, size_t bytes, bool inside, void* code) {
   if (inside) touch(global, bytes, false, code);
@@ -80,7 +80,7 @@ struct StoreLane {
   const uint32_t* r;
 };
 
-// The other way round.
+// The inverse of load_matrix().
 void store_pairs(void* const* lanes) {
   for (int lane = 0; lane < 32; ++lane)
     for (int m = 0; m < 4; ++m)
@@ -176,7 +176,7 @@ void release_turn(int* turns) {
   step_aside();
 }
 
-// As far off as the PTX manual allows: by up to 2^-22, and denormals are 0. The same for the same x.
+// With the largest error that the PTX manual allows: up to 2^-22, and subnormals are 0. Equal x give equal results.
 float exp2_fast(float x) {
   ++exponentials;
   uint32_t bits;
@@ -191,10 +191,10 @@ uint32_t opaque_shared_address(const void* pointer) { return shared_address(poin
 }  // namespace cuda_host
 
 extern "C" {
-// How many exponentials have been computed: a measure of the work, also of what is computed once more.
+// The number of computed exponentials: a measure of the work, which includes recomputation.
 int64_t exponentials() { return cuda_host::exponentials; }
 float exp2_fast(float x) { return cuda_host::exp2_fast(x); }
-// Where a block's shared memory begins, for all launches from now on.
+// Sets the address of a block's shared memory for all later launches.
 void set_shared_base(uint32_t base) { cuda_host::shared_base = base; }
 }
 

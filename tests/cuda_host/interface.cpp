@@ -1,4 +1,5 @@
-// What library.py calls through ctypes. It takes the params structs from core/params.h; their sizes are compared.
+// The functions that library.py calls through ctypes. Their arguments are the structs of core/params.h, and library.py
+// compares the sizes of the structs.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -27,7 +28,7 @@ namespace {
 
 int left_out = -1;
 
-// Null if all went well; valid until the next call.
+// Returns the error, or null. The text is valid until the next call.
 const char* report(cudaError_t status) {
   static std::string error;
   error = cuda_host::take_error();
@@ -43,7 +44,7 @@ const char* run(const flash_attn_ext::cuda::Selection<Params>& selection, const 
   return (reason = selection.reason).c_str();
 }
 
-// The tier, and a line for each reason why a faster one does not run; with no tier, why nothing can.
+// Returns the tier and a line for each faster tier with its reason. If no tier runs, returns the reason.
 template <class Params>
 const char* describe(const flash_attn_ext::cuda::Selection<Params>& selection) {
   static std::string text;
@@ -60,14 +61,14 @@ const char* flash_attn_ext::cuda::gpu_code() { return code_of_build.c_str(); }
 
 extern "C" {
 
-// Of the params in library.py's list CALLS.
+// The size of struct number n of library.py's list CALLS.
 size_t params_bytes(int which) {
   const size_t bytes[] = {sizeof(AttentionParams), sizeof(BackwardParams), sizeof(JvpParams),
                           sizeof(DoubleBackwardParams), sizeof(WeightsParams)};
   return bytes[which];
 }
 
-// For mutations_sm90.py, which puts a condition before some statements: all but one of them stay.
+// For mutations_sm90.py, which puts a condition before some statements and removes one of them in each run.
 void leave_out(int number) { left_out = number; }
 bool statement_stays(int number) { return number != left_out; }
 
@@ -105,7 +106,7 @@ const char* forward(const AttentionParams* p, void* workspace) {
 const char* why_not_sm90_forward(const AttentionParams* p) {
   return flash_attn_ext::cuda::sm90::why_not_forward(*p);
 }
-// How the sm90 forward cuts a call: its kernel, the heads that share a tile, the splits of the keys.
+// The decisions of the sm90 forward for a call: its kernel, the heads that share a tile, the splits of the keys.
 void sm90_forward_cut(const AttentionParams* p, int (&cut)[3]) {
   const auto [form, head_dims, few_rows] = flash_attn_ext::cuda::sm90::choose_forward(*p);
   cut[0] = static_cast<int>(form);
@@ -158,8 +159,7 @@ const char* weights(const WeightsParams* p, void* workspace) {
 const char* why_not_sm80_backward(const BackwardParams* p) {
   return flash_attn_ext::cuda::sm80::why_not_backward(*p);
 }
-// Pieces of dq, dk and dv that the sm80 backward flagged, because they hold a NaN; -1 if
-// another tier ran.
+// The number of tiles of dq, dk and dv that the sm80 backward flagged because they hold a NaN; -1 if another tier ran.
 int64_t sm80_flagged_tiles(const BackwardParams* p, void* workspace) {
   using namespace flash_attn_ext::cuda;
   const auto ran = select_backward(*p).launch;
@@ -172,8 +172,8 @@ int64_t sm80_flagged_tiles(const BackwardParams* p, void* workspace) {
   return std::count(flags.queries, flags.queries + queries, 1) + std::count(flags.keys, flags.keys + keys, 1);
 }
 
-// How a plain call's tasks are dealt to persistent blocks: the block and the key tiles of each task, in the order of tasks.
-// Returns how many tasks there are. Null arrays: only counts.
+// The persistent block and the number of key tiles of each task of a plain call, in the order of tasks. Returns the number
+// of tasks. With null arrays it only counts.
 int64_t sm90_dealt_tasks(const AttentionParams* p, int blocks, int* block_of, int* tiles) {
   using namespace flash_attn_ext::cuda::sm90;
   const HeadDims dims = choose_forward(*p).head_dims;

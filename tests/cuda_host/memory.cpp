@@ -1,14 +1,12 @@
-// The kernels are compiled with -fsanitize=thread, which puts a call before every access to memory. The
-// functions that it calls are these here, not those of ThreadSanitizer's library, which knows neither shared
-// memory nor warps.
+// The kernels are compiled with -fsanitize=thread, which inserts a call before each access to memory. This file defines the
+// called functions. ThreadSanitizer's own library knows neither shared memory nor warps.
 //
-// Every element remembers who wrote it last and when. An access is an error
-//   - outside what was registered, or a write to what is only for reading: out of bounds;
-//   - if it reads what nobody wrote, where the memory did not come initialised;
-//   - to what another thread wrote with no barrier in between, or another block of the same launch: a race.
-// Only writes are remembered. A missing barrier between a read and a later write shows where the writer's
-// warp is ahead of the reader's, and fibers.cpp lets each warp in turn run ahead of the others as far as it
-// can.
+// Each element has its last writer and the time of the write. An access is one of these errors:
+//   - out of bounds: outside of the registered buffers, or a write to a buffer that is only for reading;
+//   - uninitialised: a read of an element that nothing has written, in a buffer that was not initialised;
+//   - a race: the last writer is another thread with no barrier in between, or another block of the same launch.
+// Reads are not recorded. A missing barrier between a read and a later write shows if the writer's warp runs before the
+// reader's warp. So fibers.cpp lets each warp once run ahead of the others as far as it can.
 #include "memory.h"
 
 #include <dlfcn.h>
@@ -23,7 +21,7 @@
 #include "hopper.h"
 
 namespace flash_attn_ext::cuda {
-// The array behind csrc/cuda/shared_memory.h.
+// The array of csrc/cuda/shared_memory.h.
 alignas(1024) unsigned char shared_bytes[cuda_host::kMaxSharedBytes];
 }  // namespace flash_attn_ext::cuda
 
@@ -37,14 +35,15 @@ struct Write {
   bool operator==(const Write& other) const { return std::memcmp(this, &other, sizeof(Write)) == 0; }
 };
 
-constexpr uint32_t kInFlight = (1 << 22) - 1;  // the time of a write that has not landed
-constexpr uint32_t kAtomic = (1 << 22) - 2;    // of one that other blocks may follow with their own
+constexpr uint32_t kInFlight = (1 << 22) - 1;  // the time of a write in flight
+constexpr uint32_t kAtomic =
+    (1 << 22) - 2;  // the time of a write that atomic writes of other blocks may follow
 
 struct Region {
   uintptr_t begin, end;
   std::string name;
   bool writable, initialised, shared;
-  int element_shift;  // log2 of an element's bytes: this is where a run's time goes, so no division
+  int element_shift;  // log2 of an element's bytes. A shift, because a division here would take most of the run's time
   std::vector<Write> last_writes;  // one per element
 
   bool contains(uintptr_t address) const { return begin <= address && address < end; }
@@ -52,7 +51,7 @@ struct Region {
   size_t elements(size_t bytes) const { return (bytes + (size_t{1} << element_shift) - 1) >> element_shift; }
 };
 
-constexpr int kSharedElementShift = 1;  // the smallest elements that kernels keep there have 2 bytes
+constexpr int kSharedElementShift = 1;  // the smallest elements in shared memory have 2 bytes
 
 struct Memory {
   std::vector<Region> regions;  // the first is shared memory
@@ -60,9 +59,10 @@ struct Memory {
   uintptr_t arguments_begin, arguments_end;
   uint32_t first_block_of_launch = 1, blocks_begun = 1, block = 1;
   bool ordered_adds = false;
-  std::map<int, uint32_t> adds;                           // when each thread of this block last added
-  std::set<uint32_t> known_blocks;                        // what this block has learned of by waiting
-  std::map<const void*, std::set<uint32_t>> told_blocks;  // what it takes to learn of them
+  std::map<int, uint32_t> adds;     // the time of the last addition of each thread of this block
+  std::set<uint32_t> known_blocks;  // the blocks that this block has waited for
+  std::map<const void*, std::set<uint32_t>>
+      told_blocks;  // by address: the blocks that a waiting block learns of
 
   Memory() { begin_regions(); }
 
@@ -92,7 +92,7 @@ struct Access {
   void* code;
 };
 
-// "<kernel, block, thread> reads 4 bytes at +12 of q [code 0x1234]": addr2line turns the last into a line.
+// "<kernel, block, thread> reads 4 bytes at +12 of q [code 0x1234]": addr2line converts the code address to a line.
 std::string describe(const Access& access, const Region* region) {
   Dl_info info;
   char text[160];
@@ -104,7 +104,7 @@ std::string describe(const Access& access, const Region* region) {
   return cuda_host::describe(current->thread) + text;
 }
 
-// Whether an access may follow a write: what nearly all do. Else check_order() says what is wrong, if anything is.
+// A quick test whether an access may follow a write. If it fails, check_order() finds the error, if there is one.
 bool is_plainly_ordered(const Region& region, const Write& last) {
   if (last.block == memory.block) return last.time < kAtomic && current->knows(last.thread, last.time);
   return last.block < memory.first_block_of_launch && region.initialised;
@@ -137,7 +137,7 @@ bool is_launch_state(uintptr_t address) {
 }
 
 void look_at(const Access& access) {
-  if (!current) return;  // host code of the launch side
+  if (!current) return;  // code of the host
   const auto stack = reinterpret_cast<uintptr_t>(current->stack.get());
   if (stack <= access.address && access.address < stack + kStackBytes) return;
   Region* region = memory.find(access.address);
@@ -169,8 +169,7 @@ void set_writer(void* address, size_t bytes, uint32_t time) {
             Write{memory.block, time, static_cast<uint32_t>(current->thread)});
 }
 
-// What blocks of one launch may all change. `visit` gets the last write of each element that is such a
-// change.
+// For elements that several blocks of one launch may change: calls visit(last write) for each such element.
 template <class Visit>
 void change_atomically(const Access& access, const Visit& visit) {
   Region* region = memory.find(access.address);
@@ -271,7 +270,7 @@ void forget_buffers() { memory.begin_regions(); }
 
 namespace {
 
-// Of a block that has begun and does not run now.
+// The state of a block that has begun and does not run now.
 struct BlockMemory {
   uint32_t block;
   std::map<int, uint32_t> adds;
@@ -326,7 +325,7 @@ void memory_begin_block(size_t shared_bytes) {
 
 extern "C" {
 
-// Whether what blocks add to the same place must come in an order that they agree on.
+// Whether the additions of several blocks to an element must have a fixed order.
 void require_ordered_adds(bool required) { cuda_host::memory.ordered_adds = required; }
 
 void __tsan_init() {}

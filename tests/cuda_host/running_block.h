@@ -1,4 +1,4 @@
-// The block that runs: what fibers.cpp, which runs its threads, and blocks.cpp, which runs the launch, both know.
+// The running block. fibers.cpp runs its threads, and blocks.cpp runs the launch.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ struct Meeting {
   std::vector<Fiber*> arrived;
 };
 
-// A thread that waits until *turns is `turn`, or is no longer `turn`.
+// A thread that waits until *turns is `turn`, or until it is no longer `turn`.
 struct TurnWaiter {
   Fiber* fiber;
   const int* turns;
@@ -28,18 +28,18 @@ struct TurnWaiter {
   bool may_go_on() const { return (*turns == turn) != until_changed; }
 };
 
-// A block that has begun: its threads, and who of them waits for what.
+// A block that has begun: its threads, and for each waiting thread the reason.
 struct RunningBlock {
   int finished = 0;
   std::vector<std::vector<Fiber*>> ready;  // of each warp
-  std::vector<int> warp_order;             // whose fibers run first
+  std::vector<int> warp_order;             // the order in which warps run
   Meeting block;
   std::vector<Meeting> warps, warpgroups, named;
   std::vector<TurnWaiter> turns;
-  bool steps_aside = false;  // another block goes on before it
+  bool steps_aside = false;  // another block continues before it
 };
 
-// What runs now: one launch, of it one block.
+// The running launch and its running block.
 struct Execution : RunningBlock {
   void (*enter)(void*);
   void* arguments;
@@ -51,7 +51,7 @@ struct Execution : RunningBlock {
 using Fibers = std::vector<std::unique_ptr<Fiber>>;
 
 extern Execution run;
-extern Fibers fibers;  // of the block that runs
+extern Fibers fibers;  // of the running block
 
 template <class T>
 void shuffle(std::vector<T>& items) {
@@ -60,12 +60,12 @@ void shuffle(std::vector<T>& items) {
 
 std::string text(const Site& site);
 void make_ready(Fiber* fiber);
-// The one that runs next; null if all wait.
+// The next fiber to run; null if all wait.
 Fiber* next_fiber();
-// Runs it until it meets others or ends.
+// Runs a fiber until its next barrier or its end.
 void switch_to(Fiber* fiber);
 void switch_to_scheduler();
-// All fibers that are left wait: says who waits where.
+// All remaining fibers wait: returns a text with the place where each of them waits.
 std::string describe_deadlock();
 
 }  // namespace cuda_host

@@ -1,4 +1,4 @@
-// The part of CUDA's driver interface that makes tensor maps for TMA.
+// The functions of CUDA's driver interface that make tensor maps for TMA.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@ enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B
 enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B };
 enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 
-// On the GPU 128 bytes that only the hardware reads.
+// On the GPU this struct has 128 bytes, and only the hardware reads them.
 struct alignas(64) CUtensorMap {
   static constexpr int kMaxRank = 5;
   int rank;
   unsigned char* data;
-  uint64_t size[kMaxRank], stride[kMaxRank - 1];  // in bytes; that of the innermost is left out
+  uint64_t size[kMaxRank], stride[kMaxRank - 1];  // strides in bytes, without the innermost dimension
   uint32_t box[kMaxRank];
 };
 

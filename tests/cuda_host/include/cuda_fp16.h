@@ -1,4 +1,4 @@
-// __half with its two conversions, by the compiler's own type.
+// __half with its two conversions, as the compiler's type _Float16.
 #pragma once
 
 struct __half {

@@ -1,5 +1,5 @@
-// What the kernels use of CUDA's language and runtime, for a run on the host. Found instead of the toolkit's
-// header because the host build's include path puts this folder first; the kernels' sources do not know.
+// The parts of CUDA's language and runtime that the kernels use, for a run on the host. The host build's include path begins
+// with this folder, so kernels include this file in place of the toolkit's header.
 #pragma once
 
 #include <cmath>
@@ -16,8 +16,8 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-// g++ refuses this attribute on a local variable: shared memory is the block's one dynamic array, or an
-// error.
+// g++ refuses this attribute on a local variable. So static shared memory is a compile error, and a block has only its
+// dynamic array.
 #define __shared__ __attribute__((section(".bss.cuda_shared")))
 
 struct alignas(8) float2 {
@@ -29,11 +29,11 @@ struct alignas(16) uint4 {
 };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
-extern dim3 threadIdx, blockIdx, blockDim, gridDim;  // of the fiber that runs
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;  // of the running fiber
 
 namespace cuda_host {
 
-// Where in the source a thread meets others.
+// The line of the source where threads meet.
 struct Site {
   const char* what;
   const char* file;
@@ -45,8 +45,8 @@ struct Site {
 uint64_t meet_block(Site site, uint64_t value);
 // The lanes of a warp meet.
 void meet_warp(Site site, unsigned mask);
-// The lanes of a warp meet, and the last one calls finish(what each lane brought; null for those not in the
-// mask). This orders no memory.
+// The lanes of a warp meet. The last one calls finish(pointer of each lane; null if the lane is not in the mask). This does
+// not order memory.
 void combine_lanes(Site site, unsigned mask, void* mine, void (*finish)(void* const* lanes));
 
 int lane();
@@ -54,8 +54,8 @@ int lane();
 cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void (*enter)(void*),
                      void* arguments, size_t argument_bytes);
 
-// A kernel that tests/ptx has translated from PTX, in the place of the one that the host compiled. It takes its
-// parameters as PTX has them: each at a multiple of its alignment.
+// A kernel that tests/ptx has translated from PTX. It replaces the kernel that the host compiled. Its parameters have PTX's
+// layout: each at a multiple of its alignment.
 struct TranslatedKernel {
   void (*run)(const unsigned char* params) = nullptr;
   size_t bytes = 0;
@@ -81,7 +81,7 @@ T take_from_lane(Site site, unsigned mask, T value, int source_lane) {
 
 }  // namespace cuda_host
 
-// Ends the launch: the kernel refuses to go on.
+// Ends the launch with an error.
 void __trap();
 
 inline void __syncthreads(CUDA_HOST_SITE) { cuda_host::meet_block({"__syncthreads", file, line}, 0); }
@@ -105,7 +105,7 @@ T __shfl_sync(unsigned mask, T value, int source_lane, CUDA_HOST_SITE) {
   return cuda_host::take_from_lane({"__shfl_sync", file, line}, mask, value, source_lane % 32);
 }
 
-// Bit n: lane n brought true.
+// Bit n is the predicate of lane n.
 inline uint32_t __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
   struct Lane {
     bool predicate;
@@ -123,7 +123,7 @@ inline uint32_t __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
 }
 float atomicAdd(float* address, float x);
 
-// Rounded before anything is added: what g++ does anyway, without FMA.
+// Rounds the product before an addition. g++ does the same, because FMA is off.
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 
@@ -133,7 +133,7 @@ inline float __uint_as_float(uint32_t x) {
   return result;
 }
 
-// Runs the kernel to its end: a host run has no streams.
+// Runs the kernel to its end. A host run has no streams.
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
   using Arguments = std::tuple<void (*)(Params...), Params...>;

@@ -1,4 +1,4 @@
-// The types and functions of CUDA's C interface that the launch side uses.
+// The types and functions of CUDA's C interface that launchers use.
 #pragma once
 
 #include <cstddef>

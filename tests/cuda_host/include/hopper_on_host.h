@@ -1,4 +1,4 @@
-// csrc/cuda/sm90/ptx.h and wgmma.h for a run on the host: the same functions, by hopper.cpp.
+// csrc/cuda/sm90/ptx.h and wgmma.h for a run on the host: the same functions, which the files hopper_*.cpp define.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ void release_bulk_turn(Site site, int32_t* turns);
 void store_matrices(Site site, void* row, const uint32_t* r);
 
 // d += a b, or d = a b: 64 x 16 by 16 x columns. `a` comes from shared memory if a_registers is null.
-// By rows: it has contiguous rows (b: columns) instead of contiguous k.
+// By rows: its rows (b: columns) are contiguous, not k.
 struct Product {
   float* d;
   uint64_t a, b;

@@ -1,4 +1,4 @@
-// csrc/cuda/ptx.h for a run on the host: the same functions, by instructions.cpp.
+// csrc/cuda/ptx.h for a run on the host: the same functions, which instructions.cpp defines.
 #pragma once
 
 #include <cmath>
