@@ -168,7 +168,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/paper", help="folder to write")
     parser.add_argument("--quick", action="store_true", help="B 1 for GPT-2, lengths to 1024: at most a minute")
-    parser.add_argument("--batch", type=int, help="of the GPT-2 table; default: 64, or what fits the memory")
+    parser.add_argument("--batch", type=int, help="of the GPT-2 table; default: 64, or the most that fit the memory")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--tokens", type=int, default=16384, help="B * S of the sweep, default 16384")
     parser.add_argument("--heads", type=int, default=2, help="of the sweep, default 2")

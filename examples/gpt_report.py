@@ -90,7 +90,7 @@ def machine(device: str) -> dict:
 
 
 def cpu_model() -> str:
-    """The processor's name as Linux tells it, or what Python knows elsewhere."""
+    """The processor's name from Linux, or on other systems from Python."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -106,7 +106,7 @@ def train(steps: int, batch: int) -> AverageVelocity:
 
 @torch.no_grad()
 def generate(network: AverageVelocity, count: int) -> tuple[Tensor, Tensor]:
-    """Noise, and what one evaluation makes of it."""
+    """Noise, and the images that one evaluation makes of it."""
     noise = torch.randn(count, POINTS, 2)
     return noise, noise - network(noise, torch.zeros(count), torch.ones(count))
 

@@ -95,7 +95,7 @@ explain_kvcache.__signature__ = _KVCACHE.replace(return_annotation=Explanation)
 
 
 def _check_has_numbers(call: Call, **names: str) -> None:
-    """Checks tensors whose numbers decide about the work. ``names``: the schema's name = the caller's name."""
+    """Checks the tensors that decide about the amount of work. ``names``: the schema's name = the caller's name."""
     for name, public_name in names.items():
         if call.tensors[name].is_meta:
             raise ValueError(

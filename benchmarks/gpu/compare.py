@@ -6,7 +6,7 @@ that backward, half if causal. The matmul peak is torch.mm of two 8192 x 8192 bf
 
 "ours" is the tier that the selector takes, "ours sm80" that one by force. Each of our kernels is tried before it is
 timed, in a process that may hang or crash (worker.py), and is left out if its result is not torch's.
-"model" is what time_model.py says that our sm90 kernel can reach, and what bounds it.
+"model" is the speed that time_model.py predicts for our sm90 kernel, and the unit that limits it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What compare.py compares: functions that compute a problem; and the child process that tries and times them."""
+"""The functions that compare.py compares, and the child process that tries and times them."""
 
 import statistics
 from collections.abc import Callable

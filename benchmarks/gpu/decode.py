@@ -1,6 +1,6 @@
 """Decoding, one query a sequence: how fast K and V are read, as a fraction of the rate of a copy on this GPU.
 
-bfloat16, D 128. Bytes are those of K and V, each once; the copy's are those read and those written.
+bfloat16, D 128. Bytes of attention: K and V, each once. Bytes of the copy: all that it reads and writes.
 """
 
 import argparse

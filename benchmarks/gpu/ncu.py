@@ -1,4 +1,4 @@
-"""What keeps our kernels busy, by Nsight Compute: one forward and one backward of each head dimension.
+"""Profiles our kernels with Nsight Compute: one forward and one backward of each head dimension.
 
 For each kernel: its time, how busy tensor cores, shared memory, L2 and memory were, and the main reason for waits.
 Everything that ncu read is in the JSON. With --child it makes the calls; ncu runs this.
@@ -88,7 +88,7 @@ def largest(row: dict, pattern: str) -> float | None:
 
 
 def stalls(row: dict) -> list[tuple[str, float]]:
-    """What a warp waited for, in cycles for each instruction that it issued; the longest first."""
+    """Returns the reasons of a warp's waits, in cycles per issued instruction, the longest first."""
     found = [(match[1], number(text)) for name, text in row.items() if name and (match := STALL.fullmatch(name))]
     return sorted(((name, value) for name, value in found if value), key=lambda pair: -pair[1])
 

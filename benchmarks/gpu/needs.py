@@ -1,4 +1,4 @@
-"""What a stage cannot do without, asked at its start: a clear last line in its log instead of a traceback."""
+"""The requirements of a stage, checked at its start: the log ends with a clear line instead of a traceback."""
 
 import os
 import sys

@@ -22,7 +22,7 @@ class Problem:
 
 
 def problems(lengths: list[int], head_dims: list[int]) -> Iterator[Problem]:
-    """What a time-out cuts off is the end."""
+    """A time-out drops the last problems."""
     for length in lengths:
         for head_dim in head_dims:
             for causal in (False, True):

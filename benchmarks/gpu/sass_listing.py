@@ -78,7 +78,7 @@ def functions(text: str) -> dict[str, list[Instruction]]:
 
 
 def main_loop(code: list[Instruction]) -> list[Instruction]:
-    """What runs in one iteration of the loop that holds the most products, on its shortest way.
+    """Returns the instructions of one iteration of the loop with the most products, on its shortest path.
 
     The shortest way is that of a whole tile whose copies have landed: the code for tiles at the edge and the loops that
     wait are left out.

@@ -317,8 +317,8 @@ def compile_machine_code() -> None:
 
 
 def text() -> Iterator:
-    yield f"What the sm90 kernels can reach at {CLOCK / 1e9:g} GHz, bf16, by a model of their machine code"
-    yield "Cycles of one iteration of a block's main loop; of each unit, what it alone would need\n"
+    yield f"Speed limit of the sm90 kernels at {CLOCK / 1e9:g} GHz, bf16, by a model of their machine code"
+    yield "Cycles of one iteration of a block's main loop, and the cycles that each unit alone would need\n"
     columns = ["tensor", "exponentials", "issue", "ALU", "fp32", "shared memory", "L2"]
     lines = []
     for kernel in TILINGS:

@@ -17,7 +17,7 @@ def time_in_turn(
     """Seconds of each call by function, by events around it on the current stream; all run once a round.
 
     About `seconds`, and rounds[0] to rounds[1] times. With `flush_l2` a call finds nothing of its inputs in the cache.
-    The GPU is kept busy while the call is enqueued, so that what is measured is the GPU's time, not Python's.
+    The GPU is busy while the call is enqueued. So the measured time is the GPU's, not Python's.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     scratch = torch.empty(4 * l2_bytes() if flush_l2 else 0, dtype=torch.int8, device="cuda")

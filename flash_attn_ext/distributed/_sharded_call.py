@@ -85,7 +85,7 @@ def meta_inputs(group: Group, inputs: Inputs, sharding: Sharding, options: dict)
         return torch.empty(shape, dtype=t.dtype, device="meta")
 
     if inputs.key.shape[2] != inputs.value.shape[2]:
-        raise ValueError(f"value: got {inputs.value.shape[2]} rows; allowed: those of key, {inputs.key.shape[2]}")
+        raise ValueError(f"value: got {inputs.value.shape[2]} rows; allowed: as many as key has, {inputs.key.shape[2]}")
     whole = inputs._replace(key=meta(inputs.key, seqlen_k), value=meta(inputs.value, seqlen_k))
     return Inputs(*(meta(t) for t in whole))
 

@@ -97,7 +97,7 @@ def _sizes(problem: Problem) -> tuple[int, int]:
 
 
 def largest_blocks(which: str, D: int, M: int) -> tuple[int, int]:
-    """The first of CANDIDATES whose tiles fit a chip of M elements."""
+    """Returns the first of CANDIDATES with tiles that fit a chip of M elements."""
     for blocks in CANDIDATES:
         if chip_peak(which, D, blocks) <= M:
             return blocks

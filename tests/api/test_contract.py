@@ -1,4 +1,4 @@
-"""What design.md promises on every device: masked rows, NaN, empty and strided tensors, determinism, memory."""
+"""The promises of docs/contract.md: masked rows, NaN, empty and strided tensors, determinism, memory."""
 
 import os
 import subprocess

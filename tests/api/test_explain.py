@@ -73,7 +73,7 @@ def test_reported_memory_equals_allocated_memory(name, count, threads):
 
 
 def test_memory_of_copies(threads):
-    """What cannot be read in place, or is first brought to four dimensions or to autocast's dtype."""
+    """explain names the tensors that a call copies: to read them, to make them 4-D, or for autocast."""
     threads(1)
     q, k, v = (strided(t) for t in make_qkv(2, 4, 300, 200, 64))
     for tensors in [(q, k, v), (q[0], k[0], v[0]), (q[:, None], k[:, None], v[None])]:

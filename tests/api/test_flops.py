@@ -37,7 +37,7 @@ def test_as_torch_counts_its_own(shapes, options):
 
 
 def test_the_forward_counts_as_its_two_products():
-    """What torch counts where it runs attention as matrix products."""
+    """The count of torch for attention as two matrix products."""
     q, k, v = (torch.randn(2, 4, s, 8) for s in (5, 16, 16))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         products = count(lambda: scaled_dot_product_attention(q, k, v))

@@ -297,7 +297,7 @@ def test_checkpointing_replays_dropout():
 
 
 def test_saves_only_inputs_out_and_lse():
-    """What autograd keeps for the backward, by shape: nothing of size S_q x S_k."""
+    """Autograd saves no tensor of size S_q x S_k for the backward."""
     saved = []
     q, k, v = make_qkv(1, 2, 300, 200, 8)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):

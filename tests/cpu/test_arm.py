@@ -11,7 +11,7 @@ from paths import CPP, ROOT
 BUILD = ROOT / "build" / "arm"
 COMPILERS = ["aarch64-linux-gnu-g++", *(f"aarch64-linux-gnu-g++-{version}" for version in range(15, 10, -1))]
 
-# Model of the emulator -> the kernels that it can run. Only `max` has FEAT_BF16 among those of qemu 7.2.
+# Model of the emulator -> the kernels that it can run. In qemu 7.2 only `max` has FEAT_BF16.
 MODELS = {
     "cortex-a53": "generic, neon",
     "cortex-a72": "generic, neon",

@@ -31,5 +31,5 @@ def check(kernels):
 
 @pytest.fixture
 def isa():
-    """What the CPU kernels' tests, run here again, take as their kernels' name."""
+    """The kernels' name for tests of the CPU kernels that run again here."""
     return "cuda on the host"

@@ -1,4 +1,4 @@
-"""What nvcc makes of every kernel: no register spills, no local memory.
+"""The machine code of every kernel has no register spills and no local memory.
 
 A spill or an array that the compiler could not keep in registers is traffic to memory that no test of values sees.
 Needs nvcc (CUDA_HOME, or /usr/local/cuda), no GPU.

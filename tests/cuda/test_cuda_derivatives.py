@@ -120,7 +120,7 @@ def test_gradients_of_masks_that_span_tiles(shape):
 
 
 def test_tangents_with_a_large_mean():
-    """What is left after its subtraction: mu reaches 1000, and t_out is of order 1."""
+    """The subtraction of mu cancels: mu reaches 1000, and t_out is of order 1."""
     q, k, v = make_qkv(1, 1, 40, 200, 16)
     mask = torch.zeros(40, 200).requires_grad_()
     tangents = [torch.zeros_like(q), torch.zeros_like(k), torch.randn_like(v), 1000 + torch.randn_like(mask)]

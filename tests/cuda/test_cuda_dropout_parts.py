@@ -24,7 +24,7 @@ PARTS = {
 
 
 def of_whole(part):
-    """What dropout keeps, of the part, on one process."""
+    """Returns the elements of the part that dropout keeps on one process."""
     (row, col, head), (rows, columns, heads) = PARTS[part]
     kept = dropout_mask(STATE, BATCH, HEADS, ROWS, COLUMNS, P)
     return kept[:, head : head + heads, row : row + rows, col : col + columns]

@@ -366,7 +366,7 @@ CORRECT = ["", "_async_copy", "_atomic_adds", "_copy", "_turns", "_turns_by_numb
 
 
 class TestReports:
-    """What the host run finds, shown on kernels with one fault each."""
+    """The host run reports the fault of each kernel in faulty.cu."""
 
     @pytest.fixture
     def run(self, built):

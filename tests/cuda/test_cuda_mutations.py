@@ -22,5 +22,5 @@ def test_a_removed_barrier_is_found(mutation, judge):
 
 
 def test_the_list_is_of_these_sources():
-    """mutations.md, which shows what was found, is rewritten by `python tests/cuda_host/mutations.py`."""
+    """`python tests/cuda_host/mutations.py` writes mutations.md, the list of found mutations."""
     mutations.check_list(LISTED.read_text(), ALL)

@@ -1,4 +1,4 @@
-"""What ptxas makes of the sm80 tier's kernels for compute capability 8.0: every product and exponential once,
+"""The machine code of the sm80 tier's kernels for compute capability 8.0: every product and exponential once,
 nothing in local memory, no division and no fp64 in a main loop, and no more instructions there than are listed here.
 
 Needs nvcc, cuobjdump and nvdisasm (PyPI's nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm have the last two); no GPU.

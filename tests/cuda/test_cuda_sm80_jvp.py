@@ -90,7 +90,7 @@ def test_rows_that_see_nothing_do_not_move(check):
 
 
 def test_a_large_mean_of_the_tangents(check):
-    """What is left after its subtraction: mu reaches 1000, and t_out is of order 1."""
+    """The subtraction of mu cancels: mu reaches 1000, and t_out is of order 1."""
     q, k, v = make(1, 1, 40, 200, 16, dtype=torch.float16)
     mask = torch.zeros(40, 200)
     tangents = [torch.zeros_like(q), torch.zeros_like(k), torch.randn_like(v), 1000 + torch.randn_like(mask)]

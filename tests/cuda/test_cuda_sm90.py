@@ -159,7 +159,7 @@ def test_shared_memory_that_is_not_aligned_is_an_error(kernels):
     kernels.c.set_shared_base(1024)
 
 
-# What of v is not finite: keys, columns.
+# The elements of v that are not finite: keys, columns.
 NON_FINITE = {
     "everything": (slice(None), slice(None)),
     "one column": (slice(None), 5),

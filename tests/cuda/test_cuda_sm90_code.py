@@ -1,4 +1,4 @@
-"""What ptxas makes of the sm90 kernels: no warning about wgmma or registers, exponentials while a product runs, no
+"""The machine code of the sm90 kernels: no warning about wgmma or registers, exponentials while a product runs, no
 register touched while a product owns it, and no more instructions in a main loop than are listed here.
 
 Needs nvcc, and for the machine code the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm; no GPU.
@@ -76,7 +76,7 @@ def code_of(cubin, kernel, dims, form):
 
 
 def order_of(cubin, kernel, dims, form):
-    """What the kernel's machine code does, a letter an instruction."""
+    """Returns the kernel's machine code with one letter for each instruction."""
     operations = [instruction.operation for instruction in code_of(cubin, kernel, dims, form)]
     assert not {"LDL", "STL"} & {operation.split(".")[0] for operation in operations}
     marks = {"HGMMA": "P", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "W", "WARPGROUP.ARRIVE": "A", "USETMAXREG": "R"}

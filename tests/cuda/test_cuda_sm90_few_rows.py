@@ -246,7 +246,7 @@ def test_warpgroups_without_rows_do_nothing(kernels, cuts):
 
 
 class TestPlan:
-    """What is chosen by shape: H 32, D 128 unless said otherwise."""
+    """The choices by shape. H 32 and D 128, unless a case says otherwise."""
 
     def params(self, seqlen_q, seqlen_k=8192, heads_kv=32, *, batch=1, heads=32, head_dim=128, num_splits=0, band=None):
         sizes = library.Sizes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim)

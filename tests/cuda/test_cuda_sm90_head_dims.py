@@ -1,5 +1,5 @@
 """Head dimensions other than 64, 128 and 256 in the Hopper tier on the host (tests/cuda_host), against the dense
-oracle: in eights, those of query and value different. Columns behind the last one are zeros, which TMA brings. The
+oracle: multiples of 8, also different for query and value. TMA fills the columns after the last one with zeros. The
 forward has tiles of its own for 96 and 192.
 
 No GPU has run it yet.

@@ -143,7 +143,7 @@ def test_one_mask_for_the_batch_and_a_sink(kernels):
 
 
 def test_key_mask_beside_a_mask(kernels):
-    """What each of the two masks is masked."""
+    """A key is hidden if either of the two masks hides it."""
     q, k, v = (t.detach() for t in make(2, 2, 70, 200, 64))
     mask, keys = padding(2, 200, "holes"), padding(2, 200, "right")[:, 0, 0]
     assert torch.equal(flash_attn(q, k, v, mask, key_mask=keys), flash_attn(q, k, v, mask & keys[:, None, None]))

@@ -1,5 +1,5 @@
 """Packed sequences in the Hopper tier on the host (tests/cuda_host), against the dense oracle. TMA loads a sequence's
-tiles from one map of all rows: what lies behind its end are the next one's rows. No GPU has run it yet.
+tiles from one map of all rows: the rows after the end of a sequence are the next sequence's rows.
 
 Tiles: test_cuda_sm90.py; of the backward 64 queries by 128 keys, by 64 keys at head dimension 256.
 """

@@ -10,7 +10,7 @@ from flash_attn_ext import _ops, flash_attn
 
 @pytest.fixture
 def flags(built, monkeypatch):
-    """What each backward on CPU tensors was told; it runs through the CUDA kernels' host build."""
+    """Records the option `deterministic` of each backward, which runs in the CUDA kernels' host build."""
     kernels, told = library.Library(built), []
     launch = kernels.launch
 

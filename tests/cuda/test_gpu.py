@@ -1,4 +1,4 @@
-"""What only a GPU has: graphs, streams, tiers, the memory of a call. Written without a GPU at hand.
+"""Tests that need a GPU: graphs, streams, tiers, the memory of a call. They were written without a GPU.
 
 `make gpu` runs it with a time-out for each case, and with it the tests of tests/api that are marked ``any_device``.
 """

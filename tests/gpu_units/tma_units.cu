@@ -15,7 +15,7 @@ using flash_attn_ext::Tensor4;
 
 constexpr int kThreads = 128;
 
-// What is loaded: rows of a head, or of several heads that share a key head.
+// The loaded tensor: rows of a head, or of several heads that share a key head.
 struct HeadTile {
   int row, h, b;
   template <class Tile>

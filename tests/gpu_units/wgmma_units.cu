@@ -1,7 +1,7 @@
 // wgmma, each form and width of csrc/cuda/sm90/wgmma.h: 64 x N = A (64 x 64) B (64 x N), in four steps along
 // k.
 //
-// The host writes A and B as they are to lie in shared memory. Places, descriptors and instructions are those
+// The host writes A and B in the layout of shared memory. Addresses, descriptors and instructions are the ones
 // of the kernels.
 #include <csrc/cuda/sm90/panels.h>
 #include <csrc/cuda/sm90/ptx.h>

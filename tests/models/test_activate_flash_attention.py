@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "torch_again")
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (4, 3)])
 def test_packed_sequences(window):
-    """The result equals that of each sequence alone. One sequence has no queries, one has no keys."""
+    """The result equals the result of each sequence alone. One sequence has no queries, one has no keys."""
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     lengths_q, lengths_k = [7, 0, 12, 4, 1], [9, 3, 12, 0, 5]
     q, k, v = make(sum(lengths_q), 4, 8), make(sum(lengths_k), 4, 8), make(sum(lengths_k), 4, 8)

@@ -27,7 +27,7 @@ LENGTHS = dict(cu_seq_lens_q=OFFSETS, cu_seq_lens_k=OFFSETS, max_length_q=12, ma
     ],
 )
 def test_packed_sequences(name, given, given_masks, no_dense_masks):
-    """position_ids that restart run through flash_attn_varlen. The result equals that of each sequence alone."""
+    """position_ids that restart run through flash_attn_varlen. The result equals the result of each sequence alone."""
     eager, ours = make_pair(DECODERS[name])
     ids, options = tokens(1, 20), {ours: given, eager: {}}
     if "oss" in name:

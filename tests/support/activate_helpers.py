@@ -16,7 +16,7 @@ def make(*shape, dtype=torch.float32):
 
 
 def run(call, inputs):
-    """What `call` returns for fresh leaves of `inputs`, and the gradients of a fixed sum of it."""
+    """Returns the result of `call` for fresh leaves of `inputs`, and the gradients of a fixed sum of the result."""
     inputs = leaves(inputs)
     out = call(*inputs)
     weights = torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)

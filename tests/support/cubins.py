@@ -1,4 +1,4 @@
-"""What nvcc makes of the CUDA kernels' sources. Each is compiled once for all tests and all workers that ask for it."""
+"""Cubins of the CUDA kernels' sources. Each source is compiled once for all tests and all workers."""
 
 import ast
 import fcntl

@@ -26,7 +26,7 @@ def assert_as_exact_as_torch(name, ours, theirs, exact, factor, slack=0.0):
 
 
 def slack_of_stored_out(out, lse, inputs, grad_out, dtype):
-    """What rounding `out` to a 16-bit `dtype` alone does to each gradient, given the fp64 results.
+    """The error of each gradient if only `out` is rounded to a 16-bit `dtype`, from the fp64 results.
 
     The backward's delta = rowsum(dO o O) sees the O that was stored. dS = P o (dP - delta), so its error is a
     gradient of lse by -(error of delta). torch's dense backward keeps P instead, at the price of N x N memory.

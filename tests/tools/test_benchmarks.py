@@ -204,7 +204,7 @@ def test_the_variants_of_decoding_are_the_same_attention(dtype):
     tolerance = {"rtol": 0.02, "atol": 1e-3} if dtype == "bfloat16" else {}
     for out in results.values():
         torch.testing.assert_close(out, results["default"], **tolerance)
-    # What is computed again is bitwise what it would have been without the guess; a guess that holds is not.
+    # A wrong guess is computed again, bitwise as without the guess. A right guess is not computed again.
     assert torch.equal(results["default, unified misses"], results["default"])
     if dtype == "float32":
         assert not torch.equal(results["default, unified"], results["default"])

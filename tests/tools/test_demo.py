@@ -67,7 +67,7 @@ def test_the_demo_trains_the_same_model_through_each_attention(tmp_path):
 
 
 class InThisProcess:
-    """A TrainingProcess without the process, to be quick and to see what a test has replaced."""
+    """A TrainingProcess without the process: it is quick, and a test can replace its functions."""
 
     def __init__(self, settings, attention, corpus):
         self.trainer = Trainer(settings, attention, corpus)
@@ -263,7 +263,7 @@ SMALL = ["--context", "64", "--d-model", "32", "--heads", "2", "--layers", "2"]
 
 
 def run_in_this_process(example, monkeypatch, capsys, corpus, *arguments: str) -> str:
-    """Returns what the example printed."""
+    """Returns the output of the example."""
     monkeypatch.setattr(example, "load_corpus", lambda: corpus)
     monkeypatch.setattr(sys, "argv", [example.__file__, *SMALL, *arguments])
     example.main()

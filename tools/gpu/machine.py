@@ -1,4 +1,4 @@
-"""What the numbers are measured on, as JSON: GPU, driver, torch, CUDA, compilers."""
+"""The machine of a measurement as JSON: GPU, driver, torch, CUDA, compilers."""
 
 import json
 import re

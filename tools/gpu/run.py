@@ -182,7 +182,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the stages, their time-outs and commands")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller problems: for a look, not to publish")
     parser.add_argument("--limit", type=float, default=580, help="seconds from start to end; default 580")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--commit", help="the measured commit, if there is no git repository")
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="also write the summary and one archive there")
     args = parser.parse_args(argv)
     args.out = args.out.resolve()  # the stages run elsewhere
