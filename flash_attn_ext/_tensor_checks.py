@@ -1,5 +1,7 @@
 """Checks of a caller's tensors that come before csrc/ops/checks, which sees dense tensors only."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ def check_is_dense(name: str, value: object) -> None:
         raise TypeError(f"{name}: got a {kind} tensor; allowed: dense tensors")
 
 
-def check_are_dense(tensors: dict[str, Tensor | None], required: tuple[str, ...]) -> None:
+def check_are_dense(tensors: Mapping[str, Tensor | None], required: tuple[str, ...]) -> None:
     """Checks each tensor that was given, and that the required ones were."""
     for name, t in tensors.items():
         if t is not None or name in required:

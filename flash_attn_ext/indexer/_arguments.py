@@ -1,6 +1,7 @@
 """What the functions of the indexer do with their arguments before an operator sees them."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from .._options import as_type, band
 from .._tensor_checks import check_are_dense
 
 
-def checked_tensors(tensors: dict[str, Tensor | None], required: tuple[str, ...]) -> dict[str, Tensor | None]:
-    """Checks kinds and devices, and casts tensors to autocast's dtype.
+def checked_tensors(
+    tensors: Mapping[str, Tensor | None], required: tuple[str, ...], detached: tuple[str, ...]
+) -> list[Tensor | None]:
+    """Returns the tensors of an operator: checks kinds and devices, casts to autocast's dtype, and detaches.
 
     Only tensors whose rows are multiplied are cast: weights and lse keep their precision.
     """
@@ -19,15 +22,19 @@ def checked_tensors(tensors: dict[str, Tensor | None], required: tuple[str, ...]
     for name, t in tensors.items():
         if t is not None and t.device.type not in ("cpu", "meta"):
             raise NotImplementedError(f"{name}: got a tensor on {t.device}; allowed: cpu")
-    if not torch.is_autocast_enabled("cpu"):
-        return tensors
-    dtype = torch.get_autocast_dtype("cpu")
-    return {
-        name: t.to(dtype) if t is not None and name in _CAST and t.dtype in (torch.float32, torch.float16) else t
-        for name, t in tensors.items()
-    }
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+    def prepared(name: str, t: Tensor | None) -> Tensor | None:
+        if t is not None and name in detached:
+            t = t.detach()
+        if t is not None and dtype is not None and name in _CAST and t.dtype in (torch.float32, *_HALF):
+            t = t.to(dtype)
+        return t
+
+    return [prepared(name, t) for name, t in tensors.items()]
 
 
+_HALF = (torch.float16, torch.bfloat16)
 _CAST = ("q", "k", "q_index", "k_index", "query", "key")
 
 

@@ -69,11 +69,9 @@ def indexer_loss(
         "q_index": q_index, "k_index": k_index, "weights": weights, "query": query, "key": key, "lse": lse,
         "indices": indices, "key_mask": key_mask,
     }  # fmt: skip
-    tensors = checked_tensors(tensors, tuple(tensors)[:6])
-    for name in ("query", "key", "lse"):
-        tensors[name] = tensors[name].detach()
+    main = ("query", "key", "lse")
     loss, _, _ = _ops.indexer_loss(
-        *tensors.values(),
+        *checked_tensors(tensors, ("q_index", "k_index", "weights", *main), detached=main),
         scale=checked_scale("index_scale", index_scale, q_index),
         main_scale=checked_scale("scale", scale, query),
         **band_options(is_causal, causal, window, diagonal),

@@ -28,7 +28,6 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, *, sc
         TypeError, ValueError: an argument that is not allowed; the message names it.
         NotImplementedError: a device other than the CPU; a second derivative.
     """
-    tensors = checked_tensors(
-        {"q": q, "k": k, "weights": weights, "indices": indices}, ("q", "k", "weights", "indices")
-    )
-    return _ops.indexer_scores(*tensors.values(), scale=checked_scale("scale", scale, q))
+    tensors = {"q": q, "k": k, "weights": weights, "indices": indices}
+    rows = checked_tensors(tensors, tuple(tensors), detached=())
+    return _ops.indexer_scores(*rows, scale=checked_scale("scale", scale, q))

@@ -1,6 +1,5 @@
 """indexer_topk: the keys that the indexer of DeepSeek sparse attention chooses for each query."""
 
-import torch
 from torch import Tensor
 
 from .. import _ops
@@ -63,13 +62,12 @@ def indexer_topk(
         "q": q, "k": k, "weights": weights, "key_mask": key_mask, "cache_seqlens": cache_seqlens,
         "block_table": block_table,
     }  # fmt: skip
-    tensors = checked_tensors(tensors, ("q", "k", "weights"))
-    q, k, weights, *others = tensors.values()
-    options = band_options(is_causal, causal, window, diagonal)
-    with torch.no_grad():
-        indices, scores = _ops.indexer_topk(
-            q.detach(), k.detach(), weights.detach(), *others, as_type("int", "topk", topk),
-            scale=checked_scale("scale", scale, q), return_scores=as_type("bool", "return_scores", return_scores),
-            **options,
-        )  # fmt: skip
+    rows = ("q", "k", "weights")
+    indices, scores = _ops.indexer_topk(
+        *checked_tensors(tensors, rows, detached=rows),
+        as_type("int", "topk", topk),
+        scale=checked_scale("scale", scale, q),
+        return_scores=as_type("bool", "return_scores", return_scores),
+        **band_options(is_causal, causal, window, diagonal),
+    )
     return (indices, scores) if return_scores else indices

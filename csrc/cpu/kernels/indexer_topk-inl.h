@@ -1,4 +1,4 @@
-// The keys with the largest scores of each query, chosen tile by tile: a query holds at most 2 topk keys at a time.
+// The keys with the largest scores of each query, chosen tile by tile: a query holds at most `capacity` keys.
 //
 // Keys are held in ascending order. If the buffer is full, a radix selection finds the topk-th largest score, and
 // keys with smaller scores are removed. Of equal scores the first ones remain. A later key must be larger than this score. So
@@ -105,11 +105,11 @@ struct IndexerSchedule {
 
   static IndexerSchedule of(const IndexerTopkParams& p) {
     constexpr int64_t kTasks = 32, kKeysPerSplit = 2048;
+    constexpr int64_t kLeastRoom = 512;  // a small topk is not selected again after each tile
     const int64_t blocks = ceil_div(p.seqlen_q, kIndexerBlockQ);
     const int64_t wanted = ceil_div(kTasks, p.batch * blocks), most = ceil_div(p.seqlen_k, kKeysPerSplit);
     const int64_t topk = std::min(p.topk, p.seqlen_k);
-    return {blocks, std::max<int64_t>(1, std::min(wanted, most)), topk,
-            std::max(2 * topk, topk + kIndexerBlockK)};
+    return {blocks, std::max<int64_t>(1, std::min(wanted, most)), topk, topk + std::max(topk, kLeastRoom)};
   }
 
   // The keys of a split, in whole tiles.
