@@ -1,6 +1,6 @@
 """The indexer of DeepSeek sparse attention: the choice of each query's keys, and its training. docs/indexer.md."""
 
-from . import _autograd  # noqa: F401  registers the derivatives
+from . import _autograd, _flops  # noqa: F401  register the derivatives, and what FlopCounterMode counts
 from .loss import indexer_loss
 from .scores import indexer_scores
 from .topk import indexer_topk

@@ -48,7 +48,7 @@ def checked_scale(name: str, scale: float | None, rows: Tensor) -> float:
 def band_options(is_causal: bool, causal: str | None, window: Any, diagonal: int) -> dict[str, Any]:
     """Returns the operator's options for the keys that a query sees by position."""
     is_causal = as_type("bool", "causal", is_causal)  # type: ignore[assignment]
-    is_causal, lower_right, left, right = band(causal, is_causal, window, None)
+    is_causal, lower_right, left, right = band(causal, is_causal, window, aligned=False)
     return {
         "causal": is_causal,
         "lower_right": lower_right,

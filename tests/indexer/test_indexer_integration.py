@@ -3,6 +3,7 @@
 import indexer_reference as reference
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn_ext import _ops, flash_attn, indexer_loss, indexer_scores, indexer_topk
 
@@ -73,6 +74,18 @@ def test_gradcheck():
         assert torch.autograd.gradcheck(
             lambda *t, i=indices: indexer_loss(*t, *main, indices=i, causal="lower_right", reduction="none"), own
         )
+
+
+def test_flops():
+    own = inputs()
+    with FlopCounterMode(display=False) as counter:
+        indices = indexer_topk(*own, 4)
+        loss = indexer_loss(*own, QUERY, KEY, LSE) + indexer_scores(*own, indices).sum()
+    forward = counter.get_total_flops()
+    assert forward == 2 * 2 * 5 * (9 * 12 + 9 * (12 + 4 * 6) + 4 * 12)
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert counter.get_total_flops() == 2 * 2 * 5 * (9 * (3 * 12 + 4 * 6) + 4 * 3 * 12)
 
 
 def test_only_the_indexer_has_gradients():
