@@ -10,10 +10,11 @@
 #define FA_VECTOR_BYTES 64
 #define FA_VECTOR_REGISTERS 32
 #define FA_MUL_EPU32(a, b) _mm512_mul_epu32((__m512i)(a), (__m512i)(b))
-// FRACTION: x minus the nearest integer, 0 for an infinity. SCALEF: y * 2^n for integers n.
+// FRACTION: x minus the nearest integer, 0 for an infinity; ABOVE_FLOOR: x - floor(x). SCALEF: y * 2^floor(n).
 #define FA_HAS_SCALEF
 #define FA_FRACTION_PS(x) _mm512_reduce_ps(x, 0)
 #define FA_FRACTION_PD(x) _mm512_reduce_pd(x, 0)
+#define FA_ABOVE_FLOOR_PS(x) _mm512_reduce_ps(x, 1)
 #define FA_SCALEF_PS(y, n) _mm512_scalef_ps(y, n)
 #define FA_SCALEF_PD(y, n) _mm512_scalef_pd(y, n)
 #define FA_WIDEN(x) (U32) _mm512_cvtepu16_epi32((__m256i)(x))
@@ -23,3 +24,13 @@
 #define FA_BITS_OF_64_BYTES(p) _mm512_cmpneq_epi8_mask(_mm512_loadu_si512(p), _mm512_setzero_si512())
 #define FA_CVTPH_PS(x) _mm512_cvtph_ps((__m256i)(x))
 #define FA_CVTPS_PH(x) (Half16) _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+#define FA_WIDEN_BYTES_TO_16(p) _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))
+#define FA_PERMUTE16_2(a, b, from) \
+  (U32) _mm512_permutex2var_epi16((__m512i)(a), (__m512i)(from), (__m512i)(b))
+// table[from & 127] for a table of 128 words. One permutation looks up 64 of them.
+#define FA_LOOKUP_128(table, from)                                                                     \
+  _mm512_mask_blend_epi16(_mm512_test_epi16_mask((__m512i)(from), _mm512_set1_epi16(64)),              \
+                          _mm512_permutex2var_epi16(_mm512_loadu_si512(table), (__m512i)(from),        \
+                                                    _mm512_loadu_si512((table) + 32)),                 \
+                          _mm512_permutex2var_epi16(_mm512_loadu_si512((table) + 64), (__m512i)(from), \
+                                                    _mm512_loadu_si512((table) + 96)))

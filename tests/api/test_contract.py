@@ -249,6 +249,35 @@ def test_bitwise_equal_for_any_thread_count(isa, threads, batch, heads, heads_kv
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": "upper_left"}, {"window": (70, 5)}, {"nan": True}], ids=str)
+def test_blocks_that_share_tiles_give_the_same_bits(isa, threads, dtype, options):
+    """With one thread, two blocks of 48 queries share the tiles of K and V. With eight they do not."""
+    q, k, v = torch.randn(3, 2, 4, 200, 40).to(dtype)
+    if options.get("nan"):  # the mask hides a NaN from the first block only
+        v[:, :, 130] = torch.nan
+        mask = torch.ones(200, 200, dtype=torch.bool)
+        mask[:48, 130] = False
+        options = {"attn_mask": mask}
+    results = []
+    for count in (1, 8):
+        threads(count)
+        results.append(flash_attn(q, k, v, **options, return_lse=True))
+    for one, eight in zip(*results, strict=True):
+        assert torch.equal(one.nan_to_num(7.0), eight.nan_to_num(7.0))
+    if "attn_mask" in options:
+        assert results[0][0][:, :, :48].isfinite().all() and results[0][0][:, :, 48:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_lse_of_16_bit_inputs_is_nearly_float32s(isa, dtype):
+    """The exponential of 16-bit probabilities has a relative error below 2.7e-6, and so has their sum."""
+    q, k, v = torch.randn(3, 1, 2, 150, 64).to(dtype)
+    _, lse = flash_attn(q, k, v, return_lse=True)
+    exact = torch.logsumexp(q.double() @ k.double().mT / 8, -1)
+    assert (lse - exact).abs().max() < 6e-6
+
+
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (90, 20)])
 def test_gradients_of_many_blocks_for_any_thread_count(isa, threads, window):
     """Blocks of keys take turns at dQ; where a window ends, a block has nobody to wait for."""

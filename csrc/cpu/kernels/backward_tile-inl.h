@@ -80,10 +80,10 @@ inline bool lse_is_exact(const BackwardParams& p, T lse) {
   return is_decode(p) ? lse_is_below<T>(lse, T(16)) : lse_holds_sum<T>(lse);
 }
 
-// Returns P for a vector of scores. Masked scores give 0 for every lse.
-template <class T>
+// Returns P for a vector of scores, by the forward's exponential. Masked scores give 0 for every lse.
+template <class In, class T>
 FA_INLINE Vec<T> prob_of(Vec<T> score, T reference, T correction) {
-  return score == kNegInf<T> ? Vec<T>{} : exp<T>((score - reference) - correction);
+  return score == kNegInf<T> ? Vec<T>{} : prob_exp<In, T>((score - reference) - correction, T(kLog2E));
 }
 
 template <class T>
@@ -131,7 +131,7 @@ BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& 
     for (int64_t c = 0; c < f.ld; c += L) {
       const Vec<T> x = load<T>(prob_row + c);
       const VecIndex<T> hidden = x == kNegInf<T>;  // masked or padding: dS is 0 for every dP
-      const Vec<T> prob = prob_of<T>(x, reference, correction);
+      const Vec<T> prob = prob_of<In, T>(x, reference, correction);
       Vec<T> dropped = prob, dprob = load<T>(dscore_row + c);
       if (p.dropout) {
         const Vec<T> keep = load<T>(s.dropout_tile + r * f.ld + c);

@@ -21,87 +21,146 @@ struct ForwardScratch {
   T* rescale;       // [block_q]
 };
 
+// Scratch for `blocks` blocks of queries. jvp-inl.h has one.
 template <class In, class T>
-ForwardScratch<In, T> allocate_forward(Arena& arena, const AttentionParams& p) {
+ForwardScratch<In, T> allocate_forward(Arena& arena, const AttentionParams& p, int64_t blocks = 1) {
   const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
   ForwardScratch<In, T> s;
-  s.products = ForwardProducts<In, T>::allocate(arena, p);
+  s.products = ForwardProducts<In, T>::allocate(arena, p, blocks);
   s.scores = arena.take<T>(block_k * block_q);
   s.mask = allocate_mask_tile<T>(arena, p.mask, block_q, block_k);
   s.mask.functions = allocate_functions<T>(arena, p, block_q, block_k, false);
   s.dropout_tile = p.dropout ? arena.take<T>(block_k * block_q) : nullptr;
-  s.out = arena.take<T>(block_q * round_up_to_lanes<T>(p.sizes.head_dim_v));
-  s.row_max = arena.take<T>(block_q);
-  s.row_sum = arena.take<T>(block_q);
+  s.out = arena.take<T>(blocks * block_q * round_up_to_lanes<T>(p.sizes.head_dim_v));
+  s.row_max = arena.take<T>(blocks * block_q);
+  s.row_sum = arena.take<T>(blocks * block_q);
   s.rescale = arena.take<T>(block_q);
   return s;
 }
 
+// Blocks of queries that share the tiles of K and V, if these are converted: a task converts each tile once.
+constexpr int64_t kMostBlocksPerTask = 2;
 template <class In, class T>
-void forward_query_block(const AttentionParams& p, const ForwardScratch<In, T>& s, int64_t b, int64_t h,
-                         int64_t i0) {
-  const Tiling tiling = forward_tiling<T>();
-  const Sizes& z = p.sizes;
-  const int64_t d_v = round_up_to_lanes<T>(z.head_dim_v);
-  const int64_t queries = std::min(tiling.block_q, z.seqlen_q - i0);
-  const int64_t ld = round_up_to_lanes<T>(queries);
+int64_t blocks_per_task(const Sizes& z, int threads) {
+  constexpr int64_t kEnoughTasks =
+      8;  // per thread; with fewer tasks, the last ones keep other threads waiting
+  const int64_t tasks =
+      z.batch * z.heads * ceil_div(z.seqlen_q, kMostBlocksPerTask * forward_tiling<T>().block_q);
+  return !std::is_same_v<In, T> && tasks >= kEnoughTasks * threads ? kMostBlocksPerTask : 1;
+}
 
-  const T unit = score_unit<T>(p), scale = unit == T(1) ? product_scale<T>(p) : T(1);
+// One block of queries of a head: m, l and O, while the tiles of its keys pass.
+template <class In, class T>
+struct QueryBlock {
+  const AttentionParams& p;
+  int64_t b, h, i0;
+  T unit;
+  ForwardScratch<In, T>
+      s;  // out, row_max, row_sum and the queries belong to this block, the rest to the task
+  int64_t queries = std::min(forward_tiling<T>().block_q, p.sizes.seqlen_q - i0);
+  int64_t ld = round_up_to_lanes<T>(queries), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
+  Range keys = keys_of_tiles(p, i0, queries);
 
-  s.products.load_queries(p, b, h, i0, queries, ld);
-  const RowStart<T> start = start_of_row<T>(p.sink, b, h, unit);
-  std::fill(s.row_max, s.row_max + ld, start.max);
-  std::fill(s.row_sum, s.row_sum + ld, start.sum);
-  std::fill(s.out, s.out + queries * d_v, T(0));
+  void start() const {
+    s.products.load_queries(p, b, h, i0, queries, ld);
+    const RowStart<T> first = start_of_row<T>(p.sink, b, h, unit);
+    std::fill(s.row_max, s.row_max + ld, first.max);
+    std::fill(s.row_sum, s.row_sum + ld, first.sum);
+    std::fill(s.out, s.out + queries * d_v, T(0));
+  }
 
-  const Range keys = keys_of_tiles(p, i0, queries);
-  for (int64_t j0 = keys.begin; j0 < keys.end; j0 += tiling.block_k) {
-    const TileFrame f{b, h, i0, j0, queries, std::min(tiling.block_k, keys.end - j0), ld, true};
+  // Adds the keys of the tile from j0 on. `tiles`: the tiles of these keys, if another block has loaded them.
+  void attend(int64_t j0, typename ForwardProducts<In, T>::Loaded& tiles) const {
+    const T scale = unit == T(1) ? product_scale<T>(p) : T(1);
+    const TileFrame f{b, h, i0, j0, queries, std::min(forward_tiling<T>().block_k, keys.end - j0), ld, true};
     const MaskTile<T> mask = with_functions<T>(p, f, load_mask_tile<T>(p, f, s.mask), s.mask.functions);
-    if (mask.masked == TileMask::kAll) continue;
+    if (mask.masked == TileMask::kAll) return;
 
     MaskLines ahead(p, f);
     GradualPrefetch gradual(ahead, ahead.count(), f.keys * ld / kLanes<T>);
-    s.products.scores(p, f, scale, s.scores, false, gradual.prefetch_hook());
+    s.products.scores(p, f, scale, s.scores, false, gradual.prefetch_hook(), &tiles);
     const ScoreTile<T> score = finish_scores<T>(p, f, mask, s.scores, nullptr);
 
-    online_softmax<T>(f, unit, s.scores, s.row_max, s.row_sum, s.rescale);
+    const bool packed = s.products.packs_probs(p);
+    s.products.softmax(f, unit, s.scores, s.row_max, s.row_sum, s.rescale, packed);
     if (p.dropout) {  // after the row sum: dropout applies to the normalised P
       load_dropout_tile<T>(p, f, s.dropout_tile);
       multiply_rows<T>(s.scores, s.dropout_tile, f.keys * ld);
     }
 
-    s.products.add_values(p, score, s.scores, s.rescale, s.out);
+    s.products.add_values(p, score, s.scores, s.rescale, s.out, packed, &tiles);
   }
 
-  T* lse = static_cast<T*>(p.lse) + p.lse_index(b, h, i0);
-  for (int64_t i = 0; i < queries; ++i) {
-    finish_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v, s.row_max[i], unit,
-                      s.row_sum[i], lse[i]);
+  void finish() const {
+    T* lse = static_cast<T*>(p.lse) + p.lse_index(b, h, i0);
+    for (int64_t i = 0; i < queries; ++i)
+      finish_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, p.sizes.head_dim_v, s.row_max[i], unit,
+                        s.row_sum[i], lse[i]);
   }
+};
+
+template <class In, class T>
+QueryBlock<In, T> query_block(const AttentionParams& p, ForwardScratch<In, T> s, int64_t b, int64_t h,
+                              int64_t i0, int64_t n) {
+  const int64_t block_q = fitted(forward_tiling<T>(), p.sizes).block_q;
+  s.products = s.products.of_block(p, n);
+  s.out += n * block_q * round_up_to_lanes<T>(p.sizes.head_dim_v);
+  s.row_max += n * block_q;
+  s.row_sum += n * block_q;
+  return {p, b, h, i0, score_unit<T>(p), s};
+}
+
+// The blocks [first, first + count) of a head's queries. Blocks whose keys begin together share the tiles of K and V.
+// A block's tiles do not depend on the others.
+template <class In, class T>
+void forward_query_blocks(const AttentionParams& p, const ForwardScratch<In, T>& s, int64_t b, int64_t h,
+                          int64_t first, int64_t count) {
+  const Tiling tiling = forward_tiling<T>();
+  const int64_t i0 = first * tiling.block_q;
+  const auto run = [&](const auto&... blocks) {
+    (blocks.start(), ...);
+    const int64_t begin = std::min({blocks.keys.begin...}), end = std::max({blocks.keys.end...});
+    for (int64_t j0 = begin; j0 < end; j0 += tiling.block_k) {
+      typename ForwardProducts<In, T>::Loaded tiles;
+      const auto attend = [&](const QueryBlock<In, T>& block) {
+        if (copies_rows(p)) tiles = {};  // copies of keys and values share memory
+        if (j0 < block.keys.end) block.attend(j0, tiles);
+      };
+      (attend(blocks), ...);
+    }
+    (blocks.finish(), ...);
+  };
+  const QueryBlock<In, T> block = query_block(p, s, b, h, i0, 0);
+  if (count == 1) return run(block);
+  const QueryBlock<In, T> next = query_block(p, s, b, h, i0 + tiling.block_q, 1);
+  if (block.keys.begin == next.keys.begin) return run(block, next);
+  run(block);
+  run(next);
 }
 
 // Orders the query blocks as tasks: the longest block of a causal head is first. With few tasks the heads are
 // interleaved, so that the last tasks are short. Otherwise all blocks of a head follow each other, because its keys
 // stay in the cache.
 template <class T>
-HeadBlocks query_blocks(const Sizes& z, int threads) {
+HeadBlocks query_blocks(const Sizes& z, int threads, int64_t per_task = 1) {
   constexpr int64_t kFewTasks = 32;  // per thread; with more tasks, the last ones matter little
-  const int64_t blocks = ceil_div(z.seqlen_q, forward_tiling<T>().block_q), heads = z.batch * z.heads;
+  const int64_t blocks = ceil_div(z.seqlen_q, per_task * forward_tiling<T>().block_q),
+                heads = z.batch * z.heads;
   return {z, blocks, heads * blocks < kFewTasks * threads ? heads : 1};
 }
 
-// Counts the query blocks of all heads. In the decode kernel: counts splits of the keys.
+// Counts the tasks: `per_task` query blocks of a head each. In the decode kernel: counts splits of the keys.
 template <class T>
-int64_t count_forward_tasks(const AttentionParams& p, const DecodeGrouping& decode) {
+int64_t count_forward_tasks(const AttentionParams& p, const DecodeGrouping& decode, int64_t per_task) {
   if (p.sizes.seqlen_q == 0) return 0;  // a packed sequence may be empty
   if (is_decode(p)) return p.sizes.batch * decode.count(p, split_keys_of<T>(p));
-  return p.sizes.batch * p.sizes.heads * ceil_div(p.sizes.seqlen_q, forward_tiling<T>().block_q);
+  return p.sizes.batch * p.sizes.heads * ceil_div(p.sizes.seqlen_q, per_task * forward_tiling<T>().block_q);
 }
 
 template <class T>
 struct ForwardWorkspace {
   DecodeGrouping decode;  // how the decode kernel groups heads and splits
+  int64_t per_task;       // query blocks of a task, otherwise
   TaskList tasks;
   SplitResults<T> splits;
   char* scratch;  // per thread
@@ -112,11 +171,12 @@ template <class In, class T>
 ForwardWorkspace<T> allocate_forward_workspace(Arena& arena, const AttentionParams& call, int threads) {
   ForwardWorkspace<T> w;
   if (may_decode(call)) w.decode = group_decode<T>(call, threads);
-  w.tasks =
-      list_tasks(arena, call, [&](const AttentionParams& p) { return count_forward_tasks<T>(p, w.decode); });
+  w.per_task = blocks_per_task<In, T>(call.sizes, threads);
+  w.tasks = list_tasks(
+      arena, call, [&](const AttentionParams& p) { return count_forward_tasks<T>(p, w.decode, w.per_task); });
   w.splits = allocate_split_results<T>(arena, call);
   Arena blocks(nullptr), decode(nullptr);
-  if (call.varlen || !is_decode(call)) allocate_forward<In, T>(blocks, call);
+  if (call.varlen || !is_decode(call)) allocate_forward<In, T>(blocks, call, w.per_task);
   if (may_decode(call)) allocate_decode_scratch<In, T>(decode, call, w.decode.heads);
   w.scratch_bytes = std::max(blocks.used(), decode.used());
   w.scratch = arena.take<char>(static_cast<int64_t>(w.scratch_bytes) * threads);
@@ -137,11 +197,12 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
       decode_task<In, T>(p, key_splits, allocate_decode_scratch<In, T>(scratch, call, w.decode.heads),
                          w.decode.at(p, key_splits, task), w.splits);
     } else {
-      const HeadBlocks list = query_blocks<T>(p.sizes, parallel.threads);
+      const HeadBlocks list = query_blocks<T>(p.sizes, parallel.threads, w.per_task);
       const auto [b, h, n_from_last] = list.at(task);
-      const int64_t block = list.blocks - 1 - n_from_last;
-      forward_query_block<In, T>(p, allocate_forward<In, T>(scratch, call), b, h,
-                                 block * forward_tiling<T>().block_q);
+      const int64_t first = (list.blocks - 1 - n_from_last) * w.per_task;
+      const int64_t blocks = ceil_div(p.sizes.seqlen_q, forward_tiling<T>().block_q);
+      forward_query_blocks<In, T>(p, allocate_forward<In, T>(scratch, call, w.per_task), b, h, first,
+                                  std::min(w.per_task, blocks - first));
     }
   });
   if (w.decode.leaves_splits) merge_all_splits<In, T>(call, w.decode, w.splits, parallel);

@@ -4,25 +4,43 @@
 
 #include "cache_rows-inl.h"
 #include "masked_gemm-inl.h"
+#include "softmax-inl.h"
 #include "tile_gemm-inl.h"
+
+// The tiles of K and V that the last products read. The next block of queries reads them again.
+template <class E>
+struct LoadedTiles {
+  Tile<E> k{}, v{};
+  int64_t k_rows = 0, v_rows = 0;  // 0: not loaded
+};
 
 template <class In, class T>
 struct ForwardProducts {
-  T* q_transposed;  // [D][block_q]      Q^T
+  using Loaded = LoadedTiles<T>;
+
+  T* q_transposed;  // [blocks][D][block_q]   Q^T
   T* k_tile;        // [block_k][D]      only if the caller's k cannot be read directly
   T* v_tile;        // [block_k][D_v]    likewise
   T* finite_tile;   // [block_k][D_v]    for masked_gemm
   In* row_copy;     // [block_k][max(D, D_v)]   only if keys come from pages or 8 bits
 
-  static ForwardProducts allocate(Arena& arena, const AttentionParams& p) {
+  // `blocks`: blocks of queries that share the tiles of keys and values.
+  static ForwardProducts allocate(Arena& arena, const AttentionParams& p, int64_t blocks = 1) {
     const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
     const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
     ForwardProducts r;
-    r.q_transposed = arena.take<T>(p.sizes.head_dim * block_q);
+    r.q_transposed = arena.take<T>(blocks * p.sizes.head_dim * block_q);
     r.k_tile = arena.take<T>(block_k * d);
     r.v_tile = arena.take<T>(block_k * d_v);
     r.finite_tile = arena.take<T>(block_k * d_v);
     r.row_copy = copies_rows(p) ? arena.take<In>(block_k * std::max(d, d_v)) : nullptr;
+    return r;
+  }
+
+  // The same scratch with the queries of block `n`.
+  ForwardProducts of_block(const AttentionParams& p, int64_t n) const {
+    ForwardProducts r = *this;
+    r.q_transposed += n * p.sizes.head_dim * fitted(forward_tiling<T>(), p.sizes).block_q;
     return r;
   }
 
@@ -32,20 +50,34 @@ struct ForwardProducts {
                                 ld);
   }
 
+  // `loaded` (or null): a tile with as many keys is not loaded again.
   void scores(const AttentionParams& p, const TileFrame& f, T scale, T* out, bool accumulate = false,
-              PrefetchHook prefetch_hook = {}) const {
+              PrefetchHook prefetch_hook = {}, Loaded* loaded = nullptr) const {
     const int64_t d = p.sizes.head_dim;
-    const Tile<T> k = load_rows(p, p.k, p.varlen.cache.k_scale, f, d, k_tile);
+    const Tile<T> k = loaded && loaded->k_rows == f.keys
+                          ? loaded->k
+                          : load_rows(p, p.k, p.varlen.cache.k_scale, f, d, k_tile);
+    if (loaded) loaded->k = k, loaded->k_rows = f.keys;
     gemm<T>(f.keys, f.ld,
             {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale, nullptr, prefetch_hook});
   }
 
+  // Whether softmax() may write P in the form of the product's operand: false here, P replaces S.
+  static constexpr bool packs_probs(const AttentionParams&) { return false; }
+
+  void softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale, bool) const {
+    online_softmax<T, In>(f, unit, scores, row_max, row_sum, rescale);
+  }
+
   // out = out * rescale + P V. rescale: one factor per query; null: 1.
   void add_values(const AttentionParams& p, const ScoreTile<T>& score, const T* probs, const T* rescale,
-                  T* out) const {
+                  T* out, bool = false, Loaded* loaded = nullptr) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v;
-    const Tile<T> v = load_rows(p, p.v, p.varlen.cache.v_scale, f, d_v, v_tile);
+    const Tile<T> v = loaded && loaded->v_rows == f.keys
+                          ? loaded->v
+                          : load_rows(p, p.v, p.varlen.cache.v_scale, f, d_v, v_tile);
+    if (loaded) loaded->v = v, loaded->v_rows = f.keys;
     masked_gemm<T>(
         score, true, f.queries, d_v,
         {f.keys, probs, 1, f.ld, v.data, v.ld, out, round_up_to_lanes<T>(d_v), true, T(1), rescale},
@@ -73,7 +105,9 @@ struct ForwardProducts {
 // The form for bfloat16 operands without widening. P is rounded to bfloat16, as in torch; its sum l is not rounded.
 template <>
 struct ForwardProducts<BFloat16, float> {
-  Pair* q_transposed;   // [D / 2][block_q]
+  using Loaded = LoadedTiles<Pair>;
+
+  Pair* q_transposed;   // [blocks][D / 2][block_q]
   Pair* k_tile;         // [block_k][D / 2]    only if the caller's k does not come in pairs
   Pair* v_pairs;        // [block_k / 2][D_v]
   Pair* prob_pairs;     // [block_q][block_k / 2]   P, transposed if a left operand may be transposed
@@ -81,10 +115,10 @@ struct ForwardProducts<BFloat16, float> {
   float* factors;       // [block_k]                of 8-bit rows
   float* scaled_probs;  // [block_k][block_q]      P with the factors of the values
 
-  static ForwardProducts allocate(Arena& arena, const AttentionParams& p) {
+  static ForwardProducts allocate(Arena& arena, const AttentionParams& p, int64_t blocks = 1) {
     const auto [block_q, block_k] = fitted(forward_tiling<float>(), p.sizes);
     ForwardProducts r;
-    r.q_transposed = arena.take<Pair>(pairs_of(p.sizes.head_dim) * block_q);
+    r.q_transposed = arena.take<Pair>(blocks * pairs_of(p.sizes.head_dim) * block_q);
     r.k_tile = arena.take<Pair>(block_k * round_up_to_lanes<float>(pairs_of(p.sizes.head_dim)));
     r.v_pairs = arena.take<Pair>(pairs_of(block_k) * round_up_to_lanes<float>(p.sizes.head_dim_v));
     r.prob_pairs = arena.take<Pair>(LeftPairs::count(block_q, block_k));
@@ -97,6 +131,12 @@ struct ForwardProducts<BFloat16, float> {
     return r;
   }
 
+  ForwardProducts of_block(const AttentionParams& p, int64_t n) const {
+    ForwardProducts r = *this;
+    r.q_transposed += n * pairs_of(p.sizes.head_dim) * fitted(forward_tiling<float>(), p.sizes).block_q;
+    return r;
+  }
+
   void load_queries(const AttentionParams& p, int64_t b, int64_t h, int64_t i0, int64_t queries,
                     int64_t ld) const {
     load_pairs_transposed(p.q.row<BFloat16>(b, h, i0), p.q.stride_s, queries, p.sizes.head_dim, q_transposed,
@@ -104,22 +144,43 @@ struct ForwardProducts<BFloat16, float> {
   }
 
   void scores(const AttentionParams& p, const TileFrame& f, float scale, float* out, bool accumulate = false,
-              PrefetchHook prefetch_hook = {}) const {
+              PrefetchHook prefetch_hook = {}, Loaded* loaded = nullptr) const {
     const int64_t d = p.sizes.head_dim;
     const int64_t h_kv = p.sizes.kv_head(f.h);
     const CacheScale& scale_of_keys = p.varlen.cache.k_scale;
     const bool multiplied = load_factors<float>(p, scale_of_keys, h_kv, f.j0, f.keys, f.keys, factors);
-    const Rows<BFloat16> rows = rows_of_tile<BFloat16>(p, p.k, multiplied ? CacheScale{} : scale_of_keys, f.b,
-                                                       h_kv, f.j0, f.keys, d, row_copy, d);
-    const Tile<Pair> k = load_pair_rows(rows.data, rows.stride, f.keys, d, k_tile);
+    const auto load = [&] {
+      const Rows<BFloat16> rows = rows_of_tile<BFloat16>(p, p.k, multiplied ? CacheScale{} : scale_of_keys,
+                                                         f.b, h_kv, f.j0, f.keys, d, row_copy, d);
+      return load_pair_rows(rows.data, rows.stride, f.keys, d, k_tile);
+    };
+    const Tile<Pair> k = loaded && loaded->k_rows == f.keys ? loaded->k : load();
+    if (loaded) loaded->k = k, loaded->k_rows = f.keys;
     gemm<float, Pair>(f.keys, f.ld,
                       {pairs_of(d), k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale,
                        nullptr, prefetch_hook});
     if (multiplied) multiply_rows_by_factors(out, f, out);
   }
 
-  void add_values(const AttentionParams& p, const ScoreTile<float>& score, const float* probs,
-                  const float* rescale, float* out) const {
+  // Whether P goes from the softmax to the product in 16 bits: nothing multiplies it in between.
+  static bool packs_probs(const AttentionParams& p) {
+#if defined(FA_HAS_TILE_REGISTERS)  // P is transposed, too
+    return false;
+#else
+    return !p.dropout && p.varlen.cache.dtype == CacheDType::kOfQuery;
+#endif
+  }
+
+  // Writes P to prob_pairs if `packed`, otherwise in place of S.
+  void softmax(const TileFrame& f, float unit, float* scores, float* row_max, float* row_sum, float* rescale,
+               bool packed) const {
+    if (packed) return softmax_to_pairs(f, unit, scores, prob_pairs, row_max, row_sum, rescale);
+    online_softmax<float, BFloat16>(f, unit, scores, row_max, row_sum, rescale);
+  }
+
+  // `packed`: P is in prob_pairs, and `probs` is free memory for it.
+  void add_values(const AttentionParams& p, const ScoreTile<float>& score, float* probs, const float* rescale,
+                  float* out, bool packed = false, Loaded* loaded = nullptr) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v, ld = round_up_to_lanes<float>(d_v);
     const int64_t h_kv = p.sizes.kv_head(f.h);
@@ -131,12 +192,15 @@ struct ForwardProducts<BFloat16, float> {
     }
     const Rows<BFloat16> v = rows_of_tile<BFloat16>(p, p.v, multiplied ? CacheScale{} : scale, f.b, h_kv,
                                                     f.j0, f.keys, d_v, row_copy, d_v);
-    load_pairs_across(v.data, v.stride, f.keys, d_v, v_pairs, ld);
+    if (!loaded || loaded->v_rows != f.keys) load_pairs_across(v.data, v.stride, f.keys, d_v, v_pairs, ld);
     const bool cleared = score.partial && clear_rows_not_finite(v, f.keys, v_pairs, ld);
-    const LeftPairs left = transposed_pairs(probs, f.keys, f.ld, prob_pairs);
+    if (loaded) loaded->v_rows = cleared ? 0 : f.keys;  // a block without masked keys needs the cleared rows
+    const LeftPairs left =
+        packed ? LeftPairs{prob_pairs, 1, f.ld} : transposed_pairs(probs, f.keys, f.ld, prob_pairs);
     gemm<float, Pair>(
         f.queries, d_v,
         {pairs_of(f.keys), left.data, left.row, left.depth, v_pairs, ld, out, ld, true, 1.0f, rescale});
+    if (cleared && packed) widen_pairs(prob_pairs, f.keys, f.ld, probs);
     if (cleared)
       add_rows_not_finite<BFloat16, float>(score, true, f.queries, probs, 1, f.ld, v, f.keys, out, ld);
   }

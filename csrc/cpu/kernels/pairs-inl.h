@@ -80,6 +80,15 @@ inline bool clear_rows_not_finite(const Rows<BFloat16>& src, int64_t rows, Pair*
   return true;
 }
 
+// dst[r][lane] = the low half of src[r / 2][lane] for even r, the high half for odd r.
+inline void widen_pairs(const Pair* src, int64_t rows, int64_t ld, float* dst) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < ld; c += kLanes<float>) {
+      const U32 both = load_elements(src + r / 2 * ld + c);
+      store<float>(dst + r * ld + c, (F32)(r % 2 ? both & 0xffff0000u : both << 16));
+    }
+}
+
 // A left operand: pairs along the depth, with the strides GemmArgs::a_row and a_depth.
 struct LeftPairs {
   const Pair* data;

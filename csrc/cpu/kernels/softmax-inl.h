@@ -4,6 +4,7 @@
 
 #include "../vec/math-inl.h"
 #include "frame-inl.h"
+#include "pairs-inl.h"
 #include "tiles-inl.h"
 
 // Returns the maximum of a column of vectors. Uses four chains: in one chain each maximum would wait for the last.
@@ -20,37 +21,73 @@ FA_INLINE Vec<T> max_of_column(const T* column, int64_t rows, int64_t ld) {
 }
 
 // The softmax of kLanes rows of Q: `column` has one vector per key, one lane per row of Q. exp(x) returns e^x, in
-// units of the scores. `unified` (or null) replaces m'. Sets `factor` = e^(m - m').
-template <class T, class Exp>
-FA_INLINE void softmax_column(T* column, int64_t keys, int64_t ld, const T* unified, Vec<T>& row_max,
-                              Vec<T>& row_sum, Vec<T>& factor, const Exp& exp) {
+// units of the scores. `unified` (or null) replaces m'. Sets `factor` = e^(m - m'). Calls write(j, P of key j, P of
+// key j + 1) for even j; a last single key comes with P = 0.
+template <class T, class Exp, class Write>
+FA_INLINE void softmax_column(const T* column, int64_t keys, int64_t ld, const T* unified, Vec<T>& row_max,
+                              Vec<T>& row_sum, Vec<T>& factor, const Exp& exp, const Write& write) {
   const Vec<T> new_max = max<T>(row_max, max_of_column<T>(column, keys, ld));
   // No key visible yet: any finite reference gives e^(-inf - reference) = 0.
   const Vec<T> reference = unified ? splat<T>(*unified) : new_max == kNegInf<T> ? Vec<T>{} : new_max;
   Vec<T> sum = {};
-  for (int64_t j = 0; j < keys; ++j) {
-    const Vec<T> prob = exp(load<T>(column + j * ld) - reference);
-    store<T>(column + j * ld, prob);
-    sum += prob;
+  const auto prob_of_key = [&](int64_t j)
+                               FA_INLINE_LAMBDA { return exp(load<T>(column + j * ld) - reference); };
+  int64_t j = 0;
+  for (; j + 2 <= keys; j += 2) {
+    const Vec<T> first = prob_of_key(j), second = prob_of_key(j + 1);
+    write(j, first, second);
+    sum = sum + first + second;
+  }
+  if (j < keys) {
+    const Vec<T> last = prob_of_key(j);
+    write(j, last, Vec<T>{});
+    sum += last;
   }
   factor = unified ? splat<T>(T(1)) : exp(row_max - reference);
   row_sum = row_sum * factor + sum;
   row_max = new_max;
 }
 
-// The softmax of the forward's tile; scores are in units of `unit`.
-template <class T>
-inline void online_softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale) {
+// The softmax of the forward's tile; scores are in units of `unit`. write(c, j, P of key j, P of key j + 1) stores the
+// vectors of P at column c.
+template <class In, class T, class Write>
+FA_INLINE void softmax_of_tile(const TileFrame& f, T unit, const T* scores, T* row_max, T* row_sum,
+                               T* rescale, const Write& write) {
   const T log2_unit = unit * T(kLog2E);
-  const auto exp = [&](Vec<T> x) FA_INLINE_LAMBDA { return exp_scaled<T>(x, log2_unit); };
+  const auto exp = [&](Vec<T> x) FA_INLINE_LAMBDA { return prob_exp<In, T>(x, log2_unit); };
   for (int64_t c = 0; c < f.ld; c += kLanes<T>) {
     Vec<T> m = load<T>(row_max + c), l = load<T>(row_sum + c), factor;
-    softmax_column<T>(scores + c, f.keys, f.ld, nullptr, m, l, factor, exp);
+    softmax_column<T>(scores + c, f.keys, f.ld, nullptr, m, l, factor, exp,
+                      [&](int64_t j, Vec<T> first, Vec<T> second)
+                          FA_INLINE_LAMBDA { write(c, j, first, second); });
     store<T>(row_max + c, m);
     store<T>(row_sum + c, l);
     store<T>(rescale + c, factor);
   }
 }
+
+// Replaces S by P. `In`: the type of q, k, v, if P may be as exact as its use there.
+template <class T, class In = T>
+inline void online_softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale) {
+  softmax_of_tile<In, T>(f, unit, scores, row_max, row_sum, rescale,
+                         [&](int64_t c, int64_t j, Vec<T> first, Vec<T> second) FA_INLINE_LAMBDA {
+                           store<T>(scores + j * f.ld + c, first);
+                           if (j + 1 < f.keys) store<T>(scores + (j + 1) * f.ld + c, second);
+                         });
+}
+
+#if defined(FA_DOT_BFLOAT16)
+
+// Writes P as pairs of keys, [keys / 2][ld], rounded to bfloat16. The sum is of P before rounding.
+inline void softmax_to_pairs(const TileFrame& f, float unit, const float* scores, Pair* probs, float* row_max,
+                             float* row_sum, float* rescale) {
+  softmax_of_tile<BFloat16, float>(f, unit, scores, row_max, row_sum, rescale,
+                                   [&](int64_t c, int64_t j, F32 first, F32 second) FA_INLINE_LAMBDA {
+                                     store_elements(probs + j / 2 * f.ld + c, pair_up(first, second));
+                                   });
+}
+
+#endif
 
 template <class T>
 inline void multiply_row(T* row, T factor, int64_t ld) {
@@ -127,7 +164,11 @@ inline void decode_softmax_lanes(T* scores, int64_t keys, int64_t lanes, const T
   for (int64_t row = 0; row < rows; row += L) {
     const int64_t count = std::min<int64_t>(L, rows - row);
     Vec<T> m = load_columns<T>(row_max + row, count), l = load_columns<T>(row_sum + row, count), factor;
-    softmax_column<T>(scores + row, keys, lanes, unified, m, l, factor, e_to);
+    softmax_column<T>(scores + row, keys, lanes, unified, m, l, factor, e_to,
+                      [&](int64_t j, Vec<T> first, Vec<T> second) FA_INLINE_LAMBDA {
+                        store<T>(scores + j * lanes + row, first);
+                        if (j + 1 < keys) store<T>(scores + (j + 1) * lanes + row, second);
+                      });
     store_columns<T>(row_max + row, m, count);
     store_columns<T>(row_sum + row, l, count);
     T factors[L];

@@ -42,7 +42,7 @@ void add_weights_of_tile(const WeightsParams& p, BackwardScratch<In, T>& s, cons
   for (int64_t r = 0; r < f.queries; ++r) {
     const T reference = rows.reference[f.i0 + r], correction = rows.correction[f.i0 + r];
     for (int64_t n = r * f.ld; n < (r + 1) * f.ld; n += kLanes<T>) {
-      const Vec<T> prob = prob_of<T>(load<T>(s.probs + n), reference, correction);
+      const Vec<T> prob = prob_of<In, T>(load<T>(s.probs + n), reference, correction);
       store<T>(sum + n, load<T>(sum + n) + (p.dropout ? prob * load<T>(s.dropout_tile + n) : prob));
     }
   }
