@@ -337,3 +337,14 @@ def test_a_query_that_is_not_finite_changes_its_row_only(isa, bad):
     spoiled[0, 1, 2] = True
     assert out[spoiled].isnan().all()
     assert torch.equal(out[~spoiled], expected[~spoiled])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_float8_is_read_exactly(isa, dtype, cache_dtype):
+    """One key has the probability 1, so out is its value: all 256 codes, with subnormals, Inf and NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 2, 128)
+    v_cache = codes.view(cache_dtype)
+    k_cache = torch.zeros_like(codes).view(cache_dtype)
+    out = flash_attn_with_kvcache(torch.ones(1, 1, 2, 128, dtype=dtype), k_cache, v_cache)
+    torch.testing.assert_close(out, v_cache.to(dtype), rtol=0, atol=0, equal_nan=True)
