@@ -19,6 +19,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from ..functional import flash_attn
 from ..varlen import flash_attn_varlen
 from .mask_pattern import Chunks, Pattern, PatternMask, read_packed, read_pattern, sequence_offsets
+from .row_keywords import ChosenKeys, check_sinks, with_sinks
 from .transformers_keywords import HONOURED, REFUSED, WITHOUT_EFFECT, check_keywords
 
 __all__ = ["HONOURED", "NAME", "REFUSED", "WITHOUT_EFFECT", "continuous_batching", "register"]
@@ -194,6 +195,8 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     position_bias: Tensor | None = None,
     cache: object | None = None,
     deterministic: bool | None = None,
@@ -210,6 +213,10 @@ def attention(
         s_aux: (H,), the attention sink of gpt-oss: every query's softmax sums this score too. It has no key.
         sinks: (B, H, S_q, 1): a sink for each query (Inkling 2), with a gradient. It is applied after the kernel, from
             the logsumexp.
+        indices: (B, S_q, n) int32 or int64: the keys that each query may attend to (DeepSeek 3.2). The mask applies,
+            too, and is not merged with them.
+        block_indices: (B, H_kv or fewer, S_q, n), likewise: blocks of keys, -1 is none (MiniMax M3). A block has
+            ``module.indexer.block_size`` keys, or 128.
         position_bias: (1 or B, H, S_q, S_k), added to the scores (T5). Receives a gradient.
         cache: the cache of continuous batching. It stores the new keys and values, and returns all keys and values.
         deterministic: as ``flash_attn`` takes it (ModernBERT).
@@ -234,8 +241,10 @@ def attention(
         settings["deterministic"] = deterministic
     if s_aux is not None:
         settings["sink"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
-    if sinks is not None:
-        check_sinks(sinks, query)
+    check_sinks(sinks, query)
+    chosen = ChosenKeys.from_keywords(module, indices, block_indices)
+    if chosen is not None and cache is not None:
+        raise ValueError(f"{chosen.keyword}: got a tensor with continuous batching; allowed there: None")
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx, options)  # also writes the offsets into `options`
         size = options.get("sliding_window")
@@ -248,7 +257,7 @@ def attention(
     offsets = given_sequences(options)
     if offsets is not None and offsets[0].numel() <= 2 and offsets[1].numel() <= 2:
         offsets = None  # one sequence needs no offsets
-    packed = position_bias is None and packed_band(mask, offsets, is_causal, query, key)
+    packed = position_bias is None and chosen is None and packed_band(mask, offsets, is_causal, query, key)
     if packed:
         offsets, band = packed
         if isinstance(mask, PatternMask):  # a static cache has unused keys
@@ -274,25 +283,12 @@ def attention(
         mask = with_position_bias(mask, position_bias)
     if key_mask is not None:
         key_mask = key_mask.expand(query.shape[0], -1)
+    if chosen is not None:
+        settings |= chosen.options(key)
     out, lse = flash_attn(query, key, value, mask, key_mask=key_mask, return_lse=True, **band, **settings)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     return out.transpose(1, 2).contiguous(), None
-
-
-def check_sinks(sinks: Tensor, query: Tensor) -> None:
-    wanted = (*query.shape[:3], 1)
-    if sinks.shape != wanted:
-        raise ValueError(f"sinks: got shape {tuple(sinks.shape)}; allowed: (B, H, S_q, 1), {wanted}")
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Returns the result with one more score in each row, (B, H, S_q, 1), which has no value.
-
-    exp(lse) / (exp(lse) + exp(sink)) of each row's weight stays. Both factors have gradients.
-    """
-    seen = lse.masked_fill(lse == -torch.inf, 0.0)  # out is 0 where no key is visible
-    return out * torch.sigmoid(seen.unsqueeze(-1) - sinks).to(out.dtype)
 
 
 def check_arguments(mask: Tensor | None, options: dict) -> None:

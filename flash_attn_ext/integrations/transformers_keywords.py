@@ -47,9 +47,7 @@ WITHOUT_EFFECT = {
 
 # keyword -> its meaning. These change the result, and the kernels do not support them.
 REFUSED = {
-    "block_indices": "each query attends to chosen blocks of keys",
     "block_table": "keys and values are read from the pages of a cache",
-    "indices": "each query attends to chosen keys",
 }
 
 

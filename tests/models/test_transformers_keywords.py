@@ -10,7 +10,6 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="tra
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs  # noqa: E402
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs  # noqa: E402
 from transformers.utils.generic import TransformersKwargs  # noqa: E402
-from transformers_helpers import SMALL, make_pair, tokens  # noqa: E402
 from transformers_keywords import keywords_of_models  # noqa: E402
 
 from flash_attn_ext.integrations import transformers as integration  # noqa: E402
@@ -83,6 +82,74 @@ def test_sinks_of_another_shape_are_refused():
         attend(sinks=torch.zeros(2))
 
 
+def chosen_mask(indices, keys, block_size=1):
+    """bool (B, heads, S_q, S_k) from numbers of keys or blocks, element by element."""
+    mask = torch.zeros(*indices.shape[:3], keys, dtype=torch.bool)
+    for b, h, i, n in torch.cartesian_prod(*(torch.arange(size) for size in indices.shape)).tolist():
+        number = int(indices[b, h, i, n])
+        if number >= 0:
+            mask[b, h, i, number * block_size : (number + 1) * block_size] = True
+    return mask
+
+
+@pytest.mark.parametrize("form", ["causal", "decode", "static cache", "mask", "packed"])
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_chosen_keys(name, form):
+    seqlen_q = 1 if form == "decode" else 9
+    q = torch.randn(2, 4, seqlen_q, 8, requires_grad=True)
+    k, v = (torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(2))
+    module, mask, options = torch.nn.Module(), None, {}
+    module.is_causal = True
+    visible = torch.ones(9, 9, dtype=torch.bool).tril()[-seqlen_q:]
+    if name == "indices":
+        numbers = torch.rand(2, seqlen_q, 9).topk(5)[1].to(torch.int32)
+        chosen = chosen_mask(numbers[:, None], 9)
+    else:
+        module.indexer = torch.nn.Module()
+        module.indexer.block_size = 2
+        numbers = torch.rand(2, 2, seqlen_q, 5).topk(3)[1]
+        numbers[:, :, :, 2] = -1
+        chosen = chosen_mask(numbers, 9, 2).repeat_interleave(2, 1)
+    if form == "mask":
+        visible = mask = visible & (torch.rand(2, 1, 9, 9) > 0.3)
+    if form == "packed":
+        offsets = torch.tensor([0, 5, 9, 15, 18], dtype=torch.int32)
+        sequence = torch.bucketize(torch.arange(18), offsets[1:], right=True).view(2, 1, 9)
+        visible = visible & (sequence[..., :, None] == sequence[..., None, :])
+        options = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    keys = (k, v)
+    if form == "static cache":  # its unused end may be chosen, too
+        keys = [torch.cat([t, torch.full((2, 2, 4, 8), torch.nan)], 2) for t in keys]
+        numbers = torch.cat([numbers, torch.full_like(numbers[..., :1], 12 if name == "indices" else 6)], -1)
+    out, _ = integration.attention(module, q, *keys, mask, scaling=0.3, **{name: numbers}, **options)
+    hidden = ~(visible & chosen)
+    scores = (q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.3).masked_fill(hidden, -torch.inf)
+    weights = scores.masked_fill(hidden.all(-1, keepdim=True), 0.0).softmax(-1).masked_fill(hidden, 0.0)
+    expected = (weights @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    upstream = torch.randn_like(expected)
+    for got, exact in zip(*(torch.autograd.grad(t, (q, k, v), upstream) for t in (out, expected)), strict=True):
+        torch.testing.assert_close(got, exact)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"indices": torch.zeros(1)}, r"^indices: got shape \(1,\); allowed: \(B, S_q, number of keys\)"),
+        ({"block_indices": torch.zeros(1)}, r"^block_indices: got shape \(1,\); allowed: \(B, heads, S_q"),
+        (
+            {"indices": torch.zeros(1, 3, 1), "block_indices": torch.zeros(1)},
+            "^block_indices: got a tensor with indices",
+        ),
+        ({"indices": torch.zeros(1, 3, 1, dtype=int), "cache": object()}, "^indices: got a tensor with continuous"),
+    ],
+    ids=["indices", "block_indices", "both", "continuous batching"],
+)
+def test_chosen_keys_that_are_not_allowed(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        attend(**keywords)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_keyword_that_is_not_supported_raises_its_name(name):
     with pytest.raises(ValueError, match=f"^{name}: got Tensor; allowed: None"):
@@ -99,16 +166,3 @@ def test_an_unknown_keyword_raises_its_name():
         attend(tilt=2)
     finally:
         WITHOUT_EFFECT.remove("tilt")
-
-
-def test_a_model_with_attention_by_index_raises():
-    """DeepSeek 3.2 differed from its eager attention by 0.22, as `indices` was ignored."""
-    config = transformers.DeepseekV32Config(
-        **SMALL, num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=4,
-        v_head_dim=8, index_n_heads=2, index_head_dim=8, index_topk=4, n_routed_experts=2, num_experts_per_tok=1,
-        n_group=1, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=2,
-    )  # fmt: skip
-    eager, ours = make_pair(lambda: transformers.AutoModel.from_config(config))
-    eager(tokens())
-    with pytest.raises(ValueError, match=r"^indices: got Tensor; allowed: None"):
-        ours(tokens())
