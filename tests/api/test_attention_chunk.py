@@ -284,3 +284,15 @@ def test_tiles_of_processes(documents, balanced, chunk, first_key):
                 columns = torch.arange(tile.k_begin + keys[0], tile.k_begin + keys[1])
                 seen[own[begin:end, None], columns] += shown
         assert torch.equal(seen[rows], whole[rows].long())
+
+
+def test_chosen_keys():
+    q, k, v = make_qkv(1, 4, 70, 90, 8, heads_kv=2)
+    indices = torch.rand(1, 1, 70, 90).topk(20)[1]
+    chosen = torch.zeros(1, 1, 70, 90, dtype=torch.bool).scatter(-1, indices, True)
+    mask = chosen & chunk_mask(70, 90, 17, 20) & reference.visible(70, 90, causal="lower_right")
+    ours = flash_attn(q, k, v, enable_gqa=True, key_indices=indices, causal="lower_right", attention_chunk=17)
+    theirs = flash_attn(q, k, v, mask, enable_gqa=True)
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), (q, k, v)) for o in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b)
