@@ -69,7 +69,7 @@ def flash_attn(
     ``scale * <q, k>``, softcap, ALiBi, mask.
 
     Args:
-        query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 0 to 512. (H, S, D), (S, D) and several
+        query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 0 to 1024. (H, S, D), (S, D) and several
             leading batch dimensions are also allowed. Not copied if the last dimension is contiguous. Nested tensors
             in the jagged layout, (B, H, j, D), are allowed and are not padded: see :func:`flash_attn_varlen`.
         key: (B, H_kv, S_k, D), with the dtype and device of ``query``. Leading dimensions broadcast.

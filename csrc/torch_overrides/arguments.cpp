@@ -28,7 +28,7 @@ const char* why_not_tensors(const at::Tensor& query, const at::Tensor& key, cons
     if (t->dim() < 3) return "a tensor has fewer than 3 dimensions";
     if (t->dim() != query.dim()) return "the tensors' numbers of dimensions differ";
     if (t->size(-1) < 1) return "the head dimension is 0";
-    if (t->size(-1) > kMaxHeadDim) return "the head dimension is above 512";
+    if (t->size(-1) > kMaxHeadDim) return "the head dimension is above 1024";
   }
   if (!is_attention_dtype(query.scalar_type()))
     return "the dtype is not float32, float64, bfloat16 or float16";

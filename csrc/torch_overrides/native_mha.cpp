@@ -40,7 +40,7 @@ const char* why_not_layer(const Layer& layer) {
   if (!layer.query.is_same(layer.key) || !layer.key.is_same(layer.value))
     return "query, key and value are not one tensor";
   if (layer.heads < 1 || layer.embed_dim % layer.heads != 0) return "embed_dim is no multiple of the heads";
-  if (layer.embed_dim / layer.heads > 512) return "the head dimension is above 512";
+  if (layer.embed_dim / layer.heads > kMaxHeadDim) return "the head dimension is above 1024";
   const auto dtype = layer.query.scalar_type();
   if (dtype != at::kFloat && dtype != at::kDouble && dtype != at::kBFloat16 && dtype != at::kHalf)
     return "the dtype is not float32, float64, bfloat16 or float16";

@@ -38,7 +38,7 @@ def flex_attention(
     are traced once; no compiler runs.
 
     Args:
-        query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 1 to 512.
+        query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 1 to 1024.
         key: (B, H_kv, S_k, D), dtype and device of ``query``.
         value: (B, H_kv, S_k, D_v), likewise.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score. All arguments are 0-d tensors. The

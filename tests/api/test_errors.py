@@ -70,12 +70,12 @@ BAD_CALLS = {
     ),
     "value length": ({"value": torch.zeros(2, 4, 9, 6)}, ValueError, ["value", "9", "dimension 2", "7", "key's"]),
     "key head_dim": ({"key": torch.zeros(2, 4, 7, 9)}, ValueError, ["key", "9", "dimension 3", "8", "query's"]),
-    "head_dim 513": (
-        {"query": torch.zeros(2, 4, 5, 513), "key": torch.zeros(2, 4, 7, 513)},
+    "head_dim 1025": (
+        {"query": torch.zeros(2, 4, 5, 1025), "key": torch.zeros(2, 4, 7, 1025)},
         ValueError,
-        ["head_dim 513", "1 to 512"],
+        ["head_dim 1025", "1 to 1024"],
     ),
-    "head_dim_v 513": ({"value": torch.zeros(2, 4, 7, 513)}, ValueError, ["value", "head_dim_v 513", "1 to 512"]),
+    "head_dim_v 1025": ({"value": torch.zeros(2, 4, 7, 1025)}, ValueError, ["value", "head_dim_v 1025", "1 to 1024"]),
     "mask shape": (
         {"attn_mask": torch.zeros(5, 8)},
         ValueError,

@@ -58,7 +58,8 @@ def test_tile_edges(seqlen_q, seqlen_k):
 
 # Chunks of 16 columns; slices of 64 up to 64 columns, of 128 beyond.
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), [(1, 1), (15, 16), (17, 3), (64, 64), (65, 63), (32, 128), (129, 130), (512, 257)]
+    ("head_dim", "head_dim_v"),
+    [(1, 1), (15, 16), (17, 3), (64, 64), (65, 63), (32, 128), (129, 130), (512, 257), (576, 512), (1024, 1000)],
 )
 def test_head_dims(head_dim, head_dim_v):
     check_against_reference(*make_qkv(1, 1, 20, 70, head_dim, head_dim_v))

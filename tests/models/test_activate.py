@@ -115,7 +115,7 @@ def test_rows_without_keys_are_zero_with_zero_gradients():
 
 
 LEFT = {
-    "the head dimension is above 512": lambda q: F.scaled_dot_product_attention(*[q.repeat(1, 1, 1, 65)] * 3),
+    "the head dimension is above 1024": lambda q: F.scaled_dot_product_attention(*[q.repeat(1, 1, 1, 129)] * 3),
     "the flash backend is turned off (torch.nn.attention.sdpa_kernel)": lambda q: math_only(q),
     "the batches of query, key and value differ": lambda q: F.scaled_dot_product_attention(q, q[:1], q[:1]),
 }
@@ -175,7 +175,7 @@ def test_explain_sdpa():
     assert explained.taken
     assert str(explained).startswith("taken by flash_attn_ext\nflash_attn of query (2, 2, 12, 8)")
     assert explained.call.forward.kernel == flash_attn_ext.active_kernel()
-    wide = q.repeat(1, 1, 1, 65)
+    wide = q.repeat(1, 1, 1, 129)
     for got in (
         flash_attn_ext.explain_sdpa(wide, wide, wide),
         flash_attn_ext.explain_sdpa(q, q[:1], q[:1]),

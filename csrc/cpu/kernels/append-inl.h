@@ -5,8 +5,8 @@
 
 #include "cache_rows-inl.h"
 
-constexpr int64_t kAppendRows = 4;  // rows per task
-constexpr int64_t kMostColumns = 512;
+constexpr int64_t kAppendRows = 4;      // rows per task
+constexpr int64_t kMostColumns = 1024;  // ops/dense/attention.h: kMaxHeadDim
 
 // Rounds x to float8, ties to even, and returns the 8 bits. A value beyond the largest float8 becomes the largest.
 inline uint8_t float8_of(float x, int mantissa_bits, int least_exponent, float largest) {

@@ -3,8 +3,8 @@
 //
 //   W = 1/H sum_h P_h I
 //
-// and attention's own derivatives. Each call has as many columns of I as a value may have. The cost is O(S_q S_k^2), and
-// the memory at most H x S_q x 512.
+// and attention's own derivatives. Each call has 512 columns of I. The cost is O(S_q S_k^2), and the memory at most
+// H x S_q x 512.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -16,14 +16,15 @@ namespace flash_attn_ext {
 namespace {
 
 constexpr size_t kTensors = std::size(WeightsTensors::kRules);
+constexpr int64_t kColumns = 512;  // of I, in one call
 
 // Calls body(x, first, columns) for each block of columns of I. x are the tensors of attention with these columns as value.
 template <class Body>
 void for_unit_values(const WeightsTensors& given, const Body& body) {
   AttentionTensors x = given.attention();
   const int64_t keys = given.key.size(2);
-  for (int64_t first = 0; first < keys; first += kMaxHeadDim) {
-    const int64_t columns = std::min(kMaxHeadDim, keys - first);
+  for (int64_t first = 0; first < keys; first += kColumns) {
+    const int64_t columns = std::min(kColumns, keys - first);
     const at::Tensor units = at::zeros({keys, columns}, given.key.options());
     units.diagonal(-first).fill_(1);
     x.value = units.expand({given.key.size(0), given.key.size(1), keys, columns});

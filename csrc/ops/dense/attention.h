@@ -21,7 +21,7 @@
 
 namespace flash_attn_ext {
 
-constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kMaxHeadDim = 1024;
 
 constexpr Shape kQueryShape{Shape::kExact, 4, {Dim::kBatch, Dim::kHeads, Dim::kSeqlenQ, Dim::kHeadDim}};
 constexpr Shape kKeyShape{Shape::kExact, 4, {Dim::kBatch, Dim::kHeadsKv, Dim::kSeqlenK, Dim::kHeadDim}};
