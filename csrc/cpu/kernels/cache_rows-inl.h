@@ -61,6 +61,11 @@ struct TileSource {
   const char* row(int64_t h, int64_t n) const {
     return chunk[n / kChunkRows] + n % kChunkRows * stride + h * stride_h;
   }
+  // Whether these rows are the first bytes of the rows of `other`.
+  bool is_part_of(const TileSource& other) const {
+    return known && other.known && chunk[0] == other.chunk[0] && stride == other.stride &&
+           stride_h == other.stride_h && bytes <= other.bytes;
+  }
   bool in_one_place() const {
     for (int64_t c = 1; c * kChunkRows < rows; ++c)
       if (chunk[c] != chunk[0] + c * kChunkRows * stride) return false;
@@ -86,6 +91,12 @@ TileSource tile_source(const AttentionParams& p, const Tensor4& t, int64_t b, in
   return source;
 }
 
+// Returns the number of cache lines of `count` elements.
+template <class In>
+constexpr int64_t lines_of(int64_t count) {
+  return ceil_div(count * static_cast<int64_t>(sizeof(In)), 64);
+}
+
 // Prefetches key rows of some heads: first the rest of `current`, then the start of `next`, in memory order.
 // Prefetches a few lines at a time: too many at once would stall each other and the computation.
 class Prefetcher {
@@ -98,6 +109,14 @@ class Prefetcher {
         ahead_(rows_ahead(current, heads)),
         row_(ahead_),
         end_row_(rows_of(current)) {}
+
+  // Prefetches the rows [first, last) of one tile.
+  Prefetcher(const TileSource& source, int64_t first, int64_t last, const HeadRange& heads)
+      : heads_(heads),
+        source_(&source),
+        next_(&source),
+        row_(first),
+        end_row_(std::min(rows_of(source), last)) {}
 
   // Always inline: GCC 12 considers a function with nothing but prefetches to be free of effects, and removes its
   // calls.

@@ -1,22 +1,11 @@
 // The two products of decode, S = Q K^T and O += P V, in two forms.
 //
 // Few rows: a few rows of Q at a time. The sums of S run along the lanes, K and V are read from the caller's memory,
-// and later rows are prefetched. Many rows (more than half a vector): all rows at once by the forward's matrix
-// product. It computes S^T with one lane per row, and transposes it if more than the softmax follows.
+// and later rows are prefetched. Many rows (more than half a vector): `many`, all rows at once.
 #pragma once
 
-#include "cache_rows-inl.h"
-#include "gemm-inl.h"
+#include "decode_many_rows-inl.h"
 #include "scores-inl.h"
-#include "tile_gemm-inl.h"
-
-// Returns whether so many rows of Q are multiplied all at once. The limit bounds the memory: a caller may request
-// splits for a prompt of thousands of rows.
-constexpr int64_t kMostRowsAtOnce = 512;
-template <class T>
-constexpr bool fills_lanes(int64_t rows) {
-  return rows > kLanes<T> / 2 && rows <= kMostRowsAtOnce;
-}
 
 // Number of rows in scratch memory for the scores of `rows` rows, because rows may be lanes.
 template <class T>
@@ -24,10 +13,12 @@ constexpr int64_t score_rows(int64_t rows) {
   return fills_lanes<T>(rows) ? round_up_to_lanes<T>(rows) : rows;
 }
 
-// Number of columns of O in scratch memory: whole pairs of vectors.
+// Number of columns of O in scratch memory: whole pairs of vectors. Not a multiple of 1 KiB, because the rows of a
+// register tile would be in the same few sets of the L1 cache.
 template <class T>
 constexpr int64_t decode_columns(int64_t n) {
-  return ceil_div(n, 2 * kLanes<T>) * (2 * kLanes<T>);
+  const int64_t columns = ceil_div(n, 2 * kLanes<T>) * (2 * kLanes<T>);
+  return columns * sizeof(T) % 1024 == 0 ? columns + 2 * kLanes<T> : columns;
 }
 
 // Calls body(first row, count) for groups of four, two or one rows. `count` is a compile-time constant, so sums stay
@@ -39,12 +30,6 @@ inline void for_each_few_rows(int64_t rows, const Body& body) {
   for (; r + kMost <= rows; r += kMost) body(r, std::integral_constant<int, kMost>{});
   for (; r + 2 <= rows; r += 2) body(r, std::integral_constant<int, 2>{});
   for (; r < rows; ++r) body(r, std::integral_constant<int, 1>{});
-}
-
-// Returns the number of cache lines of `count` elements.
-template <class In>
-constexpr int64_t lines_of(int64_t count) {
-  return ceil_div(count * static_cast<int64_t>(sizeof(In)), 64);
 }
 
 // Number of sums in dot_block(): half the registers. One reduction completes as many sums as a vector has lanes.
@@ -126,48 +111,18 @@ FA_INLINE void value_block(const T* probs, int64_t ld, const Rows<In>& v, int64_
     for (int n = 0; n < NV; ++n) store<T>(out + r * ldo + c + n * L, sum[r][n]);
 }
 
-// P for all rows of a head: [rows][ld], or transposed, [keys][ld].
-template <class T>
-struct AllProbs {
-  const T* data;
-  int64_t ld;
-  bool transposed;
-};
-
-// Memory of the form for many rows. `rows` is a multiple of the vector size, for the current sequence. E: T, or Pair.
-template <class E, class T>
-struct ManyRows {
-  E* q;       // [heads of a task][D][rows]   Q^T
-  T* scores;  // [kChunkRows][rows]           S^T
-  E* k_tile;  // [kChunkRows][D]              only if the caller's k cannot be read directly
-  E* v_tile;  // [block_k][D_v]               likewise; Pair: pairs across the keys
-
-  static ManyRows allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
-                           int64_t block_k, int64_t depth) {
-    ManyRows m{};
-    rows = std::min<int64_t>(rows, kMostRowsAtOnce);  // for a shorter sequence
-    if (!fills_lanes<T>(rows)) return m;
-    const int64_t lanes = round_up_to_lanes<T>(rows);
-    m.q = arena.take<E>(heads * depth * lanes);
-    m.scores = arena.take<T>(kChunkRows * lanes);
-    m.k_tile = arena.take<E>(kChunkRows * round_up_to_lanes<T>(depth));
-    m.v_tile = arena.take<E>(block_k * decode_columns<T>(p.sizes.head_dim_v));
-    return m;
-  }
-};
-
 template <class In, class T>
 struct DecodeProducts {
   T* q;  // [rows][D]   rows: of all heads of the task
   int64_t ldq;
   T scale;
-  ManyRows<T, T> many;
+  ManyRows<In, T> many;
 
   static DecodeProducts allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
                                  int64_t block_k) {
     const int64_t ldq = round_up_to_lanes<T>(p.sizes.head_dim);
     return {arena.take<T>(heads * rows * ldq), ldq, product_scale<T>(p),
-            ManyRows<T, T>::allocate(arena, p, rows, heads, block_k, p.sizes.head_dim)};
+            ManyRows<In, T>::allocate(arena, p, rows, heads, block_k)};
   }
 
   void load_query(const AttentionParams& p, int64_t row, const In* src) const {
@@ -177,9 +132,7 @@ struct DecodeProducts {
 
   // Call after loading the queries of the task's head `n`.
   void finish_queries(const AttentionParams& p, int64_t n, int64_t rows) const {
-    if (!fills_lanes<T>(rows)) return;
-    const int64_t depth = p.sizes.head_dim, lanes = round_up_to_lanes<T>(rows);
-    load_tile_transposed<T, T>(q + n * rows * ldq, ldq, rows, depth, many.q + n * depth * lanes, lanes);
+    many.load_queries(p, n, q + n * rows * ldq, ldq, rows);
   }
 
   // Computes S for R rows and at most kChunkRows keys. `room`: scores that may be written per row.
@@ -189,16 +142,6 @@ struct DecodeProducts {
     const auto load = [](const In* p, int64_t n) FA_INLINE_LAMBDA { return load_columns<T>(p, n); };
     for (int64_t j = 0; j < keys; j += kDotSums / R)
       dot_block<T, R, kLanes<T>>(q + row * ldq, ldq, k, j, keys, scale, out, ld, room, load, ahead);
-  }
-
-  // Computes S^T of head `n`, one lane per row.
-  void all_scores(int64_t n, int64_t lanes, const Rows<In>& k, int64_t keys, T* out,
-                  Prefetcher& ahead) const {
-    GradualPrefetch gradual(ahead, keys * lines_of<In>(k.cols), keys * lanes / kLanes<T>);
-    const Tile<T> tile = load_tile<In, T>(k.data, k.stride, keys, k.cols, many.k_tile);
-    gemm<T>(keys, lanes,
-            {k.cols, tile.data, tile.ld, 1, many.q + n * k.cols * lanes, lanes, out, lanes, false, scale,
-             nullptr, gradual.prefetch_hook()});
   }
 
   // Prepares P of a tile before add_values().
@@ -215,32 +158,6 @@ struct DecodeProducts {
     for (; c + kWide * L <= v.cols; c += kWide * L)
       value_block<In, T, R, kWide>(probs, ld, v, c, keys, sum, ldo, ahead);
     for (; c < v.cols; c += L) value_block<In, T, R, 1>(probs, ld, v, c, keys, sum, ldo, ahead);
-  }
-
-  // Adds P V for all rows of a head and the whole tile in one product. Sums are the same for every position of the
-  // chunks. `chunk(j)` returns the rows from key j on.
-  template <class Chunk>
-  void add_all_values(const AllProbs<T>& probs, int64_t rows, const Chunk& chunk, bool in_one_place,
-                      int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) const {
-    constexpr bool kInPlace = std::is_same_v<In, T>;
-    const Rows<In> first = chunk(0);
-    const int64_t cols = first.cols;
-    Tile<T> tile{many.v_tile, round_up_to_lanes<T>(cols)};
-    if (kInPlace && cols % kLanes<T> == 0 && in_one_place) {
-      tile = load_tile<In, T>(first.data, first.stride, keys, cols, many.v_tile);
-    } else {
-      for (int64_t j = 0; j < keys; j += kChunkRows) {
-        const Rows<In> v = j == 0 ? first : chunk(j);
-        for (int64_t n = 0; n < std::min(kChunkRows, keys - j); ++n)
-          for (int64_t c = 0; c < cols; c += kLanes<T>)
-            store<T>(many.v_tile + (j + n) * tile.ld + c, load_columns<T>(v.row(n) + c, cols - c));
-      }
-    }
-    GradualPrefetch gradual(ahead, keys * lines_of<In>(cols), rows * ceil_div(cols, kLanes<T>));
-    const int64_t a_row = probs.transposed ? 1 : probs.ld, a_depth = probs.transposed ? probs.ld : 1;
-    gemm<T>(rows, cols,
-            {keys, probs.data, a_row, a_depth, tile.data, tile.ld, out, ldo, true, T(1), nullptr,
-             gradual.prefetch_hook()});
   }
 };
 
@@ -297,17 +214,15 @@ template <>
 struct DecodeProducts<BFloat16, float> {
   Pair* q;  // [rows][D / 2]   rows: of all heads of the task
   int64_t ldq;
-  Pair* prob_pairs;  // [rows][block_k / 2]   P, pairs along the keys; of all rows of a head, as LeftPairs
+  Pair* prob_pairs;  // [rows][block_k / 2]   P, pairs along the keys
   float scale;
-  ManyRows<Pair, float> many;
+  ManyRows<BFloat16, float> many;
 
   static DecodeProducts allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
                                  int64_t block_k) {
     const int64_t ldq = round_up_to_lanes<float>(pairs_of(p.sizes.head_dim));
-    const int64_t probs =
-        std::max(heads * rows * block_k / 2, LeftPairs::count(score_rows<float>(rows), block_k));
-    return {arena.take<Pair>(heads * rows * ldq), ldq, arena.take<Pair>(probs), product_scale<float>(p),
-            ManyRows<Pair, float>::allocate(arena, p, rows, heads, block_k, pairs_of(p.sizes.head_dim))};
+    return {arena.take<Pair>(heads * rows * ldq), ldq, arena.take<Pair>(heads * rows * block_k / 2),
+            product_scale<float>(p), ManyRows<BFloat16, float>::allocate(arena, p, rows, heads, block_k)};
   }
 
   void load_query(const AttentionParams& p, int64_t row, const BFloat16* src) const {
@@ -316,10 +231,7 @@ struct DecodeProducts<BFloat16, float> {
   }
 
   void finish_queries(const AttentionParams& p, int64_t n, int64_t rows) const {
-    if (!fills_lanes<float>(rows)) return;
-    const int64_t depth = pairs_of(p.sizes.head_dim), lanes = round_up_to_lanes<float>(rows);
-    load_pairs_transposed(reinterpret_cast<const BFloat16*>(q + n * rows * ldq), 2 * ldq, rows, 2 * depth,
-                          many.q + n * depth * lanes, lanes);
+    many.load_queries(p, n, q + n * rows * ldq, ldq, rows);
   }
 
   template <int R>
@@ -329,16 +241,6 @@ struct DecodeProducts<BFloat16, float> {
     for (int64_t j = 0; j < keys; j += kDotSums / R)
       dot_block<float, R, 2 * kLanes<float>>(q + row * ldq, ldq, k, j, keys, scale, out, ld, room, load,
                                              ahead);
-  }
-
-  void all_scores(int64_t n, int64_t lanes, const Rows<BFloat16>& k, int64_t keys, float* out,
-                  Prefetcher& ahead) const {
-    GradualPrefetch gradual(ahead, keys * lines_of<BFloat16>(k.cols), keys * lanes / kLanes<float>);
-    const int64_t depth = pairs_of(k.cols);
-    const Tile<Pair> tile = load_pair_rows(k.data, k.stride, keys, k.cols, many.k_tile);
-    gemm<float, Pair>(keys, lanes,
-                      {depth, tile.data, tile.ld, 1, many.q + n * depth * lanes, lanes, out, lanes, false,
-                       scale, nullptr, gradual.prefetch_hook()});
   }
 
   // Rounds `rows` rows of P, from `row` on, to pairs. Padding lanes of P are 0.
@@ -351,25 +253,6 @@ struct DecodeProducts<BFloat16, float> {
   void add_values(int64_t row, int64_t j, const float*, int64_t ld, const Rows<BFloat16>& v, int64_t keys,
                   float* sum, int64_t ldo, Prefetcher& ahead) const {
     add_value_pairs<R>(prob_pairs + (row * ld + j) / 2, ld / 2, v, keys, sum, ldo, ahead);
-  }
-
-  template <class Chunk>
-  void add_all_values(const AllProbs<float>& probs, int64_t rows, const Chunk& chunk, bool, int64_t keys,
-                      float* out, int64_t ldo, Prefetcher& ahead) const {
-    int64_t cols = 0, width = 0;
-    for (int64_t j = 0; j < keys; j += kChunkRows) {
-      const Rows<BFloat16> v = chunk(j);
-      cols = v.cols, width = round_up_to_lanes<float>(cols);
-      load_pairs_across(v.data, v.stride, std::min(kChunkRows, keys - j), cols, many.v_tile + j / 2 * width,
-                        width);
-    }
-    GradualPrefetch gradual(ahead, keys * lines_of<BFloat16>(cols), rows * ceil_div(cols, kLanes<float>));
-    const LeftPairs left = probs.transposed ? transposed_pairs(probs.data, keys, probs.ld, prob_pairs)
-                                            : LeftPairs{prob_pairs, probs.ld / 2, 1};
-    if (!probs.transposed) finish_probs(0, rows, probs.data, probs.ld);
-    gemm<float, Pair>(rows, cols,
-                      {pairs_of(keys), left.data, left.row, left.depth, many.v_tile, width, out, ldo, true,
-                       1.0f, nullptr, gradual.prefetch_hook()});
   }
 };
 

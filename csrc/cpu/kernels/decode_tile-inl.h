@@ -96,6 +96,7 @@ struct DecodeTile {
     return is_masked_before(p, j0 + keys) || !band_covers(p.band, 0, z.seqlen_q, j0, j0 + keys);
   }
   T* scores_of(int64_t n) const { return s.scores + n * score_rows<T>(rows) * ld; }
+  T* rescale_of(int64_t n) const { return s.products.many.rescale + n * lanes; }
   T* sums_of(int64_t n) const { return s.sums + n * rows * d_v; }
 
   void load_scores(const TileSource& source, Prefetcher ahead) const {
@@ -103,8 +104,10 @@ struct DecodeTile {
     for (int64_t n = 0; n < heads.count; ++n)
       s.multiplied[n] =
           load_factors<T>(p, cache.k_scale, heads.first + n, j0, keys, ld, s.key_factors + n * ld);
-    for (int64_t j = 0; j < keys; j += kChunkRows) {
-      const int64_t count = std::min(kChunkRows, keys - j);
+    // One product of the whole tile reads each panel of Q^T once, not once for each chunk.
+    const int64_t step = all_at_once && in_one_place(source) ? keys : kChunkRows;
+    for (int64_t j = 0; j < keys; j += step) {
+      const int64_t count = std::min(step, keys - j);
       for (int64_t n = 0; n < heads.count; ++n) {
         T* scores = scores_of(n) + j;
         if (as_bytes(n, cache.k_scale)) {
@@ -115,7 +118,7 @@ struct DecodeTile {
                                          j0, j, count, z.head_dim, s.key_copy);
         if (all_at_once) {
           T* lane_scores = stays_transposed ? scores_of(n) + j * lanes : s.products.many.scores;
-          s.products.all_scores(slot + n, lanes, k, count, lane_scores, ahead);
+          s.products.many.load_scores(slot + n, lanes, k, count, s.products.scale, lane_scores, ahead);
           if (!stays_transposed) load_tile_transposed<T, T>(lane_scores, lanes, count, rows, scores, ld);
           continue;
         }
@@ -142,7 +145,7 @@ struct DecodeTile {
     const int64_t h_kv = heads.first + n;
     s.multiplied[n] = load_factors<T>(p, cache.v_scale, h_kv, j0, keys, ld, s.value_factors + n * ld);
     if (stays_transposed) {
-      decode_softmax_lanes<T>(scores_of(n), keys, lanes, unified, r.row_max, r.row_sum, rows, r.out, d_v);
+      decode_softmax_lanes<T>(scores_of(n), keys, lanes, unified, r.row_max, r.row_sum, rows, rescale_of(n));
       s.added[n] = false;
       return;
     }
@@ -196,15 +199,19 @@ struct DecodeTile {
   // O += P V for the heads that softmax() has not added.
   template <class ResultOf>
   void add_values(const TileSource& source, Prefetcher ahead, const ResultOf& result_of) const {
-    const auto rows_of = [&](int64_t n, int64_t j) { return value_rows_of(n, source, j, s.value_copy); };
     if (all_at_once) {
+      const auto copy_of = [&](int64_t j) {
+        return s.value_copy ? s.value_copy + j * z.head_dim_v : nullptr;
+      };
       for (int64_t n = 0; n < heads.count; ++n) {
         if (!s.added[n])
           add_values_of(
-              n, [&](int64_t j) { return rows_of(n, j); }, in_one_place(source), result_of(n), ahead);
+              n, [&](int64_t j) { return value_rows_of(n, source, j, copy_of(j)); }, in_one_place(source),
+              result_of(n), ahead);
       }
       return ahead.finish();
     }
+    const auto rows_of = [&](int64_t n, int64_t j) { return value_rows_of(n, source, j, s.value_copy); };
     for (int64_t j = 0; j < keys; j += kChunkRows)
       for (int64_t n = 0; n < heads.count; ++n) {
         if (as_bytes(n, cache.v_scale))
@@ -288,8 +295,9 @@ struct DecodeTile {
   void add_values_of(int64_t n, const Chunk& chunk, bool in_one_place, const SplitResult<T>& r,
                      Prefetcher& ahead) const {
     if (all_at_once)
-      return s.products.add_all_values({scores_of(n), stays_transposed ? lanes : ld, stays_transposed}, rows,
-                                       chunk, in_one_place, keys, r.out, d_v, ahead);
+      return s.products.many.add_values({scores_of(n), stays_transposed ? lanes : ld, stays_transposed,
+                                         stays_transposed ? rescale_of(n) : nullptr},
+                                        rows, chunk, in_one_place, keys, r.out, d_v, ahead);
     for (int64_t j = 0; j < keys; j += kChunkRows) add_chunk(n, j, chunk(j), ahead);
     add_rows<T>(r.out, sums_of(n), rows * d_v);
   }
@@ -312,7 +320,14 @@ void decode_tile(const DecodeTile<In, T>& tile, const TileSource& source, const 
                  const ResultOf& result_of) {
   const AttentionParams& p = tile.p;
   const TileSource values = tile_source<In>(p, p.v, tile.b, tile.j0, tile.keys, p.sizes.head_dim_v);
-  tile.load_scores(source, Prefetcher(source, values, tile.heads));
+  // Latent attention: V is the first columns of K, and no row is prefetched twice. The product with V has more and
+  // smaller register tiles, so most prefetches of the next tile are there.
+  const bool shares_rows = values.is_part_of(source);
+  const int64_t few = kChunkRows, all = kTileChunks * kChunkRows;
+  tile.load_scores(
+      source, shares_rows ? Prefetcher(next, 0, few, tile.heads) : Prefetcher(source, values, tile.heads));
   for (int64_t n = 0; n < tile.heads.count; ++n) tile.softmax(n, values, result_of(n));
-  tile.add_values(values, Prefetcher(values, next, tile.heads), result_of);
+  tile.add_values(values,
+                  shares_rows ? Prefetcher(next, few, all, tile.heads) : Prefetcher(values, next, tile.heads),
+                  result_of);
 }

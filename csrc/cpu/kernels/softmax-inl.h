@@ -155,10 +155,11 @@ inline void decode_softmax_rows(T* scores, int64_t ld, int64_t rows, const T* un
     decode_softmax_row<T>(scores + row * ld, ld, unified, row_max[row], row_sum[row], out + row * d_v, d_v);
 }
 
-// The softmax of decode's tile S^T, [keys][lanes]: a row of Q is a lane, so no vector is split.
+// The softmax of decode's tile S^T, [keys][lanes]: a row of Q is a lane, so no vector is split. Writes O's factors to
+// `rescale`, because the product that follows multiplies O by them.
 template <class T>
 inline void decode_softmax_lanes(T* scores, int64_t keys, int64_t lanes, const T* unified, T* row_max,
-                                 T* row_sum, int64_t rows, T* out, int64_t d_v) {
+                                 T* row_sum, int64_t rows, T* rescale) {
   constexpr int L = kLanes<T>;
   const auto e_to = [](Vec<T> x) FA_INLINE_LAMBDA { return exp<T>(x); };
   for (int64_t row = 0; row < rows; row += L) {
@@ -171,9 +172,6 @@ inline void decode_softmax_lanes(T* scores, int64_t keys, int64_t lanes, const T
                       });
     store_columns<T>(row_max + row, m, count);
     store_columns<T>(row_sum + row, l, count);
-    T factors[L];
-    store<T>(factors, factor);
-    for (int64_t r = 0; r < count; ++r)
-      if (factors[r] != T(1)) multiply_row<T>(out + (row + r) * d_v, factors[r], d_v);
+    store<T>(rescale + row, factor);
   }
 }

@@ -1,0 +1,196 @@
+// The two products of decode for many rows of Q: S^T = K Q^T and O += P V by the matrix product of the forward. A row
+// of Q is a lane of S^T.
+//
+// The right operand of a product comes in panels, [columns / kPanel][depth][kPanel]. A panel stays in L1 while all
+// rows of the left operand pass it. Q^T is packed once in a task. V is packed panel by panel, or read in place.
+#pragma once
+
+#include "cache_rows-inl.h"
+#include "gemm-inl.h"
+#include "tile_gemm-inl.h"
+
+// Returns whether so many rows of Q are multiplied all at once. The limit bounds the memory: a caller may request
+// splits for a prompt of thousands of rows.
+constexpr int64_t kMostRowsAtOnce = 512;
+template <class T>
+constexpr bool fills_lanes(int64_t rows) {
+  return rows > kLanes<T> / 2 && rows <= kMostRowsAtOnce;
+}
+
+template <class T>
+constexpr int64_t kPanel = 2 * kLanes<T>;
+constexpr int64_t kPanelBytes = 18 << 10;  // of a panel that stays in L1, beside rows of the left operand
+
+// P for all rows of a head: [rows][ld], or transposed, [keys][ld].
+template <class T>
+struct AllProbs {
+  const T* data;
+  int64_t ld;
+  bool transposed;
+  const T* rescale;  // [rows]   multiplies O before P V is added; null: 1
+};
+
+// A left operand and its strides, as in GemmArgs.
+template <class E>
+struct LeftOperand {
+  const E* data;
+  int64_t row, depth;
+};
+
+// Returns how many rows of a panel stay in L1: a multiple of 16, for AMX.
+template <class E>
+constexpr int64_t rows_in_l1(int64_t width, int64_t depth) {
+  const int64_t passes = ceil_div(depth * width * static_cast<int64_t>(sizeof(E)), kPanelBytes);
+  return ceil_div(ceil_div(depth, passes), 16) * 16;
+}
+
+// C = A B for one panel of B, [depth][width].
+template <class T, class E>
+void gemm_of_panel(int64_t rows, int64_t width, GemmArgs<T, E> g) {
+  const int64_t depth = g.depth, block = rows_in_l1<E>(width, depth);
+  for (int64_t k = 0; k < depth; k += block) {
+    g.depth = std::min(block, depth - k);
+    gemm<T, E>(rows, width, g);
+    g.a += g.depth * g.a_depth;
+    g.b += g.depth * g.ldb;
+    g.accumulate = true;
+  }
+}
+
+// The operands of both products, as elements of the accumulator's type.
+template <class In, class T>
+struct ManyRowsOperands {
+  using Element = T;
+  static constexpr bool kReadsValuesInPlace = std::is_same_v<In, T>;
+
+  static int64_t depth_of(int64_t n) { return n; }
+  static int64_t prob_elements(int64_t, int64_t) { return 0; }
+  static void load_queries(const T* q, int64_t ldq, int64_t rows, int64_t depth, T* to, int64_t ld) {
+    load_tile_transposed<T, T>(q, ldq, rows, depth, to, ld);
+  }
+  static Tile<T> load_keys(const Rows<In>& k, int64_t keys, T* to) {
+    return load_tile<In, T>(k.data, k.stride, keys, k.cols, to);
+  }
+  // Packs `keys` rows of one panel. The first of them is key j of the tile.
+  static void load_values(const Rows<In>& v, int64_t j, int64_t keys, T* panel, int64_t width) {
+    for (int64_t n = 0; n < keys; ++n)
+      for (int64_t c = 0; c < width; c += kLanes<T>)
+        store<T>(panel + (j + n) * width + c, load_columns<T>(v.row(n) + c, v.cols - c));
+  }
+  static LeftOperand<T> load_probs(const AllProbs<T>& p, int64_t, int64_t, T*) {
+    return {p.data, p.transposed ? 1 : p.ld, p.transposed ? p.ld : 1};
+  }
+};
+
+#if defined(FA_DOT_BFLOAT16)
+
+// The operands as pairs of bfloat16 values along the depth.
+template <>
+struct ManyRowsOperands<BFloat16, float> {
+  using Element = Pair;
+  static constexpr bool kReadsValuesInPlace = false;
+
+  static int64_t depth_of(int64_t n) { return pairs_of(n); }
+  static int64_t prob_elements(int64_t lanes, int64_t keys) { return LeftPairs::count(lanes, keys); }
+  static void load_queries(const Pair* q, int64_t ldq, int64_t rows, int64_t depth, Pair* to, int64_t ld) {
+    load_pairs_transposed(reinterpret_cast<const BFloat16*>(q), 2 * ldq, rows, 2 * depth, to, ld);
+  }
+  static Tile<Pair> load_keys(const Rows<BFloat16>& k, int64_t keys, Pair* to) {
+    return load_pair_rows(k.data, k.stride, keys, k.cols, to);
+  }
+  static void load_values(const Rows<BFloat16>& v, int64_t j, int64_t keys, Pair* panel, int64_t width) {
+    load_pairs_across(v.data, v.stride, keys, std::min(v.cols, width), panel + j / 2 * width, width);
+  }
+  static LeftOperand<Pair> load_probs(const AllProbs<float>& p, int64_t rows, int64_t keys, Pair* to) {
+    if (p.transposed) {
+      const LeftPairs left = transposed_pairs(p.data, keys, p.ld, to);
+      return {left.data, left.row, left.depth};
+    }
+    for (int64_t n = 0; n < rows * p.ld; n += kLanes<float>)
+      store_as<BFloat16, float>(reinterpret_cast<BFloat16*>(to) + n, load<float>(p.data + n));
+    return {to, p.ld / 2, 1};
+  }
+};
+
+#endif
+
+// `rows` is a multiple of the vector size, for the current sequence: `lanes`.
+template <class In, class T>
+struct ManyRows {
+  using Operands = ManyRowsOperands<In, T>;
+  using E = typename Operands::Element;
+
+  E* q;        // [heads of a task][D][lanes]   Q^T in panels
+  T* scores;   // [block_k][lanes]              S^T, if more than the softmax follows
+  E* k_tile;   // [block_k][D]                  only if the caller's k cannot be read directly
+  E* v_panel;  // [block_k][kPanel]             likewise; Pair: pairs across the keys
+  E* probs;    // [lanes][block_k / 2]          Pair only
+  T* rescale;  // [heads of a task][lanes]
+
+  static ManyRows allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
+                           int64_t block_k) {
+    ManyRows m{};
+    rows = std::min<int64_t>(rows, kMostRowsAtOnce);  // for a shorter sequence
+    if (!fills_lanes<T>(rows)) return m;
+    const int64_t lanes = round_up_to_lanes<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
+    m.q = arena.take<E>(heads * depth * lanes);
+    m.scores = arena.take<T>(block_k * lanes);
+    m.k_tile = arena.take<E>(block_k * round_up_to_lanes<T>(depth));
+    m.v_panel = arena.take<E>(block_k * kPanel<T>);
+    m.probs = arena.take<E>(Operands::prob_elements(lanes, block_k));
+    m.rescale = arena.take<T>(heads * lanes);
+    return m;
+  }
+
+  // Packs Q^T of the task's head `n` from rows of Q as elements, `rows` x ldq.
+  void load_queries(const AttentionParams& p, int64_t n, const E* from, int64_t ldq, int64_t rows) const {
+    if (!fills_lanes<T>(rows)) return;
+    const int64_t lanes = round_up_to_lanes<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
+    for (int64_t c = 0; c < lanes; c += kPanel<T>)
+      Operands::load_queries(from + c * ldq, ldq, std::min(kPanel<T>, rows - c), depth,
+                             q + (n * lanes + c) * depth, std::min(kPanel<T>, lanes - c));
+  }
+
+  // out = scale * K Q^T for head `n`, [keys][lanes].
+  void load_scores(int64_t n, int64_t lanes, const Rows<In>& k, int64_t keys, T scale, T* out,
+                   Prefetcher& ahead) const {
+    const int64_t depth = Operands::depth_of(k.cols);
+    const int64_t passes = ceil_div(depth, rows_in_l1<E>(std::min(kPanel<T>, lanes), depth));
+    GradualPrefetch gradual(ahead, keys * lines_of<In>(k.cols), passes * keys * lanes / kLanes<T>);
+    const Tile<E> tile = Operands::load_keys(k, keys, k_tile);
+    for (int64_t c = 0; c < lanes; c += kPanel<T>) {
+      const int64_t width = std::min(kPanel<T>, lanes - c);
+      gemm_of_panel<T, E>(keys, width,
+                          {depth, tile.data, tile.ld, 1, q + (n * lanes + c) * depth, width, out + c, lanes,
+                           false, scale, nullptr, gradual.prefetch_hook()});
+    }
+  }
+
+  // out = rescale * out + P V. `chunk(j)` returns rows of V from key j on. The sums are the same wherever the chunks
+  // are in memory.
+  template <class Chunk>
+  void add_values(const AllProbs<T>& all, int64_t rows, const Chunk& chunk, bool in_one_place, int64_t keys,
+                  T* out, int64_t ldo, Prefetcher& ahead) const {
+    Rows<In> v[kTileChunks] = {};
+    for (int64_t j = 0; j < keys; j += kChunkRows) v[j / kChunkRows] = chunk(j);
+    const int64_t cols = v[0].cols, depth = Operands::depth_of(keys);
+    const LeftOperand<E> left = Operands::load_probs(all, rows, keys, probs);
+    GradualPrefetch gradual(ahead, keys * lines_of<In>(cols), rows * ceil_div(cols, kLanes<T>));
+    for (int64_t c = 0; c < cols; c += kPanel<T>) {
+      const int64_t width = std::min(kPanel<T>, round_up_to_lanes<T>(cols - c));
+      Tile<E> panel{v_panel, width};
+      if (Operands::kReadsValuesInPlace && in_one_place && c + width <= cols) {
+        panel = {reinterpret_cast<const E*>(v[0].data + c), v[0].stride};
+      } else {
+        for (int64_t j = 0; j < keys; j += kChunkRows) {
+          const Rows<In>& rows_of_chunk = v[j / kChunkRows];
+          Operands::load_values({rows_of_chunk.data + c, rows_of_chunk.stride, cols - c}, j,
+                                std::min(kChunkRows, keys - j), v_panel, width);
+        }
+      }
+      gemm<T, E>(rows, width,
+                 {depth, left.data, left.row, left.depth, panel.data, panel.ld, out + c, ldo, true, T(1),
+                  all.rescale, gradual.prefetch_hook()});
+    }
+  }
+};
