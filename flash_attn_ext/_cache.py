@@ -14,6 +14,7 @@ from . import _append, _ops  # noqa: F401  _append registers the operator for CU
 from ._call import Call
 from ._flash_arguments import exactly_one_name, sink_of, true_or_false, whole_number, window_of
 from ._options import checked_options, operator_options
+from ._second_query import SecondQuery, join_caches
 from ._tensor_checks import check_are_dense, check_is_dense
 
 # Names in the operators' error messages -> the caller's names.
@@ -31,6 +32,7 @@ _NAMES_OF_ATTENTION = {
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table",
     "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens", "k_descale", "v_descale", "tree_mask", "sink",
+    "qv",
 )  # fmt: skip
 
 
@@ -44,12 +46,10 @@ class CacheCall:
 
     @classmethod
     def from_arguments(
-        cls, *, return_softmax_lse: bool = False, qv: object, page_table: Tensor | None, block_table: Tensor | None,
+        cls, *, return_softmax_lse: bool = False, page_table: Tensor | None, block_table: Tensor | None,
         learnable_sink: Tensor | None, sink: Tensor | None, **arguments,
     ) -> CacheCall:  # fmt: skip
         """``page_table`` becomes ``block_table``, and ``learnable_sink`` becomes ``sink``."""
-        if qv is not None:
-            raise NotImplementedError("qv: got a tensor; allowed: None. Its kernel does not exist here")
         arguments["block_table"] = exactly_one_name("page_table", page_table, "block_table", block_table)
         arguments["sink"] = exactly_one_name("learnable_sink", learnable_sink, "sink", sink)
         return_lse = true_or_false("return_softmax_lse", return_softmax_lse)
@@ -66,9 +66,9 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
     """Returns (out, lse): (B, S_q, H, D_v) and (B, H, S_q), or packed as the queries are."""
     q, cu_seqlens_q = call.tensors["q"], call.tensors["cu_seqlens_q"]
     check_not_differentiated(
-        "flash_attn_with_kvcache", **{name: call.tensors[name] for name in ("q", "k_cache", "v_cache", "k", "v")}
+        "flash_attn_with_kvcache", **{name: call.tensors[name] for name in ("q", "k_cache", "v_cache", "k", "v", "qv")}
     )
-    append, attention = operator_calls(call)
+    append, attention, second = operator_calls(call)
     if append is not None:
         if not torch.compiler.is_compiling():  # a compiled graph is checked when it is traced, before anything runs
             with _renamed_errors(_NAMES_OF_ATTENTION):
@@ -77,7 +77,7 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
             rotated, lengths = append.run()
         attention = attention.with_tensors(seqused_k=lengths)
         if append.tensors["rotary_cos"] is not None:
-            attention = attention.with_tensors(query=rotated)
+            attention = attention.with_tensors(query=rotated if second is None else second.joined(rotated))
     with _renamed_errors(_NAMES_OF_ATTENTION):
         out, lse = attention.run()
     if cu_seqlens_q is None:
@@ -118,8 +118,8 @@ def _renamed_errors(names: dict[str, str]):
         raise type(error)(f"{names[name]}:{rest}") from None
 
 
-def operator_calls(call: CacheCall) -> tuple[Call | None, Call]:
-    """Returns the calls of append_to_cache, None if nothing is appended, and of attention_cache.
+def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | None]:
+    """Returns the calls of append_to_cache, None if nothing is appended, and of attention_cache, and the second query.
 
     The call of attention_cache has the queries before the rotation and the lengths before appending. append_to_cache
     returns the new ones.
@@ -179,8 +179,12 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call]:
             scale=options.pop("softmax_scale"), deterministic=False, max_seqlen_q=longest, **options,
         )  # fmt: skip
         options = checked_options(_ops.CACHE.option_types, options)
+    second, key = None, k_cache
+    if given["qv"] is not None:
+        second, key = join_caches(given["qv"], q, k_cache, v_cache)
+        in_both["query"] = second.joined(in_both["query"])
     tensors = in_both | {
-        "key": k_cache,
+        "key": key,
         "value": v_cache,
         "alibi_slopes": given["alibi_slopes"],
         "seqused_k": lengths,
@@ -189,7 +193,7 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call]:
         "tree_mask": _tree_mask_of_operator(tree_mask, packed),
         "sink": sink_of(given["sink"], q),
     }
-    return append, Call(_ops.CACHE, tensors, options | {"lower_right": True})
+    return append, Call(_ops.CACHE, tensors, options | {"lower_right": True}), second
 
 
 def _query_offsets(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None):

@@ -18,6 +18,7 @@ from ._explain import (
     refuse_dtensors,
     with_undrawn_rng_state,
 )
+from ._second_query import without_second_query
 from .kvcache import flash_attn_with_kvcache
 from .varlen import flash_attn_varlen
 
@@ -34,7 +35,8 @@ def explain_varlen(*args, **kwargs) -> Explanation:
         TypeError, ValueError: as :func:`flash_attn_varlen`; and for offsets on the Meta device, which have no numbers.
         NotImplementedError: no kernels for the tensors' device.
     """
-    given = Call.from_arguments(_ops.VARLEN, **arguments_of("flash_attn_varlen", _VARLEN, args, kwargs))
+    arguments = arguments_of("flash_attn_varlen", _VARLEN, args, kwargs)
+    given = Call.from_arguments(_ops.VARLEN, **without_second_query(arguments))
     refuse_dtensors(given.tensors)
     given, drawn = with_undrawn_rng_state(given)
     call = _packed.to_operator_form(given)
@@ -59,19 +61,22 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
     """
     given = _cache.CacheCall.from_arguments(**arguments_of("flash_attn_with_kvcache", _KVCACHE, args, kwargs))
     refuse_dtensors(given.tensors)
-    append, call = _cache.operator_calls(given)
+    append, call, second = _cache.operator_calls(given)
     _check_has_numbers(call, cu_seqlens_q="cu_seqlens_q", seqused_k="cache_seqlens")
     of_append = {}
     if append is not None:
         _ops.check_append(append.tensors, append.options)
-        lengths, query = call.tensors["seqused_k"], call.tensors["query"]
+        lengths = call.tensors["seqused_k"]
         new_lengths = append.tensors["cu_seqlens_k_new"].diff().to(lengths.dtype)
         call = call.with_tensors(seqused_k=lengths + new_lengths)
         of_append["lengths"] = lengths.nbytes
         if append.tensors["rotary_cos"] is not None:
-            rotated = torch.empty_like(query, memory_format=torch.contiguous_format)
-            call = call.with_tensors(query=rotated)
+            rotated = torch.empty_like(append.tensors["query"], memory_format=torch.contiguous_format)
+            if second is None:
+                call = call.with_tensors(query=rotated)
             of_append["rotated query"] = rotated.nbytes
+    if second is not None:
+        of_append["joined query"] = call.tensors["query"].nbytes
     plan = _ops.plan_cache(call.tensors, call.options)
     q, k, v = (call.tensors[name] for name in ("query", "key", "value"))
     shape = HeadShape(q.shape[1], k.shape[2], q.shape[2], v.shape[3], q.dtype, k.dtype, q.device.type)

@@ -100,8 +100,7 @@ def exactly_one_name(name: str, value: Tensor | None, other: str, given: Tensor 
 _NO_KERNEL = "There is no kernel for it here"
 _FUNCTIONS = "Functions of the scores have no kernel here: attn_mask, softcap, alibi_slopes and window of flash_attn do"
 _INSTEAD = {
-    "qv": "The second query of multi-head latent attention has no kernel here: concatenate it to q and its key to k "
-    "where head_dim allows",
+    "qv": "flash_attn_ext.flash_attn_3 has the second query of multi-head latent attention",
     "k_descale": "Only flash_attn_with_kvcache reads 8-bit keys",
     "v_descale": "Only flash_attn_with_kvcache reads 8-bit values",
     "q_descale": "8-bit queries have no kernel here",

@@ -7,8 +7,8 @@ this package is allowed, with gradients.
 - ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints about speed. ``num_splits`` is
   followed, the other three change nothing.
 - ``attention_chunk`` is the option of :func:`flash_attn_ext.flash_attn`; it is differentiable.
-- ``qv`` and ``q_descale`` raise a NotImplementedError, unless they are None. So do ``k_descale`` and
-  ``v_descale``, except in :func:`flash_attn_with_kvcache` with an 8-bit cache.
+- ``q_descale`` raises a NotImplementedError, unless it is None. So do ``k_descale`` and ``v_descale``, except in
+  :func:`flash_attn_with_kvcache` with an 8-bit cache.
 """
 
 import torch
@@ -50,11 +50,11 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (B, S_q, H, D), k (B, S_k, H_k, D), v (B, S_k, H_k, D_v). Returns out (B, S_q, H, D_v); with
     ``return_attn_probs`` (out, softmax_lse), softmax_lse (B, H, S_q)."""
-    refuse_given(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_given(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     num_splits = check_hints(num_splits, pack_gqa, sm_margin)
     out, lse, _ = interface.flash_attn_func(
-        q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, True, num_splits=num_splits,
-        attention_chunk=attention_chunk,
+        q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, True, qv=qv,
+        num_splits=num_splits, attention_chunk=attention_chunk,
     )  # fmt: skip
     return (out, lse) if return_attn_probs else out
 
@@ -121,12 +121,12 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (T_q, H, D), k (T_k, H_k, D), v (T_k, H_k, D_v). Returns out (T_q, H, D_v); with ``return_attn_probs`` (out,
     softmax_lse), softmax_lse (H, T_q)."""
-    refuse_given(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_given(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     num_splits = check_hints(num_splits, pack_gqa, sm_margin)
     out, lse, _ = interface.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
-        softcap, None, deterministic, True, seqused_q=seqused_q, seqused_k=seqused_k, num_splits=num_splits,
-        attention_chunk=attention_chunk,
+        softcap, None, deterministic, True, seqused_q=seqused_q, seqused_k=seqused_k, qv=qv,
+        num_splits=num_splits, attention_chunk=attention_chunk,
     )  # fmt: skip
     return (out, lse) if return_attn_probs else out
 
@@ -172,7 +172,7 @@ def flash_attn_with_kvcache(
     Returns:
         out; with ``return_softmax_lse`` (out, softmax_lse, None, None), as FlashAttention-3 returns four values.
     """
-    refuse_given(qv=qv, q_descale=q_descale)
+    refuse_given(q_descale=q_descale)
     num_splits = check_hints(num_splits, pack_gqa, sm_margin)
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     own_cache = page_table is None and cache_batch_idx is None
@@ -180,7 +180,7 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, return_softmax_lse,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
-        rotary_seqlens=rotary_seqlens, k_descale=_factors("k_descale", k_descale, k_cache, batch, own_cache),
+        rotary_seqlens=rotary_seqlens, qv=qv, k_descale=_factors("k_descale", k_descale, k_cache, batch, own_cache),
         v_descale=_factors("v_descale", v_descale, v_cache, batch, own_cache), attention_chunk=attention_chunk,
     )  # fmt: skip
     return (*result, None, None) if return_softmax_lse else result

@@ -2,8 +2,8 @@
 
 Tensors are (B, S, H, D), or packed (T, H, D); they are read through their strides, without copies. ``causal``, windows
 and ALiBi are aligned to the lower right corner. Some arguments of FlashAttention-3 and 4 are also allowed, by keyword:
-``seqused_q``, ``seqused_k``, ``page_table``, ``num_splits``, ``learnable_sink``. :mod:`flash_attn_ext.flash_attn_3` and
-:mod:`flash_attn_ext.flash_attn_4` have these libraries' order of arguments.
+``seqused_q``, ``seqused_k``, ``page_table``, ``qv``, ``num_splits``, ``learnable_sink``.
+:mod:`flash_attn_ext.flash_attn_3` and :mod:`flash_attn_ext.flash_attn_4` have these libraries' order of arguments.
 
 ``return_attn_probs=True`` returns (out, softmax_lse, S_dmask). S_dmask is None, because the probabilities are never
 stored. :func:`flash_attn_ext.dropout_mask` returns which elements dropout keeps.
@@ -16,7 +16,6 @@ from . import _ops
 from ._flash_arguments import (
     check_dimensions,
     exactly_one_name,
-    refuse_given,
     sink_of,
     true_or_false,
     unbound,
@@ -24,6 +23,7 @@ from ._flash_arguments import (
     window_of,
 )
 from ._options import checked_options, operator_options
+from ._second_query import join, join_caches
 from .functional import flash_attn
 from .kvcache import flash_attn_with_kvcache
 from .varlen import flash_attn_varlen
@@ -72,9 +72,11 @@ def flash_attn_func(
     H must be a multiple of H_k. Key j is visible to query i in ``[i + S_k - S_q - left, i + S_k - S_q + right]``, both
     included; a query without keys gets 0. ``learnable_sink`` is the ``sink`` of :func:`flash_attn_ext.flash_attn`, (H);
     ``attention_chunk`` is the same there.
+    ``qv`` is (B, S_q, H, D_v): scores are q k^T + qv v^T, as in :func:`flash_attn_ext.flash_attn_varlen`.
     """
-    refuse_given(qv=qv)
     check_dimensions("(batch, seqlen, heads, head_dim)", q=q, k=k, v=v)
+    if qv is not None:
+        q, k = join(q, k, v, qv)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
     out, lse = flash_attn(
@@ -152,7 +154,6 @@ def flash_attn_varlen_func(
     (num_pages, page_size, H_k, D) and v likewise, in pages of any size. ``seqused_k``, or else ``cu_seqlens_k``, says
     how many keys each sequence has. Pages allow neither dropout nor ``seqused_q``, and the backward raises.
     """
-    refuse_given(qv=qv)
     block_table = exactly_one_name("page_table", page_table, "block_table", block_table)
     max_seqlen_q, max_seqlen_k, num_splits = (
         whole_number(name, value)
@@ -162,6 +163,11 @@ def flash_attn_varlen_func(
     check_dimensions("(total_q, heads, head_dim)", q=q)
     rows = "(total_k, heads_k, head_dim)" if block_table is None else "(num_pages, page_size, heads_k, head_dim)"
     check_dimensions(rows, k=k, v=v)
+    if qv is not None and block_table is None:
+        q, k = join(q, k, v, qv)
+    elif qv is not None:
+        second, k = join_caches(qv, q, k, v)
+        q = second.joined(q)
     if block_table is not None:
         lengths = _lengths_in_pages(k, cu_seqlens_k, seqused_k, block_table)
         if seqused_q is not None:

@@ -88,7 +88,9 @@ def flash_attn_with_kvcache(
         attention_chunk: above 0, a query sees only keys in the chunk of its position, as in :func:`flash_attn`. Chunks
             count from the first row after ``cache_leftpad``.
         learnable_sink: FlashAttention-4's name for ``sink``.
-        qv: must be None: the second query of multi-head latent attention has no kernel here.
+        qv: q's shape with the head dimension D_v: a second query, for multi-head latent attention. Scores are
+            q k^T + qv v^T, and ``softmax_scale`` is 1/sqrt(D + D_v) by default. ``k_cache`` and ``v_cache`` must be
+            neighbouring columns of one tensor, for example ``kv_cache.split([64, 512], -1)``, and have q's dtype.
 
     Returns:
         out (B, S_q, H, D_v) or (T_q, H, D_v).

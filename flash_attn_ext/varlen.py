@@ -5,6 +5,7 @@ from torch import Tensor
 from . import _ops
 from ._attend import attend
 from ._call import Call
+from ._second_query import without_second_query
 
 
 def flash_attn_varlen(
@@ -36,6 +37,7 @@ def flash_attn_varlen(
     diagonal: int = 0,
     attention_chunk: int = 0,
     first_key: int = 0,
+    qv: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of each sequence to itself, for sequences that are packed one after another in memory.
 
@@ -65,6 +67,9 @@ def flash_attn_varlen(
         seqused_q: (B), int32 or int64: the number of rows in use, for each sequence. The other rows get out 0, lse
             -inf and gradients 0.
         seqused_k: (B), likewise: later keys are ignored.
+        qv: (T_q, H, D_v): a second query, as in FlashAttention-3, for multi-head latent attention. Scores are
+            query key^T + qv value^T, and ``scale`` is 1/sqrt(D + D_v) by default. ``key`` and ``value`` are copied into
+            one tensor, unless they need no gradient and are neighbouring columns of one tensor.
 
     For the other arguments see :func:`flash_attn`.
 
@@ -80,5 +85,5 @@ def flash_attn_varlen(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """
-    out, lse = attend(Call.from_arguments(_ops.VARLEN, **locals()))
+    out, lse = attend(Call.from_arguments(_ops.VARLEN, **without_second_query(locals())))
     return (out, lse) if return_lse else out

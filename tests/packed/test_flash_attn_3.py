@@ -172,7 +172,6 @@ def test_factors_of_an_8_bit_cache_belong_to_sequences():
 
 ONE = torch.ones(1)
 REFUSED = {
-    "qv": (dict(qv=ONE), "qv: got a tensor; allowed: None"),
     "q_descale": (dict(q_descale=ONE), "q_descale: got a tensor; allowed: None. 8-bit queries"),
     "k_descale": (dict(k_descale=ONE), "k_descale: got a tensor; allowed: None. Only flash_attn_with_kvcache"),
     "v_descale": (dict(v_descale=ONE), "v_descale: got a tensor; allowed: None. Only flash_attn_with_kvcache"),
@@ -190,9 +189,8 @@ def test_an_argument_without_a_kernel_is_refused(name):
     if name not in ("k_descale", "v_descale"):
         with pytest.raises(NotImplementedError, match=message):
             fa3.flash_attn_with_kvcache(x, x, x, **arguments)
-    if name != "qv":
-        with pytest.raises(NotImplementedError, match=message):
-            fa3.flash_attn_qkvpacked_func(x[:, :, None].expand(-1, -1, 3, -1, -1), **arguments)
+    with pytest.raises(NotImplementedError, match=message):
+        fa3.flash_attn_qkvpacked_func(x[:, :, None].expand(-1, -1, 3, -1, -1), **arguments)
 
 
 @pytest.mark.parametrize(
