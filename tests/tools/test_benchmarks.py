@@ -15,6 +15,7 @@ from benchmarks import (
     cells,
     compare_torch,
     decoding,
+    mla,
     models,
     peak_memory,
     peaks,
@@ -269,3 +270,33 @@ def test_whole_models_give_torchs_losses(tmp_path):
         assert row["loss"] == pytest.approx(row["torch_loss"], rel=1e-4)
         assert 0 < row["share"] < 1
     assert not flash_attn_ext.is_active()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_absorbed_forms_of_latent_attention_are_the_same():
+    _, calls = mla.calls_of(mla.Decode(batch=2, heads=16, seqlen_k=100, dtype="float32", expanded=True, torch=True))
+    ours, torchs = calls["absorbed"](), calls["torch, absorbed"]()
+    torch.testing.assert_close(ours, torchs.transpose(1, 2))
+    assert calls["expanded"]().shape == (2, 1, 16, mla.V_DIM)
+
+
+@pytest.mark.usefixtures("one_thread", "detected_kernel")
+def test_latent_attention_writes_a_record(tmp_path):
+    arguments = [
+        "--quick",
+        "--heads",
+        "16",
+        "--length",
+        "64",
+        "--batch",
+        "1",
+        "--seconds",
+        "0.001",
+        "--dtypes",
+        "float32",
+    ]
+    mla.main([*arguments, "--text", str(tmp_path / "t.txt"), "--json", str(tmp_path / "r.json")])
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["decode"][0]["peers"].keys() == {"torch, absorbed", "expanded"}
+    assert record["wide"][0]["forward"]["(128, 128)"] == 1
+    assert "Latent attention" in (tmp_path / "t.txt").read_text()
