@@ -153,6 +153,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   };
   for_each_operator(KernelOperators{}, add_rows);
   for_each_operator(CpuKernelOperators{}, add_rows);
+  for_each_operator(PythonKernelOperators{}, add_rows);
   for_each_operator(CacheWriters{}, add_rows);
   m.attr("tensor_rows") = rows;
   m.attr("program_operations") = program_operations();
@@ -181,6 +182,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("plan_varlen", from_dictionaries(plan_forward<AttentionVarlen>));
   m.def("plan_varlen_backward", from_dictionaries(plan_backward<AttentionVarlen, AttentionVarlenBackward>));
   m.def("plan_cache", from_dictionaries(plan_forward<AttentionCache>));
+  m.def("plan_flex", from_dictionaries(plan_forward<AttentionFlex>));
+  m.def("plan_flex_backward", from_dictionaries(plan_backward<AttentionFlex, AttentionFlexBackward>));
+  m.def("plan_varlen_flex", from_dictionaries(plan_forward<AttentionVarlenFlex>));
+  m.def("plan_varlen_flex_backward",
+        from_dictionaries(plan_backward<AttentionVarlenFlex, AttentionVarlenFlexBackward>));
+  m.def("plan_cache_flex", from_dictionaries(plan_forward<AttentionCacheFlex>));
   m.def("check_append", from_dictionaries(check<AppendToCache>));
   m.def("check_cache", from_dictionaries(check<AttentionCache>));
   m.def("build_info", build_info);

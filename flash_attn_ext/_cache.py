@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _append, _ops  # noqa: F401  _append registers the operator for CUDA
-from ._call import Call
+from ._call import FUNCTIONS, Call
 from ._flash_arguments import exactly_one_name, sink_of, true_or_false, whole_number, window_of
 from ._options import checked_options, operator_options
 from ._second_query import SecondQuery, join_caches
 from ._tensor_checks import check_are_dense, check_is_dense
+from .flex.attention import refuse_dtensors_with_functions, with_functions
 
 # Names in the operators' error messages -> the caller's names.
 _NAMES_OF_APPEND = {
@@ -43,6 +45,7 @@ class CacheCall:
     tensors: dict[str, Tensor | None]
     options: dict[str, object]  # all other arguments
     return_lse: bool = False
+    functions: dict[str, Any] = field(default_factory=dict)  # of the user
 
     @classmethod
     def from_arguments(
@@ -53,7 +56,10 @@ class CacheCall:
         arguments["block_table"] = exactly_one_name("page_table", page_table, "block_table", block_table)
         arguments["sink"] = exactly_one_name("learnable_sink", learnable_sink, "sink", sink)
         return_lse = true_or_false("return_softmax_lse", return_softmax_lse)
-        return cls({name: arguments.pop(name) for name in _TENSORS}, arguments, return_lse)
+        functions = {name: arguments.pop(name, None) for name in FUNCTIONS}
+        if all(function is None for function in functions.values()):
+            functions = {}
+        return cls({name: arguments.pop(name) for name in _TENSORS}, arguments, return_lse, functions)
 
     def with_tensors(self, **tensors: Tensor | None) -> CacheCall:
         return replace(self, tensors=self.tensors | tensors)
@@ -69,6 +75,8 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
         "flash_attn_with_kvcache", **{name: call.tensors[name] for name in ("q", "k_cache", "v_cache", "k", "v", "qv")}
     )
     append, attention, second = operator_calls(call)
+    if call.functions:
+        _check_functions(call, append, attention)
     if append is not None:
         if not torch.compiler.is_compiling():  # a compiled graph is checked when it is traced, before anything runs
             with _renamed_errors(_NAMES_OF_ATTENTION):
@@ -79,11 +87,34 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
         if append.tensors["rotary_cos"] is not None:
             attention = attention.with_tensors(query=rotated if second is None else second.joined(rotated))
     with _renamed_errors(_NAMES_OF_ATTENTION):
+        if call.functions:
+            attention = with_functions(attention, **call.functions)
         out, lse = attention.run()
     if cu_seqlens_q is None:
         out = out.unflatten(0, q.shape[:2])
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
     return out, lse
+
+
+def _check_functions(call: CacheCall, append: Call | None, attention: Call) -> None:
+    """Traces the functions, and checks that the block mask has the lengths after appending: before a row is written."""
+    if torch.compiler.is_dynamo_compiling():
+        raise NotImplementedError(
+            f"{', '.join(call.functions)}: got one in a compiled call of flash_attn_with_kvcache; allowed: a call "
+            "outside of torch.compile"
+        )
+    refuse_dtensors_with_functions(call.tensors)
+    with_functions(attention, **call.functions)
+    block_mask, lengths = call.functions["block_mask"], attention.tensors["seqused_k"]
+    if block_mask is None or lengths is None or lengths.is_meta or len(lengths) == 0:
+        return
+    if append is not None:
+        new = append.tensors["cu_seqlens_k_new"]
+        assert new is not None
+        lengths = lengths + new.diff()
+    longest, covered = int(lengths.max()), min(block_mask.seq_lengths)
+    if longest > covered and max(block_mask.BLOCK_SIZE) < longest:
+        raise ValueError(f"block_mask: got one for {covered} keys; allowed: at least the longest sequence's {longest}")
 
 
 def check_not_differentiated(function: str, **tensors: Tensor | None) -> None:

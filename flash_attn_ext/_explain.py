@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from . import _dense, _functorch, _ops
-from ._call import Call
+from ._call import FUNCTIONS, Call
 from ._hints import unknown_argument
 from ._tensor_checks import check_is_dense, is_causal_bias, some_dtensor
+from .flex.attention import with_functions
+from .flex.report import report_of
 from .functional import flash_attn, without_causal_bias
 from .iomodel.calls import Cost, Problem, kernel_tiles, largest_blocks, pass_cost
 
@@ -63,12 +65,15 @@ class Explanation:
     backward: Pass | None  # None: the call has no gradients
     gradients: tuple[str, ...]  # the inputs whose gradients the backward computes
     deterministic: bool  # whether the call asks for a deterministic backward; CPU kernels always are deterministic
+    functions: tuple[str, ...] = ()  # the programs of score_mod and mask_mod, and the visited blocks, as lines of text
 
     def __str__(self) -> str:
         passes = {"forward": self.forward}
         if self.backward is not None:
             passes[f"backward of {', '.join(self.gradients)}"] = self.backward
-        return "\n".join([self.call, *(f"{name}: {p}".replace("\n", "\n  ") for name, p in passes.items())])
+        return "\n".join(
+            [self.call, *(f"{name}: {p}".replace("\n", "\n  ") for name, p in passes.items()), *self.functions]
+        )
 
 
 _SIGNATURE = inspect.signature(flash_attn)
@@ -89,6 +94,9 @@ def explain(*args, **kwargs) -> Explanation:
     the bytes that the call allocates through torch, for a contiguous gradient of out and no gradient of lse. Small CPU
     workspaces are on the stack and count 0.
 
+    With functions of the user, :attr:`Explanation.functions` shows their programs, how often each instruction runs,
+    and how many blocks are visited. FLOPs and traffic do not know the block mask: they count its hidden blocks, too.
+
     Raises:
         TypeError, ValueError: as :func:`flash_attn`.
         NotImplementedError: no kernels for the tensors' device. A kernel's refusal is in :attr:`Pass.error`.
@@ -98,6 +106,7 @@ def explain(*args, **kwargs) -> Explanation:
     arguments = arguments_of("flash_attn", _SIGNATURE, args, kwargs)
     if is_causal_bias(arguments["attn_mask"]):
         arguments = without_causal_bias(arguments)
+    functions = {name: arguments.pop(name) for name in FUNCTIONS}
     given = Call.from_arguments(_ops.DENSE, **arguments)
     refuse_dtensors(given.tensors)
     given, drawn = with_undrawn_rng_state(given)
@@ -106,6 +115,9 @@ def explain(*args, **kwargs) -> Explanation:
     call, cast = after_autocast(call)
     described = describe("flash_attn", call, query="query", key="key", value="value")
     plans = _ops.plan_attention, _ops.plan_attention_backward
+    if any(function is not None for function in functions.values()):
+        call = with_functions(call, **functions)
+        plans = _ops.plan_flex, _ops.plan_flex_backward
     return explanation(described, plans, call, given, [*copies, *cast])
 
 
@@ -159,9 +171,11 @@ def explanation(described: str, plans: tuple, call: Call, given: Call, copies: l
         given: with the caller's tensors.
         copies: tensors that are allocated before the operator runs.
     """
-    wanted = [t is not None and t.requires_grad for t in (given.tensors[name] for name in _ops.DIFFERENTIABLE)]
+    names = call.operator.tensor_names[: call.operator.gradients]
+    inputs = call.tensors | given.tensors
+    wanted = [t is not None and t.requires_grad for t in (inputs[name] for name in names)]
     if not any(wanted):
-        wanted = [name in ("query", "key", "value") for name in _ops.DIFFERENTIABLE]
+        wanted = [name in ("query", "key", "value") for name in names]
     q, k, v, mask = (call.tensors[name] for name in ("query", "key", "value", "attn_mask"))
     shape = HeadShape(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype, q.dtype, q.device.type)
     forward = plans[0](call.tensors, call.options)
@@ -172,8 +186,9 @@ def explanation(described: str, plans: tuple, call: Call, given: Call, copies: l
         call=described,
         forward=pass_report("forward", forward, shape, mask, dropout_p, copied),
         backward=pass_report("backward", backward, shape, mask, dropout_p),
-        gradients=tuple(name for name, want in zip(_ops.DIFFERENTIABLE, wanted, strict=True) if want),
+        gradients=tuple(name for name, want in zip(names, wanted, strict=True) if want),
         deterministic=backward.deterministic,
+        functions=report_of(call.tensors) if "programs" in call.tensors else (),
     )
 
 

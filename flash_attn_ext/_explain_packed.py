@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from . import _cache, _ops, _packed
-from ._call import Call
+from ._call import FUNCTIONS, Call
 from ._explain import (
     Explanation,
     HeadShape,
@@ -19,6 +19,8 @@ from ._explain import (
     with_undrawn_rng_state,
 )
 from ._second_query import without_second_query
+from .flex.attention import with_functions
+from .flex.report import report_of
 from .kvcache import flash_attn_with_kvcache
 from .varlen import flash_attn_varlen
 
@@ -36,6 +38,7 @@ def explain_varlen(*args, **kwargs) -> Explanation:
         NotImplementedError: no kernels for the tensors' device.
     """
     arguments = arguments_of("flash_attn_varlen", _VARLEN, args, kwargs)
+    functions = {name: arguments.pop(name) for name in FUNCTIONS}
     given = Call.from_arguments(_ops.VARLEN, **without_second_query(arguments))
     refuse_dtensors(given.tensors)
     given, drawn = with_undrawn_rng_state(given)
@@ -44,6 +47,9 @@ def explain_varlen(*args, **kwargs) -> Explanation:
     call, cast = after_autocast(call)
     described = _count_sequences(describe("flash_attn_varlen", call, query="query", key="key", value="value"), call)
     plans = _ops.plan_varlen, _ops.plan_varlen_backward
+    if any(function is not None for function in functions.values()):
+        call = with_functions(call, **functions)
+        plans = _ops.plan_varlen_flex, _ops.plan_varlen_flex_backward
     return explanation(described, plans, call, given, [drawn, *cast])
 
 
@@ -77,7 +83,9 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
             of_append["rotated query"] = rotated.nbytes
     if second is not None:
         of_append["joined query"] = call.tensors["query"].nbytes
-    plan = _ops.plan_cache(call.tensors, call.options)
+    if given.functions:
+        call = with_functions(call, **given.functions)
+    plan = (_ops.plan_cache_flex if given.functions else _ops.plan_cache)(call.tensors, call.options)
     q, k, v = (call.tensors[name] for name in ("query", "key", "value"))
     shape = HeadShape(q.shape[1], k.shape[2], q.shape[2], v.shape[3], q.dtype, k.dtype, q.device.type)
     forward = pass_report("forward", plan, shape, call.tensors["tree_mask"])
@@ -90,6 +98,7 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
         backward=None,
         gradients=(),
         deterministic=True,
+        functions=report_of(call.tensors) if given.functions else (),
     )
 
 

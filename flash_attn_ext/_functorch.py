@@ -8,10 +8,7 @@ import torch
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
-from . import _ops
 from ._call import Call
-
-GRADIENTS = len(_ops.DIFFERENTIABLE)
 
 
 class _Options(dict):
@@ -23,6 +20,10 @@ class _Options(dict):
     def __init__(self, operator, values):
         super().__init__(values)
         self.operator = operator
+
+    @property
+    def gradients(self):
+        return self.operator.gradients
 
     def with_grad_mask(self, wanted):
         return _Options(self.operator, self | {"grad_mask": list(wanted)})
@@ -45,21 +46,21 @@ def _jvp_of_jvp(operator):
 def _backward(x, out, lse, cotangents, wanted, options):
     """B(X, c), where None is zero."""
     if not any(wanted) or all(c is None for c in cotangents):
-        return (None,) * GRADIENTS
+        return (None,) * options.gradients
     return _AttentionBackward.apply(options.with_grad_mask(wanted), *cotangents, *x, out, lse)
 
 
 def _double_backward(x, out, lse, cotangents, tangents, output_tangents, wanted, options):
     """H(X, c, t); ``output_tangents`` is (t_out, t_lse) of the tangents."""
     if not any(wanted) or all(c is None for c in cotangents) or all(t is None for t in tangents):
-        return (None,) * GRADIENTS
+        return (None,) * options.gradients
     options = options.with_grad_mask(wanted)
     return _AttentionDoubleBackward.apply(options, *cotangents, *tangents, *x, out, lse, *output_tangents)
 
 
 def _check_not_differentiated(operator, wanted):
-    """Raises if a tensor without a derivative needs one. ``wanted`` has a bool for each tensor after DIFFERENTIABLE."""
-    for row, want in zip(operator.rows[GRADIENTS:], wanted, strict=True):
+    """Raises if a tensor without a derivative needs one. ``wanted`` has a bool for each tensor without a gradient."""
+    for row, want in zip(operator.rows[operator.gradients :], wanted, strict=True):
         if want:
             raise ValueError(f"{row.name}: got a tensor that needs a gradient; allowed: one that does not")
 
@@ -86,15 +87,17 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         *x, out, lse = ctx.saved_tensors
-        _check_not_differentiated(ctx.options.operator, ctx.needs_input_grad[1 + GRADIENTS :])
-        grads = _backward(x, out, lse, cotangents, ctx.needs_input_grad[1 : 1 + GRADIENTS], ctx.options)
-        return (None, *grads, *[None] * (len(ctx.options.operator.rows) - GRADIENTS))
+        count = ctx.options.gradients
+        _check_not_differentiated(ctx.options.operator, ctx.needs_input_grad[1 + count :])
+        grads = _backward(x, out, lse, cotangents, ctx.needs_input_grad[1 : 1 + count], ctx.options)
+        return (None, *grads, *[None] * (len(ctx.options.operator.rows) - count))
 
     @staticmethod
     def jvp(ctx, _, *tangents):
         x = ctx.saved_tensors[: len(ctx.options.operator.rows)]
-        _check_not_differentiated(ctx.options.operator, [t is not None for t in tangents[GRADIENTS:]])
-        return _AttentionJvp.apply(ctx.options, *tangents[:GRADIENTS], *x)[2:]
+        count = ctx.options.gradients
+        _check_not_differentiated(ctx.options.operator, [t is not None for t in tangents[count:]])
+        return _AttentionJvp.apply(ctx.options, *tangents[:count], *x)[2:]
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -118,18 +121,18 @@ class _AttentionBackward(torch.autograd.Function):
         if all(t is None for t in tangents):
             return (None,) * len(ctx.needs_input_grad)
         output_tangents = _AttentionJvp.apply(options, *tangents, *x)[2:]
-        wanted = ctx.needs_input_grad[3 : 3 + GRADIENTS]
+        wanted = ctx.needs_input_grad[3 : 3 + options.gradients]
         grads = _double_backward(x, out, lse, cotangents, tangents, output_tangents, wanted, options)
         output_tangents = (
             m if needed else None for m, needed in zip(output_tangents, ctx.needs_input_grad[1:3], strict=True)
         )
-        return (None, *output_tangents, *grads, *[None] * (len(ctx.options.operator.rows) - GRADIENTS), None, None)
+        return (None, *output_tangents, *grads, *[None] * (len(options.operator.rows) - options.gradients), None, None)
 
     @staticmethod
     def jvp(ctx, _, *tangents):
         *cotangents, out, lse = (*ctx.saved_tensors[:2], *ctx.saved_tensors[-2:])
         x, options, wanted = ctx.saved_tensors[2:-2], ctx.options.without_grad_mask(), ctx.options["grad_mask"]
-        of_cotangents, of_x = tangents[:2], tangents[2 : 2 + GRADIENTS]
+        of_cotangents, of_x = tangents[:2], tangents[2 : 2 + options.gradients]
         result = _backward(x, out, lse, of_cotangents, wanted, options)
         if any(t is not None for t in of_x):
             output_tangents = _AttentionJvp.apply(options, *of_x, *x)[2:]
@@ -152,16 +155,17 @@ class _AttentionJvp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out, grad_lse, *cotangents):
-        tangents, x = ctx.saved_tensors[:GRADIENTS], ctx.saved_tensors[GRADIENTS:-4]
+        count = ctx.options.gradients
+        tangents, x = ctx.saved_tensors[:count], ctx.saved_tensors[count:-4]
         out, lse, *output_tangents = ctx.saved_tensors[-4:]
         needs = ctx.needs_input_grad[1:]
-        of_tangents = _backward(x, out, lse, cotangents, needs[:GRADIENTS], ctx.options)
-        wanted = needs[GRADIENTS : 2 * GRADIENTS]
+        of_tangents = _backward(x, out, lse, cotangents, needs[:count], ctx.options)
+        wanted = needs[count : 2 * count]
         of_x = _add(
             _double_backward(x, out, lse, cotangents, tangents, output_tangents, wanted, ctx.options),
             _backward(x, out, lse, (grad_out, grad_lse), wanted, ctx.options),
         )
-        return (None, *of_tangents, *of_x, *[None] * (len(ctx.options.operator.rows) - GRADIENTS))
+        return (None, *of_tangents, *of_x, *[None] * (len(ctx.options.operator.rows) - count))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -215,8 +219,8 @@ def _transformed(call: Call):
         if any(t is not None for t in tangents):
             if [interpreter.key() for interpreter in stack].count(TransformType.Jvp) > 1:
                 raise _jvp_of_jvp(operator)
-            _check_not_differentiated(operator, [t is not None for t in tangents[GRADIENTS:]])
-            out, lse, t_out, t_lse = _AttentionJvp.apply(options, *tangents[:GRADIENTS], *x)
+            _check_not_differentiated(operator, [t is not None for t in tangents[operator.gradients :]])
+            out, lse, t_out, t_lse = _AttentionJvp.apply(options, *tangents[: operator.gradients], *x)
             return forward_ad.make_dual(out, t_out), forward_ad.make_dual(lse, t_lse)
     return _Attention.apply(options, *tensors)
 

@@ -60,6 +60,13 @@ attention_weights = torch.ops.flash_attn_ext.attention_weights.default
 attention_weights_backward = torch.ops.flash_attn_ext.attention_weights_backward.default
 attention_flex = torch.ops.flash_attn_ext.attention_flex.default
 attention_flex_backward = torch.ops.flash_attn_ext.attention_flex_backward.default
+attention_flex_jvp = torch.ops.flash_attn_ext.attention_flex_jvp.default
+attention_flex_double_backward = torch.ops.flash_attn_ext.attention_flex_double_backward.default
+attention_varlen_flex = torch.ops.flash_attn_ext.attention_varlen_flex.default
+attention_varlen_flex_backward = torch.ops.flash_attn_ext.attention_varlen_flex_backward.default
+attention_varlen_flex_jvp = torch.ops.flash_attn_ext.attention_varlen_flex_jvp.default
+attention_varlen_flex_double_backward = torch.ops.flash_attn_ext.attention_varlen_flex_double_backward.default
+attention_cache_flex = torch.ops.flash_attn_ext.attention_cache_flex.default
 attention_indexed = torch.ops.flash_attn_ext.attention_indexed.default
 attention_indexed_backward = torch.ops.flash_attn_ext.attention_indexed_backward.default
 indexer_topk = torch.ops.flash_attn_ext.indexer_topk.default
@@ -78,6 +85,11 @@ plan_attention_backward = _C.plan_attention_backward
 plan_varlen = _C.plan_varlen
 plan_varlen_backward = _C.plan_varlen_backward
 plan_cache = _C.plan_cache
+plan_flex = _C.plan_flex
+plan_flex_backward = _C.plan_flex_backward
+plan_varlen_flex = _C.plan_varlen_flex
+plan_varlen_flex_backward = _C.plan_varlen_flex_backward
+plan_cache_flex = _C.plan_cache_flex
 check_append = _C.check_append
 check_cache = _C.check_cache
 
@@ -115,6 +127,11 @@ class Operator(NamedTuple):
     jvp: OpOverload | None = None
     double_backward: OpOverload | None = None
 
+    @property
+    def gradients(self) -> int:
+        """The number of tensors with a gradient. They come first in the schemas, and in a backward's results."""
+        return 0 if self.backward is None else len(self.backward._schema.returns)
+
 
 def _operator(function: str, forward: OpOverload, *derivatives: OpOverload) -> Operator:
     options = [argument for argument in forward._schema.arguments if argument.kwarg_only]
@@ -132,6 +149,15 @@ VARLEN = _operator(
     attention_varlen_double_backward,
 )  # fmt: skip
 CACHE = _operator("flash_attn_with_kvcache", attention_cache)
+# The same calls with functions of the user.
+FLEX = _operator(
+    "flex_attention", attention_flex, attention_flex_backward, attention_flex_jvp, attention_flex_double_backward
+)  # fmt: skip
+VARLEN_FLEX = _operator(
+    "flash_attn_varlen", attention_varlen_flex, attention_varlen_flex_backward, attention_varlen_flex_jvp,
+    attention_varlen_flex_double_backward,
+)  # fmt: skip
+CACHE_FLEX = _operator("flash_attn_with_kvcache", attention_cache_flex)
 APPEND = _operator("flash_attn_with_kvcache", append_to_cache)
 # The tensors of DENSE and VARLEN that have a gradient. They come first in the schemas, and in a backward's results.
 DIFFERENTIABLE = _C.differentiable

@@ -93,6 +93,10 @@ def _looping_rule(op):
     return vmap
 
 
-for _operator, _rule in ((_ops.DENSE, _folding_rule), (_ops.VARLEN, _looping_rule)):
+# Functions of the user see the batch index: each mapped element is a call.
+for _operator, _rule in (
+    (_ops.DENSE, _folding_rule), (_ops.VARLEN, _looping_rule), (_ops.FLEX, _looping_rule),
+    (_ops.VARLEN_FLEX, _looping_rule),
+):  # fmt: skip
     for _op in (_operator.forward, _operator.backward, _operator.jvp, _operator.double_backward):
         torch.library.register_vmap(_op.name(), _rule(_op))

@@ -19,7 +19,7 @@ from ._dropout import dropout_mask, new_rng_state
 from ._hints import unknown_argument, with_layout_hint
 from ._options import as_type, band, checked_options
 from ._tensor_checks import check_is_dense, is_causal_bias, some_dtensor
-from .flex.attention import run_with_functions
+from .flex.attention import refuse_dtensors_with_functions, run_with_functions
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -208,10 +208,8 @@ def _with_functions(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     if is_causal_bias(arguments["attn_mask"]):
         arguments = without_causal_bias(arguments)
     call = Call.from_arguments(_ops.DENSE, **arguments).with_rng_state()
-    for name, t in call.tensors.items():
-        if some_dtensor(t):
-            raise TypeError(f"{name}: got a DTensor with {' or '.join(FUNCTIONS)}; allowed: to_local(), a dense tensor")
-    out, lse = _dense.attend(call, lambda form: run_with_functions(form.tensors, form.options, **functions))
+    refuse_dtensors_with_functions(call.tensors)
+    out, lse = _dense.attend(call, lambda form: run_with_functions(form, **functions))
     return (out, lse) if call.return_lse else out
 
 

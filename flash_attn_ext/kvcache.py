@@ -1,9 +1,16 @@
 """flash_attn_with_kvcache: appends new tokens to a cache of keys and values, then attends to the cache."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from . import _cache
 from ._attend import handler_of_dtensors
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from .flex.attention import MaskMod, ScoreMod
 
 
 def flash_attn_with_kvcache(
@@ -39,6 +46,9 @@ def flash_attn_with_kvcache(
     sink: Tensor | None = None,
     attention_chunk: int = 0,
     learnable_sink: Tensor | None = None,
+    score_mod: "ScoreMod | None" = None,
+    mask_mod: "MaskMod | None" = None,
+    block_mask: "BlockMask | None" = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attention's function of this name: appends ``k`` and ``v`` to the caches in place, then attends.
 
@@ -91,6 +101,11 @@ def flash_attn_with_kvcache(
         qv: q's shape with the head dimension D_v: a second query, for multi-head latent attention. Scores are
             q k^T + qv v^T, and ``softmax_scale`` is 1/sqrt(D + D_v) by default. ``k_cache`` and ``v_cache`` must be
             neighbouring columns of one tensor, for example ``kv_cache.split([64, 512], -1)``, and have q's dtype.
+        score_mod: a function of the scores, as in :func:`flash_attn`. ``b`` counts sequences. ``kv_idx`` counts the
+            rows of the sequence's cache after ``cache_leftpad``. ``q_idx`` is the position of the query's token: the
+            last query has the index of the last key. So a function of the training is the same here. CPU only.
+        mask_mod: likewise, a function that returns whether a query sees a key.
+        block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
 
     Returns:
         out (B, S_q, H, D_v) or (T_q, H, D_v).

@@ -1,11 +1,19 @@
 """flash_attn_varlen: attention on packed sequences of different lengths, without padding."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from . import _ops
 from ._attend import attend
-from ._call import Call
+from ._call import FUNCTIONS, Call
 from ._second_query import without_second_query
+from .flex.attention import run_packed_with_functions
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from .flex.attention import MaskMod, ScoreMod
 
 
 def flash_attn_varlen(
@@ -38,6 +46,9 @@ def flash_attn_varlen(
     attention_chunk: int = 0,
     first_key: int = 0,
     qv: Tensor | None = None,
+    score_mod: "ScoreMod | None" = None,
+    mask_mod: "MaskMod | None" = None,
+    block_mask: "BlockMask | None" = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of each sequence to itself, for sequences that are packed one after another in memory.
 
@@ -70,6 +81,10 @@ def flash_attn_varlen(
         qv: (T_q, H, D_v): a second query, as in FlashAttention-3, for multi-head latent attention. Scores are
             query key^T + qv value^T, and ``scale`` is 1/sqrt(D + D_v) by default. ``key`` and ``value`` are copied into
             one tensor, unless they need no gradient and are neighbouring columns of one tensor.
+        score_mod: a function of the scores, as in :func:`flash_attn`, with gradients. ``b`` counts sequences, ``q_idx``
+            and ``kv_idx`` count from the start of the sequence. CPU only.
+        mask_mod: likewise, a function that returns whether a query sees a key.
+        block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
 
     For the other arguments see :func:`flash_attn`.
 
@@ -85,5 +100,11 @@ def flash_attn_varlen(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """
-    out, lse = attend(Call.from_arguments(_ops.VARLEN, **without_second_query(locals())))
+    given = without_second_query(locals())
+    functions = {name: given.pop(name) for name in FUNCTIONS}
+    call = Call.from_arguments(_ops.VARLEN, **given)
+    if score_mod is None and mask_mod is None and block_mask is None:
+        out, lse = attend(call)
+    else:
+        out, lse = run_packed_with_functions(call, functions)
     return (out, lse) if return_lse else out

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "params.h"
+
 namespace flash_attn_ext {
 
 // clang-format off
@@ -147,12 +149,17 @@ struct BlockStates {
 
   explicit operator bool() const { return data != nullptr; }
   // The state of the block that holds element (i, j). The last blocks extend to the ends of the score matrix.
+  // i < 0, in a cache with fewer keys than queries: as i = 0.
   uint8_t at(int64_t b, int64_t h, int64_t i, int64_t j) const {
-    const int64_t row = i / block_q, col = j / block_k;
+    const int64_t row = (i < 0 ? 0 : i) / block_q, col = j / block_k;
     return data[b * stride_b + h * stride_h + (row < rows ? row : rows - 1) * cols +
                 (col < cols ? col : cols - 1)];
   }
 };
+
+// The index that functions of the user get for query 0 of one sequence's call. In a cache the last query has the index of
+// the last key.
+inline int64_t first_query_index(const AttentionParams& p) { return p.varlen.cache.first_masked; }
 
 // Functions of the user: of scores, after softcap and ALiBi, and of masks.
 struct UserFunctions {

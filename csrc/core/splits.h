@@ -10,8 +10,7 @@ FA_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b 
 // Whether a tier's kernel for few queries runs: for up to `few_queries` queries, or if the caller asks for splits or for
 // the unified maximum.
 inline bool is_decode(const AttentionParams& p, int64_t few_queries) {
-  return !p.functions &&
-         (p.sizes.seqlen_q <= few_queries || p.decode.num_splits > 1 || p.decode.has_unified_max);
+  return p.sizes.seqlen_q <= few_queries || p.decode.num_splits > 1 || p.decode.has_unified_max;
 }
 
 // The maximum number of splits, whatever the caller asks for. Each split stores a row of O for each query. With 4 splits,

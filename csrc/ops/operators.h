@@ -20,13 +20,18 @@ using KernelOperators = Types<Attention, AttentionBackward, AttentionJvp, Attent
                               AttentionCache,                               // cache
                               AttentionWeights, AttentionWeightsBackward>;  // weights
 // Operators with kernels on CPU only.
-using CpuKernelOperators =
-    Types<AttentionFlex, AttentionFlexBackward, AttentionIndexed, AttentionIndexedBackward>;
+using CpuKernelOperators = Types<AttentionFlex, AttentionFlexBackward,              // dense
+                                 AttentionVarlenFlex, AttentionVarlenFlexBackward,  // packed
+                                 AttentionCacheFlex,                                // cache
+                                 AttentionIndexed, AttentionIndexedBackward>;       // lists of keys
+// Operators with kernels on CPU only that are written in Python: flash_attn_ext/flex/derivatives.py.
+using PythonKernelOperators = Types<AttentionFlexJvp, AttentionFlexDoubleBackward, AttentionVarlenFlexJvp,
+                                    AttentionVarlenFlexDoubleBackward>;
 // Operators that write to caches. On CUDA, append_to_cache is written in Python: flash_attn_ext/_append.py.
 using CacheWriters = Types<AppendToCache>;
 // Operators that users call under autocast. Derivatives get tensors that are already cast.
 using AutocastOperators =
-    Types<Attention, AttentionVarlen, AttentionWeights, AttentionFlex, AttentionIndexed>;
+    Types<Attention, AttentionVarlen, AttentionWeights, AttentionFlex, AttentionVarlenFlex, AttentionIndexed>;
 
 // Calls visit(operator_tag) for each operator; decltype(operator_tag)::Op is the operator.
 template <class T>
@@ -42,7 +47,7 @@ inline void store_gradients(const PerHead<at::Tensor>& per_head, const Gradients
   store_per_head_gradients(per_head, result);
 }
 inline void store_gradients(const PerHead<at::Tensor>& per_head, const FlexGradients& result) {
-  store_per_head_gradients(per_head, result.attention());
+  store_per_head_gradients(per_head, result.base());
 }
 // Kernels write the results of the other operators.
 template <class Result>

@@ -1,20 +1,24 @@
 """flex_attention: attention with functions of the user, forward and backward, without a compiler."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from .. import _functorch, _ops
-from .block_masks import check_block_mask, states_of
+from .. import _functorch, _ops, _packed
+from .._call import FUNCTIONS, Call
+from .._tensor_checks import some_dtensor
+from . import derivatives  # noqa: F401  registers kernels
+from .block_masks import WHOLE, check_block_mask, states_of
 from .functions import functions_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+NO_TENSORS: dict[str, Tensor | None] = dict.fromkeys(_ops.DENSE.tensor_names)
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -35,7 +39,8 @@ def flex_attention(
     """``softmax(score_mod(scale * query @ key^T))  @ value``: torch's flex_attention, with its arguments and meanings.
 
     On CPU it computes tile by tile and never stores the score matrix, in the forward and in the backward. The functions
-    are traced once; no compiler runs.
+    are traced once; no compiler runs. Forward mode, second derivatives and torch.func work, by torch's operators on
+    blocks of queries. torch.compile traces one operator, without a break of the graph.
 
     Args:
         query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 1 to 1024.
@@ -57,7 +62,7 @@ def flex_attention(
 
     Raises:
         NotImplementedError: an operator that no program has (the message names its line); a device other
-            than the CPU; forward mode; a second derivative.
+            than the CPU; third derivatives.
         TypeError, ValueError: an argument that is not allowed.
 
     Source: Dong et al., "Flex Attention", 2024 (arXiv 2412.05496).
@@ -68,10 +73,14 @@ def flex_attention(
         if return_aux.max_scores:
             raise NotImplementedError("return_aux: got max_scores=True; allowed: lse")
     key, value = _expanded(query, key, value, enable_gqa)
-    tensors = {"query": query, "key": key, "value": value}
-    out, lse = run_with_functions(
-        tensors, {"scale": None if scale is None else float(scale)}, score_mod=score_mod, block_mask=block_mask
-    )
+    if torch.compiler.is_dynamo_compiling():
+        from .higher_order import run_in_graph
+
+        out, lse = run_in_graph(query, key, value, score_mod, block_mask, scale)
+    else:
+        tensors = NO_TENSORS | {"query": query, "key": key, "value": value}
+        call = Call(_ops.DENSE, tensors, {"scale": None if scale is None else float(scale)})
+        out, lse = _run(call, score_mod, None, block_mask)
     if return_aux is not None:
         flex = sys.modules[type(return_aux).__module__]  # torch's, whose import takes seconds
         return out, flex.AuxOutput(lse=lse if return_aux.lse else None)
@@ -79,28 +88,58 @@ def flex_attention(
 
 
 def run_with_functions(
-    tensors: Mapping[str, Tensor | None],
-    options: Mapping[str, object],
+    call: Call,
     *,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: "BlockMask | None" = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the operator attention_flex. ``tensors`` and ``options`` have the names of attention's schema."""
-    run = _run_outside_of_graphs if torch.compiler.is_compiling() else _run
-    return run(tensors, options, score_mod, mask_mod, block_mask)
+    """(out, lse) of a dense or packed call, in the operator's form, with functions of the user."""
+    run = _run_outside_of_graphs if torch.compiler.is_dynamo_compiling() else _run
+    return run(call, score_mod, mask_mod, block_mask)
+
+
+def run_packed_with_functions(call: Call, functions: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call of flash_attn_varlen."""
+    refuse_dtensors_with_functions(call.tensors)
+    call = _packed.to_operator_form(call.with_rng_state())
+    return run_with_functions(call, **functions)
+
+
+def refuse_dtensors_with_functions(tensors: dict[str, Tensor | None]) -> None:
+    for name, t in tensors.items():
+        if some_dtensor(t):
+            raise TypeError(f"{name}: got a DTensor with {' or '.join(FUNCTIONS)}; allowed: to_local(), a dense tensor")
 
 
 def _run(
-    tensors: Mapping[str, Tensor | None],
-    options: Mapping[str, object],
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    block_mask: "BlockMask | None",
+    call: Call, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: "BlockMask | None"
 ) -> tuple[Tensor, Tensor]:
-    if _functorch.active():
-        raise NotImplementedError("score_mod, mask_mod, block_mask: got a call under torch.func; allowed: autograd")
-    query, key = tensors["query"], tensors["key"]
+    return run_operator(with_functions(call, score_mod, mask_mod, block_mask))
+
+
+def run_operator(call: Call) -> tuple[Tensor, Tensor]:
+    return _functorch.run(call)
+
+
+def is_one_block(block_size_q: int, block_size_k: int) -> bool:
+    """Whether a BlockMask is torch's empty one: one block, whatever the lengths are."""
+    return (block_size_q, block_size_k) == (WHOLE, WHOLE)
+
+
+# torch.compiler.disable would import torch._dynamo, which takes a second, with this module.
+_run_outside_of_graphs = _disable_dynamo(_run)
+
+_OPERATORS = {
+    _ops.attention: _ops.FLEX, _ops.attention_varlen: _ops.VARLEN_FLEX, _ops.attention_cache: _ops.CACHE_FLEX
+}  # fmt: skip
+
+
+def with_functions(
+    call: Call, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: "BlockMask | None"
+) -> Call:
+    """The call of the operator that takes functions of the user."""
+    query, key = call.tensors["query"], call.tensors["key"]
     assert query is not None
     assert key is not None
     if query.device.type not in ("cpu", "meta"):
@@ -108,20 +147,19 @@ def _run(
             f"score_mod, mask_mod, block_mask: got tensors on {query.device}; allowed: CPU. torch's own flex_attention "
             "runs there"
         )
-    states, sizes = None, {}
+    states, options = None, call.options
     if block_mask is not None:
         if mask_mod is not None:
             raise ValueError("mask_mod: got one with block_mask; allowed: one of them")
-        check_block_mask(block_mask, query, key)
+        lengths = (query.shape[-2], key.shape[-2]) if call.operator is _ops.DENSE else None
+        check_block_mask(block_mask, query, lengths)
         mask_mod, states = _mask_function(block_mask), states_of(block_mask)
-        sizes = dict(zip(("block_size_q", "block_size_k"), block_mask.BLOCK_SIZE, strict=True))
+        block_size_q, block_size_k = block_mask.BLOCK_SIZE
+        options = options | {"block_size_q": block_size_q, "block_size_k": block_size_k}
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     functions = functions_of(score_mod, mask_mod, query.device, dtype)
-    return _ops.attention_flex(**tensors, **functions._asdict(), block_states=states, **options, **sizes)
-
-
-# torch.compiler.disable would import torch._dynamo, which takes a second, with this module.
-_run_outside_of_graphs = _disable_dynamo(_run)
+    tensors = call.tensors | functions._asdict() | {"block_states": states}
+    return Call(_OPERATORS[call.operator.forward], tensors, options, call.enable_gqa, call.return_lse)
 
 
 def _expanded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor]:

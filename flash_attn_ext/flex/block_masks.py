@@ -1,5 +1,6 @@
 """torch's BlockMask as the operator's block states: 0 hidden, 1 partial, 2 full."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _PARTIAL, _FULL = 1, 2
-_WHOLE = 1 << 30  # torch's size of the block of an empty mask: whatever the lengths are
+WHOLE = 1 << 30  # torch's size of the block of an empty mask: whatever the lengths are
 _KEPT_AS = "_flash_attn_ext_states"
 
 
@@ -23,12 +24,23 @@ def states_of(block_mask: "BlockMask") -> Tensor:
     kept = getattr(block_mask, _KEPT_AS, None)
     if kept is not None and kept[0] == version:
         return kept[1]
-    q_len, kv_len = block_mask.seq_lengths
-    block_q, block_k = block_mask.BLOCK_SIZE
-    rows, columns = -(-q_len // block_q), -(-kv_len // block_k)
-    indices = block_mask.kv_indices
+    states = states_of_lists(block_mask.seq_lengths, block_mask.BLOCK_SIZE, lists[0][:2], lists[1][:2])
+    setattr(block_mask, _KEPT_AS, (version, states))
+    return states
+
+
+def states_of_lists(
+    lengths: Sequence[int],
+    block_size: Sequence[int],
+    partial: Sequence[Tensor | None],
+    full: Sequence[Tensor | None],
+) -> Tensor:
+    """States from lists of partial and of full blocks: (count, indices) of each row of blocks, or Nones."""
+    rows, columns = (-(-length // size) for length, size in zip(lengths, block_size, strict=True))
+    indices = partial[1]
+    assert indices is not None
     states = torch.zeros((*indices.shape[:-2], rows, columns), dtype=torch.uint8, device=indices.device)
-    for counts, blocks, state in lists:
+    for (counts, blocks), state in ((partial, _PARTIAL), (full, _FULL)):
         if counts is None or blocks is None:
             continue
         listed = torch.arange(blocks.shape[-1], device=blocks.device) < counts.unsqueeze(-1)
@@ -39,12 +51,11 @@ def states_of(block_mask: "BlockMask") -> Tensor:
         marked = torch.zeros((*states.shape[:-2], row_count, columns + 1), dtype=torch.uint8, device=states.device)
         marked.scatter_(-1, column, state)
         states[..., :row_count, :] = torch.maximum(states[..., :row_count, :], marked[..., :columns])
-    setattr(block_mask, _KEPT_AS, (version, states))
     return states
 
 
-def check_block_mask(block_mask: "BlockMask", query: Tensor, key: Tensor) -> None:
-    """Raises where torch's flex_attention does."""
+def check_block_mask(block_mask: "BlockMask", query: Tensor, lengths: tuple[int, int] | None) -> None:
+    """Raises where torch's flex_attention does. ``lengths``: of query and key, or None for packed sequences."""
     if type(block_mask).__name__ != "BlockMask":  # torch's module is not imported for a check: that takes seconds
         raise TypeError(
             f"block_mask: got {type(block_mask).__name__}; allowed: None, a torch.nn.attention.flex_attention.BlockMask"
@@ -53,9 +64,9 @@ def check_block_mask(block_mask: "BlockMask", query: Tensor, key: Tensor) -> Non
         raise RuntimeError("block_mask: got a sliced BlockMask, whose mask_mod cannot be used; allowed: a whole one")
     if block_mask.kv_num_blocks.device != query.device:
         raise RuntimeError(f"block_mask: got a mask on {block_mask.kv_num_blocks.device}; allowed: {query.device}")
-    if tuple(block_mask.BLOCK_SIZE) == (_WHOLE,) * 2:
-        return  # one block, whatever the lengths
-    got, wanted = tuple(block_mask.seq_lengths), (query.shape[-2], key.shape[-2])
+    if lengths is None or tuple(block_mask.BLOCK_SIZE) == (WHOLE,) * 2:
+        return  # the operator checks the lengths; or one block, whatever the lengths
+    got, wanted = tuple(block_mask.seq_lengths), lengths
     if got != wanted:
         raise ValueError(
             f"block_mask: got a mask for (q_len, kv_len) = {got}; allowed: {wanted}, the lengths of query and key"

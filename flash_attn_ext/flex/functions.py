@@ -53,13 +53,15 @@ def functions_of(
     read.parts.append("mask")
     read.add(mask_mod)
     key = (device, dtype, *read.parts) if read.is_complete else None
+    if is_traced():
+        key = None  # a graph gets its own constant
     kept = _kept.get(key) if key is not None else None
     if kept is None:
         compiled = compile_functions(score_mod, mask_mod, device, dtype)
         floats = [read.number_of(t) for t in compiled.floats]
         ints = [read.number_of(t) for t in compiled.ints]
         if key is None or None in floats or None in ints:
-            return _rows(compiled.programs, compiled.floats, compiled.ints, dtype)
+            return rows_of(compiled.programs, compiled.floats, compiled.ints, dtype)
         kept = _Kept(
             compiled.programs, tuple(n for n in floats if n is not None), tuple(n for n in ints if n is not None)
         )
@@ -67,7 +69,7 @@ def functions_of(
             _kept.clear()
         _kept[key] = kept
     tensors = read.tensors
-    return _rows(kept.programs, tuple(tensors[n] for n in kept.floats), tuple(tensors[n] for n in kept.ints), dtype)
+    return rows_of(kept.programs, tuple(tensors[n] for n in kept.floats), tuple(tensors[n] for n in kept.ints), dtype)
 
 
 def compile_functions(
@@ -80,6 +82,10 @@ def compile_functions(
     mask = (
         None if mask_mod is None else trace(mask_mod, "mask_mod", lower, with_score=False, device=device, dtype=dtype)
     )
+    if score is not None and score.program.operation() == "score":
+        score = None  # the identity
+    if mask is not None and mask.program.is_true():
+        mask = None
     encoded: list[list[int] | None] = [None] * 4
     gradients = None
     floats, ints = (score.floats, score.ints) if score is not None else ((), ())
@@ -104,13 +110,19 @@ def compile_functions(
     return Compiled(torch.tensor(directory + words, dtype=torch.int64), score, mask, gradients, floats, ints)
 
 
-def _rows(programs: Tensor, floats: tuple[Tensor, ...], ints: tuple[Tensor, ...], dtype: torch.dtype) -> Functions:
+def rows_of(programs: Tensor, floats: tuple[Tensor, ...], ints: tuple[Tensor, ...], dtype: torch.dtype) -> Functions:
+    """The operator's tensors. ``dtype``: of the accumulators."""
     captured = _row([t.reshape(-1).to(dtype) for t in floats])
     index_dtype = torch.int64 if dtype == torch.float64 else torch.int32
     if index_dtype == torch.int32:
         for t in ints:
             _check_range(t)
     return Functions(programs, captured, _row([t.reshape(-1).to(index_dtype) for t in ints]))
+
+
+def is_traced() -> bool:
+    """Whether tensors have no elements now: a graph is being traced."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _row(flat: list[Tensor]) -> Tensor | None:
@@ -120,8 +132,13 @@ def _row(flat: list[Tensor]) -> Tensor | None:
 
 
 def _check_range(t: Tensor) -> None:
-    """Programs compute with integers as wide as the scores."""
-    if t.dtype not in (torch.int64, torch.uint32, torch.uint64) or t.numel() == 0:
+    """Programs compute with integers as wide as the scores. A tensor without elements is checked when it has some."""
+    if (
+        type(t) is not Tensor
+        or is_traced()
+        or t.dtype not in (torch.int64, torch.uint32, torch.uint64)
+        or t.numel() == 0
+    ):
         return
     lowest, highest = (int(x) for x in torch.aminmax(t))
     if lowest < -(2**31) or highest >= 2**31:

@@ -158,6 +158,13 @@ class Program(NamedTuple):
     result: int | None
     effects: tuple[int, ...] = ()
 
+    def operation(self) -> str | None:
+        """The operation that computes the result."""
+        return None if self.result is None else self.builder.nodes[self.result].operation
+
+    def is_true(self) -> bool:
+        return self.operation() == "bool_constant" and bool(self.builder.nodes[self.result or 0].immediates[0])
+
     def used(self) -> list[int]:
         """The nodes that the result and the effects need, in the order of computation."""
         pending = [*self.effects, *(() if self.result is None else (self.result,))]

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from .operations import BOOL, FLOAT, INT
 from .program import Builder, Program
@@ -177,8 +178,12 @@ def _line_of_user() -> str:
     return ""
 
 
-class _Indexing(TorchFunctionMode):
-    """Sees ``captured[symbol]`` before torch asks a symbol for its number."""
+class _Calls(TorchFunctionMode):
+    """Sees calls of torch before torch does.
+
+    ``captured[symbol]``: torch would ask a symbol for its number. Under torch.func, torch would wrap symbols: a call
+    with a symbol runs outside of the transforms, and tensors that a transform has wrapped become symbols.
+    """
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -190,7 +195,19 @@ class _Indexing(TorchFunctionMode):
             items = indices if isinstance(indices, tuple) else (indices,)
             if isinstance(base, Symbol) or any(isinstance(i, Symbol) for i in items):
                 return self.tracer.index(base, indices)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not torch._C._are_functorch_transforms_active():
+            return func(*args, **kwargs)
+        if not any(isinstance(a, Symbol) for a in tree_flatten((args, kwargs))[0]):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map(self._unwrapped, (args, kwargs))
+        with temporarily_clear_interpreter_stack():
+            return func(*args, **kwargs)
+
+    def _unwrapped(self, x: object) -> object:
+        if not isinstance(x, Tensor) or isinstance(x, Symbol) or x.numel() != 1:
+            return x
+        return self.tracer.symbol(self.tracer.value(x, type_of_dtype(x.dtype)), x.dtype)
 
 
 class _Watch(TorchDispatchMode):
@@ -238,7 +255,7 @@ def trace(
     arguments = [tracer.symbol(b.emit(index), _INDEX_TYPE) for index in ("batch", "head", "query", "key")]
     if with_score:
         arguments.insert(0, tracer.symbol(b.emit("score"), dtype))
-    with _Indexing(tracer), _Watch(tracer):
+    with _Calls(tracer), _Watch(tracer):
         result = function(*arguments)
     if isinstance(result, (bool, int, float)) or (isinstance(result, Tensor) and not isinstance(result, Symbol)):
         value = tracer.value(result, FLOAT if with_score else BOOL)

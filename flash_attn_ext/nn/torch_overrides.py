@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import _ops
 from .._explain import Explanation, explain
+from ..flex import activation as flex_activation
 
 __all__ = [
     "ActivationReport",
@@ -68,8 +69,10 @@ def _apply() -> None:
         return
     if wanted:
         _ops.activate()
+        flex_activation.activate()
     else:
         _ops.deactivate()
+        flex_activation.deactivate()
     # torch.compile caches the kernel of this operator, and would go on tracing the old one.
     torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
 
@@ -80,9 +83,11 @@ def activate() -> None:
     This holds for :func:`torch.nn.functional.scaled_dot_product_attention` in eager mode, with autograd in both modes,
     autocast, torch.func and torch.compile. It also holds for ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``,
     including their fused inference path, and for ``torch.nn.attention.varlen.varlen_attn``, for which torch has no CPU
-    kernel. A call that our kernels do not support runs on torch's own kernel as before: :func:`activation_report` gives
-    the reason afterwards, :func:`explain_sdpa` beforehand. On CUDA devices, in a build with CUDA kernels, it holds for
-    the operators that torch lets FlashAttention-3 replace.
+    kernel. torch's ``flex_attention`` runs here too, compiled or not, and with inputs that require gradients, which
+    torch refuses on CPU. A compiled call of it is counted when it is traced, once or more. A call that our kernels do
+    not support runs on torch's own kernel as before: :func:`activation_report` gives the reason afterwards,
+    :func:`explain_sdpa` beforehand. On CUDA devices, in a build with CUDA kernels, it holds for the operators that
+    torch lets FlashAttention-3 replace.
 
     :func:`deactivate` restores torch. A second call does nothing. The environment variable
     ``FLASH_ATTN_EXT_ACTIVATE=1`` calls this when flash_attn_ext is imported.
@@ -159,9 +164,10 @@ def activation_report(*, reset: bool = False) -> ActivationReport:
 
     ``reset`` sets all counts to 0 afterwards.
     """
-    counts = _ops.activation_counts()
+    counts = _ops.activation_counts() | flex_activation.counts
     if reset:
         _ops.reset_activation_counts()
+        flex_activation.counts.clear()
     named = {(operator.removeprefix("aten::"), reason): n for (operator, reason), n in counts.items()}
     return ActivationReport(
         taken={operator: n for (operator, reason), n in named.items() if not reason},

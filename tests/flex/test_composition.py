@@ -5,7 +5,7 @@ import torch
 from flex_reference import dense_flex
 from torch.nn.attention.flex_attention import create_block_mask
 
-from flash_attn_ext import explain, flash_attn, flash_attn_varlen
+from flash_attn_ext import explain, flash_attn
 
 
 def inputs(*shape, count=3):
@@ -62,9 +62,24 @@ def test_what_is_refused_is_named():
     mask = create_block_mask(window, None, None, 20, 20, "cpu")
     with pytest.raises(ValueError, match="mask_mod: got one with block_mask"):
         flash_attn(q, k, v, mask_mod=window, block_mask=mask)
-    with pytest.raises(ValueError, match="num_splits, unified_max: got one with score_mod"):
-        flash_attn(q, k, v, mask_mod=window, num_splits=4)
-    with pytest.raises(NotImplementedError, match="mask_mod: got one"):
-        explain(q, k, v, mask_mod=window)
-    with pytest.raises(TypeError, match="mask_mod"):
-        flash_attn_varlen(q[0], k[0], v[0], mask_mod=window)
+
+
+def test_explain_shows_programs_and_blocks():
+    q, k, v = inputs(1, 2, 64, 8)
+    mask = create_block_mask(window, None, None, 64, 64, "cpu", BLOCK_SIZE=16)
+    bias = torch.randn(64, requires_grad=True)
+    report = explain(q, k, v, block_mask=mask, score_mod=lambda s, b, h, i, j: torch.tanh(s) + bias[j])
+    text = str(report)
+    assert "program of the score: 4 instructions (2 per column of keys, 2 per score)" in text
+    assert "scatter_add" in text
+    assert "blocks: 14 of 16 visited, 4 full, 10 partial" in text
+    assert report.gradients == ("query", "key", "value", "captured")
+    assert report.backward.allocates["dcaptured"] == bias.nbytes
+
+
+def test_splits_of_the_keys():
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 700, 700))
+    wanted = flash_attn(q, k, v, causal="lower_right")
+    options = {"score_mod": lambda s, *_: s, "mask_mod": lambda b, h, i, j: i + 697 >= j}
+    for splits in ({"num_splits": 1}, {"num_splits": 5}, {"unified_max": 0.0}):
+        torch.testing.assert_close(flash_attn(q, k, v, **options, **splits), wanted)

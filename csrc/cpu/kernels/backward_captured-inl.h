@@ -1,7 +1,8 @@
 // Gradients of the tensors that a score function captures: tables, slopes, temperatures.
 //
-// Like backward_mask-inl.h it recomputes dS of each tile. The scatter_add instructions of a program add to sums. The tiles are cut into parts by the shape alone. Each part has its own sums, which are then
-// added in order: the bits do not depend on the threads.
+// Like backward_mask-inl.h it recomputes dS of each tile. The scatter_add instructions of a program add to sums. The tiles
+// are cut into parts by the shape alone. Each part has its own sums, which are then added in order: the bits do not
+// depend on the threads.
 #pragma once
 
 #include "backward_mask-inl.h"
@@ -25,25 +26,26 @@ void add_captured_of_block(Pass& pass, int64_t b, int64_t h, int64_t j0, double*
 }
 
 template <class Pass>
-void backward_captured(const typename Pass::Params& p, const typename Pass::Workspace& w,
+void backward_captured(const typename Pass::Params& call, const typename Pass::Workspace& w,
                        const Parallel& parallel) {
   using T = typename Pass::T;
-  const int64_t count = p.functions->captured_count, blocks = count_key_blocks<T>(p),
-                all_blocks = p.sizes.batch * p.sizes.heads * blocks, parts = count_captured_parts<T>(p);
+  const int64_t count = call.functions->captured_count, parts = w.captured_parts,
+                tasks = w.captured_tasks.total;
   for_each_task(parallel, parts, [&](int64_t part, int thread) {
     double* sums = w.dcaptured + part * count;
     std::fill(sums, sums + count, 0.0);
-    Pass pass(p, p, w, thread);
     const ProductUnit<typename Pass::In> unit;
-    for (int64_t n = all_blocks * part / parts; n < all_blocks * (part + 1) / parts; ++n) {
-      const int64_t head = n / blocks;
-      add_captured_of_block(pass, head / p.sizes.heads, head % p.sizes.heads,
-                            n % blocks * backward_tiling<T>().block_k, sums);
+    for (int64_t n = tasks * part / parts; n < tasks * (part + 1) / parts; ++n) {
+      const TaskList::Task task = w.captured_tasks.at(n);
+      const typename Pass::Params p = of_sequence(call, task.b);
+      const auto [b, h, block] = HeadBlocks(p.sizes, count_key_blocks<T>(p), 1).at(task);
+      Pass pass(call, p, w, thread);
+      add_captured_of_block(pass, b, h, block * backward_tiling<T>().block_k, sums);
     }
   });
   constexpr int64_t kElements = 4096;  // of a task
   for_each_task(parallel, ceil_div(count, kElements), [&](int64_t task, int) {
-    T* gradient = static_cast<T*>(p.functions->dcaptured);
+    T* gradient = static_cast<T*>(call.functions->dcaptured);
     for (int64_t n = task * kElements; n < std::min((task + 1) * kElements, count); ++n) {
       double sum = 0;
       for (int64_t part = 0; part < parts; ++part) sum += w.dcaptured[part * count + n];

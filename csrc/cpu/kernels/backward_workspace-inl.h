@@ -114,27 +114,27 @@ int64_t step_of_tile(const BackwardParams& p, const TileFrame& f) {
   return block_in_mirrored_order<T>(p, f.i0 / backward_tiling<T>().block_q);
 }
 
-// Parts of backward_captured(), each with its own sums: by the shape alone. A part is one key block of one head at least.
-// All parts together have 2^22 sums at most, except a single one.
-template <class T>
-int64_t count_captured_parts(const BackwardParams& p) {
+// Parts of backward_captured(), each with its own sums: by the number of its tasks alone. All parts together have 2^22 sums
+// at most, except a single one.
+inline int64_t count_captured_parts(const BackwardParams& p, int64_t tasks) {
   constexpr int64_t kParts = 32, kSums = int64_t{1} << 22;
-  const int64_t blocks = p.sizes.batch * p.sizes.heads * count_key_blocks<T>(p);
   return std::max<int64_t>(
-      std::min({kParts, blocks, kSums / std::max<int64_t>(p.functions->captured_count, 1)}), 1);
+      std::min({kParts, tasks, kSums / std::max<int64_t>(p.functions->captured_count, 1)}), 1);
 }
 
 template <class T>
 struct BackwardWorkspace {
   TaskList row_tasks, key_tasks, reduce_tasks, mask_tasks;  // of each loop
-  bool whole_heads;                                         // whether a key task processes all keys of a head
-  RowTerms<T> rows;                                         // [rows of lse] each
+  TaskList captured_tasks;                                  // one key block of one head each
+  int64_t captured_parts = 0;
+  bool whole_heads;   // whether a key task processes all keys of a head
+  RowTerms<T> rows;   // [rows of lse] each
   T* dq;              // [B][H][S_q][D]    null: dq itself receives the sums. In packed calls, here and below,
                       //                    the rows of each sequence follow the previous sequence's rows
   T* dk;              // [B][H][S_k][D]    only if query heads share a key head
   T* dv;              // [B][H][S_k][D_v]  likewise
   T* dmask;           // [mask's tiles][parts][rows][block_k]  only if there are several parts
-  double* dcaptured;  // [parts][captured elements]
+  double* dcaptured;  // [captured_parts][captured elements]
   T* dslopes;         // [B][key blocks][H]
   Turn::Counter* turns;  // [B][key blocks][H]  the next step of dQ that this key block adds to
   int64_t key_blocks;    // of all sequences
@@ -201,9 +201,17 @@ BackwardWorkspace<T> allocate_backward_workspace(Arena& arena, const BackwardPar
   w.dmask = nullptr;
   if (const MaskTiles tiles = call.dmask ? mask_tiles<T>(call) : MaskTiles{}; tiles.parts > 1)
     w.dmask = arena.take<T>(w.mask_tasks.total * tiles.rows * backward_tiling<T>().block_k);
-  const bool wants_captured = call.functions && call.functions->dcaptured;
-  w.dcaptured =
-      arena.take<double>(wants_captured ? count_captured_parts<T>(call) * call.functions->captured_count : 0);
+  w.dcaptured = nullptr;
+  if (call.functions && call.functions->dcaptured) {
+    int64_t most = 0;  // tasks. Without memory, a packed call's list has no total
+    const auto count = [&](const BackwardParams& p) {
+      return p.sizes.batch * p.sizes.heads * count_key_blocks<T>(p);
+    };
+    w.captured_tasks = list_tasks(arena, call, count);
+    for (int64_t b = 0; b < (call.varlen ? z.batch : 1); ++b) most += count(of_sequence(call, b));
+    w.captured_parts = count_captured_parts(call, most);
+    w.dcaptured = arena.take<double>(w.captured_parts * call.functions->captured_count);
+  }
   // Packed: an upper bound, because each sequence begins a new block.
   w.key_blocks = call.varlen ? call.varlen.total_k / backward_tiling<T>().block_k + z.batch
                              : z.batch * count_key_blocks<T>(call);

@@ -197,7 +197,8 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
     for (int64_t j0 = begin; j0 < end; j0 += block_k) {
       const TileSource next = keys_from(std::min(j0 + block_k, end_of_task));
       const DecodeTile<In, T> tile{p, s, b, some, first, j0, std::min(block_k, end - j0), unified};
-      decode_tile<In, T>(tile, source, next, [&](int64_t n) { return result_of(first + n); });
+      if (!tile.is_hidden())
+        decode_tile<In, T>(tile, source, next, [&](int64_t n) { return result_of(first + n); });
       source = next;
     }
   };

@@ -37,10 +37,11 @@ DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams
   s.bytes = DecodeBytes<In>::allocate(arena, call, rows, heads, block_k);
   s.scores = arena.take<T>(heads * score_rows<T>(rows) * block_k);
   s.sums = arena.take<T>(heads * rows * decode_columns<T>(z.head_dim_v));
-  // Only a bounded band can hide keys.
-  const bool may_mask = call.mask || call.band.left < Band::kUnbounded ||
+  // Only a bounded band can hide keys, or a function of the user.
+  const bool may_mask = call.mask || call.functions || call.band.left < Band::kUnbounded ||
                         call.band.right < Band::kUnbounded || call.band.chunks;
   s.mask = allocate_mask_tile<T>(arena, call.mask, seqlen_q, block_k);
+  s.mask.functions = allocate_functions<T>(arena, call, seqlen_q, block_k, false);
   s.dropout_tile = call.dropout ? arena.take<T>(seqlen_q * block_k) : nullptr;
   s.key_copy = copies_rows(call) ? arena.take<In>(kChunkRows * z.head_dim) : nullptr;
   s.value_copy = copies_rows(call) || may_mask ? arena.take<In>(block_k * z.head_dim_v) : nullptr;
@@ -93,7 +94,16 @@ struct DecodeTile {
 
   // Whether a key may be hidden from a query.
   bool may_mask() const {
-    return is_masked_before(p, j0 + keys) || !band_covers(p.band, 0, z.seqlen_q, j0, j0 + keys);
+    return p.functions || is_masked_before(p, j0 + keys) ||
+           !band_covers(p.band, 0, z.seqlen_q, j0, j0 + keys);
+  }
+  // Whether the block mask hides the tile from all heads.
+  bool is_hidden() const {
+    if (!p.functions || !p.functions->blocks) return false;
+    for (int64_t h = heads.first * group; h < (heads.first + heads.count) * group; ++h)
+      if (states_of_tile(p, {b, h, 0, j0, z.seqlen_q, keys, ld, false}).highest != BlockStates::kHidden)
+        return false;
+    return true;
   }
   T* scores_of(int64_t n) const { return s.scores + n * score_rows<T>(rows) * ld; }
   T* rescale_of(int64_t n) const { return s.products.many.rescale + n * lanes; }
@@ -156,7 +166,8 @@ struct DecodeTile {
       return TileFrame{b, h_kv * group + g, 0, j0, z.seqlen_q, keys, ld, false};
     };
     const auto finish_scores_of = [&](int64_t g) {
-      const MaskTile<T> mask = load_mask_tile<T>(p, frame_of(g), s.mask);
+      const MaskTile<T> mask =
+          with_functions<T>(p, frame_of(g), load_mask_tile<T>(p, frame_of(g), s.mask), s.mask.functions);
       return finish_scores<T>(p, frame_of(g), mask, scores_of(n) + g * z.seqlen_q * ld, nullptr);
     };
     // All query heads at once. With isolate one at a time: the mask tile, which says whether a NaN is masked,

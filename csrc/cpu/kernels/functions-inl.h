@@ -36,7 +36,8 @@ void load_mask_function(const AttentionParams& p, const TileFrame& f, const Func
   constexpr int L = kLanes<T>;
   const VisibleKeys& visible = memory.visible;
   std::fill(visible.words, visible.words + 2 * visible.ld, 0u);
-  const ProgramRun<T> run{p.functions->mask, *p.functions, f, nullptr, nullptr, memory.program};
+  const ProgramRun<T> run{p.functions->mask, *p.functions,  f, first_query_index(p), nullptr,
+                          nullptr,           memory.program};
   run.run([&](int64_t r0, int64_t rows, const ProgramSource<T>& result) {
     for (int64_t r = r0; r < r0 + rows; ++r) {
       for (int64_t c = 0; c < f.ld; c += L) {
@@ -65,11 +66,14 @@ struct StatesOfTile {
   uint8_t lowest = BlockStates::kFull, highest = BlockStates::kHidden;
   bool is_partial = false;  // some block needs the mask function
 };
-inline StatesOfTile states_of_tile(const UserFunctions& functions, const TileFrame& f) {
+inline StatesOfTile states_of_tile(const AttentionParams& p, const TileFrame& f) {
+  const UserFunctions& functions = *p.functions;
   const BlockStates& blocks = functions.blocks;
   if (!blocks) return {BlockStates::kPartial, BlockStates::kPartial, true};
   StatesOfTile states;
-  for (int64_t i = f.i0; i < f.i0 + f.queries; i = (i / blocks.block_q + 1) * blocks.block_q)
+  const int64_t begin = std::max<int64_t>(first_query_index(p) + f.i0, 0),
+                end = std::max(first_query_index(p) + f.i0 + f.queries, begin + 1);
+  for (int64_t i = begin; i < end; i = (i / blocks.block_q + 1) * blocks.block_q)
     for (int64_t j = f.j0; j < f.j0 + f.keys; j = (j / blocks.block_k + 1) * blocks.block_k) {
       uint8_t state = blocks.at(f.b, f.h, i, j);
       if (state == BlockStates::kPartial && !functions.mask) state = BlockStates::kFull;
@@ -81,14 +85,15 @@ inline StatesOfTile states_of_tile(const UserFunctions& functions, const TileFra
 }
 
 // Blocks decide before the mask function does: bits of hidden ones are cleared, bits of full ones are set.
-inline void apply_blocks(const BlockStates& blocks, const TileFrame& f, const VisibleKeys& visible) {
+inline void apply_blocks(const AttentionParams& p, const TileFrame& f, const VisibleKeys& visible) {
+  const BlockStates& blocks = p.functions->blocks;
   for (int64_t q = 0; q < f.queries; ++q) {
     uint64_t bits = bits_of_query(visible, q);
     for (int64_t j = f.j0, end; j < f.j0 + f.keys; j = end) {
       end = std::min((j / blocks.block_k + 1) * blocks.block_k, f.j0 + f.keys);
       const int64_t count = end - j;
       const uint64_t block = (count == 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1) << (j - f.j0);
-      const uint8_t state = blocks.at(f.b, f.h, f.i0 + q, j);
+      const uint8_t state = blocks.at(f.b, f.h, first_query_index(p) + f.i0 + q, j);
       if (state == BlockStates::kHidden) bits &= ~block;
       if (state == BlockStates::kFull) bits |= block;
     }
@@ -103,16 +108,20 @@ MaskTile<T> with_functions(const AttentionParams& p, const TileFrame& f, MaskTil
   if (!p.functions) return tile;
   tile.functions = memory;
   if (!p.functions->hides() || tile.masked == TileMask::kAll) return tile;
-  const StatesOfTile states = states_of_tile(*p.functions, f);
-  if (states.highest == BlockStates::kHidden) tile.masked = TileMask::kAll;
-  if (states.highest == BlockStates::kHidden || states.lowest == BlockStates::kFull) return tile;
-
+  const StatesOfTile states = states_of_tile(p, f);
+  if (states.lowest == BlockStates::kFull) return tile;
   const VisibleKeys& visible = memory.visible;
+  if (states.highest == BlockStates::kHidden) {
+    std::fill(visible.words, visible.words + 2 * visible.ld, 0u);
+    tile.visible = visible;
+    tile.masked = TileMask::kAll;
+    return tile;
+  }
   if (states.is_partial && p.functions->mask)
     load_mask_function<T>(p, f, memory);
   else
     std::fill(visible.words, visible.words + 2 * visible.ld, ~0u);
-  if (p.functions->blocks) apply_blocks(p.functions->blocks, f, visible);
+  if (p.functions->blocks) apply_blocks(p, f, visible);
 
   const uint64_t every_key = every_key_of(f);
   uint64_t seen_by_all = every_key, seen_by_any = 0;
@@ -137,7 +146,8 @@ bool apply_score_function(const AttentionParams& p, const TileFrame& f, MaskTile
   const FunctionMemory<T>& memory = mask.functions;
   if (memory.old_scores) std::copy(scores, scores + f.rows() * f.ld, memory.old_scores);
   VecIndex<T> hidden = {};
-  const ProgramRun<T> run{p.functions->score, *p.functions, f, scores, nullptr, memory.program};
+  const ProgramRun<T> run{p.functions->score, *p.functions, f, first_query_index(p), scores, nullptr,
+                          memory.program};
   run.run([&](int64_t r0, int64_t rows, const ProgramSource<T>& result) {
     for (int64_t r = 0; r < rows; ++r) {
       T* row = scores + (r0 + r) * f.ld;
@@ -174,7 +184,9 @@ template <class T>
 void apply_gradient_function(const AttentionParams& p, const TileFrame& f, const FunctionMemory<T>& memory,
                              T* dscores) {
   constexpr int L = kLanes<T>;
-  const ProgramRun<T> run{p.functions->gradient, *p.functions, f, memory.old_scores, dscores, memory.program};
+  const ProgramRun<T> run{p.functions->gradient, *p.functions,      f,
+                          first_query_index(p),  memory.old_scores, dscores,
+                          memory.program};
   run.run([&](int64_t r0, int64_t rows, const ProgramSource<T>& result) {
     for (int64_t r = 0; r < rows; ++r) {
       T* row = dscores + (r0 + r) * f.ld;
@@ -190,7 +202,13 @@ void apply_gradient_function(const AttentionParams& p, const TileFrame& f, const
 template <class T>
 void add_captured_gradients(const AttentionParams& p, const TileFrame& f, const FunctionMemory<T>& memory,
                             T* dscores, double* sums) {
-  const ProgramRun<T> run{
-      p.functions->captured_gradient, *p.functions, f, memory.old_scores, dscores, memory.program, sums};
+  const ProgramRun<T> run{p.functions->captured_gradient,
+                          *p.functions,
+                          f,
+                          first_query_index(p),
+                          memory.old_scores,
+                          dscores,
+                          memory.program,
+                          sums};
   run.run([](int64_t, int64_t, const ProgramSource<T>&) {});
 }

@@ -45,6 +45,7 @@ struct ProgramRun {
   Program program;
   const UserFunctions& functions;
   TileFrame f;
+  int64_t first_query;   // index of query 0 of the call
   T *scores, *gradient;  // the tiles of slots 0 and 1
   ProgramMemory<T> memory;
   double* sums = nullptr;  // of scatter_add: the gradients of captured elements
@@ -160,7 +161,8 @@ struct ProgramRun {
       case Operation::bool_constant: return fill((V)splat_index<T>(word ? -1 : 0));
       case Operation::batch: return fill((V)splat_index<T>(f.b));
       case Operation::head: return fill((V)splat_index<T>(f.h));
-      case Operation::query: return positions(s, f.lanes_are_queries, f.i0 + (f.lanes_are_queries ? 0 : r0));
+      case Operation::query:
+        return positions(s, f.lanes_are_queries, first_query + f.i0 + (f.lanes_are_queries ? 0 : r0));
       case Operation::key: return positions(s, !f.lanes_are_queries, f.j0 + (f.lanes_are_queries ? r0 : 0));
       case Operation::gather: return gather(s, functions.captured, in);
       case Operation::gather_int: return gather(s, functions.captured_ints, in);

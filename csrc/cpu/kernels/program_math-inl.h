@@ -1,7 +1,7 @@
 // The instructions of a program (core/program.h) that compute.
 #pragma once
 
-#include "../vec/math-inl.h"
+#include "../vec/elementary-inl.h"
 
 // A value of a program. Its vector at row r and lane c begins at p + r * row + c * lane.
 template <class T>
@@ -58,14 +58,6 @@ void int_map2(const ProgramStep<T>& s, const F& f) {
                (Vec<T>)f((VecIndex<T>)s.from[0].at(r, c), (VecIndex<T>)s.from[1].at(r, c)));
 }
 
-// Applies f to each lane, one call for each. For functions without a vector form.
-template <class T, class F>
-FA_INLINE Vec<T> each_lane(Vec<T> x, const F& f) {
-  Vec<T> y = {};
-  for (int i = 0; i < kLanes<T>; ++i) y[i] = f(x[i]);
-  return y;
-}
-
 // base^x for log2_base = log2(base), also where it overflows. `high` is log(2^127), or log(2^1023), to that base; the
 // largest results are made in two steps.
 template <class T>
@@ -80,6 +72,11 @@ template <class T>
 FA_INLINE Vec<T> any_exp(Vec<T> x) {
   constexpr double kE = 2.71828182845904523536;
   return exp_of_any<T>(x, T(kLog2E), T(kE));
+}
+
+template <class T>
+FA_INLINE Vec<T> any_expm1(Vec<T> x) {
+  return x > T(1) ? any_exp<T>(x) - T(1) : expm1<T>(x);
 }
 
 // Clamps an index to [0, last].
@@ -174,30 +171,16 @@ void execute_arithmetic(Operation operation, const ProgramStep<T>& s) {
     case Operation::exp: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return any_exp<T>(a); });
     case Operation::exp2:
       return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return exp_of_any<T>(a, T(1), T(2)); });
-    case Operation::expm1:
-      return map1<T>(s,
-                     [](V a) FA_INLINE_LAMBDA { return each_lane<T>(a, [](T x) { return std::expm1(x); }); });
-    case Operation::log:
-      return map1<T>(s,
-                     [](V a) FA_INLINE_LAMBDA { return each_lane<T>(a, [](T x) { return std::log(x); }); });
-    case Operation::log2:
-      return map1<T>(s,
-                     [](V a) FA_INLINE_LAMBDA { return each_lane<T>(a, [](T x) { return std::log2(x); }); });
-    case Operation::log1p:
-      return map1<T>(s,
-                     [](V a) FA_INLINE_LAMBDA { return each_lane<T>(a, [](T x) { return std::log1p(x); }); });
+    case Operation::expm1: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return any_expm1<T>(a); });
+    case Operation::log: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return log<T>(a); });
+    case Operation::log2: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return log2<T>(a); });
+    case Operation::log1p: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return log1p<T>(a); });
     case Operation::tanh: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return tanh<T>(a); });
     case Operation::sigmoid:
       return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return T(1) / (any_exp<T>(-a) + T(1)); });
-    case Operation::erf:
-      return map1<T>(s,
-                     [](V a) FA_INLINE_LAMBDA { return each_lane<T>(a, [](T x) { return std::erf(x); }); });
-    case Operation::sine:
-      return map1<T>(s,
-                     [](V a) FA_INLINE_LAMBDA { return each_lane<T>(a, [](T x) { return std::sin(x); }); });
-    case Operation::cosine:
-      return map1<T>(s,
-                     [](V a) FA_INLINE_LAMBDA { return each_lane<T>(a, [](T x) { return std::cos(x); }); });
+    case Operation::erf: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return erf<T>(a); });
+    case Operation::sine: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return sine<T>(a); });
+    case Operation::cosine: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return cosine<T>(a); });
     case Operation::select:
     case Operation::int_select:
       return map0<T>(s, [&](int64_t r, int64_t c) FA_INLINE_LAMBDA {

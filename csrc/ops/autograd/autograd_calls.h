@@ -47,24 +47,27 @@ inline OptionalTensor tangent_of(const OptionalTensor& t) {
   return tangent.defined() && !tangent._is_zerotensor() ? OptionalTensor(tangent) : std::nullopt;
 }
 
-template <class Tensors>
-InputTangents tangents_of(const Tensors& tensors) {
-  InputTangents tangents;
-#define FA_TANGENT_OF(name, ...) tangents.name = tangent_of(tensors.name);
-  FA_DIFFERENTIABLE(FA_TANGENT_OF)
-#undef FA_TANGENT_OF
-  return tangents;
+// The tangents of the first tensors: the differentiable ones.
+template <class Tangents, class Tensors>
+Tangents tangents_of(const Tensors& tensors) {
+  variable_list list;
+  for_each_tensor(tensors, [&](const TensorRule&, const auto& t) {
+    if (list.size() < Tangents::kCount) list.push_back(tensor_or_undefined(tangent_of(t)));
+  });
+  return struct_of<Tangents>(list);
 }
 
-inline InputTangents as_tangents(const Gradients& gradients) {
-  return struct_of<InputTangents>(list_of(gradients));
+template <class Tangents, class Gradients>
+Tangents as_tangents(const Gradients& gradients) {
+  return struct_of<Tangents>(list_of(gradients));
 }
 
 inline void set_tangent(const at::Tensor& t, const at::Tensor& tangent) {
   if (t.defined() && tangent.defined()) t._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
 }
 
-inline bool any_defined(const InputTangents& tangents) {
+template <class Tangents>
+bool any_defined(const Tangents& tangents) {
   return std::apply([](const auto&... t) { return ((t && t->defined()) || ...); }, tangents.tie());
 }
 
@@ -72,10 +75,12 @@ inline bool any_defined(const InputTangents& tangents) {
 inline void add(at::Tensor& a, const at::Tensor& b) {
   if (b.defined()) a = a.defined() ? at::add(a, b) : b;
 }
-inline void add(Gradients& a, const Gradients& b) {
-#define FA_ADD(name, ...) add(a.name, b.name);
-  FA_DIFFERENTIABLE(FA_ADD)
-#undef FA_ADD
+template <class Gradients>
+void add_gradients(Gradients& a, const Gradients& b) {
+  variable_list sum = list_of(a);
+  size_t n = 0;
+  for (const at::Tensor& t : list_of(b)) add(sum[n++], t);
+  a = struct_of<Gradients>(sum);
 }
 
 struct Cotangents {
@@ -92,9 +97,10 @@ inline std::vector<bool> needs_gradient(AutogradContext* ctx, const variable_lis
   return needs;
 }
 
-inline GradFlags flags_from(const std::vector<bool>& needs, size_t first) {
-  GradFlags flags;
-  for (size_t n = 0; n < kGradients; ++n) flags[n] = needs[first + n];
+template <size_t count = kGradients>
+std::array<bool, count> flags_from(const std::vector<bool>& needs, size_t first) {
+  std::array<bool, count> flags;
+  for (size_t n = 0; n < count; ++n) flags[n] = needs[first + n];
   return flags;
 }
 
@@ -108,12 +114,15 @@ inline variable_list gradients_of_arguments(size_t count) {
 }
 
 // Stores the gradients from the tensor argument at position `first` on.
-inline void store(variable_list& result, size_t first, const Gradients& gradients) {
+template <class Gradients>
+void store(variable_list& result, size_t first, const Gradients& gradients) {
   for (const at::Tensor& grad : list_of(gradients)) result[kNonTensorArguments + first++] = grad;
 }
 
 struct AttentionFamily {
   static constexpr const char* kName = "flash_attn";
+  using Gradients = flash_attn_ext::Gradients;
+  using InputTangents = flash_attn_ext::InputTangents;
   using Forward = Attention;
   using Backward = AttentionBackward;
   using Jvp = AttentionJvp;
@@ -128,7 +137,10 @@ struct DerivativeCalls {
   using BackwardOptions = typename F::Backward::Options;
   using JvpTensors = typename F::Jvp::Tensors;
   using DoubleBackwardTensors = typename F::DoubleBackward::Tensors;
-  static constexpr size_t kTensors = std::size(Tensors::kRules);
+  using Gradients = typename F::Gradients;
+  using InputTangents = typename F::InputTangents;
+  static constexpr size_t kTensors = std::size(Tensors::kRules), kGradients = Gradients::kCount;
+  using GradFlags = std::array<bool, kGradients>;
 
   static BackwardTensors backward_tensors(const Tensors& x, const at::Tensor& out, const at::Tensor& lse,
                                           const Cotangents& c) {

@@ -29,7 +29,8 @@ Struct struct_of(const variable_list& list) {
 }
 
 // The list of the computed gradients: autograd cannot wrap undefined outputs.
-inline variable_list wanted_of(const Gradients& gradients) {
+template <class Gradients>
+variable_list wanted_of(const Gradients& gradients) {
   variable_list wanted;
   for (at::Tensor& grad : list_of(gradients))
     if (grad.defined()) wanted.push_back(std::move(grad));
@@ -37,7 +38,8 @@ inline variable_list wanted_of(const Gradients& gradients) {
 }
 
 // The inverse of wanted_of(): a gradient without a flag is undefined.
-inline Gradients gradients_from(const variable_list& wanted, const GradFlags& flags) {
+template <class Gradients, size_t n>
+Gradients gradients_from(const variable_list& wanted, const std::array<bool, n>& flags) {
   Gradients gradients;
   auto next = wanted.begin();
   auto flag = flags.begin();

@@ -17,8 +17,9 @@ namespace flash_attn_ext {
 template <class F>
 struct Derivatives : DerivativeCalls<F> {
   using Calls = DerivativeCalls<F>;
-  using Calls::backward_of, Calls::jvp_of, Calls::double_backward_of, Calls::kTensors;
-  using typename Calls::Tensors, typename Calls::Options, typename Calls::BackwardTensors,
+  using Calls::backward_of, Calls::jvp_of, Calls::double_backward_of, Calls::kTensors, Calls::kGradients;
+  using typename Calls::Gradients, typename Calls::InputTangents, typename Calls::GradFlags,
+      typename Calls::Tensors, typename Calls::Options, typename Calls::BackwardTensors,
       typename Calls::BackwardOptions, typename Calls::JvpTensors, typename Calls::DoubleBackwardTensors;
 
   class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
@@ -42,7 +43,7 @@ struct Derivatives : DerivativeCalls<F> {
     static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
       const variable_list saved = ctx->get_saved_variables();
       const auto options = unpack_options<Options>(ctx->saved_data["options"]);
-      const GradFlags wanted = flags_from(needs_gradient(ctx, saved, kTensors), 0);
+      const GradFlags wanted = flags_from<kGradients>(needs_gradient(ctx, saved, kTensors), 0);
       variable_list result = gradients_of_arguments(kTensors);
       store(result, 0,
             backward_of(struct_of<Tensors>(saved), saved[kTensors], saved[kTensors + 1], {grads[0], grads[1]},
@@ -74,7 +75,7 @@ struct Derivatives : DerivativeCalls<F> {
     AttentionJvpResult output_tangents;
     AttentionResult computed;
     if (how.forward) {
-      output_tangents = jvp_of(tensors, tangents_of(given), options);
+      output_tangents = jvp_of(tensors, tangents_of<InputTangents>(given), options);
       computed = {output_tangents.out.detach(), output_tangents.lse.detach()};
     }
     if (how.reverse) {
@@ -110,7 +111,7 @@ struct Derivatives : DerivativeCalls<F> {
                        kGradOut = position_of<BackwardTensors>("grad_out"),
                        kGradLse = position_of<BackwardTensors>("grad_lse");
       variable_list result = gradients_of_arguments(kCount);
-      const InputTangents t = as_tangents(gradients_from(grads, options.grad_mask));
+      const InputTangents t = as_tangents<InputTangents>(gradients_from<Gradients>(grads, options.grad_mask));
       if (!any_defined(t)) return result;
       const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
       const AttentionJvpResult output_tangents = jvp_of(given.forward(), t, options.forward());
@@ -118,7 +119,7 @@ struct Derivatives : DerivativeCalls<F> {
       if (needs[kGradLse]) result[kNonTensorArguments + kGradLse] = output_tangents.tangent_lse;
       store(result, kFirst,
             double_backward_of(given.forward(), given.out, given.lse, {saved[kGradOut], saved[kGradLse]}, t,
-                               output_tangents, options.forward(), flags_from(needs, kFirst)));
+                               output_tangents, options.forward(), flags_from<kGradients>(needs, kFirst)));
       return result;  // out and lse have no gradient: they are functions of X, and H contains their part
     }
   };
@@ -135,7 +136,7 @@ struct Derivatives : DerivativeCalls<F> {
       const variable_list wanted = std::apply(
           [&](const auto&... tensor) { return BackwardFunction::apply(options, given, nullptr, tensor...); },
           tensors.tie());
-      gradients = gradients_from(wanted, options.grad_mask);
+      gradients = gradients_from<Gradients>(wanted, options.grad_mask);
     } else {
       gradients = call<typename F::Backward>(tensors, options);
     }
@@ -143,19 +144,20 @@ struct Derivatives : DerivativeCalls<F> {
 
     const Tensors x = tensors.forward();
     const Options forward_options = options.forward();
-    const InputTangents t = tangents_of(given.forward());
+    const InputTangents t = tangents_of<InputTangents>(given.forward());
     const Cotangents cotangent_tangents{tangent_of(given.grad_out).value_or(at::Tensor()),
                                         tangent_of(given.grad_lse).value_or(at::Tensor())};
     Gradients tangents =
         backward_of(x, tensors.out, tensors.lse, cotangent_tangents, forward_options, options.grad_mask);
     if (any_defined(t))
-      add(tangents,
+      add_gradients(
+          tangents,
           double_backward_of(x, tensors.out, tensors.lse,
                              {tensor_or_undefined(tensors.grad_out), tensor_or_undefined(tensors.grad_lse)},
                              t, jvp_of(x, t, forward_options), forward_options, options.grad_mask));
-#define FA_SET_TANGENT(name, ...) set_tangent(gradients.name, tangents.name);
-    FA_DIFFERENTIABLE(FA_SET_TANGENT)
-#undef FA_SET_TANGENT
+    const variable_list of_tangents = list_of(tangents);
+    size_t n = 0;
+    for (const at::Tensor& gradient : list_of(gradients)) set_tangent(gradient, of_tangents[n++]);
     return gradients;
   }
 
@@ -183,15 +185,16 @@ struct Derivatives : DerivativeCalls<F> {
       const auto options = unpack_options<Options>(ctx->saved_data["options"]);
       const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
       const Tensors x = given.forward();
-      const GradFlags wanted = flags_from(needs, kFirst);
+      const GradFlags wanted = flags_from<kGradients>(needs, kFirst);
 
       variable_list gradients = gradients_of_arguments(kCount);
       const Cotangents of_result{grads[0], grads[1]}, of_tangents{grads[2], grads[3]};
       store(gradients, kFirstTangent,
-            backward_of(x, result.out, result.lse, of_tangents, options, flags_from(needs, kFirstTangent)));
+            backward_of(x, result.out, result.lse, of_tangents, options,
+                        flags_from<kGradients>(needs, kFirstTangent)));
       Gradients of_x = double_backward_of(x, result.out, result.lse, of_tangents, given.tangents(), result,
                                           options, wanted);
-      add(of_x, backward_of(x, result.out, result.lse, of_result, options, wanted));
+      add_gradients(of_x, backward_of(x, result.out, result.lse, of_result, options, wanted));
       store(gradients, kFirst, of_x);
       return gradients;
     }
@@ -241,12 +244,12 @@ struct Derivatives : DerivativeCalls<F> {
                                     DoubleBackwardTensors::kRules[n].name, ", is not implemented");
 
       variable_list result = gradients_of_arguments(kCount);
-      const InputTangents t = as_tangents(gradients_from(grads, options.grad_mask));
+      const InputTangents t = as_tangents<InputTangents>(gradients_from<Gradients>(grads, options.grad_mask));
       if (!any_defined(t)) return result;
       store(result, kTangents,
             double_backward_of(given.forward(), given.out, given.lse, {saved[kGradOut], saved[kGradLse]}, t,
                                jvp_of(given.forward(), t, options.forward()), options.forward(),
-                               flags_from(needs, kTangents)));
+                               flags_from<kGradients>(needs, kTangents)));
       return result;
     }
   };
@@ -264,7 +267,7 @@ struct Derivatives : DerivativeCalls<F> {
           return DoubleBackwardFunction::apply(options, nullptr, nullptr, tensor...);
         },
         given.tie());
-    return gradients_from(wanted, options.grad_mask);
+    return gradients_from<Gradients>(wanted, options.grad_mask);
   }
 };
 

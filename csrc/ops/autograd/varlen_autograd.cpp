@@ -12,6 +12,8 @@ namespace {
 
 struct VarlenFamily {
   static constexpr const char* kName = "flash_attn_varlen";
+  using Gradients = flash_attn_ext::Gradients;
+  using InputTangents = flash_attn_ext::InputTangents;
   using Forward = AttentionVarlen;
   using Backward = AttentionVarlenBackward;
   using Jvp = AttentionVarlenJvp;

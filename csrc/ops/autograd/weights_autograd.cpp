@@ -53,8 +53,9 @@ Gradients gradients_by_attention(const WeightsBackwardTensors& given, const Weig
       computed = call<Attention>(x, forward_options);
     }
     const at::Tensor grad_out = given.grad_weights.narrow(2, first, columns).div(heads).unsqueeze(1);
-    add(sum, Calls::backward_of(x, computed.out, computed.lse, {grad_out.expand_as(computed.out), {}},
-                                forward_options, options.grad_mask));
+    add_gradients(sum,
+                  Calls::backward_of(x, computed.out, computed.lse, {grad_out.expand_as(computed.out), {}},
+                                     forward_options, options.grad_mask));
   });
   return sum;
 }

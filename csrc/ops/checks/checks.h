@@ -11,6 +11,7 @@
 #pragma once
 
 #include "../cache/append.h"
+#include "../flex/flex.h"
 #include "../weights/weights.h"
 
 namespace flash_attn_ext {
@@ -40,6 +41,15 @@ inline void check_numbers(const VarlenJvpTensors& in, const VarlenOptions& optio
 }
 inline void check_numbers(const VarlenDoubleBackwardTensors& in, const VarlenBackwardOptions& options) {
   check_numbers(in.forward(), options.forward());
+}
+inline void check_numbers(const VarlenFlexTensors& in, const VarlenFlexOptions& options) {
+  check_numbers(in.base(), options.base());
+}
+inline void check_numbers(const VarlenFlexBackwardTensors& in, const VarlenFlexBackwardOptions& options) {
+  check_numbers(in.base(), options.base());
+}
+inline void check_numbers(const CacheFlexTensors& in, const CacheFlexOptions& options) {
+  check_numbers(in.base(), options.base());
 }
 // The other operators have no index tensors.
 template <class Tensors, class Options>

@@ -166,7 +166,8 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
   using MemberTypes = decltype(without_first(Types<void LIST(FA_VALUE_TYPE)>{})); \
   auto tie() { return tie_but_first(0 LIST(FA_NAME)); }                           \
   auto tie() const { return tie_but_first(0 LIST(FA_NAME)); }                     \
-  static constexpr const char* kNames[] = {LIST(FA_QUOTED_NAME)};
+  static constexpr const char* kNames[] = {LIST(FA_QUOTED_NAME)};                 \
+  static constexpr size_t kCount = std::size(kNames);
 template <class Value>
 struct PerGradient {
   FA_VALUE_FIELDS(FA_DIFFERENTIABLE)
@@ -175,9 +176,6 @@ template <class Value>
 struct PerHead {
   FA_VALUE_FIELDS(FA_PER_HEAD)
 };
-#undef FA_VALUE_FIELDS
-#undef FA_VALUE_TYPE
-#undef FA_VALUE_FIELD
 constexpr size_t kGradients = std::size(PerGradient<bool>::kNames);
 
 using Gradients = PerGradient<at::Tensor>;          // undefined: not computed

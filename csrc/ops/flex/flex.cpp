@@ -2,7 +2,9 @@
 
 #include <ATen/ops/empty.h>
 
+#include "../../core/sequence.h"
 #include "../checks/check_tensors.h"
+#include "../checks/checks.h"
 #include "../dense/pack_params.h"
 #include "check_program.h"
 
@@ -11,45 +13,60 @@ namespace {
 
 constexpr int64_t kPrograms = 4;  // score, gradient, captured gradient, mask
 
-void check_row(const char* name, const OptionalTensor& t, at::ScalarType dtype) {
+void check_row(const char* name, const OptionalTensor& t, at::ScalarType dtype, const at::Tensor& query) {
   if (!t) return;
+  TORCH_CHECK_VALUE(t->device() == query.device(), name, ": got a tensor on ", t->device(),
+                    "; allowed: query's device, ", query.device());
   TORCH_CHECK_TYPE(t->scalar_type() == dtype, name, ": got dtype ", name_of(t->scalar_type()),
                    "; allowed: ", name_of(dtype));
   TORCH_CHECK_VALUE(t->dim() == 1 && t->is_contiguous(), name, ": got a tensor of shape ", t->sym_sizes(),
                     "; allowed: one contiguous dimension");
 }
 
-void check_block_states(const FlexTensors& in, const FlexOptions& options) {
+// The sizes of block_states. Packed sequences have one state for all blocks up to the longest length: the blocks of
+// packed calls are checked in check_blocks_cover().
+struct BlockSizes {
+  c10::SymInt batch, heads;
+  std::optional<c10::SymInt> seqlen_q, seqlen_k;
+};
+template <class Tensors>
+BlockSizes block_sizes(const Tensors& in) {
+  if constexpr (std::is_same_v<Tensors, FlexTensors>)
+    return {in.query.sym_size(0), in.query.sym_size(1), in.query.sym_size(2), in.key.sym_size(2)};
+  else
+    return {in.cu_seqlens_q.sym_size(0) - 1, in.query.sym_size(1), std::nullopt, std::nullopt};
+}
+
+template <class Tensors>
+void check_functions(const Tensors& in, const FunctionOptions& options) {
+  const auto integer = in.query.scalar_type() == at::kDouble ? at::kLong : at::kInt;
+  check_row("captured", in.captured, accumulate_type(in.query), in.query);
+  check_row("captured_ints", in.captured_ints, integer, in.query);
+  check_row("programs", in.programs, at::kLong, in.query);
+  options.check();
   if (!in.block_states) return;
+
   const at::Tensor& t = *in.block_states;
   TORCH_CHECK_TYPE(t.scalar_type() == at::kByte, "block_states: got dtype ", name_of(t.scalar_type()),
                    "; allowed: uint8");
-  const c10::SymInt rows = (in.query.sym_size(2) + options.block_size_q - 1) / options.block_size_q,
-                    cols = (in.key.sym_size(2) + options.block_size_k - 1) / options.block_size_k;
+  TORCH_CHECK_VALUE(t.device() == in.query.device(), "block_mask: got a mask on ", t.device(),
+                    "; allowed: query's device, ", in.query.device());
+  const BlockSizes sizes = block_sizes(in);
+  const auto fits = [](const std::optional<c10::SymInt>& length, int64_t block, const c10::SymInt& count) {
+    return length ? count == (*length + block - 1) / block : count >= 1;
+  };
   TORCH_CHECK_VALUE(t.dim() == 4 && t.is_contiguous() &&
-                        (t.sym_size(0) == 1 || t.sym_size(0) == in.query.sym_size(0)) &&
-                        (t.sym_size(1) == 1 || t.sym_size(1) == in.query.sym_size(1)) &&
-                        t.sym_size(2) == rows && t.sym_size(3) == cols,
+                        (t.sym_size(0) == 1 || t.sym_size(0) == sizes.batch) &&
+                        (t.sym_size(1) == 1 || t.sym_size(1) == sizes.heads) &&
+                        fits(sizes.seqlen_q, options.block_size_q, t.sym_size(2)) &&
+                        fits(sizes.seqlen_k, options.block_size_k, t.sym_size(3)),
                     "block_mask: got blocks of shape ", t.sym_sizes(),
-                    "; allowed: (batch or 1, heads or 1, query blocks, key blocks) = [", in.query.sym_size(0),
-                    ", ", in.query.sym_size(1), ", ", rows, ", ", cols, "]");
-}
-
-void check_functions(const FlexTensors& in, const FlexOptions& options) {
-  const bool is_double = in.query.scalar_type() == at::kDouble;
-  check_row("captured", in.captured, accumulate_type(in.query));
-  check_row("captured_ints", in.captured_ints, is_double ? at::kLong : at::kInt);
-  check_row("programs", in.programs, at::kLong);
-  check_block_states(in, options);
-  TORCH_CHECK_VALUE(options.block_size_q >= 1 && options.block_size_k >= 1, "block_mask: got blocks of ",
-                    options.block_size_q, " x ", options.block_size_k, "; allowed: 1 or more");
-  TORCH_CHECK_VALUE(
-      options.num_splits <= 1 && !options.unified_max,
-      "num_splits, unified_max: got one with score_mod, mask_mod or block_mask; allowed: neither");
+                    "; allowed: (batch or 1, heads or 1, query blocks, key blocks), with batch ", sizes.batch,
+                    " and heads ", sizes.heads);
 }
 
 // Packs the programs and the numbers that they read. Throws ValueError if a program would read beyond them.
-UserFunctions pack_functions(const FlexTensors& tensors, const FlexOptions& options) {
+UserFunctions pack_functions(const FunctionTensors& tensors, const FunctionOptions& options) {
   UserFunctions functions;
   if (tensors.captured) {
     functions.captured = tensors.captured->const_data_ptr();
@@ -85,76 +102,124 @@ UserFunctions pack_functions(const FlexTensors& tensors, const FlexOptions& opti
   return functions;
 }
 
-}  // namespace
-
-void FlexOptions::check() const { attention().check(); }
-void FlexBackwardOptions::check() const { forward().check(); }
-
-void AttentionFlex::check(const Tensors& in, const Options& options) {
-  check_rows(in, options, [](DimSizes&) {});
-  check_rng_state(in.rng_state, options.dropout_p);
-  check_functions(in, options);
+// Throws ValueError if a packed sequence is longer than its block mask.
+void check_blocks_cover(const AttentionParams& call, const BlockStates& blocks) {
+  if (!blocks || !call.varlen) return;
+  const auto covers = [](int64_t count, int64_t block, int64_t length) {
+    return length <= 0 || (length - 1) / block < count;
+  };
+  for (int64_t b = 0; b < call.sizes.batch; ++b) {
+    const AttentionParams p = of_sequence<AttentionParams>(call, b);
+    const int64_t queries = first_query_index(p) + p.sizes.seqlen_q, keys = p.sizes.seqlen_k;
+    TORCH_CHECK_VALUE(
+        covers(blocks.rows, blocks.block_q, queries) && covers(blocks.cols, blocks.block_k, keys),
+        "block_mask: got ", blocks.rows, " x ", blocks.cols, " blocks of ", blocks.block_q, " x ",
+        blocks.block_k, "; allowed: at least the ", queries, " queries and ", keys, " keys of sequence ", b);
+  }
 }
 
-void AttentionFlexBackward::check(const Tensors& in, const Options& options) {
-  check_rows(in, options, [](DimSizes&) {});
-  check_rng_state(in.rng_state, options.dropout_p);
-  check_grad_mask(differentiable_of(in), options.grad_mask);
-  check_functions(in.forward(), options.forward());
-  TORCH_CHECK_VALUE(!options.grad_captured || in.captured,
-                    "grad_captured: got True; allowed only with captured");
+template <class Op>
+Packed<Op> pack_with_functions(const typename Op::Tensors& given, const typename Op::Options& options,
+                               const typename Op::Base::Result& result) {
+  Packed<Op> packed;
+  static_cast<Packed<typename Op::Base>&>(packed) = Op::Base::pack(given.base(), options.base(), result);
+  packed.function_tensors = given.functions();
+  packed.functions =
+      std::make_unique<UserFunctions>(pack_functions(packed.function_tensors, options.functions()));
+  packed.params.functions = packed.functions.get();
+  check_blocks_cover(packed.params, packed.functions->blocks);
+  return packed;
 }
 
-AttentionBackwardTensors FlexBackwardTensors::attention() const {
-  AttentionBackwardTensors tensors;
-  tensors.set_forward(forward().attention());
-  tensors.grad_out = grad_out;
-  tensors.grad_lse = grad_lse;
-  tensors.out = out;
-  tensors.lse = lse;
-  return tensors;
+template <class Op>
+Packed<Op> pack_backward_with_functions(const typename Op::Tensors& given,
+                                        const typename Op::Options& options, const FlexGradients& result) {
+  Packed<Op> packed = pack_with_functions<Op>(given, options, result.base());
+  if (!result.captured.defined()) return packed;
+  if (packed.functions->captured_gradient)
+    packed.functions->dcaptured = result.captured.mutable_data_ptr();
+  else
+    result.captured.zero_();  // no instruction reads `captured` with a derivative
+  return packed;
 }
 
-AttentionResult AttentionFlex::empty(const Tensors& in, const Options& options) {
-  return Attention::empty(in.attention(), options.attention());
+template <class Op>
+void check_with_functions(const typename Op::Tensors& in, const typename Op::Options& options) {
+  Op::Base::check(in.base(), options.base());
+  check_functions(in, options.functions());
 }
 
-FlexGradients AttentionFlexBackward::empty(const Tensors& in, const Options& options) {
+template <class Op>
+void check_derivative(const typename Op::Tensors& in, const typename Op::Options& options) {
+  Op::Base::check(in.base(), options.base());
+  check_functions(in.forward(), options.functions());
+}
+
+template <class Op>
+void check_gradient(const typename Op::Tensors& in, const typename Op::Options& options) {
+  check_derivative<Op>(in, options);
+  TORCH_CHECK_VALUE(!options.grad_mask.back() || in.captured,
+                    "grad_mask: got a request for captured's gradient; allowed only with captured");
+}
+
+template <class Op>
+FlexGradients empty_gradients(const typename Op::Tensors& in, const typename Op::Options& options) {
   FlexGradients gradients;
-  gradients.set_attention(AttentionBackward::empty(in.attention(), options.attention()));
-  if (options.grad_captured)
+  gradients.set_base(Op::Base::empty(in.base(), options.base()));
+  if (options.grad_mask.back())
     gradients.captured = at::empty_symint(in.captured->sym_sizes(), in.captured->options());
   return gradients;
 }
 
-Packed<AttentionFlex> AttentionFlex::pack(const Tensors& given, const Options& options,
-                                          const Result& result) {
-  Packed<AttentionFlex> packed;
-  packed.tensors = to_kernel_layout(given);
-  packed.functions = std::make_unique<UserFunctions>(pack_functions(packed.tensors, options));
-  packed.params = pack_attention(packed.tensors.attention(), result.out, result.lse, options.attention());
-  packed.params.functions = packed.functions.get();
-  return packed;
-}
+}  // namespace
 
-Packed<AttentionFlexBackward> AttentionFlexBackward::pack(const Tensors& given, const Options& options,
-                                                          const Result& result) {
-  Packed<AttentionFlexBackward> packed;
-  packed.tensors = to_kernel_layout(given);
-  fill_grad_out(packed.tensors);
-  packed.functions =
-      std::make_unique<UserFunctions>(pack_functions(packed.tensors.forward(), options.forward()));
-  if (result.captured.defined()) {
-    if (packed.functions->captured_gradient)
-      packed.functions->dcaptured = result.captured.mutable_data_ptr();
-    else
-      result.captured.zero_();  // no instruction reads `captured` with a derivative
+#define FA_CHECK_OPTION(name, type, default_value, check, allowed)          \
+  {                                                                         \
+    const auto& v = name;                                                   \
+    TORCH_CHECK_VALUE(check, #name ": got ", name, "; allowed: ", allowed); \
   }
-  const Gradients gradients = result.attention();
-  packed.per_head = empty_per_head(gradients, given.lse, given.query.size(0), given.query.size(1));
-  pack_backward(packed.params, packed.tensors.attention(), options.attention(), gradients, packed.per_head);
-  packed.params.functions = packed.functions.get();
-  return packed;
-}
+void FunctionOptions::check() const { FA_FUNCTION_OPTIONS(FA_CHECK_OPTION) }
+#undef FA_CHECK_OPTION
+void FlexOptions::check() const { base().check(); }
+void FlexBackwardOptions::check() const { forward().check(); }
+void VarlenFlexOptions::check() const { base().check(); }
+void VarlenFlexBackwardOptions::check() const { forward().check(); }
+void CacheFlexOptions::check() const { base().check(); }
+
+#define FA_FORWARD_STEPS(Op)                                                                           \
+  void Op::check(const Tensors& in, const Options& options) { check_with_functions<Op>(in, options); } \
+  Op::Result Op::empty(const Tensors& in, const Options& options) {                                    \
+    return Base::empty(in.base(), options.base());                                                     \
+  }                                                                                                    \
+  Packed<Op> Op::pack(const Tensors& given, const Options& options, const Result& result) {            \
+    return pack_with_functions<Op>(given, options, result);                                            \
+  }
+#define FA_BACKWARD_STEPS(Op)                                                                    \
+  void Op::check(const Tensors& in, const Options& options) { check_gradient<Op>(in, options); } \
+  Op::Result Op::empty(const Tensors& in, const Options& options) {                              \
+    return empty_gradients<Op>(in, options);                                                     \
+  }                                                                                              \
+  Packed<Op> Op::pack(const Tensors& given, const Options& options, const Result& result) {      \
+    return pack_backward_with_functions<Op>(given, options, result);                             \
+  }
+// Without pack(): the kernels are written in Python.
+#define FA_JVP_STEPS(Op)                                                                           \
+  void Op::check(const Tensors& in, const Options& options) { check_derivative<Op>(in, options); } \
+  Op::Result Op::empty(const Tensors& in, const Options& options) {                                \
+    return Base::empty(in.base(), options.base());                                                 \
+  }
+#define FA_DOUBLE_BACKWARD_STEPS(Op)                                                             \
+  void Op::check(const Tensors& in, const Options& options) { check_gradient<Op>(in, options); } \
+  Op::Result Op::empty(const Tensors& in, const Options& options) { return empty_gradients<Op>(in, options); }
+
+FA_FORWARD_STEPS(AttentionFlex)
+FA_BACKWARD_STEPS(AttentionFlexBackward)
+FA_JVP_STEPS(AttentionFlexJvp)
+FA_DOUBLE_BACKWARD_STEPS(AttentionFlexDoubleBackward)
+FA_FORWARD_STEPS(AttentionVarlenFlex)
+FA_BACKWARD_STEPS(AttentionVarlenFlexBackward)
+FA_JVP_STEPS(AttentionVarlenFlexJvp)
+FA_DOUBLE_BACKWARD_STEPS(AttentionVarlenFlexDoubleBackward)
+FA_FORWARD_STEPS(AttentionCacheFlex)
 
 }  // namespace flash_attn_ext

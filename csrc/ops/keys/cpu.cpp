@@ -116,6 +116,8 @@ bool has_scores(const VarlenTensors& in) { return packed_has_scores(in); }
 bool has_scores(const VarlenBackwardTensors& in) { return packed_has_scores(in); }
 bool has_scores(const VarlenJvpTensors& in) { return packed_has_scores(in); }
 bool has_scores(const VarlenDoubleBackwardTensors& in) { return packed_has_scores(in); }
+bool has_scores(const VarlenFlexTensors& in) { return packed_has_scores(in); }
+bool has_scores(const VarlenFlexBackwardTensors& in) { return packed_has_scores(in); }
 
 // The sink of each row of lse; none: no sink.
 OptionalTensor sink_of_rows(const AttentionTensors& in, const at::Tensor& lse) {
@@ -125,7 +127,7 @@ OptionalTensor sink_of_rows(const AttentionJvpTensors& in, const at::Tensor& lse
   return sink_of_rows(in.forward(), lse);
 }
 OptionalTensor sink_of_rows(const FlexTensors& in, const at::Tensor& lse) {
-  return sink_of_rows(in.attention(), lse);
+  return sink_of_rows(in.base(), lse);
 }
 OptionalTensor sink_of_rows(const CacheTensors& in, const at::Tensor& lse) {
   if (!in.sink) return std::nullopt;
@@ -135,9 +137,13 @@ OptionalTensor sink_of_rows(const CacheTensors& in, const at::Tensor& lse) {
 OptionalTensor sink_of_rows(const IndexedTensors& in, const at::Tensor& lse) {
   return sink_of_rows(in.attention(), lse);
 }
+OptionalTensor sink_of_rows(const CacheFlexTensors& in, const at::Tensor& lse) {
+  return sink_of_rows(in.base(), lse);
+}
 // Packed sequences with a sink have scores.
 OptionalTensor sink_of_rows(const VarlenTensors&, const at::Tensor&) { return std::nullopt; }
 OptionalTensor sink_of_rows(const VarlenJvpTensors&, const at::Tensor&) { return std::nullopt; }
+OptionalTensor sink_of_rows(const VarlenFlexTensors&, const at::Tensor&) { return std::nullopt; }
 
 // The derivative of lse with respect to the sink: 1, and 0 for a sink of -inf, which is no sink.
 at::Tensor where_sink(const at::Tensor& sink, const at::Tensor& derivative) {
@@ -178,8 +184,9 @@ void write_without_scores(const AttentionBackwardTensors& in, const Gradients& r
   result.sink.copy_(where_sink(*in.sink, result.sink.dim() == 1 ? per_head.sum(0) : per_head));
 }
 
-void write_without_scores(const FlexBackwardTensors& in, const FlexGradients& result) {
-  write_without_scores(in.attention(), result.attention());
+template <class Tensors>
+void write_without_scores(const Tensors& in, const FlexGradients& result) {
+  write_without_scores(in.base(), result.base());
   if (result.captured.defined()) result.captured.zero_();
 }
 

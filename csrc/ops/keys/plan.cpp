@@ -133,22 +133,31 @@ Tensors backward_tensors(const Forward& forward, const AttentionResult& result) 
   return tensors;
 }
 
-template <class Options, class Forward>
-Options backward_options(const Forward& forward, const GradFlags& grad_mask) {
+template <class Options, class Forward, size_t n>
+Options backward_options(const Forward& forward, const std::array<bool, n>& grad_mask) {
   Options options;
   options.set_forward(forward);
   options.grad_mask = grad_mask;
   return options;
 }
 
-template <class Packed, class Tensors>
-Plan backward_plan(const Packed& packed, const Tensors& given, const Gradients& gradients,
+inline const Gradients& base_of(const Gradients& gradients) { return gradients; }
+inline Gradients base_of(const FlexGradients& gradients) { return gradients.base(); }
+inline void add_captured(Plan&, const Gradients&) {}
+inline void add_captured(Plan& plan, const FlexGradients& gradients) {
+  plan.bytes.emplace_back("dcaptured", bytes_of(gradients.captured));
+}
+
+template <class Packed, class Tensors, class AnyGradients>
+Plan backward_plan(const Packed& packed, const Tensors& given, const AnyGradients& all_gradients,
                    int64_t copied_bytes) {
+  const Gradients& gradients = base_of(all_gradients);
   Plan plan = plan_of(packed.params, given.query.device());
   plan.deterministic = packed.params.deterministic;
 #define FA_BYTES(name, ...) plan.bytes.emplace_back("d" #name, bytes_of(gradients.name));
   FA_DIFFERENTIABLE(FA_BYTES)
 #undef FA_BYTES
+  add_captured(plan, all_gradients);
   // The parts of each batch and head; and their sum, if one gradient serves all batches.
   int64_t per_head_bytes = 0;
 #define FA_PER_HEAD_BYTES(name, ...)                        \
@@ -236,13 +245,13 @@ Plan plan_forward(const typename Op::Tensors& given, const typename Op::Options&
 
 template <class Op, class Backward>
 Plan plan_backward(const typename Op::Tensors& given, const typename Op::Options& options,
-                   const GradFlags& grad_mask) {
+                   const decltype(Backward::Options::grad_mask)& grad_mask) {
   Op::check(given, options);
   check_contents(given, options);
   const auto placeholders = placeholders_of(given);
   const auto backward = backward_options<typename Backward::Options>(options, grad_mask);
   const AttentionResult result = Op::empty(placeholders.given, options);
-  const Gradients gradients =
+  const typename Backward::Result gradients =
       Backward::empty(backward_tensors<typename Backward::Tensors>(placeholders.given, result), backward);
   const auto packed = Backward::pack(
       backward_tensors<typename Backward::Tensors>(placeholders.laid_out, not_allocated(result)), backward,
@@ -257,5 +266,13 @@ template Plan plan_backward<Attention, AttentionBackward>(const AttentionTensors
                                                           const GradFlags&);
 template Plan plan_backward<AttentionVarlen, AttentionVarlenBackward>(const VarlenTensors&,
                                                                       const VarlenOptions&, const GradFlags&);
+template Plan plan_forward<AttentionFlex>(const FlexTensors&, const FlexOptions&);
+template Plan plan_forward<AttentionVarlenFlex>(const VarlenFlexTensors&, const VarlenFlexOptions&);
+template Plan plan_forward<AttentionCacheFlex>(const CacheFlexTensors&, const CacheFlexOptions&);
+template Plan plan_backward<AttentionFlex, AttentionFlexBackward>(const FlexTensors&, const FlexOptions&,
+                                                                  const FlexGradFlags&);
+template Plan plan_backward<AttentionVarlenFlex, AttentionVarlenFlexBackward>(const VarlenFlexTensors&,
+                                                                              const VarlenFlexOptions&,
+                                                                              const FlexGradFlags&);
 
 }  // namespace flash_attn_ext

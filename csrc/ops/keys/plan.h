@@ -7,6 +7,7 @@
 
 #include "../../core/params.h"
 #include "../cache/kvcache.h"
+#include "../flex/flex.h"
 #include "../packed/varlen.h"
 
 namespace flash_attn_ext {
@@ -51,7 +52,7 @@ template <class Op>
 Plan plan_forward(const typename Op::Tensors& tensors, const typename Op::Options& options);
 template <class Op, class Backward>
 Plan plan_backward(const typename Op::Tensors& tensors, const typename Op::Options& options,
-                   const GradFlags& grad_mask);
+                   const decltype(Backward::Options::grad_mask)& grad_mask);
 
 extern template Plan plan_forward<Attention>(const AttentionTensors&, const AttentionOptions&);
 extern template Plan plan_forward<AttentionVarlen>(const VarlenTensors&, const VarlenOptions&);
@@ -61,5 +62,14 @@ extern template Plan plan_backward<Attention, AttentionBackward>(const Attention
 extern template Plan plan_backward<AttentionVarlen, AttentionVarlenBackward>(const VarlenTensors&,
                                                                              const VarlenOptions&,
                                                                              const GradFlags&);
+extern template Plan plan_forward<AttentionFlex>(const FlexTensors&, const FlexOptions&);
+extern template Plan plan_forward<AttentionVarlenFlex>(const VarlenFlexTensors&, const VarlenFlexOptions&);
+extern template Plan plan_forward<AttentionCacheFlex>(const CacheFlexTensors&, const CacheFlexOptions&);
+extern template Plan plan_backward<AttentionFlex, AttentionFlexBackward>(const FlexTensors&,
+                                                                         const FlexOptions&,
+                                                                         const FlexGradFlags&);
+extern template Plan plan_backward<AttentionVarlenFlex, AttentionVarlenFlexBackward>(const VarlenFlexTensors&,
+                                                                                     const VarlenFlexOptions&,
+                                                                                     const FlexGradFlags&);
 
 }  // namespace flash_attn_ext

@@ -12,6 +12,7 @@ TORCH_LIBRARY(flash_attn_ext, m) {
   };
   for_each_operator(KernelOperators{}, define);
   for_each_operator(CpuKernelOperators{}, define);
+  for_each_operator(PythonKernelOperators{}, define);
   for_each_operator(CacheWriters{}, define);
   m.def(
       "dropout_mask(Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, "
