@@ -272,8 +272,8 @@ def test_blocks_that_share_tiles_give_the_same_bits(isa, threads, dtype, options
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_lse_of_16_bit_inputs_is_nearly_float32s(isa, dtype):
-    """The exponential of 16-bit probabilities has a relative error below 2.7e-6, and so has their sum."""
-    q, k, v = torch.randn(3, 1, 2, 150, 64).to(dtype)
+    """The exponential of 16-bit probabilities has a relative error below 2.7e-6. It does not grow with the keys."""
+    q, k, v = torch.randn(1, 2, 50, 64).to(dtype), *torch.randn(2, 1, 2, 3000, 64).to(dtype)
     _, lse = flash_attn(q, k, v, return_lse=True)
     exact = torch.logsumexp(q.double() @ k.double().mT / 8, -1)
     assert (lse - exact).abs().max() < 6e-6

@@ -21,11 +21,13 @@ FA_INLINE Vec<T> max_of_column(const T* column, int64_t rows, int64_t ld) {
 }
 
 // The softmax of kLanes rows of Q: `column` has one vector per key, one lane per row of Q. exp(x) returns e^x, in
-// units of the scores. `unified` (or null) replaces m'. Sets `factor` = e^(m - m'). Calls write(j, P of key j, P of
-// key j + 1) for even j; a last single key comes with P = 0.
-template <class T, class Exp, class Write>
+// units of the scores. `unified` (or null) replaces m'. Sets `factor` = e^(m - m') by rescale_exp(x): it returns 1 for
+// x = 0, because an error there would grow with every tile. Calls write(j, P of key j, P of key j + 1) for even j; a
+// last single key comes with P = 0.
+template <class T, class Exp, class RescaleExp, class Write>
 FA_INLINE void softmax_column(const T* column, int64_t keys, int64_t ld, const T* unified, Vec<T>& row_max,
-                              Vec<T>& row_sum, Vec<T>& factor, const Exp& exp, const Write& write) {
+                              Vec<T>& row_sum, Vec<T>& factor, const Exp& exp, const RescaleExp& rescale_exp,
+                              const Write& write) {
   const Vec<T> new_max = max<T>(row_max, max_of_column<T>(column, keys, ld));
   // No key visible yet: any finite reference gives e^(-inf - reference) = 0.
   const Vec<T> reference = unified ? splat<T>(*unified) : new_max == kNegInf<T> ? Vec<T>{} : new_max;
@@ -43,7 +45,7 @@ FA_INLINE void softmax_column(const T* column, int64_t keys, int64_t ld, const T
     write(j, last, Vec<T>{});
     sum += last;
   }
-  factor = unified ? splat<T>(T(1)) : exp(row_max - reference);
+  factor = unified ? splat<T>(T(1)) : rescale_exp(row_max - reference);
   row_sum = row_sum * factor + sum;
   row_max = new_max;
 }
@@ -55,9 +57,10 @@ FA_INLINE void softmax_of_tile(const TileFrame& f, T unit, const T* scores, T* r
                                T* rescale, const Write& write) {
   const T log2_unit = unit * T(kLog2E);
   const auto exp = [&](Vec<T> x) FA_INLINE_LAMBDA { return prob_exp<In, T>(x, log2_unit); };
+  const auto rescale_exp = [&](Vec<T> x) FA_INLINE_LAMBDA { return exp_scaled<T>(x, log2_unit); };
   for (int64_t c = 0; c < f.ld; c += kLanes<T>) {
     Vec<T> m = load<T>(row_max + c), l = load<T>(row_sum + c), factor;
-    softmax_column<T>(scores + c, f.keys, f.ld, nullptr, m, l, factor, exp,
+    softmax_column<T>(scores + c, f.keys, f.ld, nullptr, m, l, factor, exp, rescale_exp,
                       [&](int64_t j, Vec<T> first, Vec<T> second)
                           FA_INLINE_LAMBDA { write(c, j, first, second); });
     store<T>(row_max + c, m);
@@ -165,7 +168,7 @@ inline void decode_softmax_lanes(T* scores, int64_t keys, int64_t lanes, const T
   for (int64_t row = 0; row < rows; row += L) {
     const int64_t count = std::min<int64_t>(L, rows - row);
     Vec<T> m = load_columns<T>(row_max + row, count), l = load_columns<T>(row_sum + row, count), factor;
-    softmax_column<T>(scores + row, keys, lanes, unified, m, l, factor, e_to,
+    softmax_column<T>(scores + row, keys, lanes, unified, m, l, factor, e_to, e_to,
                       [&](int64_t j, Vec<T> first, Vec<T> second) FA_INLINE_LAMBDA {
                         store<T>(scores + j * lanes + row, first);
                         if (j + 1 < keys) store<T>(scores + (j + 1) * lanes + row, second);
