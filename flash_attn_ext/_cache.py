@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.autograd import forward_ad
 from . import _append, _ops  # noqa: F401  _append registers the operator for CUDA
 from ._call import FUNCTIONS, Call
 from ._flash_arguments import exactly_one_name, sink_of, true_or_false, whole_number, window_of
+from ._indexed import KeyNumbers
+from ._indexed_packed import prepare_cached
 from ._options import checked_options, operator_options
 from ._second_query import SecondQuery, join_caches
 from ._tensor_checks import check_are_dense, check_is_dense
@@ -46,11 +49,13 @@ class CacheCall:
     options: dict[str, object]  # all other arguments
     return_lse: bool = False
     functions: dict[str, Any] = field(default_factory=dict)  # of the user
+    numbers: KeyNumbers | None = None  # of keys by index
 
     @classmethod
     def from_arguments(
         cls, *, return_softmax_lse: bool = False, page_table: Tensor | None, block_table: Tensor | None,
-        learnable_sink: Tensor | None, sink: Tensor | None, **arguments,
+        learnable_sink: Tensor | None, sink: Tensor | None, key_indices: Tensor | None = None,
+        key_block_indices: Tensor | None = None, key_block_size: int = 128, **arguments,
     ) -> CacheCall:  # fmt: skip
         """``page_table`` becomes ``block_table``, and ``learnable_sink`` becomes ``sink``."""
         arguments["block_table"] = exactly_one_name("page_table", page_table, "block_table", block_table)
@@ -59,7 +64,12 @@ class CacheCall:
         functions = {name: arguments.pop(name, None) for name in FUNCTIONS}
         if all(function is None for function in functions.values()):
             functions = {}
-        return cls({name: arguments.pop(name) for name in _TENSORS}, arguments, return_lse, functions)
+        numbers = KeyNumbers.from_arguments(
+            key_indices=key_indices, key_block_indices=key_block_indices, key_block_size=key_block_size
+        )
+        if numbers is not None and functions:
+            raise NotImplementedError(f"{numbers.name}: got a tensor with a function; allowed: one of them")
+        return cls({name: arguments.pop(name) for name in _TENSORS}, arguments, return_lse, functions, numbers)
 
     def with_tensors(self, **tensors: Tensor | None) -> CacheCall:
         return replace(self, tensors=self.tensors | tensors)
@@ -77,6 +87,7 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
     append, attention, second = operator_calls(call)
     if call.functions:
         _check_functions(call, append, attention)
+    run_by_index = None if call.numbers is None else _by_index(append, attention, call.numbers, q)
     if append is not None:
         if not torch.compiler.is_compiling():  # a compiled graph is checked when it is traced, before anything runs
             with _renamed_errors(_NAMES_OF_ATTENTION):
@@ -89,7 +100,7 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
     with _renamed_errors(_NAMES_OF_ATTENTION):
         if call.functions:
             attention = with_functions(attention, **call.functions)
-        out, lse = attention.run()
+        out, lse = attention.run() if run_by_index is None else run_by_index(attention)
     if cu_seqlens_q is None:
         out = out.unflatten(0, q.shape[:2])
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
@@ -115,6 +126,26 @@ def _check_functions(call: CacheCall, append: Call | None, attention: Call) -> N
     longest, covered = int(lengths.max()), min(block_mask.seq_lengths)
     if longest > covered and max(block_mask.BLOCK_SIZE) < longest:
         raise ValueError(f"block_mask: got one for {covered} keys; allowed: at least the longest sequence's {longest}")
+
+
+def _by_index(
+    append: Call | None, attention: Call, numbers: KeyNumbers, q: Tensor
+) -> Callable[[Call], tuple[Tensor, Tensor]]:
+    """Checks the numbers before a row is written. Returns the function that runs the attention."""
+    if q.dim() == 4:  # (B or 1, H_kv or 1, S_q, n) for (B, S_q, H, D)
+        given = numbers.given
+        if given.dim() != 4 or given.shape[0] not in (1, q.shape[0]) or given.shape[2] != q.shape[1]:
+            raise ValueError(
+                f"{numbers.name}: got shape {list(given.shape)}; allowed: (batch or 1, heads_kv or 1, seqlen_q, any "
+                f"number) = [{q.shape[0]}, {attention.tensors['key'].shape[2]}, {q.shape[1]}, ...]"
+            )
+        given = given.expand(q.shape[0], *given.shape[1:]).transpose(0, 1).flatten(1, 2)
+        numbers = numbers._replace(given=given)
+    if append is not None:
+        new = append.tensors["cu_seqlens_k_new"].diff()
+        attention = attention.with_tensors(seqused_k=attention.tensors["seqused_k"] + new)
+    with _renamed_errors(_NAMES_OF_ATTENTION):
+        return prepare_cached(attention, numbers)
 
 
 def check_not_differentiated(function: str, **tensors: Tensor | None) -> None:

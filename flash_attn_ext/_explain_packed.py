@@ -66,6 +66,8 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
         NotImplementedError: no kernels for the tensors' device.
     """
     given = _cache.CacheCall.from_arguments(**arguments_of("flash_attn_with_kvcache", _KVCACHE, args, kwargs))
+    if given.numbers is not None:
+        raise NotImplementedError(f"{given.numbers.name}: got one; allowed here: None")
     refuse_dtensors(given.tensors)
     append, call, second = _cache.operator_calls(given)
     _check_has_numbers(call, cu_seqlens_q="cu_seqlens_q", seqused_k="cache_seqlens")

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import _dense, _functorch, _ops
 from ._call import Call
 from ._options import as_type
-from ._tensor_checks import check_is_dense
+from ._tensor_checks import check_is_dense, some_dtensor
 
 
 class KeyNumbers(NamedTuple):
@@ -54,6 +54,11 @@ def attend(call: Call, numbers: KeyNumbers) -> tuple[Tensor, Tensor]:
         return _ops.attention_indexed(**form.tensors, key_indices=indices, key_block_size=numbers.size, **form.options)
 
     return _dense.attend(call, run)
+
+
+def refuse_dtensors(numbers: KeyNumbers, *tensors: object) -> None:
+    if some_dtensor(*tensors, numbers.given):
+        raise TypeError(f"{numbers.name}: got one with a DTensor; allowed: to_local(), a dense tensor")
 
 
 def check_where(numbers: KeyNumbers, query: Tensor) -> None:

@@ -18,7 +18,7 @@ from ._call import FUNCTIONS, INDICES, Call
 from ._dropout import dropout_mask, new_rng_state
 from ._hints import unknown_argument, with_layout_hint
 from ._options import as_type, band, checked_options
-from ._tensor_checks import check_is_dense, is_causal_bias, some_dtensor
+from ._tensor_checks import check_is_dense, is_causal_bias
 from .flex.attention import refuse_dtensors_with_functions, run_with_functions
 
 if TYPE_CHECKING:
@@ -219,12 +219,14 @@ def _by_index(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     if is_causal_bias(arguments["attn_mask"]):
         arguments = without_causal_bias(arguments)
     seen = tuple(arguments[name] for name in (*_ops.DENSE.tensor_names, *INDICES) if name != "rng_state")
-    if some_dtensor(*seen):
-        raise TypeError(f"query: got a DTensor with {' or '.join(INDICES)}; allowed: to_local(), a dense tensor")
+    numbers = _indexed.KeyNumbers.from_arguments(**{n: arguments[n] for n in (*INDICES, "key_block_size")})
+    assert numbers is not None
+    _indexed.refuse_dtensors(numbers, *seen)
     if has_torch_function_variadic(*seen) and arguments["query"].layout is not torch.jagged:
         q, k, v = (arguments.pop(name) for name in ("query", "key", "value"))
         return handle_torch_function(flash_attn, seen, q, k, v, **arguments)
-    numbers = _indexed.KeyNumbers.from_arguments(**{n: arguments.pop(n) for n in (*INDICES, "key_block_size")})
+    for name in (*INDICES, "key_block_size"):
+        del arguments[name]
     call = Call.from_arguments(_ops.DENSE, **arguments)
     out, lse = _indexed.attend(call, numbers)
     return (out, lse) if call.return_lse else out

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from . import _cache
 from ._attend import handler_of_dtensors
+from ._indexed import refuse_dtensors
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -49,6 +50,9 @@ def flash_attn_with_kvcache(
     score_mod: "ScoreMod | None" = None,
     mask_mod: "MaskMod | None" = None,
     block_mask: "BlockMask | None" = None,
+    key_indices: Tensor | None = None,
+    key_block_indices: Tensor | None = None,
+    key_block_size: int = 128,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attention's function of this name: appends ``k`` and ``v`` to the caches in place, then attends.
 
@@ -106,6 +110,11 @@ def flash_attn_with_kvcache(
             last query has the index of the last key. So a function of the training is the same here. CPU only.
         mask_mod: likewise, a function that returns whether a query sees a key.
         block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
+        key_indices: (B or 1, H_k or 1, S_q, n), or packed (H_k or 1, T_q, n), int32 or int64: the rows of the
+            sequence's cache that each query may attend to; -1 is none. Rows count from the start of the cache, also
+            with ``cache_leftpad``, and include the rows of ``k``. Not with 8 bits, ``tree_mask`` and ``alibi_slopes``.
+            Caches or pages must follow each other in memory.
+        key_block_indices: likewise: blocks of ``key_block_size`` rows of the sequence's cache.
 
     Returns:
         out (B, S_q, H, D_v) or (T_q, H, D_v).
@@ -117,6 +126,8 @@ def flash_attn_with_kvcache(
     Source: Dao et al., "Flash-Decoding", 2023; Kwon et al., "PagedAttention", 2023 (arXiv 2309.06180).
     """
     call = _cache.CacheCall.from_arguments(**locals())
+    if call.numbers is not None:
+        refuse_dtensors(call.numbers, q, k_cache, v_cache, k, v)
     on_dtensors = handler_of_dtensors("flash_attn_with_kvcache", q, k_cache, v_cache, k, v)
     out, lse = _cache.attend(call) if on_dtensors is None else on_dtensors(call)
     return (out, lse) if call.return_lse else out

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from . import _ops
 from ._attend import attend
-from ._call import FUNCTIONS, Call
+from ._call import FUNCTIONS, INDICES, Call
+from ._indexed import KeyNumbers, refuse_dtensors
+from ._indexed_packed import attend_packed
 from ._second_query import without_second_query
 from .flex.attention import run_packed_with_functions
 
@@ -49,6 +51,9 @@ def flash_attn_varlen(
     score_mod: "ScoreMod | None" = None,
     mask_mod: "MaskMod | None" = None,
     block_mask: "BlockMask | None" = None,
+    key_indices: Tensor | None = None,
+    key_block_indices: Tensor | None = None,
+    key_block_size: int = 128,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of each sequence to itself, for sequences that are packed one after another in memory.
 
@@ -85,6 +90,9 @@ def flash_attn_varlen(
             and ``kv_idx`` count from the start of the sequence. CPU only.
         mask_mod: likewise, a function that returns whether a query sees a key.
         block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
+        key_indices: (H_kv or 1, T_q, n), int32 or int64: the keys that each row of ``query`` may attend to, counted
+            from the start of its own sequence; -1 is no key. As in :func:`flash_attn`, without masks and ALiBi.
+        key_block_indices: (H_kv or 1, T_q, n), likewise: blocks of ``key_block_size`` keys of the sequence.
 
     For the other arguments see :func:`flash_attn`.
 
@@ -101,10 +109,17 @@ def flash_attn_varlen(
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """
     given = without_second_query(locals())
+    numbers = KeyNumbers.from_arguments(**{name: given.pop(name) for name in (*INDICES, "key_block_size")})
     functions = {name: given.pop(name) for name in FUNCTIONS}
     call = Call.from_arguments(_ops.VARLEN, **given)
     if score_mod is None and mask_mod is None and block_mask is None:
-        out, lse = attend(call)
-    else:
+        if numbers is None:
+            out, lse = attend(call)
+        else:
+            refuse_dtensors(numbers, query, key, value)
+            out, lse = attend_packed(call, numbers)
+    elif numbers is None:
         out, lse = run_packed_with_functions(call, functions)
+    else:
+        raise NotImplementedError(f"{numbers.name}: got a tensor with a function; allowed: one of them")
     return (out, lse) if return_lse else out

@@ -45,7 +45,7 @@ KeyLists allocate_key_lists(Arena& arena, const Sizes& z, const KeyIndices& indi
 }
 
 void fill_key_lists(const KeyLists& lists, const Parallel& parallel) {
-  constexpr int64_t kRows = 32;  // of a task
+  constexpr int64_t kRows = 4;  // of a task
   const KeyIndices& indices = *lists.indices;
   std::fill(lists.bits, lists.bits + lists.words * std::max(parallel.threads, 1), uint64_t{0});
   for_each_task(parallel, (lists.rows + kRows - 1) / kRows, [&](int64_t task, int thread) {

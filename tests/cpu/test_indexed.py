@@ -58,7 +58,9 @@ def run_both(tensors, indices, mask, extra=(), grads=True, **options):
         if name == "ours":
             out, lse = flash_attn(*leaves, enable_gqa=True, return_lse=True, **indices, **more, **options)
         else:
-            reference_options = {n: o for n, o in options.items() if n not in ("attn_mask", "key_mask")}
+            reference_options = {
+                n: o for n, o in options.items() if n not in ("attn_mask", "key_mask", "attention_chunk")
+            }
             out, lse = dense(*leaves, mask, **reference_options, **more)
         got = [out, lse]
         if grads:
@@ -119,6 +121,7 @@ def options_of():
         "upper_left": {"causal": "upper_left"},
         "window": {"causal": "lower_right", "window": (30, 0)},
         "both sides": {"window": (20, 9)},
+        "chunks": {"causal": "lower_right", "attention_chunk": 32},
         "softcap": {"softcap": 1.5, "scale": 0.7},
         "bool mask": {"attn_mask": bias > 0},
         "one mask": {"attn_mask": (bias > 0)[:1, :1]},
@@ -142,6 +145,10 @@ def test_options(name, dtype):
         mask = mask + (given.double() if given.dtype != torch.bool else torch.where(given, 0.0, -math.inf).double())
     if "key_mask" in options:
         mask = mask.masked_fill(~options["key_mask"][:, None, None], -math.inf)
+    if "attention_chunk" in options:
+        size = options["attention_chunk"]
+        chunk = (torch.arange(40) + 110)[:, None] // size
+        mask = mask.masked_fill(torch.arange(150) // size != chunk, -math.inf)
     check(*run_both(tensors, {"key_indices": indices}, mask, **options), BOUND[dtype])
 
 

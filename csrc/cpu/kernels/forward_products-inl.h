@@ -71,17 +71,17 @@ struct ForwardProducts {
 
   // out = out * rescale + P V. rescale: one factor per query; null: 1.
   void add_values(const AttentionParams& p, const ScoreTile<T>& score, const T* probs, const T* rescale,
-                  T* out, bool = false, Loaded* loaded = nullptr) const {
+                  T* out, bool = false, Loaded* loaded = nullptr, PrefetchHook prefetch_hook = {}) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v;
     const Tile<T> v = loaded && loaded->v_rows == f.keys
                           ? loaded->v
                           : load_rows(p, p.v, p.varlen.cache.v_scale, f, d_v, v_tile);
     if (loaded) loaded->v = v, loaded->v_rows = f.keys;
-    masked_gemm<T>(
-        score, true, f.queries, d_v,
-        {f.keys, probs, 1, f.ld, v.data, v.ld, out, round_up_to_lanes<T>(d_v), true, T(1), rescale},
-        finite_tile);
+    masked_gemm<T>(score, true, f.queries, d_v,
+                   {f.keys, probs, 1, f.ld, v.data, v.ld, out, round_up_to_lanes<T>(d_v), true, T(1), rescale,
+                    prefetch_hook},
+                   finite_tile);
   }
 
  private:
@@ -180,7 +180,8 @@ struct ForwardProducts<BFloat16, float> {
 
   // `packed`: P is in prob_pairs, and `probs` is free memory for it.
   void add_values(const AttentionParams& p, const ScoreTile<float>& score, float* probs, const float* rescale,
-                  float* out, bool packed = false, Loaded* loaded = nullptr) const {
+                  float* out, bool packed = false, Loaded* loaded = nullptr,
+                  PrefetchHook prefetch_hook = {}) const {
     const TileFrame& f = score.frame;
     const int64_t d_v = p.sizes.head_dim_v, ld = round_up_to_lanes<float>(d_v);
     const int64_t h_kv = p.sizes.kv_head(f.h);
@@ -197,9 +198,9 @@ struct ForwardProducts<BFloat16, float> {
     if (loaded) loaded->v_rows = cleared ? 0 : f.keys;  // a block without masked keys needs the cleared rows
     const LeftPairs left =
         packed ? LeftPairs{prob_pairs, 1, f.ld} : transposed_pairs(probs, f.keys, f.ld, prob_pairs);
-    gemm<float, Pair>(
-        f.queries, d_v,
-        {pairs_of(f.keys), left.data, left.row, left.depth, v_pairs, ld, out, ld, true, 1.0f, rescale});
+    gemm<float, Pair>(f.queries, d_v,
+                      {pairs_of(f.keys), left.data, left.row, left.depth, v_pairs, ld, out, ld, true, 1.0f,
+                       rescale, prefetch_hook});
     if (cleared && packed) widen_pairs(prob_pairs, f.keys, f.ld, probs);
     if (cleared)
       add_rows_not_finite<BFloat16, float>(score, true, f.queries, probs, 1, f.ld, v, f.keys, out, ld);

@@ -68,17 +68,26 @@ void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedS
   }
   std::fill(s.out, s.out + heads * d_v, T(0));
 
-  KeyCursor cursor = lists.cursor(b, h_kv, i, visible_keys(p.band, i, i + 1, p.sizes.seqlen_k));
-  while (s.tile.load(p, b, h_kv, cursor)) {
+  const auto keys_of = [&](int64_t row) {
+    return lists.cursor(b, h_kv, row, visible_keys(p.band, row, row + 1, p.sizes.seqlen_k));
+  };
+  KeyCursor cursor = keys_of(i);
+  const KeyCursor following = keys_of(std::min(i + 1, p.sizes.seqlen_q - 1));
+  while (s.tile.load(p, b, h_kv, cursor, following)) {
     row.k = s.tile.k;
     row.v = s.tile.v;
+    RowsAhead keys_ahead = s.tile.keys_ahead(p, b, h_kv), values_ahead = s.tile.values_ahead(p, b, h_kv);
     for (int64_t n = 0; n < blocks; ++n) {
       const TileFrame f = frame_of_heads<T>(row, n, s.tile.count);
       const MaskTile<T> mask = gathered_mask<T>(p, b, first_head + f.i0, i, s.tile.keys, f, s.tile.bias);
-      s.products[n].scores(row, f, scale, s.scores);
+      GradualPrefetch of_keys(keys_ahead, n == 0 ? keys_ahead.count() : 0, f.keys * f.ld / kLanes<T>);
+      s.products[n].scores(row, f, scale, s.scores, false, of_keys.prefetch_hook());
       const ScoreTile<T> score = finish_scores<T>(row, f, mask, s.scores, nullptr);
-      online_softmax<T>(f, unit, s.scores, s.row_max + f.i0, s.row_sum + f.i0, s.rescale);
-      s.products[n].add_values(row, score, s.scores, s.rescale, s.out + f.i0 * d_v);
+      const bool packed = s.products[n].packs_probs(row);
+      s.products[n].softmax(f, unit, s.scores, s.row_max + f.i0, s.row_sum + f.i0, s.rescale, packed);
+      GradualPrefetch of_values(values_ahead, n == 0 ? values_ahead.count() : 0, f.queries * d_v / kLanes<T>);
+      s.products[n].add_values(row, score, s.scores, s.rescale, s.out + f.i0 * d_v, packed, nullptr,
+                               of_values.prefetch_hook());
     }
   }
 

@@ -105,7 +105,8 @@ void backward_indexed_row(const IndexedBackwardParams& p, const IndexedBackwardW
   const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim);
   IndexedBackwardRow<In, T> row{p, s, b, h_kv, i};
   KeyCursor cursor = w.lists.cursor(b, h_kv, i, within);
-  if (!row.next_tile(cursor)) return;
+  const KeyCursor following = w.lists.cursor(b, h_kv, std::min(i + 1, p.sizes.seqlen_q - 1), within);
+  if (!row.next_tile(cursor, following)) return;
   row.load_queries();
   for (int64_t c = 0; c < row.heads; ++c) {
     const int64_t at = p.lse_index(b, row.first_head + c, i);
@@ -126,7 +127,7 @@ void backward_indexed_row(const IndexedBackwardParams& p, const IndexedBackwardW
     }
     if (s.dk) scatter_add<T>(s.dk_tile, s.tile.keys, s.tile.count, first_key, p.sizes.head_dim, s.dk);
     if (s.dv) scatter_add<T>(s.dv_tile, s.tile.keys, s.tile.count, first_key, p.sizes.head_dim_v, s.dv);
-  } while (row.next_tile(cursor));
+  } while (row.next_tile(cursor, following));
   if (!p.dq) return;
   turn.wait_for(i);
   for (int64_t c = 0; c < row.heads; ++c) {

@@ -91,8 +91,9 @@ struct IndexedBackwardRow {
     }
   }
 
-  bool next_tile(KeyCursor& cursor) {
-    if (!s.tile.load(p, b, h_kv, cursor)) return false;
+  // `following`: the keys of the next row.
+  bool next_tile(KeyCursor& cursor, const KeyCursor& following) {
+    if (!s.tile.load(p, b, h_kv, cursor, following)) return false;
     row.k = s.tile.k;
     row.v = s.tile.v;
     swapped = with_operands_of_dprobs(row, dout);
@@ -102,9 +103,13 @@ struct IndexedBackwardRow {
   // Fills s.probs with the scores and s.dscores with dP.
   ScoreTile<T> recompute_scores(const TileFrame& f, int64_t n) const {
     const MaskTile<T> mask = gathered_mask<T>(p, b, first_head + f.i0, i, s.tile.keys, f, s.tile.bias);
-    s.q_products[n].scores(row, f, product_scale<T>(p), s.probs);
+    RowsAhead keys_ahead = s.tile.keys_ahead(p, b, h_kv), values_ahead = s.tile.values_ahead(p, b, h_kv);
+    const int64_t vectors = f.keys * f.ld / kLanes<T>;
+    GradualPrefetch of_keys(keys_ahead, n == 0 ? keys_ahead.count() : 0, vectors);
+    GradualPrefetch of_values(values_ahead, n == 0 ? values_ahead.count() : 0, vectors);
+    s.q_products[n].scores(row, f, product_scale<T>(p), s.probs, false, of_keys.prefetch_hook());
     const ScoreTile<T> score = finish_scores<T>(row, f, mask, s.probs, s.tanh_tile);
-    s.dout_products[n].scores(swapped, f, T(1), s.dscores);
+    s.dout_products[n].scores(swapped, f, T(1), s.dscores, false, of_values.prefetch_hook());
     return score;
   }
 
@@ -118,7 +123,7 @@ struct IndexedBackwardRow {
         T *prob = s.probs + r * f.ld + c, *dscore = s.dscores + r * f.ld + c;
         const Vec<T> x = load<T>(prob);
         const VecIndex<T> hidden = x == kNegInf<T>;  // masked or padding: dS is 0 for every dP
-        const Vec<T> e = hidden ? Vec<T>{} : exp<T>((x - reference) - correction);
+        const Vec<T> e = hidden ? Vec<T>{} : prob_exp<In, T>((x - reference) - correction, T(kLog2E));
         store<T>(prob, e);
         store<T>(dscore, hidden ? Vec<T>{} : e * (load<T>(dscore) - delta));
       }
@@ -143,7 +148,7 @@ struct IndexedBackwardRow {
       s.rows.delta[c] = T(0);
     }
     load_queries();
-    while (next_tile(cursor))
+    while (next_tile(cursor, cursor))
       for (int64_t n = 0; n < blocks; ++n) {
         const TileFrame f = frame_of_heads<T>(row, n, s.tile.count);
         recompute_scores(f, n);

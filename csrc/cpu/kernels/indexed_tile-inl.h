@@ -44,11 +44,41 @@ FA_INLINE void copy_row(In* to, const In* from, int64_t cols) {
   if (c < cols) std::memcpy(to + c, from + c, (cols - c) * sizeof(In));
 }
 
+// Rows of K or V that a later tile gathers, for GradualPrefetch. They lie apart in memory: the hardware does not prefetch
+// them.
+class RowsAhead {
+ public:
+  RowsAhead(const Tensor4& t, int64_t b, int64_t h, int64_t row_bytes, int64_t element_bytes,
+            const int32_t* keys, int64_t count)
+      : base_(static_cast<const char*>(t.data) + (b * t.stride_b + h * t.stride_h) * element_bytes),
+        stride_(t.stride_s * element_bytes),
+        lines_(ceil_div(row_bytes, kLine)),
+        keys_(keys),
+        count_(count) {}
+
+  int64_t count() const { return count_ * lines_; }
+
+  void lines(int64_t n) {
+    for (; n > 0 && row_ < count_; --n) {
+      __builtin_prefetch(base_ + keys_[row_] * stride_ + line_ * kLine, 0, kPrefetchLevel);
+      if (++line_ == lines_) line_ = 0, ++row_;
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  const char* base_;
+  int64_t stride_, lines_;
+  const int32_t* keys_;
+  int64_t count_, row_ = 0, line_ = 0;
+};
+
 // The keys of one tile, and their rows of K and V.
 template <class In, class T>
 struct KeyTile {
-  int32_t* keys;  // [kGatheredKeys], ascending
-  int64_t count = 0;
+  int32_t* keys;   // [kGatheredKeys], ascending
+  int32_t* ahead;  // [kGatheredKeys]   the keys of the next tile
+  int64_t count = 0, ahead_count = 0;
   In* k_copy;  // [kGatheredKeys][D]    only if the keys do not follow each other in memory
   In* v_copy;  // [kGatheredKeys][D_v]  likewise, and if V is not a part of K
   T* bias;     // [kGatheredKeys][heads of a block]   only with a mask or ALiBi
@@ -56,33 +86,49 @@ struct KeyTile {
 
   static KeyTile allocate(Arena& arena, const AttentionParams& p) {
     KeyTile tile;
-    const auto room = [](int64_t cols) { return ceil_div(cols, FA_VECTOR_BYTES) * FA_VECTOR_BYTES; };
     tile.keys = arena.take<int32_t>(kGatheredKeys);
-    tile.k_copy = arena.take<In>(kGatheredKeys * room(p.sizes.head_dim));
-    tile.v_copy = arena.take<In>(kGatheredKeys * room(p.sizes.head_dim_v));
+    tile.ahead = arena.take<int32_t>(kGatheredKeys);
+    tile.k_copy = arena.take<In>(kGatheredKeys * copied_columns(p.sizes.head_dim));
+    tile.v_copy = arena.take<In>(kGatheredKeys * copied_columns(p.sizes.head_dim_v));
     tile.bias = p.mask || p.alibi ? arena.take<T>(kGatheredKeys * block_of_heads()) : nullptr;
     return tile;
   }
 
-  // Moves to the next keys of the row. Returns whether there are any.
-  bool load(const AttentionParams& p, int64_t b, int64_t h_kv, KeyCursor& cursor) {
+  // Moves to the next keys of the row. Returns whether there are any. `following`: the keys of the next row.
+  bool load(const AttentionParams& p, int64_t b, int64_t h_kv, KeyCursor& cursor, KeyCursor following) {
     count = cursor.next(keys, kGatheredKeys);
     if (count == 0) return false;
     k = gather(p.k, b, h_kv, p.sizes.head_dim, k_copy);
-    // Latent attention: a value is the first columns of its key, and is read once.
-    const bool in_key = p.v.data == p.k.data && p.v.stride_b == p.k.stride_b &&
-                        p.v.stride_h == p.k.stride_h && p.v.stride_s == p.k.stride_s &&
-                        p.sizes.head_dim_v <= p.sizes.head_dim;
-    v = in_key ? k : gather(p.v, b, h_kv, p.sizes.head_dim_v, v_copy);
+    v = values_in_keys(p) ? k : gather(p.v, b, h_kv, p.sizes.head_dim_v, v_copy);
+    KeyCursor next = cursor;
+    ahead_count = next.next(ahead, kGatheredKeys);
+    if (ahead_count == 0) ahead_count = following.next(ahead, kGatheredKeys);
     return true;
   }
 
+  RowsAhead keys_ahead(const AttentionParams& p, int64_t b, int64_t h_kv) const {
+    return rows_ahead(p.k, b, h_kv, p.sizes.head_dim, ahead_count);
+  }
+  RowsAhead values_ahead(const AttentionParams& p, int64_t b, int64_t h_kv) const {
+    return rows_ahead(p.v, b, h_kv, p.sizes.head_dim_v, values_in_keys(p) ? 0 : ahead_count);
+  }
+
  private:
+  // Latent attention: a value is the first columns of its key, and is read once.
+  static bool values_in_keys(const AttentionParams& p) {
+    return p.v.data == p.k.data && p.v.stride_b == p.k.stride_b && p.v.stride_h == p.k.stride_h &&
+           p.v.stride_s == p.k.stride_s && p.sizes.head_dim_v <= p.sizes.head_dim;
+  }
+  static int64_t copied_columns(int64_t cols) { return ceil_div(cols, FA_VECTOR_BYTES) * FA_VECTOR_BYTES; }
+
   Tensor4 gather(const Tensor4& t, int64_t b, int64_t h, int64_t cols, In* copy) const {
     if (keys[count - 1] - keys[0] == count - 1) return {t.row<In>(b, h, keys[0]), 0, 0, t.stride_s};
-    const int64_t ld = ceil_div(cols, FA_VECTOR_BYTES) * FA_VECTOR_BYTES;
+    const int64_t ld = copied_columns(cols);
     for (int64_t r = 0; r < count; ++r) copy_row<In>(copy + r * ld, t.row<In>(b, h, keys[r]), cols);
     return {copy, 0, 0, ld};
+  }
+  RowsAhead rows_ahead(const Tensor4& t, int64_t b, int64_t h, int64_t cols, int64_t rows) const {
+    return {t, b, h, cols * static_cast<int64_t>(sizeof(In)), sizeof(In), ahead, rows};
   }
 };
 

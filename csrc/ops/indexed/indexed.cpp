@@ -1,6 +1,9 @@
 #include "indexed.h"
 
+#include <ATen/Parallel.h>
+
 #include <limits>
+#include <mutex>
 
 #include "../checks/check_tensors.h"
 #include "../dense/pack_params.h"
@@ -40,12 +43,20 @@ void check_mask_gradient(bool wanted, const IndexedOptions& options) {
 
 template <class Index>
 void check_range(const at::Tensor& t, int64_t limit, const char* name, const char* unit) {
+  constexpr int64_t kSerial = 1 << 15;
   const Index* numbers = t.const_data_ptr<Index>();
-  Index most = -1, least = 0;
-  for (int64_t n = 0; n < t.numel(); ++n) {
-    most = std::max(most, numbers[n]);
-    least = std::min(least, numbers[n]);
-  }
+  std::mutex mutex;
+  int64_t least = 0, most = -1;
+  at::parallel_for(0, t.numel(), kSerial, [&](int64_t begin, int64_t end) {
+    Index low = 0, high = -1;
+    for (int64_t n = begin; n < end; ++n) {
+      high = std::max(high, numbers[n]);
+      low = std::min(low, numbers[n]);
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    least = std::min<int64_t>(least, low);
+    most = std::max<int64_t>(most, high);
+  });
   TORCH_CHECK_VALUE(least >= -1 && most < limit, name, ": got ", least < -1 ? least : most,
                     "; allowed: -1 (none) to ", limit - 1, ", the last ", unit, " of key");
 }

@@ -1,0 +1,175 @@
+"""Attention by index of packed sequences and of caches: as one dense call.
+
+All rows of query are one sequence, and all rows of key another. Each number becomes the number of its key among all
+rows. Keys that the diagonal, a window or a length hides become -1, because they count from each sequence's own start.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _ops, _packed
+from ._call import Call
+from ._indexed import KeyNumbers, check_where
+
+
+def attend_packed(call: Call, numbers: KeyNumbers) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse): (T_q, H, D_v) and (H, T_q)."""
+    t = call.tensors
+    check_where(numbers, t["query"])
+    call = _packed.to_operator_form(call)
+    _refuse(call, "attn_mask", "alibi_slopes")
+    rows = _Rows.of("cu_seqlens_q", t["cu_seqlens_q"], t["query"].shape[0], t["seqused_q"])
+    keys = _Rows.of("cu_seqlens_k", t["cu_seqlens_k"], t["key"].shape[0], t["seqused_k"])
+    first_key = keys.begin[rows.sequence][:, None]
+    indices = _indices(call, numbers, rows, keys.lengths[rows.sequence], lambda own: own + first_key)
+    return _run(call, rows, indices, t["key"], t["value"])
+
+
+def prepare_cached(call: Call, numbers: KeyNumbers) -> Callable[[Call], tuple[Tensor, Tensor]]:
+    """Checks a call of the operator on caches, and returns the function that runs it. A number counts the rows of the
+    sequence's cache. ``call`` has the lengths after appending; the function gets the call with the rotated query."""
+    t = call.tensors
+    check_where(numbers, t["query"])
+    _refuse(call, "tree_mask", "alibi_slopes", "key_scale", "value_scale")
+    key, value = t["key"], t["value"]
+    if key.dtype != t["query"].dtype or value.dtype != t["query"].dtype:
+        raise NotImplementedError(
+            f"{numbers.name}: got caches of {key.dtype} and {value.dtype}; allowed: the dtype of q, {t['query'].dtype}"
+        )
+    rows = _Rows.of("cu_seqlens_q", t["cu_seqlens_q"], t["query"].shape[0], None)
+    key_rows, value_rows = _all_rows("k_cache", key), _all_rows("v_cache", value)
+    size = key.shape[1]
+    if t["block_table"] is not None:
+        table = t["block_table"].long()[rows.sequence]
+
+        def move(own: Tensor) -> Tensor:
+            page = own.clamp(min=0).div(size, rounding_mode="floor")
+            return table.expand(*own.shape[:1], *table.shape).gather(2, page) * size + own % size
+    else:
+        cache = rows.sequence if t["batch_idx"] is None else t["batch_idx"].long()[rows.sequence]
+
+        def move(own: Tensor) -> Tensor:
+            return own + cache[:, None] * size
+
+    length_k = t["seqused_k"].long()[rows.sequence]
+    leftpad = None if t["leftpad"] is None else t["leftpad"].long()[rows.sequence]
+    indices = _indices(call, numbers, rows, length_k, move, leftpad)
+    return lambda call: _run(call, rows, indices, key_rows, value_rows)
+
+
+class _Rows(NamedTuple):
+    """The rows of a packed tensor."""
+
+    sequence: Tensor  # of each row
+    position: Tensor  # of each row in its sequence
+    begin: Tensor  # of each sequence
+    lengths: Tensor  # of each sequence: rows in use
+    used: Tensor | None  # bool, of each row; None: all
+
+    @classmethod
+    def of(cls, name: str, offsets: Tensor, total: int, in_use: Tensor | None) -> "_Rows":
+        offsets = offsets.long()
+        lengths = offsets.diff()
+        known = offsets.is_cpu and not torch.compiler.is_compiling()
+        if known and (offsets[0] != 0 or offsets[-1] != total or (lengths < 0).any()):
+            raise ValueError(f"{name}: got {offsets.tolist()}; allowed: ascending from 0 to {total}")
+        sequence = torch.repeat_interleave(
+            torch.arange(len(lengths), device=offsets.device), lengths, output_size=total
+        )
+        position = torch.arange(total, device=offsets.device) - offsets[sequence]
+        used = None
+        if in_use is not None:
+            lengths = in_use.long()
+            used = position < lengths[sequence]
+        return cls(sequence, position, offsets[:-1], lengths, used)
+
+
+def _refuse(call: Call, *names: str) -> None:
+    for name in names:
+        if call.tensors.get(name) is not None:
+            raise NotImplementedError(f"{name}: got a tensor with keys by index in a packed call; allowed: None")
+    sink = call.tensors["sink"]
+    if sink is not None and sink.dim() != 1:
+        raise NotImplementedError(f"sink: got shape {list(sink.shape)} with keys by index; allowed: (heads,)")
+
+
+def _all_rows(name: str, cache: Tensor) -> Tensor:
+    """(caches or pages, rows, H_kv, D) as (caches * rows, H_kv, D), without a copy."""
+    try:
+        return cache.view(-1, *cache.shape[2:])
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: got strides {list(cache.stride())} for shape {list(cache.shape)} with keys by index; allowed: "
+            "caches or pages one after another in memory"
+        ) from None
+
+
+def _indices(
+    call: Call,
+    numbers: KeyNumbers,
+    rows: _Rows,
+    length_k: Tensor,
+    move: Callable[[Tensor], Tensor],
+    leftpad: Tensor | None = None,
+) -> Tensor:
+    """The numbers of the dense call, (1 or H_kv, T_q, n). ``move`` maps a number in a sequence to its number there."""
+    option = call.operator.option_defaults | call.options
+    own = _of_rows(numbers, call.tensors["query"].shape[0], call.tensors["key"].shape[-2], length_k)
+    seen = own >= 0
+    if leftpad is not None:
+        seen &= own >= leftpad[:, None]
+    if rows.used is not None:
+        seen &= rows.used[:, None]
+    diagonal = rows.position + option["diagonal"]
+    if option["lower_right"]:
+        diagonal = diagonal + length_k - rows.lengths[rows.sequence]
+    distance = own - diagonal[:, None]
+    if option["causal"]:
+        seen &= distance <= 0
+    if option["window_left"] is not None:
+        seen &= distance >= -option["window_left"]
+    if option["window_right"] is not None:
+        seen &= distance <= option["window_right"]
+    if option["attention_chunk"]:
+        chunk = (diagonal + option["first_key"]).div(option["attention_chunk"], rounding_mode="floor")
+        seen &= (own + option["first_key"]).div(option["attention_chunk"], rounding_mode="floor") == chunk[:, None]
+    return torch.where(seen, move(own), -1)
+
+
+def _run(call: Call, rows: _Rows, indices: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    names = ("scale", "softcap", "dropout_p", "num_splits", "unified_max")
+    options = {name: call.options[name] for name in names if name in call.options}
+    tensors = (t.transpose(0, 1)[None] for t in (call.tensors["query"], key, value))
+    out, lse = _ops.attention_indexed(*tensors, sink=call.tensors["sink"], key_indices=indices[None], **options)
+    out, lse = out[0].transpose(0, 1), lse[0]
+    return out, lse if rows.used is None else lse.masked_fill(~rows.used, -torch.inf)
+
+
+def _of_rows(numbers: KeyNumbers, total: int, heads: int, length_k: Tensor) -> Tensor:
+    """The numbers of single keys, (1 or H_kv, T_q, n), int64. ``length_k``: of each row's sequence."""
+    given = numbers.given
+    if given.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{numbers.name}: got dtype {given.dtype}; allowed: int32, int64")
+    if given.dim() != 3 or given.shape[0] not in (1, heads) or given.shape[1] != total:
+        raise ValueError(
+            f"{numbers.name}: got shape {list(given.shape)}; allowed: (heads_kv or 1, total_q, any number) = "
+            f"[{heads}, {total}, ...]"
+        )
+    own = given.long()
+    size = numbers.block_size
+    limit = (length_k + (size - 1)).div(size, rounding_mode="floor")[:, None]
+    if own.is_cpu and not torch.compiler.is_compiling():
+        wrong = (own < -1) | (own >= limit)
+        if wrong.any():
+            where = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"{numbers.name}: got {own[tuple(where)]} for row {where[1]} of query; allowed: -1 (none) to "
+                f"{limit[where[1], 0] - 1}, in the row's own sequence"
+            )
+    if size == 1:
+        return own
+    keys = own[..., None] * size + torch.arange(size, device=own.device)
+    return torch.where((own[..., None] >= 0) & (keys < length_k[:, None, None]), keys, -1).flatten(-2)
