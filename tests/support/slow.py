@@ -59,6 +59,7 @@ FILES = {
     "test_ptx_sm80": "compiles kernels by nvcc and g++, and runs them as test_cuda_host",
     "test_sanitizers": "compiles the kernels with sanitizers",
     "test_scaling": "compiles kernels that record their tasks",
+    "test_sparse_indexer_example": "trains a model",
     "test_transformers": "models of transformers",
     "test_transformers_packed": "models of transformers",
     "test_tutorial": "runs every command of the tutorial",
