@@ -1,9 +1,9 @@
 // The keys with the largest scores of each query, chosen tile by tile: a query holds at most `capacity` keys.
 //
-// Keys are held in ascending order. If the buffer is full, a radix selection finds the topk-th largest score, and
-// keys with smaller scores are removed. Of equal scores the first ones remain. A later key must be larger than this score. So
-// the choice is unique: ties go to the lower index, whatever the tiles, splits and threads. NaN counts as the largest
-// score, as in torch.topk.
+// Keys are held in ascending order. If the buffer is full, a radix selection finds the topk-th largest score,
+// and keys with smaller scores are removed. Of equal scores the first ones remain. A later key must be larger
+// than this score. So the choice is unique: ties go to the lower index, whatever the tiles, splits and threads.
+// NaN counts as the largest score, as in torch.topk.
 #pragma once
 
 #include "indexer_products-inl.h"
