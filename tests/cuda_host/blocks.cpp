@@ -162,8 +162,9 @@ void run_blocks(const std::vector<dim3>& order, size_t shared_bytes) {
   for (ResidentBlock& block : resident) give_back(std::move(block.its_fibers));
 }
 
-// By mangled name.
-std::map<std::string, void (*)(const unsigned char*)> translated_kernels;
+// By mangled name: the kernel, and the bytes of its parameters in PTX.
+std::map<std::string, std::pair<void (*)(const unsigned char*), size_t>> translated_kernels;
+int64_t translated_launches = 0;
 
 std::string name_of(const void* kernel) {
   Dl_info info;
@@ -204,8 +205,20 @@ void (*find_translated(const void* kernel))(const unsigned char*) {
   Dl_info info;
   if (translated_kernels.empty() || !dladdr(kernel, &info) || !info.dli_sname) return nullptr;
   const auto found = translated_kernels.find(info.dli_sname);
-  return found == translated_kernels.end() ? nullptr : found->second;
+  return found == translated_kernels.end() ? nullptr : found->second.first;
 }
+
+namespace {
+
+// Whether a translated kernel's parameters are those that its PTX declares: the host and nvcc lay out structs alike.
+bool takes_params(const void* arguments) {
+  const auto* translated = static_cast<const TranslatedKernel*>(arguments);
+  for (const auto& [name, kernel] : translated_kernels)
+    if (kernel.first == translated->run && kernel.second == translated->bytes) return true;
+  return false;
+}
+
+}  // namespace
 
 // Blocks begin in random order. They run one after another, except blocks that take turns.
 cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void (*enter)(void*),
@@ -218,6 +231,10 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535 ||
       threads == 0 || threads > 1024 || config.dynamicSmemBytes > std::max(allowed, kSharedBytesWithoutOptIn))
     return cudaErrorInvalidConfiguration;
+  if (find_translated(kernel)) {
+    if (!takes_params(arguments)) return cudaErrorInvalidValue;
+    ++translated_launches;
+  }
 
   run.enter = enter;
   run.arguments = arguments;
@@ -252,8 +269,9 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int valu
 }
 
 extern "C" void forget_translated() { cuda_host::translated_kernels.clear(); }
-extern "C" void add_translated(const char* mangled, void (*run)(const unsigned char*)) {
-  cuda_host::translated_kernels[mangled] = run;
+extern "C" void add_translated(const char* mangled, void (*run)(const unsigned char*), size_t param_bytes) {
+  cuda_host::translated_kernels[mangled] = {run, param_bytes};
 }
+extern "C" int64_t translated_launches() { return cuda_host::translated_launches; }
 
 extern "C" int64_t attributes_set() { return cuda_host::attributes_set; }

@@ -1,11 +1,11 @@
 """Writes a kernel as a C++ function: a local for each register, a statement for each instruction, labels and goto."""
 
-from ptx import collective, instructions, memory, parse
+from ptx import collective, hopper, instructions, memory, parse
 from ptx.instructions import TABLE, label
 from ptx.values import Values
 
-MODULES = collective, instructions, memory  # they fill TABLE
-LONGEST_NAME = 5  # parts of an opcode
+MODULES = collective, hopper, instructions, memory  # they fill TABLE
+LONGEST_NAME = 9  # parts of an opcode
 
 
 def statement(ins, values):
@@ -35,8 +35,12 @@ def function(entry, name, edits=None):
     `edits`: {(line, which of its instructions): [(number, instructions instead)]}; ptx::fault chooses at run time.
     """
     values = Values(entry)
-    last = max((offset + size for offset, size in entry.params.values()), default=0)
-    lines = [f'extern "C" void {name}(const unsigned char* params) {{', f"constexpr size_t kParamBytes = {last};"]
+    lines = [
+        f'extern "C" void {name}(const unsigned char* params) {{',
+        f"constexpr size_t kParamBytes = {entry.param_bytes};",
+    ]
+    every = [item for item in entry.body if isinstance(item, parse.Instruction)]
+    lines += values.place_in_arrays(hopper.asynchronous_registers(every))
     line = which = 0
     for item in entry.body:
         if isinstance(item, parse.Registers):

@@ -181,7 +181,9 @@ def approximate(ins, v, m):
     kind = m.kind()
     m.done()
     known = {"ex2": "cuda_host::exp2_fast", "rcp": "ptx::reciprocal", "tanh": "ptx::tanh"}
-    if kind != "f32" or ins.parts[0] not in known or (not ftz and ins.parts[0] != "tanh"):
+    if ins.opcode == "rcp.approx.ftz.f64":
+        known = {"rcp": "ptx::gross_reciprocal"}
+    elif kind != "f32" or ins.parts[0] not in known or (not ftz and ins.parts[0] != "tanh"):
         raise ins.error("this approximation is not known")
     return v.write(ins.operands[0], kind, f"{known[ins.parts[0]]}({v.read(ins.operands[1], kind)})")
 

@@ -150,6 +150,23 @@ Taken shuffle_down(cuda_host::Site site, uint32_t value, uint32_t b, uint32_t c,
                  [b](int lane, int, int) { return lane + static_cast<int>(b & 31); });
 }
 
+const CUtensorMap* tensor_map(uint64_t address) {
+  if (address % 64 != 0) fail(running_line, "a tensor map that is not at a multiple of 64 bytes");
+  return reinterpret_cast<const CUtensorMap*>(address);
+}
+
+uint64_t descriptor(int line, uint64_t of_wgmma) {
+  constexpr uint64_t kBase = kSharedBase / 16, kAddress = 0x3fff;
+  if ((of_wgmma & kAddress) < kBase) fail(line, "a descriptor of what is not shared memory");
+  return of_wgmma - kBase;
+}
+
+void bulk_add(cuda_host::Site site, unsigned char* sums, const unsigned char* terms, uint32_t bytes) {
+  if (bytes % sizeof(float) != 0) fail(site.line, "a part of a float");
+  cuda_host::bulk_add(site, reinterpret_cast<float*>(sums), reinterpret_cast<const float*>(terms),
+                      bytes / sizeof(float));
+}
+
 uint32_t brev(uint32_t a) {
   uint32_t result = 0;
   for (int n = 0; n < 32; ++n) result |= (a >> n & 1) << (31 - n);
@@ -214,6 +231,11 @@ float reciprocal(float x) {
   return std::abs(y) < std::numeric_limits<float>::min() ? std::copysign(0.0f, y) : y;  // NaN stays
 }
 
+double gross_reciprocal(double x) {
+  const double y = std::abs(1 / x) < std::numeric_limits<double>::min() ? std::copysign(0.0, x) : 1 / x;
+  return bits<double>(bits<uint64_t>(y) >> 32 << 32);
+}
+
 float tanh(float x) {
   return static_cast<float>(std::tanh(static_cast<double>(x)) * (1 + deviation(x) * 0x1p-11));
 }
@@ -227,12 +249,12 @@ float from_bfloat16(uint16_t x) { return __bfloat162float({x}); }
 
 extern "C" {
 
-void add_translated(const char* mangled, void (*run)(const unsigned char*));
+void add_translated(const char* mangled, void (*run)(const unsigned char*), size_t param_bytes);
 
 // For kernels.py.
 void ptx_install() {
   for (const ptx::Kernel* kernel = ptx::kernels; kernel->name; ++kernel)
-    add_translated(kernel->name, kernel->run);
+    add_translated(kernel->name, kernel->run, kernel->param_bytes);
 }
 void ptx_set_fault(int number) { ptx::fault = number; }
 // The line that ran last, once.

@@ -21,6 +21,7 @@ namespace ptx {
 struct Kernel {
   const char* name;
   void (*run)(const unsigned char* params);
+  size_t param_bytes;
 };
 extern const Kernel kernels[];
 
@@ -101,6 +102,13 @@ Taken shuffle_idx(cuda_host::Site site, uint32_t value, uint32_t b, uint32_t c, 
 Taken shuffle_bfly(cuda_host::Site site, uint32_t value, uint32_t b, uint32_t c, uint32_t mask);
 Taken shuffle_up(cuda_host::Site site, uint32_t value, uint32_t b, uint32_t c, uint32_t mask);
 Taken shuffle_down(cuda_host::Site site, uint32_t value, uint32_t b, uint32_t c, uint32_t mask);
+
+// ---- Hopper
+
+inline uint64_t* barrier(unsigned char* address) { return reinterpret_cast<uint64_t*>(address); }
+const CUtensorMap* tensor_map(uint64_t address);
+uint64_t descriptor(int line, uint64_t of_wgmma);  // with an address as tests/cuda_host counts them
+void bulk_add(cuda_host::Site site, unsigned char* sums, const unsigned char* terms, uint32_t bytes);
 
 // ---- arithmetic
 
@@ -211,6 +219,7 @@ uint32_t lop3(uint32_t a, uint32_t b, uint32_t c, uint32_t table);
 
 // As far off as the PTX manual allows.
 float reciprocal(float x);
+double gross_reciprocal(double x);  // its upper half
 float tanh(float x);
 
 uint16_t to_half(float x);

@@ -60,6 +60,10 @@ class Entry:
     params: dict[str, tuple[int, int]] = field(default_factory=dict)  # offset, bytes
     body: list = field(default_factory=list)
 
+    @property
+    def param_bytes(self):
+        return max((offset + size for offset, size in self.params.values()), default=0)
+
 
 BYTES = {"pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2}
 BYTES |= {"b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8}

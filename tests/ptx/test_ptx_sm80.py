@@ -4,13 +4,20 @@ import pytest
 import torch
 from cubins import NVCC
 from cuda_host import library
-from helpers import check_forward_against_reference, make_qkv
+from helpers import check_against_reference, check_forward_against_reference, make_qkv
 from ptx.kernels import Fault, Kernels, translated
 
 from flash_attn_ext import flash_attn
 
 pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compile the CUDA kernels; there is no {NVCC}")
 
+# Row terms and repair are not on tensor cores; the host's kernels run them.
+BACKWARD = Kernels(
+    "80",
+    "sm80/launch_backward.cuh",
+    tuple(f"{name}_kernel<BackwardConfig<In, 64, BackwardForm::kDense>>" for name in ("backward", "dq")),
+)
+DECODE = Kernels("80", "sm80/decode.cuh", ("decode_kernel<DecodeConfig<In, 64, 1, 7>>",))
 FORWARD = Kernels("80", "sm80/forward.cuh", ("forward_kernel<Config<In, 64, 64, 2, false>>",))
 MMA = r"(mma\.sync\S+\s+\{[^}]*\}, )"
 WRONG = None  # no report: a wrong value
@@ -89,8 +96,44 @@ def test_hidden_values_that_are_not_finite(forward):
 def test_a_planted_fault_is_found(forward, fault):
     report = FAULTS[fault][1]
     inputs = make(1, 1, 150, 150, 64)
+    forward.seed_order(1)
     with (
         forward.with_fault(1 + list(FAULTS).index(fault)),
         pytest.raises(AssertionError if report is WRONG else library.KernelError, match=report),
     ):
         check(forward, *inputs, causal="lower_right")
+
+
+@pytest.fixture(scope="module")
+def backward(built):
+    with translated(built, BACKWARD) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "in any order"])
+@pytest.mark.parametrize(
+    ("seqlens", "options"),
+    [((65, 129), {}), ((70, 150), dict(causal="lower_right", softcap=3.0)), ((150, 140), dict(window=(30, 9)))],
+    ids=["plain", "causal", "window"],
+)
+def test_backward(backward, deterministic, seqlens, options):
+    backward.deterministic = deterministic
+    launches = backward.c.translated_launches()
+    check_against_reference(*make_qkv(1, 2, *seqlens, 64, heads_kv=1, dtype=torch.bfloat16), **options)
+    assert backward.flagged_tiles == 0
+    assert backward.c.translated_launches() >= launches + 2
+
+
+@pytest.fixture(scope="module")
+def decode(built):
+    with translated(built, DECODE) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("options", [{}, dict(causal="lower_right", window=(100, 0)), dict(dropout_p=0.3)], ids=str)
+def test_decode(decode, num_splits, options):
+    decode.num_splits = num_splits
+    launches = decode.c.translated_launches()
+    check_forward_against_reference(*make(2, 6, 2, 150, 64, heads_kv=2), **options)
+    assert decode.c.translated_launches() == launches + 1

@@ -15,8 +15,8 @@ def translate(text, names, edits=None):
     """The C++ text of these entries: functions ptx_0, ptx_1, ..., and a list of them for the host's launches."""
     entries = [parse.read_entry(text, name) for name in names]
     functions = [emit.function(entry, f"ptx_{n}", edits) for n, entry in enumerate(entries)]
-    table = ", ".join(f'{{"{name}", ptx_{n}}}' for n, name in enumerate(names))
-    return "\n".join([HEADER, *functions, f"const ptx::Kernel ptx::kernels[] = {{{table}, {{nullptr, nullptr}}}};", ""])
+    table = ", ".join(f'{{"{entry.name}", ptx_{n}, {entry.param_bytes}}}' for n, entry in enumerate(entries))
+    return "\n".join([HEADER, *functions, f"const ptx::Kernel ptx::kernels[] = {{{table}, {{}}}};", ""])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def is_signed(kind):
 
 
 def unsigned(kind):
-    return f"b{BITS[kind]}"
+    return kind if kind == "pred" else f"b{BITS[kind]}"
 
 
 class Values:
@@ -31,6 +31,7 @@ class Values:
         self.locals = {}
         self.kinds = {}  # of a register's prefix or of its whole name
         self.outer_kinds = []
+        self.arrays = {}  # the place in an array of a register that an asynchronous instruction uses
 
     def enter_scope(self):
         self.outer_kinds.append(dict(self.kinds))
@@ -48,15 +49,35 @@ class Values:
             self.kinds[registers.prefix] = kind
             return f"{cpp} {self.name(registers.prefix)};"
         self.kinds[registers.prefix] = kind
-        names = [self.name(f"{registers.prefix}{n}") for n in range(1, registers.count)]
+        all_of_them = (f"{registers.prefix}{n}" for n in range(1, registers.count))
+        names = [self.name(name) for name in all_of_them if name not in self.arrays]
         return f"{cpp} {', '.join(names)};" if names else ""
 
     def kind_of(self, register):
         """None if this is no register."""
         return self.kinds.get(register) or self.kinds.get(register.rstrip("0123456789"))
 
-    @staticmethod
-    def name(register):
+    def place_in_arrays(self, lists):
+        """C++ declarations of arrays for these lists of registers: {registers: type}."""
+        lines = []
+        for number, (registers, kind) in enumerate(lists.items()):
+            for n, register in enumerate(registers):
+                if register in self.arrays:
+                    raise PtxError(f"{register} is in two lists of wgmma")
+                self.arrays[register] = f"A{number}[{n}]"
+            lines.append(f"{CPP[kind]} A{number}[{len(registers)}];")
+        return lines
+
+    def array_of(self, registers):
+        """The array that place_in_arrays() has made for a list."""
+        name = self.arrays[registers[0]].partition("[")[0]
+        if [self.arrays.get(register) for register in registers] != [f"{name}[{n}]" for n in range(len(registers))]:
+            raise PtxError("another wgmma has these registers in another order")
+        return name
+
+    def name(self, register):
+        if register in self.arrays:
+            return self.arrays[register]
         return f"R_{register[1:]}" if register.startswith("%") else f"S_{register}"
 
     def read(self, operand, kind):
@@ -113,9 +134,9 @@ def convert(value, have, want):
 
 def literal(text, kind):
     if kind == "pred":
-        if text not in ("0", "1"):
+        if text not in ("0", "1", "-1"):
             raise PtxError(f"{text} is no predicate")
-        return "true" if text == "1" else "false"
+        return "false" if text == "0" else "true"
     if match := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})", text):
         have = "b32" if match[1] else "b64"
         number = f"0x{match[1] or match[2]}u" + ("" if match[1] else "l")

@@ -57,6 +57,7 @@ FILES = {
     "test_object_files": "compiles the kernels of every instruction set",
     "test_paper_tables": "a process with torch for each measurement",
     "test_ptx_sm80": "compiles kernels by nvcc and g++, and runs them as test_cuda_host",
+    "test_ptx_sm90": "as test_ptx_sm80",
     "test_sanitizers": "compiles the kernels with sanitizers",
     "test_scaling": "compiles kernels that record their tasks",
     "test_sparse_indexer_example": "trains a model",

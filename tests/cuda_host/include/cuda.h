@@ -13,8 +13,8 @@ enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B
 enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B };
 enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 
-// On the GPU this struct has 128 bytes, and only the hardware reads them.
-struct alignas(64) CUtensorMap {
+// On the GPU this struct has 128 bytes, and only the hardware reads them. CUDA 13 aligns it so.
+struct alignas(128) CUtensorMap {
   static constexpr int kMaxRank = 5;
   int rank;
   unsigned char* data;

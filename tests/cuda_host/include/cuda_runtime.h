@@ -59,7 +59,7 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
 struct TranslatedKernel {
   void (*run)(const unsigned char* params) = nullptr;
   size_t bytes = 0;
-  alignas(64) unsigned char params[4096];
+  alignas(128) unsigned char params[4096];
 };
 // Null if there is none.
 void (*find_translated(const void* kernel))(const unsigned char* params);
