@@ -162,9 +162,12 @@ void run_blocks(const std::vector<dim3>& order, size_t shared_bytes) {
   for (ResidentBlock& block : resident) give_back(std::move(block.its_fibers));
 }
 
-// By mangled name: the kernel, and the bytes of its parameters in PTX.
-std::map<std::string, std::pair<void (*)(const unsigned char*), size_t>> translated_kernels;
-int64_t translated_launches = 0;
+struct Translated {
+  void (*run)(const unsigned char* params);
+  size_t param_bytes;  // in PTX
+  int64_t launches = 0;
+};
+std::map<std::string, Translated> translated_kernels;  // by mangled name
 
 std::string name_of(const void* kernel) {
   Dl_info info;
@@ -205,16 +208,16 @@ void (*find_translated(const void* kernel))(const unsigned char*) {
   Dl_info info;
   if (translated_kernels.empty() || !dladdr(kernel, &info) || !info.dli_sname) return nullptr;
   const auto found = translated_kernels.find(info.dli_sname);
-  return found == translated_kernels.end() ? nullptr : found->second.first;
+  return found == translated_kernels.end() ? nullptr : found->second.run;
 }
 
 namespace {
 
-// Whether a translated kernel's parameters are those that its PTX declares: the host and nvcc lay out structs alike.
-bool takes_params(const void* arguments) {
-  const auto* translated = static_cast<const TranslatedKernel*>(arguments);
-  for (const auto& [name, kernel] : translated_kernels)
-    if (kernel.first == translated->run && kernel.second == translated->bytes) return true;
+// False if the parameters are not those that the PTX declares: the host and nvcc must lay out structs alike.
+bool count_launch(const void* arguments) {
+  const auto* launched = static_cast<const TranslatedKernel*>(arguments);
+  for (auto& [name, kernel] : translated_kernels)
+    if (kernel.run == launched->run && kernel.param_bytes == launched->bytes) return ++kernel.launches > 0;
   return false;
 }
 
@@ -231,10 +234,7 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535 ||
       threads == 0 || threads > 1024 || config.dynamicSmemBytes > std::max(allowed, kSharedBytesWithoutOptIn))
     return cudaErrorInvalidConfiguration;
-  if (find_translated(kernel)) {
-    if (!takes_params(arguments)) return cudaErrorInvalidValue;
-    ++translated_launches;
-  }
+  if (find_translated(kernel) && !count_launch(arguments)) return cudaErrorInvalidValue;
 
   run.enter = enter;
   run.arguments = arguments;
@@ -272,6 +272,12 @@ extern "C" void forget_translated() { cuda_host::translated_kernels.clear(); }
 extern "C" void add_translated(const char* mangled, void (*run)(const unsigned char*), size_t param_bytes) {
   cuda_host::translated_kernels[mangled] = {run, param_bytes};
 }
-extern "C" int64_t translated_launches() { return cuda_host::translated_launches; }
+// Of one kernel, or of all for an empty name.
+extern "C" int64_t translated_launches(const char* mangled) {
+  int64_t launches = 0;
+  for (const auto& [name, kernel] : cuda_host::translated_kernels)
+    if (!*mangled || name == mangled) launches += kernel.launches;
+  return launches;
+}
 
 extern "C" int64_t attributes_set() { return cuda_host::attributes_set; }

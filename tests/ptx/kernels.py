@@ -51,14 +51,7 @@ class Kernels:
             if not path.exists():
                 cu = path.with_suffix(".cu")
                 cu.write_text(source)
-                command = [
-                    cubins.NVCC,
-                    "-std=c++20",
-                    *cubins.nvcc_flags(),
-                    f"-arch=sm_{self.architecture}",
-                    f"-I{ROOT}",
-                ]
-                run([*command, "-ptx", cu, "-o", path.with_suffix(".new")])
+                run([*nvcc(self.architecture), cu, "-o", path.with_suffix(".new")])
                 path.with_suffix(".new").rename(path)
         return path
 
@@ -71,6 +64,10 @@ class Fault:
     replacement: str
     after: str = ""
     count: int = 1  # so many matches
+
+
+def nvcc(architecture):
+    return [cubins.NVCC, "-std=c++20", *cubins.nvcc_flags(), f"-arch=sm_{architecture}", f"-I{ROOT}", "-ptx"]
 
 
 def run(command):
@@ -126,12 +123,12 @@ class Translated(library.Library):
 
     def __init__(self, path, kernels, faults=(), **options):
         super().__init__(path, **options)
-        self.texts, self.objects = {}, []
+        self.entries, self.objects = [], []
         for chosen in kernels:
             text = chosen.ptx().read_text()
+            self.entries += parse.entry_names(text)
             cpp = translate.translate(text, parse.entry_names(text), edits_of(text, faults))
-            loaded = ctypes.CDLL(str(objects_of(cpp, path)))
-            self.objects.append((loaded, text.splitlines()))
+            self.objects.append((load(objects_of(cpp, path)), text.splitlines()))
 
     @contextmanager
     def installed(self):
@@ -142,6 +139,10 @@ class Translated(library.Library):
             yield self
         finally:
             self.c.forget_translated()
+
+    def launches(self, name=""):
+        """How often a kernel was launched since it was installed; all of them for an empty name."""
+        return self.c.translated_launches(name.encode())
 
     @contextmanager
     def with_fault(self, number):
@@ -155,10 +156,23 @@ class Translated(library.Library):
                 loaded.ptx_set_fault(0)
 
     def check(self, error):
-        if error is None:
-            return
-        lines = [f"line {n} of PTX: {lines[n - 1].strip()}" for o, lines in self.objects if (n := o.ptx_take_line())]
-        raise library.KernelError("; ".join([re.sub(r" \[code 0x[0-9a-f]+\]", "", error.decode()), *lines]))
+        raise_report(error, self.objects)
+
+
+def load(path):
+    """A shared object of objects_of()."""
+    loaded = ctypes.CDLL(str(path))
+    loaded.ptx_launch.restype = ctypes.c_char_p
+    loaded.ptx_launch.argtypes = [ctypes.c_int, *[ctypes.c_uint] * 2, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t]
+    return loaded
+
+
+def raise_report(error, objects):
+    """What the host run found, with the line of PTX. `objects`: loaded ones, and the lines of their PTX."""
+    if error is None:
+        return
+    lines = [f"line {n} of PTX: {lines[n - 1].strip()}" for o, lines in objects if (n := o.ptx_take_line())]
+    raise library.KernelError("; ".join([re.sub(r" \[code 0x[0-9a-f]+\]", "", error.decode()), *lines]))
 
 
 def edits_of(text, faults):

@@ -257,6 +257,24 @@ void ptx_install() {
     add_translated(kernel->name, kernel->run, kernel->param_bytes);
 }
 void ptx_set_fault(int number) { ptx::fault = number; }
+// Runs a kernel of this file that no host code launches. Null, or what went wrong.
+const char* ptx_launch(int which, unsigned blocks, unsigned threads, size_t shared_bytes, const void* params,
+                       size_t param_bytes) {
+  static std::string error;
+  cuda_host::TranslatedKernel translated;
+  translated.run = ptx::kernels[which].run;
+  std::memcpy(translated.params, params, param_bytes);
+  const auto enter = [](void* pointer) {
+    const auto* chosen = static_cast<cuda_host::TranslatedKernel*>(pointer);
+    chosen->run(chosen->params);
+  };
+  const cudaLaunchConfig_t config{dim3(blocks), dim3(threads), shared_bytes, nullptr};
+  const auto* kernel = reinterpret_cast<const void*>(translated.run);
+  const bool launched =
+      cuda_host::run_grid(config, kernel, enter, &translated, sizeof(translated)) == cudaSuccess;
+  error = cuda_host::take_error();
+  return launched ? nullptr : error.c_str();
+}
 // The line that ran last, once.
 int ptx_take_line() { return std::exchange(ptx::running_line, 0); }
 }

@@ -87,9 +87,9 @@ def test_forward(forward, case):
     seqlens, heads = options.pop("seqlens"), options.pop("heads", 1)
     head_dim, head_dim_v = options.pop("head_dim", 64), options.pop("head_dim_v", None)
     inputs = make(1, heads, *seqlens, head_dim, head_dim_v, heads_kv=options.pop("heads_kv", heads))
-    launches = forward.c.translated_launches()
+    launches = forward.launches()
     check_forward_against_reference(*inputs, **options)
-    assert forward.c.translated_launches() == launches + 1
+    assert forward.launches() == launches + 1
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -118,6 +118,6 @@ def backward(built):
 )
 def test_backward(backward, deterministic, seqlens, options):
     backward.deterministic = deterministic
-    launches = backward.c.translated_launches()
+    launches = backward.launches()
     check_against_reference(*make_qkv(1, 2, *seqlens, 64, heads_kv=1, dtype=torch.bfloat16), **options)
-    assert backward.c.translated_launches() >= launches + 3
+    assert backward.launches() >= launches + 3
