@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import attention
+
 _MODULE = "torch.nn.attention.flex_attention"
 _OPERATOR = "flex_attention"
 
@@ -45,9 +47,9 @@ def deactivate() -> None:
     for name, value in _replaced.items():
         setattr(module, name, value)
     _replaced.clear()
-    from . import higher_order
+    from .higher_order import leave_calls_to_torch  # imports torch's module, which takes seconds
 
-    higher_order.leave_calls_to_torch()
+    leave_calls_to_torch()
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -79,12 +81,12 @@ def _replace(module: ModuleType) -> None:
     if not all(hasattr(module, name) for name in names):
         counts[_OPERATOR, "this version of torch has another flex_attention"] += 1
         return
-    from . import higher_order
+    from .higher_order import take_calls_of_torch
 
     _replaced.update({name: getattr(module, name) for name in names})
     module.flex_attention = _eager_or(_replaced["flex_attention"])  # type: ignore[attr-defined]
     module._validate_device = _any_gradients_or(_replaced["_validate_device"])  # type: ignore[attr-defined]
-    higher_order.take_calls_of_torch(_why_not, _count)
+    take_calls_of_torch(_why_not, _count)
 
 
 def _count(reason: str) -> None:
@@ -115,10 +117,8 @@ def _eager_or(of_torch: Any) -> Any:
         if aux is not None and aux.max_scores:
             _count("return_aux asks for max_scores")
             return of_torch(query, key, value, *args, **kwargs)
-        from .attention import flex_attention as ours
-
         try:
-            result = ours(query, key, value, *args, **kwargs)
+            result = attention.flex_attention(query, key, value, *args, **kwargs)
         except NotImplementedError as error:
             _count(str(error).partition(";")[0])
             return of_torch(query, key, value, *args, **kwargs)

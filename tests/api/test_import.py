@@ -84,7 +84,8 @@ for line in ("flash_attn_ext.flash_attn", "from flash_attn_ext import explain", 
 
 
 # Packages that may be missing. torch.distributed may be missing, too: the first DTensor imports the adapter for it.
-OPTIONAL = ("rich", "matplotlib", "flash_attn_ext.distributed")
+# Packages that are optional, and modules that import parts of torch that take seconds.
+OPTIONAL = ("rich", "matplotlib", "flash_attn_ext.distributed", "flash_attn_ext.flex.higher_order")
 
 
 def module_name(path, package):
