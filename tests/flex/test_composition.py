@@ -70,11 +70,11 @@ def test_explain_shows_programs_and_blocks():
     bias = torch.randn(64, requires_grad=True)
     report = explain(q, k, v, block_mask=mask, score_mod=lambda s, b, h, i, j: torch.tanh(s) + bias[j])
     text = str(report)
-    assert "program of the score: 4 instructions (2 per column of keys, 2 per score)" in text
+    assert "program of the score: 5 instructions (3 per column of keys, 2 per score)" in text
     assert "scatter_add" in text
     assert "blocks: 14 of 16 visited, 4 full, 10 partial" in text
     assert report.gradients == ("query", "key", "value", "captured")
-    assert report.backward.allocates["dcaptured"] == bias.nbytes
+    assert report.backward.allocates["dcaptured"] == 64 * q.element_size()
 
 
 def test_splits_of_the_keys():

@@ -77,7 +77,7 @@ def test_packed_second_derivatives():
         )
 
     assert torch.autograd.gradcheck(attend, (q, k, v, table), check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(attend, (q, k, v, table))
+    assert torch.autograd.gradgradcheck(attend, (q, k, v, table), fast_mode=True)
 
 
 def test_a_pack_gives_the_bits_of_each_sequence():

@@ -7,9 +7,11 @@ from torch.nn.attention.flex_attention import and_masks, or_masks
 
 SCORES = (
     "identity", "softcap", "alibi", "learned_slope", "relative_table", "dense_bias", "bias_of_rows", "t5_buckets",
-    "causal_score", "everything", "integers",
+    "causal_score", "everything", "integers", "transformer_xl", "tanh", "temperature",
 )  # fmt: skip
-MASKS = ("causal", "window", "prefix_lm", "document", "dilated", "natten", "nothing_for_some", "by_table")
+MASKS = ("causal", "window", "prefix_lm", "document", "dilated", "natten", "nothing_for_some", "by_table",
+    "flamingo", "dilated_window",
+)  # fmt: skip
 
 
 def score_mods(heads, q_len, k_len, dtype=torch.float32, seed=0):
@@ -21,7 +23,7 @@ def score_mods(heads, q_len, k_len, dtype=torch.float32, seed=0):
 
     table, bias, per_head = parameter(heads, q_len + k_len), parameter(heads, q_len, k_len), parameter(heads)
     per_row, per_key, one, offset = parameter(q_len), parameter(k_len), parameter(()), torch.tensor(3)
-    buckets = parameter(8, heads)
+    buckets, by_query = parameter(8, heads), parameter(heads, q_len, q_len + k_len)
     slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads)
 
     def identity(score, b, h, q, k):
@@ -71,7 +73,19 @@ def score_mods(heads, q_len, k_len, dtype=torch.float32, seed=0):
         a, c = a.to(score.dtype), c.to(score.dtype)
         return score + 0.01 * a + 0.02 * c + torch.where((q % 2 == 0) | ~(k > 3), 0.5, -0.25) * (b + 1)
 
+    def transformer_xl(score, b, h, q, k):
+        return score + by_query[h, q, q - k + k_len]  # <q, r_(i - j)>, computed before
+
+    def temperature(score, b, h, q, k):
+        return score * torch.exp(per_head[h])
+
+    def tanh(score, b, h, q, k):
+        return torch.tanh(score)
+
     return {
+        "transformer_xl": (transformer_xl, (by_query,)),
+        "tanh": (tanh, ()),
+        "temperature": (temperature, (per_head,)),
         "identity": (identity, ()),
         "softcap": (softcap, ()),
         "alibi": (alibi, ()),
@@ -92,6 +106,8 @@ def mask_mods(batch, q_len, k_len, seed=0):
     prefix = torch.randint(0, k_len + 1, (batch,), generator=g)
     documents = torch.sort(torch.randint(0, 4, (max(q_len, k_len),), generator=g)).values
     dense = torch.rand(batch, q_len, k_len, generator=g) < 0.5
+    image_of_text = torch.sort(torch.randint(0, 4, (q_len,), generator=g)).values
+    image_of_key = torch.sort(torch.randint(0, 4, (k_len,), generator=g)).values
 
     def causal(b, h, q, k):
         return q >= k
@@ -117,7 +133,15 @@ def mask_mods(batch, q_len, k_len, seed=0):
     def by_table(b, h, q, k):
         return dense[b, q, k]
 
+    def flamingo(b, h, q, k):
+        return image_of_text[q] == image_of_key[k]
+
+    def dilated_window(b, h, q, k):
+        return ((q - k).abs() <= 24) & ((q - k) % 4 == 0)
+
     return {
+        "flamingo": flamingo,
+        "dilated_window": dilated_window,
         "causal": causal,
         "window": window,
         "prefix_lm": or_masks(prefix_lm, causal),

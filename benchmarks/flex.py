@@ -1,0 +1,122 @@
+"""Compares flex_attention with torch's compiled flex_attention, with our own options, and with calls without functions.
+
+Calls alternate in one process. The columns are medians of the ratios within a round:
+
+  torch / ours   torch's compiled flex_attention, forward, in units of ours
+  ours / option  the function as a program, in units of the same option of flash_attn
+  ours / none    in units of flash_attn without a function or a mask
+  blocks         the same for a block mask, in units of its share of the score matrix: 1 is no loss
+
+torch's compilation is not timed.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
+
+from benchmarks.harness import environment, machine, time_in_turn
+from flash_attn_ext import flash_attn, flex_attention
+from flash_attn_ext.flex.create import create_block_mask
+
+BATCH, HEADS, WINDOW = 1, 8, 512
+DEFAULT = ("softcap", "alibi", "table", "causal", "window", "documents", "prefix")
+
+
+def case_of(name: str, length: int) -> tuple[Callable | None, Callable | None, dict[str, Any] | None]:
+    """(score_mod, mask_mod, the same as options of flash_attn or None)."""
+    slopes = torch.exp2(-8.0 * torch.arange(1, HEADS + 1) / HEADS)
+    table = torch.randn(HEADS, 2 * length)
+    documents = torch.arange(length) * 4 // length
+
+    def causal(b, h, i, j):
+        return i >= j
+
+    cases: dict[str, tuple] = {
+        "softcap": (lambda s, b, h, i, j: 20 * torch.tanh(s / 20), None, {"softcap": 20.0}),
+        "alibi": (lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(), None, {"alibi_slopes": slopes}),
+        "table": (lambda s, b, h, i, j: s + table[h, i - j + length], None, None),
+        "causal": (None, causal, {"is_causal": True}),
+        "window": (None, lambda b, h, i, j: (i >= j) & (i - j <= WINDOW), {"is_causal": True, "window": (WINDOW, 0)}),
+        "documents": (None, lambda b, h, i, j: (documents[i] == documents[j]) & (i >= j), None),
+        "prefix": (None, lambda b, h, i, j: (j < length // 4) | (i >= j), None),
+        "log": (lambda s, b, h, i, j: s * torch.log1p(s * s), None, None),
+        "erf": (lambda s, b, h, i, j: s * torch.erf(s), None, None),
+        "sine": (lambda s, b, h, i, j: s + torch.sin(s), None, None),
+    }
+    return cases[name]
+
+
+def measure(name: str, length: int, head_dim: int, dtype: str, *, backward: bool, with_torch: bool) -> dict:
+    score_mod, mask_mod, option = case_of(name, length)
+    q, k, v = (
+        torch.randn(BATCH, HEADS, length, head_dim, dtype=getattr(torch, dtype), requires_grad=backward)
+        for _ in range(3)
+    )
+    mask: BlockMask | None = None
+    share = 1.0
+    if mask_mod is not None:
+        mask = create_block_mask(mask_mod, None, None, length, length)
+        share = 1.0 - mask.sparsity() / 100
+    runs: dict[str, Callable] = {
+        "ours": partial(flex_attention, q, k, v, score_mod, mask),
+        "none": partial(flash_attn, q, k, v),
+    }
+    if option is not None:
+        runs["option"] = partial(flash_attn, q, k, v, **option)
+    if with_torch and not backward:
+        runs["torch"] = partial(torch.compile(torch_flex_attention), q, k, v, score_mod, mask)
+    if backward:
+        runs = {which: partial(_and_backward, run, (q, k, v)) for which, run in runs.items()}
+    times = dict(zip(runs, time_in_turn(list(runs.values()), seconds=1.0, rounds=(5, 40)), strict=True))
+
+    def ratio(a: str, b: str) -> float | None:
+        if a not in times or b not in times:
+            return None
+        return round(median(x / y for x, y in zip(times[a], times[b], strict=True)), 2)
+
+    none = ratio("ours", "none")
+    return {
+        "function": name, "S": length, "D": head_dim, "dtype": dtype, "pass": "both" if backward else "forward",
+        "ours ms": round(1e3 * median(times["ours"]), 2), "torch / ours": ratio("torch", "ours"),
+        "ours / option": ratio("ours", "option"), "ours / none": none,
+        "blocks": None if mask is None or none is None else round(none / share, 2),
+    }  # fmt: skip
+
+
+def _and_backward(run: Callable, inputs: tuple) -> None:
+    torch.autograd.grad(run().sum(), inputs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--functions", nargs="+", default=DEFAULT)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--backward", action="store_true", help="forward and backward, without torch")
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--append", help="a file of JSON lines")
+    arguments = parser.parse_args()
+    print(machine(), environment())
+    for name in arguments.functions:
+        for length in arguments.lengths:
+            for head_dim in arguments.head_dims:
+                for dtype in arguments.dtypes:
+                    row = measure(
+                        name, length, head_dim, dtype, backward=arguments.backward, with_torch=not arguments.no_torch
+                    )
+                    print(json.dumps(row), flush=True)
+                    if arguments.append:
+                        with open(arguments.append, "a") as file:
+                            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
