@@ -72,8 +72,8 @@ struct IndexerScoresBackwardParams : IndexerParams {
   IndexerGradients gradients;
 };
 
-// KL(target_i || softmax_j score[i][j]). target: the sum over the heads of the main attention's probabilities, divided
-// by its sum over the row, `mass`.
+// KL(target_i || softmax_j score[i][j]). target: the main attention's probabilities, summed over the heads, and
+// divided by their sum over the row, `mass`.
 struct IndexerLossParams : IndexerParams {
   ChosenKeys chosen;  // none: the row is all visible keys
   int64_t main_heads = 0, main_heads_kv = 0, main_head_dim = 0;
