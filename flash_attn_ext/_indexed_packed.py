@@ -134,8 +134,12 @@ def _indices(
     if option["window_right"] is not None:
         seen &= distance <= option["window_right"]
     if option["attention_chunk"]:
-        chunk = (diagonal + option["first_key"]).div(option["attention_chunk"], rounding_mode="floor")
-        seen &= (own + option["first_key"]).div(option["attention_chunk"], rounding_mode="floor") == chunk[:, None]
+        first = option.get("first_key", 0) - (0 if leftpad is None else leftpad[:, None])  # chunks count from there
+
+        def chunk_of(position: Tensor) -> Tensor:
+            return (position + first).div(option["attention_chunk"], rounding_mode="floor")
+
+        seen &= chunk_of(own) == chunk_of(diagonal[:, None])
     return torch.where(seen, move(own), -1)
 
 

@@ -92,8 +92,8 @@ def test_rows_in_use():
 
 
 @pytest.mark.parametrize("kind", ["pages", "caches", "batch_idx and leftpad"])
-@pytest.mark.parametrize("block", [0, 8])
-def test_caches_match_a_mask(kind, block):
+@pytest.mark.parametrize(("block", "chunk"), [(0, 0), (8, 0), (0, 5)])
+def test_caches_match_a_mask(kind, block, chunk):
     """A cache call with the mask of all its keys is a packed call of its rows."""
     g = torch.Generator().manual_seed(0)
     q = torch.randn(3, 4, 8, 32, generator=g, dtype=torch.float64)
@@ -115,7 +115,15 @@ def test_caches_match_a_mask(kind, block):
     numbers = torch.stack([torch.randint(-1, -(-int(s) // max(block, 1)), (1, 4, n), generator=g) for s in lengths])
     indices = {"key_block_indices": numbers, "key_block_size": block} if block else {"key_indices": numbers}
     out, lse = flash_attn_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=lengths, causal=True, return_softmax_lse=True, **given, **indices
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=lengths,
+        causal=True,
+        return_softmax_lse=True,
+        attention_chunk=chunk,
+        **given,
+        **indices,
     )
     for b in range(3):
         rows = slice(int(leftpad[b]), int(lengths[b]))
@@ -126,7 +134,7 @@ def test_caches_match_a_mask(kind, block):
         )
         seen = seen.repeat_interleave(size, 1)[:, rows] & (numbers[b, 0] >= 0).any(1, keepdim=True)
         expected, expected_lse = flash_attn(
-            *tensors, enable_gqa=True, attn_mask=seen, causal="lower_right", return_lse=True
+            *tensors, enable_gqa=True, attn_mask=seen, causal="lower_right", return_lse=True, attention_chunk=chunk
         )
         assert torch.allclose(out[b], expected[0].transpose(0, 1), atol=1e-12)
         assert torch.allclose(lse[b], expected_lse[0], atol=1e-12)
