@@ -29,7 +29,7 @@ from benchmarks.gpu import (
     timing,
     traffic,
 )
-from tools.gpu import build_all, gpu_tests, run, sanitize, stages, units
+from tools.gpu import build_all, gpu_tests, machine, run, sanitize, stages, units
 from tools.gpu.stages import Stage
 
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the stages would run")
@@ -248,6 +248,13 @@ def test_what_ptxas_says_is_kept():
     assert "C7508" in lines[0]
     assert lines[1].startswith("sm_90a 255 registers, 16 bytes spilled: ")
     assert lines[-1] == "2 kernels compiled, 1 with spills"
+
+
+@pytest.mark.parametrize(("version", "enough"), [("77.0.3", True), ("80.1", True), ("68.1.2", False), (None, False)])
+def test_a_setuptools_that_the_build_refuses_is_named(version, enough):
+    says = machine.setuptools(version)
+    assert says.startswith(version or "missing")
+    assert ("pip install 'setuptools>=77'" in says) != enough
 
 
 def test_the_machine_is_described_even_without_a_gpu():

@@ -3,8 +3,11 @@
 import json
 import re
 import subprocess
+from importlib import metadata
 
 import torch
+
+OLDEST_SETUPTOOLS = 77  # pyproject.toml
 
 
 def said(*command: str) -> str:
@@ -21,6 +24,7 @@ def machine() -> dict[str, str]:
     facts["driver"] = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     release = re.search(r"release ([\d.]+)", said("nvcc", "--version"))
     facts["nvcc"] = release.group(1) if release else "not on PATH"
+    facts["setuptools"] = setuptools(installed("setuptools"))
     if not torch.cuda.is_available():
         return facts | {"GPU": "none that torch sees"}
     device = torch.cuda.get_device_properties(0)
@@ -31,6 +35,20 @@ def machine() -> dict[str, str]:
         "memory": f"{device.total_memory / 2**30:.1f} GiB",
         "L2": f"{device.L2_cache_size / 2**20:.0f} MiB",
     }
+
+
+def installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def setuptools(version: str | None) -> str:
+    """The version, and what to do if the build would refuse it."""
+    if version is not None and int(version.split(".")[0]) >= OLDEST_SETUPTOOLS:
+        return version
+    return f"{version or 'missing'}; the build needs {OLDEST_SETUPTOOLS}: pip install 'setuptools>={OLDEST_SETUPTOOLS}'"
 
 
 def cudnn() -> int | None:

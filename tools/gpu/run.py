@@ -199,6 +199,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     machine = describe(args.commit)
+    if "pip install" in machine.get("setuptools", ""):
+        print(f"setuptools: {machine['setuptools']}", flush=True)
     results = run_all(chosen, args.out, machine, args.limit - (time.monotonic() - start), args.pack)
     print((args.out / "summary.md").read_text())
     failed = [result.stage for result in results if result.status in FAILURES]
