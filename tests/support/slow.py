@@ -56,6 +56,7 @@ FILES = {
     "test_meanflow": "trains a model",
     "test_object_files": "compiles the kernels of every instruction set",
     "test_paper_tables": "a process with torch for each measurement",
+    "test_ptx_forms": "as test_ptx_sm80",
     "test_ptx_instructions": "as test_ptx_sm80",
     "test_ptx_sm80": "compiles kernels by nvcc and g++, and runs them as test_cuda_host",
     "test_ptx_sm90": "as test_ptx_sm80",
