@@ -25,7 +25,8 @@ def test_the_files_are_found():
 
 # A task that multiplies tiles allocates its scratch, or constructs a Pass.
 MULTIPLIES = re.compile(
-    r"\ballocate_(forward|backward|decode_scratch|jvp|double_backward|weights)<|choose_keys_of_block<|\bPass\b[ (]"
+    r"\ballocate_(forward|backward|decode_scratch|indexed|jvp|double_backward|weights)<|choose_keys_of_block<"
+    r"|indexed_row_terms<|backward_key_range<|\bPass\b[ (]"
 )
 
 
