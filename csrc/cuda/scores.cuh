@@ -96,8 +96,8 @@ __device__ T alibi_distance(const Band& band, int64_t i, int64_t j) {
   return static_cast<T>(distance < 0 ? -distance : distance);
 }
 
-// The band without its chunks. `scaled` is <q, k> times product_scale(). `in_mask`: the mask has an element for (i, j). A tree's mask has none for the
-// keys before the tree.
+// The band without its chunks. `scaled` is <q, k> times product_scale(). `in_mask`: the mask has an element for (i, j). A
+// tree's mask has none for the keys before the tree.
 template <class T>
 __device__ Score<T> finish_scaled_score(const AttentionParams& p, T scaled, int64_t b, int64_t h, int64_t i,
                                         int64_t j, bool inside, bool in_mask = true) {
