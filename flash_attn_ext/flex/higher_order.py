@@ -147,7 +147,8 @@ def _compiled(
         )
         numbers = {id(t): n for n, t in enumerate(buffers)}
         positions = [[numbers.get(id(t)) for t in row] for row in (traced.floats, traced.ints)]
-        if not is_real or any(n is None for row in positions for n in row):
+        is_fake = isinstance(traced.programs, FakeTensor)  # Dynamo's trace runs here first, and then the call itself
+        if not is_real or is_fake or any(n is None for row in positions for n in row):
             return traced.programs, traced.floats, traced.ints
         entry = kept[mask_mod, dtype, needs] = (traced.programs, positions)
     programs, positions = entry

@@ -54,8 +54,8 @@ def test_cases_beyond_memory_are_omitted_and_named(monkeypatch):
 
 
 def test_a_failing_step_is_an_error_and_not_a_number():
-    with pytest.raises(RuntimeError, match="D=513"):
-        peak_memory.measure(Case("ours", 1, 1, 64, 513))
+    with pytest.raises(RuntimeError, match="D=1025"):
+        peak_memory.measure(Case("ours", 1, 1, 64, 1025))
 
 
 def test_functions_are_timed_in_turn():

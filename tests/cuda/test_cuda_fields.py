@@ -10,7 +10,8 @@ from paths import ROOT
 # The struct, and one of its fields, before which the test puts a new one.
 FIELDS = {
     "AttentionParams": "double softcap",
-    "Band": "int64_t left",
+    "DiagonalBand": "int64_t left",
+    "Chunks": "int64_t first_key",
     "MaskParams": "int64_t stride_b",
     "AlibiParams": "int64_t stride_b",
     "SinkParams": "int64_t stride_b",

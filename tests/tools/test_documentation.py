@@ -3,6 +3,8 @@
 import re
 import runpy
 import shlex
+import sys
+import types
 
 import pytest
 from paths import ROOT
@@ -31,10 +33,12 @@ def blocks(language):
 
 
 @pytest.mark.parametrize(("code", "needs"), blocks("python"))
-def test_a_block_of_python_runs_alone(code, needs):
+def test_a_block_of_python_runs_alone(code, needs, monkeypatch):
     if needs:
         pytest.importorskip(needs)
-    exec(compile(code, "the block", "exec"), {"__name__": "__main__"})
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)  # Dynamo looks up the globals of a function there
+    exec(compile(code, "the block", "exec"), main.__dict__)
 
 
 @pytest.mark.parametrize(("code", "needs"), blocks("sh"))

@@ -60,7 +60,7 @@ FA_INLINE Vec<T> log_of_any(Vec<T> x, Vec<T> y) {
   constexpr T kInf = std::numeric_limits<T>::infinity(), kNaN = std::numeric_limits<T>::quiet_NaN();
   y = x == T(0) ? splat<T>(-kInf) : y;
   y = x < T(0) ? splat<T>(kNaN) : y;
-  return (x == kInf) | (x != x) ? x : y;
+  return ((x == kInf) | (x != x)) ? x : y;
 }
 
 template <class T>
@@ -88,7 +88,7 @@ FA_INLINE Vec<T> log1p(Vec<T> x) {
   const Vec<T> u = x + T(1);
   const Vec<T> y = log<T>(u);
   const Vec<T> corrected = y - ((u - T(1)) - x) / u;
-  return (u == T(0)) | (u == std::numeric_limits<T>::infinity()) ? y : corrected;
+  return ((u == T(0)) | (u == std::numeric_limits<T>::infinity())) ? y : corrected;
 }
 
 // For x up to 87 (709). Larger x give a large finite number.
