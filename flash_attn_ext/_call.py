@@ -7,6 +7,7 @@ all take it. A new option of the operator is in it without a line here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +20,11 @@ from ._tensor_checks import check_is_dense
 FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
 # Likewise: _indexed.py has their operator. key_block_size belongs to them.
 INDICES = ("key_indices", "key_block_indices")
+
+
+def take(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Removes some arguments. A function of its own: locals() of a caller with a comprehension breaks torch.compile."""
+    return {name: arguments.pop(name) for name in names}
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import _ops
 from ._attend import attend
-from ._call import FUNCTIONS, INDICES, Call
+from ._call import FUNCTIONS, INDICES, Call, take
 from ._indexed import KeyNumbers, refuse_dtensors
 from ._indexed_packed import attend_packed
 from ._second_query import without_second_query
@@ -109,8 +109,8 @@ def flash_attn_varlen(
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """
     given = without_second_query(locals())
-    numbers = KeyNumbers.from_arguments(**{name: given.pop(name) for name in (*INDICES, "key_block_size")})
-    functions = {name: given.pop(name) for name in FUNCTIONS}
+    numbers = KeyNumbers.from_arguments(**take(given, (*INDICES, "key_block_size")))
+    functions = take(given, FUNCTIONS)
     call = Call.from_arguments(_ops.VARLEN, **given)
     if score_mod is None and mask_mod is None and block_mask is None:
         if numbers is None:
