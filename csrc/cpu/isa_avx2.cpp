@@ -11,6 +11,7 @@
 #define FA_WIDEN(x) (U32) _mm256_cvtepu16_epi32((__m128i)(x))
 #define FA_WIDEN_BYTES(x) (U32) _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)(x)))
 #define FA_WIDEN_SIGNED_BYTES(x) (VecIndex<float>)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)(x)))
+#define FA_BROADCAST_16_BYTES(p) _mm256_broadcast_ps((const __m128*)(p))
 #define FA_HAS_F16C
 #define FA_ZERO_BYTES(p)          \
   (uint32_t)_mm256_movemask_epi8( \

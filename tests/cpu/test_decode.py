@@ -29,6 +29,36 @@ def test_heads_that_share_keys(isa, dtype, group):
         check_against_reference(*inputs, causal="lower_right")
 
 
+@dtypes
+@pytest.mark.parametrize("rows", [2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17])
+def test_rows_that_fill_a_part_of_a_vector(isa, dtype, rows):
+    """Rows are lanes. Odd head dimensions, partial tiles, and rows of keys that are far from each other."""
+    for seqlen_k, head_dim in ((1, 64), (17, 33), (66, 72), (130, 128)):
+        q, k, v = (t.detach() for t in make_qkv(1, 2 * rows, 1, seqlen_k, head_dim, heads_kv=2, dtype=dtype))
+        check_forward_against_reference(q, k, v)
+        far_k, far_v = (torch.cat([t] * 40, dim=-1)[..., :head_dim] for t in (k, v))
+        assert torch.equal(flash_attn(q, far_k, far_v, enable_gqa=True), flash_attn(q, k, v, enable_gqa=True))
+
+
+@dtypes
+@pytest.mark.parametrize("rows", [1, 3, 5, 8, 13])
+def test_heads_of_few_keys_share_a_task(isa, dtype, rows, threads):
+    threads(1)
+    for seqlen_k in (1, 7, 20, 70):
+        q, k, v = (t.detach() for t in make_qkv(1, 16 * rows, 1, seqlen_k, 24, heads_kv=16, dtype=dtype))
+        check_forward_against_reference(q, k, v)
+        check_forward_against_reference(q, k, v, softcap=3.0)
+
+
+@dtypes
+@pytest.mark.parametrize("seqlen_q", [9, 16, 31, 32, 33])
+def test_a_chunk_of_queries_against_a_long_cache(isa, dtype, seqlen_q):
+    for group in (1, 3):
+        q, k, v = (t.detach() for t in make_qkv(1, group, seqlen_q, 600, 40, heads_kv=1, dtype=dtype))
+        check_forward_against_reference(q, k, v)
+        check_forward_against_reference(q, k, v, causal="lower_right")
+
+
 @pytest.mark.parametrize("head_dim", [1, 8, 16, 31, 64, 127, 128, 129, 256, 300, 512])
 def test_head_dims_of_one_query(isa, head_dim):
     for dtype in (torch.float32, torch.bfloat16):

@@ -97,7 +97,12 @@ constexpr int64_t lines_of(int64_t count) {
   return ceil_div(count * static_cast<int64_t>(sizeof(In)), 64);
 }
 
-// Prefetches key rows of some heads: first the rest of `current`, then the start of `next`, in memory order.
+// Addresses of a tile's keys and values.
+struct TileSources {
+  TileSource keys, values;
+};
+
+// Prefetches rows of some heads: first the rest of `current`, then the start of `next`, in memory order.
 // Prefetches a few lines at a time: too many at once would stall each other and the computation.
 class Prefetcher {
  public:
@@ -117,6 +122,10 @@ class Prefetcher {
         next_(&source),
         row_(first),
         end_row_(std::min(rows_of(source), last)) {}
+  // Whether a whole tile is prefetched ahead: then keys follow keys, and values follow values.
+  static bool is_tile_ahead(const TileSource& source, const HeadRange& heads) {
+    return rows_ahead(source, heads) == kTileChunks * kChunkRows;
+  }
 
   // Always inline: GCC 12 considers a function with nothing but prefetches to be free of effects, and removes its
   // calls.

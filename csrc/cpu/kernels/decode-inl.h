@@ -14,7 +14,18 @@
 
 #include "decode_tile-inl.h"
 
-inline bool is_decode(const AttentionParams& p) { return is_decode(p, kDecodeMaxQueries); }
+// Returns whether the decode kernel runs. Besides a few queries, it is the faster one for some more queries of a long
+// cache, if more than the softmax rarely follows the product: it multiplies the rows of a whole group at once, prefetches
+// keys, and splits them.
+inline bool is_decode(const AttentionParams& p) {
+  const Sizes& z = p.sizes;
+  const bool is_chunk = z.seqlen_q <= kDecodeMaxChunk && z.seqlen_k >= kDecodeMinKeysOfChunk &&
+                        z.heads / z.heads_kv * z.seqlen_q <= kMostRowsAtOnce;
+  const bool is_plain = !p.mask && !p.alibi && !p.dropout && p.softcap == 0 &&
+                        p.band.left >= Band::kUnbounded && !p.band.chunks &&
+                        p.varlen.cache.dtype == CacheDType::kOfQuery;
+  return is_decode(p, is_chunk && is_plain ? kDecodeMaxChunk : kDecodeMaxQueries);
+}
 // Returns whether the decode kernel may run for some sequence of the call.
 inline bool may_decode(const AttentionParams& call) { return call.varlen || is_decode(call); }
 
@@ -36,8 +47,10 @@ DecodeSplits split_keys_of(const AttentionParams& p) {
   const int64_t blocks =
       std::max<int64_t>((key_splits.keys.end - key_splits.keys.begin + block_k - 1) / block_k, 1);
   // The batch size is not used: other sequences in the batch must not change the bits of a result.
+  // Each split stores O of all rows.
+  const int64_t min_blocks = std::max(kDecodeMinBlocks, key_splits.rows / kDecodeRowsPerBlock);
   const int64_t by_shape =
-      std::max(std::min(ceil_div(kDecodeTasks, z.heads_kv), ceil_div(blocks, kDecodeMinBlocks)),
+      std::max(std::min(ceil_div(kDecodeTasks, z.heads_kv), ceil_div(blocks, min_blocks)),
                ceil_div(blocks, kDecodeMostBlocks));
   const KeySplits cut = split_keys(p, blocks, by_shape);
   key_splits.splits = cut.splits;
@@ -134,7 +147,8 @@ DecodeGrouping group_decode(const AttentionParams& call, int threads) {
     add(call);
   const double share = work * static_cast<double>(z.heads_kv) / (4.0 * threads);
   const int64_t most = std::max<int64_t>(static_cast<int64_t>(share / heaviest), 1);
-  if (call.k.stride_h < call.k.stride_s) {
+  // Heads of few keys share the cost of a task. Heads of many keys do if their rows are adjacent.
+  if (splits == 1 || call.k.stride_h < call.k.stride_s) {
     g.heads = std::min({most, z.heads_kv, std::max<int64_t>(kMostRows / g.rows, 1)});
     while (z.heads_kv % g.heads != 0) --g.heads;
   }
@@ -190,16 +204,21 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
       std::fill(r.row_sum, r.row_sum + rows, T(0));
     }
     const HeadRange some{heads.first + first, last - first};
-    const auto keys_from = [&](int64_t j0) {
-      return tile_source<In>(p, p.k, b, j0, std::min(block_k, end_of_task - j0), z.head_dim);
+    const auto tile_at = [&](int64_t j0) {
+      const int64_t keys = std::min(block_k, end_of_task - j0);
+      return TileSources{tile_source<In>(p, p.k, b, j0, keys, z.head_dim),
+                         tile_source<In>(p, p.v, b, j0, keys, z.head_dim_v)};
     };
-    TileSource source = keys_from(begin);
+    TileSources now = tile_at(begin);
+    if (split == task.splits.begin && end - begin > block_k && !now.values.is_part_of(now.keys) &&
+        Prefetcher::is_tile_ahead(now.keys, some))
+      Prefetcher({}, now.values, some).finish();  // later values are prefetched one tile ahead
     for (int64_t j0 = begin; j0 < end; j0 += block_k) {
-      const TileSource next = keys_from(std::min(j0 + block_k, end_of_task));
+      const TileSources next = tile_at(std::min(j0 + block_k, end_of_task));
       const DecodeTile<In, T> tile{p, s, b, some, first, j0, std::min(block_k, end - j0), unified};
       if (!tile.is_hidden())
-        decode_tile<In, T>(tile, source, next, [&](int64_t n) { return result_of(first + n); });
-      source = next;
+        decode_tile<In, T>(tile, now, next, [&](int64_t n) { return result_of(first + n); });
+      now = next;
     }
   };
   if (!p.decode.has_unified_max) return run(nullptr, 0, heads.count);

@@ -3,19 +3,14 @@
 //
 // The right operand of a product comes in panels, [columns / kPanel][depth][kPanel]. A panel stays in L1 while all
 // rows of the left operand pass it. Q^T is packed once in a task. V is packed panel by panel, or read in place.
+//
+// Rows that fit a vector are multiplied by decode_lanes-inl.h.
 #pragma once
 
 #include "cache_rows-inl.h"
+#include "decode_lanes-inl.h"
 #include "gemm-inl.h"
 #include "tile_gemm-inl.h"
-
-// Returns whether so many rows of Q are multiplied all at once. The limit bounds the memory: a caller may request
-// splits for a prompt of thousands of rows.
-constexpr int64_t kMostRowsAtOnce = 512;
-template <class T>
-constexpr bool fills_lanes(int64_t rows) {
-  return rows > kLanes<T> / 2 && rows <= kMostRowsAtOnce;
-}
 
 template <class T>
 constexpr int64_t kPanel = 2 * kLanes<T>;
@@ -68,8 +63,13 @@ struct ManyRowsOperands {
   static void load_queries(const T* q, int64_t ldq, int64_t rows, int64_t depth, T* to, int64_t ld) {
     load_tile_transposed<T, T>(q, ldq, rows, depth, to, ld);
   }
-  static Tile<T> load_keys(const Rows<In>& k, int64_t keys, T* to) {
+  static Tile<T> load_keys(const Rows<In>& k, int64_t keys, T* to, int64_t) {
     return load_tile<In, T>(k.data, k.stride, keys, k.cols, to);
+  }
+  // O += P V for rows that fit a vector. `probs`: P^T, [whole chunks of keys][lanes].
+  static void add_lanes(const T* probs, int64_t rows, const Rows<In>* v, int64_t keys, T* out, int64_t ldo,
+                        T*, Prefetcher& ahead) {
+    add_values_of_lanes<WideValues<In, T>>({probs, lanes_of<T>(rows)}, rows, v, keys, out, ldo, ahead);
   }
   // Packs `keys` rows of one panel. The first of them is key j of the tile.
   static void load_values(const Rows<In>& v, int64_t j, int64_t keys, T* panel, int64_t width) {
@@ -91,12 +91,20 @@ struct ManyRowsOperands<BFloat16, float> {
   static constexpr bool kReadsValuesInPlace = false;
 
   static int64_t depth_of(int64_t n) { return pairs_of(n); }
-  static int64_t prob_elements(int64_t lanes, int64_t keys) { return LeftPairs::count(lanes, keys); }
+  static int64_t prob_elements(int64_t lanes, int64_t keys) {
+    return std::max(LeftPairs::count(lanes, keys), lanes * keys / 2 + kLanes<float>);
+  }
   static void load_queries(const Pair* q, int64_t ldq, int64_t rows, int64_t depth, Pair* to, int64_t ld) {
     load_pairs_transposed(reinterpret_cast<const BFloat16*>(q), 2 * ldq, rows, 2 * depth, to, ld);
   }
-  static Tile<Pair> load_keys(const Rows<BFloat16>& k, int64_t keys, Pair* to) {
-    return load_pair_rows(k.data, k.stride, keys, k.cols, to);
+  static Tile<Pair> load_keys(const Rows<BFloat16>& k, int64_t keys, Pair* to, int64_t multiple) {
+    return load_pair_rows(k.data, k.stride, keys, k.cols, to, multiple);
+  }
+  static void add_lanes(const float* probs, int64_t rows, const Rows<BFloat16>* v, int64_t keys, float* out,
+                        int64_t ldo, Pair* pairs, Prefetcher& ahead) {
+    const int64_t lanes = lanes_of<float>(rows);
+    pair_lanes(probs, ceil_div(keys, kChunkRows) * kChunkRows, lanes, pairs);
+    add_values_of_lanes<PairValues>({pairs, lanes}, rows, v, keys, out, ldo, ahead);
   }
   static void load_values(const Rows<BFloat16>& v, int64_t j, int64_t keys, Pair* panel, int64_t width) {
     load_pairs_across(v.data, v.stride, keys, std::min(v.cols, width), panel + j / 2 * width, width);
@@ -114,50 +122,60 @@ struct ManyRowsOperands<BFloat16, float> {
 
 #endif
 
-// `rows` is a multiple of the vector size, for the current sequence: `lanes`.
+// lanes = lanes_of(rows), with the rows of the current sequence.
 template <class In, class T>
 struct ManyRows {
   using Operands = ManyRowsOperands<In, T>;
   using E = typename Operands::Element;
 
-  E* q;        // [heads of a task][D][lanes]   Q^T in panels
-  T* scores;   // [block_k][lanes]              S^T, if more than the softmax follows
-  E* k_tile;   // [block_k][D]                  only if the caller's k cannot be read directly
-  E* v_panel;  // [block_k][kPanel]             likewise; Pair: pairs across the keys
-  E* probs;    // [lanes][block_k / 2]          Pair only
-  T* rescale;  // [heads of a task][lanes]
+  E* q;           // [heads of a task][D][lanes]   Q^T in panels
+  T* scores;      // [block_k][lanes]              S^T, if more than the softmax follows
+  T* prob_lanes;  // [block_k][lanes]           P^T, if P was not transposed
+  E* k_tile;      // [block_k][D]                  only if the caller's k cannot be read directly
+  E* v_panel;     // [block_k][kPanel]             likewise; Pair: pairs across the keys
+  E* probs;       // [lanes][block_k / 2]          Pair only
+  T* rescale;     // [heads of a task][lanes]
 
   static ManyRows allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
                            int64_t block_k) {
     ManyRows m{};
     rows = std::min<int64_t>(rows, kMostRowsAtOnce);  // for a shorter sequence
     if (!fills_lanes<T>(rows)) return m;
-    const int64_t lanes = round_up_to_lanes<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
-    m.q = arena.take<E>(heads * depth * lanes);
-    m.scores = arena.take<T>(block_k * lanes);
+    const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
+    m.q = arena.take<E>(heads * round_up_to_lanes<T>(depth) * round_up_to_lanes<T>(lanes));
+    // Transpositions read and write whole vectors.
+    const int64_t whole = ceil_div(block_k, kChunkRows) * kChunkRows * lanes + kLanes<T>;
+    m.scores = arena.take<T>(whole);
+    m.prob_lanes = arena.take<T>(whole);
     m.k_tile = arena.take<E>(block_k * round_up_to_lanes<T>(depth));
     m.v_panel = arena.take<E>(block_k * kPanel<T>);
-    m.probs = arena.take<E>(Operands::prob_elements(lanes, block_k));
-    m.rescale = arena.take<T>(heads * lanes);
+    m.probs = arena.take<E>(Operands::prob_elements(lanes, ceil_div(block_k, kChunkRows) * kChunkRows));
+    m.rescale = arena.take<T>(heads * round_up_to_lanes<T>(lanes));
     return m;
   }
 
   // Packs Q^T of the task's head `n` from rows of Q as elements, `rows` x ldq.
   void load_queries(const AttentionParams& p, int64_t n, const E* from, int64_t ldq, int64_t rows) const {
     if (!fills_lanes<T>(rows)) return;
-    const int64_t lanes = round_up_to_lanes<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
+    const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
+    if (fits_a_vector<T>(rows))
+      return load_query_lanes<T>(from, ldq, rows, depth, q + n * round_up_to_lanes<T>(depth) * lanes);
     for (int64_t c = 0; c < lanes; c += kPanel<T>)
       Operands::load_queries(from + c * ldq, ldq, std::min(kPanel<T>, rows - c), depth,
                              q + (n * lanes + c) * depth, std::min(kPanel<T>, lanes - c));
   }
 
   // out = scale * K Q^T for head `n`, [keys][lanes].
-  void load_scores(int64_t n, int64_t lanes, const Rows<In>& k, int64_t keys, T scale, T* out,
+  void load_scores(int64_t n, int64_t rows, const Rows<In>& k, int64_t keys, T scale, T* out,
                    Prefetcher& ahead) const {
-    const int64_t depth = Operands::depth_of(k.cols);
+    const int64_t depth = Operands::depth_of(k.cols), lanes = lanes_of<T>(rows);
+    if (fits_a_vector<T>(rows))
+      return score_lanes<In, T>(q + n * round_up_to_lanes<T>(depth) * lanes, rows, depth,
+                                Operands::load_keys(k, keys, k_tile, span_of<T>(rows)), keys, scale, out,
+                                k_tile, ahead);
     const int64_t passes = ceil_div(depth, rows_in_l1<E>(std::min(kPanel<T>, lanes), depth));
     GradualPrefetch gradual(ahead, keys * lines_of<In>(k.cols), passes * keys * lanes / kLanes<T>);
-    const Tile<E> tile = Operands::load_keys(k, keys, k_tile);
+    const Tile<E> tile = Operands::load_keys(k, keys, k_tile, 1);
     for (int64_t c = 0; c < lanes; c += kPanel<T>) {
       const int64_t width = std::min(kPanel<T>, lanes - c);
       gemm_of_panel<T, E>(keys, width,
@@ -173,6 +191,8 @@ struct ManyRows {
                   T* out, int64_t ldo, Prefetcher& ahead) const {
     Rows<In> v[kTileChunks] = {};
     for (int64_t j = 0; j < keys; j += kChunkRows) v[j / kChunkRows] = chunk(j);
+    if (fits_a_vector<T>(rows))
+      return Operands::add_lanes(transposed(all, rows, keys), rows, v, keys, out, ldo, probs, ahead);
     const int64_t cols = v[0].cols, depth = Operands::depth_of(keys);
     const LeftOperand<E> left = Operands::load_probs(all, rows, keys, probs);
     GradualPrefetch gradual(ahead, keys * lines_of<In>(cols), rows * ceil_div(cols, kLanes<T>));
@@ -192,5 +212,16 @@ struct ManyRows {
                  {depth, left.data, left.row, left.depth, panel.data, panel.ld, out + c, ldo, true, T(1),
                   all.rescale, gradual.prefetch_hook()});
     }
+  }
+
+ private:
+  // Returns P^T, [keys][lanes], with zeros in the padding of the last chunk.
+  const T* transposed(const AllProbs<T>& all, int64_t rows, int64_t keys) const {
+    if (all.transposed) return all.data;
+    const int64_t lanes = lanes_of<T>(rows), end = ceil_div(keys, kChunkRows) * kChunkRows;
+    // Each vector overwrites the padding of the vector before it.
+    load_tile_transposed<T, T>(all.data, all.ld, rows, keys, prob_lanes, lanes);
+    std::fill(prob_lanes + keys * lanes, prob_lanes + end * lanes, T(0));
+    return prob_lanes;
   }
 };

@@ -1,7 +1,7 @@
 // The two products of decode, S = Q K^T and O += P V, in two forms.
 //
-// Few rows: a few rows of Q at a time. The sums of S run along the lanes, K and V are read from the caller's memory,
-// and later rows are prefetched. Many rows (more than half a vector): `many`, all rows at once.
+// One or two rows: the sums of S run along the lanes, K and V are read from the caller's memory, and later rows are
+// prefetched. More rows: `many`, all rows at once, with rows as lanes.
 #pragma once
 
 #include "decode_many_rows-inl.h"
@@ -10,7 +10,7 @@
 // Number of rows in scratch memory for the scores of `rows` rows, because rows may be lanes.
 template <class T>
 constexpr int64_t score_rows(int64_t rows) {
-  return fills_lanes<T>(rows) ? round_up_to_lanes<T>(rows) : rows;
+  return fills_lanes<T>(rows) ? lanes_of<T>(rows) : rows;
 }
 
 // Number of columns of O in scratch memory: whole pairs of vectors. Not a multiple of 1 KiB, because the rows of a
@@ -31,9 +31,6 @@ inline void for_each_few_rows(int64_t rows, const Body& body) {
   for (; r + 2 <= rows; r += 2) body(r, std::integral_constant<int, 2>{});
   for (; r < rows; ++r) body(r, std::integral_constant<int, 1>{});
 }
-
-// Number of sums in dot_block(): half the registers. One reduction completes as many sums as a vector has lanes.
-constexpr int kDotSums = FA_VECTOR_REGISTERS / 2;
 
 // scores[r][n] = scale * <q[r], k[n]> for R rows and kDotSums / R keys from j on. `room` scores are stored. Keys past
 // `keys` read the last key again, and their scores are never used. load() returns a vector of kCols columns of a key;

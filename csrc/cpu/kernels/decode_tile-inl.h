@@ -29,7 +29,7 @@ struct DecodeScratch {
 template <class In, class T>
 DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams& call, int64_t heads) {
   const Sizes& z = call.sizes;
-  const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxQueries);
+  const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxChunk);
   const int64_t rows = z.heads / z.heads_kv * seqlen_q;
   const int64_t block_k = fitted(decode_block_k<T>(), z.seqlen_k);
   DecodeScratch<In, T> s;
@@ -83,9 +83,11 @@ struct DecodeTile {
   const Sizes& z = p.sizes;
   const CacheParams& cache = p.varlen.cache;
   const int64_t group = z.heads / z.heads_kv, rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
-  const int64_t lanes = round_up_to_lanes<T>(rows);
+  const int64_t lanes = lanes_of<T>(rows);  // if all_at_once
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
-  const bool all_at_once = fills_lanes<T>(rows);
+  // int8 rows are multiplied without conversion, in the form for few rows.
+  const bool few_int8 = DecodeBytes<In>::kExists && cache.dtype == CacheDType::kInt8 && rows <= kLanes<T> / 2;
+  const bool all_at_once = fills_lanes<T>(rows) && !few_int8;
   // Only the softmax follows the product: scores stay S^T.
   const bool stays_transposed = all_at_once && cache.dtype == CacheDType::kOfQuery && !p.dropout &&
                                 !p.alibi && p.softcap == 0 && !may_mask();
@@ -105,7 +107,10 @@ struct DecodeTile {
         return false;
     return true;
   }
-  T* scores_of(int64_t n) const { return s.scores + n * score_rows<T>(rows) * ld; }
+  // S^T has whole chunks of keys.
+  T* scores_of(int64_t n) const {
+    return s.scores + n * (all_at_once ? lanes * (ceil_div(keys, kChunkRows) * kChunkRows) : rows * ld);
+  }
   T* rescale_of(int64_t n) const { return s.products.many.rescale + n * lanes; }
   T* sums_of(int64_t n) const { return s.sums + n * rows * d_v; }
 
@@ -115,7 +120,7 @@ struct DecodeTile {
       s.multiplied[n] =
           load_factors<T>(p, cache.k_scale, heads.first + n, j0, keys, ld, s.key_factors + n * ld);
     // One product of the whole tile reads each panel of Q^T once, not once for each chunk.
-    const int64_t step = all_at_once && in_one_place(source) ? keys : kChunkRows;
+    const int64_t step = all_at_once && !fits_a_vector<T>(rows) && in_one_place(source) ? keys : kChunkRows;
     for (int64_t j = 0; j < keys; j += step) {
       const int64_t count = std::min(step, keys - j);
       for (int64_t n = 0; n < heads.count; ++n) {
@@ -128,8 +133,8 @@ struct DecodeTile {
                                          j0, j, count, z.head_dim, s.key_copy);
         if (all_at_once) {
           T* lane_scores = stays_transposed ? scores_of(n) + j * lanes : s.products.many.scores;
-          s.products.many.load_scores(slot + n, lanes, k, count, s.products.scale, lane_scores, ahead);
-          if (!stays_transposed) load_tile_transposed<T, T>(lane_scores, lanes, count, rows, scores, ld);
+          s.products.many.load_scores(slot + n, rows, k, count, s.products.scale, lane_scores, ahead);
+          if (!stays_transposed) transpose_lane_scores<T>(lane_scores, lanes, count, rows, scores, ld);
           continue;
         }
         for_each_few_rows<T>(rows, [&](int64_t row, auto few) {
@@ -155,7 +160,7 @@ struct DecodeTile {
     const int64_t h_kv = heads.first + n;
     s.multiplied[n] = load_factors<T>(p, cache.v_scale, h_kv, j0, keys, ld, s.value_factors + n * ld);
     if (stays_transposed) {
-      decode_softmax_lanes<T>(scores_of(n), keys, lanes, unified, r.row_max, r.row_sum, rows, rescale_of(n));
+      softmax_of_lanes(n, r);
       s.added[n] = false;
       return;
     }
@@ -277,6 +282,20 @@ struct DecodeTile {
                          out + row * d_v, d_v);
   }
 
+  // The softmax of S^T. If the rows fit a vector, it multiplies O; otherwise the product P V does.
+  void softmax_of_lanes(int64_t n, const SplitResult<T>& r) const {
+    T* scores = scores_of(n);
+    const int64_t padded = ceil_div(keys, kChunkRows) * kChunkRows;
+    if (lanes < kLanes<T>)
+      return decode_softmax_part_of_vector<T>(scores, keys, padded, lanes, unified, r.row_max, r.row_sum,
+                                              rows, r.out, d_v);
+    decode_softmax_lanes<T>(scores, keys, lanes, unified, r.row_max, r.row_sum, rows, rescale_of(n));
+    if (!fits_a_vector<T>(rows)) return;
+    for (int64_t row = 0; row < rows; ++row)
+      if (rescale_of(n)[row] != T(1)) multiply_row<T>(r.out + row * d_v, rescale_of(n)[row], d_v);
+    std::fill(scores + keys * lanes, scores + padded * lanes, T(0));  // padding of pairs
+  }
+
   bool in_one_place(const TileSource& source) const {
     return source.in_one_place() && cache.dtype == CacheDType::kOfQuery;
   }
@@ -306,9 +325,10 @@ struct DecodeTile {
   void add_values_of(int64_t n, const Chunk& chunk, bool in_one_place, const SplitResult<T>& r,
                      Prefetcher& ahead) const {
     if (all_at_once)
-      return s.products.many.add_values({scores_of(n), stays_transposed ? lanes : ld, stays_transposed,
-                                         stays_transposed ? rescale_of(n) : nullptr},
-                                        rows, chunk, in_one_place, keys, r.out, d_v, ahead);
+      return s.products.many.add_values(
+          {scores_of(n), stays_transposed ? lanes : ld, stays_transposed,
+           stays_transposed && !fits_a_vector<T>(rows) ? rescale_of(n) : nullptr},
+          rows, chunk, in_one_place, keys, r.out, d_v, ahead);
     for (int64_t j = 0; j < keys; j += kChunkRows) add_chunk(n, j, chunk(j), ahead);
     add_rows<T>(r.out, sums_of(n), rows * d_v);
   }
@@ -325,20 +345,21 @@ struct DecodeTile {
   }
 };
 
-// `next`: the addresses of the keys after this tile. `result_of(n)`: the result that head `n` of `heads` adds to.
+// `next`: the addresses of the tile after this one. `result_of(n)`: the result that head `n` of `heads` adds to.
 template <class In, class T, class ResultOf>
-void decode_tile(const DecodeTile<In, T>& tile, const TileSource& source, const TileSource& next,
+void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const TileSources& next,
                  const ResultOf& result_of) {
-  const AttentionParams& p = tile.p;
-  const TileSource values = tile_source<In>(p, p.v, tile.b, tile.j0, tile.keys, p.sizes.head_dim_v);
+  const bool shares_rows = now.values.is_part_of(now.keys),
+             is_tile_ahead = Prefetcher::is_tile_ahead(now.keys, tile.heads);
   // Latent attention: V is the first columns of K, and no row is prefetched twice. The product with V has more and
   // smaller register tiles, so most prefetches of the next tile are there.
-  const bool shares_rows = values.is_part_of(source);
   const int64_t few = kChunkRows, all = kTileChunks * kChunkRows;
-  tile.load_scores(
-      source, shares_rows ? Prefetcher(next, 0, few, tile.heads) : Prefetcher(source, values, tile.heads));
-  for (int64_t n = 0; n < tile.heads.count; ++n) tile.softmax(n, values, result_of(n));
-  tile.add_values(values,
-                  shares_rows ? Prefetcher(next, few, all, tile.heads) : Prefetcher(values, next, tile.heads),
+  tile.load_scores(now.keys, shares_rows
+                                 ? Prefetcher(next.keys, 0, few, tile.heads)
+                                 : Prefetcher(now.keys, is_tile_ahead ? next.keys : now.values, tile.heads));
+  for (int64_t n = 0; n < tile.heads.count; ++n) tile.softmax(n, now.values, result_of(n));
+  tile.add_values(now.values,
+                  shares_rows ? Prefetcher(next.keys, few, all, tile.heads)
+                              : Prefetcher(now.values, is_tile_ahead ? next.values : next.keys, tile.heads),
                   result_of);
 }

@@ -76,6 +76,10 @@ template <class T>
 FA_INLINE Vec<T> load_elements(const T* p) {
   return load<T>(p);
 }
+template <class T>
+FA_INLINE void store_elements(T* p, Vec<T> x) {
+  store<T>(p, x);
+}
 template <class V>
 FA_INLINE V multiply_add(V sum, V a, V b) {
   return sum + a * b;

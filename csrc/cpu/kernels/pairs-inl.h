@@ -17,10 +17,11 @@ FA_INLINE U32 load_pairs(const BFloat16* p, int64_t n) {
   return load_elements(reinterpret_cast<const Pair*>(buffer));
 }
 
-// Returns rows as pairs along them: the caller's memory, or a copy padded with a zero if rows are not whole pairs.
+// Returns rows as pairs along them: the caller's memory, or a copy padded with zeros if rows are not a multiple of
+// `multiple` pairs.
 inline Tile<Pair> load_pair_rows(const BFloat16* src, int64_t stride, int64_t rows, int64_t cols,
-                                 Pair* scratch) {
-  if (cols % 2 == 0 && stride % 2 == 0) return {reinterpret_cast<const Pair*>(src), stride / 2};
+                                 Pair* scratch, int64_t multiple = 1) {
+  if (cols % (2 * multiple) == 0 && stride % 2 == 0) return {reinterpret_cast<const Pair*>(src), stride / 2};
   constexpr int64_t L = kLanes<float>;
   const int64_t ld = round_up_to_lanes<float>(pairs_of(cols));
   for (int64_t r = 0; r < rows; ++r)

@@ -158,6 +158,41 @@ inline void decode_softmax_rows(T* scores, int64_t ld, int64_t rows, const T* un
     decode_softmax_row<T>(scores + row * ld, ld, unified, row_max[row], row_sum[row], out + row * d_v, d_v);
 }
 
+// The softmax of decode's tile S^T, [keys][lanes], for `rows` <= lanes < a vector. A vector has lanes of several keys.
+// Scores of the padding up to `padded_keys`, whole vectors, become 0.
+template <class T>
+inline void decode_softmax_part_of_vector(T* scores, int64_t keys, int64_t padded_keys, int64_t lanes,
+                                          const T* unified, T* row_max, T* row_sum, int64_t rows, T* out,
+                                          int64_t d_v) {
+  constexpr int L = kLanes<T>;
+  const int64_t vectors = padded_keys * lanes / L;
+  std::fill(scores + keys * lanes, scores + padded_keys * lanes, kNegInf<T>);
+  T old_max[L], factors[L], sums[L], maxima[L];
+  for (int64_t i = 0; i < L; ++i) old_max[i] = i % lanes < rows ? row_max[i % lanes] : kNegInf<T>;
+  Vec<T> new_max = max<T>(load<T>(old_max), max_of_column<T>(scores, vectors, L));
+#pragma GCC unroll 8
+  for (int d = L / 2; d > 0; d /= 2)
+    if (d >= lanes) new_max = max<T>(new_max, rotate<T>(new_max, d));
+  const Vec<T> reference = unified ? splat<T>(*unified) : new_max == kNegInf<T> ? Vec<T>{} : new_max;
+  Vec<T> sum = {};
+  for (int64_t n = 0; n < vectors; ++n) {
+    const Vec<T> prob = exp<T>(load<T>(scores + n * L) - reference);
+    store<T>(scores + n * L, prob);
+    sum += prob;
+  }
+#pragma GCC unroll 8
+  for (int d = L / 2; d > 0; d /= 2)
+    if (d >= lanes) sum += rotate<T>(sum, d);
+  store<T>(factors, unified ? splat<T>(T(1)) : exp<T>(load<T>(old_max) - reference));
+  store<T>(sums, sum);
+  store<T>(maxima, new_max);
+  for (int64_t r = 0; r < rows; ++r) {
+    row_sum[r] = row_sum[r] * factors[r] + sums[r];
+    row_max[r] = maxima[r];
+    if (factors[r] != T(1)) multiply_row<T>(out + r * d_v, factors[r], d_v);
+  }
+}
+
 // The softmax of decode's tile S^T, [keys][lanes]: a row of Q is a lane, so no vector is split. Writes O's factors to
 // `rescale`, because the product that follows multiplies O by them.
 template <class T>

@@ -53,11 +53,14 @@ template <class T>
 constexpr int64_t decode_block_k() {
   return 64;
 }
-constexpr int64_t kDecodeMaxQueries = 8;  // above it the forward's tile was measured to be faster
+constexpr int64_t kDecodeMaxQueries = 8;  // above it the forward's tile was measured to be faster,
+constexpr int64_t kDecodeMaxChunk = 32,
+                  kDecodeMinKeysOfChunk = 512;  // except up to 32 queries on at least 512 keys
 constexpr int64_t kDecodeTasks =
     256;  // splits the keys until a batch of one has two tasks for each of 128 threads,
 constexpr int64_t kDecodeMinBlocks =
     4;  // but a split has at least so many key blocks, because merging it has a cost,
+constexpr int64_t kDecodeRowsPerBlock = 16;  // more blocks for many rows, whose results take longer to merge,
 constexpr int64_t kDecodeMostBlocks =
     64;                            // and at most so many: one long cache must not keep other threads waiting
 constexpr int kPrefetchLevel = 2;  // for __builtin_prefetch: into L2

@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
 #include <memory>
 
@@ -38,15 +39,25 @@ struct ForParams {
   static constexpr double products(const WeightsParams&) { return 1.0; }
 };
 
+// The kernels compute a few rows in the time of this many: they read all keys anyway, or their vectors are padded.
+int64_t least_rows(const AttentionParams&) { return 8; }
+template <class Params>
+int64_t least_rows(const Params&) {
+  return 16;
+}
+
 // A small call runs on the calling thread: below about 10 us of work, waking other threads costs more than they save.
 template <class Params>
 cpu::Parallel threads_for(const Params& p) {
   constexpr double kSerialFlops = 1e6;
   const Sizes& z = p.sizes;
-  double pairs = p.varlen ? 0.0 : double(z.batch) * z.seqlen_q * z.seqlen_k;
+  const auto rows = [&](const Sizes& own) {
+    return double(own.seqlen_q == 0 ? 0 : std::max(own.seqlen_q, least_rows(p)));
+  };
+  double pairs = p.varlen ? 0.0 : z.batch * rows(z) * z.seqlen_k;
   for (int64_t b = 0; p.varlen && b < z.batch; ++b) {
     const Sizes own = of_sequence<AttentionParams>(p, b).sizes;
-    pairs += double(own.seqlen_q) * own.seqlen_k;
+    pairs += rows(own) * own.seqlen_k;
   }
   const double flops = ForParams::products(p) * pairs * double(z.heads) * (z.head_dim + z.head_dim_v);
   const bool serial = flops < kSerialFlops || at::in_parallel_region();
@@ -278,7 +289,7 @@ int64_t decode_splits_on_cpu(const AttentionParams& params) {
 
 std::string why_not_decode_on_cpu() {
   return "decode: for at most " + std::to_string(cpu::active_kernels().decode_max_queries) +
-         " queries, or where num_splits or unified_max asks for it";
+         " queries, or 32 on long caches, or where num_splits or unified_max asks for it";
 }
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {

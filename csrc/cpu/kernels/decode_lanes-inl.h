@@ -1,0 +1,337 @@
+// The two products of decode for a few rows of Q, at most one vector of them. Rows are lanes.
+//
+// A vector of L lanes holds kSpan neighbouring columns of each row: lane r * kSpan + i is column i of row r. So few rows
+// fill the vector, too. A load broadcasts kSpan columns of a key to all rows. Example: 8 rows, L = 16, kSpan = 2:
+//
+//   S^T:  q0[c] q0[c+1] q1[c] q1[c+1] ...  times  k[c] k[c+1] k[c] k[c+1] ...
+//
+// The sums of kSpan keys are then added within their spans, and become one vector of S^T, [keys][lanes], where `lanes`
+// is L / kSpan. In O += P V a probability is broadcast, and a vector holds columns of V: V is read and converted once
+// for at most kMostRows rows.
+#pragma once
+
+#include "cache_rows-inl.h"
+#include "gemm-inl.h"
+#include "pairs-inl.h"
+
+// Number of sums in registers: half of the registers. One reduction of dot_block() completes as many sums as a vector
+// has lanes.
+constexpr int kDotSums = FA_VECTOR_REGISTERS / 2;
+
+// Spans of at most 16 bytes: neighbouring lanes are added by shuffles within 16 bytes.
+template <class T>
+constexpr int kMostSpan = std::min<int>(16 / sizeof(T), kLanes<T> / 2);
+
+// Returns kSpan for so many rows: the widest for which a vector holds all rows.
+template <class T>
+constexpr int span_of(int64_t rows) {
+  int span = 1;
+  while (2 * span <= kMostSpan<T> && 2 * span * rows <= kLanes<T>) span *= 2;
+  return span;
+}
+
+// Returns whether so many rows of Q are multiplied all at once. The limit bounds the memory: a caller may request
+// splits for a prompt of thousands of rows.
+constexpr int64_t kMostRowsAtOnce = 512;
+template <class T>
+constexpr bool fills_lanes(int64_t rows) {
+  return rows * kMostSpan<T> > kLanes<T> / 2 && rows <= kMostRowsAtOnce;
+}
+
+// Returns the number of lanes that `rows` rows fill, if fills_lanes(): a part of a vector, or whole vectors.
+template <class T>
+constexpr int64_t lanes_of(int64_t rows) {
+  return rows > kLanes<T> ? round_up_to_lanes<T>(rows) : kLanes<T> / span_of<T>(rows);
+}
+
+// Returns whether the products of this file compute so many rows; otherwise the forward's matrix product.
+template <class T>
+constexpr bool fits_a_vector(int64_t rows) {
+#if defined(FA_HAS_TILE_REGISTERS)  // faster from half a vector on
+  return rows <= kLanes<T> / 2;
+#else
+  return rows <= kLanes<T>;
+#endif
+}
+
+// Calls body(span) with kSpan as a compile-time constant.
+template <class T, class Body>
+inline void for_span(int64_t rows, const Body& body) {
+  const int span = span_of<T>(rows);
+  if constexpr (kMostSpan<T> >= 4)
+    if (span == 4) return body(std::integral_constant<int, 4>{});
+  if constexpr (kMostSpan<T> >= 2)
+    if (span == 2) return body(std::integral_constant<int, 2>{});
+  return body(std::integral_constant<int, 1>{});
+}
+
+// Returns kSpan elements from p on, repeated in all spans of a vector.
+template <int kSpan, class E>
+FA_INLINE auto broadcast_span(const E* p) {
+  if constexpr (kSpan == 1) {
+    return broadcast_element(p);
+  } else {
+    using V = decltype(load_elements(p));
+    if constexpr (kSpan * sizeof(E) == FA_VECTOR_BYTES) return load_elements(p);
+    if constexpr (kSpan * sizeof(E) == 8) {
+      uint64_t bits;
+      std::memcpy(&bits, p, sizeof(bits));
+      return (V)(VecBits<double>{} + bits);
+    } else {
+#if defined(FA_BROADCAST_16_BYTES)
+      return (V)FA_BROADCAST_16_BYTES(p);
+#else
+      return load_elements(p);  // vectors of 16 bytes
+#endif
+    }
+  }
+}
+
+// Adds the lanes of each span. rows[0] to rows[kKeys / kSpan - 1] become S^T, [kKeys][lanes].
+template <class T, int kSpan, int kKeys>
+FA_INLINE void sum_spans(Vec<T> (&sum)[kKeys]) {
+  constexpr int L = kLanes<T>, kPart = 16 / sizeof(T);
+  if constexpr (kSpan > 1) {
+    const VecIndex<T> even = every_second_part<T, 1, kPart>(0), odd = every_second_part<T, 1, kPart>(1);
+    int count = kKeys;
+#pragma GCC unroll 4
+    for (int span = kSpan; span > 1; span /= 2) {
+      count /= 2;
+#pragma GCC unroll 16
+      for (int n = 0; n < kKeys / 2; ++n)
+        if (n < count)
+          sum[n] = pick<T>(sum[2 * n], sum[2 * n + 1], even) + pick<T>(sum[2 * n], sum[2 * n + 1], odd);
+    }
+    // Now each 16 bytes hold kSpan keys of kRows rows. Brings the rows of a key together.
+    constexpr int kRows = kPart / kSpan;
+    VecIndex<T> from;
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i) {
+      const int key = i / (L / kSpan), row = i % (L / kSpan);
+      from[i] = row / kRows * kPart + key * kRows + row % kRows;
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < kKeys / kSpan; ++n) sum[n] = pick<T>(sum[n], sum[n], from);
+  }
+}
+
+// out = scale * S^T for kDotSums keys, rows of `k` at distance `ld`. `groups`: spans of columns. A step reads `bytes`
+// of each key from memory.
+template <class T, int kSpan, class E>
+FA_INLINE void lanes_block(const E* q, int64_t groups, const E* k, int64_t ld, T scale, T* out, int64_t bytes,
+                           Prefetcher& ahead) {
+  constexpr int L = kLanes<T>, N = kDotSums;
+  Vec<T> sum[N];
+#pragma GCC unroll 16
+  for (int n = 0; n < N; ++n) sum[n] = Vec<T>{};
+  const E* key[N / 4];
+#pragma GCC unroll 4
+  for (int n = 0; n < N / 4; ++n) key[n] = k + 4 * n * ld;
+  const int64_t steps_per_line = std::max<int64_t>(64 / (N * bytes), 1), lines = ceil_div(N * bytes, 64);
+  int64_t until_line = 1;
+  for (int64_t g = 0; g < groups; ++g) {
+    const auto query = load_elements(q + g * L);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n)
+      sum[n] = multiply_add(sum[n], broadcast_span<kSpan>(key[n / 4] + n % 4 * ld), query);
+    if (--until_line == 0) {
+      ahead.lines(lines);
+      until_line = steps_per_line;
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < N / 4; ++n) {
+      key[n] += kSpan;
+      // Otherwise the compiler computes a pointer for each key, and runs out of registers.
+      asm volatile("" : "+r"(key[n]));
+    }
+  }
+  sum_spans<T, kSpan, N>(sum);
+#pragma GCC unroll 16
+  for (int n = 0; n < N / kSpan; ++n) store<T>(out + n * L, sum[n] * scale);
+}
+
+// Values that are read or widened to T, one key at a time.
+template <class In, class T>
+struct WideValues {
+  using E = T;
+  static constexpr int kKeys = 1, kVectors = 1;
+  // Loads `cols` columns, at most kVectors vectors, of the key and the next kKeys - 1 keys.
+  FA_INLINE static void load(const In* v, int64_t, bool, int64_t cols, Vec<T>* value) {
+    value[0] = load_columns<T>(v, cols);
+  }
+};
+
+#if defined(FA_DOT_BFLOAT16)
+
+// Rounds P^T, [keys][lanes], to pairs of keys, [keys / 2][lanes]. `keys` is a multiple of kChunkRows.
+inline void pair_lanes(const float* probs, int64_t keys, int64_t lanes, Pair* to) {
+  constexpr int L = kLanes<float>;
+  VecIndex<float> even;
+  for (int i = 0; i < L; ++i)
+    even[i] = i / static_cast<int>(lanes) * 2 * static_cast<int>(lanes) + i % static_cast<int>(lanes);
+  const VecIndex<float> odd = even + static_cast<int>(lanes);
+  for (int64_t n = 0; n < keys * lanes; n += 2 * L) {
+    const F32 first = load<float>(probs + n), second = load<float>(probs + n + L);
+    store_elements(to + n / 2, pair_up(pick<float>(first, second, even), pick<float>(first, second, odd)));
+  }
+}
+
+// bfloat16 values as pairs across two keys.
+struct PairValues {
+  using E = Pair;
+  static constexpr int kKeys = 2, kVectors = 2;
+  FA_INLINE static void load(const BFloat16* v, int64_t stride, bool is_last, int64_t cols, U32* value) {
+    interleave(load_pairs(v, cols), is_last ? U32{} : load_pairs(v + stride, cols), value[0], value[1]);
+  }
+};
+
+#endif
+
+// P^T of some rows: [keys / kKeys][lanes].
+template <class E>
+struct LaneProbs {
+  const E* data;
+  int64_t lanes;
+};
+
+// out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV * kVectors vectors of columns from c on. `chunk`: the tile's rows
+// of V. The sum starts from 0: it rounds like a sum of tiles, not like one long chain.
+template <class Values, int R, int NV, class In, class T>
+FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int64_t row,
+                                 const Rows<In>* chunk, int64_t c, int64_t keys, T* out, int64_t ldo,
+                                 Prefetcher& ahead) {
+  constexpr int L = kLanes<T>, kCols = Values::kVectors * L, kVectors = NV * Values::kVectors;
+  Vec<T> sum[R][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int n = 0; n < kVectors; ++n) sum[r][n] = Vec<T>{};
+  const typename Values::E* p = probs.data + row;
+  for (int64_t j0 = 0; j0 < keys; j0 += kChunkRows, ++chunk) {
+    const In* v = chunk->data + c;
+    const int64_t stride = chunk->stride, cols = NV > 1 ? kCols : chunk->cols - c,
+                  count = std::min(kChunkRows, keys - j0);
+    for (int64_t j = 0; j < count; j += Values::kKeys) {
+      decltype(load_elements(p)) value[kVectors];
+#pragma GCC unroll 16
+      for (int n = 0; n < NV; ++n)
+        Values::load(v + n * kCols, stride, j + 1 == count, cols, value + n * Values::kVectors);
+      ahead.lines(Values::kKeys * lines_of<In>(NV * kCols));
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const auto prob = broadcast_element(p + r);
+#pragma GCC unroll 16
+        for (int n = 0; n < kVectors; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
+      }
+      v += Values::kKeys * stride;
+      p += probs.lanes;
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int n = 0; n < kVectors; ++n) {
+      T* to = out + r * ldo + c + n * L;
+      store<T>(to, load<T>(to) + sum[r][n]);
+    }
+}
+
+template <class Values, int R, class In, class T>
+void add_value_lanes(const LaneProbs<typename Values::E>& probs, int64_t row, const Rows<In>* chunk,
+                     int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) {
+  constexpr int kFit = kDotSums / R / Values::kVectors, kWide = kFit >= 8   ? 8
+                                                                : kFit >= 4 ? 4
+                                                                : kFit >= 2 ? 2
+                                                                            : 1;
+  constexpr int kCols = Values::kVectors * kLanes<T>;
+  const int64_t cols = chunk->cols;
+  int64_t c = 0;
+  for (; c + kWide * kCols <= cols; c += kWide * kCols)
+    value_lanes_block<Values, R, kWide>(probs, row, chunk, c, keys, out, ldo, ahead);
+  for (; c < cols; c += kCols) value_lanes_block<Values, R, 1>(probs, row, chunk, c, keys, out, ldo, ahead);
+}
+
+// out += P V for `rows` rows and a whole tile. The first group of rows prefetches.
+template <class Values, class In, class T>
+void add_values_of_lanes(const LaneProbs<typename Values::E>& probs, int64_t rows, const Rows<In>* chunk,
+                         int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) {
+  constexpr int kMostRows = kDotSums / 2;  // two vectors of columns for each broadcast of P
+  Prefetcher nothing;
+  const int64_t groups = ceil_div(rows, kMostRows);
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t row = group * rows / groups, count = (group + 1) * rows / groups - row;
+    const auto add = [&](auto few) {
+      if constexpr (few.value <= kMostRows)
+        add_value_lanes<Values, few.value>(probs, row, chunk, keys, out + row * ldo, ldo,
+                                           group == 0 ? ahead : nothing);
+    };
+    switch (count) {
+      case 1: add(std::integral_constant<int, 1>{}); break;
+      case 2: add(std::integral_constant<int, 2>{}); break;
+      case 3: add(std::integral_constant<int, 3>{}); break;
+      case 4: add(std::integral_constant<int, 4>{}); break;
+      case 5: add(std::integral_constant<int, 5>{}); break;
+      case 6: add(std::integral_constant<int, 6>{}); break;
+      case 7: add(std::integral_constant<int, 7>{}); break;
+      default: add(std::integral_constant<int, 8>{});
+    }
+  }
+}
+
+// Copies q[r][c] of `rows` rows to lanes. Rows of `q` are padded with zeros to whole vectors.
+template <class T, class E>
+inline void load_query_lanes(const E* q, int64_t ldq, int64_t rows, int64_t depth, E* to) {
+  const int64_t span = span_of<T>(rows), lanes = lanes_of<T>(rows);
+  for (int64_t c = 0; c < depth; c += span)
+    for (int64_t r = 0; r < lanes; ++r, to += span) {
+      if (r < rows)
+        std::memcpy(to, q + r * ldq + c, span * sizeof(E));
+      else
+        std::fill(to, to + span, E{});
+    }
+}
+
+// S^T of a chunk of at most kChunkRows keys, for rows as lanes. Writes whole blocks of kDotSums keys. `k`: rows of
+// elements with whole spans; `copy` has room for kChunkRows of them.
+template <class In, class T, class E>
+inline void score_lanes(const E* q, int64_t rows, int64_t depth, Tile<E> k, int64_t keys, T scale, T* out,
+                        E* copy, Prefetcher& ahead) {
+  constexpr int L = kLanes<T>;
+  constexpr int64_t kFarRows =
+      2048;  // bytes: 16 rows at such distances compete for a few sets of the L1 cache
+  const bool is_partial = keys % kDotSums != 0;  // a block may not read past the last key
+  if (k.data != copy && (is_partial || k.ld * static_cast<int64_t>(sizeof(E)) >= kFarRows)) {
+    const int64_t ld = round_up_to_lanes<T>(depth),
+                  cols = ceil_div(depth, span_of<T>(rows)) * span_of<T>(rows);
+    for (int64_t n = 0; n < keys; ++n) {
+      int64_t c = 0;
+      for (; c + L <= cols; c += L) store_elements(copy + n * ld + c, load_elements(k.data + n * k.ld + c));
+      if (c < cols) std::memcpy(copy + n * ld + c, k.data + n * k.ld + c, (cols - c) * sizeof(E));
+    }
+    k = {copy, ld};
+  }
+  for (int64_t n = keys; n % kDotSums != 0; ++n) std::fill(copy + n * k.ld, copy + (n + 1) * k.ld, E{});
+  for_span<T>(rows, [&](auto span) {
+    constexpr int kSpan = span.value;
+    for (int64_t j = 0; j < keys; j += kDotSums)
+      lanes_block<T, kSpan>(q, ceil_div(depth, kSpan), k.data + j * k.ld, k.ld, scale, out + j * (L / kSpan),
+                            kSpan * sizeof(In) * (std::is_same_v<E, T> ? 1 : 2), ahead);
+  });
+}
+
+// dst[r][j] = src[j][r]: `src` has whole vectors after its last row. Writes whole vectors of keys.
+template <class T>
+inline void transpose_lane_scores(const T* src, int64_t lanes, int64_t keys, int64_t rows, T* dst,
+                                  int64_t ld) {
+  constexpr int L = kLanes<T>;
+  for (int64_t j = 0; j < keys; j += L)
+    for (int64_t r0 = 0; r0 < rows; r0 += L) {
+      Vec<T> block[L];
+#pragma GCC unroll 16
+      for (int n = 0; n < L; ++n) block[n] = j + n < keys ? load<T>(src + (j + n) * lanes + r0) : Vec<T>{};
+      transpose<T>(block);
+#pragma GCC unroll 16
+      for (int r = 0; r < L; ++r)
+        if (r0 + r < rows) store<T>(dst + (r0 + r) * ld + j, block[r]);
+    }
+}
