@@ -121,7 +121,7 @@ def test_reported_kernels_run(kernels):
 
 @pytest.mark.parametrize(
     ("seqlen_q", "options", "decodes"),
-    [(8, {}, True), (9, {}, False), (9, {"num_splits": 2}, True), (9, {"unified_max": 1.0}, True)],
+    [(8, {}, True), (32, {}, True), (33, {}, False), (33, {"num_splits": 2}, True), (33, {"unified_max": 1.0}, True)],
 )
 def test_the_decode_kernel(seqlen_q, options, decodes):
     forward = explain(*make_qkv(1, 1, seqlen_q, 8192, 16), **options).forward
