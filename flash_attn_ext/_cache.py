@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _append, _ops  # noqa: F401  _append registers the operator for CUDA
-from ._call import FUNCTIONS, Call
+from ._call import FUNCTIONS, Call, take
 from ._flash_arguments import exactly_one_name, sink_of, true_or_false, whole_number, window_of
 from ._indexed import KeyNumbers
 from ._indexed_packed import prepare_cached
@@ -61,7 +61,7 @@ class CacheCall:
         arguments["block_table"] = exactly_one_name("page_table", page_table, "block_table", block_table)
         arguments["sink"] = exactly_one_name("learnable_sink", learnable_sink, "sink", sink)
         return_lse = true_or_false("return_softmax_lse", return_softmax_lse)
-        functions = {name: arguments.pop(name, None) for name in FUNCTIONS}
+        functions = take(arguments, FUNCTIONS)
         if all(function is None for function in functions.values()):
             functions = {}
         numbers = KeyNumbers.from_arguments(

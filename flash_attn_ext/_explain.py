@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _dense, _functorch, _ops
-from ._call import FUNCTIONS, Call
+from ._call import FUNCTIONS, Call, take
 from ._hints import unknown_argument
 from ._tensor_checks import check_is_dense, is_causal_bias, some_dtensor
 from .flex.attention import with_functions
@@ -106,7 +106,7 @@ def explain(*args, **kwargs) -> Explanation:
     arguments = arguments_of("flash_attn", _SIGNATURE, args, kwargs)
     if is_causal_bias(arguments["attn_mask"]):
         arguments = without_causal_bias(arguments)
-    functions = {name: arguments.pop(name) for name in FUNCTIONS}
+    functions = take(arguments, FUNCTIONS)
     given = Call.from_arguments(_ops.DENSE, **arguments)
     refuse_dtensors(given.tensors)
     given, drawn = with_undrawn_rng_state(given)

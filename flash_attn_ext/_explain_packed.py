@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from . import _cache, _ops, _packed
-from ._call import FUNCTIONS, Call
+from ._call import FUNCTIONS, Call, take
 from ._explain import (
     Explanation,
     HeadShape,
@@ -38,7 +38,7 @@ def explain_varlen(*args, **kwargs) -> Explanation:
         NotImplementedError: no kernels for the tensors' device.
     """
     arguments = arguments_of("flash_attn_varlen", _VARLEN, args, kwargs)
-    functions = {name: arguments.pop(name) for name in FUNCTIONS}
+    functions = take(arguments, FUNCTIONS)
     given = Call.from_arguments(_ops.VARLEN, **without_second_query(arguments))
     refuse_dtensors(given.tensors)
     given, drawn = with_undrawn_rng_state(given)

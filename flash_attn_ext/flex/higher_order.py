@@ -22,7 +22,7 @@ from .. import _ops
 from .._call import Call
 from . import attention
 from .block_masks import states_of_lists
-from .functions import Compiled, compile_functions, rows_of
+from .functions import Compiled, compile_functions, is_traced, rows_of
 
 _OURS = "FLASH_ATTN_EXT"  # in kernel_options: the call is one of ours, and never goes to torch's kernel
 _LN_2 = math.log(2.0)
@@ -136,7 +136,9 @@ def _compiled(
     buffers = (*score_buffers, *mask_buffers)
     is_real = all(type(t) in (Tensor, torch.nn.Parameter) for t in buffers if isinstance(t, Tensor))
     needs = tuple(isinstance(t, Tensor) and t.requires_grad for t in buffers)
-    kept = _graphs.setdefault(score_mod, {}) if is_real and isinstance(score_mod, torch.nn.Module) else {}
+    # A trace gets its own constant: Dynamo's fake tensors first, and then the tensors of the call.
+    is_kept = is_real and not is_traced() and isinstance(score_mod, torch.nn.Module)
+    kept = _graphs.setdefault(score_mod, {}) if is_kept else {}
     entry = kept.get((mask_mod, dtype, needs))
     if entry is None:
         traced: Compiled = compile_functions(
@@ -147,8 +149,7 @@ def _compiled(
         )
         numbers = {id(t): n for n, t in enumerate(buffers)}
         positions = [[numbers.get(id(t)) for t in row] for row in (traced.floats, traced.ints)]
-        is_fake = isinstance(traced.programs, FakeTensor)  # Dynamo's trace runs here first, and then the call itself
-        if not is_real or is_fake or any(n is None for row in positions for n in row):
+        if not is_kept or any(n is None for row in positions for n in row):
             return traced.programs, traced.floats, traced.ints
         entry = kept[mask_mod, dtype, needs] = (traced.programs, positions)
     programs, positions = entry
