@@ -1,4 +1,4 @@
-// What the kernels of the indexer are told. DeepSeek sparse attention (V3.2, 2025) has a small scorer, the lightning
+// The arguments of the indexer's kernels. DeepSeek sparse attention (V3.2, 2025) has a small scorer, the lightning
 // indexer, which chooses the keys of each query:
 //
 //   score[i][j] = sum_h weights[i][h] relu(scale <q[i][h], k[j]>)

@@ -1,4 +1,4 @@
-"""What each PTX instruction does, as a C++ statement: arithmetic, conversions, control.
+"""Each PTX instruction as a C++ statement: arithmetic, conversions, control.
 
 memory.py, collective.py and hopper.py have the others.
 

@@ -78,7 +78,7 @@ def run(command):
 
 @contextmanager
 def locked(path):
-    """The workers of pytest-xdist share what is built."""
+    """Locks a path: the workers of pytest-xdist share the built kernels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

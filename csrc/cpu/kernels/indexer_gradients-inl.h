@@ -136,7 +136,8 @@ struct KeyGradientParts {
   }
 };
 
-// Runs body(b, i, part, thread) for all queries, those of a part in order on one thread, after clearing the part of dk.
+// Runs body(b, i, part, thread) for all queries. One thread clears a part of dk, then runs the queries of this part in
+// order.
 template <class T, class Body>
 void for_each_query_of_parts(const IndexerParams& p, const KeyGradientParts<T>& dk, int64_t block_q,
                              const Parallel& parallel, const Body& body) {

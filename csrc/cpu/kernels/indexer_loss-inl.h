@@ -228,7 +228,7 @@ void pad_row(T* scores, T* targets, int64_t keys) {
 }
 
 // Calls body(n, first, keys) for each query n of a block and each tile, with the visible part of the tile: rows [first,
-// first + keys). Then s.index.tile.scores and s.targets are those of the query.
+// first + keys). Before the call, s.index.tile.scores and s.targets hold the scores and targets of query n.
 template <class In, class T, class Wanted, class Body>
 void for_each_row_of_tiles(const IndexerLossParams& p, IndexerLossScratch<In, T>& s, int64_t b, int64_t i0,
                            int64_t queries, const Wanted& wanted, const Body& body) {
