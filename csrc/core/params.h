@@ -65,7 +65,7 @@ struct Chunks {
   }
   FA_HOST_DEVICE bool same(int64_t a, int64_t b) const {
     if (size == 0) return true;
-    const int64_t distance = b - begin(a);  // one division: a second one needs too many registers of a GPU
+    const int64_t distance = b - begin(a);
     return 0 <= distance && distance < size;
   }
 };

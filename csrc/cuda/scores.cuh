@@ -96,6 +96,26 @@ __device__ T alibi_distance(const Band& band, int64_t i, int64_t j) {
   return static_cast<T>(distance < 0 ? -distance : distance);
 }
 
+// The chunks of a tile whose first query row is `i0`. It divides once for the tile. A division for each element would
+// need registers that the GPU's kernels do not have.
+class TileChunks {
+ public:
+  __device__ TileChunks(const Band& band, int64_t i0)
+      : begin_(band.chunks ? band.chunks.begin(i0 + band.diagonal) : 0) {}
+
+  // Whether query row i >= i0 and key j are in one chunk. Steps over the chunks between the rows i0 and i.
+  __device__ bool same(const Band& band, int64_t i, int64_t j) const {
+    const int64_t size = band.chunks.size;
+    if (size == 0) return true;
+    int64_t begin = begin_;
+    while (begin + size <= i + band.diagonal) begin += size;
+    return begin <= j && j < begin + size;
+  }
+
+ private:
+  int64_t begin_;  // the first position of the chunk of row i0
+};
+
 // The band without its chunks. `scaled` is <q, k> times product_scale(). `in_mask`: the mask has an element for (i, j). A
 // tree's mask has none for the keys before the tree.
 template <class T>
@@ -119,9 +139,9 @@ __device__ Score<T> finish_scaled_score(const AttentionParams& p, T scaled, int6
 
 // The same from the product <q, k>, and with chunks.
 template <class T>
-__device__ Score<T> finish_score(const AttentionParams& p, T product, int64_t b, int64_t h, int64_t i,
-                                 int64_t j, bool inside, bool in_mask = true) {
-  const bool in_chunk = p.band.chunks.same(i + p.band.diagonal, j);
+__device__ Score<T> finish_score(const AttentionParams& p, const TileChunks& chunks, T product, int64_t b,
+                                 int64_t h, int64_t i, int64_t j, bool inside, bool in_mask = true) {
+  const bool in_chunk = chunks.same(p.band, i, j);
   return finish_scaled_score(p, rounded_product(product, product_scale<T>(p)), b, h, i, j, inside && in_chunk,
                              in_mask);
 }

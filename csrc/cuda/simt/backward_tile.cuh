@@ -50,18 +50,19 @@ struct BackwardPass {
   using T = Accumulator<In>;
   using Params = BackwardParams;
   using Workspace = BackwardWorkspace<T>;
-  static constexpr int kTileRows = kBlockQ;  // query rows of a tile
+  static constexpr int kTileRows = kPassBlockQ<T>;  // query rows of a tile
 
   struct Memory : SharedMemory<T, kTileRows> {
     ScoreTile<T, kTileRows> dprobs;
   };
 
   static __device__ Element<T> element(const Params& p, const Workspace& w, PhiloxKey key,
-                                       const TilePosition& at, int row, int col, T product, T dprob) {
+                                       const TilePosition& at, const TileChunks& chunks, int row, int col,
+                                       T product, T dprob) {
     const Sizes& z = p.sizes;
     const int64_t i = at.i0 + row, j = at.j0 + col;
     const bool inside = i < z.seqlen_q && j < z.seqlen_k;
-    const Score<T> score = finish_score(p, product, at.b, at.h, i, j, inside);
+    const Score<T> score = finish_score(p, chunks, product, at.b, at.h, i, j, inside);
     if (score.value == -kInf<T>) return {T(0), T(0), T(0), score.attends};  // for every dP and lse
 
     const int64_t n = p.lse_index(at.b, at.h, i);
@@ -104,11 +105,12 @@ struct BackwardPass {
                        rows_from<In>(p.v, at.b, h_kv, at.j0, z.seqlen_k), z.head_dim_v, dprobs);
       store_elements(dprobs, shared.dprobs);
     }
+    const TileChunks chunks(p.band, at.i0);
 #pragma unroll 1
     for (int e = 0; e < kTileRowsOfThread * kCols; ++e) {
       const int row = tile_row(e / kCols), col = tile_col(e % kCols);
       const T dprob = kWithDscores ? shared.dprobs[row][col] : T(0);
-      visit(row, col, element(p, w, key, at, row, col, shared.weights[row][col], dprob));
+      visit(row, col, element(p, w, key, at, chunks, row, col, shared.weights[row][col], dprob));
     }
   }
 
@@ -135,7 +137,7 @@ struct BackwardPass {
   }
 };
 static_assert(sizeof(BackwardPass<float>::Memory) <= (48 << 10), "runs on every GPU without opting in");
-static_assert(sizeof(BackwardPass<double>::Memory) <= kMaxSharedBytes);
+static_assert(sizeof(BackwardPass<double>::Memory) <= kTuringSharedBytes);
 
 // Writes a block's slice of a gradient, rows from `first` on.
 template <class In, class T, int kAccRows, int kSliceCols>

@@ -26,7 +26,7 @@ struct DoubleBackwardPass {
   using T = Accumulator<In>;
   using Params = DoubleBackwardParams;
   using Workspace = DoubleBackwardWorkspace<T>;
-  static constexpr int kTileRows = kDoubleBlockQ;
+  static constexpr int kTileRows = kDoubleBlockQ<T>;
 
   struct Memory : SharedMemory<T, kTileRows> {  // weights: <q, k>, then Z
     ScoreTile<T, kTileRows> t_weights;          // w, then D
@@ -38,12 +38,12 @@ struct DoubleBackwardPass {
   };
 
   static __device__ SecondOrderElement<T> element(const Params& p, const Workspace& w, PhiloxKey key,
-                                                  const TilePosition& at, int row, int col,
-                                                  const Products& products) {
+                                                  const TilePosition& at, const TileChunks& chunks, int row,
+                                                  int col, const Products& products) {
     const Sizes& z = p.sizes;
     const int64_t i = at.i0 + row, j = at.j0 + col;
     const bool inside = i < z.seqlen_q && j < z.seqlen_k;
-    const Score<T> score = finish_score(p, products.product, at.b, at.h, i, j, inside);
+    const Score<T> score = finish_score(p, chunks, products.product, at.b, at.h, i, j, inside);
     if (score.value == -kInf<T>) return {{T(0), T(0), T(0), score.attends}, T(0)};  // for every other value
 
     const int64_t n = p.lse_index(at.b, at.h, i);
@@ -71,32 +71,33 @@ struct DoubleBackwardPass {
       return rows_from<In>(tensor, at.b, z.kv_head(at.h), at.j0, z.seqlen_k);
     };
     {
-      T products[kDoubleRows][kCols] = {};
+      T products[kDoubleRows<T>][kCols] = {};
       add_row_products(shared, query_rows(p.q), key_rows(p.k), z.head_dim, products);
       store_elements(products, shared.weights);
     }
     {
-      T products[kDoubleRows][kCols] = {};
+      T products[kDoubleRows<T>][kCols] = {};
       add_row_products(shared, query_rows(t.q), key_rows(p.k), z.head_dim, products);
       add_row_products(shared, query_rows(p.q), key_rows(t.k), z.head_dim, products);
       store_elements(products, shared.t_weights);
     }
     if constexpr (kWithDscores) {
-      T dprobs[kDoubleRows][kCols] = {}, t_dprobs[kDoubleRows][kCols] = {};
+      T dprobs[kDoubleRows<T>][kCols] = {}, t_dprobs[kDoubleRows<T>][kCols] = {};
       add_row_products(shared, query_rows(p.dout), key_rows(p.v), z.head_dim_v, dprobs);
       add_row_products(shared, query_rows(p.dout), key_rows(t.v), z.head_dim_v, t_dprobs);
       store_elements(dprobs, shared.dprobs);
       store_elements(t_dprobs, shared.t_dprobs);
     }
+    const TileChunks chunks(p.band, at.i0);
 #pragma unroll 1
-    for (int e = 0; e < kDoubleRows * kCols; ++e) {
+    for (int e = 0; e < kDoubleRows<T> * kCols; ++e) {
       const int row = tile_row(e / kCols), col = tile_col(e % kCols);
       Products products{shared.weights[row][col], shared.t_weights[row][col], T(0), T(0)};
       if constexpr (kWithDscores) {
         products.dprob = shared.dprobs[row][col];
         products.t_dprob = shared.t_dprobs[row][col];
       }
-      visit(row, col, element(p, w, key, at, row, col, products));
+      visit(row, col, element(p, w, key, at, chunks, row, col, products));
     }
   }
 
@@ -131,7 +132,7 @@ struct DoubleBackwardPass {
   }
 };
 static_assert(sizeof(DoubleBackwardPass<float>::Memory) <= (48 << 10), "runs on every GPU without opting in");
-static_assert(sizeof(DoubleBackwardPass<double>::Memory) <= kMaxSharedBytes);
+static_assert(sizeof(DoubleBackwardPass<double>::Memory) <= kTuringSharedBytes);
 
 // Computes gamma and the terms of the sink's gradient. 16 threads share a row, a block has 16 rows.
 template <class In, class T = Accumulator<In>>

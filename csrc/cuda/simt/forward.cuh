@@ -45,11 +45,12 @@ template <class T, int kTileRows, class Tile>
 __device__ uint32_t finish_scores(const AttentionParams& p, const Tile& tile, int64_t j0,
                                   ScoreTile<T, kTileRows>& scores, int64_t first_masked = 0) {
   uint32_t attends = 0;
+  const TileChunks chunks(p.band, tile.queries().begin);
 #pragma unroll 1
   for (int e = 0; e < kTileRows / kSide * kCols; ++e) {
     const int row = tile_row(e / kCols), col = tile_col(e % kCols);
     const bool inside = row < tile.count && j0 + col < p.sizes.seqlen_k;
-    const Score<T> score = finish_score(p, scores[row][col], tile.b, tile.head(row), tile.query(row),
+    const Score<T> score = finish_score(p, chunks, scores[row][col], tile.b, tile.head(row), tile.query(row),
                                         j0 + col, inside, j0 + col >= first_masked);
     scores[row][col] = score.value;
     attends |= uint32_t{score.attends} << e;
@@ -212,7 +213,7 @@ template <class In, int R, int kSlice, bool kCache, class T = Accumulator<In>>
 cudaError_t launch_attend(const AttentionParams& p, const ForwardSchedule& schedule,
                           const Partials<T>& partials, cudaStream_t stream) {
   constexpr size_t kShared = sizeof(ForwardMemory<In, kSide * R, kCache>);
-  static_assert(kShared <= kMaxSharedBytes);
+  static_assert(kShared <= kTuringSharedBytes);
   const LaunchShape shape{schedule.tasks, schedule.slices, schedule.splits, kThreads, kShared};
   return launch(forward_kernel<In, R, kSlice, kCache>, shape, stream, p, schedule, partials);
 }

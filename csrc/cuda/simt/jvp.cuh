@@ -25,7 +25,7 @@ struct JvpMemory : SharedMemory<T, kSide * R> {
   ScoreTile<T, kSide * R> t_weights;  // w, then e, then P o (e - mu)
 };
 static_assert(sizeof(JvpMemory<float>) <= (48 << 10), "runs on every GPU without opting in");
-static_assert(sizeof(JvpMemory<double>) <= kMaxSharedBytes);
+static_assert(sizeof(JvpMemory<double>) <= kTuringSharedBytes);
 
 // Converts the thread's products to scores and their tangents, in place. Bit 4 r + c of the result: that element
 // attends.
@@ -33,12 +33,13 @@ template <class T, class Tile>
 __device__ uint32_t finish_scores_and_tangents(const JvpParams& p, const Tile& tile, int64_t j0,
                                                JvpMemory<T>& shared) {
   uint32_t attends = 0;
+  const TileChunks chunks(p.band, tile.queries().begin);
 #pragma unroll 1
   for (int e = 0; e < jvp_rows<T>() * kCols; ++e) {
     const int row = tile_row(e / kCols), col = tile_col(e % kCols);
     const int64_t h = tile.head(row), i = tile.query(row), j = j0 + col;
     const bool inside = row < tile.count && j < p.sizes.seqlen_k;
-    const Score<T> score = finish_score(p, shared.weights[row][col], tile.b, h, i, j, inside);
+    const Score<T> score = finish_score(p, chunks, shared.weights[row][col], tile.b, h, i, j, inside);
     T tangent = 0;  // if it does not attend, for every product
     if (score.value != -kInf<T>)
       tangent = tangent_of(p, p.tangents, score, shared.t_weights[row][col], tile.b, h, i, j).value;

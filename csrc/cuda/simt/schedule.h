@@ -102,6 +102,13 @@ FA_HOST_DEVICE inline MaskSchedule schedule_mask(const BackwardParams& p, int64_
   return schedule;
 }
 
+// Query rows of a thread in the backward. For fp64 half of them: a block's shared memory must fit into the 64 KB of
+// compute capability 7.5, and its accumulators into registers.
+template <class T>
+constexpr int kPassRows = sizeof(T) == sizeof(double) ? kRows / 2 : kRows;
+template <class T>
+constexpr int kPassBlockQ = kSide * kPassRows<T>;
+
 // The workspace that the backward's kernels share.
 template <class T>
 struct BackwardWorkspace {
@@ -109,7 +116,7 @@ struct BackwardWorkspace {
   T* dslopes;      // [B * H][query blocks]: partial sums of the slopes' gradients
   T* dmask_parts;  // [MaskSchedule's parts][the mask's elements]; empty where one part writes the gradient
 
-  static BackwardWorkspace lay_out(Arena& arena, const BackwardParams& p, int64_t block_q = kBlockQ) {
+  static BackwardWorkspace lay_out(Arena& arena, const BackwardParams& p, int64_t block_q = kPassBlockQ<T>) {
     const Sizes& z = p.sizes;
     const MaskGrad& g = p.dmask;
     const int64_t query_blocks = z.batch * z.heads * ceil_div(z.seqlen_q, block_q);
@@ -120,7 +127,10 @@ struct BackwardWorkspace {
 };
 
 // The same for the double backward. Its tiles have half the rows, because an element has four products instead of two.
-constexpr int kDoubleRows = kRows / 2, kDoubleBlockQ = kSide * kDoubleRows;
+template <class T>
+constexpr int kDoubleRows = kPassRows<T> / 2;
+template <class T>
+constexpr int kDoubleBlockQ = kSide * kDoubleRows<T>;
 
 template <class T>
 struct DoubleBackwardWorkspace : BackwardWorkspace<T> {
@@ -128,7 +138,7 @@ struct DoubleBackwardWorkspace : BackwardWorkspace<T> {
 
   static DoubleBackwardWorkspace lay_out(Arena& arena, const DoubleBackwardParams& p) {
     const int64_t rows = p.lse_size();
-    return {BackwardWorkspace<T>::lay_out(arena, p, kDoubleBlockQ), arena.take<T>(rows),
+    return {BackwardWorkspace<T>::lay_out(arena, p, kDoubleBlockQ<T>), arena.take<T>(rows),
             arena.take<T>(p.dsink ? rows : 0)};
   }
 };

@@ -44,7 +44,7 @@ struct SharedMemory {
   };
   ScoreTile<T, kTileRows> weights;
 };
-static_assert(sizeof(SharedMemory<double, kBlockQ>) <= kMaxSharedBytes);
+static_assert(sizeof(SharedMemory<double, kBlockQ>) <= kTuringSharedBytes);
 
 // The weight of a hidden element is -0; no other weight is -0. So a NaN or Inf in its value row is skipped, because 0 *
 // NaN would be NaN. An element that attends passes NaN on, also if its weight is 0.

@@ -129,7 +129,7 @@ struct Repair {
 
 // A block for each flag of dq.
 template <class C>
-__global__ void __launch_bounds__(C::kThreads)
+__global__ void __launch_bounds__(C::kThreads, 1)
     repair_dq_kernel(const BackwardParams call, const BackwardWorkspace w) {
   if (!w.flags.queries[blockIdx.x]) return;
   const int64_t tiles = NanFlags::tiles(call.sizes.seqlen_q), head = blockIdx.x / tiles;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(C::kThreads)
 
 // A block for each flag of dk and dv.
 template <class C>
-__global__ void __launch_bounds__(C::kThreads)
+__global__ void __launch_bounds__(C::kThreads, 1)
     repair_dkv_kernel(const BackwardParams call, const BackwardWorkspace w) {
   if (!w.flags.keys[blockIdx.x]) return;
   const int64_t tiles = NanFlags::tiles(call.sizes.seqlen_k), head = blockIdx.x / tiles;
