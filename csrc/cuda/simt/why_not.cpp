@@ -10,6 +10,7 @@ namespace {
                                 dropout, decode, varlen, functions] = p;
   [[maybe_unused]] const auto& [diagonal, left, right] = p.band.without_chunks();
   [[maybe_unused]] const auto& [chunk, first_key] = p.band.chunks;
+  static_assert(sizeof(Band) == sizeof(DiagonalBand) + sizeof(Chunks), "names every field of Band");
   [[maybe_unused]] const auto& [mask_data, mask_dtype, mask_b, mask_h, mask_q, mask_k, key_data, key_dtype,
                                 key_b, key_k] = p.mask;
   [[maybe_unused]] const auto& [slopes, slopes_b, slopes_h] = p.alibi;
