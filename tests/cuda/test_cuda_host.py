@@ -1,4 +1,4 @@
-"""The CUDA kernels, compiled for the host (tests/cuda_host), against the dense oracle. No GPU has run them yet.
+"""The CUDA kernels, compiled for the host (tests/cuda_host), against the dense oracle.
 
 A run fails on a wrong value, and on a race, an access out of bounds, memory that nobody wrote, or a deadlock.
 """
@@ -338,6 +338,9 @@ FAULTS = {
     "blocks_write_the_same": "race between blocks: .* of out",
     "divergent_barrier": "divergent barrier: .* faulty.cu:",
     "barrier_not_reached_by_all": r"deadlock .* thread 7 has ended; .*62 more waits in __syncthreads at faulty.cu:",
+    "lane_outside_of_its_mask": "a lane is not in its own mask: __shfl_xor_sync at faulty.cu:",
+    "shuffle_from_outside_of_the_mask": r"reads lane \d+, which is not in the mask: __shfl_xor_sync at faulty.cu:",
+    "masks_that_differ": "meet with different masks: __syncwarp at faulty.cu:",
     "misaligned": "misaligned: ",
     "atomic_adds_to_unwritten_memory": "read of memory that nobody wrote",
     "atomic_adds_without_barrier": "race: |nobody wrote",
@@ -358,6 +361,9 @@ FAULTS = {
     "turn_of_a_block_that_cannot_begin": "deadlock: waits for turn .*faulty_hopper.h:.*, block ",
     "registers_not_released": r"deadlock .* more waits in setmaxnreg.inc at faulty_hopper.h:",
     "registers_claimed_by_a_part": r"deadlock .* waits in setmaxnreg.dec at faulty_hopper.h:",
+    "wgmma_fence_without_a_lane": "divergent barrier: .* wgmma(_fence)? at faulty_hopper.h:",
+    "wgmma_without_a_lane": "divergent barrier: .* wgmma(_commit)? at faulty_hopper.h:",
+    "wgmma_at_two_places": "divergent barrier: .* wgmma at faulty_hopper.h:.* wgmma at faulty_hopper.h:",
     "registers_released_to_more": "setmaxnreg.dec at line .* to more registers than 168",
     "named_barrier_of_too_many": "deadlock .* thread 0 and 63 more waits in named_barrier_sync at faulty_hopper.h:",
 }

@@ -7,6 +7,7 @@ Needs nvcc, and for the machine code the packages nvidia-cuda-cuobjdump and nvid
 import functools
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import sass
@@ -180,6 +181,19 @@ def test_no_main_loop_divides_or_computes_in_fp64(compile_once, source):
     assert len(kernels) >= 6
     for name, code in kernels.items():
         assert sass_listing.slow_instructions(sass_listing.main_loop(code)) == [], name
+
+
+@every_kernel(SOURCES)
+def test_no_instruction_needs_more_registers_than_setmaxnreg_leaves(compile_once, source, form, dims):
+    code = code_of(compile_once(source)[0], kernel_of(source), dims, form)
+    found = sass.registers_after_setmaxnreg(code)
+    assert len(found) == 2
+    for most, used in found:
+        assert 0 < used <= most
+    # The check itself: if the producer claimed the consumers' code, it would have too few registers.
+    least = min(most for most, _ in found)
+    fewer = [replace(i, operands=(*i.operands[:-1], hex(least))) if "USETMAXREG" in i.operation else i for i in code]
+    assert any(used > most for most, used in sass.registers_after_setmaxnreg(fewer))
 
 
 @every_kernel(SOURCES)

@@ -7,6 +7,7 @@
 #include <map>
 #include <numeric>
 
+#include "capture.h"
 #include "hopper.h"
 #include "memory.h"
 #include "running_block.h"
@@ -234,6 +235,10 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535 ||
       threads == 0 || threads > 1024 || config.dynamicSmemBytes > std::max(allowed, kSharedBytesWithoutOptIn))
     return cudaErrorInvalidConfiguration;
+  if (record([=, copy = copy_arguments(arguments, argument_bytes)] {
+        return run_grid(config, kernel, enter, copy.get(), argument_bytes);
+      }))
+    return cudaSuccess;
   if (find_translated(kernel) && !count_launch(arguments)) return cudaErrorInvalidValue;
 
   run.enter = enter;
@@ -257,7 +262,8 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
 
 void __trap() { cuda_host::fail("trap: " + cuda_host::describe(cuda_host::current->thread)); }
 
-cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
+cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream) {
+  if (cuda_host::record([=] { return cudaMemsetAsync(data, value, bytes, stream); })) return cudaSuccess;
   return cuda_host::set_buffer(data, value, bytes) ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -1,6 +1,7 @@
 // Kernels with one fault each. tests/cuda/test_cuda_host.py checks that the host run reports each fault.
 #include <string>
 
+#include "capture.h"
 #include "cuda/launch.h"
 #include "cuda/ptx.h"
 #include "cuda/shared_memory.h"
@@ -121,6 +122,17 @@ __global__ void atomic_adds_to_unwritten_memory(float* out) { atomic_adds(out, f
 __global__ void atomic_adds_without_barrier(float* out) { atomic_adds(out, true, false, false); }
 __global__ void atomic_adds_and_plain_reads(float* out) { atomic_adds(out, true, true, true); }
 
+__global__ void lane_outside_of_its_mask(float* out) {
+  out[blockIdx.x * kThreads + threadIdx.x] = __shfl_xor_sync(0x0000ffffu, 1.0f, 1);
+}
+__global__ void shuffle_from_outside_of_the_mask(float* out) {
+  if (threadIdx.x % 32 >= 16) return;
+  out[blockIdx.x * kThreads + threadIdx.x] = __shfl_xor_sync(0x0000ffffu, 1.0f, 16);
+}
+__global__ void masks_that_differ(float*) {
+  __syncwarp(threadIdx.x % 32 < 16 ? 0xffffffffu : 0xfffffffeu);  // each lane is in its own mask
+}
+
 __global__ void misaligned(float* out) { *reinterpret_cast<double*>(out + 1) = 0; }
 
 const struct {
@@ -151,6 +163,9 @@ const struct {
     {"async_copy_without_barrier", async_copy_without_barrier},
     {"async_copy_at_the_end", async_copy_at_the_end},
 #define FA_HOPPER(name) {#name, faulty_hopper::name}
+    {"lane_outside_of_its_mask", lane_outside_of_its_mask},
+    {"shuffle_from_outside_of_the_mask", shuffle_from_outside_of_the_mask},
+    {"masks_that_differ", masks_that_differ},
     FA_HOPPER(correct_addition),
     FA_HOPPER(addition_without_proxy_fence),
     FA_HOPPER(proxy_fence_after_barrier),
@@ -173,13 +188,64 @@ const struct {
     FA_WARPGROUPS(registers_not_released),
     FA_WARPGROUPS(registers_claimed_by_a_part),
     FA_WARPGROUPS(registers_released_to_more),
+    FA_WARPGROUPS(wgmma_fence_without_a_lane),
+    FA_WARPGROUPS(wgmma_without_a_lane),
+    FA_WARPGROUPS(wgmma_at_two_places),
 #undef FA_WARPGROUPS
 #undef FA_HOPPER
 };
 
 std::string report;
 
+// Launchers, of which two cannot be captured in a CUDA graph.
+int number = 0;  // in the GPU's memory: a graph's inputs change before it runs
+
+__global__ void write_number(float* out, const int* from) { out[threadIdx.x] = *from; }
+__global__ void write_value(float* out, int value) { out[threadIdx.x] = value; }
+
+const LaunchShape kOneBlock{1, 1, 1, kThreads};
+cudaError_t correct_launch(float* out) {
+  return flash_attn_ext::cuda::launch(write_number, kOneBlock, nullptr, out, &number);
+}
+cudaError_t host_reads_an_input(float* out) {
+  return flash_attn_ext::cuda::launch(write_value, kOneBlock, nullptr, out, number);
+}
+cudaError_t pointer_to_the_hosts_stack(float* out) {
+  const int local = number;
+  return flash_attn_ext::cuda::launch(write_number, kOneBlock, nullptr, out, &local);
+}
+
+const struct {
+  const char* name;
+  cudaError_t (*launcher)(float*);
+} kLaunchers[] = {
+    {"correct_launch", correct_launch},
+    {"host_reads_an_input", host_reads_an_input},
+    {"pointer_to_the_hosts_stack", pointer_to_the_hosts_stack},
+};
+
 }  // namespace
+
+// Captures the named launcher, changes its input, and replays. Returns the report, or an empty text.
+extern "C" const char* rehearse_faulty(const char* name) {
+  alignas(16) static float out[kThreads];
+  cuda_host::forget_buffers();
+  cuda_host::register_buffer(out, sizeof(out), sizeof(float), "out", true, false);
+  cuda_host::register_buffer(&number, sizeof(number), sizeof(number), "number", false, true);
+  for (const auto& entry : kLaunchers)
+    if (entry.name == std::string(name)) {
+      number = 1;
+      begin_capture();
+      entry.launcher(out);
+      end_capture();
+      number = 2;
+      cuda_host::replay();
+      report = cuda_host::take_error();
+      if (report.empty() && out[0] != 2) report = "the replay used an old input";
+      return report.c_str();
+    }
+  return "no such launcher";
+}
 
 // Runs some blocks of the named kernel. Returns the report, or an empty text.
 extern "C" const char* run_faulty(const char* name, uint64_t seed) {

@@ -138,4 +138,21 @@ __global__ void registers_claimed_by_a_part(float*) {
 }
 __global__ void registers_released_to_more(float*) { ptx::release_registers<240>(); }
 
+// A batch of wgmma, which a whole warp must execute together. Lane 7 may leave out an instruction, or execute it elsewhere.
+__device__ inline void multiply(bool fences, bool multiplies, bool at_another_line) {
+  const bool is_seventh = threadIdx.x % 32 == 7;
+  float acc[4] = {};
+  constexpr uint64_t kDescriptor = uint64_t{1} << 62;
+  if (fences || !is_seventh) ptx::wgmma_fence();
+  if (at_another_line && is_seventh) {
+    ptx::wgmma_shared<__half>(acc, kDescriptor, kDescriptor, false);
+  } else if (multiplies || !is_seventh) {
+    ptx::wgmma_shared<__half>(acc, kDescriptor, kDescriptor, false);
+  }
+  ptx::wgmma_commit();
+}
+__global__ void wgmma_fence_without_a_lane(float*) { multiply(false, true, false); }
+__global__ void wgmma_without_a_lane(float*) { multiply(true, false, false); }
+__global__ void wgmma_at_two_places(float*) { multiply(true, true, true); }
+
 }  // namespace faulty_hopper

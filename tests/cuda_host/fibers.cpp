@@ -211,18 +211,36 @@ void meet_named(Site site, int barrier, int threads) {
   });
 }
 
-void align_warp(Site site) {
-  meet(run.warps[current->thread / kWarpSize], kWarpSize, site, [](const std::vector<Fiber*>&) {});
+namespace {
+
+// The lanes of a mask meet. Each of them must be in the mask, and name the same mask.
+template <class Finish>
+void meet_lanes(Site site, unsigned mask, Finish finish) {
+  Meeting& warp = run.warps[current->thread / kWarpSize];
+  if ((mask >> lane() & 1) == 0)
+    fail("a lane is not in its own mask: " + text(site) + ", " + describe(current->thread));
+  if (!warp.arrived.empty() && warp.arrived[0]->mask != mask)
+    fail("the lanes of a warp meet with different masks: " + text(site) + ", " + describe(current->thread));
+  current->mask = mask;
+  meet(warp, __builtin_popcount(mask), site, finish);
 }
 
-void meet_warp(Site site, unsigned mask) {
-  meet(run.warps[current->thread / kWarpSize], __builtin_popcount(mask), site, join_clocks);
+}  // namespace
+
+void align_warp(Site site) {
+  meet_lanes(site, kAllLanes, [](const std::vector<Fiber*>&) {});
+}
+
+void meet_warp(Site site, unsigned mask) { meet_lanes(site, mask, join_clocks); }
+
+void refuse_source_lane(Site site, int source) {
+  fail("a lane reads lane " + std::to_string(source) + ", which is not in the mask: " + text(site) + ", " +
+       describe(current->thread));
 }
 
 void combine_lanes(Site site, unsigned mask, void* mine, void (*finish)(void* const* lanes)) {
   current->brought = mine;
-  Meeting& warp = run.warps[current->thread / kWarpSize];
-  meet(warp, __builtin_popcount(mask), site, [finish](const std::vector<Fiber*>& fibers) {
+  meet_lanes(site, mask, [finish](const std::vector<Fiber*>& fibers) {
     void* lanes[kWarpSize] = {};
     for (const Fiber* fiber : fibers) lanes[fiber->thread % kWarpSize] = fiber->brought;
     Fiber* last = std::exchange(current, nullptr);  // the accesses of the model itself are not checked

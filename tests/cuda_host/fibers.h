@@ -26,6 +26,7 @@ struct Fiber {
   Site site{};              // where it waits
   uint64_t value = 0;       // for meet_block
   void* brought = nullptr;  // for combine_lanes
+  unsigned mask = 0;        // of the lanes that it meets
   uint32_t now = 1;
   std::shared_ptr<const Clock> known;
 

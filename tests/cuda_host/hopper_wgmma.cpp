@@ -174,9 +174,14 @@ void check_no_product_reads(const char* writer, const Bytes& target) {
           fail(std::string(writer) + " overwrites what a wgmma still reads: " + who());
 }
 
-void wgmma_fence() { block.threads[current->thread].fenced = true; }
+// These instructions are .sync.aligned: no lane continues before all lanes of its warp are at the same instruction.
+void wgmma_fence(Site site) {
+  align_warp(site);
+  block.threads[current->thread].fenced = true;
+}
 
 void wgmma(Site site, const Product& product) {
+  align_warp(site);
   Thread& self = block.threads[current->thread];
   if (!self.fenced) fail("wgmma without a fence at the start of its batch: " + text(site) + ", " + who());
   const int count = product.columns / 2;
@@ -187,10 +192,9 @@ void wgmma(Site site, const Product& product) {
   self.products.push_back({product, self.groups, {current->thread, current->now, current->known}});
 }
 
-// Each batch needs a fence. If it is missing, ptxas inserts one and warns (C7519). The instruction is .sync.aligned, so no
-// lane continues before the others.
-void wgmma_commit() {
-  align_warp({"wgmma_commit", __FILE__, __LINE__});
+// Each batch needs a fence. If it is missing, ptxas inserts one and warns (C7519).
+void wgmma_commit(Site site) {
+  align_warp(site);
   ++block.threads[current->thread].groups;
   block.threads[current->thread].fenced = false;
 }

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "capture.h"
 #include "cuda/divider.h"
 #include "cuda/gpu_code.h"
 #include "cuda/select.h"
@@ -192,6 +193,9 @@ int64_t sm90_dealt_tasks(const AttentionParams* p, int blocks, int* block_of, in
 }
 
 int quotient(int n, int divisor) { return flash_attn_ext::cuda::Divider(divisor).quotient(n); }
+
+// Runs what was captured.
+const char* replay() { return report(cuda_host::replay()); }
 
 const char* dropout_mask(const DropoutParams* dropout, const Sizes* sizes, int64_t first_row, bool* kept) {
   return report(flash_attn_ext::cuda::launch_dropout_mask(*dropout, *sizes, first_row, kept, nullptr));

@@ -11,6 +11,7 @@
 namespace cuda_host {
 
 constexpr int kWarpSize = 32, kNamedBarriers = 16;
+constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Threads that wait for each other.
 struct Meeting {

@@ -136,12 +136,12 @@ def set_registers(ins, v):
 
 @exactly("wgmma.fence.sync.aligned")
 def wgmma_fence(ins, v):
-    return f"ptx::at_line({ins.line}); cuda_host::wgmma_fence();"
+    return f"ptx::at_line({ins.line}); cuda_host::wgmma_fence({site(ins)});"
 
 
 @exactly("wgmma.commit_group.sync.aligned")
 def wgmma_commit(ins, v):
-    return f"ptx::at_line({ins.line}); cuda_host::wgmma_commit();"
+    return f"ptx::at_line({ins.line}); cuda_host::wgmma_commit({site(ins)});"
 
 
 @exactly("wgmma.wait_group.sync.aligned")

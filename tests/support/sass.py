@@ -126,3 +126,35 @@ def hazards(code):
         if not (always and (leaves or instruction.operation.startswith("RET"))):
             work.append((n + 1, ended, open_batch))
     return [found[n] for n in sorted(found)]
+
+
+def registers_after_setmaxnreg(code):
+    """For each USETMAXREG its number of registers, and the number that the instructions after it need."""
+    index = {instruction.address: n for n, instruction in enumerate(code)}
+    found = []
+    for start, instruction in enumerate(code):
+        if not instruction.operation.startswith("USETMAXREG"):
+            continue
+        work, seen, highest = [start + 1], set(), -1
+        while work:
+            n = work.pop()
+            if n in seen or n >= len(code) or code[n].operation.startswith("USETMAXREG"):
+                continue
+            seen.add(n)
+            highest = max(highest, *registers_of(code[n]), -1)
+            to = target(code[n])
+            if to is not None:
+                work.append(index[to])
+            always = not code[n].predicate
+            leaves = code[n].operation in ("EXIT", "BRA") and len(code[n].operands) <= 1
+            if not (always and (leaves or code[n].operation.startswith("RET"))):
+                work.append(n + 1)
+        found.append((int(instruction.operands[-1], 16), highest + 1))
+    return found
+
+
+def registers_of(instruction):
+    """All registers that an instruction reads or writes."""
+    if instruction.operation.startswith("HGMMA"):
+        return frozenset().union(*registers_of_product(instruction)) | touched(instruction)
+    return touched(instruction)

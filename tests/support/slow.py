@@ -10,6 +10,7 @@ FILES = {
     "test_compilers": "compiles the kernels with clang",
     "test_cuda_binding": "compiles the binding's CUDA half",
     "test_cuda_cache": "as test_cuda_host",
+    "test_cuda_capture": "as test_cuda_host",
     "test_cuda_compile": "compiles every CUDA kernel",
     "test_cuda_derivatives": "as test_cuda_host",
     "test_cuda_dropout_parts": "as test_cuda_host",

@@ -48,6 +48,8 @@ void meet_warp(Site site, unsigned mask);
 // The lanes of a warp meet. The last one calls finish(pointer of each lane; null if the lane is not in the mask). This does
 // not order memory.
 void combine_lanes(Site site, unsigned mask, void* mine, void (*finish)(void* const* lanes));
+// Ends the launch: a lane reads from a lane that is not in the mask.
+[[noreturn]] void refuse_source_lane(Site site, int source);
 
 int lane();
 
@@ -69,13 +71,16 @@ T take_from_lane(Site site, unsigned mask, T value, int source_lane) {
   struct Lane {
     T value, result;
     int source;
+    bool found;
   };
-  Lane mine{value, value, source_lane};
+  Lane mine{value, value, source_lane, false};
   combine_lanes(site, mask, &mine, [](void* const* lanes) {
     for (int n = 0; n < 32; ++n)
       if (auto* lane = static_cast<Lane*>(lanes[n]))
-        if (const auto* source = static_cast<const Lane*>(lanes[lane->source])) lane->result = source->value;
+        if (const auto* source = static_cast<const Lane*>(lanes[lane->source]))
+          lane->result = source->value, lane->found = true;
   });
+  if (!mine.found) refuse_source_lane(site, source_lane);
   return mine.result;
 }
 

@@ -55,8 +55,8 @@ struct Product {
   bool negative = false;  // d -= a b, or d = -a b
 };
 void wgmma(Site site, const Product& product);
-void wgmma_fence();
-void wgmma_commit();
+void wgmma_fence(Site site);
+void wgmma_commit(Site site);
 void wgmma_wait(Site site, int pending);
 
 template <class In>
@@ -80,8 +80,6 @@ using cuda_host::bulk_commit;
 using cuda_host::bulk_wait;
 using cuda_host::bulk_wait_read;
 using cuda_host::proxy_fence;
-using cuda_host::wgmma_commit;
-using cuda_host::wgmma_fence;
 
 inline void barrier_init(Barrier& barrier, uint32_t arrivals) { cuda_host::barrier_init(&barrier, arrivals); }
 inline void barrier_arrive(Barrier& barrier) { cuda_host::barrier_arrive(&barrier, 0); }
@@ -135,6 +133,9 @@ template <int kRegisters>
 void claim_registers(CUDA_HOST_SITE) {
   cuda_host::claim_registers({"setmaxnreg.inc", file, line}, kRegisters);
 }
+
+inline void wgmma_fence(CUDA_HOST_SITE) { cuda_host::wgmma_fence({"wgmma_fence", file, line}); }
+inline void wgmma_commit(CUDA_HOST_SITE) { cuda_host::wgmma_commit({"wgmma_commit", file, line}); }
 
 inline void compute_before_wait(float, uint32_t) {}
 inline void compute_before_wait(uint32_t, uint32_t) {}
