@@ -1,10 +1,12 @@
 """Decoding, one query a sequence: how fast K and V are read, as a fraction of the rate of a copy on this GPU.
 
-bfloat16, D 128. Bytes of attention: K and V, each once. Bytes of the copy: all that it reads and writes.
+bfloat16, D 128. Bytes of attention: K and V, each once. Bytes of the copy: all that it reads and writes. With --child
+it answers tasks on stdin, so that a call that hangs costs only its own row.
 """
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,12 +18,14 @@ from benchmarks.gpu import needs
 from benchmarks.gpu.figures import plot_decoding
 from benchmarks.gpu.kernels import kernels_of
 from benchmarks.gpu.timing import copy_bandwidth, time_in_turn
+from benchmarks.gpu.worker import Worker, serve
 
 HEAD_DIM, ELEMENT_BYTES = 128, 2
 BATCHES, LENGTHS = [1, 4, 16, 64], [8192, 32768, 131072]
 HEADS = [(32, 8), (32, 32), (32, 1)]  # H, H_kv
 MOST_GIB = 24.0
 AT_THE_END = 5.0  # seconds of the stage for the last problem, table and figure
+PATIENCE = 10.0  # seconds that a problem may take beyond its measuring time
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,12 @@ class Problem:
         return 2 * self.B * self.H_kv * self.S_k * HEAD_DIM * ELEMENT_BYTES
 
 
-def measure(problem: Problem, args: argparse.Namespace, copy: float) -> dict:
+def answer(task: dict) -> dict | float:
+    """In the child: the rate of a copy, or the times and kernels of one problem."""
+    return copy_bandwidth() if task["do"] == "copy" else measure(Problem(**task["problem"]), task["seconds"])
+
+
+def measure(problem: Problem, seconds: float) -> dict:
     from flash_attn_ext import flash_attn
 
     torch.manual_seed(0)
@@ -47,10 +56,13 @@ def measure(problem: Problem, args: argparse.Namespace, copy: float) -> dict:
         return flash_attn(q, k, v, enable_gqa=True)
 
     with torch.no_grad():
-        (taken,) = time_in_turn([decode], seconds=args.seconds, rounds=(5, 100), flush_l2=True)
+        (taken,) = time_in_turn([decode], seconds=seconds, rounds=(5, 100), flush_l2=True)
         kernels = kernels_of(decode)
-    row = {**asdict(problem), **rates(statistics.median(taken), problem.bytes(), copy)}
-    return {**row, "kernels": kernels, "seconds": taken}
+    return {"kernels": kernels, "seconds": taken}
+
+
+def row_of(problem: Problem, measured: dict, copy: float) -> dict:
+    return {**asdict(problem), **rates(statistics.median(measured["seconds"]), problem.bytes(), copy), **measured}
 
 
 def rates(seconds: float, size: int, copy: float) -> dict:
@@ -67,6 +79,7 @@ def text(record: dict) -> Iterator:
     yield output.table(["", "B", "S_k", "us", "GB/s", "of a copy", "kernels"], lines)
     if record["left_out"]:
         yield f"Left out, K and V above {MOST_GIB:g} GiB or the time used up: {', '.join(record['left_out'])}"
+    yield from record["failed"]
 
 
 def problems(args: argparse.Namespace) -> Iterator[Problem]:
@@ -82,6 +95,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", help=f"default {LENGTHS}, with --quick 8192")
     parser.add_argument("--seconds", type=float, help="per problem; default 0.3, with --quick 0.1")
     parser.add_argument("--quick", action="store_true", help="fewer problems, fewer rounds")
+    parser.add_argument("--child", action="store_true", help="answer tasks on stdin: this program calls itself so")
     output.add_arguments(parser)
     args = parser.parse_args(argv)
     args.batches = args.batches or ([1, 16] if args.quick else BATCHES)
@@ -90,27 +104,45 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     needs.a_gpu_and_our_build()
-    end = time.monotonic() + needs.seconds_left() - AT_THE_END
-    copy = copy_bandwidth()
+    if args.child:
+        serve(answer)
+        return 0
+    with Worker([sys.executable, "-m", __spec__.name, "--child"], needs.seconds_left() - AT_THE_END) as worker:
+        record = measure_all(args, worker)
+    output.write_text(text(record), args.text)
+    plot_decoding(record, args.plot)
+    return 1 if record["failed"] else 0
+
+
+def measure_all(args: argparse.Namespace, worker: Worker) -> dict:
+    reply = worker.ask({"do": "copy"}, PATIENCE)
+    if "error" in reply:
+        sys.exit(f"the copy that all is compared with: {reply['error']}")
+    copy = reply["result"]
     record = {
         "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
         "settings": output.settings(args),
         "copy_GB/s": copy / 1e9,
         "left_out": [],
+        "failed": [],
         "rows": [],
     }
     for problem in problems(args):
-        if problem.bytes() > MOST_GIB * 2**30 or time.monotonic() > end:
+        if problem.bytes() > MOST_GIB * 2**30 or time.monotonic() > worker.end:
             record["left_out"].append(str(problem))
             continue
-        record["rows"].append(measure(problem, args, copy))
+        task = {"do": "time", "problem": asdict(problem), "seconds": args.seconds}
+        reply = worker.ask(task, args.seconds + PATIENCE)
+        if "error" in reply:
+            record["failed"].append(f"{problem}: {reply['error']}")
+        else:
+            record["rows"].append(row_of(problem, reply["result"], copy))
         output.write_json(record, args.json)
-    output.write_text(text(record), args.text)
-    plot_decoding(record, args.plot)
+    return record
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,16 +1,16 @@
 """Profiles our kernels with Nsight Compute: one forward and one backward of each head dimension.
 
 For each kernel: its time, how busy tensor cores, shared memory, L2 and memory were, and the main reason for waits.
-Everything that ncu read is in the JSON. With --child it makes the calls; ncu runs this.
+Everything that ncu read is in the JSON. With --child it makes the calls of one head dimension; ncu runs this. One that
+hangs costs only its own rows.
 """
 
 import argparse
 import csv
-import os
 import re
 import shutil
-import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from benchmarks import output
 from benchmarks.gpu import needs
 from benchmarks.gpu.kernels import short_name
 from benchmarks.gpu.problem import HEAD_DIMS, Problem
+from benchmarks.gpu.watch import watch
 
 SECTIONS = (
     "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "WarpStateStats", "InstructionStats",
@@ -35,6 +36,8 @@ BUSY = {
     "issue": r"smsp?__(inst_executed|issue_active)\.avg\.(pct_of_peak_sustained_active|per_cycle_active)",
 }
 DURATION = "gpu__time_duration.sum"
+PATIENCE = 20.0  # seconds without output from ncu: it starts torch, and runs each kernel some 30 times
+AT_THE_END = 2.0  # seconds of the stage for the table
 STALL = re.compile(r"smsp__average_warps?_(?:issue_stalled|latency_issue_stalled)_(\w+?)(?:_per_issue_active)?\.ratio")
 
 
@@ -43,25 +46,24 @@ def problem_of(head_dim: int) -> Problem:
     return Problem(B=2, H=2048 // head_dim, S=4096, D=head_dim, causal=False)
 
 
-def make_calls() -> None:
+def make_calls(head_dim: int) -> None:
     from flash_attn_ext import flash_attn
 
-    for head_dim in HEAD_DIMS:
-        problem = problem_of(head_dim)
-        shape = (problem.B, problem.H, problem.S, problem.D)
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-        out = flash_attn(q, k, v)
-        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
-        torch.cuda.synchronize()
-        print(f"called: D {head_dim}", flush=True)
+    problem = problem_of(head_dim)
+    shape = (problem.B, problem.H, problem.S, problem.D)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    out = flash_attn(q, k, v)
+    torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    torch.cuda.synchronize()
+    print(f"called: D {head_dim}", flush=True)
 
 
-def command(ncu: str, report: Path) -> list[str]:
+def command(ncu: str, report: Path, head_dim: int) -> list[str]:
     """The clocks stay as they are: the machine may be lent."""
     sections = [part for name in SECTIONS for part in ("--section", name)]
     chosen = ["--kernel-name", r"regex:^(forward|backward)_kernel$"]
     how = ["--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(report)]
-    return [ncu, *chosen, *sections, *how, sys.executable, "-m", __spec__.name, "--child"]
+    return [ncu, *chosen, *sections, *how, sys.executable, "-m", __spec__.name, "--child", str(head_dim)]
 
 
 def rows_of(report: str) -> list[dict]:
@@ -105,32 +107,45 @@ def text(record: dict) -> Iterator:
         registers = row.get("launch__registers_per_thread") or "-"
         lines.append([name, "-" if duration is None else f"{duration / 1e3:.0f}", *measured, registers, worst or "-"])
     yield output.table(["", "us", *BUSY, "registers", "stalls"], lines)
+    yield from record["failed"]
+
+
+def profile(ncu: str, report: Path, head_dim: int, end: float) -> tuple[list[dict], str]:
+    """The rows of one head dimension, and the reason if there are none."""
+    report.unlink(missing_ok=True)
+    status, _ = watch(command(ncu, report, head_dim), PATIENCE, end)
+    said = report.read_text() if report.exists() else ""
+    if "ERR_NVGPUCTRPERM" in said:
+        needs.skip("this user may not read the GPU's counters (ERR_NVGPUCTRPERM)")
+    if status is None:
+        return [], f"D {head_dim}: hangs, or the stage's time was used up"
+    if status:
+        return [], f"D {head_dim}: exit status {status}: {said.strip()[-500:]}"
+    return rows_of(said), ""
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--child", action="store_true")
+    parser.add_argument("--child", type=int, metavar="D", help="make the calls of this head dimension")
     output.add_arguments(parser)
     args = parser.parse_args(argv)
     needs.a_gpu_and_our_build()
     if args.child:
-        make_calls()
+        make_calls(args.child)
         return 0
     ncu = shutil.which("ncu")
     if ncu is None:
         needs.skip("ncu (Nsight Compute) is not on PATH")
+    end = time.monotonic() + needs.seconds_left() - AT_THE_END
     report = (args.json or Path("ncu.json")).with_suffix(".csv")
-    done = subprocess.run(command(ncu, report), env=os.environ)
-    said = report.read_text() if report.exists() else ""
-    if "ERR_NVGPUCTRPERM" in said:
-        needs.skip("this user may not read the GPU's counters (ERR_NVGPUCTRPERM)")
-    if done.returncode:
-        print(f"ncu: exit status {done.returncode}: {said.strip()[-500:]}")
-        return 1
-    record = {"machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}", "rows": rows_of(said)}
-    output.write_json(record, args.json)
+    record = {"machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}", "rows": [], "failed": []}
+    for head_dim in HEAD_DIMS:
+        rows, why = profile(ncu, report, head_dim, end)
+        record["rows"] += rows
+        record["failed"] += [why] if why else []
+        output.write_json(record, args.json)
     output.write_text(text(record), args.text)
-    return 0
+    return 1 if record["failed"] else 0
 
 
 if __name__ == "__main__":

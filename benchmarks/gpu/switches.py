@@ -7,11 +7,14 @@ with each of them off.
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks import ROOT, output
 from benchmarks.gpu import needs
+from benchmarks.gpu.watch import watch
 from tools.gpu import units
 
 SOURCES = (
@@ -22,6 +25,8 @@ SOURCES = (
 )
 PROGRAMS = ROOT / "build" / "gpu_switches"
 ROUNDS = 3  # of all programs in turn; the best time counts
+PATIENCE = 10.0  # seconds for one program, which needs one
+AT_THE_END = 2.0  # seconds of the stage for the tables
 
 
 def switches() -> list[str]:
@@ -41,6 +46,11 @@ def command(compiler: str, off: str | None) -> list[str]:
     define = [f"-D{off}=0"] if off else []
     sources = [str(ROOT / source) for source in SOURCES]
     return [compiler, *units.FLAGS, f"-I{ROOT}", *define, *sources, "-o", str(program(off))]
+
+
+def is_compiled(off: str | None) -> bool:
+    done, source = program(off), ROOT / SOURCES[0]
+    return units.is_newer_than_sources(done) and done.stat().st_mtime > source.stat().st_mtime
 
 
 def compile_all(compiler: str) -> None:
@@ -74,11 +84,21 @@ def text(switch: str, lines: list[list[str]]) -> Iterator[str]:
     yield output.table(["", "with", "without", "ratio", "same out"], lines)
 
 
-def run(off: str | None) -> str:
-    done = subprocess.run([program(off)], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{program(off).name}: {done.stdout.strip()}")
-    return done.stdout
+def run(off: str | None, end: float) -> str | None:
+    """Its output. None if it hangs or fails: the other programs are still compared."""
+    status, lines = watch([str(program(off))], PATIENCE, end)
+    if status == 0:
+        return "\n".join(lines)
+    print(f"{program(off).name}: {'hangs' if status is None else f'exit status {status}'}", flush=True)
+    return None
+
+
+def try_to_compile() -> None:
+    """Beside the build: the stage `switches` compiles them again, and fails, if this does."""
+    compiler = units.nvcc()
+    if compiler and not all(is_compiled(off) for off in (None, *switches())):
+        with suppress(SystemExit):
+            compile_all(compiler)
 
 
 def main() -> int:
@@ -87,17 +107,25 @@ def main() -> int:
     if compiler is None:
         print("needs nvcc: CUDA_HOME, /usr/local/cuda and PATH have none")
         return 1
-    compile_all(compiler)
+    end = time.monotonic() + needs.seconds_left() - AT_THE_END
+    if not all(is_compiled(off) for off in (None, *switches())):
+        compile_all(compiler)
     found: dict[str | None, list[str]] = {off: [] for off in (None, *switches())}
+    broken: set[str | None] = set()
     for _ in range(ROUNDS):
         for off, texts in found.items():
-            texts.append(run(off))
-    all_same = True
+            said = None if off in broken else run(off, end)
+            if said is None:
+                broken.add(off)
+            else:
+                texts.append(said)
+    good = not broken
     for switch in switches():
-        lines, same = compare(found[None], found[switch])
-        output.write_text(text(switch, lines), None)
-        all_same &= same
-    return 0 if all_same else 1
+        if found[None] and found[switch]:
+            lines, same = compare(found[None], found[switch])
+            output.write_text(text(switch, lines), None)
+            good &= same
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ constexpr std::array kOverrides{
              try_flash_attention_inplace},
     Override{"aten::_native_multi_head_attention", DispatchKey::CPU, try_native_mha},
     Override{"aten::_native_multi_head_attention", DispatchKey::NestedTensorCPU, try_native_mha_nested},
-    // The operators that torch lets other libraries replace on GPUs. Compiled, not yet run on a GPU.
+    // The operators that torch lets other libraries replace on GPUs.
     Override{"aten::_flash_attention_forward", DispatchKey::CUDA, try_flash_attention},
     Override{"aten::_flash_attention_forward_no_dropout_inplace", DispatchKey::CUDA,
              try_flash_attention_inplace},

@@ -1,5 +1,5 @@
 """Queries against caches (CacheParams of csrc/core/params.h) in the CUDA kernels' host build: by simt, and, 16 bits, by
-sm80. No GPU has run it yet.
+sm80.
 """
 
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""The tests of key_mask, on the CUDA kernels' host build (tests/cuda_host). No GPU has run them yet.
+"""The tests of key_mask, on the CUDA kernels' host build (tests/cuda_host).
 
 float32 and float64 run in the tier simt, 16-bit types in sm80, and few queries in their decode kernels.
 """

@@ -1,4 +1,4 @@
-"""The sm80 backward above head dimension 128 (csrc/cuda/sm80/backward.cuh) on the host. No GPU has run it yet.
+"""The sm80 backward above head dimension 128 (csrc/cuda/sm80/backward.cuh) on the host.
 
 Tiles are 64 keys by 32 queries, and two warps share 16 keys. Up to 192 Q has two buffers; beyond, one, and the last 64
 columns of V lie in registers.

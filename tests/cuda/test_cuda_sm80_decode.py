@@ -1,4 +1,4 @@
-"""Decoding on tensor cores (csrc/cuda/sm80/decode.cuh) on the host, against the dense oracle. No GPU has run it yet."""
+"""Decoding on tensor cores (csrc/cuda/sm80/decode.cuh) on the host, against the dense oracle."""
 
 import ctypes
 import re

@@ -1,4 +1,4 @@
-"""The sm80 forward above head dimension 128 (csrc/cuda/sm80/forward.cuh) on the host. No GPU has run it yet.
+"""The sm80 forward above head dimension 128 (csrc/cuda/sm80/forward.cuh) on the host.
 
 Tiles are 128 queries by 32 keys; up to 192 K and V have two buffers each, beyond one.
 """

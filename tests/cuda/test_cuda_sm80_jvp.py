@@ -1,4 +1,4 @@
-"""Forward mode on tensor cores (csrc/cuda/sm80/jvp.cuh), on the host. No GPU has run it yet.
+"""Forward mode on tensor cores (csrc/cuda/sm80/jvp.cuh), on the host.
 
 Tiles are 128 queries by 64 keys, 32 beyond a head dimension of 64; up to 64 tiles of keys have two buffers each, beyond
 one.

@@ -1,6 +1,6 @@
 """The Hopper tier on the host (tests/cuda_host): wgmma, TMA and mbarriers emulated as late as they may act.
 
-No GPU has run these kernels yet. Values are compared with the dense oracle; a fault in the synchronisation is an error.
+Values are compared with the dense oracle; a fault in the synchronisation is an error.
 """
 
 import ctypes

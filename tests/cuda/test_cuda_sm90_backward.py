@@ -1,4 +1,4 @@
-"""The Hopper tier's backward on the host (tests/cuda_host), against the dense oracle. No GPU has run it yet."""
+"""The Hopper tier's backward on the host (tests/cuda_host), against the dense oracle."""
 
 import random
 import re

@@ -1,5 +1,5 @@
 """Few query rows in the Hopper tier on the host (tests/cuda_host): heads that share a tile, and keys split over blocks,
-against the dense oracle. No GPU has run it yet.
+against the dense oracle.
 
 A tile has 128 rows: of 1 to 64 heads, a power of two, as many queries as fit; 128 keys, 80 at head dimension 256.
 """

@@ -2,7 +2,6 @@
 oracle: multiples of 8, also different for query and value. TMA fills the columns after the last one with zeros. The
 forward has tiles of its own for 96 and 192.
 
-No GPU has run it yet.
 """
 
 import pytest

@@ -1,5 +1,5 @@
 """Softcap, and masks that all heads and queries share, in the Hopper tier on the host (tests/cuda_host), against the
-dense oracle. No GPU has run it yet.
+dense oracle.
 
 Tiles: test_cuda_sm90.py, test_cuda_sm90_backward.py; at head dimension 64 the backward's have 64 query rows here.
 """

@@ -1,6 +1,6 @@
 """The attention weights on the CUDA kernels' host build (tests/cuda_host): the tests of the CPU kernels.
 
-The tier simt is the only one for them. No GPU has run them yet.
+The tier simt is the only one for them.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: graphs, streams, tiers, the memory of a call. They were written without a GPU.
+"""Tests that need a GPU: graphs, streams, tiers, the memory of a call.
 
 `make gpu` runs it with a time-out for each case, and with it the tests of tests/api that are marked ``any_device``.
 """

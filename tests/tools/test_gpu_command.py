@@ -16,6 +16,7 @@ import torch
 from paths import ROOT
 
 from benchmarks.gpu import (
+    balance,
     compare,
     compare_methods,
     decode,
@@ -28,6 +29,7 @@ from benchmarks.gpu import (
     switches,
     timing,
     traffic,
+    watch,
 )
 from tools.gpu import build_all, gpu_tests, machine, run, sanitize, stages, units
 from tools.gpu.stages import Stage
@@ -199,10 +201,10 @@ def test_what_tells_most_is_sure_of_its_time(tmp_path):
         if seconds
     ]
     assert sure == [
-        "build", "units", "smoke-simt", "smoke-sm80", "smoke-sm90", "compare-16384-1024", "compare-8192",
-        "compare-others", "tests-simt", "tests-sm80", "tests-sm90", "memcheck", "decode", "ncu",
+        "build", "units", "smoke-sm90", "balance", "switches", "smoke-sm80", "smoke-simt", "compare-16384-1024",
+        "compare-8192", "compare-others", "tests-sm90", "tests-sm80", "tests-simt",
     ]  # fmt: skip
-    assert [stage.timeout for stage in all_stages if stage.name.startswith("smoke")] == [20, 20, 20]
+    assert all_stages[0].timeout == 200, "of the build"
 
 
 def test_the_list_shows_every_stage(tmp_path, capsys):
@@ -264,7 +266,7 @@ def test_the_machine_is_described_even_without_a_gpu():
 
 
 @without_a_gpu
-@pytest.mark.parametrize("script", [compare, decode, memory, ncu, traffic])
+@pytest.mark.parametrize("script", [balance, compare, decode, memory, ncu, traffic])
 def test_a_benchmark_says_that_it_needs_a_gpu(script):
     with pytest.raises(SystemExit, match=r"needs an NVIDIA GPU: torch .* sees none"):
         script.main([])
@@ -313,7 +315,144 @@ def test_a_sanitizer_that_finds_something_fails_the_stage(monkeypatch, tmp_path)
     assert sanitize.main("racecheck") == sanitize.FOUND
     arguments = (tmp_path / "arguments").read_text()
     assert "--tool=racecheck --error-exitcode=9" in arguments
-    assert arguments.endswith("tools.gpu.sanitize calls\n")
+    assert arguments.endswith("tools.gpu.sanitize calls 0\n")
+
+
+@pytest.fixture
+def hanging(monkeypatch, tmp_path):
+    """A program that has created the file tmp_path / "hangs" prints nothing more: watch() gives it up at once."""
+    marker = tmp_path / "hangs"
+    real = watch.select.select
+
+    def wait(streams, *_):
+        while True:
+            hangs = marker.exists()
+            ready = real(streams, [], [], 0.02)
+            if ready[0]:
+                return ready
+            if hangs:
+                marker.unlink()
+                return [], [], []
+
+    monkeypatch.setattr(watch, "select", SimpleNamespace(select=wait))
+    return marker
+
+
+def program(path, text):
+    path.write_text(f"#!{sys.executable}\nimport pathlib, sys, time\n{text}")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_call_that_hangs_is_given_up_with_its_children(hanging, tmp_path, capsys):
+    child = f"import pathlib, time; input(); pathlib.Path({str(hanging)!r}).touch(); time.sleep(3600)"
+    parent = program(
+        tmp_path / "parent",
+        f"import subprocess\nchild = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE)\n"
+        "print(child.pid, flush=True)\nchild.communicate(b'now')\n",
+    )
+    status, lines = watch.watch([parent], 20)
+    assert status is None
+    while is_running(int(lines[0])):
+        SOON.wait(0.01)
+    assert watch.watch([program(tmp_path / "good", "print('done'); sys.exit(3)\n")], 20) == (3, ["done"])
+
+
+def test_a_sanitizer_goes_on_after_a_call_that_hangs(hanging, tmp_path, capsys):
+    """The second call hangs, once; the third and last ones are made by the next process."""
+    names = [", ".join(name) for name in sanitize.names()]
+    tool = program(
+        tmp_path / "tool",
+        f"marker, names, first = pathlib.Path({str(hanging)!r}), {names!r}, int(sys.argv[1])\n"
+        "for n, name in enumerate(names):\n"
+        "    if n == 1 and first == 0: marker.touch(); time.sleep(3600)\n"
+        "    if n >= first: print('called:', name, flush=True)\n",
+    )
+    assert sanitize.run([str(tool)], dict(os.environ)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"called: {names[0]}", f"hangs: {names[1]}", *[f"called: {name}" for name in names[2:]]]
+
+
+def test_a_profile_that_hangs_costs_its_own_rows(hanging, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(needs, "a_gpu_and_our_build", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    program(
+        tmp_path / "ncu",
+        f"marker = pathlib.Path({str(hanging)!r})\n"
+        f"if sys.argv[-1] == '{ncu.HEAD_DIMS[0]}': marker.touch(); time.sleep(3600)\n"
+        "report = sys.argv[sys.argv.index('--log-file') + 1]\n"
+        'row = \'"ID","Kernel Name"\\n"",""\\n"1","kernel of D \' + sys.argv[-1] + \'"\\n\'\n'
+        "pathlib.Path(report).write_text(row)\n",
+    )
+    assert ncu.main(["--json", str(tmp_path / "ncu.json"), "--text", str(tmp_path / "ncu.txt")]) == 1
+    record = json.loads((tmp_path / "ncu.json").read_text())
+    assert [row["Kernel Name"] for row in record["rows"]] == [f"kernel of D {n}" for n in ncu.HEAD_DIMS[1:]]
+    assert f"D {ncu.HEAD_DIMS[0]}: hangs" in (tmp_path / "ncu.txt").read_text()
+
+
+def test_a_switch_that_hangs_costs_its_own_table(hanging, monkeypatch, tmp_path, capsys):
+    first, *others = switches.switches()
+    monkeypatch.setattr(switches, "PROGRAMS", tmp_path)
+    monkeypatch.setattr(switches, "is_compiled", lambda off: True)
+    monkeypatch.setattr(needs, "a_gpu_and_our_build", lambda: None)
+    monkeypatch.setattr(units, "nvcc", lambda: "nvcc")
+    for off in (None, first, *others):
+        stops = f"pathlib.Path({str(hanging)!r}).touch(); time.sleep(3600)\n" if off == first else ""
+        program(switches.program(off), f"{stops}print('64 1024 0 10.0 ff')\n")
+    assert switches.main() == 1
+    said = capsys.readouterr().out
+    assert said.count("hangs") == 1
+    assert [switch for switch in switches.switches() if f"{switch}: microseconds" in said] == others
+
+
+def test_a_decoding_that_hangs_costs_its_own_row(monkeypatch):
+    """The worker gives up a task that hangs (test_gpu_worker.py)."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    hung = {"error": "hangs: stopped after 10.3 s", "broken": True}
+
+    def ask(task, seconds):
+        if task["do"] == "copy":
+            return {"result": 4e12}
+        return hung if task["problem"]["S_k"] == 8192 else {"result": {"kernels": ["decode"], "seconds": [1e-3]}}
+
+    args = decode.parse(["--batches", "1", "--lengths", "8192", "32768"])
+    record = decode.measure_all(args, SimpleNamespace(ask=ask, end=float("inf")))
+    assert [row["S_k"] for row in record["rows"]] == [32768] * 3
+    assert len(record["failed"]) == 3
+    assert "hangs" in record["failed"][0]
+
+
+def test_causal_rates_over_full_rates():
+    assert balance.most(128) == pytest.approx(129 / 256)
+    assert balance.most(16384) > 0.99
+    row = balance.row_of(problem.Problem(1, 16, 1024, 128, True), full=2e-3, causal=1e-3)
+    assert row["ratio"] == pytest.approx(1025 / 1024)
+    lines = list(balance.text({"machine": "a GPU", "rows": [row], "failed": ["one hangs"]}))
+    assert lines[-1] == "one hangs"
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("NVIDIA H200, 1 of them", "h200"), ("NVIDIA GeForce RTX 4090, 2 of them", "geforce_rtx_4090")]
+)
+def test_results_are_copied_to_the_folder_of_the_gpu(monkeypatch, tmp_path, name, folder):
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    assert run.results_folder({"GPU": name}) is None, "torch sees no GPU"
+    target = run.results_folder({"GPU": name, "compute capability": "9.0"})
+    assert target == tmp_path / folder
+    out = tmp_path / "out"
+    out.mkdir()
+    for written in ("summary.md", "summary.json", "compare.txt", "compare.png", "build.log", "tests.xml"):
+        (out / written).write_text(written)
+    target.mkdir()
+    (target / "of_an_earlier_run.txt").write_text("")
+    run.copy_results(out, target)
+    assert sorted(path.name for path in target.iterdir()) == [
+        "compare.png",
+        "compare.txt",
+        "summary.json",
+        "summary.md",
+    ]
 
 
 def test_each_case_of_the_tests_has_a_time_out(tmp_path):
@@ -379,9 +518,11 @@ def test_the_decode_table_names_the_kernels(tmp_path):
     names = ["void flash_attn_ext::cuda::sm80::decode_kernel<flash_attn_ext::X<int, 3>>(int)", "memset"]
     row = {"B": 1, "H": 32, "H_kv": 8, "S_k": 8192, **decode.rates(1e-4, 10**8, 3e12)}
     row["kernels"] = [kernels.short_name(name) for name in names]
-    record = {"machine": "a GPU", "copy_GB/s": 3000.0, "left_out": [], "rows": [row]}
+    record = {"machine": "a GPU", "copy_GB/s": 3000.0, "left_out": [], "failed": ["D 7: hangs"], "rows": [row]}
     output.write_text(decode.text(record), tmp_path / "decode.txt")
-    assert "33% | sm80::decode_kernel, memset |" in (tmp_path / "decode.txt").read_text()
+    table = (tmp_path / "decode.txt").read_text()
+    assert "33% | sm80::decode_kernel, memset |" in table
+    assert "D 7: hangs" in table
 
 
 def test_the_least_traffic_of_gpt2():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import ROOT
-from benchmarks.gpu import time_model
+from benchmarks.gpu import switches, time_model
 from tools.gpu import units
 from tools.gpu.machine import said
 
@@ -85,7 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, metavar="FILE", help="for what ptxas says")
     args = parser.parse_args(argv)
-    jobs = [threading.Thread(target=compile_it) for compile_it in (units.try_to_compile, time_model.iterations)]
+    jobs = [
+        threading.Thread(target=compile_it)
+        for compile_it in (units.try_to_compile, switches.try_to_compile, time_model.iterations)
+    ]
     for thread in jobs:
         thread.start()
     status, log = run(COMMAND)

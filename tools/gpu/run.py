@@ -3,12 +3,15 @@
 Runs the stages of stages.py one after the other, each in a process of its own with a time-out, and goes on past one
 that fails. The first stages, as many as their time-outs together fit into --limit, have their time whatever the others
 do; the later ones share what is left over. Fewer stages (--only) get more time each. Writes into --out: <stage>.log,
-what the stages measured, and after every stage summary.json and summary.md. The exit status is 0 if no stage failed.
+what the stages measured, and after every stage summary.json and summary.md. At the end it copies summary and
+measurements to benchmarks/results/<gpu>/, to be committed, unless --quick or --only is given. The exit status is 0 if
+no stage failed.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,6 +31,7 @@ OVERHEAD = 2 * GRACE + 0.5  # seconds that a stage may take beyond its time-out:
 SHORTEST = 10.0  # seconds: a stage that does not fit in before the limit is begun if this much is left
 MACHINE_SECONDS = 25.0  # for machine.py
 NO_TIME = "no time left"
+RESULTS = ROOT / "benchmarks" / "results"
 FAILURES = ("failed", "timed out", "not started")
 
 
@@ -146,6 +150,23 @@ def write_pack(out: Path, pack: Path) -> None:
         archive.add(out, arcname="results")
 
 
+def results_folder(machine: dict) -> Path | None:
+    """For the committed results: "NVIDIA H200, 1 of them" has benchmarks/results/h200. None without a GPU."""
+    if "compute capability" not in machine:
+        return None
+    name = re.sub(r"^nvidia |,.*", "", machine["GPU"].lower())
+    return RESULTS / re.sub(r"[^a-z0-9]+", "_", name).strip("_")
+
+
+def copy_results(out: Path, folder: Path) -> None:
+    """The summary and what the stages measured, without logs. Files of an earlier run are removed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for path in sorted(out.iterdir()):
+        if path.suffix in (".md", ".txt", ".json", ".png"):
+            shutil.copy(path, folder)
+
+
 def describe(commit: str | None) -> dict:
     """The machine, by a process of its own: importing torch or asking the driver may fail or hang."""
     facts = {"time": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "commit": commit or current_commit(), "python": sys.version}
@@ -209,6 +230,10 @@ def main(argv: list[str] | None = None) -> int:
     if not_run:
         print(f'no time was left for these: make gpu GPU="--only {" ".join(not_run)}"')
     print(f"everything is in {args.out}")
+    folder = results_folder(machine)
+    if folder and not args.quick and not args.only:
+        copy_results(args.out, folder)
+        print(f"ready to commit: git add {folder}")
     return 1 if failed else 0
 
 

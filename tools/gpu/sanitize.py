@@ -1,21 +1,26 @@
 """One tool of compute-sanitizer over small calls of every tier: memcheck, racecheck, initcheck or synccheck.
 
-With the argument `calls` it makes the calls; compute-sanitizer runs this.
+With the argument `calls` it makes the calls; compute-sanitizer runs this. If a call hangs, the tool begins again with
+the next one.
 """
 
 import functools
 import os
 import shutil
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu import needs
+from benchmarks.gpu.watch import watch
 from tools.gpu.calls import CALLS, FORWARD_MODE, inputs
 
 FOUND = 9  # the tool's exit status if it found something
+PATIENCE = 15.0  # seconds for one call, and for the start of Python, torch and CUDA under a tool
+AT_THE_END = 2.0  # seconds of the stage for the verdict
+CALLED = "called: "
 
 
 def sanitizer() -> str | None:
@@ -24,28 +29,52 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or (str(beside) if beside.exists() else None)
 
 
-def make_calls() -> None:
-    """Every pass of every call of every tier, by force of that tier."""
+def names() -> list[tuple[str, str]]:
+    """Tier and name of every call, in their order."""
+    return [(tier, name) for tier, named in CALLS.items() for name in named]
+
+
+def make_calls(first: int) -> None:
+    """Every pass of every call of every tier from number `first` on, by force of that tier."""
     from flash_attn_ext import flash_attn, force_cuda_tier
 
-    for tier, named in CALLS.items():
+    for tier, name in names()[first:]:
+        call = CALLS[tier][name]
         force_cuda_tier(tier)
-        for name, call in named.items():
-            q, k, v = inputs(call, requires_grad=True)
-            out = flash_attn(q, k, v, enable_gqa=True, **call.options)
-            grad = torch.randn(out.shape, dtype=out.dtype, device="cpu").cuda()
-            torch.autograd.grad(out, (q, k, v), grad)
-            if tier in FORWARD_MODE:
-                attend = functools.partial(flash_attn, enable_gqa=True, **call.options)
-                torch.func.jvp(attend, (q, k, v), (q, k, v))
-            torch.cuda.synchronize()
-            print(f"called: {tier}, {name}", flush=True)
+        q, k, v = inputs(call, requires_grad=True)
+        out = flash_attn(q, k, v, enable_gqa=True, **call.options)
+        grad = torch.randn(out.shape, dtype=out.dtype, device="cpu").cuda()
+        torch.autograd.grad(out, (q, k, v), grad)
+        if tier in FORWARD_MODE:
+            attend = functools.partial(flash_attn, enable_gqa=True, **call.options)
+            torch.func.jvp(attend, (q, k, v), (q, k, v))
+        torch.cuda.synchronize()
+        print(f"{CALLED}{tier}, {name}", flush=True)
 
 
-def main(tool: str) -> int:
+def run(command: list[str], environment: dict[str, str], patience: float = PATIENCE) -> int:
+    """The worst exit status. `command` gets the number of its first call, and prints a line after each call."""
+    first, worst, end = 0, 0, time.monotonic() + needs.seconds_left() - AT_THE_END
+    while first < len(names()):
+        status, lines = watch([*command, str(first)], patience, end, environment)
+        if status is not None:
+            return max(worst, abs(status))
+        first += sum(line.startswith(CALLED) for line in lines)
+        if time.monotonic() >= end:
+            print(
+                f"no time was left from {', '.join(names()[first])} on" if first < len(names()) else "no time was left"
+            )
+            return max(worst, 1)
+        if first < len(names()):
+            print(f"hangs: {', '.join(names()[first])}", flush=True)
+        first, worst = first + 1, max(worst, 1)
+    return worst
+
+
+def main(tool: str, first: int = 0) -> int:
     needs.a_gpu_and_our_build()
     if tool == "calls":
-        make_calls()
+        make_calls(first)
         return 0
     program = sanitizer()
     if program is None:
@@ -53,8 +82,8 @@ def main(tool: str) -> int:
     # Every tensor an allocation of its own: in torch's cache, one tensor's neighbour hides an access beyond its end.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [program, f"--tool={tool}", f"--error-exitcode={FOUND}", "--print-limit=20"]
-    return subprocess.run([*command, sys.executable, "-m", __spec__.name, "calls"], env=environment).returncode
+    return run([*command, sys.executable, "-m", __spec__.name, "calls"], environment)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))

@@ -1,5 +1,4 @@
-// The tier for Hopper (H100, H200): wgmma, TMA, warp specialisation. Compiled and host-tested, not yet run on
-// hardware.
+// The tier for Hopper (H100, H200): wgmma, TMA, warp specialisation.
 #pragma once
 
 #include "../run.h"

@@ -1,4 +1,4 @@
-// Choices that no GPU has judged yet, each a switch: 1 or 0, as defined here or by nvcc's -D.
+// Choices that only a GPU can judge, each a switch: 1 or 0, as defined here or by nvcc's -D.
 #pragma once
 
 // ---- Speed, in the plain forward kernels. The defaults are what FlashAttention-3 does. benchmarks/gpu/switches.py, a stage of

@@ -1,7 +1,7 @@
 // CUDA key: checks, allocates, packs, selects a tier, and launches on the current stream.
 //
 // No function here waits for the GPU, and memory is from torch's allocator. So a CUDA graph can capture a call. The
-// kernels are compiled and tested on the host (tests/cuda_host). They have not run on hardware yet.
+// kernels are compiled and tested on the host (tests/cuda_host).
 #include <torch/library.h>
 
 #include "../operators.h"
