@@ -100,3 +100,28 @@ def test_vector_functions_are_those_of_torch(name, isa):
         torch.testing.assert_close(got[shown], wanted[shown], rtol=tolerance, atol=tolerance)
         # lse of a score of inf or NaN is no number; a score of -inf is masked.
         assert not got[~shown].isfinite().any()
+
+
+def test_powers_are_those_of_torch(isa):
+    """Each batch has an exponent, and each row a base."""
+    from flash_attn_ext import flex_attention
+
+    for dtype, tolerance in ((torch.float32, 4e-7), (torch.float64, 2e-13)):  # an ulp of float64 times log2(result)
+        inf = torch.inf
+        bases = torch.cat(
+            [torch.logspace(-30, 30, 200), torch.linspace(-6, 6, 97), torch.tensor([0.0, -0.0, inf, -inf])]
+        )
+        bases = torch.cat([bases, torch.tensor([torch.nan])]).to(dtype)
+        exponents = [-inf, -3.0, -2.5, -1.0, 0.0, 0.3, 1.0, 4.0, 7.25, 1025.0, inf, torch.nan]
+        exponents = torch.tensor(exponents, dtype=dtype)
+        q = torch.zeros(len(exponents), 1, len(bases), 1, dtype=dtype)
+        one_key = q[:, :, :1]
+        _, lse = flex_attention(
+            q, one_key, one_key, lambda s, b, h, i, j, x=bases, y=exponents: (x[i] + s) ** y[b], return_lse=True
+        )
+        wanted = bases ** exponents[:, None]
+        got = lse[:, 0]
+        shown = wanted.isfinite()
+        # Results below the normal range may be 0.
+        torch.testing.assert_close(got[shown], wanted[shown], rtol=tolerance, atol=torch.finfo(dtype).tiny)
+        assert not got[~shown].isfinite().any()

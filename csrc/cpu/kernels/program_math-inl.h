@@ -21,22 +21,23 @@ struct ProgramStep {
   ProgramSource<T> from[3];
 };
 
-// Each calls f for the vectors of its operands, and stores the result. The loops are written out: of a lambda within a
+// Each calls f for the vectors of its operands, and stores the result. `s` is a copy: a store may change what a reference
+// refers to, and then every iteration loads the strides again. The loops are written out: of a lambda within a
 // lambda within a lambda, c++filt cannot read the name, and tests/cpu/test_object_files.py needs it.
 template <class T, class F>
-void map0(const ProgramStep<T>& s, const F& f) {
+FA_INLINE void map0(const ProgramStep<T> s, const F f) {
   for (int64_t r = 0; r < s.rows; ++r)
     for (int64_t c = 0; c < s.cols; c += kLanes<T>) store<T>(s.to + r * s.to_row + c, f(r, c));
 }
 
 template <class T, class F>
-void map1(const ProgramStep<T>& s, const F& f) {
+FA_INLINE void map1(const ProgramStep<T> s, const F f) {
   for (int64_t r = 0; r < s.rows; ++r)
     for (int64_t c = 0; c < s.cols; c += kLanes<T>) store<T>(s.to + r * s.to_row + c, f(s.from[0].at(r, c)));
 }
 
 template <class T, class F>
-void map2(const ProgramStep<T>& s, const F& f) {
+FA_INLINE void map2(const ProgramStep<T> s, const F f) {
   for (int64_t r = 0; r < s.rows; ++r)
     for (int64_t c = 0; c < s.cols; c += kLanes<T>)
       store<T>(s.to + r * s.to_row + c, f(s.from[0].at(r, c), s.from[1].at(r, c)));
@@ -44,39 +45,18 @@ void map2(const ProgramStep<T>& s, const F& f) {
 
 // The same for integers: f takes and returns VecIndex.
 template <class T, class F>
-void int_map1(const ProgramStep<T>& s, const F& f) {
+FA_INLINE void int_map1(const ProgramStep<T> s, const F f) {
   for (int64_t r = 0; r < s.rows; ++r)
     for (int64_t c = 0; c < s.cols; c += kLanes<T>)
       store<T>(s.to + r * s.to_row + c, (Vec<T>)f((VecIndex<T>)s.from[0].at(r, c)));
 }
 
 template <class T, class F>
-void int_map2(const ProgramStep<T>& s, const F& f) {
+FA_INLINE void int_map2(const ProgramStep<T> s, const F f) {
   for (int64_t r = 0; r < s.rows; ++r)
     for (int64_t c = 0; c < s.cols; c += kLanes<T>)
       store<T>(s.to + r * s.to_row + c,
                (Vec<T>)f((VecIndex<T>)s.from[0].at(r, c), (VecIndex<T>)s.from[1].at(r, c)));
-}
-
-// base^x for log2_base = log2(base), also where it overflows. `high` is log(2^127), or log(2^1023), to that base; the
-// largest results are made in two steps.
-template <class T>
-FA_INLINE Vec<T> exp_of_any(Vec<T> x, T log2_base, T square_of_base) {
-  const T high = Exp2<T>::kHighest / log2_base;
-  const Vec<T> lower = x > high ? x - T(2) : x;
-  const Vec<T> y = exp_scaled<T>(lower > high ? splat<T>(high) : lower, log2_base);
-  return x > high ? y * square_of_base * square_of_base : y;
-}
-
-template <class T>
-FA_INLINE Vec<T> any_exp(Vec<T> x) {
-  constexpr double kE = 2.71828182845904523536;
-  return exp_of_any<T>(x, T(kLog2E), T(kE));
-}
-
-template <class T>
-FA_INLINE Vec<T> any_expm1(Vec<T> x) {
-  return x > T(1) ? any_exp<T>(x) - T(1) : expm1<T>(x);
 }
 
 // Clamps an index to [0, last].
@@ -138,12 +118,7 @@ void execute_arithmetic(Operation operation, const ProgramStep<T>& s) {
       return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return ((a < b) | (a != a)) ? a : b; });
     case Operation::maximum:
       return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return ((a > b) | (a != a)) ? a : b; });
-    case Operation::power:
-      return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA {
-        V y = {};
-        for (int i = 0; i < kLanes<T>; ++i) y[i] = std::pow(a[i], b[i]);
-        return y;
-      });
+    case Operation::power: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return power<T>(a, b); });
     case Operation::negate: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return -a; });
     case Operation::absolute: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return (V)((U)a << 1 >> 1); });
     case Operation::sign:
@@ -183,9 +158,8 @@ void execute_arithmetic(Operation operation, const ProgramStep<T>& s) {
     case Operation::cosine: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return cosine<T>(a); });
     case Operation::select:
     case Operation::int_select:
-      return map0<T>(s, [&](int64_t r, int64_t c) FA_INLINE_LAMBDA {
-        return (I)s.from[0].at(r, c) ? s.from[1].at(r, c) : s.from[2].at(r, c);
-      });
+      return map0<T>(s, [c0 = s.from[0], c1 = s.from[1], c2 = s.from[2]](int64_t r, int64_t c)
+                            FA_INLINE_LAMBDA { return (I)c0.at(r, c) ? c1.at(r, c) : c2.at(r, c); });
     case Operation::less: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return (V)(a < b); });
     case Operation::less_equal: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return (V)(a <= b); });
     case Operation::equal: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return (V)(a == b); });

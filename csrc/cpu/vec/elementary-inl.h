@@ -1,4 +1,4 @@
-// log, expm1, log1p, erf, sin and cos of vectors, for functions of the user. Errors are a few ulp.
+// exp, log, expm1, log1p, erf, powers, sin and cos of vectors, for functions of the user. Errors are a few ulp.
 #pragma once
 
 #include "math-inl.h"
@@ -9,6 +9,22 @@ FA_INLINE Vec<T> each_lane(Vec<T> x, const F& f) {
   Vec<T> y = {};
   for (int i = 0; i < kLanes<T>; ++i) y[i] = f(x[i]);
   return y;
+}
+
+// base^x for log2_base = log2(base), also where it overflows. `high` is log(2^127), or log(2^1023), to that base; the
+// largest results are made in two steps.
+template <class T>
+FA_INLINE Vec<T> exp_of_any(Vec<T> x, T log2_base, T square_of_base) {
+  const T high = Exp2<T>::kHighest / log2_base;
+  const Vec<T> lower = x > high ? x - T(2) : x;
+  const Vec<T> y = exp_scaled<T>(lower > high ? splat<T>(high) : lower, log2_base);
+  return x > high ? y * square_of_base * square_of_base : y;
+}
+
+template <class T>
+FA_INLINE Vec<T> any_exp(Vec<T> x) {
+  constexpr double kE = 2.71828182845904523536;
+  return exp_of_any<T>(x, T(kLog2E), T(kE));
 }
 
 template <class T>
@@ -101,29 +117,97 @@ FA_INLINE Vec<T> expm1(Vec<T> x) {
   return power * fraction + (power - T(1));
 }
 
-// The coefficients interpolate erf(x) / x as a polynomial in x^2, and log(1 - erf(x)), at Chebyshev nodes in 40 digits.
-inline constexpr float kErfSmall[] = {1.12837916679f,    -0.37612635194f,   0.112837180496f,
-                                      -0.0268606647911f, 0.00520422669375f, -0.000817963218089f,
-                                      8.52940132284e-5f};
-inline constexpr float kErfLarge[] = {0.000318539662412f, -1.13023105522f,    -0.631823918106f,
-                                      -0.110087166496f,   0.0264276371535f,   -0.00476262583251f,
-                                      0.00059758577023f,  -4.61638586252e-5f, 1.64306365569e-6f};
+template <class T>
+FA_INLINE Vec<T> any_expm1(Vec<T> x) {
+  return x > T(1) ? any_exp<T>(x) - T(1) : expm1<T>(x);
+}
+
+// The coefficients interpolate erf(x) / x as a polynomial in x^2 for |x| < kSmall, and log(1 - erf(x)) as one in
+// (x - kCenter) / kRadius from there to kOne, at Chebyshev nodes in 40 digits. From kOne on, erf rounds to 1.
+template <class T>
+struct Erf;
+template <>
+struct Erf<float> {
+  static constexpr float kSmall = 0.9f, kOne = 4, kCenter = 0, kRadius = 1;
+  static constexpr float kSmallPoly[] = {1.12837916679f,    -0.37612635194f,   0.112837180496f,
+                                         -0.0268606647911f, 0.00520422669375f, -0.000817963218089f,
+                                         8.52940132284e-5f};
+  static constexpr float kLargePoly[] = {0.000318539662412f, -1.13023105522f,    -0.631823918106f,
+                                         -0.110087166496f,   0.0264276371535f,   -0.00476262583251f,
+                                         0.00059758577023f,  -4.61638586252e-5f, 1.64306365569e-6f};
+};
+template <>
+struct Erf<double> {
+  static constexpr double kSmall = 1, kOne = 6, kCenter = 3.5, kRadius = 2.5;
+  static constexpr double kSmallPoly[] = {
+      1.1283791670955125738,     -0.37612638903183748056,     0.11283791670954878666,
+      -0.026866170645076793248,  0.0052239776248180144673,    -0.00085483269808337899052,
+      0.00012055331111642710923, -0.000014925595266831181565, 1.6461000484121368033e-6,
+      -1.6350312701054695011e-7, 1.4659775274047435814e-8,    -1.137284885679167367e-9,
+      5.9571761477489114044e-11};
+  static constexpr double kLargePoly[] = {
+      -14.112437402148173761,     -18.165248970912977252,     -6.0422065921389367861,
+      -0.081650909717799245498,   0.034128411079638965596,    -0.01438454833063893873,
+      0.0059537044786857654998,   -0.0023739972761078476935,  0.00089357655647921243797,
+      -0.00030781959505328940462, 0.000090901103641757261896, -0.000018474346905170143873,
+      -1.4783966569639068386e-6,  4.5653913877192364735e-6,   -3.4196471333147523457e-6,
+      1.9191466186766579829e-6,   -9.1779753326693183747e-7,  3.8251506449279392732e-7,
+      -1.2867813473821390044e-7,  2.7966374245484618158e-8,   -3.0414788597569982974e-9,
+      -9.6528252053603727179e-10, 4.8610991029225573585e-9,   -5.1951607385372206155e-9,
+      2.19018459068510972e-9,     -3.2459019990300850308e-10};
+};
+
+template <class T, size_t kTerms>
+FA_INLINE Vec<T> polynomial(const T (&terms)[kTerms], Vec<T> x) {
+  Vec<T> p = splat<T>(terms[kTerms - 1]);
+#pragma GCC unroll 32
+  for (int k = static_cast<int>(kTerms) - 2; k >= 0; --k) p = p * x + terms[k];
+  return p;
+}
 
 template <class T>
 FA_INLINE Vec<T> erf(Vec<T> x) {
-  if constexpr (sizeof(T) == 8) {
-    return each_lane<T>(x, [](T lane) { return std::erf(lane); });
-  } else {
-    constexpr T kSmall = T(0.9), kOne = T(4);  // from 4 on, erf rounds to 1
-    const Vec<T> a = x < T(0) ? -x : x, t = a > kOne ? splat<T>(kOne) : a, s = x * x;
-    Vec<T> p = splat<T>(kErfSmall[6]), q = splat<T>(kErfLarge[8]);
-#pragma GCC unroll 8
-    for (int k = 5; k >= 0; --k) p = p * s + kErfSmall[k];
-#pragma GCC unroll 8
-    for (int k = 7; k >= 0; --k) q = q * t + kErfLarge[k];
-    const Vec<T> large = T(1) - exp<T>(q);
-    return a < kSmall ? p * x : x < T(0) ? -large : large;
-  }
+  using C = Erf<T>;
+  const Vec<T> a = x < T(0) ? -x : x, t = a > C::kOne ? splat<T>(C::kOne) : a;
+  const Vec<T> log_rest = polynomial<T>(C::kLargePoly, (t - C::kCenter) * (T(1) / C::kRadius));
+  const Vec<T> large = T(1) - exp<T>(log_rest);
+  return a < C::kSmall ? polynomial<T>(C::kSmallPoly, x * x) * x : x < T(0) ? -large : large;
+}
+
+// |a|^b, or garbage where it is NaN. The relative error is an ulp of double times log2 of the result.
+FA_INLINE Vec<double> power_of_magnitude(Vec<double> a, Vec<double> b) {
+  return exp_of_any<double>(b * log2<double>(a), 1, 2);
+}
+FA_INLINE Vec<float> power_of_magnitude(Vec<float> a, Vec<float> b) {
+  typedef float Half __attribute__((vector_size(FA_VECTOR_BYTES / 2)));
+  Half base[2], exponent[2], result[2];
+  std::memcpy(base, &a, sizeof a);
+  std::memcpy(exponent, &b, sizeof b);
+#pragma GCC unroll 2
+  for (int n = 0; n < 2; ++n)
+    result[n] = __builtin_convertvector(power_of_magnitude(__builtin_convertvector(base[n], Vec<double>),
+                                                           __builtin_convertvector(exponent[n], Vec<double>)),
+                                        Half);
+  Vec<float> y;
+  std::memcpy(&y, result, sizeof y);
+  return y;
+}
+
+// std::pow.
+template <class T>
+FA_INLINE Vec<T> power(Vec<T> a, Vec<T> b) {
+  using I = VecIndex<T>;
+  constexpr T kInf = std::numeric_limits<T>::infinity(), kNaN = std::numeric_limits<T>::quiet_NaN();
+  const auto is_whole = [](Vec<T> x) FA_INLINE_LAMBDA {
+    return x == each_lane<T>(x, [](T lane) { return std::floor(lane); });
+  };
+  const Vec<T> magnitude = (Vec<T>)((VecBits<T>)a << 1 >> 1);
+  const I whole = is_whole(b), odd = whole & ~is_whole(b * T(0.5));
+  Vec<T> y = power_of_magnitude(magnitude, b);
+  y = magnitude == T(1) ? splat<T>(T(1)) : y;
+  y = (((I)a < 0) & odd) ? -y : y;
+  y = ((a < T(0)) & (a > -kInf) & ~whole) ? splat<T>(kNaN) : y;
+  return ((b == T(0)) | (a == T(1))) ? splat<T>(T(1)) : y;
 }
 
 template <class T>
