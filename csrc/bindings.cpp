@@ -143,9 +143,10 @@ pybind11::list program_operations() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() =
       "Inspection of the compiled half of flash_attn_ext; the operators are in torch.ops.flash_attn_ext.";
-  m.add_object("attention_if_ordinary", pybind11::reinterpret_steal<pybind11::object>(
-                                            PyCFunction_New(&flash_attn_ext::kAttentionIfOrdinary, nullptr)));
   using namespace flash_attn_ext;
+  for (PyMethodDef* function : {&kAttentionIfOrdinary, &kFlexIfOrdinary})
+    m.add_object(function->ml_name,
+                 pybind11::reinterpret_steal<pybind11::object>(PyCFunction_New(function, nullptr)));
   pybind11::dict rows;  // of each operator's tensors
   const auto add_rows = [&rows](auto tag) {
     using Op = typename decltype(tag)::Op;

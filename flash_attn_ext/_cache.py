@@ -20,7 +20,7 @@ from ._indexed_packed import prepare_cached
 from ._options import checked_options, operator_options
 from ._second_query import SecondQuery, join_caches
 from ._tensor_checks import check_are_dense, check_is_dense
-from .flex.attention import refuse_dtensors_with_functions, with_functions
+from .flex.attention import refuse_dtensors_with_functions, run_with_functions, with_functions
 
 # Names in the operators' error messages -> the caller's names.
 _NAMES_OF_APPEND = {
@@ -99,8 +99,9 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
             attention = attention.with_tensors(query=rotated if second is None else second.joined(rotated))
     with _renamed_errors(_NAMES_OF_ATTENTION):
         if call.functions:
-            attention = with_functions(attention, **call.functions)
-        out, lse = attention.run() if run_by_index is None else run_by_index(attention)
+            out, lse = run_with_functions(attention, **call.functions)
+        else:
+            out, lse = attention.run() if run_by_index is None else run_by_index(attention)
     if cu_seqlens_q is None:
         out = out.unflatten(0, q.shape[:2])
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
@@ -109,12 +110,9 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
 
 def _check_functions(call: CacheCall, append: Call | None, attention: Call) -> None:
     """Traces the functions, and checks that the block mask has the lengths after appending: before a row is written."""
-    if torch.compiler.is_dynamo_compiling():
-        raise NotImplementedError(
-            f"{', '.join(call.functions)}: got one in a compiled call of flash_attn_with_kvcache; allowed: a call "
-            "outside of torch.compile"
-        )
     refuse_dtensors_with_functions(call.tensors)
+    if torch.compiler.is_compiling():  # a graph is traced before a row is written
+        return
     with_functions(attention, **call.functions)
     block_mask, lengths = call.functions["block_mask"], attention.tensors["seqused_k"]
     if block_mask is None or lengths is None or lengths.is_meta or len(lengths) == 0:

@@ -80,6 +80,7 @@ dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 
 # Functions that are no operators. They take tensors and options as two dictionaries, by the names of the schema.
 attention_if_ordinary = _C.attention_if_ordinary
+flex_if_ordinary = _C.flex_if_ordinary
 plan_attention = _C.plan_attention
 plan_attention_backward = _C.plan_attention_backward
 plan_varlen = _C.plan_varlen

@@ -19,7 +19,7 @@ from ._dropout import dropout_mask, new_rng_state
 from ._hints import unknown_argument, with_layout_hint
 from ._options import as_type, band, checked_options
 from ._tensor_checks import check_is_dense, is_causal_bias
-from .flex.attention import refuse_dtensors_with_functions, run_with_functions
+from .flex.attention import refuse_dtensors_with_functions, run_if_ordinary, run_with_functions
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -150,11 +150,10 @@ def flash_attn(
     """
     if unknown:
         raise unknown_argument("flash_attn", next(iter(unknown)))
-    if score_mod is not None or mask_mod is not None or block_mask is not None:
-        if key_indices is not None or key_block_indices is not None:
-            raise NotImplementedError("key_indices, key_block_indices: got one with a function; allowed: neither")
-        return _with_functions(locals())
+    has_functions = score_mod is not None or mask_mod is not None or block_mask is not None
     if key_indices is not None or key_block_indices is not None:
+        if has_functions:
+            raise NotImplementedError("key_indices, key_block_indices: got one with a function; allowed: neither")
         return _by_index(locals())
     band_causal, lower_right, left, right = is_causal, False, None, None
     aligned = alibi_slopes is not None or type(attention_chunk) is not int or attention_chunk > 0
@@ -170,6 +169,8 @@ def flash_attn(
         "softcap": softcap, "dropout_p": dropout_p, "num_splits": num_splits, "unified_max": unified_max,
         "deterministic": are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     }  # fmt: skip
+    if has_functions:
+        return _with_functions(locals())
     if is_compiling():  # torch.compile traces the operator itself
         return _of_other_tensors(locals())
     try:
@@ -203,6 +204,12 @@ def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
 
 def _with_functions(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn with functions of the user. ``given``: its local variables."""
+    result = run_if_ordinary(
+        given["tensors"], given["options"], given["score_mod"], given["mask_mod"], given["block_mask"],
+        enable_gqa=given["enable_gqa"], return_lse=given["return_lse"],
+    )  # fmt: skip
+    if result is not None:
+        return result
     arguments = {name: given[name] for name in _PARAMETERS if name not in FUNCTIONS}
     functions = {name: given[name] for name in FUNCTIONS}
     if is_causal_bias(arguments["attn_mask"]):

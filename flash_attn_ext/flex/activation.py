@@ -78,10 +78,13 @@ def _replace(module: ModuleType) -> None:
     if _replaced:
         return
     names = ("flex_attention", "_validate_device")
-    if not all(hasattr(module, name) for name in names):
+    try:
+        from .higher_order import is_installed, take_calls_of_torch
+    except (ImportError, AttributeError):  # of torch's operator, or of a part that it is made of
+        is_installed, take_calls_of_torch = False, None
+    if take_calls_of_torch is None or not is_installed or not all(hasattr(module, name) for name in names):
         counts[_OPERATOR, "this version of torch has another flex_attention"] += 1
         return
-    from .higher_order import take_calls_of_torch
 
     _replaced.update({name: getattr(module, name) for name in names})
     module.flex_attention = _eager_or(_replaced["flex_attention"])  # type: ignore[attr-defined]

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from .. import _functorch, _ops, _packed
 from .._call import FUNCTIONS, Call
 from .._tensor_checks import some_dtensor
 from . import derivatives  # noqa: F401  registers kernels
 from .block_masks import WHOLE, check_block_mask, states_of
-from .functions import functions_of
+from .functions import functions_of, is_traced
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+_INPUTS = ("query", "key", "value")
 NO_TENSORS: dict[str, Tensor | None] = dict.fromkeys(_ops.DENSE.tensor_names)
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -73,14 +73,9 @@ def flex_attention(
         if return_aux.max_scores:
             raise NotImplementedError("return_aux: got max_scores=True; allowed: lse")
     key, value = _expanded(query, key, value, enable_gqa)
-    if torch.compiler.is_dynamo_compiling():
-        from .higher_order import run_in_graph
-
-        out, lse = run_in_graph(query, key, value, score_mod, block_mask, scale)
-    else:
-        tensors = NO_TENSORS | {"query": query, "key": key, "value": value}
-        call = Call(_ops.DENSE, tensors, {"scale": None if scale is None else float(scale)})
-        out, lse = _run(call, score_mod, None, block_mask)
+    tensors = NO_TENSORS | {"query": query, "key": key, "value": value}
+    call = Call(_ops.DENSE, tensors, {"scale": None if scale is None else float(scale)})
+    out, lse = run_with_functions(call, score_mod=score_mod, block_mask=block_mask)
     if return_aux is not None:
         flex = sys.modules[type(return_aux).__module__]  # torch's, whose import takes seconds
         return out, flex.AuxOutput(lse=lse if return_aux.lse else None)
@@ -94,9 +89,13 @@ def run_with_functions(
     mask_mod: MaskMod | None = None,
     block_mask: "BlockMask | None" = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a dense or packed call, in the operator's form, with functions of the user."""
-    run = _run_outside_of_graphs if torch.compiler.is_dynamo_compiling() else _run
-    return run(call, score_mod, mask_mod, block_mask)
+    """(out, lse) of a call in the form of an operator without functions, with functions of the user."""
+    if torch.compiler.is_dynamo_compiling():
+        from .higher_order import run_in_graph
+
+        check_functions(call, mask_mod, block_mask)
+        return run_in_graph(call, score_mod, mask_mod, block_mask)
+    return run_operator(with_functions(call, score_mod, mask_mod, block_mask))
 
 
 def run_packed_with_functions(call: Call, functions: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -112,13 +111,28 @@ def refuse_dtensors_with_functions(tensors: dict[str, Tensor | None]) -> None:
             raise TypeError(f"{name}: got a DTensor with {' or '.join(FUNCTIONS)}; allowed: to_local(), a dense tensor")
 
 
-def _run(
-    call: Call, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: "BlockMask | None"
-) -> tuple[Tensor, Tensor]:
-    return run_operator(with_functions(call, score_mod, mask_mod, block_mask))
+def run_if_ordinary(
+    tensors: dict[str, Tensor | None],
+    options: dict[str, Any],
+    score_mod: ScoreMod | None,
+    mask_mod: MaskMod | None,
+    block_mask: "BlockMask | None",
+    *,
+    enable_gqa: bool,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor] | None:
+    """The result of an ordinary eager call of flash_attn; None if another way must convert or observe its tensors."""
+    if is_traced() or any(type(tensors[name]) is not Tensor or tensors[name].dim() != 4 for name in _INPUTS):  # type: ignore[union-attr]
+        return None
+    call = with_functions(Call(_ops.DENSE, tensors, options), score_mod, mask_mod, block_mask)
+    return _ops.flex_if_ordinary(enable_gqa, return_lse, call.tensors, call.options)
 
 
 def run_operator(call: Call) -> tuple[Tensor, Tensor]:
+    if call.operator is _ops.FLEX and not is_traced():
+        result = _ops.flex_if_ordinary(True, True, call.tensors, call.options)
+        if result is not None:
+            return result
     return _functorch.run(call)
 
 
@@ -127,11 +141,9 @@ def is_one_block(block_size_q: int, block_size_k: int) -> bool:
     return (block_size_q, block_size_k) == (WHOLE, WHOLE)
 
 
-# torch.compiler.disable would import torch._dynamo, which takes a second, with this module.
-_run_outside_of_graphs = _disable_dynamo(_run)
-
-_OPERATORS = {
-    _ops.attention: _ops.FLEX, _ops.attention_varlen: _ops.VARLEN_FLEX, _ops.attention_cache: _ops.CACHE_FLEX
+# Of calls without functions -> the operator that takes functions.
+OPERATORS = {
+    _ops.DENSE.function: _ops.FLEX, _ops.VARLEN.function: _ops.VARLEN_FLEX, _ops.CACHE.function: _ops.CACHE_FLEX
 }  # fmt: skip
 
 
@@ -139,6 +151,22 @@ def with_functions(
     call: Call, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: "BlockMask | None"
 ) -> Call:
     """The call of the operator that takes functions of the user."""
+    check_functions(call, mask_mod, block_mask)
+    query = call.tensors["query"]
+    assert query is not None
+    states, options = None, call.options
+    if block_mask is not None:
+        mask_mod, states = _mask_function(block_mask), states_of(block_mask)
+        block_size_q, block_size_k = block_mask.BLOCK_SIZE
+        options = options | {"block_size_q": block_size_q, "block_size_k": block_size_k}
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    functions = functions_of(score_mod, mask_mod, query.device, dtype)
+    tensors = call.tensors | functions._asdict() | {"block_states": states}
+    return Call(OPERATORS[call.operator.function], tensors, options, call.enable_gqa, call.return_lse)
+
+
+def check_functions(call: Call, mask_mod: MaskMod | None, block_mask: "BlockMask | None") -> None:
+    """Checks the device, and the block mask against the call's tensors."""
     query, key = call.tensors["query"], call.tensors["key"]
     assert query is not None
     assert key is not None
@@ -147,19 +175,11 @@ def with_functions(
             f"score_mod, mask_mod, block_mask: got tensors on {query.device}; allowed: CPU. torch's own flex_attention "
             "runs there"
         )
-    states, options = None, call.options
     if block_mask is not None:
         if mask_mod is not None:
             raise ValueError("mask_mod: got one with block_mask; allowed: one of them")
-        lengths = (query.shape[-2], key.shape[-2]) if call.operator is _ops.DENSE else None
+        lengths = (query.shape[-2], key.shape[-2]) if call.operator.function == _ops.DENSE.function else None
         check_block_mask(block_mask, query, lengths)
-        mask_mod, states = _mask_function(block_mask), states_of(block_mask)
-        block_size_q, block_size_k = block_mask.BLOCK_SIZE
-        options = options | {"block_size_q": block_size_q, "block_size_k": block_size_k}
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    functions = functions_of(score_mod, mask_mod, query.device, dtype)
-    tensors = call.tensors | functions._asdict() | {"block_states": states}
-    return Call(_OPERATORS[call.operator.forward], tensors, options, call.enable_gqa, call.return_lse)
 
 
 def _expanded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor]:

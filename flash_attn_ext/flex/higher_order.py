@@ -6,6 +6,7 @@ one operator and no break. This module imports torch's flex_attention, which tak
 it.
 """
 
+import functools
 import math
 import sys
 import weakref
@@ -19,15 +20,16 @@ from torch._higher_order_ops.flex_attention import flex_attention as _operator
 from torch._subclasses import FakeTensor
 
 from .. import _ops
-from .._call import Call
+from .._call import FUNCTIONS, Call
 from . import attention
 from .block_masks import states_of_lists
 from .functions import Compiled, compile_functions, is_traced, rows_of
 
-_OURS = "FLASH_ATTN_EXT"  # in kernel_options: the call is one of ours, and never goes to torch's kernel
+_OURS = "FLASH_ATTN_EXT"  # in kernel_options: a call of ours, with its other arguments. It never runs torch's kernel
+_REQUIRED = ("query", "key", "value")
+_OTHER_TORCH = "a call outside of torch.compile, as this version of torch has another flex_attention"
 _LN_2 = math.log(2.0)
 _torch_module = sys.modules["torch._higher_order_ops.flex_attention"]
-_AUTOGRAD = torch._C.DispatchKey.Autograd
 
 _why_not: Callable[[dict[str, Any]], str | None] | None = None  # set while torch's own calls run here
 _count: Callable[[str], None] | None = None
@@ -35,23 +37,33 @@ _graphs: "weakref.WeakKeyDictionary[Any, dict]" = weakref.WeakKeyDictionary()
 
 
 def run_in_graph(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | None,
-    block_mask: Any,
-    scale: float | None,
+    call: Call, score_mod: Callable[..., Tensor] | None, mask_mod: Callable[..., Tensor] | None, block_mask: Any
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call that Dynamo traces."""
+    """(out, lse) of a call that Dynamo traces. ``call`` is in the form of its operator without functions.
+
+    The higher-order operator has no arguments for the other tensors and options. They travel in kernel_options.
+    """
+    if not is_installed:
+        raise NotImplementedError(f"{', '.join(FUNCTIONS)}: got one under torch.compile; allowed: {_OTHER_TORCH}")
+    query, key, value = (call.tensors[name] for name in _REQUIRED)
+    assert query is not None
+    assert key is not None
     if block_mask is None:
         block_mask = torch_flex._create_empty_block_mask(query, key)
+    blocks = block_mask.as_tuple()
+    if mask_mod is not None:
+        blocks = (*blocks[:-1], mask_mod)
+    ours = {
+        "function": call.operator.function,
+        "tensors": {name: t for name, t in call.tensors.items() if t is not None and name not in _REQUIRED},
+        "options": {name: option for name, option in call.options.items() if name != "scale"},
+    }
+    scale = call.options.get("scale")
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    results = _operator(
-        query, key, value, torch_flex._identity if score_mod is None else score_mod, block_mask.as_tuple(), scale,
-        {_OURS: True},
-    )  # fmt: skip
-    return results[0], results[1] * _LN_2
+    score_mod = torch_flex._identity if score_mod is None else score_mod
+    results = _operator(query, key, value, score_mod, blocks, scale, {_OURS: ours})
+    return results[0], results[1]
 
 
 def take_calls_of_torch(why_not: Callable[[dict[str, Any]], str | None], count: Callable[[str], None]) -> None:
@@ -68,65 +80,74 @@ def leave_calls_to_torch() -> None:
     _why_not = _count = None
 
 
-def _kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Any],
-    block_mask: tuple,
-    scale: float,
-    kernel_options: dict[str, Any],
-    score_mod_other_buffers: tuple = (),
-    mask_mod_other_buffers: tuple = (),
-) -> tuple[Tensor, ...]:
-    arguments = (
-        query, key, value, score_mod, block_mask, scale, kernel_options, score_mod_other_buffers,
-        mask_mod_other_buffers,
-    )  # fmt: skip
-    is_ours = _OURS in kernel_options
-    why_not, count = _why_not, _count
-    if not is_ours and (why_not is None or count is None or query.device.type != "cpu"):
-        return _kernel_of_torch(*arguments)
-    if not is_ours:
-        assert why_not is not None
-        assert count is not None
+def _instead_of(kernel: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """``kernel`` of torch's operator, except for calls that run here."""
+
+    @functools.wraps(kernel)
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any], block_mask: tuple, scale: float,
+        kernel_options: dict[str, Any], score_buffers: tuple = (), mask_buffers: tuple = (),
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        functions = (score_mod, block_mask, score_buffers, mask_buffers)
+        tensors = {"query": query, "key": key, "value": value}
+        if ours := kernel_options.get(_OURS):
+            operator = attention.OPERATORS[ours["function"]]
+            return _attend(Call(operator, tensors | ours["tensors"], ours["options"] | {"scale": scale}), *functions)
+
+        def run_torch() -> tuple[Tensor, ...]:
+            return kernel(
+                query, key, value, score_mod, block_mask, scale, kernel_options, score_buffers, mask_buffers
+            )  # fmt: skip
+
+        why_not, count = _why_not, _count
+        if why_not is None or count is None or query.device.type != "cpu":
+            return run_torch()
         if reason := why_not(kernel_options):
             count(reason)
-            return _kernel_of_torch(*arguments)
-    try:
-        results = _attend(*arguments)
-    except NotImplementedError as error:
-        if is_ours:
-            raise
-        assert count is not None
-        count(str(error).partition(";")[0])
-        return _kernel_of_torch(*arguments)
-    if count is not None and not is_ours and not isinstance(query, FakeTensor):
-        count("")
-    return results
+            return run_torch()
+        if key.shape[0] == 1 and query.shape[0] != 1:
+            tensors |= {
+                "key": key.expand(query.shape[0], -1, -1, -1),
+                "value": value.expand(query.shape[0], -1, -1, -1),
+            }
+        try:
+            out, lse = _attend(Call(_ops.FLEX, tensors, {"scale": float(scale)}), *functions)
+        except NotImplementedError as error:
+            count(str(error).partition(";")[0])
+            return run_torch()
+        if not isinstance(query, FakeTensor):
+            count("")
+        return _in_layout_of(query, out), lse / _LN_2, torch.zeros_like(lse, requires_grad=False)
+
+    return run
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any], block_mask: tuple, scale: float,
-    _: object, score_buffers: tuple, mask_buffers: tuple,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    if key.shape[0] == 1 and query.shape[0] != 1:
-        key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
+    call: Call, score_mod: Callable[..., Any], block_mask: tuple, score_buffers: tuple, mask_buffers: tuple
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call of an operator that takes functions. ``call`` has no functions yet."""
+    query = call.tensors["query"]
+    assert query is not None
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     mask_mod, block_k, block_q = block_mask[-1], block_mask[-2], block_mask[-3]
     compiled, floats, ints = _compiled(score_mod, mask_mod, score_buffers, mask_buffers, query.device, dtype)
     states = None
     if not attention.is_one_block(block_q, block_k):
         states = states_of_lists(block_mask[:2], (block_q, block_k), block_mask[2:4], block_mask[4:6])
-    functions = rows_of(compiled, floats, ints, dtype)
-    tensors = attention.NO_TENSORS | {"query": query, "key": key, "value": value} | functions._asdict()
-    options = {"scale": float(scale), "block_size_q": block_q, "block_size_k": block_k}
-    out, lse = attention.run_operator(Call(_ops.FLEX, tensors | {"block_states": states}, options))
-    if hasattr(_torch_module, "_permute_strides"):  # the layout that Dynamo expects
-        wanted = _torch_module._permute_strides(torch.empty_like(out, device="meta"), query.stride()).stride()
-        if out.stride() != wanted:
-            out = torch.empty_strided(out.shape, wanted, dtype=out.dtype, device=out.device).copy_(out)
-    return out, lse / _LN_2, torch.zeros_like(lse, requires_grad=False)
+    functions = rows_of(compiled, floats, ints, dtype)._asdict() | {"block_states": states}
+    tensors = dict.fromkeys(call.operator.tensor_names) | call.tensors | functions
+    options = call.options | {"block_size_q": block_q, "block_size_k": block_k}
+    return attention.run_operator(Call(call.operator, tensors, options))
+
+
+def _in_layout_of(query: Tensor, out: Tensor) -> Tensor:
+    """``out`` with the strides that Dynamo expects of torch's operator."""
+    if not hasattr(_torch_module, "_permute_strides"):
+        return out
+    wanted = _torch_module._permute_strides(torch.empty_like(out, device="meta"), query.stride()).stride()
+    if out.stride() == wanted:
+        return out
+    return torch.empty_strided(out.shape, wanted, dtype=out.dtype, device=out.device).copy_(out)
 
 
 def _compiled(
@@ -135,11 +156,13 @@ def _compiled(
     """(programs, captured floats, captured ints). Kept with the graph as long as no buffer is derived in it."""
     buffers = (*score_buffers, *mask_buffers)
     is_real = all(type(t) in (Tensor, torch.nn.Parameter) for t in buffers if isinstance(t, Tensor))
-    needs = tuple(isinstance(t, Tensor) and t.requires_grad for t in buffers)
     # A trace gets its own constant: Dynamo's fake tensors first, and then the tensors of the call.
     is_kept = is_real and not is_traced() and isinstance(score_mod, torch.nn.Module)
-    kept = _graphs.setdefault(score_mod, {}) if is_kept else {}
-    entry = kept.get((mask_mod, dtype, needs))
+    kept, key = {}, None
+    if is_kept:  # a program contains the sizes of tensors, and numbers
+        read = ((t.requires_grad, t.dtype, t.shape) if isinstance(t, Tensor) else (type(t), t) for t in buffers)
+        kept, key = _graphs.setdefault(score_mod, {}), (mask_mod, dtype, *read)
+    entry = kept.get(key)
     if entry is None:
         traced: Compiled = compile_functions(
             lambda *arguments: score_mod(*arguments, *score_buffers),
@@ -151,11 +174,21 @@ def _compiled(
         positions = [[numbers.get(id(t)) for t in row] for row in (traced.floats, traced.ints)]
         if not is_kept or any(n is None for row in positions for n in row):
             return traced.programs, traced.floats, traced.ints
-        entry = kept[mask_mod, dtype, needs] = (traced.programs, positions)
+        entry = kept[key] = (traced.programs, positions)
     programs, positions = entry
     return programs, *(tuple(buffers[n] for n in row) for row in positions)
 
 
-_kernel_of_torch = _operator.py_kernels[_AUTOGRAD]
-_operator.py_kernels[_AUTOGRAD] = _kernel
-_operator._dispatch_cache.clear()
+def _install() -> bool:
+    """Replaces the kernels of torch's operator. Returns False in a version of torch that has others."""
+    # Inference mode has no Autograd key.
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeExplicitAutograd)
+    kernels = getattr(_operator, "py_kernels", {})
+    if not all(key in kernels for key in keys):
+        return False
+    kernels.update({key: _instead_of(kernels[key]) for key in keys})
+    _operator._dispatch_cache.clear()
+    return True
+
+
+is_installed = _install()

@@ -53,10 +53,15 @@ def _result_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     def without_data(x: object) -> object:
         if isinstance(x, Tensor):
             return torch.empty((), dtype=x.dtype, device="meta")
-        return torch.device("meta") if isinstance(x, torch.device) else x
+        return torch.device("meta") if isinstance(x, torch.device) else _example_of(x)
 
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         return func(*tree_map(without_data, args), **tree_map(without_data, kwargs)).dtype
+
+
+def _example_of(x: object) -> object:
+    """A number of the same type for a number that torch.compile does not know yet."""
+    return 1 if isinstance(x, torch.SymInt) else 1.0 if isinstance(x, torch.SymFloat) else x
 
 
 def _select(tracer: Tracer, base: Tensor, dim: int, index: int) -> Symbol:
@@ -96,7 +101,9 @@ class _Node(int):
 
 
 def _promoted_dtype(operands: tuple[object, ...]) -> torch.dtype:
-    first, second = (torch.empty((), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x for x in operands)
+    first, second = (
+        torch.empty((), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else _example_of(x) for x in operands
+    )
     with torch._C._DisableTorchDispatch():
         return torch.result_type(first, second)  # type: ignore[call-overload]
 
@@ -297,7 +304,7 @@ def _pow(f: _Formula, a: object, b: object) -> int:
         return y
     if f.kind != FLOAT:
         raise f.tracer.refuse("a power of integers", "exponents 1, 2 and 3, or floats")
-    if b == 0.5 and isinstance(b, float):
+    if isinstance(b, float) and b == 0.5:
         return f.square_root(a)
     return f.power(a, b)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .operations import BOOL, FLOAT, INT
@@ -69,6 +69,13 @@ class Captured(NamedTuple):
     offset: int
 
 
+class _Constant(NamedTuple):
+    """A tensor of the function, and the same one with elements: under torch.compile, tensors have none."""
+
+    tensor: Tensor
+    with_elements: Tensor
+
+
 class Traced(NamedTuple):
     """A function as a program, and the tensors that it captures, in the order of their rows."""
 
@@ -89,7 +96,7 @@ class Tracer:
         self.ints: list[Captured] = []
         self._sizes = {FLOAT: 0, INT: 0}
         self._captured: dict[int, Captured] = {}
-        self.constants: dict[int, Tensor] = {}  # made by the function from numbers alone
+        self.constants: dict[int, _Constant] = {}  # made by the function from numbers alone, by id
         self.derived: dict[int, Tensor] = {}  # made by the function from captured tensors
 
     def symbol(self, value: int, dtype: torch.dtype) -> Symbol:
@@ -108,7 +115,7 @@ class Tracer:
                 raise self.refuse(f"got a captured tensor on {tensor.device}", f"tensors on {self.device}")
             kind = FLOAT if tensor.is_floating_point() else INT
             known = self._captured[id(tensor)] = Captured(tensor, self._sizes[kind])
-            self._sizes[kind] += tensor.numel()
+            self._sizes[kind] += int(tensor.numel())  # a program has numbers: torch.compile specialises on these sizes
             (self.floats if kind == FLOAT else self.ints).append(known)
         return known
 
@@ -119,10 +126,10 @@ class Tracer:
             raise self.refuse(f"reads a captured tensor of shape {list(tensor.shape)}", "tensors with elements")
         known = self.capture(tensor)
         position = b.constant(0)
-        for size, index in zip(tensor.shape, indices, strict=True):
+        for size, index in zip(map(int, tensor.shape), indices, strict=True):
             inside = b.emit("wrap_index", index, immediates=(size,))
             position = b.emit("int_add", b.emit("int_multiply", position, b.constant(size)), inside)
-        immediates = (known.offset, tensor.numel())
+        immediates = (known.offset, int(tensor.numel()))
         if tensor.is_floating_point():
             return b.emit("gather", position, immediates=immediates)
         value = b.emit("gather_int", position, immediates=immediates)
@@ -137,7 +144,7 @@ class Tracer:
         for item in items:
             kind = type_of_dtype(item.dtype) if isinstance(item, Tensor) else type(item)
             is_symbol = isinstance(item, Tensor) and item.dim() == 0 and kind == INT
-            if not is_symbol and (not isinstance(item, int) or isinstance(item, bool)):
+            if not is_symbol and (not isinstance(item, (int, torch.SymInt)) or isinstance(item, bool)):
                 shown = f"{list(item.shape)} of {item.dtype}" if isinstance(item, Tensor) else repr(item)
                 raise self.refuse(f"an index {shown} into a captured tensor", "ints and 0-d int tensors")
             numbers.append(self.value(item, INT))
@@ -158,12 +165,24 @@ class Tracer:
             if x.numel() != 1:
                 raise self.refuse(f"arithmetic on a captured tensor of shape {list(x.shape)}", "single elements of it")
             if id(x) in self.constants:
-                return b.as_type(b.constant(x.item()), kind)
+                with _disable_current_modes():
+                    number = self.constants[id(x)].with_elements.item()
+                return b.as_type(b.constant(number), kind)
             zeros = [b.constant(0)] * x.dim()
             return b.as_type(self.gather(x, zeros), kind)
         if isinstance(x, (bool, int, float)):
             return b.as_type(b.constant(x), kind)
+        if isinstance(x, (torch.SymInt, torch.SymFloat)):
+            return b.as_type(self.gather(self._tensor_of(x), ()), kind)
         raise self.refuse(f"an operand of type {type(x).__name__}", "tensors and numbers")
+
+    def _tensor_of(self, x: torch.SymInt | torch.SymFloat) -> Tensor:
+        """A number that torch.compile does not know yet, as a tensor that the function captures."""
+        dtype = torch.int64 if isinstance(x, torch.SymInt) else self.dtype
+        tensor = torch.full((), x, dtype=dtype, device=self.device)  # type: ignore[call-overload]
+        self.constants.pop(id(tensor), None)
+        self.derived[id(tensor)] = tensor
+        return tensor
 
     def lower(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._lower(self, func, args, kwargs)
@@ -225,11 +244,21 @@ class _Watch(TorchDispatchMode):
             raise self.tracer.refuse(f"the random operator {func}", "operators that give the same result at each call")
         result = func(*args, **(kwargs or {}))
         constants = self.tracer.constants
-        is_constant = all(id(t) in constants or (t.dim() == 0 and func is _LIFT) for t in tensors)
-        for t in tree_flatten(result)[0]:
-            if isinstance(t, Tensor):
-                (constants if is_constant else self.tracer.derived)[id(t)] = t
+        made = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+        if not all(id(t) in constants or (t.dim() == 0 and func is _LIFT) for t in tensors):
+            self.tracer.derived.update((id(t), t) for t in made)
+            return result
+        real = made
+        if torch._C._len_torch_dispatch_stack() > 0:
+            args, kwargs = tree_map(self._with_elements, (args, kwargs or {}))
+            with _disable_current_modes():
+                real = [t for t in tree_flatten(func(*args, **kwargs))[0] if isinstance(t, Tensor)]
+        constants.update((id(t), _Constant(t, r)) for t, r in zip(made, real, strict=True))
         return result
+
+    def _with_elements(self, x: object) -> object:
+        known = self.tracer.constants.get(id(x)) if isinstance(x, Tensor) else None
+        return x if known is None else known.with_elements
 
 
 _LIFT = torch.ops.aten.lift_fresh.default

@@ -126,3 +126,21 @@ def test_caches_count_with_their_own_lengths():
     paged = [cache.reshape(10, 10, *cache.shape[2:]) for cache in (k_cache, v_cache)]
     counts = count(lambda: flash_attn_with_kvcache(q, *paged, cache_seqlens=lengths, block_table=pages))
     assert counts[name] == columns * 50
+
+
+def test_functions_of_the_user_count_as_calls_without():
+    q, k, v = (torch.randn(7, 2, 8, requires_grad=True) for _ in range(3))
+    offsets = torch.tensor([0, 3, 7])
+    cache = torch.randn(2, 16, 2, 8)
+    new = torch.randn(2, 1, 2, 8)
+    calls = {
+        "attention": lambda **f: flash_attn(q, k, v, **f).sum().backward(),
+        "attention_varlen": lambda **f: flash_attn_varlen(q, k, v, offsets, offsets, **f).sum().backward(),
+        "attention_cache": lambda **f: flash_attn_with_kvcache(
+            new, cache, cache, cache_seqlens=torch.tensor([5, 16]), **f
+        ),
+    }
+    for name, call in calls.items():
+        plain, ours = count(call), count(lambda call=call: call(score_mod=lambda s, *_: s * 2))
+        assert plain
+        assert ours == {f"{op}_flex".replace("_backward_flex", "_flex_backward"): n for op, n in plain.items()}, name

@@ -5,6 +5,7 @@
 #include <torch/csrc/jit/frontend/tracer.h>
 
 #include "../dense/attention.h"
+#include "../flex/flex.h"
 #include "from_python.h"
 
 namespace flash_attn_ext {
@@ -15,7 +16,8 @@ bool is_ordinary_tensor(PyObject* object, const TensorRule& rule) {
   if (object == Py_None) return true;
   if (!THPVariable_CheckExact(object)) return false;
   const at::Tensor& t = THPVariable_Unpack(object);
-  const bool any_dim = rule.shape.kind == Shape::kMaybeBatched || rule.shape.kind == Shape::kSeedOffset;
+  const bool any_dim = rule.shape.kind == Shape::kMaybeBatched || rule.shape.kind == Shape::kSeedOffset ||
+                       rule.shape.kind == Shape::kCheckedByOperator;
   return t.layout() == at::kStrided && !t.is_nested() && (any_dim || t.dim() == rule.shape.count);
 }
 
@@ -27,7 +29,8 @@ bool is_observed() {
 }
 
 // Whether no tensor needs broadcasting or padding.
-bool fits(const AttentionTensors& t, bool enable_gqa) {
+template <class Tensors>
+bool fits(const Tensors& t, bool enable_gqa) {
   const auto batch = t.query.size(0), heads = t.query.size(1);
   return t.key.size(0) == batch && t.value.size(0) == batch &&
          (enable_gqa || (t.key.size(1) == heads && t.value.size(1) == heads)) && t.query.size(3) > 0 &&
@@ -35,32 +38,35 @@ bool fits(const AttentionTensors& t, bool enable_gqa) {
 }
 
 // Whether the caller must draw a dropout state first.
-bool needs_rng_state(const AttentionTensors& t, const AttentionOptions& options) {
+template <class Tensors, class Options>
+bool needs_rng_state(const Tensors& t, const Options& options) {
   return options.dropout_p != 0.0 && !t.rng_state;
 }
 
-PyObject* attention_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+template <class Op>
+PyObject* run_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 4, "attention_if_ordinary: got ", count, " arguments; allowed: 4");
-  PyObject *tensor_objects[kMembers<AttentionTensors>], *option_objects[kMembers<AttentionOptions>];
-  objects_by_name<AttentionTensors>(arguments[2], tensor_objects);
-  objects_by_name<AttentionOptions>(arguments[3], option_objects);
+  using Tensors = typename Op::Tensors;
+  using Options = typename Op::Options;
+  TORCH_CHECK_TYPE(count == 4, Op::kName, ": got ", count, " arguments; allowed: 4");
+  PyObject *tensor_objects[kMembers<Tensors>], *option_objects[kMembers<Options>];
+  objects_by_name<Tensors>(arguments[2], tensor_objects);
+  objects_by_name<Options>(arguments[3], option_objects);
   for (size_t n = 0; n < std::size(tensor_objects); ++n)
-    if (tensor_objects[n] && !is_ordinary_tensor(tensor_objects[n], AttentionTensors::kRules[n]))
-      Py_RETURN_NONE;
+    if (tensor_objects[n] && !is_ordinary_tensor(tensor_objects[n], Tensors::kRules[n])) Py_RETURN_NONE;
   const int return_lse = PyObject_IsTrue(arguments[1]);
   if (return_lse < 0) return nullptr;
   bool enable_gqa = false;
-  AttentionTensors tensors;
-  AttentionOptions options;
+  Tensors tensors;
+  Options options;
   if (!from_python(arguments[0], enable_gqa) || !all_from_python(tensor_objects, tensors) ||
       !all_from_python(option_objects, options) || is_observed() || !fits(tensors, enable_gqa) ||
       needs_rng_state(tensors, options))
     Py_RETURN_NONE;
-  AttentionResult result;
+  typename Op::Result result;
   {
     pybind11::gil_scoped_release without_gil;
-    result = call<Attention>(tensors, options);
+    result = call<Op>(tensors, options);
   }
   if (!return_lse) return THPVariable_Wrap(std::move(result.out));
   PyObject* pair = PyTuple_New(2);
@@ -73,7 +79,11 @@ PyObject* attention_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_
 
 }  // namespace
 
-PyMethodDef kAttentionIfOrdinary = {
-    "attention_if_ordinary", reinterpret_cast<PyCFunction>(attention_if_ordinary), METH_FASTCALL, nullptr};
+PyMethodDef kAttentionIfOrdinary = {"attention_if_ordinary",
+                                    reinterpret_cast<PyCFunction>(run_if_ordinary<Attention>), METH_FASTCALL,
+                                    nullptr};
+PyMethodDef kFlexIfOrdinary = {"flex_if_ordinary",
+                               reinterpret_cast<PyCFunction>(run_if_ordinary<AttentionFlex>), METH_FASTCALL,
+                               nullptr};
 
 }  // namespace flash_attn_ext

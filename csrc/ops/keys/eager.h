@@ -10,5 +10,6 @@ namespace flash_attn_ext {
 // transform must see the call, or if an argument does not have the operator's form: is_ordinary_tensor() in eager.cpp.
 // Python then calls torch.ops, which raises the errors.
 extern PyMethodDef kAttentionIfOrdinary;
+extern PyMethodDef kFlexIfOrdinary;  // the same for attention_flex
 
 }  // namespace flash_attn_ext
