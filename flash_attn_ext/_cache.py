@@ -186,6 +186,9 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | No
     """
     given, options = call.tensors, dict(call.options)
     check_are_dense(given, ("q", "k_cache", "v_cache"))
+    cache_format = options.pop("cache_format", None)
+    if cache_format is not None:
+        given = given | _latent_caches(cache_format, call)
     q, k_cache, v_cache, k, v = (given[name] for name in ("q", "k_cache", "v_cache", "k", "v"))
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         if t.dim() != 4:
@@ -240,8 +243,9 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | No
         )  # fmt: skip
         options = checked_options(_ops.CACHE.option_types, options)
     second, key = None, k_cache
+    options["latent_rows"] = cache_format is not None
     if given["qv"] is not None:
-        second, key = join_caches(given["qv"], q, k_cache, v_cache)
+        second, key, options["key_has_value"] = join_caches(given["qv"], q, k_cache, v_cache)
         in_both["query"] = second.joined(in_both["query"])
     tensors = in_both | {
         "key": key,
@@ -254,6 +258,28 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | No
         "sink": sink_of(given["sink"], q),
     }
     return append, Call(_ops.CACHE, tensors, options | {"lower_right": True}), second
+
+
+def _latent_caches(cache_format: object, call: CacheCall) -> dict[str, Tensor]:
+    """The columns of keys and of values in FlashMLA's rows of 656 bytes, as views."""
+    if cache_format != "flashmla_fp8":
+        raise ValueError(f"cache_format: got {cache_format!r}; allowed: None, 'flashmla_fp8'")
+    cache = call.tensors["k_cache"]
+    if call.tensors["v_cache"] is not cache:
+        raise ValueError(f"v_cache: got another tensor with cache_format={cache_format!r}; allowed: k_cache itself")
+    if cache.dtype not in (torch.float8_e4m3fn, torch.uint8):
+        raise TypeError(f"k_cache: got dtype {cache.dtype}; allowed with {cache_format!r}: float8_e4m3fn, uint8")
+    if cache.dim() != 4 or cache.shape[-1] != 656 or cache.stride(-1) != 1:
+        raise ValueError(
+            f"k_cache: got shape {list(cache.shape)}, strides {list(cache.stride())}; allowed with {cache_format!r}: "
+            "(caches or pages, rows, heads_k, 656), with adjacent bytes in a row"
+        )
+    refused = [name for name in ("k", "v", "qv", "k_descale", "v_descale") if call.tensors[name] is not None]
+    refused += [] if call.numbers is None else [call.numbers.name]
+    if refused:
+        raise NotImplementedError(f"{refused[0]}: got a tensor with cache_format={cache_format!r}; allowed: None")
+    rows = cache.view(torch.float8_e4m3fn)
+    return {"k_cache": rows[..., :576], "v_cache": rows[..., :512]}
 
 
 def _query_offsets(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None):

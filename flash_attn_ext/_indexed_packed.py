@@ -35,6 +35,11 @@ def prepare_cached(call: Call, numbers: KeyNumbers) -> Callable[[Call], tuple[Te
     check_where(numbers, t["query"])
     _refuse(call, "tree_mask", "alibi_slopes", "key_scale", "value_scale")
     key, value = t["key"], t["value"]
+    if call.options.get("key_has_value"):
+        raise NotImplementedError(
+            f"qv: got one with separate caches and {numbers.name}; allowed: neighbouring columns of one tensor, for "
+            "example kv_cache.split([64, 512], -1)"
+        )
     if key.dtype != t["query"].dtype or value.dtype != t["query"].dtype:
         raise NotImplementedError(
             f"{numbers.name}: got caches of {key.dtype} and {value.dtype}; allowed: the dtype of q, {t['query'].dtype}"

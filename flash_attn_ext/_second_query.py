@@ -1,7 +1,8 @@
 """``qv`` of FlashAttention-3: scores q k^T + qv v^T, as one product of [q, qv] and [k, v].
 
 In multi-head latent attention k is the rotary part of a token and v its latent row. If both are neighbouring columns of
-one tensor, such as a latent cache, [k, v] is a view of that tensor. Otherwise it is a copy, or an error for caches.
+one tensor, such as a latent cache, [k, v] is a view of that tensor. Otherwise it is a copy, or, for caches, the kernels
+join the rows of one tile at a time.
 """
 
 from __future__ import annotations
@@ -85,19 +86,20 @@ def _is_plain(t: Tensor) -> bool:
     )
 
 
-def join_caches(qv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[SecondQuery, Tensor]:
-    """Returns the second query, packed, and the cache [k, v]: a view. A copy would cost as much as the attention."""
+def join_caches(qv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[SecondQuery, Tensor, bool]:
+    """Returns the second query, packed, the keys of the operator, and its option key_has_value.
+
+    The keys are the view [k, v], or ``k_cache`` if the caches are separate: a copy would cost as much as the attention.
+    """
     check_second_query(qv, q, v_cache, ("q", "v_cache"))
     if k_cache.dtype != q.dtype:
         raise NotImplementedError(f"qv: got a tensor with caches of {k_cache.dtype}; allowed: caches of q's dtype")
     found = neighbours(k_cache, v_cache)
+    packed = qv.reshape(-1, *qv.shape[-2:])
     if found is None:
-        raise NotImplementedError(
-            "qv: got a tensor with two separate caches; allowed: k_cache and v_cache that are neighbouring columns of "
-            "one tensor, for example kv_cache.split([64, 512], dim=-1)"
-        )
+        return SecondQuery(packed, first=False), k_cache, True
     joined, v_first = found
-    return SecondQuery(qv.reshape(-1, *qv.shape[-2:]), v_first), joined
+    return SecondQuery(packed, v_first), joined, False
 
 
 def neighbours(k: Tensor, v: Tensor) -> tuple[Tensor, bool] | None:

@@ -163,10 +163,11 @@ def flash_attn_varlen_func(
     check_dimensions("(total_q, heads, head_dim)", q=q)
     rows = "(total_k, heads_k, head_dim)" if block_table is None else "(num_pages, page_size, heads_k, head_dim)"
     check_dimensions(rows, k=k, v=v)
+    key_has_value = False
     if qv is not None and block_table is None:
         q, k = join(q, k, v, qv)
     elif qv is not None:
-        second, k = join_caches(qv, q, k, v)
+        second, k, key_has_value = join_caches(qv, q, k, v)
         q = second.joined(q)
     if block_table is not None:
         lengths = _lengths_in_pages(k, cu_seqlens_k, seqused_k, block_table)
@@ -181,7 +182,7 @@ def flash_attn_varlen_func(
         options = checked_options(_ops.CACHE.option_types, options) | {"lower_right": True}
         out, lse = _ops.attention_cache(
             q, k, v, alibi_slopes=alibi_slopes, sink=sink_of(learnable_sink, q), cu_seqlens_q=cu_seqlens_q,
-            seqused_k=lengths, block_table=block_table, **options,
+            seqused_k=lengths, block_table=block_table, key_has_value=key_has_value, **options,
         )  # fmt: skip
     else:
         options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)

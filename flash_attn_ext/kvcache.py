@@ -53,6 +53,7 @@ def flash_attn_with_kvcache(
     key_indices: Tensor | None = None,
     key_block_indices: Tensor | None = None,
     key_block_size: int = 128,
+    cache_format: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attention's function of this name: appends ``k`` and ``v`` to the caches in place, then attends.
 
@@ -103,8 +104,9 @@ def flash_attn_with_kvcache(
             count from the first row after ``cache_leftpad``.
         learnable_sink: FlashAttention-4's name for ``sink``.
         qv: q's shape with the head dimension D_v: a second query, for multi-head latent attention. Scores are
-            q k^T + qv v^T, and ``softmax_scale`` is 1/sqrt(D + D_v) by default. ``k_cache`` and ``v_cache`` must be
-            neighbouring columns of one tensor, for example ``kv_cache.split([64, 512], -1)``, and have q's dtype.
+            q k^T + qv v^T, and ``softmax_scale`` is 1/sqrt(D + D_v) by default. The caches must have q's dtype.
+            Neighbouring columns of one tensor, for example ``kv_cache.split([64, 512], -1)``, are read in place. Of
+            separate caches, each tile is joined in a copy (CPU only).
         score_mod: a function of the scores, as in :func:`flash_attn`. ``b`` counts sequences. ``kv_idx`` counts the
             rows of the sequence's cache after ``cache_leftpad``. ``q_idx`` is the position of the query's token: the
             last query has the index of the last key. So a function of the training is the same here. CPU only.
@@ -115,6 +117,11 @@ def flash_attn_with_kvcache(
             with ``cache_leftpad``, and include the rows of ``k``. Not with 8 bits, ``tree_mask`` and ``alibi_slopes``.
             Caches or pages must follow each other in memory.
         key_block_indices: likewise: blocks of ``key_block_size`` rows of the sequence's cache.
+        cache_format: "flashmla_fp8": ``k_cache`` has FlashMLA's rows of 656 bytes for multi-head latent attention,
+            (caches or pages, rows, H_k, 656), float8_e4m3fn or uint8, and ``v_cache`` is the same tensor. A row is 512
+            columns of float8_e4m3, four float32 factors of 128 columns each, and 64 columns of bfloat16. ``q`` has 576
+            columns, ``out`` 512. The caller writes the rows: ``k``, ``v``, ``qv`` and ``key_indices`` are errors. CPU
+            only. None: rows of D and D_v elements.
 
     Returns:
         out (B, S_q, H, D_v) or (T_q, H, D_v).

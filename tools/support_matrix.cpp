@@ -164,6 +164,14 @@ void cached() {
     cache_of(p);
     p.varlen.cache.dtype = CacheDType::kInt8;
   });
+  row(f, "qv", "separate caches", [](AttentionParams& p) {
+    cache_of(p);
+    p.varlen.cache.key_has_value = true;
+  });
+  row(f, "cache_format", "\"flashmla_fp8\"", [](AttentionParams& p) {
+    cache_of(p);
+    p.varlen.cache.dtype = CacheDType::kLatent;
+  });
   row(f, "tree_mask", "", [](AttentionParams& p) {
     cache_of(p), mask(DType::kBool, 0, 256)(p);
     p.varlen.cache.tree_mask = true;

@@ -172,7 +172,10 @@ struct PageTable {
   }
 };
 
-enum class CacheDType : int8_t { kOfQuery, kInt8, kFloat8E4M3, kFloat8E5M2 };
+// kLatent: FlashMLA's row of 656 bytes for multi-head latent attention, D 576 and D_v 512. 512 columns of float8_e4m3, four
+// float32 factors of 128 columns each, then 64 columns of bfloat16. The value is the first 512 columns of the key.
+enum class CacheDType : int8_t { kOfQuery, kInt8, kFloat8E4M3, kFloat8E5M2, kLatent };
+constexpr int64_t kLatentColumns = 512, kRotaryColumns = 64, kLatentGroup = 128, kLatentRowBytes = 656;
 
 // The factors of 8-bit keys or values: float32, broadcast by zero strides. b is the number of the cache or of the page,
 // s the row in it.
@@ -198,6 +201,8 @@ struct CacheParams {
   // The mask has a column for each of the last S_q keys, which are the keys of the queries. All earlier keys are visible.
   bool tree_mask = false;
   int64_t first_masked = 0;  // in the call of one sequence: the key of column 0, S_k - S_q
+  // A key is a row of k, D - D_v columns, and then the row of v. Not with 8 bits.
+  bool key_has_value = false;
 };
 
 // Packed sequences of different lengths. Sequence b has the rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) of q, out and

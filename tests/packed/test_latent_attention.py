@@ -165,17 +165,20 @@ def test_gradients_with_qv():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("order", ["k first", "v first", "separate"])
 @pytest.mark.parametrize("seqlen_q", [1, 20])
 @pytest.mark.parametrize("paged", [False, True])
 @torch.no_grad()
-def test_qv_of_caches(seqlen_q, v_first, paged):
+def test_qv_of_caches(seqlen_q, order, paged):
     q, k, v, qv = make_with_qv(torch.float32, seqlen_q, 32)
+    v_first = order == "v first"
     columns = [40, 16] if v_first else [16, 40]
     cache = torch.cat([v, k] if v_first else [k, v], -1)
     cache = cache.reshape(8, 8, 1, 56).contiguous() if paged else cache
     parts = cache.split(columns, -1)
     k_cache, v_cache = reversed(parts) if v_first else parts
+    if order == "separate":
+        k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
     table = torch.arange(8).view(2, 4) if paged else None
     out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, qv=qv, cache_seqlens=torch.tensor([32, 32]), causal=True,
                                        block_table=table, return_softmax_lse=True)  # fmt: skip
@@ -232,12 +235,82 @@ def test_bad_second_queries(name):
         flash_attn_with_kvcache(q, *cache.split([16, 40], -1), qv=change(q, qv))
 
 
-def test_qv_needs_caches_in_one_tensor():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("heads", [2, 20])
+@torch.no_grad()
+def test_separate_caches_equal_one_tensor(dtype, heads):
+    """Also with lengths, left padding, masked NaN rows, several key heads, and new rows."""
+    q, qv = (torch.randn(2, 3, heads, d, dtype=dtype) for d in (16, 40))
+    cache = torch.randn(4, 150, 2, 56, dtype=dtype)
+    cache[:, 130:] = torch.nan
+    k, v = (torch.randn(2, 3, 2, d, dtype=dtype) for d in (16, 40))
+    given = dict(qv=qv, cache_seqlens=torch.tensor([120, 70]), causal=True, window_size=(90, 0),
+                 cache_batch_idx=torch.tensor([3, 0]), cache_leftpad=torch.tensor([7, 0]))  # fmt: skip
+    apart = [part.contiguous() for part in cache.split([16, 40], -1)]
+    expected = flash_attn_with_kvcache(q, *cache.split([16, 40], -1), k, v, **given)
+    out = flash_attn_with_kvcache(q, *apart, k, v, **given)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(torch.cat(apart, -1).nan_to_num(), cache.nan_to_num())
+
+
+def test_limits_of_qv_with_caches():
     q, k, v, qv = (t.detach() for t in make_with_qv(torch.float32))
-    with pytest.raises(NotImplementedError, match="qv: got a tensor with two separate caches; allowed"):
-        flash_attn_with_kvcache(q, k, v, qv=qv)
+    numbers = torch.zeros(2, 1, 20, 3, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="qv: got one with separate caches and key_indices; allowed"):
+        flash_attn_with_kvcache(q, k, v, qv=qv, key_indices=numbers)
     cache = torch.cat([k, v], -1).to(torch.int8)
     with pytest.raises(NotImplementedError, match=r"qv: got a tensor with caches of torch\.int8"):
         flash_attn_with_kvcache(q, *cache.split([16, 40], -1), qv=qv)
     with pytest.raises(NotImplementedError, match="qv: got a tensor that requires a gradient"):
         flash_attn_with_kvcache(q, *torch.cat([k, v], -1).split([16, 40], -1), qv=qv.requires_grad_())
+
+
+def flashmla_rows(rows):
+    """FlashMLA's bytes of latent rows (..., 576), and the numbers that they represent."""
+    latent = rows[..., :512].float().unflatten(-1, (4, 128))
+    factors = latent.abs().amax(-1, keepdim=True) / 448
+    coded = (latent / factors).to(torch.float8_e4m3fn)
+    rotary = rows[..., 512:].bfloat16()
+    parts = (coded.flatten(-2), factors.squeeze(-1), rotary)
+    bytes_of_rows = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
+    return bytes_of_rows, torch.cat([(coded.float() * factors).flatten(-2), rotary.float()], -1)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("heads", "seqlen_q"), [(2, 1), (16, 2), (4, 40)])
+@pytest.mark.parametrize("paged", [True, False])
+@torch.no_grad()
+def test_flashmla_caches(dtype, bound, heads, seqlen_q, paged):
+    rows, numbers = flashmla_rows(torch.randn(6, 32, 1, 576))
+    q = torch.randn(2, seqlen_q, heads, 576, dtype=dtype)
+    table = torch.tensor([[4, 1, 0], [2, 5, 3]])
+    cache = rows if paged else rows[table].flatten(1, 2)
+    lengths = torch.tensor([90, 47])
+    out, lse = flash_attn_with_kvcache(
+        q, cache, cache, cache_seqlens=lengths, block_table=table if paged else None, softmax_scale=0.05, causal=True,
+        return_softmax_lse=True, cache_format="flashmla_fp8",
+    )  # fmt: skip
+    wide = numbers[table].flatten(1, 2).to(torch.float64)
+    expected, expected_lse = flash_attn_with_kvcache(
+        q.double(), wide, wide[..., :512], cache_seqlens=lengths, softmax_scale=0.05, causal=True,
+        return_softmax_lse=True,
+    )  # fmt: skip
+    torch.testing.assert_close(out.double(), expected, rtol=bound, atol=bound)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=bound, atol=bound)
+
+
+def test_errors_of_flashmla_caches():
+    q, cache = torch.randn(1, 1, 2, 576), torch.zeros(1, 8, 1, 656, dtype=torch.uint8)
+    format = {"cache_format": "flashmla_fp8"}
+    narrow, wide = cache[..., :576], cache.int()
+    for tensors, given, error, message in (
+        ((q, cache, cache), {"cache_format": "fp8"}, ValueError, "cache_format: got 'fp8'; allowed: None, 'flashmla"),
+        ((q, cache, cache[..., :512]), format, ValueError, "v_cache: got another tensor with cache_format"),
+        ((q, wide, wide), format, TypeError, "k_cache: got dtype torch.int32"),
+        ((q, narrow, narrow), format, ValueError, r"k_cache: got shape \[1, 8, 1, 576\]"),
+        ((q[..., :64], cache, cache), format, ValueError, "k_cache: got shape"),
+        ((q, cache, cache), format | {"qv": q}, NotImplementedError, "qv: got a tensor with cache_format"),
+        ((q, cache, cache, q, q), format, NotImplementedError, "k: got a tensor with cache_format"),
+    ):
+        with pytest.raises(error, match=message):
+            flash_attn_with_kvcache(*tensors, **given)

@@ -10,7 +10,13 @@ struct HeadRange {
 };
 
 inline bool copies_rows(const AttentionParams& p) {
-  return p.varlen.cache.pages || p.varlen.cache.dtype != CacheDType::kOfQuery;
+  const CacheParams& cache = p.varlen.cache;
+  return cache.pages || cache.dtype != CacheDType::kOfQuery || cache.key_has_value;
+}
+
+// Returns whether a row of `t`, p.k or p.v itself, is only the first part of a key.
+inline bool is_part_of_key(const AttentionParams& p, const Tensor4& t) {
+  return p.varlen.cache.key_has_value && &t == &p.k;
 }
 
 // Returns rows [j0, j0 + keys) of `t` (k or v) with its scale. If copies_rows(), `copy` has room for the rows at
@@ -21,9 +27,11 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
   if (!copies_rows(p)) return {t.row<In>(b, h_kv, j0), t.stride_s, cols};
   const CacheParams& cache = p.varlen.cache;
   const PageTable& pages = cache.pages;
-  const bool is_8_bit = cache.dtype != CacheDType::kOfQuery;
+  const bool is_8_bit = cache.dtype != CacheDType::kOfQuery, is_part = is_part_of_key(p, t);
+  const int64_t own_cols = is_part ? cols - p.sizes.head_dim_v : cols;
   const int64_t first = pages ? p.varlen.first_k + j0 : j0, size = pages ? pages.page_size : 0;
-  if (pages && !is_8_bit && first / size == (first + keys - 1) / size)
+  if (!pages && !is_8_bit && !is_part) return {t.row<In>(b, h_kv, j0), t.stride_s, cols};
+  if (pages && !is_8_bit && !is_part && first / size == (first + keys - 1) / size)
     return {t.row<In>(pages.page_of(first), h_kv, first % size), t.stride_s, cols};
   for (int64_t n = 0; n < keys;) {
     const int64_t row = pages ? (first + n) % size : first + n;
@@ -31,7 +39,9 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
     const int64_t count = pages ? std::min(keys - n, size - row) : keys;
     for (int64_t r = 0; r < count; ++r, ++n) {
       In* to = copy + n * ld;
-      if (is_8_bit) {
+      if (cache.dtype == CacheDType::kLatent) {
+        copy_latent(to, t.row<uint8_t>(pages ? page : 0, h_kv, row + r), cols);
+      } else if (is_8_bit) {
         const uint8_t* from = t.row<uint8_t>(pages ? page : 0, h_kv, row + r);
         const int64_t padding =
             pages ? 0 : p.varlen.first_k;  // rows of the scale are counted from the cache's first row
@@ -41,7 +51,10 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
                 : copy_coded<dtype.value, false>(to, from, cols, factor);
         });
       } else {
-        std::memcpy(to, t.row<In>(page, h_kv, row + r), cols * sizeof(In));
+        const int64_t at = pages ? page : b;
+        std::memcpy(to, t.row<In>(at, h_kv, row + r), own_cols * sizeof(In));
+        if (is_part)
+          std::memcpy(to + own_cols, p.v.row<In>(at, h_kv, row + r), p.sizes.head_dim_v * sizeof(In));
       }
     }
   }
@@ -79,7 +92,9 @@ TileSource tile_source(const AttentionParams& p, const Tensor4& t, int64_t b, in
   const CacheParams& cache = p.varlen.cache;
   const int64_t element = cache.dtype == CacheDType::kOfQuery ? sizeof(In) : 1;
   const int64_t first = p.varlen.first_k + j0, page_size = cache.pages ? cache.pages.page_size : 0;
-  TileSource source{{}, t.stride_s * element, t.stride_h * element, cols * element, keys, false};
+  const int64_t bytes = cache.dtype == CacheDType::kLatent ? kLatentRowBytes : cols * element;
+  TileSource source{{}, t.stride_s * element, t.stride_h * element, bytes, keys, false};
+  if (is_part_of_key(p, t)) return source;
   if (cache.pages && (first % kChunkRows != 0 || page_size % kChunkRows != 0)) return source;
   for (int64_t c = 0; c * kChunkRows < keys; ++c) {
     const int64_t row = first + c * kChunkRows;
@@ -196,7 +211,8 @@ Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale&
                    const TileSource& source, bool multiplied, int64_t b, int64_t h_kv, int64_t j0,
                    int64_t first, int64_t count, int64_t cols, In* copy) {
   const CacheDType dtype = p.varlen.cache.dtype;
-  if (!source.known || (dtype != CacheDType::kOfQuery && scale && !multiplied))
+  if (!source.known || dtype == CacheDType::kLatent ||
+      (dtype != CacheDType::kOfQuery && scale && !multiplied))
     return rows_of_tile<In>(p, t, multiplied ? CacheScale{} : scale, b, h_kv, j0 + first, count, cols, copy,
                             cols);
   if (dtype == CacheDType::kOfQuery)

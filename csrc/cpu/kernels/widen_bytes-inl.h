@@ -137,6 +137,28 @@ inline void for_cache_dtype(CacheDType dtype, const Body& body) {
     case CacheDType::kInt8: return body(std::integral_constant<CacheDType, CacheDType::kInt8>{});
     case CacheDType::kFloat8E4M3: return body(std::integral_constant<CacheDType, CacheDType::kFloat8E4M3>{});
     case CacheDType::kFloat8E5M2: return body(std::integral_constant<CacheDType, CacheDType::kFloat8E5M2>{});
-    case CacheDType::kOfQuery: return;
+    case CacheDType::kOfQuery:
+    case CacheDType::kLatent: return;
+  }
+}
+
+// Copies the first `cols` columns of a row of CacheDType::kLatent.
+template <class In>
+inline void copy_latent(In* to, const uint8_t* from, int64_t cols) {
+  constexpr int64_t kGroups = kLatentColumns / kLatentGroup;
+  float factors[kGroups];
+  BFloat16 rotary[kRotaryColumns];
+  std::memcpy(factors, from + kLatentColumns, sizeof(factors));
+  std::memcpy(static_cast<void*>(rotary), from + kLatentColumns + sizeof(factors), sizeof(rotary));
+  for (int64_t n = 0; n < kGroups; ++n)
+    copy_coded<CacheDType::kFloat8E4M3, true>(to + n * kLatentGroup, from + n * kLatentGroup, kLatentGroup,
+                                              factors[n]);
+  for (int64_t c = kLatentColumns; c < cols; c += kLanes<float>) {
+    const F32 x = load_columns<float>(rotary + c - kLatentColumns, kLanes<float>);
+    if constexpr (std::is_same_v<In, double>) {
+      for (int64_t n = 0; n < kLanes<float>; ++n) to[c + n] = double{x[n]};
+    } else {
+      store_as<In, float>(to + c, x);
+    }
   }
 }

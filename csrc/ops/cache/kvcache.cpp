@@ -61,8 +61,10 @@ Packed<AttentionCache> AttentionCache::pack(const Tensors& given, const Options&
   varlen.cache.tree_mask = in.tree_mask.has_value();
   varlen.cache.batch_idx = pack_offsets(in.batch_idx);
   varlen.cache.leftpad = pack_offsets(in.leftpad);
+  varlen.cache.key_has_value = options.key_has_value;
   varlen.cache.caches = in.key.size(0);
   varlen.cache.dtype = pack_cache_dtype(in.key.scalar_type());
+  if (options.latent_rows) varlen.cache.dtype = CacheDType::kLatent;
   varlen.cache.k_scale = pack_scale(in.key_scale);
   varlen.cache.v_scale = pack_scale(in.value_scale);
   if (in.block_table) {

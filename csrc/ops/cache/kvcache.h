@@ -54,9 +54,13 @@ constexpr TensorRule cache_rule(TensorRule rule) {
   /* Mask of the last S_q keys, the new tokens. Keys before them are visible. */                    \
   X(tree_mask,     OptionalTensor, kTreeMaskShape,    kMask,     kKeep,          kLoop)
 
-#define FA_CACHE_OPTIONS(X) \
-  FA_ATTENTION_OPTIONS(X)   \
-  FA_MAX_SEQLEN_Q_OPTION(X)
+#define FA_CACHE_OPTIONS(X)                                                                         \
+  FA_ATTENTION_OPTIONS(X)                                                                           \
+  FA_MAX_SEQLEN_Q_OPTION(X)                                                                         \
+  /* Keys are [key, value], and query has the columns of both. */                                   \
+  X(key_has_value, bool,           false,             true,      "")                                \
+  /* Rows of key are CacheDType::kLatent. key and value are views of the first 576 and 512 bytes. */ \
+  X(latent_rows,   bool,           false,             true,      "")
 // clang-format on
 
 struct CacheTensors {

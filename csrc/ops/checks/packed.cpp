@@ -74,7 +74,43 @@ void AttentionVarlenDoubleBackward::check(const Tensors& in, const Options& opti
   check_tangents(differentiable_of(in), in.tangents());
 }
 
-void AttentionCache::check(const Tensors& in, const Options& options) {
+namespace {
+
+// Returns the tensors with the columns of query that belong to key, if the others belong to value.
+CacheTensors with_query_of_key(CacheTensors in) {
+  TORCH_CHECK_VALUE(in.query.dim() == 3 && in.key.dim() == 4 && in.value.dim() == 4 &&
+                        in.query.sym_size(2) == in.key.sym_size(3) + in.value.sym_size(3) &&
+                        pack_cache_dtype(in.key.scalar_type()) == CacheDType::kOfQuery,
+                    "key_has_value: got query ", in.query.sym_sizes(), ", key ", in.key.sym_sizes(),
+                    " and value ", in.value.sym_sizes(),
+                    "; allowed: the columns of key and value in query, and no 8-bit caches");
+  in.query = in.query.narrow_symint(2, 0, in.key.sym_size(3));
+  return in;
+}
+
+// Kernels read 656 bytes of each row, and key is a view of 576 of them.
+void check_latent_rows(const CacheTensors& in) {
+  const at::Tensor &key = in.key, &value = in.value;
+  const auto bytes = [](const at::Tensor& t) {
+    return t.sym_storage_offset() + (t.sym_size(0) - 1) * t.sym_stride(0) +
+           (t.sym_size(1) - 1) * t.sym_stride(1) + (t.sym_size(2) - 1) * t.sym_stride(2) + kLatentRowBytes;
+  };
+  TORCH_CHECK_VALUE(key.scalar_type() == at::kFloat8_e4m3fn && key.dim() == 4 && value.dim() == 4 &&
+                        key.sym_size(3) == kLatentColumns + kRotaryColumns &&
+                        value.sym_size(3) == kLatentColumns && key.sym_stride(3) == 1 &&
+                        key.sym_storage_offset() == value.sym_storage_offset() &&
+                        key.sym_strides() == value.sym_strides() && key.is_alias_of(value) &&
+                        (key.sym_numel() == 0 || bytes(key) <= key.storage().sym_nbytes()) && !in.key_scale &&
+                        !in.value_scale,
+                    "latent_rows: got key ", key.sym_sizes(), " and value ", value.sym_sizes(),
+                    "; allowed: views of the first 576 and 512 bytes of rows of 656 bytes, without scales");
+}
+
+}  // namespace
+
+void AttentionCache::check(const Tensors& given, const Options& options) {
+  const Tensors in = options.key_has_value ? with_query_of_key(given) : given;
+  if (options.latent_rows) check_latent_rows(in);
   check_rows(in, options, [&](DimSizes& sizes) {
     add_sequences(sizes, in);
     add_longest(sizes[Dim::kSeqlenQ], options.max_seqlen_q, sizes[Dim::kTotalQ]);
