@@ -48,6 +48,7 @@ CUDA = [
     "combine.cu",
     "dropout_mask.cu",
     "simt/workspace.cpp",
+    "simt/key_lists.cu",
     "simt/why_not.cpp",
     "sm80/why_not.cpp",
     "sm80/decode_splits.cpp",
@@ -57,7 +58,7 @@ CUDA += [
 ]
 CUDA += [
     f"simt/{way}_{dtype}.cu"
-    for way in ("forward", "backward", "jvp", "double_backward", "weights")
+    for way in ("forward", "backward", "jvp", "double_backward", "weights", "indexed")
     for dtype in ("bfloat16", "float16", "float32", "float64")
 ]
 CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/task_rounds.cpp"]

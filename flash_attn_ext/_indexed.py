@@ -64,8 +64,8 @@ def refuse_dtensors(numbers: KeyNumbers, *tensors: object) -> None:
 def check_where(numbers: KeyNumbers, query: Tensor) -> None:
     """Raises for a device without kernels, and under torch.func."""
     check_is_dense("query", query)
-    if query.device.type not in ("cpu", "meta"):
-        raise NotImplementedError(f"{numbers.name}: got tensors on {query.device}; allowed: CPU")
+    if query.device.type not in ("cpu", "cuda", "meta"):
+        raise NotImplementedError(f"{numbers.name}: got tensors on {query.device}; allowed: CPU, CUDA")
     if not torch.compiler.is_compiling() and _functorch.active():
         raise NotImplementedError(f"{numbers.name}: got a call under torch.func; allowed: torch.autograd")
 

@@ -17,16 +17,21 @@ class KeyCursor {
   // `entries`: ascending numbers of blocks of `block_size` keys.
   KeyCursor(const int32_t* entries, int64_t count, int64_t block_size, const Range& within)
       : at_(std::lower_bound(entries, entries + count, within.begin / block_size)),
-        end_(entries + count),
+        end_(std::lower_bound(at_, entries + count, (within.end + block_size - 1) / block_size)),
         block_size_(block_size),
         within_(within) {}
 
   // Writes the next keys, at most `most`. Returns their number; 0 at the end.
   int64_t next(int32_t* keys, int64_t most) {
     int64_t n = 0;
+    if (block_size_ == 1) {
+      n = std::min<int64_t>(most, end_ - at_);
+      std::copy_n(at_, n, keys);
+      at_ += n;
+      return n;
+    }
     for (; n < most && at_ < end_; ++at_, in_block_ = 0) {
       const int64_t block = *at_ * block_size_;
-      if (block >= within_.end) break;
       int64_t key = std::max(block + in_block_, within_.begin);
       const int64_t block_end = std::min(block + block_size_, within_.end);
       for (; n < most && key < block_end; ++key) keys[n++] = static_cast<int32_t>(key);

@@ -165,4 +165,26 @@ Selection<WeightsParams> select_weights(const WeightsParams& p) {
   return choice.take();
 }
 
+Selection<IndexedParams> select_indexed(const IndexedParams& p) {
+  Choice<IndexedParams> choice(p);
+  choice.offer("sm90", "sm90: no attention by index", nullptr, nullptr);
+  choice.offer("sm80", "sm80: no attention by index", nullptr, nullptr);
+  choice.offer("simt", nullptr,
+               of_dtype(p.dtype, simt::indexed_float32, simt::indexed_float64, simt::indexed_bfloat16,
+                        simt::indexed_float16),
+               simt::indexed_workspace);
+  return choice.take();
+}
+
+Selection<IndexedBackwardParams> select_indexed_backward(const IndexedBackwardParams& p) {
+  Choice<IndexedBackwardParams> choice(p);
+  choice.offer("sm90", "sm90: no attention by index", nullptr, nullptr);
+  choice.offer("sm80", "sm80: no attention by index", nullptr, nullptr);
+  choice.offer("simt", nullptr,
+               of_dtype(p.dtype, simt::indexed_backward_float32, simt::indexed_backward_float64,
+                        simt::indexed_backward_bfloat16, simt::indexed_backward_float16),
+               simt::indexed_backward_workspace);
+  return choice.take();
+}
+
 }  // namespace flash_attn_ext::cuda

@@ -1,6 +1,7 @@
 // Chooses the CUDA tier that runs a call. All calls use these functions, so there is no silent fallback.
 #pragma once
 
+#include "../core/indexed.h"
 #include "run.h"
 
 namespace flash_attn_ext::cuda {
@@ -10,5 +11,7 @@ Selection<BackwardParams> select_backward(const BackwardParams& params);
 Selection<JvpParams> select_jvp(const JvpParams& params);
 Selection<DoubleBackwardParams> select_double_backward(const DoubleBackwardParams& params);
 Selection<WeightsParams> select_weights(const WeightsParams& params);
+Selection<IndexedParams> select_indexed(const IndexedParams& params);
+Selection<IndexedBackwardParams> select_indexed_backward(const IndexedBackwardParams& params);
 
 }  // namespace flash_attn_ext::cuda

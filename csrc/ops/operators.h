@@ -18,15 +18,16 @@ using KernelOperators = Types<Attention, AttentionBackward, AttentionJvp, Attent
                               AttentionVarlen, AttentionVarlenBackward, AttentionVarlenJvp,
                               AttentionVarlenDoubleBackward,                // packed
                               AttentionCache,                               // cache
-                              AttentionWeights, AttentionWeightsBackward>;  // weights
+                              AttentionWeights, AttentionWeightsBackward,   // weights
+                              AttentionIndexed, AttentionIndexedBackward>;  // lists of keys
 // Operators with kernels on CPU only.
 using CpuKernelOperators = Types<AttentionFlex, AttentionFlexBackward,              // dense
                                  AttentionVarlenFlex, AttentionVarlenFlexBackward,  // packed
-                                 AttentionCacheFlex,                                // cache
-                                 AttentionIndexed, AttentionIndexedBackward>;       // lists of keys
+                                 AttentionCacheFlex>;                               // cache
 // Operators with kernels on CPU only that are written in Python: flash_attn_ext/flex/derivatives.py.
-using PythonKernelOperators = Types<AttentionFlexJvp, AttentionFlexDoubleBackward, AttentionVarlenFlexJvp,
-                                    AttentionVarlenFlexDoubleBackward>;
+using PythonKernelOperators =
+    Types<AttentionFlexJvp, AttentionFlexDoubleBackward, AttentionVarlenFlexJvp,
+          AttentionVarlenFlexDoubleBackward, AttentionIndexedJvp, AttentionIndexedDoubleBackward>;
 // Operators that write to caches. On CUDA, append_to_cache is written in Python: flash_attn_ext/_append.py.
 using CacheWriters = Types<AppendToCache>;
 // Operators that users call under autocast. Derivatives get tensors that are already cast.

@@ -1,4 +1,4 @@
-"""Forward mode and double backward of attention with functions of the user, made of torch's operators.
+"""Forward mode and double backward of attention with functions of the user, or by index, made of torch's operators.
 
 There are no kernels for them. A block of queries of one batch is computed densely, differentiated by torch, and
 dropped. So the memory is linear in the sequence lengths. docs/derivative_formulas.md has the formulas: J is the
@@ -75,6 +75,8 @@ def _cutter(b: int, first: int, rows: slice, keys: slice, packed: bool) -> Calla
             return t if t.dim() == 1 else t[b]
         if name == "key_mask":
             return t[b]
+        if name == "key_indices":
+            return t[b if t.shape[0] > 1 else 0, :, rows]
         assert name == "attn_mask"
         by_row = t.dim() == 3
         t = t if by_row else t[b if t.shape[0] > 1 else 0]
@@ -111,7 +113,11 @@ def _attend(block: _Block, x: _Tensors, options: dict[str, Any], programs: list[
             visible = visible & mask
         elif mask is not None:
             scores = scores + mask
-    visible = visible & _shown(block, x, options, mask_program, tile)
+    visible = visible & _shown(block, x, options, mask_program, tile) & _named(x, options, scores.shape)
+    if chunk := options["attention_chunk"]:
+        first = options["first_key"]
+        same = (i + block.diagonal + first).div(chunk, rounding_mode="floor") == (j + first) // chunk
+        visible = visible & same
     left, right = options["window_left"], options["window_right"]
     right = min(0, 0 if right is None else right) if options["causal"] else right
     if left is not None:
@@ -125,7 +131,7 @@ def _attend(block: _Block, x: _Tensors, options: dict[str, Any], programs: list[
 def _shown(block: _Block, x: _Tensors, options: dict[str, Any], program: list[int] | None, tile: Any) -> Tensor:
     """Which elements the block mask and the mask function show."""
     shown = torch.tensor(True, device=tile.score.device) if program is None else evaluate.run(program, tile)
-    states = x["block_states"]
+    states = x.get("block_states")
     if states is None:
         return shown
     states = states[block.batch if states.shape[0] > 1 else 0]
@@ -133,6 +139,19 @@ def _shown(block: _Block, x: _Tensors, options: dict[str, Any], program: list[in
     columns = (tile.key // options["block_size_k"]).clamp(max=states.shape[2] - 1)
     states = states[:, rows][:, :, columns]
     return (states == 2) | ((states == 1) & shown)
+
+
+def _named(x: _Tensors, options: dict[str, Any], shape: torch.Size) -> Tensor:
+    """Which keys the queries name, for scores of this shape, (H, queries, keys)."""
+    numbers = x.get("key_indices")
+    if numbers is None:
+        return torch.ones((), dtype=torch.bool)
+    size, keys = max(options["key_block_size"], 1), shape[2]
+    blocks = -(-keys // size)
+    seen = torch.zeros(*numbers.shape[:2], blocks + 1, dtype=torch.bool, device=numbers.device)
+    seen.scatter_(2, numbers.long() % (blocks + 1), True)  # -1 is the last column
+    seen = seen[..., :blocks].repeat_interleave(size, 2)[..., :keys]
+    return seen.repeat_interleave(shape[0] // len(seen), 0)
 
 
 def _softmax_times(scores: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -163,7 +182,7 @@ def _differentiation() -> Iterator[None]:
 
 
 def _programs_of(x: _Tensors) -> list[list[int] | None]:
-    if x["programs"] is None:
+    if x.get("programs") is None:
         return [None] * 4
     words = x["programs"].tolist()
     return [None if first < 0 else words[first:] for first in words[:4]]
@@ -173,15 +192,11 @@ class _Derivative:
     """The blocks of a call, with their leaves. ``x``: all tensors of the schema."""
 
     def __init__(self, function: str, x: _Tensors, options: dict[str, Any]) -> None:
-        for name, needs in (
-            ("dropout_p > 0", options["dropout_p"] > 0.0),
-            ("attention_chunk", options["attention_chunk"]),
-        ):
-            if needs:
-                raise NotImplementedError(
-                    f"{function}: forward mode and second derivatives with functions of the user are not supported "
-                    f"with {name}"
-                )
+        if options["dropout_p"] > 0.0:
+            raise NotImplementedError(
+                f"{function}: forward mode and second derivatives with functions of the user are not supported "
+                "with dropout_p > 0"
+            )
         self.x, self.options, self.programs = x, options, _programs_of(x)
         self.dtype = torch.float64 if x["query"].dtype == torch.float64 else torch.float32
 
@@ -196,7 +211,7 @@ class _Derivative:
 
     def gradient_times_tangents(self, block: _Block, cotangents: tuple[Tensor | None, ...]) -> tuple:
         """(<B(X, c), t>, leaves by name) of one block."""
-        names = (*_DIFFERENTIABLE, "key_mask", "captured_ints", "block_states")
+        names = (*_DIFFERENTIABLE, "key_mask", "key_indices", "captured_ints", "block_states")
         leaves = {name: self.leaf_of(block, name) for name in names}
         results = _attend(block, leaves, self.options, self.programs)
         differentiable = {name: t for name in _DIFFERENTIABLE if (t := leaves[name]) is not None and t.requires_grad}
@@ -228,9 +243,10 @@ class _Derivative:
                     block.cut(name, t).copy_(tangent)
 
     def double_backward(self, wanted: list[bool]) -> tuple[Tensor | None, ...]:
+        names = _DIFFERENTIABLE[: len(wanted)]  # without functions nothing is captured
         sums = {
             name: torch.zeros(self.x[name].shape, dtype=self.dtype)
-            for name, want in zip(_DIFFERENTIABLE, wanted, strict=True)
+            for name, want in zip(names, wanted, strict=True)
             if want
         }
         for block in _blocks(self.x, self.options):
@@ -246,7 +262,7 @@ class _Derivative:
             for name, g in zip(leaves, gradients, strict=True):
                 if g is not None and name in sums:
                     block.cut(name, sums[name]).add_(g)
-        return tuple(sums[name].to(self.x[name].dtype) if name in sums else None for name in _DIFFERENTIABLE)
+        return tuple(sums[name].to(self.x[name].dtype) if name in sums else None for name in names)
 
 
 def _register() -> torch.library.Library:
@@ -278,6 +294,7 @@ def _register() -> torch.library.Library:
     for kind in ("jvp", "double_backward"):
         register(getattr(operators, f"attention_flex_{kind}").default, "flex_attention")
         register(getattr(operators, f"attention_varlen_flex_{kind}").default, "flash_attn_varlen")
+        register(getattr(operators, f"attention_indexed_{kind}").default, "flash_attn")
     return library
 
 

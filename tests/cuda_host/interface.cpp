@@ -21,6 +21,8 @@ using flash_attn_ext::AttentionParams;
 using flash_attn_ext::BackwardParams;
 using flash_attn_ext::DoubleBackwardParams;
 using flash_attn_ext::DropoutParams;
+using flash_attn_ext::IndexedBackwardParams;
+using flash_attn_ext::IndexedParams;
 using flash_attn_ext::JvpParams;
 using flash_attn_ext::Sizes;
 using flash_attn_ext::WeightsParams;
@@ -64,8 +66,9 @@ extern "C" {
 
 // The size of struct number n of library.py's list CALLS.
 size_t params_bytes(int which) {
-  const size_t bytes[] = {sizeof(AttentionParams), sizeof(BackwardParams), sizeof(JvpParams),
-                          sizeof(DoubleBackwardParams), sizeof(WeightsParams)};
+  const size_t bytes[] = {sizeof(AttentionParams),      sizeof(BackwardParams), sizeof(JvpParams),
+                          sizeof(DoubleBackwardParams), sizeof(WeightsParams),  sizeof(IndexedParams),
+                          sizeof(IndexedBackwardParams)};
   return bytes[which];
 }
 
@@ -155,6 +158,26 @@ size_t weights_workspace(const WeightsParams* p) {
 }
 const char* weights(const WeightsParams* p, void* workspace) {
   return run(flash_attn_ext::cuda::select_weights(*p), *p, workspace);
+}
+
+const char* indexed_choice(const IndexedParams* p) {
+  return describe(flash_attn_ext::cuda::select_indexed(*p));
+}
+size_t indexed_workspace(const IndexedParams* p) {
+  return flash_attn_ext::cuda::select_indexed(*p).workspace_bytes;
+}
+const char* indexed(const IndexedParams* p, void* workspace) {
+  return run(flash_attn_ext::cuda::select_indexed(*p), *p, workspace);
+}
+
+const char* indexed_backward_choice(const IndexedBackwardParams* p) {
+  return describe(flash_attn_ext::cuda::select_indexed_backward(*p));
+}
+size_t indexed_backward_workspace(const IndexedBackwardParams* p) {
+  return flash_attn_ext::cuda::select_indexed_backward(*p).workspace_bytes;
+}
+const char* indexed_backward(const IndexedBackwardParams* p, void* workspace) {
+  return run(flash_attn_ext::cuda::select_indexed_backward(*p), *p, workspace);
 }
 
 const char* why_not_sm80_backward(const BackwardParams* p) {

@@ -27,9 +27,10 @@ TEXTS = (
     "forward", "backward", "dropout_mask", "last_kernel", "forward_choice", "backward_choice", "force_tier",
     "jvp", "double_backward", "jvp_choice", "double_backward_choice", "why_not_sm80_forward",
     "why_not_sm80_backward", "why_not_sm90_forward", "why_not_sm90_backward", "weights", "weights_choice", "replay",
+    "indexed", "indexed_choice", "indexed_backward", "indexed_backward_choice",
 )  # fmt: skip
 
-WITH_WORKSPACE = ("forward", "backward", "double_backward", "weights")
+WITH_WORKSPACE = ("forward", "backward", "double_backward", "weights", "indexed", "indexed_backward")
 
 i64, u64, f64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
 
@@ -38,9 +39,10 @@ SCALARS = {"int64_t": i64, "uint64_t": u64, "double": f64, "bool": ctypes.c_bool
 SCALARS |= dict.fromkeys(("DType", "CacheDType"), ctypes.c_int8)
 
 
-def structs_of(header):
-    """The plain structs of a C++ header as ctypes structs, by name: their fields as they are declared there."""
-    structs = {}
+def structs_of(header, included=()):
+    """The plain structs of a C++ header as ctypes structs, by name: their fields as they are declared there.
+    ``included``: the structs of headers that it includes."""
+    structs = dict(included)
     text = re.sub(r"//[^\n]*", "", header.read_text())
     for name, base, body in re.findall(r"^struct (\w+)(?: : (\w+))? \{(.*?)^\};", text, re.DOTALL | re.MULTILINE):
         fields = []
@@ -56,13 +58,15 @@ def structs_of(header):
 
 
 PARAMS = structs_of(ROOT / "csrc" / "core" / "params.h")
+PARAMS = structs_of(ROOT / "csrc" / "core" / "indexed.h", PARAMS)
 Sizes, Tensor4, Band, Offsets, MaskGrad = (PARAMS[name] for name in ("Sizes", "Tensor4", "Band", "Offsets", "MaskGrad"))
 MaskParams, AlibiParams, SinkParams, DropoutParams, DecodeParams, VarlenParams = (
     PARAMS[f"{name}Params"] for name in ("Mask", "Alibi", "Sink", "Dropout", "Decode", "Varlen")
 )
-AttentionParams, BackwardParams, JvpParams, DoubleBackwardParams, WeightsParams = CALLS = [
-    PARAMS[f"{name}Params"] for name in ("Attention", "Backward", "Jvp", "DoubleBackward", "Weights")
-]
+NAMES_OF_CALLS = ("Attention", "Backward", "Jvp", "DoubleBackward", "Weights", "Indexed", "IndexedBackward")
+CALLS = [PARAMS[f"{name}Params"] for name in NAMES_OF_CALLS]
+AttentionParams, BackwardParams, JvpParams, DoubleBackwardParams, WeightsParams, *_ = CALLS
+IndexedParams, IndexedBackwardParams = CALLS[5:]
 
 
 # The kernels of each operator: a C function of interface.cpp, and the struct that it takes.
@@ -77,6 +81,8 @@ OPERATORS |= {
     "attention_cache": ("forward", AttentionParams),
     "attention_weights": ("weights", WeightsParams),
     "attention_weights_backward": ("backward", BackwardParams),
+    "attention_indexed": ("indexed", IndexedParams),
+    "attention_indexed_backward": ("indexed_backward", IndexedBackwardParams),
 }
 
 
@@ -146,6 +152,8 @@ class Library:
             JvpParams: self.c.jvp_choice,
             DoubleBackwardParams: self.c.double_backward_choice,
             WeightsParams: self.c.weights_choice,
+            IndexedParams: self.c.indexed_choice,
+            IndexedBackwardParams: self.c.indexed_backward_choice,
         }[type(params)]
         tier, *why_not = select(ctypes.byref(params)).decode().splitlines()
         return tier, why_not

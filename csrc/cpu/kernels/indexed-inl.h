@@ -8,18 +8,18 @@
 template <class In, class T>
 struct IndexedScratch {
   KeyTile<In, T> tile;
-  ForwardProducts<In, T>* products;  // of each block of heads
-  T* scores;                         // [keys][block of heads]   S^T, then P^T in place
-  T* out;                            // [heads][D_v]    O, not yet divided by l
-  T *row_max, *row_sum, *rescale;    // [heads]
+  HeadScores<In, T>* products;     // of each block of heads
+  T* scores;                       // [keys][block of heads]   S^T, then P^T in place
+  T* out;                          // [heads][D_v]    O, not yet divided by l
+  T *row_max, *row_sum, *rescale;  // [heads]
 };
 
 template <class In, class T>
-ForwardProducts<In, T>* allocate_products(Arena& arena, const AttentionParams& row) {
+HeadScores<In, T>* allocate_products(Arena& arena, const AttentionParams& row) {
   const int64_t blocks = count_head_blocks({1, row.sizes.seqlen_q, 1});
-  auto* products = arena.take<ForwardProducts<In, T>>(blocks);
+  auto* products = arena.take<HeadScores<In, T>>(blocks);
   for (int64_t n = 0; n < blocks; ++n) {
-    const auto own = ForwardProducts<In, T>::allocate(arena, row);
+    const auto own = HeadScores<In, T>::allocate(arena, row);
     if (products) products[n] = own;
   }
   return products;
@@ -58,7 +58,7 @@ void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedS
 
   for (int64_t n = 0; n < blocks; ++n) {
     const TileFrame f = frame_of_heads<T>(row, n, 0);
-    s.products[n].load_queries(row, 0, 0, f.i0, f.queries, f.ld);
+    s.products[n].load_queries(row, f.i0, f.queries, f.ld);
     for (int64_t c = 0; c < f.ld; ++c) {
       const RowStart<T> start =
           start_of_row<T>(p.sink, b, first_head + f.i0 + std::min(c, f.queries - 1), unit);
@@ -80,14 +80,18 @@ void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedS
     for (int64_t n = 0; n < blocks; ++n) {
       const TileFrame f = frame_of_heads<T>(row, n, s.tile.count);
       const MaskTile<T> mask = gathered_mask<T>(p, b, first_head + f.i0, i, s.tile.keys, f, s.tile.bias);
-      GradualPrefetch of_keys(keys_ahead, n == 0 ? keys_ahead.count() : 0, f.keys * f.ld / kLanes<T>);
-      s.products[n].scores(row, f, scale, s.scores, false, of_keys.prefetch_hook());
-      const ScoreTile<T> score = finish_scores<T>(row, f, mask, s.scores, nullptr);
-      const bool packed = s.products[n].packs_probs(row);
-      s.products[n].softmax(f, unit, s.scores, s.row_max + f.i0, s.row_sum + f.i0, s.rescale, packed);
+      const ForwardProducts<In, T>& products = s.products[n].whole;
+      s.products[n].scores(row, f, scale, s.scores, keys_ahead, n == 0 ? keys_ahead.count() : 0);
+      // Nobody reads the results of padding lanes, so they need not be hidden.
+      TileFrame all_lanes = f;
+      if (!mask.bias) all_lanes.queries = f.ld;
+      ScoreTile<T> score = finish_scores<T>(row, all_lanes, mask, s.scores, nullptr);
+      score.frame = f;
+      const bool packed = products.packs_probs(row);
+      products.softmax(f, unit, s.scores, s.row_max + f.i0, s.row_sum + f.i0, s.rescale, packed);
       GradualPrefetch of_values(values_ahead, n == 0 ? values_ahead.count() : 0, f.queries * d_v / kLanes<T>);
-      s.products[n].add_values(row, score, s.scores, s.rescale, s.out + f.i0 * d_v, packed, nullptr,
-                               of_values.prefetch_hook());
+      products.add_values(row, score, s.scores, s.rescale, s.out + f.i0 * d_v, packed, nullptr,
+                          of_values.prefetch_hook());
     }
   }
 

@@ -11,15 +11,15 @@
 template <class In, class T>
 struct IndexedBackwardScratch {
   KeyTile<In, T> tile;
-  ForwardProducts<In, T>*q_products, *dout_products;  // of each block of heads
-  HeadProducts<In, T>*q_heads, *dout_heads;           // likewise
-  T *probs, *dscores;                                 // [keys][block of heads]   S, then P; dP, then dS
-  T* tanh_tile;                                       // likewise, only with softcap
-  RowTerms<T> rows;                                   // [heads], of the query row
-  T* dq;                                              // [heads][D]
-  T *dk_tile, *dv_tile;                               // [keys][D], [keys][D_v]
-  T* dslopes;                                         // [heads], of the task
-  T *dk, *dv;                                         // rows of the task's keys; null: not wanted
+  HeadScores<In, T>*q_products, *dout_products;  // of each block of heads
+  HeadProducts<In, T>*q_heads, *dout_heads;      // likewise
+  T *probs, *dscores;                            // [keys][block of heads]   S, then P; dP, then dS
+  T* tanh_tile;                                  // likewise, only with softcap
+  RowTerms<T> rows;                              // [heads], of the query row
+  T* dq;                                         // [heads][D]
+  T *dk_tile, *dv_tile;                          // [keys][D], [keys][D_v]
+  T* dslopes;                                    // [heads], of the task
+  T *dk, *dv;                                    // rows of the task's keys; null: not wanted
 };
 
 template <class In, class T>
@@ -84,8 +84,8 @@ struct IndexedBackwardRow {
     for (int64_t n = 0; n < blocks; ++n) {
       const TileFrame f = frame_of_heads<T>(row, n, 0);
       const AttentionParams of_dprobs = with_operands_of_dprobs(row, dout);
-      s.q_products[n].load_queries(row, 0, 0, f.i0, f.queries, f.ld);
-      s.dout_products[n].load_queries(of_dprobs, 0, 0, f.i0, f.queries, f.ld);
+      s.q_products[n].load_queries(row, f.i0, f.queries, f.ld);
+      s.dout_products[n].load_queries(of_dprobs, f.i0, f.queries, f.ld);
       s.q_heads[n].load_heads(row.q, f.i0, f.queries);
       s.dout_heads[n].load_heads(dout, f.i0, f.queries);
     }
@@ -104,12 +104,11 @@ struct IndexedBackwardRow {
   ScoreTile<T> recompute_scores(const TileFrame& f, int64_t n) const {
     const MaskTile<T> mask = gathered_mask<T>(p, b, first_head + f.i0, i, s.tile.keys, f, s.tile.bias);
     RowsAhead keys_ahead = s.tile.keys_ahead(p, b, h_kv), values_ahead = s.tile.values_ahead(p, b, h_kv);
-    const int64_t vectors = f.keys * f.ld / kLanes<T>;
-    GradualPrefetch of_keys(keys_ahead, n == 0 ? keys_ahead.count() : 0, vectors);
-    GradualPrefetch of_values(values_ahead, n == 0 ? values_ahead.count() : 0, vectors);
-    s.q_products[n].scores(row, f, product_scale<T>(p), s.probs, false, of_keys.prefetch_hook());
+    const int64_t key_lines = n == 0 ? keys_ahead.count() : 0,
+                  value_lines = n == 0 ? values_ahead.count() : 0;
+    s.q_products[n].scores(row, f, product_scale<T>(p), s.probs, keys_ahead, key_lines);
     const ScoreTile<T> score = finish_scores<T>(row, f, mask, s.probs, s.tanh_tile);
-    s.dout_products[n].scores(swapped, f, T(1), s.dscores, false, of_values.prefetch_hook());
+    s.dout_products[n].scores(swapped, f, T(1), s.dscores, values_ahead, value_lines);
     return score;
   }
 

@@ -6,7 +6,7 @@
 //   tile      48 x 64            the forward's tile; more heads make several blocks of 48
 #pragma once
 
-#include "forward_products-inl.h"
+#include "head_scores-inl.h"
 
 constexpr int64_t kGatheredKeys = 64;
 
@@ -59,9 +59,11 @@ class RowsAhead {
   int64_t count() const { return count_ * lines_; }
 
   void lines(int64_t n) {
-    for (; n > 0 && row_ < count_; --n) {
-      __builtin_prefetch(base_ + keys_[row_] * stride_ + line_ * kLine, 0, kPrefetchLevel);
-      if (++line_ == lines_) line_ = 0, ++row_;
+    while (n > 0 && row_ < count_) {
+      const char* row = base_ + keys_[row_] * stride_;
+      for (; n > 0 && line_ < lines_; --n, ++line_)
+        __builtin_prefetch(row + line_ * kLine, 0, kPrefetchLevel);
+      if (line_ == lines_) line_ = 0, ++row_;
     }
   }
 

@@ -1,6 +1,7 @@
 // The simt tier: plain CUDA C++ for every dtype, head dimension and option, on any GPU. Torch-free.
 #pragma once
 
+#include "../../core/indexed.h"
 #include "../run.h"
 #include "schedule.h"
 
@@ -10,6 +11,8 @@ size_t forward_workspace(const AttentionParams& p);
 size_t backward_workspace(const BackwardParams& p);
 size_t double_backward_workspace(const DoubleBackwardParams& p);
 size_t weights_workspace(const WeightsParams& p);
+size_t indexed_workspace(const IndexedParams& p);
+size_t indexed_backward_workspace(const IndexedBackwardParams& p);
 
 // Why this tier cannot run the forward; null: it can. It can run every other call.
 const char* why_not_forward(const AttentionParams& p);
@@ -19,6 +22,8 @@ using Backward = Launch<BackwardParams>;
 using Jvp = Launch<JvpParams>;
 using DoubleBackward = Launch<DoubleBackwardParams>;
 using Weights = Launch<WeightsParams>;
+using Indexed = Launch<IndexedParams>;
+using IndexedBackward = Launch<IndexedBackwardParams>;
 
 Forward forward_float32, forward_float64, forward_bfloat16, forward_float16;
 Backward backward_float32, backward_float64, backward_bfloat16, backward_float16;
@@ -26,6 +31,9 @@ Jvp jvp_float32, jvp_float64, jvp_bfloat16, jvp_float16;
 DoubleBackward double_backward_float32, double_backward_float64, double_backward_bfloat16,
     double_backward_float16;
 Weights weights_float32, weights_float64, weights_bfloat16, weights_float16;
+Indexed indexed_float32, indexed_float64, indexed_bfloat16, indexed_float16;
+IndexedBackward indexed_backward_float32, indexed_backward_float64, indexed_backward_bfloat16,
+    indexed_backward_float16;
 
 // The backward's steps, for the double backward, the weights and the tiers on tensor cores: the terms of each query row,
 // then the gradients.

@@ -1,4 +1,5 @@
 #include "../combine.h"
+#include "key_lists.h"
 #include "schedule.h"
 #include "simt.h"
 
@@ -32,5 +33,15 @@ size_t double_backward_workspace(const DoubleBackwardParams& p) {
 }
 
 size_t weights_workspace(const WeightsParams& p) { return bytes_of_plan<BackwardWorkspace>(p); }
+
+size_t indexed_workspace(const IndexedParams& p) {
+  Arena arena(nullptr);
+  KeyLists::lay_out(arena, p.sizes, p.indices);
+  return arena.used();
+}
+
+size_t indexed_backward_workspace(const IndexedBackwardParams& p) {
+  return bytes_of_plan<IndexedBackwardWorkspace>(p);
+}
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -92,6 +92,17 @@ void AttentionIndexedBackward::check(const Tensors& in, const Options& options) 
   check_mask_gradient(GradMask(options.grad_mask).attn_mask, options.forward());
 }
 
+// Without pack(): the kernels are written in Python.
+void AttentionIndexedJvp::check(const Tensors& in, const Options& options) {
+  AttentionJvp::check(in.attention(), options.attention());
+  check_key_indices(in.forward(), options);
+}
+
+void AttentionIndexedDoubleBackward::check(const Tensors& in, const Options& options) {
+  AttentionDoubleBackward::check(in.attention(), options.attention());
+  check_key_indices(in.forward(), options.forward());
+}
+
 void check_numbers(const IndexedTensors& in, const IndexedOptions& options) {
   const int64_t block = std::max<int64_t>(options.key_block_size, 1), keys = in.key.size(2);
   const int64_t limit = keys / block + (keys % block != 0);
@@ -109,6 +120,14 @@ AttentionResult AttentionIndexed::empty(const Tensors& in, const Options& option
 
 Gradients AttentionIndexedBackward::empty(const Tensors& in, const Options& options) {
   return AttentionBackward::empty(in.attention(), options.attention());
+}
+
+AttentionJvpResult AttentionIndexedJvp::empty(const Tensors& in, const Options& options) {
+  return AttentionJvp::empty(in.attention(), options.attention());
+}
+
+Gradients AttentionIndexedDoubleBackward::empty(const Tensors& in, const Options& options) {
+  return AttentionDoubleBackward::empty(in.attention(), options.attention());
 }
 
 Packed<AttentionIndexed> AttentionIndexed::pack(const Tensors& given, const Options& options,

@@ -1,8 +1,10 @@
 // Attention by index, with the rows of dense/attention.h: each query names the keys, or the blocks of keys, that it may
 // attend to.
 //
-//   attention_indexed            forward; differentiable once, in reverse mode
-//   attention_indexed_backward   its gradients
+//   attention_indexed                   forward
+//   attention_indexed_backward          its gradients
+//   attention_indexed_jvp, attention_indexed_double_backward
+//                                       other derivatives; kernels in Python: flash_attn_ext/flex/derivatives.py
 #pragma once
 
 #include "../../core/indexed.h"
@@ -27,6 +29,16 @@ constexpr Shape kKeyIndicesShape{Shape::kCheckedByOperator};
   FA_COTANGENTS(X)                                                                                               \
   FA_INDEXED_TENSORS(X)                                                                                          \
   FA_RESULTS(X)
+
+#define FA_INDEXED_JVP_TENSORS(X)                                                                                \
+  FA_TANGENTS(X)                                                                                                 \
+  FA_INDEXED_TENSORS(X)
+
+#define FA_INDEXED_DOUBLE_BACKWARD_TENSORS(X)                                                                    \
+  FA_COTANGENTS(X)                                                                                               \
+  FA_INDEXED_JVP_TENSORS(X)                                                                                      \
+  FA_RESULTS(X)                                                                                                  \
+  FA_RESULT_TANGENTS(X)
 
 #define FA_INDEXED_BACKWARD_OPTIONS(X)                                                                           \
   FA_INDEXED_OPTIONS(X)                                                                                          \
@@ -73,6 +85,40 @@ struct AttentionIndexedBackward {
   using Result = Gradients;
   using Params = IndexedBackwardParams;
   FA_OPERATOR_STEPS(AttentionIndexedBackward)
+};
+
+struct IndexedJvpTensors {
+  FA_TENSOR_FIELDS(FA_INDEXED_JVP_TENSORS, same_rule)
+  FA_TANGENT_ACCESS()
+  FA_FORWARD_ACCESS(IndexedTensors, FA_INDEXED_TENSORS)
+  AttentionJvpTensors attention() const { FA_PICK(AttentionJvpTensors, FA_ATTENTION_JVP_TENSORS) }
+};
+struct AttentionIndexedJvp {
+  static constexpr const char* kName = "attention_indexed_jvp";
+  static std::string results() { return AttentionJvp::results(); }
+  using Tensors = IndexedJvpTensors;
+  using Options = IndexedOptions;
+  using Result = AttentionJvpResult;
+  using Params = JvpParams;
+  FA_OPERATOR_STEPS(AttentionIndexedJvp)
+};
+
+struct IndexedDoubleBackwardTensors {
+  FA_TENSOR_FIELDS(FA_INDEXED_DOUBLE_BACKWARD_TENSORS, same_rule)
+  FA_TANGENT_ACCESS()
+  FA_FORWARD_ACCESS(IndexedTensors, FA_INDEXED_TENSORS)
+  AttentionDoubleBackwardTensors attention() const {
+    FA_PICK(AttentionDoubleBackwardTensors, FA_ATTENTION_DOUBLE_BACKWARD_TENSORS)
+  }
+};
+struct AttentionIndexedDoubleBackward {
+  static constexpr const char* kName = "attention_indexed_double_backward";
+  static std::string results() { return tensor_list(kGradients); }
+  using Tensors = IndexedDoubleBackwardTensors;
+  using Options = IndexedBackwardOptions;
+  using Result = Gradients;
+  using Params = DoubleBackwardParams;
+  FA_OPERATOR_STEPS(AttentionIndexedDoubleBackward)
 };
 
 // Throws ValueError for a number beyond the keys. Called by the CPU key before anything runs.

@@ -31,6 +31,8 @@ auto select(const BackwardParams& params) { return cuda::select_backward(params)
 auto select(const JvpParams& params) { return cuda::select_jvp(params); }
 auto select(const DoubleBackwardParams& params) { return cuda::select_double_backward(params); }
 auto select(const WeightsParams& params) { return cuda::select_weights(params); }
+auto select(const IndexedParams& params) { return cuda::select_indexed(params); }
+auto select(const IndexedBackwardParams& params) { return cuda::select_indexed_backward(params); }
 
 // The allocator gives the freed workspace only to work that comes later on this stream.
 template <class Params>

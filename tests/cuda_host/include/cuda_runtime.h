@@ -127,6 +127,8 @@ inline uint32_t __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
   return mine.result;
 }
 float atomicAdd(float* address, float x);
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __popcll(uint64_t x) { return __builtin_popcountll(x); }
 
 // Rounds the product before an addition. g++ does the same, because FMA is off.
 inline float __fmul_rn(float a, float b) { return a * b; }

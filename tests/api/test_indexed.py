@@ -93,7 +93,8 @@ def test_matches_a_mask(dtype, of_batch, of_heads):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "h_kv", "d", "d_v"), [(1, 1, 16, 16), (16, 1, 64, 64), (100, 2, 8, 17), (3, 3, 5, 70)]
+    ("heads", "h_kv", "d", "d_v"),
+    [(1, 1, 16, 16), (16, 1, 64, 64), (100, 2, 8, 17), (3, 3, 5, 70), (8, 1, 65, 3), (8, 4, 7, 33)],
 )
 def test_heads_and_head_dimensions(dtype, heads, h_kv, d, d_v):
     tensors = make(b=1, h=heads, h_kv=h_kv, s_q=9, s_k=700, d=d, d_v=d_v, dtype=dtype)
@@ -320,11 +321,43 @@ def test_what_is_not_differentiable_says_so():
         torch.func.jvp(run, (q,), (q,))
     with pytest.raises(NotImplementedError, match="key_indices"):
         torch.func.vmap(run, in_dims=0)(q[None])
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-        run(torch.autograd.forward_ad.make_dual(q, q))
-    leaf = q.clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        torch.autograd.grad(run(leaf).sum(), leaf, create_graph=True)
+
+
+@pytest.mark.parametrize("block_size", [0, 7])
+def test_forward_mode_and_second_derivatives(block_size):
+    """Against the derivatives of the dense reference, of queries in several blocks."""
+    shape = (2, 4, 9, 40)
+    tensors = make(b=2, h=4, h_kv=2, s_q=9, s_k=40, d=6, d_v=5, dtype=torch.float64)
+    indices = make_indices(2, 1, 9, 6 if block_size else 40, 20)
+    name = "key_block_indices" if block_size else "key_indices"
+    given = {name: indices, **({"key_block_size": block_size} if block_size else {})}
+    mask = mask_of(indices, shape, block_size or 1)
+    chunk = torch.arange(40) // 16 == (torch.arange(9) + 31)[:, None] // 16
+    options = {"causal": "lower_right", "softcap": 2.0}
+    extra = [torch.rand(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)]  # slopes and sink
+
+    def ours(q, k, v, slopes, sink):
+        return flash_attn(q, k, v, enable_gqa=True, return_lse=True, alibi_slopes=slopes, sink=sink,
+                          attention_chunk=16, **given, **options)  # fmt: skip
+
+    def expected(q, k, v, slopes, sink):
+        return dense(q, k, v, mask & chunk, alibi_slopes=slopes, sink=sink, **options)
+
+    g = torch.Generator().manual_seed(2)
+    directions = [torch.randn(t.shape, generator=g, dtype=torch.float64) for t in (*tensors, *extra)]
+    results = []
+    for function in (ours, expected):
+        leaves = [t.clone().requires_grad_() for t in (*tensors, *extra)]
+        out, lse = function(*leaves)
+        first = torch.autograd.grad(out.sin().sum() + lse.sin().sum(), leaves, create_graph=True)
+        total = sum((a * b).sum() for a, b in zip(first, directions, strict=True))
+        second = torch.autograd.grad(total, leaves)
+        with torch.autograd.forward_ad.dual_level():
+            pairs = zip((*tensors, *extra), directions, strict=True)
+            dual = function(*(torch.autograd.forward_ad.make_dual(t, d) for t, d in pairs))
+            tangents = [torch.autograd.forward_ad.unpack_dual(t).tangent for t in dual]
+        results.append([out, lse, *first, *second, *tangents])
+    check(*results, 1e-11)
 
 
 def test_compiles_without_a_graph_break():
@@ -365,7 +398,8 @@ def test_flops():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_instruction_set(isa, dtype):
-    tensors, indices = make(b=1, h=20, h_kv=1, s_q=10, s_k=300, dtype=dtype), make_indices(1, 1, 10, 300, 200)
-    mask = mask_of(indices, (1, 20, 10, 300))
+@pytest.mark.parametrize("heads", [20, 1, 3])
+def test_every_instruction_set(isa, dtype, heads):
+    tensors, indices = make(b=1, h=heads, h_kv=1, s_q=10, s_k=300, dtype=dtype), make_indices(1, 1, 10, 300, 200)
+    mask = mask_of(indices, (1, heads, 10, 300))
     check(*run_both(tensors, {"key_indices": indices}, mask, causal="lower_right", softcap=3.0), BOUND[dtype])

@@ -1,0 +1,93 @@
+// The products of attention by index that have heads as lanes: S^T = K Q^T and dP^T = V dO^T.
+//
+// The heads that share a key head may fill a small part of a vector. Then the products are the products of decode for a
+// few rows (decode_lanes-inl.h): a vector holds several columns of each head. Otherwise they are the forward's.
+#pragma once
+
+#include "decode_many_rows-inl.h"
+#include "forward_products-inl.h"
+
+// Returns whether the products are decode's.
+template <class T>
+constexpr bool are_few_heads(int64_t heads) {
+  return heads <= kLanes<T> / 2;
+}
+
+// Returns the number of rows with which decode's products run: the smallest allowed one, for fewer heads.
+template <class T>
+constexpr int64_t rows_of_few_heads(int64_t heads) {
+  while (!fills_lanes<T>(heads)) ++heads;
+  return heads;
+}
+
+template <class In, class T>
+struct HeadScores {
+  using Operands = ManyRowsOperands<In, T>;
+  using E = typename Operands::Element;
+
+  ForwardProducts<In, T> whole;
+  ManyRows<In, T> few;
+  In* rows;  // [heads][D]   Q of few heads, with zeros behind the columns
+
+  // `row`: the call of one query row, with the heads as queries and a tile of keys.
+  static HeadScores allocate(Arena& arena, const AttentionParams& row) {
+    const Sizes& z = row.sizes;
+    HeadScores s{ForwardProducts<In, T>::allocate(arena, row), {}, nullptr};
+    if (!are_few_heads<T>(z.seqlen_q)) return s;
+    const int64_t heads = rows_of_few_heads<T>(z.seqlen_q);
+    s.few = ManyRows<In, T>::allocate(arena, row, heads, 1, z.seqlen_k);
+    s.rows = arena.take<In>(heads * columns_of_row(z.head_dim));
+    return s;
+  }
+
+  // Loads the heads [h, h + heads).
+  void load_queries(const AttentionParams& row, int64_t h, int64_t heads, int64_t ld) const {
+    if (!rows) return whole.load_queries(row, 0, 0, h, heads, ld);
+    const int64_t ldq = columns_of_row(row.sizes.head_dim), all = rows_of_few_heads<T>(heads);
+    std::memset(static_cast<void*>(rows), 0, all * ldq * sizeof(In));
+    for (int64_t n = 0; n < heads; ++n)
+      std::memcpy(rows + n * ldq, row.q.row<In>(0, 0, h + n), row.sizes.head_dim * sizeof(In));
+    load_elements_of_queries(rows, ldq, all, row.sizes.head_dim);
+  }
+
+  // Writes S^T, [keys][f.ld]. The lanes behind the heads may be anything. Prefetches all lines of `ahead`.
+  template <class Ahead>
+  void scores(const AttentionParams& row, const TileFrame& f, T scale, T* out, Ahead& ahead,
+              int64_t lines) const {
+    if (!rows) {
+      GradualPrefetch gradual(ahead, lines, f.keys * f.ld / kLanes<T>);
+      return whole.scores(row, f, scale, out, false, gradual.prefetch_hook());
+    }
+    Prefetcher nothing;
+    const int64_t heads = rows_of_few_heads<T>(f.queries), lanes = lanes_of<T>(heads);
+    const int64_t lines_of_chunk = ceil_div(lines, ceil_div(f.keys, kChunkRows));
+    for (int64_t j = 0; j < f.keys; j += kChunkRows) {
+      const int64_t count = std::min(kChunkRows, f.keys - j);
+      ahead.lines(lines_of_chunk);
+      const Rows<In> k{row.k.row<In>(0, 0, j), row.k.stride_s, row.sizes.head_dim};
+      few.load_scores(0, heads, k, count, scale, few.scores, nothing);
+      for (int64_t n = 0; n < count; ++n) store<T>(out + (j + n) * f.ld, load<T>(few.scores + n * lanes));
+    }
+  }
+
+ private:
+  static int64_t columns_of_row(int64_t cols) { return ceil_div(cols, FA_VECTOR_BYTES) * FA_VECTOR_BYTES; }
+
+  // ManyRows reads Q as elements of the products.
+  void load_elements_of_queries(const In* from, int64_t ldq, int64_t heads, int64_t depth) const {
+    const int64_t lanes = lanes_of<T>(heads), span = span_of<T>(heads);
+    E* to = few.q;
+    for (int64_t c = 0; c < Operands::depth_of(depth); c += span)
+      for (int64_t r = 0; r < lanes; ++r)
+        for (int64_t n = 0; n < span; ++n, ++to) *to = r < heads ? element_of(from + r * ldq, c + n) : E{};
+  }
+  static E element_of(const In* row, int64_t n) {
+    if constexpr (sizeof(E) > sizeof(In) && !std::is_same_v<E, T>) {
+      E pair;
+      std::memcpy(&pair, row + 2 * n, sizeof(pair));
+      return pair;
+    } else {
+      return scalar_as<T>(row[n]);
+    }
+  }
+};

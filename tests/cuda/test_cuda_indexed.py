@@ -1,0 +1,121 @@
+"""Attention by index on the CUDA kernels' host build (tests/cuda_host): the tests of the CPU kernels, on smaller calls.
+
+The tier simt is the only one for it. No GPU has run it yet.
+"""
+
+import math
+
+import pytest
+import test_indexed
+import torch
+from cuda_host import library
+from test_indexed import BOUND, check, make, make_indices, mask_of, run_both
+
+from flash_attn_ext import flash_attn
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+test_empty = test_indexed.test_empty
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_matches_a_mask(dtype):
+    tensors = make(b=2, h=4, h_kv=2, s_q=9, s_k=150, d=24, d_v=40, dtype=dtype)
+    indices = make_indices(2, 1, 9, 150, 90)
+    mask = mask_of(indices, (2, 4, 9, 150))
+    check(*run_both(tensors, {"key_indices": indices.int()}, mask, causal="lower_right"), BOUND[dtype])
+
+
+@pytest.mark.parametrize(
+    ("heads", "h_kv", "d", "d_v"),
+    [(1, 1, 16, 16), (40, 2, 8, 150), (3, 3, 140, 70), (16, 1, 300, 17), (2, 1, 1, 260)],
+)
+def test_heads_and_head_dimensions(heads, h_kv, d, d_v):
+    tensors = make(b=1, h=heads, h_kv=h_kv, s_q=4, s_k=80, d=d, d_v=d_v, dtype=torch.float64)
+    indices = make_indices(1, h_kv, 4, 80, 70)
+    check(*run_both(tensors, {"key_indices": indices}, mask_of(indices, (1, heads, 4, 80))), BOUND[torch.float64])
+
+
+def test_many_keys_and_queries():
+    """More keys than a pass of the sort has words for, and more queries than a key collects at a time."""
+    tensors = make(b=1, h=2, h_kv=1, s_q=3, s_k=40000, d=4, d_v=4, dtype=torch.float64)
+    indices = make_indices(1, 1, 3, 40000, 300)
+    with torch.no_grad():
+        check(
+            *run_both(tensors, {"key_indices": indices}, mask_of(indices, (1, 2, 3, 40000)), grads=False),
+            BOUND[torch.float64],
+        )
+    tensors = make(b=1, h=2, h_kv=1, s_q=300, s_k=5, d=4, d_v=4, dtype=torch.float64)
+    indices = make_indices(1, 1, 300, 5, 3)
+    check(*run_both(tensors, {"key_indices": indices}, mask_of(indices, (1, 2, 300, 5))), BOUND[torch.float64])
+
+
+@pytest.mark.parametrize("block_size", [7, 100])
+def test_blocks(block_size):
+    tensors = make(b=1, h=4, h_kv=2, s_q=6, s_k=90, d=8, d_v=8, dtype=torch.float64)
+    indices = make_indices(1, 2, 6, -(-90 // block_size), 4)
+    given = {"key_block_indices": indices, "key_block_size": block_size}
+    check(*run_both(tensors, given, mask_of(indices, (1, 4, 6, 90), block_size), causal="lower_right"), 1e-12)
+
+
+def test_options_and_their_gradients():
+    tensors = make(b=2, h=4, h_kv=2, s_q=8, s_k=70, d=8, d_v=8, dtype=torch.float64)
+    indices = make_indices(2, 2, 8, 70, 40)
+    bias = torch.randn(2, 4, 8, 70, dtype=torch.float64)
+    bias[torch.rand(bias.shape) < 0.3] = -math.inf
+    keys = torch.rand(2, 70) > 0.3
+    mask = bias.masked_fill(~(mask_of(indices, (2, 4, 8, 70)) & keys[:, None, None]), -math.inf)
+    extra = {"alibi_slopes": torch.rand(2, 4, dtype=torch.float64), "sink": torch.randn(4, dtype=torch.float64)}
+    options = {"causal": "lower_right", "window": (50, 0), "softcap": 1.5, "scale": 0.7}
+    leaves = [[t.clone().requires_grad_() for t in (*tensors, *extra.values())] for _ in range(2)]
+    q, k, v, slopes, sink = leaves[0]
+    ours = flash_attn(
+        q, k, v, bias, enable_gqa=True, key_indices=indices, key_mask=keys, alibi_slopes=slopes, sink=sink,
+        return_lse=True, **options,
+    )  # fmt: skip
+    q, k, v, slopes, sink = leaves[1]
+    expected = test_indexed.dense(q, k, v, mask, alibi_slopes=slopes, sink=sink, **options)
+    results = []
+    for (out, lse), inputs in zip((ours, expected), leaves, strict=True):
+        results.append([out, lse, *torch.autograd.grad((out.sin() + lse.sin()[..., None]).sum(), inputs)])
+    check(*results, 1e-11)
+
+
+def test_large_masks_keep_the_sum():
+    """-1e9 rounds log l out of a float32 lse: the backward computes it again."""
+    tensors = make(b=1, h=2, h_kv=1, s_q=5, s_k=70, d=8, d_v=8)
+    indices = make_indices(1, 1, 5, 70, 40, none=0.0)
+    q, k, v = (t.clone().requires_grad_() for t in tensors)
+    out = flash_attn(q, k, v, torch.full((1, 1, 1, 70), -1e9), enable_gqa=True, key_indices=indices)
+    dv = torch.autograd.grad(out.sum(), v)[0]
+    seen = mask_of(indices, (1, 2, 5, 70)).double()
+    expected = (seen / seen.sum(-1, keepdim=True).clamp(min=1)).sum((1, 2))  # uniform weights
+    assert torch.allclose(dv[0, 0, :, 0].double(), expected[0], atol=1e-5)
+
+
+def test_nan_outside_of_the_keys_stays_there():
+    q, k, v = make(b=1, h=2, h_kv=1, s_q=5, s_k=70, d=8, d_v=8)
+    indices = make_indices(1, 1, 5, 35, 20)
+    key_mask = torch.ones(1, 70, dtype=torch.bool)
+    key_mask[:, 20:25] = False
+    k[:, :, 35:], v[:, :, 35:], k[:, :, 20:25], v[:, :, 20:25] = (math.nan,) * 4
+    clean = [torch.nan_to_num(t) for t in (q, k, v)]
+    got, expected = (run_both(t, {"key_indices": indices}, None, key_mask=key_mask)[0] for t in ((q, k, v), clean))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_same_bits_in_any_order(kernels):
+    tensors = make(b=1, h=4, h_kv=2, s_q=6, s_k=90, d=8, d_v=8, dtype=torch.bfloat16)
+    indices = make_indices(1, 2, 6, 90, 40)
+    results = []
+    for seed, numbers in enumerate((indices, torch.cat([indices.flip(-1), indices[..., :9]], -1))):
+        kernels.seed_order(seed)
+        results.append(run_both(tensors, {"key_indices": numbers}, None)[0])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_selector_says_why_no_faster_tier_runs(kernels):
+    with kernels.on_gpu(9, 0):
+        for params in (library.IndexedParams(), library.IndexedBackwardParams()):
+            reasons = [f"{tier}: no attention by index" for tier in ("sm90", "sm80")]
+            assert kernels.choice(params) == ("simt", reasons)
