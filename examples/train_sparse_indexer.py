@@ -2,7 +2,8 @@
 
 First the model attends to all keys, while the indexer learns where the heads look (warm-up). Then copies of the model
 go on from there: with all keys, with the keys that its indexer chooses, with the keys of an untrained indexer, and with
-the last keys (a window of as many). All see the same batches. The validation losses say what the choice costs.
+the last keys (a window of as many). All see the same batches. The validation losses say what the choice costs. With
+--attention latent the model has multi-head latent attention in place of one key head.
 
 Afterwards the program measures a training step of one attention layer at several sequence lengths: all keys, and chosen
 keys with their choice and the indexer's training. The results are in a folder: results.json and sparse_indexer.png.
@@ -21,7 +22,7 @@ import matplotlib
 import torch
 from gpt_model import Shape
 from gpt_report import machine
-from sparse_gpt import Indexer, SparseGPT
+from sparse_gpt import ATTENTIONS, Indexer, LatentAttention, SparseGPT
 from stdlib_text import VOCABULARY, Batch, load_corpus, random_windows
 
 from flash_attn_ext import flash_attn, indexer_loss, indexer_topk
@@ -31,7 +32,10 @@ from matplotlib import pyplot as plt
 
 BATCH, VALIDATION_BATCHES, LEARNING_RATE = 4, 8, 1e-3
 RUNS = ("all keys", "chosen keys", "untrained indexer", "window")
-LAYER = {"heads": 16, "head_dim": 64}  # of the measured layer: one key head
+# The measured layer: 16 query heads and one key head, with so many columns of keys and of values. A latent value is a
+# view of the key.
+HEADS = 16
+COLUMNS = {"multi-query": (64, 64), "latent": (LatentAttention.LATENT + LatentAttention.ROTARY, LatentAttention.LATENT)}
 LAYER_INDEXER = Indexer(heads=16, head_dim=32, topk=512)
 
 
@@ -41,7 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     started = time.perf_counter()
     corpus = load_corpus()
     shape = Shape(VOCABULARY, arguments.context, arguments.d_model, arguments.heads, arguments.layers)
-    model = SparseGPT(shape, Indexer(arguments.index_heads, arguments.index_dim, arguments.topk))
+    indexer = Indexer(arguments.index_heads, arguments.index_dim, arguments.topk)
+    model = SparseGPT(shape, indexer, arguments.attention)
     untrained = copy.deepcopy(index_parameters(model))
     batches = random_windows(corpus.train, BATCH, arguments.context, arguments.seed)
     validation = random_windows(corpus.validation, BATCH, arguments.context, 1)
@@ -66,9 +71,11 @@ def main(argv: list[str] | None = None) -> int:
     seconds = time.perf_counter() - started
     print(f"{seconds:.0f} s of training")
 
-    rows = [measure_layer(length) for length in arguments.lengths]
+    rows = [measure_layer(length, arguments.attention) for length in arguments.lengths]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    results = {"machine": machine("cpu"), "losses": losses, "seconds": seconds, "layer": rows}
+    results = {
+        "machine": machine("cpu"), "attention": arguments.attention, "losses": losses, "seconds": seconds, "layer": rows
+    }  # fmt: skip
     (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     plot(arguments.out / "sparse_indexer.png", arguments, curves, losses, rows)
     print(f"Results in {arguments.out}")
@@ -91,6 +98,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     }
     for name, (default, meaning) in numbers.items():
         parser.add_argument("--" + name, type=int, default=default, help=f"{meaning} (default: {default})")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="multi-query", help="(default: multi-query)")
     text = "sequence lengths of the measured layer (default: 1024 to 16384)"
     parser.add_argument("--lengths", type=int, nargs="*", default=[2**n for n in range(10, 15)], metavar="S", help=text)
     parser.add_argument("--out", type=Path, default=Path("build/sparse_indexer"), metavar="FOLDER")
@@ -135,11 +143,15 @@ def validation_loss(model: SparseGPT, batches: list[Batch]) -> float:
     return sum(model.loss(*batch).item() for batch in batches) / len(batches)
 
 
-def measure_layer(length: int, rounds: int = 3) -> dict[str, float]:
+def measure_layer(length: int, attention: str) -> dict[str, float]:
     """Times one attention layer in milliseconds. Steps take turns, and the fastest of each counts."""
-    heads, head_dim, indexer = LAYER["heads"], LAYER["head_dim"], LAYER_INDEXER
-    query = torch.randn(1, heads, length, head_dim, requires_grad=True)
-    key, value = (torch.randn(1, 1, length, head_dim, requires_grad=True) for _ in range(2))
+    rounds = max(1, min(3, 16384 // length))
+    (columns, value_columns), indexer = COLUMNS[attention], LAYER_INDEXER
+    query = torch.randn(1, HEADS, length, columns, requires_grad=True)
+    key = torch.randn(1, 1, length, columns, requires_grad=True)
+    is_latent = attention == "latent"
+    value = key[..., :value_columns] if is_latent else torch.randn(1, 1, length, value_columns, requires_grad=True)
+    inputs = (query, key) if is_latent else (query, key, value)
     index = [
         torch.randn(1, indexer.heads, length, indexer.head_dim, requires_grad=True),
         torch.randn(1, length, indexer.head_dim, requires_grad=True),
@@ -148,13 +160,13 @@ def measure_layer(length: int, rounds: int = 3) -> dict[str, float]:
     attend = partial(flash_attn, query, key, value, is_causal=True, enable_gqa=True)
 
     def all_keys() -> None:
-        torch.autograd.grad(attend().sum(), (query, key, value))
+        torch.autograd.grad(attend().sum(), inputs, retain_graph=is_latent)
 
     def chosen_keys() -> None:
         chosen = indexer_topk(*index, indexer.topk, is_causal=True)
         out, lse = attend(key_indices=chosen, return_lse=True)
         loss = indexer_loss(*index, query, key, lse, indices=chosen, is_causal=True)
-        torch.autograd.grad(out.sum() + loss, (query, key, value, *index))
+        torch.autograd.grad(out.sum() + loss, (*inputs, *index), retain_graph=is_latent)
 
     @torch.no_grad()
     def all_keys_forward() -> None:
