@@ -8,6 +8,7 @@ FILES = {
     "test_benchmarks": "starts a process for each benchmark",
     "test_build": "starts builds",
     "test_compilers": "compiles the kernels with clang",
+    "test_cuda_attention_chunk": "as test_cuda_host",
     "test_cuda_binding": "compiles the binding's CUDA half",
     "test_cuda_cache": "as test_cuda_host",
     "test_cuda_capture": "as test_cuda_host",
