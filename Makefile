@@ -10,7 +10,7 @@ PY_SOURCES := setup.py flash_attn_ext tests benchmarks examples tools
 
 bench_files = --text build/bench/$(1).txt --json build/bench/$(1).json --plot build/bench/$(1).png
 
-.PHONY: demo test test-quick bench bench-models lint format docs wheel clean
+.PHONY: demo test test-faults test-quick bench bench-models lint format docs wheel clean
 
 # Trains a small GPT on the standard library's sources, through torch and through flash_attn_ext, and compares.
 # After the first build: about three minutes on two idle cores.
@@ -21,9 +21,14 @@ demo: $(VENV)/.built $(VENV)/.demo
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# All tests, after the build 12 minutes on two idle cores. Some of them: TESTS="tests/cpu/test_decode.py -k split".
+# All tests of the library. Some of them: TESTS="tests/cpu/test_decode.py -k split".
 test: $(VENV)/.built $(VENV)/.test
-	$(PYTEST) $(TESTS)
+	$(PYTEST) $(if $(TESTS),$(TESTS),-m "not planted_fault")
+
+# The tests of the tests: each plants a fault, such as a barrier left out, and checks that it is found. Run it after a
+# change of kernels, or of what runs and judges them on the host (tests/cuda_host, tests/ptx, tests/cpp).
+test-faults: $(VENV)/.built $(VENV)/.test
+	$(PYTEST) -m planted_fault
 
 # All but the tests of tests/support/slow.py, in a minute and a half. Run it after each change.
 test-quick: $(VENV)/.built $(VENV)/.test

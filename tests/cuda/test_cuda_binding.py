@@ -15,7 +15,7 @@ from torch.utils import cpp_extension
 
 TOOLKIT = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
 MACRO = "FLASH_ATTN_EXT_WITH_CUDA"
-# The sources that differ in a build with CUDA. They are compiled together, as setup.py compiles sources together: torch's
+# The sources that differ in a build with CUDA. They are compiled as one unit, as setup.py compiles sources: torch's
 # headers take half of the time.
 SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*.cpp") if MACRO in path.read_text())
 

@@ -91,9 +91,13 @@ TESTS = {
 FIRST = ["test_sanitizers", "test_cuda_compile", "test_cuda_host", "test_arm", "test_demo", "test_cuda_mutations"]
 FIRST += ["test_cuda_sm90_mutations", "test_gpu_command", "test_cuda_sm90_backward", "test_paper_tables"]
 FIRST += ["test_cuda_sm80_backward", "test_documentation"]
+# The files that read the machine code that test_cuda_compile makes. Beside it they would wait for it.
+LAST = ["test_cuda_sm80_code", "test_cuda_sm90_code", "test_gpu_time_model"]
 
 
 def order_of(file: str) -> int:
+    if file in LAST:
+        return len(FIRST) + 1
     return FIRST.index(file) if file in FIRST else len(FIRST)
 
 
