@@ -5,10 +5,22 @@ namespace {
 
 constexpr int64_t kWord = 64;  // bits
 
+// Returns whether the numbers are ascending numbers of keys, without duplicates.
+template <class Index>
+bool is_sorted_row(const Index* numbers, int64_t count, int64_t limit) {
+  for (int64_t n = 1; n < count; ++n)
+    if (numbers[n - 1] >= numbers[n]) return false;
+  return count == 0 || (numbers[0] >= 0 && numbers[count - 1] < limit);
+}
+
 // A set of bits sorts numbers below S_k in linear time, and a duplicate sets its bit a second time. `bits` is zero
 // before and after.
 template <class Index>
 int32_t sort_row(const Index* numbers, int64_t count, int64_t limit, uint64_t* bits, int32_t* sorted) {
+  if (is_sorted_row(numbers, count, limit)) {
+    std::transform(numbers, numbers + count, sorted, [](Index n) { return static_cast<int32_t>(n); });
+    return static_cast<int32_t>(count);
+  }
   int64_t least = limit, most = -1;
   for (int64_t n = 0; n < count; ++n) {
     const int64_t number = numbers[n];

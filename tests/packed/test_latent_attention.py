@@ -10,6 +10,7 @@ from tolerances import assert_as_exact_as_torch
 from torch import nn
 
 from flash_attn_ext import (
+    _ops,
     explain_kvcache,
     explain_varlen,
     flash_attn,
@@ -303,6 +304,13 @@ def test_errors_of_flashmla_caches():
     q, cache = torch.randn(1, 1, 2, 576), torch.zeros(1, 8, 1, 656, dtype=torch.uint8)
     format = {"cache_format": "flashmla_fp8"}
     narrow, wide = cache[..., :576], cache.int()
+    # The operator itself: the kernels would read 80 bytes behind the last row.
+    short = torch.zeros(8 * 656 - 80, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    caches = [short.as_strided((1, 8, 1, columns), (8 * 656, 656, 656, 1)) for columns in (576, 512)]
+    given = dict.fromkeys(row.name for row in _ops.CACHE.rows) | {"query": q[0], "key": caches[0], "value": caches[1]}
+    given |= {"cu_seqlens_q": torch.tensor([0, 1]), "seqused_k": torch.tensor([8])}
+    with pytest.raises(ValueError, match="latent_rows: got key"):
+        _ops.attention_cache(**given, latent_rows=True)
     for tensors, given, error, message in (
         ((q, cache, cache), {"cache_format": "fp8"}, ValueError, "cache_format: got 'fp8'; allowed: None, 'flashmla"),
         ((q, cache, cache[..., :512]), format, ValueError, "v_cache: got another tensor with cache_format"),
