@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
 
@@ -57,47 +58,76 @@ Struct read(const pybind11::dict& by_name) {
   return result;
 }
 
-// A function of two structs that takes dictionaries instead.
-template <class Result, class Tensors, class Options, class... Rest>
-auto from_dictionaries(Result (*function)(const Tensors&, const Options&, const Rest&...)) {
-  return [function](const pybind11::dict& tensors, const pybind11::dict& options, const Rest&... rest) {
-    return function(read<Tensors>(tensors), read<Options>(options), rest...);
-  };
-}
+// The functions of an operator that Python calls. All operators' functions have one type, because pybind11 compiles much code
+// for each type.
 
 // Steps 1 to 5 of checks/checks.h.
 template <class Op>
-void check(const typename Op::Tensors& tensors, const typename Op::Options& options) {
+void check(const pybind11::dict& tensors_by_name, const pybind11::dict& options_by_name) {
+  const auto tensors = read<typename Op::Tensors>(tensors_by_name);
+  const auto options = read<typename Op::Options>(options_by_name);
   Op::check(tensors, options);
   flash_attn_ext::check_contents(tensors, options);
+}
+
+template <class Op>
+Plan plan_of_forward(const pybind11::dict& tensors, const pybind11::dict& options) {
+  return flash_attn_ext::plan_forward<Op>(read<typename Op::Tensors>(tensors),
+                                          read<typename Op::Options>(options));
+}
+
+template <class Op, class Backward>
+Plan plan_of_backward(const pybind11::dict& tensors, const pybind11::dict& options,
+                      const std::vector<bool>& grad_mask) {
+  decltype(Backward::Options::grad_mask) flags;
+  TORCH_CHECK_TYPE(grad_mask.size() == flags.size(), "flash_attn_ext: internal error, got ", grad_mask.size(),
+                   " flags");
+  std::copy(grad_mask.begin(), grad_mask.end(), flags.begin());
+  return flash_attn_ext::plan_backward<Op, Backward>(read<typename Op::Tensors>(tensors),
+                                                     read<typename Op::Options>(options), flags);
 }
 
 // Runs an operator with other kernels: tests/cuda_host. Everything else is the code of the CUDA key. The kernels are
 // run(params as bytes, {name: input}, {name: output}). Returns the results.
 using Run = std::function<void(const pybind11::bytes&, const pybind11::dict&, const pybind11::dict&)>;
 
-template <class Struct, class Names>
-void add_tensors(pybind11::dict& by_name, const Struct& tensors, const Names& name_of) {
-  size_t n = 0;
-  const auto add = [&](const auto& optional) {
-    const std::string name = name_of(n++);
-    if (const at::Tensor* t = flash_attn_ext::tensor_or_null(optional)) by_name[name.c_str()] = *t;
-  };
-  std::apply([&](const auto&... t) { (add(t), ...); }, tensors.tie());
-}
+// Tensors with their names, for Python.
+class NamedTensors {
+ public:
+  template <class Struct>
+  void add(const Struct& tensors, const char* kind) {
+    size_t n = 0;
+    std::apply([&](const auto&... t) { (add_one(t, kind + std::to_string(n++)), ...); }, tensors.tie());
+  }
+  template <class Tensors>
+  void add(const Tensors& tensors) {
+    size_t n = 0;
+    std::apply([&](const auto&... t) { (add_one(t, Tensors::kRules[n++].name), ...); }, tensors.tie());
+  }
+  const pybind11::dict& by_name() const { return by_name_; }
+
+ private:
+  template <class T>
+  [[gnu::noinline]] void add_one(const T& optional, const std::string& name) {
+    if (const at::Tensor* t = flash_attn_ext::tensor_or_null(optional)) by_name_[name.c_str()] = *t;
+  }
+  pybind11::dict by_name_;
+};
 
 template <class Op>
-std::vector<std::optional<at::Tensor>> run_operator(const typename Op::Tensors& given,
-                                                    const typename Op::Options& options, const Run& run) {
+std::vector<std::optional<at::Tensor>> run_operator(const pybind11::dict& tensors_by_name,
+                                                    const pybind11::dict& options_by_name, const Run& run) {
+  const auto given = read<typename Op::Tensors>(tensors_by_name);
+  const auto options = read<typename Op::Options>(options_by_name);
   Op::check(given, options);
   const typename Op::Result result = Op::empty(given, options);
   flash_attn_ext::pack_and_run<Op>(given, options, result, [&](const auto& packed) {
-    pybind11::dict inputs, outputs;
-    add_tensors(inputs, packed.tensors, [](size_t n) { return std::string(Op::Tensors::kRules[n].name); });
-    add_tensors(outputs, result, [](size_t n) { return "result " + std::to_string(n); });
-    add_tensors(outputs, packed.per_head, [](size_t n) { return "per-head part " + std::to_string(n); });
-    run(pybind11::bytes(reinterpret_cast<const char*>(&packed.params), sizeof(packed.params)), inputs,
-        outputs);
+    NamedTensors inputs, outputs;
+    inputs.add(packed.tensors);
+    outputs.add(result, "result ");
+    outputs.add(packed.per_head, "per-head part ");
+    run(pybind11::bytes(reinterpret_cast<const char*>(&packed.params), sizeof(packed.params)),
+        inputs.by_name(), outputs.by_name());
   });
   return std::apply(
       [](const auto&... t) {
@@ -112,21 +142,19 @@ pybind11::tuple names(const char* const (&names)[n]) {
 }
 
 // (name, autocast, vmap) of each tensor: for the parts of torch that take Python functions only.
-template <class Tensors>
-pybind11::tuple rows_of() {
+pybind11::tuple rows_of(c10::ArrayRef<flash_attn_ext::TensorRule> rules) {
   using flash_attn_ext::AutocastRule, flash_attn_ext::VmapRule;
+  static const std::map<AutocastRule, const char*> autocast = {
+      {AutocastRule::kCast, "cast"},
+      {AutocastRule::kUnlessFloat32, "unless_float32"},
+      {AutocastRule::kKeep, "keep"}};
+  static const std::map<VmapRule, const char*> vmap = {{VmapRule::kBatch, "batch"},
+                                                       {VmapRule::kBatchOrOne, "batch_or_one"},
+                                                       {VmapRule::kPerHead, "per_head"},
+                                                       {VmapRule::kLoop, "loop"}};
   pybind11::list result;
-  for (const flash_attn_ext::TensorRule& rule : Tensors::kRules) {
-    static const std::map<AutocastRule, const char*> autocast = {
-        {AutocastRule::kCast, "cast"},
-        {AutocastRule::kUnlessFloat32, "unless_float32"},
-        {AutocastRule::kKeep, "keep"}};
-    static const std::map<VmapRule, const char*> vmap = {{VmapRule::kBatch, "batch"},
-                                                         {VmapRule::kBatchOrOne, "batch_or_one"},
-                                                         {VmapRule::kPerHead, "per_head"},
-                                                         {VmapRule::kLoop, "loop"}};
+  for (const flash_attn_ext::TensorRule& rule : rules)
     result.append(pybind11::make_tuple(rule.name, autocast.at(rule.autocast), vmap.at(rule.vmap)));
-  }
   return result;
 }
 
@@ -150,7 +178,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   pybind11::dict rows;  // of each operator's tensors
   const auto add_rows = [&rows](auto tag) {
     using Op = typename decltype(tag)::Op;
-    rows[Op::kName] = rows_of<typename Op::Tensors>();
+    rows[Op::kName] = rows_of(Op::Tensors::kRules);
   };
   for_each_operator(KernelOperators{}, add_rows);
   for_each_operator(CpuKernelOperators{}, add_rows);
@@ -160,7 +188,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("program_operations") = program_operations();
   for_each_operator(KernelOperators{}, [&m](auto tag) {
     using Op = typename decltype(tag)::Op;
-    m.def((std::string("run_") + Op::kName).c_str(), from_dictionaries(run_operator<Op>));
+    m.def((std::string("run_") + Op::kName).c_str(), run_operator<Op>);
   });
   m.attr("differentiable") = names(flash_attn_ext::Gradients::kNames);
   pybind11::class_<KernelChoice>(m, "KernelChoice")
@@ -178,19 +206,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("bytes", &Plan::bytes)
       .def_readonly("deterministic", &Plan::deterministic)
       .def_readonly("parts", &Plan::parts);
-  m.def("plan_attention", from_dictionaries(plan_forward<Attention>));
-  m.def("plan_attention_backward", from_dictionaries(plan_backward<Attention, AttentionBackward>));
-  m.def("plan_varlen", from_dictionaries(plan_forward<AttentionVarlen>));
-  m.def("plan_varlen_backward", from_dictionaries(plan_backward<AttentionVarlen, AttentionVarlenBackward>));
-  m.def("plan_cache", from_dictionaries(plan_forward<AttentionCache>));
-  m.def("plan_flex", from_dictionaries(plan_forward<AttentionFlex>));
-  m.def("plan_flex_backward", from_dictionaries(plan_backward<AttentionFlex, AttentionFlexBackward>));
-  m.def("plan_varlen_flex", from_dictionaries(plan_forward<AttentionVarlenFlex>));
-  m.def("plan_varlen_flex_backward",
-        from_dictionaries(plan_backward<AttentionVarlenFlex, AttentionVarlenFlexBackward>));
-  m.def("plan_cache_flex", from_dictionaries(plan_forward<AttentionCacheFlex>));
-  m.def("check_append", from_dictionaries(check<AppendToCache>));
-  m.def("check_cache", from_dictionaries(check<AttentionCache>));
+  m.def("plan_attention", plan_of_forward<Attention>);
+  m.def("plan_attention_backward", plan_of_backward<Attention, AttentionBackward>);
+  m.def("plan_varlen", plan_of_forward<AttentionVarlen>);
+  m.def("plan_varlen_backward", plan_of_backward<AttentionVarlen, AttentionVarlenBackward>);
+  m.def("plan_cache", plan_of_forward<AttentionCache>);
+  m.def("plan_flex", plan_of_forward<AttentionFlex>);
+  m.def("plan_flex_backward", plan_of_backward<AttentionFlex, AttentionFlexBackward>);
+  m.def("plan_varlen_flex", plan_of_forward<AttentionVarlenFlex>);
+  m.def("plan_varlen_flex_backward", plan_of_backward<AttentionVarlenFlex, AttentionVarlenFlexBackward>);
+  m.def("plan_cache_flex", plan_of_forward<AttentionCacheFlex>);
+  m.def("check_append", check<AppendToCache>);
+  m.def("check_cache", check<AttentionCache>);
   m.def("build_info", build_info);
   m.def("available_kernels", cpu::available_isas);
   m.def("active_kernel", [] { return std::string(cpu::active_kernels().isa); });

@@ -5,6 +5,7 @@
 #include <ATen/ops/add.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "autograd_lists.h"
 
@@ -104,19 +105,72 @@ std::array<bool, count> flags_from(const std::vector<bool>& needs, size_t first)
   return flags;
 }
 
-// The first kNonTensorArguments arguments of a Function's forward have no gradient. Then each tensor is one argument,
-// because autograd finds only tensors that are arguments. The tensor arguments have no forward-mode tangents. `given`,
-// one of the first arguments, has these tangents. The Function saves `given`: a backward in forward mode needs them.
-constexpr size_t kNonTensorArguments = 3;
+// One autograd Function serves all derivatives, because torch's header compiles much code for each class of Function, and
+// more for each number of arguments.
+class DerivativeFunction : public torch::autograd::Function<DerivativeFunction> {
+ public:
+  using Backward = variable_list(AutogradContext* ctx, const variable_list& grads);
+  struct Computed {
+    variable_list results, saved;  // saved: for the backward. It begins with the operator's tensors
+  };
 
-inline variable_list gradients_of_arguments(size_t count) {
-  return variable_list(kNonTensorArguments + count);
+  // `values`: the options and the backward. `tensors`: the operator's defined tensors, without forward-mode tangents.
+  static variable_list forward(AutogradContext* ctx, const c10::IValue& values,
+                               const std::function<Computed()>& compute, at::TensorList /*tensors*/) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    Computed computed = compute();
+    ctx->save_for_backward(std::move(computed.saved));
+    // autograd stores each entry of saved_data in a node of a hash table, so one entry is cheaper.
+    ctx->saved_data["values"] = values;
+    ctx->set_materialize_grads(false);  // an unused lse costs nothing in the backward
+    return std::move(computed.results);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const int64_t backward = ctx->saved_data["values"].toTupleRef().elements().back().toInt();
+    return reinterpret_cast<Backward*>(backward)(ctx, grads);
+  }
+};
+
+// Calls compute(), and records `backward` as the derivative of its results.
+template <class Tensors, class Options>
+variable_list record(DerivativeFunction::Backward* backward, const Tensors& tensors, const Options& options,
+                     const std::function<DerivativeFunction::Computed()>& compute) {
+  std::vector<c10::IValue> values;
+  values.reserve(kMembers<Options> + 1);
+  push_members(values, options);
+  values.emplace_back(reinterpret_cast<int64_t>(backward));
+  variable_list defined;
+  for_each_tensor(tensors, [&](const TensorRule&, const auto& optional) {
+    if (const at::Tensor* t = tensor_or_null(optional)) defined.push_back(*t);
+  });
+  return DerivativeFunction::apply(c10::IValue(c10::ivalue::Tuple::create(std::move(values))), compute,
+                                   at::TensorList(defined));
 }
 
-// Stores the gradients from the tensor argument at position `first` on.
+// The options that record() got.
+template <class Options>
+Options recorded_options(AutogradContext* ctx) {
+  const std::vector<c10::IValue> values = ctx->saved_data["values"].toTupleRef().elements().vec();
+  Options options;
+  load_members(values.data(), options);
+  return options;
+}
+
+// The result of a backward: the gradients of the arguments of DerivativeFunction. `gradients` has one element for each of the
+// first tensors of `saved`.
+inline variable_list gradients_of_arguments(const variable_list& gradients, const variable_list& saved) {
+  constexpr size_t kNonTensorArguments = 2;
+  variable_list result(kNonTensorArguments);
+  for (size_t n = 0; n < gradients.size(); ++n)
+    if (saved[n].defined()) result.push_back(gradients[n]);
+  return result;
+}
+
+// Stores the gradients from the tensor at position `first` on.
 template <class Gradients>
 void store(variable_list& result, size_t first, const Gradients& gradients) {
-  for (const at::Tensor& grad : list_of(gradients)) result[kNonTensorArguments + first++] = grad;
+  for (const at::Tensor& grad : list_of(gradients)) result[first++] = grad;
 }
 
 struct AttentionFamily {

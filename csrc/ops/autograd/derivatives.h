@@ -10,6 +10,7 @@
 // The forward saves its inputs, out and lse. Every derivative recomputes the scores tile by tile.
 #pragma once
 
+#include "../declarations/implement.h"
 #include "autograd_calls.h"
 
 namespace flash_attn_ext {
@@ -17,40 +18,23 @@ namespace flash_attn_ext {
 template <class F>
 struct Derivatives : DerivativeCalls<F> {
   using Calls = DerivativeCalls<F>;
+  using Computed = DerivativeFunction::Computed;
   using Calls::backward_of, Calls::jvp_of, Calls::double_backward_of, Calls::kTensors, Calls::kGradients;
   using typename Calls::Gradients, typename Calls::InputTangents, typename Calls::GradFlags,
       typename Calls::Tensors, typename Calls::Options, typename Calls::BackwardTensors,
       typename Calls::BackwardOptions, typename Calls::JvpTensors, typename Calls::DoubleBackwardTensors;
 
-  class ForwardFunction : public torch::autograd::Function<ForwardFunction> {
-   public:
-    // `computed` is the result if forward mode has computed it.
-    template <class... Tensor>
-    static variable_list forward(AutogradContext* ctx, const Options& options, const Tensors& given,
-                                 const AttentionResult& computed, const Tensor&... tensor) {
-      at::AutoDispatchBelowADInplaceOrView below_autograd;
-      const auto [out, lse] =
-          computed.out.defined() ? computed : call<typename F::Forward>({tensor...}, options);
-      variable_list saved = list_of(given);
-      saved.push_back(out);
-      saved.push_back(lse);
-      ctx->save_for_backward(saved);
-      ctx->saved_data["options"] = pack_options(options);
-      ctx->set_materialize_grads(false);  // an unused lse costs nothing in the backward
-      return {out, lse};
-    }
-
-    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-      const variable_list saved = ctx->get_saved_variables();
-      const auto options = unpack_options<Options>(ctx->saved_data["options"]);
-      const GradFlags wanted = flags_from<kGradients>(needs_gradient(ctx, saved, kTensors), 0);
-      variable_list result = gradients_of_arguments(kTensors);
-      store(result, 0,
-            backward_of(struct_of<Tensors>(saved), saved[kTensors], saved[kTensors + 1], {grads[0], grads[1]},
-                        options, wanted));
-      return result;
-    }
-  };
+  // The backward of Forward.
+  static variable_list differentiate_forward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const auto options = recorded_options<Options>(ctx);
+    const GradFlags wanted = flags_from<kGradients>(needs_gradient(ctx, saved, kTensors), 0);
+    variable_list result(kTensors);
+    store(result, 0,
+          backward_of(struct_of<Tensors>(saved), saved[kTensors], saved[kTensors + 1], {grads[0], grads[1]},
+                      options, wanted));
+    return gradients_of_arguments(result, saved);
+  }
 
   // Refuses gradients of the tensors that are not in FA_DIFFERENTIABLE: autograd would drop them silently.
   static void check_only_differentiable_need_gradients(const Tensors& given) {
@@ -79,9 +63,14 @@ struct Derivatives : DerivativeCalls<F> {
       computed = {output_tangents.out.detach(), output_tangents.lse.detach()};
     }
     if (how.reverse) {
-      const variable_list results = std::apply(
-          [&](const auto&... tensor) { return ForwardFunction::apply(options, given, computed, tensor...); },
-          tensors.tie());
+      // `given` is saved, because a backward in forward mode needs the tangents.
+      const variable_list results = record(differentiate_forward, tensors, options, [&] {
+        if (!computed.out.defined()) computed = call<typename F::Forward>(tensors, options);
+        variable_list saved = list_of(given);
+        saved.push_back(computed.out);
+        saved.push_back(computed.lse);
+        return Computed{list_of(computed), std::move(saved)};
+      });
       computed = {results[0], results[1]};
     }
     set_tangent(computed.out, output_tangents.tangent_out);
@@ -89,40 +78,29 @@ struct Derivatives : DerivativeCalls<F> {
     return computed;
   }
 
-  class BackwardFunction : public torch::autograd::Function<BackwardFunction> {
-   public:
-    template <class... Tensor>
-    static variable_list forward(AutogradContext* ctx, const BackwardOptions& options,
-                                 const BackwardTensors& given, std::nullptr_t, const Tensor&... tensor) {
-      at::AutoDispatchBelowADInplaceOrView below_autograd;
-      ctx->save_for_backward(list_of(given));
-      ctx->saved_data["options"] = pack_options(options);
-      ctx->set_materialize_grads(false);
-      return wanted_of(call<typename F::Backward>({tensor...}, options));
-    }
+  // The backward of Backward.
+  static variable_list differentiate_backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const auto given = struct_of<BackwardTensors>(saved);
+    const auto options = recorded_options<BackwardOptions>(ctx);
 
-    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-      const variable_list saved = ctx->get_saved_variables();
-      const auto given = struct_of<BackwardTensors>(saved);
-      const auto options = unpack_options<BackwardOptions>(ctx->saved_data["options"]);
-
-      constexpr size_t kCount = std::size(BackwardTensors::kRules),
-                       kFirst = position_of<BackwardTensors>("query"),
-                       kGradOut = position_of<BackwardTensors>("grad_out"),
-                       kGradLse = position_of<BackwardTensors>("grad_lse");
-      variable_list result = gradients_of_arguments(kCount);
-      const InputTangents t = as_tangents<InputTangents>(gradients_from<Gradients>(grads, options.grad_mask));
-      if (!any_defined(t)) return result;
-      const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
-      const AttentionJvpResult output_tangents = jvp_of(given.forward(), t, options.forward());
-      if (needs[kGradOut]) result[kNonTensorArguments + kGradOut] = output_tangents.tangent_out;
-      if (needs[kGradLse]) result[kNonTensorArguments + kGradLse] = output_tangents.tangent_lse;
-      store(result, kFirst,
-            double_backward_of(given.forward(), given.out, given.lse, {saved[kGradOut], saved[kGradLse]}, t,
-                               output_tangents, options.forward(), flags_from<kGradients>(needs, kFirst)));
-      return result;  // out and lse have no gradient: they are functions of X, and H contains their part
-    }
-  };
+    constexpr size_t kCount = std::size(BackwardTensors::kRules),
+                     kFirst = position_of<BackwardTensors>("query"),
+                     kGradOut = position_of<BackwardTensors>("grad_out"),
+                     kGradLse = position_of<BackwardTensors>("grad_lse");
+    variable_list result(kCount);
+    const InputTangents t = as_tangents<InputTangents>(gradients_from<Gradients>(grads, options.grad_mask));
+    if (!any_defined(t)) return gradients_of_arguments(result, saved);
+    const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
+    const AttentionJvpResult output_tangents = jvp_of(given.forward(), t, options.forward());
+    if (needs[kGradOut]) result[kGradOut] = output_tangents.tangent_out;
+    if (needs[kGradLse]) result[kGradLse] = output_tangents.tangent_lse;
+    store(result, kFirst,
+          double_backward_of(given.forward(), given.out, given.lse, {saved[kGradOut], saved[kGradLse]}, t,
+                             output_tangents, options.forward(), flags_from<kGradients>(needs, kFirst)));
+    // out and lse have no gradient: they are functions of X, and H contains their part.
+    return gradients_of_arguments(result, saved);
+  }
 
   static Gradients backward(const BackwardTensors& given, const BackwardOptions& options) {
     const Differentiated how = how_differentiated(given);
@@ -133,9 +111,9 @@ struct Derivatives : DerivativeCalls<F> {
     const BackwardTensors tensors = how.forward ? primals_of(given) : given;
     Gradients gradients;
     if (how.reverse) {
-      const variable_list wanted = std::apply(
-          [&](const auto&... tensor) { return BackwardFunction::apply(options, given, nullptr, tensor...); },
-          tensors.tie());
+      const variable_list wanted = record(differentiate_backward, tensors, options, [&] {
+        return Computed{wanted_of(call<typename F::Backward>(tensors, options)), list_of(given)};
+      });
       gradients = gradients_from<Gradients>(wanted, options.grad_mask);
     } else {
       gradients = call<typename F::Backward>(tensors, options);
@@ -161,44 +139,29 @@ struct Derivatives : DerivativeCalls<F> {
     return gradients;
   }
 
-  class JvpFunction : public torch::autograd::Function<JvpFunction> {
-   public:
-    template <class... Tensor>
-    static variable_list forward(AutogradContext* ctx, const Options& options, std::nullptr_t, std::nullptr_t,
-                                 const Tensor&... tensor) {
-      at::AutoDispatchBelowADInplaceOrView below_autograd;
-      const AttentionJvpResult result = call<typename F::Jvp>({tensor...}, options);
-      variable_list saved{tensor_or_undefined(tensor)...};
-      for (const at::Tensor& t : list_of(result)) saved.push_back(t);
-      ctx->save_for_backward(saved);
-      ctx->saved_data["options"] = pack_options(options);
-      ctx->set_materialize_grads(false);
-      return list_of(result);
-    }
+  // The backward of Jvp.
+  static variable_list differentiate_jvp(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const auto given = struct_of<JvpTensors>(saved);
+    constexpr size_t kCount = std::size(JvpTensors::kRules), kFirst = position_of<JvpTensors>("query"),
+                     kFirstTangent = position_of<JvpTensors>("tangent_query");
+    const auto result = struct_of<AttentionJvpResult>({saved.begin() + kCount, saved.end()});
+    const auto options = recorded_options<Options>(ctx);
+    const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
+    const Tensors x = given.forward();
+    const GradFlags wanted = flags_from<kGradients>(needs, kFirst);
 
-    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-      const variable_list saved = ctx->get_saved_variables();
-      const auto given = struct_of<JvpTensors>(saved);
-      constexpr size_t kCount = std::size(JvpTensors::kRules), kFirst = position_of<JvpTensors>("query"),
-                       kFirstTangent = position_of<JvpTensors>("tangent_query");
-      const auto result = struct_of<AttentionJvpResult>({saved.begin() + kCount, saved.end()});
-      const auto options = unpack_options<Options>(ctx->saved_data["options"]);
-      const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
-      const Tensors x = given.forward();
-      const GradFlags wanted = flags_from<kGradients>(needs, kFirst);
-
-      variable_list gradients = gradients_of_arguments(kCount);
-      const Cotangents of_result{grads[0], grads[1]}, of_tangents{grads[2], grads[3]};
-      store(gradients, kFirstTangent,
-            backward_of(x, result.out, result.lse, of_tangents, options,
-                        flags_from<kGradients>(needs, kFirstTangent)));
-      Gradients of_x = double_backward_of(x, result.out, result.lse, of_tangents, given.tangents(), result,
-                                          options, wanted);
-      add_gradients(of_x, backward_of(x, result.out, result.lse, of_result, options, wanted));
-      store(gradients, kFirst, of_x);
-      return gradients;
-    }
-  };
+    variable_list gradients(kCount);
+    const Cotangents of_result{grads[0], grads[1]}, of_tangents{grads[2], grads[3]};
+    store(gradients, kFirstTangent,
+          backward_of(x, result.out, result.lse, of_tangents, options,
+                      flags_from<kGradients>(needs, kFirstTangent)));
+    Gradients of_x =
+        double_backward_of(x, result.out, result.lse, of_tangents, given.tangents(), result, options, wanted);
+    add_gradients(of_x, backward_of(x, result.out, result.lse, of_result, options, wanted));
+    store(gradients, kFirst, of_x);
+    return gradients_of_arguments(gradients, saved);
+  }
 
   static AttentionJvpResult jvp(const JvpTensors& given, const Options& options) {
     const Differentiated how = how_differentiated(given);
@@ -209,50 +172,41 @@ struct Derivatives : DerivativeCalls<F> {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       return call<typename F::Jvp>(given, options);
     }
-    const variable_list results = std::apply(
-        [&](const auto&... tensor) { return JvpFunction::apply(options, nullptr, nullptr, tensor...); },
-        given.tie());
+    const variable_list results = record(differentiate_jvp, given, options, [&] {
+      const variable_list results = list_of(call<typename F::Jvp>(given, options));
+      variable_list saved = list_of(given);
+      saved.insert(saved.end(), results.begin(), results.end());
+      return Computed{results, std::move(saved)};
+    });
     return struct_of<AttentionJvpResult>(results);
   }
 
-  class DoubleBackwardFunction : public torch::autograd::Function<DoubleBackwardFunction> {
-   public:
-    template <class... Tensor>
-    static variable_list forward(AutogradContext* ctx, const BackwardOptions& options, std::nullptr_t,
-                                 std::nullptr_t, const Tensor&... tensor) {
-      at::AutoDispatchBelowADInplaceOrView below_autograd;
-      ctx->save_for_backward({tensor_or_undefined(tensor)...});
-      ctx->saved_data["options"] = pack_options(options);
-      ctx->set_materialize_grads(false);
-      return wanted_of(call<typename F::DoubleBackward>({tensor...}, options));
-    }
+  // The backward of DoubleBackward. H is linear in the tangents. It is symmetric in the tangents and the cotangents of its
+  // results.
+  static variable_list differentiate_double_backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const auto given = struct_of<DoubleBackwardTensors>(saved);
+    const auto options = recorded_options<BackwardOptions>(ctx);
+    constexpr size_t kCount = std::size(DoubleBackwardTensors::kRules),
+                     kTangents = position_of<DoubleBackwardTensors>("tangent_query"),
+                     kGradOut = position_of<DoubleBackwardTensors>("grad_out"),
+                     kGradLse = position_of<DoubleBackwardTensors>("grad_lse"),
+                     kResults = position_of<DoubleBackwardTensors>("out");
+    const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
+    for (size_t n = 0; n < kResults; ++n)
+      TORCH_CHECK_NOT_IMPLEMENTED(n - kTangents < kGradients || !needs[n], F::kName,
+                                  ": its third derivative, with respect to ",
+                                  DoubleBackwardTensors::kRules[n].name, ", is not implemented");
 
-    // H is linear in the tangents. It is symmetric in the tangents and the cotangents of its results.
-    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-      const variable_list saved = ctx->get_saved_variables();
-      const auto given = struct_of<DoubleBackwardTensors>(saved);
-      const auto options = unpack_options<BackwardOptions>(ctx->saved_data["options"]);
-      constexpr size_t kCount = std::size(DoubleBackwardTensors::kRules),
-                       kTangents = position_of<DoubleBackwardTensors>("tangent_query"),
-                       kGradOut = position_of<DoubleBackwardTensors>("grad_out"),
-                       kGradLse = position_of<DoubleBackwardTensors>("grad_lse"),
-                       kResults = position_of<DoubleBackwardTensors>("out");
-      const std::vector<bool> needs = needs_gradient(ctx, saved, kCount);
-      for (size_t n = 0; n < kResults; ++n)
-        TORCH_CHECK_NOT_IMPLEMENTED(n - kTangents < kGradients || !needs[n], F::kName,
-                                    ": its third derivative, with respect to ",
-                                    DoubleBackwardTensors::kRules[n].name, ", is not implemented");
-
-      variable_list result = gradients_of_arguments(kCount);
-      const InputTangents t = as_tangents<InputTangents>(gradients_from<Gradients>(grads, options.grad_mask));
-      if (!any_defined(t)) return result;
-      store(result, kTangents,
-            double_backward_of(given.forward(), given.out, given.lse, {saved[kGradOut], saved[kGradLse]}, t,
-                               jvp_of(given.forward(), t, options.forward()), options.forward(),
-                               flags_from<kGradients>(needs, kTangents)));
-      return result;
-    }
-  };
+    variable_list result(kCount);
+    const InputTangents t = as_tangents<InputTangents>(gradients_from<Gradients>(grads, options.grad_mask));
+    if (!any_defined(t)) return gradients_of_arguments(result, saved);
+    store(result, kTangents,
+          double_backward_of(given.forward(), given.out, given.lse, {saved[kGradOut], saved[kGradLse]}, t,
+                             jvp_of(given.forward(), t, options.forward()), options.forward(),
+                             flags_from<kGradients>(needs, kTangents)));
+    return gradients_of_arguments(result, saved);
+  }
 
   static Gradients double_backward(const DoubleBackwardTensors& given, const BackwardOptions& options) {
     const Differentiated how = how_differentiated(given);
@@ -262,18 +216,16 @@ struct Derivatives : DerivativeCalls<F> {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       return call<typename F::DoubleBackward>(given, options);
     }
-    const variable_list wanted = std::apply(
-        [&](const auto&... tensor) {
-          return DoubleBackwardFunction::apply(options, nullptr, nullptr, tensor...);
-        },
-        given.tie());
+    const variable_list wanted = record(differentiate_double_backward, given, options, [&] {
+      return Computed{wanted_of(call<typename F::DoubleBackward>(given, options)), list_of(given)};
+    });
     return gradients_from<Gradients>(wanted, options.grad_mask);
   }
 };
 
 // Registers the four operators of a family for the dispatch key of `m`.
-template <class F, class Library>
-void implement_derivatives(Library& m) {
+template <class F>
+void implement_derivatives(torch::Library& m) {
   implement<typename F::Forward, Derivatives<F>::forward>(m);
   implement<typename F::Backward, Derivatives<F>::backward>(m);
   implement<typename F::Jvp, Derivatives<F>::jvp>(m);

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "../cache/append.h"
+#include "../declarations/implement.h"
 #include "../packed/varlen.h"
 #include "derivatives.h"
 

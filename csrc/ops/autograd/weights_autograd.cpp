@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "../declarations/implement.h"
 #include "../weights/weights.h"
 #include "autograd_calls.h"
 
@@ -60,38 +61,27 @@ Gradients gradients_by_attention(const WeightsBackwardTensors& given, const Weig
   return sum;
 }
 
-class WeightsFunction : public torch::autograd::Function<WeightsFunction> {
- public:
-  template <class... Tensor>
-  static at::Tensor forward(AutogradContext* ctx, const WeightsOptions& options, const Tensor&... tensor) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    ctx->save_for_backward({tensor_or_undefined(tensor)...});
-    ctx->saved_data["options"] = pack_options(options);
-    return call<AttentionWeights>({tensor...}, options).weights;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
-    WeightsBackwardTensors tensors;
-    tensors.set_forward(struct_of<WeightsTensors>(saved));
-    tensors.grad_weights = grads[0];
-    const std::vector<bool> needs = needs_gradient(ctx, saved, kTensors);
-    GradMask wanted;
+variable_list differentiate_weights(AutogradContext* ctx, const variable_list& grads) {
+  const variable_list saved = ctx->get_saved_variables();
+  if (!grads[0].defined()) return gradients_of_arguments(variable_list(kTensors), saved);
+  WeightsBackwardTensors tensors;
+  tensors.set_forward(struct_of<WeightsTensors>(saved));
+  tensors.grad_weights = grads[0];
+  const std::vector<bool> needs = needs_gradient(ctx, saved, kTensors);
+  GradMask wanted;
 #define FA_WANT(name, ...) wanted.name = needs[position_of<WeightsTensors>(#name)];
-    FA_WEIGHTS_DIFFERENTIABLE(FA_WANT)
+  FA_WEIGHTS_DIFFERENTIABLE(FA_WANT)
 #undef FA_WANT
-    WeightsBackwardOptions options;
-    options.set_forward(unpack_options<WeightsOptions>(ctx->saved_data["options"]));
-    options.grad_mask = wanted.flags();
-    const Gradients gradients = call<AttentionWeightsBackward>(tensors, options);
-    constexpr size_t kFirst = 1;  // after options
-    variable_list result(kFirst + kTensors);
-#define FA_STORE(name, ...) result[kFirst + position_of<WeightsTensors>(#name)] = gradients.name;
-    FA_WEIGHTS_DIFFERENTIABLE(FA_STORE)
+  WeightsBackwardOptions options;
+  options.set_forward(recorded_options<WeightsOptions>(ctx));
+  options.grad_mask = wanted.flags();
+  const Gradients gradients = call<AttentionWeightsBackward>(tensors, options);
+  variable_list result(kTensors);
+#define FA_STORE(name, ...) result[position_of<WeightsTensors>(#name)] = gradients.name;
+  FA_WEIGHTS_DIFFERENTIABLE(FA_STORE)
 #undef FA_STORE
-    return result;
-  }
-};
+  return gradients_of_arguments(result, saved);
+}
 
 // Refuses gradients of the tensors that are not in FA_WEIGHTS_DIFFERENTIABLE: autograd would drop them silently.
 void check_only_differentiable_need_gradients(const WeightsTensors& given) {
@@ -111,8 +101,9 @@ WeightsResult weights(const WeightsTensors& given, const WeightsOptions& options
     AttentionWeights::check(given, options);
     check_only_differentiable_need_gradients(given);
     if (how.forward && given.key.sym_size(2) != 0) return {by_attention(given, options)};
-    return {std::apply([&](const auto&... tensor) { return WeightsFunction::apply(options, tensor...); },
-                       given.tie())};
+    return {record(differentiate_weights, given, options, [&] {
+      return DerivativeFunction::Computed{{call<AttentionWeights>(given, options).weights}, list_of(given)};
+    })[0]};
   }
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return call<AttentionWeights>(given, options);

@@ -62,17 +62,11 @@ struct AppendOptions {
   FA_OPTION_FIELDS(FA_APPEND_OPTIONS)
 };
 struct AppendResult {
-  FA_APPEND_RESULT(FA_TENSOR_FIELD)
-  FA_MEMBERS(FA_APPEND_RESULT)
+  FA_RESULT_FIELDS(FA_APPEND_RESULT)
 };
-struct AppendToCache {
+struct AppendToCache : OperatorTypes<AppendTensors, AppendOptions, AppendResult, AppendParams> {
   static constexpr const char* kName = "append_to_cache";
-  static std::string results() { return "(Tensor query, Tensor lengths)"; }
   static constexpr const char* kWritten[] = {"key_cache", "value_cache"};
-  using Tensors = AppendTensors;
-  using Options = AppendOptions;
-  using Result = AppendResult;
-  using Params = AppendParams;
   FA_OPERATOR_STEPS(AppendToCache)
 };
 

@@ -70,13 +70,9 @@ struct CacheOptions {
   FA_OPTION_FIELDS(FA_CACHE_OPTIONS)
   FA_ATTENTION_OPTIONS_ACCESS()
 };
-struct AttentionCache {
+// out (T_q, H, D_v), lse (H, T_q)
+struct AttentionCache : OperatorTypes<CacheTensors, CacheOptions, AttentionResult, AttentionParams> {
   static constexpr const char* kName = "attention_cache";
-  static std::string results() { return Attention::results(); }
-  using Tensors = CacheTensors;
-  using Options = CacheOptions;
-  using Result = AttentionResult;  // out (T_q, H, D_v), lse (H, T_q)
-  using Params = AttentionParams;
   FA_OPERATOR_STEPS(AttentionCache)
 };
 

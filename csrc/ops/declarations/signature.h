@@ -1,4 +1,4 @@
-// Makes schemas, structs and argument lists from the rows of a declaration (dense/attention.h).
+// Makes structs and argument lists from the rows of a declaration (dense/attention.h).
 //
 // A row of a list of tensors is X(name, C++ type, shape, dtype, autocast, vmap). A row of a list of options is
 // X(name, C++ type, default, check, allowed values). FA_TENSOR_FIELDS and FA_OPTION_FIELDS make the members of a struct
@@ -7,6 +7,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
 
 #include <array>
 #include <optional>
@@ -54,6 +55,10 @@ auto tie_but_first(First&&, Rest&... rest) {
   LIST(FA_TENSOR_FIELD)                  \
   FA_MEMBERS(LIST)                       \
   static constexpr auto kRules = mapped_rules({LIST(FA_TENSOR_RULE)}, map_rule);
+#define FA_RESULT_FIELDS(LIST) \
+  LIST(FA_TENSOR_FIELD)        \
+  FA_MEMBERS(LIST)             \
+  static std::string schema() { return tensor_list({LIST(FA_QUOTED_NAME)}); }
 // check() throws ValueError for the first option with a value that its row does not allow: checks/options.cpp.
 #define FA_OPTION_FIELDS(LIST)                                    \
   LIST(FA_OPTION_FIELD)                                           \
@@ -99,92 +104,98 @@ void for_each_tensor(Tensors&& tensors, Visit&& visit) {
   return picked;
 #define FA_SET(from, LIST) tie_but_first(0 LIST(FA_NAME)) = from.tie();
 
-// The text of a schema.
+// The results in the text of a schema.
 
 inline std::string tensor_list(size_t count) {
   std::string text;
   for (size_t n = 0; n < count; ++n) text += n ? ", Tensor" : "Tensor";
   return "(" + text + ")";
 }
-
-template <class T>
-struct SchemaType;
-template <>
-struct SchemaType<at::Tensor> {
-  static std::string text() { return "Tensor"; }
-};
-template <>
-struct SchemaType<double> {
-  static std::string text() { return "float"; }
-};
-template <>
-struct SchemaType<int64_t> {
-  static std::string text() { return "int"; }
-};
-template <>
-struct SchemaType<c10::SymInt> {
-  static std::string text() { return "SymInt"; }
-};
-template <>
-struct SchemaType<bool> {
-  static std::string text() { return "bool"; }
-};
-template <class T>
-struct SchemaType<std::optional<T>> {
-  static std::string text() { return SchemaType<T>::text() + "?"; }
-};
-template <size_t n>
-struct SchemaType<std::array<bool, n>> {
-  static std::string text() { return "bool[" + std::to_string(n) + "]"; }
-};
-
-inline std::string schema_default(bool value) { return value ? "=True" : "=False"; }
-inline std::string schema_default(int64_t value) { return "=" + std::to_string(value); }
-inline std::string schema_default(const c10::SymInt& value) { return schema_default(value.expect_int()); }
-inline std::string schema_default(double value) { return "=" + std::to_string(value); }
-template <class T>
-std::string schema_default(const std::optional<T>& value) {
-  return value ? schema_default(*value) : "=None";
-}
-template <size_t n>
-std::string schema_default(const std::array<bool, n>&) {
-  return "";  // no default: the caller must pass it
-}
-
-// Whether an operator writes to some of its arguments. Op::kWritten names them.
-template <class Op, class = void>
-struct WritesArguments : std::false_type {};
-template <class Op>
-struct WritesArguments<Op, std::void_t<decltype(Op::kWritten)>> : std::true_type {};
-
-// "name(Tensor query, ..., Tensor? attn_mask=None, *, float? scale=None, ...) -> ...". An optional tensor has a default
-// if only optional tensors follow.
-template <class Op>
-std::string schema() {
-  using Tensors = typename Op::Tensors;
-  std::vector<std::string> words;
-  for_each_tensor(Tensors{}, [&](const TensorRule& rule, const auto& t) {
-    std::string type = SchemaType<std::decay_t<decltype(t)>>::text();
-    if constexpr (WritesArguments<Op>::value)
-      for (size_t n = 0; n < std::size(Op::kWritten); ++n)
-        if (std::string(Op::kWritten[n]) == rule.name) type += "(" + std::string(1, char('a' + n)) + "!)";
-    words.push_back(type + " " + rule.name);
-  });
-  for (size_t n = words.size(); n-- > 0 && words[n].find('?') != std::string::npos;) words[n] += "=None";
-  words.push_back("*");
-  size_t n = 0;
-  typename Op::Options options;
-  auto add = [&](const auto& value) {
-    words.push_back(SchemaType<std::decay_t<decltype(value)>>::text() + " " + Op::Options::kNames[n++] +
-                    schema_default(value));
-  };
-  std::apply([&](const auto&... value) { (add(value), ...); }, options.tie());
+inline std::string tensor_list(std::initializer_list<const char*> names) {
   std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : ", ") + word;
-  return std::string(Op::kName) + "(" + text + ") -> " + Op::results();
+  for (const char* name : names) text += (text.empty() ? "Tensor " : ", Tensor ") + std::string(name);
+  return "(" + text + ")";
 }
 
-// An operator as a function of single arguments, as the dispatcher calls it.
+// The number of members of a struct.
+template <class Struct>
+constexpr size_t kMembers = std::tuple_size_v<decltype(std::declval<Struct&>().tie())>;
+
+template <class Struct, class = void>
+struct MemberNames {  // of a struct of options
+  static const char* at(size_t n) { return Struct::kNames[n]; }
+};
+template <class Struct>
+struct MemberNames<Struct, std::void_t<decltype(Struct::kRules)>> {  // of a struct of tensors
+  static const char* at(size_t n) { return Struct::kRules[n].name; }
+};
+
+// Members as IValues, in order. GCC must not inline the functions of one value: an operator has 20 values or more.
+
+template <class T>
+[[gnu::noinline]] void push_value(torch::jit::Stack& stack, const T& value) {
+  stack.emplace_back(value);
+}
+template <class T>
+[[gnu::noinline]] void load_value(const c10::IValue& from, T& value) {
+  value = from.to<T>();
+}
+
+template <class Struct>
+void push_members(torch::jit::Stack& stack, const Struct& from) {
+  std::apply([&](const auto&... value) { (push_value(stack, value), ...); }, from.tie());
+}
+template <class Struct>
+void load_members(const c10::IValue* from, Struct& to) {
+  std::apply([&](auto&... value) { (load_value(*from++, value), ...); }, to.tie());
+}
+
+template <class Op>
+using KernelOf = typename Op::Result(const typename Op::Tensors&, const typename Op::Options&);
+
+template <class Op>
+const c10::OperatorHandle& handle_of() {
+  static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
+      (std::string("flash_attn_ext::") + Op::kName).c_str(), "");
+  return handle;
+}
+
+// Whether calls of an operator pass single arguments, not a stack of IValues: Op::kIsUnboxed. It saves 0.2 us a call, but the
+// compiler needs 2 seconds for such an operator. So only small calls' operators are unboxed.
+template <class Op, class = void>
+struct IsUnboxed : std::false_type {};
+template <class Op>
+struct IsUnboxed<Op, std::void_t<decltype(Op::kIsUnboxed)>> : std::bool_constant<Op::kIsUnboxed> {};
+
+// An operator as a function of one stack.
+
+template <class Op>
+typename Op::Result call_boxed(const typename Op::Tensors& tensors, const typename Op::Options& options) {
+  torch::jit::Stack stack;
+  stack.reserve(kMembers<typename Op::Tensors> + kMembers<typename Op::Options>);
+  push_members(stack, tensors);
+  push_members(stack, options);
+  handle_of<Op>().callBoxed(stack);
+  typename Op::Result result;
+  load_members(stack.data(), result);
+  return result;
+}
+
+template <class Op, KernelOf<Op>* kernel>
+void boxed_kernel(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  constexpr size_t kTensors = kMembers<typename Op::Tensors>,
+                   kArguments = kTensors + kMembers<typename Op::Options>;
+  const c10::IValue* arguments = stack->data() + (stack->size() - kArguments);
+  typename Op::Tensors tensors;
+  typename Op::Options options;
+  load_members(arguments, tensors);
+  load_members(arguments + kTensors, options);
+  const typename Op::Result result = kernel(tensors, options);
+  torch::jit::drop(*stack, kArguments);
+  push_members(*stack, result);
+}
+
+// An operator as a function of single arguments.
 
 template <class T>
 struct ArgumentOf {
@@ -201,22 +212,17 @@ struct ArgumentOf<OptionalTensor> {
 template <class T>
 using Argument = typename ArgumentOf<T>::type;
 
-// Op has kName, results(), Tensors, Options and Result. Result::tie() is the tuple that the schema returns.
 template <class Op, class = typename Op::Tensors::MemberTypes, class = typename Op::Options::MemberTypes,
           class = typename Op::Result::MemberTypes>
-struct Operator;
+struct UnboxedOperator;
 
 template <class Op, class... Tensor, class... Option, class... Output>
-struct Operator<Op, Types<Tensor...>, Types<Option...>, Types<Output...>> {
+struct UnboxedOperator<Op, Types<Tensor...>, Types<Option...>, Types<Output...>> {
   using Result = typename Op::Result;
-  using Kernel = Result(const typename Op::Tensors&, const typename Op::Options&);
   using Flat = std::tuple<Output...>(Argument<Tensor>..., Argument<Option>...);
 
-  // Calls the operator through the dispatcher.
   static Result call(const typename Op::Tensors& tensors, const typename Op::Options& options) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow((std::string("flash_attn_ext::") + Op::kName).c_str(), "")
-                               .template typed<Flat>();
+    static const auto op = handle_of<Op>().template typed<Flat>();
     Result result;
     result.tie() = std::apply([](const auto&... argument) { return op.call(argument...); },
                               std::tuple_cat(tensors.tie(), options.tie()));
@@ -224,7 +230,7 @@ struct Operator<Op, Types<Tensor...>, Types<Option...>, Types<Output...>> {
   }
 
   // `kernel` as a function of single arguments, which m.impl() takes.
-  template <Kernel* kernel>
+  template <KernelOf<Op>* kernel>
   static std::tuple<Output...> flat(Argument<Tensor>... tensors, Argument<Option>... options) {
     Result result = kernel({tensors...}, {options...});
     return std::apply([](auto&... output) { return std::tuple<Output...>(std::move(output)...); },
@@ -232,34 +238,14 @@ struct Operator<Op, Types<Tensor...>, Types<Option...>, Types<Output...>> {
   }
 };
 
+// Calls an operator through the dispatcher. Op has kName, Tensors, Options and Result. Result::tie() is the tuple that the
+// schema returns.
 template <class Op>
 typename Op::Result call(const typename Op::Tensors& tensors, const typename Op::Options& options) {
-  return Operator<Op>::call(tensors, options);
-}
-
-// Registers `kernel` for the operator Op in the library `m`.
-template <class Op, typename Operator<Op>::Kernel* kernel, class Library>
-void implement(Library& m) {
-  m.impl(Op::kName, &Operator<Op>::template flat<kernel>);
-}
-
-// Options as one IValue. autograd stores each entry of saved_data in a node of a hash table, so one entry is cheaper.
-
-template <class Options>
-c10::IValue pack_options(const Options& options) {
-  return std::apply(
-      [](const auto&... value) { return c10::ivalue::Tuple::create(std::vector<c10::IValue>{value...}); },
-      options.tie());
-}
-
-template <class Options>
-Options unpack_options(const c10::IValue& packed) {
-  const std::vector<c10::IValue> values = packed.toTupleRef().elements().vec();
-  Options options;
-  size_t n = 0;
-  auto load = [&](auto& value) { value = values[n++].template to<std::decay_t<decltype(value)>>(); };
-  std::apply([&](auto&... value) { (load(value), ...); }, options.tie());
-  return options;
+  if constexpr (IsUnboxed<Op>::value)
+    return UnboxedOperator<Op>::call(tensors, options);
+  else
+    return call_boxed<Op>(tensors, options);
 }
 
 }  // namespace flash_attn_ext

@@ -167,7 +167,8 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
   auto tie() { return tie_but_first(0 LIST(FA_NAME)); }                           \
   auto tie() const { return tie_but_first(0 LIST(FA_NAME)); }                     \
   static constexpr const char* kNames[] = {LIST(FA_QUOTED_NAME)};                 \
-  static constexpr size_t kCount = std::size(kNames);
+  static constexpr size_t kCount = std::size(kNames);                             \
+  static std::string schema() { return tensor_list(kCount); }
 template <class Value>
 struct PerGradient {
   FA_VALUE_FIELDS(FA_DIFFERENTIABLE)
@@ -197,13 +198,20 @@ struct Packed {
   typename Op::Params params;
 };
 
-// An operator Op. operators.h lists all of them; the dispatch keys, explain and the tests call
+// An operator Op is a struct with OperatorTypes, kName and FA_OPERATOR_STEPS. operators.h lists all operators; the dispatch keys, explain and the tests call
 //
 //   Op::check(tensors, options)         throws TypeError (dtype, device) or ValueError; reads no elements
 //   Op::empty(tensors, options)         allocates the results; also for tensors without data
 //   Op::pack(tensors, options, result)  converts to the kernels' params
 //
 // and a device's run(params), which writes the result.
+template <class Tensors_, class Options_, class Result_, class Params_>
+struct OperatorTypes {
+  using Tensors = Tensors_;
+  using Options = Options_;
+  using Result = Result_;
+  using Params = Params_;
+};
 #define FA_OPERATOR_STEPS(Op)                                          \
   static void check(const Tensors& tensors, const Options& options);   \
   static Result empty(const Tensors& tensors, const Options& options); \
@@ -216,16 +224,11 @@ struct AttentionOptions {
   FA_OPTION_FIELDS(FA_ATTENTION_OPTIONS)
 };
 struct AttentionResult {
-  FA_ATTENTION_RESULT(FA_TENSOR_FIELD)
-  FA_MEMBERS(FA_ATTENTION_RESULT)
+  FA_RESULT_FIELDS(FA_ATTENTION_RESULT)
 };
-struct Attention {
+struct Attention : OperatorTypes<AttentionTensors, AttentionOptions, AttentionResult, AttentionParams> {
   static constexpr const char* kName = "attention";
-  static std::string results() { return "(Tensor out, Tensor lse)"; }
-  using Tensors = AttentionTensors;
-  using Options = AttentionOptions;
-  using Result = AttentionResult;
-  using Params = AttentionParams;
+  static constexpr bool kIsUnboxed = true;
   FA_OPERATOR_STEPS(Attention)
 };
 
@@ -256,13 +259,10 @@ struct AttentionBackwardOptions {
   FA_OPTION_FIELDS(FA_ATTENTION_BACKWARD_OPTIONS)
   FA_FORWARD_ACCESS(AttentionOptions, FA_ATTENTION_OPTIONS)
 };
-struct AttentionBackward {
+struct AttentionBackward
+    : OperatorTypes<AttentionBackwardTensors, AttentionBackwardOptions, Gradients, BackwardParams> {
   static constexpr const char* kName = "attention_backward";
-  static std::string results() { return tensor_list(kGradients); }
-  using Tensors = AttentionBackwardTensors;
-  using Options = AttentionBackwardOptions;
-  using Result = Gradients;
-  using Params = BackwardParams;
+  static constexpr bool kIsUnboxed = true;
   FA_OPERATOR_STEPS(AttentionBackward)
 };
 
@@ -272,16 +272,10 @@ struct AttentionJvpTensors {
   FA_FORWARD_ACCESS(AttentionTensors, FA_ATTENTION_TENSORS)
 };
 struct AttentionJvpResult {
-  FA_ATTENTION_JVP_RESULT(FA_TENSOR_FIELD)
-  FA_MEMBERS(FA_ATTENTION_JVP_RESULT)
+  FA_RESULT_FIELDS(FA_ATTENTION_JVP_RESULT)
 };
-struct AttentionJvp {
+struct AttentionJvp : OperatorTypes<AttentionJvpTensors, AttentionOptions, AttentionJvpResult, JvpParams> {
   static constexpr const char* kName = "attention_jvp";
-  static std::string results() { return "(Tensor out, Tensor lse, Tensor tangent_out, Tensor tangent_lse)"; }
-  using Tensors = AttentionJvpTensors;
-  using Options = AttentionOptions;
-  using Result = AttentionJvpResult;
-  using Params = JvpParams;
   FA_OPERATOR_STEPS(AttentionJvp)
 };
 
@@ -291,13 +285,9 @@ struct AttentionDoubleBackwardTensors {
   FA_FORWARD_ACCESS(AttentionTensors, FA_ATTENTION_TENSORS)
   FA_BACKWARD_ACCESS(AttentionBackwardTensors, FA_ATTENTION_BACKWARD_TENSORS)
 };
-struct AttentionDoubleBackward {
+struct AttentionDoubleBackward : OperatorTypes<AttentionDoubleBackwardTensors, AttentionBackwardOptions,
+                                               Gradients, DoubleBackwardParams> {
   static constexpr const char* kName = "attention_double_backward";
-  static std::string results() { return tensor_list(kGradients); }
-  using Tensors = AttentionDoubleBackwardTensors;
-  using Options = AttentionBackwardOptions;
-  using Result = Gradients;
-  using Params = DoubleBackwardParams;
   FA_OPERATOR_STEPS(AttentionDoubleBackward)
 };
 

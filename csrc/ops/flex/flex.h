@@ -164,14 +164,9 @@ struct FlexOptions {
   FA_OPTION_FIELDS(FA_FLEX_OPTIONS)
   FA_BASE_OPTIONS(AttentionOptions, FA_ATTENTION_OPTIONS)
 };
-struct AttentionFlex {
+struct AttentionFlex : OperatorTypes<FlexTensors, FlexOptions, AttentionResult, AttentionParams> {
   static constexpr const char* kName = "attention_flex";
-  static std::string results() { return Attention::results(); }
   using Base = Attention;
-  using Tensors = FlexTensors;
-  using Options = FlexOptions;
-  using Result = AttentionResult;
-  using Params = AttentionParams;
   FA_OPERATOR_STEPS(AttentionFlex)
 };
 
@@ -185,14 +180,10 @@ struct FlexBackwardOptions {
   FA_FORWARD_ACCESS(FlexOptions, FA_FLEX_OPTIONS)
   FA_BACKWARD_BASE_OPTIONS(AttentionBackwardOptions, FlexOptions)
 };
-struct AttentionFlexBackward {
+struct AttentionFlexBackward
+    : OperatorTypes<FlexBackwardTensors, FlexBackwardOptions, FlexGradients, BackwardParams> {
   static constexpr const char* kName = "attention_flex_backward";
-  static std::string results() { return tensor_list(FlexGradients::kCount); }
   using Base = AttentionBackward;
-  using Tensors = FlexBackwardTensors;
-  using Options = FlexBackwardOptions;
-  using Result = FlexGradients;
-  using Params = BackwardParams;
   FA_OPERATOR_STEPS(AttentionFlexBackward)
 };
 
@@ -202,14 +193,9 @@ struct FlexJvpTensors {
   FA_FORWARD_ACCESS(FlexTensors, FA_FLEX_TENSORS)
   FA_BASE_TENSORS(AttentionJvpTensors, FA_ATTENTION_JVP_TENSORS)
 };
-struct AttentionFlexJvp {
+struct AttentionFlexJvp : OperatorTypes<FlexJvpTensors, FlexOptions, AttentionJvpResult, JvpParams> {
   static constexpr const char* kName = "attention_flex_jvp";
-  static std::string results() { return AttentionJvp::results(); }
   using Base = AttentionJvp;
-  using Tensors = FlexJvpTensors;
-  using Options = FlexOptions;
-  using Result = AttentionJvpResult;
-  using Params = JvpParams;
   FA_OPERATOR_STEPS(AttentionFlexJvp)
 };
 
@@ -219,14 +205,10 @@ struct FlexDoubleBackwardTensors {
   FA_FORWARD_ACCESS(FlexTensors, FA_FLEX_TENSORS)
   FA_BASE_TENSORS(AttentionDoubleBackwardTensors, FA_ATTENTION_DOUBLE_BACKWARD_TENSORS)
 };
-struct AttentionFlexDoubleBackward {
+struct AttentionFlexDoubleBackward
+    : OperatorTypes<FlexDoubleBackwardTensors, FlexBackwardOptions, FlexGradients, DoubleBackwardParams> {
   static constexpr const char* kName = "attention_flex_double_backward";
-  static std::string results() { return AttentionFlexBackward::results(); }
   using Base = AttentionDoubleBackward;
-  using Tensors = FlexDoubleBackwardTensors;
-  using Options = FlexBackwardOptions;
-  using Result = FlexGradients;
-  using Params = DoubleBackwardParams;
   FA_OPERATOR_STEPS(AttentionFlexDoubleBackward)
 };
 
@@ -240,14 +222,10 @@ struct VarlenFlexOptions {
   FA_OPTION_FIELDS(FA_VARLEN_FLEX_OPTIONS)
   FA_BASE_OPTIONS(VarlenOptions, FA_VARLEN_OPTIONS)
 };
-struct AttentionVarlenFlex {
+struct AttentionVarlenFlex
+    : OperatorTypes<VarlenFlexTensors, VarlenFlexOptions, AttentionResult, AttentionParams> {
   static constexpr const char* kName = "attention_varlen_flex";
-  static std::string results() { return Attention::results(); }
   using Base = AttentionVarlen;
-  using Tensors = VarlenFlexTensors;
-  using Options = VarlenFlexOptions;
-  using Result = AttentionResult;
-  using Params = AttentionParams;
   FA_OPERATOR_STEPS(AttentionVarlenFlex)
 };
 
@@ -261,14 +239,10 @@ struct VarlenFlexBackwardOptions {
   FA_FORWARD_ACCESS(VarlenFlexOptions, FA_VARLEN_FLEX_OPTIONS)
   FA_BACKWARD_BASE_OPTIONS(VarlenBackwardOptions, VarlenFlexOptions)
 };
-struct AttentionVarlenFlexBackward {
+struct AttentionVarlenFlexBackward
+    : OperatorTypes<VarlenFlexBackwardTensors, VarlenFlexBackwardOptions, FlexGradients, BackwardParams> {
   static constexpr const char* kName = "attention_varlen_flex_backward";
-  static std::string results() { return AttentionFlexBackward::results(); }
   using Base = AttentionVarlenBackward;
-  using Tensors = VarlenFlexBackwardTensors;
-  using Options = VarlenFlexBackwardOptions;
-  using Result = FlexGradients;
-  using Params = BackwardParams;
   FA_OPERATOR_STEPS(AttentionVarlenFlexBackward)
 };
 
@@ -278,14 +252,10 @@ struct VarlenFlexJvpTensors {
   FA_FORWARD_ACCESS(VarlenFlexTensors, FA_VARLEN_FLEX_TENSORS)
   FA_BASE_TENSORS(VarlenJvpTensors, FA_VARLEN_JVP_TENSORS)
 };
-struct AttentionVarlenFlexJvp {
+struct AttentionVarlenFlexJvp
+    : OperatorTypes<VarlenFlexJvpTensors, VarlenFlexOptions, AttentionJvpResult, JvpParams> {
   static constexpr const char* kName = "attention_varlen_flex_jvp";
-  static std::string results() { return AttentionJvp::results(); }
   using Base = AttentionVarlenJvp;
-  using Tensors = VarlenFlexJvpTensors;
-  using Options = VarlenFlexOptions;
-  using Result = AttentionJvpResult;
-  using Params = JvpParams;
   FA_OPERATOR_STEPS(AttentionVarlenFlexJvp)
 };
 
@@ -295,14 +265,11 @@ struct VarlenFlexDoubleBackwardTensors {
   FA_FORWARD_ACCESS(VarlenFlexTensors, FA_VARLEN_FLEX_TENSORS)
   FA_BASE_TENSORS(VarlenDoubleBackwardTensors, FA_VARLEN_DOUBLE_BACKWARD_TENSORS)
 };
-struct AttentionVarlenFlexDoubleBackward {
+struct AttentionVarlenFlexDoubleBackward
+    : OperatorTypes<VarlenFlexDoubleBackwardTensors, VarlenFlexBackwardOptions, FlexGradients,
+                    DoubleBackwardParams> {
   static constexpr const char* kName = "attention_varlen_flex_double_backward";
-  static std::string results() { return AttentionFlexBackward::results(); }
   using Base = AttentionVarlenDoubleBackward;
-  using Tensors = VarlenFlexDoubleBackwardTensors;
-  using Options = VarlenFlexBackwardOptions;
-  using Result = FlexGradients;
-  using Params = DoubleBackwardParams;
   FA_OPERATOR_STEPS(AttentionVarlenFlexDoubleBackward)
 };
 
@@ -316,14 +283,10 @@ struct CacheFlexOptions {
   FA_OPTION_FIELDS(FA_CACHE_FLEX_OPTIONS)
   FA_BASE_OPTIONS(CacheOptions, FA_CACHE_OPTIONS)
 };
-struct AttentionCacheFlex {
+struct AttentionCacheFlex
+    : OperatorTypes<CacheFlexTensors, CacheFlexOptions, AttentionResult, AttentionParams> {
   static constexpr const char* kName = "attention_cache_flex";
-  static std::string results() { return Attention::results(); }
   using Base = AttentionCache;
-  using Tensors = CacheFlexTensors;
-  using Options = CacheFlexOptions;
-  using Result = AttentionResult;
-  using Params = AttentionParams;
   FA_OPERATOR_STEPS(AttentionCacheFlex)
 };
 

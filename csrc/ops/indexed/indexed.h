@@ -53,13 +53,8 @@ struct IndexedOptions {
   FA_OPTION_FIELDS(FA_INDEXED_OPTIONS)
   AttentionOptions attention() const { FA_PICK(AttentionOptions, FA_ATTENTION_OPTIONS) }
 };
-struct AttentionIndexed {
+struct AttentionIndexed : OperatorTypes<IndexedTensors, IndexedOptions, AttentionResult, IndexedParams> {
   static constexpr const char* kName = "attention_indexed";
-  static std::string results() { return "(Tensor out, Tensor lse)"; }
-  using Tensors = IndexedTensors;
-  using Options = IndexedOptions;
-  using Result = AttentionResult;
-  using Params = IndexedParams;
   FA_OPERATOR_STEPS(AttentionIndexed)
 };
 
@@ -77,13 +72,9 @@ struct IndexedBackwardOptions {
     FA_PICK(AttentionBackwardOptions, FA_ATTENTION_BACKWARD_OPTIONS)
   }
 };
-struct AttentionIndexedBackward {
+struct AttentionIndexedBackward
+    : OperatorTypes<IndexedBackwardTensors, IndexedBackwardOptions, Gradients, IndexedBackwardParams> {
   static constexpr const char* kName = "attention_indexed_backward";
-  static std::string results() { return tensor_list(kGradients); }
-  using Tensors = IndexedBackwardTensors;
-  using Options = IndexedBackwardOptions;
-  using Result = Gradients;
-  using Params = IndexedBackwardParams;
   FA_OPERATOR_STEPS(AttentionIndexedBackward)
 };
 
@@ -93,13 +84,8 @@ struct IndexedJvpTensors {
   FA_FORWARD_ACCESS(IndexedTensors, FA_INDEXED_TENSORS)
   AttentionJvpTensors attention() const { FA_PICK(AttentionJvpTensors, FA_ATTENTION_JVP_TENSORS) }
 };
-struct AttentionIndexedJvp {
+struct AttentionIndexedJvp : OperatorTypes<IndexedJvpTensors, IndexedOptions, AttentionJvpResult, JvpParams> {
   static constexpr const char* kName = "attention_indexed_jvp";
-  static std::string results() { return AttentionJvp::results(); }
-  using Tensors = IndexedJvpTensors;
-  using Options = IndexedOptions;
-  using Result = AttentionJvpResult;
-  using Params = JvpParams;
   FA_OPERATOR_STEPS(AttentionIndexedJvp)
 };
 
@@ -111,13 +97,9 @@ struct IndexedDoubleBackwardTensors {
     FA_PICK(AttentionDoubleBackwardTensors, FA_ATTENTION_DOUBLE_BACKWARD_TENSORS)
   }
 };
-struct AttentionIndexedDoubleBackward {
+struct AttentionIndexedDoubleBackward
+    : OperatorTypes<IndexedDoubleBackwardTensors, IndexedBackwardOptions, Gradients, DoubleBackwardParams> {
   static constexpr const char* kName = "attention_indexed_double_backward";
-  static std::string results() { return tensor_list(kGradients); }
-  using Tensors = IndexedDoubleBackwardTensors;
-  using Options = IndexedBackwardOptions;
-  using Result = Gradients;
-  using Params = DoubleBackwardParams;
   FA_OPERATOR_STEPS(AttentionIndexedDoubleBackward)
 };
 

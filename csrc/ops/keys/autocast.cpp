@@ -2,6 +2,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include "../declarations/implement.h"
 #include "../operators.h"
 
 namespace flash_attn_ext {

@@ -16,6 +16,7 @@
 #include "../../core/sequence.h"
 #include "../../cpu/select.h"
 #include "../../cpu/why_not.h"
+#include "../declarations/implement.h"
 #include "../operators.h"
 #include "plan.h"
 #include "torch_threads.h"

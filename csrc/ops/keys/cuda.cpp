@@ -4,6 +4,7 @@
 // kernels are compiled and tested on the host (tests/cuda_host).
 #include <torch/library.h>
 
+#include "../declarations/implement.h"
 #include "../operators.h"
 #include "plan.h"
 

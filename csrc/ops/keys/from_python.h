@@ -78,19 +78,6 @@ bool all_from_python(PyObject* const* objects, Struct& to) {
   return std::apply([&](auto&... member) { return (convert(member) && ...); }, to.tie());
 }
 
-// The number of members of a struct.
-template <class Struct>
-constexpr size_t kMembers = std::tuple_size_v<decltype(std::declval<Struct&>().tie())>;
-
-template <class Struct, class = void>
-struct MemberNames {  // of a struct of options
-  static const char* at(size_t n) { return Struct::kNames[n]; }
-};
-template <class Struct>
-struct MemberNames<Struct, std::void_t<decltype(Struct::kRules)>> {  // of a struct of tensors
-  static const char* at(size_t n) { return Struct::kRules[n].name; }
-};
-
 // Writes the values of a dictionary to `objects`, in the order of a struct's members; null if a member has no value. A key
 // that is no member is an error. The references are borrowed.
 template <class Struct>

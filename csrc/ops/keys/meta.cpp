@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include "../declarations/implement.h"
 #include "../operators.h"
 
 namespace flash_attn_ext {

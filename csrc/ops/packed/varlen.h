@@ -88,13 +88,9 @@ struct VarlenOptions {
   FA_OPTION_FIELDS(FA_VARLEN_OPTIONS)
   FA_ATTENTION_OPTIONS_ACCESS()
 };
-struct AttentionVarlen {
+// out (T_q, H, D_v), lse (H, T_q)
+struct AttentionVarlen : OperatorTypes<VarlenTensors, VarlenOptions, AttentionResult, AttentionParams> {
   static constexpr const char* kName = "attention_varlen";
-  static std::string results() { return Attention::results(); }
-  using Tensors = VarlenTensors;
-  using Options = VarlenOptions;
-  using Result = AttentionResult;  // out (T_q, H, D_v), lse (H, T_q)
-  using Params = AttentionParams;
   FA_OPERATOR_STEPS(AttentionVarlen)
 };
 
@@ -106,13 +102,9 @@ struct VarlenBackwardOptions {
   FA_OPTION_FIELDS(FA_VARLEN_BACKWARD_OPTIONS)
   FA_FORWARD_ACCESS(VarlenOptions, FA_VARLEN_OPTIONS)
 };
-struct AttentionVarlenBackward {
+struct AttentionVarlenBackward
+    : OperatorTypes<VarlenBackwardTensors, VarlenBackwardOptions, Gradients, BackwardParams> {
   static constexpr const char* kName = "attention_varlen_backward";
-  static std::string results() { return AttentionBackward::results(); }
-  using Tensors = VarlenBackwardTensors;
-  using Options = VarlenBackwardOptions;
-  using Result = Gradients;
-  using Params = BackwardParams;
   FA_OPERATOR_STEPS(AttentionVarlenBackward)
 };
 
@@ -121,13 +113,9 @@ struct VarlenJvpTensors {
   FA_TANGENT_ACCESS()
   FA_FORWARD_ACCESS(VarlenTensors, FA_VARLEN_TENSORS)
 };
-struct AttentionVarlenJvp {
+// out and its tangent (T_q, H, D_v), lse and its tangent (H, T_q)
+struct AttentionVarlenJvp : OperatorTypes<VarlenJvpTensors, VarlenOptions, AttentionJvpResult, JvpParams> {
   static constexpr const char* kName = "attention_varlen_jvp";
-  static std::string results() { return AttentionJvp::results(); }
-  using Tensors = VarlenJvpTensors;
-  using Options = VarlenOptions;
-  using Result = AttentionJvpResult;  // out and its tangent (T_q, H, D_v), lse and its tangent (H, T_q)
-  using Params = JvpParams;
   FA_OPERATOR_STEPS(AttentionVarlenJvp)
 };
 
@@ -137,13 +125,9 @@ struct VarlenDoubleBackwardTensors {
   FA_FORWARD_ACCESS(VarlenTensors, FA_VARLEN_TENSORS)
   FA_BACKWARD_ACCESS(VarlenBackwardTensors, FA_VARLEN_BACKWARD_TENSORS)
 };
-struct AttentionVarlenDoubleBackward {
+struct AttentionVarlenDoubleBackward
+    : OperatorTypes<VarlenDoubleBackwardTensors, VarlenBackwardOptions, Gradients, DoubleBackwardParams> {
   static constexpr const char* kName = "attention_varlen_double_backward";
-  static std::string results() { return AttentionDoubleBackward::results(); }
-  using Tensors = VarlenDoubleBackwardTensors;
-  using Options = VarlenBackwardOptions;
-  using Result = Gradients;
-  using Params = DoubleBackwardParams;
   FA_OPERATOR_STEPS(AttentionVarlenDoubleBackward)
 };
 

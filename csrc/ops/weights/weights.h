@@ -50,16 +50,10 @@ struct WeightsOptions {
   AttentionOptions attention() const;
 };
 struct WeightsResult {
-  FA_WEIGHTS_RESULT(FA_TENSOR_FIELD)
-  FA_MEMBERS(FA_WEIGHTS_RESULT)
+  FA_RESULT_FIELDS(FA_WEIGHTS_RESULT)
 };
-struct AttentionWeights {
+struct AttentionWeights : OperatorTypes<WeightsTensors, WeightsOptions, WeightsResult, WeightsParams> {
   static constexpr const char* kName = "attention_weights";
-  static std::string results() { return "(Tensor weights)"; }
-  using Tensors = WeightsTensors;
-  using Options = WeightsOptions;
-  using Result = WeightsResult;
-  using Params = WeightsParams;
   FA_OPERATOR_STEPS(AttentionWeights)
 };
 
@@ -71,13 +65,10 @@ struct WeightsBackwardOptions {
   FA_OPTION_FIELDS(FA_WEIGHTS_BACKWARD_OPTIONS)
   FA_FORWARD_ACCESS(WeightsOptions, FA_SCORE_OPTIONS)
 };
-struct AttentionWeightsBackward {
+// value's gradient is undefined
+struct AttentionWeightsBackward
+    : OperatorTypes<WeightsBackwardTensors, WeightsBackwardOptions, Gradients, BackwardParams> {
   static constexpr const char* kName = "attention_weights_backward";
-  static std::string results() { return tensor_list(kGradients); }
-  using Tensors = WeightsBackwardTensors;
-  using Options = WeightsBackwardOptions;
-  using Result = Gradients;  // value's gradient is undefined
-  using Params = BackwardParams;
   FA_OPERATOR_STEPS(AttentionWeightsBackward)
 };
 
