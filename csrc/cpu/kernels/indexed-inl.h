@@ -103,18 +103,14 @@ void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedS
 
 struct IndexedWorkspace {
   KeyLists lists;
-  char* scratch;  // per thread
-  size_t scratch_bytes;
+  ThreadScratch scratch;
 };
 
 template <class In, class T>
 IndexedWorkspace allocate_indexed_workspace(Arena& arena, const IndexedParams& p, int threads) {
   IndexedWorkspace w;
   w.lists = allocate_key_lists(arena, p.sizes, p.indices, threads);
-  Arena scratch(nullptr);
-  allocate_indexed<In, T>(scratch, p);
-  w.scratch_bytes = scratch.used();
-  w.scratch = arena.take<char>(static_cast<int64_t>(w.scratch_bytes) * threads);
+  w.scratch = ThreadScratch::allocate(arena, threads, [&](Arena& one) { allocate_indexed<In, T>(one, p); });
   return w;
 }
 
@@ -128,7 +124,7 @@ void indexed(const IndexedParams& p, void* workspace, const Parallel& parallel) 
   const int64_t row_blocks = ceil_div(z.seqlen_q, kRows);
   for_each_task(parallel, z.batch * z.heads_kv * row_blocks, [&](int64_t task, int thread) {
     const int64_t head = task / row_blocks, i0 = task % row_blocks * kRows;
-    Arena scratch(w.scratch + thread * w.scratch_bytes);
+    Arena scratch = w.scratch.of_thread(thread);
     IndexedScratch<In, T> s = allocate_indexed<In, T>(scratch, p);
     const ProductUnit<In> unit;
     for (int64_t i = i0; i < std::min(i0 + kRows, z.seqlen_q); ++i)

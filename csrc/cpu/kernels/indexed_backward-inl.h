@@ -31,8 +31,7 @@ struct IndexedBackwardWorkspace {
   T* dq;                 // [rows of lse][D]; null: dq itself has the accumulator's type
   T* dslopes;            // [ranges][B][H]
   Turn::Counter* turns;  // [ranges][B][H_kv]
-  char* scratch;         // per thread
-  size_t scratch_bytes;
+  ThreadScratch scratch;
 };
 
 template <class In, class T>
@@ -47,10 +46,8 @@ IndexedBackwardWorkspace<T> allocate_indexed_backward_workspace(Arena& arena, co
   w.dq = adds_to_dq ? nullptr : arena.take<T>(p.lse_size() * round_up_to_lanes<T>(z.head_dim));
   w.dslopes = p.dalibi_slopes ? arena.take<T>(ranges.count * z.batch * z.heads) : nullptr;
   w.turns = arena.take<Turn::Counter>(ranges.count * z.batch * z.heads_kv);
-  Arena scratch(nullptr);
-  allocate_indexed_backward<In, T>(scratch, p, ranges.keys);
-  w.scratch_bytes = scratch.used();
-  w.scratch = arena.take<char>(static_cast<int64_t>(w.scratch_bytes) * threads);
+  w.scratch = ThreadScratch::allocate(
+      arena, threads, [&](Arena& one) { allocate_indexed_backward<In, T>(one, p, ranges.keys); });
   return w;
 }
 
@@ -186,7 +183,7 @@ void indexed_backward(const IndexedBackwardParams& p, void* workspace, const Par
   const Sizes& z = p.sizes;
   const int64_t key_heads = z.batch * z.heads_kv, row_blocks = ceil_div(z.seqlen_q, kRows);
   const auto scratch_of = [&](int thread) {
-    Arena scratch(w.scratch + thread * w.scratch_bytes);
+    Arena scratch = w.scratch.of_thread(thread);
     return allocate_indexed_backward<In, T>(scratch, p, ranges.keys);
   };
   fill_key_lists(w.lists, parallel);

@@ -29,19 +29,25 @@ void load_gathered_keys(const IndexerParams& p, const IndexerTile<In, T>& t, con
 }
 
 template <class In, class T>
+ThreadScratch allocate_indexer_scores(Arena& arena, const IndexerScoresParams& p, int threads) {
+  return ThreadScratch::allocate(arena, threads, [&](Arena& one) { IndexerTile<In, T>::allocate(one, p); });
+}
+
+template <class In, class T>
 size_t indexer_scores_workspace(const IndexerScoresParams& p, int threads) {
   Arena arena(nullptr);
-  IndexerTile<In, T>::allocate(arena, p);
-  return arena.used() * threads;
+  allocate_indexer_scores<In, T>(arena, p, threads);
+  return arena.used();
 }
 
 template <class In, class T>
 void indexer_scores(const IndexerScoresParams& p, void* workspace, const Parallel& parallel) {
-  const size_t per_thread = indexer_scores_workspace<In, T>(p, 1);
+  Arena arena(workspace);
+  const ThreadScratch scratch = allocate_indexer_scores<In, T>(arena, p, parallel.threads);
   const int64_t blocks = ceil_div(p.seqlen_q, kIndexerBlockQ);
   for_each_task(parallel, p.batch * blocks, [&](int64_t task, int thread) {
-    Arena arena(static_cast<char*>(workspace) + per_thread * thread);
-    auto t = IndexerTile<In, T>::allocate(arena, p);
+    Arena own = scratch.of_thread(thread);
+    auto t = IndexerTile<In, T>::allocate(own, p);
     const int64_t b = task / blocks, i0 = task % blocks * kIndexerBlockQ;
     for (int64_t i = i0; i < std::min(i0 + kIndexerBlockQ, p.seqlen_q); ++i) {
       T* row = static_cast<T*>(p.scores) + (b * p.seqlen_q + i) * p.chosen.topk;
@@ -85,22 +91,25 @@ void add_gathered_gradients(const IndexerParams& p, const IndexerScoresBackwardS
     add_rows<T>(dk.row(p, s.tile.b, part, keys.key[r]), s.dk + r * s.tile.d, s.tile.d);
 }
 
+// The workspace of the backward of the scores, and of the loss.
+template <class T>
+struct IndexerBackwardWorkspace {
+  ThreadScratch scratch;
+  KeyGradientParts<T> dk;
+};
+
 template <class In, class T>
-KeyGradientParts<T> allocate_indexer_scores_backward(Arena& arena, const IndexerParams& p, int threads,
-                                                     char*& scratch, size_t& per_thread) {
-  Arena one(nullptr);
-  IndexerScoresBackwardScratch<In, T>::allocate(one, p);
-  per_thread = one.used();
-  scratch = arena.take<char>(static_cast<int64_t>(per_thread) * threads);
-  return KeyGradientParts<T>::allocate(arena, p);
+IndexerBackwardWorkspace<T> allocate_indexer_scores_backward(Arena& arena, const IndexerParams& p,
+                                                             int threads) {
+  const auto lay_out = [&](Arena& one) { IndexerScoresBackwardScratch<In, T>::allocate(one, p); };
+  const ThreadScratch scratch = ThreadScratch::allocate(arena, threads, lay_out);
+  return {scratch, KeyGradientParts<T>::allocate(arena, p)};
 }
 
 template <class In, class T>
 size_t indexer_scores_backward_workspace(const IndexerScoresBackwardParams& p, int threads) {
   Arena arena(nullptr);
-  char* scratch;
-  size_t per_thread;
-  allocate_indexer_scores_backward<In, T>(arena, p, threads, scratch, per_thread);
+  allocate_indexer_scores_backward<In, T>(arena, p, threads);
   return arena.used();
 }
 
@@ -108,12 +117,11 @@ template <class In, class T>
 void indexer_scores_backward(const IndexerScoresBackwardParams& p, void* workspace,
                              const Parallel& parallel) {
   Arena arena(workspace);
-  char* scratch;
-  size_t per_thread;
-  const auto dk = allocate_indexer_scores_backward<In, T>(arena, p, parallel.threads, scratch, per_thread);
+  const auto w = allocate_indexer_scores_backward<In, T>(arena, p, parallel.threads);
+  const KeyGradientParts<T>& dk = w.dk;
   for_each_query_of_parts<T>(
       p, dk, kIndexerBlockQ, parallel, [&](int64_t b, int64_t i0, int64_t queries, int64_t part, int thread) {
-        Arena own(scratch + per_thread * thread);
+        Arena own = w.scratch.of_thread(thread);
         auto s = IndexerScoresBackwardScratch<In, T>::allocate(own, p);
         for (int64_t i = i0; i < i0 + queries; ++i) {
           const T* dscores = static_cast<const T*>(p.dscores) + (b * p.seqlen_q + i) * p.chosen.topk;

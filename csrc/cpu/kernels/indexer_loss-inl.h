@@ -283,19 +283,26 @@ void for_each_gathered(const IndexerLossParams& p, IndexerLossScratch<In, T>& s,
 }
 
 template <class In, class T>
+ThreadScratch allocate_indexer_loss(Arena& arena, const IndexerLossParams& p, int threads) {
+  return ThreadScratch::allocate(arena, threads,
+                                 [&](Arena& one) { IndexerLossScratch<In, T>::allocate(one, p); });
+}
+
+template <class In, class T>
 size_t indexer_loss_workspace(const IndexerLossParams& p, int threads) {
   Arena arena(nullptr);
-  IndexerLossScratch<In, T>::allocate(arena, p);
-  return arena.used() * threads;
+  allocate_indexer_loss<In, T>(arena, p, threads);
+  return arena.used();
 }
 
 template <class In, class T>
 void indexer_loss(const IndexerLossParams& p, void* workspace, const Parallel& parallel) {
-  const size_t per_thread = indexer_loss_workspace<In, T>(p, 1);
+  Arena arena(workspace);
+  const ThreadScratch scratch = allocate_indexer_loss<In, T>(arena, p, parallel.threads);
   const int64_t blocks = ceil_div(p.seqlen_q, kLossBlockQ);
   for_each_task(parallel, p.batch * blocks, [&](int64_t task, int thread) {
-    Arena arena(static_cast<char*>(workspace) + per_thread * thread);
-    auto s = IndexerLossScratch<In, T>::allocate(arena, p);
+    Arena own = scratch.of_thread(thread);
+    auto s = IndexerLossScratch<In, T>::allocate(own, p);
     const int64_t b = task / blocks, i0 = (blocks - 1 - task % blocks) * kLossBlockQ;
     const int64_t queries = std::min(kLossBlockQ, p.seqlen_q - i0);
     LossSums<T> sums[kLossBlockQ];
@@ -316,31 +323,27 @@ void indexer_loss(const IndexerLossParams& p, void* workspace, const Parallel& p
 }
 
 template <class In, class T>
-KeyGradientParts<T> allocate_indexer_loss_backward(Arena& arena, const IndexerLossParams& p, int threads,
-                                                   char*& scratch, size_t& per_thread) {
-  per_thread = indexer_loss_workspace<In, T>(p, 1);
-  scratch = arena.take<char>(static_cast<int64_t>(per_thread) * threads);
-  return KeyGradientParts<T>::allocate(arena, p);
+IndexerBackwardWorkspace<T> allocate_indexer_loss_backward(Arena& arena, const IndexerLossParams& p,
+                                                           int threads) {
+  const ThreadScratch scratch = allocate_indexer_loss<In, T>(arena, p, threads);
+  return {scratch, KeyGradientParts<T>::allocate(arena, p)};
 }
 
 template <class In, class T>
 size_t indexer_loss_backward_workspace(const IndexerLossBackwardParams& p, int threads) {
   Arena arena(nullptr);
-  char* scratch;
-  size_t per_thread;
-  allocate_indexer_loss_backward<In, T>(arena, p, threads, scratch, per_thread);
+  allocate_indexer_loss_backward<In, T>(arena, p, threads);
   return arena.used();
 }
 
 template <class In, class T>
 void indexer_loss_backward(const IndexerLossBackwardParams& p, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
-  char* scratch;
-  size_t per_thread;
-  const auto dk = allocate_indexer_loss_backward<In, T>(arena, p, parallel.threads, scratch, per_thread);
+  const auto w = allocate_indexer_loss_backward<In, T>(arena, p, parallel.threads);
+  const KeyGradientParts<T>& dk = w.dk;
   for_each_query_of_parts<T>(
       p, dk, kLossBlockQ, parallel, [&](int64_t b, int64_t i0, int64_t queries, int64_t part, int thread) {
-        Arena own(scratch + per_thread * thread);
+        Arena own = w.scratch.of_thread(thread);
         auto s = IndexerLossScratch<In, T>::allocate(own, p);
         const auto row_of = [&](const void* rows, int64_t n) {
           return static_cast<const T*>(rows)[b * p.seqlen_q + i0 + n];

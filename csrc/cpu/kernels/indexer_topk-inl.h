@@ -235,18 +235,15 @@ void choose_keys_of_block(const IndexerTopkParams& p, const IndexerSchedule& sch
 template <class T>
 struct IndexerTopkWorkspace {
   KeysOfSplits<T> splits;
-  char* threads;
-  size_t per_thread;
+  ThreadScratch scratch;
 };
 
 template <class In, class T>
 IndexerTopkWorkspace<T> allocate_indexer_topk(Arena& arena, const IndexerTopkParams& p, int threads) {
-  Arena scratch(nullptr);
-  IndexerTopkScratch<In, T>::allocate(scratch, p);
   IndexerTopkWorkspace<T> w;
   w.splits = KeysOfSplits<T>::allocate(arena, p, IndexerSchedule::of(p));
-  w.per_thread = scratch.used();
-  w.threads = arena.take<char>(static_cast<int64_t>(w.per_thread) * threads);
+  w.scratch = ThreadScratch::allocate(arena, threads,
+                                      [&](Arena& one) { IndexerTopkScratch<In, T>::allocate(one, p); });
   return w;
 }
 
@@ -263,7 +260,7 @@ void indexer_topk(const IndexerTopkParams& p, void* workspace, const Parallel& p
   const IndexerTopkWorkspace<T> w = allocate_indexer_topk<In, T>(arena, p, parallel.threads);
   const IndexerSchedule schedule = IndexerSchedule::of(p);
   const auto scratch_of = [&](int thread) {
-    Arena own(w.threads + w.per_thread * thread);
+    Arena own = w.scratch.of_thread(thread);
     return IndexerTopkScratch<In, T>::allocate(own, p);
   };
 

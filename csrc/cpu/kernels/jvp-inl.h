@@ -143,8 +143,7 @@ void jvp_query_block(const JvpParams& p, const JvpScratch<In, T>& scratch, int64
 
 struct JvpWorkspace {
   TaskList tasks;  // query blocks of each head
-  char* scratch;   // per thread
-  size_t scratch_bytes;
+  ThreadScratch scratch;
 };
 
 template <class In, class T>
@@ -153,10 +152,7 @@ JvpWorkspace allocate_jvp_workspace(Arena& arena, const JvpParams& call, int thr
   w.tasks = list_tasks(arena, call, [](const JvpParams& p) {
     return p.sizes.batch * p.sizes.heads * ceil_div(p.sizes.seqlen_q, forward_tiling<T>().block_q);
   });
-  Arena scratch(nullptr);
-  allocate_jvp<In, T>(scratch, call);
-  w.scratch_bytes = scratch.used();
-  w.scratch = arena.take<char>(static_cast<int64_t>(w.scratch_bytes) * threads);
+  w.scratch = ThreadScratch::allocate(arena, threads, [&](Arena& one) { allocate_jvp<In, T>(one, call); });
   return w;
 }
 
@@ -167,7 +163,7 @@ void jvp(const JvpParams& call, void* workspace, const Parallel& parallel) {
   for_each_task(parallel, w.tasks.total, [&](int64_t n, int thread) {
     const TaskList::Task task = w.tasks.at(n);
     const JvpParams p = of_sequence(call, task.b);
-    Arena scratch(w.scratch + thread * w.scratch_bytes);
+    Arena scratch = w.scratch.of_thread(thread);
     const ProductUnit<In> unit;
     const HeadBlocks list = query_blocks<T>(p.sizes, parallel.threads);
     const auto [b, h, n_from_last] = list.at(task);

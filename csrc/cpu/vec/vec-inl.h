@@ -101,7 +101,7 @@ FA_INLINE Vec<T> pick(Vec<T> a, Vec<T> b, VecIndex<T> from) {
 // Rotates the lanes of x down by d.
 template <class T>
 FA_INLINE Vec<T> rotate(Vec<T> x, int d) {
-  VecIndex<T> from;
+  VecIndex<T> from = {};
   for (int i = 0; i < kLanes<T>; ++i) from[i] = (i + d) % kLanes<T>;
   return pick<T>(x, x, from);
 }
