@@ -58,6 +58,7 @@ const char* why_not_forward(const AttentionParams& p) {
   if (p.decode.has_unified_max) return "sm80: no unified_max";
   if (p.varlen.cache.dtype != CacheDType::kOfQuery) return "sm80: no caches of 8 bits";
   if (p.varlen.cache.tree_mask) return "sm80: no tree_mask";
+  if (p.varlen.cache.key_has_value) return "sm80: no qv with separate caches";
   if (p.dropout.place) return "sm80: no dropout of a part of a larger call";
   if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return kWide;
   if (!is_aligned(p.q, z.head_dim) || !is_aligned(p.k, z.head_dim) || !is_aligned(p.v, z.head_dim_v) ||
