@@ -30,7 +30,7 @@ def force_kernel(isa: str | None) -> None:
 
 
 def force_cuda_tier(tier: str | None) -> None:
-    """Makes this process run one tier of CUDA kernels: "simt", "sm80" or "sm90". ``None``: each call chooses.
+    """Makes this process run one tier of CUDA kernels: "simt", "sm75", "sm80" or "sm90". ``None``: each call chooses.
 
     A call that the forced tier cannot run raises NotImplementedError with the tier's reason; no other tier runs.
     The environment variable ``FLASH_ATTN_EXT_CUDA_TIER`` has the same effect.

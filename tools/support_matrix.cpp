@@ -1,6 +1,6 @@
 // Prints which kernels take which option: a line for each row of the table in docs/support.md. tools/support_matrix.py
 // compiles and runs it. The answers come from the functions that the selectors call: cpu::why_not, and why_not_* of
-// simt, sm80 and sm90.
+// simt, sm75, sm80 and sm90.
 #include <cstdio>
 #include <functional>
 #include <string>
@@ -8,6 +8,7 @@
 #include "core/program.h"
 #include "cpu/why_not.h"
 #include "cuda/simt/simt.h"
+#include "cuda/sm75/sm75.h"
 #include "cuda/sm80/sm80.h"
 #include "cuda/sm90/sm90.h"
 
@@ -33,6 +34,13 @@ Params call() {
 template <class Params>
 Params gradients(Params p) {
   p.dout = p.dq = p.dk = p.dv = p.out;
+  return p;
+}
+
+// sm75 takes float16 only: its column has float16 where the others have bfloat16.
+template <class Params>
+Params in_float16(Params p) {
+  if (p.dtype == DType::kBFloat16) p.dtype = DType::kFloat16;
   return p;
 }
 
@@ -66,9 +74,12 @@ void row(const char* function, const char* option, const char* meaning, const Ch
   const auto either = [](const char* first, const char* other) { return first ? first : other; };
   const char* none = "no such kernels";
   std::printf(
-      "%s|%s|%s|%s|%s|%s|%s\n", function, option, meaning,
+      "%s|%s|%s|%s|%s|%s|%s|%s\n", function, option, meaning,
       cell(cpu::why_not(forward), cpu::why_not(backward), cpu::why_not(jvp), cpu::why_not(second)).c_str(),
       cell(no_cuda, no_gradient, no_gradient, no_gradient).c_str(),
+      cell(either(no_cuda, cuda::sm75::why_not_forward(in_float16(forward))),
+           either(no_gradient, cuda::sm75::why_not_backward(in_float16(backward))), none, none)
+          .c_str(),
       cell(either(no_cuda, cuda::sm80::why_not_forward(forward)),
            either(no_gradient, cuda::sm80::why_not_backward(backward)),
            either(no_gradient, cuda::sm80::why_not_jvp(jvp)), none)

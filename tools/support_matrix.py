@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- written by tools/support_matrix.py -->\n", "<!-- end -->"
-FOLDERS = ("cpu", "cuda/simt", "cuda/sm80", "cuda/sm90")
+FOLDERS = ("cpu", "cuda/simt", "cuda/sm75", "cuda/sm80", "cuda/sm90")
 KERNELS = tuple(f"csrc/{folder}/why_not.cpp" for folder in FOLDERS)
 FLAGS = [
     "-std=c++20",
@@ -38,6 +38,7 @@ class Row(NamedTuple):
     case: str
     cpu: str  # the letters of the passes, or "-"
     simt: str
+    sm75: str
     sm80: str
     sm90: str
 
@@ -64,8 +65,8 @@ def table(all_rows: list[Row]) -> str:
         lines += [
             f"## `{function}`",
             "",
-            "| option | case | CPU | `simt` | `sm80` | `sm90` |",
-            "|---|---|---|---|---|---|",
+            "| option | case | CPU | `simt` | `sm75` | `sm80` | `sm90` |",
+            "|---|---|---|---|---|---|---|",
         ]
         for row in all_rows:
             if row.function == function:

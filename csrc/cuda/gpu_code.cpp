@@ -15,11 +15,12 @@ bool starts_with(std::string_view text, std::string_view start) {
 
 // A GPU runs machine code of its major version with the same or an earlier minor version, and all earlier PTX. Code for
 // "a" runs on this one version only, code for "f" on later minor versions, too; both with or without PTX.
-bool runs_on(std::string_view code, int capability) {
+bool runs_on(std::string_view code, int capability, int least) {
   const bool is_ptx = starts_with(code, kPtx);
   const std::string version(code.substr(is_ptx ? kPtx.size() : kMachineCode.size()));
   char* suffix = nullptr;
   const int number = static_cast<int>(std::strtol(version.c_str(), &suffix, 10));
+  if (number < least) return false;
   if (*suffix == 'a') return capability == number;
   const bool same_major = capability / 10 == number / 10;
   return capability >= number && (same_major || (is_ptx && *suffix == '\0'));
@@ -52,8 +53,8 @@ const char* gpu_code() { return FA_TEXT(FLASH_ATTN_EXT_GPU_CODE); }
 
 #endif
 
-bool has_code_for(int capability) {
-  return any_code([capability](std::string_view code) { return runs_on(code, capability); });
+bool has_code_for(int capability, int least) {
+  return any_code([=](std::string_view code) { return runs_on(code, capability, least); });
 }
 
 bool has_code_for_9_0a() {

@@ -1,4 +1,4 @@
-// PTX instructions that C++ does not name, one function each. The host build (tests/cuda_host) replaces this file.
+// PTX instructions that C++ does not name, one function each, with other forms for compute capability 7.5. The host build (tests/cuda_host) replaces this file.
 #pragma once
 
 #if defined(FLASH_ATTN_EXT_CUDA_ON_HOST)
@@ -10,6 +10,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 namespace flash_attn_ext::cuda::ptx {
@@ -24,6 +25,21 @@ __device__ inline uint32_t opaque_shared_address(const void* pointer) {
   asm volatile("" : "+r"(address));
   return address;
 }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+
+// Before compute capability 8.0: copies through registers, at once. Nothing is left to wait for.
+__device__ inline void cp_async_16(void* shared, const void* global, bool inside) {
+  *static_cast<uint4*>(shared) = inside ? __ldg(static_cast<const uint4*>(global)) : make_uint4(0, 0, 0, 0);
+}
+__device__ inline void cp_async_4(void* shared, const void* global, bool inside) {
+  *static_cast<uint32_t*>(shared) = inside ? __ldg(static_cast<const uint32_t*>(global)) : 0;
+}
+__device__ inline void cp_async_commit() {}
+template <int kPending>
+__device__ inline void cp_async_wait() {}
+
+#else
 
 // Starts to copy 16 bytes from global to shared memory; writes zeros if not `inside`. The copy lands before the wait
 // for its group returns.
@@ -49,6 +65,8 @@ __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+#endif
+
 // Loads four 8 x 8 matrices of 16-bit elements. Lane l points to row l % 8 of matrix l / 8. Of each matrix it receives
 // the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1); if transposed, (2 (l % 4), l / 4) and (2 (l % 4) + 1, l /
 // 4).
@@ -69,6 +87,18 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
 // a lane holds the elements (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1) of c.
 template <class In>
 __device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  if constexpr (!std::is_same_v<In, __half>) __trap();  // these GPUs have no product of bfloat16
+  // Two products with 8 columns of a each: registers 0 and 1, and registers 2 and 3.
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b0));
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[2]), "r"(a[3]), "r"(b1));
+#else
   if constexpr (std::is_same_v<In, __half>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -83,6 +113,7 @@ __device__ inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], uint3
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+#endif
 }
 
 // A mask of the bits [first, first + count); bits from 32 on are dropped.
@@ -113,12 +144,17 @@ __device__ inline float reciprocal_fast(float x) {
 template <class In>
 __device__ inline uint32_t pack(float first, float second) {
   uint32_t bits;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  const __half2 pair = __floats2half2_rn(first, second);
+  memcpy(&bits, &pair, sizeof(bits));
+#else
   if constexpr (std::is_same_v<In, __half>) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
   } else {
     static_assert(std::is_same_v<In, __nv_bfloat16>);
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
   }
+#endif
   return bits;
 }
 

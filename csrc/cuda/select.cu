@@ -5,6 +5,7 @@
 #include "device.h"
 #include "gpu_code.h"
 #include "simt/simt.h"
+#include "sm75/sm75.h"
 #include "sm80/sm80.h"
 #include "sm90/sm90.h"
 #include "tiers.h"
@@ -16,14 +17,32 @@ std::string version(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
 
-// Why a tier does not run on this GPU at all; empty if it does.
+// A tier on tensor cores: the GPUs that it is for, and what others lack.
+struct Needs {
+  const char* tier;
+  int first, last;  // compute capabilities
+  const char* what;
+};
+constexpr Needs kNeeds[] = {{"sm90", 90, 90, "wgmma and TMA need 9.0"},
+                            {"sm80", 80, 999, "cp.async and mma.sync.m16n8k16 need 8.0"},
+                            {"sm75", 75, 79, "its kernels of mma.sync.m16n8k8 are for 7.5"}};
+
+const Needs* needs_of(std::string_view tier) {
+  for (const Needs& needs : kNeeds)
+    if (tier == needs.tier) return &needs;
+  return nullptr;  // simt runs on every GPU
+}
+
+// Why a tier does not run on this GPU at all; empty if it does. Code of sm80 and sm75 is in the build's code for GPUs of the
+// tier, also as PTX.
 std::string why_not_here(std::string_view tier, const char* forced, int capability) {
   const bool is_sm90 = tier == "sm90";
+  const Needs* const needs = needs_of(tier);
   if (forced && tier != forced) return std::string(forced) + " is forced";
   if (capability == 0) return "the GPU does not tell its compute capability";
-  if (is_sm90 ? capability != 90 : tier == "sm80" && capability < 80)
-    return "this GPU has compute capability " + version(capability);
-  if (is_sm90 ? !has_code_for_9_0a() : !has_code_for(capability))
+  if (needs && (capability < needs->first || capability > needs->last))
+    return "this GPU has compute capability " + version(capability) + "; " + needs->what;
+  if (is_sm90 ? !has_code_for_9_0a() : !has_code_for(capability, needs ? needs->first : 0))
     return "this build has no code for compute capability " + version(capability) + (is_sm90 ? "a" : "") +
            ", only " + gpu_code();
   return "";
@@ -46,7 +65,9 @@ class Choice {
   // `why_not`: the tier's reason against this call, which starts with its name; null: none. Without a `launch` the tier
   // has no kernel for the dtype.
   void offer(const char* tier, const char* why_not, Launch<Params>* launch, Workspace<Params>* workspace) {
-    if (selection_.launch) return;
+    // On newer GPUs this tier is no news in a list of faster tiers that do not run.
+    const bool is_old = std::string_view(tier) == "sm75" && capability_ >= 80;
+    if (selection_.launch || (is_old && (!forced_ || std::string_view(forced_) != tier))) return;
     std::string reason = why_not_here(tier, forced_, capability_);
     if (!reason.empty()) {
       reason = tier + (": " + reason);
@@ -94,6 +115,12 @@ Launch<Params>* of_dtype(DType dtype, Launch<Params>* float32, Launch<Params>* f
   return nullptr;
 }
 
+// sm75's launcher for a dtype.
+template <class Params>
+Launch<Params>* of_float16(DType dtype, Launch<Params>* float16) {
+  return dtype == DType::kFloat16 ? float16 : nullptr;
+}
+
 // The launcher of sm80 or sm90 for a dtype of 16 bits.
 template <class Params>
 Launch<Params>* of_half(DType dtype, Launch<Params>* bfloat16, Launch<Params>* float16) {
@@ -112,6 +139,9 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
                sm80::is_decode(p) ? of_half(p.dtype, sm80::decode_bfloat16, sm80::decode_float16)
                                   : of_half(p.dtype, sm80::forward_bfloat16, sm80::forward_float16),
                sm80::forward_workspace);
+  choice.offer("sm75", sm75::why_not_forward(p),
+               of_float16(p.dtype, sm80::is_decode(p) ? sm75::decode_float16 : sm75::forward_float16),
+               sm75::forward_workspace);
   choice.offer("simt", simt::why_not_forward(p),
                of_dtype(p.dtype, simt::forward_float32, simt::forward_float64, simt::forward_bfloat16,
                         simt::forward_float16),
@@ -125,6 +155,8 @@ Selection<BackwardParams> select_backward(const BackwardParams& p) {
                of_half(p.dtype, sm90::backward_bfloat16, sm90::backward_float16), sm90::backward_workspace);
   choice.offer("sm80", p.dweights ? "sm80: no gradients of the weights" : sm80::why_not_backward(p),
                of_half(p.dtype, sm80::backward_bfloat16, sm80::backward_float16), sm80::backward_workspace);
+  choice.offer("sm75", sm75::why_not_backward(p), of_float16(p.dtype, sm75::backward_float16),
+               sm75::backward_workspace);
   choice.offer("simt", nullptr,
                of_dtype(p.dtype, simt::backward_float32, simt::backward_float64, simt::backward_bfloat16,
                         simt::backward_float16),
@@ -137,6 +169,7 @@ Selection<JvpParams> select_jvp(const JvpParams& p) {
   choice.offer("sm90", "sm90: no forward-mode AD", nullptr, nullptr);
   choice.offer("sm80", sm80::why_not_jvp(p), of_half(p.dtype, sm80::jvp_bfloat16, sm80::jvp_float16),
                no_workspace);
+  choice.offer("sm75", "sm75: no forward-mode AD", nullptr, nullptr);
   choice.offer("simt", nullptr,
                of_dtype(p.dtype, simt::jvp_float32, simt::jvp_float64, simt::jvp_bfloat16, simt::jvp_float16),
                no_workspace);
@@ -147,6 +180,7 @@ Selection<DoubleBackwardParams> select_double_backward(const DoubleBackwardParam
   Choice<DoubleBackwardParams> choice(p);
   choice.offer("sm90", "sm90: no double backward", nullptr, nullptr);
   choice.offer("sm80", "sm80: no double backward", nullptr, nullptr);
+  choice.offer("sm75", "sm75: no double backward", nullptr, nullptr);
   choice.offer("simt", nullptr,
                of_dtype(p.dtype, simt::double_backward_float32, simt::double_backward_float64,
                         simt::double_backward_bfloat16, simt::double_backward_float16),
@@ -158,6 +192,7 @@ Selection<WeightsParams> select_weights(const WeightsParams& p) {
   Choice<WeightsParams> choice(p);
   choice.offer("sm90", "sm90: no weights", nullptr, nullptr);
   choice.offer("sm80", "sm80: no weights", nullptr, nullptr);
+  choice.offer("sm75", "sm75: no weights", nullptr, nullptr);
   choice.offer("simt", nullptr,
                of_dtype(p.dtype, simt::weights_float32, simt::weights_float64, simt::weights_bfloat16,
                         simt::weights_float16),
@@ -169,6 +204,7 @@ Selection<IndexedParams> select_indexed(const IndexedParams& p) {
   Choice<IndexedParams> choice(p);
   choice.offer("sm90", "sm90: no attention by index", nullptr, nullptr);
   choice.offer("sm80", "sm80: no attention by index", nullptr, nullptr);
+  choice.offer("sm75", "sm75: no attention by index", nullptr, nullptr);
   choice.offer("simt", nullptr,
                of_dtype(p.dtype, simt::indexed_float32, simt::indexed_float64, simt::indexed_bfloat16,
                         simt::indexed_float16),
@@ -180,6 +216,7 @@ Selection<IndexedBackwardParams> select_indexed_backward(const IndexedBackwardPa
   Choice<IndexedBackwardParams> choice(p);
   choice.offer("sm90", "sm90: no attention by index", nullptr, nullptr);
   choice.offer("sm80", "sm80: no attention by index", nullptr, nullptr);
+  choice.offer("sm75", "sm75: no attention by index", nullptr, nullptr);
   choice.offer("simt", nullptr,
                of_dtype(p.dtype, simt::indexed_backward_float32, simt::indexed_backward_float64,
                         simt::indexed_backward_bfloat16, simt::indexed_backward_float16),

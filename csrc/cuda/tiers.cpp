@@ -7,7 +7,7 @@
 namespace flash_attn_ext::cuda {
 namespace {
 
-constexpr const char* kTiers[] = {"simt", "sm80", "sm90"};  // slowest first
+constexpr const char* kTiers[] = {"simt", "sm75", "sm80", "sm90"};  // slowest first
 
 #if defined(FLASH_ATTN_EXT_WITH_CUDA) || defined(FLASH_ATTN_EXT_CUDA_ON_HOST)
 constexpr bool kHasCuda = true;

@@ -25,7 +25,7 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("tier", ["simt", "sm80", "sm90"])
+@pytest.mark.parametrize("tier", ["simt", "sm75", "sm80", "sm90"])
 def test_a_new_field_must_be_named(tmp_path, tier):
     for folder in ("core", "cuda"):
         shutil.copytree(ROOT / "csrc" / folder, tmp_path / folder)

@@ -15,7 +15,7 @@ from helpers import make_qkv
 from flash_attn_ext import _ops, flash_attn, force_cuda_tier
 
 VARIABLE = "FLASH_ATTN_EXT_CUDA_TIER"
-NOT_A_TIER = "got 'sm70'; allowed: simt, sm80, sm90"
+NOT_A_TIER = "got 'sm70'; allowed: simt, sm75, sm80, sm90"
 
 
 @pytest.fixture
@@ -50,7 +50,8 @@ def test_hopper_code_is_for_hopper_only(kernels, capability):
     with kernels.on_gpu(*capability):
         tier, why_not = kernels.choice(params_of())
     assert tier == "sm80"
-    assert why_not == [f"sm90: this GPU has compute capability {capability[0]}.{capability[1]}"]
+    version = f"{capability[0]}.{capability[1]}"
+    assert why_not == [f"sm90: this GPU has compute capability {version}; wgmma and TMA need 9.0"]
 
 
 @pytest.mark.parametrize("kind", [library.AttentionParams, library.BackwardParams])
@@ -62,6 +63,34 @@ def test_a_choice_has_a_reason_for_each_faster_tier(kernels, kind, dtype):
             tier, why_not = kernels.choice(params_of(kind, dtype))
         assert [reason.split(": ")[0] for reason in why_not] == tiers[: tiers.index(tier)]
         assert all(len(reason) > len("sm90: ") for reason in why_not)
+
+
+# The tiers of calls in float16 and bfloat16, by GPU, in a build for the GPU: docs/gpus.md has the same.
+GPUS = {
+    "T4": (7, 5, "sm_75", "sm75", "simt"), "V100": (7, 0, "sm_70", "simt", "simt"),
+    "A100": (8, 0, "sm_80", "sm80", "sm80"), "A10": (8, 6, "sm_80", "sm80", "sm80"),
+    "Orin": (8, 7, "sm_80", "sm80", "sm80"), "L4": (8, 9, "sm_80", "sm80", "sm80"),
+    "RTX 4090": (8, 9, "sm_80", "sm80", "sm80"), "H100": (9, 0, "sm_80,sm_90a", "sm90", "sm90"),
+    "H200": (9, 0, "sm_80,sm_90a", "sm90", "sm90"), "B200": (10, 0, "sm_80,compute_80", "sm80", "sm80"),
+    "RTX 5090": (12, 0, "sm_80,compute_80", "sm80", "sm80"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_what_each_gpu_runs(kernels, gpu):
+    major, minor, code, *tiers = GPUS[gpu]
+    with kernels.on_gpu(major, minor, code):
+        assert [kernels.choice(params_of(dtype=dtype))[0] for dtype in (torch.float16, torch.bfloat16)] == tiers
+        assert kernels.choice(params_of(dtype=torch.float32))[0] == "simt"
+
+
+@pytest.mark.parametrize("code", ["compute_75", "sm_75,compute_75"])
+def test_ptx_for_turing_is_no_code_of_sm80(kernels, code):
+    """Its kernels of sm80 trap."""
+    with kernels.on_gpu(8, 6, code):
+        tier, why_not = kernels.choice(params_of())
+    assert tier == "simt"
+    assert why_not[1] == f"sm80: this build has no code for compute capability 8.6, only {code}"
 
 
 class TestCodeOfTheBuild:
@@ -111,7 +140,12 @@ class TestCodeOfTheBuild:
             with pytest.raises(library.KernelError, match=r"simt: this build has no code for compute capability 7\.5"):
                 flash_attn(q, k, v)
             _, why_not = kernels.choice(params_of())
-        assert why_not[:2] == ["sm90: this GPU has compute capability 7.5", "sm80: this GPU has compute capability 7.5"]
+        assert why_not == [
+            "sm90: this GPU has compute capability 7.5; wgmma and TMA need 9.0",
+            "sm80: this GPU has compute capability 7.5; cp.async and mma.sync.m16n8k16 need 8.0",
+            "sm75: this build has no code for compute capability 7.5, only sm_80,compute_80,sm_90a",
+            "simt: this build has no code for compute capability 7.5, only sm_80,compute_80,sm_90a",
+        ]
 
 
 class TestForcedTier:
@@ -135,14 +169,18 @@ class TestForcedTier:
         ):
             flash_attn(q, k, v)
         kernels.force_tier("sm90")  # on a GPU of 8.0
-        assert kernels.choice(params_of())[0] == "sm90: this GPU has compute capability 8.0 (sm90 is forced)"
+        refusal = "this GPU has compute capability 8.0; {} ({} is forced)"
+        assert kernels.choice(params_of())[0] == "sm90: " + refusal.format("wgmma and TMA need 9.0", "sm90")
+        kernels.force_tier("sm75")
+        why = "its kernels of mma.sync.m16n8k8 are for 7.5"
+        assert kernels.choice(params_of(dtype=torch.float16))[0] == "sm75: " + refusal.format(why, "sm75")
         kernels.force_tier("")
         assert kernels.choice(params_of(dtype=torch.float32))[0] == "simt"
 
     @pytest.mark.parametrize("name", ["sm70", "SIMT", " sm80"])
     def test_an_unknown_name_changes_nothing(self, kernels, name):
         kernels.force_tier("simt")
-        with pytest.raises(ValueError, match=f"tier: got '{name}'; allowed: simt, sm80, sm90"):
+        with pytest.raises(ValueError, match=f"tier: got '{name}'; allowed: simt, sm75, sm80, sm90"):
             kernels.force_tier(name)
         assert kernels.choice(params_of())[0] == "simt"
 

@@ -233,7 +233,9 @@ cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void 
   const size_t allowed = limit == dynamic_shared_limit.end() ? kSharedBytesWithoutOptIn : limit->second;
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535 ||
-      threads == 0 || threads > 1024 || config.dynamicSmemBytes > std::max(allowed, kSharedBytesWithoutOptIn))
+      threads == 0 || threads > 1024 ||
+      config.dynamicSmemBytes > std::max(allowed, kSharedBytesWithoutOptIn) ||
+      config.dynamicSmemBytes > most_shared_bytes())
     return cudaErrorInvalidConfiguration;
   if (record([=, copy = copy_arguments(arguments, argument_bytes)] {
         return run_grid(config, kernel, enter, copy.get(), argument_bytes);
@@ -269,7 +271,7 @@ cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t st
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
   ++cuda_host::attributes_set;
-  if (value < 0 || static_cast<size_t>(value) > cuda_host::kMaxSharedBytes) return cudaErrorInvalidValue;
+  if (value < 0 || static_cast<size_t>(value) > cuda_host::most_shared_bytes()) return cudaErrorInvalidValue;
   cuda_host::dynamic_shared_limit[kernel] = value;
   return cudaSuccess;
 }

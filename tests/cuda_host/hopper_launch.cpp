@@ -1,6 +1,7 @@
 // The driver calls of a launch on Hopper: tensor maps with their limits, and the GPU's properties.
 #include <algorithm>
 #include <cstring>
+#include <initializer_list>
 
 #include "include/hopper_on_host.h"
 
@@ -12,6 +13,21 @@ int multiprocessors = 2;
 int64_t lookups = 0;
 
 }  // namespace
+
+// By GPU: V100; T4; A10, L4, RTX 40 and 50; A100 and Orin; H100 and later.
+size_t most_shared_bytes() {
+  const int capability = 10 * compute_capability[0] + compute_capability[1];
+  const auto is_one_of = [&](std::initializer_list<int> some) {
+    return std::find(some.begin(), some.end(), capability) != some.end();
+  };
+  const int kilobytes = capability < 75                 ? 96
+                        : capability < 80               ? 64
+                        : is_one_of({86, 89, 120, 121}) ? 99
+                        : is_one_of({80, 87})           ? 163
+                                                        : 227;
+  return static_cast<size_t>(kilobytes) << 10;
+}
+
 }  // namespace cuda_host
 
 CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,

@@ -8,6 +8,7 @@
 #include "cuda/divider.h"
 #include "cuda/gpu_code.h"
 #include "cuda/select.h"
+#include "cuda/sm75/sm75.h"
 #include "cuda/sm80/backward_schedule.h"
 #include "cuda/sm80/sm80.h"
 #include "cuda/sm90/few_rows.h"
@@ -183,14 +184,17 @@ const char* indexed_backward(const IndexedBackwardParams* p, void* workspace) {
 const char* why_not_sm80_backward(const BackwardParams* p) {
   return flash_attn_ext::cuda::sm80::why_not_backward(*p);
 }
-// The number of tiles of dq, dk and dv that the sm80 backward flagged because they hold a NaN; -1 if another tier ran.
+// The number of tiles of dq, dk and dv that the sm80 or sm75 backward flagged because they hold a NaN; -1 if another tier
+// ran.
 int64_t sm80_flagged_tiles(const BackwardParams* p, void* workspace) {
   using namespace flash_attn_ext::cuda;
   const auto ran = select_backward(*p).launch;
-  if (ran != sm80::backward_bfloat16 && ran != sm80::backward_float16) return -1;
+  const bool is_sm75 = ran == sm75::backward_float16;
+  if (ran != sm80::backward_bfloat16 && ran != sm80::backward_float16 && !is_sm75) return -1;
   const auto& z = p->sizes;
   flash_attn_ext::Arena arena(workspace);
-  const auto flags = sm80::BackwardWorkspace::lay_out(arena, *p).flags;
+  const auto flags = is_sm75 ? sm80::BackwardWorkspace::lay_out<sm80::Turing>(arena, *p).flags
+                             : sm80::BackwardWorkspace::lay_out(arena, *p).flags;
   const int64_t queries = p->dq ? z.batch * z.heads * sm80::NanFlags::tiles(z.seqlen_q) : 0;
   const int64_t keys = p->dk || p->dv ? z.batch * z.heads_kv * sm80::NanFlags::tiles(z.seqlen_k) : 0;
   return std::count(flags.queries, flags.queries + queries, 1) + std::count(flags.keys, flags.keys + keys, 1);

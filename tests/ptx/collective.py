@@ -80,9 +80,13 @@ def elect(ins, v):
 def multiply_matrices(ins, v):
     types = {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": "half"}
     types["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"] = "bfloat16"
+    d, a, b, c = (elements(x) for x in ins.operands)
+    if ins.opcode == "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32":  # a product whose other 8 columns are 0
+        if [len(x) for x in (d, a, b, c)] != [4, 2, 1, 4]:
+            raise ins.error("4, 2, 1, 4 registers are needed")
+        types[ins.opcode], a, b = "half", [*a, "0", "0"], [*b, "0"]
     if ins.opcode not in types:
         raise ins.error("this shape or these types are not known")
-    d, a, b, c = (elements(x) for x in ins.operands)
     if [len(x) for x in (d, a, b, c)] != [4, 4, 2, 4]:
         raise ins.error("4, 4, 2, 4 registers are needed")
     c = ", ".join(v.read(x, "f32") for x in c)

@@ -31,7 +31,8 @@ class Kernels:
 
     architecture: str  # "80"
     header: str  # in csrc/cuda
-    names: tuple[str, ...]  # "forward_kernel<Config<In, 64, 64, 2>>"; In is bfloat16
+    names: tuple[str, ...]  # "forward_kernel<Config<In, 64, 64, 2>>"
+    dtype: str = BFLOAT16  # of In
 
     def source(self):
         tier = self.header.partition("/")[0]
@@ -39,7 +40,7 @@ class Kernels:
         uses = ", ".join(f"reinterpret_cast<const void*>(&{name})" for name in self.names)
         return (
             f'#include "csrc/cuda/{self.header}"\n'
-            f"namespace {space} {{\nusing In = {BFLOAT16};\n"
+            f"namespace {space} {{\nusing In = {self.dtype};\n"
             f"extern const void* const used[] = {{{uses}}};\n}}\n"
         )
 

@@ -41,7 +41,7 @@ class Values:
 
     def declare(self, registers):
         """C++ declarations."""
-        kind = registers.kind
+        kind = "b16" if registers.kind == "f16" else registers.kind  # only converted and packed
         cpp = CPP.get(kind)
         if cpp is None:
             raise PtxError(f"registers of the type .{kind}")

@@ -79,7 +79,8 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     backward_kernel(const BackwardParams call, const BackwardWorkspace w) {
   using In = typename C::In;
-  auto& shared = shared_memory<BackwardMemory<C>>();
+  if (!C::Gpu::kHasCode) return __trap();
+  auto& shared = shared_memory<BackwardMemory<C>, C::Gpu::kSharedBytes>();
 
   // The keys of this block. In turns, the last keys of a head come first: in a causal call few queries see them, so the
   // waits are short.
@@ -216,6 +217,7 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     dq_kernel(const BackwardParams call, const BackwardWorkspace w) {
   using Gradient = QueryGradient<C>;
+  if (!C::Gpu::kHasCode) return __trap();
   const int64_t flags = NanFlags::tiles(call.sizes.seqlen_q), head = blockIdx.x / flags;
   const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads;
   const BackwardParams& p = call_of_block<C>(call, b);

@@ -3,6 +3,7 @@
 
 #include "../scores.cuh"
 #include "../simt/schedule.h"
+#include "gpu.h"
 
 namespace flash_attn_ext::cuda::sm80 {
 
@@ -12,11 +13,15 @@ FA_HOST_DEVICE inline int padded_head_dim(const Sizes& z) {
   const int64_t widest = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
   return widest == 0 ? kStep : static_cast<int>(ceil_div(widest, kStep) * kStep);
 }
-// Query rows of a tile.
-constexpr int backward_rows(int padded) { return padded == 64 ? 64 : 32; }
-
-// Keys of a block.
-constexpr int backward_keys(int padded) { return padded <= 128 ? 128 : 64; }
+// The query rows of a tile, and the keys of a block.
+struct BackwardTiles {
+  int rows, keys;
+};
+template <class Gpu>
+constexpr BackwardTiles backward_tiles(int padded) {
+  if (!Gpu::kAsyncCopies) return {32, padded == 64 ? 128 : 64};  // 64 KB of shared memory
+  return {padded == 64 ? 64 : 32, padded <= 128 ? 128 : 64};
+}
 
 // Which pieces of kFlaggedRows rows of a gradient hold a NaN. repair.cuh repairs these pieces.
 constexpr int kFlaggedRows = 64;
@@ -70,10 +75,12 @@ struct BackwardWorkspace {
   size_t zeroed_bytes;
   // Factors of the call, as float: the kernels' loops convert no double.
   float score_scale, keep_scale;  // product_scale(); 1 / (1 - dropout_p)
+  BackwardTiles tiles;
 
+  template <class Gpu = Ampere>
   static BackwardWorkspace lay_out(Arena& arena, const BackwardParams& p) {
     const Sizes& z = p.sizes;
-    const int padded = padded_head_dim(z), rows = backward_rows(padded);
+    const int padded = padded_head_dim(z), rows = backward_tiles<Gpu>(padded).rows;
     const int64_t heads = z.batch * z.heads, tiles = heads * ceil_div(z.seqlen_q, rows);
     BackwardWorkspace w;
     w.simt = simt::BackwardWorkspace<float>::lay_out(arena, p);
@@ -85,6 +92,7 @@ struct BackwardWorkspace {
     const int64_t sums = p.varlen ? z.heads * packed_tiles_of_head(p, rows) : tiles;
     w.dq = arena.take<float>(p.dq ? sums * rows * padded : 0);
     w.zeroed_bytes = arena.used() - before;
+    w.tiles = backward_tiles<Gpu>(padded);
     w.score_scale = product_scale<float>(p);
     w.keep_scale = p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f;
     return w;

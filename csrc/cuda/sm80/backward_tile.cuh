@@ -21,20 +21,25 @@ enum class BackwardForm { kDense, kPacked, kDropout };
 // Every GPU has 99 KB of shared memory. At 256, K, V, one Q and dO leave 3 KB, and P and dS need 8 KB. So Q has one
 // buffer instead of two, and the last 64 columns of V are in registers, as operands of dP = dO V^T. Tiles of 16 queries
 // would fit too, but each would read all of K and V for half as many products.
-template <class In_, int kHeadDim_, BackwardForm kForm>
+//
+// On compute capability 7.5 a block has 64 KB. So beyond a head dimension of 64 two warps share 16 keys, a tile has 32
+// queries, and Q has one buffer.
+template <class In_, int kHeadDim_, BackwardForm kForm, class Gpu_ = Ampere>
 struct BackwardConfig {
   using In = In_;
+  using Gpu = Gpu_;
+  static constexpr bool kTuring = !Gpu::kAsyncCopies;
+  static constexpr BackwardTiles kTiles = backward_tiles<Gpu>(kHeadDim_);
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
   static constexpr bool kDropout = kForm == BackwardForm::kDropout;
   static constexpr bool kPacked = kForm != BackwardForm::kDense;  // computes packed sequences
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kSharers = kHeadDim <= 128 ? 1 : 2;  // the warps that share 16 keys
-  static constexpr int kKeyWarps = kWarps / kSharers;
-  static constexpr int kBlockK = 16 * kKeyWarps, kBlockQ = backward_rows(kHeadDim);
-  static_assert(kBlockK == backward_keys(kHeadDim));
+  static constexpr int kBlockK = kTiles.keys, kBlockQ = kTiles.rows;
+  static constexpr int kKeyWarps = kBlockK / 16,
+                       kSharers = kWarps / kKeyWarps;       // the warps that share 16 keys
   static constexpr int kColumns = kBlockQ / kSharers / 8;   // 16 x 8 accumulators in a warp's part of a tile
   static constexpr int kGradColumns = kHeadDim / kSharers;  // of dK and dV in a warp's registers
-  static constexpr int kQBuffers = kHeadDim <= 192 ? 2 : 1;
+  static constexpr int kQBuffers = kHeadDim <= 192 && !kTuring ? 2 : 1;
   static constexpr int kLater = kQBuffers - 1;  // groups of copies that may be in flight when Q is used
   static constexpr int kHeldColumns = kHeadDim <= 192 ? 0 : 64;  // of V, in registers
   static constexpr int kStoredColumns = kHeadDim - kHeldColumns;

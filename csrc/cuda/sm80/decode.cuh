@@ -12,15 +12,17 @@
 #include "../launch.h"
 #include "../shared_memory.h"
 #include "decode_splits.h"
+#include "gpu.h"
 #include "sm80.h"
 #include "softmax.cuh"
 
 namespace flash_attn_ext::cuda::sm80 {
 
 // Each warp has kRing tiles of 16 keys: one is in use, the others are in flight.
-template <class In_, int kHeadDim_, int kRowTiles_, int kRing_>
+template <class In_, int kHeadDim_, int kRowTiles_, int kRing_, class Gpu_ = Ampere>
 struct DecodeConfig {
   using In = In_;
+  using Gpu = Gpu_;
   static constexpr int kRowTiles = kRowTiles_, kRows = kMmaRows * kRowTiles;  // query rows of a block
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
   static constexpr int kRing = kRing_;
@@ -267,7 +269,8 @@ __device__ Range keys_of_split(const AttentionParams& p, const DecodeSchedule& s
 template <class C>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_kernel(const AttentionParams call, const DecodeSchedule schedule, const Partials<float> partials) {
-  auto& shared = shared_memory<DecodeMemory<C>>();
+  if (!C::Gpu::kHasCode) return __trap();
+  auto& shared = shared_memory<DecodeMemory<C>, C::Gpu::kSharedBytes>();
   WarpMemory<C>& mine = shared.warps[warp()];
 
   // The part of this block. Row blocks that read the same keys are neighbours, so that they run at the same time.
@@ -360,18 +363,23 @@ cudaError_t launch_decode_padded(const AttentionParams& p, const DecodeSchedule&
   return launch(decode_kernel<C>, shape, stream, p, schedule, partials);
 }
 
-// 44 to 80 KB of shared memory: two blocks fit an A100's multiprocessor, two or more an H100's.
-template <class In>
+// Shared memory: 44 to 80 KB, so two blocks fit an A100's multiprocessor, two or more an H100's. On compute capability 7.5
+// 21 to 41 KB: a longer ring would serve copies that land later.
+template <class In, class Gpu = Ampere>
 cudaError_t launch_decode(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  const DecodeSchedule schedule = schedule_decode(p);
+  constexpr bool kTuring = std::is_same_v<Gpu, Turing>;
+  constexpr int kRing64 = kTuring ? 3 : 7, kRing128 = kTuring ? 3 : 5;
+  const DecodeSchedule schedule = schedule_decode(p, Gpu::kWidestPair);
   const Partials<float> partials(workspace, p, schedule.splits);
   const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
   const bool one = schedule.row_tiles == 1;
-  const auto attend = widest > 128  ? launch_decode_padded<DecodeConfig<In, 256, 1, 3>>
-                      : widest > 64 ? (one ? launch_decode_padded<DecodeConfig<In, 128, 1, 5>>
-                                           : launch_decode_padded<DecodeConfig<In, 128, 2, 5>>)
-                                    : (one ? launch_decode_padded<DecodeConfig<In, 64, 1, 7>>
-                                           : launch_decode_padded<DecodeConfig<In, 64, 2, 7>>);
+  auto attend = widest > 64 ? launch_decode_padded<DecodeConfig<In, 128, 1, kRing128, Gpu>>
+                : one       ? launch_decode_padded<DecodeConfig<In, 64, 1, kRing64, Gpu>>
+                            : launch_decode_padded<DecodeConfig<In, 64, 2, kRing64, Gpu>>;
+  if constexpr (!kTuring) {
+    if (widest > 64 && !one) attend = launch_decode_padded<DecodeConfig<In, 128, 2, kRing128>>;
+    if (widest > 128) attend = launch_decode_padded<DecodeConfig<In, 256, 1, 3>>;
+  }
   return in_order([&] { return attend(p, schedule, partials, stream); },
                   [&] { return launch_combine(p, schedule.splits, workspace, stream); });
 }

@@ -21,13 +21,14 @@ int64_t splits_by_shape(int64_t tiles, int64_t tasks) {
 
 }  // namespace
 
-DecodeSchedule schedule_decode(const AttentionParams& p) {
+DecodeSchedule schedule_decode(const AttentionParams& p, int64_t widest_pair) {
   const Sizes& z = p.sizes;
   DecodeSchedule schedule;
   schedule.group = z.heads_kv == 0 ? 0 : z.heads / z.heads_kv;
   const int64_t rows = schedule.group * z.seqlen_q;
   // A block of two row tiles reads K and V half as often. Its registers suffice up to D 128, but not for packed calls.
-  schedule.row_tiles = rows > kMmaRows && std::max(z.head_dim, z.head_dim_v) <= 128 && !p.varlen ? 2 : 1;
+  schedule.row_tiles =
+      rows > kMmaRows && std::max(z.head_dim, z.head_dim_v) <= widest_pair && !p.varlen ? 2 : 1;
   schedule.row_blocks = ceil_div(rows, kMmaRows * schedule.row_tiles);
   schedule.tasks = z.batch * z.heads_kv * schedule.row_blocks;
 
@@ -42,9 +43,11 @@ DecodeSchedule schedule_decode(const AttentionParams& p) {
   return schedule;
 }
 
-size_t forward_workspace(const AttentionParams& p) {
-  const int64_t splits = is_decode(p) ? schedule_decode(p).splits : 1;
+size_t decode_workspace(const AttentionParams& p, int64_t widest_pair) {
+  const int64_t splits = is_decode(p) ? schedule_decode(p, widest_pair).splits : 1;
   return splits == 1 ? 0 : sizeof(float) * Partials<float>::elements(p, splits);
 }
+
+size_t forward_workspace(const AttentionParams& p) { return decode_workspace(p); }
 
 }  // namespace flash_attn_ext::cuda::sm80

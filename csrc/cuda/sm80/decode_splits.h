@@ -2,6 +2,8 @@
 // machine.
 #pragma once
 
+#include <cstddef>
+
 #include "../../core/mask.h"
 #include "../../core/params.h"
 
@@ -23,6 +25,10 @@ struct DecodeSchedule {
   int64_t keys_per_split;
 };
 
-DecodeSchedule schedule_decode(const AttentionParams& p);
+// `widest_pair`: the largest head dimension at which a block may have two row tiles.
+DecodeSchedule schedule_decode(const AttentionParams& p, int64_t widest_pair = 128);
+
+// The bytes of a forward's workspace, if it decodes.
+size_t decode_workspace(const AttentionParams& p, int64_t widest_pair = 128);
 
 }  // namespace flash_attn_ext::cuda::sm80

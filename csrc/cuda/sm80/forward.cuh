@@ -9,15 +9,17 @@
 #include "../call_of_block.cuh"
 #include "../launch.h"
 #include "../shared_memory.h"
+#include "gpu.h"
 #include "sm80.h"
 #include "softmax.cuh"
 #include "tile_copies.cuh"
 
 namespace flash_attn_ext::cuda::sm80 {
 
-template <class In_, int kHeadDim_, int kBlockK_, int kBuffers_, bool kPacked_ = false>
+template <class In_, int kHeadDim_, int kBlockK_, int kBuffers_, bool kPacked_ = false, class Gpu_ = Ampere>
 struct Config {
   using In = In_;
+  using Gpu = Gpu_;
   static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kBlockQ = 16 * kWarps, kBlockK = kBlockK_;
@@ -135,7 +137,8 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     forward_kernel(const AttentionParams call, int64_t query_blocks) {
   using In = typename C::In;
-  auto& shared = shared_memory<SharedMemory<C>>();
+  if (!C::Gpu::kHasCode) return __trap();
+  auto& shared = shared_memory<SharedMemory<C>, C::Gpu::kSharedBytes>();
   const QueryBlock<C> block(call.sizes, query_blocks);
   const int64_t b = block.b, h = block.h, i0 = block.i0;
   const AttentionParams& p = call_of_block<C>(call, b);
@@ -156,7 +159,19 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const auto load_v = [&](int64_t j0, int buffer) {
     load(shared.v[buffer], p.v, h_kv, j0, z.seqlen_k, z.head_dim_v);
   };
-  const auto copies = copies_of<C>(load_k, load_v, keys.end);
+  const auto fetch_k = [&](int64_t j0, auto& staged) {
+    staged.fetch(p.k, batch_of_rows, h_kv, j0, z.seqlen_k, z.head_dim);
+  };
+  const auto fetch_v = [&](int64_t j0, auto& staged) {
+    staged.fetch(p.v, batch_of_rows, h_kv, j0, z.seqlen_k, z.head_dim_v);
+  };
+  auto copies = [&] {
+    if constexpr (C::Gpu::kAsyncCopies) {
+      return copies_of<C>(load_k, load_v, keys.end);
+    } else {
+      return staged_copies_of<C>(fetch_k, fetch_v, shared.k[0], shared.v[0], keys.end);
+    }
+  }();
   // Without keys, no thread waits for q.
   if (keys.begin < keys.end) load(shared.q, p.q, h, i0, z.seqlen_q, z.head_dim);
   copies.start(keys.begin);
@@ -218,20 +233,26 @@ cudaError_t launch_padded(const AttentionParams& p, cudaStream_t stream) {
 // Each needs at most 99 KB, the limit of GPUs of compute capability 8.6 and 8.9. All have 128 queries, so K and V are
 // read from L2 once for 128 queries. Two of the eight warps share a scheduler, so the softmax of one overlaps with the
 // products of the other.
-template <class In, bool kPacked>
+template <class In, bool kPacked, class Gpu>
 cudaError_t launch_forward_of(const AttentionParams& p, cudaStream_t stream) {
   const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
-  if (widest <= 64) return launch_padded<Config<In, 64, 64, 2, kPacked>>(p, stream);    // 48 KB
-  if (widest <= 128) return launch_padded<Config<In, 128, 64, 2, kPacked>>(p, stream);  // 96 KB
-  if (widest <= 192) return launch_padded<Config<In, 192, 32, 2, kPacked>>(p, stream);  // 96 KB: fewer keys
-  // 96 KB, in one buffer. Packed sequences have two buffers of 16 keys: there are no registers for 32.
-  return launch_padded<std::conditional_t<kPacked, Config<In, 256, 16, 2, true>, Config<In, 256, 32, 1>>>(
-      p, stream);
+  if constexpr (std::is_same_v<Gpu, Turing>) {  // 32 and 48 KB of 64
+    return widest <= 64 ? launch_padded<Config<In, 64, 64, 1, kPacked, Gpu>>(p, stream)
+                        : launch_padded<Config<In, 128, 32, 1, kPacked, Gpu>>(p, stream);
+  } else {
+    if (widest <= 64) return launch_padded<Config<In, 64, 64, 2, kPacked>>(p, stream);    // 48 KB
+    if (widest <= 128) return launch_padded<Config<In, 128, 64, 2, kPacked>>(p, stream);  // 96 KB
+    if (widest <= 192) return launch_padded<Config<In, 192, 32, 2, kPacked>>(p, stream);  // 96 KB: fewer keys
+    // 96 KB, in one buffer. Packed sequences have two buffers of 16 keys: there are no registers for 32.
+    return launch_padded<std::conditional_t<kPacked, Config<In, 256, 16, 2, true>, Config<In, 256, 32, 1>>>(
+        p, stream);
+  }
 }
 
-template <class In>
+template <class In, class Gpu = Ampere>
 cudaError_t launch_forward(const AttentionParams& p, cudaStream_t stream) {
-  return p.varlen ? launch_forward_of<In, true>(p, stream) : launch_forward_of<In, false>(p, stream);
+  return p.varlen ? launch_forward_of<In, true, Gpu>(p, stream)
+                  : launch_forward_of<In, false, Gpu>(p, stream);
 }
 
 }  // namespace flash_attn_ext::cuda::sm80

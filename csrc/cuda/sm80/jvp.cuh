@@ -101,6 +101,7 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     jvp_kernel(const JvpParams p, int64_t query_blocks, float scale) {
   using In = typename C::In;
+  if (!C::Gpu::kHasCode) return __trap();
   auto& shared = shared_memory<JvpMemory<C>>();
   const QueryBlock<C> block(p.sizes, query_blocks);
   const int64_t b = block.b, h = block.h, i0 = block.i0;

@@ -16,9 +16,10 @@
 namespace flash_attn_ext::cuda::sm80 {
 
 // One kernel for all head dimensions: its time does not matter. It computes packed sequences, too.
-template <class In_>
+template <class In_, class Gpu_ = Ampere>
 struct RepairConfig {
   using In = In_;
+  using Gpu = Gpu_;
   static constexpr bool kPacked = true;
   static constexpr int kHeadDim = 256, kWarps = 8, kThreads = 32 * kWarps;
 };
@@ -60,7 +61,7 @@ struct Repair {
     const Sizes& z = p.sizes;
     const Range read =
         whole_tiles(visible_queries(p.band.without_chunks(), tile_keys.begin, tile_keys.end, z.seqlen_q),
-                    backward_rows(padded_head_dim(z)), z.seqlen_q);
+                    w.tiles.rows, z.seqlen_q);
     const auto hidden = [&](int64_t i) { return is_hidden(h, i, j); };
     return has_non_finite_rows<In, C::kHeadDim>(p.q, b, h, read, z.head_dim, hidden) ||
            has_non_finite_rows<In, C::kHeadDim>(p.dout, b, h, read, z.head_dim_v, hidden);
@@ -68,11 +69,11 @@ struct Repair {
   // The same for the keys that share a tile with query i.
   __device__ bool hides_non_finite_key(int64_t h, int64_t i) const {
     const Sizes& z = p.sizes;
-    const int rows = backward_rows(padded_head_dim(z));
+    const int rows = w.tiles.rows;
     const int64_t first = i / rows * rows;
     const Range seen =
         visible_keys(p.band.without_chunks(), first, smaller<int64_t>(first + rows, z.seqlen_q), z.seqlen_k);
-    const Range read = whole_tiles(seen, backward_keys(padded_head_dim(z)), z.seqlen_k);
+    const Range read = whole_tiles(seen, w.tiles.keys, z.seqlen_k);
     const auto hidden = [&](int64_t j) { return is_hidden(h, i, j); };
     return has_non_finite_rows<In, C::kHeadDim>(p.k, b, z.kv_head(h), read, z.head_dim, hidden);
   }
@@ -131,6 +132,7 @@ struct Repair {
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     repair_dq_kernel(const BackwardParams call, const BackwardWorkspace w) {
+  if (!C::Gpu::kHasCode) return __trap();
   if (!w.flags.queries[blockIdx.x]) return;
   const int64_t tiles = NanFlags::tiles(call.sizes.seqlen_q), head = blockIdx.x / tiles;
   const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads;
@@ -146,23 +148,23 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     repair_dkv_kernel(const BackwardParams call, const BackwardWorkspace w) {
+  if (!C::Gpu::kHasCode) return __trap();
   if (!w.flags.keys[blockIdx.x]) return;
   const int64_t tiles = NanFlags::tiles(call.sizes.seqlen_k), head = blockIdx.x / tiles;
   const int64_t b = head / call.sizes.heads_kv, h_kv = head % call.sizes.heads_kv;
   const BackwardParams p = call_of_block<C>(call, b);
   const Repair<C> repair{p, w, b};
   const int64_t first = blockIdx.x % tiles * kFlaggedRows, seqlen = p.sizes.seqlen_k;
-  const int64_t end = smaller<int64_t>(first + kFlaggedRows, seqlen),
-                block = backward_keys(padded_head_dim(p.sizes));
+  const int64_t end = smaller<int64_t>(first + kFlaggedRows, seqlen), block = w.tiles.keys;
   const int64_t first_key = first / block * block;
   const Range tile_keys{first_key, smaller<int64_t>(first_key + block, seqlen)};
 #pragma unroll 1
   for (int64_t j = first + threadIdx.x / 32; j < end; j += C::kWarps) repair.repair_key(h_kv, j, tile_keys);
 }
 
-template <class In>
+template <class In, class Gpu>
 cudaError_t launch_repair(const BackwardParams& p, const BackwardWorkspace& w, cudaStream_t stream) {
-  using C = RepairConfig<In>;
+  using C = RepairConfig<In, Gpu>;
   const Sizes& z = p.sizes;
   const int64_t queries = p.dq ? z.batch * z.heads * NanFlags::tiles(z.seqlen_q) : 0;
   const int64_t keys = p.dk || p.dv ? z.batch * z.heads_kv * NanFlags::tiles(z.seqlen_k) : 0;

@@ -56,6 +56,37 @@ struct Tile {
   }
 };
 
+// A thread's part of a tile on its way from global to shared memory, on GPUs without cp.async. It stays in registers
+// during the products of other tiles.
+template <class ItsTile, int kThreads>
+struct StagedTile;
+template <class In, int kRows, int kCols, int kThreads>
+struct StagedTile<Tile<In, kRows, kCols>, kThreads> {
+  static constexpr int kRowChunks = kCols / kChunk, kCount = kRows * kRowChunks / kThreads;
+  static_assert(kRows * kRowChunks % kThreads == 0);
+  uint4 chunks[kCount];
+
+  // The rows and columns of Tile::load_async().
+  __device__ void fetch(const Tensor4& t, int64_t b, int64_t h, int64_t first, int64_t seqlen,
+                        int64_t columns) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const int64_t row = first + place(n) / kRowChunks, column = place(n) % kRowChunks * kChunk;
+      const bool inside = row < seqlen && column < columns;
+      chunks[n] =
+          inside ? *reinterpret_cast<const uint4*>(t.row<In>(b, h, row) + column) : make_uint4(0, 0, 0, 0);
+    }
+  }
+  __device__ void store(Tile<In, kRows, kCols>& tile) const {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+      *reinterpret_cast<uint4*>(tile.chunk(place(n) / kRowChunks, place(n) % kRowChunks)) = chunks[n];
+  }
+
+ private:
+  static __device__ int place(int n) { return threadIdx.x + n * kThreads; }
+};
+
 // Rows [row, row + 16) and columns [16 k, 16 k + 16) of a tile as a left operand.
 template <class In, int kRows, int kCols>
 __device__ void load_operand(Tile<In, kRows, kCols>& tile, int row, int k, uint32_t (&operand)[4]) {

@@ -1,6 +1,7 @@
 #include <initializer_list>
 
 #include "../../core/splits.h"
+#include "alignment.h"
 #include "backward_schedule.h"
 #include "sm80.h"
 
@@ -35,13 +36,6 @@ constexpr int64_t kMaxHeadDim = 256, kMaxJvpHeadDim = 128;
 constexpr const char* kWide = "sm80: only head dimensions up to 256";
 constexpr const char* kChunks = "sm80: no attention_chunk";
 constexpr const char* kUnaligned = "sm80: a tensor's rows are not aligned to 16 bytes";
-
-// cp.async copies 16 aligned bytes.
-bool is_aligned(const Tensor4& t, int64_t columns) {
-  constexpr int64_t kBytes = 16, kElements = 8;
-  return reinterpret_cast<uintptr_t>(t.data) % kBytes == 0 && t.stride_b % kElements == 0 &&
-         t.stride_h % kElements == 0 && t.stride_s % kElements == 0 && columns % kElements == 0;
-}
 
 }  // namespace
 

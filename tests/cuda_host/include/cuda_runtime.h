@@ -52,6 +52,7 @@ void combine_lanes(Site site, unsigned mask, void* mine, void (*finish)(void* co
 [[noreturn]] void refuse_source_lane(Site site, int source);
 
 int lane();
+size_t most_shared_bytes();  // that a block may request on the GPU that the selector sees
 
 cudaError_t run_grid(const cudaLaunchConfig_t& config, const void* kernel, void (*enter)(void*),
                      void* arguments, size_t argument_bytes);
