@@ -21,7 +21,8 @@ demo: $(VENV)/.built $(VENV)/.demo
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# All tests of the library. Some of them: TESTS="tests/cpu/test_decode.py -k split".
+# All tests of the library, after the build about a quarter of an hour on two idle cores. Some of them:
+# TESTS="tests/cpu/test_decode.py -k split".
 test: $(VENV)/.built $(VENV)/.test
 	$(PYTEST) $(if $(TESTS),$(TESTS),-m "not planted_fault")
 
@@ -30,7 +31,7 @@ test: $(VENV)/.built $(VENV)/.test
 test-faults: $(VENV)/.built $(VENV)/.test
 	$(PYTEST) -m planted_fault
 
-# All but the tests of tests/support/slow.py, in a minute and a half. Run it after each change.
+# All but the tests of tests/support/slow.py, in three minutes. Run it after each change.
 test-quick: $(VENV)/.built $(VENV)/.test
 	$(PYTEST) -m "not slow"
 

@@ -18,6 +18,7 @@
 #include "../core/program.h"
 #include "../core/sequence.h"
 #include "../core/splits.h"
+#include "../core/thread_scratch.h"
 #include "half.h"
 #include "key_lists.h"
 #include "parallel.h"
