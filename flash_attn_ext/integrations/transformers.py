@@ -27,6 +27,10 @@ __all__ = ["HONOURED", "NAME", "REFUSED", "WITHOUT_EFFECT", "continuous_batching
 if int(transformers.__version__.split(".")[0]) < 5:
     raise ImportError(f"transformers: got version {transformers.__version__}; allowed: 5 or later")
 
+# model_type of the models whose attention adds columns of numbers to the mask: 0 shows a key. In a bool mask these
+# columns would be inverted.
+FLOAT_MASKS = frozenset({"deepseek_v4"})
+
 # Without "flash": transformers imports flash-attention for every name that contains it.
 NAME = "fa_ext"
 # With "flash": continuous batching accepts only these names and two of its own. It imports nothing for them.
@@ -76,7 +80,8 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     **options,
 ) -> Tensor | None:
-    """transformers' interface for masks: a bool mask of (B, 1, S_q, S_k), as a :class:`PatternMask` where possible.
+    """transformers' interface for masks: a bool mask of (B, 1, S_q, S_k), as a :class:`PatternMask` where possible. A
+    float mask, 0 or -inf, for a model of ``FLOAT_MASKS``.
 
     None means: causal if the attention module is causal and there are several queries, otherwise no mask. The result
     is transformers' dense mask if no pattern describes it (a user's function), and always while a graph is traced.
@@ -93,6 +98,10 @@ def attention_mask(
             **options,
         )  # fmt: skip
 
+    if getattr(options.get("config"), "model_type", None) in FLOAT_MASKS:
+        visible = dense()
+        zeros = torch.zeros(visible.shape, dtype=options.get("dtype", torch.float32), device=visible.device)
+        return zeros.masked_fill(~visible, -torch.inf)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return dense(may_skip=True)
     within_sequence, sequence_numbers = read_packed(mask_function) or (mask_function, None)

@@ -25,6 +25,16 @@ MODELS = {
     "axk2": ("AXK2Config", MOE | LATENT | INDEXER),
     "hy_v4": ("HYV4Config", MOE | LATENT | INDEXER | dict(head_dim=8)),
     "dots3_note": ("Dots3NoteTextConfig", MOE | LATENT | INDEXER),
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        SMALL | dict(
+            head_dim=8, partial_rotary_factor=0.5, q_lora_rank=16, num_hidden_layers=3, sliding_window=6, o_groups=2,
+            o_lora_rank=8, hc_mult=2, hc_sinkhorn_iters=2, n_routed_experts=2, num_experts_per_tok=1,
+            moe_intermediate_size=16, mlp_layer_types=["moe"] * 3, index_n_heads=2, index_head_dim=8, index_topk=2,
+            layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+            compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        ),
+    ),
     "minimax_m3": (
         "MiniMaxM3VLTextConfig",
         SMALL | dict(
@@ -41,6 +51,22 @@ MODELS = {
             n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, n_shared_experts=1,
         ),
     ),
+    "glm5_next": (
+        "Glm5NextTextConfig",
+        MOE | LATENT | INDEXER | dict(
+            qk_rope_head_dim=0, index_kpool=2, layer_types=["indexed_attention", "linear_attention"],
+            mlp_layer_types=["dense", "sparse"], linear_head_dim=8, linear_num_heads=4, hc_mult=2, hc_sinkhorn_iters=2,
+        ),
+    ),
+    "qwen4_exp": (
+        "Qwen4ExpTextConfig",
+        SMALL | dict(
+            num_key_value_heads=2, head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
+            linear_num_value_heads=4, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=2,
+            num_experts_per_tok=1, layer_types=["linear_attention", "indexed_attention"], hc_count=2, hc_lowrank=8,
+            indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=4, indexer_compress_ratio=2,
+        ),
+    ),
     "kimi_linear": (
         "KimiLinearConfig",
         SMALL | LATENT | dict(
@@ -49,6 +75,7 @@ MODELS = {
         ),
     ),
 }  # fmt: skip
+STATEFUL = {"kimi_linear", "deepseek_v4", "glm5_next", "qwen4_exp"}  # transformers refuses assisted generation
 CHOSEN = {
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "mistral_large4", "axk2", "hy_v4"), "key_indices"),
     "dots3_note": "key_indices",
@@ -58,6 +85,10 @@ CHOSEN = {
 
 def build(name):
     config_class, options = MODELS[name]
+    if name == "glm5_next":
+        vision = dict(hidden_size=16, intermediate_size=16, depth=1, num_heads=2, out_hidden_size=32)
+        config = transformers.Glm5NextConfig(text_config=options, vision_config=vision)
+        return transformers.Glm5NextForConditionalGeneration(config)
     config = getattr(transformers, config_class)(**options)
     if name != "mistral_large4":
         return transformers.AutoModelForCausalLM.from_config(config)
@@ -96,7 +127,7 @@ def test_generation_gives_the_same_tokens(name):
     assert expected[0].unique().numel() > 3  # different tokens, so the comparison is not trivial
 
 
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"kimi_linear"}))  # transformers refuses its linear attention
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - STATEFUL))
 def test_assisted_generation_gives_the_same_tokens(name):
     """Guesses from the prompt: several tokens are checked at once, and the cache forgets the wrong ones."""
     eager, ours = make_pair(lambda: build(name))

@@ -1,6 +1,7 @@
 """Each keyword that transformers passes to an attention function is honoured, known to be harmless, or refused."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ transformers = pytest.importorskip("transformers", minversion="5.0", reason="tra
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs  # noqa: E402
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs  # noqa: E402
 from transformers.utils.generic import TransformersKwargs  # noqa: E402
-from transformers_keywords import keywords_of_models  # noqa: E402
+from transformers_keywords import ROOT, keywords_of_models  # noqa: E402
 
 from flash_attn_ext.integrations import transformers as integration  # noqa: E402
-from flash_attn_ext.integrations.transformers import HONOURED, REFUSED, WITHOUT_EFFECT  # noqa: E402
+from flash_attn_ext.integrations.transformers import FLOAT_MASKS, HONOURED, REFUSED, WITHOUT_EFFECT  # noqa: E402
 
 PARAMETERS = set(inspect.signature(integration.attention).parameters) - {"module", "options"}
 
@@ -37,6 +38,12 @@ def test_each_keyword_of_the_models_is_in_one_list():
     # A keyword that some model's own eager attention reads may change the result.
     assert "softcap" in read_by_eager
     assert not read_by_eager & WITHOUT_EFFECT
+
+
+def test_models_that_add_columns_of_numbers_get_a_mask_of_numbers():
+    extends = re.compile(r"cat\(\[(\w*mask), \w+\.to\(\1\.dtype\)")
+    files = (ROOT / "models").glob("*/modeling_*.py")
+    assert {file.parent.name for file in files if extends.search(file.read_text())} == FLOAT_MASKS
 
 
 @pytest.mark.parametrize("kind", [TransformersKwargs, FlashAttentionKwargs, PagedAttentionArgs])
