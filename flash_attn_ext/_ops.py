@@ -78,8 +78,9 @@ program_operations = _C.program_operations
 attention_merge_ = torch.ops.flash_attn_ext.attention_merge_.default
 dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 
-# Functions that are no operators. They take tensors and options as two dictionaries, by the names of the schema.
+# Takes enable_gqa, return_lse, and the tensors and options of the operator `attention` in the order of its schema.
 attention_if_ordinary = _C.attention_if_ordinary
+# Functions that are no operators. They take tensors and options as two dictionaries, by the names of the schema.
 flex_if_ordinary = _C.flex_if_ordinary
 plan_attention = _C.plan_attention
 plan_attention_backward = _C.plan_attention_backward

@@ -160,25 +160,21 @@ def flash_attn(
     aligned = alibi_slopes is not None or type(attention_chunk) is not int or attention_chunk > 0
     if causal is not None or window is not None or aligned:
         band_causal, lower_right, left, right = band(causal, is_causal, window, aligned)
-    tensors = {
-        "query": query, "key": key, "value": value, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes, "sink": sink,
-        "rng_state": rng_state, "key_mask": key_mask,
-    }  # fmt: skip
-    options = {
-        "scale": scale, "causal": band_causal, "lower_right": lower_right, "diagonal": diagonal, "window_left": left,
-        "window_right": right, "attention_chunk": attention_chunk, "first_key": first_key,
-        "softcap": softcap, "dropout_p": dropout_p, "num_splits": num_splits, "unified_max": unified_max,
-        "deterministic": are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-    }  # fmt: skip
+    same_bits = are_deterministic_algorithms_enabled() if deterministic is None else deterministic
     if has_functions:
         return _with_functions(locals())
     if is_compiling():  # torch.compile traces the operator itself
         return _of_other_tensors(locals())
     try:
-        result = _ops.attention_if_ordinary(enable_gqa, return_lse, tensors, options)
+        result = _ops.attention_if_ordinary(
+            enable_gqa, return_lse,
+            query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask,
+            scale, band_causal, lower_right, diagonal, left, right, attention_chunk, first_key, softcap, dropout_p,
+            num_splits, unified_max, same_bits,
+        )  # fmt: skip
         return _of_other_tensors(locals()) if result is None else result
     except ValueError as error:
-        raise with_layout_hint(error, tensors) from None
+        raise with_layout_hint(error, _tensors_of(locals())) from None
 
 
 _SIGNATURE = inspect.signature(flash_attn)
@@ -186,27 +182,40 @@ _PARAMETERS = tuple(name for name in _SIGNATURE.parameters if name != "unknown")
 flash_attn.__signature__ = _SIGNATURE.replace(parameters=[_SIGNATURE.parameters[name] for name in _PARAMETERS])
 
 
+def _tensors_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The operator's tensors. ``given``: the local variables of flash_attn."""
+    return {name: given[name] for name in _ops.DENSE.tensor_names}
+
+
+def _options_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The operator's options, likewise."""
+    variables = {
+        "causal": "band_causal", "window_left": "left", "window_right": "right", "deterministic": "same_bits",
+    }  # fmt: skip
+    return {name: given[variables.get(name, name)] for name in _ops.DENSE.option_types}
+
+
 def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn of every call that is not ordinary. ``given``: its local variables."""
-    tensors = given["tensors"]
+    tensors, options = _tensors_of(given), _options_of(given)
     if has_torch_function_variadic(*(t for name, t in tensors.items() if name != "rng_state")):
         return _through_torch_function({name: given[name] for name in _PARAMETERS})
-    dropout_p, return_lse = given["dropout_p"], given["return_lse"]
+    dropout_p, enable_gqa, return_lse = given["dropout_p"], given["enable_gqa"], given["return_lse"]
     if dropout_p != 0.0 and tensors["rng_state"] is None:
         tensors["rng_state"] = _rng_state_for(given["query"], dropout_p)
         if not is_compiling():
-            result = _ops.attention_if_ordinary(given["enable_gqa"], return_lse, tensors, given["options"])
+            result = _ops.attention_if_ordinary(enable_gqa, return_lse, *tensors.values(), *options.values())
             if result is not None:
                 return result
-    options = checked_options(_ops.DENSE.option_types, given["options"])
-    out, lse = attend(Call(_ops.DENSE, tensors, options, given["enable_gqa"], return_lse))
+    options = checked_options(_ops.DENSE.option_types, options)
+    out, lse = attend(Call(_ops.DENSE, tensors, options, enable_gqa, return_lse))
     return (out, lse) if return_lse else out
 
 
 def _with_functions(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn with functions of the user. ``given``: its local variables."""
     result = run_if_ordinary(
-        given["tensors"], given["options"], given["score_mod"], given["mask_mod"], given["block_mask"],
+        _tensors_of(given), _options_of(given), given["score_mod"], given["mask_mod"], given["block_mask"],
         enable_gqa=given["enable_gqa"], return_lse=given["return_lse"],
     )  # fmt: skip
     if result is not None:

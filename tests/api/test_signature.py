@@ -34,9 +34,10 @@ def test_the_eager_call_and_the_call_object_have_the_names_and_the_order_of_the_
     arguments |= {"deterministic": True, "is_causal": False, "enable_gqa": True, "return_lse": True}
     arguments |= {"causal": "lower_right", "window": (3, 4)}
     call, _ = flash_attn(**arguments)
-    enable_gqa, _, tensors, options = eager[0]
-    assert list(tensors) == [a.name for a in _ops.attention._schema.arguments if not a.kwarg_only]
-    assert list(options) == [a.name for a in _ops.attention._schema.arguments if a.kwarg_only]
+    enable_gqa, _, *values = eager[0]
+    schema = dict(zip(_ops.attention._schema.arguments, values, strict=True))
+    tensors = {argument.name: value for argument, value in schema.items() if not argument.kwarg_only}
+    options = {argument.name: value for argument, value in schema.items() if argument.kwarg_only}
     band = {"causal": True, "lower_right": True, "window_left": 3, "window_right": 4}
     assert options == band | {name: arguments[name] for name in options if name not in band}
     assert all(tensors[name] is arguments[name] for name in tensors)

@@ -117,6 +117,15 @@ struct TileSources {
   TileSource keys, values;
 };
 
+// Returns whether rows are prefetched. K and V of a small dense call are probably in L2 already. Then a prefetch costs
+// as much as a load.
+inline bool prefetches_rows(const AttentionParams& p) {
+  constexpr int64_t kBytesInL2 = 1 << 20;
+  const Sizes& z = p.sizes;
+  return p.varlen ||
+         z.batch * z.heads_kv * z.seqlen_k * (z.head_dim + z.head_dim_v) * bytes_of(p.dtype) > kBytesInL2;
+}
+
 // Prefetches rows of some heads: first the rest of `current`, then the start of `next`, in memory order.
 // Prefetches a few lines at a time: too many at once would stall each other and the computation.
 class Prefetcher {

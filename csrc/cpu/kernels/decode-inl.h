@@ -123,7 +123,8 @@ struct DecodeGrouping {
   }
 };
 
-// Chooses the largest tasks that leave four tasks per thread and do not exceed the average work of a thread.
+// Chooses the largest tasks that leave four tasks per thread and do not exceed the average work of a thread. One thread
+// needs no balance: its tasks are as large as possible, because a task of a small call costs as much as its keys.
 template <class T>
 DecodeGrouping group_decode(const AttentionParams& call, int threads) {
   constexpr int64_t kMostRows = 256;
@@ -145,7 +146,7 @@ DecodeGrouping group_decode(const AttentionParams& call, int threads) {
     for (int64_t b = 0; b < z.batch; ++b) add(of_sequence(call, b));
   else
     add(call);
-  const double share = work * static_cast<double>(z.heads_kv) / (4.0 * threads);
+  const double share = work * static_cast<double>(z.heads_kv) / (threads == 1 ? 1.0 : 4.0 * threads);
   const int64_t most = std::max<int64_t>(static_cast<int64_t>(share / heaviest), 1);
   // Heads of few keys share the cost of a task. Heads of many keys do if their rows are adjacent.
   if (splits == 1 || call.k.stride_h < call.k.stride_s) {
@@ -210,8 +211,8 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
                          tile_source<In>(p, p.v, b, j0, keys, z.head_dim_v)};
     };
     TileSources now = tile_at(begin);
-    if (split == task.splits.begin && end - begin > block_k && !now.values.is_part_of(now.keys) &&
-        Prefetcher::is_tile_ahead(now.keys, some))
+    if (prefetches_rows(p) && split == task.splits.begin && end - begin > block_k &&
+        !now.values.is_part_of(now.keys) && Prefetcher::is_tile_ahead(now.keys, some))
       Prefetcher({}, now.values, some).finish();  // later values are prefetched one tile ahead
     for (int64_t j0 = begin; j0 < end; j0 += block_k) {
       const TileSources next = tile_at(std::min(j0 + block_k, end_of_task));
@@ -247,6 +248,10 @@ void merge_row(const AttentionParams& p, const DecodeSplits& key_splits, int64_t
   const Sizes& z = p.sizes;
   const int64_t rows = key_splits.rows, d_v = decode_columns<T>(z.head_dim_v);
   const int64_t h = h_kv * (z.heads / z.heads_kv) + row / z.seqlen_q, i = row % z.seqlen_q;
+  T* lse = static_cast<T*>(p.lse) + p.lse_index(b, h, i);
+  if (key_splits.splits == 1 && !p.sink)  // nothing to add
+    return finish_row<In, T>(p.out.row<In>(b, h, i), first.out + row * d_v, z.head_dim_v, first.row_max[row],
+                             T(1), first.row_sum[row], *lse);
   const RowStart<T> start = start_of_row<T>(p.sink, b, h);
   T highest = start.max;
   for (int64_t n = 0; n < key_splits.splits; ++n) highest = std::max(highest, first.row_max[n * rows + row]);
@@ -261,7 +266,6 @@ void merge_row(const AttentionParams& p, const DecodeSplits& key_splits, int64_t
       store<T>(out + c, n == 0 ? part : load<T>(out + c) + part);
     }
   }
-  T* lse = static_cast<T*>(p.lse) + p.lse_index(b, h, i);
   finish_row<In, T>(p.out.row<In>(b, h, i), out, z.head_dim_v, highest, T(1), sum, *lse);
 }
 

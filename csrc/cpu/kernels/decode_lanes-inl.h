@@ -1,4 +1,5 @@
-// The two products of decode for a few rows of Q, at most one vector of them. Rows are lanes.
+// The two products of decode for a few rows of Q. Rows are lanes. They are cut into blocks of at most one vector, and all
+// blocks use a chunk of K or V while it is in L1.
 //
 // A vector of L lanes holds kSpan neighbouring columns of each row: lane r * kSpan + i is column i of row r. So few rows
 // fill the vector, too. A load broadcasts kSpan columns of a key to all rows. Example: 8 rows, L = 16, kSpan = 2:
@@ -8,6 +9,9 @@
 // The sums of kSpan keys are then added within their spans, and become one vector of S^T, [keys][lanes], where `lanes`
 // is L / kSpan. In O += P V a probability is broadcast, and a vector holds columns of V: V is read and converted once
 // for at most kMostRows rows.
+//
+// Example: 20 rows are a block of 16 with kSpan 1, and a block of 4 with kSpan 4. Two whole vectors would multiply 12
+// lanes of padding.
 #pragma once
 
 #include "cache_rows-inl.h"
@@ -30,6 +34,22 @@ constexpr int span_of(int64_t rows) {
   return span;
 }
 
+// Returns how many of the remaining rows the next block has. Example: 12 rows of 16 lanes are blocks of 8 and 4 rows, because
+// one block would have 4 lanes of padding.
+template <class T>
+constexpr int64_t rows_of_block(int64_t rows) {
+  constexpr int64_t L = kLanes<T>, kLeast = L / kMostSpan<T>;
+  if (rows >= L) return L;
+  return kLeast < L / 2 && rows > L / 2 && rows <= L / 2 + kLeast ? L / 2 : rows;
+}
+
+// Returns kSpan of the last block, which has the fewest rows.
+template <class T>
+constexpr int widest_span(int64_t rows) {
+  while (rows_of_block<T>(rows) < rows) rows -= rows_of_block<T>(rows);
+  return span_of<T>(rows);
+}
+
 // Returns whether so many rows of Q are multiplied all at once. The limit bounds the memory: a caller may request
 // splits for a prompt of thousands of rows.
 constexpr int64_t kMostRowsAtOnce = 512;
@@ -44,15 +64,39 @@ constexpr int64_t lanes_of(int64_t rows) {
   return rows > kLanes<T> ? round_up_to_lanes<T>(rows) : kLanes<T> / span_of<T>(rows);
 }
 
+// Measured up to 64 rows of 16 lanes: as fast as the panels of the forward's product, or faster. More rows use the panels.
+constexpr int kMostLaneBlocks = 4;
+
 // Returns whether the products of this file compute so many rows; otherwise the forward's matrix product.
 template <class T>
-constexpr bool fits_a_vector(int64_t rows) {
+constexpr bool uses_lane_blocks(int64_t rows) {
 #if defined(FA_HAS_TILE_REGISTERS)  // faster from half a vector on
   return rows <= kLanes<T> / 2;
 #else
-  return rows <= kLanes<T>;
+  return rows <= kMostLaneBlocks * kLanes<T>;
 #endif
 }
+
+// Calls body(first row, number of rows) for each block.
+template <class T, class Body>
+inline void for_each_lane_block(int64_t rows, const Body& body) {
+  for (int64_t first = 0, count; first < rows; first += count) {
+    count = rows_of_block<T>(rows - first);
+    body(first, count);
+  }
+}
+
+// S^T or P^T of a tile: [blocks][keys][lanes of the block]; without blocks [keys][lanes].
+template <class T>
+struct LaneTile {
+  T* data;
+  int64_t keys;  // whole chunks
+
+  // The element of key j and of the first row of a block. No block before it has padding.
+  T* at(int64_t first_row, int64_t rows, int64_t j) const {
+    return data + first_row * keys + j * lanes_of<T>(rows);
+  }
+};
 
 // Calls body(span) with kSpan as a compile-time constant.
 template <class T, class Body>
@@ -281,28 +325,31 @@ void add_values_of_lanes(const LaneProbs<typename Values::E>& probs, int64_t row
 // Copies q[r][c] of `rows` rows to lanes. Rows of `q` are padded with zeros to whole vectors.
 template <class T, class E>
 inline void load_query_lanes(const E* q, int64_t ldq, int64_t rows, int64_t depth, E* to) {
-  const int64_t span = span_of<T>(rows), lanes = lanes_of<T>(rows);
-  for (int64_t c = 0; c < depth; c += span)
-    for (int64_t r = 0; r < lanes; ++r, to += span) {
-      if (r < rows)
-        std::memcpy(to, q + r * ldq + c, span * sizeof(E));
-      else
-        std::fill(to, to + span, E{});
-    }
+  const int64_t lanes = lanes_of<T>(rows);
+  for_span<T>(rows, [&](auto span) {  // copies of a constant size are no calls of memcpy
+    for (int64_t c = 0; c < depth; c += span)
+      for (int64_t r = 0; r < lanes; ++r, to += span) {
+        if (r < rows)
+          std::memcpy(to, q + r * ldq + c, span * sizeof(E));
+        else
+          std::fill(to, to + span, E{});
+      }
+  });
 }
 
-// S^T of a chunk of at most kChunkRows keys, for rows as lanes. Writes whole blocks of kDotSums keys. `k`: rows of
-// elements with whole spans; `copy` has room for kChunkRows of them.
+// S^T of a chunk of at most kChunkRows keys, for rows as lanes. The first key is key `first_key` of the tile `to`. Writes
+// whole blocks of kDotSums keys. `q`: blocks at distance kLanes * block_depth. `k`: rows of elements with whole spans;
+// `copy` has room for kChunkRows of them.
 template <class In, class T, class E>
-inline void score_lanes(const E* q, int64_t rows, int64_t depth, Tile<E> k, int64_t keys, T scale, T* out,
-                        E* copy, Prefetcher& ahead) {
+inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t depth, Tile<E> k, int64_t keys,
+                        T scale, const LaneTile<T>& to, int64_t first_key, E* copy, Prefetcher& ahead) {
   constexpr int L = kLanes<T>;
   constexpr int64_t kFarRows =
       2048;  // bytes: 16 rows at such distances compete for a few sets of the L1 cache
   const bool is_partial = keys % kDotSums != 0;  // a block may not read past the last key
   if (k.data != copy && (is_partial || k.ld * static_cast<int64_t>(sizeof(E)) >= kFarRows)) {
-    const int64_t ld = round_up_to_lanes<T>(depth),
-                  cols = ceil_div(depth, span_of<T>(rows)) * span_of<T>(rows);
+    const int64_t ld = round_up_to_lanes<T>(depth), span = widest_span<T>(rows),
+                  cols = ceil_div(depth, span) * span;
     for (int64_t n = 0; n < keys; ++n) {
       int64_t c = 0;
       for (; c + L <= cols; c += L) store_elements(copy + n * ld + c, load_elements(k.data + n * k.ld + c));
@@ -311,15 +358,20 @@ inline void score_lanes(const E* q, int64_t rows, int64_t depth, Tile<E> k, int6
     k = {copy, ld};
   }
   for (int64_t n = keys; n % kDotSums != 0; ++n) std::fill(copy + n * k.ld, copy + (n + 1) * k.ld, E{});
-  for_span<T>(rows, [&](auto span) {
-    constexpr int kSpan = span.value;
-    for (int64_t j = 0; j < keys; j += kDotSums)
-      lanes_block<T, kSpan>(q, ceil_div(depth, kSpan), k.data + j * k.ld, k.ld, scale, out + j * (L / kSpan),
-                            kSpan * sizeof(In) * (std::is_same_v<E, T> ? 1 : 2), ahead);
+  Prefetcher nothing;
+  for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+    for_span<T>(count, [&](auto span) {
+      constexpr int kSpan = span.value;
+      for (int64_t j = 0; j < keys; j += kDotSums)
+        lanes_block<T, kSpan>(q + first * block_depth, ceil_div(depth, kSpan), k.data + j * k.ld, k.ld, scale,
+                              to.at(first, count, first_key + j),
+                              kSpan * sizeof(In) * (std::is_same_v<E, T> ? 1 : 2),
+                              first == 0 ? ahead : nothing);
+    });
   });
 }
 
-// dst[r][j] = src[j][r]: `src` has whole vectors after its last row. Writes whole vectors of keys.
+// dst[r][j] = S of row r and key j. `src` has whole vectors after its last row. Writes whole vectors of keys.
 template <class T>
 inline void transpose_lane_scores(const T* src, int64_t lanes, int64_t keys, int64_t rows, T* dst,
                                   int64_t ld) {

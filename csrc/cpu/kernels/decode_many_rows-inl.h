@@ -4,7 +4,7 @@
 // The right operand of a product comes in panels, [columns / kPanel][depth][kPanel]. A panel stays in L1 while all
 // rows of the left operand pass it. Q^T is packed once in a task. V is packed panel by panel, or read in place.
 //
-// Rows that fit a vector are multiplied by decode_lanes-inl.h.
+// Fewer rows are multiplied by decode_lanes-inl.h, as blocks of lanes.
 #pragma once
 
 #include "cache_rows-inl.h"
@@ -16,7 +16,7 @@ template <class T>
 constexpr int64_t kPanel = 2 * kLanes<T>;
 constexpr int64_t kPanelBytes = 18 << 10;  // of a panel that stays in L1, beside rows of the left operand
 
-// P for all rows of a head: [rows][ld], or transposed, [keys][ld].
+// P for all rows of a head: [rows][ld], or transposed, as LaneTile.
 template <class T>
 struct AllProbs {
   const T* data;
@@ -66,7 +66,7 @@ struct ManyRowsOperands {
   static Tile<T> load_keys(const Rows<In>& k, int64_t keys, T* to, int64_t) {
     return load_tile<In, T>(k.data, k.stride, keys, k.cols, to);
   }
-  // O += P V for rows that fit a vector. `probs`: P^T, [whole chunks of keys][lanes].
+  // O += P V for one block of lanes. `probs`: P^T, [whole chunks of keys][lanes].
   static void add_lanes(const T* probs, int64_t rows, const Rows<In>* v, int64_t keys, T* out, int64_t ldo,
                         T*, Prefetcher& ahead) {
     add_values_of_lanes<WideValues<In, T>>({probs, lanes_of<T>(rows)}, rows, v, keys, out, ldo, ahead);
@@ -158,21 +158,27 @@ struct ManyRows {
   void load_queries(const AttentionParams& p, int64_t n, const E* from, int64_t ldq, int64_t rows) const {
     if (!fills_lanes<T>(rows)) return;
     const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
-    if (fits_a_vector<T>(rows))
-      return load_query_lanes<T>(from, ldq, rows, depth, q + n * round_up_to_lanes<T>(depth) * lanes);
+    if (uses_lane_blocks<T>(rows))
+      return for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+        load_query_lanes<T>(from + first * ldq, ldq, count, depth,
+                            q + (n * lanes + first) * round_up_to_lanes<T>(depth));
+      });
     for (int64_t c = 0; c < lanes; c += kPanel<T>)
       Operands::load_queries(from + c * ldq, ldq, std::min(kPanel<T>, rows - c), depth,
                              q + (n * lanes + c) * depth, std::min(kPanel<T>, lanes - c));
   }
 
-  // out = scale * K Q^T for head `n`, [keys][lanes].
-  void load_scores(int64_t n, int64_t rows, const Rows<In>& k, int64_t keys, T scale, T* out,
-                   Prefetcher& ahead) const {
+  // to = scale * K Q^T for head `n`. The first key is key j of the tile.
+  void load_scores(int64_t n, int64_t rows, const Rows<In>& k, int64_t j, int64_t keys, T scale,
+                   const LaneTile<T>& to, Prefetcher& ahead) const {
     const int64_t depth = Operands::depth_of(k.cols), lanes = lanes_of<T>(rows);
-    if (fits_a_vector<T>(rows))
-      return score_lanes<In, T>(q + n * round_up_to_lanes<T>(depth) * lanes, rows, depth,
-                                Operands::load_keys(k, keys, k_tile, span_of<T>(rows)), keys, scale, out,
-                                k_tile, ahead);
+    if (uses_lane_blocks<T>(rows)) {
+      const int64_t block_depth = round_up_to_lanes<T>(depth);
+      return score_lanes<In, T>(q + n * block_depth * lanes, block_depth, rows, depth,
+                                Operands::load_keys(k, keys, k_tile, widest_span<T>(rows)), keys, scale, to,
+                                j, k_tile, ahead);
+    }
+    T* out = to.at(0, rows, j);
     const int64_t passes = ceil_div(depth, rows_in_l1<E>(std::min(kPanel<T>, lanes), depth));
     GradualPrefetch gradual(ahead, keys * lines_of<In>(k.cols), passes * keys * lanes / kLanes<T>);
     const Tile<E> tile = Operands::load_keys(k, keys, k_tile, 1);
@@ -191,8 +197,13 @@ struct ManyRows {
                   T* out, int64_t ldo, Prefetcher& ahead) const {
     Rows<In> v[kTileChunks] = {};
     for (int64_t j = 0; j < keys; j += kChunkRows) v[j / kChunkRows] = chunk(j);
-    if (fits_a_vector<T>(rows))
-      return Operands::add_lanes(transposed(all, rows, keys), rows, v, keys, out, ldo, probs, ahead);
+    if (uses_lane_blocks<T>(rows)) {
+      Prefetcher nothing;
+      return for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+        Operands::add_lanes(block_of(all, first, count, keys), count, v, keys, out + first * ldo, ldo, probs,
+                            first == 0 ? ahead : nothing);
+      });
+    }
     const int64_t cols = v[0].cols, depth = Operands::depth_of(keys);
     const LeftOperand<E> left = Operands::load_probs(all, rows, keys, probs);
     GradualPrefetch gradual(ahead, keys * lines_of<In>(cols), rows * ceil_div(cols, kLanes<T>));
@@ -215,12 +226,12 @@ struct ManyRows {
   }
 
  private:
-  // Returns P^T, [keys][lanes], with zeros in the padding of the last chunk.
-  const T* transposed(const AllProbs<T>& all, int64_t rows, int64_t keys) const {
-    if (all.transposed) return all.data;
+  // Returns P^T of a block of lanes, [keys][lanes], with zeros in the padding of the last chunk.
+  const T* block_of(const AllProbs<T>& all, int64_t first, int64_t rows, int64_t keys) const {
     const int64_t lanes = lanes_of<T>(rows), end = ceil_div(keys, kChunkRows) * kChunkRows;
+    if (all.transposed) return LaneTile<const T>{all.data, end}.at(first, rows, 0);
     // Each vector overwrites the padding of the vector before it.
-    load_tile_transposed<T, T>(all.data, all.ld, rows, keys, prob_lanes, lanes);
+    load_tile_transposed<T, T>(all.data + first * all.ld, all.ld, rows, keys, prob_lanes, lanes);
     std::fill(prob_lanes + keys * lanes, prob_lanes + end * lanes, T(0));
     return prob_lanes;
   }

@@ -107,10 +107,8 @@ struct DecodeTile {
         return false;
     return true;
   }
-  // S^T has whole chunks of keys.
-  T* scores_of(int64_t n) const {
-    return s.scores + n * (all_at_once ? lanes * (ceil_div(keys, kChunkRows) * kChunkRows) : rows * ld);
-  }
+  const int64_t padded_keys = ceil_div(keys, kChunkRows) * kChunkRows;  // of S^T
+  T* scores_of(int64_t n) const { return s.scores + n * (all_at_once ? lanes * padded_keys : rows * ld); }
   T* rescale_of(int64_t n) const { return s.products.many.rescale + n * lanes; }
   T* sums_of(int64_t n) const { return s.sums + n * rows * d_v; }
 
@@ -120,7 +118,8 @@ struct DecodeTile {
       s.multiplied[n] =
           load_factors<T>(p, cache.k_scale, heads.first + n, j0, keys, ld, s.key_factors + n * ld);
     // One product of the whole tile reads each panel of Q^T once, not once for each chunk.
-    const int64_t step = all_at_once && !fits_a_vector<T>(rows) && in_one_place(source) ? keys : kChunkRows;
+    const int64_t step =
+        all_at_once && !uses_lane_blocks<T>(rows) && in_one_place(source) ? keys : kChunkRows;
     for (int64_t j = 0; j < keys; j += step) {
       const int64_t count = std::min(step, keys - j);
       for (int64_t n = 0; n < heads.count; ++n) {
@@ -132,9 +131,16 @@ struct DecodeTile {
         const Rows<In> k = tile_rows<In>(p, p.k, cache.k_scale, source, s.multiplied[n], b, heads.first + n,
                                          j0, j, count, z.head_dim, s.key_copy);
         if (all_at_once) {
-          T* lane_scores = stays_transposed ? scores_of(n) + j * lanes : s.products.many.scores;
-          s.products.many.load_scores(slot + n, rows, k, count, s.products.scale, lane_scores, ahead);
-          if (!stays_transposed) transpose_lane_scores<T>(lane_scores, lanes, count, rows, scores, ld);
+          if (stays_transposed) {
+            s.products.many.load_scores(slot + n, rows, k, j, count, s.products.scale,
+                                        {scores_of(n), padded_keys}, ahead);
+          } else {
+            const LaneTile<T> chunk{s.products.many.scores, std::max(step, kChunkRows)};
+            s.products.many.load_scores(slot + n, rows, k, 0, count, s.products.scale, chunk, ahead);
+            for_each_lane_tile(chunk, [&](int64_t first, int64_t some, T* block) {
+              transpose_lane_scores<T>(block, lanes_of<T>(some), count, some, scores + first * ld, ld);
+            });
+          }
           continue;
         }
         for_each_few_rows<T>(rows, [&](int64_t row, auto few) {
@@ -282,18 +288,32 @@ struct DecodeTile {
                          out + row * d_v, d_v);
   }
 
-  // The softmax of S^T. If the rows fit a vector, it multiplies O; otherwise the product P V does.
+  // The softmax of S^T. For blocks of lanes it multiplies O; otherwise the product P V does.
   void softmax_of_lanes(int64_t n, const SplitResult<T>& r) const {
-    T* scores = scores_of(n);
-    const int64_t padded = ceil_div(keys, kChunkRows) * kChunkRows;
-    if (lanes < kLanes<T>)
-      return decode_softmax_part_of_vector<T>(scores, keys, padded, lanes, unified, r.row_max, r.row_sum,
-                                              rows, r.out, d_v);
-    decode_softmax_lanes<T>(scores, keys, lanes, unified, r.row_max, r.row_sum, rows, rescale_of(n));
-    if (!fits_a_vector<T>(rows)) return;
-    for (int64_t row = 0; row < rows; ++row)
-      if (rescale_of(n)[row] != T(1)) multiply_row<T>(r.out + row * d_v, rescale_of(n)[row], d_v);
-    std::fill(scores + keys * lanes, scores + padded * lanes, T(0));  // padding of pairs
+    const LaneTile<T> tile{scores_of(n), padded_keys};
+    if (!uses_lane_blocks<T>(rows))
+      return decode_softmax_lanes<T>(tile.data, keys, lanes, unified, r.row_max, r.row_sum, rows,
+                                     rescale_of(n));
+    for_each_lane_tile(tile, [&](int64_t first, int64_t count, T* block) {
+      softmax_of_block(block, lanes_of<T>(count), count, r.skip(first, d_v), rescale_of(n));
+    });
+  }
+  // Calls body(first row, number of rows, S^T of these rows): all rows at once without blocks.
+  template <class Body>
+  void for_each_lane_tile(const LaneTile<T>& tile, const Body& body) const {
+    if (!uses_lane_blocks<T>(rows)) return body(0, rows, tile.data);
+    for_each_lane_block<T>(
+        rows, [&](int64_t first, int64_t count) { body(first, count, tile.at(first, count, 0)); });
+  }
+  void softmax_of_block(T* scores, int64_t block_lanes, int64_t count, const SplitResult<T>& r,
+                        T* rescale) const {
+    if (block_lanes < kLanes<T>)
+      return decode_softmax_part_of_vector<T>(scores, keys, padded_keys, block_lanes, unified, r.row_max,
+                                              r.row_sum, count, r.out, d_v);
+    decode_softmax_lanes<T>(scores, keys, block_lanes, unified, r.row_max, r.row_sum, count, rescale);
+    for (int64_t row = 0; row < count; ++row)
+      if (rescale[row] != T(1)) multiply_row<T>(r.out + row * d_v, rescale[row], d_v);
+    std::fill(scores + keys * block_lanes, scores + padded_keys * block_lanes, T(0));  // padding of pairs
   }
 
   bool in_one_place(const TileSource& source) const {
@@ -327,7 +347,7 @@ struct DecodeTile {
     if (all_at_once)
       return s.products.many.add_values(
           {scores_of(n), stays_transposed ? lanes : ld, stays_transposed,
-           stays_transposed && !fits_a_vector<T>(rows) ? rescale_of(n) : nullptr},
+           stays_transposed && !uses_lane_blocks<T>(rows) ? rescale_of(n) : nullptr},
           rows, chunk, in_one_place, keys, r.out, d_v, ahead);
     for (int64_t j = 0; j < keys; j += kChunkRows) add_chunk(n, j, chunk(j), ahead);
     add_rows<T>(r.out, sums_of(n), rows * d_v);
@@ -354,12 +374,14 @@ void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const Ti
   // Latent attention: V is the first columns of K, and no row is prefetched twice. The product with V has more and
   // smaller register tiles, so most prefetches of the next tile are there.
   const int64_t few = kChunkRows, all = kTileChunks * kChunkRows;
-  tile.load_scores(now.keys, shares_rows
-                                 ? Prefetcher(next.keys, 0, few, tile.heads)
-                                 : Prefetcher(now.keys, is_tile_ahead ? next.keys : now.values, tile.heads));
+  Prefetcher during_scores, during_values;
+  if (prefetches_rows(tile.p)) {
+    during_scores = shares_rows ? Prefetcher(next.keys, 0, few, tile.heads)
+                                : Prefetcher(now.keys, is_tile_ahead ? next.keys : now.values, tile.heads);
+    during_values = shares_rows ? Prefetcher(next.keys, few, all, tile.heads)
+                                : Prefetcher(now.values, is_tile_ahead ? next.values : next.keys, tile.heads);
+  }
+  tile.load_scores(now.keys, during_scores);
   for (int64_t n = 0; n < tile.heads.count; ++n) tile.softmax(n, now.values, result_of(n));
-  tile.add_values(now.values,
-                  shares_rows ? Prefetcher(next.keys, few, all, tile.heads)
-                              : Prefetcher(now.values, is_tile_ahead ? next.values : next.keys, tile.heads),
-                  result_of);
+  tile.add_values(now.values, during_values, result_of);
 }

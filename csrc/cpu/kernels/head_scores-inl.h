@@ -65,7 +65,7 @@ struct HeadScores {
       const int64_t count = std::min(kChunkRows, f.keys - j);
       ahead.lines(lines_of_chunk);
       const Rows<In> k{row.k.row<In>(0, 0, j), row.k.stride_s, row.sizes.head_dim};
-      few.load_scores(0, heads, k, count, scale, few.scores, nothing);
+      few.load_scores(0, heads, k, 0, count, scale, {few.scores, kChunkRows}, nothing);
       for (int64_t n = 0; n < count; ++n) store<T>(out + (j + n) * f.ld, load<T>(few.scores + n * lanes));
     }
   }

@@ -31,6 +31,16 @@ Differentiated how_differentiated(const Tensors& tensors) {
   return how;
 }
 
+// Calls an operator. If no derivative is needed, the Autograd key would only pass the call on, in the time of a small attention.
+template <class Op>
+typename Op::Result call_with_derivatives(const typename Op::Tensors& tensors,
+                                          const typename Op::Options& options) {
+  const Differentiated how = how_differentiated(tensors);
+  if (how.reverse || how.forward) return call<Op>(tensors, options);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return call<Op>(tensors, options);
+}
+
 // The tensors without their forward-mode tangents.
 template <class Tensors>
 Tensors primals_of(const Tensors& tensors) {
@@ -214,7 +224,7 @@ struct DerivativeCalls {
     BackwardOptions backward_options;
     backward_options.set_forward(options);
     backward_options.grad_mask = wanted;
-    return call<typename F::Backward>(backward_tensors(x, out, lse, c), backward_options);
+    return call_with_derivatives<typename F::Backward>(backward_tensors(x, out, lse, c), backward_options);
   }
 
   // J(X, t).

@@ -47,10 +47,10 @@ int64_t least_rows(const Params&) {
   return 16;
 }
 
-// A small call runs on the calling thread: below about 10 us of work, waking other threads costs more than they save.
+// A small call runs on the calling thread: below about 5 us of work, waking other threads costs more than they save.
 template <class Params>
 cpu::Parallel threads_for(const Params& p) {
-  constexpr double kSerialFlops = 1e6;
+  constexpr double kSerialFlops = 5e5;
   const Sizes& z = p.sizes;
   const auto rows = [&](const Sizes& own) {
     return double(own.seqlen_q == 0 ? 0 : std::max(own.seqlen_q, least_rows(p)));

@@ -4,7 +4,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
-#include "../dense/attention.h"
+#include "../autograd/autograd_calls.h"
 #include "../flex/flex.h"
 #include "from_python.h"
 
@@ -43,30 +43,27 @@ bool needs_rng_state(const Tensors& t, const Options& options) {
   return options.dropout_p != 0.0 && !t.rng_state;
 }
 
+// The objects of a call in the order of the operator's schema. Null: the member's default.
 template <class Op>
-PyObject* run_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
+PyObject* run_if_ordinary(PyObject* enable_gqa_object, PyObject* return_lse_object,
+                          PyObject* const* tensor_objects, PyObject* const* option_objects) {
   using Tensors = typename Op::Tensors;
   using Options = typename Op::Options;
-  TORCH_CHECK_TYPE(count == 4, Op::kName, ": got ", count, " arguments; allowed: 4");
-  PyObject *tensor_objects[kMembers<Tensors>], *option_objects[kMembers<Options>];
-  objects_by_name<Tensors>(arguments[2], tensor_objects);
-  objects_by_name<Options>(arguments[3], option_objects);
-  for (size_t n = 0; n < std::size(tensor_objects); ++n)
+  for (size_t n = 0; n < kMembers<Tensors>; ++n)
     if (tensor_objects[n] && !is_ordinary_tensor(tensor_objects[n], Tensors::kRules[n])) Py_RETURN_NONE;
-  const int return_lse = PyObject_IsTrue(arguments[1]);
+  const int return_lse = PyObject_IsTrue(return_lse_object);
   if (return_lse < 0) return nullptr;
   bool enable_gqa = false;
   Tensors tensors;
   Options options;
-  if (!from_python(arguments[0], enable_gqa) || !all_from_python(tensor_objects, tensors) ||
+  if (!from_python(enable_gqa_object, enable_gqa) || !all_from_python(tensor_objects, tensors) ||
       !all_from_python(option_objects, options) || is_observed() || !fits(tensors, enable_gqa) ||
       needs_rng_state(tensors, options))
     Py_RETURN_NONE;
   typename Op::Result result;
   {
     pybind11::gil_scoped_release without_gil;
-    result = call<Op>(tensors, options);
+    result = call_with_derivatives<Op>(tensors, options);
   }
   if (!return_lse) return THPVariable_Wrap(std::move(result.out));
   PyObject* pair = PyTuple_New(2);
@@ -74,16 +71,39 @@ PyObject* run_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   PyTuple_SET_ITEM(pair, 0, THPVariable_Wrap(std::move(result.out)));
   PyTuple_SET_ITEM(pair, 1, THPVariable_Wrap(std::move(result.lse)));
   return pair;
+}
+
+void check_count(const char* function, Py_ssize_t count, Py_ssize_t allowed) {
+  TORCH_CHECK_TYPE(count == allowed, function, ": got ", count, " arguments; allowed: ", allowed);
+}
+
+// enable_gqa, return_lse, and each tensor and option: a dictionary takes longer than a small call.
+PyObject* attention_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  constexpr Py_ssize_t kTensors = kMembers<AttentionTensors>, kOptions = kMembers<AttentionOptions>;
+  check_count("attention_if_ordinary", count, 2 + kTensors + kOptions);
+  return run_if_ordinary<Attention>(arguments[0], arguments[1], arguments + 2, arguments + 2 + kTensors);
+  END_HANDLE_TH_ERRORS
+}
+
+// enable_gqa, return_lse, and two dictionaries: tensors and options.
+PyObject* flex_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  using Tensors = AttentionFlex::Tensors;
+  using Options = AttentionFlex::Options;
+  check_count("flex_if_ordinary", count, 4);
+  PyObject *tensor_objects[kMembers<Tensors>], *option_objects[kMembers<Options>];
+  objects_by_name<Tensors>(arguments[2], tensor_objects);
+  objects_by_name<Options>(arguments[3], option_objects);
+  return run_if_ordinary<AttentionFlex>(arguments[0], arguments[1], tensor_objects, option_objects);
   END_HANDLE_TH_ERRORS
 }
 
 }  // namespace
 
-PyMethodDef kAttentionIfOrdinary = {"attention_if_ordinary",
-                                    reinterpret_cast<PyCFunction>(run_if_ordinary<Attention>), METH_FASTCALL,
-                                    nullptr};
-PyMethodDef kFlexIfOrdinary = {"flex_if_ordinary",
-                               reinterpret_cast<PyCFunction>(run_if_ordinary<AttentionFlex>), METH_FASTCALL,
-                               nullptr};
+PyMethodDef kAttentionIfOrdinary = {
+    "attention_if_ordinary", reinterpret_cast<PyCFunction>(attention_if_ordinary), METH_FASTCALL, nullptr};
+PyMethodDef kFlexIfOrdinary = {"flex_if_ordinary", reinterpret_cast<PyCFunction>(flex_if_ordinary),
+                               METH_FASTCALL, nullptr};
 
 }  // namespace flash_attn_ext
