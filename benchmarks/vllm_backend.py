@@ -1,0 +1,269 @@
+"""vLLM on CPU: its own attention operator against our backend, and the decode throughput of a whole model.
+
+Operators: one layer, in the same rounds, each on a cache in its own format. vLLM's side is what its CPUAttentionBackend
+calls for a layer; its schedule of the step is made before. Ours is the backend's forward of a layer.
+
+Models (--models): random weights, a process for each backend, one after another; tokens a second after the prefill.
+
+Needs vLLM (docs/vllm.md): python -m benchmarks.vllm_backend --text FILE
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks import output
+from benchmarks.harness import environment, machine, time_in_turn
+from flash_attn_ext.integrations.vllm import NAME
+from flash_attn_ext.integrations.vllm.cache_format import FORMATS
+from flash_attn_ext.integrations.vllm.layer import AttentionLayerCalls
+from flash_attn_ext.integrations.vllm.packed_step import PackedStep
+
+PAGE_SIZE = 128  # vLLM's default on CPU
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the scheduler: (new tokens, tokens in the cache) of each sequence."""
+
+    name: str
+    sequences: tuple[tuple[int, int], ...]
+    heads: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    cache: str = "auto"
+    window: int | None = None
+
+
+def decode(batch: int, context: int, **options) -> Step:
+    return Step(f"decode {batch} x {context}", ((1, context - 1),) * batch, **options)
+
+
+STEPS = [
+    *(decode(b, s, dtype=dtype) for dtype in ("bfloat16", "float32")
+      for b, s in ((1, 512), (1, 4096), (1, 16384), (8, 512), (8, 4096), (32, 512), (32, 2048))),
+    *(decode(b, 2048, heads=14, heads_kv=2, head_dim=64) for b in (1, 8, 32)),
+    decode(8, 4096, cache="fp8"),
+    decode(8, 4096, window=512),
+    *(Step("prefill 1 x 512", ((512, 0),), dtype=dtype) for dtype in ("bfloat16", "float32")),
+    *(Step("prefill 1 x 2048", ((2048, 0),), dtype=dtype) for dtype in ("bfloat16", "float32")),
+    *(Step("512 after 4096", ((512, 4096),), dtype=dtype) for dtype in ("bfloat16", "float32")),
+    *(Step("7 decodes, prefill 256", ((1, 1023),) * 7 + ((256, 0),), dtype=dtype) for dtype in ("bfloat16", "float32")),
+    Step("guesses: 8 x 4 at 2048", ((4, 2044),) * 8),
+]  # fmt: skip
+
+
+def common_metadata(step: Step) -> tuple[SimpleNamespace, int]:
+    """Returns vLLM's metadata for random pages, and the number of pages."""
+    new = torch.tensor([n for n, _ in step.sequences])
+    used = torch.tensor([n + before for n, before in step.sequences], dtype=torch.int32)
+    pages = (used + PAGE_SIZE - 1) // PAGE_SIZE
+    total, widest = int(pages.sum()) + 1, int(pages.max())
+    numbers, first = torch.randperm(total - 1, dtype=torch.int32) + 1, 0
+    table, slots = torch.zeros(len(used), widest, dtype=torch.int32), []
+    for b, count in enumerate(pages.tolist()):
+        table[b, :count] = numbers[first : first + count]
+        first += count
+        at = torch.arange(int(used[b] - new[b]), int(used[b]))
+        slots.append(table[b, at // PAGE_SIZE].long() * PAGE_SIZE + at % PAGE_SIZE)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), new.cumsum(0)]).int()
+    common = SimpleNamespace(
+        num_actual_tokens=int(offsets[-1]), query_start_loc=offsets, query_start_loc_cpu=offsets, seq_lens=used,
+        block_table_tensor=table, max_query_len=int(new.max()), max_seq_len=int(used.max()),
+        slot_mapping=torch.cat(slots), causal=True,
+    )  # fmt: skip
+    return common, total
+
+
+def calls_of(step: Step) -> dict[str, Callable[[], None]]:
+    """The calls to compare. Both caches get the same rows."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    common, pages = common_metadata(step)
+    dtype, tokens = getattr(torch, step.dtype), common.num_actual_tokens
+    coded = FORMATS[step.cache].coded
+    shape = (pages, step.heads_kv, PAGE_SIZE, 2 * step.head_dim)
+    theirs, ours = (torch.zeros(shape, dtype=dtype if coded is None else torch.uint8) for _ in range(2))
+    isa = _get_attn_isa(dtype, PAGE_SIZE, step.head_dim, step.cache)
+    scale = step.head_dim**-0.5
+    layer = AttentionLayerCalls(step.head_dim, step.head_dim, scale, step.cache, step.window)
+    packed = PackedStep.from_vllm(common, PAGE_SIZE)
+    query = torch.randn(tokens, step.heads, step.head_dim).to(dtype)
+    outs = torch.zeros_like(query), torch.zeros_like(query)
+
+    def halves() -> tuple[torch.Tensor, torch.Tensor]:
+        return theirs.view(pages, step.heads_kv, PAGE_SIZE * 2, -1).chunk(2, dim=2)
+
+    def write_theirs(key, value, slots) -> None:
+        ops.cpu_attn_reshape_and_cache(
+            key, value, *halves(), slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype=step.cache
+        )
+
+    all_slots = torch.arange(PAGE_SIZE, pages * PAGE_SIZE)
+    for part in all_slots.split(8192):
+        key, value = (torch.randn(len(part), step.heads_kv, step.head_dim).to(dtype) for _ in "kv")
+        write_theirs(key, value, part)
+        filled = SimpleNamespace(**vars(common) | {"slot_mapping": part})
+        layer.write(key, value, ours, PackedStep.from_vllm(filled, PAGE_SIZE))
+    schedule = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(common.seq_lens), num_heads=step.heads, num_kv_heads=step.heads_kv, head_dim=step.head_dim,
+        seq_lens=common.seq_lens, dtype=dtype, query_start_loc=common.query_start_loc, causal=True,
+        sliding_window_size=step.window or -1, isa=isa, enable_kv_split=True, dynamic_causal=None,
+        kv_cache_dtype=step.cache,
+    )  # fmt: skip
+
+    def attend_theirs() -> None:
+        key_cache, value_cache = halves()
+        ops.cpu_attention_with_kv_cache(
+            query=query, key_cache=key_cache, value_cache=value_cache, output=outs[0],
+            query_start_loc=common.query_start_loc, seq_lens=common.seq_lens, scale=scale, causal=True,
+            alibi_slopes=None, sliding_window=step.window or -1, block_table=common.block_table_tensor, softcap=0,
+            scheduler_metadata=schedule, s_aux=None, dynamic_causal=None, k_scale=1.0, v_scale=1.0,
+            kv_cache_dtype=step.cache,
+        )  # fmt: skip
+
+    def attend_ours() -> None:
+        layer.attend(query, ours, packed, outs[1])
+
+    key, value = (torch.randn(tokens, step.heads_kv, step.head_dim).to(dtype) for _ in "kv")
+    attend_theirs(), attend_ours()
+    torch.testing.assert_close(outs[1].float(), outs[0].float(), atol=0.03, rtol=0.05)
+    return {
+        "theirs": attend_theirs, "ours": attend_ours,
+        "theirs, write": lambda: write_theirs(key, value, common.slot_mapping),
+        "ours, write": lambda: layer.write(key, value, ours, packed),
+    }  # fmt: skip
+
+
+def measure(step: Step, seconds: float, rounds: tuple[int, int]) -> dict:
+    torch.manual_seed(0)
+    calls = calls_of(step)
+    times = dict(zip(calls, time_in_turn(list(calls.values()), seconds=seconds, rounds=rounds), strict=True))
+    row: dict = asdict(step) | {name: statistics.median(values) for name, values in times.items()}
+    row["ratio"] = statistics.median(a / b for a, b in zip(times["theirs"], times["ours"], strict=True))
+    return row
+
+
+def table_of(rows: list[dict]):
+    return output.table(
+        [
+            "step", "dtype", "cache", "H, H_k, D", "window", "vLLM ms", "ours ms", "vLLM / ours", "write: vLLM us",
+            "ours us",
+        ],
+        [
+            [
+                row["name"], row["dtype"], row["cache"], f"{row['heads']}, {row['heads_kv']}, {row['head_dim']}",
+                str(row["window"] or "-"), f"{1e3 * row['theirs']:.3f}", f"{1e3 * row['ours']:.3f}",
+                f"{row['ratio']:.2f}", f"{1e6 * row['theirs, write']:.0f}", f"{1e6 * row['ours, write']:.0f}",
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+# About 120 million parameters: the matrices of a token take 240 MB in bfloat16.
+MODEL = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=768, intermediate_size=2048,
+    num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4, head_dim=64, vocab_size=32000,
+    max_position_embeddings=8192, rms_norm_eps=1e-5, hidden_act="silu", tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def run_model(backend: str, batch: int, context: int, new: int, dtype: str, repeats: int) -> list[float]:
+    """Returns tokens a second of the steps after the first, for each repetition. In this process."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR"
+    )
+    import tempfile
+    from pathlib import Path
+
+    from vllm import LLM, SamplingParams
+
+    from flash_attn_ext.integrations.vllm.plugin import register
+
+    register()
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    llm = LLM(
+        str(folder), skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, dtype=dtype,
+        max_model_len=context + new + 1, max_num_seqs=batch, num_gpu_blocks_override=batch * (context // 64 + 4),
+        enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30, attention_config={"backend": backend},
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        {"prompt_token_ids": torch.randint(3, 30000, (context,), generator=generator).tolist()} for _ in range(batch)
+    ]
+
+    def seconds(count: int) -> float:
+        options = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        before = time.perf_counter()
+        llm.generate(prompts, options, use_tqdm=False)
+        return time.perf_counter() - before
+
+    seconds(2)
+    return [batch * (new - 1) / (seconds(new) - seconds(1)) for _ in range(repeats)]
+
+
+def measure_models(problems: list[tuple[int, int, str]], new: int, repeats: int, threads: int) -> list[dict]:
+    """Each backend in a process of its own, one after another."""
+    rows = []
+    for batch, context, dtype in problems:
+        row: dict = {"batch": batch, "context": context, "dtype": dtype}
+        for backend in ("CPU_ATTN", NAME):
+            given = json.dumps([backend, batch, context, new, dtype, repeats])
+            done = subprocess.run(
+                [sys.executable, "-m", "benchmarks.vllm_backend", "--one-model", given],
+                env=os.environ | {"OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, check=True, text=True,
+            )  # fmt: skip
+            row[backend] = statistics.median(json.loads(done.stdout.splitlines()[-1]))
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    output.add_arguments(parser)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each step")
+    parser.add_argument("--only", default="", help="steps with this text in their name")
+    parser.add_argument("--models", action="store_true", help="whole models in place of operators")
+    parser.add_argument("--one-model", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one_model:
+        print(json.dumps(run_model(*json.loads(arguments.one_model))))
+        return
+    torch.set_num_threads(arguments.threads)
+    record: dict = {"machine": machine(), "environment": environment()}
+    if arguments.models:
+        problems = [(b, s, d) for d in ("bfloat16", "float32") for b, s in ((1, 512), (8, 512), (32, 512), (1, 4096))]
+        rows = measure_models(problems, 17, 3, arguments.threads)
+        table = output.table(
+            ["batch", "context", "dtype", "vLLM tokens/s", "ours tokens/s", "ours / vLLM"],
+            [[str(r["batch"]), str(r["context"]), r["dtype"], f"{r['CPU_ATTN']:.1f}", f"{r[NAME]:.1f}",
+              f"{r[NAME] / r['CPU_ATTN']:.2f}"] for r in rows],
+        )  # fmt: skip
+    else:
+        import vllm.platforms  # noqa: F401
+        from vllm.platforms import current_platform
+
+        current_platform.import_kernels()
+        rows = [measure(step, arguments.seconds, (5, 500)) for step in STEPS if arguments.only in step.name]
+        table = table_of(rows)
+    record["rows"] = rows
+    output.write_json(record, arguments.json)
+    output.write_text([json.dumps(record["machine"]), table], arguments.text)
+
+
+if __name__ == "__main__":
+    main()
