@@ -1,6 +1,7 @@
 // The instructions of a program (core/program.h) that compute.
 #pragma once
 
+#include "../../core/program_arithmetic.h"
 #include "../vec/elementary-inl.h"
 
 // A value of a program. Its vector at row r and lane c begins at p + r * row + c * lane.
@@ -73,7 +74,7 @@ FA_INLINE VecIndex<T> nearest_index(VecIndex<T> n, int64_t last) {
 //
 // The first quotient is off by the rounding of the floating type. The quotient of the remainder is off by 1 at most.
 template <class T>
-FA_INLINE void divide_down(VecIndex<T> a, VecIndex<T> b, VecIndex<T>& quotient, VecIndex<T>& rest) {
+FA_INLINE void divide_with_rest(VecIndex<T> a, VecIndex<T> b, VecIndex<T>& quotient, VecIndex<T>& rest) {
   using I = VecIndex<T>;
   using U = VecBits<T>;
   constexpr T kLargest =
@@ -104,120 +105,104 @@ FA_INLINE void divide_down(VecIndex<T> a, VecIndex<T> b, VecIndex<T>& quotient, 
 }
 
 template <class T>
+FA_INLINE VecIndex<T> divide_down(VecIndex<T> a, VecIndex<T> b) {
+  VecIndex<T> quotient, rest;
+  divide_with_rest<T>(a, b, quotient, rest);
+  return quotient;
+}
+template <class T>
+FA_INLINE VecIndex<T> divide_to_zero(VecIndex<T> a, VecIndex<T> b) {
+  VecIndex<T> quotient, rest;
+  divide_with_rest<T>(a, b, quotient, rest);
+  return quotient - ((quotient < 0) & (rest != 0));  // minus -1 where true
+}
+template <class T>
+FA_INLINE VecIndex<T> rest_of_divide_down(VecIndex<T> a, VecIndex<T> b) {
+  VecIndex<T> quotient, rest;
+  divide_with_rest<T>(a, b, quotient, rest);
+  return rest;
+}
+
+// Functions of FA_PROGRAM_ARITHMETIC that vec/ does not have.
+template <class T>
+FA_INLINE Vec<T> magnitude(Vec<T> a) {
+  return (Vec<T>)((VecBits<T>)a << 1 >> 1);
+}
+template <class T>
+FA_INLINE Vec<T> round_down(Vec<T> a) {
+  return each_lane<T>(a, [](T x) { return std::floor(x); });
+}
+template <class T>
+FA_INLINE Vec<T> round_up(Vec<T> a) {
+  return each_lane<T>(a, [](T x) { return std::ceil(x); });
+}
+template <class T>
+FA_INLINE Vec<T> round_to_zero(Vec<T> a) {
+  return each_lane<T>(a, [](T x) { return std::trunc(x); });
+}
+template <class T>
+FA_INLINE Vec<T> round_to_even(Vec<T> a) {
+  return each_lane<T>(a, [](T x) { return std::rint(x); });
+}
+template <class T>
+FA_INLINE Vec<T> square_root(Vec<T> a) {
+  return each_lane<T>(a, [](T x) { return std::sqrt(x); });
+}
+template <class T>
+FA_INLINE Vec<T> any_exp2(Vec<T> a) {
+  return exp_of_any<T>(a, T(1), T(2));
+}
+template <class T>
+FA_INLINE Vec<T> to_float(VecIndex<T> a) {
+  return __builtin_convertvector(a, Vec<T>);
+}
+template <class T>
+FA_INLINE VecIndex<T> to_int(Vec<T> a) {
+  return __builtin_convertvector(a, VecIndex<T>);
+}
+
+// The forms of FA_PROGRAM_ARITHMETIC as loops over a strip.
+#define FA_PROGRAM_V1(...) map1<T>(s, [](V a) FA_INLINE_LAMBDA { return __VA_ARGS__; })
+#define FA_PROGRAM_V2(...) map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return __VA_ARGS__; })
+#define FA_PROGRAM_VC(...) map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return (V)(__VA_ARGS__); })
+#define FA_PROGRAM_I1(...) int_map1<T>(s, [](I a) FA_INLINE_LAMBDA { return __VA_ARGS__; })
+#define FA_PROGRAM_I2(...) int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return __VA_ARGS__; })
+#define FA_PROGRAM_IC(...) int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return (I)(__VA_ARGS__); })
+#define FA_PROGRAM_IV(...)                 \
+  map1<T>(s, [](V bits) FA_INLINE_LAMBDA { \
+    const I a = (I)bits;                   \
+    return __VA_ARGS__;                    \
+  })
+#define FA_PROGRAM_VI(...) map1<T>(s, [](V a) FA_INLINE_LAMBDA { return (V)(__VA_ARGS__); })
+#define FA_PROGRAM_S(...)                                                                        \
+  map0<T>(s, [from0 = s.from[0], from1 = s.from[1], from2 = s.from[2]](int64_t row, int64_t col) \
+                 FA_INLINE_LAMBDA {                                                              \
+                   const I a = (I)from0.at(row, col);                                            \
+                   const V b = from1.at(row, col), c = from2.at(row, col);                       \
+                   return __VA_ARGS__;                                                           \
+                 })
+
+template <class T>
 void execute_arithmetic(Operation operation, const ProgramStep<T>& s) {
   using V = Vec<T>;
   using I = VecIndex<T>;
   using U = VecBits<T>;
   constexpr int kBits = 8 * sizeof(T);
   switch (operation) {
-    case Operation::add: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return a + b; });
-    case Operation::subtract: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return a - b; });
-    case Operation::multiply: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return a * b; });
-    case Operation::divide: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return a / b; });
-    case Operation::minimum:
-      return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return ((a < b) | (a != a)) ? a : b; });
-    case Operation::maximum:
-      return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return ((a > b) | (a != a)) ? a : b; });
-    case Operation::power: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return power<T>(a, b); });
-    case Operation::negate: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return -a; });
-    case Operation::absolute: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return (V)((U)a << 1 >> 1); });
-    case Operation::sign:
-      return map1<T>(s, [](V a) FA_INLINE_LAMBDA {
-        return a > T(0) ? splat<T>(T(1)) : a < T(0) ? splat<T>(T(-1)) : V{};
-      });
-    case Operation::floor:
-      return map1<T>(s,
-                     [](V a) FA_INLINE_LAMBDA { return each_lane<T>(a, [](T x) { return std::floor(x); }); });
-    case Operation::ceil:
-      return map1<T>(s,
-                     [](V a) FA_INLINE_LAMBDA { return each_lane<T>(a, [](T x) { return std::ceil(x); }); });
-    case Operation::truncate:
-      return map1<T>(s,
-                     [](V a) FA_INLINE_LAMBDA { return each_lane<T>(a, [](T x) { return std::trunc(x); }); });
-    case Operation::round:
-      return map1<T>(s,
-                     [](V a) FA_INLINE_LAMBDA { return each_lane<T>(a, [](T x) { return std::rint(x); }); });
-    case Operation::square_root:
-      return map1<T>(s,
-                     [](V a) FA_INLINE_LAMBDA { return each_lane<T>(a, [](T x) { return std::sqrt(x); }); });
-    case Operation::reciprocal_root:
-      return map1<T>(
-          s, [](V a) FA_INLINE_LAMBDA { return T(1) / each_lane<T>(a, [](T x) { return std::sqrt(x); }); });
-    case Operation::exp: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return any_exp<T>(a); });
-    case Operation::exp2:
-      return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return exp_of_any<T>(a, T(1), T(2)); });
-    case Operation::expm1: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return any_expm1<T>(a); });
-    case Operation::log: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return log<T>(a); });
-    case Operation::log2: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return log2<T>(a); });
-    case Operation::log1p: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return log1p<T>(a); });
-    case Operation::tanh: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return tanh<T>(a); });
-    case Operation::sigmoid:
-      return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return T(1) / (any_exp<T>(-a) + T(1)); });
-    case Operation::erf: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return erf<T>(a); });
-    case Operation::sine: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return sine<T>(a); });
-    case Operation::cosine: return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return cosine<T>(a); });
-    case Operation::select:
-    case Operation::int_select:
-      return map0<T>(s, [c0 = s.from[0], c1 = s.from[1], c2 = s.from[2]](int64_t r, int64_t c)
-                            FA_INLINE_LAMBDA { return (I)c0.at(r, c) ? c1.at(r, c) : c2.at(r, c); });
-    case Operation::less: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return (V)(a < b); });
-    case Operation::less_equal: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return (V)(a <= b); });
-    case Operation::equal: return map2<T>(s, [](V a, V b) FA_INLINE_LAMBDA { return (V)(a == b); });
-    case Operation::int_add:
-      return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return (I)((U)a + (U)b); });
-    case Operation::int_subtract:
-      return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return (I)((U)a - (U)b); });
-    case Operation::int_multiply:
-      return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return (I)((U)a * (U)b); });
-    case Operation::int_divide:
-      return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA {
-        I quotient, rest;
-        divide_down<T>(a, b, quotient, rest);
-        return quotient;
-      });
-    case Operation::int_truncated_divide:
-      return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA {
-        I quotient, rest;
-        divide_down<T>(a, b, quotient, rest);
-        return quotient - ((quotient < 0) & (rest != 0));  // minus -1 where true
-      });
-    case Operation::int_modulo:
-      return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA {
-        I quotient, rest;
-        divide_down<T>(a, b, quotient, rest);
-        return rest;
-      });
-    case Operation::int_minimum:
-      return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return a < b ? a : b; });
-    case Operation::int_maximum:
-      return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return a > b ? a : b; });
-    case Operation::int_absolute:
-      return int_map1<T>(s, [](I a) FA_INLINE_LAMBDA { return a < 0 ? (I)(U{} - (U)a) : a; });
-    case Operation::int_and:
-    case Operation::bool_and: return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return a & b; });
-    case Operation::int_or:
-    case Operation::bool_or: return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return a | b; });
-    case Operation::int_xor:
-    case Operation::bool_xor: return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return a ^ b; });
-    case Operation::int_not:
-    case Operation::bool_not: return int_map1<T>(s, [](I a) FA_INLINE_LAMBDA { return ~a; });
-    case Operation::shift_left:
-      return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA {
-        return ((b < 0) | (b >= kBits)) ? I{} : (I)((U)a << ((U)b & (kBits - 1)));
-      });
-    case Operation::shift_right:
-      return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA {
-        return a >> (((b < 0) | (b >= kBits)) ? I{} + (kBits - 1) : b);
-      });
-    case Operation::int_less: return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return (I)(a < b); });
-    case Operation::int_less_equal:
-      return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return (I)(a <= b); });
-    case Operation::int_equal: return int_map2<T>(s, [](I a, I b) FA_INLINE_LAMBDA { return (I)(a == b); });
-    case Operation::int_to_float:
-      return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return __builtin_convertvector((I)a, V); });
-    case Operation::float_to_int:
-      return map1<T>(s, [](V a) FA_INLINE_LAMBDA { return (V) __builtin_convertvector(a, I); });
-    case Operation::bool_to_int: return int_map1<T>(s, [](I a) FA_INLINE_LAMBDA { return a & 1; });
+#define FA_PROGRAM_CASE(operation, form, ...) \
+  case Operation::operation: return FA_PROGRAM_##form(__VA_ARGS__);
+    FA_PROGRAM_ARITHMETIC(FA_PROGRAM_CASE)
+#undef FA_PROGRAM_CASE
     default: return;  // checked in ops/check_program.cpp
   }
 }
+
+#undef FA_PROGRAM_V1
+#undef FA_PROGRAM_V2
+#undef FA_PROGRAM_VC
+#undef FA_PROGRAM_I1
+#undef FA_PROGRAM_I2
+#undef FA_PROGRAM_IC
+#undef FA_PROGRAM_IV
+#undef FA_PROGRAM_VI
+#undef FA_PROGRAM_S
