@@ -91,6 +91,22 @@ Plan plan_of_backward(const pybind11::dict& tensors, const pybind11::dict& optio
 // run(params as bytes, {name: input}, {name: output}). Returns the results.
 using Run = std::function<void(const pybind11::bytes&, const pybind11::dict&, const pybind11::dict&)>;
 
+template <class Tensors>
+constexpr auto has_functions(int) -> decltype(&Tensors::functions, bool()) {
+  return true;
+}
+template <class Tensors>
+constexpr bool has_functions(...) {
+  return false;
+}
+// The tensors of functions of the user that kernels read. Programs are in the host's memory.
+template <class Packed>
+auto read_by_functions(const Packed& packed) -> decltype(packed.function_tensors) {
+  auto tensors = packed.function_tensors;
+  tensors.programs.reset();
+  return tensors;
+}
+
 // Tensors with their names, for Python.
 class NamedTensors {
  public:
@@ -124,6 +140,7 @@ std::vector<std::optional<at::Tensor>> run_operator(const pybind11::dict& tensor
   flash_attn_ext::pack_and_run<Op>(given, options, result, [&](const auto& packed) {
     NamedTensors inputs, outputs;
     inputs.add(packed.tensors);
+    if constexpr (has_functions<typename Op::Tensors>(0)) inputs.add(read_by_functions(packed));
     outputs.add(result, "result ");
     outputs.add(packed.per_head, "per-head part ");
     run(pybind11::bytes(reinterpret_cast<const char*>(&packed.params), sizeof(packed.params)),
@@ -181,7 +198,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     rows[Op::kName] = rows_of(Op::Tensors::kRules);
   };
   for_each_operator(KernelOperators{}, add_rows);
-  for_each_operator(CpuKernelOperators{}, add_rows);
   for_each_operator(PythonKernelOperators{}, add_rows);
   for_each_operator(CacheWriters{}, add_rows);
   m.attr("tensor_rows") = rows;

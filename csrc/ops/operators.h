@@ -16,14 +16,12 @@ namespace flash_attn_ext {
 // Operators with kernels on every device.
 using KernelOperators = Types<Attention, AttentionBackward, AttentionJvp, AttentionDoubleBackward,  // dense
                               AttentionVarlen, AttentionVarlenBackward, AttentionVarlenJvp,
-                              AttentionVarlenDoubleBackward,                // packed
-                              AttentionCache,                               // cache
-                              AttentionWeights, AttentionWeightsBackward,   // weights
-                              AttentionIndexed, AttentionIndexedBackward>;  // lists of keys
-// Operators with kernels on CPU only.
-using CpuKernelOperators = Types<AttentionFlex, AttentionFlexBackward,              // dense
-                                 AttentionVarlenFlex, AttentionVarlenFlexBackward,  // packed
-                                 AttentionCacheFlex>;                               // cache
+                              AttentionVarlenDoubleBackward,               // packed
+                              AttentionCache,                              // cache
+                              AttentionWeights, AttentionWeightsBackward,  // weights
+                              AttentionIndexed, AttentionIndexedBackward,  // lists of keys
+                              AttentionFlex, AttentionFlexBackward,        // functions of the user
+                              AttentionVarlenFlex, AttentionVarlenFlexBackward, AttentionCacheFlex>;
 // Operators with kernels on CPU only that are written in Python: flash_attn_ext/flex/derivatives.py.
 using PythonKernelOperators =
     Types<AttentionFlexJvp, AttentionFlexDoubleBackward, AttentionVarlenFlexJvp,

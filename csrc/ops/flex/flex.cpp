@@ -1,6 +1,10 @@
 #include "flex.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <iterator>
 
 #include "../../core/sequence.h"
 #include "../checks/check_tensors.h"
@@ -13,10 +17,9 @@ namespace {
 
 constexpr int64_t kPrograms = 4;  // score, gradient, captured gradient, mask
 
-void check_row(const char* name, const OptionalTensor& t, at::ScalarType dtype, const at::Tensor& query) {
+void check_row(const char* name, const OptionalTensor& t, at::ScalarType dtype, at::Device device) {
   if (!t) return;
-  TORCH_CHECK_VALUE(t->device() == query.device(), name, ": got a tensor on ", t->device(),
-                    "; allowed: query's device, ", query.device());
+  TORCH_CHECK_VALUE(t->device() == device, name, ": got a tensor on ", t->device(), "; allowed: ", device);
   TORCH_CHECK_TYPE(t->scalar_type() == dtype, name, ": got dtype ", name_of(t->scalar_type()),
                    "; allowed: ", name_of(dtype));
   TORCH_CHECK_VALUE(t->dim() == 1 && t->is_contiguous(), name, ": got a tensor of shape ", t->sym_sizes(),
@@ -40,9 +43,11 @@ BlockSizes block_sizes(const Tensors& in) {
 template <class Tensors>
 void check_functions(const Tensors& in, const FunctionOptions& options) {
   const auto integer = in.query.scalar_type() == at::kDouble ? at::kLong : at::kInt;
-  check_row("captured", in.captured, accumulate_type(in.query), in.query);
-  check_row("captured_ints", in.captured_ints, integer, in.query);
-  check_row("programs", in.programs, at::kLong, in.query);
+  check_row("captured", in.captured, accumulate_type(in.query), in.query.device());
+  check_row("captured_ints", in.captured_ints, integer, in.query.device());
+  // Programs are in the host's memory, for every device. Without elements: on the Meta device.
+  const bool is_meta = in.programs && in.programs->is_meta();
+  check_row("programs", in.programs, at::kLong, is_meta ? at::kMeta : at::kCPU);
   options.check();
   if (!in.block_states) return;
 
@@ -127,7 +132,8 @@ Packed<Op> pack_with_functions(const typename Op::Tensors& given, const typename
   packed.functions =
       std::make_unique<UserFunctions>(pack_functions(packed.function_tensors, options.functions()));
   packed.params.functions = packed.functions.get();
-  check_blocks_cover(packed.params, packed.functions->blocks);
+  // On a GPU nothing reads the lengths on the host. Its kernels extend the last blocks.
+  if (given.query.is_cpu()) check_blocks_cover(packed.params, packed.functions->blocks);
   return packed;
 }
 
@@ -162,10 +168,39 @@ void check_gradient(const typename Op::Tensors& in, const typename Op::Options& 
                     "grad_mask: got a request for captured's gradient; allowed only with captured");
 }
 
+// Gives a new tensor the memory order of `like`, as torch's flex_attention does. The operators without functions keep the
+// batch outermost.
+void set_stride_order(at::Tensor& result, const at::Tensor& like) {
+  const bool has_order = like.sym_stride(0) >= like.sym_stride(1) && like.sym_stride(0) >= like.sym_stride(2);
+  if (!result.defined() || has_order) return;
+  int order[] = {0, 1, 2};  // the fastest first; the last dimension is contiguous
+  std::stable_sort(std::begin(order), std::end(order),
+                   [&](int m, int n) { return like.sym_stride(m) < like.sym_stride(n); });
+  c10::SymDimVector strides(4, 1);
+  c10::SymInt step = result.sym_size(3);
+  for (const int dim : order) {
+    strides[dim] = step;
+    step = step * result.sym_size(dim);
+  }
+  result = at::empty_strided_symint(result.sym_sizes(), strides, result.options());
+}
+
+template <class Op>
+typename Op::Result empty_result(const typename Op::Tensors& in, const typename Op::Options& options) {
+  typename Op::Result result = Op::Base::empty(in.base(), options.base());
+  if constexpr (std::is_same_v<typename Op::Base, Attention>) set_stride_order(result.out, in.query);
+  return result;
+}
+
 template <class Op>
 FlexGradients empty_gradients(const typename Op::Tensors& in, const typename Op::Options& options) {
   FlexGradients gradients;
   gradients.set_base(Op::Base::empty(in.base(), options.base()));
+  if constexpr (std::is_same_v<typename Op::Base, AttentionBackward>) {
+    set_stride_order(gradients.query, in.query);
+    set_stride_order(gradients.key, in.key);
+    set_stride_order(gradients.value, in.value);
+  }
   if (options.grad_mask.back())
     gradients.captured = at::empty_symint(in.captured->sym_sizes(), in.captured->options());
   return gradients;
@@ -186,13 +221,11 @@ void VarlenFlexOptions::check() const { base().check(); }
 void VarlenFlexBackwardOptions::check() const { forward().check(); }
 void CacheFlexOptions::check() const { base().check(); }
 
-#define FA_FORWARD_STEPS(Op)                                                                           \
-  void Op::check(const Tensors& in, const Options& options) { check_with_functions<Op>(in, options); } \
-  Op::Result Op::empty(const Tensors& in, const Options& options) {                                    \
-    return Base::empty(in.base(), options.base());                                                     \
-  }                                                                                                    \
-  Packed<Op> Op::pack(const Tensors& given, const Options& options, const Result& result) {            \
-    return pack_with_functions<Op>(given, options, result);                                            \
+#define FA_FORWARD_STEPS(Op)                                                                                \
+  void Op::check(const Tensors& in, const Options& options) { check_with_functions<Op>(in, options); }      \
+  Op::Result Op::empty(const Tensors& in, const Options& options) { return empty_result<Op>(in, options); } \
+  Packed<Op> Op::pack(const Tensors& given, const Options& options, const Result& result) {                 \
+    return pack_with_functions<Op>(given, options, result);                                                 \
   }
 #define FA_BACKWARD_STEPS(Op)                                                                    \
   void Op::check(const Tensors& in, const Options& options) { check_gradient<Op>(in, options); } \

@@ -299,7 +299,6 @@ TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
     implement<Op, on_cpu<Op>>(m);
   };
   for_each_operator(KernelOperators{}, register_operator);
-  for_each_operator(CpuKernelOperators{}, register_operator);
   implement<AppendToCache, append_on_cpu>(m);
   m.impl("dropout_mask", dropout_mask_cpu);
 }

@@ -31,7 +31,6 @@ TORCH_LIBRARY_IMPL(flash_attn_ext, Meta, m) {
     implement<Op, on_meta<Op>>(m);
   };
   for_each_operator(KernelOperators{}, register_operator);
-  for_each_operator(CpuKernelOperators{}, register_operator);
   for_each_operator(PythonKernelOperators{}, register_operator);
   for_each_operator(CacheWriters{}, register_operator);
   m.impl("dropout_mask", dropout_mask_meta);

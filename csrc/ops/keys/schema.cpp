@@ -97,7 +97,6 @@ TORCH_LIBRARY(flash_attn_ext, m) {
               .c_str());
   };
   for_each_operator(KernelOperators{}, define);
-  for_each_operator(CpuKernelOperators{}, define);
   for_each_operator(PythonKernelOperators{}, define);
   for_each_operator(CacheWriters{}, define);
   m.def(
