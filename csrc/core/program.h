@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "host_device.h"
 #include "params.h"
 
 namespace flash_attn_ext {
@@ -147,19 +148,62 @@ struct BlockStates {
   int64_t stride_b = 0, stride_h = 0, rows = 0, cols = 0;
   int64_t block_q = 1, block_k = 1;
 
-  explicit operator bool() const { return data != nullptr; }
-  // The state of the block that holds element (i, j). The last blocks extend to the ends of the score matrix.
-  // i < 0, in a cache with fewer keys than queries: as i = 0.
-  uint8_t at(int64_t b, int64_t h, int64_t i, int64_t j) const {
-    const int64_t row = (i < 0 ? 0 : i) / block_q, col = j / block_k;
-    return data[b * stride_b + h * stride_h + (row < rows ? row : rows - 1) * cols +
-                (col < cols ? col : cols - 1)];
+  FA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+  // The row of blocks of query i, the column of key j. The last blocks extend to the ends of the score matrix. i < 0, in a
+  // cache with fewer keys than queries: as i = 0.
+  FA_HOST_DEVICE int64_t row_of(int64_t i) const {
+    const int64_t row = (i < 0 ? 0 : i) / block_q;
+    return row < rows ? row : rows - 1;
   }
+  FA_HOST_DEVICE int64_t col_of(int64_t j) const {
+    const int64_t col = j / block_k;
+    return col < cols ? col : cols - 1;
+  }
+  FA_HOST_DEVICE const uint8_t* of_head(int64_t b, int64_t h) const {
+    return data + b * stride_b + h * stride_h;
+  }
+  // The state of the block that holds element (i, j).
+  FA_HOST_DEVICE uint8_t at(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return of_head(b, h)[row_of(i) * cols + col_of(j)];
+  }
+};
+
+// The lowest and the highest state of the blocks that a tile meets.
+struct StatesOfTile {
+  uint8_t lowest = BlockStates::kFull, highest = BlockStates::kHidden;
+
+  // Queries [i_begin, i_end) and keys [j_begin, j_end). `has_mask`: without a mask function, a partial block is full.
+  FA_HOST_DEVICE StatesOfTile(const BlockStates& blocks, bool has_mask, int64_t b, int64_t h, int64_t i_begin,
+                              int64_t i_end, int64_t j_begin, int64_t j_end) {
+    if (!blocks) {
+      lowest = highest = has_mask ? BlockStates::kPartial : BlockStates::kFull;
+      has_partial = has_mask;
+      return;
+    }
+    const int64_t last_row = blocks.row_of(i_end - 1), last_col = blocks.col_of(j_end - 1);
+    for (int64_t row = blocks.row_of(i_begin); row <= last_row; ++row)
+      for (int64_t col = blocks.col_of(j_begin); col <= last_col; ++col) {
+        uint8_t state = blocks.of_head(b, h)[row * blocks.cols + col];
+        if (state == BlockStates::kPartial && !has_mask) state = BlockStates::kFull;
+        lowest = state < lowest ? state : lowest;
+        highest = state > highest ? state : highest;
+        has_partial |= state == BlockStates::kPartial;
+      }
+  }
+
+  FA_HOST_DEVICE bool is_hidden() const { return highest == BlockStates::kHidden; }
+  FA_HOST_DEVICE bool is_full() const { return lowest == BlockStates::kFull; }
+  FA_HOST_DEVICE bool is_partial() const { return has_partial; }  // some block needs the mask function
+
+ private:
+  bool has_partial = false;
 };
 
 // The index that functions of the user get for query 0 of one sequence's call. In a cache the last query has the index of
 // the last key.
-inline int64_t first_query_index(const AttentionParams& p) { return p.varlen.cache.first_masked; }
+FA_HOST_DEVICE inline int64_t first_query_index(const AttentionParams& p) {
+  return p.varlen.cache.first_masked;
+}
 
 // Functions of the user: of scores, after softcap and ALiBi, and of masks.
 struct UserFunctions {

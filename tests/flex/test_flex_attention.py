@@ -101,6 +101,36 @@ def test_agrees_with_torch():
         torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("block_size", [128, 80, 32, 100, 256], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_row_tiles_end_at_the_edges_of_blocks(block_size, dtype):
+    """Enough heads that a task has two row tiles. Rows of blocks end in short tiles, or not at a multiple of 16."""
+    shape = (1, 24, 2, 200, 270, 16)
+    mask_mod = mask_mods(1, 200, 270)["document"]
+    q, k, v = (t.detach() for t in make(shape, dtype)[:3])
+    mask = create_block_mask(mask_mod, None, None, 200, 270, "cpu", BLOCK_SIZE=block_size)
+    exact, exact_lse = dense_flex(q, k, v, None, mask_mod)
+    out, lse = flex_attention(*(t.to(dtype) for t in (q, k, v)), None, mask, enable_gqa=True, return_lse=True)
+    assert_near("out", out, exact, TOLERANCES[dtype])
+    assert_near("lse", lse, exact_lse, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)
+def test_memory_order_of_torch(order):
+    """out and the gradients have the order of strides of query, key and value, as torch's flex_attention has."""
+    shape = (2, 3, 5, 8)
+    places = [order.index(dim) for dim in range(4)]
+    q, k, v = (torch.randn([shape[dim] for dim in order]).permute(places) for _ in range(3))
+    assert q.shape == shape
+    with torch.no_grad():
+        wanted = torch_flex_attention(q, k, v)
+        assert flex_attention(q, k, v, lambda s, b, h, i, j: s * 2).stride() == wanted.stride()
+    inputs = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in (q, k, v)]
+    out = flex_attention(*inputs, lambda s, b, h, i, j: s * 2)
+    torch.testing.assert_close(out, flex_attention(*(t.contiguous() for t in inputs), lambda s, b, h, i, j: s * 2))
+    assert all(g.stride() == wanted.stride() for g in torch.autograd.grad(out.sum(), inputs))
+
+
 def test_gradcheck_with_captured_tensors():
     q, k, v = (torch.randn(1, 2, 7, 5, dtype=torch.float64, requires_grad=True) for _ in range(3))
     table, temperature = (torch.rand(2, n, dtype=torch.float64, requires_grad=True) for n in (13, 1))

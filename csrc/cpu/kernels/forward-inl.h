@@ -7,6 +7,7 @@
 #include "decode-inl.h"
 #include "dropout_tile-inl.h"
 #include "forward_products-inl.h"
+#include "row_tiles-inl.h"
 #include "softmax-inl.h"
 
 template <class In, class T>
@@ -53,11 +54,10 @@ int64_t blocks_per_task(const Sizes& z, int threads) {
 template <class In, class T>
 struct QueryBlock {
   const AttentionParams& p;
-  int64_t b, h, i0;
+  int64_t b, h, i0, queries;
   T unit;
   ForwardScratch<In, T>
       s;  // out, row_max, row_sum and the queries belong to this block, the rest to the task
-  int64_t queries = std::min(forward_tiling<T>().block_q, p.sizes.seqlen_q - i0);
   int64_t ld = round_up_to_lanes<T>(queries), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
   Range keys = keys_of_tiles(p, i0, queries);
 
@@ -67,6 +67,13 @@ struct QueryBlock {
     std::fill(s.row_max, s.row_max + ld, first.max);
     std::fill(s.row_sum, s.row_sum + ld, first.sum);
     std::fill(s.out, s.out + queries * d_v, T(0));
+  }
+
+  // Returns the start of the first tile from j0 on that the block mask does not hide.
+  int64_t next_tile(int64_t j0) const {
+    if (!p.functions || !p.functions->blocks) return j0;
+    constexpr int64_t block_k = forward_tiling<T>().block_k;
+    return j0 + (first_key_of_blocks(p, b, h, i0, queries, j0) - j0) / block_k * block_k;
   }
 
   // Adds the keys of the tile from j0 on. `tiles`: the tiles of these keys, if another block has loaded them.
@@ -101,13 +108,13 @@ struct QueryBlock {
 
 template <class In, class T>
 QueryBlock<In, T> query_block(const AttentionParams& p, ForwardScratch<In, T> s, int64_t b, int64_t h,
-                              int64_t i0, int64_t n) {
+                              const Range& rows, int64_t n) {
   const int64_t block_q = fitted(forward_tiling<T>(), p.sizes).block_q;
   s.products = s.products.of_block(p, n);
   s.out += n * block_q * round_up_to_lanes<T>(p.sizes.head_dim_v);
   s.row_max += n * block_q;
   s.row_sum += n * block_q;
-  return {p, b, h, i0, score_unit<T>(p), s};
+  return {p, b, h, rows.begin, rows.end - rows.begin, score_unit<T>(p), s};
 }
 
 // The blocks [first, first + count) of a head's queries. Blocks whose keys begin together share the tiles of K and V.
@@ -115,12 +122,12 @@ QueryBlock<In, T> query_block(const AttentionParams& p, ForwardScratch<In, T> s,
 template <class In, class T>
 void forward_query_blocks(const AttentionParams& p, const ForwardScratch<In, T>& s, int64_t b, int64_t h,
                           int64_t first, int64_t count) {
-  const Tiling tiling = forward_tiling<T>();
-  const int64_t i0 = first * tiling.block_q;
+  constexpr int64_t block_k = forward_tiling<T>().block_k;
+  const RowTiles rows = row_tiles<T>(p);
   const auto run = [&](const auto&... blocks) {
     (blocks.start(), ...);
     const int64_t begin = std::min({blocks.keys.begin...}), end = std::max({blocks.keys.end...});
-    for (int64_t j0 = begin; j0 < end; j0 += tiling.block_k) {
+    for (int64_t j0 = begin; (j0 = std::min({blocks.next_tile(j0)...})) < end; j0 += block_k) {
       typename ForwardProducts<In, T>::Loaded tiles;
       const auto attend = [&](const QueryBlock<In, T>& block) {
         if (copies_rows(p)) tiles = {};  // copies of keys and values share memory
@@ -130,9 +137,9 @@ void forward_query_blocks(const AttentionParams& p, const ForwardScratch<In, T>&
     }
     (blocks.finish(), ...);
   };
-  const QueryBlock<In, T> block = query_block(p, s, b, h, i0, 0);
+  const QueryBlock<In, T> block = query_block(p, s, b, h, rows.at(first), 0);
   if (count == 1) return run(block);
-  const QueryBlock<In, T> next = query_block(p, s, b, h, i0 + tiling.block_q, 1);
+  const QueryBlock<In, T> next = query_block(p, s, b, h, rows.at(first + 1), 1);
   if (block.keys.begin == next.keys.begin) return run(block, next);
   run(block);
   run(next);
@@ -141,12 +148,10 @@ void forward_query_blocks(const AttentionParams& p, const ForwardScratch<In, T>&
 // Orders the query blocks as tasks: the longest block of a causal head is first. With few tasks the heads are
 // interleaved, so that the last tasks are short. Otherwise all blocks of a head follow each other, because its keys
 // stay in the cache.
-template <class T>
-HeadBlocks query_blocks(const Sizes& z, int threads, int64_t per_task = 1) {
+inline HeadBlocks query_blocks(const Sizes& z, int64_t tasks_of_head, int threads) {
   constexpr int64_t kFewTasks = 32;  // per thread; with more tasks, the last ones matter little
-  const int64_t blocks = ceil_div(z.seqlen_q, per_task * forward_tiling<T>().block_q),
-                heads = z.batch * z.heads;
-  return {z, blocks, heads * blocks < kFewTasks * threads ? heads : 1};
+  const int64_t heads = z.batch * z.heads;
+  return {z, tasks_of_head, heads * tasks_of_head < kFewTasks * threads ? heads : 1};
 }
 
 // Counts the tasks: `per_task` query blocks of a head each. In the decode kernel: counts splits of the keys.
@@ -154,7 +159,7 @@ template <class T>
 int64_t count_forward_tasks(const AttentionParams& p, const DecodeGrouping& decode, int64_t per_task) {
   if (p.sizes.seqlen_q == 0) return 0;  // a packed sequence may be empty
   if (is_decode(p)) return p.sizes.batch * decode.count(p, split_keys_of<T>(p));
-  return p.sizes.batch * p.sizes.heads * ceil_div(p.sizes.seqlen_q, per_task * forward_tiling<T>().block_q);
+  return p.sizes.batch * p.sizes.heads * ceil_div(row_tiles<T>(p).count(), per_task);
 }
 
 template <class T>
@@ -197,10 +202,10 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
       decode_task<In, T>(p, key_splits, allocate_decode_scratch<In, T>(scratch, call, w.decode.heads),
                          w.decode.at(p, key_splits, task), w.splits);
     } else {
-      const HeadBlocks list = query_blocks<T>(p.sizes, parallel.threads, w.per_task);
+      const int64_t blocks = row_tiles<T>(p).count();
+      const HeadBlocks list = query_blocks(p.sizes, ceil_div(blocks, w.per_task), parallel.threads);
       const auto [b, h, n_from_last] = list.at(task);
       const int64_t first = (list.blocks - 1 - n_from_last) * w.per_task;
-      const int64_t blocks = ceil_div(p.sizes.seqlen_q, forward_tiling<T>().block_q);
       forward_query_blocks<In, T>(p, allocate_forward<In, T>(scratch, call, w.per_task), b, h, first,
                                   std::min(w.per_task, blocks - first));
     }

@@ -39,49 +39,48 @@ void load_mask_function(const AttentionParams& p, const TileFrame& f, const Func
   const ProgramRun<T> run{p.functions->mask, *p.functions,  f, first_query_index(p), nullptr,
                           nullptr,           memory.program};
   run.run([&](int64_t r0, int64_t rows, const ProgramSource<T>& result) {
-    for (int64_t r = r0; r < r0 + rows; ++r) {
-      for (int64_t c = 0; c < f.ld; c += L) {
-        const U seen = (U)result.at(r - r0, c);
-        if (f.lanes_are_queries) {
-          typedef uint32_t Words __attribute__((vector_size(4 * L)));
-          uint32_t* at = visible.words + r / VisibleKeys::kWord * visible.ld + c;
-          Words words;
-          std::memcpy(&words, at, sizeof words);
-          words |= __builtin_convertvector(seen & (U{} + 1), Words) << (r % VisibleKeys::kWord);
-          std::memcpy(at, &words, sizeof words);
-        } else {
-          U bits = seen & ((U{} + 1) << (U)iota<T>());
+    for (int64_t c = 0; c < f.ld; c += L) {
+      if (f.lanes_are_queries) {
+        // A strip of keys is half a word of each query.
+        static_assert(VisibleKeys::kWord % kStripRows == 0);
+        U half = {};
+        for (int64_t r = 0; r < rows; ++r) half |= (U)result.at(r, c) & ((U{} + 1) << r);
+        typedef uint32_t Words __attribute__((vector_size(4 * L)));
+        uint32_t* at = visible.words + r0 / VisibleKeys::kWord * visible.ld + c;
+        Words words;
+        std::memcpy(&words, at, sizeof words);
+        words |= __builtin_convertvector(half, Words) << (r0 % VisibleKeys::kWord);
+        std::memcpy(at, &words, sizeof words);
+        continue;
+      }
+      for (int64_t r = 0; r < rows; ++r) {
+        U bits = (U)result.at(r, c) & ((U{} + 1) << (U)iota<T>());
 #pragma GCC unroll 8
-          for (int d = L / 2; d > 0; d /= 2) bits |= (U)rotate<T>((Vec<T>)bits, d);
-          visible.words[c / VisibleKeys::kWord * visible.ld + r] |= static_cast<uint32_t>(bits[0])
-                                                                    << (c % VisibleKeys::kWord);
-        }
+        for (int d = L / 2; d > 0; d /= 2) bits |= (U)rotate<T>((Vec<T>)bits, d);
+        visible.words[c / VisibleKeys::kWord * visible.ld + r0 + r] |= static_cast<uint32_t>(bits[0])
+                                                                       << (c % VisibleKeys::kWord);
       }
     }
   });
 }
 
-// The lowest and the highest state of the blocks that a tile meets. Without a mask function, a partial block is full.
-struct StatesOfTile {
-  uint8_t lowest = BlockStates::kFull, highest = BlockStates::kHidden;
-  bool is_partial = false;  // some block needs the mask function
-};
+// Returns the first key from j on that a block of these queries shows. Without one: a key far beyond the last one.
+inline int64_t first_key_of_blocks(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
+                                   int64_t queries, int64_t j) {
+  constexpr int64_t kNone = int64_t{1} << 62;
+  const BlockStates& blocks = p.functions->blocks;
+  const int64_t first = first_query_index(p) + i0;
+  const Range rows{blocks.row_of(first), blocks.row_of(first + queries - 1) + 1};
+  const uint8_t* states = blocks.of_head(b, h);
+  for (int64_t col = blocks.col_of(j); col < blocks.cols; ++col)
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+      if (states[row * blocks.cols + col] != BlockStates::kHidden) return std::max(j, col * blocks.block_k);
+  return kNone;
+}
+
 inline StatesOfTile states_of_tile(const AttentionParams& p, const TileFrame& f) {
-  const UserFunctions& functions = *p.functions;
-  const BlockStates& blocks = functions.blocks;
-  if (!blocks) return {BlockStates::kPartial, BlockStates::kPartial, true};
-  StatesOfTile states;
-  const int64_t begin = std::max<int64_t>(first_query_index(p) + f.i0, 0),
-                end = std::max(first_query_index(p) + f.i0 + f.queries, begin + 1);
-  for (int64_t i = begin; i < end; i = (i / blocks.block_q + 1) * blocks.block_q)
-    for (int64_t j = f.j0; j < f.j0 + f.keys; j = (j / blocks.block_k + 1) * blocks.block_k) {
-      uint8_t state = blocks.at(f.b, f.h, i, j);
-      if (state == BlockStates::kPartial && !functions.mask) state = BlockStates::kFull;
-      states.lowest = std::min(states.lowest, state);
-      states.highest = std::max(states.highest, state);
-      states.is_partial |= state == BlockStates::kPartial;
-    }
-  return states;
+  const int64_t i = first_query_index(p) + f.i0;
+  return {p.functions->blocks, bool(p.functions->mask), f.b, f.h, i, i + f.queries, f.j0, f.j0 + f.keys};
 }
 
 // Blocks decide before the mask function does: bits of hidden ones are cleared, bits of full ones are set.
@@ -109,19 +108,19 @@ MaskTile<T> with_functions(const AttentionParams& p, const TileFrame& f, MaskTil
   tile.functions = memory;
   if (!p.functions->hides() || tile.masked == TileMask::kAll) return tile;
   const StatesOfTile states = states_of_tile(p, f);
-  if (states.lowest == BlockStates::kFull) return tile;
+  if (states.is_full()) return tile;
   const VisibleKeys& visible = memory.visible;
-  if (states.highest == BlockStates::kHidden) {
+  if (states.is_hidden()) {
     std::fill(visible.words, visible.words + 2 * visible.ld, 0u);
     tile.visible = visible;
     tile.masked = TileMask::kAll;
     return tile;
   }
-  if (states.is_partial && p.functions->mask)
+  if (states.is_partial())
     load_mask_function<T>(p, f, memory);
   else
     std::fill(visible.words, visible.words + 2 * visible.ld, ~0u);
-  if (p.functions->blocks) apply_blocks(p, f, visible);
+  if (states.lowest != states.highest) apply_blocks(p, f, visible);
 
   const uint64_t every_key = every_key_of(f);
   uint64_t seen_by_all = every_key, seen_by_any = 0;

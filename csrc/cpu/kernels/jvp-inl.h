@@ -165,10 +165,11 @@ void jvp(const JvpParams& call, void* workspace, const Parallel& parallel) {
     const JvpParams p = of_sequence(call, task.b);
     Arena scratch = w.scratch.of_thread(thread);
     const ProductUnit<In> unit;
-    const HeadBlocks list = query_blocks<T>(p.sizes, parallel.threads);
+    constexpr int64_t block_q = forward_tiling<T>().block_q;
+    const HeadBlocks list = query_blocks(p.sizes, ceil_div(p.sizes.seqlen_q, block_q), parallel.threads);
     const auto [b, h, n_from_last] = list.at(task);
     const int64_t block = list.blocks - 1 - n_from_last;
-    jvp_query_block<In, T>(p, allocate_jvp<In, T>(scratch, call), b, h, block * forward_tiling<T>().block_q);
+    jvp_query_block<In, T>(p, allocate_jvp<In, T>(scratch, call), b, h, block * block_q);
   });
 }
 
