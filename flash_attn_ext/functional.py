@@ -215,7 +215,7 @@ def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
 def _with_functions(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn with functions of the user. ``given``: its local variables."""
     result = run_if_ordinary(
-        _tensors_of(given), _options_of(given), given["score_mod"], given["mask_mod"], given["block_mask"],
+        _tensors_of(given), _options_of(given), (given["score_mod"], given["mask_mod"], given["block_mask"]),
         enable_gqa=given["enable_gqa"], return_lse=given["return_lse"],
     )  # fmt: skip
     if result is not None:

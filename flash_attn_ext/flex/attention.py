@@ -61,8 +61,8 @@ def flex_attention(
         -inf and gradients 0.
 
     Raises:
-        NotImplementedError: an operator that no program has (the message names its line); a device other
-            than the CPU; third derivatives.
+        NotImplementedError: an operator that no program has (the message names its line); a call that no kernel of the
+            device runs (docs/flex.md, "On a GPU"); third derivatives.
         TypeError, ValueError: an argument that is not allowed.
 
     Source: Dong et al., "Flex Attention", 2024 (arXiv 2412.05496).
@@ -114,17 +114,18 @@ def refuse_dtensors_with_functions(tensors: dict[str, Tensor | None]) -> None:
 def run_if_ordinary(
     tensors: dict[str, Tensor | None],
     options: dict[str, Any],
-    score_mod: ScoreMod | None,
-    mask_mod: MaskMod | None,
-    block_mask: "BlockMask | None",
+    functions: "tuple[ScoreMod | None, MaskMod | None, BlockMask | None]",
     *,
     enable_gqa: bool,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
     """The result of an ordinary eager call of flash_attn; None if another way must convert or observe its tensors."""
-    if is_traced() or any(type(tensors[name]) is not Tensor or tensors[name].dim() != 4 for name in _INPUTS):  # type: ignore[union-attr]
+    if is_traced():
         return None
-    call = with_functions(Call(_ops.DENSE, tensors, options), score_mod, mask_mod, block_mask)
+    for name in _INPUTS:
+        if type(tensors[name]) is not Tensor or tensors[name].dim() != 4:  # type: ignore[union-attr]
+            return None
+    call = with_functions(Call(_ops.DENSE, tensors, options), *functions)
     return _ops.flex_if_ordinary(enable_gqa, return_lse, call.tensors, call.options)
 
 
@@ -160,8 +161,11 @@ def with_functions(
         block_size_q, block_size_k = block_mask.BLOCK_SIZE
         options = options | {"block_size_q": block_size_q, "block_size_k": block_size_k}
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    functions = functions_of(score_mod, mask_mod, query.device, dtype)
-    tensors = call.tensors | functions._asdict() | {"block_states": states}
+    programs, captured, captured_ints = functions_of(score_mod, mask_mod, query.device, dtype)
+    tensors = {
+        **call.tensors, "programs": programs, "captured": captured, "captured_ints": captured_ints,
+        "block_states": states,
+    }  # fmt: skip
     return Call(OPERATORS[call.operator.function], tensors, options, call.enable_gqa, call.return_lse)
 
 
@@ -170,10 +174,9 @@ def check_functions(call: Call, mask_mod: MaskMod | None, block_mask: "BlockMask
     query, key = call.tensors["query"], call.tensors["key"]
     assert query is not None
     assert key is not None
-    if query.device.type not in ("cpu", "meta"):
+    if query.device.type not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(
-            f"score_mod, mask_mod, block_mask: got tensors on {query.device}; allowed: CPU. torch's own flex_attention "
-            "runs there"
+            f"score_mod, mask_mod, block_mask: got tensors on {query.device}; allowed: CPU and CUDA"
         )
     if block_mask is not None:
         if mask_mod is not None:

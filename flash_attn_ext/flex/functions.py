@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .dependencies import Dependencies
+from .dependencies import Dependencies, QuickKey
 from .lowering import lower
 from .program import Gradients, gradients_of
 from .tracing import Traced, trace
@@ -36,7 +36,7 @@ class Compiled(NamedTuple):
 
 class _Kept(NamedTuple):
     programs: Tensor
-    floats: tuple[int, ...]  # positions among the tensors of Dependencies
+    floats: tuple[int, ...]  # positions among the tensors of QuickKey or Dependencies
     ints: tuple[int, ...]
 
 
@@ -49,13 +49,19 @@ def functions_of(
     """``dtype``: the dtype of the accumulators."""
     if score_mod is None and mask_mod is None:
         return Functions(None, None, None)
+    if is_traced():  # a graph gets its own constant
+        compiled = compile_functions(score_mod, mask_mod, device, dtype)
+        return rows_of(compiled.programs, compiled.floats, compiled.ints, dtype)
+    quick = QuickKey(score_mod, mask_mod)
+    quick_key = (device, dtype, *quick.parts) if quick.is_complete else None
+    kept = None if quick_key is None else _kept.get(quick_key)
+    if kept is not None:
+        return _rows_of_kept(kept, quick.tensors, dtype)
     read = Dependencies()
     read.add(score_mod)
     read.parts.append("mask")
     read.add(mask_mod)
     key = (device, dtype, *read.parts) if read.is_complete else None
-    if is_traced():
-        key = None  # a graph gets its own constant
     kept = _kept.get(key) if key is not None else None
     if kept is None:
         compiled = compile_functions(score_mod, mask_mod, device, dtype)
@@ -66,10 +72,24 @@ def functions_of(
         kept = _Kept(
             compiled.programs, tuple(n for n in floats if n is not None), tuple(n for n in ints if n is not None)
         )
-        if len(_kept) >= _MOST_KEPT:
-            _kept.clear()
-        _kept[key] = kept
-    tensors = read.tensors
+        _keep(key, kept)
+    numbers = {id(t): n for n, t in enumerate(quick.tensors)}
+    # A tensor in two places may be two tensors in the next call.
+    if quick_key is not None and len(numbers) == len(quick.tensors):
+        floats, ints = (tuple(numbers[id(read.tensors[n])] for n in row) for row in (kept.floats, kept.ints))
+        _keep(quick_key, _Kept(kept.programs, floats, ints))
+    return _rows_of_kept(kept, read.tensors, dtype)
+
+
+def _keep(key: tuple, kept: _Kept) -> None:
+    if len(_kept) >= _MOST_KEPT:
+        _kept.clear()
+    _kept[key] = kept
+
+
+def _rows_of_kept(kept: _Kept, tensors: list[Tensor], dtype: torch.dtype) -> Functions:
+    if not kept.floats and not kept.ints:
+        return Functions(kept.programs, None, None)
     return rows_of(kept.programs, tuple(tensors[n] for n in kept.floats), tuple(tensors[n] for n in kept.ints), dtype)
 
 
@@ -113,17 +133,21 @@ def compile_functions(
 
 def rows_of(programs: Tensor, floats: tuple[Tensor, ...], ints: tuple[Tensor, ...], dtype: torch.dtype) -> Functions:
     """The operator's tensors. ``dtype``: of the accumulators."""
-    captured = _row([t.reshape(-1).to(dtype) for t in floats])
+    captured = _row([_flat(t, dtype) for t in floats])
     index_dtype = torch.int64 if dtype == torch.float64 else torch.int32
     if index_dtype == torch.int32:
         for t in ints:
             _check_range(t)
-    return Functions(programs, captured, _row([t.reshape(-1).to(index_dtype) for t in ints]))
+    return Functions(programs, captured, _row([_flat(t, index_dtype) for t in ints]))
 
 
 def is_traced() -> bool:
     """Whether tensors have no elements now: a graph is being traced."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _flat(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t if t.dtype == dtype and t.dim() == 1 else t.reshape(-1).to(dtype)
 
 
 def _row(flat: list[Tensor]) -> Tensor | None:

@@ -50,6 +50,20 @@ def test_a_known_function_is_not_traced_again(traced):
     assert len(traced) == 2
 
 
+def test_one_tensor_in_two_places_may_become_two(traced):
+    def make(x, y):
+        return lambda score, b, h, q, k: score * x[q] + y[k]
+
+    x, y = torch.randn(6), torch.randn(6)
+    results = {}
+    for pairs in (((x, x), (x, y)), ((x, y), (x, x))):
+        functions._kept.clear()
+        for pair in pairs:
+            result = attend(make(*pair))
+            assert torch.equal(results.setdefault(pair[0] is pair[1], result), result)
+    assert not torch.equal(results[True], results[False])
+
+
 def test_values_that_a_function_reads_may_change(traced):
     class Settings:
         def __init__(self):
