@@ -110,6 +110,14 @@ struct ProgramRun {
   void gather(const ProgramStep<T>& s, const void* captured, const Instruction& in) const {
     const T* elements = static_cast<const T*>(captured) + in.immediate(0);
     const int64_t last = in.immediate(1) - 1;
+    if (s.from[0].lane == 0) {  // one element for all lanes of a row
+      return map1<T>(s, [&](V index) FA_INLINE_LAMBDA {
+        const I n = nearest_index<T>((I)index, last);
+        std::remove_reference_t<decltype(std::declval<I>()[0])> bits;
+        std::memcpy(&bits, elements + n[0], sizeof bits);
+        return (V)splat_index<T>(bits);
+      });
+    }
     map1<T>(s, [&](V index) FA_INLINE_LAMBDA {
       const I n = nearest_index<T>((I)index, last);
       V result = {};
