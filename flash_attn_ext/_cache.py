@@ -275,7 +275,6 @@ def _latent_caches(cache_format: object, call: CacheCall) -> dict[str, Tensor]:
             "(caches or pages, rows, heads_k, 656), with adjacent bytes in a row"
         )
     refused = [name for name in ("k", "v", "qv", "k_descale", "v_descale") if call.tensors[name] is not None]
-    refused += [] if call.numbers is None else [call.numbers.name]
     if refused:
         raise NotImplementedError(f"{refused[0]}: got a tensor with cache_format={cache_format!r}; allowed: None")
     rows = cache.view(torch.float8_e4m3fn)

@@ -4,6 +4,7 @@ All rows of query are one sequence, and all rows of key another. Each number bec
 rows. Keys that the diagonal, a window or a length hides become -1, because they count from each sequence's own start.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ def attend_packed(call: Call, numbers: KeyNumbers) -> tuple[Tensor, Tensor]:
     check_where(numbers, t["query"])
     call = _packed.to_operator_form(call)
     _refuse(call, "attn_mask", "alibi_slopes")
+    if (dropout_p := call.options.get("dropout_p", 0.0)) != 0.0:
+        raise NotImplementedError(f"dropout_p: got {dropout_p} with {numbers.name} in a packed call; allowed: 0")
     rows = _Rows.of("cu_seqlens_q", t["cu_seqlens_q"], t["query"].shape[0], t["seqused_q"])
     keys = _Rows.of("cu_seqlens_k", t["cu_seqlens_k"], t["key"].shape[0], t["seqused_k"])
     first_key = keys.begin[rows.sequence][:, None]
@@ -40,7 +43,8 @@ def prepare_cached(call: Call, numbers: KeyNumbers) -> Callable[[Call], tuple[Te
             f"qv: got one with separate caches and {numbers.name}; allowed: neighbouring columns of one tensor, for "
             "example kv_cache.split([64, 512], -1)"
         )
-    if key.dtype != t["query"].dtype or value.dtype != t["query"].dtype:
+    other_dtype = key.dtype != t["query"].dtype or value.dtype != t["query"].dtype
+    if other_dtype and not call.options.get("latent_rows"):
         raise NotImplementedError(
             f"{numbers.name}: got caches of {key.dtype} and {value.dtype}; allowed: the dtype of q, {t['query'].dtype}"
         )
@@ -62,7 +66,16 @@ def prepare_cached(call: Call, numbers: KeyNumbers) -> Callable[[Call], tuple[Te
     length_k = t["seqused_k"].long()[rows.sequence]
     leftpad = None if t["leftpad"] is None else t["leftpad"].long()[rows.sequence]
     indices = _indices(call, numbers, rows, length_k, move, leftpad)
-    return lambda call: _run(call, rows, indices, key_rows, value_rows)
+
+    def run(call: Call) -> tuple[Tensor, Tensor]:
+        with _without_autocast(call.tensors["query"].device.type):  # a cast would copy the caches
+            return _run(call, rows, indices, key_rows, value_rows)
+
+    return run
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 class _Rows(NamedTuple):
@@ -102,9 +115,14 @@ def _refuse(call: Call, *names: str) -> None:
 
 
 def _all_rows(name: str, cache: Tensor) -> Tensor:
-    """(caches or pages, rows, H_kv, D) as (caches * rows, H_kv, D), without a copy."""
+    """(caches or pages, rows, H_kv, D) as (caches * rows, H_kv, D), without a copy.
+
+    A value that is a view of the key keeps the key's strides: view() chooses other ones for a dimension of size 1.
+    """
     try:
-        return cache.view(-1, *cache.shape[2:])
+        rows = cache.view(-1, *cache.shape[2:])
+        first = cache.stride(1) if cache.shape[1] > 1 else cache.stride(0)
+        return rows.as_strided(rows.shape, (first, *cache.stride()[2:]))
     except RuntimeError:
         raise ValueError(
             f"{name}: got strides {list(cache.stride())} for shape {list(cache.shape)} with keys by index; allowed: "
@@ -149,7 +167,7 @@ def _indices(
 
 
 def _run(call: Call, rows: _Rows, indices: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    names = ("scale", "softcap", "dropout_p", "num_splits", "unified_max")
+    names = ("scale", "softcap", "num_splits", "unified_max", "latent_rows")
     options = {name: call.options[name] for name in names if name in call.options}
     tensors = (t.transpose(0, 1)[None] for t in (call.tensors["query"], key, value))
     out, lse = _ops.attention_indexed(*tensors, sink=call.tensors["sink"], key_indices=indices[None], **options)

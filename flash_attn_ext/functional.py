@@ -125,8 +125,9 @@ def flash_attn(
         key_indices: (B or 1, H_kv or 1, S_q, n), int32 or int64: the keys that each query may attend to, in any order;
             -1 is no key. A key that is named twice counts once, as in a mask. The other options hide keys of these
             keys: causal, window, masks. Other memory of key and value is not read. Time and memory are linear in
-            S_q n. No dropout, and no gradient of ``attn_mask``. On CUDA numbers outside of the keys name no key; on CPU
-            they are an error. Tensors without a batch, or with several, have indices with as many dimensions. See
+            S_q n. Dropout drops the elements that it drops without indices. ``attn_mask`` has no gradient. On CUDA
+            numbers outside of the keys name no key; on CPU they are an error. Tensors without a batch, or with several,
+            have indices with as many dimensions. See
             docs/sparse.md.
         key_block_indices: (B or 1, H_kv or 1, S_q, n), likewise: blocks of ``key_block_size`` keys. Block m is the keys
             ``[m * key_block_size, (m + 1) * key_block_size)`` that exist.
@@ -244,7 +245,7 @@ def _by_index(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
         return handle_torch_function(flash_attn, seen, q, k, v, **arguments)
     for name in (*INDICES, "key_block_size"):
         del arguments[name]
-    call = Call.from_arguments(_ops.DENSE, **arguments)
+    call = Call.from_arguments(_ops.DENSE, **arguments).with_rng_state()
     out, lse = _indexed.attend(call, numbers)
     return (out, lse) if call.return_lse else out
 

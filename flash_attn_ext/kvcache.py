@@ -114,14 +114,14 @@ def flash_attn_with_kvcache(
         block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
         key_indices: (B or 1, H_k or 1, S_q, n), or packed (H_k or 1, T_q, n), int32 or int64: the rows of the
             sequence's cache that each query may attend to; -1 is none. Rows count from the start of the cache, also
-            with ``cache_leftpad``, and include the rows of ``k``. Not with 8 bits, ``tree_mask`` and ``alibi_slopes``.
-            Caches or pages must follow each other in memory.
+            with ``cache_leftpad``, and include the rows of ``k``. Not with ``tree_mask`` and ``alibi_slopes``, and of
+            8-bit caches only with FlashMLA's (``cache_format``). Caches or pages must follow each other in memory.
         key_block_indices: likewise: blocks of ``key_block_size`` rows of the sequence's cache.
         cache_format: "flashmla_fp8": ``k_cache`` has FlashMLA's rows of 656 bytes for multi-head latent attention,
             (caches or pages, rows, H_k, 656), float8_e4m3fn or uint8, and ``v_cache`` is the same tensor. A row is 512
             columns of float8_e4m3, four float32 factors of 128 columns each, and 64 columns of bfloat16. ``q`` has 576
-            columns, ``out`` 512. The caller writes the rows: ``k``, ``v``, ``qv`` and ``key_indices`` are errors. CPU
-            only. None: rows of D and D_v elements.
+            columns, ``out`` 512. With ``key_indices`` only the chosen rows are widened. The caller writes the rows:
+            ``k``, ``v`` and ``qv`` are errors. CPU only. None: rows of D and D_v elements.
 
     Returns:
         out (B, S_q, H, D_v) or (T_q, H, D_v).

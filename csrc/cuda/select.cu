@@ -205,7 +205,7 @@ Selection<IndexedParams> select_indexed(const IndexedParams& p) {
   choice.offer("sm90", "sm90: no attention by index", nullptr, nullptr);
   choice.offer("sm80", "sm80: no attention by index", nullptr, nullptr);
   choice.offer("sm75", "sm75: no attention by index", nullptr, nullptr);
-  choice.offer("simt", nullptr,
+  choice.offer("simt", simt::why_not_forward(p),
                of_dtype(p.dtype, simt::indexed_float32, simt::indexed_float64, simt::indexed_bfloat16,
                         simt::indexed_float16),
                simt::indexed_workspace);

@@ -87,8 +87,13 @@ def _cutter(b: int, first: int, rows: slice, keys: slice, packed: bool) -> Calla
     return cut
 
 
-def _attend(block: _Block, x: _Tensors, options: dict[str, Any], programs: list[list[int] | None]) -> tuple:
-    """(out, lse) of a block: (H, queries, D_v) and (H, queries), in the dtype of the leaves ``x``."""
+def _attend(
+    block: _Block, x: _Tensors, options: dict[str, Any], programs: list[list[int] | None], keep: Tensor | None
+) -> tuple:
+    """(out, lse) of a block: (H, queries, D_v) and (H, queries), in the dtype of the leaves ``x``.
+
+    ``keep``: the factors of dropout, (H, queries, keys).
+    """
     query, key, value = x["query"], x["key"], x["value"]
     group = query.shape[0] // key.shape[0]
     key, value = (t.repeat_interleave(group, 0) for t in (key, value))
@@ -125,7 +130,7 @@ def _attend(block: _Block, x: _Tensors, options: dict[str, Any], programs: list[
     if right is not None:
         visible = visible & (ahead <= right)
     scores = scores.masked_fill(~visible | scores.isneginf(), -torch.inf)
-    return _softmax_times(scores, value, x["sink"])
+    return _softmax_times(scores, value, x["sink"], keep)
 
 
 def _shown(block: _Block, x: _Tensors, options: dict[str, Any], program: list[int] | None, tile: Any) -> Tensor:
@@ -154,7 +159,7 @@ def _named(x: _Tensors, options: dict[str, Any], shape: torch.Size) -> Tensor:
     return seen.repeat_interleave(shape[0] // len(seen), 0)
 
 
-def _softmax_times(scores: Tensor, value: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def _softmax_times(scores: Tensor, value: Tensor, sink: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
     scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)  # so that there is a key
     value = torch.nn.functional.pad(value, (0, 0, 0, 1))
     highest = scores.detach().amax(-1)
@@ -168,7 +173,24 @@ def _softmax_times(scores: Tensor, value: Tensor, sink: Tensor | None) -> tuple[
     empty = total == 0
     total = torch.where(empty, 1.0, total)
     lse = torch.where(empty, -torch.inf, highest + torch.log(total))
+    if keep is not None:
+        weights = weights * torch.nn.functional.pad(keep, (0, 1))
     return (weights @ value) / total[..., None], lse
+
+
+def _kept(block: _Block, x: _Tensors, options: dict[str, Any], keys: int, dtype: torch.dtype) -> Tensor | None:
+    """The factors of dropout, (H, queries, keys): the block is a part of a larger call (core/params.h)."""
+    dropout_p = options["dropout_p"]
+    if dropout_p == 0.0:
+        return None
+    heads = x["query"].shape[1]
+    seed, offset, *place = x["rng_state"].tolist()
+    row, column, head, heads_of_call = place or (0, 0, 0, heads)
+    part = [seed, offset, row + block.first, column, block.batch * heads_of_call + head, heads_of_call]
+    kept = torch.ops.flash_attn_ext.dropout_mask(
+        x["rng_state"].new_tensor(part), 1, heads, block.queries, keys, dropout_p
+    )[0]
+    return kept.to(dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
 
 
 @contextlib.contextmanager
@@ -191,12 +213,7 @@ def _programs_of(x: _Tensors) -> list[list[int] | None]:
 class _Derivative:
     """The blocks of a call, with their leaves. ``x``: all tensors of the schema."""
 
-    def __init__(self, function: str, x: _Tensors, options: dict[str, Any]) -> None:
-        if options["dropout_p"] > 0.0:
-            raise NotImplementedError(
-                f"{function}: forward mode and second derivatives with functions of the user are not supported "
-                "with dropout_p > 0"
-            )
+    def __init__(self, x: _Tensors, options: dict[str, Any]) -> None:
         self.x, self.options, self.programs = x, options, _programs_of(x)
         self.dtype = torch.float64 if x["query"].dtype == torch.float64 else torch.float32
 
@@ -209,11 +226,16 @@ class _Derivative:
             return t
         return t.to(self.dtype).requires_grad_(name in _DIFFERENTIABLE)
 
-    def gradient_times_tangents(self, block: _Block, cotangents: tuple[Tensor | None, ...]) -> tuple:
+    def kept(self, block: _Block) -> Tensor | None:
+        return _kept(block, self.x, self.options, block.cut("key", self.x["key"]).shape[1], self.dtype)
+
+    def gradient_times_tangents(
+        self, block: _Block, cotangents: tuple[Tensor | None, ...], keep: Tensor | None
+    ) -> tuple:
         """(<B(X, c), t>, leaves by name) of one block."""
         names = (*_DIFFERENTIABLE, "key_mask", "key_indices", "captured_ints", "block_states")
         leaves = {name: self.leaf_of(block, name) for name in names}
-        results = _attend(block, leaves, self.options, self.programs)
+        results = _attend(block, leaves, self.options, self.programs, keep)
         differentiable = {name: t for name in _DIFFERENTIABLE if (t := leaves[name]) is not None and t.requires_grad}
         products = [(r * c).sum() for r, c in zip(results, cotangents, strict=True) if c is not None]
         first = torch.autograd.grad(sum(products), list(differentiable.values()), create_graph=True, allow_unused=True)
@@ -230,9 +252,10 @@ class _Derivative:
             t.fill_(value)
         for block in _blocks(self.x, self.options):
             out, lse = (block.cut(name, t) for name, t in zip(("out", "lse"), result, strict=False))
+            keep = self.kept(block)
             with _differentiation():
                 cotangents = tuple(torch.zeros(t.shape, dtype=self.dtype, requires_grad=True) for t in (out, lse))
-                total, _, computed = self.gradient_times_tangents(block, cotangents)
+                total, _, computed = self.gradient_times_tangents(block, cotangents, keep)
                 tangents: tuple[Tensor | None, ...] = (None, None)
                 if total.requires_grad:
                     tangents = torch.autograd.grad(total, cotangents, allow_unused=True)
@@ -250,12 +273,13 @@ class _Derivative:
             if want
         }
         for block in _blocks(self.x, self.options):
+            keep = self.kept(block)
             with _differentiation():
                 cotangents = tuple(
                     None if self.x[name] is None else block.cut(name, self.x[name]).to(self.dtype)
                     for name in ("grad_out", "grad_lse")
                 )
-                total, leaves, _ = self.gradient_times_tangents(block, cotangents)
+                total, leaves, _ = self.gradient_times_tangents(block, cotangents, keep)
                 if not total.requires_grad:
                     continue
                 gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
@@ -268,13 +292,13 @@ class _Derivative:
 def _register() -> torch.library.Library:
     library = torch.library.Library("flash_attn_ext", "IMPL")
 
-    def register(operator: Any, function: str) -> None:
+    def register(operator: Any) -> None:
         names = [argument.name for argument in operator._schema.arguments]
         defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
 
         def derivative_of(args: tuple, kwargs: dict[str, Any]) -> tuple[_Derivative, dict[str, Any]]:
             given = defaults | dict(zip(names, args, strict=False)) | kwargs
-            return _Derivative(function, given, given), given
+            return _Derivative(given, given), given
 
         def jvp(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
             derivative, _ = derivative_of(args, kwargs)
@@ -292,9 +316,8 @@ def _register() -> torch.library.Library:
 
     operators = torch.ops.flash_attn_ext
     for kind in ("jvp", "double_backward"):
-        register(getattr(operators, f"attention_flex_{kind}").default, "flex_attention")
-        register(getattr(operators, f"attention_varlen_flex_{kind}").default, "flash_attn_varlen")
-        register(getattr(operators, f"attention_indexed_{kind}").default, "flash_attn")
+        for family in ("flex", "varlen_flex", "indexed"):
+            register(getattr(operators, f"attention_{family}_{kind}").default)
     return library
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import reference
 import torch
+from helpers import allocated_by
 from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn_ext import flash_attn
@@ -296,7 +297,7 @@ BAD += [
     ({"key_block_indices": GOOD, "key_block_size": 0}, ValueError, "key_block_size: got 0"),
     ({"key_block_indices": GOOD, "key_block_size": 1.5}, TypeError, "key_block_size: got 1.5"),
     ({"key_indices": GOOD, "key_block_indices": GOOD}, ValueError, "key_block_indices: got a tensor with key_indices"),
-    ({"key_indices": GOOD, "dropout_p": 0.5}, ValueError, "dropout_p: got 0.5 with key_indices"),
+    ({"key_indices": GOOD, "dropout_p": 1.5}, ValueError, "dropout_p: got 1.5"),
     ({"key_indices": GOOD, "num_splits": 4}, ValueError, "num_splits, unified_max"),
     ({"key_indices": GOOD, "score_mod": lambda s, *_: s}, NotImplementedError, "key_indices"),
     ({"key_indices": GOOD, "attn_mask": torch.zeros(40, 150, requires_grad=True)}, NotImplementedError, "attn_mask"),
@@ -389,12 +390,79 @@ def test_autocast():
     assert torch.equal(out, rounded)
 
 
+def test_memory_is_linear_in_the_numbers():
+    """4096 queries and keys, 16 numbers a query: a matrix of bytes would be 16 MiB."""
+    q, k, v = (torch.randn(1, h, 4096, 16, requires_grad=True) for h in (2, 1, 1))
+    indices = torch.randint(0, 4096, (1, 1, 4096, 16))
+    used, out = allocated_by(lambda: flash_attn(q, k, v, enable_gqa=True, causal="lower_right", key_indices=indices))
+    backward, _ = allocated_by(lambda: out.sum().backward())
+    numbers, rows = 4096 * 16 * 4, 4096 * 2 * 16 * 4
+    assert max(used, backward) < 2 * numbers + 6 * rows + (2 << 20)  # 2 MiB: scratch of the threads
+
+
 def test_flops():
     q, k, v = make()
     leaf = q.requires_grad_()
     with FlopCounterMode(display=False) as counter:
         flash_attn(leaf, k, v, enable_gqa=True, key_indices=make_indices(1, 1, 40, 150, 30)).sum().backward()
     assert counter.get_total_flops() == 2 * 6 * 40 * 30 * (2 * (24 + 40) + 6 * 24 + 4 * 40)
+
+
+def dropped_pair(tensors, indices, mask, state, dropout_p, **options):
+    """(by index, by mask): out, lse and gradients with the same dropout state."""
+    results = []
+    for keys in ({"key_indices": indices}, {"attn_mask": mask}):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        given = {"enable_gqa": True, "dropout_p": dropout_p, "rng_state": state, **keys, **options}
+        out, lse = flash_attn(*leaves, return_lse=True, **given)
+        g = torch.Generator().manual_seed(5)
+        w_out, w_lse = (torch.randn(t.shape, generator=g, dtype=torch.float64) for t in (out, lse))
+        loss = (out.double() * w_out).sum() + torch.where(lse > -math.inf, lse.double() * w_lse, 0.0).sum()
+        results.append([out, lse, *torch.autograd.grad(loss, leaves)])
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [20, 3])
+def test_dropout_of_every_instruction_set(isa, dtype, heads):
+    """The elements that the dense call drops with the same state."""
+    tensors, indices = make(b=2, h=2 * heads, s_q=10, dtype=dtype), make_indices(2, 1, 10, 150, 90)
+    mask = mask_of(indices, (2, 2 * heads, 10, 150))
+    ours, expected = dropped_pair(tensors, indices, mask, torch.tensor([3, 9]), 0.4, causal="lower_right")
+    check(ours, [t.double() for t in expected], 2 * BOUND[dtype])
+    assert not torch.equal(ours[0], dropped_pair(tensors, indices, mask, torch.tensor([3, 10]), 0.4)[0][0])
+
+
+@pytest.mark.parametrize("dropout_p", [0.3, 1.0])
+@pytest.mark.parametrize("state", [(3, 9), (3, 9, 37, 41, 2, 30)], ids=["whole", "part"])
+def test_dropout(state, dropout_p):
+    tensors, indices = make(dtype=torch.float64), make_indices(2, 2, 40, 150, 90)
+    mask = mask_of(indices, (2, 6, 40, 150))
+    bias = torch.full((1, 1, 1, 150), -1e18, dtype=torch.float64)  # lse cannot hold the sum
+    for given, dense_mask in (({}, mask), ({"attn_mask": bias}, torch.where(mask, bias, -math.inf))):
+        ours = dropped_pair(tensors, indices, None, torch.tensor(state), dropout_p, softcap=2.0, **given)[0]
+        expected = dropped_pair(tensors, indices, dense_mask, torch.tensor(state), dropout_p, softcap=2.0)[1]
+        check(ours, expected, 1e-12)
+        assert (ours[0] == 0).all() == (dropout_p == 1.0)
+
+
+def test_dropout_draws_a_state_and_has_second_derivatives():
+    tensors, indices = make(s_q=9, s_k=40, dtype=torch.float64), make_indices(2, 1, 9, 40, 20)
+    q, k, v = tensors
+    mask = mask_of(indices, (2, 6, 9, 40))
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        draws.append(flash_attn(q, k, v, enable_gqa=True, key_indices=indices, dropout_p=0.5))
+    assert torch.equal(*draws)
+    assert not torch.equal(draws[0], flash_attn(q, k, v, enable_gqa=True, key_indices=indices, dropout_p=0.5))
+    results = []
+    for keys in ({"key_indices": indices}, {"attn_mask": mask}):
+        leaf = q.clone().requires_grad_()
+        out = flash_attn(leaf, k, v, enable_gqa=True, dropout_p=0.5, rng_state=torch.tensor([1, 2]), **keys)
+        (grad,) = torch.autograd.grad(out.sin().sum(), leaf, create_graph=True)
+        results.append([out, grad, *torch.autograd.grad(grad.sin().sum(), leaf)])
+    check(*results, 1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -81,6 +81,25 @@ def test_options_and_their_gradients():
     check(*results, 1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_dropout(dtype):
+    tensors, indices = make(b=2, h=4, h_kv=2, s_q=9, s_k=70, d=8, d_v=12, dtype=dtype), make_indices(2, 2, 9, 70, 40)
+    mask = mask_of(indices, (2, 4, 9, 70))
+    state = torch.tensor([3, 9, 37, 41, 2, 30])
+    ours, expected = test_indexed.dropped_pair(tensors, indices, mask, state, 0.4, causal="lower_right")
+    check(ours, [t.double() for t in expected], 2 * BOUND[dtype])
+
+
+def test_numbers_outside_of_the_keys_name_no_key(kernels):
+    """The kernels read nothing outside. On CPU the operator refuses such numbers before anything runs."""
+    tensors = make(b=1, h=2, h_kv=1, s_q=5, s_k=70, d=8, d_v=8)
+    indices = make_indices(1, 1, 5, 70, 40)
+    outside = torch.tensor([70, -2, 2**31, -(2**31), 2**63 - 1, -(2**63)]).expand(1, 1, 5, 6)
+    both = torch.cat([outside, indices, outside], -1)
+    results = [run_both(tensors, {"key_indices": n}, None)[0] for n in (indices, both)]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_large_masks_keep_the_sum():
     """-1e9 rounds log l out of a float32 lse: the backward computes it again."""
     tensors = make(b=1, h=2, h_kv=1, s_q=5, s_k=70, d=8, d_v=8)

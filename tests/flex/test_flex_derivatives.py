@@ -123,13 +123,29 @@ def test_vmap_over_batch_tables_and_gradients():
     torch.testing.assert_close(got, exact)
 
 
+@pytest.mark.parametrize("place", [(), (40, 6, 3, 11)])
+def test_derivatives_with_dropout(place):
+    """The same elements are dropped in each derivative, also in a part of a larger call."""
+    q, k, v = inputs(2, 2, 5, 4)
+    state = torch.tensor([1, 2, *place])
+    tangent = torch.randn_like(q)
+    results = []
+    for options in ({"score_mod": lambda s, *_: s * 2}, {"scale": 1.0}):  # scale is 1 / 2 with the function
+
+        def attend(q, options=options):
+            return flash_attn(q, k, v, dropout_p=0.5, rng_state=state, **options).sin()
+
+        (grad,) = torch.autograd.grad(attend(q).sum(), q, create_graph=True)
+        (second,) = torch.autograd.grad((grad * tangent).sum(), q)
+        with torch.autograd.forward_ad.dual_level():
+            dual = attend(torch.autograd.forward_ad.make_dual(q.detach(), tangent))
+            results.append([*torch.autograd.forward_ad.unpack_dual(dual), grad, second])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 def test_derivatives_that_are_refused():
     q, k, v = inputs(1, 2, 5, 4)
-    state = torch.tensor([1, 2])
-    out = flash_attn(q, k, v, dropout_p=0.5, rng_state=state, score_mod=lambda s, *_: s * 2)
-    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"second derivatives .* are not supported with dropout_p > 0"):
-        torch.autograd.grad(grad.sum(), q)
     out = flex_attention(q, k, v, lambda s, *_: s * s)
     (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     (second,) = torch.autograd.grad(grad.square().sum(), q, create_graph=True)

@@ -300,6 +300,45 @@ def test_flashmla_caches(dtype, bound, heads, seqlen_q, paged):
     torch.testing.assert_close(lse.double(), expected_lse, rtol=bound, atol=bound)
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("heads", "paged"), [(2, True), (70, False)])
+@torch.no_grad()
+def test_flashmla_caches_by_index(isa, dtype, bound, heads, paged):
+    """DeepSeek V3.2's sparse decoding. Rows that no query names are NaN."""
+    rows, numbers = flashmla_rows(torch.randn(6, 32, 1, 576))
+    table, lengths = torch.tensor([[4, 1, 0], [2, 5, 3]]), torch.tensor([90, 47])
+    chosen = torch.stack([torch.randint(-1, int(n), (1, 3, 70)) for n in lengths])
+    chosen[0, 0, 0] = torch.arange(5, 75)  # neighbours
+    chosen[chosen == 9] = 10
+    page_of_9 = table[:, 0]
+    rows[page_of_9, 9] = 255
+    q = torch.randn(2, 3, heads, 576, dtype=dtype)
+    cache = rows if paged else rows[table].flatten(1, 2)
+    out, lse = flash_attn_with_kvcache(
+        q, cache, cache, cache_seqlens=lengths, block_table=table if paged else None, softmax_scale=0.05, causal=True,
+        return_softmax_lse=True, cache_format="flashmla_fp8", key_indices=chosen,
+    )  # fmt: skip
+    wide = numbers[table].flatten(1, 2).double()
+    for b in range(2):
+        keys = wide[b, : lengths[b]].transpose(0, 1)[None]
+        seen = torch.zeros(3, 91, dtype=torch.bool).scatter(1, chosen[b, 0] % 91, True)[:, : lengths[b]]
+        exact, exact_lse = reference.attention(
+            q[b].transpose(0, 1)[None].double(), keys, keys[..., :512], seen, causal="lower_right", scale=0.05
+        )
+        torch.testing.assert_close(out[b].transpose(0, 1)[None].double(), exact, rtol=bound, atol=bound)
+        torch.testing.assert_close(lse[b][None].double(), exact_lse, rtol=bound, atol=bound)
+
+
+@torch.no_grad()
+def test_autocast_copies_no_cache_that_is_read_by_index():
+    rows, _ = flashmla_rows(torch.randn(2, 32, 1, 576))
+    q, chosen = torch.randn(2, 1, 4, 576), torch.randint(0, 32, (2, 1, 1, 9))
+    given = {"cache_seqlens": 32, "key_indices": chosen, "cache_format": "flashmla_fp8"}
+    expected = flash_attn_with_kvcache(q, rows, rows, **given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(flash_attn_with_kvcache(q, rows, rows, **given), expected)
+
+
 def test_errors_of_flashmla_caches():
     q, cache = torch.randn(1, 1, 2, 576), torch.zeros(1, 8, 1, 656, dtype=torch.uint8)
     format = {"cache_format": "flashmla_fp8"}

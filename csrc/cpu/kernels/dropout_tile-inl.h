@@ -19,9 +19,9 @@ FA_INLINE Words multiply_low_halves(Words a, Words b) {
 
 // philox4x32() of core/philox.h for a vector of counters. The words are in the low halves of the lanes; the high
 // halves are 0.
-FA_INLINE void philox_words(PhiloxKey key, Words c0, Words c1, uint32_t head_index, Words (&out)[4]) {
+FA_INLINE void philox_words(PhiloxKey key, Words c0, Words c1, Words c2, Words (&out)[4]) {
   constexpr uint64_t kMul0 = 0xD2511F53u, kMul1 = 0xCD9E8D57u;
-  Words c2 = Words{} + head_index, c3 = Words{} + key.counter3;
+  Words c3 = Words{} + key.counter3;
   uint32_t k0 = key.k0, k1 = key.k1;
 #pragma GCC unroll 10
   for (int round = 0; round < 10; ++round) {
@@ -57,7 +57,7 @@ FA_INLINE void dropout_block(const AttentionParams& p, PhiloxKey key, uint32_t h
     for (int t = 0; t < 8; t += kCalls) {
       const Words row = (Words)iota<double>() + static_cast<uint64_t>(i / 2 + t);
       Words words[4];
-      philox_words(key, Words{} + static_cast<uint64_t>((j + n) >> 1), row, head_index, words);
+      philox_words(key, Words{} + static_cast<uint64_t>((j + n) >> 1), row, Words{} + head_index, words);
 #pragma GCC unroll 4
       for (int w = 0; w < 4; ++w) {
         const auto factor = keep_where((Words)(words[w] >= p.dropout.threshold), keep);
@@ -113,6 +113,25 @@ inline void load_dropout_tile(const AttentionParams& p, const TileFrame& f, T* d
         }
       }
     }
+}
+
+// The same for one query and keys that need not be neighbours: rows are keys, lanes are heads from f.h on.
+template <class T>
+inline void load_dropout_of_keys(const AttentionParams& p, const TileFrame& f, const int32_t* keys, T* dst) {
+  const PhiloxKey key = philox_key(p.dropout.rng_state[0], p.dropout.rng_state[1]);
+  const int64_t i = p.dropout.row(f.i0), first_head = p.dropout.head(f.b, f.h, p.sizes.heads);
+  const Words row = Words{} + static_cast<uint64_t>((i >> 4) * 8 + (i & 7));
+  for (int64_t r = 0; r < f.keys; ++r) {
+    const int64_t j = p.dropout.col(keys[r]);
+    for (int64_t c = 0; c < f.ld; c += kCalls) {
+      const Words heads = (Words)iota<double>() + static_cast<uint64_t>(first_head + c);
+      Words words[4];
+      philox_words(key, Words{} + static_cast<uint64_t>(j >> 1), row, heads, words);
+      const Words kept = (Words)(words[dropout_word_index(i, j)] >= p.dropout.threshold);
+      const auto factor = keep_where(kept, static_cast<T>(p.dropout.keep_scale));
+      std::memcpy(dst + r * f.ld + c, &factor, sizeof(factor));
+    }
+  }
 }
 
 // rows *= factors, over whole vectors.

@@ -89,6 +89,10 @@ void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedS
       score.frame = f;
       const bool packed = products.packs_probs(row);
       products.softmax(f, unit, s.scores, s.row_max + f.i0, s.row_sum + f.i0, s.rescale, packed);
+      if (p.dropout) {  // after the row sum: dropout applies to the normalised P
+        s.tile.load_dropout(p, b, first_head + f.i0, i, f);
+        multiply_rows<T>(s.scores, s.tile.dropout, f.keys * f.ld);
+      }
       GradualPrefetch of_values(values_ahead, n == 0 ? values_ahead.count() : 0, f.queries * d_v / kLanes<T>);
       products.add_values(row, score, s.scores, s.rescale, s.out + f.i0 * d_v, packed, nullptr,
                           of_values.prefetch_hook());

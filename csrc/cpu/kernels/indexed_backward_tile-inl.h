@@ -1,6 +1,8 @@
 // Recomputes P and dS of one tile of attention by index, S^T and dP^T with the heads as lanes:
 //
 //   P = e^(S - lse)    dP = dO V^T    dS = P o (dP - delta)    delta = rowsum(dO o O) - dlse
+//
+// Dropout multiplies dP, and P after dS, by its factors.
 #pragma once
 
 #include "backward-inl.h"
@@ -100,7 +102,7 @@ struct IndexedBackwardRow {
     return true;
   }
 
-  // Fills s.probs with the scores and s.dscores with dP.
+  // Fills s.probs with the scores, s.dscores with dP, and s.tile.dropout.
   ScoreTile<T> recompute_scores(const TileFrame& f, int64_t n) const {
     const MaskTile<T> mask = gathered_mask<T>(p, b, first_head + f.i0, i, s.tile.keys, f, s.tile.bias);
     RowsAhead keys_ahead = s.tile.keys_ahead(p, b, h_kv), values_ahead = s.tile.values_ahead(p, b, h_kv);
@@ -109,6 +111,10 @@ struct IndexedBackwardRow {
     s.q_products[n].scores(row, f, product_scale<T>(p), s.probs, keys_ahead, key_lines);
     const ScoreTile<T> score = finish_scores<T>(row, f, mask, s.probs, s.tanh_tile);
     s.dout_products[n].scores(swapped, f, T(1), s.dscores, values_ahead, value_lines);
+    if (p.dropout) {
+      s.tile.load_dropout(p, b, first_head + f.i0, i, f);
+      multiply_rows<T>(s.dscores, s.tile.dropout, f.keys * f.ld);
+    }
     return score;
   }
 
@@ -127,6 +133,7 @@ struct IndexedBackwardRow {
         store<T>(dscore, hidden ? Vec<T>{} : e * (load<T>(dscore) - delta));
       }
     }
+    if (p.dropout) multiply_rows<T>(s.probs, s.tile.dropout, f.keys * f.ld);
     return score;
   }
 

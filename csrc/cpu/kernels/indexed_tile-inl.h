@@ -6,6 +6,7 @@
 //   tile      48 x 64            the forward's tile; more heads make several blocks of 48
 #pragma once
 
+#include "dropout_tile-inl.h"
 #include "head_scores-inl.h"
 
 constexpr int64_t kGatheredKeys = 64;
@@ -15,7 +16,8 @@ inline Sizes sizes_of_gathered(const Sizes& z) {
   return {1, 1, 1, z.heads / z.heads_kv, kGatheredKeys, z.head_dim, z.head_dim_v};
 }
 
-// The call on one tile of keys, before the keys are known. Without band, ALiBi and masks: KeyTile has them.
+// The call on one tile of keys, before the keys are known. Without band, ALiBi and masks: KeyTile has them. Dropout
+// says only that P is multiplied before P V.
 template <class In>
 AttentionParams call_of_row(const AttentionParams& p, int64_t b, int64_t h_kv, int64_t i) {
   AttentionParams row;
@@ -24,6 +26,7 @@ AttentionParams call_of_row(const AttentionParams& p, int64_t b, int64_t h_kv, i
   row.q = {p.q.row<In>(b, h_kv * row.sizes.heads_kv * row.sizes.seqlen_q, i), 0, 0, p.q.stride_h};
   row.scale = p.scale;
   row.softcap = p.softcap;
+  row.dropout = p.dropout;
   return row;
 }
 
@@ -43,6 +46,9 @@ FA_INLINE void copy_row(In* to, const In* from, int64_t cols) {
   }
   if (c < cols) std::memcpy(to + c, from + c, (cols - c) * sizeof(In));
 }
+
+// Whether rows of K are FlashMLA's: they are widened when a tile gathers them.
+inline bool has_latent_rows(const AttentionParams& p) { return p.varlen.cache.dtype == CacheDType::kLatent; }
 
 // Rows of K or V that a later tile gathers, for GradualPrefetch. They lie apart in memory: the hardware does not prefetch
 // them.
@@ -84,6 +90,7 @@ struct KeyTile {
   In* k_copy;  // [kGatheredKeys][D]    only if the keys do not follow each other in memory
   In* v_copy;  // [kGatheredKeys][D_v]  likewise, and if V is not a part of K
   T* bias;     // [kGatheredKeys][heads of a block]   only with a mask or ALiBi
+  T* dropout;  // [kGatheredKeys][heads of a block]   only with dropout
   Tensor4 k, v;
 
   static KeyTile allocate(Arena& arena, const AttentionParams& p) {
@@ -93,6 +100,7 @@ struct KeyTile {
     tile.k_copy = arena.take<In>(kGatheredKeys * copied_columns(p.sizes.head_dim));
     tile.v_copy = arena.take<In>(kGatheredKeys * copied_columns(p.sizes.head_dim_v));
     tile.bias = p.mask || p.alibi ? arena.take<T>(kGatheredKeys * block_of_heads()) : nullptr;
+    tile.dropout = p.dropout ? arena.take<T>(kGatheredKeys * block_of_heads()) : nullptr;
     return tile;
   }
 
@@ -100,19 +108,24 @@ struct KeyTile {
   bool load(const AttentionParams& p, int64_t b, int64_t h_kv, KeyCursor& cursor, KeyCursor following) {
     count = cursor.next(keys, kGatheredKeys);
     if (count == 0) return false;
-    k = gather(p.k, b, h_kv, p.sizes.head_dim, k_copy);
-    v = values_in_keys(p) ? k : gather(p.v, b, h_kv, p.sizes.head_dim_v, v_copy);
+    k = gather(p, p.k, b, h_kv, p.sizes.head_dim, k_copy);
+    v = values_in_keys(p) ? k : gather(p, p.v, b, h_kv, p.sizes.head_dim_v, v_copy);
     KeyCursor next = cursor;
     ahead_count = next.next(ahead, kGatheredKeys);
     if (ahead_count == 0) ahead_count = following.next(ahead, kGatheredKeys);
     return true;
   }
 
+  // Loads the factors of dropout of query i: rows are keys, lanes are the heads from h on.
+  void load_dropout(const AttentionParams& p, int64_t b, int64_t h, int64_t i, const TileFrame& f) const {
+    load_dropout_of_keys<T>(p, {b, h, i, 0, f.queries, f.keys, f.ld, true}, keys, dropout);
+  }
+
   RowsAhead keys_ahead(const AttentionParams& p, int64_t b, int64_t h_kv) const {
-    return rows_ahead(p.k, b, h_kv, p.sizes.head_dim, ahead_count);
+    return rows_ahead(p, p.k, b, h_kv, p.sizes.head_dim, ahead_count);
   }
   RowsAhead values_ahead(const AttentionParams& p, int64_t b, int64_t h_kv) const {
-    return rows_ahead(p.v, b, h_kv, p.sizes.head_dim_v, values_in_keys(p) ? 0 : ahead_count);
+    return rows_ahead(p, p.v, b, h_kv, p.sizes.head_dim_v, values_in_keys(p) ? 0 : ahead_count);
   }
 
  private:
@@ -123,13 +136,20 @@ struct KeyTile {
   }
   static int64_t copied_columns(int64_t cols) { return ceil_div(cols, FA_VECTOR_BYTES) * FA_VECTOR_BYTES; }
 
-  Tensor4 gather(const Tensor4& t, int64_t b, int64_t h, int64_t cols, In* copy) const {
-    if (keys[count - 1] - keys[0] == count - 1) return {t.row<In>(b, h, keys[0]), 0, 0, t.stride_s};
+  Tensor4 gather(const AttentionParams& p, const Tensor4& t, int64_t b, int64_t h, int64_t cols,
+                 In* copy) const {
     const int64_t ld = copied_columns(cols);
+    if (has_latent_rows(p)) {
+      for (int64_t r = 0; r < count; ++r) copy_latent(copy + r * ld, t.row<uint8_t>(b, h, keys[r]), cols);
+      return {copy, 0, 0, ld};
+    }
+    if (keys[count - 1] - keys[0] == count - 1) return {t.row<In>(b, h, keys[0]), 0, 0, t.stride_s};
     for (int64_t r = 0; r < count; ++r) copy_row<In>(copy + r * ld, t.row<In>(b, h, keys[r]), cols);
     return {copy, 0, 0, ld};
   }
-  RowsAhead rows_ahead(const Tensor4& t, int64_t b, int64_t h, int64_t cols, int64_t rows) const {
+  RowsAhead rows_ahead(const AttentionParams& p, const Tensor4& t, int64_t b, int64_t h, int64_t cols,
+                       int64_t rows) const {
+    if (has_latent_rows(p)) return {t, b, h, kLatentRowBytes, 1, ahead, rows};
     return {t, b, h, cols * static_cast<int64_t>(sizeof(In)), sizeof(In), ahead, rows};
   }
 };

@@ -97,6 +97,17 @@ __device__ uint32_t finish_gathered_scores(const AttentionParams& p, const HeadT
   return attends;
 }
 
+// Multiplies the tile's P by dropout's factors.
+template <class T, class Memory>
+__device__ void drop_gathered_probs(const AttentionParams& p, const HeadTile& tile, Memory& shared) {
+  const PhiloxKey key = dropout_key(p.dropout);
+#pragma unroll 1
+  for (int e = 0; e < kHeadRows * kCols; ++e) {
+    const int row = tile_row(e / kCols), col = tile_col(e % kCols);
+    shared.weights[row][col] *= dropout_factor<T>(p, key, tile.b, tile.head(row), tile.i, shared.keys[col]);
+  }
+}
+
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1) indexed_kernel(const IndexedParams p, const KeyLists lists) {
   constexpr int kSliceCols = kMaxSlice / kSide;
@@ -116,6 +127,7 @@ __global__ void __launch_bounds__(kThreads, 1) indexed_kernel(const IndexedParam
     store_elements(products, shared.weights);
     const uint32_t attends = finish_gathered_scores<T>(p, tile, shared);
     statistics.update(shared.weights, attends, factor);
+    if (p.dropout) drop_gathered_probs<T>(p, tile, shared);  // after the row sum, as in forward.cuh
 #pragma unroll
     for (int c = 0; c < kSliceCols; ++c) out[0][c] *= factor[0];
     add_weighted_rows<false>(shared, shared.weights, GatheredRows<In>(p.v, tile, shared.keys, count),

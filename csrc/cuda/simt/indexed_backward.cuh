@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const HeadTile tile = HeadTile::of_block(z);
   const NamedKeys named(w.lists, tile.b, tile.h_kv, tile.i);
   const int64_t first_col = int64_t{blockIdx.y} * kMaxSlice;
+  const PhiloxKey key_of_dropout = dropout_key(p.dropout);
 
   T dq[kHeadRows][kMaxSlice / kSide] = {}, dslope = 0;
   for (int64_t n0 = 0; n0 < named.count; n0 += kBlockK) {
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int row = tile_row(0), col = tile_col(c);
       const int64_t key = row < tile.count && shared.keys[col] >= 0 ? shared.keys[col] : z.seqlen_k;
       const Element<T> element =
-          BackwardPass<In>::element(p, w, {}, {tile.b, tile.head(row), tile.i, key}, chunks, 0, 0,
+          BackwardPass<In>::element(p, w, key_of_dropout, {tile.b, tile.head(row), tile.i, key}, chunks, 0, 0,
                                     shared.weights[row][col], shared.dprobs[row][col]);
       shared.weights[row][col] = weight_of(element.dproduct, element.attends);
       if (p.dalibi_slopes) dslope -= element.dscore * alibi_distance<T>(p.band, tile.i, key);
@@ -161,6 +162,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int64_t b = head / z.heads_kv, h_kv = head % z.heads_kv, group = z.heads / z.heads_kv;
   const int64_t col = int64_t{blockIdx.y} * kThreads + threadIdx.x;
   const In *k = p.k.row<In>(b, h_kv, j), *v = p.v.row<In>(b, h_kv, j);
+  const PhiloxKey key_of_dropout = dropout_key(p.dropout);
 
   T dk = 0, dv = 0;
   const Range seen = visible_queries(p.band, j, j + 1, z.seqlen_q);
@@ -180,8 +182,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         product = row_total(product);
         dprob = row_total(dprob);
         if (thread_x() == 0) {
-          const Element<T> element =
-              BackwardPass<In>::element(p, w, {}, {b, h, i, j}, TileChunks(p.band, i), 0, 0, product, dprob);
+          const Element<T> element = BackwardPass<In>::element(p, w, key_of_dropout, {b, h, i, j},
+                                                               TileChunks(p.band, i), 0, 0, product, dprob);
           shared.probs[n] = weight_of(element.prob, element.attends);
           shared.dproducts[n] = weight_of(element.dproduct, element.attends);
         }

@@ -22,6 +22,9 @@ void check_device_and_dtype(const TensorRule& rule, const at::Tensor& t, const a
 void check_shape(const TensorRule& rule, const at::Tensor& t, const DimSizes& sizes);
 void check_seed_offset(const char* name, const at::Tensor& t);
 
+// Checks a cache of CacheDType::kLatent: the kernels read 656 bytes of each row, and key is a view of 576 of them.
+void check_latent_rows(const at::Tensor& key, const at::Tensor& value);
+
 // Checks that the sizes fit each other.
 void check_sizes(const DimSizes& sizes);
 

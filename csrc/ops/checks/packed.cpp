@@ -88,9 +88,9 @@ CacheTensors with_query_of_key(CacheTensors in) {
   return in;
 }
 
-// Kernels read 656 bytes of each row, and key is a view of 576 of them.
-void check_latent_rows(const CacheTensors& in) {
-  const at::Tensor &key = in.key, &value = in.value;
+}  // namespace
+
+void check_latent_rows(const at::Tensor& key, const at::Tensor& value) {
   const auto bytes = [](const at::Tensor& t) {
     return t.sym_storage_offset() + (t.sym_size(0) - 1) * t.sym_stride(0) +
            (t.sym_size(1) - 1) * t.sym_stride(1) + (t.sym_size(2) - 1) * t.sym_stride(2) + kLatentRowBytes;
@@ -100,17 +100,18 @@ void check_latent_rows(const CacheTensors& in) {
                         value.sym_size(3) == kLatentColumns && key.sym_stride(3) == 1 &&
                         key.sym_storage_offset() == value.sym_storage_offset() &&
                         key.sym_strides() == value.sym_strides() && key.is_alias_of(value) &&
-                        (key.sym_numel() == 0 || bytes(key) <= key.storage().sym_nbytes()) && !in.key_scale &&
-                        !in.value_scale,
+                        (key.sym_numel() == 0 || bytes(key) <= key.storage().sym_nbytes()),
                     "latent_rows: got key ", key.sym_sizes(), " and value ", value.sym_sizes(),
-                    "; allowed: views of the first 576 and 512 bytes of rows of 656 bytes, without scales");
+                    "; allowed: views of the first 576 and 512 bytes of rows of 656 bytes");
 }
-
-}  // namespace
 
 void AttentionCache::check(const Tensors& given, const Options& options) {
   const Tensors in = options.key_has_value ? with_query_of_key(given) : given;
-  if (options.latent_rows) check_latent_rows(in);
+  if (options.latent_rows) {
+    check_latent_rows(in.key, in.value);
+    TORCH_CHECK_VALUE(!in.key_scale && !in.value_scale, "k_descale, v_descale: got one with latent_rows; ",
+                      "allowed: neither");
+  }
   check_rows(in, options, [&](DimSizes& sizes) {
     add_sequences(sizes, in);
     add_longest(sizes[Dim::kSeqlenQ], options.max_seqlen_q, sizes[Dim::kTotalQ]);

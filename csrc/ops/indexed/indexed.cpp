@@ -29,8 +29,6 @@ void check_key_indices(const IndexedTensors& in, const IndexedOptions& options) 
   const int64_t most = std::numeric_limits<int32_t>::max();
   TORCH_CHECK_VALUE(in.key.sym_size(2) <= most, "key: got ", in.key.sym_size(2), " rows with ", name,
                     "; allowed: at most ", most);
-  TORCH_CHECK_VALUE(options.dropout_p == 0.0, "dropout_p: got ", options.dropout_p, " with ", name,
-                    "; allowed: 0");
   TORCH_CHECK_VALUE(options.num_splits <= 1 && !options.unified_max, "num_splits, unified_max: got one with ",
                     name, "; allowed: neither");
 }
@@ -80,13 +78,19 @@ void IndexedOptions::check() const {
 void IndexedBackwardOptions::check() const { forward().check(); }
 
 void AttentionIndexed::check(const Tensors& in, const Options& options) {
+  if (options.latent_rows)
+    check_latent_rows(in.key, in.value);
+  else
+    Attention::check(in.attention(), options.attention());  // key and value have query's dtype
   check_rows(in, options, [](DimSizes&) {});
+  check_rng_state(in.rng_state, options.dropout_p);
   check_key_indices(in, options);
   check_mask_gradient(at::GradMode::is_enabled() && in.attn_mask && in.attn_mask->requires_grad(), options);
 }
 
 void AttentionIndexedBackward::check(const Tensors& in, const Options& options) {
   check_rows(in, options, [](DimSizes&) {});
+  check_rng_state(in.rng_state, options.dropout_p);
   check_grad_mask(differentiable_of(in), options.grad_mask);
   check_key_indices(in.forward(), options.forward());
   check_mask_gradient(GradMask(options.grad_mask).attn_mask, options.forward());
@@ -135,6 +139,7 @@ Packed<AttentionIndexed> AttentionIndexed::pack(const Tensors& given, const Opti
   Packed<AttentionIndexed> packed{to_kernel_layout(given), {}, {}};
   static_cast<AttentionParams&>(packed.params) =
       pack_attention(packed.tensors.attention(), result.out, result.lse, options.attention());
+  if (options.latent_rows) packed.params.varlen.cache.dtype = CacheDType::kLatent;
   packed.params.indices = pack_indices(*packed.tensors.key_indices, options);
   return packed;
 }

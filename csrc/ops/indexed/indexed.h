@@ -14,6 +14,12 @@ namespace flash_attn_ext {
 
 constexpr Shape kKeyIndicesShape{Shape::kCheckedByOperator};
 
+// The forward also takes key and value of 8 bits: rows of FlashMLA's caches.
+constexpr TensorRule indexed_rule(TensorRule rule) {
+  if (rule.shape.kind == Shape::kExact && rule.shape.dims[2] == Dim::kSeqlenK) rule.dtype = DtypeRule::kCache;
+  return rule;
+}
+
 // clang-format off
 #define FA_INDEXED_TENSORS(X)                                                                                    \
   FA_ATTENTION_TENSORS(X)                                                                                        \
@@ -23,7 +29,9 @@ constexpr Shape kKeyIndicesShape{Shape::kCheckedByOperator};
 #define FA_INDEXED_OPTIONS(X)                                                                                    \
   FA_ATTENTION_OPTIONS(X)                                                                                        \
   /* Keys of a block; 0: key_indices names single keys. */                                                       \
-  X(key_block_size, int64_t,                    0,            v >= 0,           "1 or more")
+  X(key_block_size, int64_t,                    0,            v >= 0,           "1 or more")                      \
+  /* As in cache/kvcache.h. Forward only. */                                                                     \
+  X(latent_rows,    bool,                       false,        true,             "")
 
 #define FA_INDEXED_BACKWARD_TENSORS(X)                                                                           \
   FA_COTANGENTS(X)                                                                                               \
@@ -46,7 +54,7 @@ constexpr Shape kKeyIndicesShape{Shape::kCheckedByOperator};
 // clang-format on
 
 struct IndexedTensors {
-  FA_TENSOR_FIELDS(FA_INDEXED_TENSORS, same_rule)
+  FA_TENSOR_FIELDS(FA_INDEXED_TENSORS, indexed_rule)
   AttentionTensors attention() const { FA_PICK(AttentionTensors, FA_ATTENTION_TENSORS) }
 };
 struct IndexedOptions {
