@@ -58,16 +58,22 @@ struct HeadScores {
       GradualPrefetch gradual(ahead, lines, f.keys * f.ld / kLanes<T>);
       return whole.scores(row, f, scale, out, false, gradual.prefetch_hook());
     }
-    Prefetcher nothing;
-    const int64_t heads = rows_of_few_heads<T>(f.queries), lanes = lanes_of<T>(heads);
+    const int64_t lanes = lanes_of<T>(rows_of_few_heads<T>(f.queries));
     const int64_t lines_of_chunk = ceil_div(lines, ceil_div(f.keys, kChunkRows));
     for (int64_t j = 0; j < f.keys; j += kChunkRows) {
-      const int64_t count = std::min(kChunkRows, f.keys - j);
       ahead.lines(lines_of_chunk);
-      const Rows<In> k{row.k.row<In>(0, 0, j), row.k.stride_s, row.sizes.head_dim};
-      few.load_scores(0, heads, k, 0, count, scale, {few.scores, kChunkRows}, nothing);
-      for (int64_t n = 0; n < count; ++n) store<T>(out + (j + n) * f.ld, load<T>(few.scores + n * lanes));
+      scores_of_chunk(row, j, f.keys, scale, few.scores);
+      for (int64_t n = 0; n < std::min(kChunkRows, f.keys - j); ++n)
+        store<T>(out + (j + n) * f.ld, load<T>(few.scores + n * lanes));
     }
+  }
+
+  // Writes S^T of few heads and of the keys [j, j + kChunkRows) that exist: [kChunkRows][lanes of the heads].
+  void scores_of_chunk(const AttentionParams& row, int64_t j, int64_t keys, T scale, T* out) const {
+    Prefetcher nothing;
+    const Rows<In> k{row.k.row<In>(0, 0, j), row.k.stride_s, row.sizes.head_dim};
+    few.load_scores(0, rows_of_few_heads<T>(row.sizes.seqlen_q), k, 0, std::min(kChunkRows, keys - j), scale,
+                    {out, kChunkRows}, nothing);
   }
 
  private:

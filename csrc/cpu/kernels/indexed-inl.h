@@ -2,7 +2,7 @@
 // the loop of forward-inl.h, with the heads as queries.
 #pragma once
 
-#include "indexed_tile-inl.h"
+#include "indexed_few_heads-inl.h"
 #include "softmax-inl.h"
 
 template <class In, class T>
@@ -34,7 +34,7 @@ IndexedScratch<In, T> allocate_indexed(Arena& arena, const AttentionParams& p) {
   s.tile = KeyTile<In, T>::allocate(arena, p);
   s.products = allocate_products<In, T>(arena, row);
   s.scores = arena.take<T>(kGatheredKeys * block_of_heads());
-  s.out = arena.take<T>(heads * round_up_to_lanes<T>(p.sizes.head_dim_v));
+  s.out = arena.take<T>(heads * decode_columns<T>(p.sizes.head_dim_v));
   s.row_max = arena.take<T>(heads);
   s.row_sum = arena.take<T>(heads);
   s.rescale = arena.take<T>(heads);
@@ -53,8 +53,10 @@ void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedS
                          int64_t h_kv, int64_t i) {
   AttentionParams row = call_of_row<In>(p, b, h_kv, i);
   const int64_t heads = row.sizes.seqlen_q, first_head = h_kv * heads, blocks = count_head_blocks(p.sizes);
-  const int64_t d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
-  const T unit = score_unit<T>(p), scale = unit == T(1) ? product_scale<T>(p) : T(1);
+  const bool in_lanes = stays_in_lanes<T>(p);
+  const int64_t d_v =
+      in_lanes ? decode_columns<T>(p.sizes.head_dim_v) : round_up_to_lanes<T>(p.sizes.head_dim_v);
+  const T unit = in_lanes ? T(1) : score_unit<T>(p), scale = unit == T(1) ? product_scale<T>(p) : T(1);
 
   for (int64_t n = 0; n < blocks; ++n) {
     const TileFrame f = frame_of_heads<T>(row, n, 0);
@@ -77,6 +79,11 @@ void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedS
     row.k = s.tile.k;
     row.v = s.tile.v;
     RowsAhead keys_ahead = s.tile.keys_ahead(p, b, h_kv), values_ahead = s.tile.values_ahead(p, b, h_kv);
+    if (in_lanes) {
+      add_tile_of_few_heads(row, s.products[0], s.tile.count, s.scores, s.rescale,
+                            HeadResults<T>{s.out, s.row_max, s.row_sum, d_v}, keys_ahead, values_ahead);
+      continue;
+    }
     for (int64_t n = 0; n < blocks; ++n) {
       const TileFrame f = frame_of_heads<T>(row, n, s.tile.count);
       const MaskTile<T> mask = gathered_mask<T>(p, b, first_head + f.i0, i, s.tile.keys, f, s.tile.bias);

@@ -1,0 +1,51 @@
+// A tile of attention by index for few heads of a key head, in decode's form (decode_lanes-inl.h): one vector has several
+// keys of each head in the softmax, and several columns of each head in the products. The scores have the bits that the
+// backward computes again.
+#pragma once
+
+#include "indexed_tile-inl.h"
+
+// Returns whether only the softmax follows the product of few heads. Otherwise the tile has the forward's form.
+template <class T>
+bool stays_in_lanes(const AttentionParams& p) {
+  return are_few_heads<T>(p.sizes.heads / p.sizes.heads_kv) && !p.mask && !p.alibi && !p.dropout &&
+         p.softcap == 0;
+}
+
+// O, m and l of the heads of one query row.
+template <class T>
+struct HeadResults {
+  T *out, *row_max, *row_sum;
+  int64_t ld;  // of out: decode_columns()
+};
+
+// Adds the tile `row.k`, `row.v` of `keys` keys to the results. `scores`: memory for [whole chunks of keys][lanes].
+// `rescale`: memory for one vector. Prefetches all lines of both.
+template <class In, class T, class Ahead>
+void add_tile_of_few_heads(const AttentionParams& row, const HeadScores<In, T>& products, int64_t keys,
+                           T* scores, T* rescale, const HeadResults<T>& r, Ahead& keys_ahead,
+                           Ahead& values_ahead) {
+  const int64_t heads = row.sizes.seqlen_q, lanes = lanes_of<T>(rows_of_few_heads<T>(heads));
+  const int64_t chunks = ceil_div(keys, kChunkRows), padded = chunks * kChunkRows;
+  const int64_t key_lines = ceil_div(keys_ahead.count(), chunks),
+                value_lines = ceil_div(values_ahead.count(), chunks);
+  for (int64_t n = 0; n < chunks; ++n) {
+    keys_ahead.lines(key_lines);
+    products.scores_of_chunk(row, n * kChunkRows, keys, product_scale<T>(row),
+                             scores + n * kChunkRows * lanes);
+    values_ahead.lines(value_lines);
+  }
+  if (lanes < kLanes<T>) {
+    decode_softmax_part_of_vector<T>(scores, keys, padded, lanes, nullptr, r.row_max, r.row_sum, heads, r.out,
+                                     r.ld);
+  } else {
+    decode_softmax_lanes<T>(scores, keys, lanes, nullptr, r.row_max, r.row_sum, heads, rescale);
+    for (int64_t h = 0; h < heads; ++h) multiply_row<T>(r.out + h * r.ld, rescale[h], r.ld);
+    std::fill(scores + keys * lanes, scores + padded * lanes, T(0));  // padding of pairs
+  }
+  const auto chunk = [&](int64_t j) {
+    return Rows<In>{row.v.row<In>(0, 0, j), row.v.stride_s, row.sizes.head_dim_v};
+  };
+  Prefetcher nothing;
+  products.few.add_values({scores, lanes, true, nullptr}, heads, chunk, false, keys, r.out, r.ld, nothing);
+}
