@@ -5,6 +5,9 @@ columns are the value. In the same rounds: the expanded form on our kernels (key
 each head, which needs up to 71 times the memory), torch's scaled_dot_product_attention of the absorbed form (its caches
 are not in pages), and torch.sum of the cache, a plain read.
 
+Chosen keys: decoding with 2048 of all keys (DeepSeek V3.2), from FlashMLA's 8-bit rows and from rows of the queries'
+dtype, against all keys of the 8-bit rows.
+
 Wide heads: the time for each multiply-add of a forward and a backward, against D 128.
 """
 
@@ -23,6 +26,7 @@ from benchmarks.watch import Watch, measure_all, note
 from flash_attn_ext import explain, flash_attn, flash_attn_with_kvcache
 
 LATENT, ROTARY, NOPE, V_DIM, PAGE = 512, 64, 128, 128, 64
+ROW_BYTES, CHOSEN = 656, 2048  # of FlashMLA; keys of a query
 WIDE = [(128, 128), (576, 512), (576, 576), (1024, 1024)]  # D and D_v; the first is the measure of the others
 
 
@@ -90,6 +94,41 @@ def measure_decode(problem: Decode, seconds: float, rounds: tuple[int, int]) -> 
             name: statistics.median(peer / t for peer, t in zip(times[name], ours, strict=True))
             for name in ("torch, absorbed", "expanded") if name in times
         },
+        **watch.row(),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chosen:
+    heads: int
+    dtype: str
+    seqlen_k: int
+
+
+def measure_chosen(problem: Chosen, seconds: float, rounds: tuple[int, int]) -> dict:
+    torch.manual_seed(0)
+    dtype, length, scale = getattr(torch, problem.dtype), problem.seqlen_k, (NOPE + ROTARY) ** -0.5
+    pages = length // PAGE
+    coded = torch.randint(0, 120, (pages, PAGE, 1, ROW_BYTES), dtype=torch.uint8)
+    coded[..., LATENT:].view(torch.bfloat16).normal_()  # rotary columns; the factors become some numbers
+    coded[..., LATENT : LATENT + 16].view(torch.float32).fill_(2.0**-8)
+    rows = torch.randn(pages, PAGE, 1, LATENT + ROTARY, dtype=dtype)
+    q = torch.randn(1, 1, problem.heads, LATENT + ROTARY, dtype=dtype)
+    indices = torch.rand(1, 1, 1, length).topk(min(CHOSEN, length)).indices.sort().values.int()
+    given = {"block_table": torch.randperm(pages)[None], "softmax_scale": scale, "cache_seqlens": length}
+    calls = {
+        "8 bits": lambda **more: flash_attn_with_kvcache(q, coded, coded, cache_format="flashmla_fp8", **given, **more),
+        "rows": lambda **more: flash_attn_with_kvcache(q, rows, rows[..., :LATENT], **given, **more),
+    }
+    runs = [lambda run=run: run(key_indices=indices) for run in calls.values()] + [calls["8 bits"]]
+    with torch.no_grad():
+        watch = Watch(runs[0])
+        ours, of_rows, all_keys = time_in_turn(runs, seconds=seconds, rounds=rounds, between=watch, shuffle=True)
+    return {
+        "H": problem.heads, "S_k": length, "dtype": problem.dtype, "isa": flash_attn_ext.active_kernel(),
+        "ms": statistics.median(ours) * 1e3,
+        "rows": statistics.median(t / o for t, o in zip(of_rows, ours, strict=True)),
+        "all keys": statistics.median(t / o for t, o in zip(all_keys, ours, strict=True)),
         **watch.row(),
     }  # fmt: skip
 
@@ -164,6 +203,14 @@ def text(record: dict) -> Iterator[str | Table]:
                "torch / ours"]  # fmt: skip
     yield output.table(columns, lines)
     yield note(record["decode"])
+    yield f"\nDecoding with {CHOSEN} of the keys, B 1: FlashMLA's 8-bit rows, and other times divided by their time.\n"
+    lines = [
+        [str(row["H"]), str(row["S_k"]), row["dtype"], f"{row['ms']:.3g}" + " ?" * row["busy"], f"{row['rows']:.2f}",
+         f"{row['all keys']:.2f}"]
+        for row in record["chosen"]
+    ]  # fmt: skip
+    yield output.table(["H", "S_k", "dtype", "ms", "rows of the dtype", "all keys, 8 bits"], lines)
+    yield note(record["chosen"])
     yield "\nTime for each multiply-add, divided by the time at D 128 in the same round. B 1, H 4.\n"
     lines = [
         [row["dtype"], name, *(f"{row[name][str(dims)]:.2f}" for dims in WIDE)]
@@ -205,11 +252,15 @@ def main(argv: list[str] | None = None) -> None:
                     args.batch, heads, args.length, dtype, expanded <= args.most_gib * 2**30, heads <= args.torch_heads
                 )
             )
+    chosen = [
+        Chosen(heads, dtype, 4 * args.length) for dtype in args.dtypes for heads in (args.heads[0], args.heads[-1])
+    ]
     wide = [Wide(dtype, 128 if args.quick else 512) for dtype in args.dtypes]
     record = {
         "machine": {**machine(), "environment": environment()},
         "settings": output.settings(args),
         "decode": measure_all(problems, lambda problem: measure_decode(problem, args.seconds, rounds), 0),
+        "chosen": measure_all(chosen, lambda problem: measure_chosen(problem, args.seconds, rounds), 0),
         "wide": measure_all(wide, lambda problem: measure_wide(problem, args.seconds, rounds), 0),
     }
     output.write_json(record, args.json)
