@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) sort_kernel(const KeyLists lists) {
     for (int64_t n0 = 0; n0 < count; n0 += kThreads) {
       __syncthreads();  // all threads have read the last numbers
       const int64_t n = n0 + threadIdx.x, number = n < count ? lists.indices.numbers[row + n] : -1;
-      shared.numbers[threadIdx.x] = number < lists.limit ? static_cast<int32_t>(number) : -1;
+      shared.numbers[threadIdx.x] = 0 <= number && number < lists.limit ? static_cast<int32_t>(number) : -1;
       __syncthreads();  // publishes the numbers
       for (int t = 0; t < kThreads; ++t) {
         const int64_t bit = shared.numbers[t] - own;
