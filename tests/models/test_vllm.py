@@ -74,6 +74,24 @@ def test_prefix_caching():
     assert ours == theirs
 
 
+def test_speculative_decoding(monkeypatch):
+    """Guesses from the prompt's own n-grams: several queries of a sequence in one step.
+
+    The engine has its own process, as by default. vLLM 0.32 cannot start two engines with n-grams in one process: it
+    reads every object of llvmlite, which its n-grams import.
+    """
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for functions on the model
+    prompts = [(prompt * 8)[:50] for prompt in prompts_of([5, 6, 7, 8])]
+
+    def check(engine):
+        assert engine.counter("spec_decode_num_draft_tokens") > 0
+
+    guess = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    theirs, ours = both("llama", prompts, 24, check, speculative_config=guess)
+    assert ours == theirs
+
+
 @pytest.mark.parametrize("cache", ["fp8", "fp8_e5m2"])
 def test_float8_caches(cache):
     theirs, ours = both("llama", prompts_of(LENGTHS), 8, kv_cache_dtype=cache)

@@ -54,6 +54,11 @@ def randomize(model: torch.nn.Module) -> None:
         parameter.data.copy_(given)
 
 
+def implementations(model: torch.nn.Module) -> set[str]:
+    """The names of the classes that run attention."""
+    return {type(m.impl).__name__ for m in model.modules() if hasattr(getattr(m, "impl", None), "scale")}
+
+
 def folder_of(name: str, **changes) -> str:
     """Writes the model's config.json, and returns its folder."""
     folder = Path(tempfile.mkdtemp(prefix="vllm_model_"))
@@ -101,11 +106,7 @@ class Engine:
 
     def classes_of_layers(self) -> set[str]:
         """Returns the names of the implementations of attention."""
-
-        def names(model):
-            return {type(m.impl).__name__ for m in model.modules() if hasattr(m, "impl") and hasattr(m.impl, "scale")}
-
-        return set.union(*self.llm.apply_model(names))
+        return set.union(*self.llm.apply_model(implementations))
 
 
 def _clean_up() -> None:

@@ -38,7 +38,10 @@ class AttentionLayerCalls:
             causal="lower_right" if causal else None, window=None if self.window is None else (before, -1),
             alibi_slopes=self.alibi_slopes, scale=self.scale, softcap=self.softcap, deterministic=False,
         )  # fmt: skip
-        return checked_options(_ops.CACHE.option_types, options) | {"lower_right": True}
+        options = checked_options(_ops.CACHE.option_types, options) | {"lower_right": True}
+        # Each option takes time in a call, so defaults are left out.
+        defaults = _ops.CACHE.option_defaults
+        return {name: value for name, value in options.items() if value != defaults[name]}
 
     def views(self, cache: Tensor) -> CacheViews:
         """Views of the cache. vLLM passes the same tensor in each step."""
@@ -51,7 +54,7 @@ class AttentionLayerCalls:
         """Factors of 8-bit rows: each token's own, or the layer's two numbers."""
         if self.cache_format.scale_per_token:
             return views.key_scales, views.value_scales
-        if self.cache_format.coded is None:
+        if self.cache_format.coded is None or key_scale == value_scale == 1.0:
             return None, None
         if self._scales is None or self._scales[:2] != (key_scale, value_scale):
             of_keys, of_values = (torch.tensor(s, dtype=torch.float32) for s in (key_scale, value_scale))
@@ -91,13 +94,14 @@ class AttentionLayerCalls:
             )
         views = self.views(cache)
         of_keys, of_values = self.scales(views, key_scale, value_scale)
-        tokens = step.num_tokens
+        if len(query) != step.num_tokens:  # the batch is padded
+            query, out = query[: step.num_tokens], out[: step.num_tokens]
         options = self._options[step.causal] | {"max_seqlen_q": step.longest_query}
         result, _ = _ops.attention_cache(
-            query[:tokens], views.keys, views.values, self.alibi_slopes, sink_of(self.sink, query), step.query_offsets,
+            query, views.keys, views.values, self.alibi_slopes, sink_of(self.sink, query), step.query_offsets,
             step.lengths, None, None, step.block_table, of_keys, of_values, None, **options,
         )  # fmt: skip
-        out[:tokens].copy_(result)
+        out.copy_(result)
 
     def attend_without_cache(
         self, query: Tensor, key: Tensor, value: Tensor, step: PackedStep, out: Tensor, **options: Any

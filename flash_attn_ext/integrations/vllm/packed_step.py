@@ -21,14 +21,17 @@ class NewRows(NamedTuple):
 
 @dataclass
 class PackedStep:
-    """Metadata of one step for the layers of one cache group. All tensors are on CPU."""
+    """Metadata of one step for the layers of one cache group. All tensors are on CPU.
+
+    Index tensors are int64. The operators would convert other integers in each layer.
+    """
 
     num_tokens: int
-    query_offsets: Tensor  # (B + 1), int32: rows of the packed queries
+    query_offsets: Tensor  # (B + 1): rows of the packed queries
     lengths: Tensor  # (B): keys of each sequence, the new ones included
-    block_table: Tensor  # (B, pages), contiguous
+    block_table: Tensor  # (B, pages)
     longest_query: int
-    slot_mapping: Tensor  # (tokens), int64: page * page size + row; -1: no row. vLLM may replace it after build().
+    slot_mapping: Tensor  # (tokens): page * page size + row; -1: no row. vLLM may replace it after build().
     causal: bool = True
     _new_rows: dict[int, NewRows] = field(default_factory=dict, repr=False)  # by page size: the same for all layers
 
@@ -39,14 +42,14 @@ class PackedStep:
             raise NotImplementedError(
                 "causal: got a tensor, one value for each sequence; allowed with FLASH_ATTN_EXT: True or False"
             )
-        # vLLM's table has columns for the longest possible sequence. The operator copies the table of each call.
+        # vLLM's table has columns for the longest possible sequence. The operator reads all columns that it gets.
         table = common.block_table_tensor
         used = max(1, min(table.shape[1], -(-int(common.max_seq_len) // page_size)))
         return cls(
             num_tokens=int(common.query_start_loc_cpu[-1]),  # without the tokens that pad a batch
-            query_offsets=common.query_start_loc,
-            lengths=common.seq_lens,
-            block_table=table[:, :used].contiguous(),
+            query_offsets=common.query_start_loc.long(),
+            lengths=common.seq_lens.long(),
+            block_table=table[:, :used].long(),
             longest_query=common.max_query_len,
             slot_mapping=common.slot_mapping,
             causal=bool(common.causal),
@@ -67,6 +70,4 @@ def new_rows(slots: Tensor, page_size: int) -> NewRows:
         tokens = (slots >= 0).nonzero().flatten()
         slots = slots[tokens]
     pages = slots.div(page_size, rounding_mode="floor")
-    return NewRows(
-        tokens, len(slots), pages[:, None], slots - pages * page_size, torch.arange(len(slots) + 1, dtype=torch.int32)
-    )
+    return NewRows(tokens, len(slots), pages[:, None], slots - pages * page_size, torch.arange(len(slots) + 1))
