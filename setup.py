@@ -51,6 +51,7 @@ CUDA = [
     "simt/workspace.cpp",
     "simt/key_lists.cu",
     "simt/why_not.cpp",
+    "simt/functions.cpp",
     "sm80/why_not.cpp",
     "sm80/decode_splits.cpp",
 ]
@@ -60,7 +61,7 @@ CUDA += [
 CUDA += ["sm75/why_not.cpp", *(f"sm75/{way}_float16.cu" for way in ("forward", "decode", "backward"))]
 CUDA += [
     f"simt/{way}_{dtype}.cu"
-    for way in ("forward", "backward", "jvp", "double_backward", "weights", "indexed")
+    for way in ("forward", "backward", "jvp", "double_backward", "weights", "indexed", "flex")
     for dtype in ("bfloat16", "float16", "float32", "float64")
 ]
 CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/task_rounds.cpp"]

@@ -117,8 +117,8 @@ def flash_attn(
             matrix. Chunks count from there. May be negative.
 
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score, after softcap and ALiBi and before
-            the masks. CPU only, and differentiable once. Tensors that it reads receive gradients. docs/flex.md says
-            what a function may contain.
+            the masks. Tensors that it reads receive gradients, on CPU. On CUDA the tier `simt` runs it. docs/flex.md
+            says what a function may contain.
         mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` returns whether the key is visible, likewise.
         block_mask: a BlockMask of torch (``torch.nn.attention.flex_attention.create_block_mask``), in place of
             ``mask_mod``.

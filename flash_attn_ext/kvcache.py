@@ -109,7 +109,8 @@ def flash_attn_with_kvcache(
             separate caches, each tile is joined in a copy (CPU only).
         score_mod: a function of the scores, as in :func:`flash_attn`. ``b`` counts sequences. ``kv_idx`` counts the
             rows of the sequence's cache after ``cache_leftpad``. ``q_idx`` is the position of the query's token: the
-            last query has the index of the last key. So a function of the training is the same here. CPU only.
+            last query has the index of the last key. So a function of the training is the same here. On CUDA: in the
+            tier `simt`, for caches without pages.
         mask_mod: likewise, a function that returns whether a query sees a key.
         block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
         key_indices: (B or 1, H_k or 1, S_q, n), or packed (H_k or 1, T_q, n), int32 or int64: the rows of the

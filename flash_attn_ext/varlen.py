@@ -87,7 +87,7 @@ def flash_attn_varlen(
             query key^T + qv value^T, and ``scale`` is 1/sqrt(D + D_v) by default. ``key`` and ``value`` are copied into
             one tensor, unless they need no gradient and are neighbouring columns of one tensor.
         score_mod: a function of the scores, as in :func:`flash_attn`, with gradients. ``b`` counts sequences, ``q_idx``
-            and ``kv_idx`` count from the start of the sequence. CPU only.
+            and ``kv_idx`` count from the start of the sequence. On CUDA: in the tier `simt`.
         mask_mod: likewise, a function that returns whether a query sees a key.
         block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
         key_indices: (H_kv or 1, T_q, n), int32 or int64: the keys that each row of ``query`` may attend to, counted

@@ -7,6 +7,7 @@
 
 #include "core/program.h"
 #include "cpu/why_not.h"
+#include "cuda/simt/flex.h"
 #include "cuda/simt/simt.h"
 #include "cuda/sm75/sm75.h"
 #include "cuda/sm80/sm80.h"
@@ -73,10 +74,13 @@ void row(const char* function, const char* option, const char* meaning, const Ch
   const char* no_gradient = is_cache ? "a cache has no derivatives" : no_cuda;
   const auto either = [](const char* first, const char* other) { return first ? first : other; };
   const char* none = "no such kernels";
+  const char* no_functions = forward.functions ? none : nullptr;
   std::printf(
       "%s|%s|%s|%s|%s|%s|%s|%s\n", function, option, meaning,
       cell(cpu::why_not(forward), cpu::why_not(backward), cpu::why_not(jvp), cpu::why_not(second)).c_str(),
-      cell(no_cuda, no_gradient, no_gradient, no_gradient).c_str(),
+      cell(no_cuda, either(no_gradient, cuda::simt::why_not_functions(backward)),
+           either(no_gradient, no_functions), either(no_gradient, no_functions))
+          .c_str(),
       cell(either(no_cuda, cuda::sm75::why_not_forward(in_float16(forward))),
            either(no_gradient, cuda::sm75::why_not_backward(in_float16(backward))), none, none)
           .c_str(),

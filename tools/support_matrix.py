@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- written by tools/support_matrix.py -->\n", "<!-- end -->"
 FOLDERS = ("cpu", "cuda/simt", "cuda/sm75", "cuda/sm80", "cuda/sm90")
-KERNELS = tuple(f"csrc/{folder}/why_not.cpp" for folder in FOLDERS)
+KERNELS = (*(f"csrc/{folder}/why_not.cpp" for folder in FOLDERS), "csrc/cuda/simt/functions.cpp")
 FLAGS = [
     "-std=c++20",
     "-O0",

@@ -4,6 +4,7 @@
 
 #include "device.h"
 #include "gpu_code.h"
+#include "simt/flex.h"
 #include "simt/simt.h"
 #include "sm75/sm75.h"
 #include "sm80/sm80.h"
@@ -142,6 +143,13 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
   choice.offer("sm75", sm75::why_not_forward(p),
                of_float16(p.dtype, sm80::is_decode(p) ? sm75::decode_float16 : sm75::forward_float16),
                sm75::forward_workspace);
+  if (p.functions) {
+    choice.offer(
+        "simt", simt::why_not_forward(p),
+        of_dtype(p.dtype, simt::flex_float32, simt::flex_float64, simt::flex_bfloat16, simt::flex_float16),
+        simt::flex_workspace);
+    return choice.take();
+  }
   choice.offer("simt", simt::why_not_forward(p),
                of_dtype(p.dtype, simt::forward_float32, simt::forward_float64, simt::forward_bfloat16,
                         simt::forward_float16),
@@ -157,6 +165,13 @@ Selection<BackwardParams> select_backward(const BackwardParams& p) {
                of_half(p.dtype, sm80::backward_bfloat16, sm80::backward_float16), sm80::backward_workspace);
   choice.offer("sm75", sm75::why_not_backward(p), of_float16(p.dtype, sm75::backward_float16),
                sm75::backward_workspace);
+  if (p.functions) {
+    choice.offer("simt", simt::why_not_functions(p),
+                 of_dtype(p.dtype, simt::flex_backward_float32, simt::flex_backward_float64,
+                          simt::flex_backward_bfloat16, simt::flex_backward_float16),
+                 simt::flex_backward_workspace);
+    return choice.take();
+  }
   choice.offer("simt", nullptr,
                of_dtype(p.dtype, simt::backward_float32, simt::backward_float64, simt::backward_bfloat16,
                         simt::backward_float16),

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compil
 
 FUNCTION = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\w+)'")
 MEMORY = re.compile(r"\d+ bytes stack frame, \d+ bytes spill stores, \d+ bytes spill loads")
-NO_MEMORY = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+NO_SPILLS = " 0 bytes spill stores, 0 bytes spill loads"
+NO_MEMORY = f"0 bytes stack frame,{NO_SPILLS}"
 
 
 def sources():
@@ -40,7 +41,9 @@ def test_no_spills_and_no_local_memory(source, architecture):
     assert "warning" not in said, said
     assert len(memory) >= len(kernels)
     assert kernels or source.name == "select.cu"
-    assert all(line == NO_MEMORY for line in memory), said
+    # A program's values are an array with indices that are known at run time.
+    wanted = NO_SPILLS if source.stem.startswith("flex_") else NO_MEMORY
+    assert all(line.endswith(wanted) for line in memory), said
 
 
 def test_local_memory_is_seen(tmp_path):

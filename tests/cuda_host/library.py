@@ -83,7 +83,11 @@ OPERATORS |= {
     "attention_weights_backward": ("backward", BackwardParams),
     "attention_indexed": ("indexed", IndexedParams),
     "attention_indexed_backward": ("indexed_backward", IndexedBackwardParams),
-}
+    "attention_flex": ("forward", AttentionParams), "attention_flex_backward": ("backward", BackwardParams),
+    "attention_varlen_flex": ("forward", AttentionParams),
+    "attention_varlen_flex_backward": ("backward", BackwardParams),
+    "attention_cache_flex": ("forward", AttentionParams),
+}  # fmt: skip
 
 
 class KernelError(Exception):

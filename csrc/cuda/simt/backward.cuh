@@ -18,14 +18,14 @@ __device__ bool lse_is_exact(T lse) {
   return !(std::abs(lse) * std::numeric_limits<T>::epsilon() > T(1e-3)) || std::isinf(lse);
 }
 
-// Computes the maxima and sums of rows again, for a block with an lse that is too large to be exact.
+// Computes the maxima and sums of rows again, for a block with an lse that is too large to be exact. With functions of the
+// user: another overload, in flex.cuh.
 template <class In, class T>
-__device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& terms,
-                                   SharedMemory<T, kBlockQ>& shared, int64_t b, int64_t h, int64_t i0) {
+__device__ void add_tiles(const BackwardParams& p, std::nullptr_t, SharedMemory<T, kBlockQ>& shared,
+                          int64_t b, int64_t h, int64_t i0, RowStatistics<T, kRows>& statistics) {
   const Sizes& z = p.sizes;
   const Rows<In> q = rows_from<In>(p.q, b, h, i0, z.seqlen_q);
   const QueryTile<false> tile{b, h, i0, q.count, z.seqlen_q};
-  RowStatistics<T, kRows> statistics;
   const Range seen = visible_keys(p.band, i0, i0 + q.count, z.seqlen_k);
   for (int64_t j0 = seen.begin / kBlockK * kBlockK; j0 < seen.end; j0 += kBlockK) {
     T products[kRows][kCols] = {}, factor[kRows];
@@ -34,6 +34,15 @@ __device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& t
     const uint32_t attends = finish_scores<T, kBlockQ>(p, tile, j0, shared.weights);
     statistics.update(shared.weights, attends, factor);
   }
+}
+
+// `functions`: the user's, or nullptr.
+template <class In, class T, class Functions>
+__device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& terms, Functions functions,
+                                   SharedMemory<T, kBlockQ>& shared, int64_t b, int64_t h, int64_t i0) {
+  const Sizes& z = p.sizes;
+  RowStatistics<T, kRows> statistics;
+  add_tiles<In>(p, functions, shared, b, h, i0, statistics);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const T sum = row_total(statistics.sum[r]);
@@ -47,9 +56,8 @@ __device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& t
   }
 }
 
-template <class In, class T = Accumulator<In>>
-__global__ void __launch_bounds__(kThreads, 1)
-    row_terms_kernel(const BackwardParams call, const RowTerms<T> terms) {
+template <class In, class T, class Functions>
+__device__ void compute_row_terms(const BackwardParams& call, const RowTerms<T>& terms, Functions functions) {
   auto& shared = shared_memory<SharedMemory<T, kBlockQ>>();
   const int64_t blocks = ceil_div(call.sizes.seqlen_q, kBlockQ), head = blockIdx.x / blocks;
   const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads, i0 = blockIdx.x % blocks * kBlockQ;
@@ -76,7 +84,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     inexact |= !lse_is_exact(lse);
   }
   const bool some_inexact = __syncthreads_or(inexact);  // all threads branch alike
-  if (some_inexact) recompute_row_sums<In>(p, terms, shared, b, h, i0);
+  if (some_inexact) recompute_row_sums<In>(p, terms, functions, shared, b, h, i0);
+}
+
+template <class In, class T = Accumulator<In>>
+__global__ void __launch_bounds__(kThreads, 1)
+    row_terms_kernel(const BackwardParams call, const RowTerms<T> terms) {
+  compute_row_terms<In>(call, terms, nullptr);
 }
 
 // The sum over all threads of the block; thread 0 gets it.
@@ -109,11 +123,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (i0 >= z.seqlen_q) seen.end = seen.begin;  // past the end of the sequence: no tiles
   for (int64_t j0 = seen.begin / kBlockK * kBlockK; j0 < seen.end; j0 += kBlockK) {
     const TilePosition at{b, h, i0, j0};
+    if constexpr (Pass::kHasFunctions) {
+      if (Pass::is_hidden(p, w, at)) continue;
+    }
     Pass::template recompute<true>(p, w, key, shared, at, [&](int row, int col, const auto& element) {
       Pass::store_weights(shared, row, col, element);
       if (p.dalibi_slopes) dslope -= element.dscore * alibi_distance<T>(p.band, i0 + row, j0 + col);
     });
-    if (p.dq) Pass::add_to_dq(p, shared, at, first_col, is_partial(p, at, kTileRows), dq);
+    if (p.dq)
+      Pass::add_to_dq(p, shared, at, first_col, Pass::kHasFunctions || is_partial(p, at, kTileRows), dq);
   }
   if (p.dq) store_gradient<typename Pass::In>(p.dq, b, h, i0, z.seqlen_q, first_col, z.head_dim, dq);
   if (p.dalibi_slopes && blockIdx.y == 0) {
@@ -157,7 +175,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h)
     for (int64_t i0 = seen.begin / kTileRows * kTileRows; i0 < seen.end; i0 += kTileRows) {
       const TilePosition at{b, h, i0, j0};
-      const bool partial = is_partial(p, at, kTileRows);
+      if constexpr (Pass::kHasFunctions) {
+        if (Pass::is_hidden(p, w, at)) continue;
+      }
+      const bool partial = Pass::kHasFunctions || is_partial(p, at, kTileRows);
       Pass::template recompute<kIsDk>(p, w, key, shared, at, [&](int row, int col, const auto& element) {
         if constexpr (kIsDk) {
           Pass::store_weights(shared, row, col, element);

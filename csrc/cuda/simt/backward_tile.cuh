@@ -39,6 +39,37 @@ __device__ T probability(const RowTerms<T>& rows, int64_t row, T score) {
   return std::exp((score - rows.reference[row]) - rows.correction[row]);
 }
 
+// BackwardPass::recompute() of any Pass that is like it: Pass::element() computes an element from the two products.
+template <class Pass, bool kWithDscores, class Visit>
+__device__ void recompute_tile(const typename Pass::Params& p, const typename Pass::Workspace& w,
+                               PhiloxKey key, typename Pass::Memory& shared, const TilePosition& at,
+                               const Visit& visit) {
+  using In = typename Pass::In;
+  using T = typename Pass::T;
+  constexpr int kTileRowsOfThread = Pass::kTileRows / kSide;
+  const Sizes& z = p.sizes;
+  const int64_t h_kv = z.kv_head(at.h);
+  T products[kTileRowsOfThread][kCols] = {};
+  add_row_products(shared, rows_from<In>(p.q, at.b, at.h, at.i0, z.seqlen_q),
+                   rows_from<In>(p.k, at.b, h_kv, at.j0, z.seqlen_k), z.head_dim, products);
+  store_elements(products, shared.weights);
+  if constexpr (kWithDscores && Pass::kGivenDprobs) {
+    Pass::load_gradient_of_weights(p, at, shared);
+  } else if constexpr (kWithDscores) {
+    T dprobs[kTileRowsOfThread][kCols] = {};
+    add_row_products(shared, rows_from<In>(p.dout, at.b, at.h, at.i0, z.seqlen_q),
+                     rows_from<In>(p.v, at.b, h_kv, at.j0, z.seqlen_k), z.head_dim_v, dprobs);
+    store_elements(dprobs, shared.dprobs);
+  }
+  const TileChunks chunks(p.band, at.i0);
+#pragma unroll 1
+  for (int e = 0; e < kTileRowsOfThread * kCols; ++e) {
+    const int row = tile_row(e / kCols), col = tile_col(e % kCols);
+    const T dprob = kWithDscores ? shared.dprobs[row][col] : T(0);
+    visit(row, col, Pass::element(p, w, key, at, chunks, row, col, shared.weights[row][col], dprob));
+  }
+}
+
 // The first derivative. The kernels of backward.cuh and backward_mask.cuh take it as a template argument;
 // double_backward.cuh has another one.
 //
@@ -51,6 +82,7 @@ struct BackwardPass {
   using Params = BackwardParams;
   using Workspace = BackwardWorkspace<T>;
   static constexpr int kTileRows = kPassBlockQ<T>;  // query rows of a tile
+  static constexpr bool kGivenDprobs = kOfWeights, kHasFunctions = false;
 
   struct Memory : SharedMemory<T, kTileRows> {
     ScoreTile<T, kTileRows> dprobs;
@@ -90,28 +122,7 @@ struct BackwardPass {
   template <bool kWithDscores, class Visit>
   static __device__ void recompute(const Params& p, const Workspace& w, PhiloxKey key, Memory& shared,
                                    const TilePosition& at, const Visit& visit) {
-    constexpr int kTileRowsOfThread = kTileRows / kSide;
-    const Sizes& z = p.sizes;
-    const int64_t h_kv = z.kv_head(at.h);
-    T products[kTileRowsOfThread][kCols] = {};
-    add_row_products(shared, rows_from<In>(p.q, at.b, at.h, at.i0, z.seqlen_q),
-                     rows_from<In>(p.k, at.b, h_kv, at.j0, z.seqlen_k), z.head_dim, products);
-    store_elements(products, shared.weights);
-    if constexpr (kWithDscores && kOfWeights) {
-      load_gradient_of_weights(p, at, shared);
-    } else if constexpr (kWithDscores) {
-      T dprobs[kTileRowsOfThread][kCols] = {};
-      add_row_products(shared, rows_from<In>(p.dout, at.b, at.h, at.i0, z.seqlen_q),
-                       rows_from<In>(p.v, at.b, h_kv, at.j0, z.seqlen_k), z.head_dim_v, dprobs);
-      store_elements(dprobs, shared.dprobs);
-    }
-    const TileChunks chunks(p.band, at.i0);
-#pragma unroll 1
-    for (int e = 0; e < kTileRowsOfThread * kCols; ++e) {
-      const int row = tile_row(e / kCols), col = tile_col(e % kCols);
-      const T dprob = kWithDscores ? shared.dprobs[row][col] : T(0);
-      visit(row, col, element(p, w, key, at, chunks, row, col, shared.weights[row][col], dprob));
-    }
+    recompute_tile<BackwardPass, kWithDscores>(p, w, key, shared, at, visit);
   }
 
   // Stores an element that recompute() visits as a weight of add_to_dq() and add_to_dk().

@@ -27,6 +27,7 @@ struct DoubleBackwardPass {
   using Params = DoubleBackwardParams;
   using Workspace = DoubleBackwardWorkspace<T>;
   static constexpr int kTileRows = kDoubleBlockQ<T>;
+  static constexpr bool kHasFunctions = false;
 
   struct Memory : SharedMemory<T, kTileRows> {  // weights: <q, k>, then Z
     ScoreTile<T, kTileRows> t_weights;          // w, then D

@@ -1,3 +1,4 @@
+#include "flex.h"
 #include "simt.h"
 
 namespace flash_attn_ext::cuda::simt {
@@ -29,7 +30,7 @@ namespace {
 }  // namespace
 
 const char* why_not_forward(const AttentionParams& p) {
-  if (p.functions) return "simt: functions of the user are for the CPU only so far";
+  if (const char* reason = why_not_functions(p)) return reason;
   if (p.varlen.cache.key_has_value) return "simt: qv with separate caches is for the CPU only so far";
   if (p.varlen.cache.dtype == CacheDType::kLatent)
     return "simt: FlashMLA's caches are for the CPU only so far";

@@ -1,4 +1,6 @@
 #include "../combine.h"
+#include "flex.h"
+#include "functions.h"
 #include "key_lists.h"
 #include "schedule.h"
 #include "simt.h"
@@ -27,6 +29,10 @@ size_t forward_workspace(const AttentionParams& p) {
 }
 
 size_t backward_workspace(const BackwardParams& p) { return bytes_of_plan<BackwardWorkspace>(p); }
+
+size_t flex_workspace(const AttentionParams&) { return sizeof(DeviceFunctions); }
+
+size_t flex_backward_workspace(const BackwardParams& p) { return bytes_of_plan<FlexBackwardWorkspace>(p); }
 
 size_t double_backward_workspace(const DoubleBackwardParams& p) {
   return bytes_of_plan<DoubleBackwardWorkspace>(p);

@@ -15,6 +15,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 // g++ refuses this attribute on a local variable. So static shared memory is a compile error, and a block has only its
 // dynamic array.

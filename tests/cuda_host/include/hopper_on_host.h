@@ -12,8 +12,6 @@
 #include "cuda_runtime.h"
 #include "ptx_on_host.h"
 
-#define __grid_constant__
-
 using std::max;
 using std::min;
 

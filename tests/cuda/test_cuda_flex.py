@@ -1,0 +1,120 @@
+"""Functions of the user and block masks on the CUDA kernels' host build, against dense references.
+
+The tier simt is the only one for them. No GPU has run it yet.
+"""
+
+import pytest
+import test_flex_attention as cpu
+import torch
+from cuda_host import library
+from flex_gallery import MASKS, SCORES, mask_mods, score_mods
+from flex_reference import dense_flex
+from torch.nn.attention.flex_attention import create_block_mask
+
+from flash_attn_ext import flash_attn, flash_attn_varlen, flex_attention
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+SHAPE = (1, 2, 1, 67, 70, 8)  # B, H, H_kv, S_q, S_k, D
+
+# CPU tests that hold here, too.
+test_masked_nan = cpu.test_masked_nan_does_not_reach_other_rows
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_score_functions(name):
+    score_mod, captured = score_mods(2, 67, 70, torch.float64)[name]
+    for t in captured:
+        t.requires_grad_(False)
+    cpu.check(SHAPE, torch.float64, score_mod)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_block_masks(name):
+    for block_size in (32, (48, 100)):
+        cpu.check(SHAPE, torch.float32, None, mask_mods(1, 67, 70)[name], block_size=block_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes_and_wide_head_dimensions(dtype):
+    score_mod, _ = score_mods(4, 20, 70, torch.float64)["everything"]
+    cpu.check((2, 4, 2, 20, 70, 136), dtype, score_mod, mask_mods(2, 20, 70)["document"], block_size=16)
+
+
+def test_with_the_other_options():
+    q, k, v, dout = cpu.make(SHAPE, torch.float64)
+    slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(67, 70, dtype=torch.float64)
+    score_mod = lambda s, b, h, i, j: torch.tanh(s) * (h + 1)  # noqa: E731
+    distance = (torch.arange(67)[:, None] - torch.arange(70)).abs()
+
+    def all_of_it(s, b, h, i, j):
+        return score_mod(s - slopes[h] * distance[i, j], b, h, i, j) + bias[i, j]
+
+    ours = flash_attn(
+        q, k, v, bias, enable_gqa=True, causal="upper_left", softcap=2.0, alibi_slopes=slopes, score_mod=score_mod,
+        return_lse=True,
+    )  # fmt: skip
+    exact = dense_flex(q, k, v, all_of_it, lambda b, h, i, j: i >= j, softcap=2.0)
+    inputs = (q, k, v, slopes)
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a, b)
+    got, wanted = (torch.autograd.grad((out * dout.detach()).sum(), inputs) for out, _ in (ours, exact))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_packed_sequences():
+    lengths, heads = (70, 0, 5, 33), 2
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    q, k, v = (torch.randn(108, heads, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    score_mod = lambda s, b, h, i, j: torch.tanh(s) * (b + 1) + 0.125 * (i - j)  # noqa: E731
+    out = flash_attn_varlen(q, k, v, cu, cu, score_mod=score_mod, mask_mod=lambda b, h, i, j: i + h >= j)
+    alone = []
+    for b, length in enumerate(lengths):
+        rows = slice(cu[b], cu[b] + length)
+        own = [t[rows].transpose(0, 1)[None] for t in (q, k, v)]
+        if length:
+            exact = dense_flex(
+                *own, lambda s, _, h, i, j, b=b: score_mod(s, b, h, i, j), lambda _, h, i, j: i + h >= j
+            )[0]
+            alone.append(exact[0].transpose(0, 1))
+    wanted, dout = torch.cat(alone), torch.randn_like(out)
+    torch.testing.assert_close(out, wanted)
+    got, exact = (torch.autograd.grad((o * dout).sum(), (q, k, v)) for o in (out, wanted))
+    torch.testing.assert_close(got, exact)
+
+
+def test_large_scores_keep_the_sum():
+    """-1e9 rounds log l out of a float32 lse: the backward computes it again, with the function."""
+    q, k, v = (torch.randn(1, 1, 5, 8, requires_grad=True) for _ in range(3))
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: s * 0 - 1e9)
+    dv = torch.autograd.grad(out.sum(), v)[0]
+    torch.testing.assert_close(dv, torch.ones_like(dv))  # 5 rows of weights 1 / 5
+
+
+def test_what_it_refuses(kernels):
+    q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+    table = torch.randn(2, requires_grad=True)
+    with pytest.raises(library.KernelError, match="simt: gradients of captured tensors are for the CPU only"):
+        flex_attention(q, k, v, lambda s, b, h, i, j: s + table[h]).sum().backward()
+
+    def long(s, b, h, i, j):
+        for n in range(200):
+            s = torch.tanh(s * (n + 1.5))
+        return s
+
+    with torch.no_grad(), pytest.raises(library.KernelError, match="more than 384 instructions or 64 values"):
+        flex_attention(q, k, v, long)
+    with kernels.on_gpu(9, 0), torch.no_grad():
+        flex_attention(q.half(), k.half(), v.half(), lambda s, b, h, i, j: s + h)
+    assert kernels.tier == "simt"
+    assert kernels.why_not == ["sm90: no functions of the user", "sm80: no functions of the user"]
+
+
+def test_blocks_that_a_mask_hides_are_not_read():
+    """Values of hidden blocks are not even loaded: NaN there would be a NaN times a weight of 0."""
+    q, k, v = (torch.randn(1, 1, 128, 8) for _ in range(3))
+    mask = create_block_mask(lambda b, h, i, j: j < 64, None, None, 128, 128, "cpu", BLOCK_SIZE=64)
+    expected = flex_attention(q, k[:, :, :64], v[:, :, :64])
+    k[:, :, 64:] = v[:, :, 64:] = torch.nan
+    assert torch.equal(flex_attention(q, k, v, block_mask=mask), expected)
