@@ -78,12 +78,12 @@ void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedS
   while (s.tile.load(p, b, h_kv, cursor, following)) {
     row.k = s.tile.k;
     row.v = s.tile.v;
-    RowsAhead keys_ahead = s.tile.keys_ahead(p, b, h_kv), values_ahead = s.tile.values_ahead(p, b, h_kv);
     if (in_lanes) {
       add_tile_of_few_heads(row, s.products[0], s.tile.count, s.scores, s.rescale,
-                            HeadResults<T>{s.out, s.row_max, s.row_sum, d_v}, keys_ahead, values_ahead);
+                            HeadResults<T>{s.out, s.row_max, s.row_sum, d_v});
       continue;
     }
+    RowsAhead keys_ahead = s.tile.keys_ahead(p, b, h_kv), values_ahead = s.tile.values_ahead(p, b, h_kv);
     for (int64_t n = 0; n < blocks; ++n) {
       const TileFrame f = frame_of_heads<T>(row, n, s.tile.count);
       const MaskTile<T> mask = gathered_mask<T>(p, b, first_head + f.i0, i, s.tile.keys, f, s.tile.bias);

@@ -20,21 +20,15 @@ struct HeadResults {
 };
 
 // Adds the tile `row.k`, `row.v` of `keys` keys to the results. `scores`: memory for [whole chunks of keys][lanes].
-// `rescale`: memory for one vector. Prefetches all lines of both.
-template <class In, class T, class Ahead>
+// `rescale`: memory for one vector. Nothing is prefetched: with so little to compute, the copies of a gather are already
+// as many loads in flight as the core allows.
+template <class In, class T>
 void add_tile_of_few_heads(const AttentionParams& row, const HeadScores<In, T>& products, int64_t keys,
-                           T* scores, T* rescale, const HeadResults<T>& r, Ahead& keys_ahead,
-                           Ahead& values_ahead) {
+                           T* scores, T* rescale, const HeadResults<T>& r) {
   const int64_t heads = row.sizes.seqlen_q, lanes = lanes_of<T>(rows_of_few_heads<T>(heads));
-  const int64_t chunks = ceil_div(keys, kChunkRows), padded = chunks * kChunkRows;
-  const int64_t key_lines = ceil_div(keys_ahead.count(), chunks),
-                value_lines = ceil_div(values_ahead.count(), chunks);
-  for (int64_t n = 0; n < chunks; ++n) {
-    keys_ahead.lines(key_lines);
-    products.scores_of_chunk(row, n * kChunkRows, keys, product_scale<T>(row),
-                             scores + n * kChunkRows * lanes);
-    values_ahead.lines(value_lines);
-  }
+  const int64_t padded = ceil_div(keys, kChunkRows) * kChunkRows;
+  for (int64_t j = 0; j < keys; j += kChunkRows)
+    products.scores_of_chunk(row, j, keys, product_scale<T>(row), scores + j * lanes);
   if (lanes < kLanes<T>) {
     decode_softmax_part_of_vector<T>(scores, keys, padded, lanes, nullptr, r.row_max, r.row_sum, heads, r.out,
                                      r.ld);
