@@ -3,6 +3,7 @@
 import indexer_reference as reference
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn_ext import _ops, flash_attn, indexer_loss, indexer_scores, indexer_topk
@@ -163,6 +164,20 @@ ERRORS = [
 def test_errors_name_the_argument(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_gpu_is_refused_by_name():
+    with FakeTensorMode():
+        shapes = (1, 2, 3, 8), (1, 5, 8), (1, 3, 2), (1, 1, 5, 8), (1, 2, 3)
+        q, k, weights, key, lse = (torch.empty(shape, device="cuda") for shape in shapes)
+        indices = torch.empty(1, 1, 3, 2, dtype=torch.int32, device="cuda")
+        for call in (
+            lambda: indexer_topk(q, k, weights, 2),
+            lambda: indexer_scores(q, k, weights, indices),
+            lambda: indexer_loss(q, k, weights, q, key, lse),
+        ):
+            with pytest.raises(NotImplementedError, match=r"got a tensor on cuda(:0)?; allowed: cpu"):
+                call()
 
 
 def test_memory_that_was_freed_raises():
