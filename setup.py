@@ -42,7 +42,7 @@ OBJECTS = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}
 # check and pack arguments, so they do not need -O3.
 UNITS = ["torch"]
 CPU = ["isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_amx"]
-CPU += ["amx_permission", "key_lists", "select", "task_list", "why_not"]
+CPU += ["amx_permission", "key_lists", "select", "task_list", "why_not", "widen_float8"]
 CPU += ["isa_neon", "isa_neon_bf16"]
 CUDA = [
     "select.cu",

@@ -81,7 +81,7 @@ def decoding(
             flash_attn_with_kvcache, q, *paged, cache_seqlens=lengths, block_table=table
         )
     scale = torch.full((heads_kv,), 0.03)
-    for name in ("int8", "float8_e4m3fn"):
+    for name in ("int8", "float8_e4m3fn", "float8_e5m2"):
         coded = (kv.float() / 0.03).clamp(-127, 127).to(getattr(torch, name))
         calls[name] = partial(
             flash_attn_with_kvcache, q, *coded, cache_seqlens=lengths, k_descale=scale, v_descale=scale

@@ -125,7 +125,7 @@ def efficiency(passes: Sequence[Pass], threads: int) -> float:
 
 def build(isa: str, folder: Path, optimize: str = "-O3") -> Path:
     """Compiles task_times.cpp with the kernels of one instruction set into `folder`."""
-    sources = [f"{ROOT}/csrc/cpu/{name}.cpp" for name in (f"isa_{isa}", "key_lists", "task_list")]
+    sources = [f"{ROOT}/csrc/cpu/{name}.cpp" for name in (f"isa_{isa}", "key_lists", "task_list", "widen_float8")]
     here = Path(__file__).parent
     flags = ["-std=c++17", optimize, "-Wno-psabi", f"-DKERNELS={TABLES[isa]}", f"-I{ROOT}/csrc", f"-I{here}"]
     built = folder / "task_times"

@@ -25,6 +25,7 @@
 #include "run.h"
 #include "task_list.h"
 #include "turns.h"
+#include "widen_float8.h"
 
 #define FA_INLINE __attribute__((always_inline)) inline
 #define FA_INLINE_LAMBDA __attribute__((always_inline))

@@ -202,6 +202,25 @@ def test_heads_times_queries_that_fill_vectors(isa, dtype, page_size, heads, seq
     check(out, lse, q, k_cache, v_cache, lengths, block_table, causal=True)
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_rows_that_fill_vectors_and_8_bits(isa, cache_dtype, page_size):
+    """Scores stay transposed: a factor belongs to some lanes of a vector, or to whole vectors."""
+    lengths = [70, 9, 200]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        _, k_cache, v_cache, block_table = make(torch.float32, 1, page_size, lengths)
+        coded = [(20 * t[:, :, :1].nan_to_num(100.0)).clamp(-127, 127).to(cache_dtype) for t in (k_cache, v_cache)]
+        scales = [torch.rand(t.shape[:3]) / 20 + 0.01 for t in coded]
+        k, v = (c.double() * s[..., None] for c, s in zip(coded, scales, strict=True))
+        for heads in (3, 8, 12, 20, 72):
+            q = torch.randn(3, 1, heads, D).to(dtype)
+            out, lse = flash_attn_with_kvcache(
+                q, *coded, cache_seqlens=torch.tensor(lengths), block_table=block_table, return_softmax_lse=True,
+                k_descale=scales[0], v_descale=scales[1],
+            )  # fmt: skip
+            check(out, lse, q, k, v, lengths, block_table)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [4, 32])
 def test_bits_do_not_depend_on_threads(threads, dtype, heads):
@@ -342,9 +361,17 @@ def test_a_query_that_is_not_finite_changes_its_row_only(isa, bad):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_every_float8_is_read_exactly(isa, dtype, cache_dtype):
-    """One key has the probability 1, so out is its value: all 256 codes, with subnormals, Inf and NaN."""
-    codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 2, 128)
-    v_cache = codes.view(cache_dtype)
-    k_cache = torch.zeros_like(codes).view(cache_dtype)
-    out = flash_attn_with_kvcache(torch.ones(1, 1, 2, 128, dtype=dtype), k_cache, v_cache)
-    torch.testing.assert_close(out, v_cache.to(dtype), rtol=0, atol=0, equal_nan=True)
+    """One key has the probability 1, so out is its value: all 256 codes, with subnormals, Inf and NaN.
+
+    Rows of pages of 1 are copied one by one, other rows as a chunk.
+    """
+    for heads_kv, head_dim in ((2, 128), (3, 100), (7, 40)):
+        codes = torch.arange(heads_kv * head_dim).remainder(256).to(torch.uint8).view(1, 1, heads_kv, head_dim)
+        v_cache = codes.view(cache_dtype)
+        k_cache = torch.zeros_like(codes).view(cache_dtype)
+        for group in (1, 4):
+            q = torch.ones(1, 1, group * heads_kv, head_dim, dtype=dtype)
+            expected = v_cache.to(dtype).repeat_interleave(group, 2)
+            for block_table in (None, torch.zeros(1, 1, dtype=torch.int32)):
+                out = flash_attn_with_kvcache(q, k_cache, v_cache, block_table=block_table)
+                torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)

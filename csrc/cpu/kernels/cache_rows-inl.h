@@ -155,13 +155,18 @@ class Prefetcher {
   // calls.
   FA_INLINE void lines(int64_t count) {
     constexpr int64_t kLine = 64;
-    for (int64_t n = 0; n < count; ++n, at_ += kLine) {
+    due_ += count;
+    const int64_t stored = due_ >> widening_;
+    due_ -= stored << widening_;
+    for (int64_t n = 0; n < stored; ++n, at_ += kLine) {
       if (at_ >= end_ && !find_row()) return;
       __builtin_prefetch(at_, 0, kPrefetchLevel);
     }
   }
+  // From now on lines() counts lines of elements with 2^widening times the bytes of the stored elements.
+  void count_widened(int widening) { widening_ = widening; }
   // Prefetches all remaining lines.
-  void finish() { lines(std::numeric_limits<int64_t>::max()); }
+  void finish() { lines(std::numeric_limits<int64_t>::max() / 2); }
 
  private:
   // The prefetch distance: whole chunks, with enough bytes to hide the latency. Prefetched rows stay in L2.
@@ -187,6 +192,8 @@ class Prefetcher {
 
   HeadRange heads_{};
   const TileSource *source_ = nullptr, *next_ = nullptr;
+  int widening_ = 0;
+  int64_t due_ = 0;  // widened lines, less than a stored line
   int64_t ahead_ = 0, row_ = 0, end_row_ = 0, head_ = 0;
   const char *at_ = nullptr, *end_ = nullptr;
 };
@@ -205,6 +212,13 @@ bool load_factors(const AttentionParams& p, const CacheScale& scale, int64_t h_k
   for (int64_t n = 0; n < keys;) {
     const int64_t row = first + n, in_page = row % size, end = std::min(keys, n + size - in_page);
     const int64_t page = cache.pages ? cache.pages.page_of(row) : cache.cache;
+    if (scale.stride_s == 0) {  // one factor for all rows
+      const T factor = static_cast<T>(scale.at(page, h_kv, 0));
+      std::fill(factors + n, factors + end, factor);
+      probe += factor * T(0);
+      n = end;
+      continue;
+    }
     for (int64_t r = in_page; n < end; ++n, ++r) {
       factors[n] = static_cast<T>(scale.at(page, h_kv, r));
       probe += factors[n] * T(0);
@@ -227,9 +241,9 @@ Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale&
   if (dtype == CacheDType::kOfQuery)
     return {reinterpret_cast<const In*>(source.row(h_kv, first)), t.stride_s, cols};
   for_cache_dtype(dtype, [&](auto coded) {
-    for (int64_t n = 0; n < count; ++n)
-      copy_coded<coded.value, false>(
-          copy + n * cols, reinterpret_cast<const uint8_t*>(source.row(h_kv, first + n)), cols, 1.0f);
+    // A chunk is contiguous: its rows have one distance.
+    copy_coded_rows<coded.value>(copy, cols, reinterpret_cast<const uint8_t*>(source.row(h_kv, first)),
+                                 source.stride, count, cols);
   });
   return {copy, cols, cols};
 }

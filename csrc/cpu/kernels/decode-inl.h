@@ -175,7 +175,7 @@ void load_decode_queries(const AttentionParams& p, const DecodeScratch<In, T>& s
       const In* q = p.q.row<In>(task.b, (task.heads.first + n) * group + row / seqlen_q, row % seqlen_q);
       s.products.load_query(p, n * rows + row, q);
       if constexpr (DecodeBytes<In>::kExists)
-        if (s.bytes.q) s.bytes.load_query(p, n * rows + row, q);
+        if (s.bytes.q && multiplies_bytes<T>(rows)) s.bytes.load_query(p, n * rows + row, q);
     }
     s.products.finish_queries(p, n, rows);
   }

@@ -8,6 +8,14 @@
 
 #include "decode_products-inl.h"
 
+// Returns whether so many rows are multiplied by int8 without conversion. More rows are lanes, and int8 is widened once for
+// all of them.
+template <class T>
+constexpr bool multiplies_bytes(int64_t rows) {
+  constexpr int64_t kMostRows = 4;
+  return rows <= kMostRows || !fills_lanes<T>(rows);
+}
+
 #if defined(FA_DOT_INT16)
 
 // Rounds a row to int16: its largest magnitude becomes `whole`. The row has whole vectors, padded with zeros. Returns the unit of the rounded numbers: NaN

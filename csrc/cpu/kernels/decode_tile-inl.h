@@ -85,15 +85,16 @@ struct DecodeTile {
   const int64_t group = z.heads / z.heads_kv, rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
   const int64_t lanes = lanes_of<T>(rows);  // if all_at_once
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
-  // int8 rows are multiplied without conversion, in the form for few rows.
-  const bool few_int8 = DecodeBytes<In>::kExists && cache.dtype == CacheDType::kInt8 && rows <= kLanes<T> / 2;
-  const bool all_at_once = fills_lanes<T>(rows) && !few_int8;
-  // Only the softmax follows the product: scores stay S^T.
-  const bool stays_transposed = all_at_once && cache.dtype == CacheDType::kOfQuery && !p.dropout &&
-                                !p.alibi && p.softcap == 0 && !may_mask();
-  // Whether int8 rows may be multiplied without conversion.
-  const bool is_int8 = DecodeBytes<In>::kExists && cache.dtype == CacheDType::kInt8 && !all_at_once;
-
+  const bool is_int8 =
+      DecodeBytes<In>::kExists && cache.dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows);
+  const bool all_at_once = fills_lanes<T>(rows) && !is_int8;
+  // Only the softmax and the factors of 8-bit rows follow the product: scores stay S^T.
+  const bool stays_transposed = all_at_once && !p.dropout && !p.alibi && p.softcap == 0 && !may_mask();
+  // The products count elements of 2^widening times the bytes of the stored elements.
+  int widening() const {
+    if (cache.dtype == CacheDType::kOfQuery || is_int8) return 0;
+    return sizeof(In) == 8 ? 3 : sizeof(In) == 4 ? 2 : 1;
+  }
   // Whether a key may be hidden from a query.
   bool may_mask() const {
     return p.functions || is_masked_before(p, j0 + keys) ||
@@ -150,7 +151,11 @@ struct DecodeTile {
       }
     }
     ahead.finish();
-    if (stays_transposed) return;
+    if (stays_transposed) {
+      for (int64_t n = 0; n < heads.count; ++n)
+        if (s.multiplied[n]) multiply_keys_of_lanes(n, s.key_factors + n * ld);
+      return;
+    }
     for (int64_t n = 0; n < heads.count; ++n)
       for (int64_t row = 0; row < rows; ++row) {
         T* scores = scores_of(n) + row * ld;
@@ -167,6 +172,7 @@ struct DecodeTile {
     s.multiplied[n] = load_factors<T>(p, cache.v_scale, h_kv, j0, keys, ld, s.value_factors + n * ld);
     if (stays_transposed) {
       softmax_of_lanes(n, r);
+      if (s.multiplied[n]) multiply_keys_of_lanes(n, s.value_factors + n * ld);
       s.added[n] = false;
       return;
     }
@@ -316,6 +322,12 @@ struct DecodeTile {
     std::fill(scores + keys * block_lanes, scores + padded_keys * block_lanes, T(0));  // padding of pairs
   }
 
+  void multiply_keys_of_lanes(int64_t n, const T* factors) const {
+    for_each_lane_tile({scores_of(n), padded_keys}, [&](int64_t, int64_t count, T* block) {
+      multiply_keys<T>(block, keys, lanes_of<T>(count), factors);
+    });
+  }
+
   bool in_one_place(const TileSource& source) const {
     return source.in_one_place() && cache.dtype == CacheDType::kOfQuery;
   }
@@ -381,6 +393,8 @@ void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const Ti
     during_values = shares_rows ? Prefetcher(next.keys, few, all, tile.heads)
                                 : Prefetcher(now.values, is_tile_ahead ? next.values : next.keys, tile.heads);
   }
+  during_scores.count_widened(tile.widening());
+  during_values.count_widened(tile.widening());
   tile.load_scores(now.keys, during_scores);
   for (int64_t n = 0; n < tile.heads.count; ++n) tile.softmax(n, now.values, result_of(n));
   tile.add_values(now.values, during_values, result_of);

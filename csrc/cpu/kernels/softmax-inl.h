@@ -213,3 +213,20 @@ inline void decode_softmax_lanes(T* scores, int64_t keys, int64_t lanes, const T
     store<T>(rescale + row, factor);
   }
 }
+
+// Multiplies key j of S^T or P^T, [keys][lanes], by factors[j]. `factors` has whole vectors.
+template <class T>
+inline void multiply_keys(T* tile, int64_t keys, int64_t lanes, const T* factors) {
+  constexpr int L = kLanes<T>;
+  if (lanes >= L) {
+    for (int64_t j = 0; j < keys; ++j) multiply_row<T>(tile + j * lanes, factors[j], lanes);
+    return;
+  }
+  VecIndex<T> key_of_lane;  // a vector has lanes of several keys
+  for (int i = 0; i < L; ++i) key_of_lane[i] = i / static_cast<int>(lanes);
+  for (int64_t j = 0; j < keys; j += L / lanes) {
+    const Vec<T> some = load<T>(factors + j / L * L);
+    T* to = tile + j * lanes;
+    store<T>(to, load<T>(to) * pick<T>(some, some, key_of_lane + static_cast<int>(j % L)));
+  }
+}

@@ -100,6 +100,17 @@ FA_INLINE void copy_float8(In* to, const uint8_t* from) {
   *reinterpret_cast<UnalignedWords*>(to) = magnitude | (code << 8 & 0x8000);
 }
 
+template <CacheDType dtype, class In>
+constexpr Float8Bytes float8_bytes() {
+  constexpr Float8Table<dtype, In> table;
+  Float8Bytes bytes;
+  for (int code = 0; code < 128; ++code) {
+    bytes.low[code] = static_cast<uint8_t>(table.of_code[code]);
+    bytes.high[code] = static_cast<uint8_t>(table.of_code[code] >> 8);
+  }
+  return bytes;
+}
+
 #endif
 
 // Copies one row of 8-bit elements, multiplied by `scale` if kScaled. The product is rounded to In. Without `scale`
@@ -128,6 +139,20 @@ inline void copy_coded(In* to, const uint8_t* from, int64_t cols, float scale) {
     for (; c + L <= cols; c += L) store_as<In, float>(to + c, value_at(c, L));
     if (c < cols) store_tail_as<In, float>(to + c, value_at(c, cols - c), cols - c);
   }
+}
+
+// Copies rows of 8-bit elements without a scale. `stride`, `ld`: the distances of rows in elements.
+template <CacheDType dtype, class In>
+inline void copy_coded_rows(In* to, int64_t ld, const uint8_t* from, int64_t stride, int64_t rows,
+                            int64_t cols) {
+#if defined(FA_LOOKUP_128)
+  if constexpr (sizeof(In) == 2 && dtype != CacheDType::kInt8) {
+    static constexpr Float8Bytes kBytes = float8_bytes<dtype, In>();
+    if (WidenFloat8Rows* widen_rows = widen_float8_rows())
+      return widen_rows(kBytes, from, stride, rows, cols, reinterpret_cast<uint16_t*>(to), ld);
+  }
+#endif
+  for (int64_t n = 0; n < rows; ++n) copy_coded<dtype, false>(to + n * ld, from + n * stride, cols, 1.0f);
 }
 
 // Calls body(std::integral_constant<CacheDType, dtype>) for an 8-bit dtype.
