@@ -3,7 +3,8 @@
 Operators: one layer, in the same rounds, each on a cache in its own format. vLLM's side is what its CPUAttentionBackend
 calls for a layer; its schedule of the step is made before. Ours is the backend's forward of a layer.
 
-Models (--models): random weights, a process for each backend, one after another; tokens a second after the prefill.
+Models (--models): random weights, a process for each backend, one after another. A clock around the layers of attention
+measures their share of a decode step.
 
 Needs vLLM (docs/vllm.md): python -m benchmarks.vllm_backend --text FILE
 """
@@ -14,9 +15,11 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -172,6 +175,25 @@ def table_of(rows: list[dict]):
     )  # fmt: skip
 
 
+def table_of_models(rows: list[dict]):
+    return output.table(
+        [
+            "batch", "context", "dtype", "vLLM: ms a step", "ours", "vLLM: attention", "ours", "vLLM tokens/s",
+            "ours", "ours / vLLM",
+        ],
+        [
+            [
+                str(row["batch"]), str(row["context"]), row["dtype"],
+                *(f"{row[side][0]:.1f}" for side in ("theirs", "ours")),
+                *(f"{row[side][1]:.2f}" for side in ("theirs", "ours")),
+                *(f"{1e3 * row['batch'] / row[side][0]:.1f}" for side in ("theirs", "ours")),
+                f"{row['theirs'][0] / row['ours'][0]:.2f}",
+            ]
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
 # About 120 million parameters: the matrices of a token take 240 MB in bfloat16.
 MODEL = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=768, intermediate_size=2048,
@@ -180,55 +202,87 @@ MODEL = dict(
 )  # fmt: skip
 
 
-def run_model(backend: str, batch: int, context: int, new: int, dtype: str, repeats: int) -> list[float]:
-    """Returns tokens a second of the steps after the first, for each repetition. In this process."""
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR"
-    )
-    import tempfile
-    from pathlib import Path
+class ModelRun:
+    """An engine in this process, with a clock around its layers of attention."""
 
-    from vllm import LLM, SamplingParams
+    def __init__(self, backend: str, dtype: str, batches: list[int], context: int, new: int) -> None:
+        os.environ.update(
+            VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR"
+        )
+        from vllm import LLM
 
-    from flash_attn_ext.integrations.vllm.plugin import register
+        from flash_attn_ext.integrations.vllm.plugin import register
 
-    register()
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    llm = LLM(
-        str(folder), skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, dtype=dtype,
-        max_model_len=context + new + 1, max_num_seqs=batch, num_gpu_blocks_override=batch * (context // 64 + 4),
-        enable_prefix_caching=False, kv_cache_memory_bytes=1 << 30, attention_config={"backend": backend},
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    prompts = [
-        {"prompt_token_ids": torch.randint(3, 30000, (context,), generator=generator).tolist()} for _ in range(batch)
-    ]
+        register()
+        folder = Path(tempfile.mkdtemp())
+        (folder / "config.json").write_text(json.dumps(MODEL))
+        pages = sum(batches) * (-(-(context + new) // PAGE_SIZE) + 1)
+        self.llm = LLM(
+            str(folder), skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, dtype=dtype,
+            max_model_len=context + new + 1, max_num_seqs=max(batches), num_gpu_blocks_override=pages + 1,
+            kv_cache_memory_bytes=1 << 30, attention_config={"backend": backend},
+        )  # fmt: skip
+        self.context, self.new, self.attention = context, new, 0.0
+        self.llm.apply_model(self._add_clock)
+        for batch in batches:  # fills the cache of prefixes: later runs are decodes
+            self._run(batch, 1)
 
-    def seconds(count: int) -> float:
+    def _add_clock(self, model: torch.nn.Module) -> None:
+        for module in model.modules():
+            impl = getattr(module, "impl", None)
+            for name in ("forward", "do_kv_cache_update"):
+                if hasattr(impl, "scale") and hasattr(impl, name):
+                    setattr(impl, name, self._timed(getattr(impl, name)))
+
+    def _timed(self, function: Callable) -> Callable:
+        def timed(*args, **kwargs):
+            before = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.attention += time.perf_counter() - before
+            return result
+
+        return timed
+
+    def _run(self, batch: int, count: int) -> tuple[float, float]:
+        """Returns the seconds of all and of attention."""
+        from vllm import SamplingParams
+
+        random = torch.Generator().manual_seed(batch)
+        prompts = [
+            {"prompt_token_ids": torch.randint(3, 30000, (self.context,), generator=random).tolist()}
+            for _ in range(batch)
+        ]
         options = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-        before = time.perf_counter()
-        llm.generate(prompts, options, use_tqdm=False)
-        return time.perf_counter() - before
+        self.attention, before = 0.0, time.perf_counter()
+        self.llm.generate(prompts, options, use_tqdm=False)
+        return time.perf_counter() - before, self.attention
 
-    seconds(2)
-    return [batch * (new - 1) / (seconds(new) - seconds(1)) for _ in range(repeats)]
+    def measure(self, batch: int, repeats: int) -> tuple[float, float]:
+        """Returns milliseconds of a decode step, and of its attention. The first step of a run is subtracted."""
+        steps = []
+        for _ in range(repeats):
+            short, long = self._run(batch, 1), self._run(batch, self.new)
+            steps.append([1e3 * (b - a) / (self.new - 1) for a, b in zip(short, long, strict=True)])
+        return tuple(statistics.median(column) for column in zip(*steps, strict=True))  # type: ignore[return-value]
 
 
-def measure_models(problems: list[tuple[int, int, str]], new: int, repeats: int, threads: int) -> list[dict]:
+BATCHES = [1, 8, 32]
+
+
+def measure_models(context: int, new: int, repeats: int, threads: int) -> list[dict]:
     """Each backend in a process of its own, one after another."""
     rows = []
-    for batch, context, dtype in problems:
-        row: dict = {"batch": batch, "context": context, "dtype": dtype}
+    for dtype in ("bfloat16", "float32"):
+        steps = []
         for backend in ("CPU_ATTN", NAME):
-            given = json.dumps([backend, batch, context, new, dtype, repeats])
+            given = json.dumps([backend, dtype, context, new, repeats])
             done = subprocess.run(
                 [sys.executable, "-m", "benchmarks.vllm_backend", "--one-model", given],
                 env=os.environ | {"OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, check=True, text=True,
             )  # fmt: skip
-            row[backend] = statistics.median(json.loads(done.stdout.splitlines()[-1]))
-        rows.append(row)
-        print(row, flush=True)
+            steps.append(json.loads(done.stdout.splitlines()[-1]))
+        for batch, theirs, ours in zip(BATCHES, *steps, strict=True):
+            rows.append({"batch": batch, "context": context, "dtype": dtype, "theirs": theirs, "ours": ours})
     return rows
 
 
@@ -241,20 +295,16 @@ def main() -> None:
     parser.add_argument("--one-model", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one_model:
-        print(json.dumps(run_model(*json.loads(arguments.one_model))))
+        backend, dtype, context, new, repeats = json.loads(arguments.one_model)
+        run = ModelRun(backend, dtype, BATCHES, context, new)
+        print(json.dumps([run.measure(batch, repeats) for batch in BATCHES]))
         return
     torch.set_num_threads(arguments.threads)
     record: dict = {"machine": machine(), "environment": environment()}
     if arguments.models:
-        problems = [(b, s, d) for d in ("bfloat16", "float32") for b, s in ((1, 512), (8, 512), (32, 512), (1, 4096))]
-        rows = measure_models(problems, 17, 3, arguments.threads)
-        table = output.table(
-            ["batch", "context", "dtype", "vLLM tokens/s", "ours tokens/s", "ours / vLLM"],
-            [[str(r["batch"]), str(r["context"]), r["dtype"], f"{r['CPU_ATTN']:.1f}", f"{r[NAME]:.1f}",
-              f"{r[NAME] / r['CPU_ATTN']:.2f}"] for r in rows],
-        )  # fmt: skip
+        rows = measure_models(1000, 17, 5, arguments.threads)
+        table = table_of_models(rows)
     else:
-        import vllm.platforms  # noqa: F401
         from vllm.platforms import current_platform
 
         current_platform.import_kernels()
