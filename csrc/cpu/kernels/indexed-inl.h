@@ -2,6 +2,7 @@
 // the loop of forward-inl.h, with the heads as queries.
 #pragma once
 
+#include "decode_products-inl.h"
 #include "indexed_few_heads-inl.h"
 #include "softmax-inl.h"
 
