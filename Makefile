@@ -21,7 +21,7 @@ demo: $(VENV)/.built $(VENV)/.demo
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# All tests of the library, after the build about a quarter of an hour on two idle cores. Some of them:
+# All tests of the library, after the build twenty minutes on two idle cores. Some of them:
 # TESTS="tests/cpu/test_decode.py -k split".
 test: $(VENV)/.built $(VENV)/.test
 	$(PYTEST) $(if $(TESTS),$(TESTS),-m "not planted_fault")

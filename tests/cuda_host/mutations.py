@@ -25,8 +25,9 @@ from flash_attn_ext import flash_attn
 
 CUDA = library.ROOT / "csrc" / "cuda"
 # What is rebuilt. One dtype is enough: the others are the same text.
-REBUILT = [f"simt/{name}_float32.o" for name in ("forward", "backward")]
+REBUILT = [f"simt/{name}.o" for name in ("forward_float32", "backward_float32", "indexed_float32", "key_lists")]
 REBUILT += [f"sm80/{name}_bfloat16.o" for name in ("forward", "jvp", "decode", "backward")]
+REBUILT += ["sm75/forward_float16.o"]
 # Statements of their own, and what is assigned or returned.
 BARRIER = r"(?:__sync(?:threads|warp)\w*|ptx::cp_async_(?:wait<[^<>()]*>|commit)|ptx::\w+_turn)\([^()]*\);?"
 SEEDS = 2
@@ -67,7 +68,7 @@ def with_conditions(text, mutations, conditional):
     """A source that asks at each statement whether it stays: `conditional(text, number)` is written in its place."""
     for m in sorted(mutations, key=lambda m: m.start, reverse=True):
         text = text[: m.start] + conditional(text[m.start : m.end], m.number) + text[m.end :]
-    return text.replace("#pragma once\n", '#pragma once\nextern "C" bool statement_stays(int number);\n', 1)
+    return 'extern "C" bool statement_stays(int number);\n' + text
 
 
 def conditional(statement, number):
@@ -163,10 +164,36 @@ def sm80_jvp_results(path, seed):
     return found
 
 
+def indexed_results(path, seed):
+    """Attention by index: rows of more numbers than threads of a block, more queries of a key than pairs."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 4, 70, 20, requires_grad=True)
+    k, v = (torch.randn(1, 2, 310, 20, requires_grad=True) for _ in range(2))
+    indices = torch.stack([torch.randperm(310)[:300] for _ in range(70)])[None, None]
+    large = torch.zeros(1, 4, 1, 310)
+    large[:, 0] = -1e9  # an lse that is not exact, of one head
+    with library.as_cpu_kernels(library.Library(path, seed)):
+        out = flash_attn(q, k, v, large, enable_gqa=True, key_indices=indices)
+        return [out, *torch.autograd.grad(out.sin().sum(), (q, k, v))]
+
+
+def sm75_results(path, seed):
+    """The forward of compute capability 7.5: its copies go through registers."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64).half() for n in (150, 200, 200))
+    loaded = library.Library(path, seed)
+    with loaded.on_gpu(7, 5, "sm_75"), library.as_cpu_kernels(loaded):
+        return [flash_attn(q, k, v), flash_attn(q, k, v, causal="upper_left")]
+
+
 # The functions whose calls reach a file's barriers: each must find that one is missing.
 RESULTS = {
+    "simt/indexed.cuh": (indexed_results,),
+    "simt/indexed_backward.cuh": (indexed_results,),
+    "simt/key_lists.cu": (indexed_results,),
     "sm80/backward.cuh": (sm80_backward_results,),
     "sm80/forward.cuh": (results, sm80_jvp_results),
+    "sm80/staged_copies.cuh": (sm75_results,),
     "sm80/tile_copies.cuh": (results, sm80_jvp_results),
 }
 

@@ -141,6 +141,15 @@ class Translated(library.Library):
         finally:
             self.c.forget_translated()
 
+    @contextmanager
+    def running(self, *gpu):
+        """Inside, flash_attn on CPU tensors runs these kernels from PTX, and the host's for all others.
+
+        `gpu`: the arguments of on_gpu(). One object at a time may run.
+        """
+        with self.installed(), library.as_cpu_kernels(self), self.on_gpu(*gpu or (8, 0)):
+            yield self
+
     def launches(self, name=""):
         """How often a kernel was launched since it was installed; all of them for an empty name."""
         return self.c.translated_launches(name.encode())
@@ -196,8 +205,7 @@ def edits_of(text, faults):
 
 
 @contextmanager
-def translated(path, *kernels, **options):
-    """Inside, flash_attn on CPU tensors runs these kernels from PTX, and the host's for all others."""
-    loaded = Translated(path, kernels, **options)
-    with loaded.installed(), library.as_cpu_kernels(loaded):
+def translated(path, *kernels, gpu=(8, 0)):
+    """running() of these kernels, translated for it."""
+    with Translated(path, kernels).running(*gpu) as loaded:
         yield loaded

@@ -94,7 +94,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_values(built, case):
     gpu, kernels, calls = CASES[case]
-    with translated(built, *kernels) as loaded, loaded.on_gpu(*gpu):
+    with translated(built, *kernels, gpu=gpu) as loaded:
         for call in calls:
             loaded.num_splits = 0 if gpu == SM80 else 1
             call(loaded)

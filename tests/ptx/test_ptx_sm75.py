@@ -5,10 +5,11 @@ import torch
 from cubins import NVCC
 from cuda_host import library
 from helpers import check_against_reference, check_forward_against_reference, make_qkv
-from ptx.kernels import Fault, Kernels, translated
+from ptx.kernels import Fault, Kernels, Translated, translated
 
 pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compile the CUDA kernels; there is no {NVCC}")
 
+TURING = (7, 5, "sm_75")
 FORWARD = Kernels("75", "sm80/forward.cuh", ("forward_kernel<Config<In, 64, 64, 1, false, Turing>>",), "__half")
 CONFIG = "<BackwardConfig<In, 128, BackwardForm::kDense, Turing>>"
 BACKWARD = Kernels("75", "sm80/launch_backward.cuh", (f"backward_kernel{CONFIG}", f"dq_kernel{CONFIG}"), "__half")
@@ -28,8 +29,13 @@ def make(*shape, **options):
 
 
 @pytest.fixture(scope="module")
-def forward(built):
-    with translated(built, FORWARD, faults=[f for f, _ in FAULTS.values()]) as loaded, loaded.on_gpu(7, 5, "sm_75"):
+def translated_forward(built):
+    return Translated(built, (FORWARD,), faults=[fault for fault, _ in FAULTS.values()])
+
+
+@pytest.fixture
+def forward(translated_forward):
+    with translated_forward.running(*TURING) as loaded:
         yield loaded
 
 
@@ -63,14 +69,14 @@ def test_a_planted_fault_is_found(forward, fault):
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "in any order"])
 def test_backward(built, deterministic):
-    with translated(built, BACKWARD) as loaded, loaded.on_gpu(7, 5, "sm_75"):
+    with translated(built, BACKWARD, gpu=TURING) as loaded:
         loaded.deterministic = deterministic
         check_against_reference(*make_qkv(1, 2, 65, 129, 128, heads_kv=1, dtype=torch.float16), causal="lower_right")
         assert (loaded.tier, loaded.flagged_tiles, loaded.launches() >= 2) == ("sm75", 0, True)
 
 
 def test_decode(built):
-    with translated(built, DECODE) as loaded, loaded.on_gpu(7, 5, "sm_75"):
+    with translated(built, DECODE, gpu=TURING) as loaded:
         loaded.num_splits = 3
         check_forward_against_reference(*make(2, 6, 2, 150, 64, heads_kv=2), causal="lower_right")
         assert (loaded.tier, loaded.launches()) == ("sm75", 1)

@@ -5,7 +5,7 @@ import torch
 from cubins import NVCC
 from cuda_host import library
 from helpers import check_against_reference, check_forward_against_reference, make_qkv
-from ptx.kernels import Fault, Kernels, translated
+from ptx.kernels import Fault, Kernels, Translated
 
 from flash_attn_ext import flash_attn
 
@@ -44,8 +44,13 @@ def make(*shape, dtype=torch.bfloat16, **options):
 
 
 @pytest.fixture(scope="module")
-def forward(built):
-    with translated(built, FORWARD, faults=[fault for fault, _ in FAULTS.values()]) as loaded:
+def translated_forward(built):
+    return Translated(built, (FORWARD,), faults=[fault for fault, _ in FAULTS.values()])
+
+
+@pytest.fixture
+def forward(translated_forward):
+    with translated_forward.running() as loaded:
         yield loaded
 
 
@@ -105,8 +110,13 @@ def test_a_planted_fault_is_found(forward, fault):
 
 
 @pytest.fixture(scope="module")
-def backward(built):
-    with translated(built, BACKWARD) as loaded:
+def translated_backward(built):
+    return Translated(built, (BACKWARD,))
+
+
+@pytest.fixture
+def backward(translated_backward):
+    with translated_backward.running() as loaded:
         yield loaded
 
 
@@ -125,8 +135,13 @@ def test_backward(backward, deterministic, seqlens, options):
 
 
 @pytest.fixture(scope="module")
-def decode(built):
-    with translated(built, DECODE) as loaded:
+def translated_decode(built):
+    return Translated(built, (DECODE,))
+
+
+@pytest.fixture
+def decode(translated_decode):
+    with translated_decode.running() as loaded:
         yield loaded
 
 

@@ -5,7 +5,7 @@ import torch
 from cubins import NVCC
 from cuda_host import library
 from helpers import check_against_reference, check_forward_against_reference, make_qkv
-from ptx.kernels import Fault, Kernels, translated
+from ptx.kernels import Fault, Kernels, Translated
 
 pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compile the CUDA kernels; there is no {NVCC}")
 
@@ -64,10 +64,15 @@ def make(*shape, dtype=torch.bfloat16, **options):
 
 
 @pytest.fixture(scope="module")
-def forward(built):
-    faults = [fault for fault, _ in FAULTS.values()]
-    with translated(built, forward_kernels(64), faults=faults) as loaded, loaded.on_gpu(9, 0):
-        loaded.num_splits = 1
+def translated_forward(built):
+    loaded = Translated(built, (forward_kernels(64),), faults=[fault for fault, _ in FAULTS.values()])
+    loaded.num_splits = 1
+    return loaded
+
+
+@pytest.fixture
+def forward(translated_forward):
+    with translated_forward.running(9, 0) as loaded:
         yield loaded
 
 
@@ -105,8 +110,13 @@ def test_a_planted_fault_is_found(forward, fault):
 
 
 @pytest.fixture(scope="module")
-def backward(built):
-    with translated(built, backward_kernels(64)) as loaded, loaded.on_gpu(9, 0):
+def translated_backward(built):
+    return Translated(built, (backward_kernels(64),))
+
+
+@pytest.fixture
+def backward(translated_backward):
+    with translated_backward.running(9, 0) as loaded:
         yield loaded
 
 

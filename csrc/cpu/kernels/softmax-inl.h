@@ -222,7 +222,7 @@ inline void multiply_keys(T* tile, int64_t keys, int64_t lanes, const T* factors
     for (int64_t j = 0; j < keys; ++j) multiply_row<T>(tile + j * lanes, factors[j], lanes);
     return;
   }
-  VecIndex<T> key_of_lane;  // a vector has lanes of several keys
+  VecIndex<T> key_of_lane = {};  // a vector has lanes of several keys
   for (int i = 0; i < L; ++i) key_of_lane[i] = i / static_cast<int>(lanes);
   for (int64_t j = 0; j < keys; j += L / lanes) {
     const Vec<T> some = load<T>(factors + j / L * L);

@@ -50,7 +50,8 @@ struct NamedKeys {
     count = lists.indices.count == 0 ? 0 : lists.lengths[at / lists.indices.count] * block_size;
   }
 
-  // Writes the keys of the tile that begins at number n0, and publishes them. Returns their count.
+  // Writes the keys of the tile that begins at number n0. Returns their count. The first barrier of add_row_products()
+  // publishes them; the operators take D from 1 on, so it has one.
   template <class Memory>
   __device__ int load(Memory& shared, int64_t n0, int64_t seqlen_k) const {
     __syncthreads();  // all threads have read the last keys
@@ -59,7 +60,6 @@ struct NamedKeys {
       const int64_t key = at < count ? entries[at / block_size] * block_size + at % block_size : seqlen_k;
       shared.keys[n] = key < seqlen_k ? key : -1;
     }
-    __syncthreads();  // publishes the keys
     return static_cast<int>(smaller<int64_t>(count - n0, kBlockK));
   }
 };

@@ -138,9 +138,9 @@ template <class T>
 __device__ int collect_queries(KeyMemory<T>& shared, bool found, int64_t i0) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t votes = __ballot_sync(0xffffffffu, found);
-  __syncthreads();  // all threads have read the last queries
-  if (lane == 0) shared.votes[warp] = votes;
-  __syncthreads();  // publishes the votes
+  if (lane == 0)
+    shared.votes[warp] = votes;  // the last votes were read before the last queries were published
+  __syncthreads();               // publishes the votes; all threads have read the last queries
   int before = 0, all = 0;
   for (int n = 0; n < kThreads / 32; ++n) {
     const uint32_t earlier = n < warp ? ~0u : n == warp ? (1u << lane) - 1 : 0u;

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) sort_kernel(const KeyLists lists) {
         if (0 <= bit && bit < kKeysOfThread) marks |= uint64_t{1} << bit;
       }
     }
-    __syncthreads();  // all threads have read the last counts
+    // The loop's barriers came after all threads had read the last counts.
     shared.counts[threadIdx.x] = __popcll(marks);
     __syncthreads();  // publishes the counts
     int32_t before = 0, all = 0;

@@ -12,6 +12,7 @@
 #include "gpu.h"
 #include "sm80.h"
 #include "softmax.cuh"
+#include "staged_copies.cuh"
 #include "tile_copies.cuh"
 
 namespace flash_attn_ext::cuda::sm80 {
