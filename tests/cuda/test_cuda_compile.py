@@ -20,14 +20,14 @@ NO_MEMORY = f"0 bytes stack frame,{NO_SPILLS}"
 def sources():
     """(source, architecture). The dtypes share their text, so each is compiled for one architecture.
 
-    float16 and float32 differ from bfloat16 in their conversions alone: only builds compile them, and `make gpu`. sm75
-    has float16 only.
+    float16 differs from bfloat16 in its conversions alone: only builds compile it, and `make gpu`. sm75 has float16
+    only.
     """
     for source in sorted(CUDA.rglob("*.cu")):
         is_sm75, is_sm90 = (source.parent.name == tier for tier in ("sm75", "sm90"))
-        if source.stem.endswith(("_float16", "_float32")) and not is_sm75:
+        if source.stem.endswith("_float16") and not is_sm75:
             continue
-        architecture = "75" if is_sm75 else "90a" if is_sm90 or source.stem.endswith("_float64") else "80"
+        architecture = "75" if is_sm75 else "90a" if is_sm90 or source.stem.endswith("_float32") else "80"
         # Kernels of newer GPUs are empty in code for 7.5, so that every list of architectures compiles.
         is_newer = source.parent.name in ("sm80", "sm90")
         for each in (architecture, *["75"] * is_newer):
