@@ -127,8 +127,7 @@ def flash_attn(
             keys: causal, window, masks. Other memory of key and value is not read. Time and memory are linear in
             S_q n. Dropout drops the elements that it drops without indices. ``attn_mask`` has no gradient. On CUDA
             numbers outside of the keys name no key; on CPU they are an error. Tensors without a batch, or with several,
-            have indices with as many dimensions. See
-            docs/sparse.md.
+            have indices with as many dimensions. See docs/sparse.md.
         key_block_indices: (B or 1, H_kv or 1, S_q, n), likewise: blocks of ``key_block_size`` keys. Block m is the keys
             ``[m * key_block_size, (m + 1) * key_block_size)`` that exist.
         key_block_size: the number of keys in a block of ``key_block_indices``.

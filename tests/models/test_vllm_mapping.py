@@ -176,7 +176,7 @@ def test_pages_that_a_window_left():
 
 
 def test_shared_cache_and_second_cache():
-    """A layer may get another cache later: its views are not those of the first one."""
+    """A layer may get another cache later. It must not use the views of the first cache then."""
     layer = AttentionLayerCalls(D, D, D**-0.5)
     for _ in range(2):
         common, cache = make_step([(3, 20)]), make_cache()
@@ -219,7 +219,7 @@ def test_cross_attention():
 
 
 def test_only_used_columns_of_the_table():
-    """vLLM's table is as wide as the longest allowed sequence, and the operator copies what it gets."""
+    """vLLM's table is as wide as the longest allowed sequence, and the operator copies the whole table."""
     step = PackedStep.from_vllm(make_step([(1, 17)], columns=1000), PAGE_SIZE)
     assert step.block_table.shape == (1, 2)
 

@@ -1,4 +1,4 @@
-// Attention with functions of the user and block masks in this tier: launchers, their workspaces, and what they refuse.
+// Attention with functions of the user and block masks in this tier: launchers, their workspaces, and the reasons for a refusal.
 #pragma once
 
 #include "../run.h"

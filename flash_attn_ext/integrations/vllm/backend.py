@@ -1,4 +1,4 @@
-"""vLLM's classes of an attention backend: what it supports, its metadata, and its layers."""
+"""vLLM's classes of an attention backend: the supported options, the metadata of a step, and the layers."""
 
 from __future__ import annotations
 

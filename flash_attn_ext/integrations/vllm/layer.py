@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -33,9 +31,8 @@ class AttentionLayerCalls:
         self._scales: tuple[float, float, Tensor, Tensor] | None = None
 
     def _operator_options(self, causal: bool) -> dict[str, object]:
-        before = -1 if self.window is None else self.window - 1
         options = operator_options(
-            causal="lower_right" if causal else None, window=None if self.window is None else (before, -1),
+            causal="lower_right" if causal else None, window=None if self.window is None else (self.window - 1, -1),
             alibi_slopes=self.alibi_slopes, scale=self.scale, softcap=self.softcap, deterministic=False,
         )  # fmt: skip
         options = checked_options(_ops.CACHE.option_types, options) | {"lower_right": True}
@@ -103,9 +100,7 @@ class AttentionLayerCalls:
         )  # fmt: skip
         out.copy_(result)
 
-    def attend_without_cache(
-        self, query: Tensor, key: Tensor, value: Tensor, step: PackedStep, out: Tensor, **options: Any
-    ) -> None:
+    def attend_without_cache(self, query: Tensor, key: Tensor, value: Tensor, step: PackedStep, out: Tensor) -> None:
         """Packed sequences of an encoder attend to themselves. A window counts to both sides."""
         tokens = step.num_tokens
         window = None if self.window is None else self.window - 1
@@ -113,6 +108,6 @@ class AttentionLayerCalls:
             query[:tokens], key[:tokens], value[:tokens], step.query_offsets, step.query_offsets, step.longest_query,
             step.longest_query, causal="lower_right" if step.causal else None,
             window=window if window is None or not step.causal else (window, -1), scale=self.scale, enable_gqa=True,
-            softcap=self.softcap, alibi_slopes=self.alibi_slopes, sink=sink_of(self.sink, query), **options,
+            softcap=self.softcap, alibi_slopes=self.alibi_slopes, sink=sink_of(self.sink, query),
         )  # fmt: skip
         out[:tokens].copy_(result)
