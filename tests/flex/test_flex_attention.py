@@ -131,6 +131,12 @@ def test_memory_order_of_torch(order):
     assert all(g.stride() == wanted.stride() for g in torch.autograd.grad(out.sum(), inputs))
 
 
+def test_memory_order_with_a_dimension_of_one():
+    q = torch.randn(2, 1, 12, 8).permute(2, 0, 1, 3)  # dimensions 1 and 2 have the same stride
+    with torch.no_grad():
+        assert flex_attention(q, q, q).stride() == torch_flex_attention(q, q, q).stride()
+
+
 def test_gradcheck_with_captured_tensors():
     q, k, v = (torch.randn(1, 2, 7, 5, dtype=torch.float64, requires_grad=True) for _ in range(3))
     table, temperature = (torch.rand(2, n, dtype=torch.float64, requires_grad=True) for n in (13, 1))

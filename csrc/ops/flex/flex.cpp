@@ -173,7 +173,8 @@ void check_gradient(const typename Op::Tensors& in, const typename Op::Options& 
 void set_stride_order(at::Tensor& result, const at::Tensor& like) {
   const bool has_order = like.sym_stride(0) >= like.sym_stride(1) && like.sym_stride(0) >= like.sym_stride(2);
   if (!result.defined() || has_order) return;
-  int order[] = {0, 1, 2};  // the fastest first; the last dimension is contiguous
+  int order[] = {2, 1,
+                 0};  // the fastest first, and of equal strides the last; the last dimension is contiguous
   std::stable_sort(std::begin(order), std::end(order),
                    [&](int m, int n) { return like.sym_stride(m) < like.sym_stride(n); });
   c10::SymDimVector strides(4, 1);
