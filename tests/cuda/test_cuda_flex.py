@@ -24,9 +24,7 @@ test_masked_nan = cpu.test_masked_nan_does_not_reach_other_rows
 @pytest.mark.parametrize("name", SCORES)
 def test_score_functions(name):
     score_mod, captured = score_mods(2, 67, 70, torch.float64)[name]
-    for t in captured:
-        t.requires_grad_(False)
-    cpu.check(SHAPE, torch.float64, score_mod)
+    cpu.check(SHAPE, torch.float64, score_mod, captured=captured)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -41,22 +39,24 @@ def test_dtypes_and_wide_head_dimensions(dtype):
     cpu.check((2, 4, 2, 20, 70, 136), dtype, score_mod, mask_mods(2, 20, 70)["document"], block_size=16)
 
 
-def test_with_the_other_options():
+@pytest.mark.parametrize("bias_shape", [(67, 70), (2, 1, 70)], ids=str)
+def test_with_the_other_options(bias_shape):
     q, k, v, dout = cpu.make(SHAPE, torch.float64)
     slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(67, 70, dtype=torch.float64)
-    score_mod = lambda s, b, h, i, j: torch.tanh(s) * (h + 1)  # noqa: E731
+    bias = torch.randn(*bias_shape, dtype=torch.float64, requires_grad=True)
+    factors = torch.rand(2, dtype=torch.float64, requires_grad=True)
+    score_mod = lambda s, b, h, i, j: torch.tanh(s) * factors[h]  # noqa: E731
     distance = (torch.arange(67)[:, None] - torch.arange(70)).abs()
 
     def all_of_it(s, b, h, i, j):
-        return score_mod(s - slopes[h] * distance[i, j], b, h, i, j) + bias[i, j]
+        return score_mod(s - slopes[h] * distance[i, j], b, h, i, j) + bias.expand(2, 67, 70)[h, i, j]
 
     ours = flash_attn(
         q, k, v, bias, enable_gqa=True, causal="upper_left", softcap=2.0, alibi_slopes=slopes, score_mod=score_mod,
         return_lse=True,
     )  # fmt: skip
     exact = dense_flex(q, k, v, all_of_it, lambda b, h, i, j: i >= j, softcap=2.0)
-    inputs = (q, k, v, slopes)
+    inputs = (q, k, v, slopes, bias, factors)
     for a, b in zip(ours, exact, strict=True):
         torch.testing.assert_close(a, b)
     got, wanted = (torch.autograd.grad((out * dout.detach()).sum(), inputs) for out, _ in (ours, exact))
@@ -92,11 +92,34 @@ def test_large_scores_keep_the_sum():
     torch.testing.assert_close(dv, torch.ones_like(dv))  # 5 rows of weights 1 / 5
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e30, torch.inf, -torch.inf, torch.nan])
+def test_gradients_of_captured_elements_of_any_size(value):
+    """Each element has a unit of its own. Not finite contributions reach the elements that they belong to, only."""
+    q, k, v, dout = (torch.randn(1, 2, 70, 8, dtype=torch.float64) for _ in range(4))
+    table = torch.zeros(70, dtype=torch.float64, requires_grad=True)
+    sizes = torch.ones(70, dtype=torch.float64)
+    sizes[3] = value
+    score_mod = lambda s, b, h, i, j: s + table[j] * sizes[j]  # noqa: E731
+    ours, exact = flex_attention(q, k, v, score_mod), dense_flex(q, k, v, score_mod)[0]
+    got, wanted = (torch.autograd.grad((out * dout).sum(), table)[0] for out in (ours, exact))
+    torch.testing.assert_close(
+        got / sizes.where(sizes.isfinite(), 1), wanted / sizes.where(sizes.isfinite(), 1), equal_nan=True
+    )
+
+
+def test_gradients_of_captured_elements_have_the_same_bits_in_any_order(kernels):
+    q, k, v = (torch.randn(1, 2, 70, 8) for _ in range(3))
+    slopes = torch.rand(2, requires_grad=True)
+    grads = []
+    for seed in (1, 2):
+        kernels.seed_order(seed)
+        out = flex_attention(q, k, v, lambda s, b, h, i, j: s * slopes[h])
+        grads += torch.autograd.grad(out.square().sum(), slopes)
+    assert torch.equal(*grads)
+
+
 def test_what_it_refuses(kernels):
     q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
-    table = torch.randn(2, requires_grad=True)
-    with pytest.raises(library.KernelError, match="simt: gradients of captured tensors are for the CPU only"):
-        flex_attention(q, k, v, lambda s, b, h, i, j: s + table[h]).sum().backward()
 
     def long(s, b, h, i, j):
         for n in range(200):

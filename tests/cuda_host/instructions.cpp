@@ -151,6 +151,11 @@ int add_atomically(int* number, int x) {
   return had;
 }
 
+unsigned long long change_number(unsigned long long* number, unsigned long long to) {
+  touch_atomically(number, sizeof(*number), __builtin_return_address(0));
+  return std::exchange(*number, to);
+}
+
 // For tests/ptx: one turn of a loop that waits until a number has some value. Who reads the same number again, from the
 // same place, waits until it has changed.
 int acquire_number(Site site, const int* number) {
@@ -196,6 +201,17 @@ int64_t exponentials() { return cuda_host::exponentials; }
 float exp2_fast(float x) { return cuda_host::exp2_fast(x); }
 // Sets the address of a block's shared memory for all later launches.
 void set_shared_base(uint32_t base) { cuda_host::shared_base = base; }
+}
+
+// Of integers: the order of the additions is free.
+unsigned long long atomicAdd(unsigned long long* sum, unsigned long long x) {
+  return cuda_host::change_number(sum, *sum + x);
+}
+unsigned long long atomicMax(unsigned long long* most, unsigned long long x) {
+  return cuda_host::change_number(most, *most < x ? x : *most);
+}
+unsigned long long atomicOr(unsigned long long* bits, unsigned long long x) {
+  return cuda_host::change_number(bits, *bits | x);
 }
 
 float atomicAdd(float* sum, float x) {

@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     Pass::template recompute<true>(p, w, key, shared, at, [&](int row, int col, const auto& element) {
       Pass::store_weights(shared, row, col, element);
+      if constexpr (Pass::kHasFunctions) Pass::add_to_captured(p, w, at, row, col, element);
       if (p.dalibi_slopes) dslope -= element.dscore * alibi_distance<T>(p.band, i0 + row, j0 + col);
     });
     if (p.dq)

@@ -72,9 +72,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (i0 >= z.seqlen_q) continue;  // the sequence ends before these rows
     const Range seen = visible_keys(p.band, i0, smaller<int64_t>(i0 + kTileRows, z.seqlen_q), z.seqlen_k);
     if (j0 >= seen.end || j0 + kBlockK <= seen.begin) continue;
+    if constexpr (Pass::kHasFunctions) {
+      if (Pass::is_hidden(p, w, {b, h, i0, j0})) continue;
+    }
     Pass::template recompute<true>(
         p, w, key, shared, {b, h, i0, j0},
-        [&](int row, int col, const auto& element) { shared.weights[row][col] = element.dscore; });
+        [&](int row, int col, const auto& element) { shared.weights[row][col] = element.dmask(); });
 #pragma unroll
     for (int r = 0; r < kTileRows / kSide; ++r)
 #pragma unroll

@@ -21,10 +21,12 @@ struct TilePosition {
 // The results for one element of a tile.
 template <class T>
 struct Element {
-  T prob;      // P after dropout: for dV
-  T dscore;    // gradient of the finished score: for mask and slopes
+  T prob;  // P after dropout: for dV
+  T dscore;  // gradient of the finished score: for mask and slopes; with functions, of the score before the user's
   T dproduct;  // gradient of <q, k>: for dQ and dK
   bool attends;
+
+  __device__ T dmask() const { return dscore; }
 };
 
 // At most `most` rows from `first` on.

@@ -17,10 +17,10 @@ static __global__ void store_functions_kernel(const __grid_constant__ DeviceFunc
     reinterpret_cast<int64_t*>(to)[n] = reinterpret_cast<const int64_t*>(&from)[n];
 }
 
-inline cudaError_t launch_store_functions(const AttentionParams& p, DeviceFunctions* to,
-                                          cudaStream_t stream) {
+inline cudaError_t launch_store_functions(const AttentionParams& p, DeviceFunctions* to, cudaStream_t stream,
+                                          const CapturedSums& sums = {}) {
   return launch(store_functions_kernel, LaunchShape{1, 1, 1, kThreads}, stream,
-                device_functions(*p.functions, p.dtype), to);
+                device_functions(*p.functions, p.dtype, sums), to);
 }
 
 // Whether the block mask hides a tile of `rows` queries.

@@ -7,6 +7,14 @@
 
 namespace flash_attn_ext::cuda::simt {
 
+template <class T>
+struct FlexElement : Element<T> {
+  T old;   // the score before the user's function
+  T dnew;  // the gradient of the function's result
+
+  __device__ T dmask() const { return dnew; }  // attn_mask is added to the function's result
+};
+
 // P and dS of one tile. dS is the gradient of the score before the user's function.
 template <class In_>
 struct FlexPass : BackwardPass<In_> {
@@ -19,18 +27,20 @@ struct FlexPass : BackwardPass<In_> {
     return simt::is_hidden(p, *w.functions, at, Base::kTileRows);
   }
 
-  static __device__ Element<T> element(const Params& p, const Workspace& w, PhiloxKey key,
-                                       const TilePosition& at, const TileChunks& chunks, int row, int col,
-                                       T product, T dprob) {
+  static __device__ FlexElement<T> element(const Params& p, const Workspace& w, PhiloxKey key,
+                                           const TilePosition& at, const TileChunks& chunks, int row, int col,
+                                           T product, T dprob) {
     const DeviceFunctions& functions = *w.functions;
     const int64_t i = at.i0 + row, j = at.j0 + col;
     const FlexScore<T> score = finish_score(p, functions, chunks, product, at.b, at.h, i, j);
-    if (score.value == -kInf<T>) return {T(0), T(0), T(0), score.attends};  // for every dP and lse
+    if (score.value == -kInf<T>)
+      return {{T(0), T(0), T(0), score.attends}, T(0), T(0)};  // for every dP and lse
 
     const int64_t n = p.lse_index(at.b, at.h, i);
     const T prob = probability(w.rows, n, score.value);
     const T factor = p.dropout ? dropout_factor<T>(p, key, at.b, at.h, i, j) : T(1);
-    T dscore = prob * (dprob * factor - w.rows.delta[n]);
+    const T dnew = prob * (dprob * factor - w.rows.delta[n]);
+    T dscore = dnew;
     // 0 stays 0, whatever the function's derivative is.
     if (functions.gradient && dscore != T(0))
       dscore = number_of<T>(
@@ -38,7 +48,17 @@ struct FlexPass : BackwardPass<In_> {
                       ProgramPoint<T>{at.b, at.h, first_query_index(p) + i, j, score.old, dscore}));
     T dproduct = dscore * static_cast<T>(p.scale);
     if (p.softcap > 0) dproduct *= T(1) - score.tanh * score.tanh;
-    return {prob * factor, dscore, dproduct, score.attends};
+    return {{prob * factor, dscore, dproduct, score.attends}, score.old, dnew};
+  }
+
+  // Adds an element of the score matrix to the gradients of captured elements.
+  static __device__ void add_to_captured(const Params& p, const Workspace& w, const TilePosition& at, int row,
+                                         int col, const FlexElement<T>& element) {
+    const DeviceFunctions& functions = *w.functions;
+    if (!functions.captured_gradient || blockIdx.y != 0 || element.dnew == T(0)) return;
+    run_program(&functions, functions.captured_gradient,
+                ProgramPoint<T>{at.b, at.h, first_query_index(p) + at.i0 + row, at.j0 + col, element.old,
+                                element.dnew});
   }
 
   template <bool kWithDscores, class Visit>
@@ -67,14 +87,30 @@ cudaError_t launch_flex_backward(const BackwardParams& p, void* workspace, cudaS
   const auto shape_of = [](bool wanted, int64_t tasks, int64_t slices) {
     return LaunchShape{wanted ? tasks : 0, slices, 1, kThreads, sizeof(typename Pass::Memory)};
   };
+  const auto elementwise = [](bool wanted, int64_t elements) {
+    return LaunchShape{wanted ? ceil_div(elements, kThreads) : 0, 1, 1, kThreads};
+  };
   const LaunchShape rows{heads * ceil_div(z.seqlen_q, kBlockQ), 1, 1, kThreads,
                          sizeof(SharedMemory<T, kBlockQ>)};
+  const MaskSchedule mask = schedule_mask(p, Pass::kTileRows);
+  const int64_t mask_elements = p.dmask.batch * p.dmask.heads * p.dmask.rows * p.dmask.cols;
+  // dq_kernel visits each element of the score matrix once: it also adds to captured elements.
+  const int64_t captured = w.captured ? p.functions->captured_count : 0;
+  CapturedSums adds = w.captured;
+  adds.pass = CapturedSums::kAdd;
+  BackwardParams without_dq = p;
+  without_dq.dq = {};
+  without_dq.dalibi_slopes = nullptr;
   return in_order(
-      [&] { return launch_store_functions(p, w.functions, stream); },
+      [&] { return launch_store_functions(p, w.functions, stream, w.captured); },
+      [&] {
+        return launch(clear_captured_kernel, elementwise(captured > 0, captured), stream, w.captured,
+                      captured);
+      },
       [&] { return launch(flex_row_terms_kernel<In>, rows, stream, p, w.rows, w.functions); },
       [&] {
         return launch(dq_kernel<Pass, kMaxSlice>,
-                      shape_of(p.dq || p.dalibi_slopes, heads * query_blocks,
+                      shape_of(p.dq || p.dalibi_slopes || captured > 0, heads * query_blocks,
                                p.dq ? ceil_div(z.head_dim, kMaxSlice) : 1),
                       stream, p, w);
       },
@@ -87,9 +123,27 @@ cudaError_t launch_flex_backward(const BackwardParams& p, void* workspace, cudaS
                       shape_of(bool(p.dv), key_tasks, ceil_div(z.head_dim_v, kKeySlice)), stream, p, w);
       },
       [&] {
-        return launch(dslopes_kernel<T>,
-                      LaunchShape{p.dalibi_slopes ? ceil_div(heads, kThreads) : 0, 1, 1, kThreads}, stream,
+        return launch(
+            dmask_kernel<Pass>,
+            LaunchShape{p.dmask ? mask.tasks : 0, 1, mask.parts, kThreads, sizeof(typename Pass::Memory)},
+            stream, p, w);
+      },
+      [&] {
+        return launch(dmask_sum_kernel<T>, elementwise(p.dmask && mask.parts > 1, mask_elements), stream,
+                      p.dmask, p.mask.dtype, w.dmask_parts, mask.parts);
+      },
+      [&] {
+        return launch(dslopes_kernel<T>, elementwise(p.dalibi_slopes != nullptr, heads), stream,
                       static_cast<T*>(p.dalibi_slopes), heads, w.dslopes, query_blocks);
+      },
+      [&] { return captured > 0 ? launch_store_functions(p, w.functions, stream, adds) : cudaSuccess; },
+      [&] {
+        return launch(dq_kernel<Pass, kMaxSlice>, shape_of(captured > 0, heads * query_blocks, 1), stream,
+                      without_dq, w);
+      },
+      [&] {
+        return launch(store_captured_kernel<T>, elementwise(captured > 0, captured), stream, adds,
+                      static_cast<T*>(p.functions->dcaptured), captured);
       },
       [&] { return launch_sink_gradient(p, w.rows.delta, RowOfLse{}, stream); });
 }

@@ -59,8 +59,10 @@ DeviceProgram append(DeviceFunctions& to, int64_t& count, const Program& program
 // Whether the programs fit into DeviceFunctions.
 bool fits(const UserFunctions& functions) {
   int64_t instructions = 0, values = 0;
-  for (const Program& program : {functions.score, functions.gradient, functions.mask}) {
-    if (!program) continue;
+  for (const Program* const each :
+       {&functions.score, &functions.gradient, &functions.captured_gradient, &functions.mask}) {
+    const Program& program = *each;
+    if (!program || (each == &functions.captured_gradient && !functions.dcaptured)) continue;
     instructions += program.count();
     values = std::max(values, values_of(program));
   }
@@ -80,21 +82,33 @@ const char* why_not_functions(const AttentionParams& p) {
 
 const char* why_not_functions(const BackwardParams& p) {
   if (!p.functions) return nullptr;
-  if (p.functions->dcaptured) return "simt: gradients of captured tensors are for the CPU only so far";
-  if (p.dmask) return "simt: the gradient of attn_mask with functions of the user is for the CPU only so far";
   return why_not_functions(static_cast<const AttentionParams&>(p));
 }
 
-DeviceFunctions device_functions(const UserFunctions& functions, DType dtype) {
+DeviceFunctions device_functions(const UserFunctions& functions, DType dtype, const CapturedSums& sums) {
   DeviceFunctions to = {};
   int64_t count = 0;
   to.score = append(to, count, functions.score, dtype);
   to.gradient = append(to, count, functions.gradient, dtype);
+  if (sums) to.captured_gradient = append(to, count, functions.captured_gradient, dtype);
   to.mask = append(to, count, functions.mask, dtype);
+  to.captured_sums = sums;
   to.captured = functions.captured;
   to.captured_ints = functions.captured_ints;
   to.blocks = functions.blocks;
   return to;
+}
+
+int32_t log2_contributions(const BackwardParams& p) {
+  const Sizes& z = p.sizes;
+  const Program& program = p.functions->captured_gradient;
+  int64_t per_element = 1;  // additions of one element of the score matrix
+  for (int64_t n = 0; n < program.count(); ++n)
+    per_element += program.at(n).operation() == Operation::scatter_add;
+  const int64_t most = z.batch * z.heads * z.seqlen_q * z.seqlen_k * per_element;
+  int32_t log2 = 0;
+  while (most >> log2 > 0) ++log2;
+  return log2;
 }
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -17,7 +17,18 @@ struct DeviceInstruction {
 struct DeviceProgram {
   int32_t first = 0, count = 0, result = -1;  // -1: no program
 
-  FA_HOST_DEVICE explicit operator bool() const { return result >= 0; }
+  FA_HOST_DEVICE explicit operator bool() const { return count > 0 || result >= 0; }
+};
+
+// Sums of the gradients of captured elements: captured.cuh.
+struct CapturedSums {
+  enum Pass : int32_t { kFindLargest, kAdd };
+
+  unsigned long long *largest = nullptr, *sums = nullptr;  // captured_count each; null: not wanted
+  int32_t log2_count = 0;  // 2^log2_count: at least the contributions to an element
+  Pass pass = kFindLargest;
+
+  FA_HOST_DEVICE explicit operator bool() const { return sums != nullptr; }
 };
 
 struct DeviceFunctions {
@@ -26,20 +37,31 @@ struct DeviceFunctions {
   static constexpr int64_t kMostValues = 64;  // of one program
   static constexpr int kScore = 0, kGradient = 1;  // the first two values
 
-  DeviceProgram score, gradient, mask;
+  DeviceProgram score, gradient, captured_gradient, mask;
+  CapturedSums captured_sums;
   const void *captured, *captured_ints;
   BlockStates blocks;
   DeviceInstruction instructions[kMostInstructions];
 };
 
-DeviceFunctions device_functions(const UserFunctions& functions, DType dtype);
+// `sums`: of the gradients of captured elements, if they are wanted.
+DeviceFunctions device_functions(const UserFunctions& functions, DType dtype, const CapturedSums& sums = {});
+
+// At least log2 of the contributions to one captured element.
+int32_t log2_contributions(const BackwardParams& p);
 
 template <class T>
 struct FlexBackwardWorkspace : BackwardWorkspace<T> {
   DeviceFunctions* functions;
+  CapturedSums captured;
 
   static FlexBackwardWorkspace lay_out(Arena& arena, const BackwardParams& p) {
-    return {BackwardWorkspace<T>::lay_out(arena, p), arena.take<DeviceFunctions>(1)};
+    const int64_t count = p.functions->dcaptured ? p.functions->captured_count : 0;
+    FlexBackwardWorkspace w{BackwardWorkspace<T>::lay_out(arena, p), arena.take<DeviceFunctions>(1)};
+    if (count > 0)
+      w.captured = {arena.take<unsigned long long>(count), arena.take<unsigned long long>(count),
+                    log2_contributions(p)};
+    return w;
   }
 };
 

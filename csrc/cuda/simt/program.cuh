@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "../../core/program_arithmetic.h"
-#include "functions.h"
+#include "captured.cuh"
 
 // Compiled once for all kernels of a source.
 #if defined(__CUDACC__)
@@ -151,7 +151,7 @@ __device__ I nearest_index(I n, int64_t last) {
   return n < 0 ? 0 : n > last ? static_cast<I>(last) : n;
 }
 
-// Returns the bits of the program's result.
+// Returns the bits of the program's result; 0 for a program that only adds to captured elements.
 template <class T>
 FA_NOT_INLINED __device__ arithmetic::Index<T> run_program(const DeviceFunctions* functions,
                                                            const DeviceProgram& program,
@@ -190,6 +190,10 @@ FA_NOT_INLINED __device__ arithmetic::Index<T> run_program(const DeviceFunctions
         result = nearest_index(index < 0 ? index + size : index, size - 1);
         break;
       }
+      case Operation::scatter_add:
+        add_captured(functions->captured_sums, in.immediate[0] + nearest_index(word(0), in.immediate[1] - 1),
+                     number(1));
+        continue;  // without a target
 #define FA_PROGRAM_V1(...) \
   const V a = number(0);   \
   result = bits_of<T>(__VA_ARGS__)
@@ -237,7 +241,7 @@ FA_NOT_INLINED __device__ arithmetic::Index<T> run_program(const DeviceFunctions
     }
     values[in.target] = result;
   }
-  return values[program.result];
+  return program.result < 0 ? 0 : values[program.result];
 }
 
 }  // namespace flash_attn_ext::cuda::simt

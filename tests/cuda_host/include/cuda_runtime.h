@@ -129,6 +129,9 @@ inline uint32_t __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
   return mine.result;
 }
 float atomicAdd(float* address, float x);
+unsigned long long atomicAdd(unsigned long long* address, unsigned long long x);
+unsigned long long atomicMax(unsigned long long* address, unsigned long long x);
+unsigned long long atomicOr(unsigned long long* address, unsigned long long x);
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __popcll(uint64_t x) { return __builtin_popcountll(x); }
 
