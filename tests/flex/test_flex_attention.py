@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, noo
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 import flash_attn_ext
-from flash_attn_ext import flex_attention
+from flash_attn_ext import flash_attn, flash_attn_varlen, flex_attention
 from flash_attn_ext.flex import create
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -113,6 +113,33 @@ def test_row_tiles_end_at_the_edges_of_blocks(block_size, dtype):
     out, lse = flex_attention(*(t.to(dtype) for t in (q, k, v)), None, mask, enable_gqa=True, return_lse=True)
     assert_near("out", out, exact, TOLERANCES[dtype])
     assert_near("lse", lse, exact_lse, TOLERANCES[dtype])
+
+
+KEPT = {
+    "positions": lambda b, h, i, j: (i * 7 + j * 5) % 11 < 6,
+    "batch": lambda b, h, i, j: (i * 7 + j * 5 + b * 3) % 11 < 6,
+    "head": lambda b, h, i, j: (i * 7 + j * 5 + h * 3) % 11 < 6,
+    "both": lambda b, h, i, j: (i * 7 + j * 5 + h * 3 + b) % 11 < 6,
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_tiles_of_a_mask_that_are_kept_for_other_heads(name):
+    """A thread keeps what the function shows. Heads alone have the same bits. 700 keys: more tiles than places."""
+    q, k, v = (torch.randn(2, 3, length, 8) for length in (100, 700, 700))
+    ends = [0, 100, 150]  # packed, with a short sequence
+    together = flash_attn(q, k, v, mask_mod=KEPT[name])
+    packed = flash_attn_varlen(
+        *(torch.cat([t[0].transpose(0, 1)[:100], t[1].transpose(0, 1)[:50]]) for t in (q, k, v)),
+        torch.tensor(ends), torch.tensor(ends), mask_mod=KEPT[name],
+    )  # fmt: skip
+    for b in range(2):
+        for h in range(3):
+            mask_mod = lambda _, __, i, j, b=b, h=h: KEPT[name](b, h, i, j)  # noqa: E731
+            one = [t[b : b + 1, h : h + 1] for t in (q, k, v)]
+            assert torch.equal(flash_attn(*one, mask_mod=mask_mod)[0, 0], together[b, h])
+            short = [t[:, :, : ends[b + 1] - ends[b]] for t in one]
+            assert torch.equal(flash_attn(*short, mask_mod=mask_mod)[0, 0], packed[ends[b] : ends[b + 1], h])
 
 
 @pytest.mark.parametrize("order", itertools.permutations(range(4)), ids=str)

@@ -168,7 +168,8 @@ struct ForwardWorkspace {
   int64_t per_task;       // query blocks of a task, otherwise
   TaskList tasks;
   SplitResults<T> splits;
-  char* scratch;  // per thread
+  KeptMasks* kept;  // per thread
+  char* scratch;    // per thread
   size_t scratch_bytes;
 };
 
@@ -180,6 +181,14 @@ ForwardWorkspace<T> allocate_forward_workspace(Arena& arena, const AttentionPara
   w.tasks = list_tasks(
       arena, call, [&](const AttentionParams& p) { return count_forward_tasks<T>(p, w.decode, w.per_task); });
   w.splits = allocate_split_results<T>(arena, call);
+  w.kept = arena.take<KeptMasks>(threads);
+  const int64_t words = 2 * round_up_to_lanes<T>(fitted(forward_tiling<T>(), call.sizes).block_q);
+  for (int thread = 0; thread < threads; ++thread) {
+    const KeptMasks kept = KeptMasks::allocate(arena, call, words);
+    if (!w.kept) continue;
+    w.kept[thread] = kept;
+    kept.clear();
+  }
   Arena blocks(nullptr), decode(nullptr);
   if (call.varlen || !is_decode(call)) allocate_forward<In, T>(blocks, call, w.per_task);
   if (may_decode(call)) allocate_decode_scratch<In, T>(decode, call, w.decode.heads);
@@ -206,8 +215,9 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
       const HeadBlocks list = query_blocks(p.sizes, ceil_div(blocks, w.per_task), parallel.threads);
       const auto [b, h, n_from_last] = list.at(task);
       const int64_t first = (list.blocks - 1 - n_from_last) * w.per_task;
-      forward_query_blocks<In, T>(p, allocate_forward<In, T>(scratch, call, w.per_task), b, h, first,
-                                  std::min(w.per_task, blocks - first));
+      ForwardScratch<In, T> own = allocate_forward<In, T>(scratch, call, w.per_task);
+      if (w.kept[thread]) own.mask.functions.kept = &w.kept[thread];
+      forward_query_blocks<In, T>(p, own, b, h, first, std::min(w.per_task, blocks - first));
     }
   });
   if (w.decode.leaves_splits) merge_all_splits<In, T>(call, w.decode, w.splits, parallel);

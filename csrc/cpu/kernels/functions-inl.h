@@ -2,7 +2,7 @@
 // become gradients of old ones.
 #pragma once
 
-#include "mask_tile-inl.h"
+#include "kept_masks-inl.h"
 
 template <class T>
 FunctionMemory<T> allocate_functions(Arena& arena, const AttentionParams& p, int64_t block_q, int64_t block_k,
@@ -116,8 +116,11 @@ MaskTile<T> with_functions(const AttentionParams& p, const TileFrame& f, MaskTil
     tile.masked = TileMask::kAll;
     return tile;
   }
-  if (states.is_partial())
-    load_mask_function<T>(p, f, memory);
+  const auto run_function = [&] { load_mask_function<T>(p, f, memory); };
+  if (states.is_partial() && memory.kept)
+    memory.kept->load(f, first_query_index(p), visible, run_function);
+  else if (states.is_partial())
+    run_function();
   else
     std::fill(visible.words, visible.words + 2 * visible.ld, ~0u);
   if (states.lowest != states.highest) apply_blocks(p, f, visible);

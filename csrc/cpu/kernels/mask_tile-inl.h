@@ -156,9 +156,12 @@ inline TileMask load_visible_keys(const MaskParams& mask, const TileFrame& f, co
   return seen_by_any == 0 ? TileMask::kAll : seen_by_all == every_key ? TileMask::kNone : TileMask::kSome;
 }
 
+struct KeptMasks;  // kept_masks-inl.h
+
 // Memory for functions of the user on one tile.
 template <class T>
 struct FunctionMemory {
+  const KeptMasks* kept = nullptr;  // the table of this thread
   ProgramMemory<T> program;
   VisibleKeys visible;      // keys that the block mask and the mask function show
   T* old_scores = nullptr;  // [row][lane]: scores before the function, which its derivative needs
