@@ -98,7 +98,9 @@ def exactly_one_name(name: str, value: Tensor | None, other: str, given: Tensor 
 
 
 _NO_KERNEL = "There is no kernel for it here"
-_FUNCTIONS = "Functions of the scores have no kernel here: attn_mask, softcap, alibi_slopes and window of flash_attn do"
+_FUNCTIONS = (
+    "Functions in CuTe have no kernel here: score_mod and mask_mod of flash_attn_ext.flash_attn are torch functions"
+)
 _INSTEAD = {
     "qv": "flash_attn_ext.flash_attn_3 has the second query of multi-head latent attention",
     "k_descale": "Only flash_attn_with_kvcache reads 8-bit keys",
@@ -107,7 +109,7 @@ _INSTEAD = {
     **dict.fromkeys(("score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars"), _FUNCTIONS),
     **dict.fromkeys(
         ("block_sparse_tensors", "block_sparse_tensors_bwd"),
-        "Lists of blocks have no kernel here: on CPU a bool attn_mask skips the tiles that it hides",
+        "flash_attn_ext.flex.create.listed_block_mask makes a block_mask of flash_attn_ext.flash_attn from such lists",
     ),
 }
 

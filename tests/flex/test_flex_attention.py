@@ -250,7 +250,10 @@ def test_no_score_matrix_is_stored():
 def test_create_block_mask_is_that_of_torch(name, block_size):
     mask_mod = mask_mods(2, 200, 270)[name]
     arguments = (mask_mod, 2, 3, 200, 270, "cpu", block_size)
-    ours, wanted = create.create_block_mask(*arguments), create_block_mask(*arguments)
+    assert_same_lists(create.create_block_mask(*arguments), create_block_mask(*arguments))
+
+
+def assert_same_lists(ours, wanted):
     for lists in ("kv", "full_kv", "q", "full_q"):
         counts = getattr(ours, f"{lists}_num_blocks")
         assert torch.equal(counts, getattr(wanted, f"{lists}_num_blocks"))
@@ -259,6 +262,90 @@ def test_create_block_mask_is_that_of_torch(name, block_size):
         assert torch.equal(got[listed], expected[listed])
     assert ours.seq_lengths == wanted.seq_lengths
     assert ours.BLOCK_SIZE == wanted.BLOCK_SIZE
+
+
+OFFSETS = torch.tensor([0, 40, 40, 170, 260], dtype=torch.int32)
+DOCUMENT = torch.bucketize(torch.arange(260), OFFSETS[1:], right=True)
+VISIBLE = (torch.arange(2 * 3 * 100).view(2, 3, 100, 1) * 7 + torch.arange(170) * 5) % 64 < torch.arange(170)
+FORMS = {
+    "documents": (
+        lambda size: create.documents_block_mask(OFFSETS, BLOCK_SIZE=size),
+        lambda b, h, i, j: DOCUMENT[i] == DOCUMENT[j], (260, 260),
+    ),
+    "causal documents": (
+        lambda size: create.documents_block_mask(OFFSETS, causal=True, BLOCK_SIZE=size),
+        lambda b, h, i, j: (DOCUMENT[i] == DOCUMENT[j]) & (i >= j), (260, 260),
+    ),
+    "window": (
+        lambda size: create.window_block_mask(100, 170, 40, 9, diagonal=70, BLOCK_SIZE=size),
+        lambda b, h, i, j: (j >= i + 70 - 40) & (j <= i + 70 + 9), (100, 170),
+    ),
+    "causal": (
+        lambda size: create.window_block_mask(100, 170, right=0, BLOCK_SIZE=size),
+        lambda b, h, i, j: i >= j, (100, 170),
+    ),
+    "dense": (lambda size: create.dense_block_mask(VISIBLE, size), lambda b, h, i, j: VISIBLE[b, h, i, j], (100, 170)),
+    "dense of a head": (
+        lambda size: create.dense_block_mask(VISIBLE[:1], size), lambda b, h, i, j: VISIBLE[0, h, i, j], (100, 170),
+    ),
+    "dense of a sequence": (
+        lambda size: create.dense_block_mask(VISIBLE[:, 1:2], size), lambda b, h, i, j: VISIBLE[b, 1, i, j], (100, 170),
+    ),
+    "one dense mask": (
+        lambda size: create.dense_block_mask(VISIBLE[0, 0], size), lambda b, h, i, j: VISIBLE[0, 0, i, j], (100, 170),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("block_size", [32, (32, 48), (64, 16)], ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_block_masks_of_other_forms(name, block_size):
+    """The lists are those of torch, and so are the elements."""
+    make_mask, mask_mod, lengths = FORMS[name]
+    ours = make_mask(block_size)
+    batch, heads = ours.kv_num_blocks.shape[:2]
+    assert_same_lists(ours, create.create_block_mask(mask_mod, batch, heads, *lengths, BLOCK_SIZE=block_size))
+    q, k = (torch.randn(2, 3, length, 8) for length in lengths)
+    out = flex_attention(q, k, k, block_mask=ours)
+    assert_near("out", out, dense_flex(q, k, k, None, mask_mod)[0], TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("mask_mod", [None, lambda b, h, i, j: (i + j) % 3 > 0], ids=["whole", "function"])
+def test_block_mask_of_lists(mask_mod):
+    """flash-attention 4's lists: indices beyond the count are anything."""
+    counts, indices = torch.tensor([[[1, 2, 0]]]), torch.tensor([[[[1, -7], [0, 2], [99, 1]]]])
+    full_counts, full_indices = torch.tensor([[[1, 0, 1]]]), torch.tensor([[[[0], [5], [2]]]])
+    lengths = {"Q_LEN": 40, "KV_LEN": 45, "BLOCK_SIZE": 16}
+    mask = create.listed_block_mask(counts, indices, full_counts, full_indices, mask_mod=mask_mod, **lengths)
+    partial, full = torch.zeros(2, 3, 3, dtype=torch.bool)
+    partial[0, 1] = partial[1, 0] = partial[1, 2] = full[0, 0] = full[2, 2] = True
+
+    def visible(b, h, i, j):
+        by_function = True if mask_mod is None else mask_mod(b, h, i, j)
+        return full[i // 16, j // 16] | (partial[i // 16, j // 16] & by_function)
+
+    q, k = torch.randn(1, 2, 40, 8), torch.randn(1, 2, 45, 8)
+    out = flex_attention(q, k, k, block_mask=mask)
+    assert_near("out", out, dense_flex(q, k, k, None, visible)[0], TOLERANCES[torch.float32])
+    with pytest.raises(ValueError, match="mask_block_idx: allowed: 0 to 1"):
+        create.listed_block_mask(counts, indices, **{**lengths, "KV_LEN": 20})
+    with pytest.raises(ValueError, match=r"mask_block_cnt, mask_block_idx: got \(1, 1, 3\)"):
+        create.listed_block_mask(counts, indices, **{**lengths, "Q_LEN": 20})
+
+
+@pytest.mark.parametrize(
+    ("make_mask", "message"),
+    [
+        (lambda: create.documents_block_mask(torch.tensor([0, 5, 3])), "cu_seqlens: got"),
+        (lambda: create.documents_block_mask(torch.tensor([0])), "cu_seqlens: allowed"),
+        (lambda: create.window_block_mask(5, 5, -1), "left: got -1"),
+        (lambda: create.dense_block_mask(torch.ones(3, 3)), "mask: got torch.float32"),
+        (lambda: create.window_block_mask(5, 5, BLOCK_SIZE=0), "BLOCK_SIZE: got 0"),
+    ],
+)
+def test_block_masks_that_cannot_be_made(make_mask, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_mask()
 
 
 def peak_of(action):
