@@ -35,7 +35,7 @@ auto for_types_of(const Params&, const Body& body) {
   return body(Types<BFloat16, float>{});
 }
 
-#if defined(FA_DOT_INT16) && !defined(FA_HAS_TILE_REGISTERS)
+#if defined(FA_DOT_INT16) && !defined(FA_HAS_TILE_REGISTERS) && !defined(FA_TESTED_PASSES_ONLY)
 
 // The products on int8 caches are ours for float16 queries, too.
 const Kernels* other_kernels(const AttentionParams& p) {
@@ -49,6 +49,20 @@ auto for_types_of(const AttentionParams& p, const Body& body) {
 }
 
 #endif
+
+#elif defined(FA_TESTED_16_BIT_TYPE)  // in tests/cpp, which calls it with one 16-bit type
+
+template <class Params>
+const Kernels* other_kernels(const Params&) {
+  return nullptr;
+}
+
+template <class Params, class Body>
+auto for_types_of(const Params& p, const Body& body) {
+  if (p.dtype == DType::kFloat64) return body(Types<double, double>{});
+  if (p.dtype == DType::kFloat32) return body(Types<float, float>{});
+  return body(Types<FA_TESTED_16_BIT_TYPE, float>{});
+}
 
 #else
 
@@ -71,7 +85,8 @@ auto for_types_of(const Params& p, const Body& body) {
 
 #endif
 
-// Defines run_NAME and run_NAME_workspace: they call the templates NAME and NAME_workspace for the types of a call.
+// Defines run_NAME and run_NAME_workspace, which call the templates NAME and NAME_workspace for the types of a call, and
+// NAME_pass, which holds both.
 #define FA_PASS(name, Params)                                                            \
   size_t run_##name##_workspace(const Params& p, int threads) {                          \
     if (const Kernels* k = other_kernels(p)) return k->name.workspace(p, threads);       \
@@ -87,24 +102,31 @@ auto for_types_of(const Params& p, const Body& body) {
       using Of = decltype(types);                                                        \
       name<typename Of::In, typename Of::T>(p, workspace, parallel);                     \
     });                                                                                  \
-  }
+  }                                                                                      \
+  constexpr Pass<Params> name##_pass = {run_##name##_workspace, run_##name};
 
 FA_PASS(forward, AttentionParams)
 FA_PASS(backward, BackwardParams)
 FA_PASS(jvp, JvpParams)
 FA_PASS(double_backward, DoubleBackwardParams)
+
+#if defined(FA_TESTED_PASSES_ONLY)  // tests/cpp runs the passes above, and compiles no others
+#undef FA_PASS
+#define FA_PASS(name, Params) constexpr Pass<Params> name##_pass = {nullptr, nullptr};
+#endif
 FA_PASS(weights, WeightsParams)
 FA_PASS(indexer_topk, IndexerTopkParams)
 
 // Passes of the indexer that widen 16-bit operands on every instruction set.
-#if defined(FA_OTHER_DTYPES)
+#if defined(FA_OTHER_DTYPES) && !defined(FA_TESTED_PASSES_ONLY)
 #define FA_WIDENED_PASS(name, Params)                                           \
   size_t run_##name##_workspace(const Params& p, int threads) {                 \
     return FA_OTHER_DTYPES->name.workspace(p, threads);                         \
   }                                                                             \
   void run_##name(const Params& p, void* workspace, const Parallel& parallel) { \
     FA_OTHER_DTYPES->name.run(p, workspace, parallel);                          \
-  }
+  }                                                                             \
+  constexpr Pass<Params> name##_pass = {run_##name##_workspace, run_##name};
 #else
 #define FA_WIDENED_PASS(name, Params) FA_PASS(name, Params)
 #endif
@@ -136,18 +158,18 @@ void run_append(const AppendParams& p, const Parallel& parallel) {
 
 constexpr Kernels kKernels = {FA_ISA_NAME,
                               &calls,
-                              {run_forward_workspace, run_forward},
-                              {run_backward_workspace, run_backward},
-                              {run_jvp_workspace, run_jvp},
-                              {run_double_backward_workspace, run_double_backward},
-                              {run_weights_workspace, run_weights},
-                              {run_indexed_workspace, run_indexed},
-                              {run_indexed_backward_workspace, run_indexed_backward},
+                              forward_pass,
+                              backward_pass,
+                              jvp_pass,
+                              double_backward_pass,
+                              weights_pass,
+                              indexed_pass,
+                              indexed_backward_pass,
                               decode_splits,
                               kDecodeMaxQueries,
                               run_append,
-                              {run_indexer_topk_workspace, run_indexer_topk},
-                              {run_indexer_scores_workspace, run_indexer_scores},
-                              {run_indexer_scores_backward_workspace, run_indexer_scores_backward},
-                              {run_indexer_loss_workspace, run_indexer_loss},
-                              {run_indexer_loss_backward_workspace, run_indexer_loss_backward}};
+                              indexer_topk_pass,
+                              indexer_scores_pass,
+                              indexer_scores_backward_pass,
+                              indexer_loss_pass,
+                              indexer_loss_backward_pass};
