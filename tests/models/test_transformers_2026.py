@@ -1,11 +1,11 @@
-"""transformers' models of 2026 equal their eager attention: latent caches, chosen keys, a sink for each query."""
+"""Models equal transformers' eager attention: latent caches, chosen keys, a sink for each query, chunks."""
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="transformers 5 is not installed")
 
-from transformers_helpers import SMALL, assert_same, make_pair, tokens  # noqa: E402
+from transformers_helpers import GROUPED, SMALL, assert_same, make_pair, tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,6 +33,34 @@ MODELS = {
             moe_intermediate_size=16, mlp_layer_types=["moe"] * 3, index_n_heads=2, index_head_dim=8, index_topk=2,
             layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
             compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        ),
+    ),
+    "sarvam_mla": ("SarvamMLAConfig", MOE | LATENT | DENSE_FIRST),  # the model of deepseek_v3
+    "hy_v4_vl": ("HYV4VLTextConfig", MOE | LATENT | INDEXER | dict(head_dim=8)),
+    "youtu": ("YoutuConfig", SMALL | LATENT | dict(num_key_value_heads=4)),
+    "minicpm3": ("MiniCPM3Config", SMALL | LATENT | dict(num_key_value_heads=4, dim_model_base=32)),
+    "mistral4": ("Mistral4Config", MOE | LATENT | DENSE_FIRST),
+    "axk1": ("AXK1Config", MOE | LATENT | dict(mlp_layer_types=["dense", "sparse"])),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", MOE | LATENT | dict(mlp_layer_types=["dense", "sparse"])),
+    "sarvam_mla": ("SarvamMLAConfig", MOE | LATENT | DENSE_FIRST | dict(q_lora_rank=None)),
+    "hy_v4_vl": (
+        "HYV4VLTextConfig",
+        MOE | LATENT | INDEXER | dict(
+            head_dim=8, rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 0]),
+        ),
+    ),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        LATENT | {name: SMALL[name] for name in SMALL if name not in ("intermediate_size", "num_hidden_layers")} | dict(
+            num_layers=1, head_dim=4, ffn_hidden_size=48, expert_ffn_hidden_size=16, moe_topk=2, n_routed_experts=2,
+            zero_expert_num=1,
+        ),
+    ),
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        MOE | LATENT | DENSE_FIRST | dict(
+            q_lora_rank=None, head_dim=8, num_local_experts=2, layer_types=["full_attention", "linear_attention"],
+            num_mtp_layers=0,
         ),
     ),
     "minimax_m3": (
@@ -67,6 +95,13 @@ MODELS = {
             indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=4, indexer_compress_ratio=2,
         ),
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        GROUPED | dict(
+            attention_chunk_size=6, num_local_experts=2, intermediate_size_mlp=32,
+            layer_types=["chunked_attention", "full_attention"],
+        ),
+    ),
     "kimi_linear": (
         "KimiLinearConfig",
         SMALL | LATENT | dict(
@@ -75,9 +110,15 @@ MODELS = {
         ),
     ),
 }  # fmt: skip
-STATEFUL = {"kimi_linear", "deepseek_v4", "glm5_next", "qwen4_exp"}  # transformers refuses assisted generation
+STATEFUL = {
+    "kimi_linear",
+    "bailing_hybrid",
+    "deepseek_v4",
+    "glm5_next",
+    "qwen4_exp",
+}  # transformers refuses assisted generation
 CHOSEN = {
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "mistral_large4", "axk2", "hy_v4"), "key_indices"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "mistral_large4", "axk2", "hy_v4", "hy_v4_vl"), "key_indices"),
     "dots3_note": "key_indices",
     "minimax_m3": "key_block_indices",
 }  # fmt: skip
@@ -89,7 +130,24 @@ def build(name):
         vision = dict(hidden_size=16, intermediate_size=16, depth=1, num_heads=2, out_hidden_size=32)
         config = transformers.Glm5NextConfig(text_config=options, vision_config=vision)
         return transformers.Glm5NextForConditionalGeneration(config)
+    if name == "hy_v4_vl":
+        vision = dict(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, out_hidden_size=32
+        )
+        config = transformers.HYV4VLConfig(text_config=options, vision_config=vision)
+        return transformers.HYV4VLForConditionalGeneration(config)
     config = getattr(transformers, config_class)(**options)
+    if name == "mistral4":  # Mistral4Config is the text part of a larger model: AutoModelForCausalLM does not know it.
+        from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
+
+        return Mistral4ForCausalLM._from_config(config)
+    if name == "hy_v4_vl":
+        vision = dict(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, out_hidden_size=32
+        )
+        return transformers.HYV4VLForConditionalGeneration(
+            transformers.HYV4VLConfig(text_config=config, vision_config=vision)
+        )
     if name != "mistral_large4":
         return transformers.AutoModelForCausalLM.from_config(config)
     vision = transformers.PixtralVisionConfig(
