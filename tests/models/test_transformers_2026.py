@@ -35,8 +35,6 @@ MODELS = {
             compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
         ),
     ),
-    "sarvam_mla": ("SarvamMLAConfig", MOE | LATENT | DENSE_FIRST),  # the model of deepseek_v3
-    "hy_v4_vl": ("HYV4VLTextConfig", MOE | LATENT | INDEXER | dict(head_dim=8)),
     "youtu": ("YoutuConfig", SMALL | LATENT | dict(num_key_value_heads=4)),
     "minicpm3": ("MiniCPM3Config", SMALL | LATENT | dict(num_key_value_heads=4, dim_model_base=32)),
     "mistral4": ("Mistral4Config", MOE | LATENT | DENSE_FIRST),
@@ -77,6 +75,7 @@ MODELS = {
             num_key_value_heads=2, head_dim=8, swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=8,
             sliding_window_size=6, rel_extent=8, d_rel=4, layer_types=["hybrid_sliding", "hybrid"],
             n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, n_shared_experts=1,
+            unpadded_vocab_size=48,
         ),
     ),
     "glm5_next": (
@@ -130,12 +129,6 @@ def build(name):
         vision = dict(hidden_size=16, intermediate_size=16, depth=1, num_heads=2, out_hidden_size=32)
         config = transformers.Glm5NextConfig(text_config=options, vision_config=vision)
         return transformers.Glm5NextForConditionalGeneration(config)
-    if name == "hy_v4_vl":
-        vision = dict(
-            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, out_hidden_size=32
-        )
-        config = transformers.HYV4VLConfig(text_config=options, vision_config=vision)
-        return transformers.HYV4VLForConditionalGeneration(config)
     config = getattr(transformers, config_class)(**options)
     if name == "mistral4":  # Mistral4Config is the text part of a larger model: AutoModelForCausalLM does not know it.
         from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
