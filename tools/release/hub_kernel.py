@@ -3,7 +3,8 @@
     python -m tools.release.hub_kernel WHEEL... --out build/hub_kernel
 
 The folder has build/<variant>/ for each wheel, as the package `kernels` loads it, and a README.md. After an upload
-of the folder, transformers loads it by attn_implementation="org/repo". Before: LOCAL_KERNELS="org/repo=build/hub_kernel".
+of the folder, transformers loads it by attn_implementation="org/repo". Before:
+LOCAL_KERNELS="org/repo=build/hub_kernel".
 """
 
 import argparse
@@ -28,7 +29,8 @@ Exact attention on CPU: `AutoModel.from_pretrained(..., attn_implementation="org
 def variant(wheel: str) -> str:
     """torch213-cxx11-cpu-x86_64-linux, from the name of a wheel. Raises ValueError for a wheel without torch's version.
 
-    A variant does not name a Python. Wheels for several Pythons share its folder: their extensions have different names.
+    A variant does not name a Python. Wheels for several Pythons share its folder, as their extensions' names
+    differ.
     """
     match = re.fullmatch(r"flash_attn_ext-[\d.]+\+torch(\d)\.(\d+)-cp3\d+-cp3\d+-.*(x86_64|aarch64)\.whl", wheel)
     if not match:
