@@ -13,9 +13,11 @@
 #define FA_WIDE
 #endif
 
+#if !defined(FA_AMX_ON_HARDWARE)  // otherwise csrc/cpu/amx_permission.cpp defines it
 namespace flash_attn_ext::cpu {
 bool may_use_amx() { return true; }
 }  // namespace flash_attn_ext::cpu
+#endif
 
 namespace test::amx {
 
@@ -109,7 +111,8 @@ void store(int tile, void* to, size_t stride) {
 }
 
 // Intel's Software Developer's Manual, volume 2, TDPBF16PS. The product of two bfloat16 numbers is exact in float, so
-// multiplication and addition round like the CPU's multiply-add. The right operand is widened once for all rows.
+// multiplication and addition round like the CPU's multiply-add. amx_hardware.cpp
+// compares the results with a CPU. The right operand is widened once for all rows.
 FA_WIDE void dot_bfloat16(int c, int a, int b) {
   ++products;
   if (c == a || c == b || a == b) fail("two operands of a product in one register");
@@ -128,7 +131,7 @@ FA_WIDE void dot_bfloat16(int c, int a, int b) {
       even = flushed(even + left_even[k] * right_even[k]);
       odd = flushed(odd + left_odd[k] * right_odd[k]);
     }
-    sums[m] = flushed(sums[m] + flushed(even + odd));
+    sums[m] = flushed(flushed(sums[m]) + flushed(even + odd));
   }
 }
 

@@ -3,6 +3,7 @@
 # Whole files.
 FILES = {
     "test_activate_compiled": "compiles by inductor",
+    "test_amx_hardware": "compiles the AMX kernels with sanitizers",
     "test_amx_model": "compiles the AMX kernels for their emulation",
     "test_arm": "cross-compiles the kernels and runs them in an emulator",
     "test_benchmarks": "starts a process for each benchmark",
