@@ -2,6 +2,8 @@
 
 import contextlib
 import numbers
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,6 +97,23 @@ def exactly_one_name(name: str, value: Tensor | None, other: str, given: Tensor 
     if given is not None:
         raise ValueError(f"{name}: got one together with {other}, another name of it; allowed: one of them")
     return value
+
+
+def call_with_names(names: dict[str, str], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls ``function``. If it raises an error about an argument, the error has the name that the caller used.
+
+    Args:
+        names: from the name in the error's first words to the caller's name.
+    """
+    if torch.compiler.is_compiling():
+        return function(*args, **options)
+    try:
+        return function(*args, **options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        name, colon, rest = str(error).partition(":")
+        if not colon or name not in names:
+            raise
+        raise type(error)(f"{names[name]}:{rest}") from None
 
 
 _NO_KERNEL = "There is no kernel for it here"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import flash_attn_interface as interface
 from ._combine import flash_attn_combine
-from ._flash_arguments import check_hints, refuse_given
+from ._flash_arguments import call_with_names, check_hints, refuse_given
 from .kvcache import flash_attn_with_kvcache as _with_kvcache
 
 __all__ = [
@@ -176,8 +176,9 @@ def flash_attn_with_kvcache(
     num_splits = check_hints(num_splits, pack_gqa, sm_margin)
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     own_cache = page_table is None and cache_batch_idx is None
-    result = _with_kvcache(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table,
+    result = call_with_names(
+        {"block_table": "page_table"}, _with_kvcache, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens,
+        cache_batch_idx, cache_leftpad, page_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, return_softmax_lse,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
         rotary_seqlens=rotary_seqlens, qv=qv, k_descale=_factors("k_descale", k_descale, k_cache, batch, own_cache),

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from . import flash_attn_interface as interface
-from ._flash_arguments import check_hints, refuse_given, window_sides_of
+from ._flash_arguments import call_with_names, check_hints, refuse_given, window_sides_of
 
+_NAMES = {"sink": "learnable_sink", "block_table": "page_table"}
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
 
@@ -66,8 +67,9 @@ def flash_attn_func(
         mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors, block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )  # fmt: skip
-    out, lse, _ = interface.flash_attn_func(
-        q, k, v, 0.0, softmax_scale, causal, _window(window_size, causal), softcap or 0.0, None, deterministic, True,
+    out, lse, _ = call_with_names(
+        _NAMES, interface.flash_attn_func, q, k, v, 0.0, softmax_scale, causal,
+        _window(window_size, causal), softcap or 0.0, None, deterministic, True,
         num_splits=check_hints(num_splits, pack_gqa), learnable_sink=learnable_sink,
     )  # fmt: skip
     return out, lse
@@ -130,10 +132,10 @@ def flash_attn_varlen_func(
     if page_table is None:
         v, *_ = _packed("v", v, cu_seqlens_k, max_seqlen_k)
         k, cu_seqlens_k, max_seqlen_k = _packed("k", k, cu_seqlens_k, max_seqlen_k)
-    out, lse, _ = interface.flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
-        _window(window_size, causal), softcap or 0.0, None, deterministic, True, page_table, seqused_q=seqused_q,
-        seqused_k=seqused_k, num_splits=check_hints(num_splits, pack_gqa), learnable_sink=learnable_sink,
+    out, lse, _ = call_with_names(
+        _NAMES, interface.flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0,
+        softmax_scale, causal, _window(window_size, causal), softcap or 0.0, None, deterministic, True, page_table,
+        seqused_q=seqused_q, seqused_k=seqused_k, num_splits=check_hints(num_splits, pack_gqa), learnable_sink=learnable_sink,
     )  # fmt: skip
     if given_q.dim() == 4:
         out, lse = out.unflatten(0, given_q.shape[:2]), lse.unflatten(1, given_q.shape[:2]).transpose(0, 1)

@@ -7,6 +7,7 @@ import reference
 import torch
 from test_flash_attn_3 import assert_agrees, make_inputs
 
+from flash_attn_ext import flash_attn_3 as fa3
 from flash_attn_ext import flash_attn_4 as fa4
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -143,14 +144,14 @@ def test_an_argument_without_a_kernel_is_refused(name):
         (dict(window_size=(4, -1)), ValueError, r"window_size: got \(4, -1\); allowed: ints other than -1"),
         (dict(window_size=(-1, 4)), ValueError, r"window_size: got \(-1, 4\); allowed: ints other than -1"),
         (dict(softcap=-1.0), ValueError, "softcap: got -1"),
-        (dict(learnable_sink=torch.ones(3)), ValueError, "sink: got shape"),
+        (dict(learnable_sink=torch.ones(3)), ValueError, "learnable_sink: got shape"),
     ],
 )
 def test_errors_name_the_argument(arguments, error, message):
     x = torch.randn(1, 4, 2, 8)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         fa4.flash_attn_func(x, x, x, **arguments)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^{message}"):
         fa4.flash_attn_varlen_func(x, x, x, **arguments)
 
 
@@ -160,3 +161,21 @@ def test_a_3d_tensor_needs_offsets():
         fa4.flash_attn_varlen_func(x[0], x, x)
     with pytest.raises(ValueError, match=r"v: got shape \[4, 2, 8\]; allowed: .* or 3-D with its cu_seqlens"):
         fa4.flash_attn_varlen_func(x, x, x[0])
+
+
+@pytest.mark.parametrize("module", [fa3, fa4], ids=lambda module: module.__name__.rsplit("_")[-1])
+@pytest.mark.parametrize(
+    ("table", "error", "message"),
+    [
+        (torch.zeros(2, 2), TypeError, r"^page_table: got dtype float32"),
+        (torch.zeros(1, 2, dtype=torch.int32), ValueError, r"^page_table: got shape \[1, 2\]"),
+        (torch.full((2, 2), 9, dtype=torch.int32), ValueError, r"^page_table: got 9 at 0"),
+    ],
+)
+def test_an_error_of_a_page_table_has_its_name(module, table, error, message):
+    q, pages, lengths = torch.randn(2, 3, 4, 8), torch.randn(4, 16, 2, 8), torch.tensor([5, 6], dtype=torch.int32)
+    function, options = fa4.flash_attn_varlen_func, {"seqused_k": lengths}
+    if module is fa3:
+        function, options = fa3.flash_attn_with_kvcache, {"cache_seqlens": lengths}
+    with pytest.raises(error, match=message):
+        function(q, pages, pages, page_table=table, **options)
