@@ -82,6 +82,10 @@ dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 attention_if_ordinary = _C.attention_if_ordinary
 # Functions that are no operators. They take tensors and options as two dictionaries, by the names of the schema.
 flex_if_ordinary = _C.flex_if_ordinary
+# Calls on caches, CPU only (csrc/ops/keys/eager.h). They return None, before they write, if the call is not ordinary.
+kvcache_if_ordinary = _C.kvcache_if_ordinary
+write_cache_if_ordinary = _C.write_cache_if_ordinary
+read_cache_if_ordinary = _C.read_cache_if_ordinary
 plan_attention = _C.plan_attention
 plan_attention_backward = _C.plan_attention_backward
 plan_varlen = _C.plan_varlen

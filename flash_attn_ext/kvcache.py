@@ -1,10 +1,13 @@
 """flash_attn_with_kvcache: appends new tokens to a cache of keys and values, then attends to the cache."""
 
-from typing import TYPE_CHECKING
+import contextlib
+import inspect
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from . import _cache
+from . import _cache, _ops
 from ._attend import handler_of_dtensors
 from ._indexed import refuse_dtensors
 
@@ -133,7 +136,31 @@ def flash_attn_with_kvcache(
 
     Source: Dao et al., "Flash-Decoding", 2023; Kwon et al., "PagedAttention", 2023 (arXiv 2309.06180).
     """
-    call = _cache.CacheCall.from_arguments(**locals())
+    result = None
+    if (
+        qv is score_mod is mask_mod is block_mask is key_indices is key_block_indices is cache_format is None
+        and cu_seqlens_k_new is rotary_seqlens is page_table is tree_mask is learnable_sink is None
+        and not is_compiling()
+    ):
+        # An error has the operator's names of arguments. The way below raises it again with the caller's names.
+        with contextlib.suppress(TypeError, ValueError):
+            result = _ops.kvcache_if_ordinary(
+                q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table,
+                alibi_slopes, sink, k_descale, v_descale, cu_seqlens_q, cache_seqlens, softmax_scale, causal,
+                window_size, softcap, rotary_interleaved, num_splits, return_softmax_lse, max_seqlen_q, attention_chunk,
+            )  # fmt: skip
+    if result is not None:
+        return result
+    return _of_other_arguments(locals())
+
+
+_PARAMETERS = tuple(inspect.signature(flash_attn_with_kvcache).parameters)
+
+
+def _of_other_arguments(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn_with_kvcache of every call that is not ordinary. ``given``: its local variables."""
+    call = _cache.CacheCall.from_arguments(**{name: given[name] for name in _PARAMETERS})
+    q, k_cache, v_cache, k, v = (given[name] for name in ("q", "k_cache", "v_cache", "k", "v"))
     if call.numbers is not None:
         refuse_dtensors(call.numbers, q, k_cache, v_cache, k, v)
     on_dtensors = handler_of_dtensors("flash_attn_with_kvcache", q, k_cache, v_cache, k, v)

@@ -24,6 +24,7 @@
 #include "../ops/keys/cpu.cpp"
 #include "../ops/keys/cuda.cpp"
 #include "../ops/keys/eager.cpp"
+#include "../ops/keys/eager_cache.cpp"
 #include "../ops/keys/merge.cpp"
 #include "../ops/keys/meta.cpp"
 #include "../ops/keys/plan.cpp"

@@ -18,6 +18,7 @@
 #include "../../cpu/why_not.h"
 #include "../declarations/implement.h"
 #include "../operators.h"
+#include "on_cpu.h"
 #include "plan.h"
 #include "torch_threads.h"
 
@@ -208,12 +209,18 @@ void write_without_scores(const IndexedBackwardTensors& in, const Gradients& res
 
 void write_without_scores(const WeightsTensors&, const WeightsResult& result) { result.weights.zero_(); }
 
+// Writes the result. The arguments are checked.
+template <class Op>
+void run_checked(const typename Op::Tensors& given, const typename Op::Options& options,
+                 const typename Op::Result& result) {
+  if (!has_scores(given)) return write_without_scores(given, result);
+  pack_and_run<Op>(given, options, result, [](const Packed<Op>& packed) { run(packed.params); });
+}
+
 template <class Op>
 typename Op::Result on_cpu(const typename Op::Tensors& given, const typename Op::Options& options) {
-  return compute<Op>(given, options, [&](const typename Op::Result& result) {
-    if (!has_scores(given)) return write_without_scores(given, result);
-    pack_and_run<Op>(given, options, result, [](const Packed<Op>& packed) { run(packed.params); });
-  });
+  return compute<Op>(given, options,
+                     [&](const typename Op::Result& result) { run_checked<Op>(given, options, result); });
 }
 
 template <class Index>
@@ -280,6 +287,18 @@ KernelChoice choose(const Params& params) {
 }
 
 }  // namespace
+
+void read_cache_on_cpu(const CacheTensors& given, const CacheOptions& options, const at::Tensor& out) {
+  AttentionCache::check(given, options);
+  check_contents(given, options);
+  const at::ScalarType accumulators = given.query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor lse = at::empty({given.query.size(1), given.query.size(0)}, accumulators);
+  run_checked<AttentionCache>(given, options, {out, lse});
+}
+
+AppendResult write_cache_on_cpu(const AppendTensors& given, const AppendOptions& options) {
+  return append_on_cpu(given, options);
+}
 
 KernelChoice choose_on_cpu(const AttentionParams& params) { return choose(params); }
 KernelChoice choose_on_cpu(const BackwardParams& params) { return choose(params); }

@@ -1,12 +1,11 @@
 #include "eager.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/jit/frontend/tracer.h>
 
 #include "../autograd/autograd_calls.h"
 #include "../flex/flex.h"
 #include "from_python.h"
+#include "ordinary.h"
 
 namespace flash_attn_ext {
 namespace {
@@ -14,18 +13,10 @@ namespace {
 // Whether the object is a torch.Tensor, no subclass, dense, with the number of dimensions of the operator.
 bool is_ordinary_tensor(PyObject* object, const TensorRule& rule) {
   if (object == Py_None) return true;
-  if (!THPVariable_CheckExact(object)) return false;
-  const at::Tensor& t = THPVariable_Unpack(object);
+  if (!is_dense_tensor(object)) return false;
   const bool any_dim = rule.shape.kind == Shape::kMaybeBatched || rule.shape.kind == Shape::kSeedOffset ||
                        rule.shape.kind == Shape::kCheckedByOperator;
-  return t.layout() == at::kStrided && !t.is_nested() && (any_dim || t.dim() == rule.shape.count);
-}
-
-// Whether a function mode, a torch.func transform or the tracer must see the call.
-bool is_observed() {
-  return at::impl::torch_function_mode_enabled() ||
-         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         torch::jit::tracer::isTracing();
+  return any_dim || THPVariable_Unpack(object).dim() == rule.shape.count;
 }
 
 // Whether no tensor needs broadcasting or padding.

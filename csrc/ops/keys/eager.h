@@ -12,4 +12,10 @@ namespace flash_attn_ext {
 extern PyMethodDef kAttentionIfOrdinary;
 extern PyMethodDef kFlexIfOrdinary;  // the same for attention_flex
 
+// eager_cache.cpp: calls on caches, CPU only. Each function returns None if the call is not ordinary, before it writes.
+//   kvcache_if_ordinary      the arguments of flash_attn_with_kvcache that a decode step has. Returns out or (out, lse)
+//   write_cache_if_ordinary  the tensors of append_to_cache. Returns True after it wrote the rows
+//   read_cache_if_ordinary   out, the tensors of attention_cache, and a dictionary of its options. Writes out, returns True
+extern PyMethodDef kKvcacheIfOrdinary, kWriteCacheIfOrdinary, kReadCacheIfOrdinary;
+
 }  // namespace flash_attn_ext

@@ -75,10 +75,12 @@ class AttentionLayerCalls:
                 largest = rows.abs().amax(-1).float() / self.cache_format.largest
                 scales[at] = torch.where(largest == 0, 1.0, largest)
         of_keys, of_values = self.scales(views, key_scale, value_scale)
-        _ops.append_to_cache(
+        tensors = (
             key, key, value, views.keys, views.values, new.offsets, new.offsets, new.rows, None, None, None, None, None,
             new.pages, of_keys, of_values,
         )  # fmt: skip
+        if _ops.write_cache_if_ordinary(*tensors) is None:
+            _ops.append_to_cache(*tensors)
 
     def attend(
         self, query: Tensor, cache: Tensor, step: PackedStep, out: Tensor, key_scale: float = 1.0,
@@ -94,11 +96,12 @@ class AttentionLayerCalls:
         if len(query) != step.num_tokens:  # the batch is padded
             query, out = query[: step.num_tokens], out[: step.num_tokens]
         options = self._options[step.causal] | {"max_seqlen_q": step.longest_query}
-        result, _ = _ops.attention_cache(
+        tensors = (
             query, views.keys, views.values, self.alibi_slopes, sink_of(self.sink, query), step.query_offsets,
-            step.lengths, None, None, step.block_table, of_keys, of_values, None, **options,
+            step.lengths, None, None, step.block_table, of_keys, of_values, None,
         )  # fmt: skip
-        out.copy_(result)
+        if _ops.read_cache_if_ordinary(out, *tensors, options) is None:
+            out.copy_(_ops.attention_cache(*tensors, **options)[0])
 
     def attend_without_cache(self, query: Tensor, key: Tensor, value: Tensor, step: PackedStep, out: Tensor) -> None:
         """Packed sequences of an encoder attend to themselves. A window counts to both sides."""

@@ -1,0 +1,28 @@
+// Which calls from Python may go to an operator directly: eager calls of ordinary tensors.
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+namespace flash_attn_ext {
+
+// Whether the object is a torch.Tensor, no subclass, and dense.
+inline bool is_dense_tensor(PyObject* object) {
+  if (!THPVariable_CheckExact(object)) return false;
+  const at::Tensor& t = THPVariable_Unpack(object);
+  return t.layout() == at::kStrided && !t.is_nested();
+}
+
+// Whether a function mode, a torch.func transform or the tracer must see the call.
+inline bool is_observed() {
+  return at::impl::torch_function_mode_enabled() ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         torch::jit::tracer::isTracing();
+}
+
+// Whether a mode must see the operators, too. Code that reads or writes elements itself is for calls without such a mode.
+inline bool has_dispatch_mode() { return c10::impl::dispatch_mode_enabled(); }
+
+}  // namespace flash_attn_ext
