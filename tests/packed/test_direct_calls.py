@@ -243,3 +243,26 @@ def test_writing_is_refused_under_a_mode():
     assert keys[0, 1].all()
     assert keys[1, 3].all()
     assert keys.sum() == 2 * HK * D
+
+
+def test_a_lazy_negation_is_not_read_as_its_memory():
+    arguments = read_arguments()
+    query = arguments[1]
+    arguments[1] = torch._neg_view(-query)
+    assert _ops.read_cache_if_ordinary(*arguments) is None
+    arguments[0], arguments[1] = torch._neg_view(arguments[0]), query
+    assert _ops.read_cache_if_ordinary(*arguments) is None
+
+    rows = torch.ones(1, HK, D)
+    offsets = torch.tensor([0, 1])
+    caches = torch.zeros(1, 4, HK, D), torch.zeros(1, 4, HK, D)
+    tensors = (rows, torch._neg_view(rows), rows, *caches, offsets, offsets, torch.tensor([0]), *[None] * 8)
+    assert _ops.write_cache_if_ordinary(*tensors) is None
+    assert not caches[0].any()
+
+
+def test_autograd_sees_that_out_was_written():
+    arguments = read_arguments()
+    version = arguments[0]._version
+    assert _ops.read_cache_if_ordinary(*arguments) is True
+    assert arguments[0]._version > version

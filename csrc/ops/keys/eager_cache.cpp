@@ -224,7 +224,7 @@ bool may_skip_dispatcher(PyObject* const* objects, Tensors& tensors) {
   bool plain = true;
   for_each_tensor(tensors, [&](const TensorRule&, const auto& optional) {
     const at::Tensor* t = tensor_or_null(optional);
-    if (t) plain &= t->is_cpu() && !needs_derivative(*t);
+    if (t) plain &= has_plain_elements(*t) && !needs_derivative(*t);
   });
   return plain;
 }
@@ -245,6 +245,21 @@ PyObject* write_cache_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssiz
   END_HANDLE_TH_ERRORS
 }
 
+// Whether kernels may write the result to `out` directly.
+bool may_be_written(const at::Tensor& out, const CacheTensors& in) {
+  if (in.query.dim() != 3 || in.value.dim() != 4 || !has_plain_elements(out) || needs_derivative(out) ||
+      out.scalar_type() != in.query.scalar_type() || !out.is_contiguous() ||
+      !out.sizes().equals({in.query.size(0), in.query.size(1), in.value.size(3)}) ||
+      (out.is_inference() && !c10::InferenceMode::is_enabled()))
+    return false;
+  bool shared = false;
+  for_each_tensor(in, [&](const TensorRule&, const auto& optional) {
+    const at::Tensor* t = tensor_or_null(optional);
+    shared |= t && out.is_alias_of(*t);
+  });
+  return !shared;
+}
+
 PyObject* read_cache_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   constexpr Py_ssize_t kTensors = kMembers<CacheTensors>, kOptions = kMembers<CacheOptions>;
@@ -258,17 +273,13 @@ PyObject* read_cache_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize
       !all_from_python(option_objects, options))
     Py_RETURN_NONE;
   const at::Tensor& out = THPVariable_Unpack(arguments[0]);
-  const at::Tensor &query = tensors.query, &value = tensors.value;
-  if (query.dim() != 3 || value.dim() != 4 || !out.is_cpu() || out.scalar_type() != query.scalar_type() ||
-      !out.sizes().equals({query.size(0), query.size(1), value.size(3)}) || !out.is_contiguous() ||
-      needs_derivative(out) || out.is_alias_of(query) || out.is_alias_of(tensors.key) ||
-      out.is_alias_of(value))
-    Py_RETURN_NONE;
+  if (!may_be_written(out, tensors)) Py_RETURN_NONE;
   {
     pybind11::gil_scoped_release without_gil;
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     read_cache_on_cpu(tensors, options, out);
   }
+  if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }

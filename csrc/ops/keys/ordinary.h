@@ -25,4 +25,14 @@ inline bool is_observed() {
 // Whether a mode must see the operators, too. Code that reads or writes elements itself is for calls without such a mode.
 inline bool has_dispatch_mode() { return c10::impl::dispatch_mode_enabled(); }
 
+// Whether the memory holds the tensor's elements. It does not for a lazy negation or conjugate, zeros without memory, and a
+// tensor of functionalization: the dispatcher converts them.
+inline bool has_plain_elements(const at::Tensor& t) {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet kConverted({DispatchKey::Negative, DispatchKey::Conjugate,
+                                            DispatchKey::ZeroTensor, DispatchKey::Functionalize,
+                                            DispatchKey::Python});
+  return t.is_cpu() && !t.key_set().has_any(kConverted);
+}
+
 }  // namespace flash_attn_ext
