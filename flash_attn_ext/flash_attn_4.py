@@ -135,7 +135,8 @@ def flash_attn_varlen_func(
     out, lse, _ = call_with_names(
         _NAMES, interface.flash_attn_varlen_func, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0,
         softmax_scale, causal, _window(window_size, causal), softcap or 0.0, None, deterministic, True, page_table,
-        seqused_q=seqused_q, seqused_k=seqused_k, num_splits=check_hints(num_splits, pack_gqa), learnable_sink=learnable_sink,
+        seqused_q=seqused_q, seqused_k=seqused_k, num_splits=check_hints(num_splits, pack_gqa),
+        learnable_sink=learnable_sink,
     )  # fmt: skip
     if given_q.dim() == 4:
         out, lse = out.unflatten(0, given_q.shape[:2]), lse.unflatten(1, given_q.shape[:2]).transpose(0, 1)
