@@ -1,4 +1,5 @@
-"""Predicts the speed of the AMX kernels on an Intel Xeon from a count of their instructions. No Xeon was available.
+"""Predicts the speed of the AMX kernels on an Intel Xeon from a count of their instructions. It is far too optimistic:
+the measured forward reaches a third or less of the predicted fraction of peak (docs/kernels.md).
 
 The emulation of tests/cpp counts products, loads and stores of tile registers for one tile of each pass: 48 queries by
 64 keys forward, 64 by 64 backward, 16 query heads of one key head by 64 keys decoding. The model converts the counts to
