@@ -6,7 +6,6 @@
 # 2. auditwheel names the oldest Linux that the wheel runs on. torch's libraries stay outside, because `import torch` has
 #    already loaded them. libgomp stays outside too: torch brings one, and a second one would start more threads.
 # 3. Installs it in an empty environment outside the repository, and runs tests there without a compiler on PATH.
-#    WHEEL_PYTEST has more arguments of pytest. A test that they deselect is counted in the notes of a release.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath -s "$1")
@@ -34,6 +33,5 @@ cd "$here"
 uv venv --quiet --no-project --python "$python" env
 uv pip install --quiet --python env/bin/python "torch==$torch" "$wheel" pytest numpy hypothesis expecttest
 env -i PATH="$here/env/bin" HOME="$here" env/bin/python -m pytest -q -p no:cacheprovider \
-  tests/api/test_contract.py tests/cpu/test_decode.py tests/api/test_errors.py tests/models/test_modules.py \
-  ${WHEEL_PYTEST:-}
+  tests/api/test_contract.py tests/cpu/test_decode.py tests/api/test_errors.py tests/models/test_modules.py
 echo "$wheel"

@@ -13,7 +13,7 @@ from paths import ROOT
 from tools.release import run, wheels
 from tools.release.listing import write_checksums, write_index
 from tools.release.notes import notes, section
-from tools.release.versions import PYTHONS, TORCHES
+from tools.release.versions import ABSENT, HERE, PAIRS, PYTHONS, TORCHES
 from tools.release.wheels import Wheel, described
 
 NAME = "flash_attn_ext-0.1.0+torch2.13-cp311-cp311-manylinux_2_28_x86_64.whl"
@@ -76,6 +76,32 @@ def test_the_workflow_and_cibuildwheel_build_the_same_list():
     assert json.loads(re.search(r"^ +torch: (\[.+\])$", workflow, re.M)[1]) == TORCHES
     build = re.search(r'^build = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
     assert re.findall(r"cp3(\d+)", build) == [python.split(".")[1] for python in PYTHONS]
+    skipped = re.findall(r"matrix\.torch == '([\d.]+)' && 'cp3(\d+)-\*'", workflow)
+    assert [(torch, f"3.{python}") for torch, python in skipped] == ABSENT
+
+
+def test_the_default_pair_is_the_makefiles():
+    assert re.search(r"^TORCH \?= torch==(.+)$", (ROOT / "Makefile").read_text(), re.M)[1] == HERE[0][0]
+    assert set(HERE) < set(PAIRS)
+    assert not set(ABSENT) & set(PAIRS)
+
+
+def test_without_options_only_the_pairs_at_hand_are_built(tmp_path, monkeypatch):
+    pytest.importorskip("cyclonedx", reason="needs the packages of the group 'release'")
+    monkeypatch.setattr(run.shutil, "which", lambda name: name)
+    monkeypatch.setattr(run, "unpacked", lambda sdist, work: work)
+    monkeypatch.setattr(run, "make_sdist", lambda out: out)
+    built = []
+    monkeypatch.setattr(
+        run, "make_wheel", lambda *arguments: built.append(arguments[3:]) or Wheel(*arguments[3:], NAME, "1 passed")
+    )
+    assert run.main(["--out", str(tmp_path / "out")]) == 0
+    assert built == HERE
+    notes_text = (tmp_path / "out/NOTES.md").read_text()
+    assert notes_text.count("not built here: the tag workflow builds it") == len(PAIRS) - len(HERE)
+    built.clear()
+    assert run.main(["--out", str(tmp_path / "out"), "--all"]) == 0
+    assert built == PAIRS
 
 
 def test_names_and_pairs_that_are_unknown_are_refused(tmp_path):

@@ -1,9 +1,10 @@
 """Makes all files of a release in one folder. make release calls it.
 
-    python -m tools.release.run [--out build/release] [--only 2.13.0/3.11 ...] [--wheels FOLDER] [--complete]
+    python -m tools.release.run [--out build/release] [--all] [--only 2.13.0/3.11 ...] [--wheels FOLDER] [--complete]
 
-The folder has: the sdist; a wheel for each pair of versions.py, built from this sdist and tested in an empty
-environment without a compiler; index.html for `pip install --find-links`; sbom.cdx.json; NOTES.md; SHA256SUMS.
+The folder has: the sdist; a wheel for each pair of HERE in versions.py, or with --all of PAIRS, built from this sdist
+and tested in an empty environment without a compiler; index.html for `pip install --find-links`; sbom.cdx.json;
+NOTES.md; SHA256SUMS.
 
 A pair whose Python or torch cannot be had here is listed in NOTES.md with the reason. With --complete it is an error.
 With --wheels nothing is compiled: the wheels of that folder, built and tested elsewhere, are taken (the tag workflow).
@@ -21,7 +22,7 @@ from pathlib import Path
 from .listing import write_checksums, write_index
 from .notes import notes, table
 from .sbom import write_sbom
-from .versions import PYTHONS, TORCHES
+from .versions import HERE, PAIRS
 from .wheels import Wheel, described, make_wheel
 
 ROOT = Path(__file__).parent.parent.parent
@@ -47,18 +48,19 @@ def unpacked(sdist: Path, work: Path) -> Path:
 
 
 def pairs(only: list[str]) -> list[tuple[str, str]]:
-    """All pairs (torch, Python), or those of `only`. Raises ValueError for an unknown pair."""
-    every = [(torch, python) for torch in TORCHES for python in PYTHONS]
-    unknown = set(only) - {"/".join(pair) for pair in every}
+    """All pairs (torch, Python), or the pairs of `only`. Raises ValueError for an unknown pair."""
+    names = ["/".join(pair) for pair in PAIRS]
+    unknown = set(only) - set(names)
     if unknown:
-        raise ValueError(f"--only: got {sorted(unknown)}; allowed are TORCH/PYTHON of {TORCHES} and {PYTHONS}")
-    return [pair for pair in every if not only or "/".join(pair) in only]
+        raise ValueError(f"--only: got {sorted(unknown)}; allowed: {', '.join(names)}")
+    return [pair for pair, name in zip(PAIRS, names, strict=True) if not only or name in only]
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "build/release")
     parser.add_argument("--only", nargs="+", default=[], metavar="TORCH/PYTHON")
+    parser.add_argument("--all", action="store_true", help="build every pair, not only the pairs of HERE")
     parser.add_argument("--wheels", type=Path, help="take the wheels of this folder; compile nothing")
     parser.add_argument("--complete", action="store_true", help="a pair without a wheel is an error")
     options = parser.parse_args(arguments)
@@ -86,6 +88,9 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         source = unpacked(sdist, work)
         for torch, python in chosen:
+            if not (options.all or options.only or (torch, python) in HERE):
+                wheels.append(Wheel(torch, python, None, "not built here: the tag workflow builds it, or --all"))
+                continue
             print(f"torch {torch}, Python {python} ...", flush=True)
             wheels.append(make_wheel(source, work, out, torch, python))
             print(f"  {wheels[-1].file or ''} {wheels[-1].result}", flush=True)
