@@ -6,13 +6,14 @@ rows. Keys that the diagonal, a window or a length hides become -1, because they
 
 import contextlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _ops, _packed
 from ._call import Call
+from ._chosen_rows import EIGHT_BIT, CacheRows, copy_chosen
 from ._indexed import KeyNumbers, check_where
 
 
@@ -22,13 +23,31 @@ def attend_packed(call: Call, numbers: KeyNumbers) -> tuple[Tensor, Tensor]:
     check_where(numbers, t["query"])
     call = _packed.to_operator_form(call)
     _refuse(call, "attn_mask", "alibi_slopes")
-    if (dropout_p := call.options.get("dropout_p", 0.0)) != 0.0:
-        raise NotImplementedError(f"dropout_p: got {dropout_p} with {numbers.name} in a packed call; allowed: 0")
     rows = _Rows.of("cu_seqlens_q", t["cu_seqlens_q"], t["query"].shape[0], t["seqused_q"])
     keys = _Rows.of("cu_seqlens_k", t["cu_seqlens_k"], t["key"].shape[0], t["seqused_k"])
     first_key = keys.begin[rows.sequence][:, None]
     indices = _indices(call, numbers, rows, keys.lengths[rows.sequence], lambda own: own + first_key)
-    return _run(call, rows, indices, t["key"], t["value"])
+    places = None
+    if call.options.get("dropout_p", 0.0) != 0.0:
+        call, places = _with_dropout_places(call, rows, first_key[:, 0])
+    return _run(call, rows, indices, t["key"], t["value"], places)
+
+
+def _with_dropout_places(call: Call, rows: "_Rows", first_key: Tensor) -> tuple[Call, Tensor]:
+    """The call with a dropout state of 2 elements, and the place of each row of query in a padded call, (T_q, 4).
+
+    A place is {row, column, head, heads} of DropoutParams (core/params.h): the same elements are dropped as in a dense
+    call of the padded sequences. ``first_key``: the first key of each row's sequence, among all keys.
+    """
+    state = call.with_rng_state().tensors["rng_state"]
+    if state.dim() != 1 or len(state) not in (2, 6):
+        raise ValueError(f"rng_state: got shape {list(state.shape)}; allowed: [2], or [6] for a part of a larger call")
+    total, heads = call.tensors["query"].shape[:2]
+    zero = torch.zeros(4, dtype=torch.int64, device=state.device)
+    row, column, head, heads = state[2:] if len(state) > 2 else (*zero[:3], zero[3] + heads)
+    own = rows.position - torch.arange(total, device=state.device)
+    places = torch.stack([own + row, column - first_key, rows.sequence * heads + head, heads.expand(total)], 1)
+    return call.with_tensors(rng_state=state[:2].contiguous()), places.contiguous()
 
 
 def prepare_cached(call: Call, numbers: KeyNumbers) -> Callable[[Call], tuple[Tensor, Tensor]]:
@@ -36,18 +55,17 @@ def prepare_cached(call: Call, numbers: KeyNumbers) -> Callable[[Call], tuple[Te
     sequence's cache. ``call`` has the lengths after appending; the function gets the call with the rotated query."""
     t = call.tensors
     check_where(numbers, t["query"])
-    _refuse(call, "tree_mask", "alibi_slopes", "key_scale", "value_scale")
+    _refuse(call, "tree_mask", "alibi_slopes")
     key, value = t["key"], t["value"]
-    if call.options.get("key_has_value"):
-        raise NotImplementedError(
-            f"qv: got one with separate caches and {numbers.name}; allowed: neighbouring columns of one tensor, for "
-            "example kv_cache.split([64, 512], -1)"
-        )
-    other_dtype = key.dtype != t["query"].dtype or value.dtype != t["query"].dtype
-    if other_dtype and not call.options.get("latent_rows"):
-        raise NotImplementedError(
-            f"{numbers.name}: got caches of {key.dtype} and {value.dtype}; allowed: the dtype of q, {t['query'].dtype}"
-        )
+    joins = bool(call.options.get("key_has_value"))
+    latent = bool(call.options.get("latent_rows"))
+    copies = joins or (not latent and (key.dtype != t["query"].dtype or value.dtype != t["query"].dtype))
+    for name, cache in (("key_scale", key), ("value_scale", value)):
+        if t[name] is not None and cache.dtype not in EIGHT_BIT:
+            own = {"key_scale": "k_descale", "value_scale": "v_descale"}[name]
+            raise ValueError(f"{own}: got a tensor with a cache of {cache.dtype}; allowed: None, or 8-bit caches")
+    if not latent and not torch.compiler.is_compiling():  # a compiled graph is checked by the operator that it calls
+        _ops.check_cache(t, call.options)
     rows = _Rows.of("cu_seqlens_q", t["cu_seqlens_q"], t["query"].shape[0], None)
     key_rows, value_rows = _all_rows("k_cache", key), _all_rows("v_cache", value)
     size = key.shape[1]
@@ -68,6 +86,10 @@ def prepare_cached(call: Call, numbers: KeyNumbers) -> Callable[[Call], tuple[Te
     indices = _indices(call, numbers, rows, length_k, move, leftpad)
 
     def run(call: Call) -> tuple[Tensor, Tensor]:
+        if copies:
+            caches = CacheRows(key_rows, t["key_scale"]), CacheRows(value_rows, t["value_scale"])
+            query, own, *rows_of_caches = copy_chosen(call.tensors["query"], indices, *caches, joins)
+            return _run(call.with_tensors(query=query), rows, own, *rows_of_caches)
         with _without_autocast(call.tensors["query"].device.type):  # a cast would copy the caches
             return _run(call, rows, indices, key_rows, value_rows)
 
@@ -166,9 +188,13 @@ def _indices(
     return torch.where(seen, move(own), -1)
 
 
-def _run(call: Call, rows: _Rows, indices: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    names = ("scale", "softcap", "num_splits", "unified_max", "latent_rows")
-    options = {name: call.options[name] for name in names if name in call.options}
+def _run(
+    call: Call, rows: _Rows, indices: Tensor, key: Tensor, value: Tensor, dropout_places: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    names = ("scale", "softcap", "num_splits", "unified_max", "latent_rows", "dropout_p")
+    options: dict[str, Any] = {name: call.options[name] for name in names if name in call.options}
+    if dropout_places is not None:
+        options |= {"rng_state": call.tensors["rng_state"], "dropout_places": dropout_places}
     tensors = (t.transpose(0, 1)[None] for t in (call.tensors["query"], key, value))
     out, lse = _ops.attention_indexed(*tensors, sink=call.tensors["sink"], key_indices=indices[None], **options)
     out, lse = out[0].transpose(0, 1), lse[0]

@@ -109,7 +109,7 @@ def flash_attn_with_kvcache(
         qv: q's shape with the head dimension D_v: a second query, for multi-head latent attention. Scores are
             q k^T + qv v^T, and ``softmax_scale`` is 1/sqrt(D + D_v) by default. The caches must have q's dtype.
             Neighbouring columns of one tensor, for example ``kv_cache.split([64, 512], -1)``, are read in place. Of
-            separate caches, each tile is joined in a copy (CPU only).
+            separate caches, each tile is joined in a copy (CPU only), or with ``key_indices`` each chosen row.
         score_mod: a function of the scores, as in :func:`flash_attn`. ``b`` counts sequences. ``kv_idx`` counts the
             rows of the sequence's cache after ``cache_leftpad``. ``q_idx`` is the position of the query's token: the
             last query has the index of the last key. So a function of the training is the same here. On CUDA: in the
@@ -118,8 +118,9 @@ def flash_attn_with_kvcache(
         block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
         key_indices: (B or 1, H_k or 1, S_q, n), or packed (H_k or 1, T_q, n), int32 or int64: the rows of the
             sequence's cache that each query may attend to; -1 is none. Rows count from the start of the cache, also
-            with ``cache_leftpad``, and include the rows of ``k``. Not with ``tree_mask`` and ``alibi_slopes``, and of
-            8-bit caches only with FlashMLA's (``cache_format``). Caches or pages must follow each other in memory.
+            with ``cache_leftpad``, and include the rows of ``k``. Not with ``tree_mask`` and ``alibi_slopes``. Caches
+            or pages must follow each other in memory. Chosen rows of int8 and float8 caches, and of separate caches
+            with ``qv``, are copied first, in q's dtype.
         key_block_indices: likewise: blocks of ``key_block_size`` rows of the sequence's cache.
         cache_format: "flashmla_fp8": ``k_cache`` has FlashMLA's rows of 656 bytes for multi-head latent attention,
             (caches or pages, rows, H_k, 656), float8_e4m3fn or uint8, and ``v_cache`` is the same tensor. A row is 512

@@ -91,8 +91,7 @@ def flash_attn_varlen(
         mask_mod: likewise, a function that returns whether a query sees a key.
         block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
         key_indices: (H_kv or 1, T_q, n), int32 or int64: the keys that each row of ``query`` may attend to, counted
-            from the start of its own sequence; -1 is no key. As in :func:`flash_attn`, without masks, ALiBi and
-            dropout.
+            from the start of its own sequence; -1 is no key. As in :func:`flash_attn`, without masks and ALiBi.
         key_block_indices: (H_kv or 1, T_q, n), likewise: blocks of ``key_block_size`` keys of the sequence.
 
     For the other arguments see :func:`flash_attn`.

@@ -122,18 +122,26 @@ struct SinkParams {
 // `threshold`. The state is a pointer, so that a captured CUDA graph reads fresh values at each replay.
 //
 // A call can compute a part of a larger call and drop the same elements. Then place = {row, column, head, heads}: the
-// part's first element in the larger call, and the number of heads of the larger call.
+// part's first element in the larger call, and the number of heads of the larger call. Attention by index has one place
+// for each row of query instead, because its rows can belong to different sequences.
 struct DropoutParams {
   const int64_t* rng_state = nullptr;  // {seed, offset}, on the kernel's device; null: no dropout
   const int64_t* place = nullptr;      // on the same device; null: not a part of a larger call
   uint64_t threshold = 0;              // round(p * 2^32)
   double keep_scale = 1.0;             // 1 / (1 - p); 0 if p == 1
+  int64_t place_stride = 0;            // from the place of a row to the next row's; 0: one place
 
   FA_HOST_DEVICE explicit operator bool() const { return rng_state != nullptr; }
   FA_HOST_DEVICE int64_t row(int64_t i) const { return place ? place[0] + i : i; }
   FA_HOST_DEVICE int64_t col(int64_t j) const { return place ? place[1] + j : j; }
   FA_HOST_DEVICE int64_t head(int64_t b, int64_t h, int64_t heads) const {
     return place ? b * place[3] + place[2] + h : b * heads + h;
+  }
+  // The same with the place of row i.
+  FA_HOST_DEVICE DropoutParams at_row(int64_t i) const {
+    DropoutParams own = *this;
+    if (place_stride != 0) own.place += i * place_stride;
+    return own;
   }
 };
 

@@ -150,9 +150,9 @@ __device__ Score<T> finish_score(const AttentionParams& p, const TileChunks& chu
 template <class T>
 __device__ T dropout_factor(const AttentionParams& p, PhiloxKey key, int64_t b, int64_t h, int64_t i,
                             int64_t j) {
-  const DropoutParams& d = p.dropout;
+  const DropoutParams d = p.dropout.at_row(i);
   const bool kept = dropout_keeps(key, d.threshold, d.head(b, h, p.sizes.heads), d.row(i), d.col(j));
-  return kept ? static_cast<T>(p.dropout.keep_scale) : T(0);
+  return kept ? static_cast<T>(d.keep_scale) : T(0);
 }
 
 __device__ inline PhiloxKey dropout_key(const DropoutParams& dropout) {

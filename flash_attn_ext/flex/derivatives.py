@@ -185,12 +185,19 @@ def _kept(block: _Block, x: _Tensors, options: dict[str, Any], keys: int, dtype:
         return None
     heads = x["query"].shape[1]
     seed, offset, *place = x["rng_state"].tolist()
+    scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
+    if (places := x.get("dropout_places")) is not None:  # attention by index: one place for each row
+        parts = []
+        for i, (row, *others) in enumerate(places[block.first : block.first + block.queries].tolist(), block.first):
+            part = x["rng_state"].new_tensor([seed, offset, row + i, *others])
+            parts.append(torch.ops.flash_attn_ext.dropout_mask(part, 1, heads, 1, keys, dropout_p)[0])
+        return torch.cat(parts, 1).to(dtype) * scale
     row, column, head, heads_of_call = place or (0, 0, 0, heads)
     part = [seed, offset, row + block.first, column, block.batch * heads_of_call + head, heads_of_call]
     kept = torch.ops.flash_attn_ext.dropout_mask(
         x["rng_state"].new_tensor(part), 1, heads, block.queries, keys, dropout_p
     )[0]
-    return kept.to(dtype) * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
+    return kept.to(dtype) * scale
 
 
 @contextlib.contextmanager

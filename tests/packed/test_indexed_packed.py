@@ -167,7 +167,12 @@ def test_a_cache_appends_first():
         ({"key_block_indices": torch.ones(1, 23, 2).int()}, ValueError, "key_block_indices: got 1 for row 0"),
         ({"key_indices": make_indices(1), "alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes"),
         ({"key_indices": make_indices(1), "attn_mask": torch.ones(23, 70) > 0}, NotImplementedError, "attn_mask"),
-        ({"key_indices": make_indices(1), "dropout_p": 0.5}, NotImplementedError, "dropout_p"),
+        ({"key_indices": make_indices(1), "dropout_p": 1.5}, ValueError, "dropout_p"),
+        (
+            {"key_indices": make_indices(1), "dropout_p": 0.5, "rng_state": torch.zeros(4).long()},
+            ValueError,
+            r"rng_state: got shape \[4\]",
+        ),
     ],
 )
 def test_errors(given, error, message):
@@ -176,10 +181,18 @@ def test_errors(given, error, message):
 
 
 def test_what_is_not_supported_says_so():
-    q, caches = torch.randn(1, 1, 2, 16), [torch.zeros(1, 8, 2, 16, dtype=torch.int8) for _ in range(2)]
+    q, caches = torch.randn(1, 1, 2, 16), [torch.zeros(1, 8, 2, 16, dtype=torch.uint8) for _ in range(2)]
     indices = torch.zeros(1, 1, 1, 2, dtype=torch.int64)
-    with pytest.raises(NotImplementedError, match="key_indices: got caches of"):
+    with pytest.raises(TypeError, match=r"k_cache: got dtype uint8"):
         flash_attn_with_kvcache(q, *caches, key_indices=indices)
+    caches = [torch.zeros(1, 8, 2, 16) for _ in range(2)]
+    with pytest.raises(ValueError, match="k_descale: got a tensor with a cache of"):
+        flash_attn_with_kvcache(q, *caches, key_indices=indices, k_descale=torch.ones(2))
+    pages = dict(block_table=torch.tensor([[7]]), key_indices=indices)
+    with pytest.raises(ValueError, match="got"):
+        flash_attn_with_kvcache(q, *(c.to(torch.int8) for c in caches), **pages)
+    with pytest.raises(ValueError, match="got"):
+        flash_attn_with_kvcache(q, *(c.to(torch.int8) for c in caches), **pages | {"block_table": torch.tensor([[-3]])})
     with pytest.raises(NotImplementedError, match="key_indices"):
         explain_varlen(*make(), offsets(LENGTHS_Q), offsets(LENGTHS_K), enable_gqa=True, key_indices=make_indices(1))
     strided = torch.randn(1, 8, 2, 16).transpose(0, 1)

@@ -256,9 +256,6 @@ def test_separate_caches_equal_one_tensor(dtype, heads):
 
 def test_limits_of_qv_with_caches():
     q, k, v, qv = (t.detach() for t in make_with_qv(torch.float32))
-    numbers = torch.zeros(2, 1, 20, 3, dtype=torch.int64)
-    with pytest.raises(NotImplementedError, match="qv: got one with separate caches and key_indices; allowed"):
-        flash_attn_with_kvcache(q, k, v, qv=qv, key_indices=numbers)
     cache = torch.cat([k, v], -1).to(torch.int8)
     with pytest.raises(NotImplementedError, match=r"qv: got a tensor with caches of torch\.int8"):
         flash_attn_with_kvcache(q, *cache.split([16, 40], -1), qv=qv)

@@ -118,17 +118,18 @@ inline void load_dropout_tile(const AttentionParams& p, const TileFrame& f, T* d
 // The same for one query and keys that need not be neighbours: rows are keys, lanes are heads from f.h on.
 template <class T>
 inline void load_dropout_of_keys(const AttentionParams& p, const TileFrame& f, const int32_t* keys, T* dst) {
-  const PhiloxKey key = philox_key(p.dropout.rng_state[0], p.dropout.rng_state[1]);
-  const int64_t i = p.dropout.row(f.i0), first_head = p.dropout.head(f.b, f.h, p.sizes.heads);
+  const DropoutParams own = p.dropout.at_row(f.i0);
+  const PhiloxKey key = philox_key(own.rng_state[0], own.rng_state[1]);
+  const int64_t i = own.row(f.i0), first_head = own.head(f.b, f.h, p.sizes.heads);
   const Words row = Words{} + static_cast<uint64_t>((i >> 4) * 8 + (i & 7));
   for (int64_t r = 0; r < f.keys; ++r) {
-    const int64_t j = p.dropout.col(keys[r]);
+    const int64_t j = own.col(keys[r]);
     for (int64_t c = 0; c < f.ld; c += kCalls) {
       const Words heads = (Words)iota<double>() + static_cast<uint64_t>(first_head + c);
       Words words[4];
       philox_words(key, Words{} + static_cast<uint64_t>(j >> 1), row, heads, words);
-      const Words kept = (Words)(words[dropout_word_index(i, j)] >= p.dropout.threshold);
-      const auto factor = keep_where(kept, static_cast<T>(p.dropout.keep_scale));
+      const Words kept = (Words)(words[dropout_word_index(i, j)] >= own.threshold);
+      const auto factor = keep_where(kept, static_cast<T>(own.keep_scale));
       std::memcpy(dst + r * f.ld + c, &factor, sizeof(factor));
     }
   }

@@ -17,7 +17,7 @@ namespace {
                                 key_b, key_k] = p.mask;
   [[maybe_unused]] const auto& [slopes, slopes_b, slopes_h] = p.alibi;
   [[maybe_unused]] const auto& [sink_data, sink_b, sink_h] = p.sink;
-  [[maybe_unused]] const auto& [rng_state, place, threshold, keep_scale] = p.dropout;
+  [[maybe_unused]] const auto& [rng_state, place, threshold, keep_scale, place_stride] = p.dropout;
   [[maybe_unused]] const auto& [num_splits, has_unified_max, unified_max] = p.decode;
   [[maybe_unused]] const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k,
                                 lower_right, mask_by_row, first_q, first_k, caches] = p.varlen;

@@ -31,6 +31,14 @@ void check_key_indices(const IndexedTensors& in, const IndexedOptions& options) 
                     "; allowed: at most ", most);
   TORCH_CHECK_VALUE(options.num_splits <= 1 && !options.unified_max, "num_splits, unified_max: got one with ",
                     name, "; allowed: neither");
+  if (!in.dropout_places) return;
+  const at::Tensor& places = *in.dropout_places;
+  TORCH_CHECK_VALUE(places.dim() == 2 && places.sym_size(0) == rows && places.sym_size(1) == 4 &&
+                        places.is_contiguous() && batch == 1,
+                    "dropout_places: got shape ", places.sym_sizes(), " for batch ", batch,
+                    "; allowed: contiguous, (seqlen_q, 4) = [", rows, ", 4], for batch 1");
+  TORCH_CHECK_VALUE(!in.rng_state || in.rng_state->sym_size(0) == 2, "rng_state: got shape ",
+                    in.rng_state->sym_sizes(), " with dropout_places; allowed: [2]");
 }
 
 void check_mask_gradient(bool wanted, const IndexedOptions& options) {
@@ -67,6 +75,12 @@ KeyIndices pack_indices(const at::Tensor& t, const IndexedOptions& options) {
   indices.stride_h = t.size(1) == 1 ? 0 : t.size(2) * t.size(3);
   indices.block_size = std::max<int64_t>(options.key_block_size, 1);
   return indices;
+}
+
+void set_dropout_places(DropoutParams& dropout, const OptionalTensor& places) {
+  if (!dropout || !places) return;
+  dropout.place = places->const_data_ptr<int64_t>();
+  dropout.place_stride = places->size(1);
 }
 
 }  // namespace
@@ -141,6 +155,7 @@ Packed<AttentionIndexed> AttentionIndexed::pack(const Tensors& given, const Opti
       pack_attention(packed.tensors.attention(), result.out, result.lse, options.attention());
   if (options.latent_rows) packed.params.varlen.cache.dtype = CacheDType::kLatent;
   packed.params.indices = pack_indices(*packed.tensors.key_indices, options);
+  set_dropout_places(packed.params.dropout, packed.tensors.dropout_places);
   return packed;
 }
 
@@ -151,6 +166,7 @@ Packed<AttentionIndexedBackward> AttentionIndexedBackward::pack(const Tensors& g
   packed.per_head = empty_per_head(result, given.lse, given.query.size(0), given.query.size(1));
   pack_backward(packed.params, packed.tensors.attention(), options.attention(), result, packed.per_head);
   packed.params.indices = pack_indices(*packed.tensors.key_indices, options.forward());
+  set_dropout_places(packed.params.dropout, packed.tensors.dropout_places);
   return packed;
 }
 

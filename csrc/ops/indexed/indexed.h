@@ -24,7 +24,9 @@ constexpr TensorRule indexed_rule(TensorRule rule) {
 #define FA_INDEXED_TENSORS(X)                                                                                    \
   FA_ATTENTION_TENSORS(X)                                                                                        \
   /* (B or 1, 1 or H_kv, S_q, count): KeyIndices. */                                                             \
-  X(key_indices,    OptionalTensor, kKeyIndicesShape, kIndex,   kKeep,          kLoop)
+  X(key_indices,    OptionalTensor, kKeyIndicesShape, kIndex,   kKeep,          kLoop)                           \
+  /* (S_q, 4), with dropout: the place of each row of query in a larger call, DropoutParams. */                  \
+  X(dropout_places, OptionalTensor, kKeyIndicesShape, kInt64,   kKeep,          kLoop)
 
 #define FA_INDEXED_OPTIONS(X)                                                                                    \
   FA_ATTENTION_OPTIONS(X)                                                                                        \

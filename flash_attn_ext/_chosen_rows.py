@@ -1,0 +1,69 @@
+"""Copies the cache rows that some query names, for attention by index of caches that its kernels do not read in place.
+
+These are int8 and float8 caches, and separate caches with ``qv``. A chosen row is widened or joined once, however many
+queries name it. Memory: O(chosen rows), at most a copy of the cache in the dtype of the queries.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+EIGHT_BIT = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class CacheRows(NamedTuple):
+    """The rows of one cache."""
+
+    rows: Tensor  # (caches or pages * size, H_kv, D)
+    scale: Tensor | None  # (caches or pages, size, H_kv) float32: factors of 8-bit rows
+
+    def copy(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+        """(len(chosen), H_kv, D) in ``dtype``. 8-bit rows are multiplied with their factors and rounded once."""
+        if self.rows.dtype not in EIGHT_BIT:
+            return self.rows.index_select(0, chosen)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        copied = self.rows.view(torch.uint8).index_select(0, chosen).view(self.rows.dtype).to(wide)
+        if self.scale is not None:
+            size = self.scale.shape[1]
+            copied *= self.scale[chosen.div(size, rounding_mode="floor"), chosen % size][..., None]
+        return copied.to(dtype)
+
+
+def number_chosen(indices: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Returns the rows that ``indices`` names, ascending, and the indices among these rows. -1 stays -1.
+
+    On CUDA and in a compiled graph the first result has min(total, indices.numel()) elements, and row 0 fills the rest:
+    its length may not depend on the numbers.
+    """
+    known = indices.is_cpu and not torch.compiler.is_compiling()
+    if known and ((indices < -1) | (indices >= total)).any():
+        raise ValueError(
+            f"block_table, cache_batch_idx: got a number beyond the caches; allowed: rows 0 to {total - 1}"
+        )
+    seen = indices >= 0
+    used = torch.zeros(total + 1, dtype=torch.bool, device=indices.device)  # the last one is for -1
+    used.index_fill_(0, torch.where(seen, indices, total).flatten(), True)
+    if known:
+        chosen = used[:total].nonzero()[:, 0]
+    else:
+        chosen = torch.nonzero_static(used[:total], size=min(total, indices.numel()), fill_value=0)[:, 0]
+    number = used.cumsum(0) - 1
+    return chosen, torch.where(seen, number[indices.clamp(min=0)], -1)
+
+
+def copy_chosen(
+    query: Tensor, indices: Tensor, key: CacheRows, value: CacheRows, joins: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns query, indices, key and value of the call on the copied rows.
+
+    ``joins``: query is [q, qv], and the keys become [v, k]. So a value is the first columns of its key, which the
+    kernels read once.
+    """
+    chosen, indices = number_chosen(indices, key.rows.shape[0])
+    copied_key, copied_value = key.copy(chosen, query.dtype), value.copy(chosen, query.dtype)
+    if not joins:
+        return query, indices, copied_key, copied_value
+    q, qv = query.split([copied_key.shape[-1], copied_value.shape[-1]], -1)
+    joined = torch.cat([copied_value, copied_key], -1)
+    return torch.cat([qv, q], -1), indices, joined, joined[..., : copied_value.shape[-1]]
