@@ -7,11 +7,13 @@ import math
 
 import pytest
 import test_indexed
+import test_indexed_dropout
 import torch
 from cuda_host import library
 from test_indexed import BOUND, check, make, make_indices, mask_of, run_both
+from test_indexed_dropout import LENGTHS_K, LENGTHS_Q
 
-from flash_attn_ext import flash_attn
+from flash_attn_ext import flash_attn, flash_attn_varlen
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -138,3 +140,17 @@ def test_the_selector_says_why_no_faster_tier_runs(kernels):
         for params in (library.IndexedParams(), library.IndexedBackwardParams()):
             reasons = [f"{tier}: no attention by index" for tier in ("sm90", "sm80")]
             assert kernels.choice(params) == ("simt", reasons)
+
+
+def test_dropout_of_packed_sequences():
+    """Each row of query has a place in the padded call."""
+    leaves, numbers = test_indexed_dropout.make(torch.float64, 0)
+    cu = [test_indexed_dropout.offsets(lengths) for lengths in (LENGTHS_Q, LENGTHS_K)]
+    state = torch.tensor([*test_indexed_dropout.SEED, 6, 4, 8, 32])
+    given = dict(enable_gqa=True, dropout_p=0.4, causal="lower_right")
+    out = flash_attn_varlen(*leaves, *cu, rng_state=state, **numbers, **given)
+    del given["enable_gqa"]
+    expected, _ = test_indexed_dropout.one_by_one(leaves, numbers, (6, 4, 8, 32), **given)
+    for ours, theirs in zip(*(torch.autograd.grad(x.sin().sum(), leaves) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(out, expected)

@@ -186,3 +186,26 @@ def test_assisted_generation_gives_the_same_tokens(name):
     # Not compared with plain generation: transformers 5.23 gives other tokens for glm_moe_dsa and dots3_note.
     options = dict(max_new_tokens=10, do_sample=False, disable_compile=True, prompt_lookup_num_tokens=3)
     assert torch.equal(ours.generate(ids, **options), eager.generate(ids, **options))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3"])
+def test_chosen_keys_with_dropout(name, given_masks):
+    """Dropout in training, and none in eval()."""
+    model = make_pair(lambda: build(name))[1]
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    ids = tokens()
+    expected = model(ids).logits
+    given_masks.clear()
+    model.train()
+    draws = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        draws.append(model(ids).logits)
+    used = [options for *_, options in given_masks if CHOSEN[name] in options]
+    assert used
+    assert all(options["dropout_p"] == 0.5 for options in used)
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    assert torch.equal(model.eval()(ids).logits, expected)
