@@ -1,6 +1,6 @@
 """The indexer of DeepSeek sparse attention: the choice of each query's keys, and its training. docs/indexer.md."""
 
-from . import _autograd, _flops  # noqa: F401  register the derivatives, and what FlopCounterMode counts
+from . import _autograd, _composite, _flops  # noqa: F401  register derivatives, the choice on CUDA, and what FlopCounterMode counts
 from .loss import indexer_loss
 from .scores import indexer_scores
 from .topk import indexer_topk

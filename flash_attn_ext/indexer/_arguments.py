@@ -12,17 +12,25 @@ from .._tensor_checks import check_are_dense
 
 
 def checked_tensors(
-    tensors: Mapping[str, Tensor | None], required: tuple[str, ...], detached: tuple[str, ...]
+    tensors: Mapping[str, Tensor | None],
+    required: tuple[str, ...],
+    detached: tuple[str, ...],
+    devices: tuple[str, ...] = ("cpu",),
 ) -> list[Tensor | None]:
     """Returns the tensors of an operator: checks kinds and devices, casts to autocast's dtype, and detaches.
 
     Only tensors whose rows are multiplied are cast: weights and lse keep their precision.
     """
     check_are_dense(tensors, required)
+    first = tensors[required[0]]
+    assert first is not None
     for name, t in tensors.items():
-        if t is not None and t.device.type not in ("cpu", "meta"):
-            raise NotImplementedError(f"{name}: got a tensor on {t.device}; allowed: cpu")
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        if t is not None and t.device.type not in (*devices, "meta"):
+            raise NotImplementedError(f"{name}: got a tensor on {t.device}; allowed: {', '.join(devices)}")
+        if t is not None and t.device != first.device and (t.is_cuda or first.is_cuda):
+            raise TypeError(f"{name}: got device {t.device}; allowed: {required[0]}'s device, {first.device}")
+    device = "cuda" if first.is_cuda else "cpu"
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def prepared(name: str, t: Tensor | None) -> Tensor | None:
         if t is not None and name in detached:

@@ -26,7 +26,7 @@ def indexer_topk(
     """The ``topk`` visible keys with the largest scores of each query, without storing the scores.
 
     ``score[i, j] = sum_h weights[i, h] * relu(scale * <q[h, i], k[j]>)``: the lightning indexer of DeepSeek V3.2. All
-    heads share the rows of ``k``. CPU only; memory O(S_q topk).
+    heads share the rows of ``k``. Memory O(S_q topk). On CUDA made of torch's operators, block by block.
 
     Args:
         q: (B, H_I, S_q, D_I), float32, float64, bfloat16 or float16.
@@ -54,7 +54,7 @@ def indexer_topk(
 
     Raises:
         TypeError, ValueError: an argument that is not allowed; the message names it.
-        NotImplementedError: a device other than the CPU.
+        NotImplementedError: a device other than the CPU and CUDA.
 
     Source: DeepSeek-AI, "DeepSeek-V3.2", 2025 (arXiv 2512.02556), equation 1.
     """
@@ -64,7 +64,7 @@ def indexer_topk(
     }  # fmt: skip
     rows = ("q", "k", "weights")
     indices, scores = _ops.indexer_topk(
-        *checked_tensors(tensors, rows, detached=rows),
+        *checked_tensors(tensors, rows, detached=rows, devices=("cpu", "cuda")),
         as_type("int", "topk", topk),
         scale=checked_scale("scale", scale, q),
         return_scores=as_type("bool", "return_scores", return_scores),

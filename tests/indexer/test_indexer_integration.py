@@ -172,12 +172,15 @@ def test_a_gpu_is_refused_by_name():
         q, k, weights, key, lse = (torch.empty(shape, device="cuda") for shape in shapes)
         indices = torch.empty(1, 1, 3, 2, dtype=torch.int32, device="cuda")
         for call in (
-            lambda: indexer_topk(q, k, weights, 2),
             lambda: indexer_scores(q, k, weights, indices),
             lambda: indexer_loss(q, k, weights, q, key, lse),
         ):
             with pytest.raises(NotImplementedError, match=r"got a tensor on cuda(:0)?; allowed: cpu"):
                 call()
+        chosen = indexer_topk(q, k, weights, 2)
+        assert (chosen.device.type, chosen.dtype, chosen.shape) == ("cuda", torch.int32, (1, 1, 3, 2))
+        with pytest.raises(TypeError, match="k: got device cpu; allowed: q's device"):
+            indexer_topk(q, torch.empty(1, 5, 8), weights, 2)
 
 
 def test_memory_that_was_freed_raises():
