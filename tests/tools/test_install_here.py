@@ -42,3 +42,15 @@ def test_a_command_installs_only_its_own_packages(target, group, tmp_path):
 def test_the_demo_needs_few_packages():
     assert requirements.packages("demo") == ["matplotlib", "tqdm", "rich", "numpy"]
     assert "transformers>=5" in requirements.packages("test")
+
+
+def test_a_package_with_an_extra_does_not_end_the_list():
+    assert requirements.packages("release") == ["uv", "cyclonedx-python-lib[json-validation]"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no parser for TOML")
+def test_every_group_is_as_a_parser_of_toml_reads_it():
+    import tomllib
+
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {group: requirements.packages(group) for group in groups} == groups
