@@ -64,7 +64,8 @@ constexpr int64_t lanes_of(int64_t rows) {
   return rows > kLanes<T> ? round_up_to_lanes<T>(rows) : kLanes<T> / span_of<T>(rows);
 }
 
-// Measured up to 64 rows of 16 lanes: as fast as the panels of the forward's product, or faster. More rows use the panels.
+// Measured up to 64 rows of 16 lanes on a CPU with one unit for 64-byte multiply-adds (Zen 4): as fast as the panels of the
+// forward's product, or faster. More rows use the panels.
 constexpr int kMostLaneBlocks = 4;
 
 // Returns whether the products of this file compute so many rows; otherwise the forward's matrix product.
@@ -72,6 +73,11 @@ template <class T>
 constexpr bool uses_lane_blocks(int64_t rows) {
 #if defined(FA_HAS_TILE_REGISTERS)  // faster from half a vector on
   return rows <= kLanes<T> / 2;
+#elif FA_VECTOR_BYTES == 64 && !defined(FA_DOT_BFLOAT16)
+  // Two or more whole vectors have no padding in panels, and panels load less for each multiply-add: a CPU with two units
+  // for multiply-adds waits for loads in the lanes.
+  const bool fills_panels = rows >= 2 * kLanes<T> && rows % kLanes<T> == 0;
+  return rows <= kMostLaneBlocks * kLanes<T> && !fills_panels;
 #else
   return rows <= kMostLaneBlocks * kLanes<T>;
 #endif
