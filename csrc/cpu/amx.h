@@ -13,3 +13,5 @@
 // Tile c += tile a times tile b.
 #define FA_TILE_DOT_BFLOAT16(c, a, b) \
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b))
+// A product of registers 6 and 7, added to register 5: kernels/tile_gemm-inl.h keeps no value in them between products.
+#define FA_TILE_KEEP_AWAKE() FA_TILE_DOT_BFLOAT16(5, 6, 7)

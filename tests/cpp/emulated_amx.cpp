@@ -95,6 +95,8 @@ void release() {
   if (broken != "tile release") registers.configured = false;
 }
 
+void keep_awake() { registers.at(0); }
+
 void zero(int tile) { std::memset(registers.at(tile), 0, kRows * kBytes); }
 
 void load(int tile, const void* from, size_t stride) {

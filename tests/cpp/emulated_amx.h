@@ -14,6 +14,7 @@ void zero(int tile);
 void load(int tile, const void* from, size_t stride);
 void store(int tile, void* to, size_t stride);
 void dot_bfloat16(int c, int a, int b);
+void keep_awake();  // checks that this thread has configured the registers
 
 // Number of instructions that all threads have run.
 struct Counts {
@@ -33,3 +34,4 @@ extern std::string broken;
 #define FA_TILE_LOAD(n, from, bytes) test::amx::load(n, from, bytes)
 #define FA_TILE_STORE(n, to, bytes) test::amx::store(n, to, bytes)
 #define FA_TILE_DOT_BFLOAT16(c, a, b) test::amx::dot_bfloat16(c, a, b)
+#define FA_TILE_KEEP_AWAKE() test::amx::keep_awake()

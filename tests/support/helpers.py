@@ -2,7 +2,7 @@
 
 import reference
 import torch
-from tolerances import assert_as_exact_as_torch, slack_of_stored_out
+from tolerances import EPS, assert_as_exact_as_torch, slack_of_stored_out
 from torch.autograd import forward_ad
 
 from flash_attn_ext import dropout_mask, flash_attn, new_rng_state
@@ -73,6 +73,8 @@ def check_against_reference(
     names = [n for n, t in zip(names, inputs, strict=True) if t is not None and t.requires_grad]
     for name, slack, a, b, c in zip(names, slacks, *all_grads, strict=True):
         assert a.shape == c.shape
+        if name == "dslopes":  # its terms are dS times a distance of up to S_k, and cancel
+            slack += 2 * EPS[torch.float64 if q.dtype == torch.float64 else torch.float32] * k.shape[2]
         assert_as_exact_as_torch(name, a, b, c, 3, slack)
     return ours
 

@@ -164,11 +164,7 @@ struct ForwardProducts<BFloat16, float> {
 
   // Whether P goes from the softmax to the product in 16 bits: nothing multiplies it in between.
   static bool packs_probs(const AttentionParams& p) {
-#if defined(FA_HAS_TILE_REGISTERS)  // P is transposed, too
-    return false;
-#else
     return !p.dropout && p.varlen.cache.dtype == CacheDType::kOfQuery;
-#endif
   }
 
   // Writes P to prob_pairs if `packed`, otherwise in place of S.
@@ -197,11 +193,11 @@ struct ForwardProducts<BFloat16, float> {
     const bool cleared = score.partial && clear_rows_not_finite(v, f.keys, v_pairs, ld);
     if (loaded) loaded->v_rows = cleared ? 0 : f.keys;  // a block without masked keys needs the cleared rows
     const LeftPairs left =
-        packed ? LeftPairs{prob_pairs, 1, f.ld} : transposed_pairs(probs, f.keys, f.ld, prob_pairs);
+        packed ? probs_operand(prob_pairs, f.keys, f.ld) : transposed_pairs(probs, f.keys, f.ld, prob_pairs);
     gemm<float, Pair>(f.queries, d_v,
                       {pairs_of(f.keys), left.data, left.row, left.depth, v_pairs, ld, out, ld, true, 1.0f,
                        rescale, prefetch_hook});
-    if (cleared && packed) widen_pairs(prob_pairs, f.keys, f.ld, probs);
+    if (cleared && packed) widen_probs(left, f.keys, f.ld, probs);
     if (cleared)
       add_rows_not_finite<BFloat16, float>(score, true, f.queries, probs, 1, f.ld, v, f.keys, out, ld);
   }

@@ -8,6 +8,14 @@
 
 constexpr int64_t pairs_of(int64_t n) { return (n + 1) / 2; }
 
+// AMX's tile unit sleeps half a microsecond after its last product, and the next microsecond of products takes half as
+// long again (Granite Rapids). Longer code without products calls this every few hundred cycles.
+FA_INLINE void keep_product_unit_awake() {
+#if defined(FA_HAS_TILE_REGISTERS)
+  FA_TILE_KEEP_AWAKE();
+#endif
+}
+
 // Loads `n` <= 2 * lanes values of a row as pairs along it, padded with zeros.
 FA_INLINE U32 load_pairs(const BFloat16* p, int64_t n) {
   constexpr int64_t kMost = 2 * kLanes<float>;
@@ -57,6 +65,7 @@ inline void load_pairs_across(const BFloat16* src, int64_t stride, int64_t rows,
     return (U32)load_columns<float>(src + r * stride + c, cols - c);
   };
   for (int64_t r = 0; r < rows; r += 2) {
+    if (r % 16 == 0) keep_product_unit_awake();
     Pair* to = dst + r / 2 * ld;
     int64_t c = 0;
     for (; r + 1 < rows && c + 2 * L <= cols; c += 2 * L) {
@@ -81,15 +90,6 @@ inline bool clear_rows_not_finite(const Rows<BFloat16>& src, int64_t rows, Pair*
   return true;
 }
 
-// dst[r][lane] = the low half of src[r / 2][lane] for even r, the high half for odd r.
-inline void widen_pairs(const Pair* src, int64_t rows, int64_t ld, float* dst) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < ld; c += kLanes<float>) {
-      const U32 both = load_elements(src + r / 2 * ld + c);
-      store<float>(dst + r * ld + c, (F32)(r % 2 ? both & 0xffff0000u : both << 16));
-    }
-}
-
 // A left operand: pairs along the depth, with the strides GemmArgs::a_row and a_depth.
 struct LeftPairs {
   const Pair* data;
@@ -100,6 +100,26 @@ struct LeftPairs {
     return rows * round_up_to_lanes<float>(pairs_of(depth));
   }
 };
+
+// P^T, [rows][lanes], as the left operand of P V: pairs of its rows, [lanes][rows / 2] for AMX.
+inline LeftPairs probs_operand(Pair* data, int64_t rows, int64_t lanes) {
+#if defined(FA_HAS_TILE_REGISTERS)
+  return {data, round_up_to_lanes<float>(pairs_of(rows)), 1};
+#else
+  (void)rows;
+  return {data, 1, lanes};
+#endif
+}
+
+// dst[r][lane] = row r of probs_operand().
+inline void widen_probs(const LeftPairs& src, int64_t rows, int64_t lanes, float* dst) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < lanes; ++c) {
+      const Pair both = src.data[c * src.row + r / 2 * src.depth];
+      const uint32_t bits = uint32_t{r % 2 ? both.high : both.low} << 16;
+      std::memcpy(dst + r * lanes + c, &bits, sizeof(bits));
+    }
+}
 
 // Rounds and transposes `rows` x `ld` lanes of src: each lane becomes a row of the operand.
 inline LeftPairs transposed_pairs(const float* src, int64_t rows, int64_t ld, Pair* dst) {

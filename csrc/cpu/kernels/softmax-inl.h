@@ -20,20 +20,10 @@ FA_INLINE Vec<T> max_of_column(const T* column, int64_t rows, int64_t ld) {
   return max<T>(max<T>(chain[0], chain[1]), max<T>(chain[2], chain[3]));
 }
 
-// The softmax of kLanes rows of Q: `column` has one vector per key, one lane per row of Q. exp(x) returns e^x, in
-// units of the scores. `unified` (or null) replaces m'. Sets `factor` = e^(m - m') by rescale_exp(x): it returns 1 for
-// x = 0, because an error there would grow with every tile. Calls write(j, P of key j, P of key j + 1) for even j; a
-// last single key comes with P = 0.
-template <class T, class Exp, class RescaleExp, class Write>
-FA_INLINE void softmax_column(const T* column, int64_t keys, int64_t ld, const T* unified, Vec<T>& row_max,
-                              Vec<T>& row_sum, Vec<T>& factor, const Exp& exp, const RescaleExp& rescale_exp,
-                              const Write& write) {
-  const Vec<T> new_max = max<T>(row_max, max_of_column<T>(column, keys, ld));
-  // No key visible yet: any finite reference gives e^(-inf - reference) = 0.
-  const Vec<T> reference = unified ? splat<T>(*unified) : new_max == kNegInf<T> ? Vec<T>{} : new_max;
+// Calls write(j, P of key j, P of key j + 1) for even j; a last single key comes with P = 0. Returns the sum of P.
+template <class T, class Write, class Prob>
+FA_INLINE Vec<T> write_probs(const Write& write, int64_t keys, const Prob& prob_of_key) {
   Vec<T> sum = {};
-  const auto prob_of_key = [&](int64_t j)
-                               FA_INLINE_LAMBDA { return exp(load<T>(column + j * ld) - reference); };
   int64_t j = 0;
   for (; j + 2 <= keys; j += 2) {
     const Vec<T> first = prob_of_key(j), second = prob_of_key(j + 1);
@@ -45,24 +35,75 @@ FA_INLINE void softmax_column(const T* column, int64_t keys, int64_t ld, const T
     write(j, last, Vec<T>{});
     sum += last;
   }
+  return sum;
+}
+
+#if defined(FA_HAS_TILE_REGISTERS)
+
+// 16 rows of pairs of keys: P of 16 rows of Q as the left operand of AMX.
+struct PairRows {
+  Pair* data;
+  int64_t ld;
+};
+
+// Transposes P in registers, 32 keys at a time. Pads the last keys with zeros.
+template <class T, class Prob>
+FA_INLINE F32 write_probs(const PairRows& to, int64_t keys, const Prob& prob_of_key) {
+  constexpr int L = kLanes<float>;
+  F32 sum = {};
+  for (int64_t j = 0; j < keys; j += 2 * L) {
+    F32 block[L];
+    const auto fill = [&](const auto& prob) FA_INLINE_LAMBDA {
+#pragma GCC unroll 16
+      for (int n = 0; n < L; ++n) {
+        const F32 first = prob(j + 2 * n), second = prob(j + 2 * n + 1);
+        block[n] = (F32)pair_up(first, second);
+        sum = sum + first + second;
+      }
+    };
+    if (j + 2 * L <= keys) {
+      fill(prob_of_key);
+    } else {
+      fill([&](int64_t key) FA_INLINE_LAMBDA { return key < keys ? prob_of_key(key) : F32{}; });
+    }
+    transpose<float>(block);
+#pragma GCC unroll 16
+    for (int n = 0; n < L; ++n) store_elements(to.data + n * to.ld + j / 2, (U32)block[n]);
+  }
+  keep_product_unit_awake();
+  return sum;
+}
+
+#endif
+
+// The softmax of kLanes rows of Q: `column` has one vector per key, one lane per row of Q. exp(x) returns e^x, in
+// units of the scores. `unified` (or null) replaces m'. Sets `factor` = e^(m - m') by rescale_exp(x): it returns 1 for
+// x = 0, because an error there would grow with every tile. `write` receives P: write_probs().
+template <class T, class Exp, class RescaleExp, class Write>
+FA_INLINE void softmax_column(const T* column, int64_t keys, int64_t ld, const T* unified, Vec<T>& row_max,
+                              Vec<T>& row_sum, Vec<T>& factor, const Exp& exp, const RescaleExp& rescale_exp,
+                              const Write& write) {
+  const Vec<T> new_max = max<T>(row_max, max_of_column<T>(column, keys, ld));
+  // No key visible yet: any finite reference gives e^(-inf - reference) = 0.
+  const Vec<T> reference = unified ? splat<T>(*unified) : new_max == kNegInf<T> ? Vec<T>{} : new_max;
+  const auto prob_of_key = [&](int64_t j)
+                               FA_INLINE_LAMBDA { return exp(load<T>(column + j * ld) - reference); };
+  const Vec<T> sum = write_probs<T>(write, keys, prob_of_key);
   factor = unified ? splat<T>(T(1)) : rescale_exp(row_max - reference);
   row_sum = row_sum * factor + sum;
   row_max = new_max;
 }
 
-// The softmax of the forward's tile; scores are in units of `unit`. write(c, j, P of key j, P of key j + 1) stores the
-// vectors of P at column c.
-template <class In, class T, class Write>
+// The softmax of the forward's tile; scores are in units of `unit`. write_at(c) receives P of the rows from c on.
+template <class In, class T, class WriteAt>
 FA_INLINE void softmax_of_tile(const TileFrame& f, T unit, const T* scores, T* row_max, T* row_sum,
-                               T* rescale, const Write& write) {
+                               T* rescale, const WriteAt& write_at) {
   const T log2_unit = unit * T(kLog2E);
   const auto exp = [&](Vec<T> x) FA_INLINE_LAMBDA { return prob_exp<In, T>(x, log2_unit); };
   const auto rescale_exp = [&](Vec<T> x) FA_INLINE_LAMBDA { return exp_scaled<T>(x, log2_unit); };
   for (int64_t c = 0; c < f.ld; c += kLanes<T>) {
     Vec<T> m = load<T>(row_max + c), l = load<T>(row_sum + c), factor;
-    softmax_column<T>(scores + c, f.keys, f.ld, nullptr, m, l, factor, exp, rescale_exp,
-                      [&](int64_t j, Vec<T> first, Vec<T> second)
-                          FA_INLINE_LAMBDA { write(c, j, first, second); });
+    softmax_column<T>(scores + c, f.keys, f.ld, nullptr, m, l, factor, exp, rescale_exp, write_at(c));
     store<T>(row_max + c, m);
     store<T>(row_sum + c, l);
     store<T>(rescale + c, factor);
@@ -72,22 +113,29 @@ FA_INLINE void softmax_of_tile(const TileFrame& f, T unit, const T* scores, T* r
 // Replaces S by P. `In`: the type of q, k, v, if P may be as exact as its use there.
 template <class T, class In = T>
 inline void online_softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale) {
-  softmax_of_tile<In, T>(f, unit, scores, row_max, row_sum, rescale,
-                         [&](int64_t c, int64_t j, Vec<T> first, Vec<T> second) FA_INLINE_LAMBDA {
-                           store<T>(scores + j * f.ld + c, first);
-                           if (j + 1 < f.keys) store<T>(scores + (j + 1) * f.ld + c, second);
-                         });
+  softmax_of_tile<In, T>(f, unit, scores, row_max, row_sum, rescale, [&](int64_t c) FA_INLINE_LAMBDA {
+    return [&f, column = scores + c](int64_t j, Vec<T> first, Vec<T> second) FA_INLINE_LAMBDA {
+      store<T>(column + j * f.ld, first);
+      if (j + 1 < f.keys) store<T>(column + (j + 1) * f.ld, second);
+    };
+  });
 }
 
 #if defined(FA_DOT_BFLOAT16)
 
-// Writes P as pairs of keys, [keys / 2][ld], rounded to bfloat16. The sum is of P before rounding.
+// Writes P as probs_operand(probs, ...), rounded to bfloat16. The sum is of P before rounding.
 inline void softmax_to_pairs(const TileFrame& f, float unit, const float* scores, Pair* probs, float* row_max,
                              float* row_sum, float* rescale) {
-  softmax_of_tile<BFloat16, float>(f, unit, scores, row_max, row_sum, rescale,
-                                   [&](int64_t c, int64_t j, F32 first, F32 second) FA_INLINE_LAMBDA {
-                                     store_elements(probs + j / 2 * f.ld + c, pair_up(first, second));
-                                   });
+  const LeftPairs layout = probs_operand(probs, f.keys, f.ld);
+  const auto write_at = [&](int64_t c) FA_INLINE_LAMBDA {
+#if defined(FA_HAS_TILE_REGISTERS)
+    return PairRows{probs + c * layout.row, layout.row};
+#else
+    return [to = probs + c, depth = layout.depth](int64_t j, F32 first, F32 second)
+               FA_INLINE_LAMBDA { store_elements(to + j / 2 * depth, pair_up(first, second)); };
+#endif
+  };
+  softmax_of_tile<BFloat16, float>(f, unit, scores, row_max, row_sum, rescale, write_at);
 }
 
 #endif

@@ -56,11 +56,26 @@ FA_INLINE void load_operand(const Pair* from, int64_t ld, int64_t rows, int64_t 
   FA_TILE_LOAD(kRegister, padded, kSide * sizeof(Pair));
 }
 
+// Whether the registers hold the tile of C itself: its rows are memory of C, and the product has no scale.
+FA_INLINE bool holds_sums(const GemmArgs<float, Pair>& g, int64_t rows, int64_t m) {
+  return g.scale == 1 && rows - m >= kSide;
+}
+
+// Sets a register to the tile of C at row m and column n, or to 0 if store_sums() adds C.
+template <int kRegister>
+FA_INLINE void load_sums(const GemmArgs<float, Pair>& g, int64_t rows, int64_t m, int64_t n) {
+  if (g.accumulate && holds_sums(g, rows, m)) {
+    FA_TILE_LOAD(kRegister, g.c + m * g.ldc + n, g.ldc * sizeof(float));
+  } else {
+    FA_TILE_ZERO(kRegister);
+  }
+}
+
 // Stores a register to the tile of C at row m and column n.
 template <int kRegister>
 FA_INLINE void store_sums(const GemmArgs<float, Pair>& g, int64_t rows, int64_t m, int64_t n) {
   float* c = g.c + m * g.ldc + n;
-  if (!g.accumulate && g.scale == 1 && rows - m >= kSide) {
+  if (holds_sums(g, rows, m)) {
     FA_TILE_STORE(kRegister, c, g.ldc * sizeof(float));
     return;
   }
@@ -69,8 +84,7 @@ FA_INLINE void store_sums(const GemmArgs<float, Pair>& g, int64_t rows, int64_t 
   for (int64_t r = 0; r < std::min(kSide, rows - m); ++r) {
     const F32 sum = load<float>(sums + r * kSide) * g.scale;
     float* to = c + r * g.ldc;
-    const float factor = g.factor ? g.factor[m + r] : 1.0f;
-    store<float>(to, g.accumulate ? load<float>(to) * factor + sum : sum);
+    store<float>(to, g.accumulate ? load<float>(to) + sum : sum);
   }
 }
 
@@ -82,7 +96,10 @@ inline void multiply_tiles(const GemmArgs<float, Pair>& g, int64_t rows, int64_t
   constexpr bool kSquare = MR == NR && MR > 1;
   constexpr int kTurns = kSquare ? 2 : 3, kFirstB = kSquare ? 6 : NR == 1 ? 7 : 5;
   g.prefetch_hook(MR * NR * kSide);
-  for_each_constant<MR * NR>([](auto sum) FA_INLINE_LAMBDA { FA_TILE_ZERO(decltype(sum)::value); });
+  for_each_constant<MR * NR>([&](auto sum) FA_INLINE_LAMBDA {
+    constexpr int kSum = decltype(sum)::value;
+    load_sums<kSum>(g, rows, m0 + kSum / NR * kSide, n0 + kSum % NR * kSide);
+  });
   for (int64_t k = 0; k < g.depth; k += kSide) {
     const int64_t depth = g.depth - k;
     for_each_constant<MR>([&](auto m) FA_INLINE_LAMBDA {
@@ -102,9 +119,19 @@ inline void multiply_tiles(const GemmArgs<float, Pair>& g, int64_t rows, int64_t
   });
 }
 
+// Multiplies each row of C by its factor. Most factors are 1: few tiles of keys raise the maximum of a row.
+inline void multiply_rows_by_factor(int64_t rows, int64_t cols, const GemmArgs<float, Pair>& g) {
+  for (int64_t m = 0; m < rows; ++m) {
+    if (g.factor[m] == 1) continue;
+    float* row = g.c + m * g.ldc;
+    for (int64_t n = 0; n < cols; n += kSide) store<float>(row + n, load<float>(row + n) * g.factor[m]);
+  }
+}
+
 // Computes squares of 2 x 2 tiles, then a remaining column of tiles, then a remaining row of tiles.
 template <>
 inline void gemm<float, Pair>(int64_t rows, int64_t cols, const GemmArgs<float, Pair>& g) {
+  if (g.accumulate && g.factor) multiply_rows_by_factor(rows, cols, g);
   const int64_t even_rows = ceil_div(rows, kSide) / 2 * (2 * kSide);
   const int64_t even_cols = ceil_div(cols, kSide) / 2 * (2 * kSide);
   for (int64_t n = 0; n < even_cols; n += 2 * kSide)
