@@ -172,6 +172,17 @@ def test_no_gradient_is_lost(name, direct):
     assert direct == [None]
 
 
+@pytest.mark.parametrize("name", ["alibi_slopes", "sink"])
+def test_no_gradient_of_slopes_or_sink_is_lost(name, direct):
+    """The call computes, since nobody may ask for the gradient. The gradient is an error."""
+    q, k_cache, v_cache, _ = make()
+    added = torch.rand(H, requires_grad=True)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=LENGTHS_TENSOR, **{name: added})
+    assert direct == [None]
+    with pytest.raises(RuntimeError, match="derivative for flash_attn_ext::attention_cache is not implemented"):
+        out.sum().backward()
+
+
 WRONG = {
     "k_cache: got dtype": dict(k_cache=torch.zeros(B, 256, HK, D, dtype=torch.float16)),
     "cache_seqlens: got": dict(cache_seqlens=torch.tensor([1, 2, 3, 4, 257])),

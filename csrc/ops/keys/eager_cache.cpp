@@ -100,8 +100,14 @@ bool has_ordinary_shapes(const KvcacheCall& c) {
     return false;
   if (c.sink && c.sink->scalar_type() != c.q.scalar_type() && c.sink->scalar_type() != at::kFloat)
     return false;
-  return !needs_derivative(c.q) && !needs_derivative(c.k_cache) && !needs_derivative(c.v_cache) &&
-         !needs_derivative(c.k) && !needs_derivative(c.v);
+  return true;
+}
+
+// A call that needs derivatives goes the other way. There autograd raises an error, at the latest in the backward.
+bool needs_derivatives(const KvcacheCall& c) {
+  const auto any = [](const auto&... tensors) { return (needs_derivative(tensors) || ...); };
+  return any(c.q, c.k_cache, c.v_cache, c.k, c.v, c.alibi_slopes, c.sink, c.rotary_cos, c.rotary_sin,
+             c.k_descale, c.v_descale);
 }
 
 bool has_ordinary_new_rows(const KvcacheCall& c, int64_t batch) {
@@ -113,7 +119,7 @@ bool has_ordinary_new_rows(const KvcacheCall& c, int64_t batch) {
 
 // The operators' arguments for the call. False: the call is not ordinary.
 bool to_operators(KvcacheCall& c, CacheTensors& t, CacheOptions& options, AppendTensors& append) {
-  if (!has_ordinary_shapes(c)) return false;
+  if (!has_ordinary_shapes(c) || needs_derivatives(c)) return false;
   const int64_t batch = c.cu_seqlens_q ? c.cu_seqlens_q->size(0) - 1 : c.q.size(0);
   const int64_t rows = c.k_cache.size(1) * (c.block_table ? c.block_table->size(1) : 1);
   if (batch < 0 || !has_ordinary_new_rows(c, batch) || !read_window(c.window_size, options) ||
