@@ -24,6 +24,7 @@ from ._flash_arguments import (
 )
 from ._options import checked_options, operator_options
 from ._second_query import join, join_caches
+from ._tensor_checks import check_are_dense
 from .functional import flash_attn
 from .kvcache import flash_attn_with_kvcache
 from .varlen import flash_attn_varlen
@@ -170,6 +171,11 @@ def flash_attn_varlen_func(
         second, k, key_has_value = join_caches(qv, q, k, v)
         q = second.joined(q)
     if block_table is not None:
+        check_are_dense(
+            {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
+             "block_table": block_table, "alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink},
+            ("cu_seqlens_q",),
+        )  # fmt: skip
         lengths = _lengths_in_pages(k, cu_seqlens_k, seqused_k, block_table)
         if seqused_q is not None:
             raise NotImplementedError("seqused_q: got a tensor together with block_table; allowed there: None")

@@ -167,6 +167,7 @@ def test_a_3d_tensor_needs_offsets():
 @pytest.mark.parametrize(
     ("table", "error", "message"),
     [
+        (3, TypeError, r"^page_table: got int; allowed: a torch.Tensor"),
         (torch.zeros(2, 2), TypeError, r"^page_table: got dtype float32"),
         (torch.zeros(1, 2, dtype=torch.int32), ValueError, r"^page_table: got shape \[1, 2\]"),
         (torch.full((2, 2), 9, dtype=torch.int32), ValueError, r"^page_table: got 9 at 0"),
@@ -179,3 +180,10 @@ def test_an_error_of_a_page_table_has_its_name(module, table, error, message):
         function, options = fa3.flash_attn_with_kvcache, {"cache_seqlens": lengths}
     with pytest.raises(error, match=message):
         function(q, pages, pages, page_table=table, **options)
+
+
+def test_a_sink_beside_pages_is_a_tensor():
+    q, pages = torch.randn(2, 3, 4, 8), torch.randn(4, 16, 2, 8)
+    table, lengths = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([5, 6], dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"^learnable_sink: got int; allowed: a torch.Tensor"):
+        fa4.flash_attn_varlen_func(q, pages, pages, page_table=table, seqused_k=lengths, learnable_sink=3)
