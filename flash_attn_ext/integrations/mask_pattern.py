@@ -144,10 +144,10 @@ def read_packed(mask_function: Callable) -> tuple[Callable, Tensor] | None:
     """
     if _kind(mask_function) != "all_of":
         return None
-    parts = _closure(mask_function)["mask_functions"]
-    if [_kind(part) for part in parts] != ["packed", "remapped"]:
+    parts = {_kind(part): part for part in _closure(mask_function)["mask_functions"]}  # in either order, by version
+    if parts.keys() != {"packed", "remapped"}:
         return None
-    return _closure(parts[1])["mask_function"], _closure(parts[0])["packed_sequence_mask"]
+    return _closure(parts["remapped"])["mask_function"], _closure(parts["packed"])["packed_sequence_mask"]
 
 
 def sequence_offsets(numbers: Tensor) -> Tensor:

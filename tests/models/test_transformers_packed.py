@@ -66,8 +66,11 @@ def test_sequences_described_only_by_lengths(given_masks):
     user = torch.rand(1, 1, 20, 20).add(torch.eye(20)) > 0.3
     window = integration.attention_mask(1, 20, 20, mask_function=masking_utils.sliding_window_causal_mask_function(4))
     other = integration.attention_mask(
-        1, 20, 20, mask_function=masking_utils.packed_sequence_compatibility_function(
-            masking_utils.causal_mask_function, torch.arange(20)[None] % 5, torch.arange(20)[None] // 5
+        1, 20, 20, mask_function=masking_utils.and_masks(
+            masking_utils.remap_positions_for_packed_sequence(
+                masking_utils.causal_mask_function, torch.arange(20)[None] % 5
+            ),
+            masking_utils.packed_sequence_mask_function(torch.arange(20)[None] // 5),
         )
     )  # fmt: skip
     for mask, position_bias, dense in (
