@@ -227,11 +227,12 @@ def attention(
         block_indices: (B, H_kv or fewer, S_q, n), likewise: blocks of keys, -1 is none (MiniMax M3). A block has
             ``module.indexer.block_size`` keys, or 128.
         position_bias: (1 or B, H, S_q, S_k), added to the scores (T5). Receives a gradient.
-        cache: the cache of continuous batching. It stores the new keys and values, and returns all keys and values.
+        cache: the cache of continuous batching, before transformers 5.24. It stores the new keys and values, and
+            returns all keys and values.
         deterministic: as ``flash_attn`` takes it (ModernBERT).
         options: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` describe packed sequences:
-            the rows of the batch, one after another. ``sliding_window`` is read only with a ``cache``; without it the
-            mask has the window, as for transformers' eager attention. See ``transformers_keywords`` for all keywords.
+            the rows of the batch, one after another. ``sliding_window`` is read only in continuous batching; elsewhere
+            the mask has the window, as for transformers' eager attention. ``transformers_keywords`` has all keywords.
 
     Returns:
         out (B, S_q, H, D_v), and None for the weights.
@@ -252,10 +253,13 @@ def attention(
         settings["sink"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
     check_sinks(sinks, query)
     chosen = ChosenKeys.from_keywords(module, indices, block_indices)
-    if chosen is not None and cache is not None:
+    # transformers 5.24's models update the cache themselves, and pass read_index, but no cache.
+    is_batched = cache is not None or options.get("read_index") is not None
+    if chosen is not None and is_batched:
         raise ValueError(f"{chosen.keyword}: got a tensor with continuous batching; allowed there: None")
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx, options)  # also writes the offsets into `options`
+    if is_batched:
         size = options.get("sliding_window")
         window = None if size is None else (size - 1, -1 if is_causal else size - 1)
         causal = "lower_right" if is_causal else None

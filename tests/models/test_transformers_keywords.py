@@ -149,8 +149,9 @@ def test_chosen_keys(name, form):
             "^block_indices: got a tensor with indices",
         ),
         ({"indices": torch.zeros(1, 3, 1, dtype=int), "cache": object()}, "^indices: got a tensor with continuous"),
+        ({"indices": torch.zeros(1, 3, 1, dtype=int), "read_index": []}, "^indices: got a tensor with continuous"),
     ],
-    ids=["indices", "block_indices", "both", "continuous batching"],
+    ids=["indices", "block_indices", "both", "continuous batching", "continuous batching, 5.24"],
 )
 def test_chosen_keys_that_are_not_allowed(keywords, message):
     with pytest.raises(ValueError, match=message):
