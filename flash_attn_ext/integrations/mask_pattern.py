@@ -144,10 +144,11 @@ def read_packed(mask_function: Callable) -> tuple[Callable, Tensor] | None:
     """
     if _kind(mask_function) != "all_of":
         return None
-    parts = {_kind(part): part for part in _closure(mask_function)["mask_functions"]}  # in either order, by version
-    if parts.keys() != {"packed", "remapped"}:
+    parts = _closure(mask_function)["mask_functions"]
+    by_kind = {_kind(part): part for part in parts}  # their order depends on the version of transformers
+    if len(parts) != 2 or by_kind.keys() != {"packed", "remapped"}:
         return None
-    return _closure(parts["remapped"])["mask_function"], _closure(parts["packed"])["packed_sequence_mask"]
+    return _closure(by_kind["remapped"])["mask_function"], _closure(by_kind["packed"])["packed_sequence_mask"]
 
 
 def sequence_offsets(numbers: Tensor) -> Tensor:

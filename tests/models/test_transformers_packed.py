@@ -88,6 +88,32 @@ def test_sequences_described_only_by_lengths(given_masks):
     assert [function for function, *_ in given_masks[:2]] == ["flash_attn_varlen"] * 2
 
 
+@pytest.mark.parametrize("more", ["packed", "remapped"])
+def test_a_mask_with_a_third_part_loses_none(more):
+    numbers, other_numbers = torch.arange(20)[None] // 10, torch.arange(20)[None] // 5
+    parts = [
+        masking_utils.remap_positions_for_packed_sequence(
+            masking_utils.causal_mask_function, torch.arange(20)[None] % 10
+        ),
+        masking_utils.packed_sequence_mask_function(numbers),
+    ]
+    if more == "packed":
+        parts.insert(1, masking_utils.packed_sequence_mask_function(other_numbers))
+    else:
+        window = masking_utils.sliding_window_causal_mask_function(3)
+        parts.insert(0, masking_utils.remap_positions_for_packed_sequence(window, torch.arange(20)[None] % 10))
+    both = masking_utils.and_masks(*parts)
+    mask = integration.attention_mask(1, 20, 20, mask_function=both, allow_is_causal_skip=False)
+    i, j = torch.arange(20)[:, None], torch.arange(20)[None]
+    extra = i // 5 == j // 5 if more == "packed" else i - j < 3
+    q = torch.randn(1, 4, 20, 8)
+    layer = transformers.LlamaModel(transformers.LlamaConfig(**GROUPED)).layers[0].self_attn
+    out, _ = integration.attention(layer, q, q, q, mask)
+    dense = (i >= j) & (i // 10 == j // 10) & extra
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, dense)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
 @pytest.mark.parametrize("name", ["gemma2_softcap_window", "gpt_oss_sinks"])
 def test_continuous_batching(name, given_masks):
     """The same tokens as for each prompt alone, and only calls of packed sequences."""
