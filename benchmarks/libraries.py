@@ -7,12 +7,14 @@ kernels, the calls left to torch, and the median ratio of the times (above 1: ou
 """
 
 import argparse
+import importlib
 import importlib.util
 import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -89,15 +91,16 @@ def sentence(small: bool) -> Step:
     return step
 
 
-def import_timm():
-    """timm imports torchvision, whose C++ operators load only with a CUDA build of torch. Attention uses none of them,
-    so they are declared without a kernel, and then the import succeeds."""
+def import_beside_torchvision(name: str) -> ModuleType:
+    """Imports torchvision's module ``name``, or a library that imports torchvision, such as timm.
+
+    torchvision's C++ operators load only with a CUDA build of torch. Otherwise an import stops at the first undeclared
+    operator. Attention uses none of them, so they are declared without a kernel.
+    """
     library = torch.library.Library("torchvision", "FRAGMENT")
     for _ in range(10):
         try:
-            import timm
-
-            return timm
+            return importlib.import_module(name)
         except RuntimeError as error:
             missing = re.fullmatch(r"operator torchvision::(\w+) does not exist", str(error))
             if not missing:
@@ -108,7 +111,7 @@ def import_timm():
 
 def timm_model(name: str, **options):
     def build(small: bool) -> Step:
-        timm = import_timm()
+        timm = import_beside_torchvision("timm")
         size = 64 if small else 384
         model = timm.create_model(name, img_size=size, **options)
         image = torch.randn(1, 3, size, size)

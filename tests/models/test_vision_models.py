@@ -1,13 +1,13 @@
 """Models of torchvision and timm: the report of replace_attention, and the calls that activate() runs."""
 
 import importlib.util
-import re
 
 import pytest
 import torch
 from module_helpers import assert_same
 from torch import nn
 
+from benchmarks.libraries import import_beside_torchvision
 from flash_attn_ext import activated, activation_report, replace_attention
 
 pytestmark = [
@@ -21,20 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def torchvision():
-    """torchvision's C++ operators load only with a CUDA build of torch. Otherwise its import stops at the first
-    undeclared operator. Attention uses none of them, so they are declared here."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for _ in range(10):
-        try:
-            import torchvision.models
-
-            return torchvision.models
-        except RuntimeError as error:
-            missing = re.fullmatch(r"operator torchvision::(\w+) does not exist", str(error))
-            if not missing:
-                raise
-            library.define(f"{missing[1]}(Tensor x) -> Tensor")
-    raise AssertionError("torchvision still misses an operator after 10 declarations")
+    return import_beside_torchvision("torchvision.models")
 
 
 @pytest.fixture
