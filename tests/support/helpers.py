@@ -2,7 +2,7 @@
 
 import reference
 import torch
-from tolerances import EPS, assert_as_exact_as_torch, slack_of_stored_out
+from tolerances import EPS, assert_as_exact_as_torch, slack_of_delta
 from torch.autograd import forward_ad
 
 from flash_attn_ext import dropout_mask, flash_attn, new_rng_state
@@ -67,7 +67,7 @@ def check_against_reference(
     # The lse of a fully masked row is -inf: it has no gradient to pass.
     grads = [torch.randn_like(exact[0]), torch.randn_like(exact[1]).masked_fill(exact[1] == -torch.inf, 0.0)]
     wanted = [t for t in exact_in if t is not None and t.requires_grad]
-    slacks = slack_of_stored_out(exact[0], exact[1], wanted, grads[0], q.dtype)
+    slacks = slack_of_delta(exact[0], exact[1], wanted, grads[0], q.dtype)
     all_grads = [gradients(o, i, grads) for o, i in ((ours, ours_in), (theirs, theirs_in), (exact, exact_in))]
     names = ("dq", "dk", "dv", "dmask", "dslopes", "dsink")
     names = [n for n, t in zip(names, inputs, strict=True) if t is not None and t.requires_grad]

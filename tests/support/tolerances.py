@@ -25,14 +25,17 @@ def assert_as_exact_as_torch(name, ours, theirs, exact, factor, slack=0.0):
     assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (largest value {scale:.3e})"
 
 
-def slack_of_stored_out(out, lse, inputs, grad_out, dtype):
-    """The error of each gradient if only `out` is rounded to a 16-bit `dtype`, from the fp64 results.
+def slack_of_delta(out, lse, inputs, grad_out, dtype):
+    """The error of each gradient if only delta = rowsum(dO o O) is rounded, from the fp64 results.
 
-    The backward's delta = rowsum(dO o O) sees the O that was stored. dS = P o (dP - delta), so its error is a
-    gradient of lse by -(error of delta). torch's dense backward keeps P instead, at the price of N x N memory.
+    dS = P o (dP - delta), so its error is a gradient of lse by -(error of delta). The backward's delta sees the O that
+    was stored, in `dtype`, and sums in fp32 or fp64. In a row with one visible key dP - delta cancels to 0 and leaves
+    the rounding of the sum. torch's dense backward keeps P instead, at the price of N x N memory.
     """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return [0.0] * len(inputs)
-    error = (grad_out * (out - out.to(dtype))).sum(-1).nan_to_num(0.0).masked_fill(lse == -torch.inf, 0.0)
+    if dtype in (torch.bfloat16, torch.float16):
+        error = (grad_out * (out - out.to(dtype))).sum(-1)
+    else:
+        error = EPS[dtype] * (grad_out * out).abs().sum(-1)
+    error = error.nan_to_num(0.0).masked_fill(lse == -torch.inf, 0.0)
     grads = torch.autograd.grad(lse, inputs, error, retain_graph=True, allow_unused=True)
     return [0.0 if g is None else 2 * g.abs().max().item() for g in grads]

@@ -5,7 +5,7 @@ from itertools import accumulate
 import reference
 import torch
 from helpers import gradients, leaves
-from tolerances import assert_as_exact_as_torch, slack_of_stored_out
+from tolerances import assert_as_exact_as_torch, slack_of_delta
 
 from flash_attn_ext import dropout_mask, flash_attn_varlen, new_rng_state
 
@@ -98,7 +98,7 @@ def check_pack(
 
     grads = [torch.randn_like(exact[0]), torch.randn_like(exact[1]).masked_fill(exact[1] == -torch.inf, 0.0)]
     wanted = [t for t in exact_in if t is not None and t.requires_grad]
-    slacks = slack_of_stored_out(exact[0], exact[1].T, wanted, grads[0], dtype)
+    slacks = slack_of_delta(exact[0], exact[1].T, wanted, grads[0], dtype)
     all_grads = [gradients(o, i, grads) for o, i in ((ours, ours_in), (theirs, theirs_in), (exact, exact_in))]
     names = [n for n, t in zip(("dq", "dk", "dv", "dmask", "dslopes"), inputs, strict=True)
              if t is not None and t.requires_grad]  # fmt: skip
