@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _append, _ops  # noqa: F401  _append registers the operator for CUDA
+from . import _append, _float8, _ops  # noqa: F401  _append registers the operator for CUDA
 from ._call import FUNCTIONS, Call, take
 from ._flash_arguments import exactly_one_name, sink_of, true_or_false, whole_number, window_of
 from ._indexed import KeyNumbers
@@ -37,7 +37,7 @@ _NAMES_OF_ATTENTION = {
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table",
     "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens", "k_descale", "v_descale", "tree_mask", "sink",
-    "qv",
+    "qv", "q_descale",
 )  # fmt: skip
 
 
@@ -102,6 +102,8 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
             out, lse = run_with_functions(attention, **call.functions)
         else:
             out, lse = attention.run() if run_by_index is None else run_by_index(attention)
+    if q.dtype is _float8.DTYPE:
+        out = out.to(_float8.OUT_DTYPE)  # it has the dtype of the widened queries
     if cu_seqlens_q is None:
         out = out.unflatten(0, q.shape[:2])
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
@@ -189,6 +191,9 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | No
     cache_format = options.pop("cache_format", None)
     if cache_format is not None:
         given = given | _latent_caches(cache_format, call)
+    is_float8, query_factor = _float8.is_float8(given["q"], given["q_descale"], None, None), None
+    if is_float8:
+        given, query_factor = _float8.widened_for_cache(given, cache_format)
     q, k_cache, v_cache, k, v = (given[name] for name in ("q", "k_cache", "v_cache", "k", "v"))
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         if t.dim() != 4:
@@ -236,6 +241,11 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | No
         tensors |= {name: given[name] for name in same_name}
         advance = causal or window is not None
         append = Call(_ops.APPEND, tensors, {"interleaved": interleaved, "advance_query_positions": advance})
+        if is_float8:  # the new rows have the factors of the cache already
+            append = append.with_tensors(key_scale=None, value_scale=None)
+    if query_factor is not None:
+        factor = _float8.with_query_factor(given["k_descale"], query_factor)
+        in_both["key_scale"] = _expanded_scale("q_descale", factor, k_cache)
     with _renamed_errors(_NAMES_OF_ATTENTION):
         options = operator_options(
             causal="lower_right" if causal else None, window=window, alibi_slopes=given["alibi_slopes"],

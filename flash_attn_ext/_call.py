@@ -20,6 +20,8 @@ from ._tensor_checks import check_is_dense
 FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
 # Likewise: _indexed.py has their operator. key_block_size belongs to them.
 INDICES = ("key_indices", "key_block_indices")
+# Likewise: _float8.py has their calls.
+DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
 def take(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -42,7 +44,7 @@ class Call:
         cls, operator: _ops.Operator, *, enable_gqa: bool = False, return_lse: bool = False, **arguments
     ) -> Call:
         """Sorts the arguments of :func:`flash_attn` or :func:`flash_attn_varlen` into tensors and options."""
-        for name in (*FUNCTIONS, *INDICES):
+        for name in (*FUNCTIONS, *INDICES, *DESCALES):
             if arguments.pop(name, None) is not None:
                 raise NotImplementedError(
                     f"{name}: got one; allowed here: none, and flash_attn of dense tensors takes it"

@@ -1,15 +1,15 @@
 """explain: the kernels, memory and traffic of a call of flash_attn. _explain_packed.py: packed sequences and caches."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _dense, _functorch, _ops
-from ._call import FUNCTIONS, Call, take
+from . import _dense, _float8, _functorch, _ops
+from ._call import DESCALES, FUNCTIONS, Call, take
 from ._hints import unknown_argument
 from ._tensor_checks import check_is_dense, is_causal_bias, some_dtensor
 from .flex.attention import with_functions
@@ -94,6 +94,8 @@ def explain(*args, **kwargs) -> Explanation:
     the bytes that the call allocates through torch, for a contiguous gradient of out and no gradient of lse. Small CPU
     workspaces are on the stack and count 0.
 
+    Tensors in float8_e4m3fn have no backward: ``allocates["widened query"]`` is a copy of the query in bfloat16.
+
     With functions of the user, :attr:`Explanation.functions` shows their programs, how often each instruction runs,
     and how many blocks are visited. FLOPs and traffic do not know the block mask: they count its hidden blocks, too.
 
@@ -106,6 +108,9 @@ def explain(*args, **kwargs) -> Explanation:
     arguments = arguments_of("flash_attn", _SIGNATURE, args, kwargs)
     if is_causal_bias(arguments["attn_mask"]):
         arguments = without_causal_bias(arguments)
+    if _float8.is_float8(arguments["query"], *(arguments[name] for name in DESCALES)):
+        form, _ = _dense.to_operator_form(_float8.dense_call(arguments))
+        return of_float8("flash_attn", form, _float8.dense_on_cache(form, arguments))
     functions = take(arguments, FUNCTIONS)
     given = Call.from_arguments(_ops.DENSE, **arguments)
     refuse_dtensors(given.tensors)
@@ -188,6 +193,28 @@ def explanation(described: str, plans: tuple, call: Call, given: Call, copies: l
         backward=pass_report("backward", backward, shape, mask, dropout_p),
         gradients=tuple(name for name, want in zip(names, wanted, strict=True) if want),
         deterministic=backward.deterministic,
+        functions=report_of(call.tensors) if "programs" in call.tensors else (),
+    )
+
+
+def of_float8(function: str, given: Call, on_cache: Call) -> Explanation:
+    """The Explanation of a call with float8 tensors. ``on_cache``: the call of attention_cache that computes it."""
+    described = describe(function, given, query="query", key="key", value="value")
+    widened = on_cache.tensors["query"]
+    return of_cache(described, _ops.plan_cache, on_cache, {"widened query": widened.nbytes})  # type: ignore[union-attr]
+
+
+def of_cache(described: str, plan_of: Callable, call: Call, allocates: Mapping[str, int]) -> Explanation:
+    """The Explanation of a call of attention_cache, which has no backward. ``allocates``: bytes before the operator."""
+    q, k, v = (call.tensors[name] for name in ("query", "key", "value"))
+    shape = HeadShape(q.shape[1], k.shape[2], q.shape[2], v.shape[3], q.dtype, k.dtype, q.device.type)
+    forward = pass_report("forward", plan_of(call.tensors, call.options), shape, call.tensors["tree_mask"])
+    return Explanation(
+        call=described,
+        forward=replace(forward, allocates={**forward.allocates, **allocates}),
+        backward=None,
+        gradients=(),
+        deterministic=True,
         functions=report_of(call.tensors) if "programs" in call.tensors else (),
     )
 

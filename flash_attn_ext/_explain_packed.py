@@ -5,22 +5,21 @@ from dataclasses import replace
 
 import torch
 
-from . import _cache, _ops, _packed
-from ._call import FUNCTIONS, Call, take
+from . import _cache, _float8, _ops, _packed
+from ._call import DESCALES, FUNCTIONS, Call, take
 from ._explain import (
     Explanation,
-    HeadShape,
     after_autocast,
     arguments_of,
     describe,
     explanation,
-    pass_report,
+    of_cache,
+    of_float8,
     refuse_dtensors,
     with_undrawn_rng_state,
 )
 from ._second_query import without_second_query
 from .flex.attention import with_functions
-from .flex.report import report_of
 from .kvcache import flash_attn_with_kvcache
 from .varlen import flash_attn_varlen
 
@@ -38,6 +37,11 @@ def explain_varlen(*args, **kwargs) -> Explanation:
         NotImplementedError: no kernels for the tensors' device.
     """
     arguments = arguments_of("flash_attn_varlen", _VARLEN, args, kwargs)
+    if _float8.is_float8(arguments["query"], *(arguments[name] for name in DESCALES)):
+        call = _float8.packed_call(arguments)
+        _check_has_numbers(call, cu_seqlens_q="cu_seqlens_q", cu_seqlens_k="cu_seqlens_k")
+        found = of_float8("flash_attn_varlen", call, _float8.packed_on_cache(call, arguments))
+        return replace(found, call=_count_sequences(found.call, call))
     functions = take(arguments, FUNCTIONS)
     given = Call.from_arguments(_ops.VARLEN, **without_second_query(arguments))
     refuse_dtensors(given.tensors)
@@ -83,25 +87,18 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
             if second is None:
                 call = call.with_tensors(query=rotated)
             of_append["rotated query"] = rotated.nbytes
+    if given.tensors["q"].dtype is _float8.DTYPE:
+        of_append["widened query"] = call.tensors["query"].nbytes
     if second is not None:
         of_append["joined query"] = call.tensors["query"].nbytes
     if given.functions:
         call = with_functions(call, **given.functions)
-    plan = (_ops.plan_cache_flex if given.functions else _ops.plan_cache)(call.tensors, call.options)
-    q, k, v = (call.tensors[name] for name in ("query", "key", "value"))
-    shape = HeadShape(q.shape[1], k.shape[2], q.shape[2], v.shape[3], q.dtype, k.dtype, q.device.type)
-    forward = pass_report("forward", plan, shape, call.tensors["tree_mask"])
+    q, k = (call.tensors[name] for name in ("query", "key"))
     described = describe("flash_attn_with_kvcache", call, q="query", k_cache="key", v_cache="value")
     if k.dtype != q.dtype:
         described += f", {str(k.dtype).removeprefix('torch.')} caches"
-    return Explanation(
-        call=_count_sequences(described, call),
-        forward=replace(forward, allocates={**forward.allocates, **of_append}),
-        backward=None,
-        gradients=(),
-        deterministic=True,
-        functions=report_of(call.tensors) if given.functions else (),
-    )
+    plan_of = _ops.plan_cache_flex if given.functions else _ops.plan_cache
+    return of_cache(_count_sequences(described, call), plan_of, call, of_append)
 
 
 _VARLEN = inspect.signature(flash_attn_varlen)

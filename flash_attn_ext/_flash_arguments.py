@@ -122,9 +122,6 @@ _FUNCTIONS = (
 )
 _INSTEAD = {
     "qv": "flash_attn_ext.flash_attn_3 has the second query of multi-head latent attention",
-    "k_descale": "Only flash_attn_with_kvcache reads 8-bit keys",
-    "v_descale": "Only flash_attn_with_kvcache reads 8-bit values",
-    "q_descale": "8-bit queries have no kernel here",
     **dict.fromkeys(("score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars"), _FUNCTIONS),
     **dict.fromkeys(
         ("block_sparse_tensors", "block_sparse_tensors_bwd"),

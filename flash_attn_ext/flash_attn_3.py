@@ -7,8 +7,9 @@ this package is allowed, with gradients.
 - ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints about speed. ``num_splits`` is
   followed, the other three change nothing.
 - ``attention_chunk`` is the option of :func:`flash_attn_ext.flash_attn`; it is differentiable.
-- ``q_descale`` raises a NotImplementedError, unless it is None. So do ``k_descale`` and ``v_descale``, except in
-  :func:`flash_attn_with_kvcache` with an 8-bit cache.
+- ``q_descale``, ``k_descale`` and ``v_descale`` are the factors of float8_e4m3fn tensors, without gradients. The
+  output is bfloat16, as in FlashAttention-3. :func:`flash_attn_with_kvcache` also has factors of 8-bit caches for
+  16-bit queries.
 """
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from . import flash_attn_interface as interface
 from ._combine import flash_attn_combine
-from ._flash_arguments import call_with_names, check_hints, refuse_given
+from ._flash_arguments import call_with_names, check_hints
 from .kvcache import flash_attn_with_kvcache as _with_kvcache
 
 __all__ = [
@@ -50,11 +51,11 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (B, S_q, H, D), k (B, S_k, H_k, D), v (B, S_k, H_k, D_v). Returns out (B, S_q, H, D_v); with
     ``return_attn_probs`` (out, softmax_lse), softmax_lse (B, H, S_q)."""
-    refuse_given(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     num_splits = check_hints(num_splits, pack_gqa, sm_margin)
     out, lse, _ = interface.flash_attn_func(
         q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, True, qv=qv,
-        num_splits=num_splits, attention_chunk=attention_chunk,
+        num_splits=num_splits, attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale,
     )  # fmt: skip
     return (out, lse) if return_attn_probs else out
 
@@ -121,12 +122,12 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q (T_q, H, D), k (T_k, H_k, D), v (T_k, H_k, D_v). Returns out (T_q, H, D_v); with ``return_attn_probs`` (out,
     softmax_lse), softmax_lse (H, T_q)."""
-    refuse_given(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     num_splits = check_hints(num_splits, pack_gqa, sm_margin)
     out, lse, _ = interface.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
         softcap, None, deterministic, True, seqused_q=seqused_q, seqused_k=seqused_k, qv=qv,
-        num_splits=num_splits, attention_chunk=attention_chunk,
+        num_splits=num_splits, attention_chunk=attention_chunk, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale,
     )  # fmt: skip
     return (out, lse) if return_attn_probs else out
 
@@ -166,13 +167,13 @@ def flash_attn_with_kvcache(
     """:func:`flash_attn_ext.flash_attn_with_kvcache` in FlashAttention-3's order of arguments.
 
     ``k_descale`` and ``v_descale`` are (B, H_k), a factor for each sequence and key head. They are allowed with an
-    8-bit cache. With ``page_table`` or ``cache_batch_idx`` all sequences must have the same factors, because a page
-    here has one factor, whichever sequence reads it.
+    8-bit cache; ``q_descale`` is allowed with float8_e4m3fn queries. With ``page_table`` or ``cache_batch_idx`` all
+    sequences must have the same ``k_descale`` and ``v_descale``, because a page here has one factor, whichever sequence
+    reads it.
 
     Returns:
         out; with ``return_softmax_lse`` (out, softmax_lse, None, None), as FlashAttention-3 returns four values.
     """
-    refuse_given(q_descale=q_descale)
     num_splits = check_hints(num_splits, pack_gqa, sm_margin)
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     own_cache = page_table is None and cache_batch_idx is None
@@ -181,7 +182,8 @@ def flash_attn_with_kvcache(
         cache_batch_idx, cache_leftpad, page_table,
         softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits, return_softmax_lse,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
-        rotary_seqlens=rotary_seqlens, qv=qv, k_descale=_factors("k_descale", k_descale, k_cache, batch, own_cache),
+        rotary_seqlens=rotary_seqlens, qv=qv, q_descale=q_descale,
+        k_descale=_factors("k_descale", k_descale, k_cache, batch, own_cache),
         v_descale=_factors("v_descale", v_descale, v_cache, batch, own_cache), attention_chunk=attention_chunk,
     )  # fmt: skip
     return (*result, None, None) if return_softmax_lse else result

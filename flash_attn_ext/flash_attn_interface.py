@@ -22,6 +22,7 @@ from ._flash_arguments import (
     whole_number,
     window_of,
 )
+from ._float8 import refuse_second_query
 from ._options import checked_options, operator_options
 from ._second_query import join, join_caches
 from ._tensor_checks import check_are_dense
@@ -66,6 +67,9 @@ def flash_attn_func(
     num_splits: int = 0,
     learnable_sink: Tensor | None = None,
     attention_chunk: int = 0,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """q (B, S_q, H, D), k (B, S_k, H_k, D), v (B, S_k, H_k, D_v). Returns out (B, S_q, H, D_v); with
     ``return_attn_probs`` also softmax_lse (B, H, S_q) and None.
@@ -73,16 +77,20 @@ def flash_attn_func(
     H must be a multiple of H_k. Key j is visible to query i in ``[i + S_k - S_q - left, i + S_k - S_q + right]``, both
     included; a query without keys gets 0. ``learnable_sink`` is the ``sink`` of :func:`flash_attn_ext.flash_attn`, (H);
     ``attention_chunk`` is the same there.
+    q, k and v may be float8_e4m3fn, with FlashAttention-3's factors ``q_descale``, ``k_descale`` and ``v_descale``
+    (B, H_k), as in :func:`flash_attn_ext.flash_attn`: forward only, and out is bfloat16.
     ``qv`` is (B, S_q, H, D_v): scores are q k^T + qv v^T, as in :func:`flash_attn_ext.flash_attn_varlen`.
     """
     check_dimensions("(batch, seqlen, heads, head_dim)", q=q, k=k, v=v)
     if qv is not None:
+        refuse_second_query(q)
         q, k = join(q, k, v, qv)
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     heads_first = (t.transpose(1, 2) for t in (q, k, v))
     out, lse = flash_attn(
-        *heads_first, num_splits=num_splits, sink=sink_of(learnable_sink, q), attention_chunk=attention_chunk, **options
-    )
+        *heads_first, num_splits=num_splits, sink=sink_of(learnable_sink, q), attention_chunk=attention_chunk,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, **options,
+    )  # fmt: skip
     out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
 
@@ -147,6 +155,9 @@ def flash_attn_varlen_func(
     num_splits: int = 0,
     learnable_sink: Tensor | None = None,
     attention_chunk: int = 0,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """q (T_q, H, D), k (T_k, H_k, D), v (T_k, H_k, D_v). Returns out (T_q, H, D_v); with ``return_attn_probs`` also
     softmax_lse (H, T_q) and None. Each sequence attends as in :func:`flash_attn_func`.
@@ -165,6 +176,8 @@ def flash_attn_varlen_func(
     rows = "(total_k, heads_k, head_dim)" if block_table is None else "(num_pages, page_size, heads_k, head_dim)"
     check_dimensions(rows, k=k, v=v)
     key_has_value = False
+    if qv is not None:
+        refuse_second_query(q)
     if qv is not None and block_table is None:
         q, k = join(q, k, v, qv)
     elif qv is not None:
@@ -176,6 +189,12 @@ def flash_attn_varlen_func(
              "block_table": block_table, "alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink},
             ("cu_seqlens_q",),
         )  # fmt: skip
+        for name, factor in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+            if factor is not None:
+                raise NotImplementedError(
+                    f"{name}: got a tensor together with block_table; allowed there: None. flash_attn_with_kvcache has "
+                    "factors of pages"
+                )
         lengths = _lengths_in_pages(k, cu_seqlens_k, seqused_k, block_table)
         if seqused_q is not None:
             raise NotImplementedError("seqused_q: got a tensor together with block_table; allowed there: None")
@@ -194,7 +213,8 @@ def flash_attn_varlen_func(
         options = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
         out, lse = flash_attn_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=seqused_q, seqused_k=seqused_k,
-            num_splits=num_splits, sink=sink_of(learnable_sink, q), attention_chunk=attention_chunk, **options,
+            num_splits=num_splits, sink=sink_of(learnable_sink, q), attention_chunk=attention_chunk,
+            q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, **options,
         )  # fmt: skip
     return (out, lse, None) if return_attn_probs else out
 

@@ -12,7 +12,7 @@ from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import _dense, _indexed, _ops, _packed
+from . import _dense, _float8, _indexed, _ops, _packed
 from ._attend import attend
 from ._call import FUNCTIONS, INDICES, Call
 from ._dropout import dropout_mask, new_rng_state
@@ -59,6 +59,9 @@ def flash_attn(
     key_indices: Tensor | None = None,
     key_block_indices: Tensor | None = None,
     key_block_size: int = 128,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
@@ -72,6 +75,7 @@ def flash_attn(
         query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 0 to 1024. (H, S, D), (S, D) and several
             leading batch dimensions are also allowed. Not copied if the last dimension is contiguous. Nested tensors
             in the jagged layout, (B, H, j, D), are allowed and are not padded: see :func:`flash_attn_varlen`.
+            float8_e4m3fn, forward only: see ``q_descale``.
         key: (B, H_kv, S_k, D), with the dtype and device of ``query``. Leading dimensions broadcast.
         value: (B, H_kv, S_k, D_v), likewise. D_v may differ from D.
         attn_mask: broadcastable to (B, H, S_q, S_k), and never expanded. bool: True attends. Float (``query``'s
@@ -131,6 +135,12 @@ def flash_attn(
         key_block_indices: (B or 1, H_kv or 1, S_q, n), likewise: blocks of ``key_block_size`` keys. Block m is the keys
             ``[m * key_block_size, (m + 1) * key_block_size)`` that exist.
         key_block_size: the number of keys in a block of ``key_block_indices``.
+        q_descale: (B, H_kv), float32; each size may also be 1. The factor of ``query`` in float8_e4m3fn, as in
+            FlashAttention-3: scores are ``scale * q_descale * k_descale * <q, k>``. None is 1. ``key`` and ``value``
+            must be float8_e4m3fn, too, and ``out`` is bfloat16. Not with masks, dropout, functions, ``key_indices``
+            and gradients. Keys and values are widened tile by tile. See docs/float8.md.
+        k_descale: likewise, of ``key``.
+        v_descale: likewise, of ``value``: a factor of ``out``.
 
     With ``window``, ``alibi_slopes`` or ``attention_chunk`` but neither ``is_causal`` nor ``causal``, the diagonal is
     aligned to the lower right corner, as in flash-attention.
@@ -151,6 +161,8 @@ def flash_attn(
     """
     if unknown:
         raise unknown_argument("flash_attn", next(iter(unknown)))
+    if _float8.is_float8(query, q_descale, k_descale, v_descale):
+        return _of_float8(locals())
     has_functions = score_mod is not None or mask_mod is not None or block_mask is not None
     if key_indices is not None or key_block_indices is not None:
         if has_functions:
@@ -247,6 +259,15 @@ def _by_index(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     call = Call.from_arguments(_ops.DENSE, **arguments).with_rng_state()
     out, lse = _indexed.attend(call, numbers)
     return (out, lse) if call.return_lse else out
+
+
+def _of_float8(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    """flash_attn of float8 tensors. ``given``: its local variables."""
+    arguments = {name: given[name] for name in _PARAMETERS}
+    if is_causal_bias(arguments["attn_mask"]):
+        arguments = without_causal_bias(arguments)
+    out, lse = _float8.attend_dense(arguments)
+    return (out, lse) if given["return_lse"] else out
 
 
 def _rng_state_for(query: Tensor, dropout_p: float) -> Tensor | None:

@@ -57,6 +57,7 @@ def flash_attn_with_kvcache(
     key_block_indices: Tensor | None = None,
     key_block_size: int = 128,
     cache_format: str | None = None,
+    q_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attention's function of this name: appends ``k`` and ``v`` to the caches in place, then attends.
 
@@ -127,6 +128,10 @@ def flash_attn_with_kvcache(
             columns of float8_e4m3, four float32 factors of 128 columns each, and 64 columns of bfloat16. ``q`` has 576
             columns, ``out`` 512. With ``key_indices`` only the chosen rows are widened. The caller writes the rows:
             ``k``, ``v`` and ``qv`` are errors. CPU only. None: rows of D and D_v elements.
+        q_descale: (B, H_k), float32; each size may also be 1. The factor of ``q`` in float8_e4m3fn: scores are
+            ``softmax_scale * q_descale * k_descale * <q, k>``. The caches, and ``k`` and ``v``, must be float8_e4m3fn,
+            too. ``k`` and ``v`` are copied into the caches unchanged: they have the factors of the caches. ``out`` is
+            bfloat16. Not with rotary embedding, ``qv`` and ``cache_format``.
 
     Returns:
         out (B, S_q, H, D_v) or (T_q, H, D_v).
@@ -140,6 +145,7 @@ def flash_attn_with_kvcache(
     result = None
     if (
         qv is score_mod is mask_mod is block_mask is key_indices is key_block_indices is cache_format is None
+        and q_descale is None
         and cu_seqlens_k_new is rotary_seqlens is page_table is tree_mask is learnable_sink is None
         and not is_compiling()
     ):

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from . import _ops
+from . import _float8, _ops
 from ._attend import attend
 from ._call import FUNCTIONS, INDICES, Call, take
 from ._indexed import KeyNumbers, refuse_dtensors
@@ -54,6 +54,9 @@ def flash_attn_varlen(
     key_indices: Tensor | None = None,
     key_block_indices: Tensor | None = None,
     key_block_size: int = 128,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of each sequence to itself, for sequences that are packed one after another in memory.
 
@@ -93,6 +96,8 @@ def flash_attn_varlen(
         key_indices: (H_kv or 1, T_q, n), int32 or int64: the keys that each row of ``query`` may attend to, counted
             from the start of its own sequence; -1 is no key. As in :func:`flash_attn`, without masks and ALiBi.
         key_block_indices: (H_kv or 1, T_q, n), likewise: blocks of ``key_block_size`` keys of the sequence.
+        q_descale, k_descale, v_descale: (B, H_kv), float32: factors of float8_e4m3fn tensors, as in
+            :func:`flash_attn`. Not with ``seqused_q`` and ``qv``.
 
     For the other arguments see :func:`flash_attn`.
 
@@ -108,6 +113,9 @@ def flash_attn_varlen(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """
+    if _float8.is_float8(query, q_descale, k_descale, v_descale):
+        out, lse = _float8.attend_packed(locals())
+        return (out, lse) if return_lse else out
     given = without_second_query(locals())
     numbers = KeyNumbers.from_arguments(**take(given, (*INDICES, "key_block_size")))
     functions = take(given, FUNCTIONS)

@@ -103,6 +103,12 @@ Change mask(DType type, int64_t stride_h, int64_t stride_q) {
   return [=](AttentionParams& p) { p.mask = {data, type, 0, stride_h, stride_q, 1}; };
 }
 
+void cache_of(AttentionParams& p) {
+  p.varlen.cu_seqlens_q = p.varlen.seqused_k = {data, false};
+  p.varlen.total_q = 256, p.varlen.total_k = 1000;
+  p.varlen.cache.caches = 1;
+}
+
 void dense() {
   const char* f = "flash_attn";
   row(f, "query, key, value", "bfloat16 or float16", [](AttentionParams&) {});
@@ -139,6 +145,10 @@ void dense() {
   });
   row(f, "num_splits", "", [](AttentionParams& p) { p.decode.num_splits = 4; });
   row(f, "unified_max", "", [](AttentionParams& p) { p.decode.has_unified_max = true; });
+  row(f, "q_descale, k_descale, v_descale", "float8_e4m3fn tensors", [](AttentionParams& p) {
+    cache_of(p);
+    p.varlen.cache.dtype = CacheDType::kFloat8E4M3;
+  });
   static const UserFunctions functions;
   row(f, "score_mod, mask_mod, block_mask", "", [](AttentionParams& p) { p.functions = &functions; });
 }
@@ -160,12 +170,6 @@ void packed() {
     pack(p), mask(DType::kBool, 0, 256)(p);
     p.varlen.mask_by_row = true;
   });
-}
-
-void cache_of(AttentionParams& p) {
-  p.varlen.cu_seqlens_q = p.varlen.seqused_k = {data, false};
-  p.varlen.total_q = 256, p.varlen.total_k = 1000;
-  p.varlen.cache.caches = 1;
 }
 
 void cached() {

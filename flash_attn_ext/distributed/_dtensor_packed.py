@@ -47,7 +47,7 @@ def attend_to_cache(call: _cache.CacheCall) -> tuple[Tensor, Tensor]:
     dims = {"q": {HEADS: of_q}}
     if not one_key_head:
         dims |= {"k_cache": {HEADS: 2}, "v_cache": {HEADS: 2}, "k": {HEADS: of_new}, "v": {HEADS: of_new}}
-    for name in ("k_descale", "v_descale"):
+    for name in ("q_descale", "k_descale", "v_descale"):
         scale = given[name]
         dims[name] = {HEADS: scale.dim() - 1} if scale is not None and scale.shape[-1] != 1 else {}
     if tree_mask is not None and (tree_mask.dim() == 4 or (q.dim() == 3 and tree_mask.dim() == 3)):
