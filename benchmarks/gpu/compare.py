@@ -1,8 +1,10 @@
-"""flash_attn against the attention kernels that torch brings, and flash-attn where it is installed, in bfloat16.
+"""flash_attn against the attention kernels that torch brings, and flash-attn where it is installed.
+
+In bfloat16, or in float16 on GPUs without it.
 
 16384 tokens a batch and 2048 columns of heads, as the papers' sweeps have them. Times are medians by CUDA events, all
 methods in turn; a method that refuses a problem is left out with its reason. FLOPs are 4 B H S S D forward, 2.5 times
-that backward, half if causal. The matmul peak is torch.mm of two 8192 x 8192 bf16 matrices in the same run.
+that backward, half if causal. The matmul peak is torch.mm of two 8192 x 8192 matrices in the same run.
 
 "ours" is the tier that the selector takes, "ours sm80" that one by force. Each of our kernels is tried before it is
 timed, in a process that may hang or crash (worker.py), and is left out if its result is not torch's.
@@ -22,6 +24,7 @@ from benchmarks.gpu import needs, time_model
 from benchmarks.gpu.compare_methods import ALLOWED, OURS, TORCHS, answer, medians, rates, task
 from benchmarks.gpu.figures import plot_comparison
 from benchmarks.gpu.problem import HEAD_DIMS, LENGTHS, Problem, problems
+from benchmarks.gpu.timing import name_of_dtype_16
 from benchmarks.gpu.worker import Worker, serve
 
 PATIENCE = 10.0  # seconds for one call, and beyond the time that timing is to take
@@ -70,7 +73,7 @@ def measure(problem: Problem, backward: bool, args: argparse.Namespace, peak: fl
 
 
 def text(record: dict) -> Iterator:
-    yield f"{record['machine']}; bf16 matmul {record['matmul_peak_TFLOP/s']:.0f} TFLOP/s"
+    yield f"{record['machine']}; {record['dtype']} matmul {record['matmul_peak_TFLOP/s']:.0f} TFLOP/s"
     yield "TFLOP/s; ratio: time of the best peer / ours, above 1 ours is faster; -: refused\n"
     names = list(dict.fromkeys(name for row in record["rows"] for name in (*row["TFLOP/s"], *row["refused"])))
     lines = []
@@ -123,6 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         record = {
             "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
             "settings": output.settings(args),
+            "dtype": name_of_dtype_16(),
             "matmul_peak_TFLOP/s": peak / 1e12,
             "rows": [],
             "left_out": [],

@@ -1,7 +1,7 @@
 """Decoding, one query a sequence: how fast K and V are read, as a fraction of the rate of a copy on this GPU.
 
-bfloat16, D 128. Bytes of attention: K and V, each once. Bytes of the copy: all that it reads and writes. With --child
-it answers tasks on stdin, so that a call that hangs costs only its own row.
+bfloat16, or float16 on GPUs without it; D 128. Bytes of attention: K and V, each once. Bytes of the copy: all that it
+reads and writes. With --child it answers tasks on stdin, so that a call that hangs costs only its own row.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from benchmarks import output
 from benchmarks.gpu import needs
 from benchmarks.gpu.figures import plot_decoding
 from benchmarks.gpu.kernels import kernels_of
-from benchmarks.gpu.timing import copy_bandwidth, time_in_turn
+from benchmarks.gpu.timing import copy_bandwidth, dtype_16, time_in_turn
 from benchmarks.gpu.worker import Worker, serve
 
 HEAD_DIM, ELEMENT_BYTES = 128, 2
@@ -48,7 +48,7 @@ def measure(problem: Problem, seconds: float) -> dict:
     from flash_attn_ext import flash_attn
 
     torch.manual_seed(0)
-    options = {"device": "cuda", "dtype": torch.bfloat16}
+    options = {"device": "cuda", "dtype": dtype_16()}
     q = torch.randn(problem.B, problem.H, 1, HEAD_DIM, **options)
     k, v = (torch.randn(problem.B, problem.H_kv, problem.S_k, HEAD_DIM, **options) for _ in range(2))
 

@@ -51,7 +51,7 @@ def plot_comparison(record: dict, path: Path | None) -> None:
             axis.grid(alpha=0.25)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
-    figure.suptitle(f"TFLOP/s against S, bf16; dotted: matmul. {record['machine']}", fontsize=9)
+    figure.suptitle(f"TFLOP/s against S, {record['dtype']}; dotted: matmul. {record['machine']}", fontsize=9)
     figure.savefig(path, dpi=130)
 
 

@@ -1,6 +1,7 @@
 """Peak memory of one training step against S, of torch's allocator, each method in a process of its own.
 
-B 1, H 8, D 64, bfloat16. Inputs are allocated before and do not count. Results and temporary memory count.
+B 1, H 8, D 64, bfloat16, or float16 on GPUs without it. Inputs are allocated before and do not count. Results and
+temporary memory count.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import torch
 from benchmarks import output, peak_memory
 from benchmarks.attention_methods import Case
 from benchmarks.gpu import needs
+from benchmarks.gpu.timing import name_of_dtype_16
 
 LENGTHS = [2048, 16384, 65536]
 METHODS = ["ours", "torch flash", "torch efficient", "torch cudnn", "standard"]
@@ -22,14 +24,14 @@ def measure(method: str, length: int) -> dict:
     if method == "standard" and length > LONGEST_STANDARD:
         return row | {"bytes": None, "why": "would store the scores"}
     try:
-        size = peak_memory.measure(Case(method, 1, 8, length, 64, "bfloat16", device="cuda"))
+        size = peak_memory.measure(Case(method, 1, 8, length, 64, name_of_dtype_16(), device="cuda"))
     except RuntimeError as error:
         return row | {"bytes": None, "why": str(error).strip().splitlines()[-1]}
     return row | {"bytes": size, "why": "" if size is not None else "out of memory"}
 
 
 def text(record: dict) -> Iterator:
-    yield f"{record['machine']}; peak MiB of forward + backward, B 1, H 8, D 64, bfloat16\n"
+    yield f"{record['machine']}; peak MiB of forward + backward, B 1, H 8, D 64, {record['dtype']}\n"
     found = {(row["method"], row["S"]): row["bytes"] for row in record["rows"]}
     lengths = sorted({row["S"] for row in record["rows"]})
     lines = [[method, *(mebibytes(found.get((method, length))) for length in lengths)] for method in METHODS]
@@ -47,7 +49,8 @@ def main(argv: list[str] | None = None) -> None:
     output.add_arguments(parser)
     args = parser.parse_args(argv)
     needs.a_gpu_and_our_build()
-    record = {"machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}", "rows": []}
+    record = {"machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}", "dtype": name_of_dtype_16()}
+    record["rows"] = []
     for length in LENGTHS[:2] if args.quick else LENGTHS:
         for method in METHODS:
             record["rows"].append(measure(method, length))

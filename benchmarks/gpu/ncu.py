@@ -20,6 +20,7 @@ from benchmarks import output
 from benchmarks.gpu import needs
 from benchmarks.gpu.kernels import short_name
 from benchmarks.gpu.problem import HEAD_DIMS, Problem
+from benchmarks.gpu.timing import dtype_16
 from benchmarks.gpu.watch import watch
 
 SECTIONS = (
@@ -51,7 +52,7 @@ def make_calls(head_dim: int) -> None:
 
     problem = problem_of(head_dim)
     shape = (problem.B, problem.H, problem.S, problem.D)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype_16()).requires_grad_() for _ in range(3))
     out = flash_attn(q, k, v)
     torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
     torch.cuda.synchronize()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-MATMUL = 8192  # rows and columns of the bf16 product that represents the GPU's peak
+MATMUL = 8192  # rows and columns of the 16-bit product that represents the GPU's peak
 COPY_BYTES = 1 << 30
 SLEEP_CYCLES = 1_000_000  # about half a millisecond
 
@@ -49,9 +49,19 @@ def median_rate(function: Callable, amount: float) -> float:
     return amount / statistics.median(taken)
 
 
+def dtype_16() -> torch.dtype:
+    """bfloat16, or float16 on GPUs whose tensor cores do not have bfloat16."""
+    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    return torch.float16 if is_old else torch.bfloat16
+
+
+def name_of_dtype_16() -> str:
+    return str(dtype_16()).removeprefix("torch.")
+
+
 def matmul_peak(size: int = MATMUL) -> float:
-    """FLOP/s of torch.mm in bfloat16 on random data: zeros would draw less power and run faster."""
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    """FLOP/s of torch.mm in dtype_16() on random data: zeros would draw less power and run faster."""
+    a, b = (torch.randn(size, size, device="cuda", dtype=dtype_16()) for _ in range(2))
     out = torch.empty_like(a)
     return median_rate(lambda: torch.mm(a, b, out=out), matmul_flops(size))
 

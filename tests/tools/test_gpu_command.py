@@ -194,6 +194,7 @@ def test_fewer_stages_get_more_time():
 def test_what_tells_most_is_sure_of_its_time(tmp_path):
     """A machine gives ten minutes to one command."""
     args, all_stages = run.parse([]), stages.stages(tmp_path, quick=False)
+    all_stages = [stage for stage in all_stages if not run.why_not(stage, {"compute capability": "9.0"})]
     assert args.limit + 2 * run.GRACE <= 600
     sure = [
         stage.name
@@ -216,6 +217,36 @@ def test_the_list_shows_every_stage(tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("capability", "skipped"),
+    [
+        ("7.5", "units smoke-sm90 balance switches smoke-sm80 tests-sm90 tests-sm80"),
+        ("8.9", "units smoke-sm90 balance switches smoke-sm75 tests-sm90 tests-sm75"),
+        ("9.0", "smoke-sm75 tests-sm75"),
+        ("12.0", "units smoke-sm90 balance switches smoke-sm75 tests-sm90 tests-sm75"),
+        (None, ""),
+    ],
+)
+def test_a_stage_that_is_not_for_the_gpu_is_skipped(tmp_path, clock, capability, skipped):
+    made_up = [replace(stage, command=("1",)) for stage in stages.stages(tmp_path, quick=False)]
+    machine = {"compute capability": capability} if capability else {}
+    results = run.run_all(made_up, tmp_path, machine, limit=3600, pack=None)
+    assert {result.stage for result in results} == {stage.name for stage in made_up}
+    found = {result.stage: result.says for result in results if result.status == "skipped"}
+    assert set(found) == set(skipped.split())
+    assert all(f"the GPU has {capability}" in says for says in found.values())
+    assert found.get("smoke-sm80", "8.0 or later").startswith(("needs compute capability 8.0 or later", "8.0"))
+
+
+def test_a_turing_measures_in_float16_and_calls_the_tiers_that_it_runs(monkeypatch):
+    turing, ampere = ((7, 5), torch.float16, {"simt", "sm75"}), ((8, 0), torch.bfloat16, {"simt", "sm80"})
+    for capability, dtype, tiers in (turing, ampere):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        assert timing.dtype_16() == dtype
+        assert {tier for tier, _ in sanitize.names()} == tiers
+
+
 def test_the_build_asks_ptxas_and_a_hopper_gets_its_own_code_only(monkeypatch):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     monkeypatch.setattr(build_all, "said", lambda *command: "9.0")
@@ -224,6 +255,8 @@ def test_the_build_asks_ptxas_and_a_hopper_gets_its_own_code_only(monkeypatch):
     }  # fmt: skip
     monkeypatch.setattr(build_all, "said", lambda *command: "8.0")
     assert "TORCH_CUDA_ARCH_LIST" not in build_all.settings()
+    monkeypatch.setattr(build_all, "said", lambda *command: "7.5\n7.5")
+    assert build_all.settings()["TORCH_CUDA_ARCH_LIST"] == "7.5"
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a;12.0")
     monkeypatch.setattr(build_all, "said", lambda *command: "9.0")
     assert "TORCH_CUDA_ARCH_LIST" not in build_all.settings()
@@ -547,7 +580,8 @@ def comparison():
     row["model"] = {"TFLOP/s": 456.0, "bound": "tensor 98%"}
     refusing = {**row, "S": 1024, "model": None, **compare.rates({}, 1e12, 8e14)}
     rows = [row | {"refused": {"torch cudnn": "not today"}}, refusing | {"refused": {"ours": "too long"}}]
-    return {"machine": "a GPU", "matmul_peak_TFLOP/s": 800.0, "left_out": ["the rest"], "rows": rows}
+    record = {"machine": "a GPU", "dtype": "bfloat16", "matmul_peak_TFLOP/s": 800.0}
+    return record | {"left_out": ["the rest"], "rows": rows}
 
 
 def test_the_tables(tmp_path):
@@ -561,7 +595,7 @@ def test_the_tables(tmp_path):
     assert "Left out, the time was used up: the rest" in table
     rows = [{"method": "ours", "S": 1024, "bytes": 3 << 20, "why": ""}]
     rows += [{"method": "standard", "S": 1024, "bytes": None, "why": "out of memory"}]
-    output.write_text(memory.text({"machine": "a GPU", "rows": rows}), tmp_path / "memory.txt")
+    output.write_text(memory.text({"machine": "a GPU", "dtype": "bfloat16", "rows": rows}), tmp_path / "memory.txt")
     assert "| ours            |  3.0 |" in (tmp_path / "memory.txt").read_text()
     assert "standard: out of memory" in (tmp_path / "memory.txt").read_text()
 

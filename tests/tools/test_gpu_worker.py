@@ -14,7 +14,7 @@ from benchmarks.gpu import worker as worker_module
 from benchmarks.gpu.problem import Problem
 from benchmarks.gpu.worker import Worker
 from tools.gpu import smoke
-from tools.gpu.calls import CALLS, Call
+from tools.gpu.calls import CALLS, FORWARD_MODE, Call
 
 # A child that does as it is told, without torch.
 CHILD = f"""
@@ -104,7 +104,7 @@ def test_every_tier_has_all_its_passes_and_forwards_come_first():
     for tier in CALLS:
         passes = [task["pass"] for task in smoke.tasks(tier)]
         assert passes[: len(CALLS[tier])] == ["forward"] * len(CALLS[tier])
-        has = {"forward", "backward"} if tier == "sm90" else {"forward", "backward", "jvp"}
+        has = {"forward", "backward", *(["jvp"] if tier in FORWARD_MODE else [])}
         assert {way: passes.count(way) for way in passes} == dict.fromkeys(has, len(CALLS[tier]))
 
 

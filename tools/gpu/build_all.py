@@ -1,6 +1,6 @@
 """Builds the extension in place, and the programs of later stages. Prints the messages of ptxas for each kernel.
 
-On a Hopper, builds for Hopper only: code for other GPUs takes longer to build, and does not run there.
+On a Hopper and on a Turing, builds for this GPU only: code for other GPUs takes time, and does not run there.
 TORCH_CUDA_ARCH_LIST overrides this.
 """
 
@@ -20,6 +20,8 @@ from benchmarks.gpu import switches, time_model
 from tools.gpu import units
 from tools.gpu.machine import said
 
+# GPUs that get code of their own only: compute capability, and the list for torch.
+OWN_CODE = {"7.5": "7.5", "9.0": "9.0a"}
 COMMAND = (sys.executable, "setup.py", "build_ext", "--inplace")
 
 
@@ -63,10 +65,14 @@ def demangled(names: list[str]) -> list[str]:
 def settings() -> dict[str, str]:
     """Environment variables of the build."""
     result = {"FLASH_ATTN_EXT_CUDA": "1", "NVCC_APPEND_FLAGS": "-Xptxas -v"}
-    capability = said("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader").splitlines()
-    if "TORCH_CUDA_ARCH_LIST" not in os.environ and capability[:1] == ["9.0"]:
-        result["TORCH_CUDA_ARCH_LIST"] = "9.0a"
+    if "TORCH_CUDA_ARCH_LIST" not in os.environ and capability() in OWN_CODE:
+        result["TORCH_CUDA_ARCH_LIST"] = OWN_CODE[capability()]
     return result
+
+
+def capability() -> str:
+    """The compute capability of the first GPU, as "9.0"."""
+    return said("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader").split("\n")[0]
 
 
 def run(command: tuple[str, ...]) -> tuple[int, str]:
@@ -85,10 +91,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, metavar="FILE", help="for what ptxas says")
     args = parser.parse_args(argv)
-    jobs = [
-        threading.Thread(target=compile_it)
-        for compile_it in (units.try_to_compile, switches.try_to_compile, time_model.iterations)
-    ]
+    of_hopper = (units.try_to_compile, switches.try_to_compile, time_model.iterations) if capability() == "9.0" else ()
+    jobs = [threading.Thread(target=compile_it) for compile_it in of_hopper]
     for thread in jobs:
         thread.start()
     status, log = run(COMMAND)

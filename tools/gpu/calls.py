@@ -17,13 +17,23 @@ class Call:
     options: dict = field(default_factory=dict)
 
 
-# By tier, then by name. No length is a multiple of a tile. sm90 runs calls on Hopper; sm80 runs
-# 16 bits and D in multiples of 8; simt runs all.
+# The GPUs that run a tier, by ten times their compute capability.
+GPUS = {"simt": range(75, 1000), "sm75": range(75, 76), "sm80": range(80, 1000), "sm90": range(90, 91)}
+
+# By tier, then by name. No length is a multiple of a tile. sm75 and sm80 run 16 bits and D in multiples of 8; sm75 only
+# float16 and D up to 128. simt runs all calls.
 CALLS = {
     "simt": {
         "causal": Call("float32", 1, 2, 1, 70, 75, 20, {"is_causal": True}),
         "64 bits": Call("float64", 1, 1, 1, 20, 70, 9),
         "decoding": Call("bfloat16", 1, 4, 1, 1, 300, 64),
+    },
+    "sm75": {
+        "D 24, causal": Call("float16", 1, 2, 1, 70, 75, 24, {"is_causal": True}),
+        "D 64, softcap": Call("float16", 1, 2, 2, 130, 75, 64, {"softcap": 5.0}),
+        "D 128": Call("float16", 1, 2, 2, 300, 330, 128),
+        "D 128, deterministic": Call("float16", 1, 4, 2, 300, 330, 128, {"deterministic": True}),
+        "decoding": Call("float16", 1, 8, 2, 1, 1000, 128),
     },
     "sm80": {
         "D 24, causal": Call("bfloat16", 1, 2, 1, 70, 75, 24, {"is_causal": True}),

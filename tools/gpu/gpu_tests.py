@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.gpu import needs
+from tools.gpu.calls import GPUS
 
 SECONDS_PER_CASE = 10
 WORKERS = 8
@@ -56,7 +57,7 @@ def run(arguments: list[str], environment: dict[str, str], seconds: float) -> in
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tier", choices=("simt", "sm80", "sm90"), default="sm90")
+    parser.add_argument("--tier", choices=GPUS, default="sm90")
     parser.add_argument("--junit", type=Path, help="for pytest's record")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()

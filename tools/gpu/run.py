@@ -104,7 +104,10 @@ def seconds_of(chosen: list[Stage], limit: float) -> list[float]:
 
 def run_all(chosen: list[Stage], out: Path, machine: dict, limit: float, pack: Path | None) -> list[Result]:
     """Within `limit` seconds. A stage for which no time is left is not started: no failure, but the summary says so."""
-    end_of_all, results = time.monotonic() + limit, []
+    end_of_all = time.monotonic() + limit
+    reasons = {stage.name: why_not(stage, machine) for stage in chosen}
+    results = [Result(name, "skipped", 0.0, 0.0, reason) for name, reason in reasons.items() if reason]
+    chosen = [stage for stage in chosen if not reasons[stage.name]]
     for stage, seconds in zip(chosen, seconds_of(chosen, limit), strict=True):
         for old in out.glob(f"{stage.name}.*"):  # of an earlier run
             old.unlink()
@@ -121,6 +124,15 @@ def run_all(chosen: list[Stage], out: Path, machine: dict, limit: float, pack: P
         if pack:
             write_pack(out, pack)
     return results
+
+
+def why_not(stage: Stage, machine: dict) -> str:
+    """Why the stage is not for the machine's GPU. Empty if it is, or if torch sees no GPU: the stage then says so."""
+    capability = machine.get("compute capability")
+    if capability is None or int(capability.replace(".", "")) in stage.gpus:
+        return ""
+    allowed = f"{stage.gpus[0] / 10}" + (" or later" if len(stage.gpus) > 1 else "")
+    return f"needs compute capability {allowed}; the GPU has {capability}"
 
 
 def write_summary(results: list[Result], out: Path, machine: dict) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu import needs
 from benchmarks.gpu.watch import watch
-from tools.gpu.calls import CALLS, FORWARD_MODE, inputs
+from tools.gpu.calls import CALLS, FORWARD_MODE, GPUS, inputs
 
 FOUND = 9  # the tool's exit status if it found something
 PATIENCE = 15.0  # seconds for one call, and for the start of Python, torch and CUDA under a tool
@@ -30,8 +30,10 @@ def sanitizer() -> str | None:
 
 
 def names() -> list[tuple[str, str]]:
-    """Tier and name of every call, in their order."""
-    return [(tier, name) for tier, named in CALLS.items() for name in named]
+    """Tier and name of every call that this GPU runs, in their order. Without a GPU: of every call."""
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (None, None)
+    tiers = [tier for tier in CALLS if major is None or 10 * major + minor in GPUS[tier]]
+    return [(tier, name) for tier in tiers for name in CALLS[tier]]
 
 
 def make_calls(first: int) -> None:

@@ -1,13 +1,16 @@
 """The stages of `make gpu`, in the order in which they run. Each is a command of its own, with a time-out.
 
 The most informative stages come first: the compiler's messages, units of the hardware, whether sm90 runs, how evenly
-its blocks share causal work, its switches, then the other tiers and speed. The time-outs of the stages up to tests-simt
-add up to at most run.py's --limit. With 16 cores a build takes less than its time-out; later stages run in the rest.
+its blocks share causal work, its switches, then the other tiers and speed. A stage that is not for the machine's GPU
+is skipped. On a Hopper the time-outs of the stages up to tests-simt add up to at most run.py's --limit. With 16 cores
+a build takes less than its time-out; later stages run in the rest.
 """
 
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tools.gpu.calls import GPUS
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,7 @@ class Stage:
     command: tuple[str, ...]
     timeout: float  # seconds
     environment: dict[str, str] = field(default_factory=dict)  # added to this process's variables
+    gpus: range = GPUS["simt"]  # ten times the compute capabilities of the GPUs that it is for
 
 
 def script(module: str, *arguments: str) -> tuple[str, ...]:
@@ -32,24 +36,28 @@ def stages(out: Path, quick: bool) -> list[Stage]:
 
     def tests(tier: str, timeout: float) -> Stage:
         junit = str(out / f"tests-{tier}.xml")
-        return Stage(f"tests-{tier}", script("tools.gpu.gpu_tests", "--tier", tier, "--junit", junit, *faster), timeout)
+        command = script("tools.gpu.gpu_tests", "--tier", tier, "--junit", junit, *faster)
+        return Stage(f"tests-{tier}", command, timeout, gpus=GPUS[tier])
 
     def smoke(tier: str) -> Stage:
-        return Stage(f"smoke-{tier}", script("tools.gpu.smoke", tier), 15)
+        return Stage(f"smoke-{tier}", script("tools.gpu.smoke", tier), 15, gpus=GPUS[tier])
 
+    hopper = GPUS["sm90"]
     return [
         Stage("build", script("tools.gpu.build_all", files(out, "build")[0]), 200),
-        Stage("units", script("tools.gpu.units"), 25),
+        Stage("units", script("tools.gpu.units"), 25, gpus=hopper),
         smoke("sm90"),
-        Stage("balance", script("benchmarks.gpu.balance", *files(out, "balance")[:2]), 15),
-        Stage("switches", script("benchmarks.gpu.switches"), 45),
+        Stage("balance", script("benchmarks.gpu.balance", *files(out, "balance")[:2]), 15, gpus=hopper),
+        Stage("switches", script("benchmarks.gpu.switches"), 45, gpus=hopper),
         smoke("sm80"),
+        smoke("sm75"),
         smoke("simt"),
         compare("compare-16384-1024", 45, 16384, 1024),
         compare("compare-8192", 25, 8192),
         compare("compare-others", 35, 4096, 2048, 512),
         tests("sm90", 30),
         tests("sm80", 30),
+        tests("sm75", 30),
         tests("simt", 25),
         Stage("memcheck", script("tools.gpu.sanitize", "memcheck"), 40),
         Stage("decode", script("benchmarks.gpu.decode", *files(out, "decode"), *faster), 25),
