@@ -22,6 +22,7 @@ FIELDS = {
     "CacheParams": "int64_t caches",
     "PageTable": "int64_t count",
     "Tangents": "MaskParams mask",
+    "BackwardParams": "MaskGrad dmask",
 }
 
 

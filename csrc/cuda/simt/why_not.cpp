@@ -1,3 +1,4 @@
+#include "../own_fields.h"
 #include "flex.h"
 #include "simt.h"
 
@@ -25,6 +26,11 @@ namespace {
   [[maybe_unused]] const auto& [page_table, page_count, page_size, num_pages, sequence] =
       p.varlen.cache.pages;
   [[maybe_unused]] const auto& [t_q, t_k, t_v, t_mask, t_alibi, t_sink] = t;
+  using B = BackwardParams;
+  static_assert(
+      are_all_fields<B, AttentionParams>(&B::dout, &B::dweights, &B::dlse, &B::dq, &B::dk, &B::dv, &B::dmask,
+                                         &B::dalibi_slopes, &B::dsink, &B::deterministic),
+      "names every field of BackwardParams");
 }
 
 }  // namespace

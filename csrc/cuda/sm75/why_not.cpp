@@ -1,5 +1,6 @@
 #include <initializer_list>
 
+#include "../own_fields.h"
 #include "../sm80/alignment.h"
 #include "../sm80/backward_schedule.h"
 #include "../sm80/decode_splits.h"
@@ -29,6 +30,11 @@ namespace {
   [[maybe_unused]] const auto& [page_table, page_count, page_size, num_pages, sequence] =
       p.varlen.cache.pages;
   [[maybe_unused]] const auto& [t_q, t_k, t_v, t_mask, t_alibi, t_sink] = t;
+  using B = BackwardParams;
+  static_assert(
+      are_all_fields<B, AttentionParams>(&B::dout, &B::dweights, &B::dlse, &B::dq, &B::dk, &B::dv, &B::dmask,
+                                         &B::dalibi_slopes, &B::dsink, &B::deterministic),
+      "names every field of BackwardParams");
 }
 
 // The reasons that forward and backward share.

@@ -1,6 +1,7 @@
 #include <initializer_list>
 
 #include "../../core/splits.h"
+#include "../own_fields.h"
 #include "alignment.h"
 #include "backward_schedule.h"
 #include "sm80.h"
@@ -29,6 +30,11 @@ namespace {
   [[maybe_unused]] const auto& [page_table, page_count, page_size, num_pages, sequence] =
       p.varlen.cache.pages;
   [[maybe_unused]] const auto& [t_q, t_k, t_v, t_mask, t_alibi, t_sink] = t;
+  using B = BackwardParams;
+  static_assert(
+      are_all_fields<B, AttentionParams>(&B::dout, &B::dweights, &B::dlse, &B::dq, &B::dk, &B::dv, &B::dmask,
+                                         &B::dalibi_slopes, &B::dsink, &B::deterministic),
+      "names every field of BackwardParams");
 }
 
 constexpr int64_t kMaxHeadDim = 256, kMaxJvpHeadDim = 128;

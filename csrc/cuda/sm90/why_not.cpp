@@ -1,3 +1,4 @@
+#include "../own_fields.h"
 #include "backward_schedule.h"
 #include "few_rows.h"
 #include "sm90.h"
@@ -26,6 +27,11 @@ namespace {
   [[maybe_unused]] const auto& [page_table, page_count, page_size, num_pages, sequence] =
       p.varlen.cache.pages;
   [[maybe_unused]] const auto& [t_q, t_k, t_v, t_mask, t_alibi, t_sink] = t;
+  using B = BackwardParams;
+  static_assert(
+      are_all_fields<B, AttentionParams>(&B::dout, &B::dweights, &B::dlse, &B::dq, &B::dk, &B::dv, &B::dmask,
+                                         &B::dalibi_slopes, &B::dsink, &B::deterministic),
+      "names every field of BackwardParams");
 }
 
 // Whether TMA can copy the tensor: it starts at a multiple of 16 bytes, and its strides are multiples of 16 bytes,
