@@ -8,6 +8,7 @@
     flash3_schedule.py     5. FlashAttention-3's pipelines on a model of the hardware (pipeline.py)
     flash_decoding.py      6. Flash-Decoding
     flash_decoding_pp.py   7. FlashDecoding++
+    float8.py              8. FlashAttention-3's products in 8 bits
 
 Nothing here is fast, and of the rest of the package only iomodel's commands use it.
 """

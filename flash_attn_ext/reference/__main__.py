@@ -5,6 +5,7 @@ attention  standard attention, FlashAttention-1 and -2, forward and backward, ag
 schedule   FlashAttention-3's pipelines: clocks, and who was busy
 decode     Flash-Decoding and FlashDecoding++ on a long cache
 gemm       FlashDecoding++'s flat GEMM, padded to 8 and to 64 rows
+float8     FlashAttention-3's errors in 8 bits, with and without block quantisation and incoherent processing
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from . import flash1, flash2, flash3_schedule, flash_decoding, flash_decoding_pp, plots, softmax, standard
+from . import flash1, flash2, flash3_schedule, flash_decoding, flash_decoding_pp, float8, plots, softmax, standard
 from .memory import SlowMemory
 from .report import print_table
 
@@ -148,12 +149,36 @@ def run_gemm(args: argparse.Namespace) -> None:
     print_table(f"(rows, {k}) x ({k}, {k})", columns, rows)
 
 
+def run_float8(args: argparse.Namespace) -> None:
+    n, d = args.N or 4096, args.D or 128
+    q, k, v = (float8.with_outliers(n, d).float() for _ in range(3))
+    exact = (torch.softmax(q @ k.T / d**0.5, 1) @ v).double()  # float32: the errors below are 100 times as large
+    signs = float8.random_signs(d, dtype=q.dtype)
+    both, one_factor = float8.forward(q, k, v, signs=signs), float8.forward(q, k, v, block_quantisation=False)
+    no_blocks = float8.forward(q, k, v, signs=signs, block_quantisation=False)
+    columns = ("", "RMS error", "published")
+    rows = [
+        ["standard, float16", float8.standard_float16(q, k, v), 3.2e-4],
+        ["FlashAttention, float16", float8.flash_float16(q, k, v), 1.9e-4],
+        ["one factor a tensor, float8", one_factor, 2.4e-2],
+        ["FlashAttention-3, float8", both, 9.1e-3],
+        ["  without block quantisation", no_blocks, 9.3e-3],
+        ["  without incoherent processing", float8.forward(q, k, v), 2.4e-2],
+    ]
+    errors = {name: float8.rms_error(out, exact) for name, out, _ in rows}
+    printed = [[name, f"{errors[name]:.1e}", f"{published:.1e}"] for name, _, published in rows]
+    gain = errors["one factor a tensor, float8"] / errors["FlashAttention-3, float8"]
+    printed.append(["one factor a tensor / FlashAttention-3", f"{gain:.1f}", "2.6"])
+    print_table(f"N {n}, d {d}, normal data with outliers", columns, printed)
+
+
 COMMANDS = {
     "softmax": run_softmax,
     "attention": run_attention,
     "schedule": run_schedule,
     "decode": run_decode,
     "gemm": run_gemm,
+    "float8": run_float8,
 }
 
 if __name__ == "__main__":
