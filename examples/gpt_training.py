@@ -1,21 +1,16 @@
-"""One training run in a separate process, which the caller controls step by step."""
+"""One training run, which the caller controls step by step."""
 
 import math
-import os
-import resource
-import signal
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 from gpt_model import GPT, Shape, attention_by_name
 from stdlib_text import VOCABULARY, Batch, Corpus, random_windows
+from training_process import memory_in_use, peak_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 VALIDATION_BATCHES = 8
@@ -140,56 +135,6 @@ class Trainer:
             torch.cuda.synchronize()
 
 
-class TrainingProcess:
-    """A Trainer in a new process, so its peak memory is separate. A call waits for its result."""
-
-    def __init__(self, settings: Settings, attention_name: str, corpus: Corpus):
-        self._pool = ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"))
-        self._pool.submit(_start, settings, attention_name, corpus).result()
-
-    def call(self, method: str, *args):
-        """Calls a method of the Trainer in its process, and returns the result."""
-        return self._pool.submit(_call, method, *args).result()
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-
-_trainer: Trainer  # set in the process of a TrainingProcess
-
-
-def _start(settings: Settings, attention_name: str, corpus: Corpus) -> None:
-    global _trainer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process of the terminal handles Ctrl-C
-    _trainer = Trainer(settings, attention_name, corpus)
-
-
-def _call(method: str, *args):
-    return getattr(_trainer, method)(*args)
-
-
 def norm(gradient: torch.Tensor | None) -> float:
     """Returns the norm, or 0 for a parameter without a gradient."""
     return 0.0 if gradient is None else gradient.norm().item()
-
-
-def memory_in_use(device: str) -> int:
-    """Returns the allocated bytes: of torch on a CUDA device, of the whole process otherwise."""
-    if device.startswith("cuda"):
-        return torch.cuda.memory_allocated()
-    return _status_bytes("VmRSS") or peak_memory(device)
-
-
-def peak_memory(device: str) -> int:
-    """Returns the peak of the bytes in this process's life."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
-    # On Linux a new process inherits ru_maxrss from its parent, so /proc comes first.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _status_bytes(field: str) -> int | None:
-    status = Path(f"/proc/{os.getpid()}/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), None)

@@ -20,11 +20,12 @@ from pathlib import Path
 import torch
 from gpt_model import ATTENTION_NAMES, AttentionUnavailable, attention_by_name
 from gpt_report import Run, comparison_as_json, print_checks, table, write_json
-from gpt_training import DTYPES, Settings, TrainingProcess
+from gpt_training import DTYPES, Settings, Trainer
 from loss_agreement import ROUNDING, compare
 from rich.console import Console
 from stdlib_text import Corpus, load_corpus
 from tqdm import tqdm
+from training_process import TrainingProcess
 
 VALIDATIONS = 6
 SAMPLE_CHARACTERS = 300
@@ -106,7 +107,7 @@ def train_in_turns(runs: list[Run], settings: Settings, corpus: Corpus) -> None:
     with ExitStack() as stack:
         processes = []
         for run in runs:
-            process = TrainingProcess(settings, run.attention, corpus)
+            process = TrainingProcess(Trainer, settings, run.attention, corpus)
             processes.append(stack.enter_context(closing(process)))
         progress = stack.enter_context(tqdm(range(1, settings.steps + 1), unit="step", mininterval=0.5))
         for done in progress:

@@ -57,6 +57,7 @@ FILES = {
     "test_header_files": "compiles every header by itself",
     "test_io_counts": "counts every access of the algorithms",
     "test_iomodel": "counts the accesses of large problems, and runs its commands",
+    "test_long_example": "trains models, two processes in one of them",
     "test_meanflow": "trains a model",
     "test_object_files": "compiles the kernels of every instruction set",
     "test_paper_tables": "a process with torch for each measurement",

@@ -21,7 +21,7 @@ import gpt_plot  # noqa: F401  before a test replaces flash_attn_ext
 import train_gpt
 import train_packed
 from gpt_model import AttentionUnavailable, attention_by_name
-from gpt_training import Settings, Trainer
+from gpt_training import Settings
 from loss_agreement import EARLY_STEPS, FACTOR, ROUNDING, Curves, compare, differences
 from stdlib_text import VOCABULARY, Tokenizer, as_corpus, load_corpus, random_windows, source_files
 
@@ -69,8 +69,8 @@ def test_the_demo_trains_the_same_model_through_each_attention(tmp_path):
 class InThisProcess:
     """A TrainingProcess without the process: it is quick, and a test can replace its functions."""
 
-    def __init__(self, settings, attention, corpus):
-        self.trainer = Trainer(settings, attention, corpus)
+    def __init__(self, make, *arguments):
+        self.trainer = make(*arguments)
 
     def call(self, method, *arguments):
         return getattr(self.trainer, method)(*arguments)
