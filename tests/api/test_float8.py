@@ -93,6 +93,20 @@ def test_nan_reaches_the_rows_that_see_it():
         t.copy_(saved)
 
 
+@pytest.mark.parametrize("side", SIDES)
+def test_blocks_of_queries_share_converted_tiles(isa, one_thread, side):
+    """With enough tasks two blocks of queries share a tile of keys. The bits are those of single heads."""
+    (q, k, v), factors = make(2, 200, 210, heads=8)
+    k.view(torch.uint8)[:, :, 205] = 0x7F  # hidden from most queries
+    out, lse = flash_attn(q, k, v, enable_gqa=True, return_lse=True, **SIDES[side], **factors)
+    for b, h in ((0, 0), (1, 7)):
+        key = slice(h // 4, h // 4 + 1)
+        own = {name: f[b : b + 1, key] for name, f in factors.items()}
+        alone = flash_attn(q[b, h], k[b, key], v[b, key], enable_gqa=True, return_lse=True, **SIDES[side], **own)
+        for whole, part in zip((out[b, h], lse[b, h]), alone, strict=True):
+            torch.testing.assert_close(part[0], whole, rtol=0, atol=0, equal_nan=True)
+
+
 def test_no_query_or_no_key():
     (q, k, v), factors = make(2, 3, 4)
     assert flash_attn(q[:, :, :0], k, v, enable_gqa=True, **factors).shape == (2, H, 0, DV)

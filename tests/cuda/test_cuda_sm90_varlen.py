@@ -142,6 +142,8 @@ def test_why_not(kernels):
     assert kernels.choice(params) == ("sm90", [])
     params.varlen.cu_seqlens_k = library.Offsets()
     assert kernels.choice(params)[1][0] == "sm90: no caches"
+    params.varlen.cache.dtype = 2  # kFloat8E4M3
+    assert kernels.choice(params)[1][0] == "sm90: no products of float8_e4m3fn yet"
     assert kernels.choice(params_of(library.AttentionParams, [16, 16], 32))[0] == "sm80"
     state = new_rng_state(torch.device("cpu"))
     params = params_of(library.BackwardParams, [128, 128], 256)

@@ -130,7 +130,7 @@ void forward_query_blocks(const AttentionParams& p, const ForwardScratch<In, T>&
     for (int64_t j0 = begin; (j0 = std::min({blocks.next_tile(j0)...})) < end; j0 += block_k) {
       typename ForwardProducts<In, T>::Loaded tiles;
       const auto attend = [&](const QueryBlock<In, T>& block) {
-        if (copies_rows(p)) tiles = {};  // copies of keys and values share memory
+        if (ForwardProducts<In, T>::overwrites_tiles(p)) tiles = {};
         if (j0 < block.keys.end) block.attend(j0, tiles);
       };
       (attend(blocks), ...);

@@ -62,6 +62,12 @@ struct ForwardProducts {
             {d, k.data, k.ld, 1, q_transposed, f.ld, out, f.ld, accumulate, scale, nullptr, prefetch_hook});
   }
 
+  // Whether the copies of keys and values share memory, so that a block of queries cannot read the tiles of another
+  // block. Rows of 8 bits are converted to k_tile and v_tile.
+  static bool overwrites_tiles(const AttentionParams& p) {
+    return copies_rows(p) && p.varlen.cache.dtype == CacheDType::kOfQuery;
+  }
+
   // Whether softmax() may write P in the form of the product's operand: false here, P replaces S.
   static constexpr bool packs_probs(const AttentionParams&) { return false; }
 
@@ -161,6 +167,9 @@ struct ForwardProducts<BFloat16, float> {
                        nullptr, prefetch_hook});
     if (multiplied) multiply_rows_by_factors(out, f, out);
   }
+
+  // As above. Pairs of keys may be read from row_copy itself.
+  static bool overwrites_tiles(const AttentionParams& p) { return copies_rows(p); }
 
   // Whether P goes from the softmax to the product in 16 bits: nothing multiplies it in between.
   static bool packs_probs(const AttentionParams& p) {

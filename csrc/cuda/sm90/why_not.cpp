@@ -68,6 +68,7 @@ bool is_aligned(const Tensor4& t) {
 const char* why_not_either(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm90: only float16 and bfloat16";
+  if (p.varlen.cache.dtype == CacheDType::kFloat8E4M3) return "sm90: no products of float8_e4m3fn yet";
   if (p.varlen && !p.varlen.cu_seqlens_k) return "sm90: no caches";
   for (const int64_t columns : {z.head_dim, z.head_dim_v})
     if (columns < 8 || columns > 256 || columns % 8 != 0)
