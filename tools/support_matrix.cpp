@@ -149,8 +149,11 @@ void dense() {
     cache_of(p);
     p.varlen.cache.dtype = CacheDType::kFloat8E4M3;
   });
-  static const UserFunctions functions;
-  row(f, "score_mod, mask_mod, block_mask", "", [](AttentionParams& p) { p.functions = &functions; });
+  static constexpr int64_t program[Program::kHeaderWords] = {Program::kVersion};  // no instructions
+  static UserFunctions masks, scores;
+  masks.mask.words = scores.score.words = program;
+  row(f, "mask_mod, block_mask", "", [](AttentionParams& p) { p.functions = &masks; });
+  row(f, "score_mod", "", [](AttentionParams& p) { p.functions = &scores; });
 }
 
 void pack(AttentionParams& p) {

@@ -136,10 +136,15 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
   Choice<AttentionParams> choice(p);
   choice.offer("sm90", sm90::why_not_forward(p),
                of_half(p.dtype, sm90::forward_bfloat16, sm90::forward_float16), sm90::forward_workspace);
-  choice.offer("sm80", sm80::why_not_forward(p),
-               sm80::is_decode(p) ? of_half(p.dtype, sm80::decode_bfloat16, sm80::decode_float16)
-                                  : of_half(p.dtype, sm80::forward_bfloat16, sm80::forward_float16),
-               sm80::forward_workspace);
+  if (p.functions)
+    choice.offer("sm80", sm80::why_not_forward(p),
+                 of_half(p.dtype, sm80::flex_forward_bfloat16, sm80::flex_forward_float16),
+                 sm80::flex_forward_workspace);
+  else
+    choice.offer("sm80", sm80::why_not_forward(p),
+                 sm80::is_decode(p) ? of_half(p.dtype, sm80::decode_bfloat16, sm80::decode_float16)
+                                    : of_half(p.dtype, sm80::forward_bfloat16, sm80::forward_float16),
+                 sm80::forward_workspace);
   choice.offer("sm75", sm75::why_not_forward(p),
                of_float16(p.dtype, sm80::is_decode(p) ? sm75::decode_float16 : sm75::forward_float16),
                sm75::forward_workspace);

@@ -2,52 +2,27 @@
 // loop is the loop of forward.cuh without splits of the keys. It skips tiles that the block mask hides.
 #pragma once
 
+#include "../shown_tiles.cuh"
 #include "backward_tile.cuh"
 #include "flex.h"
 #include "forward.cuh"
-#include "program.cuh"
+#include "functions.cuh"
 
 namespace flash_attn_ext::cuda::simt {
-
-// Writes the functions to the GPU's memory.
-static __global__ void store_functions_kernel(const __grid_constant__ DeviceFunctions from,
-                                              DeviceFunctions* to) {
-  constexpr int kWords = sizeof(DeviceFunctions) / sizeof(int64_t);
-  for (int n = threadIdx.x; n < kWords; n += blockDim.x)
-    reinterpret_cast<int64_t*>(to)[n] = reinterpret_cast<const int64_t*>(&from)[n];
-}
-
-inline cudaError_t launch_store_functions(const AttentionParams& p, DeviceFunctions* to, cudaStream_t stream,
-                                          const CapturedSums& sums = {}) {
-  return launch(store_functions_kernel, LaunchShape{1, 1, 1, kThreads}, stream,
-                device_functions(*p.functions, p.dtype, sums), to);
-}
 
 // Whether the block mask hides a tile of `rows` queries.
 __device__ inline bool is_hidden(const AttentionParams& p, const DeviceFunctions& functions,
                                  const TilePosition& at, int rows) {
   if (!functions.blocks) return false;
   const int64_t i_end = smaller<int64_t>(at.i0 + rows, p.sizes.seqlen_q);
-  const int64_t j_end = smaller<int64_t>(at.j0 + kBlockK, p.sizes.seqlen_k), first = first_query_index(p);
-  return StatesOfTile(functions.blocks, bool(functions.mask), at.b, at.h, first + at.i0, first + i_end, at.j0,
-                      j_end)
-      .is_hidden();
+  const int64_t j_end = smaller<int64_t>(at.j0 + kBlockK, p.sizes.seqlen_k);
+  return states_of_tile(p, functions, at.b, at.h, at.i0, i_end, at.j0, j_end).is_hidden();
 }
 
 template <class T>
 struct FlexScore : Score<T> {
   T old;  // the score before the user's function
 };
-
-// Whether the block mask and the mask function show an element.
-template <class T>
-__device__ bool is_shown(const DeviceFunctions& functions, ProgramPoint<T> point) {
-  if (functions.blocks) {
-    const uint8_t state = functions.blocks.at(point.b, point.h, point.query, point.key);
-    if (state != BlockStates::kPartial) return state == BlockStates::kFull;
-  }
-  return !functions.mask || run_program(&functions, functions.mask, point) != 0;
-}
 
 // One element of the score matrix, as in ../scores.cuh, with the functions: softcap, ALiBi, the user's function, mask, and
 // then all that hides. A new score of -inf counts as hidden.

@@ -14,6 +14,7 @@
 #include "softmax.cuh"
 #include "staged_copies.cuh"
 #include "tile_copies.cuh"
+#include "tile_functions.cuh"
 
 namespace flash_attn_ext::cuda::sm80 {
 
@@ -47,6 +48,7 @@ struct ScorePosition {
   __device__ bool inside(int n, int e) const {
     return query(e) < sizes.seqlen_q && key(n, e) < sizes.seqlen_k;
   }
+  __device__ ElementIndex element(int n, int e) const { return {b, h, query(e), key(n, e)}; }
 };
 
 // The query rows of a block, of one head. The last rows of a head come first: in a causal call they take longest.
@@ -134,9 +136,9 @@ __device__ void store_row(In* row, int64_t columns, int r, float factor, const f
   }
 }
 
-template <class C>
+template <class C, class Functions = NoFunctions>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    forward_kernel(const AttentionParams call, int64_t query_blocks) {
+    forward_kernel(const AttentionParams call, int64_t query_blocks, const Functions functions) {
   using In = typename C::In;
   if (!C::Gpu::kHasCode) return __trap();
   auto& shared = shared_memory<SharedMemory<C>, C::Gpu::kSharedBytes>();
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const Range keys = key_tiles<C>(p, i0);
   const PhiloxKey key = dropout_key(p.dropout);
 
-  const int64_t batch_of_rows = C::kPacked ? 0 : b;  // the tensors of a sequence start at its first row
+  const int64_t batch_of_rows = C::kPacked && !Functions::kAlsoDense ? 0 : b;  // the tensors of a sequence start at its first row
   const auto load = [&](auto& tile, const Tensor4& t, int64_t head, int64_t first, int64_t seqlen,
                         int64_t columns) {
     tile.template load_async<C::kThreads>(t, batch_of_rows, head, first, seqlen, columns);
@@ -173,22 +175,26 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       return staged_copies_of<C>(fetch_k, fetch_v, shared.k[0], shared.v[0], keys.end);
     }
   }();
+  auto tiles = functions.template tiles<C>(p, b, h, i0, keys);
+  auto tile = tiles.first();
   // Without keys, no thread waits for q.
-  if (keys.begin < keys.end) load(shared.q, p.q, h, i0, z.seqlen_q, z.head_dim);
-  copies.start(keys.begin);
+  if ((tile.j0) < keys.end) load(shared.q, p.q, h, i0, z.seqlen_q, z.head_dim);
+  copies.start(tile.j0);
 
-  const ScoreScale scale(p);
+  const ScoreScale scale(p, functions.changes_scores());
   RowStatistics statistics;
   float out[C::kHeadDim / 8][4] = {};
   int buffer = 0;
-  for (int64_t j0 = keys.begin; j0 < keys.end; j0 += C::kBlockK, buffer ^= C::kBuffers - 1) {
-    const ScorePosition at{z, b, h, i0, j0};
-    const bool partial = is_partial<C>(p, at);
+  for (; (tile.j0) < keys.end; buffer ^= C::kBuffers - 1) {
+    const auto at = functions.template shown<C::kBlockK / 8>(p, tile, ScorePosition{z, b, h, i0, tile.j0});
+    const bool partial = is_partial<C>(p, at) || functions.may_hide(tile);
+    const auto next = tiles.after(tile);
 
-    copies.wait_for_k(j0, buffer);
+    copies.wait_for_k(tile.j0, next.j0, buffer);
     float scores[C::kBlockK / 8][4] = {};
     multiply_rows(shared.q, shared.k[buffer], scores);
-    const uint32_t attends = finish_scores(p, scale, at, partial, scores);
+    uint32_t attends = finish_scores(p, scale, at, partial, scores);
+    functions.change_scores(p, at, scores, attends);
     float factor[2];
     statistics.update(scale, scores, factor);
     // After the row sum: dropout applies to the normalised P.
@@ -198,13 +204,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
 
-    copies.wait_for_v(j0, buffer);
+    copies.wait_for_v(next.j0, buffer);
     auto& values = shared.v[buffer];
     if (partial)
       take_out_non_finite_rows(values, shared, [&](const auto& is_finite) {
         add_non_finite_rows(scores, attends, values, is_finite, out);
       });
     multiply_probs(scores, values, out);
+    tile = next;
   }
 
   // Computes the params again: the loop has no registers to keep all of them.
@@ -223,12 +230,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
 }
 
-template <class C>
-cudaError_t launch_padded(const AttentionParams& p, cudaStream_t stream) {
+template <class C, class Functions = NoFunctions>
+cudaError_t launch_padded(const AttentionParams& p, cudaStream_t stream, const Functions& functions = {}) {
   const Sizes& z = p.sizes;
   const int64_t query_blocks = ceil_div(z.seqlen_q, C::kBlockQ);
   const LaunchShape shape{z.batch * z.heads * query_blocks, 1, 1, C::kThreads, sizeof(SharedMemory<C>)};
-  return launch(forward_kernel<C>, shape, stream, p, query_blocks);
+  return launch(forward_kernel<C, Functions>, shape, stream, p, query_blocks, functions);
 }
 
 // Each needs at most 99 KB, the limit of GPUs of compute capability 8.6 and 8.9. All have 128 queries, so K and V are

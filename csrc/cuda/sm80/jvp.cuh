@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const ScorePosition at{z, b, h, i0, j0};
     const bool partial = is_partial<C>(p, at);
 
-    copies.wait_for_k(j0, buffer);
+    copies.wait_for_k(j0, j0 + C::kBlockK, buffer);
     float scores[C::kBlockK / 8][4] = {}, tangents[C::kBlockK / 8][4] = {};
     multiply_rows(shared.q, shared.k[buffer], scores);
     if (t.q) multiply_rows(shared.t_q, shared.k[buffer], tangents);
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         out[n][e] *= factor[e / 2];
       }
 
-    copies.wait_for_v(j0, buffer);
+    copies.wait_for_v(j0 + C::kBlockK, buffer);
     auto &values = shared.v[buffer], &t_values = shared.t_v[buffer];
     if (partial) {
       take_out_non_finite_rows(values, shared, [&](const auto& is_finite) {

@@ -18,6 +18,11 @@ cudaError_t forward_float16(const AttentionParams& p, void* workspace, cudaStrea
 cudaError_t decode_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t decode_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 
+// The forward with functions of the user.
+size_t flex_forward_workspace(const AttentionParams& p);
+cudaError_t flex_forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
+cudaError_t flex_forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
+
 // The same for the backward.
 const char* why_not_backward(const BackwardParams& p);
 

@@ -10,13 +10,13 @@ namespace flash_attn_ext::cuda::sm80 {
 
 // Where the factor product_scale() is applied. Before the softmax, if softcap, ALiBi or a mask follow, or if the scale
 // is negative, because then the largest product is not the largest score. Else inside the exponent, where it costs no
-// instruction.
+// instruction. `changes_scores`: the user's function follows.
 struct ScoreScale {
   bool is_first;
   float scale;
 
-  __device__ explicit ScoreScale(const AttentionParams& p)
-      : is_first(!is_positive(p.scale) || has_softcap(p) || p.alibi || p.mask),
+  __device__ explicit ScoreScale(const AttentionParams& p, bool changes_scores = false)
+      : is_first(!is_positive(p.scale) || has_softcap(p) || p.alibi || p.mask || changes_scores),
         scale(product_scale<float>(p)) {}
   // The factors from the result of finish_scores() to scores, and to exponents of 2.
   __device__ float to_score() const { return is_first ? 1.0f : scale; }

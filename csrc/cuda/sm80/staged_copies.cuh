@@ -21,16 +21,16 @@ struct StagedCopies {
     ptx::cp_async_commit();  // ends the group of q
     if (j0 < end) fetch_k(j0, staged);
   }
-  __device__ void wait_for_k(int64_t j0, int) {
+  __device__ void wait_for_k(int64_t j0, int64_t, int) {
     staged.store(k);          // all have read the last K before they waited for V
     ptx::cp_async_wait<0>();  // this thread's part of q has landed
     __syncthreads();          // publishes q and k
     fetch_v(j0, staged);
   }
-  __device__ void wait_for_v(int64_t j0, int) {
+  __device__ void wait_for_v(int64_t next, int) {
     staged.store(v);  // all have read the last V before they waited for K
     __syncthreads();  // publishes v
-    if (j0 + C::kBlockK < end) fetch_k(j0 + C::kBlockK, staged);
+    if (next < end) fetch_k(next, staged);
   }
 };
 

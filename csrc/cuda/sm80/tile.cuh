@@ -10,6 +10,11 @@ namespace flash_attn_ext::cuda::sm80 {
 
 constexpr int kChunk = 8;  // elements in 16 bytes, what cp.async and a lane of ldmatrix move
 
+// An element of the score matrix.
+struct ElementIndex {
+  int64_t b, h, i, j;
+};
+
 __device__ inline uint32_t lane() { return threadIdx.x % 32; }
 __device__ inline int warp() { return threadIdx.x / 32; }
 
@@ -203,6 +208,18 @@ __device__ void multiply_transposed(Tile<In, kRows, kColsA>& a, Tile<In, kRows, 
   }
 }
 
+// Moves accumulator n + 1 to n, and the first one to the end.
+template <int N>
+__device__ void rotate(float (&a)[N][4]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const float first = a[0][e];
+#pragma unroll
+    for (int n = 0; n + 1 < N; ++n) a[n][e] = a[n + 1][e];
+    a[N - 1][e] = first;
+  }
+}
+
 // Calls f(n, a[n], b[n]) for every n, in a loop that is not unrolled, for long code. Registers can only be indexed by
 // constants. So each step works on accumulator 0 and then rotates all of them by one. After N steps each is in its
 // first position again.
@@ -211,13 +228,16 @@ __device__ void for_each_accumulator(float (&a)[N][4], float (&b)[N][4], const F
 #pragma unroll 1
   for (int n = 0; n < N; ++n) {
     f(n, a[0], b[0]);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float done_a = a[0][e], done_b = b[0][e];
-#pragma unroll
-      for (int m = 0; m + 1 < N; ++m) a[m][e] = a[m + 1][e], b[m][e] = b[m + 1][e];
-      a[N - 1][e] = done_a, b[N - 1][e] = done_b;
-    }
+    rotate(a);
+    rotate(b);
+  }
+}
+template <int N, class F>
+__device__ void for_each_accumulator(float (&a)[N][4], const F& f) {
+#pragma unroll 1
+  for (int n = 0; n < N; ++n) {
+    f(n, a[0]);
+    rotate(a);
   }
 }
 

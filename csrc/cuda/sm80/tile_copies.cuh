@@ -33,23 +33,23 @@ struct TileCopies {
     if (kDouble) start_v(j0, 0);
   }
 
-  // Waits until the block may read K of the tile from key j0 on; then V.
-  __device__ void wait_for_k(int64_t j0, int buffer) const {
+  // Waits until the block may read K of the tile from key j0 on; then V. The tile from key `next` on follows.
+  __device__ void wait_for_k(int64_t j0, int64_t next, int buffer) const {
     ptx::cp_async_wait<kLater>();  // this thread's part of q and k has landed; v may be in flight
     __syncthreads();               // all parts have landed; all have read the other k or, with one buffer, v
     if constexpr (kDouble) {
-      start_k(j0 + C::kBlockK, buffer ^ 1);
+      start_k(next, buffer ^ 1);
     } else {
       start_v(j0, 0);
     }
   }
-  __device__ void wait_for_v(int64_t j0, int buffer) const {
+  __device__ void wait_for_v(int64_t next, int buffer) const {
     ptx::cp_async_wait<kLater>();  // this thread's part of v has landed; the next k may be in flight
     __syncthreads();               // all parts have landed; all have read the other v or, with one buffer, k
     if constexpr (kDouble) {
-      start_v(j0 + C::kBlockK, buffer ^ 1);
+      start_v(next, buffer ^ 1);
     } else {
-      start_k(j0 + C::kBlockK, 0);
+      start_k(next, 0);
     }
   }
 };

@@ -1,7 +1,9 @@
 #include <initializer_list>
 
+#include "../../core/program.h"
 #include "../../core/splits.h"
 #include "../own_fields.h"
+#include "../simt/flex.h"
 #include "alignment.h"
 #include "backward_schedule.h"
 #include "sm80.h"
@@ -43,6 +45,15 @@ constexpr const char* kWide = "sm80: only head dimensions up to 256";
 constexpr const char* kChunks = "sm80: no attention_chunk";
 constexpr const char* kUnaligned = "sm80: a tensor's rows are not aligned to 16 bytes";
 
+// Why this tier does not run the functions of a call; null: it does, or the call has none.
+template <class Params>
+const char* why_not_functions(const Params& p) {
+  if (!p.functions) return nullptr;
+  if (simt::why_not_functions(p)) return "sm80: no functions of the user beyond the limits of simt";
+  if (p.functions->score && p.mask) return "sm80: no attn_mask together with a score_mod";
+  return nullptr;
+}
+
 }  // namespace
 
 bool is_decode(const AttentionParams& p) {
@@ -51,7 +62,7 @@ bool is_decode(const AttentionParams& p) {
 }
 
 const char* why_not_forward(const AttentionParams& p) {
-  if (p.functions) return "sm80: no functions of the user";
+  if (const char* reason = why_not_functions(p)) return reason;
   if (p.band.chunks) return kChunks;
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
@@ -96,6 +107,8 @@ const char* why_not_jvp(const JvpParams& p) {
     return kUnaligned;
   return nullptr;
 }
+
+size_t flex_forward_workspace(const AttentionParams& p) { return simt::flex_workspace(p); }
 
 size_t backward_workspace(const BackwardParams& p) {
   Arena arena(nullptr);

@@ -133,6 +133,7 @@ unsigned long long atomicAdd(unsigned long long* address, unsigned long long x);
 unsigned long long atomicMax(unsigned long long* address, unsigned long long x);
 unsigned long long atomicOr(unsigned long long* address, unsigned long long x);
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popcll(uint64_t x) { return __builtin_popcountll(x); }
 
 // Rounds the product before an addition. g++ does the same, because FMA is off.

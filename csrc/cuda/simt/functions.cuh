@@ -1,0 +1,33 @@
+// Functions of the user on the GPU, for every tier: carries them there, and asks whether they show an element.
+#pragma once
+
+#include "../launch.h"
+#include "program.cuh"
+
+namespace flash_attn_ext::cuda::simt {
+
+// Writes the functions to the GPU's memory.
+static __global__ void store_functions_kernel(const __grid_constant__ DeviceFunctions from,
+                                              DeviceFunctions* to) {
+  constexpr int kWords = sizeof(DeviceFunctions) / sizeof(int64_t);
+  for (int n = threadIdx.x; n < kWords; n += blockDim.x)
+    reinterpret_cast<int64_t*>(to)[n] = reinterpret_cast<const int64_t*>(&from)[n];
+}
+
+inline cudaError_t launch_store_functions(const AttentionParams& p, DeviceFunctions* to, cudaStream_t stream,
+                                          const CapturedSums& sums = {}) {
+  return launch(store_functions_kernel, LaunchShape{1, 1, 1, kThreads}, stream,
+                device_functions(*p.functions, p.dtype, sums), to);
+}
+
+// Whether the block mask and the mask function show an element.
+template <class T>
+__device__ bool is_shown(const DeviceFunctions& functions, ProgramPoint<T> point) {
+  if (functions.blocks) {
+    const uint8_t state = functions.blocks.at(point.b, point.h, point.query, point.key);
+    if (state != BlockStates::kPartial) return state == BlockStates::kFull;
+  }
+  return !functions.mask || run_program(&functions, functions.mask, point) != 0;
+}
+
+}  // namespace flash_attn_ext::cuda::simt

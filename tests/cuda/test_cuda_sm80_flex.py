@@ -1,0 +1,152 @@
+"""Functions of the user and block masks on the tensor cores of the sm80 tier, on the kernels' host build, against dense
+references in float64."""
+
+import pytest
+import test_flex_attention as cpu
+import torch
+from cuda_host import library
+from flex_gallery import mask_mods, score_mods
+from flex_reference import dense_flex
+from torch.nn.attention.flex_attention import create_block_mask
+
+from flash_attn_ext import flash_attn, flash_attn_varlen, flash_attn_with_kvcache, flex_attention
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+
+def on_sm80(kernels):
+    assert kernels.tier == "sm80"
+    assert kernels.why_not == ["sm90: this GPU has compute capability 8.0; wgmma and TMA need 9.0"]
+
+
+def check_forward(shape, dtype, score_mod, mask_mod, block_size):
+    q, k, v = (t.detach() for t in cpu.make(shape, dtype)[:3])
+    batch, _, _, q_len, k_len, _ = shape
+    mask = mask_mod and create_block_mask(mask_mod, batch, shape[1], q_len, k_len, "cpu", BLOCK_SIZE=block_size)
+    inputs = [t.to(dtype) for t in (q, k, v)]
+    results = flex_attention(*inputs, score_mod, mask, enable_gqa=True, return_lse=True)
+    with torch.no_grad():
+        exact = dense_flex(q, k, v, score_mod, mask_mod)
+    for name, ours, wanted in zip(("out", "lse"), results, exact, strict=True):
+        cpu.assert_near(name, ours, wanted, cpu.TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(
+    ("mask", "block_size", "head_dim"),
+    [
+        ("document", 128, 64),  # blocks as large as tiles
+        ("by_table", (48, 100), 40),  # tiles that meet several blocks
+        ("prefix_lm", 32, 128),
+        ("window", (16, 24), 200),
+        ("nothing_for_some", 64, 16),
+    ],
+)  # fmt: skip
+def test_block_masks(kernels, mask, block_size, head_dim):
+    dtype = torch.float16 if head_dim == 40 else torch.bfloat16
+    check_forward((2, 2, 1, 150, 330, head_dim), dtype, None, mask_mods(2, 150, 330)[mask], block_size)
+    on_sm80(kernels)
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "head_dim"),
+    [("everything", "document", 72), ("causal_score", None, 64), ("integers", "dilated", 136)],
+)
+def test_score_functions(kernels, score, mask, head_dim):
+    score_mod, _ = score_mods(2, 140, 200, torch.float64)[score]
+    mask_mod = mask_mods(1, 140, 200)[mask] if mask else None
+    check_forward((1, 2, 1, 140, 200, head_dim), torch.float16, score_mod, mask_mod, (64, 48))
+    on_sm80(kernels)
+
+
+@pytest.mark.parametrize("block_size", [64, (48, 100)], ids=str)
+def test_blocks_that_a_mask_hides_are_not_read(kernels, block_size):
+    """The products of a tile that is read have NaN, and the mask function runs in partial blocks only."""
+    q, k, v = (torch.randn(1, 1, n, 64).half() for n in (192, 400, 400))
+    mask = create_block_mask(lambda b, h, i, j: j < 200, None, None, 192, 400, "cpu", BLOCK_SIZE=block_size)
+    expected = flex_attention(q, k[:, :, :200], v[:, :, :200])
+    before = kernels.c.exponentials()
+    k[:, :, 200:] = v[:, :, 200:] = torch.nan
+    assert torch.equal(flex_attention(q, k, v, block_mask=mask), expected)
+    on_sm80(kernels)
+    # 2 query tiles of 128 rows; 4 key tiles of 64 keys; a factor for each row and tile in each of four lanes.
+    assert kernels.c.exponentials() - before == 2 * 4 * (128 * 64 + 128 * 4)
+
+
+def test_many_hidden_tiles():
+    """A warp looks up 32 tiles at once: visible ones are the first, the last, and far apart."""
+    length = 64 * 80
+    q, k, v = (torch.randn(1, 1, n, 8).bfloat16() for n in (20, length, length))
+    shown = torch.zeros(80, dtype=torch.bool)
+    shown[[0, 31, 32, 79]] = True
+    mask_mod = lambda b, h, i, j: shown[j // 64]  # noqa: E731
+    mask = create_block_mask(mask_mod, None, None, 20, length, "cpu", BLOCK_SIZE=64)
+    exact = dense_flex(*(t.double() for t in (q, k, v)), None, mask_mod)[0]
+    cpu.assert_near("out", flex_attention(q, k, v, block_mask=mask), exact, cpu.TOLERANCES[torch.bfloat16])
+
+
+def test_other_options(kernels):
+    q, k, v = (torch.randn(2, 4, n, 64).half() for n in (140, 200, 200))
+    slopes, bias = torch.rand(4), torch.rand(140, 200).masked_fill(torch.rand(140, 200) < 0.3, -torch.inf)
+    distance = (torch.arange(140)[:, None] - torch.arange(200)).abs()
+    mask_mod = mask_mods(2, 140, 200)["document"]
+    mask = create_block_mask(mask_mod, 2, None, 140, 200, "cpu", BLOCK_SIZE=64)
+    sink = torch.rand(4)
+    biased = lambda s, b, h, i, j: s - slopes[h] * distance[i, j] + bias[i, j]  # noqa: E731
+    options = dict(softcap=3.0, alibi_slopes=slopes, is_causal=True)
+    out = flash_attn(q, k, v, bias.half(), block_mask=mask, **options)
+    visible = torch.ones(140, 200, dtype=torch.bool).tril()
+    exact = dense_flex(*(t.double() for t in (q, k, v)), biased, mask_mod, softcap=3.0, visible=visible)[0]
+    cpu.assert_near("out", out, exact, 5e-3)
+    on_sm80(kernels)
+    state = torch.tensor([1, 2])
+    rest = dict(dropout_p=0.2, rng_state=state, sink=sink, mask_mod=lambda b, h, i, j: i + h >= j)
+    on_tensor_cores = flash_attn(q, k, v, **rest)
+    on_sm80(kernels)
+    kernels.force_tier("simt")
+    cpu.assert_near("dropout", on_tensor_cores, flash_attn(q, k, v, **rest).double(), 5e-3)
+    kernels.force_tier("")
+
+
+def test_packed_sequences_and_caches(kernels):
+    lengths = (150, 0, 5, 133)
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    q, k, v = (torch.randn(288, 2, 24).half() for _ in range(3))
+    score_mod = lambda s, b, h, i, j: torch.tanh(s) * (b + 1) + 0.125 * (i - j)  # noqa: E731
+    mask_mod = lambda b, h, i, j: i + h >= j  # noqa: E731
+    out = flash_attn_varlen(q, k, v, cu, cu, score_mod=score_mod, mask_mod=mask_mod)
+    on_sm80(kernels)
+    for b, length in enumerate(lengths):
+        rows = slice(cu[b], cu[b] + length)
+        own = [t[rows].transpose(0, 1)[None].double() for t in (q, k, v)]
+        if length:
+            exact = dense_flex(*own, lambda s, _, h, i, j, b=b: score_mod(s, b, h, i, j), mask_mod)[0]
+            cpu.assert_near("packed", out[rows], exact[0].transpose(0, 1), 4e-3)
+
+    new, caches = torch.randn(2, 3, 2, 24).half(), [torch.randn(2, 96, 2, 24).half() for _ in range(2)]
+    used = torch.tensor([90, 37])
+    out = flash_attn_with_kvcache(new, *caches, cache_seqlens=used, mask_mod=lambda b, h, i, j: (i - j) % 3 == 0)
+    on_sm80(kernels)
+    for b, length in enumerate(used.tolist()):
+        own = [t[b : b + 1, :length].transpose(1, 2).double() for t in caches]
+        shift = length - 3
+        exact = dense_flex(
+            new[b : b + 1].transpose(1, 2).double(), *own, None, lambda _, h, i, j, s=shift: (i + s - j) % 3 == 0
+        )[0]
+        cpu.assert_near("cache", out[b : b + 1], exact.transpose(1, 2), 4e-3)
+
+
+def test_what_it_refuses(kernels):
+    q, k, v = (torch.randn(1, 2, 9, 8).half() for _ in range(3))
+    bias = torch.rand(9, 9).half()
+    flash_attn(q, k, v, bias, score_mod=lambda s, b, h, i, j: s + h)
+    assert kernels.tier == "simt"
+    assert kernels.why_not[-1] == "sm80: no attn_mask together with a score_mod"
+
+    def long(s, b, h, i, j):
+        for n in range(200):
+            s = torch.tanh(s * (n + 1.5))
+        return s
+
+    with pytest.raises(library.KernelError, match="more than 384 instructions or 64 values"):
+        flex_attention(q, k, v, long)
+    assert kernels.why_not[1] == "sm80: no functions of the user beyond the limits of simt"
