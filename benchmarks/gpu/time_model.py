@@ -51,10 +51,9 @@ class HeadDims:
     qk: int
     v: int
 
-    @property
-    def mean(self) -> float:
-        """A forward does as much as one with this for both."""
-        return (self.qk + self.v) / 2
+    def mean(self, backward: bool) -> float:
+        """A pass does as much as one with this for both: S and O; or S, dK and dQ, and dP and dV."""
+        return (3 * self.qk + 2 * self.v) / 5 if backward else (self.qk + self.v) / 2
 
     def __str__(self) -> str:
         return f"D {self.qk}" if self.qk == self.v else f"D {self.qk}, D_v {self.v}"
@@ -70,8 +69,10 @@ class Tiling:
     owns_keys: bool  # a block owns a tile of keys and walks over queries; else the other way round
 
     def loaded_bytes(self, dims: HeadDims) -> float:
-        """From L2 in a iteration: two tiles of 16 bits; the backward adds a tile of dQ in fp32."""
-        return (8 * self.rows if self.owns_keys else 4 * self.keys) * dims.mean
+        """From L2 in an iteration: two tiles of 16 bits; the backward adds a tile of dQ in fp32."""
+        if self.owns_keys:
+            return self.rows * (2 * (dims.qk + dims.v) + 4 * dims.qk)
+        return self.keys * 2 * (dims.qk + dims.v)
 
 
 TILINGS = {
@@ -82,7 +83,10 @@ TILINGS = {
     ("forward", HeadDims(192, 192)): Tiling(2, 128, 112, False),
     ("forward", HeadDims(256, 256)): Tiling(2, 128, 80, False),
     ("backward", HeadDims(64, 64)): Tiling(2, 128, 128, True),
+    ("backward", HeadDims(96, 96)): Tiling(2, 64, 128, True),
     ("backward", HeadDims(128, 128)): Tiling(2, 64, 128, True),
+    ("backward", HeadDims(192, 128)): Tiling(2, 64, 64, True),
+    ("backward", HeadDims(192, 192)): Tiling(2, 64, 64, True),
     ("backward", HeadDims(256, 256)): Tiling(2, 64, 64, True),
 }
 
@@ -259,7 +263,7 @@ def prediction(problem: Problem, backward: bool, head_dim_v: int | None = None) 
     iteration = iterations().get(kernel)
     if iteration is None:
         return None
-    flops = problem.flops(backward) * dims.mean / problem.D
+    flops = problem.flops(backward) * dims.mean(backward) / problem.D
     return {
         "TFLOP/s": flops / seconds(problem, backward, iteration, TILINGS[kernel], dims) / 1e12,
         "bound": iteration.bound,

@@ -26,14 +26,14 @@ D64, D96, D128, D192, D256 = ((head_dim, head_dim) for head_dim in (64, 96, 128,
 D192_128 = 192, 128
 KEYS = {D64: 128, D96: 128, D128: 128, D192_128: 128, D192: 112, D256: 80}  # of the forward's tiles
 # Of the backward, the query rows of a warpgroup's S and the keys of a tile.
-BACKWARD_TILES = {D64: (128, 128), D128: (64, 128), D256: (32, 64)}
+BACKWARD_TILES = {D64: (128, 128), D96: (64, 128), D128: (64, 128), D192_128: (32, 64), D192: (32, 64), D256: (32, 64)}
 # Instructions of one iteration of the main loop, masks included, at most: of the plain kernels; and of those that take
 # softcap, key masks and packed sequences, softcap included.
 MOST_INSTRUCTIONS = {
     ("forward_kernel", "plain"): {D64: 576, D96: 610, D128: 636, D192_128: 650, D192: 635, D256: 585},
-    ("backward_kernel", "plain"): {D64: 920, D128: 580, D256: 504},
+    ("backward_kernel", "plain"): {D64: 920, D96: 580, D128: 580, D192_128: 480, D192: 515, D256: 504},
     ("forward_kernel", "with options"): {D64: 975, D96: 985, D128: 1020, D192_128: 1040, D192: 990, D256: 840},
-    ("backward_kernel", "with options"): {D64: 860, D128: 910, D256: 690},
+    ("backward_kernel", "with options"): {D64: 860, D96: 920, D128: 910, D192_128: 660, D192: 690, D256: 690},
     ("forward_kernel", "few rows"): {D64: 970, D128: 1020, D256: 840},
     # The plain forward with one switch of switches.h off.
     ("forward_kernel", "without a switch"): {D64: 600, D128: 650, D256: 585},
@@ -69,7 +69,7 @@ def division(form):
 
 def code_of(cubin, kernel, dims, form):
     """The kernel's instructions."""
-    sizes = "".join(f"Li{size}E" for size in (dims if kernel == "forward_kernel" else dims[:1]))
+    sizes = "".join(f"Li{size}E" for size in dims)
     pattern = rf"\w*\d{kernel}I\w*?{sizes}L{FORMS[kernel]['plain' if form in PLAIN else form]}"
     found = [code for name, code in functions_of(cubin).items() if re.match(pattern, name)]
     assert len(found) == 1
@@ -106,14 +106,19 @@ def backward_tile(dims, form):
     return rows if form == "plain" else min(rows, 64), keys
 
 
+def backward_products(dims, form):
+    """The numbers of products of S, dP, dV, dK and dQ. A warpgroup's 96 columns of 192 are two products: 64 and 32."""
+    rows, keys = backward_tile(dims, form)
+    of_rows, of_keys = max(rows, 64) // 16, keys // 16
+    parts, parts_v = (2 if size == 192 else 1 for size in dims)
+    return dims[0] // 16, dims[1] // 16, parts_v * of_rows, parts * of_rows, parts * of_keys
+
+
 def main_loop(cubin, kernel, dims, form="plain"):
     """One iteration of a consumer."""
-    if kernel == "forward_kernel":
-        products = dims[0] // 16 + KEYS[dims] // 16
-    else:
-        rows, keys = backward_tile(dims, form)
-        products = 2 * (dims[0] // 16) + 2 * (max(rows, 64) // 16) + keys // 16
-    return sass.main_loop(code_of(cubin, kernel, dims, form), products)
+    of_forward = dims[0] // 16, KEYS[dims] // 16
+    products = of_forward if kernel == "forward_kernel" else backward_products(dims, form)
+    return sass.main_loop(code_of(cubin, kernel, dims, form), sum(products))
 
 
 def check_what_ptxas_says(said):
@@ -147,12 +152,12 @@ def test_forward_machine_code(compile_once, source, form, dims):
 def test_backward_machine_code(compile_once, source, form, dims):
     order = order_of(compile_once(source)[0], "backward_kernel", dims, form)
     rows, keys = backward_tile(dims, form)
-    columns, sums = "A" + "P" * (dims[0] // 16), "A" + "P" * (max(rows, 64) // 16)
+    s, dp, dv, dk, dq = ("A" + "P" * count for count in backward_products(dims, form))
     # S and dP; the exponentials while dP is on its way; dV, dQ and dK, each waited for alone. Of split columns dK
     # comes before dQ. Two ways to P, with a softcap with twice the exponentials.
-    exponentials, last = "E" * (64 * rows // 128 * (1 if form == "plain" else 3)), "A" + "P" * (keys // 16)
-    schedule = columns * 2 + "W" + exponentials + "W" + sums
-    schedule += (sums + last if dims == D256 else last + sums) + "WWW"
+    exponentials = "E" * (64 * rows // 128 * (1 if form == "plain" else 3))
+    schedule = s + dp + "W" + exponentials + "W" + dv
+    schedule += (dk + dq if keys == 64 else dq + dk) + "WWW"
     assert schedule in order, order
 
 
@@ -239,4 +244,7 @@ def test_nothing_touches_registers_of_a_running_product(compile_once, source, fo
     # of split columns that for dK, guard tiles in shared memory; the host run's mutations look at those.
     waits = [n for n, i in enumerate(code) if i.operation.startswith("WARPGROUP.DEPBAR")]
     found = [bool(sass.hazards(code[:n] + code[n + 1 :])) for n in waits]
-    assert found == ([True] * 4 if kernel == "forward_kernel" else [True, True, False, dims != D256, True])
+    if kernel == "forward_kernel":
+        assert found == [True] * 4
+    else:
+        assert found == [True, True, False, backward_tile(dims, form)[1] == 128, True]

@@ -1,13 +1,13 @@
 """Head dimensions other than 64, 128 and 256 in the Hopper tier on the host (tests/cuda_host), against the dense
-oracle: multiples of 8, also different for query and value. TMA fills the columns after the last one with zeros. The
-forward has tiles of its own for 96 and 192.
+oracle: multiples of 8, also different for query and value. TMA fills the columns after the last one with zeros. There
+are tiles for 96, 192, and 192 with 128 for value.
 
 """
 
 import pytest
 import torch
 from cuda_host import library
-from helpers import check_forward_against_reference, make_qkv
+from helpers import check_against_reference, check_forward_against_reference, make_qkv
 from test_cuda_sm90_options import check, padding
 from test_cuda_sm90_varlen import LONG
 from test_cuda_varlen import check as check_packed
@@ -59,13 +59,33 @@ def test_tile_edges_of_the_forward(kernels, dims, edge):
         assert f"sm90::forward_kernel<{name}, {dims[0]}, {dims[1]}," in kernels.c.last_kernel().decode()
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("dims", OWN_TILES, ids=str)
+def test_tile_edges_of_the_backward(kernels, dims, deterministic):
+    """Tiles of 64 queries, and of 128 keys at 96 and 64 keys beyond. Columns of the last panel may not exist."""
+    kernels.deterministic = deterministic
+    keys, edge = 128 if dims[0] == 96 else 64, 1 if deterministic else -1
+    dtype, name = (torch.float16, "__half") if deterministic else (torch.bfloat16, "__nv_bfloat16")
+    for seqlen_q, seqlen_k, options in (
+        (64 + edge, keys + edge, {}),
+        (128 + edge, 2 * keys + edge, {"causal": "lower_right"}),
+        (192, 2 * keys + 1, {"window": (keys + edge, 5)}),
+    ):
+        head_dim, head_dim_v = dims[0] - 8 * deterministic, dims[1] - 8 * (not deterministic)
+        q, k, v = make_qkv(1, 2, seqlen_q, seqlen_k, head_dim, heads_kv=1, head_dim_v=head_dim_v, dtype=dtype)
+        check_against_reference(q, k, v, **options)
+        ran = kernels.c.last_kernel().decode()
+        assert f"sm90::dq_kernel<{name}, " in ran
+        assert f"Backward<{name}, {dims[0]}, {dims[1]}, true>" in ran
+
+
 @pytest.mark.parametrize("head_dim", [96, 192])
 def test_packed_sequences(kernels, head_dim):
     check_packed(kernels, LONG, torch.bfloat16, head_dim=head_dim, causal=True)
     assert b"sm90::dq_kernel" in kernels.c.last_kernel()
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(96, 96), (192, 128)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(96, 96), (192, 128), (192, 192)])
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
 def test_poison_reaches_who_attends_to_it_and_nobody_else(kernels, head_dim, head_dim_v, where):
     """As in test_cuda_sm90_backward.py: repairs read no column after the last one."""

@@ -76,9 +76,12 @@ def test_however_many_tasks_a_block_has_results_have_the_same_bits(built, calls)
 CHOICES = """#include "sm90/schedule.h"
 using namespace flash_attn_ext::cuda::sm90;
 constexpr flash_attn_ext::Sizes kWide{1, 1, 1, 1, 1, 96, 96}, kNarrow{1, 1, 1, 1, 1, 64, 64};
+constexpr flash_attn_ext::Sizes kWider{1, 1, 1, 1, 1, 192, 128};
 static_assert(forward_head_dims(kWide, Form::kPlain).qk == (FLASH_ATTN_EXT_SM90_WGMMA_N96 ? 96 : 128));
-static_assert(backward_head_dim(kNarrow, true) == 64);
-static_assert(backward_head_dim(kNarrow, false) == (FLASH_ATTN_EXT_SM90_WGMMA_N32 ? 64 : 128));
+static_assert(backward_head_dims(kWide, true).qk == (FLASH_ATTN_EXT_SM90_WGMMA_N96 ? 96 : 128));
+static_assert(backward_head_dims(kWider, true).qk == (FLASH_ATTN_EXT_SM90_WGMMA_N32 ? 192 : 256));
+static_assert(backward_head_dims(kNarrow, true).qk == 64);
+static_assert(backward_head_dims(kNarrow, false).qk == (FLASH_ATTN_EXT_SM90_WGMMA_N32 ? 64 : 128));
 """
 
 

@@ -134,7 +134,7 @@ template <Form kForm, int... kWidths>
 void add_units(std::vector<Unit>& units, const std::string& name) {
   const auto add = [&](int width, const char* type, std::string (*run)()) {
     std::string title = name + " m64n" + std::to_string(width) + "k16 " + type;
-    if (kForm == Form::kSharedByRows && width == 32)
+    if ((kForm == Form::kSharedByRows || kForm == Form::kSharedRightByRows) && width == 32)
       title += " (if refused: FLASH_ATTN_EXT_SM90_WGMMA_N32 0)";
     if (kForm == Form::kRegisters && width == 96) title += " (if refused: FLASH_ATTN_EXT_SM90_WGMMA_N96 0)";
     units.push_back({title, run});
@@ -149,7 +149,7 @@ std::vector<Unit> wgmma_units() {
   std::vector<Unit> units;
   add_units<Form::kShared, 32, 64, 80, 112, 128>(units, "wgmma_shared");
   add_units<Form::kSharedByRows, 32, 64, 128>(units, "wgmma_shared_by_rows");
-  add_units<Form::kSharedRightByRows, 128>(units, "wgmma_shared_right_by_rows");
+  add_units<Form::kSharedRightByRows, 32, 64, 128>(units, "wgmma_shared_right_by_rows");
   add_units<Form::kRegisters, 64, 96, 128, 192, 256>(units, "wgmma_registers");
   return units;
 }

@@ -35,6 +35,11 @@ def backward(*shape, **options):
     return lambda _: check_against_reference(*make_qkv(1, 2, *shape, heads_kv=1, dtype=torch.bfloat16), **options)
 
 
+def split_columns(_):
+    inputs = make_qkv(1, 1, 70, 100, 192, head_dim_v=128, dtype=torch.bfloat16)
+    check_against_reference(*inputs, causal="lower_right")
+
+
 def packed(kernels):
     check_packed(kernels, LENGTHS, torch.bfloat16, head_dim=64, causal=True, lower_right=True, deterministic=True)
 
@@ -47,8 +52,8 @@ def sm90_forward(head_dim, head_dim_v, form):
     return Kernels("90a", "sm90/forward.cuh", (f"forward_kernel<In, {head_dim}, {head_dim_v}, Form::{form}>",))
 
 
-def sm90_backward(head_dim, plain):
-    return Kernels("90a", "sm90/backward.cuh", (f"backward_kernel<In, {head_dim}, {plain}>",))
+def sm90_backward(head_dim, head_dim_v, plain):
+    return Kernels("90a", "sm90/backward.cuh", (f"backward_kernel<In, {head_dim}, {head_dim_v}, {plain}>",))
 
 
 def simt(rows):
@@ -80,14 +85,15 @@ CASES = {
     ),
     "sm80 jvp": (SM80, [Kernels("80", "sm80/jvp.cuh", ("jvp_kernel<Config<In, 64, 64, 2>>",))], [jvp]),
     "sm90 options": (
-        SM90, [sm90_forward(64, 64, "kOptions"), sm90_backward(64, "false")],
+        SM90, [sm90_forward(64, 64, "kOptions"), sm90_backward(64, 64, "false")],
         [backward(130, 150, 64, softcap=2.0), forward(200, 150, 64, mask=(1, 150)), packed],
     ),
     "sm90 few rows": (SM90, [sm90_forward(64, 64, "kFewRows")], [few_rows]),
     "sm90 head dimension 128": (
-        SM90, [sm90_forward(128, 128, "kPlain"), sm90_backward(128, "true")],
+        SM90, [sm90_forward(128, 128, "kPlain"), sm90_backward(128, 128, "true")],
         [backward(150, 140, 128, causal="lower_right"), forward(300, 300, 128, heads=1, window=(100, 9))],
     ),
+    "sm90 head dimension 192": (SM90, [sm90_backward(192, 128, "true")], [split_columns]),
 }  # fmt: skip
 
 

@@ -15,9 +15,9 @@ def forward_kernels(head_dim, form="kPlain"):
 
 
 def backward_kernels(head_dim):
-    config = f"Backward<In, {head_dim}, true>"
-    rest = (f"{name}_kernel<In, {head_dim}, {config}>" for name in ("row_terms", "dq"))
-    return Kernels("90a", "sm90/backward.cuh", (f"backward_kernel<In, {head_dim}, true>", *rest))
+    sizes = f"In, {head_dim}, {head_dim}, true"
+    rest = (f"{name}_kernel<In, Backward<{sizes}>>" for name in ("row_terms", "dq"))
+    return Kernels("90a", "sm90/backward.cuh", (f"backward_kernel<{sizes}>", *rest))
 
 
 WRONG = None  # no report: a wrong value

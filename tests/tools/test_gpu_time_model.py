@@ -127,9 +127,10 @@ def test_the_kernels_turns(iterations, way, dims):
     """The model finds the products of one tile: two in the forward, five in the backward."""
     tiling, iteration = TILINGS[way, dims], iterations[way, dims]
     products = [step for step in time_model.program(time_model.main_loops()[way, dims]) if isinstance(step, Product)]
-    flops = 2 * (5 if way == "backward" else 2) * tiling.rows * tiling.keys * dims.mean
+    flops = 2 * (5 if way == "backward" else 2) * tiling.rows * tiling.keys * dims.mean(way == "backward")
     ideal = flops / 2 / time_model.TENSOR_FMA
-    assert ideal <= iteration.units["tensor"] <= 1.25 * ideal
+    # Shared memory bounds the narrow products of the backward beyond a head dimension of 128.
+    assert ideal <= iteration.units["tensor"] <= (1.31 if tiling.owns_keys else 1.25) * ideal
     assert sum(product.ends_batch for product in products) in (2, 5)
     assert iteration.cycles >= max(iteration.units.values())
     exponentials = iteration.units["exponentials"] * time_model.LANES["exponentials"]
@@ -146,7 +147,7 @@ def test_a_prediction_is_below_the_peak(iterations):
         assert rates == sorted(rates)
         assert rates[-1] < peak
     assert time_model.prediction(Problem(1, 1, 64, 80, False), False) is None
-    assert time_model.prediction(Problem(1, 1, 64, 96, False), True) is None
+    assert time_model.prediction(Problem(1, 1, 64, 80, False), True) is None
 
 
 def test_a_narrower_value_takes_less_time(iterations):

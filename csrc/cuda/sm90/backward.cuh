@@ -1,15 +1,15 @@
 // Backward for Hopper: FlashAttention-2, algorithm 2 (Dao 2023), in the form of FlashAttention-3 (Shah et al. 2024). A
-// block computes dK and dV of 128 keys (64 at head dimension 256). It loops over the queries of all heads that share
-// these keys:
+// block computes dK and dV of 128 keys (64 beyond a head dimension of 128). It loops over the queries of all heads that
+// share these keys:
 //
 //   S^T = K Q^T    P^T = 2^(S^T - lse)    dP^T = V dO^T    dS^T = P^T o (dP^T - delta)
 //   dV += P^T dO   dK += dS^T Q           dQ += dS K
 //
 // P and dS are computed transposed, so that their registers are left operands. dS is also written to shared memory, for
-// dQ. At head dimension 256, dK and dV of 64 keys fill the registers of two warpgroups. There each warpgroup has half
-// of the columns of dK and dV, computes P and dS for half of the queries, and writes both to shared memory. TMA loads
-// K, V, Q and dO. dK and dV stay in registers to the end. One thread only adds each tile's part of dQ to fp32 sums in
-// global memory.
+// dQ. Beyond a head dimension of 128, dK and dV of 64 keys fill the registers of two warpgroups. There each warpgroup
+// has half of the columns of dK and dV, computes P and dS for half of the queries, and writes both to shared memory. TMA
+// loads K, V, Q and dO. dK and dV stay in registers to the end. One thread only adds each tile's part of dQ to fp32 sums
+// in global memory.
 #pragma once
 
 #include "../call_of_block.cuh"
@@ -26,8 +26,10 @@
 namespace flash_attn_ext::cuda::sm90 {
 
 // The plain kernels have neither softcap nor key masks nor packed sequences; the other kernels have all of them.
-template <class In, int kHeadDim, bool kPlain_>
+template <class In, int kHeadDim_, int kHeadDimV_, bool kPlain_>
 struct Backward {
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
+  static_assert(kHeadDimV <= kHeadDim);
   static constexpr bool kPlain = kPlain_, kPacked = !kPlain_;
   static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup, kConsumerThreads = kConsumers * kWarpgroup;
@@ -38,23 +40,34 @@ struct Backward {
   // split: all keys, half of the queries of S and dP, half of the columns of dK and dV.
   static constexpr bool kSplitsColumns = kKeys == kWarpgroupRows;
   static constexpr int kOwnRows = kSplitsColumns ? kRows / kConsumers : kRows;
-  static constexpr int kOwnColumns = kSplitsColumns ? kHeadDim / kConsumers : kHeadDim;
+  using DKColumns = ColumnsOfWarpgroup<kSplitsColumns ? kHeadDim / kConsumers : kHeadDim>;
+  using DVColumns = ColumnsOfWarpgroup<kSplitsColumns ? kHeadDimV / kConsumers : kHeadDimV>;
   static_assert(kSplitsColumns || kKeys == kConsumers * kWarpgroupRows);
-  // Columns of dQ of a warpgroup: all columns of 64 of 128 queries, or half of the columns of 64 queries.
-  static constexpr int kDQColumns = kRows == kPieceRows ? kHeadDim / kConsumers : kHeadDim;
+  // Columns of dQ of a warpgroup: all columns of 64 of 128 queries, or half of the columns of 64 queries. Of 96 columns
+  // each warpgroup has a panel; half of the second panel is zeros, which are not added.
+  static constexpr bool kPadsDQ = kHeadDim == 96;
+  using DQColumns = ColumnsOfWarpgroup<kPadsDQ               ? kPanelColumns
+                                       : kRows == kPieceRows ? kHeadDim / kConsumers
+                                                             : kHeadDim>;
   static_assert(kRows == kPieceRows || kRows == kConsumers * kPieceRows);
 
-  using KVTile = Panels<In, kKeys, kHeadDim>;
+  using KTile = Panels<In, kKeys, whole_panels(kHeadDim)>;
+  using VTile = Panels<In, kKeys, whole_panels(kHeadDimV)>;
   using WeightTile = Panels<In, kKeys, kRows>;  // dS^T or P^T
-  struct RowTile : Panels<In, kRows, kHeadDim> {
+  template <int kColumns>
+  struct RowTile : Panels<In, kRows, whole_panels(kColumns)> {
     float terms[kRows];
   };
-  using Rows = Pipeline<RowTile, kSplitsColumns ? 1 : 2>;
-  using DQTile = float[kConsumers][kDQColumns / 8][kWarpgroup][4];
+  using QTile = RowTile<kHeadDim>;
+  using DOutTile = RowTile<kHeadDimV>;
+  static constexpr int kEights = kHeadDim / 8;  // of dQ
+  using DQTile = float[kRows / kPieceRows * kEights][kWarpgroup][4];
 
   struct Shared {
-    Rows q, dout;  // with lse and with delta
-    KVTile k, v;
+    Pipeline<QTile, kHeadDim == 256 ? 1 : 2> q;       // with lse
+    Pipeline<DOutTile, kSplitsColumns ? 1 : 2> dout;  // with delta; one stage also protects the buffer of P
+    KTile k;
+    VTile v;
     // dS of tile n is in weights[n % 2]. If columns are split, P is in weights[2].
     WeightTile weights[kSplitsColumns ? 3 : 2];
     DQTile dq;
@@ -66,10 +79,10 @@ struct Backward {
 
 // ---- load: two threads of the producer warpgroup, one for K, Q and lse, one for V, dO and delta
 
-template <class Config>
+template <class Config, class KeyTile, class Rows>
 __device__ void produce(const BackwardArguments& a, const BackwardRange& range, const CUtensorMap& keys_map,
-                        typename Config::KVTile& keys, ptx::Barrier& keys_full, const CUtensorMap& rows_map,
-                        const float* terms, typename Config::Rows& rows) {
+                        KeyTile& keys, ptx::Barrier& keys_full, const CUtensorMap& rows_map,
+                        const float* terms, Rows& rows) {
   if (range.tiles() > 0)
     load_tile(keys, keys_map, range.k_row + range.key_tile * Config::kKeys, range.h_kv, range.map_b,
               keys_full);
@@ -112,7 +125,7 @@ __device__ void add_dq(const BackwardArguments& a, const BackwardRange& range,
                                        : 0;
     if (a.p.deterministic) ptx::acquire_bulk_turn(turns, turn);  // the blocks before this one have added
     constexpr int kElements = sizeof(shared.dq) / sizeof(float);
-    ptx::bulk_add(a.w.dq + int64_t{tile} * kElements, &shared.dq[0][0][0][0], kElements);
+    ptx::bulk_add(a.w.dq + int64_t{tile} * kElements, &shared.dq[0][0][0], kElements);
     ptx::bulk_commit();                    // ends the batch of these adds
     ptx::bulk_wait_read();                 // the copy engine has read dQ in shared memory
     ptx::barrier_arrive(shared.dq_empty);  // the consumers may overwrite it
@@ -124,25 +137,28 @@ __device__ void add_dq(const BackwardArguments& a, const BackwardRange& range,
 
 // ---- compute: a consumer warpgroup, for its part
 
-template <class In, int kHeadDim, class Config>
+template <class In, class Config>
 __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
                         typename Config::Shared& shared) {
-  constexpr int kRows = Config::kRows, kOwnRows = Config::kOwnRows, kOwnColumns = Config::kOwnColumns;
+  constexpr int kRows = Config::kRows, kOwnRows = Config::kOwnRows;
   constexpr bool kSplitsColumns = Config::kSplitsColumns;
   // Converts S and dP to P and dS in tiles at an edge. Not inlined: there are too few registers.
   constexpr bool kMasksAtOnce = kOwnRows <= 64;
   static_assert(kMasksAtOnce || Config::kPlain);
   constexpr int kAll = Config::kConsumerThreads;
-  using KVTile = typename Config::KVTile;
-  using RowTile = typename Config::RowTile;
+  using KTile = typename Config::KTile;
+  using VTile = typename Config::VTile;
+  using QTile = typename Config::QTile;
+  using DOutTile = typename Config::DOutTile;
   using WeightTile = typename Config::WeightTile;
   const BackwardParams& p = a.p;
   const int warpgroup = ptx::uniform(threadIdx.x / kWarpgroup) - 1, warp = threadIdx.x % kWarpgroup / 32;
   const int own_key = kSplitsColumns ? 0 : warpgroup * kWarpgroupRows;
   const int own_row = kSplitsColumns ? warpgroup * kOwnRows : 0;
-  const int own_column = kSplitsColumns ? warpgroup * kOwnColumns : 0;
+  const typename Config::DKColumns dk_columns(kSplitsColumns ? warpgroup : 0);
+  const typename Config::DVColumns dv_columns(kSplitsColumns ? warpgroup : 0);
   const int own_dq_row = kRows == kPieceRows ? 0 : warpgroup * kPieceRows;
-  const int own_dq_column = kRows == kPieceRows ? warpgroup * Config::kDQColumns : 0;
+  const typename Config::DQColumns dq_columns(kRows == kPieceRows ? warpgroup : 0);
   const int first_key = range.key_tile * Config::kKeys + own_key, warp_key = first_key + warp * kWarpRows;
   const ShortBand& band = Config::kPlain ? a.band : range.band;
   const ScoreScale& score = a.score;
@@ -158,7 +174,6 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
 
   // Descriptors of this warpgroup's part of each tile; for tiles in stages, of the first stage.
   const uint32_t own_keys = own_key * kPanelRowBytes, own_rows = own_row * kPanelRowBytes;
-  const uint32_t own_panels = own_column / kPanelColumns * RowTile::kPanelBytes;
   const uint32_t q_address = ptx::shared_address(&shared.q.tiles);
   const uint32_t dout_address = ptx::shared_address(&shared.dout.tiles);
   const uint32_t k_address = ptx::shared_address(&shared.k);
@@ -166,15 +181,15 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
   const uint64_t k = along_columns(k_address + own_keys), first_q = along_columns(q_address + own_rows);
   const uint64_t v = along_columns(ptx::shared_address(&shared.v) + own_keys);
   const uint64_t first_dout = along_columns(dout_address + own_rows);
-  const uint64_t first_q_rows = along_rows<RowTile>(q_address + own_panels);
-  const uint64_t first_dout_rows = along_rows<RowTile>(dout_address + own_panels);
-  const uint64_t k_rows = along_rows<KVTile>(k_address + first_column<KVTile>(own_dq_column));
+  const uint64_t first_q_rows = along_rows<QTile>(q_address);
+  const uint64_t first_dout_rows = along_rows<DOutTile>(dout_address);
+  const uint64_t k_rows = along_rows<KTile>(k_address);
   const uint64_t first_ds_rows =
       along_rows<WeightTile>(weights_address + own_dq_row / kPanelColumns * WeightTile::kPanelBytes);
   const uint64_t first_ds_columns = along_columns(weights_address);
   const uint64_t p_columns = along_columns(weights_address + 2 * sizeof(WeightTile));
 
-  float dk[kOwnColumns / 2] = {}, dv[kOwnColumns / 2] = {};
+  float dk[dk_columns.kColumns / 2] = {}, dv[dv_columns.kColumns / 2] = {};
   const int tiles = range.tiles();
   if (tiles > 0) {
     ptx::barrier_wait(shared.k_full, 0);  // TMA has written K
@@ -188,12 +203,12 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
 
     const uint32_t q_stage = shared.q.wait(n);
     ptx::wgmma_fence();  // s may be written: no product uses it
-    start_product<In, KVTile, RowTile, kHeadDim>(k, step_descriptor(first_q, q_stage), s);
+    start_product<In, KTile, QTile, Config::kHeadDim>(k, step_descriptor(first_q, q_stage), s);
     ptx::wgmma_commit();  // ends the batch of S
     const Terms<kOwnRows / 8> lse2(shared.q.tiles[shared.q.stage(n)].terms + own_row);
     const uint32_t dout_stage = shared.dout.wait(n);
     ptx::wgmma_fence();  // ds may be written: no product uses it
-    start_product<In, KVTile, RowTile, kHeadDim>(v, step_descriptor(first_dout, dout_stage), ds);
+    start_product<In, VTile, DOutTile, Config::kHeadDimV>(v, step_descriptor(first_dout, dout_stage), ds);
     ptx::wgmma_commit();    // ends the batch of dP
     ptx::wgmma_wait<1>(s);  // s is complete
     // Rows past the end have P = 0, because their lse is +inf.
@@ -232,17 +247,29 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     const uint64_t q_rows = step_descriptor(first_q_rows, q_stage);
     const uint64_t dout_rows = step_descriptor(first_dout_rows, dout_stage);
     const uint64_t ds_rows = step_descriptor(first_ds_rows, ds_stage);
-    float dq[Config::kDQColumns / 2];
+    float dq[dq_columns.kColumns / 2];
+    const auto start_own_dq = [&] {
+      for_each_part(dq_columns, dq, [&](int column, auto& part) {
+        const uint64_t columns = step_descriptor(k_rows, first_column<KTile>(column));
+        start_dq<In, Config::kKeys / 16>(ds_rows, columns, part);
+      });
+    };
     if constexpr (kSplitsColumns) {
       ptx::named_barrier_sync<kConsumerBarrier, kAll>();  // P and dS of all warpgroups are written
       ptx::wgmma_fence();                                 // publishes dv to wgmma
-      start_sum<In, WeightTile, kRows / 16>(p_columns, dout_rows, dv);
+      for_each_part(dv_columns, dv, [&](int column, auto& part) {
+        const uint64_t columns = step_descriptor(dout_rows, first_column<DOutTile>(column));
+        start_sum<In, WeightTile, kRows / 16>(p_columns, columns, part);
+      });
       ptx::wgmma_commit();  // ends the batch of dV
       ptx::wgmma_fence();   // publishes dk to wgmma
-      start_sum<In, WeightTile, kRows / 16>(step_descriptor(first_ds_columns, ds_stage), q_rows, dk);
+      for_each_part(dk_columns, dk, [&](int column, auto& part) {
+        const uint64_t columns = step_descriptor(q_rows, first_column<QTile>(column));
+        start_sum<In, WeightTile, kRows / 16>(step_descriptor(first_ds_columns, ds_stage), columns, part);
+      });
       ptx::wgmma_commit();  // ends the batch of dK
       ptx::wgmma_fence();   // dq may be written: no product uses it
-      start_dq<In, Config::kKeys / 16>(ds_rows, k_rows, dq);
+      start_own_dq();
       ptx::wgmma_commit();     // ends the batch of dQ
       ptx::wgmma_wait<2>(dv);  // dv is complete, dO has been read
       shared.dout.release(n);  // dO may be overwritten
@@ -255,7 +282,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
       ptx::wgmma_commit();                                // ends the batch of dV
       ptx::named_barrier_sync<kConsumerBarrier, kAll>();  // dS of all warpgroups is written
       ptx::wgmma_fence();                                 // dq may be written: no product uses it
-      start_dq<In, Config::kKeys / 16>(ds_rows, k_rows, dq);
+      start_own_dq();
       ptx::wgmma_commit();  // ends the batch of dQ
       ptx::wgmma_fence();   // publishes ds16 and dk to wgmma
       start_sum<In>(ds16, q_rows, dk);
@@ -265,7 +292,13 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
       ptx::wgmma_wait<1>(dq);  // dq is complete
     }
     ptx::barrier_wait(shared.dq_empty, n % 2 ^ 1);  // the copy engine has read dQ of tile n - 1
-    store_sums(shared.dq[warpgroup], dq);
+    for_each_part(dq_columns, dq, [&](int column, auto& part) {
+      auto* const sums = &shared.dq[own_dq_row / kPieceRows * Config::kEights + column / 8];
+      if (Config::kPadsDQ && warpgroup > 0)
+        store_sums(sums, part_of<0, 16>(part));  // 32 of 64 columns exist
+      else
+        store_sums(sums, part);
+    });
     ptx::proxy_fence();  // publishes this thread's writes to the copy engine
     __syncwarp();        // all lanes have published their writes
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(shared.dq_full);  // dQ may be added
@@ -277,11 +310,12 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
   }
   const Range rows{int64_t{range.first_tile} * kRows, (int64_t{range.first_tile} + range.row_tiles) * kRows};
   // Computes the params of a packed sequence again: the loop has no registers to keep them.
-  finish_keys<In, kHeadDim>(call_of_block<Config>(p, range.b), a.w, range.b, range.h_kv, warp_key, own_column,
-                            rows, dk, dv);
+  finish_keys<In, Config::kHeadDim>(call_of_block<Config>(p, range.b), a.w, range.b, range.h_kv, warp_key,
+                                    dk_columns, dv_columns, rows, dk, dv);
 }
 
-template <class In, int kHeadDim, bool kPlain, class Config = Backward<In, kHeadDim, kPlain>>
+template <class In, int kHeadDim, int kHeadDimV, bool kPlain,
+          class Config = Backward<In, kHeadDim, kHeadDimV, kPlain>>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardArguments a) {
 #if defined(FA_HAS_HOPPER)
@@ -307,7 +341,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x == 64) add_dq<Config>(a, range, shared);
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
-    consume<In, kHeadDim, Config>(a, range, shared);
+    consume<In, Config>(a, range, shared);
   }
 #else
   __trap();  // this build has no code for compute capability 9.0a: an error, not an empty result
@@ -316,9 +350,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 // ---- launch
 
-template <class In, int kHeadDim, bool kPlain>
+template <class In, int kHeadDim, int kHeadDimV, bool kPlain>
 cudaError_t launch_backward_tiles(const BackwardParams& p, void* workspace, cudaStream_t stream) {
-  using Config = Backward<In, kHeadDim, kPlain>;
+  using Config = Backward<In, kHeadDim, kHeadDimV, kPlain>;
   const Sizes& z = p.sizes;
   const BackwardWorkspace w(workspace, p);
   const int64_t pieces = w.tiles.longest * (Config::kRows / kPieceRows);
@@ -335,23 +369,28 @@ cudaError_t launch_backward_tiles(const BackwardParams& p, void* workspace, cuda
       [&] { return maps.of_keys(a.k, p.k, p.sizes.head_dim, Config::kKeys); },
       [&] { return maps.of_keys(a.v, p.v, p.sizes.head_dim_v, Config::kKeys); },
       [&] { return launch_key_mask<Config::kKeys>(p, w.key_mask, stream); },
-      [&] { return launch(row_terms_kernel<In, kHeadDim, Config>, by_rows, stream, p, w); },
-      [&] { return launch(backward_kernel<In, kHeadDim, kPlain>, by_keys, stream, a); },
-      [&] { return p.dq ? launch(dq_kernel<In, kHeadDim, Config>, by_rows, stream, p, w) : cudaSuccess; },
+      [&] { return launch(row_terms_kernel<In, Config>, by_rows, stream, p, w); },
+      [&] { return launch(backward_kernel<In, kHeadDim, kHeadDimV, kPlain>, by_keys, stream, a); },
+      [&] { return p.dq ? launch(dq_kernel<In, Config>, by_rows, stream, p, w) : cudaSuccess; },
       [&] { return launch_sink_gradient(p, w.delta, w.tiles, stream); });
 }
 
-template <class In, int kHeadDim>
+template <class In, int kHeadDim, int kHeadDimV = kHeadDim>
 cudaError_t launch_backward_head_dim(const BackwardParams& p, void* workspace, cudaStream_t stream) {
-  return is_plain(p) ? launch_backward_tiles<In, kHeadDim, true>(p, workspace, stream)
-                     : launch_backward_tiles<In, kHeadDim, false>(p, workspace, stream);
+  return is_plain(p) ? launch_backward_tiles<In, kHeadDim, kHeadDimV, true>(p, workspace, stream)
+                     : launch_backward_tiles<In, kHeadDim, kHeadDimV, false>(p, workspace, stream);
 }
 
 template <class In>
 cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream_t stream) {
-  switch (backward_head_dim(p)) {
+  const HeadDims dims = backward_head_dims(p);
+  switch (dims.qk) {
     case 64: return launch_backward_head_dim<In, 64>(p, workspace, stream);
+    case 96: return launch_backward_head_dim<In, 96>(p, workspace, stream);
     case 128: return launch_backward_head_dim<In, 128>(p, workspace, stream);
+    case 192:
+      return dims.v == 128 ? launch_backward_head_dim<In, 192, 128>(p, workspace, stream)
+                           : launch_backward_head_dim<In, 192>(p, workspace, stream);
     case 256: return launch_backward_head_dim<In, 256>(p, workspace, stream);
   }
   return cudaErrorInvalidValue;

@@ -10,10 +10,9 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// <dO, O> of a row of `columns`. kHeadDim / 8 threads call it; each reads 16 bytes of both.
-template <class In, int kHeadDim>
+// <dO, O> of a row of `columns`. kLanes threads call it; each reads 16 bytes of both.
+template <class In, int kLanes>
 __device__ float row_product(const In* dout, const In* out, int64_t columns) {
-  constexpr int kLanes = kHeadDim / 8;
   const int column = threadIdx.x % kLanes * 8;
   float sum = 0;
   if (dout && column < columns) {
@@ -47,11 +46,12 @@ struct QueryPiece {
 };
 
 // A block computes 64 query rows of a head, also rows that only pad the last tile.
-template <class In, int kHeadDim, class Config>
+template <class In, class Config>
 __global__ void __launch_bounds__(kWarpgroup)
     row_terms_kernel(const BackwardParams call, const BackwardWorkspace w) {
-  using Piece = QueryPiece<kHeadDim>;
-  constexpr int kRows = Config::kRows, kLanes = kHeadDim / 8;
+  using Piece = QueryPiece<Config::kHeadDim>;
+  constexpr int kRows = Config::kRows;
+  constexpr int kLanes = Config::kHeadDimV <= 64 ? 8 : Config::kHeadDimV <= 128 ? 16 : 32;
   const Piece piece(call, w);
   const int64_t b = piece.b, h = piece.h, first_row = piece.first_row;
   const BackwardParams& p = call_of_block<Config>(call, b);
@@ -67,8 +67,8 @@ __global__ void __launch_bounds__(kWarpgroup)
   for (int r = threadIdx.x / kLanes; r < kPieceRows; r += kWarpgroup / kLanes) {
     const int64_t i = first_row + r;
     const bool inside = i < z.seqlen_q;
-    const float dot = row_product<In, kHeadDim>(inside ? p.dout.row<In>(b, h, i) : nullptr,
-                                                inside ? p.out.row<In>(b, h, i) : nullptr, z.head_dim_v);
+    const float dot = row_product<In, kLanes>(inside ? p.dout.row<In>(b, h, i) : nullptr,
+                                              inside ? p.out.row<In>(b, h, i) : nullptr, z.head_dim_v);
     if (threadIdx.x % kLanes != 0) continue;
     const int64_t from = p.lse_index(b, h, i), to = w.tiles(p, b, h, i);
     const float lse = inside ? static_cast<const float*>(p.lse)[from] : -kInf<float>;
@@ -79,9 +79,10 @@ __global__ void __launch_bounds__(kWarpgroup)
 }
 
 // A block computes 64 query rows of a head.
-template <class In, int kHeadDim, class Config>
+template <class In, class Config>
 __global__ void __launch_bounds__(kWarpgroup)
     dq_kernel(const BackwardParams call, const BackwardWorkspace w) {
+  constexpr int kHeadDim = Config::kHeadDim, kColumns = kHeadDim % kPanelColumns ? 32 : kPanelColumns;
 #if defined(FA_HAS_HOPPER)  // other GPUs do not run this tier
   const QueryPiece<kHeadDim> piece(call, w);
   const int64_t b = piece.b, h = piece.h, warp_row = piece.first_row + threadIdx.x / 32 * kWarpRows;
@@ -92,10 +93,10 @@ __global__ void __launch_bounds__(kWarpgroup)
 
   uint32_t nan_rows = 0;
 #pragma unroll 1
-  for (int column = 0; column < kHeadDim; column += kPanelColumns) {
-    float dq[kPanelColumns / 2];
+  for (int column = 0; column < kHeadDim; column += kColumns) {
+    float dq[kColumns / 2];
 #pragma unroll
-    for (int n = 0; n < kPanelColumns / 8; ++n) {
+    for (int n = 0; n < kColumns / 8; ++n) {
       const float4 four = sums[(column / 8 + n) * kWarpgroup + threadIdx.x];
       dq[4 * n] = four.x * scale;
       dq[4 * n + 1] = four.y * scale;

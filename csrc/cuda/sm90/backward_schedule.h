@@ -12,9 +12,10 @@ namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kPieceRows = 64;  // query rows of an accumulator of dQ
 
-// Keys of a block and query rows of a tile. The registers limit both: they hold S, dP, dK and dV at once.
-constexpr int backward_keys(int padded) { return padded == 256 ? 64 : 128; }
-constexpr int backward_rows(int padded, bool plain) { return padded == 64 && plain ? 128 : 64; }
+// Keys of a block and query rows of a tile, by the head dimension of query and key. The registers limit both: they hold
+// S, dP, dK and dV at once.
+constexpr int backward_keys(int head_dim) { return head_dim > 128 ? 64 : 128; }
+constexpr int backward_rows(int head_dim, bool plain) { return head_dim == 64 && plain ? 128 : 64; }
 
 // The tiles of queries in the workspace. A head has whole tiles. Packed sequences share the tiles of a head; each
 // sequence starts a new tile, so it adds at most one tile.
@@ -22,7 +23,7 @@ struct QueryTiles {
   int tile_rows, longest, of_head;  // rows of a tile; tiles of the longest sequence; of a head
 
   explicit QueryTiles(const AttentionParams& p)
-      : tile_rows(backward_rows(backward_head_dim(p), is_plain(p))),
+      : tile_rows(backward_rows(backward_head_dims(p).qk, is_plain(p))),
         longest(static_cast<int>(ceil_div(p.sizes.seqlen_q, tile_rows))),
         of_head(p.varlen ? static_cast<int>(p.varlen.total_q / tile_rows + p.sizes.batch) : longest) {}
 
@@ -44,8 +45,8 @@ struct QueryTiles {
 
 struct BackwardWorkspace {
   QueryTiles tiles;
-  // dQ before its scale, [tiles][rows / 64][D / 64][8][128][4]. Of each 64 x 64 piece: accumulator registers 4 n .. 4 n
-  // + 3 of 128 threads. So a block adds contiguous memory, and its threads exchange no elements.
+  // dQ before its scale, [tiles][rows / 64][D / 8][128][4]. Of each 64 x 8 piece: four accumulator registers of each of
+  // 128 threads. So a block adds contiguous memory, and its threads exchange no elements.
   float* dq;
   float* lse2;      // [tiles][rows] lse in units of log2; +inf, so that P = 0, if nothing is visible
   float* delta;     // [tiles][rows] rowsum(dO o O) - dlse
@@ -57,18 +58,19 @@ struct BackwardWorkspace {
     const Sizes& z = p.sizes;
     const int64_t rows = tiles.count(p) * tiles.tile_rows;
     dq = static_cast<float*>(workspace);
-    lse2 = dq + rows * backward_head_dim(p);
+    lse2 = dq + rows * backward_head_dims(p).qk;
     delta = lse2 + rows;
     turns = reinterpret_cast<int32_t*>(delta + rows);
     ticket = turns + z.batch * z.heads * tiles.longest;
-    key_mask = KeyMask(ticket + 1, p, backward_keys(backward_head_dim(p)));
+    key_mask = KeyMask(ticket + 1, p, backward_keys(backward_head_dims(p).qk));
   }
   static size_t bytes(const BackwardParams& p) {
     const Sizes& z = p.sizes;
     const QueryTiles tiles(p);
     const int64_t rows = tiles.count(p) * tiles.tile_rows;
-    return 4 * (rows * (backward_head_dim(p) + 2) + z.batch * z.heads * tiles.longest + 1) +
-           KeyMask::bytes(p, backward_keys(backward_head_dim(p)));
+    const int head_dim = backward_head_dims(p).qk;
+    return 4 * (rows * (head_dim + 2) + z.batch * z.heads * tiles.longest + 1) +
+           KeyMask::bytes(p, backward_keys(head_dim));
   }
 };
 
@@ -84,7 +86,7 @@ struct KeyTileOrder {
   Divider by_tiles, by_heads;
 
   KeyTileOrder(const BackwardParams& p)
-      : tiles(static_cast<int>(ceil_div(p.sizes.seqlen_k, backward_keys(backward_head_dim(p))))),
+      : tiles(static_cast<int>(ceil_div(p.sizes.seqlen_k, backward_keys(backward_head_dims(p).qk)))),
         last_first(p.deterministic),
         by_tiles(tiles),
         by_heads(p.sizes.heads_kv) {}

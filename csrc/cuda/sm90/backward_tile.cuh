@@ -13,6 +13,35 @@ namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kConsumerBarrier = 1;  // a named barrier; 0 is __syncthreads
 
+// The columns of dK, dV or dQ that a warpgroup computes, if two share them. Half of 192 columns is a panel and a half.
+// There `main` is a panel at either end, and `rest` is half of the panel between them.
+template <int kColumns_>
+struct ColumnsOfWarpgroup {
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kRest = kColumns > kPanelColumns ? kColumns % kPanelColumns : 0,
+                       kMain = kColumns - kRest;
+  int main, rest;  // the first column of each part
+  int begin;       // of all of its columns
+
+  __device__ explicit ColumnsOfWarpgroup(int number)
+      : main(number * (kColumns + kRest)), rest(kMain + number * kRest), begin(number * kColumns) {}
+};
+
+// `kCount` elements of an accumulator, from element `kFirst` on.
+template <int kFirst, int kCount, int kElements>
+__device__ float (&part_of(float (&x)[kElements])) [kCount] {
+  static_assert(kFirst + kCount <= kElements);
+  return *reinterpret_cast<float (*)[kCount]>(&x[kFirst]);
+}
+
+// Calls product(columns, sum) for `main` and for `rest`: the first column, and the part of the accumulator.
+template <class Columns, int kElements, class Product>
+__device__ void for_each_part(const Columns& columns, float (&sum)[kElements], const Product& product) {
+  product(columns.main, part_of<0, Columns::kMain / 2>(sum));
+  if constexpr (Columns::kRest > 0)
+    product(columns.rest, part_of<Columns::kMain / 2, Columns::kRest / 2>(sum));
+}
+
 // Starts S^T = K Q^T, or dP^T = V dO^T.
 template <class In, class LeftTile, class RightTile, int kHeadDim, int kElements>
 __device__ void start_product(uint64_t left, uint64_t right, float (&x)[kElements]) {
@@ -131,41 +160,46 @@ struct SeenElements {
 };
 
 // Copies a warpgroup's accumulator of dQ to shared memory, in the layout of global memory.
-template <int kFours>
-__device__ void store_sums(float (&sums)[kFours][kWarpgroup][4], const float (&dq)[4 * kFours]) {
+template <int kElements>
+__device__ void store_sums(float (*sums)[kWarpgroup][4], const float (&dq)[kElements]) {
 #pragma unroll
-  for (int n = 0; n < kFours; ++n)
+  for (int n = 0; n < kElements / 4; ++n)
     *reinterpret_cast<float4*>(sums[n][threadIdx.x % kWarpgroup]) =
         make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
 
-// Writes a warp's 16 rows of dK and dV, as far as they exist, from `first_column` on. `tiles`: the query rows that the
-// block has read.
-template <class In, int kHeadDim, int kElements>
+// Writes a warp's 16 rows of dK and dV, as far as they exist, in the warpgroup's columns. `tiles`: the query rows that
+// the block has read.
+template <class In, int kHeadDim, class DKColumns, class DVColumns, int kDKElements, int kDVElements>
 __device__ void finish_keys(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
-                            int64_t warp_key, int first_column, Range tiles, float (&dk)[kElements],
-                            float (&dv)[kElements]) {
+                            int64_t warp_key, const DKColumns& dk_columns, const DVColumns& dv_columns,
+                            Range tiles, float (&dk)[kDKElements], float (&dv)[kDVElements]) {
   const int64_t length = p.sizes.seqlen_k;
   const float scale = static_cast<float>(p.scale);
 #pragma unroll
-  for (int n = 0; n < kElements; ++n) dk[n] *= scale;
+  for (int n = 0; n < kDKElements; ++n) dk[n] *= scale;
   if (p.mask) {  // 0 x NaN is NaN: a masked key has no gradient, so it is set to 0
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool attends = !is_masked(p, b, warp_key + first_row_in_warp() + 8 * r);
 #pragma unroll
-      for (int n = r * 2; n < kElements; n += n % 2 ? 3 : 1) {
+      for (int n = r * 2; n < kDKElements; n += n % 2 ? 3 : 1) {
         dk[n] = attends ? dk[n] : 0.0f;
-        dv[n] = attends ? dv[n] : 0.0f;
+        if (n < kDVElements) dv[n] = attends ? dv[n] : 0.0f;
       }
     }
   }
   if (p.dk)
-    store_rows<In>(p.dk, b, h_kv, warp_key, length, static_cast<int>(p.sizes.head_dim), dk, first_column);
+    for_each_part(dk_columns, dk, [&](int column, const auto& part) {
+      store_rows<In>(p.dk, b, h_kv, warp_key, length, static_cast<int>(p.sizes.head_dim), part, column);
+    });
   if (p.dv)
-    store_rows<In>(p.dv, b, h_kv, warp_key, length, static_cast<int>(p.sizes.head_dim_v), dv, first_column);
-  repair_keys<In, kHeadDim>(p, w, b, h_kv, warp_key, tiles, rows_with_nan(dk) | rows_with_nan(dv),
-                            first_column, first_column + 2 * kElements);
+    for_each_part(dv_columns, dv, [&](int column, const auto& part) {
+      store_rows<In>(p.dv, b, h_kv, warp_key, length, static_cast<int>(p.sizes.head_dim_v), part, column);
+    });
+  const KeyColumns columns{dk_columns.begin, dk_columns.begin + DKColumns::kColumns, dv_columns.begin,
+                           dv_columns.begin + DVColumns::kColumns};
+  repair_keys<In, kHeadDim>(p, w, b, h_kv, warp_key, tiles, rows_with_nan(dk) | rows_with_nan(dv), columns);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -28,20 +28,25 @@ __device__ RepairedElement repaired_element(const BackwardParams& p, const Backw
   return {prob, prob * gate * (dout.dot(v) - w.delta[at])};
 }
 
-// Repairs dK and dV of key j, in the columns [begin, end).
+// Columns of dK and of dV.
+struct KeyColumns {
+  int dk_begin, dk_end, dv_begin, dv_end;
+};
+
+// Repairs dK and dV of key j, in `columns`.
 template <class In, int kHeadDim>
 __device__ void repair_key(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
-                           int64_t j, int begin, int end) {
+                           int64_t j, const KeyColumns& columns) {
   using Row = LaneRow<In, kHeadDim>;
   using Columns = NanColumns<In, kHeadDim>;
   const Sizes& z = p.sizes;
   const int64_t group = z.heads / z.heads_kv;
   const Range seen = visible_queries(p.band.without_chunks(), j, j + 1, z.seqlen_q);
   const Row k(p.k, b, h_kv, j, z.head_dim), v(p.v, b, h_kv, j, z.head_dim_v);
-  const Columns of_dk =
-      p.dk ? Columns(p.dk, b, h_kv, j, begin, smaller<int64_t>(end, z.head_dim)) : Columns();
-  const Columns of_dv =
-      p.dv ? Columns(p.dv, b, h_kv, j, begin, smaller<int64_t>(end, z.head_dim_v)) : Columns();
+  const int64_t dk_end = smaller<int64_t>(columns.dk_end, z.head_dim);
+  const int64_t dv_end = smaller<int64_t>(columns.dv_end, z.head_dim_v);
+  const Columns of_dk = p.dk ? Columns(p.dk, b, h_kv, j, columns.dk_begin, dk_end) : Columns();
+  const Columns of_dv = p.dv ? Columns(p.dv, b, h_kv, j, columns.dv_begin, dv_end) : Columns();
   Row dk, dv;
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h)
     for (int64_t i = seen.begin; i < seen.end && (of_dk.any_open(dk.x) || of_dv.any_open(dv.x)); ++i) {
@@ -75,7 +80,7 @@ __device__ void repair_query(const BackwardParams& p, const BackwardWorkspace& w
 // Repairs dK and dV of a warp's 16 keys, where they are NaN. `tiles`: the query rows that the block has read.
 template <class In, int kHeadDim>
 __device__ void repair_keys(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
-                            int64_t warp_key, Range tiles, uint32_t nan_rows, int begin, int end) {
+                            int64_t warp_key, Range tiles, uint32_t nan_rows, const KeyColumns& columns) {
   const Sizes& z = p.sizes;
   const int64_t keys = smaller<int64_t>(kWarpRows, z.seqlen_k - warp_key), group = z.heads / z.heads_kv;
   if (nan_rows == 0 || keys <= 0) return;
@@ -94,7 +99,7 @@ __device__ void repair_keys(const BackwardParams& p, const BackwardWorkspace& w,
   __syncwarp();  // publishes the lanes' stores of a row to the warp
 #pragma unroll 1
   for (int n = 0; n < keys; ++n)
-    if (nan_rows >> n & 1) repair_key<In, kHeadDim>(p, w, b, h_kv, warp_key + n, begin, end);
+    if (nan_rows >> n & 1) repair_key<In, kHeadDim>(p, w, b, h_kv, warp_key + n, columns);
 }
 
 // Repairs dQ of a warp's 16 queries, where it is NaN.

@@ -11,8 +11,7 @@ namespace flash_attn_ext::cuda::sm90 {
 // The longest sequence: two lengths, each rounded up to whole tiles, add up within 32 bits.
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - 1024;
 
-// The head dimension of the kernels of few rows and, mostly, of the backward. TMA fills the columns after the tensor's
-// with zeros.
+// The head dimension of the kernels of few rows. TMA fills the columns after the tensor's with zeros.
 FA_HOST_DEVICE constexpr int padded_head_dim(const Sizes& z) {
   const int64_t larger = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
   return larger <= 64 ? 64 : larger <= 128 ? 128 : 256;
@@ -25,24 +24,31 @@ enum class Form { kPlain, kOptions, kFewRows };
 // Whether the plain kernels run a call: it has neither softcap nor mask nor packed sequences.
 inline bool is_plain(const AttentionParams& p) { return !(p.softcap > 0) && !p.mask && !p.varlen; }
 
-// The head dimension that a kernel of the backward is compiled for.
-constexpr int backward_head_dim(const Sizes& z, bool plain) {
-  const int padded = padded_head_dim(z);
-  return padded == 64 && !plain && !FLASH_ATTN_EXT_SM90_WGMMA_N32 ? 128 : padded;
-}
-inline int backward_head_dim(const AttentionParams& p) { return backward_head_dim(p.sizes, is_plain(p)); }
-
-// The head dimensions of a kernel of the forward: of query and key, and of value, which is not larger.
+// The head dimensions of a kernel: of query and key, and of value, which is not larger.
 struct HeadDims {
   int qk, v;
 };
 
-// The head dimensions of the kernel for a call. Calls of few rows mostly wait for K and V, so they use wider padding.
+// The head dimensions of the forward's kernel for a call. Calls of few rows mostly wait for K and V, so they use wider
+// padding.
 constexpr HeadDims forward_head_dims(const Sizes& z, Form form) {
   const int64_t larger = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
   if (FLASH_ATTN_EXT_SM90_WGMMA_N96 && form != Form::kFewRows && 64 < larger && larger <= 96) return {96, 96};
   if (form != Form::kFewRows && 128 < larger && larger <= 192) return {192, z.head_dim_v <= 128 ? 128 : 192};
   return {padded_head_dim(z), padded_head_dim(z)};
+}
+
+// The head dimensions of the backward's kernel for a call.
+constexpr HeadDims backward_head_dims(const Sizes& z, bool plain) {
+  const int64_t larger = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
+  if (FLASH_ATTN_EXT_SM90_WGMMA_N96 && 64 < larger && larger <= 96) return {96, 96};
+  if (FLASH_ATTN_EXT_SM90_WGMMA_N32 && 128 < larger && larger <= 192)
+    return {192, z.head_dim_v <= 128 ? 128 : 192};
+  if (!FLASH_ATTN_EXT_SM90_WGMMA_N32 && larger <= 64 && !plain) return {128, 128};
+  return {padded_head_dim(z), padded_head_dim(z)};
+}
+inline HeadDims backward_head_dims(const AttentionParams& p) {
+  return backward_head_dims(p.sizes, is_plain(p));
 }
 
 // Keys and query rows of the forward's tiles (kFewRows has its own rows). Shared memory and registers limit them.

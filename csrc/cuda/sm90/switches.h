@@ -23,12 +23,13 @@
 // ---- Shapes of wgmma that CUTLASS does not use. If a GPU refuses one, its unit fails in the stage `units` of `make gpu`.
 // Then set its switch to 0 in this file: the kernel of the next larger head dimension runs instead.
 
-// B of 96 columns, read by rows from panels of 64 columns: the forward at head dimension 96.
+// B of 96 columns, read by rows from panels of 64 columns: head dimension 96.
 #if !defined(FLASH_ATTN_EXT_SM90_WGMMA_N96)
 #define FLASH_ATTN_EXT_SM90_WGMMA_N96 1
 #endif
 
-// B of 32 columns, read by rows from byte 64 of a panel's rows: dQ at head dimension 64, with options.
+// B of 32 columns, read by rows from byte 64 of a panel's rows: the backward at head dimension
+// 192, and at 64 with options.
 #if !defined(FLASH_ATTN_EXT_SM90_WGMMA_N32)
 #define FLASH_ATTN_EXT_SM90_WGMMA_N32 1
 #endif

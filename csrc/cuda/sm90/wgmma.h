@@ -152,6 +152,22 @@ __device__ inline void wgmma_shared_by_rows(float (&d)[64], uint64_t a, uint64_t
 
 // d += a b: both from shared memory, a with contiguous k and b with contiguous columns.
 template <class In>
+__device__ inline void wgmma_shared_right_by_rows(float (&d)[16], uint64_t a, uint64_t b) {
+  constexpr bool accumulate = true;
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_SS("f16", 32, FA_TEXT_16, FA_FLOATS_16, "%16", "%17", "%18", "0, 1");
+  else
+    FA_WGMMA_SS("bf16", 32, FA_TEXT_16, FA_FLOATS_16, "%16", "%17", "%18", "0, 1");
+}
+template <class In>
+__device__ inline void wgmma_shared_right_by_rows(float (&d)[32], uint64_t a, uint64_t b) {
+  constexpr bool accumulate = true;
+  if constexpr (std::is_same_v<In, __half>)
+    FA_WGMMA_SS("f16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32", "%33", "%34", "0, 1");
+  else
+    FA_WGMMA_SS("bf16", 64, FA_TEXT_32, FA_FLOATS_32(0), "%32", "%33", "%34", "0, 1");
+}
+template <class In>
 __device__ inline void wgmma_shared_right_by_rows(float (&d)[64], uint64_t a, uint64_t b) {
   constexpr bool accumulate = true;
   if constexpr (std::is_same_v<In, __half>)
