@@ -149,9 +149,7 @@ def packed_on_cache(call: Call, arguments: dict[str, Any]) -> Call:
     batch, first, end = max(offsets.shape[0] - 1, 0), offsets[:-1], offsets[1:]
     factors: Any = _factors(arguments, batch, key.shape[1])
     if any(f is not None for f in factors):
-        # The sequence of each row of key. Rows of no sequence, which only wrong offsets have on CUDA, use the last one.
-        rows = torch.arange(key.shape[0], device=key.device)
-        sequence = torch.bucketize(rows, end.to(rows.dtype), right=True).clamp(max=max(batch - 1, 0))
+        sequence = _sequence_of_rows(offsets, key.shape[0])
         factors = [None if f is None or batch == 0 else f[sequence][None] for f in factors]
     return _call_on_cache(
         call, factors, call.options.get("max_seqlen_q"),
@@ -159,6 +157,12 @@ def packed_on_cache(call: Call, arguments: dict[str, Any]) -> Call:
         seqused_k=end if used is None else torch.minimum(first + used, end), leftpad=first,
         batch_idx=torch.zeros_like(first),
     )  # fmt: skip
+
+
+def _sequence_of_rows(offsets: Tensor, rows: int) -> Tensor:
+    """The sequence of each packed row. On CUDA offsets may be wrong: rows of no sequence use the last one."""
+    numbers = torch.arange(rows, device=offsets.device)
+    return torch.bucketize(numbers, offsets[1:].to(numbers.dtype), right=True).clamp(max=max(len(offsets) - 2, 0))
 
 
 def _call_on_cache(call: Call, factors: Any, max_seqlen_q: object, **tensors: Tensor | None) -> Call:
@@ -245,25 +249,27 @@ def widened_for_cache(
         raise NotImplementedError(f"{refused[0]}: got one with q of {DTYPE}; allowed: None")
     offsets, k_cache = given["cu_seqlens_q"], given["k_cache"]
     assert k_cache is not None
-    is_own_cache = given["block_table"] is given["cache_batch_idx"] is None
-    batch = q.shape[0] if offsets is None else len(offsets) - 1
-    if k_cache.dim() == 4:
+    has_right_dims = k_cache.dim() == 4 and q.dim() == (4 if offsets is None else 3)  # otherwise the caller raises
+    if factor is not None and has_right_dims:
+        batch = q.shape[0] if offsets is None else len(offsets) - 1
         factor = checked_factor("q_descale", factor, (batch, k_cache.shape[2]), q.device)
-    is_own_cache = is_own_cache and k_cache.shape[0] == batch
-    dtype = OUT_DTYPE if factor is None or is_own_cache else torch.float32
-    wide = {name: None if given[name] is None else given[name].to(dtype) for name in ("q", "k", "v")}  # type: ignore
-    if dtype is torch.float32 and k_cache.dim() == 4:
-        wide["q"] = wide["q"] * _of_queries(factor, q, offsets)
-        factor = None
-    return {**given, **wide, "q_descale": None}, factor
+        is_own_cache = given["block_table"] is given["cache_batch_idx"] is None and k_cache.shape[0] == batch
+        if not is_own_cache and batch != 0:
+            return {**given, **_cast(given, torch.float32), "q": q.float() * _of_queries(factor, q, offsets)}, None
+        factor = factor if is_own_cache else None
+    return {**given, **_cast(given, OUT_DTYPE)}, factor if has_right_dims else None
+
+
+def _cast(given: Mapping[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """``q``, ``k`` and ``v`` in another dtype."""
+    return {name: None if (t := given[name]) is None else t.to(dtype) for name in ("q", "k", "v")}
 
 
 def _of_queries(factor: Tensor, q: Tensor, offsets: Tensor | None) -> Tensor:
     """A factor (B, H_k) for the rows of ``q``: (B, 1, H, 1), or packed (T_q, H, 1)."""
-    of_heads = factor.repeat_interleave(max(q.shape[-2] // max(factor.shape[1], 1), 1), 1)
-    if offsets is None:
-        return of_heads[:, None, :, None]
-    return of_heads.repeat_interleave(offsets.diff(), 0, output_size=q.shape[0])[..., None]
+    heads, heads_kv = q.shape[-2], factor.shape[1]
+    of_heads = factor[:, torch.arange(heads, device=q.device) * heads_kv // max(heads, 1)][..., None]
+    return of_heads[:, None] if offsets is None else of_heads[_sequence_of_rows(offsets, q.shape[0])]
 
 
 def with_query_factor(k_descale: Tensor | None, factor: Tensor) -> Tensor:

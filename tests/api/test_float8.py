@@ -192,7 +192,7 @@ def test_flash_attn_3():
     assert torch.equal(fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=H, **same), expected)
 
 
-def test_compiled_and_autocast():
+def test_compiled_mapped_and_autocast():
     tensors, factors = make()
 
     def function(q, k, v):
@@ -202,6 +202,11 @@ def test_compiled_and_autocast():
     assert torch.equal(torch.compile(function, backend="aot_eager", fullgraph=True)(*tensors), expected)
     with torch.autocast("cpu", torch.float16):
         assert torch.equal(function(*tensors), expected)
+    mapped = torch.vmap(lambda q, k, v: flash_attn(q, k, v, enable_gqa=True))(*(t[None] for t in tensors))
+    assert torch.equal(mapped[0], flash_attn(*tensors, enable_gqa=True))
+    five = [torch.stack([t, t]) for t in tensors]
+    both = {name: torch.cat([f, f]) for name, f in factors.items()}
+    assert torch.equal(flash_attn(*five, enable_gqa=True, causal="lower_right", **both)[1], expected)
     factors = {name: f.to("meta") for name, f in factors.items()}
     on_meta = function(*(t.to("meta") for t in tensors))
     assert (on_meta.shape, on_meta.dtype, on_meta.stride()) == (expected.shape, expected.dtype, expected.stride())
@@ -287,6 +292,13 @@ def test_errors_of_caches():
         ((q, k, v), dict(k=k[:, :1].bfloat16(), v=v[:, :1]), TypeError, "k: got dtype torch.bfloat16; allowed: q's"),
         ((q, k, v), dict(q_descale=ONES[:1, :1].double()), TypeError, "q_descale: got dtype torch.float64"),
         ((q, k, v), dict(q_descale=torch.ones(3, HK)), ValueError, r"q_descale: got shape \[3, 2\]; allowed"),
+        ((q[0], k, v), dict(q_descale=ONES), ValueError, r"q: got shape .* allowed: \(batch, seqlen_q"),
+        ((q, k[0], v), dict(q_descale=ONES), ValueError, "k_cache: got shape .* allowed: .caches or pages"),
+        ((q[:, :, :3], k, v), dict(q_descale=ONES, block_table=torch.zeros(2, 1, dtype=torch.int32)), ValueError,
+         "k_cache: got 2 heads for 3 query heads"),
+        ((q[0], k, v), dict(q_descale=torch.ones(0, HK), cu_seqlens_q=offsets([])), ValueError, "cu_seqlens_q: got"),
+        ((q[0], k, v), dict(q_descale=ONES, cu_seqlens_q=offsets([2, 2]), cache_batch_idx=torch.tensor([0, 1])),
+         ValueError, "cu_seqlens_q: got offsets from 0 to 4; allowed: from 0 to 3"),
         ((q, k, v), dict(qv=q), NotImplementedError, "qv: got one with q of"),
         ((q, k, v), dict(k=k[:, :1], v=v[:, :1], cache_seqlens=1, rotary_cos=rotary, rotary_sin=rotary),
          NotImplementedError, "rotary_cos: got one with q of"),

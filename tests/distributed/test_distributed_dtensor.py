@@ -4,7 +4,7 @@ import pytest
 import torch
 from process_group import shared
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from flash_attn_ext import flash_attn, flash_attn_varlen, flash_attn_with_kvcache
 from flash_attn_ext.flash_attn_interface import flash_attn_func, flash_attn_qkvpacked_func
@@ -140,6 +140,23 @@ def cache_on_dtensors(heads_kv):
 @pytest.mark.parametrize("heads_kv", [4, 2, 1])
 def test_flash_attn_with_kvcache_on_dtensors(processes, heads_kv):
     processes.run(cache_on_dtensors, heads_kv)
+
+
+def float8_cache_on_dtensors():
+    """Each process has the factors of its own key heads. Dense DTensors in float8 are refused."""
+    mesh = init_device_mesh("cpu", (2,))
+    rank = mesh.get_local_rank()
+    q, k, v = ((4 * torch.randn(2, 3, heads, 8)).to(torch.float8_e4m3fn) for heads in (4, 2, 2))
+    factors = {name: torch.rand(2, 2) / 2 for name in ("q_descale", "k_descale", "v_descale")}
+    out = flash_attn_with_kvcache(q, k, v, **factors)
+    own = [DTensor.from_local(t.chunk(2, 2)[rank].contiguous(), mesh, [Shard(2)]) for t in (q, k, v)]
+    torch.testing.assert_close(flash_attn_with_kvcache(*own, **factors).full_tensor(), out, rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match=r"query: got a DTensor of torch.float8_e4m3fn; allowed"):
+        flash_attn(*own)
+
+
+def test_float8_caches_on_dtensors(processes):
+    processes.run(float8_cache_on_dtensors)
 
 
 def errors_of_packed():
