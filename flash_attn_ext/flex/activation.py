@@ -1,8 +1,11 @@
 """activate() for torch's flex_attention: on CPU it runs here, also with inputs that require gradients.
 
-Three things of torch.nn.attention.flex_attention are replaced. The function itself, for eager calls: torch's would
-trace the call with Dynamo first. The check that refuses gradients on CPU. And the kernel of the higher-order operator
-(higher_order.py): compiled calls use it, and callers that hold torch's function.
+Three parts of torch.nn.attention.flex_attention are replaced:
+
+- the function itself, for eager calls: torch's function would first trace the call with Dynamo;
+- the check that refuses gradients on CPU;
+- the kernel of the higher-order operator (higher_order.py). Compiled calls use it, and so do callers that imported
+  torch's function before.
 """
 
 import functools
@@ -34,7 +37,7 @@ def activate() -> None:
     if _MODULE in sys.modules:
         _replace(sys.modules[_MODULE])
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())  # its import takes seconds: not here
+        sys.meta_path.insert(0, _AfterImport())  # not imported here, because its import takes seconds
 
 
 def deactivate() -> None:
@@ -80,7 +83,7 @@ def _replace(module: ModuleType) -> None:
     names = ("flex_attention", "_validate_device")
     try:
         from .higher_order import is_installed, take_calls_of_torch
-    except (ImportError, AttributeError):  # of torch's operator, or of a part that it is made of
+    except (ImportError, AttributeError):  # of torch's operator, or of an operator that it calls
         is_installed, take_calls_of_torch = False, None
     if take_calls_of_torch is None or not is_installed or not all(hasattr(module, name) for name in names):
         counts[_OPERATOR, "this version of torch has another flex_attention"] += 1

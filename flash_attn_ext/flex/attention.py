@@ -39,7 +39,7 @@ def flex_attention(
     """``softmax(score_mod(scale * query @ key^T))  @ value``: torch's flex_attention, with its arguments and meanings.
 
     On CPU it computes tile by tile and never stores the score matrix, in the forward and in the backward. The functions
-    are traced once; no compiler runs. Forward mode, second derivatives and torch.func work, by torch's operators on
+    are traced once; no compiler runs. torch's operators compute forward mode, second derivatives and torch.func, on
     blocks of queries. torch.compile traces one operator, without a break of the graph.
 
     Args:
@@ -57,8 +57,8 @@ def flex_attention(
         return_aux: ``AuxRequest(lse=True)`` of torch: return (out, AuxOutput).
 
     Returns:
-        out (B, H, S_q, D_v); or (out, lse); or (out, AuxOutput). A row to which everything is masked has out 0, lse
-        -inf and gradients 0.
+        out (B, H, S_q, D_v); or (out, lse); or (out, AuxOutput). A row without a visible key has out 0, lse -inf
+        and gradients 0.
 
     Raises:
         NotImplementedError: an operator that no program has (the message names its line); a call that no kernel of the
@@ -89,7 +89,7 @@ def run_with_functions(
     mask_mod: MaskMod | None = None,
     block_mask: "BlockMask | None" = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call in the form of an operator without functions, with functions of the user."""
+    """Returns (out, lse) with functions of the user. The call has the form of an operator without functions."""
     if torch.compiler.is_dynamo_compiling():
         from .higher_order import run_in_graph
 
@@ -99,7 +99,7 @@ def run_with_functions(
 
 
 def run_packed_with_functions(call: Call, functions: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call of flash_attn_varlen."""
+    """Returns (out, lse) of a call of flash_attn_varlen."""
     refuse_dtensors_with_functions(call.tensors)
     call = _packed.to_operator_form(call.with_rng_state())
     return run_with_functions(call, **functions)
@@ -119,7 +119,7 @@ def run_if_ordinary(
     enable_gqa: bool,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """The result of an ordinary eager call of flash_attn; None if another way must convert or observe its tensors."""
+    """Computes an ordinary eager call of flash_attn. Returns None if a mode or transform must see its tensors."""
     if is_traced():
         return None
     for name in _INPUTS:
@@ -142,7 +142,7 @@ def is_one_block(block_size_q: int, block_size_k: int) -> bool:
     return (block_size_q, block_size_k) == (WHOLE, WHOLE)
 
 
-# Of calls without functions -> the operator that takes functions.
+# Operator without functions -> the operator with functions.
 OPERATORS = {
     _ops.DENSE.function: _ops.FLEX, _ops.VARLEN.function: _ops.VARLEN_FLEX, _ops.CACHE.function: _ops.CACHE_FLEX
 }  # fmt: skip
@@ -151,7 +151,7 @@ OPERATORS = {
 def with_functions(
     call: Call, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: "BlockMask | None"
 ) -> Call:
-    """The call of the operator that takes functions of the user."""
+    """Returns the call of the operator that takes functions of the user."""
     check_functions(call, mask_mod, block_mask)
     query = call.tensors["query"]
     assert query is not None
@@ -186,7 +186,7 @@ def check_functions(call: Call, mask_mod: MaskMod | None, block_mask: "BlockMask
 
 
 def _expanded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor]:
-    """key and value with query's batch, checked as torch's flex_attention does."""
+    """Returns key and value, expanded to query's batch. Checks them as torch's flex_attention does."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: got {type(t).__name__}; allowed: a torch.Tensor")
@@ -205,5 +205,5 @@ def _expanded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tu
 
 
 def _mask_function(block_mask: "BlockMask") -> MaskMod | None:
-    """A BlockMask's function; None where it shows everything."""
+    """Returns the mask function of a BlockMask, or None if the function shows everything."""
     return None if getattr(block_mask.mask_mod, "__name__", "") == "noop_mask" else block_mask.mask_mod

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 _PARTIAL, _FULL = 1, 2
-WHOLE = 1 << 30  # torch's size of the block of an empty mask: whatever the lengths are
+WHOLE = 1 << 30  # the block size of torch's empty mask, for all lengths
 _KEPT_AS = "_flash_attn_ext_states"
 
 
 def states_of(block_mask: "BlockMask") -> Tensor:
-    """(B, H, query blocks, key blocks), uint8. Kept in the mask until its lists change."""
+    """Returns the states (B, H, query blocks, key blocks), uint8. The mask caches them until its lists change."""
     lists = (
         (block_mask.kv_num_blocks, block_mask.kv_indices, _PARTIAL),
         (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, _FULL),
@@ -35,7 +35,7 @@ def states_of_lists(
     partial: Sequence[Tensor | None],
     full: Sequence[Tensor | None],
 ) -> Tensor:
-    """States from lists of partial and of full blocks: (count, indices) of each row of blocks, or Nones."""
+    """Returns the states from two lists, of partial and of full blocks. A list is (count, indices), or Nones."""
     rows, columns = (-(-length // size) for length, size in zip(lengths, block_size, strict=True))
     indices = partial[1]
     assert indices is not None
@@ -55,7 +55,7 @@ def states_of_lists(
 
 
 def check_block_mask(block_mask: "BlockMask", query: Tensor, lengths: tuple[int, int] | None) -> None:
-    """Raises where torch's flex_attention does. ``lengths``: of query and key, or None for packed sequences."""
+    """Raises where torch's flex_attention raises. ``lengths`` are S_q and S_k, or None for packed sequences."""
     if type(block_mask).__name__ != "BlockMask":  # torch's module is not imported for a check: that takes seconds
         raise TypeError(
             f"block_mask: got {type(block_mask).__name__}; allowed: None, a torch.nn.attention.flex_attention.BlockMask"

@@ -22,9 +22,9 @@ def create_block_mask(
     device: torch.device | str = "cpu",
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """torch's ``create_block_mask`` in less memory: the mask of one row of blocks at a time, never Q_LEN x KV_LEN.
+    """torch's ``create_block_mask`` in less memory: it stores one row of blocks of the mask at a time.
 
-    The arguments and the result are those of ``torch.nn.attention.flex_attention.create_block_mask``. Eager only.
+    Arguments and result are as in ``torch.nn.attention.flex_attention.create_block_mask``. It runs in eager mode only.
     """
     sizes = _block_sizes(BLOCK_SIZE, Q_LEN, KV_LEN)
     mask_of = mask_mod
@@ -42,7 +42,7 @@ def create_block_mask(
 def dense_block_mask(mask: Tensor, BLOCK_SIZE: int | tuple[int, int] = 128) -> BlockMask:
     """The block mask of a bool mask (S_q, S_k), (H, S_q, S_k) or (B, H, S_q, S_k); True is visible.
 
-    Batch and heads of size 1 are for all. The mask is read in partial blocks, so it stays in memory.
+    A size of 1 stands for all batches or heads. Partial blocks read the mask, so the mask stays in memory.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() not in (2, 3, 4):
         got = f"{mask.dtype}, {mask.dim()} dimensions" if isinstance(mask, Tensor) else type(mask).__name__
@@ -63,11 +63,11 @@ def dense_block_mask(mask: Tensor, BLOCK_SIZE: int | tuple[int, int] = 128) -> B
 def documents_block_mask(
     cu_seqlens: Tensor, *, causal: bool = False, BLOCK_SIZE: int | tuple[int, int] = 128
 ) -> BlockMask:
-    """Documents one after the other in one row: a query sees the keys of its document.
+    """Block mask of documents that follow each other in one row: a query sees the keys of its own document.
 
     Args:
         cu_seqlens: (number of documents + 1), integers: the first row of each document, and the length of the row.
-        causal: within its document, a query sees no later keys.
+        causal: a query sees no later keys.
         BLOCK_SIZE: of the blocks of queries and keys.
     """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
@@ -101,9 +101,9 @@ def window_block_mask(
     device: torch.device | str = "cpu",
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """A band: query i sees the keys from ``i + diagonal - left`` to ``i + diagonal + right``. None: no limit.
+    """Block mask of a band: query i sees the keys from ``i + diagonal - left`` to ``i + diagonal + right``.
 
-    ``right=0`` is causal. ``diagonal = KV_LEN - Q_LEN`` puts the last query at the last key.
+    None is no limit, and ``right=0`` is causal. ``diagonal = KV_LEN - Q_LEN`` puts the last query at the last key.
     """
     block_q, block_k = _block_sizes(BLOCK_SIZE, Q_LEN, KV_LEN)
     for name, size in (("left", left), ("right", right)):
@@ -133,16 +133,16 @@ def listed_block_mask(
     mask_mod: MaskMod | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """The block mask of flash-attention 4's lists (``BlockSparseTensorsTorch``).
+    """Block mask from flash-attention 4's lists (``BlockSparseTensorsTorch``).
 
     Args:
-        mask_block_cnt: (B or 1, H or 1, query blocks), int32: how many blocks of keys ``mask_mod`` decides about.
-        mask_block_idx: (B or 1, H or 1, query blocks, most blocks), int32: which blocks. Indices beyond the count are
-            not read.
+        mask_block_cnt: (B or 1, H or 1, query blocks), int32: the number of blocks in which ``mask_mod`` decides.
+        mask_block_idx: (B or 1, H or 1, query blocks, columns), int32: the indices of these blocks. Indices beyond the
+            count are not read.
         full_block_cnt: likewise, blocks that are visible as a whole.
         full_block_idx: likewise.
         Q_LEN, KV_LEN: the lengths of query and key.
-        mask_mod: a function as of torch's BlockMask. None: the first lists are visible as a whole, too.
+        mask_mod: a function as in torch's BlockMask. None: the blocks of the first lists are visible as a whole, too.
         BLOCK_SIZE: of the blocks of queries and keys.
     """
     block_q, block_k = _block_sizes(BLOCK_SIZE, Q_LEN, KV_LEN)
@@ -177,8 +177,11 @@ def _block_sizes(BLOCK_SIZE: int | tuple[int, int], q_len: int, kv_len: int) -> 
 
 
 def _edges(lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device | str) -> tuple[Tensor, ...]:
-    """The first and the last query of each row of blocks, (rows, 1); the first and the last key of each column; and
-    whether a block ends before the lengths do, (rows, columns): torch calls no other block full."""
+    """Returns the first and the last query of each row of blocks, (rows, 1), and likewise the keys of each column.
+
+    The last result says for each block, (rows, columns), whether it ends before the lengths do. In torch only such a
+    block can be full.
+    """
     first = [torch.arange(0, length, size, device=device) for length, size in zip(lengths, sizes, strict=True)]
     last = [f + size - 1 for f, size in zip(first, sizes, strict=True)]
     end = [t.clamp(max=length - 1) for t, length in zip(last, lengths, strict=True)]
@@ -189,7 +192,7 @@ def _edges(lengths: tuple[int, int], sizes: tuple[int, int], device: torch.devic
 def _from_rows(
     rows: Callable[[int, int], Tensor], mask_mod: MaskMod, lengths: tuple[int, ...], sizes: tuple[int, int]
 ) -> BlockMask:
-    """``rows(begin, end)``: the bool mask (B, H, end - begin, KV_LEN) of some queries."""
+    """``rows(begin, end)`` returns the bool mask (B, H, end - begin, KV_LEN) of these queries."""
     (q_len, kv_len), (block_q, block_k) = lengths, sizes
     columns = -(-kv_len // block_k)
     counts = []
@@ -204,7 +207,7 @@ def _from_rows(
 def _from_blocks(
     visible: Tensor, full: Tensor, mask_mod: MaskMod | None, lengths: tuple[int, ...], sizes: tuple[int, int]
 ) -> BlockMask:
-    """``visible``, ``full``: bools of each block, (B, H, query blocks, key blocks) or the last two dimensions."""
+    """``visible`` and ``full``: a bool for each block, (B, H, query blocks, key blocks) or the last two dimensions."""
     visible, full = (t[(None,) * (4 - t.dim())] for t in (visible, full))
     visible, full = torch.broadcast_tensors(visible, full)
     return BlockMask.from_kv_blocks(
@@ -213,6 +216,6 @@ def _from_blocks(
 
 
 def _lists_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(count, indices) of the blocks that are True in each row; the other indices follow."""
+    """Returns (count, indices): the blocks that are True in each row come first, then the other indices."""
     indices = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int(), indices.int()

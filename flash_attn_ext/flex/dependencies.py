@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments, as a key: a function is traced again only if its key is new."""
+"""Makes a key of all that a function reads besides its arguments. A function is traced only if its key is new."""
 
 import builtins
 import dis
@@ -17,7 +17,7 @@ _TRUSTED = frozenset({"torch", "math", "operator", "functools", "builtins", "num
 
 
 class Dependencies:
-    """Collects the key and the tensors of some functions. ``is_complete`` False: something cannot be compared."""
+    """Collects the key and the tensors of some functions. ``is_complete`` is False if a value cannot be compared."""
 
     def __init__(self) -> None:
         self.parts: list[Any] = []  # hashable
@@ -30,7 +30,7 @@ class Dependencies:
         return self._numbers.get(id(tensor))
 
     def add(self, value: Any, names: frozenset[str] = frozenset(), depth: int = 0) -> None:
-        """Adds a value, and all that a function reads of it. ``names``: attributes that the function's code names."""
+        """Adds a value, and all that a function reads from it. ``names`` are the attributes in the function's code."""
         if isinstance(value, Tensor):
             self._add_tensor(value)
         elif isinstance(value, _CONSTANTS):
@@ -121,9 +121,9 @@ class Dependencies:
 
 
 class QuickKey:
-    """A key of functions that read tensors, numbers and modules alone: a tenth of the work of Dependencies.
+    """A key of functions that read only tensors, numbers and modules. It costs a tenth of the work of Dependencies.
 
-    Its parts have a fixed place, so the tensors have one, too.
+    The parts of the key have a fixed order, and so have the tensors.
     """
 
     def __init__(self, *functions: Any) -> None:
@@ -190,7 +190,7 @@ _counter = itertools.count()
 
 
 class _Identity:
-    """An object as part of a key: the same object, which the key keeps alive."""
+    """An object as part of a key. It equals only itself, and the key keeps it alive."""
 
     def __init__(self, value: object) -> None:
         self.value = value

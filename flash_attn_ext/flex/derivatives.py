@@ -1,8 +1,10 @@
 """Forward mode and double backward of attention with functions of the user, or by index, made of torch's operators.
 
-There are no kernels for them. A block of queries of one batch is computed densely, differentiated by torch, and
-dropped. So the memory is linear in the sequence lengths. docs/derivative_formulas.md has the formulas: J is the
-derivative of the backward by its cotangents, and H is the gradient of <backward, tangents>.
+There are no kernels for these derivatives. torch's operators compute a block of queries of one batch densely, and torch
+differentiates it. Then its memory is freed, so the memory is linear in the sequence lengths.
+
+docs/derivative_formulas.md has the formulas: J is the derivative of the backward by its cotangents, and H is the
+gradient of <backward, tangents>.
 """
 
 import contextlib
@@ -25,7 +27,7 @@ _Tensors = dict[str, Any]  # by the names of the schema; None: not given
 
 
 class _Block(NamedTuple):
-    """Some queries of one batch, or of one packed sequence, and views of the tensors that they read."""
+    """A block: some queries of one batch or packed sequence, and views of the tensors that these queries read."""
 
     batch: int
     first: int  # query
@@ -57,7 +59,7 @@ def _blocks(x: _Tensors, options: dict[str, Any]) -> Iterator[_Block]:
 
 
 def _cutter(b: int, first: int, rows: slice, keys: slice, packed: bool) -> Callable[[str, Tensor], Tensor]:
-    """Cuts tensors to (H, rows or keys, D), (H, rows) or the like, as views."""
+    """Cuts the tensors of a call to the block. Returns views: (H, queries or keys, D), (H, queries), ..."""
     own_rows = slice(first, first + rows.stop - rows.start)  # from the start of the sequence
     count = keys.stop - keys.start
 
@@ -90,9 +92,9 @@ def _cutter(b: int, first: int, rows: slice, keys: slice, packed: bool) -> Calla
 def _attend(
     block: _Block, x: _Tensors, options: dict[str, Any], programs: list[list[int] | None], keep: Tensor | None
 ) -> tuple:
-    """(out, lse) of a block: (H, queries, D_v) and (H, queries), in the dtype of the leaves ``x``.
+    """Returns (out, lse) of a block, (H, queries, D_v) and (H, queries), in the dtype of the leaves ``x``.
 
-    ``keep``: the factors of dropout, (H, queries, keys).
+    ``keep`` has the factors of dropout, (H, queries, keys).
     """
     query, key, value = x["query"], x["key"], x["value"]
     group = query.shape[0] // key.shape[0]
@@ -134,7 +136,7 @@ def _attend(
 
 
 def _shown(block: _Block, x: _Tensors, options: dict[str, Any], program: list[int] | None, tile: Any) -> Tensor:
-    """Which elements the block mask and the mask function show."""
+    """Returns the elements that the block mask and the mask function show, as bools."""
     shown = torch.tensor(True, device=tile.score.device) if program is None else evaluate.run(program, tile)
     states = x.get("block_states")
     if states is None:
@@ -147,7 +149,7 @@ def _shown(block: _Block, x: _Tensors, options: dict[str, Any], program: list[in
 
 
 def _named(x: _Tensors, options: dict[str, Any], shape: torch.Size) -> Tensor:
-    """Which keys the queries name, for scores of this shape, (H, queries, keys)."""
+    """Returns the keys that the queries name, as bools for scores of this shape, (H, queries, keys)."""
     numbers = x.get("key_indices")
     if numbers is None:
         return torch.ones((), dtype=torch.bool)
@@ -179,7 +181,7 @@ def _softmax_times(scores: Tensor, value: Tensor, sink: Tensor | None, keep: Ten
 
 
 def _kept(block: _Block, x: _Tensors, options: dict[str, Any], keys: int, dtype: torch.dtype) -> Tensor | None:
-    """The factors of dropout, (H, queries, keys): the block is a part of a larger call (core/params.h)."""
+    """Returns the factors of dropout, (H, queries, keys). The block is a part of a larger call (core/params.h)."""
     dropout_p = options["dropout_p"]
     if dropout_p == 0.0:
         return None
@@ -202,7 +204,7 @@ def _kept(block: _Block, x: _Tensors, options: dict[str, Any], keys: int, dtype:
 
 @contextlib.contextmanager
 def _differentiation() -> Iterator[None]:
-    """Autograd inside a kernel, where torch has switched it off."""
+    """Switches autograd on inside a kernel, where torch has switched it off."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD_KEYS:
         excluded = excluded.remove(key)
@@ -218,7 +220,7 @@ def _programs_of(x: _Tensors) -> list[list[int] | None]:
 
 
 class _Derivative:
-    """The blocks of a call, with their leaves. ``x``: all tensors of the schema."""
+    """Yields the blocks of a call, with their leaves. ``x`` has all tensors of the schema."""
 
     def __init__(self, x: _Tensors, options: dict[str, Any]) -> None:
         self.x, self.options, self.programs = x, options, _programs_of(x)
@@ -239,7 +241,7 @@ class _Derivative:
     def gradient_times_tangents(
         self, block: _Block, cotangents: tuple[Tensor | None, ...], keep: Tensor | None
     ) -> tuple:
-        """(<B(X, c), t>, leaves by name) of one block."""
+        """Returns (<B(X, c), t>, leaves by name) of one block."""
         names = (*_DIFFERENTIABLE, "key_mask", "key_indices", "captured_ints", "block_states")
         leaves = {name: self.leaf_of(block, name) for name in names}
         results = _attend(block, leaves, self.options, self.programs, keep)

@@ -1,6 +1,6 @@
 """Runs an encoded program with operators of torch, which can be differentiated any number of times.
 
-The kernels have a definition of each instruction that is faster: csrc/cpu/kernels/program_math-inl.h.
+The kernels have faster definitions of the instructions: csrc/cpu/kernels/program_math-inl.h.
 """
 
 import struct
@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
 
 def run(words: Sequence[int], tile: Tile) -> Tensor:
-    """The result of the program that begins at ``words[0]``."""
+    """Returns the result of the program that begins at ``words[0]``."""
     values: dict[int, Tensor] = {_SCORE: tile.score}
     for n in range(words[1]):
         at = HEADER_WORDS + n * INSTRUCTION_WORDS
@@ -82,7 +82,7 @@ def _gather(elements: Tensor | None, immediates: Sequence[int], n: Tensor) -> Te
 
 
 def _plain(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For an operation that needs its operands alone."""
+    """Makes a rule for an operation that needs nothing but its operands."""
     return lambda tile, immediates, *operands: function(*operands)
 
 

@@ -1,4 +1,4 @@
-"""From a call's functions to the operator's tensors: programs, and rows of captured elements."""
+"""Converts the functions of a call to tensors of the operator: programs, and rows of captured elements."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ _kept: dict[tuple, _Kept] = {}
 def functions_of(
     score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, device: torch.device, dtype: torch.dtype
 ) -> Functions:
-    """``dtype``: the dtype of the accumulators."""
+    """``dtype`` is the dtype of the accumulators."""
     if score_mod is None and mask_mod is None:
         return Functions(None, None, None)
     if is_traced():  # a graph gets its own constant
@@ -74,7 +74,7 @@ def functions_of(
         )
         _keep(key, kept)
     numbers = {id(t): n for n, t in enumerate(quick.tensors)}
-    # A tensor in two places may be two tensors in the next call.
+    # A tensor that appears twice may be two different tensors in the next call.
     if quick_key is not None and len(numbers) == len(quick.tensors):
         floats, ints = (tuple(numbers[id(read.tensors[n])] for n in row) for row in (kept.floats, kept.ints))
         _keep(quick_key, _Kept(kept.programs, floats, ints))
@@ -111,7 +111,7 @@ def compile_functions(
     gradients = None
     floats, ints = (score.floats, score.ints) if score is not None else ((), ())
     if score is not None:
-        # The forward's program first: the derivative adds nodes that it does not need.
+        # Encode the forward's program first: the derivative adds nodes that the forward does not need.
         encoded[0] = score.program.encode()
         ends, position = {}, 0
         for t in score.floats:
@@ -132,7 +132,7 @@ def compile_functions(
 
 
 def rows_of(programs: Tensor, floats: tuple[Tensor, ...], ints: tuple[Tensor, ...], dtype: torch.dtype) -> Functions:
-    """The operator's tensors. ``dtype``: of the accumulators."""
+    """Returns the operator's tensors. ``dtype`` is the dtype of the accumulators."""
     captured = _row([_flat(t, dtype) for t in floats])
     index_dtype = torch.int64 if dtype == torch.float64 else torch.int32
     if index_dtype == torch.int32:
@@ -142,7 +142,7 @@ def rows_of(programs: Tensor, floats: tuple[Tensor, ...], ints: tuple[Tensor, ..
 
 
 def is_traced() -> bool:
-    """Whether tensors have no elements now: a graph is being traced."""
+    """Whether tensors have no elements at the moment, because a graph is being traced."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

@@ -39,7 +39,7 @@ _graphs: "weakref.WeakKeyDictionary[Any, dict]" = weakref.WeakKeyDictionary()
 def run_in_graph(
     call: Call, score_mod: Callable[..., Tensor] | None, mask_mod: Callable[..., Tensor] | None, block_mask: Any
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call that Dynamo traces. ``call`` is in the form of its operator without functions.
+    """Returns (out, lse) of a call that Dynamo traces. ``call`` has the form of its operator without functions.
 
     The higher-order operator has no arguments for the other tensors and options. They travel in kernel_options.
     """
@@ -67,9 +67,9 @@ def run_in_graph(
 
 
 def take_calls_of_torch(why_not: Callable[[dict[str, Any]], str | None], count: Callable[[str], None]) -> None:
-    """From now on torch's own calls on CPU run here, too. ``why_not(kernel_options)``: a reason to leave one to torch.
+    """Makes torch's own calls on CPU run here. ``why_not(kernel_options)`` returns a reason to leave a call to torch.
 
-    ``count(reason)`` is called for each; "" if it runs here.
+    Each call calls ``count(reason)``, with "" if the call runs here.
     """
     global _why_not, _count
     _why_not, _count = why_not, count
@@ -81,7 +81,7 @@ def leave_calls_to_torch() -> None:
 
 
 def _instead_of(kernel: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """``kernel`` of torch's operator, except for calls that run here."""
+    """Wraps ``kernel`` of torch's operator: calls that must run here do not reach it."""
 
     @functools.wraps(kernel)
     def run(
@@ -125,7 +125,7 @@ def _instead_of(kernel: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tupl
 def _attend(
     call: Call, score_mod: Callable[..., Any], block_mask: tuple, score_buffers: tuple, mask_buffers: tuple
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call of an operator that takes functions. ``call`` has no functions yet."""
+    """Returns (out, lse) of an operator that takes functions. ``call`` has no functions yet."""
     query = call.tensors["query"]
     assert query is not None
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -141,7 +141,7 @@ def _attend(
 
 
 def _in_layout_of(query: Tensor, out: Tensor) -> Tensor:
-    """``out`` with the strides that Dynamo expects of torch's operator."""
+    """Returns ``out`` with the strides that Dynamo expects from torch's operator."""
     if not hasattr(_torch_module, "_permute_strides"):
         return out
     wanted = _torch_module._permute_strides(torch.empty_like(out, device="meta"), query.stride()).stride()
@@ -153,7 +153,7 @@ def _in_layout_of(query: Tensor, out: Tensor) -> Tensor:
 def _compiled(
     score_mod: Any, mask_mod: Any, score_buffers: tuple, mask_buffers: tuple, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, tuple, tuple]:
-    """(programs, captured floats, captured ints). Kept with the graph as long as no buffer is derived in it."""
+    """Returns (programs, captured floats, captured ints). The graph caches them if it derives no buffer."""
     buffers = (*score_buffers, *mask_buffers)
     is_real = all(type(t) in (Tensor, torch.nn.Parameter) for t in buffers if isinstance(t, Tensor))
     # A trace gets its own constant: Dynamo's fake tensors first, and then the tensors of the call.

@@ -1,4 +1,4 @@
-"""What each operator of torch is in a program."""
+"""Translates each operator of torch to nodes of a program."""
 
 import math
 from collections.abc import Callable
@@ -48,7 +48,7 @@ _SAME = {
 
 
 def _result_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
-    """The dtype that torch gives, by asking the operator on tensors without data."""
+    """Returns the dtype of the operator's result. Runs the operator on tensors without data to find it."""
 
     def without_data(x: object) -> object:
         if isinstance(x, Tensor):
@@ -60,7 +60,7 @@ def _result_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def _example_of(x: object) -> object:
-    """A number of the same type for a number that torch.compile does not know yet."""
+    """Returns a number of the same type in place of a number that torch.compile does not know yet."""
     return 1 if isinstance(x, torch.SymInt) else 1.0 if isinstance(x, torch.SymFloat) else x
 
 
@@ -71,7 +71,7 @@ def _select(tracer: Tracer, base: Tensor, dim: int, index: int) -> Symbol:
 
 
 class _Formula:
-    """Writes nodes for one operator: ``f.add(x, 1.0)``. Operands are converted to the type that the node takes."""
+    """Writes nodes for one operator: ``f.add(x, 1.0)``. Operands are converted to the types of the node's arguments."""
 
     def __init__(self, tracer: Tracer, dtype: torch.dtype) -> None:
         self.tracer, self.dtype = tracer, dtype
@@ -97,7 +97,7 @@ class _Formula:
 
 
 class _Node(int):
-    """The number of a node, told from a number that a user wrote."""
+    """The number of a node. A separate type, because users write numbers, too."""
 
 
 def _promoted_dtype(operands: tuple[object, ...]) -> torch.dtype:
@@ -109,7 +109,7 @@ def _promoted_dtype(operands: tuple[object, ...]) -> torch.dtype:
 
 
 def _takes(*names: str) -> Callable[[_Lowering], _Lowering]:
-    """Registers a function as the meaning of operators of torch, as far as this torch has them."""
+    """Registers a function as the translation of operators of torch, if the installed torch has them."""
 
     def register(lowering: _Lowering) -> _Lowering:
         for name in names:
@@ -234,7 +234,7 @@ def _maximum(f: _Formula, a: object, b: object) -> int:
 
 @_takes("clamp", "clip")
 def _clamp(f: _Formula, x: object, min: object = None, max: object = None) -> int:
-    """By selections, so that the gradient at a limit is that of torch: it passes."""
+    """Consists of selections. So the gradient passes at a limit, as in torch."""
     y: object = x
     for limit, is_lower in ((min, True), (max, False)):
         if limit is None:
@@ -324,7 +324,7 @@ def _square(f: _Formula, x: object) -> int:
     return f.multiply(x, x) if f.kind == FLOAT else f.int_multiply(x, x)
 
 
-# Comparisons: (operation, swapped, negated). A NaN makes all of them false, except ne.
+# Comparisons: (operation, swapped, negated). With a NaN every comparison but ne is false.
 _COMPARISONS = {
     "lt": ("less", False, False), "gt": ("less", True, False), "le": ("less_equal", False, False),
     "ge": ("less_equal", True, False), "eq": ("equal", False, False), "ne": ("equal", False, True),

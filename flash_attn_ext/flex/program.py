@@ -18,7 +18,7 @@ MAX_SLOTS = 4096
 
 
 class Rank(IntEnum):
-    """Which indices a value depends on, as bits. A value of rank QUERY is computed once for a row of scores."""
+    """The indices that a value depends on, as bits. A value of rank QUERY is computed once for a row of scores."""
 
     UNIFORM = 0  # batch and head at most
     QUERY = 1
@@ -79,7 +79,7 @@ class Builder:
         self._numbers: dict[tuple, int] = {}
 
     def emit(self, operation: str, *arguments: int, immediates: tuple[int | float, ...] = ()) -> int:
-        """The number of the node ``operation(*arguments)``."""
+        """Returns the number of the node ``operation(*arguments)``, a new or an equal one."""
         wanted = OPERATIONS[operation].arguments
         got = "".join(self.type_of(n) for n in arguments)
         if got != wanted:
@@ -99,7 +99,7 @@ class Builder:
         return self._numbers[key]
 
     def constant(self, value: float | int | bool, kind: str | None = None) -> int:
-        """A constant of the type ``kind``, or of the type of ``value``."""
+        """Returns a constant of type ``kind``. Without ``kind`` it has the type of ``value``."""
         if kind is None:
             kind = BOOL if isinstance(value, bool) else INT if isinstance(value, int) else FLOAT
         converted: int | float = float(value) if kind == FLOAT else int(value)
@@ -111,12 +111,12 @@ class Builder:
         return OPERATIONS[self.nodes[n].operation].result
 
     def constant_of(self, n: int) -> int | float | None:
-        """The value of a constant, or None."""
+        """Returns the value of a constant, or None for another node."""
         node = self.nodes[n]
         return node.immediates[0] if node.operation in _CONSTANTS.values() else None
 
     def as_type(self, n: int, kind: str) -> int:
-        """``n`` converted to another type, as torch converts dtypes."""
+        """Converts node ``n`` to another type, as torch converts dtypes."""
         have = self.type_of(n)
         if have == kind:
             return n
@@ -147,26 +147,26 @@ class Builder:
 
 
 def _identity_of(immediate: float | int) -> object:
-    """Tells 0.0 from -0.0, and finds a NaN equal to itself."""
+    """Compares numbers by their bits: 0.0 differs from -0.0, and a NaN equals itself."""
     return struct.pack("<d", immediate) if isinstance(immediate, float) else immediate
 
 
 class Program(NamedTuple):
-    """Nodes, and the number of the result. ``result`` None: the program only adds to gradients (scatter_add)."""
+    """Nodes, and the number of the result. If ``result`` is None, the program only adds to gradients (scatter_add)."""
 
     builder: Builder
     result: int | None
     effects: tuple[int, ...] = ()
 
     def operation(self) -> str | None:
-        """The operation that computes the result."""
+        """Returns the operation that computes the result."""
         return None if self.result is None else self.builder.nodes[self.result].operation
 
     def is_true(self) -> bool:
         return self.operation() == "bool_constant" and bool(self.builder.nodes[self.result or 0].immediates[0])
 
     def used(self) -> list[int]:
-        """The nodes that the result and the effects need, in the order of computation."""
+        """Returns the nodes that the result and the effects need, in the order of computation."""
         pending = [*self.effects, *(() if self.result is None else (self.result,))]
         found: set[int] = set()
         while pending:
@@ -177,9 +177,9 @@ class Program(NamedTuple):
         return sorted(found)
 
     def encode(self, float_offset: int = 0, int_offset: int = 0) -> list[int]:
-        """The words that the kernels read; csrc/core/program.h has the layout.
+        """Returns the words that the kernels read; csrc/core/program.h has the layout.
 
-        ``float_offset``, ``int_offset``: where this program's captured elements begin in the rows of the call.
+        ``float_offset`` and ``int_offset`` are the starts of this program's captured elements in the rows of the call.
         """
         nodes, ranks = self.builder.nodes, self.builder.ranks
         order = self.used()
@@ -208,7 +208,7 @@ class Program(NamedTuple):
 
 
 class _Slots:
-    """Memory of each value. Values of a tile share slots when they are no longer needed; other values are small."""
+    """Assigns memory to each value. Tile values reuse slots that are no longer needed; other values are small."""
 
     def __init__(self, program: Program, order: list[int]) -> None:
         nodes, ranks = program.builder.nodes, program.builder.ranks
@@ -238,7 +238,7 @@ class _Slots:
                 self.counts[Rank.TILE] += 1
 
     def _release(self, n: int, nodes: list[Node], ranks: list[Rank], last_use: dict[int, int], free: list[int]) -> None:
-        """Frees slots that node ``n`` reads last: its result may overwrite them, element by element."""
+        """Frees the slots that node ``n`` reads for the last time. Its result may overwrite them element by element."""
         for a in set(nodes[n].arguments):
             if last_use[a] == n and ranks[a] == Rank.TILE and self.of[a] >= _FIRST_FREE_SLOT:
                 free.append(self.of[a])
@@ -252,7 +252,7 @@ def _word_of(immediate: float | int) -> int:
 
 
 class Gradients(NamedTuple):
-    """The derivative of a program, times the gradient of its result: for the score, and for captured elements."""
+    """Two programs: the gradient of the score, and the gradients of captured elements."""
 
     score: Program
     captured: Program | None
@@ -261,7 +261,7 @@ class Gradients(NamedTuple):
 def gradients_of(program: Program, wants_element: Callable[[int], bool]) -> Gradients:
     """Differentiates ``program`` in reverse mode.
 
-    ``wants_element(base)``: whether elements that are gathered from position ``base`` on need a gradient.
+    ``wants_element(base)`` says whether elements that are gathered from position ``base`` on need a gradient.
     """
     assert program.result is not None
     b, nodes = program.builder, program.builder.nodes
@@ -291,7 +291,7 @@ def gradients_of(program: Program, wants_element: Callable[[int], bool]) -> Grad
 
 
 def _parts(b: Builder, n: int, g: int, needed: set[int]) -> Iterable[tuple[int, int]]:
-    """(argument, its part of the gradient ``g`` of node ``n``) for the arguments that are ``needed``."""
+    """Yields (argument, its part of the gradient ``g`` of node ``n``) for the ``needed`` arguments."""
     node = b.nodes[n]
     rule = _DERIVATIVES.get(node.operation)
     if rule is None:
@@ -318,7 +318,7 @@ class _Rule:
 
 
 def _of_extremum(less: Callable[["_Rule", int, int], int]) -> Callable[..., int]:
-    """The gradient of a minimum or maximum. Equal arguments share it, as in torch."""
+    """Returns the gradient of a minimum or maximum. Equal arguments share the gradient, as in torch."""
 
     def derivative(r: _Rule, g: int, a: int, b: int) -> int:
         shared = r.select(r.equal(a, b), r.multiply(g, 0.5), 0.0)
@@ -340,7 +340,7 @@ def _power_exponent(r: _Rule, g: int, y: int, a: int, b: int) -> int:
     return r.select(r.equal(y, 0.0), 0.0, r.multiply(g, r.multiply(y, r.log(a))))
 
 
-# {operation: a derivative for each argument}; derivative(rule, g, node, *arguments).
+# operation -> one derivative for each argument: derivative(rule, g, node, *arguments).
 _DERIVATIVES: dict[str, tuple[Callable[..., int], ...]] = {
     "add": (lambda r, g, y, a, b: g, lambda r, g, y, a, b: g),
     "subtract": (lambda r, g, y, a, b: g, lambda r, g, y, a, b: r.negate(g)),

@@ -1,4 +1,4 @@
-"""Programs and block masks in words, for explain."""
+"""Describes programs and block masks as text, for explain."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ from .program import HEADER_WORDS, INSTRUCTION_WORDS
 
 _NAMES = list(OPERATIONS)
 _PROGRAMS = ("score", "gradient", "captured gradient", "mask")
-# Where a value is computed, by its rank.
+# A value of each rank is computed once for each of these.
 _PER = ("tile", "row of queries", "column of keys", "score")
 _LETTERS = "uqkt"
 
 
 def report_of(tensors: Mapping[str, Tensor | None]) -> tuple[str, ...]:
-    """One line for each program, followed by its instructions, and one line for the blocks."""
+    """Returns a line for each program, the instructions of the program after it, and a line for the blocks."""
     lines: list[str] = []
     programs = tensors["programs"]
     if programs is not None and not programs.is_meta:

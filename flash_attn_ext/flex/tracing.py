@@ -1,7 +1,7 @@
 """Runs a function of scores once on symbols, and records it as a program.
 
 A symbol is a 0-d tensor without data. Each operator of torch that gets one is written into a Builder by lowering.py.
-Operators on other tensors run as usual, so that a function may prepare what it captures, with gradients.
+Operators on other tensors run as usual, so a function may compute the tensors that it captures, with gradients.
 """
 
 import traceback
@@ -28,7 +28,7 @@ def type_of_dtype(dtype: torch.dtype) -> str:
 
 
 class Symbol(Tensor):
-    """A value of a program. With a ``prefix``: a captured tensor of which the first indices are known."""
+    """A value of a program. With a ``prefix``, a captured tensor and the values of its first indices."""
 
     tracer: "Tracer"
     value: int
@@ -63,14 +63,14 @@ class Symbol(Tensor):
 
 
 class Captured(NamedTuple):
-    """A captured tensor, and where its elements begin in the program's row of floats or of ints."""
+    """A captured tensor, and the start of its elements in the program's row of floats or ints."""
 
     tensor: Tensor
     offset: int
 
 
 class _Constant(NamedTuple):
-    """A tensor of the function, and the same one with elements: under torch.compile, tensors have none."""
+    """A tensor of the function, and the same tensor with elements: tensors that torch.compile traces have none."""
 
     tensor: Tensor
     with_elements: Tensor
@@ -82,7 +82,7 @@ class Traced(NamedTuple):
     program: Program
     floats: tuple[Tensor, ...]
     ints: tuple[Tensor, ...]
-    is_from_captured: bool  # every captured tensor was there before the function ran
+    is_from_captured: bool  # every captured tensor existed before the function ran
 
 
 class Tracer:
@@ -106,7 +106,7 @@ class Tracer:
         return NotImplementedError(f"{self.name}: {what}{_line_of_user()}; allowed: {allowed}")
 
     def capture(self, tensor: Tensor) -> Captured:
-        """Gives ``tensor`` its place in a row of captured elements."""
+        """Adds the elements of ``tensor`` to a row of captured elements."""
         known = self._captured.get(id(tensor))
         if known is None:
             if tensor.is_complex() or tensor.is_quantized or tensor.layout != torch.strided:
@@ -120,7 +120,7 @@ class Tracer:
         return known
 
     def gather(self, tensor: Tensor, indices: Sequence[int]) -> int:
-        """``tensor[indices]``. Negative indices count from the end; others outside become the nearest."""
+        """Returns ``tensor[indices]``. Negative indices count from the end. Others outside become the nearest one."""
         b = self.builder
         if tensor.numel() == 0:
             raise self.refuse(f"reads a captured tensor of shape {list(tensor.shape)}", "tensors with elements")
@@ -136,7 +136,7 @@ class Tracer:
         return b.as_type(value, BOOL) if tensor.dtype == torch.bool else value
 
     def index(self, base: Tensor, indices: object) -> Symbol:
-        """``base[indices]``, where ``base`` is captured, or a symbol with a prefix."""
+        """Returns ``base[indices]``. ``base`` is a captured tensor or a symbol with a prefix."""
         items = list(indices) if isinstance(indices, (tuple, list)) else [indices]
         source, numbers = (base.base, list(base.prefix)) if isinstance(base, Symbol) else (base, [])
         if source is None:
@@ -155,7 +155,7 @@ class Tracer:
         return self.symbol(self.gather(source, numbers), source.dtype)
 
     def value(self, x: object, kind: str) -> int:
-        """The node of an operand: a symbol, a number, or a captured or constant 0-d tensor."""
+        """Returns the node of an operand: a symbol, a number, or a captured or constant 0-d tensor."""
         b = self.builder
         if isinstance(x, Symbol):
             if x.base is not None:
@@ -177,7 +177,7 @@ class Tracer:
         raise self.refuse(f"an operand of type {type(x).__name__}", "tensors and numbers")
 
     def _tensor_of(self, x: torch.SymInt | torch.SymFloat) -> Tensor:
-        """A number that torch.compile does not know yet, as a tensor that the function captures."""
+        """Converts a number that torch.compile does not know yet to a tensor that the function captures."""
         dtype = torch.int64 if isinstance(x, torch.SymInt) else self.dtype
         tensor = torch.full((), x, dtype=dtype, device=self.device)  # type: ignore[call-overload]
         self.constants.pop(id(tensor), None)
@@ -189,7 +189,7 @@ class Tracer:
 
 
 def _line_of_user() -> str:
-    """Where in the user's function the trace is, as text."""
+    """Returns the current line of the user's function, as text."""
     here = __file__.rpartition("/")[0]
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith((here, torch.__path__[0])) and "torch/" not in frame.filename:
@@ -198,10 +198,10 @@ def _line_of_user() -> str:
 
 
 class _Calls(TorchFunctionMode):
-    """Sees calls of torch before torch does.
+    """Intercepts calls of torch's functions.
 
-    ``captured[symbol]``: torch would ask a symbol for its number. Under torch.func, torch would wrap symbols: a call
-    with a symbol runs outside of the transforms, and tensors that a transform has wrapped become symbols.
+    For ``captured[symbol]`` torch would ask the symbol for its number. Under torch.func, torch would wrap symbols. So a
+    call with a symbol runs outside of the transforms, and tensors that a transform has wrapped become symbols.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -230,7 +230,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Watch(TorchDispatchMode):
-    """Tells tensors that the function makes from numbers from tensors that it makes from captured ones."""
+    """Records whether the function made a tensor from numbers or from captured tensors."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ def trace(
 ) -> Traced:
     """Returns ``function(score, b, h, q_idx, kv_idx)`` as a program. A mask has no score, and its result is a bool.
 
-    ``lower``: lowering.lower. ``dtype``: the dtype of the score, which is the accumulators' type.
+    ``lower`` is lowering.lower. ``dtype`` is the dtype of the score, which is the accumulators' dtype.
     """
     if not callable(function):
         raise TypeError(f"{name}: got {type(function).__name__}; allowed: a function")
