@@ -6,7 +6,7 @@
 namespace flash_attn_ext {
 
 // The keys of each query row, (B or 1, 1 or H_kv, S_q, count), contiguous. A negative number is no key. A key that is
-// named twice is one key, as in a mask. The order does not matter.
+// named twice counts once, as in a mask. The order does not matter.
 struct KeyIndices {
   Offsets numbers;
   int64_t stride_b = 0, stride_h = 0;  // 0: broadcast

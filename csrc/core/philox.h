@@ -1,5 +1,5 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), and the word of its results that
-// decides about element (row, column) of P.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). One word of its results decides
+// whether dropout keeps element (row, column) of P.
 //
 // The word depends only on (seed, offset; batch, head, row, column). So tiling, number of threads and device do not
 // change a mask. One call gives the words of a 2 x 2 block {i, i + 8} x {j, j + 1} with j even and i % 16 < 8. A CUDA

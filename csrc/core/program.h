@@ -149,8 +149,8 @@ struct BlockStates {
   int64_t block_q = 1, block_k = 1;
 
   FA_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
-  // The row of blocks of query i, the column of key j. The last blocks extend to the ends of the score matrix. i < 0, in a
-  // cache with fewer keys than queries: as i = 0.
+  // The row of blocks of query i, the column of key j. The last blocks extend to the ends of the score matrix. In a
+  // cache with fewer keys than queries i can be negative. Then it counts as 0.
   FA_HOST_DEVICE int64_t row_of(int64_t i) const {
     const int64_t row = (i < 0 ? 0 : i) / block_q;
     return row < rows ? row : rows - 1;
@@ -205,10 +205,10 @@ FA_HOST_DEVICE inline int64_t first_query_index(const AttentionParams& p) {
   return p.varlen.cache.first_masked;
 }
 
-// Functions of the user: of scores, after softcap and ALiBi, and of masks.
+// The user's functions: of scores, which come after softcap and ALiBi, and of masks.
 struct UserFunctions {
   Program score;                        // the new score
-  Program gradient;                     // from the gradient of the new score to that of the old one
+  Program gradient;                     // the gradient of the old score, from the gradient of the new one
   Program captured_gradient;            // adds to the gradients of captured elements
   Program mask;                         // whether a query sees a key
   const void* captured = nullptr;       // elements that programs read, accumulators' type

@@ -13,7 +13,7 @@ inline bool is_decode(const AttentionParams& p, int64_t few_queries) {
   return p.sizes.seqlen_q <= few_queries || p.decode.num_splits > 1 || p.decode.has_unified_max;
 }
 
-// The maximum number of splits, whatever the caller asks for. Each split stores a row of O for each query. With 4 splits,
+// The maximum number of splits, also if the caller asks for more. Each split stores a row of O for each query. With 4 splits,
 // or with splits * S_q <= S_k, this memory is linear in S_q and S_k.
 inline int64_t most_splits(const Sizes& z) {
   constexpr int64_t kAlways = 4, kOfAGrid = 65535;  // blocks along a CUDA grid's z

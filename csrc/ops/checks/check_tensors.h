@@ -63,7 +63,7 @@ void check_rows(const Tensors& tensors, const Options& options, const AddSizes& 
   check_sizes(sizes);
 }
 
-// Arguments that are allowed only together with others.
+// These functions check arguments that are allowed only together with other arguments.
 
 void check_rng_state(const OptionalTensor& rng_state, double dropout_p);
 

@@ -30,7 +30,7 @@ void check_storages(const Tensors& tensors) {
 // there, and the kernels stay inside the tensors for every number.
 void check_numbers(const VarlenTensors& in, const VarlenOptions& options);
 void check_numbers(const CacheTensors& in, const CacheOptions& options);
-// Also that no row of a cache is written twice, and that no input shares memory with a cache.
+// Also checks that no row of a cache is written twice, and that no input shares memory with a cache.
 void check_numbers(const AppendTensors& in, const AppendOptions& options);
 
 inline void check_numbers(const VarlenBackwardTensors& in, const VarlenBackwardOptions& options) {

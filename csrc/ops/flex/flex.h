@@ -5,9 +5,9 @@
 //   attention_varlen_flex   packed sequences; likewise
 //   attention_cache_flex    caches; forward only
 //
-// Each operator is attention's operator with the rows of FA_FUNCTION_TENSORS: its base. They are separate operators, so that
-// attention's schema, its calls of 5 us, and its rules for torch.func and torch.vmap do not depend on programs. The
-// kernels of jvp and double backward are written in Python: flash_attn_ext/flex/derivatives.py.
+// Each operator has a base, the operator without functions, and adds the rows of FA_FUNCTION_TENSORS to it. They are
+// separate operators, so that attention's schema, its calls of 5 us, and its rules for torch.func and torch.vmap do not
+// depend on programs. The kernels of jvp and double backward are written in Python: flash_attn_ext/flex/derivatives.py.
 #pragma once
 
 #include <memory>

@@ -37,7 +37,7 @@ Gradients empty_gradients(const Inputs& in) {
           at::empty_symint(in.weights.sym_sizes(), in.weights.options())};
 }
 
-// The inputs as kernels read them: rows are contiguous, weights and numbers are copies of one dtype.
+// The inputs in the form that kernels read: contiguous rows, and copies of weights and numbers in one dtype.
 struct KernelInputs {
   Tensor q, k, weights, key_mask, lengths, block_table;
 
@@ -68,7 +68,7 @@ Tensor4 pack_keys(const Tensor& t) {
   return {const_cast<void*>(t.const_data_ptr()), t.stride(0), 0, t.stride(1)};
 }
 
-// A side of the band; far beyond every key, it is no limit.
+// Clamps a side of the band to kUnbounded, which is no limit.
 int64_t clamped(const SymInt& x) { return std::clamp(x.expect_int(), -Band::kUnbounded, Band::kUnbounded); }
 
 void pack_inputs(IndexerParams& p, const KernelInputs& in, const BandOptions& band, double scale) {
@@ -251,7 +251,7 @@ void check_loss(const Inputs& in, const MainInputs& main, const OptionalTensor& 
   if (indices) check_chosen(in, *indices);
 }
 
-// The tensors of the main attention as kernels read them.
+// The tensors of the main attention in the form that kernels read.
 struct KernelMain {
   Tensor query, key, lse;
   std::optional<Indices> indices;

@@ -32,7 +32,7 @@ struct Inputs {
   }
 };
 
-// Which keys a query sees by position: as the options of attention with these names.
+// The keys that a query sees by position. The options mean the same as in attention.
 struct BandOptions {
   bool causal = false, lower_right = false;
   std::optional<c10::SymInt> window_left = std::nullopt, window_right = std::nullopt;
@@ -51,7 +51,7 @@ void check_chosen(const Inputs& in, const at::Tensor& indices);
 void check_rows(const char* name, const at::Tensor& t, const Inputs& in,
                 const std::optional<c10::SymInt>& columns = std::nullopt);
 void check_main(const Inputs& in, const MainInputs& main);
-// These read the numbers in the tensors.
+// These functions also read the numbers in the tensors.
 void check_lengths_and_pages(const Inputs& in);
 void check_key_numbers(const Inputs& in, const at::Tensor& indices);
 

@@ -41,7 +41,7 @@ struct ForParams {
   static constexpr double products(const WeightsParams&) { return 1.0; }
 };
 
-// The kernels compute a few rows in the time of this many: they read all keys anyway, or their vectors are padded.
+// Fewer rows than this take as long as this many: the kernels read all keys anyway, or pad their vectors.
 int64_t least_rows(const AttentionParams&) { return 8; }
 template <class Params>
 int64_t least_rows(const Params&) {

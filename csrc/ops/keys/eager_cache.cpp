@@ -103,7 +103,7 @@ bool has_ordinary_shapes(const KvcacheCall& c) {
   return true;
 }
 
-// A call that needs derivatives goes the other way. There autograd raises an error, at the latest in the backward.
+// A call that needs derivatives is not ordinary. The dispatcher's autograd raises an error, at the latest in the backward.
 bool needs_derivatives(const KvcacheCall& c) {
   const auto any = [](const auto&... tensors) { return (needs_derivative(tensors) || ...); };
   return any(c.q, c.k_cache, c.v_cache, c.k, c.v, c.alibi_slopes, c.sink, c.rotary_cos, c.rotary_sin,
