@@ -10,15 +10,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """Instructions between two events: cycles that they keep each unit busy, and that a warp takes to issue them."""
+    """Instructions between two events: cycles that they keep each unit busy, and that a warp takes to issue them.
+    latency: from the last of them to its result."""
 
     units: dict[str, float]
     stalls: float
+    latency: float = 0.0
 
     @property
     def cycles(self) -> float:
         """If nobody else uses the units."""
-        return max(self.stalls, *self.units.values())
+        return max([self.stalls, *self.units.values()]) + self.latency
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Product:
     cycles: float
     shared_bytes: int
     ends_batch: bool
+    latency: float = 0.0  # from its last multiplication to its result
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ class Wait:
 
 @dataclass(frozen=True)
 class Meet:
-    """All consumers of the block."""
+    """All consumers of the block. latency: from the last arrival to the next instruction."""
+
+    latency: float = 0.0
 
 
 Program = list[Work | Product | Wait | Meet]
@@ -94,7 +99,7 @@ def advance(group: Warpgroup, groups: list[Warpgroup], now: float, tensor_free: 
         elif isinstance(step, Product):
             tensor_free = max(tensor_free, now) + step.cycles
             if step.ends_batch:
-                group.batches.append(tensor_free)
+                group.batches.append(tensor_free + step.latency)
         elif isinstance(step, Wait):
             if group.done_until(step.pending) > now + 1e-9:
                 break
@@ -104,6 +109,8 @@ def advance(group: Warpgroup, groups: list[Warpgroup], now: float, tensor_free: 
                 break
             for other in groups:
                 other.meets = False
+                if step.latency:
+                    other.busy, other.left = Work({}, step.latency), step.latency
                 if other is not group:
                     other.steps.popleft()
         group.steps.popleft()

@@ -4,9 +4,10 @@ The main loop's instructions are read from SASS. A block's consumer warpgroups t
 (multiprocessor.py); between two products a warpgroup needs issue slots, and the units for exponentials, other
 arithmetic and shared memory. Multiprocessors get blocks and tasks as the kernels deal them. The model says where to
 look when a measurement is slower. It is no measurement: instructions wait for nothing here but the tensor cores,
-barriers among the consumers, full units and the compiler's own stall counts.
+barriers among the consumers, full units, the compiler's own stall counts and one latency for each event.
 
-python -m benchmarks.gpu.time_model prints the table. Needs cuobjdump, and nvcc or a build of the extension; no GPU.
+python -m benchmarks.gpu.time_model prints the table; with --anchors, the best published figures next to it. Needs
+cuobjdump, and nvcc or a build of the extension; no GPU.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import ROOT, output
-from benchmarks.gpu import sass_listing
+from benchmarks.gpu import anchors, sass_listing
 from benchmarks.gpu.multiprocessor import Meet, Product, Program, Wait, Work, simulate
 from benchmarks.gpu.problem import LENGTHS, Problem, problems
 from tools.gpu import units
@@ -32,12 +33,15 @@ TENSOR_FMA = 2048  # bfloat16
 SHARED_BYTES = 128
 LANES = {"exponentials": 16, "ALU": 64, "fp32": 128, "lsu": 32}  # results a cycle
 SCHEDULERS = 4  # instructions issued a cycle; each warpgroup has one warp on each
-L2_BYTES = 32
+L2_BYTES = 26  # of 32 that the wires carry, as copies of whole tiles move
 MEMORY_BYTES_PER_SECOND = 4.2e12  # HBM3e, as a copy moves
 CLOCK = 1.7e9  # under load; a matmul's 788 TFLOP/s would be all tensor cycles at 1.46 GHz
 L2_GROUP_BYTES = 24 << 20  # K and V of the heads whose tasks run together, and
 ROUND_ROWS = 16  # the rows of the table of rounds: as csrc/cuda/sm90 has them
 BLOCK_CYCLES = 2500  # before the first product and after the last: launch, first copies, the stores (est.)
+# Cycles from an instruction to its result (est., of the order that microbenchmarks of Hopper report).
+PRODUCT_LATENCY, MEET_LATENCY = 32, 30
+LATENCIES = {"exponentials": 24, "lsu": 30}  # of the last instruction before an event, if it uses this unit
 
 FP32 = ("FFMA", "FMUL", "FADD", "IMAD")
 MEMORY = ("LDS", "STS", "STSM", "LDSM")
@@ -110,7 +114,7 @@ def program(loop: list[sass_listing.Instruction]) -> Program:
         elif instruction.name == "WARPGROUP.DEPBAR.LE":
             event(Wait(int(re.search(r"gsb0, 0x(\w+)", instruction.operands)[1], 16)))
         elif instruction.name.startswith("BAR.SYNC"):
-            event(Meet())
+            event(Meet(MEET_LATENCY))
     return [*result, work(between)] if between else result
 
 
@@ -119,7 +123,7 @@ def product(instruction: sass_listing.Instruction) -> Product:
     from_registers = re.match(r"R\d+, R\d+, gdesc", instruction.operands)
     read = 2 * depth * (columns + (0 if from_registers else rows))
     cycles = max(rows * columns * depth / TENSOR_FMA, read / SHARED_BYTES)
-    return Product(cycles, read, "gsb0" in instruction.operands)
+    return Product(cycles, read, "gsb0" in instruction.operands, PRODUCT_LATENCY)
 
 
 def work(instructions: list[sass_listing.Instruction]) -> Work:
@@ -131,7 +135,8 @@ def work(instructions: list[sass_listing.Instruction]) -> Work:
             lanes[unit] += 4 * 32
     busy = {unit: amount / LANES[unit] for unit, amount in lanes.items() if amount}
     issue = 4 * len(instructions) / SCHEDULERS
-    return Work({"issue": issue} | busy, sum(instruction.stall for instruction in instructions))
+    latency = max([LATENCIES.get(unit, 0) for unit in busy], default=0)
+    return Work({"issue": issue} | busy, sum(instruction.stall for instruction in instructions), latency)
 
 
 def unit_of(name: str) -> str | None:
@@ -342,13 +347,27 @@ def text() -> Iterator:
     yield output.table(["", *map(str, lengths)], lines)
 
 
+def text_of_anchors() -> Iterator:
+    """The model's TFLOP/s next to the best published figures."""
+    yield f"The model next to the best published TFLOP/s, bf16, {CLOCK / 1e9:g} GHz, L2 {L2_BYTES} bytes a clock\n"
+    lines = []
+    for problem, backward, rate in anchors.cells():
+        ours = prediction(problem, backward)
+        ratio = ours["TFLOP/s"] / rate
+        what = f"{'backward' if backward else 'forward'} D {problem.D} {'causal' if problem.causal else 'full'}"
+        reason = "" if ratio >= anchors.ENOUGH else ours["bound"]
+        lines.append([what, str(problem.S), f"{ours['TFLOP/s']:.0f}", str(rate), f"{ratio:.2f}", reason])
+    yield output.table(["", "S", "model", "published", "ratio", f"bound, below {anchors.ENOUGH}"], lines)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, metavar="FILE", help="for the tables")
+    parser.add_argument("--anchors", action="store_true", help="print the best published figures next to the model's")
     args = parser.parse_args(argv)
     if not iterations():
         return 1
-    output.write_text(text(), args.text)
+    output.write_text(text_of_anchors() if args.anchors else text(), args.text)
     return 0
 
 

@@ -3,7 +3,7 @@
 import pytest
 from cubins import NVCC
 
-from benchmarks.gpu import sass_listing, time_model
+from benchmarks.gpu import anchors, sass_listing, time_model
 from benchmarks.gpu.multiprocessor import Meet, Product, Wait, Work, simulate
 from benchmarks.gpu.problem import Problem
 from benchmarks.gpu.time_model import TILINGS, HeadDims, Iteration, Tiling
@@ -51,8 +51,9 @@ def test_a_product_takes_its_multiplications_or_its_operands_time():
         "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], RZ, !UPT",
         "HGMMA.64x32x16.F32.BF16 R24, gdesc[UR16], R24",
     ))  # fmt: skip
-    assert registers == Product(64 * 256 * 16 / 2048, 2 * 16 * 256, True)
-    assert shared == Product(64, 2 * 16 * (128 + 64), False)
+    latency = time_model.PRODUCT_LATENCY
+    assert registers == Product(64 * 256 * 16 / 2048, 2 * 16 * 256, True, latency)
+    assert shared == Product(64, 2 * 16 * (128 + 64), False, latency)
     assert narrow.cycles == 2 * 16 * (32 + 64) / 128, "reading takes longer than multiplying"
 
 
@@ -64,7 +65,8 @@ def test_a_program_is_work_between_events():
     assert [type(step) for step in program] == [Work, Product, Work, Wait, Work, Meet, Work]
     assert program[3] == Wait(1)
     assert program[2].units == {"issue": 3, "exponentials": 128 / 16, "ALU": 128 / 64}
-    assert program[2].stalls == 12
+    assert (program[2].stalls, program[2].latency) == (12, time_model.LATENCIES["exponentials"])
+    assert program[0].latency == 0
 
 
 BATCH = [Product(100, 0, True), Wait(0)]
@@ -94,6 +96,15 @@ def test_a_wait_may_leave_a_batch_pending():
 
 def test_meeting_takes_as_long_as_the_last_one():
     assert simulate([Work({"exponentials": 30.0}, 0), Meet(), Work({"issue": 1.0}, 0)], 2, 1) == pytest.approx(62)
+
+
+def test_a_result_comes_a_latency_after_its_unit_is_free():
+    """The tensor cores begin the next product before that. Two warpgroups hide each other's latencies."""
+    batch = [Product(100, 0, True, 20), Wait(0)]
+    assert simulate(batch, consumers=1, iterations=10) == 1200
+    assert simulate(batch, consumers=2, iterations=10) == pytest.approx(2020)
+    assert simulate([Work({"issue": 50.0}, 10, 30)], consumers=1, iterations=3) == 240
+    assert simulate([Work({"issue": 50.0}, 0), Meet(30)], consumers=2, iterations=3) == pytest.approx(3 * (100 + 30))
 
 
 @pytest.mark.parametrize("owns_keys", [False, True])
@@ -148,6 +159,16 @@ def test_a_prediction_is_below_the_peak(iterations):
         assert rates[-1] < peak
     assert time_model.prediction(Problem(1, 1, 64, 80, False), False) is None
     assert time_model.prediction(Problem(1, 1, 64, 80, False), True) is None
+
+
+def test_the_table_of_published_figures(iterations, capsys):
+    """Each cell has a prediction; a cell below 0.9 names the unit that bounds it."""
+    assert time_model.main(["--anchors"]) == 0
+    lines = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if " D " in line]
+    assert len(lines) == len(list(anchors.cells())) == 53
+    for *_, model, published, ratio, bound in lines:
+        assert float(ratio) == pytest.approx(float(model) / float(published), abs=0.01)
+        assert (float(ratio) >= anchors.ENOUGH) == (bound.strip() == "")
 
 
 def test_a_narrower_value_takes_less_time(iterations):

@@ -1,0 +1,31 @@
+"""The best published TFLOP/s of each cell on an H100 or H200, and how near the time model comes: its table is printed
+by `python -m benchmarks.gpu.time_model --anchors`.
+
+The figures are for bfloat16 or float16, 16384 tokens in a batch and 2048 columns of all heads, from FlashAttention-3
+(Shah et al. 2024) and cuDNN as it is measured there.
+"""
+
+from benchmarks.gpu.problem import COLUMNS, TOKENS, Problem
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+# Backward, head dimension, causal: TFLOP/s by length. None: nothing is published.
+ANCHORS: dict[tuple[bool, int, bool], tuple[int | None, ...]] = {
+    (False, 64, False): (340, 392, 460, 476, 496, 497),
+    (False, 64, True): (225, 291, 371, 420, 460, 473),
+    (False, 128, False): (497, 574, 633, 671, 691, 702),
+    (False, 128, True): (315, 423, 567, 667, 685, 673),
+    (False, 256, False): (482, 639, 707, 736, 746, 756),
+    (False, 256, True): (308, 427, 537, 612, 628, 642),
+    (True, 64, False): (272, 363, 422, 453, 472, 474),
+    (True, 128, False): (316, 424, 504, 560, 594, 612),
+    (True, 128, True): (None, 219, 370, 474, 575, 579),
+}
+ENOUGH = 0.9  # of the anchor; below it the table says what bounds the kernel
+
+
+def cells():
+    """The problem, the pass and the anchor of each cell that has one."""
+    for (backward, head_dim, causal), rates in ANCHORS.items():
+        for length, rate in zip(LENGTHS, rates, strict=True):
+            if rate is not None:
+                yield Problem(TOKENS // length, COLUMNS // head_dim, length, head_dim, causal), backward, rate
