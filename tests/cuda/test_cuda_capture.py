@@ -12,8 +12,9 @@ import pytest
 import torch
 from helpers import make_qkv
 from paths import ROOT
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from flash_attn_ext import flash_attn, flash_attn_varlen
+from flash_attn_ext import flash_attn, flash_attn_interface, flash_attn_varlen, flash_attn_with_kvcache, indexer_topk
 
 FAULTS = {
     "correct_launch": "",
@@ -28,6 +29,7 @@ RUNTIME = {
 # The same for the code that sees torch.
 OF_TORCH = {"c10::cuda::CUDAGuard", "c10::cuda::getCurrentCUDAStream"}
 READS_ON_THE_HOST = r"\.item(<|\()|_local_scalar_dense|\.cpu\(\)|ynchronize|cudaMalloc|cudaMemcpy"
+CALL_OF_RUNTIME = r"\b(cuda(?!Error_t)[A-Z]\w*)\("
 
 
 @pytest.mark.parametrize("launcher", FAULTS)
@@ -67,11 +69,17 @@ def test_a_replay_reads_the_present_inputs(kernels, capability, packed):
 def test_only_functions_that_a_graph_may_capture_are_called():
     csrc = ROOT / "csrc"
     texts = {path: path.read_text() for path in csrc.rglob("*") if path.suffix in (".cpp", ".cu", ".cuh", ".h")}
-    runtime = {path: set(re.findall(r"\b(cuda(?!Error_t)[A-Z]\w*)\(", text)) for path, text in texts.items()}
+    runtime = {path: set(re.findall(CALL_OF_RUNTIME, text)) for path, text in texts.items()}
     assert set.union(*runtime.values()) == RUNTIME
     for path in (csrc / "ops").rglob("*cuda*"):
         assert set(re.findall(r"\b(?:c10|at)::cuda::\w+", texts[path])) <= OF_TORCH
         assert not re.search(READS_ON_THE_HOST, texts[path]), path
+
+
+@pytest.mark.parametrize("fault", ["cudaMalloc(&p, 4)", "cudaStreamSynchronize(s)", "cudaMemcpy(to, from, 4, kind)"])
+def test_a_call_that_a_graph_cannot_capture_is_found(fault):
+    assert not set(re.findall(CALL_OF_RUNTIME, f"return {fault};")) <= RUNTIME
+    assert re.search(READS_ON_THE_HOST, f"at::cuda::{fault};")
 
 
 def test_the_kernels_objects_need_no_other_function_of_the_runtime(built):
@@ -83,3 +91,81 @@ def test_the_kernels_objects_need_no_other_function_of_the_runtime(built):
     assert objects
     symbols = subprocess.run(["nm", "-uC", *objects], capture_output=True, text=True, check=True).stdout
     assert set(re.findall(r" U (cu[A-Z]\w*|cuda[A-Z]\w*)\(", symbols)) <= RUNTIME
+
+
+def on_cuda(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="cuda")
+
+
+def numbers(*shape):
+    return on_cuda(*shape, dtype=torch.int32)
+
+
+def made(options):
+    """Tensors exist only while a call is traced, so options are functions."""
+    return {name: make() for name, make in options.items()}
+
+
+def dense(**options):
+    return lambda: flash_attn(*(on_cuda(2, 4, 64, 64) for _ in range(3)), **made(options))
+
+
+def packed(function=flash_attn_varlen, **options):
+    def call():
+        rows = (on_cuda(100, 4, 64) for _ in range(3))
+        return function(*rows, numbers(3), numbers(3), 50, 50, **made(options))
+
+    return call
+
+
+def cached(cache=(2, 128, 2, 64), function=flash_attn_with_kvcache, **options):
+    def call():
+        caches = (on_cuda(*cache) for _ in range(2))
+        return function(on_cuda(2, 1, 4, 64), *caches, cache_seqlens=numbers(2), **made(options))
+
+    return call
+
+
+def a_row():
+    return on_cuda(2, 1, 2, 64)
+
+
+def a_table():
+    return on_cuda(128, 32)
+
+
+# Calls as users write them, of tensors on CUDA.
+CALLS = {
+    "dense": dense(is_causal=lambda: True),
+    "mask": dense(attn_mask=lambda: on_cuda(64, 64, dtype=torch.bool), window=lambda: (3, 4)),
+    "key_mask": dense(key_mask=lambda: on_cuda(2, 64, dtype=torch.bool)),
+    "dropout": dense(dropout_p=lambda: 0.1),
+    "alibi_slopes": dense(alibi_slopes=lambda: on_cuda(4, dtype=torch.float32)),
+    "sink": dense(sink=lambda: on_cuda(4, dtype=torch.float32)),
+    "key_indices": dense(key_indices=lambda: numbers(2, 4, 64, 8)),
+    "packed": packed(),
+    "packed, used keys": packed(seqused_k=lambda: numbers(2)),
+    "packed, as flash-attention": packed(flash_attn_interface.flash_attn_varlen_func),
+    "cache": cached(),
+    "cache, appended": cached(k=a_row, v=a_row),
+    "cache, rotated": cached(k=a_row, v=a_row, rotary_cos=a_table, rotary_sin=a_table),
+    "cache, rows": cached((4, 128, 2, 64), cache_batch_idx=lambda: numbers(2)),
+    "pages": cached((16, 16, 2, 64), block_table=lambda: numbers(2, 8)),
+    "pages, rows": cached((16, 16, 2, 64), block_table=lambda: numbers(4, 8), cache_batch_idx=lambda: numbers(2)),
+    "cache, as flash-attention": cached(function=flash_attn_interface.flash_attn_with_kvcache),
+    "indexer": lambda: indexer_topk(on_cuda(1, 4, 64, 32), on_cuda(1, 64, 32), on_cuda(1, 64, 4), 8),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_call_reads_a_tensor_on_the_host_before_its_operator(call):
+    """Fake tensors of CUDA have no values: reading one raises an error."""
+    with FakeTensorMode(), torch.no_grad():
+        result = CALLS[call]()
+        for t in result if isinstance(result, tuple) else (result,):
+            assert t.device.type == "cuda"
+
+
+def test_a_call_that_reads_a_tensor_on_the_host_is_found():
+    with FakeTensorMode(), torch.no_grad(), pytest.raises(DataDependentOutputException):
+        flash_attn_varlen(*(on_cuda(100, 4, 64) for _ in range(3)), numbers(3), numbers(3), numbers(1).item(), 50)
