@@ -1,7 +1,10 @@
 """The model of the sm90 kernels' time: reading machine code, simulating a multiprocessor, and predicting."""
 
+import subprocess
+from types import SimpleNamespace
+
 import pytest
-from cubins import NVCC
+from cubins import CUDA, NVCC, compiled_once, nvcc_flags
 
 from benchmarks.gpu import anchors, sass_listing, time_model
 from benchmarks.gpu.multiprocessor import Meet, Product, Wait, Work, simulate
@@ -126,11 +129,29 @@ def test_more_blocks_than_multiprocessors_take_another_wave():
     assert iteration.bound == "tensor 90%"
 
 
+def test_the_model_compiles_as_the_build_does(monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.setattr(time_model, "ROOT", tmp_path)
+    monkeypatch.setattr(time_model.units, "nvcc", lambda: "nvcc")
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command: commands.append(command) or SimpleNamespace(wait=lambda: 0)
+    )
+    time_model.compile_machine_code()
+    for way, command in zip(("forward", "backward"), commands, strict=True):
+        assert tmp_path / "csrc" / (CUDA / "sm90" / f"{way}_bfloat16.cu").relative_to(CUDA.parent) in command
+        assert {"-arch=sm_90a", "-std=c++20", *nvcc_flags()} - set(command) == {"-DFLASH_ATTN_EXT_WITH_CUDA"}
+
+
 @pytest.fixture(scope="module")
 def iterations():
+    """Of the machine code that test_cuda_compile.py reads too."""
     if not NVCC.exists() or sass_listing.tool("cuobjdump") is None or sass_listing.tool("nvdisasm") is None:
         pytest.skip("needs nvcc, and cuobjdump and nvdisasm of the CUDA toolkit or of PyPI")
-    return time_model.iterations()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            time_model, "machine_code", lambda way: compiled_once(CUDA / "sm90" / f"{way}_bfloat16.cu", "90a")[0]
+        )
+        return time_model.iterations()
 
 
 @pytest.mark.parametrize(("way", "dims"), TILINGS, ids=str)
