@@ -15,6 +15,7 @@ without a score matrix. Reverse mode differentiates the loss.
 import argparse
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,16 +27,19 @@ POINTS, WIDTH, HEADS, BLOCKS = 64, 64, 4, 2
 
 
 class Block(nn.Module):
-    def __init__(self):
+    """One transformer layer in which all tokens see each other, (B, S, width) -> (B, S, width)."""
+
+    def __init__(self, width: int = WIDTH, heads: int = HEADS, attention: Callable[..., Tensor] = flash_attn):
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.heads, self.attention = heads, attention
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(flash_attn(q, k, v).transpose(1, 2).flatten(-2))
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(-2))
         return x + self.mlp(self.norms[1](x))
 
 
@@ -68,7 +72,8 @@ def samples(batch: int) -> Tensor:
     return 1.3 * torch.stack([angle.cos(), angle.sin()], -1) + 0.1 * torch.randn(batch, POINTS, 2)
 
 
-def loss_of(network: AverageVelocity, data: Tensor) -> Tensor:
+def loss_of(network: Callable[[Tensor, Tensor, Tensor], Tensor], data: Tensor) -> Tensor:
+    """The MeanFlow loss of network(z, r, t) on data (batch, tokens, columns)."""
     batch = len(data)
     noise = torch.randn_like(data)
     t, r = torch.rand(2, batch).sort(0, descending=True).values

@@ -68,6 +68,7 @@ FILES = {
     "test_ptx_sm90": "as test_ptx_sm80",
     "test_sanitizers": "compiles the kernels with sanitizers",
     "test_scaling": "compiles kernels that record their tasks",
+    "test_short_examples": "trains models",
     "test_sparse_indexer_example": "trains a model",
     "test_transformers": "models of transformers",
     "test_transformers_packed": "models of transformers",
