@@ -151,7 +151,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const Range keys = key_tiles<C>(p, i0);
   const PhiloxKey key = dropout_key(p.dropout);
 
-  const int64_t batch_of_rows = C::kPacked && !Functions::kAlsoDense ? 0 : b;  // the tensors of a sequence start at its first row
+  const int64_t batch_of_rows =
+      C::kPacked && !Functions::kAlsoDense ? 0 : b;  // the tensors of a sequence start at its first row
   const auto load = [&](auto& tile, const Tensor4& t, int64_t head, int64_t first, int64_t seqlen,
                         int64_t columns) {
     tile.template load_async<C::kThreads>(t, batch_of_rows, head, first, seqlen, columns);
