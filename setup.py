@@ -58,7 +58,7 @@ CUDA = [
 CUDA += [
     f"sm80/{way}_{dtype}.cu" for way in ("forward", "decode", "backward", "jvp") for dtype in ("bfloat16", "float16")
 ]
-CUDA += [f"sm80/flex_{way}_{dtype}.cu" for way in ("forward",) for dtype in ("bfloat16", "float16")]
+CUDA += [f"sm80/flex_{way}_{dtype}.cu" for way in ("forward", "backward") for dtype in ("bfloat16", "float16")]
 CUDA += ["sm75/why_not.cpp", *(f"sm75/{way}_float16.cu" for way in ("forward", "decode", "backward"))]
 CUDA += [
     f"simt/{way}_{dtype}.cu"

@@ -166,8 +166,13 @@ Selection<BackwardParams> select_backward(const BackwardParams& p) {
   Choice<BackwardParams> choice(p);
   choice.offer("sm90", p.dweights ? "sm90: no gradients of the weights" : sm90::why_not_backward(p),
                of_half(p.dtype, sm90::backward_bfloat16, sm90::backward_float16), sm90::backward_workspace);
-  choice.offer("sm80", p.dweights ? "sm80: no gradients of the weights" : sm80::why_not_backward(p),
-               of_half(p.dtype, sm80::backward_bfloat16, sm80::backward_float16), sm80::backward_workspace);
+  if (p.functions)
+    choice.offer("sm80", sm80::why_not_backward(p),
+                 of_half(p.dtype, sm80::flex_backward_bfloat16, sm80::flex_backward_float16),
+                 sm80::flex_backward_workspace);
+  else
+    choice.offer("sm80", p.dweights ? "sm80: no gradients of the weights" : sm80::why_not_backward(p),
+                 of_half(p.dtype, sm80::backward_bfloat16, sm80::backward_float16), sm80::backward_workspace);
   choice.offer("sm75", sm75::why_not_backward(p), of_float16(p.dtype, sm75::backward_float16),
                sm75::backward_workspace);
   if (p.functions) {

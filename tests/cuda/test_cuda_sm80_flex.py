@@ -58,6 +58,36 @@ def test_score_functions(kernels, score, mask, head_dim):
     on_sm80(kernels)
 
 
+@pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "in any order"])
+@pytest.mark.parametrize(
+    ("mask", "block_size", "head_dim"),
+    [("document", 64, 64), ("by_table", (48, 100), 72), ("window", (16, 24), 136), ("prefix_lm", 128, 200)],
+)
+def test_gradients(kernels, mask, block_size, head_dim, deterministic):
+    """Blocks of keys take turns with each tile of dq, and must count only the blocks that visit the tile."""
+    kernels.deterministic = deterministic
+    shape = (1, 2, 1, 130, 300, head_dim)
+    cpu.check(shape, torch.bfloat16, None, mask_mods(1, 130, 300)[mask], block_size=block_size)
+    on_sm80(kernels)
+
+
+def test_hidden_rows_that_are_not_finite(kernels):
+    """A mask function hides these rows, so no gradient may see them."""
+    q, k, v = (torch.randn(1, 1, 140, 64).half().requires_grad_() for _ in range(3))
+    dout = torch.randn(1, 1, 140, 64).half()
+    masks = [lambda b, h, i, j: (j != 90) & (i != 60), lambda b, h, i, j: (j != 90) & (i != 60) & (j < 120)]
+    for mask_mod in masks:
+        mask = create_block_mask(mask_mod, None, None, 140, 140, "cpu", BLOCK_SIZE=(64, 40))
+        clean = torch.autograd.grad(flex_attention(q, k, v, block_mask=mask), (q, k, v), dout)
+        on_sm80(kernels)
+        dirty = [t.detach().clone() for t in (q, k, v)]
+        dirty[0][:, :, 60], dirty[1][:, :, 90], dirty[2][:, :, 90] = torch.nan, torch.nan, torch.inf
+        dirty = [t.requires_grad_() for t in dirty]
+        got = torch.autograd.grad(flex_attention(*dirty, block_mask=mask), dirty, dout)
+        for name, ours, wanted in zip("qkv", got, clean, strict=True):
+            cpu.assert_near(name, ours, wanted.double(), 3e-3)
+
+
 @pytest.mark.parametrize("block_size", [64, (48, 100)], ids=str)
 def test_blocks_that_a_mask_hides_are_not_read(kernels, block_size):
     """The products of a tile that is read have NaN, and the mask function runs in partial blocks only."""
@@ -135,6 +165,19 @@ def test_packed_sequences_and_caches(kernels):
         cpu.assert_near("cache", out[b : b + 1], exact.transpose(1, 2), 4e-3)
 
 
+def test_packed_gradients(kernels):
+    cu = torch.tensor([0, 70, 70, 203])
+    inputs = [torch.randn(203, 2, 24).half().requires_grad_() for _ in range(3)]
+    out = flash_attn_varlen(*inputs, cu, cu, mask_mod=lambda b, h, i, j: (i + h >= j) & ((i - j) % 3 != b))
+    dout = torch.randn_like(out)
+    on_tensor_cores = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    on_sm80(kernels)
+    kernels.force_tier("simt")
+    for ours, wanted in zip(on_tensor_cores, torch.autograd.grad(out, inputs, dout), strict=True):
+        cpu.assert_near("packed gradient", ours, wanted.double(), 4e-3)
+    kernels.force_tier("")
+
+
 def test_what_it_refuses(kernels):
     q, k, v = (torch.randn(1, 2, 9, 8).half() for _ in range(3))
     bias = torch.rand(9, 9).half()
@@ -142,11 +185,18 @@ def test_what_it_refuses(kernels):
     assert kernels.tier == "simt"
     assert kernels.why_not[-1] == "sm80: no attn_mask together with a score_mod"
 
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    flex_attention(*inputs, lambda s, b, h, i, j: s + h).sum().backward()
+    assert kernels.tier == "simt"
+    assert kernels.why_not[-1] == "sm80: no backward of a score_mod"
+    flash_attn(*inputs, mask_mod=lambda b, h, i, j: i >= j, dropout_p=0.5).sum().backward()
+    assert kernels.why_not[-1] == "sm80: no dropout in the backward with functions of the user"
+
     def long(s, b, h, i, j):
         for n in range(200):
             s = torch.tanh(s * (n + 1.5))
         return s
 
-    with pytest.raises(library.KernelError, match="more than 384 instructions or 64 values"):
+    with torch.no_grad(), pytest.raises(library.KernelError, match="more than 384 instructions or 64 values"):
         flex_attention(q, k, v, long)
     assert kernels.why_not[1] == "sm80: no functions of the user beyond the limits of simt"

@@ -75,11 +75,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   compute_row_terms<In>(call, terms, functions);
 }
 
+// Stores the functions on the GPU, and computes the terms of the rows.
 template <class In, class T = Accumulator<In>>
-cudaError_t launch_flex_backward(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+cudaError_t launch_flex_row_terms(const BackwardParams& p, const FlexBackwardWorkspace<T>& w,
+                                  cudaStream_t stream) {
+  const Sizes& z = p.sizes;
+  const LaunchShape rows{z.batch * z.heads * ceil_div(z.seqlen_q, kBlockQ), 1, 1, kThreads,
+                         sizeof(SharedMemory<T, kBlockQ>)};
+  return in_order([&] { return launch_store_functions(p, w.functions, stream, w.captured); },
+                  [&] { return launch(flex_row_terms_kernel<In>, rows, stream, p, w.rows, w.functions); });
+}
+
+// Computes the gradients that are wanted, after launch_flex_row_terms().
+template <class In, class T = Accumulator<In>>
+cudaError_t launch_flex_gradients(const BackwardParams& p, const FlexBackwardWorkspace<T>& w,
+                                  cudaStream_t stream) {
   using Pass = FlexPass<In>;
-  Arena arena(workspace);
-  const auto w = FlexBackwardWorkspace<T>::lay_out(arena, p);
   const Sizes& z = p.sizes;
   constexpr int64_t kKeySlice = key_gradient_slice<T>(kMaxSlice);
   const int64_t heads = z.batch * z.heads, query_blocks = ceil_div(z.seqlen_q, Pass::kTileRows);
@@ -90,8 +101,6 @@ cudaError_t launch_flex_backward(const BackwardParams& p, void* workspace, cudaS
   const auto elementwise = [](bool wanted, int64_t elements) {
     return LaunchShape{wanted ? ceil_div(elements, kThreads) : 0, 1, 1, kThreads};
   };
-  const LaunchShape rows{heads * ceil_div(z.seqlen_q, kBlockQ), 1, 1, kThreads,
-                         sizeof(SharedMemory<T, kBlockQ>)};
   const MaskSchedule mask = schedule_mask(p, Pass::kTileRows);
   const int64_t mask_elements = p.dmask.batch * p.dmask.heads * p.dmask.rows * p.dmask.cols;
   // dq_kernel visits each element of the score matrix once: it also adds to captured elements.
@@ -102,12 +111,10 @@ cudaError_t launch_flex_backward(const BackwardParams& p, void* workspace, cudaS
   without_dq.dq = {};
   without_dq.dalibi_slopes = nullptr;
   return in_order(
-      [&] { return launch_store_functions(p, w.functions, stream, w.captured); },
       [&] {
         return launch(clear_captured_kernel, elementwise(captured > 0, captured), stream, w.captured,
                       captured);
       },
-      [&] { return launch(flex_row_terms_kernel<In>, rows, stream, p, w.rows, w.functions); },
       [&] {
         return launch(dq_kernel<Pass, kMaxSlice>,
                       shape_of(p.dq || p.dalibi_slopes || captured > 0, heads * query_blocks,
@@ -146,6 +153,14 @@ cudaError_t launch_flex_backward(const BackwardParams& p, void* workspace, cudaS
                       static_cast<T*>(p.functions->dcaptured), captured);
       },
       [&] { return launch_sink_gradient(p, w.rows.delta, RowOfLse{}, stream); });
+}
+
+template <class In, class T = Accumulator<In>>
+cudaError_t launch_flex_backward(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+  Arena arena(workspace);
+  const auto w = FlexBackwardWorkspace<T>::lay_out(arena, p);
+  return in_order([&] { return launch_flex_row_terms<In>(p, w, stream); },
+                  [&] { return launch_flex_gradients<In>(p, w, stream); });
 }
 
 }  // namespace flash_attn_ext::cuda::simt

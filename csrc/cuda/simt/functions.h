@@ -4,6 +4,8 @@
 // GPU, and a CUDA graph keeps the argument.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include "../../core/program.h"
 #include "schedule.h"
 
@@ -64,5 +66,11 @@ struct FlexBackwardWorkspace : BackwardWorkspace<T> {
     return w;
   }
 };
+
+// The backward's steps, for the tier sm80: the terms of each query row, then the gradients that are wanted.
+using FlexBackwardStep = cudaError_t(const BackwardParams&, const FlexBackwardWorkspace<float>&,
+                                     cudaStream_t);
+FlexBackwardStep flex_row_terms_bfloat16, flex_row_terms_float16, flex_gradients_bfloat16,
+    flex_gradients_float16;
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -75,9 +75,9 @@ __device__ bool store_rows(const Tensor4& grad, int64_t b, int64_t h, int64_t fi
   return is_nan;
 }
 
-template <class C>
+template <class C, class Functions = NoFunctions>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    backward_kernel(const BackwardParams call, const BackwardWorkspace w) {
+    backward_kernel(const BackwardParams call, const BackwardWorkspace w, const Functions functions) {
   using In = typename C::In;
   if (!C::Gpu::kHasCode) return __trap();
   auto& shared = shared_memory<BackwardMemory<C>, C::Gpu::kSharedBytes>();
@@ -106,17 +106,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const Range seen = visible_queries(p.band.without_chunks(), j0, j_end, z.seqlen_q);
   const int first_tile = seen.begin / C::kBlockQ;
   const int end_tile = j0 < j_end && seen.begin < seen.end ? ceil_div(seen.end, C::kBlockQ) : first_tile;
-  struct Step {
-    int head, tile;  // of the group; of the head
-  };
-  const auto next_step = [&](Step step) {
-    return step.tile + 1 < end_tile ? Step{step.head, step.tile + 1} : Step{step.head + 1, first_tile};
-  };
-  const auto place = [&](Step step) {
+  auto steps = functions.template steps<C>(p, b, h_kv * group, group, j0, first_tile, end_tile);
+  const auto place = [&](const auto& step) {
     return TransposedPosition<C>{b, h_kv * group + step.head, int64_t{step.tile} * C::kBlockQ, j0};
   };
 
-  const auto load_q = [&](Step step, int buffer) {
+  const auto load_q = [&](const auto& step, int buffer) {
     if (step.head < group) {
       const TransposedPosition<C> at = place(step);
       shared.q[buffer].template load_async<C::kThreads>(p.q, b, at.h, at.i0, z.seqlen_q, z.head_dim);
@@ -124,7 +119,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     ptx::cp_async_commit();  // ends the group of q; also an empty one, because the waits count groups
   };
-  const auto load_dout = [&](Step step) {
+  const auto load_dout = [&](const auto& step) {
     if (step.head < group) {
       const TransposedPosition<C> at = place(step);
       shared.dout.template load_async<C::kThreads>(p.dout, b, at.h, at.i0, z.seqlen_q, z.head_dim_v);
@@ -132,8 +127,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     ptx::cp_async_commit();  // ends the group of dout
   };
 
-  const bool has_steps = first_tile < end_tile;
-  Step step{has_steps ? 0 : group, first_tile};
+  auto step = steps.first();
+  const bool has_steps = (step.head) < group;
   if (has_steps) {
     shared.k.template load_async<C::kThreads>(p.k, b, h_kv, j0, z.seqlen_k, z.head_dim);
     if constexpr (C::kHeldColumns > 0)
@@ -153,12 +148,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
 
   float dk[C::kGradColumns / 8][4] = {}, dv[C::kGradColumns / 8][4] = {};
-  for (int buffer = 0; step.head < group; buffer ^= C::kQBuffers - 1) {
-    const TransposedPosition<C> at = place(step);
-    const Step next = next_step(step);
+  for (int buffer = 0; (step.head) < group; buffer ^= C::kQBuffers - 1) {
+    const auto at = functions.template shown<C::kColumns>(p, step, place(step));
+    const auto next = steps.after(step);
     const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, z.seqlen_q);
     const bool tail = j_end < j0 + C::kBlockK;
-    const bool partial = call.mask || tail || !band_covers(p.band.without_chunks(), at.i0, i_end, j0, j_end);
+    const bool partial = call.mask || tail || functions.may_hide(step) ||
+                         !band_covers(p.band.without_chunks(), at.i0, i_end, j0, j_end);
 
     ptx::cp_async_wait<C::kLater>();  // this thread's part of q has landed; dout may be in flight
     __syncthreads();  // all parts have landed; all have read the other q, P, dS and v's last columns
@@ -167,7 +163,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     float products[C::kColumns][4] = {};
     multiply_rows<C::kUnrolled>(shared.k, C::first_key(), shared.q[buffer], C::first_query(), products);
     Probs<C::kColumns> probs;
-    recompute_probs(p, w.score_scale, at, partial, shared.terms[buffer], products, probs);
+    recompute_scores(p, w.score_scale, at, partial, products, probs);
+    recompute_probs<C>(p, at, shared.terms[buffer], products, probs);
     if constexpr (C::kSharers > 1) store_scores<C>(probs.packed, shared.probs());
 
     ptx::cp_async_wait<1>();  // this thread's part of dout has landed; the next q may be in flight
@@ -190,8 +187,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (call.dq) {
       int turn = -1;
       if (in_turns)
-        turn = (visible_keys(p.band.without_chunks(), at.i0, i_end, z.seqlen_k).end - 1) / C::kBlockK -
-               key_block;
+        turn = functions.template blocks_between<C>(
+            p, at, i_end, key_block,
+            (visible_keys(p.band.without_chunks(), at.i0, i_end, z.seqlen_k).end - 1) / C::kBlockK);
       add_query_gradient(shared, w, dq_tiles(b, at.h, at.i0 / C::kBlockQ), turn);
     }
     step = next;

@@ -79,11 +79,17 @@ struct BackwardWorkspace {
 
   template <class Gpu = Ampere>
   static BackwardWorkspace lay_out(Arena& arena, const BackwardParams& p) {
+    return lay_out_after<Gpu>(simt::BackwardWorkspace<float>::lay_out(arena, p), arena, p,
+                              padded_head_dim(p.sizes));
+  }
+  template <class Gpu = Ampere>
+  static BackwardWorkspace lay_out_after(const simt::BackwardWorkspace<float>& simt, Arena& arena,
+                                         const BackwardParams& p, int padded) {
     const Sizes& z = p.sizes;
-    const int padded = padded_head_dim(z), rows = backward_tiles<Gpu>(padded).rows;
+    const int rows = backward_tiles<Gpu>(padded).rows;
     const int64_t heads = z.batch * z.heads, tiles = heads * ceil_div(z.seqlen_q, rows);
     BackwardWorkspace w;
-    w.simt = simt::BackwardWorkspace<float>::lay_out(arena, p);
+    w.simt = simt;
     w.flags.queries = arena.take<int>(heads * NanFlags::tiles(z.seqlen_q));
     w.flags.keys = arena.take<int>(z.batch * z.heads_kv * NanFlags::tiles(z.seqlen_k));
     const size_t before = arena.used();

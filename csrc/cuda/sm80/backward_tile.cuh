@@ -7,6 +7,7 @@
 #include "../shared_memory.h"
 #include "backward_schedule.h"
 #include "tile.cuh"
+#include "tile_functions.cuh"
 
 namespace flash_attn_ext::cuda::sm80 {
 
@@ -101,6 +102,10 @@ struct TransposedPosition {
   static __device__ int column(int n, int e) { return C::first_query() + 8 * n + lane() % 4 * 2 + e % 2; }
   __device__ int64_t query(int n, int e) const { return i0 + column(n, e); }
   __device__ int64_t key(int e) const { return j0 + C::first_key() + lane() / 4 + e / 2 * 8; }
+  __device__ bool inside(const Sizes& z, int n, int e) const {
+    return query(n, e) < z.seqlen_q && key(e) < z.seqlen_k;
+  }
+  __device__ ElementIndex element(int n, int e) const { return {b, h, query(n, e), key(e)}; }
 };
 
 // The last columns of V in a warp's 16 rows, as operands of dP^T = V dO^T. Empty if shared memory has all columns.
@@ -170,17 +175,16 @@ struct Probs {
 
 // Converts products to scores, -inf where hidden, and computes the derivatives of the softcap. Bit 4 n + e of the
 // result: that element attends.
-template <class C, int N>
-__device__ uint32_t finish_scores(const BackwardParams& p, float scale, const TransposedPosition<C>& at,
+template <class Position, int N>
+__device__ uint32_t finish_scores(const BackwardParams& p, float scale, const Position& at,
                                   float (&scores)[N][4], float (&gates)[N][4]) {
   uint32_t attends = 0;
   for_each_accumulator(scores, gates, [&](int n, float (&products)[4], float (&gate)[4]) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int64_t i = at.query(n, e), j = at.key(e);
-      const bool inside = i < p.sizes.seqlen_q && j < p.sizes.seqlen_k;
-      const Score<float> score =
-          finish_scaled_score(p, rounded_product(products[e], scale), at.b, at.h, i, j, inside);
+      const Score<float> score = finish_scaled_score(p, rounded_product(products[e], scale), at.b, at.h, i, j,
+                                                     at.inside(p.sizes, n, e));
       products[e] = score.value;
       gate[e] = 1 - score.tanh * score.tanh;
       attends |= uint32_t{score.attends} << (4 * n + e);
@@ -189,11 +193,10 @@ __device__ uint32_t finish_scores(const BackwardParams& p, float scale, const Tr
   return attends;
 }
 
-// `scale`: product_scale(). `partial`: the tile may have hidden elements.
-template <class C, int N>
-__device__ void recompute_probs(const BackwardParams& p, float scale, const TransposedPosition<C>& at,
-                                bool partial, const TermsTile<C::kBlockQ>& terms, float (&scores)[N][4],
-                                Probs<N>& probs) {
+// Converts products to scores. `scale`: product_scale(). `partial`: the tile may have hidden elements.
+template <class Position, int N>
+__device__ void recompute_scores(const BackwardParams& p, float scale, const Position& at, bool partial,
+                                 float (&scores)[N][4], Probs<N>& probs) {
   probs.attends = ~0u;
 #pragma unroll
   for (int n = 0; n < N; ++n)
@@ -207,6 +210,11 @@ __device__ void recompute_probs(const BackwardParams& p, float scale, const Tran
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
   }
+}
+
+template <class C, int N>
+__device__ void recompute_probs(const BackwardParams& p, const TransposedPosition<C>& at,
+                                const TermsTile<C::kBlockQ>& terms, float (&scores)[N][4], Probs<N>& probs) {
   if constexpr (C::kDropout) probs.kept = KeptElements::of(p, at);
   constexpr float kScale = static_cast<float>(kLog2E);
 #pragma unroll

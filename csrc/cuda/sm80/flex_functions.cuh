@@ -51,7 +51,58 @@ template <class Position>
 struct ShownPosition : Position {
   uint32_t bits;  // bit 4 n + e: element e of accumulator n is shown
 
-  __device__ bool inside(int n, int e) const { return (bits >> (4 * n + e) & 1) && Position::inside(n, e); }
+  __device__ bool inside(int n, int e) const { return is_shown(n, e) && Position::inside(n, e); }
+  __device__ bool inside(const Sizes& z, int n, int e) const {
+    return is_shown(n, e) && Position::inside(z, n, e);
+  }
+
+ private:
+  __device__ bool is_shown(int n, int e) const { return bits >> (4 * n + e) & 1; }
+};
+
+// The steps of a block of keys in the backward: the tiles of queries that the block mask does not hide from all of its
+// keys, for each head of the group.
+template <class C>
+class ShownSteps {
+ public:
+  struct Step {
+    int head, tile;  // of the group; of the head
+    TileState state;
+  };
+
+  __device__ ShownSteps(const AttentionParams& p, const simt::DeviceFunctions& functions, int64_t b,
+                        int64_t first_head, int group, int64_t j0, int first_tile, int end_tile)
+      : p_(p),
+        functions_(functions),
+        b_(b),
+        first_head_(first_head),
+        j0_(j0),
+        group_(group),
+        first_tile_(first_tile),
+        end_tile_(end_tile) {}
+
+  __device__ Step first() { return find(0, first_tile_); }
+  __device__ Step after(const Step& step) { return find(step.head, step.tile + 1); }
+
+ private:
+  const AttentionParams& p_;
+  const simt::DeviceFunctions& functions_;
+  const int64_t b_, first_head_, j0_;
+  const int group_, first_tile_, end_tile_;
+  TileSearch search_;  // in one head
+
+  __device__ Step find(int head, int tile) {
+    for (; head < group_; ++head, tile = first_tile_, search_ = TileSearch()) {
+      const int found = search_.next(tile, end_tile_, [&](int n) {
+        const int64_t i0 = int64_t{n} * C::kBlockQ,
+                      i_end = smaller<int64_t>(i0 + C::kBlockQ, p_.sizes.seqlen_q);
+        const int64_t j_end = smaller<int64_t>(j0_ + C::kBlockK, p_.sizes.seqlen_k);
+        return states_of_tile(p_, functions_, b_, first_head_ + head, i0, i_end, j0_, j_end);
+      });
+      if (found < end_tile_) return {head, found, search_.state(found)};
+    }
+    return {group_, first_tile_, TileState::kFull};
+  }
 };
 
 struct WithFunctions {
@@ -76,8 +127,9 @@ struct WithFunctions {
     for (int bit = 0; bit < 4 * N; ++bit) {
       const int n = bit / 4, e = bit % 4;
       const ElementIndex at_element = at.element(n, e);
-      if (!at.inside(n, e) || !in_band(p.band.without_chunks(), at_element.i, at_element.j)) continue;
-      const simt::ProgramPoint<float> point = point_of(p, at_element, 0, 0);
+      const bool inside = at_element.i < p.sizes.seqlen_q && at_element.j < p.sizes.seqlen_k;
+      if (!inside || !in_band(p.band.without_chunks(), at_element.i, at_element.j)) continue;
+      const simt::ProgramPoint<float> point = point_of(p, at_element, 0);
       const bool is_shown = tile.state == TileState::kPartial
                                 ? simt::run_program(device, device->mask, point) != 0
                                 : simt::is_shown(*device, point);
@@ -103,17 +155,42 @@ struct WithFunctions {
       for (int e = 0; e < 4; ++e) {
         if (!(attends >> (4 * n + e) & 1)) continue;
         values[e] = simt::number_of<float>(
-            simt::run_program(device, device->score, point_of(p, at.element(n, e), values[e], 0)));
+            simt::run_program(device, device->score, point_of(p, at.element(n, e), values[e])));
         if (values[e] == -kInf<float>) attends &= ~(uint32_t{1} << (4 * n + e));
       }
     });
   }
 
+  // The backward.
+  template <class C>
+  __device__ ShownSteps<C> steps(const AttentionParams& p, int64_t b, int64_t first_head, int group,
+                                 int64_t j0, int first_tile, int end_tile) const {
+    return {p, *device, b, first_head, group, j0, first_tile, end_tile};
+  }
+  // The blocks of keys in (block, last] that visit the query tile of a position. Each lane looks at another block.
+  template <class C, class Position>
+  __device__ int blocks_between(const AttentionParams& p, const Position& at, int64_t i_end, int block,
+                                int64_t last) const {
+    int visits = 0;
+    for (int64_t first = block + 1; first <= last; first += 32) {
+      const int64_t j0 = (first + lane()) * C::kBlockK,
+                    j_end = smaller<int64_t>(j0 + C::kBlockK, p.sizes.seqlen_k);
+      const bool visited = first + lane() <= last &&
+                           !states_of_tile(p, *device, at.b, at.h, at.i0, i_end, j0, j_end).is_hidden();
+      visits += __popc(__ballot_sync(0xffffffffu, visited));
+    }
+    return visits;
+  }
+  // Whether the mask function hides an element.
+  __device__ bool hides(const AttentionParams& p, const ElementIndex& at) const {
+    return !simt::is_shown(*device, point_of(p, at, 0));
+  }
+
  private:
   // The arguments of a function at an element.
   static __device__ simt::ProgramPoint<float> point_of(const AttentionParams& p, const ElementIndex& at,
-                                                       float score, float gradient) {
-    return {at.b, at.h, first_query_index(p) + at.i, at.j, score, gradient};
+                                                       float score) {
+    return {at.b, at.h, first_query_index(p) + at.i, at.j, score, 0.0f};
   }
 };
 

@@ -8,15 +8,16 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-template <class C>
-cudaError_t launch_padded(const BackwardParams& p, const BackwardWorkspace& w, cudaStream_t stream) {
+template <class C, class Functions = NoFunctions>
+cudaError_t launch_padded(const BackwardParams& p, const BackwardWorkspace& w, cudaStream_t stream,
+                          const Functions& functions = {}) {
   const Sizes& z = p.sizes;
   const int64_t key_tasks = z.batch * z.heads_kv * ceil_div(z.seqlen_k, C::kBlockK);
   const int64_t query_tasks = p.dq ? z.batch * z.heads * NanFlags::tiles(z.seqlen_q) : 0;
   return in_order(
       [&] {
         const LaunchShape shape{key_tasks, 1, 1, C::kThreads, sizeof(BackwardMemory<C>)};
-        return launch(backward_kernel<C>, shape, stream, p, w);
+        return launch(backward_kernel<C, Functions>, shape, stream, p, w, functions);
       },
       [&] {
         constexpr auto kForm = C::kPacked ? BackwardForm::kPacked : BackwardForm::kDense;

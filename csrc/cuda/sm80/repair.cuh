@@ -12,6 +12,7 @@
 #include "../launch.h"
 #include "../ptx.h"
 #include "backward_schedule.h"
+#include "tile_functions.cuh"
 
 namespace flash_attn_ext::cuda::sm80 {
 
@@ -28,7 +29,7 @@ struct RepairedElement {
   float prob, dscore;  // after dropout; without the factor `scale`
 };
 
-template <class C>
+template <class C, class Functions>
 struct Repair {
   using In = typename C::In;
   using Row = LaneRow<In, C::kHeadDim>;
@@ -37,11 +38,14 @@ struct Repair {
   const BackwardParams& p;
   const BackwardWorkspace& w;
   int64_t b;
+  Functions functions;
 
   __device__ Score<float> score_of(int64_t h, int64_t i, int64_t j, float product) const {
     return finish_scaled_score(p, rounded_product(product, w.score_scale), b, h, i, j, true);
   }
-  __device__ bool is_hidden(int64_t h, int64_t i, int64_t j) const { return !score_of(h, i, j, 0).attends; }
+  __device__ bool is_hidden(int64_t h, int64_t i, int64_t j) const {
+    return !score_of(h, i, j, 0).attends || functions.hides(p, {b, h, i, j});
+  }
 
   __device__ RepairedElement element(const Score<float>& score, int64_t h, int64_t i, int64_t j, const Row& v,
                                      const Row& dout) const {
@@ -129,15 +133,15 @@ struct Repair {
 };
 
 // A block for each flag of dq.
-template <class C>
+template <class C, class Functions>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    repair_dq_kernel(const BackwardParams call, const BackwardWorkspace w) {
+    repair_dq_kernel(const BackwardParams call, const BackwardWorkspace w, const Functions functions) {
   if (!C::Gpu::kHasCode) return __trap();
   if (!w.flags.queries[blockIdx.x]) return;
   const int64_t tiles = NanFlags::tiles(call.sizes.seqlen_q), head = blockIdx.x / tiles;
   const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads;
   const BackwardParams p = call_of_block<C>(call, b);
-  const Repair<C> repair{p, w, b};
+  const Repair<C, Functions> repair{p, w, b, functions};
   const int64_t first = blockIdx.x % tiles * kFlaggedRows;
   const int64_t end = smaller<int64_t>(first + kFlaggedRows, p.sizes.seqlen_q);
 #pragma unroll 1
@@ -145,15 +149,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 }
 
 // A block for each flag of dk and dv.
-template <class C>
+template <class C, class Functions>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    repair_dkv_kernel(const BackwardParams call, const BackwardWorkspace w) {
+    repair_dkv_kernel(const BackwardParams call, const BackwardWorkspace w, const Functions functions) {
   if (!C::Gpu::kHasCode) return __trap();
   if (!w.flags.keys[blockIdx.x]) return;
   const int64_t tiles = NanFlags::tiles(call.sizes.seqlen_k), head = blockIdx.x / tiles;
   const int64_t b = head / call.sizes.heads_kv, h_kv = head % call.sizes.heads_kv;
   const BackwardParams p = call_of_block<C>(call, b);
-  const Repair<C> repair{p, w, b};
+  const Repair<C, Functions> repair{p, w, b, functions};
   const int64_t first = blockIdx.x % tiles * kFlaggedRows, seqlen = p.sizes.seqlen_k;
   const int64_t end = smaller<int64_t>(first + kFlaggedRows, seqlen), block = w.tiles.keys;
   const int64_t first_key = first / block * block;
@@ -162,14 +166,20 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   for (int64_t j = first + threadIdx.x / 32; j < end; j += C::kWarps) repair.repair_key(h_kv, j, tile_keys);
 }
 
-template <class In, class Gpu>
-cudaError_t launch_repair(const BackwardParams& p, const BackwardWorkspace& w, cudaStream_t stream) {
+template <class In, class Gpu, class Functions = NoFunctions>
+cudaError_t launch_repair(const BackwardParams& p, const BackwardWorkspace& w, cudaStream_t stream,
+                          const Functions& functions = {}) {
   using C = RepairConfig<In, Gpu>;
   const Sizes& z = p.sizes;
   const int64_t queries = p.dq ? z.batch * z.heads * NanFlags::tiles(z.seqlen_q) : 0;
   const int64_t keys = p.dk || p.dv ? z.batch * z.heads_kv * NanFlags::tiles(z.seqlen_k) : 0;
-  return in_order([&] { return launch(repair_dq_kernel<C>, {queries, 1, 1, C::kThreads}, stream, p, w); },
-                  [&] { return launch(repair_dkv_kernel<C>, {keys, 1, 1, C::kThreads}, stream, p, w); });
+  return in_order(
+      [&] {
+        return launch(repair_dq_kernel<C, Functions>, {queries, 1, 1, C::kThreads}, stream, p, w, functions);
+      },
+      [&] {
+        return launch(repair_dkv_kernel<C, Functions>, {keys, 1, 1, C::kThreads}, stream, p, w, functions);
+      });
 }
 
 }  // namespace flash_attn_ext::cuda::sm80

@@ -30,6 +30,11 @@ size_t backward_workspace(const BackwardParams& p);
 cudaError_t backward_bfloat16(const BackwardParams& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_float16(const BackwardParams& p, void* workspace, cudaStream_t stream);
 
+// The backward with functions of the user.
+size_t flex_backward_workspace(const BackwardParams& p);
+cudaError_t flex_backward_bfloat16(const BackwardParams& p, void* workspace, cudaStream_t stream);
+cudaError_t flex_backward_float16(const BackwardParams& p, void* workspace, cudaStream_t stream);
+
 // The same for forward mode, which needs no workspace.
 const char* why_not_jvp(const JvpParams& p);
 

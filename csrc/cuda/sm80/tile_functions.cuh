@@ -19,6 +19,19 @@ struct BandTiles {
   __device__ Tile after(Tile tile) const { return {tile.j0 + kBlockK}; }
 };
 
+// The steps of a block of keys in the backward: each tile of queries in the band, for each head of the group.
+struct BandSteps {
+  struct Step {
+    int head, tile;  // of the group; of the head
+  };
+  int group, first_tile, end_tile;
+
+  __device__ Step first() const { return {first_tile < end_tile ? 0 : group, first_tile}; }
+  __device__ Step after(Step step) const {
+    return step.tile + 1 < end_tile ? Step{step.head, step.tile + 1} : Step{step.head + 1, first_tile};
+  }
+};
+
 struct NoFunctions {
   static constexpr bool kAlsoDense = false;  // a kernel of packed sequences computes other calls, too
 
@@ -38,6 +51,20 @@ struct NoFunctions {
   __device__ bool changes_scores() const { return false; }
   template <int N, class Position>
   __device__ void change_scores(const AttentionParams&, const Position&, float (&)[N][4], uint32_t&) const {}
+
+  // The backward.
+  template <class C>
+  __device__ BandSteps steps(const AttentionParams&, int64_t, int64_t, int group, int64_t, int first_tile,
+                             int end_tile) const {
+    return {group, first_tile, end_tile};
+  }
+  // The blocks of keys in (block, last] that visit the query tile of a position.
+  template <class C, class Position>
+  __device__ int blocks_between(const AttentionParams&, const Position&, int64_t, int block,
+                                int64_t last) const {
+    return static_cast<int>(last - block);
+  }
+  __device__ bool hides(const AttentionParams&, const ElementIndex&) const { return false; }
 };
 
 }  // namespace flash_attn_ext::cuda::sm80

@@ -6,6 +6,7 @@
 #include "../simt/flex.h"
 #include "alignment.h"
 #include "backward_schedule.h"
+#include "flex_schedule.h"
 #include "sm80.h"
 
 namespace flash_attn_ext::cuda::sm80 {
@@ -79,7 +80,9 @@ const char* why_not_forward(const AttentionParams& p) {
 }
 
 const char* why_not_backward(const BackwardParams& p) {
-  if (p.functions) return "sm80: no functions of the user";
+  if (const char* reason = why_not_functions(p)) return reason;
+  if (p.functions && p.dropout) return "sm80: no dropout in the backward with functions of the user";
+  if (p.functions && p.functions->score) return "sm80: no backward of a score_mod";
   if (p.band.chunks) return kChunks;
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
@@ -109,6 +112,12 @@ const char* why_not_jvp(const JvpParams& p) {
 }
 
 size_t flex_forward_workspace(const AttentionParams& p) { return simt::flex_workspace(p); }
+
+size_t flex_backward_workspace(const BackwardParams& p) {
+  Arena arena(nullptr);
+  FlexBackwardWorkspace::lay_out(arena, p);
+  return arena.used();
+}
 
 size_t backward_workspace(const BackwardParams& p) {
   Arena arena(nullptr);
