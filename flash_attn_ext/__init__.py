@@ -14,6 +14,7 @@ else:
     from .functional import dropout_mask, flash_attn, new_rng_state
     from .indexer import indexer_loss, indexer_scores, indexer_topk
     from .inspection import active_kernel, available_kernels, build_info, force_cuda_tier, force_kernel
+    from .int4 import dequantize_int4, quantize_int4
     from .kvcache import flash_attn_with_kvcache
     from .nn import (
         ActivationReport,
@@ -44,6 +45,7 @@ __all__ = [
     "available_kernels",
     "build_info",
     "deactivate",
+    "dequantize_int4",
     "dropout_mask",
     "explain",
     "explain_kvcache",
@@ -60,5 +62,6 @@ __all__ = [
     "indexer_topk",
     "is_active",
     "new_rng_state",
+    "quantize_int4",
     "replace_attention",
 ]

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .int4 import quantize_int4
 from .layers.rotary import rotate
 
 
@@ -23,6 +24,10 @@ def append_to_cache(
     block_table: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    key_group_scale: Tensor | None = None,
+    value_group_scale: Tensor | None = None,
+    key_group_zero: Tensor | None = None,
+    value_group_zero: Tensor | None = None,
     *,
     interleaved: bool = True,
     advance_query_positions: bool = True,
@@ -42,8 +47,17 @@ def append_to_cache(
         where = block_table.long()[sequence, positions // page_size], positions % page_size
     else:
         where = (sequence if cache_batch_idx is None else cache_batch_idx.long()[sequence]), positions
-    for cache, new, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):
-        if cache.dtype != new.dtype:
+    for cache, new, scale, group_scale, group_zero in (
+        (key_cache, key, key_scale, key_group_scale, key_group_zero),
+        (value_cache, value, value_scale, value_group_scale, value_group_zero),
+    ):
+        if group_scale is not None:
+            group = new.shape[-1] // group_scale.shape[-1]
+            new, scales, zeros = quantize_int4(new, group, with_zeros=group_zero is not None, dtype=group_scale.dtype)
+            group_scale.index_put_(where, scales)
+            if group_zero is not None and zeros is not None:
+                group_zero.index_put_(where, zeros)
+        elif cache.dtype != new.dtype:
             new = coded(new, cache.dtype, 1.0 if scale is None else scale[where][..., None])
         cache.index_put_(where, new)
     return rotated.clone(), (lengths + cu_seqlens_k_new.long().diff()).to(cache_seqlens.dtype)

@@ -25,7 +25,8 @@ from .flex.attention import refuse_dtensors_with_functions, run_with_functions, 
 # Names in the operators' error messages -> the caller's names.
 _NAMES_OF_APPEND = {
     "query": "q", "key": "k", "value": "v", "key_cache": "k_cache", "value_cache": "v_cache",
-    "query's": "q's", "key's": "k's",
+    "query's": "q's", "key's": "k's", "key_group_scale": "k_scales", "value_group_scale": "v_scales",
+    "key_group_zero": "k_zeros", "value_group_zero": "v_zeros",
 }  # fmt: skip
 _NAMES_OF_ATTENTION = {
     "query": "q", "key": "k_cache", "value": "v_cache", "seqused_k": "cache_seqlens", "batch_idx": "cache_batch_idx",
@@ -37,8 +38,12 @@ _NAMES_OF_ATTENTION = {
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table",
     "alibi_slopes", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens", "k_descale", "v_descale", "tree_mask", "sink",
-    "qv", "q_descale",
+    "qv", "q_descale", "k_scales", "v_scales", "k_zeros", "v_zeros",
 )  # fmt: skip
+
+
+# Tensors that are refused with cache_format.
+_NOT_WITH_FORMAT = ("k", "v", "qv", "k_descale", "v_descale", "k_scales", "v_scales", "k_zeros", "v_zeros")
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,8 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | No
     if is_float8:
         given, query_factor = _float8.widened_for_cache(given, cache_format)
     q, k_cache, v_cache, k, v = (given[name] for name in ("q", "k_cache", "v_cache", "k", "v"))
+    if given["k_scales"] is not None or given["v_scales"] is not None:
+        _refuse_with_int4(call)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         if t.dim() != 4:
             raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: (caches or pages, rows, heads_k, head_dim)")
@@ -229,6 +236,10 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | No
         "block_table": block_table,
         "key_scale": _expanded_scale("k_descale", given["k_descale"], k_cache),
         "value_scale": _expanded_scale("v_descale", given["v_descale"], v_cache),
+        "key_group_scale": given["k_scales"],
+        "value_group_scale": given["v_scales"],
+        "key_group_zero": given["k_zeros"],
+        "value_group_zero": given["v_zeros"],
     }
     append = None
     if k is not None:
@@ -284,11 +295,23 @@ def _latent_caches(cache_format: object, call: CacheCall) -> dict[str, Tensor]:
             f"k_cache: got shape {list(cache.shape)}, strides {list(cache.stride())}; allowed with {cache_format!r}: "
             "(caches or pages, rows, heads_k, 656), with adjacent bytes in a row"
         )
-    refused = [name for name in ("k", "v", "qv", "k_descale", "v_descale") if call.tensors[name] is not None]
+    refused = [name for name in _NOT_WITH_FORMAT if call.tensors[name] is not None]
     if refused:
         raise NotImplementedError(f"{refused[0]}: got a tensor with cache_format={cache_format!r}; allowed: None")
     rows = cache.view(torch.float8_e4m3fn)
     return {"k_cache": rows[..., :576], "v_cache": rows[..., :512]}
+
+
+def _refuse_with_int4(call: CacheCall) -> None:
+    if call.tensors["qv"] is not None:
+        raise NotImplementedError("qv: got a tensor with k_scales or v_scales; allowed: None, caches of q's dtype")
+    if call.numbers is not None:
+        raise NotImplementedError(f"{call.numbers.name}: got a tensor with k_scales or v_scales; allowed: None")
+
+
+def columns_of(cache: Tensor) -> int:
+    """The columns of a row of a cache: two in each byte of int4."""
+    return cache.shape[-1] * (2 if cache.dtype == torch.uint8 else 1)
 
 
 def _query_offsets(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None):
@@ -346,8 +369,8 @@ def _new_rows(
                     f"{name}: got shape {list(t.shape)}; allowed: (total_new, heads_k, head_dim) with cu_seqlens_k_new"
                 )
         return k, v, cu_seqlens
-    if k.dim() != 4 or k.shape[0] != batch or k.shape[2:] != k_cache.shape[2:]:
-        heads, head_dim = k_cache.shape[2:]
+    heads, head_dim = k_cache.shape[2], columns_of(k_cache)
+    if k.dim() != 4 or k.shape[0] != batch or k.shape[2:] != (heads, head_dim):
         raise ValueError(f"k: got shape {list(k.shape)}; allowed: ({batch}, seqlen_new, {heads}, {head_dim})")
     if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v: got shape {list(v.shape)}; allowed: ({', '.join(map(str, k.shape[:3]))}, head_dim_v)")

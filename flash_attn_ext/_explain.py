@@ -182,7 +182,7 @@ def explanation(described: str, plans: tuple, call: Call, given: Call, copies: l
     if not any(wanted):
         wanted = [name in ("query", "key", "value") for name in names]
     q, k, v, mask = (call.tensors[name] for name in ("query", "key", "value", "attn_mask"))
-    shape = HeadShape(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype, q.dtype, q.device.type)
+    shape = HeadShape(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype, q.dtype.itemsize, q.device.type)
     forward = plans[0](call.tensors, call.options)
     backward = plans[1](call.tensors, call.options, wanted)
     dropout_p = call.options["dropout_p"]
@@ -207,7 +207,9 @@ def of_float8(function: str, given: Call, on_cache: Call) -> Explanation:
 def of_cache(described: str, plan_of: Callable, call: Call, allocates: Mapping[str, int]) -> Explanation:
     """The Explanation of a call of attention_cache, which has no backward. ``allocates``: bytes before the operator."""
     q, k, v = (call.tensors[name] for name in ("query", "key", "value"))
-    shape = HeadShape(q.shape[1], k.shape[2], q.shape[2], v.shape[3], q.dtype, k.dtype, q.device.type)
+    is_int4 = k.dtype == torch.uint8  # two columns a byte
+    itemsize, head_dim_v = (0.5, 2 * v.shape[3]) if is_int4 else (k.dtype.itemsize, v.shape[3])
+    shape = HeadShape(q.shape[1], k.shape[2], q.shape[2], head_dim_v, q.dtype, itemsize, q.device.type)
     forward = pass_report("forward", plan_of(call.tensors, call.options), shape, call.tensors["tree_mask"])
     return Explanation(
         call=described,
@@ -227,7 +229,7 @@ class HeadShape(NamedTuple):
     head_dim: int
     head_dim_v: int
     dtype: torch.dtype
-    key_dtype: torch.dtype  # of key and value; it differs from dtype in 8-bit caches
+    key_itemsize: float  # bytes of an element of key and value; caches may have 8 or 4 bits
     device: str
 
 
@@ -287,7 +289,7 @@ def _cost_of_part(which: str, part, shape: HeadShape, tiles: tuple[int, int], dr
     dtype = str(shape.dtype).removeprefix("torch.")
     problem = Problem(
         part.batch, shape.heads, S_q, shape.head_dim, dtype, dropout=dropout_p, S_k=S_k, D_v=shape.head_dim_v,
-        key_itemsize=shape.key_dtype.itemsize,
+        key_itemsize=shape.key_itemsize,
     )  # fmt: skip
     if not part.decode_splits:
         return pass_cost(which, problem, tiles, part.visible_tiles(*tiles))

@@ -62,8 +62,8 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
 
     The arguments are the same as in :func:`flash_attn_with_kvcache`. The forward is the attention over the lengths of
     the caches after appending. ``allocates["rotated query"]`` and ``["lengths"]`` are allocated by appending. There is
-    no backward. Otherwise as :func:`explain_varlen`. The traffic does not count the factors of 8-bit caches and the
-    appended rows.
+    no backward. Otherwise as :func:`explain_varlen`. The traffic does not count the factors of 8-bit caches, the
+    scales of int4 caches and the appended rows.
 
     Raises:
         TypeError, ValueError: as :func:`flash_attn_with_kvcache`; and for lengths on the Meta device.
@@ -96,7 +96,8 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
     q, k = (call.tensors[name] for name in ("query", "key"))
     described = describe("flash_attn_with_kvcache", call, q="query", k_cache="key", v_cache="value")
     if k.dtype != q.dtype:
-        described += f", {str(k.dtype).removeprefix('torch.')} caches"
+        stored = "int4" if k.dtype == torch.uint8 else str(k.dtype).removeprefix("torch.")
+        described += f", {stored} caches"
     plan_of = _ops.plan_cache_flex if given.functions else _ops.plan_cache
     return of_cache(_count_sequences(described, call), plan_of, call, of_append)
 

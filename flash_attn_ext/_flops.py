@@ -9,6 +9,7 @@ an upper bound counts: each query has as many keys as the longest sequence.
 from collections.abc import Callable
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -87,7 +88,8 @@ def _register(op: OpOverload, pairs: Callable[[dict], int], per_pair: tuple[int,
         per_column, per_value_column = per_pair
         columns = per_column * given["query"].shape[-1]
         if per_value_column:
-            columns += per_value_column * given["value"].shape[-1]
+            value = given["value"]
+            columns += per_value_column * value.shape[-1] * (2 if value.dtype == torch.uint8 else 1)  # int4: two a byte
         return pairs(given) * columns
 
     register_flop_formula(op.overloadpacket, get_raw=True)(flops)

@@ -46,6 +46,10 @@ def flash_attn_with_kvcache(
     page_table: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    k_zeros: Tensor | None = None,
+    v_zeros: Tensor | None = None,
     tree_mask: Tensor | None = None,
     sink: Tensor | None = None,
     attention_chunk: int = 0,
@@ -70,9 +74,9 @@ def flash_attn_with_kvcache(
         q: (B, S_q, H, D); or packed (T_q, H, D) with ``cu_seqlens_q``.
         k_cache: (caches, rows, H_k, D), with H a multiple of H_k; or, with ``block_table``, pages
             (num_pages, page_size, H_k, D) of any size. ``q``'s dtype; or int8, float8_e4m3fn or float8_e5m2 with
-            ``k_descale``. Its last dimension is contiguous. If rows are appended, no two elements may share memory, and
-            ``v_cache``, ``q``, ``k`` and ``v`` may not share memory with it. Some overlaps of strided views are not
-            found.
+            ``k_descale``; or int4: uint8, (..., D / 2), with ``k_scales``. Its last dimension is contiguous. If rows
+            are appended, no two elements may share memory, and ``v_cache``, ``q``, ``k`` and ``v`` may not share
+            memory with it. Some overlaps of strided views are not found.
         v_cache: (caches, rows, H_k, D_v), likewise.
         k: (B, S_new, H_k, D), written after the ``cache_seqlens`` rows of each sequence; or packed (T_new, H_k, D)
             with ``cu_seqlens_k_new``. ``block_table`` must contain the pages for them.
@@ -98,6 +102,12 @@ def flash_attn_with_kvcache(
         k_descale: factors of 8-bit keys: (H_k), (caches or pages, H_k), or broadcastable to
             (caches or pages, rows, H_k), one for each token.
         v_descale: likewise.
+        k_scales: scales of int4 keys, (caches or pages, rows, H_k, D / group), float16 or float32. A group is a
+            multiple of 32 columns, or the whole row. :func:`quantize_int4` defines the format. New rows of ``k`` are
+            rounded by it: the call writes their scales and zero points, too.
+        v_scales: likewise, of int4 values. Both caches are int4 or none.
+        k_zeros: zero points of int4 keys, with the shape and the dtype of ``k_scales``. None: 8.
+        v_zeros: likewise, of the values.
         tree_mask: which new tokens attend to which new tokens, if they are a tree of guesses (speculative decoding).
             Element (i, j) is for query i and key j of the sequence's last S_q keys. All earlier keys are visible. bool:
             True attends. Float: added. (S_q, S_q), (B, S_q, S_q) or broadcastable to (B, H, S_q, S_q); packed:
@@ -153,8 +163,9 @@ def flash_attn_with_kvcache(
         with contextlib.suppress(TypeError, ValueError):
             result = _ops.kvcache_if_ordinary(
                 q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table,
-                alibi_slopes, sink, k_descale, v_descale, cu_seqlens_q, cache_seqlens, softmax_scale, causal,
-                window_size, softcap, rotary_interleaved, num_splits, return_softmax_lse, max_seqlen_q, attention_chunk,
+                alibi_slopes, sink, k_descale, v_descale, cu_seqlens_q, k_scales, v_scales, k_zeros, v_zeros,
+                cache_seqlens, softmax_scale, causal, window_size, softcap, rotary_interleaved, num_splits,
+                return_softmax_lse, max_seqlen_q, attention_chunk,
             )  # fmt: skip
     if result is not None:
         return result

@@ -186,6 +186,10 @@ void cached() {
     cache_of(p);
     p.varlen.cache.dtype = CacheDType::kInt8;
   });
+  row(f, "k_scales, v_scales", "int4 caches", [](AttentionParams& p) {
+    cache_of(p);
+    p.varlen.cache.dtype = CacheDType::kInt4;
+  });
   row(f, "qv", "separate caches", [](AttentionParams& p) {
     cache_of(p);
     p.varlen.cache.key_has_value = true;

@@ -180,9 +180,12 @@ struct PageTable {
   }
 };
 
+// kInt4: bytes of two columns. The low nibble is column 2c, the high nibble column 2c + 1. An element is
+// scale * (nibble - zero), with the numbers of CacheGroups.
+//
 // kLatent: FlashMLA's row of 656 bytes for multi-head latent attention, D 576 and D_v 512. 512 columns of float8_e4m3, four
 // float32 factors of 128 columns each, then 64 columns of bfloat16. The value is the first 512 columns of the key.
-enum class CacheDType : int8_t { kOfQuery, kInt8, kFloat8E4M3, kFloat8E5M2, kLatent };
+enum class CacheDType : int8_t { kOfQuery, kInt8, kFloat8E4M3, kFloat8E5M2, kLatent, kInt4 };
 constexpr int64_t kLatentColumns = 512, kRotaryColumns = 64, kLatentGroup = 128, kLatentRowBytes = 656;
 
 // The factors of 8-bit keys or values: float32, broadcast by zero strides. b is the number of the cache or of the page,
@@ -197,6 +200,16 @@ struct CacheScale {
   }
 };
 
+// The scales and zero points of int4 keys or values, (caches or pages, rows, H_kv, groups), float16 or float32. A row's
+// groups are adjacent. Each group has as many columns as the others: a multiple of 32, or the whole row.
+struct CacheGroups {
+  Tensor4 scales, zeros;  // zeros null: 8
+  int64_t count = 0;      // groups of a row
+  int64_t columns = 0;    // of a group
+  bool is_float16 = false;
+};
+constexpr float kInt4Zero = 8;  // without zero points
+
 // Keys and values in caches of S_k rows. Sequence b fills the first seqused_k[b] rows of its cache.
 struct CacheParams {
   Offsets batch_idx;  // (B): the cache of each sequence; null: cache b for sequence b
@@ -204,6 +217,7 @@ struct CacheParams {
   int64_t caches = 0;
   CacheDType dtype = CacheDType::kOfQuery;  // of k and v
   CacheScale k_scale, v_scale;
+  CacheGroups k_groups, v_groups;  // of kInt4
   PageTable pages;
   int64_t cache = 0;  // in the call of one sequence: the sequence's cache
   // The mask has a column for each of the last S_q keys, which are the keys of the queries. All earlier keys are visible.

@@ -36,8 +36,9 @@ def attend_to_cache(call: _cache.CacheCall) -> tuple[Tensor, Tensor]:
     """Computes a call of :func:`flash_attn_with_kvcache` with DTensors. out and lse are DTensors, placed as q is."""
     given = call.tensors
     q, k, v, tree_mask = (given[name] for name in ("q", "k", "v", "tree_mask"))
-    if given["qv"] is not None:
-        raise NotImplementedError("qv: got a tensor together with DTensors; allowed there: None")
+    for name in ("qv", "k_scales", "v_scales"):
+        if given[name] is not None:
+            raise NotImplementedError(f"{name}: got a tensor together with DTensors; allowed there: None")
     of_q = q.dim() - 2  # (B, S_q, H, D), or packed (T_q, H, D)
     of_new = 0 if k is None else k.dim() - 2
     caches = {name: given[name] for name in ("k_cache", "v_cache")}

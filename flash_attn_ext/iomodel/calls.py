@@ -73,7 +73,7 @@ def _of_tiles(which: str, problem: Problem, grid: tuple[int, int], rows: int, co
     if which == "forward":
         # scale, row_max, exp(S - m) as two, row_sum; the products Q K^T and P V; m, rescale, l; O *= rescale.
         flops = scores * (5 + drops + 2 * D + 2 * D_v) + per_row * (5 + D_v)
-        return Cost(flops, per_column * (D + D_v) * (problem.key_itemsize or item))
+        return Cost(flops, int(per_column * (D + D_v) * (problem.key_itemsize or item)))
     # scale, exp(S - lse) as two, dP - delta, * P, * scale; with dropout P o Z and dP o Z; five products. Each tile
     # loads Q, dO, lse, delta, and dQ, which it stores again.
     flops = scores * (6 + 2 * drops + 6 * D + 4 * D_v)

@@ -21,7 +21,7 @@ class Problem:
     dropout: float = 0.0
     S_k: int | None = None
     D_v: int | None = None
-    key_itemsize: int | None = None  # bytes of an element of k and v, where they have another dtype: an 8-bit cache
+    key_itemsize: float | None = None  # bytes of an element of k and v, where they have another dtype: a coded cache
 
     @property
     def heads(self) -> int:

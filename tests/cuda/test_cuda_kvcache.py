@@ -1,6 +1,7 @@
 """The tests of flash_attn_with_kvcache again, on the CUDA kernels' host build: pages, 8 bits, trees."""
 
 import pytest
+import test_int4
 import test_kvcache
 import test_tree_mask
 import torch
@@ -18,6 +19,9 @@ test_options = test_kvcache.test_options
 test_batch_index_and_left_padding = test_kvcache.test_batch_index_and_left_padding
 test_packed_queries = test_kvcache.test_packed_queries
 test_8_bit_caches = test_kvcache.test_8_bit_caches
+test_int4_caches = test_int4.test_read
+test_int4_head_dimensions = test_int4.test_head_dimensions
+test_nan_scales_of_int4 = test_int4.test_nan_scales_reach_their_head_and_no_hidden_row
 test_nan_scales_of_hidden_rows_reach_nothing = test_kvcache.test_nan_scales_of_hidden_rows_reach_nothing
 test_nan_scales_reach_only_their_head = test_kvcache.test_nan_scales_reach_only_their_head
 test_bits_do_not_depend_on_the_batch_or_on_pages = test_kvcache.test_bits_do_not_depend_on_the_batch_or_on_pages
@@ -50,7 +54,7 @@ def test_the_tier_and_why_no_faster_one(kernels):
     coded = [t.nan_to_num().to(torch.int8) for t in (k_cache, v_cache)]
     flash_attn_with_kvcache(q, *coded, **given)
     assert kernels.tier == "simt"
-    assert "sm80: no caches of 8 bits" in kernels.why_not
+    assert "sm80: no caches of 8 or 4 bits" in kernels.why_not
 
 
 @pytest.mark.parametrize("hostile", [-5, 1 << 30])

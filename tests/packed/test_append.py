@@ -107,7 +107,9 @@ def test_rotary_seqlens_replace_the_lengths():
 
 def test_the_schema_declares_the_written_caches():
     written = [a.name for a in _ops.append_to_cache._schema.arguments if a.alias_info and a.alias_info.is_write]
-    assert written == ["key_cache", "value_cache"]
+    assert written == [
+        "key_cache", "value_cache", "key_group_scale", "value_group_scale", "key_group_zero", "value_group_zero"
+    ]  # fmt: skip
     arguments = operands()
     given = {n: t._version for n, t in enumerate(arguments) if t is not None}
     _ops.append_to_cache(*arguments)

@@ -1,4 +1,4 @@
-// Appends new keys and values to caches. It rotates keys and queries, and rounds keys and values for 8-bit caches.
+// Appends new keys and values to caches. It rotates keys and queries, and rounds keys and values for caches of 8 or 4 bits.
 //
 // A task processes a few rows of q, or of k and v. ops/checks_packed.cpp has checked every cache position before.
 #pragma once
@@ -32,6 +32,45 @@ inline uint8_t coded(float x, CacheDType dtype) {
   const float rounded = std::nearbyint(x);  // int8 has no NaN: NaN becomes 0
   return static_cast<uint8_t>(
       static_cast<int8_t>(rounded != rounded ? 0 : std::clamp(rounded, -128.0f, 127.0f)));
+}
+
+// Rounds x to the type of a row of scales or zero points, stores it there, and returns it.
+inline float store_number(const NumberRow& row, int64_t n, float x) {
+  if (row.is_float16)
+    store_tail_as<Float16, float>(static_cast<Float16*>(const_cast<void*>(row.data)) + n, splat(x), 1);
+  else
+    static_cast<float*>(const_cast<void*>(row.data))[n] = x;
+  return row.at(n);
+}
+
+// Rounds a row to int4, and stores its scales and zero points. flash_attn_ext/int4.py defines the format: the results are
+// the same to the last bit.
+inline void store_nibbles(const float* x, int64_t cols, const CacheGroups& groups, int64_t b, int64_t h,
+                          int64_t s, uint8_t* to) {
+  const NumberRow scales = number_row(groups.scales, groups.is_float16, b, h, s),
+                  zeros = number_row(groups.zeros, groups.is_float16, b, h, s);
+  std::fill(to, to + cols / 2, uint8_t{0});
+  for (int64_t n = 0; n < groups.count; ++n) {
+    const int64_t begin = n * groups.columns, end = begin + groups.columns;
+    float low = x[begin], high = x[begin];
+    for (int64_t c = begin; c < end; ++c) {  // a NaN stays
+      low = x[c] < low || x[c] != x[c] ? x[c] : low;
+      high = x[c] > high || x[c] != x[c] ? x[c] : high;
+    }
+    float scale, zero = kInt4Zero;
+    if (groups.zeros) {
+      const float range = (high - low) / 15.0f, least = std::max(std::abs(low), std::abs(high)) / 1024.0f;
+      scale = store_number(scales, n, range != range ? range : std::max(range, least));
+      zero = store_number(zeros, n, scale == 0 ? 0.0f : -low / scale);
+    } else {
+      scale = store_number(scales, n, (high > -low ? high : low) / -8.0f);
+    }
+    for (int64_t c = begin; c < end; ++c) {
+      const float rounded = std::nearbyint(x[c] / scale + zero);
+      const int nibble = rounded != rounded ? 0 : static_cast<int>(std::clamp(rounded, 0.0f, 15.0f));
+      to[c / 2] |= static_cast<uint8_t>(nibble << (c % 2 * 4));
+    }
+  }
 }
 
 // Rotates the row of one head: reads `from` and writes `to`.
@@ -102,9 +141,9 @@ struct AppendRows {
     if (p.rotary) rotary.template load<In>(p.rotary, p.first_position(b) + index);
     for (int64_t h = 0; h < p.sizes.heads_kv; ++h) {
       store_row_in(p.k_cache, p.cache.k_scale, cache, h, cache_row, p.k.row<In>(0, h, row), p.sizes.head_dim,
-                   p.rotary ? &rotary : nullptr);
+                   p.rotary ? &rotary : nullptr, p.cache.k_groups);
       store_row_in(p.v_cache, p.cache.v_scale, cache, h, cache_row, p.v.row<In>(0, h, row),
-                   p.sizes.head_dim_v, nullptr);
+                   p.sizes.head_dim_v, nullptr, p.cache.v_groups);
     }
   }
 
@@ -117,7 +156,8 @@ struct AppendRows {
   }
 
   void store_row_in(const Tensor4& to, const CacheScale& scale, int64_t cache, int64_t h, int64_t row,
-                    const In* from, int64_t cols, const RotaryRow<T>* rotary) const {
+                    const In* from, int64_t cols, const RotaryRow<T>* rotary,
+                    const CacheGroups& groups) const {
     if (p.cache.dtype == CacheDType::kOfQuery) {
       In* place = to.row<In>(cache, h, row);
       if (rotary) return turn_to(*rotary, from, place, cols);
@@ -132,6 +172,12 @@ struct AppendRows {
     T x[kMostColumns];
     widen_row<T>(from, cols, x);
     uint8_t* place = to.row<uint8_t>(cache, h, row);
+    if (p.cache.dtype == CacheDType::kInt4) {
+      if constexpr (std::is_same_v<T, float>) return store_nibbles(x, cols, groups, cache, h, row, place);
+      float narrow[kMostColumns];
+      for (int64_t c = 0; c < cols; ++c) narrow[c] = static_cast<float>(x[c]);
+      return store_nibbles(narrow, cols, groups, cache, h, row, place);
+    }
     const float divisor = scale ? scale.at(cache, h, row) : 1.0f;
     for (int64_t c = 0; c < cols; ++c) place[c] = coded(static_cast<float>(x[c]) / divisor, p.cache.dtype);
   }

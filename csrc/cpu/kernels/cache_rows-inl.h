@@ -1,5 +1,5 @@
-// Rows of keys and values for one tile: read directly from the caller's memory, or copied from pages or from 8-bit
-// caches.
+// Rows of keys and values for one tile: read directly from the caller's memory, or copied from pages or from caches of 8 or
+// 4 bits.
 #pragma once
 
 #include "widen_bytes-inl.h"
@@ -17,6 +17,11 @@ inline bool copies_rows(const AttentionParams& p) {
 // Returns whether a row of `t`, p.k or p.v itself, is only the first part of a key.
 inline bool is_part_of_key(const AttentionParams& p, const Tensor4& t) {
   return p.varlen.cache.key_has_value && &t == &p.k;
+}
+
+// The groups of `t`, p.k or p.v itself.
+inline const CacheGroups& groups_of(const AttentionParams& p, const Tensor4& t) {
+  return &t == &p.k ? p.varlen.cache.k_groups : p.varlen.cache.v_groups;
 }
 
 // Returns rows [j0, j0 + keys) of `t` (k or v) with its scale. If copies_rows(), `copy` has room for the rows at
@@ -41,6 +46,11 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
       In* to = copy + n * ld;
       if (cache.dtype == CacheDType::kLatent) {
         copy_latent(to, t.row<uint8_t>(pages ? page : 0, h_kv, row + r), cols);
+      } else if (cache.dtype == CacheDType::kInt4) {
+        const int64_t padding =
+            pages ? 0 : p.varlen.first_k;  // groups are counted from the cache's first row
+        copy_nibbles(to, t.row<uint8_t>(pages ? page : 0, h_kv, row + r), cols, groups_of(p, t), page, h_kv,
+                     padding + row + r);
       } else if (is_8_bit) {
         const uint8_t* from = t.row<uint8_t>(pages ? page : 0, h_kv, row + r);
         const int64_t padding =
@@ -92,7 +102,9 @@ TileSource tile_source(const AttentionParams& p, const Tensor4& t, int64_t b, in
   const CacheParams& cache = p.varlen.cache;
   const int64_t element = cache.dtype == CacheDType::kOfQuery ? sizeof(In) : 1;
   const int64_t first = p.varlen.first_k + j0, page_size = cache.pages ? cache.pages.page_size : 0;
-  const int64_t bytes = cache.dtype == CacheDType::kLatent ? kLatentRowBytes : cols * element;
+  const int64_t bytes = cache.dtype == CacheDType::kLatent ? kLatentRowBytes
+                        : cache.dtype == CacheDType::kInt4 ? cols / 2
+                                                           : cols * element;
   TileSource source{{}, t.stride_s * element, t.stride_h * element, bytes, keys, false};
   if (is_part_of_key(p, t)) return source;
   if (cache.pages && (first % kChunkRows != 0 || page_size % kChunkRows != 0)) return source;
@@ -234,7 +246,7 @@ Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale&
                    const TileSource& source, bool multiplied, int64_t b, int64_t h_kv, int64_t j0,
                    int64_t first, int64_t count, int64_t cols, In* copy) {
   const CacheDType dtype = p.varlen.cache.dtype;
-  if (!source.known || dtype == CacheDType::kLatent ||
+  if (!source.known || dtype == CacheDType::kLatent || dtype == CacheDType::kInt4 ||
       (dtype != CacheDType::kOfQuery && scale && !multiplied))
     return rows_of_tile<In>(p, t, multiplied ? CacheScale{} : scale, b, h_kv, j0 + first, count, cols, copy,
                             cols);
@@ -248,7 +260,7 @@ Rows<In> tile_rows(const AttentionParams& p, const Tensor4& t, const CacheScale&
   return {copy, cols, cols};
 }
 
-// Returns the same rows of an int8 cache without conversion.
+// Returns the same rows of a cache of int8 or int4 without conversion. `cols`: bytes of a row.
 inline Rows<int8_t> byte_rows(const AttentionParams& p, const Tensor4& t, const TileSource& source,
                               int64_t h_kv, int64_t j0, int64_t first, int64_t count, int64_t cols,
                               int8_t* copy) {

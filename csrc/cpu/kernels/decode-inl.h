@@ -176,6 +176,8 @@ void load_decode_queries(const AttentionParams& p, const DecodeScratch<In, T>& s
       s.products.load_query(p, n * rows + row, q);
       if constexpr (DecodeBytes<In>::kExists)
         if (s.bytes.q && multiplies_bytes<T>(rows)) s.bytes.load_query(p, n * rows + row, q);
+      if constexpr (DecodeNibbles::kExists<In>)
+        if (s.nibbles.q) s.nibbles.load_query(p, n * rows + row, q);
     }
     s.products.finish_queries(p, n, rows);
   }

@@ -1,12 +1,12 @@
 // The two products of decode on int8 keys and values without conversion to 16-bit floats. For ISAs that multiply
 // pairs of int16: widening a byte takes a fifth of the instructions of a conversion to bfloat16.
 //
-// Q and P are rounded to int16. Each row has the unit u = (its largest magnitude) / 32767. This is finer than
-// bfloat16 for values above 1/256 of the row's largest. The sums are exact: up to D 512 they stay below 2^31. Above
+// Q and P are rounded to int16 (int16_rows-inl.h). The sums are exact: up to D 512 they stay below 2^31. Above
 // it, the unit of a row of Q is (its largest magnitude) / 16383.
 #pragma once
 
 #include "decode_products-inl.h"
+#include "int16_rows-inl.h"
 
 // Returns whether so many rows are multiplied by int8 without conversion. More rows are lanes, and int8 is widened once for
 // all of them.
@@ -18,30 +18,7 @@ constexpr bool multiplies_bytes(int64_t rows) {
 
 #if defined(FA_DOT_INT16)
 
-// Rounds a row to int16: its largest magnitude becomes `whole`. The row has whole vectors, padded with zeros. Returns the unit of the rounded numbers: NaN
-// if an element is not finite.
-constexpr float kLargestInt16 = 32767, kLargestOfWideRow = 16383;
-inline float round_row(const float* row, int64_t lanes, float whole, Pair* to) {
-  constexpr int L = kLanes<float>;
-  constexpr float kToWhole = 0x1.8p23f;  // adding it rounds to an integer in the low bits
-  // Magnitudes compare like their bits. Inf and NaN compare above all finite numbers.
-  S32 highest = {};
-  const auto take = [&](S32 x) FA_INLINE_LAMBDA { highest = x > highest ? x : highest; };
-  for (int64_t c = 0; c < lanes; c += L) take((S32)load<float>(row + c) & 0x7fffffff);
-#pragma GCC unroll 8
-  for (int d = L / 2; d > 0; d /= 2) take((S32)rotate<float>((F32)highest, d));
-  const float largest = ((F32)highest)[0];
-  if (!(largest > 0 && largest <= std::numeric_limits<float>::max())) {
-    std::fill(to, to + lanes / 2, Pair{});
-    return largest == 0 ? 0.0f : std::numeric_limits<float>::quiet_NaN();
-  }
-  // The inverse of the smallest subnormals is Inf. Then round the row to 0.
-  const float inverse = std::min(whole / largest, std::numeric_limits<float>::max());
-  for (int64_t c = 0; c < lanes; c += L)
-    *reinterpret_cast<UnalignedHalf16*>(to + c / 2) =
-        narrow((U32)(load<float>(row + c) * inverse + kToWhole));
-  return 1.0f / inverse;
-}
+constexpr float kLargestOfWideRow = 16383;
 
 template <class In>
 struct DecodeBytes {
@@ -73,8 +50,8 @@ struct DecodeBytes {
     const int64_t cols = p.sizes.head_dim;
     for (int64_t c = 0; c < 2 * ldq; c += kLanes<float>)
       store<float>(widened + c, c < cols ? load_columns<float>(src + c, cols - c) : F32{});
-    q_factors[row] =
-        round_row(widened, 2 * ldq, cols > 512 ? kLargestOfWideRow : kLargestInt16, q + row * ldq);
+    q_factors[row] = round_row(widened, 2 * ldq, cols > 512 ? kLargestOfWideRow : kLargestInt16,
+                               reinterpret_cast<int16_t*>(q + row * ldq));
   }
 
   // scores[r][n] = scale * <q[r], k[n]> without the units of q, as DecodeProducts::scores().
@@ -89,7 +66,8 @@ struct DecodeBytes {
 
   void finish_probs(int64_t row, int64_t rows, const float* p, int64_t ld) const {
     for (int64_t r = row; r < row + rows; ++r)
-      prob_factors[r] = round_row(p + r * ld, ld, kLargestInt16, probs + r * ld / 2);
+      prob_factors[r] =
+          round_row(p + r * ld, ld, kLargestInt16, reinterpret_cast<int16_t*>(probs + r * ld / 2));
   }
 
   // As DecodeProducts::add_values(). The sums are integers: add_sums() multiplies them by the units of P.

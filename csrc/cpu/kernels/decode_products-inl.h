@@ -32,6 +32,30 @@ inline void for_each_few_rows(int64_t rows, const Body& body) {
   for (; r < rows; ++r) body(r, std::integral_constant<int, 1>{});
 }
 
+// scores[r][n] = scale * (the sum of the lanes of sum[r][n]), for n < room.
+template <class T, int R, int N, class Sum>
+FA_INLINE void store_dots(const Sum (&sum)[R][N], T scale, T* scores, int64_t ld, int64_t room) {
+  constexpr int L = kLanes<T>;
+  static_assert(R * N == kDotSums && kDotSums % L == 0);
+  T lanes[kDotSums];
+#pragma GCC unroll 16
+  for (int first = 0; first < kDotSums; first += L) {
+    Vec<T> flat[L];  // a copy: sums stay in registers only if no code takes their address
+#pragma GCC unroll 16
+    for (int i = 0; i < L; ++i)
+      flat[i] = __builtin_convertvector(sum[(first + i) / N][(first + i) % N], Vec<T>);
+    store<T>(lanes + first, sum_each<T>(flat) * scale);
+  }
+  const int64_t count = std::min<int64_t>(N, room);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    if (count == N)
+      std::memcpy(scores + r * ld, lanes + r * N, N * sizeof(T));
+    else
+      std::memcpy(scores + r * ld, lanes + r * N, count * sizeof(T));
+  }
+}
+
 // scores[r][n] = scale * <q[r], k[n]> for R rows and kDotSums / R keys from j on. `room` scores are stored. Keys past
 // `keys` read the last key again, and their scores are never used. load() returns a vector of kCols columns of a key;
 // Sum is a vector of sums.
@@ -39,7 +63,6 @@ template <class T, int R, int kCols, class Sum = Vec<T>, class E, class In, clas
 FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, int64_t keys, T scale,
                          T* scores, int64_t ld, int64_t room, const Load& load, Prefetcher& ahead) {
   constexpr int L = kLanes<T>, N = kDotSums / R;
-  static_assert(kDotSums % L == 0);
   const In* key_row[N];
   Sum sum[R][N];
 #pragma GCC unroll 16
@@ -60,23 +83,7 @@ FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, 
       for (int n = 0; n < N; ++n) sum[r][n] = multiply_add(sum[r][n], query, key[n]);
     }
   }
-  T lanes[kDotSums];
-#pragma GCC unroll 16
-  for (int first = 0; first < kDotSums; first += L) {
-    Vec<T> flat[L];  // a copy: sums stay in registers only if no code takes their address
-#pragma GCC unroll 16
-    for (int i = 0; i < L; ++i)
-      flat[i] = __builtin_convertvector(sum[(first + i) / N][(first + i) % N], Vec<T>);
-    store<T>(lanes + first, sum_each<T>(flat) * scale);
-  }
-  const int64_t count = std::min<int64_t>(N, room - j);
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    if (count == N)
-      std::memcpy(scores + r * ld + j, lanes + r * N, N * sizeof(T));
-    else
-      std::memcpy(scores + r * ld + j, lanes + r * N, count * sizeof(T));
-  }
+  store_dots<T, R, N>(sum, scale, scores + j, ld, room - j);
 }
 
 // out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV vectors of columns from c on. With NV = 1 the vector may be

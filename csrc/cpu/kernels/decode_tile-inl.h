@@ -3,6 +3,7 @@
 
 #include "cache_rows-inl.h"
 #include "decode_bytes-inl.h"
+#include "decode_nibbles-inl.h"
 #include "dropout_tile-inl.h"
 #include "masked_gemm-inl.h"
 #include "softmax-inl.h"
@@ -12,6 +13,7 @@ template <class In, class T>
 struct DecodeScratch {
   DecodeProducts<In, T> products;
   DecodeBytes<In> bytes;  // only if keys and values are int8
+  DecodeNibbles nibbles;  // only if keys and values are int4
   T* scores;              // [rows][block_k]   S, then P in place; or S^T, [block_k][lanes]
   T* sums;  // [rows][D_v]       the tile's part of O, added to O as a whole. Over many tiles that rounds like a sum
             //                   of tiles, not like one chain of all keys
@@ -35,6 +37,10 @@ DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams
   DecodeScratch<In, T> s;
   s.products = DecodeProducts<In, T>::allocate(arena, call, rows, heads, block_k);
   s.bytes = DecodeBytes<In>::allocate(arena, call, rows, heads, block_k);
+  if constexpr (DecodeNibbles::kExists<In>)
+    s.nibbles = DecodeNibbles::allocate(arena, call, rows, heads, block_k);
+  else
+    s.nibbles = {};
   s.scores = arena.take<T>(heads * score_rows<T>(rows) * block_k);
   s.sums = arena.take<T>(heads * rows * decode_columns<T>(z.head_dim_v));
   // Only a bounded band can hide keys, or a function of the user.
@@ -87,13 +93,14 @@ struct DecodeTile {
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
   const bool is_int8 =
       DecodeBytes<In>::kExists && cache.dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows);
-  const bool all_at_once = fills_lanes<T>(rows) && !is_int8;
+  const bool is_int4 = DecodeNibbles::kExists<In> && cache.dtype == CacheDType::kInt4;
+  const bool all_at_once = fills_lanes<T>(rows) && !is_int8 && !is_int4;
   // Only the softmax and the factors of 8-bit rows follow the product: scores stay S^T.
   const bool stays_transposed = all_at_once && !p.dropout && !p.alibi && p.softcap == 0 && !may_mask();
   // The products count elements of 2^widening times the bytes of the stored elements.
   int widening() const {
-    if (cache.dtype == CacheDType::kOfQuery || is_int8) return 0;
-    return sizeof(In) == 8 ? 3 : sizeof(In) == 4 ? 2 : 1;
+    if (cache.dtype == CacheDType::kOfQuery || is_int8 || is_int4) return 0;
+    return (sizeof(In) == 8 ? 3 : sizeof(In) == 4 ? 2 : 1) + (cache.dtype == CacheDType::kInt4);
   }
   // Whether a key may be hidden from a query.
   bool may_mask() const {
@@ -115,9 +122,14 @@ struct DecodeTile {
 
   void load_scores(const TileSource& source, Prefetcher ahead) const {
     Prefetcher nothing;
-    for (int64_t n = 0; n < heads.count; ++n)
+    for (int64_t n = 0; n < heads.count; ++n) {
       s.multiplied[n] =
           load_factors<T>(p, cache.k_scale, heads.first + n, j0, keys, ld, s.key_factors + n * ld);
+      if constexpr (DecodeNibbles::kExists<In>)
+        if (is_int4)
+          s.multiplied[n] = s.nibbles.keys_of(slot + n).load(p, cache.k_groups, s.nibbles.of_key,
+                                                             heads.first + n, j0, keys);
+    }
     // One product of the whole tile reads each panel of Q^T once, not once for each chunk.
     const int64_t step =
         all_at_once && !uses_lane_blocks<T>(rows) && in_one_place(source) ? keys : kChunkRows;
@@ -125,8 +137,8 @@ struct DecodeTile {
       const int64_t count = std::min(step, keys - j);
       for (int64_t n = 0; n < heads.count; ++n) {
         T* scores = scores_of(n) + j;
-        if (as_bytes(n, cache.k_scale)) {
-          load_byte_scores(n, source, j, count, scores, ahead);
+        if (as_integers(n, cache.k_scale)) {
+          load_integer_scores(n, source, j, count, scores, ahead);
           continue;
         }
         const Rows<In> k = tile_rows<In>(p, p.k, cache.k_scale, source, s.multiplied[n], b, heads.first + n,
@@ -160,9 +172,12 @@ struct DecodeTile {
       for (int64_t row = 0; row < rows; ++row) {
         T* scores = scores_of(n) + row * ld;
         if constexpr (DecodeBytes<In>::kExists)
-          if (as_bytes(n, cache.k_scale))
+          if (is_int8 && as_integers(n, cache.k_scale))
             multiply_row<T>(scores, s.bytes.q_factors[(slot + n) * rows + row], ld);
-        if (s.multiplied[n]) multiply_lanes<T>(scores, s.key_factors + n * ld, ld);
+        if constexpr (DecodeNibbles::kExists<In>)
+          if (is_int4 && s.multiplied[n])
+            multiply_row<T>(scores, s.nibbles.q_units[(slot + n) * rows + row], ld);
+        if (s.multiplied[n] && !is_int4) multiply_lanes<T>(scores, s.key_factors + n * ld, ld);
       }
   }
 
@@ -170,13 +185,15 @@ struct DecodeTile {
   void softmax(int64_t n, const TileSource& values, const SplitResult<T>& r) const {
     const int64_t h_kv = heads.first + n;
     s.multiplied[n] = load_factors<T>(p, cache.v_scale, h_kv, j0, keys, ld, s.value_factors + n * ld);
+    if constexpr (DecodeNibbles::kExists<In>)
+      if (is_int4) s.multiplied[n] = s.nibbles.load_values(p, h_kv, j0, keys);
     if (stays_transposed) {
       softmax_of_lanes(n, r);
       if (s.multiplied[n]) multiply_keys_of_lanes(n, s.value_factors + n * ld);
       s.added[n] = false;
       return;
     }
-    const bool isolate = may_mask() && !as_bytes(n, cache.v_scale) && !values_are_finite(n, values);
+    const bool isolate = may_mask() && !as_integers(n, cache.v_scale) && !values_are_finite(n, values);
     const Rows<In> gathered{s.value_copy, z.head_dim_v, z.head_dim_v};
     if (isolate) gather_values(n, values);
     const auto frame_of = [&](int64_t g) {
@@ -203,16 +220,18 @@ struct DecodeTile {
           multiply_rows<T>(scores_of(n) + g * z.seqlen_q * ld, s.dropout_tile, z.seqlen_q * ld);
         }
       }
-      if (s.multiplied[n])
+      if (s.multiplied[n] && !is_int4)
         for (int64_t i = 0; i < count; ++i) multiply_lanes<T>(scores + i * ld, s.value_factors + n * ld, ld);
       if (isolate)
         add_rows_not_finite<In, T>(score, false, count, scores, ld, 1, gathered, keys, r.out + row * d_v,
                                    d_v);
     }
     if constexpr (DecodeBytes<In>::kExists) {
-      if (as_bytes(n, cache.v_scale)) s.bytes.finish_probs(n * rows, rows, s.scores, ld);
+      if (is_int8 && as_integers(n, cache.v_scale)) s.bytes.finish_probs(n * rows, rows, s.scores, ld);
     }
-    if (!all_at_once && !as_bytes(n, cache.v_scale)) s.products.finish_probs(n * rows, rows, s.scores, ld);
+    if constexpr (DecodeNibbles::kExists<In>)
+      if (is_int4 && s.multiplied[n]) s.nibbles.finish_probs(n * rows, rows, s.scores, ld);
+    if (!all_at_once && !as_integers(n, cache.v_scale)) s.products.finish_probs(n * rows, rows, s.scores, ld);
     s.added[n] = isolate;
     if (!isolate) return;
     for (int64_t j = 0; j < keys; ++j)
@@ -242,26 +261,48 @@ struct DecodeTile {
     const auto rows_of = [&](int64_t n, int64_t j) { return value_rows_of(n, source, j, s.value_copy); };
     for (int64_t j = 0; j < keys; j += kChunkRows)
       for (int64_t n = 0; n < heads.count; ++n) {
-        if (as_bytes(n, cache.v_scale))
-          add_byte_chunk(n, source, j, ahead);
+        if (as_integers(n, cache.v_scale))
+          add_integer_chunk(n, source, j, ahead);
         else if (!s.added[n])
           add_chunk(n, j, rows_of(n, j), ahead);
       }
     ahead.finish();
     for (int64_t n = 0; n < heads.count; ++n) {
-      if (as_bytes(n, cache.v_scale))
-        add_byte_sums(n, result_of(n).out);
+      if (as_integers(n, cache.v_scale))
+        add_integer_sums(n, result_of(n).out);
       else if (!s.added[n])
         add_rows<T>(result_of(n).out, sums_of(n), rows * d_v);
     }
   }
 
  private:
-  // Whether head n's int8 rows are multiplied without conversion. Call load_factors() for `scale` before.
-  bool as_bytes(int64_t n, const CacheScale& scale) const { return is_int8 && (!scale || s.multiplied[n]); }
+  // Whether head n's rows of int8 or int4 are multiplied without conversion. Load the factors or the groups before.
+  bool as_integers(int64_t n, const CacheScale& scale) const {
+    return is_int8 ? !scale || s.multiplied[n] : is_int4 && s.multiplied[n];
+  }
+  // The same rows of int4.
+  Rows<uint8_t> nibble_rows(const Tensor4& t, const TileSource& source, int64_t n, int64_t j, int64_t count,
+                            int64_t cols) const {
+    const Rows<int8_t> rows =
+        byte_rows(p, t, source, heads.first + n, j0, j, count, cols / 2, s.nibbles.copy);
+    return {reinterpret_cast<const uint8_t*>(rows.data), rows.stride, cols};
+  }
 
-  void load_byte_scores(int64_t n, const TileSource& source, int64_t j, int64_t count, T* scores,
-                        Prefetcher& ahead) const {
+  void load_integer_scores(int64_t n, const TileSource& source, int64_t j, int64_t count, T* scores,
+                           Prefetcher& ahead) const {
+    if constexpr (DecodeNibbles::kExists<In>) {
+      if (is_int4) {
+        Prefetcher nothing;
+        const Rows<uint8_t> k = nibble_rows(p.k, source, n, j, count, z.head_dim);
+        TileGroups groups = s.nibbles.keys_of(slot + n);
+        groups.scales += j * s.nibbles.of_key.ld;
+        if (groups.products) groups.products += j * s.nibbles.of_key.ld;
+        return for_each_few_rows<T>(rows, [&](int64_t row, auto few) {
+          s.nibbles.template scores<few.value>((slot + n) * rows + row, k, groups, count, s.products.scale,
+                                               scores + row * ld, ld, ld - j, row == 0 ? ahead : nothing);
+        });
+      }
+    }
     if constexpr (DecodeBytes<In>::kExists) {
       Prefetcher nothing;
       const Rows<int8_t> k =
@@ -273,7 +314,18 @@ struct DecodeTile {
     }
   }
   // Sums are int32, in the memory of sums_of(n).
-  void add_byte_chunk(int64_t n, const TileSource& source, int64_t j, Prefetcher& ahead) const {
+  void add_integer_chunk(int64_t n, const TileSource& source, int64_t j, Prefetcher& ahead) const {
+    if constexpr (DecodeNibbles::kExists<In>) {
+      if (is_int4) {
+        Prefetcher nothing;
+        const int64_t count = std::min(kChunkRows, keys - j);
+        const Rows<uint8_t> v = nibble_rows(p.v, source, n, j, count, z.head_dim_v);
+        if (j == 0) s.nibbles.clear_sums(n * rows, rows);
+        return for_each_few_rows<T>(rows, [&](int64_t row, auto few) {
+          s.nibbles.template add_values<few.value>(n * rows + row, j, v, count, row == 0 ? ahead : nothing);
+        });
+      }
+    }
     if constexpr (DecodeBytes<In>::kExists) {
       Prefetcher nothing;
       const int64_t count = std::min(kChunkRows, keys - j);
@@ -287,7 +339,12 @@ struct DecodeTile {
       });
     }
   }
-  void add_byte_sums(int64_t n, T* out) const {
+  void add_integer_sums(int64_t n, T* out) const {
+    if constexpr (DecodeNibbles::kExists<In>) {
+      for (int64_t row = 0; is_int4 && row < rows; ++row)
+        s.nibbles.add_sums(n * rows + row, out + row * d_v, z.head_dim_v);
+      if (is_int4) return;
+    }
     if constexpr (DecodeBytes<In>::kExists)
       for (int64_t row = 0; row < rows; ++row)
         s.bytes.add_sums(n * rows + row, reinterpret_cast<const int32_t*>(sums_of(n)) + row * d_v,

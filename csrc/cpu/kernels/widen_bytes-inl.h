@@ -163,7 +163,89 @@ inline void for_cache_dtype(CacheDType dtype, const Body& body) {
     case CacheDType::kFloat8E4M3: return body(std::integral_constant<CacheDType, CacheDType::kFloat8E4M3>{});
     case CacheDType::kFloat8E5M2: return body(std::integral_constant<CacheDType, CacheDType::kFloat8E5M2>{});
     case CacheDType::kOfQuery:
-    case CacheDType::kLatent: return;
+    case CacheDType::kLatent:
+    case CacheDType::kInt4: return;
+  }
+}
+
+typedef uint64_t Bits64 __attribute__((vector_size(FA_VECTOR_BYTES)));
+typedef uint64_t HalfBits64 __attribute__((vector_size(FA_VECTOR_BYTES / 2)));
+
+// Loads 1, 2 or 4 numbers to the first lanes of a vector. In registers: a vector load would wait for stores of its parts.
+template <int kCount, class Number>
+FA_INLINE F32 load_few_numbers(const Number* p) {
+  std::conditional_t<sizeof(Number) == 4, Bits64, HalfBits64> bits = {};
+  uint64_t part = 0;
+  std::memcpy(&part, p, std::min<size_t>(kCount * sizeof(Number), 8));
+  bits[0] = part;
+  if constexpr (kCount * sizeof(Number) == 16) {
+    std::memcpy(&part, p + 2, 8);
+    bits[1] = part;
+  }
+  if constexpr (sizeof(Number) == 4) {
+    return (F32)bits;
+  } else {
+    return to_float((Half16)bits, Number{});
+  }
+}
+
+// Loads `n` numbers of a row of scales or zero points, at most a whole vector, padded with zeros.
+template <class Number>
+FA_INLINE F32 load_numbers(const Number* p, int64_t n) {
+  if (n == 1) return load_few_numbers<1>(p);
+  if (n == 2) return load_few_numbers<2>(p);
+  if (n == 4 && kLanes<float> >= 4) return load_few_numbers<4>(p);
+  return load_columns<float>(p, n);
+}
+
+// The scales or zero points of one row.
+struct NumberRow {
+  const void* data;
+  bool is_float16;
+
+  FA_INLINE F32 load(int64_t first, int64_t n) const {
+    return is_float16 ? load_numbers(static_cast<const Float16*>(data) + first, n)
+                      : load_numbers(static_cast<const float*>(data) + first, n);
+  }
+  float at(int64_t n) const { return load(n, 1)[0]; }
+};
+inline NumberRow number_row(const Tensor4& t, bool is_float16, int64_t b, int64_t h, int64_t s) {
+  if (is_float16) return {t.row<Float16>(b, h, s), true};
+  return {t.row<float>(b, h, s), false};
+}
+
+// Copies one row of int4: (nibble - zero) * scale. The product is rounded to In. `b`, `s`: the cache or page, and the row
+// in it.
+template <class In>
+inline void copy_nibbles(In* to, const uint8_t* from, int64_t cols, const CacheGroups& groups, int64_t b,
+                         int64_t h, int64_t s) {
+  constexpr int L = kLanes<float>;
+  const NumberRow scales = number_row(groups.scales, groups.is_float16, b, h, s),
+                  zeros = number_row(groups.zeros, groups.is_float16, b, h, s);
+  VecIndex<float> first, second;  // of the even and the odd columns in turn
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) {
+    first[i] = i / 2 + i % 2 * L;
+    second[i] = L / 2 + first[i];
+  }
+  for (int64_t group = 0; group < groups.count; ++group) {
+    const float scale = scales.at(group), zero = groups.zeros ? zeros.at(group) : kInt4Zero;
+    const int64_t end = std::min((group + 1) * groups.columns, cols);
+    for (int64_t c = group * groups.columns; c < end; c += 2 * L) {
+      const U32 bytes = widen(load_bytes(from + c / 2, (end - c) / 2));
+      const F32 low = (__builtin_convertvector((VecIndex<float>)(bytes & 15u), F32) - zero) * scale;
+      const F32 high = (__builtin_convertvector((VecIndex<float>)(bytes >> 4), F32) - zero) * scale;
+      const F32 columns[2] = {pick<float>(low, high, first), pick<float>(low, high, second)};
+      for (int64_t n = 0; n < 2 && c + n * L < end; ++n) {
+        In* at = to + c + n * L;
+        const int64_t count = std::min<int64_t>(L, end - c - n * L);
+        if constexpr (std::is_same_v<In, double>) {
+          for (int64_t i = 0; i < count; ++i) at[i] = double{columns[n][i]};
+        } else {
+          store_columns<float>(at, columns[n], count);
+        }
+      }
+    }
   }
 }
 

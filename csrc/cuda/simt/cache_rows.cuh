@@ -1,4 +1,4 @@
-// Rows of keys and values in a cache: in pages, or of 8 bits, which are multiplied by a factor when they are read.
+// Rows of keys and values in a cache: in pages, or of 8 or 4 bits, which are multiplied by factors when they are read.
 #pragma once
 
 #include "tile.cuh"
@@ -16,25 +16,37 @@ __device__ inline float number_of(CacheDType dtype, uint8_t byte) {
   return byte & 0x80u ? -value : value;
 }
 
-// One row: elements of type In, or of 8 bits.
+// Element n of a row of scales or zero points.
+__device__ inline float group_number(const void* row, bool is_float16, int64_t n) {
+  return is_float16 ? widen(static_cast<const __half*>(row)[n]) : static_cast<const float*>(row)[n];
+}
+
+// One row: elements of type In, or of 8 or 4 bits.
 template <class In>
 struct CacheRow {
   const void* data = nullptr;  // null: there is no such row
   float factor = 1.0f;
   int32_t dtype = 0;  // a CacheDType in a whole word: padding would be copied uninitialised
+  const void *scales = nullptr, *zeros = nullptr;  // of kInt4
+  int32_t group_columns = 1, is_float16 = 0;
 
   __device__ explicit operator bool() const { return data != nullptr; }
   __device__ Accumulator<In> operator[](int64_t col) const {
     const auto type = static_cast<CacheDType>(dtype);
     if (type == CacheDType::kOfQuery) return widen(static_cast<const In*>(data)[col]);
-    return number_of(type, static_cast<const uint8_t*>(data)[col]) * factor;
+    const uint8_t* bytes = static_cast<const uint8_t*>(data);
+    if (type != CacheDType::kInt4) return number_of(type, bytes[col]) * factor;
+    const int64_t group = col / group_columns;
+    const float nibble = bytes[col / 2] >> (col % 2 * 4) & 15;
+    const float zero = zeros ? group_number(zeros, is_float16, group) : kInt4Zero;
+    return (nibble - zero) * group_number(scales, is_float16, group);
   }
 };
 
 // Row j of the keys or values of one sequence.
 template <class In>
 __device__ CacheRow<In> cache_row(const VarlenParams& varlen, const Tensor4& t, const CacheScale& scale,
-                                  int64_t h_kv, int64_t j) {
+                                  const CacheGroups& groups, int64_t h_kv, int64_t j) {
   const CacheParams& cache = varlen.cache;
   // Pages and rows of scales count from the start of the cache; rows of t from the start of the sequence.
   const int64_t in_cache = varlen.first_k + j;
@@ -42,8 +54,19 @@ __device__ CacheRow<In> cache_row(const VarlenParams& varlen, const Tensor4& t, 
   const int64_t in_page = cache.pages ? in_cache % cache.pages.page_size : in_cache;
   const int64_t b = cache.pages ? page : 0, row = cache.pages ? in_page : j;
   if (cache.dtype == CacheDType::kOfQuery) return {t.row<In>(b, h_kv, row)};
-  return {t.row<uint8_t>(b, h_kv, row), scale ? scale.at(page, h_kv, in_page) : 1.0f,
-          static_cast<int32_t>(cache.dtype)};
+  CacheRow<In> found{t.row<uint8_t>(b, h_kv, row), scale ? scale.at(page, h_kv, in_page) : 1.0f,
+                     static_cast<int32_t>(cache.dtype)};
+  if (cache.dtype != CacheDType::kInt4) return found;
+  const auto row_of = [&](const Tensor4& numbers) -> const void* {
+    if (!numbers) return nullptr;
+    if (groups.is_float16) return numbers.row<__half>(page, h_kv, in_page);
+    return numbers.row<float>(page, h_kv, in_page);
+  };
+  found.scales = row_of(groups.scales);
+  found.zeros = row_of(groups.zeros);
+  found.group_columns = static_cast<int32_t>(groups.columns);
+  found.is_float16 = groups.is_float16;
+  return found;
 }
 
 // The rows of one tile. Each row is looked up once, because a page takes a division.
@@ -56,10 +79,11 @@ struct CacheTile {
     const CacheParams& cache = p.varlen.cache;
     for (int n = threadIdx.x; n < 2 * count; n += kThreads) {
       if (n < count) {
-        const CacheRow<In> found = cache_row<In>(p.varlen, p.k, cache.k_scale, h_kv, j0 + n);
+        const CacheRow<In> found = cache_row<In>(p.varlen, p.k, cache.k_scale, cache.k_groups, h_kv, j0 + n);
         found_keys[n] = found;
       } else {
-        const CacheRow<In> found = cache_row<In>(p.varlen, p.v, cache.v_scale, h_kv, j0 + n - count);
+        const CacheRow<In> found =
+            cache_row<In>(p.varlen, p.v, cache.v_scale, cache.v_groups, h_kv, j0 + n - count);
         found_values[n - count] = found;
       }
     }

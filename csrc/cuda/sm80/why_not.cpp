@@ -28,8 +28,9 @@ namespace {
   [[maybe_unused]] const auto& [num_splits, has_unified_max, unified_max] = p.decode;
   [[maybe_unused]] const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k,
                                 lower_right, mask_by_row, first_q, first_k, caches] = p.varlen;
-  [[maybe_unused]] const auto& [batch_idx, leftpad, cache_count, cache_dtype, k_scale, v_scale, pages, cache,
-                                tree_mask, first_masked, key_has_value] = p.varlen.cache;
+  [[maybe_unused]] const auto& [batch_idx, leftpad, cache_count, cache_dtype, k_scale, v_scale, k_groups,
+                                v_groups, pages, cache, tree_mask, first_masked, key_has_value] =
+      p.varlen.cache;
   [[maybe_unused]] const auto& [page_table, page_count, page_size, num_pages, sequence] =
       p.varlen.cache.pages;
   [[maybe_unused]] const auto& [t_q, t_k, t_v, t_mask, t_alibi, t_sink] = t;
@@ -68,7 +69,7 @@ const char* why_not_forward(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
   if (p.decode.has_unified_max) return "sm80: no unified_max";
-  if (p.varlen.cache.dtype != CacheDType::kOfQuery) return "sm80: no caches of 8 bits";
+  if (p.varlen.cache.dtype != CacheDType::kOfQuery) return "sm80: no caches of 8 or 4 bits";
   if (p.varlen.cache.tree_mask) return "sm80: no tree_mask";
   if (p.varlen.cache.key_has_value) return "sm80: no qv with separate caches";
   if (p.dropout.place) return "sm80: no dropout of a part of a larger call";

@@ -54,6 +54,8 @@ Packed<AppendToCache> AppendToCache::pack(const Tensors& given, const Options& o
   p.cache.dtype = pack_cache_dtype(in.key_cache.scalar_type());
   p.cache.k_scale = pack_scale(in.key_scale);
   p.cache.v_scale = pack_scale(in.value_scale);
+  p.cache.k_groups = pack_groups(in.key_cache, in.key_group_scale, in.key_group_zero);
+  p.cache.v_groups = pack_groups(in.value_cache, in.value_group_scale, in.value_group_zero);
   if (in.block_table)
     p.cache.pages = {pack_offsets(in.block_table), in.block_table->size(1), in.key_cache.size(1),
                      in.key_cache.size(0), 0};

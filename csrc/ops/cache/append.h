@@ -2,7 +2,7 @@
 //
 //   append_to_cache   writes new keys and values after each sequence's rows, in place; rotates queries and new keys
 //
-// Its schema says that it writes to key_cache and value_cache. Letters as in packed/varlen.h; T_new counts new rows.
+// Its schema says that it writes to key_cache and value_cache, and to the scales and zero points of int4. Letters as in packed/varlen.h; T_new counts new rows.
 #pragma once
 
 #include "../../core/append.h"
@@ -42,7 +42,8 @@ constexpr TensorRule append_rule(TensorRule rule) {
   X(rotary_seqlens,     OptionalTensor, kLengthsShape,     kIndex,    kKeep,          kLoop)            \
   X(cache_batch_idx,    OptionalTensor, kLengthsShape,     kIndex,    kKeep,          kLoop)            \
   X(cache_leftpad,      OptionalTensor, kLengthsShape,     kIndex,    kKeep,          kLoop)            \
-  FA_CACHE_FORMAT_ROWS(X)
+  FA_CACHE_FORMAT_ROWS(X)                                                                               \
+  FA_INT4_ROWS(X)
 
 #define FA_APPEND_OPTIONS(X)                                                                                        \
   /* true: the pairs of columns are (0, 1), (2, 3), ...; false: column c and column c + rotary_dim / 2. */          \
@@ -66,7 +67,8 @@ struct AppendResult {
 };
 struct AppendToCache : OperatorTypes<AppendTensors, AppendOptions, AppendResult, AppendParams> {
   static constexpr const char* kName = "append_to_cache";
-  static constexpr const char* kWritten[] = {"key_cache", "value_cache"};
+  static constexpr const char* kWritten[] = {"key_cache",         "value_cache",    "key_group_scale",
+                                             "value_group_scale", "key_group_zero", "value_group_zero"};
   FA_OPERATOR_STEPS(AppendToCache)
 };
 

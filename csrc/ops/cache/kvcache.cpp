@@ -13,6 +13,7 @@ CacheDType pack_cache_dtype(at::ScalarType dtype) {
     case at::kChar: return CacheDType::kInt8;
     case at::kFloat8_e4m3fn: return CacheDType::kFloat8E4M3;
     case at::kFloat8_e5m2: return CacheDType::kFloat8E5M2;
+    case at::kByte: return CacheDType::kInt4;
     default: return CacheDType::kOfQuery;
   }
 }
@@ -22,9 +23,23 @@ CacheScale pack_scale(const OptionalTensor& t) {
   return {t->const_data_ptr<float>(), t->stride(0), t->stride(2), t->stride(1)};
 }
 
+CacheGroups pack_groups(const at::Tensor& cache, const OptionalTensor& scales, const OptionalTensor& zeros) {
+  if (!scales) return {};
+  const auto pack = [](const at::Tensor& t) {
+    return Tensor4{const_cast<void*>(t.const_data_ptr()), t.stride(0), t.stride(2), t.stride(1)};
+  };
+  const int64_t count = scales->size(3);
+  return {pack(*scales), zeros ? pack(*zeros) : Tensor4{}, count, 2 * cache.size(3) / count,
+          scales->scalar_type() == at::kHalf};
+}
+
+c10::SymInt columns_of(const at::Tensor& cache) {
+  return cache.scalar_type() == at::kByte ? 2 * cache.sym_size(3) : cache.sym_size(3);
+}
+
 AttentionResult AttentionCache::empty(const Tensors& in, const Options&) {
   const c10::SymInt rows = in.query.sym_size(0), heads = in.query.sym_size(1);
-  return {at::empty_symint({rows, heads, in.value.sym_size(3)}, in.query.options()),
+  return {at::empty_symint({rows, heads, columns_of(in.value)}, in.query.options()),
           at::empty_symint({heads, rows}, in.query.options().dtype(accumulate_type(in.query)))};
 }
 
@@ -67,6 +82,9 @@ Packed<AttentionCache> AttentionCache::pack(const Tensors& given, const Options&
   if (options.latent_rows) varlen.cache.dtype = CacheDType::kLatent;
   varlen.cache.k_scale = pack_scale(in.key_scale);
   varlen.cache.v_scale = pack_scale(in.value_scale);
+  varlen.cache.k_groups = pack_groups(in.key, in.key_group_scale, in.key_group_zero);
+  varlen.cache.v_groups = pack_groups(in.value, in.value_group_scale, in.value_group_zero);
+  p.sizes.head_dim_v = columns_of(in.value).expect_int();
   if (in.block_table) {
     const int64_t pages = in.block_table->size(1);
     varlen.cache.pages = {pack_offsets(in.block_table), pages, in.key.size(1), in.key.size(0), 0};

@@ -11,6 +11,7 @@
 namespace flash_attn_ext {
 
 constexpr Shape kCacheScaleShape{Shape::kExact, 3, {Dim::kCaches, Dim::kCacheRows, Dim::kHeadsKv}};
+constexpr Shape kCacheGroupShape{Shape::kCheckedByOperator};
 constexpr Shape kTableShape{Shape::kTable};
 // A mask of the new tokens has one of two shapes. Column c is the key of the sequence's query c.
 //   (B, H, max_seqlen_q, max_seqlen_q). Each size may be 1.
@@ -39,6 +40,13 @@ constexpr TensorRule cache_rule(TensorRule rule) {
   X(key_scale,     OptionalTensor, kCacheScaleShape,  kFloat32,  kKeep,          kLoop)             \
   X(value_scale,   OptionalTensor, kCacheScaleShape,  kFloat32,  kKeep,          kLoop)
 
+#define FA_INT4_ROWS(X)                                                                             \
+  /* (caches, rows, H_kv, groups): scales and zero points of int4 keys and values, CacheGroups. */  \
+  X(key_group_scale,   OptionalTensor, kCacheGroupShape, kCheckedByOperator, kKeep, kLoop)          \
+  X(value_group_scale, OptionalTensor, kCacheGroupShape, kCheckedByOperator, kKeep, kLoop)          \
+  X(key_group_zero,    OptionalTensor, kCacheGroupShape, kCheckedByOperator, kKeep, kLoop)          \
+  X(value_group_zero,  OptionalTensor, kCacheGroupShape, kCheckedByOperator, kKeep, kLoop)
+
 #define FA_CACHE_TENSORS(X)                                                                         \
   FA_QUERY_AND_KEY_ROWS(FA_SAME, X)                                                                 \
   FA_VALUE_ROW(FA_SAME, X)                                                                          \
@@ -52,7 +60,8 @@ constexpr TensorRule cache_rule(TensorRule rule) {
   X(leftpad,       OptionalTensor, kLengthsShape,     kIndex,    kKeep,          kLoop)             \
   FA_CACHE_FORMAT_ROWS(X)                                                                           \
   /* Mask of the last S_q keys, the new tokens. Keys before them are visible. */                    \
-  X(tree_mask,     OptionalTensor, kTreeMaskShape,    kMask,     kKeep,          kLoop)
+  X(tree_mask,     OptionalTensor, kTreeMaskShape,    kMask,     kKeep,          kLoop)             \
+  FA_INT4_ROWS(X)
 
 #define FA_CACHE_OPTIONS(X)                                                                         \
   FA_ATTENTION_OPTIONS(X)                                                                           \
@@ -79,5 +88,10 @@ struct AttentionCache : OperatorTypes<CacheTensors, CacheOptions, AttentionResul
 // The format of a cache, for the operators that read and write caches.
 CacheDType pack_cache_dtype(at::ScalarType dtype);
 CacheScale pack_scale(const OptionalTensor& t);
+// `cache`: the tensor that the groups belong to.
+CacheGroups pack_groups(const at::Tensor& cache, const OptionalTensor& scales, const OptionalTensor& zeros);
+
+// The columns that a row of the cache holds: two in each byte of int4.
+c10::SymInt columns_of(const at::Tensor& cache);
 
 }  // namespace flash_attn_ext

@@ -63,9 +63,17 @@ void check_no_overlap(const char* name, const at::Tensor& t, const char* other, 
 }
 
 void check_memory(const AppendTensors& in) {
-  const std::pair<const char*, const at::Tensor&> caches[] = {{"key_cache", in.key_cache},
-                                                              {"value_cache", in.value_cache}};
-  for (const auto& [name, cache] : caches) {
+  std::vector<std::pair<const char*, at::Tensor>> written = {{"key_cache", in.key_cache},
+                                                             {"value_cache", in.value_cache}};
+  const auto add = [&](const char* name, const OptionalTensor& t) {
+    if (t) written.emplace_back(name, *t);
+  };
+  add("k_scales", in.key_group_scale);
+  add("v_scales", in.value_group_scale);
+  add("k_zeros", in.key_group_zero);
+  add("v_zeros", in.value_group_zero);
+  for (size_t n = 0; n < written.size(); ++n) {
+    const auto& [name, cache] = written[n];
     TORCH_CHECK_VALUE(at::has_internal_overlap(cache) != at::MemOverlap::Yes, name, ": got strides ",
                       cache.strides(), " for shape ", cache.sizes(),
                       ", elements that share memory; allowed: one address for each element, because rows are "
@@ -73,8 +81,8 @@ void check_memory(const AppendTensors& in) {
     check_no_overlap("query", in.query, name, cache);
     check_no_overlap("key", in.key, name, cache);
     check_no_overlap("value", in.value, name, cache);
+    for (size_t m = 0; m < n; ++m) check_no_overlap(name, cache, written[m].first, written[m].second);
   }
-  check_no_overlap("value_cache", in.value_cache, "key_cache", in.key_cache);
 }
 
 // The new rows of sequence `b` in one cache or page. Rows are counted over all caches or pages.

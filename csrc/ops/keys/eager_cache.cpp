@@ -17,7 +17,7 @@ struct KvcacheCall {
   at::Tensor q, k_cache, v_cache;
   OptionalTensor k, v, rotary_cos, rotary_sin;
   OptionalTensor cache_batch_idx, cache_leftpad, block_table, alibi_slopes, sink, k_descale, v_descale,
-      cu_seqlens_q;
+      cu_seqlens_q, k_scales, v_scales, k_zeros, v_zeros;
   PyObject *cache_seqlens, *window_size;
   std::optional<double> scale;
   bool causal, interleaved, return_lse;
@@ -107,13 +107,13 @@ bool has_ordinary_shapes(const KvcacheCall& c) {
 bool needs_derivatives(const KvcacheCall& c) {
   const auto any = [](const auto&... tensors) { return (needs_derivative(tensors) || ...); };
   return any(c.q, c.k_cache, c.v_cache, c.k, c.v, c.alibi_slopes, c.sink, c.rotary_cos, c.rotary_sin,
-             c.k_descale, c.v_descale);
+             c.k_descale, c.v_descale, c.k_scales, c.v_scales, c.k_zeros, c.v_zeros);
 }
 
 bool has_ordinary_new_rows(const KvcacheCall& c, int64_t batch) {
   if (!c.k) return true;
   return c.k->dim() == 4 && c.v->dim() == 4 && c.k->size(0) == batch && c.k->numel() != 0 &&
-         c.k->size(2) == c.k_cache.size(2) && c.k->size(3) == c.k_cache.size(3) &&
+         c.k->size(2) == c.k_cache.size(2) && c.k->size(3) == columns_of(c.k_cache).expect_int() &&
          c.v->sizes().slice(0, 3) == c.k->sizes().slice(0, 3);
 }
 
@@ -137,6 +137,10 @@ bool to_operators(KvcacheCall& c, CacheTensors& t, CacheOptions& options, Append
   t.block_table = c.block_table;
   t.key_scale = c.k_descale;
   t.value_scale = c.v_descale;
+  t.key_group_scale = c.k_scales;
+  t.value_group_scale = c.v_scales;
+  t.key_group_zero = c.k_zeros;
+  t.value_group_zero = c.v_zeros;
   options.scale = c.scale;
   options.causal = c.causal;
   options.lower_right = true;
@@ -163,6 +167,10 @@ bool to_operators(KvcacheCall& c, CacheTensors& t, CacheOptions& options, Append
   append.block_table = c.block_table;
   append.key_scale = c.k_descale;
   append.value_scale = c.v_descale;
+  append.key_group_scale = c.k_scales;
+  append.value_group_scale = c.v_scales;
+  append.key_group_zero = c.k_zeros;
+  append.value_group_zero = c.v_zeros;
   return true;
 }
 
@@ -184,15 +192,16 @@ AttentionResult append_and_attend(const KvcacheCall& c, CacheTensors& t, const C
 
 PyObject* kvcache_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  constexpr Py_ssize_t kTensors = 15, kArguments = kTensors + 10;
+  constexpr Py_ssize_t kTensors = 19, kArguments = kTensors + 10;
   TORCH_CHECK_TYPE(count == kArguments, "kvcache_if_ordinary: got ", count,
                    " arguments; allowed: ", kArguments);
   KvcacheCall c;
   if (!are_dense(arguments, kTensors) || is_observed() || has_dispatch_mode() ||
       !read_all(arguments, c.q, c.k_cache, c.v_cache, c.k, c.v, c.rotary_cos, c.rotary_sin, c.cache_batch_idx,
                 c.cache_leftpad, c.block_table, c.alibi_slopes, c.sink, c.k_descale, c.v_descale,
-                c.cu_seqlens_q, c.cache_seqlens, c.scale, c.causal, c.window_size, c.softcap, c.interleaved,
-                c.num_splits, c.return_lse, c.max_seqlen_q, c.attention_chunk))
+                c.cu_seqlens_q, c.k_scales, c.v_scales, c.k_zeros, c.v_zeros, c.cache_seqlens, c.scale,
+                c.causal, c.window_size, c.softcap, c.interleaved, c.num_splits, c.return_lse, c.max_seqlen_q,
+                c.attention_chunk))
     Py_RETURN_NONE;
   CacheTensors tensors;
   CacheOptions options;
@@ -208,7 +217,7 @@ PyObject* kvcache_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssize_t 
     if (!c.cu_seqlens_q) {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       const int64_t batch = c.q.size(0), rows = c.q.size(1);
-      result.out = result.out.view({batch, rows, c.q.size(2), c.v_cache.size(3)});
+      result.out = result.out.view({batch, rows, c.q.size(2), result.out.size(2)});
       if (c.return_lse) result.lse = result.lse.view({c.q.size(2), batch, rows}).transpose(0, 1);
     }
   }
@@ -255,7 +264,7 @@ PyObject* write_cache_if_ordinary(PyObject*, PyObject* const* arguments, Py_ssiz
 bool may_be_written(const at::Tensor& out, const CacheTensors& in) {
   if (in.query.dim() != 3 || in.value.dim() != 4 || !has_plain_elements(out) || needs_derivative(out) ||
       out.scalar_type() != in.query.scalar_type() || !out.is_contiguous() ||
-      !out.sizes().equals({in.query.size(0), in.query.size(1), in.value.size(3)}) ||
+      !out.sizes().equals({in.query.size(0), in.query.size(1), columns_of(in.value).expect_int()}) ||
       (out.is_inference() && !c10::InferenceMode::is_enabled()))
     return false;
   bool shared = false;

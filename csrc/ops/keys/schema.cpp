@@ -74,7 +74,8 @@ std::string schema(const std::string& name, std::vector<ArgumentText> tensors,
                    const std::string& results) {
   for (size_t n = 0; n < written.size(); ++n)
     for (ArgumentText& tensor : tensors)
-      if (written[n] == tensor.name) tensor.type += "(" + std::string(1, char('a' + n)) + "!)";
+      if (written[n] == tensor.name)
+        tensor.type.insert(6, "(" + std::string(1, char('a' + n)) + "!)");  // after Tensor
   bool is_last = true;
   for (auto tensor = tensors.rbegin(); tensor != tensors.rend(); ++tensor) {
     is_last = is_last && !tensor->default_value.empty();

@@ -77,7 +77,7 @@ class AttentionLayerCalls:
         of_keys, of_values = self.scales(views, key_scale, value_scale)
         tensors = (
             key, key, value, views.keys, views.values, new.offsets, new.offsets, new.rows, None, None, None, None, None,
-            new.pages, of_keys, of_values,
+            new.pages, of_keys, of_values, None, None, None, None,
         )  # fmt: skip
         if _ops.write_cache_if_ordinary(*tensors) is None:
             _ops.append_to_cache(*tensors)
@@ -98,7 +98,8 @@ class AttentionLayerCalls:
         options = self._options[step.causal] | {"max_seqlen_q": step.longest_query}
         tensors = (
             query, views.keys, views.values, self.alibi_slopes, sink_of(self.sink, query), step.query_offsets,
-            step.lengths, None, None, step.block_table, of_keys, of_values, None,
+            step.lengths, None, None, step.block_table, of_keys, of_values, None, None, None, None,
+            None,
         )  # fmt: skip
         if _ops.read_cache_if_ordinary(out, *tensors, options) is None:
             out.copy_(_ops.attention_cache(*tensors, **options)[0])
