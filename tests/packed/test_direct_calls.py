@@ -210,7 +210,7 @@ def read_arguments(out=None):
     q, keys, values = torch.randn(2, H, D), torch.randn(2, 16, HK, D), torch.randn(2, 16, HK, DV)
     offsets, lengths = torch.tensor([0, 1, 2]), torch.tensor([5, 9])
     tensors = [q, keys, values, None, None, offsets, lengths, None, None, None, None, None, None]
-    return [torch.full((2, H, DV), torch.nan) if out is None else out, *tensors, {"causal": True, "lower_right": True}]
+    return [torch.full((2, H, DV), torch.nan) if out is None else out, *tensors, *[None] * 4, {"causal": True, "lower_right": True}]
 
 
 def test_reads_a_cache_into_out():
@@ -246,7 +246,7 @@ def test_reading_into_out_checks_its_arguments():
 def test_writing_is_refused_under_a_mode():
     key, keys, values = torch.ones(2, HK, D), torch.zeros(2, 4, HK, D), torch.zeros(2, 4, HK, DV)
     offsets, rows = torch.tensor([0, 1, 2]), torch.tensor([1, 3])
-    tensors = (key, key, torch.ones(2, HK, DV), keys, values, offsets, offsets, rows, *[None] * 8)
+    tensors = (key, key, torch.ones(2, HK, DV), keys, values, offsets, offsets, rows, *[None] * 12)
     with Seen():
         assert _ops.write_cache_if_ordinary(*tensors) is None
     assert not keys.any()
@@ -267,7 +267,7 @@ def test_a_lazy_negation_is_not_read_as_its_memory():
     rows = torch.ones(1, HK, D)
     offsets = torch.tensor([0, 1])
     caches = torch.zeros(1, 4, HK, D), torch.zeros(1, 4, HK, D)
-    tensors = (rows, torch._neg_view(rows), rows, *caches, offsets, offsets, torch.tensor([0]), *[None] * 8)
+    tensors = (rows, torch._neg_view(rows), rows, *caches, offsets, offsets, torch.tensor([0]), *[None] * 12)
     assert _ops.write_cache_if_ordinary(*tensors) is None
     assert not caches[0].any()
 
