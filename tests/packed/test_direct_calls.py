@@ -209,8 +209,9 @@ def read_arguments(out=None):
     """Arguments of read_cache_if_ordinary: two sequences of one query each, with 5 and 9 keys."""
     q, keys, values = torch.randn(2, H, D), torch.randn(2, 16, HK, D), torch.randn(2, 16, HK, DV)
     offsets, lengths = torch.tensor([0, 1, 2]), torch.tensor([5, 9])
-    tensors = [q, keys, values, None, None, offsets, lengths, None, None, None, None, None, None]
-    return [torch.full((2, H, DV), torch.nan) if out is None else out, *tensors, *[None] * 4, {"causal": True, "lower_right": True}]
+    out = torch.full((2, H, DV), torch.nan) if out is None else out
+    tensors = [q, keys, values, None, None, offsets, lengths, *[None] * 10]
+    return [out, *tensors, {"causal": True, "lower_right": True}]
 
 
 def test_reads_a_cache_into_out():
