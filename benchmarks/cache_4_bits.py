@@ -11,6 +11,7 @@ are also run through the kernels, with bfloat16 queries: the two errors agree if
 import argparse
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -105,7 +106,7 @@ def errors(kind: str) -> dict[str, tuple[float, float]]:
     return found
 
 
-def coded_int4(k: torch.Tensor, v: torch.Tensor, group: int | None, zeros: bool) -> dict[str, torch.Tensor | None]:
+def coded_int4(k: torch.Tensor, v: torch.Tensor, group: int | None, zeros: bool) -> dict[str, Any]:
     """The arguments of flash_attn_with_kvcache for int4 caches."""
     of_key, of_value = (quantize_int4(t, group, with_zeros=zeros) for t in (k, v))
     names = ("cache", "scales", "zeros")

@@ -186,7 +186,7 @@ void cached() {
     cache_of(p);
     p.varlen.cache.dtype = CacheDType::kInt8;
   });
-  row(f, "k_scales, v_scales", "int4 caches", [](AttentionParams& p) {
+  row(f, "k_scales, v_scales, k_zeros, v_zeros", "int4 caches", [](AttentionParams& p) {
     cache_of(p);
     p.varlen.cache.dtype = CacheDType::kInt4;
   });
