@@ -21,14 +21,26 @@ __device__ inline float group_number(const void* row, bool is_float16, int64_t n
   return is_float16 ? widen(static_cast<const __half*>(row)[n]) : static_cast<const float*>(row)[n];
 }
 
+// The scales and zero points of an int4 row.
+struct RowGroups {
+  const void *scales, *zeros;
+  int32_t columns, is_float16;
+
+  __device__ float value(int32_t nibble, int32_t col) const {
+    const int32_t group = col / columns;
+    const float zero = zeros ? group_number(zeros, is_float16, group) : kInt4Zero;
+    return (nibble - zero) * group_number(scales, is_float16, group);
+  }
+};
+
 // One row: elements of type In, or of 8 or 4 bits.
 template <class In>
 struct CacheRow {
   const void* data = nullptr;  // null: there is no such row
   float factor = 1.0f;
   int32_t dtype = 0;  // a CacheDType in a whole word: padding would be copied uninitialised
-  const void *scales = nullptr, *zeros = nullptr;  // of kInt4
-  int32_t group_columns = 1, is_float16 = 0;
+  // Of kInt4. In shared memory, because copies of its numbers made the kernel of float64 spill registers.
+  const RowGroups* groups = nullptr;
 
   __device__ explicit operator bool() const { return data != nullptr; }
   __device__ Accumulator<In> operator[](int64_t col) const {
@@ -36,17 +48,15 @@ struct CacheRow {
     if (type == CacheDType::kOfQuery) return widen(static_cast<const In*>(data)[col]);
     const uint8_t* bytes = static_cast<const uint8_t*>(data);
     if (type != CacheDType::kInt4) return number_of(type, bytes[col]) * factor;
-    const int64_t group = col / group_columns;
-    const float nibble = bytes[col / 2] >> (col % 2 * 4) & 15;
-    const float zero = zeros ? group_number(zeros, is_float16, group) : kInt4Zero;
-    return (nibble - zero) * group_number(scales, is_float16, group);
+    const int32_t c = static_cast<int32_t>(col);
+    return groups->value(bytes[c / 2] >> (c % 2 * 4) & 15, c);
   }
 };
 
-// Row j of the keys or values of one sequence.
+// Row j of the keys or values of one sequence. Writes the groups of an int4 row to `of_row`.
 template <class In>
 __device__ CacheRow<In> cache_row(const VarlenParams& varlen, const Tensor4& t, const CacheScale& scale,
-                                  const CacheGroups& groups, int64_t h_kv, int64_t j) {
+                                  const CacheGroups& groups, int64_t h_kv, int64_t j, RowGroups& of_row) {
   const CacheParams& cache = varlen.cache;
   // Pages and rows of scales count from the start of the cache; rows of t from the start of the sequence.
   const int64_t in_cache = varlen.first_k + j;
@@ -62,10 +72,9 @@ __device__ CacheRow<In> cache_row(const VarlenParams& varlen, const Tensor4& t, 
     if (groups.is_float16) return numbers.row<__half>(page, h_kv, in_page);
     return numbers.row<float>(page, h_kv, in_page);
   };
-  found.scales = row_of(groups.scales);
-  found.zeros = row_of(groups.zeros);
-  found.group_columns = static_cast<int32_t>(groups.columns);
-  found.is_float16 = groups.is_float16;
+  of_row = {row_of(groups.scales), row_of(groups.zeros), static_cast<int32_t>(groups.columns),
+            groups.is_float16};
+  found.groups = &of_row;
   return found;
 }
 
@@ -73,17 +82,19 @@ __device__ CacheRow<In> cache_row(const VarlenParams& varlen, const Tensor4& t, 
 template <class In>
 struct CacheTile {
   CacheRow<In> found_keys[kBlockK], found_values[kBlockK];
+  RowGroups key_groups[kBlockK], value_groups[kBlockK];
 
   // The next barrier publishes them.
   __device__ void look_up(const AttentionParams& p, int64_t h_kv, int64_t j0, int count) {
     const CacheParams& cache = p.varlen.cache;
     for (int n = threadIdx.x; n < 2 * count; n += kThreads) {
       if (n < count) {
-        const CacheRow<In> found = cache_row<In>(p.varlen, p.k, cache.k_scale, cache.k_groups, h_kv, j0 + n);
+        const CacheRow<In> found =
+            cache_row<In>(p.varlen, p.k, cache.k_scale, cache.k_groups, h_kv, j0 + n, key_groups[n]);
         found_keys[n] = found;
       } else {
-        const CacheRow<In> found =
-            cache_row<In>(p.varlen, p.v, cache.v_scale, cache.v_groups, h_kv, j0 + n - count);
+        const CacheRow<In> found = cache_row<In>(p.varlen, p.v, cache.v_scale, cache.v_groups, h_kv,
+                                                 j0 + n - count, value_groups[n - count]);
         found_values[n - count] = found;
       }
     }
