@@ -62,7 +62,7 @@ CUDA += [f"sm80/flex_{way}_{dtype}.cu" for way in ("forward", "backward") for dt
 CUDA += ["sm75/why_not.cpp", *(f"sm75/{way}_float16.cu" for way in ("forward", "decode", "backward"))]
 CUDA += [
     f"simt/{way}_{dtype}.cu"
-    for way in ("forward", "backward", "jvp", "double_backward", "weights", "indexed", "flex")
+    for way in ("forward", "backward", "jvp", "double_backward", "weights", "indexed", "indexer", "flex")
     for dtype in ("bfloat16", "float16", "float32", "float64")
 ]
 CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/task_rounds.cpp"]

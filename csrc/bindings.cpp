@@ -10,6 +10,7 @@
 #include <functional>
 #include <map>
 
+#include "bindings_of_indexer.h"
 #include "cpu/select.h"
 #include "cuda/tiers.h"
 #include "ops/keys/eager.h"
@@ -89,7 +90,7 @@ Plan plan_of_backward(const pybind11::dict& tensors, const pybind11::dict& optio
 
 // Runs an operator with other kernels: tests/cuda_host. Everything else is the code of the CUDA key. The kernels are
 // run(params as bytes, {name: input}, {name: output}). Returns the results.
-using Run = std::function<void(const pybind11::bytes&, const pybind11::dict&, const pybind11::dict&)>;
+using Run = flash_attn_ext::RunFromPython;
 
 template <class Tensors>
 constexpr auto has_functions(int) -> decltype(&Tensors::functions, bool()) {
@@ -207,6 +208,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     using Op = typename decltype(tag)::Op;
     m.def((std::string("run_") + Op::kName).c_str(), run_operator<Op>);
   });
+  bind_indexer(m);
   m.attr("differentiable") = names(flash_attn_ext::Gradients::kNames);
   pybind11::class_<KernelChoice>(m, "KernelChoice")
       .def_readonly("kernel", &KernelChoice::kernel)

@@ -26,13 +26,15 @@ struct IndexerParams {
   const int64_t* block_table = nullptr;  // (B, blocks) contiguous; null: k is no pages
   int64_t blocks = 0, page_size = 0;
 
-  int64_t keys_of(int64_t b) const { return lengths ? lengths[b] : seqlen_k; }
-  Band band_of(int64_t b) const {
+  FA_HOST_DEVICE int64_t keys_of(int64_t b) const { return lengths ? lengths[b] : seqlen_k; }
+  FA_HOST_DEVICE Band band_of(int64_t b) const {
     Band own = band;
     if (lower_right) own.diagonal += keys_of(b) - seqlen_q;
     return own;
   }
-  bool key_is_visible(int64_t b, int64_t j) const { return !key_mask || key_mask[b * seqlen_k + j]; }
+  FA_HOST_DEVICE bool key_is_visible(int64_t b, int64_t j) const {
+    return !key_mask || key_mask[b * seqlen_k + j];
+  }
   // The row of key j in memory, counted in rows of k's stride from `data`.
   template <class T>
   const T* key_row(int64_t b, int64_t j) const {
@@ -50,9 +52,9 @@ struct IndexerTopkParams : IndexerParams {
 // Keys that a caller has chosen.
 struct ChosenKeys {
   const int32_t* indices = nullptr;  // (B, S_q, topk), -1: none
-  int64_t topk = 0;
+  int64_t topk = -1;                 // -1: nothing is chosen. With 0 slots each query has no keys.
 
-  explicit operator bool() const { return indices != nullptr; }
+  FA_HOST_DEVICE explicit operator bool() const { return topk >= 0; }
 };
 
 struct IndexerScoresParams : IndexerParams {
@@ -80,8 +82,10 @@ struct IndexerLossParams : IndexerParams {
   Tensor4 query, key;         // of the main attention, in `dtype`
   const void* lse = nullptr;  // (B, H, S_q) acc, contiguous
   double main_scale = 1;
-  // (B, S_q) acc, contiguous. `loss` is null in the backward, which reads the other two.
-  void *loss = nullptr, *index_lse = nullptr, *mass = nullptr;
+  // (B, S_q) acc, contiguous. The backward reads index_lse and mass; its `loss` is null.
+  void* loss = nullptr;
+  void* index_lse = nullptr;
+  void* mass = nullptr;
 };
 
 struct IndexerLossBackwardParams : IndexerLossParams {

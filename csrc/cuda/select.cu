@@ -128,6 +128,17 @@ Launch<Params>* of_half(DType dtype, Launch<Params>* bfloat16, Launch<Params>* f
   return dtype == DType::kFloat16 ? float16 : bfloat16;
 }
 
+// The passes of the indexer have kernels in simt alone.
+template <class Params>
+Selection<Params> select_indexer(const Params& p, Launch<Params>* launch, Workspace<Params>* workspace) {
+  Choice<Params> choice(p);
+  choice.offer("sm90", "sm90: no indexer", nullptr, nullptr);
+  choice.offer("sm80", "sm80: no indexer", nullptr, nullptr);
+  choice.offer("sm75", "sm75: no indexer", nullptr, nullptr);
+  choice.offer("simt", simt::why_not_indexer(p), launch, workspace);
+  return choice.take();
+}
+
 }  // namespace
 
 // Each function offers the tiers, one line each, the fastest first.
@@ -247,6 +258,36 @@ Selection<IndexedBackwardParams> select_indexed_backward(const IndexedBackwardPa
                         simt::indexed_backward_bfloat16, simt::indexed_backward_float16),
                simt::indexed_backward_workspace);
   return choice.take();
+}
+
+Selection<IndexerScoresParams> select_indexer_scores(const IndexerScoresParams& p) {
+  return select_indexer(p,
+                        of_dtype(p.dtype, simt::indexer_scores_float32, simt::indexer_scores_float64,
+                                 simt::indexer_scores_bfloat16, simt::indexer_scores_float16),
+                        no_workspace);
+}
+
+Selection<IndexerScoresBackwardParams> select_indexer_scores_backward(const IndexerScoresBackwardParams& p) {
+  return select_indexer(
+      p,
+      of_dtype(p.dtype, simt::indexer_scores_backward_float32, simt::indexer_scores_backward_float64,
+               simt::indexer_scores_backward_bfloat16, simt::indexer_scores_backward_float16),
+      simt::indexer_scores_backward_workspace);
+}
+
+Selection<IndexerLossParams> select_indexer_loss(const IndexerLossParams& p) {
+  return select_indexer(p,
+                        of_dtype(p.dtype, simt::indexer_loss_float32, simt::indexer_loss_float64,
+                                 simt::indexer_loss_bfloat16, simt::indexer_loss_float16),
+                        no_workspace);
+}
+
+Selection<IndexerLossBackwardParams> select_indexer_loss_backward(const IndexerLossBackwardParams& p) {
+  return select_indexer(
+      p,
+      of_dtype(p.dtype, simt::indexer_loss_backward_float32, simt::indexer_loss_backward_float64,
+               simt::indexer_loss_backward_bfloat16, simt::indexer_loss_backward_float16),
+      simt::indexer_loss_backward_workspace);
 }
 
 }  // namespace flash_attn_ext::cuda

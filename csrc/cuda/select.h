@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../core/indexed.h"
+#include "../core/indexer.h"
 #include "run.h"
 
 namespace flash_attn_ext::cuda {
@@ -13,5 +14,10 @@ Selection<DoubleBackwardParams> select_double_backward(const DoubleBackwardParam
 Selection<WeightsParams> select_weights(const WeightsParams& params);
 Selection<IndexedParams> select_indexed(const IndexedParams& params);
 Selection<IndexedBackwardParams> select_indexed_backward(const IndexedBackwardParams& params);
+Selection<IndexerScoresParams> select_indexer_scores(const IndexerScoresParams& params);
+Selection<IndexerScoresBackwardParams> select_indexer_scores_backward(
+    const IndexerScoresBackwardParams& params);
+Selection<IndexerLossParams> select_indexer_loss(const IndexerLossParams& params);
+Selection<IndexerLossBackwardParams> select_indexer_loss_backward(const IndexerLossBackwardParams& params);
 
 }  // namespace flash_attn_ext::cuda

@@ -1,6 +1,7 @@
 // Every source that includes torch. They are compiled together, because torch's headers take longer than a source. setup.py
 // lists this file.
 #include "../bindings.cpp"
+#include "../bindings_of_indexer.cpp"
 #include "../ops/autograd/autograd.cpp"
 #include "../ops/autograd/varlen_autograd.cpp"
 #include "../ops/autograd/weights_autograd.cpp"
@@ -19,6 +20,7 @@
 #include "../ops/indexed/indexed.cpp"
 #include "../ops/indexed/indexed_autograd.cpp"
 #include "../ops/indexer/check_indexer.cpp"
+#include "../ops/indexer/compute_indexer.cpp"
 #include "../ops/indexer/indexer.cpp"
 #include "../ops/keys/autocast.cpp"
 #include "../ops/keys/cpu.cpp"

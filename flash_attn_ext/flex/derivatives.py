@@ -9,7 +9,7 @@ gradient of <backward, tangents>.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -321,7 +321,15 @@ def _register() -> torch.library.Library:
             derivative, given = derivative_of(args, kwargs)
             return derivative.double_backward(list(given["grad_mask"]))
 
-        library.impl(operator, jvp if operator._schema.name.endswith("jvp") else double_backward, "CPU")
+        is_jvp = operator._schema.name.endswith("jvp")
+        library.impl(operator, jvp if is_jvp else double_backward, "CPU")
+
+        def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+            got = "forward mode" if is_jvp else "a second derivative"
+            got += " with key_indices" if "indexed" in operator._schema.name else " with score_mod or mask_mod"
+            raise NotImplementedError(f"query: got {got} on CUDA; allowed on CUDA: the first gradients")
+
+        library.impl(operator, refuse, "CUDA")
 
     operators = torch.ops.flash_attn_ext
     for kind in ("jvp", "double_backward"):

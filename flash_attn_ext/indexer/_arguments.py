@@ -15,7 +15,6 @@ def checked_tensors(
     tensors: Mapping[str, Tensor | None],
     required: tuple[str, ...],
     detached: tuple[str, ...],
-    devices: tuple[str, ...] = ("cpu",),
 ) -> list[Tensor | None]:
     """Returns the tensors of an operator: checks kinds and devices, casts to autocast's dtype, and detaches.
 
@@ -25,8 +24,8 @@ def checked_tensors(
     first = tensors[required[0]]
     assert first is not None
     for name, t in tensors.items():
-        if t is not None and t.device.type not in (*devices, "meta"):
-            raise NotImplementedError(f"{name}: got a tensor on {t.device}; allowed: {', '.join(devices)}")
+        if t is not None and t.device.type not in ("cpu", "cuda", "meta"):
+            raise NotImplementedError(f"{name}: got a tensor on {t.device}; allowed: cpu, cuda")
         if t is not None and t.device != first.device and (t.is_cuda or first.is_cuda):
             raise TypeError(f"{name}: got device {t.device}; allowed: {required[0]}'s device, {first.device}")
     device = "cuda" if first.is_cuda else "cpu"

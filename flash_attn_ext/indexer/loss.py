@@ -42,7 +42,7 @@ def indexer_loss(
             ``flash_attn(..., return_lse=True)``. Its ``scale`` and masks must be the same. Softcap and ALiBi are not
             supported.
         indices: (B, 1, S_q, topk) int32 or int64, -1 for none: the chosen keys, each at most once. A chosen key that is
-            hidden does not count.
+            hidden does not count. On CUDA other numbers are not refused, and name no key.
         index_scale: factor of ``<q_index, k_index>``; ``1 / sqrt(D_I)`` if None.
         scale: factor of ``<query, key>``; ``1 / sqrt(D)`` if None.
         is_causal, causal, window, diagonal: as in :func:`flash_attn`.
@@ -55,11 +55,11 @@ def indexer_loss(
 
     ``q_index``, ``k_index`` and ``weights`` have gradients, of first order and in reverse mode. ``query``, ``key`` and
     ``lse`` have none: the target is detached, as in the report. Gradients are bitwise equal in every run and for any
-    number of threads. CPU only.
+    number of threads.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed; the message names it.
-        NotImplementedError: a device other than the CPU; a second derivative.
+        NotImplementedError: a device other than the CPU and CUDA; a second derivative.
 
     Source: DeepSeek-AI, "DeepSeek-V3.2", 2025 (arXiv 2512.02556), equations 3 and 4.
     """

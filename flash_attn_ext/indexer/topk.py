@@ -64,7 +64,7 @@ def indexer_topk(
     }  # fmt: skip
     rows = ("q", "k", "weights")
     indices, scores = _ops.indexer_topk(
-        *checked_tensors(tensors, rows, detached=rows, devices=("cpu", "cuda")),
+        *checked_tensors(tensors, rows, detached=rows),
         as_type("int", "topk", topk),
         scale=checked_scale("scale", scale, q),
         return_scores=as_type("bool", "return_scores", return_scores),

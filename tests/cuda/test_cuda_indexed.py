@@ -154,3 +154,16 @@ def test_dropout_of_packed_sequences():
     for ours, theirs in zip(*(torch.autograd.grad(x.sin().sum(), leaves) for x in (out, expected)), strict=True):
         torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("step", ["jvp", "double_backward"])
+@pytest.mark.parametrize(("family", "name"), [("indexed", "key_indices"), ("flex", "score_mod or mask_mod")])
+def test_derivatives_without_a_kernel_raise_an_error(step, family, name):
+    """Forward mode and second derivatives are for the CPU only. This calls the kernel of the CUDA key."""
+    operator = getattr(torch.ops.flash_attn_ext, f"attention_{family}_{step}").default
+    given = {a.name: torch.ones(1) if str(a.type) == "Tensor" else None for a in operator._schema.arguments}
+    given = {a.name: given[a.name] for a in operator._schema.arguments if not a.has_default_value()}
+    if "grad_mask" in given:
+        given["grad_mask"] = [True] * (7 if family == "flex" else 6)
+    with pytest.raises(NotImplementedError, match=f"with {name} on CUDA; allowed on CUDA: the first gradients"):
+        operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), **given)

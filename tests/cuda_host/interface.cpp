@@ -24,6 +24,10 @@ using flash_attn_ext::DoubleBackwardParams;
 using flash_attn_ext::DropoutParams;
 using flash_attn_ext::IndexedBackwardParams;
 using flash_attn_ext::IndexedParams;
+using flash_attn_ext::IndexerLossBackwardParams;
+using flash_attn_ext::IndexerLossParams;
+using flash_attn_ext::IndexerScoresBackwardParams;
+using flash_attn_ext::IndexerScoresParams;
 using flash_attn_ext::JvpParams;
 using flash_attn_ext::Sizes;
 using flash_attn_ext::WeightsParams;
@@ -67,9 +71,17 @@ extern "C" {
 
 // The size of struct number n of library.py's list CALLS.
 size_t params_bytes(int which) {
-  const size_t bytes[] = {sizeof(AttentionParams),      sizeof(BackwardParams), sizeof(JvpParams),
-                          sizeof(DoubleBackwardParams), sizeof(WeightsParams),  sizeof(IndexedParams),
-                          sizeof(IndexedBackwardParams)};
+  const size_t bytes[] = {sizeof(AttentionParams),
+                          sizeof(BackwardParams),
+                          sizeof(JvpParams),
+                          sizeof(DoubleBackwardParams),
+                          sizeof(WeightsParams),
+                          sizeof(IndexedParams),
+                          sizeof(IndexedBackwardParams),
+                          sizeof(IndexerScoresParams),
+                          sizeof(IndexerScoresBackwardParams),
+                          sizeof(IndexerLossParams),
+                          sizeof(IndexerLossBackwardParams)};
   return bytes[which];
 }
 
@@ -179,6 +191,46 @@ size_t indexed_backward_workspace(const IndexedBackwardParams* p) {
 }
 const char* indexed_backward(const IndexedBackwardParams* p, void* workspace) {
   return run(flash_attn_ext::cuda::select_indexed_backward(*p), *p, workspace);
+}
+
+const char* indexer_scores_choice(const IndexerScoresParams* p) {
+  return describe(flash_attn_ext::cuda::select_indexer_scores(*p));
+}
+size_t indexer_scores_workspace(const IndexerScoresParams* p) {
+  return flash_attn_ext::cuda::select_indexer_scores(*p).workspace_bytes;
+}
+const char* indexer_scores(const IndexerScoresParams* p, void* workspace) {
+  return run(flash_attn_ext::cuda::select_indexer_scores(*p), *p, workspace);
+}
+
+const char* indexer_scores_backward_choice(const IndexerScoresBackwardParams* p) {
+  return describe(flash_attn_ext::cuda::select_indexer_scores_backward(*p));
+}
+size_t indexer_scores_backward_workspace(const IndexerScoresBackwardParams* p) {
+  return flash_attn_ext::cuda::select_indexer_scores_backward(*p).workspace_bytes;
+}
+const char* indexer_scores_backward(const IndexerScoresBackwardParams* p, void* workspace) {
+  return run(flash_attn_ext::cuda::select_indexer_scores_backward(*p), *p, workspace);
+}
+
+const char* indexer_loss_choice(const IndexerLossParams* p) {
+  return describe(flash_attn_ext::cuda::select_indexer_loss(*p));
+}
+size_t indexer_loss_workspace(const IndexerLossParams* p) {
+  return flash_attn_ext::cuda::select_indexer_loss(*p).workspace_bytes;
+}
+const char* indexer_loss(const IndexerLossParams* p, void* workspace) {
+  return run(flash_attn_ext::cuda::select_indexer_loss(*p), *p, workspace);
+}
+
+const char* indexer_loss_backward_choice(const IndexerLossBackwardParams* p) {
+  return describe(flash_attn_ext::cuda::select_indexer_loss_backward(*p));
+}
+size_t indexer_loss_backward_workspace(const IndexerLossBackwardParams* p) {
+  return flash_attn_ext::cuda::select_indexer_loss_backward(*p).workspace_bytes;
+}
+const char* indexer_loss_backward(const IndexerLossBackwardParams* p, void* workspace) {
+  return run(flash_attn_ext::cuda::select_indexer_loss_backward(*p), *p, workspace);
 }
 
 const char* why_not_sm80_backward(const BackwardParams* p) {

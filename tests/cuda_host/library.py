@@ -22,15 +22,18 @@ BUILD = ROOT / "build" / "cuda_host"
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool: 4}
 UNBOUNDED = 1 << 60
 GPU_CODE = "sm_80,compute_80,sm_90a"  # what setup.py builds
+INDEXER = ("scores", "scores_backward", "loss", "loss_backward")  # the indexer's operators
 # The C functions that return text, or null.
 TEXTS = (
     "forward", "backward", "dropout_mask", "last_kernel", "forward_choice", "backward_choice", "force_tier",
     "jvp", "double_backward", "jvp_choice", "double_backward_choice", "why_not_sm80_forward",
     "why_not_sm80_backward", "why_not_sm90_forward", "why_not_sm90_backward", "weights", "weights_choice", "replay",
     "indexed", "indexed_choice", "indexed_backward", "indexed_backward_choice",
+    *(f"indexer_{name}{text}" for name in INDEXER for text in ("", "_choice")),
 )  # fmt: skip
 
 WITH_WORKSPACE = ("forward", "backward", "double_backward", "weights", "indexed", "indexed_backward")
+WITH_WORKSPACE += tuple(f"indexer_{name}" for name in INDEXER)
 
 i64, u64, f64, pointer = ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
 
@@ -59,14 +62,16 @@ def structs_of(header, included=()):
 
 PARAMS = structs_of(ROOT / "csrc" / "core" / "params.h")
 PARAMS = structs_of(ROOT / "csrc" / "core" / "indexed.h", PARAMS)
+PARAMS = structs_of(ROOT / "csrc" / "core" / "indexer.h", PARAMS)
 Sizes, Tensor4, Band, Offsets, MaskGrad = (PARAMS[name] for name in ("Sizes", "Tensor4", "Band", "Offsets", "MaskGrad"))
 MaskParams, AlibiParams, SinkParams, DropoutParams, DecodeParams, VarlenParams = (
     PARAMS[f"{name}Params"] for name in ("Mask", "Alibi", "Sink", "Dropout", "Decode", "Varlen")
 )
 NAMES_OF_CALLS = ("Attention", "Backward", "Jvp", "DoubleBackward", "Weights", "Indexed", "IndexedBackward")
+NAMES_OF_CALLS += ("IndexerScores", "IndexerScoresBackward", "IndexerLoss", "IndexerLossBackward")
 CALLS = [PARAMS[f"{name}Params"] for name in NAMES_OF_CALLS]
 AttentionParams, BackwardParams, JvpParams, DoubleBackwardParams, WeightsParams, *_ = CALLS
-IndexedParams, IndexedBackwardParams = CALLS[5:]
+IndexedParams, IndexedBackwardParams, *INDEXER_PARAMS = CALLS[5:]
 
 
 # The kernels of each operator: a C function of interface.cpp, and the struct that it takes.
@@ -87,6 +92,7 @@ OPERATORS |= {
     "attention_varlen_flex": ("forward", AttentionParams),
     "attention_varlen_flex_backward": ("backward", BackwardParams),
     "attention_cache_flex": ("forward", AttentionParams),
+    **{f"indexer_{name}": (f"indexer_{name}", params) for name, params in zip(INDEXER, INDEXER_PARAMS, strict=True)},
 }  # fmt: skip
 
 
@@ -158,6 +164,7 @@ class Library:
             WeightsParams: self.c.weights_choice,
             IndexedParams: self.c.indexed_choice,
             IndexedBackwardParams: self.c.indexed_backward_choice,
+            **{p: getattr(self.c, f"indexer_{n}_choice") for n, p in zip(INDEXER, INDEXER_PARAMS, strict=True)},
         }[type(params)]
         tier, *why_not = select(ctypes.byref(params)).decode().splitlines()
         return tier, why_not
@@ -197,7 +204,8 @@ class Library:
 
         def run(data, inputs, outputs):
             params = params_type.from_buffer_copy(data)
-            params.decode.num_splits = params.decode.num_splits or self.num_splits
+            if isinstance(params, AttentionParams):
+                params.decode.num_splits = params.decode.num_splits or self.num_splits
             if self.deterministic is not None and isinstance(params, BackwardParams):
                 params.deterministic = self.deterministic
             self.launch(kind, params, inputs, outputs)

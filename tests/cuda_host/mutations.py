@@ -21,11 +21,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from cuda_host import library
 
-from flash_attn_ext import flash_attn
+from flash_attn_ext import flash_attn, indexer_loss, indexer_scores
 
 CUDA = library.ROOT / "csrc" / "cuda"
 # What is rebuilt. One dtype is enough: the others are the same text.
-REBUILT = [f"simt/{name}.o" for name in ("forward_float32", "backward_float32", "indexed_float32", "key_lists")]
+REBUILT = [
+    f"simt/{name}.o"
+    for name in ("forward_float32", "backward_float32", "indexed_float32", "indexer_float32", "key_lists")
+]
 REBUILT += [f"sm80/{name}_bfloat16.o" for name in ("forward", "jvp", "decode", "backward")]
 REBUILT += ["sm75/forward_float16.o"]
 # Statements of their own, and what is assigned or returned.
@@ -177,6 +180,18 @@ def indexed_results(path, seed):
         return [out, *torch.autograd.grad(out.sin().sum(), (q, k, v))]
 
 
+def indexer_results(path, seed):
+    """The indexer: more slots of a row than threads of a block, some keys twice, more queries of a key than pairs."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((1, 2, 70, 20), (1, 310, 20), (1, 70, 2))]
+    query, key = torch.randn(1, 2, 70, 20), torch.randn(1, 1, 310, 20)
+    indices = torch.randint(310, (1, 1, 70, 300))
+    with library.as_cpu_kernels(library.Library(path, seed)):
+        _, lse = flash_attn(query, key, key, enable_gqa=True, return_lse=True)
+        found = [indexer_scores(*inputs, indices), indexer_loss(*inputs, query, key, lse, reduction="none")]
+        return [*found, *(g for x in found for g in torch.autograd.grad(x.sin().sum(), inputs))]
+
+
 def sm75_results(path, seed):
     """The forward of compute capability 7.5: its copies go through registers."""
     torch.manual_seed(0)
@@ -190,6 +205,8 @@ def sm75_results(path, seed):
 RESULTS = {
     "simt/indexed.cuh": (indexed_results,),
     "simt/indexed_backward.cuh": (indexed_results,),
+    "simt/indexer.cuh": (indexer_results,),
+    "simt/indexer_backward.cuh": (indexer_results,),
     "simt/key_lists.cu": (indexed_results,),
     "sm80/backward.cuh": (sm80_backward_results,),
     "sm80/forward.cuh": (results, sm80_jvp_results),

@@ -247,6 +247,16 @@ def test_empty_sizes(sizes):
     assert indexer_topk(*inputs, 0).shape == (sizes[0], 1, sizes[2], 0)
 
 
+def test_no_slots():
+    """Chosen keys without slots are no keys: not all keys."""
+    inputs = [t.requires_grad_() for t in make(1, 2, 3, 4, 5)]
+    indices = torch.empty(1, 1, 3, 0, dtype=torch.int32)
+    loss = indexer_loss(*inputs, *make_main(1, 2, 1, 3, 4, 4), indices=indices, reduction="none")
+    scores = indexer_scores(*inputs, indices)
+    assert torch.equal(loss, torch.zeros(1, 3, dtype=torch.float64))
+    assert all((g == 0).all() for g in torch.autograd.grad(loss.sum() + scores.sum(), inputs))
+
+
 def test_results_do_not_depend_on_threads_or_the_batch():
     q, k, weights = make(3, 5, 200, 300, 24, torch.float32)
     query, key, lse = make_main(3, 4, 2, 200, 300, 16, torch.float32, is_causal=True)

@@ -166,21 +166,25 @@ def test_errors_name_the_argument(call, kind, message):
         call()
 
 
-def test_a_gpu_is_refused_by_name():
+def test_results_are_on_the_device_of_q():
     with FakeTensorMode():
         shapes = (1, 2, 3, 8), (1, 5, 8), (1, 3, 2), (1, 1, 5, 8), (1, 2, 3)
         q, k, weights, key, lse = (torch.empty(shape, device="cuda") for shape in shapes)
-        indices = torch.empty(1, 1, 3, 2, dtype=torch.int32, device="cuda")
-        for call in (
-            lambda: indexer_scores(q, k, weights, indices),
-            lambda: indexer_loss(q, k, weights, q, key, lse),
-        ):
-            with pytest.raises(NotImplementedError, match=r"got a tensor on cuda(:0)?; allowed: cpu"):
-                call()
         chosen = indexer_topk(q, k, weights, 2)
         assert (chosen.device.type, chosen.dtype, chosen.shape) == ("cuda", torch.int32, (1, 1, 3, 2))
-        with pytest.raises(TypeError, match="k: got device cpu; allowed: q's device"):
-            indexer_topk(q, torch.empty(1, 5, 8), weights, 2)
+        scores, loss = indexer_scores(q, k, weights, chosen), indexer_loss(q, k, weights, q, key, lse)
+        # Not by autograd: a CPU build of torch ends the process at the first derivative of such a tensor.
+        grads = _ops.indexer_scores_backward(scores, q, k, weights, chosen, scale=1.0)
+        assert all(t.device.type == "cuda" for t in (scores, loss, *grads))
+        for call in (
+            lambda: indexer_topk(q, torch.empty(1, 5, 8), weights, 2),
+            lambda: indexer_scores(q, torch.empty(1, 5, 8), weights, chosen),
+        ):
+            with pytest.raises(TypeError, match="k: got device cpu; allowed: q's device"):
+                call()
+        elsewhere = torch.empty(1, 2, 3, 8, device="xpu")
+        with pytest.raises(NotImplementedError, match=r"q: got a tensor on xpu(:0)?; allowed: cpu, cuda"):
+            indexer_topk(elsewhere, k, weights, 2)
 
 
 def test_memory_that_was_freed_raises():

@@ -118,11 +118,13 @@ struct KeyMemory {
   T probs[kPairs], dproducts[kPairs];
 };
 
-// Returns whether the sorted list of query row i has `number`.
-__device__ inline bool names(const KeyLists& lists, int64_t b, int64_t h_kv, int64_t i, int64_t number) {
-  if (lists.indices.count == 0) return false;
+// Returns the place of `number` in the sorted list of query row i; -1 if the list does not have it.
+__device__ inline int64_t place_of(const KeyLists& lists, int64_t b, int64_t h_kv, int64_t i,
+                                   int64_t number) {
+  if (lists.indices.count == 0) return -1;
   const int64_t at = lists.indices.row(b, h_kv, i);
-  const int32_t *low = lists.entries + at, *high = low + lists.lengths[at / lists.indices.count], *end = high;
+  const int32_t *list = lists.entries + at, *end = list + lists.lengths[at / lists.indices.count];
+  const int32_t *low = list, *high = end;
   while (low < high) {
     const int32_t* middle = low + (high - low) / 2;
     if (*middle < number)
@@ -130,7 +132,7 @@ __device__ inline bool names(const KeyLists& lists, int64_t b, int64_t h_kv, int
     else
       high = middle;
   }
-  return low < end && *low == number;
+  return low < end && *low == number ? low - list : -1;
 }
 
 // Collects the queries among [i0, i0 + kThreads) that name the key. Returns their number.
@@ -168,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Range seen = visible_queries(p.band, j, j + 1, z.seqlen_q);
   for (int64_t i0 = seen.begin; i0 < seen.end; i0 += kThreads) {
     const int64_t own = i0 + threadIdx.x;
-    const bool found = own < seen.end && names(w.lists, b, h_kv, own, j / w.lists.indices.block_size);
+    const bool found = own < seen.end && place_of(w.lists, b, h_kv, own, j / w.lists.indices.block_size) >= 0;
     const int64_t pairs = collect_queries(shared, found, i0) * group;
     for (int64_t first = 0; first < pairs; first += kPairs) {
 #pragma unroll 1

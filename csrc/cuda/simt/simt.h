@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../core/indexed.h"
+#include "../../core/indexer.h"
 #include "../run.h"
 #include "schedule.h"
 
@@ -13,9 +14,13 @@ size_t double_backward_workspace(const DoubleBackwardParams& p);
 size_t weights_workspace(const WeightsParams& p);
 size_t indexed_workspace(const IndexedParams& p);
 size_t indexed_backward_workspace(const IndexedBackwardParams& p);
+size_t indexer_scores_backward_workspace(const IndexerScoresBackwardParams& p);
+size_t indexer_loss_backward_workspace(const IndexerLossBackwardParams& p);
 
-// Why this tier cannot run the forward; null: it can. It can run every other call.
+// Why this tier cannot run the forward; null: it can.
 const char* why_not_forward(const AttentionParams& p);
+// The same for all passes of the indexer. This tier can run every other call.
+const char* why_not_indexer(const IndexerParams& p);
 
 using Forward = Launch<AttentionParams>;
 using Backward = Launch<BackwardParams>;
@@ -24,6 +29,10 @@ using DoubleBackward = Launch<DoubleBackwardParams>;
 using Weights = Launch<WeightsParams>;
 using Indexed = Launch<IndexedParams>;
 using IndexedBackward = Launch<IndexedBackwardParams>;
+using IndexerScores = Launch<IndexerScoresParams>;
+using IndexerScoresBackward = Launch<IndexerScoresBackwardParams>;
+using IndexerLoss = Launch<IndexerLossParams>;
+using IndexerLossBackward = Launch<IndexerLossBackwardParams>;
 
 Forward forward_float32, forward_float64, forward_bfloat16, forward_float16;
 Backward backward_float32, backward_float64, backward_bfloat16, backward_float16;
@@ -34,6 +43,12 @@ Weights weights_float32, weights_float64, weights_bfloat16, weights_float16;
 Indexed indexed_float32, indexed_float64, indexed_bfloat16, indexed_float16;
 IndexedBackward indexed_backward_float32, indexed_backward_float64, indexed_backward_bfloat16,
     indexed_backward_float16;
+IndexerScores indexer_scores_float32, indexer_scores_float64, indexer_scores_bfloat16, indexer_scores_float16;
+IndexerScoresBackward indexer_scores_backward_float32, indexer_scores_backward_float64,
+    indexer_scores_backward_bfloat16, indexer_scores_backward_float16;
+IndexerLoss indexer_loss_float32, indexer_loss_float64, indexer_loss_bfloat16, indexer_loss_float16;
+IndexerLossBackward indexer_loss_backward_float32, indexer_loss_backward_float64,
+    indexer_loss_backward_bfloat16, indexer_loss_backward_float16;
 
 // The backward's steps, for the double backward, the weights and the tiers on tensor cores: the terms of each query row,
 // then the gradients.

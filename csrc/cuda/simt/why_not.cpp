@@ -34,6 +34,11 @@ namespace {
       "names every field of BackwardParams");
 }
 
+[[maybe_unused]] void name_every_field(const IndexerParams& p) {
+  [[maybe_unused]] const auto& [dtype, batch, heads, seqlen_q, seqlen_k, head_dim, q, k, weights, scale, band,
+                                key_mask, lengths, lower_right, block_table, blocks, page_size] = p;
+}
+
 }  // namespace
 
 const char* why_not_forward(const AttentionParams& p) {
@@ -42,6 +47,10 @@ const char* why_not_forward(const AttentionParams& p) {
   if (p.varlen.cache.dtype == CacheDType::kLatent)
     return "simt: FlashMLA's caches are for the CPU only so far";
   return p.decode.has_unified_max ? "simt: unified_max is for the CPU only so far" : nullptr;
+}
+
+const char* why_not_indexer(const IndexerParams& p) {
+  return p.block_table ? "simt: the indexer's scores and loss do not read pages" : nullptr;
 }
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -1,6 +1,7 @@
 #include "../combine.h"
 #include "flex.h"
 #include "functions.h"
+#include "indexer_workspace.h"
 #include "key_lists.h"
 #include "schedule.h"
 #include "simt.h"
@@ -48,6 +49,14 @@ size_t indexed_workspace(const IndexedParams& p) {
 
 size_t indexed_backward_workspace(const IndexedBackwardParams& p) {
   return bytes_of_plan<IndexedBackwardWorkspace>(p);
+}
+
+size_t indexer_scores_backward_workspace(const IndexerScoresBackwardParams& p) {
+  return bytes_of_plan<IndexerBackwardWorkspace>(p);
+}
+
+size_t indexer_loss_backward_workspace(const IndexerLossBackwardParams& p) {
+  return bytes_of_plan<IndexerBackwardWorkspace>(p);
 }
 
 }  // namespace flash_attn_ext::cuda::simt

@@ -134,6 +134,34 @@ void check_main(const Inputs& in, const MainInputs& main) {
   check_size("lse", main.lse, 2, in.q.sym_size(2), "q_index's seqlen_q");
 }
 
+void check_loss(const Inputs& in, const MainInputs& main, const OptionalTensor& indices) {
+  check_inputs(in);
+  check_main(in, main);
+  if (indices) check_chosen(in, *indices);
+}
+
+void check_loss_gradients(const Inputs& in, const LossGradients& grad) {
+  check_rows("grad_loss", grad.grad_loss, in);
+  check_rows("index_lse", grad.index_lse, in);
+  check_rows("mass", grad.mass, in);
+}
+
+void check_memory(const Inputs& in) {
+  check_storage("q", in.q);
+  check_storage("k", in.k);
+  check_storage("weights", in.weights);
+  if (in.key_mask) check_storage("key_mask", *in.key_mask);
+  if (in.cache_seqlens) check_storage("cache_seqlens", *in.cache_seqlens);
+  if (in.block_table) check_storage("block_table", *in.block_table);
+}
+
+void check_memory(const MainInputs& main, const OptionalTensor& indices) {
+  check_storage("query", main.query);
+  check_storage("key", main.key);
+  check_storage("lse", main.lse);
+  if (indices) check_storage("indices", *indices);
+}
+
 void check_lengths_and_pages(const Inputs& in) {
   if (!in.cache_seqlens) return;
   const at::Tensor lengths = as_int64(*in.cache_seqlens);

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "../declarations/implement.h"
+#include "../indexer/indexer.h"
 #include "../operators.h"
 #include "plan.h"
 
@@ -34,6 +35,12 @@ auto select(const DoubleBackwardParams& params) { return cuda::select_double_bac
 auto select(const WeightsParams& params) { return cuda::select_weights(params); }
 auto select(const IndexedParams& params) { return cuda::select_indexed(params); }
 auto select(const IndexedBackwardParams& params) { return cuda::select_indexed_backward(params); }
+auto select(const IndexerScoresParams& params) { return cuda::select_indexer_scores(params); }
+auto select(const IndexerScoresBackwardParams& params) {
+  return cuda::select_indexer_scores_backward(params);
+}
+auto select(const IndexerLossParams& params) { return cuda::select_indexer_loss(params); }
+auto select(const IndexerLossBackwardParams& params) { return cuda::select_indexer_loss_backward(params); }
 
 // The allocator gives the freed workspace only to work that comes later on this stream.
 template <class Params>
@@ -43,6 +50,12 @@ void run(const Params& params, const at::TensorOptions& options) {
   const at::Tensor workspace =
       at::empty({static_cast<int64_t>(selection.workspace_bytes)}, options.dtype(at::kByte));
   C10_CUDA_CHECK(selection.launch(params, workspace.mutable_data_ptr(), c10::cuda::getCurrentCUDAStream()));
+}
+
+template <class Params>
+void run_indexer(const Params& params, const at::Tensor& q) {
+  const c10::cuda::CUDAGuard device_guard(q.device());
+  run(params, q.options());
 }
 
 template <class Op>
@@ -88,6 +101,11 @@ KernelChoice as_choice(cuda::Selection<Params> selection) {
                               "FLASH_ATTN_EXT_CUDA=1, a CUDA build of torch and nvcc");
 }
 
+template <class Params>
+void run_indexer(const Params&, const at::Tensor&) {
+  refuse();
+}
+
 // A bad argument raises its own error first, as in a build with CUDA.
 template <class Op>
 typename Op::Result on_cuda(const typename Op::Tensors& given, const typename Op::Options& options) {
@@ -124,6 +142,13 @@ KernelChoice choose_on_cuda(const AttentionParams&, at::Device) { refuse(); }
 KernelChoice choose_on_cuda(const BackwardParams&, at::Device) { refuse(); }
 
 #endif
+
+namespace indexer {
+void run_on_cuda(const IndexerScoresParams& p, const at::Tensor& q) { run_indexer(p, q); }
+void run_on_cuda(const IndexerScoresBackwardParams& p, const at::Tensor& q) { run_indexer(p, q); }
+void run_on_cuda(const IndexerLossParams& p, const at::Tensor& q) { run_indexer(p, q); }
+void run_on_cuda(const IndexerLossBackwardParams& p, const at::Tensor& q) { run_indexer(p, q); }
+}  // namespace indexer
 
 TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) {
   for_each_operator(KernelOperators{}, [&m](auto tag) {
