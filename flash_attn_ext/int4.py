@@ -17,8 +17,8 @@ def quantize_int4(
     Byte c of a row has column 2c in its low 4 bits and column 2c + 1 in its high 4 bits. A value is
     scale * (nibble - zero), nibble in 0 to 15. Groups are neighbouring columns. Without zero points, zero is 8, and
     the scale is the element of largest magnitude / -8, so that this element is exact (llama.cpp's q4_0). With zero
-    points, the scale is (max - min) / 15, but at least max |x| / 1024, and the zero point is -min / scale. Both are
-    rounded to ``dtype`` before the nibbles are computed, in float32.
+    points, the scale is (max - min) / 15, but at least 1 / 1024 of the largest magnitude. The zero point is
+    -min / scale. Both are rounded to ``dtype`` before the nibbles are computed, in float32.
 
     Args:
         x: (..., D), floating point, D even. A group with a NaN decodes to NaN, a group with an infinity to NaN or
