@@ -181,9 +181,9 @@ def test_errors(given, error, message):
 
 
 def test_what_is_not_supported_says_so():
-    q, caches = torch.randn(1, 1, 2, 16), [torch.zeros(1, 8, 2, 16, dtype=torch.uint8) for _ in range(2)]
+    q, caches = torch.randn(1, 1, 2, 16), [torch.zeros(1, 8, 2, 16, dtype=torch.int16) for _ in range(2)]
     indices = torch.zeros(1, 1, 1, 2, dtype=torch.int64)
-    with pytest.raises(TypeError, match=r"k_cache: got dtype uint8"):
+    with pytest.raises(TypeError, match=r"k_cache: got dtype int16"):
         flash_attn_with_kvcache(q, *caches, key_indices=indices)
     caches = [torch.zeros(1, 8, 2, 16) for _ in range(2)]
     with pytest.raises(ValueError, match="k_descale: got a tensor with a cache of"):

@@ -38,4 +38,4 @@ def slack_of_delta(out, lse, inputs, grad_out, dtype):
         error = EPS[dtype] * (grad_out * out).abs().sum(-1)
     error = error.nan_to_num(0.0).masked_fill(lse == -torch.inf, 0.0)
     grads = torch.autograd.grad(lse, inputs, error, retain_graph=True, allow_unused=True)
-    return [0.0 if g is None else 2 * g.abs().max().item() for g in grads]
+    return [0.0 if g is None or g.numel() == 0 else 2 * g.abs().max().item() for g in grads]

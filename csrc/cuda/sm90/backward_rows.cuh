@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(kWarpgroup)
 template <class In, class Config>
 __global__ void __launch_bounds__(kWarpgroup)
     dq_kernel(const BackwardParams call, const BackwardWorkspace w) {
-  constexpr int kHeadDim = Config::kHeadDim, kColumns = kHeadDim % kPanelColumns ? 32 : kPanelColumns;
 #if defined(FA_HAS_HOPPER)  // other GPUs do not run this tier
+  constexpr int kHeadDim = Config::kHeadDim, kColumns = kHeadDim % kPanelColumns ? 32 : kPanelColumns;
   const QueryPiece<kHeadDim> piece(call, w);
   const int64_t b = piece.b, h = piece.h, warp_row = piece.first_row + threadIdx.x / 32 * kWarpRows;
   const BackwardParams& p = call_of_block<Config>(call, b);
