@@ -95,7 +95,7 @@ def test_nan_reaches_the_rows_that_see_it():
 
 @pytest.mark.parametrize("side", SIDES)
 def test_blocks_of_queries_share_converted_tiles(isa, one_thread, side):
-    """With enough tasks two blocks of queries share a tile of keys. The bits are those of single heads."""
+    """With enough tasks two blocks of queries share a tile of keys. Each head has the same bits as alone."""
     (q, k, v), factors = make(2, 200, 210, heads=8)
     k.view(torch.uint8)[:, :, 205] = 0x7F  # hidden from most queries
     out, lse = flash_attn(q, k, v, enable_gqa=True, return_lse=True, **SIDES[side], **factors)
@@ -143,7 +143,7 @@ def test_packed(side):
 @pytest.mark.parametrize("form", ["own caches", "pages"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_caches(form, packed):
-    """New rows are copied into the caches. In pages the factors of q belong to the sequence, those of k to the page."""
+    """New rows are copied into the caches. In pages q_descale belongs to the sequence, k_descale to the page."""
     (q, k, v), factors = make(2, 3, 32)
     lengths, new = torch.tensor([20, 5], dtype=torch.int32), [t[:, :, -3:].transpose(1, 2) for t in (k, v)]
     caches = [t.transpose(1, 2).contiguous() for t in (k, v)]

@@ -119,7 +119,7 @@ def test_functions_and_trees():
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_append(isa, zeros, page_size):
-    """The rows are those of quantize_int4 after the rotation, and nothing else is written."""
+    """A call writes quantize_int4 of the rotated rows, and nothing else."""
     coded, _, table = caches_of(page_size, 32, zeros)
     before = {name: t.clone() for name, t in coded.items() if t is not None}
     lengths, new = torch.tensor(LENGTHS), 3
