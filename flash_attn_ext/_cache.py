@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _append, _float8, _ops  # noqa: F401  _append registers the operator for CUDA
 from ._call import FUNCTIONS, Call, take
@@ -19,7 +18,7 @@ from ._indexed import KeyNumbers
 from ._indexed_packed import prepare_cached
 from ._options import checked_options, operator_options
 from ._second_query import SecondQuery, join_caches
-from ._tensor_checks import check_are_dense, check_is_dense
+from ._tensor_checks import check_are_dense, check_is_dense, check_not_differentiated
 from .flex.attention import refuse_dtensors_with_functions, run_with_functions, with_functions
 
 # Names in the operators' error messages -> the caller's names.
@@ -87,7 +86,9 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
     """Returns (out, lse): (B, S_q, H, D_v) and (B, H, S_q), or packed as the queries are."""
     q, cu_seqlens_q = call.tensors["q"], call.tensors["cu_seqlens_q"]
     check_not_differentiated(
-        "flash_attn_with_kvcache", **{name: call.tensors[name] for name in ("q", "k_cache", "v_cache", "k", "v", "qv")}
+        "flash_attn_with_kvcache",
+        {name: call.tensors[name] for name in ("q", "k_cache", "v_cache", "k", "v", "qv")},
+        way_out="flash_attn_varlen has gradients",
     )
     append, attention, second = operator_calls(call)
     if call.functions:
@@ -151,20 +152,6 @@ def _by_index(
         attention = attention.with_tensors(seqused_k=attention.tensors["seqused_k"] + new)
     with _renamed_errors(_NAMES_OF_ATTENTION):
         return prepare_cached(attention, numbers)
-
-
-def check_not_differentiated(function: str, **tensors: Tensor | None) -> None:
-    """Raises for tensors with a gradient or a tangent, because the operators on caches have no derivative."""
-    for name, t in tensors.items():
-        if not isinstance(t, Tensor):
-            continue
-        if torch.is_grad_enabled() and t.requires_grad:
-            raise NotImplementedError(
-                f"{name}: got a tensor that requires a gradient; allowed in {function}: tensors that require none, or "
-                "torch.no_grad(). flash_attn_varlen has gradients"
-            )
-        if forward_ad.unpack_dual(t).tangent is not None:
-            raise NotImplementedError(f"{name}: got a tensor with a tangent; allowed in {function}: tensors without")
 
 
 @contextlib.contextmanager

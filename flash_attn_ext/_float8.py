@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _dense, _ops, _packed
 from ._call import DESCALES, FUNCTIONS, INDICES, Call
-from ._tensor_checks import check_are_dense, check_is_dense, some_dtensor
+from ._tensor_checks import check_are_dense, check_is_dense, check_not_differentiated, some_dtensor
 
 DTYPE, OUT_DTYPE = torch.float8_e4m3fn, torch.bfloat16
 _ROWS = ("query", "key", "value")
@@ -73,7 +72,11 @@ def _checked_call(operator: _ops.Operator, function: str, arguments: dict[str, A
             raise TypeError(f"{name}: got dtype {tensors[name].dtype}; allowed: query's, {DTYPE}")
         if some_dtensor(tensors[name]):
             raise NotImplementedError(f"{name}: got a DTensor of {DTYPE}; allowed: a process's own part, to_local()")
-    check_no_derivatives(function, tensors | {name: arguments[name] for name in ("alibi_slopes", "sink")})
+    check_not_differentiated(
+        f"{function} of {DTYPE}",
+        tensors | {name: arguments[name] for name in ("alibi_slopes", "sink")},
+        way_out="16-bit and 32-bit floats have gradients",
+    )
     for name in _REFUSED:
         if arguments.get(name) is not None:
             raise NotImplementedError(f"{name}: got one with a query of {DTYPE}; allowed: None")
@@ -81,20 +84,6 @@ def _checked_call(operator: _ops.Operator, function: str, arguments: dict[str, A
         raise NotImplementedError(f"dropout_p: got {arguments['dropout_p']} with a query of {DTYPE}; allowed: 0.0")
     kept = {name: value for name, value in arguments.items() if name not in (*DESCALES, "qv")}
     return Call.from_arguments(operator, **kept)
-
-
-def check_no_derivatives(function: str, tensors: Mapping[str, Tensor | None]) -> None:
-    """Raises for tensors with a gradient or a tangent: no kernel has derivatives of float8 attention."""
-    for name, t in tensors.items():
-        if not isinstance(t, Tensor):
-            continue
-        if torch.is_grad_enabled() and t.requires_grad:
-            raise NotImplementedError(
-                f"{name}: got a tensor that requires a gradient; allowed in {function} of {DTYPE}: tensors that "
-                "require none, or torch.no_grad()"
-            )
-        if forward_ad.unpack_dual(t).tangent is not None:
-            raise NotImplementedError(f"{name}: got a tensor with a tangent; allowed in {function} of {DTYPE}: none")
 
 
 def checked_factor(name: str, factor: Tensor | None, sizes: tuple[int, int], device: torch.device) -> Tensor | None:

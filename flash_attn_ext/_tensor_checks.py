@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def check_is_dense(name: str, value: object) -> None:
@@ -20,6 +21,23 @@ def check_are_dense(tensors: Mapping[str, Tensor | None], required: tuple[str, .
     for name, t in tensors.items():
         if t is not None or name in required:
             check_is_dense(name, t)
+
+
+def check_not_differentiated(function: str, tensors: Mapping[str, Tensor | None], *, way_out: str) -> None:
+    """Raises for a tensor with a gradient or a tangent, because the function has no derivative.
+
+    Values of other types pass: the checks of types name them. ``way_out``: a sentence for the error on gradients.
+    """
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            continue
+        if torch.is_grad_enabled() and t.requires_grad:
+            raise NotImplementedError(
+                f"{name}: got a tensor that requires a gradient; allowed in {function}: tensors that require none, or "
+                f"torch.no_grad(). {way_out}"
+            )
+        if forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(f"{name}: got a tensor with a tangent; allowed in {function}: tensors without")
 
 
 def check_heads(query_heads: int, key_heads: int, enable_gqa: bool) -> None:
