@@ -3,8 +3,8 @@
 predict   standard attention, FlashAttention-1 and -2 and our kernel on one problem and device
 blocks    the same against the block size
 scaling   accesses against N, d and M, with the exponents of the theorems
-gpt2      the table of the FlashAttention paper next to our counts, and where the two part
-context   one sequence over many devices: ring, all-gather and Ulysses
+gpt2      the table of the FlashAttention paper next to our counts, and why they differ
+context   one sequence on many devices: ring, all-gather and Ulysses
 devices   the rates that are used
 """
 
@@ -27,12 +27,12 @@ LABELS = {
 }
 
 
-# Printed below the predicted times: the costs that they omit.
+# Printed below the predicted times: their assumptions.
 CACHES = """\
-ms: every load of a tile comes from slow memory, as without a cache in between. least ms, the lower bound: each tensor
-moves once, as if a cache served the rest. While K and V of the heads that run at once fit a GPU's L2 (tens of MB), the
-truth is near least ms: that FlashAttention-2 loads K and V again for every block of queries costs little there.
-Both omit launches, and assume that arithmetic and traffic overlap fully."""
+ms: without a cache, each load of a tile comes from slow memory. least ms: with an unlimited cache, each tensor moves
+once; a lower bound. If a GPU's L2 (tens of MB) holds K and V of the heads that run at once, the real time is near
+least ms, because L2 serves the repeated loads of K and V. Both omit launches, and assume that arithmetic and traffic
+overlap fully."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -121,7 +121,7 @@ def add_context(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """An int above 0; 312e12 is taken, too."""
+    """Parses an int above 0. Forms such as 312e12 are allowed."""
     value = int(float(text))
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {text}; allowed: at least 1")
@@ -195,7 +195,7 @@ def run_blocks(args: argparse.Namespace) -> None:
     ]  # fmt: skip
     columns = ("", "tiles q x k", "GB", "ms", "bound", "on chip", "fits M")
     print_table(describe(problem, device, M), columns, rows)
-    print("ms: roofline, every load of a tile from slow memory; predict also has the time with a cache in between")
+    print("ms: roofline without a cache: each load of a tile comes from slow memory; predict has both times")
     if args.plot:
         plots.blocks(args.plot, points, describe(problem, device, M), M)
 

@@ -1,15 +1,16 @@
-"""The counts of one call of flash_attn, for any two lengths and any band, and its tiles.
+"""Formulas for the FLOPs, traffic and tiles of one call of flash_attn, for any lengths and any band.
 
-This is the part of the model that flash_attn_ext.explain uses, so it runs nothing and loads nothing of
-flash_attn_ext.reference: it adds up FlashAttention-2's steps (Dao 2023, algorithms 1 and 2), as
-flash_attn_ext/reference/flash2.py has them. A test runs the algorithms and compares, to the last FLOP and element.
+flash_attn_ext.explain uses this file, so it runs no algorithm and does not import flash_attn_ext.reference. It adds up
+the steps of FlashAttention-2 (Dao 2023, algorithms 1 and 2; flash_attn_ext/reference/flash2.py). A test runs the
+algorithms and compares every FLOP and element.
 """
 
 from dataclasses import dataclass
 
 from .problem import DTYPES, Problem
 
-# Of {64, 128} x {64, 128}, which FlashAttention-2 chooses from (section 3.3), and smaller ones for smaller chips.
+# (block_q, block_k). FlashAttention-2 chooses from {64, 128} x {64, 128} (section 3.3). Smaller tiles are for smaller
+# chips.
 CANDIDATES = [
     (128, 128),
     (128, 64),
@@ -41,17 +42,19 @@ class Cost:
 
 
 def tiles(length: int, block: int) -> int:
-    """Blocks of a sequence, the last one perhaps not full."""
+    """The number of blocks of a sequence. The last block may be shorter."""
     return -(-length // block)
 
 
 def kernel_tiles() -> dict[str, tuple[int, int]]:
-    """(block_q, block_k) of the CPU kernels, as csrc/cpu/kernels/tiling-inl.h has them; a test compares."""
+    """(block_q, block_k) of the CPU kernels. A test compares them with csrc/cpu/kernels/tiling-inl.h."""
     return {"forward": (48, 64), "backward": (64, 64)}
 
 
 def pass_cost(which: str, problem: Problem, blocks: tuple[int, int], visible_tiles: int | None = None) -> Cost:
-    """FlashAttention-2's "forward" or "backward" of all heads in tiles of `blocks`; all tiles are visible if None.
+    """The cost of FlashAttention-2's "forward" or "backward" for all heads, in tiles of `blocks`.
+
+    visible_tiles: the number of tiles that are computed for each head. None: all tiles.
 
     A mask is not counted: its reads depend on how it is broadcast.
     """
@@ -69,7 +72,8 @@ def _of_tiles(which: str, problem: Problem, grid: tuple[int, int], rows: int, co
     D, D_v = problem.D, problem.D_v or problem.D
     item, statistic, drops = *_sizes(problem), int(problem.dropout > 0)
     scores = rows * columns
-    per_row, per_column = rows * grid[1], columns * grid[0]  # rows times the tiles that each is in; likewise
+    # rows times the tiles of each row; keys times the tiles of each key
+    per_row, per_column = rows * grid[1], columns * grid[0]
     if which == "forward":
         # scale, row_max, exp(S - m) as two, row_sum; the products Q K^T and P V; m, rescale, l; O *= rescale.
         flops = scores * (5 + drops + 2 * D + 2 * D_v) + per_row * (5 + D_v)
@@ -92,7 +96,7 @@ def _outside_of_tiles(which: str, problem: Problem) -> Cost:
 
 
 def _sizes(problem: Problem) -> tuple[int, int]:
-    """Bytes of an element, and of one of lse or delta."""
+    """Bytes of an element of q, and of an element of lse or delta."""
     return DTYPES[problem.dtype].itemsize, 8 if problem.dtype == "float64" else 4
 
 
@@ -105,7 +109,7 @@ def largest_blocks(which: str, D: int, M: int) -> tuple[int, int]:
 
 
 def chip_peak(which: str, D: int, blocks: tuple[int, int]) -> int:
-    """Elements on the chip at the fullest moment of a pass in tiles of `blocks`, without dropout."""
+    """The largest number of elements on the chip during a pass in tiles of `blocks`, without dropout."""
     rows, columns = blocks
     if which == "forward":  # Q, O, S, K; l, m, row_max, and rescale and m of the tile before, as row_max begins
         return 2 * rows * D + rows * columns + columns * D + 5 * rows

@@ -1,9 +1,9 @@
-"""The predicted time of attention over several devices: ring, all-gather and Ulysses (flash_attn_ext.distributed).
+"""Predicts the time of attention on several devices: ring, all-gather and Ulysses (flash_attn_ext.distributed).
 
-Nothing is measured here. The attention runs at a given share of the device's peak for products; messages run at a
-given share of the link's rate, plus a latency for each. Ring overlaps the message of a step with its computation; the
-two other methods add both times. Causal work is balanced, as shard_sequence's zigzag balances it: each device computes
-the same number of scores, together half of all scores.
+Nothing is measured here. Attention runs at a given fraction of the device's peak for products. A message runs at a
+given fraction of the link's rate, plus a latency. Ring overlaps the message of a step with its computation; the two
+other methods add both times. Causal work is balanced, as by shard_sequence's zigzag: each device computes the same
+number of scores, and all devices together half of all scores.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,10 @@ METHODS = ("ring", "all_gather", "ulysses")
 
 @dataclass(frozen=True)
 class Link:
-    """The connection of the devices: bytes/s that each can send, and seconds of latency of a message."""
+    """The connection of the devices. bandwidth: bytes/s that each device can send.
+
+    latency: seconds for each message.
+    """
 
     name: str
     bandwidth: float
@@ -59,7 +62,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Sent:
-    """The bytes that each device sends, and the number of messages in sequence."""
+    """The bytes that each device sends, and the number of messages one after another."""
 
     forward: float
     backward: float
@@ -79,7 +82,7 @@ class Prediction:
 
     @property
     def exposed(self) -> float:
-        """The share of the time in which nothing is computed."""
+        """The fraction of the time in which nothing is computed."""
         return 1 - self.compute / self.seconds
 
 
@@ -88,7 +91,7 @@ def possible(method: str, problem: Sharded) -> bool:
 
 
 def sent(method: str, problem: Sharded) -> Sent:
-    """context_parallel_attn's formulas; every process needs every key."""
+    """Bytes and messages by the formulas of context_parallel_attn, if every process needs every key."""
     p, item = problem, DTYPES[problem.dtype].itemsize
     accumulator = 8 if p.dtype == "float64" else 4
     rows = p.S // p.n
@@ -126,7 +129,7 @@ def memory(method: str, problem: Sharded) -> float:
 def predict(
     method: str, problem: Sharded, device: Device, link: Link, *, efficiency: float = 0.6, link_efficiency: float = 0.8
 ) -> Prediction:
-    """The time of one layer's attention. ``efficiency`` and ``link_efficiency`` are shares of the peaks."""
+    """The time of one layer's attention. ``efficiency`` and ``link_efficiency`` are fractions of the peaks."""
     if not possible(method, problem):
         raise ValueError(
             f"method: got 'ulysses' for {problem.H_kv} key heads on {problem.n} devices; allowed: a multiple"
@@ -139,7 +142,8 @@ def predict(
     wire = traffic.bytes / bandwidth + traffic.messages * link.latency
     if method != "ring":
         return Prediction(forward + backward, wire, forward + backward + wire, memory(method, p))
-    # A step computes while its message travels; the first has nothing to wait for, the last message nothing to hide in.
+    # A step computes while its message is in flight. The first step waits for no message; no computation hides the last
+    # message.
     total = 0.0
     for compute, moved, sums in ((forward, traffic.forward, False), (backward, traffic.backward, True)):
         if compute == 0.0:
@@ -156,7 +160,9 @@ def predict(
 def over(
     device: Device, link: Link, lengths: Iterable[int], sizes: Iterable[int], model: Sharded, **rates: float
 ) -> Iterator[tuple[Sharded, dict[str, Prediction]]]:
-    """Every method that is possible, for each length and number of devices that the link joins."""
+    """Yields the predictions of all possible methods, for each length and each number of devices that the link can
+    connect.
+    """
     for S, n in product(lengths, sizes):
         if n <= link.devices:
             p = replace(model, S=S, n=n)

@@ -1,6 +1,6 @@
-"""FLOPs and traffic of each algorithm, counted by running it on shapes alone: no formula stands here.
+"""Counts the FLOPs and the traffic of each algorithm by running it on shapes alone, without formulas.
 
-One head is run. Everything of a head is multiplied by B * H; a mask, which all heads share, is counted once.
+One head runs. Its counts are multiplied by B * H, but the mask is counted once, because all heads share it.
 """
 
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ ALGORITHMS = ("standard", "flash1", "flash2", "ours")
 
 @dataclass
 class Counts:
-    """Of all heads. `traffic` is bytes by the pass and the tensor's name, reads and writes apart."""
+    """Counts of all heads. `traffic[pass, tensor]`: (bytes read, bytes written)."""
 
     tiles: str
     matmul_flops: int = 0
     other_flops: int = 0
     accesses: int = 0  # elements read and written
     bytes: int = 0
-    bytes_once: int = 0  # if each tensor moved only once in each direction: no cache can save these
+    bytes_once: int = 0  # with an unlimited cache: each tensor moves once in each direction
     chip_peak: int = 0  # elements, the larger of the passes
     extra_bytes: int = 0  # beyond inputs and results, the sum of the passes
     traffic: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -36,11 +36,11 @@ class Counts:
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte."""
+        """FLOPs per byte."""
         return self.flops / self.bytes
 
     def add(self, name: str, memory: SlowMemory, problem: Problem) -> None:
-        """One pass of one head, `name`."""
+        """Adds the counts of pass `name`, from the run of one head."""
         self.matmul_flops += memory.chip.matmul_flops * problem.heads
         self.other_flops += memory.chip.other_flops * problem.heads
         self.chip_peak = max(self.chip_peak, memory.chip.peak)
@@ -54,7 +54,7 @@ class Counts:
 
 
 def count(algorithm: str, problem: Problem, M: int, blocks: tuple[int, int] | None = None) -> Counts:
-    """`algorithm` on a chip of M elements. `blocks` sets flash2's (block_q, block_k) for both passes."""
+    """Counts `algorithm` on a chip of M elements. `blocks` sets flash2's (block_q, block_k) for both passes."""
     if algorithm == "standard":
         return _count_standard(problem)
     if algorithm == "flash1":
@@ -68,7 +68,7 @@ def count(algorithm: str, problem: Problem, M: int, blocks: tuple[int, int] | No
 
 
 def _count_standard(problem: Problem) -> Counts:
-    """Each kernel reads its operands once: the best that its caches can do for it."""
+    """Each kernel reads its operands once, as with ideal caches."""
     options, counts = _options(problem), Counts("whole matrices")
     q, k, v, dout = problem.tensors(4)
     forward, backward = SlowMemory(), SlowMemory()
@@ -77,7 +77,7 @@ def _count_standard(problem: Problem) -> Counts:
     if problem.backward:
         standard.backward(q, k, v, dout, saved, dropout=options["dropout"], memory=backward)
         counts.add("backward", backward, problem)
-    counts.chip_peak = 0  # a property of its GEMMs, not of the algorithm
+    counts.chip_peak = 0  # depends on the GEMM kernels, not on the algorithm
     return counts
 
 
@@ -109,7 +109,7 @@ def _count_flash2(problem: Problem, tiles: dict[str, tuple[int, int]]) -> Counts
 
 
 def _options(problem: Problem) -> dict:
-    """The mask and the dropout of one head, as arguments of the algorithms."""
+    """Makes the mask and the dropout arguments of the algorithms, for one head."""
     S_k, dtype = problem.S_k or problem.S, DTYPES[problem.dtype]
     mask = torch.empty(problem.S, S_k, dtype=dtype, device="meta") if problem.mask else None
     dropout = Dropout(problem.dropout, torch.zeros(2, dtype=torch.int64)) if problem.dropout else None

@@ -1,4 +1,4 @@
-"""A device of the model: rates, and the size of the memory near the arithmetic."""
+"""The devices of the model: their rates, and the size of their fast memory."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from .problem import DTYPES
 
 @dataclass(frozen=True)
 class Device:
-    """Peak rates. `matmul` is dense products in FLOP/s by dtype; `other` is all further arithmetic, in fp32."""
+    """Peak rates. `matmul`: FLOP/s of dense products, by dtype. `other`: FLOP/s of all other arithmetic, in fp32."""
 
     name: str
     matmul: dict[str, float]
@@ -22,7 +22,7 @@ class Device:
     source: str
 
     def elements(self, dtype: str) -> int:
-        """M, if tiles are held in `dtype`."""
+        """M, if tiles have the dtype `dtype`."""
         return self.on_chip_bytes // DTYPES[dtype].itemsize
 
 
@@ -68,7 +68,10 @@ NAMES = [*GPUS, "cpu"]
 def find(
     name: str, *, matmul: float | None = None, bandwidth: float | None = None, on_chip_bytes: int | None = None
 ) -> Device:
-    """A device by name. Figures of the caller replace the device's figures. The CPU's figures are measured now."""
+    """Returns a device by name. Rates of the caller replace the device's rates.
+
+    The CPU's rates are measured by this call.
+    """
     if name in GPUS:
         device = GPUS[name]
     elif name == "cpu":
@@ -85,10 +88,11 @@ def find(
 
 
 def this_cpu(matmul: float | None = None, bandwidth: float | None = None) -> Device:
-    """This machine: torch's fp32 products and a stream of reads, measured in a second or two, unless they are given.
+    """Describes this machine. Measures torch's fp32 products and a stream of reads in a second or two, unless both are
+    given.
 
-    16-bit products have the rate of fp32, in which our kernels compute them. Other arithmetic has the
-    rate of a product, too: both use the same vector units. On the chip is one core's L2 cache.
+    16-bit products have the rate of fp32 products. Other arithmetic has this rate, too, because it uses the same vector
+    units. The chip is the L2 cache of one core.
     """
     rate = matmul or measure_products()
     stream = bandwidth or measure_bandwidth()
@@ -98,9 +102,9 @@ def this_cpu(matmul: float | None = None, bandwidth: float | None = None) -> Dev
 
 
 def measure_products(seconds: float = 0.5) -> float:
-    """FLOP/s of torch's fp32 products by the better of two libraries: the best trial within `seconds` for each.
+    """FLOP/s of torch's fp32 products: the faster of MKL's matrix product and oneDNN's convolution.
 
-    MKL multiplies matrices; on some AMD machines it reaches half the rate of oneDNN's convolutions.
+    Each is repeated for `seconds`, and the best trial counts. On some AMD machines MKL reaches half the rate of oneDNN.
     """
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     image, kernel = torch.randn(1, 256, 64, 64), torch.randn(256, 256, 3, 3)
@@ -126,7 +130,7 @@ def _best(function, seconds: float) -> float:
 
 
 def level_2_cache(default: int = 1 << 20) -> int:
-    """Bytes of one core's L2, as Linux tells; `default` where it does not."""
+    """Bytes of one core's L2 cache, from Linux; `default` if Linux does not report it."""
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         if (index / "level").read_text().strip() == "2":
             size = re.fullmatch(r"(\d+)([KM])", (index / "size").read_text().strip())

@@ -1,4 +1,4 @@
-"""The table of the FlashAttention paper (2022, figure 2 left) next to our counts, and where the two part.
+"""Compares the table of the FlashAttention paper (2022, figure 2 left) with our counts, and explains the differences.
 
 GPT-2 medium on an A100 (40 GB), sequence length 1024, head dimension 64, 16 heads, batch 64, forward and backward.
 """
@@ -37,7 +37,7 @@ class Step:
 
 
 def counted() -> dict[str, Counts]:
-    """With a mask and dropout, as GPT-2 trains: the mask is additive and shared, FlashAttention's is causal."""
+    """Counts with dropout, as in GPT-2's training. Standard attention has an additive mask that all heads share."""
     training = replace(PROBLEM, dropout=0.1)
     return {
         "standard": count("standard", replace(training, mask=True), ON_CHIP),
@@ -55,7 +55,10 @@ def comparison() -> list[tuple[str, Published, Counts, float]]:
 
 
 def traffic_steps() -> list[Step]:
-    """From the algorithms as printed to the published gigabytes, each step taken out of the counts by tensor."""
+    """Explains the published gigabytes, step by step from the algorithms as printed.
+
+    The numbers are the counts of tensors.
+    """
     full = counted()
     plain = count("standard", PROBLEM, ON_CHIP)
     traffic = full["flash1"].traffic
@@ -73,7 +76,7 @@ def traffic_steps() -> list[Step]:
 
 
 def _rounds(counts: Counts) -> int:
-    """T_c: how often FlashAttention-1 walks through the queries."""
+    """T_c: the number of blocks of keys. FlashAttention-1 reads all queries once for each block."""
     return counts.traffic["forward", "q"][0] // (PROBLEM.heads * PROBLEM.S * PROBLEM.D * 2)
 
 

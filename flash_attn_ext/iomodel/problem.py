@@ -1,4 +1,4 @@
-"""The problem that is counted: sizes only. It needs nothing of flash_attn_ext.reference to be stated."""
+"""The sizes of the problem that is counted. This file does not import flash_attn_ext.reference."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Problem:
     dropout: float = 0.0
     S_k: int | None = None
     D_v: int | None = None
-    key_itemsize: float | None = None  # bytes of an element of k and v, where they have another dtype: a coded cache
+    key_itemsize: float | None = None  # bytes of an element of k and v, if their dtype differs, as in an 8-bit cache
 
     @property
     def heads(self) -> int:

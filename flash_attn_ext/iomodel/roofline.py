@@ -1,9 +1,8 @@
 """The predicted time: the maximum of the time of the arithmetic and the time of the traffic.
 
-Source: Williams, Waterman, Patterson, "Roofline", 2009. Everything overlaps, every unit runs at its peak, and launching
-costs nothing. Only the traffic is counted too high, if a cache is between the slow memory and the chip (a GPU's L2):
-the algorithms count each load as a load from slow memory. `least_seconds` assumes an unlimited cache, so it is the
-lower bound; `seconds` assumes no cache.
+Source: Williams, Waterman, Patterson, "Roofline", 2009. Arithmetic and traffic overlap fully, each unit runs at its
+peak, and a launch takes no time. `seconds` assumes no cache: each load comes from slow memory, so it is too high if a
+GPU's L2 serves loads. `least_seconds` assumes an unlimited cache, so it is a lower bound.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ class Prediction:
 
     @property
     def least_seconds(self) -> float:
-        """With a cache that serves every load but the first of an element."""
+        """With an unlimited cache: only the first load of an element comes from slow memory."""
         return max(self.compute_seconds, self.least_memory_seconds)
 
     @property
@@ -34,6 +33,6 @@ class Prediction:
 
 
 def predict(counts: Counts, device: Device, dtype: str) -> Prediction:
-    """Products run at their rate, then all further arithmetic at the fp32 rate."""
+    """Products run at the rate of `dtype`, and all other arithmetic at the fp32 rate, one after the other."""
     compute = counts.matmul_flops / device.matmul[dtype] + counts.other_flops / device.other
     return Prediction(compute, counts.bytes / device.bandwidth, counts.bytes_once / device.bandwidth)

@@ -1,4 +1,4 @@
-"""Series of counts: over the block size, and over N, d and M."""
+"""Counts as a function of the block size, and of N, d and M."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from .devices import Device
 from .roofline import Prediction, predict
 
 BLOCKS = (16, 32, 64, 128, 256, 512)
-# One head, forward and backward: N, d and M are each varied alone around these.
+# One head, forward and backward. Each sweep varies one of N, d and M, starting from these sizes.
 CENTRE = Problem(1, 1, 2048, 64)
 CENTRE_M = 32768
 LENGTHS, HEAD_SIZES, CHIP_SIZES = (512, 1024, 2048, 4096, 8192), (16, 32, 64, 128), (8192, 16384, 32768, 65536)
@@ -30,7 +30,7 @@ class BlockPoint:
 
 
 def over_blocks(problem: Problem, device: Device) -> list[BlockPoint]:
-    """FlashAttention-1 with B_c = block (by M = 4 d B_c), and FlashAttention-2 with square blocks."""
+    """Counts FlashAttention-1 with B_c = block (M = 4 d B_c), and FlashAttention-2 with square blocks."""
     points = []
     for algorithm in ("flash1", "flash2"):
         for block in BLOCKS:
@@ -47,7 +47,7 @@ class Sweep:
 
 
 def scaling() -> list[Sweep]:
-    """Standard attention and FlashAttention-1 along each of N, d and M."""
+    """Counts standard attention and FlashAttention-1 along N, along d and along M."""
     runs = {
         "N": (LENGTHS, lambda n: (replace(CENTRE, S=n), CENTRE_M)),
         "d": (HEAD_SIZES, lambda d: (replace(CENTRE, D=d), CENTRE_M)),

@@ -1,4 +1,4 @@
-"""The algorithms of the literature on one head, to be read: README.md in this folder is the way through them.
+"""The algorithms of the literature on one head, written for readers. README.md in this folder explains them in order.
 
     memory.py, tile.py     the machine that counts: a slow memory and a small chip
     softmax.py             1. safe softmax in three passes, online softmax in two
@@ -10,5 +10,5 @@
     flash_decoding_pp.py   7. FlashDecoding++
     float8.py              8. FlashAttention-3's products in 8 bits
 
-Nothing here is fast, and of the rest of the package only iomodel's commands use it.
+These algorithms are not fast. In the rest of the package only the commands of iomodel use them.
 """

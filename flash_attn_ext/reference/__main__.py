@@ -2,7 +2,7 @@
 
 softmax    naive, safe and online softmax on a row that overflows a naive exp
 attention  standard attention, FlashAttention-1 and -2, forward and backward, against fp64 autograd
-schedule   FlashAttention-3's pipelines: clocks, and who was busy
+schedule   FlashAttention-3's pipelines: clocks, and how busy each unit was
 decode     Flash-Decoding and FlashDecoding++ on a long cache
 gemm       FlashDecoding++'s flat GEMM, padded to 8 and to 64 rows
 float8     FlashAttention-3's errors in 8 bits, with and without block quantisation and incoherent processing
@@ -81,7 +81,7 @@ def run_attention(args: argparse.Namespace) -> None:
 
 
 def error(ours, exact) -> str:
-    """The largest, so coarse that it reads the same on every machine."""
+    """The largest error, printed with one digit, so that every machine prints the same text."""
     largest = max((a - b).abs().max().item() for a, b in zip(ours, exact, strict=True))
     return "< 1e-12" if largest < 1e-12 else f"{largest:.0e}"
 

@@ -1,10 +1,9 @@
-"""Dropout that is replayed, not stored: the factors Z of a tile, from the saved state of the generator.
+"""Dropout that is replayed, not stored: computes the factors Z of a tile from the saved state of the generator.
 
-FlashAttention-1's algorithm 2 saves the generator's state R in the forward so that algorithm 4 makes the same Z
-again. A counter-based generator needs no order: the word of element (i, j) is a function of the state and of (i, j)
-alone, so any tile can be made at any time. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-2011: Philox4x32-10. The rule which word decides about which element is csrc/core/philox.h's, so that a mask here is
-equal to :func:`flash_attn_ext.dropout_mask`, bit by bit.
+Algorithm 2 of FlashAttention-1 saves the generator's state R, so that algorithm 4 (the backward) makes the same Z. The
+generator is counter-based: the random word of element (i, j) depends only on the state, i and j. So tiles can be made
+in any order. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: Philox4x32-10. Elements use
+the words as csrc/core/philox.h defines, so a mask of this file equals :func:`flash_attn_ext.dropout_mask`, bit by bit.
 """
 
 import math
@@ -41,7 +40,7 @@ class Dropout:
         return Tile(like.memory.chip, shape, kept.to(like.on_chip_dtype) * self.scale)
 
     def kept(self, row: Tensor, col: Tensor) -> Tensor:
-        """bool: whether the elements (row, col) stay. `row` is a column and `col` a row of indices."""
+        """bool: True where dropout keeps element (row, col). `row` (n, 1) and `col` (1, m) are indices."""
         seed, offset = (int(n) for n in self.rng_state)
         key = philox4x32([offset & WORD, 0, 0, offset >> 32 & WORD], [seed & WORD, seed >> 32 & WORD])
         counter = [col >> 1, (row >> 4) * 8 + (row & 7), self.head_index, key[2]]
@@ -54,7 +53,10 @@ class Dropout:
 
 
 def philox4x32(counter: list, key: list[int]) -> list:
-    """Ten rounds on four 32-bit words, held in int64: a product's low 64 bits are right whatever its sign."""
+    """Ten rounds on four 32-bit words in int64.
+
+    A product may overflow to a negative int64; its 64 bits are still right.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

@@ -3,8 +3,9 @@
 Source: Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", 2022 (arXiv
 2205.14135), algorithm 2 (algorithm 1 with tau, MASK and dropout) and algorithm 4 (its backward).
 
-K and V are the outer loop. Each round visits every block of queries, so O, l and m live in slow memory and are
-corrected in place, by the two factors of the online softmax: O is at any time the attention over the keys seen so far.
+The outer loop visits blocks of K and V, the inner loop blocks of Q. So O, l and m are in slow memory. Each inner step
+corrects them in place by the two factors of the online softmax. At any time, O is the attention over the keys visited
+so far.
 """
 
 import math
@@ -20,8 +21,8 @@ from .tile import Tile, exp_minus, mask_, maximum, row_dot, row_max, row_sum
 def block_sizes(M: int, d: int) -> tuple[int, int]:
     """B_c = ceil(M / 4d), B_r = min(ceil(M / 4d), d).
 
-    K_j, V_j, Q_i and O_i together then need at most M. S_ij, up to M/4 more, is where the paper's O(M) needs its
-    constant: with d = 64 and M = 65536 all fits, with d = 128 it does not quite.
+    Then K_j, V_j, Q_i and O_i together need about M elements. S_ij needs up to M/4 more, so the paper's O(M) has a
+    constant above 1.
     """
     if M < 1 or d < 1:
         raise ValueError(f"M, d: got {M}, {d}; allowed: at least 1")
@@ -93,14 +94,14 @@ def backward(
     dropout: Dropout | None = None,
     memory: SlowMemory | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 4: dq, dk, dv. `dropout` is the forward's: the saved R."""
+    """Algorithm 4: dq, dk, dv. Pass the `dropout` of the forward: it holds the saved generator state R."""
     memory = memory or SlowMemory()
     scale, (B_c, B_r) = default_scale(scale, q), block_sizes(M, q.shape[1])
     names = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "l": l, "m": m}
     Q, K, V, O, dO, l, m = (memory.put(*named) for named in names.items())
     MASK = None if mask is None else memory.put("mask", mask)
     dQ, dK, dV = (memory.new(name, Q, *t.shape, result=True) for name, t in (("dq", q), ("dk", k), ("dv", v)))
-    dQ.fill(0.0)  # dK and dV are written whole, once
+    dQ.fill(0.0)  # dK and dV are written once, block by block
 
     for j in blocks(k.shape[0], B_c):
         K_j, V_j = K.load(j), V.load(j)

@@ -1,12 +1,12 @@
-"""4. FlashAttention-2: the queries outside, O divided once at the end, one number a row saved.
+"""4. FlashAttention-2: the outer loop visits the queries, O is divided once, and one number for each row is saved.
 
 Source: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023 (arXiv
 2307.08691), algorithm 1 (forward) and algorithm 2 (backward); section 3.1.1 for causal masks. MASK and dropout as in
-flash1.py. csrc/cpu/kernels/forward-inl.h and backward-inl.h are these two loops.
+flash1.py. csrc/cpu/kernels/forward-inl.h and backward-inl.h implement the same algorithm.
 
-The change from FlashAttention-1: a block of queries keeps its O, l and m on the chip through all keys, so they
-never travel; O stays relative to the running maximum and is divided by l once; the backward gets L = m + log l
-instead of l and m, and delta is computed once instead of in every tile.
+Three changes from FlashAttention-1. A block of queries keeps O, l and m on the chip while it visits all keys. O is
+relative to the running maximum, and is divided by l once, at the end. The backward reads L = m + log l instead of l and
+m, and computes delta once instead of in every tile.
 """
 
 import math
@@ -23,10 +23,10 @@ from .tile import Tile, exp_minus, log, maximum, row_dot, row_max, row_sum
 
 
 def check_blocks(block_q: int, block_k: int, d: int, M: int | None) -> None:
-    """Block sizes that cannot run are refused before the first tile is loaded.
+    """Raises ValueError for block sizes that cannot run, before the first tile is loaded.
 
-    The chip finds out as it runs whether the blocks fit M. The tiles that are surely on the chip together are
-    checked here: Q_i, O_i, one of K_j and V_j, and S_ij.
+    Q_i, O_i, K_j or V_j, and S_ij are on the chip together, so at least these tiles must fit M. The chip checks all
+    tiles at run time.
     """
     for name, size in (("block_q", block_q), ("block_k", block_k)):
         if not isinstance(size, int) or size < 1:
@@ -82,7 +82,7 @@ def attend(
     causal: bool = False,
     dropout: Dropout | None = None,
 ) -> tuple[Tile, Tile, Tile]:
-    """The inner loop: one block of queries through blocks of keys. O_i, not yet divided, l_i and m_i."""
+    """The inner loop: one block of queries visits blocks of keys. Returns O_i (not yet divided), l_i and m_i."""
     Q_i = Q.load(i)
     O_i = Q.on_chip(Q_i.shape[0], V.shape[1], 0.0)
     l_i, m_i = Q.on_chip(Q_i.shape[0], 1, 0.0), Q.on_chip(Q_i.shape[0], 1, -math.inf)
@@ -175,7 +175,7 @@ def _delta(O: SlowTensor, dO: SlowTensor, block: int) -> SlowTensor:
 
 
 def hide_above_diagonal(S_ij: Tile, causal: bool, i: slice, j: slice) -> None:
-    """-inf at keys j > i, where the tile crosses the diagonal. The indices are the mask: no traffic, no FLOPs."""
+    """Sets -inf at keys j > i, if the tile crosses the diagonal. Only indices are compared: no traffic, no FLOPs."""
     if causal and j.stop - 1 > i.start and S_ij.data is not None:
         above = torch.ones(S_ij.shape, dtype=torch.bool).triu(i.start - j.start + 1)
         S_ij.data.masked_fill_(above, -math.inf)

@@ -1,15 +1,15 @@
 """5. FlashAttention-3's schedules, executed on a model of one streaming multiprocessor.
 
 Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision", 2024 (arXiv
-2407.08608), section 3: a producer that loads and consumers that compute (algorithm 1), the ping-pong of two
-warpgroups, and the two-stage overlap of GEMM and softmax inside one warpgroup (algorithm 2).
+2407.08608), section 3. A producer loads and consumers compute (algorithm 1). Two warpgroups alternate (ping-pong).
+Inside one warpgroup, GEMM and softmax overlap in two stages (algorithm 2).
 
-The arithmetic is FlashAttention-2's and really happens, tile by tile, on the counting chip. Only time is a model: a
-task lasts as long as its counted FLOPs, exponentials or bytes need at the rates of :class:`Rates`, and each unit does
-one task at a time (pipeline.py). As with wgmma, a result may be used only after the wait for it.
+The arithmetic of FlashAttention-2 really runs, tile by tile, on the counting chip. Only the time is a model: a task
+takes its counted FLOPs, exponentials or bytes, divided by a rate of :class:`Rates`. Each unit computes one task at a
+time (pipeline.py). As with wgmma, a result may be used only after the wait for it.
 
     serial      one warpgroup; Q K^T, softmax and P V one after the other
-    overlap     one warpgroup; the next Q K^T is issued early, and P V runs beneath the next softmax
+    overlap     one warpgroup; the next Q K^T is issued early, and P V runs during the next softmax
     ping-pong   two warpgroups; while one uses the tensor cores, the other computes its softmax
     both        two warpgroups in ping-pong, each overlapping within itself
 """
@@ -33,11 +33,11 @@ TENSOR_CORES, EXP_UNITS, LOADS = "tensor cores", "exp units", "loads"
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one streaming multiprocessor, in a clock. The default is the H100 of the paper's section 3.
+    """Rates of one streaming multiprocessor for each clock. Default: the H100 of the paper's section 3.
 
-    989 TFLOP/s of dense 16-bit products and 3.9 T exponentials a second, on 132 multiprocessors at 1.83 GHz, are 4096
-    FLOP and 16 exponentials a clock. 64 bytes a clock is our assumption for loads that hit the L2 cache. The other
-    steps of a softmax (maxima, sums, conversions) cost no time here.
+    An H100 has 132 multiprocessors at 1.83 GHz, 989 TFLOP/s of dense 16-bit products and 3.9e12 exponentials per
+    second. So one multiprocessor has 4096 FLOP and 16 exponentials per clock. 64 bytes per clock is our assumption for
+    loads that hit the L2 cache. The other steps of a softmax (maxima, sums, conversions) take no time in this model.
     """
 
     tensor_flops: float = 4096
@@ -47,7 +47,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Run:
-    """The result of a schedule, and the time of each task."""
+    """The results of a schedule, and the time of each task."""
 
     out: Tensor
     lse: Tensor
@@ -58,7 +58,7 @@ class Run:
         return max(interval.end for interval in self.timeline)
 
     def busy(self, unit: str) -> float:
-        """The share of the time in which `unit` works."""
+        """The fraction of the time in which `unit` works."""
         return sum(i.end - i.start for i in self.timeline if i.unit == unit) / self.clocks
 
 
@@ -76,9 +76,9 @@ def forward(
     mask: Tensor | None = None,
     memory: SlowMemory | None = None,
 ) -> Run:
-    """One head, q (N_q, d). The warpgroups share each block of `block_q` queries.
+    """Runs one head, q (N_q, d). The warpgroups share each block of `block_q` queries.
 
-    stages: how many blocks of K, and of V, the ring holds.
+    stages: the ring holds `stages` blocks of K and `stages` blocks of V.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: got {schedule!r}; allowed: {', '.join(SCHEDULES)}")
@@ -111,7 +111,7 @@ def forward(
 
 
 def one_by_one(group: "Warpgroup") -> Process:
-    """Q K^T, softmax, P V, and again: within a warpgroup nothing overlaps."""
+    """Repeats Q K^T, softmax, P V. Within a warpgroup nothing overlaps."""
     yield from group.begin()
     last = group.ring.length - 1
     (qk,) = yield from group.issue_in_turn(("QK", 0))
@@ -145,7 +145,10 @@ def overlapped(group: "Warpgroup") -> Process:
 
 @dataclass
 class Ring:
-    """The producer's side: `stages` places for K and as many for V, each free again when all readers released it."""
+    """The producer's tiles: `stages` slots for K and `stages` for V.
+
+    A slot is free when all readers have released it.
+    """
 
     K: SlowTensor
     V: SlowTensor
@@ -159,7 +162,7 @@ class Ring:
         return len(self.keys)
 
     def produce(self) -> Process:
-        """K 0, K 1, V 0, K 2, V 1, ...: in the order in which the tiles are needed."""
+        """Loads K 0, K 1, V 0, K 2, V 1, ...: the order in which the consumers need the tiles."""
         yield from self._load("K", self.K, 0)
         for j in range(1, self.length):
             yield from self._load("K", self.K, j)
@@ -181,7 +184,7 @@ class Ring:
 
 @dataclass
 class Warpgroup:
-    """A consumer warpgroup: its queries and its registers. Its steps are generators, which the schedules order."""
+    """A consumer warpgroup: its queries and its registers. Its steps are generators; a schedule decides their order."""
 
     number: int
     groups: int
@@ -204,7 +207,7 @@ class Warpgroup:
     def issue_in_turn(self, *products: tuple) -> Generator:
         """Issues GEMMs, ("QK", j) or ("PV", j, P), and returns their tickets.
 
-        Two warpgroups do so alternately, which is the ping-pong: each hands the turn on when it has issued.
+        Ping-pong: two warpgroups issue alternately. After one has issued, the other may issue.
         """
         if self.groups > 1:
             yield Acquire(("turn", self.number))
@@ -220,7 +223,7 @@ class Warpgroup:
         return tickets
 
     def wait(self, operand: str, j: int, ticket: Ticket) -> Generator:
-        """For a GEMM. Its operand's place in the ring is free then."""
+        """Waits for a GEMM, then releases the slot of its operand."""
         value = yield Wait(ticket)
         yield Release(("released", operand, j))
         return value

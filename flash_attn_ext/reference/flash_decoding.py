@@ -2,12 +2,12 @@
 
 Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023 (pytorch.org/blog/flash-decoding).
 
-With one row of queries FlashAttention-2 has one task a head, and most of the machine idles. Here every split of the
-keys is a task: it computes O_s and lse_s of its keys' softmax. A second, small kernel merges them,
+With one block of queries FlashAttention-2 has one task for each head, and most of the machine is idle. Here each split
+of the keys is a task: it computes O_s and lse_s of its keys. A second, small kernel merges them:
 
-    lse = log sum_s e^(lse_s)        O = sum_s e^(lse_s - lse) O_s,
+    lse = log sum_s e^(lse_s)        O = sum_s e^(lse_s - lse) O_s
 
-which is exact: e^(lse_s - lse) is the share of split s in the whole denominator.
+This is exact: e^(lse_s - lse) is the fraction of split s in the whole denominator.
 """
 
 import math
@@ -38,7 +38,7 @@ def decode(
     scale, dtype = default_scale(scale, q), statistics_dtype(q.dtype)
 
     partials = []
-    for split in splits(k.shape[0], num_splits):  # in parallel on a machine: no split needs another
+    for split in splits(k.shape[0], num_splits):  # a real machine computes the splits in parallel
         O_s = memory.new("partial out", Q, q.shape[0], v.shape[1], dtype=dtype)
         lse_s = memory.new("partial lse", Q, q.shape[0], 1, dtype=dtype)
         keys = blocks(split.stop, block_k, split.start)
@@ -50,7 +50,7 @@ def decode(
 
 
 def merge(Q: SlowTensor, d_v: int, partials: list[tuple[SlowTensor, SlowTensor]]) -> tuple[Tensor, Tensor]:
-    """The second kernel: a softmax over the splits, with lse_s as its scores."""
+    """The second kernel: a softmax over the splits, with lse_s as scores."""
     rows, memory = Q.shape[0], Q.memory
     O = memory.new("out", Q, rows, d_v, result=True)
     L = memory.new("lse", Q, rows, 1, dtype=statistics_dtype(Q.tensor.dtype))
@@ -75,7 +75,7 @@ def merge(Q: SlowTensor, d_v: int, partials: list[tuple[SlowTensor, SlowTensor]]
 
 
 def splits(keys: int, num_splits: int) -> list[slice]:
-    """At most `num_splits` parts of equal length; the last may be shorter."""
+    """Cuts the keys into at most `num_splits` parts of equal length; the last one may be shorter."""
     if num_splits < 1:
         raise ValueError(f"num_splits: got {num_splits}; allowed: at least 1")
     return list(blocks(keys, max(1, math.ceil(keys / num_splits))))

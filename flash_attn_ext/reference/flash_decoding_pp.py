@@ -1,19 +1,19 @@
-"""7. FlashDecoding++: no maximum to agree on, and GEMMs that are padded to 8 rows instead of 64.
+"""7. FlashDecoding++: one maximum known in advance, and GEMMs padded to 8 rows instead of 64.
 
 Source: Hong et al., "FlashDecoding++: Faster Large Language Model Inference on GPUs", 2023 (arXiv 2311.01282),
 sections 3 and 4.
 
-**Unified maximum.** A softmax does not change if the same number is subtracted from all its scores; it need not be
-their maximum. With one phi for all splits, chosen from the model's statistics, nobody waits for a maximum and nobody
-rescales:
+**Unified maximum.** A softmax does not change if any number is subtracted from all its scores. phi is one number for
+all splits, chosen from statistics of the model. So no split waits for a maximum, and the merge does not rescale:
 
     num = sum_s sum_(j in s) e^(x_j - phi) v_j      den = sum_s sum_(j in s) e^(x_j - phi)      O = num / den
 
-That holds while a < x_j - phi < b, where e^x is a sound number. A comparison finds rows that leave the range;
-the online softmax computes them again. A masked score, -inf, is an exact 0 and never leaves the range.
+This is exact while a < x_j - phi < b, so that e^(x_j - phi) neither overflows nor underflows. A comparison finds the
+rows that leave the range, and the online softmax computes them again. A masked score, -inf, gives an exact 0 and never
+leaves the range.
 
-**Flat GEMM.** Decoding multiplies a few rows (the batch) by a large weight. Tensor core GEMMs pad the rows to 64;
-padding to 8, the smallest side of an mma instruction, wastes less. The tiles of the weight are double buffered.
+**Flat GEMM.** Decoding multiplies a few rows (the batch) by a large matrix. Tensor core GEMMs pad the rows to 64.
+Padding to 8, the smallest side of an mma instruction, wastes less. The tiles of the matrix are double buffered.
 """
 
 import math
@@ -32,7 +32,7 @@ from .tile import Tile, log, row_any_outside, row_sum
 class Decoded(NamedTuple):
     out: Tensor
     lse: Tensor
-    recomputed: Tensor  # bool (N_q, 1): which rows left the range
+    recomputed: Tensor  # bool (N_q, 1): True for rows that left the range
 
 
 def decode(
@@ -48,7 +48,10 @@ def decode(
     mask: Tensor | None = None,
     memory: SlowMemory | None = None,
 ) -> Decoded:
-    """Like :func:`flash_decoding.decode`, with a unified maximum phi. On the meta device no row leaves the range."""
+    """Decodes as :func:`flash_decoding.decode`, with a unified maximum phi.
+
+    On the meta device no row leaves the range.
+    """
     memory = memory or SlowMemory()
     Q, K, V = memory.put("q", q), memory.put("k", k), memory.put("v", v)
     MASK = None if mask is None else memory.put("mask", mask)
@@ -77,13 +80,16 @@ def decode(
 
 
 def default_limits(dtype: torch.dtype) -> tuple[float, float]:
-    """(a, b): the square root of the type's range, so that sums and products with v stay inside the range too."""
+    """(a, b): logarithms of the square roots of the dtype's range, so that sums and products with v do not overflow."""
     info = torch.finfo(dtype)
     return math.log(info.tiny) / 2, math.log(info.max) / 2
 
 
 def _one_split(Q, K, V, keys, phi, limits, scale, MASK) -> tuple[Tile, Tile, Tile]:
-    """num (N_q, d_v), den (N_q, 1) and whether a row left the range, of one split: no maximum, no rescaling."""
+    """Computes one split: num (N_q, d_v), den (N_q, 1), and 1 for rows that left the range.
+
+    No maximum, no rescaling.
+    """
     everything = slice(0, Q.shape[0])
     Q_i = Q.load()
     num, den = Q.on_chip(Q.shape[0], V.shape[1], 0.0), Q.on_chip(Q.shape[0], 1, 0.0)
@@ -100,7 +106,7 @@ def _one_split(Q, K, V, keys, phi, limits, scale, MASK) -> tuple[Tile, Tile, Til
 
 
 def _merge(Q: SlowTensor, d_v: int, phi: float, partials: list) -> tuple[Tensor, Tensor, Tensor]:
-    """The second kernel only adds: all splits are relative to the same phi."""
+    """The second kernel only adds, because all splits are relative to the same phi."""
     rows, memory = Q.shape[0], Q.memory
     O = memory.new("out", Q, rows, d_v, result=True)
     L = memory.new("lse", Q, rows, 1, dtype=statistics_dtype(Q.tensor.dtype))
@@ -129,7 +135,7 @@ def flat_gemm(
 ) -> Tensor:
     """x (m, k) @ weight (k, n) with m padded to a multiple of `pad_to` on the chip; m is small.
 
-    The matrix is read once. Computation on the padding counts: the choice of `pad_to` saves it.
+    The matrix is read once. The FLOPs of the padding are counted.
     """
     memory = memory or SlowMemory()
     X, W = memory.put("x", x), memory.put("weight", weight)
@@ -139,7 +145,7 @@ def flat_gemm(
         y = X.on_chip(padded, cols.stop - cols.start, 0.0)
         inner = list(blocks(weight.shape[0], block_k))
         following = W.load(inner[0], cols)
-        for n, middle in enumerate(inner):  # double buffering: the next tile travels while this one is used
+        for n, middle in enumerate(inner):  # double buffering: loads the next tile before the product
             w, following = following, W.load(inner[n + 1], cols) if n + 1 < len(inner) else None
             y.add_product_(X.load(cols=middle).pad_rows(padded), w)
         Y.store(y.top(x.shape[0]), cols=cols)

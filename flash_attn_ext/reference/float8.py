@@ -2,11 +2,11 @@
 
 Source: Shah et al., "FlashAttention-3", 2024 (arXiv 2407.08608), section 3.3, and section 4.3 for the table of errors.
 
-A product of float8_e4m3fn operands is twice as fast as a product of 16 bits. A number has 3 bits after the leading one,
-and numbers reach from 2^-9 to 448. So a factor first brings the largest element of a tensor to 448. One large element,
-an outlier, costs the other elements their bits. Two steps help, and both are exact before the rounding:
+A product of float8_e4m3fn operands is twice as fast as a product of 16-bit operands. A float8_e4m3fn number has 3 bits
+after the leading one, and its range is 2^-9 to 448. So a factor first scales the largest element of a tensor to 448.
+One outlier makes the other elements less exact. Two steps help, and both are exact before the rounding:
 
-    block quantisation       each block of rows has its own factor. The loop over tiles multiplies by it anyway
+    block quantisation       each block of rows has a separate factor; the loop over tiles multiplies by it
     incoherent processing    Q M and K M in place of Q and K, for an orthogonal M: (Q M)(K M)^T = Q K^T
 
 M = D H / sqrt(d), with random signs D and the Hadamard matrix H, spreads an outlier over all columns. The product with
@@ -25,7 +25,7 @@ from .memory import blocks
 from .standard import default_scale
 
 LARGEST = 448.0  # of float8_e4m3fn
-FACTOR_OF_P = 256.0  # brings the largest P, 1, near the largest float8
+FACTOR_OF_P = 256.0  # scales the largest P, 1, near the largest float8
 
 
 class Quantised(NamedTuple):
@@ -40,7 +40,7 @@ class Quantised(NamedTuple):
 
 
 def to_float8(t: Tensor) -> Tensor:
-    """Rounds to the nearest float8_e4m3fn. Larger numbers than 448 become 448."""
+    """Rounds to the nearest float8_e4m3fn. Numbers above 448 become 448."""
     return t.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
@@ -111,7 +111,7 @@ def forward(
 
 
 def with_outliers(rows: int, columns: int, generator: torch.Generator | None = None) -> Tensor:
-    """The paper's data, fp64: N(0, 1), and one element in 1000 has N(0, 100) added, a standard deviation of 10."""
+    """The paper's data in fp64: N(0, 1), plus N(0, 100) (standard deviation 10) in one element of 1000."""
     x, large = (torch.randn(rows, columns, dtype=torch.float64, generator=generator) for _ in range(2))
     return x + 10 * large * (torch.rand(rows, columns, generator=generator) < 0.001)
 
@@ -123,7 +123,7 @@ def standard_float16(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def flash_float16(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlashAttention in float16: S stays on the chip, and only the operand P is rounded, not yet divided by its sum."""
+    """FlashAttention in float16: S is not rounded; P is rounded before it is divided by its sum."""
     S = _rounded(q) @ _rounded(k).T * default_scale(None, q)
     P = (S - S.amax(1, keepdim=True)).exp()
     return _rounded(_rounded(P) @ _rounded(v) / P.sum(1, keepdim=True))

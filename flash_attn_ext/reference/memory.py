@@ -1,11 +1,11 @@
 """The instrumented machine: a slow memory that counts reads and writes, and its chip (tile.py).
 
-The algorithms of this folder hold their tensors in a :class:`SlowMemory` (HBM in the FlashAttention papers), bring
-tiles to the chip with :meth:`SlowTensor.load` and put them back with :meth:`SlowTensor.store`. Both count elements
-and bytes, under the tensor's name, as they run; no count is computed from a formula.
+The algorithms of this folder store their tensors in a :class:`SlowMemory` (HBM in the FlashAttention papers).
+:meth:`SlowTensor.load` copies a tile to the chip and :meth:`SlowTensor.store` copies it back. Both count elements and
+bytes for each tensor name; no count comes from a formula.
 
-With tensors on torch's ``meta`` device nothing is computed: the same algorithm text runs on shapes alone and counts
-the same, which is how ``python -m flash_attn_ext.iomodel`` treats sizes that nobody wants to wait for.
+With tensors on torch's ``meta`` device nothing is computed: the same code runs on shapes alone and counts the same
+numbers. ``python -m flash_attn_ext.iomodel`` counts large problems in this way.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ ALL = slice(None)
 
 @dataclass
 class Traffic:
-    """Elements of one tensor that went over the bus, and how wide each is."""
+    """Counts the elements of one tensor that moved between slow memory and chip. `itemsize`: bytes of an element."""
 
     itemsize: int
     size: int = 0  # elements of the tensor
@@ -38,7 +38,7 @@ class Traffic:
 
     @property
     def bytes_once(self) -> int:
-        """If a cache served all but the first read and the last write of an element."""
+        """Bytes with a cache that serves all but the first read and the last write of an element."""
         return (min(self.reads, self.size) + min(self.writes, self.size)) * self.itemsize
 
 
@@ -59,11 +59,11 @@ class SlowMemory:
         self.chip = Chip(self.capacity)
 
     def put(self, name: str, tensor: Tensor) -> "SlowTensor":
-        """An input, already in slow memory: nothing is counted until it is loaded."""
+        """Declares an input that is already in slow memory. Only loads of it are counted."""
         return SlowTensor(self, name, tensor)
 
     def new(self, name: str, like: "SlowTensor", rows: int, cols: int, *, dtype=None, result=False):
-        """Allocates `rows` x `cols` without writing. Tensors that are no results count as extra memory."""
+        """Allocates `rows` x `cols` without writing. Tensors other than results count as extra memory."""
         tensor = torch.empty(rows, cols, dtype=dtype or like.tensor.dtype, device=like.tensor.device)
         if not result:
             self.extra_elements += tensor.numel()
@@ -105,7 +105,7 @@ class SlowTensor:
         self.real = tensor.device.type != "meta"
 
     def load(self, rows: slice = ALL, cols: slice = ALL) -> Tile:
-        """A copy of these rows and columns on the chip."""
+        """Copies these rows and columns to the chip."""
         shape = length(rows, self.shape[0]), length(cols, self.shape[1])
         self.counted.reads += shape[0] * shape[1]
         data = self.tensor[rows, cols] if self.real else None
@@ -114,7 +114,7 @@ class SlowTensor:
         return Tile(self.memory.chip, shape, data)
 
     def on_chip(self, rows: int, cols: int, value: float) -> Tile:
-        """A tile of one value that starts on the chip: no traffic."""
+        """Makes a tile of one value on the chip, without traffic."""
         data = torch.full((rows, cols), value, dtype=self.on_chip_dtype) if self.real else None
         return Tile(self.memory.chip, (rows, cols), data)
 
@@ -152,7 +152,7 @@ def length(part: slice, size: int) -> int:
 
 
 def blocks(stop: int, block: int, start: int = 0) -> Iterator[slice]:
-    """[start, stop) cut into pieces of `block`; the last may be shorter."""
+    """Cuts [start, stop) into pieces of `block`; the last one may be shorter."""
     if block < 1:
         raise ValueError(f"block: got {block}; allowed: at least 1")
     for begin in range(start, stop, block):

@@ -1,4 +1,4 @@
-"""A clock for concurrent work: processes that issue tasks to units, wait for them, and meet at semaphores.
+"""A clock for concurrent work: processes issue tasks to units, wait for them, and synchronise by semaphores.
 
 A process is a generator. It yields commands and is resumed with their answers:
 
@@ -7,8 +7,8 @@ A process is a generator. It yields commands and is resumed with their answers:
     yield Acquire(name)                                  continues when the semaphore is above 0, and decrements it
     yield Release(name, n)                               adds n
 
-``work`` really runs. Its duration is the difference of a meter of its unit before and after: for example counted FLOPs,
-divided by the unit's FLOPs a clock.
+``work`` really runs. Its duration is the increase of its unit's meter, for example the counted FLOPs divided by the
+unit's FLOPs per clock.
 """
 
 import heapq
@@ -31,7 +31,7 @@ class Interval:
 
 @dataclass
 class Ticket:
-    """A task in flight. Its value is sealed until somebody has waited for it."""
+    """A task in flight. `value` raises until a process has waited for the task."""
 
     label: str
     end: float
@@ -72,7 +72,7 @@ Process = Generator[Issue | Wait | Acquire | Release, Any, None]
 
 
 class Pipeline:
-    """Runs processes against `meters`: for each unit, its work so far, in clocks."""
+    """Runs processes. `meters[unit]()` returns the work of a unit so far, in clocks."""
 
     def __init__(self, meters: dict[str, Callable[[], float]]):
         self.meters = meters

@@ -9,7 +9,10 @@ SHORT = {TENSOR_CORES: "GEMM", EXP_UNITS: "softmax", LOADS: "loads"}
 
 
 def timelines(path: Path, runs: dict[str, Run]) -> None:
-    """One panel a schedule, one line a worker and unit; dark and pale alternate with the block of keys."""
+    """Draws one panel for each schedule and one line for each worker and unit.
+
+    Blocks of keys alternate between dark and pale.
+    """
     figure, axes = pyplot().subplots(len(runs), 1, figsize=(11, 8), sharex=True, layout="constrained")
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
         lines = sorted({(i.worker, i.unit) for i in run.timeline if i.unit != LOADS}, reverse=True)

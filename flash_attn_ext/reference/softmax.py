@@ -1,14 +1,14 @@
-"""1. The softmax of rows that do not fit the chip: three passes, then two.
+"""1. The softmax of rows that do not fit the chip: read three times, then twice.
 
-Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (arXiv 1805.02867), algorithms 1
-to 3. Their denominator d is d here too.
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (arXiv 1805.02867), algorithms 1 to 3.
+d is the denominator, as in the paper.
 
     naive    y = e^x / sum e^x                     overflows where x > 88 (fp32) or 709 (fp64)
     safe     y = e^(x - max x) / sum e^(x - max x)   three reads and one write an element
     online   the maximum and the denominator at once    two reads and one write
 
-The arguments are matrices: each row has its own softmax, read in blocks of `block` elements. A row of -inf only
-results in zeros, here and in every module of this folder.
+The arguments are matrices: each row has its own softmax, read in blocks of `block` elements. A row in which all
+elements are -inf results in zeros, in every module of this folder.
 """
 
 import math
@@ -20,7 +20,7 @@ from .tile import Tile, exp_minus, maximum, row_max, row_sum
 
 
 def naive_softmax(x: Tensor, *, block: int = 1024, memory: SlowMemory | None = None) -> Tensor:
-    """Algorithm 1: reads the row twice; inf / inf = NaN after an exp overflows. The next algorithms repair that."""
+    """Algorithm 1: reads the row twice. If an exp overflows, the result is inf / inf = NaN."""
     X, Y = _in_slow_memory(x, memory)
     for row in blocks(x.shape[0], 1):
         d = X.on_chip(1, 1, 0.0)
@@ -32,7 +32,7 @@ def naive_softmax(x: Tensor, *, block: int = 1024, memory: SlowMemory | None = N
 
 
 def safe_softmax(x: Tensor, *, block: int = 1024, memory: SlowMemory | None = None) -> Tensor:
-    """Algorithm 2: one pass for the maximum, one for the denominator, one for the result."""
+    """Algorithm 2: reads the row for the maximum, for the denominator, and for the result."""
     X, Y = _in_slow_memory(x, memory)
     for row in blocks(x.shape[0], 1):
         m = X.on_chip(1, 1, -math.inf)
@@ -46,9 +46,9 @@ def safe_softmax(x: Tensor, *, block: int = 1024, memory: SlowMemory | None = No
 
 
 def online_softmax(x: Tensor, *, block: int = 1024, memory: SlowMemory | None = None) -> Tensor:
-    """Algorithm 3: the maximum and the denominator in one pass.
+    """Algorithm 3: computes the maximum and the denominator in one loop.
 
-    Where the running maximum grows from m to m', everything summed so far was relative to m. One factor repairs it:
+    The sum d is relative to the running maximum m. When the maximum grows to m', one factor corrects the sum:
 
         d' = d e^(m - m') + sum of the block's e^(x - m')
     """
@@ -67,7 +67,7 @@ def online_softmax(x: Tensor, *, block: int = 1024, memory: SlowMemory | None = 
 
 
 def _write_result(X: SlowTensor, Y: SlowTensor, row: slice, m: Tile, d: Tile, block: int) -> None:
-    """The last pass of both."""
+    """The last loop of algorithms 2 and 3."""
     for cols in blocks(X.shape[1], block):
         Y.store(X.load(row, cols).exp_minus_(m).divide_rows_(d), row, cols)
 

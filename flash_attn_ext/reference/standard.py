@@ -1,7 +1,7 @@
-"""2. Standard attention: one kernel a step; each N x N matrix between two steps goes through slow memory.
+"""2. Standard attention: one kernel for each step. Each N x N matrix between two steps is written to slow memory.
 
-Source: Dao et al., "FlashAttention", 2022 (arXiv 2205.14135): algorithm 0, and algorithm 3 for the backward, which is
-derived in its appendix B. With tau the scale and Z the dropout factors,
+Source: Dao et al., "FlashAttention", 2022 (arXiv 2205.14135): algorithm 0, and algorithm 3 for the backward
+(derivation: appendix B). With tau the scale and Z the dropout factors,
 
     S = tau Q K^T      P = softmax(MASK(S))     P_dropped = P o Z     O = P_dropped V
 
@@ -11,11 +11,11 @@ derived in its appendix B. With tau the scale and Z the dropout factors,
     dQ = tau dS K
     dK = tau dS^T Q
 
-The products have the gradients of any linear layer. The third line is the softmax: y = softmax(s) has the Jacobian
-diag(y) - y y^T, which maps the row dP_i to P_i o dP_i - P_i <P_i, dP_i>. So delta_i = <P_i, dP_i>. It is also
-<dO_i, O_i>, because O_i = sum_j P_ij Z_ij V_j: FlashAttention computes it that way, without P.
+The gradients of the products are the gradients of a linear layer. The third line is the gradient of the softmax: y =
+softmax(s) has the Jacobian diag(y) - y y^T, which maps the row dP_i to P_i o dP_i - P_i <P_i, dP_i>. So delta_i = <P_i,
+dP_i>. Because O_i = sum_j P_ij Z_ij V_j, delta_i = <dO_i, O_i>, too. FlashAttention uses this second form, without P.
 
-The kernels are the ones that figure 1 (right) of the paper shows for PyTorch: matmul, mask, softmax, dropout, matmul.
+The kernels are PyTorch's kernels in figure 1 (right) of the paper: matmul, mask, softmax, dropout, matmul.
 """
 
 import math
@@ -34,7 +34,7 @@ class Saved(NamedTuple):
 
     probs: Tensor  # P
     probs_dropped: Tensor  # P o Z; P itself without dropout
-    kept: Tensor | None  # Z != 0, a byte an element
+    kept: Tensor | None  # Z != 0, one byte for each element
 
 
 def forward(
@@ -50,7 +50,7 @@ def forward(
 ) -> tuple[Tensor, Saved]:
     """Algorithm 0 on one head, q (N_q, d), k (N_k, d), v (N_k, d_v): out and the matrices that the backward needs.
 
-    M is the on-chip size in elements; without it each kernel reads its operands exactly once.
+    M: on-chip size in elements. If M is None, each kernel reads its operands exactly once.
     """
     memory = memory or SlowMemory()
     Q, K, V = memory.put("q", q), memory.put("k", k), memory.put("v", v)
@@ -79,7 +79,7 @@ def backward(
     M: int | None = None,
     memory: SlowMemory | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 3: dq, dk, dv. The mask needs no separate step: where it hides a key, P is 0, and so is dS."""
+    """Algorithm 3: dq, dk, dv. The mask needs no separate step: if it hides a key, P and dS are 0."""
     memory = memory or SlowMemory()
     Q, K, V, dO = (memory.put(*named) for named in (("q", q), ("k", k), ("v", v), ("dout", dout)))
     P, P_dropped = memory.put("P", saved.probs), memory.put("P_dropped", saved.probs_dropped)
@@ -105,7 +105,7 @@ def multiply(
     scale: float = 1.0,
     M: int | None = None,
 ) -> None:
-    """C = scale A B in square blocks: three of them fit the chip."""
+    """C = scale A B in square blocks. The chip can hold three blocks."""
     inner = A.shape[1]
     side = max(*C.shape, inner, 1) if M is None else max(1, math.isqrt(M // 3))
     for rows in blocks(C.shape[0], side):
@@ -125,7 +125,7 @@ def _mask(S: SlowTensor, mask: SlowTensor, M: int | None) -> None:
 
 
 def _softmax(P: SlowTensor, S: SlowTensor, M: int | None) -> None:
-    """A row fits the chip here, so one read serves all passes of softmax.py."""
+    """Reads each row once, because a whole row fits the chip here."""
     for rows in _whole_rows(S, 1, M):
         tile = S.load(rows)
         tile.exp_minus_(row_max(tile))
@@ -165,11 +165,11 @@ def _softmax_backward(dS: SlowTensor, P: SlowTensor, dP: SlowTensor, M: int | No
 
 
 def _whole_rows(matrix: SlowTensor, tiles: int, M: int | None):
-    """The largest block of whole rows for which `tiles` blocks and a few columns of statistics fit the chip."""
+    """Cuts the rows into blocks, so that `tiles` blocks of whole rows and a few columns fit the chip."""
     rows, cols = matrix.shape
     return blocks(rows, max(rows, 1) if M is None else max(1, M // (tiles * cols + 4)))
 
 
 def default_scale(scale: float | None, q: Tensor) -> float:
-    """tau: 1 / sqrt(d), as torch's."""
+    """tau: 1 / sqrt(d), as in torch."""
     return q.shape[1] ** -0.5 if scale is None else scale

@@ -1,9 +1,9 @@
 """The chip: tiles, the arithmetic between tiles, and the count of its FLOPs.
 
-A :class:`Tile` allocates its elements on the chip when it is made and frees them with its last reference, so
-the peak equals the peak of the algorithm as written. Methods that end in ``_`` and ``+=``, ``*=`` ... work in place, as
-kernels do. One addition, multiplication, division, comparison, exp or log counts as one FLOP, an (m, k) by (k, n)
-product as 2mnk.
+A :class:`Tile` allocates its elements on the chip when it is made, and frees them with its last reference. So the peak
+equals the peak of the algorithm as written. Methods that end in ``_`` and ``+=``, ``*=`` ... work in place, as kernels
+do. One addition, multiplication, division, comparison, exp or log is one FLOP; an (m, k) x (k, n) product is 2mnk
+FLOPs.
 """
 
 import math
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 class Chip:
-    """The small fast memory: how full it is, how full it was at most, and the FLOPs done on it."""
+    """The small fast memory: elements in use now and at the peak, and the FLOPs computed on it."""
 
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity
         self.in_use = self.peak = 0
         self.matmul_flops = self.other_flops = 0
-        self.exponentials = 0  # part of other_flops; GPUs have a slow unit of their own for them
+        self.exponentials = 0  # part of other_flops; GPUs compute them in a separate, slow unit
 
     def take(self, elements: int) -> None:
         self.in_use += elements
@@ -30,7 +30,7 @@ class Chip:
 
 
 class Tile:
-    """A matrix on the chip. ``data`` is None where only shapes are run."""
+    """A matrix on the chip. ``data`` is None if only shapes are counted."""
 
     __slots__ = ("base", "chip", "data", "owned", "shape")
 
@@ -72,7 +72,7 @@ class Tile:
             raise ValueError(f"product: got {self.shape} @ {other.shape}; allowed: the same inner size")
         self.chip.matmul_flops += 2 * self.size * other.shape[1]
 
-    # Element by element, rows broadcast against a column of one element each
+    # Element by element. A column (one element for each row) is broadcast
 
     def _new(self, operation: Callable, other: "Tile | float") -> "Tile":
         shape = self.shape
@@ -114,17 +114,17 @@ class Tile:
         return self._in_place(lambda x, _: x.exp_(), 0.0)
 
     def exp_minus_(self, shift: "Tile") -> "Tile":
-        """exp(self - shift), one shift a row, in place: two FLOPs an element.
+        """exp(self - shift), one shift for each row, in place: two FLOPs for each element.
 
-        A row that is masked so far has the maximum -inf. Shifting it by 0 gives exp(-inf) = 0 where
-        -inf - (-inf) would be NaN.
+        A row without a visible key so far has the maximum -inf. It is shifted by 0, because -inf - (-inf) would be NaN;
+        exp(-inf) is 0.
         """
         self.chip.other_flops += self.size
         self.chip.exponentials += self.size
         return self._in_place(lambda x, s: x.sub_(torch.where(s == -math.inf, 0, s)).exp_(), shift)
 
     def pad_rows(self, rows: int) -> "Tile":
-        """A tile of `rows` rows, zeros below this one's."""
+        """Copies this tile and appends rows of zeros, up to `rows` rows."""
         padding = (0, 0, 0, rows - self.shape[0])
         data = None if self.data is None else torch.nn.functional.pad(self.data, padding)
         return Tile(self.chip, (rows, self.shape[1]), data)
@@ -138,7 +138,7 @@ class Tile:
 
 
 def exp_minus(x: Tile, shift: Tile) -> Tile:
-    """:meth:`Tile.exp_minus_` on a copy: for the small vectors of statistics."""
+    """:meth:`Tile.exp_minus_` on a copy, for small vectors such as m."""
     return x.copy().exp_minus_(shift)
 
 
@@ -152,7 +152,7 @@ def log(x: Tile) -> Tile:
 
 
 def row_max(x: Tile) -> Tile:
-    """-inf for a row without elements."""
+    """The maximum of each row; -inf for a row without elements."""
     return _reduce(
         x, lambda data: data.amax(1, keepdim=True) if data.numel() else data.new_full(x.shape[:1], -math.inf)[:, None]
     )
@@ -163,22 +163,22 @@ def row_sum(x: Tile) -> Tile:
 
 
 def row_dot(a: Tile, b: Tile) -> Tile:
-    """rowsum(a o b): two FLOPs an element, no third tile."""
+    """rowsum(a o b): two FLOPs for each element, no third tile."""
     a.chip.other_flops += a.size
     return _reduce(a, lambda data: (data * b.data).sum(1, keepdim=True))
 
 
 def row_any_outside(x: Tile, low: float, high: float) -> Tile:
-    """1 for a row with an element outside (low, high), else 0. -inf is a masked score: not counted as outside.
+    """1 for a row with an element outside (low, high), else 0. NaN is outside; -inf, a masked score, is not.
 
-    Two comparisons an element, and one to gather them. NaN is outside.
+    Three FLOPs for each element: two comparisons, and one to reduce the row.
     """
     x.chip.other_flops += 2 * x.size
     return _reduce(x, lambda data: (~((data > low) & (data < high)) & (data != -math.inf)).any(1, keepdim=True))
 
 
 def mask_(scores: Tile, mask: Tile) -> Tile:
-    """MASK of the papers: -inf where a bool mask is False, or a float mask added."""
+    """MASK of the papers: sets -inf where a bool mask is False, or adds a float mask."""
     if mask.data is not None and mask.data.dtype == torch.bool:
         return scores._in_place(lambda x, keep: x.masked_fill_(~keep, -math.inf), mask)
     return scores._in_place(Tensor.add_, mask)
