@@ -1,10 +1,10 @@
-"""flash_attn_ext: exact attention for PyTorch, tile by tile, that never stores the N x N matrix."""
+"""flash_attn_ext: exact attention for PyTorch, computed tile by tile, without storing the N x N matrix."""
 
 from ._unbuilt import is_unbuilt
 from ._version import __version__
 
 if is_unbuilt():
-    # iomodel and reference run; every name of __all__ raises, and says what to do.
+    # Only iomodel and reference work. Every name of __all__ raises an error that explains how to build.
     from ._unbuilt import refuse as __getattr__  # noqa: F401
 else:
     from . import _flops, _vmap  # noqa: F401  register what FlopCounterMode counts, and the vmap rules

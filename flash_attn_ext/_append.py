@@ -1,4 +1,7 @@
-"""append_to_cache on CUDA, made of torch's operators: there is no kernel yet. csrc/ops declares the operator."""
+"""append_to_cache on CUDA, composed of torch's operators, because no kernel exists yet.
+
+csrc/ops declares the operator.
+"""
 
 import torch
 from torch import Tensor
@@ -32,7 +35,7 @@ def append_to_cache(
     interleaved: bool = True,
     advance_query_positions: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (rotated query, or an empty tensor; the new cache_seqlens). Indexing checks positions and pages."""
+    """Returns the rotated query (or an empty tensor) and the new cache_seqlens. Indexing checks positions and pages."""
     lengths, (sequence, index) = cache_seqlens.long(), _rows(cu_seqlens_k_new, len(key))
     rotated = query[:0]
     if rotary_cos is not None:

@@ -1,4 +1,4 @@
-"""Runs a call: DTensors by flash_attn_ext.distributed, all other tensors by the module of the call's operator."""
+"""Runs a call: flash_attn_ext.distributed runs DTensors, and the module of the call's operator all other tensors."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ _LOCAL = {_ops.DENSE.function: _dense.attend, _ops.VARLEN.function: _packed.atte
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Returns (out, lse). lse may be None unless the call asks for it."""
+    """Returns (out, lse). lse may be None if the call has ``return_lse=False``."""
     query, key, value = (call.tensors[name] for name in ("query", "key", "value"))
     on_dtensors = handler_of_dtensors(call.operator.function, query, key, value)
     return attend_locally(call) if on_dtensors is None else on_dtensors(call)
@@ -24,9 +24,9 @@ def attend_locally(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def handler_of_dtensors(function: str, *tensors: object) -> Callable | None:
-    """Returns the function for calls with DTensors; None if no tensor is one.
+    """Returns the function for calls with DTensors; None if no tensor is a DTensor.
 
-    The first DTensor imports flash_attn_ext.distributed. That package is optional: torch may be built without
+    The first DTensor imports flash_attn_ext.distributed, which does not exist if torch was built without
     torch.distributed.
     """
     if not some_dtensor(*tensors):

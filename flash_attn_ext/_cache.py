@@ -41,7 +41,7 @@ _TENSORS = (
 )  # fmt: skip
 
 
-# Tensors that are refused with cache_format.
+# Tensors that are not allowed with cache_format.
 _NOT_WITH_FORMAT = ("k", "v", "qv", "k_descale", "v_descale", "k_scales", "v_scales", "k_zeros", "v_zeros")
 
 
@@ -83,7 +83,7 @@ class CacheCall:
 
 
 def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse): (B, S_q, H, D_v) and (B, H, S_q), or packed as the queries are."""
+    """Returns (out, lse): (B, S_q, H, D_v) and (B, H, S_q), or packed like the queries."""
     q, cu_seqlens_q = call.tensors["q"], call.tensors["cu_seqlens_q"]
     check_not_differentiated(
         "flash_attn_with_kvcache",
@@ -95,7 +95,7 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
         _check_functions(call, append, attention)
     run_by_index = None if call.numbers is None else _by_index(append, attention, call.numbers, q)
     if append is not None:
-        if not torch.compiler.is_compiling():  # a compiled graph is checked when it is traced, before anything runs
+        if not torch.compiler.is_compiling():  # tracing already checked a compiled graph
             with _renamed_errors(_NAMES_OF_ATTENTION):
                 _ops.check_cache(attention.tensors, attention.options)
         with _renamed_errors(_NAMES_OF_APPEND):
@@ -109,7 +109,7 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
         else:
             out, lse = attention.run() if run_by_index is None else run_by_index(attention)
     if q.dtype is _float8.DTYPE:
-        out = out.to(_float8.OUT_DTYPE)  # it has the dtype of the widened queries
+        out = out.to(_float8.OUT_DTYPE)  # out has the dtype of the widened queries
     if cu_seqlens_q is None:
         out = out.unflatten(0, q.shape[:2])
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
@@ -117,9 +117,9 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
 
 
 def _check_functions(call: CacheCall, append: Call | None, attention: Call) -> None:
-    """Traces the functions, and checks that the block mask has the lengths after appending: before a row is written."""
+    """Traces the functions, and checks the block mask against the lengths after appending, before a row is written."""
     refuse_dtensors_with_functions(call.tensors)
-    if torch.compiler.is_compiling():  # a graph is traced before a row is written
+    if torch.compiler.is_compiling():  # torch.compile traces the graph before a row is written
         return
     with_functions(attention, **call.functions)
     block_mask, lengths = call.functions["block_mask"], attention.tensors["seqused_k"]
@@ -137,7 +137,7 @@ def _check_functions(call: CacheCall, append: Call | None, attention: Call) -> N
 def _by_index(
     append: Call | None, attention: Call, numbers: KeyNumbers, q: Tensor
 ) -> Callable[[Call], tuple[Tensor, Tensor]]:
-    """Checks the numbers before a row is written. Returns the function that runs the attention."""
+    """Checks the indices before a row is written. Returns the function that runs the attention."""
     if q.dim() == 4:  # (B or 1, H_kv or 1, S_q, n) for (B, S_q, H, D)
         given = numbers.given
         if given.dim() != 4 or given.shape[0] not in (1, q.shape[0]) or given.shape[2] != q.shape[1]:
@@ -173,10 +173,11 @@ def _renamed_errors(names: dict[str, str]):
 
 
 def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | None]:
-    """Returns the calls of append_to_cache, None if nothing is appended, and of attention_cache, and the second query.
+    """Returns the call of append_to_cache (None if nothing is appended), the call of attention_cache, and the second
+    query.
 
     The call of attention_cache has the queries before the rotation and the lengths before appending. append_to_cache
-    returns the new ones.
+    returns the rotated queries and the new lengths.
     """
     given, options = call.tensors, dict(call.options)
     check_are_dense(given, ("q", "k_cache", "v_cache"))
@@ -239,7 +240,7 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | No
         tensors |= {name: given[name] for name in same_name}
         advance = causal or window is not None
         append = Call(_ops.APPEND, tensors, {"interleaved": interleaved, "advance_query_positions": advance})
-        if is_float8:  # the new rows have the factors of the cache already
+        if is_float8:  # the new rows already use the factors of the cache
             append = append.with_tensors(key_scale=None, value_scale=None)
     if query_factor is not None:
         factor = _float8.with_query_factor(given["k_descale"], query_factor)
@@ -269,7 +270,7 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | No
 
 
 def _latent_caches(cache_format: object, call: CacheCall) -> dict[str, Tensor]:
-    """The columns of keys and of values in FlashMLA's rows of 656 bytes, as views."""
+    """Returns views of the columns of keys and of values in FlashMLA's rows of 656 bytes."""
     if cache_format != "flashmla_fp8":
         raise ValueError(f"cache_format: got {cache_format!r}; allowed: None, 'flashmla_fp8'")
     cache = call.tensors["k_cache"]
@@ -297,7 +298,7 @@ def _refuse_with_int4(call: CacheCall) -> None:
 
 
 def columns_of(cache: Tensor) -> int:
-    """The columns of a row of a cache: two in each byte of int4."""
+    """Returns the number of columns of a cache row. int4 has two columns in each byte."""
     return cache.shape[-1] * (2 if cache.dtype == torch.uint8 else 1)
 
 
@@ -316,7 +317,7 @@ def _query_offsets(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | N
 
 
 def _lengths(cache_seqlens: int | Tensor | None, batch: int, most: int, q: Tensor) -> Tensor:
-    """Returns the number of rows in use of each sequence's cache, (B). ``most``: all rows of a cache."""
+    """Returns the number of rows in use of each sequence's cache, (B). ``most``: the number of rows of a cache."""
     if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
         check_is_dense("cache_seqlens", cache_seqlens)
         if cache_seqlens.dtype not in (torch.int32, torch.int64):
@@ -331,7 +332,7 @@ def _lengths(cache_seqlens: int | Tensor | None, batch: int, most: int, q: Tenso
 
 
 def _rows_of_table(block_table: Tensor, rows: Tensor, batch: int) -> Tensor:
-    """The rows of ``block_table`` that cache_batch_idx names, one for each sequence."""
+    """Returns the row of ``block_table`` for each sequence, by cache_batch_idx."""
     if rows.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cache_batch_idx: got dtype {rows.dtype}; allowed: int32, int64")
     if rows.shape != (batch,):
@@ -375,7 +376,7 @@ def _tree_mask_of_operator(mask: Tensor | None, packed: bool) -> Tensor | None:
 
 
 def _expanded_scale(name: str, scale: Tensor | None, cache: Tensor) -> Tensor | None:
-    """The factors of 8-bit rows as the operator needs them: (caches or pages, rows, H_k)."""
+    """Expands the factors of 8-bit rows to (caches or pages, rows, H_k)."""
     if scale is None:
         return None
     given = list(scale.shape)

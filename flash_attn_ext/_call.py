@@ -1,7 +1,7 @@
 """The call object: the tensors and options of one call, by name.
 
-The public functions make it. Eager mode, DTensors, torch.func, packed sequences, explain and context parallelism
-all take it. A new option of the operator is in it without a line here.
+The public functions make a Call. Eager mode, DTensors, torch.func, packed sequences, explain and context parallelism
+receive it. A new option of the operator needs no line in this file.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from ._dropout import new_rng_state
 from ._options import checked_options, operator_options
 from ._tensor_checks import check_is_dense
 
-# Arguments of flash_attn that are no tensors and no options: flash_attn_ext.flex has their operator.
+# Arguments of flash_attn that are neither tensors nor options. flash_attn_ext.flex has their operator.
 FUNCTIONS = ("score_mod", "mask_mod", "block_mask")
-# Likewise: _indexed.py has their operator. key_block_size belongs to them.
+# Arguments of attention by index. _indexed.py has their operator.
 INDICES = ("key_indices", "key_block_indices")
-# Likewise: _float8.py has their calls.
+# Arguments of float8 calls. _float8.py has their calls.
 DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
 def take(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Removes some arguments. A function of its own: locals() of a caller with a comprehension breaks torch.compile."""
+    """Removes and returns the named arguments.
+
+    As a comprehension in a caller that uses locals(), it would break torch.compile.
+    """
     return {name: arguments.pop(name) for name in names}
 
 
@@ -35,7 +38,7 @@ class Call:
 
     operator: _ops.Operator
     tensors: dict[str, Tensor | None]  # all tensors of the schema
-    options: dict[str, object]  # checked; an option that is missing has the schema's default
+    options: dict[str, object]  # checked; a missing option has the schema's default
     enable_gqa: bool = False
     return_lse: bool = False
 
@@ -55,11 +58,11 @@ class Call:
         return cls(operator, tensors, checked_options(operator.option_types, options), enable_gqa, return_lse)
 
     def needs_rng_state(self) -> bool:
-        """Whether dropout is on and nobody gave a state for it."""
+        """Whether dropout is on and the caller passed no state."""
         return self.options["dropout_p"] > 0.0 and self.tensors["rng_state"] is None  # type: ignore[operator]
 
     def with_rng_state(self) -> Call:
-        """The call with a dropout state, drawn if it needs one."""
+        """Returns the call with a dropout state. Draws a state if the call needs one."""
         if not self.needs_rng_state():
             return self
         query = self.tensors["query"]
@@ -73,7 +76,7 @@ class Call:
         return Call(self.operator, self.tensors, self.options | options, self.enable_gqa, self.return_lse)
 
     def positional(self) -> list[Tensor | None]:
-        """The tensors in the order of the schema."""
+        """Returns the tensors in the order of the schema."""
         return [self.tensors[name] for name in self.operator.tensor_names]
 
     def run(self):

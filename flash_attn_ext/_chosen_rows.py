@@ -1,7 +1,7 @@
-"""Copies the cache rows that some query names, for attention by index of caches that its kernels do not read in place.
+"""Copies the chosen rows of a cache, for attention by index. Only for caches that the kernels cannot read in place.
 
-These are int8 and float8 caches, and separate caches with ``qv``. A chosen row is widened or joined once, however many
-queries name it. Memory: O(chosen rows), at most a copy of the cache in the dtype of the queries.
+These are int8 and float8 caches, and separate caches with ``qv``. Each chosen row is widened or joined once, even if
+several queries choose it. Memory: O(chosen rows), at most a copy of the cache in the dtype of the queries.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class CacheRows(NamedTuple):
     scale: Tensor | None  # (caches or pages, size, H_kv) float32: factors of 8-bit rows
 
     def copy(self, chosen: Tensor, dtype: torch.dtype) -> Tensor:
-        """(len(chosen), H_kv, D) in ``dtype``. 8-bit rows are multiplied with their factors and rounded once."""
+        """Returns (len(chosen), H_kv, D) in ``dtype``. 8-bit rows are multiplied by their factors and rounded once."""
         if self.rows.dtype not in EIGHT_BIT:
             return self.rows.index_select(0, chosen)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -34,16 +34,16 @@ class CacheRows(NamedTuple):
 def _widened(codes: Tensor, coded_as: torch.dtype, dtype: torch.dtype) -> Tensor:
     if coded_as == torch.int8:
         return codes.view(coded_as).to(dtype)
-    # By a table of all bytes: 1.1 ms for 2048 rows of 128 columns, where torch's conversion takes 5.0 ms (one thread).
+    # By a table of all 256 bytes: 1.1 ms for 2048 rows of 128 columns. torch's conversion takes 5.0 ms (one thread).
     table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(coded_as).to(dtype)
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def number_chosen(indices: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Returns the rows that ``indices`` names, ascending, and the indices among these rows. -1 stays -1.
+    """Returns the chosen rows, ascending, and ``indices`` renumbered to positions among the chosen rows. -1 stays -1.
 
-    On CUDA and in a compiled graph the first result has min(total, indices.numel()) elements, and row 0 fills the rest:
-    its length may not depend on the numbers.
+    On CUDA and in a compiled graph the length of the first result must not depend on values. There it has min(total,
+    indices.numel()) elements, padded with row 0.
     """
     known = indices.is_cpu and not torch.compiler.is_compiling()
     if known and ((indices < -1) | (indices >= total)).any():
@@ -51,7 +51,7 @@ def number_chosen(indices: Tensor, total: int) -> tuple[Tensor, Tensor]:
             f"block_table, cache_batch_idx: got a number beyond the caches; allowed: rows 0 to {total - 1}"
         )
     seen = indices >= 0
-    used = torch.zeros(total + 1, dtype=torch.bool, device=indices.device)  # the last one is for -1
+    used = torch.zeros(total + 1, dtype=torch.bool, device=indices.device)  # the last element is for -1
     used.index_fill_(0, torch.where(seen, indices, total).flatten(), True)
     if known:
         chosen = used[:total].nonzero()[:, 0]
@@ -66,8 +66,8 @@ def copy_chosen(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns query, indices, key and value of the call on the copied rows.
 
-    ``joins``: query is [q, qv], and the keys become [v, k]. So a value is the first columns of its key, which the
-    kernels read once.
+    ``joins``: query is [q, qv], and the keys become [v, k]. So the values are the first columns of the keys, and the
+    kernels read a row once.
     """
     chosen, indices = number_chosen(indices, key.rows.shape[0])
     copied_key, copied_value = key.copy(chosen, query.dtype), value.copy(chosen, query.dtype)

@@ -1,4 +1,4 @@
-"""flash_attn_combine: merges the results of one attention whose keys were cut into splits."""
+"""flash_attn_combine: merges the attention results of several splits of the keys."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""A dense call: brings tensors of 2 to N dimensions to the one form that the operator takes, and runs it."""
+"""A dense call: converts tensors of 2 to N dimensions to the operator's form, and runs the operator."""
 
 import math
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from ._tensor_checks import check_are_dense, check_is_dense
 
 
 def attend(call: Call, run: Callable[[Call], tuple[Tensor, Tensor]] = _functorch.run) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) in the shapes of the caller's tensors. ``run`` gets the call in the operator's form."""
+    """Returns (out, lse) in the shapes of the caller's tensors. ``run`` receives the call in the operator's form."""
     value = call.tensors["value"]
     call, shape = to_operator_form(call)
     out, lse = run(call)
-    if out.shape[3] != value.shape[-1]:  # head_dim_v 0 was padded
+    if out.shape[3] != value.shape[-1]:  # a head_dim_v of 0 was padded
         out = out[..., : value.shape[-1]]
     if shape.dims != 4:
         out, lse = shape.restore(out), shape.restore(lse)
@@ -25,13 +25,13 @@ def attend(call: Call, run: Callable[[Call], tuple[Tensor, Tensor]] = _functorch
 
 
 class BatchShape(NamedTuple):
-    """The leading dimensions that became the operator's batch."""
+    """The leading dimensions that were flattened to the operator's batch."""
 
     dims: int  # the largest number of dimensions of query, key and value
     batch: torch.Size
 
     def restore(self, t: Tensor) -> Tensor:
-        """out (B, H, S_q, D_v) or lse (B, H, S_q) in the caller's dimensions."""
+        """Returns out (B, H, S_q, D_v) or lse (B, H, S_q) with the caller's dimensions."""
         if self.dims > 4:
             return t.reshape(self.batch + t.shape[1:])
         for _ in range(4 - self.dims):
@@ -40,7 +40,7 @@ class BatchShape(NamedTuple):
 
 
 def to_operator_form(call: Call) -> tuple[Call, BatchShape]:
-    """Returns the call with tensors as the schema wants them: 4-D, broadcast, head_dim at least 1."""
+    """Returns the call with the schema's tensors: 4-D, broadcast, head_dim at least 1."""
     check_are_dense({name: t for name, t in call.tensors.items() if name != "attn_mask"}, ("query", "key", "value"))
     if not isinstance(call.enable_gqa, (bool, int)):
         raise TypeError(f"enable_gqa: got {call.enable_gqa!r}; allowed: True, False")
@@ -92,7 +92,10 @@ def _as_4d(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple
 
 
 def _flatten_batch(t: Tensor) -> Tensor:
-    """(..., heads, S, D) as (B, heads, S, D). B is computed because -1 cannot be inferred without elements."""
+    """Reshapes (..., heads, S, D) to (B, heads, S, D).
+
+    torch cannot infer a size of -1 without elements, so B is computed.
+    """
     return t.reshape(math.prod(t.shape[:-3]), *t.shape[-3:])
 
 
@@ -107,9 +110,9 @@ def _broadcast(kind: str, *shapes: torch.Size) -> torch.Size:
 
 
 def _mask_as_4d(mask: Tensor, dims: int, batch_shape: torch.Size, scores: tuple[int, int, int]) -> Tensor:
-    """Returns ``mask`` with 4 dimensions, broadcast ones of size 1. ``scores``: heads, seqlen_q and seqlen_k.
+    """Returns ``mask`` with 4 dimensions; broadcast dimensions have size 1. ``scores``: heads, seqlen_q and seqlen_k.
 
-    It is a view, unless there are several batch dimensions and only some of them are broadcast.
+    The result is a view, unless some but not all of several batch dimensions are broadcast.
     """
     check_is_dense("attn_mask", mask)
     if mask.dim() > max(dims, 2):
@@ -127,7 +130,7 @@ def _mask_as_4d(mask: Tensor, dims: int, batch_shape: torch.Size, scores: tuple[
 
 
 def _check_broadcast(mask: Tensor, full: tuple[int, ...]) -> None:
-    """Checks the mask by the shape that the caller passed: csrc/ops/checks would see four dimensions."""
+    """Checks the mask with the caller's shape. An error of csrc/ops/checks would show the 4-D shape."""
     names = ("key's seqlen_k", "query's seqlen_q", "query's heads") + ("batch",) * (len(full) - 3)
     for n, (size, allowed, name) in enumerate(zip(reversed(mask.shape), reversed(full), names, strict=False)):
         if size not in (1, allowed):

@@ -1,4 +1,7 @@
-"""explain: the kernels, memory and traffic of a call of flash_attn. _explain_packed.py: packed sequences and caches."""
+"""explain: the kernels, memory and traffic of a call of flash_attn.
+
+For packed sequences and caches: _explain_packed.py.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,7 +20,7 @@ from .flex.report import report_of
 from .functional import flash_attn, without_causal_bias
 from .iomodel.calls import Cost, Problem, kernel_tiles, largest_blocks, pass_cost
 
-# Shared memory of a block on every GPU from compute capability 8.0: kMaxSharedBytes of csrc/cuda/shared_memory.h.
+# Shared memory that a block may use on every GPU from compute capability 8.0 on (csrc/cuda/shared_memory.h).
 SHARED_BYTES = 99 << 10
 
 
@@ -25,15 +28,15 @@ SHARED_BYTES = 99 << 10
 class Pass:
     """The forward or the backward of one call."""
 
-    kernel: str | None  # the instruction set on CPU, the tier on CUDA; None: nothing to compute, or `error`
-    splits: int  # pieces of the keys in the CPU's decode kernel, the maximum over the sequences; 0 without that kernel
+    kernel: str | None  # the instruction set on CPU, the tier on CUDA. None: nothing to compute, or an `error`
+    splits: int  # splits of the keys in the CPU's decode kernel, the maximum over the sequences; 0: another kernel
     decoded: int  # the number of sequences that the decode kernel computes
-    why_not: tuple[str, ...]  # the faster kernels, each with the reason why it does not run
+    why_not: tuple[str, ...]  # faster kernels, each with the reason why it does not run
     error: str | None  # the message of the NotImplementedError that the call raises
     allocates: Mapping[str, int]  # bytes, by purpose
     flops: int  # predicted by iomodel
     traffic: int  # predicted by iomodel: bytes to and from slow memory, such as a GPU's HBM
-    tiles: tuple[int, int]  # queries x keys of the tiles in which iomodel counts; in the decode kernel all queries
+    tiles: tuple[int, int]  # queries x keys of iomodel's tiles; in the decode kernel all queries
     sequences: int = 1  # of a packed call
 
     @property
@@ -64,7 +67,7 @@ class Explanation:
     forward: Pass
     backward: Pass | None  # None: the call has no gradients
     gradients: tuple[str, ...]  # the inputs whose gradients the backward computes
-    deterministic: bool  # whether the call asks for a deterministic backward; CPU kernels always are deterministic
+    deterministic: bool  # whether the call requests a deterministic backward. CPU kernels are always deterministic
     functions: tuple[str, ...] = ()  # the programs of score_mod and mask_mod, and the visited blocks, as lines of text
 
     def __str__(self) -> str:
@@ -85,23 +88,24 @@ def explain(*args, **kwargs) -> Explanation:
     The arguments are the same as in :func:`flash_attn`.
 
     The kernels and workspaces are the same as in the call, on the tensors' device and with the kernels that are forced
-    now. :mod:`flash_attn_ext.iomodel` predicts FLOPs and traffic. It counts FlashAttention-2 in tiles: the tiles of the
-    CPU kernels, or on a GPU the largest tiles that fit into a block's shared memory. A tile that the diagonal or the
-    window cuts counts as a whole tile. A mask counts by its size. Heads that share keys count as if each read its own
-    keys, unless the decode kernel runs.
+    now. :mod:`flash_attn_ext.iomodel` predicts FLOPs and traffic. It counts FlashAttention-2 with the tiles of the CPU
+    kernels, or, on a GPU, with the largest tiles that fit into a block's shared memory. A tile that the diagonal or the
+    window cuts counts as a whole tile. The traffic of a mask is its size. Each head reads its keys separately in the
+    model, unless the decode kernel runs.
 
-    The backward computes the gradients of the inputs that require one; if none does, of query, key and value. Memory is
-    the bytes that the call allocates through torch, for a contiguous gradient of out and no gradient of lse. Small CPU
-    workspaces are on the stack and count 0.
+    The backward computes the gradients of all inputs that require a gradient. If no input requires a gradient, it
+    computes the gradients of query, key and value. Memory is the bytes that the call allocates through torch, for a
+    contiguous gradient of out and no gradient of lse. Small CPU workspaces are on the stack and count as 0.
 
     Tensors in float8_e4m3fn have no backward: ``allocates["widened query"]`` is a copy of the query in bfloat16.
 
     With functions of the user, :attr:`Explanation.functions` shows their programs, how often each instruction runs,
-    and how many blocks are visited. FLOPs and traffic do not know the block mask: they count its hidden blocks, too.
+    and how many blocks are visited. FLOPs and traffic ignore the block mask: they include its hidden blocks.
 
     Raises:
         TypeError, ValueError: as :func:`flash_attn`.
-        NotImplementedError: no kernels for the tensors' device. A kernel's refusal is in :attr:`Pass.error`.
+        NotImplementedError: no kernels for the tensors' device. If the kernels do not support the call,
+        :attr:`Pass.error` has the reason.
 
     Tensors on the Meta device have no kernels: the report has memory without workspaces, and the predictions.
     """
@@ -140,7 +144,7 @@ def arguments_of(function: str, signature: inspect.Signature, args: tuple, kwarg
 
 
 def with_undrawn_rng_state(call: Call) -> tuple[Call, Tensor | None]:
-    """Returns the call with a placeholder for the dropout state that it would draw, and the placeholder."""
+    """Returns the call with a placeholder for the dropout state that the call would draw, and the placeholder."""
     if not call.needs_rng_state():
         return call, None
     query = call.tensors["query"]
@@ -167,13 +171,13 @@ def after_autocast(call: Call) -> tuple[Call, list[Tensor]]:
 
 
 def explanation(described: str, plans: tuple, call: Call, given: Call, copies: list) -> Explanation:
-    """The Explanation of a call that has a backward.
+    """Makes the Explanation of a call that has a backward.
 
     Args:
         described: the call in one line.
         plans: the functions of _ops that plan the forward and the backward.
-        call: with the tensors that the operator would get.
-        given: with the caller's tensors.
+        call: the call with the operator's tensors.
+        given: the call with the caller's tensors.
         copies: tensors that are allocated before the operator runs.
     """
     names = call.operator.tensor_names[: call.operator.gradients]
@@ -198,16 +202,22 @@ def explanation(described: str, plans: tuple, call: Call, given: Call, copies: l
 
 
 def of_float8(function: str, given: Call, on_cache: Call) -> Explanation:
-    """The Explanation of a call with float8 tensors. ``on_cache``: the call of attention_cache that computes it."""
+    """Makes the Explanation of a call with float8 tensors.
+
+    ``on_cache``: the call of attention_cache that computes it.
+    """
     described = describe(function, given, query="query", key="key", value="value")
     widened = on_cache.tensors["query"]
     return of_cache(described, _ops.plan_cache, on_cache, {"widened query": widened.nbytes})  # type: ignore[union-attr]
 
 
 def of_cache(described: str, plan_of: Callable, call: Call, allocates: Mapping[str, int]) -> Explanation:
-    """The Explanation of a call of attention_cache, which has no backward. ``allocates``: bytes before the operator."""
+    """Makes the Explanation of a call of attention_cache.
+
+    ``allocates``: bytes that are allocated before the operator.
+    """
     q, k, v = (call.tensors[name] for name in ("query", "key", "value"))
-    is_int4 = k.dtype == torch.uint8  # two columns a byte
+    is_int4 = k.dtype == torch.uint8  # two columns in each byte
     itemsize, head_dim_v = (0.5, 2 * v.shape[3]) if is_int4 else (k.dtype.itemsize, v.shape[3])
     shape = HeadShape(q.shape[1], k.shape[2], q.shape[2], head_dim_v, q.dtype, itemsize, q.device.type)
     forward = pass_report("forward", plan_of(call.tensors, call.options), shape, call.tensors["tree_mask"])
@@ -278,7 +288,7 @@ def _predict(which: str, plan, shape: HeadShape, mask: Tensor | None, dropout_p:
 
 
 def _decode_rows(part, shape: HeadShape) -> int:
-    """Rows of the decode kernel's one tile: the query heads that share a key head."""
+    """The number of rows in the decode kernel's tile: queries times the query heads that share a key head."""
     return part.seqlen_q * (shape.heads // shape.heads_kv)
 
 
@@ -312,7 +322,7 @@ def _is_copy(t: Tensor | None, given: Tensor | None) -> bool:
 
 
 def describe(function: str, call: Call, **names: str) -> str:
-    """A call in one line. ``names``: the caller's name of each tensor that is shown = the schema's name."""
+    """Describes a call in one line. ``names``: caller's name = schema's name, for each tensor in the line."""
     shapes = ", ".join(f"{name} {tuple(call.tensors[schema].shape)}" for name, schema in names.items())
     query = call.tensors["query"]
     return f"{function} of {shapes}, {str(query.dtype).removeprefix('torch.')} on {query.device}"

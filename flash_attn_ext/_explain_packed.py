@@ -27,13 +27,13 @@ from .varlen import flash_attn_varlen
 def explain_varlen(*args, **kwargs) -> Explanation:
     """Reports the kernels, the memory and the traffic of a call of :func:`flash_attn_varlen`. It computes nothing.
 
-    The arguments are the same as in :func:`flash_attn_varlen`. The rules of :func:`explain` hold here, too. FLOPs and
+    The arguments are the same as in :func:`flash_attn_varlen`. The model is the same as in :func:`explain`. FLOPs and
     traffic are sums over the sequences with their own lengths. On CPU the decode kernel computes sequences of few
-    queries: :attr:`Pass.decoded` counts them, and :attr:`Pass.splits` is the largest number of pieces of their keys.
-    On CUDA this function waits for the GPU to copy the offsets; the call itself does not wait.
+    queries: :attr:`Pass.decoded` counts them, and :attr:`Pass.splits` is the largest number of splits of their keys. On
+    CUDA this function waits for the GPU to copy the offsets; the call itself does not wait.
 
     Raises:
-        TypeError, ValueError: as :func:`flash_attn_varlen`; and for offsets on the Meta device, which have no numbers.
+        TypeError, ValueError: as :func:`flash_attn_varlen`; also for offsets on the Meta device, which have no values.
         NotImplementedError: no kernels for the tensors' device.
     """
     arguments = arguments_of("flash_attn_varlen", _VARLEN, args, kwargs)
@@ -61,9 +61,9 @@ def explain_kvcache(*args, **kwargs) -> Explanation:
     """Reports the kernels, the memory and the traffic of a call of :func:`flash_attn_with_kvcache`. It appends nothing.
 
     The arguments are the same as in :func:`flash_attn_with_kvcache`. The forward is the attention over the lengths of
-    the caches after appending. ``allocates["rotated query"]`` and ``["lengths"]`` are allocated by appending. There is
-    no backward. Otherwise as :func:`explain_varlen`. The traffic does not count the factors of 8-bit caches, the
-    scales of int4 caches and the appended rows.
+    the caches after appending. Appending allocates ``allocates["rotated query"]`` and ``["lengths"]``. There is no
+    backward. Everything else is as in :func:`explain_varlen`. The traffic does not include the factors of 8-bit caches,
+    the scales of int4 caches and the appended rows.
 
     Raises:
         TypeError, ValueError: as :func:`flash_attn_with_kvcache`; and for lengths on the Meta device.
@@ -109,7 +109,7 @@ explain_kvcache.__signature__ = _KVCACHE.replace(return_annotation=Explanation)
 
 
 def _check_has_numbers(call: Call, **names: str) -> None:
-    """Checks the tensors that decide about the amount of work. ``names``: the schema's name = the caller's name."""
+    """Checks the tensors that determine the amount of work. ``names``: schema's name = caller's name."""
     for name, public_name in names.items():
         if call.tensors[name].is_meta:
             raise ValueError(

@@ -12,7 +12,7 @@ NO_WINDOW = ((-1, -1), (None, None))
 
 
 def whole_number(name: str, value: object) -> int | None:
-    """Returns an int. Allows numbers of numpy and tensors with one element, which flash-attention's own tests pass."""
+    """Returns an int. Allows numpy numbers and tensors with one element, because flash-attention's tests pass them."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point() and value.dtype != torch.bool:
         return int(value)
     if isinstance(value, torch.SymInt) or value is None:
@@ -20,13 +20,13 @@ def whole_number(name: str, value: object) -> int | None:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if hasattr(value, "__index__") and not isinstance(value, (bool, Tensor)):
-        with contextlib.suppress(TypeError):  # an array of numpy with several elements
+        with contextlib.suppress(TypeError):  # a numpy array with several elements
             return value.__index__()
     raise TypeError(f"{name}: got {_shown(value)}; allowed: None or an int")
 
 
 def true_or_false(name: str, value: object) -> bool:
-    """Returns a bool. Allows bools of numpy, the ints 0 and 1, and tensors with one of these values."""
+    """Returns a bool. Allows numpy bools, the ints 0 and 1, and tensors with one of these values."""
     if isinstance(value, (bool, torch.SymBool)):
         return value
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point() and not value.is_meta:
@@ -42,10 +42,10 @@ def _shown(value: object) -> str:
 
 
 def window_sides_of(window_size: object, allowed: str) -> tuple[int | None, int | None]:
-    """Returns the two sides of a ``window_size``: a tuple, a list, an array of numpy, or a tensor."""
+    """Returns the two sides of a ``window_size``: a tuple, a list, a numpy array, or a tensor."""
     sides = window_size
-    if hasattr(sides, "tolist"):  # a tensor, or an array of numpy
-        with contextlib.suppress(RuntimeError):  # a tensor without numbers, such as a meta tensor
+    if hasattr(sides, "tolist"):  # a tensor or a numpy array
+        with contextlib.suppress(RuntimeError):  # a tensor without values, such as a meta tensor
             sides = sides.tolist()
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise TypeError(f"window_size: got {_shown(window_size)}; allowed: {allowed}")
@@ -65,14 +65,14 @@ def window_of(window_size: object) -> tuple[int | None, int | None] | None:
 
 
 def sink_of(sink: Tensor | None, query: Tensor) -> Tensor | None:
-    """Returns ``sink`` in a dtype of the operators. In flash-attention 4 it is bfloat16, independent of q's dtype."""
+    """Returns ``sink`` in a dtype of the operators. flash-attention 4 has a bfloat16 sink for every dtype of q."""
     if not isinstance(sink, Tensor) or not sink.is_floating_point() or sink.dtype in (query.dtype, torch.float32):
         return sink
     return sink.to(torch.promote_types(torch.float32, query.dtype))
 
 
 def check_dimensions(form: str, **tensors: object) -> None:
-    """Raises unless each argument is a tensor with as many dimensions as ``form`` has, such as "(B, S, heads, D)"."""
+    """Raises unless each argument is a tensor with as many dimensions as ``form``, for example "(B, S, heads, D)"."""
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: got {type(t).__name__}; allowed: a torch.Tensor")
@@ -81,7 +81,7 @@ def check_dimensions(form: str, **tensors: object) -> None:
 
 
 def unbound(name: str, t: Tensor, dim: int, form: str) -> tuple[Tensor, ...]:
-    """Returns the parts of a packed tensor. The size of dimension ``dim`` is written in ``form``: 2 or 3."""
+    """Returns the parts of a packed tensor. ``form`` contains the size of dimension ``dim``: 2 or 3."""
     check_dimensions(form, **{name: t})
     if str(t.shape[dim]) != form.strip("()").split(", ")[dim]:
         raise ValueError(f"{name}: got shape {list(t.shape)}; allowed: {form}")
@@ -100,10 +100,10 @@ def exactly_one_name(name: str, value: Tensor | None, other: str, given: Tensor 
 
 
 def call_with_names(names: dict[str, str], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls ``function``. If it raises an error about an argument, the error has the name that the caller used.
+    """Calls ``function``. If it raises an error about an argument, the new error has the caller's name of the argument.
 
     Args:
-        names: from the name in the error's first words to the caller's name.
+        names: maps the name in the error's first words to the caller's name.
     """
     if torch.compiler.is_compiling():
         return function(*args, **options)
@@ -131,7 +131,7 @@ _INSTEAD = {
 
 
 def refuse_given(**arguments: object) -> None:
-    """Raises if an argument without a kernel here was given."""
+    """Raises if an argument that no kernel supports was given."""
     for name, value in arguments.items():
         if value is not None:
             got = "a tensor" if isinstance(value, Tensor) else type(value).__name__
@@ -139,7 +139,7 @@ def refuse_given(**arguments: object) -> None:
 
 
 def check_hints(num_splits: object, pack_gqa: object = None, sm_margin: object = 0) -> int:
-    """Checks the types of hints about speed. Returns ``num_splits``; below 1 it is automatic, which is 0 here."""
+    """Checks the types of hints about speed. Returns ``num_splits``, or 0 (automatic) if it is below 1."""
     if pack_gqa is not None and not isinstance(pack_gqa, (bool, int)):
         raise TypeError(f"pack_gqa: got {pack_gqa!r}; allowed: None or a bool")
     whole_number("sm_margin", sm_margin)

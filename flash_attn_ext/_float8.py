@@ -5,8 +5,8 @@ Sequence b and key head h have three factors, float32 (B, H_kv):
     score = scale * q_descale[b, h] * k_descale[b, h] * <q, k>        out = v_descale[b, h] * (P v)
 
 The operator on caches, attention_cache, computes these calls, because its kernels read 8-bit keys and values. They
-widen one tile at a time, and P stays in fp32 or in 16 bits. Only query is copied: bfloat16 represents each of its
-elements.
+widen one tile at a time, and P stays in fp32 or in 16 bits. Only query is copied, to bfloat16, which represents every
+float8 number.
 
     dense    cache b has the keys of batch element b
     packed   one cache of T_k rows: sequence b has the rows [cu_seqlens_k[b], cu_seqlens_k[b + 1])
@@ -27,12 +27,12 @@ from ._tensor_checks import check_are_dense, check_is_dense, check_not_different
 
 DTYPE, OUT_DTYPE = torch.float8_e4m3fn, torch.bfloat16
 _ROWS = ("query", "key", "value")
-# Arguments that the operator on caches does not have.
+# Arguments that attention_cache does not have.
 _REFUSED = ("attn_mask", "key_mask", "rng_state", "seqused_q", "qv", *FUNCTIONS, *INDICES)
 
 
 def is_float8(query: object, q_descale: object, k_descale: object, v_descale: object) -> bool:
-    """Whether a call is for this module: float8 queries, or a factor, which only they have."""
+    """Whether this module computes the call: it has a float8 query or a factor."""
     return getattr(query, "dtype", None) is DTYPE or not (q_descale is k_descale is v_descale is None)
 
 
@@ -54,7 +54,7 @@ def dense_call(arguments: dict[str, Any]) -> Call:
 
 
 def packed_call(arguments: dict[str, Any]) -> Call:
-    """Likewise."""
+    """The checked packed call, with float8 tensors."""
     call = _checked_call(_ops.VARLEN, "flash_attn_varlen", arguments)
     return _packed.to_operator_form(call)
 
@@ -103,21 +103,21 @@ def checked_factor(name: str, factor: Tensor | None, sizes: tuple[int, int], dev
 
 
 def product_of(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """The product of two factors; None is 1."""
+    """The product of two factors; None means 1."""
     if first is None or second is None:
         return second if first is None else first
     return first * second
 
 
 def _factors(arguments: dict[str, Any], batch: int, heads_kv: int) -> tuple[Tensor | None, Tensor | None]:
-    """The factors of the scores and of out, each (B, H_kv)."""
+    """Returns the factors of the scores and of out, each (B, H_kv)."""
     device = arguments["query"].device
     q, k, v = (checked_factor(name, arguments[name], (batch, heads_kv), device) for name in DESCALES)
     return product_of(q, k), v
 
 
 def dense_on_cache(form: Call, arguments: dict[str, Any]) -> Call:
-    """The call on caches. ``form``: the tensors as (B, H, S, D)."""
+    """Returns the call of attention_cache. ``form``: a call with tensors (B, H, S, D)."""
     query, key, value = (form.tensors[name].transpose(1, 2) for name in _ROWS)  # type: ignore[union-attr]
     batch, rows = query.shape[:2]
     factors = _factors(arguments, batch, key.shape[2])
@@ -131,7 +131,7 @@ def dense_on_cache(form: Call, arguments: dict[str, Any]) -> Call:
 
 
 def packed_on_cache(call: Call, arguments: dict[str, Any]) -> Call:
-    """Likewise, for packed sequences."""
+    """Returns the call of attention_cache for packed sequences."""
     query, key, value, used = (call.tensors[name] for name in (*_ROWS, "seqused_k"))
     offsets: Tensor = call.tensors["cu_seqlens_k"]  # type: ignore[assignment]
     _check_offsets(offsets, key.shape[0], used)
@@ -149,7 +149,10 @@ def packed_on_cache(call: Call, arguments: dict[str, Any]) -> Call:
 
 
 def _sequence_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """The sequence of each packed row. On CUDA offsets may be wrong: rows of no sequence use the last one."""
+    """Returns the sequence of each packed row.
+
+    Offsets on CUDA may be wrong: a row of no sequence gets the last sequence.
+    """
     numbers = torch.arange(rows, device=offsets.device)
     return torch.bucketize(numbers, offsets[1:].to(numbers.dtype), right=True).clamp(max=max(len(offsets) - 2, 0))
 
@@ -163,14 +166,14 @@ def _call_on_cache(call: Call, factors: Any, max_seqlen_q: object, **tensors: Te
 
 
 def _run_dense(form: Call, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """out (B, H, S_q, D_v) in the memory order (B, S_q, H, D_v), and lse."""
+    """Returns out (B, H, S_q, D_v) in the memory order (B, S_q, H, D_v), and lse."""
     batch, _, rows, _ = form.tensors["query"].shape  # type: ignore[union-attr]
     out, lse = dense_on_cache(form, arguments).run()
     return out.unflatten(0, (batch, rows)).transpose(1, 2), lse.unflatten(1, (batch, rows)).transpose(0, 1)
 
 
 def _check_offsets(offsets: Tensor, total: int, used: Tensor | None) -> None:
-    """The checks of cu_seqlens_k and seqused_k in csrc/ops/checks, which sees a cache here."""
+    """Checks cu_seqlens_k and seqused_k. csrc/ops/checks receives a call on a cache, so it cannot check them."""
     if used is not None and (offsets.dim() != 1 or used.shape != (max(len(offsets) - 1, 0),)):
         raise ValueError(f"seqused_k: got shape {list(used.shape)}; allowed: (sequences,), as cu_seqlens_k has them")
     if torch.compiler.is_compiling() or offsets.device.type != "cpu" or offsets.dim() != 1 or len(offsets) == 0:
@@ -190,7 +193,7 @@ def _check_offsets(offsets: Tensor, total: int, used: Tensor | None) -> None:
 
 
 def _with_errors_of_16_bit(call: Call, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Runs a call. An error about the tensors is the error of the same call in bfloat16, with the caller's shapes."""
+    """Runs a call. If its tensors are wrong, raises the error of the same bfloat16 call, with the caller's shapes."""
     if torch.compiler.is_compiling():
         return run()
     try:
@@ -201,7 +204,7 @@ def _with_errors_of_16_bit(call: Call, run: Callable[[], tuple[Tensor, Tensor]])
 
 
 def _raise_as_16_bit(call: Call) -> None:
-    """Raises what the operator of 16-bit tensors raises for the shapes and options of the call. It computes nothing."""
+    """Raises the error of the 16-bit operator for the shapes and options of the call. It computes nothing."""
 
     def on_meta(t: Tensor) -> Tensor:
         return torch.empty_like(t, dtype=OUT_DTYPE if t.dtype is DTYPE else t.dtype, device="meta")
@@ -218,10 +221,11 @@ def refuse_second_query(q: Tensor) -> None:
 def widened_for_cache(
     given: Mapping[str, Tensor | None], cache_format: str | None
 ) -> tuple[dict[str, Tensor | None], Tensor | None]:
-    """The tensors of flash_attn_with_kvcache with wider ``q``, ``k`` and ``v``, and the factor of the keys, (B, H_k).
+    """Returns the tensors of flash_attn_with_kvcache with wider ``q``, ``k`` and ``v``, and the factor of the keys, (B,
+    H_k).
 
-    If a cache belongs to one sequence, q_descale multiplies the factors of its keys. Otherwise it multiplies the
-    queries. They are float32 then, because bfloat16 would round the products.
+    If each cache belongs to one sequence, q_descale multiplies the factors of the keys. Otherwise q_descale multiplies
+    the queries. Then the queries are float32, because bfloat16 would round the products.
     """
     q, factor, rows = given["q"], given["q_descale"], ("k_cache", "v_cache", "k", "v")
     assert q is not None
@@ -238,7 +242,8 @@ def widened_for_cache(
         raise NotImplementedError(f"{refused[0]}: got one with q of {DTYPE}; allowed: None")
     offsets, k_cache = given["cu_seqlens_q"], given["k_cache"]
     assert k_cache is not None
-    has_right_dims = k_cache.dim() == 4 and q.dim() == (4 if offsets is None else 3)  # otherwise the caller raises
+    # otherwise the caller raises an error
+    has_right_dims = k_cache.dim() == 4 and q.dim() == (4 if offsets is None else 3)
     if factor is not None and has_right_dims:
         batch = q.shape[0] if offsets is None else len(offsets) - 1
         factor = checked_factor("q_descale", factor, (batch, k_cache.shape[2]), q.device)
@@ -250,19 +255,19 @@ def widened_for_cache(
 
 
 def _cast(given: Mapping[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """``q``, ``k`` and ``v`` in another dtype."""
+    """Returns ``q``, ``k`` and ``v`` in another dtype."""
     return {name: None if (t := given[name]) is None else t.to(dtype) for name in ("q", "k", "v")}
 
 
 def _of_queries(factor: Tensor, q: Tensor, offsets: Tensor | None) -> Tensor:
-    """A factor (B, H_k) for the rows of ``q``: (B, 1, H, 1), or packed (T_q, H, 1)."""
+    """Expands a factor (B, H_k) for the rows of ``q``: (B, 1, H, 1), or packed (T_q, H, 1)."""
     heads, heads_kv = q.shape[-2], factor.shape[1]
     of_heads = factor[:, torch.arange(heads, device=q.device) * heads_kv // max(heads, 1)][..., None]
     return of_heads[:, None] if offsets is None else of_heads[_sequence_of_rows(offsets, q.shape[0])]
 
 
 def with_query_factor(k_descale: Tensor | None, factor: Tensor) -> Tensor:
-    """The factors of the keys, in a form of k_descale, times the factor (B, H_k) of the queries."""
+    """Returns the factors of the keys, in a form of k_descale, times the factor (B, H_k) of the queries."""
     if k_descale is None:
         return factor
     return k_descale * (factor[:, None] if k_descale.dim() == 3 else factor)

@@ -1,9 +1,9 @@
-"""The formulas by which torch.utils.flop_counter.FlopCounterMode counts the operators, as it counts torch's attention.
+"""The FLOP formulas of the operators for torch.utils.flop_counter.FlopCounterMode, equal to torch's for its attention.
 
-Every pair of a query and a key of the same sequence counts, also if a mask, a window or the diagonal hides it. The
-backward is five products, whichever gradients are asked for. Packed sequences and caches count with their own lengths,
-as torch counts nested tensors: on CUDA this waits for the GPU. Where lengths have no numbers (fake and meta tensors),
-an upper bound counts: each query has as many keys as the longest sequence.
+Every pair of a query and a key of the same sequence counts, even if a mask, a window or the diagonal hides it. The
+backward counts five products for every choice of gradients. Packed sequences and caches count with their own lengths,
+as torch counts nested tensors; on CUDA this waits for the GPU. If the lengths have no values (fake and meta tensors),
+each query counts with as many keys as the longest sequence, an upper bound.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import _ops
 
-# FLOPs of one pair of a query and a key: (per column of query and key, per column of value). A product and a sum each.
+# FLOPs of a (query, key) pair: (for each column of query and key, for each column of value). A multiply-add is 2.
 _PER_PAIR = {
     "attention": (2, 2),  # Q K^T and P V
     "attention_backward": (6, 4),  # Q K^T again, dO V^T, P^T dO, dS K and dS^T Q
-    "attention_jvp": (6, 6),  # the forward's two, tQ K^T, Q tK^T, (P e) V and P tV, whichever tangents there are
+    "attention_jvp": (6, 6),  # Q K^T, P V, tQ K^T, Q tK^T, (P e) V and P tV, for every choice of tangents
     "attention_double_backward": (14, 6),  # ten products: docs/derivative_formulas.md
     "attention_weights": (2, 0),  # Q K^T
     "attention_weights_backward": (6, 0),  # Q K^T again, dS K and dS^T Q
@@ -35,7 +35,7 @@ def _dense_pairs(given: dict) -> int:
 
 
 def _indexed_pairs(given: dict) -> int:
-    """B * H * S_q times the numbers of a row, in blocks times their keys. Every number counts, also -1."""
+    """B * H * S_q * n, times the block size for blocks. Every number counts, even -1."""
     named = given["key_indices"].shape[3] * max(given.get("key_block_size", 0), 1)
     return given["query"].shape[:3].numel() * min(named, given["key"].shape[2])
 
@@ -65,7 +65,7 @@ def _cache_pairs(given: dict) -> int:
 
 
 def _lengths(offsets: Tensor, used: Tensor | None = None) -> list[int] | None:
-    """The length of each packed sequence; None if nobody knows the numbers."""
+    """The length of each packed sequence; None if the offsets have no values."""
     ends = _numbers(offsets)
     in_use = None if used is None else _numbers(used)
     if ends is None or (used is not None and in_use is None):
@@ -89,7 +89,8 @@ def _register(op: OpOverload, pairs: Callable[[dict], int], per_pair: tuple[int,
         columns = per_column * given["query"].shape[-1]
         if per_value_column:
             value = given["value"]
-            columns += per_value_column * value.shape[-1] * (2 if value.dtype == torch.uint8 else 1)  # int4: two a byte
+            # int4: two columns in each byte
+            columns += per_value_column * value.shape[-1] * (2 if value.dtype == torch.uint8 else 1)
         return pairs(given) * columns
 
     register_flop_formula(op.overloadpacket, get_raw=True)(flops)

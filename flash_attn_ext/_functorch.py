@@ -1,7 +1,8 @@
 """The autograd functions of csrc/ops/autograd/derivatives.h in Python, for torch.func transforms (grad, jvp, ...).
 
-torch refuses C++ autograd functions under transforms. _ops.py names the derivatives of each operator. The formulas are
-in docs/derivative_formulas.md. Calls without a transform do not come here: a Python autograd function takes 30 us more.
+torch refuses C++ autograd functions under transforms. _ops.py lists the derivatives of each operator, and
+docs/derivative_formulas.md has the formulas. Calls without a transform do not use this file, because a Python autograd
+function takes 30 us more.
 """
 
 import torch
@@ -12,9 +13,9 @@ from ._call import Call
 
 
 class _Options(dict):
-    """The options of an operator, and the operator. One set of autograd functions serves all operators.
+    """The options of an operator, and the operator, so that one set of autograd functions is enough for all operators.
 
-    It is a class because torch's pytrees flatten a plain dict, and vmap of jvp then miscounts its arguments.
+    A plain dict is not possible: torch's pytrees flatten it, and then vmap of jvp miscounts its arguments.
     """
 
     def __init__(self, operator, values):
@@ -44,14 +45,14 @@ def _jvp_of_jvp(operator):
 
 
 def _backward(x, out, lse, cotangents, wanted, options):
-    """B(X, c), where None is zero."""
+    """Computes B(X, c). None in c means zero."""
     if not any(wanted) or all(c is None for c in cotangents):
         return (None,) * options.gradients
     return _AttentionBackward.apply(options.with_grad_mask(wanted), *cotangents, *x, out, lse)
 
 
 def _double_backward(x, out, lse, cotangents, tangents, output_tangents, wanted, options):
-    """H(X, c, t); ``output_tangents`` is (t_out, t_lse) of the tangents."""
+    """Computes H(X, c, t). ``output_tangents``: (t_out, t_lse)."""
     if not any(wanted) or all(c is None for c in cotangents) or all(t is None for t in tangents):
         return (None,) * options.gradients
     options = options.with_grad_mask(wanted)
@@ -59,7 +60,10 @@ def _double_backward(x, out, lse, cotangents, tangents, output_tangents, wanted,
 
 
 def _check_not_differentiated(operator, wanted):
-    """Raises if a tensor without a derivative needs one. ``wanted`` has a bool for each tensor without a gradient."""
+    """Raises if a derivative of a tensor without derivatives is wanted.
+
+    ``wanted``: a bool for each of these tensors.
+    """
     for row, want in zip(operator.rows[operator.gradients :], wanted, strict=True):
         if want:
             raise ValueError(f"{row.name}: got a tensor that needs a gradient; allowed: one that does not")
@@ -79,7 +83,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.options, *tensors = inputs
-        # The same tensors in both: vmap saves the batch dimensions of one list and uses them for both.
+        # Both lists need the same tensors: vmap saves the batch dimensions of one list and uses them for both.
         ctx.save_for_backward(*tensors, *output)
         ctx.save_for_forward(*tensors, *output)
         ctx.set_materialize_grads(False)
@@ -193,7 +197,7 @@ class _AttentionDoubleBackward(torch.autograd.Function):
 
 
 def run(call: Call):
-    """Runs the call's operator: as it is, or under a torch.func transform by the autograd functions above."""
+    """Runs the call's operator; under a torch.func transform, by the autograd functions above."""
     if torch.compiler.is_compiling() or not active():  # torch.compile traces the operator itself
         return call.run()
     return _transformed(call)
@@ -202,7 +206,7 @@ def run(call: Call):
 def _transformed(call: Call):
     operator, tensors, options = call.operator, call.positional(), _Options(call.operator, call.options)
     stack = get_interpreter_stack()
-    # functionalize alone has nothing to differentiate, and cannot see into an autograd function.
+    # functionalize differentiates nothing, and cannot functionalize the inside of an autograd function.
     functionalized = [interpreter.key() == TransformType.Functionalize for interpreter in stack]
     if all(functionalized):
         return call.run()
@@ -230,7 +234,7 @@ def _unpacked(t):
 
 
 def cast_without_values(call: Call) -> Call:
-    """The call after autocast, for _explain.py: tensors that autocast would convert have no values."""
+    """Returns the call after autocast, for _explain.py. Tensors that autocast would convert have no values."""
 
     def form(t, row):
         if t is None:
@@ -242,7 +246,7 @@ def cast_without_values(call: Call) -> Call:
 
 
 def _autocast(t, action):
-    """Does the same as csrc/ops/keys/autocast.cpp, because this path does not pass its dispatch key: not float64."""
+    """Casts as csrc/ops/keys/autocast.cpp (float64 stays), because a call under a transform skips the Autocast key."""
     if t is None or action == "keep" or not t.is_floating_point() or t.dtype == torch.float64:
         return t
     if action == "unless_float32" and t.dtype == torch.float32:

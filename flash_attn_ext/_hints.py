@@ -26,7 +26,7 @@ def unknown_argument(function: str, name: str) -> TypeError:
 
 
 def with_layout_hint(error: ValueError, tensors: Mapping[str, Tensor | None]) -> ValueError:
-    """Returns the error; an error of a shape with a hint, if the shapes fit in the layout (B, S, H, D)."""
+    """Returns the error. If the shapes would be valid in the layout (B, S, H, D), the error has a hint."""
     if not _SHAPE_ERROR.match(str(error)) or not _fits_transposed(**tensors):
         return error
     hint = "did you mean transpose(1, 2)? query, key and value are (batch, heads, sequence, head_dim)"
@@ -34,7 +34,7 @@ def with_layout_hint(error: ValueError, tensors: Mapping[str, Tensor | None]) ->
 
 
 def _fits_transposed(query: Tensor, key: Tensor, value: Tensor, **others: Tensor | None) -> bool:
-    """Whether the shapes are consistent in the layout (B, S, H, D)."""
+    """Whether the shapes are valid in the layout (B, S, H, D)."""
     if any(not isinstance(t, Tensor) or t.dim() != 4 for t in (query, key, value)):
         return False
     batch, seqlen_q, heads, head_dim = query.shape

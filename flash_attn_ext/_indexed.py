@@ -1,4 +1,4 @@
-"""Attention by index: calls in which each query names its keys, or its blocks of keys."""
+"""Attention by index: each query lists its keys or its blocks of keys."""
 
 from typing import NamedTuple
 
@@ -14,9 +14,9 @@ from ._tensor_checks import check_is_dense, some_dtensor
 class KeyNumbers(NamedTuple):
     """The numbers of keys, or of blocks of keys, that a caller passed."""
 
-    name: str  # of the argument
+    name: str  # the name of the argument
     given: Tensor
-    size: int  # keys of a block; 0: single keys
+    size: int  # the number of keys in a block; 0: single keys
 
     @classmethod
     def from_arguments(
@@ -41,11 +41,12 @@ class KeyNumbers(NamedTuple):
 
 
 def attend(call: Call, numbers: KeyNumbers) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a dense call."""
+    """Returns (out, lse) of a dense call."""
     check_where(numbers, call.tensors["query"])
     key, value = call.tensors["key"], call.tensors["value"]
     if key.dim() >= 3 and value.dim() >= 3 and key.shape[-3] == 1 and value.shape[-3] == 1:
-        # All query heads share one key head. Expanded to the heads of query, they would no longer share its rows.
+        # All query heads share one key head. If key were expanded to the heads of query, the heads would not share its
+        # rows.
         call = Call(call.operator, call.tensors, call.options, True, call.return_lse)
     dims = max(call.tensors[name].dim() for name in ("query", "key", "value"))
 
@@ -62,7 +63,7 @@ def refuse_dtensors(numbers: KeyNumbers, *tensors: object) -> None:
 
 
 def check_where(numbers: KeyNumbers, query: Tensor) -> None:
-    """Raises for a device without kernels, and under torch.func."""
+    """Raises for a device without kernels, and under a torch.func transform."""
     check_is_dense("query", query)
     if query.device.type not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(f"{numbers.name}: got tensors on {query.device}; allowed: CPU, CUDA")
@@ -71,7 +72,7 @@ def check_where(numbers: KeyNumbers, query: Tensor) -> None:
 
 
 def _as_4d(numbers: KeyNumbers, dims: int, batch: int) -> Tensor:
-    """The numbers for tensors of ``dims`` dimensions, as (batch or 1, heads or 1, seqlen_q, count)."""
+    """Returns the numbers of a call with ``dims`` dimensions as (batch or 1, heads or 1, seqlen_q, count)."""
     given = numbers.given
     if given.dim() != dims:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Attention by index of packed sequences and of caches: as one dense call.
+"""Attention by index of packed sequences and of caches, as one dense call.
 
-All rows of query are one sequence, and all rows of key another. Each number becomes the number of its key among all
-rows. Keys that the diagonal, a window or a length hides become -1, because they count from each sequence's own start.
+In the dense call all rows of query are one sequence, and all rows of key another. Each number is converted to the
+number of the key among all rows. Diagonals, windows and lengths belong to each sequence, so hidden keys become -1 here.
 """
 
 import contextlib
@@ -34,10 +34,12 @@ def attend_packed(call: Call, numbers: KeyNumbers) -> tuple[Tensor, Tensor]:
 
 
 def _with_dropout_places(call: Call, rows: "_Rows", first_key: Tensor) -> tuple[Call, Tensor]:
-    """The call with a dropout state of 2 elements, and the place of each row of query in a padded call, (T_q, 4).
+    """Returns the call with a dropout state of 2 elements, and the place of each row of query in a padded call, (T_q,
+    4).
 
-    A place is {row, column, head, heads} of DropoutParams (core/params.h): the same elements are dropped as in a dense
-    call of the padded sequences. ``first_key``: the first key of each row's sequence, among all keys.
+    A place is {row, column, head, heads} of DropoutParams (core/params.h). With it, dropout drops the same elements as
+    in a dense call of the padded sequences. ``first_key``: for each row of query, the first key of its sequence among
+    all keys.
     """
     state = call.with_rng_state().tensors["rng_state"]
     if state.dim() != 1 or len(state) not in (2, 6):
@@ -51,8 +53,11 @@ def _with_dropout_places(call: Call, rows: "_Rows", first_key: Tensor) -> tuple[
 
 
 def prepare_cached(call: Call, numbers: KeyNumbers) -> Callable[[Call], tuple[Tensor, Tensor]]:
-    """Checks a call of the operator on caches, and returns the function that runs it. A number counts the rows of the
-    sequence's cache. ``call`` has the lengths after appending; the function gets the call with the rotated query."""
+    """Checks a call of attention_cache, and returns the function that runs it.
+
+    A number counts the rows of the sequence's cache. ``call`` has the lengths after appending. The function receives
+    the call with the rotated query.
+    """
     t = call.tensors
     check_where(numbers, t["query"])
     _refuse(call, "tree_mask", "alibi_slopes")
@@ -64,7 +69,7 @@ def prepare_cached(call: Call, numbers: KeyNumbers) -> Callable[[Call], tuple[Te
         if t[name] is not None and cache.dtype not in EIGHT_BIT:
             own = {"key_scale": "k_descale", "value_scale": "v_descale"}[name]
             raise ValueError(f"{own}: got a tensor with a cache of {cache.dtype}; allowed: None, or 8-bit caches")
-    if not latent and not torch.compiler.is_compiling():  # a compiled graph is checked by the operator that it calls
+    if not latent and not torch.compiler.is_compiling():  # in a compiled graph, the operator checks
         _ops.check_cache(t, call.options)
     rows = _Rows.of("cu_seqlens_q", t["cu_seqlens_q"], t["query"].shape[0], None)
     key_rows, value_rows = _all_rows("k_cache", key), _all_rows("v_cache", value)
@@ -103,11 +108,11 @@ def _without_autocast(device: str) -> contextlib.AbstractContextManager:
 class _Rows(NamedTuple):
     """The rows of a packed tensor."""
 
-    sequence: Tensor  # of each row
-    position: Tensor  # of each row in its sequence
-    begin: Tensor  # of each sequence
-    lengths: Tensor  # of each sequence: rows in use
-    used: Tensor | None  # bool, of each row; None: all
+    sequence: Tensor  # (T): the sequence of each row
+    position: Tensor  # (T): the position of each row in its sequence
+    begin: Tensor  # (B): the first row of each sequence
+    lengths: Tensor  # (B): the rows in use of each sequence
+    used: Tensor | None  # (T), bool: rows in use. None: all
 
     @classmethod
     def of(cls, name: str, offsets: Tensor, total: int, in_use: Tensor | None) -> "_Rows":
@@ -137,9 +142,10 @@ def _refuse(call: Call, *names: str) -> None:
 
 
 def _all_rows(name: str, cache: Tensor) -> Tensor:
-    """(caches or pages, rows, H_kv, D) as (caches * rows, H_kv, D), without a copy.
+    """Returns (caches or pages, rows, H_kv, D) as (caches * rows, H_kv, D), without a copy.
 
-    A value that is a view of the key keeps the key's strides: view() chooses other ones for a dimension of size 1.
+    A value that is a view of the key must keep the key's strides. view() would choose other strides for a dimension of
+    size 1.
     """
     try:
         rows = cache.view(-1, *cache.shape[2:])
@@ -160,7 +166,10 @@ def _indices(
     move: Callable[[Tensor], Tensor],
     leftpad: Tensor | None = None,
 ) -> Tensor:
-    """The numbers of the dense call, (1 or H_kv, T_q, n). ``move`` maps a number in a sequence to its number there."""
+    """Returns the numbers of the dense call, (1 or H_kv, T_q, n).
+
+    ``move`` converts a number in a sequence to a number in the dense call.
+    """
     option = call.operator.option_defaults | call.options
     own = _of_rows(numbers, call.tensors["query"].shape[0], call.tensors["key"].shape[-2], length_k)
     seen = own >= 0
@@ -179,7 +188,8 @@ def _indices(
     if option["window_right"] is not None:
         seen &= distance <= option["window_right"]
     if option["attention_chunk"]:
-        first = option.get("first_key", 0) - (0 if leftpad is None else leftpad[:, None])  # chunks count from there
+        # the key at which chunks start
+        first = option.get("first_key", 0) - (0 if leftpad is None else leftpad[:, None])
 
         def chunk_of(position: Tensor) -> Tensor:
             return (position + first).div(option["attention_chunk"], rounding_mode="floor")
@@ -202,7 +212,10 @@ def _run(
 
 
 def _of_rows(numbers: KeyNumbers, total: int, heads: int, length_k: Tensor) -> Tensor:
-    """The numbers of single keys, (1 or H_kv, T_q, n), int64. ``length_k``: of each row's sequence."""
+    """Returns the numbers of single keys, (1 or H_kv, T_q, n), int64.
+
+    ``length_k``: the key length of each row's sequence.
+    """
     given = numbers.given
     if given.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{numbers.name}: got dtype {given.dtype}; allowed: int32, int64")

@@ -15,7 +15,7 @@ REBUILD = "build it again where its sources are: pip install --force-reinstall -
 
 
 def torch_built_for() -> str | None:
-    """The torch version that the extension's file names (csrc/built_for.cpp), read without loading it."""
+    """Reads torch's version from the extension's file (csrc/built_for.cpp) without loading the file."""
     found = importlib.util.find_spec("._C", __package__)
     if found is None or not isinstance(found.loader, importlib.machinery.ExtensionFileLoader):
         return None
@@ -31,7 +31,7 @@ def minor(version: str) -> list[str]:
 
 if _unbuilt.is_unbuilt():
     raise ImportError(_unbuilt.message())
-# Loaded with another minor version of torch, the extension misses symbols, or finds them with another meaning.
+# With another minor version of torch, symbols are missing or have another meaning.
 built_for = torch_built_for()
 if built_for is not None and minor(built_for) != minor(torch.__version__):
     raise ImportError(
@@ -78,11 +78,11 @@ program_operations = _C.program_operations
 attention_merge_ = torch.ops.flash_attn_ext.attention_merge_.default
 dropout_mask = torch.ops.flash_attn_ext.dropout_mask.default
 
-# Takes enable_gqa, return_lse, and the tensors and options of the operator `attention` in the order of its schema.
+# Arguments: enable_gqa, return_lse, and the tensors and options of the operator `attention` in its schema's order.
 attention_if_ordinary = _C.attention_if_ordinary
-# Functions that are no operators. They take tensors and options as two dictionaries, by the names of the schema.
+# Functions that are not operators. Arguments: two dictionaries with tensors and options, by the names of the schema.
 flex_if_ordinary = _C.flex_if_ordinary
-# Calls on caches, CPU only (csrc/ops/keys/eager.h). They return None, before they write, if the call is not ordinary.
+# Calls on caches, CPU only (csrc/ops/keys/eager.h). If a call is not ordinary, they write nothing and return None.
 kvcache_if_ordinary = _C.kvcache_if_ordinary
 write_cache_if_ordinary = _C.write_cache_if_ordinary
 read_cache_if_ordinary = _C.read_cache_if_ordinary
@@ -108,7 +108,7 @@ reset_activation_counts = _C.reset_activation_counts
 
 
 class TensorRow(NamedTuple):
-    """The row of a tensor in csrc/ops/dense/attention.h: how autocast and vmap treat it."""
+    """The row of a tensor in csrc/ops/dense/attention.h, with its treatment by autocast and vmap."""
 
     name: str
     autocast: str
@@ -121,7 +121,7 @@ def rows_of(operator: OpOverload) -> tuple[TensorRow, ...]:
 
 
 class Operator(NamedTuple):
-    """An operator as its schema declares it, and its derivatives."""
+    """An operator, its schema and its derivatives."""
 
     function: str  # the public function, for error messages
     forward: OpOverload
@@ -135,7 +135,7 @@ class Operator(NamedTuple):
 
     @property
     def gradients(self) -> int:
-        """The number of tensors with a gradient. They come first in the schemas, and in a backward's results."""
+        """The number of tensors with a gradient. They are first in the schema, and in the results of the backward."""
         return 0 if self.backward is None else len(self.backward._schema.returns)
 
 
@@ -155,7 +155,7 @@ VARLEN = _operator(
     attention_varlen_double_backward,
 )  # fmt: skip
 CACHE = _operator("flash_attn_with_kvcache", attention_cache)
-# The same calls with functions of the user.
+# The operators of calls with functions of the user.
 FLEX = _operator(
     "flex_attention", attention_flex, attention_flex_backward, attention_flex_jvp, attention_flex_double_backward
 )  # fmt: skip
@@ -165,10 +165,9 @@ VARLEN_FLEX = _operator(
 )  # fmt: skip
 CACHE_FLEX = _operator("flash_attn_with_kvcache", attention_cache_flex)
 APPEND = _operator("flash_attn_with_kvcache", append_to_cache)
-# The tensors of DENSE and VARLEN that have a gradient. They come first in the schemas, and in a backward's results.
+# The tensors of DENSE and VARLEN that have a gradient, in the order of the schemas.
 DIFFERENTIABLE = _C.differentiable
 
-# An impossible FLASH_ATTN_EXT_ISA or FLASH_ATTN_EXT_CUDA_TIER raises here, at import, and not in the middle of a
-# training run.
+# A wrong FLASH_ATTN_EXT_ISA or FLASH_ATTN_EXT_CUDA_TIER raises an error now, at import, not later in a training run.
 _C.active_kernel()
 _C.forced_cuda_tier()

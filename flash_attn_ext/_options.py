@@ -1,7 +1,7 @@
-"""Options of a call: from the arguments of the public functions to the options of an operator's schema.
+"""Converts arguments of the public functions to options of an operator's schema, by name.
 
-Everything goes by name. An option that has the same name and meaning in both needs no line here: its row in
-csrc/ops/dense/attention.h has its name, its type and its default.
+An option with the same name and meaning in both needs no line in this file: its row in csrc/ops/dense/attention.h has
+the name, the type and the default.
 """
 
 import numbers
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._flash_arguments import whole_number
 
-# Names in the operator's schema that the public functions do not have -> the public argument.
+# Option of the schema -> public argument, for options that the public functions do not have.
 _PUBLIC_NAMES = {"causal": "is_causal", "window_left": "window", "window_right": "window"}
 _EXACT = {"float": float, "float?": float, "bool": bool}  # ints have a range, too
 _ALLOWED = {"float": "a number", "int": "an int", "bool": "True, False"}
@@ -44,9 +44,10 @@ BAND = ("causal", "lower_right", "window_left", "window_right")
 def band(
     causal: str | None, is_causal: bool, window: object, aligned: bool
 ) -> tuple[bool, bool, int | None, int | None]:
-    """Returns the operator's options BAND, which say by position which keys a query sees.
+    """Returns the options BAND, which decide by position which keys a query sees.
 
-    ``aligned``: another option reads the diagonal, so its corner matters without a causal mask and a window, too.
+    ``aligned``: True if another option reads the diagonal. Then its corner matters even without a causal mask and a
+    window.
     """
     if causal is None:
         lower_right = not is_causal and (window is not None or aligned)
@@ -59,15 +60,16 @@ def band(
 
 
 def window_sides(window: object) -> tuple[int | None, int | None]:
-    """Returns (left, right) of the operator for ``window``; None is no limit.
+    """Returns the operator's (left, right) for ``window``. None means no limit.
 
-    Numbers may be of numpy, or tensors with one element; two numbers may be a tuple, a list, an array or a tensor.
+    Numbers may be ints, numpy numbers, or tensors with one element. Two numbers may be a tuple, a list, an array or a
+    tensor.
     """
     if window is None:
         return None, None
     sides = window
     if not isinstance(window, (tuple, list)):
-        if not isinstance(window, int) and hasattr(window, "tolist"):  # a tensor, or of numpy
+        if not isinstance(window, int) and hasattr(window, "tolist"):  # a tensor or a numpy array
             sides = window.tolist()
         sides = sides if isinstance(sides, list) else (sides, sides)
     try:
@@ -80,11 +82,11 @@ def window_sides(window: object) -> tuple[int | None, int | None]:
 
 
 def checked_options(types: Mapping[str, str], options: Mapping[str, object]) -> dict[str, object]:
-    """Returns the options, each of the type that the schema names. A TypeError names the argument that is wrong."""
+    """Converts each option to its type in the schema. A TypeError names the wrong argument."""
     checked = {}
     for name, value in options.items():
         kind = types[name]
-        # The usual cases first.
+        # The usual cases are first.
         usual = kind[-1] == "?" if value is None else type(value) is _EXACT.get(kind)
         checked[name] = value if usual else as_type(kind, name, value)
     return checked
@@ -99,7 +101,7 @@ def as_type(kind: str, name: str, value: object) -> object:
         return value
     if kind == "int" and type(value) is int and -(2**63) <= value < 2**63:
         return value
-    if isinstance(value, numbers.Integral) and name == "causal":  # is_causal=1, as torch's functions allow it
+    if isinstance(value, numbers.Integral) and name == "causal":  # torch's functions also allow is_causal=1
         return bool(value)
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value

@@ -1,4 +1,4 @@
-"""A call on packed sequences: checks its tensors and runs the operator. Nested tensors come here, too."""
+"""A call on packed sequences or jagged tensors: checks its tensors and runs the operator."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def to_operator_form(call: Call) -> Call:
-    """Returns the call with tensors as the schema wants them."""
+    """Returns the call with the tensors of the schema."""
     check_are_dense(call.tensors, REQUIRED)
     query, key, mask = (call.tensors[name] for name in ("query", "key", "attn_mask"))
     if key.dim() == 3 == query.dim():
@@ -25,7 +25,7 @@ def to_operator_form(call: Call) -> Call:
 
 
 def attend_jagged(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Returns (out, lse) of a dense call of nested tensors (B, H, j, D), jagged; lse only if asked for."""
+    """Returns (out, lse) of a call with jagged tensors (B, H, j, D). lse is None if the call does not return it."""
     if call.tensors["key_mask"] is not None:
         raise ValueError(
             "key_mask: got a tensor with nested query, key, value; allowed: None. Leave keys out of the sequences"
@@ -56,7 +56,7 @@ def _check_same_lengths(of_key: Tensor, of_value: Tensor) -> None:
 
 
 def _rows_and_offsets(name: str, t: object) -> tuple[Tensor, Tensor]:
-    """Returns the packed rows of a jagged tensor, (T, H, D), and where each sequence begins."""
+    """Returns the packed rows of a jagged tensor, (T, H, D), and the offsets of the sequences."""
     if getattr(t, "layout", None) is not torch.jagged or t.dim() != 4 or t._ragged_idx not in (1, 2):
         kind = f"a tensor of shape {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
         raise ValueError(f"{name}: got {kind}; allowed with nested tensors: jagged ones, (batch, heads, j, head_dim)")

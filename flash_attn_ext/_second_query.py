@@ -1,8 +1,8 @@
 """``qv`` of FlashAttention-3: scores q k^T + qv v^T, as one product of [q, qv] and [k, v].
 
-In multi-head latent attention k is the rotary part of a token and v its latent row. If both are neighbouring columns of
-one tensor, such as a latent cache, [k, v] is a view of that tensor. Otherwise it is a copy, or, for caches, the kernels
-join the rows of one tile at a time.
+In multi-head latent attention k is the rotary part of a token, and v is the latent row of the token. If both are
+neighbouring columns of one tensor, such as a latent cache, [k, v] is a view of this tensor. Otherwise [k, v] is a copy;
+for caches, the kernels join the rows of one tile at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SecondQuery:
     """``qv``, and the order of the joined columns."""
 
     qv: Tensor
-    first: bool  # the columns of v come before the columns of k
+    first: bool  # the columns of v are before the columns of k
 
     def joined(self, q: Tensor) -> Tensor:
         return torch.cat([self.qv, q] if self.first else [q, self.qv], dim=-1)
@@ -49,7 +49,7 @@ def check_second_query(qv: object, q: Tensor, v: Tensor, names: tuple[str, str] 
 def join(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> tuple[Tensor, Tensor]:
-    """Returns [q, qv] and [k, v]. The latter is a copy, unless k and v are neighbouring columns without a gradient."""
+    """Returns [q, qv] and [k, v]. [k, v] is a copy, unless k and v are neighbouring columns without a gradient."""
     check_are_dense(dict(zip(names, (q, k, v), strict=True)), names)
     name_of_q, name_of_k, name_of_v = names
     check_second_query(qv, q, v, (name_of_q, name_of_v))
@@ -76,7 +76,7 @@ def without_second_query(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(t: Tensor) -> bool:
-    """Whether a view by strides loses nothing: no derivative, no transform, no subclass."""
+    """Whether a view by strides is allowed: no derivative, no transform, no subclass."""
     return (
         type(t) is Tensor
         and not torch.compiler.is_compiling()
@@ -87,9 +87,10 @@ def _is_plain(t: Tensor) -> bool:
 
 
 def join_caches(qv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[SecondQuery, Tensor, bool]:
-    """Returns the second query, packed, the keys of the operator, and its option key_has_value.
+    """Returns the packed second query, the operator's keys, and its option key_has_value.
 
-    The keys are the view [k, v], or ``k_cache`` if the caches are separate: a copy would cost as much as the attention.
+    The keys are the view [k, v]. If the caches are separate, the keys are ``k_cache``, because a copy [k, v] would take
+    as long as the attention.
     """
     check_second_query(qv, q, v_cache, ("q", "v_cache"))
     if k_cache.dtype != q.dtype:
@@ -103,7 +104,7 @@ def join_caches(qv: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tupl
 
 
 def neighbours(k: Tensor, v: Tensor) -> tuple[Tensor, bool] | None:
-    """Returns the view [k, v], or [v, k] and True, if k and v are neighbouring columns of one tensor."""
+    """Returns ([k, v], False) or ([v, k], True), a view. None: k and v are not neighbouring columns of one tensor."""
     same_rows = k.shape[:-1] == v.shape[:-1] and k.stride()[:-1] == v.stride()[:-1]
     if k.dtype != v.dtype or k.device != v.device or not same_rows or k.stride(-1) != 1 or v.stride(-1) != 1:
         return None

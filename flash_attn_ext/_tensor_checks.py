@@ -1,4 +1,4 @@
-"""Checks of a caller's tensors that come before csrc/ops/checks, which sees dense tensors only."""
+"""Checks of a caller's tensors before csrc/ops/checks, which supports dense tensors only."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 
 def check_is_dense(name: str, value: object) -> None:
-    """Raises a TypeError for everything that the dispatcher would refuse without naming the argument."""
+    """Raises a TypeError that names the argument. torch's dispatcher would not name it."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}; allowed: a torch.Tensor")
     if value.layout is not torch.strided or value.is_nested:
@@ -17,7 +17,7 @@ def check_is_dense(name: str, value: object) -> None:
 
 
 def check_are_dense(tensors: Mapping[str, Tensor | None], required: tuple[str, ...]) -> None:
-    """Checks each tensor that was given, and that the required ones were."""
+    """Checks all given tensors. Raises if a required tensor is missing."""
     for name, t in tensors.items():
         if t is not None or name in required:
             check_is_dense(name, t)
@@ -26,7 +26,8 @@ def check_are_dense(tensors: Mapping[str, Tensor | None], required: tuple[str, .
 def check_not_differentiated(function: str, tensors: Mapping[str, Tensor | None], *, way_out: str) -> None:
     """Raises for a tensor with a gradient or a tangent, because the function has no derivative.
 
-    Values of other types pass: the checks of types name them. ``way_out``: a sentence for the error on gradients.
+    Ignores values of other types, because later checks report them. ``way_out``: a sentence for the error about
+    gradients.
     """
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
@@ -55,5 +56,8 @@ def some_dtensor(*tensors: object) -> bool:
 
 
 def is_causal_bias(mask: object) -> bool:
-    """Returns whether the mask is a torch.nn.attention.bias.CausalBias. That module's import takes seconds."""
+    """Returns whether the mask is a torch.nn.attention.bias.CausalBias.
+
+    Does not import this module, which takes seconds.
+    """
     return type(mask).__name__ == "CausalBias"

@@ -1,7 +1,7 @@
-"""In a source folder where the extension was not built, each name of the package raises an error that says what to do.
+"""If the extension was not built in a source folder, each name of the package raises an error with instructions.
 
-Python takes a package from the current directory before an installed one, so that `python -m flash_attn_ext.iomodel`
-in a clone runs the clone, also after `pip install .`. iomodel and reference need no extension and work there.
+Python prefers a package in the current directory to an installed one. So `python -m flash_attn_ext.iomodel` in a clone
+runs the clone, even after `pip install .`. iomodel and reference work without the extension.
 """
 
 import sys
@@ -12,9 +12,9 @@ FOLDER = Path(__file__).parent
 
 
 def is_unbuilt() -> bool:
-    """Whether this folder has no compiled half at all. _ops.py reports one that cannot be loaded.
+    """Whether this folder has no compiled extension. If it has one that cannot be loaded, _ops.py reports the error.
 
-    Only this folder counts: the finder of an editable install offers the _C of its own clone to every copy.
+    Only this folder counts, because the finder of an editable install offers the _C of its clone to every copy.
     """
     return PathFinder.find_spec(f"{__package__}._C", [str(FOLDER)]) is None
 

@@ -1,6 +1,6 @@
-"""vmap rules of the operators: the mapped dimension joins the batch, or a loop runs over it where the batch matters.
+"""vmap rules of the operators: fold the mapped dimension into the batch, or, if the batch index matters, loop over it.
 
-The declaration of each tensor in csrc/ops says which of the two it needs.
+The row of each tensor in csrc/ops declares which of the two it needs.
 """
 
 import torch
@@ -10,7 +10,7 @@ from . import _ops
 
 
 def _fold(t: Tensor | None, dim: int | None, n: int) -> Tensor | None:
-    """Returns (n, B, ...) as (n * B, ...). A tensor that is not mapped is repeated."""
+    """Returns (n, B, ...) as (n * B, ...). An unmapped tensor is repeated."""
     if t is None:
         return None
     t = t.unsqueeze(0).expand(n, *t.shape) if dim is None else t.movedim(dim, 0)
@@ -18,7 +18,7 @@ def _fold(t: Tensor | None, dim: int | None, n: int) -> Tensor | None:
 
 
 def _fold_batch_of_one(t: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
-    """Folds a tensor whose batch may be 1. A tensor with a batch of 1 that is not mapped stays as it is."""
+    """Folds a tensor with a batch of 1 or B. An unmapped tensor with a batch of 1 does not change."""
     if t is None or (dim is None and t.shape[0] == 1):
         return t
     t = t.unsqueeze(0).expand(n, *t.shape) if dim is None else t.movedim(dim, 0)
@@ -26,10 +26,10 @@ def _fold_batch_of_one(t: Tensor | None, dim: int | None, n: int, batch: int) ->
 
 
 def _fold_per_head(t: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
-    """Folds a tensor that is (H) or (B, H) without the mapped dimension."""
+    """Folds a tensor (H) or (B, H), plus the mapped dimension."""
     if t is None:
         return None
-    if t.dim() - (dim is not None) == 1:  # (H): one row, whatever the batch
+    if t.dim() - (dim is not None) == 1:  # (H): one row for all batch elements
         if dim is None:
             return t
         t, dim = t.movedim(dim, 0).unsqueeze(1), 0
@@ -85,7 +85,7 @@ def _folding_rule(op):
 
 
 def _looping_rule(op):
-    """A rule that calls the operator once for each mapped element, because each may have its own offsets."""
+    """Makes a rule that calls the operator once for each mapped element, because offsets may differ."""
 
     def vmap(info, in_dims, *args, **kwargs):
         return _loop(op, info.batch_size, tuple(in_dims[: len(args)]), args, kwargs)
@@ -93,7 +93,7 @@ def _looping_rule(op):
     return vmap
 
 
-# Functions of the user see the batch index: each mapped element is a call.
+# Functions of the user read the batch index, so each mapped element is a separate call.
 for _operator, _rule in (
     (_ops.DENSE, _folding_rule), (_ops.VARLEN, _looping_rule), (_ops.FLEX, _looping_rule),
     (_ops.VARLEN_FLEX, _looping_rule),

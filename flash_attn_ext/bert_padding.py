@@ -1,4 +1,4 @@
-"""From padded batches to packed rows and back: the functions of flash_attn.bert_padding."""
+"""Converts padded batches to packed rows and back: the functions of flash_attn.bert_padding."""
 
 import torch
 from torch import Tensor
@@ -23,11 +23,11 @@ def unpad_input(
     Args:
         hidden_states: (B, S, ...).
         attention_mask: (B, S), bool or int: 1 is a token.
-        unused_mask: (B, S): more rows, which are packed but not in use. None: none.
+        unused_mask: (B, S): more rows, which are packed but not in use. None: no more rows.
 
     Returns:
         rows (T, ...); their indices (T) in the flattened batch; cu_seqlens (B + 1), int32; the length of the longest
-        sequence; seqused (B), int32: how many rows of each sequence are in use.
+        sequence; seqused (B), int32: the number of rows in use, for each sequence.
     """
     every = attention_mask if unused_mask is None else attention_mask + unused_mask
     seqused = attention_mask.sum(-1, dtype=torch.int32)

@@ -4,8 +4,8 @@ Layouts and meanings are as in :mod:`flash_attn_ext.flash_attn_interface`. Every
 this package is allowed, with gradients.
 
 - ``return_attn_probs=True`` returns (out, softmax_lse).
-- ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints about speed. ``num_splits`` is
-  followed, the other three change nothing.
+- ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are hints about speed. The kernels use
+  ``num_splits``; the other three change nothing.
 - ``attention_chunk`` is the option of :func:`flash_attn_ext.flash_attn`; it is differentiable.
 - ``q_descale``, ``k_descale`` and ``v_descale`` are the factors of float8_e4m3fn tensors, without gradients. The
   output is bfloat16, as in FlashAttention-3. :func:`flash_attn_with_kvcache` also has factors of 8-bit caches for
@@ -75,8 +75,9 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`flash_attn_func` with qkv (B, S, 3, H, D); or (B, S, num_heads_q + 2 * H_k, D), the heads of q first, then
-    k's, then v's."""
+    """:func:`flash_attn_func` with qkv (B, S, 3, H, D); or (B, S, num_heads_q + 2 * H_k, D), the heads of q, k and v in
+    this order.
+    """
     if not isinstance(qkv, Tensor):
         raise TypeError(f"qkv: got {type(qkv).__name__}; allowed: a torch.Tensor")
     if qkv.dim() == 5 and qkv.shape[2] == 3:
@@ -168,8 +169,8 @@ def flash_attn_with_kvcache(
 
     ``k_descale`` and ``v_descale`` are (B, H_k), a factor for each sequence and key head. They are allowed with an
     8-bit cache; ``q_descale`` is allowed with float8_e4m3fn queries. With ``page_table`` or ``cache_batch_idx`` all
-    sequences must have the same ``k_descale`` and ``v_descale``, because a page here has one factor, whichever sequence
-    reads it.
+    sequences must have the same ``k_descale`` and ``v_descale``, because a page of this package has one factor for all
+    sequences that read it.
 
     Returns:
         out; with ``return_softmax_lse`` (out, softmax_lse, None, None), as FlashAttention-3 returns four values.
@@ -190,7 +191,7 @@ def flash_attn_with_kvcache(
 
 
 def _factors(name: str, descale: Tensor | None, cache: Tensor, batch: int, own_cache: bool) -> Tensor | None:
-    """(caches, H_k), or (H_k) if all sequences have the same factors, from (B, H_k)."""
+    """Converts factors (B, H_k) to (caches, H_k), or to (H_k) if all sequences have the same factors."""
     if not isinstance(descale, Tensor):
         return descale
     shape = (batch, cache.shape[2]) if cache.dim() == 4 else None
@@ -228,5 +229,5 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """An empty int32 tensor on the device of ``cache_seqlens``: the kernels here compute their own schedule."""
+    """Returns an empty int32 tensor on the device of ``cache_seqlens``: the kernels compute their own schedule."""
     return cache_seqlens.new_empty(0, dtype=torch.int32)

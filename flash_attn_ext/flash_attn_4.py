@@ -2,11 +2,11 @@
 
 Layouts and meanings are as in :mod:`flash_attn_ext.flash_attn_interface`, with these differences:
 
-- Both functions return (out, lse), with or without ``return_lse``. The gradient of lse counts in both cases; there it
-  counts only with ``return_lse=True``.
-- No limit of a window is None. ``softcap`` may be None.
+- Both functions return (out, lse), with or without ``return_lse``. The backward always includes the gradient of lse; in
+  flash-attention 4 only with ``return_lse=True``.
+- A window's limit of None means no limit. ``softcap`` may be None.
 - ``num_splits``, ``pack_gqa``, ``min_seqlen_k``, ``scheduler_metadata``, ``seqlen_k_per_split`` and
-  ``disable_scheduler_metadata`` are hints about speed. ``num_splits`` is followed, the other ones change nothing.
+  ``disable_scheduler_metadata`` are hints about speed. The kernels use ``num_splits``; the other hints change nothing.
 - ``qv``, ``gather_kv_indices``, ``score_mod``, ``mask_mod``, their tensors and scalars, and lists of blocks raise a
   NotImplementedError.
 """
@@ -24,7 +24,7 @@ __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
 
 def _window(window_size: object, causal: bool) -> tuple[int | None, int | None]:
-    """FlashAttention-4's window. Negative numbers are limits on the other side of the diagonal there."""
+    """Converts flash-attention 4's window. Its negative numbers are limits on the other side of the diagonal."""
     left, right = window_sides_of(window_size, "two ints or None (left, right); None is no limit")
     if causal:
         right = 0
@@ -108,15 +108,15 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Sequences of different lengths, of the queries, of the keys, or of both.
+    """Attention of sequences with different lengths of queries, of keys, or of both.
 
     Args:
         q: (T_q, H, D) with ``cu_seqlens_q``; otherwise (B, S_q, H, D).
         k: (T_k, H_k, D) with ``cu_seqlens_k``; otherwise (B, S_k, H_k, D), or pages (num_pages, page_size, H_k, D) with
             ``page_table`` and ``seqused_k``. Pages have no gradient.
-        v: likewise, with D_v.
-        seqused_q: (B): how many rows of each sequence are in use. Not with ``page_table``.
-        seqused_k: (B), likewise.
+        v: as ``k``, with head dimension D_v.
+        seqused_q: (B): the number of rows in use, for each sequence. Not allowed with ``page_table``.
+        seqused_k: (B): the number of keys in use, for each sequence.
 
     Returns:
         out (T_q, H, D_v) and lse (H, T_q); or out (B, S_q, H, D_v) and lse (B, H, S_q).
@@ -144,7 +144,7 @@ def flash_attn_varlen_func(
 
 
 def _packed(name: str, t: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> tuple[Tensor, Tensor, int | None]:
-    """Rows (T, H, D), their offsets and the longest sequence, from a packed or a padded tensor."""
+    """Returns rows (T, H, D), their offsets and the longest length, for a packed or a padded tensor."""
     if cu_seqlens is not None:
         return t, cu_seqlens, longest
     if not isinstance(t, Tensor):

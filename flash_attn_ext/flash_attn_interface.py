@@ -1,12 +1,12 @@
 """flash-attention 2's functions on this package's kernels: the same names, arguments, defaults and meanings.
 
-Tensors are (B, S, H, D), or packed (T, H, D); they are read through their strides, without copies. ``causal``, windows
+Tensors are (B, S, H, D), or packed (T, H, D); they are read by their strides, without copies. ``causal``, windows
 and ALiBi are aligned to the lower right corner. Some arguments of FlashAttention-3 and 4 are also allowed, by keyword:
 ``seqused_q``, ``seqused_k``, ``page_table``, ``qv``, ``num_splits``, ``learnable_sink``.
 :mod:`flash_attn_ext.flash_attn_3` and :mod:`flash_attn_ext.flash_attn_4` have these libraries' order of arguments.
 
 ``return_attn_probs=True`` returns (out, softmax_lse, S_dmask). S_dmask is None, because the probabilities are never
-stored. :func:`flash_attn_ext.dropout_mask` returns which elements dropout keeps.
+stored. :func:`flash_attn_ext.dropout_mask` returns the elements that dropout keeps.
 """
 
 import torch
@@ -75,11 +75,11 @@ def flash_attn_func(
     ``return_attn_probs`` also softmax_lse (B, H, S_q) and None.
 
     H must be a multiple of H_k. Key j is visible to query i in ``[i + S_k - S_q - left, i + S_k - S_q + right]``, both
-    included; a query without keys gets 0. ``learnable_sink`` is the ``sink`` of :func:`flash_attn_ext.flash_attn`, (H);
-    ``attention_chunk`` is the same there.
-    q, k and v may be float8_e4m3fn, with FlashAttention-3's factors ``q_descale``, ``k_descale`` and ``v_descale``
-    (B, H_k), as in :func:`flash_attn_ext.flash_attn`: forward only, and out is bfloat16.
-    ``qv`` is (B, S_q, H, D_v): scores are q k^T + qv v^T, as in :func:`flash_attn_ext.flash_attn_varlen`.
+    included; a query without visible keys gets 0. ``learnable_sink`` (H) is the ``sink`` of
+    :func:`flash_attn_ext.flash_attn`, and ``attention_chunk`` its ``attention_chunk``. q, k and v may be float8_e4m3fn,
+    with FlashAttention-3's factors ``q_descale``, ``k_descale`` and ``v_descale`` (B, H_k), as in
+    :func:`flash_attn_ext.flash_attn`: forward only, and out is bfloat16. ``qv`` is (B, S_q, H, D_v): scores are q k^T +
+    qv v^T, as in :func:`flash_attn_ext.flash_attn_varlen`.
     """
     check_dimensions("(batch, seqlen, heads, head_dim)", q=q, k=k, v=v)
     if qv is not None:
@@ -107,7 +107,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """:func:`flash_attn_func` with k and v in kv (B, S_k, 2, H_k, D). Its gradient is of kv's shape."""
+    """:func:`flash_attn_func` with k and v in kv (B, S_k, 2, H_k, D). The gradient has kv's shape."""
     k, v = unbound("kv", kv, 2, "(batch, seqlen, 2, heads_k, head_dim)")
     return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
                            deterministic, return_attn_probs)  # fmt: skip
@@ -162,9 +162,9 @@ def flash_attn_varlen_func(
     """q (T_q, H, D), k (T_k, H_k, D), v (T_k, H_k, D_v). Returns out (T_q, H, D_v); with ``return_attn_probs`` also
     softmax_lse (H, T_q) and None. Each sequence attends as in :func:`flash_attn_func`.
 
-    With ``block_table`` (B, pages of a sequence), or ``page_table``, which is the same, k is
-    (num_pages, page_size, H_k, D) and v likewise, in pages of any size. ``seqused_k``, or else ``cu_seqlens_k``, says
-    how many keys each sequence has. Pages allow neither dropout nor ``seqused_q``, and the backward raises.
+    With ``block_table`` (B, pages of a sequence), or its other name ``page_table``, k is (num_pages, page_size, H_k, D)
+    and v (num_pages, page_size, H_k, D_v), for any page size. ``seqused_k``, or else ``cu_seqlens_k``, has the number
+    of keys of each sequence. Pages allow neither dropout nor ``seqused_q``, and the backward raises.
     """
     block_table = exactly_one_name("page_table", page_table, "block_table", block_table)
     max_seqlen_q, max_seqlen_k, num_splits = (
@@ -220,7 +220,7 @@ def flash_attn_varlen_func(
 
 
 def _lengths_in_pages(k, cu_seqlens_k, seqused_k, block_table) -> Tensor:
-    """Returns the number of keys that each sequence has in its pages."""
+    """Returns the number of keys of each sequence in its pages."""
     if seqused_k is not None:
         return seqused_k
     lengths, most = cu_seqlens_k.diff(), k.shape[1] * block_table.shape[-1]

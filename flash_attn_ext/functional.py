@@ -1,7 +1,7 @@
-"""flash_attn: scaled dot product attention with torch's meaning, and more by keyword.
+"""flash_attn: scaled dot product attention with torch's meaning, and more options by keyword.
 
-An ordinary call goes to the operator from here. Every other call becomes a Call (_call.py) and goes through _attend.py.
-Shapes and dtypes are checked in csrc/ops/checks, once for every device.
+flash_attn passes an ordinary call to the operator. It makes a Call (_call.py) of every other call, which _attend.py
+runs. csrc/ops/checks checks shapes and dtypes, for every device.
 """
 
 import inspect
@@ -67,80 +67,81 @@ def flash_attn(
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
 
     The positional arguments are the same as in :func:`torch.nn.functional.scaled_dot_product_attention`, with the same
-    meaning. B is the batch, H the query heads, H_kv the key/value heads, S_q and S_k the sequence lengths, D the head
-    dimension of query and key, D_v the head dimension of ``value``. The scores are computed in this order:
-    ``scale * <q, k>``, softcap, ALiBi, mask.
+    meaning. B is the batch size, H the number of query heads, H_kv the number of key and value heads. S_q and S_k are
+    the sequence lengths, D is the head dimension of query and key, and D_v the head dimension of ``value``. The scores
+    are computed in this order: ``scale * <q, k>``, softcap, ALiBi, mask.
 
     Args:
         query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 0 to 1024. (H, S, D), (S, D) and several
-            leading batch dimensions are also allowed. Not copied if the last dimension is contiguous. Nested tensors
-            in the jagged layout, (B, H, j, D), are allowed and are not padded: see :func:`flash_attn_varlen`.
-            float8_e4m3fn, forward only: see ``q_descale``.
+            leading batch dimensions are also allowed. Not copied if the last dimension is contiguous. Nested tensors in
+            the jagged layout, (B, H, j, D), are allowed and are not padded. float8_e4m3fn is allowed for the forward
+            only: see ``q_descale``.
         key: (B, H_kv, S_k, D), with the dtype and device of ``query``. Leading dimensions broadcast.
-        value: (B, H_kv, S_k, D_v), likewise. D_v may differ from D.
-        attn_mask: broadcastable to (B, H, S_q, S_k), and never expanded. bool: True attends. Float (``query``'s
-            dtype or float32): added to the scores; -inf masks; receives a gradient in its own shape. It may be
-            combined with ``is_causal``, unlike in torch: both apply. A ``CausalBias`` of torch is also allowed.
+        value: (B, H_kv, S_k, D_v), as ``key``. D_v may differ from D.
+        attn_mask: broadcastable to (B, H, S_q, S_k), and never expanded in memory. bool: True is visible. Float
+            (``query``'s dtype or float32): added to the scores; -inf hides a key; receives a gradient in its own shape.
+            ``is_causal`` and ``attn_mask`` may be combined, and both apply. A ``CausalBias`` of torch is also allowed.
         dropout_p: probability of dropping an element of the softmax, 0 to 1. Dropout also applies in eval mode.
         is_causal: key j is visible to query i only if j <= i (the diagonal starts in the upper left corner).
         scale: factor of ``query @ key^T``; ``1 / sqrt(D)`` if None.
-        enable_gqa: allow H_kv < H: query head h uses key/value head ``h // (H // H_kv)``.
-        causal: "upper_left" (as ``is_causal``) or "lower_right" (the last query sees all keys). They differ if
-            S_q != S_k. ``causal`` overrides ``is_causal``.
+        enable_gqa: allows H_kv < H. Query head h uses key and value head ``h // (H // H_kv)``.
+        causal: "upper_left" (as ``is_causal``) or "lower_right" (the last query sees all keys). The two are equal if
+            S_q == S_k. ``causal`` overrides ``is_causal``.
         window: (left, right), or one number for both: only keys up to ``left`` before and ``right`` after the
-            diagonal are visible. -1 and None are no limit. Numbers below -1 move a side past the diagonal: with
-            (-2, 5) query i sees the keys i + 2 to i + 5. Sliding window attention of Beltagy et al. 2020.
+            diagonal are visible. -1 and None mean no limit. Numbers below -1 move a side past the diagonal: with (-2,
+            5) query i sees the keys i + 2 to i + 5. Source: sliding window attention, Beltagy et al. 2020.
         softcap: above 0, scores become ``softcap * tanh(score / softcap)`` (Gemma 2, 2024).
         alibi_slopes: (H) or (B, H), float32 or ``query``'s dtype: ``-slope * |i + diagonal - j|`` is added to the
             scores (Press et al. 2022). Receives a gradient.
-        sink: (H) or (B, H), float32 or ``query``'s dtype: an attention sink (gpt-oss, OpenAI 2025; Xiao et al. 2024).
-            One more score in each row, without a value: ``lse = log(exp(sink) + sum_j exp(score_j))``, and a row's
-            weights sum to less than 1. If all keys of a row are masked, out is 0 and lse is the sink. -inf is no sink.
-            Receives the gradient ``-sum over rows of exp(sink - lse) * (delta - grad_lse)``, with
+        sink: (H) or (B, H), float32 or ``query``'s dtype: an attention sink (gpt-oss, OpenAI 2025; Xiao et al. 2024). A
+            sink is one more score in each row, without a value: ``lse = log(exp(sink) + sum_j exp(score_j))``. So the
+            probabilities of a row sum to less than 1. If all keys of a row are masked, out is 0 and lse is the sink.
+            -inf means no sink. Its gradient is ``-sum over rows of exp(sink - lse) * (delta - grad_lse)``, with
             ``delta = rowsum(grad_out * out)``.
         key_mask: (B, S_k): a second mask, the same for all heads and queries of a batch element, such as padding. bool
-            or float as ``attn_mask``. Both masks apply without being merged into (B, 1, S_q, S_k). No gradient.
-        return_lse: also return the logsumexp of the scores. It is differentiable.
-        rng_state: int64 (seed, offset) from :func:`new_rng_state`, to replay a dropout mask. If None, it is drawn from
-            torch's generator, so ``torch.manual_seed`` determines it.
-        num_splits: the number of pieces into which the forward cuts the keys of few queries (Flash-Decoding, Dao et
-            al. 2023). At most one piece per tile of keys, and at most max(4, S_k / S_q) to keep memory linear. 0: the
-            shape decides. Above 1, this kernel runs for any S_q.
-        unified_max: a guess of the largest score, used instead of the running maximum (FlashDecoding++, Hong et al.
-            2023), in the same kernel. Pieces with scores too far from it are computed again without it.
+            or float as ``attn_mask``. Both masks apply; no mask of (B, 1, S_q, S_k) is made. No gradient.
+        return_lse: also returns the logsumexp of the scores, which is differentiable.
+        rng_state: int64 (seed, offset) from :func:`new_rng_state`, to replay a dropout mask. If None, the call draws a
+            state from torch's generator, so ``torch.manual_seed`` determines it.
+        num_splits: the number of splits of the keys in a forward of few queries (Flash-Decoding, Dao et al. 2023). At
+            most one split for each tile of keys, and at most max(4, S_k / S_q), so that memory stays linear. 0: the
+            shape decides. Above 1, the decode kernel runs for any S_q.
+        unified_max: a guess of the largest score, in place of the running maximum (FlashDecoding++, Hong et al. 2023),
+            in the decode kernel. A split with scores too far from the guess is computed again without it. CPU only.
         deterministic: True: gradients are bitwise equal in every run. False: a CUDA kernel may add to dq in any order.
-            None: as ``torch.use_deterministic_algorithms`` is set when flash_attn is called. On CPU results are always
-            bitwise equal, for any number of threads and any other element of the batch.
+            None: as set by ``torch.use_deterministic_algorithms`` when flash_attn is called. On CPU results are always
+            bitwise equal, for any number of threads and any other elements of the batch.
         diagonal: moves the diagonal, for a part of a larger score matrix. Causal masks, windows and ALiBi count from
             key ``i + diagonal`` of query i, or from ``i + diagonal + S_k - S_q`` if aligned to the lower right.
-        attention_chunk: above 0, keys are cut into chunks of so many keys, from key 0 on, and a query sees only keys in
-            the chunk of its position (Llama 4, 2025; FlashAttention-3's option). The position of query i is key
-            ``i + diagonal``, or ``i + diagonal + S_k - S_q`` if aligned to the lower right, as for windows. Causal
-            masks and windows apply, too. Tiles outside of the chunks cost no time.
+        attention_chunk: above 0, the keys are cut into chunks of ``attention_chunk`` keys, from key 0 on. A query sees
+            only the keys in the chunk of its position (Llama 4, 2025; FlashAttention-3's option). The position of query
+            i is key ``i + diagonal``, or ``i + diagonal + S_k - S_q`` if aligned to the lower right, as for windows.
+            Causal masks and windows apply, too. Tiles outside of the chunks cost no time.
         first_key: with ``attention_chunk``, for a part of a larger score matrix: the number of key 0 in the larger
-            matrix. Chunks count from there. May be negative.
+            matrix. Chunks start at multiples of ``attention_chunk`` in the larger matrix. May be negative.
 
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score, after softcap and ALiBi and before
-            the masks. Tensors that it reads receive gradients, on CPU. On CUDA the tier `simt` runs it. docs/flex.md
-            says what a function may contain.
-        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` returns whether the key is visible, likewise.
+            the masks. Tensors that the function reads receive gradients. On CUDA the tier `simt` runs it. docs/flex.md
+            lists the operations that a function may contain.
+        mask_mod: ``mask_mod(b, h, q_idx, kv_idx)`` returns True if the key is visible.
         block_mask: a BlockMask of torch (``torch.nn.attention.flex_attention.create_block_mask``), in place of
             ``mask_mod``.
         key_indices: (B or 1, H_kv or 1, S_q, n), int32 or int64: the keys that each query may attend to, in any order;
-            -1 is no key. A key that is named twice counts once, as in a mask. The other options hide keys of these
-            keys: causal, window, masks. Other memory of key and value is not read. Time and memory are linear in
-            S_q n. Dropout drops the elements that it drops without indices. ``attn_mask`` has no gradient. On CUDA
-            numbers outside of the keys name no key; on CPU they are an error. Tensors without a batch, or with several,
-            have indices with as many dimensions. See docs/sparse.md.
-        key_block_indices: (B or 1, H_kv or 1, S_q, n), likewise: blocks of ``key_block_size`` keys. Block m is the keys
-            ``[m * key_block_size, (m + 1) * key_block_size)`` that exist.
+            -1 means no key. A key that is listed twice counts once, as in a mask. Causal, window and masks hide some of
+            these keys. Only the listed rows of key and value are read. Time and memory are linear in S_q n. Dropout
+            drops the same elements as without indices. ``attn_mask`` has no gradient. A number outside of the keys is
+            an error on CPU, and means no key on CUDA. ``key_indices`` has as many dimensions as ``query``. See
+            docs/sparse.md.
+        key_block_indices: (B or 1, H_kv or 1, S_q, n), int32 or int64: blocks of ``key_block_size`` keys, as
+            ``key_indices``. Block m is the keys ``[m * key_block_size, (m + 1) * key_block_size)``; the last block may
+            be shorter.
         key_block_size: the number of keys in a block of ``key_block_indices``.
-        q_descale: (B, H_kv), float32; each size may also be 1. The factor of ``query`` in float8_e4m3fn, as in
-            FlashAttention-3: scores are ``scale * q_descale * k_descale * <q, k>``. None is 1. ``key`` and ``value``
-            must be float8_e4m3fn, too, and ``out`` is bfloat16. Not with masks, dropout, functions, ``key_indices``
-            and gradients. Keys and values are widened tile by tile. See docs/float8.md.
-        k_descale: likewise, of ``key``.
-        v_descale: likewise, of ``value``: a factor of ``out``.
+        q_descale: (B, H_kv), float32; each size may be 1. The factor of ``query`` in float8_e4m3fn, as in
+            FlashAttention-3: scores are ``scale * q_descale * k_descale * <q, k>``. None means 1. ``key`` and ``value``
+            must be float8_e4m3fn, too, and ``out`` is bfloat16. Masks, dropout, functions, ``key_indices`` and
+            gradients are not allowed. Keys and values are widened tile by tile. See docs/float8.md.
+        k_descale: as ``q_descale``, the factor of ``key``.
+        v_descale: as ``q_descale``, the factor of ``value``, which multiplies ``out``.
 
     With ``window``, ``alibi_slopes`` or ``attention_chunk`` but neither ``is_causal`` nor ``causal``, the diagonal is
     aligned to the lower right corner, as in flash-attention.
@@ -154,8 +155,8 @@ def flash_attn(
         ValueError: a shape or number that is not allowed. Messages name the argument, its value and the allowed values.
         NotImplementedError: no kernel for the tensors' device; a third derivative.
 
-    Differentiable twice, in reverse mode, in forward mode (:func:`torch.func.jvp`, :mod:`torch.autograd.forward_ad`)
-    and in both mixed. No derivative stores the score matrix. The formulas are in docs/derivative_formulas.md.
+    Twice differentiable, in reverse mode, in forward mode (:func:`torch.func.jvp`, :mod:`torch.autograd.forward_ad`)
+    and in a mixture of both. No derivative stores the score matrix. The formulas are in docs/derivative_formulas.md.
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691), algorithms 1 and 2.
     """
@@ -195,12 +196,12 @@ flash_attn.__signature__ = _SIGNATURE.replace(parameters=[_SIGNATURE.parameters[
 
 
 def _tensors_of(given: dict[str, Any]) -> dict[str, Any]:
-    """The operator's tensors. ``given``: the local variables of flash_attn."""
+    """Returns the operator's tensors. ``given``: the local variables of flash_attn."""
     return {name: given[name] for name in _ops.DENSE.tensor_names}
 
 
 def _options_of(given: dict[str, Any]) -> dict[str, Any]:
-    """The operator's options, likewise."""
+    """Returns the operator's options. ``given``: the local variables of flash_attn."""
     variables = {
         "causal": "band_causal", "window_left": "left", "window_right": "right", "deterministic": "same_bits",
     }  # fmt: skip
@@ -208,7 +209,7 @@ def _options_of(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_attn of every call that is not ordinary. ``given``: its local variables."""
+    """Runs a call of flash_attn that is not ordinary. ``given``: the local variables of flash_attn."""
     tensors, options = _tensors_of(given), _options_of(given)
     if has_torch_function_variadic(*(t for name, t in tensors.items() if name != "rng_state")):
         return _through_torch_function({name: given[name] for name in _PARAMETERS})
@@ -225,7 +226,7 @@ def _of_other_tensors(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _with_functions(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_attn with functions of the user. ``given``: its local variables."""
+    """Runs flash_attn with functions of the user. ``given``: the local variables of flash_attn."""
     result = run_if_ordinary(
         _tensors_of(given), _options_of(given), (given["score_mod"], given["mask_mod"], given["block_mask"]),
         enable_gqa=given["enable_gqa"], return_lse=given["return_lse"],
@@ -243,7 +244,7 @@ def _with_functions(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _by_index(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_attn with keys chosen by index. ``given``: its local variables."""
+    """Runs flash_attn with keys chosen by index. ``given``: the local variables of flash_attn."""
     arguments = {name: given[name] for name in _PARAMETERS}
     if is_causal_bias(arguments["attn_mask"]):
         arguments = without_causal_bias(arguments)
@@ -262,7 +263,7 @@ def _by_index(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _of_float8(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_attn of float8 tensors. ``given``: its local variables."""
+    """Runs flash_attn of float8 tensors. ``given``: the local variables of flash_attn."""
     arguments = {name: given[name] for name in _PARAMETERS}
     if is_causal_bias(arguments["attn_mask"]):
         arguments = without_causal_bias(arguments)
@@ -276,9 +277,9 @@ def _rng_state_for(query: Tensor, dropout_p: float) -> Tensor | None:
 
 
 def _through_torch_function(arguments: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_attn of tensors that have a ``__torch_function__``, which sees the call.
+    """Passes the call to the ``__torch_function__`` of its tensors.
 
-    Nested tensors and CausalBias have one, too, but are for flash_attn itself.
+    Nested tensors and CausalBias have a ``__torch_function__``, too, but flash_attn itself runs them.
     """
     if getattr(arguments["query"], "layout", None) is torch.jagged:
         out, lse = _packed.attend_jagged(Call.from_arguments(_ops.DENSE, **arguments).with_rng_state())
@@ -293,7 +294,7 @@ def _through_torch_function(arguments: dict[str, Any]) -> Tensor | tuple[Tensor,
 
 
 def without_causal_bias(arguments: dict) -> dict:
-    """Returns the arguments with ``causal`` in place of a CausalBias, which has no elements to read a mask from."""
+    """Returns the arguments with ``causal`` in place of a CausalBias, because a CausalBias has no elements."""
     bias = arguments["attn_mask"]
     if arguments["is_causal"] or arguments["causal"] is not None:
         raise ValueError("attn_mask: got a CausalBias with is_causal or causal; allowed: one of them")

@@ -1,20 +1,20 @@
-"""How the extension was built, and which kernels run."""
+"""Information about the build, and the choice of kernels."""
 
 from ._ops import _C
 
 
 def build_info() -> dict:
-    """How the extension was built: torch version, compiler, with CUDA or not, OpenMP or not, largest head_dim."""
+    """Returns torch's version, the compiler, whether CUDA and OpenMP are in the build, and the largest head_dim."""
     return _C.build_info()
 
 
 def available_kernels() -> list[str]:
-    """The instruction sets that this build has CPU kernels for and this machine can run, slowest first."""
+    """Returns the instruction sets of this build's CPU kernels that this machine can run, slowest first."""
     return _C.available_kernels()
 
 
 def active_kernel() -> str:
-    """The instruction set of the CPU kernels that run: forced, else the last of :func:`available_kernels`."""
+    """Returns the instruction set in use: the forced one, otherwise the last of :func:`available_kernels`."""
     return _C.active_kernel()
 
 
@@ -36,6 +36,6 @@ def force_cuda_tier(tier: str | None) -> None:
     The environment variable ``FLASH_ATTN_EXT_CUDA_TIER`` has the same effect.
 
     Raises:
-        ValueError: ``tier`` is not a tier, or this build has no CUDA half. Nothing changes then.
+        ValueError: ``tier`` is not a tier, or this build has no CUDA kernels. Nothing changes then.
     """
     _C.force_cuda_tier(tier or "")

@@ -1,10 +1,11 @@
-"""The format of int4 caches: two values a byte, with a scale and perhaps a zero point for each group of columns."""
+"""The format of int4 caches: two values in each byte, and a scale and perhaps a zero point for each group of columns.
+"""
 
 import torch
 from torch import Tensor
 
 GROUP_MULTIPLE = 32
-_ZERO = 8.0  # without zero points
+_ZERO = 8.0  # the zero point if none is stored
 _LEVELS = 15
 _LEAST_RANGE = 1 / 1024  # a zero point of float16 below 1024 is within a quarter of a level
 
@@ -16,16 +17,16 @@ def quantize_int4(
 
     Byte c of a row has column 2c in its low 4 bits and column 2c + 1 in its high 4 bits. A value is
     scale * (nibble - zero), nibble in 0 to 15. Groups are neighbouring columns. Without zero points, zero is 8, and
-    the scale is the element of largest magnitude / -8, so that this element is exact (llama.cpp's q4_0). With zero
+    the scale is x / -8 for the element x of largest magnitude, so that x is exact (llama.cpp's q4_0). With zero
     points, the scale is (max - min) / 15, but at least 1 / 1024 of the largest magnitude. The zero point is
-    -min / scale. Both are rounded to ``dtype`` before the nibbles are computed, in float32.
+    -min / scale. Scale and zero point are rounded to ``dtype``. Then the nibbles are computed in float32.
 
     Args:
-        x: (..., D), floating point, D even. A group with a NaN decodes to NaN, a group with an infinity to NaN or
-            infinities.
-        group: columns of a group, a multiple of 32 that divides D; None: the whole row, any even D.
-        with_zeros: store zero points, for values that are not centred at 0.
-        dtype: of scales and zero points, float16 or float32. A scale of float16 ends at 65504.
+        x: (..., D), floating point, D even. A group with a NaN decodes to NaN. A group with an infinity decodes to NaN
+            or infinities.
+        group: the number of columns of a group, a multiple of 32 that divides D. None: the whole row, for any even D.
+        with_zeros: stores zero points, for values that are not centred at 0.
+        dtype: the dtype of scales and zero points, float16 or float32. The largest float16 scale is 65504.
 
     Returns:
         values (..., D / 2) uint8, scales (..., D / group), zeros (..., D / group) or None.
@@ -67,8 +68,8 @@ def dequantize_int4(
     Args:
         values: (..., D / 2), uint8.
         scales: (..., groups), float16 or float32.
-        zeros: likewise; None: 8.
-        dtype: of the result.
+        zeros: (..., groups), as ``scales``. None: 8.
+        dtype: the dtype of the result.
 
     Returns:
         (..., D).

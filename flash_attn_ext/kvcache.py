@@ -63,91 +63,91 @@ def flash_attn_with_kvcache(
     cache_format: str | None = None,
     q_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """flash-attention's function of this name: appends ``k`` and ``v`` to the caches in place, then attends.
+    """Appends ``k`` and ``v`` to the caches in place, then attends: flash-attention's function of this name.
 
-    B counts sequences, S_q the new queries and S_new the new keys of each sequence. There are no derivatives: an input
-    that requires a gradient is an error unless gradients are disabled. All checks run before the first row is written.
-    Causal masks, windows, chunks and ALiBi are aligned to the lower right corner: the last query has the position of
-    the last key.
+    B is the number of sequences, S_q the number of new queries and S_new the number of new keys of each sequence. There
+    are no derivatives: an input that requires a gradient is an error, unless gradients are disabled. All checks run
+    before the first row is written. Causal masks, windows, chunks and ALiBi are aligned to the lower right corner: the
+    last query has the position of the last key.
 
     Args:
         q: (B, S_q, H, D); or packed (T_q, H, D) with ``cu_seqlens_q``.
         k_cache: (caches, rows, H_k, D), with H a multiple of H_k; or, with ``block_table``, pages
             (num_pages, page_size, H_k, D) of any size. ``q``'s dtype; or int8, float8_e4m3fn or float8_e5m2 with
             ``k_descale``; or int4: uint8, (..., D / 2), with ``k_scales``. Its last dimension is contiguous. If rows
-            are appended, no two elements may share memory, and ``v_cache``, ``q``, ``k`` and ``v`` may not share
-            memory with it. Some overlaps of strided views are not found.
-        v_cache: (caches, rows, H_k, D_v), likewise.
+            are appended, no two elements of ``k_cache`` may share memory, and ``v_cache``, ``q``, ``k`` and ``v`` may
+            not share memory with ``k_cache``. Some overlaps of strided views are not found.
+        v_cache: (caches, rows, H_k, D_v), or pages, as ``k_cache``.
         k: (B, S_new, H_k, D), written after the ``cache_seqlens`` rows of each sequence; or packed (T_new, H_k, D)
-            with ``cu_seqlens_k_new``. ``block_table`` must contain the pages for them.
-        v: (B, S_new, H_k, D_v), likewise.
+            with ``cu_seqlens_k_new``. ``block_table`` must contain the pages of the new rows.
+        v: (B, S_new, H_k, D_v), as ``k``.
         rotary_cos: (positions, rotary_dim / 2). ``k`` is rotated by its position before it is written. ``q`` is
             rotated by its own position if ``causal`` or a window is given, otherwise by the first new key's position.
-        rotary_sin: likewise.
-        cache_seqlens: the number of rows in each sequence's cache: (B), int32 or int64, or one number. None: all.
+        rotary_sin: (positions, rotary_dim / 2).
+        cache_seqlens: the number of rows in each sequence's cache: (B), int32 or int64, or one number. None: all rows.
         cache_batch_idx: (B): the index of each sequence's cache. None: sequence b has cache b. With ``block_table``:
             the index of each sequence's row in the table, which may have any number of rows.
         cache_leftpad: (B): the number of rows to ignore at the start of each cache. Rotary positions still count from
             the start of the cache, as in flash-attention; ``rotary_seqlens`` sets other positions.
         block_table: (B, pages of a sequence), int32 or int64: the indices of each sequence's pages.
-        window_size: (left, right); -1 is no limit.
-        rotary_interleaved: pairs of columns are (0, 1), (2, 3), ...; otherwise c and c + rotary_dim / 2.
+        window_size: (left, right); -1 means no limit.
+        rotary_interleaved: True: pairs of columns are (0, 1), (2, 3), .... False: (c, c + rotary_dim / 2).
         alibi_slopes: (H) or (B, H).
-        num_splits: pieces of the keys, as in :func:`flash_attn`.
-        return_softmax_lse: also return the logsumexp of the scores, (B, H, S_q), or (H, T_q).
+        num_splits: the number of splits of the keys, as in :func:`flash_attn`.
+        return_softmax_lse: also returns the logsumexp of the scores, (B, H, S_q) or (H, T_q).
         cu_seqlens_q, cu_seqlens_k_new: (B + 1) offsets of packed ``q`` and ``k``.
-        max_seqlen_q: the longest packed sequence of ``q``; None is always right.
+        max_seqlen_q: the length of the longest packed sequence of ``q``. None is always correct.
         rotary_seqlens: (B): positions of the first new keys for the rotation, instead of ``cache_seqlens``.
         page_table: FlashAttention-3's name for ``block_table``.
         k_descale: factors of 8-bit keys: (H_k), (caches or pages, H_k), or broadcastable to
             (caches or pages, rows, H_k), one for each token.
-        v_descale: likewise.
+        v_descale: factors of 8-bit values, as ``k_descale``.
         k_scales: scales of int4 keys, (caches or pages, rows, H_k, D / group), float16 or float32. A group is a
             multiple of 32 columns, or the whole row. :func:`quantize_int4` defines the format. New rows of ``k`` are
-            rounded by it: the call writes their scales and zero points, too.
-        v_scales: likewise, of int4 values. Both caches are int4 or none.
+            rounded to this format: the call writes their scales and zero points, too.
+        v_scales: scales of int4 values, as ``k_scales``. Either both caches are int4 or neither.
         k_zeros: zero points of int4 keys, with the shape and the dtype of ``k_scales``. None: 8.
-        v_zeros: likewise, of the values.
-        tree_mask: which new tokens attend to which new tokens, if they are a tree of guesses (speculative decoding).
-            Element (i, j) is for query i and key j of the sequence's last S_q keys. All earlier keys are visible. bool:
-            True attends. Float: added. (S_q, S_q), (B, S_q, S_q) or broadcastable to (B, H, S_q, S_q); packed:
-            (T_q, max_seqlen_q) or (H, T_q, max_seqlen_q). ``causal`` and a window apply, too: pass no ``causal`` for a
-            tree, because its branches are stored one after another.
+        v_zeros: zero points of int4 values, as ``k_zeros``.
+        tree_mask: for a tree of new tokens (speculative decoding): which new token attends to which new token. Element
+            (i, j) is for query i and key j of the sequence's last S_q keys. All earlier keys are visible. bool: True is
+            visible. Float: added to the scores. (S_q, S_q), (B, S_q, S_q) or broadcastable to (B, H, S_q, S_q); packed:
+            (T_q, max_seqlen_q) or (H, T_q, max_seqlen_q). ``causal`` and a window apply, too. Do not pass ``causal``
+            for a tree, because its branches are stored one after another.
         sink: (H) or (B, H): one more score in each row, without a value, as in :func:`flash_attn`.
         attention_chunk: above 0, a query sees only keys in the chunk of its position, as in :func:`flash_attn`. Chunks
             count from the first row after ``cache_leftpad``.
         learnable_sink: FlashAttention-4's name for ``sink``.
         qv: q's shape with the head dimension D_v: a second query, for multi-head latent attention. Scores are
             q k^T + qv v^T, and ``softmax_scale`` is 1/sqrt(D + D_v) by default. The caches must have q's dtype.
-            Neighbouring columns of one tensor, for example ``kv_cache.split([64, 512], -1)``, are read in place. Of
-            separate caches, each tile is joined in a copy (CPU only), or with ``key_indices`` each chosen row.
+            Neighbouring columns of one tensor, for example ``kv_cache.split([64, 512], -1)``, are read in place. If the
+            caches are separate, each tile is joined in a copy (CPU only), or, with ``key_indices``, each chosen row.
         score_mod: a function of the scores, as in :func:`flash_attn`. ``b`` counts sequences. ``kv_idx`` counts the
             rows of the sequence's cache after ``cache_leftpad``. ``q_idx`` is the position of the query's token: the
-            last query has the index of the last key. So a function of the training is the same here. On CUDA: in the
+            last query has the index of the last key. So training and decoding use the same function. On CUDA: in the
             tier `simt`, for caches without pages.
-        mask_mod: likewise, a function that returns whether a query sees a key.
+        mask_mod: a function that returns True if a query sees a key, with the arguments of ``score_mod``.
         block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
         key_indices: (B or 1, H_k or 1, S_q, n), or packed (H_k or 1, T_q, n), int32 or int64: the rows of the
-            sequence's cache that each query may attend to; -1 is none. Rows count from the start of the cache, also
-            with ``cache_leftpad``, and include the rows of ``k``. Not with ``tree_mask`` and ``alibi_slopes``. Caches
-            or pages must follow each other in memory. Chosen rows of int8 and float8 caches, and of separate caches
-            with ``qv``, are copied first, in q's dtype.
-        key_block_indices: likewise: blocks of ``key_block_size`` rows of the sequence's cache.
+            sequence's cache that each query may attend to; -1 means no row. Rows count from the start of the cache,
+            also with ``cache_leftpad``, and include the rows of ``k``. ``tree_mask`` and ``alibi_slopes`` are not
+            allowed. Caches or pages must be contiguous, one after another. Chosen rows of int8 and float8 caches, and
+            of separate caches with ``qv``, are copied first, in q's dtype.
+        key_block_indices: blocks of ``key_block_size`` rows of the sequence's cache, as ``key_indices``.
         cache_format: "flashmla_fp8": ``k_cache`` has FlashMLA's rows of 656 bytes for multi-head latent attention,
             (caches or pages, rows, H_k, 656), float8_e4m3fn or uint8, and ``v_cache`` is the same tensor. A row is 512
             columns of float8_e4m3, four float32 factors of 128 columns each, and 64 columns of bfloat16. ``q`` has 576
             columns, ``out`` 512. With ``key_indices`` only the chosen rows are widened. The caller writes the rows:
             ``k``, ``v`` and ``qv`` are errors. CPU only. None: rows of D and D_v elements.
-        q_descale: (B, H_k), float32; each size may also be 1. The factor of ``q`` in float8_e4m3fn: scores are
+        q_descale: (B, H_k), float32; each size may be 1. The factor of ``q`` in float8_e4m3fn: scores are
             ``softmax_scale * q_descale * k_descale * <q, k>``. The caches, and ``k`` and ``v``, must be float8_e4m3fn,
-            too. ``k`` and ``v`` are copied into the caches unchanged: they have the factors of the caches. ``out`` is
-            bfloat16. Not with rotary embedding, ``qv`` and ``cache_format``.
+            too. ``k`` and ``v`` are copied into the caches unchanged, and use the factors of the caches. ``out`` is
+            bfloat16. Rotary embedding, ``qv`` and ``cache_format`` are not allowed.
 
     Returns:
         out (B, S_q, H, D_v) or (T_q, H, D_v).
 
     Raises:
-        TypeError, ValueError: an argument is not allowed, and on CPU also lengths, positions or page numbers outside
+        TypeError, ValueError: an argument is not allowed. On CPU also: a length, position or page number is outside of
             the cache.
 
     Source: Dao et al., "Flash-Decoding", 2023; Kwon et al., "PagedAttention", 2023 (arXiv 2309.06180).
@@ -159,7 +159,7 @@ def flash_attn_with_kvcache(
         and cu_seqlens_k_new is rotary_seqlens is page_table is tree_mask is learnable_sink is None
         and not is_compiling()
     ):
-        # An error has the operator's names of arguments. The way below raises it again with the caller's names.
+        # An error here has the operator's argument names. The code below raises it again with the caller's names.
         with contextlib.suppress(TypeError, ValueError):
             result = _ops.kvcache_if_ordinary(
                 q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table,
@@ -176,7 +176,7 @@ _PARAMETERS = tuple(inspect.signature(flash_attn_with_kvcache).parameters)
 
 
 def _of_other_arguments(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """flash_attn_with_kvcache of every call that is not ordinary. ``given``: its local variables."""
+    """Runs a call of flash_attn_with_kvcache that is not ordinary. ``given``: its local variables."""
     call = _cache.CacheCall.from_arguments(**{name: given[name] for name in _PARAMETERS})
     q, k_cache, v_cache, k, v = (given[name] for name in ("q", "k_cache", "v_cache", "k", "v"))
     if call.numbers is not None:

@@ -58,46 +58,47 @@ def flash_attn_varlen(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of each sequence to itself, for sequences that are packed one after another in memory.
+    """Exact attention of each sequence to itself. The sequences are packed one after another in memory.
 
-    Every option of :func:`flash_attn` holds for each sequence separately: diagonals, windows, chunks, ALiBi and masks
-    count rows and keys from the start of the sequence. Dropout drops the same elements as in a padded batch. Nothing is
-    padded inside. B counts sequences, T_q and T_k count the rows of ``query`` and ``key``.
+    Every option of :func:`flash_attn` applies to each sequence separately: diagonals, windows, chunks, ALiBi and masks
+    count rows and keys from the start of the sequence. Dropout drops the same elements as in a padded batch. The
+    function pads nothing. B is the number of sequences; T_q and T_k are the numbers of rows of ``query`` and ``key``.
 
     Args:
         query: (T_q, H, D), float32, float64, bfloat16 or float16. Not copied if its last dimension is contiguous.
         key: (T_k, H_kv, D), with the dtype and device of ``query``.
-        value: (T_k, H_kv, D_v), likewise.
+        value: (T_k, H_kv, D_v), as ``key``.
         cu_seqlens_q: (B + 1), int32 or int64, on ``query``'s device: rows ``[cu_seqlens_q[b], cu_seqlens_q[b + 1])`` of
             ``query`` are sequence b. Ascending from 0 to T_q; a sequence may be empty.
         cu_seqlens_k: (B + 1), the same for ``key`` and ``value``.
-        max_seqlen_q: at least the length of the longest sequence. None: T_q, which is always right. On CUDA a smaller
-            number saves empty blocks. On CPU it changes nothing.
-        max_seqlen_k: likewise.
-        attn_mask: bool (True attends) or float (added; receives a gradient), in one of two forms. 4-D, broadcastable to
-            (B, H, max_seqlen_q, max_seqlen_k): key padding is (B, 1, 1, max_seqlen_k), a table shared by all sequences
-            (1, H, max_seqlen_q, max_seqlen_k). Or (T_q, max_seqlen_k) or (H, T_q, max_seqlen_k): one row for each row
-            of ``query``, one column for each key of that row's sequence.
-        enable_gqa: allow H_kv < H; query head h uses key/value head ``h // (H // H_kv)``.
+        max_seqlen_q: at least the length of the longest sequence. None: T_q, which is always correct. On CUDA a smaller
+            number avoids empty blocks. On CPU it changes nothing.
+        max_seqlen_k: the same for ``key``. None: T_k.
+        attn_mask: bool (True is visible) or float (added; receives a gradient), in one of two forms. 4-D, broadcastable
+            to (B, H, max_seqlen_q, max_seqlen_k): for example key padding (B, 1, 1, max_seqlen_k), or a mask shared by
+            all sequences (1, H, max_seqlen_q, max_seqlen_k). Or (T_q, max_seqlen_k) or (H, T_q, max_seqlen_k): one row
+            for each row of ``query``, one column for each key of that row's sequence.
+        enable_gqa: allows H_kv < H. Query head h uses key and value head ``h // (H // H_kv)``.
         causal: "upper_left" or "lower_right", the corner of each sequence's own score matrix. flash-attention's
             ``causal=True`` is "lower_right".
         alibi_slopes: (H) or (B, H).
         sink: (H) or (B, H).
         seqused_q: (B), int32 or int64: the number of rows in use, for each sequence. The other rows get out 0, lse
             -inf and gradients 0.
-        seqused_k: (B), likewise: later keys are ignored.
+        seqused_k: (B), int32 or int64: the number of keys in use, for each sequence. Later keys are ignored.
         qv: (T_q, H, D_v): a second query, as in FlashAttention-3, for multi-head latent attention. Scores are
             query key^T + qv value^T, and ``scale`` is 1/sqrt(D + D_v) by default. ``key`` and ``value`` are copied into
             one tensor, unless they need no gradient and are neighbouring columns of one tensor.
         score_mod: a function of the scores, as in :func:`flash_attn`, with gradients. ``b`` counts sequences, ``q_idx``
             and ``kv_idx`` count from the start of the sequence. On CUDA: in the tier `simt`.
-        mask_mod: likewise, a function that returns whether a query sees a key.
+        mask_mod: a function that returns True if a query sees a key, with the arguments of ``score_mod``.
         block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
         key_indices: (H_kv or 1, T_q, n), int32 or int64: the keys that each row of ``query`` may attend to, counted
-            from the start of its own sequence; -1 is no key. As in :func:`flash_attn`, without masks and ALiBi.
-        key_block_indices: (H_kv or 1, T_q, n), likewise: blocks of ``key_block_size`` keys of the sequence.
+            from the start of its own sequence; -1 means no key. As in :func:`flash_attn`, but masks and ALiBi are not
+            allowed.
+        key_block_indices: (H_kv or 1, T_q, n), int32 or int64: blocks of ``key_block_size`` keys of the sequence.
         q_descale, k_descale, v_descale: (B, H_kv), float32: factors of float8_e4m3fn tensors, as in
-            :func:`flash_attn`. Not with ``seqused_q`` and ``qv``.
+            :func:`flash_attn`. ``seqused_q`` and ``qv`` are not allowed.
 
     For the other arguments see :func:`flash_attn`.
 
@@ -106,10 +107,10 @@ def flash_attn_varlen(
 
     Raises:
         TypeError, ValueError: as :func:`flash_attn`. On CPU offsets that do not ascend from 0 to the number of rows
-            raise a ValueError; on CUDA, where reading them would wait for the GPU, results are wrong but kernels never
-            touch memory outside the tensors.
+            raise a ValueError. On CUDA the call does not check them, because reading them would wait for the GPU. Then
+            results are wrong, but no kernel accesses memory outside of the tensors.
 
-    On CPU the results of a sequence are bitwise the same alone and in any pack, for any number of threads.
+    On CPU the results of a sequence have the same bits in every pack, for any number of threads.
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """

@@ -82,9 +82,9 @@ def _rows_of_tables(
 
 
 class _RotateLeaf(torch.autograd.Function):
-    """Writes to a leaf that requires a gradient, which torch's in-place operators refuse.
+    """Writes to a leaf that requires a gradient. torch's in-place operators refuse this.
 
-    The gradient of the leaf is the gradient of its values before the rotation.
+    The gradient of the leaf belongs to its values before the rotation.
     """
 
     @staticmethod
@@ -135,13 +135,13 @@ def apply_rotary_emb(
         x: (B, S, H, D), or (T, H, D) with ``cu_seqlens``.
         cos: (positions, rotary_dim / 2); rotary_dim is at most D. Further columns of ``x`` stay as they are.
         sin: (positions, rotary_dim / 2).
-        interleaved: pairs are columns (0, 1), (2, 3), ... (GPT-J); otherwise column c and c + rotary_dim / 2
-            (GPT-NeoX). ``flash_attn_with_kvcache`` has the opposite default, as in flash-attention.
-        inplace: write the result to ``x`` and return it. ``x`` may be a leaf that requires a gradient, as in
-            flash-attention: its gradient is the gradient of its values before the rotation.
+        interleaved: True: pairs of columns are (0, 1), (2, 3), ... (GPT-J). False: (c, c + rotary_dim / 2) (GPT-NeoX).
+            ``flash_attn_with_kvcache`` has the opposite default, as in flash-attention.
+        inplace: writes the result to ``x`` and returns ``x``. ``x`` may be a leaf that requires a gradient, as in
+            flash-attention: the gradient belongs to its values before the rotation.
         seqlen_offsets: added to the positions, a number or (B).
         cu_seqlens: (B + 1) offsets of packed sequences: positions count from each sequence's start.
-        max_seqlen: changes nothing here.
+        max_seqlen: ignored.
 
     Returns:
         ``x``'s shape and dtype; differentiable.
@@ -172,11 +172,11 @@ def apply_rotary_emb_qkv_(
     """Rotates q and k in ``qkv``, in place, and returns ``qkv``. v stays as it is.
 
     Args:
-        qkv: (B, S, 3, H, D); or (B, S, num_heads_q + 2 * H_k, D), the heads of q first, then k's, then v's.
+        qkv: (B, S, 3, H, D); or (B, S, num_heads_q + 2 * H_k, D): the heads of q, then of k, then of v.
         cos, sin: as in :func:`apply_rotary_emb`.
         cos_k, sin_k: other tables for k. None: the tables of q.
         interleaved, seqlen_offsets: as in :func:`apply_rotary_emb`.
-        num_heads_q: only for the second form of ``qkv``, where it is needed.
+        num_heads_q: needed for the second form of ``qkv``.
     """
     check_is_dense("qkv", qkv)
     if qkv.dim() == 5 and qkv.shape[2] == 3:
@@ -209,17 +209,17 @@ def apply_rotary_emb_kv_(
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotates q and k in place, by tables that it computes and keeps.
+    """Rotates q and k in place. The module computes and caches the tables.
 
     Args:
-        dim: columns of each head that are rotated.
+        dim: the number of columns of each head that are rotated.
         base: pair c of row n is rotated by the angle ``n / base ** (2 c / dim)``.
         interleaved: as in :func:`apply_rotary_emb`.
-        scale_base: not None: XPos (Sun et al. 2022, arXiv 2212.10554). Pair c of query n is multiplied with
-            ``((2 c + 0.4 dim) / (1.4 dim)) ** ((n - center) / scale_base)``, of key n divided by it. ``center`` is half
-            the length of the tables, as in flash-attention. With a cache of keys, give ``max_seqlen``, so that
-            ``center`` stays.
-        device: of the tables' frequencies.
+        scale_base: not None: XPos (Sun et al. 2022, arXiv 2212.10554). Pair c of query n is multiplied by
+            ``f = ((2 c + 0.4 dim) / (1.4 dim)) ** ((n - center) / scale_base)``, and pair c of key n is divided by f.
+            ``center`` is half the length of the tables, as in flash-attention. With a cache of keys, pass
+            ``max_seqlen``, so that ``center`` does not change.
+        device: the device of the tables' frequencies.
     """
 
     def __init__(
@@ -246,7 +246,10 @@ class RotaryEmbedding(torch.nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Makes tables of at least ``seqlen`` rows. Angles are float32, whatever dtype the module was cast to."""
+        """Makes tables of at least ``seqlen`` rows.
+
+        Angles are always float32, even if the module was cast to another dtype.
+        """
         table = self._cos_cached
         fits = table is not None and seqlen <= self._seq_len_cached and (table.device, table.dtype) == (device, dtype)
         if fits and not (self.training and table.is_inference()):  # inference tensors cannot be saved for a backward
@@ -274,11 +277,11 @@ class RotaryEmbedding(torch.nn.Module):
         """Rotates in place.
 
         Args:
-            qkv: as in :func:`apply_rotary_emb_qkv_`; with ``kv`` only q, (B, S, H, D).
+            qkv: as in :func:`apply_rotary_emb_qkv_`; or, with ``kv``, only q, (B, S, H, D).
             kv: (B, S, 2, H_k, D).
             seqlen_offset: the position of the first row, a number or (B).
-            max_seqlen: the rows that the tables must have. None: computed; that waits for the GPU where
-                ``seqlen_offset`` is a tensor on one.
+            max_seqlen: the number of rows that the tables must have. None: it is computed, which waits for the GPU if
+                ``seqlen_offset`` is a CUDA tensor.
             num_heads_q: as in :func:`apply_rotary_emb_qkv_`.
 
         Returns:
