@@ -1,5 +1,4 @@
-"""The format of int4 caches: two values in each byte, and a scale and perhaps a zero point for each group of columns.
-"""
+"""The format of int4 caches: two values in each byte, with a scale and an optional zero point for each column group."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """The processes of a group compare their calls before they exchange tensors.
 
-A call that differs between processes, such as one row more on one process, would make a backend abort or mix up
-messages. So every process first sends a short description of its call. All processes raise if the descriptions differ.
+If the calls differ, for example by one row on one process, a backend would abort or confuse messages. So every process
+first sends a short description of its call. If the descriptions differ, all processes raise.
 """
 
 import json
@@ -16,23 +16,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ._exchange import all_gather
 from ._group import Group
 
-BYTES = 1024  # of a description
+BYTES = 1024  # the size of a description
 _LONGEST_ERROR = 500
 
 Checked = TypeVar("Checked")
 
-# Descriptions on which the processes of a group agreed. Used on GPUs only, where reading an answer waits for the GPU.
+# Descriptions that were equal on all processes of a group. Only for GPUs, where reading an answer waits for the GPU.
 _agreed: set[tuple[str, bytes]] = set()
 
 
 def checked_everywhere(
     group: Group, tensor: object, check: Callable[[], Checked], describe: Callable[[Checked], dict[str, object]]
 ) -> Checked:
-    """The result of ``check()`` on this process, if no process raises and all have the same ``describe(result)``.
+    """Returns ``check()`` of this process, if no process raises and all processes have the same ``describe(result)``.
 
     ``tensor`` is a tensor of the call: descriptions are sent from its device. If ``check()`` raises, this process
     raises its error, and the other processes raise a ValueError with the error's text. In a compiled graph each process
-    checks its own call only.
+    checks only its own call.
     """
     if torch.compiler.is_compiling() or group.size == 1:
         return check()
@@ -50,7 +50,7 @@ def _compare(group: Group, tensor: object, call: dict[str, object]) -> None:
     device = _device(group, tensor)
     if device.type != "cpu" and (group.name, text) in _agreed:
         return
-    with _disable_current_modes():  # FlopCounterMode and other modes see the attention only
+    with _disable_current_modes():  # FlopCounterMode and other modes must see only the attention
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
         sent = all_gather(group, own).cpu().numpy()
     if "error" in call:
@@ -82,7 +82,7 @@ def _raise_difference(group: Group, calls: list[dict]) -> None:
 
 
 def shape_of(t: Tensor | None, without: int | None = None) -> list[int] | None:
-    """The sizes of a tensor for a description. ``without`` is a dimension that may differ between processes."""
+    """Returns the sizes of a tensor for a description. ``without``: a dimension that may differ between processes."""
     if t is None:
         return None
     return [-1 if n == without else int(size) for n, size in enumerate(t.shape)]

@@ -1,7 +1,6 @@
 """All-gather attention, as in the training of Llama 3 (arXiv 2407.21783, 3.3.2).
 
-Every process gathers all keys and values. The backward gathers them again. So no tensor of the whole sequence is kept
-between forward and backward.
+Every process gathers all keys and values. The backward gathers them again, so no tensor of the whole sequence is saved.
 """
 
 import torch
@@ -29,7 +28,7 @@ def _gather_sequence(call: ShardedCall, *tensors: Tensor) -> list[Tensor]:
 def _reduce_to_own_rows(call: ShardedCall, *gradients: Tensor) -> list[Tensor]:
     """Adds the gradients (B, heads, S_k, D) of all processes, and returns this process's rows of the sums.
 
-    One message to each process.
+    Sends one message to each process.
     """
     layout = call.geometry.keys
     rows = layout.max_rows()

@@ -19,7 +19,7 @@ _DIMS = {BATCH: 0, HEADS: 1, SEQUENCE: 2}
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """Computes a call of :func:`flash_attn` with DTensors (B, H, S, D). out and lse are placed as query is."""
+    """Computes a call of :func:`flash_attn` with DTensors (B, H, S, D). out and lse have query's placements."""
     query, key, value, mask = (call.tensors[name] for name in ("query", "key", "value", "attn_mask"))
     work = _work(query, key, value, call.enable_gqa)
     batch, heads, _, _ = query.shape
@@ -85,7 +85,7 @@ def _work(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Work:
 
 
 def _shared_dimension(query, *key_and_value) -> str | None:
-    """The kind of dimension that one mesh dimension shards: query's, or else batches or heads of key or value."""
+    """Returns the kind of dimension that is sharded in query, or, if query is not sharded, in key or value."""
     names = {dim: kind for kind, dim in _DIMS.items()}
     if isinstance(query, Shard):
         return names.get(query.dim)

@@ -13,7 +13,7 @@ from ._work import HEADS, Work, check_heads, mesh_of
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """Computes a call of :func:`flash_attn_varlen` with DTensors (T, H, D). out and lse are placed as query is."""
+    """Computes a call of :func:`flash_attn_varlen` with DTensors (T, H, D). out and lse have query's placements."""
     given = call.tensors
     query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
     work = _work({"query": query, "key": key, "value": value}, {"query": 1, "key": 1, "value": 1})
@@ -33,7 +33,10 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def attend_to_cache(call: _cache.CacheCall) -> tuple[Tensor, Tensor]:
-    """Computes a call of :func:`flash_attn_with_kvcache` with DTensors. out and lse are DTensors, placed as q is."""
+    """Computes a call of :func:`flash_attn_with_kvcache` with DTensors.
+
+    out and lse are DTensors with q's placements.
+    """
     given = call.tensors
     q, k, v, tree_mask = (given[name] for name in ("q", "k", "v", "tree_mask"))
     for name in ("qv", "k_scales", "v_scales"):
@@ -73,7 +76,7 @@ def attend_to_cache(call: _cache.CacheCall) -> tuple[Tensor, Tensor]:
 
 
 def _work(named: Mapping[str, Tensor], heads_dim: Mapping[str, int]) -> Work:
-    """Checks the DTensors, and returns how the processes share the heads: as in the first tensor."""
+    """Checks the DTensors, and returns how the processes share the heads. The first tensor decides."""
     mesh = mesh_of(named)
     for name, t in named.items():
         assert isinstance(t, DTensor)

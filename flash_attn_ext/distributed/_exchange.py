@@ -1,4 +1,4 @@
-"""The messages between processes. Context parallelism sends nothing except by these functions."""
+"""The messages between processes. All messages of context parallelism use these functions."""
 
 import torch
 import torch.distributed as dist
@@ -6,15 +6,15 @@ from torch import Tensor
 
 from ._group import Group, named_group
 
-# The newer name of the function, if torch has it: the older name then gives a warning.
+# The newer name of the function, if torch has it, because then the older name prints a warning.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Exchange:
     """Sends one message and receives another one. Both are in flight until :meth:`wait` returns.
 
-    Both are posted as one batch, so no process waits for another one. Messages between two processes arrive in the
-    order in which they were posted.
+    Both are posted as one batch, so processes cannot deadlock. Messages between two processes arrive in the order of
+    posting.
     """
 
     def __init__(self, group: Group, send: Tensor, to: int, receive: Tensor, source: int):
@@ -43,7 +43,7 @@ def all_gather(group: Group, t: Tensor) -> Tensor:
 def reduce_scatter_in_order(group: Group, shares: Tensor) -> Tensor:
     """Returns the sum over all processes of ``shares[own rank]``, added in the order of the processes.
 
-    It sends as many bytes as a reduce-scatter. The order of the sum is fixed, so every run gives the same bits.
+    Sends as many bytes as a reduce-scatter. The order of the sum is fixed, so every run gives the same bits.
     """
     received = torch.empty_like(shares)
     dist.all_to_all_single(received.view(-1), shares.reshape(-1), group=group.handle)
@@ -63,7 +63,7 @@ def all_to_all(group: Group, parts: list[Tensor], sizes: list[int]) -> list[Tens
 
 @torch.library.custom_op("flash_attn_ext::broadcast_first", mutates_args=())
 def broadcast_first(t: Tensor, group: str) -> Tensor:
-    """Returns the tensor of the group's first process. It is an operator of torch because torch.compile needs one."""
+    """Returns the tensor of the group's first process. torch.compile needs an operator of torch here."""
     received = t.clone()
     dist.broadcast(received, group=named_group(group).handle, group_src=0)
     return received

@@ -16,7 +16,7 @@ class Group(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name by which torch finds the group. Operators of torch have no argument of type group."""
+        """The name by which torch finds the group. An operator of torch cannot have a group as an argument."""
         return self.handle.group_name
 
 

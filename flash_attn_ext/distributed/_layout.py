@@ -1,4 +1,4 @@
-"""The rows of a sequence that each process holds."""
+"""The rows of a sequence on each process."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ class Layout(NamedTuple):
     """Cuts a sequence into chunks of nearly equal length: the first ``seqlen % chunks`` chunks have one row more.
 
     If balanced, n processes have 2 n chunks, and process r holds chunks r and 2 n - 1 - r ("zigzag", "head and tail").
-    Under a causal mask an early chunk sees few keys and a late chunk many, and each process has one of both. Otherwise
-    process r holds chunk r of n. The rows of a process are in the order of the sequence.
+    Under a causal mask an early chunk sees few keys and a late chunk sees many, so each process has an early and a late
+    chunk. If not balanced, process r holds chunk r of n. The rows of a process are in the order of the sequence.
     """
 
     seqlen: int
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(name: str, rows: int, seqlen: int | None, rank: int, processes: int, balanced: bool) -> Layout:
-    """Returns the layout of a sequence with ``rows`` on this process. Raises if there is no layout with that number."""
+    """Returns the layout of a sequence with ``rows`` on this process. Raises if no layout has this number of rows."""
     if seqlen is None:
         layout = Layout(rows * processes, processes, balanced)
         if layout.seqlen % layout.chunks:

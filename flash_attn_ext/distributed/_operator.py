@@ -22,7 +22,8 @@ _INPUTS = (
     "Tensor? rng_state, Tensor? key_mask"
 )
 _SHARDING = "str group, bool balanced, SymInt? seqlen_q, SymInt? seqlen_k, SymInt[]? documents"
-# The options of the operator on one process, without defaults: torch does not pass on an option that has its default.
+# The options of the operator on one process, without defaults, because torch does not pass options that have the
+# default value.
 _OPTIONS = re.sub("=[^,]*", "", str(_ops.attention._schema).partition("*, ")[2].partition(") -> ")[0])
 
 
@@ -56,7 +57,7 @@ def _(query, key, value, attn_mask, alibi_slopes, sink, rng_state, key_mask, met
     ),
 )
 def context_parallel_backward(grad_out, grad_lse, *arguments, wanted, **options):
-    """Computes the wanted gradients of ``_ops.DIFFERENTIABLE``. All processes must want the same ones."""
+    """Computes the wanted gradients of ``_ops.DIFFERENTIABLE``. All processes must want the same gradients."""
     inputs, (out, lse, method, *sharding) = Inputs(*arguments[:8]), arguments[8:]
     call = _call(inputs, Sharding(*sharding), options)
     sums = BackwardSums(call, inputs, out, lse, grad_out, grad_lse, wanted)
@@ -85,7 +86,7 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Te
     arguments = len(ctx.needs_input_grad)
     if grad_out is None and grad_lse is None:
         return (None,) * arguments
-    if torch.is_grad_enabled():  # otherwise the graph of the gradients would silently lack this part
+    if torch.is_grad_enabled():  # without this error, second derivatives would be wrong without a message
         raise NotImplementedError(
             "context_parallel_attn: got create_graph=True, for a second derivative; allowed: method='ulysses', "
             "or first derivatives"

@@ -1,8 +1,8 @@
-"""Ring attention (Liu et al. 2023, arXiv 2310.01889): processes pass keys and values around, and keep their queries.
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889): processes pass keys and values around.
 
-Each process computes with the keys and values that it holds, and at the same time sends them to the next process that
-needs them. The backward passes keys and values around again. One step later the sums of their gradients follow. At the
-end the sums return to the process that owns the keys.
+Queries do not move. Each process computes with its current keys and values, and at the same time sends them to the next
+process that needs them. The backward passes keys and values around again. The sums of their gradients follow one step
+later, and at the end return to the process that owns the keys.
 """
 
 import torch
@@ -15,7 +15,7 @@ from ._tiles import needed_distances, tiles_with_keys_of
 
 
 class _KeysAndValues:
-    """The keys and values of one process: one message with a view of each."""
+    """The keys and values of one process: one message, and a view of each."""
 
     def __init__(self, call: ShardedCall, rank: int, key: Tensor, value: Tensor, dtype: torch.dtype | None = None):
         """Allocates memory for the rows of process ``rank``. ``key`` and ``value`` give the other sizes."""
@@ -27,7 +27,7 @@ class _KeysAndValues:
 
 
 def _pass_keys_around(call: ShardedCall, key: Tensor, value: Tensor):
-    """Yields (rank, keys and values of that rank), first the own ones. The next ones arrive in the background."""
+    """Yields (rank, keys and values of that rank), first its own. The next keys and values arrive in the background."""
     group = call.group
     distances = needed_distances(call.geometry)
     current = _KeysAndValues(call, group.rank, key, value)

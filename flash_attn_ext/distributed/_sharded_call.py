@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
 class Sharding(NamedTuple):
     """The group of a call and the sequence that it shares, in types that operators of torch have."""
 
-    group: str  # its name
+    group: str  # the name of the group
     balanced: bool
     seqlen_q: int | None  # rows of the whole sequence; None: this process's rows times the number of processes
     seqlen_k: int | None
@@ -39,7 +39,7 @@ class Sharding(NamedTuple):
 class ShardedCall:
     group: Group
     geometry: Geometry
-    options: dict  # of the operator ``attention``
+    options: dict  # the options of the operator ``attention``
     heads: int
 
     def tile_options(self, tile: Tile) -> dict:
@@ -63,7 +63,7 @@ class ShardedCall:
 
 
 def make_sharded_call(group: Group, inputs: Inputs, sharding: Sharding, options: dict) -> ShardedCall:
-    """Raises if the rows of this process cannot be its share of the sequence."""
+    """Raises if this process's number of rows does not match the sharded sequence."""
     rank, size = group.rank, group.size
     queries = layout_of("query", inputs.query.shape[2], sharding.seqlen_q, rank, size, sharding.balanced)
     keys = layout_of("key", inputs.key.shape[2], sharding.seqlen_k, rank, size, sharding.balanced)

@@ -1,4 +1,4 @@
-"""The tiles of the score matrix that a process computes when it holds the keys of another process."""
+"""The tiles of the score matrix that a process computes with the keys of another process."""
 
 from bisect import bisect_left, bisect_right
 from functools import lru_cache
@@ -8,9 +8,9 @@ from ._layout import Layout
 
 
 class Band(NamedTuple):
-    """Key j is visible to query i of the sequence if -left <= j - (i + diagonal) <= right; None is no limit.
+    """Key j is visible to query i of the sequence if -left <= j - (i + diagonal) <= right (None: no limit).
 
-    And if no chunk ends between both: floor((i + diagonal + first_key) / chunk) == floor((j + first_key) / chunk).
+    Both must be in one chunk, too: floor((i + diagonal + first_key) / chunk) == floor((j + first_key) / chunk).
     """
 
     left: int | None
@@ -26,18 +26,18 @@ class Band(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """Everything that decides which process computes which tile. It is the same on every process."""
+    """The values that decide which process computes which tile. They are the same on every process."""
 
     queries: Layout
     keys: Layout
     band: Band
     documents: tuple[int, ...] | None  # cu_seqlens: the start of each document, and the end of the last one
-    # Whether scores depend on positions by the band only: there is no ALiBi, no dropout and no mask with columns.
+    # True if scores depend on positions only by the band: no ALiBi, no dropout, no mask with columns.
     depends_on_band_only: bool
 
 
 class Tile(NamedTuple):
-    """Rows [q_begin, q_end) of this process's queries and rows [k_begin, k_end) of the keys that it holds."""
+    """Rows [q_begin, q_end) of this process's queries, and rows [k_begin, k_end) of its current keys."""
 
     q_begin: int
     q_end: int
@@ -45,11 +45,12 @@ class Tile(NamedTuple):
     k_end: int
     diagonal: int  # query i of the tile has the position of its key i + diagonal
     bounded: bool  # whether the band cuts the tile
-    row: int = 0  # of the first query in its document
-    col: int = 0  # of the first key in its document
-    key: int = 0  # number of the first key in the whole sequence, and its column of the mask
+    row: int = 0  # the number of the first query in its document
+    col: int = 0  # the number of the first key in its document
+    key: int = 0  # the number of the first key in the whole sequence, which is its column of the mask
     document: int = 0  # number of the (first) document
-    lengths: tuple[int, ...] | None = None  # several whole documents: where each begins in the tile, and the end
+    # several whole documents: the start of each document in the tile, and the end
+    lengths: tuple[int, ...] | None = None
 
 
 def tiles_with_keys_of(geometry: Geometry, rank: int, owner: int) -> tuple[Tile, ...]:
@@ -101,7 +102,7 @@ def _tiles_of_chunks(geometry: Geometry, queries: tuple[int, int], keys: tuple[i
             whole.clear()
 
     offsets = geometry.documents
-    first = bisect_right(offsets, max(queries[0], keys[0])) - 1  # the first document that reaches into both chunks
+    first = bisect_right(offsets, max(queries[0], keys[0])) - 1  # the first document with rows in both chunks
     end_document = min(bisect_left(offsets, min(queries[1], keys[1])), len(offsets) - 1)
     for number in range(max(first, 0), end_document):
         begin, end = offsets[number : number + 2]
@@ -122,7 +123,7 @@ def _tiles_of_chunks(geometry: Geometry, queries: tuple[int, int], keys: tuple[i
 def _tile(
     band: Band, queries: tuple[int, int], keys: tuple[int, int], origin: tuple[int, int], document: int
 ) -> Tile | None:
-    """Returns the visible part of some rows and keys, or None if no part is visible."""
+    """Returns the visible part of these rows and keys, or None if no part is visible."""
     (q0, q1), (k0, k1) = queries, keys
     if q0 >= q1 or k0 >= k1:
         return None
@@ -167,7 +168,7 @@ def _join_tiles(tiles: list[Tile]) -> list[Tile]:
     for rows, columns in (
         ((0, 1), (2, 3)),
         ((2, 3), (0, 1)),
-    ):  # the same queries and consecutive keys, then the reverse
+    ):  # the same queries and consecutive keys, or the same keys and consecutive queries
         result: list[Tile] = []
         for tile in tiles:
             last = result[-1] if result else None

@@ -1,8 +1,8 @@
 """Ulysses attention (Jacobs et al. 2023, arXiv 2309.14509): exchanges heads for rows of the sequence, by all-to-all.
 
-Before the attention each process receives the whole sequence of its own share of the heads, and sends its rows of the
-other heads. Then it computes an ordinary attention. A second exchange returns the results. The two exchanges are
-operators of torch, and each one is the backward of the other one. ``seqlens`` are the lengths of the whole sequences.
+First each process receives the whole sequence for its part of the heads, and sends its rows of the other heads. Then it
+computes an ordinary attention. A second exchange returns the results. The two exchanges are operators of torch, and
+each is the backward of the other. ``seqlens`` are the lengths of the whole sequences.
 """
 
 from itertools import pairwise
@@ -95,7 +95,10 @@ _differentiate(sequence_for_heads, heads_for_sequence)
 
 
 def attention(call: ShardedCall, inputs: Inputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Computes (out, lse) of this process's queries. lse costs a message: without ``return_lse`` it is None."""
+    """Computes (out, lse) of this process's queries.
+
+    lse needs one more message, so it is None without ``return_lse``.
+    """
     queries, keys = call.geometry.queries, call.geometry.keys
     where = call.group.name, queries.balanced
     q, k, v = heads_for_sequence(list(inputs[:3]), *where, [queries.seqlen, keys.seqlen, keys.seqlen])

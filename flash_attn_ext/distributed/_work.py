@@ -1,4 +1,4 @@
-"""How the processes of a mesh share a call with DTensors: each computes the batches, heads or rows that it holds."""
+"""How the processes of a mesh share a call with DTensors: each process computes its batches, heads or rows."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ BATCH, HEADS, SEQUENCE = "batch", "heads", "sequence"
 class Work(NamedTuple):
     """For each dimension of the mesh: the kind of work that its processes share, BATCH, HEADS or SEQUENCE.
 
-    None: all processes of that dimension compute the same. Methods get the dimensions of a tensor as ``dims``, such as
+    None: all processes of this mesh dimension compute the same. ``dims``: the dimensions of a tensor, such as
     ``{BATCH: 0, HEADS: 1}``.
     """
 
@@ -34,18 +34,21 @@ class Work(NamedTuple):
         return math.prod([self.mesh.size(n) for n in self.mesh_dims(kind)])
 
     def placements(self, dims: Mapping[str, int]) -> list[Placement]:
-        """Returns the placements of a tensor. It is replicated where it lacks the shared dimension."""
+        """Returns the placements of a tensor. If the tensor lacks the shared dimension, it is replicated."""
         return [Shard(dims[kind]) if kind in dims else Replicate() for kind in self.shared]
 
     def placements_of_gradient(self, dims: Mapping[str, int]) -> list[Placement]:
-        """Returns the placements of a tensor's gradient. Where the tensor is replicated, gradients are partial sums."""
+        """Returns the placements of a tensor's gradient.
+
+        If the tensor is replicated, its gradients are partial sums.
+        """
         return [
             Partial() if kind is not None and kind not in dims else placement
             for kind, placement in zip(self.shared, self.placements(dims), strict=True)
         ]
 
     def local(self, t: Tensor, dims: Mapping[str, int]) -> Tensor:
-        """Returns this process's part of a tensor. The gradient is summed over the processes that share the part."""
+        """Returns this process's part of a tensor. The gradient is summed over the processes with the same part."""
         if not isinstance(t, DTensor):
             t = DTensor.from_local(t, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         wanted = self.placements(dims)
@@ -82,19 +85,19 @@ class Work(NamedTuple):
         """Returns the number of this process's first batch or head, out of ``size``."""
         first, coordinate = 0, self.mesh.get_coordinate()
         assert coordinate is not None
-        for n in self.mesh_dims(kind):  # chunks as torch.chunk cuts them, one mesh dimension after the other
+        for n in self.mesh_dims(kind):  # torch.chunk cuts for one mesh dimension after the other
             chunk = math.ceil(size / self.mesh.size(n))
             begin = min(coordinate[n] * chunk, size)
             first, size = first + begin, max(min(chunk, size - begin), 0)
         return first
 
     def rng_state(self, rng_state: Tensor | None, batch: int, heads: int, device: torch.device) -> Tensor:
-        """Returns a dropout state for this process's part: it drops the elements that one process would drop there."""
+        """Returns a dropout state for this process's part. It drops the same elements as a call on one process."""
         if isinstance(rng_state, DTensor):
             rng_state = rng_state.full_tensor()
         elif rng_state is None:
             rng_state = new_rng_state(device)
-        for n in range(self.mesh.ndim):  # the state of the mesh's first process
+        for n in range(self.mesh.ndim):  # uses the state of the mesh's first process
             rng_state = broadcast_first(rng_state, self.mesh.get_group(n).group_name)
         if not (self.mesh_dims(BATCH) or self.mesh_dims(HEADS)):
             return rng_state

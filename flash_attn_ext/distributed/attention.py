@@ -52,53 +52,52 @@ def context_parallel_attn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_attn` on a sequence that is sharded over a process group (:func:`shard_sequence`).
 
-    Every process calls it with the same options, and gets the result for its own rows of ``query``. Except for rounding
-    the result equals the one of a single process with the whole sequence. Every run gives the same bits. Letters are as
-    in :func:`flash_attn`. n is the number of processes, s_q and s_k are this process's rows, and S_q and S_k are the
-    rows of the whole sequence.
+    Every process calls it with the same options, and gets the result for its own rows of ``query``. Except for
+    rounding, the result equals the result of one process with the whole sequence. Every run gives the same bits.
+    Letters are as in :func:`flash_attn`. n is the number of processes. s_q and s_k are the numbers of rows on this
+    process, S_q and S_k the numbers of rows of the whole sequence.
 
     Args:
         query: (B, H, s_q, D), this process's rows.
         key: (B, H_kv, s_k, D), this process's rows; dtype and device of ``query``.
-        value: (B, H_kv, s_k, D_v), likewise.
+        value: (B, H_kv, s_k, D_v), as ``key``.
         attn_mask: broadcastable to (B, H, s_q, S_k): the rows of this process, and all keys in the order of the
-            sequence. So no mask is sent. bool or float as for :func:`flash_attn`.
+            sequence. No mask is sent. bool or float as for :func:`flash_attn`.
         dropout_p, is_causal, scale, enable_gqa, causal, window, softcap: as for :func:`flash_attn`. They apply to
             the whole sequence: "lower_right" and windows count from S_q and S_k.
-        method: how the processes share the work. None is "all_gather" if n * H_kv <= H, because the gathered keys are
-            then no larger than this process's queries. Otherwise it is "ring", with memory O(S / n).
+        method: how the processes share the work. None: "all_gather" if n * H_kv <= H, because then the gathered keys
+            are not larger than this process's queries; otherwise "ring".
 
             - "ring": processes pass keys and values around, and compute at the same time. Memory O(S / n).
             - "all_gather": every process gathers all keys and values, once in the forward and once in the backward.
-              Their memory is O(S_k). One message instead of n - 1: better for short sequences, few key heads and many
-              documents.
+              Memory O(S_k). One message instead of n - 1: better for short sequences, few key heads and many documents.
             - "ulysses": exchanges rows for heads by all-to-all, computes an ordinary attention, and exchanges back.
-              Memory O(S / n). It sends the fewest bytes if there are many heads. Messages and computation do not
+              Memory O(S / n). Sends the fewest bytes if there are many heads. Messages and computation do not
               overlap. n must divide H and H_kv.
         group: the ProcessGroup that shares the sequence. Without ``group`` and ``mesh`` it is the default group.
-        mesh: a DeviceMesh of one dimension instead, such as ``mesh["cp"]``.
-        balanced: whether ``shard_sequence(..., balanced=True)`` made the shards.
+        mesh: a DeviceMesh of one dimension, in place of ``group``, such as ``mesh["cp"]``.
+        balanced: True if ``shard_sequence(..., balanced=True)`` made the shards.
         seqlen: S, or (S_q, S_k), needed if shards have unequal lengths. None: n times this process's rows.
         cu_seqlens: (documents + 1) offsets of packed sequences ("documents") in the whole sequence, from 0 to S, on any
-            device. A document attends to itself alone, even if shards cut it. B must be 1, and S_q = S_k. Options apply
+            device. A document attends only to itself, even if shards cut it. B must be 1, and S_q = S_k. Options apply
             to each document, as in :func:`flash_attn_varlen`. Slopes and sink have shape (H). The host reads the
             offsets.
         alibi_slopes, sink: (H) or (B, H), the same on every process.
-        key_mask: (B, S_k), all keys in the order of the sequence, such as padding: one byte a token on each process.
-            ``unshard_sequence(padding, 1)`` makes it from shards. Otherwise as for :func:`flash_attn`.
-        return_lse: also return the logsumexp (B, H, s_q), with its gradient.
-        rng_state: int64 (seed, offset), the same on every process. Dropout then drops the elements that
-            :func:`flash_attn` drops in the whole sequence. None: every process draws a state, and all use the one of
-            the group's first process (16 bytes are sent).
+        key_mask: (B, S_k), all keys in the order of the sequence, such as padding: one byte for each token on each
+            process. ``unshard_sequence(padding, 1)`` makes it from shards. Otherwise as for :func:`flash_attn`.
+        return_lse: also returns the logsumexp (B, H, s_q), which is differentiable.
+        rng_state: int64 (seed, offset), the same on every process. Then dropout drops the same elements as
+            :func:`flash_attn` on the whole sequence. None: every process draws a state, and all use the state of the
+            group's first process (16 bytes are sent).
         deterministic: as for :func:`flash_attn`.
         attention_chunk: as for :func:`flash_attn`. Chunks count in the whole sequence, or in each document.
 
     Returns:
         out (B, H, s_q, D_v), or (out, lse).
 
-    The gradients of query, key and value are complete for this process's rows. A tensor that every process holds (a
-    mask without rows, slopes, sink) gets this process's part of its gradient: add the parts of all processes, as for
-    the parameters of a model with sharded tokens. Differentiable once, with "ulysses" twice.
+    The gradients of query, key and value are complete for this process's rows. For a tensor that every process holds (a
+    mask without rows, slopes, sink), each process computes a part of the gradient: add the parts of all processes, as
+    for the parameters of a model with sharded tokens. Differentiable once, with "ulysses" twice.
 
     Each process sends these bytes, with e bytes for an element, a bytes for an accumulator (8 for float64, otherwise 4)
     and KV = B * H_kv * S_k / n * (D + D_v):
@@ -112,16 +111,17 @@ def context_parallel_attn(
 
     with Q = B * H * S_q / n * D, O = B * H * S_q / n * D_v (with ``return_lse`` also (n - 1) / n * B * H * S_q / n * a
     each way). v is the number of distances t, from 0 on, for which a process r needs the keys of process r - t: n, or
-    fewer with a window or with documents. Unequal shards are sent in their own length, with "all_gather" in the longest
-    one. Before that each process sends 1 KiB to every other process, to compare the calls: on CPU at every call, on a
-    GPU once for each new call.
+    fewer with a window or with documents. Unequal shards are sent with their own length; with "all_gather" they are
+    padded to the longest shard. Before the call each process sends 1 KiB to every other process, to compare the calls:
+    on CPU for every call, on a GPU once for each new call.
 
     Raises:
-        ValueError: the number of rows is no share of the sequence, the method is not possible, the group lacks this
+        ValueError: no shard of the sequence has this number of rows, the method is not possible, the group lacks this
             process or a backend for the device, or the calls of the processes differ. If a process raises an error for
             its arguments, the other processes raise a ValueError.
         TypeError: as :func:`flash_attn`.
-        RuntimeError: an error of torch.distributed. Examples: a process died, or did not answer within the time-out.
+        RuntimeError: an error of torch.distributed, for example if a process died or did not answer within the
+        time-out.
 
     Sources: Liu et al. 2023 (arXiv 2310.01889), ring; Dubey et al. 2024 (arXiv 2407.21783, section 3.3.2), all-gather
     and the balanced order; Jacobs et al. 2023 (arXiv 2309.14509), Ulysses.
@@ -152,7 +152,7 @@ def attend_over_processes(
     seqlen: int | tuple[int | None, int | None] | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of this process's queries; lse may be None unless the call asks for it.
+    """Returns (out, lse) of this process's queries. lse may be None if the call does not return it.
 
     All processes raise if ``make_call`` or a check raises on one process.
     """
@@ -181,7 +181,7 @@ class _CheckedCall(NamedTuple):
     options: dict
 
     def description(self) -> dict[str, object]:
-        """Everything that has to be the same on every process. With ``seqlen`` the number of rows may differ."""
+        """The values that must be the same on every process. With ``seqlen`` the number of rows may differ."""
         inputs, sharding = self.inputs, self.sharding
         own_rows = [None if seqlen is None else 2 for seqlen in (sharding.seqlen_q, sharding.seqlen_k)]
         mask, offsets = inputs.attn_mask, sharding.documents
@@ -204,7 +204,7 @@ class _CheckedCall(NamedTuple):
 
 
 def _checked_call(call: Call, processes: Group, method, balanced, seqlen, cu_seqlens) -> _CheckedCall:
-    """Every check of this process's arguments. Nothing is sent."""
+    """Checks this process's arguments. Nothing is sent."""
     inputs, options = Inputs(**call.tensors), call.operator.option_defaults | call.options
     _check_tensors(processes, inputs)
     check_heads(inputs.query.shape[1], inputs.key.shape[1], call.enable_gqa)
@@ -212,7 +212,7 @@ def _checked_call(call: Call, processes: Group, method, balanced, seqlen, cu_seq
     documents = None if cu_seqlens is None else _documents(cu_seqlens)
     sharding = Sharding(processes.name, bool(balanced), *_lengths(seqlen), documents)
     method = _method(method, processes, inputs)
-    if not torch.compiler.is_compiling():  # tracing the operators makes these checks
+    if not torch.compiler.is_compiling():  # when the operators are traced, they make these checks
         checked = inputs
         if call.needs_rng_state():  # drawn after the checks
             checked = inputs._replace(rng_state=torch.empty(2, dtype=torch.int64, device=inputs.query.device))
@@ -245,7 +245,7 @@ def _lengths(seqlen: object) -> tuple[int | None, int | None]:
 
 
 def _autocast(inputs: Inputs) -> Inputs:
-    """Casts as the operator does under autocast, but before anything is sent."""
+    """Casts as the operator does under autocast, before tensors are sent."""
     kind = inputs.query.device.type
     if not torch.is_autocast_enabled(kind):
         return inputs

@@ -1,4 +1,4 @@
-"""context_parallel_sdpa: torch's scaled_dot_product_attention as context_parallel_attn, for a block of code."""
+"""context_parallel_sdpa: runs torch's scaled_dot_product_attention as context_parallel_attn, in a block of code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,28 +23,28 @@ def context_parallel_sdpa(
 ) -> Iterator[None]:
     """In this block ``torch.nn.functional.scaled_dot_product_attention`` is :func:`context_parallel_attn`.
 
-    For models without code for context parallelism. torch's own experimental context shards tensors in place, but has
-    no attention on CPU (torch 2.13). Both together::
+    For models without code for context parallelism. torch's experimental context shards tensors in place, but has no
+    attention on CPU (torch 2.13). Use both together::
 
         with context_parallel(mesh, buffers=[x, labels], buffer_seq_dims=[1, 1]), context_parallel_sdpa(mesh=mesh):
             loss = loss_function(model(x), labels)
 
-    Either block may be the outer one. Without torch's block, :func:`shard_sequence` shards. The backward may run inside
-    or outside. As torch's context does, this block replaces an attribute of torch.nn.functional, in all threads. The
-    following see this process's rows only: a function that was imported from there by name before, :func:`flash_attn`,
-    torch's fused inference path, and attention weights (``need_weights=True``). Blocks must end in the opposite order
-    of their starts.
+    Either block may be the outer one. Without torch's block, use :func:`shard_sequence`. The backward may run inside or
+    outside of the block. Like torch's context, this block replaces an attribute of torch.nn.functional, in all threads.
+    Some functions still attend only to this process's rows: a function that was imported by name before the block,
+    :func:`flash_attn`, torch's fused inference path, and attention weights (``need_weights=True``). Blocks must end in
+    the reverse order of their starts.
 
     Args:
-        group, mesh, method: as for :func:`context_parallel_attn`. It also gets the other arguments of each call: a mask
-            has the rows of this process and all keys.
-        balanced: None: as torch's context shards, balanced if this process has an even number of rows. The number of
-            processes must divide the length.
+        group, mesh, method: as for :func:`context_parallel_attn`. A mask of a call has the rows of this process and all
+            keys.
+        balanced: as for :func:`context_parallel_attn`. None: as torch's context: balanced if this process has an even
+            number of rows. The number of processes must divide the length.
 
     Raises:
         ValueError, TypeError: in the block, as :func:`context_parallel_attn`, and for DTensors that are not Shard(2).
     """
-    resolve_group(group, mesh)  # to raise before the block
+    resolve_group(group, mesh)  # raises before the block starts
     original = F.scaled_dot_product_attention
 
     def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, *positional, **options):
@@ -62,7 +62,7 @@ def context_parallel_sdpa(
 
 
 def _local(name: str, t: Tensor | None) -> Tensor | None:
-    """Returns this process's rows. torch's context inside this one makes DTensors of them."""
+    """Returns this process's rows. torch's context, if it is the inner block, passes DTensors."""
     if not isinstance(t, DTensor):
         return t
     if t.placements != (Shard(2),):

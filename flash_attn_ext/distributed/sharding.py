@@ -1,4 +1,4 @@
-"""shard_sequence and unshard_sequence: from the whole sequence to this process's rows, and back."""
+"""shard_sequence and unshard_sequence: convert the whole sequence to this process's rows, and back."""
 
 import torch
 import torch.distributed as dist
@@ -22,22 +22,23 @@ def shard_sequence(
 ) -> Tensor:
     """Returns this process's rows of ``x`` along ``dim``. Every process holds the whole ``x``, and nothing is sent.
 
-    Shard tensors, position ids and labels in the same way, so that they fit together. Position ids must be sharded too,
-    or given by the caller, because the rows of a process are not consecutive.
+    Shard tensors, position ids and labels in the same way. Pass explicit position ids to the model, because the rows of
+    a process are not consecutive.
 
     Args:
         x: any tensor, the same on every process of the group.
         dim: the sequence's dimension.
-        group: a ProcessGroup; the default group if neither it nor ``mesh`` is given.
-        mesh: a DeviceMesh of one dimension instead.
-        balanced: cut the sequence into 2 n chunks for n processes. Process r gets the chunks r and 2 n - 1 - r
-            ("zigzag"), so that all processes have the same work in a causal attention. False: n chunks, process r has
+        group: a ProcessGroup. None, without ``mesh``: the default group.
+        mesh: a DeviceMesh of one dimension, in place of ``group``.
+        balanced: True: cuts the sequence into 2 n chunks for n processes. Process r gets the chunks r and 2 n - 1 - r
+            ("zigzag"), so that all processes have the same work in a causal attention. False: n chunks; process r gets
             chunk r, which is better with short windows.
-        uneven: allow a length that the number of chunks does not divide. The first chunks then have one row more, and
+        uneven: allows a length that the number of chunks does not divide. The first chunks then have one row more, and
             :func:`context_parallel_attn` and :func:`unshard_sequence` need ``seqlen=``.
 
     Returns:
-        A contiguous tensor, (..., rows, ...). Differentiable. The gradient is 0 in the rows of other processes.
+        A contiguous tensor, (..., rows, ...). Differentiable. The gradient of ``x`` is 0 in the rows of other
+        processes.
 
     Raises:
         ValueError: the number of chunks does not divide the length, without ``uneven``; a group without this process.
@@ -75,8 +76,8 @@ def unshard_sequence(
         (..., seqlen, ...). Differentiable: the gradients of all processes are added, in the order of the processes.
 
     Raises:
-        ValueError: ``x`` has not this process's number of rows; the shards of the processes do not fit together; a
-            group without this process.
+        ValueError: ``x`` has a wrong number of rows; the shards of the processes do not match; a group without this
+        process.
     """
     where = resolve_group(group, mesh)
 

@@ -17,11 +17,12 @@ class HeadParallel(ParallelStyle):
     """Tensor parallelism over heads for :class:`flash_attn_ext.MultiheadAttention` (Shoeybi et al. 2019).
 
     ``parallelize_module(model, mesh["tp"], {"layers.0.self_attn": HeadParallel()})`` gives each process num_heads / n
-    heads: their rows of the projections of query, key and value, and their columns of the output projection. Parameters
-    become DTensors with torch's names and shapes, so checkpoints do not change. Inputs and output are the same on every
-    process of the mesh: plain tensors, or replicated DTensors. Forward and backward have one all-reduce each. With
-    ``need_weights=True`` attention weights are sent, too: averaged weights as one all-reduce, otherwise the weights of
-    all heads. With ``top_k`` of averaged weights the whole (B, S_q, S_k) exists for a moment.
+    heads. The process has the rows of these heads in the projections of query, key and value, and their columns of the
+    output projection. Parameters become DTensors with torch's names and shapes, so checkpoints do not change. Inputs
+    and output are the same on every process of the mesh: plain tensors, or replicated DTensors. Forward and backward
+    have one all-reduce each. With ``need_weights=True`` attention weights are sent, too: averaged weights by one
+    all-reduce, otherwise the weights of all heads. With ``top_k`` of averaged weights, a (B, S_q, S_k) tensor is
+    allocated temporarily.
 
     Raises:
         TypeError: another kind of module. ``replace_attention`` converts torch's modules.
@@ -42,9 +43,7 @@ class HeadParallel(ParallelStyle):
             )
         if module.bias_k is not None or module.add_zero_attn:
             raise ValueError("module: got add_bias_kv or add_zero_attn; allowed: a module without them")
-        thirds = _StridedShard(
-            0, split_factor=3
-        )  # in_proj: shards the rows of query, key and value, one third after the other
+        thirds = _StridedShard(0, split_factor=3)  # in_proj: shards each third of the rows (query, key, value)
         wanted = {
             "in_proj_weight": thirds, "in_proj_bias": thirds, "q_proj_weight": Shard(0), "k_proj_weight": Shard(0),
             "v_proj_weight": Shard(0), "out_proj.weight": Shard(1), "out_proj.bias": Replicate(),
@@ -100,7 +99,7 @@ class _HeadParallelAttention(MultiheadAttention):
         if not need_weights:
             return self._as_given(query, out), None
 
-        # The largest averaged weights are known only after the average over all processes.
+        # top_k needs the average over all processes first.
         weights = attention_weights(
             q, k, mask, key_mask, lse, rng_state, dropout_p, average_attn_weights,
             None if average_attn_weights else top_k,

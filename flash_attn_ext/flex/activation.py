@@ -1,11 +1,11 @@
-"""activate() for torch's flex_attention: on CPU it runs here, also with inputs that require gradients.
+"""activate() for torch's flex_attention: on CPU, flash_attn_ext runs it, also with inputs that require gradients.
 
 Three parts of torch.nn.attention.flex_attention are replaced:
 
 - the function itself, for eager calls: torch's function would first trace the call with Dynamo;
 - the check that refuses gradients on CPU;
-- the kernel of the higher-order operator (higher_order.py). Compiled calls use it, and so do callers that imported
-  torch's function before.
+- - the kernel of the higher-order operator (higher_order.py), for compiled calls, and for callers that imported torch's
+    function before.
 """
 
 import functools
@@ -26,7 +26,7 @@ from . import attention
 _MODULE = "torch.nn.attention.flex_attention"
 _OPERATOR = "flex_attention"
 
-counts: Counter[tuple[str, str]] = Counter()  # {(operator, reason): calls}; "" is no reason: the call ran here
+counts: Counter[tuple[str, str]] = Counter()  # {(operator, reason): calls}; the reason "": flash_attn_ext ran the call
 _replaced: dict[str, Any] = {}  # attributes of torch's module
 _is_wanted = False
 
@@ -56,7 +56,7 @@ def deactivate() -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Replaces torch's functions as soon as somebody imports their module."""
+    """Replaces torch's functions when their module is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -83,7 +83,7 @@ def _replace(module: ModuleType) -> None:
     names = ("flex_attention", "_validate_device")
     try:
         from .higher_order import is_installed, take_calls_of_torch
-    except (ImportError, AttributeError):  # of torch's operator, or of an operator that it calls
+    except (ImportError, AttributeError):  # from torch's operator, or from an operator that it calls
         is_installed, take_calls_of_torch = False, None
     if take_calls_of_torch is None or not is_installed or not all(hasattr(module, name) for name in names):
         counts[_OPERATOR, "this version of torch has another flex_attention"] += 1
@@ -113,7 +113,7 @@ def _any_gradients_or(validate: Any) -> Any:
 
 
 def _eager_or(of_torch: Any) -> Any:
-    """torch's flex_attention, except for eager calls on CPU."""
+    """Returns torch's flex_attention with another path for eager calls on CPU."""
 
     @functools.wraps(of_torch)
     def flex_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -38,32 +38,32 @@ def flex_attention(
 ) -> "Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]":
     """``softmax(score_mod(scale * query @ key^T))  @ value``: torch's flex_attention, with its arguments and meanings.
 
-    On CPU it computes tile by tile and never stores the score matrix, in the forward and in the backward. The functions
-    are traced once; no compiler runs. torch's operators compute forward mode, second derivatives and torch.func, on
-    blocks of queries. torch.compile traces one operator, without a break of the graph.
+    Forward and backward compute tile by tile and never store the score matrix. The functions are traced once, and no
+    compiler runs. torch's operators compute forward mode, second derivatives and torch.func, on blocks of queries.
+    torch.compile traces one operator, without a graph break.
 
     Args:
         query: (B, H, S_q, D). float32, float64, bfloat16 or float16; D from 1 to 1024.
         key: (B, H_kv, S_k, D), dtype and device of ``query``.
-        value: (B, H_kv, S_k, D_v), likewise.
+        value: (B, H_kv, S_k, D_v), as ``key``.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)`` returns the new score. All arguments are 0-d tensors. The
-            function may read other tensors by index, which then receive gradients. docs/flex.md lists the operators.
-        block_mask: a BlockMask of torch (``create_block_mask``). Hidden blocks are not computed. Its ``mask_mod`` is
-            computed in partial blocks only.
+            function may read other tensors by index; these tensors receive gradients. docs/flex.md lists the operators.
+        block_mask: a BlockMask of torch (``create_block_mask``). Hidden blocks are skipped. Its ``mask_mod`` is
+            evaluated in partial blocks only.
         scale: factor of ``query @ key^T``; ``1 / sqrt(D)`` if None.
-        enable_gqa: allow H_kv < H: query head h uses key head ``h // (H // H_kv)``.
-        return_lse: also return the logsumexp of the new scores, natural logarithm.
-        kernel_options: options of torch's kernels. They change no result, and are ignored here.
-        return_aux: ``AuxRequest(lse=True)`` of torch: return (out, AuxOutput).
+        enable_gqa: allows H_kv < H. Query head h uses key head ``h // (H // H_kv)``.
+        return_lse: also returns the logsumexp of the new scores, natural logarithm.
+        kernel_options: options of torch's kernels, which are ignored. They do not change results.
+        return_aux: torch's ``AuxRequest(lse=True)``: returns (out, AuxOutput).
 
     Returns:
         out (B, H, S_q, D_v); or (out, lse); or (out, AuxOutput). A row without a visible key has out 0, lse -inf
         and gradients 0.
 
     Raises:
-        NotImplementedError: an operator that no program has (the message names its line); a call that no kernel of the
-            device runs (docs/flex.md, "On a GPU"); third derivatives.
-        TypeError, ValueError: an argument that is not allowed.
+        NotImplementedError: a function uses an operator that programs do not have (the message names the line); the
+        device has no kernel for the call (docs/flex.md, "On a GPU"); third derivatives. TypeError, ValueError: an
+        argument that is not allowed.
 
     Source: Dong et al., "Flex Attention", 2024 (arXiv 2412.05496).
     """
@@ -77,7 +77,7 @@ def flex_attention(
     call = Call(_ops.DENSE, tensors, {"scale": None if scale is None else float(scale)})
     out, lse = run_with_functions(call, score_mod=score_mod, block_mask=block_mask)
     if return_aux is not None:
-        flex = sys.modules[type(return_aux).__module__]  # torch's, whose import takes seconds
+        flex = sys.modules[type(return_aux).__module__]  # torch's module. An import statement here would take seconds
         return out, flex.AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
 
@@ -89,7 +89,7 @@ def run_with_functions(
     mask_mod: MaskMod | None = None,
     block_mask: "BlockMask | None" = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) with functions of the user. The call has the form of an operator without functions."""
+    """Returns (out, lse) with functions of the user. ``call`` is for the operator without functions."""
     if torch.compiler.is_dynamo_compiling():
         from .higher_order import run_in_graph
 
@@ -119,7 +119,7 @@ def run_if_ordinary(
     enable_gqa: bool,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Computes an ordinary eager call of flash_attn. Returns None if a mode or transform must see its tensors."""
+    """Computes an ordinary eager call of flash_attn. Returns None if a torch mode or transform must intercept it."""
     if is_traced():
         return None
     for name in _INPUTS:
@@ -138,7 +138,7 @@ def run_operator(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def is_one_block(block_size_q: int, block_size_k: int) -> bool:
-    """Whether a BlockMask is torch's empty one: one block, whatever the lengths are."""
+    """Whether a BlockMask is torch's empty mask: one block, for all lengths."""
     return (block_size_q, block_size_k) == (WHOLE, WHOLE)
 
 
@@ -151,7 +151,7 @@ OPERATORS = {
 def with_functions(
     call: Call, score_mod: ScoreMod | None, mask_mod: MaskMod | None, block_mask: "BlockMask | None"
 ) -> Call:
-    """Returns the call of the operator that takes functions of the user."""
+    """Returns the call of the operator with functions of the user."""
     check_functions(call, mask_mod, block_mask)
     query = call.tensors["query"]
     assert query is not None

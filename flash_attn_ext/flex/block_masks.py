@@ -1,4 +1,4 @@
-"""torch's BlockMask as the operator's block states: 0 hidden, 1 partial, 2 full."""
+"""Converts torch's BlockMask to the operator's block states: 0 hidden, 1 partial, 2 full."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ def states_of_lists(
         listed = torch.arange(blocks.shape[-1], device=blocks.device) < counts.unsqueeze(-1)
         is_inside = listed & (blocks >= 0) & (blocks < columns)
         row_count = min(rows, blocks.shape[-2])
-        # One more column receives the blocks that are in no list.
+        # One more column for indices beyond the count.
         column = torch.where(is_inside, blocks, columns).long()[..., :row_count, :]
         marked = torch.zeros((*states.shape[:-2], row_count, columns + 1), dtype=torch.uint8, device=states.device)
         marked.scatter_(-1, column, state)
@@ -55,8 +55,8 @@ def states_of_lists(
 
 
 def check_block_mask(block_mask: "BlockMask", query: Tensor, lengths: tuple[int, int] | None) -> None:
-    """Raises where torch's flex_attention raises. ``lengths`` are S_q and S_k, or None for packed sequences."""
-    if type(block_mask).__name__ != "BlockMask":  # torch's module is not imported for a check: that takes seconds
+    """Raises if torch's flex_attention would raise. ``lengths``: S_q and S_k, or None for packed sequences."""
+    if type(block_mask).__name__ != "BlockMask":  # an import of torch's module would take seconds
         raise TypeError(
             f"block_mask: got {type(block_mask).__name__}; allowed: None, a torch.nn.attention.flex_attention.BlockMask"
         )
@@ -65,7 +65,7 @@ def check_block_mask(block_mask: "BlockMask", query: Tensor, lengths: tuple[int,
     if block_mask.kv_num_blocks.device != query.device:
         raise RuntimeError(f"block_mask: got a mask on {block_mask.kv_num_blocks.device}; allowed: {query.device}")
     if lengths is None or tuple(block_mask.BLOCK_SIZE) == (WHOLE,) * 2:
-        return  # the operator checks the lengths; or one block, whatever the lengths
+        return  # the operator checks the lengths, or one block is for all lengths
     got, wanted = tuple(block_mask.seq_lengths), lengths
     if got != wanted:
         raise ValueError(

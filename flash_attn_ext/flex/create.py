@@ -1,6 +1,6 @@
 """Block masks without an S x S tensor.
 
-This module imports torch's flex_attention, which takes seconds. The package does not import it.
+This module imports torch's flex_attention, which takes seconds. So the package does not import this module.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def create_block_mask(
     device: torch.device | str = "cpu",
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """torch's ``create_block_mask`` in less memory: it stores one row of blocks of the mask at a time.
+    """torch's ``create_block_mask`` with less memory: it stores one row of blocks of the mask at a time.
 
     Arguments and result are as in ``torch.nn.attention.flex_attention.create_block_mask``. It runs in eager mode only.
     """
@@ -42,7 +42,7 @@ def create_block_mask(
 def dense_block_mask(mask: Tensor, BLOCK_SIZE: int | tuple[int, int] = 128) -> BlockMask:
     """The block mask of a bool mask (S_q, S_k), (H, S_q, S_k) or (B, H, S_q, S_k); True is visible.
 
-    A size of 1 stands for all batches or heads. Partial blocks read the mask, so the mask stays in memory.
+    A size of 1 means all batches or heads. Partial blocks read the mask, so the mask stays in memory.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() not in (2, 3, 4):
         got = f"{mask.dtype}, {mask.dim()} dimensions" if isinstance(mask, Tensor) else type(mask).__name__
@@ -63,11 +63,11 @@ def dense_block_mask(mask: Tensor, BLOCK_SIZE: int | tuple[int, int] = 128) -> B
 def documents_block_mask(
     cu_seqlens: Tensor, *, causal: bool = False, BLOCK_SIZE: int | tuple[int, int] = 128
 ) -> BlockMask:
-    """Block mask of documents that follow each other in one row: a query sees the keys of its own document.
+    """The block mask of packed documents: a query sees the keys of its own document.
 
     Args:
-        cu_seqlens: (number of documents + 1), integers: the first row of each document, and the length of the row.
-        causal: a query sees no later keys.
+        cu_seqlens: (documents + 1), integers: the first row of each document, and the total number of rows.
+        causal: True: a query sees no later keys.
         BLOCK_SIZE: of the blocks of queries and keys.
     """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
@@ -101,9 +101,10 @@ def window_block_mask(
     device: torch.device | str = "cpu",
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """Block mask of a band: query i sees the keys from ``i + diagonal - left`` to ``i + diagonal + right``.
+    """The block mask of a band: query i sees the keys from ``i + diagonal - left`` to ``i + diagonal + right``.
 
-    None is no limit, and ``right=0`` is causal. ``diagonal = KV_LEN - Q_LEN`` puts the last query at the last key.
+    None means no limit, and ``right=0`` is causal. With ``diagonal = KV_LEN - Q_LEN`` the last query has the position
+    of the last key.
     """
     block_q, block_k = _block_sizes(BLOCK_SIZE, Q_LEN, KV_LEN)
     for name, size in (("left", left), ("right", right)):
@@ -133,16 +134,16 @@ def listed_block_mask(
     mask_mod: MaskMod | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """Block mask from flash-attention 4's lists (``BlockSparseTensorsTorch``).
+    """Makes a block mask from flash-attention 4's lists (``BlockSparseTensorsTorch``).
 
     Args:
-        mask_block_cnt: (B or 1, H or 1, query blocks), int32: the number of blocks in which ``mask_mod`` decides.
+        mask_block_cnt: (B or 1, H or 1, query blocks), int32: the number of blocks in which ``mask_mod`` is evaluated.
         mask_block_idx: (B or 1, H or 1, query blocks, columns), int32: the indices of these blocks. Indices beyond the
             count are not read.
-        full_block_cnt: likewise, blocks that are visible as a whole.
-        full_block_idx: likewise.
+        full_block_cnt: as ``mask_block_cnt``, for blocks that are fully visible.
+        full_block_idx: as ``mask_block_idx``, for blocks that are fully visible.
         Q_LEN, KV_LEN: the lengths of query and key.
-        mask_mod: a function as in torch's BlockMask. None: the blocks of the first lists are visible as a whole, too.
+        mask_mod: a function as in torch's BlockMask. None: the blocks of the first two lists are fully visible, too.
         BLOCK_SIZE: of the blocks of queries and keys.
     """
     block_q, block_k = _block_sizes(BLOCK_SIZE, Q_LEN, KV_LEN)
@@ -161,7 +162,7 @@ def listed_block_mask(
         is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
         if (is_listed & ((indices < 0) | (indices >= columns))).any():
             raise ValueError(f"{prefix}_block_idx: allowed: 0 to {columns - 1}, the blocks of KV_LEN keys")
-        column = torch.where(is_listed, indices, columns).long()  # the last column is dropped
+        column = torch.where(is_listed, indices, columns).long()  # the last column is removed
         listed = torch.zeros((*counts.shape, columns + 1), dtype=torch.bool, device=counts.device)
         states.append(listed.scatter_(-1, column, True)[..., :columns])
     full = states[-1] if len(states) == 2 else torch.zeros_like(states[0])
@@ -177,10 +178,10 @@ def _block_sizes(BLOCK_SIZE: int | tuple[int, int], q_len: int, kv_len: int) -> 
 
 
 def _edges(lengths: tuple[int, int], sizes: tuple[int, int], device: torch.device | str) -> tuple[Tensor, ...]:
-    """Returns the first and the last query of each row of blocks, (rows, 1), and likewise the keys of each column.
+    """Returns the first and the last query of each row of blocks, (rows, 1), and the first and last key of each column.
 
-    The last result says for each block, (rows, columns), whether it ends before the lengths do. In torch only such a
-    block can be full.
+    The last result, (rows, columns), is True for a block that ends before the lengths. In torch only these blocks can
+    be full.
     """
     first = [torch.arange(0, length, size, device=device) for length, size in zip(lengths, sizes, strict=True)]
     last = [f + size - 1 for f, size in zip(first, sizes, strict=True)]
@@ -192,7 +193,7 @@ def _edges(lengths: tuple[int, int], sizes: tuple[int, int], device: torch.devic
 def _from_rows(
     rows: Callable[[int, int], Tensor], mask_mod: MaskMod, lengths: tuple[int, ...], sizes: tuple[int, int]
 ) -> BlockMask:
-    """``rows(begin, end)`` returns the bool mask (B, H, end - begin, KV_LEN) of these queries."""
+    """Makes a block mask. ``rows(begin, end)`` returns the bool mask (B, H, end - begin, KV_LEN) of these queries."""
     (q_len, kv_len), (block_q, block_k) = lengths, sizes
     columns = -(-kv_len // block_k)
     counts = []
@@ -207,7 +208,10 @@ def _from_rows(
 def _from_blocks(
     visible: Tensor, full: Tensor, mask_mod: MaskMod | None, lengths: tuple[int, ...], sizes: tuple[int, int]
 ) -> BlockMask:
-    """``visible`` and ``full``: a bool for each block, (B, H, query blocks, key blocks) or the last two dimensions."""
+    """Makes a block mask.
+
+    ``visible``, ``full``: bool (B, H, query blocks, key blocks), or only the last two dimensions.
+    """
     visible, full = (t[(None,) * (4 - t.dim())] for t in (visible, full))
     visible, full = torch.broadcast_tensors(visible, full)
     return BlockMask.from_kv_blocks(
@@ -216,6 +220,6 @@ def _from_blocks(
 
 
 def _lists_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (count, indices): the blocks that are True in each row come first, then the other indices."""
+    """Returns (count, indices) of each row: first the blocks that are True, then the other indices."""
     indices = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int(), indices.int()

@@ -1,4 +1,7 @@
-"""Makes a key of all that a function reads besides its arguments. A function is traced only if its key is new."""
+"""Makes a key of all values that a function reads in addition to its arguments.
+
+Only functions with a new key are traced.
+"""
 
 import builtins
 import dis
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 _DEEPEST = 8
-_LONGEST = 64  # of a list, tuple or dict
+_LONGEST = 64  # the largest size of a list, tuple or dict
 _CONSTANTS = (int, float, str, bytes, bool, complex, type(None), torch.dtype, torch.device)
 _TRUSTED = frozenset({"torch", "math", "operator", "functools", "builtins", "numpy"})
 
@@ -23,14 +26,17 @@ class Dependencies:
         self.parts: list[Any] = []  # hashable
         self.tensors: list[Tensor] = []
         self.is_complete = True
-        self._numbers: dict[int, int] = {}  # of tensors
-        self._visited: dict[int, int] = {}  # of other objects
+        self._numbers: dict[int, int] = {}  # id of a tensor -> its number
+        self._visited: dict[int, int] = {}  # id of another object -> its number
 
     def number_of(self, tensor: Tensor) -> int | None:
         return self._numbers.get(id(tensor))
 
     def add(self, value: Any, names: frozenset[str] = frozenset(), depth: int = 0) -> None:
-        """Adds a value, and all that a function reads from it. ``names`` are the attributes in the function's code."""
+        """Adds a value, and everything that a function reads from it.
+
+        ``names``: the attributes in the function's code.
+        """
         if isinstance(value, Tensor):
             self._add_tensor(value)
         elif isinstance(value, _CONSTANTS):
@@ -121,9 +127,9 @@ class Dependencies:
 
 
 class QuickKey:
-    """A key of functions that read only tensors, numbers and modules. It costs a tenth of the work of Dependencies.
+    """A key of functions that read only tensors, numbers and modules. It takes a tenth of the time of Dependencies.
 
-    The parts of the key have a fixed order, and so have the tensors.
+    The parts of the key and the tensors have a fixed order.
     """
 
     def __init__(self, *functions: Any) -> None:
@@ -180,9 +186,9 @@ _MOST_CODES = 1024
 
 
 class _QuickCode(NamedTuple):
-    code: types.CodeType  # kept, so that no other code has its id
+    code: types.CodeType  # kept alive, so that no other code object gets the same id
     globals_read: tuple[str, ...]
-    number: int  # of no other code
+    number: int  # unique
 
 
 _quick_codes: dict[int, _QuickCode] = {}  # by id
@@ -190,7 +196,7 @@ _counter = itertools.count()
 
 
 class _Identity:
-    """An object as part of a key. It equals only itself, and the key keeps it alive."""
+    """An object as a part of a key. It is equal only to itself, and the key keeps it alive."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -203,7 +209,7 @@ class _Identity:
 
 
 def _is_trusted(module: str | None, value: object) -> bool:
-    """Whether a module, or a function of it, is the same at each call."""
+    """Whether a module, or a function of a module, is the same in each call."""
     return isinstance(value, (types.ModuleType, types.FunctionType)) and (module or "").partition(".")[0] in _TRUSTED
 
 
@@ -216,7 +222,7 @@ def _static_attribute(cls: type, name: str) -> object:
 
 @functools.lru_cache(maxsize=1024)
 def _names_of(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Names of globals and attributes that a function reads, also in functions that it defines."""
+    """Returns the names of globals and attributes that a function reads, also in its inner functions."""
     globals_read: dict[str, None] = {}
     attributes: set[str] = set()
     for instruction in dis.get_instructions(code):

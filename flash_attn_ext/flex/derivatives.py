@@ -1,10 +1,10 @@
-"""Forward mode and double backward of attention with functions of the user, or by index, made of torch's operators.
+"""Forward mode and double backward of attention with functions of the user or by index, composed of torch's operators.
 
 There are no kernels for these derivatives. torch's operators compute a block of queries of one batch densely, and torch
-differentiates it. Then its memory is freed, so the memory is linear in the sequence lengths.
+differentiates the block. Then the memory of the block is freed, so memory is linear in the sequence lengths.
 
-docs/derivative_formulas.md has the formulas: J is the derivative of the backward by its cotangents, and H is the
-gradient of <backward, tangents>.
+docs/derivative_formulas.md has the formulas: J is the derivative of the backward with respect to the cotangents, and H
+is the gradient of <backward, tangents>.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from torch import Tensor
 from . import evaluate
 
 _DIFFERENTIABLE = ("query", "key", "value", "attn_mask", "alibi_slopes", "sink", "captured")
-_ELEMENTS = 1 << 19  # of the scores of a block
+_ELEMENTS = 1 << 19  # the largest number of scores in a block
 _AUTOGRAD_KEYS = (
     torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradOther, torch._C.DispatchKey.AutogradFunctionality,
     torch._C.DispatchKey.ADInplaceOrView,
 )  # fmt: skip
 
-_Tensors = dict[str, Any]  # by the names of the schema; None: not given
+_Tensors = dict[str, Any]  # by the names of the schema; None: no tensor
 
 
 class _Block(NamedTuple):
@@ -31,7 +31,7 @@ class _Block(NamedTuple):
 
     batch: int
     first: int  # query
-    rows: slice  # of out and query, in the whole tensors
+    rows: slice  # of out and query
     queries: int
     cut: Callable[[str, Tensor], Tensor]  # (name, tensor): the part that the block reads
     diagonal: int
@@ -59,7 +59,10 @@ def _blocks(x: _Tensors, options: dict[str, Any]) -> Iterator[_Block]:
 
 
 def _cutter(b: int, first: int, rows: slice, keys: slice, packed: bool) -> Callable[[str, Tensor], Tensor]:
-    """Cuts the tensors of a call to the block. Returns views: (H, queries or keys, D), (H, queries), ..."""
+    """Returns the function that cuts a tensor to the block.
+
+    Its results are views: (H, queries or keys, D), (H, queries), ...
+    """
     own_rows = slice(first, first + rows.stop - rows.start)  # from the start of the sequence
     count = keys.stop - keys.start
 
@@ -136,7 +139,7 @@ def _attend(
 
 
 def _shown(block: _Block, x: _Tensors, options: dict[str, Any], program: list[int] | None, tile: Any) -> Tensor:
-    """Returns the elements that the block mask and the mask function show, as bools."""
+    """Returns a bool for each score: visible by the block mask and the mask function."""
     shown = torch.tensor(True, device=tile.score.device) if program is None else evaluate.run(program, tile)
     states = x.get("block_states")
     if states is None:
@@ -149,7 +152,7 @@ def _shown(block: _Block, x: _Tensors, options: dict[str, Any], program: list[in
 
 
 def _named(x: _Tensors, options: dict[str, Any], shape: torch.Size) -> Tensor:
-    """Returns the keys that the queries name, as bools for scores of this shape, (H, queries, keys)."""
+    """Returns a bool for each score, (H, queries, keys): the query lists the key."""
     numbers = x.get("key_indices")
     if numbers is None:
         return torch.ones((), dtype=torch.bool)
@@ -162,7 +165,7 @@ def _named(x: _Tensors, options: dict[str, Any], shape: torch.Size) -> Tensor:
 
 
 def _softmax_times(scores: Tensor, value: Tensor, sink: Tensor | None, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)  # so that there is a key
+    scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)  # so that a row without keys has one
     value = torch.nn.functional.pad(value, (0, 0, 0, 1))
     highest = scores.detach().amax(-1)
     if sink is not None:
@@ -188,7 +191,8 @@ def _kept(block: _Block, x: _Tensors, options: dict[str, Any], keys: int, dtype:
     heads = x["query"].shape[1]
     seed, offset, *place = x["rng_state"].tolist()
     scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
-    if (places := x.get("dropout_places")) is not None:  # attention by index: one place for each row
+    # attention by index of packed sequences: one place for each row
+    if (places := x.get("dropout_places")) is not None:
         parts = []
         for i, (row, *others) in enumerate(places[block.first : block.first + block.queries].tolist(), block.first):
             part = x["rng_state"].new_tensor([seed, offset, row + i, *others])
@@ -204,7 +208,7 @@ def _kept(block: _Block, x: _Tensors, options: dict[str, Any], keys: int, dtype:
 
 @contextlib.contextmanager
 def _differentiation() -> Iterator[None]:
-    """Switches autograd on inside a kernel, where torch has switched it off."""
+    """Enables autograd inside a kernel, where torch has disabled it."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD_KEYS:
         excluded = excluded.remove(key)
@@ -220,7 +224,7 @@ def _programs_of(x: _Tensors) -> list[list[int] | None]:
 
 
 class _Derivative:
-    """Yields the blocks of a call, with their leaves. ``x`` has all tensors of the schema."""
+    """The derivatives of a call, block by block. ``x`` has all tensors of the schema."""
 
     def __init__(self, x: _Tensors, options: dict[str, Any]) -> None:
         self.x, self.options, self.programs = x, options, _programs_of(x)
@@ -275,7 +279,7 @@ class _Derivative:
                     block.cut(name, t).copy_(tangent)
 
     def double_backward(self, wanted: list[bool]) -> tuple[Tensor | None, ...]:
-        names = _DIFFERENTIABLE[: len(wanted)]  # without functions nothing is captured
+        names = _DIFFERENTIABLE[: len(wanted)]  # without functions no tensors are captured
         sums = {
             name: torch.zeros(self.x[name].shape, dtype=self.dtype)
             for name, want in zip(names, wanted, strict=True)

@@ -1,6 +1,6 @@
-"""Runs an encoded program with operators of torch, which can be differentiated any number of times.
+"""Runs an encoded program with torch's operators, which are differentiable any number of times.
 
-The kernels have faster definitions of the instructions: csrc/cpu/kernels/program_math-inl.h.
+The kernels define the same instructions, but faster: csrc/cpu/kernels/program_math-inl.h.
 """
 
 import struct
@@ -14,7 +14,7 @@ from .operations import OPERATIONS
 from .program import HEADER_WORDS, INSTRUCTION_WORDS, Rank
 
 _NAMES = list(OPERATIONS)
-_SCORE = int(Rank.TILE)  # the operand of slot 0 of the tiles
+_SCORE = int(Rank.TILE)  # the operand for tile slot 0
 
 
 class Tile(NamedTuple):
@@ -82,7 +82,7 @@ def _gather(elements: Tensor | None, immediates: Sequence[int], n: Tensor) -> Te
 
 
 def _plain(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Makes a rule for an operation that needs nothing but its operands."""
+    """Makes a rule for an operation that needs only its operands."""
     return lambda tile, immediates, *operands: function(*operands)
 
 

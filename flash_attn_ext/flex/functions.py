@@ -12,7 +12,7 @@ from .program import Gradients, gradients_of
 from .tracing import Traced, trace
 
 _MOST_KEPT = 1024
-_CHECKED_AS = "_flash_attn_ext_checked"  # an attribute of captured ints: the version of their elements
+_CHECKED_AS = "_flash_attn_ext_checked"  # an attribute of captured int tensors: the version that was checked
 
 
 class Functions(NamedTuple):
@@ -49,7 +49,7 @@ def functions_of(
     """``dtype`` is the dtype of the accumulators."""
     if score_mod is None and mask_mod is None:
         return Functions(None, None, None)
-    if is_traced():  # a graph gets its own constant
+    if is_traced():  # each graph has a separate constant
         compiled = compile_functions(score_mod, mask_mod, device, dtype)
         return rows_of(compiled.programs, compiled.floats, compiled.ints, dtype)
     quick = QuickKey(score_mod, mask_mod)
@@ -142,7 +142,7 @@ def rows_of(programs: Tensor, floats: tuple[Tensor, ...], ints: tuple[Tensor, ..
 
 
 def is_traced() -> bool:
-    """Whether tensors have no elements at the moment, because a graph is being traced."""
+    """Whether a graph is being traced, so that tensors have no elements."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -157,7 +157,10 @@ def _row(flat: list[Tensor]) -> Tensor | None:
 
 
 def _check_range(t: Tensor) -> None:
-    """Programs compute with integers as wide as the scores. A tensor without elements is checked when it has some."""
+    """Raises if an int does not fit the integers of programs, which are as wide as the scores.
+
+    Skips tensors without elements.
+    """
     if (
         type(t) is not Tensor
         or is_traced()

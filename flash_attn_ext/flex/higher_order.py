@@ -1,9 +1,9 @@
-"""torch's higher-order operator flex_attention, run by the operator attention_flex.
+"""Runs torch's higher-order operator flex_attention by the operator attention_flex.
 
-Dynamo traces a call of the higher-order operator together with its functions, which become graphs. Its kernel for
-autograd is replaced here: the graphs become a program, and AOTAutograd sees attention_flex alone. So torch.compile has
-one operator and no break. This module imports torch's flex_attention, which takes seconds. The package does not import
-it.
+Dynamo traces a call of the higher-order operator together with its functions, which become graphs. This file replaces
+its kernel for autograd: the kernel converts the graphs to a program, and AOTAutograd sees only attention_flex. So a
+compiled graph has one operator and no graph break. This module imports torch's flex_attention, which takes seconds. So
+the package does not import this module.
 """
 
 import functools
@@ -25,13 +25,13 @@ from . import attention
 from .block_masks import states_of_lists
 from .functions import Compiled, compile_functions, is_traced, rows_of
 
-_OURS = "FLASH_ATTN_EXT"  # in kernel_options: a call of ours, with its other arguments. It never runs torch's kernel
+_OURS = "FLASH_ATTN_EXT"  # a key of kernel_options: marks a call of this package, and holds its other arguments
 _REQUIRED = ("query", "key", "value")
 _OTHER_TORCH = "a call outside of torch.compile, as this version of torch has another flex_attention"
 _LN_2 = math.log(2.0)
 _torch_module = sys.modules["torch._higher_order_ops.flex_attention"]
 
-_why_not: Callable[[dict[str, Any]], str | None] | None = None  # set while torch's own calls run here
+_why_not: Callable[[dict[str, Any]], str | None] | None = None  # not None: torch's own calls run here, too
 _count: Callable[[str], None] | None = None
 _graphs: "weakref.WeakKeyDictionary[Any, dict]" = weakref.WeakKeyDictionary()
 
@@ -39,9 +39,9 @@ _graphs: "weakref.WeakKeyDictionary[Any, dict]" = weakref.WeakKeyDictionary()
 def run_in_graph(
     call: Call, score_mod: Callable[..., Tensor] | None, mask_mod: Callable[..., Tensor] | None, block_mask: Any
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of a call that Dynamo traces. ``call`` has the form of its operator without functions.
+    """Returns (out, lse) of a call that Dynamo traces. ``call`` is for the operator without functions.
 
-    The higher-order operator has no arguments for the other tensors and options. They travel in kernel_options.
+    The higher-order operator has no arguments for the other tensors and options, so kernel_options holds them.
     """
     if not is_installed:
         raise NotImplementedError(f"{', '.join(FUNCTIONS)}: got one under torch.compile; allowed: {_OTHER_TORCH}")
@@ -67,7 +67,8 @@ def run_in_graph(
 
 
 def take_calls_of_torch(why_not: Callable[[dict[str, Any]], str | None], count: Callable[[str], None]) -> None:
-    """Makes torch's own calls on CPU run here. ``why_not(kernel_options)`` returns a reason to leave a call to torch.
+    """Makes torch's own calls on CPU run here. ``why_not(kernel_options)`` returns the reason why torch must run a
+    call, or None.
 
     Each call calls ``count(reason)``, with "" if the call runs here.
     """
@@ -81,7 +82,7 @@ def leave_calls_to_torch() -> None:
 
 
 def _instead_of(kernel: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Wraps ``kernel`` of torch's operator: calls that must run here do not reach it."""
+    """Wraps ``kernel`` of torch's operator: it is called only for calls that torch must run."""
 
     @functools.wraps(kernel)
     def run(
@@ -125,7 +126,7 @@ def _instead_of(kernel: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tupl
 def _attend(
     call: Call, score_mod: Callable[..., Any], block_mask: tuple, score_buffers: tuple, mask_buffers: tuple
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of an operator that takes functions. ``call`` has no functions yet."""
+    """Returns (out, lse) of an operator with functions. ``call`` has no functions yet."""
     query = call.tensors["query"]
     assert query is not None
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -180,7 +181,7 @@ def _compiled(
 
 
 def _install() -> bool:
-    """Replaces the kernels of torch's operator. Returns False in a version of torch that has others."""
+    """Replaces the kernels of torch's operator. Returns False if this version of torch has other kernels."""
     # Inference mode has no Autograd key.
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeExplicitAutograd)
     kernels = getattr(_operator, "py_kernels", {})

@@ -13,7 +13,7 @@ from .tracing import Symbol, Tracer, type_of_dtype
 
 aten = torch.ops.aten
 _Lowering = Callable[..., Any]
-_LOWERINGS: dict[Any, _Lowering] = {}  # by overload packet; a result is a node
+_LOWERINGS: dict[Any, _Lowering] = {}  # by overload packet; returns a node
 
 
 def lower(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,7 +60,7 @@ def _result_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def _example_of(x: object) -> object:
-    """Returns a number of the same type in place of a number that torch.compile does not know yet."""
+    """Returns a number of the same type in place of a symbolic number of torch.compile."""
     return 1 if isinstance(x, torch.SymInt) else 1.0 if isinstance(x, torch.SymFloat) else x
 
 
@@ -81,7 +81,7 @@ class _Formula:
         return x if isinstance(x, _Node) else _Node(self.tracer.value(x, kind))
 
     def promoted(self, *operands: object) -> str:
-        """The type to which torch converts the operands of a comparison."""
+        """Returns the type to which torch converts the operands of a comparison."""
         dtype = _promoted_dtype(operands)
         return type_of_dtype(dtype)
 
@@ -97,7 +97,7 @@ class _Formula:
 
 
 class _Node(int):
-    """The number of a node. A separate type, because users write numbers, too."""
+    """The number of a node. A separate type, to distinguish it from a user's number."""
 
 
 def _promoted_dtype(operands: tuple[object, ...]) -> torch.dtype:
@@ -109,7 +109,7 @@ def _promoted_dtype(operands: tuple[object, ...]) -> torch.dtype:
 
 
 def _takes(*names: str) -> Callable[[_Lowering], _Lowering]:
-    """Registers a function as the translation of operators of torch, if the installed torch has them."""
+    """Registers the translation of torch's operators with these names, if the installed torch has them."""
 
     def register(lowering: _Lowering) -> _Lowering:
         for name in names:
@@ -121,7 +121,7 @@ def _takes(*names: str) -> Callable[[_Lowering], _Lowering]:
     return register
 
 
-# Of one argument, the same in torch and in a program.
+# Operators of one argument that are equal in torch and in a program.
 _UNARY = {
     "neg": "negate", "sqrt": "square_root", "rsqrt": "reciprocal_root", "exp": "exp", "exp2": "exp2",
     "expm1": "expm1", "log": "log", "log2": "log2", "log1p": "log1p", "tanh": "tanh", "sigmoid": "sigmoid",
@@ -234,7 +234,7 @@ def _maximum(f: _Formula, a: object, b: object) -> int:
 
 @_takes("clamp", "clip")
 def _clamp(f: _Formula, x: object, min: object = None, max: object = None) -> int:
-    """Consists of selections. So the gradient passes at a limit, as in torch."""
+    """Composed of selections, so that the gradient at a limit is 1, as in torch."""
     y: object = x
     for limit, is_lower in ((min, True), (max, False)):
         if limit is None:
@@ -288,7 +288,7 @@ def _gelu(f: _Formula, x: object, *, approximate: str = "none") -> int:
 @_takes("softplus")
 def _softplus(f: _Formula, x: object, beta: float = 1, threshold: float = 20) -> int:
     scaled = f.multiply(x, float(beta))
-    # The exponential of a large value must not make its own gradient NaN where it is not selected.
+    # Where exp overflows, it is not selected, and its gradient must not be NaN.
     small = f.select(f.less(float(threshold), scaled), 0.0, scaled)
     return f.select(f.less(float(threshold), scaled), x, f.divide(f.log1p(f.exp(small)), float(beta)))
 
@@ -324,7 +324,7 @@ def _square(f: _Formula, x: object) -> int:
     return f.multiply(x, x) if f.kind == FLOAT else f.int_multiply(x, x)
 
 
-# Comparisons: (operation, swapped, negated). With a NaN every comparison but ne is false.
+# Comparisons: (operation, swapped, negated). With a NaN every comparison except ne is false.
 _COMPARISONS = {
     "lt": ("less", False, False), "gt": ("less", True, False), "le": ("less_equal", False, False),
     "ge": ("less_equal", True, False), "eq": ("equal", False, False), "ne": ("equal", False, True),

@@ -2,19 +2,19 @@
 
 from typing import NamedTuple
 
-# The type of a value: a number of the accumulators' type, an integer as wide as that, or a bool.
+# The type of a value: float (the accumulators' dtype), an integer of the same width, or a bool.
 FLOAT, INT, BOOL = "F", "I", "B"
 
 
 class Operation(NamedTuple):
-    """One row of the table: its number in an encoded program, the types of its arguments, the type of its result."""
+    """A row of the table: number in an encoded program, types of the arguments, type of the result."""
 
     number: int
     arguments: str
     result: str
 
 
-# "name arguments>result", in the order of csrc/core/program.h. A test compares both.
+# "name arguments>result", in the order of csrc/core/program.h. A test compares the two files.
 _TABLE = """
     float_constant >F    int_constant >I    bool_constant >B
     batch >I             head >I            query >I           key >I

@@ -18,16 +18,16 @@ MAX_SLOTS = 4096
 
 
 class Rank(IntEnum):
-    """The indices that a value depends on, as bits. A value of rank QUERY is computed once for a row of scores."""
+    """The indices that a value depends on, as bits. A value of rank QUERY is computed once for each row of scores."""
 
-    UNIFORM = 0  # batch and head at most
+    UNIFORM = 0  # at most batch and head
     QUERY = 1
     KEY = 2
     TILE = 3
 
 
 _RANKS = {"query": Rank.QUERY, "key": Rank.KEY, "score": Rank.TILE, "gradient": Rank.TILE}
-_SCORE_SLOT, _GRADIENT_SLOT, _FIRST_FREE_SLOT = 0, 1, 2  # of the tile values
+_SCORE_SLOT, _GRADIENT_SLOT, _FIRST_FREE_SLOT = 0, 1, 2  # slots of tile values
 
 
 class Node(NamedTuple):
@@ -56,7 +56,7 @@ _FOLDED: dict[str, Callable] = {
     "negate": lambda a: -a,
     "bool_not": lambda a: not a,
 }
-# {operation: (neutral element, whether it is neutral on the left too)}
+# {operation: (neutral element, whether it is neutral on both sides)}
 _NEUTRAL: dict[str, tuple[int | float, bool]] = {
     "multiply": (1.0, True),
     "divide": (1.0, False),
@@ -71,7 +71,7 @@ _CONSTANTS = {FLOAT: "float_constant", INT: "int_constant", BOOL: "bool_constant
 
 
 class Builder:
-    """Collects nodes. Equal nodes are one node; constants are folded."""
+    """Collects nodes. Equal nodes are merged, and constants are folded."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -79,7 +79,7 @@ class Builder:
         self._numbers: dict[tuple, int] = {}
 
     def emit(self, operation: str, *arguments: int, immediates: tuple[int | float, ...] = ()) -> int:
-        """Returns the number of the node ``operation(*arguments)``, a new or an equal one."""
+        """Returns the number of the node ``operation(*arguments)``: an equal earlier node, or a new node."""
         wanted = OPERATIONS[operation].arguments
         got = "".join(self.type_of(n) for n in arguments)
         if got != wanted:
@@ -111,7 +111,7 @@ class Builder:
         return OPERATIONS[self.nodes[n].operation].result
 
     def constant_of(self, n: int) -> int | float | None:
-        """Returns the value of a constant, or None for another node."""
+        """Returns the value of a constant; None if the node is no constant."""
         node = self.nodes[n]
         return node.immediates[0] if node.operation in _CONSTANTS.values() else None
 
@@ -147,12 +147,12 @@ class Builder:
 
 
 def _identity_of(immediate: float | int) -> object:
-    """Compares numbers by their bits: 0.0 differs from -0.0, and a NaN equals itself."""
+    """Returns a key that compares numbers by their bits: 0.0 differs from -0.0, and a NaN equals itself."""
     return struct.pack("<d", immediate) if isinstance(immediate, float) else immediate
 
 
 class Program(NamedTuple):
-    """Nodes, and the number of the result. If ``result`` is None, the program only adds to gradients (scatter_add)."""
+    """Nodes, and the node number of the result. ``result`` None: the program only adds to gradients (scatter_add)."""
 
     builder: Builder
     result: int | None
@@ -188,7 +188,7 @@ class Program(NamedTuple):
         for n in order:
             node = nodes[n]
             if node.operation in ("score", "gradient"):
-                continue  # memory of the kernel: an operand, never an instruction
+                continue  # the kernel's memory holds this value, so no instruction computes it
             immediates = [_word_of(x) for x in node.immediates]
             if node.operation in ("gather", "scatter_add"):
                 immediates[0] += float_offset
@@ -238,7 +238,7 @@ class _Slots:
                 self.counts[Rank.TILE] += 1
 
     def _release(self, n: int, nodes: list[Node], ranks: list[Rank], last_use: dict[int, int], free: list[int]) -> None:
-        """Frees the slots that node ``n`` reads for the last time. Its result may overwrite them element by element."""
+        """Frees the slots that node ``n`` reads for the last time. The node's result may use the same slot."""
         for a in set(nodes[n].arguments):
             if last_use[a] == n and ranks[a] == Rank.TILE and self.of[a] >= _FIRST_FREE_SLOT:
                 free.append(self.of[a])
@@ -261,7 +261,7 @@ class Gradients(NamedTuple):
 def gradients_of(program: Program, wants_element: Callable[[int], bool]) -> Gradients:
     """Differentiates ``program`` in reverse mode.
 
-    ``wants_element(base)`` says whether elements that are gathered from position ``base`` on need a gradient.
+    ``wants_element(base)`` returns True if the captured elements from position ``base`` on need a gradient.
     """
     assert program.result is not None
     b, nodes = program.builder, program.builder.nodes
@@ -291,7 +291,7 @@ def gradients_of(program: Program, wants_element: Callable[[int], bool]) -> Grad
 
 
 def _parts(b: Builder, n: int, g: int, needed: set[int]) -> Iterable[tuple[int, int]]:
-    """Yields (argument, its part of the gradient ``g`` of node ``n``) for the ``needed`` arguments."""
+    """For gradient ``g`` of node ``n``, yields (argument, gradient of the argument) for the ``needed`` arguments."""
     node = b.nodes[n]
     rule = _DERIVATIVES.get(node.operation)
     if rule is None:

@@ -11,13 +11,13 @@ from .program import HEADER_WORDS, INSTRUCTION_WORDS
 
 _NAMES = list(OPERATIONS)
 _PROGRAMS = ("score", "gradient", "captured gradient", "mask")
-# A value of each rank is computed once for each of these.
+# rank -> a value of this rank is computed once for each ...
 _PER = ("tile", "row of queries", "column of keys", "score")
 _LETTERS = "uqkt"
 
 
 def report_of(tensors: Mapping[str, Tensor | None]) -> tuple[str, ...]:
-    """Returns a line for each program, the instructions of the program after it, and a line for the blocks."""
+    """Returns for each program a line and the lines of its instructions, and a line for the blocks."""
     lines: list[str] = []
     programs = tensors["programs"]
     if programs is not None and not programs.is_meta:

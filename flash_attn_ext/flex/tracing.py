@@ -1,7 +1,7 @@
 """Runs a function of scores once on symbols, and records it as a program.
 
-A symbol is a 0-d tensor without data. Each operator of torch that gets one is written into a Builder by lowering.py.
-Operators on other tensors run as usual, so a function may compute the tensors that it captures, with gradients.
+A symbol is a 0-d tensor without data. lowering.py translates each torch operator with a symbol to nodes of a Builder.
+Operators on other tensors run as usual. So a function may compute captured tensors from other tensors, with gradients.
 """
 
 import traceback
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from .operations import BOOL, FLOAT, INT
 from .program import Builder, Program
 
-_INDEX_TYPE = torch.int32  # of b, h, q_idx, kv_idx, as where torch compiles a function
+_INDEX_TYPE = torch.int32  # of b, h, q_idx, kv_idx, as in a function that torch compiles
 
 
 def type_of_dtype(dtype: torch.dtype) -> str:
@@ -28,7 +28,7 @@ def type_of_dtype(dtype: torch.dtype) -> str:
 
 
 class Symbol(Tensor):
-    """A value of a program. With a ``prefix``, a captured tensor and the values of its first indices."""
+    """A value of a program. With a ``prefix``: a captured tensor, indexed by the values of its first indices."""
 
     tracer: "Tracer"
     value: int
@@ -70,7 +70,7 @@ class Captured(NamedTuple):
 
 
 class _Constant(NamedTuple):
-    """A tensor of the function, and the same tensor with elements: tensors that torch.compile traces have none."""
+    """A tensor of the function, and a copy with elements. Tensors that torch.compile traces have no elements."""
 
     tensor: Tensor
     with_elements: Tensor
@@ -82,7 +82,7 @@ class Traced(NamedTuple):
     program: Program
     floats: tuple[Tensor, ...]
     ints: tuple[Tensor, ...]
-    is_from_captured: bool  # every captured tensor existed before the function ran
+    is_from_captured: bool  # True: every captured tensor existed before the function ran
 
 
 class Tracer:
@@ -96,8 +96,8 @@ class Tracer:
         self.ints: list[Captured] = []
         self._sizes = {FLOAT: 0, INT: 0}
         self._captured: dict[int, Captured] = {}
-        self.constants: dict[int, _Constant] = {}  # made by the function from numbers alone, by id
-        self.derived: dict[int, Tensor] = {}  # made by the function from captured tensors
+        self.constants: dict[int, _Constant] = {}  # tensors that the function made from numbers, by id
+        self.derived: dict[int, Tensor] = {}  # tensors that the function made from captured tensors
 
     def symbol(self, value: int, dtype: torch.dtype) -> Symbol:
         return Symbol(self, dtype, value)
@@ -115,12 +115,16 @@ class Tracer:
                 raise self.refuse(f"got a captured tensor on {tensor.device}", f"tensors on {self.device}")
             kind = FLOAT if tensor.is_floating_point() else INT
             known = self._captured[id(tensor)] = Captured(tensor, self._sizes[kind])
-            self._sizes[kind] += int(tensor.numel())  # a program has numbers: torch.compile specialises on these sizes
+            # int(): the program contains the size as a number, so torch.compile specialises on it
+            self._sizes[kind] += int(tensor.numel())
             (self.floats if kind == FLOAT else self.ints).append(known)
         return known
 
     def gather(self, tensor: Tensor, indices: Sequence[int]) -> int:
-        """Returns ``tensor[indices]``. Negative indices count from the end. Others outside become the nearest one."""
+        """Returns ``tensor[indices]``. Negative indices count from the end.
+
+        An index outside of the range is clamped.
+        """
         b = self.builder
         if tensor.numel() == 0:
             raise self.refuse(f"reads a captured tensor of shape {list(tensor.shape)}", "tensors with elements")
@@ -177,7 +181,7 @@ class Tracer:
         raise self.refuse(f"an operand of type {type(x).__name__}", "tensors and numbers")
 
     def _tensor_of(self, x: torch.SymInt | torch.SymFloat) -> Tensor:
-        """Converts a number that torch.compile does not know yet to a tensor that the function captures."""
+        """Converts a symbolic number of torch.compile to a captured tensor."""
         dtype = torch.int64 if isinstance(x, torch.SymInt) else self.dtype
         tensor = torch.full((), x, dtype=dtype, device=self.device)  # type: ignore[call-overload]
         self.constants.pop(id(tensor), None)
@@ -200,8 +204,8 @@ def _line_of_user() -> str:
 class _Calls(TorchFunctionMode):
     """Intercepts calls of torch's functions.
 
-    For ``captured[symbol]`` torch would ask the symbol for its number. Under torch.func, torch would wrap symbols. So a
-    call with a symbol runs outside of the transforms, and tensors that a transform has wrapped become symbols.
+    For ``captured[symbol]`` torch would read the symbol's value, which does not exist. Under torch.func, torch would
+    wrap symbols. So a call with a symbol runs outside of the transforms, and wrapped tensors are replaced by symbols.
     """
 
     def __init__(self, tracer: Tracer) -> None:

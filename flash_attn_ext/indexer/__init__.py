@@ -1,4 +1,4 @@
-"""The indexer of DeepSeek sparse attention: the choice of each query's keys, and its training. docs/indexer.md."""
+"""The indexer of DeepSeek sparse attention: chooses each query's keys, and its training. See docs/indexer.md."""
 
 from . import _autograd, _composite, _flops  # noqa: F401  register derivatives, the choice on CUDA, and what FlopCounterMode counts
 from .loss import indexer_loss

@@ -1,4 +1,4 @@
-"""What the functions of the indexer do with their arguments before an operator sees them."""
+"""Checks and conversions of the indexer's arguments before an operator call."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ def checked_tensors(
 ) -> list[Tensor | None]:
     """Returns the tensors of an operator: checks kinds and devices, casts to autocast's dtype, and detaches.
 
-    Only tensors whose rows are multiplied are cast: weights and lse keep their precision.
+    Casts only operands of products; weights and lse keep their precision.
     """
     check_are_dense(tensors, required)
     first = tensors[required[0]]
@@ -53,7 +53,7 @@ def checked_scale(name: str, scale: float | None, rows: Tensor) -> float:
 
 
 def band_options(is_causal: bool, causal: str | None, window: Any, diagonal: int) -> dict[str, Any]:
-    """Returns the operator's options for the keys that a query sees by position."""
+    """Returns the operator's options that decide by position which keys a query sees."""
     is_causal = as_type("bool", "causal", is_causal)  # type: ignore[assignment]
     is_causal, lower_right, left, right = band(causal, is_causal, window, aligned=False)
     return {

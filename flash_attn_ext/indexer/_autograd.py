@@ -1,4 +1,4 @@
-"""The derivatives of the indexer's operators (csrc/ops/indexer/indexer.h). The choice of keys has none."""
+"""The derivatives of the indexer's operators (csrc/ops/indexer/indexer.h). The choice of keys has no derivative."""
 
 from typing import Any, NoReturn
 

@@ -1,4 +1,4 @@
-"""indexer_topk made of torch's operators, for devices without a kernel: blocks of queries and keys, never S x S."""
+"""indexer_topk composed of torch's operators, for devices without a kernel. It computes blocks, never S x S scores."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ def topk(
     block_table: Tensor | None, count: int, *, scale: float, causal: bool = False, lower_right: bool = False,
     window_left: int | None = None, window_right: int | None = None, diagonal: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(indices, scores) of the operator indexer_topk, (B, 1, S_q, count). Memory: O(S_q count), and one tile of scores
-    for each index head."""
+    """Returns (indices, scores) of the operator indexer_topk, (B, 1, S_q, count).
+
+    Memory: O(S_q count), and one tile of scores for each index head.
+    """
     accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, _, seqlen_q, _ = q.shape
     seqlen_k = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1]
@@ -58,7 +60,7 @@ def _topk_on_cuda(
     q: Tensor, k: Tensor, weights: Tensor, key_mask: Tensor | None, cache_seqlens: Tensor | None,
     block_table: Tensor | None, count: int, *, return_scores: bool = False, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The operator's kernel for CUDA. Checks shapes and dtypes as on CPU, but not the numbers in the tensors."""
+    """The operator's kernel for CUDA. Checks shapes and dtypes as on CPU, but not the values in the tensors."""
     tensors = (q, k, weights, key_mask, cache_seqlens, block_table)
     on_meta = (None if t is None else t.to("meta") for t in tensors)
     torch.ops.flash_attn_ext.indexer_topk(*on_meta, count, return_scores=return_scores, **options)
@@ -70,16 +72,19 @@ torch.library.impl("flash_attn_ext::indexer_topk", "CUDA", _topk_on_cuda)
 
 
 def _keys(k: Tensor, block_table: Tensor | None, b: int, j: Tensor) -> Tensor:
-    """The rows of k of keys j of sequence b."""
+    """Returns the rows of k for the keys j of sequence b."""
     if block_table is None:
         return k[b, j]
     page = block_table[b].long()[j.div(k.shape[1], rounding_mode="floor")]
-    page = page.clamp(0, max(len(k) - 1, 0))  # on a GPU nothing has checked the numbers
+    page = page.clamp(0, max(len(k) - 1, 0))  # on a GPU the values were not checked
     return k[page, j % k.shape[1]]
 
 
 def _largest(scores: Tensor, numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of each row, of equal scores the first; hidden keys (-1) come last. NaN is the largest."""
+    """Returns the ``count`` largest scores of each row. Ties: the first key.
+
+    Hidden keys (-1) are last; NaN is the largest.
+    """
     order = scores.argsort(dim=1, descending=True, stable=True)
     hidden_last = (numbers.gather(1, order) < 0).int().argsort(dim=1, stable=True)
     order = order.gather(1, hidden_last)[:, :count]

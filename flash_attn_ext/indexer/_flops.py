@@ -1,4 +1,4 @@
-"""The formulas by which FlopCounterMode counts the indexer's operators. Every pair of a query and a key counts.
+"""FlopCounterMode's formulas for the indexer's operators. Every pair of a query and a key counts.
 
 With chosen keys, every slot counts. The backward of the scores is three products: q k^T again, and the gradients of q
 and of k. The loss also computes the main attention's query key^T.

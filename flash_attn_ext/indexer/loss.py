@@ -1,4 +1,4 @@
-"""indexer_loss: the loss that trains the indexer, without an array of S_q x S_k."""
+"""indexer_loss: the loss that trains the indexer, without an S_q x S_k tensor."""
 
 from torch import Tensor
 
@@ -26,23 +26,23 @@ def indexer_loss(
     key_mask: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """``sum_i KL(target_i || softmax_j score[i, j])``: how far the indexer is from the main attention.
+    """``sum_i KL(target_i || softmax_j score[i, j])``: the distance of the indexer from the main attention.
 
     ``score`` is as in :func:`indexer_topk`. ``target_i`` is the main attention's probabilities of row i, summed over
-    the heads and divided by their sum over the row. Without ``indices`` a row is all visible keys: the dense warm-up of
-    DeepSeek V3.2. With ``indices`` a row is the chosen keys: its sparse stage. Nothing of size S_q x S_k is stored.
+    the heads and divided by their sum over the row. Without ``indices``, j runs over all visible keys (the dense
+    warm-up of DeepSeek V3.2). With ``indices``, j runs over the chosen keys (its sparse stage). No S_q x S_k tensor is
+    stored.
 
     Args:
         q_index: (B, H_I, S_q, D_I), float32, float64, bfloat16 or float16.
         k_index: (B, S_k, D_I), dtype of ``q_index``.
         weights: (B, S_q, H_I), dtype of ``q_index`` or float32 (float64 for float64).
         query: (B, H, S_q, D), dtype of ``q_index``: queries of the main attention.
-        key: (B, H_kv, S_k, D), likewise: its keys. H_kv divides H.
-        lse: (B, H, S_q), float32 (float64 for float64): the logsumexp that the main attention returned, by
-            ``flash_attn(..., return_lse=True)``. Its ``scale`` and masks must be the same. Softcap and ALiBi are not
-            supported.
-        indices: (B, 1, S_q, topk) int32 or int64, -1 for none: the chosen keys, each at most once. A chosen key that is
-            hidden does not count. On CUDA other numbers are not refused, and name no key.
+        key: (B, H_kv, S_k, D), dtype of ``q_index``: keys of the main attention. H_kv divides H.
+        lse: (B, H, S_q), float32 (float64 for float64): the logsumexp of the main attention, from
+            ``flash_attn(..., return_lse=True)`` with the same ``scale`` and masks. Softcap and ALiBi are not supported.
+        indices: (B, 1, S_q, topk) int32 or int64, the chosen keys, each at most once; -1 means no key. A hidden key
+            does not count. A number outside of the keys is an error on CPU, and means no key on CUDA.
         index_scale: factor of ``<q_index, k_index>``; ``1 / sqrt(D_I)`` if None.
         scale: factor of ``<query, key>``; ``1 / sqrt(D)`` if None.
         is_causal, causal, window, diagonal: as in :func:`flash_attn`.
@@ -54,8 +54,8 @@ def indexer_loss(
         keys, or without a target, has loss 0.
 
     ``q_index``, ``k_index`` and ``weights`` have gradients, of first order and in reverse mode. ``query``, ``key`` and
-    ``lse`` have none: the target is detached, as in the report. Gradients are bitwise equal in every run and for any
-    number of threads.
+    ``lse`` have no gradient, because the target is detached, as in the report. Gradients are bitwise equal in every run
+    and for any number of threads.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed; the message names it.

@@ -26,15 +26,15 @@ def indexer_topk(
     """The ``topk`` visible keys with the largest scores of each query, without storing the scores.
 
     ``score[i, j] = sum_h weights[i, h] * relu(scale * <q[h, i], k[j]>)``: the lightning indexer of DeepSeek V3.2. All
-    heads share the rows of ``k``. Memory O(S_q topk). On CUDA made of torch's operators, block by block.
+    heads share the rows of ``k``. Memory: O(S_q topk). On CUDA torch's operators compute it, block by block.
 
     Args:
         q: (B, H_I, S_q, D_I), float32, float64, bfloat16 or float16.
-        k: (B, S_k, D_I), dtype of ``q``: one row for each key. With ``cache_seqlens`` a cache; with ``block_table``
+        k: (B, S_k, D_I), dtype of ``q``: one row for each key. With ``cache_seqlens``: a cache. With ``block_table``:
             pages, (pages, page size, D_I).
-        weights: (B, S_q, H_I), dtype of ``q`` or float32 (float64 for float64): the weight of each head. A factor such
-            as ``H_I ** -0.5`` belongs in here.
-        topk: number of slots of each query. More slots than visible keys are allowed.
+        weights: (B, S_q, H_I), dtype of ``q`` or float32 (float64 for float64): the weight of each head. Include a
+            factor such as ``H_I ** -0.5`` in ``weights``.
+        topk: the number of slots for each query. More slots than visible keys are allowed.
         scale: factor of ``<q, k>``; ``1 / sqrt(D_I)`` if None.
         is_causal, causal, window, diagonal: as in :func:`flash_attn`. With ``cache_seqlens``, the lower right corner is
             at each sequence's last key.
@@ -42,15 +42,15 @@ def indexer_topk(
         cache_seqlens: (B) int32 or int64: the number of keys of each sequence in the cache. The queries are the last
             keys if ``causal="lower_right"``.
         block_table: (B, pages of a sequence) int32 or int64: the indices of each sequence's pages.
-        return_scores: also return the scores of the chosen keys.
+        return_scores: also returns the scores of the chosen keys.
 
     Returns:
         indices (B, 1, S_q, topk) int32: ascending keys, then -1 where a row has fewer than ``topk`` visible keys. With
         ``return_scores``: (indices, scores), scores (B, 1, S_q, topk) in float32 (float64 for float64 inputs), -inf for
-        -1. Neither has a gradient: :func:`indexer_scores` has.
+        -1. Neither has a gradient; :func:`indexer_scores` does.
 
-    Of equal scores the lower index is chosen. NaN counts as the largest score, as in :func:`torch.topk`. A NaN in a
-    hidden key changes nothing. The result does not depend on the number of threads.
+    If scores are equal, the lower index is chosen. NaN counts as the largest score, as in :func:`torch.topk`. A NaN in
+    a hidden key changes nothing. The result does not depend on the number of threads.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed; the message names it.

@@ -1,1 +1,1 @@
-"""flash_attn_ext in other libraries. Nothing here is imported by flash_attn_ext itself: import the one you use."""
+"""flash_attn_ext in other libraries. flash_attn_ext does not import these modules: import the one that you use."""

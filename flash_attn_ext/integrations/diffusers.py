@@ -1,7 +1,8 @@
 """diffusers: ``model.set_attention_backend(register())`` runs a model's attention on flash_attn_ext.
 
-diffusers has a registry of attention backends, and an enumeration of their names. Its registry accepts any function.
-The enumeration is closed, so :func:`register` adds a member to it, as the enumeration's own constructor does.
+diffusers has a registry of attention backends, and an enumeration of their names. The registry accepts any function. An
+enumeration cannot get a new member by its public interface, so :func:`register` adds one in the same way as its
+constructor.
 """
 
 import inspect
@@ -49,10 +50,9 @@ def attention(
     return_lse: bool = False,
     _parallel_config=None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """diffusers' interface for attention. Tensors (B, S, H, D) in and out; lse (B, S, H), as in its other backends.
-
-    A mask of (B, S_k) hides or biases keys. Raises ValueError with a parallel config: ``flash_attn_ext.distributed``
-    has attention over several processes.
+    """diffusers' interface for attention. Tensors and out are (B, S, H, D), lse is (B, S, H), as in diffusers' other
+    backends. A mask (B, S_k) hides or biases keys. Raises ValueError with a parallel config:
+    ``flash_attn_ext.distributed`` has attention over several processes.
     """
     if _parallel_config is not None:
         raise ValueError("parallel_config: the backend flash_attn_ext runs in one process; allowed: None")

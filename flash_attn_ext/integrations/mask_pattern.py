@@ -1,4 +1,4 @@
-"""Recognises masks of transformers that are a band of the score matrix, also with padding or packed sequences."""
+"""Recognises masks of transformers that are a band of the score matrix, with or without padding or packed sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class Chunks(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A query at position p sees the keys at the positions p - left to p + right, in its own chunk. -1: no limit."""
+    """A query at position p sees the keys at the positions p - left to p + right, in its own chunk.
+
+    -1 means no limit.
+    """
 
     left: int
     right: int
@@ -31,12 +34,12 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class Pattern:
-    """Query i sees key j where ``i + shift - left <= j <= i + shift + right``, ``j < keys`` and ``padding[:, j]``.
+    """Query i sees key j if ``i + shift - left <= j <= i + shift + right``, ``j < keys`` and ``padding[:, j]``.
 
     With ``chunk`` above 0, both must be in one chunk: ``(i + shift + first_key) // chunk == (j + first_key) // chunk``.
     ``left`` or ``right`` is -1 if that side has no limit. ``padding`` is bool (B, keys), or None. With ``sequences``,
-    the rows of the whole batch, one after another, are packed sequences that do not see each other: sequence n has the
-    rows ``sequences[n]`` to ``sequences[n + 1]``. Then ``shift`` is 0 and ``padding`` is None.
+    the rows of the whole batch are packed sequences: sequence n has the rows ``[sequences[n], sequences[n + 1])``, and
+    attends only to itself. Then ``shift`` is 0 and ``padding`` is None.
     """
 
     keys: int
@@ -49,9 +52,10 @@ class Pattern:
     first_key: int = 0
 
     def options(self, seqlen_q: int) -> dict | None:
-        """The options of ``flash_attn`` for ``seqlen_q`` queries and the first ``keys`` keys; None if no options fit.
+        """Returns the options of ``flash_attn`` for ``seqlen_q`` queries and the first ``keys`` keys; None if no
+        options fit.
 
-        They are also right for each packed sequence, because it has as many queries as keys.
+        The options are also correct for each packed sequence, because it has as many queries as keys.
         """
         chunks = {"attention_chunk": self.chunk, "first_key": self.first_key} if self.chunk else {}
         if self.left < 0 and self.right < 0 and not chunks:
@@ -64,10 +68,10 @@ class Pattern:
 
 
 class PatternMask(Tensor):
-    """A bool mask (B, 1, S_q, S_k) that knows its pattern. Its values are computed when they are needed.
+    """A bool mask (B, 1, S_q, S_k) that stores its pattern. Its values are computed only if they are needed.
 
-    Models pass masks on and read their shape: both cost nothing here. Any other operation (slicing, moving, combining)
-    runs on the dense mask, so that no model can lose part of the mask.
+    Models pass masks on and read their shape, which needs no values. Any other operation (slicing, moving, combining)
+    runs on the dense mask, so no part of the mask can be lost.
     """
 
     pattern: Pattern
@@ -81,7 +85,7 @@ class PatternMask(Tensor):
 
     @staticmethod
     def make(pattern: Pattern, shape: tuple[int, ...], dense: Callable[[], Tensor], device) -> PatternMask:
-        # One element, broadcast: nobody reads the strides.
+        # One element, broadcast. The strides are never read.
         storage = torch.zeros((), dtype=torch.bool, device=device).expand(shape)
         mask = Tensor._make_subclass(PatternMask, storage)
         mask.pattern = pattern
@@ -96,14 +100,14 @@ class PatternMask(Tensor):
         return function(*args, **kwargs)
 
     def dense(self) -> Tensor:
-        """The mask with its values, as transformers makes it."""
+        """Returns the dense mask, as transformers makes it."""
         return self._dense()
 
 
 def read_pattern(mask_function: Callable) -> Band | None:
-    """The band of a mask function of transformers, relative to the positions; None if it is not a band.
+    """Returns the band of a mask function of transformers, relative to the positions; None if the mask is not a band.
 
-    A function is recognised by its code and its closure, never by samples of its values. Unknown code gives None.
+    Recognises a function by its code and its closure, never by samples of its values. Returns None for unknown code.
     """
     if mask_function is masking_utils.causal_mask_function:
         return Band(-1, 0)
@@ -125,7 +129,7 @@ def read_pattern(mask_function: Callable) -> Band | None:
 
 
 def _intersection(bands: list[Band | None]) -> Band | None:
-    """The band that lies in all bands; None if it is none, or if there are several chunks."""
+    """Returns the intersection of the bands; None if a band is None, or if several bands have chunks."""
     parts = [band for band in bands if band is not None]
     chunks = [band.chunks for band in parts if band.chunks is not None]
     if len(parts) < len(bands) or len(chunks) > 1:
@@ -137,24 +141,24 @@ def _intersection(bands: list[Band | None]) -> Band | None:
 
 
 def read_packed(mask_function: Callable) -> tuple[Callable, Tensor] | None:
-    """Splits the mask function of packed sequences; None if it is another mask function.
+    """Splits the mask function of packed sequences. Returns None for another mask function.
 
-    Returns the mask function within a sequence, for positions from the sequence's start, and the sequence number of
-    each row, (B, S).
+    The results are the mask function within a sequence, for positions from the sequence's start, and the sequence
+    number of each row, (B, S).
     """
     if _kind(mask_function) != "all_of":
         return None
     parts = _closure(mask_function)["mask_functions"]
-    by_kind = {_kind(part): part for part in parts}  # their order depends on the version of transformers
+    by_kind = {_kind(part): part for part in parts}  # the order of the parts depends on the version of transformers
     if len(parts) != 2 or by_kind.keys() != {"packed", "remapped"}:
         return None
     return _closure(by_kind["remapped"])["mask_function"], _closure(by_kind["packed"])["packed_sequence_mask"]
 
 
 def sequence_offsets(numbers: Tensor) -> Tensor:
-    """(sequences + 1) int32: the first row of each sequence, from the sequence number of each row, (B, S).
+    """Returns (sequences + 1) int32, the first row of each sequence, from the sequence number of each row, (B, S).
 
-    Rows are counted through the whole batch. No sequence continues in the next element of the batch.
+    Rows count through the whole batch. No sequence continues in the next element of the batch.
     """
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
@@ -171,8 +175,10 @@ def _closure(function: FunctionType) -> dict:
 
 
 def _makers() -> dict[CodeType, str]:
-    """code object -> kind of mask function. All functions that one of transformers' makers returns share one code
-    object."""
+    """Returns {code object: kind of mask function}.
+
+    All mask functions that one function of transformers makes share one code object.
+    """
     makers = {}
     for name, kind, variables, arguments in (
         ("and_masks", "all_of", {"mask_functions"}, ()),
@@ -185,7 +191,8 @@ def _makers() -> dict[CodeType, str]:
         maker = getattr(masking_utils, name, None)
         if maker is not None:
             inner = maker(*arguments)
-            if set(inner.__code__.co_freevars) == variables:  # in other versions of transformers the mask is dense
+            # another version of transformers: no pattern, so masks are dense
+            if set(inner.__code__.co_freevars) == variables:
                 makers[inner.__code__] = kind
     return makers
 

@@ -1,4 +1,4 @@
-"""Keywords of transformers with values for each query: a sink, or the keys that the query may attend to."""
+"""Keywords of transformers with a value for each query: a sink, or the keys that the query may attend to."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["ChosenKeys", "check_sinks", "with_sinks"]
 
 
 class ChosenKeys(NamedTuple):
-    """The keys, or blocks of keys, that each query may attend to. A mask hides keys of these keys."""
+    """The keys, or blocks of keys, that each query may attend to. A mask may hide some of them."""
 
     keyword: str
-    numbers: Tensor  # (B, heads, S_q, n); -1 is none
+    numbers: Tensor  # (B, heads, S_q, n); -1 means no key
     block_size: int
 
     @classmethod
@@ -34,18 +34,20 @@ class ChosenKeys(NamedTuple):
             raise ValueError(
                 f"block_indices: got shape {tuple(block_indices.shape)}; allowed: (B, heads, S_q, number of blocks)"
             )
-        block_size = getattr(getattr(module, "indexer", None), "block_size", 128)  # of MiniMax M3's indexer
+        # the block size of MiniMax M3's indexer
+        block_size = getattr(getattr(module, "indexer", None), "block_size", 128)
         return cls("block_indices", block_indices, block_size)
 
     def options(self, key: Tensor) -> dict[str, Tensor | int]:
-        """The options of ``flash_attn`` for these keys, (B, H_kv, S_k, D).
+        """Returns the options of ``flash_attn`` for these numbers. ``key``: (B, H_kv, S_k, D).
 
-        The end of a static cache has been cut off. A number there becomes -1: the mask hides these keys.
+        ``key`` has no unused end of a static cache. A number in the unused end becomes -1, because the mask hides these
+        keys.
         """
         heads, seqlen_k = key.shape[1:3]
         blocks = -(-seqlen_k // self.block_size)
         numbers = self.numbers.masked_fill(self.numbers >= blocks, -1)
-        if 1 < numbers.shape[1] < heads and heads % numbers.shape[1] == 0:  # several key heads share a choice
+        if 1 < numbers.shape[1] < heads and heads % numbers.shape[1] == 0:  # several key heads share their numbers
             numbers = numbers.repeat_interleave(heads // numbers.shape[1], 1)
         if self.keyword == "indices":
             return {"key_indices": numbers}
@@ -59,9 +61,9 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Returns out with one more score in each row, which has no value: (B, H, S_q, 1), or (T, H, 1) of packed rows.
+    """Applies a sink for each query to out. ``sinks``: (B, H, S_q, 1), or (T, H, 1) for packed rows.
 
-    A row's weights shrink by exp(lse) / (exp(lse) + exp(sink)). All three tensors receive gradients.
+    A row of out is multiplied by exp(lse) / (exp(lse) + exp(sink)). All three tensors receive gradients.
     """
-    seen = lse.masked_fill(lse == -torch.inf, 0.0)  # out is 0 where no key is visible
+    seen = lse.masked_fill(lse == -torch.inf, 0.0)  # if no key is visible, out is 0
     return out * torch.sigmoid(seen.unsqueeze(-1) - sinks).to(out.dtype)

@@ -1,7 +1,7 @@
 """transformers 5: ``attn_implementation=register()`` runs a model's attention on flash_attn_ext.
 
-transformers calls two functions of this file. ``attention_mask`` describes the visible keys of each query, as a
-:class:`PatternMask` where it can, so that no S_q x S_k mask is made. ``attention`` converts the description into the
+transformers calls two functions of this file. ``attention_mask`` describes the visible keys of each query. If possible,
+the result is a :class:`PatternMask`, so that no S_q x S_k mask is made. ``attention`` converts this description to the
 arguments of ``flash_attn``, or of ``flash_attn_varlen`` for packed sequences.
 """
 
@@ -27,20 +27,20 @@ __all__ = ["HONOURED", "NAME", "REFUSED", "WITHOUT_EFFECT", "continuous_batching
 if int(transformers.__version__.split(".")[0]) < 5:
     raise ImportError(f"transformers: got version {transformers.__version__}; allowed: 5 or later")
 
-# model_type of the models whose attention adds columns of numbers to the mask: 0 shows a key. In a bool mask these
-# columns would be inverted.
+# model_type of models that append float columns to the mask (0: visible). In a bool mask these columns would be
+# inverted.
 FLOAT_MASKS = frozenset({"deepseek_v4"})
 
 # Without "flash": transformers imports flash-attention for every name that contains it.
 NAME = "fa_ext"
-# With "flash": continuous batching accepts only these names and two of its own. It imports nothing for them.
+# With "flash": continuous batching accepts only names with "flash" and two other names, and imports nothing for them.
 PAGED_NAME = "fa_ext_flash_paged"
 
 
 def register() -> str:
     """Registers flash_attn_ext in transformers, and returns the name for ``attn_implementation``.
 
-    ``AutoModel.from_pretrained(..., attn_implementation=register())`` or, for a model that exists already,
+    Use ``AutoModel.from_pretrained(..., attn_implementation=register())`` or, for an existing model,
     ``model.set_attn_implementation(register())``. A second call changes nothing.
     """
     for name in (NAME, PAGED_NAME):
@@ -51,10 +51,10 @@ def register() -> str:
 
 @contextmanager
 def continuous_batching(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, ``model.generate_batch`` and transformers' other ways of continuous batching run on flash_attn_ext.
+    """In this block, continuous batching (``model.generate_batch`` and similar functions) runs on flash_attn_ext.
 
-    This needs a context, because continuous batching in transformers does not accept :func:`register`'s name. At its
-    end the model has its previous implementation again.
+    A block is necessary, because continuous batching in transformers does not accept :func:`register`'s name. The end
+    of the block restores the model's previous implementation.
     """
     register()
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
@@ -80,11 +80,11 @@ def attention_mask(
     allow_is_bidirectional_skip: bool = False,
     **options,
 ) -> Tensor | None:
-    """transformers' interface for masks: a bool mask of (B, 1, S_q, S_k), as a :class:`PatternMask` where possible. A
-    float mask, 0 or -inf, for a model of ``FLOAT_MASKS``.
+    """transformers' interface for masks. Returns a bool mask (B, 1, S_q, S_k), a :class:`PatternMask` if possible.
 
-    None means: causal if the attention module is causal and there are several queries, otherwise no mask. The result
-    is transformers' dense mask if no pattern describes it (a user's function), and always while a graph is traced.
+    For a model of ``FLOAT_MASKS`` the mask is float, 0 or -inf. None means: causal if the attention module is causal
+    and there are several queries, otherwise no mask. The result is transformers' dense mask if no pattern describes it
+    (a user's function), and always while a graph is traced.
     """
 
     if "config" in options:
@@ -110,7 +110,7 @@ def attention_mask(
     if band is None or shift < 0:
         return dense(may_skip=True)
     left, right, chunks = band
-    # No query sees the keys after this: they are the unused end of a static cache.
+    # No query sees later keys: they are the unused end of a static cache.
     keys = kv_length if right < 0 else min(kv_length, shift + q_length + right)
     if keys < 1:
         return dense()
@@ -118,7 +118,7 @@ def attention_mask(
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + keys].bool()
         padding = None if padding.all() else padding
-    if left >= shift + q_length - 1:  # the window of every query includes the first key
+    if left >= shift + q_length - 1:  # the window of every query includes the first key: no limit
         left = -1
     if right >= keys - 1 - shift:
         right = -1
@@ -127,7 +127,7 @@ def attention_mask(
     skippable = padding is None and left < 0 and sequence_numbers is None and not chunked
     if skippable and allow_is_bidirectional_skip and right < 0 and keys == kv_length:
         return None
-    # For None, attention() uses the upper left diagonal and as many keys as queries.
+    # If the mask is None, attention() uses the upper left diagonal and as many keys as queries.
     if skippable and allow_is_causal_skip and ((shift == 0 and right == 0) or (q_length == 1 and keys == kv_length)):
         return None
     pattern = Pattern(keys=keys, shift=shift, left=left, right=right, padding=padding)
@@ -148,15 +148,15 @@ def attention_mask(
 def _chunks_matter(chunks: Chunks, first: int, last: int, padding: Tensor | None) -> bool:
     """Whether a chunk ends between the positions ``first`` and ``last``, in some element of the batch."""
     begins = first - chunks.starts
-    if padding is not None:  # it hides the keys before the first chunk
+    if padding is not None:  # padding hides the keys before the first chunk
         begins = begins.clamp(min=0)
     return bool((begins // chunks.size != (last - chunks.starts) // chunks.size).any())
 
 
 def _with_chunks(pattern: Pattern, chunks: Chunks, kv_offset: int, seqlen_q: int) -> Pattern | None:
-    """The pattern with chunks; None if no pattern describes them.
+    """Returns the pattern with chunks; None if no pattern describes them.
 
-    The elements of a batch may have left paddings of different lengths. Their chunks then begin at different keys.
+    Elements of a batch may have left paddings of different lengths. Then their chunks begin at different keys.
     """
     firsts = kv_offset - chunks.starts  # (B): the position of key 0 in the chunks
     keys, padding = pattern.keys, pattern.padding
@@ -173,7 +173,7 @@ def _with_chunks(pattern: Pattern, chunks: Chunks, kv_offset: int, seqlen_q: int
     tokens = (columns >= starts) & (columns < starts + padding.sum(1, keepdim=True))
     if not torch.equal(padding, tokens):
         return None
-    # Padding and tokens of each element become packed sequences. The causal mask hides later padding from tokens.
+    # Padding and tokens of each element are separate packed sequences. The causal mask hides later padding from tokens.
     begins = torch.arange(len(firsts), device=firsts.device) * keys
     ends = torch.stack([begins, begins + chunks.starts], 1).flatten()
     offsets = torch.cat([ends, ends.new_tensor([len(firsts) * keys])]).to(torch.int32)
@@ -182,10 +182,10 @@ def _with_chunks(pattern: Pattern, chunks: Chunks, kv_offset: int, seqlen_q: int
 
 @torch.compiler.assume_constant_result
 def _has_causal_modules(config_class: type) -> bool:
-    """Whether a model of this configuration says in its attention modules' `is_causal` that they are causal.
+    """Whether the attention modules of this configuration's model have a correct `is_causal`.
 
-    transformers requires this only of models that support `sdpa`. The decoder modules of the others (NLLB-MoE,
-    Pegasus-X) may have `is_causal` False, and would see all keys without a mask.
+    transformers requires it only for models that support `sdpa`. In other models (NLLB-MoE, Pegasus-X) `is_causal` of a
+    decoder module may be False, and without a mask the module would see all keys.
     """
     modeling = sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
     classes = [c for c in vars(modeling).values() if isinstance(c, type)] if modeling else []
@@ -215,24 +215,25 @@ def attention(
 
     Args:
         query, key, value: (B, H, S_q, D), (B, H_kv, S_k, D) and (B, H_kv, S_k, D_v).
-        attention_mask: a :class:`PatternMask`; or (B or 1, H or 1, S_q, S_k), bool (True attends) or float (added to
+        attention_mask: a :class:`PatternMask`; or (B or 1, H or 1, S_q, S_k), bool (True is visible) or float (added to
             the scores); or None: causal with the upper left diagonal if the module is causal and there are several
             queries, otherwise no mask.
         softcap: scores become ``softcap * tanh(score / softcap)``.
-        s_aux: (H,), the attention sink of gpt-oss: every query's softmax sums this score too. It has no key.
+        s_aux: (H,), the attention sink of gpt-oss: one more score in each row, without a key.
         sinks: (B, H, S_q, 1): a sink for each query (Inkling 2), with a gradient. It is applied after the kernel, from
             the logsumexp.
         indices: (B, S_q, n) int32 or int64: the keys that each query may attend to (DeepSeek 3.2). The mask applies,
-            too, and is not merged with them.
-        block_indices: (B, H_kv or fewer, S_q, n), likewise: blocks of keys, -1 is none (MiniMax M3). A block has
-            ``module.indexer.block_size`` keys, or 128.
+            too; the two are not merged.
+        block_indices: (B, H_kv or fewer, S_q, n), int32 or int64: blocks of keys; -1 means no block (MiniMax M3). A
+            block has ``module.indexer.block_size`` keys, or 128.
         position_bias: (1 or B, H, S_q, S_k), added to the scores (T5). Receives a gradient.
         cache: the cache of continuous batching, before transformers 5.24. It stores the new keys and values, and
             returns all keys and values.
-        deterministic: as ``flash_attn`` takes it (ModernBERT).
+        deterministic: as in ``flash_attn`` (ModernBERT).
         options: ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` describe packed sequences:
-            the rows of the batch, one after another. ``sliding_window`` is read only in continuous batching; elsewhere
-            the mask has the window, as for transformers' eager attention. ``transformers_keywords`` has all keywords.
+            the rows of the batch, one after another. ``sliding_window`` is used only in continuous batching; otherwise
+            the mask includes the window, as for transformers' eager attention. ``transformers_keywords.py`` lists all
+            keywords.
 
     Returns:
         out (B, S_q, H, D_v), and None for the weights.
@@ -240,7 +241,7 @@ def attention(
     Raises:
         ValueError: ``output_attentions=True``, a keyword of ``REFUSED``, only one of the two offsets, or a mask that is
             not 4-D.
-        TypeError: a keyword that is in none of the three lists.
+        TypeError: a keyword that is in none of the three lists of ``transformers_keywords.py``.
     """
     check_keywords(options)
     check_arguments(attention_mask, options)
@@ -253,7 +254,7 @@ def attention(
         settings["sink"] = s_aux if s_aux.dtype == torch.float32 else s_aux.to(query.dtype)
     check_sinks(sinks, query)
     chosen = ChosenKeys.from_keywords(module, indices, block_indices)
-    # transformers 5.24's models update the cache themselves, and pass read_index, but no cache.
+    # In transformers 5.24 the models update the cache, and pass read_index, but no cache.
     is_batched = cache is not None or options.get("read_index") is not None
     if chosen is not None and is_batched:
         raise ValueError(f"{chosen.keyword}: got a tensor with continuous batching; allowed there: None")
@@ -273,7 +274,7 @@ def attention(
     packed = position_bias is None and chosen is None and packed_band(mask, offsets, is_causal, query, key)
     if packed:
         offsets, band = packed
-        if isinstance(mask, PatternMask):  # a static cache has unused keys
+        if isinstance(mask, PatternMask):  # a static cache has an unused end
             key, value = key[:, :, : mask.pattern.keys], value[:, :, : mask.pattern.keys]
         return attend_packed(query, key, value, offsets, sinks, **band, **settings), None
     if offsets is not None:
@@ -320,7 +321,7 @@ Offsets = tuple[Tensor, Tensor, int | None, int | None]
 
 
 def given_sequences(options: dict) -> Offsets | None:
-    """The packed sequences that the keywords describe; None if they describe none."""
+    """Returns the packed sequences that the keywords describe, or None."""
     given = [options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if given[0] is None and given[1] is None:
         return None
@@ -333,7 +334,7 @@ def given_sequences(options: dict) -> Offsets | None:
 def packed_band(
     mask: Tensor | None, offsets: Offsets | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> tuple[Offsets, dict] | None:
-    """The sequences and the options for ``flash_attn_varlen``, if they express the whole mask; otherwise None."""
+    """Returns the sequences and the options for ``flash_attn_varlen``; None if they cannot express the whole mask."""
     pattern = mask.pattern if isinstance(mask, PatternMask) else None
     if mask is not None and (pattern is None or pattern.padding is not None or pattern.shift != 0):
         return None
@@ -363,7 +364,7 @@ def attend_packed(
 
 
 def only_within_sequences(mask: Tensor | None, offsets: Offsets, is_causal: bool, query: Tensor, key: Tensor) -> Tensor:
-    """A dense mask that also hides the keys of other sequences. For any mask or bias that might show them."""
+    """Returns a dense mask that also hides the keys of other sequences, for any mask or bias."""
     numbers = []
     for t, cu_seqlens in zip((query, key), offsets[:2], strict=True):
         rows = torch.arange(t.shape[0] * t.shape[2], device=t.device)
@@ -376,7 +377,7 @@ def only_within_sequences(mask: Tensor | None, offsets: Offsets, is_causal: bool
 
 
 def with_position_bias(mask: Tensor | None, position_bias: Tensor) -> Tensor:
-    """One float mask: the bias, and -inf or the float mask's value where there is a mask."""
+    """Merges mask and bias into one float mask: the bias plus the float mask, or -inf where a bool mask hides."""
     if mask is None:
         return position_bias
     if mask.dtype == torch.bool:

@@ -1,7 +1,8 @@
 """The keywords that transformers passes to an attention function, and the effect of each one on the result.
 
-transformers hands every keyword that a model does not know down to the attention function. A keyword that is ignored by
-mistake changes the result without a sign. So each keyword is in one of three lists, and any other keyword raises.
+transformers passes every keyword that a model does not know to the attention function. If a keyword were ignored by
+mistake, the result would be wrong without a message. So each keyword is in one of three lists, and any other keyword
+raises.
 """
 
 __all__ = ["HONOURED", "REFUSED", "WITHOUT_EFFECT", "check_keywords"]
@@ -20,7 +21,7 @@ HONOURED = frozenset(
     }
 )
 
-# Ignored by transformers' eager attention too. A program may add names to this set.
+# Keywords that transformers' eager attention ignores, too. A program may add names to this set.
 WITHOUT_EFFECT = {
     "cache_params",
     "cache_position",
@@ -39,13 +40,13 @@ WITHOUT_EFFECT = {
     "output_router_logits",
     "past_key_values",
     "position_embeddings",
-    "position_ids",  # the mask function has read them
+    "position_ids",  # already used by the mask function
     "return_dict",
     "seq_idx",
     "use_cache",
 }
 
-# keyword -> its meaning. These change the result, and the kernels do not support them.
+# keyword -> meaning. These keywords change the result, and the kernels do not support them.
 REFUSED = {
     "block_table": "keys and values are read from the pages of a cache",
 }

@@ -1,4 +1,4 @@
-"""torch.nn's attention on our kernels: the module, the replacement of a model's modules, and torch's own operators."""
+"""torch.nn's attention on our kernels: the module, the replacement of modules, and overrides of torch's operators."""
 
 from .multihead_attention import MultiheadAttention
 from .replacement import ReplacedAttention, replace_attention

@@ -1,10 +1,10 @@
 """The attention weights that MultiheadAttention returns in addition to its output.
 
 The weights of all heads are B x H x S_q x S_k numbers. Our operator `attention_weights` computes their average over the
-heads and its gradient: it sums the heads tile by tile, from the lse of the attention. It does not support three cases:
-the weights of each head, DTensors, and torch.func's transforms. There torch's operators compute the weights. If only
-the largest weights or the averages are returned, they run for a block of queries at a time, and the backward computes
-each block again (torch.utils.checkpoint).
+heads, and its gradient. It sums the heads tile by tile, from the lse of the attention. In three cases torch's operators
+compute the weights: the weights of each head, DTensors, and torch.func's transforms. If only averages or the largest
+weights are returned, torch's operators run for one block of queries at a time, and the backward computes each block
+again (torch.utils.checkpoint).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def attention_weights(
     average: bool,
     top_k: int | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(D) + masks), after dropout; rows without any key are 0.
+    """Returns softmax(q k^T / sqrt(D) + masks), after dropout. Rows without a visible key are 0.
 
     Args:
         q, k: (B, H, S_q, D), (B, H, S_k, D).
@@ -43,8 +43,8 @@ def attention_weights(
         key_mask: `key_mask` of `flash_attn`, (B, S_k); or None.
         lse: (B, H, S_q), the logsumexp that `flash_attn` returned. It gets no gradient.
         rng_state: the `rng_state` of `flash_attn`; None without dropout.
-        average: whether to average over the heads.
-        top_k: return the `top_k` largest weights of each query, by torch.topk; None for all weights.
+        average: True: averages over the heads.
+        top_k: returns the `top_k` largest weights of each query, by torch.topk. None: all weights.
 
     Returns:
         (B, S_q, S_k) if averaged, else (B, H, S_q, S_k). With `top_k` a pair (values, indices), with last dimension
@@ -107,12 +107,12 @@ def _weights_by_head(q, k, mask, key_mask, _lse, rng_state, dropout_p, first_row
     if rng_state is None:
         return weights
     keep = dropout_mask(rng_state, *weights.shape, dropout_p, first_row)
-    # A finite factor also for dropout_p 1: with 1 / 0 the gradient of dropped elements would be 0 * inf.
+    # The factor is finite even for dropout_p 1: with 1 / 0 the gradient of dropped elements would be 0 * inf.
     return weights * keep * (1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
 
 
 def merge_masks(mask: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
-    """One mask, (B, 1 or H, S_q, S_k), with the effect of both in `flash_attn`. A view if one of them is None."""
+    """Merges two masks of `flash_attn` into one, (B, 1 or H, S_q, S_k). A view if one of them is None."""
     if key_mask is None:
         return mask
     keys = key_mask[:, None, None]
@@ -133,6 +133,5 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
         mask = mask.to(scores.dtype)
         scores = scores + mask
         no_keys = (mask == -math.inf).all(dim=-1, keepdim=True)
-    # Replaces the scores of rows without keys before the softmax. Replacing the NaN afterwards would not remove NaN
-    # from the gradient.
+    # Replaces the scores of rows without keys before the softmax. After the softmax, the gradient would still be NaN.
     return torch.softmax(scores.masked_fill(no_keys, 0.0), dim=-1).masked_fill(no_keys, 0.0)

@@ -1,4 +1,4 @@
-"""Changes the class of an nn.MultiheadAttention to MultiheadAttention and back, and says for which modules it can."""
+"""Changes the class of an nn.MultiheadAttention to MultiheadAttention and back, and checks which modules allow it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def _require_forward(module: nn.Module, args: tuple) -> None:
     """A forward pre-hook that does nothing. With the hook attached, torch calls this module's forward.
 
-    In eval without grad, nn.TransformerEncoderLayer passes the parameters of its self_attn to one fused operator of
-    torch and never calls self_attn.forward. It does not do so if any module inside it has a forward hook. (Its other
-    conditions, `_qkv_same_embed_dim`, `in_proj_bias` and `batch_first`, describe the parameters. Other code reads them
-    too, so they must stay true.) The hook is a function at module level, so that deepcopy and pickle can copy it.
+    In eval without grad, nn.TransformerEncoderLayer passes the parameters of self_attn to a fused operator of torch and
+    never calls self_attn.forward. If any module inside the layer has a forward hook, it calls self_attn.forward. (Its
+    other conditions, `_qkv_same_embed_dim`, `in_proj_bias` and `batch_first`, describe the parameters. Other code reads
+    them, so they cannot be changed.) The hook is a function at module level, so that deepcopy and pickle can copy it.
     """
 
 
@@ -36,7 +36,7 @@ def remove_forward_hook(module: nn.Module) -> None:
 
 
 def exchange_base(cls: type, old: type, new: type) -> type:
-    """`new` if `cls` is `old`; else a copy of the class `cls` with base `new` instead of base `old`.
+    """Returns `new` if `cls` is `old`; otherwise a copy of the class `cls` with base `new` instead of base `old`.
 
     torch's parametrize and fully_shard derive a new class for a module from the module's class. This function exchanges
     the base of the derived class.
@@ -49,7 +49,7 @@ def exchange_base(cls: type, old: type, new: type) -> type:
 
 
 def class_under_wrappers(module: nn.Module) -> type:
-    """The class that `module` had before torch's parametrize or fully_shard (FSDP2) derived a new class from it."""
+    """Returns the class that `module` had before torch's parametrize or fully_shard (FSDP2) derived a new class."""
     cls = type(module)
     while (inner := _class_under(cls, module)) is not None:
         cls = inner
@@ -57,7 +57,7 @@ def class_under_wrappers(module: nn.Module) -> type:
 
 
 def _class_under(cls: type, module: nn.Module) -> type | None:
-    """The class from which torch derived `cls`; None if torch did not derive `cls`."""
+    """Returns the class from which torch derived `cls`; None if torch did not derive `cls`."""
     first = cls.__bases__[0]
     if nn.utils.parametrize.is_parametrized(module) and cls.__name__ == f"Parametrized{first.__name__}":
         return first
@@ -72,12 +72,14 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def _is_fsdp_class(cls: type) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # no module is sharded before it is imported
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without this import no module is sharded
     return hasattr(fsdp, "FSDPModule") and issubclass(cls, fsdp.FSDPModule)
 
 
 def why_not_replaceable(module: nn.MultiheadAttention) -> str | None:
-    """The reason why `module` cannot become a MultiheadAttention, or could not run as one; None if it can."""
+    """Returns the reason why `module` cannot be changed to a MultiheadAttention, or could not run as one; otherwise
+    None.
+    """
     original = class_under_wrappers(module)
     if original is not nn.MultiheadAttention:
         return (

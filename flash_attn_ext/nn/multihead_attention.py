@@ -28,29 +28,29 @@ class MultiheadAttention(nn.MultiheadAttention):
     This is a subclass of torch.nn.MultiheadAttention with the same constructor, forward arguments, return values,
     parameters and state_dict. Checkpoints load in both directions, and isinstance checks continue to work. Differences:
 
-    - With `need_weights=False` nothing of size S_q x S_k is allocated, except a copy of a bool `attn_mask` in its
-      own shape, because the kernel's masks mean the opposite. `attn_mask` and `key_padding_mask` together are not
-      merged into (B, 1, S_q, S_k), unless `key_padding_mask` needs a gradient.
+    - With `need_weights=False` no S_q x S_k tensor is allocated, except a copy of a bool `attn_mask` in its own shape,
+      because True has the opposite meaning for the kernel. `attn_mask` and `key_padding_mask` together are not merged
+      into (B, 1, S_q, S_k), unless `key_padding_mask` needs a gradient.
     - If all keys of a query are masked, its attention output, weights and gradient are 0, never NaN.
-    - `need_weights=True` (torch's default) does not change the output if the `is_causal` hint is true. The weights
-      are computed from q, k and lse. Averaging over the heads allocates B x S_q x S_k elements, not `num_heads` times
-      as many, except under torch.func and for DTensors. With `top_k` not even these are allocated, except under
-      torch.compile.
-    - The fused inference paths of torch, in this module and in nn.TransformerEncoderLayer, are not used: the
-      kernel runs there too. torch supports nested inputs only on these paths and only in the strided layout. Here
-      they are always supported, in both layouts, and are not padded.
+    - `need_weights=True` (torch's default) does not change the output if the `is_causal` hint is true. The weights are
+      computed from q, k and lse. The average over the heads allocates B x S_q x S_k elements, not `num_heads` times as
+      many, except under torch.func and for DTensors. With `top_k`, the B x S_q x S_k elements are not allocated either,
+      except under torch.compile.
+    - The fused inference paths of torch, in this module and in nn.TransformerEncoderLayer, are not used: this package's
+      kernel runs instead. torch supports nested inputs only on these paths and only in the strided layout. This module
+      always supports nested inputs, in both layouts, and does not pad them.
     - torch.jit.script is not supported.
 
     Args:
         embed_dim: features of query and output, divisible by `num_heads`.
         num_heads: number of heads.
-        dropout: probability with which an attention weight is dropped in training.
-        bias: whether the input and output projections have a bias.
+        dropout: the probability to drop an attention weight in training.
+        bias: True: the input and output projections have a bias.
         add_bias_kv: appends a learned key and value to the sequences.
         add_zero_attn: appends a key and a value of zeros.
         kdim, vdim: features of key and value, `embed_dim` if None.
         batch_first: batched inputs and output are (B, S, E) instead of (S, B, E).
-        device, dtype: of the parameters.
+        device, dtype: the device and dtype of the parameters.
 
     Source: Vaswani et al., "Attention Is All You Need", https://arxiv.org/abs/1706.03762, section 3.2.2.
     """
@@ -86,7 +86,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     @classmethod
     def from_torch(cls, mha: nn.MultiheadAttention) -> MultiheadAttention:
-        """A MultiheadAttention that shares its Parameter objects, buffers, submodules and hooks with `mha`.
+        """Returns a MultiheadAttention that shares its Parameter objects, buffers, submodules and hooks with `mha`.
 
         `mha` does not change. Raises TypeError if `mha` is not exactly a torch.nn.MultiheadAttention, has its own
         forward on the instance, is sharded by FSDP2 (`replace_attention` can change this module in place), or has a
@@ -101,8 +101,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise TypeError(f"mha: must be a torch.nn.MultiheadAttention as torch made it; {obstacle}")
         own_class = exchange_base(type(mha), nn.MultiheadAttention, cls)
         new = own_class.__new__(own_class)
-        # The registries are copied, so that a registration in one module does not change the other. Their entries
-        # are shared.
+        # The registries are copied, so that a registration in one module does not change the other. The entries are
+        # shared.
         for name, entry in vars(mha).items():
             new.__dict__[name] = copy.copy(entry) if isinstance(entry, (dict, set)) else entry
         attach_forward_hook(new)
@@ -129,17 +129,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         *,
         top_k: int | None = None,
     ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
-        """Attention of `query` over `key` and `value`.
+        """Attention of `query` to `key` and `value`.
 
         Args:
             query, key, value: (S_q, B, embed_dim), (S_k, B, kdim), (S_k, B, vdim); with `batch_first`
                 (B, S, features); unbatched (S, features). float16, bfloat16, float32 or float64: the dtype of
                 the parameters, or any under autocast.
-            key_padding_mask: (B, S_k), unbatched (S_k,). Bool: True = not attended; float: added to scores.
-            need_weights: also return the attention weights, an S_q x S_k tensor.
+            key_padding_mask: (B, S_k), unbatched (S_k,). Bool: True hides the key. Float: added to the scores.
+            need_weights: also returns the attention weights, an S_q x S_k tensor.
             attn_mask: (S_q, S_k) or (B * num_heads, S_q, S_k); bool or float as `key_padding_mask`.
-            average_attn_weights: return the weights averaged over the heads instead of one by one.
-            is_causal: a hint that `attn_mask` is the causal mask. `attn_mask` is required too. As in torch, with
+            average_attn_weights: returns the average of the weights over the heads, instead of the weights of each
+                head.
+            is_causal: a hint that `attn_mask` is the causal mask. `attn_mask` is also required. As in torch, with
                 `need_weights=False` and no `key_padding_mask` the values of `attn_mask` are not read. Otherwise
                 they are read, and the hint changes only the speed.
             top_k: not in torch. Returns only the `top_k` largest weights of each query, largest first. From 1 to S_k,
@@ -153,8 +154,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Raises:
             ValueError: `top_k` out of range, or given with `need_weights=False`.
-            AssertionError, RuntimeError: each where torch.nn.MultiheadAttention raises it.
-            TypeError: from `flash_attn`, for a float mask neither of the inputs' dtype nor float32.
+            AssertionError, RuntimeError: in the same cases as torch.nn.MultiheadAttention.
+            TypeError: from `flash_attn`, for a float mask that has neither the inputs' dtype nor float32.
         """
         arguments = (
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -177,9 +178,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         appended = (self.bias_k is not None) + bool(self.add_zero_attn)
         self._check_top_k(top_k, need_weights, k.size(2))
 
-        # torch trusts the hint only without key_padding_mask. With one, our kernel may still use the causal band, which
-        # saves half of the work, if attn_mask is known to be causal. Not with appended keys: they are to the right of
-        # the diagonal, so the band would hide them.
+        # torch trusts the hint only without key_padding_mask. With key_padding_mask, our kernel may use the causal
+        # band, which saves half of the work, if attn_mask is known to be causal. Appended keys are to the right of the
+        # diagonal, so the band would hide them.
         causal = is_causal and not need_weights
         if causal and key_padding_mask is not None:
             causal = not appended and _is_known_to_be_causal(attn_mask)
@@ -210,7 +211,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise ValueError(f"top_k: got {top_k}; allowed: 1 to {seqlen_k}, the number of keys")
 
     def _check(self, query, key, value, key_padding_mask, attn_mask, need_weights, is_causal) -> None:
-        """The checks of torch.nn.MultiheadAttention, with its types of exception."""
+        """Makes the checks of torch.nn.MultiheadAttention, with the same types of exceptions."""
         if query.dim() not in (2, 3):
             raise AssertionError(f"query: got a {query.dim()}-D tensor, allowed are 2-D (unbatched) and 3-D")
         features = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
@@ -245,7 +246,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if attn_mask.dim() not in (2, 3):
             raise AssertionError(f"attn_mask: got a {attn_mask.dim()}-D tensor, allowed are 2-D and 3-D")
         if is_causal and not need_weights and key_padding_mask is None:
-            return  # As in torch, the mask is not read.
+            return  # as in torch, the mask is not read
         allowed = (seqlen_q, seqlen_k)
         if attn_mask.dim() == 3:
             allowed = (math.prod(batch) * self.num_heads, seqlen_q, seqlen_k)
@@ -260,7 +261,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v of embed_dim features each, in the layout of the inputs. Inputs that are one tensor share a GEMM."""
+        """Returns q, k, v with embed_dim features, in the layout of the inputs. Equal input tensors share a GEMM."""
         bias = self.in_proj_bias
         if bias is not None and bias.dtype != self.out_proj.weight.dtype:
             bias = bias.to(self.out_proj.weight.dtype)  # for some layouts torch's linear refuses two dtypes
@@ -268,7 +269,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             biases = (None, None, None) if bias is None else bias.chunk(3)
             projections = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             return tuple(map(F.linear, (query, key, value), projections, biases))
-        # Read once: under a parametrization every read computes the parameter.
+        # Read once, because under a parametrization every read computes the parameter.
         projection = self.in_proj_weight
         if query is key and key is value:
             return F.linear(query, projection, bias).chunk(3, dim=-1)
@@ -291,14 +292,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         tails = [], []
         for x, bias, tail in ((k, bias_k, tails[0]), (v, bias_v, tails[1])):
             if bias is not None:
-                # To x's dtype: under autocast the parameter is float32 and the projection is not.
+                # To x's dtype: under autocast the parameter is float32, but the projection is not.
                 tail.append(bias.to(x.dtype).view(-1).expand(shape))
             if self.add_zero_attn:
                 tail.append(x.new_zeros(shape))
         return torch.cat([k, *tails[0]], dim=seq_dim), torch.cat([v, *tails[1]], dim=seq_dim)
 
     def _split_heads(self, x: Tensor, batched: bool) -> Tensor:
-        """(B, S, E), (S, B, E) or (S, E) -> (B, H, S, D), a view."""
+        """Returns (B, S, E), (S, B, E) or (S, E) as (B, H, S, D), a view."""
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         if not batched:
             return x.transpose(0, 1).unsqueeze(0)
@@ -315,10 +316,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _masks(
         self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, appended: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """`attn_mask` and `key_mask` for `flash_attn`: views of the masks of this call, or copies of the same size.
+        """Returns `attn_mask` and `key_mask` of `flash_attn`: views of the masks of this call, or copies of the same
+        size.
 
-        In bool masks of this module True hides a key; in the kernel's masks True shows it. Float masks are
-        added to the scores in both. All queries attend to the appended keys: the masks get columns of 0 for them.
+        True in a bool mask of this module hides a key; True in the kernel's mask shows the key. Float masks are added
+        to the scores in both. All queries attend to the appended keys, so the masks get columns of 0 for these keys.
         """
         if attn_mask is not None:
             attn_mask = F.pad(attn_mask, (0, appended)) if appended else attn_mask
@@ -351,7 +353,7 @@ def _is_known_to_be_causal(mask: Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack()
     ):
         return False
-    rows = 256  # per step, so that the causal mask for the comparison is never allocated as a whole
+    rows = 256  # compared at once, so that no whole causal mask is allocated
     for start in range(0, mask.size(-2), rows):
         block = mask[..., start : start + rows, :]
         causal = torch.ones(block.shape[-2:], dtype=torch.bool).triu(start + 1)

@@ -25,18 +25,18 @@ class Packed:
         return int(self.offsets.diff().max()) if len(self.offsets) > 1 else 0
 
     def sequences_and_positions(self) -> tuple[Tensor, Tensor]:
-        """For each row: the number of its sequence, and its position in the sequence."""
+        """Returns for each row the number of its sequence and its position in the sequence."""
         sequence = torch.repeat_interleave(self.offsets.diff(), output_size=self.rows.size(0))
         return sequence, torch.arange(len(sequence), device=sequence.device) - self.offsets[sequence]
 
     def padded(self) -> Tensor:
-        """(B, longest, ...), zeros after each sequence."""
+        """Returns (B, longest, ...), with zeros after each sequence."""
         empty = self.rows.new_zeros(len(self.offsets) - 1, self.longest, *self.rows.shape[1:])
         return empty.index_put(self.sequences_and_positions(), self.rows)
 
 
 def pack(x: Tensor) -> Packed:
-    """The rows of a nested tensor (B, *, features). A jagged tensor without holes is not copied."""
+    """Packs a nested tensor (B, *, features). A jagged tensor without holes is not copied."""
     if x.layout is not torch.jagged:
         parts = x.unbind()
         lengths = torch.tensor([0, *(part.size(0) for part in parts)], device=x.device)
@@ -48,7 +48,7 @@ def pack(x: Tensor) -> Packed:
 
 
 def unpack(rows: Tensor, packed: Packed, x: Tensor) -> Tensor:
-    """`rows` as a nested tensor with the layout and the holes of `x`, where `packed` is `pack(x)`."""
+    """Returns `rows` as a nested tensor with the layout and the holes of `x`. `packed` is `pack(x)`."""
     if x.layout is not torch.jagged:
         return torch.nested.as_nested_tensor(list(rows.split(packed.offsets.diff().tolist())))
     if x.lengths() is not None:
@@ -58,7 +58,7 @@ def unpack(rows: Tensor, packed: Packed, x: Tensor) -> Tensor:
 
 
 def _rows_in_use(x: Tensor) -> Tensor:
-    """The numbers of the rows of a jagged tensor's values that are not in its holes."""
+    """Returns the numbers of the rows in a jagged tensor's values, without the rows of holes."""
     lengths = x.lengths()
     ends = lengths.cumsum(0)
     in_order = torch.arange(int(ends[-1]) if len(ends) else 0, device=lengths.device)
@@ -81,7 +81,7 @@ def check(module: nn.MultiheadAttention, inputs: dict[str, Tensor], masks: dict[
     """Raises AssertionError for inputs of different layouts or not 3-D, for masks, and without `batch_first`."""
     layout = next(x.layout for x in inputs.values() if x.is_nested)
     query = inputs["query"]
-    if query.dim() != 3:  # an empty list of sequences: its number of features is unknown
+    if query.dim() != 3:  # an empty list of sequences has no number of features
         raise AssertionError(f"query: got a {query.dim()}-D nested tensor, must be 3-D: (B, *, embed_dim)")
     for name, x in inputs.items():
         if not x.is_nested or x.layout is not layout:
@@ -104,7 +104,7 @@ def forward(
     is_causal: bool,
     top_k: int | None,
 ) -> tuple[Tensor, Tensor | tuple[Tensor, Tensor] | None]:
-    """The result of MultiheadAttention.forward. The weights are padded, as in torch."""
+    """Computes MultiheadAttention.forward. The weights are padded, as in torch."""
     # One packed tensor for each distinct input: `_project` compares them by identity.
     packed = {id(x): pack(x) for x in (query, key, value)}
     q, k, v = (packed[id(x)] for x in (query, key, value))
@@ -136,7 +136,7 @@ def forward(
     is_key, is_query = (torch.arange(p.longest, device=p.offsets.device) < p.offsets.diff()[:, None] for p in (k, q))
     padded_lse = Packed(lse.detach().t(), q.offsets).padded().transpose(1, 2)
     weights = attention_weights(padded_q, padded_k, None, is_key, padded_lse, rng_state, dropout_p, average, top_k)
-    # As torch: 0 in the rows of padded queries.
+    # As in torch: 0 in the rows of padded queries.
     rows = is_query[..., None] if average else is_query[:, None, :, None]
     if top_k is None:
         return out, torch.where(rows, weights, 0.0)

@@ -1,8 +1,8 @@
-"""replace_attention: run the nn.MultiheadAttention modules of an existing model on flash_attn_ext.
+"""replace_attention: runs the nn.MultiheadAttention modules of an existing model on flash_attn_ext.
 
-A module is replaced by assigning another class to it. Nothing is built or copied. So all references to the module and
-all objects in it stay valid: parents, tied registrations, the user's variables, optimizers, hooks and their handles,
-training flags, devices. torch does the same in torch.nn.utils.parametrize and in FSDP2's fully_shard.
+A module is replaced by an assignment to its `__class__`. No module is built or copied. So all references to the module
+and all objects in the module stay valid: parents, tied registrations, the user's variables, optimizers, hooks and their
+handles, training flags, devices. torch does the same in torch.nn.utils.parametrize and in FSDP2's fully_shard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .multihead_attention import MultiheadAttention
 
 __all__ = ["ReplacedAttention", "replace_attention"]
 
-# Relative to the largest value of the original output. Larger than the error of one operator: models are deep.
+# Relative to the largest value of the original output. Larger than the error of one operator, because models are deep.
 _DEFAULT_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -33,7 +33,7 @@ class ReplacedAttention:
 
     Attributes:
         replaced: names of the modules that now run on flash_attn_ext, as in `model.named_modules()`; "" is
-            `model` itself. A module that is registered several times has the first of its names.
+            `model` itself. A module that is registered several times has its first name.
         already: names of the modules that were a flash_attn_ext.MultiheadAttention before.
         skipped: name -> reason, for nn.MultiheadAttention modules that did not change.
         other_attention: name -> reason, for modules of other classes that seem to compute attention. They are never
@@ -53,8 +53,8 @@ class ReplacedAttention:
     def undo(self) -> None:
         """Restores torch's class of each module in `replaced`, in place. Parameters, hooks and flags do not change.
 
-        A module that got another class in the meantime is skipped. A class that torch wrapped around a module in the
-        meantime (parametrize, fully_shard) stays. A second call changes nothing.
+        A module that has another class now is skipped. A class that torch derived after the replacement (parametrize,
+        fully_shard) stays. A second call changes nothing.
         """
         for module, before, after in self._changed:
             if not isinstance(module, MultiheadAttention):
@@ -84,22 +84,22 @@ def replace_attention(
 ) -> ReplacedAttention:
     """Makes every torch.nn.MultiheadAttention of `model` a flash_attn_ext.MultiheadAttention, in place.
 
-    These stay: the module objects, their parameters (the same objects, so optimizers continue), hooks, training flags,
-    parametrizations, dtype and device, and the state_dict. The self_attn of nn.TransformerEncoderLayer is replaced
-    too, and the layer no longer uses its fused inference path. So is `model` itself if it is an nn.MultiheadAttention.
-    `model` changes in place; nothing needs to be assigned. `undo()` of the returned report restores torch's modules.
+    The module objects, their parameters (the same objects, so optimizers continue), hooks, training flags,
+    parametrizations, dtype, device and the state_dict do not change. The self_attn of nn.TransformerEncoderLayer is
+    replaced, too, and the layer no longer uses its fused inference path. If `model` is an nn.MultiheadAttention, it is
+    replaced, too. `undo()` of the returned report restores torch's modules.
 
     Only the class nn.MultiheadAttention itself is replaced, also under torch's parametrize and fully_shard (FSDP2).
-    Three kinds of modules do not change: an instance of a subclass (such as torch.ao's quantizable one), an instance
-    with its own forward, and one that the kernels cannot run (head dimension, dtype, device). `skipped` and a warning
-    name each of them. `other_attention` names modules of other classes that seem to compute attention.
+    Three kinds of modules do not change: instances of a subclass (such as torch.ao's quantizable one), instances with
+    their own forward, and modules that the kernels cannot run (head dimension, dtype, device). `skipped` and a warning
+    name each of these modules. `other_attention` names modules of other classes that seem to compute attention.
 
     Args:
         model: the model, or a single nn.MultiheadAttention.
-        sample_input: if given, `model` runs on it before and after, in eval mode, without grad and with the
-            same random numbers, and the results are compared. A tuple is passed as positional arguments, a
-            dict as keywords, anything else as the only argument. Training flags are restored.
-        rtol, atol: the results are the same if ``|new - old| <= atol + rtol * max|old|`` for all elements of each
+        sample_input: if given, `model` runs on it before and after the replacement, and the results are compared. Both
+            runs are in eval mode, without grad and with the same random numbers. A tuple is passed as positional
+            arguments, a dict as keywords, anything else as the only argument. Training flags are restored.
+        rtol, atol: the results are equal if ``|new - old| <= atol + rtol * max|old|`` for all elements of each
             tensor. The maximum is over finite values. `rtol` None: 1e-9 for float64, 1e-4 float32, 1e-2 float16, 5e-2
             bfloat16, 0 otherwise.
 
@@ -107,11 +107,11 @@ def replace_attention(
         A ReplacedAttention. Its `replaced` is empty for a model that was replaced before.
 
     Raises:
-        ValueError: `model` has no nn.MultiheadAttention at all. The error names the modules that seem to compute
-            attention. Or the results cannot be compared: before the replacement, the output on `sample_input` has no
-            tensor, or it has NaN (torch's fused path returns NaN for fully padded rows).
+        ValueError: `model` has no nn.MultiheadAttention; the error names the modules that seem to compute attention. Or
+        the results cannot be compared: the output on `sample_input` before the replacement has no tensor or has NaN
+        (torch's fused path returns NaN for fully padded rows).
         RuntimeError: the results differ. The error names the largest difference.
-        An error of `model` itself on `sample_input` passes through. After each of these errors the model is unchanged.
+        An error of `model` on `sample_input` is raised unchanged. After each of these errors the model is unchanged.
     """
     modules = {name: m for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
     other_attention = _other_attention(model, modules)
@@ -168,7 +168,7 @@ _NAMED_ATTENTION = (
 
 
 def _other_attention(model: nn.Module, replaceable: dict[str, nn.Module]) -> dict[str, str]:
-    """name -> reason for modules of other classes that seem to compute attention.
+    """Returns {name: reason} for modules of other classes that seem to compute attention.
 
     A module that only has "attention" in its class name is skipped if a module inside it is reported or replaced.
     """
@@ -185,10 +185,10 @@ def _other_attention(model: nn.Module, replaceable: dict[str, nn.Module]) -> dic
 
 
 def _reason_of_sdpa(module: nn.Module) -> str | None:
-    """The reason to report for a module with scaled_dot_product_attention in its class's forward; None without it.
+    """Returns the reason to report if the forward of the module's class mentions scaled_dot_product_attention, or None.
 
-    The code of a function lists the names in it, not the calls that it makes. A flag may choose another branch: timm's
-    Swin has `fused_attn`, which is False by default, and nanoGPT has `flash`.
+    The code of a function lists names, not calls. A flag may choose another branch: timm's Swin has `fused_attn`, which
+    is False by default, and nanoGPT has `flash`.
     """
     code = getattr(type(module).forward, "__code__", None)
     if code is None or "scaled_dot_product_attention" not in code.co_names:
@@ -211,7 +211,7 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _run(model: nn.Module, sample_input: Any) -> list[Tensor]:
-    """The tensors of the model's output."""
+    """Returns the tensors of the model's output."""
     args, kwargs = (sample_input,), {}
     if isinstance(sample_input, tuple):
         args = sample_input
@@ -224,12 +224,15 @@ def _run(model: nn.Module, sample_input: Any) -> list[Tensor]:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not tensors:
         raise ValueError("sample_input: the model returns no tensor for it, so nothing can be compared")
-    # Copies: a model may return a view of a buffer, and overwrite the buffer in its next call.
+    # Copies, because a model may return a view of a buffer and overwrite the buffer in its next call.
     return [(x.to_padded_tensor(0.0) if x.is_nested else x).clone() for x in tensors]
 
 
 def _largest_difference(expected: list[Tensor], got: list[Tensor], rtol: float | None, atol: float) -> float:
-    """The largest absolute difference. RuntimeError if a difference exceeds the tolerance of its tensor."""
+    """Returns the largest absolute difference.
+
+    Raises RuntimeError if a difference exceeds the tolerance of its tensor.
+    """
     shapes = [[tuple(x.shape) for x in tensors] for tensors in (expected, got)]
     if shapes[0] != shapes[1]:
         raise RuntimeError(f"replace_attention: output shapes were {shapes[0]}, would become {shapes[1]}")
@@ -238,10 +241,10 @@ def _largest_difference(expected: list[Tensor], got: list[Tensor], rtol: float |
         if old.numel() == 0:
             continue
         relative = _DEFAULT_RTOL.get(old.dtype, 0.0) if rtol is None else rtol
-        # In 64 bits, because differences of 16-bit numbers would be rounded.
+        # In float64, because differences of 16-bit numbers would be rounded.
         wide = torch.complex128 if old.is_complex() else torch.float64
         old, new = old.to(wide), new.to(wide)
-        difference = torch.where(old == new, 0.0, (new - old).abs()).max().item()  # inf - inf is 0 here
+        difference = torch.where(old == new, 0.0, (new - old).abs()).max().item()  # inf - inf counts as 0
         scale = torch.where(old.isfinite(), old.abs(), 0.0).max().item()
         if not difference <= atol + relative * scale:
             raise RuntimeError(

@@ -1,7 +1,7 @@
-"""activate: torch's own attention calls run on flash_attn_ext, in models that do not know flash_attn_ext.
+"""activate: torch's attention calls run on flash_attn_ext, in unchanged models.
 
-csrc/torch_overrides/ registers kernels for torch's operators. This module switches them on and off, and reports which
-calls they ran.
+csrc/torch_overrides/ registers kernels for torch's operators. This module switches the kernels on and off, and reports
+their calls.
 """
 
 import os
@@ -56,14 +56,17 @@ class ActivationReport:
         return text
 
 
-# Guards the two variables below. Reentrant: the garbage collector may end an abandoned block at any point.
+# Protects the two variables below. Reentrant, because the garbage collector may end an abandoned block at any time.
 _lock = threading.RLock()
 _switched_on = False  # by activate()
 _open_blocks = 0  # of activated(), in all threads
 
 
 def _apply() -> None:
-    """Registers our kernels if anybody wants them, else torch's. The caller holds `_lock`."""
+    """Registers our kernels if activate() or an open block requires them, otherwise torch's.
+
+    The caller holds `_lock`.
+    """
     wanted = _switched_on or _open_blocks > 0
     if wanted == _ops.is_active():
         return
@@ -73,33 +76,33 @@ def _apply() -> None:
     else:
         _ops.deactivate()
         flex_activation.deactivate()
-    # torch.compile caches the kernel of this operator, and would go on tracing the old one.
+    # torch.compile caches the kernel of this operator, and would continue to trace the old one.
     torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache.clear()
 
 
 def activate() -> None:
     """From now on, torch's attention on CPU runs flash_attn_ext, in the whole process and in all threads.
 
-    This holds for :func:`torch.nn.functional.scaled_dot_product_attention` in eager mode, with autograd in both modes,
-    autocast, torch.func and torch.compile. It also holds for ``nn.MultiheadAttention`` and ``nn.TransformerEncoder``,
-    including their fused inference path, and for ``torch.nn.attention.varlen.varlen_attn``, for which torch has no CPU
-    kernel. torch's ``flex_attention`` runs here too, compiled or not, and with inputs that require gradients, which
-    torch refuses on CPU. A compiled call of it is counted when it is traced, once or more. A call that our kernels do
-    not support runs on torch's own kernel as before: :func:`activation_report` gives the reason afterwards,
-    :func:`explain_sdpa` beforehand. On CUDA devices, in a build with CUDA kernels, it holds for the operators that
-    torch lets FlashAttention-3 replace.
+    This includes :func:`torch.nn.functional.scaled_dot_product_attention` in eager mode, with autograd in both modes,
+    autocast, torch.func and torch.compile. It includes ``nn.MultiheadAttention`` and ``nn.TransformerEncoder`` with
+    their fused inference path, and ``torch.nn.attention.varlen.varlen_attn``, for which torch has no CPU kernel. It
+    includes torch's ``flex_attention``, compiled or not, also with inputs that require gradients, which torch refuses
+    on CPU. A compiled call of ``flex_attention`` is counted when it is traced, once or more. A call that our kernels do
+    not support runs on torch's kernel: :func:`activation_report` shows the reason after the call, and
+    :func:`explain_sdpa` before it. On CUDA devices, in a build with CUDA kernels, it includes the operators that
+    FlashAttention-3 may replace in torch.
 
-    :func:`deactivate` restores torch. A second call does nothing. The environment variable
-    ``FLASH_ATTN_EXT_ACTIVATE=1`` calls this when flash_attn_ext is imported.
+    :func:`deactivate` restores torch. A second call does nothing. With the environment variable
+    ``FLASH_ATTN_EXT_ACTIVATE=1`` the import of flash_attn_ext calls this function.
 
     Differences from torch, in addition to speed:
 
     - Rounding, and the elements that dropout drops: the seed comes from torch's generator, but the random numbers
       differ.
-    - A row in which all keys are masked is 0 in the fused inference path too. There torch returns NaN. In this path a
-      float ``mask`` is added to the scores. torch hides every key with a nonzero mask.
-    - Memory: there is no tensor of size S_q x S_k. torch has one with dropout, with a mask that needs a gradient, if
-      the head dimension of ``value`` differs, and in the fused inference path.
+    - In the fused inference path, a row in which all keys are masked is 0; torch returns NaN. A float ``mask`` is added
+      to the scores; torch hides every key with a nonzero mask value.
+    - No S_q x S_k tensor is allocated. torch allocates one with dropout, with a mask that needs a gradient, if the head
+      dimension of ``value`` differs, and in the fused inference path.
     """
     global _switched_on
     with _lock:
@@ -108,9 +111,9 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Undoes :func:`activate`: torch's own kernels run again, as soon as no block of :func:`activated` is open.
+    """Undoes :func:`activate`: torch's kernels run again, as soon as no block of :func:`activated` is open.
 
-    Calls in other threads end with the kernel that they began with.
+    Calls that already run in other threads do not change.
     """
     global _switched_on
     with _lock:
@@ -122,8 +125,8 @@ def deactivate() -> None:
 def activated() -> Iterator[None]:
     """:func:`activate` for a block of code, in all threads.
 
-    Blocks may nest and overlap, also in several threads: torch's own kernels run again when the last block has ended,
-    unless :func:`activate` was called.
+    Blocks may nest and overlap, also in several threads. After the last block torch's kernels run again, unless
+    :func:`activate` was called.
     """
     global _open_blocks
     with _lock:
@@ -139,7 +142,7 @@ def activated() -> Iterator[None]:
 
 
 def is_active() -> bool:
-    """Whether torch's attention runs flash_attn_ext at the moment."""
+    """Whether torch's attention runs on flash_attn_ext now."""
     return _ops.is_active()
 
 
@@ -160,7 +163,7 @@ torch.nn.attention.register_flash_attention_impl(IMPLEMENTATION, register_fn=_ac
 
 
 def activation_report(*, reset: bool = False) -> ActivationReport:
-    """Which calls of torch's attention operators ran on flash_attn_ext, and the reasons for the calls that did not.
+    """Reports the calls of torch's attention operators that ran on flash_attn_ext, and the reasons for all other calls.
 
     ``reset`` sets all counts to 0 afterwards.
     """
@@ -180,8 +183,8 @@ class SdpaExplanation:
     """The result of :func:`explain_sdpa`. Its text is readable.
 
     Attributes:
-        why_not: the reason why the call is left to torch; None if it runs on flash_attn_ext.
-        call: the explanation of the call on our kernels; None if it is left to torch.
+        why_not: the reason why torch runs the call; None if flash_attn_ext runs it.
+        call: the explanation of the call on our kernels; None if torch runs the call.
     """
 
     why_not: str | None
@@ -205,11 +208,11 @@ def explain_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> SdpaExplanation:
-    """Whether this call of :func:`torch.nn.functional.scaled_dot_product_attention` runs on our kernels while active.
+    """Explains whether a call of :func:`torch.nn.functional.scaled_dot_product_attention` would run on our kernels.
 
-    The arguments are the same as for torch's function, and they are checked as in the call itself. Nothing runs,
-    whether active or not, and :func:`activation_report` does not count it. Calls in compiled code, and on other
-    devices than CPU, go to other operators of torch. They are not explained: ``why_not`` says so.
+    The arguments are the same as for torch's function, and are checked as in the call. Nothing runs, and
+    :func:`activation_report` does not count the call. This works with and without :func:`activate`. Calls in compiled
+    code, and on devices other than CPU, use other operators of torch. Then ``why_not`` has this reason.
     """
     if query.device.type != "cpu":
         return SdpaExplanation(f"the tensors are on {query.device.type}; only calls on cpu are explained", None)

@@ -49,12 +49,12 @@ class FlashAttnExtBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        # Every layout is read in place. In the first one all rows of a head in a page follow each other.
+        # Every layout is read in place. In the first layout all rows of a head in a page are contiguous.
         return tuple(KVCacheLayout)
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Adds room for scales to caches with a scale for each token and head."""
+        """Adds space for scales to caches with a scale for each token and head."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
             return spec
         return replace(spec, state_content_bytes=content_bytes(spec.head_size, spec.head_size_v))
@@ -88,7 +88,7 @@ class FlashAttnExtBackend(AttentionBackend):
         cls, head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, use_mm_prefix,
         device_capability,
     ) -> str | None:  # fmt: skip
-        """Returns the reason against a combination of arguments, or None."""
+        """Returns the reason why a combination of arguments is not supported, or None."""
         stored = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(kv_cache_dtype)
         if stored is not None and stored != dtype:
             return f"a cache of {stored} for a model of {dtype}"
@@ -124,7 +124,7 @@ class FlashAttnExtImpl(AttentionImpl[PackedStep]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        self.calls: AttentionLayerCalls | None = None  # made at the first call, which tells the columns of a value
+        self.calls: AttentionLayerCalls | None = None  # made in the first call, when the columns of a value are known
 
     def _make_calls(self, value_columns: int) -> AttentionLayerCalls:
         return AttentionLayerCalls(

@@ -17,7 +17,7 @@ class CacheFormat:
     """How the elements of a cache are stored."""
 
     coded: torch.dtype | None = None  # the 8-bit dtype; None: the model's dtype
-    largest: float | None = None  # largest coded number, if each token and head has its own scale
+    largest: float | None = None  # the largest coded number, if each token and head has a scale
 
     @property
     def scale_per_token(self) -> bool:
@@ -47,9 +47,9 @@ class CacheViews(NamedTuple):
 
 
 def cache_views(cache: Tensor, head_dim: int, head_dim_v: int, cache_format: CacheFormat) -> CacheViews:
-    """Returns views of vLLM's ``cache``, (pages, H_k, page size, content), of any strides but the last.
+    """Returns views of vLLM's ``cache``, (pages, H_k, page size, content). Only the last dimension must be contiguous.
 
-    The content of a token and head is its key, then its value, then, with a scale for each token, the two scales.
+    The content of a token and head is the key, the value, and, with a scale for each token, two scales.
     """
     if cache_format.coded is not None:
         cache = cache.view(cache_format.coded)  # vLLM stores float8 as uint8
@@ -69,5 +69,5 @@ def cache_views(cache: Tensor, head_dim: int, head_dim_v: int, cache_format: Cac
 
 
 def content_bytes(head_dim: int, head_dim_v: int) -> int:
-    """Returns the bytes of a token and head in a cache with a scale for each token."""
+    """Returns the number of bytes of a token and head in a cache with a scale for each token."""
     return head_dim + head_dim_v + 2 * SCALE_BYTES

@@ -14,13 +14,13 @@ from .packed_step import PackedStep
 
 
 class AttentionLayerCalls:
-    """Runs one layer. Options are converted once, so that a decode step only passes tensors."""
+    """Runs one layer. Options are converted once, so a decode step passes only tensors."""
 
     def __init__(
         self, head_dim: int, head_dim_v: int, scale: float, cache_dtype: str = "auto", window: int | None = None,
         softcap: float = 0.0, alibi_slopes: Tensor | None = None, sink: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """``window`` counts keys, the query's own included, as in vLLM. None: no limit."""
+        """``window``: a number of keys, including the query's own key, as in vLLM. None: no limit."""
         self.head_dim, self.head_dim_v = head_dim, head_dim_v
         self.cache_format = FORMATS[cache_dtype]
         self.scale, self.window, self.softcap = scale, window, softcap
@@ -36,19 +36,19 @@ class AttentionLayerCalls:
             alibi_slopes=self.alibi_slopes, scale=self.scale, softcap=self.softcap, deterministic=False,
         )  # fmt: skip
         options = checked_options(_ops.CACHE.option_types, options) | {"lower_right": True}
-        # Each option takes time in a call, so defaults are left out.
+        # Each option takes time in a call, so options with their default are omitted.
         defaults = _ops.CACHE.option_defaults
         return {name: value for name, value in options.items() if value != defaults[name]}
 
     def views(self, cache: Tensor) -> CacheViews:
-        """Views of the cache. vLLM passes the same tensor in each step."""
+        """Returns views of the cache. vLLM passes the same tensor in each step."""
         if self._views is None or cache is not self._cache:
             self._views = cache_views(cache, self.head_dim, self.head_dim_v, self.cache_format)
             self._cache = cache
         return self._views
 
     def scales(self, views: CacheViews, key_scale: float, value_scale: float) -> tuple[Tensor | None, Tensor | None]:
-        """Factors of 8-bit rows: each token's own, or the layer's two numbers."""
+        """Returns the factors of 8-bit rows: one for each token, or the layer's two numbers."""
         if self.cache_format.scale_per_token:
             return views.key_scales, views.value_scales
         if self.cache_format.coded is None or key_scale == value_scale == 1.0:
@@ -86,7 +86,10 @@ class AttentionLayerCalls:
         self, query: Tensor, cache: Tensor, step: PackedStep, out: Tensor, key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Packed queries (tokens, H, D) attend to the rows of their sequences. Writes ``out``, (tokens, H, D_v)."""
+        """Attends from packed queries (tokens, H, D) to the cached rows of their sequences.
+
+        Writes ``out``, (tokens, H, D_v).
+        """
         if not step.causal and self.window is not None:
             raise NotImplementedError(
                 f"sliding_window: got {self.window} with attention that is not causal; allowed on a cache: causal"
@@ -105,7 +108,7 @@ class AttentionLayerCalls:
             out.copy_(_ops.attention_cache(*tensors, **options)[0])
 
     def attend_without_cache(self, query: Tensor, key: Tensor, value: Tensor, step: PackedStep, out: Tensor) -> None:
-        """Packed sequences of an encoder attend to themselves. A window counts to both sides."""
+        """Attends within packed sequences of an encoder. A window limits both sides."""
         tokens = step.num_tokens
         window = None if self.window is None else self.window - 1
         result = flash_attn_varlen(

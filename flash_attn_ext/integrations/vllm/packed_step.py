@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class NewRows(NamedTuple):
-    """Where the new keys and values of a step are written. Each new token is a sequence of one row."""
+    """The cache rows for the new keys and values of a step. Each new token is a sequence of one row."""
 
-    tokens: Tensor | None  # the tokens that are written; None: all
+    tokens: Tensor | None  # the tokens to write; None: all
     count: int
     pages: Tensor  # (count, 1)
-    rows: Tensor  # (count): the row in its page
+    rows: Tensor  # (count): the row in the page
     offsets: Tensor  # (count + 1): 0, 1, 2, ...
 
 
@@ -23,17 +23,17 @@ class NewRows(NamedTuple):
 class PackedStep:
     """Metadata of one step for the layers of one cache group. All tensors are on CPU.
 
-    Index tensors are int64. The operators would convert other integers in each layer.
+    Index tensors are int64, because the operators would convert other integers in each layer.
     """
 
     num_tokens: int
     query_offsets: Tensor  # (B + 1): rows of the packed queries
-    lengths: Tensor  # (B): keys of each sequence, the new ones included
+    lengths: Tensor  # (B): keys of each sequence, including new keys
     block_table: Tensor  # (B, pages)
     longest_query: int
     slot_mapping: Tensor  # (tokens): page * page size + row; -1: no row. vLLM may replace it after build().
     causal: bool = True
-    _new_rows: dict[int, NewRows] = field(default_factory=dict, repr=False)  # by page size: the same for all layers
+    _new_rows: dict[int, NewRows] = field(default_factory=dict, repr=False)  # by page size; all layers share them
 
     @classmethod
     def from_vllm(cls, common: Any, page_size: int) -> PackedStep:
@@ -42,7 +42,7 @@ class PackedStep:
             raise NotImplementedError(
                 "causal: got a tensor, one value for each sequence; allowed with FLASH_ATTN_EXT: True or False"
             )
-        # vLLM's table has columns for the longest possible sequence. The operator reads all columns that it gets.
+        # vLLM's table has columns for the longest possible sequence. The operator would read all columns, so cut them.
         table = common.block_table_tensor
         used = max(1, min(table.shape[1], -(-int(common.max_seq_len) // page_size)))
         return cls(
@@ -56,7 +56,7 @@ class PackedStep:
         )
 
     def new_rows(self, page_size: int) -> NewRows:
-        """Returns the places of the new rows in pages of ``page_size`` rows."""
+        """Returns the cache rows of the new tokens, for pages of ``page_size`` rows."""
         known = self._new_rows.get(page_size)
         if known is None:
             known = self._new_rows[page_size] = new_rows(self.slot_mapping, page_size)
@@ -64,7 +64,7 @@ class PackedStep:
 
 
 def new_rows(slots: Tensor, page_size: int) -> NewRows:
-    """Converts vLLM's slot mapping. Tokens without a slot (-1), which pad a batch, are left out."""
+    """Converts vLLM's slot mapping. Tokens without a slot (-1), which pad a batch, are omitted."""
     tokens = None
     if bool((slots < 0).any()):
         tokens = (slots >= 0).nonzero().flatten()

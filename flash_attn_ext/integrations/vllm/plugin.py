@@ -1,4 +1,4 @@
-"""Adds the backend's name to vLLM, and makes vLLM's CPU platform respect a user's choice of it."""
+"""Adds the backend's name to vLLM, and makes vLLM's CPU platform accept this choice."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def register() -> AttentionBackendEnum:
     if NAME not in AttentionBackendEnum.__members__:
         register_backend(NAME, CLASS_PATH)
     member = AttentionBackendEnum[NAME]
-    # vLLM sends its configuration to new processes. There the member must exist before the configuration is read, but
-    # plugins are loaded after it. So a pickled member is a call of this function.
+    # vLLM sends its configuration to new processes, and they read it before they load plugins. The member must exist
+    # then, so a pickled member is a call of this function.
     member.__reduce_ex__ = lambda protocol: (register, ())
     _respect_choice(member)
     return member
 
 
 def _respect_choice(member: AttentionBackendEnum) -> None:
-    """vLLM's CPU platform ignores every chosen backend but its own. Wraps its choice for ``member`` alone."""
+    """Wraps the choice of vLLM's CPU platform for ``member``. The platform ignores all backends except its own."""
     vllms_choice = CpuPlatform.__dict__["get_attn_backend_cls"].__func__
     if hasattr(vllms_choice, "flash_attn_ext"):
         return
