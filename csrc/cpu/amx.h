@@ -10,8 +10,8 @@
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(n), "r"(from), "r"(int64_t(bytes)) : "memory")
 #define FA_TILE_STORE(n, to, bytes) \
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(n), "r"(to), "r"(int64_t(bytes)) : "memory")
-// Tile c += tile a times tile b.
+// Tile c += tile a * tile b.
 #define FA_TILE_DOT_BFLOAT16(c, a, b) \
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b))
-// A product of registers 6 and 7, added to register 5: kernels/tile_gemm-inl.h keeps no value in them between products.
+// Register 5 += register 6 * register 7. kernels/tile_gemm-inl.h stores no values in these registers between products.
 #define FA_TILE_KEEP_AWAKE() FA_TILE_DOT_BFLOAT16(5, 6, 7)

@@ -1,4 +1,4 @@
-// Whether this process may use the tile registers of AMX.
+// Checks whether this process may use the tile registers of AMX.
 #pragma once
 
 namespace flash_attn_ext::cpu {

@@ -26,7 +26,7 @@
 #define FA_CVTPH_PS(x) _mm512_cvtph_ps((__m256i)(x))
 #define FA_CVTPS_PH(x) (Half16) _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 #define FA_WIDEN_BYTES_TO_16(p) _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))
-// Products of pairs of int16. Words of a and b in turn, in each 16 bytes: first half, second half.
+// Products of pairs of int16. Words of a and b alternate, in each 16 bytes: first half, second half.
 #define FA_MULTIPLY_INT16(a, b) (VecIndex<float>)_mm512_madd_epi16((__m512i)(a), (__m512i)(b))
 #define FA_UNPACK16_LOW(a, b) (U32) _mm512_unpacklo_epi16((__m512i)(a), (__m512i)(b))
 #define FA_UNPACK16_HIGH(a, b) (U32) _mm512_unpackhi_epi16((__m512i)(a), (__m512i)(b))

@@ -11,7 +11,8 @@
 #define FA_WIDEN(x) (U32) _mm256_cvtepu16_epi32((__m128i)(x))
 #define FA_WIDEN_BYTES(x) (U32) _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)(x)))
 #define FA_WIDEN_SIGNED_BYTES(x) (VecIndex<float>)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)(x)))
-// Words of two bytes each. Products of pairs of int16. Words of a and b in turn, in each 16 bytes: first half, second half.
+// Words of two bytes each. Products of pairs of int16. Words of a and b alternate, in each 16 bytes: first half, second
+// half.
 #define FA_WIDEN_BYTES_TO_16(p) _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))
 #define FA_MULTIPLY_INT16(a, b) (VecIndex<float>)_mm256_madd_epi16((__m256i)(a), (__m256i)(b))
 #define FA_UNPACK16_LOW(a, b) (U32) _mm256_unpacklo_epi16((__m256i)(a), (__m256i)(b))

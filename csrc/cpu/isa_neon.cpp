@@ -1,5 +1,5 @@
-// NEON, which every 64-bit ARM has. Uses intrinsics for the instructions that compilers do not find: conversions of
-// float16 and of bytes, and a bool mask to bits.
+// NEON, which every 64-bit ARM CPU has. Intrinsics are for instructions that compilers do not generate: conversions of
+// float16 and of bytes, and of a bool mask to bits.
 #include "target_region.h"
 
 #if defined(__aarch64__)

@@ -5,7 +5,7 @@ namespace {
 
 constexpr int64_t kWord = 64;  // bits
 
-// Returns whether the numbers are ascending numbers of keys, without duplicates.
+// Returns whether the numbers are valid, ascending and without duplicates.
 template <class Index>
 bool is_sorted_row(const Index* numbers, int64_t count, int64_t limit) {
   for (int64_t n = 1; n < count; ++n)
@@ -13,7 +13,7 @@ bool is_sorted_row(const Index* numbers, int64_t count, int64_t limit) {
   return count == 0 || (numbers[0] >= 0 && numbers[count - 1] < limit);
 }
 
-// A set of bits sorts numbers below S_k in linear time, and a duplicate sets its bit a second time. `bits` is zero
+// Sorts numbers below S_k in linear time by a set of bits. A duplicate sets a bit that is already set. `bits` is zero
 // before and after.
 template <class Index>
 int32_t sort_row(const Index* numbers, int64_t count, int64_t limit, uint64_t* bits, int32_t* sorted) {
@@ -57,7 +57,7 @@ KeyLists allocate_key_lists(Arena& arena, const Sizes& z, const KeyIndices& indi
 }
 
 void fill_key_lists(const KeyLists& lists, const Parallel& parallel) {
-  constexpr int64_t kRows = 4;  // of a task
+  constexpr int64_t kRows = 4;  // rows of a task
   const KeyIndices& indices = *lists.indices;
   std::fill(lists.bits, lists.bits + lists.words * std::max(parallel.threads, 1), uint64_t{0});
   for_each_task(parallel, (lists.rows + kRows - 1) / kRows, [&](int64_t task, int thread) {

@@ -53,10 +53,10 @@ class KeyCursor {
 struct KeyLists {
   const KeyIndices* indices = nullptr;
   int32_t* entries = nullptr;  // in the shape of the indices
-  int32_t* lengths = nullptr;  // one for each row
+  int32_t* lengths = nullptr;  // the length of each row's list
   uint64_t* bits = nullptr;    // scratch of each thread
   int64_t rows = 0;            // rows of all lists
-  int64_t words = 0;           // of a thread's bits
+  int64_t words = 0;           // 64-bit words of a thread's bits
 
   KeyCursor cursor(int64_t b, int64_t h_kv, int64_t i, const Range& within) const {
     const int64_t at = indices->row(b, h_kv, i);

@@ -18,7 +18,7 @@
 #define FA_CVTPH_PS(x) (F32) vcvt_f32_f16((float16x4_t)(x))
 #define FA_CVTPS_PH(x) (Half16) vcvt_f16_f32((float32x4_t)(x))
 
-// Baseline code, and static: the linker cannot use these functions for other object files.
+// Compiled for the baseline, and static, so that the linker cannot use these functions in other object files.
 namespace flash_attn_ext::cpu {
 
 static inline uint32x4_t widen_4_bytes(uint32_t x) {

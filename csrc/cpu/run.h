@@ -13,11 +13,11 @@
 
 namespace flash_attn_ext::cpu {
 
-// One of forward, backward, jvp, double backward, weights, attention by index and its backward. Every size in its params must be at least 1 (without v,
-// D_v is 0), and why_not() must return null for them.
+// One pass: forward, backward, jvp, double backward, weights, attention by index, or its backward. Every size in the
+// params must be at least 1 (without v, D_v is 0), and why_not(params) must return null.
 template <class Params>
 struct Pass {
-  size_t (*workspace)(const Params&, int threads);  // memory in bytes that `run` needs with so many threads
+  size_t (*workspace)(const Params&, int threads);  // bytes of memory that `run` needs with `threads` threads
   // `workspace` is aligned to 64 bytes. Its contents may be uninitialised.
   void (*run)(const Params&, void* workspace, const Parallel&);
 };
@@ -34,7 +34,7 @@ struct Kernels {
   Pass<IndexedBackwardParams> indexed_backward;
   int64_t (*decode_splits)(
       const AttentionParams&);  // number of splits of the keys; 0: the decode kernel does not run
-  int64_t decode_max_queries;   // the decode kernel runs by default up to so many queries
+  int64_t decode_max_queries;   // the decode kernel runs by default up to this number of queries
   void (*append)(const AppendParams&, const Parallel&);
   Pass<IndexerTopkParams> indexer_topk;
   Pass<IndexerScoresParams> indexer_scores;

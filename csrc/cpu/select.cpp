@@ -73,7 +73,7 @@ std::vector<Candidate> candidates() {
       {kAvx512Kernels, cpu_has_avx512()},
       {kAvx512Bf16Kernels, cpu_has_avx512_bf16()},
       {kAmxKernels, cpu_has_avx512_bf16() && may_use_amx()},
-      {kNeonKernels, true},  // every 64-bit ARM has it
+      {kNeonKernels, true},  // every 64-bit ARM CPU has NEON
       {kNeonBf16Kernels, cpu_has_neon_bf16()},
   };
   for (const Candidate& c : all)
@@ -136,7 +136,7 @@ std::vector<std::string> why_not_faster() {
   for (const Candidate& c : candidates()) {
     const std::string reason = c.runs_here ? active_isa + " is forced" : "this CPU cannot run it";
     reasons.insert(reasons.begin(), c.kernels->isa + (": " + reason));
-    if (c.kernels->isa == active_isa) reasons.clear();  // this one runs; the ones before it are slower
+    if (c.kernels->isa == active_isa) reasons.clear();  // this kernel runs; earlier ones are slower
   }
   return reasons;
 }

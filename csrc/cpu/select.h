@@ -19,8 +19,8 @@ std::vector<std::string> available_isas();
 // Returns, for each faster instruction set, why it does not run. The fastest is first.
 std::vector<std::string> why_not_faster();
 
-// Returns how often the kernels of each instruction set ran. avx512_bf16 runs float32 calls on kernels of avx512:
-// they count there.
+// Returns the number of calls for each instruction set. float32 calls of avx512_bf16 run kernels of avx512, and count
+// as avx512.
 std::map<std::string, int64_t> kernel_calls();
 
 // Forces `name` for this process, or detects again if `name` is empty. Throws std::invalid_argument if `name` is

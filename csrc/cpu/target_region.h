@@ -1,5 +1,5 @@
-// An isa_*.cpp includes this before its target region. It includes every standard and shared header: inside the
-// region their inline functions would be compiled for that ISA, and the linker might use them in other files.
+// An isa_*.cpp includes this before its target region. It includes every standard and shared header. Inside the region,
+// inline functions of headers would be compiled for this ISA, and the linker might use them in other files.
 #pragma once
 
 #include <algorithm>

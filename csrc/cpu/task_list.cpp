@@ -6,7 +6,7 @@ namespace flash_attn_ext::cpu {
 
 TaskList::Task TaskList::at(int64_t n) const {
   if (!sequences) return {0, n};
-  // The last sequence that begins at or before n: earlier ones with the same first task have no tasks.
+  // The last sequence that begins at or before n. Earlier sequences with the same first task have no tasks.
   const Sequence* next = std::upper_bound(sequences, sequences + count, n,
                                           [](int64_t n, const Sequence& s) { return n < s.first_task; });
   return {next[-1].b, n - next[-1].first_task};

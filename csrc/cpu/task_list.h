@@ -1,4 +1,4 @@
-// Numbers the tasks of a call in the order in which threads draw them.
+// The order in which threads draw the tasks of a call.
 #pragma once
 
 #include <cstdint>
@@ -13,16 +13,16 @@ namespace flash_attn_ext::cpu {
 struct TaskList {
   struct Task {
     int64_t b;      // the sequence; 0 without packing
-    int64_t index;  // its index in the sequence, or in the batch
+    int64_t index;  // the task's index in the sequence, or in the batch
   };
   struct Sequence {
     int64_t b, first_task;
-    double weight;  // estimated work of one of its tasks
+    double weight;  // estimated work of a task of the sequence
   };
 
   int64_t total = 0;
   int64_t count = 0;                    // number of sequences
-  const Sequence* sequences = nullptr;  // packed: in the order of their tasks
+  const Sequence* sequences = nullptr;  // packed: sorted by the order of their tasks
 
   Task at(int64_t n) const;
 };
@@ -56,9 +56,9 @@ TaskList list_tasks(Arena& arena, const Params& call, const TasksOf& tasks_of) {
   return list;
 }
 
-// The blocks of all heads in one list. The tasks of a few heads are interleaved: the first block of each of them,
-// then the second block of each, and so on; then the next few heads. The last tasks decide how evenly the threads
-// end, so blocks with more work come first.
+// The blocks of all heads in one list. The tasks of a few heads are interleaved: the first block of each head, then the
+// second block of each head, and so on; then the next few heads. Blocks with more work are first, so that the last
+// tasks are short and all threads end at nearly the same time.
 struct HeadBlocks {
   struct Position {
     int64_t b, h, block;

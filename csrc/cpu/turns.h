@@ -8,13 +8,13 @@
 
 namespace flash_attn_ext::cpu {
 
-// One task that adds to the rows of a sum in steps, each step after the previous task's. All tasks have the same
-// order of steps, and each works on some of them. If the previous task does not work on a step, no earlier task does.
-// Tasks start in order (parallel.h): the previous task has started, and waits only for earlier tasks. So there is no
-// deadlock.
+// A task that adds to the rows of a sum in steps. It adds in a step after the previous task has finished this step. All
+// tasks have the same order of steps, and each works on some steps. If the previous task does not work on a step, no
+// earlier task does. Tasks start in order (parallel.h), so the previous task has started, and waits only for earlier
+// tasks. So there is no deadlock.
 class Turn {
  public:
-  using Counter = std::atomic<int64_t>;  // the step that its task works on next
+  using Counter = std::atomic<int64_t>;  // the next step of its task
 
   static constexpr int64_t kNone = std::numeric_limits<int64_t>::max();  // there are no more steps
 
@@ -25,13 +25,13 @@ class Turn {
 
   // Waits until all earlier tasks have finished the step: now this task may add to its rows.
   void wait_for(int64_t step) const {
-    constexpr int kSpins = 100;  // a tile needs microseconds
+    constexpr int kSpins = 100;  // a tile takes microseconds
     if (!before_) return;
     for (int n = 0; before_->load(std::memory_order_acquire) <= step; ++n)
       if (n > kSpins) std::this_thread::yield();
   }
 
-  // Lets the next task add to the rows of this step, and of all steps before `next`, this task's next step.
+  // Allows the next task to add in this step, and in all steps before `next`, this task's next step.
   void finish(int64_t step, int64_t next) const {
     wait_for(step);
     own_->store(next, std::memory_order_release);

@@ -3,8 +3,8 @@
 namespace flash_attn_ext::cpu {
 namespace {
 
-// All kernels read every field, except the fields of caches. The binding below names all fields: a new field does not
-// compile until its author adds it here, and decides which kernels support it.
+// All kernels read every field, except the fields of caches. The binding below names all fields. After a new field,
+// this file does not compile until the author adds the field here and decides which kernels support it.
 const char* why_not_any(const AttentionParams& p) {
   const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink, dropout, decode,
                varlen, functions] = p;

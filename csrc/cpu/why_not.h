@@ -1,5 +1,5 @@
-// why_not() returns null if the CPU kernels support a call, else the reason. It is the same for every instruction
-// set. cuda/*/why_not.cpp answer the same question for the CUDA tiers.
+// why_not() returns null if the CPU kernels support a call, otherwise the reason. The answer is the same for every
+// instruction set. cuda/*/why_not.cpp have the answers of the CUDA tiers.
 #pragma once
 
 #include "../core/params.h"

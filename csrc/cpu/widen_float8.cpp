@@ -9,9 +9,11 @@ FA_TARGET_BEGIN("avx512f,avx512bw,avx512vbmi")
 namespace flash_attn_ext::cpu {
 namespace {
 
-// The values of 64 codes: 32 in `first`, 32 in `second`. 6 instructions besides loads; a lookup of 16-bit values takes 7 for 32.
+// The values of 64 codes: 32 in `first`, 32 in `second`. 6 instructions, without loads. A lookup of 16-bit values takes
+// 7 instructions for 32 codes.
 struct Widening {
-  // Unpacking takes the first and the second half of each 16 bytes, so the first 32 elements are brought there.
+  // Unpacking takes the first and the second half of each 16 bytes, so this order moves the first 32 elements to the
+  // first halves.
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(-128);
   __m512i low_0, low_1, high_0, high_1;
 

@@ -1,4 +1,4 @@
-// Widens float8 to 16 bits by tables of bytes. Needs AVX-512 VBMI, which no kernel table requires: the kernels of
+// Widens float8 to 16 bits by tables of bytes. Needs AVX-512 VBMI, which no kernel table requires, so the kernels of
 // AVX-512 call it through a pointer.
 #pragma once
 

@@ -7,8 +7,8 @@
 
 namespace flash_attn_ext::cuda {
 
-// The params of sequence b, if C computes packed sequences; else the params of the call. In the tiers on tensor cores
-// packed sequences have kernels of their own, because the params of a sequence take registers.
+// Returns the params of sequence b if C computes packed sequences, otherwise the params of the call. The tiers on
+// tensor cores have separate kernels for packed sequences, because the params of a sequence need registers.
 template <class C, class Params>
 __device__ decltype(auto) call_of_block(const Params& call, int64_t b) {
   if constexpr (C::kPacked)

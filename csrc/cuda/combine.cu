@@ -9,8 +9,8 @@
 namespace flash_attn_ext::cuda {
 constexpr int kWarp = 32, kThreads = 128;
 
-// A warp computes 32 columns of a row, a lane one of them. Decoding waits for this kernel, so few of its reads depend
-// on each other: lane n reads the statistics of split n.
+// A warp computes 32 columns of a row, one column for each lane. Decoding waits for this kernel, so few of its reads
+// depend on each other: lane n reads the statistics of split n.
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const AttentionParams call, int64_t splits, const Partials<T> partials, int64_t slices) {
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads)
   if (padded >= z.batch * z.heads * z.seqlen_q) return;
   const int64_t b = padded / z.seqlen_q / z.heads, h = padded / z.seqlen_q % z.heads, i = padded % z.seqlen_q;
   const AttentionParams p = of_sequence(call, b);
-  if (i >= p.sizes.seqlen_q) return;  // of a sequence that is shorter than the longest
+  if (i >= p.sizes.seqlen_q) return;  // this sequence is shorter than the longest one
   const int64_t row = p.lse_index(b, h, i), rows = call.lse_size();
 
   T max = -kInf<T>;

@@ -22,7 +22,7 @@ struct Partials {
     row_max = out + splits * rows * p.sizes.head_dim_v;
     row_sum = row_max + splits * rows;
   }
-  // The out of one split, in the form of p.out.
+  // Returns the out of one split, in the form of p.out.
   FA_HOST_DEVICE Tensor4 out_of_split(const AttentionParams& p, int64_t split) const {
     const int64_t first = p.lse_index(0, 0, 0), columns = p.sizes.head_dim_v;
     return {out + (split * p.lse_size() + first) * columns, (p.lse_index(1, 0, 0) - first) * columns,
@@ -33,7 +33,7 @@ struct Partials {
   }
 };
 
-// Merges the splits into p.out and p.lse. Does nothing for one split, which has written them itself.
+// Merges the splits into p.out and p.lse. Does nothing for one split, because its block has written both.
 cudaError_t launch_combine(const AttentionParams& p, int64_t splits, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_attn_ext::cuda

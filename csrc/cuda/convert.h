@@ -1,4 +1,5 @@
-// Element types: a kernel widens what it loads to the accumulator's type, and rounds once what it stores.
+// Element types. A kernel widens loaded elements to the accumulator's type, and rounds each result once, when it stores
+// it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,7 +12,7 @@
 
 namespace flash_attn_ext::cuda {
 
-// fp64 for fp64, fp32 for everything else.
+// The accumulator's type: fp64 for fp64, fp32 for all other types.
 template <class In>
 using Accumulator = std::conditional_t<std::is_same_v<In, double>, double, float>;
 

@@ -5,7 +5,7 @@
 
 namespace flash_attn_ext::cuda {
 
-// The compute capability as 10 * major + minor; 0 if CUDA does not tell it.
+// The compute capability as 10 * major + minor; 0 if CUDA does not report it.
 inline int compute_capability() {
   int device, major, minor;
   const bool known =
@@ -15,7 +15,7 @@ inline int compute_capability() {
   return known ? 10 * major + minor : 0;
 }
 
-// The number of multiprocessors; the number of a large GPU if CUDA does not tell it.
+// The number of multiprocessors. If CUDA does not report it: the number of a large GPU.
 inline int64_t multiprocessors() {
   int device, count;
   const bool known = cudaGetDevice(&device) == cudaSuccess &&

@@ -14,7 +14,7 @@ bool starts_with(std::string_view text, std::string_view start) {
 }
 
 // A GPU runs machine code of its major version with the same or an earlier minor version, and all earlier PTX. Code for
-// "a" runs on this one version only, code for "f" on later minor versions, too; both with or without PTX.
+// "a" runs only on this version; code for "f" also runs on later minor versions. Both may have PTX.
 bool runs_on(std::string_view code, int capability, int least) {
   const bool is_ptx = starts_with(code, kPtx);
   const std::string version(code.substr(is_ptx ? kPtx.size() : kMachineCode.size()));
@@ -42,7 +42,7 @@ bool any_code(const Predicate& predicate) {
 
 #if !defined(FLASH_ATTN_EXT_CUDA_ON_HOST)  // on the host, a test sets the list
 
-// nvcc's own __CUDA_ARCH_LIST__ calls both 9.0 and 9.0a 900, and does not tell whether there is PTX.
+// In nvcc's __CUDA_ARCH_LIST__, 9.0 and 9.0a are both 900, and PTX is not listed.
 #if !defined(FLASH_ATTN_EXT_GPU_CODE)
 #error "setup.py defines FLASH_ATTN_EXT_GPU_CODE: what nvcc's -gencode options say after code="
 #endif

@@ -1,4 +1,4 @@
-// Rows of 16-bit tensors as a warp holds them, to repair gradients and results that came out as NaN.
+// Rows of 16-bit tensors in the lanes of a warp, to repair results and gradients that are wrongly NaN.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@ struct EveryRow {
   __device__ bool operator()(int64_t) const { return true; }
 };
 
-// Whether a row of [rows.begin, rows.end) that is_read(row) admits holds a NaN or Inf. A warp calls it together; each lane
+// Whether a row of [rows.begin, rows.end) with is_read(row) contains a NaN or Inf. All lanes of a warp call it; each
 // reads 16 bytes at a time. kHeadDim: `columns`, rounded up.
 template <class In, int kHeadDim, class IsRead = EveryRow>
 __device__ bool has_non_finite_rows(const Tensor4& t, int64_t b, int64_t h, Range rows, int64_t columns,
@@ -93,7 +93,7 @@ struct NanColumns {
     return __ballot_sync(kAllLanes, found) != 0;
   }
 
-  // Whether a marked column is not NaN in `x`, the sums so far. If none is, further additions change nothing.
+  // Whether `x`, the sums so far, has a marked column that is not NaN. If not, further additions change nothing.
   __device__ bool any_open(const float (&x)[kCount]) const {
     bool open = false;
 #pragma unroll

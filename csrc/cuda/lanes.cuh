@@ -1,11 +1,11 @@
-// Maximum and sum over neighbouring lanes of a warp; all of these lanes get the result. `kLanes` is a power of two.
+// Maximum and sum over neighbouring lanes of a warp. All of these lanes receive the result. `kLanes` is a power of two.
 #pragma once
 
 #include "scores.cuh"
 
 namespace flash_attn_ext::cuda {
 
-// So many lanes share a row of an accumulator, of mma.sync and of wgmma.
+// The number of lanes that share a row of an accumulator, for mma.sync and wgmma.
 constexpr int kRowLanes = 4;
 
 template <int kLanes, class T>

@@ -12,14 +12,14 @@
 namespace flash_attn_ext::cuda {
 
 struct LaunchShape {
-  int64_t tasks;       // blocks along x, at most 2^31 - 1: batches and heads count here
+  int64_t tasks;       // blocks along x, at most 2^31 - 1, including batches and heads
   int64_t slices = 1;  // along y
   int64_t splits = 1;  // along z
   int threads = 256;
   size_t shared_bytes = 0;
 };
 
-// The shared memory that each kernel is already allowed on each device.
+// The shared memory that each kernel may already use on each device.
 inline std::mutex allowed_shared_bytes_mutex;
 inline std::map<std::pair<const void*, int>, size_t> allowed_shared_bytes;
 
@@ -39,7 +39,7 @@ inline cudaError_t allow_shared_bytes(const void* kernel, size_t bytes) {
   return status;
 }
 
-// Starts no kernel for a shape without blocks; that is no error.
+// For a shape without blocks, starts no kernel and returns no error.
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream,
                    const Args&... args) {

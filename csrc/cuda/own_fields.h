@@ -1,5 +1,5 @@
-// Checks that a list names all fields that a struct adds to its base. A structured binding cannot do that: it takes a struct
-// with fields of its own or fields of a base, not both.
+// Checks that a list names all fields that a struct adds to its base. A structured binding cannot check this, because
+// it does not allow a struct with fields in both the struct and its base.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct AnyField {
 template <std::size_t>
 using AnyFieldAt = AnyField;
 
-// Whether braces can initialise a T from a Base and so many fields. They can if T has that many, or more.
+// Whether braces can initialise a T from a Base and n fields. This is possible if T has at least n fields.
 template <class T, class Base, class Numbers, class = void>
 struct HasFields : std::false_type {};
 template <class T, class Base, std::size_t... n>

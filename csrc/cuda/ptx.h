@@ -1,4 +1,5 @@
-// PTX instructions that C++ does not name, one function each, with other forms for compute capability 7.5. The host build (tests/cuda_host) replaces this file.
+// PTX instructions that C++ cannot express, one function each, with separate forms for compute capability 7.5. The host
+// build (tests/cuda_host) replaces this file.
 #pragma once
 
 #if defined(FLASH_ATTN_EXT_CUDA_ON_HOST)
@@ -19,7 +20,7 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// The same address, but the compiler knows nothing about it. So it does not remove a check of the alignment.
+// Returns the same address, but the compiler has no information about it, so it cannot remove a check of the alignment.
 __device__ inline uint32_t opaque_shared_address(const void* pointer) {
   uint32_t address = shared_address(pointer);
   asm volatile("" : "+r"(address));
@@ -28,7 +29,7 @@ __device__ inline uint32_t opaque_shared_address(const void* pointer) {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 
-// Before compute capability 8.0: copies through registers, at once. Nothing is left to wait for.
+// Before compute capability 8.0: copies synchronously, through registers. The waits do nothing.
 __device__ inline void cp_async_16(void* shared, const void* global, bool inside) {
   *static_cast<uint4*>(shared) = inside ? __ldg(static_cast<const uint4*>(global)) : make_uint4(0, 0, 0, 0);
 }
@@ -67,9 +68,9 @@ __device__ inline void cp_async_wait() {
 
 #endif
 
-// Loads four 8 x 8 matrices of 16-bit elements. Lane l points to row l % 8 of matrix l / 8. Of each matrix it receives
-// the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1); if transposed, (2 (l % 4), l / 4) and (2 (l % 4) + 1, l /
-// 4).
+// Loads four 8 x 8 matrices of 16-bit elements. Lane l points to row l % 8 of matrix l / 8. It receives these elements
+// of each matrix: (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1); if transposed, (2 (l % 4), l / 4) and (2 (l % 4) + 1,
+// l / 4).
 __device__ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -126,7 +127,7 @@ __device__ inline uint32_t bit_mask(uint32_t first, uint32_t count) {
 // Returns the first lane's x. The compiler then knows that all lanes have the same value.
 __device__ inline int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// 2^x within 2 ulp. Denormal results become 0.
+// 2^x within 2 ulp. Subnormal results become 0.
 __device__ inline float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -160,7 +161,7 @@ __device__ inline uint32_t pack(float first, float second) {
 
 // ---- ordered adds of blocks
 
-// Returns 0, 1, 2, ...: a number for each caller.
+// Returns 0, 1, 2, ...: another number for each caller.
 __device__ inline int draw_ticket(int* ticket) { return atomicAdd(ticket, 1); }
 
 // Waits until `turn` blocks have ended their turns. Then this thread can read their earlier writes.

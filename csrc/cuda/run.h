@@ -1,4 +1,4 @@
-// The CUDA kernels' interface for ops/: without torch, like cpu/run.h.
+// The interface of the CUDA kernels for ops/: without torch, like cpu/run.h.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,11 +22,11 @@ struct Selection {
   const char* tier = "";
   size_t workspace_bytes = 0;
   Launch<Params>* launch = nullptr;
-  std::string reason;                // why nothing can run the call; empty if something does
+  std::string reason;                // why no tier can run the call; empty if a tier can
   std::vector<std::string> why_not;  // why each faster tier does not run it, the fastest first
 };
 
-// Writes dropout_mask, kept[b][h][i][j], by the rule of core/philox.h. `sizes` needs batch, heads and the lengths; i
+// Writes dropout_mask, kept[b][h][i][j], as core/philox.h defines. `sizes` needs batch, heads and the lengths; i
 // counts from first_row.
 cudaError_t launch_dropout_mask(const DropoutParams& dropout, const Sizes& sizes, int64_t first_row,
                                 bool* kept, cudaStream_t stream);

@@ -1,5 +1,5 @@
 // One element of the score matrix: softcap, ALiBi, mask, band, in this order; and dropout. All tiers use this
-// definition. It is the same as in cpu/kernels/scores-inl.h.
+// definition, which equals cpu/kernels/scores-inl.h.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace flash_attn_ext::cuda {
 
-constexpr double kLog2E = 1.4426950408889634074;  // 2^(x log2(e)) = e^x, where only exp2 is fast
+constexpr double kLog2E = 1.4426950408889634074;  // 2^(x log2(e)) = e^x, because only exp2 is fast
 
 template <class T>
 constexpr T kInf = std::numeric_limits<T>::infinity();
@@ -53,8 +53,8 @@ __device__ T mask_element(const void* data, DType dtype, int64_t at) {
   return widen(static_cast<const __half*>(data)[at]);
 }
 
-// The sum of the values of both masks; -inf hides the element. finfo.min does not hide: a row of nothing else is
-// uniform.
+// The sum of the values of both masks; -inf hides the element. finfo.min does not hide: in a row with only finfo.min, P
+// is uniform.
 template <class T>
 __device__ T mask_bias(const MaskParams& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
   const T bias = mask_element<T>(
@@ -71,7 +71,7 @@ struct Score {
   bool attends;  // neither the mask, nor the band, nor the end of the tensors hides it
 };
 
-// x > 0, for any x but NaN. An integer comparison: most GPUs have 1/64 of the units for fp64.
+// x > 0, for any x except NaN. An integer comparison, because most GPUs have 1/64 of the units for fp64.
 FA_HOST_DEVICE inline bool is_positive(double x) {
   int64_t bits;
   memcpy(&bits, &x, sizeof(bits));
@@ -79,7 +79,7 @@ FA_HOST_DEVICE inline bool is_positive(double x) {
 }
 FA_HOST_DEVICE inline bool has_softcap(const AttentionParams& p) { return is_positive(p.softcap); }
 
-// The factor of <q, k> before softcap, ALiBi and mask. It divides in fp64: a kernel computes it once, before its loop.
+// The factor of <q, k> before softcap, ALiBi and mask. Divides in fp64. A kernel computes it once, before its loop.
 template <class T>
 FA_HOST_DEVICE T product_scale(const AttentionParams& p) {
   return static_cast<T>(has_softcap(p) ? p.scale / p.softcap : p.scale);
@@ -96,8 +96,8 @@ __device__ T alibi_distance(const Band& band, int64_t i, int64_t j) {
   return static_cast<T>(distance < 0 ? -distance : distance);
 }
 
-// The chunks of a tile whose first query row is `i0`. It divides once for the tile. A division for each element would
-// need registers that the GPU's kernels do not have.
+// The chunks of a tile whose first query row is `i0`. Divides once for the tile. A division for each element would need
+// too many registers.
 class TileChunks {
  public:
   __device__ TileChunks(const Band& band, int64_t i0)
@@ -116,8 +116,8 @@ class TileChunks {
   int64_t begin_;  // the first position of the chunk of row i0
 };
 
-// The band without its chunks. `scaled` is <q, k> times product_scale(). `in_mask`: the mask has an element for (i, j). A
-// tree's mask has none for the keys before the tree.
+// The band without its chunks. `scaled` is <q, k> times product_scale(). `in_mask`: the mask has an element for (i, j).
+// A tree mask has no elements for the keys before the tree.
 template <class T>
 __device__ Score<T> finish_scaled_score(const AttentionParams& p, T scaled, int64_t b, int64_t h, int64_t i,
                                         int64_t j, bool inside, bool in_mask = true) {

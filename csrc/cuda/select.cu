@@ -18,7 +18,7 @@ std::string version(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
 
-// A tier on tensor cores: the GPUs that it is for, and what others lack.
+// A tier on tensor cores: its GPUs, and the features that other GPUs lack.
 struct Needs {
   const char* tier;
   int first, last;  // compute capabilities
@@ -34,7 +34,7 @@ const Needs* needs_of(std::string_view tier) {
   return nullptr;  // simt runs on every GPU
 }
 
-// Why a tier does not run on this GPU at all; empty if it does. Code of sm80 and sm75 is in the build's code for GPUs of the
+// Why a tier cannot run on this GPU; empty if it can. Code of sm80 and sm75 is in the build's code for GPUs of the
 // tier, also as PTX.
 std::string why_not_here(std::string_view tier, const char* forced, int capability) {
   const bool is_sm90 = tier == "sm90";
@@ -66,7 +66,7 @@ class Choice {
   // `why_not`: the tier's reason against this call, which starts with its name; null: none. Without a `launch` the tier
   // has no kernel for the dtype.
   void offer(const char* tier, const char* why_not, Launch<Params>* launch, Workspace<Params>* workspace) {
-    // On newer GPUs this tier is no news in a list of faster tiers that do not run.
+    // On newer GPUs, sm75 is omitted from the list of faster tiers.
     const bool is_old = std::string_view(tier) == "sm75" && capability_ >= 80;
     if (selection_.launch || (is_old && (!forced_ || std::string_view(forced_) != tier))) return;
     std::string reason = why_not_here(tier, forced_, capability_);
@@ -86,8 +86,8 @@ class Choice {
     selection_.why_not.push_back(std::move(reason));
   }
 
-  // The choice. If no tier can run the call, it has the reason of the forced tier, or else of the last tier offered,
-  // simt.
+  // Returns the choice. If no tier can run the call, it has the reason of the forced tier, or otherwise of simt, the
+  // last tier offered.
   Selection<Params> take() {
     if (!selection_.launch)
       selection_.reason = forced_ ? refusal_ + " (" + forced_ + " is forced)" : refusal_;
@@ -128,7 +128,7 @@ Launch<Params>* of_half(DType dtype, Launch<Params>* bfloat16, Launch<Params>* f
   return dtype == DType::kFloat16 ? float16 : bfloat16;
 }
 
-// The passes of the indexer have kernels in simt alone.
+// Only simt has kernels for the passes of the indexer.
 template <class Params>
 Selection<Params> select_indexer(const Params& p, Launch<Params>* launch, Workspace<Params>* workspace) {
   Choice<Params> choice(p);

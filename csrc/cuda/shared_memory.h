@@ -1,4 +1,4 @@
-// A block's dynamic shared memory, laid out by a struct.
+// A block's dynamic shared memory, with a struct as its layout.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +15,7 @@ constexpr size_t kTuringSharedBytes = 64 << 10, kMaxSharedBytes = 99 << 10, kMax
 template <class Shared, size_t kMaxBytes = kMaxSharedBytes>
 __device__ Shared& shared_memory() {
   static_assert(sizeof(Shared) <= kMaxBytes && alignof(Shared) <= 1024);
-  // TMA and wgmma swizzle by the address itself: a base off by 128 bytes would give wrong values in silence.
+  // TMA and wgmma swizzle by the address. With a base that is not aligned, results would be wrong without a message.
   if (ptx::opaque_shared_address(shared_bytes) % alignof(Shared) != 0) __trap();
   return *reinterpret_cast<Shared*>(shared_bytes);
 }

@@ -8,7 +8,7 @@
 
 namespace flash_attn_ext::cuda {
 
-// What the blocks say of a tile that is not hidden.
+// The state of a tile that is not hidden, from its blocks.
 enum class TileState {
   kFull,     // all of its elements are shown
   kPartial,  // the mask function decides on each element
@@ -21,7 +21,7 @@ inline __device__ TileState state_of(const StatesOfTile& states) {
   return all_partial ? TileState::kPartial : TileState::kMixed;
 }
 
-// The blocks that queries [i_begin, i_end) and keys [j_begin, j_end) of one sequence's call meet.
+// Returns the states of the blocks that overlap queries [i_begin, i_end) and keys [j_begin, j_end) of one sequence.
 inline __device__ StatesOfTile states_of_tile(const AttentionParams& p,
                                               const simt::DeviceFunctions& functions, int64_t b, int64_t h,
                                               int64_t i_begin, int64_t i_end, int64_t j_begin,
@@ -30,8 +30,8 @@ inline __device__ StatesOfTile states_of_tile(const AttentionParams& p,
   return {functions.blocks, bool(functions.mask), b, h, first + i_begin, first + i_end, j_begin, j_end};
 }
 
-// Finds the tiles of a row (or a column) of tiles that are not hidden. A warp looks up 32 tiles at once, one a lane, and
-// keeps the answers as bits. All lanes of the warp call its functions together.
+// Finds the tiles of a row (or a column) of tiles that are not hidden. A warp looks up 32 tiles at once, one for each
+// lane, and stores the answers as bits. All lanes of the warp call its functions together.
 class TileSearch {
  public:
   // The first tile in [tile, end) that is not hidden, or `end`. `states_of(tile)`: the StatesOfTile.

@@ -12,7 +12,7 @@ namespace flash_attn_ext::cuda {
 
 constexpr int kSinkThreads = 256;
 
-// The index of row i of head h in delta, as in lse. A tier with another layout of delta passes its own.
+// The index of row i of head h in delta, as in lse. A tier with another layout of delta passes another class.
 struct RowOfLse {
   __device__ int64_t operator()(const AttentionParams& p, int64_t b, int64_t h, int64_t i) const {
     return p.lse_index(b, h, i);

@@ -1,6 +1,6 @@
 // Appends new keys and values to caches. It rotates keys and queries, and rounds keys and values for caches of 8 or 4 bits.
 //
-// A task processes a few rows of q, or of k and v. ops/checks_packed.cpp has checked every cache position before.
+// A task processes a few rows of q, or of k and v. ops/checks has checked every cache position.
 #pragma once
 
 #include "cache_rows-inl.h"
@@ -43,8 +43,8 @@ inline float store_number(const NumberRow& row, int64_t n, float x) {
   return row.at(n);
 }
 
-// Rounds a row to int4, and stores its scales and zero points. flash_attn_ext/int4.py defines the format: the results are
-// the same to the last bit.
+// Rounds a row to int4, and stores its scales and zero points. The results have the same bits as
+// flash_attn_ext/int4.py, which defines the format.
 inline void store_nibbles(const float* x, int64_t cols, const CacheGroups& groups, int64_t b, int64_t h,
                           int64_t s, uint8_t* to) {
   const NumberRow scales = number_row(groups.scales, groups.is_float16, b, h, s),
@@ -165,7 +165,7 @@ struct AppendRows {
       return;
     }
     In turned[kMostColumns];
-    if (rotary) {  // rounds to the dtype of keys first, because the key has that dtype
+    if (rotary) {  // first rounds to the dtype of keys, because a key has this dtype
       turn_to(*rotary, from, turned, cols);
       from = turned;
     }

@@ -1,6 +1,6 @@
 // Backward of q, k, v and the ALiBi slopes: FlashAttention-2, algorithm 2, five products per tile and no atomics.
 //
-//   dV_j += P^T dO    dK_j += dS^T Q    dQ_i += dS K       key block j outside, query block i inside
+//   dV_j += P^T dO    dK_j += dS^T Q    dQ_i += dS K       outer loop: key block j; inner loop: query block i
 //
 // A task processes all keys, or one block of keys, of one (sequence, query head). The tasks of a head add to the same
 // dQ, in the order of the keys (turns.h): the bits do not depend on the number of threads or on the batch.
@@ -31,7 +31,7 @@ void add_to_row_terms(const TileFrame& f, const T* scores, const T* dprobs, cons
   }
 }
 
-// Computes the row terms of a query block from recomputed scores. Leaves sums: m in rows.reference, l in
+// Computes the row terms of a query block from recomputed scores. The results are sums: m in rows.reference, l in
 // rows.correction, l rowsum(P o dP) in rows.delta.
 template <class In, class T>
 void sum_row_terms(const BackwardParams& p, BackwardScratch<In, T>& s, int64_t b, int64_t h, int64_t i0,
@@ -140,8 +140,8 @@ void unscale_dscores(const BackwardParams& p, const TileFrame& f, const T* tanh_
   }
 }
 
-// The work of one thread on one tile: the first derivative. The loops below are templates over it;
-// double_backward-inl.h has the second derivative.
+// One tile of the first derivative, on one thread. The loops below have this class as a template parameter;
+// double_backward-inl.h has the class of the second derivative.
 template <class In_, class T_>
 struct BackwardPass {
   using In = In_;

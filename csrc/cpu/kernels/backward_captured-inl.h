@@ -1,7 +1,7 @@
 // Gradients of the tensors that a score function captures: tables, slopes, temperatures.
 //
-// Like backward_mask-inl.h it recomputes dS of each tile. The scatter_add instructions of a program add to sums. The tiles
-// are cut into parts by the shape alone. Each part has its own sums, which are then added in order: the bits do not
+// As in backward_mask-inl.h, dS of each tile is recomputed. The scatter_add instructions of a program add to sums. The
+// shape alone cuts the tiles into parts. Each part has separate sums, which are added in order, so the bits do not
 // depend on the threads.
 #pragma once
 
@@ -43,7 +43,7 @@ void backward_captured(const typename Pass::Params& call, const typename Pass::W
       add_captured_of_block(pass, b, h, block * backward_tiling<T>().block_k, sums);
     }
   });
-  constexpr int64_t kElements = 4096;  // of a task
+  constexpr int64_t kElements = 4096;  // elements of a task
   for_each_task(parallel, ceil_div(count, kElements), [&](int64_t task, int) {
     T* gradient = static_cast<T*>(call.functions->dcaptured);
     for (int64_t n = task * kElements; n < std::min((task + 1) * kElements, count); ++n) {

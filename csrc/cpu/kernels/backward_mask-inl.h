@@ -1,9 +1,9 @@
 // Gradient of a float mask, in the mask's own broadcast shape: dmask = sum of dS over the broadcast dimensions.
 //
-// These loops run after the loops for q, k and v, and multiply two more products per tile. Tasks are parallel over
+// These loops run after the loops for q, k and v, and compute two more products per tile. Tasks are parallel over
 // the elements of the mask. A task sums over the batches, heads and rows that share its mask tile, in a fixed order.
-// So the memory has the size of the mask, never S_q x S_k. If the mask has few elements, many score tiles share each of
-// them: then several tasks sum parts of the score tiles, and the parts are added in order.
+// So the memory has the size of the mask, never S_q x S_k. If the mask has few elements, many score tiles share an
+// element. Then several tasks sum parts of the score tiles, and the parts are added in order.
 #pragma once
 
 #include "backward_workspace-inl.h"
@@ -98,7 +98,7 @@ void store_mask_rows(const BackwardParams& own, const MaskTask<T>& task, int64_t
                                           block_k);
     case DType::kFloat16:
       return store_mask_tile<Float16, T>(g, task.mb, task.mh, before + i, task.mj, rows, cols, sums, block_k);
-    case DType::kBool: return;  // a bool mask has no gradient: ops/checks.cpp checks it
+    case DType::kBool: return;  // a bool mask has no gradient (ops/checks)
   }
 }
 

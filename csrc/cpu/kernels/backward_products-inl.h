@@ -19,7 +19,7 @@ template <class In, class T>
 struct BackwardProducts {
   T* k_transposed;  // [D][block_k]     K^T
   T* v_transposed;  // [D_v][block_k]
-  T* k_tile;        // [block_k][D]     used only if the caller's memory cannot be read directly; likewise:
+  T* k_tile;        // [block_k][D]     only if the caller's memory cannot be read directly; also:
   T* q_tile;        // [block_q][D]
   T* dout_tile;     // [block_q][D_v]
   T* finite_tile;   // [max(block_q, block_k)][max(D, D_v)]  for masked_gemm
@@ -95,7 +95,7 @@ struct BackwardProducts<BFloat16, float> {
   Pair* k_transposed;  // [D / 2][block_k]
   Pair* v_transposed;  // [D_v / 2][block_k]
   Pair* k_across;      // [block_k / 2][D]
-  Pair* q_rows;        // [block_q][D / 2]      only if the caller's memory does not come in pairs; likewise:
+  Pair* q_rows;        // [block_q][D / 2]      only if the caller's memory is not in pairs; also:
   Pair* dout_rows;     // [block_q][D_v / 2]
   Pair* across;   // [max(block_q, block_k) / 2][max(D, D_v)]   dO or Q, or K without rows that are not finite
   Pair* weights;  // [block_q][block_k / 2], or [block_k][block_q / 2]   P or dS

@@ -1,4 +1,4 @@
-// Recomputes one tile of P and dS from q, k, v, lse and delta. The backward and the double backward use it.
+// Recomputes one tile of P and dS from q, k, v, lse and delta, for the backward and the double backward.
 //
 //   P = e^(S - lse)    dP = dO V^T    dS = P o (dP - delta)    delta = rowsum(dO o O) - dlse
 //
@@ -47,8 +47,8 @@ BackwardScratch<In, T> allocate_backward(Arena& arena, const BackwardParams& p) 
 //   P = e^((S - reference) - correction)    dS = P o (dP - delta)
 //
 // Normally reference = lse and correction = 0. If lse is too large to be exact: reference = m (the row's maximum),
-// correction = log l, and delta = rowsum(P o dP) - dlse. All three then come from the same recomputed scores, so
-// their rounding cancels. A row with everything masked has reference = +inf: P = 0 without computing Inf - Inf.
+// correction = log l, and delta = rowsum(P o dP) - dlse. Then all three come from the same recomputed scores, so their
+// rounding errors cancel. A row with everything masked has reference = +inf: P = 0 without computing Inf - Inf.
 template <class T>
 struct RowTerms {
   T *delta, *reference, *correction;
@@ -63,18 +63,18 @@ template <class T>
 bool lse_is_below(T lse, T limit) {
   return !(std::abs(lse) > limit) || std::isinf(lse);
 }
-// For scores that the forward computes bitwise equal.
+// For scores with the same bits as in the forward.
 template <class T>
 bool lse_holds_sum(T lse) {
   return lse_is_below<T>(lse, T(1e-3) / std::numeric_limits<T>::epsilon());
 }
 
-// Returns whether an lse of this size still contains log l. Adding 1e9 to all scores of a row (masks of finfo.min or
+// Returns whether an lse of this magnitude contains log l. Adding 1e9 to all scores of a row (masks of finfo.min or
 // -1e9) rounds log l away; e^(S - lse) is then wrong by a factor of the row length. Returns true for NaN, which stays
 // NaN.
 //
-// The forward computes bitwise the same scores, so their rounding cancels in S - lse. Only the decode kernel adds
-// products in another order; large scores then differ in bits that matter.
+// The scores of the forward have the same bits, so their rounding errors cancel in S - lse. Only the decode kernel adds
+// products in another order. Then large scores differ by more than P allows.
 template <class T>
 inline bool lse_is_exact(const BackwardParams& p, T lse) {
   return is_decode(p) ? lse_is_below<T>(lse, T(16)) : lse_holds_sum<T>(lse);

@@ -56,22 +56,22 @@ TaskList allocate_mask_tasks(Arena& arena, const BackwardParams& call) {
   return list;
 }
 
-// Number of key blocks in one sequence, at least one: a sequence without keys still has to clear dQ.
+// Number of key blocks in one sequence, at least one, because a sequence without keys must clear dQ.
 template <class T>
 int64_t count_key_blocks(const BackwardParams& p) {
   return std::max<int64_t>(ceil_div(p.sizes.seqlen_k, backward_tiling<T>().block_k), 1);
 }
 
-// Returns whether a task processes all keys of a head. It does if there are four heads per thread, and enough heads
-// that threads wait at most a tenth of the time for the last ones. Otherwise a task processes one block of keys. Both
-// orders of summation are the same, so the bits are too.
+// Returns whether a task processes all keys of a head. This needs four heads per thread, and enough heads that threads
+// wait at most a tenth of the time for the last heads. Otherwise a task processes one block of keys. The order of
+// summation is the same in both cases, so the bits are equal.
 inline bool takes_whole_heads(const BackwardParams& p, int threads) {
   const int64_t heads = (p.varlen ? 1 : p.sizes.batch) * p.sizes.heads, of_thread = ceil_div(heads, threads);
   return heads >= 4 * threads && 10 * heads >= 9 * of_thread * threads;
 }
 
-// A task of one sequence. Threads draw the tasks block by block, and within a block head by head. So a key block
-// seldom waits for the block before it.
+// A task of one sequence. Threads draw the tasks block by block, and within a block head by head. So a key block rarely
+// waits for the block before it.
 struct KeyTask {
   int64_t b, head, first_block, end_block;
 };
@@ -114,8 +114,8 @@ int64_t step_of_tile(const BackwardParams& p, const TileFrame& f) {
   return block_in_mirrored_order<T>(p, f.i0 / backward_tiling<T>().block_q);
 }
 
-// Parts of backward_captured(), each with its own sums: by the number of its tasks alone. All parts together have 2^22 sums
-// at most, except a single one.
+// The number of parts of backward_captured(), each with separate sums. The number of tasks alone decides. All parts
+// together have at most 2^22 sums, unless there is only one part.
 inline int64_t count_captured_parts(const BackwardParams& p, int64_t tasks) {
   constexpr int64_t kParts = 32, kSums = int64_t{1} << 22;
   return std::max<int64_t>(
@@ -124,7 +124,7 @@ inline int64_t count_captured_parts(const BackwardParams& p, int64_t tasks) {
 
 template <class T>
 struct BackwardWorkspace {
-  TaskList row_tasks, key_tasks, reduce_tasks, mask_tasks;  // of each loop
+  TaskList row_tasks, key_tasks, reduce_tasks, mask_tasks;  // the tasks of each loop
   TaskList captured_tasks;                                  // one key block of one head each
   int64_t captured_parts = 0;
   bool whole_heads;   // whether a key task processes all keys of a head
@@ -137,7 +137,7 @@ struct BackwardWorkspace {
   double* dcaptured;  // [captured_parts][captured elements]
   T* dslopes;         // [B][key blocks][H]
   Turn::Counter* turns;  // [B][key blocks][H]  the next step of dQ that this key block adds to
-  int64_t key_blocks;    // of all sequences
+  int64_t key_blocks;    // key blocks of all sequences
   char* scratch;         // per thread: starts with a BackwardScratch
   size_t scratch_bytes;
 
@@ -166,7 +166,7 @@ struct BackwardWorkspace {
   }
 };
 
-// Returns whether the rows of dq can receive the sums: same type, and whole vectors.
+// Returns whether the rows of dq can hold the sums: same type, and whole vectors.
 template <class In, class T>
 bool adds_to_dq_itself(const BackwardParams& p) {
   return std::is_same_v<In, T> && p.sizes.head_dim % kLanes<T> == 0;

@@ -26,7 +26,7 @@ inline const M* mask_at(const MaskParams& mask, const TileFrame& f) {
          f.j0 * mask.stride_k;
 }
 
-// Whether reading a tile also prefetches the same rows of the next tile.
+// kYes: reading a tile also prefetches the same rows of the next tile.
 enum class Prefetch { kNo, kYes };
 
 // Loads kLanes<T> consecutive elements of a float mask. Lanes beyond the end of a row read 0.

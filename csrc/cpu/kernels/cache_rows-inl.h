@@ -14,12 +14,12 @@ inline bool copies_rows(const AttentionParams& p) {
   return cache.pages || cache.dtype != CacheDType::kOfQuery || cache.key_has_value;
 }
 
-// Returns whether a row of `t`, p.k or p.v itself, is only the first part of a key.
+// Returns whether a row of `t` is only the first part of a key. `t` is p.k or p.v.
 inline bool is_part_of_key(const AttentionParams& p, const Tensor4& t) {
   return p.varlen.cache.key_has_value && &t == &p.k;
 }
 
-// The groups of `t`, p.k or p.v itself.
+// Returns the groups of `t`. `t` is p.k or p.v.
 inline const CacheGroups& groups_of(const AttentionParams& p, const Tensor4& t) {
   return &t == &p.k ? p.varlen.cache.k_groups : p.varlen.cache.v_groups;
 }
@@ -76,7 +76,7 @@ constexpr int64_t kChunkRows = 16, kTileChunks = 4;
 
 // Memory addresses of a tile of K or V. `known` is false for pages of odd sizes, if a chunk is not contiguous.
 struct TileSource {
-  const char* chunk[kTileChunks] = {};  // of the first head
+  const char* chunk[kTileChunks] = {};  // addresses for the first head
   int64_t stride = 0, stride_h = 0;
   int64_t bytes = 0, rows = 0;  // bytes: one row of one head
   bool known = false;
@@ -129,8 +129,8 @@ struct TileSources {
   TileSource keys, values;
 };
 
-// Returns whether rows are prefetched. K and V of a small dense call are probably in L2 already. Then a prefetch costs
-// as much as a load.
+// Returns whether rows are prefetched. K and V of a small dense call are probably in L2 already. Then a prefetch takes
+// as long as a load.
 inline bool prefetches_rows(const AttentionParams& p) {
   constexpr int64_t kBytesInL2 = 1 << 20;
   const Sizes& z = p.sizes;
@@ -158,13 +158,13 @@ class Prefetcher {
         next_(&source),
         row_(first),
         end_row_(std::min(rows_of(source), last)) {}
-  // Whether a whole tile is prefetched ahead: then keys follow keys, and values follow values.
+  // Whether a whole tile is prefetched ahead. Then keys are prefetched during work on keys, and values during work on
+  // values.
   static bool is_tile_ahead(const TileSource& source, const HeadRange& heads) {
     return rows_ahead(source, heads) == kTileChunks * kChunkRows;
   }
 
-  // Always inline: GCC 12 considers a function with nothing but prefetches to be free of effects, and removes its
-  // calls.
+  // Always inline, because GCC 12 removes calls of a function that only prefetches.
   FA_INLINE void lines(int64_t count) {
     constexpr int64_t kLine = 64;
     due_ += count;
@@ -175,7 +175,7 @@ class Prefetcher {
       __builtin_prefetch(at_, 0, kPrefetchLevel);
     }
   }
-  // From now on lines() counts lines of elements with 2^widening times the bytes of the stored elements.
+  // After this call, lines() counts lines of elements with 2^widening times the bytes of the stored elements.
   void count_widened(int widening) { widening_ = widening; }
   // Prefetches all remaining lines.
   void finish() { lines(std::numeric_limits<int64_t>::max() / 2); }
@@ -211,8 +211,8 @@ class Prefetcher {
 };
 
 // Loads the factors of the 8-bit rows of a tile, one per key, up to `ld` lanes. Returns whether the factors may be
-// applied to scores or probabilities instead of rows: false if one of them is not finite, because a masked row must
-// stay masked.
+// applied to scores or probabilities instead of rows: false if a factor is not finite, because a masked row must stay
+// masked.
 template <class T>
 bool load_factors(const AttentionParams& p, const CacheScale& scale, int64_t h_kv, int64_t j0, int64_t keys,
                   int64_t ld, T* factors) {

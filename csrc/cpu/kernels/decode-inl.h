@@ -1,5 +1,5 @@
-// Forward for few queries against many keys: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023). Its time is the time to
-// read K and V once.
+// Forward for few queries against many keys: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023). It takes about as long as
+// reading K and V once.
 //
 // The query heads that share a key head are the rows of one tile, so K and V are read once for all of them. The keys
 // are cut into `splits`. Each split stores (O, m, l), and merge_row() adds the splits in order. The number of splits
@@ -14,8 +14,8 @@
 
 #include "decode_tile-inl.h"
 
-// Returns whether the decode kernel runs. Besides a few queries, it is the faster one for some more queries of a long
-// cache, if more than the softmax rarely follows the product: it multiplies the rows of a whole group at once, prefetches
+// Returns whether the decode kernel runs. It runs for few queries. It is also faster for some more queries of a long
+// cache, if only the softmax follows the product, because it multiplies the rows of a whole group at once, prefetches
 // keys, and splits them.
 inline bool is_decode(const AttentionParams& p) {
   const Sizes& z = p.sizes;
@@ -29,7 +29,7 @@ inline bool is_decode(const AttentionParams& p) {
 // Returns whether the decode kernel may run for some sequence of the call.
 inline bool may_decode(const AttentionParams& call) { return call.varlen || is_decode(call); }
 
-// How the keys of one key head are split.
+// The splits of the keys of one key head.
 struct DecodeSplits {
   int64_t rows, splits, split_keys;  // rows: H / H_kv * S_q
   Range keys;                        // the whole blocks that contain a visible key
@@ -43,7 +43,7 @@ DecodeSplits split_keys_of(const AttentionParams& p) {
   key_splits.rows = z.heads / z.heads_kv * z.seqlen_q;
   key_splits.keys = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
   key_splits.keys.begin =
-      key_splits.keys.begin / block_k * block_k;  // one Philox call has words for two keys
+      key_splits.keys.begin / block_k * block_k;  // one Philox call has random words for two keys
   const int64_t blocks =
       std::max<int64_t>((key_splits.keys.end - key_splits.keys.begin + block_k - 1) / block_k, 1);
   // The batch size is not used: other sequences in the batch must not change the bits of a result.
@@ -104,7 +104,7 @@ struct DecodeTask {
   Range splits;
 };
 
-// How many key heads and splits one task processes. The grouping does not change the bits of a result.
+// The numbers of key heads and splits in one task. They do not change the bits of a result.
 struct DecodeGrouping {
   int64_t heads = 1, splits = 1;
   int64_t rows = 1;            // per key head, maximum over the sequences
@@ -123,13 +123,13 @@ struct DecodeGrouping {
   }
 };
 
-// Chooses the largest tasks that leave four tasks per thread and do not exceed the average work of a thread. One thread
-// needs no balance: its tasks are as large as possible, because a task of a small call costs as much as its keys.
+// Chooses the largest tasks for which each thread has four tasks, and no task exceeds the average work of a thread.
+// With one thread, tasks are as large as possible, because the overhead of a small task is as large as its work.
 template <class T>
 DecodeGrouping group_decode(const AttentionParams& call, int threads) {
   constexpr int64_t kMostRows = 256;
   const Sizes& z = call.sizes;
-  double work = 0, heaviest = 1;  // work: of one head. heaviest: of one split of it
+  double work = 0, heaviest = 1;  // work of one head; work of its heaviest split
   int64_t splits = 1;
   DecodeGrouping g;
   auto add = [&](const AttentionParams& p) {
@@ -148,7 +148,7 @@ DecodeGrouping group_decode(const AttentionParams& call, int threads) {
     add(call);
   const double share = work * static_cast<double>(z.heads_kv) / (threads == 1 ? 1.0 : 4.0 * threads);
   const int64_t most = std::max<int64_t>(static_cast<int64_t>(share / heaviest), 1);
-  // Heads of few keys share the cost of a task. Heads of many keys do if their rows are adjacent.
+  // Heads of few keys share a task, to save overhead. Heads of many keys share a task if their rows are adjacent.
   if (splits == 1 || call.k.stride_h < call.k.stride_s) {
     g.heads = std::min({most, z.heads_kv, std::max<int64_t>(kMostRows / g.rows, 1)});
     while (z.heads_kv % g.heads != 0) --g.heads;
@@ -215,7 +215,7 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
     TileSources now = tile_at(begin);
     if (prefetches_rows(p) && split == task.splits.begin && end - begin > block_k &&
         !now.values.is_part_of(now.keys) && Prefetcher::is_tile_ahead(now.keys, some))
-      Prefetcher({}, now.values, some).finish();  // later values are prefetched one tile ahead
+      Prefetcher({}, now.values, some).finish();  // values of later tiles are prefetched one tile ahead
     for (int64_t j0 = begin; j0 < end; j0 += block_k) {
       const TileSources next = tile_at(std::min(j0 + block_k, end_of_task));
       const DecodeTile<In, T> tile{p, s, b, some, first, j0, std::min(block_k, end - j0), unified};
@@ -235,8 +235,8 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
       run(nullptr, n, n + 1);
       continue;
     }
-    // The reference of O and l. A row that sees no key of this split has no maximum. Other splits, computed
-    // again, may have a maximum far below the guess.
+    // The reference of O and l. A row without visible keys in this split has no maximum, and other splits that are
+    // computed again may have a maximum far below the guess.
     for (int64_t row = 0; row < rows; ++row)
       if (r.row_sum[row] != T(0)) r.row_max[row] = unified;
   }

@@ -8,8 +8,8 @@
 #include "decode_products-inl.h"
 #include "int16_rows-inl.h"
 
-// Returns whether so many rows are multiplied by int8 without conversion. More rows are lanes, and int8 is widened once for
-// all of them.
+// Returns whether `rows` rows are multiplied by int8 without conversion. More rows are lanes, and int8 is widened once
+// for all rows.
 template <class T>
 constexpr bool multiplies_bytes(int64_t rows) {
   constexpr int64_t kMostRows = 4;
@@ -24,7 +24,7 @@ template <class In>
 struct DecodeBytes {
   static constexpr bool kExists = sizeof(In) == 2;  // float32 is more exact than int16
 
-  Pair* q;  // [rows][D / 2]   rows: of all heads of the task
+  Pair* q;  // [rows][D / 2]   rows of all heads of the task
   int64_t ldq;
   float* q_factors;  // [rows]
   Pair* probs;       // [rows][block_k / 2]   pairs along the keys

@@ -26,7 +26,7 @@ constexpr int kDotSums = FA_VECTOR_REGISTERS / 2;
 template <class T>
 constexpr int kMostSpan = std::min<int>(16 / sizeof(T), kLanes<T> / 2);
 
-// Returns kSpan for so many rows: the widest for which a vector holds all rows.
+// Returns kSpan for `rows` rows: the largest kSpan for which a vector holds all rows.
 template <class T>
 constexpr int span_of(int64_t rows) {
   int span = 1;
@@ -34,7 +34,7 @@ constexpr int span_of(int64_t rows) {
   return span;
 }
 
-// Returns how many of the remaining rows the next block has. Example: 12 rows of 16 lanes are blocks of 8 and 4 rows, because
+// Returns the number of rows in the next block. Example: 12 rows of 16 lanes are blocks of 8 and 4 rows, because
 // one block would have 4 lanes of padding.
 template <class T>
 constexpr int64_t rows_of_block(int64_t rows) {
@@ -50,7 +50,7 @@ constexpr int widest_span(int64_t rows) {
   return span_of<T>(rows);
 }
 
-// Returns whether so many rows of Q are multiplied all at once. The limit bounds the memory: a caller may request
+// Returns whether `rows` rows of Q are multiplied at once. The limit bounds the memory, because a caller may request
 // splits for a prompt of thousands of rows.
 constexpr int64_t kMostRowsAtOnce = 512;
 template <class T>
@@ -68,7 +68,7 @@ constexpr int64_t lanes_of(int64_t rows) {
 // forward's product, or faster. More rows use the panels.
 constexpr int kMostLaneBlocks = 4;
 
-// Returns whether the products of this file compute so many rows; otherwise the forward's matrix product.
+// Returns whether the products of this file compute `rows` rows. Otherwise the forward's matrix product does.
 template <class T>
 constexpr bool uses_lane_blocks(int64_t rows) {
 #if defined(FA_HAS_TILE_REGISTERS)  // faster from half a vector on

@@ -1,10 +1,11 @@
 // The two products of decode for many rows of Q: S^T = K Q^T and O += P V by the matrix product of the forward. A row
 // of Q is a lane of S^T.
 //
-// The right operand of a product comes in panels, [columns / kPanel][depth][kPanel]. A panel stays in L1 while all
-// rows of the left operand pass it. Q^T is packed once in a task. V is packed panel by panel, or read in place.
+// The right operand of a product comes in panels, [columns / kPanel][depth][kPanel]. A panel stays in L1 while it is
+// multiplied by all rows of the left operand. Q^T is packed once in a task. V is packed panel by panel, or read in
+// place.
 //
-// Fewer rows are multiplied by decode_lanes-inl.h, as blocks of lanes.
+// decode_lanes-inl.h multiplies fewer rows, as blocks of lanes.
 #pragma once
 
 #include "cache_rows-inl.h"
@@ -14,7 +15,8 @@
 
 template <class T>
 constexpr int64_t kPanel = 2 * kLanes<T>;
-constexpr int64_t kPanelBytes = 18 << 10;  // of a panel that stays in L1, beside rows of the left operand
+constexpr int64_t kPanelBytes =
+    18 << 10;  // a panel of this size stays in L1, together with rows of the left operand
 
 // P for all rows of a head: [rows][ld], or transposed, as LaneTile.
 template <class T>
@@ -71,7 +73,7 @@ struct ManyRowsOperands {
                         T*, Prefetcher& ahead) {
     add_values_of_lanes<WideValues<In, T>>({probs, lanes_of<T>(rows)}, rows, v, keys, out, ldo, ahead);
   }
-  // Packs `keys` rows of one panel. The first of them is key j of the tile.
+  // Packs `keys` rows of one panel. The first row is key j of the tile.
   static void load_values(const Rows<In>& v, int64_t j, int64_t keys, T* panel, int64_t width) {
     for (int64_t n = 0; n < keys; ++n)
       for (int64_t c = 0; c < width; c += kLanes<T>)
@@ -129,7 +131,7 @@ struct ManyRows {
   using E = typename Operands::Element;
 
   E* q;           // [heads of a task][D][lanes]   Q^T in panels
-  T* scores;      // [block_k][lanes]              S^T, if more than the softmax follows
+  T* scores;      // [block_k][lanes]              S^T, if other steps than the softmax follow
   T* prob_lanes;  // [block_k][lanes]           P^T, if P was not transposed
   E* k_tile;      // [block_k][D]                  only if the caller's k cannot be read directly
   E* v_panel;     // [block_k][kPanel]             likewise; Pair: pairs across the keys

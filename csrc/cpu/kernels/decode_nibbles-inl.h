@@ -38,15 +38,16 @@ FA_INLINE Int16Words load_words(const uint8_t* p, int64_t bytes) {
   return (Int16Words)FA_WIDEN_BYTES_TO_16(buffer);
 }
 
-// The groups of a row.
+// The groups of a row of K or V.
 struct GroupsOfRow {
-  int64_t count, ld;  // groups; and in whole vectors
-  int64_t columns;    // of a group
+  int64_t count, ld;  // the number of groups; rounded up to whole vectors
+  int64_t columns;    // the columns of a group
 };
 
-// The group of a step of columns. Steps come in order: advancing needs no division.
+// The group of a step of columns. Steps are in order, so the next group needs no division.
 struct GroupOfStep {
-  // With groups of 32 columns and vectors of 64 bytes, a step has two groups. Each half of the lanes belongs to one.
+  // With groups of 32 columns and vectors of 64 bytes, a step has two groups. Each half of the lanes belongs to one
+  // group.
   static constexpr bool kMayBeTwo = kStep > 32;
 
   int64_t columns, group = 0, next = columns;  // next: the first column of the next group
@@ -180,7 +181,7 @@ struct DecodeNibbles {
   static constexpr bool kExists = sizeof(In) == 2;  // float32 is more exact than int16
 
   int16_t*
-      q;  // [rows][ldq]   rows: of all heads of the task. A step has its even columns, then its odd columns
+      q;  // [rows][ldq]   rows of all heads of the task. A step has its even columns, then its odd columns
   int64_t ldq;
   float* q_units;     // [rows]
   float* q_sums;      // [rows][groups of a key]   sums of q, times kInt4Zero if there are no zero points
@@ -230,7 +231,7 @@ struct DecodeNibbles {
     return {arena.take<float>(count), groups.zeros ? arena.take<float>(count) : nullptr};
   }
 
-  // The numbers of the keys of the task's head `n`.
+  // Returns scales and zero points for the keys of the task's head `n`.
   TileGroups keys_of(int64_t n) const {
     const int64_t first = n * block_k * of_key.ld;
     return {keys.scales + first, keys.products ? keys.products + first : nullptr};
@@ -260,7 +261,7 @@ struct DecodeNibbles {
                        ld, room, ahead);
   }
 
-  // Loads the numbers of the values of one head, as rows of groups. Returns whether all of them are finite.
+  // Loads scales and zero points for the values of one head, as rows of groups. Returns whether all are finite.
   bool load_values(const AttentionParams& p, int64_t h_kv, int64_t j0, int64_t count) const {
     constexpr int L = kLanes<float>;
     const bool is_finite = values.load(p, p.varlen.cache.v_groups, of_value, h_kv, j0, count);
@@ -303,7 +304,7 @@ struct DecodeNibbles {
     std::fill(sums + row * ld_sums, sums + (row + rows) * ld_sums, 0);
   }
 
-  // Adds the products of at most kChunkRows values, the first of them key j of the tile, to the sums.
+  // Adds the products of at most kChunkRows values to the sums. The first value is key j of the tile.
   template <int R>
   void add_values(int64_t row, int64_t j, const Rows<uint8_t>& v, int64_t count, Prefetcher& ahead) const {
     constexpr int kRows = std::min(R, kDotSums / 4);
@@ -321,7 +322,7 @@ struct DecodeNibbles {
   // out += the sums of one row, in the order of its columns.
   void add_sums(int64_t row, float* out, int64_t cols) const {
     constexpr int L = kLanes<float>;
-    VecIndex<float> low, high;  // even and odd columns in turn, in each 16 bytes
+    VecIndex<float> low, high;  // alternately even and odd columns, in each 16 bytes
 #pragma GCC unroll 16
     for (int i = 0; i < L; ++i) {
       low[i] = i / 4 * 4 + i % 4 / 2 + i % 2 * L;

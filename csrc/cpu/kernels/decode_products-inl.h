@@ -1,7 +1,7 @@
 // The two products of decode, S = Q K^T and O += P V, in two forms.
 //
-// One or two rows: the sums of S run along the lanes, K and V are read from the caller's memory, and later rows are
-// prefetched. More rows: `many`, all rows at once, with rows as lanes.
+// One or two rows: the lanes hold columns, K and V are read from the caller's memory, and later rows are prefetched.
+// More rows: `many` multiplies all rows at once, with rows as lanes.
 #pragma once
 
 #include "decode_many_rows-inl.h"
@@ -40,7 +40,7 @@ FA_INLINE void store_dots(const Sum (&sum)[R][N], T scale, T* scores, int64_t ld
   T lanes[kDotSums];
 #pragma GCC unroll 16
   for (int first = 0; first < kDotSums; first += L) {
-    Vec<T> flat[L];  // a copy: sums stay in registers only if no code takes their address
+    Vec<T> flat[L];  // a copy, because sums stay in registers only if no code uses their address
 #pragma GCC unroll 16
     for (int i = 0; i < L; ++i)
       flat[i] = __builtin_convertvector(sum[(first + i) / N][(first + i) % N], Vec<T>);
@@ -56,9 +56,9 @@ FA_INLINE void store_dots(const Sum (&sum)[R][N], T scale, T* scores, int64_t ld
   }
 }
 
-// scores[r][n] = scale * <q[r], k[n]> for R rows and kDotSums / R keys from j on. `room` scores are stored. Keys past
-// `keys` read the last key again, and their scores are never used. load() returns a vector of kCols columns of a key;
-// Sum is a vector of sums.
+// scores[r][n] = scale * <q[r], k[n]> for R rows and kDotSums / R keys from j on. `room` scores are stored. For keys
+// past `keys` the last key is read again, and their scores are not used. load() returns a vector of kCols columns of a
+// key; Sum is a vector of sums.
 template <class T, int R, int kCols, class Sum = Vec<T>, class E, class In, class Load>
 FA_INLINE void dot_block(const E* q, int64_t ldq, const Rows<In>& k, int64_t j, int64_t keys, T scale,
                          T* scores, int64_t ld, int64_t room, const Load& load, Prefetcher& ahead) {
@@ -117,7 +117,7 @@ FA_INLINE void value_block(const T* probs, int64_t ld, const Rows<In>& v, int64_
 
 template <class In, class T>
 struct DecodeProducts {
-  T* q;  // [rows][D]   rows: of all heads of the task
+  T* q;  // [rows][D]   rows of all heads of the task
   int64_t ldq;
   T scale;
   ManyRows<In, T> many;
@@ -139,7 +139,7 @@ struct DecodeProducts {
     many.load_queries(p, n, q + n * rows * ldq, ldq, rows);
   }
 
-  // Computes S for R rows and at most kChunkRows keys. `room`: scores that may be written per row.
+  // Computes S for R rows and at most kChunkRows keys. `room`: the number of scores that may be written per row.
   template <int R>
   void scores(int64_t row, const Rows<In>& k, int64_t keys, T* out, int64_t ld, int64_t room,
               Prefetcher& ahead) const {
@@ -216,7 +216,7 @@ FA_INLINE void add_value_pairs(const Pair* probs, int64_t ld, const Rows<In>& v,
 
 template <>
 struct DecodeProducts<BFloat16, float> {
-  Pair* q;  // [rows][D / 2]   rows: of all heads of the task
+  Pair* q;  // [rows][D / 2]   rows of all heads of the task
   int64_t ldq;
   Pair* prob_pairs;  // [rows][block_k / 2]   P, pairs along the keys
   float scale;

@@ -75,7 +75,7 @@ inline void multiply_lanes(T* row, const T* factors, int64_t ld) {
 }
 
 // The keys [j0, j0 + keys) for some key heads of one sequence. Products loop over chunks of keys, and within a chunk
-// over the heads: rows of neighbouring heads are often adjacent in memory, which is then read in order.
+// over the heads. Rows of neighbouring heads are often adjacent, so memory is read in order.
 template <class In, class T>
 struct DecodeTile {
   const AttentionParams& p;
@@ -95,7 +95,7 @@ struct DecodeTile {
       DecodeBytes<In>::kExists && cache.dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows);
   const bool is_int4 = DecodeNibbles::kExists<In> && cache.dtype == CacheDType::kInt4;
   const bool all_at_once = fills_lanes<T>(rows) && !is_int8 && !is_int4;
-  // Only the softmax and the factors of 8-bit rows follow the product: scores stay S^T.
+  // If only the softmax and the factors of 8-bit rows follow the product, scores stay S^T.
   const bool stays_transposed = all_at_once && !p.dropout && !p.alibi && p.softcap == 0 && !may_mask();
   // The products count elements of 2^widening times the bytes of the stored elements.
   int widening() const {
@@ -276,11 +276,12 @@ struct DecodeTile {
   }
 
  private:
-  // Whether head n's rows of int8 or int4 are multiplied without conversion. Load the factors or the groups before.
+  // Whether head n's rows of int8 or int4 are multiplied without conversion. The factors or groups must be loaded
+  // before.
   bool as_integers(int64_t n, const CacheScale& scale) const {
     return is_int8 ? !scale || s.multiplied[n] : is_int4 && s.multiplied[n];
   }
-  // The same rows of int4.
+  // Returns the same rows of int4.
   Rows<uint8_t> nibble_rows(const Tensor4& t, const TileSource& source, int64_t n, int64_t j, int64_t count,
                             int64_t cols) const {
     const Rows<int8_t> rows =
@@ -351,7 +352,7 @@ struct DecodeTile {
                          out + row * d_v, d_v);
   }
 
-  // The softmax of S^T. For blocks of lanes it multiplies O; otherwise the product P V does.
+  // The softmax of S^T. For blocks of lanes it also multiplies O by the factors; otherwise the product P V does.
   void softmax_of_lanes(int64_t n, const SplitResult<T>& r) const {
     const LaneTile<T> tile{scores_of(n), padded_keys};
     if (!uses_lane_blocks<T>(rows))
@@ -376,7 +377,8 @@ struct DecodeTile {
     decode_softmax_lanes<T>(scores, keys, block_lanes, unified, r.row_max, r.row_sum, count, rescale);
     for (int64_t row = 0; row < count; ++row)
       if (rescale[row] != T(1)) multiply_row<T>(r.out + row * d_v, rescale[row], d_v);
-    std::fill(scores + keys * block_lanes, scores + padded_keys * block_lanes, T(0));  // padding of pairs
+    std::fill(scores + keys * block_lanes, scores + padded_keys * block_lanes,
+              T(0));  // pads pairs with zeros
   }
 
   void multiply_keys_of_lanes(int64_t n, const T* factors) const {
@@ -409,7 +411,7 @@ struct DecodeTile {
     }
   }
 
-  // Adds the whole tile of one head. `chunk(j)` returns its rows from key j on.
+  // Adds the whole tile of one head. `chunk(j)` returns the rows from key j on.
   template <class Chunk>
   void add_values_of(int64_t n, const Chunk& chunk, bool in_one_place, const SplitResult<T>& r,
                      Prefetcher& ahead) const {
@@ -441,7 +443,7 @@ void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const Ti
   const bool shares_rows = now.values.is_part_of(now.keys),
              is_tile_ahead = Prefetcher::is_tile_ahead(now.keys, tile.heads);
   // Latent attention: V is the first columns of K, and no row is prefetched twice. The product with V has more and
-  // smaller register tiles, so most prefetches of the next tile are there.
+  // smaller register tiles, so it issues most prefetches of the next tile.
   const int64_t few = kChunkRows, all = kTileChunks * kChunkRows;
   Prefetcher during_scores, during_values;
   if (prefetches_rows(tile.p)) {

@@ -1,12 +1,12 @@
 // Double backward: the gradient of <t_out, dout> + <t_lse, dlse> with respect to q, k, v, mask and slopes
-// (docs/derivative_formulas.md), by the loops of the backward with ten products a tile. Per tile, from the tangent e of
-// the scores, g = R o dO V^T and f = R o dO tV^T:
+// (docs/derivative_formulas.md), by the loops of the backward, with ten products per tile. Per tile, from the tangent e
+// of the scores, g = R o dO V^T and f = R o dO tV^T:
 //
 //   dS = P o (g - delta)    A = (g - delta) o e + f - mu g    G = P o (A - gamma)
 //   Z  = scale (y' G + y'' scale w dS)                        D = scale y' dS
 //   dV_j += (R P (e - mu))^T dO    dK_j += Z^T Q + D^T tQ     dQ_i += Z K + D tK
 //
-// gamma = <dO, tO> - mu delta needs no further loop: tO is an input.
+// gamma = <dO, tO> - mu delta needs no additional loop, because tO is an input.
 #pragma once
 
 #include "backward-inl.h"
@@ -78,7 +78,7 @@ struct DoubleBackwardPass {
     s = allocate_double_backward<In, T>(arena, call);
   }
 
-  void undo_functions(const TileFrame&) {}  // refused in cpu/why_not.cpp
+  void undo_functions(const TileFrame&) {}  // cpu/why_not.cpp excludes these calls
 
   void load_keys(int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {
     s.products.load_keys(p, b, h_kv, j0, keys);

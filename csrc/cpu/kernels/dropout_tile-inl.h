@@ -1,10 +1,10 @@
-// Keep factors of dropout for one tile. Philox words (core/philox.h) are computed for a vector of Philox calls at
+// Factors of dropout for one tile. Philox words (core/philox.h) are computed for a vector of Philox calls at
 // once.
 #pragma once
 
 #include "frame-inl.h"
 
-// 64-bit lanes that contain 32-bit words, as 32 x 32 -> 64 bit multiplications need them.
+// 64-bit lanes with 32-bit words, for multiplications 32 x 32 -> 64 bits.
 using Words = VecBits<double>;
 constexpr int kCalls = kLanes<double>;
 
@@ -66,8 +66,8 @@ FA_INLINE void dropout_block(const AttentionParams& p, PhiloxKey key, uint32_t h
     }
 }
 
-// A tile in a part of a larger call, if its first row or column there is not the first of a Philox block. Computes
-// whole blocks and copies the part of each block inside the tile.
+// For a tile in a part of a larger call, if the tile does not begin at the start of a Philox block of the larger call.
+// Computes whole blocks and copies the part of each block inside the tile.
 template <class T>
 inline void load_dropout_tile_across_blocks(const AttentionParams& p, const TileFrame& f, PhiloxKey key,
                                             uint32_t head_index, int64_t i0, int64_t j0, T* dst) {
@@ -115,7 +115,7 @@ inline void load_dropout_tile(const AttentionParams& p, const TileFrame& f, T* d
     }
 }
 
-// The same for one query and keys that need not be neighbours: rows are keys, lanes are heads from f.h on.
+// The same for one query and any list of keys: rows are keys, lanes are heads from f.h on.
 template <class T>
 inline void load_dropout_of_keys(const AttentionParams& p, const TileFrame& f, const int32_t* keys, T* dst) {
   const DropoutParams own = p.dropout.at_row(f.i0);

@@ -22,7 +22,7 @@ struct ForwardScratch {
   T* rescale;       // [block_q]
 };
 
-// Scratch for `blocks` blocks of queries. jvp-inl.h has one.
+// Scratch for `blocks` blocks of queries. jvp-inl.h has one block.
 template <class In, class T>
 ForwardScratch<In, T> allocate_forward(Arena& arena, const AttentionParams& p, int64_t blocks = 1) {
   const auto [block_q, block_k] = fitted(forward_tiling<T>(), p.sizes);
@@ -39,7 +39,7 @@ ForwardScratch<In, T> allocate_forward(Arena& arena, const AttentionParams& p, i
   return s;
 }
 
-// Blocks of queries that share the tiles of K and V, if these are converted: a task converts each tile once.
+// Blocks of queries share tiles of K and V if the tiles are converted, so that a task converts each tile once.
 constexpr int64_t kMostBlocksPerTask = 2;
 template <class In, class T>
 int64_t blocks_per_task(const Sizes& z, int threads) {
@@ -50,14 +50,14 @@ int64_t blocks_per_task(const Sizes& z, int threads) {
   return !std::is_same_v<In, T> && tasks >= kEnoughTasks * threads ? kMostBlocksPerTask : 1;
 }
 
-// One block of queries of a head: m, l and O, while the tiles of its keys pass.
+// One block of queries of a head: m, l and O during the loop over the tiles of its keys.
 template <class In, class T>
 struct QueryBlock {
   const AttentionParams& p;
   int64_t b, h, i0, queries;
   T unit;
   ForwardScratch<In, T>
-      s;  // out, row_max, row_sum and the queries belong to this block, the rest to the task
+      s;  // out, row_max, row_sum and the queries belong to this block, the other arrays to the task
   int64_t ld = round_up_to_lanes<T>(queries), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
   Range keys = keys_of_tiles(p, i0, queries);
 
@@ -118,7 +118,7 @@ QueryBlock<In, T> query_block(const AttentionParams& p, ForwardScratch<In, T> s,
 }
 
 // The blocks [first, first + count) of a head's queries. Blocks whose keys begin together share the tiles of K and V.
-// A block's tiles do not depend on the others.
+// A block's tiles do not depend on the other blocks.
 template <class In, class T>
 void forward_query_blocks(const AttentionParams& p, const ForwardScratch<In, T>& s, int64_t b, int64_t h,
                           int64_t first, int64_t count) {
@@ -154,7 +154,7 @@ inline HeadBlocks query_blocks(const Sizes& z, int64_t tasks_of_head, int thread
   return {z, tasks_of_head, heads * tasks_of_head < kFewTasks * threads ? heads : 1};
 }
 
-// Counts the tasks: `per_task` query blocks of a head each. In the decode kernel: counts splits of the keys.
+// Counts the tasks. A task is `per_task` query blocks of a head; in the decode kernel, splits of the keys.
 template <class T>
 int64_t count_forward_tasks(const AttentionParams& p, const DecodeGrouping& decode, int64_t per_task) {
   if (p.sizes.seqlen_q == 0) return 0;  // a packed sequence may be empty

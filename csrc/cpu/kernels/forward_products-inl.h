@@ -68,7 +68,7 @@ struct ForwardProducts {
     return copies_rows(p) && p.varlen.cache.dtype == CacheDType::kOfQuery;
   }
 
-  // Whether softmax() may write P in the form of the product's operand: false here, P replaces S.
+  // Whether softmax() may write P in the form of the product's operand. Here it may not: P replaces S.
   static constexpr bool packs_probs(const AttentionParams&) { return false; }
 
   void softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale, bool) const {
@@ -168,10 +168,10 @@ struct ForwardProducts<BFloat16, float> {
     if (multiplied) multiply_rows_by_factors(out, f, out);
   }
 
-  // As above. Pairs of keys may be read from row_copy itself.
+  // As above, but pairs of keys may be read from row_copy.
   static bool overwrites_tiles(const AttentionParams& p) { return copies_rows(p); }
 
-  // Whether P goes from the softmax to the product in 16 bits: nothing multiplies it in between.
+  // Whether the softmax writes P in 16 bits. This needs that nothing multiplies P before the product.
   static bool packs_probs(const AttentionParams& p) {
     return !p.dropout && p.varlen.cache.dtype == CacheDType::kOfQuery;
   }

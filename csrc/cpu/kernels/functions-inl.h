@@ -64,7 +64,7 @@ void load_mask_function(const AttentionParams& p, const TileFrame& f, const Func
   });
 }
 
-// Returns the first key from j on that a block of these queries shows. Without one: a key far beyond the last one.
+// Returns the first key from j on that a block of these queries shows, or a key far beyond the last key.
 inline int64_t first_key_of_blocks(const AttentionParams& p, int64_t b, int64_t h, int64_t i0,
                                    int64_t queries, int64_t j) {
   constexpr int64_t kNone = int64_t{1} << 62;
@@ -83,7 +83,7 @@ inline StatesOfTile states_of_tile(const AttentionParams& p, const TileFrame& f)
   return {p.functions->blocks, bool(p.functions->mask), f.b, f.h, i, i + f.queries, f.j0, f.j0 + f.keys};
 }
 
-// Blocks decide before the mask function does: bits of hidden ones are cleared, bits of full ones are set.
+// The block mask has priority over the mask function: bits of hidden blocks are cleared, bits of full blocks are set.
 inline void apply_blocks(const AttentionParams& p, const TileFrame& f, const VisibleKeys& visible) {
   const BlockStates& blocks = p.functions->blocks;
   for (int64_t q = 0; q < f.queries; ++q) {
@@ -140,8 +140,8 @@ MaskTile<T> with_functions(const AttentionParams& p, const TileFrame& f, MaskTil
   return tile;
 }
 
-// Replaces the scores of a tile by the user's function of them. A score of -inf counts as masked: `mask` then hides it.
-// Returns whether the function masked an element.
+// Replaces the scores of a tile by the results of the user's function. A score of -inf counts as masked: `mask` hides
+// it then. Returns whether the function masked an element.
 template <class T>
 bool apply_score_function(const AttentionParams& p, const TileFrame& f, MaskTile<T>& mask, T* scores) {
   constexpr int L = kLanes<T>;

@@ -1,10 +1,10 @@
 // The matrix product of all kernels: C (+)= A * B. B and C are row-major. A is read one element at a time, broadcast,
-// with any strides. So the strides decide whether it computes Q K^T, P V, P^T dO, ...
+// with any strides. So different strides give Q K^T, P V, P^T dO, ...
 //
 //  C[m][n] (= or += or *= factor[m] and +=) scale * sum_k A[m * a_row + k * a_depth] * B[k * ldb + n]
 //  n in whole vectors
 //
-// Elements of A and B have the type T of C, or are Pairs: two 16-bit values that follow each other along the depth. A
+// Elements of A and B have the type T of C, or are Pairs: two consecutive 16-bit values along the depth. A
 // register tile of MR x NV vectors of C stays in registers over the whole depth. It starts from 0 and is added to C
 // at the end: it rounds like a sum of tiles, not like one long chain.
 #pragma once
@@ -12,7 +12,7 @@
 #include "../vec/pair-inl.h"  // before the templates that call its functions
 #include "tiling-inl.h"
 
-// A function that a product calls before each register tile, with the number of vectors of C in it.
+// A function that a product calls before each register tile, with the number of vectors of C in the tile.
 struct PrefetchHook {
   void (*call)(void* self, int64_t vectors) = nullptr;
   void* self = nullptr;
@@ -61,7 +61,7 @@ struct GemmArgs {
   PrefetchHook prefetch_hook = {};
 };
 
-// A task that multiplies elements of In holds one. On AMX it configures the tile registers.
+// A task that multiplies elements of In holds a ProductUnit. On AMX it configures the tile registers.
 template <class In>
 struct ProductUnit {
   ProductUnit() {}

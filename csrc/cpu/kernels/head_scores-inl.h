@@ -1,19 +1,20 @@
 // The products of attention by index that have heads as lanes: S^T = K Q^T and dP^T = V dO^T.
 //
 // The heads that share a key head may fill a small part of a vector. Then the products are the products of decode for a
-// few rows (decode_lanes-inl.h): a vector holds several columns of each head. Otherwise they are the forward's.
+// few rows (decode_lanes-inl.h): a vector holds several columns of each head. Otherwise they are the products of the
+// forward.
 #pragma once
 
 #include "decode_many_rows-inl.h"
 #include "forward_products-inl.h"
 
-// Returns whether the products are decode's.
+// Returns whether the products of decode are used.
 template <class T>
 constexpr bool are_few_heads(int64_t heads) {
   return heads <= kLanes<T> / 2;
 }
 
-// Returns the number of rows with which decode's products run: the smallest allowed one, for fewer heads.
+// Returns the number of rows for decode's products: at least the smallest allowed number.
 template <class T>
 constexpr int64_t rows_of_few_heads(int64_t heads) {
   while (!fills_lanes<T>(heads)) ++heads;
@@ -27,7 +28,7 @@ struct HeadScores {
 
   ForwardProducts<In, T> whole;
   ManyRows<In, T> few;
-  In* rows;  // [heads][D]   Q of few heads, with zeros behind the columns
+  In* rows;  // [heads][D] Q of few heads, padded with zeros
 
   // `row`: the call of one query row, with the heads as queries and a tile of keys.
   static HeadScores allocate(Arena& arena, const AttentionParams& row) {
@@ -50,7 +51,7 @@ struct HeadScores {
     load_elements_of_queries(rows, ldq, all, row.sizes.head_dim);
   }
 
-  // Writes S^T, [keys][f.ld]. The lanes behind the heads may be anything. Prefetches all lines of `ahead`.
+  // Writes S^T, [keys][f.ld]. Padding lanes are arbitrary. Prefetches all lines of `ahead`.
   template <class Ahead>
   void scores(const AttentionParams& row, const TileFrame& f, T scale, T* out, Ahead& ahead,
               int64_t lines) const {

@@ -90,7 +90,7 @@ void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedS
       const MaskTile<T> mask = gathered_mask<T>(p, b, first_head + f.i0, i, s.tile.keys, f, s.tile.bias);
       const ForwardProducts<In, T>& products = s.products[n].whole;
       s.products[n].scores(row, f, scale, s.scores, keys_ahead, n == 0 ? keys_ahead.count() : 0);
-      // Nobody reads the results of padding lanes, so they need not be hidden.
+      // The results of padding lanes are not read, so these lanes need not be hidden.
       TileFrame all_lanes = f;
       if (!mask.bias) all_lanes.queries = f.ld;
       ScoreTile<T> score = finish_scores<T>(row, all_lanes, mask, s.scores, nullptr);
@@ -128,7 +128,7 @@ IndexedWorkspace allocate_indexed_workspace(Arena& arena, const IndexedParams& p
 
 template <class In, class T>
 void indexed(const IndexedParams& p, void* workspace, const Parallel& parallel) {
-  constexpr int64_t kRows = 4;  // of a task
+  constexpr int64_t kRows = 4;  // rows of a task
   Arena arena(workspace);
   const IndexedWorkspace w = allocate_indexed_workspace<In, T>(arena, p, parallel.threads);
   fill_key_lists(w.lists, parallel);

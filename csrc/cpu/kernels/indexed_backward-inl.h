@@ -1,8 +1,9 @@
 // Backward of attention by index, without atomics.
 //
-// A task owns a range of the keys of one key head and visits all query rows in ascending order. So it alone adds to the
-// rows of dK and dV, in that order. The tasks of a key head add to the same dQ in turns (turns.h), in the order of the
-// keys. The shape decides the ranges: the bits depend neither on the threads nor on the batch.
+// A task owns a range of the keys of one key head and visits all query rows in ascending order. So only this task adds
+// to the rows of dK and dV of its keys, in a fixed order. The tasks of a key head add to the same dQ in turns
+// (turns.h), in the order of the keys. The shape decides the ranges, so the bits depend neither on the threads nor on
+// the batch.
 #pragma once
 
 #include "indexed_backward_tile-inl.h"
@@ -13,7 +14,7 @@ struct KeyRanges {
 
   explicit KeyRanges(const IndexedBackwardParams& p) {
     constexpr int64_t kOfRow =
-        128;  // a row's keys in a range: loading Q and dO costs as much as some 16 keys
+        128;  // a row's keys in a range: loading Q and dO takes as long as some 16 keys
     constexpr int64_t kKeys = 256, kTasks = 32;
     const Sizes& z = p.sizes;
     const int64_t of_row = std::min(p.indices.count * p.indices.block_size, z.seqlen_k);
@@ -176,7 +177,7 @@ void reduce_indexed(const IndexedBackwardParams& p, const IndexedBackwardWorkspa
 
 template <class In, class T>
 void indexed_backward(const IndexedBackwardParams& p, void* workspace, const Parallel& parallel) {
-  constexpr int64_t kRows = 16;  // of a task that computes row terms
+  constexpr int64_t kRows = 16;  // rows of a task that computes row terms
   Arena arena(workspace);
   const auto w = allocate_indexed_backward_workspace<In, T>(arena, p, parallel.threads);
   const KeyRanges ranges(p);

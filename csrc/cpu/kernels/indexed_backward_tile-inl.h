@@ -9,7 +9,8 @@
 #include "head_products-inl.h"
 #include "indexed-inl.h"
 
-// Of one thread. The second products are the first with other operands: dO V^T in place of Q K^T, dS K in place of P V.
+// Scratch of one thread. The second products are the first products with other operands: dO V^T in place of Q K^T, dS K
+// in place of P V.
 template <class In, class T>
 struct IndexedBackwardScratch {
   KeyTile<In, T> tile;
@@ -44,7 +45,7 @@ inline AttentionParams with_operands_of_dprobs(const AttentionParams& row, const
   return swapped;
 }
 
-// `keys`: the most keys of a task.
+// `keys`: the largest number of keys of a task.
 template <class In, class T>
 IndexedBackwardScratch<In, T> allocate_indexed_backward(Arena& arena, const BackwardParams& p, int64_t keys) {
   AttentionParams row;
@@ -145,7 +146,7 @@ struct IndexedBackwardRow {
     }
   }
 
-  // Leaves sums in s.rows, as sum_row_terms() of the dense backward: m, l, and l rowsum(P o dP).
+  // Writes sums to s.rows, as sum_row_terms() of the dense backward: m, l, and l rowsum(P o dP).
   void sum_row_terms(KeyCursor cursor) {
     for (int64_t c = 0; c < heads; ++c) {
       const RowStart<T> start = start_of_row<T>(p.sink, b, first_head + c);

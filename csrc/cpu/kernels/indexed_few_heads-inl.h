@@ -1,6 +1,6 @@
 // A tile of attention by index for few heads of a key head, in decode's form (decode_lanes-inl.h): one vector has several
-// keys of each head in the softmax, and several columns of each head in the products. The scores have the bits that the
-// backward computes again.
+// keys of each head in the softmax, and several columns of each head in the products. The scores have the same bits as
+// in the backward.
 #pragma once
 
 #include "indexed_tile-inl.h"
@@ -20,8 +20,8 @@ struct HeadResults {
 };
 
 // Adds the tile `row.k`, `row.v` of `keys` keys to the results. `scores`: memory for [whole chunks of keys][lanes].
-// `rescale`: memory for one vector. Nothing is prefetched: with so little to compute, the copies of a gather are already
-// as many loads in flight as the core allows.
+// `rescale`: memory for one vector. Nothing is prefetched, because the copies of a gather already use all loads in
+// flight that the core allows.
 template <class In, class T>
 void add_tile_of_few_heads(const AttentionParams& row, const HeadScores<In, T>& products, int64_t keys,
                            T* scores, T* rescale, const HeadResults<T>& r) {
@@ -35,7 +35,7 @@ void add_tile_of_few_heads(const AttentionParams& row, const HeadScores<In, T>& 
   } else {
     decode_softmax_lanes<T>(scores, keys, lanes, nullptr, r.row_max, r.row_sum, heads, rescale);
     for (int64_t h = 0; h < heads; ++h) multiply_row<T>(r.out + h * r.ld, rescale[h], r.ld);
-    std::fill(scores + keys * lanes, scores + padded * lanes, T(0));  // padding of pairs
+    std::fill(scores + keys * lanes, scores + padded * lanes, T(0));  // pads pairs with zeros
   }
   const auto chunk = [&](int64_t j) {
     return Rows<In>{row.v.row<In>(0, 0, j), row.v.stride_s, row.sizes.head_dim_v};

@@ -1,6 +1,6 @@
 // Attention by index: the call of one query row and one key head. Its queries are the query heads that share the key
-// head, its keys are the keys that the row names. A tile of the keys is gathered once for all of these heads, and the
-// products are the products of the forward: S^T = K Q^T and O += P V.
+// head, its keys are the keys that the row lists. A tile of keys is gathered once for all of these heads. The products
+// are the products of the forward: S^T = K Q^T and O += P V.
 //
 //             rows of Q x keys of a tile
 //   tile      48 x 64            the forward's tile; more heads make several blocks of 48
@@ -16,8 +16,8 @@ inline Sizes sizes_of_gathered(const Sizes& z) {
   return {1, 1, 1, z.heads / z.heads_kv, kGatheredKeys, z.head_dim, z.head_dim_v};
 }
 
-// The call on one tile of keys, before the keys are known. Without band, ALiBi and masks: KeyTile has them. Dropout
-// says only that P is multiplied before P V.
+// The call on one tile of keys, before the keys are known. It has no band, ALiBi and masks, because KeyTile applies
+// them. Its dropout only declares that P is multiplied before P V.
 template <class In>
 AttentionParams call_of_row(const AttentionParams& p, int64_t b, int64_t h_kv, int64_t i) {
   AttentionParams row;
@@ -47,11 +47,11 @@ FA_INLINE void copy_row(In* to, const In* from, int64_t cols) {
   if (c < cols) std::memcpy(to + c, from + c, (cols - c) * sizeof(In));
 }
 
-// Whether rows of K are FlashMLA's: they are widened when a tile gathers them.
+// Whether rows of K are FlashMLA's rows, which are widened when a tile gathers them.
 inline bool has_latent_rows(const AttentionParams& p) { return p.varlen.cache.dtype == CacheDType::kLatent; }
 
-// Rows of K or V that a later tile gathers, for GradualPrefetch. They lie apart in memory: the hardware does not prefetch
-// them.
+// Rows of K or V that a later tile gathers, for GradualPrefetch. They are not contiguous, so the hardware does not
+// prefetch them.
 class RowsAhead {
  public:
   RowsAhead(const Tensor4& t, int64_t b, int64_t h, int64_t row_bytes, int64_t element_bytes,
@@ -87,7 +87,7 @@ struct KeyTile {
   int32_t* keys;   // [kGatheredKeys], ascending
   int32_t* ahead;  // [kGatheredKeys]   the keys of the next tile
   int64_t count = 0, ahead_count = 0;
-  In* k_copy;  // [kGatheredKeys][D]    only if the keys do not follow each other in memory
+  In* k_copy;  // [kGatheredKeys][D] only if the keys are not contiguous
   In* v_copy;  // [kGatheredKeys][D_v]  likewise, and if V is not a part of K
   T* bias;     // [kGatheredKeys][heads of a block]   only with a mask or ALiBi
   T* dropout;  // [kGatheredKeys][heads of a block]   only with dropout
@@ -154,7 +154,7 @@ struct KeyTile {
   }
 };
 
-// Adds a mask's elements to bias[key][head]. An element of -inf hides the key, whatever the other is.
+// Adds a mask's elements to bias[key][head]. An element of -inf hides the key, for every value of the bias.
 template <class T, class M, class BiasOf>
 void add_gathered_mask(const M* mask, int64_t stride_h, int64_t stride_k, const int32_t* keys,
                        const TileFrame& f, T* bias, bool& hides, const BiasOf& bias_of) {

@@ -4,8 +4,8 @@
 //   dw[h] += sum_j dscore[j] relu(S[j][h])      G[j][h] = dscore[j] w[h] scale, or 0 where S[j][h] <= 0
 //   dq    += G^T K_tile                         dk_tile += G Q
 //
-// All operands have the accumulator's type. Many queries add to a row of dk. Parts of dk make the order of the sum fixed:
-// part n has every kIndexerParts-th block of queries from block n, in order, and parts are added in order.
+// All operands have the accumulator's type. Many queries add to a row of dk. Parts of dk fix the order of the sum: part
+// n has the blocks of queries n, n + kIndexerParts, ... in order, and the parts are added in order.
 #pragma once
 
 #include "indexer_products-inl.h"
@@ -16,10 +16,11 @@ inline int64_t indexer_parts(const IndexerParams& p) {
   return std::min(kIndexerParts, ceil_div(p.seqlen_q, kIndexerBlockQ));
 }
 
-// Rows of keys, queries and products in the accumulator's type, for passes that read S and not only its order.
+// Rows of keys, queries and products in the accumulator's type, for passes that need the values of S, not only their
+// order.
 template <class In, class T>
 struct IndexerTile {
-  int64_t ld, d;    // of S: heads in whole vectors; of keys and queries: D_I in whole vectors
+  int64_t ld, d;    // ld: H_I, d: D_I, both rounded up to whole vectors
   T* q_transposed;  // [D_I][ld]
   T* q_copy;        // [H_I][d]
   T* k_tile;        // [kIndexerBlockK][d]

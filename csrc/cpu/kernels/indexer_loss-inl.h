@@ -1,4 +1,4 @@
-// The loss that trains the indexer, KL(t_i || softmax_j score[i][j]), without an array of S_q x S_k. Of query i, with
+// The loss that trains the indexer, KL(t_i || softmax_j score[i][j]), without an S_q x S_k array. For query i, with
 //
 //   T_j = sum_h exp(main_scale <query[i][h], key[j]> - lse[i][h])     the main attention, summed over the heads
 //   t_j = T_j / mass, mass = sum_j T_j                                the target
@@ -14,9 +14,9 @@
 
 constexpr int64_t kLossBlockQ = 16;  // the lanes of a tile of the main attention
 
-// Returns log(x) for normal x > 0; NaN and Inf stay. Subnormal x may give any finite value. x = 2^n m, m in [sqrt(1/2),
-// sqrt(2)), and log(m) = 2 atanh(z) with z = (m - 1) / (m + 1), |z| < 0.172. The first omitted term is below 1e-9
-// (float) and 1e-17 (double).
+// Returns log(x) for normal x > 0. NaN and Inf are unchanged. A subnormal x may give any finite value. x = 2^n m, m in
+// [sqrt(1/2), sqrt(2)), and log(m) = 2 atanh(z) with z = (m - 1) / (m + 1), |z| < 0.172. The first omitted term is
+// below 1e-9 (float) and 1e-17 (double).
 template <class T>
 FA_INLINE Vec<T> log_of_normal(Vec<T> x) {
   using C = Exp2<T>;

@@ -1,5 +1,5 @@
 // Scores of the indexer for one query and a tile of keys: the heads are the columns of one product K_tile Q_i^T, and
-// score[j] = sum_h w[h] relu(S[j][h]) is a sum over the lanes. So decoding and long sequences run the same text, and a
+// score[j] = sum_h w[h] relu(S[j][h]) is a sum over the lanes. So decoding and long sequences run the same code, and a
 // query's scores are contiguous for the selection.
 #pragma once
 
@@ -10,7 +10,7 @@
 constexpr int64_t kIndexerBlockQ = 8;   // queries that share the loads of a tile of keys
 constexpr int64_t kIndexerBlockK = 64;  // a multiple of the lanes
 
-// The keys that query i sees, apart from the key mask.
+// The keys that the queries see, before the key mask.
 inline Range indexer_keys(const IndexerParams& p, int64_t b, int64_t i_begin, int64_t i_end) {
   return visible_keys(p.band_of(b), i_begin, i_end, p.keys_of(b));
 }
@@ -30,7 +30,7 @@ inline Rows<In> indexer_key_rows(const IndexerParams& p, int64_t b, int64_t j0, 
 // The product S[j][h] = scale <k[j], q[i][h]>, for operands of the accumulator's type.
 template <class In, class T>
 struct IndexerProducts {
-  int64_t ld;       // of S: the heads, in whole vectors
+  int64_t ld;       // H_I, rounded up to whole vectors
   T* q_transposed;  // [kIndexerBlockQ][D_I][ld]
   T* k_tile;        // [kIndexerBlockK][D_I]
   In* row_copy;     // [kIndexerBlockK][D_I], for pages
@@ -103,7 +103,7 @@ struct IndexerProducts<BFloat16, float> {
 
 #endif
 
-// Lanes of vector c of the heads that are no padding. 0 * Inf of a padded lane must not reach a score.
+// Returns the lanes of vector c that are heads, not padding. 0 * Inf of a padding lane must not reach a score.
 template <class T>
 FA_INLINE Vec<T> without_padding(Vec<T> x, int64_t c, int64_t heads) {
   using Lane = std::conditional_t<sizeof(T) == 4, int32_t, int64_t>;

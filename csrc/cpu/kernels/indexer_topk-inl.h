@@ -1,9 +1,9 @@
 // The keys with the largest scores of each query, chosen tile by tile: a query holds at most `capacity` keys.
 //
 // Keys are held in ascending order. If the buffer is full, a radix selection finds the topk-th largest score,
-// and keys with smaller scores are removed. Of equal scores the first ones remain. A later key must be larger
-// than this score. So the choice is unique: ties go to the lower index, whatever the tiles, splits and threads.
-// NaN counts as the largest score, as in torch.topk.
+// and keys with smaller scores are removed. Of equal scores the first ones remain. A later key must have a larger
+// score. So the choice is unique for all tiles, splits and threads: ties go to the lower index. NaN counts as the
+// largest score, as in torch.topk.
 #pragma once
 
 #include "indexer_products-inl.h"
@@ -33,8 +33,8 @@ FA_INLINE T score_of_bits(OrderBits<T> ordered) {
   return x;  // ~0 becomes a NaN
 }
 
-// Returns the k-th largest of n values, and the number of larger ones. Radix selection, 11 bits a pass; `scratch` has n
-// elements.
+// Returns the k-th largest of n values, and the number of larger values. Radix selection, 11 bits at a time; `scratch`
+// has n elements.
 template <class Bits>
 struct KthLargest {
   Bits value;
@@ -99,7 +99,7 @@ struct BestKeys {
   }
 };
 
-// How a call is cut. The shape alone decides.
+// The blocks and splits of a call. The shape alone decides.
 struct IndexerSchedule {
   int64_t blocks, splits, topk, capacity;  // topk: at most S_k
 

@@ -1,24 +1,24 @@
-// Keeps the keys that a mask function shows in a tile, for the other heads. Most mask functions depend on positions alone,
-// and a thread computes the same tile for each of its heads.
+// Stores the keys that a mask function shows in a tile, for the other heads. Most mask functions depend only on
+// positions, so without this table a thread would compute the same tile for each of its heads.
 #pragma once
 
 #include "mask_tile-inl.h"
 
-// A table with a place for each tile of some rows and columns of tiles. A tile replaces another one at its place.
+// A table with a slot for each tile of some rows and columns of tiles. A new tile replaces the old tile in its slot.
 struct KeptMasks {
-  static constexpr int64_t kRows = 32, kKeys = 64, kColumns = 5, kMostPlaces = 128 * kColumns;
+  static constexpr int64_t kRows = 32, kKeys = 64, kColumns = 5, kMostSlots = 128 * kColumns;
 
   struct Tile {
-    int64_t b, i, j, queries, keys;  // i: -1 where the place is empty
+    int64_t b, i, j, queries, keys;  // i: -1 if the slot is empty
   };
-  int64_t places = 0, words_per_tile = 0;
+  int64_t slots = 0, words_per_tile = 0;
   bool depends_on_batch = false;
-  Tile* tiles = nullptr;      // [places]
-  uint32_t* words = nullptr;  // [places][words_per_tile]
+  Tile* tiles = nullptr;      // [slots]
+  uint32_t* words = nullptr;  // [slots][words_per_tile]
 
-  explicit operator bool() const { return places > 0; }
+  explicit operator bool() const { return slots > 0; }
 
-  // `words`: of a tile, VisibleKeys. Has no places if the tiles of two heads may differ.
+  // `words`: the words of a tile's VisibleKeys. The table has no slots if the tiles of two heads may differ.
   static KeptMasks allocate(Arena& arena, const AttentionParams& call, int64_t words) {
     KeptMasks kept;
     if (!call.functions || !call.functions->mask) return kept;
@@ -29,27 +29,27 @@ struct KeptMasks {
     }
     const Sizes& z = call.sizes;
     if (z.heads * (kept.depends_on_batch ? 1 : z.batch) < 2) return kept;
-    kept.places = std::min(ceil_div(z.seqlen_q, kRows) * kColumns, kMostPlaces);
+    kept.slots = std::min(ceil_div(z.seqlen_q, kRows) * kColumns, kMostSlots);
     kept.words_per_tile = words;
-    kept.tiles = arena.take<Tile>(kept.places);
-    kept.words = arena.take<uint32_t>(kept.places * words);
+    kept.tiles = arena.take<Tile>(kept.slots);
+    kept.words = arena.take<uint32_t>(kept.slots * words);
     return kept;
   }
 
   void clear() const {
-    for (int64_t n = 0; n < places; ++n) tiles[n].i = -1;
+    for (int64_t n = 0; n < slots; ++n) tiles[n].i = -1;
   }
 
-  // Calls compute(), which stores the keys in `visible`, unless the table has them.
+  // If the table does not have the tile, calls compute(), which stores the keys in `visible`.
   template <class Compute>
   void load(const TileFrame& f, int64_t first_query, const VisibleKeys& visible,
             const Compute& compute) const {
-    if (!places) return compute();
+    if (!slots) return compute();
     const Tile wanted{depends_on_batch ? f.b : 0, first_query + f.i0, f.j0, f.queries, f.keys};
     if (wanted.i < 0) return compute();  // a cache with fewer keys than queries
-    const int64_t place = (wanted.i / kRows * kColumns + f.j0 / kKeys % kColumns) % places;
-    Tile& tile = tiles[place];
-    uint32_t* const kept = words + place * words_per_tile;
+    const int64_t slot = (wanted.i / kRows * kColumns + f.j0 / kKeys % kColumns) % slots;
+    Tile& tile = tiles[slot];
+    uint32_t* const kept = words + slot * words_per_tile;
     if (tile.i == wanted.i && tile.j == wanted.j && tile.b == wanted.b && tile.queries == wanted.queries &&
         tile.keys == wanted.keys) {
       std::copy(kept, kept + words_per_tile, visible.words);

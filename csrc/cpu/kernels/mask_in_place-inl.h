@@ -1,5 +1,5 @@
 // A float mask that the forward reads once, directly from the caller's memory. It is added to S^T after the product,
-// and prefetched during the product. A copied tile would need a second read of each element, and space in L1.
+// and prefetched during the product. A copied tile would need a second read of each element, and memory in L1.
 #pragma once
 
 #include "bias-inl.h"
@@ -13,7 +13,7 @@ inline bool is_read_in_place(const AttentionParams& p, const TileFrame& f) {
          f.lanes_are_queries && mask.stride_k == 1 && mask.stride_q != 0;
 }
 
-// Returns whether the mask hides the whole tile. The first vector nearly always shows that it does not. A tile with a
+// Returns whether the mask hides the whole tile. Usually the first vector already has a visible element. A tile with a
 // partial last vector counts as partly visible, because lanes beyond the end read 0.
 template <class T>
 inline bool hides_in_place(const MaskParams& mask, const TileFrame& f) {

@@ -38,7 +38,7 @@ FA_INLINE Vec<T> add_bias(Vec<T> a, Vec<T> b) {
   return b == kNegInf<T> ? b : a == kNegInf<T> ? a : a + b;
 }
 
-// Adds a mask with one element per key. Returns how many elements this mask hides by itself.
+// Adds a mask with one element per key. Returns how many elements this mask alone hides.
 template <class T, class M>
 inline TileMask add_keys_as(const MaskParams& keys, const TileFrame& f, T* dst) {
   constexpr int L = kLanes<T>;
@@ -94,7 +94,7 @@ inline uint64_t bits_of_bytes(const uint8_t* p, int64_t n) {
 
 // The visible keys of the tile, as one bit per query and key.
 struct VisibleKeys {
-  static constexpr int kWord = 32;  // bits per word: a lane of float32 has as many
+  static constexpr int kWord = 32;  // bits per word, equal to the bits of a float32 lane
 
   uint32_t* words =
       nullptr;  // [2][ld]: bit c % 32 of words[c / 32 * ld + query] is key c; null: no bool mask
@@ -197,7 +197,7 @@ struct MaskTile {
   }
 };
 
-// Allocates memory for the mask on tiles of so many queries and keys.
+// Allocates memory for the mask on tiles of `queries` x `keys`.
 template <class T>
 MaskTile<T> allocate_mask_tile(Arena& arena, const MaskParams& mask, int64_t queries, int64_t keys) {
   MaskTile<T> memory;
@@ -246,7 +246,7 @@ inline void shift_mask_tile(const TileFrame& f, int64_t before, const MaskTile<T
   }
 }
 
-// Loads the mask of one tile. Also for tree masks and for masks that are read in place.
+// Loads the mask of one tile, including tree masks and masks that are read in place.
 template <class T>
 inline MaskTile<T> load_mask_tile(const AttentionParams& p, const TileFrame& f, const MaskTile<T>& memory) {
   if (!is_masked_before(p, f.j0 + f.keys)) return {};

@@ -1,8 +1,8 @@
 // Products of P or dS with a tile of rows, if a masked row may contain NaN or Inf.
 //
 // The contract: attended values reach the output, masked values do not. P = 0 for a masked value, but 0 * NaN is NaN.
-// So in a partly masked tile, rows of B that are not finite are removed from the product. Then they are added to the
-// rows of C that attend to them. Finite data, the usual case, costs one read of B.
+// So in a partly masked tile, rows of B that are not finite are removed from the product. Then these rows are added to
+// the rows of C that attend to them. For finite data, the usual case, this needs one more read of B.
 #pragma once
 
 #include "gemm-inl.h"

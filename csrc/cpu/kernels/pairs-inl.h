@@ -8,8 +8,9 @@
 
 constexpr int64_t pairs_of(int64_t n) { return (n + 1) / 2; }
 
-// AMX's tile unit sleeps half a microsecond after its last product, and the next microsecond of products takes half as
-// long again (Granite Rapids). Longer code without products calls this every few hundred cycles.
+// AMX's tile unit goes to sleep half a microsecond after its last product. Then the products of the next microsecond
+// take 1.5 times as long (Granite Rapids). So longer code without products calls this function every few hundred
+// cycles.
 FA_INLINE void keep_product_unit_awake() {
 #if defined(FA_HAS_TILE_REGISTERS)
   FA_TILE_KEEP_AWAKE();
@@ -95,7 +96,7 @@ struct LeftPairs {
   const Pair* data;
   int64_t row, depth;
 
-  // Number of pairs for so many rows and so much depth.
+  // The number of pairs for `rows` rows and depth `depth`.
   static int64_t count(int64_t rows, int64_t depth) {
     return rows * round_up_to_lanes<float>(pairs_of(depth));
   }

@@ -1,5 +1,5 @@
 // Interprets a program (core/program.h) on a tile of scores. Each instruction computes 16 rows, so that all values stay in
-// L1. A value that is the same for all rows is computed once for a tile.
+// L1. A value that is equal for all rows is computed once per tile.
 #pragma once
 
 #include "frame-inl.h"
@@ -90,7 +90,7 @@ struct ProgramRun {
                      const_cast<T*>(to.p),
                      to.row,
                      {source(in.operand(0), r0), source(in.operand(1), r0), source(in.operand(2), r0)}};
-    // Where no operand is a row or a column alone, a strip is one long row.
+    // If no operand is only a row or only a column, a strip is one long row.
     bool is_flat = rank == kTile;
     for (int n = 0; n < 3; ++n) is_flat &= s.from[n].row == s.from[n].lane * f.ld;
     const bool has_position = in.operation() == Operation::query || in.operation() == Operation::key;
@@ -132,7 +132,7 @@ struct ProgramRun {
     const int64_t last = in.immediate(1) - 1;
     double* to = sums + in.immediate(0);
     const auto part = [&](int64_t r, int64_t c) FA_INLINE_LAMBDA {
-      // A masked element has gradient 0, whatever its score is.
+      // A masked element has gradient 0, for every score.
       return weight.at(r, c) == T(0) ? V{} : value.at(r, c);
     };
     const auto position = [&](int64_t r, int64_t c) { return nearest_index<T>((I)index.at(r, c), last); };

@@ -22,9 +22,9 @@ struct ProgramStep {
   ProgramSource<T> from[3];
 };
 
-// Each calls f for the vectors of its operands, and stores the result. `s` is a copy: a store may change what a reference
-// refers to, and then every iteration loads the strides again. The loops are written out: of a lambda within a
-// lambda within a lambda, c++filt cannot read the name, and tests/cpu/test_object_files.py needs it.
+// Each function calls f for the vectors of its operands, and stores the result. `s` is a copy. With a reference, a
+// store might change it, so every iteration would load the strides again. The loops are not lambdas, because c++filt
+// cannot read the name of a lambda in two other lambdas, and tests/cpu/test_object_files.py needs the name.
 template <class T, class F>
 FA_INLINE void map0(const ProgramStep<T> s, const F f) {
   for (int64_t r = 0; r < s.rows; ++r)
@@ -72,13 +72,14 @@ FA_INLINE VecIndex<T> nearest_index(VecIndex<T> n, int64_t last) {
 
 // a = quotient * b + rest with 0 <= rest / b < 1; both 0 where b is 0.
 //
-// The first quotient is off by the rounding of the floating type. The quotient of the remainder is off by 1 at most.
+// The first quotient has the rounding error of the floating type. The quotient of the remainder has an error of at most
+// 1.
 template <class T>
 FA_INLINE void divide_with_rest(VecIndex<T> a, VecIndex<T> b, VecIndex<T>& quotient, VecIndex<T>& rest) {
   using I = VecIndex<T>;
   using U = VecBits<T>;
   constexpr T kLargest =
-      sizeof(T) == 4 ? T(2147483520.0) : T(9223372036854774784.0);  // that an integer takes
+      sizeof(T) == 4 ? T(2147483520.0) : T(9223372036854774784.0);  // the largest value that fits the integer
   const Vec<T> divisor = __builtin_convertvector(b, Vec<T>);
   const auto guess = [&](I x) FA_INLINE_LAMBDA {
     Vec<T> q = __builtin_convertvector(x, Vec<T>) / divisor;
@@ -123,7 +124,7 @@ FA_INLINE VecIndex<T> rest_of_divide_down(VecIndex<T> a, VecIndex<T> b) {
   return rest;
 }
 
-// Functions of FA_PROGRAM_ARITHMETIC that vec/ does not have.
+// Functions of FA_PROGRAM_ARITHMETIC that are not in vec/.
 template <class T>
 FA_INLINE Vec<T> magnitude(Vec<T> a) {
   return (Vec<T>)((VecBits<T>)a << 1 >> 1);

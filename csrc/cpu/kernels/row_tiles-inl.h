@@ -3,12 +3,13 @@
 
 #include "tiling-inl.h"
 
-// Without a block mask, a tile has block_q queries of forward_tiling(). With one, no tile crosses an edge between two rows
-// of blocks, because it would visit the visible blocks of both. Blocks of 128 queries are cut into 48 + 48 + 32.
+// Without a block mask, a tile has block_q queries of forward_tiling(). With a block mask, no tile crosses the edge
+// between two rows of blocks, because it would visit the visible blocks of both. Blocks of 128 queries are cut into
+// 48 + 48 + 32.
 struct RowTiles {
   static constexpr int64_t kUnit = 16;  // core/philox.h
 
-  int64_t queries;    // of the head
+  int64_t queries;    // the queries of the head
   int64_t block;      // queries of a row of blocks, whole units
   int64_t per_block;  // tiles of a row of blocks
 

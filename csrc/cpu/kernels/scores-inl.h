@@ -5,7 +5,8 @@
 #include "functions-inl.h"
 
 // The factor of <q, k> before finish_scores(). It multiplies the product, not an operand. The backward packs its
-// operands in another order, and so still gets bitwise the forward's scores: their rounding cancels in S - lse.
+// operands in another order, but its scores have the same bits as the forward's, so their rounding errors cancel in S -
+// lse.
 template <class T>
 inline T product_scale(const AttentionParams& p) {
   return static_cast<T>(p.softcap > 0 ? p.scale / p.softcap : p.scale);
@@ -41,7 +42,7 @@ FA_INLINE Vec<T> alibi_distance(const Band& band, const TileFrame& f, int64_t r,
   return distance < T(0) ? -distance : distance;
 }
 
-// The inputs of the scores of a tile, for code that must know which elements are masked.
+// The masks of a tile, for code that must know which elements are masked.
 template <class T>
 struct ScoreTile {
   TileFrame frame;

@@ -7,7 +7,8 @@
 #include "pairs-inl.h"
 #include "tiles-inl.h"
 
-// Returns the maximum of a column of vectors. Uses four chains: in one chain each maximum would wait for the last.
+// Returns the maximum of a column of vectors. Uses four chains, because in one chain each maximum would wait for the
+// one before.
 template <class T>
 FA_INLINE Vec<T> max_of_column(const T* column, int64_t rows, int64_t ld) {
   Vec<T> chain[4];
@@ -76,9 +77,9 @@ FA_INLINE F32 write_probs(const PairRows& to, int64_t keys, const Prob& prob_of_
 
 #endif
 
-// The softmax of kLanes rows of Q: `column` has one vector per key, one lane per row of Q. exp(x) returns e^x, in
-// units of the scores. `unified` (or null) replaces m'. Sets `factor` = e^(m - m') by rescale_exp(x): it returns 1 for
-// x = 0, because an error there would grow with every tile. `write` receives P: write_probs().
+// The softmax of kLanes rows of Q: `column` has one vector per key, one lane per row of Q. exp(x) returns e^x, in units
+// of the scores. `unified` (or null) replaces m'. Sets `factor` = e^(m - m') by rescale_exp(x). rescale_exp(0) must be
+// exactly 1, because an error would grow with every tile. `write` receives P: write_probs().
 template <class T, class Exp, class RescaleExp, class Write>
 FA_INLINE void softmax_column(const T* column, int64_t keys, int64_t ld, const T* unified, Vec<T>& row_max,
                               Vec<T>& row_sum, Vec<T>& factor, const Exp& exp, const RescaleExp& rescale_exp,
@@ -110,7 +111,7 @@ FA_INLINE void softmax_of_tile(const TileFrame& f, T unit, const T* scores, T* r
   }
 }
 
-// Replaces S by P. `In`: the type of q, k, v, if P may be as exact as its use there.
+// Replaces S by P. `In`: the type of q, k, v. P is as exact as products of this type require.
 template <class T, class In = T>
 inline void online_softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale) {
   softmax_of_tile<In, T>(f, unit, scores, row_max, row_sum, rescale, [&](int64_t c) FA_INLINE_LAMBDA {
@@ -242,7 +243,7 @@ inline void decode_softmax_part_of_vector(T* scores, int64_t keys, int64_t padde
 }
 
 // The softmax of decode's tile S^T, [keys][lanes]: a row of Q is a lane, so no vector is split. Writes O's factors to
-// `rescale`, because the product that follows multiplies O by them.
+// `rescale`, because the next product multiplies O by these factors.
 template <class T>
 inline void decode_softmax_lanes(T* scores, int64_t keys, int64_t lanes, const T* unified, T* row_max,
                                  T* row_sum, int64_t rows, T* rescale) {

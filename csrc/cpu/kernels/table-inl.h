@@ -1,5 +1,5 @@
 // The table of entry points of one ISA. Included once by each isa_*.cpp, inside its namespace and target
-// region. Each -inl.h includes what it uses; csrc/README.md has them in reading order.
+// region. Each -inl.h includes the headers that it uses. csrc/README.md lists the files in reading order.
 #pragma once
 
 #include "append-inl.h"
@@ -21,7 +21,7 @@ struct Types {
   using T = T_;    // of accumulators
 };
 
-// other_kernels(p): the table that runs this call in place of ours; null if ours does.
+// other_kernels(p): the table that runs this call in place of this one, or null.
 // for_types_of(p, body): returns body(Types<...>{}) for the types that belong to q's dtype.
 #if defined(FA_OTHER_DTYPES)  // this table has kernels for bfloat16 only
 
@@ -37,7 +37,7 @@ auto for_types_of(const Params&, const Body& body) {
 
 #if defined(FA_DOT_INT16) && !defined(FA_HAS_TILE_REGISTERS) && !defined(FA_TESTED_PASSES_ONLY)
 
-// The products on int8 caches are ours for float16 queries, too.
+// This table also runs the products on int8 caches for float16 queries.
 const Kernels* other_kernels(const AttentionParams& p) {
   const bool is_ours = p.dtype == DType::kFloat16 && p.varlen.cache.dtype == CacheDType::kInt8;
   return is_ours || p.dtype == DType::kBFloat16 ? nullptr : FA_OTHER_DTYPES;
@@ -117,7 +117,7 @@ FA_PASS(double_backward, DoubleBackwardParams)
 FA_PASS(weights, WeightsParams)
 FA_PASS(indexer_topk, IndexerTopkParams)
 
-// Passes of the indexer that widen 16-bit operands on every instruction set.
+// Passes of the indexer. They widen 16-bit operands on every instruction set.
 #if defined(FA_OTHER_DTYPES) && !defined(FA_TESTED_PASSES_ONLY)
 #define FA_WIDENED_PASS(name, Params)                                           \
   size_t run_##name##_workspace(const Params& p, int threads) {                 \

@@ -22,7 +22,7 @@ struct alignas(64) TileConfig {
 static_assert(sizeof(TileConfig) == 64);
 constexpr TileConfig kWholeTiles;
 
-// A task configures the registers at its start and releases them at its end, so that no other code finds them in use.
+// A task configures the registers at its start and releases them at its end, so that other code can use them.
 template <>
 struct ProductUnit<BFloat16> {
   ProductUnit() { FA_TILE_CONFIGURE(kWholeTiles); }
@@ -56,7 +56,7 @@ FA_INLINE void load_operand(const Pair* from, int64_t ld, int64_t rows, int64_t 
   FA_TILE_LOAD(kRegister, padded, kSide * sizeof(Pair));
 }
 
-// Whether the registers hold the tile of C itself: its rows are memory of C, and the product has no scale.
+// Whether the registers load the tile of C: all of its rows are memory of C, and the product has no scale.
 FA_INLINE bool holds_sums(const GemmArgs<float, Pair>& g, int64_t rows, int64_t m) {
   return g.scale == 1 && rows - m >= kSide;
 }

@@ -72,8 +72,8 @@ inline void store_row(Out* dst, const T* src, int64_t cols, T factor) {
   if (c < cols) store_tail_as<Out, T>(dst + c, factor * load<T>(src + c), cols - c);
 }
 
-// Initial maximum and sum of a query row. A sink acts as a key seen before the first one, with weight e^(sink - m) =
-// 1. The maximum is in units of `unit`.
+// Initial maximum and sum of a query row. A sink acts as a key before the first key, with e^(sink - m) = 1. The maximum
+// is in units of `unit`.
 template <class T>
 struct RowStart {
   T max, sum;
@@ -101,7 +101,8 @@ inline void add_rows(T* dst, const T* src, int64_t count) {
 template <class In, class T>
 inline bool rows_are_finite(const Rows<In>& r, int64_t rows) {
   constexpr int L = kLanes<T>;
-  Vec<T> probe[4] = {};  // 0 unless Inf or NaN. Four chains: in one chain each sum would wait for the last
+  // 0 unless Inf or NaN. Four chains, because in one chain each sum would wait for the one before
+  Vec<T> probe[4] = {};
   for (int64_t c = 0; c < r.cols; c += L) {
     const auto add = [&](int chain, int64_t j) FA_INLINE_LAMBDA {
       probe[chain] += load_columns<T>(r.row(j) + c, r.cols - c) * T(0);

@@ -1,6 +1,6 @@
 // All tile sizes and their reasons. They were measured on Zen 5 (L1 48 KB, L2 1 MB): 96 queries instead of 48, or 128
-// keys instead of 64, change a full forward by less than 5%. They cost a causal forward up to 12%, because more of
-// the diagonal tiles is masked.
+// keys instead of 64, change a full forward by less than 5%. A causal forward takes up to 12% longer, because a larger
+// part of the diagonal tiles is masked.
 //
 //             queries x keys   in L1                                   in L2
 //  forward    48 x 64          S^T 12 KB; K or V 16 KB at D 64 (fp32)  K, V at D >= 128; Q^T, O
@@ -43,7 +43,7 @@ constexpr int kRowsBy2 = 6;  // 12 + 2 + 1
 constexpr int kRowsBy1 = 8;
 #endif
 
-// Returns the tile size for scratch memory: a short sequence uses only part of a tile.
+// Returns the tile size for scratch memory. A short sequence uses only a part of a tile.
 inline int64_t fitted(int64_t block, int64_t length) { return std::min(block, (length + 15) / 16 * 16); }
 inline Tiling fitted(const Tiling& t, const Sizes& z) {
   return {fitted(t.block_q, z.seqlen_q), fitted(t.block_k, z.seqlen_k)};
@@ -62,5 +62,5 @@ constexpr int64_t kDecodeMinBlocks =
     4;  // but a split has at least so many key blocks, because merging it has a cost,
 constexpr int64_t kDecodeRowsPerBlock = 16;  // more blocks for many rows, whose results take longer to merge,
 constexpr int64_t kDecodeMostBlocks =
-    64;                            // and at most so many: one long cache must not keep other threads waiting
+    64;  // and at most this number, so that other threads do not wait for one long cache
 constexpr int kPrefetchLevel = 2;  // for __builtin_prefetch: into L2

@@ -1,14 +1,14 @@
 // The attention weights, averaged over the heads, from lse: W = 1/H sum_h P_h, after dropout.
 //
 // A task is a key block and a few query blocks of one sequence. It adds P of all heads, head by head, in its scratch
-// memory: it stores no array of size H x S_q x S_k, and the bits do not depend on the number of threads. The gradient
-// is computed by the backward of attention with dP given (`dweights`).
+// memory. So no array of size H x S_q x S_k is stored, and the bits do not depend on the number of threads. The
+// gradient is computed by the backward of attention with dP given (`dweights`).
 #pragma once
 
 #include "backward-inl.h"
 
 constexpr int64_t kWeightsBlocks =
-    4;  // query blocks per task: a head's keys are transposed once for all of them
+    4;  // query blocks per task. A head's keys are transposed once for all of these blocks
 
 template <class In, class T>
 struct WeightsScratch {

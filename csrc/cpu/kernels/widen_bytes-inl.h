@@ -55,7 +55,7 @@ FA_INLINE void store_exact(In* to, F32 low, F32 high) {
   store_exact(to + kLanes<float>, high);
 }
 #if defined(FA_DOT_BFLOAT16)
-// One store, so that a later load of a whole vector can be forwarded from it.
+// One store, so that store forwarding works for a later load of the whole vector.
 FA_INLINE void store_exact(BFloat16* to, F32 low, F32 high) {
   store_elements(reinterpret_cast<Pair*>(to), (U32)FA_CVTPS_BF16_2(low, high));
 }
@@ -171,7 +171,8 @@ inline void for_cache_dtype(CacheDType dtype, const Body& body) {
 typedef uint64_t Bits64 __attribute__((vector_size(FA_VECTOR_BYTES)));
 typedef uint64_t HalfBits64 __attribute__((vector_size(FA_VECTOR_BYTES / 2)));
 
-// Loads 1, 2 or 4 numbers to the first lanes of a vector. In registers: a vector load would wait for stores of its parts.
+// Loads 1, 2 or 4 numbers to the first lanes of a vector, in registers, because a vector load would wait for stores of
+// its parts.
 template <int kCount, class Number>
 FA_INLINE F32 load_few_numbers(const Number* p) {
   std::conditional_t<sizeof(Number) == 4, Bits64, HalfBits64> bits = {};
@@ -222,7 +223,7 @@ inline void copy_nibbles(In* to, const uint8_t* from, int64_t cols, const CacheG
   constexpr int L = kLanes<float>;
   const NumberRow scales = number_row(groups.scales, groups.is_float16, b, h, s),
                   zeros = number_row(groups.zeros, groups.is_float16, b, h, s);
-  VecIndex<float> first, second;  // of the even and the odd columns in turn
+  VecIndex<float> first, second;  // alternately even and odd columns
 #pragma GCC unroll 16
   for (int i = 0; i < L; ++i) {
     first[i] = i / 2 + i % 2 * L;

@@ -1,5 +1,5 @@
 // Reading float, double, bfloat16 and float16 as the accumulator type, and rounding back (to nearest even).
-// The 16-bit conversions are integer arithmetic on vectors; F16C replaces two of them where the ISA has it.
+// The 16-bit conversions are integer arithmetic on vectors. If the ISA has F16C, its instructions replace two of them.
 #pragma once
 
 #include "vec-inl.h"
@@ -10,7 +10,7 @@ typedef uint16_t UnalignedHalf16 __attribute__((vector_size(FA_VECTOR_BYTES / 2)
 using F32 = Vec<float>;
 using U32 = VecBits<float>;
 
-#if defined(FA_WIDEN)  // GCC 12 splits it into two halves, instead of one instruction
+#if defined(FA_WIDEN)  // GCC 12 would split the vector into two halves
 FA_INLINE U32 widen(Half16 x) { return FA_WIDEN(x); }
 #else
 FA_INLINE U32 widen(Half16 x) { return __builtin_convertvector(x, U32); }

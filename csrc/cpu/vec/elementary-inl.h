@@ -3,7 +3,7 @@
 
 #include "math-inl.h"
 
-// Applies f to each lane, one call for each. For functions without a vector form.
+// Calls f for each lane. For functions without a vector form.
 template <class T, class F>
 FA_INLINE Vec<T> each_lane(Vec<T> x, const F& f) {
   Vec<T> y = {};
@@ -11,8 +11,8 @@ FA_INLINE Vec<T> each_lane(Vec<T> x, const F& f) {
   return y;
 }
 
-// base^x for log2_base = log2(base), also where it overflows. `high` is log(2^127), or log(2^1023), to that base; the
-// largest results are made in two steps.
+// base^x for log2_base = log2(base), also where it overflows. `high` is log(2^127) or log(2^1023) to this base; two
+// steps compute the largest results.
 template <class T>
 FA_INLINE Vec<T> exp_of_any(Vec<T> x, T log2_base, T square_of_base) {
   const T high = Exp2<T>::kHighest / log2_base;
@@ -70,7 +70,7 @@ FA_INLINE Vec<T> log_remainder(Vec<T> f, Vec<T> half_square) {
   return s * (half_square + p * s2);
 }
 
-// `y`, except where log is not finite.
+// Returns `y`, or log(x) where log(x) is not finite.
 template <class T>
 FA_INLINE Vec<T> log_of_any(Vec<T> x, Vec<T> y) {
   constexpr T kInf = std::numeric_limits<T>::infinity(), kNaN = std::numeric_limits<T>::quiet_NaN();
@@ -122,8 +122,8 @@ FA_INLINE Vec<T> any_expm1(Vec<T> x) {
   return x > T(1) ? any_exp<T>(x) - T(1) : expm1<T>(x);
 }
 
-// The coefficients interpolate erf(x) / x as a polynomial in x^2 for |x| < kSmall, and log(1 - erf(x)) as one in
-// (x - kCenter) / kRadius from there to kOne, at Chebyshev nodes in 40 digits. From kOne on, erf rounds to 1.
+// The coefficients interpolate erf(x) / x as a polynomial in x^2 for |x| < kSmall, and log(1 - erf(x)) as a polynomial
+// in (x - kCenter) / kRadius for kSmall <= |x| < kOne, at Chebyshev nodes in 40 digits. From kOne on, erf rounds to 1.
 template <class T>
 struct Erf;
 template <>
@@ -174,7 +174,7 @@ FA_INLINE Vec<T> erf(Vec<T> x) {
   return a < C::kSmall ? polynomial<T>(C::kSmallPoly, x * x) * x : x < T(0) ? -large : large;
 }
 
-// |a|^b, or garbage where it is NaN. The relative error is an ulp of double times log2 of the result.
+// Returns |a|^b; arbitrary where |a|^b is NaN. The relative error is an ulp of double times log2 of the result.
 FA_INLINE Vec<double> power_of_magnitude(Vec<double> a, Vec<double> b) {
   return exp_of_any<double>(b * log2<double>(a), 1, 2);
 }
@@ -237,7 +237,7 @@ FA_INLINE Vec<T> sine_of_small(Vec<T> x, int turns) {
   const Vec<T> shifted = x * T(kTwoOverPi) + Exp2<T>::kRound, n = shifted - Exp2<T>::kRound;
   const Vec<T> y = ((x - n * C::kParts[0]) - n * C::kParts[1]) - n * C::kParts[2], z = y * y;
   const U quarter = (U)shifted + static_cast<unsigned>(turns);
-  constexpr T kSign = C::kTerms % 2 ? T(-1) : T(1);  // of the last term
+  constexpr T kSign = C::kTerms % 2 ? T(-1) : T(1);  // the sign of the last term
   Vec<T> sine = splat<T>(kSign * T(inverse_factorial(2 * C::kTerms + 1)));
   Vec<T> cosine = splat<T>(-kSign * T(inverse_factorial(2 * C::kTerms + 2)));
 #pragma GCC unroll 8

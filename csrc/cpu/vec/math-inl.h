@@ -80,8 +80,8 @@ FA_INLINE Vec<float> short_exp_scaled(Vec<float> x, float log2_scale) {
 }
 
 // Returns e^(scale x) for log2_scale = scale * log2(e), for results up to 2^127 (2^1023). -inf gives 0, NaN stays
-// NaN. One instruction subtracts the nearest integer, also from an infinity. Another multiplies by 2^n, with
-// underflow.
+// NaN. One instruction subtracts the nearest integer, also from an infinity. Another instruction multiplies by 2^n,
+// with underflow.
 template <class T>
 FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale) {
   const Vec<T> y = x * log2_scale;
@@ -128,7 +128,7 @@ FA_INLINE Vec<T> exp(Vec<T> x) {
   return exp_scaled<T>(x, T(kLog2E));
 }
 
-// e^(scale x) for P of q, k, v of type In: no more exact than P's use. log2_scale = scale * log2(e).
+// e^(scale x) for P, if q, k, v have type In: only as exact as the use of P requires. log2_scale = scale * log2(e).
 template <class In, class T>
 FA_INLINE Vec<T> prob_exp(Vec<T> x, T log2_scale) {
   if constexpr (sizeof(In) == 2) {

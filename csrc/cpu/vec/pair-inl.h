@@ -1,6 +1,6 @@
 // bfloat16 products without widening, for ISAs that have them. One instruction multiplies two pairs of values per
-// lane, and adds both products in float32. A Pair contains two values that follow each other along the depth of a
-// product. int8 values have the same form: widened to int16, with sums in int32.
+// lane, and adds both products in float32. A Pair contains two consecutive values along the depth of a product. int8
+// values have the same form: they are widened to int16, with sums in int32.
 #pragma once
 
 #include "convert-inl.h"
@@ -49,7 +49,7 @@ FA_INLINE void interleave(U32 low, U32 high, U32& first, U32& second) {
 
 #else
 
-// The same by permutations.
+// The same functions by permutations.
 FA_INLINE U32 pair_up(F32 low, F32 high) {
   typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
   Words interleaved;

@@ -65,10 +65,10 @@ FA_INLINE VecIndex<T> iota() {
   return r;
 }
 
-// max of a number and a NaN may be either of them: softmax does not rely on it.
+// max(number, NaN) may be the number or the NaN. The softmax does not depend on it.
 template <class T>
 FA_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
-#if defined(FA_MAX_PS)  // other compilers find the instruction
+#if defined(FA_MAX_PS)  // other compilers generate the instruction
   if constexpr (sizeof(T) == 4) {
     return FA_MAX_PS(a, b);
   } else {

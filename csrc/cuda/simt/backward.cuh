@@ -18,8 +18,8 @@ __device__ bool lse_is_exact(T lse) {
   return !(std::abs(lse) * std::numeric_limits<T>::epsilon() > T(1e-3)) || std::isinf(lse);
 }
 
-// Computes the maxima and sums of rows again, for a block with an lse that is too large to be exact. With functions of the
-// user: another overload, in flex.cuh.
+// Recomputes the maxima and sums of rows, for a block with an lse that is too large to be exact. The overload in
+// flex.cuh is for functions of the user.
 template <class In, class T>
 __device__ void add_tiles(const BackwardParams& p, std::nullptr_t, SharedMemory<T, kBlockQ>& shared,
                           int64_t b, int64_t h, int64_t i0, RowStatistics<T, kRows>& statistics) {
@@ -36,7 +36,7 @@ __device__ void add_tiles(const BackwardParams& p, std::nullptr_t, SharedMemory<
   }
 }
 
-// `functions`: the user's, or nullptr.
+// `functions`: functions of the user, or nullptr.
 template <class In, class T, class Functions>
 __device__ void recompute_row_sums(const BackwardParams& p, const RowTerms<T>& terms, Functions functions,
                                    SharedMemory<T, kBlockQ>& shared, int64_t b, int64_t h, int64_t i0) {
@@ -77,7 +77,7 @@ __device__ void compute_row_terms(const BackwardParams& call, const RowTerms<T>&
     dot = row_total(dot);
     if (i >= z.seqlen_q || thread_x() != 0) continue;
     const T lse = static_cast<const T*>(p.lse)[row];
-    // A row with all keys hidden has an lse of -inf. The reference +inf gives it P = 0 without Inf - Inf.
+    // A row with all keys hidden has an lse of -inf. Its reference +inf gives P = 0 without Inf - Inf.
     terms.delta[row] = dot - (p.dlse ? static_cast<const T*>(p.dlse)[row] : T(0));
     terms.reference[row] = lse == -kInf<T> ? kInf<T> : lse;
     terms.correction[row] = T(0);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   compute_row_terms<In>(call, terms, nullptr);
 }
 
-// The sum over all threads of the block; thread 0 gets it.
+// The sum over all threads of the block. Only thread 0 has the result.
 template <class T, int kTileRows>
 __device__ T block_total(T x, SharedMemory<T, kTileRows>& shared) {
   x = row_total(x);

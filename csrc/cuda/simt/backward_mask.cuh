@@ -1,7 +1,7 @@
 // Gradient of a float mask, in the mask's own broadcast shape: the sum of dS over the broadcast dimensions.
 //
-// A block computes a tile of the mask's elements, or a part of its sum. It adds the batches, heads and tiles that share
-// the tile, in a fixed order. No S_q x S_k tensor is stored, unless the mask has this shape.
+// A block computes a tile of the mask's elements, or a part of its sum. It adds dS of all batches, heads and score
+// tiles that share the mask tile, in a fixed order. No S_q x S_k tensor is stored, unless the mask has this shape.
 #pragma once
 
 #include "backward_tile.cuh"
@@ -20,8 +20,8 @@ __device__ void for_mask_type(DType dtype, const Body& body) {
   }
 }
 
-// Writes the tile at (mi, mj) of mask gradient (mb, mh), as far as it is before row `end`. A mask that is broadcast
-// along rows or columns gets their sum.
+// Writes the tile at (mi, mj) of mask gradient (mb, mh), as far as it is before row `end`. If the mask is broadcast
+// along rows or columns, writes the sum over them.
 template <class Out, class T, int kTileRows>
 __device__ void store_mask_tile(const MaskGrad& g, const T (&tile)[kTileRows][kBlockK + 1], int64_t mb,
                                 int64_t mh, int64_t mi, int64_t mj, int64_t end) {

@@ -21,7 +21,7 @@ struct TilePosition {
 // The results for one element of a tile.
 template <class T>
 struct Element {
-  T prob;  // P after dropout: for dV
+  T prob;  // P after dropout, for dV
   T dscore;  // gradient of the finished score: for mask and slopes; with functions, of the score before the user's
   T dproduct;  // gradient of <q, k>: for dQ and dK
   bool attends;
@@ -41,7 +41,7 @@ __device__ T probability(const RowTerms<T>& rows, int64_t row, T score) {
   return std::exp((score - rows.reference[row]) - rows.correction[row]);
 }
 
-// BackwardPass::recompute() of any Pass that is like it: Pass::element() computes an element from the two products.
+// The recompute() of BackwardPass and similar classes: Pass::element() computes an element from the two products.
 template <class Pass, bool kWithDscores, class Visit>
 __device__ void recompute_tile(const typename Pass::Params& p, const typename Pass::Workspace& w,
                                PhiloxKey key, typename Pass::Memory& shared, const TilePosition& at,
@@ -72,11 +72,11 @@ __device__ void recompute_tile(const typename Pass::Params& p, const typename Pa
   }
 }
 
-// The first derivative. The kernels of backward.cuh and backward_mask.cuh take it as a template argument;
-// double_backward.cuh has another one.
+// The first derivative. A template argument of the kernels of backward.cuh and backward_mask.cuh; double_backward.cuh
+// has the class of the second derivative.
 //
-// kOfWeights: dP is the gradient of P's average over the heads. A choice at run time would take registers that
-// dq_kernel of fp64 does not have.
+// kOfWeights: dP is the gradient of P's average over the heads. A template parameter, because for a choice at run time
+// dq_kernel of fp64 has too few registers.
 template <class In_, bool kOfWeights = false>
 struct BackwardPass {
   using In = In_;

@@ -39,7 +39,7 @@ struct CacheRow {
   const void* data = nullptr;  // null: there is no such row
   float factor = 1.0f;
   int32_t dtype = 0;  // a CacheDType in a whole word: padding would be copied uninitialised
-  // Of kInt4. In shared memory, because copies of its numbers made the kernel of float64 spill registers.
+  // Only for kInt4. In shared memory, because with copies of the numbers the kernel of float64 spilled registers.
   const RowGroups* groups = nullptr;
 
   __device__ explicit operator bool() const { return data != nullptr; }
@@ -78,7 +78,7 @@ __device__ CacheRow<In> cache_row(const VarlenParams& varlen, const Tensor4& t, 
   return found;
 }
 
-// The rows of one tile. Each row is looked up once, because a page takes a division.
+// The rows of one tile. Each row is looked up once, because the page number needs a division.
 template <class In>
 struct CacheTile {
   CacheRow<In> found_keys[kBlockK], found_values[kBlockK];
@@ -110,7 +110,7 @@ struct FoundRows {
   __device__ CacheRow<In> operator()(int n) const { return n < count ? first[n] : CacheRow<In>{}; }
 };
 
-// A tree's mask has columns from key first_masked on. Moves its start, so that keys index it.
+// A tree mask has columns from key first_masked on. Moves its start, so that key numbers index it.
 __device__ inline void count_columns_by_key(const CacheParams& cache, MaskParams& mask) {
   if (!cache.tree_mask || !mask) return;
   mask.data = static_cast<const char*>(mask.data) - cache.first_masked * mask.stride_k * bytes_of(mask.dtype);

@@ -1,13 +1,13 @@
 // Gradients of the elements that a score function captures: tables, slopes, temperatures.
 //
 // Many elements of the score matrix add to one captured element, from many blocks. Sums of floating-point numbers depend on
-// their order; sums of integers do not. So two passes run over the tiles:
+// their order; sums of integers do not. So two loops run over the tiles:
 //
 //   1. largest[n] = max |x|, over all contributions x to element n
 //   2. sums[n] += round(x / unit_n), where unit_n = 2^(exponent of largest[n] + 1 + log2_count - 62): no sum overflows
 //
-// An element's gradient is sums[n] * unit_n. All runs have the same bits. A contribution is rounded to 2^-(61 - log2_count)
-// of the largest one, or better.
+// An element's gradient is sums[n] * unit_n. All runs have the same bits. The rounding error of a contribution is at
+// most 2^-(61 - log2_count) of the largest contribution.
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@
 
 namespace flash_attn_ext::cuda::simt {
 
-// Bits in `sums` where the largest contribution is infinite.
+// Bits in `sums` if the largest contribution is infinite.
 constexpr unsigned long long kHasInfinity = 1, kHasMinusInfinity = 2;
 
 // x = scaled * 2^-shift, with |scaled| < 2^(62 - log2_count).
@@ -30,7 +30,7 @@ __device__ inline int captured_shift(double largest, int log2_count) {
 // Adds a contribution to element n. Programs call it (program.cuh).
 __device__ inline void add_captured(const CapturedSums& to, int64_t n, double x) {
   if (to.pass == CapturedSums::kFindLargest) {
-    const double magnitude = std::abs(x);  // magnitudes have the order of their bits; NaN is beyond infinity
+    const double magnitude = std::abs(x);  // magnitudes are ordered like their bits, with NaN above infinity
     unsigned long long bits;
     memcpy(&bits, &magnitude, sizeof bits);
     atomicMax(to.largest + n, bits);

@@ -59,7 +59,7 @@ struct DoubleBackwardPass {
             through * dscore};
   }
 
-  // As in the backward. Without kWithDscores only element.prob is valid.
+  // As in the backward: without kWithDscores only element.prob is valid.
   template <bool kWithDscores, class Visit>
   static __device__ void recompute(const Params& p, const Workspace& w, PhiloxKey key, Memory& shared,
                                    const TilePosition& at, const Visit& visit) {

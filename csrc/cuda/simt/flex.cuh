@@ -24,8 +24,8 @@ struct FlexScore : Score<T> {
   T old;  // the score before the user's function
 };
 
-// One element of the score matrix, as in ../scores.cuh, with the functions: softcap, ALiBi, the user's function, mask, and
-// then all that hides. A new score of -inf counts as hidden.
+// One element of the score matrix, as in ../scores.cuh, with the functions: softcap, ALiBi, the user's function, mask,
+// band and block mask. A new score of -inf counts as hidden.
 template <class T>
 __device__ FlexScore<T> finish_score(const AttentionParams& p, const DeviceFunctions& functions,
                                      const TileChunks& chunks, T product, int64_t b, int64_t h, int64_t i,
@@ -80,7 +80,7 @@ __device__ void for_each_tile_of_scores(const AttentionParams& p, const DeviceFu
   }
 }
 
-// The statistics of the rows, for the backward where lse is too large to be exact.
+// Recomputes the statistics of the rows, for the backward of rows with an lse that is too large to be exact.
 template <class In, class T>
 __device__ void add_tiles(const BackwardParams& p, const DeviceFunctions* functions,
                           SharedMemory<T, kBlockQ>& shared, int64_t b, int64_t h, int64_t i0,
@@ -139,7 +139,7 @@ template <class In, class T = Accumulator<In>>
 cudaError_t launch_flex(const AttentionParams& p, void* workspace, cudaStream_t stream) {
   const Sizes& z = p.sizes;
   auto* const functions = static_cast<DeviceFunctions*>(workspace);
-  // At least one slice: a call with D_v 0 has an lse.
+  // At least one slice, because a call with D_v 0 has an lse.
   const LaunchShape shape{z.batch * z.heads * ceil_div(z.seqlen_q, kBlockQ),
                           z.head_dim_v > kMaxSlice ? ceil_div(z.head_dim_v, kMaxSlice) : 1, 1, kThreads,
                           sizeof(SharedMemory<T, kBlockQ>)};

@@ -1,4 +1,5 @@
-// Attention with functions of the user and block masks in this tier: launchers, their workspaces, and the reasons for a refusal.
+// Attention with functions of the user and block masks in this tier: launchers, their workspaces, and the reasons
+// against a call.
 #pragma once
 
 #include "../run.h"
@@ -8,7 +9,7 @@ namespace flash_attn_ext::cuda::simt {
 size_t flex_workspace(const AttentionParams& p);
 size_t flex_backward_workspace(const BackwardParams& p);
 
-// Why this tier does not run the functions of a call; null: it does, or the call has none.
+// Why this tier does not run the functions of a call. Null: it does, or the call has no functions.
 const char* why_not_functions(const AttentionParams& p);
 const char* why_not_functions(const BackwardParams& p);
 

@@ -41,7 +41,7 @@ struct FlexPass : BackwardPass<In_> {
     const T factor = p.dropout ? dropout_factor<T>(p, key, at.b, at.h, i, j) : T(1);
     const T dnew = prob * (dprob * factor - w.rows.delta[n]);
     T dscore = dnew;
-    // 0 stays 0, whatever the function's derivative is.
+    // 0 stays 0, for every derivative of the function.
     if (functions.gradient && dscore != T(0))
       dscore = number_of<T>(
           run_program(&functions, functions.gradient,
@@ -103,7 +103,7 @@ cudaError_t launch_flex_gradients(const BackwardParams& p, const FlexBackwardWor
   };
   const MaskSchedule mask = schedule_mask(p, Pass::kTileRows);
   const int64_t mask_elements = p.dmask.batch * p.dmask.heads * p.dmask.rows * p.dmask.cols;
-  // dq_kernel visits each element of the score matrix once: it also adds to captured elements.
+  // dq_kernel visits each element of the score matrix once, so it also adds to captured elements.
   const int64_t captured = w.captured ? p.functions->captured_count : 0;
   CapturedSums adds = w.captured;
   adds.pass = CapturedSums::kAdd;

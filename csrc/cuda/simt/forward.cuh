@@ -92,7 +92,8 @@ struct RowStatistics {
   }
 };
 
-// Multiplies tiles of weights by dropout's factors. After the row sum: dropout applies to the normalised P.
+// Multiplies tiles of weights by dropout's factors. Called after the row sum, because dropout applies to the normalised
+// P.
 template <class T, int kTileRows, class Tile, class... Weights>
 __device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const Tile& tile, int64_t j0,
                            Weights&... weights) {
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr bool kPacked = R == kDecodeRows;
   auto& shared = shared_memory<ForwardMemory<In, kTileRows, kCache>>();
 
-  // The part of this block. The last rows of a head come first: in a causal call they take longest.
+  // The part of this block. The last rows of a head are first, because in a causal call they take longest.
   const int64_t heads = call.sizes.heads / schedule.heads_per_tile, head = blockIdx.x / schedule.row_blocks;
   const int64_t block = schedule.row_blocks - 1 - blockIdx.x % schedule.row_blocks;
   AttentionParams p = of_sequence(call, head / heads);

@@ -1,4 +1,4 @@
-// Functions of the user on the GPU, for every tier: carries them there, and asks whether they show an element.
+// Functions of the user on the GPU, for every tier: copies them to the GPU, and evaluates whether they show an element.
 #pragma once
 
 #include "../launch.h"

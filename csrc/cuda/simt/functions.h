@@ -1,7 +1,7 @@
-// Functions of the user as this tier's kernels read them: a copy of core/program.h's structs in the GPU's memory.
+// The GPU's copy of functions of the user (core/program.h).
 //
-// A program is a tensor in the host's memory. An argument of a kernel carries it to the workspace: nothing waits for the
-// GPU, and a CUDA graph keeps the argument.
+// A program is a tensor in host memory. A kernel argument copies it to the workspace. So the host does not wait for the
+// GPU, and a CUDA graph stores the argument.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,8 +26,8 @@ struct DeviceProgram {
 struct CapturedSums {
   enum Pass : int32_t { kFindLargest, kAdd };
 
-  unsigned long long *largest = nullptr, *sums = nullptr;  // captured_count each; null: not wanted
-  int32_t log2_count = 0;  // 2^log2_count: at least the contributions to an element
+  unsigned long long *largest = nullptr, *sums = nullptr;  // captured_count elements each; null: not wanted
+  int32_t log2_count = 0;  // an element has at most 2^log2_count contributions
   Pass pass = kFindLargest;
 
   FA_HOST_DEVICE explicit operator bool() const { return sums != nullptr; }
@@ -46,10 +46,10 @@ struct DeviceFunctions {
   DeviceInstruction instructions[kMostInstructions];
 };
 
-// `sums`: of the gradients of captured elements, if they are wanted.
+// `sums`: sums of the gradients of captured elements, if they are wanted.
 DeviceFunctions device_functions(const UserFunctions& functions, DType dtype, const CapturedSums& sums = {});
 
-// At least log2 of the contributions to one captured element.
+// An upper bound for log2 of the number of contributions to one captured element.
 int32_t log2_contributions(const BackwardParams& p);
 
 template <class T>

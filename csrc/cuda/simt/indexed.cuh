@@ -11,7 +11,7 @@ constexpr int kHeadRows = 1, kTileHeads = kSide * kHeadRows;  // heads of a thre
 
 template <class T>
 struct IndexedMemory : SharedMemory<T, kTileHeads> {
-  int64_t keys[kBlockK];  // of the tile; -1: none
+  int64_t keys[kBlockK];  // the keys of the tile; -1: no key
 };
 
 // The part of a block: heads [first_head, first_head + count) of one query row.
@@ -51,7 +51,7 @@ struct NamedKeys {
   }
 
   // Writes the keys of the tile that begins at number n0. Returns their count. The first barrier of add_row_products()
-  // publishes them; the operators take D from 1 on, so it has one.
+  // publishes them; it has one, because D is at least 1.
   template <class Memory>
   __device__ int load(Memory& shared, int64_t n0, int64_t seqlen_k) const {
     __syncthreads();  // all threads have read the last keys
@@ -152,7 +152,7 @@ template <class In>
 cudaError_t launch_indexed(const IndexedParams& p, void* workspace, cudaStream_t stream) {
   Arena arena(workspace);
   const KeyLists lists = KeyLists::lay_out(arena, p.sizes, p.indices);
-  // At least one slice: a call with D_v 0 has an lse.
+  // At least one slice, because a call with D_v 0 has an lse.
   const int64_t slices = p.sizes.head_dim_v > kMaxSlice ? ceil_div(p.sizes.head_dim_v, kMaxSlice) : 1;
   const LaunchShape shape{HeadTile::blocks(p.sizes), slices, 1, kThreads,
                           sizeof(IndexedMemory<Accumulator<In>>)};

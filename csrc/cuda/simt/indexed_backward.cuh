@@ -1,7 +1,7 @@
 // Backward of attention by index, without atomics: every run gives the same bits.
 //
 //   indexed_rows_kernel  delta, and the terms from which P is recomputed   a block has heads of one query row
-//   indexed_dq_kernel    dQ += dS K, and parts of dslopes                  likewise, and a slice of the D columns
+//   indexed_dq_kernel    dQ += dS K, and parts of dslopes                  the same, and a slice of the D columns
 //   indexed_dkv_kernel   dV += P^T dO and dK += dS^T Q                     one key of a key head, and a slice
 #pragma once
 
@@ -109,16 +109,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-constexpr int kPairs = 64;  // of a query and a head, in shared memory at a time
+constexpr int kPairs = 64;  // pairs (query, head) in shared memory at a time
 
 template <class T>
 struct KeyMemory {
-  int32_t queries[kThreads];  // that name the key, ascending
+  int32_t queries[kThreads];  // queries that list the key, ascending
   uint32_t votes[kThreads / 32];
   T probs[kPairs], dproducts[kPairs];
 };
 
-// Returns the place of `number` in the sorted list of query row i; -1 if the list does not have it.
+// Returns the index of `number` in the sorted list of query row i; -1 if the list does not contain it.
 __device__ inline int64_t place_of(const KeyLists& lists, int64_t b, int64_t h_kv, int64_t i,
                                    int64_t number) {
   if (lists.indices.count == 0) return -1;
@@ -135,7 +135,7 @@ __device__ inline int64_t place_of(const KeyLists& lists, int64_t b, int64_t h_k
   return low < end && *low == number ? low - list : -1;
 }
 
-// Collects the queries among [i0, i0 + kThreads) that name the key. Returns their number.
+// Collects the queries of [i0, i0 + kThreads) that list the key. Returns their number.
 template <class T>
 __device__ int collect_queries(KeyMemory<T>& shared, bool found, int64_t i0) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -154,7 +154,7 @@ __device__ int collect_queries(KeyMemory<T>& shared, bool found, int64_t i0) {
   return all;
 }
 
-// A thread owns a column of dK and of dV. Queries come in ascending order, and the heads of a query in order.
+// A thread owns a column of dK and of dV. Queries are visited in ascending order, and the heads of a query in order.
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
     indexed_dkv_kernel(const IndexedBackwardParams p, const IndexedBackwardWorkspace<T> w) {

@@ -10,7 +10,7 @@ namespace flash_attn_ext::cuda::simt {
 // The slots of query row i, in tiles of kBlockK: the chosen keys, or else all keys inside the band.
 struct RowSlots {
   const ChosenKeys chosen;
-  const int32_t* numbers;  // of the chosen keys
+  const int32_t* numbers;  // the chosen keys
   Range seen;              // keys inside the band
   int64_t b, count;
 
@@ -24,7 +24,7 @@ struct RowSlots {
   // Returns the index of slot n in a row of dscores. A row has an element for each chosen key, or for each key.
   __device__ int64_t place(int64_t n) const { return chosen ? n : seen.begin + n; }
 
-  // Returns the key of slot n; -1 if there is none, or if it is hidden.
+  // Returns the key of slot n; -1 if there is no key, or if it is hidden.
   __device__ int64_t key(const IndexerParams& p, int64_t n) const {
     const int64_t j = n >= count ? -1 : chosen ? numbers[n] : seen.begin + n;
     return seen.begin <= j && j < seen.end && p.key_is_visible(b, j) ? j : -1;

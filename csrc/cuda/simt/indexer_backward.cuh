@@ -10,7 +10,7 @@
 //   indexer_dq_kernel        dq and dweights                                      16 heads of one query, and a slice
 //   indexer_dk_kernel        dk                                                   one key, and a slice
 //
-// Without chosen keys the loss has dscores for 128 queries at a time, and dk is added up over these parts in order.
+// Without chosen keys the loss has dscores for 128 queries at a time, and dk is the sum of these parts in order.
 #pragma once
 
 #include <algorithm>
@@ -137,8 +137,8 @@ struct IndexerKeyMemory : KeyMemory<T> {
   T dscores[kThreads];  // of key j and query i0 + n
 };
 
-// A thread owns a column of dk. Queries come in ascending order, and the heads of a query in order. `sums`: dk of the
-// parts before; null if there is one part.
+// A thread owns a column of dk. Queries are visited in ascending order, and the heads of a query in order. `sums`: dk
+// of the parts before; null if there is one part.
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
     indexer_dk_kernel(const IndexerParams p, const ChosenKeys chosen, const KeyLists lists,
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     to.dk.row<In>(b, 0, j)[col] = round_to<In>(dk);
 }
 
-// The gradients of q, k and weights from the gradients of the scores, of one part of the queries.
+// Computes the gradients of q, k and weights from the gradients of the scores, for one part of the queries.
 template <class In, class T>
 cudaError_t launch_indexer_gradients(const IndexerParams& p, const ChosenKeys& chosen,
                                      const IndexerGradients& to, const IndexerBackwardWorkspace<T>& w,

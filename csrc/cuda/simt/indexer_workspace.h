@@ -1,4 +1,4 @@
-// The workspace of the indexer's backward. Nothing in it has S_q x S_k elements.
+// The workspace of the indexer's backward. No array has S_q x S_k elements.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace flash_attn_ext::cuda::simt {
 
-// Without chosen keys the gradients of the scores exist for so many queries of a batch element at a time.
+// Without chosen keys, the number of queries of a batch element with stored gradients of the scores at a time.
 constexpr int64_t kDenseQueries = 128;
 
 // Gradients of the scores of queries [first, first + queries) of each batch element, row by row.
@@ -17,10 +17,10 @@ struct ScoreGradients {
   const T* rows;
   int64_t stride;  // elements of a row: the slots of chosen keys, or all keys
   int64_t first, queries;
-  bool has_masked;  // -0 is no gradient: a hidden key, or a query without a target
+  bool has_masked;  // -0 means no gradient: a hidden key, or a query without a target
 
   FA_HOST_DEVICE int64_t row(int64_t b, int64_t i) const { return (b * queries + i - first) * stride; }
-  // Of other callers -0 is a gradient like 0.
+  // Without has_masked, -0 is a gradient like 0.
   FA_HOST_DEVICE T of(T dscore) const { return has_masked ? dscore : dscore + T(0); }
 };
 
@@ -28,7 +28,7 @@ template <class T>
 struct IndexerBackwardWorkspace {
   KeyLists lists;     // of the chosen keys
   int64_t queries;    // of a batch element at a time
-  T* dscores;         // of these queries, by slot: the loss computes them
+  T* dscores;         // for these queries, by slot, from the loss
   T* dscores_by_key;  // in the order of `lists`
   T* dk;              // (B, S_k, D_I), if the queries come in several parts
 

@@ -5,8 +5,7 @@
 //   tO = (tO - (mu' - mu) O) e^(m - m') + (P o (e - mu')) V + P tV
 //   at the end t_lse = mu and t_out = tO / l
 //
-// tO is relative to the mean mu of e so far. With a large mean, e itself would lose the digits that remain after the
-// subtraction.
+// tO is relative to the mean mu of e so far. Without the subtraction, a large mean would remove the low digits of e.
 #pragma once
 
 #include "../tangents.cuh"
@@ -14,7 +13,7 @@
 
 namespace flash_attn_ext::cuda::simt {
 
-// Query rows of a thread. Registers hold two results: of fp64, only for half of the rows.
+// Query rows of a thread. Registers hold two results, so in fp64 a thread has half of the rows.
 template <class T>
 constexpr int jvp_rows() {
   return sizeof(T) == sizeof(double) ? kRows / 2 : kRows;
@@ -40,7 +39,7 @@ __device__ uint32_t finish_scores_and_tangents(const JvpParams& p, const Tile& t
     const int64_t h = tile.head(row), i = tile.query(row), j = j0 + col;
     const bool inside = row < tile.count && j < p.sizes.seqlen_k;
     const Score<T> score = finish_score(p, chunks, shared.weights[row][col], tile.b, h, i, j, inside);
-    T tangent = 0;  // if it does not attend, for every product
+    T tangent = 0;  // 0 for every product if the element is hidden
     if (score.value != -kInf<T>)
       tangent = tangent_of(p, p.tangents, score, shared.t_weights[row][col], tile.b, h, i, j).value;
     shared.weights[row][col] = score.value;
@@ -103,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, 1) jvp_kernel(const JvpParams call) 
   constexpr int R = jvp_rows<T>(), kTileRows = kSide * R, kSliceCols = kSlice / kSide;
   auto& shared = shared_memory<JvpMemory<T>>();
 
-  // The part of this block. The last rows of a head come first: in a causal call they take longest.
+  // The part of this block. The last rows of a head are first, because in a causal call they take longest.
   const int64_t blocks = ceil_div(call.sizes.seqlen_q, kTileRows), head = blockIdx.x / blocks;
   const int64_t b = head / call.sizes.heads, h = head % call.sizes.heads;
   const int64_t i0 = (blocks - 1 - blockIdx.x % blocks) * kTileRows, first_col = int64_t{blockIdx.y} * kSlice;

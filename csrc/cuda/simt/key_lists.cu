@@ -14,8 +14,8 @@ struct SortMemory {
   int32_t counts[kThreads];
 };
 
-// A block sorts one row. A thread marks the numbers of 64 neighbouring keys in the bits of a word, so a duplicate marks
-// its bit a second time. More keys than all words have take more passes over the row.
+// A block sorts one row. A thread marks the numbers of 64 neighbouring keys in the bits of a word, so a duplicate sets
+// a bit that is already set. If there are more keys than bits, the block reads the row several times.
 __global__ void __launch_bounds__(kThreads) sort_kernel(const KeyLists lists) {
   auto& shared = shared_memory<SortMemory>();
   const int64_t count = lists.indices.count, row = int64_t{blockIdx.x} * count;

@@ -13,9 +13,9 @@ namespace flash_attn_ext::cuda::simt {
 struct KeyLists {
   KeyIndices indices;
   int32_t* entries;  // in the shape of the indices
-  int32_t* lengths;  // one for each row
-  int64_t rows;      // of all lists
-  int64_t limit;     // numbers from here on name no key
+  int32_t* lengths;  // the length of each row's list
+  int64_t rows;      // rows of all lists
+  int64_t limit;     // numbers from here on are no keys
 
   static KeyLists lay_out(Arena& arena, const Sizes& z, const KeyIndices& indices) {
     KeyLists lists{indices, nullptr, nullptr, 0, ceil_div(z.seqlen_k, indices.block_size)};
@@ -38,7 +38,7 @@ struct IndexedBackwardWorkspace : BackwardWorkspace<T> {
   }
 };
 
-// Sorts and removes duplicates. Negative numbers, and numbers beyond the keys, name no key.
+// Sorts and removes duplicates. Ignores negative numbers and numbers beyond the keys.
 cudaError_t launch_sort(const KeyLists& lists, cudaStream_t stream);
 
 }  // namespace flash_attn_ext::cuda::simt

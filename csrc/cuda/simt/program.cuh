@@ -105,7 +105,7 @@ __device__ Index<T> to_int(T a) {
   return static_cast<Index<T>>(a);
 }
 
-// b == -1 is apart, because the quotient of the least integer overflows.
+// b == -1 is a separate case, because the quotient of the least integer overflows.
 template <class T>
 __device__ Index<T> divide_to_zero(Index<T> a, Index<T> b) {
   using U = std::make_unsigned_t<Index<T>>;
@@ -145,7 +145,7 @@ __device__ T number_of(arithmetic::Index<T> bits) {
   return x;
 }
 
-// The index in [0, last] that is nearest.
+// Returns the nearest index in [0, last].
 template <class I>
 __device__ I nearest_index(I n, int64_t last) {
   return n < 0 ? 0 : n > last ? static_cast<I>(last) : n;

@@ -1,4 +1,4 @@
-// How the shape cuts a call into blocks. Only the shape: results do not depend on the machine.
+// Cuts a call into blocks. Only the shape decides, so results do not depend on the machine.
 #pragma once
 
 #include "../../core/arena.h"
@@ -20,7 +20,7 @@ constexpr int slice_of(int64_t columns) { return columns <= kNarrowSlice ? kNarr
 
 struct ForwardSchedule {
   // Few queries: the heads that share a key head fill tiles of 16 rows together, so that K and V are read once for all
-  // of them.
+  // of these heads.
   bool decode;
   int64_t heads_per_tile;
   int64_t row_blocks;  // per batch and tile of heads
@@ -32,7 +32,7 @@ struct ForwardSchedule {
 
 inline ForwardSchedule schedule_forward(const AttentionParams& p) {
   constexpr int64_t kWantedBlocks = 256;      // about two for each multiprocessor of a large GPU
-  constexpr int64_t kLeastTilesPerSplit = 4;  // with fewer, merging costs more than splitting saves
+  constexpr int64_t kLeastTilesPerSplit = 4;  // with fewer tiles, merging takes longer than splitting saves
   const Sizes& z = p.sizes;
   ForwardSchedule schedule;
   schedule.decode = z.seqlen_q <= kSide;
@@ -67,13 +67,14 @@ struct RowTerms {
   }
 };
 
-// The gradient of the mask. A tile of the mask's elements gets the sum of all score tiles that share it. If a broadcast
+// The gradient of the mask. A tile of the mask's elements is the sum of all score tiles that share it. If a broadcast
 // mask has few tiles, the sum is cut into parts, which dmask_sum_kernel adds in order.
 struct MaskSchedule {
   bool by_row;                     // the mask's rows are the rows of a packed q
   int64_t row_blocks, col_blocks;  // tiles of the mask's rows and columns; by row, of a sequence
   int64_t tasks;                   // tiles of all its batches, or all sequences, and heads
-  int64_t batches, heads, query_blocks, key_blocks;  // that share a tile: 1 if the mask has this dimension
+  int64_t batches, heads, query_blocks,
+      key_blocks;  // the numbers that share a tile: 1 if the mask has this dimension
   int64_t parts, tiles_per_part;
 };
 
@@ -102,7 +103,7 @@ FA_HOST_DEVICE inline MaskSchedule schedule_mask(const BackwardParams& p, int64_
   return schedule;
 }
 
-// Query rows of a thread in the backward. For fp64 half of them: a block's shared memory must fit into the 64 KB of
+// Query rows of a thread in the backward. fp64 has half as many, so that a block's shared memory fits into the 64 KB of
 // compute capability 7.5, and its accumulators into registers.
 template <class T>
 constexpr int kPassRows = sizeof(T) == sizeof(double) ? kRows / 2 : kRows;
@@ -113,8 +114,8 @@ constexpr int kPassBlockQ = kSide * kPassRows<T>;
 template <class T>
 struct BackwardWorkspace {
   RowTerms<T> rows;
-  T* dslopes;      // [B * H][query blocks]: partial sums of the slopes' gradients
-  T* dmask_parts;  // [MaskSchedule's parts][the mask's elements]; empty where one part writes the gradient
+  T* dslopes;  // [B * H][query blocks]: partial sums of the slopes' gradients
+  T* dmask_parts;  // [MaskSchedule's parts][the mask's elements]; empty if there is one part, which writes the gradient
 
   static BackwardWorkspace lay_out(Arena& arena, const BackwardParams& p, int64_t block_q = kPassBlockQ<T>) {
     const Sizes& z = p.sizes;

@@ -1,4 +1,4 @@
-// The simt tier: plain CUDA C++ for every dtype, head dimension and option, on any GPU. Torch-free.
+// The simt tier: CUDA C++ without tensor cores, for every dtype and head dimension, on any GPU. Without torch.
 #pragma once
 
 #include "../../core/indexed.h"
@@ -17,7 +17,7 @@ size_t indexed_backward_workspace(const IndexedBackwardParams& p);
 size_t indexer_scores_backward_workspace(const IndexerScoresBackwardParams& p);
 size_t indexer_loss_backward_workspace(const IndexerLossBackwardParams& p);
 
-// Why this tier cannot run the forward; null: it can.
+// Why this tier cannot run the forward. Null: it can.
 const char* why_not_forward(const AttentionParams& p);
 // The same for all passes of the indexer. This tier can run every other call.
 const char* why_not_indexer(const IndexerParams& p);

@@ -4,8 +4,8 @@
 //   add_row_products     acc += L R^T    S = Q K^T, dP = dO V^T
 //   add_weighted_rows    acc += W V      O = P V, dQ = dS K;  with W^T: dV = P^T dO, dK = dS^T Q
 //
-// No head dimension is compiled in. The first product loops over D in chunks; in the second a block computes a slice of
-// columns.
+// The head dimension is not a compile-time constant. The first product loops over D in chunks. In the second product, a
+// block computes a slice of columns.
 #pragma once
 
 #include <cmath>
@@ -31,7 +31,7 @@ __device__ inline int tile_row(int r) { return thread_y() + kSide * r; }
 __device__ inline int tile_col(int c) { return thread_x() + kSide * c; }
 
 // A tile of scores, P or dS: queries by keys. Between two products each thread works on its elements in shared memory,
-// in a loop that is not unrolled, because masks, softcap, ALiBi and dropout are long code.
+// in a loop that is not unrolled, because the code of masks, softcap, ALiBi and dropout is long.
 template <class T, int kTileRows>
 using ScoreTile = T[kTileRows][kBlockK + 1];  // the odd length spreads a column over all banks
 
@@ -47,7 +47,7 @@ struct SharedMemory {
 static_assert(sizeof(SharedMemory<double, kBlockQ>) <= kTuringSharedBytes);
 
 // The weight of a hidden element is -0; no other weight is -0. So a NaN or Inf in its value row is skipped, because 0 *
-// NaN would be NaN. An element that attends passes NaN on, also if its weight is 0.
+// NaN would be NaN. An element that attends passes NaN on, even if its weight is 0.
 template <class T>
 constexpr T kMaskedWeight = T(-0.0);
 
@@ -61,7 +61,7 @@ __device__ bool is_masked_weight(T weight) {
   return weight == T(0) && std::signbit(weight);
 }
 
-// Rows of a (.., S, D) tensor from one row on; only `count` of them exist.
+// `count` rows of a (.., S, D) tensor, from one row on.
 template <class In>
 struct Rows {
   const In* first;

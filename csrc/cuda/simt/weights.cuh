@@ -2,7 +2,8 @@
 // attention (backward.cuh) with a given dP.
 //
 //   weights_kernel            a block owns 64 x 64 weights (fp64: 32 x 64), and adds P of all heads in order
-//   delta_of_weights_kernel   for the backward: delta = rowsum(P o dP), as there is no out; a block owns so many queries of a head
+// delta_of_weights_kernel for the backward: delta = rowsum(P o dP), because there is no out; a block owns queries of a
+// head
 #pragma once
 
 #include "backward_tile.cuh"
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 #pragma unroll
   for (int r = 0; r < kPassRows<T>; ++r) {
-    const T total = row_total(delta[r]);  // after it, the threads of the row have read what it replaces
+    const T total = row_total(delta[r]);  // protects delta[r]: all threads of the row have read the old value
     const int64_t i = i0 + tile_row(r);
     if (i < z.seqlen_q && thread_x() == 0) w.rows.delta[p.lse_index(b, h, i)] = total;
   }

@@ -5,8 +5,8 @@
 namespace flash_attn_ext::cuda::simt {
 namespace {
 
-// Names every field of a call: a new field does not compile before it is named here. If the kernels of this tier do not
-// read it, a function why_not must refuse it.
+// Names every field of a call. After a new field, this file does not compile until the field is named here. If the
+// kernels of this tier do not read the field, a function why_not must return a reason.
 [[maybe_unused]] void name_every_field(const AttentionParams& p, const Tangents& t) {
   [[maybe_unused]] const auto& [dtype, sizes, q, k, v, out, lse, scale, softcap, band, mask, alibi, sink,
                                 dropout, decode, varlen, functions] = p;

@@ -1,12 +1,12 @@
-// The sm75 tier: fp16 on the tensor cores of compute capability 7.5 (T4, RTX 20). Its kernels are the text of sm80 with
-// the trait Turing (sm80/gpu.h): tiles for 64 KB of shared memory, copies through registers.
+// The sm75 tier: fp16 on the tensor cores of compute capability 7.5 (T4, RTX 20). Its kernels are the sources of sm80
+// with the trait Turing (sm80/gpu.h): tiles for 64 KB of shared memory, copies through registers.
 #pragma once
 
 #include "../run.h"
 
 namespace flash_attn_ext::cuda::sm75 {
 
-// Why another tier must run the forward; null: this tier can, on a GPU of compute capability 7.5.
+// Why this tier cannot run the forward. Null: it can, on a GPU of compute capability 7.5.
 const char* why_not_forward(const AttentionParams& p);
 
 size_t forward_workspace(const AttentionParams& p);
