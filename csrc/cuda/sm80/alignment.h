@@ -1,4 +1,4 @@
-// Rows that the kernels copy in pieces of 16 bytes.
+// Alignment of rows, which the kernels copy in pieces of 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// Whether a tensor of 16-bit elements begins each row at a multiple of 16 bytes, and has whole pieces. A null tensor does.
+// Whether each row of a tensor of 16-bit elements starts at a multiple of 16 bytes and has whole pieces. True for a
+// null tensor.
 inline bool is_aligned(const Tensor4& t, int64_t columns) {
   constexpr int64_t kBytes = 16, kElements = 8;
   return reinterpret_cast<uintptr_t>(t.data) % kBytes == 0 && t.stride_b % kElements == 0 &&

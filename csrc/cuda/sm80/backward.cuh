@@ -1,11 +1,11 @@
-// Backward on tensor cores: FlashAttention-2, algorithm 2, five products a tile. A block computes dK and dV of 128 keys
-// of a key head (64 beyond a head dimension of 128). It loops over all queries that see them. Tiles are transposed,
-// keys by queries, so that the registers of P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q. dQ is added to
-// an fp32 sum in global memory; dq_kernel rounds it.
+// Backward on tensor cores: FlashAttention-2, algorithm 2, five products for each tile. A block computes dK and dV of
+// 128 keys of a key head (64 beyond a head dimension of 128). It loops over all queries that see them. Tiles are
+// transposed, keys by queries, so that the registers of P^T and dS^T are operands of dV += P^T dO and dK += dS^T Q. dQ
+// is added to an fp32 sum in global memory; dq_kernel rounds it.
 //
 // A deterministic call gives the same bits in every run: blocks add to a tile of dQ in turns. A block must wait only
-// for blocks that already run. So each block draws a ticket when it starts, and the ticket determines its keys. Blocks
-// that compute queries instead would need seven products and another kernel.
+// for blocks that already run. So each block draws a ticket when it starts, and the ticket determines its keys. An
+// alternative without turns is a kernel in which blocks own queries; it needs seven products.
 #pragma once
 
 #include "../call_of_block.cuh"
@@ -52,7 +52,7 @@ __device__ void add_query_gradient(BackwardMemory<C>& shared, const BackwardWork
   }
 }
 
-// Writes a warp's part of rows [first, first + 16) of a gradient, as far as they exist. Returns whether one of the thread's
+// Writes a warp's part of the existing rows in [first, first + 16) of a gradient. Returns whether one of the thread's
 // elements is NaN.
 template <class In, int N>
 __device__ bool store_rows(const Tensor4& grad, int64_t b, int64_t h, int64_t first, int64_t seqlen,
@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (!C::Gpu::kHasCode) return __trap();
   auto& shared = shared_memory<BackwardMemory<C>, C::Gpu::kSharedBytes>();
 
-  // The keys of this block. In turns, the last keys of a head come first: in a causal call few queries see them, so the
-  // waits are short.
+  // The keys of this block. If blocks add in turns, the last keys of a head are first. In a causal call few queries see
+  // these keys, so the waits are short.
   const bool in_turns = call.dq && call.deterministic;
   int task = blockIdx.x;
   if (in_turns) {
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   bool has_nan = false;
   const int64_t first = j0 + C::first_key();
   const int col = C::first_column();
-  // Computes the params again: the loop has no registers to keep all of them.
+  // Computes the params again, because the loop has too few registers to keep them.
   const BackwardParams& results = call_of_block<C>(call, b);
   if (call.dk)
     has_nan |= store_rows<In>(results.dk, b, h_kv, first, z.seqlen_k, col, z.head_dim, float(p.scale), dk);

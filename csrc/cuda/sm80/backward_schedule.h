@@ -1,4 +1,4 @@
-// How the backward is cut into blocks, and its workspace.
+// Cuts the backward into blocks, and lays out its workspace.
 #pragma once
 
 #include "../scores.cuh"
@@ -23,7 +23,7 @@ constexpr BackwardTiles backward_tiles(int padded) {
   return {padded == 64 ? 64 : 32, padded <= 128 ? 128 : 64};
 }
 
-// Which pieces of kFlaggedRows rows of a gradient hold a NaN. repair.cuh repairs these pieces.
+// Flags the pieces of kFlaggedRows rows of a gradient that contain a NaN. repair.cuh repairs these pieces.
 constexpr int kFlaggedRows = 64;
 struct NanFlags {
   int* queries = nullptr;  // [B * H][tiles of S_q], of dq
@@ -32,7 +32,7 @@ struct NanFlags {
   static FA_HOST_DEVICE int64_t tiles(int64_t seqlen) { return ceil_div(seqlen, kFlaggedRows); }
 };
 
-// The numbers of a tile of dQ: of its fp32 sums, and of its count of blocks that have added.
+// The indices of a tile of dQ: of its fp32 sums, and of its count of blocks that have added.
 struct QueryGradientTile {
   int64_t sums, turns;
 };
@@ -43,7 +43,7 @@ FA_HOST_DEVICE inline int64_t packed_tiles_of_head(const AttentionParams& call, 
 }
 
 // Finds the tiles of dQ of one sequence. Packed sequences have consecutive sums, in the order of their rows in q. The
-// counts of turns are separate for each sequence: sequences may overlap in q, and must not wait for each other.
+// counts of turns are separate for each sequence, because sequences may overlap in q and must not wait for each other.
 template <bool kPacked>
 struct QueryGradientTiles {
   int heads, of_head;
@@ -66,14 +66,15 @@ struct QueryGradientTiles {
 };
 
 struct BackwardWorkspace {
-  simt::BackwardWorkspace<float> simt;  // the terms of the rows; what the gradients of mask and slopes need
+  simt::BackwardWorkspace<float>
+      simt;  // the terms of the rows, and memory for the gradients of mask and slopes
   NanFlags flags;
-  // From here on, everything is zero before the backward's kernel starts.
+  // From here on, all memory is zero before the backward's kernel starts.
   int* ticket;  // blocks that have started
   int* turns;   // [B * H][query tiles]: blocks that have added their part of dq
   float* dq;    // [tiles][8 warps][elements of a thread][32 lanes]: the order in which threads add
   size_t zeroed_bytes;
-  // Factors of the call, as float: the kernels' loops convert no double.
+  // Factors of the call, as float: so that the kernels' loops convert no double.
   float score_scale, keep_scale;  // product_scale(); 1 / (1 - dropout_p)
   BackwardTiles tiles;
 

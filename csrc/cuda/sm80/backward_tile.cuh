@@ -11,17 +11,17 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// The kernels of the backward: for dense tensors, for packed sequences, and for both with dropout. So the first has no
-// instruction for packing or dropout.
+// The kernels of the backward: for dense tensors, for packed sequences, and for both with dropout. So the kernel for
+// dense tensors has no instructions for packing or dropout.
 enum class BackwardForm { kDense, kPacked, kDropout };
 
-// Up to a head dimension of 128, a warp has 16 keys, with their dK and dV in its registers. Beyond, the registers hold
-// half of that, so two warps share 16 keys. Each of them computes P and dS for half of the queries, and half of the
-// columns of dK and dV. They exchange P^T and dS^T through shared memory.
+// Up to a head dimension of 128, a warp has 16 keys, with their dK and dV in its registers. Beyond 128, the registers
+// of a warp hold half of dK and dV, so two warps share 16 keys. Each warp computes P and dS for half of the queries,
+// and half of the columns of dK and dV. They exchange P^T and dS^T through shared memory.
 //
 // Every GPU has 99 KB of shared memory. At 256, K, V, one Q and dO leave 3 KB, and P and dS need 8 KB. So Q has one
 // buffer instead of two, and the last 64 columns of V are in registers, as operands of dP = dO V^T. Tiles of 16 queries
-// would fit too, but each would read all of K and V for half as many products.
+// would also fit, but each tile would read all of K and V for half as many products.
 //
 // On compute capability 7.5 a block has 64 KB. So beyond a head dimension of 64 two warps share 16 keys, a tile has 32
 // queries, and Q has one buffer.
@@ -31,7 +31,8 @@ struct BackwardConfig {
   using Gpu = Gpu_;
   static constexpr bool kTuring = !Gpu::kAsyncCopies;
   static constexpr BackwardTiles kTiles = backward_tiles<Gpu>(kHeadDim_);
-  static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
+  static constexpr int kHeadDim =
+      kHeadDim_;  // of q, k, v and out; smaller head dimensions are padded with zeros
   static constexpr bool kDropout = kForm == BackwardForm::kDropout;
   static constexpr bool kPacked = kForm != BackwardForm::kDense;  // computes packed sequences
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
@@ -39,10 +40,10 @@ struct BackwardConfig {
   static constexpr int kKeyWarps = kBlockK / 16,
                        kSharers = kWarps / kKeyWarps;       // the warps that share 16 keys
   static constexpr int kColumns = kBlockQ / kSharers / 8;   // 16 x 8 accumulators in a warp's part of a tile
-  static constexpr int kGradColumns = kHeadDim / kSharers;  // of dK and dV in a warp's registers
+  static constexpr int kGradColumns = kHeadDim / kSharers;  // columns of dK and dV in a warp's registers
   static constexpr int kQBuffers = kHeadDim <= 192 && !kTuring ? 2 : 1;
   static constexpr int kLater = kQBuffers - 1;  // groups of copies that may be in flight when Q is used
-  static constexpr int kHeldColumns = kHeadDim <= 192 ? 0 : 64;  // of V, in registers
+  static constexpr int kHeldColumns = kHeadDim <= 192 ? 0 : 64;  // columns of V in registers
   static constexpr int kStoredColumns = kHeadDim - kHeldColumns;
   static constexpr int kUnrolled = kSharers == 1 ? 2 : 4;  // steps of a product: with more, registers spill
 
@@ -60,7 +61,7 @@ template <int kRows>
 struct TermsTile {
   float delta[kRows], reference[kRows], correction[kRows];
 
-  // Starts the copy of `count` rows. Rows beyond are zeros, like q and dout there.
+  // Starts the copy of `count` rows. Further rows are zeros, as in q and dout.
   __device__ void load_async(const simt::RowTerms<float>& terms, int64_t first, int64_t count) {
     const int row = threadIdx.x % kRows;
     const bool inside = row < count;
@@ -86,7 +87,7 @@ struct BackwardMemory {
 
   __device__ auto& dscores() { return scores[0]; }              // dS^T
   __device__ auto& probs() { return scores[C::kSharers - 1]; }  // P^T; used by warps that share keys
-  // The columns of V that go to registers. They are loaded into the memory that dS and P use later.
+  // The columns of V for registers. They are loaded into memory that dS and P use later.
   __device__ HeldTile& last_v() {
     static_assert(sizeof(HeldTile) <= sizeof(scores));
     return *static_cast<HeldTile*>(static_cast<void*>(scores));
@@ -126,7 +127,7 @@ struct HeldValues {
 };
 
 // acc += W B with the warp's rows of W and its columns of B: dV = P^T dO, dK = dS^T Q. If no other warp shares these
-// rows, they are operands in registers; else all of W is in shared memory.
+// rows, they are operands in registers. Otherwise all of W is in shared memory.
 template <class C, class WTile, class BTile, int kOperands, int N>
 __device__ void add_gradient(const uint32_t (&operands)[kOperands][4], WTile& w, BTile& b,
                              float (&acc)[N][4]) {
@@ -136,9 +137,9 @@ __device__ void add_gradient(const uint32_t (&operands)[kOperands][4], WTile& w,
     multiply_stored(w, C::first_key(), b, C::first_column(), acc);
 }
 
-// Which of a thread's elements dropout keeps. One Philox call is for a 2 x 2 block {i, i + 8} x {j, j + 1}. A lane has
-// one of these keys; the lane four further has the other one. So of two blocks, for the queries i and i + 1, each of
-// the two lanes computes one, and they exchange the bits.
+// The elements of a thread that dropout keeps. One Philox call is for a 2 x 2 block {i, i + 8} x {j, j + 1}. Lane l has
+// one of these keys, and lane l + 4 the other. So each of the two lanes computes one of two blocks, for the queries i
+// and i + 1, and they exchange the bits.
 struct KeptElements {
   uint32_t bits[2];  // of even and of odd columns
 
@@ -148,7 +149,7 @@ struct KeptElements {
     const PhiloxKey key = dropout_key(p.dropout);
     uint32_t mine = 0;
 #pragma unroll 1
-    for (int call = 0; call < C::kColumns; ++call) {  // two for 16 queries: keys 0 to 7, keys 8 to 15
+    for (int call = 0; call < C::kColumns; ++call) {  // two calls for 16 queries: keys 0 to 7, keys 8 to 15
       const int n = call / 2 * 2, e = call % 2 * 2 + odd;
       const PhiloxWords words = dropout_words(key, at.b * p.sizes.heads + at.h, at.query(n, e), at.key(e));
 #pragma unroll
@@ -222,7 +223,7 @@ __device__ void recompute_probs(const BackwardParams& p, const TransposedPositio
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int row = at.column(n, e);
-      // The difference comes first, because it is exact for large scores.
+      // First the difference, because it is exact for large scores.
       const float exponent =
           fmaf(scores[n][e] - terms.reference[row], kScale, -(terms.correction[row] * kScale));
       const float power = ptx::exp2_fast(exponent);

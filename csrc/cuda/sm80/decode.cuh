@@ -1,8 +1,8 @@
-// Few queries: reading K and V takes the time. Flash-Decoding (Dao et al. 2023). A block has 16 or 32 query rows, of
-// all heads that share a key head, so that K and V are read once for all of them. The keys of a block are divided among
-// its warps. Each warp has a separate ring of tiles, filled by cp.async. No warp waits for another one before the end,
-// when their (m, l, O) are merged. If there are few blocks, the keys are split over more blocks, and combine.cu merges
-// the results.
+// Flash-Decoding (Dao et al. 2023) for few queries, where reading K and V takes most of the time. A block has 16 or 32
+// query rows of all heads that share a key head, so that K and V are read once for all of these heads. The keys of a
+// block are divided among its warps. Each warp has a separate ring of tiles, filled by cp.async. No warp waits for
+// another one before the end, when their (m, l, O) are merged. If there are few blocks, the keys are split over more
+// blocks, and combine.cu merges the results.
 #pragma once
 
 #include <algorithm>
@@ -24,12 +24,13 @@ struct DecodeConfig {
   using In = In_;
   using Gpu = Gpu_;
   static constexpr int kRowTiles = kRowTiles_, kRows = kMmaRows * kRowTiles;  // query rows of a block
-  static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
+  static constexpr int kHeadDim =
+      kHeadDim_;  // of q, k, v and out; smaller head dimensions are padded with zeros
   static constexpr int kRing = kRing_;
-  // Whether it computes packed sequences and caches. With two row tiles there are no registers for the params of a
-  // sequence.
+  // Whether the kernel computes packed sequences and caches. With two row tiles there are too few registers for the
+  // params of a sequence.
   static constexpr bool kPacked = kRowTiles == 1;
-  static_assert(kRing % 2 == 1);  // so the slot that a tile of K frees is for a tile of K; the same for V
+  static_assert(kRing % 2 == 1);  // so a slot with a tile of K next gets a tile of K; the same for V
 };
 
 template <class C>
@@ -122,7 +123,7 @@ struct TileStream {
   }
 };
 
-// Starts the copy of the block's rows of q. Rows beyond the last are zeros.
+// Starts the copy of the block's rows of q. Rows after the last row are zeros.
 template <class C>
 __device__ void load_queries(const AttentionParams& p, const QueryRows& rows,
                              Tile<typename C::In, C::kRows, C::kHeadDim>& tile) {
@@ -186,7 +187,7 @@ __device__ void take_out_non_finite_rows(const float (&probs)[kRowTiles][2][4],
                                          const uint32_t (&attends)[kRowTiles],
                                          Tile<In, kWarpKeys, kCols>& values,
                                          float (&acc)[kRowTiles][kCols / 8][4]) {
-  const int my_row = lane() / 2;  // two lanes look at a row, each at every other chunk
+  const int my_row = lane() / 2;  // two lanes read a row, each every second chunk
   bool mine = false;
   for (int n = lane() % 2; n < kCols / kChunk; n += 2) mine |= has_non_finite(values.chunk(my_row, n));
   const uint32_t found = __ballot_sync(0xffffffffu, mine);
@@ -218,7 +219,7 @@ __device__ void store_results(const RowStatistics& statistics, const float (&out
   }
 }
 
-// Merges the warps and writes the rows: results for one split, else parts that combine.cu merges.
+// Merges the warps and writes the rows: results for one split, otherwise parts that combine.cu merges.
 template <class C>
 __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& shared, const QueryRows& rows,
                              int64_t splits, const Partials<float>& partials) {
@@ -273,7 +274,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   auto& shared = shared_memory<DecodeMemory<C>, C::Gpu::kSharedBytes>();
   WarpMemory<C>& mine = shared.warps[warp()];
 
-  // The part of this block. Row blocks that read the same keys are neighbours, so that they run at the same time.
+  // The part of this block. Row blocks with the same keys are neighbours, so that they run at the same time.
   const auto row_blocks = static_cast<int>(schedule.row_blocks),
              heads_kv = static_cast<int>(call.sizes.heads_kv);
   const auto group = static_cast<int>(schedule.group), task = static_cast<int>(blockIdx.x);

@@ -9,8 +9,8 @@
 namespace flash_attn_ext::cuda::sm80 {
 namespace {
 
-// The number of splits for `tasks` that each read `tiles` of keys. With few tasks, one block a task leaves most of a
-// GPU idle. Very short splits cost more to start and to merge than they save.
+// The number of splits for `tasks` tasks, each of which reads `tiles` tiles of keys. With few tasks, one block for each
+// task leaves most of a GPU idle. With very short splits, start and merge take longer than splitting saves.
 int64_t splits_by_shape(int64_t tiles, int64_t tasks) {
   // Two blocks for each multiprocessor of a large GPU; more for more keys, so that the last wave of blocks is a small
   // part. Both are estimates, not measured.
@@ -26,7 +26,7 @@ DecodeSchedule schedule_decode(const AttentionParams& p, int64_t widest_pair) {
   DecodeSchedule schedule;
   schedule.group = z.heads_kv == 0 ? 0 : z.heads / z.heads_kv;
   const int64_t rows = schedule.group * z.seqlen_q;
-  // A block of two row tiles reads K and V half as often. Its registers suffice up to D 128, but not for packed calls.
+  // Blocks of two row tiles read K and V half as often. Their registers suffice up to D 128, but not for packed calls.
   schedule.row_tiles =
       rows > kMmaRows && std::max(z.head_dim, z.head_dim_v) <= widest_pair && !p.varlen ? 2 : 1;
   schedule.row_blocks = ceil_div(rows, kMmaRows * schedule.row_tiles);

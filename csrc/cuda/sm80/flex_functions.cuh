@@ -1,8 +1,8 @@
-// Functions of the user in the kernels of this tier: which tiles a block visits, which elements the mask function shows,
-// and the new scores.
+// Functions of the user in the kernels of this tier: the tiles that a block visits, the elements that the mask function
+// shows, and the new scores.
 //
-// Only tiles that meet a partial block, or blocks that differ, call the mask function. It runs before the product S = Q K^T,
-// when few registers are in use, and its answers are a thread's bits.
+// The mask function runs only on tiles that overlap a partial block or different blocks. It runs before the product S =
+// Q K^T, when few registers are in use. A thread stores the results as bits.
 #pragma once
 
 #include "../shown_tiles.cuh"
@@ -66,7 +66,7 @@ template <class C>
 class ShownSteps {
  public:
   struct Step {
-    int head, tile;  // of the group; of the head
+    int head, tile;  // head of the group; tile of the head
     TileState state;
   };
 
@@ -89,7 +89,7 @@ class ShownSteps {
   const simt::DeviceFunctions& functions_;
   const int64_t b_, first_head_, j0_;
   const int group_, first_tile_, end_tile_;
-  TileSearch search_;  // in one head
+  TileSearch search_;  // searches in one head
 
   __device__ Step find(int head, int tile) {
     for (; head < group_; ++head, tile = first_tile_, search_ = TileSearch()) {
@@ -116,8 +116,8 @@ struct WithFunctions {
     return {p, *device, b, h, i0, keys};
   }
 
-  // Asks the mask function about a thread's elements, in accumulators 0 to N - 1. Elements that are hidden anyway may have
-  // either answer.
+  // Evaluates the mask function on a thread's elements, in accumulators 0 to N - 1. The result for other hidden
+  // elements is arbitrary.
   template <int N, class Tile, class Position>
   __device__ ShownPosition<Position> shown(const AttentionParams& p, const Tile& tile,
                                            const Position& at) const {
@@ -167,7 +167,7 @@ struct WithFunctions {
                                  int64_t j0, int first_tile, int end_tile) const {
     return {p, *device, b, first_head, group, j0, first_tile, end_tile};
   }
-  // The blocks of keys in (block, last] that visit the query tile of a position. Each lane looks at another block.
+  // The blocks of keys in (block, last] that visit the query tile of a position. Each lane checks another block.
   template <class C, class Position>
   __device__ int blocks_between(const AttentionParams& p, const Position& at, int64_t i_end, int block,
                                 int64_t last) const {

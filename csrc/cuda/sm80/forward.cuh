@@ -22,10 +22,11 @@ template <class In_, int kHeadDim_, int kBlockK_, int kBuffers_, bool kPacked_ =
 struct Config {
   using In = In_;
   using Gpu = Gpu_;
-  static constexpr int kHeadDim = kHeadDim_;  // of q, k, v and out; smaller ones are padded with zeros
+  static constexpr int kHeadDim =
+      kHeadDim_;  // of q, k, v and out; smaller head dimensions are padded with zeros
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kBlockQ = 16 * kWarps, kBlockK = kBlockK_;
-  static constexpr int kBuffers = kBuffers_;  // of K, and as many of V
+  static constexpr int kBuffers = kBuffers_;  // buffers of K, and buffers of V
   static constexpr bool kPacked = kPacked_;   // computes packed sequences and caches only
 };
 
@@ -51,7 +52,8 @@ struct ScorePosition {
   __device__ ElementIndex element(int n, int e) const { return {b, h, query(e), key(n, e)}; }
 };
 
-// The query rows of a block, of one head. The last rows of a head come first: in a causal call they take longest.
+// The query rows of a block, of one head. The last rows of a head are first, because in a causal call they take
+// longest.
 template <class C>
 struct QueryBlock {
   int64_t head, b, h, i0;
@@ -124,7 +126,7 @@ __device__ void take_out_non_finite_rows(ValueTile& values, SharedMemory<C>& sha
   __syncthreads();  // publishes the zeros to all threads
 }
 
-// Writes a thread's elements of its row r, as far as there are columns.
+// Writes a thread's elements of its row r, in existing columns.
 template <class In, int N>
 __device__ void store_row(In* row, int64_t columns, int r, float factor, const float (&acc)[N][4]) {
 #pragma unroll
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     tile = next;
   }
 
-  // Computes the params again: the loop has no registers to keep all of them.
+  // Computes the params again, because the loop has too few registers to keep them.
   const AttentionParams& results = call_of_block<C>(call, b);
   const ScorePosition at_end{results.sizes, b, h, i0, 0};
 #pragma unroll
@@ -239,9 +241,9 @@ cudaError_t launch_padded(const AttentionParams& p, cudaStream_t stream, const F
   return launch(forward_kernel<C, Functions>, shape, stream, p, query_blocks, functions);
 }
 
-// Each needs at most 99 KB, the limit of GPUs of compute capability 8.6 and 8.9. All have 128 queries, so K and V are
-// read from L2 once for 128 queries. Two of the eight warps share a scheduler, so the softmax of one overlaps with the
-// products of the other.
+// Each config needs at most 99 KB, the limit of GPUs of compute capability 8.6 and 8.9. All have 128 queries, so K and
+// V are read from L2 once for 128 queries. Two of the eight warps share a scheduler, so the softmax of one overlaps
+// with the products of the other.
 template <class In, bool kPacked, class Gpu>
 cudaError_t launch_forward_of(const AttentionParams& p, cudaStream_t stream) {
   const int64_t widest = std::max(p.sizes.head_dim, p.sizes.head_dim_v);
@@ -252,7 +254,7 @@ cudaError_t launch_forward_of(const AttentionParams& p, cudaStream_t stream) {
     if (widest <= 64) return launch_padded<Config<In, 64, 64, 2, kPacked>>(p, stream);    // 48 KB
     if (widest <= 128) return launch_padded<Config<In, 128, 64, 2, kPacked>>(p, stream);  // 96 KB
     if (widest <= 192) return launch_padded<Config<In, 192, 32, 2, kPacked>>(p, stream);  // 96 KB: fewer keys
-    // 96 KB, in one buffer. Packed sequences have two buffers of 16 keys: there are no registers for 32.
+    // 96 KB, in one buffer. Packed sequences have two buffers of 16 keys, because there are too few registers for 32.
     return launch_padded<std::conditional_t<kPacked, Config<In, 256, 16, 2, true>, Config<In, 256, 32, 1>>>(
         p, stream);
   }

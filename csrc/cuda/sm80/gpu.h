@@ -1,4 +1,4 @@
-// The GPUs that a kernel of mma.sync is for: a trait of the kernel's config. The text of the kernels is the same for all.
+// The GPUs of a kernel with mma.sync: a trait of the kernel's config. All GPUs have the same kernel sources.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,8 @@ constexpr int kCompiledFor = __CUDA_ARCH__;
 constexpr int kCompiledFor = 0;  // the host: for every GPU
 #endif
 
-// kHasCode: whether this pass of the compiler makes the kernel. Otherwise it traps; the selector sends no calls there.
+// kHasCode: whether this run of the compiler generates the kernel's code. Otherwise the kernel traps, and the selector
+// does not choose it.
 
 // Compute capability 8.0 and later.
 struct Ampere {
@@ -24,8 +25,8 @@ struct Ampere {
       128;  // head dimension up to which registers hold two row tiles of decoding
 };
 
-// Compute capability 7.5. It has no cp.async: rows go through registers. An mma.sync has 8 columns of its left operand, so
-// ptx.h makes two of each product.
+// Compute capability 7.5. It has no cp.async, so rows are copied through registers. Its mma.sync has a left operand of
+// 8 columns, so ptx.h makes two instructions of each product.
 struct Turing {
   static constexpr bool kHasCode = kCompiledFor == 0 || (kCompiledFor >= 750 && kCompiledFor < 800);
   static constexpr bool kAsyncCopies = false;

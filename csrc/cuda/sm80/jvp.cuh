@@ -1,5 +1,5 @@
 // Forward mode on tensor cores: out, lse and their tangents in one kernel (docs/derivative_formulas.md). It is the loop
-// of forward.cuh with more sums, as in simt/jvp.cuh: six products a tile.
+// of forward.cuh with more sums, as in simt/jvp.cuh: six products for each tile.
 //
 //   e  = tangent of S      mu' = mu + rowsum(P o (e - mu)) / l
 //   tO = (tO - (mu' - mu) O) e^(m - m') + (P o (e - mu')) V + P tV
@@ -19,7 +19,7 @@ struct JvpMemory : SharedMemory<C> {
   Tile<typename C::In, C::kBlockK, C::kHeadDim> t_k[C::kBuffers], t_v[C::kBuffers];
 };
 
-// Converts products to scores, and their tangents to tangents of scores, which are 0 where a score is -inf. `scale` is
+// Converts products to scores, and their tangents to tangents of scores, which are 0 if a score is -inf. `scale` is
 // product_scale(). Bit 4 n + e of the result: that element attends.
 template <int N>
 __device__ uint32_t finish_scores_and_tangents(const JvpParams& p, float scale, const ScorePosition& at,

@@ -1,10 +1,11 @@
-// Repairs gradients that came out as NaN because of something hidden.
+// Repairs gradients that are NaN because of hidden elements.
 //
 // A hidden element of P or dS is 0, but in a matrix product 0 * NaN and 0 * Inf are NaN. The backward kernel flags each
-// 64 rows of a gradient that hold a NaN. After it, a block looks at each flagged piece. A row is repaired only if a row
-// that is hidden from it is not finite: then a warp computes the row's NaN columns by the definition, from visible elements.
-// It stops as soon as each of these columns is NaN again. So an overflow of fp16, after which every row is rightly NaN,
-// costs a few steps a row. The host does not wait for the GPU: where nothing is flagged, the blocks return at once.
+// piece of 64 rows of a gradient that contains a NaN. Then a block repairs each flagged piece. A row is repaired only
+// if a row that is hidden from it is not finite. A warp computes the row's NaN columns by the definition, from visible
+// elements, and stops when each of these columns is NaN again. So after an overflow of fp16, where every row is
+// correctly NaN, a row takes only a few steps. The host does not wait for the GPU: blocks of pieces that are not
+// flagged return at once.
 #pragma once
 
 #include "../call_of_block.cuh"
@@ -16,7 +17,7 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// One kernel for all head dimensions: its time does not matter. It computes packed sequences, too.
+// One kernel for all head dimensions and for packed sequences, because its time does not matter.
 template <class In_, class Gpu_ = Ampere>
 struct RepairConfig {
   using In = In_;

@@ -5,11 +5,11 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// Why another tier must run the forward; null: this tier can, on a GPU of compute capability 8.0 or later.
+// Why this tier cannot run the forward. Null: it can, on a GPU of compute capability 8.0 or later.
 const char* why_not_forward(const AttentionParams& p);
 
 // Whether the forward uses the decode kernel: for few queries, if the caller sets num_splits, and for keys in pages,
-// which only that kernel reads.
+// which only the decode kernel reads.
 bool is_decode(const AttentionParams& p);
 size_t forward_workspace(const AttentionParams& p);
 

@@ -8,9 +8,9 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// Where the factor product_scale() is applied. Before the softmax, if softcap, ALiBi or a mask follow, or if the scale
-// is negative, because then the largest product is not the largest score. Else inside the exponent, where it costs no
-// instruction. `changes_scores`: the user's function follows.
+// The step that applies the factor product_scale(). Before the softmax, if softcap, ALiBi or a mask follow, or if the
+// scale is negative, because then the largest product is not the largest score. Otherwise inside the exponent, without
+// additional instructions. `changes_scores`: the user's function follows.
 struct ScoreScale {
   bool is_first;
   float scale;
@@ -69,10 +69,10 @@ struct RowStatistics {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float new_max = row_maximum(max[r], scores, r);
-      // If nothing is visible so far, P is 0.
+      // If no key is visible so far, P is 0.
       const float finite_max = new_max == -kInf<float> ? 0.0f : new_max;
-      // The maximum is subtracted inside the exponent; but before it, if a mask may be finfo.min, because finfo.min
-      // times log2(e) overflows.
+      // The maximum is subtracted inside the exponent. If a mask may be finfo.min, it is subtracted before, because
+      // finfo.min times log2(e) overflows.
       const float shift = score_scale.is_first ? finite_max : 0.0f, reference = (finite_max - shift) * scale;
       factor[r] = ptx::exp2_fast(fmaf(max[r] - shift, scale, -reference));
       sum[r] *= factor[r];
@@ -92,8 +92,8 @@ struct RowStatistics {
   }
 };
 
-// A hidden value must not reach a result, but in a matrix product 0 * NaN is NaN. So value rows with an Inf or NaN are
-// added here, only to results that attend to them. The caller then sets these rows to zero.
+// A hidden value must not reach a result, but in a matrix product 0 * NaN is NaN. So this function adds value rows with
+// an Inf or NaN, only to results that attend to them. The caller then sets these rows to zero.
 template <int N, int kColumns, class Values, class IsFinite>
 __device__ void add_non_finite_rows(const float (&probs)[N][4], uint32_t attends, const Values& values,
                                     const IsFinite& is_finite, float (&acc)[kColumns][4]) {

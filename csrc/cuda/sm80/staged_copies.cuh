@@ -14,8 +14,8 @@ struct StagedCopies {
   const FetchK& fetch_k;  // (j0, staged): fetches the tile from key j0 on
   const FetchV& fetch_v;
   KeyTile &k, &v;
-  const int64_t end;                             // of the keys
-  StagedTile<KeyTile, C::kThreads> staged = {};  // of K, then of V, and so on
+  const int64_t end;                             // the end of the keys
+  StagedTile<KeyTile, C::kThreads> staged = {};  // alternately a tile of K and a tile of V
 
   __device__ void start(int64_t j0) {
     ptx::cp_async_commit();  // ends the group of q

@@ -8,7 +8,7 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-constexpr int kChunk = 8;  // elements in 16 bytes, what cp.async and a lane of ldmatrix move
+constexpr int kChunk = 8;  // elements in 16 bytes, which cp.async and a lane of ldmatrix copy
 
 // An element of the score matrix.
 struct ElementIndex {
@@ -41,7 +41,7 @@ struct Tile {
   __device__ void load_async(const Tensor4& t, int64_t b, int64_t h, int64_t first, int64_t seqlen,
                              int64_t columns, int first_column = 0) {
     constexpr int kChunks = kCols / kChunk, kRowsAtOnce = kThreads / kChunks;
-    // Rows n and n + 8 have the same swizzle: a thread with a step of eight rows keeps its column.
+    // Rows n and n + 8 have the same swizzle, so a thread with a step of eight rows has a constant column.
     constexpr bool kKeepsColumn = kThreads % kChunks == 0 && kRowsAtOnce % 8 == 0 && kRows % kRowsAtOnce == 0;
     const auto copy = [&](In* target, int row, int n) {
       const int column = first_column + n * kChunk;
@@ -61,7 +61,7 @@ struct Tile {
   }
 };
 
-// A thread's part of a tile on its way from global to shared memory, on GPUs without cp.async. It stays in registers
+// A thread's part of a tile that is copied from global to shared memory, on GPUs without cp.async. It is in registers
 // during the products of other tiles.
 template <class ItsTile, int kThreads>
 struct StagedTile;
@@ -141,8 +141,8 @@ __device__ void pack_operand(const float (&left)[4], const float (&right)[4], ui
   operand[3] = ptx::pack<In>(right[2], right[3]);
 }
 
-// acc += W[:, 16k:16k+16] B[16k:16k+16]. The operand holds the warp's 16 rows of W. Of B it reads as many columns as
-// acc has, from `col` on.
+// acc += W[:, 16k:16k+16] B[16k:16k+16]. The operand holds the warp's 16 rows of W. B has the columns of acc, from
+// `col` on.
 template <class In, int kRowsB, int kCols, int N>
 __device__ void multiply_operand(const uint32_t (&operand)[4], Tile<In, kRowsB, kCols>& b, int k,
                                  float (&acc)[N][4], int col = 0) {
@@ -188,7 +188,7 @@ __device__ void multiply_stored(Tile<In, kRowsW, kRowsB>& w, int row, Tile<In, k
   }
 }
 
-// acc += A^T B, 16 rows from `row` on, and as many columns as acc has from `col` on: dQ = dS K.
+// acc += A^T B, 16 rows from `row` on, and the columns of acc from `col` on: dQ = dS K.
 template <class In, int kRows, int kColsA, int kColsB, int N>
 __device__ void multiply_transposed(Tile<In, kRows, kColsA>& a, Tile<In, kRows, kColsB>& b, int row, int col,
                                     float (&acc)[N][4]) {
@@ -221,8 +221,8 @@ __device__ void rotate(float (&a)[N][4]) {
 }
 
 // Calls f(n, a[n], b[n]) for every n, in a loop that is not unrolled, for long code. Registers can only be indexed by
-// constants. So each step works on accumulator 0 and then rotates all of them by one. After N steps each is in its
-// first position again.
+// constants. So each step works on accumulator 0, and then rotates all accumulators by one. After N steps each
+// accumulator is at its first position again.
 template <int N, class F>
 __device__ void for_each_accumulator(float (&a)[N][4], float (&b)[N][4], const F& f) {
 #pragma unroll 1

@@ -11,11 +11,11 @@ namespace flash_attn_ext::cuda::sm80 {
 template <class C, class LoadK, class LoadV>
 struct TileCopies {
   static constexpr bool kDouble = C::kBuffers == 2;
-  static constexpr int kLater = kDouble ? 1 : 0;  // the newest groups, for which no wait is due yet
+  static constexpr int kLater = kDouble ? 1 : 0;  // the newest groups, which need no wait yet
 
   const LoadK& load_k;  // (j0, buffer): starts to copy the tile from key j0 on
   const LoadV& load_v;
-  const int64_t end;  // of the keys
+  const int64_t end;  // the end of the keys
 
   // Each call ends a group, also an empty one, because the waits count groups.
   __device__ void start_k(int64_t j0, int buffer) const {
@@ -27,7 +27,7 @@ struct TileCopies {
     ptx::cp_async_commit();  // ends the group of v
   }
 
-  // Starts the first tile. Copies that the caller has started land with its K.
+  // Starts the first tile. Copies that the caller has started are in the same group as its K.
   __device__ void start(int64_t j0) const {
     start_k(j0, 0);
     if (kDouble) start_v(j0, 0);

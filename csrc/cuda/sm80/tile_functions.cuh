@@ -1,5 +1,5 @@
-// Where kernels with functions of the user (flex_functions.cuh) differ from the plain kernels. The plain ones have
-// NoFunctions, which compiles to nothing: they visit every tile in the band, and change no score.
+// The differences between kernels with functions of the user (flex_functions.cuh) and the plain kernels. The plain
+// kernels have NoFunctions, which compiles to no instructions: they visit every tile in the band, and change no score.
 #pragma once
 
 #include "../../core/mask.h"
@@ -22,7 +22,7 @@ struct BandTiles {
 // The steps of a block of keys in the backward: each tile of queries in the band, for each head of the group.
 struct BandSteps {
   struct Step {
-    int head, tile;  // of the group; of the head
+    int head, tile;  // head of the group; tile of the head
   };
   int group, first_tile, end_tile;
 

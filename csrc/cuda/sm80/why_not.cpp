@@ -47,7 +47,7 @@ constexpr const char* kWide = "sm80: only head dimensions up to 256";
 constexpr const char* kChunks = "sm80: no attention_chunk";
 constexpr const char* kUnaligned = "sm80: a tensor's rows are not aligned to 16 bytes";
 
-// Why this tier does not run the functions of a call; null: it does, or the call has none.
+// Why this tier does not run the functions of a call. Null: it does, or the call has no functions.
 template <class Params>
 const char* why_not_functions(const Params& p) {
   if (!p.functions) return nullptr;

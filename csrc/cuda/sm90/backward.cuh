@@ -6,10 +6,10 @@
 //   dV += P^T dO   dK += dS^T Q           dQ += dS K
 //
 // P and dS are computed transposed, so that their registers are left operands. dS is also written to shared memory, for
-// dQ. Beyond a head dimension of 128, dK and dV of 64 keys fill the registers of two warpgroups. There each warpgroup
-// has half of the columns of dK and dV, computes P and dS for half of the queries, and writes both to shared memory. TMA
-// loads K, V, Q and dO. dK and dV stay in registers to the end. One thread only adds each tile's part of dQ to fp32 sums
-// in global memory.
+// dQ. Beyond a head dimension of 128, dK and dV of 64 keys fill the registers of two warpgroups. Then each warpgroup
+// has half of the columns of dK and dV, computes P and dS for half of the queries, and writes both to shared memory.
+// TMA loads K, V, Q and dO. dK and dV stay in registers to the end. A separate thread adds each tile's part of dQ to
+// fp32 sums in global memory.
 #pragma once
 
 #include "../call_of_block.cuh"
@@ -43,8 +43,8 @@ struct Backward {
   using DKColumns = ColumnsOfWarpgroup<kSplitsColumns ? kHeadDim / kConsumers : kHeadDim>;
   using DVColumns = ColumnsOfWarpgroup<kSplitsColumns ? kHeadDimV / kConsumers : kHeadDimV>;
   static_assert(kSplitsColumns || kKeys == kConsumers * kWarpgroupRows);
-  // Columns of dQ of a warpgroup: all columns of 64 of 128 queries, or half of the columns of 64 queries. Of 96 columns
-  // each warpgroup has a panel; half of the second panel is zeros, which are not added.
+  // Columns of dQ of a warpgroup: all columns of 64 of 128 queries, or half of the columns of 64 queries. With 96
+  // columns, each warpgroup has a panel; half of the second panel is zeros, which are not added.
   static constexpr bool kPadsDQ = kHeadDim == 96;
   using DQColumns = ColumnsOfWarpgroup<kPadsDQ               ? kPanelColumns
                                        : kRows == kPieceRows ? kHeadDim / kConsumers
@@ -102,8 +102,8 @@ __device__ void produce(const BackwardArguments& a, const BackwardRange& range, 
 // ---- add to dQ: a third thread of the producer warpgroup
 
 // The turn in which a tile of keys adds to a tile of dQ. Tiles of later keys add first; `last` is the last tile that
-// any query sees. In a causal call a block begins with the queries at its diagonal. They see no later keys, so the
-// block does not wait.
+// any query sees. In a causal call a block begins with the queries at its diagonal. These queries see no later keys, so
+// the block does not wait.
 template <int kRows, int kKeys>
 __device__ int turn_of(const ShortBand& band, int last, int key_tile, int row_tile) {
   const int end_row = min((row_tile + 1) * kRows, band.seqlen_q);
@@ -142,7 +142,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
                         typename Config::Shared& shared) {
   constexpr int kRows = Config::kRows, kOwnRows = Config::kOwnRows;
   constexpr bool kSplitsColumns = Config::kSplitsColumns;
-  // Converts S and dP to P and dS in tiles at an edge. Not inlined: there are too few registers.
+  // Converts S and dP to P and dS in tiles at an edge. Not inlined, because there are too few registers.
   constexpr bool kMasksAtOnce = kOwnRows <= 64;
   static_assert(kMasksAtOnce || Config::kPlain);
   constexpr int kAll = Config::kConsumerThreads;
@@ -222,7 +222,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
         if (partial) SeenElements(band, warp_key + first_row_in_warp(), first_row).clear_others(s);
       round_weights<In>(s, p16);
     }
-    // The buffer of P is free: TMA loaded this dO only after all warpgroups had finished the last tile's dV.
+    // The buffer of P is free, because TMA loaded this dO after all warpgroups had finished the last tile's dV.
     const int weights_row = own_key + warp * kWarpRows;
     if constexpr (kSplitsColumns) store_to_tile(shared.weights[2], weights_row, own_row, p16);
     const Terms<kOwnRows / 8> delta(shared.dout.tiles[shared.dout.stage(n)].terms + own_row);
@@ -240,8 +240,8 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     round_weights<In>(ds, ds16);
 
     const uint32_t ds_stage = n % 2 * sizeof(WeightTile);
-    // This buffer is free: the products that read it belong to tile n - 2. All warpgroups waited for them before they
-    // met at the barrier of tile n - 1.
+    // This buffer is free: the products that read it belong to tile n - 2. All warpgroups waited for these products
+    // before the barrier of tile n - 1.
     store_to_tile(shared.weights[n % 2], weights_row, own_row, ds16);
     ptx::proxy_fence();  // publishes this thread's writes to wgmma
     const uint64_t q_rows = step_descriptor(first_q_rows, q_stage);
@@ -309,7 +309,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     first_row = first_row + kRows < end_row ? first_row + kRows : begin_row;  // of the next head
   }
   const Range rows{int64_t{range.first_tile} * kRows, (int64_t{range.first_tile} + range.row_tiles) * kRows};
-  // Computes the params of a packed sequence again: the loop has no registers to keep them.
+  // Computes the params of a packed sequence again, because the loop has too few registers to keep them.
   finish_keys<In, Config::kHeadDim>(call_of_block<Config>(p, range.b), a.w, range.b, range.h_kv, warp_key,
                                     dk_columns, dv_columns, rows, dk, dv);
 }

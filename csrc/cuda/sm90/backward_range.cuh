@@ -23,7 +23,7 @@ struct BackwardArguments {
 // The part of a block: for each head, `row_tiles` tiles of queries from `first_tile` on.
 struct BackwardRange {
   int b, h_kv, key_tile, first_head, heads, first_tile, row_tiles;
-  int last_key_tile;        // the last one that any query sees
+  int last_key_tile;        // the last tile of keys that any query sees
   int workspace_tile;       // the first tile of its sequence in the workspace, for head 0
   int q_row, k_row, map_b;  // the first rows of its sequence in the tensor maps
   ShortBand band;           // the band of its sequence; not used by plain kernels

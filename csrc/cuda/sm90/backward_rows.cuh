@@ -1,4 +1,4 @@
-// The kernels before and after the backward's main kernel: row terms of each query; dQ from its sums.
+// The kernels before and after the backward's main kernel: the row terms of each query, and dQ from its sums.
 #pragma once
 
 #include "../call_of_block.cuh"
@@ -45,7 +45,7 @@ struct QueryPiece {
   }
 };
 
-// A block computes 64 query rows of a head, also rows that only pad the last tile.
+// A block computes 64 query rows of a head, including the padding rows of the last tile.
 template <class In, class Config>
 __global__ void __launch_bounds__(kWarpgroup)
     row_terms_kernel(const BackwardParams call, const BackwardWorkspace w) {

@@ -1,4 +1,4 @@
-// How the backward is cut into blocks, its workspace, and the order in which blocks add to dQ.
+// Cuts the backward into blocks: its workspace, and the order in which blocks add to dQ.
 #pragma once
 
 #include "../../core/mask.h"
@@ -20,7 +20,7 @@ constexpr int backward_rows(int head_dim, bool plain) { return head_dim == 64 &&
 // The tiles of queries in the workspace. A head has whole tiles. Packed sequences share the tiles of a head; each
 // sequence starts a new tile, so it adds at most one tile.
 struct QueryTiles {
-  int tile_rows, longest, of_head;  // rows of a tile; tiles of the longest sequence; of a head
+  int tile_rows, longest, of_head;  // rows of a tile; tiles of the longest sequence; tiles of a head
 
   explicit QueryTiles(const AttentionParams& p)
       : tile_rows(backward_rows(backward_head_dims(p).qk, is_plain(p))),
@@ -45,10 +45,10 @@ struct QueryTiles {
 
 struct BackwardWorkspace {
   QueryTiles tiles;
-  // dQ before its scale, [tiles][rows / 64][D / 8][128][4]. Of each 64 x 8 piece: four accumulator registers of each of
-  // 128 threads. So a block adds contiguous memory, and its threads exchange no elements.
+  // dQ before its scale, [tiles][rows / 64][D / 8][128][4]. A 64 x 8 piece is four accumulator registers of each of 128
+  // threads. So a block adds contiguous memory, and its threads exchange no elements.
   float* dq;
-  float* lse2;      // [tiles][rows] lse in units of log2; +inf, so that P = 0, if nothing is visible
+  float* lse2;      // [tiles][rows] lse in units of log2; +inf, so that P = 0, if no key is visible
   float* delta;     // [tiles][rows] rowsum(dO o O) - dlse
   int32_t* turns;   // [B * H][tiles of the longest sequence] how many blocks have added to this tile of dQ
   int32_t* ticket;  // how many blocks have begun
@@ -78,8 +78,8 @@ struct KeyTile {
   int b, h_kv, tile;
 };
 
-// The order of the key tiles: head after head. In a causal call the first keys are seen by most queries, so they come
-// first. In a deterministic call the last keys come first, because they add to dQ first.
+// The order of the key tiles: head after head. In a causal call most queries see the first keys, so the first keys are
+// first. In a deterministic call the last keys are first, because they add to dQ first.
 struct KeyTileOrder {
   int tiles;  // of a head
   bool last_first;

@@ -14,14 +14,14 @@ namespace flash_attn_ext::cuda::sm90 {
 constexpr int kConsumerBarrier = 1;  // a named barrier; 0 is __syncthreads
 
 // The columns of dK, dV or dQ that a warpgroup computes, if two share them. Half of 192 columns is a panel and a half.
-// There `main` is a panel at either end, and `rest` is half of the panel between them.
+// Then `main` is the first or the last panel, and `rest` is half of the panel between them.
 template <int kColumns_>
 struct ColumnsOfWarpgroup {
   static constexpr int kColumns = kColumns_;
   static constexpr int kRest = kColumns > kPanelColumns ? kColumns % kPanelColumns : 0,
                        kMain = kColumns - kRest;
   int main, rest;  // the first column of each part
-  int begin;       // of all of its columns
+  int begin;       // the first of all columns
 
   __device__ explicit ColumnsOfWarpgroup(int number)
       : main(number * (kColumns + kRest)), rest(kMain + number * kRest), begin(number * kColumns) {}
@@ -76,7 +76,7 @@ __device__ void start_dq(uint64_t ds, uint64_t k, float (&dq)[kElements]) {
 }
 
 // lse or delta of the queries of a thread's columns: two of each eight. They are read before the wait for the product,
-// so that the reads overlap with it.
+// so that the reads overlap with the product.
 template <int kEights>
 struct Terms {
   float2 pairs[kEights];
@@ -168,7 +168,7 @@ __device__ void store_sums(float (*sums)[kWarpgroup][4], const float (&dq)[kElem
         make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
 
-// Writes a warp's 16 rows of dK and dV, as far as they exist, in the warpgroup's columns. `tiles`: the query rows that
+// Writes the existing rows of a warp's 16 rows of dK and dV, in the warpgroup's columns. `tiles`: the query rows that
 // the block has read.
 template <class In, int kHeadDim, class DKColumns, class DVColumns, int kDKElements, int kDVElements>
 __device__ void finish_keys(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,

@@ -8,7 +8,7 @@
 namespace flash_attn_ext::cuda::sm90 {
 
 // The band in 32 bits: row i sees the keys [i + low, min(i + high, seqlen_k)). It is a kernel argument, because
-// instructions read arguments as operands.
+// instructions can read arguments as operands.
 struct ShortBand {
   int low, high, seqlen_q, seqlen_k;
 
@@ -38,8 +38,8 @@ __device__ inline bool mask_shows_key(const MaskParams& mask, int64_t b, int64_t
          (!second || second[b * mask.key_stride_b + j * mask.key_stride_k]);
 }
 
-// A thread holds the columns 8 n and 8 n + 1 of a row, counted from its first column. Returns how many of them come
-// before column x; negative for a negative x.
+// A thread holds the columns 8 n and 8 n + 1 of a row, counted from its first column. Returns the number of these
+// columns before column x; negative for a negative x.
 __device__ inline int columns_before(int x) { return (x >> 3) * 2 + min(x & 7, 2); }
 
 // Bit 2 n + e: begin <= 8 n + e < end, for n below 16.

@@ -55,7 +55,8 @@ __device__ void repair_rows(const AttentionParams& p, int64_t b, int64_t h_kv, R
     if (nan_rows >> n & 1) repair(n);
 }
 
-// Finishes a warp's 16 rows, as far as they exist: stores lse and converts o to out. Returns the rows that hold a NaN.
+// Finishes the existing rows of a warp's 16 rows: stores lse and converts o to out. Returns the rows that contain a
+// NaN.
 template <int kElements>
 __device__ uint32_t finish_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row, float scale,
                                 const RowStatistics& statistics, float (&o)[kElements]) {
@@ -75,7 +76,7 @@ __device__ uint32_t finish_rows(const AttentionParams& p, int64_t b, int64_t h, 
   return rows_with_nan(o);
 }
 
-// Repairs the rows that came out as NaN, after all rows have been stored. `tiles`: the keys that the block has read.
+// Repairs the NaN rows, after all rows have been stored. `tiles`: the keys that the block has read.
 template <class In, int kHeadDim>
 __device__ void repair_finished_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row,
                                      Range tiles, uint32_t nan_rows) {

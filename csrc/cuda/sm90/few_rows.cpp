@@ -22,11 +22,11 @@ int64_t time_of_splits(int64_t blocks, int64_t tiles, int64_t splits) {
          (splits > 1 ? kMergeTiles * kFewRowsTile : 0);
 }
 
-// The columns that a query row computes for a tile of keys. By this factor, times of kernels with different tiles
-// compare.
+// The columns that a query row computes for a tile of keys. This factor makes the times of kernels with different tiles
+// comparable.
 constexpr int64_t work_of_key_tile(HeadDims dims) { return int64_t{forward_keys(dims)} * (dims.qk + dims.v); }
 
-// The most key tiles that `queries` neighbouring queries see.
+// The largest number of key tiles that `queries` neighbouring queries see.
 int64_t tiles_of_block(const AttentionParams& p, int64_t queries, int64_t tile_keys) {
   const Sizes& z = p.sizes;
   if (p.varlen) return ceil_div(z.seqlen_k, tile_keys);
@@ -35,7 +35,7 @@ int64_t tiles_of_block(const AttentionParams& p, int64_t queries, int64_t tile_k
   return ceil_div(std::max<int64_t>(std::min(seen.end - seen.begin, in_band), 0), tile_keys);
 }
 
-// The number of splits: the caller's number, or else the fastest number whose blocks fill the GPU once to four times.
+// The number of splits: the caller's number, or the fastest number for which the blocks fill the GPU one to four times.
 int64_t choose_splits(const AttentionParams& p, int64_t blocks, int64_t tiles) {
   constexpr int64_t kWaves = 4;
   const int64_t most = std::min(tiles, most_splits(p.sizes));
@@ -47,7 +47,7 @@ int64_t choose_splits(const AttentionParams& p, int64_t blocks, int64_t tiles) {
   return split_keys(p, tiles, best).splits;
 }
 
-// How rows fill tiles. `shared`: the heads of a group share tiles.
+// Fills tiles with rows. `shared`: the heads of a group share tiles.
 FewRows fill_tiles(const Sizes& z, bool shared) {
   FewRows few;
   few.group = static_cast<int>(z.heads / z.heads_kv);
@@ -88,8 +88,8 @@ ForwardChoice choose_forward(const AttentionParams& p) {
   const int64_t others_blocks = z.batch * z.heads * ceil_div(z.seqlen_q, rows);
   const int64_t others_time =
       time_of(others_blocks, rows, tiles_of_block(p, rows, others_keys)) * work_of_key_tile(others_dims);
-  // With shared tiles K and V are read less often. Splits alone must save a ninth of the time, because the loop of the
-  // other kernels is shorter.
+  // With shared tiles K and V are read less often. Without shared tiles, splits must save a ninth of the time, because
+  // the loop of the other kernels is shorter.
   const bool is_faster =
       few.heads_shift > 0 ? time <= others_time : few.splits > 1 && 9 * time <= 8 * others_time;
   if (is_faster || (p.decode.num_splits > 1 && few.splits > 1)) return {Form::kFewRows, few_dims, few};

@@ -1,4 +1,4 @@
-// Few query rows: how tiles with rows of several heads are loaded and stored.
+// Few query rows: loads and stores tiles with rows of several heads.
 #pragma once
 
 #include "epilogue.cuh"
@@ -15,7 +15,7 @@ __device__ inline TileRows tile_rows(const FewRows& few, const Sizes& z, int h_k
           (h_kv + 1) * few.group};
 }
 
-// The part of a split: equal pieces of `tiles`, as long as there are tiles.
+// The key tiles of a split. Splits have equal numbers of tiles; the last splits may have fewer or none.
 __device__ inline Range tiles_of_split(const FewRows& few, int tiles, int split) {
   const int each = few.by_splits.quotient(tiles + few.splits - 1), begin = min(split * each, tiles);
   return {begin, min(begin + each, tiles)};
@@ -28,7 +28,7 @@ struct FewRowsBlock {
   int split;
 };
 
-// Calls repair(h, i) for head h and query i of each row that came out as NaN, if something hidden may be the reason.
+// Calls repair(h, i) for head h and query i of each NaN row, if a hidden element may be the reason.
 template <class In, int kHeadDim, class Repair>
 __device__ void repair_tile_rows(const AttentionParams& p, const FewRowsBlock& block, const TileRows& rows,
                                  uint32_t nan_rows, const Repair& repair) {
@@ -38,7 +38,7 @@ __device__ void repair_tile_rows(const AttentionParams& p, const FewRowsBlock& b
   });
 }
 
-// Writes out and lse of a warp's 16 rows, as far as they exist.
+// Writes out and lse of the existing rows of a warp's 16 rows.
 template <class In, int kHeadDim>
 __device__ void finish_tile_rows(const AttentionParams& p, const FewRowsBlock& block, const TileRows& rows,
                                  float scale, const RowStatistics& statistics, float (&o)[kHeadDim / 2]) {
@@ -66,7 +66,7 @@ __device__ void finish_tile_rows(const AttentionParams& p, const FewRowsBlock& b
   });
 }
 
-// Writes a warp's 16 rows, as far as they exist, for combine.cu to merge.
+// Writes the existing rows of a warp's 16 rows, which combine.cu merges.
 template <class In, int kHeadDim>
 __device__ void store_partials(const AttentionParams& p, const FewRowsBlock& block, const TileRows& rows,
                                float scale, const RowStatistics& statistics, const Partials<float>& partials,

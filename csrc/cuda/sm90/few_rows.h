@@ -11,8 +11,8 @@ namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kFewRowsTile = 128;  // query rows of a tile, for every head dimension
 
-// How query rows fill tiles, and how the keys are split. Row n of a tile is query n >> heads_shift of head n %
-// 2^heads_shift. The power of two avoids a division for each row. If a group has fewer heads, TMA fills in zeros.
+// The rows of tiles, and the splits of the keys. Row n of a tile is query n >> heads_shift of head n %
+// 2^heads_shift. The power of two avoids a division for each row. If a group has fewer heads, TMA writes zeros.
 struct FewRows {
   int heads_shift = 0;
   int group = 1;        // query heads of a key head
@@ -38,15 +38,14 @@ struct TileRows {
   }
 };
 
-// The kernel of the forward that runs a call, and how the call is cut.
+// The forward kernel of a call, and the blocks of the call.
 struct ForwardChoice {
   Form form;
   HeadDims head_dims;
   FewRows few_rows;
 };
 
-// Chooses by shape and band alone, so that results do not depend on the machine; and by the splits that the caller
-// sets.
+// Chooses by shape, band and the caller's splits alone, so that results do not depend on the machine.
 ForwardChoice choose_forward(const AttentionParams& p);
 
 ForwardSchedule schedule_few_rows(const Sizes& z, const FewRows& few_rows);

@@ -5,7 +5,7 @@
 //   O = (O + P_last V_last) 2^(m - m')    at the end O / l and lse = (m + log2 l) ln 2
 //
 // A block has 64 query rows for each of its consumer warpgroups. TMA loads Q, K and V. S, P and O are in registers. P
-// is the left operand of the second product without moving.
+// is the left operand of the second product in the same registers.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// How the registers of a multiprocessor are divided.
+// The distribution of a multiprocessor's registers.
 template <int kConsumers>
 struct Registers {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -68,7 +68,7 @@ struct Forward {
     OutBarriers<kConsumers> out;
     PingPong<kConsumers> ping_pong;
   };
-  // Persistent blocks store out from a buffer of its own, while the next task's Q is loaded. Other blocks reuse Q's
+  // Persistent blocks store out from a separate buffer, while the next task's Q is loaded. Other blocks reuse Q's
   // memory.
   struct OutTile {
     QTile out;
@@ -180,7 +180,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     statistics.update(score.scale2, s, factor);
   };
 
-  // Counts tiles of keys, and turns in ping-pong. The first tile of a task has no turn.
+  // Counts tiles of keys, and turns of ping-pong. The first tile of a task has no turn.
   const uint32_t first = begun.tiles, first_turn = begun.tiles - begun.queries - 1;
   if (range.tiles > 0) {
     const uint32_t attends = attending(0);
@@ -223,7 +223,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     ptx::wgmma_wait<0>(o);                                      // o is complete, V has been read
     if constexpr (Config::kPersistent) shared.v.release(last);  // V may be overwritten
   }
-  // Computes the params of a packed sequence again: the loop has no registers to keep them.
+  // Computes the params of a packed sequence again, because the loop has too few registers to keep them.
   const auto& call = call_of_block<Config>(p, range.b);
   if constexpr (Config::kFewRows) {
     const FewRowsBlock block{range.b, range.h_kv, keys_of<Config>(range), static_cast<int>(blockIdx.z)};

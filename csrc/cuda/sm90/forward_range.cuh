@@ -76,8 +76,8 @@ __device__ BlockRange block_range(const ForwardArguments& a, int number) {
   return range;
 }
 
-// What a block has begun before its current task: tasks, tiles of queries and tiles of keys. They number the stages of
-// the pipelines, which continue over tasks. A task without keys has no tile of queries.
+// The numbers of tasks, tiles of queries and tiles of keys that a block has begun before its current task. They number
+// the stages of the pipelines, which continue over tasks. A task without keys has no tile of queries.
 struct Begun {
   uint32_t tasks = 0, queries = 0, tiles = 0;
 
@@ -88,10 +88,10 @@ struct Begun {
   }
 };
 
-// Calls work(range, begun) for each task of the block. A persistent block has a task of each round. ptxas keeps
-// descriptors in uniform registers only if it knows that all threads of a warp have the same task. It knows this of
-// values that depend on blockIdx, kernel arguments and loop counters. It does not know it of values that are read from
-// memory or computed in the round before.
+// Calls work(range, begun) for each task of the block. A persistent block has one task in each round. ptxas keeps
+// descriptors in uniform registers only if it knows that all threads of a warp have the same task. ptxas knows this for
+// values that depend on blockIdx, kernel arguments and loop counters, but not for values that are read from memory or
+// computed in the round before.
 template <class Config, class Work>
 __device__ void for_each_task(const ForwardArguments& a, const Work& work) {
   Begun begun;

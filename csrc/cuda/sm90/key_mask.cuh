@@ -1,4 +1,4 @@
-// The kernel that makes the bits of key_mask.h.
+// The kernel that computes the bits of key_mask.h.
 #pragma once
 
 #include "../launch.h"
@@ -10,7 +10,7 @@ namespace flash_attn_ext::cuda::sm90 {
 
 constexpr int kKeyMaskThreads = 256;
 
-// A block computes one sequence; its warps take tiles in turn.
+// A block computes one sequence; its warps compute tiles alternately.
 template <int kKeys>
 __global__ void __launch_bounds__(kKeyMaskThreads)
     key_mask_kernel(const AttentionParams p, const KeyMask mask) {

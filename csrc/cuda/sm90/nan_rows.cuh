@@ -1,9 +1,9 @@
-// Finds rows of a result that came out as NaN because of something hidden. They are then computed again.
+// Finds rows of a result that may be NaN because of hidden elements. These rows are then recomputed.
 //
 // A hidden element of P or dS is 0, but in a matrix product 0 x NaN and 0 x Inf are NaN. Products have hidden elements
-// only in tiles at the edge of the band, of a key mask or of a packed sequence. So a NaN is wrong only if a row of the
-// other operand that is hidden there is not finite. All other NaN stay: after an overflow of fp16 every row is NaN,
-// which costs next to nothing. A row is computed again by a warp, in at most one step for each element that the row
+// only in tiles at the edge of the band, of a key mask or of a packed sequence. So a NaN is wrong only if a hidden row
+// of the other operand in these tiles is not finite. All other NaN are correct, for example after an overflow of fp16;
+// then recomputing stops after a few steps. A warp recomputes a row, in at most one step for each element that the row
 // sees.
 #pragma once
 
@@ -27,7 +27,7 @@ __device__ uint32_t rows_with_nan(const float (&x)[kElements]) {
   return rows;
 }
 
-// The end of the rows that a tile may hold. Rows after a packed sequence belong to the next one.
+// The end of the rows that a tile may contain. Rows after a packed sequence belong to the next sequence.
 __device__ inline int64_t end_of_query_rows(const AttentionParams& p) {
   return p.varlen ? p.varlen.total_q - p.varlen.first_q : p.sizes.seqlen_q;
 }

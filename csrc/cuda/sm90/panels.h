@@ -1,6 +1,6 @@
-// The layout of a tile of 16-bit elements in shared memory. TMA writes it and wgmma reads it. A panel has 64 columns,
-// 128 bytes a row, in the 128-byte swizzle: row r of each 8 has its pieces of 16 bytes in the order piece ^ r. Panels
-// start at multiples of 1024 bytes.
+// The layout of a tile of 16-bit elements in shared memory. TMA writes it and wgmma reads it. A panel has 64 columns:
+// rows of 128 bytes, in the 128-byte swizzle. Row r of each 8 rows has its pieces of 16 bytes in the order piece ^ r.
+// Panels start at multiples of 1024 bytes.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,8 @@ FA_HOST_DEVICE constexpr uint64_t matrix_descriptor(uint32_t address, uint32_t p
   return kSwizzle128 | kGroup | (panel_bytes / 16 << 16) + address / 16;
 }
 
-// The descriptor of a matrix `bytes` later. Only its lower half changes: the field of the start cannot overflow,
-// because shared memory is smaller.
+// The descriptor of a matrix that starts `bytes` later. Only its lower half changes, because the field of the start
+// cannot overflow.
 FA_HOST_DEVICE constexpr uint64_t step_descriptor(uint64_t descriptor, uint32_t bytes) {
   return (descriptor & 0xffffffff00000000u) | static_cast<uint32_t>(descriptor + bytes / 16);
 }

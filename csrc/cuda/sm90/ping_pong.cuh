@@ -1,5 +1,5 @@
-// Ping-pong (FlashAttention-3, section 3.1): consumer warpgroups start their products in turn. While one computes its
-// softmax, the tensor cores work on the products of the others.
+// Ping-pong (FlashAttention-3, section 3.1): consumer warpgroups start their products alternately. While one warpgroup
+// computes its softmax, the tensor cores compute the products of the others.
 #pragma once
 
 #include "pipeline.cuh"
@@ -11,7 +11,7 @@ namespace flash_attn_ext::cuda::sm90 {
 // uniform registers.
 template <int kConsumers>
 struct PingPong {
-  // One for each warpgroup: a phase ends when it has started its products.
+  // One barrier for each warpgroup. A phase ends when the warpgroup has started its products.
   ptx::Barrier started[kConsumers];
 
   __device__ void init() {

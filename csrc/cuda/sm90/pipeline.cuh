@@ -12,14 +12,14 @@ constexpr int kWarpgroup = 128, kWarpgroupRows = 64;
 
 struct NoExtra {};
 
-// Tiles that TMA loads for the consumers. Tile n is in stage n % kStages. It is the (n / kStages)-th tile there, which
-// gives the parity of the barriers' phase.
+// Tiles that TMA loads for the consumers. Tile n is in stage n % kStages. It is the (n / kStages)-th tile of this
+// stage, which gives the parity of the barriers' phase.
 template <class Tile, int kStages = 2, class SharedExtra = NoExtra>
 struct Pipeline {
   Tile tiles[kStages];
   ptx::Barrier full[kStages];   // the tile has landed
   ptx::Barrier empty[kStages];  // all consumer warps have read it
-  SharedExtra extra;            // what else the block shares: the alignment of the tiles leaves room here
+  SharedExtra extra;            // other shared memory of the block, in the padding before the aligned tiles
 
   __device__ static uint32_t stage(uint32_t n) { return n % kStages; }
   __device__ static uint32_t parity(uint32_t n) { return n / kStages % 2; }

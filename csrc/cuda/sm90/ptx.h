@@ -1,5 +1,5 @@
-// Hopper's instructions, one function each, by CCCL where it has them. The host build (tests/cuda_host) replaces this
-// file.
+// Hopper's instructions, one function each. If CCCL has an instruction, its function is used. The host build
+// (tests/cuda_host) replaces this file.
 #pragma once
 
 #if !defined(__CUDACC__)
@@ -8,7 +8,7 @@
 #else
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define FA_HAS_HOPPER 1  // on other GPUs the kernels trap; the selector sends no calls there
+#define FA_HAS_HOPPER 1  // on other GPUs the kernels trap; the selector does not choose them
 #endif
 
 #include <cuda_runtime.h>
@@ -38,13 +38,14 @@ __device__ inline void barrier_arrive(Barrier& barrier) {
                                &barrier);
 }
 
-// Arrives, and adds `bytes` to the bytes that this phase waits for.
+// Arrives, and adds `bytes` to the bytes that this phase expects.
 __device__ inline void barrier_arrive_expecting(Barrier& barrier, uint32_t bytes) {
   ::cuda::ptx::mbarrier_arrive_expect_tx(::cuda::ptx::sem_release, ::cuda::ptx::scope_cta,
                                          ::cuda::ptx::space_shared, &barrier, bytes);
 }
 
-// Waits until the phase of this parity is complete; the phase before the first counts as complete, parity 1.
+// Waits until the phase with this parity is complete. The phase before the first one has parity 1 and counts as
+// complete.
 __device__ inline void barrier_wait(Barrier& barrier, uint32_t parity) {
   while (!::cuda::ptx::mbarrier_try_wait_parity(&barrier, parity)) {
   }
@@ -59,8 +60,8 @@ __device__ void load_box(void* shared, const void* tensor_map, const int32_t (&c
                                     corner, &barrier);
 }
 
-// TMA: copies a box from shared memory to `corner`. It lands before bulk_wait returns; before bulk_wait_read, shared
-// memory may still be read. Elements outside the tensor are not written.
+// TMA: copies a box from shared memory to `corner`. The copy is complete when bulk_wait returns. Until bulk_wait_read
+// returns, shared memory may still be read. Elements outside the tensor are not written.
 template <int kRank>
 __device__ void store_box(const void* tensor_map, const int32_t (&corner)[kRank], const void* shared) {
   ::cuda::ptx::cp_async_bulk_tensor(::cuda::ptx::space_global, ::cuda::ptx::space_shared, tensor_map, corner,
@@ -84,8 +85,8 @@ __device__ inline void bulk_wait_read() {
 }
 __device__ inline void bulk_wait() { ::cuda::ptx::cp_async_bulk_wait_group(::cuda::ptx::n32_t<0>{}); }
 
-// Publishes this thread's writes to shared memory to wgmma and bulk copies, by threads that synchronise with it after
-// this.
+// Makes this thread's writes to shared memory visible to wgmma and bulk copies of threads that synchronise with it
+// after this call.
 __device__ inline void proxy_fence() { ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared); }
 
 // A barrier for kThreads threads of the block.
@@ -98,8 +99,8 @@ __device__ inline void named_barrier_sync(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-// Ordered adds (../ptx.h) in bulk. The fences are needed because another unit adds: the first keeps the adds after the
-// wait, the second keeps them before the end of the turn.
+// Ordered adds (../ptx.h) of bulk copies. The fences are needed because another unit adds: the first keeps the adds
+// after the wait, the second keeps them before the end of the turn.
 __device__ inline void acquire_bulk_turn(const int32_t* turns, int turn) {
   acquire_turn(turns, turn);
   ::cuda::ptx::fence_proxy_async();
@@ -117,7 +118,7 @@ __device__ inline void store_matrices(void* row, const uint32_t (&r)[4]) {
                : "memory");
 }
 
-// Sets the number of registers of a warpgroup's threads; claiming waits until others have released enough.
+// Sets the number of registers of a warpgroup's threads; claiming waits until other warpgroups have released enough.
 template <int kRegisters>
 __device__ inline void release_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

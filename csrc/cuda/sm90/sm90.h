@@ -5,7 +5,7 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// Why another tier must run the forward; null: this tier can, on a GPU of compute capability 9.0.
+// Why this tier cannot run the forward. Null: it can, on a GPU of compute capability 9.0.
 const char* why_not_forward(const AttentionParams& p);
 size_t forward_workspace(const AttentionParams& p);
 

@@ -8,7 +8,7 @@
 namespace flash_attn_ext::cuda::sm90 {
 
 // Converts products to scores: product * scale or, with a softcap, tanh(product * to_tanh) * scale. The tanh replaces
-// the product in the accumulator; the rest is the same.
+// the product in the accumulator.
 struct ScoreScale {
   float to_tanh, scale, scale2;  // scale2: to scores in units of log2
 
@@ -64,9 +64,10 @@ struct RowStatistics {
       float new_max = max[r];
 #pragma unroll
       for (int n = 0; n < kElements / 4; ++n)
-        new_max = fmaxf(new_max, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));  // a NaN never wins
+        new_max =
+            fmaxf(new_max, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));  // a NaN is never the maximum
       new_max = maximum_of_lanes<kRowLanes>(new_max);
-      // If nothing is visible so far, any finite reference works: 2^(-inf - reference) is 0.
+      // If no key is visible so far, any finite reference works: 2^(-inf - reference) is 0.
       const float reference = new_max == -kInf<float> ? 0.0f : new_max * scale2;
       factor[r] = ptx::exp2_fast(max[r] * scale2 - reference);
       max[r] = new_max;
@@ -98,7 +99,7 @@ __device__ void round_weights(const float (&s)[kElements], uint32_t (&weights)[k
     for (int n = 0; n < 4; ++n) weights[k][n] = ptx::pack<In>(s[8 * k + 2 * n], s[8 * k + 2 * n + 1]);
 }
 
-// The OR of all bits. The highest is 0, because P is never negative.
+// The OR of all bits. The highest bit is 0, because P is never negative.
 template <int kSteps>
 __device__ uint32_t any_bits(const uint32_t (&weights)[kSteps][4]) {
   uint32_t bits = 0;

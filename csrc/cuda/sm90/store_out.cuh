@@ -1,5 +1,5 @@
 // Stores out by TMA. Consumers write their rows to shared memory, and a thread of the producer warpgroup stores the
-// tile. In the consumers' loop the store's instructions would keep descriptors out of the uniform registers.
+// tile. In the consumers' loop, the instructions of the store would prevent descriptors in uniform registers.
 #pragma once
 
 #include <cuda.h>
@@ -14,7 +14,7 @@ namespace flash_attn_ext::cuda::sm90 {
 // The barriers between the consumers and the thread that stores out.
 template <int kConsumers>
 struct OutBarriers {
-  ptx::Barrier full, empty;            // of the tile in shared memory
+  ptx::Barrier full, empty;            // full: the tile in shared memory is written; empty: TMA has read it
   ptx::Barrier stored;                 // out of all tasks is in global memory
   uint32_t holds_nan[kConsumers * 4];  // 1: a row of this warp, in any task, holds a NaN
 
@@ -72,7 +72,7 @@ __device__ void store_out(const CUtensorMap& out, const AttentionParams& p, cons
   ptx::barrier_arrive(empty);  // the consumers may overwrite it
 }
 
-// After all tasks: waits until out is in global memory, and tells the consumers.
+// After all tasks: waits until out is in global memory, then arrives at `stored`.
 template <class Config>
 __device__ void tell_that_out_is_stored(typename Config::Shared& shared) {
   auto& [full, empty, stored, holds_nan] = shared.q.extra.out;

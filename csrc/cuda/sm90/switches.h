@@ -1,15 +1,15 @@
-// Choices that only a GPU can judge, each a switch: 1 or 0, as defined here or by nvcc's -D.
+// Choices that need a measurement on a GPU. Each is a switch, 1 or 0, defined here or by nvcc's -D.
 #pragma once
 
 // ---- Speed, in the plain forward kernels. The defaults are what FlashAttention-3 does. benchmarks/gpu/switches.py, a stage of
-// `make gpu`, finds these switches in this file and times the kernels with each of them on and off.
+// `make gpu`, finds these switches in this file, and times the kernels with each switch on and off.
 
 // Plain calls store out by TMA, not by their threads.
 #if !defined(FLASH_ATTN_EXT_SM90_TMA_STORE)
 #define FLASH_ATTN_EXT_SM90_TMA_STORE 1
 #endif
 
-// Up to a head dimension of 128, plain calls have persistent blocks: one for each multiprocessor, each with a task of each
+// Up to a head dimension of 128, plain calls have persistent blocks: one for each multiprocessor, with one task in each
 // round. So the next task's Q and first K are loaded while the consumers finish the last task.
 #if !defined(FLASH_ATTN_EXT_SM90_PERSISTENT)
 #define FLASH_ATTN_EXT_SM90_PERSISTENT 1
@@ -20,8 +20,9 @@
 #define FLASH_ATTN_EXT_SM90_PING_PONG 1
 #endif
 
-// ---- Shapes of wgmma that CUTLASS does not use. If a GPU refuses one, its unit fails in the stage `units` of `make gpu`.
-// Then set its switch to 0 in this file: the kernel of the next larger head dimension runs instead.
+// ---- Shapes of wgmma that CUTLASS does not use. If a GPU does not support one of them, its unit fails in the stage
+// `units` of `make gpu`. Then set its switch to 0 in this file, so that the kernel of the next larger head dimension
+// runs.
 
 // B of 96 columns, read by rows from panels of 64 columns: head dimension 96.
 #if !defined(FLASH_ATTN_EXT_SM90_WGMMA_N96)

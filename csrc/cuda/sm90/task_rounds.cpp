@@ -14,7 +14,7 @@ namespace {
 // One number for each slot of a row, or for each block.
 using Lengths = std::array<int64_t, TaskRounds::kMaxBlocks>;
 
-// All that the table depends on.
+// All values on which the table depends.
 struct Key {
   Sizes sizes;
   DiagonalBand band;
@@ -36,7 +36,8 @@ std::array<Lengths, TaskRounds::kRows> add_lengths(const AttentionParams& p, int
   return sums;
 }
 
-// Deals row after row, those with the largest differences first: the longest task to the block with the least to do.
+// Assigns row after row, starting with the rows with the largest differences: the longest task to the block with the
+// least work.
 TaskRounds deal(const AttentionParams& p, int rows, int keys, int blocks) {
   TaskRounds rounds;
   if (band_covers(p.band.without_chunks(), 0, p.sizes.seqlen_q, 0,
@@ -78,7 +79,7 @@ int tiles_of_row_block(const AttentionParams& p, int rows, int keys, int row_blo
   return seen.begin < seen.end ? static_cast<int>(ceil_div(seen.end - seen.begin / keys * keys, keys)) : 0;
 }
 
-// The layers of a model make the same call: a thread remembers its last table, which takes about 50 us to make.
+// The layers of a model make the same call, so a thread keeps its last table. A new table takes about 50 us.
 TaskRounds deal_tasks(const AttentionParams& p, int rows, int keys, int blocks) {
   thread_local Key last_key{};
   thread_local TaskRounds last_rounds;

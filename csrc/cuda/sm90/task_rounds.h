@@ -1,8 +1,8 @@
-// Which tasks a persistent block of the forward computes.
+// The tasks of the persistent blocks of the forward.
 //
 // Round n has the tasks [n * blocks, (n + 1) * blocks) in the order of schedule.h, one for each block. The tasks of a causal
-// call have different lengths. So the host adds up the lengths and gives a long task to a block that has had little to do.
-// A counter in global memory would need no table, but a task that is read from memory is no uniform value
+// call have different lengths. So the host adds up the lengths and assigns long tasks to blocks with little work so
+// far. A counter in global memory would need no table, but a task number from memory is not a uniform value
 // (forward_range.cuh).
 #pragma once
 
@@ -18,8 +18,8 @@ struct TaskRounds {
   // drivers.
   static constexpr int kMaxBlocks = 132, kRows = 16;
 
-  // A byte for each block: its task in round n is slot(n, block). Rounds n and n + kRows have the same row. A load of four
-  // bytes gives a uniform value, a load of one does not.
+  // A byte for each block: its task in round n is slot(n, block). Rounds n and n + kRows have the same row. A load of
+  // four bytes gives a uniform value; a load of one byte does not.
   uint32_t slots[kRows][kMaxBlocks / 4] = {};
 
   FA_HOST_DEVICE int slot(int round, int block) const {

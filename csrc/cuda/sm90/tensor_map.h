@@ -35,7 +35,7 @@ struct MapDimension {
   uint32_t box = 1;
 };
 
-// A box has so many rows of one panel. Columns after the last one and rows outside are zeros.
+// A box has rows of one panel. Columns after the last one and rows outside of the tensor are zeros.
 template <int kDimensions>
 cudaError_t encode_tensor_map(CUtensorMap& map, void* data, DType dtype, int64_t columns,
                               const MapDimension (&dimensions)[kDimensions]) {
@@ -49,8 +49,8 @@ cudaError_t encode_tensor_map(CUtensorMap& map, void* data, DType dtype, int64_t
   for (int n = 0; n < kDimensions; ++n) {
     const MapDimension& d = dimensions[n];
     sizes[n + 1] = static_cast<cuuint64_t>(d.size);
-    // No copy steps along a dimension of one element. Its stride still has to be valid for the driver: a multiple of 16
-    // bytes, and not less than a row.
+    // Copies do not step along a dimension of one element, but its stride must be valid for the driver: a multiple of
+    // 16 bytes, and not less than a row.
     strides[n] = static_cast<cuuint64_t>((d.size == 1 ? columns : d.stride) * kElementBytes);
     box[n + 1] = d.box;
     every[n + 1] = 1;

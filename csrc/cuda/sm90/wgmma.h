@@ -2,7 +2,7 @@
 // 4). The thread holds, as d[4 n + 0..3], the accumulator's elements (g, 8 n + c), (g, 8 n + c + 1), (g + 8, 8 n + c),
 // (g + 8, 8 n + c + 1); and as a[0..3] the pairs of A at (g, c), (g + 8, c), (g, c + 8), (g + 8, c + 8).
 //
-// The instructions run asynchronously. Until wgmma_wait, no thread may touch their accumulators and operands.
+// The instructions run asynchronously. Until wgmma_wait, no thread may access their accumulators and operands.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,7 +13,7 @@
 
 namespace flash_attn_ext::cuda::ptx {
 
-// Publishes this thread's writes to registers to the wgmma that follow. Each batch needs one.
+// Makes this thread's writes to registers visible to later wgmma. Each batch needs a fence.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Ends a batch.
@@ -27,8 +27,8 @@ __device__ inline void wgmma_wait(float (&d)[kCount]) {
   for (int n = 0; n < kCount; ++n) asm volatile("" : "+f"(d[n])::"memory");
 }
 
-// Keeps the computation of x, which is never negative, before the wait that follows. ptxas would move the wait up, and
-// nothing would overlap. It does not know that the store to `address` never happens.
+// Keeps the computation of x, which is never negative, before the next wait. Otherwise ptxas would move the wait up,
+// and nothing would overlap. ptxas does not know that the store to `address` never happens.
 __device__ inline void compute_before_wait(float x, uint32_t address) {
   asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.f32 [%1], %0;}" ::"f"(x),
                "r"(address)
@@ -78,7 +78,7 @@ __device__ inline void compute_before_wait(uint32_t bits, uint32_t address) {
 #define FA_FLOATS_96 FA_FLOATS_64, FA_FLOATS_32(64)
 #define FA_FLOATS_128 FA_FLOATS_96, FA_FLOATS_32(96)
 
-// The operands' numbers follow the accumulator's.
+// The numbers of the operands follow the numbers of the accumulator.
 #define FA_WGMMA_SS(TYPE, N, TEXT, FLOATS, A, B, P, BY_ROWS)                                  \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0; wgmma.mma_async.sync.aligned.m64n" #N \
                "k16.f32." TYPE "." TYPE " {" TEXT "}, " A ", " B ", p, 1, 1, " BY_ROWS ";}"   \

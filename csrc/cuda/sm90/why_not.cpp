@@ -96,7 +96,7 @@ constexpr const char* kNotForTma =
 
 const char* why_not_forward(const AttentionParams& p) {
   if (p.functions) return "sm90: no functions of the user";
-  // With so few rows of a group of heads, a block of sm80's decoding also reads K and V once.
+  // With at most this number of rows for a group of heads, a block of sm80's decoding also reads K and V once.
   constexpr int64_t kFewQueries = 16, kDecodeRows = 32;
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
