@@ -1,4 +1,4 @@
-# The commands that people type. Each makes what it needs in $(VENV), from a bare clone.
+# The commands for users and developers. In a new clone, each command first installs its packages in $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
 # The torch to install, as pip writes it. The environment variable FLASH_ATTN_EXT_CUDA reaches setup.py.
@@ -26,17 +26,17 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no
 test: $(VENV)/.built $(VENV)/.test
 	$(PYTEST) $(if $(TESTS),$(TESTS),-m "not planted_fault")
 
-# The tests of the tests: each plants a fault, such as a barrier left out, and checks that it is found. Run it after a
-# change of kernels, or of what runs and judges them on the host (tests/cuda_host, tests/ptx, tests/cpp).
+# The tests of the tests: each plants a fault, such as a missing barrier, and checks that a test finds it. Run it after a
+# change of kernels, or of the code that runs and checks them on the host (tests/cuda_host, tests/ptx, tests/cpp).
 test-faults: $(VENV)/.built $(VENV)/.test
 	$(PYTEST) -m planted_fault
 
-# All but the tests of tests/support/slow.py, in three minutes. Run it after each change.
+# All tests except the list in tests/support/slow.py, in three minutes. Run it after each change.
 test-quick: $(VENV)/.built $(VENV)/.test
 	$(PYTEST) -m "not slow"
 
 # Time and memory against torch, and options of the decode kernel. Tables, numbers and figures are in build/bench/.
-# BENCH=--quick measures the cheap cells only. BENCH="--isa avx2" measures other kernels.
+# BENCH=--quick measures only short cells. BENCH="--isa avx2" measures other kernels.
 bench: $(VENV)/.built $(VENV)/.demo
 	$(BIN)/python -m benchmarks.compare_torch $(BENCH) $(call bench_files,compare_torch)
 	$(BIN)/python -m benchmarks.decoding $(BENCH) $(call bench_files,decoding)
@@ -45,8 +45,8 @@ bench: $(VENV)/.built $(VENV)/.demo
 bench-models: $(VENV)/.built $(VENV)/.test
 	$(BIN)/python -m benchmarks.models $(BENCH) $(call bench_files,models)
 
-# Tests and measures on a machine with an NVIDIA GPU. Results are in build/gpu/. Uses the Python that has torch there: needs
-# no virtual environment and no network. OUT=folder also receives the summary and one archive of all results.
+# Tests and measures on a machine with an NVIDIA GPU. Results are in build/gpu/. Uses the machine's Python with torch, without
+# a virtual environment and without network. OUT=folder also receives the summary and one archive of all results.
 # GPU="--only tests --quick" chooses stages.
 .PHONY: gpu
 gpu:
@@ -99,7 +99,7 @@ wheel: $(VENV)/.torch
 	PATH=$(abspath $(BIN)):$$PATH tools/wheel.sh $(BIN)/python
 
 # All files of a release in build/release/: sdist, tested wheels of tools/release/versions.py, index page, bill of materials,
-# notes, checksums. RELEASE="--only 2.13.0/3.11" chooses wheels; RELEASE="--wheels folder" takes wheels built elsewhere.
+# notes, checksums. RELEASE="--only 2.13.0/3.11" chooses wheels; RELEASE="--wheels folder" uses wheels that were built elsewhere.
 .PHONY: release
 release: $(VENV)/.torch
 	$(BIN)/pip install --quiet $$($(BIN)/python tools/requirements.py release)

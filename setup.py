@@ -1,11 +1,11 @@
-"""Builds flash_attn_ext._C: the operators and their CPU kernels, and the CUDA half where it can be.
+"""Builds flash_attn_ext._C: the operators, their CPU kernels and, if possible, the CUDA kernels.
 
-FLASH_ATTN_EXT_CUDA=1   build the CUDA half; an error where that is impossible
-FLASH_ATTN_EXT_CUDA=0   leave it out, on purpose
-unset                   as torch is: with a CUDA build of torch it is required, with a CPU build left out
+FLASH_ATTN_EXT_CUDA=1   builds the CUDA kernels; an error if this is not possible
+FLASH_ATTN_EXT_CUDA=0   builds without CUDA kernels
+unset                   a CUDA build of torch requires the CUDA kernels; a CPU build of torch omits them
 
-FLASH_ATTN_EXT_LOCAL_VERSION=1   put torch's version into ours, as 0.1.0+torch2.13: then wheels for different versions
-of torch have different names
+FLASH_ATTN_EXT_LOCAL_VERSION=1   appends torch's version to the package's version, as 0.1.0+torch2.13, so that wheels
+for different versions of torch have different names
 """
 
 import itertools
@@ -29,13 +29,14 @@ except ImportError as error:
         )
     torch = None
 
-# cpp_extension compiles in parallel if it finds ninja, which pip puts beside the interpreter, on PATH or not.
+# cpp_extension compiles in parallel if it finds ninja. pip installs ninja next to the interpreter, which may not be on
+# PATH.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 OLDEST_TORCH = "2.11"
 CSRC = "csrc"
-# Objects stay in the tree, also under pip, which would have a folder of its own each time: a build after an edit
-# compiles what changed, and tests/cpu/test_object_files.py reads them.
+# Objects are in the tree, also with pip, which would use a new folder each time. So a build after an edit compiles only
+# changed files, and tests/cpu/test_object_files.py can read the objects.
 OBJECTS = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 # Sources that include torch are one translation unit: torch's headers take 7 CPU seconds in each unit. CPU seconds on a
 # Zen 4, one file at a time: 65 for three units, 45 for one, 145 for the kernels of five instruction sets. The sources
@@ -71,9 +72,9 @@ CUDA += ["gpu_code.cpp"]
 
 
 def cuda_toolkit() -> Path | None:
-    """The CUDA toolkit to build with: CUDA_HOME if set, else torch's guess, else the default place."""
+    """Returns the CUDA toolkit: CUDA_HOME if set, otherwise torch's guess, otherwise the default folder."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    # torch guesses from the nvcc on PATH, which may be a wrapper outside its toolkit: a guess has to have headers.
+    # torch guesses from the nvcc on PATH, which may be a wrapper outside its toolkit, so check for headers.
     for place in [named] if named else [cpp_extension.CUDA_HOME, "/usr/local/cuda"]:
         if place and (Path(place) / "bin/nvcc").exists() and (Path(place) / "include/cuda_runtime.h").exists():
             return Path(place)
@@ -81,7 +82,7 @@ def cuda_toolkit() -> Path | None:
 
 
 def cuda_wanted() -> bool:
-    """Whether to build the CUDA half; exits if it was asked for and cannot be."""
+    """Returns whether to build the CUDA kernels. Exits if they are required but cannot be built."""
     asked = os.environ.get("FLASH_ATTN_EXT_CUDA", "")
     if asked not in ("", "0", "1"):
         sys.exit(f"FLASH_ATTN_EXT_CUDA: got {asked!r}; allowed: 0, 1 or unset")
@@ -105,10 +106,10 @@ def extension(with_cuda: bool):
     sources = [f"{CSRC}/built_for.cpp"]
     sources += [f"{CSRC}/translation_units/{name}.cpp" for name in UNITS]
     sources += [f"{CSRC}/cpu/{name}.cpp" for name in CPU]
-    sources += [f"{CSRC}/cuda/tiers.cpp"]  # in every build: to force a tier that is not built must be an error
-    # -fopenmp: at::parallel_for is an inline template, serial without it.
-    # -Wno-psabi: vectors wider than the baseline's are never passed from one object file to another.
-    # -g0: Python's own flags ask for debug information, which doubles the build.
+    sources += [f"{CSRC}/cuda/tiers.cpp"]  # in every build, because forcing a tier that was not built must be an error
+    # -fopenmp: at::parallel_for is an inline template, which is serial without this flag.
+    # -Wno-psabi: no vector wider than the baseline's is passed from one object file to another.
+    # -g0: Python's flags request debug information, which doubles the build time.
     flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-psabi", "-Wno-unknown-pragmas"]
     link_flags = ["-fopenmp"]
     if sys.platform == "darwin":  # Apple's clang has no OpenMP: one thread
@@ -119,7 +120,7 @@ def extension(with_cuda: bool):
         sources += [f"{CSRC}/cuda/{name}" for name in CUDA]
         flags += ["-DFLASH_ATTN_EXT_WITH_CUDA"]
         flags = {"cxx": flags, "nvcc": ["-O3", "--expt-relaxed-constexpr", "-DFLASH_ATTN_EXT_WITH_CUDA"]}
-        # GPUs newer than these have no machine code here: their driver compiles the PTX of 8.0 at the first use.
+        # This list has no machine code for newer GPUs. Their driver compiles the PTX of 8.0 at the first use.
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX;9.0a")
         flags["cxx"] += [f"-DFLASH_ATTN_EXT_GPU_CODE={gpu_code()}"]
         kind = cpp_extension.CUDAExtension
@@ -129,14 +130,15 @@ def extension(with_cuda: bool):
 
 
 def gpu_code() -> str:
-    """For which GPUs torch has nvcc generate code, as "compute_80,sm_80,sm_90a". cuda/gpu_code.h needs the list."""
-    # A private function, but the one that BuildExtension calls: reading TORCH_CUDA_ARCH_LIST here could differ from it.
+    """Returns the GPUs for which nvcc generates code, as "compute_80,sm_80,sm_90a". cuda/gpu_code.h needs the list."""
+    # A private function that BuildExtension also calls, so the lists are equal. Parsing TORCH_CUDA_ARCH_LIST might
+    # differ.
     options = cpp_extension._get_cuda_arch_flags()
     return ",".join(re.search(r"code=(\w+)$", option)[1] for option in options)
 
 
 def add_wheel_headers() -> None:
-    """Puts the CUDA headers that torch's own wheels bring (cusparse.h and kin) behind the toolkit's."""
+    """Adds the CUDA headers of torch's wheels (such as cusparse.h) after the toolkit's headers."""
     site = Path(torch.__file__).parent.parent
     found = sorted(str(path) for path in (site / "nvidia").glob("cu1[0-9]/include"))
     os.environ["CPATH"] = os.pathsep.join(filter(None, [os.environ.get("CPATH", ""), *found]))
@@ -149,7 +151,7 @@ def is_gcc() -> bool:
 
 def flags_of_units() -> list[str]:
     """The flags for UNITS, after the flags of all sources. A call takes the same time as at -O2."""
-    # GCC collects its garbage from 1 GB on, not from 100 MB: a tenth of the time.
+    # GCC collects garbage from 1 GB on, not from 100 MB, which saves a tenth of the time.
     return ["-O1", "-finline-small-functions", "--param=ggc-min-heapsize=1000000"] if is_gcc() else ["-O1"]
 
 
@@ -166,12 +168,12 @@ def flags_of_kernels() -> list[str]:
 
 
 def with_flags(flags, more: list[str]):
-    """`flags` of an extension, with more for the C++ compiler."""
+    """Returns the `flags` of an extension with more flags for the C++ compiler."""
     return {**flags, "cxx": [*flags["cxx"], *more]} if isinstance(flags, dict) else [*flags, *more]
 
 
 def build_in_tree() -> type:
-    """torch's BuildExtension, with objects in OBJECTS and flags for each kind of source."""
+    """torch's BuildExtension with objects in OBJECTS and flags for each kind of source."""
 
     class BuildInTree(cpp_extension.BuildExtension):
         def finalize_options(self) -> None:
@@ -201,7 +203,10 @@ def build_in_tree() -> type:
 
 
 def torch_minor() -> str:
-    """As "2.13": extensions in C++ work with the minor version that they were compiled against, and with no other."""
+    """Returns the minor version, such as "2.13".
+
+    A C++ extension works only with the minor version that it was compiled for.
+    """
     major, minor = torch.__version__.split(".")[:2]
     if (int(major), int(minor)) < tuple(map(int, OLDEST_TORCH.split("."))):
         sys.exit(f"flash_attn_ext needs torch {OLDEST_TORCH} or later; installed is {torch.__version__}")

@@ -1,14 +1,17 @@
-"""Predicts the speed of the AMX kernels on an Intel Xeon from a count of their instructions. It is far too optimistic:
-the measured forward reaches a third or less of the predicted fraction of peak (docs/kernels.md).
+"""Predicts the speed of the AMX kernels on an Intel Xeon from counts of their instructions.
 
-The emulation of tests/cpp counts products, loads and stores of tile registers for one tile of each pass: 48 queries by
-64 keys forward, 64 by 64 backward, 16 query heads of one key head by 64 keys decoding. The model converts the counts to
-cycles with Intel's numbers (64 and IA-32 Architectures Optimization Reference Manual, chapter on AMX, Sapphire Rapids).
-The units work in parallel, so the slowest one decides.
+The prediction is far too optimistic: the measured forward reaches a third or less of the predicted fraction of peak
+(docs/kernels.md).
 
-The softmax runs on vectors at the same time. Its operations are counted by hand from the algorithm, two per cycle. Only
-a run could show how much of the softmax the products hide. The last two columns are the speeds for nothing and for
-everything. They exclude packing, out and lse, and memory, which decoding waits for. So both are upper bounds.
+The emulation of tests/cpp counts products, loads and stores of tile registers for one tile of each pass. A tile of the
+forward has 48 queries and 64 keys, of the backward 64 and 64, of decoding 16 query heads of a key head and 64 keys. The
+model converts the counts to cycles with Intel's numbers (64 and IA-32 Architectures Optimization Reference Manual,
+chapter on AMX, Sapphire Rapids). The units work in parallel, so the slowest unit determines the time.
+
+The softmax runs on vectors at the same time. Its operations are counted by hand from the algorithm, two per cycle. The
+model does not know how much of the softmax runs during the products. The last two columns are the speeds if none of it
+does, and if all of it does. They exclude packing, out and lse, and memory, which limits decoding. So both are upper
+bounds.
 """
 
 import argparse
@@ -30,8 +33,8 @@ HEAD_DIMS = [32, 64, 80, 96, 128, 192, 256]
 PRODUCT, LOAD, STORE = 16, 8, 16
 FLOPS_OF_PRODUCT = 2 * 16 * 16 * 32
 
-# Rows by keys of a tile, matrix products of it, and vector operations for 16 of its scores: the maximum, and e^x with
-# its sum; the backward has dS instead of the maximum.
+# Rows and keys of a tile, its matrix products, and vector operations for 16 scores: the maximum, and e^x with its sum.
+# The backward has dS instead of the maximum.
 TILES = {"forward": (48, 64, 2, 14), "backward": (64, 64, 5, 18), "decode": (16, 64, 2, 14)}
 VECTOR_OPERATIONS_A_CYCLE = 2
 

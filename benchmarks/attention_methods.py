@@ -65,7 +65,7 @@ ON_CUDA = ("standard", "torch math", "torch flash", "torch efficient", "torch cu
 
 
 def training_step(case: Case) -> Callable[[], None]:
-    """Returns a function without arguments. It runs forward and backward, and waits for the end."""
+    """Returns a function without arguments that runs forward and backward, and waits for the end."""
     torch.manual_seed(0)
     shape, dtype = (case.B, case.H, case.S, case.D), getattr(torch, case.dtype)
     q, k, v = (torch.randn(shape, dtype=dtype, device=case.device, requires_grad=True) for _ in range(3))

@@ -3,9 +3,9 @@
     python -m benchmarks.cache_4_bits           errors of out and lse against float64
     python -m benchmarks.cache_4_bits --time    time / time of the bfloat16 cache, on this machine
 
-Errors: data as in benchmarks.cache_accuracy. The formats of other libraries are written here in torch, by their
-definitions; attention is computed in float64 on the decoded numbers, so an error is the format's own. Our own formats
-are also run through the kernels, with bfloat16 queries: the two errors agree if the kernels add none.
+Errors: data as in benchmarks.cache_accuracy. This file implements the formats of other libraries in torch, by their
+definitions. Attention is computed in float64 on the decoded numbers, so only the format causes an error. Our formats
+also run through the kernels, with bfloat16 queries. The two errors agree if the kernels add no error.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def _int4(x: torch.Tensor, group: int | None, zeros: bool) -> torch.Tensor:
     return dequantize_int4(*quantize_int4(x, group, with_zeros=zeros))
 
 
-# The format, its bits for each element of a row of 128 columns, and the function of decoded numbers.
+# (format, bits for each element of a row of 128 columns, function that returns the decoded numbers)
 FORMATS: dict[str, tuple[float, Decoded]] = {
     "bfloat16": (16, lambda x: x),
     "int8, token and head": (8.25, partial(_scaled, dtype=torch.int8, over=(3,))),
@@ -89,7 +89,7 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tens
 
 
 def errors(kind: str) -> dict[str, tuple[float, float]]:
-    """rms(error of out) / rms(out) in percent, and rms(error of lse), of each format."""
+    """Returns rms(error of out) / rms(out) in percent, and rms(error of lse), for each format."""
     q, k, v = data(kind)
     out, lse = exact(q, k, v)
     found = {}

@@ -37,7 +37,7 @@ class Cell:
     backward: bool
     options: dict = field(default_factory=dict)  # arguments of both functions
     mask: Callable[[], Tensor] | None = None
-    window: tuple[int, int] | None = None  # torch gets the band as a bool mask
+    window: tuple[int, int] | None = None  # torch receives the band as a bool mask
 
     def flops(self) -> float:
         """4 B H D for each visible score, times 3.5 with the backward. Half of the causal scores count."""

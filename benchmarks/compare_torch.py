@@ -1,10 +1,9 @@
 """Compares flash_attn with torch's scaled_dot_product_attention on CPU: time by shape, dtype and option, peak memory.
 
 Both alternate in one process. A ratio is torch's time divided by ours, pair by pair: above 1, ours is faster. The
-table has the median and [quartiles] of the ratio, and our GFLOP/s as a fraction of this machine's multiply-adds in
-registers, measured before and after each cell. For decode, which mostly reads K and V, it has our bytes/s as a fraction
-of a plain read of the same memory in the same rounds. A cell from a busy machine is repeated, and marked if the machine
-is still busy (watch.py).
+table has the median and [quartiles] of the ratio, and our GFLOP/s as a fraction of this machine's peak of multiply-adds
+in registers, measured before and after each cell. For decode it has our bytes/s as a fraction of a plain read of K and
+V in the same rounds. A cell from a busy machine is repeated, and marked if the machine is still busy (watch.py).
 
 `--isa` sets our instruction set. Environment variables set torch's before it is loaded; the JSON records them:
 
@@ -32,7 +31,7 @@ from flash_attn_ext import flash_attn
 BACKENDS = {"default": METHODS["torch default"], "math": METHODS["torch math"]}
 MEMORY_LENGTHS, QUICK_MEMORY_LENGTHS = (1024, 4096, 8192), (1024,)
 MEMORY_DTYPES = ("float32", "bfloat16")  # other dtypes need as much as one of these, or twice
-QUICK_FLOPS = 5e9  # a cell of --quick costs at most this
+QUICK_FLOPS = 5e9  # a cell of --quick has at most this number of FLOPs
 
 
 def measure(cell: Cell, peer: Callable, seconds: float, rounds: tuple[int, int]) -> dict:

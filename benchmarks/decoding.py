@@ -1,9 +1,9 @@
 """Compares Flash-Decoding and FlashDecoding++, as options of our decode kernel, over S_k and the batch.
 
-One query for each sequence, 8 heads, D 128. Flash-Decoding is `num_splits`, the number of pieces of the keys. Its
-default follows from the shape, and 1 is decoding without splits. FlashDecoding++ is `unified_max`, a guess of the
-largest score in place of the running maximum. One guess here is right for these inputs. Another guess is never right,
-so every piece is computed twice. All variants, and a plain read of the same K and V, alternate in one process.
+One query for each sequence, 8 heads, D 128. Flash-Decoding is `num_splits`, the number of splits of the keys. By
+default the shape decides; 1 is decoding without splits. FlashDecoding++ is `unified_max`, a guess of the largest score
+in place of the running maximum. One guess of this benchmark is right for its inputs. The other guess is never right, so
+every split is computed twice. All variants, and a plain read of the same K and V, alternate in one process.
 """
 
 import argparse

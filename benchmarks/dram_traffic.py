@@ -1,7 +1,7 @@
 """Counts the bytes that one training step moves between a GPU and its memory, by Nsight Compute's counters.
 
-Needs `ncu` on PATH and the right to read the counters (root has it; a driver option gives it to all users). ncu runs
-python -m benchmarks.dram_traffic '<a Case as JSON>' and measures one step, after one step to warm up.
+Needs `ncu` on PATH and the right to read the counters: as root, or with a driver option for all users. ncu runs python
+-m benchmarks.dram_traffic '<a Case as JSON>' and measures one step, after a warm-up step.
 """
 
 import csv
@@ -20,7 +20,7 @@ METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
 
 class Unavailable(RuntimeError):
-    """Raised if the counters cannot be read. The message says why."""
+    """Raised if the counters cannot be read. The message has the reason."""
 
 
 def measure(case: Case) -> int:
@@ -29,7 +29,7 @@ def measure(case: Case) -> int:
     if ncu is None:
         raise Unavailable("ncu (Nsight Compute) is not on PATH")
     command = [ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--metrics", ",".join(METRICS)]
-    command += ["--clock-control", "none"]  # bytes do not depend on clocks, and the GPU may be lent
+    command += ["--clock-control", "none"]  # bytes do not depend on clocks, and the GPU may belong to others
     command += [sys.executable, "-m", __spec__.name, json.dumps(asdict(case))]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
     if "ERR_NVGPUCTRPERM" in run.stdout + run.stderr:

@@ -68,7 +68,7 @@ SMALL = [
 
 
 def next_to_a_read(problem: Problem, seconds: float) -> dict:
-    """Our time, and a plain read of the same K and V after each call."""
+    """Measures our time, and a plain read of the same K and V after each call."""
     torch.manual_seed(0)
     isa, threads, streams = flash_attn_ext.active_kernel(), torch.get_num_threads(), []
     q, kv = problem.q(), problem.kv()
@@ -95,7 +95,7 @@ def next_to_a_read(problem: Problem, seconds: float) -> dict:
 
 
 def next_to_torch(problem: Problem, seconds: float) -> dict:
-    """Ratios of torch's time and ours, in turn, without and with a backward."""
+    """Measures torch's time divided by ours, alternating, without and with a backward."""
     torch.manual_seed(0)
     q, kv = problem.q(), problem.kv()
     row = {**asdict(problem), "isa": flash_attn_ext.active_kernel()}

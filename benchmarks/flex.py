@@ -8,7 +8,7 @@ Calls alternate in one process. The columns are medians of the ratios within a r
   ours / none    in units of flash_attn without a function or a mask
   blocks         the same for a block mask, in units of its share of the score matrix: 1 is no loss
 
-"compile s" is torch's first call. It is in no ratio.
+"compile s" is the time of torch's first call, which no ratio includes.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def _torch_attention(*, backward: bool) -> Callable:
     torch._dynamo.reset()
     if not backward:
         return torch.compile(torch_flex.flex_attention, dynamic=False)
-    # torch refuses gradients on a CPU. Its mathematical kernel, which eager calls use elsewhere, has them.
+    # torch refuses gradients on a CPU, but the kernel of its eager calls has gradients.
     torch_flex._validate_device = lambda *_: None  # type: ignore[assignment]
     torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     return torch_flex.flex_attention

@@ -13,7 +13,7 @@ import torch
 
 import flash_attn_ext
 
-# Environment variables that limit the instruction sets or the threads of one side.
+# Environment variables that limit the instruction sets or the threads of one library.
 ENVIRONMENT = (
     "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "FLASH_ATTN_EXT_ISA", "OMP_NUM_THREADS",
 )  # fmt: skip

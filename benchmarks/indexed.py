@@ -1,10 +1,11 @@
-"""Compares attention by index with dense attention: multiply-adds a second, alternating in one process.
+"""Compares attention by index with dense attention: multiply-adds per second, alternating in one process.
 
     python -m benchmarks.indexed            forward, backward, and time against the number of keys
     python -m benchmarks.indexed --heads 1  another number of query heads for the key head
 
 A number of the first table is the rate of flash_attn(key_indices=...) divided by the rate of the dense flash_attn with
-the same heads. The rate counts the products of the keys that a query names. Numbers are random among 8192 keys, sorted.
+the same heads. The rate counts the products of the keys that a query lists. The lists are random among 8192 keys, and
+sorted.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python -m benchmarks.libraries flux dit sentence vit eva swin lightning
 
-Prints, for each model whose library is installed: the largest relative difference of the outputs, the calls on our
-kernels, the calls left to torch, and the median ratio of the times (above 1: ours is faster) with its quartiles.
+For each model with an installed library it prints the largest relative difference of the outputs, the calls on our
+kernels, the calls on torch's kernels, and the median ratio of the times (above 1: ours is faster) with quartiles.
 """
 
 import argparse
@@ -152,7 +152,7 @@ def lightning(small: bool) -> Step:
     return step
 
 
-# name: the library that has to be installed, and a function that makes the step
+# name: the required library, and a function that makes the step
 MODELS: dict[str, tuple[str, Callable[[bool], Step]]] = {
     "flux": ("diffusers", flux),
     "dit": ("diffusers", dit),

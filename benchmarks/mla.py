@@ -1,12 +1,13 @@
 """Multi-head latent attention: decoding from pages of latent rows, and the cost of wide heads.
 
-Decoding: one query for each sequence, 16 to 128 query heads on one row of 576 columns for each token, whose first 512
-columns are the value. In the same rounds: the expanded form on our kernels (keys of 192 and values of 128 columns for
-each head, which needs up to 71 times the memory), torch's scaled_dot_product_attention of the absorbed form (its caches
-are not in pages), and torch.sum of the cache, a plain read.
+Decoding: one query for each sequence, 16 to 128 query heads. A token has one row of 576 columns; its first 512 columns
+are the value. The same rounds measure three more calls:
+- the expanded form on our kernels: keys of 192 and values of 128 columns for each head, with up to 71 times the memory;
+- torch's scaled_dot_product_attention of the absorbed form, with caches that are not in pages;
+- torch.sum of the cache, a plain read.
 
 Chosen keys: decoding with 2048 of all keys (DeepSeek V3.2), from FlashMLA's 8-bit rows and from rows of the queries'
-dtype, against all keys of the 8-bit rows.
+dtype. Both are compared with all keys of the 8-bit rows.
 
 Wide heads: the time for each multiply-add of a forward and a backward, against D 128.
 """
@@ -26,8 +27,8 @@ from benchmarks.watch import Watch, measure_all, note
 from flash_attn_ext import explain, flash_attn, flash_attn_with_kvcache
 
 LATENT, ROTARY, NOPE, V_DIM, PAGE = 512, 64, 128, 128, 64
-ROW_BYTES, CHOSEN = 656, 2048  # of FlashMLA; keys of a query
-WIDE = [(128, 128), (576, 512), (576, 576), (1024, 1024)]  # D and D_v; the first is the measure of the others
+ROW_BYTES, CHOSEN = 656, 2048  # bytes of a FlashMLA row; keys of a query
+WIDE = [(128, 128), (576, 512), (576, 576), (1024, 1024)]  # D and D_v; the other times are relative to the first
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Decode:
     heads: int
     seqlen_k: int
     dtype: str
-    expanded: bool  # whether the expanded caches fit into --most-gib
-    torch: bool  # whether torch's function is measured
+    expanded: bool  # True: the expanded caches fit into --most-gib
+    torch: bool  # True: torch's function is measured
 
     def flops(self) -> int:
         return 2 * self.batch * self.heads * self.seqlen_k * (2 * LATENT + ROTARY)
@@ -110,7 +111,7 @@ def measure_chosen(problem: Chosen, seconds: float, rounds: tuple[int, int]) -> 
     dtype, length, scale = getattr(torch, problem.dtype), problem.seqlen_k, (NOPE + ROTARY) ** -0.5
     pages = length // PAGE
     coded = torch.randint(0, 120, (pages, PAGE, 1, ROW_BYTES), dtype=torch.uint8)
-    coded[..., LATENT:].view(torch.bfloat16).normal_()  # rotary columns; the factors become some numbers
+    coded[..., LATENT:].view(torch.bfloat16).normal_()  # rotary columns; the factors are arbitrary
     coded[..., LATENT : LATENT + 16].view(torch.float32).fill_(2.0**-8)
     rows = torch.randn(pages, PAGE, 1, LATENT + ROTARY, dtype=dtype)
     q = torch.randn(1, 1, problem.heads, LATENT + ROTARY, dtype=dtype)

@@ -1,6 +1,6 @@
 """The models of benchmarks/models.py: named shapes with random parameters, and one step of each that returns a loss.
 
-`layers` limits the depth. Time and memory grow with the depth, but attention's share of a layer does not change.
+`layers` limits the depth. Time and memory grow with the depth, but attention's fraction of a layer does not change.
 """
 
 from collections.abc import Callable

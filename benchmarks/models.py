@@ -2,8 +2,8 @@
 
 Both run the same module with the same parameters and inputs, alternating in one process. A ratio is torch's time
 divided by ours, pair by pair: above 1, ours is faster. Attention's share is the fraction of torch's step in its
-attention operators, by torch's profiler. With free attention a step would be 1 / (1 - share) times as fast. A step is
-the forward, and in training the backward; there is no optimiser. `--layers` limits the depth (model_zoo.py).
+attention operators, from torch's profiler. If attention took no time, a step would be 1 / (1 - share) times as fast. A
+step is the forward, and in training the backward; there is no optimiser. `--layers` limits the depth (model_zoo.py).
 """
 
 import argparse
@@ -64,7 +64,7 @@ def ours(step: Callable[[], float]) -> Callable[[], float]:
 def peak_bytes(step: Callable[[], float]) -> int:
     """Returns the growth of the resident set at its peak in one step."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed before would be reused, and not count
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise the step would reuse freed memory, which would not count
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     step()

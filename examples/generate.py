@@ -10,9 +10,9 @@ before it. They are kept in a cache. This program compares two caches:
 - torch: tensors that grow by torch.cat, which copies the whole cache for every token. Prompts of different lengths are
   padded on the left and need a mask.
 
-Part 1 trains the model of train_gpt.py for a few steps and continues a batch of prompts. It always chooses the most
-likely token, and both caches must give the same tokens. Part 2 measures the attention of one token against the length
-of the cache. Together they take about two minutes on two idle cores.
+Part 1 trains the model of train_gpt.py for a few steps and continues a batch of prompts. The model always chooses the
+most likely token, and both caches must give the same tokens. Part 2 measures the attention of one token against the
+length of the cache. Together they take about two minutes on two idle cores.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Lets Ctrl-C end a training early, so that the program can still write its results."""
+"""Allows Ctrl-C to end a training early, so that the program still writes its results."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def catch_interruption() -> Iterator[Callable[[], bool]]:
-    """In this block Ctrl-C and SIGTERM are only noted. Yields a function that says whether one of them came."""
+    """In this block Ctrl-C and SIGTERM are only recorded. Yields a function that returns True after one of them."""
     came = []
     handlers = {number: signal.signal(number, lambda *_: came.append(True)) for number in STOP_SIGNALS}
     try:

@@ -39,7 +39,7 @@ class Settings:
     seed: int = 0
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then 1 / sqrt(step). It does not depend on the number of steps, which nobody knows here."""
+        """Linear warm-up, then 1 / sqrt(step), which does not need the unknown number of steps."""
         return self.learning_rate * min((step + 1) / WARM_UP_STEPS, math.sqrt(WARM_UP_STEPS / (step + 1)))
 
 
@@ -63,12 +63,12 @@ class Member:
 
     rank: int
     processes: int  # of the run
-    threads: int  # of this process
+    threads: int  # the number of threads of this process
     rendezvous: Path  # a file through which the processes find each other
 
 
 class LongTrainer:
-    """A GPT, its optimiser and its packs. In a run of several processes each one has a part of every pack."""
+    """A GPT, its optimiser and its packs. In a run of several processes each process has a part of every pack."""
 
     def __init__(self, settings: Settings, way: str, dtype: str, data: Path, checkpoint: Path, member: Member):
         torch.set_num_threads(member.threads)
@@ -93,7 +93,7 @@ class LongTrainer:
         self.validation = validation_packs(documents, settings.context, settings.validation_packs)
 
     def step(self) -> History:
-        """Runs one optimiser step, and now and then a validation. Returns all numbers so far."""
+        """Runs one optimiser step, and every `validate_every` steps a validation. Returns all numbers so far."""
         pack, done = next(self.packs), len(self.history.loss)
         start, cpu_start = time.perf_counter(), time.process_time()
         for group in self.optimizer.param_groups:

@@ -1,14 +1,14 @@
 """Decides whether two training runs agree. The rule is in this file alone, and needs no torch.
 
-Two correct attention kernels round differently. Every optimiser step feeds the rounding back, so the training runs
-drift apart. How far depends on the model, the data, the seed and the number of steps. No fixed limit can tell this
-drift from an error.
+Two correct attention kernels round differently. Every optimiser step makes the difference larger, so the training runs
+drift apart. The drift depends on the model, the data, the seed and the number of steps. So no fixed limit can
+distinguish this drift from an error.
 
 So three runs are compared. The reference is torch's math kernel, the plain softmax over an S x S matrix. The yardstick
 is torch's default kernel: on a CPU its flash kernel. The candidate agrees if its distance from the reference is at
-most `FACTOR` times the yardstick's distance from the reference, in each of five statistics. None of them is the largest
-difference of all steps, because one step differs by chance. There are few validations, so their yardstick is the larger
-median of the validation and the training losses.
+most `FACTOR` times the yardstick's distance from the reference, in each of five statistics. The largest difference of
+all steps is not among them, because a single step may differ by chance. There are few validations, so their yardstick
+is the larger median of the validation and the training losses.
 """
 
 import math
@@ -16,12 +16,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-# For ten seeds and four instruction sets the largest ratio was 1.6 for the first gradients, 2.0 for the first ten
-# steps, and 5.5 for the medians, where chance has grown (benchmarks/results/loss_agreement.txt, by seed_sweep.py).
+# For ten seeds and four instruction sets the largest ratio was 1.6 for the first gradients and 2.0 for the first ten
+# steps. For the medians, which depend more on chance, it was 5.5 (benchmarks/results/loss_agreement.txt, by
+# seed_sweep.py).
 FACTOR = 30.0
-# In these steps little rounding was fed back. Their largest difference is compared, so a wrong kernel shows here.
+# In these steps rounding has grown little. Their largest difference is compared, so a wrong kernel is found here.
 EARLY_STEPS = 10
-# A difference below this relative size is rounding of the loss. It counts where the yardstick's own difference is 0.
+# A relative difference below this is rounding of the loss. This is the limit if the yardstick's difference is 0.
 ROUNDING = {"float64": 1e-14, "float32": 2e-6, "bfloat16": 2e-6}
 
 
@@ -73,7 +74,7 @@ def differences(reference: Sequence[float], candidate: Sequence[float]) -> list[
 
 
 def largest(values: Sequence[float]) -> float:
-    """The maximum, where NaN counts as the largest and nothing at all is NaN."""
+    """The maximum. NaN counts as the largest value. NaN if there is no value."""
     return _unless_nan(max, values)
 
 
@@ -105,7 +106,7 @@ def _median_validation(reference: Curves, other: Curves) -> float:
 
 
 def _first_gradients(reference: Curves, other: Curves) -> float:
-    """The largest |difference| / |reference| of the norms; infinite where only the reference's norm is 0."""
+    """The largest |difference| / |reference| of the norms; infinite if only the reference's norm is 0."""
     names = sorted({*reference.first_gradients, *other.first_gradients})
     expected, got = ([run.first_gradients.get(name, math.nan) for name in names] for run in (reference, other))
     pairs = zip(differences(expected, got), expected, strict=True)

@@ -77,7 +77,7 @@ def loss_of(network: Callable[[Tensor, Tensor, Tensor], Tensor], data: Tensor) -
     batch = len(data)
     noise = torch.randn_like(data)
     t, r = torch.rand(2, batch).sort(0, descending=True).values
-    r = torch.where(torch.rand(batch) < 0.5, t, r)  # half of them plain flow matching, as in the paper
+    r = torch.where(torch.rand(batch) < 0.5, t, r)  # half of the samples are plain flow matching, as in the paper
     z = (1 - t)[:, None, None] * data + t[:, None, None] * noise
     v = noise - data
     u, du_dt = torch.func.jvp(network, (z, r, t), (v, torch.zeros_like(r), torch.ones_like(t)))
@@ -111,7 +111,7 @@ def train(steps: int, batch: int) -> AverageVelocity:
 
 @torch.no_grad()
 def generate(network: AverageVelocity, count: int) -> tuple[Tensor, Tensor]:
-    """Noise, and the images that one evaluation makes of it."""
+    """Returns noise, and the sets of points that one evaluation makes of it."""
     noise = torch.randn(count, POINTS, 2)
     return noise, noise - network(noise, torch.zeros(count), torch.ones(count))
 

@@ -1,7 +1,7 @@
 """Four ways to compute attention within each document of a packed sequence, for the GPT of gpt_model.py.
 
-Rotary positions count from the start of the pack. Scores depend on differences of positions alone. So positions that
-count from the start of each document would give the same scores.
+Rotary positions count from the start of the pack. Scores depend only on differences of positions, so positions from the
+start of each document would give the same scores.
 """
 
 import torch
@@ -41,7 +41,7 @@ class PackedAttention:
         return self._attend(query, key, value)
 
     def _masked(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self._mask is None:  # all layers share it
+        if self._mask is None:  # all layers share the mask
             self._mask = document_mask(self.pack.cu_seqlens)
         return scaled_dot_product_attention(query, key, value, attn_mask=self._mask)
 

@@ -14,7 +14,7 @@ from stdlib_text import FILE_START, Tokenizer, source_files
 from torch import Tensor
 from torch.nn.functional import pad
 
-DEFINITION = re.compile(rb"\n(?=(?:async def|def|class|@)\b)")  # a new document begins at each of them
+DEFINITION = re.compile(rb"\n(?=(?:async def|def|class|@)\b)")  # a new document begins at each match
 PAGES = (".md", ".rst")
 
 
@@ -60,7 +60,7 @@ def _package_pages() -> Iterator[bytes]:
 
 
 def as_documents(texts: list[bytes]) -> Documents:
-    """Converts texts to tokens. Every tenth text is for validation. The tokenizer sees the other texts only."""
+    """Converts texts to tokens. Every tenth text is for validation. The tokenizer is made from the other texts only."""
     texts = [FILE_START + text for text in texts if text.strip()]
     validation = texts[9::10]
     train = [text for index, text in enumerate(texts) if index % 10 != 9]
@@ -77,7 +77,7 @@ def _tokens(tokenizer: Tokenizer, texts: list[bytes]) -> tuple[Tensor, Tensor]:
 def packs(tokens: Tensor, lengths: Tensor, context: int, seed: int) -> Iterator[Pack]:
     """Yields endless packs of `context` tokens, of documents in random order. The same seed gives the same packs.
 
-    A pack's last document is cut where the pack ends. Its rest is the first document of the next pack.
+    A pack's last document is cut at the end of the pack. The rest of it is the first document of the next pack.
     """
     ends = lengths.cumsum(0)
     generator = torch.Generator().manual_seed(seed)

@@ -14,7 +14,7 @@ from flash_attn_ext import flash_attn, indexer_loss, indexer_topk
 
 @dataclass(frozen=True)
 class Indexer:
-    """The sizes of an indexer, and how many keys it chooses for each query."""
+    """The sizes of an indexer, and the number of keys that it chooses for each query."""
 
     heads: int
     head_dim: int
@@ -24,9 +24,9 @@ class Indexer:
 class IndexedAttention(nn.Module):
     """Causal self-attention of many query heads to one key head, (B, S, d_model) -> (B, S, d_model).
 
-    Stage "dense": all keys, without the indexer. "warm-up": all keys, and the indexer learns where the heads look.
-    "sparse": the chosen keys, and the indexer learns from them. The indexer reads a detached input and learns from
-    ``index_loss`` only, so the model does not depend on it in the first two stages.
+    Stage "dense": all keys, without the indexer. "warm-up": all keys, and the indexer learns the probabilities of the
+    heads. "sparse": the chosen keys, and the indexer learns from these keys. The indexer reads a detached input and
+    learns from ``index_loss`` only, so the model does not depend on it in the first two stages.
     """
 
     scale: float | None = None  # of the scores; None: 1 / sqrt(columns of query)
@@ -94,8 +94,8 @@ class MultiQueryAttention(IndexedAttention):
 class LatentAttention(IndexedAttention):
     """Multi-head latent attention (DeepSeek-V2, 2024), absorbed: a key is [latent row, rotary part].
 
-    The value is the latent row. A head's own keys and values are linear functions of it. They multiply the query and
-    the result instead.
+    The value is the latent row. A head's keys and values would be linear functions of the latent row. Here these
+    functions are applied to the query and the result instead.
     """
 
     LATENT, ROTARY = 64, 16  # columns
@@ -145,7 +145,7 @@ class SparseGPT(GPT):
                 if isinstance(part, nn.Linear):
                     nn.init.normal_(part.weight, std=0.02 if part is not module.project else 0.01)
                     nn.init.zeros_(part.bias)
-            # Scores must differ at the start: from zeros no gradient would reach the indexer.
+            # Scores must differ at the start, because with zeros the indexer would get no gradient.
             nn.init.normal_(module.index_weights.bias, mean=1.0, std=0.2)
             nn.init.normal_(module.index_query.weight, std=shape.d_model**-0.5)
             nn.init.normal_(module.index_key.weight, std=shape.d_model**-0.5)

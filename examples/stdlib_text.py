@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Tests are repetitive, generated tables are no language, installed packages are not the standard library.
+# Excluded: tests (repetitive), generated tables (not a language), installed packages (not the standard library).
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "turtledemo", "encodings", "pydoc_data"}
 SKIPPED_FOLDERS |= {"site-packages", "dist-packages", "__pycache__"}
 
@@ -27,7 +27,10 @@ def source_files() -> list[Path]:
 
 
 class Tokenizer:
-    """Converts bytes to tokens and back. The pieces that save most have one token. Others are spelled in bytes."""
+    """Converts bytes to tokens and back. The pieces that save most bytes have one token.
+
+    Other text is encoded as bytes.
+    """
 
     def __init__(self, text: bytes) -> None:
         counts = Counter(PIECE.findall(text))

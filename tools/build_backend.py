@@ -1,11 +1,11 @@
 """The build backend: setuptools, with the installed torch.
 
 The extension is compiled against torch, and runs with that version only. pip builds in a separate environment without
-torch. If torch were a requirement there, pip would download the newest torch, which is not the user's. Instead, this
-backend adds the site folders of the Python that runs it; under pip this is the Python that pip installs into. If they
-contain no torch, the build stops before any download and says what to do.
+torch. If torch were a build requirement, pip would download the newest torch, not the user's version. Instead, this
+backend adds the site folders of the Python that runs it; with pip this is the Python into which pip installs. If they
+contain no torch, the build stops before any download, with instructions.
 
-`pip install --no-build-isolation .` does not need this backend, and works with it too.
+`pip install --no-build-isolation .` does not need this backend, but works with it.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def require_torch() -> None:
-    """Makes `import torch` possible, or ends the build with the reason and what to do."""
+    """Makes `import torch` possible, or ends the build with the reason and instructions."""
     if importlib.util.find_spec("torch"):
         return
     folders = site.getsitepackages()

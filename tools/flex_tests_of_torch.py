@@ -1,4 +1,4 @@
-"""Runs torch's own tests of FlexAttention on a CPU through ours.
+"""Runs torch's tests of FlexAttention on a CPU with our flex_attention.
 
     python -m tools.flex_tests_of_torch PYTORCH [--compile] [--length 256] [-- pytest arguments]
 
@@ -10,8 +10,8 @@ checkout need not be built. The program writes copies of these two files to a te
   it compiles calls our flex_attention
   a call of flex_attention outside of ``torch.compile`` is torch's own: its kernel in plain operators is the reference
 
-Tests of Triton's or inductor's text, of several GPUs, and of error messages of torch's kernels test nothing of ours.
-They are skipped, with the reason. The last lines count results and reasons.
+Some tests do not apply: tests of Triton's or inductor's generated code, of several GPUs, and of error messages of
+torch's kernels. They are skipped, with the reason. The last lines count results and reasons.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 
 FILES = ("test_flex_attention.py", "test_flex_decoding.py")
 
-# {regular expression for names of tests: why they test nothing of ours}
+# {regular expression for names of tests: why they do not apply}
 SKIPPED = {
     "device_cuda_1|on_the_same_device|mixed_device|wrong_device|block_mask_device": "needs a GPU",
     "max_autotune|max-autotune|kernel_options_argument|force_write_lse|epilogue_fused|inputs_are_realized|"
@@ -46,7 +46,7 @@ SKIPPED = {
     "getitem|block_mask_viz|block_mask_attributes|compiling_create_block_mask": "tests torch's BlockMask alone",
 }  # fmt: skip
 
-# In each copy, in this order. All are harmless where a version of torch has other text.
+# Replacements in each copy, in this order. If a version of torch has other text, they change nothing.
 REPLACED = (
     (r"test_inference_only = True", "test_inference_only = False"),
     (r"(['\"])cuda(:\d)?\1", r"\1cpu\1"),
@@ -67,11 +67,11 @@ LEARNED = "TestLearnableBiases|learnable_bias|bias_req_grad|captured_score_mod"
 
 _uses_compiler = False
 _is_learned = False
-_inside = 0  # calls of ``compiled`` functions under way
+_inside = 0  # the number of running calls of ``compiled`` functions
 
 
 def flex_attention(*arguments: Any, **options: Any) -> Any:
-    """Ours inside of a compiled function, and torch's elsewhere."""
+    """Runs our flex_attention inside of a compiled function, and torch's elsewhere."""
     import torch
 
     if _inside or torch.compiler.is_dynamo_compiling():
@@ -82,7 +82,7 @@ def flex_attention(*arguments: Any, **options: Any) -> Any:
 
 
 def compiled(function: Any = None, **options: Any) -> Any:
-    """In place of torch.compile in the files."""
+    """Replaces torch.compile in the test files."""
     import torch
 
     if function is None:
@@ -102,7 +102,7 @@ def compiled(function: Any = None, **options: Any) -> Any:
 
 
 def _torchs() -> Any:
-    """torch's flex_attention, whose eager kernel is made to run on a CPU with gradients."""
+    """Returns torch's flex_attention, changed so that its eager kernel runs on a CPU with gradients."""
     import torch.nn.attention.flex_attention as module
 
     module._validate_device = lambda *_: None  # type: ignore[assignment]
@@ -111,7 +111,10 @@ def _torchs() -> Any:
 
 
 def pages_on_cpu(paged_attention: Any) -> Any:
-    """torch's PagedAttention on a CPU. Newer versions want positions for each sequence; older files have one row."""
+    """Returns torch's PagedAttention for a CPU.
+
+    Newer versions need positions for each sequence; older files have one row.
+    """
 
     class PagedAttention(paged_attention):
         def __init__(self, *arguments: Any, device: str = "cpu", **keywords: Any) -> None:

@@ -1,8 +1,10 @@
-"""Installs this clone into the running Python, editable. `make` calls it: it shows how far the compiler is.
+"""Installs this clone into the running Python, editable. `make` calls this program, which shows the compiler's
+progress.
 
     python tools/install_here.py
 
-pip alone would be silent for minutes. The whole output goes to build/install.log, and its end is shown after an error.
+pip alone would print nothing for minutes. The whole output is written to build/install.log. After an error, the program
+prints the end of the log.
 """
 
 import re

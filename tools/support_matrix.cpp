@@ -1,6 +1,6 @@
-// Prints which kernels take which option: a line for each row of the table in docs/support.md. tools/support_matrix.py
-// compiles and runs it. The answers come from the functions that the selectors call: cpu::why_not, and why_not_* of
-// simt, sm75, sm80 and sm90.
+// Prints the options that each kernel supports: a line for each row of the table in docs/support.md.
+// tools/support_matrix.py compiles and runs this file. The answers come from the functions that the selectors call:
+// cpu::why_not, and why_not_* of simt, sm75, sm80 and sm90.
 #include <cstdio>
 #include <functional>
 #include <string>
@@ -18,9 +18,9 @@ namespace {
 using namespace flash_attn_ext;
 using Change = std::function<void(AttentionParams&)>;
 
-alignas(16) char data[64];  // the address of every tensor; nothing reads it
+alignas(16) char data[64];  // the address of every tensor; it is never read
 
-// A call that every kernel takes: bfloat16, one batch, 2 heads, 256 queries and keys, head dimension 64.
+// A call that every kernel supports: bfloat16, one batch, 2 heads, 256 queries and keys, head dimension 64.
 template <class Params>
 Params call() {
   Params p;
@@ -38,14 +38,14 @@ Params gradients(Params p) {
   return p;
 }
 
-// sm75 takes float16 only: its column has float16 where the others have bfloat16.
+// sm75 takes float16 only: its column has float16 where the other columns have bfloat16.
 template <class Params>
 Params in_float16(Params p) {
   if (p.dtype == DType::kBFloat16) p.dtype = DType::kFloat16;
   return p;
 }
 
-// One letter for each pass that takes the call: F forward, B backward, J forward mode, D double backward.
+// One letter for each pass that supports the call: F forward, B backward, J forward mode, D double backward.
 std::string cell(const char* forward, const char* backward, const char* jvp, const char* double_backward) {
   std::string letters;
   if (!forward) letters += "F";
@@ -68,7 +68,7 @@ void row(const char* function, const char* option, const char* meaning, const Ch
   second = gradients(second);
   jvp.tangents.q = jvp.tangents.k = jvp.tangents.v = jvp.t_out = forward.q;
 
-  // simt is the last tier: a forward that it refuses runs on no GPU, so no other pass can follow.
+  // simt is the last tier. If it does not support a forward, no GPU does, so no other pass can follow.
   const bool is_cache = forward.varlen && !forward.varlen.cu_seqlens_k;
   const char* no_cuda = cuda::simt::why_not_forward(forward);
   const char* no_gradient = is_cache ? "a cache has no derivatives" : no_cuda;

@@ -1,9 +1,8 @@
-"""Writes the table of docs/support.md: which kernels take which option.
+"""Writes the table of docs/support.md: the options that each kernel supports.
 
     python tools/support_matrix.py --write
 
-Compiles support_matrix.cpp together with the functions `why_not` of the kernels, and asks them. It needs g++ and no
-GPU.
+Compiles support_matrix.cpp together with the functions `why_not` of the kernels, and runs it. Needs g++, but no GPU.
 tests/tools/test_support_matrix.py compares the answers with the page.
 """
 

@@ -1,8 +1,9 @@
-"""The best published TFLOP/s of each cell on an H100 or H200, and how near the time model comes: its table is printed
-by `python -m benchmarks.gpu.time_model --anchors`.
+"""The best published TFLOP/s of each cell on an H100 or H200.
+
+`python -m benchmarks.gpu.time_model --anchors` compares them with the time model.
 
 The figures are for bfloat16 or float16, 16384 tokens in a batch and 2048 columns of all heads, from FlashAttention-3
-(Shah et al. 2024) and cuDNN as it is measured there.
+(Shah et al. 2024) and from its measurements of cuDNN.
 """
 
 from benchmarks.gpu.problem import COLUMNS, TOKENS, Problem
@@ -20,11 +21,11 @@ ANCHORS: dict[tuple[bool, int, bool], tuple[int | None, ...]] = {
     (True, 128, False): (316, 424, 504, 560, 594, 612),
     (True, 128, True): (None, 219, 370, 474, 575, 579),
 }
-ENOUGH = 0.9  # of the anchor; below it the table says what bounds the kernel
+ENOUGH = 0.9  # of the anchor; below this fraction the table names the unit that bounds the kernel
 
 
 def cells():
-    """The problem, the pass and the anchor of each cell that has one."""
+    """Yields the problem, the pass and the anchor of each cell with an anchor."""
     for (backward, head_dim, causal), rates in ANCHORS.items():
         for length, rate in zip(LENGTHS, rates, strict=True):
             if rate is not None:

@@ -1,6 +1,6 @@
-"""Do the persistent blocks of the forward share causal work evenly? Its rate of causal calls over that of full calls.
+"""Measures the balance of the forward's persistent blocks: the rate of causal calls divided by the rate of full calls.
 
-bfloat16, forward. A block that has more work than the others lets the GPU wait, and the ratio falls. Tiles on the
+bfloat16, forward. If a block has more work than the others, the GPU waits for it, and the ratio falls. Tiles on the
 diagonal are computed whole: `most` is the ratio with perfect balance.
 """
 
@@ -21,7 +21,7 @@ from benchmarks.gpu.worker import Worker, serve
 LENGTHS, HEAD_DIMS = [16384, 1024, 4096], [128, 64]
 TILE = 128  # query rows and keys of a tile
 LEAST = 0.85  # of the possible ratio; the host computes a balance of at least 0.95
-PATIENCE, AT_THE_END = 10.0, 2.0  # seconds: for one task, and for the table
+PATIENCE, AT_THE_END = 10.0, 2.0  # seconds for one task, and for the table
 
 
 def measure(task: dict) -> list[float]:

@@ -1,14 +1,14 @@
-"""flash_attn against the attention kernels that torch brings, and flash-attn where it is installed.
+"""Compares flash_attn with torch's attention kernels, and with flash-attn if it is installed.
 
-In bfloat16, or in float16 on GPUs without it.
+In bfloat16, or in float16 on GPUs without bfloat16.
 
-16384 tokens a batch and 2048 columns of heads, as the papers' sweeps have them. Times are medians by CUDA events, all
-methods in turn; a method that refuses a problem is left out with its reason. FLOPs are 4 B H S S D forward, 2.5 times
-that backward, half if causal. The matmul peak is torch.mm of two 8192 x 8192 matrices in the same run.
+A batch has 16384 tokens, and the heads have 2048 columns together, as in the papers. Times are medians by CUDA events;
+the methods alternate. A method that refuses a problem is omitted, with the reason. FLOPs are 4 B H S S D forward, 2.5
+times that backward, half if causal. The matmul peak is torch.mm of two 8192 x 8192 matrices in the same run.
 
-"ours" is the tier that the selector takes, "ours sm80" that one by force. Each of our kernels is tried before it is
-timed, in a process that may hang or crash (worker.py), and is left out if its result is not torch's.
-"model" is the speed that time_model.py predicts for our sm90 kernel, and the unit that limits it.
+"ours" is the tier that the selector chooses; "ours sm80" forces the tier sm80. Each of our kernels is tried before it
+is timed, in a process that may hang or crash (worker.py). It is omitted if its result differs from torch's. "model" is
+the speed that time_model.py predicts for our sm90 kernel, and the unit that limits it.
 """
 
 import argparse
@@ -27,12 +27,15 @@ from benchmarks.gpu.problem import HEAD_DIMS, LENGTHS, Problem, problems
 from benchmarks.gpu.timing import name_of_dtype_16
 from benchmarks.gpu.worker import Worker, serve
 
-PATIENCE = 10.0  # seconds for one call, and beyond the time that timing is to take
+PATIENCE = 10.0  # seconds for one call, in addition to the time of timing
 AT_THE_END = 5.0  # seconds of the stage for tables and figure
 
 
 class Trials:
-    """Which of our methods may be timed. One that hung or crashed is not tried again at its head dimension."""
+    """Decides which of our methods may be timed.
+
+    A method that hung or crashed is not tried again at its head dimension.
+    """
 
     def __init__(self, worker: Worker):
         self.worker = worker
@@ -137,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
                 continue
             for backward in (False, True):
                 record["rows"].append(measure(problem, backward, args, peak, trials))
-                output.write_json(record, args.json)  # after each, so that a time-out leaves the rows so far
+                output.write_json(record, args.json)  # after each row, so that a time-out does not lose earlier rows
     output.write_text(text(record), args.text)
     plot_comparison(record, args.plot)
 

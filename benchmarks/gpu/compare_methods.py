@@ -13,7 +13,7 @@ from benchmarks.gpu.problem import Problem
 from benchmarks.gpu.timing import dtype_16, matmul_peak, time_in_turn
 
 TORCHS = ["torch flash", "torch cudnn", "torch efficient"]
-OURS = {"ours": None, "ours sm80": "sm80"}  # and the tier that is forced
+OURS = {"ours": None, "ours sm80": "sm80"}  # method -> the tier that is forced
 ALLOWED = 0.03  # difference from a kernel of torch, as a part of the largest value: both round to 16 bits
 
 
@@ -25,14 +25,14 @@ def flash_attn_2() -> Callable | None:
         return None
 
     def attention(q, k, v, *, is_causal):
-        # It needs (B, S, H, D), with any strides but the last: a transposed view costs nothing.
+        # flash-attn needs (B, S, H, D) with a contiguous last dimension, so a transposed view is enough.
         return flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=is_causal).transpose(1, 2)
 
     return attention
 
 
 def by_force(tier: str | None, function: Callable) -> Callable:
-    """With only this tier of our kernels allowed to run, while it is called."""
+    """Returns a function that calls `function` with this tier forced."""
     from flash_attn_ext import force_cuda_tier
 
     def call(*args, **kwargs):
@@ -63,7 +63,7 @@ def inputs(problem: Problem, requires_grad: bool, device: str) -> tuple[list, to
 def calls(
     problem: Problem, backward: bool, device: str = "cuda", names: list[str] | None = None
 ) -> tuple[dict[str, Callable], dict[str, str]]:
-    """One function of no arguments for each method of `names`; and why the others refuse."""
+    """Returns a function without arguments for each method of `names`, and the reasons of methods that refuse."""
     tensors, grad = inputs(problem, backward, device)
     possible, refused = {}, {}
     for name, attention in methods().items():
@@ -87,7 +87,7 @@ def calls(
 
 
 def try_one(problem: Problem, backward: bool, name: str, device: str = "cuda") -> dict:
-    """How far the method's results are from torch's, as a part of the largest value, and which tier ran."""
+    """Returns the difference from torch's results, as a fraction of the largest value, and the tier that ran."""
     functions, refused = calls(problem, backward, device, [*TORCHS, name])
     if name in refused:
         raise RuntimeError(refused[name])
@@ -132,7 +132,7 @@ def task(do: str, problem: Problem, backward: bool, **more) -> dict:
 
 
 def rates(medians: dict[str, float], flops: float, peak: float) -> dict:
-    """From median seconds. "ratio" is the best peer's time over ours: above 1, ours is faster."""
+    """Computes rates from median seconds. "ratio" is the best peer's time divided by ours: above 1, ours is faster."""
     peers = {name: seconds for name, seconds in medians.items() if name not in OURS}
     best = min(peers, key=peers.get) if peers else None
     ours = medians.get("ours")

@@ -1,7 +1,8 @@
-"""Decoding, one query a sequence: how fast K and V are read, as a fraction of the rate of a copy on this GPU.
+"""Decoding with one query for each sequence: the rate at which K and V are read, as a fraction of a copy's rate.
 
-bfloat16, or float16 on GPUs without it; D 128. Bytes of attention: K and V, each once. Bytes of the copy: all that it
-reads and writes. With --child it answers tasks on stdin, so that a call that hangs costs only its own row.
+bfloat16, or float16 on GPUs without bfloat16; D 128. The bytes of attention are K and V, each once. The bytes of the
+copy are read and written. With --child the program answers tasks on stdin, so that a call that hangs loses only its own
+row.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The figures, where matplotlib is installed; without it, a line that says so."""
+"""Draws the figures. Without matplotlib, prints a line about the missing package."""
 
 import importlib.util
 from pathlib import Path

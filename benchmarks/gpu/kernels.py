@@ -1,4 +1,4 @@
-"""Which GPU kernels a call launches."""
+"""Lists the GPU kernels that a call launches."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ def short_name(name: str) -> str:
 
 
 def kernels_of(call: Callable) -> list[str]:
-    """Each once, in the order of their launches, as torch's profiler sees them."""
+    """Returns the kernels' names, each once, in the order of their launches, from torch's profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""Peak memory of one training step against S, of torch's allocator, each method in a process of its own.
+"""Peak memory of one training step against S, from torch's allocator, with each method in a separate process.
 
-B 1, H 8, D 64, bfloat16, or float16 on GPUs without it. Inputs are allocated before and do not count. Results and
+B 1, H 8, D 64, bfloat16, or float16 on GPUs without bfloat16. Inputs are allocated before and do not count. Results and
 temporary memory count.
 """
 

@@ -1,7 +1,7 @@
-"""A multiprocessor that runs the warpgroups of one block against each other: how long they take.
+"""Simulates the warpgroups of one block on a multiprocessor, and returns their time.
 
-Products queue at the tensor cores, in the order in which they come. Other instructions share the units: if they
-together want more of one than there is, all become slower.
+Products queue at the tensor cores, in the order in which they come. Other instructions share the units. If they need
+more of a unit than it has, all become slower.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ class Work:
 
     @property
     def cycles(self) -> float:
-        """If nobody else uses the units."""
+        """The cycles if no other warpgroup uses the units."""
         return max([self.stalls, *self.units.values()]) + self.latency
 
 
@@ -33,7 +33,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Wait:
-    pending: int  # batches that may still run
+    pending: int  # the number of batches that may still run
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,21 @@ class Warpgroup:
         self.steps = deque(its_program * iterations)
         self.left = 0.0  # of the current work, in cycles alone
         self.busy: Work | None = None
-        self.batches: list[float] = []  # when each one is done; inf: it is not ended
+        self.batches: list[float] = []  # the time when each batch is done; inf: the batch has not ended
         self.meets = False
 
     def done_until(self, pending: int) -> float:
-        """When all but the last `pending` batches are done."""
+        """Returns the time when all but the last `pending` batches are done."""
         ended = self.batches[: len(self.batches) - pending]
         return max(ended, default=0.0)
 
 
 def simulate(its_program: Program, consumers: int, iterations: int) -> float:
-    """Cycles until all warpgroups have made so many iterations."""
+    """Returns the cycles until all warpgroups have finished `iterations` iterations."""
     groups = [Warpgroup(its_program, iterations) for _ in range(consumers)]
     now, tensor_free = 0.0, 0.0
     while any(group.steps or group.busy for group in groups):
-        for group in groups * 2:  # the last one to a meeting lets the others go on
+        for group in groups * 2:  # after the last one has arrived, the others continue
             tensor_free = advance(group, groups, now, tensor_free)
         active = [group for group in groups if group.busy]
         shares: dict[str, float] = {}

@@ -43,7 +43,7 @@ STALL = re.compile(r"smsp__average_warps?_(?:issue_stalled|latency_issue_stalled
 
 
 def problem_of(head_dim: int) -> Problem:
-    """A smaller one than the comparison's: ncu runs each kernel many times."""
+    """Smaller than the problems of the comparison, because ncu runs each kernel many times."""
     return Problem(B=2, H=2048 // head_dim, S=4096, D=head_dim, causal=False)
 
 
@@ -60,7 +60,7 @@ def make_calls(head_dim: int) -> None:
 
 
 def command(ncu: str, report: Path, head_dim: int) -> list[str]:
-    """The clocks stay as they are: the machine may be lent."""
+    """Does not change the clocks, because the machine may belong to others."""
     sections = [part for name in SECTIONS for part in ("--section", name)]
     chosen = ["--kernel-name", r"regex:^(forward|backward)_kernel$"]
     how = ["--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(report)]

@@ -1,4 +1,4 @@
-"""The requirements of a stage, checked at its start: the log ends with a clear line instead of a traceback."""
+"""Checks the requirements of a stage at its start, so that the log ends with a clear line instead of a traceback."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ SKIPPED = 77
 
 
 def a_gpu_and_our_build() -> None:
-    """Ends the process with status 1 where torch sees no GPU, or flash_attn_ext has no CUDA half."""
+    """Ends the process with status 1 if torch sees no GPU, or if flash_attn_ext has no CUDA kernels."""
     if not torch.cuda.is_available():
         sys.exit(f"needs an NVIDIA GPU: torch {torch.__version__} sees none")
     try:
@@ -22,12 +22,12 @@ def a_gpu_and_our_build() -> None:
 
 
 def seconds_left() -> float:
-    """Of the time that run.py gives this stage; without it, an hour."""
+    """Returns the rest of the time that run.py gives this stage; without run.py, an hour."""
     end = os.environ.get("GPU_STAGE_END")
     return float(end) - time.time() if end else 3600.0
 
 
 def skip(reason: str) -> None:
-    """Ends the process: this stage lacks a tool."""
+    """Ends the process, because this stage lacks a tool."""
     print(f"skipped: {reason}")
     sys.exit(SKIPPED)

@@ -1,4 +1,4 @@
-"""The problems of the comparison: self-attention of the sizes that the papers' sweeps have."""
+"""The problems of the comparison: self-attention with the sizes of the papers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Problem:
 
 
 def problems(lengths: list[int], head_dims: list[int]) -> Iterator[Problem]:
-    """A time-out drops the last problems."""
+    """Yields the most informative problems first, because a time-out loses the last ones."""
     for length in lengths:
         for head_dim in head_dims:
             for causal in (False, True):

@@ -23,14 +23,14 @@ SLOW = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX)|MUFU\.\w+64H|F2F\.\S*F64|F2I|I2F")
 @dataclass(frozen=True)
 class Instruction:
     address: int
-    predicate: str  # empty: it always runs
+    predicate: str  # empty: the instruction always runs
     name: str  # with its modifiers: MUFU.EX2
     operands: str
     stall: int  # cycles after which the warp may issue its next instruction, as the compiler wrote it
 
     @property
     def target(self) -> int | None:
-        """Of a branch."""
+        """The target address of a branch."""
         found = re.search(r"0x([0-9a-f]+)$", self.operands) if self.name.split(".")[0] == "BRA" else None
         return int(found[1], 16) if found else None
 
@@ -44,7 +44,7 @@ class Instruction:
 
 
 def tool(name: str) -> Path | None:
-    """cuobjdump or nvdisasm: of the CUDA toolkit, or of its package on PyPI."""
+    """Finds cuobjdump or nvdisasm: in the CUDA toolkit, or in its package on PyPI."""
     places = [str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"), os.environ.get("PATH", "")]
     try:
         files = metadata.files(f"nvidia-cuda-{name}") or []
@@ -80,8 +80,8 @@ def functions(text: str) -> dict[str, list[Instruction]]:
 def main_loop(code: list[Instruction]) -> list[Instruction]:
     """Returns the instructions of one iteration of the loop with the most products, on its shortest path.
 
-    The shortest way is that of a whole tile whose copies have landed: the code for tiles at the edge and the loops that
-    wait are left out.
+    The shortest path computes a whole tile after its copies have landed. It omits the code for tiles at the edge and
+    the loops that wait.
     """
     place = {instruction.address: n for n, instruction in enumerate(code)}
     backward = [(place[i.target], n) for n, i in enumerate(code) if i.target in place and place[i.target] <= n]
@@ -99,7 +99,7 @@ def count(code: list[Instruction], *names: str) -> int:
 
 
 def shortest_way(code: list[Instruction], place: dict[int, int], begin: int, end: int) -> list[int]:
-    """From one instruction to another, with the fewest between them; empty if there is no way."""
+    """Returns the shortest path from one instruction to another; empty if there is no path."""
     came_from, waiting = {begin: begin}, [(0, begin)]
     while waiting:
         length, n = heapq.heappop(waiting)

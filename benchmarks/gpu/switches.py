@@ -1,7 +1,7 @@
 """Times the sm90 forward with each switch of csrc/cuda/sm90/switches.h on and off, and compares the results.
 
-Needs nvcc and a GPU of compute capability 9.0. The program is switches.cu, compiled once as the switches are and once
-with each of them off.
+Needs nvcc and a GPU of compute capability 9.0. The program is switches.cu. It is compiled once with the defaults, and
+once with each switch off.
 """
 
 import re
@@ -24,25 +24,25 @@ SOURCES = (
     "csrc/cuda/sm90/task_rounds.cpp",
 )
 PROGRAMS = ROOT / "build" / "gpu_switches"
-ROUNDS = 3  # of all programs in turn; the best time counts
-PATIENCE = 10.0  # seconds for one program, which needs one
+ROUNDS = 3  # the programs alternate; the best time counts
+PATIENCE = 10.0  # seconds for one program, which takes one second
 AT_THE_END = 2.0  # seconds of the stage for the tables
 
 
 def switches() -> list[str]:
-    """The switches of speed. The ones for shapes of wgmma change no kernel that is timed here."""
+    """Returns the switches of speed. The switches for shapes of wgmma change no kernel of this benchmark."""
     header = (ROOT / "csrc" / "cuda" / "sm90" / "switches.h").read_text()
     names = re.findall(r"^#define (\w+) 1$", header, re.MULTILINE)
     return [name for name in names if "_WGMMA_" not in name]
 
 
 def program(off: str | None) -> Path:
-    """The one with this switch off; None: with all as they are."""
+    """The program with this switch off; None: with the defaults."""
     return PROGRAMS / (f"without_{off}" if off else "all")
 
 
 def command(compiler: str, off: str | None) -> list[str]:
-    """Compiles it."""
+    """Returns the command that compiles the program."""
     define = [f"-D{off}=0"] if off else []
     sources = [str(ROOT / source) for source in SOURCES]
     return [compiler, *units.FLAGS, f"-I{ROOT}", *define, *sources, "-o", str(program(off))]
@@ -61,13 +61,13 @@ def compile_all(compiler: str) -> None:
 
 
 def parsed(text: str) -> dict[tuple[str, ...], tuple[float, str]]:
-    """Microseconds and checksum by head dimension, length and causal."""
+    """Returns microseconds and checksum by (head dimension, length, causal)."""
     rows = [line.split() for line in text.splitlines()]
     return {tuple(row[:3]): (float(row[3]), row[4]) for row in rows}
 
 
 def compare(on: list[str], off: list[str]) -> tuple[list[list[str]], bool]:
-    """Rows of the table from the output of each round; and whether out is always the same."""
+    """Returns the rows of the table from the output of each round, and whether out is always equal."""
     rounds = [[parsed(text) for text in texts] for texts in (on, off)]
     lines, same = [], True
     for problem in rounds[0][0]:
@@ -85,7 +85,7 @@ def text(switch: str, lines: list[list[str]]) -> Iterator[str]:
 
 
 def run(off: str | None, end: float) -> str | None:
-    """Its output. None if it hangs or fails: the other programs are still compared."""
+    """Returns the program's output. None if it hangs or fails; the other programs are still compared."""
     status, lines = watch([str(program(off))], PATIENCE, end)
     if status == 0:
         return "\n".join(lines)
@@ -94,7 +94,7 @@ def run(off: str | None, end: float) -> str | None:
 
 
 def try_to_compile() -> None:
-    """Beside the build: the stage `switches` compiles them again, and fails, if this does."""
+    """Compiles in parallel to the build. If this fails, the stage `switches` compiles again and reports the failure."""
     compiler = units.nvcc()
     if compiler and not all(is_compiled(off) for off in (None, *switches())):
         with suppress(SystemExit):

@@ -1,10 +1,10 @@
-"""How fast the sm90 kernels can be, from their machine code: TFLOP/s for each shape, and the unit that bounds it.
+"""Predicts the speed of the sm90 kernels from their machine code: TFLOP/s for each shape, and the unit that bounds it.
 
-The main loop's instructions are read from SASS. A block's consumer warpgroups then run them against each other
-(multiprocessor.py); between two products a warpgroup needs issue slots, and the units for exponentials, other
-arithmetic and shared memory. Multiprocessors get blocks and tasks as the kernels deal them. The model says where to
-look when a measurement is slower. It is no measurement: instructions wait for nothing here but the tensor cores,
-barriers among the consumers, full units, the compiler's own stall counts and one latency for each event.
+The main loop's instructions are read from SASS. The consumer warpgroups of a block run them in a simulation
+(multiprocessor.py). Between two products a warpgroup needs issue slots, and the units for exponentials, other
+arithmetic and shared memory. Multiprocessors get blocks and tasks in the order of the kernels. If a measurement is
+slower, the model shows where to look. It is not a measurement. In the model, instructions wait only for the tensor
+cores, barriers among the consumers, full units, the compiler's stall counts and one latency for each event.
 
 python -m benchmarks.gpu.time_model prints the table; with --anchors, the best published figures next to it. Needs
 cuobjdump, and nvcc or a build of the extension; no GPU.
@@ -26,18 +26,18 @@ from benchmarks.gpu.multiprocessor import Meet, Product, Program, Wait, Work, si
 from benchmarks.gpu.problem import LENGTHS, Problem, problems
 from tools.gpu import units
 
-# A multiprocessor of an H100 or H200, a clock cycle. The first five are NVIDIA's (CUDA programming guide, throughput of
-# arithmetic instructions, 9.0; H100 white paper); L2 and the clock are estimates.
+# Rates of a multiprocessor of an H100 or H200 for each clock cycle. The first five are from NVIDIA (CUDA programming
+# guide, throughput of arithmetic instructions, 9.0; H100 white paper). L2 and the clock are estimates.
 MULTIPROCESSORS = 132
 TENSOR_FMA = 2048  # bfloat16
 SHARED_BYTES = 128
-LANES = {"exponentials": 16, "ALU": 64, "fp32": 128, "lsu": 32}  # results a cycle
-SCHEDULERS = 4  # instructions issued a cycle; each warpgroup has one warp on each
-L2_BYTES = 26  # of 32 that the wires carry, as copies of whole tiles move
-MEMORY_BYTES_PER_SECOND = 4.2e12  # HBM3e, as a copy moves
+LANES = {"exponentials": 16, "ALU": 64, "fp32": 128, "lsu": 32}  # results per cycle
+SCHEDULERS = 4  # instructions issued per cycle; each warpgroup has one warp on each scheduler
+L2_BYTES = 26  # copies of whole tiles reach 26 of 32 bytes
+MEMORY_BYTES_PER_SECOND = 4.2e12  # HBM3e, the rate of a copy
 CLOCK = 1.7e9  # under load; a matmul's 788 TFLOP/s would be all tensor cycles at 1.46 GHz
-L2_GROUP_BYTES = 24 << 20  # K and V of the heads whose tasks run together, and
-ROUND_ROWS = 16  # the rows of the table of rounds: as csrc/cuda/sm90 has them
+L2_GROUP_BYTES = 24 << 20  # K and V of the heads with tasks at the same time, and
+ROUND_ROWS = 16  # the rows of the table of rounds: both as in csrc/cuda/sm90
 BLOCK_CYCLES = 2500  # before the first product and after the last: launch, first copies, the stores (est.)
 # Cycles from an instruction to its result (est., of the order that microbenchmarks of Hopper report).
 PRODUCT_LATENCY, MEET_LATENCY = 32, 30
@@ -50,13 +50,13 @@ UNIFORM = ("U", "R2UR", "HGMMA", "WARPGROUP", "SYNCS", "BRA", "BAR", "NOP", "S2"
 
 @dataclass(frozen=True)
 class HeadDims:
-    """Of query and key, and of value."""
+    """The head dimensions of query and key, and of value."""
 
     qk: int
     v: int
 
     def mean(self, backward: bool) -> float:
-        """A pass does as much as one with this for both: S and O; or S, dK and dQ, and dP and dV."""
+        """Returns the head dimension for both that needs as much work in this pass."""
         return (3 * self.qk + 2 * self.v) / 5 if backward else (self.qk + self.v) / 2
 
     def __str__(self) -> str:
@@ -65,15 +65,15 @@ class HeadDims:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Of a kernel at one head dimension, as csrc/cuda/sm90 has it: a test compares it with the machine code."""
+    """The tiling of a kernel at one head dimension, as in csrc/cuda/sm90. A test compares it with the machine code."""
 
     consumers: int
     rows: int  # queries of a tile
     keys: int
-    owns_keys: bool  # a block owns a tile of keys and walks over queries; else the other way round
+    owns_keys: bool  # True: a block owns a tile of keys and loops over queries. False: the reverse
 
     def loaded_bytes(self, dims: HeadDims) -> float:
-        """From L2 in an iteration: two tiles of 16 bits; the backward adds a tile of dQ in fp32."""
+        """Bytes from L2 in an iteration: two tiles of 16 bits. The backward also adds a tile of dQ in fp32."""
         if self.owns_keys:
             return self.rows * (2 * (dims.qk + dims.v) + 4 * dims.qk)
         return self.keys * 2 * (dims.qk + dims.v)
@@ -127,7 +127,7 @@ def product(instruction: sass_listing.Instruction) -> Product:
 
 
 def work(instructions: list[sass_listing.Instruction]) -> Work:
-    """Of the four warps of a warpgroup."""
+    """Returns the work of the four warps of a warpgroup."""
     lanes = dict.fromkeys(LANES, 0)
     for instruction in instructions:
         unit = unit_of(instruction.name)
@@ -162,7 +162,7 @@ class Iteration:
 
     @property
     def bound(self) -> str:
-        """The unit that is busy most, and how much of the time."""
+        """The busiest unit, and the fraction of time in which it is busy."""
         unit = max(self.units, key=self.units.get)
         return f"{unit} {self.units[unit] / self.cycles:.0%}"
 
@@ -217,7 +217,7 @@ def tasks_in_order(problem: Problem, tiling: Tiling, dims: HeadDims) -> list[int
 
 
 def deal_as_they_end(lengths: list[float]) -> list[float]:
-    """The time of each multiprocessor. The hardware gives the next block to the multiprocessor that is free first."""
+    """Returns the time of each multiprocessor. The first free multiprocessor gets the next block."""
     free = [0.0] * MULTIPROCESSORS
     for length in lengths:
         heapq.heapreplace(free, free[0] + length)
@@ -225,7 +225,7 @@ def deal_as_they_end(lengths: list[float]) -> list[float]:
 
 
 def slots_of_rounds(tiles: list[int], blocks: int) -> list[list[int]]:
-    """Persistent blocks: the slot of each block in each round, as csrc/cuda/sm90/task_rounds.cpp deals them."""
+    """Returns the slot of each persistent block in each round, as csrc/cuda/sm90/task_rounds.cpp assigns them."""
     sums = [[0] * blocks for _ in range(ROUND_ROWS)]
     for task, count in enumerate(tiles):
         sums[task // blocks % ROUND_ROWS][task % blocks] += count + 1
@@ -262,7 +262,10 @@ def seconds(problem: Problem, backward: bool, iteration: Iteration, tiling: Tili
 
 
 def prediction(problem: Problem, backward: bool, head_dim_v: int | None = None) -> dict | None:
-    """TFLOP/s and the unit that bounds them. None without the tools, or for a head dimension without a kernel."""
+    """Returns TFLOP/s and the unit that bounds them.
+
+    None without the tools, or for a head dimension without a kernel.
+    """
     dims = HeadDims(problem.D, head_dim_v or problem.D)
     kernel = ("backward" if backward else "forward", dims)
     iteration = iterations().get(kernel)
@@ -282,7 +285,10 @@ def iterations() -> dict[tuple[str, HeadDims], Iteration]:
 
 @functools.cache
 def main_loops() -> dict[tuple[str, HeadDims], list[sass_listing.Instruction]]:
-    """Of the bfloat16 kernels, by pass and head dimensions. Empty, with a line that says why, if a tool is missing."""
+    """Returns the loops of the bfloat16 kernels, by pass and head dimensions.
+
+    Empty if a tool is missing; prints the reason.
+    """
     result = {}
     try:
         for way in ("forward", "backward"):
@@ -299,7 +305,7 @@ def main_loops() -> dict[tuple[str, HeadDims], list[sass_listing.Instruction]]:
 
 
 def machine_code(way: str) -> Path:
-    """The kernels of the sources as they are: an extension may have been built before."""
+    """Compiles the kernels of the current sources, because the built extension may be older."""
     result = ROOT / "build" / "time_model" / f"{way}.cubin"
     if not units.is_newer_than_sources(result):
         compile_machine_code()
@@ -307,7 +313,7 @@ def machine_code(way: str) -> Path:
 
 
 def compile_machine_code() -> None:
-    """Forward and backward at once, in seconds."""
+    """Compiles forward and backward in parallel, in seconds."""
     compiler = units.nvcc()
     if compiler is None:
         raise FileNotFoundError("needs nvcc: CUDA_HOME, /usr/local/cuda and PATH have none")

@@ -1,4 +1,7 @@
-"""Timing on a GPU with CUDA events, functions in turn; and the same GPU's rates of a matmul and of a copy."""
+"""Timing on a GPU with CUDA events; the functions alternate.
+
+Also measures the GPU's rates of a matmul and of a copy.
+"""
 
 import statistics
 import time
@@ -14,14 +17,14 @@ SLEEP_CYCLES = 1_000_000  # about half a millisecond
 def time_in_turn(
     functions: list[Callable], *, seconds: float, rounds: tuple[int, int], flush_l2: bool = False
 ) -> list[list[float]]:
-    """Seconds of each call by function, by events around it on the current stream; all run once a round.
+    """Returns the seconds of each call for each function, from events around the call on the current stream.
 
-    About `seconds`, and rounds[0] to rounds[1] times. With `flush_l2` a call finds nothing of its inputs in the cache.
-    The GPU is busy while the call is enqueued. So the measured time is the GPU's, not Python's.
+    A round runs every function once. rounds[0] to rounds[1] rounds run, for about `seconds`. With `flush_l2` no input
+    of a call is in the cache. The GPU is busy while a call is enqueued, so the time of Python is not measured.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     scratch = torch.empty(4 * l2_bytes() if flush_l2 else 0, dtype=torch.int8, device="cuda")
-    for function in functions:  # warm up: compilation, handles, the allocator's blocks
+    for function in functions:  # warms up: compilation, handles, the allocator's blocks
         for _ in range(2):
             function()
     torch.cuda.synchronize()
@@ -50,7 +53,7 @@ def median_rate(function: Callable, amount: float) -> float:
 
 
 def dtype_16() -> torch.dtype:
-    """bfloat16, or float16 on GPUs whose tensor cores do not have bfloat16."""
+    """Returns bfloat16, or float16 on GPUs without bfloat16 tensor cores."""
     is_old = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
     return torch.float16 if is_old else torch.bfloat16
 
@@ -60,7 +63,7 @@ def name_of_dtype_16() -> str:
 
 
 def matmul_peak(size: int = MATMUL) -> float:
-    """FLOP/s of torch.mm in dtype_16() on random data: zeros would draw less power and run faster."""
+    """FLOP/s of torch.mm in dtype_16() on random data, because zeros draw less power and run faster."""
     a, b = (torch.randn(size, size, device="cuda", dtype=dtype_16()) for _ in range(2))
     out = torch.empty_like(a)
     return median_rate(lambda: torch.mm(a, b, out=out), matmul_flops(size))

@@ -1,7 +1,7 @@
 """Bytes between the GPU and its memory in one training step of GPT-2 medium's attention, by Nsight Compute.
 
-B 64, H 16, S 1024, D 64, float16: the case of the FlashAttention paper (2022, figure 2 left), which printed 40.3 GB
-for standard attention and 4.4 GB for its own, on an A100 with dropout and a causal mask.
+B 64, H 16, S 1024, D 64, float16: the case of the FlashAttention paper (2022, figure 2 left). The paper has 40.3 GB for
+standard attention and 4.4 GB for FlashAttention, on an A100 with dropout and a causal mask.
 """
 
 import argparse
@@ -20,7 +20,7 @@ BATCH, HEADS, LENGTH, HEAD_DIM = 64, 16, 1024, 64
 
 
 def least_bytes(batch: int) -> int:
-    """Forward reads q, k, v and writes out; backward reads these and dout, and writes three gradients; in 16 bits."""
+    """The forward reads q, k, v and writes out. The backward reads all and dout, and writes 3 gradients. 16 bits."""
     return (4 + 5 + 3) * batch * HEADS * LENGTH * HEAD_DIM * 2
 
 

@@ -1,4 +1,4 @@
-"""Runs a program on the GPU that may hang, and gives it up if it prints nothing for some time."""
+"""Runs a program on the GPU that may hang, and ends it if it prints nothing for some time."""
 
 import os
 import select
@@ -15,9 +15,10 @@ KILL_SECONDS = 2.0  # a process that the driver holds may not end at once
 def watch(
     command: Sequence[str], patience: float, end: float = float("inf"), env: dict[str, str] | None = None
 ) -> tuple[int | None, list[str]]:
-    """The exit status, and the lines of its output, which are also printed. The status is None if it was given up.
+    """Returns the exit status and the lines of output, which are also printed.
 
-    It is given up after `patience` seconds without output, and at time.monotonic() `end`.
+    The program is ended after `patience` seconds without output, and at time.monotonic() `end`. Then the status is
+    None.
     """
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env,
@@ -46,7 +47,7 @@ def text(received: bytes) -> list[str]:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """The process and all that it started."""
+    """Kills the process and all processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
-"""Tasks on the GPU in a process of their own, so that one that hangs or breaks the CUDA context costs only itself.
+"""Runs tasks on the GPU in a separate process. If a task hangs or breaks the CUDA context, only its result is lost.
 
-The parent has a `Worker` and gives it one task after the other. A task that is too slow, or kills its process, is
-an error; the next task gets a new process. The child calls `serve`.
+The parent has a `Worker` and sends it one task after the other. If a task is too slow or kills its process, the result
+is an error, and the next task gets a new process. The child calls `serve`.
 """
 
 import json
@@ -28,9 +28,9 @@ class Worker:
         self.received = b""
 
     def ask(self, task: dict, seconds: float) -> dict:
-        """{"result": result of the child's function} or {"error": reason}.
+        """Returns {"result": result of the child's function} or {"error": reason}.
 
-        "broken" is there too where the process had to be given up: the task hung, crashed or left a CUDA error.
+        The dict also has "broken" if the process was ended because the task hung, crashed or left a CUDA error.
         """
         if time.monotonic() > self.end:
             return {"error": "the time was used up"}
@@ -69,7 +69,7 @@ class Worker:
         return None if "result" in reply else {"error": f"could not start: {reply['error']}", "broken": True}
 
     def _reply(self, seconds: float) -> dict:
-        """The child's next line."""
+        """Returns the child's next line."""
         seconds = min(seconds, self.end - time.monotonic())
         end = time.monotonic() + seconds
         stream = self.process.stdout.fileno()
@@ -100,9 +100,9 @@ class Worker:
 
 
 def serve(function: Callable[[dict], object]) -> None:
-    """The child: answers each task on stdin with what function(task) returns or raises, until stdin ends."""
+    """Runs in the child: answers each task on stdin with the result or the error of function(task)."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries is no reply
+    os.dup2(2, 1)  # the output of libraries must not be a reply
 
     def reply(message: dict) -> None:
         print(json.dumps(message), file=replies, flush=True)
@@ -125,7 +125,7 @@ def first_line(error: Exception) -> str:
 
 
 def cuda_is_broken() -> bool:
-    """Whether an error stays in this process's CUDA context, which then does nothing any more."""
+    """Whether this process's CUDA context has an error, after which it runs nothing."""
     import torch
 
     if not torch.cuda.is_initialized():

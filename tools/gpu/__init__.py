@@ -1,1 +1,1 @@
-"""`make gpu`: its stages, and the ones that measure no time."""
+"""`make gpu`: the list of its stages, and the stages that measure no time."""

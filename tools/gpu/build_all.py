@@ -20,7 +20,7 @@ from benchmarks.gpu import switches, time_model
 from tools.gpu import units
 from tools.gpu.machine import said
 
-# GPUs that get code of their own only: compute capability, and the list for torch.
+# GPUs for which only their own code is built: compute capability, and the list for torch.
 OWN_CODE = {"7.5": "7.5", "9.0": "9.0a"}
 COMMAND = (sys.executable, "setup.py", "build_ext", "--inplace")
 
@@ -34,7 +34,7 @@ class Kernel:
 
 
 def kernels(log: str) -> list[Kernel]:
-    """All that `ptxas -v` reports, in its order."""
+    """Returns the kernels that `ptxas -v` reports, in its order."""
     found = []
     for entry in re.split(r"Compiling entry function ", log)[1:]:
         name = re.match(r"'(\S+)' for '(\w+)'", entry)
@@ -45,7 +45,7 @@ def kernels(log: str) -> list[Kernel]:
 
 
 def text(log: str) -> Iterator[str]:
-    """Warnings first, then kernels with spills, then the other kernels."""
+    """Yields warnings, then kernels with spills, then the other kernels."""
     yield from dict.fromkeys(line for line in log.splitlines() if re.search(r"\bwarning\b|C75\d\d", line))
     found = sorted(kernels(log), key=lambda kernel: (-kernel.spilled, -kernel.registers))
     names = demangled([kernel.name for kernel in found])
@@ -55,7 +55,7 @@ def text(log: str) -> Iterator[str]:
 
 
 def demangled(names: list[str]) -> list[str]:
-    """Without their arguments, if there is a c++filt."""
+    """Demangles names, without arguments, if c++filt is installed."""
     if shutil.which("c++filt") is None or not names:
         return names
     lines = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True).stdout.splitlines()
@@ -76,7 +76,7 @@ def capability() -> str:
 
 
 def run(command: tuple[str, ...]) -> tuple[int, str]:
-    """Its exit status and output, which is also printed as it comes."""
+    """Returns the exit status and the output, which is also printed immediately."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | settings(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

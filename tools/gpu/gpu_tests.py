@@ -1,10 +1,10 @@
 """Runs the tests marked gpu or any_device on the GPU, with a time-out for each case, by the tier that --tier forces.
 
-A case that the forced tier cannot run is skipped, with its reason. "sm90" forces nothing: the selector chooses it
-where it can, and the other tiers for the rest.
+A case that the forced tier cannot run is skipped, with its reason. "sm90" forces nothing: the selector chooses sm90 if
+possible, otherwise another tier.
 
-A case that hangs on the GPU cannot be interrupted: pytest-timeout ends its process, and pytest-xdist goes on with the
-other cases in a new one. Without these two, the first hanging case ends the stage, with a traceback of where it hangs.
+A case that hangs on the GPU cannot be interrupted: pytest-timeout ends its process, and pytest-xdist continues with the
+other cases in a new process. Without these two packages, the first hanging case ends the stage, with its traceback.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def command(junit: Path | None, quick: bool, installed: set[str]) -> list[str]:
 
 
 def run(arguments: list[str], environment: dict[str, str], seconds: float) -> int:
-    """Interrupts pytest when the time is over, so that it still prints its report."""
+    """Runs pytest, and interrupts it when the time is over, so that it still prints its report."""
     process = subprocess.Popen(arguments, cwd=ROOT, env=environment)
     try:
         return process.wait(seconds)

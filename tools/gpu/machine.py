@@ -11,7 +11,7 @@ OLDEST_SETUPTOOLS = 77  # pyproject.toml
 
 
 def said(*command: str) -> str:
-    """The command's output, or why there is none."""
+    """Returns the command's output, or the reason why there is no output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -45,7 +45,7 @@ def installed(package: str) -> str | None:
 
 
 def setuptools(version: str | None) -> str:
-    """The version, and what to do if the build would refuse it."""
+    """Returns the version, with instructions if the build would refuse it."""
     if version is not None and int(version.split(".")[0]) >= OLDEST_SETUPTOOLS:
         return version
     return f"{version or 'missing'}; the build needs {OLDEST_SETUPTOOLS}: pip install 'setuptools>={OLDEST_SETUPTOOLS}'"

@@ -1,11 +1,10 @@
-"""Everything that a machine with an NVIDIA GPU can tell, in one command: `make gpu`, or this file.
+"""Runs all tests and measurements of a machine with an NVIDIA GPU: `make gpu`, or this file.
 
-Runs the stages of stages.py one after the other, each in a process of its own with a time-out, and goes on past one
-that fails. The first stages, as many as their time-outs together fit into --limit, have their time whatever the others
-do; the later ones share what is left over. Fewer stages (--only) get more time each. Writes into --out: <stage>.log,
-what the stages measured, and after every stage summary.json and summary.md. At the end it copies summary and
-measurements to benchmarks/results/<gpu>/, to be committed, unless --quick or --only is given. The exit status is 0 if
-no stage failed.
+Runs the stages of stages.py one after the other, each in a separate process with a time-out, and continues after a
+failure. The first stages with time-outs that together fit into --limit always have their full time. Later stages share
+the remaining time. Fewer stages (--only) have more time each. Writes to --out: <stage>.log, the measurements of the
+stages, and, after every stage, summary.json and summary.md. At the end it copies summary and measurements to
+benchmarks/results/<gpu>/, to be committed, unless --quick or --only is given. The exit status is 0 if no stage failed.
 """
 
 import argparse
@@ -25,10 +24,10 @@ from pathlib import Path
 from benchmarks import ROOT
 from tools.gpu.stages import Stage, stages
 
-SKIPPED = 77  # the exit status of a stage that lacks a tool; its last line says which
-GRACE = 1.0  # seconds between asking a stage to end and killing it, and for it to be gone after that
-OVERHEAD = 2 * GRACE + 0.5  # seconds that a stage may take beyond its time-out: to end, and for the summary
-SHORTEST = 10.0  # seconds: a stage that does not fit in before the limit is begun if this much is left
+SKIPPED = 77  # the exit status of a stage that lacks a tool; its last line names the tool
+GRACE = 1.0  # seconds between the request to end a stage and its kill, and for its end after the kill
+OVERHEAD = 2 * GRACE + 0.5  # seconds that a stage may take after its time-out: to end, and for the summary
+SHORTEST = 10.0  # a stage with a longer time-out than the remaining seconds starts if at least this many remain
 MACHINE_SECONDS = 25.0  # for machine.py
 NO_TIME = "no time left"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -45,7 +44,7 @@ class Result:
 
 
 def run(stage: Stage, log: Path, timeout: float) -> Result:
-    """Its output goes to the log as it comes, so that the log holds it whatever happens to us."""
+    """Runs a stage. Its output is written to the log immediately, so the log is complete even if this process ends."""
     start = time.monotonic()
     given = {"PYTHONUNBUFFERED": "1", "GPU_STAGE_END": f"{time.time() + timeout:.1f}"}
     environment = os.environ | given | stage.environment
@@ -68,9 +67,10 @@ def run(stage: Stage, log: Path, timeout: float) -> Result:
 
 
 def end(process: subprocess.Popen) -> None:
-    """The process and all that it started. Asked first: a compiler then removes its files.
+    """Ends the process and all processes that it started.
 
-    One that the GPU's driver holds may outlive even a kill: nobody waits for that.
+    First requests the end, so that a compiler removes its files. A process that the GPU's driver holds may survive a
+    kill; this function does not wait for it.
     """
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -89,9 +89,9 @@ def last_line(log: Path) -> str:
 
 
 def seconds_of(chosen: list[Stage], limit: float) -> list[float]:
-    """The time limit of each stage: its time-out, or more if the sum leaves some of the limit. 0: the remaining time.
+    """Returns the time limit of each stage: its time-out, or more if the sum is below the limit.
 
-    From the first one on that the limit does not hold, stages get what is left over.
+    0 means the remaining time: for the first stage that does not fit into the limit, and for all later stages.
     """
     wanted = sum(stage.timeout for stage in chosen)
     factor = max(1.0, (limit - len(chosen) * OVERHEAD) / wanted)
@@ -103,7 +103,10 @@ def seconds_of(chosen: list[Stage], limit: float) -> list[float]:
 
 
 def run_all(chosen: list[Stage], out: Path, machine: dict, limit: float, pack: Path | None) -> list[Result]:
-    """Within `limit` seconds. A stage for which no time is left is not started: no failure, but the summary says so."""
+    """Runs the stages within `limit` seconds. If no time remains, a stage does not start.
+
+    This is no failure; the summary lists it.
+    """
     end_of_all = time.monotonic() + limit
     reasons = {stage.name: why_not(stage, machine) for stage in chosen}
     results = [Result(name, "skipped", 0.0, 0.0, reason) for name, reason in reasons.items() if reason]
@@ -127,7 +130,10 @@ def run_all(chosen: list[Stage], out: Path, machine: dict, limit: float, pack: P
 
 
 def why_not(stage: Stage, machine: dict) -> str:
-    """Why the stage is not for the machine's GPU. Empty if it is, or if torch sees no GPU: the stage then says so."""
+    """Returns why the stage is not for the machine's GPU.
+
+    Empty if it is, or if torch sees no GPU, because the stage reports this.
+    """
     capability = machine.get("compute capability")
     if capability is None or int(capability.replace(".", "")) in stage.gpus:
         return ""
@@ -141,7 +147,7 @@ def write_summary(results: list[Result], out: Path, machine: dict) -> None:
     tables = [
         (path.stem, path.read_text()) for path in (out / f"{result.stage}.txt" for result in results) if path.exists()
     ]
-    # The stages come last: of a long output, machines often return the end.
+    # The stages are last, because machines often return only the end of a long output.
     (out / "summary.md").write_text("".join(f"## {n}\n\n{t}\n" for n, t in tables) + markdown(results, machine))
 
 
@@ -155,7 +161,7 @@ def markdown(results: list[Result], machine: dict) -> str:
 
 
 def write_pack(out: Path, pack: Path) -> None:
-    """Few files, for a machine that gives back only few: the summary, and all of `out` in one archive."""
+    """Writes the summary, and one archive of all of `out`, for a machine that returns only few files."""
     pack.mkdir(parents=True, exist_ok=True)
     shutil.copy(out / "summary.md", pack)
     with tarfile.open(pack / "results.tar.gz", "w:gz") as archive:
@@ -163,7 +169,10 @@ def write_pack(out: Path, pack: Path) -> None:
 
 
 def results_folder(machine: dict) -> Path | None:
-    """For the committed results: "NVIDIA H200, 1 of them" has benchmarks/results/h200. None without a GPU."""
+    """Returns the folder of the committed results: benchmarks/results/h200 for "NVIDIA H200, 1 of them".
+
+    None without a GPU.
+    """
     if "compute capability" not in machine:
         return None
     name = re.sub(r"^nvidia |,.*", "", machine["GPU"].lower())
@@ -171,7 +180,7 @@ def results_folder(machine: dict) -> Path | None:
 
 
 def copy_results(out: Path, folder: Path) -> None:
-    """The summary and what the stages measured, without logs. Files of an earlier run are removed."""
+    """Copies the summary and the measurements, without logs. Removes files of an earlier run."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for path in sorted(out.iterdir()):
@@ -180,7 +189,7 @@ def copy_results(out: Path, folder: Path) -> None:
 
 
 def describe(commit: str | None) -> dict:
-    """The machine, by a process of its own: importing torch or asking the driver may fail or hang."""
+    """Describes the machine in a separate process, because torch or the driver may fail or hang."""
     facts = {"time": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "commit": commit or current_commit(), "python": sys.version}
     command = [sys.executable, "-m", "tools.gpu.machine"]
     try:

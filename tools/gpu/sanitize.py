@@ -1,7 +1,7 @@
-"""One tool of compute-sanitizer over small calls of every tier: memcheck, racecheck, initcheck or synccheck.
+"""Runs a tool of compute-sanitizer on small calls of every tier: memcheck, racecheck, initcheck or synccheck.
 
-With the argument `calls` it makes the calls; compute-sanitizer runs this. If a call hangs, the tool begins again with
-the next one.
+compute-sanitizer runs this file with the argument `calls`, which makes the calls. If a call hangs, the tool starts
+again with the next call.
 """
 
 import functools
@@ -30,14 +30,14 @@ def sanitizer() -> str | None:
 
 
 def names() -> list[tuple[str, str]]:
-    """Tier and name of every call that this GPU runs, in their order. Without a GPU: of every call."""
+    """Returns tier and name of every call that this GPU runs, in order. Without a GPU: of every call."""
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (None, None)
     tiers = [tier for tier in CALLS if major is None or 10 * major + minor in GPUS[tier]]
     return [(tier, name) for tier in tiers for name in CALLS[tier]]
 
 
 def make_calls(first: int) -> None:
-    """Every pass of every call of every tier from number `first` on, by force of that tier."""
+    """Makes all passes of all calls from number `first` on, with the tier forced."""
     from flash_attn_ext import flash_attn, force_cuda_tier
 
     for tier, name in names()[first:]:
@@ -55,7 +55,7 @@ def make_calls(first: int) -> None:
 
 
 def run(command: list[str], environment: dict[str, str], patience: float = PATIENCE) -> int:
-    """The worst exit status. `command` gets the number of its first call, and prints a line after each call."""
+    """Returns the worst exit status. `command` gets the number of its first call, and prints a line after each call."""
     first, worst, end = 0, 0, time.monotonic() + needs.seconds_left() - AT_THE_END
     while first < len(names()):
         status, lines = watch([*command, str(first)], patience, end, environment)
@@ -81,7 +81,7 @@ def main(tool: str, first: int = 0) -> int:
     program = sanitizer()
     if program is None:
         needs.skip("compute-sanitizer is not on this machine")
-    # Every tensor an allocation of its own: in torch's cache, one tensor's neighbour hides an access beyond its end.
+    # Every tensor has a separate allocation. In torch's cache, an access beyond a tensor would hit its neighbour.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [program, f"--tool={tool}", f"--error-exitcode={FOUND}", "--print-limit=20"]
     return run([*command, sys.executable, "-m", __spec__.name, "calls"], environment)

@@ -1,4 +1,4 @@
-"""A pytest plugin: a case that the tier forced by FLASH_ATTN_EXT_CUDA_TIER refuses is skipped, with the reason."""
+"""A pytest plugin that skips a case, with the reason, if the tier forced by FLASH_ATTN_EXT_CUDA_TIER refuses it."""
 
 import os
 

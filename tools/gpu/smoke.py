@@ -1,7 +1,7 @@
-"""Does a tier run at all, and right? Small calls by force of that tier, each pass of each call against fp64.
+"""Checks that a tier runs and is correct: small calls with the tier forced, each pass of each call compared with fp64.
 
-A call that hangs or breaks the CUDA context costs a few seconds, and the next one runs in a new process. Of the tests'
-error rule this is only a rough form: it tells a wrong kernel from one that rounds.
+If a call hangs or breaks the CUDA context, a few seconds are lost, and the next call runs in a new process. The error
+limit is only a rough form of the tests' rule: it distinguishes a wrong kernel from rounding.
 """
 
 import argparse
@@ -13,21 +13,21 @@ from benchmarks.gpu import needs
 from benchmarks.gpu.worker import Worker, serve
 from tools.gpu.calls import CALLS, FORWARD_MODE, Call, inputs
 
-PATIENCE = 5.0  # seconds for one call, which needs milliseconds
+PATIENCE = 5.0  # seconds for one call, which takes milliseconds
 AT_THE_END = 1.0  # seconds of the stage for the verdict
-AT_ONCE = 4  # processes: a hang then delays only a part of the calls
-# Of the largest value. Gradients are sums of more terms.
+AT_ONCE = 4  # processes, so that a hang delays only a part of the calls
+# Fractions of the largest value. Gradients are sums of more terms.
 ALLOWED = {"bfloat16": 0.03, "float16": 0.005, "float32": 1e-4, "float64": 1e-10}
 
 
 def tasks(tier: str) -> list[dict]:
-    """All forwards first: a backward needs one."""
+    """Returns all forwards first, because a backward needs one."""
     passes = ["forward", "backward", *["jvp"] * (tier in FORWARD_MODE)]
     return [{"tier": tier, "name": name, "pass": way} for way in passes for name in CALLS[tier]]
 
 
 def check(task: dict) -> dict:
-    """In the child. The largest error of each result, as a part of the largest value."""
+    """Runs in the child. Returns the largest error of each result, as a fraction of the largest value."""
     import flash_attn_ext
 
     flash_attn_ext.force_cuda_tier(task["tier"])
@@ -71,7 +71,7 @@ def jvp_errors(call: Call, attention) -> dict:
 
 
 def dense(tensors: Sequence, options: dict) -> tuple:
-    """By the tests' oracle."""
+    """Computes the results by the tests' reference."""
     from tests.support import reference
 
     known = {name: value for name, value in options.items() if name not in ("is_causal", "deterministic")}
@@ -81,7 +81,7 @@ def dense(tensors: Sequence, options: dict) -> tuple:
 
 
 def error(ours, exact) -> float:
-    """NaN if they do not have their infinite values in the same places."""
+    """Returns the error. NaN if infinite values are at different places."""
     import torch
 
     if not torch.equal(torch.isfinite(ours), torch.isfinite(exact)):
@@ -105,7 +105,7 @@ def verdict(task: dict, reply: dict) -> tuple[bool, str]:
 
 
 def run(tier: str, command: list[str]) -> list[tuple[bool, str]]:
-    """The verdicts, printed as they come."""
+    """Returns the verdicts, and prints each immediately."""
 
     def some(part: list[dict]) -> list[tuple[bool, str]]:
         found = []

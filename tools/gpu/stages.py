@@ -1,9 +1,8 @@
-"""The stages of `make gpu`, in the order in which they run. Each is a command of its own, with a time-out.
-
-The most informative stages come first: the compiler's messages, units of the hardware, whether sm90 runs, how evenly
-its blocks share causal work, its switches, then the other tiers and speed. A stage that is not for the machine's GPU
-is skipped. On a Hopper the time-outs of the stages up to tests-simt add up to at most run.py's --limit. With 16 cores
-a build takes less than its time-out; later stages run in the rest.
+"""The stages of `make gpu`, in the order in which they run. Each is a separate command with a time-out. The most
+informative stages are first: the compiler's messages, units of the hardware, whether sm90 runs, the balance of its
+blocks in causal calls, and its switches. Then follow the other tiers and speed. A stage that is not for the machine's
+GPU is skipped. On a Hopper the time-outs of the stages up to tests-simt add up to at most run.py's --limit. With 16
+cores a build takes less than its time-out; later stages use the remaining time.
 """
 
 import sys
@@ -19,7 +18,7 @@ class Stage:
     command: tuple[str, ...]
     timeout: float  # seconds
     environment: dict[str, str] = field(default_factory=dict)  # added to this process's variables
-    gpus: range = GPUS["simt"]  # ten times the compute capabilities of the GPUs that it is for
+    gpus: range = GPUS["simt"]  # ten times the compute capabilities of its GPUs
 
 
 def script(module: str, *arguments: str) -> tuple[str, ...]:
@@ -69,5 +68,5 @@ def stages(out: Path, quick: bool) -> list[Stage]:
 
 
 def files(out: Path, name: str) -> tuple[str, str, str]:
-    """For the tables, for everything measured, for the figure."""
+    """Returns the files for the tables, for all measurements, and for the figure."""
     return tuple(f"--{kind}={out / name}.{end}" for kind, end in (("text", "txt"), ("json", "json"), ("plot", "png")))

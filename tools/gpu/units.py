@@ -1,4 +1,4 @@
-"""Compiles tests/gpu_units and runs it: does the hardware behave as the kernels and their host run assume?"""
+"""Compiles and runs tests/gpu_units, which checks what the kernels and the host tests assume about the hardware."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from benchmarks import ROOT
 
 SOURCES = ROOT / "tests" / "gpu_units"
 PROGRAM = ROOT / "build" / "gpu_units"
-# Not -arch=sm_90a, which with nvcc 13.0 also makes a pass for plain sm_90.
+# Not -arch=sm_90a, because nvcc 13.0 then also compiles for sm_90.
 FLAGS = ("-std=c++20", "-O1", "--expt-relaxed-constexpr", "-gencode=arch=compute_90a,code=sm_90a")
 
 
@@ -26,7 +26,7 @@ def sources() -> list[Path]:
 
 
 def compile_units(compiler: str) -> None:
-    """Sources in parallel. Exits if one does not compile."""
+    """Compiles the sources in parallel. Exits if one does not compile."""
     PROGRAM.parent.mkdir(exist_ok=True)
     objects = [PROGRAM.parent / f"gpu_units_{source.stem}.o" for source in sources()]
     compilers = [
@@ -39,13 +39,13 @@ def compile_units(compiler: str) -> None:
 
 
 def is_newer_than_sources(output: Path) -> bool:
-    """Than the units, and all of csrc, which they include."""
+    """Whether the output is newer than the units and all of csrc, which they include."""
     files = [*SOURCES.iterdir(), *(path for path in (ROOT / "csrc").rglob("*") if path.is_file())]
     return output.exists() and output.stat().st_mtime > max(path.stat().st_mtime for path in files)
 
 
 def try_to_compile() -> None:
-    """Beside the build: the stage `units` compiles them again, and fails, if this does."""
+    """Compiles in parallel to the build. If this fails, the stage `units` compiles again and reports the failure."""
     compiler = nvcc()
     if compiler and not is_newer_than_sources(PROGRAM):
         with suppress(SystemExit, subprocess.CalledProcessError):

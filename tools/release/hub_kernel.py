@@ -29,8 +29,8 @@ Exact attention on CPU: `AutoModel.from_pretrained(..., attn_implementation="org
 def variant(wheel: str) -> str:
     """torch213-cxx11-cpu-x86_64-linux, from the name of a wheel. Raises ValueError for a wheel without torch's version.
 
-    A variant does not name a Python. Wheels for several Pythons share its folder, as their extensions' names
-    differ.
+    A variant does not name a Python version. Wheels for several Python versions share its folder, because the file
+    names of their extensions differ.
     """
     match = re.fullmatch(r"flash_attn_ext-[\d.]+\+torch(\d)\.(\d+)-cp3\d+-cp3\d+-.*(x86_64|aarch64)\.whl", wheel)
     if not match:

@@ -1,7 +1,7 @@
 """flash_attn_ext as a kernel of the Hugging Face Hub: attn_implementation="org/repo" in transformers.
 
-transformers calls `flash_attn_forward` and gives it the masks of its "sdpa". All other functions are in `library`, the
-package flash_attn_ext of this folder.
+transformers calls `flash_attn_forward` with the masks of its "sdpa". All other functions are in `library`, the package
+flash_attn_ext of this folder.
 """
 
 import importlib.util
@@ -13,7 +13,10 @@ HERE = Path(__file__).parent / "flash_attn_ext"
 
 
 def load_library() -> ModuleType:
-    """Imports the package of this folder as `flash_attn_ext`. A process has one: its operators are registered once."""
+    """Imports the package of this folder as `flash_attn_ext`.
+
+    A process can import only one, because its operators are registered once.
+    """
     loaded = sys.modules.get("flash_attn_ext")
     if loaded is not None:
         version = (HERE / "_version.py").read_text().split('__version__ = "')[1].split('"')[0]

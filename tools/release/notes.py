@@ -30,7 +30,7 @@ def section(changelog: str, version: str) -> str:
 
 
 def table(wheels: Sequence[Wheel]) -> str:
-    """A Markdown table with one row for each pair of torch and Python, also for pairs without a wheel."""
+    """Returns a Markdown table with one row for each pair of torch and Python, including pairs without a wheel."""
     rows = ["| torch | Python | wheel | MB | build, minutes | result |", "|---|---|---|---|---|---|"]
     for wheel in wheels:
         size = f"{wheel.bytes / 1e6:.1f}" if wheel.file else ""
@@ -40,6 +40,6 @@ def table(wheels: Sequence[Wheel]) -> str:
 
 
 def notes(changelog: str, version: str, wheels: Sequence[Wheel]) -> str:
-    """The whole text, in Markdown."""
+    """Returns the whole text, in Markdown."""
     parts = [f"# flash_attn_ext {version}", section(changelog, version), INSTALL.format(version=version)]
     return "\n\n".join([*(part.strip() for part in parts), "## Wheels", table(wheels)]) + "\n"

@@ -2,12 +2,13 @@
 
     python -m tools.release.run [--out build/release] [--all] [--only 2.13.0/3.11 ...] [--wheels FOLDER] [--complete]
 
-The folder has: the sdist; a wheel for each pair of HERE in versions.py, or with --all of PAIRS, built from this sdist
-and tested in an empty environment without a compiler; index.html for `pip install --find-links`; sbom.cdx.json;
-NOTES.md; SHA256SUMS.
+The folder has the sdist, index.html for `pip install --find-links`, sbom.cdx.json, NOTES.md and SHA256SUMS. It has a
+wheel for each pair of HERE in versions.py, or with --all for each pair of PAIRS. A wheel is built from the sdist, and
+tested in an empty environment without a compiler.
 
-A pair whose Python or torch cannot be had here is listed in NOTES.md with the reason. With --complete it is an error.
-With --wheels nothing is compiled: the wheels of that folder, built and tested elsewhere, are taken (the tag workflow).
+If the Python or torch of a pair is not available, NOTES.md lists the pair with the reason. With --complete this is an
+error. With --wheels nothing is compiled: the release uses the wheels of this folder, which were built and tested
+elsewhere (by the tag workflow).
 """
 
 import argparse
@@ -38,7 +39,7 @@ def make_sdist(out: Path) -> Path:
 
 
 def unpacked(sdist: Path, work: Path) -> Path:
-    """Wheels are built from the sdist, so that a file which it lacks is noticed."""
+    """Unpacks the sdist. Wheels are built from it, so that a missing file is noticed."""
     work.mkdir(parents=True, exist_ok=True)
     with tarfile.open(sdist) as archive:
         top = archive.getnames()[0].split("/")[0]
@@ -48,7 +49,7 @@ def unpacked(sdist: Path, work: Path) -> Path:
 
 
 def pairs(only: list[str]) -> list[tuple[str, str]]:
-    """All pairs (torch, Python), or the pairs of `only`. Raises ValueError for an unknown pair."""
+    """Returns all pairs (torch, Python), or the pairs of `only`. Raises ValueError for an unknown pair."""
     names = ["/".join(pair) for pair in PAIRS]
     unknown = set(only) - set(names)
     if unknown:

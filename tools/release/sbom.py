@@ -1,6 +1,6 @@
 """The bill of materials of a release, by cyclonedx-python-lib: https://cyclonedx.org, specification 1.6.
 
-The wheels contain our code only: torch, libgomp and libstdc++ stay outside, and auditwheel checks it. So the list has
+The wheels contain only our code, without torch, libgomp and libstdc++; auditwheel checks this. So the list has
 the released files with their checksums, torch as the only requirement at run time, and the packages that build a wheel.
 """
 

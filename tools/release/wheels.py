@@ -24,14 +24,14 @@ def uv(*arguments: str | Path) -> subprocess.CompletedProcess:
 
 
 def uv_environment() -> dict[str, str]:
-    """uv reads variables of its own. A release uses the package sources that pip was told."""
+    """Returns the environment for uv. uv reads other variables than pip; a release uses pip's package sources."""
     names = {"PIP_FIND_LINKS": "UV_FIND_LINKS", "PIP_EXTRA_INDEX_URL": "UV_EXTRA_INDEX_URL"}
     told = {ours: os.environ[pips] for pips, ours in names.items() if os.environ.get(pips)}
     return {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_NO_PROGRESS": "1"} | told | dict(os.environ)
 
 
 def find_python(version: str) -> str | None:
-    """The path of an interpreter: an installed one, or one that uv downloads. None if there is neither."""
+    """Returns the path of an interpreter: an installed one, or one that uv downloads. None if there is neither."""
     found = uv("python", "find", "--no-project", version)
     if found.returncode:
         uv("python", "install", version)
@@ -42,8 +42,8 @@ def find_python(version: str) -> str | None:
 def make_wheel(source: Path, work: Path, out: Path, torch: str, python: str) -> Wheel:
     """Builds `source` for this pair, and moves the wheel to `out` if its tests pass.
 
-    A pair that cannot be built here, because its Python or torch cannot be had, gives a `Wheel` without a file.
-    A build or a test that fails raises RuntimeError, with the log's path.
+    If the Python or torch of a pair is not available, returns a `Wheel` without a file. If a build or a test fails,
+    raises RuntimeError with the log's path.
     """
     interpreter = find_python(python)
     work.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def make_wheel(source: Path, work: Path, out: Path, torch: str, python: str) -> 
 
 
 def described(file: Path) -> Wheel:
-    """The record of a wheel that was built and tested elsewhere, from its name: the tag workflow's jobs."""
+    """Returns the record of a wheel that a job of the tag workflow built and tested, from its name."""
     match = re.fullmatch(r"flash_attn_ext-[\d.]+\+torch([\d.]+)-cp3(\d+)-cp3\d+-(\w+(?:\.\w+)*)\.whl", file.name)
     if not match:
         raise ValueError(f"not the name of a wheel of this package with its torch: {file.name}")
