@@ -97,7 +97,8 @@ class TestCountedEqualsPredicted:
     def test_flash1(self, N, d, M):
         forward, backward = count_flash1(N, d, M)
         T_c = math.ceil(N / math.ceil(M / (4 * d)))
-        # k and v once; a round of q, out (read and written), l and m (likewise) for each block of k; the first values.
+        # k and v once; for each block of k one round of q, out, l and m (out, l and m read and written); the first
+        # values.
         assert forward.accesses == 2 * N * d + T_c * (3 * N * d + 4 * N) + N * d + 2 * N
         # k, v, dk, dv once; a round of q, dout, out, dq (read and written), l and m; dq's zeros.
         assert backward.accesses == 4 * N * d + T_c * (5 * N * d + 2 * N) + N * d
@@ -121,7 +122,7 @@ class TestCountedEqualsPredicted:
 
     @pytest.mark.parametrize("n", [1, 1000, 5000])
     def test_softmax(self, n):
-        """Reads and writes an element: 3 + 1 for the safe softmax, 2 + 1 for the online one, as for the naive one."""
+        """Reads + writes of an element: 3 + 1 in the safe softmax, 2 + 1 in the online and the naive softmax."""
         for function, passes in ((softmax.naive_softmax, 2), (softmax.safe_softmax, 3), (softmax.online_softmax, 2)):
             memory = SlowMemory(256 + 16)  # a block and its scratch: nothing grows with n
             function(*shapes((3, n)), block=256, memory=memory)
@@ -162,7 +163,7 @@ def test_unified_maximum_rescales_nothing():
 
 
 class TestTheorems:
-    """N, d and M vary over sweeps, and the exponents are measured on the counts."""
+    """N, d and M vary, and the exponents are fitted to the counts."""
 
     @pytest.mark.parametrize("count", [count_standard, lambda N, d: count_flash1(N, d, 16384), count_flash2])
     def test_flops_grow_as_N2_d(self, count):
@@ -182,14 +183,14 @@ class TestTheorems:
     @pytest.mark.parametrize("d", [16, 64, 128])
     @pytest.mark.parametrize("M", [3 * 128 * 128, 10**6])
     def test_standard_accesses_are_Nd_plus_N2(self, d, M):
-        """Theta: between two constants, on a chip that holds d x d, and whatever else its size."""
+        """Theta: the ratio stays between two constants, for every chip that holds d x d elements."""
         for N in (256, 1024, 4096):
             for memory, least in zip(count_standard(N, d, M), (4, 7), strict=True):
                 assert least <= memory.accesses / (N * d + N * N) <= 5 * least
 
     @pytest.mark.parametrize("d", [16, 64, 128])
     def test_flash_accesses_are_N2_d2_over_M(self, d):
-        """Theta, for M from d * 8 to Nd: one constant from below, one from above, over N and M."""
+        """Theta, for M from 8 d to N d: one lower and one upper constant hold for all N and M."""
         ratios = []
         for N in (512, 2048):
             for M in (d * 64, N * d // 4, N * d):
@@ -221,7 +222,7 @@ class TestTheorems:
 
 class TestTheChip:
     def test_flash1_needs_M_up_to_a_constant(self):
-        """B_c = M / 4d puts k, v, q and out into M; the score tile comes on top where d >= sqrt(M) / 2."""
+        """B_c = M / 4d fits k, v, q and out into M. The score tile needs further memory if d >= sqrt(M) / 2."""
         forward, backward = count_flash1(1024, 64, 65536)
         assert forward.chip.peak <= 65536
         for d in (32, 64, 128):

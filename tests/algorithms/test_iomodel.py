@@ -96,7 +96,7 @@ class TestThePublishedTable:
             assert step.ratio == pytest.approx(1, abs=0.05)
 
     def test_as_printed_flash_attention_moves_more_than_published(self):
-        """The difference that the steps explain must be there to be explained."""
+        """The difference that the steps explain must exist."""
         printed = gpt2.counted()["flash1"].bytes / 1e9
         assert 1.2 * 4.4 < printed < 1.3 * 4.4
 
@@ -118,7 +118,10 @@ class TestThePublishedTable:
 
 
 def test_with_a_perfect_cache_each_tensor_moves_once():
-    """FlashAttention-2 loads K and V for every block of queries, FlashAttention-1 Q and O for every one of keys."""
+    """FlashAttention-2 loads K and V for every block of queries.
+
+    FlashAttention-1 loads Q and O for every block of keys.
+    """
     problem = replace(SMALL, B=1, H=1, backward=False)
     q, _, _ = problem.tensors(3)
     flash1, flash2_ = (count(name, problem, 8192, (64, 64)) for name in ("flash1", "flash2"))

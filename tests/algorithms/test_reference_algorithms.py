@@ -1,4 +1,4 @@
-"""flash_attn_ext.reference: each algorithm against the dense oracle in fp64, with inputs that break naive ones."""
+"""flash_attn_ext.reference: each algorithm against the dense oracle in fp64. Naive algorithms fail on the inputs."""
 
 import math
 from itertools import pairwise
@@ -206,7 +206,7 @@ def test_unified_maximum_recomputes_exactly_the_rows_that_leave_the_range():
 
 @pytest.mark.parametrize("phi", [-300.0, 0.0, 300.0, 1e4])
 def test_any_phi_gives_the_same_result(phi):
-    """Near the scores nothing is computed again; a phi far away costs the second computation, not the result."""
+    """With phi near the scores nothing is computed again. With phi far away the second computation gives the result."""
     x = make("plain", n_q=4)
     result = flash_decoding_pp.decode(x.q, x.k, x.v, phi=phi, num_splits=3)
     assert_equal_to_dense(x, dense(x), result.out, result.lse)

@@ -26,7 +26,7 @@ def output_of(command: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Without the lines of the tables, which are rich's own affair."""
+    """Without the lines of the tables, which the package rich draws."""
     return re.sub(r"[\u2500-\u257f]", " ", text).split()
 
 

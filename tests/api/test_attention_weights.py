@@ -104,7 +104,7 @@ def test_gradcheck_of_first_and_second_derivatives():
 
 
 def test_second_derivatives_over_several_values():
-    """More keys than a value has columns."""
+    """More keys than value has columns."""
     inputs = [t.detach().requires_grad_() for t in make_qkv(1, 2, 3, 520, 4, dtype=torch.float64)[:2]]
     results = []
     for weights in (weights_of, dense_weights):

@@ -23,7 +23,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removepre
 def test_a_fully_masked_row_is_zero(isa, dtype, kind):
     q, k, v = make_qkv(2, 2, 100, 70, 16, dtype=dtype)
     mask, causal = None, None
-    if kind == "causal":  # lower right, S_q > S_k: the first 30 rows see nothing
+    if kind == "causal":  # lower right, S_q > S_k: the first 30 rows have no visible key
         causal, dead = "lower_right", torch.arange(100) < 30
     else:
         dead = torch.rand(100) < 0.3
@@ -47,7 +47,7 @@ def test_a_fully_masked_row_is_zero(isa, dtype, kind):
 @pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e30, -1e9, -1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_finite_mask_values_are_not_minus_infinity(isa, dtype, value):
-    """Masks of finfo.min or -1e9 (as Hugging Face's): a row of nothing else is uniform, as in torch, not zero.
+    """Masks of finfo.min or -1e9 (as Hugging Face's): a row with only such values is uniform, as in torch, not zero.
 
     Next to 1e9, lse cannot hold log(S_k). The gradients must still equal the gradients of a uniform row.
     """
@@ -84,12 +84,12 @@ def test_torch_gives_nan_where_we_give_zero():
 @pytest.mark.parametrize("where", ["key", "value", "both"])
 @pytest.mark.parametrize("kind", ["causal", "window", "bool", "float", "padding"])
 def test_masked_values_cannot_poison(isa, dtype, poison, where, kind):
-    """Inputs that are not finite in masked positions change neither out, nor lse, nor any gradient."""
+    """Infinite or NaN inputs in masked positions change neither out, nor lse, nor any gradient."""
     q, k, v = make_qkv(2, 2, 70, 150, 24, dtype=dtype)
     mask, options = None, {}
     bad = torch.zeros(150, dtype=torch.bool)
     bad[[5, 63, 64, 100, 149]] = True
-    if kind == "causal":  # upper left: keys from 70 on are seen by nobody, key 69 by the last row only
+    if kind == "causal":  # upper left: no query sees keys from 70 on, and only the last row sees key 69
         bad[:] = torch.arange(150) >= 70
         options = {"causal": "upper_left"}
     elif kind == "window":  # query i sees keys i + 75 to i + 80
@@ -122,7 +122,7 @@ def test_masked_values_cannot_poison(isa, dtype, poison, where, kind):
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_a_partly_visible_nan_reaches_exactly_who_attends_to_it(isa, poison, softcap):
-    """Causal: key and value 40 hold the poison; rows before 40 must not notice, rows from 40 on must."""
+    """Causal: key and value 40 hold the poison. It must reach rows from 40 on, and no row before 40."""
     q, k, v = make_qkv(1, 1, 100, 100, 16)
     with torch.no_grad():
         v[:, :, 40] = poison
@@ -281,7 +281,7 @@ def test_lse_of_16_bit_inputs_is_nearly_float32s(isa, dtype):
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (90, 20)])
 def test_gradients_of_many_blocks_for_any_thread_count(isa, threads, window):
-    """Blocks of keys take turns at dQ; where a window ends, a block has nobody to wait for."""
+    """Blocks of keys take turns at dQ; at a window's end a block waits for no other block."""
     q, k, v = make_qkv(1, 2, 650, 700, 8, dtype=torch.float64)
     distance = torch.arange(700) - torch.arange(650)[:, None] - (700 - 650)
     left, right = (700 if n < 0 else n for n in window)
@@ -343,7 +343,7 @@ class TestDropout:
         assert kept.float().mean().item() == pytest.approx(1 - p, abs=5 * (p * (1 - p) / kept.numel()) ** 0.5)
 
     def test_elements_are_independent(self):
-        """No row, column, head or batch repeats another's pattern, nor its neighbour's."""
+        """No row, column, head or batch repeats the pattern of another one."""
         kept = dropout_mask(new_rng_state(), 2, 2, 64, 64, 0.5).double() - 0.5
         flat = kept.flatten()
         for shift in (1, 2, 8, 16, 63, 64, 65, 64 * 8, 64 * 64, 2 * 64 * 64):

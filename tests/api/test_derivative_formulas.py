@@ -28,7 +28,7 @@ def options(kept, softcap, causal):
 
 
 def terms(x, tangents, o):
-    """s, P, R, y', y'' and e, w of the page; rows that see nothing have P = 0."""
+    """s, P, R, y', y'' and e, w of the page; P = 0 in rows without a visible key."""
     q, k, _, mask, slopes = x
     tq, tk, _, tmask, tslopes = tangents
     y = scaled = o["scale"] * q @ k.mT

@@ -27,7 +27,7 @@ def leaf(*shape):
 
 
 def case(name, heads=2, heads_kv=2, bias="none", seqlen_q=4, seqlen_k=6):
-    """A function of the tensors that have a gradient, and these."""
+    """Returns a function of the tensors that have a gradient, and the tensors."""
     tensors = [leaf(2, heads, seqlen_q, 3), leaf(2, heads_kv, seqlen_k, 3), leaf(2, heads_kv, seqlen_k, 2)]
     if bias == "all":
         tensors += [leaf(2, 1, seqlen_q, seqlen_k), leaf(heads), leaf(2, heads)]
@@ -75,7 +75,7 @@ def second_order(function, inputs, tangents, cotangents):
 @pytest.mark.parametrize("seqlens", [(70, 130), (130, 67), (3, 200)], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "options"])
 def test_against_the_dense_reference(isa, dtype, seqlens, kind):
-    """By the error rule: errors of torch's own autograd in the same dtype are the measure."""
+    """The error rule compares with the errors of torch's own autograd in the same dtype."""
     seqlen_q, seqlen_k = seqlens
     inputs = make_qkv(2, 4, seqlen_q, seqlen_k, 24, heads_kv=2, dtype=dtype)
     options, dense_options = {}, {}
@@ -147,7 +147,7 @@ def test_hessian_jacfwd_and_vmap_of_jvp():
 
 
 def test_only_inputs_with_a_tangent_and_only_wanted_gradients():
-    """Each input alone has a tangent, and each alone a second gradient."""
+    """Each input has a tangent, and a second gradient, without the other inputs."""
     run, tensors = case("softcap", 4, 2, "all")
     tangents = tuple(torch.randn_like(t) for t in tensors)
     zeros = tuple(torch.zeros_like(t) for t in tensors)
@@ -177,7 +177,7 @@ def test_only_inputs_with_a_tangent_and_only_wanted_gradients():
 @pytest.mark.any_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_masked_rows_and_hidden_nan(isa, dtype):
-    """A row that sees nothing has zero derivatives, and NaN that nobody sees reaches nobody."""
+    """A row without a visible key has zero derivatives. A NaN that no query sees reaches no result."""
     q, k, v = make_qkv(1, 2, 100, 90, 16, dtype=dtype)
     mask = torch.rand(100, 90) < 0.5
     mask[[0, 50]] = False

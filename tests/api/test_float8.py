@@ -71,7 +71,7 @@ def test_other_options():
 
 
 def test_factors_are_applied_without_rounding():
-    """Powers of two change no bit of P: so the factors change out and the scores by these powers exactly."""
+    """Powers of two change no bit of P, so out and the scores change by exactly these powers."""
     tensors, _ = make()
     plain = flash_attn(*tensors, enable_gqa=True, scale=1 / 64)
     factors = {name: torch.full((1, 1), value) for name, value in zip(NAMES, (4.0, 0.25, 2.0), strict=True)}

@@ -1,4 +1,4 @@
-"""Random shapes and options against the oracle: whatever combination the other tests did not think of."""
+"""Random shapes and options against the oracle, also in combinations that no other test has."""
 
 import pytest
 import torch

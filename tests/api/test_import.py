@@ -109,7 +109,7 @@ def imported_by(node, module, is_package):
 
 
 def imports_of(package):
-    """({module: the package's modules that it imports when it is loaded}, [(module, what a function imports)])."""
+    """({module: the package's modules that its loading imports}, [(module, a module that a function imports)])."""
     files = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
     at_load, in_functions = {}, []
     for module, path in files.items():

@@ -164,7 +164,7 @@ def test_slopes_and_sinks_have_gradients(dtype):
 
 
 def test_large_masks_keep_the_sum():
-    """Adding -1e9 to each score rounds log l out of lse: the backward computes it again."""
+    """With -1e9 added to each score lse loses log l. The backward computes log l again."""
     tensors, indices = make(), make_indices(2, 2, 40, 150, 90, none=0.0)
     bias = torch.full((1, 1, 1, 150), -1e9)
     mask = mask_of(indices, (2, 6, 40, 150))

@@ -53,7 +53,7 @@ def test_mask_values_up_to_the_largest_keep_their_difference(isa, dtype, seqlen_
     out, lse = flash_attn(q, k, v, mask, return_lse=True)
     assert (lse == lowest).all()
     torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
-    mask[..., 7] = lowest * 0.9  # the one key that counts
+    mask[..., 7] = lowest * 0.9  # the only key with a weight
     out, lse = flash_attn(q, k, v, mask, return_lse=True)
     assert torch.equal(out, v[:, :, 7:8].expand_as(out))
     torch.testing.assert_close(lse, mask[:, :, :, 7])

@@ -1,4 +1,4 @@
-"""A part of a larger call, at the operators: its place for the band, ALiBi and dropout; and how parts are merged."""
+"""Operators on a part of a larger call: its position counts for the band, ALiBi and dropout. And the merge of parts."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_a_part_drops_the_elements_that_the_whole_drops(part):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_a_part_of_the_keys(isa, part, dtype):
-    """All other keys of the whole are masked: the part alone gives the same."""
+    """With all other keys masked, the whole call gives the result of the part."""
     rows, columns, heads = part
     q, k, v = (torch.randn(2, HEADS, SIZE, 16, dtype=dtype, requires_grad=True) for _ in range(3))
     slopes = torch.rand(HEADS, dtype=dtype, requires_grad=True)
@@ -87,7 +87,7 @@ def test_merging_parts(dtype):
 
 
 def test_merging_on_other_devices_is_the_same():
-    """The formula in torch's operators, which devices without a kernel of their own run."""
+    """The formula in torch's operators, which run on devices without a kernel for it."""
     out, part = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 5, 4, dtype=torch.bfloat16)
     lse, part_lse = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
     lse[0, 0], part_lse[0, :, 1] = -torch.inf, -torch.inf

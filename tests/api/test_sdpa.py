@@ -76,7 +76,7 @@ def test_enable_gqa():
 def test_masks(shape, kind):
     mask = torch.rand(shape) > 0.2 if kind == "bool" else randn(*shape)
     if shape == (30,):
-        mask = mask[None]  # torch wants at least 2 dimensions
+        mask = mask[None]  # torch requires at least 2 dimensions
     check(randn(2, 3, 20, 8), randn(2, 3, 30, 8), randn(2, 3, 30, 8), mask)
 
 

@@ -55,7 +55,7 @@ def test_gradients_belong_to_the_first_tensors():
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"causal": "lower_right"}, {"window": (2, 1)}], ids=str)
 def test_diagonal_makes_a_call_of_a_part_of_the_queries(options):
-    """Queries from row 3 on, with the whole keys: their diagonal is 3 keys further to the right."""
+    """Queries from row 3 on, with all keys: their diagonal is 3 keys further to the right."""
     q, k, v = qkv(9, 9)
     slopes = torch.rand(4)
     whole = flash_attn(q, k, v, alibi_slopes=slopes, **options)
@@ -113,7 +113,7 @@ WINDOWS = [(-2, 5), (5, -2), (-3, -3), (-4, 2), (-9, 9), (None, -2), (-2, None),
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("lengths", [(5, 7), (130, 70), (70, 200), (1, 300)])
 def test_windows_that_exclude_the_diagonal(window, lengths):
-    """flash-attention 4 has them. Rows that see nothing are 0, forward and backward."""
+    """flash-attention 4 has such options. Rows without a visible key are 0, forward and backward."""
     q, k, v = (t.double().requires_grad_() for t in qkv(*lengths))
     out, lse = flash_attn(q, k, v, window=window, return_lse=True)
     expected, expected_lse = reference(q, k, v, window=window)

@@ -100,7 +100,7 @@ def test_vmap(in_dims):
 
 @pytest.mark.parametrize("lengths", [[(5, 9), (0, 3), (70, 0), (40, 150)], [(3, 0), (2, 0)]], ids=str)
 def test_packed_sequences(isa, lengths):
-    """As each sequence alone, one without keys among them."""
+    """Each sequence alone has the same results. One sequence has no keys."""
     cu_seqlens = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in zip(*lengths, strict=True)]
     rows, keys = (int(offsets[-1]) for offsets in cu_seqlens)
     q, k, v = (torch.randn(n, 4, 8, requires_grad=True) for n in (rows, keys, keys))
@@ -120,7 +120,7 @@ def test_packed_sequences(isa, lengths):
 
 
 def test_a_sink_of_minus_infinity_without_any_key():
-    """-inf is no sink: nothing depends on it, also where a row has nothing but the sink."""
+    """A sink of -inf is no sink: it changes no result, also in rows with no other column."""
     q, kv = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 0, 8)
     sink = torch.tensor([-torch.inf, 1.0], requires_grad=True)
     _, lse = flash_attn(q, kv, kv, sink=sink, return_lse=True)

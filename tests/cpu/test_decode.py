@@ -86,7 +86,7 @@ def test_splits_and_unified_max_with_every_option(isa, dtype, num_splits, unifie
     for seqlen_q in (1, 4, 70):
         inputs = make_qkv(2, 4, seqlen_q, 331, 24, 40, heads_kv=2, dtype=dtype)
         mask = torch.randn(2, 1, seqlen_q, 331, dtype=dtype).masked_fill(torch.rand(331) > 0.8, -torch.inf)
-        mask[0, :, 0] = -torch.inf  # a row that sees nothing
+        mask[0, :, 0] = -torch.inf  # a row without a visible key
         slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=dtype)
         check_against_reference(
             *inputs, mask, alibi_slopes=slopes, causal="lower_right", window=(200, 0), softcap=8.0, scale=0.4,
@@ -126,7 +126,7 @@ def test_unified_max_where_a_split_sees_nothing(isa, dtype, unified_max):
         k.fill_(-120.0 / 16)
         k[:, 1] *= -1
     mask = (torch.arange(512) < 128).expand(2, 1, 1, 512).clone()
-    mask[1] = False  # rows that see nothing at all
+    mask[1] = False  # rows without a visible key
     check_forward_against_reference(q, k, v, mask, scale=1.0, num_splits=4, unified_max=unified_max)
 
 

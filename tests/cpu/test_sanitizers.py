@@ -33,7 +33,7 @@ def run(*command):
 
 @pytest.fixture(scope="session")
 def programs():
-    """Builds the two programs, for what this CPU can run, and returns their folder."""
+    """Builds the two programs for the instruction sets of this CPU, and returns their folder."""
     if shutil.which("make") is None:
         pytest.fail(f"{NEEDS}; there is no make")
     status, output = run(

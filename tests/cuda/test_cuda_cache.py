@@ -34,7 +34,7 @@ def run(kernels, q, caches_given, lengths, *, used, batch_idx=None, leftpad=None
 
 
 def paged(contiguous, page_size):
-    """The caches in pages that lie in any order, and the table of them. Some pages are nobody's, and NaN."""
+    """The caches in pages of any order, and the block table. Some pages belong to no sequence, and are NaN."""
     count, rows = contiguous[0].shape[:2]
     each = -(-rows // page_size)
     order = torch.randperm(count * each + 3)[: count * each].view(count, each)
@@ -47,7 +47,7 @@ def paged(contiguous, page_size):
 
 
 def check(kernels, lengths, dtype, head_dim=64, *, page_size=None, leftpad=(0,) * 5, batch_idx=range(5), **options):
-    """By the error rule, for each sequence; rows that are not in use are NaN. Returns the tier."""
+    """Checks each sequence by the error rule. Unused cache rows are NaN. Returns the tier."""
     q = torch.randn(sum(lengths), HEADS, head_dim).to(dtype)
     caches = [torch.randn(6, 300, HEADS_KV, head_dim).to(dtype) for _ in range(2)]
     for cache in caches:
@@ -109,7 +109,7 @@ def test_pages_give_the_bits_of_a_contiguous_cache(kernels):
 
 @pytest.mark.parametrize("hostile", [-5, 1 << 30])
 def test_hostile_numbers_read_nothing_outside(kernels, hostile):
-    """The host run checks every access; the results do not matter."""
+    """The host run checks every access. The results are not compared."""
     q = torch.randn(sum(FEW), HEADS, 64).bfloat16()
     caches = [torch.randn(5, 300, HEADS_KV, 64).bfloat16() for _ in range(2)]
     pages, table = paged(caches, 20)

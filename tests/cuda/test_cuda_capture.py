@@ -21,7 +21,7 @@ FAULTS = {
     "host_reads_an_input": "the replay used an old input",
     "pointer_to_the_hosts_stack": "out of bounds: .* reads 4 bytes at .* of unknown memory",
 }
-# What the launchers may call. None of these functions allocates device memory or waits for the GPU.
+# Functions that the launchers may call. None of them allocates device memory or waits for the GPU.
 RUNTIME = {
     "cudaLaunchKernelEx", "cudaMemsetAsync", "cudaFuncSetAttribute", "cudaGetDevice", "cudaDeviceGetAttribute",
     "cudaGetDriverEntryPointByVersion",
@@ -102,7 +102,7 @@ def numbers(*shape):
 
 
 def made(options):
-    """Tensors exist only while a call is traced, so options are functions."""
+    """Tensors exist only while a call is traced, so each option is a function that makes its tensor."""
     return {name: make() for name, make in options.items()}
 
 

@@ -28,7 +28,7 @@ def test_against_the_dense_reference(isa, dtype):
 
 
 def check_against_dense(inputs, tangents=None, *, names=("q", "k", "v"), dropout_p=0.0, **options):
-    """All of second order by the error rule. `names`: of the inputs, as the dense reference has them."""
+    """Checks all second derivatives by the error rule. `names`: the inputs' names in the dense reference."""
     q, v = inputs[0], inputs[2]
     tangents = [torch.randn_like(t) for t in inputs] if tangents is None else tangents
     cotangents = [torch.randn(*q.shape[:3], v.shape[3]), torch.randn(q.shape[:3])]
@@ -77,7 +77,7 @@ def test_everything_at_once(dtype):
 
 
 def test_what_does_not_move_is_left_out():
-    """Each input alone has a tangent, or none at all: as with tangents of zeros."""
+    """Each input alone has a tangent, or no input. The results equal the results with tangents of zeros."""
     inputs = [t.detach() for t in make_qkv(1, 2, 20, 70, 8, dtype=torch.float64)]
     out, lse = flash_attn(*inputs, return_lse=True)
     zeros, tangents = ([f(t) for t in inputs] for f in (torch.zeros_like, torch.randn_like))
@@ -100,7 +100,7 @@ def test_what_does_not_move_is_left_out():
                 assert torch.equal(a, b) if want else not (a is not None and a.numel())
 
 
-# Tiles are 64 queries, in the double backward 32, by 64 keys; slices of 64 columns, or 128.
+# Tiles are 64 queries by 64 keys, in the double backward 32 by 64. Slices have 64 columns, or 128.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(1, 17), (64, 65), (130, 40), (17, 200)])
 def test_head_dims(dtype, head_dim, head_dim_v):

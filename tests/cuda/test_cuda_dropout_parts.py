@@ -33,7 +33,10 @@ def of_whole(part):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_drops_the_elements_that_the_whole_drops(kernels, part, dtype):
-    """Forward and backward against the dense formula with the whole's mask: one other element would show."""
+    """Forward and backward against the dense formula with the dropout mask of the whole.
+
+    One wrong element would show.
+    """
     kept = of_whole(part)
     (row, col, head), (rows, columns, heads) = PARTS[part]
     q = torch.randn(BATCH, heads, rows, 8, dtype=dtype, requires_grad=True)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 SHAPE = (1, 2, 1, 67, 70, 8)  # B, H, H_kv, S_q, S_k, D
 
-# CPU tests that hold here, too.
+# CPU tests that also apply here.
 test_masked_nan = cpu.test_masked_nan_does_not_reach_other_rows
 
 
@@ -85,7 +85,7 @@ def test_packed_sequences():
 
 
 def test_large_scores_keep_the_sum():
-    """-1e9 rounds log l out of a float32 lse: the backward computes it again, with the function."""
+    """At scores near -1e9 a float32 lse loses log l. The backward computes log l again, with the function."""
     q, k, v = (torch.randn(1, 1, 5, 8, requires_grad=True) for _ in range(3))
     out = flex_attention(q, k, v, lambda s, b, h, i, j: s * 0 - 1e9)
     dv = torch.autograd.grad(out.sum(), v)[0]
@@ -94,7 +94,7 @@ def test_large_scores_keep_the_sum():
 
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e30, torch.inf, -torch.inf, torch.nan])
 def test_gradients_of_captured_elements_of_any_size(value):
-    """Each element has a unit of its own. Not finite contributions reach the elements that they belong to, only."""
+    """Each element has its own unit. An infinite or NaN contribution reaches only the element that it belongs to."""
     q, k, v, dout = (torch.randn(1, 2, 70, 8, dtype=torch.float64) for _ in range(4))
     table = torch.zeros(70, dtype=torch.float64, requires_grad=True)
     sizes = torch.ones(70, dtype=torch.float64)
@@ -135,7 +135,7 @@ def test_what_it_refuses(kernels):
 
 
 def test_blocks_that_a_mask_hides_are_not_read():
-    """Values of hidden blocks are not even loaded: NaN there would be a NaN times a weight of 0."""
+    """Values of hidden blocks are not loaded. A NaN in such a value times a weight of 0 would be NaN."""
     q, k, v = (torch.randn(1, 1, 128, 8) for _ in range(3))
     mask = create_block_mask(lambda b, h, i, j: j < 64, None, None, 128, 128, "cpu", BLOCK_SIZE=64)
     expected = flex_attention(q, k[:, :, :64], v[:, :, :64])

@@ -79,7 +79,7 @@ def test_everything_at_once(dtype, causal):
 @dtypes
 @pytest.mark.parametrize("seqlens", [(70, 131), (3, 131), (130, 67)], ids=str)
 def test_sink(kernels, dtype, seqlens):
-    """By every tier that can run the call: sm80 runs 16 bits. Some rows see nothing but the sink."""
+    """By every tier that can run the call: sm80 runs 16 bits. Some rows have no column but the sink."""
     q, k, v = make_qkv(2, 4, *seqlens, 16, heads_kv=2, dtype=dtype)
     mask = torch.rand(2, 1, *seqlens) > 0.3
     mask[:, :, 0] = False
@@ -103,7 +103,7 @@ def test_mask_shapes(shape):
 
 
 class TestPartsOfABroadcastMasksGradient:
-    """Where a mask has few elements and many scores share each, blocks share the sum."""
+    """If many scores share each of few mask elements, blocks share the sum."""
 
     @staticmethod
     def workspace(kernels, sizes, mask_shape):
@@ -120,7 +120,7 @@ class TestPartsOfABroadcastMasksGradient:
             ((2, 1, 1, 4096), 2),
             ((1, 1, 4096, 1), 4),
             ((1, 8, 1, 1), 32),
-            ((1, 1, 4096, 4096), 0),  # enough blocks without
+            ((1, 1, 4096, 4096), 0),  # enough blocks without sharing
             ((2, 8, 4096, 4096), 0),
         ],
     )
@@ -262,9 +262,9 @@ class TestDecode:
     def test_a_nan_crosses_no_split(self, kernels):
         kernels.num_splits = 4
         q, k, v = (t.detach() for t in make_qkv(1, 1, 2, 256, 16))
-        k[:, :, 255] = v[:, :, 255] = torch.nan  # upper left: nobody sees it
+        k[:, :, 255] = v[:, :, 255] = torch.nan  # upper left: no query sees it
         assert torch.isfinite(flash_attn(q, k, v, causal="upper_left")).all()
-        out = flash_attn(q, k, v, causal="lower_right")  # the last row does
+        out = flash_attn(q, k, v, causal="lower_right")  # the last row sees it
         assert torch.isfinite(out[:, :, 0]).all()
         assert out[:, :, 1].isnan().all()
 
@@ -277,7 +277,7 @@ class TestDecode:
 
 
 def test_dropout_mask_is_the_one_of_the_cpu():
-    """The same stream on every device."""
+    """Every device draws the same numbers."""
     state = new_rng_state()
     kept = dropout_mask(state, 2, 3, 40, 70, 0.3)[1, 2]
     expected = [[rule_keeps(state, 5, row, col, 0.3) for col in range(70)] for row in range(40)]

@@ -39,7 +39,7 @@ def test_heads_and_head_dimensions(heads, h_kv, d, d_v):
 
 
 def test_many_keys_and_queries():
-    """More keys than a pass of the sort has words for, and more queries than a key collects at a time."""
+    """More keys than one pass of the sort handles, and more queries than a key collects at a time."""
     tensors = make(b=1, h=2, h_kv=1, s_q=3, s_k=40000, d=4, d_v=4, dtype=torch.float64)
     indices = make_indices(1, 1, 3, 40000, 300)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_dropout(dtype):
 
 
 def test_numbers_outside_of_the_keys_name_no_key(kernels):
-    """The kernels read nothing outside. On CPU the operator refuses such numbers before anything runs."""
+    """The kernels read nothing outside the tensors. On CPU the operator refuses such indices before anything runs."""
     tensors = make(b=1, h=2, h_kv=1, s_q=5, s_k=70, d=8, d_v=8)
     indices = make_indices(1, 1, 5, 70, 40)
     outside = torch.tensor([70, -2, 2**31, -(2**31), 2**63 - 1, -(2**63)]).expand(1, 1, 5, 6)
@@ -143,7 +143,7 @@ def test_the_selector_says_why_no_faster_tier_runs(kernels):
 
 
 def test_dropout_of_packed_sequences():
-    """Each row of query has a place in the padded call."""
+    """Each row of query has a row in the padded call."""
     leaves, numbers = test_indexed_dropout.make(torch.float64, 0)
     cu = [test_indexed_dropout.offsets(lengths) for lengths in (LENGTHS_Q, LENGTHS_K)]
     state = torch.tensor([*test_indexed_dropout.SEED, 6, 4, 8, 32])

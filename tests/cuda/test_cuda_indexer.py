@@ -115,7 +115,7 @@ def test_nothing_has_the_size_of_all_scores(kernels):
 
 
 def test_numbers_outside_of_the_keys_name_no_key(kernels):
-    """The kernels read nothing outside. On CPU the operators refuse such numbers before anything runs."""
+    """The kernels read nothing outside the tensors. On CPU the operators refuse such indices before anything runs."""
     q, k, weights = make(1, 2, 5, 70, 8)
     main = make_main(1, 2, 1, 5, 70, 8)
     outside = torch.tensor([70, -2, 2**31, -(2**31), 2**32, 2**63 - 1, -(2**63)]).expand(1, 1, 5, 7)
@@ -167,7 +167,7 @@ def test_a_nan_query_reaches_only_its_row_and_the_keys_that_it_sees():
     assert not dk[0, 6:].isnan().any()
     assert dq.isnan().any(-1).any(1).nonzero().tolist() == [[0, 5]]
     assert dweights.isnan().any(-1).nonzero().tolist() == [[0, 5]]
-    # Without a gradient the row reaches nothing.
+    # A row without a gradient changes no result.
     grads = torch.autograd.grad(loss[:, :5].sum(), inputs)
     assert not any(t.isnan().any() for t in grads)
 

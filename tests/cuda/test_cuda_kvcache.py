@@ -60,7 +60,7 @@ def test_the_tier_and_why_no_faster_one(kernels):
 @pytest.mark.parametrize("hostile", [-5, 1 << 30])
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_hostile_numbers_read_nothing_outside(kernels, hostile, page_size):
-    """The host run checks every access; the results do not matter."""
+    """The host run checks every access. The results are not compared."""
     q, k_cache, v_cache, block_table = make(torch.float32, 2, page_size)
     coded = [t.nan_to_num().to(torch.int8) for t in (k_cache, v_cache)]
     scales = [torch.rand(t.shape[:3]) for t in coded]

@@ -26,7 +26,7 @@ def test_mask_values_up_to_the_largest_on_tensor_cores(kernels, dtype, seqlen_q)
     if dtype == torch.bfloat16:  # in float16 the scores still matter next to it
         assert (lse == lowest).all()
         torch.testing.assert_close(out, v.float().mean(2, keepdim=True).to(dtype).expand_as(out))
-    mask[..., 7] = lowest * 0.875  # the one key that counts
+    mask[..., 7] = lowest * 0.875  # the only key with a weight
     out, lse = flash_attn(q, k, v, mask, return_lse=True)
     assert torch.equal(out, v[:, :, 7:8].expand_as(out))
     torch.testing.assert_close(lse, mask[:, :, :, 7].float(), rtol=1e-3, atol=0)

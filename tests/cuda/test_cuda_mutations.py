@@ -1,4 +1,4 @@
-"""A barrier that nobody would miss is no barrier: without any one of them, the kernels' host run fails."""
+"""Every barrier is necessary: without any single one, the kernels' host run fails."""
 
 import pytest
 from cuda_host import library, mutations

@@ -1,4 +1,5 @@
-"""Which CUDA tier runs a call, why no faster one does, and the errors of a forced tier or of a build without its code.
+"""Which CUDA tier runs a call, why no faster tier does, and the errors of a forced tier and of a build without its
+code.
 
 The selector is the real one, built for the host (tests/cuda_host), which sets the GPU and the build that it sees.
 """
@@ -186,7 +187,7 @@ class TestForcedTier:
 
 
 class TestWithoutACudaHalf:
-    """A build for the CPU cannot run any tier: it says so, at once."""
+    """A build for the CPU cannot run any tier, and says so when a tier is forced."""
 
     pytestmark = pytest.mark.skipif(
         _ops._C.build_info()["cuda"], reason="needs a build without the CUDA half: FLASH_ATTN_EXT_CUDA=0"

@@ -50,7 +50,8 @@ def test_causal(check, kernels, deterministic, causal, seqlen_q, seqlen_k):
     check(*make(1, 1, seqlen_q, seqlen_k, 32), causal=causal)
 
 
-# With (0, 0) a tile's keys are one tile's; with (-1, 3) and (3, -1) the first and the last queries see little.
+# With the window (0, 0) a key tile meets one query tile. With (-1, 3) and (3, -1) the first and the last queries see
+# few keys.
 @orders
 @pytest.mark.parametrize("window", [(0, 0), (-1, 3), (3, -1), (100, 30), (1000, 1000)])
 def test_window(check, kernels, deterministic, window):
@@ -168,7 +169,7 @@ def run_in_order(kernels, seed, inputs, grads):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_deterministic(kernels, head_dim):
-    """In turns, the bits do not depend on the order of blocks; in any order dq does, the rest does not."""
+    """With turns, no bit depends on the order of blocks. Without turns only the bits of dq do."""
     inputs = make(1, 4, 150, 300, head_dim, heads_kv=2)
     grads = [torch.randn(1, 4, 150, head_dim), torch.randn(1, 4, 150)]
     runs = {}
@@ -201,7 +202,7 @@ class TestNotFinite:
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize("which", ["q", "dout", "k", "v"])
     def test_a_nan_reaches_who_attends_to_it(self, which, head_dim):
-        """Causal, in row or key 40: the queries that see key 40 begin at 40, the keys that row 40 sees end there."""
+        """The NaN is in row or key 40 of a causal call: row 40 is the first row that sees key 40, its last key."""
         q, k, v = make(1, 1, 100, 100, head_dim)
         tensors = {"q": q, "k": k, "v": v, "dout": torch.randn_like(q)}
         with torch.no_grad():
@@ -210,19 +211,19 @@ class TestNotFinite:
         rows = torch.arange(100)
         if which in ("q", "dout"):
             has_nan = {"dq": rows == 40, "dk": rows <= 40, "dv": rows <= 40}
-        else:  # the rows from 40 on are NaN as a whole: so are the gradients of all that they see
+        else:  # all rows from 40 on are NaN, and the gradients of all keys that they see
             has_nan = {"dq": rows >= 40, "dk": rows >= 0, "dv": rows >= 0 if which == "k" else rows < 0}
         for name, grad in (("dq", dq), ("dk", dk), ("dv", dv)):
             assert torch.equal(grad.isnan().all(-1)[0, 0], has_nan[name]), name
             assert torch.equal(grad.isnan().any(-1)[0, 0], has_nan[name]), name
 
     def test_only_tiles_that_are_not_finite_are_computed_again(self, kernels):
-        """One batch of two holds a NaN: the other one's gradients keep their bits."""
+        """One of two batch elements holds a NaN. The gradients of the other keep their bits."""
         q, k, v = make(2, 1, 100, 200, 64)
         grad = torch.randn_like(q)
         expected = torch.autograd.grad(flash_attn(q, k, v, is_causal=True), (q, k, v), grad)
         with torch.no_grad():
-            k[0, :, 110] = torch.nan  # in the tile that all queries visit, and seen by none
+            k[0, :, 110] = torch.nan  # in the tile that all queries visit, but no query sees it
         got = torch.autograd.grad(flash_attn(q, k, v, is_causal=True), (q, k, v), grad)
         assert kernels.flagged_tiles > 0
         for a, b in zip(got, expected, strict=True):
@@ -241,7 +242,7 @@ class TestNotFinite:
         ids=str,
     )
     def test_an_overflow_costs_next_to_nothing(self, kernels, head_dim, options):
-        """All of dout is NaN, as after an overflow of GradScaler: rows that are rightly NaN are not computed again."""
+        """All of dout is NaN, as after an overflow of GradScaler. Rows that must be NaN are not computed again."""
         length, options = 200, dict(options)
         q, k, v = (t.detach() for t in make(1, 1, length, length, head_dim))
         if "attn_mask" in options:
@@ -260,7 +261,7 @@ class TestNotFinite:
         assert work[1] - work[0] <= 32 * 8 * length
 
     def test_a_gradient_too_large_for_float16_inside(self, kernels):
-        """dS above 65504 is Inf in float16: the gradients say so, and GradScaler takes a smaller factor."""
+        """dS above 65504 is Inf in float16. The gradients are then not finite, so GradScaler takes a smaller factor."""
         q, k, v = (t.detach().requires_grad_() for t in make(1, 1, 32, 4, 64, dtype=torch.float16))
         with torch.no_grad():
             v *= 40

@@ -62,7 +62,8 @@ def test_no_main_loop_divides_or_computes_in_fp64(kernel):
 @pytest.mark.parametrize("head_dim", KEYS)
 def test_machine_code_of_forward_mode(head_dim):
     code, keys = code_of("jvp", head_dim), KEYS[head_dim]
-    # S, two for its tangent, O and two for its tangent: 16 x D x keys each, by instructions of 16 x 8 x 16.
+    # Products: S, two for the tangent of S, O, two for the tangent of O. Each is 16 x D x keys, in instructions of 16 x
+    # 8 x 16.
     products = head_dim // 16 * keys // 8
     assert sass_listing.count(code, "HMMA.16816") == 6 * products
     assert not sass_listing.count(code, "LDL", "STL")

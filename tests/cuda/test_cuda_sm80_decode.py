@@ -16,12 +16,12 @@ from flash_attn_ext import flash_attn
 pytestmark = pytest.mark.usefixtures("kernels")
 
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-# Three warps share out tiles of 48 keys, 16 each; up to D 64 a warp has 7 of them on its ring, then 5, then 3.
+# Three warps share a tile of 48 keys, 16 keys for each warp. A warp's ring has 7 tiles up to D 64, then 5, then 3.
 HEAD_DIMS = [64, 128, 256]
 
 
 def names_of_launched(kernels, monkeypatch):
-    """A list with an entry for each forward: the reason against sm80, or None."""
+    """A list with an entry for each forward: the reason why sm80 cannot run it, or None."""
     said = []
     launch = kernels.launch
 
@@ -62,7 +62,7 @@ def test_head_dims(kernels, dtype, head_dim, head_dim_v):
         check_decode(kernels, *make(1, 4, 3, 150, head_dim, head_dim_v, heads_kv=2, dtype=dtype))
 
 
-# Up to 16 rows make a tile, up to head dimension 128 two tiles a block.
+# A tile has up to 16 rows. Up to head dimension 128 a block has two tiles.
 @pytest.mark.parametrize(("heads", "heads_kv"), [(1, 1), (3, 3), (8, 2), (5, 1), (16, 1), (34, 2)])
 @pytest.mark.parametrize("seqlen_q", [1, 2, 3, 16])
 def test_rows_of_several_heads_share_a_block(kernels, heads, heads_kv, seqlen_q):
@@ -90,8 +90,8 @@ def test_everything_at_once(kernels, dtype, num_splits, seqlen_q):
     q, k, v = make(2, 6, seqlen_q, 231, 24, 40, heads_kv=2, dtype=dtype)
     mask = torch.randn(2, 6, seqlen_q, 231, dtype=dtype)
     mask = mask.masked_fill(torch.rand_like(mask) < 0.2, -torch.inf)
-    mask[1, 2, 0] = -torch.inf  # a row that sees nothing
-    mask[0, :, :, :100] = -torch.inf  # a split in which nobody sees anything
+    mask[1, 2, 0] = -torch.inf  # a row without a visible key
+    mask[0, :, :, :100] = -torch.inf  # a split without a visible key
     check_decode(
         kernels, q, k, v, mask, alibi_slopes=torch.rand(2, 6, dtype=dtype), causal="lower_right", window=(200, 100),
         softcap=5.0, dropout_p=0.2, scale=-0.3,
@@ -177,7 +177,7 @@ class TestWhatIsNotFinite:
         mask[0, 0, 0, 100:] = mask[1, 3, 2, :50] = False
         bad = torch.zeros(200, dtype=torch.bool)
         bad[[3, 17, 60, 128, 199]] = True
-        mask &= ~bad | (torch.rand(2, 10, 4, 1) > 0.5)  # half of the rows see none of them
+        mask &= ~bad | (torch.rand(2, 10, 4, 1) > 0.5)  # half of the rows see no bad key
         dirty = [t.clone() for t in (k, v)]
         for name, t in zip(("key", "value"), dirty, strict=True):
             if where in (name, "both"):
@@ -241,7 +241,7 @@ def test_strided_inputs(kernels, layout):
 
 
 def test_broadcast_keys(kernels):
-    """Strides of 0: only the elements that exist are touched."""
+    """With strides of 0 the kernel touches only the elements that exist."""
     q, k, v = make(2, 4, 2, 100, 16, heads_kv=2)
     k, v = (t[:1, :1].expand(2, 2, 100, 16) for t in (k, v))
     check_decode(kernels, q, k, v)

@@ -64,7 +64,7 @@ def test_score_functions(kernels, score, mask, head_dim):
     [("document", 64, 64), ("by_table", (48, 100), 72), ("window", (16, 24), 136), ("prefix_lm", 128, 200)],
 )
 def test_gradients(kernels, mask, block_size, head_dim, deterministic):
-    """Blocks of keys take turns with each tile of dq, and must count only the blocks that visit the tile."""
+    """Blocks of keys take turns at each tile of dq. The turns must count only the blocks that visit the tile."""
     kernels.deterministic = deterministic
     shape = (1, 2, 1, 130, 300, head_dim)
     cpu.check(shape, torch.bfloat16, None, mask_mods(1, 130, 300)[mask], block_size=block_size)
@@ -72,7 +72,7 @@ def test_gradients(kernels, mask, block_size, head_dim, deterministic):
 
 
 def test_hidden_rows_that_are_not_finite(kernels):
-    """A mask function hides these rows, so no gradient may see them."""
+    """A mask function hides these rows, so they reach no gradient."""
     q, k, v = (torch.randn(1, 1, 140, 64).half().requires_grad_() for _ in range(3))
     dout = torch.randn(1, 1, 140, 64).half()
     masks = [lambda b, h, i, j: (j != 90) & (i != 60), lambda b, h, i, j: (j != 90) & (i != 60) & (j < 120)]

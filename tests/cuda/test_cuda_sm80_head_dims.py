@@ -47,7 +47,7 @@ def test_head_dims(kernels, dtype, head_dim, head_dim_v):
 def test_everything_at_once(kernels, head_dim, dtype):
     q, k, v = make(2, 2, 140, 131, head_dim, 152, heads_kv=1, dtype=dtype)
     mask = torch.randn(1, 2, 140, 131, dtype=dtype).masked_fill(torch.rand(1, 2, 140, 131) < 0.2, -torch.inf)
-    mask[0, 1, 130] = -torch.inf  # a row that sees nothing
+    mask[0, 1, 130] = -torch.inf  # a row without a visible key
     check(
         kernels, q, k, v, mask, alibi_slopes=torch.rand(2, 2, dtype=dtype), causal="lower_right", window=(80, 100),
         softcap=5.0, dropout_p=0.2,

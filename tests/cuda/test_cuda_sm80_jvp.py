@@ -69,7 +69,7 @@ def test_softcap(check, head_dim):
 def test_everything_at_once(check, dtype, head_dim):
     inputs = make(2, 4, 140, 131, head_dim, 40, heads_kv=2, dtype=dtype)
     mask = torch.randn(1, 4, 140, 131).masked_fill(torch.rand(1, 4, 140, 131) < 0.2, -torch.inf)
-    mask[0, 1, 130] = -torch.inf  # a row that sees nothing but the sink
+    mask[0, 1, 130] = -torch.inf  # a row whose only column is the sink
     inputs += [t.to(dtype) for t in (mask, torch.rand(2, 4), torch.randn(4))]
     check(inputs, causal="lower_right", window=(80, 100), softcap=5.0, dropout_p=0.2)
 
@@ -123,7 +123,7 @@ def test_what_is_hidden_reaches_nobody(head_dim, where, poison):
 
 
 def test_what_does_not_move_is_left_out(kernels):
-    """Each input alone has a tangent, or none at all: as with tangents of zeros."""
+    """Each input alone has a tangent, or no input. The results equal the results with tangents of zeros."""
     inputs = make(1, 2, 20, 70, 64)
     zeros, tangents = ([f(t) for t in inputs] for f in (torch.zeros_like, torch.randn_like))
     for moves in (0, 1, 2, None):

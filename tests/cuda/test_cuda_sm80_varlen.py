@@ -101,7 +101,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_pack(kernels, head_dim, c
 @orders
 @pytest.mark.parametrize(("lengths", "poison"), [(LONG, torch.nan), (FEW, torch.inf)], ids=["tiles", "splits"])
 def test_neighbours_never_enter_a_product(kernels, lengths, deterministic, poison):
-    """All of one sequence is NaN or Inf: the others have the same bits as without."""
+    """One whole sequence is NaN or Inf. The other sequences keep their bits."""
     inputs = inputs_of(lengths)
     options = {"causal": True, "deterministic": deterministic}
     clean = list(own_rows(run(kernels, *inputs, lengths, **options), lengths))
@@ -146,14 +146,14 @@ def test_rows_that_are_not_used_are_neither_read_nor_written(kernels):
 @pytest.mark.parametrize("few", [False, True], ids=["tiles", "splits"])
 @hostile_offsets
 def test_hostile_offsets_read_nothing_outside(kernels, cu_seqlens, few, deterministic):
-    """The host run checks every access; the results do not matter."""
+    """The host run checks every access. The results are not compared."""
     inputs = inputs_of([(90, 90)])
     lengths = [(8 if few else 40, 40)] * 3
     run(kernels, *inputs, lengths, cu_seqlens=cu_seqlens, causal=True, lower_right=True, deterministic=deterministic)
 
 
 def test_sums_of_dq_grow_with_all_rows_not_with_the_longest(kernels):
-    """One long sequence and many short ones. Only the workspace's counts of tiles are padded to the longest."""
+    """One long sequence and many short ones. In the workspace only the counts of tiles are padded to the longest."""
     batch, longest, total, head_dim = 100, 10_000, 20_000, 64
     sizes = library.Sizes(batch, 1, 1, longest, longest, head_dim, head_dim)
     offsets = library.offsets(torch.zeros(batch + 1, dtype=torch.int32))

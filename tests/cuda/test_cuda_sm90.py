@@ -23,7 +23,7 @@ TILES = {64: (192, 128), 128: (128, 128), 256: (128, 80)}
 
 @pytest.fixture(autouse=True)
 def kernels(built):
-    # Keys that are split: test_cuda_sm90_few_rows.py.
+    # test_cuda_sm90_few_rows.py tests splits of the keys.
     with library.on_hopper(built, num_splits=1) as loaded:
         yield loaded
 
@@ -63,7 +63,7 @@ def test_causal(kernels, head_dim, causal, seqlen_q, seqlen_k):
 @pytest.mark.parametrize("head_dim", TILES)
 def test_sink(kernels, head_dim):
     q, k, v = make(1, 2, 200, 97, head_dim)
-    check_forward(kernels, q, k, v, causal="lower_right", sink=torch.randn(2))  # rows that see nothing else
+    check_forward(kernels, q, k, v, causal="lower_right", sink=torch.randn(2))  # rows whose only column is the sink
 
 
 @pytest.mark.parametrize("head_dim", TILES)
@@ -171,7 +171,7 @@ NON_FINITE = {
 @pytest.mark.parametrize("options", [{}, dict(causal="lower_right"), dict(window=(50, 0))], ids=str)
 @pytest.mark.parametrize("case", NON_FINITE)
 def test_work_where_much_is_nan(kernels, case, options):
-    """Rows that are rightly NaN are not computed key by key, counted in exponentials: two each a lane and a key."""
+    """Rows that must be NaN are not computed key by key. The test counts exponentials: two for each lane and key."""
     length, two_by_lanes = 400, 64
     q, k, v = make(1, 1, length, length, 64)
     results, work = [], []
@@ -196,7 +196,7 @@ def test_work_where_much_is_nan(kernels, case, options):
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize("head_dim", TILES)
 def test_masked_values_cannot_poison(kernels, head_dim, where, poison):
-    """0 x NaN is NaN: rows that do not see the poisoned key are repaired."""
+    """0 x NaN is NaN, so the kernel repairs the rows that do not see the poisoned key."""
     q, k, v = make(1, 2, 150, 150, head_dim)
     (k if where == "key" else v)[:, 0, 100, 5] = poison
     with torch.no_grad():
@@ -205,7 +205,7 @@ def test_masked_values_cannot_poison(kernels, head_dim, where, poison):
     clean = reference.attention(q[:, :, :100], k[:, :, :100], v[:, :, :100], causal="upper_left")
     torch.testing.assert_close(out[:, :, :100], clean[0], rtol=0, atol=0.02)
     if where == "value" or poison is torch.nan:  # a score of -inf is a weight of 0
-        assert not torch.isfinite(out[:, 0, 100:]).all(-1).any()  # these see it
+        assert not torch.isfinite(out[:, 0, 100:]).all(-1).any()  # these rows see it
     assert torch.isfinite(out[:, 1]).all()
 
 

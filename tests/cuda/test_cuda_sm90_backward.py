@@ -81,7 +81,10 @@ def test_windows(kernels, head_dim, window, deterministic):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_band(kernels, seed):
-    """The band determines which blocks add to a tile of dQ, and in which turn. A turn without a block is a deadlock."""
+    """The band determines which blocks add to a tile of dQ, and in which turn.
+
+    A turn without a block would be a deadlock.
+    """
     generator = random.Random(seed)
     seqlen_q, seqlen_k = generator.randint(1, 300), generator.randint(1, 300)
     window = (generator.randint(-1, 200), generator.randint(-1, 200))
@@ -157,7 +160,7 @@ REACHED = {
 )
 @pytest.mark.parametrize("where", REACHED)
 def test_poison_reaches_who_attends_to_it_and_nobody_else(kernels, head_dim, where, poison):
-    """0 x NaN is NaN: rows that do not see the poisoned row are repaired."""
+    """0 x NaN is NaN, so the kernel repairs the rows that do not see the poisoned row."""
     names = ("q", "k", "v", "dout")
     tensors = [*make(1, 2, 300, 300, head_dim), torch.randn(1, 2, 300, head_dim).bfloat16()]
     inputs = dict(zip(names, (t.detach() for t in tensors), strict=True))
@@ -177,7 +180,7 @@ def test_poison_reaches_who_attends_to_it_and_nobody_else(kernels, head_dim, whe
 @head_dims
 @pytest.mark.parametrize("options", [{}, dict(causal="lower_right"), dict(window=(50, 0))], ids=str)
 def test_an_overflow_costs_next_to_nothing(kernels, head_dim, options):
-    """All of dout is NaN, or one token's row: rows that are rightly NaN are not computed element by element."""
+    """All of dout is NaN, or the row of one token. Rows that must be NaN are not computed element by element."""
     length = 300
     q, k, v = (t.detach() for t in make(1, 1, length, length, head_dim))
     sees = reference.visible(length, length, **options)
@@ -193,7 +196,8 @@ def test_an_overflow_costs_next_to_nothing(kernels, head_dim, options):
         reached = sees[where].reshape(-1, length).any(0)
         for grad in (dk, dv):
             assert torch.equal(grad[0, 0].isnan().any(1), reached)
-        # Keys that the poisoned row does not see, in a tile where another does, to the end; of others a few steps.
+        # Keys that the poisoned row does not see, in a tile with a key that it sees: all steps. Other keys: a few
+        # steps.
         rows = sees.sum(0)[~reached].sum().item() if isinstance(where, int) else 0
         assert work[1] - work[0] <= 32 * (2 * rows + 8 * length)
 
@@ -233,8 +237,11 @@ def test_each_gradient_alone(kernels):
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("options", [{}, dict(causal="lower_right"), dict(window=(100, 50))], ids=str)
 def test_orders_of_blocks_threads_and_copies(kernels, deterministic, options):
-    """dQ is added up by blocks, in any order or, deterministic, in one: the host run refuses additions that no waiting
-    orders. All else is the same at every run."""
+    """Blocks add to dQ in any order.
+
+    With deterministic=True they add in one order, and the host run reports additions without a wait for the block
+    before. All other results have the same bits in every run.
+    """
     kernels.deterministic = deterministic
     inputs, grads = make(1, 2, 200, 500, 64, heads_kv=1), [torch.randn(1, 2, 200, 64).bfloat16()]
     results = []

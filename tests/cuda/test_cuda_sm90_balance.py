@@ -10,7 +10,7 @@ from benchmarks.gpu.problem import COLUMNS, LENGTHS, TOKENS, Problem
 from benchmarks.gpu.time_model import MULTIPROCESSORS, TILINGS, HeadDims
 
 LEAST = 0.95
-# These have persistent blocks. Beyond, the hardware gives a block to whichever multiprocessor is free.
+# These head dimensions have persistent blocks. Beyond them the hardware gives each block to a free multiprocessor.
 HEAD_DIMS = [64, 96, 128]
 CASES = {
     "causal": {},
@@ -61,7 +61,7 @@ def test_blocks_share_the_tasks_evenly(library_on_host, length, head_dim, case):
 
 
 def test_many_rounds(library_on_host):
-    """Some 250 rounds, more than the table has rows."""
+    """About 250 rounds, more than the table has rows."""
     tiles, blocks = dealt(library_on_host, 4096, 128, batches=64)
     assert min(blocks) >= 0
     assert balance(tiles, blocks) >= LEAST

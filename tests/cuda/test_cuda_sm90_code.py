@@ -27,8 +27,8 @@ D192_128 = 192, 128
 KEYS = {D64: 128, D96: 128, D128: 128, D192_128: 128, D192: 112, D256: 80}  # of the forward's tiles
 # Of the backward, the query rows of a warpgroup's S and the keys of a tile.
 BACKWARD_TILES = {D64: (128, 128), D96: (64, 128), D128: (64, 128), D192_128: (32, 64), D192: (32, 64), D256: (32, 64)}
-# Instructions of one iteration of the main loop, masks included, at most: of the plain kernels; and of those that take
-# softcap, key masks and packed sequences, softcap included.
+# The largest allowed number of instructions in one iteration of the main loop, masks included: of the plain kernels,
+# and of the kernels that take softcap, key masks and packed sequences, softcap included.
 MOST_INSTRUCTIONS = {
     ("forward_kernel", "plain"): {D64: 576, D96: 610, D128: 636, D192_128: 650, D192: 635, D256: 585},
     ("backward_kernel", "plain"): {D64: 920, D96: 580, D128: 580, D192_128: 480, D192: 515, D256: 504},
@@ -63,7 +63,7 @@ def functions_of(cubin):
 
 
 def division(form):
-    """Divisions and conversions, by which a compiler divides. A softcap has reciprocals of its own."""
+    """Divisions and conversions, by which a compiler divides. A softcap adds reciprocals."""
     return re.compile(r"I2F|F2I|CALL" + ("|MUFU\\.RCP" if form in PLAIN else ""))
 
 
@@ -134,8 +134,9 @@ def test_ptxas_leaves_wgmma_and_registers_alone(compile_once, source):
 def check_forward_order(cubin, form, dims):
     order = order_of(cubin, "forward_kernel", dims, form)
     scores, output = dims[0] // 16, KEYS[dims] // 16
-    # The first tile; the loop: both products, one wait, the softmax, the other wait; the last product. An exponential
-    # for each of 64 x keys / 128 threads, with a softcap another one, and two factors of the sums.
+    # The first tile, then the loop (both products, one wait, the softmax, the other wait), then the last product. A
+    # thread has 64 x keys / 128 scores: one exponential for each, two with a softcap, and two for the factors of the
+    # sums.
     exponentials = "E" * (KEYS[dims] // 2 * (1 if form in PLAIN else 2) + 2)
     schedule = "A" + "P" * scores + "W" + exponentials
     schedule += "A" + "P" * scores + "A" + "P" * output + "W" + exponentials + "W"
@@ -153,8 +154,8 @@ def test_backward_machine_code(compile_once, source, form, dims):
     order = order_of(compile_once(source)[0], "backward_kernel", dims, form)
     rows, keys = backward_tile(dims, form)
     s, dp, dv, dk, dq = ("A" + "P" * count for count in backward_products(dims, form))
-    # S and dP; the exponentials while dP is on its way; dV, dQ and dK, each waited for alone. Of split columns dK
-    # comes before dQ. Two ways to P, with a softcap with twice the exponentials.
+    # S and dP; the exponentials while dP runs; dV, dQ and dK, each with its own wait. With split columns dK comes
+    # before dQ. There are two ways to P. A softcap doubles the exponentials.
     exponentials = "E" * (64 * rows // 128 * (1 if form == "plain" else 3))
     schedule = s + dp + "W" + exponentials + "W" + dv
     schedule += (dk + dq if keys == 64 else dq + dk) + "WWW"
@@ -170,7 +171,7 @@ def check_main_loop(cubin, kernel, form, dims):
     for a, b in itertools.pairwise(products):
         if "gsb0" not in loop[a].operands:
             assert not [str(i) for i in loop[a:b] if i.operation.startswith("R2UR")]
-    # Nothing before the first load and the first product divides either.
+    # No division comes before the first load and the first product, either.
     code = code_of(cubin, kernel, dims, form)
     first = next(n for n, i in enumerate(code) if i.operation.startswith("HGMMA"))
     assert not [str(i) for i in code[:first] if division(form).match(i.operation)]
@@ -229,7 +230,7 @@ def test_output_is_scaled_under_the_scores_of_long_rows(compile_once, source):
 @pytest.mark.parametrize("dims", BACKWARD_TILES, ids=str)
 @pytest.mark.parametrize("source", BACKWARD, ids=lambda path: path.stem)
 def test_row_terms_are_read_before_the_waits(compile_once, source, dims):
-    """lse and delta of a tile come from shared memory while the products run that they belong to."""
+    """lse and delta of a tile are read from shared memory while the products of the tile run."""
     loop = main_loop(compile_once(source)[0], "backward_kernel", dims)
     second_wait = [n for n, i in enumerate(loop) if i.operation.startswith("WARPGROUP.DEPBAR")][1]
     assert not [str(i) for i in loop[second_wait:] if i.operation.startswith("LDS")]
@@ -240,8 +241,8 @@ def test_nothing_touches_registers_of_a_running_product(compile_once, source, fo
     kernel = kernel_of(source)
     code = code_of(compile_once(source)[0], kernel, dims, form)
     assert sass.hazards(code) == []
-    # The check itself: without a wait for a result there is a hazard. Of the backward's five waits the one for dV, and
-    # of split columns that for dK, guard tiles in shared memory; the host run's mutations look at those.
+    # The check itself: without a wait for a result there is a hazard. Two of the backward's five waits guard tiles in
+    # shared memory: the wait for dV, and the wait for dK of split columns. The host run's mutations test these two.
     waits = [n for n, i in enumerate(code) if i.operation.startswith("WARPGROUP.DEPBAR")]
     found = [bool(sass.hazards(code[:n] + code[n + 1 :])) for n in waits]
     if kernel == "forward_kernel":

@@ -45,7 +45,7 @@ def kernels(built):
 
 @pytest.fixture
 def cuts(kernels, monkeypatch):
-    """A list that grows by how each forward of this tier is cut."""
+    """A list. Each forward of this tier appends how it is cut."""
     found, workspace = [], kernels.c.forward_workspace
 
     def asked(params):
@@ -119,7 +119,7 @@ def test_splits(kernels, cuts, head_dim, seqlen_q):
      (128, "upper_left", (300, -1)), (256, None, (150, 60))],
 )  # fmt: skip
 def test_bands(kernels, cuts, head_dim, causal, window):
-    """Blocks that see fewer tiles than there are splits leave some of them empty."""
+    """If a block of queries sees fewer tiles than there are splits, some splits are empty."""
     kernels.num_splits = 4
     for seqlen_q, seqlen_k, heads in ((150, 600, 1), (600, 300, 1), (170, 500, 4)):
         inputs = make(1, heads, seqlen_q, seqlen_k, head_dim, heads_kv=1)
@@ -208,7 +208,7 @@ def test_packed_sequences(kernels, cuts, head_dim, lower_right, splits):
 @pytest.mark.parametrize("where", ["key", "value"])
 @pytest.mark.parametrize(("head_dim", "splits"), [(64, 1), (64, 2), (128, 4), (256, 2)])
 def test_masked_values_cannot_poison(kernels, cuts, head_dim, splits, where, poison):
-    """0 x NaN is NaN: rows that do not see the poisoned key are repaired, each in its split."""
+    """0 x NaN is NaN, so the kernel repairs the rows that do not see the poisoned key, each in its split."""
     kernels.num_splits = splits
     q, k, v = make(1, 4, 60, 420, head_dim, heads_kv=1)
     (k if where == "key" else v)[:, 0, 400, 5] = poison
@@ -218,7 +218,7 @@ def test_masked_values_cannot_poison(kernels, cuts, head_dim, splits, where, poi
     clean = reference.attention(q[:, :, :40], k[:, :, :400], v[:, :, :400], causal="lower_right")
     torch.testing.assert_close(out[:, :, :40], clean[0], rtol=0, atol=0.02)
     if where == "value" or poison is torch.nan:  # a score of -inf is a weight of 0
-        assert not torch.isfinite(out[:, :, 40:]).all(-1).any()  # these see it
+        assert not torch.isfinite(out[:, :, 40:]).all(-1).any()  # these rows see it
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -236,7 +236,7 @@ def test_what_a_mask_hides_cannot_poison(kernels, cuts, splits):
 
 
 def test_warpgroups_without_rows_do_nothing(kernels, cuts):
-    """Counted in exponentials: a warpgroup's 64 rows, however few of them are used."""
+    """The test counts exponentials: 64 rows for each warpgroup, even if few rows are in use."""
     work = []
     for seqlen_q in (17, 64, 65):
         before = kernels.c.exponentials()

@@ -17,7 +17,7 @@ from flash_attn_ext import flash_attn
 
 @pytest.fixture(autouse=True)
 def kernels(built):
-    # Keys that are split: test_cuda_sm90_few_rows.py.
+    # test_cuda_sm90_few_rows.py tests splits of the keys.
     with library.on_hopper(built, num_splits=1, deterministic=True) as loaded:
         yield loaded
 

@@ -1,4 +1,4 @@
-"""Without any one barrier, wait, fence or arrival of the sm90 kernels, their host run fails."""
+"""Without any single barrier, wait, fence or arrival of the sm90 kernels, their host run fails."""
 
 import pytest
 from cuda_host import library, mutations, mutations_sm90

@@ -17,7 +17,7 @@ head_dims = pytest.mark.parametrize("head_dim", [64, 128, 256])
 
 @pytest.fixture(autouse=True)
 def kernels(built):
-    # Keys that are split: test_cuda_sm90_few_rows.py.
+    # test_cuda_sm90_few_rows.py tests splits of the keys.
     with library.on_hopper(built, num_splits=1, deterministic=True) as loaded:
         yield loaded
 
@@ -64,7 +64,7 @@ def test_softcap_takes_any_scale(kernels):
 
 
 def test_softcap_is_as_exact_as_fp32(kernels):
-    """An approximation of tanh that is off by 2^-11 would move lse by a thousandth: 15 2^-11 = 0.007 in a score."""
+    """An approximation of tanh with an error of 2^-11 would move a score by 15 x 2^-11 = 0.007, and lse by 0.001."""
     q, k, v = (t.detach() for t in make(1, 1, 40, 300, 128))
     q[:, :, :, 0] *= 40
     lse = flash_attn(q, k, v, softcap=15.0, return_lse=True)[1]
@@ -76,7 +76,7 @@ def test_softcap_is_as_exact_as_fp32(kernels):
 @head_dims
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_softcap_and_what_the_band_hides(kernels, head_dim, where):
-    """Rows are also repaired with a softcap."""
+    """The kernel also repairs rows with a softcap."""
     inputs = [t.detach() for t in make(1, 1, 150, 150, head_dim)]
     grad = torch.randn(1, 1, 150, head_dim).bfloat16()
     clean = run(inputs, grad, softcap=2.0, causal="upper_left")
@@ -121,7 +121,7 @@ def test_key_masks(kernels, head_dim, case):
     [(64, "right", True), (64, "holes", True), (64, "left", False), (128, "left", True), (256, "right", True)],
 )
 def test_key_masks_with_a_band(kernels, head_dim, case, deterministic):
-    """Whole tiles are masked: who adds to a tile of dQ, and in which turn, follows from the band and the mask."""
+    """Whole tiles are masked. Band and mask determine which blocks add to a tile of dQ, and in which turn."""
     kernels.deterministic = deterministic
     check(kernels, *make(2, 1, 200, 400, head_dim), padding(2, 400, case), causal="lower_right", window=(150, 0))
 
@@ -178,7 +178,7 @@ def test_masked_keys_have_no_gradient_whatever_the_queries_hold(kernels, head_di
 
 
 def test_whole_tiles_that_are_masked_cost_nothing(kernels):
-    """Counted in exponentials: two warps' worth of them for each tile."""
+    """The test counts exponentials: for each tile as many as two warps compute."""
     q, k, v = (t.detach() for t in make(1, 1, 64, 1280, 64))
     work = []
     for shown in (128, 1280):

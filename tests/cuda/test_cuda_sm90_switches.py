@@ -1,4 +1,4 @@
-"""The switches of csrc/cuda/sm90/switches.h on the host: with each of them off results have the same bits."""
+"""The switches of csrc/cuda/sm90/switches.h on the host: with any switch off, results have the same bits."""
 
 import subprocess
 
@@ -35,8 +35,9 @@ def with_one_off(request, built, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def calls():
-    """Rows and columns that out does not have, neighbours in memory, tasks and rows that see nothing, a hidden NaN. The
-    last one's heads lie side by side in memory."""
+    """Partial tiles, tasks and rows without a visible key, and a hidden NaN. In the last call heads lie side by side in
+    memory.
+    """
     shapes = ((2, 2, 70, 50, 40, 24), (2, 3, 500, 300, 64), (1, 2, 300, 130, 128))
     inputs = [[t.detach() for t in make_qkv(*shape, dtype=torch.bfloat16)] for shape in shapes]
     inputs[1][2][1, :, 250, 7] = inputs[2][2][:, :, 100, 3] = torch.nan
@@ -44,7 +45,7 @@ def calls():
 
 
 def results(path, calls, multiprocessors):
-    """out and lse of each of them."""
+    """out and lse of each call."""
     with library.on_hopper(path, num_splits=1) as loaded, torch.no_grad():
         loaded.c.set_multiprocessors(multiprocessors)
         found = []

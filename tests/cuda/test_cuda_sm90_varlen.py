@@ -20,7 +20,7 @@ head_dims = pytest.mark.parametrize("head_dim", [64, 128, 256])
 
 @pytest.fixture(autouse=True)
 def kernels(built):
-    # Keys that are split: test_cuda_sm90_few_rows.py.
+    # test_cuda_sm90_few_rows.py tests splits of the keys.
     with library.on_hopper(built, num_splits=1) as loaded:
         yield loaded
 
@@ -54,7 +54,7 @@ def test_softcap_sink_and_mask(kernels):
     inputs = inputs_of(LONG, head_dim=64)
     out, _, dq, dk, dv = run(kernels, *inputs, LONG, attn_mask=mask, causal=True)[:5]
     assert b"sm90::dq_kernel" in kernels.c.last_kernel()
-    # The same of each sequence as a batch of its own, padded.
+    # The same for each padded sequence as a batch of one.
     kernels.c.set_compute_capability(8, 0)
     expected = run(kernels, *inputs, LONG, attn_mask=mask, causal=True)
     assert b"sm90" not in kernels.c.last_kernel()
@@ -81,7 +81,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_any_pack(kernels, head_dim, c
     [(64, True, torch.nan), (64, False, torch.inf), (128, True, torch.inf), (256, False, torch.nan)],
 )
 def test_neighbours_never_enter_a_product(kernels, head_dim, deterministic, poison):
-    """All of one sequence is NaN or Inf: the others are as without it, though TMA loads some of its rows for them."""
+    """One whole sequence is NaN or Inf. It changes no other sequence, although TMA loads some of its rows for them."""
     lengths = [(70, 40), (20, 30), (30, 50)]
     inputs = inputs_of(lengths, head_dim=head_dim)
     options = {"causal": True, "lower_right": True, "deterministic": deterministic}
@@ -109,7 +109,7 @@ def test_rows_that_are_not_used_are_neither_read_nor_written(kernels):
 @orders
 @hostile_offsets
 def test_hostile_offsets_read_nothing_outside(kernels, cu_seqlens, deterministic):
-    """The host run checks every access; the results do not matter."""
+    """The host run checks every access. The results are not compared."""
     inputs = inputs_of([(90, 90)], head_dim=64)
     run(kernels, *inputs, [(40, 40)] * 3, cu_seqlens=cu_seqlens, causal=True, lower_right=True,
         deterministic=deterministic)  # fmt: skip
@@ -130,7 +130,7 @@ def params_of(kind, lengths, total, head_dim=64, **options):
 
 
 def test_sums_of_dq_grow_with_all_rows_not_with_the_longest(kernels):
-    """One long sequence and many short ones. Only the workspace's counts of tiles are padded to the longest."""
+    """One long sequence and many short ones. In the workspace only the counts of tiles are padded to the longest."""
     params = params_of(library.BackwardParams, [10_000] + 99 * [100], 20_000)
     assert kernels.choice(params)[0] == "sm90"
     sums = 4 * 64 * (20_000 + 64 * 100)

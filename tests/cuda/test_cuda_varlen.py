@@ -102,7 +102,7 @@ def test_64_bit_offsets(kernels):
 
 @pytest.mark.parametrize("cu_seqlens", [(0, 70, 20, 20), (-9, 10, 500, 90), (90, 60, 30, 0), (0, 0, 0, 1 << 30)])
 def test_hostile_offsets_read_nothing_outside(kernels, cu_seqlens):
-    """The host run checks every access; the results do not matter."""
+    """The host run checks every access. The results are not compared."""
     q = packed([90], HEADS, torch.float64)
     k, v = packed([90], HEADS_KV, torch.float64), packed([90], HEADS_KV, torch.float64)
     run(kernels, q, k, v, torch.randn_like(q), [(40, 40)] * 3, cu_seqlens=cu_seqlens, causal=True, lower_right=True)
@@ -135,7 +135,7 @@ def test_masks_by_the_rows_of_a_packed_q(kernels, shape):
 
 
 def test_forward_mode_and_double_backward(kernels):
-    """Of each sequence as of a call of its own."""
+    """Each sequence has the same results in a separate call."""
     lengths = [(70, 40), (1, 64), (0, 5), (33, 3)]
     totals = [sum(side) for side in zip(*lengths, strict=True)]
     rows = {"q": HEADS, "k": HEADS_KV, "v": HEADS_KV, "dout": HEADS}

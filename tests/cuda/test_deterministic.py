@@ -1,4 +1,4 @@
-"""`deterministic`: every way from flash_attn to the kernels brings it along, and on CPU results never depend on it."""
+"""`deterministic` reaches the kernels on every way from flash_attn. On CPU, results never depend on it."""
 
 import pytest
 import torch

@@ -34,7 +34,9 @@ def test_tile_edges_of_the_tensor_cores(dtype, head_dim, head_dim_v, causal):
 @dtypes
 @pytest.mark.parametrize("head_dim", [24, 64, 128, 136])
 def test_forward_mode(dtype, head_dim):
-    """By each tier that can: sm80 runs 16 bits up to 128, in tiles of 128 queries by 64 or 32 keys."""
+    """Each tier that can runs the call. sm80: 16 bits, head dimensions up to 128, tiles of 128 queries by 64 or 32
+    keys.
+    """
     for seqlen_q, seqlen_k in EDGES[:-1]:
         inputs = [t.detach() for t in make_qkv(1, 2, seqlen_q, seqlen_k, head_dim, heads_kv=1, dtype=dtype)]
         check_jvp_against_reference(inputs, causal="lower_right")
@@ -86,7 +88,7 @@ def test_two_runs_are_bitwise_equal(dtype):
 
 @dtypes
 def test_a_plain_call_is_bitwise_repeatable(dtype):
-    """No option that only some tiers take."""
+    """A call without options that only some tiers take."""
     q, k, v = make_qkv(2, 4, 300, 333, 64, heads_kv=2, dtype=dtype)
     first, second = (run([q, k, v, None, None], {"is_causal": True, "deterministic": True}) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -215,7 +217,7 @@ def test_nothing_waits_for_the_gpu(dtype):
 
 
 class TestTiers:
-    """Each tier, forced, and explain's answer."""
+    """Each forced tier, and explain's answer."""
 
     @pytest.fixture(params=["simt", "sm80", "sm90"])
     def tier(self, request):
@@ -234,7 +236,7 @@ class TestTiers:
 
     @staticmethod
     def runs_or_raises(tier, explained, action):
-        """As was explained; the action's result, if there is one."""
+        """The call runs as explained. Returns the action's result, if there is one."""
         if explained.error is None:
             assert explained.kernel == tier
             return action()
@@ -272,7 +274,7 @@ def test_no_memory_grows_with_the_square_of_the_length():
 
 
 def test_an_error_on_the_device_is_not_left_behind():
-    """A refused call leaves nothing that the next one would trip over."""
+    """A refused call does not change the next call."""
     q, k, v = make_qkv(1, 2, 20, 20, 16)
     with pytest.raises((TypeError, ValueError)):
         flash_attn(q, k.cpu(), v)

@@ -214,7 +214,7 @@ void (*find_translated(const void* kernel))(const unsigned char*) {
 
 namespace {
 
-// False if the parameters are not those that the PTX declares: the host and nvcc must lay out structs alike.
+// False if the PTX declares other parameters: the host and nvcc must lay out structs alike.
 bool count_launch(const void* arguments) {
   const auto* launched = static_cast<const TranslatedKernel*>(arguments);
   for (auto& [name, kernel] : translated_kernels)

@@ -197,7 +197,7 @@ const struct {
 
 std::string report;
 
-// Launchers, of which two cannot be captured in a CUDA graph.
+// Launchers. Two of them cannot be captured in a CUDA graph.
 int number = 0;  // in the GPU's memory: a graph's inputs change before it runs
 
 __global__ void write_number(float* out, const int* from) { out[threadIdx.x] = *from; }

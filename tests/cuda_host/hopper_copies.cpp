@@ -1,5 +1,5 @@
-// TMA and bulk copies as the PTX manual defines them. If the manual leaves a choice, the model makes the one that is worst
-// for the kernel:
+// TMA and bulk copies as the PTX manual defines them. If the manual leaves a choice, the model makes the choice that is
+// worst for the kernel:
 //   - A copy to shared memory lands when all threads wait, in random order. From its start its target holds NaN, and an
 //     access to the target is an error. It is also an error to start a copy while another operation may still read the
 //     target, or without the fence of the barriers.

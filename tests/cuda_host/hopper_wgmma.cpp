@@ -1,7 +1,7 @@
-// wgmma as the PTX manual defines it. If the manual leaves a choice, the model makes the one that is worst for the kernel. A
-// product reads its operands, also in registers, and writes its accumulators when all threads of the warpgroup wait for
-// it. Until then the accumulators hold NaN. Operands in shared memory must have landed before the product starts, and each
-// thread must have known it.
+// wgmma as the PTX manual defines it. If the manual leaves a choice, the model makes the choice that is worst for the
+// kernel. A product reads its operands, also in registers, and writes its accumulators when all threads of the
+// warpgroup wait for it. Until then the accumulators hold NaN. Operands in shared memory must have landed before the
+// product starts, and each thread must have known it.
 #pragma GCC optimize("O3")
 
 #include <set>

@@ -273,7 +273,7 @@ int64_t sm90_dealt_tasks(const AttentionParams* p, int blocks, int* block_of, in
 
 int quotient(int n, int divisor) { return flash_attn_ext::cuda::Divider(divisor).quotient(n); }
 
-// Runs what was captured.
+// Runs the captured launches.
 const char* replay() { return report(cuda_host::replay()); }
 
 const char* dropout_mask(const DropoutParams* dropout, const Sizes* sizes, int64_t first_row, bool* kept) {

@@ -49,7 +49,7 @@ def structs_of(header, included=()):
     text = re.sub(r"//[^\n]*", "", header.read_text())
     for name, base, body in re.findall(r"^struct (\w+)(?: : (\w+))? \{(.*?)^\};", text, re.DOTALL | re.MULTILINE):
         fields = []
-        body = re.sub(r"\)(?: const)? \{[^{}]*\}", ");", body)  # functions without what they do
+        body = re.sub(r"\)(?: const)? \{[^{}]*\}", ");", body)  # functions without their bodies
         for statement in filter(None, (s.strip() for s in body.split(";"))):
             if "(" in statement or statement.startswith("static"):
                 continue
@@ -97,11 +97,11 @@ OPERATORS |= {
 
 
 class KernelError(Exception):
-    """What the host run found: a race, an access out of bounds, a deadlock, a launch that failed."""
+    """An error of the host run: a race, an access out of bounds, a deadlock, a launch that failed."""
 
 
 def build(sources=ROOT / "csrc", folder=BUILD):
-    """The library's path, after rebuilding what changed."""
+    """The library's path, after rebuilding changed files."""
     if shutil.which("make") is None:
         raise RuntimeError("needs make and g++ (or CXX); there is no make")
     command = ["make", f"-j{len(os.sched_getaffinity(0))}", "-C", HERE, f"SOURCES={sources}", f"BUILD={folder}"]
@@ -155,7 +155,10 @@ class Library:
             raise ValueError(error.decode())
 
     def choice(self, params):
-        """The tier that the selector takes, or, if none can run, the reason; and why each faster one does not."""
+        """The tier that the selector takes, or the reason why no tier can run the call.
+
+        And the reason against each faster tier.
+        """
         select = {
             AttentionParams: self.c.forward_choice,
             BackwardParams: self.c.backward_choice,
@@ -170,11 +173,11 @@ class Library:
         return tier, why_not
 
     def seed_order(self, seed):
-        """Another order of fibers and blocks, the same for the same seed."""
+        """Changes the order of fibers and blocks. Equal seeds give equal orders."""
         self.c.seed_order(seed)
 
     def show(self, tensors, outputs=()):
-        """Tells the library what memory there is: everything else is out of bounds."""
+        """Tells the library which memory exists. Every other address is out of bounds."""
         self.c.forget_buffers()
         for name, t in tensors.items():
             if t is not None and t.numel():
@@ -237,8 +240,11 @@ class Library:
         return kept
 
     def rehearse(self, launch, inputs):
-        """As a CUDA graph does: records what `launch` enqueues, then runs it. While it records, the inputs hold other
-        values: a launcher that reads them on the host gives wrong results."""
+        """Records the kernels that `launch` enqueues, then runs them, as a CUDA graph does.
+
+        During the recording the inputs hold other values, so a launcher that reads inputs on the host gives wrong
+        results.
+        """
         with replaced(inputs.values()):
             self.c.begin_capture()
             try:
@@ -305,7 +311,7 @@ def registered(**operators):
 
 @contextmanager
 def on_hopper(path, num_splits=0, **options):
-    """As as_cpu_kernels(), of a library whose selector sees a Hopper GPU."""
+    """Like as_cpu_kernels(), with a library whose selector sees a Hopper GPU."""
     loaded = Library(path, **options)
     loaded.num_splits = num_splits
     with loaded.on_gpu(9, 0), as_cpu_kernels(loaded):

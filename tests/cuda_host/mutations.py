@@ -1,9 +1,10 @@
-"""Removes each barrier and each wait of the CUDA kernels in turn and says what the host run finds.
+"""Removes each barrier and each wait of the CUDA kernels in turn, and lists the findings of the host run.
 
     PYTHONPATH=. python tests/cuda_host/mutations.py > tests/cuda_host/mutations.md
 
 tests/cuda/test_cuda_mutations.py does the same, and compares the list with that file. The kernels are built once, with
-a condition at each of these statements; interface.cpp says which of them is left out. mutations_sm90.py has sm90's.
+a condition at each of these statements. interface.cpp selects the statement to skip. mutations_sm90.py does the same
+for sm90.
 """
 
 import functools
@@ -24,14 +25,14 @@ from cuda_host import library
 from flash_attn_ext import flash_attn, indexer_loss, indexer_scores
 
 CUDA = library.ROOT / "csrc" / "cuda"
-# What is rebuilt. One dtype is enough: the others are the same text.
+# The objects to rebuild. One dtype is enough, because all dtypes have the same text.
 REBUILT = [
     f"simt/{name}.o"
     for name in ("forward_float32", "backward_float32", "indexed_float32", "indexer_float32", "key_lists")
 ]
 REBUILT += [f"sm80/{name}_bfloat16.o" for name in ("forward", "jvp", "decode", "backward")]
 REBUILT += ["sm75/forward_float16.o"]
-# Statements of their own, and what is assigned or returned.
+# Whole statements, and expressions that are assigned or returned.
 BARRIER = r"(?:__sync(?:threads|warp)\w*|ptx::cp_async_(?:wait<[^<>()]*>|commit)|ptx::\w+_turn)\([^()]*\);?"
 SEEDS = 2
 
@@ -42,7 +43,7 @@ class Mutation:
     start: int  # of the statement's text
     end: int
     statement: str
-    number: int  # by which interface.cpp leaves it out
+    number: int  # by which interface.cpp skips the statement
 
     def __str__(self):
         return f"{self.path} `{self.statement}` {self.number}"
@@ -68,21 +69,21 @@ def mutations():
 
 
 def with_conditions(text, mutations, conditional):
-    """A source that asks at each statement whether it stays: `conditional(text, number)` is written in its place."""
+    """The source with `conditional(text, number)` in place of each statement: it asks whether the statement runs."""
     for m in sorted(mutations, key=lambda m: m.start, reverse=True):
         text = text[: m.start] + conditional(text[m.start : m.end], m.number) + text[m.end :]
     return 'extern "C" bool statement_stays(int number);\n' + text
 
 
 def conditional(statement, number):
-    """A barrier that also returns something leaves its argument."""
+    """A skipped barrier that returns a value is replaced by its argument."""
     call = statement.rstrip(";")
     otherwise = f"int({re.search(r'_or.(.*).', call).group(1)})" if "_or(" in call else "void()"
     return f"(statement_stays({number}) ? {call} : {otherwise})" + statement[len(call) :]
 
 
 def build(folder, built):
-    """The library with the conditions: what is rebuilt comes first, the rest is taken from the build as it is."""
+    """The library with the conditions: the rebuilt objects first, then all other objects of the build."""
     sources, objects = folder / "csrc", folder / "objects"
     shutil.copytree(CUDA.parent, sources)
     found = mutations()
@@ -96,7 +97,7 @@ def build(folder, built):
 
 
 def link(folder, built, objects, rebuilt):
-    """The library of the objects named `rebuilt`, from `objects`, and all others of the build as it is."""
+    """The library of the objects named `rebuilt`, from `objects`, and of all other objects of the build."""
     left_out = {built.parent / name for name in ("faulty.o", *rebuilt)}
     others = [o for o in built.parent.rglob("*.o") if o not in left_out]
     result = folder / "libmutated.so"
@@ -106,7 +107,7 @@ def link(folder, built, objects, rebuilt):
 
 
 def results(path, seed):
-    """Calls that reach every barrier; everything that they return."""
+    """The results of calls that reach every barrier."""
     torch.manual_seed(0)
     q = torch.randn(1, 4, 70, 20, requires_grad=True)
     k, v = (torch.randn(1, 2, 131, 20, requires_grad=True) for _ in range(2))
@@ -134,7 +135,7 @@ def results(path, seed):
 
 
 def sm80_backward_results(path, seed):
-    """The same for the sm80 backward: key blocks that take turns, and NaN that masked rows must not see."""
+    """The same for the sm80 backward: key blocks that take turns, and a NaN that must not reach masked rows."""
     torch.manual_seed(0)
     found = []
     for head_dim in (64, 256):  # 256: warps share keys, and Q has one buffer
@@ -142,7 +143,7 @@ def sm80_backward_results(path, seed):
         k, v = (torch.randn(1, 1, 200, head_dim).bfloat16() for _ in range(2))
         mask = torch.ones(150, 200, dtype=torch.bool)
         mask[60] = mask[:, 90] = False
-        q[:, :, 60, 5] = k[:, :, 90, 5] = torch.nan  # not in what the threads hold that write the flags
+        q[:, :, 60, 5] = k[:, :, 90, 5] = torch.nan  # not in the elements of the threads that write the flags
         inputs = [t.requires_grad_() for t in (q, k, v)]
         with library.as_cpu_kernels(library.Library(path, seed, deterministic=True)):
             out = flash_attn(*inputs, mask, enable_gqa=True)
@@ -151,7 +152,7 @@ def sm80_backward_results(path, seed):
 
 
 def sm80_jvp_results(path, seed):
-    """And for the sm80 jvp, with two buffers and with one: several tiles of keys, NaN in values and in tangents."""
+    """The same for the sm80 jvp, with two buffers and with one: several key tiles, NaN in values and tangents."""
     torch.manual_seed(0)
     found = []
     with library.as_cpu_kernels(library.Library(path, seed)):
@@ -201,7 +202,7 @@ def sm75_results(path, seed):
         return [flash_attn(q, k, v), flash_attn(q, k, v, causal="upper_left")]
 
 
-# The functions whose calls reach a file's barriers: each must find that one is missing.
+# For each file, the functions whose calls reach its barriers. Each function must find a missing barrier.
 RESULTS = {
     "simt/indexed.cuh": (indexed_results,),
     "simt/indexed_backward.cuh": (indexed_results,),
@@ -216,7 +217,7 @@ RESULTS = {
 
 
 class Judge:
-    """Says of each mutation what the host run finds, in a library built once."""
+    """Returns for each mutation the findings of the host run, in a library built once."""
 
     def __init__(self, folder, built):
         self.path = build(Path(folder), built)
@@ -225,7 +226,7 @@ class Judge:
         self.expected = {way: way(built, 1) for way in (results, *ways)}
 
     def what_is_found(self, mutation):
-        """The host run's reports, or that values changed, or None: somebody would not notice."""
+        """The host run's reports, or that values changed. None: the run did not notice the fault."""
         if mutation is None:
             return next(filter(None, map(self._judge, self.expected)), None)
         self.c.leave_out(mutation.number)

@@ -1,9 +1,9 @@
-"""Leaves out each barrier, wait, fence and arrival of the sm90 kernels in turn and says what the host run finds.
+"""Removes each barrier, wait, fence and arrival of the sm90 kernels in turn, and lists the findings of the host run.
 
     PYTHONPATH=. python tests/cuda_host/mutations_sm90.py > tests/cuda_host/mutations_sm90.md
 
 tests/cuda/test_cuda_sm90_mutations.py does the same, and compares the list with that file. The kernels are built once,
-with a condition before each of these statements; interface.cpp says which of them is left out.
+with a condition before each of these statements. interface.cpp selects the statement to skip.
 """
 
 import re
@@ -70,7 +70,7 @@ def mutations():
 
 
 def conditional(statement, number):
-    """With an else of its own, so that it does not take that of an `if` around it."""
+    """The condition has an else, so that it does not take the else of an `if` around it."""
     return f"if (!statement_stays({number})) {{}} else {statement}"
 
 
@@ -85,7 +85,7 @@ def build(folder, built):
 
 
 def build_changed(folder, built, instances, changed):
-    """The library with `instances` compiled from sources with changes; the rest is taken as it is."""
+    """The library with `instances` compiled from changed sources, and all other objects of the build."""
     sources, objects = folder / "csrc", folder / "objects"
     shutil.copytree(CUDA.parent, sources)
     for path, text in (changed | instances).items():
@@ -98,10 +98,11 @@ def build_changed(folder, built, instances, changed):
 
 
 def forward_results(path, seed):
-    """A call of three tasks of one block, one of them with warpgroups without rows, and seven tiles of keys; the same
-    with a mask of the keys; the same of heads that share tiles, the keys split; of them one with a NaN that most rows
-    must not see; then one whose first task sees no key, with such a NaN; the same with a softcap, and of a block for
-    each task."""
+    """One block runs three tasks with seven tiles of keys. In one task some warpgroups have no rows.
+
+    Further calls have: a key mask; heads that share tiles, with split keys; a NaN that must not reach most rows; a
+    first task without a visible key, and the NaN; a softcap; one block for each task.
+    """
     torch.manual_seed(0)
     q = torch.randn(1, 1, 400, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 850, 64, dtype=torch.bfloat16) for _ in range(2))
@@ -127,8 +128,7 @@ def forward_results(path, seed):
 
 
 def backward_results(path, seed):
-    """Two blocks, of which each has three tiles of queries; then the same with columns split; then with NaN that
-    some rows and keys must not see."""
+    """Two blocks with three tiles of queries each; the same with split columns; then NaN in a row and a key."""
     shapes = ((260, 130, 64, False), (130, 66, 256, False), (20, 20, 64, True))
     return [grad.nan_to_num() for shape in shapes for grad in gradients(path, seed, *shape)]
 
@@ -151,7 +151,7 @@ def gradients(path, seed, seqlen_q, seqlen_k, head_dim, poisoned):
 
 
 class Judge:
-    """Says of each mutation what the host run finds, in a library built once."""
+    """Returns for each mutation the findings of the host run, in a library built once."""
 
     def __init__(self, folder, built):
         self.path = build(Path(folder), built)
@@ -159,7 +159,7 @@ class Judge:
         self.expected = {way: way(built, 1) for way in (forward_results, backward_results)}
 
     def what_is_found(self, mutation):
-        """The host run's report, or that values changed, or None: nobody would notice."""
+        """The host run's report, or that values changed. None: the run did not notice the fault."""
         if mutation is None:
             return self._judge(forward_results) or self._judge(backward_results)
         self.c.leave_out(mutation.number)

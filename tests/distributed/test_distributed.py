@@ -20,7 +20,7 @@ def processes():
 def run_case(
     size, method, *, shape=(2, 4, 2, 24, 24, 16, 16), dtype=torch.float64, balanced=True, uneven=False, **given
 ):
-    """Compares out, lse and all gradients of this process's rows with a single process. Returns them."""
+    """Compares out, lse and all gradients of this process's rows with a single process. Returns the results."""
     group = group_of(size)
     batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = shape
     torch.manual_seed(0)
@@ -156,12 +156,12 @@ def possible(size, method, options):
     return method != "ulysses" or (heads_kv % size == 0 and not rows_in_mask)
 
 
-# Four processes imply two, except for these options, which also show that two processes work at all.
+# A test with four processes covers two processes. These options also run with two.
 ALSO_WITH_TWO = ("plain", "causal", "documents, everything", "uneven, all different", "everything")
 
 
 def sizes(method, name):
-    """The numbers of processes that an option is tried with."""
+    """The numbers of processes to test an option with."""
     can = [size for size in (2, 4) if possible(size, method, OPTIONS[name])]
     return can if name in ALSO_WITH_TWO else can[-1:]
 

@@ -61,7 +61,7 @@ def context_parallel(method, options, dynamic):
 
 @pytest.mark.parametrize("method", OPTIONS)
 def test_context_parallel_attn(processes, method):
-    """Of a fixed length for all_gather, and of any length for ring and ulysses."""
+    """Graphs of a fixed length for all_gather, and of any length for ring and ulysses."""
     processes.run(context_parallel, method, OPTIONS[method], method != "all_gather")
 
 

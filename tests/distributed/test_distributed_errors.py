@@ -98,7 +98,7 @@ DIFFERENT = {
 
 
 def errors_of_different_calls():
-    """Returns the error of each case. A call that succeeds comes first, as if only the last batch differed."""
+    """Returns the error of each case. A successful call comes first, as if only the last batch differed."""
     group, second = group_of(2), dist.get_rank() % 2 == 1
     arguments = dict(query=X, key=X, value=X, method="ring", group=group)
     caught = []

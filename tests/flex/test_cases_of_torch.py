@@ -72,7 +72,7 @@ def test_score_functions(name):
 
 
 def learned():
-    """{name: (score_mod, what it learns)}."""
+    """{name: (score_mod, the tensors that it learns)}."""
     table, plane, head, batch_head = parameter(K_LEN + Q_LEN), parameter(Q_LEN, K_LEN), parameter(4), parameter(2, 4)
     indices = torch.randint(0, Q_LEN, (Q_LEN,), generator=torch.Generator().manual_seed(1))
     one, other = parameter(Q_LEN), parameter(K_LEN, seed=2)

@@ -125,7 +125,10 @@ KEPT = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_tiles_of_a_mask_that_are_kept_for_other_heads(name):
-    """A thread keeps what the function shows. Heads alone have the same bits. 700 keys: more tiles than places."""
+    """A thread keeps the mask that the function computes. Heads alone have the same bits.
+
+    700 keys: more tiles than slots.
+    """
     q, k, v = (torch.randn(2, 3, length, 8) for length in (100, 700, 700))
     ends = [0, 100, 150]  # packed, with a short sequence
     together = flash_attn(q, k, v, mask_mod=KEPT[name])
@@ -300,7 +303,7 @@ FORMS = {
 @pytest.mark.parametrize("block_size", [32, (32, 48), (64, 16)], ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_block_masks_of_other_forms(name, block_size):
-    """The lists are those of torch, and so are the elements."""
+    """The lists and the elements equal torch's."""
     make_mask, mask_mod, lengths = FORMS[name]
     ours = make_mask(block_size)
     batch, heads = ours.kv_num_blocks.shape[:2]

@@ -1,4 +1,4 @@
-"""torch's own flex_attention on CPU while active, and both functions under torch.compile."""
+"""torch's own flex_attention on CPU while flash_attn_ext is active, and both functions under torch.compile."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from flash_attn_ext.flex import higher_order
 from flash_attn_ext.nn import activated, activation_report
 
 Q = torch.linspace(-1, 1, 2 * 64 * 16).view(1, 2, 64, 16)
-of_torch = torch_flex.flex_attention  # before anybody activates
+of_torch = torch_flex.flex_attention  # before any call of activate
 MASK = torch_flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, 64, "cpu", BLOCK_SIZE=32)
 
 
@@ -44,7 +44,7 @@ def test_activate_takes_eager_calls():
         assert torch_flex.flex_attention is not of_torch
         torch.testing.assert_close(gradients(torch_flex.flex_attention, table()), wanted)
         assert activation_report(reset=True).taken == {"flex_attention": 1}
-        # A caller that holds torch's function since before.
+        # A caller that holds torch's function from before activate().
         torch.testing.assert_close(gradients(of_torch, table()), wanted, rtol=1e-4, atol=1e-5)
         assert activation_report().taken["flex_attention"] >= 1
     assert torch_flex.flex_attention is of_torch

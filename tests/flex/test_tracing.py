@@ -1,4 +1,4 @@
-"""From functions to programs: what is known, what is traced again, and what is refused by name."""
+"""From functions to programs: known functions, functions traced again, and functions refused by name."""
 
 import functools
 

@@ -248,7 +248,7 @@ def test_empty_sizes(sizes):
 
 
 def test_no_slots():
-    """Chosen keys without slots are no keys: not all keys."""
+    """With chosen keys but zero slots a query has no keys, not all keys."""
     inputs = [t.requires_grad_() for t in make(1, 2, 3, 4, 5)]
     indices = torch.empty(1, 1, 3, 0, dtype=torch.int32)
     loss = indexer_loss(*inputs, *make_main(1, 2, 1, 3, 4, 4), indices=indices, reduction="none")

@@ -88,7 +88,7 @@ def test_jagged_with_holes():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}], ids=str)
 def test_appended_keys(options, layout):
-    """They follow the last key of each sequence. Queries and keys have different offsets."""
+    """The appended keys follow the last key of each sequence. Queries and keys have different offsets."""
     _, ours = make_pair(batch_first=True, **options)
     q, k, v = make_inputs()
     given = [nest(q, [7, 2, 4], layout), nest(k, [3, 10, 5], layout), nest(v, [3, 10, 5], layout)]

@@ -140,7 +140,7 @@ def test_the_quantizable_attention_is_skipped():
 
 
 def test_a_module_with_a_forward_on_the_instance_is_skipped():
-    """accelerate's hooks assign one. It would call torch's forward for any class."""
+    """accelerate's hooks assign a forward to the instance. It would call torch's forward for any class."""
     model = nn.MultiheadAttention(E, H)
     model.forward = model.forward
     with pytest.warns(UserWarning, match="skipped 'the model': its forward was replaced"):

@@ -23,7 +23,7 @@ LENGTHS = [1, 7, 33, 64, 100, 129, 200, 300, 31, 32]
 
 @pytest.fixture(autouse=True)
 def registered():
-    """As vLLM's plugin loader does it for an installed package."""
+    """Registers the backend, as vLLM's plugin loader does for an installed package."""
     register()
 
 
@@ -109,7 +109,7 @@ def test_caches_that_vllms_backend_does_not_have(cache):
 
 
 def test_only_where_chosen():
-    """Another choice, and none, have vLLM's backend."""
+    """With another choice, and with no choice, vLLM runs its own backend."""
     with Engine("llama", None) as engine:
         assert engine.classes_of_layers() == {"CPUAttentionBackendImpl"}
 

@@ -23,7 +23,7 @@ LAYOUTS = {"LBHNC": (0, 1, 2, 3), "LBNHC": (0, 2, 1, 3), "LHBNC": (1, 0, 2, 3)}
 
 
 def make_cache(cache_format=FORMATS["auto"], dtype=torch.float32, order=LAYOUTS["LBHNC"]):
-    """Returns a cache of vLLM's shape. Rows that nobody wrote are NaN, or 0 in 8 bits."""
+    """Returns a cache of vLLM's shape. Rows that no step wrote are NaN, or 0 in 8 bits."""
     content = 2 * D + (8 if cache_format.scale_per_token else 0)
     shape = (PAGES, HK, PAGE_SIZE, content)
     memory = torch.empty([shape[n] for n in order], dtype=cache_format.coded or dtype)

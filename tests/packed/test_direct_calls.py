@@ -1,4 +1,4 @@
-"""The direct way of cached calls: ordinary calls take it, with the results and the errors of the operators' way."""
+"""Ordinary cached calls take the direct way, with the results and the errors of the operators' way."""
 
 import pytest
 import reference
@@ -174,7 +174,7 @@ def test_no_gradient_is_lost(name, direct):
 
 @pytest.mark.parametrize("name", ["alibi_slopes", "sink"])
 def test_no_gradient_of_slopes_or_sink_is_lost(name, direct):
-    """The call computes, since nobody may ask for the gradient. The gradient is an error."""
+    """The call computes, because a user may never need the gradient. Computing the gradient is an error."""
     q, k_cache, v_cache, _ = make()
     added = torch.rand(H, requires_grad=True)
     out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=LENGTHS_TENSOR, **{name: added})

@@ -53,7 +53,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
 def test_arguments_in_their_order(function):
-    """The order is as in flash-attention's documentation. Our additional arguments are keyword-only."""
+    """The order is the order in flash-attention's documentation. Our additional arguments are keyword-only."""
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     shown = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
     assert shown == SIGNATURES[function]

@@ -48,7 +48,7 @@ def caches_of(page_size=None, group=32, zeros=True, dtype=torch.float16, heads_k
     ],
 )
 def test_read(isa, dtype, page_size, group, zeros, numbers):
-    """As exact as attention of torch to the decoded numbers, with 1, 4 and 3 x 7 rows for each key head."""
+    """As exact as torch's attention to the decoded numbers, with 1, 4 and 3 x 7 rows for each key head."""
     coded, decoded, table = caches_of(page_size, group, zeros, numbers)
     for heads, seqlen_q in ((2, 1), (8, 1), (6, 7)):
         q = torch.randn(len(LENGTHS), seqlen_q, heads, D).to(dtype)

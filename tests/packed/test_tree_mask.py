@@ -118,7 +118,7 @@ def test_a_causal_tree_is_causal():
 
 
 def test_a_hidden_token_may_be_nan():
-    """NaN in a key and value reaches only the queries that see them."""
+    """A NaN in a key or value reaches only the queries that see this key."""
     q, k_cache, v_cache, _ = make(torch.float32, 6, None, [70])
     lengths, mask = torch.tensor([70]), tree()
     expected = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, tree_mask=mask)

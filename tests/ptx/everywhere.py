@@ -1,4 +1,4 @@
-"""A plugin of pytest: the tests of tests/cuda run kernels from their PTX, all that are named.
+"""A plugin of pytest: the tests of tests/cuda run all named kernels from their PTX.
 
     python -m pytest -p ptx.everywhere tests/cuda/test_cuda_sm90.py        # in tests/ or with it on PYTHONPATH
     FLASH_ATTN_EXT_PTX="sm90/forward_bfloat16 sm80/decode_bfloat16" python -m pytest -p ptx.everywhere ...
@@ -14,7 +14,7 @@ from cuda_host import library
 from ptx import kernels, parse, translate
 
 VARIABLE = "FLASH_ATTN_EXT_PTX"
-OTHER_DTYPES = "_float16", "_float64"  # their text is that of the others
+OTHER_DTYPES = "_float16", "_float64"  # their text is equal to the other dtypes' text
 
 
 def sources():

@@ -40,7 +40,7 @@ ARRIVE_EXPECTING = "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64"
 
 @exactly(ARRIVE, ARRIVE_EXPECTING)
 def arrive(ins, v):
-    """The state that it gives is 0 here: what would use it is not known."""
+    """The returned state is 0. The translator knows no instruction that uses it."""
     state, at, *count = ins.operands
     expects = ins.opcode == ARRIVE_EXPECTING
     if count and not expects:
@@ -52,7 +52,7 @@ def arrive(ins, v):
 
 @exactly("mbarrier.try_wait.parity.shared::cta.b64")
 def wait(ins, v):
-    """The GPU may give up after a while, and the program tries again. Here it waits."""
+    """On a GPU this instruction may return early, and the program tries again. Here it waits."""
     p, at, parity = ins.operands
     call = f"cuda_host::barrier_wait({site(ins)}, {barrier(at, v)}, {v.read(parity, 'u32')})"
     return f"{call}; {v.write(p, 'pred', 'true')}"

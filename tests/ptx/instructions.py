@@ -2,8 +2,8 @@
 
 memory.py, collective.py and hopper.py have the others.
 
-A function gets an instruction and the Values of its place, and returns the statement. Modifiers that it does not use
-up are an error, so no meaning is dropped.
+A function takes an instruction and the Values of its position, and returns the statement. A modifier that the function
+does not use is an error, so no meaning is lost.
 """
 
 from ptx.values import BITS, CPP, FLOATS, unsigned
@@ -12,7 +12,7 @@ TABLE = {}
 
 
 def instruction(*names):
-    """Registers a function for the opcodes whose first parts are one of these names."""
+    """Registers a function for the opcodes that begin with one of these names."""
 
     def add(function):
         for name in names:
@@ -23,20 +23,20 @@ def instruction(*names):
 
 
 class Modifiers:
-    """The parts of an opcode behind its name. Each is taken once; done() refuses those that are left."""
+    """The parts of an opcode behind its name. Each part is taken once. done() refuses the parts that are left."""
 
     def __init__(self, instruction, skip=1):
         self.instruction = instruction
         self.left = instruction.parts[skip:]
 
     def take(self, *allowed, default=""):
-        """The next part, if it is one of these."""
+        """The next part, if it is one of these parts."""
         if self.left and self.left[0] in allowed:
             return self.left.pop(0)
         return default
 
     def find(self, *allowed, default=""):
-        """One of these, anywhere."""
+        """One of these parts, at any position."""
         for part in self.left:
             if part in allowed:
                 self.left.remove(part)
@@ -44,7 +44,7 @@ class Modifiers:
         return default
 
     def kind(self):
-        """A type, which comes last or before another type."""
+        """A type: the last part, or the part before another type."""
         if not self.left or self.left[0] not in CPP:
             raise self.instruction.error("no type that is known")
         return self.left.pop(0)
@@ -55,7 +55,7 @@ class Modifiers:
 
 
 def binary(ins, v, kind, expression, kind_b=None):
-    """d = expression, of {a} and {b}."""
+    """d = an expression of {a} and {b}."""
     d, a, b = ins.operands
     cpp = CPP[kind]
     value = expression.format(a=v.read(a, kind), b=v.read(b, kind_b or kind), T=cpp)
@@ -176,7 +176,7 @@ def special(ins, v):
 
 
 def approximate(ins, v, m):
-    """With an error as large as the manual allows."""
+    """A result with the largest error that the manual allows."""
     ftz = m.take("ftz")
     kind = m.kind()
     m.done()
@@ -195,7 +195,8 @@ def extremum(ins, v):
     m.done()
     sign = {"min": "<", "max": ">"}[ins.parts[0]]
     if kind in FLOATS:
-        return binary(ins, v, kind, f"ptx::{ins.parts[0]}imum({{a}}, {{b}})")  # the other one of a NaN
+        # for a NaN and a number the function returns the number
+        return binary(ins, v, kind, f"ptx::{ins.parts[0]}imum({{a}}, {{b}})")
     return binary(ins, v, kind, f"{{a}} {sign} {{b}} ? {{a}} : {{b}}")
 
 
@@ -242,7 +243,7 @@ def funnel_shift(ins, v):
 
 @instruction("bfe", "bfi", "bmsk", "prmt", "lop3", "popc", "clz", "brev", "bfind")
 def bit_function(ins, v):
-    """By a function of the machine with the instruction's name."""
+    """Calls the machine's function with the instruction's name."""
     m = Modifiers(ins)
     mode = m.take("clamp", "b32") if ins.parts[0] in ("bmsk", "prmt", "lop3") else ""
     kind = m.kind() if m.left else "b32"

@@ -45,7 +45,7 @@ class Kernels:
         )
 
     def ptx(self):
-        """What nvcc makes of these kernels, and of nothing else. Compiled once for each state of csrc/cuda."""
+        """The path of nvcc's PTX of these kernels alone. Compiled once for each state of csrc/cuda."""
         source = self.source()
         path = BUILD / cubins.digest() / f"{_hash(source, self.architecture)}.ptx"
         with locked(path):
@@ -59,12 +59,12 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault: in the PTX, what matches `pattern` first (after a match of `after`) is replaced."""
+    """A planted fault: replaces the first match of `pattern` in the PTX (behind a match of `after`)."""
 
     pattern: str
     replacement: str
     after: str = ""
-    count: int = 1  # so many matches
+    count: int = 1  # the number of replaced matches
 
 
 def nvcc(architecture):
@@ -120,7 +120,7 @@ def compile_object(source, target, level):
 
 
 class Translated(library.Library):
-    """The host build, in which some kernels come from PTX. A report names the line of PTX and its text."""
+    """The host build, with some kernels from PTX. A report names the line of PTX and its text."""
 
     def __init__(self, path, kernels, faults=(), **options):
         super().__init__(path, **options)
@@ -151,7 +151,7 @@ class Translated(library.Library):
             yield self
 
     def launches(self, name=""):
-        """How often a kernel was launched since it was installed; all of them for an empty name."""
+        """The number of launches of a kernel since it was installed. With an empty name: of all kernels."""
         return self.c.translated_launches(name.encode())
 
     @contextmanager
@@ -178,7 +178,7 @@ def load(path):
 
 
 def raise_report(error, objects):
-    """What the host run found, with the line of PTX. `objects`: loaded ones, and the lines of their PTX."""
+    """An error of the host run, with the line of PTX. `objects`: loaded objects, and the lines of their PTX."""
     if error is None:
         return
     lines = [f"line {n} of PTX: {lines[n - 1].strip()}" for o, lines in objects if (n := o.ptx_take_line())]

@@ -257,7 +257,7 @@ void ptx_install() {
     add_translated(kernel->name, kernel->run, kernel->param_bytes);
 }
 void ptx_set_fault(int number) { ptx::fault = number; }
-// Runs a kernel of this file that no host code launches. Null, or what went wrong.
+// Runs a kernel of this file that no host code launches. Returns null or an error text.
 const char* ptx_launch(int which, unsigned blocks, unsigned threads, size_t shared_bytes, const void* params,
                        size_t param_bytes) {
   static std::string error;

@@ -30,7 +30,10 @@ class Label:
 
 @dataclass(frozen=True)
 class Registers:
-    """A declaration: all names of one kind, here `prefix` and a number, or one name if `count` is 0."""
+    """A declaration: `count` names of one kind, made of `prefix` and a number.
+
+    If `count` is 0, the one name `prefix`.
+    """
 
     kind: str  # "b32"
     prefix: str
@@ -83,7 +86,7 @@ def entry_names(text):
 
 
 def read_entry(text, name):
-    """One kernel. Nothing else in the text is read, so it may hold what the translator does not know."""
+    """One kernel. The translator reads no other kernel of the text, which may hold unknown instructions."""
     starts = [match for match in ENTRY.finditer(text) if match[1] == name]
     if len(starts) != 1:
         raise PtxError(f"{len(starts)} entries named {name}; there are: {', '.join(entry_names(text))}")
@@ -148,7 +151,7 @@ def _statement(text, line):
 
 
 def split_operands(text):
-    """At the commas outside brackets and braces."""
+    """Splits at the commas outside brackets and braces."""
     depth, begin, found = 0, 0, []
     if "{" not in text and "[" not in text:
         return [o.strip() for o in text.split(",")] if text else []

@@ -1,4 +1,4 @@
-"""The translator of PTX by itself: what single instructions do, and that an unknown one fails by name."""
+"""The translator of PTX alone: single instructions, and the error that names an unknown instruction."""
 
 import ctypes
 import math

@@ -1,4 +1,4 @@
-"""PTX types, registers and operands as C++: what to write to read an operand, or to set it, as a value of a type."""
+"""PTX types, registers and operands as C++: expressions that read an operand, and statements that set it."""
 
 import re
 
@@ -24,7 +24,7 @@ def unsigned(kind):
 
 
 class Values:
-    """The names that are known at a place of the text. Registers are of their declared kind."""
+    """The names that are known at a position of the text. Each register has its declared kind."""
 
     def __init__(self, entry):
         self.params = entry.params
@@ -107,7 +107,7 @@ class Values:
         return f"{self.name(operand)} = {convert(value, kind, declared)};"
 
     def address(self, operand, space):
-        """A pointer to what an operand like [%rd1+8] names, checked by the machine as an address of that space."""
+        """A pointer to the address of an operand like [%rd1+8]. The machine checks that it lies in the space."""
         match = ADDRESS.fullmatch(operand)
         if match is None:
             raise PtxError(f"{operand} is no address")

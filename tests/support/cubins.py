@@ -25,7 +25,7 @@ def nvcc_flags():
 
 
 def compiled(source, architecture, output, *flags):
-    """Everything that nvcc and ptxas say of one source, for sm_<architecture>; the cubin is written to `output`."""
+    """The messages of nvcc and ptxas for one source and sm_<architecture>. Writes the cubin to `output`."""
     command = [NVCC, "-std=c++20", *nvcc_flags(), f"-arch=sm_{architecture}", "-Xptxas", "-v", f"-I{ROOT}", *flags]
     command += ["-cubin", source, "-o", output]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -48,7 +48,7 @@ def compiled_once(source, architecture, *flags):
 
 @functools.cache
 def digest():
-    """Of everything that is compiled, and how."""
+    """A digest of nvcc's path, its flags and the sources in csrc/cuda and csrc/core."""
     hashed = hashlib.sha256(repr([str(NVCC), *nvcc_flags()]).encode())
     for path in sorted(p for folder in (CUDA, CUDA.parent / "core") for p in folder.rglob("*") if p.is_file()):
         hashed.update(str(path).encode() + path.read_bytes())

@@ -1,4 +1,4 @@
-"""The functions of the gallery: those of torch's attention-gym collection and of its tests, by name."""
+"""The functions of the gallery, by name: from torch's attention-gym collection and from torch's tests."""
 
 import math
 

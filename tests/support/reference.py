@@ -61,7 +61,8 @@ def attention(
         hidden = hidden | (attn_mask == -math.inf)
     hidden = hidden.expand(scores.shape)
     dead = hidden.all(-1, keepdim=True)
-    scores = scores.masked_fill(hidden, -math.inf).masked_fill(dead, 0.0)  # a dead row: any finite values
+    # a row without a visible key: any finite values
+    scores = scores.masked_fill(hidden, -math.inf).masked_fill(dead, 0.0)
     if sink is None:
         lse = torch.logsumexp(scores, -1) if seqlen_k else scores.sum(-1)
         probs = torch.softmax(scores, -1).masked_fill(dead, 0.0)

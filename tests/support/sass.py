@@ -35,7 +35,7 @@ def parse(address, text):
 
 
 def target(instruction):
-    """The address that a branch may go on at, or None."""
+    """The target address of a branch, or None."""
     if not instruction.operation.startswith(("BRA", "CALL")):
         return None
     found = re.fullmatch(r"0x[0-9a-f]+", instruction.operands[-1])
@@ -85,7 +85,7 @@ def touched(instruction):
 
 
 def hazards(code):
-    """Descriptions of the instructions that touch a register of a product that may still run."""
+    """Descriptions of the instructions that touch a register of a product that may be running."""
     index = {instruction.address: n for n, instruction in enumerate(code)}
     found, seen = {}, set()
     # A position in the code, and the batches in flight there: committed batches, oldest first, then the open batch. A

@@ -1,4 +1,4 @@
-"""The error rule, once (shared/design.md): ours may err at most a stated factor more than torch's own dtype does."""
+"""The error rule (shared/design.md): our error is at most a stated factor times torch's error in the same dtype."""
 
 import torch
 
@@ -14,7 +14,10 @@ def largest_error(ours, exact):
 
 
 def assert_as_exact_as_torch(name, ours, theirs, exact, factor, slack=0.0):
-    """error(ours) <= factor * error(theirs) + slack + a few ulp of the largest value, against the fp64 `exact`."""
+    """error(ours) <= factor * error(theirs) + slack + a few ulp of the largest value.
+
+    Errors are against the fp64 `exact`.
+    """
     error = largest_error(ours, exact)
     finite = exact[torch.isfinite(exact)].abs()
     # Inputs are of order 1: where a gradient cancels to nearly nothing, its terms still round like 0.1.

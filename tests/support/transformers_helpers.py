@@ -55,7 +55,7 @@ def make_pair(build):
             if "sinks" in name or "relative_attention_bias" in name:
                 parameter.normal_()
             elif parameter.dim() > 1:
-                parameter.mul_(4)  # so that attention looks somewhere
+                parameter.mul_(4)  # so that the attention weights differ
     eager.set_attn_implementation("eager")
     ours = copy.deepcopy(eager)
     ours.set_attn_implementation(NAME)

@@ -78,7 +78,7 @@ class _File:
                 yield callee, keywords, passed_on
 
     def keywords_at_interface(self) -> set[str]:
-        """Keywords of the interface's calls, and those that arrive there in **kwargs."""
+        """Keywords of the interface's calls, and the keywords that arrive there in **kwargs."""
         calls = [(name, *call) for name in self.forwards for call in self.calls(name)]
         received = defaultdict(set)  # class, or "" for the interface -> keywords in its **kwargs
         sizes = None
@@ -99,7 +99,7 @@ class _File:
 def keywords_of_models() -> tuple[dict[str, set[str]], set[str]]:
     """keyword -> models that pass it to the attention interface; and the keywords that eager functions read."""
     passed, read = defaultdict(set), set()
-    gc.disable()  # parsing makes many objects, and the collector would visit all of them again and again
+    gc.disable()  # parsing makes many objects, and the collector would visit them repeatedly
     try:
         for path in sorted(ROOT.glob("models/*/modeling_*.py")):
             source = path.read_text(encoding="utf-8")

@@ -42,7 +42,10 @@ CONFIGS = {
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Weights of a size that makes attention matter; vLLM's dummy weights are about 1e-3. The same in each run."""
+    """Weights large enough that attention changes the tokens: vLLM's dummy weights are about 1e-3.
+
+    Equal in each run.
+    """
     for name, parameter in model.named_parameters():
         random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         given = torch.randn(parameter.shape, generator=random)

@@ -64,7 +64,7 @@ def test_links_and_commands_exist(page):
 
 
 def test_sphinx_reports_every_dead_link():
-    """Three links of the tutorial were dead in the built pages, because the warning was suppressed."""
+    """A regression: three links of the tutorial were dead in the built pages, because the warning was suppressed."""
     assert "suppress_warnings" not in (ROOT / "docs" / "conf.py").read_text()
 
 

@@ -36,7 +36,7 @@ class TestOne(unittest.TestCase):
 
 
 def test_results_are_counted(tmp_path):
-    """The first file passes. In the second one `out` is not what the test wants."""
+    """The first file passes. In the second file the test expects another `out`."""
     folder = tmp_path / "test" / "inductor"
     folder.mkdir(parents=True)
     (folder / "test_flex_attention.py").write_text(FILE.format(length=512, factor=2))

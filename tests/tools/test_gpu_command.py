@@ -90,7 +90,10 @@ def time_is_over(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of run.py, in seconds. A stage takes the seconds in its command, or all of its time. Nothing starts."""
+    """The clock of run.py, in seconds. A stage takes the seconds in its command, or its whole time.
+
+    No process starts.
+    """
     now = [0.0]
 
     def made_up(stage, log, timeout):
@@ -192,7 +195,7 @@ def test_fewer_stages_get_more_time():
 
 
 def test_what_tells_most_is_sure_of_its_time(tmp_path):
-    """A machine gives ten minutes to one command."""
+    """A machine runs one command for at most ten minutes."""
     args, all_stages = run.parse([]), stages.stages(tmp_path, quick=False)
     all_stages = [stage for stage in all_stages if not run.why_not(stage, {"compute capability": "9.0"})]
     assert args.limit + 2 * run.GRACE <= 600

@@ -193,7 +193,7 @@ def test_the_table_of_published_figures(iterations, capsys):
 
 
 def test_a_narrower_value_takes_less_time(iterations):
-    """192 with 128 costs as much as 160 would: as many TFLOP/s as 192, in less time."""
+    """Head dimensions 192 and 128 cost as much as 160: as many TFLOP/s as 192, in less time."""
     problem = Problem(1, 16, 8192, 192, False)
     own, as_long = (time_model.prediction(problem, False, head_dim_v)["TFLOP/s"] for head_dim_v in (128, 192))
     assert own == pytest.approx(as_long, rel=0.1)

@@ -16,7 +16,7 @@ from benchmarks.gpu.worker import Worker
 from tools.gpu import smoke
 from tools.gpu.calls import CALLS, FORWARD_MODE, Call
 
-# A child that does as it is told, without torch.
+# A child process that obeys commands, without torch.
 CHILD = f"""
 import os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
@@ -34,7 +34,7 @@ worker.serve(obey)
 
 
 class Clock:
-    """Stands still, so that a busy machine changes nothing. With `step`, each question moves it."""
+    """A clock that stands still, so a busy machine changes no result. With `step`, each reading advances it."""
 
     now, step = 0.0, 0.0
 

@@ -1,4 +1,4 @@
-"""`make`'s set-up: what each command installs, and how tools/install_here.py shows the progress of the compiler."""
+"""`make`'s set-up: the packages that each command installs, and the compiler's progress in tools/install_here.py."""
 
 import subprocess
 import sys

@@ -14,7 +14,7 @@ SOURCES = ("csrc", "flash_attn_ext", "setup.py", "tests", "tools", "Makefile", "
 
 
 def test_every_environment_variable_is_on_the_page():
-    """And no variable that the sources do not have."""
+    """The page has no variable that the sources do not have."""
     files = subprocess.run(["git", "ls-files", *SOURCES], capture_output=True, text=True, cwd=ROOT).stdout.splitlines()
     variable = re.compile(r"FLASH_ATTN_EXT_[A-Z0-9_]*[A-Z0-9]")
     found = set()

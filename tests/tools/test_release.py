@@ -121,7 +121,7 @@ def test_a_python_that_cannot_be_had_is_a_row_with_the_reason(tmp_path, monkeypa
 
 
 def test_a_release_of_given_wheels(tmp_path):
-    """All but the compiling: the way of the tag workflow."""
+    """The tag workflow without the compilation."""
     pytest.importorskip("cyclonedx", reason="needs the packages of the group 'release'")
     (tmp_path / "given").mkdir()
     write_wheel(tmp_path / "given")

@@ -65,7 +65,7 @@ def in_tiles(task):
 
 @pytest.mark.parametrize("window", [(-1, 0), (128, 0)])
 def test_blocks_of_keys_of_a_band_do_not_wait_for_each_other(built, window):
-    """If all blocks visited the queries from the first one on, each would start where the block before it is busy."""
+    """If all blocks began with the first queries, each would start at a tile that the block before it works on."""
     call = scaling.Workload("chain", (1, 1, 1, 2048, 2048, 8), window=window)
     keys = scaling.Pass(0.0, [in_tiles(task) for task in scaling.record(built, call, "backward", 32)[1].tasks])
     longest = max(scaling.work(scaling.Pass(0.0, [task])) for task in keys.tasks)
