@@ -20,11 +20,14 @@ demo: $(VENV)/.built $(VENV)/.demo
 # One worker of pytest-xdist for each core of a small machine. A worker runs whole files, in the order of tests/conftest.py.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Every pair of values of a test's parameters, and not their full product: tests/support/pairs.py. Every case: PAIRS=0.
+PAIRS ?= 1
+IN_PAIRS := FLASH_ATTN_EXT_TEST_PAIRS=$(PAIRS) $(PYTEST)
 
 # All tests of the library, after the build twenty minutes on two idle cores. Some of them:
 # TESTS="tests/cpu/test_decode.py -k split".
 test: $(VENV)/.built $(VENV)/.test
-	$(PYTEST) $(if $(TESTS),$(TESTS),-m "not planted_fault")
+	$(if $(TESTS),$(PYTEST) $(TESTS),$(IN_PAIRS) -m "not planted_fault")
 
 # The tests of the tests: each plants a fault, such as a missing barrier, and checks that a test finds it. Run it after a
 # change of kernels, or of the code that runs and checks them on the host (tests/cuda_host, tests/ptx, tests/cpp).
@@ -33,7 +36,7 @@ test-faults: $(VENV)/.built $(VENV)/.test
 
 # All tests except the list in tests/support/slow.py, in three minutes. Run it after each change.
 test-quick: $(VENV)/.built $(VENV)/.test
-	$(PYTEST) -m "not slow"
+	$(IN_PAIRS) -m "not slow"
 
 # Time and memory against torch, and options of the decode kernel. Tables, numbers and figures are in build/bench/.
 # BENCH=--quick measures only short cells. BENCH="--isa avx2" measures other kernels.

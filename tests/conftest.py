@@ -7,6 +7,7 @@ sets it. By default tests run on the CPU, and tests marked ``gpu`` are skipped.
 import os
 import sys
 
+import pairs
 import planted_faults
 import pytest
 import slow
@@ -42,6 +43,9 @@ def pytest_collection_modifyitems(config, items):
         chosen = [item for item in items if item.get_closest_marker("any_device") or item.get_closest_marker("gpu")]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+    if pairs.ENABLED:
+        every, items[:] = list(items), pairs.chosen(items)
+        config.hook.pytest_deselected(items=list(set(every).difference(items)))
     items.sort(key=lambda item: slow.order_of(item.path.stem))
     for item in items:
         if slow.is_slow(item.path.stem, item.originalname):
