@@ -194,7 +194,7 @@ void execute_arithmetic(Operation operation, const ProgramStep<T>& s) {
   case Operation::operation: return FA_PROGRAM_##form(__VA_ARGS__);
     FA_PROGRAM_ARITHMETIC(FA_PROGRAM_CASE)
 #undef FA_PROGRAM_CASE
-    default: return;  // checked in ops/check_program.cpp
+    default: return;  // checked in ops/flex/check_program.cpp
   }
 }
 

@@ -78,7 +78,7 @@ auto for_types_of(const Params& p, const Body& body) {
     case DType::kBFloat16: return body(Types<BFloat16, float>{});
     case DType::kFloat16: return body(Types<Float16, float>{});
     case DType::kFloat32:
-    case DType::kBool: break;  // kBool is not a type of q: checked in ops/checks.cpp
+    case DType::kBool: break;  // kBool is not a type of q: checked in ops/checks/check_tensors.cpp
   }
   return body(Types<float, float>{});
 }

@@ -16,7 +16,7 @@ __device__ void for_mask_type(DType dtype, const Body& body) {
     case DType::kFloat64: return body(double{});
     case DType::kBFloat16: return body(__nv_bfloat16{});
     case DType::kFloat16: return body(__half{});
-    case DType::kBool: return;  // has no gradient: checked in ops/checks.cpp
+    case DType::kBool: return;  // has no gradient: checked in ops/checks/check_tensors.cpp
   }
 }
 
