@@ -67,7 +67,9 @@ CUDA += [
     for dtype in ("bfloat16", "float16", "float32", "float64")
 ]
 CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/task_rounds.cpp"]
-CUDA += [f"sm90/{way}_{dtype}.cu" for way in ("forward", "backward") for dtype in ("bfloat16", "float16")]
+CUDA += [
+    f"sm90/{way}_{dtype}.cu" for way in ("forward", "backward", "flex_forward") for dtype in ("bfloat16", "float16")
+]
 CUDA += ["gpu_code.cpp"]
 
 

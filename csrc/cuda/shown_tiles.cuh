@@ -15,6 +15,16 @@ enum class TileState {
   kMixed,    // its blocks differ: each element's block decides
 };
 
+// A tile of a list, and its form in memory.
+struct ListedTile {
+  int number;
+  TileState state;
+
+  __device__ ListedTile(int number, TileState state) : number(number), state(state) {}
+  __device__ explicit ListedTile(int32_t word) : number(word / 4), state(static_cast<TileState>(word % 4)) {}
+  __device__ int32_t word() const { return number * 4 + static_cast<int>(state); }
+};
+
 inline __device__ TileState state_of(const StatesOfTile& states) {
   if (states.is_full()) return TileState::kFull;
   const bool all_partial = states.lowest == BlockStates::kPartial && states.highest == BlockStates::kPartial;

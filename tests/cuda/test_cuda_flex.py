@@ -1,6 +1,6 @@
 """Functions of the user and block masks on the CUDA kernels' host build, against dense references.
 
-Here is the tier simt; test_cuda_sm80_flex.py has sm80. No GPU has run it yet.
+Here is the tier simt; test_cuda_sm80_flex.py and test_cuda_sm90_flex.py have the others. No GPU has run it yet.
 """
 
 import pytest
@@ -131,7 +131,7 @@ def test_what_it_refuses(kernels):
     with kernels.on_gpu(9, 0), torch.no_grad():
         flex_attention(q.half(), k.half(), v.half(), lambda s, b, h, i, j: s + h)
     assert kernels.tier == "sm80"
-    assert kernels.why_not == ["sm90: no functions of the user"]
+    assert kernels.why_not == ["sm90: no score_mod"]
 
 
 def test_blocks_that_a_mask_hides_are_not_read():

@@ -20,11 +20,12 @@ from benchmarks.gpu import sass_listing, switches
 SOURCES = sorted((CUDA / "sm90").glob("*_bfloat16.cu"))
 # setmaxnreg ignored; wgmma serialised; a wait for wgmma injected
 WARNINGS = re.compile(r"C75(08|10|12|13|15|17|19)")
-FORWARD, BACKWARD = ([p for p in SOURCES if p.stem.startswith(way)] for way in ("forward", "backward"))
+FLEX, FORWARD, BACKWARD = ([p for p in SOURCES if p.stem.startswith(way)] for way in ("flex", "forward", "backward"))
 # Head dimensions of query and key and of value.
 D64, D96, D128, D192, D256 = ((head_dim, head_dim) for head_dim in (64, 96, 128, 192, 256))
 D192_128 = 192, 128
 KEYS = {D64: 128, D96: 128, D128: 128, D192_128: 128, D192: 112, D256: 80}  # of the forward's tiles
+KEYS_WITH_FUNCTIONS = {D64: 128, D128: 128, D256: 64}
 # Of the backward, the query rows of a warpgroup's S and the keys of a tile.
 BACKWARD_TILES = {D64: (128, 128), D96: (64, 128), D128: (64, 128), D192_128: (32, 64), D192: (32, 64), D256: (32, 64)}
 # The largest allowed number of instructions in one iteration of the main loop, masks included: of the plain kernels,
@@ -35,13 +36,16 @@ MOST_INSTRUCTIONS = {
     ("forward_kernel", "with options"): {D64: 975, D96: 985, D128: 1020, D192_128: 1040, D192: 990, D256: 840},
     ("backward_kernel", "with options"): {D64: 860, D96: 920, D128: 910, D192_128: 660, D192: 690, D256: 690},
     ("forward_kernel", "few rows"): {D64: 970, D128: 1020, D256: 840},
+    ("forward_kernel", "with functions"): {D64: 1380, D128: 1440, D256: 1170},
     # The plain forward with one switch of switches.h off.
     ("forward_kernel", "without a switch"): {D64: 600, D128: 650, D256: 585},
 }
 PLAIN = "plain", "without a switch"
 # How a kernel's mangled name says which form it is.
 FORMS = {
-    "forward_kernel": {name: rf"NS\d*_4FormE{n}E" for n, name in enumerate(("plain", "with options", "few rows"))},
+    "forward_kernel": {
+        name: rf"NS\d*_4FormE{n}E" for n, name in enumerate(("plain", "with options", "few rows", "with functions"))
+    },
     "backward_kernel": {"plain": "b1E", "with options": "b0E"},
 }
 
@@ -79,15 +83,24 @@ def code_of(cubin, kernel, dims, form):
 def order_of(cubin, kernel, dims, form):
     """Returns the kernel's machine code with one letter for each instruction."""
     operations = [instruction.operation for instruction in code_of(cubin, kernel, dims, form)]
-    assert not {"LDL", "STL"} & {operation.split(".")[0] for operation in operations}
+    if form != "with functions":  # its interpreter keeps a program's values in local memory
+        assert not {"LDL", "STL"} & {operation.split(".")[0] for operation in operations}
     marks = {"HGMMA": "P", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "W", "WARPGROUP.ARRIVE": "A", "USETMAXREG": "R"}
     order = "".join(mark for operation in operations for word, mark in marks.items() if operation.startswith(word))
     assert order.count("R") == 2
     return order.replace("R", "")
 
 
+def keys_of(dims, form):
+    return (KEYS_WITH_FUNCTIONS if form == "with functions" else KEYS)[dims]
+
+
 def kernel_of(source):
-    return source.stem.split("_")[0] + "_kernel"
+    return "backward_kernel" if source in BACKWARD else "forward_kernel"
+
+
+def forms_of(source):
+    return [form for form in FORMS[kernel_of(source)] if (form == "with functions") == (source in FLEX)]
 
 
 def every_kernel(sources):
@@ -95,7 +108,7 @@ def every_kernel(sources):
     cases = [
         pytest.param(source, form, dims, id=f"{source.stem}-{'x'.join(map(str, dims))}-{form}")
         for source in sources
-        for form in FORMS[kernel_of(source)]
+        for form in forms_of(source)
         for dims in MOST_INSTRUCTIONS[kernel_of(source), form]
     ]
     return pytest.mark.parametrize(("source", "form", "dims"), cases)
@@ -116,7 +129,7 @@ def backward_products(dims, form):
 
 def main_loop(cubin, kernel, dims, form="plain"):
     """One iteration of a consumer."""
-    of_forward = dims[0] // 16, KEYS[dims] // 16
+    of_forward = dims[0] // 16, keys_of(dims, form) // 16
     products = of_forward if kernel == "forward_kernel" else backward_products(dims, form)
     return sass.main_loop(code_of(cubin, kernel, dims, form), sum(products))
 
@@ -124,6 +137,7 @@ def main_loop(cubin, kernel, dims, form="plain"):
 def check_what_ptxas_says(said):
     assert not WARNINGS.search(said), said
     assert "warning" not in said, said
+    assert not re.search(r"[1-9]\d* bytes spill", said), said
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -133,18 +147,18 @@ def test_ptxas_leaves_wgmma_and_registers_alone(compile_once, source):
 
 def check_forward_order(cubin, form, dims):
     order = order_of(cubin, "forward_kernel", dims, form)
-    scores, output = dims[0] // 16, KEYS[dims] // 16
+    scores, output = dims[0] // 16, keys_of(dims, form) // 16
     # The first tile, then the loop (both products, one wait, the softmax, the other wait), then the last product. A
     # thread has 64 x keys / 128 scores: one exponential for each, two with a softcap, and two for the factors of the
     # sums.
-    exponentials = "E" * (KEYS[dims] // 2 * (1 if form in PLAIN else 2) + 2)
+    exponentials = "E" * (keys_of(dims, form) // 2 * (1 if form in PLAIN else 2) + 2)
     schedule = "A" + "P" * scores + "W" + exponentials
     schedule += "A" + "P" * scores + "A" + "P" * output + "W" + exponentials + "W"
     schedule += "A" + "P" * output + "W"
     assert schedule in order, order
 
 
-@every_kernel(FORWARD)
+@every_kernel(FORWARD + FLEX)
 def test_forward_machine_code(compile_once, source, form, dims):
     check_forward_order(compile_once(source)[0], form, dims)
 
@@ -165,7 +179,8 @@ def test_backward_machine_code(compile_once, source, form, dims):
 def check_main_loop(cubin, kernel, form, dims):
     loop = main_loop(cubin, kernel, dims, form)
     assert len(loop) <= MOST_INSTRUCTIONS[kernel, form][dims]
-    assert not [str(i) for i in loop if division(form).match(i.operation)]
+    has_functions = form == "with functions"  # tiles that meet several blocks divide by the sizes of a block
+    assert has_functions or not [str(i) for i in loop if division(form).match(i.operation)]
     # Descriptors are stepped in uniform registers: nothing is moved there between the products of a batch.
     products = [n for n, i in enumerate(loop) if i.operation.startswith("HGMMA")]
     for a, b in itertools.pairwise(products):
@@ -174,7 +189,7 @@ def check_main_loop(cubin, kernel, form, dims):
     # No division comes before the first load and the first product, either.
     code = code_of(cubin, kernel, dims, form)
     first = next(n for n, i in enumerate(code) if i.operation.startswith("HGMMA"))
-    assert not [str(i) for i in code[:first] if division(form).match(i.operation)]
+    assert has_functions or not [str(i) for i in code[:first] if division(form).match(i.operation)]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -184,7 +199,7 @@ def test_no_main_loop_divides_or_computes_in_fp64(compile_once, source):
     except FileNotFoundError as error:
         pytest.skip(str(error))
     kernels = {name: code for name, code in listed.items() if sass_listing.count(code, "HGMMA")}
-    assert len(kernels) >= 6
+    assert len(kernels) >= 3
     for name, code in kernels.items():
         assert sass_listing.slow_instructions(sass_listing.main_loop(code)) == [], name
 

@@ -35,6 +35,7 @@ FILES = {
     "test_cuda_sm90_backward": "as test_cuda_host",
     "test_cuda_sm90_code": "compiles the sm90 kernels and reads their machine code",
     "test_cuda_sm90_few_rows": "as test_cuda_host",
+    "test_cuda_sm90_flex": "as test_cuda_host",
     "test_cuda_sm90_head_dims": "as test_cuda_host",
     "test_cuda_sm90_mutations": "as test_cuda_mutations",
     "test_cuda_sm90_options": "as test_cuda_host",

@@ -12,9 +12,9 @@ namespace flash_attn_ext::cuda::sm90 {
 // Recomputes the NaN columns of row i of `out`, by a warp, from the visible keys of `keys` only. It stops when each of
 // these columns is NaN again, because further keys change nothing. `factor_of(max, sum)`: the factor of the sum, from
 // the row's statistics.
-template <class In, int kHeadDim, class Out, class FactorOf>
+template <class In, int kHeadDim, class Out, class FactorOf, class Hidden = HiddenByKeyMask>
 __device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64_t i, Range keys,
-                           const Tensor4& to, const FactorOf& factor_of) {
+                           const Tensor4& to, const FactorOf& factor_of, const Hidden& hidden = {}) {
   using Row = LaneRow<In, kHeadDim>;
   const Sizes& z = p.sizes;
   const int64_t h_kv = z.kv_head(h);
@@ -26,7 +26,7 @@ __device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64
   const Range seen = visible_keys(p.band.without_chunks(), i, i + 1, z.seqlen_k);
   const int64_t begin = larger(seen.begin, keys.begin), end = smaller(seen.end, keys.end);
   for (int64_t j = end - 1; j >= begin && columns.any_open(out.x); --j) {
-    if (is_masked(p, b, j)) continue;
+    if (hidden.hides(p, b, h, i, j)) continue;
     float product = q.dot(Row(p.k, b, h_kv, j, z.head_dim));
     if (p.softcap > 0) product = score.tanh(product);
     const float new_max = fmaxf(max, product);
@@ -44,11 +44,12 @@ __device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64
 // 0 x NaN is NaN, so a hidden key with a NaN or Inf in its value row can make a visible result NaN. This calls
 // repair(n) for each NaN row n, but only if a value row of the tiles [begin, end) that is hidden from one of the warp's
 // queries is not finite. Every other NaN comes from a visible key.
-template <class In, int kHeadDim, class Repair>
+template <class In, int kHeadDim, class Repair, class Hidden = HiddenByKeyMask>
 __device__ void repair_rows(const AttentionParams& p, int64_t b, int64_t h_kv, Range queries, Range tiles,
-                            uint32_t nan_rows, const Repair& repair) {
+                            uint32_t nan_rows, const Repair& repair, const Hidden& hidden = {}) {
   if (nan_rows == 0 || queries.begin >= queries.end) return;
-  if (!has_non_finite_hidden_keys<In, kHeadDim>(p, p.v, p.sizes.head_dim_v, b, h_kv, queries, tiles)) return;
+  if (!has_non_finite_hidden_keys<In, kHeadDim>(p, p.v, p.sizes.head_dim_v, b, h_kv, queries, tiles, hidden))
+    return;
   __syncwarp();  // publishes the lanes' stores of a row to the warp
 #pragma unroll 1
   for (int n = 0; n < kWarpRows; ++n)
@@ -77,17 +78,17 @@ __device__ uint32_t finish_rows(const AttentionParams& p, int64_t b, int64_t h, 
 }
 
 // Repairs the NaN rows, after all rows have been stored. `tiles`: the keys that the block has read.
-template <class In, int kHeadDim>
+template <class In, int kHeadDim, class Hidden>
 __device__ void repair_finished_rows(const AttentionParams& p, int64_t b, int64_t h, int64_t warp_row,
-                                     Range tiles, uint32_t nan_rows) {
+                                     Range tiles, uint32_t nan_rows, const Hidden& hidden) {
   const Sizes& z = p.sizes;
   const Range queries{warp_row, smaller<int64_t>(warp_row + kWarpRows, z.seqlen_q)};
-  repair_rows<In, kHeadDim>(p, b, z.kv_head(h), queries, tiles, nan_rows, [&](int n) {
+  const auto factor_of = [&](float max, float sum) { return finish_row(p, b, h, max, sum).out_factor; };
+  const auto repair = [&](int n) {
     if (warp_row + n >= z.seqlen_q) return;
-    repair_row<In, kHeadDim, In>(p, b, h, warp_row + n, {0, z.seqlen_k}, p.out, [&](float max, float sum) {
-      return finish_row(p, b, h, max, sum).out_factor;
-    });
-  });
+    repair_row<In, kHeadDim, In>(p, b, h, warp_row + n, {0, z.seqlen_k}, p.out, factor_of, hidden);
+  };
+  repair_rows<In, kHeadDim>(p, b, z.kv_head(h), queries, tiles, nan_rows, repair, hidden);
 }
 
 // The stored rows of a warp's 16 that hold a NaN.

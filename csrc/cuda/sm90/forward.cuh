@@ -46,9 +46,12 @@ template <class In, int kHeadDim_, int kHeadDimV_, Form kForm>
 struct Forward {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static_assert(kHeadDimV <= kHeadDim);  // out may use Q's memory
+  using Arguments = typename ArgumentsOf<kForm>::Type;
   static constexpr bool kPlain = kForm == Form::kPlain, kPacked = !kPlain, kFewRows = kForm == Form::kFewRows;
+  static constexpr bool kFunctions = kForm == Form::kFunctions;
   static constexpr HeadDims kDims{kHeadDim, kHeadDimV};
-  static constexpr int kRows = kFewRows ? kFewRowsTile : forward_rows(kDims), kKeys = forward_keys(kDims);
+  static constexpr int kRows = kFewRows ? kFewRowsTile : forward_rows(kDims, kForm);
+  static constexpr int kKeys = forward_keys(kDims, kForm);
   static constexpr int kConsumers = kRows / kWarpgroupRows;
   static constexpr bool kPersistent = kPlain && is_persistent(kDims);
   static constexpr bool kStoresByTma = kPlain && FLASH_ATTN_EXT_SM90_TMA_STORE;
@@ -92,7 +95,7 @@ __device__ void load_next(Pipeline<Tile>& pipeline, uint32_t n, const CUtensorMa
 }
 
 template <class Config>
-__device__ void produce(const ForwardArguments& a, const BlockRange& range, const Begun& begun,
+__device__ void produce(const typename Config::Arguments& a, const BlockRange& range, const Begun& begun,
                         typename Config::Shared& shared) {
   if (range.tiles == 0) return;  // no consumer waits for Q: it would land in the next block's memory
   const int row = range.q_row + range.first_row;
@@ -108,7 +111,7 @@ __device__ void produce(const ForwardArguments& a, const BlockRange& range, cons
     load_tile(q, a.q, row, range.h, range.map_b, q_full);
   }
   for (int n = 0; n < range.tiles; ++n) {
-    const int key = range.first_key + n * Config::kKeys;
+    const int key = first_key_of<Config>(range, n);
     load_next(shared.k, begun.tiles + n, a.k, key, range);
     load_next(shared.v, begun.tiles + n, a.v, key, range);
   }
@@ -135,7 +138,7 @@ __device__ void start_output(const uint32_t (&weights)[kSteps][4], uint64_t v, f
 }
 
 template <class In, class Config>
-__device__ void consume(const ForwardArguments& a, const BlockRange& range, const Begun& begun,
+__device__ void consume(const typename Config::Arguments& a, const BlockRange& range, const Begun& begun,
                         typename Config::Shared& shared) {
   constexpr int kKeys = Config::kKeys, kHeadDimV = Config::kHeadDimV;
   const AttentionParams& p = a.p;
@@ -162,19 +165,22 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     first_query = range.rows.query(first_row);
     queries >>= range.rows.heads_shift;
   }
-  // The keys of tile n that the mask shows. Loaded before the products, used after the first one.
+  // The keys of tile n that the masks show. Loaded before the products, used after the first one.
   const auto attending = [&](int n) {
     if constexpr (Config::kPlain)
       return ~0u;
+    else if constexpr (Config::kFunctions)
+      return a.template shown_elements<kKeys>(range, n, query);
     else
       return a.key_mask.columns(range.b, range.first_key / kKeys + n, threadIdx.x);
   };
-  const auto softmax = [&](int n, uint32_t attends) {
-    const int key = range.first_key + n * kKeys;
+  const auto softmax = [&](int n, const auto& attends) {
+    const int key = first_key_of<Config>(range, n);
     bool shows_all = band.shows_all(first_query, queries, key, kKeys);
     if constexpr (!Config::kPlain) {
       if (has_softcap(p)) cap(score, s);
-      shows_all &= __ballot_sync(kAllLanes, attends != ~0u) == 0;
+      const uint32_t shown_in_both = bits_of_row(attends, 0) & bits_of_row(attends, 1);
+      shows_all &= __ballot_sync(kAllLanes, shown_in_both != ~0u) == 0;
     }
     if (!shows_all) hide_invisible(band, query, key, s, attends);
     statistics.update(score.scale2, s, factor);
@@ -183,7 +189,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
   // Counts tiles of keys, and turns of ping-pong. The first tile of a task has no turn.
   const uint32_t first = begun.tiles, first_turn = begun.tiles - begun.queries - 1;
   if (range.tiles > 0) {
-    const uint32_t attends = attending(0);
+    const auto attends = attending(0);
     shared.q.wait(begun.queries);
     const uint64_t k = step_descriptor(first_k, shared.k.wait(first));
     ptx::wgmma_fence();  // s may be written: no product uses it
@@ -194,7 +200,7 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
     round_weights<In>(s, weights);
   }
   for (int n = 1; n < range.tiles; ++n) {
-    const uint32_t attends = attending(n);
+    const auto attends = attending(n);
     const uint64_t k = step_descriptor(first_k, shared.k.wait(first + n));
     if constexpr (Config::kTakesTurns) shared.q.extra.ping_pong.wait(warpgroup, first_turn + n);
     ptx::wgmma_fence();  // publishes weights and o to wgmma; s may be written
@@ -246,19 +252,20 @@ __device__ void consume(const ForwardArguments& a, const BlockRange& range, cons
 
 // Repairs the rows of a task that hold a NaN.
 template <class In, class Config>
-__device__ void repair_task(const ForwardArguments& a, const BlockRange& range) {
+__device__ void repair_task(const typename Config::Arguments& a, const BlockRange& range) {
   constexpr int kHeadDim = Config::kHeadDim;
   const auto& call = call_of_block<Config>(a.p, range.b);
   const int warpgroup = threadIdx.x / kWarpgroup - 1, warp = threadIdx.x % kWarpgroup / 32;
   const int64_t row = range.first_row + warpgroup * kWarpgroupRows + warp * kWarpRows;
   repair_finished_rows<In, kHeadDim>(call, range.b, range.h, row, keys_of<Config>(range),
-                                     stored_rows_with_nan<In, kHeadDim>(call, range.b, range.h, row));
+                                     stored_rows_with_nan<In, kHeadDim>(call, range.b, range.h, row),
+                                     a.hidden());
 }
 
 template <class In, int kHeadDim, int kHeadDimV, Form kForm,
           class Config = Forward<In, kHeadDim, kHeadDimV, kForm>>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    forward_kernel(const __grid_constant__ ForwardArguments a) {
+    forward_kernel(const __grid_constant__ typename Config::Arguments a) {
 #if defined(FA_HAS_HOPPER)
   auto& shared = shared_memory<typename Config::Shared, kMaxHopperSharedBytes>();
   int consumers = Config::kConsumers;
@@ -309,28 +316,24 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 // ---- launch
 
-template <class In, int kHeadDim, int kHeadDimV, Form kForm>
-cudaError_t launch_tiles(const AttentionParams& p, const FewRows& few, void* workspace, cudaStream_t stream) {
-  using Config = Forward<In, kHeadDim, kHeadDimV, kForm>;
+// The arguments without the tensor maps.
+template <class Config>
+ForwardArguments forward_arguments(const AttentionParams& p, const FewRows& few, const KeyMask& key_mask,
+                                   const Partials<float>& partials) {
   const Sizes& z = p.sizes;
-  const ForwardWorkspace memory(workspace, p, few.splits, Config::kKeys);
-  ForwardArguments a{{},
-                     {},
-                     {},
-                     {},
-                     p,
-                     Config::kFewRows ? schedule_few_rows(z, few) : schedule_forward(z, Config::kRows),
-                     {},
-                     ScoreScale(p),
-                     memory.key_mask,
-                     few,
-                     memory.partials};
-  const int64_t blocks =
-      Config::kPersistent ? std::min({a.schedule.tasks, multiprocessors(), int64_t{TaskRounds::kMaxBlocks}})
-                          : a.schedule.tasks;
-  if (Config::kPersistent) a.rounds = deal_tasks(p, Config::kRows, Config::kKeys, static_cast<int>(blocks));
-  const LaunchShape shape{blocks, 1, few.splits, Config::kThreads, sizeof(typename Config::Shared)};
-  static_assert(sizeof(ForwardArguments) <= 4096);
+  return {{},       {},
+          {},       {},
+          p,        Config::kFewRows ? schedule_few_rows(z, few) : schedule_forward(z, Config::kRows),
+          {},       ScoreScale(p),
+          key_mask, few,
+          partials};
+}
+
+template <class Config>
+cudaError_t map_tensors(ForwardArguments& a) {
+  const AttentionParams& p = a.p;
+  const FewRows& few = a.few_rows;
+  const Sizes& z = p.sizes;
   const TensorMaps maps(p);
   const auto map_queries = [&] {
     return Config::kFewRows ? maps.of_groups(a.q, p.q, z.head_dim, few.tile_queries(), few.tile_heads())
@@ -343,10 +346,24 @@ cudaError_t launch_tiles(const AttentionParams& p, const FewRows& few, void* wor
       [&] {
         return Config::kStoresByTma ? maps.of_queries(a.out, p.out, z.head_dim_v, Config::kRows)
                                     : cudaSuccess;
-      },
-      [&] { return launch_key_mask<Config::kKeys>(p, a.key_mask, stream); },
-      [&] { return launch(forward_kernel<In, kHeadDim, kHeadDimV, kForm>, shape, stream, a); },
-      [&] { return launch_combine(p, few.splits, workspace, stream); });
+      });
+}
+
+template <class In, int kHeadDim, int kHeadDimV, Form kForm>
+cudaError_t launch_tiles(const AttentionParams& p, const FewRows& few, void* workspace, cudaStream_t stream) {
+  using Config = Forward<In, kHeadDim, kHeadDimV, kForm>;
+  const ForwardWorkspace memory(workspace, p, few.splits, Config::kKeys);
+  ForwardArguments a = forward_arguments<Config>(p, few, memory.key_mask, memory.partials);
+  const int64_t blocks =
+      Config::kPersistent ? std::min({a.schedule.tasks, multiprocessors(), int64_t{TaskRounds::kMaxBlocks}})
+                          : a.schedule.tasks;
+  if (Config::kPersistent) a.rounds = deal_tasks(p, Config::kRows, Config::kKeys, static_cast<int>(blocks));
+  const LaunchShape shape{blocks, 1, few.splits, Config::kThreads, sizeof(typename Config::Shared)};
+  static_assert(sizeof(ForwardArguments) <= 4096);
+  return in_order([&] { return map_tensors<Config>(a); },
+                  [&] { return launch_key_mask<Config::kKeys>(p, a.key_mask, stream); },
+                  [&] { return launch(forward_kernel<In, kHeadDim, kHeadDimV, kForm>, shape, stream, a); },
+                  [&] { return launch_combine(p, few.splits, workspace, stream); });
 }
 
 template <class In, int kHeadDim, int kHeadDimV>

@@ -4,9 +4,11 @@
 #include <cuda.h>
 
 #include "../call_of_block.cuh"
+#include "../shown_tiles.cuh"
 #include "band.h"
 #include "few_rows.cuh"
 #include "key_mask.h"
+#include "nan_rows.cuh"
 #include "schedule.h"
 #include "softmax.cuh"
 #include "task_rounds.h"
@@ -22,6 +24,14 @@ struct ForwardArguments {
   KeyMask key_mask;
   FewRows few_rows;
   Partials<float> partials;
+
+  __device__ HiddenByKeyMask hidden() const { return {}; }
+};
+
+// The arguments of the kernels of a form. flex_forward.cuh has the ones of kFunctions.
+template <Form>
+struct ArgumentsOf {
+  using Type = ForwardArguments;
 };
 
 // A task: the rows of a block, and the key tiles that they see.
@@ -29,12 +39,13 @@ struct BlockRange {
   int b, h, h_kv, first_row, first_key, tiles;
   int consumers;  // warpgroups that have rows
   ShortBand band;
+  const int32_t* list;      // its tiles, with functions (tile_lists.h); without them first_key counts
   int q_row, k_row, map_b;  // the first rows of its sequence in the tensor maps
   TileRows rows;            // used for few rows; first_row is then the first query
 };
 
 template <class Config>
-__device__ BlockRange block_range(const ForwardArguments& a, int number) {
+__device__ BlockRange block_range(const typename Config::Arguments& a, int number) {
   const Task task = task_of(a.schedule, number);
   const AttentionParams& p = call_of_block<Config>(a.p, task.b);
   const Sizes& z = p.sizes;
@@ -57,6 +68,11 @@ __device__ BlockRange block_range(const ForwardArguments& a, int number) {
       range.k_row = static_cast<int>(p.varlen.first_k);
       range.map_b = 0;
       if (range.first_row >= z.seqlen_q) seen.end = 0;  // the sequence ends before these rows
+    }
+    if constexpr (Config::kFunctions) {
+      range.list = a.lists.list(task.b, task.h, task.row_block);
+      range.tiles = range.list[0];
+      return range;
     }
     const Range attending = a.key_mask.seen_tiles(task.b, ceil_div(z.seqlen_k, Config::kKeys));
     seen.begin = larger(seen.begin, attending.begin * Config::kKeys);
@@ -93,7 +109,7 @@ struct Begun {
 // values that depend on blockIdx, kernel arguments and loop counters, but not for values that are read from memory or
 // computed in the round before.
 template <class Config, class Work>
-__device__ void for_each_task(const ForwardArguments& a, const Work& work) {
+__device__ void for_each_task(const typename Config::Arguments& a, const Work& work) {
   Begun begun;
   if constexpr (Config::kPersistent) {
     const int blocks = gridDim.x, block = blockIdx.x, tasks = static_cast<int>(a.schedule.tasks);
@@ -110,8 +126,19 @@ __device__ void for_each_task(const ForwardArguments& a, const Work& work) {
   }
 }
 
+// The first key of tile n.
+template <class Config>
+__device__ int first_key_of(const BlockRange& range, int n) {
+  if constexpr (Config::kFunctions)
+    return ListedTile(range.list[1 + n]).number * Config::kKeys;
+  else
+    return range.first_key + n * Config::kKeys;
+}
+
 template <class Config>
 __device__ Range keys_of(const BlockRange& range) {
+  if constexpr (Config::kFunctions)
+    return {first_key_of<Config>(range, 0), first_key_of<Config>(range, range.tiles - 1) + Config::kKeys};
   return {range.first_key, int64_t{range.first_key} + range.tiles * Config::kKeys};
 }
 

@@ -40,19 +40,33 @@ __device__ inline bool is_masked(const AttentionParams& p, int64_t b, int64_t j)
   return p.mask && j < p.sizes.seqlen_k && !mask_shows_key(p.mask, b, j);
 }
 
+// The keys that nothing but the key mask hides inside the band.
+struct HiddenByKeyMask {
+  // Whether key j is hidden from a query i that sees it in the band; and whether it may be hidden from some query.
+  __device__ bool hides(const AttentionParams& p, int64_t b, int64_t, int64_t, int64_t j) const {
+    return is_masked(p, b, j);
+  }
+  __device__ bool may_hide(const AttentionParams& p) const { return bool(p.mask); }
+  __device__ bool may_hide(const AttentionParams& p, int64_t b, int64_t j) const {
+    return is_masked(p, b, j);
+  }
+};
+
 // Whether a key row of the tiles [tiles.begin, tiles.end) that is hidden from one of the query rows [begin, end) is not
 // finite in `t`. `tiles` may end after the tensor.
-template <class In, int kHeadDim>
+template <class In, int kHeadDim, class Hidden = HiddenByKeyMask>
 __device__ bool has_non_finite_hidden_keys(const AttentionParams& p, const Tensor4& t, int64_t columns,
-                                           int64_t b, int64_t h_kv, Range rows, Range tiles) {
+                                           int64_t b, int64_t h_kv, Range rows, Range tiles,
+                                           const Hidden& hidden = {}) {
   const Range first = visible_keys(p.band.without_chunks(), rows.begin, rows.begin + 1, p.sizes.seqlen_k);
   const Range last = visible_keys(p.band.without_chunks(), rows.end - 1, rows.end, p.sizes.seqlen_k);
   const int64_t end = smaller(tiles.end, end_of_key_rows(p));
   const Range before{tiles.begin, smaller(last.begin, end)}, after{larger(first.end, tiles.begin), end};
-  const auto masked = [&](int64_t j) { return is_masked(p, b, j); };
+  const auto masked = [&](int64_t j) { return hidden.may_hide(p, b, j); };
   return has_non_finite_rows<In, kHeadDim>(t, b, h_kv, before, columns) ||
          has_non_finite_rows<In, kHeadDim>(t, b, h_kv, after, columns) ||
-         (p.mask && has_non_finite_rows<In, kHeadDim>(t, b, h_kv, {tiles.begin, end}, columns, masked));
+         (hidden.may_hide(p) &&
+          has_non_finite_rows<In, kHeadDim>(t, b, h_kv, {tiles.begin, end}, columns, masked));
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

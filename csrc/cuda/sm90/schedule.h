@@ -17,9 +17,9 @@ FA_HOST_DEVICE constexpr int padded_head_dim(const Sizes& z) {
   return larger <= 64 ? 64 : larger <= 128 ? 128 : 256;
 }
 
-// The forward's kernels. kOptions has softcap, key masks and packed sequences. kFewRows has them too; there heads share
-// tiles and keys are split (few_rows.h).
-enum class Form { kPlain, kOptions, kFewRows };
+// The forward's kernels. kOptions has softcap, key masks and packed sequences, and so have the next two. In kFewRows
+// heads share tiles and keys are split (few_rows.h). kFunctions has mask functions and block masks (flex_forward.cuh).
+enum class Form { kPlain, kOptions, kFewRows, kFunctions };
 
 // Whether the plain kernels run a call: it has neither softcap nor mask nor packed sequences.
 inline bool is_plain(const AttentionParams& p) { return !(p.softcap > 0) && !p.mask && !p.varlen; }
@@ -33,8 +33,9 @@ struct HeadDims {
 // padding.
 constexpr HeadDims forward_head_dims(const Sizes& z, Form form) {
   const int64_t larger = z.head_dim > z.head_dim_v ? z.head_dim : z.head_dim_v;
-  if (FLASH_ATTN_EXT_SM90_WGMMA_N96 && form != Form::kFewRows && 64 < larger && larger <= 96) return {96, 96};
-  if (form != Form::kFewRows && 128 < larger && larger <= 192) return {192, z.head_dim_v <= 128 ? 128 : 192};
+  const bool has_every_width = form == Form::kPlain || form == Form::kOptions;
+  if (FLASH_ATTN_EXT_SM90_WGMMA_N96 && has_every_width && 64 < larger && larger <= 96) return {96, 96};
+  if (has_every_width && 128 < larger && larger <= 192) return {192, z.head_dim_v <= 128 ? 128 : 192};
   return {padded_head_dim(z), padded_head_dim(z)};
 }
 
@@ -51,9 +52,15 @@ inline HeadDims backward_head_dims(const AttentionParams& p) {
   return backward_head_dims(p.sizes, is_plain(p));
 }
 
-// Keys and query rows of the forward's tiles (kFewRows has its own rows). Shared memory and registers limit them.
-constexpr int forward_keys(HeadDims dims) { return dims.v == 256 ? 80 : dims.v == 192 ? 112 : 128; }
-constexpr int forward_rows(HeadDims dims) { return dims.qk == 64 ? 192 : 128; }
+// Keys and query rows of the forward's tiles (kFewRows has its own rows). Shared memory and registers limit them. The
+// tiles of kFunctions divide a block of 128 x 128, which is the usual size in block masks.
+constexpr int forward_keys(HeadDims dims, Form form = Form::kPlain) {
+  if (form == Form::kFunctions) return dims.v == 256 ? 64 : 128;
+  return dims.v == 256 ? 80 : dims.v == 192 ? 112 : 128;
+}
+constexpr int forward_rows(HeadDims dims, Form form = Form::kPlain) {
+  return dims.qk == 64 && form != Form::kFunctions ? 192 : 128;
+}
 
 // Whether the plain kernel of these head dimensions has persistent blocks. Beyond a head dimension of 128 their loop
 // has too few registers.

@@ -32,15 +32,23 @@ __device__ void cap(const ScoreScale& score, float (&s)[kElements]) {
   for (int n = 0; n < kElements; ++n) s[n] = score.tanh(s[n]);
 }
 
-// Sets an element to -inf if the band or `attends` (key_mask.cuh) hides it. `query`: the queries of the thread's two
-// rows.
-template <int kElements>
+// Which elements of a thread's two rows attend. Bit 2 n + e: the row's column 8 n + e. All rows may have the same bits.
+struct RowBits {
+  uint32_t rows[2];
+};
+__device__ inline uint32_t bits_of_row(uint32_t bits, int) { return bits; }
+__device__ inline uint32_t bits_of_row(const RowBits& bits, int r) { return bits.rows[r]; }
+
+// Sets an element to -inf if the band or `attends` (key_mask.h, mask_function.cuh) hides it. `query`: the queries of the
+// thread's two rows.
+template <int kElements, class Bits = uint32_t>
 __device__ void hide_invisible(const ShortBand& band, const int (&query)[2], int first_key,
-                               float (&s)[kElements], uint32_t attends = ~0u) {
+                               float (&s)[kElements], const Bits& attends = ~0u) {
   const int key = first_key + first_column_in_eight();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const uint32_t seen = columns_between(band.begin(query[r]) - key, band.end(query[r]) - key) & attends;
+    const uint32_t seen =
+        columns_between(band.begin(query[r]) - key, band.end(query[r]) - key) & bits_of_row(attends, r);
 #pragma unroll
     for (int n = 0; n < kElements / 4; ++n)
 #pragma unroll

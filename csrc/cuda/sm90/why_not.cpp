@@ -1,7 +1,10 @@
+#include "../../core/program.h"
 #include "../own_fields.h"
+#include "../simt/flex.h"
 #include "backward_schedule.h"
 #include "few_rows.h"
 #include "sm90.h"
+#include "tile_lists.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 namespace {
@@ -89,20 +92,29 @@ const char* why_not_either(const AttentionParams& p) {
   return nullptr;
 }
 
+// Why this tier does not run the functions of a call; null: it does, or the call has none.
+const char* why_not_functions(const AttentionParams& p) {
+  if (!p.functions) return nullptr;
+  if (simt::why_not_functions(p)) return "sm90: no functions of the user beyond the limits of simt";
+  // A program of scores would run between the products, which own most registers there.
+  if (p.functions->score) return "sm90: no score_mod";
+  return nullptr;
+}
+
 constexpr const char* kNotForTma =
     "sm90: a tensor is not aligned to 16 bytes, or its rows are broadcast or overlap";
 
 }  // namespace
 
 const char* why_not_forward(const AttentionParams& p) {
-  if (p.functions) return "sm90: no functions of the user";
+  if (const char* reason = why_not_functions(p)) return reason;
   // With at most this number of rows for a group of heads, a block of sm80's decoding also reads K and V once.
   constexpr int64_t kFewQueries = 16, kDecodeRows = 32;
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
   if (p.decode.has_unified_max) return "sm90: no unified_max";
   if (!(p.scale > 0) && !(p.softcap > 0)) return "sm90: only a positive scale";
-  if (z.seqlen_q <= kFewQueries && z.seqlen_q * (z.heads / z.heads_kv) <= kDecodeRows)
+  if (!p.functions && z.seqlen_q <= kFewQueries && z.seqlen_q * (z.heads / z.heads_kv) <= kDecodeRows)
     return "sm90: few queries, with at most 32 rows of the heads that share a key head: sm80 decodes them";
   if (!takes_queries(p.q, p, z.head_dim) || !takes_keys(p.k, p, z.head_dim) ||
       !takes_keys(p.v, p, z.head_dim_v) || !takes_queries(p.out, p, z.head_dim_v))
@@ -112,8 +124,14 @@ const char* why_not_forward(const AttentionParams& p) {
 
 size_t forward_workspace(const AttentionParams& p) { return ForwardWorkspace::bytes(p); }
 
+size_t flex_forward_workspace(const AttentionParams& p) {
+  Arena arena(nullptr);
+  FlexWorkspace::lay_out(arena, p);
+  return arena.used();
+}
+
 const char* why_not_backward(const BackwardParams& p) {
-  if (p.functions) return "sm90: no functions of the user";
+  if (p.functions) return "sm90: no backward with functions of the user";
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
   if (!takes_queries(p.q, p, z.head_dim) || !takes_keys(p.k, p, z.head_dim) ||

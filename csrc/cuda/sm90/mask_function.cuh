@@ -1,0 +1,67 @@
+// The mask function of the user in the registers of consumers.
+#pragma once
+
+#include "../simt/functions.cuh"
+#include "forward_range.cuh"
+#include "nan_rows.cuh"
+#include "softmax.cuh"
+#include "tile_lists.h"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+// The keys that the key mask, the block mask or the mask function hides inside the band. Every key of a visited tile may be
+// hidden from some query.
+struct HiddenByFunctions {
+  const simt::DeviceFunctions& functions;
+
+  __device__ bool hides(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return is_masked(p, b, j) || !simt::is_shown<float>(functions, {b, h, i, j, 0, 0});
+  }
+  __device__ bool may_hide(const AttentionParams&) const { return true; }
+  __device__ bool may_hide(const AttentionParams&, int64_t, int64_t) const { return true; }
+};
+
+// The arguments of a kernel with functions.
+struct FlexArguments : ForwardArguments {
+  TileLists lists;
+  const simt::DeviceFunctions* functions;
+
+  __device__ HiddenByFunctions hidden() const { return {*functions}; }
+
+  // Which elements of the thread's rows, in tile n, the key mask and the functions show. A full tile does not run the
+  // mask function. Other tiles run it where the band and the key mask show an element. This happens before the products
+  // of the tile, when no product owns registers: so the call of the interpreter spills nothing.
+  template <int kKeys>
+  __device__ RowBits shown_elements(const BlockRange& range, int n, const int (&query)[2]) const {
+    const ListedTile tile(range.list[1 + n]);
+    const uint32_t keys = key_mask.columns(range.b, tile.number, threadIdx.x);
+    RowBits bits{{keys, keys}};
+    if (tile.state == TileState::kFull) return bits;
+    const int first_key = tile.number * kKeys + first_column_in_eight();
+    const ShortBand& band = range.band;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int end = query[r] < band.seqlen_q ? min(band.end(query[r]) - first_key, kKeys) : 0;
+      uint32_t shown = keys & columns_between(band.begin(query[r]) - first_key, end);
+#pragma unroll 1
+      for (uint32_t open = shown; open != 0; open &= open - 1) {
+        const int bit = __ffs(open) - 1;
+        const simt::ProgramPoint<float> at{range.b, range.h, query[r], first_key + bit / 2 * 8 + bit % 2,
+                                           0,       0};
+        const bool is_shown = tile.state == TileState::kPartial
+                                  ? simt::run_program(functions, functions->mask, at) != 0
+                                  : simt::is_shown(*functions, at);
+        if (!is_shown) shown ^= 1u << bit;
+      }
+      bits.rows[r] = shown;
+    }
+    return bits;
+  }
+};
+
+template <>
+struct ArgumentsOf<Form::kFunctions> {
+  using Type = FlexArguments;
+};
+
+}  // namespace flash_attn_ext::cuda::sm90

@@ -1,0 +1,52 @@
+// The tiles of keys that each block of query rows visits, where a block mask or a mask function decides.
+#pragma once
+
+#include "../../core/arena.h"
+#include "../simt/functions.h"
+#include "key_mask.h"
+#include "schedule.h"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+// A list for each block of rows of each head. Heads and batches with the same blocks share lists. An earlier kernel
+// (tile_lists.cuh) writes them. So the producer and the consumers of a block read one word for each tile.
+struct TileLists {
+  int32_t* words = nullptr;  // [batches][heads][row_blocks][1 + tiles]: the length of a list, then its tiles
+  int batches = 0, heads = 0, row_blocks = 0, tiles = 0;
+
+  TileLists() = default;
+  // `rows`, `keys`: of a tile.
+  TileLists(Arena& arena, const AttentionParams& p, int rows, int keys)
+      : row_blocks(static_cast<int>(ceil_div(p.sizes.seqlen_q, rows))),
+        tiles(static_cast<int>(ceil_div(p.sizes.seqlen_k, keys))) {
+    const BlockStates& blocks = p.functions->blocks;
+    // The lengths of packed sequences and masks of keys differ between batches, too.
+    batches = static_cast<int>(p.varlen || p.mask || blocks.stride_b != 0 ? p.sizes.batch : 1);
+    heads = static_cast<int>(blocks.stride_h != 0 ? p.sizes.heads : 1);
+    words = arena.take<int32_t>(count() * (1 + tiles));
+  }
+
+  FA_HOST_DEVICE int64_t count() const { return int64_t{batches} * heads * row_blocks; }
+  FA_HOST_DEVICE int32_t* list(int64_t number) const { return words + number * (1 + tiles); }
+  FA_HOST_DEVICE const int32_t* list(int b, int h, int row_block) const {
+    return list((int64_t{batches > 1 ? b : 0} * heads + (heads > 1 ? h : 0)) * row_blocks + row_block);
+  }
+};
+
+struct FlexWorkspace {
+  simt::DeviceFunctions* functions;
+  TileLists lists;
+  KeyMask key_mask;
+
+  static FlexWorkspace lay_out(Arena& arena, const AttentionParams& p) {
+    const HeadDims dims = forward_head_dims(p.sizes, Form::kFunctions);
+    const int keys = forward_keys(dims, Form::kFunctions);
+    FlexWorkspace w{arena.take<simt::DeviceFunctions>(1),
+                    TileLists(arena, p, forward_rows(dims, Form::kFunctions), keys),
+                    {}};
+    w.key_mask = KeyMask(arena.take<char>(static_cast<int64_t>(KeyMask::bytes(p, keys))), p, keys);
+    return w;
+  }
+};
+
+}  // namespace flash_attn_ext::cuda::sm90
