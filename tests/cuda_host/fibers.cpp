@@ -24,12 +24,12 @@ uint64_t random_state = 1;
 
 uint64_t random_below(uint64_t n) {
   random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-  return (random_state >> 33) % n;
+  return static_cast<uint32_t>(random_state >> 33) % static_cast<uint32_t>(n);  // 32 bits divide faster
 }
 
 namespace {
 
-jmp_buf scheduler;
+void* scheduler[5];  // of __builtin_setjmp
 
 }  // namespace
 
@@ -49,10 +49,17 @@ Fiber* next_fiber() {
   return nullptr;
 }
 
-// _setjmp and _longjmp switch between stacks that already run; makecontext only starts one.
-void switch_to_scheduler() {
+namespace {
+
+// Switches between stacks that already run, faster than the longjmp of libc. makecontext only starts a stack.
+// noipa: otherwise the compiler removes the code after __builtin_setjmp as unreachable.
+[[gnu::noipa]] void go_on_at(void** context) { __builtin_longjmp(context, 1); }
+
+}  // namespace
+
+[[gnu::noinline]] void switch_to_scheduler() {
   Fiber* self = current;
-  if (_setjmp(self->context) == 0) _longjmp(scheduler, 1);
+  if (__builtin_setjmp(self->context) == 0) go_on_at(scheduler);
 }
 
 namespace {
@@ -69,11 +76,11 @@ void fiber_loop() {
 
 }  // namespace
 
-void switch_to(Fiber* fiber) {
+[[gnu::noinline]] void switch_to(Fiber* fiber) {
   current = fiber;
   threadIdx = fiber->index;
-  if (_setjmp(scheduler) == 0) {
-    if (fiber->started) _longjmp(fiber->context, 1);
+  if (__builtin_setjmp(scheduler) == 0) {
+    if (fiber->started) go_on_at(fiber->context);
     fiber->started = true;
     ucontext_t context;
     getcontext(&context);
@@ -117,7 +124,7 @@ void meet(Meeting& meeting, size_t expected, Site site, Finish finish) {
   self->site = site;
   if (!meeting.arrived.empty()) {
     const Site& first = meeting.arrived[0]->site;
-    if (first.line != site.line || std::strcmp(first.file, site.file) != 0)
+    if (first.line != site.line || (first.file != site.file && std::strcmp(first.file, site.file) != 0))
       fail("divergent barrier: " + describe(self->thread) + " is in " + text(site) + ", thread " +
            std::to_string(meeting.arrived[0]->thread) + " in " + text(first));
   }
@@ -150,7 +157,7 @@ std::string describe_deadlock() {
 
 void fail(const std::string& message) {
   run.error = message;
-  _longjmp(scheduler, 1);
+  __builtin_longjmp(scheduler, 1);
 }
 
 std::string describe(int thread) {

@@ -1,7 +1,6 @@
 // One fiber for each CUDA thread of the running block. Vector clocks order the writes of the fibers.
 #pragma once
 
-#include <csetjmp>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -19,7 +18,7 @@ struct Fiber {
   int thread;  // its number in the block
   dim3 index;
   std::unique_ptr<char[]> stack;
-  jmp_buf context;
+  void* context[5];      // of __builtin_setjmp
   bool started = false;  // the context is inside the fiber's loop, and can be switched to
 
   bool finished = false;

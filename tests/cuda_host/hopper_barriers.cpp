@@ -1,8 +1,8 @@
 // mbarriers, named barriers and fences as the PTX manual defines them. Barriers have vector clocks: a thread that waits
 // learns of all events that the arrived threads knew of.
-#pragma GCC optimize("O3")
 
 #include <algorithm>
+#include <utility>
 
 #include "hopper_block.h"
 #include "memory.h"
@@ -105,44 +105,68 @@ void check_readable(const char* reader, const Bytes& bytes, const std::vector<co
       if (fence == fences.end()) refuse(" reads what a thread wrote, with no proxy fence: ");
       time = *fence;
     }
+    const Clock* sufficient = nullptr;  // threads that met share a clock
     for (const Start* start : starts) {
+      if (start->known.get() == sufficient && start->thread != last.writer) continue;
       const bool known = by_thread && start->thread == last.writer ? time < start->now
                                                                    : time <= (*start->known)[last.writer];
       if (!known)
         fail(std::string("race: ") + reader + " reads what its thread has not waited for: " + who());
+      if (start->thread != last.writer) sufficient = start->known.get();
     }
   });
 }
 
+namespace {
+
+constexpr uintptr_t kPage = 1024;
+
+// The pages of shared memory that some bytes overlap: [first, second).
+std::pair<size_t, size_t> pages(const Bytes& bytes) {
+  const auto shared = reinterpret_cast<uintptr_t>(shared_begin());
+  return {(bytes.begin - shared) / kPage, (bytes.end - shared + kPage - 1) / kPage};
+}
+
+}  // namespace
+
 void remember_read(const Bytes& bytes, int first_thread, const std::vector<Fiber*>& fibers) {
-  const auto found = std::find_if(block.reads.begin(), block.reads.end(), [&](const Read& r) {
+  const auto [first, end] = pages(bytes);
+  if (block.reads_of_page.size() < end) block.reads_of_page.resize(end);
+  const auto is_this = [&](size_t n) {
+    const Read& r = block.reads[n];
     return r.first_thread == first_thread && r.times.size() == fibers.size() &&
            r.bytes.begin == bytes.begin && r.bytes.end == bytes.end;
-  });
-  Read& entry = found == block.reads.end() ? block.reads.emplace_back() : *found;
-  entry.bytes = bytes;
-  entry.first_thread = first_thread;
-  entry.times.resize(fibers.size());
-  for (const Fiber* fiber : fibers) entry.times[fiber->thread - first_thread] = fiber->now;
+  };
+  const std::vector<size_t>& known = block.reads_of_page[first];
+  const auto found = std::find_if(known.begin(), known.end(), is_this);
+  const size_t n = found == known.end() ? block.reads.size() : *found;
+  if (n == block.reads.size()) {
+    block.reads.push_back({bytes, first_thread, std::vector<uint32_t>(fibers.size())});
+    for (size_t page = first; page < end; ++page) block.reads_of_page[page].push_back(n);
+  }
+  for (const Fiber* fiber : fibers) block.reads[n].times[fiber->thread - first_thread] = fiber->now;
 }
 
 void check_not_read(const char* writer, const Bytes& target) {
   for (const BulkStore& store : block.stores)
     if (!store.has_read && store.source.overlaps(target))
       fail(std::string(writer) + " overwrites what a bulk copy still reads: " + who());
-  for (const Read& read : block.reads) {
-    if (!read.bytes.overlaps(target)) continue;
+  const auto check = [&](const Read& read) {
+    if (!read.bytes.overlaps(target)) return;
     const int threads = static_cast<int>(read.times.size());
     for (int warp = 0; warp < threads;
          warp += kWarp) {  // one lane is enough, because a warp waits as a whole
       bool known = false;
-      for (int t = warp; t < std::min(warp + kWarp, threads); ++t)
-        known |= current->knows(read.first_thread + t, read.times[t]);
+      for (int t = warp; t < std::min(warp + kWarp, threads) && !known; ++t)
+        known = current->knows(read.first_thread + t, read.times[t]);
       if (!known)
         fail(std::string("race: ") + writer +
              " overwrites what was read on its own, with no barrier in between: " + who());
     }
-  }
+  };
+  const auto [first, end] = pages(target);
+  for (size_t page = first; page < std::min(end, block.reads_of_page.size()); ++page)
+    for (const size_t n : block.reads_of_page[page]) check(block.reads[n]);
 }
 
 void hopper_check_write(const void* address, size_t bytes) {

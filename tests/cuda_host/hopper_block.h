@@ -98,6 +98,7 @@ struct Block {
   std::vector<BulkStore> stores;
   std::vector<Thread> threads;
   std::vector<Read> reads;
+  std::vector<std::vector<size_t>> reads_of_page;  // for each KiB of shared memory the reads that overlap it
   Registers registers;
 };
 

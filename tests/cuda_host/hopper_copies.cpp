@@ -6,7 +6,6 @@
 //   - An addition or a copy to global memory reads its source when its thread waits for the read. It is complete when the
 //     thread waits for its completion, or when the block ends. A write to the source before the read is an error.
 //   - It is an error if a block ends before a copy has landed, or before a copy has read its source.
-#pragma GCC optimize("O3")
 
 #include <algorithm>
 

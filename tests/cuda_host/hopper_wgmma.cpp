@@ -2,7 +2,6 @@
 // kernel. A product reads its operands, also in registers, and writes its accumulators when all threads of the
 // warpgroup wait for it. Until then the accumulators hold NaN. Operands in shared memory must have landed before the
 // product starts, and each thread must have known it.
-#pragma GCC optimize("O3")
 
 #include <set>
 
@@ -138,9 +137,10 @@ void finish_products(const std::vector<Fiber*>& fibers, int pending) {
     const bool starts = result.empty();
     if (starts || !products[0]->accumulate) result.assign(kRows * columns, 0);
     if (starts && products[0]->accumulate)
-      for (int t = 0; t < kWarpgroup; ++t)
-        for (int n = 0; n < columns / 2; ++n)
-          result[accumulator_place(t, n, columns)] = threads[t].accumulators.at(products[t]->d)[n];
+      for (int t = 0; t < kWarpgroup; ++t) {
+        const std::vector<float>& before = threads[t].accumulators.at(products[t]->d);
+        for (int n = 0; n < columns / 2; ++n) result[accumulator_place(t, n, columns)] = before[n];
+      }
     multiply(products, result);
   }
   for (int t = 0; t < kWarpgroup; ++t) {

@@ -1,4 +1,5 @@
 // The instructions of csrc/cuda/ptx.h, and stmatrix, as the PTX manual defines them.
+
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -103,8 +104,8 @@ void multiply(void* const* lanes) {
   const auto half = [&](uint32_t pair, int upper) {
     return lane(0)->widen(upper ? pair >> 16 : pair & 0xffff);
   };
-  float a[16][16], b[16][8];
-  for (int n = 0; n < 32; ++n)
+  float a[16][16], b[16][8], c[16][8];
+  for (int n = 0; n < 32; ++n) {
     for (int e = 0; e < 2; ++e) {
       for (int r = 0; r < 4; ++r) {
         const Element at = mma_a_element(n, r, e);
@@ -115,10 +116,18 @@ void multiply(void* const* lanes) {
         b[at.row][at.column] = half(lane(n)->b[r], e);
       }
     }
+    for (int r = 0; r < 4; ++r) {
+      const Element at = mma_c_element(n, r);
+      c[at.row][at.column] = lane(n)->c[r];
+    }
+  }
+  for (int row = 0; row < 16; ++row)
+    for (int k = 0; k < 16; ++k)
+      for (int column = 0; column < 8; ++column) c[row][column] += a[row][k] * b[k][column];
   for (int n = 0; n < 32; ++n)
     for (int r = 0; r < 4; ++r) {
       const Element at = mma_c_element(n, r);
-      for (int k = 0; k < 16; ++k) lane(n)->c[r] += a[at.row][k] * b[k][at.column];
+      lane(n)->c[r] = c[at.row][at.column];
     }
 }
 

@@ -105,12 +105,12 @@ std::string describe(const Access& access, const Region* region) {
 }
 
 // A quick test whether an access may follow a write. If it fails, check_order() finds the error, if there is one.
-bool is_plainly_ordered(const Region& region, const Write& last) {
+inline bool is_plainly_ordered(const Region& region, const Write& last) {
   if (last.block == memory.block) return last.time < kAtomic && current->knows(last.thread, last.time);
   return last.block < memory.first_block_of_launch && region.initialised;
 }
 
-void check_order(const Access& access, const Region& region, const Write& last) {
+[[gnu::noinline]] void check_order(const Access& access, const Region& region, const Write& last) {
   if (last.block < memory.first_block_of_launch || (region.shared && last.block != memory.block)) {
     const bool unwritten = region.shared || (last.block == 0 && !region.initialised);
     if (unwritten && !access.is_write) fail("read of memory that nobody wrote: " + describe(access, &region));
@@ -136,29 +136,37 @@ bool is_launch_state(uintptr_t address) {
   return memory.arguments_begin <= address && address < memory.arguments_end;
 }
 
-void look_at(const Access& access) {
+[[gnu::noinline]] void fail_out_of_bounds(const Access& access, const Region* region) {
+  fail("out of bounds: " + describe(access, region));
+}
+
+[[gnu::noinline]] void fail_misaligned(const Access& access, const Region& region) {
+  fail("misaligned: " + describe(access, &region));
+}
+
+// Inlined into each hook, where the number of bytes is a constant: most of a run's time is spent here.
+[[gnu::always_inline]] inline void look_at(const Access& access) {
   if (!current) return;  // code of the host
   const auto stack = reinterpret_cast<uintptr_t>(current->stack.get());
-  if (stack <= access.address && access.address < stack + kStackBytes) return;
+  if (access.address - stack < kStackBytes) return;
   Region* region = memory.find(access.address);
   if (!region) {
     if (!access.is_write && is_launch_state(access.address)) return;
-    fail("out of bounds: " + describe(access, nullptr));
+    return fail_out_of_bounds(access, nullptr);
   }
   if (access.address + access.bytes > region->end || (access.is_write && !region->writable))
-    fail("out of bounds: " + describe(access, region));
+    return fail_out_of_bounds(access, region);
   const bool is_copy = (access.bytes & (access.bytes - 1)) != 0;  // of a struct
-  if (!is_copy && (access.address & (access.bytes - 1)) != 0) fail("misaligned: " + describe(access, region));
+  if (!is_copy && (access.address & (access.bytes - 1)) != 0) return fail_misaligned(access, *region);
   Write* last = region->last_write(access.address);
   const size_t elements = region->elements(access.bytes);
   for (size_t n = 0; n < elements; ++n)
     if ((n == 0 || !(last[n] == last[n - 1])) && !is_plainly_ordered(*region, last[n]))
       check_order(access, *region, last[n]);
-  if (access.is_write && region->shared)
-    hopper_check_write(reinterpret_cast<const void*>(access.address), access.bytes);
-  if (access.is_write)
-    std::fill(last, last + elements,
-              Write{memory.block, current->now, static_cast<uint32_t>(current->thread)});
+  if (!access.is_write) return;
+  if (region->shared) hopper_check_write(reinterpret_cast<const void*>(access.address), access.bytes);
+  const Write mine{memory.block, current->now, static_cast<uint32_t>(current->thread)};
+  for (size_t n = 0; n < elements; ++n) last[n] = mine;
 }
 
 void set_writer(void* address, size_t bytes, uint32_t time) {

@@ -40,6 +40,8 @@ struct Site {
   const char* file;
   int line;
 };
+// A part of the model and not of a kernel: no call before its accesses.
+#define CUDA_HOST_UNWATCHED __attribute__((no_sanitize("thread")))
 #define CUDA_HOST_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 // All threads of the block meet at one site; the result is the bitwise or of their values.
@@ -69,14 +71,14 @@ struct TranslatedKernel {
 void (*find_translated(const void* kernel))(const unsigned char* params);
 
 template <class T>
-T take_from_lane(Site site, unsigned mask, T value, int source_lane) {
+CUDA_HOST_UNWATCHED T take_from_lane(Site site, unsigned mask, T value, int source_lane) {
   struct Lane {
     T value, result;
     int source;
     bool found;
   };
   Lane mine{value, value, source_lane, false};
-  combine_lanes(site, mask, &mine, [](void* const* lanes) {
+  combine_lanes(site, mask, &mine, [](void* const* lanes) CUDA_HOST_UNWATCHED {
     for (int n = 0; n < 32; ++n)
       if (auto* lane = static_cast<Lane*>(lanes[n]))
         if (const auto* source = static_cast<const Lane*>(lanes[lane->source]))
@@ -113,19 +115,21 @@ T __shfl_sync(unsigned mask, T value, int source_lane, CUDA_HOST_SITE) {
 }
 
 // Bit n is the predicate of lane n.
-inline uint32_t __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
+CUDA_HOST_UNWATCHED inline uint32_t __ballot_sync(unsigned mask, int predicate, CUDA_HOST_SITE) {
   struct Lane {
     bool predicate;
     uint32_t result;
   };
   Lane mine{predicate != 0, 0};
-  cuda_host::combine_lanes({"__ballot_sync", file, line}, mask, &mine, [](void* const* lanes) {
-    uint32_t result = 0;
-    for (int n = 0; n < 32; ++n)
-      if (const auto* lane = static_cast<const Lane*>(lanes[n])) result |= uint32_t{lane->predicate} << n;
-    for (int n = 0; n < 32; ++n)
-      if (auto* lane = static_cast<Lane*>(lanes[n])) lane->result = result;
-  });
+  cuda_host::combine_lanes({"__ballot_sync", file, line}, mask, &mine,
+                           [](void* const* lanes) CUDA_HOST_UNWATCHED {
+                             uint32_t result = 0;
+                             for (int n = 0; n < 32; ++n)
+                               if (const auto* lane = static_cast<const Lane*>(lanes[n]))
+                                 result |= uint32_t{lane->predicate} << n;
+                             for (int n = 0; n < 32; ++n)
+                               if (auto* lane = static_cast<Lane*>(lanes[n])) lane->result = result;
+                           });
   return mine.result;
 }
 float atomicAdd(float* address, float x);
