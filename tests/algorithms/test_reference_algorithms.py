@@ -280,7 +280,7 @@ def test_flash2_refuses_block_sizes_that_cannot_run(block_q, block_k, message):
         flash2.backward(q, q, q, q, q, lse, block_q=block_q, block_k=block_k, memory=SlowMemory(32768))
 
 
-def test_flash3_refuses_what_it_cannot_schedule():
+def test_flash3_refuses_impossible_schedules():
     q, nothing = torch.zeros(4, 8), torch.zeros(0, 8)
     with pytest.raises(ValueError, match="q, k: got 4 queries, 0 keys"):
         flash3_schedule.forward(q, nothing, nothing)

@@ -121,7 +121,7 @@ def test_masked_values_cannot_poison(isa, dtype, poison, where, kind):
 @pytest.mark.any_device
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_a_partly_visible_nan_reaches_exactly_who_attends_to_it(isa, poison, softcap):
+def test_a_partly_visible_nan_reaches_exactly_the_rows_that_see_it(isa, poison, softcap):
     """Causal: key and value 40 hold the poison. It must reach rows from 40 on, and no row before 40."""
     q, k, v = make_qkv(1, 1, 100, 100, 16)
     with torch.no_grad():

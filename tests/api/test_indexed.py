@@ -311,7 +311,7 @@ def test_errors(arguments, error, message):
         flash_attn(q, k, v, enable_gqa=True, **arguments)
 
 
-def test_what_is_not_differentiable_says_so():
+def test_missing_derivatives_raise_an_error():
     q, k, v = make(dtype=torch.float64)
     indices = make_indices(2, 2, 40, 150, 30)
 

@@ -104,14 +104,14 @@ def test_dropout(isa, dtype, dropout_p):
     check_against_reference(*make_qkv(*SHAPE, dtype=dtype), dropout_p=dropout_p, causal="lower_right")
 
 
-def test_dropout_of_everything(isa):
+def test_dropout_of_all_elements(isa):
     out, lse = check_against_reference(*make_qkv(*SHAPE), dropout_p=1.0)
     assert (out == 0).all()
     assert torch.isfinite(lse).all()
 
 
 @dtypes
-def test_everything_at_once(isa, dtype):
+def test_all_options_together(isa, dtype):
     q, k, v = make_qkv(2, 4, 70, 131, 24, 40, heads_kv=2, dtype=dtype)
     mask = torch.randn(2, 1, 70, 131, dtype=dtype).requires_grad_()
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=dtype).requires_grad_()

@@ -57,7 +57,7 @@ def test_compiles(program):
 
 
 @pytest.mark.parametrize(("model", "kernels"), MODELS.items())
-def test_each_model_is_given_what_it_can_run(emulate, model, kernels):
+def test_each_model_runs_the_kernels_that_it_supports(emulate, model, kernels):
     status, output = emulate(model, "avx2")
     assert status == 77
     assert output.endswith(f"not an instruction set of this build; allowed here: {kernels}\n")

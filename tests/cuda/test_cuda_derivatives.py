@@ -68,7 +68,7 @@ def test_each_option(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_everything_at_once(dtype):
+def test_all_options_together(dtype):
     inputs = make_qkv(2, 2, 66, 70, 12, 20, heads_kv=1, dtype=dtype)
     mask = torch.randn(1, 2, 66, 70).masked_fill(torch.rand(1, 2, 66, 70) < 0.2, -torch.inf)
     inputs += [t.to(dtype).requires_grad_() for t in (mask, torch.rand(2, 2), torch.randn(2))]
@@ -76,7 +76,7 @@ def test_everything_at_once(dtype):
     check_against_dense(inputs, names=("q", "k", "v", "attn_mask", "alibi_slopes", "sink"), **options)
 
 
-def test_what_does_not_move_is_left_out():
+def test_inputs_without_a_tangent():
     """Each input alone has a tangent, or no input. The results equal the results with tangents of zeros."""
     inputs = [t.detach() for t in make_qkv(1, 2, 20, 70, 8, dtype=torch.float64)]
     out, lse = flash_attn(*inputs, return_lse=True)

@@ -34,7 +34,7 @@ def test_the_operators_run_the_cuda_kernels(kernels, monkeypatch, requires_grad)
 
 
 # The CPU kernels' tests of hidden values, which must not reach a result, and of empty inputs.
-test_a_partly_visible_nan = test_contract.test_a_partly_visible_nan_reaches_exactly_who_attends_to_it
+test_a_partly_visible_nan = test_contract.test_a_partly_visible_nan_reaches_exactly_the_rows_that_see_it
 test_a_nan_query_or_gradient = test_contract.test_a_nan_query_or_gradient_reaches_only_keys_that_it_attends_to
 test_large_finite_mask_values = test_contract.test_large_finite_mask_values_are_not_minus_infinity
 test_empty = test_contract.test_empty
@@ -67,7 +67,7 @@ def test_head_dims(head_dim, head_dim_v):
 
 @dtypes
 @pytest.mark.parametrize("causal", ["upper_left", "lower_right"])
-def test_everything_at_once(dtype, causal):
+def test_all_options_together(dtype, causal):
     q, k, v = make_qkv(2, 4, 70, 131, 24, 40, heads_kv=2, dtype=dtype)
     mask = torch.randn(1, 4, 70, 131, dtype=dtype).masked_fill(torch.rand(1, 4, 70, 131) < 0.2, -torch.inf)
     slopes = torch.rand(2, 4, dtype=dtype).requires_grad_()
@@ -210,7 +210,7 @@ class TestTensorCores:
 
     @halves
     @pytest.mark.parametrize("causal", ["upper_left", "lower_right"])
-    def test_everything_at_once(self, dtype, causal):
+    def test_all_options_together(self, dtype, causal):
         q, k, v = make_qkv(2, 4, 150, 131, 24, 40, heads_kv=2, dtype=dtype)
         mask = torch.randn(1, 4, 150, 131, dtype=dtype).masked_fill(torch.rand(1, 4, 150, 131) < 0.2, -torch.inf)
         slopes = torch.rand(2, 4, dtype=dtype)
@@ -219,7 +219,7 @@ class TestTensorCores:
         )
 
     @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-    def test_a_partly_visible_value_reaches_exactly_who_attends_to_it(self, poison):
+    def test_a_partly_visible_value_reaches_exactly_the_rows_that_see_it(self, poison):
         q, k, v = (t.detach() for t in make_qkv(1, 2, 150, 150, 64, dtype=torch.bfloat16))
         v[:, :, 40] = poison
         out = flash_attn(q, k, v, is_causal=True)
@@ -227,7 +227,7 @@ class TestTensorCores:
         assert torch.equal(out[:, :, :40], clean[:, :, :40])
         assert not torch.isfinite(out[:, :, 40:]).any()
 
-    def test_what_they_cannot_take_is_left_to_simt(self):
+    def test_simt_runs_the_other_calls(self):
         """An odd head dimension and rows that are not aligned to 16 bytes give the same, by the other tier."""
         q, k, v = make_qkv(1, 2, 70, 150, 63, dtype=torch.float16)
         check_against_reference(q, k, v)

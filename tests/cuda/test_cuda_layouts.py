@@ -21,7 +21,7 @@ def cute_headers():
     pytest.skip("needs CuTe's headers, of PyPI's nvidia-cutlass")
 
 
-def test_layouts_and_descriptors_are_those_of_cute(tmp_path):
+def test_layouts_and_descriptors_equal_cute(tmp_path):
     toolkit = NVCC.parent.parent / "include"
     if not toolkit.exists() or shutil.which("g++") is None:
         pytest.skip("needs g++ and the CUDA toolkit's headers, which CuTe includes")

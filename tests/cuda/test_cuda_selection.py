@@ -78,7 +78,7 @@ GPUS = {
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_what_each_gpu_runs(kernels, gpu):
+def test_tiers_of_each_gpu(kernels, gpu):
     major, minor, code, *tiers = GPUS[gpu]
     with kernels.on_gpu(major, minor, code):
         assert [kernels.choice(params_of(dtype=dtype))[0] for dtype in (torch.float16, torch.bfloat16)] == tiers
@@ -161,7 +161,7 @@ class TestForcedTier:
         faster = ["sm90", "sm80", "simt"][: ["sm90", "sm80", "simt"].index(tier)]
         assert (chosen, why_not) == (tier, [f"{name}: {tier} is forced" for name in faster])
 
-    def test_what_it_cannot_run_is_an_error_with_its_reason(self, kernels):
+    def test_an_impossible_call_is_an_error_with_its_reason(self, kernels):
         q, k, v = (t.detach() for t in make_qkv(1, 1, 20, 20, 64))
         kernels.force_tier("sm80")
         with (

@@ -62,7 +62,7 @@ def test_window(check, kernels, deterministic, window):
 
 @halves
 @pytest.mark.parametrize("causal", ["upper_left", "lower_right"])
-def test_everything_at_once(check, dtype, causal):
+def test_all_options_together(check, dtype, causal):
     q, k, v = make(2, 4, 150, 131, 24, 40, heads_kv=2, dtype=dtype)
     mask = torch.randn(1, 4, 150, 131, dtype=dtype).masked_fill(torch.rand(1, 4, 150, 131) < 0.2, -torch.inf)
     slopes = torch.rand(2, 4, dtype=dtype).requires_grad_()
@@ -186,7 +186,7 @@ class TestNotFinite:
 
     @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
     @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-    def test_keys_that_nobody_sees(self, kernels, head_dim, poison):
+    def test_keys_that_no_query_sees(self, kernels, head_dim, poison):
         q, k, v = make(1, 2, 100, 200, head_dim)
         grad = torch.randn_like(q)
         expected = torch.autograd.grad(flash_attn(q, k, v, is_causal=True), (q, k, v), grad)
@@ -201,7 +201,7 @@ class TestNotFinite:
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize("which", ["q", "dout", "k", "v"])
-    def test_a_nan_reaches_who_attends_to_it(self, which, head_dim):
+    def test_a_nan_reaches_the_gradients_that_depend_on_it(self, which, head_dim):
         """The NaN is in row or key 40 of a causal call: row 40 is the first row that sees key 40, its last key."""
         q, k, v = make(1, 1, 100, 100, head_dim)
         tensors = {"q": q, "k": k, "v": v, "dout": torch.randn_like(q)}

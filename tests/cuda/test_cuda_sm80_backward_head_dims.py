@@ -59,7 +59,7 @@ def test_grouped_queries_and_bands(check, kernels, head_dim, causal, determinist
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(192, torch.bfloat16), (256, torch.float16)])
-def test_everything_at_once(check, head_dim, dtype):
+def test_all_options_together(check, head_dim, dtype):
     q, k, v = make(2, 2, 70, 131, head_dim, 216, heads_kv=1, dtype=dtype)
     mask = torch.randn(1, 2, 70, 131, dtype=dtype).masked_fill(torch.rand(1, 2, 70, 131) < 0.2, -torch.inf)
     slopes = torch.rand(2, 2, dtype=dtype).requires_grad_()
@@ -111,7 +111,7 @@ def test_deterministic(kernels, head_dim):
 
 
 @pytest.mark.parametrize("column", [5, 250])
-def test_a_nan_of_v_reaches_who_attends_to_it(column):
+def test_a_nan_of_v_reaches_the_gradients_that_depend_on_it(column):
     """In one column of value row 40: a column in shared memory and a column in registers."""
     q, k, v = make(1, 1, 70, 100, 256)
     with torch.no_grad():

@@ -85,7 +85,7 @@ def test_bands(kernels, causal, window):
 @halves
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("seqlen_q", [1, 11])
-def test_everything_at_once(kernels, dtype, num_splits, seqlen_q):
+def test_all_options_together(kernels, dtype, num_splits, seqlen_q):
     kernels.num_splits = num_splits
     q, k, v = make(2, 6, seqlen_q, 231, 24, 40, heads_kv=2, dtype=dtype)
     mask = torch.randn(2, 6, seqlen_q, 231, dtype=dtype)
@@ -192,14 +192,14 @@ class TestWhatIsNotFinite:
         if where != "key":
             assert not torch.isfinite(out[sees]).any()
 
-    def test_what_no_query_sees_is_not_read(self, kernels):
+    def test_keys_that_no_query_sees_are_not_read(self, kernels):
         """Causal: the queries' rows end before the poison, at keys of their own tile and of later ones."""
         q, k, v = make(1, 2, 3, 200, 64)
         clean = flash_attn(q, k, v, causal="upper_left")
         k[:, :, 3:] = v[:, :, 3:] = torch.nan
         assert torch.equal(flash_attn(q, k, v, causal="upper_left"), clean)
 
-    def test_what_lies_behind_the_end(self, kernels):
+    def test_memory_after_the_end(self, kernels):
         q, k, v = make(1, 1, 1, 128, 64)
         k[:, :, 70:] = v[:, :, 70:] = torch.nan
         assert torch.isfinite(flash_attn(q, k[:, :, :70], v[:, :, :70])).all()

@@ -44,7 +44,7 @@ def test_head_dims(kernels, dtype, head_dim, head_dim_v):
 
 @halves
 @head_dims
-def test_everything_at_once(kernels, head_dim, dtype):
+def test_all_options_together(kernels, head_dim, dtype):
     q, k, v = make(2, 2, 140, 131, head_dim, 152, heads_kv=1, dtype=dtype)
     mask = torch.randn(1, 2, 140, 131, dtype=dtype).masked_fill(torch.rand(1, 2, 140, 131) < 0.2, -torch.inf)
     mask[0, 1, 130] = -torch.inf  # a row without a visible key
@@ -56,7 +56,7 @@ def test_everything_at_once(kernels, head_dim, dtype):
 
 @head_dims
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_partly_visible_value_reaches_exactly_who_attends_to_it(kernels, head_dim, poison):
+def test_a_partly_visible_value_reaches_exactly_the_rows_that_see_it(kernels, head_dim, poison):
     q, k, v = make(1, 2, 150, 150, head_dim)
     v[:, :, 40] = poison
     out = flash_attn(q, k, v, is_causal=True)

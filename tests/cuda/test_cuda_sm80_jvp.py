@@ -66,7 +66,7 @@ def test_softcap(check, head_dim):
 
 @halves
 @pytest.mark.parametrize("head_dim", [24, 72])
-def test_everything_at_once(check, dtype, head_dim):
+def test_all_options_together(check, dtype, head_dim):
     inputs = make(2, 4, 140, 131, head_dim, 40, heads_kv=2, dtype=dtype)
     mask = torch.randn(1, 4, 140, 131).masked_fill(torch.rand(1, 4, 140, 131) < 0.2, -torch.inf)
     mask[0, 1, 130] = -torch.inf  # a row whose only column is the sink
@@ -100,7 +100,7 @@ def test_a_large_mean_of_the_tangents(check):
 @head_dims
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["k", "v", "t_k", "t_v"])
-def test_what_is_hidden_reaches_nobody(head_dim, where, poison):
+def test_hidden_values_reach_no_result(head_dim, where, poison):
     """Of a causal call, key 40 is seen from row 40 on."""
     primals = make(1, 2, 150, 150, head_dim)
     tangents = make(1, 2, 150, 150, head_dim)
@@ -122,7 +122,7 @@ def test_what_is_hidden_reaches_nobody(head_dim, where, poison):
         assert torch.equal(got[0], clean[0])
 
 
-def test_what_does_not_move_is_left_out(kernels):
+def test_inputs_without_a_tangent(kernels):
     """Each input alone has a tangent, or no input. The results equal the results with tangents of zeros."""
     inputs = make(1, 2, 20, 70, 64)
     zeros, tangents = ([f(t) for t in inputs] for f in (torch.zeros_like, torch.randn_like))

@@ -47,7 +47,7 @@ def test_wide_heads(kernels, head_dim, deterministic):
 
 @halves
 @pytest.mark.parametrize("lengths", [LENGTHS, FEW], ids=["tiles", "splits"])
-def test_everything_at_once(kernels, lengths, dtype):
+def test_all_options_together(kernels, lengths, dtype):
     longest_q, longest_k = (max(side) for side in zip(*lengths, strict=True))
     mask = torch.randn(1, HEADS, longest_q, longest_k).to(dtype)
     slopes, sink = torch.rand(len(lengths), HEADS), torch.randn(len(lengths), HEADS)

@@ -209,7 +209,7 @@ def test_masked_values_cannot_poison(kernels, head_dim, where, poison):
     assert torch.isfinite(out[:, 1]).all()
 
 
-def test_what_lies_behind_the_end_cannot_poison(kernels):
+def test_memory_after_the_end_reaches_no_result(kernels):
     """TMA loads zeros from outside a tensor, not the memory after it."""
     q, k, v = (t[:, :, :100] for t in make(1, 1, 128, 128, 128))
     expected = flash_attn(q, k, v)

@@ -159,7 +159,7 @@ REACHED = {
     ("head_dim", "poison"), [(64, torch.nan), (64, torch.inf), (128, torch.nan), (256, torch.inf), (256, torch.nan)]
 )
 @pytest.mark.parametrize("where", REACHED)
-def test_poison_reaches_who_attends_to_it_and_nobody_else(kernels, head_dim, where, poison):
+def test_poison_reaches_exactly_the_rows_that_depend_on_it(kernels, head_dim, where, poison):
     """0 x NaN is NaN, so the kernel repairs the rows that do not see the poisoned row."""
     names = ("q", "k", "v", "dout")
     tensors = [*make(1, 2, 300, 300, head_dim), torch.randn(1, 2, 300, head_dim).bfloat16()]
@@ -203,7 +203,7 @@ def test_an_overflow_costs_next_to_nothing(kernels, head_dim, options):
 
 
 @pytest.mark.parametrize("where", ["q", "dout"])
-def test_poison_in_a_row_that_sees_nothing_reaches_nobody(kernels, where):
+def test_poison_in_a_row_without_keys_reaches_no_result(kernels, where):
     q, k, v = (t.detach() for t in make(1, 1, 300, 100, 64))
     dout = torch.randn(1, 1, 300, 64).bfloat16()
     clean = run([q, k, v], [dout], causal="lower_right")
@@ -212,7 +212,7 @@ def test_poison_in_a_row_that_sees_nothing_reaches_nobody(kernels, where):
         torch.testing.assert_close(a, b, rtol=0, atol=0.02)
 
 
-def test_what_lies_behind_the_end_cannot_poison(kernels):
+def test_memory_after_the_end_reaches_no_result(kernels):
     """TMA loads zeros from outside a tensor, not the memory after it."""
     q, k, v = (t.detach()[:, :, :100] for t in make(1, 1, 128, 128, 128))
     dout = torch.randn(1, 1, 128, 128).bfloat16()[:, :, :100]

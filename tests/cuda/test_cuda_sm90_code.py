@@ -134,7 +134,7 @@ def main_loop(cubin, kernel, dims, form="plain"):
     return sass.main_loop(code_of(cubin, kernel, dims, form), sum(products))
 
 
-def check_what_ptxas_says(said):
+def check_the_messages_of_ptxas(said):
     assert not WARNINGS.search(said), said
     assert "warning" not in said, said
     assert not re.search(r"[1-9]\d* bytes spill", said), said
@@ -142,7 +142,7 @@ def check_what_ptxas_says(said):
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_ptxas_leaves_wgmma_and_registers_alone(compile_once, source):
-    check_what_ptxas_says(compile_once(source)[1])
+    check_the_messages_of_ptxas(compile_once(source)[1])
 
 
 def check_forward_order(cubin, form, dims):
@@ -226,7 +226,7 @@ def test_main_loop(compile_once, source, form, dims):
 def test_machine_code_without_a_switch(compile_once, off):
     """The plain forward kernels are as good as with all of them on."""
     cubin, said = compile_once(ROOT / switches.SOURCES[0], f"-D{off}=0")
-    check_what_ptxas_says(said)
+    check_the_messages_of_ptxas(said)
     for dims in MOST_INSTRUCTIONS["forward_kernel", "without a switch"]:
         check_forward_order(cubin, "without a switch", dims)
         check_main_loop(cubin, "forward_kernel", "without a switch", dims)

@@ -144,7 +144,7 @@ def test_key_masks_and_softcap(kernels, cuts, case, splits):
     check(kernels, cuts, (2, splits), q, k, v, padding(2, 300, case), softcap=5.0, sink=torch.randn(2, 4))
 
 
-def test_everything_on_one_gradient(kernels, cuts):
+def test_all_options_with_one_gradient(kernels, cuts):
     """The backward reads merged out and lse."""
     kernels.num_splits = 3
     q, k, v = make_qkv(1, 4, 40, 300, 64, heads_kv=2, dtype=torch.bfloat16)
@@ -222,7 +222,7 @@ def test_masked_values_cannot_poison(kernels, cuts, head_dim, splits, where, poi
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_what_a_mask_hides_cannot_poison(kernels, cuts, splits):
+def test_masked_values_reach_no_result(kernels, cuts, splits):
     kernels.num_splits = splits
     q, k, v = make(2, 4, 40, 300, 64, heads_kv=1)
     mask = padding(2, 300, "holes")
@@ -273,7 +273,7 @@ class TestPlan:
         assert self.cut(kernels, 128, heads_kv=8, batch=32).kernel == "plain"
         assert self.cut(kernels, 20, batch=64).kernel == "plain"
 
-    def test_what_padding_costs_counts(self, kernels):
+    def test_the_cost_of_padding_counts(self, kernels):
         """Three heads that share tiles have five in place of six, but at head dimension 96 wider ones."""
         for head_dim, kernel in ((128, "few rows"), (96, "plain")):
             assert self.cut(kernels, 150, heads_kv=44, heads=132, batch=30, head_dim=head_dim).kernel == kernel
@@ -303,7 +303,7 @@ class TestPlan:
         ("seqlen_q", "heads_kv", "tier"),
         [(1, 1, "sm80"), (2, 1, "sm90"), (16, 32, "sm80"), (16, 16, "sm80"), (16, 8, "sm90"), (17, 32, "sm90")],
     )
-    def test_who_decodes(self, kernels, seqlen_q, heads_kv, tier):
+    def test_the_tier_that_decodes(self, kernels, seqlen_q, heads_kv, tier):
         """sm80, where its blocks have all rows of a group of heads."""
         chosen, why_not = kernels.choice(self.params(seqlen_q, heads_kv=heads_kv))
         assert chosen == tier

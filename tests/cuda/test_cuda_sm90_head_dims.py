@@ -87,7 +87,7 @@ def test_packed_sequences(kernels, head_dim):
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(96, 96), (192, 128), (192, 192)])
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
-def test_poison_reaches_who_attends_to_it_and_nobody_else(kernels, head_dim, head_dim_v, where):
+def test_poison_reaches_exactly_the_rows_that_depend_on_it(kernels, head_dim, head_dim_v, where):
     """As in test_cuda_sm90_backward.py: repairs read no column after the last one."""
     tensors = [t.detach() for t in make_qkv(1, 1, 150, 150, head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16)]
     inputs = dict(zip(("q", "k", "v", "dout"), (*tensors, torch.randn(1, 1, 150, head_dim_v).bfloat16()), strict=True))
@@ -107,7 +107,7 @@ def test_poison_reaches_who_attends_to_it_and_nobody_else(kernels, head_dim, hea
     assert any(ours[:, :, ~far].isnan().any() for ours in found)
 
 
-def test_what_is_not_taken(kernels):
+def test_calls_that_are_not_supported(kernels):
     for head_dim, head_dim_v in ((100, 100), (64, 65), (264, 64)):
         with torch.no_grad():
             flash_attn(*make_qkv(1, 1, 20, 30, head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16))

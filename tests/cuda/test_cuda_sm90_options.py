@@ -75,7 +75,7 @@ def test_softcap_is_as_exact_as_fp32(kernels):
 
 @head_dims
 @pytest.mark.parametrize("where", [0, 1, 2])
-def test_softcap_and_what_the_band_hides(kernels, head_dim, where):
+def test_softcap_and_hidden_keys(kernels, head_dim, where):
     """The kernel also repairs rows with a softcap."""
     inputs = [t.detach() for t in make(1, 1, 150, 150, head_dim)]
     grad = torch.randn(1, 1, 150, head_dim).bfloat16()

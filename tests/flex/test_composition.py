@@ -57,7 +57,7 @@ def test_other_numbers_of_dimensions():
     torch.testing.assert_close(out, flash_attn(q, k, v, is_causal=True))
 
 
-def test_what_is_refused_is_named():
+def test_refused_arguments_are_named():
     q, k, v = inputs(1, 2, 20, 8)
     mask = create_block_mask(window, None, None, 20, 20, "cpu")
     with pytest.raises(ValueError, match="mask_mod: got one with block_mask"):

@@ -76,7 +76,7 @@ VECTORS = {
 
 
 @pytest.mark.parametrize("name", VECTORS)
-def test_vector_functions_are_those_of_torch(name, isa):
+def test_vector_functions_equal_torch(name, isa):
     """The function of a captured element, read from the logsumexp of one key."""
     from flash_attn_ext import flex_attention
 
@@ -102,7 +102,7 @@ def test_vector_functions_are_those_of_torch(name, isa):
         assert not got[~shown].isfinite().any()
 
 
-def test_powers_are_those_of_torch(isa):
+def test_powers_equal_torch(isa):
     """Each batch has an exponent, and each row a base."""
     from flash_attn_ext import flex_attention
 

@@ -148,7 +148,7 @@ def test_a_hidden_nan_in_a_cache_does_not_reach_the_result():
     assert out.isfinite().all()
 
 
-def test_what_is_refused_is_named():
+def test_refused_arguments_are_named():
     q = torch.randn(50, 2, 8)
     cu = offsets((20, 30))
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 16, 16, "cpu", BLOCK_SIZE=16)

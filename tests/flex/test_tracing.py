@@ -31,7 +31,7 @@ def traced(monkeypatch):
     return count
 
 
-def test_operations_are_those_of_the_kernels():
+def test_operations_equal_the_kernels_list():
     assert [(name, o.arguments, o.result) for name, o in OPERATIONS.items()] == _ops.program_operations
 
 
@@ -145,7 +145,7 @@ def lines_of(error):
     return str(error.value)
 
 
-def test_what_is_refused_names_the_line():
+def test_an_error_names_the_line():
     table = torch.randn(4, 4)
 
     def decides(score, b, h, q, k):

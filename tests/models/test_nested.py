@@ -133,7 +133,7 @@ def test_nothing_is_padded(layout):
 
 
 @pytest.mark.parametrize("average", [True, False])
-def test_weights_are_those_of_the_output(average):
+def test_weights_belong_to_the_output(average):
     """With dropout and a key appended to each sequence, out is the sum of the values times these weights."""
     _, ours = make_pair(batch_first=True, add_bias_kv=True, dropout=0.3)
     lengths_q, lengths_k = [7, 2, 0], [3, 10, 4]

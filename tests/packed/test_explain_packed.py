@@ -77,7 +77,7 @@ def test_memory_of_copies(one_thread):
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": "lower_right"}, {"window": (50, 10)}], ids=str)
-def test_a_pack_costs_what_its_sequences_cost(options):
+def test_a_pack_costs_the_sum_of_its_sequences(options):
     q, k, v = make_pack(LENGTHS)
     said = explain_varlen(q, k, v, *offsets(LENGTHS), enable_gqa=True, **options)
     alone = [

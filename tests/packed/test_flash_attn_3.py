@@ -79,7 +79,7 @@ def test_dense(options, expected):
     assert torch.equal(fa3.flash_attn_func(q, k, v, **options), results[0])
 
 
-def test_positional_arguments_mean_what_they_mean_there():
+def test_positional_arguments_have_the_same_meaning():
     q, k, v = make_inputs()
     out = fa3.flash_attn_func(q, k, v, 0.3, True, None, None, None, None, (20, -1), 0, 1.5, 1, None, False, 0, False)
     expected = fa3.flash_attn_func(q, k, v, softmax_scale=0.3, causal=True, window_size=(20, -1), softcap=1.5)

@@ -70,7 +70,7 @@ def test_both_results_come_without_return_lse():
         assert torch.equal(ours, theirs)
 
 
-def test_positional_arguments_mean_what_they_mean_there():
+def test_positional_arguments_have_the_same_meaning():
     q, k, v = make_inputs()
     sink = torch.randn(4).bfloat16()
     out, _ = fa4.flash_attn_func(q, k, v, None, None, 0.3, True, (20, None), sink, 1.5, 1, None, False)

@@ -180,7 +180,7 @@ def test_errors(given, error, message):
         flash_attn_varlen(*make(), offsets(LENGTHS_Q), offsets(LENGTHS_K), enable_gqa=True, **given)
 
 
-def test_what_is_not_supported_says_so():
+def test_unsupported_arguments_raise_an_error():
     q, caches = torch.randn(1, 1, 2, 16), [torch.zeros(1, 8, 2, 16, dtype=torch.int16) for _ in range(2)]
     indices = torch.zeros(1, 1, 1, 2, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"k_cache: got dtype int16"):

@@ -68,7 +68,7 @@ def test_masks(form, dtype):
     check_pack(LENGTHS, attn_mask=mask)
 
 
-def test_everything_at_once(isa):
+def test_all_options_together(isa):
     mask = torch.randn(masks()["by row and head"]).requires_grad_()
     slopes = torch.rand(len(LENGTHS), H).requires_grad_()
     check_pack(LENGTHS, attn_mask=mask, alibi_slopes=slopes, dropout_p=0.2, softcap=3.0, causal="lower_right",

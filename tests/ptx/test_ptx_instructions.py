@@ -144,6 +144,6 @@ def test_a_comparison(results, n):
         ("ld.acquire.cta.global.u32 %r1, [%d1];", "only an acquire"),
     ],
 )
-def test_what_is_not_known_fails_by_name(line, reason):
+def test_an_unknown_instruction_fails_by_name(line, reason):
     with pytest.raises(parse.PtxError, match=reason):
         translate.translate(program([line]), ["test"])

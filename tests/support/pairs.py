@@ -12,21 +12,21 @@ ENABLED = os.environ.get("FLASH_ATTN_EXT_TEST_PAIRS") == "1"
 # Tests with two parameters and many seconds, by file: every value occurs, and not every pair.
 EACH_VALUE = {
     "test_cuda_host": {
-        "test_everything_at_once", "test_sink", "test_gradient", "test_head_dims", "test_splits",
+        "test_all_options_together", "test_sink", "test_gradient", "test_head_dims", "test_splits",
     },
     "test_cuda_sm80_backward": {
-        "test_keys_that_nobody_sees", "test_each_gradient_alone", "test_everything_at_once", "test_window",
+        "test_keys_that_no_query_sees", "test_each_gradient_alone", "test_all_options_together", "test_window",
         "test_grouped_queries", "test_dropout",
     },
     "test_cuda_sm90_backward": {
-        "test_poison_reaches_who_attends_to_it_and_nobody_else", "test_an_overflow_costs_next_to_nothing",
+        "test_poison_reaches_exactly_the_rows_that_depend_on_it", "test_an_overflow_costs_next_to_nothing",
         "test_windows", "test_heads_and_batches", "test_orders_of_blocks_threads_and_copies",
     },
-    "test_cuda_sm90_head_dims": {"test_poison_reaches_who_attends_to_it_and_nobody_else"},
+    "test_cuda_sm90_head_dims": {"test_poison_reaches_exactly_the_rows_that_depend_on_it"},
     "test_cuda_sm90": {"test_work_where_much_is_nan", "test_windows"},
-    "test_cuda_sm90_options": {"test_softcap", "test_softcap_and_what_the_band_hides", "test_key_masks"},
+    "test_cuda_sm90_options": {"test_softcap", "test_softcap_and_hidden_keys", "test_key_masks"},
     "test_cuda_sm80_decode": {"test_rows_of_several_heads_share_a_block"},
-    "test_cuda_sm80_jvp": {"test_everything_at_once", "test_head_dims"},
+    "test_cuda_sm80_jvp": {"test_all_options_together", "test_head_dims"},
     "test_cuda_derivatives": {"test_head_dims", "test_tile_edges"},
     "test_cuda_sm80_flex": {"test_gradients"},
     "test_cuda_sm80_varlen": {"test_neighbours_never_enter_a_product"},
@@ -45,7 +45,7 @@ def chosen(items):
 
 
 def cases(group):
-    """Of one test."""
+    """The test items of one test that run."""
     rows = [values_of(item) for item in group]
     together = 1 if group[0].originalname in EACH_VALUE.get(group[0].path.stem, ()) else 2
     varied = [n for n, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]

@@ -26,7 +26,7 @@ def of_pass(steps, name):
 
 
 @pytest.mark.parametrize("name", amx_model.TILES)
-def test_products_and_stores_are_those_of_the_shapes(steps, name):
+def test_products_and_stores_follow_from_the_shapes(steps, name):
     """A product is 16 x 16 x 32. Scores: rows by keys, D deep. Sums: rows or keys by D, 64 deep."""
     for head_dim, step in of_pass(steps, name).items():
         rows, keys, _, _ = amx_model.TILES[name]

@@ -111,7 +111,7 @@ def test_one_command_writes_text_record_and_figure(tmp_path, monkeypatch):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_ratio_is_what_the_recorded_times_give():
+def test_a_ratio_follows_from_the_recorded_times():
     row = compare_torch.times(Paired(ours=[1e-3, 2e-3, 4e-3], peer=[2e-3, 6e-3, 4e-3]))
     assert row["ratio"] == 2, "the median of 2, 3 and 1: pair by pair"
     assert row["ratio_quartiles"] == [1.5, 2.5]

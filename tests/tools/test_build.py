@@ -198,7 +198,7 @@ def test_an_isolated_build_takes_the_torch_that_is_installed(tmp_path):
     assert run_backend(tmp_path, tmp_path / "site") == (0, str(tmp_path / "site" / "torch" / "__init__.py"))
 
 
-def test_an_isolated_build_without_torch_stops_and_says_what_to_do(tmp_path):
+def test_an_isolated_build_without_torch_stops_with_advice(tmp_path):
     code, message = run_backend(tmp_path, tmp_path)
     assert code == 1
     assert message.startswith("flash_attn_ext is compiled against torch, and ")
@@ -227,7 +227,7 @@ def test_the_extension_of_another_torch_is_refused_with_both_versions(tmp_path):
     assert message.startswith(f"ImportError: {versions}; build it again")
 
 
-def test_an_extension_that_does_not_load_says_what_it_was_built_for(tmp_path):
+def test_an_extension_that_does_not_load_names_its_torch_version(tmp_path):
     here = torch.__version__.split("+")[0]
     message = import_package(tmp_path, EXTENSION, f"no ELF\0flash_attn_ext was built for torch {here}\0".encode())
     assert "compiled half cannot be loaded" in message
@@ -238,7 +238,7 @@ def test_the_extension_names_the_torch_of_its_headers():
     assert _ops.torch_built_for() == flash_attn_ext.build_info()["torch"]
 
 
-def test_a_broken_extension_says_what_to_do(tmp_path):
+def test_a_broken_extension_stops_with_advice(tmp_path):
     """An extension without torch's version: the message has the error of the import, and the command."""
     message = import_package(tmp_path, "_C.py", b"raise ImportError('undefined symbol: _ZN3c104impl')")
     assert message.startswith("ImportError: flash_attn_ext's compiled half cannot be loaded (undefined symbol")

@@ -270,7 +270,7 @@ def run_in_this_process(example, monkeypatch, capsys, corpus, *arguments: str) -
     return capsys.readouterr().out
 
 
-def test_generation_through_pages_writes_what_torch_writes(monkeypatch, capsys, threads, small_corpus):
+def test_generation_through_pages_writes_the_text_of_torch(monkeypatch, capsys, threads, small_corpus):
     threads(1)
     options = ["--steps", "3", "--tokens", "5", "--lengths", "40"]
     printed = run_in_this_process(generate, monkeypatch, capsys, small_corpus, *options)

@@ -194,7 +194,7 @@ def test_fewer_stages_get_more_time():
     assert run.seconds_of(stages_of_ten, 30) == [10, 10, 0, 0]
 
 
-def test_what_tells_most_is_sure_of_its_time(tmp_path):
+def test_the_most_important_stages_get_their_time(tmp_path):
     """A machine runs one command for at most ten minutes."""
     args, all_stages = run.parse([]), stages.stages(tmp_path, quick=False)
     all_stages = [stage for stage in all_stages if not run.why_not(stage, {"compute capability": "9.0"})]
@@ -277,7 +277,7 @@ ptxas info    : Used 255 registers
 """
 
 
-def test_what_ptxas_says_is_kept():
+def test_messages_of_ptxas_are_kept():
     found = build_all.kernels(PTXAS)
     assert [(kernel.name, kernel.registers, kernel.spilled) for kernel in found] == [
         ("_Z6kernelIfEvPT_", 168, 0), ("_Z5otherPf", 255, 16),

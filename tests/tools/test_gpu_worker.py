@@ -174,7 +174,7 @@ def test_a_wrong_kernel_is_not_timed():
     assert refused == {"ours": "wrong result: 0.2 of the largest value away"}
 
 
-def test_what_hung_is_not_tried_again_at_its_head_dimension():
+def test_a_hanging_task_is_not_repeated_at_its_head_dimension():
     fine = {"result": {"tier": "sm80", "difference": 0.0}}
     worker = FakeWorker({"ours": {"error": "hangs: stopped after 10 s", "broken": True}, "ours sm80": fine})
     trials = compare.Trials(worker)

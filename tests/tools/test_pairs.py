@@ -21,7 +21,7 @@ def test_every_combination_occurs_in_few_cases(sizes, together):
 
 
 def test_the_table_names_tests(request):
-    """After a change of a test's name its full product would run again."""
+    """Every name in the table exists. A renamed test would run its full product again."""
     for file, names in pairs.EACH_VALUE.items():
         (path,) = (request.config.rootpath / "tests").rglob(f"{file}.py")
         text = path.read_text()

@@ -33,7 +33,7 @@ def built(tmp_path_factory):
     return scaling.build("generic", tmp_path_factory.mktemp("tasks"), "-O0")
 
 
-def test_the_tasks_are_those_of_the_library(built):
+def test_the_tasks_equal_the_tasks_of_the_library(built):
     """As in csrc/README.md: 48 queries in the forward, and 64 keys in the backward if there are few heads."""
     call = scaling.Workload("small", (2, 3, 3, 100, 130, 8))
     forward = scaling.record(built, call, "forward", 8)

@@ -15,7 +15,7 @@ FUNCTIONS = ("flash_attn", "flash_attn_varlen", "flash_attn_with_kvcache")
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
-def test_the_table_is_what_the_kernels_answer(tmp_path):
+def test_the_table_equals_the_kernels_answers(tmp_path):
     table = PAGE.partition(support_matrix.BEGIN)[2].partition(support_matrix.END)[0]
     asked = support_matrix.table(support_matrix.rows(tmp_path))
     assert table == asked, "run: python tools/support_matrix.py --write"
