@@ -1,5 +1,5 @@
-// The two products of decode for a few rows of Q. Rows are lanes. They are cut into blocks of at most one vector, and all
-// blocks use a chunk of K or V while it is in L1.
+// S^T = K Q^T of decode for a few rows of Q. Rows are lanes. They are cut into blocks of at most one vector, and all
+// blocks use a chunk of K while it is in L1.
 //
 // A vector of L lanes holds kSpan neighbouring columns of each row: lane r * kSpan + i is column i of row r. So few rows
 // fill the vector, too. A load broadcasts kSpan columns of a key to all rows. Example: 8 rows, L = 16, kSpan = 2:
@@ -7,8 +7,7 @@
 //   S^T:  q0[c] q0[c+1] q1[c] q1[c+1] ...  times  k[c] k[c+1] k[c] k[c+1] ...
 //
 // The sums of kSpan keys are then added within their spans, and become one vector of S^T, [keys][lanes], where `lanes`
-// is L / kSpan. In O += P V a probability is broadcast, and a vector holds columns of V: V is read and converted once
-// for at most kMostRows rows.
+// is L / kSpan. decode_lane_values-inl.h has the product with V.
 //
 // Example: 20 rows are a block of 16 with kSpan 1, and a block of 4 with kSpan 4. Two whole vectors would multiply 12
 // lanes of padding.
@@ -34,12 +33,14 @@ constexpr int span_of(int64_t rows) {
   return span;
 }
 
+constexpr bool kHasVectorsOfRows = FA_VECTOR_BYTES == 32;  // AVX2; no other instruction set was measured
+
 // Returns the number of rows in the next block. Example: 12 rows of 16 lanes are blocks of 8 and 4 rows, because
-// one block would have 4 lanes of padding.
+// one block would have 4 lanes of padding. AVX2 multiplies a whole vector of rows faster (decode_vector_of_rows-inl.h).
 template <class T>
 constexpr int64_t rows_of_block(int64_t rows) {
   constexpr int64_t L = kLanes<T>, kLeast = L / kMostSpan<T>;
-  if (rows >= L) return L;
+  if (rows >= L || kHasVectorsOfRows) return std::min(rows, L);
   return kLeast < L / 2 && rows > L / 2 && rows <= L / 2 + kLeast ? L / 2 : rows;
 }
 
@@ -104,7 +105,13 @@ struct LaneTile {
   }
 };
 
-// Calls body(span) with kSpan as a compile-time constant.
+// Returns whether decode_vector_of_rows-inl.h computes the scores of a block.
+template <class T>
+constexpr bool is_vector_of_rows(int64_t rows) {
+  return kHasVectorsOfRows && span_of<T>(rows) == 1;
+}
+
+// Calls body(span) with kSpan as a compile-time constant, for blocks that are no vectors of rows.
 template <class T, class Body>
 inline void for_span(int64_t rows, const Body& body) {
   const int span = span_of<T>(rows);
@@ -112,7 +119,7 @@ inline void for_span(int64_t rows, const Body& body) {
     if (span == 4) return body(std::integral_constant<int, 4>{});
   if constexpr (kMostSpan<T> >= 2)
     if (span == 2) return body(std::integral_constant<int, 2>{});
-  return body(std::integral_constant<int, 1>{});
+  if constexpr (!kHasVectorsOfRows) body(std::integral_constant<int, 1>{});
 }
 
 // Returns kSpan elements from p on, repeated in all spans of a vector.
@@ -200,134 +207,6 @@ FA_INLINE void lanes_block(const E* q, int64_t groups, const E* k, int64_t ld, T
   for (int n = 0; n < N / kSpan; ++n) store<T>(out + n * L, sum[n] * scale);
 }
 
-// Values that are read or widened to T, one key at a time.
-template <class In, class T>
-struct WideValues {
-  using E = T;
-  static constexpr int kKeys = 1, kVectors = 1;
-  // Loads `cols` columns, at most kVectors vectors, of the key and the next kKeys - 1 keys.
-  FA_INLINE static void load(const In* v, int64_t, bool, int64_t cols, Vec<T>* value) {
-    value[0] = load_columns<T>(v, cols);
-  }
-};
-
-#if defined(FA_DOT_BFLOAT16)
-
-// Rounds P^T, [keys][lanes], to pairs of keys, [keys / 2][lanes]. `keys` is a multiple of kChunkRows.
-inline void pair_lanes(const float* probs, int64_t keys, int64_t lanes, Pair* to) {
-  constexpr int L = kLanes<float>;
-  VecIndex<float> even;
-  for (int i = 0; i < L; ++i)
-    even[i] = i / static_cast<int>(lanes) * 2 * static_cast<int>(lanes) + i % static_cast<int>(lanes);
-  const VecIndex<float> odd = even + static_cast<int>(lanes);
-  for (int64_t n = 0; n < keys * lanes; n += 2 * L) {
-    const F32 first = load<float>(probs + n), second = load<float>(probs + n + L);
-    store_elements(to + n / 2, pair_up(pick<float>(first, second, even), pick<float>(first, second, odd)));
-  }
-}
-
-// bfloat16 values as pairs across two keys.
-struct PairValues {
-  using E = Pair;
-  static constexpr int kKeys = 2, kVectors = 2;
-  FA_INLINE static void load(const BFloat16* v, int64_t stride, bool is_last, int64_t cols, U32* value) {
-    interleave(load_pairs(v, cols), is_last ? U32{} : load_pairs(v + stride, cols), value[0], value[1]);
-  }
-};
-
-#endif
-
-// P^T of some rows: [keys / kKeys][lanes].
-template <class E>
-struct LaneProbs {
-  const E* data;
-  int64_t lanes;
-};
-
-// out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV * kVectors vectors of columns from c on. `chunk`: the tile's rows
-// of V. The sum starts from 0: it rounds like a sum of tiles, not like one long chain.
-template <class Values, int R, int NV, class In, class T>
-FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int64_t row,
-                                 const Rows<In>* chunk, int64_t c, int64_t keys, T* out, int64_t ldo,
-                                 Prefetcher& ahead) {
-  constexpr int L = kLanes<T>, kCols = Values::kVectors * L, kVectors = NV * Values::kVectors;
-  Vec<T> sum[R][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-    for (int n = 0; n < kVectors; ++n) sum[r][n] = Vec<T>{};
-  const typename Values::E* p = probs.data + row;
-  for (int64_t j0 = 0; j0 < keys; j0 += kChunkRows, ++chunk) {
-    const In* v = chunk->data + c;
-    const int64_t stride = chunk->stride, cols = NV > 1 ? kCols : chunk->cols - c,
-                  count = std::min(kChunkRows, keys - j0);
-    for (int64_t j = 0; j < count; j += Values::kKeys) {
-      decltype(load_elements(p)) value[kVectors];
-#pragma GCC unroll 16
-      for (int n = 0; n < NV; ++n)
-        Values::load(v + n * kCols, stride, j + 1 == count, cols, value + n * Values::kVectors);
-      ahead.lines(Values::kKeys * lines_of<In>(NV * kCols));
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const auto prob = broadcast_element(p + r);
-#pragma GCC unroll 16
-        for (int n = 0; n < kVectors; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
-      }
-      v += Values::kKeys * stride;
-      p += probs.lanes;
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 16
-    for (int n = 0; n < kVectors; ++n) {
-      T* to = out + r * ldo + c + n * L;
-      store<T>(to, load<T>(to) + sum[r][n]);
-    }
-}
-
-template <class Values, int R, class In, class T>
-void add_value_lanes(const LaneProbs<typename Values::E>& probs, int64_t row, const Rows<In>* chunk,
-                     int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) {
-  constexpr int kFit = kDotSums / R / Values::kVectors, kWide = kFit >= 8   ? 8
-                                                                : kFit >= 4 ? 4
-                                                                : kFit >= 2 ? 2
-                                                                            : 1;
-  constexpr int kCols = Values::kVectors * kLanes<T>;
-  const int64_t cols = chunk->cols;
-  int64_t c = 0;
-  for (; c + kWide * kCols <= cols; c += kWide * kCols)
-    value_lanes_block<Values, R, kWide>(probs, row, chunk, c, keys, out, ldo, ahead);
-  for (; c < cols; c += kCols) value_lanes_block<Values, R, 1>(probs, row, chunk, c, keys, out, ldo, ahead);
-}
-
-// out += P V for `rows` rows and a whole tile. The first group of rows prefetches.
-template <class Values, class In, class T>
-void add_values_of_lanes(const LaneProbs<typename Values::E>& probs, int64_t rows, const Rows<In>* chunk,
-                         int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) {
-  constexpr int kMostRows = kDotSums / 2;  // two vectors of columns for each broadcast of P
-  Prefetcher nothing;
-  const int64_t groups = ceil_div(rows, kMostRows);
-  for (int64_t group = 0; group < groups; ++group) {
-    const int64_t row = group * rows / groups, count = (group + 1) * rows / groups - row;
-    const auto add = [&](auto few) {
-      if constexpr (few.value <= kMostRows)
-        add_value_lanes<Values, few.value>(probs, row, chunk, keys, out + row * ldo, ldo,
-                                           group == 0 ? ahead : nothing);
-    };
-    switch (count) {
-      case 1: add(std::integral_constant<int, 1>{}); break;
-      case 2: add(std::integral_constant<int, 2>{}); break;
-      case 3: add(std::integral_constant<int, 3>{}); break;
-      case 4: add(std::integral_constant<int, 4>{}); break;
-      case 5: add(std::integral_constant<int, 5>{}); break;
-      case 6: add(std::integral_constant<int, 6>{}); break;
-      case 7: add(std::integral_constant<int, 7>{}); break;
-      default: add(std::integral_constant<int, 8>{});
-    }
-  }
-}
-
 // Copies q[r][c] of `rows` rows to lanes. Rows of `q` are padded with zeros to whole vectors.
 template <class T, class E>
 inline void load_query_lanes(const E* q, int64_t ldq, int64_t rows, int64_t depth, E* to) {
@@ -343,9 +222,9 @@ inline void load_query_lanes(const E* q, int64_t ldq, int64_t rows, int64_t dept
   });
 }
 
-// S^T of a chunk of at most kChunkRows keys, for rows as lanes. The first key is key `first_key` of the tile `to`. Writes
-// whole blocks of kDotSums keys. `q`: blocks at distance kLanes * block_depth. `k`: rows of elements with whole spans;
-// `copy` has room for kChunkRows of them.
+// S^T of a chunk of at most kChunkRows keys, for rows as lanes. Omits vectors of rows. The first key is key `first_key` of the
+// tile `to`. Writes whole blocks of kDotSums keys. `q`: blocks at distance kLanes * block_depth. `k`: rows of elements with
+// whole spans; `copy` has room for kChunkRows of them.
 template <class In, class T, class E>
 inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t depth, Tile<E> k, int64_t keys,
                         T scale, const LaneTile<T>& to, int64_t first_key, E* copy, Prefetcher& ahead) {
@@ -366,6 +245,7 @@ inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t d
   for (int64_t n = keys; n % kDotSums != 0; ++n) std::fill(copy + n * k.ld, copy + (n + 1) * k.ld, E{});
   Prefetcher nothing;
   for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+    if (is_vector_of_rows<T>(count)) return;
     for_span<T>(count, [&](auto span) {
       constexpr int kSpan = span.value;
       for (int64_t j = 0; j < keys; j += kDotSums)

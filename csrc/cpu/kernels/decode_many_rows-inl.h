@@ -9,7 +9,8 @@
 #pragma once
 
 #include "cache_rows-inl.h"
-#include "decode_lanes-inl.h"
+#include "decode_lane_values-inl.h"
+#include "decode_vector_of_rows-inl.h"
 #include "gemm-inl.h"
 #include "tile_gemm-inl.h"
 
@@ -162,8 +163,11 @@ struct ManyRows {
     const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
     if (uses_lane_blocks<T>(rows))
       return for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
-        load_query_lanes<T>(from + first * ldq, ldq, count, depth,
-                            q + (n * lanes + first) * round_up_to_lanes<T>(depth));
+        E* to = q + (n * lanes + first) * round_up_to_lanes<T>(depth);
+        if constexpr (kHasVectorsOfRows)
+          if (is_vector_of_rows<T>(count))
+            return load_vector_of_queries<In>(from + first * ldq, ldq, count, depth, to);
+        load_query_lanes<T>(from + first * ldq, ldq, count, depth, to);
       });
     for (int64_t c = 0; c < lanes; c += kPanel<T>)
       Operands::load_queries(from + c * ldq, ldq, std::min(kPanel<T>, rows - c), depth,
@@ -176,7 +180,17 @@ struct ManyRows {
     const int64_t depth = Operands::depth_of(k.cols), lanes = lanes_of<T>(rows);
     if (uses_lane_blocks<T>(rows)) {
       const int64_t block_depth = round_up_to_lanes<T>(depth);
-      return score_lanes<In, T>(q + n * block_depth * lanes, block_depth, rows, depth,
+      const E* own = q + n * block_depth * lanes;
+      if constexpr (kHasVectorsOfRows) {
+        Prefetcher nothing;
+        for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+          if (is_vector_of_rows<T>(count))
+            score_vector_of_rows<In>(own + first * block_depth, k, keys, scale, to.at(first, count, j),
+                                     reinterpret_cast<In*>(k_tile), first == 0 ? ahead : nothing);
+        });
+        if (widest_span<T>(rows) == 1) return;  // the last block was a vector, too
+      }
+      return score_lanes<In, T>(own, block_depth, rows, depth,
                                 Operands::load_keys(k, keys, k_tile, widest_span<T>(rows)), keys, scale, to,
                                 j, k_tile, ahead);
     }

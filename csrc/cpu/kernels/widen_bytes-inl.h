@@ -223,20 +223,14 @@ inline void copy_nibbles(In* to, const uint8_t* from, int64_t cols, const CacheG
   constexpr int L = kLanes<float>;
   const NumberRow scales = number_row(groups.scales, groups.is_float16, b, h, s),
                   zeros = number_row(groups.zeros, groups.is_float16, b, h, s);
-  VecIndex<float> first, second;  // alternately even and odd columns
-#pragma GCC unroll 16
-  for (int i = 0; i < L; ++i) {
-    first[i] = i / 2 + i % 2 * L;
-    second[i] = L / 2 + first[i];
-  }
   for (int64_t group = 0; group < groups.count; ++group) {
     const float scale = scales.at(group), zero = groups.zeros ? zeros.at(group) : kInt4Zero;
     const int64_t end = std::min((group + 1) * groups.columns, cols);
     for (int64_t c = group * groups.columns; c < end; c += 2 * L) {
       const U32 bytes = widen(load_bytes(from + c / 2, (end - c) / 2));
-      const F32 low = (__builtin_convertvector((VecIndex<float>)(bytes & 15u), F32) - zero) * scale;
-      const F32 high = (__builtin_convertvector((VecIndex<float>)(bytes >> 4), F32) - zero) * scale;
-      const F32 columns[2] = {pick<float>(low, high, first), pick<float>(low, high, second)};
+      F32 columns[2] = {(__builtin_convertvector((VecIndex<float>)(bytes & 15u), F32) - zero) * scale,
+                        (__builtin_convertvector((VecIndex<float>)(bytes >> 4), F32) - zero) * scale};
+      interleave_lanes<float>(columns[0], columns[1]);
       for (int64_t n = 0; n < 2 && c + n * L < end; ++n) {
         In* at = to + c + n * L;
         const int64_t count = std::min<int64_t>(L, end - c - n * L);

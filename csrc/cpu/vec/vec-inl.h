@@ -136,6 +136,21 @@ FA_INLINE VecIndex<T> every_second_part(int first) {
   return from;
 }
 
+// Interleaves the lanes of a and b. a becomes the first half of a0 b0 a1 b1 ..., and b the second half.
+template <class T>
+FA_INLINE void interleave_lanes(Vec<T>& a, Vec<T>& b) {
+  constexpr int L = kLanes<T>;
+  VecIndex<T> first, second;
+#pragma GCC unroll 16
+  for (int i = 0; i < L; ++i) {
+    first[i] = i / 2 + i % 2 * L;
+    second[i] = L / 2 + first[i];
+  }
+  const Vec<T> low = pick<T>(a, b, first);
+  b = pick<T>(a, b, second);
+  a = low;
+}
+
 // In each span of lanes: transposes the square of parts in rows[0], rows[kStep], rows[2 * kStep], ...
 template <class T, int kPart, int kSpan, int kStep>
 FA_INLINE void transpose_parts(Vec<T>* rows) {

@@ -1,0 +1,173 @@
+// O += P V of decode for a few rows of Q. P^T has rows as lanes (decode_lanes-inl.h). A probability is broadcast, and a vector
+// holds columns of V: V is read and converted once for at most kMostValueRows rows.
+#pragma once
+
+#include "decode_lanes-inl.h"
+
+// Values that are read or widened to T, one key at a time.
+template <class In, class T>
+struct WideValues {
+  using E = T;
+  static constexpr int kKeys = 1, kVectors = 1;
+  // Loads `cols` columns, at most kVectors vectors, of the key and the next kKeys - 1 keys.
+  FA_INLINE static void load(const In* v, int64_t, bool, int64_t cols, Vec<T>* value) {
+    value[0] = load_columns<T>(v, cols);
+  }
+  FA_INLINE static void order_columns(Vec<T>*) {}
+};
+
+// bfloat16: the even and the odd columns of two vectors. This takes half the operations of widening each vector.
+template <>
+struct WideValues<BFloat16, float> {
+  using E = float;
+  static constexpr int kKeys = 1, kVectors = 2;
+  FA_INLINE static void load(const BFloat16* v, int64_t, bool, int64_t cols, F32* value) {
+    constexpr int64_t kMost = 2 * kLanes<float>;
+    BFloat16 buffer[kMost];
+    if (cols < kMost) {
+      std::memset(static_cast<void*>(buffer), 0, sizeof(buffer));
+      std::memcpy(static_cast<void*>(buffer), v, cols * sizeof(BFloat16));
+      v = buffer;
+    }
+    const U32 pairs = (U32)load_elements(reinterpret_cast<const float*>(v));
+    value[0] = (F32)(pairs << 16);
+    value[1] = (F32)(pairs & 0xffff0000u);
+  }
+  FA_INLINE static void order_columns(F32* sum) { interleave_lanes<float>(sum[0], sum[1]); }
+};
+
+#if defined(FA_DOT_BFLOAT16)
+
+// Rounds P^T, [keys][lanes], to pairs of keys, [keys / 2][lanes]. `keys` is a multiple of kChunkRows.
+inline void pair_lanes(const float* probs, int64_t keys, int64_t lanes, Pair* to) {
+  constexpr int L = kLanes<float>;
+  VecIndex<float> even;
+  for (int i = 0; i < L; ++i)
+    even[i] = i / static_cast<int>(lanes) * 2 * static_cast<int>(lanes) + i % static_cast<int>(lanes);
+  const VecIndex<float> odd = even + static_cast<int>(lanes);
+  for (int64_t n = 0; n < keys * lanes; n += 2 * L) {
+    const F32 first = load<float>(probs + n), second = load<float>(probs + n + L);
+    store_elements(to + n / 2, pair_up(pick<float>(first, second, even), pick<float>(first, second, odd)));
+  }
+}
+
+// bfloat16 values as pairs across two keys.
+struct PairValues {
+  using E = Pair;
+  static constexpr int kKeys = 2, kVectors = 2;
+  FA_INLINE static void load(const BFloat16* v, int64_t stride, bool is_last, int64_t cols, U32* value) {
+    interleave(load_pairs(v, cols), is_last ? U32{} : load_pairs(v + stride, cols), value[0], value[1]);
+  }
+  FA_INLINE static void order_columns(F32*) {}
+};
+
+#endif
+
+// P^T of some rows: [keys / kKeys][lanes].
+template <class E>
+struct LaneProbs {
+  const E* data;
+  int64_t lanes;
+};
+
+// out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV * kVectors vectors of columns from c on. `chunk`: the tile's rows
+// of V. The sum starts from 0: it rounds like a sum of tiles, not like one long chain.
+template <class Values, int R, int NV, class In, class T>
+FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int64_t row,
+                                 const Rows<In>* chunk, int64_t c, int64_t keys, T* out, int64_t ldo,
+                                 Prefetcher& ahead) {
+  constexpr int L = kLanes<T>, kCols = Values::kVectors * L, kVectors = NV * Values::kVectors;
+  // Keys between two prefetches, with at most 8 lines. A prefetch takes as long as the products of a key.
+  constexpr int kFewKeys = std::max<int>(std::min<int>(512 / (NV * kCols * sizeof(In)), 4), Values::kKeys);
+  Vec<T> sum[R][kVectors];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int n = 0; n < kVectors; ++n) sum[r][n] = Vec<T>{};
+  const typename Values::E* p = probs.data + row;
+  for (int64_t j0 = 0; j0 < keys; j0 += kChunkRows, ++chunk) {
+    const In* v = chunk->data + c;
+    const int64_t stride = chunk->stride, cols = NV > 1 ? kCols : chunk->cols - c,
+                  count = std::min(kChunkRows, keys - j0);
+    for (int64_t first = 0; first < count; first += kFewKeys) {
+      ahead.lines(lines_of<In>(kFewKeys * NV * kCols));
+      const int64_t end = std::min<int64_t>(first + kFewKeys, count);
+      for (int64_t j = first; j < end; j += Values::kKeys) {
+        decltype(load_elements(p)) value[kVectors];
+#pragma GCC unroll 16
+        for (int n = 0; n < NV; ++n)
+          Values::load(v + n * kCols, stride, j + 1 == count, cols, value + n * Values::kVectors);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+          const auto prob = broadcast_element(p + r);
+#pragma GCC unroll 16
+          for (int n = 0; n < kVectors; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
+        }
+        v += Values::kKeys * stride;
+        p += probs.lanes;
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int n = 0; n < NV; ++n) Values::order_columns(sum[r] + n * Values::kVectors);
+#pragma GCC unroll 16
+    for (int n = 0; n < kVectors; ++n) {
+      T* to = out + r * ldo + c + n * L;
+      store<T>(to, load<T>(to) + sum[r][n]);
+    }
+  }
+}
+
+// Sums of P V in registers. Two vectors of V and one of P need registers, too. 8 sums would be just enough to hide the
+// latency of two multiply-adds: 12 ran at 0.87 of the peak and 8 at 0.7 of it (AVX2, Zen 4).
+constexpr int kValueSums = FA_VECTOR_REGISTERS == 16 ? 12 : kDotSums;
+constexpr int kMostValueRows = kValueSums / 2;
+
+template <class Values, int R, class In, class T>
+void add_value_lanes(const LaneProbs<typename Values::E>& probs, int64_t row, const Rows<In>* chunk,
+                     int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) {
+  constexpr int kFit = kValueSums / R / Values::kVectors, kWide = kFit >= 8   ? 8
+                                                                  : kFit >= 4 ? 4
+                                                                  : kFit >= 2 ? 2
+                                                                              : 1;
+  constexpr int kCols = Values::kVectors * kLanes<T>;
+  const int64_t cols = chunk->cols;
+  int64_t c = 0;
+  for (; c + kWide * kCols <= cols; c += kWide * kCols)
+    value_lanes_block<Values, R, kWide>(probs, row, chunk, c, keys, out, ldo, ahead);
+  for (; c < cols; c += kCols) value_lanes_block<Values, R, 1>(probs, row, chunk, c, keys, out, ldo, ahead);
+}
+
+// Returns how many of the remaining rows the next group has. With 16 registers a group of 6 is the fastest for each row, and
+// 3 rows have too few sums. Otherwise all groups have about the same size.
+constexpr int64_t rows_of_group(int64_t rows) {
+  if (FA_VECTOR_REGISTERS == 16) return rows == 3 ? 2 : std::min<int64_t>(rows, kMostValueRows);
+  return ceil_div(rows, ceil_div(rows, kMostValueRows));
+}
+
+// out += P V for `rows` rows and a whole tile. The first group of rows prefetches.
+template <class Values, class In, class T>
+void add_values_of_lanes(const LaneProbs<typename Values::E>& probs, int64_t rows, const Rows<In>* chunk,
+                         int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) {
+  Prefetcher nothing;
+  for (int64_t row = 0, count; row < rows; row += count) {
+    count = rows_of_group(rows - row);
+    const auto add = [&](auto few) {
+      if constexpr (few.value <= kMostValueRows && rows_of_group(few.value) == few.value)
+        add_value_lanes<Values, few.value>(probs, row, chunk, keys, out + row * ldo, ldo,
+                                           row == 0 ? ahead : nothing);
+    };
+    switch (count) {
+      case 1: add(std::integral_constant<int, 1>{}); break;
+      case 2: add(std::integral_constant<int, 2>{}); break;
+      case 3: add(std::integral_constant<int, 3>{}); break;
+      case 4: add(std::integral_constant<int, 4>{}); break;
+      case 5: add(std::integral_constant<int, 5>{}); break;
+      case 6: add(std::integral_constant<int, 6>{}); break;
+      case 7: add(std::integral_constant<int, 7>{}); break;
+      default: add(std::integral_constant<int, 8>{});
+    }
+  }
+}
