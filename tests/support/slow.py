@@ -83,7 +83,7 @@ TESTS = {
     ("test_contract", "test_peak_memory_grows_linearly"): "a process with torch for each case",
     ("test_integration", "test_compile_2d_3d_gqa_and_broadcast"): "compiles several graphs",
     ("test_integration", "test_compile_fullgraph"): "compiles by inductor",
-    ("test_import", "test_the_import_loads_neither_the_tutorial_nor_the_model"): "starts processes",
+    ("test_import", "test_the_import_loads_no_slow_module"): "starts processes",
     ("test_import", "test_the_model_runs_in_a_clone_that_was_not_built"): "starts processes",
     ("test_import", "test_the_rest_says_that_the_source_folder_hides_the_package"): "starts processes",
     ("test_kernel_selection", "test_empty_environment_variable_is_as_none"): "starts processes",
