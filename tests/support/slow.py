@@ -77,7 +77,6 @@ FILES = {
 }
 # Single tests of other files.
 TESTS = {
-    ("test_attention_weights", "test_compile"): "compiles by inductor",
     ("test_attention_weights", "test_opcheck"): "traces the operators",
     ("test_derivatives", "test_peak_memory_is_linear"): "a process with torch for each size",
     ("test_contract", "test_peak_memory_grows_linearly"): "a process with torch for each case",
