@@ -16,7 +16,11 @@ FILES = {
     "test_cuda_compile": "compiles every CUDA kernel",
     "test_cuda_derivatives": "as test_cuda_host",
     "test_cuda_dropout_parts": "as test_cuda_host",
+    "test_cuda_flex": "as test_cuda_host",
+    "test_cuda_float8": "as test_cuda_host",
     "test_cuda_host": "runs CUDA kernels on the host, one fiber for each thread",
+    "test_cuda_indexed": "as test_cuda_host",
+    "test_cuda_indexer": "as test_cuda_host",
     "test_cuda_key_mask": "as test_cuda_host",
     "test_cuda_kvcache": "as test_cuda_host",
     "test_cuda_large_scores": "as test_cuda_host",
@@ -28,11 +32,13 @@ FILES = {
     "test_cuda_sm80_backward_head_dims": "as test_cuda_host",
     "test_cuda_sm80_code": "compiles kernels and reads their machine code",
     "test_cuda_sm80_decode": "as test_cuda_host",
+    "test_cuda_sm80_flex": "as test_cuda_host",
     "test_cuda_sm80_head_dims": "as test_cuda_host",
     "test_cuda_sm80_jvp": "as test_cuda_host",
     "test_cuda_sm80_varlen": "as test_cuda_host",
     "test_cuda_sm90": "as test_cuda_host",
     "test_cuda_sm90_backward": "as test_cuda_host",
+    "test_cuda_sm90_balance": "builds the CUDA kernels for the host",
     "test_cuda_sm90_code": "compiles the sm90 kernels and reads their machine code",
     "test_cuda_sm90_few_rows": "as test_cuda_host",
     "test_cuda_sm90_flex": "as test_cuda_host",
@@ -44,6 +50,7 @@ FILES = {
     "test_cuda_varlen": "as test_cuda_host",
     "test_cuda_weights": "as test_cuda_host",
     "test_demo": "trains models",
+    "test_deterministic": "as test_cuda_host",
     "test_distributed_compile": "compiles in several processes",
     "test_distributed_costs": "starts processes",
     "test_distributed_dtensor": "starts processes",
@@ -52,6 +59,7 @@ FILES = {
     "test_distributed_models": "trains models in several processes",
     "test_distributed_sdpa": "starts processes",
     "test_documentation": "runs every example of the documentation",
+    "test_flex_tests_of_torch": "starts pytest",
     "test_gpu_command": "starts processes that time out",
     "test_gpu_time_model": "compiles the sm90 kernels",
     "test_gpu_worker": "starts processes",
@@ -82,6 +90,9 @@ TESTS = {
     ("test_contract", "test_peak_memory_grows_linearly"): "a process with torch for each case",
     ("test_integration", "test_compile_2d_3d_gqa_and_broadcast"): "compiles several graphs",
     ("test_integration", "test_compile_fullgraph"): "compiles by inductor",
+    ("test_integration", "test_integers_do_not_compile_anew"): "compiles several graphs",
+    ("test_integration", "test_opcheck_attention"): "traces the operators",
+    ("test_integration", "test_opcheck_attention_backward"): "traces the operators",
     ("test_import", "test_the_import_loads_no_slow_module"): "starts processes",
     ("test_import", "test_the_model_runs_in_a_clone_that_was_not_built"): "starts processes",
     ("test_import", "test_the_rest_says_that_the_source_folder_hides_the_package"): "starts processes",
@@ -93,17 +104,17 @@ TESTS = {
 }
 
 # The files of half a minute and more, about the longest first: so no worker is left alone with one at the end.
-FIRST = ["test_sanitizers", "test_cuda_compile", "test_cuda_host", "test_arm", "test_demo", "test_cuda_mutations"]
-FIRST += ["test_cuda_sm90_mutations", "test_gpu_command", "test_cuda_sm90_backward", "test_paper_tables"]
-FIRST += ["test_cuda_sm80_backward", "test_documentation"]
-# The files that read the machine code that test_cuda_compile makes. Beside it they would wait for it.
-LAST = ["test_cuda_sm80_code", "test_cuda_sm90_code", "test_gpu_time_model"]
+FIRST = ["test_cuda_compile", "test_cuda_host", "test_sanitizers", "test_ptx_forms", "test_arm", "test_gpu_command"]
+FIRST += ["test_cuda_mutations", "test_cuda_sm90_mutations", "test_cuda_sm80_backward", "test_integration", "test_demo"]
+FIRST += ["test_cuda_sm90_few_rows", "test_cuda_sm80_varlen", "test_cuda_derivatives", "test_paper_tables"]
+# The files that read the machine code that test_cuda_compile makes. They come when it has ended: beside it they would
+# wait for it.
+AFTER_FIRST = ["test_gpu_time_model", "test_cuda_sm90_code", "test_cuda_sm80_code"]
 
 
 def order_of(file: str) -> int:
-    if file in LAST:
-        return len(FIRST) + 1
-    return FIRST.index(file) if file in FIRST else len(FIRST)
+    order = [*FIRST, *AFTER_FIRST]
+    return order.index(file) if file in order else len(order)
 
 
 def is_slow(file: str, function: str) -> bool:
