@@ -37,7 +37,7 @@ def plot(record: dict, path: Path) -> None:
     axes["steps"].legend(frameon=False, fontsize=8)
     draw_bars(axes["speed"], runs, [run["tokens_per_second"] for run in runs], "tokens a second")
     memory = [(run["peak_memory"] - run["memory_at_start"]) / MIB for run in runs]
-    draw_bars(axes["memory"], runs, memory, "peak memory of a process in MiB, without torch and the text")
+    draw_bars(axes["memory"], runs, memory, "peak memory of a process, MiB\n(without torch and the text)")
     figure.suptitle("A GPT on packed documents, " + describe(record))
     figure.savefig(path, dpi=110)
     plt.close(figure)

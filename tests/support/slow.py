@@ -68,6 +68,7 @@ FILES = {
     "test_iomodel": "counts the accesses of large problems, and runs its commands",
     "test_long_example": "trains models, two processes in one of them",
     "test_meanflow": "trains a model",
+    "test_meanflow_digits": "trains a model",
     "test_object_files": "compiles the kernels of every instruction set",
     "test_paper_tables": "a process with torch for each measurement",
     "test_ptx_forms": "as test_ptx_sm80",
