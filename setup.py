@@ -73,7 +73,7 @@ CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/task_rounds.cpp"]
 CUDA += [
     f"sm90/{way}_{dtype}.cu" for way in ("forward", "backward", "flex_forward") for dtype in ("bfloat16", "float16")
 ]
-CUDA += ["gpu_code.cpp"]
+CUDA += ["sm90/forward_float8.cu", "gpu_code.cpp"]
 
 
 def cuda_toolkit() -> Path | None:

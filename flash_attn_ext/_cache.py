@@ -253,6 +253,7 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | No
         options = checked_options(_ops.CACHE.option_types, options)
     second, key = None, k_cache
     options["latent_rows"] = cache_format is not None
+    options["float8_products"] = is_float8 and _float8.allows_products(q, given["k_descale"], given["v_descale"])
     if given["qv"] is not None:
         second, key, options["key_has_value"] = join_caches(given["qv"], q, k_cache, v_cache)
         in_both["query"] = second.joined(in_both["query"])

@@ -162,7 +162,7 @@ def _call_on_cache(call: Call, factors: Any, max_seqlen_q: object, **tensors: Te
     given |= {name: call.tensors[name] for name in ("alibi_slopes", "sink")}
     given["key_scale"], given["value_scale"] = factors
     options = {name: value for name, value in call.options.items() if name in _ops.CACHE.option_types}
-    return Call(_ops.CACHE, given, options | {"max_seqlen_q": max_seqlen_q})
+    return Call(_ops.CACHE, given, options | {"max_seqlen_q": max_seqlen_q, "float8_products": True})
 
 
 def _run_dense(form: Call, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -224,8 +224,8 @@ def widened_for_cache(
     """Returns the tensors of flash_attn_with_kvcache with wider ``q``, ``k`` and ``v``, and the factor of the keys, (B,
     H_k).
 
-    If each cache belongs to one sequence, q_descale multiplies the factors of the keys. Otherwise q_descale multiplies
-    the queries. Then the queries are float32, because bfloat16 would round the products.
+    If each cache belongs to one sequence, or all sequences have one q_descale, it multiplies the factors of the keys.
+    Otherwise q_descale multiplies the queries. Then the queries are float32, because bfloat16 would round the products.
     """
     q, factor, rows = given["q"], given["q_descale"], ("k_cache", "v_cache", "k", "v")
     assert q is not None
@@ -248,10 +248,17 @@ def widened_for_cache(
         batch = q.shape[0] if offsets is None else len(offsets) - 1
         factor = checked_factor("q_descale", factor, (batch, k_cache.shape[2]), q.device)
         is_own_cache = given["block_table"] is given["cache_batch_idx"] is None and k_cache.shape[0] == batch
-        if not is_own_cache and batch != 0:
+        is_common = batch == 1 or factor.stride(0) == 0
+        if not is_own_cache and not is_common and batch != 0:
             return {**given, **_cast(given, torch.float32), "q": q.float() * _of_queries(factor, q, offsets)}, None
-        factor = factor if is_own_cache else None
+        if not is_own_cache:
+            factor = None if batch == 0 else factor[:1]
     return {**given, **_cast(given, OUT_DTYPE)}, factor if has_right_dims else None
+
+
+def allows_products(query: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> bool:
+    """Whether the option float8_products describes a call of caches. ``query``: of :func:`widened_for_cache`."""
+    return query.dtype is OUT_DTYPE and all(t is None or t.dim() <= 2 for t in (k_descale, v_descale))
 
 
 def _cast(given: Mapping[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor | None]:

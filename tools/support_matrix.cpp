@@ -148,6 +148,7 @@ void dense() {
   row(f, "q_descale, k_descale, v_descale", "float8_e4m3fn tensors", [](AttentionParams& p) {
     cache_of(p);
     p.varlen.cache.dtype = CacheDType::kFloat8E4M3;
+    p.varlen.cache.float8_products = true;
   });
   static constexpr int64_t program[Program::kHeaderWords] = {Program::kVersion};  // no instructions
   static UserFunctions masks, scores;

@@ -223,6 +223,9 @@ struct CacheParams {
   // The mask has a column for each of the last S_q keys, which are the keys of the queries. All earlier keys are visible.
   bool tree_mask = false;
   int64_t first_masked = 0;  // in the call of one sequence: the key of column 0, S_k - S_q
+  // k and v are kFloat8E4M3, each element of q is a float8_e4m3fn number, and in a sequence k_scale and v_scale depend on the
+  // head alone. So a kernel may use products of float8, which round P to 8 bits.
+  bool float8_products = false;
   // A key is a row of k, D - D_v columns, and then the row of v. Not with 8 bits.
   bool key_has_value = false;
 };

@@ -51,13 +51,15 @@ struct LaneRow {
     for (int n = 0; n < kCount; ++n)
       if (lane + 32 * n < columns) x[n] = widen(from[32 * n]);
   }
-  __device__ float dot(const LaneRow& other) const {
+  template <class Other>
+  __device__ float dot(const LaneRow<Other, kHeadDim>& other) const {
     float sum = 0;
 #pragma unroll
     for (int n = 0; n < kCount; ++n) sum += x[n] * other.x[n];
     return total_of_lanes<32>(sum);
   }
-  __device__ void add(float factor, const LaneRow& other) {
+  template <class Other>
+  __device__ void add(float factor, const LaneRow<Other, kHeadDim>& other) {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) x[n] += factor * other.x[n];
   }

@@ -151,7 +151,10 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
                  sm90::flex_forward_workspace);
   else
     choice.offer("sm90", sm90::why_not_forward(p),
-                 of_half(p.dtype, sm90::forward_bfloat16, sm90::forward_float16), sm90::forward_workspace);
+                 p.varlen.cache.float8_products
+                     ? sm90::forward_float8
+                     : of_half(p.dtype, sm90::forward_bfloat16, sm90::forward_float16),
+                 sm90::forward_workspace);
   if (p.functions)
     choice.offer("sm80", sm80::why_not_forward(p),
                  of_half(p.dtype, sm80::flex_forward_bfloat16, sm80::flex_forward_float16),

@@ -22,8 +22,6 @@ static size_t __cvta_generic_to_shared(const void* pointer) {
 
 using namespace cute;
 namespace sm90 = flash_attn_ext::cuda::sm90;
-using Element = cute::bfloat16_t;
-
 static int differences = 0, compared = 0;
 
 static void compare(const char* what, int rows, int columns, int at, uint64_t ours, uint64_t theirs) {
@@ -34,24 +32,10 @@ static void compare(const char* what, int rows, int columns, int at, uint64_t ou
               (unsigned long long)ours, (unsigned long long)theirs);
 }
 
-template <int kRows, int kColumns>
-void compare_tile() {
-  using Tile = sm90::Panels<Element, kRows, kColumns>;
-  const auto layout =
-      tile_to_shape(SM90::GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kColumns>>{});
-  const auto in_elements = as_position_independent_swizzle_layout(layout);
-  for (int row = 0; row < kRows; ++row)
-    for (int column = 0; column < kColumns; ++column)
-      compare("element", kRows, kColumns, row * kColumns + column, Tile::offset(row, column),
-              in_elements(row, column) * sizeof(Element));
-
+// The descriptors along rows, which only 16-bit elements have.
+template <class Tile, int kRows, int kColumns, class Element, class Layout>
+void compare_descriptors_along_rows(const Layout& layout) {
   auto* start = reinterpret_cast<Element*>(shared_bytes);
-  const auto tile = make_tensor(make_smem_ptr(start), layout);
-  for (int k = 0; k < kColumns / 16; ++k) {
-    const auto part = local_tile(tile, Shape<Int<kRows>, _16>{}, make_coord(0, k));
-    compare("descriptor along columns", kRows, kColumns, k, sm90::along_columns<Tile>(0, k),
-            SM90::GMMA::make_gmma_desc<SM90::GMMA::Major::K>(part).desc_);
-  }
   const auto transposed = make_tensor(
       make_smem_ptr(start),
       composition(layout, make_layout(Shape<Int<kColumns>, Int<kRows>>{}, Stride<Int<kRows>, _1>{})));
@@ -62,6 +46,28 @@ void compare_tile() {
     compare("descriptor along rows", kRows, kColumns, k, sm90::along_rows<Tile>(0, k) & all_but_leading,
             SM90::GMMA::make_gmma_desc<SM90::GMMA::Major::MN>(part).desc_ & all_but_leading);
   }
+}
+
+template <int kRows, int kColumns, class Element = cute::bfloat16_t>
+void compare_tile() {
+  using Tile = sm90::Panels<Element, kRows, kColumns>;
+  constexpr int kDepth = 32 / sizeof(Element);  // of one wgmma
+  const auto layout =
+      tile_to_shape(SM90::GMMA::Layout_K_SW128_Atom<Element>{}, Shape<Int<kRows>, Int<kColumns>>{});
+  const auto in_elements = as_position_independent_swizzle_layout(layout);
+  for (int row = 0; row < kRows; ++row)
+    for (int column = 0; column < kColumns; ++column)
+      compare("element", kRows, kColumns, row * kColumns + column, Tile::offset(row, column),
+              in_elements(row, column) * sizeof(Element));
+
+  auto* start = reinterpret_cast<Element*>(shared_bytes);
+  const auto tile = make_tensor(make_smem_ptr(start), layout);
+  for (int k = 0; k < kColumns / kDepth; ++k) {
+    const auto part = local_tile(tile, Shape<Int<kRows>, Int<kDepth>>{}, make_coord(0, k));
+    compare("descriptor along columns", kRows, kColumns, k, sm90::along_columns<Tile>(0, k),
+            SM90::GMMA::make_gmma_desc<SM90::GMMA::Major::K>(part).desc_);
+  }
+  if constexpr (sizeof(Element) == 2) compare_descriptors_along_rows<Tile, kRows, kColumns, Element>(layout);
 }
 
 // A fragment's layout maps (thread, n) to a place in a matrix that is stored by columns. Where a register holds
@@ -116,6 +122,13 @@ void compare_fragments() {
   constexpr auto kK = GMMA::Major::K;
   compare_fragment("wgmma A", 64, 16, typename MMA_Traits<SM90_64x64x16_F32BF16BF16_RS<kK, kK>>::ALayout{},
                    [](int thread, int n) { return cuda_host::wgmma_a_element(thread, n / 2, n % 2); });
+  compare_fragment("wgmma A of 8 bits", 64, 32,
+                   typename MMA_Traits<SM90_64x64x32_F32E4M3E4M3_RS_TN<>>::ALayout{},
+                   [](int thread, int n) { return cuda_host::wgmma_a_byte(thread, n / 4, n % 4); });
+  compare_accumulator<MMA_Traits<SM90_64x96x32_F32E4M3E4M3_SS_TN<>>>();
+  compare_accumulator<MMA_Traits<SM90_64x128x32_F32E4M3E4M3_SS_TN<>>>();
+  compare_accumulator<MMA_Traits<SM90_64x64x32_F32E4M3E4M3_RS_TN<>>>();
+  compare_accumulator<MMA_Traits<SM90_64x256x32_F32E4M3E4M3_RS_TN<>>>();
   compare_accumulator<MMA_Traits<SM90_64x32x16_F32BF16BF16_SS<kK, kK>>>();
   compare_accumulator<MMA_Traits<SM90_64x64x16_F32BF16BF16_SS<kK, kK>>>();
   compare_accumulator<MMA_Traits<SM90_64x80x16_F32BF16BF16_SS<kK, kK>>>();
@@ -141,6 +154,10 @@ int main() {
   compare_tile<128, 128>();
   compare_tile<128, 256>();
   compare_tile<80, 256>();
+  compare_tile<192, 128, cute::float_e4m3_t>();
+  compare_tile<128, 128, cute::float_e4m3_t>();
+  compare_tile<128, 256, cute::float_e4m3_t>();
+  compare_tile<256, 128, cute::float_e4m3_t>();
   std::printf("%d compared, %d differ\n", compared, differences);
   return differences != 0;
 }

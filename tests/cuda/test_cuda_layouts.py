@@ -32,4 +32,4 @@ def test_layouts_and_descriptors_equal_cute(tmp_path):
     subprocess.run(["g++", "-std=c++17", "-O1", "-w", *includes, source, "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert done.stdout == "157665 compared, 0 differ\n"
+    assert done.stdout == "301045 compared, 0 differ\n"

@@ -143,7 +143,7 @@ def test_why_not(kernels):
     params.varlen.cu_seqlens_k = library.Offsets()
     assert kernels.choice(params)[1][0] == "sm90: no caches"
     params.varlen.cache.dtype = 2  # kFloat8E4M3
-    assert kernels.choice(params)[1][0] == "sm90: no products of float8_e4m3fn yet"
+    assert "products of float8 only if query is float8 too" in kernels.choice(params)[1][0]
     assert kernels.choice(params_of(library.AttentionParams, [16, 16], 32))[0] == "sm80"
     state = new_rng_state(torch.device("cpu"))
     params = params_of(library.BackwardParams, [128, 128], 256)

@@ -28,6 +28,10 @@ constexpr Element mma_c_element(int lane, int r) { return {lane / 4 + r / 2 * 8,
 constexpr Element wgmma_a_element(int thread, int r, int e) {
   return {thread / 32 * 16 + thread % 32 / 4 + r % 2 * 8, thread % 4 * 2 + r / 2 * 8 + e};
 }
+// The same for 8-bit elements, A 64 x 32: byte e of register r.
+constexpr Element wgmma_a_byte(int thread, int r, int e) {
+  return {thread / 32 * 16 + thread % 32 / 4 + r % 2 * 8, thread % 4 * 4 + r / 2 * 16 + e};
+}
 constexpr Element wgmma_accumulator_element(int thread, int r) {
   return {thread / 32 * 16 + thread % 32 / 4 + r % 4 / 2 * 8, r / 4 * 8 + thread % 4 * 2 + r % 2};
 }

@@ -28,7 +28,7 @@ void for_each_row(const CUtensorMap& map, const Corner& corner, const Function& 
   uint32_t rows = 1;
   for (int n = 1; n < map.rank; ++n) rows *= map.box[n];
   for (uint32_t row = 0; row < rows; ++row) {
-    unsigned char* source = map.data + 2 * corner[0];
+    unsigned char* source = map.data + map.element_bytes * corner[0];
     uint32_t rest = row;
     for (int n = 1; n < map.rank; ++n) {
       const int64_t at = int64_t{corner[n]} + rest % map.box[n];
@@ -45,8 +45,8 @@ template <class Function>
 void for_each_piece(const CUtensorMap& map, const Corner& corner, const Function& function) {
   const int64_t left = static_cast<int64_t>(map.size[0]) - corner[0];
   for_each_row(map, corner, [&](uint32_t row, unsigned char* start) {
-    for (int64_t n = 0; start && n < std::min<int64_t>(left, map.box[0]); n += 8)
-      function(row, n, start + 2 * n);
+    for (int64_t n = 0; start && n < std::min<int64_t>(left, map.box[0]); n += 16 / map.element_bytes)
+      function(row, n, start + map.element_bytes * n);
   });
 }
 
@@ -62,10 +62,10 @@ Box box_of(Site site, const CUtensorMap& map, const int32_t* corner, int rank, c
          ": " + text(site));
   Box box;
   std::copy_n(corner, rank, box.corner.begin());
-  size_t bytes = 2;
+  size_t bytes = map.element_bytes;
   for (int n = 0; n < rank; ++n) bytes *= map.box[n];
   const auto begin = reinterpret_cast<uintptr_t>(shared);
-  if (begin % 128 != 0 || map.box[0] * 2 != 128)
+  if (begin % 128 != 0 || map.box[0] * map.element_bytes != 128)
     fail("TMA: a box of 128-byte rows, at a multiple of 128 bytes");
   box.shared = {begin, begin + bytes};
   return box;
@@ -103,11 +103,12 @@ void load_box(Site site, void* shared, const CUtensorMap* map, const int32_t* co
   start_copy(site, shared, box.shared.end - target, address, [=] {
     for_each_row(*map, from, [&](uint32_t row, const unsigned char* source) {
       for (int64_t column = 0; column < map->box[0]; ++column) {
-        auto* to = reinterpret_cast<void*>(swizzled(target + row * 128 + column * 2));
+        const int bytes = map->element_bytes;
+        auto* to = reinterpret_cast<void*>(swizzled(target + row * 128 + column * bytes));
         if (source && from[0] + column < static_cast<int64_t>(map->size[0])) {
-          std::memcpy(to, source + column * 2, 2);
+          std::memcpy(to, source + column * bytes, bytes);
         } else {
-          std::memset(to, 0, 2);
+          std::memset(to, 0, bytes);
         }
       }
     });
@@ -171,13 +172,13 @@ void store_box(Site site, const CUtensorMap* map, const int32_t* corner, int ran
   const Box box = box_of(site, *map, corner, rank, shared);
   const uintptr_t begin = box.shared.begin;
   for_each_piece(*map, box.corner, [&](uint32_t row, int64_t column, unsigned char* to) {
-    const uintptr_t from = swizzled(begin + row * 128 + column * 2);
+    const uintptr_t from = swizzled(begin + row * 128 + column * map->element_bytes);
     check_source({from, from + 16});
     touch(to, 16, true, __builtin_return_address(0));
   });
   start_store(box.shared, [map = *map, corner = box.corner, begin](const unsigned char* read) {
     for_each_piece(map, corner, [&](uint32_t row, int64_t column, unsigned char* to) {
-      std::memcpy(to, read + (swizzled(begin + row * 128 + column * 2) - begin), 16);
+      std::memcpy(to, read + (swizzled(begin + row * 128 + column * map.element_bytes) - begin), 16);
     });
   });
 }

@@ -30,16 +30,18 @@ size_t most_shared_bytes() {
 
 }  // namespace cuda_host
 
-CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
                                 const cuuint64_t* size, const cuuint64_t* stride, const cuuint32_t* box,
                                 const cuuint32_t* element_stride, CUtensorMapInterleave,
                                 CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   constexpr int kMaxRank = CUtensorMap::kMaxRank;
   const int dimensions = static_cast<int>(rank);
+  const uint32_t element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
   if (dimensions < 3 || dimensions > kMaxRank) return CUDA_ERROR_INVALID_VALUE;
   bool valid = reinterpret_cast<uintptr_t>(data) % 16 == 0 && swizzle == CU_TENSOR_MAP_SWIZZLE_128B &&
-               box[0] * 2 <= 128;
+               box[0] * element_bytes <= 128;
   map->rank = dimensions;
+  map->element_bytes = static_cast<int>(element_bytes);
   map->data = static_cast<unsigned char*>(data);
   std::fill_n(map->size, kMaxRank, 1);
   std::fill_n(map->stride, kMaxRank - 1, 0);
@@ -52,7 +54,8 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_
   }
   for (int n = 0; n < dimensions - 1; ++n) {
     map->stride[n] = stride[n];
-    valid = valid && stride[n] >= size[0] * 2 && stride[n] % 16 == 0 && stride[n] < uint64_t{1} << 40;
+    valid =
+        valid && stride[n] >= size[0] * element_bytes && stride[n] % 16 == 0 && stride[n] < uint64_t{1} << 40;
   }
   return valid ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

@@ -14,22 +14,24 @@ uintptr_t swizzled(uintptr_t address);  // the 128-byte swizzle permutes address
 
 namespace {
 
-constexpr int kRows = 64, kDepth = 16;
+constexpr int kRows = 64, kMaxDepth = 32;
 
 struct Matrix {
+  int element_bytes;
   uintptr_t start;
   uint32_t leading, stride;
 
-  explicit Matrix(uint64_t descriptor)
-      : start(reinterpret_cast<uintptr_t>(shared_begin()) + (descriptor & 0x3fff) * 16),
+  Matrix(uint64_t descriptor, int element_bytes)
+      : element_bytes(element_bytes),
+        start(reinterpret_cast<uintptr_t>(shared_begin()) + (descriptor & 0x3fff) * 16),
         leading((descriptor >> 16 & 0x3fff) * 16),
         stride((descriptor >> 32 & 0x3fff) * 16) {
     if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0)
       fail("wgmma takes only the 128-byte swizzle, from a multiple of 1024 bytes on: " + who());
   }
 
-  // Contiguous along k (16 elements), or along the rows (panels of 64).
-  uint16_t along_k(int row, int k) const { return at(row / 8 * stride + row % 8 * 128 + k * 2); }
+  // Contiguous along k (32 bytes), or along the rows (panels of 64, elements of 16 bits).
+  uint16_t along_k(int row, int k) const { return at(row / 8 * stride + row % 8 * 128 + k * element_bytes); }
   uint16_t along_rows(int row, int k) const {
     return at(row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2);
   }
@@ -46,10 +48,19 @@ struct Matrix {
     }
     return result;
   }
+  // The 32 bytes of each row. Tiles of 8-bit elements have columns that no product reads and nobody writes.
+  std::vector<Bytes> exact_bytes_along_k(int rows) const {
+    std::vector<Bytes> result;
+    for (int row = 0; row < rows; ++row) {
+      const uintptr_t begin = swizzled(start + row / 8 * stride + row % 8 * 128) / 32 * 32;
+      result.push_back({begin, begin + 32});
+    }
+    return result;
+  }
   std::vector<Bytes> bytes_along_rows(int rows) const {
     std::vector<Bytes> result;
     for (int panel = 0; panel * 64 < rows; ++panel)
-      for (int group = 0; group < kDepth / 8; ++group) {
+      for (int group = 0; group < 2; ++group) {
         const uintptr_t begin = start / 128 * 128 + panel * leading + group * stride;
         result.push_back({begin, begin + 1024});
       }
@@ -58,15 +69,18 @@ struct Matrix {
 
  private:
   uint16_t at(uintptr_t offset) const {
-    uint16_t bits;
-    std::memcpy(&bits, reinterpret_cast<const void*>(swizzled(start + offset)), sizeof(bits));
+    uint16_t bits = 0;
+    std::memcpy(&bits, reinterpret_cast<const void*>(swizzled(start + offset)), element_bytes);
     return bits;
   }
 };
 
-std::vector<Bytes> bytes_read(const Product& product) {
-  const auto bytes_of = [](uint64_t descriptor, int rows, bool by_rows) {
-    return by_rows ? Matrix(descriptor).bytes_along_rows(rows) : Matrix(descriptor).bytes_along_k(rows);
+// `exact`: only the bytes that count, if the elements have 8 bits.
+std::vector<Bytes> bytes_read(const Product& product, bool exact = false) {
+  const auto bytes_of = [&](uint64_t descriptor, int rows, bool by_rows) {
+    const Matrix matrix(descriptor, product.element_bytes);
+    if (exact && product.element_bytes == 1) return matrix.exact_bytes_along_k(rows);
+    return by_rows ? matrix.bytes_along_rows(rows) : matrix.bytes_along_k(rows);
   };
   std::vector<Bytes> result = bytes_of(product.b, product.columns, product.b_by_rows);
   if (product.a_registers) return result;
@@ -83,29 +97,30 @@ int accumulator_place(int thread, int n, int columns) {
 // c += a b, c 64 x columns.
 void multiply(const std::vector<const Product*>& products, std::vector<float>& c) {
   const Product& first = *products[0];
-  const int columns = first.columns;
-  float a[kRows][kDepth];
-  std::vector<float> b(kDepth * columns);
+  const int columns = first.columns, depth = first.depth(), bits = 8 * first.element_bytes;
+  float a[kRows][kMaxDepth];
+  std::vector<float> b(depth * columns);
   if (first.a_registers) {
     for (int t = 0; t < kWarpgroup; ++t)
       for (int n = 0; n < 4; ++n)
-        for (int e = 0; e < 2; ++e) {
-          const Element at = wgmma_a_element(t, n, e);
-          a[at.row][at.column] = first.widen(static_cast<uint16_t>(products[t]->a_registers[n] >> 16 * e));
+        for (int e = 0; e < 32 / bits; ++e) {
+          const Element at = bits == 8 ? wgmma_a_byte(t, n, e) : wgmma_a_element(t, n, e);
+          const uint32_t element = products[t]->a_registers[n] >> bits * e & ((1u << bits) - 1);
+          a[at.row][at.column] = first.widen(static_cast<uint16_t>(element));
         }
   } else {
-    const Matrix matrix(first.a);
+    const Matrix matrix(first.a, first.element_bytes);
     for (int row = 0; row < kRows; ++row)
-      for (int k = 0; k < kDepth; ++k)
+      for (int k = 0; k < depth; ++k)
         a[row][k] = first.widen(first.a_by_rows ? matrix.along_rows(row, k) : matrix.along_k(row, k));
   }
-  const Matrix matrix(first.b);
+  const Matrix matrix(first.b, first.element_bytes);
   for (int column = 0; column < columns; ++column)
-    for (int k = 0; k < kDepth; ++k)
+    for (int k = 0; k < depth; ++k)
       b[k * columns + column] =
           first.widen(first.b_by_rows ? matrix.along_rows(column, k) : matrix.along_k(column, k));
   for (int row = 0; row < kRows; ++row)
-    for (int k = 0; k < kDepth; ++k) {
+    for (int k = 0; k < depth; ++k) {
       const float factor = first.negative ? -a[row][k] : a[row][k];
       for (int column = 0; column < columns; ++column)
         c[row * columns + column] += factor * b[k * columns + column];
@@ -116,7 +131,7 @@ void finish_products(const std::vector<Fiber*>& fibers, int pending) {
   const int first_thread = fibers[0]->thread / kWarpgroup * kWarpgroup;
   Thread* threads = &block.threads[first_thread];
   std::map<float*, std::vector<float>> results;  // key: the accumulator of the first thread
-  std::set<Bytes> read;
+  std::set<Bytes> checked, read;
   size_t done = 0;
   for (; done < threads[0].products.size(); ++done) {
     if (threads[0].products[done].group >= threads[0].groups - pending) break;
@@ -130,8 +145,9 @@ void finish_products(const std::vector<Fiber*>& fibers, int pending) {
       if (products[t]->a != products[0]->a || products[t]->b != products[0]->b)
         fail("the threads of a warpgroup differ in their descriptors: " + describe(first_thread + t));
     }
-    for (const Bytes& bytes : bytes_read(*products[0]))
-      if (read.insert(bytes).second) check_readable("wgmma", bytes, started);
+    for (const Bytes& bytes : bytes_read(*products[0], true))
+      if (checked.insert(bytes).second) check_readable("wgmma", bytes, started);
+    for (const Bytes& bytes : bytes_read(*products[0])) read.insert(bytes);
     const int columns = products[0]->columns;
     std::vector<float>& result = results[products[0]->d];
     const bool starts = result.empty();
@@ -182,6 +198,8 @@ void wgmma_fence(Site site) {
 
 void wgmma(Site site, const Product& product) {
   align_warp(site);
+  if (product.element_bytes == 1 && (product.a_by_rows || product.b_by_rows))
+    fail("wgmma of 8-bit elements with an operand by rows: " + text(site));
   Thread& self = block.threads[current->thread];
   if (!self.fenced) fail("wgmma without a fence at the start of its batch: " + text(site) + ", " + who());
   const int count = product.columns / 2;

@@ -30,6 +30,38 @@ void cp_async(void* shared, const void* global, size_t bytes, bool inside, void*
 
 }  // namespace
 
+float widen_float8(uint16_t bits) {
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  const float magnitude = exponent == 15 && fraction == 7 ? NAN
+                          : exponent == 0                 ? std::ldexp(fraction, -9)
+                                                          : std::ldexp(8 + fraction, exponent - 10);
+  return bits >> 7 & 1 ? -magnitude : magnitude;
+}
+
+// The numbers of the bytes 0 to 0x7e ascend.
+uint8_t round_to_float8(float x) {
+  if (x != x) return 0x7f;
+  const float magnitude = std::fabs(x);
+  uint8_t byte = 0;
+  while (byte < 0x7e && widen_float8(byte + 1) <= magnitude) ++byte;
+  if (byte < 0x7e) {
+    const double below = magnitude - double{widen_float8(byte)},
+                 above = double{widen_float8(byte + 1)} - magnitude;
+    if (above < below || (above == below && byte % 2 == 1)) ++byte;
+  }
+  return byte | (std::signbit(x) ? 0x80 : 0);
+}
+
+uint32_t choose_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = uint64_t{high} << 32 | low;
+  uint32_t result = 0;
+  for (int n = 0; n < 4; ++n) {
+    const uint32_t digit = selector >> 4 * n & 15, byte = bytes >> 8 * (digit & 7) & 255;
+    result |= (digit < 8 ? byte : byte < 128 ? 0 : 255) << 8 * n;
+  }
+  return result;
+}
+
 void cp_async_16(void* shared, const void* global, bool inside) {
   cp_async(shared, global, 16, inside, __builtin_return_address(0));
 }

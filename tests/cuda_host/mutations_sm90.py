@@ -23,6 +23,7 @@ from flash_attn_ext import flash_attn
 
 CUDA = library.ROOT / "csrc" / "cuda"
 FORWARD = [f"sm90/{name}.cuh" for name in ("pipeline", "forward", "store_out", "ping_pong", "epilogue", "key_mask")]
+FLOAT8 = [f"sm90/{name}.cuh" for name in ("forward_float8", "float8_rows", "transpose")]
 BACKWARD = ["sm90/backward.cuh", "sm90/backward_tile.cuh", "sm90/recompute.cuh"]
 SEEDS = 3
 STATEMENT = (
@@ -45,6 +46,16 @@ cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStre
 
 }  // namespace flash_attn_ext::cuda::sm90
 """,
+    "sm90/forward_float8.cu": """#include "forward_float8.cuh"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+cudaError_t forward_float8(const AttentionParams& p, void*, cudaStream_t stream) {
+  return launch_float8<64>(p, stream);
+}
+
+}  // namespace flash_attn_ext::cuda::sm90
+""",
     "sm90/backward_bfloat16.cu": """#include "backward.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
@@ -62,7 +73,7 @@ cudaError_t backward_bfloat16(const BackwardParams& p, void* workspace, cudaStre
 def mutations():
     """Every statement that synchronises."""
     found = []
-    for path in FORWARD + BACKWARD:
+    for path in FORWARD + BACKWARD + FLOAT8:
         for m in re.finditer(rf"({STATEMENT});(?:\s*//[^\n]*)?\n", (CUDA / path).read_text()):
             statement = " ".join(m.group(1).split())
             found.append(Mutation(Path(path), *m.span(1), statement, len(found)))
@@ -79,7 +90,7 @@ def build(folder, built):
     found = mutations()
     changed = {
         path: with_conditions((CUDA / path).read_text(), [m for m in found if m.path == Path(path)], conditional)
-        for path in FORWARD + BACKWARD
+        for path in FORWARD + BACKWARD + FLOAT8
     }
     return build_changed(folder, built, INSTANCES, changed)
 
@@ -150,21 +161,37 @@ def gradients(path, seed, seqlen_q, seqlen_k, head_dim, poisoned):
     return grads[:3]
 
 
+def float8_results(path, seed):
+    """A block with seven tiles of keys, and one with a NaN that most of its rows must not see."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, rows, 64).to(torch.float8_e4m3fn) for rows in (190, 850, 850))
+    with library.on_hopper(path, seed=seed) as loaded:
+        results = flash_attn(q, k, v, return_lse=True)
+        poisoned = v[:, :, :200].clone()
+        poisoned.view(torch.uint8)[:, :, 150, 5:] = 0x7F
+        results += flash_attn(q, k[:, :, :200], poisoned, causal="upper_left", return_lse=True)
+        assert b"sm90::forward_float8_kernel" in loaded.c.last_kernel()
+    return [t.nan_to_num() for t in results]
+
+
+WAYS = {forward_results: FORWARD, backward_results: BACKWARD, float8_results: FLOAT8}
+
+
 class Judge:
     """Returns for each mutation the findings of the host run, in a library built once."""
 
     def __init__(self, folder, built):
         self.path = build(Path(folder), built)
         self.c = library.Library(self.path).c
-        self.expected = {way: way(built, 1) for way in (forward_results, backward_results)}
+        self.expected = {way: way(built, 1) for way in WAYS}
 
     def what_is_found(self, mutation):
         """The host run's report, or that values changed. None: the run did not notice the fault."""
         if mutation is None:
-            return self._judge(forward_results) or self._judge(backward_results)
+            return next(filter(None, map(self._judge, WAYS)), None)
         self.c.leave_out(mutation.number)
         try:
-            return self._judge(forward_results if str(mutation.path) in FORWARD else backward_results)
+            return self._judge(next(way for way, paths in WAYS.items() if str(mutation.path) in paths))
         finally:
             self.c.leave_out(-1)
 

@@ -3,7 +3,7 @@
 import re
 
 from ptx.collective import site
-from ptx.instructions import Modifiers, instruction
+from ptx.instructions import HALVES, Modifiers, instruction
 from ptx.memory import elements
 
 
@@ -149,7 +149,7 @@ def wgmma_wait(ins, v):
     return f"cuda_host::wgmma_wait({site(ins)}, {int(ins.operands[0])});"
 
 
-PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(bf16|f16)\.\2")
+PRODUCT = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(?:k16\.f32\.(bf16|f16)\.\2|k32\.f32\.e4m3\.e4m3)")
 
 
 def asynchronous_registers(instructions):
@@ -168,13 +168,18 @@ def multiply(ins, v):
     match = PRODUCT.fullmatch(ins.opcode)
     if not match:
         raise ins.error("this shape or these types are not known")
-    columns, widen = int(match[1]), {"bf16": "bfloat16", "f16": "half"}[match[2]]
+    columns, is_float8 = int(match[1]), match[2] is None
+    widen = "cuda_host::widen_float8" if is_float8 else f"ptx::from_{HALVES[match[2]]}"
     d, a, b, accumulates, scale_a, scale_b, *by_rows = ins.operands
     registers = elements(d)
     if len(registers) != columns // 2:
         raise ins.error(f"{columns // 2} accumulators are needed")
     scales, flags = {"1": 1, "-1": -1}, {"0": "false", "1": "true"}
     negative = "true" if scales[scale_a] * scales[scale_b] < 0 else "false"
+    if is_float8:
+        if by_rows:
+            raise ins.error("8-bit elements have no transposition")
+        by_rows = ["0"] if a.startswith("{") else ["0", "0"]
     if a.startswith("{"):
         (b_by_rows,) = by_rows
         first, a_by_rows, held = "0", "0", v.array_of(elements(a))
@@ -184,6 +189,6 @@ def multiply(ins, v):
     second = f"ptx::descriptor({ins.line}, {v.read(b, 'b64')})"
     product = (
         f"{v.array_of(registers)}, {first}, {second}, {held}, {columns}, {v.read(accumulates, 'pred')}, "
-        f"{flags[a_by_rows]}, {flags[b_by_rows]}, ptx::from_{widen}, {negative}"
+        f"{flags[a_by_rows]}, {flags[b_by_rows]}, {widen}, {negative}, {1 if is_float8 else 2}"
     )
     return f"cuda_host::wgmma({site(ins)}, {{{product}}});"

@@ -340,6 +340,10 @@ HALVES = {"f16": "half", "bf16": "bfloat16"}
 @instruction("cvt")
 def convert_value(ins, v):
     m = Modifiers(ins)
+    if ins.opcode == "cvt.rn.satfinite.e4m3x2.f32":  # the first operand is the upper byte
+        d, *rest = ins.operands
+        upper, lower = (f"cuda_host::round_to_float8({v.read(x, 'f32')})" for x in rest)
+        return v.write(d, "b16", f"uint16_t({upper} << 8 | {lower})")
     if ins.parts[-1] in HALVES or set(ins.parts) & {*HALVES, "f16x2", "bf16x2"}:
         return convert_halves(ins, v, m)
     rounding = m.take("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi")

@@ -200,17 +200,7 @@ uint32_t bfi(uint32_t a, uint32_t b, uint32_t first, uint32_t count) {
   return (shift_left(a, first & 255) & mask) | (b & ~mask);
 }
 
-uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
-  const uint64_t bytes = uint64_t{b} << 32 | a;
-  uint32_t result = 0;
-  for (int n = 0; n < 4; ++n) {
-    const uint32_t chosen = selector >> 4 * n & 15;
-    uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (chosen & 7)) & 255;
-    if (chosen & 8) byte = byte & 128 ? 255 : 0;
-    result |= byte << 8 * n;
-  }
-  return result;
-}
+uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) { return cuda_host::choose_bytes(a, b, selector); }
 
 uint32_t lop3(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
   uint32_t result = 0;

@@ -48,6 +48,8 @@ CASES = [
     ("cvt.u32.u16", "u32", "u16", (0xFFFF,), 0xFFFF),
     ("cvt.rn.bf16x2.f32", "u32", "f32 f32", (1.0, 2.0), 0x3F804000),
     ("cvt.rn.f16x2.f32", "u32", "f32 f32", (1.0, 2.0), 0x3C004000),
+    ("cvt.rn.satfinite.e4m3x2.f32", "u16", "f32 f32", (1000.0, -1.0625), 0x7EB8),
+    ("cvt.rn.satfinite.e4m3x2.f32", "u16", "f32 f32", (NAN, 2**-10 * 1.5), 0x7F01),
     ("ex2.approx.ftz.f32", "f32", "f32", (-130.0,), 0.0),
 ]
 # Comparisons of a and b.
@@ -139,6 +141,8 @@ def test_a_comparison(results, n):
         ("fence.proxy.async.global;", "this form is not known"),
         ("cp.async.bulk.tensor.4d.shared::cta.global.tile.bulk_group [%r1], [%d1, {%r1, %r2, %r3, %r4}];", "form"),
         ("wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%f1, %f2, %f3, %f4}, %d1, %d2, 1, 1, 1;", "this shape"),
+        ("wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%f1, %f2, %f3, %f4}, %d1, %d2, 1, 1, 1, 1;", "no tra"),
+        ("wgmma.mma_async.sync.aligned.m64n8k32.f32.e5m2.e5m2 {%f1, %f2, %f3, %f4}, %d1, %d2, 1, 1, 1;", "this shape"),
         ("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%f1}, {%r1}, {%r2}, {%f1};", "this shape"),
         ("atom.shared.add.u32 %r1, [%r2], 1;", "line 12: atom.shared.add.u32"),
         ("ld.acquire.cta.global.u32 %r1, [%d1];", "only an acquire"),

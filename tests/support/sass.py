@@ -1,7 +1,7 @@
 """Reads SASS, a GPU's machine code, as cuobjdump prints it: loops, and registers of wgmma that are touched too early.
 
-An HGMMA runs on its own. Its accumulator and its left operand in registers belong to it until a wait that retires its
-batch: `gsb0` ends a batch, `WARPGROUP.DEPBAR.LE gsb0, n` waits until at most n batches run.
+An HGMMA, or a QGMMA of 8-bit elements, runs on its own. Its accumulator and its left operand in registers belong to it
+until a wait retires its batch: `gsb0` ends a batch, `WARPGROUP.DEPBAR.LE gsb0, n` waits until at most n batches run.
 """
 
 import re
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
 REGISTER = re.compile(r"(?<![UP\w.])R(\d+)\b(\.64)?")
 MOST_PENDING = 3  # more than any wait leaves running
+PRODUCTS = "HGMMA", "QGMMA"
 
 
 @dataclass(frozen=True)
@@ -43,21 +44,21 @@ def target(instruction):
 
 
 def main_loop(code, products):
-    """The instructions of the shortest loop with at least so many HGMMAs."""
+    """The instructions of the shortest loop with at least so many products."""
     index = {instruction.address: n for n, instruction in enumerate(code)}
     loops = []
     for n, instruction in enumerate(code):
         to = target(instruction)
         if instruction.operation.startswith("BRA") and to is not None and to <= instruction.address:
             body = code[index[to] : n + 1]
-            if sum(i.operation.startswith("HGMMA") for i in body) >= products:
+            if sum(i.operation.startswith(PRODUCTS) for i in body) >= products:
                 loops.append(body)
     return min(loops, key=len)
 
 
 def registers_of_product(instruction):
-    """The registers of an HGMMA's accumulator, and the registers of its left operand."""
-    columns = int(re.match(r"HGMMA\.64x(\d+)x16\.F32", instruction.operation).group(1))
+    """The registers of a product's accumulator, and the registers of its left operand."""
+    columns = int(re.match(r"[HQ]GMMA\.64x(\d+)x(?:16|32)\.F32", instruction.operation).group(1))
     registers = [
         int(m.group(1)) for operand in instruction.operands if (m := re.fullmatch(r"R(\d+)(?:\.reuse)?", operand))
     ]
@@ -99,7 +100,7 @@ def hazards(code):
         n, ended, open_batch = state
         instruction = code[n]
         running = open_batch.union(*ended)
-        if instruction.operation.startswith("HGMMA"):
+        if instruction.operation.startswith(PRODUCTS):
             accumulator, left = registers_of_product(instruction)
             if left & {register for kind, register in running if kind == "accumulator"}:
                 found[n] = f"{instruction} reads registers that a product still writes"
@@ -155,6 +156,6 @@ def registers_after_setmaxnreg(code):
 
 def registers_of(instruction):
     """All registers that an instruction reads or writes."""
-    if instruction.operation.startswith("HGMMA"):
+    if instruction.operation.startswith(PRODUCTS):
         return frozenset().union(*registers_of_product(instruction)) | touched(instruction)
     return touched(instruction)

@@ -22,8 +22,8 @@ namespace {
   [[maybe_unused]] const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k,
                                 lower_right, mask_by_row, first_q, first_k, caches] = p.varlen;
   [[maybe_unused]] const auto& [batch_idx, leftpad, cache_count, cache_dtype, k_scale, v_scale, k_groups,
-                                v_groups, pages, cache, tree_mask, first_masked, key_has_value] =
-      p.varlen.cache;
+                                v_groups, pages, cache, tree_mask, first_masked, float8_products,
+                                key_has_value] = p.varlen.cache;
   [[maybe_unused]] const auto& [page_table, page_count, page_size, num_pages, sequence] =
       p.varlen.cache.pages;
   [[maybe_unused]] const auto& [t_q, t_k, t_v, t_mask, t_alibi, t_sink] = t;

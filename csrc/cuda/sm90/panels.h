@@ -1,6 +1,6 @@
-// The layout of a tile of 16-bit elements in shared memory. TMA writes it and wgmma reads it. A panel has 64 columns:
-// rows of 128 bytes, in the 128-byte swizzle. Row r of each 8 rows has its pieces of 16 bytes in the order piece ^ r.
-// Panels start at multiples of 1024 bytes.
+// The layout of a tile in shared memory. TMA writes it and wgmma reads it. A panel has rows of 128 bytes: 64 columns of 16
+// bits, or 128 columns of 8 bits, in the 128-byte swizzle. Row r of each 8 rows has its pieces of 16 bytes in the order
+// piece ^ r. Panels start at multiples of 1024 bytes.
 #pragma once
 
 #include <cstdint>
@@ -9,24 +9,27 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
+// kPanelColumns: of 16-bit elements.
 constexpr int kPanelColumns = 64, kPanelRowBytes = 128, kSwizzleBytes = 8 * kPanelRowBytes;
 
 // `columns`, rounded up to whole panels.
-constexpr int whole_panels(int columns) {
-  return (columns + kPanelColumns - 1) / kPanelColumns * kPanelColumns;
+constexpr int whole_panels(int columns, int panel_columns = kPanelColumns) {
+  return (columns + panel_columns - 1) / panel_columns * panel_columns;
 }
 
-template <class In, int kRows, int kColumns>
+template <class In, int kRows_, int kColumns_>
 struct alignas(kSwizzleBytes) Panels {
-  static_assert(sizeof(In) == 2 && kRows % 8 == 0 && kColumns % kPanelColumns == 0);
-  static constexpr int kCount = kColumns / kPanelColumns, kPanelBytes = kRows * kPanelRowBytes;
+  static constexpr int kRows = kRows_, kColumns = kColumns_;
+  static constexpr int kBytes = sizeof(In), kColumnsOfPanel = kPanelRowBytes / kBytes;
+  static_assert(kBytes <= 2 && kRows % 8 == 0 && kColumns % kColumnsOfPanel == 0);
+  static constexpr int kCount = kColumns / kColumnsOfPanel, kPanelBytes = kRows * kPanelRowBytes;
   unsigned char bytes[kCount][kPanelBytes];
 
   // The offset of an element in bytes.
   FA_HOST_DEVICE static constexpr int offset(int row, int column) {
-    const int piece = column % kPanelColumns / 8;
-    return column / kPanelColumns * kPanelBytes + row * kPanelRowBytes + (piece ^ row % 8) * 16 +
-           column % 8 * 2;
+    const int byte = column % kColumnsOfPanel * kBytes;
+    return column / kColumnsOfPanel * kPanelBytes + row * kPanelRowBytes + (byte / 16 ^ row % 8) * 16 +
+           byte % 16;
   }
 };
 
@@ -44,12 +47,12 @@ FA_HOST_DEVICE constexpr uint64_t step_descriptor(uint64_t descriptor, uint32_t 
   return (descriptor & 0xffffffff00000000u) | static_cast<uint32_t>(descriptor + bytes / 16);
 }
 
-// The descriptor of a tile at `address` for a product along its columns, S = Q K^T; and the offset of its k-th 16
-// columns.
+// The descriptor of a tile at `address` for a product along its columns, S = Q K^T; and the offset of its k-th 32 bytes of
+// each row, which are 16 columns of 16 bits or 32 columns of 8 bits.
 FA_HOST_DEVICE constexpr uint64_t along_columns(uint32_t address) { return matrix_descriptor(address, 16); }
 template <class Tile>
 FA_HOST_DEVICE constexpr uint32_t columns_step(int k) {
-  constexpr int kSteps = kPanelColumns / 16;
+  constexpr int kSteps = kPanelRowBytes / 32;
   return k / kSteps * Tile::kPanelBytes + k % kSteps * 32;
 }
 

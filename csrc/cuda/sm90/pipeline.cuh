@@ -12,28 +12,29 @@ constexpr int kWarpgroup = 128, kWarpgroupRows = 64;
 
 struct NoExtra {};
 
-// Tiles that TMA loads for the consumers. Tile n is in stage n % kStages. It is the (n / kStages)-th tile of this
-// stage, which gives the parity of the barriers' phase.
+// Tiles for the consumers. TMA loads them, or warps of the producer warpgroup write them. Tile n is in stage n % kStages.
+// It is the (n / kStages)-th tile of this stage, which gives the parity of the barriers' phase.
 template <class Tile, int kStages = 2, class SharedExtra = NoExtra>
 struct Pipeline {
   Tile tiles[kStages];
-  ptx::Barrier full[kStages];   // the tile has landed
+  ptx::Barrier full[kStages];   // the tile has landed, or its producers have written it
   ptx::Barrier empty[kStages];  // all consumer warps have read it
   SharedExtra extra;            // other shared memory of the block, in the padding before the aligned tiles
 
   __device__ static uint32_t stage(uint32_t n) { return n % kStages; }
   __device__ static uint32_t parity(uint32_t n) { return n / kStages % 2; }
 
-  __device__ void init(uint32_t consumer_warps) {
+  __device__ void init(uint32_t consumer_warps, uint32_t producers = 1) {
     for (int n = 0; n < kStages; ++n) {
-      ptx::barrier_init(full[n], 1);                // arrivals: the producer
+      ptx::barrier_init(full[n],
+                        producers);  // arrivals: the thread that loads, or one lane of each producer warp
       ptx::barrier_init(empty[n], consumer_warps);  // arrivals: one lane of each consumer warp
     }
   }
 
   // Consumers: waits for tile n. Returns its offset in bytes from the first stage.
   __device__ uint32_t wait(uint32_t n) {
-    ptx::barrier_wait(full[stage(n)], parity(n));  // TMA has written the tile
+    ptx::barrier_wait(full[stage(n)], parity(n));  // the tile is complete
     return stage(n) * sizeof(Tile);
   }
 

@@ -118,6 +118,21 @@ __device__ inline void store_matrices(void* row, const uint32_t (&r)[4]) {
                : "memory");
 }
 
+// Rounds four neighbours of a row to float8_e4m3fn, in the order of memory. Beyond 448 the result is 448.
+__device__ inline uint32_t pack_float8(float x0, float x1, float x2, float x3) {
+  uint32_t bits;
+  asm("{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; "
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high};}"
+      : "=r"(bits)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return bits;
+}
+
+// Four of the eight bytes of (low, high), chosen by the four digits of `selector`, the lowest first.
+__device__ inline uint32_t choose_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  return __byte_perm(low, high, selector);
+}
+
 // Sets the number of registers of a warpgroup's threads; claiming waits until other warpgroups have released enough.
 template <int kRegisters>
 __device__ inline void release_registers() {

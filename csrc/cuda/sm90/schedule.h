@@ -61,6 +61,9 @@ constexpr int forward_keys(HeadDims dims, Form form = Form::kPlain) {
 constexpr int forward_rows(HeadDims dims, Form form = Form::kPlain) {
   return dims.qk == 64 && form != Form::kFunctions ? 192 : 128;
 }
+// The same of the kernel with float8 products.
+constexpr int float8_keys(int head_dim) { return head_dim == 256 ? 96 : 128; }
+constexpr int float8_rows(int head_dim) { return head_dim == 64 ? 192 : 128; }
 
 // Whether the plain kernel of these head dimensions has persistent blocks. Beyond a head dimension of 128 their loop
 // has too few registers.

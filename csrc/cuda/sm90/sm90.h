@@ -16,6 +16,8 @@ const char* why_not_backward(const BackwardParams& p);
 size_t backward_workspace(const BackwardParams& p);
 
 cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
+// query, key and value in float8_e4m3fn (CacheParams::float8_products), out in bfloat16.
+cudaError_t forward_float8(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t flex_forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t flex_forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);

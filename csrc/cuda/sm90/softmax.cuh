@@ -64,8 +64,9 @@ __device__ void hide_invisible(const ShortBand& band, const int (&query)[2], int
 struct RowStatistics {
   float max[2] = {-kInf<float>, -kInf<float>}, sum[2] = {0, 0};
 
-  // Converts a tile of S to P and updates the statistics. The caller multiplies the row's sums so far by factor[r].
-  template <int kElements>
+  // Converts a tile of S to 2^kExponent P and updates the statistics. The caller multiplies the row's sums so far by
+  // factor[r].
+  template <int kExponent = 0, int kElements>
   __device__ void update(float scale2, float (&s)[kElements], float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -80,12 +81,13 @@ struct RowStatistics {
       factor[r] = ptx::exp2_fast(max[r] * scale2 - reference);
       max[r] = new_max;
       sum[r] *= factor[r];
+      const float subtracted = kExponent == 0 ? reference : reference - kExponent;
 #pragma unroll
       for (int n = 0; n < kElements / 4; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& element = s[4 * n + 2 * r + e];
-          element = ptx::exp2_fast(fmaf(element, scale2, -reference));
+          element = ptx::exp2_fast(fmaf(element, scale2, -subtracted));
           sum[r] += element;
         }
     }

@@ -35,29 +35,36 @@ struct MapDimension {
   uint32_t box = 1;
 };
 
+struct MapElement {
+  CUtensorMapDataType type;
+  int bytes;
+};
+inline MapElement map_element(DType dtype) {
+  return {dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2};
+}
+constexpr MapElement kFloat8Element{CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
+
 // A box has rows of one panel. Columns after the last one and rows outside of the tensor are zeros.
 template <int kDimensions>
-cudaError_t encode_tensor_map(CUtensorMap& map, void* data, DType dtype, int64_t columns,
+cudaError_t encode_tensor_map(CUtensorMap& map, void* data, MapElement element, int64_t columns,
                               const MapDimension (&dimensions)[kDimensions]) {
   TensorMapEncoder encode;
   const cudaError_t status = find_encoder(encode);
   if (status != cudaSuccess) return status;
 
-  constexpr int kRank = 1 + kDimensions, kElementBytes = 2;
+  constexpr int kRank = 1 + kDimensions;
   cuuint64_t sizes[kRank] = {static_cast<cuuint64_t>(columns)}, strides[kDimensions];
-  cuuint32_t box[kRank] = {kPanelColumns}, every[kRank] = {1};
+  cuuint32_t box[kRank] = {static_cast<cuuint32_t>(kPanelRowBytes / element.bytes)}, every[kRank] = {1};
   for (int n = 0; n < kDimensions; ++n) {
     const MapDimension& d = dimensions[n];
     sizes[n + 1] = static_cast<cuuint64_t>(d.size);
     // Copies do not step along a dimension of one element, but its stride must be valid for the driver: a multiple of
     // 16 bytes, and not less than a row.
-    strides[n] = static_cast<cuuint64_t>((d.size == 1 ? columns : d.stride) * kElementBytes);
+    strides[n] = static_cast<cuuint64_t>((d.size == 1 ? columns : d.stride) * element.bytes);
     box[n + 1] = d.box;
     every[n + 1] = 1;
   }
-  const auto type =
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUresult encoded = encode(&map, type, kRank, data, sizes, strides, box, every,
+  const CUresult encoded = encode(&map, element.type, kRank, data, sizes, strides, box, every,
                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return encoded == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
@@ -66,7 +73,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, void* data, DType dtype, int64_t
 // A box has `rows` rows of a head.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, const Tensor4& t, DType dtype, int64_t columns,
                                      int64_t length, int64_t heads, int64_t batch, uint32_t rows) {
-  return encode_tensor_map(map, t.data, dtype, columns,
+  return encode_tensor_map(map, t.data, map_element(dtype), columns,
                            {{length, t.stride_s, rows}, {heads, t.stride_h}, {batch, t.stride_b}});
 }
 
@@ -84,7 +91,7 @@ class TensorMaps {
                         uint32_t heads) const {
     const Sizes& z = p_.sizes;
     const int64_t group = z.heads / z.heads_kv, length = p_.varlen ? p_.varlen.total_q : z.seqlen_q;
-    return encode_tensor_map(map, t.data, p_.dtype, columns,
+    return encode_tensor_map(map, t.data, map_element(p_.dtype), columns,
                              {{group, t.stride_h, heads},
                               {length, t.stride_s, rows},
                               {z.heads_kv, group * t.stride_h},

@@ -2,6 +2,9 @@
 // 4). The thread holds, as d[4 n + 0..3], the accumulator's elements (g, 8 n + c), (g, 8 n + c + 1), (g + 8, 8 n + c),
 // (g + 8, 8 n + c + 1); and as a[0..3] the pairs of A at (g, c), (g + 8, c), (g, c + 8), (g + 8, c + 8).
 //
+// With 8-bit elements the product is 64 x N += 64 x 32 times 32 x N. Then a[0..3] are four adjacent elements of A each, from
+// (g, 2 c), (g + 8, 2 c), (g, 2 c + 16), (g + 8, 2 c + 16) on. The accumulator is the same.
+//
 // The instructions run asynchronously. Until wgmma_wait, no thread may access their accumulators and operands.
 #pragma once
 
@@ -213,8 +216,41 @@ __device__ inline void wgmma_registers(float (&d)[128], const uint32_t (&a)[4], 
     FA_WGMMA_RS("bf16", 256, FA_TEXT_128, FA_FLOATS_128, "%128, %129, %130, %131", "%132");
 }
 
+// float8_e4m3fn. Both operands have contiguous k: the instruction has no other form.
+#define FA_WGMMA_FLOAT8_SS(N, TEXT, FLOATS, A, B, P)                                          \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " P ", 0; wgmma.mma_async.sync.aligned.m64n" #N \
+               "k32.f32.e4m3.e4m3 {" TEXT "}, " A ", " B ", p, 1, 1;}"                        \
+               : FLOATS                                                                       \
+               : "l"(a), "l"(b), "r"(accumulate ? 1 : 0))
+#define FA_WGMMA_FLOAT8_RS(N, TEXT, FLOATS, A, B)                                                 \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" TEXT "}, {" A "}, " B \
+               ", 1, 1, 1;"                                                                       \
+               : FLOATS                                                                           \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+// d = a b, or d += a b: both from shared memory.
+__device__ inline void wgmma_shared_float8(float (&d)[48], uint64_t a, uint64_t b, bool accumulate) {
+  FA_WGMMA_FLOAT8_SS(96, FA_TEXT_48, FA_FLOATS_48, "%48", "%49", "%50");
+}
+__device__ inline void wgmma_shared_float8(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+  FA_WGMMA_FLOAT8_SS(128, FA_TEXT_64, FA_FLOATS_64, "%64", "%65", "%66");
+}
+
+// d += a b: a from registers, b from shared memory.
+__device__ inline void wgmma_registers_float8(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  FA_WGMMA_FLOAT8_RS(64, FA_TEXT_32, FA_FLOATS_32(0), "%32, %33, %34, %35", "%36");
+}
+__device__ inline void wgmma_registers_float8(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+  FA_WGMMA_FLOAT8_RS(128, FA_TEXT_64, FA_FLOATS_64, "%64, %65, %66, %67", "%68");
+}
+__device__ inline void wgmma_registers_float8(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
+  FA_WGMMA_FLOAT8_RS(256, FA_TEXT_128, FA_FLOATS_128, "%128, %129, %130, %131", "%132");
+}
+
 #undef FA_WGMMA_SS
 #undef FA_WGMMA_RS
+#undef FA_WGMMA_FLOAT8_SS
+#undef FA_WGMMA_FLOAT8_RS
 #undef FA_TEXT_16
 #undef FA_TEXT_32
 #undef FA_TEXT_40

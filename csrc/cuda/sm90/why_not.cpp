@@ -26,8 +26,8 @@ namespace {
   [[maybe_unused]] const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, total_q, total_k,
                                 lower_right, mask_by_row, first_q, first_k, caches] = p.varlen;
   [[maybe_unused]] const auto& [batch_idx, leftpad, cache_count, cache_dtype, k_scale, v_scale, k_groups,
-                                v_groups, pages, cache, tree_mask, first_masked, key_has_value] =
-      p.varlen.cache;
+                                v_groups, pages, cache, tree_mask, first_masked, float8_products,
+                                key_has_value] = p.varlen.cache;
   [[maybe_unused]] const auto& [page_table, page_count, page_size, num_pages, sequence] =
       p.varlen.cache.pages;
   [[maybe_unused]] const auto& [t_q, t_k, t_v, t_mask, t_alibi, t_sink] = t;
@@ -40,10 +40,12 @@ namespace {
 
 // Whether TMA can copy the tensor: it starts at a multiple of 16 bytes, and its strides are multiples of 16 bytes,
 // below 2^40 and not less than a row.
-bool tma_takes(const Tensor4& t, int64_t columns, int64_t length, int64_t heads, int64_t batch) {
-  constexpr int64_t kBytes = 16, kElements = 8, kMaxStride = int64_t{1} << 39;
-  const auto step = [columns](int64_t stride, int64_t size) {
-    return size == 1 || (stride >= columns && stride % kElements == 0 && stride < kMaxStride);
+bool tma_takes(const Tensor4& t, int64_t columns, int64_t length, int64_t heads, int64_t batch,
+               int64_t element_bytes = 2) {
+  constexpr int64_t kBytes = 16, kMaxBytes = int64_t{1} << 40;
+  const auto step = [=](int64_t stride, int64_t size) {
+    const int64_t bytes = stride * element_bytes;
+    return size == 1 || (stride >= columns && bytes % kBytes == 0 && bytes < kMaxBytes);
   };
   return reinterpret_cast<uintptr_t>(t.data) % kBytes == 0 && step(t.stride_s, length) &&
          step(t.stride_h, heads) && step(t.stride_b, batch);
@@ -72,7 +74,8 @@ bool is_aligned(const Tensor4& t) {
 const char* why_not_either(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm90: only float16 and bfloat16";
-  if (p.varlen.cache.dtype == CacheDType::kFloat8E4M3) return "sm90: no products of float8_e4m3fn yet";
+  if (p.varlen.cache.dtype == CacheDType::kFloat8E4M3)
+    return "sm90: products of float8 only if query is float8 too, and a sequence's keys share their factor";
   if (p.varlen && !p.varlen.cu_seqlens_k) return "sm90: no caches";
   for (const int64_t columns : {z.head_dim, z.head_dim_v})
     if (columns < 8 || columns > 256 || columns % 8 != 0)
@@ -104,9 +107,42 @@ const char* why_not_functions(const AttentionParams& p) {
 constexpr const char* kNotForTma =
     "sm90: a tensor is not aligned to 16 bytes, or its rows are broadcast or overlap";
 
+// Reasons against products of float8_e4m3fn.
+const char* why_not_float8(const AttentionParams& p) {
+  constexpr int64_t kFewQueries = 16;
+  const Sizes& z = p.sizes;
+  const CacheParams& cache = p.varlen.cache;
+  const PageTable& pages = cache.pages;
+  if (cache.dtype != CacheDType::kFloat8E4M3)
+    return "sm90: products of float8 only with keys of float8_e4m3fn";
+  if (p.dtype != DType::kBFloat16) return "sm90: products of float8 only with out of bfloat16";
+  for (const int64_t columns : {z.head_dim, z.head_dim_v})
+    if (columns < 16 || columns > 256 || columns % 16 != 0)
+      return "sm90: products of float8 only at head dimensions in sixteens, up to 256";
+  if (p.functions || p.band.chunks || p.alibi || p.dropout || p.mask || p.softcap > 0 ||
+      p.decode.has_unified_max || cache.key_has_value || p.varlen.seqused_q)
+    return "sm90: products of float8 only with causal, window, scale, sink and lengths";
+  if (z.seqlen_q <= kFewQueries) return "sm90: products of float8 only with more than 16 queries";
+  if (z.batch == 0 || z.heads == 0 || z.seqlen_k == 0 || cache.caches == 0 || p.varlen.total_q == 0)
+    return "sm90: an empty input";
+  if (z.seqlen_q > kMaxLength || z.seqlen_k > kMaxLength || p.varlen.total_q > kMaxLength)
+    return "sm90: a sequence is too long";
+  if (pages && (pages.page_size % 8 != 0 || cache.leftpad))
+    return "sm90: products of float8 only with pages of a multiple of 8 rows, without left padding";
+  if (pages && (cache.k_scale.stride_b != 0 || cache.v_scale.stride_b != 0))
+    return "sm90: products of float8 only with pages of the same factor";
+  const int64_t rows = pages ? pages.page_size : z.seqlen_k;
+  if (!is_aligned(p.q) || !is_aligned(p.out) ||
+      !tma_takes(p.k, z.head_dim, rows, z.heads_kv, cache.caches, 1) ||
+      !tma_takes(p.v, z.head_dim_v, rows, z.heads_kv, cache.caches, 1))
+    return kNotForTma;
+  return nullptr;
+}
+
 }  // namespace
 
 const char* why_not_forward(const AttentionParams& p) {
+  if (p.varlen.cache.float8_products) return why_not_float8(p);
   if (const char* reason = why_not_functions(p)) return reason;
   // With at most this number of rows for a group of heads, a block of sm80's decoding also reads K and V once.
   constexpr int64_t kFewQueries = 16, kDecodeRows = 32;
@@ -122,7 +158,9 @@ const char* why_not_forward(const AttentionParams& p) {
   return nullptr;
 }
 
-size_t forward_workspace(const AttentionParams& p) { return ForwardWorkspace::bytes(p); }
+size_t forward_workspace(const AttentionParams& p) {
+  return p.varlen.cache.float8_products ? 0 : ForwardWorkspace::bytes(p);
+}
 
 size_t flex_forward_workspace(const AttentionParams& p) {
   Arena arena(nullptr);

@@ -76,6 +76,7 @@ Packed<AttentionCache> AttentionCache::pack(const Tensors& given, const Options&
   varlen.cache.tree_mask = in.tree_mask.has_value();
   varlen.cache.batch_idx = pack_offsets(in.batch_idx);
   varlen.cache.leftpad = pack_offsets(in.leftpad);
+  varlen.cache.float8_products = options.float8_products;
   varlen.cache.key_has_value = options.key_has_value;
   varlen.cache.caches = in.key.size(0);
   varlen.cache.dtype = pack_cache_dtype(in.key.scalar_type());

@@ -68,6 +68,8 @@ constexpr TensorRule cache_rule(TensorRule rule) {
   FA_MAX_SEQLEN_Q_OPTION(X)                                                                         \
   /* Keys are [key, value], and query has the columns of both. */                                   \
   X(key_has_value, bool,           false,             true,      "")                                \
+  /* CacheParams::float8_products. */                                                               \
+  X(float8_products, bool,         false,             true,      "")                                \
   /* Rows of key are CacheDType::kLatent. key and value are views of the first 576 and 512 bytes. */ \
   X(latent_rows,   bool,           false,             true,      "")
 // clang-format on

@@ -7,7 +7,11 @@ using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
 
 enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
-enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_FLOAT16, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 };
+enum CUtensorMapDataType {
+  CU_TENSOR_MAP_DATA_TYPE_UINT8,
+  CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+  CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+};
 enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE };
 enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B };
 enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B };
@@ -16,7 +20,7 @@ enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 // On the GPU this struct has 128 bytes, and only the hardware reads them. CUDA 13 aligns it so.
 struct alignas(128) CUtensorMap {
   static constexpr int kMaxRank = 5;
-  int rank;
+  int rank, element_bytes;
   unsigned char* data;
   uint64_t size[kMaxRank], stride[kMaxRank - 1];  // strides in bytes, without the innermost dimension
   uint32_t box[kMaxRank];

@@ -40,9 +40,12 @@ void bulk_wait_read();
 void bulk_wait();
 void release_bulk_turn(Site site, int32_t* turns);
 void store_matrices(Site site, void* row, const uint32_t* r);
+// prmt.b32 without a mode. Byte n of the result is the byte of (high, low) that bits [4n, 4n + 3) of the selector name, or, if
+// bit 4n + 3 is set, copies of its sign.
+uint32_t choose_bytes(uint32_t low, uint32_t high, uint32_t selector);
 
-// d += a b, or d = a b: 64 x 16 by 16 x columns. `a` comes from shared memory if a_registers is null.
-// By rows: its rows (b: columns) are contiguous, not k.
+// d += a b, or d = a b: 64 x depth by depth x columns; depth is 32 bytes. `a` comes from shared memory if a_registers is
+// null. By rows: its rows (b: columns) are contiguous, not k. 8-bit elements have no such form.
 struct Product {
   float* d;
   uint64_t a, b;
@@ -51,11 +54,18 @@ struct Product {
   bool accumulate, a_by_rows, b_by_rows;
   float (*widen)(uint16_t bits);
   bool negative = false;  // d -= a b, or d = -a b
+  int element_bytes = 2;
+
+  int depth() const { return 32 / element_bytes; }
 };
 void wgmma(Site site, const Product& product);
 void wgmma_fence(Site site);
 void wgmma_commit(Site site);
 void wgmma_wait(Site site, int pending);
+
+// float8_e4m3fn: the number of a byte; and the nearest byte, ties to even, at most 448.
+float widen_float8(uint16_t bits);
+uint8_t round_to_float8(float x);
 
 template <class In>
 float widen_element(uint16_t bits) {
@@ -123,6 +133,15 @@ void named_barrier_sync(int barrier, CUDA_HOST_SITE) {
   cuda_host::meet_named({"named_barrier_sync", file, line}, barrier, kThreads);
 }
 
+inline uint32_t pack_float8(float x0, float x1, float x2, float x3) {
+  uint32_t bits = 0;
+  for (const float x : {x3, x2, x1, x0}) bits = bits << 8 | cuda_host::round_to_float8(x);
+  return bits;
+}
+inline uint32_t choose_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  return cuda_host::choose_bytes(low, high, selector);
+}
+
 template <int kRegisters>
 void release_registers(CUDA_HOST_SITE) {
   cuda_host::release_registers({"setmaxnreg.dec", file, line}, kRegisters);
@@ -157,6 +176,16 @@ template <class In, int kCount>
 void wgmma_registers(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, CUDA_HOST_SITE) {
   cuda_host::wgmma({"wgmma", file, line},
                    {d, 0, b, a, 2 * kCount, true, false, true, cuda_host::widen_element<In>});
+}
+template <int kCount>
+void wgmma_shared_float8(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate, CUDA_HOST_SITE) {
+  cuda_host::wgmma({"wgmma", file, line}, {d, a, b, nullptr, 2 * kCount, accumulate, false, false,
+                                           cuda_host::widen_float8, false, 1});
+}
+template <int kCount>
+void wgmma_registers_float8(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, CUDA_HOST_SITE) {
+  cuda_host::wgmma({"wgmma", file, line},
+                   {d, 0, b, a, 2 * kCount, true, false, false, cuda_host::widen_float8, false, 1});
 }
 template <int kPending, int kCount>
 void wgmma_wait(float (&)[kCount], CUDA_HOST_SITE) {
