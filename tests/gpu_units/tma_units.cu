@@ -106,7 +106,7 @@ std::string tile_of_a_group() {
 
   const Buffer<uint16_t> in(tensor);
   CUtensorMap map;
-  check(sm90::encode_tensor_map(map, in.get(), DType::kBFloat16, kColumns,
+  check(sm90::encode_tensor_map(map, in.get(), sm90::map_element(DType::kBFloat16), kColumns,
                                 {{kGroup, kColumns, kHeadsOfTile},
                                  {kLength, kRowStride, kRows / kHeadsOfTile},
                                  {kGroups, kGroup * kColumns},

@@ -643,8 +643,8 @@ def test_the_units_compile_and_name_what_they_need(monkeypatch, tmp_path):
     forms = re.findall(r"inline void (wgmma_\w+)\(float \(&d\)\[(\d+)\]", wrappers)
     assert len(forms) >= 10
     for form, registers in forms:
-        for dtype in ("bf16", "f16"):
-            title = rf"^{form} m64n{2 * int(registers)}k16 {dtype}( \(if refused: \w+ 0\))?$"
+        for operands in ["k32 e4m3"] if form.endswith("float8") else ["k16 bf16", "k16 f16"]:
+            title = rf"^{form} m64n{2 * int(registers)}{operands}( \(if refused: \w+ 0\))?$"
             assert re.search(title, listed, re.MULTILINE), "a unit for every function of wgmma.h"
     if not torch.cuda.is_available():
         done = subprocess.run([units.PROGRAM], capture_output=True, text=True)

@@ -16,6 +16,8 @@ struct WideValues {
   FA_INLINE static void order_columns(Vec<T>*) {}
 };
 
+typedef uint32_t UnalignedColumnPairs __attribute__((vector_size(FA_VECTOR_BYTES), aligned(2), may_alias));
+
 // bfloat16: the even and the odd columns of two vectors. This takes half the operations of widening each vector.
 template <>
 struct WideValues<BFloat16, float> {
@@ -29,7 +31,7 @@ struct WideValues<BFloat16, float> {
       std::memcpy(static_cast<void*>(buffer), v, cols * sizeof(BFloat16));
       v = buffer;
     }
-    const U32 pairs = (U32)load_elements(reinterpret_cast<const float*>(v));
+    const U32 pairs = *reinterpret_cast<const UnalignedColumnPairs*>(v);
     value[0] = (F32)(pairs << 16);
     value[1] = (F32)(pairs & 0xffff0000u);
   }
