@@ -1,4 +1,4 @@
-// Threads for the kernels. ops/cpu.cpp passes torch's thread pool, the C++ tests pass std::thread.
+// Threads for the kernels. ops/keys/cpu.cpp passes torch's thread pool, and the C++ tests pass std::thread.
 #pragma once
 
 #include <atomic>
