@@ -19,31 +19,11 @@ def on_sm80(kernels):
     assert kernels.why_not == ["sm90: this GPU has compute capability 8.0; wgmma and TMA need 9.0"]
 
 
-def check_forward(shape, dtype, score_mod, mask_mod, block_size):
-    q, k, v = (t.detach() for t in cpu.make(shape, dtype)[:3])
-    batch, _, _, q_len, k_len, _ = shape
-    mask = mask_mod and create_block_mask(mask_mod, batch, shape[1], q_len, k_len, "cpu", BLOCK_SIZE=block_size)
-    inputs = [t.to(dtype) for t in (q, k, v)]
-    results = flex_attention(*inputs, score_mod, mask, enable_gqa=True, return_lse=True)
-    with torch.no_grad():
-        exact = dense_flex(q, k, v, score_mod, mask_mod)
-    for name, ours, wanted in zip(("out", "lse"), results, exact, strict=True):
-        cpu.assert_near(name, ours, wanted, cpu.TOLERANCES[dtype])
-
-
-@pytest.mark.parametrize(
-    ("mask", "block_size", "head_dim"),
-    [
-        ("document", 128, 64),  # blocks as large as tiles
-        ("by_table", (48, 100), 40),  # tiles that meet several blocks
-        ("prefix_lm", 32, 128),
-        ("window", (16, 24), 200),
-        ("nothing_for_some", 64, 16),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mask", "block_size", "head_dim"), cpu.BLOCK_MASKS)
 def test_block_masks(kernels, mask, block_size, head_dim):
     dtype = torch.float16 if head_dim == 40 else torch.bfloat16
-    check_forward((2, 2, 1, 150, 330, head_dim), dtype, None, mask_mods(2, 150, 330)[mask], block_size)
+    mask_mod = mask_mods(2, 150, 330)[mask]
+    cpu.check_forward((2, 2, 1, 150, 330, head_dim), dtype, None, mask_mod, block_size, mask_heads=2)
     on_sm80(kernels)
 
 
@@ -54,7 +34,7 @@ def test_block_masks(kernels, mask, block_size, head_dim):
 def test_score_functions(kernels, score, mask, head_dim):
     score_mod, _ = score_mods(2, 140, 200, torch.float64)[score]
     mask_mod = mask_mods(1, 140, 200)[mask] if mask else None
-    check_forward((1, 2, 1, 140, 200, head_dim), torch.float16, score_mod, mask_mod, (64, 48))
+    cpu.check_forward((1, 2, 1, 140, 200, head_dim), torch.float16, score_mod, mask_mod, (64, 48), mask_heads=2)
     on_sm80(kernels)
 
 

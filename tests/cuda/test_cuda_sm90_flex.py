@@ -23,38 +23,20 @@ def on_sm90(kernels):
     assert b"sm90::forward_kernel" in kernels.c.last_kernel()
 
 
-def check(kernels, shape, mask_mod, block_size, dtype=torch.bfloat16, mask_heads=None):
-    q, k, v = (t.detach() for t in cpu.make(shape, dtype)[:3])
-    batch, _, _, q_len, k_len, _ = shape
-    mask = create_block_mask(mask_mod, batch, mask_heads, q_len, k_len, "cpu", BLOCK_SIZE=block_size)
-    results = flex_attention(*(t.to(dtype) for t in (q, k, v)), block_mask=mask, enable_gqa=True, return_lse=True)
-    on_sm90(kernels)
-    exact = dense_flex(q, k, v, None, mask_mod)
-    for name, ours, wanted in zip(("out", "lse"), results, exact, strict=True):
-        cpu.assert_near(name, ours, wanted, cpu.TOLERANCES[dtype])
-
-
-@pytest.mark.parametrize(
-    ("mask", "block_size", "head_dim"),
-    [
-        ("document", 128, 64),  # blocks as large as tiles
-        ("by_table", (48, 100), 40),  # tiles that meet several blocks
-        ("prefix_lm", 32, 128),
-        ("window", (16, 24), 200),
-        ("nothing_for_some", 64, 16),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mask", "block_size", "head_dim"), cpu.BLOCK_MASKS)
 def test_block_masks(kernels, mask, block_size, head_dim):
     """Two query heads share a key head; the blocks of by_table differ between heads."""
     dtype = torch.float16 if head_dim == 40 else torch.bfloat16
-    shape = (2, 2, 1, 150, 330, head_dim)
-    check(kernels, shape, mask_mods(2, 150, 330)[mask], block_size, dtype, 2 if mask == "by_table" else None)
+    mask_mod, mask_heads = mask_mods(2, 150, 330)[mask], 2 if mask == "by_table" else None
+    cpu.check_forward((2, 2, 1, 150, 330, head_dim), dtype, None, mask_mod, block_size, mask_heads)
+    on_sm90(kernels)
 
 
 def test_rows_that_see_nothing(kernels):
     """Rows 128 and later have an empty list of tiles; rows 5 to 9 see none of the keys in partial blocks."""
     mask_mod = lambda b, h, i, j: (i < 128) & ((i < 5) | (i > 9))  # noqa: E731
-    check(kernels, (1, 1, 1, 140, 200, 64), mask_mod, 64)
+    cpu.check_forward((1, 1, 1, 140, 200, 64), torch.bfloat16, None, mask_mod, 64)
+    on_sm90(kernels)
     q = torch.randn(1, 1, 140, 64).half()
     out, lse = flex_attention(
         q, q, q, block_mask=create_block_mask(mask_mod, None, None, 140, 140, "cpu", BLOCK_SIZE=64), return_lse=True

@@ -16,6 +16,14 @@ from flash_attn_ext.flex import create
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 SHAPES = [(2, 4, 2, 67, 90, 16), (1, 2, 2, 130, 33, 8), (1, 1, 1, 5, 300, 24)]  # B, H, H_kv, S_q, S_k, D
+# For the tests of CUDA tiers: mask of flex_gallery, block size, head dimension.
+BLOCK_MASKS = [
+    ("document", 128, 64),  # blocks as large as tiles
+    ("by_table", (48, 100), 40),  # tiles that meet several blocks
+    ("prefix_lm", 32, 128),
+    ("window", (16, 24), 200),
+    ("nothing_for_some", 64, 16),
+]
 
 
 def make(shape, dtype):
@@ -32,6 +40,19 @@ def assert_near(name, ours, exact, tolerance):
     if finite.any():
         error = (ours[finite].double() - exact[finite]).abs().max() / exact[finite].abs().max().clamp(min=1e-30)
         assert error < tolerance, f"{name}: {error}"
+
+
+def check_forward(shape, dtype, score_mod, mask_mod, block_size, mask_heads=None):
+    """Compares out and lse with the dense reference in float64. ``mask_heads``: the heads of the block mask."""
+    q, k, v = (t.detach() for t in make(shape, dtype)[:3])
+    batch, _, _, q_len, k_len, _ = shape
+    mask = mask_mod and create_block_mask(mask_mod, batch, mask_heads, q_len, k_len, "cpu", BLOCK_SIZE=block_size)
+    inputs = [t.to(dtype) for t in (q, k, v)]
+    results = flex_attention(*inputs, score_mod, mask, enable_gqa=True, return_lse=True)
+    with torch.no_grad():
+        exact = dense_flex(q, k, v, score_mod, mask_mod)
+    for name, ours, wanted in zip(("out", "lse"), results, exact, strict=True):
+        assert_near(name, ours, wanted, TOLERANCES[dtype])
 
 
 def check(shape, dtype, score_mod=None, mask_mod=None, captured=(), block_size=128, through_lse=True):
