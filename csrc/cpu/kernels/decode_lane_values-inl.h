@@ -31,9 +31,7 @@ struct WideValues<BFloat16, float> {
       std::memcpy(static_cast<void*>(buffer), v, cols * sizeof(BFloat16));
       v = buffer;
     }
-    const U32 pairs = *reinterpret_cast<const UnalignedColumnPairs*>(v);
-    value[0] = (F32)(pairs << 16);
-    value[1] = (F32)(pairs & 0xffff0000u);
+    widen_pairs(*reinterpret_cast<const UnalignedColumnPairs*>(v), value[0], value[1]);
   }
   FA_INLINE static void order_columns(F32* sum) { interleave_lanes<float>(sum[0], sum[1]); }
 };

@@ -26,14 +26,12 @@ FA_INLINE U32 broadcast_8_bytes(const void* p) {
   return (U32)(VecBits<double>{} + bits);
 }
 
-// The even columns, then the odd columns: both are the upper half of a lane.
+// The even columns, then the odd columns.
 template <>
 struct KeyColumns<BFloat16> {
   static constexpr int kSpan = 2, kVectors = 2;
   FA_INLINE static void load(const BFloat16* k, F32* columns) {
-    const U32 pairs = broadcast_8_bytes(k);
-    columns[0] = (F32)(pairs << 16);
-    columns[1] = (F32)(pairs & 0xffff0000u);
+    widen_pairs(broadcast_8_bytes(k), columns[0], columns[1]);
   }
 };
 

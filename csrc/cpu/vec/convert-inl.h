@@ -95,6 +95,12 @@ FA_INLINE Vec<T> load_columns(const In* p, int64_t n) {
   return n >= kLanes<T> ? load_as<In, T>(p) : load_tail_as<In, T>(p, n);
 }
 
+// Widens pairs of bfloat16 columns: the even columns and the odd columns. Both are the upper half of a lane.
+FA_INLINE void widen_pairs(U32 pairs, F32& even, F32& odd) {
+  even = (F32)(pairs << 16);
+  odd = (F32)(pairs & 0xffff0000u);
+}
+
 template <class Out, class T>
 FA_INLINE void store_tail_as(Out* p, Vec<T> x, int64_t n) {
   Out buffer[kLanes<T>];
