@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from interruption import catch_interruption
-from meanflow import Block, loss_of
+from meanflow import AverageVelocity, Block, loss_of
 from torch import Tensor, nn
 
 SIDE, PATCH, DIGITS = 8, 2, 10
@@ -44,8 +44,8 @@ class DigitVelocity(nn.Module):
         self.velocity = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, COLUMNS))
 
     def forward(self, z: Tensor, r: Tensor, t: Tensor, digit: Tensor) -> Tensor:
-        angles = (torch.stack([t, t - r], -1)[..., None] * self.frequencies).flatten(-2)
-        condition = self.time(torch.cat([angles.sin(), angles.cos()], -1)) + self.digit(digit)
+        times = AverageVelocity.waves(torch.stack([t, t - r], -1), self.frequencies)
+        condition = self.time(times) + self.digit(digit)
         return self.velocity(self.blocks(self.patch(z) + self.place + condition[:, None]))
 
 

@@ -108,7 +108,7 @@ def test_packed(kernels):
 
 @pytest.mark.parametrize(("page_size", "head_dim"), [(16, 64), (48, 128), (128, 128), (64, 256), (256, 64)])
 def test_pages(kernels, page_size, head_dim):
-    """Pages in any order, some shared. What lies after a sequence's last row is NaN, also whole pages."""
+    """Pages in any order, some shared. Rows and whole pages after a sequence's last row hold NaN."""
     lengths, queries = [300, 17, 129], 20
     pages = -(-max(lengths) // page_size)
     table = torch.randperm(3 * pages, dtype=torch.int32).reshape(3, pages)

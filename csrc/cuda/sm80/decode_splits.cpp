@@ -9,8 +9,8 @@
 namespace flash_attn_ext::cuda::sm80 {
 namespace {
 
-// The number of splits for `tasks` tasks, each of which reads `tiles` tiles of keys. With few tasks, one block for each
-// task leaves most of a GPU idle. With very short splits, start and merge take longer than splitting saves.
+// The number of splits for `tasks` tasks. Each task reads `tiles` tiles of keys. With few tasks, one block for each task
+// leaves most of a GPU idle. With very short splits, start and merge take longer than splitting saves.
 int64_t splits_by_shape(int64_t tiles, int64_t tasks) {
   // Two blocks for each multiprocessor of a large GPU; more for more keys, so that the last wave of blocks is a small
   // part. Both are estimates, not measured.
