@@ -2,7 +2,7 @@
 
 import math
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bfloat16_linear import Float32Products, has_fast_products
 from gpt_model import GPT, Shape
 from packed_attention import PackedAttention
 from packed_text import Documents, Pack, packs, validation_packs
@@ -55,6 +56,7 @@ class History:
     peak_memory: int = 0  # bytes, of the process with the largest peak
     memory_at_start: int = 0  # bytes, before the model was made
     kernel: str | None = None
+    linear_products: str = "float32"  # the arithmetic of the linear layers' products
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class LongTrainer:
         documents: Documents = torch.load(data, weights_only=False)
         self.history = History(memory_at_start=memory_in_use("cpu"))
         self.history.kernel = None if way == "torch" else str(flash_attn_ext.active_kernel())
+        if dtype == "bfloat16" and has_fast_products():
+            self.history.linear_products = "bfloat16"
         torch.manual_seed(settings.seed)
         self.attention = PackedAttention(way)
         sizes = Shape(VOCABULARY, settings.context, settings.d_model, settings.heads, settings.layers)
@@ -145,8 +149,11 @@ class LongTrainer:
         inputs, targets = pack.inputs, pack.targets
         if self.member.processes > 1:
             inputs, targets = shard_sequence(inputs, 0), shard_sequence(targets, 0)
-        bfloat16 = torch.autocast("cpu", torch.bfloat16) if self.dtype == "bfloat16" else nullcontext()
-        with bfloat16:
+        with ExitStack() as context:
+            if self.dtype == "bfloat16":
+                context.enter_context(torch.autocast("cpu", torch.bfloat16))
+                if self.history.linear_products == "float32":
+                    context.enter_context(Float32Products())
             logits = self.model(inputs[None])[0]
         return cross_entropy(logits.float(), targets, reduction="sum") / len(pack.targets)
 

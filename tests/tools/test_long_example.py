@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from concurrent.futures import Future
+from contextlib import ExitStack
 from itertools import islice
 
 import pytest
@@ -78,6 +79,28 @@ def test_the_ways_agree_and_a_stopped_run_continues(train_long, tmp_path, monkey
     assert train(train_long, tmp_path, "varlen", 4, "--dtypes", "float32") == once
     with pytest.raises(ValueError, match=r"settings: got .*allowed: the settings of"):
         train(train_long, tmp_path, "varlen", 6, "--dtypes", "float32", "--seed", "1")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_float32_products_round_where_autocast_rounds(train_long, bias):
+    from bfloat16_linear import Float32Products
+
+    linear = torch.nn.Linear(48, 32, bias=bias)
+    x, grad = torch.randn(2, 64, 48, requires_grad=True), torch.randn(2, 64, 32).bfloat16()
+
+    def results(*contexts):
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            out = linear(x)
+        return [out, *torch.autograd.grad(out, [x, *linear.parameters()], grad)]
+
+    autocast = results(torch.autocast("cpu", torch.bfloat16))
+    ours = results(torch.autocast("cpu", torch.bfloat16), Float32Products())
+    assert len(ours) == 3 + bias
+    torch.testing.assert_close(ours, autocast, atol=0.02, rtol=2**-7)  # the sums of the products have another order
+    assert [result.dtype for result in ours] == [result.dtype for result in autocast]
+    assert not any(torch.equal(got.float(), plain) for got, plain in zip(ours, results(), strict=True))
 
 
 def test_ctrl_c_saves_and_says_how_to_continue(train_long, tmp_path, monkeypatch, capsys):
