@@ -109,7 +109,7 @@ def attend(call: CacheCall) -> tuple[Tensor, Tensor]:
         else:
             out, lse = attention.run() if run_by_index is None else run_by_index(attention)
     if q.dtype is _float8.DTYPE:
-        out = out.to(_float8.OUT_DTYPE)  # out has the dtype of the widened queries
+        out = out.to(call.options["out_dtype"] or _float8.OUT_DTYPE)  # out has the dtype of the widened queries
     if cu_seqlens_q is None:
         out = out.unflatten(0, q.shape[:2])
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
@@ -184,9 +184,10 @@ def operator_calls(call: CacheCall) -> tuple[Call | None, Call, SecondQuery | No
     cache_format = options.pop("cache_format", None)
     if cache_format is not None:
         given = given | _latent_caches(cache_format, call)
-    is_float8, query_factor = _float8.is_float8(given["q"], given["q_descale"], None, None), None
+    out_dtype, query_factor = options.pop("out_dtype"), None
+    is_float8 = _float8.is_float8(given["q"], given["q_descale"], out_dtype)
     if is_float8:
-        given, query_factor = _float8.widened_for_cache(given, cache_format)
+        given, query_factor = _float8.widened_for_cache(given, cache_format, out_dtype)
     q, k_cache, v_cache, k, v = (given[name] for name in ("q", "k_cache", "v_cache", "k", "v"))
     if given["k_scales"] is not None or given["v_scales"] is not None:
         _refuse_with_int4(call)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _dense, _float8, _functorch, _ops
-from ._call import DESCALES, FUNCTIONS, Call, take
+from ._call import FUNCTIONS, OF_FLOAT8, Call, take
 from ._hints import unknown_argument
 from ._tensor_checks import check_is_dense, is_causal_bias, some_dtensor
 from .flex.attention import with_functions
@@ -97,7 +97,8 @@ def explain(*args, **kwargs) -> Explanation:
     computes the gradients of query, key and value. Memory is the bytes that the call allocates through torch, for a
     contiguous gradient of out and no gradient of lse. Small CPU workspaces are on the stack and count as 0.
 
-    Tensors in float8_e4m3fn have no backward: ``allocates["widened query"]`` is a copy of the query in bfloat16.
+    Tensors in float8_e4m3fn have no backward: ``allocates["widened query"]`` is a copy of the query in
+    the dtype of out.
 
     With functions of the user, :attr:`Explanation.functions` shows their programs, how often each instruction runs,
     and how many blocks are visited. FLOPs and traffic ignore the block mask: they include its hidden blocks.
@@ -112,7 +113,7 @@ def explain(*args, **kwargs) -> Explanation:
     arguments = arguments_of("flash_attn", _SIGNATURE, args, kwargs)
     if is_causal_bias(arguments["attn_mask"]):
         arguments = without_causal_bias(arguments)
-    if _float8.is_float8(arguments["query"], *(arguments[name] for name in DESCALES)):
+    if _float8.is_float8(arguments["query"], *(arguments[name] for name in OF_FLOAT8)):
         form, _ = _dense.to_operator_form(_float8.dense_call(arguments))
         return of_float8("flash_attn", form, _float8.dense_on_cache(form, arguments))
     functions = take(arguments, FUNCTIONS)

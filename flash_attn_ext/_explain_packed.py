@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from . import _cache, _float8, _ops, _packed
-from ._call import DESCALES, FUNCTIONS, Call, take
+from ._call import FUNCTIONS, OF_FLOAT8, Call, take
 from ._explain import (
     Explanation,
     after_autocast,
@@ -37,7 +37,7 @@ def explain_varlen(*args, **kwargs) -> Explanation:
         NotImplementedError: no kernels for the tensors' device.
     """
     arguments = arguments_of("flash_attn_varlen", _VARLEN, args, kwargs)
-    if _float8.is_float8(arguments["query"], *(arguments[name] for name in DESCALES)):
+    if _float8.is_float8(arguments["query"], *(arguments[name] for name in OF_FLOAT8)):
         call = _float8.packed_call(arguments)
         _check_has_numbers(call, cu_seqlens_q="cu_seqlens_q", cu_seqlens_k="cu_seqlens_k")
         found = of_float8("flash_attn_varlen", call, _float8.packed_on_cache(call, arguments))

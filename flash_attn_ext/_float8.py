@@ -1,12 +1,12 @@
-"""FlashAttention-3's fp8 calls: query, key and value in float8_e4m3fn with factors, out in bfloat16. Forward only.
+"""FlashAttention-3's fp8 calls: query, key and value in float8_e4m3fn with factors. Forward only.
 
 Sequence b and key head h have three factors, float32 (B, H_kv):
 
     score = scale * q_descale[b, h] * k_descale[b, h] * <q, k>        out = v_descale[b, h] * (P v)
 
 The operator on caches, attention_cache, computes these calls, because its kernels read 8-bit keys and values. They
-widen one tile at a time, and P stays in fp32 or in 16 bits. Only query is copied, to bfloat16, which represents every
-float8 number.
+widen one tile at a time, and P stays in fp32 or in 16 bits. Only query is copied, to the dtype of out: bfloat16 or
+float16, which both represent every float8 number.
 
     dense    cache b has the keys of batch element b
     packed   one cache of T_k rows: sequence b has the rows [cu_seqlens_k[b], cu_seqlens_k[b + 1])
@@ -22,30 +22,41 @@ import torch
 from torch import Tensor
 
 from . import _dense, _ops, _packed
-from ._call import DESCALES, FUNCTIONS, INDICES, Call
+from ._call import DESCALES, FUNCTIONS, INDICES, OF_FLOAT8, Call
 from ._tensor_checks import check_are_dense, check_is_dense, check_not_differentiated, some_dtensor
 
-DTYPE, OUT_DTYPE = torch.float8_e4m3fn, torch.bfloat16
+DTYPE, OUT_DTYPE = torch.float8_e4m3fn, torch.bfloat16  # OUT_DTYPE: if the caller names none
+_OUT_DTYPES = (None, torch.bfloat16, torch.float16)
 _ROWS = ("query", "key", "value")
 # Arguments that attention_cache does not have.
 _REFUSED = ("attn_mask", "key_mask", "rng_state", "seqused_q", "qv", *FUNCTIONS, *INDICES)
 
 
-def is_float8(query: object, q_descale: object, k_descale: object, v_descale: object) -> bool:
-    """Whether this module computes the call: it has a float8 query or a factor."""
-    return getattr(query, "dtype", None) is DTYPE or not (q_descale is k_descale is v_descale is None)
+def is_float8(query: object, *given: object) -> bool:
+    """Whether this module computes the call: it has a float8 query, or one of ``given``, arguments of float8 calls."""
+    return getattr(query, "dtype", None) is DTYPE or any(argument is not None for argument in given)
+
+
+def out_dtype_of(query: Tensor, out_dtype: object, name: str) -> torch.dtype:
+    """Checks the argument ``out_dtype``, and returns the dtype of out. ``name``: of the query."""
+    if out_dtype is not None and query.dtype is not DTYPE:
+        raise ValueError(f"out_dtype: got {out_dtype!r} with {name} of dtype {query.dtype}; allowed with float8_e4m3fn")
+    if out_dtype not in _OUT_DTYPES:
+        raise TypeError(f"out_dtype: got {out_dtype!r}; allowed: None, torch.bfloat16, torch.float16")
+    return OUT_DTYPE if out_dtype is None else out_dtype  # type: ignore[return-value]
 
 
 def attend_dense(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of :func:`flash_attn`. ``arguments``: by name."""
     call = dense_call(arguments)
-    return _with_errors_of_16_bit(call, lambda: _dense.attend(call, lambda form: _run_dense(form, arguments)))
+    dtype = _out_dtype(arguments)
+    return _with_errors_of_16_bit(call, dtype, lambda: _dense.attend(call, lambda form: _run_dense(form, arguments)))
 
 
 def attend_packed(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Returns (out, lse) of :func:`flash_attn_varlen`. ``arguments``: by name."""
     call = packed_call(arguments)
-    return _with_errors_of_16_bit(call, lambda: packed_on_cache(call, arguments).run())
+    return _with_errors_of_16_bit(call, _out_dtype(arguments), lambda: packed_on_cache(call, arguments).run())
 
 
 def dense_call(arguments: dict[str, Any]) -> Call:
@@ -62,6 +73,7 @@ def packed_call(arguments: dict[str, Any]) -> Call:
 def _checked_call(operator: _ops.Operator, function: str, arguments: dict[str, Any]) -> Call:
     tensors = {name: arguments[name] for name in (*_ROWS, *DESCALES)}
     check_are_dense({name: t for name, t in tensors.items() if not some_dtensor(t)}, _ROWS)
+    _out_dtype(arguments)  # checks it
     for name in DESCALES:
         if tensors[name] is not None and arguments["query"].dtype is not DTYPE:
             raise ValueError(
@@ -82,8 +94,12 @@ def _checked_call(operator: _ops.Operator, function: str, arguments: dict[str, A
             raise NotImplementedError(f"{name}: got one with a query of {DTYPE}; allowed: None")
     if arguments["dropout_p"] != 0.0:
         raise NotImplementedError(f"dropout_p: got {arguments['dropout_p']} with a query of {DTYPE}; allowed: 0.0")
-    kept = {name: value for name, value in arguments.items() if name not in (*DESCALES, "qv")}
+    kept = {name: value for name, value in arguments.items() if name not in (*OF_FLOAT8, "qv")}
     return Call.from_arguments(operator, **kept)
+
+
+def _out_dtype(arguments: dict[str, Any]) -> torch.dtype:
+    return out_dtype_of(arguments["query"], arguments["out_dtype"], "a query")
 
 
 def checked_factor(name: str, factor: Tensor | None, sizes: tuple[int, int], device: torch.device) -> Tensor | None:
@@ -124,8 +140,8 @@ def dense_on_cache(form: Call, arguments: dict[str, Any]) -> Call:
     of_rows = [None if f is None else f[:, None].expand(-1, key.shape[1], -1) for f in factors]
     return _call_on_cache(
         form, of_rows, rows,
-        query=query.to(OUT_DTYPE, memory_format=torch.contiguous_format).flatten(0, 1), key=key, value=value,
-        cu_seqlens_q=torch.arange(batch + 1, device=query.device) * rows,
+        query=query.to(_out_dtype(arguments), memory_format=torch.contiguous_format).flatten(0, 1),
+        key=key, value=value, cu_seqlens_q=torch.arange(batch + 1, device=query.device) * rows,
         seqused_k=torch.full((batch,), key.shape[1], device=query.device),
     )  # fmt: skip
 
@@ -142,7 +158,8 @@ def packed_on_cache(call: Call, arguments: dict[str, Any]) -> Call:
         factors = [None if f is None or batch == 0 else f[sequence][None] for f in factors]
     return _call_on_cache(
         call, factors, call.options.get("max_seqlen_q"),
-        query=query.to(OUT_DTYPE), key=key[None], value=value[None], cu_seqlens_q=call.tensors["cu_seqlens_q"],
+        query=query.to(_out_dtype(arguments)), key=key[None], value=value[None],
+        cu_seqlens_q=call.tensors["cu_seqlens_q"],
         seqused_k=end if used is None else torch.minimum(first + used, end), leftpad=first,
         batch_idx=torch.zeros_like(first),
     )  # fmt: skip
@@ -192,22 +209,24 @@ def _check_offsets(offsets: Tensor, total: int, used: Tensor | None) -> None:
             raise ValueError(f"seqused_k: got {count} at {b}; allowed: 0 to the sequence's {length} rows")
 
 
-def _with_errors_of_16_bit(call: Call, run: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Runs a call. If its tensors are wrong, raises the error of the same bfloat16 call, with the caller's shapes."""
+def _with_errors_of_16_bit(
+    call: Call, dtype: torch.dtype, run: Callable[[], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Runs a call. If its tensors are wrong, raises the error of the same call in ``dtype``, with its own shapes."""
     if torch.compiler.is_compiling():
         return run()
     try:
         return run()
     except (TypeError, ValueError):
-        _raise_as_16_bit(call)
+        _raise_as_16_bit(call, dtype)
         raise
 
 
-def _raise_as_16_bit(call: Call) -> None:
+def _raise_as_16_bit(call: Call, dtype: torch.dtype) -> None:
     """Raises the error of the 16-bit operator for the shapes and options of the call. It computes nothing."""
 
     def on_meta(t: Tensor) -> Tensor:
-        return torch.empty_like(t, dtype=OUT_DTYPE if t.dtype is DTYPE else t.dtype, device="meta")
+        return torch.empty_like(t, dtype=dtype if t.dtype is DTYPE else t.dtype, device="meta")
 
     wide = call.with_tensors(**{name: on_meta(t) for name, t in call.tensors.items() if t is not None})
     (_dense.attend if call.operator is _ops.DENSE else _packed.attend)(wide)
@@ -219,16 +238,17 @@ def refuse_second_query(q: Tensor) -> None:
 
 
 def widened_for_cache(
-    given: Mapping[str, Tensor | None], cache_format: str | None
+    given: Mapping[str, Tensor | None], cache_format: str | None, out_dtype: object
 ) -> tuple[dict[str, Tensor | None], Tensor | None]:
-    """Returns the tensors of flash_attn_with_kvcache with wider ``q``, ``k`` and ``v``, and the factor of the keys, (B,
-    H_k).
+    """Returns the tensors of flash_attn_with_kvcache with ``q``, ``k`` and ``v`` in the dtype of out, and the factor of
+    the keys, (B, H_k).
 
     If each cache belongs to one sequence, or all sequences have one q_descale, it multiplies the factors of the keys.
     Otherwise q_descale multiplies the queries. Then the queries are float32, because bfloat16 would round the products.
     """
     q, factor, rows = given["q"], given["q_descale"], ("k_cache", "v_cache", "k", "v")
     assert q is not None
+    dtype = out_dtype_of(q, out_dtype, "q")
     if q.dtype is not DTYPE:
         raise ValueError(f"q_descale: got one with q of dtype {q.dtype}; allowed with float8_e4m3fn")
     for name in rows:
@@ -253,12 +273,12 @@ def widened_for_cache(
             return {**given, **_cast(given, torch.float32), "q": q.float() * _of_queries(factor, q, offsets)}, None
         if not is_own_cache:
             factor = None if batch == 0 else factor[:1]
-    return {**given, **_cast(given, OUT_DTYPE)}, factor if has_right_dims else None
+    return {**given, **_cast(given, dtype)}, factor if has_right_dims else None
 
 
 def allows_products(query: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> bool:
     """Whether the option float8_products describes a call of caches. ``query``: of :func:`widened_for_cache`."""
-    return query.dtype is OUT_DTYPE and all(t is None or t.dim() <= 2 for t in (k_descale, v_descale))
+    return query.dtype is not torch.float32 and all(t is None or t.dim() <= 2 for t in (k_descale, v_descale))
 
 
 def _cast(given: Mapping[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor | None]:

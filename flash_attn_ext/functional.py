@@ -62,6 +62,7 @@ def flash_attn(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
@@ -138,17 +139,20 @@ def flash_attn(
         key_block_size: the number of keys in a block of ``key_block_indices``.
         q_descale: (B, H_kv), float32; each size may be 1. The factor of ``query`` in float8_e4m3fn, as in
             FlashAttention-3: scores are ``scale * q_descale * k_descale * <q, k>``. None means 1. ``key`` and ``value``
-            must be float8_e4m3fn, too, and ``out`` is bfloat16. Masks, dropout, functions, ``key_indices`` and
-            gradients are not allowed. Keys and values are widened tile by tile. See docs/float8.md.
+            must be float8_e4m3fn, too. Masks, dropout, functions, ``key_indices`` and gradients are not allowed. Keys
+            and values are widened tile by tile. See docs/float8.md.
         k_descale: as ``q_descale``, the factor of ``key``.
         v_descale: as ``q_descale``, the factor of ``value``, which multiplies ``out``.
+        out_dtype: the dtype of ``out`` for a ``query`` in float8_e4m3fn: bfloat16 or float16. None: bfloat16;
+            ``query``'s for other dtypes. A number above 65504 becomes inf in float16.
 
     With ``window``, ``alibi_slopes`` or ``attention_chunk`` but neither ``is_causal`` nor ``causal``, the diagonal is
     aligned to the lower right corner, as in flash-attention.
 
     Returns:
-        out (B, H, S_q, D_v) in ``query``'s dtype; or (out, lse) with lse (B, H, S_q) in float32 (float64 for float64
-        inputs), natural logarithm. A row without a visible key has out 0, lse -inf and gradients 0.
+        out (B, H, S_q, D_v) in ``query``'s dtype or ``out_dtype``; or (out, lse) with lse (B, H, S_q) in float32
+        (float64 for float64 inputs), natural logarithm. A row without a visible key has out 0, lse -inf and gradients
+        0.
 
     Raises:
         TypeError: a dtype, device or layout that is not allowed.
@@ -162,7 +166,7 @@ def flash_attn(
     """
     if unknown:
         raise unknown_argument("flash_attn", next(iter(unknown)))
-    if _float8.is_float8(query, q_descale, k_descale, v_descale):
+    if _float8.is_float8(query, q_descale, k_descale, v_descale, out_dtype):
         return _of_float8(locals())
     has_functions = score_mod is not None or mask_mod is not None or block_mask is not None
     if key_indices is not None or key_block_indices is not None:

@@ -12,6 +12,7 @@ from ._attend import handler_of_dtensors
 from ._indexed import refuse_dtensors
 
 if TYPE_CHECKING:
+    from torch import dtype
     from torch.nn.attention.flex_attention import BlockMask
 
     from .flex.attention import MaskMod, ScoreMod
@@ -62,6 +63,7 @@ def flash_attn_with_kvcache(
     key_block_size: int = 128,
     cache_format: str | None = None,
     q_descale: Tensor | None = None,
+    out_dtype: "dtype | None" = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends ``k`` and ``v`` to the caches in place, then attends: flash-attention's function of this name.
 
@@ -140,8 +142,10 @@ def flash_attn_with_kvcache(
             ``k``, ``v`` and ``qv`` are errors. CPU only. None: rows of D and D_v elements.
         q_descale: (B, H_k), float32; each size may be 1. The factor of ``q`` in float8_e4m3fn: scores are
             ``softmax_scale * q_descale * k_descale * <q, k>``. The caches, and ``k`` and ``v``, must be float8_e4m3fn,
-            too. ``k`` and ``v`` are copied into the caches unchanged, and use the factors of the caches. ``out`` is
-            bfloat16. Rotary embedding, ``qv`` and ``cache_format`` are not allowed.
+            too. ``k`` and ``v`` are copied into the caches unchanged, and use the factors of the caches. Rotary
+            embedding, ``qv`` and ``cache_format`` are not allowed.
+        out_dtype: the dtype of ``out`` for ``q`` in float8_e4m3fn: bfloat16 or float16. None: bfloat16; ``q``'s dtype
+            for other queries.
 
     Returns:
         out (B, S_q, H, D_v) or (T_q, H, D_v).
@@ -155,7 +159,7 @@ def flash_attn_with_kvcache(
     result = None
     if (
         qv is score_mod is mask_mod is block_mask is key_indices is key_block_indices is cache_format is None
-        and q_descale is None
+        and q_descale is out_dtype is None
         and cu_seqlens_k_new is rotary_seqlens is page_table is tree_mask is learnable_sink is None
         and not is_compiling()
     ):

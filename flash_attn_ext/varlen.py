@@ -13,6 +13,7 @@ from ._second_query import without_second_query
 from .flex.attention import run_packed_with_functions
 
 if TYPE_CHECKING:
+    from torch import dtype
     from torch.nn.attention.flex_attention import BlockMask
 
     from .flex.attention import MaskMod, ScoreMod
@@ -57,6 +58,7 @@ def flash_attn_varlen(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    out_dtype: "dtype | None" = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of each sequence to itself. The sequences are packed one after another in memory.
 
@@ -99,6 +101,7 @@ def flash_attn_varlen(
         key_block_indices: (H_kv or 1, T_q, n), int32 or int64: blocks of ``key_block_size`` keys of the sequence.
         q_descale, k_descale, v_descale: (B, H_kv), float32: factors of float8_e4m3fn tensors, as in
             :func:`flash_attn`. ``seqused_q`` and ``qv`` are not allowed.
+        out_dtype: as in :func:`flash_attn`.
 
     For the other arguments see :func:`flash_attn`.
 
@@ -114,7 +117,7 @@ def flash_attn_varlen(
 
     Source: Dao, "FlashAttention-2", 2023 (arXiv 2307.08691); packing as in flash-attention's varlen functions.
     """
-    if _float8.is_float8(query, q_descale, k_descale, v_descale):
+    if _float8.is_float8(query, q_descale, k_descale, v_descale, out_dtype):
         out, lse = _float8.attend_packed(locals())
         return (out, lse) if return_lse else out
     given = without_second_query(locals())

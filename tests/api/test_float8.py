@@ -36,15 +36,15 @@ def decoded(tensors, factors):
     ]
 
 
-def check(out, lse, tensors, factors, **options):
+def check(out, lse, tensors, factors, out_dtype=torch.bfloat16, **options):
     values = decoded(tensors, factors)
-    assert out.dtype == torch.bfloat16
+    assert out.dtype == out_dtype
     assert lse.dtype == torch.float32
     exact, theirs = (
         reference.attention(
             *(t.to(dtype) for t in values), **{n: t.to(dtype) if torch.is_tensor(t) else t for n, t in options.items()}
         )
-        for dtype in (torch.float64, torch.bfloat16)
+        for dtype in (torch.float64, out_dtype)
     )
     for name, a, b, c in zip(("out", "lse"), (out, lse), theirs, exact, strict=True):
         assert_as_exact_as_torch(name, a, b, c, 2)
@@ -56,6 +56,37 @@ def test_dense(isa, side, seqlen_q):
     tensors, factors = make(seqlen_q=seqlen_q)
     out, lse = flash_attn(*tensors, enable_gqa=True, return_lse=True, **SIDES[side], **factors)
     check(out, lse, tensors, factors, **SIDES[side])
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 70])
+def test_out_in_float16(isa, seqlen_q):
+    """Dense, packed, compiled and of a cache: the same bits."""
+    tensors, factors = make(seqlen_q=seqlen_q)
+    given = dict(out_dtype=torch.float16) | factors
+    out, lse = flash_attn(*tensors, enable_gqa=True, causal="lower_right", return_lse=True, **given)
+    check(out, lse, tensors, factors, out_dtype=torch.float16, causal="lower_right")
+    rows = [t.transpose(1, 2) for t in tensors]
+    assert torch.equal(with_cache(*rows, causal=True, **given).transpose(1, 2), out)
+    packed = [t.flatten(0, 1) for t in rows]
+    at = offsets([seqlen_q] * 2), offsets([90] * 2)
+    of_packed = flash_attn_varlen(*packed, *at, enable_gqa=True, causal="lower_right", **given)
+    assert torch.equal(of_packed, out.transpose(1, 2).flatten(0, 1))
+    assert explain(*tensors, enable_gqa=True, **given).forward.kernel
+
+
+def test_float16_of_shared_caches():
+    """Queries with different factors of one cache are multiplied in float32."""
+    (q, k, v), factors = make(2, 3, 20)
+    rows = [t.transpose(1, 2).contiguous() for t in (q, k[:1], v[:1])]
+    both = dict(cache_batch_idx=torch.zeros(2, dtype=torch.int32), q_descale=factors["q_descale"])
+    of_keys = {name: factors[name][:1] for name in NAMES[1:]}
+    out = with_cache(*rows, **both, **of_keys, out_dtype=torch.float16).transpose(1, 2)
+    expected = flash_attn(
+        q, k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1), enable_gqa=True, out_dtype=torch.float16,
+        q_descale=factors["q_descale"], **{name: f.expand(2, -1) for name, f in of_keys.items()},
+    )  # fmt: skip
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out, expected, rtol=2**-9, atol=2**-9)
 
 
 def test_other_options():
@@ -248,6 +279,12 @@ ERRORS = {
     "gradient": (dict(query=Q.clone().requires_grad_()), NotImplementedError, "query: got a tensor that requires"),
     "gradient of a factor": (dict(k_descale=ONES.clone().requires_grad_()), NotImplementedError, "k_descale: got a"),
     "option": (dict(scale="a"), TypeError, "scale: got 'a'; allowed"),
+    "dtype of out": (dict(out_dtype=torch.float32), TypeError, "out_dtype: got torch.float32; allowed: None, torch.bf"),
+    "dtype of out, bfloat16": (
+        dict(query=Q.bfloat16(), out_dtype=torch.float16),
+        ValueError,
+        "out_dtype: got torch.float16 with a query of dtype torch.bfloat16; allowed with float8",
+    ),
     "heads": (dict(enable_gqa=False), ValueError, "key, value: got 2 and 2 heads for 4 query heads"),
 }
 
@@ -300,6 +337,8 @@ def test_errors_of_caches():
         ((q[0], k, v), dict(q_descale=ONES, cu_seqlens_q=offsets([2, 2]), cache_batch_idx=torch.tensor([0, 1])),
          ValueError, "cu_seqlens_q: got offsets from 0 to 4; allowed: from 0 to 3"),
         ((q, k, v), dict(qv=q), NotImplementedError, "qv: got one with q of"),
+        ((q, k, v), dict(out_dtype=torch.float32), TypeError, "out_dtype: got torch.float32; allowed: None"),
+        ((q.half(), k, v), dict(out_dtype=torch.float16), ValueError, "out_dtype: got torch.float16 with q of dtype"),
         ((q, k, v), dict(k=k[:, :1], v=v[:, :1], cache_seqlens=1, rotary_cos=rotary, rotary_sin=rotary),
          NotImplementedError, "rotary_cos: got one with q of"),
     ):  # fmt: skip

@@ -25,15 +25,18 @@ def make(batch, seqlen):
 
 def check(out, lse, values, **options):
     exact = reference.attention(*values, **options)
-    theirs = reference.attention(*(t.bfloat16() for t in values), **options)
+    theirs = reference.attention(*(t.to(out.dtype) for t in values), **options)
     for name, a, b, c in zip(("out", "lse"), (out, lse), theirs, exact, strict=True):
         assert_as_exact_as_torch(name, a, b, c, 2)
 
 
-def test_dense(kernels):
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+def test_dense(kernels, out_dtype):
     tensors, factors, values = make(2, 70)
-    out, lse = flash_attn(*tensors, enable_gqa=True, causal="lower_right", return_lse=True, **factors)
+    given = dict(out_dtype=out_dtype, causal="lower_right", return_lse=True)
+    out, lse = flash_attn(*tensors, enable_gqa=True, **given, **factors)
     assert kernels.tier == "simt"
+    assert out.dtype == out_dtype
     check(out, lse, values, causal="lower_right")
 
 

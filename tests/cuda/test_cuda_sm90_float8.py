@@ -22,10 +22,10 @@ def kernels(built):
         yield loaded
 
 
-def check(kernels, tensors, factors, **options):
-    out, lse = flash_attn(*tensors, enable_gqa=True, return_lse=True, **options, **factors)
+def check(kernels, tensors, factors, out_dtype=None, **options):
+    out, lse = flash_attn(*tensors, enable_gqa=True, return_lse=True, out_dtype=out_dtype, **options, **factors)
     assert KERNEL in kernels.c.last_kernel()
-    assert out.dtype == torch.bfloat16
+    assert out.dtype == (out_dtype or torch.bfloat16)
     check_values(out, lse, decoded(tensors, factors), **options)
     return out, lse
 
@@ -36,6 +36,21 @@ def test_tile_edges(kernels, head_dim, edge):
     rows, keys = TILES[head_dim]
     for seqlen_q, seqlen_k in [(rows + edge, 2 * keys + edge), (17, keys + 32 + edge)]:
         check(kernels, *make(1, 1, seqlen_q, seqlen_k, head_dim))
+
+
+@pytest.mark.parametrize("head_dim", TILES)
+def test_out_in_float16(kernels, head_dim):
+    """Also with a hidden NaN in V. The largest query, -448, and the smallest, 2^-9, are numbers of float16."""
+    (q, k, v), factors = make(1, 2, 70, 150, head_dim, heads_kv=1)
+    q[:, :, :8] = torch.tensor([448.0, -448.0, 2**-9, -(2**-9)]).repeat_interleave(2)[:, None].to(FLOAT8)
+    run = functools.partial(check, kernels, out_dtype=torch.float16, causal="upper_left")
+    clean, _ = run((q, k, v), factors)
+    wide, _ = check(kernels, (q, k, v), factors, causal="upper_left")
+    torch.testing.assert_close(clean.float(), wide.float(), rtol=2**-8, atol=2**-8)  # rounded from the same numbers
+    v.view(torch.uint8)[0, :, 60, 3] = 0x7F
+    out = flash_attn(q, k, v, enable_gqa=True, causal="upper_left", out_dtype=torch.float16, **factors)
+    assert out[:, :, 60:, 3].isnan().all()
+    torch.testing.assert_close(out[:, :, :60], clean[:, :, :60], rtol=2**-4, atol=2**-4)
 
 
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, "upper_left"), (128, "lower_right"), (256, "lower_right")])

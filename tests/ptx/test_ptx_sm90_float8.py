@@ -39,9 +39,10 @@ def forward(translated):
         yield loaded
 
 
-def check(seqlen_q, seqlen_k, heads=1, **options):
+def check(seqlen_q, seqlen_k, heads=1, out_dtype=torch.bfloat16, **options):
     tensors, factors = make(1, heads, seqlen_q, seqlen_k, 64, heads_kv=1)
-    out, lse = flash_attn(*tensors, enable_gqa=True, return_lse=True, **options, **factors)
+    out, lse = flash_attn(*tensors, enable_gqa=True, return_lse=True, out_dtype=out_dtype, **options, **factors)
+    assert out.dtype == out_dtype
     check_values(out, lse, decoded(tensors, factors), **options)
 
 
@@ -49,6 +50,7 @@ CALLS = {
     "plain": ((200, 300), {}),
     "causal": ((250, 90), dict(causal="lower_right")),
     "window": ((70, 260), dict(window=(50, 9))),
+    "float16": ((20, 40), dict(out_dtype=torch.float16)),
 }
 
 

@@ -39,7 +39,7 @@ def check_values(out, lse, values, **options):
     exact, exact_lse = reference.attention(q, k, v, **options)
     of_magnitudes = reference.attention(q, k, v.abs(), **options)[0]
     sums = v.abs().sum(2, keepdim=True).repeat_interleave(q.shape[1] // v.shape[1], 1)
-    bound = 2**-4 * of_magnitudes + 2**-18 * sums + 4 * EPS[torch.bfloat16] * exact.abs()
+    bound = 2**-4 * of_magnitudes + 2**-18 * sums + 4 * EPS[out.dtype] * exact.abs()
     assert torch.equal(out.isfinite(), exact.isfinite())
     error = (out.double() - exact).abs()
     assert (error <= bound).all(), f"{(error / bound).max():.3g} of the bound"

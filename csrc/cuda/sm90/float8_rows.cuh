@@ -2,6 +2,8 @@
 // came out as NaN.
 #pragma once
 
+#include <cstring>
+
 #include "../../core/sequence.h"
 #include "../float8.h"
 #include "../lanes.cuh"
@@ -11,8 +13,6 @@
 #include "rows.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
-
-using Float8Out = __nv_bfloat16;  // the dtype of query and out
 
 // P of the row's largest score is 2^kWeightExponent, so that weights down to 2^-17 of it are float8 numbers. FlashAttention-3
 // has the same number: a power of two changes no bit of l.
@@ -41,6 +41,16 @@ struct Float8Factors {
   __device__ float scale2() const { return scale == scale ? scale * static_cast<float>(kLog2E) : 1.0f; }
 };
 
+// The number in the lower (0) or upper (1) half of a word, a float16 or a bfloat16.
+__device__ inline float widen_half(uint32_t word, int half, bool is_float16) {
+  if (!is_float16)  // a bfloat16 is the upper half of a float
+    return __uint_as_float(half == 0 ? word << 16 : word & 0xffff0000);
+  const auto bits = static_cast<uint16_t>(word >> 16 * half);
+  __half number;
+  std::memcpy(&number, &bits, sizeof(number));
+  return widen(number);
+}
+
 // Writes a warp's 16 rows of queries to a tile, from `tile_row` of the tile and `row` of the sequence on. They are float8
 // numbers in 16 bits. Rows and columns that do not exist become 0.
 template <int kHeadDim, class Tile>
@@ -48,20 +58,20 @@ __device__ void load_queries(const AttentionParams& call, int64_t h, int row, in
                              Tile& tile) {
   constexpr int kPiece = 16, kPieces = kHeadDim / kPiece;
   const float sign = negates ? -1.0f : 1.0f;
+  const bool is_float16 = call.dtype == DType::kFloat16;
 #pragma unroll 1
   for (int n = threadIdx.x % 32; n < kWarpRows * kPieces; n += 32) {
     const int in_warp = n / kPieces, column = n % kPieces * kPiece;
     uint32_t words[4] = {};
     if (row + in_warp < call.sizes.seqlen_q && column < call.sizes.head_dim) {
-      const auto* from = reinterpret_cast<const uint4*>(call.q.row<Float8Out>(0, h, row + in_warp) + column);
+      const auto* from = reinterpret_cast<const uint4*>(call.q.row<__half>(0, h, row + in_warp) + column);
       const uint4 halves[2] = {from[0], from[1]};
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         const uint32_t pairs[4] = {halves[m].x, halves[m].y, halves[m].z, halves[m].w};
         float x[8];
 #pragma unroll
-        for (int e = 0; e < 8; ++e)  // a bfloat16 is the upper half of a float
-          x[e] = sign * __uint_as_float(e % 2 ? pairs[e / 2] & 0xffff0000 : pairs[e / 2] << 16);
+        for (int e = 0; e < 8; ++e) x[e] = sign * widen_half(pairs[e / 2], e % 2, is_float16);
         words[2 * m] = ptx::pack_float8(x[0], x[1], x[2], x[3]);
         words[2 * m + 1] = ptx::pack_float8(x[4], x[5], x[6], x[7]);
       }
@@ -115,17 +125,17 @@ __device__ inline bool has_nan_values(const AttentionParams& call, int64_t h_kv,
 }
 
 // Recomputes the NaN columns of row i of out from its visible keys, as repair_row() of epilogue.cuh does. P is not rounded.
-template <int kHeadDim>
+template <class Out, int kHeadDim>
 __device__ void repair_float8_row(const AttentionParams& call, int64_t b, int64_t h, int64_t i,
                                   const Float8Factors& factors) {
   using Row = LaneRow<Float8, kHeadDim>;
   const Sizes& z = call.sizes;
   const int64_t h_kv = z.kv_head(h);
-  const LaneRow<Float8Out, kHeadDim> q(call.q, 0, h, i, z.head_dim);
-  const NanColumns<Float8Out, kHeadDim> columns(call.out, 0, h, i, 0, z.head_dim_v);
+  const LaneRow<Out, kHeadDim> q(call.q, 0, h, i, z.head_dim);
+  const NanColumns<Out, kHeadDim> columns(call.out, 0, h, i, 0, z.head_dim_v);
   const float sign = factors.negates_query ? -1.0f : 1.0f, scale2 = factors.scale2();
   float max = -kInf<float>, sum = 0;
-  LaneRow<Float8Out, kHeadDim> out;
+  LaneRow<Out, kHeadDim> out;
   const Range seen = visible_keys(call.band.without_chunks(), i, i + 1, z.seqlen_k);
   for (int64_t j = seen.end - 1; j >= seen.begin && columns.any_open(out.x); --j) {
     const float product = sign * q.dot(Row(float8_row(call, call.k, h_kv, j), 0, 0, 0, z.head_dim));
@@ -142,7 +152,7 @@ __device__ void repair_float8_row(const AttentionParams& call, int64_t b, int64_
 
 // 0 x NaN is NaN, so a hidden NaN in V can make a visible result NaN. Repairs the NaN rows of a warp's 16, but only if a value
 // row of the block's keys `tiles` that is hidden from one of them holds a NaN.
-template <int kHeadDim>
+template <class Out, int kHeadDim>
 __device__ void repair_float8_rows(const AttentionParams& call, int64_t b, int64_t h, int64_t warp_row,
                                    Range tiles, uint32_t nan_rows, const Float8Factors& factors) {
   const Sizes& z = call.sizes;
@@ -159,10 +169,19 @@ __device__ void repair_float8_rows(const AttentionParams& call, int64_t b, int64
 #pragma unroll 1
   for (int n = 0; n < kWarpRows; ++n)
     if (nan_rows >> n & 1 && warp_row + n < end_row)
-      repair_float8_row<kHeadDim>(call, b, h, warp_row + n, factors);
+      repair_float8_row<Out, kHeadDim>(call, b, h, warp_row + n, factors);
 }
 
-// Stores out and lse of a warp's 16 rows, as far as they exist.
+// Stores out of a warp's 16 rows, as far as they exist.
+template <class Out, int kHeadDim>
+__device__ void store_float8_rows(const AttentionParams& call, int64_t b, int64_t h, int64_t warp_row,
+                                  Range tiles, const Float8Factors& factors, const float (&o)[kHeadDim / 2]) {
+  store_rows<Out>(call.out, 0, h, warp_row, call.sizes.seqlen_q, static_cast<int>(call.sizes.head_dim_v), o);
+  repair_float8_rows<Out, kHeadDim>(call, b, h, warp_row, tiles, rows_with_nan(o), factors);
+}
+
+// Stores out and lse of a warp's 16 rows, as far as they exist. The dtype of out matters only here, so it is no parameter of
+// the kernel.
 template <int kHeadDim>
 __device__ void finish_float8_rows(const AttentionParams& call, int64_t b, int64_t h, int64_t warp_row,
                                    Range tiles, const Float8Factors& factors, const RowStatistics& statistics,
@@ -178,9 +197,10 @@ __device__ void finish_float8_rows(const AttentionParams& call, int64_t b, int64
       static_cast<float*>(call.lse)[call.lse_index(b, h, i)] = result.lse;
   }
   scale_rows(o, out_factors);
-  store_rows<Float8Out>(call.out, 0, h, warp_row, call.sizes.seqlen_q,
-                        static_cast<int>(call.sizes.head_dim_v), o);
-  repair_float8_rows<kHeadDim>(call, b, h, warp_row, tiles, rows_with_nan(o), factors);
+  if (call.dtype == DType::kFloat16)
+    store_float8_rows<__half, kHeadDim>(call, b, h, warp_row, tiles, factors, o);
+  else
+    store_float8_rows<__nv_bfloat16, kHeadDim>(call, b, h, warp_row, tiles, factors, o);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -115,7 +115,8 @@ const char* why_not_float8(const AttentionParams& p) {
   const PageTable& pages = cache.pages;
   if (cache.dtype != CacheDType::kFloat8E4M3)
     return "sm90: products of float8 only with keys of float8_e4m3fn";
-  if (p.dtype != DType::kBFloat16) return "sm90: products of float8 only with out of bfloat16";
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16)
+    return "sm90: products of float8 only with out of float16 and bfloat16";
   for (const int64_t columns : {z.head_dim, z.head_dim_v})
     if (columns < 16 || columns > 256 || columns % 16 != 0)
       return "sm90: products of float8 only at head dimensions in sixteens, up to 256";
