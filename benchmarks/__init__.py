@@ -1,4 +1,4 @@
-"""Measurements: `python -m benchmarks.compare_torch` and others, from the repository's root."""
+"""Measurements, for example `python -m benchmarks.compare_torch` from the repository's root."""
 
 from pathlib import Path
 

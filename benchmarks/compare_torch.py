@@ -1,9 +1,10 @@
 """Compares flash_attn with torch's scaled_dot_product_attention on CPU: time by shape, dtype and option, peak memory.
 
 Both alternate in one process. A ratio is torch's time divided by ours, pair by pair: above 1, ours is faster. The
-table has the median and [quartiles] of the ratio, and our GFLOP/s as a fraction of this machine's peak of multiply-adds
-in registers, measured before and after each cell. For decode it has our bytes/s as a fraction of a plain read of K and
-V in the same rounds. A cell from a busy machine is repeated, and marked if the machine is still busy (watch.py).
+table has the median and [quartiles] of the ratio, and our GFLOP/s as a fraction of this machine's peak. The peak is of
+multiply-adds in registers, measured before and after each cell. For decode it has our bytes/s as a fraction of a plain
+read of K and V in the same rounds. A cell from a busy machine is repeated, and marked if the machine is still busy
+(watch.py).
 
 `--isa` sets our instruction set. Environment variables set torch's before it is loaded; the JSON records them:
 

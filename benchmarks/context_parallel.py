@@ -2,9 +2,9 @@
 
     python -m benchmarks.context_parallel --S 2048 4096
 
-For each length and method it prints the median time of forward and backward, its ratio to the time of one process, and
-the fraction of the time in which the first process waits for messages. On one machine gloo uses the loopback device, so
-these fractions do not apply to a network. The processes share the machine's memory and caches.
+For each length and method it prints the median time of forward and backward, and its ratio to the time of one process.
+It also prints the fraction of the time in which the first process waits for messages. On one machine gloo uses the
+loopback device, so these fractions do not apply to a network. The processes share the machine's memory and caches.
 """
 
 import argparse

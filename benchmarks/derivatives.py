@@ -1,9 +1,9 @@
 """Compares forward mode and double backward with our forward and backward, and with torch's math backend.
 
-The columns are: the time of jvp in units of our forward; the time of double backward in units of our backward; the time
-of torch's math backend in units of ours; and the growth of peak memory, with each call in a separate process. Double
-backward is the gradient of a gradient (attention_jvp and attention_double_backward). Timed calls alternate in one
-process. `--cpu-time` counts the process's CPU time instead of wall-clock time, for a busy machine, on one thread.
+Three columns are times: jvp in units of our forward, double backward in units of our backward, and torch's math backend
+in units of ours. The last column is the growth of peak memory, with each call in a separate process. Double backward is
+the gradient of a gradient (attention_jvp and attention_double_backward). Timed calls alternate in one process.
+`--cpu-time` counts the process's CPU time instead of wall-clock time, for a busy machine, on one thread.
 """
 
 import argparse

@@ -29,7 +29,7 @@ def measure(case: Case) -> int:
     if ncu is None:
         raise Unavailable("ncu (Nsight Compute) is not on PATH")
     command = [ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--metrics", ",".join(METRICS)]
-    command += ["--clock-control", "none"]  # bytes do not depend on clocks, and the GPU may belong to others
+    command += ["--clock-control", "none"]  # bytes do not depend on clocks, and other users may share the GPU
     command += [sys.executable, "-m", __spec__.name, json.dumps(asdict(case))]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600)
     if "ERR_NVGPUCTRPERM" in run.stdout + run.stderr:

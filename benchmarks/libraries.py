@@ -3,7 +3,8 @@
     python -m benchmarks.libraries flux dit sentence vit eva swin lightning
 
 For each model with an installed library it prints the largest relative difference of the outputs, the calls on our
-kernels, the calls on torch's kernels, and the median ratio of the times (above 1: ours is faster) with quartiles.
+kernels, and the calls on torch's kernels. It also prints the median ratio of the times (above 1: ours is faster) with
+quartiles.
 """
 
 import argparse

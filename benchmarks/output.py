@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
-    """Makes a table in Markdown. The first column is aligned left, all others right."""
+    """Makes a table in Markdown. The first column is aligned left, all other columns right."""
     result = Table(box=box.MARKDOWN)
     for n, column in enumerate(columns):
         result.add_column(column, justify="right" if n else "left", no_wrap=True)

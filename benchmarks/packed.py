@@ -3,10 +3,11 @@
     python -m benchmarks.packed            training: forward and backward of packs of different lengths
     python -m benchmarks.packed --decode   a decode step: contiguous caches, pages, 8 bits
 
-Training: compares flash_attn_varlen with its sequences run one by one, with flash_attn on the padded batch with a mask,
-and with torch's scaled_dot_product_attention on the padded batch. Decoding: compares with a plain read of K and V, with
-torch's attention on a contiguous cache, and with zentorch's if AMD's plugin is installed for this torch.
-A number is the other time divided by the time of flash_attn_ext: above 1, flash_attn_ext is faster.
+Training: compares flash_attn_varlen with three other ways. They are its sequences one by one, flash_attn on the padded
+batch with a mask, and torch's scaled_dot_product_attention on the padded batch. Decoding: compares with a plain read of
+K and V, and with torch's attention on a contiguous cache. If AMD's plugin is installed for this torch, zentorch's
+attention is compared, too. A number is the other time divided by the time of flash_attn_ext: above 1, flash_attn_ext is
+faster.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """vLLM on CPU: its own attention operator against our backend, and the decode throughput of a whole model.
 
-Operators: one layer, in the same rounds, each on a cache in its own format. vLLM's side is what its CPUAttentionBackend
-calls for a layer; its schedule of the step is made before. Ours is the backend's forward of a layer.
+Operators: one layer, in the same rounds, each on a cache in its own format. On vLLM's side the operators run that its
+CPUAttentionBackend calls for a layer. The schedule of the step is made before. Ours is the backend's forward of a
+layer.
 
 Models (--models): random weights, a process for each backend, one after another. A clock around the layers of attention
 measures their share of a decode step.

@@ -22,7 +22,7 @@ napoleon_numpy_docstring = False
 html_theme = "furo"
 html_title = f"flash_attn_ext {release}"
 
-# Pages include Markdown files of the repository, and link to others. On GitHub these links work as they are.
+# Pages include Markdown files of the repository, and link to other files. On GitHub these links work as they are.
 PAGES = {"csrc/README.md": "design/path.md", "tests/cuda_host/README.md": "design/host_tests.md"}
 MARKER = "<!-- operator schemas -->"
 LINK = re.compile(r"\]\((?:\.\./)+([\w/]+\.md)\)")

@@ -5,7 +5,7 @@
 
 A token is a patch of 2 x 2 pixels. A transformer, told the digit, gives the average velocity of all patches between
 two times. The loss is the loss of meanflow.py (Geng et al. 2025, arXiv 2505.13447). Ctrl-C ends the training early, and
-the figure shows what the network makes then.
+the figure shows the network's digits at that time.
 
 A nearest-neighbour classifier judges the images: it knows the real images only, and should read the digit that was
 asked for. The distance to the nearest real image says whether images are real ones learned by heart.

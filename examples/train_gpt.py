@@ -1,8 +1,9 @@
 """Trains a small GPT on Python's standard library through three attentions, and compares the runs.
 
-The attentions are torch's math kernel, torch's default kernel and this project's. The runs agree if this project's run
-is as close to the math kernel's run as the default kernel's run is, within the factor of loss_agreement.py.
-Afterwards the program measures attention alone, forward and backward, at several sequence lengths.
+The attentions are torch's math kernel, torch's default kernel and this project's. Two distances to the math kernel's
+run are compared: from this project's run, and from the default kernel's run. The runs agree if the first is not larger
+than the second times the factor of loss_agreement.py. Afterwards the program measures attention alone, forward and
+backward, at several sequence lengths.
 
 All runs start from the same seed and see the same batches. Each has a process, so peak memory is its own. The
 processes alternate step by step, so other work on the machine slows all of them alike. The exit status is 0 if the runs

@@ -1,8 +1,9 @@
 """Trains a score function on a CPU: which distances does a sequence depend on?
 
 Each token of a made-up language repeats one of the tokens 3, 11 and 29 positions before it, or is random. A layer of
-attention whose only parameters are a relative bias, a temperature of each head and the embeddings learns the three
-distances. The bias is a tensor that the score function captures: its gradient is computed in the kernels, tile by tile.
+attention learns the three distances. Its only parameters are a relative bias, a temperature of each head and the
+embeddings. The bias is a tensor that the score function captures: its gradient is computed in the kernels, tile by
+tile.
 
     python examples/train_learned_bias.py --plot bias.png
 """

@@ -82,7 +82,7 @@ class Trainer:
 
 
 def starting_windows(tokens: Tensor, batch_size: int, context: int, seed: int):
-    """Yields random batches whose windows begin with the token that begins a file, as the text after it in training."""
+    """Yields random batches. Each window begins with the token that begins a file, as in training."""
     start = FILE_START[0]
     for inputs, targets in random_windows(tokens, batch_size, context - 1, seed):
         first = torch.full((batch_size, 1), start)

@@ -1,12 +1,13 @@
 """Trains a small GPT with DeepSeek sparse attention on Python's standard library, in the stages of DeepSeek V3.2.
 
 First the model attends to all keys, while the indexer learns where the heads look (warm-up). Then copies of the model
-go on from there: with all keys, with the keys that its indexer chooses, with the keys of an untrained indexer, and with
-the last keys (a window of as many). All see the same batches. The validation losses say what the choice costs. With
---attention latent the model has multi-head latent attention in place of one key head.
+go on from there. They use all keys, the keys that its indexer chooses, the keys of an untrained indexer, or a window
+with as many keys. All see the same batches. The validation losses show the cost of the choice. With --attention latent
+the model has multi-head latent attention in place of one key head.
 
-Afterwards the program measures a training step of one attention layer at several sequence lengths: all keys, and chosen
-keys with their choice and the indexer's training. The results are in a folder: results.json and sparse_indexer.png.
+Afterwards the program measures a training step of one attention layer at several sequence lengths. It compares all keys
+with chosen keys, including the choice and the indexer's training. The results are in a folder: results.json and
+sparse_indexer.png.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""An object in a separate process, whose methods the caller calls, and the memory of a process."""
+"""An object in a separate process with methods for the caller, and the memory of a process."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""A WGAN-GP whose critic has attention: the gradient penalty is differentiated twice through flash_attn.
+"""A WGAN-GP with attention in its critic: the gradient penalty is differentiated twice through flash_attn.
 
     python examples/wgan_gp.py --plot wgan_gp.png
     python examples/wgan_gp.py --steps 0 --compare 64 256 1024
@@ -13,8 +13,8 @@ kernel has one, and stores matrices of S x S for it.
 A sample is a set of 64 points in the plane, in five clusters, as in examples/meanflow.py. The critic attends from each
 point to all points of the set. Ctrl-C ends the training early, and the figure is drawn.
 
-With --compare the program measures one critic step through flash_attn and through torch's math kernel: the median CPU
-time of steps that alternate, and the peak memory of a process for each.
+With --compare the program measures one critic step through flash_attn and through torch's math kernel. It prints the
+median CPU time of alternating steps, and the peak memory of a process for each kernel.
 """
 
 import argparse

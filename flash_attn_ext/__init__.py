@@ -7,7 +7,7 @@ if is_unbuilt():
     # Only iomodel and reference work. Every name of __all__ raises an error that explains how to build.
     from ._unbuilt import refuse as __getattr__  # noqa: F401
 else:
-    from . import _flops, _vmap  # noqa: F401  register what FlopCounterMode counts, and the vmap rules
+    from . import _flops, _vmap  # noqa: F401  register formulas for FlopCounterMode, and the vmap rules
     from ._explain import Explanation, explain
     from ._explain_packed import explain_kvcache, explain_varlen
     from .flex import flex_attention

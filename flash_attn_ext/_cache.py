@@ -388,7 +388,7 @@ def _expanded_scale(name: str, scale: Tensor | None, cache: Tensor) -> Tensor | 
     if not 1 <= scale.dim() <= 3 or any(size not in (1, full) for size, full in sizes):
         caches, rows, heads = cache.shape[:3]
         raise ValueError(
-            f"{name}: got shape {given}; allowed: ({heads},), ({caches}, {heads}), or what broadcasts to "
+            f"{name}: got shape {given}; allowed: ({heads},), ({caches}, {heads}), or a shape that broadcasts to "
             f"({caches}, {rows}, {heads})"
         )
     return scale.expand(cache.shape[:3]).float()

@@ -66,7 +66,7 @@ class Explanation:
     call: str
     forward: Pass
     backward: Pass | None  # None: the call has no gradients
-    gradients: tuple[str, ...]  # the inputs whose gradients the backward computes
+    gradients: tuple[str, ...]  # the inputs that get a gradient in the backward
     deterministic: bool  # whether the call requests a deterministic backward. CPU kernels are always deterministic
     functions: tuple[str, ...] = ()  # the programs of score_mod and mask_mod, and the visited blocks, as lines of text
 

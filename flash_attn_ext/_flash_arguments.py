@@ -31,7 +31,7 @@ def true_or_false(name: str, value: object) -> bool:
         return value
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point() and not value.is_meta:
         value = value.item()
-    is_number = isinstance(value, numbers.Integral) or type(value).__name__ in ("bool", "bool_")  # the latter: numpy
+    is_number = isinstance(value, numbers.Integral) or type(value).__name__ in ("bool", "bool_")  # bool_: numpy
     if is_number and value in (0, 1):
         return bool(value)
     raise TypeError(f"{name}: got {_shown(value)}; allowed: True or False")

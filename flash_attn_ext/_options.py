@@ -1,6 +1,6 @@
 """Converts arguments of the public functions to options of an operator's schema, by name.
 
-An option with the same name and meaning in both needs no line in this file: its row in csrc/ops/dense/attention.h has
+An option with the same name and meaning in both needs no line in this file. Its row in csrc/ops/dense/attention.h has
 the name, the type and the default.
 """
 

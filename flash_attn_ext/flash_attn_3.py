@@ -169,8 +169,8 @@ def flash_attn_with_kvcache(
 
     ``k_descale`` and ``v_descale`` are (B, H_k), a factor for each sequence and key head. They are allowed with an
     8-bit cache; ``q_descale`` is allowed with float8_e4m3fn queries. With ``page_table`` or ``cache_batch_idx`` all
-    sequences must have the same ``k_descale`` and ``v_descale``, because a page of this package has one factor for all
-    sequences that read it.
+    sequences must have the same ``k_descale`` and ``v_descale``. The reason: a page of this package has one factor for
+    all sequences that read it.
 
     Returns:
         out; with ``return_softmax_lse`` (out, softmax_lse, None, None), as FlashAttention-3 returns four values.

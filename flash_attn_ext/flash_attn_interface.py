@@ -162,9 +162,9 @@ def flash_attn_varlen_func(
     """q (T_q, H, D), k (T_k, H_k, D), v (T_k, H_k, D_v). Returns out (T_q, H, D_v); with ``return_attn_probs`` also
     softmax_lse (H, T_q) and None. Each sequence attends as in :func:`flash_attn_func`.
 
-    With ``block_table`` (B, pages of a sequence), or its other name ``page_table``, k is (num_pages, page_size, H_k, D)
-    and v (num_pages, page_size, H_k, D_v), for any page size. ``seqused_k``, or else ``cu_seqlens_k``, has the number
-    of keys of each sequence. Pages allow neither dropout nor ``seqused_q``, and the backward raises.
+    ``block_table`` is (B, pages of a sequence). Its other name is ``page_table``. With it k is (num_pages, page_size,
+    H_k, D) and v is (num_pages, page_size, H_k, D_v), for any page size. ``seqused_k``, or else ``cu_seqlens_k``, has
+    the number of keys of each sequence. Pages allow neither dropout nor ``seqused_q``, and the backward raises.
     """
     block_table = exactly_one_name("page_table", page_table, "block_table", block_table)
     max_seqlen_q, max_seqlen_k, num_splits = (

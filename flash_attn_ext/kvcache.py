@@ -130,15 +130,15 @@ def flash_attn_with_kvcache(
         mask_mod: a function that returns True if a query sees a key, with the arguments of ``score_mod``.
         block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
         key_indices: (B or 1, H_k or 1, S_q, n), or packed (H_k or 1, T_q, n), int32 or int64: the rows of the
-            sequence's cache that each query may attend to; -1 means no row. Rows count from the start of the cache,
+            sequence's cache that each query may attend to. -1 means no row. Rows count from the start of the cache,
             also with ``cache_leftpad``, and include the rows of ``k``. ``tree_mask`` and ``alibi_slopes`` are not
             allowed. Caches or pages must be contiguous, one after another. Chosen rows of int8 and float8 caches, and
             of separate caches with ``qv``, are copied first, in q's dtype.
         key_block_indices: blocks of ``key_block_size`` rows of the sequence's cache, as ``key_indices``.
-        cache_format: "flashmla_fp8": ``k_cache`` has FlashMLA's rows of 656 bytes for multi-head latent attention,
-            (caches or pages, rows, H_k, 656), float8_e4m3fn or uint8, and ``v_cache`` is the same tensor. A row is 512
-            columns of float8_e4m3, four float32 factors of 128 columns each, and 64 columns of bfloat16. ``q`` has 576
-            columns, ``out`` 512. With ``key_indices`` only the chosen rows are widened. The caller writes the rows:
+        cache_format: "flashmla_fp8": ``k_cache`` has FlashMLA's rows of 656 bytes for multi-head latent attention. Its
+            shape is (caches or pages, rows, H_k, 656), float8_e4m3fn or uint8. ``v_cache`` is the same tensor. A row is
+            512 columns of float8_e4m3, four float32 factors of 128 columns each, and 64 columns of bfloat16. ``q`` has
+            576 columns, ``out`` 512. With ``key_indices`` only the chosen rows are widened. The caller writes the rows:
             ``k``, ``v`` and ``qv`` are errors. CPU only. None: rows of D and D_v elements.
         q_descale: (B, H_k), float32; each size may be 1. The factor of ``q`` in float8_e4m3fn: scores are
             ``softmax_scale * q_descale * k_descale * <q, k>``. The caches, and ``k`` and ``v``, must be float8_e4m3fn,

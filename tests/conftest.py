@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 import flash_attn_ext
 from flash_attn_ext.nn import multihead_attention, nested
 
-# One thread, here and in the processes that tests start. The tensors are small: on a busy machine, and with a worker of
+# One thread, here and in the processes that tests start. The tensors are small. On a busy machine, and with a worker of
 # pytest-xdist on each core, several threads wait for each other most of the time. Tests of threads set their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

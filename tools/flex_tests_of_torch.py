@@ -35,7 +35,7 @@ SKIPPED = {
         "tests the graph of torch.compile"
     ),
     "cpu_error_message|validate_cpu_dtype|bw_decoding_fails|invalid_block_size|symmetric_bias.*float32": (
-        "tests what torch's kernels refuse and ours runs"
+        "tests calls that torch's kernels refuse and ours run"
     ),
     "no_q_info_compile_False": "calls torch's kernel alone",
     # torch adds the gradient of the bfloat16 gate in bfloat16: errors of 0.2 to 0.6 against float64. Ours: 0.005.

@@ -1,6 +1,7 @@
 """Measures the balance of the forward's persistent blocks: the rate of causal calls divided by the rate of full calls.
 
-bfloat16, forward. If a block has more work than the others, the GPU waits for it, and the ratio falls. Tiles on the
+bfloat16, forward. If a block has more work than the other blocks, the GPU waits for it, and the ratio falls. Tiles on
+the
 diagonal are computed whole: `most` is the ratio with perfect balance.
 """
 

@@ -65,7 +65,7 @@ def simulate(its_program: Program, consumers: int, iterations: int) -> float:
     groups = [Warpgroup(its_program, iterations) for _ in range(consumers)]
     now, tensor_free = 0.0, 0.0
     while any(group.steps or group.busy for group in groups):
-        for group in groups * 2:  # after the last one has arrived, the others continue
+        for group in groups * 2:  # when the last warpgroup arrives, the other warpgroups continue
             tensor_free = advance(group, groups, now, tensor_free)
         active = [group for group in groups if group.busy]
         shares: dict[str, float] = {}

@@ -60,7 +60,7 @@ def make_calls(head_dim: int) -> None:
 
 
 def command(ncu: str, report: Path, head_dim: int) -> list[str]:
-    """Does not change the clocks, because the machine may belong to others."""
+    """Does not change the clocks, because other users may share the machine."""
     sections = [part for name in SECTIONS for part in ("--section", name)]
     chosen = ["--kernel-name", r"regex:^(forward|backward)_kernel$"]
     how = ["--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(report)]

@@ -4,7 +4,8 @@ The main loop's instructions are read from SASS. The consumer warpgroups of a bl
 (multiprocessor.py). Between two products a warpgroup needs issue slots, and the units for exponentials, other
 arithmetic and shared memory. Multiprocessors get blocks and tasks in the order of the kernels. If a measurement is
 slower, the model shows where to look. It is not a measurement. In the model, instructions wait only for the tensor
-cores, barriers among the consumers, full units, the compiler's stall counts and one latency for each event.
+cores, barriers among the consumers and full units. They also wait for the compiler's stall counts, and for one latency
+of each event.
 
 python -m benchmarks.gpu.time_model prints the table; with --anchors, the best published figures next to it. Needs
 cuobjdump, and nvcc or a build of the extension; no GPU.

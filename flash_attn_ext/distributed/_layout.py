@@ -7,7 +7,7 @@ class Layout(NamedTuple):
     """Cuts a sequence into chunks of nearly equal length: the first ``seqlen % chunks`` chunks have one row more.
 
     If balanced, n processes have 2 n chunks, and process r holds chunks r and 2 n - 1 - r ("zigzag", "head and tail").
-    Under a causal mask an early chunk sees few keys and a late chunk sees many, so each process has an early and a late
+    Under a causal mask an early chunk sees few keys and a late chunk sees many. So each process has an early and a late
     chunk. If not balanced, process r holds chunk r of n. The rows of a process are in the order of the sequence.
     """
 

@@ -1,7 +1,7 @@
 """The raw operators, torch.ops.flash_attn_ext, on DTensors. Processes share batches and heads.
 
 This file uses register_torch_dispatch, not register_sharding. With register_sharding, torch caches a strategy by the
-tensors of a call, but here the results also depend on options, for example on the wanted gradients.
+tensors of a call. But here the results also depend on options, for example on the wanted gradients.
 """
 
 from collections.abc import Mapping

@@ -95,12 +95,12 @@ def context_parallel_attn(
     Returns:
         out (B, H, s_q, D_v), or (out, lse).
 
-    The gradients of query, key and value are complete for this process's rows. For a tensor that every process holds (a
-    mask without rows, slopes, sink), each process computes a part of the gradient: add the parts of all processes, as
-    for the parameters of a model with sharded tokens. Differentiable once, with "ulysses" twice.
+    The gradients of query, key and value are complete for this process's rows. Slopes, sink and a mask without rows are
+    the same on every process. Each process computes a part of their gradients. Add the parts of all processes, as for
+    the parameters of a model with sharded tokens. Differentiable once, with "ulysses" twice.
 
-    Each process sends these bytes, with e bytes for an element, a bytes for an accumulator (8 for float64, otherwise 4)
-    and KV = B * H_kv * S_k / n * (D + D_v):
+    Each process sends these bytes. An element has e bytes. An accumulator has a bytes: 8 for float64, otherwise 4. With
+    KV = B * H_kv * S_k / n * (D + D_v):
 
         ===========  ==============================  =====================================================
         method       forward                         backward
@@ -110,15 +110,15 @@ def context_parallel_attn(
         ===========  ==============================  =====================================================
 
     with Q = B * H * S_q / n * D, O = B * H * S_q / n * D_v (with ``return_lse`` also (n - 1) / n * B * H * S_q / n * a
-    each way). v is the number of distances t, from 0 on, for which a process r needs the keys of process r - t: n, or
-    fewer with a window or with documents. Unequal shards are sent with their own length; with "all_gather" they are
-    padded to the longest shard. Before the call each process sends 1 KiB to every other process, to compare the calls:
-    on CPU for every call, on a GPU once for each new call.
+    each way). v counts the distances t, from 0 on, for which a process r needs the keys of process r - t. It is n, or
+    less with a window or with documents. Unequal shards are sent with their own length; with "all_gather" they are
+    padded to the longest shard. Before the call each process sends 1 KiB to every other process, to compare the calls.
+    On CPU this happens for every call, on a GPU once for each new call.
 
     Raises:
-        ValueError: no shard of the sequence has this number of rows, the method is not possible, the group lacks this
-            process or a backend for the device, or the calls of the processes differ. If a process raises an error for
-            its arguments, the other processes raise a ValueError.
+        ValueError: no shard of the sequence has this number of rows; the method is not possible; the calls of the
+            processes differ. Or the group lacks this process, or a backend for the device. If a process raises an error
+            for its arguments, the other processes raise a ValueError.
         TypeError: as :func:`flash_attn`.
         RuntimeError: an error of torch.distributed, for example if a process died or did not answer within the
         time-out.

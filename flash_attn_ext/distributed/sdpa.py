@@ -31,9 +31,9 @@ def context_parallel_sdpa(
 
     Either block may be the outer one. Without torch's block, use :func:`shard_sequence`. The backward may run inside or
     outside of the block. Like torch's context, this block replaces an attribute of torch.nn.functional, in all threads.
-    Some functions still attend only to this process's rows: a function that was imported by name before the block,
-    :func:`flash_attn`, torch's fused inference path, and attention weights (``need_weights=True``). Blocks must end in
-    the reverse order of their starts.
+    Some functions still attend only to this process's rows. They are a function that was imported by name before the
+    block, :func:`flash_attn`, torch's fused inference path, and attention weights (``need_weights=True``). Blocks must
+    end in the reverse order of their starts.
 
     Args:
         group, mesh, method: as for :func:`context_parallel_attn`. A mask of a call has the rows of this process and all

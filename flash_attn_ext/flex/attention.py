@@ -61,8 +61,8 @@ def flex_attention(
         and gradients 0.
 
     Raises:
-        NotImplementedError: a function uses an operator that programs do not have (the message names the line); the
-        device has no kernel for the call (docs/flex.md, "On a GPU"); third derivatives. TypeError, ValueError: an
+        NotImplementedError: a function uses an operator that programs do not have (the message names the line). Or the
+        device has no kernel for the call (docs/flex.md, "On a GPU"). Or a third derivative. TypeError, ValueError: an
         argument that is not allowed.
 
     Source: Dong et al., "Flex Attention", 2024 (arXiv 2412.05496).

@@ -102,7 +102,7 @@ class Tracer:
     def symbol(self, value: int, dtype: torch.dtype) -> Symbol:
         return Symbol(self, dtype, value)
 
-    def refuse(self, what: str, allowed: str = "docs/flex.md lists what is") -> NotImplementedError:
+    def refuse(self, what: str, allowed: str = "the operators in docs/flex.md") -> NotImplementedError:
         return NotImplementedError(f"{self.name}: {what}{_line_of_user()}; allowed: {allowed}")
 
     def capture(self, tensor: Tensor) -> Captured:

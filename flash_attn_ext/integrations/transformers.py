@@ -216,8 +216,8 @@ def attention(
     Args:
         query, key, value: (B, H, S_q, D), (B, H_kv, S_k, D) and (B, H_kv, S_k, D_v).
         attention_mask: a :class:`PatternMask`; or (B or 1, H or 1, S_q, S_k), bool (True is visible) or float (added to
-            the scores); or None: causal with the upper left diagonal if the module is causal and there are several
-            queries, otherwise no mask.
+            the scores); or None. With None and several queries, a causal module gets a causal mask with the upper left
+            diagonal. In other cases None is no mask.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         s_aux: (H,), the attention sink of gpt-oss: one more score in each row, without a key.
         sinks: (B, H, S_q, 1): a sink for each query (Inkling 2), with a gradient. It is applied after the kernel, from

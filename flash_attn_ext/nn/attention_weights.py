@@ -3,8 +3,8 @@
 The weights of all heads are B x H x S_q x S_k numbers. Our operator `attention_weights` computes their average over the
 heads, and its gradient. It sums the heads tile by tile, from the lse of the attention. In three cases torch's operators
 compute the weights: the weights of each head, DTensors, and torch.func's transforms. If only averages or the largest
-weights are returned, torch's operators run for one block of queries at a time, and the backward computes each block
-again (torch.utils.checkpoint).
+weights are returned, torch's operators run for one block of queries at a time. The backward computes each block again
+(torch.utils.checkpoint).
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     This is a subclass of torch.nn.MultiheadAttention with the same constructor, forward arguments, return values,
     parameters and state_dict. Checkpoints load in both directions, and isinstance checks continue to work. Differences:
 
-    - With `need_weights=False` no S_q x S_k tensor is allocated, except a copy of a bool `attn_mask` in its own shape,
-      because True has the opposite meaning for the kernel. `attn_mask` and `key_padding_mask` together are not merged
-      into (B, 1, S_q, S_k), unless `key_padding_mask` needs a gradient.
+    - With `need_weights=False` no S_q x S_k tensor is allocated, except a copy of a bool `attn_mask` in its own shape.
+      The copy is needed because True has the opposite meaning for the kernel. `attn_mask` and `key_padding_mask`
+      together are not merged into (B, 1, S_q, S_k), unless `key_padding_mask` needs a gradient.
     - If all keys of a query are masked, its attention output, weights and gradient are 0, never NaN.
     - `need_weights=True` (torch's default) does not change the output if the `is_causal` hint is true. The weights are
       computed from q, k and lse. The average over the heads allocates B x S_q x S_k elements, not `num_heads` times as
@@ -88,9 +88,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     def from_torch(cls, mha: nn.MultiheadAttention) -> MultiheadAttention:
         """Returns a MultiheadAttention that shares its Parameter objects, buffers, submodules and hooks with `mha`.
 
-        `mha` does not change. Raises TypeError if `mha` is not exactly a torch.nn.MultiheadAttention, has its own
-        forward on the instance, is sharded by FSDP2 (`replace_attention` can change this module in place), or has a
-        head dimension, dtype or device without kernels.
+        `mha` does not change. Raises TypeError if `mha` is not exactly a torch.nn.MultiheadAttention, or has its own
+        forward on the instance. A head dimension, dtype or device without kernels raises TypeError, too. So does a
+        module that FSDP2 has sharded: `replace_attention` can change it in place.
         """
         if not isinstance(mha, nn.MultiheadAttention):
             raise TypeError(f"mha: got {type(mha).__qualname__}; allowed: a torch.nn.MultiheadAttention")
@@ -147,10 +147,10 @@ class MultiheadAttention(nn.MultiheadAttention):
                 where S_k includes the appended columns.
 
         Returns:
-            (out, weights): out has the shape of `query`; weights, after dropout, are (B, S_q, S_k), or
-            (B, num_heads, S_q, S_k) if not averaged, without B if unbatched; None with `need_weights=False`.
-            `add_bias_kv` and `add_zero_attn` append one column each. With `top_k` weights are a pair: the values
-            and their int64 key indices. Then the last dimension is `top_k`.
+            (out, weights): out has the shape of `query`; weights, after dropout, are (B, S_q, S_k), or (B, num_heads,
+            S_q, S_k) if not averaged, without B if unbatched. With `need_weights=False` they are None. `add_bias_kv`
+            and `add_zero_attn` append one column each. With `top_k` weights are a pair: the values and their int64 key
+            indices. Then the last dimension is `top_k`.
 
         Raises:
             ValueError: `top_k` out of range, or given with `need_weights=False`.

@@ -90,9 +90,10 @@ def replace_attention(
     replaced, too. `undo()` of the returned report restores torch's modules.
 
     Only the class nn.MultiheadAttention itself is replaced, also under torch's parametrize and fully_shard (FSDP2).
-    Three kinds of modules do not change: instances of a subclass (such as torch.ao's quantizable one), instances with
-    their own forward, and modules that the kernels cannot run (head dimension, dtype, device). `skipped` and a warning
-    name each of these modules. `other_attention` names modules of other classes that seem to compute attention.
+    Three kinds of modules do not change. They are instances of a subclass (for example of torch.ao's quantizable
+    class), instances with their own forward, and modules with a head dimension, dtype or device without kernels.
+    `skipped` and a warning name each of these modules. `other_attention` names modules of other classes that seem to
+    compute attention.
 
     Args:
         model: the model, or a single nn.MultiheadAttention.
@@ -108,8 +109,8 @@ def replace_attention(
 
     Raises:
         ValueError: `model` has no nn.MultiheadAttention; the error names the modules that seem to compute attention. Or
-        the results cannot be compared: the output on `sample_input` before the replacement has no tensor or has NaN
-        (torch's fused path returns NaN for fully padded rows).
+        the results cannot be compared: the output on `sample_input` before the replacement has no tensor, or has NaN.
+        torch's fused path returns NaN for fully padded rows.
         RuntimeError: the results differ. The error names the largest difference.
         An error of `model` on `sample_input` is raised unchanged. After each of these errors the model is unchanged.
     """

@@ -17,7 +17,7 @@ METHOD_COLORS = {
 
 
 def print_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]], *, width: int = 118) -> None:
-    """Prints a table. The first column is aligned left, all others right."""
+    """Prints a table. The first column is aligned left, all other columns right."""
     try:
         from rich.console import Console
         from rich.table import Table

@@ -11,8 +11,8 @@ Source: Dao et al., "FlashAttention", 2022 (arXiv 2205.14135): algorithm 0, and 
     dQ = tau dS K
     dK = tau dS^T Q
 
-The gradients of the products are the gradients of a linear layer. The third line is the gradient of the softmax: y =
-softmax(s) has the Jacobian diag(y) - y y^T, which maps the row dP_i to P_i o dP_i - P_i <P_i, dP_i>. So delta_i = <P_i,
+The gradients of the products are the gradients of a linear layer. The third line is the gradient of the softmax. y =
+softmax(s) has the Jacobian diag(y) - y y^T. It maps the row dP_i to P_i o dP_i - P_i <P_i, dP_i>. So delta_i = <P_i,
 dP_i>. Because O_i = sum_j P_ij Z_ij V_j, delta_i = <dO_i, O_i>, too. FlashAttention uses this second form, without P.
 
 The kernels are PyTorch's kernels in figure 1 (right) of the paper: matmul, mask, softmax, dropout, matmul.

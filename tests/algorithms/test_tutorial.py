@@ -17,7 +17,7 @@ BLOCK = re.compile(r"```console\n\$ python -m (.*?)\n(.*?)```", re.DOTALL)
 
 
 def output_of(command: str) -> str:
-    """What `python -m <command>` prints."""
+    """Returns the output of `python -m <command>`."""
     module, *arguments = shlex.split(command)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

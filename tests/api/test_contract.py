@@ -47,7 +47,7 @@ def test_a_fully_masked_row_is_zero(isa, dtype, kind):
 @pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e30, -1e9, -1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_finite_mask_values_are_not_minus_infinity(isa, dtype, value):
-    """Masks of finfo.min or -1e9 (as Hugging Face's): a row with only such values is uniform, as in torch, not zero.
+    """Masks of finfo.min or -1e9 (as Hugging Face's): a row with only these values is uniform, as in torch, not zero.
 
     Next to 1e9, lse cannot hold log(S_k). The gradients must still equal the gradients of a uniform row.
     """

@@ -237,7 +237,7 @@ def test_nan_of_one_head_stays_in_it():
 
 
 def test_value_in_the_key():
-    """Latent attention: one key head, whose first columns are the value."""
+    """Latent attention: one key head. Its first columns are the value."""
     q = torch.randn(1, 32, 20, 48, dtype=torch.float64)
     latent = torch.randn(1, 1, 300, 48, dtype=torch.float64)
     indices = make_indices(1, 1, 20, 300, 100)

@@ -1,4 +1,4 @@
-"""The positional arguments mean what they mean in torch.nn.functional.scaled_dot_product_attention."""
+"""The positional arguments have the meaning of torch.nn.functional.scaled_dot_product_attention."""
 
 import inspect
 

@@ -113,7 +113,7 @@ WINDOWS = [(-2, 5), (5, -2), (-3, -3), (-4, 2), (-9, 9), (None, -2), (-2, None),
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("lengths", [(5, 7), (130, 70), (70, 200), (1, 300)])
 def test_windows_that_exclude_the_diagonal(window, lengths):
-    """flash-attention 4 has such options. Rows without a visible key are 0, forward and backward."""
+    """flash-attention 4 has these options. Rows without a visible key are 0, forward and backward."""
     q, k, v = (t.double().requires_grad_() for t in qkv(*lengths))
     out, lse = flash_attn(q, k, v, window=window, return_lse=True)
     expected, expected_lse = reference(q, k, v, window=window)

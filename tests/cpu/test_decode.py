@@ -227,7 +227,7 @@ def test_memory_of_splits_is_linear(options, one_thread):
 def test_a_thread_with_a_small_stack():
     """The kernels run in a thread with a stack of 64 KiB. Torch's own attention needs 48 KiB.
 
-    The process ends without Python's and torch's clean-up: torch 2.12.0 with CUDA aborts there after torch's own
+    The process ends without Python's and torch's clean-up. torch 2.12.0 with CUDA aborts there, after torch's own
     attention too, in 10 of 12 runs ("terminate called without an active exception").
     """
     script = """

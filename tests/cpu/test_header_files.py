@@ -43,7 +43,7 @@ def tasks_of(text):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_each_task_that_multiplies_has_the_registers_for_it(path):
-    """Without a ProductUnit the first product of such a task would be an illegal instruction on a CPU with AMX."""
+    """Without a ProductUnit the task's first product would be an illegal instruction on a CPU with AMX."""
     for body in tasks_of(path.read_text()):
         assert bool(MULTIPLIES.search(body)) == ("ProductUnit<" in body), body
 

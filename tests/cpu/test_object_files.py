@@ -1,7 +1,7 @@
 """Functions with instructions that a baseline CPU lacks are in the namespace of their instruction set.
 
 If several object files define an inline function, the linker keeps one copy: perhaps the copy compiled for AVX-512. So
-an object file for AVX-512 may export such functions only in its own namespace, which no other file uses.
+an object file for AVX-512 may export inline functions only in its own namespace, which no other file uses.
 """
 
 import ast

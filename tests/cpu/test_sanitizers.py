@@ -73,7 +73,7 @@ def test_memory_and_values(programs, isa):
 
 @pytest.mark.parametrize(("match", "cases", "dtypes"), [("everything", 12, 4), ("grouped heads", 12, 2)])
 def test_no_data_race(programs, match, cases, dtypes):
-    """The cases named "everything" run in all four dtypes, the others in float32 and bfloat16."""
+    """The cases named "everything" run in all four dtypes, the other cases in float32 and bfloat16."""
     status, output = run(programs / "thread", "generic", match)
     assert_passed(output, status, "generic", cases, dtypes=(dtypes, dtypes))
 

@@ -1,7 +1,7 @@
 """The binding's CUDA half compiles against torch's headers, as setup.py compiles it with a CUDA build of torch.
 
-Needs the CUDA toolkit's headers (CUDA_HOME, or /usr/local/cuda), no GPU and no CUDA build of torch. Linking and
-importing it needs the latter: `make gpu` does that, and `FLASH_ATTN_EXT_CUDA=1 pip install .` in such an environment.
+Needs the CUDA toolkit's headers (CUDA_HOME, or /usr/local/cuda), no GPU and no CUDA build of torch. Only with a CUDA
+build of torch can the binding be linked and imported. `make gpu` and `FLASH_ATTN_EXT_CUDA=1 pip install .` do that.
 """
 
 import os

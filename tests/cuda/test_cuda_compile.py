@@ -45,7 +45,7 @@ def test_no_spills_and_no_local_memory(source, architecture):
     assert "warning" not in said, said
     assert len(memory) >= len(kernels)
     assert kernels or source.name == "select.cu"
-    # A program's values are an array whose indices are known only at run time.
+    # A program's values are an array. Its indices are known only at run time.
     wanted = NO_SPILLS if source.stem.startswith("flex_") else NO_MEMORY
     assert all(line.endswith(wanted) for line in memory), said
 

@@ -1,5 +1,5 @@
-"""Forward mode and double backward of the CUDA kernels (csrc/cuda/simt), compiled for the host: the CPU kernels' tests,
-and what tiles and blocks add to them. Forward mode of 16 bits is sm80's: test_cuda_sm80_jvp.py."""
+"""Forward mode and double backward of the CUDA kernels (csrc/cuda/simt), compiled for the host. The CPU kernels' tests,
+and tests of tiles and blocks. Forward mode of 16 bits is sm80's: test_cuda_sm80_jvp.py."""
 
 from functools import partial
 

@@ -38,7 +38,7 @@ def test_a_new_field_of_the_indexer_must_be_named(tmp_path):
 
 
 def unnamed_fields(folder, header, fields, tier):
-    """The structs whose new field stops the compilation of the tier's why_not.cpp, and the compiler's message."""
+    """Returns the structs where a new field stops the compilation of why_not.cpp, and the compiler's message."""
     for part in ("core", "cuda"):
         shutil.copytree(ROOT / "csrc" / part, folder / part)
     params = folder / "core" / header

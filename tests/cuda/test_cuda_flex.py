@@ -1,6 +1,6 @@
 """Functions of the user and block masks on the CUDA kernels' host build, against dense references.
 
-Here is the tier simt; test_cuda_sm80_flex.py and test_cuda_sm90_flex.py have the others. No GPU has run it yet.
+Here is the tier simt; test_cuda_sm80_flex.py and test_cuda_sm90_flex.py have the other tiers. No GPU has run it yet.
 """
 
 import pytest
@@ -135,7 +135,7 @@ def test_what_it_refuses(kernels):
 
 
 def test_blocks_that_a_mask_hides_are_not_read():
-    """Values of hidden blocks are not loaded. A NaN in such a value times a weight of 0 would be NaN."""
+    """Values of hidden blocks are not loaded. A hidden NaN times a weight of 0 would be NaN."""
     q, k, v = (torch.randn(1, 1, 128, 8) for _ in range(3))
     mask = create_block_mask(lambda b, h, i, j: j < 64, None, None, 128, 128, "cpu", BLOCK_SIZE=64)
     expected = flex_attention(q, k[:, :, :64], v[:, :, :64])

@@ -93,7 +93,7 @@ def test_dropout(dtype):
 
 
 def test_numbers_outside_of_the_keys_name_no_key(kernels):
-    """The kernels read nothing outside the tensors. On CPU the operator refuses such indices before anything runs."""
+    """The kernels read nothing outside the tensors. On CPU the operator refuses these indices before a kernel runs."""
     tensors = make(b=1, h=2, h_kv=1, s_q=5, s_k=70, d=8, d_v=8)
     indices = make_indices(1, 1, 5, 70, 40)
     outside = torch.tensor([70, -2, 2**31, -(2**31), 2**63 - 1, -(2**63)]).expand(1, 1, 5, 6)

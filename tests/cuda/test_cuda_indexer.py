@@ -115,7 +115,7 @@ def test_nothing_has_the_size_of_all_scores(kernels):
 
 
 def test_numbers_outside_of_the_keys_name_no_key(kernels):
-    """The kernels read nothing outside the tensors. On CPU the operators refuse such indices before anything runs."""
+    """The kernels read nothing outside the tensors. On CPU the operators refuse these indices before a kernel runs."""
     q, k, weights = make(1, 2, 5, 70, 8)
     main = make_main(1, 2, 1, 5, 70, 8)
     outside = torch.tensor([70, -2, 2**31, -(2**31), 2**32, 2**63 - 1, -(2**63)]).expand(1, 1, 5, 7)

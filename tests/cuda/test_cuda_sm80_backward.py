@@ -1,7 +1,7 @@
 """The backward on tensor cores of the sm80 tier, on the host (tests/cuda_host).
 
-A test fails on a wrong value, on a fault that the host run reports, and if a gradient of finite inputs holds a NaN:
-csrc/cuda/sm80/repair.cuh would hide it.
+A test fails on a wrong value, and on a fault that the host run reports. It also fails if a gradient of finite inputs
+holds a NaN, which csrc/cuda/sm80/repair.cuh would hide.
 """
 
 import ctypes

@@ -1,5 +1,5 @@
-"""The machine code of the sm80 tier's kernels for compute capability 8.0: every product and exponential once,
-nothing in local memory, no division and no fp64 in a main loop, and no more instructions there than are listed here.
+"""The machine code of the sm80 tier's kernels for compute capability 8.0. Every product and exponential occurs once,
+and nothing is in local memory. A main loop has no division, no fp64, and no more instructions than are listed here.
 
 Needs nvcc, cuobjdump and nvdisasm (PyPI's nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm have the last two); no GPU.
 """

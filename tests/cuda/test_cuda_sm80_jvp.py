@@ -69,7 +69,7 @@ def test_softcap(check, head_dim):
 def test_all_options_together(check, dtype, head_dim):
     inputs = make(2, 4, 140, 131, head_dim, 40, heads_kv=2, dtype=dtype)
     mask = torch.randn(1, 4, 140, 131).masked_fill(torch.rand(1, 4, 140, 131) < 0.2, -torch.inf)
-    mask[0, 1, 130] = -torch.inf  # a row whose only column is the sink
+    mask[0, 1, 130] = -torch.inf  # a row with only the sink's column
     inputs += [t.to(dtype) for t in (mask, torch.rand(2, 4), torch.randn(4))]
     check(inputs, causal="lower_right", window=(80, 100), softcap=5.0, dropout_p=0.2)
 

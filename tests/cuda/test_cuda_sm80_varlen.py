@@ -1,5 +1,5 @@
-"""Packed sequences on tensor cores (csrc/cuda/sm80) on the host: as test_cuda_varlen.py, which looks at simt, with 16
-bits; and that a sequence has the same bits alone and in any pack.
+"""Packed sequences on tensor cores (csrc/cuda/sm80) on the host. As test_cuda_varlen.py, which tests simt, with 16
+bits. A sequence has the same bits alone and in any pack.
 
 Tiles are 128 queries by 64 keys; in the backward 128 keys by 64 queries, 32 beyond a head dimension of 64,
 and half of the keys beyond 128.

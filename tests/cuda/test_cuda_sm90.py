@@ -63,7 +63,7 @@ def test_causal(kernels, head_dim, causal, seqlen_q, seqlen_k):
 @pytest.mark.parametrize("head_dim", TILES)
 def test_sink(kernels, head_dim):
     q, k, v = make(1, 2, 200, 97, head_dim)
-    check_forward(kernels, q, k, v, causal="lower_right", sink=torch.randn(2))  # rows whose only column is the sink
+    check_forward(kernels, q, k, v, causal="lower_right", sink=torch.randn(2))  # rows with only the sink's column
 
 
 @pytest.mark.parametrize("head_dim", TILES)
@@ -186,7 +186,7 @@ def test_work_where_much_is_nan(kernels, case, options):
     is_nan = (sees.double() @ v[0, 0].isnan().double()) > 0
     assert torch.equal(results[1].isnan(), is_nan)
     torch.testing.assert_close(results[1][~is_nan], results[0][~is_nan], rtol=0, atol=0.02)
-    # A row that must not be NaN in a column where a hidden key's value is, to the end; of others a few keys each.
+    # Rows where only some columns may be NaN run to the end. Other rows have a few keys each.
     hidden = ((~sees).double() @ v[0, 0].isnan().double()) > 0
     keys = sees.sum(1)[(hidden & ~is_nan).any(1)].sum().item()
     assert work[1] - work[0] <= two_by_lanes * (keys + 3 * length)

@@ -1,5 +1,6 @@
-"""The machine code of the sm90 kernels: no warning about wgmma or registers, exponentials while a product runs, no
-register touched while a product owns it, and no more instructions in a main loop than are listed here.
+"""The machine code of the sm90 kernels. There is no warning about wgmma or registers. Exponentials run while a product
+runs. No instruction touches a register while a product owns it. A main loop has no more instructions than are listed
+here.
 
 Needs nvcc, and for the machine code the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm; no GPU.
 """
@@ -28,8 +29,8 @@ KEYS = {D64: 128, D96: 128, D128: 128, D192_128: 128, D192: 112, D256: 80}  # of
 KEYS_WITH_FUNCTIONS = {D64: 128, D128: 128, D256: 64}
 # Of the backward, the query rows of a warpgroup's S and the keys of a tile.
 BACKWARD_TILES = {D64: (128, 128), D96: (64, 128), D128: (64, 128), D192_128: (32, 64), D192: (32, 64), D256: (32, 64)}
-# The largest allowed number of instructions in one iteration of the main loop, masks included: of the plain kernels,
-# and of the kernels that take softcap, key masks and packed sequences, softcap included.
+# The largest allowed number of instructions in one iteration of the main loop, masks included. First the plain kernels,
+# then the kernels for softcap, key masks and packed sequences, softcap included.
 MOST_INSTRUCTIONS = {
     ("forward_kernel", "plain"): {D64: 576, D96: 610, D128: 636, D192_128: 650, D192: 635, D256: 585},
     ("backward_kernel", "plain"): {D64: 920, D96: 580, D128: 580, D192_128: 480, D192: 515, D256: 504},

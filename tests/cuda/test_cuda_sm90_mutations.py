@@ -13,12 +13,12 @@ def judge(tmp_path_factory, built):
 
 
 def test_without_a_mutation_nothing_is_found(judge):
-    assert judge.what_is_found(None) is None
+    assert judge.find_fault(None) is None
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=str)
 def test_a_statement_left_out_is_found(mutation, judge):
-    assert judge.what_is_found(mutation) is not None
+    assert judge.find_fault(mutation) is not None
 
 
 def test_the_list_is_of_these_sources():

@@ -21,7 +21,7 @@ ROOT = HERE.parent.parent
 BUILD = ROOT / "build" / "cuda_host"
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool: 4}
 UNBOUNDED = 1 << 60
-GPU_CODE = "sm_80,compute_80,sm_90a"  # what setup.py builds
+GPU_CODE = "sm_80,compute_80,sm_90a"  # setup.py builds these
 INDEXER = ("scores", "scores_backward", "loss", "loss_backward")  # the indexer's operators
 # The C functions that return text, or null.
 TEXTS = (
@@ -311,7 +311,7 @@ def registered(**operators):
 
 @contextmanager
 def on_hopper(path, num_splits=0, **options):
-    """Like as_cpu_kernels(), with a library whose selector sees a Hopper GPU."""
+    """Like as_cpu_kernels(), for a library. The selector of the library sees a Hopper GPU."""
     loaded = Library(path, **options)
     loaded.num_splits = num_splits
     with loaded.on_gpu(9, 0), as_cpu_kernels(loaded):

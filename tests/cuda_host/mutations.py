@@ -127,7 +127,7 @@ def results(path, seed):
         loaded.num_splits = 2
         found += [flash_attn(q[:, :, :2], k, v, enable_gqa=True)]
         few = [torch.randn(1, 4, 8, 64).bfloat16(), *(torch.randn(1, 2, 500, 64).bfloat16() for _ in range(2))]
-        few[2][:, :, 30:480:50] = torch.nan  # the first row sees none of these, the others do
+        few[2][:, :, 30:480:50] = torch.nan  # the first row sees none of these keys, the other rows do
         mask = torch.rand(8, 500) > 0.2
         mask[0, 30:480:50], mask[1:, 30:480:50] = False, True
         found += [flash_attn(*few, mask, enable_gqa=True).nan_to_num(), flash_attn(*few[:2], few[1], enable_gqa=True)]
@@ -202,7 +202,7 @@ def sm75_results(path, seed):
         return [flash_attn(q, k, v), flash_attn(q, k, v, causal="upper_left")]
 
 
-# For each file, the functions whose calls reach its barriers. Each function must find a missing barrier.
+# For each file, the functions that reach its barriers. Each function must find a missing barrier.
 RESULTS = {
     "simt/indexed.cuh": (indexed_results,),
     "simt/indexed_backward.cuh": (indexed_results,),
@@ -225,7 +225,7 @@ class Judge:
         ways = {way for ways in RESULTS.values() for way in ways}
         self.expected = {way: way(built, 1) for way in (results, *ways)}
 
-    def what_is_found(self, mutation):
+    def find_fault(self, mutation):
         """The host run's reports, or that values changed. None: the run did not notice the fault."""
         if mutation is None:
             return next(filter(None, map(self._judge, self.expected)), None)
@@ -241,7 +241,7 @@ class Judge:
 
 
 def judge(path, results, expected, seeds):
-    """what_is_found() of a built library, by `results` of each seed."""
+    """find_fault() of a built library, by `results` of each seed."""
     for seed in range(1, seeds + 1):
         try:
             got = results(path, seed)
@@ -255,7 +255,7 @@ def judge(path, results, expected, seeds):
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         judge_of = Judge(folder, library.build())
-        print("What the host run finds if one barrier is removed; written by mutations.py.\n")
+        print("Faults that the host run reports if one barrier is removed; written by mutations.py.\n")
         print("| file | barrier | without it |\n|---|---|---|")
         for m in mutations():
-            print(f"| {m.path} | `{m.statement}` | {judge_of.what_is_found(m)} |", flush=True)
+            print(f"| {m.path} | `{m.statement}` | {judge_of.find_fault(m)} |", flush=True)

@@ -32,8 +32,8 @@ STATEMENT = (
     r"|if \(range\.tiles == 0\) return"
 )
 
-# One dtype is enough, and one head dimension of each form: the others are the same text. Of the plain forward also one
-# without persistent blocks.
+# One dtype is enough, and one head dimension of each form: the other instances are the same text. Of the plain forward
+# also one without persistent blocks.
 INSTANCES = {
     "sm90/forward_bfloat16.cu": """#include "forward.cuh"
 
@@ -111,8 +111,8 @@ def build_changed(folder, built, instances, changed):
 def forward_results(path, seed):
     """One block runs three tasks with seven tiles of keys. In one task some warpgroups have no rows.
 
-    Further calls have: a key mask; heads that share tiles, with split keys; a NaN that must not reach most rows; a
-    first task without a visible key, and the NaN; a softcap; one block for each task.
+    Further calls have: a key mask; heads that share tiles, with split keys; a softcap; one block for each task. One
+    call has a NaN that must not reach most rows. One call has this NaN and a first task without a visible key.
     """
     torch.manual_seed(0)
     q = torch.randn(1, 1, 400, 64, dtype=torch.bfloat16)
@@ -185,7 +185,7 @@ class Judge:
         self.c = library.Library(self.path).c
         self.expected = {way: way(built, 1) for way in WAYS}
 
-    def what_is_found(self, mutation):
+    def find_fault(self, mutation):
         """The host run's report, or that values changed. None: the run did not notice the fault."""
         if mutation is None:
             return next(filter(None, map(self._judge, WAYS)), None)
@@ -202,9 +202,7 @@ class Judge:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         judge_of = Judge(folder, library.build())
-        print(
-            "What the host run finds if one statement of the sm90 kernels is left out; written by mutations_sm90.py.\n"
-        )
+        print("Faults that the host run reports if one statement of sm90 is left out; written by mutations_sm90.py.\n")
         print("| file | statement | without it |\n|---|---|---|")
         for m in mutations():
-            print(f"| {m.path} | `{m.statement}` | {judge_of.what_is_found(m)} |", flush=True)
+            print(f"| {m.path} | `{m.statement}` | {judge_of.find_fault(m)} |", flush=True)

@@ -177,7 +177,7 @@ def test_a_compiled_call_for_any_length():
 
 
 def test_another_version_of_torch(monkeypatch):
-    """Its operator has no such kernels: torch's calls stay with torch, and compiled calls say so."""
+    """Its operator has no kernels for this: torch's calls stay with torch, and compiled calls say so."""
     monkeypatch.setattr(higher_order, "is_installed", False)
     with activated():
         assert torch_flex.flex_attention is of_torch

@@ -29,7 +29,7 @@ MAIN_SIZES = ((1, 1, 1), (4, 2, 5), (2, 2, 16), (20, 1, 40), (3, 3, 8), (34, 2, 
 
 
 def make(batch, heads, seqlen_q, seqlen_k, head_dim, dtype=torch.float64, *, whole=False):
-    """q, k, weights. `whole`: small whole numbers, whose scores are exact and have many ties."""
+    """q, k, weights. `whole`: small whole numbers. Their scores are exact and have many ties."""
     shapes = (batch, heads, seqlen_q, head_dim), (batch, seqlen_k, head_dim), (batch, seqlen_q, heads)
     if whole:
         return [torch.randint(-2, 3, shape).to(dtype) for shape in shapes]
@@ -181,7 +181,7 @@ def test_loss_and_gradients(isa, dtype, band):
 
 
 def test_loss_is_zero_for_an_indexer_that_equals_the_attention():
-    """One head whose scores are positive: the indexer's softmax is the attention."""
+    """One head with positive scores: the indexer's softmax is the attention."""
     q, k = torch.rand(1, 1, 20, 8, dtype=torch.float64), torch.rand(1, 20, 8, dtype=torch.float64)
     _, lse = flash_attn(q, k[:, None], k[:, None], is_causal=True, return_lse=True)
     weights = torch.ones(1, 20, 1, dtype=torch.float64)

@@ -173,7 +173,7 @@ def test_results_are_on_the_device_of_q():
         chosen = indexer_topk(q, k, weights, 2)
         assert (chosen.device.type, chosen.dtype, chosen.shape) == ("cuda", torch.int32, (1, 1, 3, 2))
         scores, loss = indexer_scores(q, k, weights, chosen), indexer_loss(q, k, weights, q, key, lse)
-        # Not by autograd: a CPU build of torch ends the process at the first derivative of such a tensor.
+        # Not by autograd: a CPU build of torch ends the process at the first derivative of a CUDA tensor.
         grads = _ops.indexer_scores_backward(scores, q, k, weights, chosen, scale=1.0)
         assert all(t.device.type == "cuda" for t in (scores, loss, *grads))
         for call in (

@@ -1,4 +1,4 @@
-"""replace_attention: what does not change, which modules are skipped, and the comparison on a sample input."""
+"""replace_attention: the results that do not change, the skipped modules, and the comparison on a sample input."""
 
 import copy
 import math

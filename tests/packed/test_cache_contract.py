@@ -123,7 +123,7 @@ def test_transforms_are_refused():
 
 
 def test_packed_queries_on_pages_compute_and_refuse_their_gradient():
-    """flash-attention computes the forward of such a call, even if an input requires a gradient."""
+    """flash-attention computes the forward of a call with a cache, even if an input requires a gradient."""
     pages = torch.randn(2, 4, 16, HK, D)
     q = torch.randn(5, H, D, requires_grad=True)
     offsets, table = torch.tensor([0, 5]), torch.tensor([[2, 0]])

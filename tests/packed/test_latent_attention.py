@@ -44,7 +44,7 @@ class LatentAttention(nn.Module):
         return q[..., :NOPE], self.rotated(q[..., NOPE:], first)
 
     def rows(self, x, first=0):
-        """(B, S, 1, LATENT + ROTARY): what a cache stores."""
+        """(B, S, 1, LATENT + ROTARY): the rows of a cache."""
         latent, rotary = self.down_kv(x).split([LATENT, ROTARY], -1)
         return torch.cat([self.norm(latent)[..., None, :], self.rotated(rotary[..., None, :], first)], -1)
 

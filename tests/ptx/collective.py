@@ -81,7 +81,7 @@ def multiply_matrices(ins, v):
     types = {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": "half"}
     types["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"] = "bfloat16"
     d, a, b, c = (elements(x) for x in ins.operands)
-    if ins.opcode == "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32":  # a product whose other 8 columns are 0
+    if ins.opcode == "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32":  # a product with 0 in its other 8 columns
         if [len(x) for x in (d, a, b, c)] != [4, 2, 1, 4]:
             raise ins.error("4, 2, 1, 4 registers are needed")
         types[ins.opcode], a, b = "half", [*a, "0", "0"], [*b, "0"]

@@ -1,6 +1,6 @@
 """Each PTX instruction as a C++ statement: arithmetic, conversions, control.
 
-memory.py, collective.py and hopper.py have the others.
+memory.py, collective.py and hopper.py have the other instructions.
 
 A function takes an instruction and the Values of its position, and returns the statement. A modifier that the function
 does not use is an error, so no meaning is lost.

@@ -143,7 +143,7 @@ class Translated(library.Library):
 
     @contextmanager
     def running(self, *gpu):
-        """Inside, flash_attn on CPU tensors runs these kernels from PTX, and the host's for all others.
+        """Inside, flash_attn on CPU tensors runs these kernels from PTX. All other kernels are the host's.
 
         `gpu`: the arguments of on_gpu(). One object at a time may run.
         """

@@ -9,7 +9,7 @@ from cuda_host import library
 from ptx import kernels, parse, translate
 
 NAN = math.nan
-# instruction of d, a, b, c; the type of d, the types of the others; inputs; result.
+# instruction of d, a, b, c; the type of d; the types of a, b and c; inputs; result.
 CASES = [
     ("add.s32", "s32", "s32 s32", (2**31 - 1, 1), -(2**31)),
     ("mul.lo.s16", "s16", "s16 s16", (300, 300), 90000 - 65536),

@@ -120,4 +120,4 @@ def _serve(rank: int, size: int, store: str, timeout: timedelta, pipe, path: lis
             pipe.send((function(*args, **kwargs), None))
         except Exception as error:
             pipe.send((f"{type(error).__name__}: {error}", traceback.format_exc()))
-    os._exit(0)  # a group that others have left need not be taken down
+    os._exit(0)  # a group that other processes have left need not be destroyed

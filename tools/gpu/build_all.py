@@ -89,7 +89,7 @@ def run(command: tuple[str, ...]) -> tuple[int, str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, metavar="FILE", help="for what ptxas says")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="for ptxas's messages")
     args = parser.parse_args(argv)
     of_hopper = (units.try_to_compile, switches.try_to_compile, time_model.iterations) if capability() == "9.0" else ()
     jobs = [threading.Thread(target=compile_it) for compile_it in of_hopper]

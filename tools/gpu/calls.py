@@ -61,7 +61,7 @@ FORWARD_MODE = ("simt", "sm80")
 
 
 def inputs(call: Call, requires_grad: bool) -> list:
-    """q, k, v on the GPU. They are made on the CPU, so that few kernels of others run."""
+    """q, k, v on the GPU. They are made on the CPU, so that few foreign kernels run."""
     import torch
 
     torch.manual_seed(0)

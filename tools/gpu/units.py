@@ -1,4 +1,5 @@
-"""Compiles and runs tests/gpu_units, which checks what the kernels and the host tests assume about the hardware."""
+"""Compiles and runs tests/gpu_units, which checks the assumptions of the kernels and of the host tests about the
+hardware."""
 
 import os
 import shutil
