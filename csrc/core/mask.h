@@ -1,5 +1,5 @@
 // The band of the score matrix: which tiles it touches, and where it cuts a tile. Torch-free, host and
-// device. A DiagonalBand has no chunks; the type decides at compile time, so such kernels contain no division.
+// device. A DiagonalBand has no chunks; the type decides at compile time, so its kernels contain no division.
 #pragma once
 
 #include "host_device.h"

@@ -28,7 +28,7 @@ struct Sizes {
   FA_HOST_DEVICE int64_t kv_head(int64_t head) const { return head / (heads / heads_kv); }
 };
 
-// A (B, heads, S, D) tensor whose last dimension is contiguous; the other strides are free.
+// A (B, heads, S, D) tensor with a contiguous last dimension. The other strides are free.
 struct Tensor4 {
   void* data = nullptr;
   int64_t stride_b = 0, stride_h = 0, stride_s = 0;
@@ -73,7 +73,7 @@ struct Chunks {
 struct Band : DiagonalBand {
   Chunks chunks;
 
-  // For kernels whose why_not refuses chunks: the overloads of mask.h without chunks.
+  // For kernels that refuse chunks in their why_not: the overloads of mask.h without chunks.
   FA_HOST_DEVICE const DiagonalBand& without_chunks() const { return *this; }
 };
 
@@ -201,7 +201,7 @@ struct CacheScale {
 };
 
 // The scales and zero points of int4 keys or values, (caches or pages, rows, H_kv, groups), float16 or float32. A row's
-// groups are adjacent. Each group has as many columns as the others: a multiple of 32, or the whole row.
+// groups are adjacent. All groups have the same number of columns: a multiple of 32, or the whole row.
 struct CacheGroups {
   Tensor4 scales, zeros;  // zeros null: 8
   int64_t count = 0;      // groups of a row

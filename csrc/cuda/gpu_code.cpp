@@ -44,7 +44,7 @@ bool any_code(const Predicate& predicate) {
 
 // In nvcc's __CUDA_ARCH_LIST__, 9.0 and 9.0a are both 900, and PTX is not listed.
 #if !defined(FLASH_ATTN_EXT_GPU_CODE)
-#error "setup.py defines FLASH_ATTN_EXT_GPU_CODE: what nvcc's -gencode options say after code="
+#error "setup.py defines FLASH_ATTN_EXT_GPU_CODE: the text after code= in nvcc's -gencode options"
 #endif
 #define FA_TEXT_OF(...) #__VA_ARGS__
 #define FA_TEXT(...) FA_TEXT_OF(__VA_ARGS__)

@@ -1,4 +1,5 @@
-// The list of cases. Each tile edge and each option occurs at least once, alone and with others.
+// The list of cases. Each tile edge and each option occurs at least once alone, and at least once with other
+// options.
 #include <algorithm>
 
 #include "case.h"

@@ -40,7 +40,7 @@ void fill_row(std::vector<double>& values, const Shape& s, int64_t b, int64_t h,
   for (int64_t n = 0; n < s[3]; ++n) values[at(s, b, h, i, n)] = kNaN;
 }
 
-// Writes NaN to every key and query that is hidden from all others.
+// Writes NaN to every key that no query sees, and to every query that sees no key.
 void poison_hidden(const Case& c, Inputs& in) {
   const Sizes& z = c.sizes;
   std::vector<char> key_seen(z.batch * z.heads_kv * z.seqlen_k, 0);

@@ -96,13 +96,13 @@ void check_readable(const char* reader, const Bytes& bytes, const std::vector<co
   const auto refuse = [&](const char* what) { fail(std::string(reader) + what + who()); };
   for_each_last_write(bytes.begin, bytes.end - bytes.begin, [&](const LastWrite& last) {
     if (!last.written) refuse(" reads memory that nobody wrote: ");
-    if (!last.landed) refuse(" reads what has not landed: ");
+    if (!last.landed) refuse(" reads bytes that have not landed: ");
     uint32_t time = last.time;
     const bool by_thread = last.writer < static_cast<int>(block.threads.size());
     if (by_thread) {
       const std::vector<uint32_t>& fences = block.threads[last.writer].proxy_fences;
       const auto fence = std::lower_bound(fences.begin(), fences.end(), time);
-      if (fence == fences.end()) refuse(" reads what a thread wrote, with no proxy fence: ");
+      if (fence == fences.end()) refuse(" reads bytes that a thread wrote, with no proxy fence: ");
       time = *fence;
     }
     const Clock* sufficient = nullptr;  // threads that met share a clock
@@ -111,7 +111,7 @@ void check_readable(const char* reader, const Bytes& bytes, const std::vector<co
       const bool known = by_thread && start->thread == last.writer ? time < start->now
                                                                    : time <= (*start->known)[last.writer];
       if (!known)
-        fail(std::string("race: ") + reader + " reads what its thread has not waited for: " + who());
+        fail(std::string("race: ") + reader + " reads bytes that its thread has not waited for: " + who());
       if (start->thread != last.writer) sufficient = start->known.get();
     }
   });
@@ -150,7 +150,7 @@ void remember_read(const Bytes& bytes, int first_thread, const std::vector<Fiber
 void check_not_read(const char* writer, const Bytes& target) {
   for (const BulkStore& store : block.stores)
     if (!store.has_read && store.source.overlaps(target))
-      fail(std::string(writer) + " overwrites what a bulk copy still reads: " + who());
+      fail(std::string(writer) + " overwrites bytes that a bulk copy still reads: " + who());
   const auto check = [&](const Read& read) {
     if (!read.bytes.overlaps(target)) return;
     const int threads = static_cast<int>(read.times.size());
@@ -161,7 +161,7 @@ void check_not_read(const char* writer, const Bytes& target) {
         known = current->knows(read.first_thread + t, read.times[t]);
       if (!known)
         fail(std::string("race: ") + writer +
-             " overwrites what was read on its own, with no barrier in between: " + who());
+             " overwrites bytes that were read on their own, with no barrier in between: " + who());
     }
   };
   const auto [first, end] = pages(target);

@@ -83,7 +83,8 @@ void start_copy(Site site, void* shared, size_t bytes, uint64_t* address, std::f
   for_each_last_write(target, bytes, [&](const LastWrite& last) {
     if (last.written && !last.landed) fail("TMA writes where another copy has not landed: " + text(site));
     if (last.written && !current->knows(last.writer, last.time))
-      fail("race: TMA overwrites what was written with no barrier in between: " + text(site) + ", " + who());
+      fail("race: TMA overwrites bytes that were written with no barrier in between: " + text(site) + ", " +
+           who());
   });
   std::memset(shared, 0xff, bytes);
   set_last_write(target, bytes, {true, false, barrier.writer, 0});
@@ -216,7 +217,7 @@ void bulk_wait() {
 void release_bulk_turn(Site site, int32_t* turns) {
   for (const BulkStore& store : block.stores)
     if (store.thread == current->thread)
-      fail("a turn ends before what was added is there: " + text(site) + ", " + who());
+      fail("a turn ends before the added values are there: " + text(site) + ", " + who());
   release_turn(turns);
 }
 

@@ -139,7 +139,7 @@ void finish_products(const std::vector<Fiber*>& fibers, int pending) {
     std::vector<const Product*> products;
     for (int t = 0; t < kWarpgroup; ++t) {
       if (threads[t].products.size() != threads[0].products.size() || threads[t].groups != threads[0].groups)
-        fail("the threads of a warpgroup differ in what they started: " + describe(first_thread + t));
+        fail("the threads of a warpgroup started different operations: " + describe(first_thread + t));
       started.push_back(&threads[t].products[done].start);
       products.push_back(&threads[t].products[done].product);
       if (products[t]->a != products[0]->a || products[t]->b != products[0]->b)
@@ -187,7 +187,7 @@ void check_no_product_reads(const char* writer, const Bytes& target) {
     for (const PendingProduct& product : thread.products)
       for (const Bytes& bytes : bytes_read(product.product))
         if (bytes.overlaps(target))
-          fail(std::string(writer) + " overwrites what a wgmma still reads: " + who());
+          fail(std::string(writer) + " overwrites bytes that a wgmma still reads: " + who());
 }
 
 // These instructions are .sync.aligned: no lane continues before all lanes of its warp are at the same instruction.

@@ -6,7 +6,7 @@
 //   - uninitialised: a read of an element that nothing has written, in a buffer that was not initialised;
 //   - a race: the last writer is another thread with no barrier in between, or another block of the same launch.
 // Reads are not recorded. A missing barrier between a read and a later write shows if the writer's warp runs before the
-// reader's warp. So fibers.cpp lets each warp once run ahead of the others as far as it can.
+// reader's warp. So fibers.cpp lets each warp once run ahead of the other warps, as far as it can.
 #include "memory.h"
 
 #include <dlfcn.h>
@@ -177,7 +177,7 @@ void set_writer(void* address, size_t bytes, uint32_t time) {
             Write{memory.block, time, static_cast<uint32_t>(current->thread)});
 }
 
-// For elements that several blocks of one launch may change: calls visit(last write) for each such element.
+// Several blocks of one launch may change some elements. Calls visit(last write) for each of these elements.
 template <class Visit>
 void change_atomically(const Access& access, const Visit& visit) {
   Region* region = memory.find(access.address);

@@ -1,5 +1,5 @@
-// What the sm90 backward does with one tile of dS, through its own functions: to shared memory by stmatrix,
-// dQ = dS K by a wgmma that reads both by rows, and the sums to global memory in bulk, block after block.
+// The work of the sm90 backward on one tile of dS, by its own functions. stmatrix stores dS to shared memory.
+// A wgmma reads both operands by rows: dQ = dS K. The sums go to global memory in bulk, block after block.
 #include <csrc/cuda/sm90/backward_tile.cuh>
 
 #include "unit.h"
@@ -82,7 +82,7 @@ std::string dq_of_one_tile() {
 constexpr int kTurns = 64, kSums = 1024;
 constexpr float kLarge = 1 << 24;  // + 1 is itself again
 
-// Who comes first adds kLarge, all others 1: in any other order more than kLarge is left.
+// The first block adds kLarge, all other blocks add 1. In any other order more than kLarge is left.
 __global__ void __launch_bounds__(kThreads) turns_kernel(float* sums, int32_t* ticket_and_turns) {
   __shared__ alignas(16) float terms[kSums];
   __shared__ int turn;

@@ -1,5 +1,5 @@
-// cp.async, ldmatrix and mma.sync by the kernels' own wrappers (csrc/cuda/ptx.h), against what their comments
-// say.
+// cp.async, ldmatrix and mma.sync by the kernels' own wrappers (csrc/cuda/ptx.h), against the rules in their
+// comments.
 #include <csrc/cuda/ptx.h>
 
 #include "unit.h"

@@ -1,5 +1,5 @@
-// What translated PTX calls: address spaces, accesses, arithmetic that C++ has no operator for. Everything that
-// memory and threads have in common with the host's run of the sources is tests/cuda_host.
+// Functions that translated PTX calls: address spaces, accesses, arithmetic without a C++ operator.
+// Everything that memory and threads have in common with the host's run of the sources is tests/cuda_host.
 #pragma once
 
 #include <algorithm>

@@ -2,10 +2,11 @@
 // reading K and V once.
 //
 // The query heads that share a key head are the rows of one tile, so K and V are read once for all of them. The keys
-// are cut into `splits`. Each split stores (O, m, l), and merge_row() adds the splits in order. The number of splits
-// depends only on the lengths and the number of key heads, so results depend neither on the number of threads nor on
-// the batch. A task is one split of one key head. With few threads a task is several consecutive splits, and several
-// heads if their rows are adjacent in memory, so that memory is read in order.
+// are cut into `splits`. Each split stores (O, m, l), and merge_row() adds the splits in order. The number of
+// splits depends only on the lengths and the number of key heads. So results depend neither on the number of
+// threads nor on the batch. A task is one split of one key head. With few threads a task is several
+// consecutive splits. It has several heads if their rows are adjacent in memory, so that memory is read in
+// order.
 //
 // With a unified maximum (FlashDecoding++, Hong et al. 2023) every split computes e^(S - constant) instead of e^(S -
 // running maximum). If a row's maximum is too far from the constant, the split is computed again with the running
@@ -158,8 +159,9 @@ DecodeGrouping group_decode(const AttentionParams& call, int threads) {
   return g;
 }
 
-// Returns whether the terms e^(S - unified) of a row are as precise as e^(S - m): no overflow, even in a sum of 2^31
-// terms, and no loss by underflow. Returns true for NaN, because the result is NaN in both cases.
+// Returns whether the terms e^(S - unified) of a row are as precise as e^(S - m). There is no overflow, even
+// in a sum of 2^31 terms, and no loss by underflow. Returns true for NaN, because the result is NaN in both
+// cases.
 template <class T>
 inline bool unified_max_fits(T row_max, T unified) {
   const T limit = static_cast<T>(Exp2<T>::kHighest * kLn2 / 2);
@@ -235,8 +237,8 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
       run(nullptr, n, n + 1);
       continue;
     }
-    // The reference of O and l. A row without visible keys in this split has no maximum, and other splits that are
-    // computed again may have a maximum far below the guess.
+    // The reference of O and l. A row without visible keys in this split has no maximum. Other splits that
+    // are computed again may have a maximum far below the guess.
     for (int64_t row = 0; row < rows; ++row)
       if (r.row_sum[row] != T(0)) r.row_max[row] = unified;
   }
@@ -297,7 +299,7 @@ void merge_all_splits(const AttentionParams& call, const DecodeGrouping& tasks,
     if (p.sizes.seqlen_q == 0 || !is_decode(p)) return;
     const DecodeSplits key_splits = split_keys_of<T>(p);
     if (key_splits.splits <= tasks.splits || row >= key_splits.rows)
-      return;  // already merged, or no such row
+      return;  // already merged, or the row does not exist
     merge_row<In, T>(p, key_splits, b, h_kv, row, results.of(b, h_kv, key_splits));
   });
 }

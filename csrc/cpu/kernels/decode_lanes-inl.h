@@ -65,8 +65,8 @@ constexpr int64_t lanes_of(int64_t rows) {
   return rows > kLanes<T> ? round_up_to_lanes<T>(rows) : kLanes<T> / span_of<T>(rows);
 }
 
-// Measured up to 64 rows of 16 lanes on a CPU with one unit for 64-byte multiply-adds (Zen 4): as fast as the panels of the
-// forward's product, or faster. More rows use the panels.
+// Measured up to 64 rows of 16 lanes, on a CPU with one unit for 64-byte multiply-adds (Zen 4). They are as
+// fast as the panels of the forward's product, or faster. More rows use the panels.
 constexpr int kMostLaneBlocks = 4;
 
 // Returns whether the products of this file compute `rows` rows. Otherwise the forward's matrix product does.
@@ -75,8 +75,8 @@ constexpr bool uses_lane_blocks(int64_t rows) {
 #if defined(FA_HAS_TILE_REGISTERS)  // faster from half a vector on
   return rows <= kLanes<T> / 2;
 #elif FA_VECTOR_BYTES == 64 && !defined(FA_DOT_BFLOAT16)
-  // Two or more whole vectors have no padding in panels, and panels load less for each multiply-add: a CPU with two units
-  // for multiply-adds waits for loads in the lanes.
+  // Two or more whole vectors have no padding in panels, and panels load less for each multiply-add. With
+  // lanes, a CPU with two units for multiply-adds waits for loads.
   const bool fills_panels = rows >= 2 * kLanes<T> && rows % kLanes<T> == 0;
   return rows <= kMostLaneBlocks * kLanes<T> && !fills_panels;
 #else
@@ -230,7 +230,7 @@ inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t d
                         T scale, const LaneTile<T>& to, int64_t first_key, E* copy, Prefetcher& ahead) {
   constexpr int L = kLanes<T>;
   constexpr int64_t kFarRows =
-      2048;  // bytes: 16 rows at such distances compete for a few sets of the L1 cache
+      2048;  // bytes: 16 rows at these distances compete for a few sets of the L1 cache
   const bool is_partial = keys % kDotSums != 0;  // a block may not read past the last key
   if (k.data != copy && (is_partial || k.ld * static_cast<int64_t>(sizeof(E)) >= kFarRows)) {
     const int64_t ld = round_up_to_lanes<T>(depth), span = widest_span<T>(rows),

@@ -117,8 +117,8 @@ QueryBlock<In, T> query_block(const AttentionParams& p, ForwardScratch<In, T> s,
   return {p, b, h, rows.begin, rows.end - rows.begin, score_unit<T>(p), s};
 }
 
-// The blocks [first, first + count) of a head's queries. Blocks whose keys begin together share the tiles of K and V.
-// A block's tiles do not depend on the other blocks.
+// The blocks [first, first + count) of a head's queries. Blocks with the same first key share the tiles of K
+// and V. A block's tiles do not depend on the other blocks.
 template <class In, class T>
 void forward_query_blocks(const AttentionParams& p, const ForwardScratch<In, T>& s, int64_t b, int64_t h,
                           int64_t first, int64_t count) {

@@ -35,7 +35,7 @@ HeadProducts<In, T>* allocate_head_products(Arena& arena, int64_t blocks, int64_
   return products;
 }
 
-// The call whose products are dO V^T and dS K.
+// The call with the products dO V^T and dS K.
 inline AttentionParams with_operands_of_dprobs(const AttentionParams& row, const Tensor4& dout) {
   AttentionParams swapped = row;
   swapped.q = dout;

@@ -110,7 +110,7 @@ FA_PASS(backward, BackwardParams)
 FA_PASS(jvp, JvpParams)
 FA_PASS(double_backward, DoubleBackwardParams)
 
-#if defined(FA_TESTED_PASSES_ONLY)  // tests/cpp runs the passes above, and compiles no others
+#if defined(FA_TESTED_PASSES_ONLY)  // tests/cpp runs the passes above, and compiles no other pass
 #undef FA_PASS
 #define FA_PASS(name, Params) constexpr Pass<Params> name##_pass = {nullptr, nullptr};
 #endif

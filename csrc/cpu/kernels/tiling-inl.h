@@ -60,7 +60,7 @@ constexpr int64_t kDecodeTasks =
     256;  // splits the keys until a batch of one has two tasks for each of 128 threads,
 constexpr int64_t kDecodeMinBlocks =
     4;  // but a split has at least so many key blocks, because merging it has a cost,
-constexpr int64_t kDecodeRowsPerBlock = 16;  // more blocks for many rows, whose results take longer to merge,
+constexpr int64_t kDecodeRowsPerBlock = 16;  // more blocks for many rows: their results take longer to merge,
 constexpr int64_t kDecodeMostBlocks =
     64;  // and at most this number, so that other threads do not wait for one long cache
 constexpr int kPrefetchLevel = 2;  // for __builtin_prefetch: into L2

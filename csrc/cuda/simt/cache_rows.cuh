@@ -36,7 +36,7 @@ struct RowGroups {
 // One row: elements of type In, or of 8 or 4 bits.
 template <class In>
 struct CacheRow {
-  const void* data = nullptr;  // null: there is no such row
+  const void* data = nullptr;  // null: the row does not exist
   float factor = 1.0f;
   int32_t dtype = 0;  // a CacheDType in a whole word: padding would be copied uninitialised
   // Only for kInt4. In shared memory, because with copies of the numbers the kernel of float64 spilled registers.

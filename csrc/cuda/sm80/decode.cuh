@@ -1,8 +1,8 @@
-// Flash-Decoding (Dao et al. 2023) for few queries, where reading K and V takes most of the time. A block has 16 or 32
-// query rows of all heads that share a key head, so that K and V are read once for all of these heads. The keys of a
-// block are divided among its warps. Each warp has a separate ring of tiles, filled by cp.async. No warp waits for
-// another one before the end, when their (m, l, O) are merged. If there are few blocks, the keys are split over more
-// blocks, and combine.cu merges the results.
+// Flash-Decoding (Dao et al. 2023) for few queries, where reading K and V takes most of the time. A block has
+// 16 or 32 query rows of all heads that share a key head. So K and V are read once for all of these heads.
+// The keys of a block are divided among its warps. Each warp has a separate ring of tiles, filled by
+// cp.async. No warp waits for another one before the end, when their (m, l, O) are merged. If there are few
+// blocks, the keys are split over more blocks, and combine.cu merges the results.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// Each warp has kRing tiles of 16 keys: one is in use, the others are in flight.
+// Each warp has kRing tiles of 16 keys. One tile is in use, the other tiles are in flight.
 template <class In_, int kHeadDim_, int kRowTiles_, int kRing_, class Gpu_ = Ampere>
 struct DecodeConfig {
   using In = In_;

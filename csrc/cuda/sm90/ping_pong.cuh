@@ -1,5 +1,5 @@
 // Ping-pong (FlashAttention-3, section 3.1): consumer warpgroups start their products alternately. While one warpgroup
-// computes its softmax, the tensor cores compute the products of the others.
+// computes its softmax, the tensor cores compute the products of the other warpgroups.
 #pragma once
 
 #include "pipeline.cuh"

@@ -20,8 +20,8 @@ __device__ inline uint32_t existing_keys(uint32_t word, int left) {
   return word & (first | second << 16);
 }
 
-// A warp's part: the blocks of 32 keys and 16 columns number `warp`, `warp` + kWarps, ... `keys`: so many keys exist; the
-// others become 0, because P is 0 there and 0 x NaN is NaN.
+// A warp's part: the blocks of 32 keys and 16 columns number `warp`, `warp` + kWarps, ... `keys`: so many
+// keys exist. The other keys become 0, because P is 0 there and 0 x NaN is NaN.
 template <int kWarps, class From, class To>
 __device__ void transpose_tile(const From& from, To& to, int warp, int keys) {
   constexpr uint32_t kGroups = From::kRows / 32, kBlocks = kGroups * To::kRows / 16;

@@ -125,7 +125,7 @@ void AttentionVarlenDoubleBackward::check(const Tensors& in, const Options& opti
 
 namespace {
 
-// Returns the tensors with the columns of query that belong to key, if the others belong to value.
+// Returns the tensors with the columns of query that belong to key, if the other columns belong to value.
 CacheTensors with_query_of_key(CacheTensors in) {
   TORCH_CHECK_VALUE(in.query.dim() == 3 && in.key.dim() == 4 && in.value.dim() == 4 &&
                         in.query.sym_size(2) == in.key.sym_size(3) + in.value.sym_size(3) &&

@@ -2,7 +2,7 @@
 //
 // A row of a list of tensors is X(name, C++ type, shape, dtype, autocast, vmap). A row of a list of options is
 // X(name, C++ type, default, check, allowed values). FA_TENSOR_FIELDS and FA_OPTION_FIELDS make the members of a struct
-// from a list. The other functions here visit those members.
+// from a list. The other functions here visit these members.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -160,8 +160,9 @@ const c10::OperatorHandle& handle_of() {
   return handle;
 }
 
-// Whether calls of an operator pass single arguments, not a stack of IValues: Op::kIsUnboxed. It saves 0.2 us a call, but the
-// compiler needs 2 seconds for such an operator. So only small calls' operators are unboxed.
+// Whether calls of an operator pass single arguments, not a stack of IValues: Op::kIsUnboxed. It saves 0.2 us
+// a call, but the compiler needs 2 seconds for each unboxed operator. So only small calls' operators are
+// unboxed.
 template <class Op, class = void>
 struct IsUnboxed : std::false_type {};
 template <class Op>

@@ -134,7 +134,7 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
   X(window_right,   std::optional<c10::SymInt>, std::nullopt, true,                             "")                 \
   /* Above 0: query i sees only keys in the chunk of key i + diagonal. Chunks have so many keys. */                 \
   X(attention_chunk, c10::SymInt,               0,            v >= 0,                "0 (off) or more")             \
-  /* Number of key 0 in a larger score matrix, whose chunks these are. */                                           \
+  /* Number of key 0 in the larger score matrix that has these chunks. */                                           \
   X(first_key,      c10::SymInt,                0,            true,                             "")                 \
   X(softcap,        double,                     0.0,          std::isfinite(v) && v >= 0,                           \
     "0 (none) or a positive finite number")                                                                         \

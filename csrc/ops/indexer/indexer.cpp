@@ -48,8 +48,8 @@ void run_on_device(const Params& p, const KernelTensors& tensors) {
     run_on_cpu(p, tensors);
 }
 
-// The numbers in tensors are checked on CPU only: reading them would make the host wait for a GPU, whose kernels ignore
-// numbers outside of the keys.
+// The numbers in tensors are checked on CPU only. Reading them would make the host wait for a GPU. The GPU's
+// kernels ignore numbers outside of the keys.
 bool may_read_numbers(const Inputs& in) { return in.q.is_cpu(); }
 
 // ---- indexer_topk ----

@@ -52,7 +52,7 @@ using TopkResult = std::tuple<at::Tensor, at::Tensor>;              // indices, 
 using LossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // loss, index_lse, mass
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;   // dq, dk, dweights
 
-// What the forward of the loss has kept, and the gradient of the loss.
+// Tensors that the forward of the loss has saved, and the gradient of the loss.
 struct LossGradients {
   at::Tensor grad_loss, index_lse, mass;  // (B, S_q) each
 };

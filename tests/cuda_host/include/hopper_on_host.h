@@ -45,7 +45,7 @@ void store_matrices(Site site, void* row, const uint32_t* r);
 uint32_t choose_bytes(uint32_t low, uint32_t high, uint32_t selector);
 
 // d += a b, or d = a b: 64 x depth by depth x columns; depth is 32 bytes. `a` comes from shared memory if a_registers is
-// null. By rows: its rows (b: columns) are contiguous, not k. 8-bit elements have no such form.
+// null. By rows: its rows (b: columns) are contiguous, not k. 8-bit elements cannot be stored by rows.
 struct Product {
   float* d;
   uint64_t a, b;
