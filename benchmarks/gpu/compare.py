@@ -71,7 +71,9 @@ def measure(problem: Problem, backward: bool, args: argparse.Namespace, peak: fl
     timed = reply.get("result", {"seconds": {}, "refused": {"timing": reply.get("error")}})
     row = {**asdict(problem), "pass": "bwd" if backward else "fwd", "tier": tiers.get("ours")}
     row |= rates(medians(timed["seconds"]), problem.flops(backward), peak)
-    row["model"] = time_model.prediction(problem, backward) if row["tier"] == "sm90" else None
+    row["model"] = (
+        time_model.prediction(problem, "backward" if backward else "forward") if row["tier"] == "sm90" else None
+    )
     return row | {"refused": refused | timed["refused"], "seconds": timed["seconds"]}
 
 

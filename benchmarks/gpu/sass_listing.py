@@ -14,7 +14,7 @@ LINE = re.compile(
     r"/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;\s*/\* 0x[0-9a-f]{16} \*/"
     r"\s*/\* 0x([0-9a-f]{16}) \*/"
 )
-PRODUCTS = ("HGMMA", "HMMA")
+PRODUCTS = ("HGMMA", "QGMMA", "HMMA")
 # Instructions that a main loop must not have: arithmetic in fp64, and conversions between integers and floats, by which
 # the compiler divides integers.
 SLOW = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX)|MUFU\.\w+64H|F2F\.\S*F64|F2I|I2F")
@@ -87,6 +87,18 @@ def main_loop(code: list[Instruction]) -> list[Instruction]:
     backward = [(place[i.target], n) for n, i in enumerate(code) if i.target in place and place[i.target] <= n]
     iterations = [[code[n] for n in way] for begin, end in backward if (way := shortest_way(code, place, begin, end))]
     return max(iterations, key=lambda iteration: (count(iteration, *PRODUCTS), -len(iteration)))
+
+
+def copying_loop(code: list[Instruction]) -> list[Instruction]:
+    """Returns the instructions of one iteration of the shortest loop from shared memory to shared memory, on its
+    shortest path: the transposition of V.
+    """
+    place = {instruction.address: n for n, instruction in enumerate(code)}
+    loops = [code[place[i.target] : n + 1] for n, i in enumerate(code) if i.target in place and place[i.target] <= n]
+    copies = [loop for loop in loops if count(loop, "LDSM") and count(loop, "STSM")]
+    shortest = min(copies, key=len)
+    begin, end = place[shortest[0].address], place[shortest[-1].address]
+    return [code[n] for n in shortest_way(code, place, begin, end)]
 
 
 def slow_instructions(code: list[Instruction]) -> list[str]:

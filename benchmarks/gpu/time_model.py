@@ -30,7 +30,7 @@ from tools.gpu import units
 # Rates of a multiprocessor of an H100 or H200 for each clock cycle. The first five are from NVIDIA (CUDA programming
 # guide, throughput of arithmetic instructions, 9.0; H100 white paper). L2 and the clock are estimates.
 MULTIPROCESSORS = 132
-TENSOR_FMA = 2048  # bfloat16
+TENSOR_FMA = 2048  # bfloat16; float8: twice as many
 SHARED_BYTES = 128
 LANES = {"exponentials": 16, "ALU": 64, "fp32": 128, "lsu": 32}  # results per cycle
 SCHEDULERS = 4  # instructions issued per cycle; each warpgroup has one warp on each scheduler
@@ -46,7 +46,7 @@ LATENCIES = {"exponentials": 24, "lsu": 30}  # of the last instruction before an
 
 FP32 = ("FFMA", "FMUL", "FADD", "IMAD")
 MEMORY = ("LDS", "STS", "STSM", "LDSM")
-UNIFORM = ("U", "R2UR", "HGMMA", "WARPGROUP", "SYNCS", "BRA", "BAR", "NOP", "S2", "VOTEU", "BSSY", "BSYNC", "MEMBAR")
+UNIFORM = ("U", "R2UR", "WARPGROUP", "SYNCS", "BRA", "BAR", "NOP", "S2", "VOTEU", "BSSY", "BSYNC", "MEMBAR")
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,13 @@ class Tiling:
     rows: int  # queries of a tile
     keys: int
     owns_keys: bool  # True: a block owns a tile of keys and loops over queries. False: the reverse
+    bytes: int = 2  # of an element
 
     def loaded_bytes(self, dims: HeadDims) -> float:
-        """Bytes from L2 in an iteration: two tiles of 16 bits. The backward also adds a tile of dQ in fp32."""
+        """Bytes from L2 in an iteration: two tiles. The backward also adds a tile of dQ in fp32."""
         if self.owns_keys:
-            return self.rows * (2 * (dims.qk + dims.v) + 4 * dims.qk)
-        return self.keys * 2 * (dims.qk + dims.v)
+            return self.rows * (self.bytes * (dims.qk + dims.v) + 4 * dims.qk)
+        return self.keys * self.bytes * (dims.qk + dims.v)
 
 
 TILINGS = {
@@ -93,7 +94,18 @@ TILINGS = {
     ("backward", HeadDims(192, 128)): Tiling(2, 64, 64, True),
     ("backward", HeadDims(192, 192)): Tiling(2, 64, 64, True),
     ("backward", HeadDims(256, 256)): Tiling(2, 64, 64, True),
+    ("float8", HeadDims(64, 64)): Tiling(3, 192, 128, False, 1),
+    ("float8", HeadDims(128, 128)): Tiling(2, 128, 128, False, 1),
+    ("float8", HeadDims(256, 256)): Tiling(2, 128, 96, False, 1),
 }
+# The source of each way, and the names of its plain kernels as the compiler writes them.
+PLAIN = r"_kernelI13__nv_bfloat16Li(\d+)E(?:Li(\d+)E)?L(?:NS\d*_4FormE0E|b1E)"
+SOURCES = {
+    "forward": ("forward_bfloat16", r"\dforward" + PLAIN),
+    "backward": ("backward_bfloat16", r"\dbackward" + PLAIN),
+    "float8": ("forward_float8", r"\dforward_float8_kernelILi(\d+)E()"),
+}
+TRANSPOSERS = 3  # warps of the float8 forward that transpose V
 
 
 # ---- one iteration of the main loop, as a warpgroup's program
@@ -110,7 +122,7 @@ def program(loop: list[sass_listing.Instruction]) -> Program:
 
     for instruction in loop:
         between.append(instruction)
-        if instruction.name.startswith("HGMMA"):
+        if instruction.name.startswith(sass_listing.PRODUCTS):
             event(product(instruction))
         elif instruction.name == "WARPGROUP.DEPBAR.LE":
             event(Wait(int(re.search(r"gsb0, 0x(\w+)", instruction.operands)[1], 16)))
@@ -122,8 +134,9 @@ def program(loop: list[sass_listing.Instruction]) -> Program:
 def product(instruction: sass_listing.Instruction) -> Product:
     rows, columns, depth = map(int, re.search(r"(\d+)x(\d+)x(\d+)", instruction.name).groups())
     from_registers = re.match(r"R\d+, R\d+, gdesc", instruction.operands)
-    read = 2 * depth * (columns + (0 if from_registers else rows))
-    cycles = max(rows * columns * depth / TENSOR_FMA, read / SHARED_BYTES)
+    element = 1 if instruction.name.startswith("QGMMA") else 2
+    read = element * depth * (columns + (0 if from_registers else rows))
+    cycles = max(rows * columns * depth * element / 2 / TENSOR_FMA, read / SHARED_BYTES)
     return Product(cycles, read, "gsb0" in instruction.operands, PRODUCT_LATENCY)
 
 
@@ -148,7 +161,7 @@ def unit_of(name: str) -> str | None:
         return "fp32"
     if base in MEMORY or base == "SHFL":
         return "lsu"
-    return None if base.startswith(UNIFORM) else "ALU"
+    return None if base.startswith((*UNIFORM, *sass_listing.PRODUCTS)) else "ALU"
 
 
 # ---- one iteration of a block
@@ -171,7 +184,25 @@ class Iteration:
 ITERATIONS = 12  # simulated; the first ones fill the pipeline
 
 
-def iteration_of(its_program: Program, tiling: Tiling, dims: HeadDims) -> Iteration:
+def transposition(loop: list[sass_listing.Instruction], tiling: Tiling, dims: HeadDims) -> dict[str, float]:
+    """Cycles of the units in which the producer's warps transpose a tile of V. A warp waits for its own loads only, so
+    the slowest warp is a unit, too. `loop`: of transpose.cuh; each load has 32 keys and 16 columns.
+    """
+    rounds = -(-tiling.keys * dims.v // (32 * 16) // sass_listing.count(loop, "LDSM"))
+    cycles = sum(instruction.stall for instruction in loop) + LATENCIES["lsu"]
+    return {
+        "transposition": -(-rounds // TRANSPOSERS) * cycles,
+        "issue": rounds * len(loop) / SCHEDULERS,
+        "shared memory": 2 * tiling.keys * dims.v / SHARED_BYTES,
+    }
+
+
+def iteration_of(
+    its_program: Program, tiling: Tiling, dims: HeadDims, others: dict[str, float] | None = None, sharing: int = 1
+) -> Iteration:
+    """``others``: cycles of the units in which other warps than the consumers' use them. ``sharing``: so many blocks
+    share what they load (multicast in a cluster), and add up dQ before they write it.
+    """
     total: dict[str, float] = {"tensor": 0.0, "shared memory": 0.0}
     for step in its_program:
         if isinstance(step, Product):
@@ -182,7 +213,9 @@ def iteration_of(its_program: Program, tiling: Tiling, dims: HeadDims) -> Iterat
                 total[unit] = total.get(unit, 0.0) + cycles * tiling.consumers
     loaded = tiling.loaded_bytes(dims)
     total["shared memory"] += total.pop("lsu", 0.0) + loaded / SHARED_BYTES
-    total["L2"] = loaded / L2_BYTES
+    total["L2"] = loaded / L2_BYTES / sharing
+    for unit, cycles in (others or {}).items():
+        total[unit] = total.get(unit, 0.0) + cycles
     iterations = [simulate(its_program, tiling.consumers, n) for n in (ITERATIONS // 2, ITERATIONS)]
     cycles = (iterations[1] - iterations[0]) / (ITERATIONS - ITERATIONS // 2)
     return Iteration(max(cycles, *total.values()), total)
@@ -252,78 +285,82 @@ def deal_in_rounds(tiles: list[int], lengths: list[float]) -> list[float]:
     return times
 
 
-def seconds(problem: Problem, backward: bool, iteration: Iteration, tiling: Tiling, dims: HeadDims) -> float:
+def seconds(problem: Problem, way: str, iteration: Iteration, tiling: Tiling, dims: HeadDims) -> float:
     tiles = tasks_in_order(problem, tiling, dims)
     lengths = [BLOCK_CYCLES + (count + 1) * iteration.cycles for count in tiles]
-    is_persistent = not backward and dims.qk <= 128
+    is_persistent = way == "forward" and dims.qk <= 128
     times = deal_in_rounds(tiles, lengths) if is_persistent else deal_as_they_end(lengths)
     # The backward's other kernels read out and dout, and write, read and round dQ's sums.
-    around = 14 * problem.B * problem.H * problem.S * problem.D / MEMORY_BYTES_PER_SECOND if backward else 0.0
-    return max(times) / CLOCK + around
+    bytes_around = 14 * problem.B * problem.H * problem.S * problem.D if way == "backward" else 0
+    return max(times) / CLOCK + bytes_around / MEMORY_BYTES_PER_SECOND
 
 
-def prediction(problem: Problem, backward: bool, head_dim_v: int | None = None) -> dict | None:
-    """Returns TFLOP/s and the unit that bounds them.
+def prediction(problem: Problem, way: str, head_dim_v: int | None = None) -> dict | None:
+    """Returns TFLOP/s and the unit that bounds them. ``way``: "forward", "backward", or "float8", a forward.
 
     None without the tools, or for a head dimension without a kernel.
     """
     dims = HeadDims(problem.D, head_dim_v or problem.D)
-    kernel = ("backward" if backward else "forward", dims)
-    iteration = iterations().get(kernel)
+    iteration = iterations().get((way, dims))
     if iteration is None:
         return None
-    flops = problem.flops(backward) * dims.mean(backward) / problem.D
+    flops = problem.flops(way == "backward") * dims.mean(way == "backward") / problem.D
     return {
-        "TFLOP/s": flops / seconds(problem, backward, iteration, TILINGS[kernel], dims) / 1e12,
+        "TFLOP/s": flops / seconds(problem, way, iteration, TILINGS[way, dims], dims) / 1e12,
         "bound": iteration.bound,
     }
 
 
 @functools.cache
-def iterations() -> dict[tuple[str, HeadDims], Iteration]:
-    return {kernel: iteration_of(program(loop), TILINGS[kernel], kernel[1]) for kernel, loop in main_loops().items()}
+def iterations(sharing: int = 1) -> dict[tuple[str, HeadDims], Iteration]:
+    result = {}
+    for (way, dims), code in kernels().items():
+        tiling = TILINGS[way, dims]
+        others = transposition(sass_listing.copying_loop(code), tiling, dims) if way == "float8" else None
+        result[way, dims] = iteration_of(program(sass_listing.main_loop(code)), tiling, dims, others, sharing)
+    return result
 
 
 @functools.cache
-def main_loops() -> dict[tuple[str, HeadDims], list[sass_listing.Instruction]]:
-    """Returns the loops of the bfloat16 kernels, by pass and head dimensions.
+def kernels() -> dict[tuple[str, HeadDims], list[sass_listing.Instruction]]:
+    """Returns the machine code of the bfloat16 and float8 kernels, by way and head dimensions.
 
     Empty if a tool is missing; prints the reason.
     """
     result = {}
     try:
-        for way in ("forward", "backward"):
-            for name, code in sass_listing.functions(sass_listing.disassemble(machine_code(way))).items():
-                plain = r"(?:NS\d*_4FormE0E|b1E)"
-                found = re.search(rf"\d{way}_kernelI13__nv_bfloat16Li(\d+)E(?:Li(\d+)E)?L{plain}", name)
+        for way, (source, pattern) in SOURCES.items():
+            for name, code in sass_listing.functions(sass_listing.disassemble(machine_code(source))).items():
+                found = re.search(pattern, name)
                 if found:
-                    dims = HeadDims(int(found[1]), int(found[2] or found[1]))
-                    result[way, dims] = sass_listing.main_loop(code)
+                    result[way, HeadDims(int(found[1]), int(found[2] or found[1]))] = code
     except FileNotFoundError as error:
         print(f"no time model: {error}", file=sys.stderr)
         return {}
     return result
 
 
-def machine_code(way: str) -> Path:
+def machine_code(source: str) -> Path:
     """Compiles the kernels of the current sources, because the built extension may be older."""
-    result = ROOT / "build" / "time_model" / f"{way}.cubin"
+    result = ROOT / "build" / "time_model" / f"{source}.cubin"
     if not units.is_newer_than_sources(result):
         compile_machine_code()
     return result
 
 
 def compile_machine_code() -> None:
-    """Compiles forward and backward in parallel, in seconds."""
+    """Compiles all sources in parallel, in seconds."""
     compiler = units.nvcc()
     if compiler is None:
         raise FileNotFoundError("needs nvcc: CUDA_HOME, /usr/local/cuda and PATH have none")
     folder = ROOT / "build" / "time_model"
     folder.mkdir(parents=True, exist_ok=True)
     flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-arch=sm_90a", "-cubin"]
-    sources = {way: ROOT / "csrc" / "cuda" / "sm90" / f"{way}_bfloat16.cu" for way in ("forward", "backward")}
     compilers = [
-        subprocess.Popen([compiler, *flags, source, "-o", folder / f"{way}.cubin"]) for way, source in sources.items()
+        subprocess.Popen(
+            [compiler, *flags, ROOT / "csrc" / "cuda" / "sm90" / f"{source}.cu", "-o", folder / f"{source}.cubin"]
+        )
+        for source, _ in SOURCES.values()
     ]
     if any([process.wait() for process in compilers]):
         raise FileNotFoundError("nvcc could not compile the sm90 kernels")
@@ -333,23 +370,23 @@ def compile_machine_code() -> None:
 
 
 def text() -> Iterator:
-    yield f"Speed limit of the sm90 kernels at {CLOCK / 1e9:g} GHz, bf16, by a model of their machine code"
-    yield "Cycles of one iteration of a block's main loop, and the cycles that each unit alone would need\n"
-    columns = ["tensor", "exponentials", "issue", "ALU", "fp32", "shared memory", "L2"]
+    yield f"Speed limit of the sm90 kernels at {CLOCK / 1e9:g} GHz, bf16 and fp8, by a model of their machine code"
+    yield "Cycles of one iteration of a block's main loop, and the cycles that each unit alone would need. In pairs: if"
+    yield "two blocks shared what they load from L2, which no kernel does yet\n"
+    columns = ["tensor", "exponentials", "issue", "ALU", "fp32", "shared memory", "L2", "transposition"]
     lines = []
     for kernel in TILINGS:
         way, dims, iteration = *kernel, iterations()[kernel]
-        line = [f"{way} {dims}", str(len(main_loops()[kernel])), f"{iteration.cycles:.0f}"]
-        lines.append([*line, *(f"{iteration.units.get(unit, 0):.0f}" for unit in columns), iteration.bound])
-    yield output.table(["", "instructions", "cycles", *columns, "most busy"], lines)
+        instructions = len(sass_listing.main_loop(kernels()[kernel]))
+        line = [f"{way} {dims}", str(instructions), f"{iteration.cycles:.0f}"]
+        units = [f"{iteration.units.get(unit, 0):.0f}" for unit in columns]
+        lines.append([*line, *units, iteration.bound, f"{iterations(2)[kernel].cycles:.0f}"])
+    yield output.table(["", "instructions", "cycles", *columns, "most busy", "in pairs"], lines)
     yield "\nTFLOP/s, full / causal\n"
     lengths = sorted(LENGTHS)
     lines = []
     for way, dims in TILINGS:
-        rates = [
-            f"{prediction(problem, way == 'backward', dims.v)['TFLOP/s']:.0f}"
-            for problem in problems(lengths, [dims.qk])
-        ]
+        rates = [f"{prediction(problem, way, dims.v)['TFLOP/s']:.0f}" for problem in problems(lengths, [dims.qk])]
         lines.append([f"{way} {dims}", *map("/".join, zip(rates[::2], rates[1::2], strict=True))])
     yield output.table(["", *map(str, lengths)], lines)
 
@@ -359,7 +396,7 @@ def text_of_anchors() -> Iterator:
     yield f"The model next to the best published TFLOP/s, bf16, {CLOCK / 1e9:g} GHz, L2 {L2_BYTES} bytes a clock\n"
     lines = []
     for problem, backward, rate in anchors.cells():
-        ours = prediction(problem, backward)
+        ours = prediction(problem, "backward" if backward else "forward")
         ratio = ours["TFLOP/s"] / rate
         what = f"{'backward' if backward else 'forward'} D {problem.D} {'causal' if problem.causal else 'full'}"
         reason = "" if ratio >= anchors.ENOUGH else ours["bound"]
