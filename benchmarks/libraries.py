@@ -2,8 +2,8 @@
 
     python -m benchmarks.libraries flux dit sentence vit eva swin lightning
 
-For each model with an installed library it prints the largest relative difference of the outputs, the calls on our
-kernels, and the calls on torch's kernels. It also prints the median ratio of the times (above 1: ours is faster) with
+It compares each model with an installed library. It prints the largest relative difference of the outputs, and the
+calls on our and on torch's kernels. It also prints the median ratio of the times (above 1: ours is faster) with
 quartiles.
 """
 

@@ -1,5 +1,5 @@
-// The torch that this library was built for, as text in the file: flash_attn_ext/_ops.py reads it before it loads the
-// library, because with another torch it may not load at all.
+// The torch that this library was built for, as text in the file. flash_attn_ext/_ops.py reads the text before it loads
+// the library, because the library may not load with another torch.
 #include <torch/version.h>
 
 // The attributes keep it although nothing refers to it.

@@ -1,5 +1,5 @@
-// A layout of scratch memory. The code that uses the memory runs its layout twice: with a null base to compute the size,
-// then with real memory to get the pointers.
+// A layout of scratch memory. The code that uses the memory runs its layout twice. A null base gives the size, then
+// real memory gives the pointers.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,9 @@
 // The arguments of the kernels: raw pointers, sizes and strides. Torch-free, shared by every device.
 //
-// Letters in the comments: B batch, H query heads, H_kv key/value heads (H % H_kv == 0, query head h reads
-// key/value head h / (H / H_kv)), S_q and S_k sequence lengths, D head dimension of q and k, D_v of v and
-// out. Strides are in elements, never bytes. A new feature is a new small struct here, and
-// ops/dense/pack_params.cpp fills it.
+// Letters in the comments: B batch, H query heads, H_kv key/value heads, S_q and S_k sequence lengths. D is the head
+// dimension of q and k, D_v of v and out. H % H_kv == 0, and query head h reads key/value head h / (H / H_kv).
+// Strides are in elements, never bytes.
+// A new feature is a new small struct here, and ops/dense/pack_params.cpp fills it.
 #pragma once
 
 #include <cstdint>

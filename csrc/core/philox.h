@@ -3,8 +3,7 @@
 //
 // The word depends only on (seed, offset; batch, head, row, column). So tiling, number of threads and device do not
 // change a mask. One call gives the words of a 2 x 2 block {i, i + 8} x {j, j + 1} with j even and i % 16 <
-// 8. A CUDA thread holds a 2 x 2 block of this form, in a 16 x 8 mma accumulator. On the CPU 16 rows are
-// whole SIMD vectors.
+// 8. A CUDA thread holds one such 2 x 2 block of a 16 x 8 mma accumulator. On the CPU 16 rows are whole SIMD vectors.
 #pragma once
 
 #include <cstdint>

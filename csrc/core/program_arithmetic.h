@@ -6,7 +6,7 @@
 //   V1  V a             V result    V: floating-point values. T: the type of one of them
 //   V2  V a, b          V result    I: integers as wide; a bool is -1 or 0
 //   VC  V a, b          a comparison
-//   I1  I a             I result    U: unsigned integers as wide, whose overflow is defined
+//   I1  I a             I result    U: unsigned integers as wide; their overflow is defined
 //   I2  I a, b          I result
 //   IC  I a, b          a comparison
 //   IV  I a             V result

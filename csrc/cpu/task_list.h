@@ -57,7 +57,7 @@ TaskList list_tasks(Arena& arena, const Params& call, const TasksOf& tasks_of) {
 }
 
 // The blocks of all heads in one list. The tasks of a few heads are interleaved: the first block of each head, then the
-// second block of each head, and so on; then the next few heads. Blocks with more work are first, so that the last
+// second block of each head, and so on. Then come the next few heads. Blocks with more work are first, so that the last
 // tasks are short and all threads end at nearly the same time.
 struct HeadBlocks {
   struct Position {

@@ -147,7 +147,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 where S_k includes the appended columns.
 
         Returns:
-            (out, weights): out has the shape of `query`; weights, after dropout, are (B, S_q, S_k), or (B, num_heads,
+            (out, weights). out has the shape of `query`. weights, after dropout, are (B, S_q, S_k), or (B, num_heads,
             S_q, S_k) if not averaged, without B if unbatched. With `need_weights=False` they are None. `add_bias_kv`
             and `add_zero_attn` append one column each. With `top_k` weights are a pair: the values and their int64 key
             indices. Then the last dimension is `top_k`.

@@ -91,9 +91,9 @@ def replace_attention(
 
     Only the class nn.MultiheadAttention itself is replaced, also under torch's parametrize and fully_shard (FSDP2).
     Three kinds of modules do not change. They are instances of a subclass (for example of torch.ao's quantizable
-    class), instances with their own forward, and modules with a head dimension, dtype or device without kernels.
-    `skipped` and a warning name each of these modules. `other_attention` names modules of other classes that seem to
-    compute attention.
+    class), instances with their own forward, and modules without kernels (head dimension, dtype, device). `skipped` and
+    a warning name each of these modules. `other_attention` names modules of other classes that seem to compute
+    attention.
 
     Args:
         model: the model, or a single nn.MultiheadAttention.

@@ -1,5 +1,5 @@
-// Element by element against CuTe's: the layouts and descriptors of csrc/cuda/sm90/panels.h, and which element
-// a thread holds in which register, as the host models of the instructions have it. Prints differences.
+// Compares with CuTe, element by element: the layouts and descriptors of csrc/cuda/sm90/panels.h, and the elements in
+// each register of a thread, as in the host models of the instructions. Prints differences.
 #include <cstdint>
 #include <cstdio>
 

@@ -39,8 +39,8 @@ void reference_jvp(const Case& c, const Inputs& in, Outputs& result);
 void reference_double_backward(const Case& c, const Inputs& in, Outputs& result);
 
 // Returns the largest relative difference between reference and finite differences, on a small problem with every
-// option: reference_backward against differences of reference_forward, and forward mode and double backward against
-// differences of forward and backward along the tangents.
+// option. Compares reference_backward with differences of reference_forward. Compares forward mode and double backward
+// with differences of forward and backward along the tangents.
 double reference_self_check();
 
 }  // namespace test

@@ -21,9 +21,9 @@ namespace {
 
 using namespace flash_attn_ext;
 
-// Allowed errors, relative to the largest value of the tensor, at least to 1: the rounding of the accumulator, and
-// half a unit in the last place of the 16-bit types with some margin. Twice as much if P and dS are rounded to
-// bfloat16 before the products.
+// Allowed errors, relative to the largest value of the tensor, at least to 1. They are the rounding of the accumulator,
+// and half an ulp of the 16-bit types with some margin. Twice as much if P and dS are rounded to bfloat16 before the
+// products.
 double tolerance(DType dtype, const std::string& isa) {
   switch (dtype) {
     case DType::kFloat64: return 1e-13;

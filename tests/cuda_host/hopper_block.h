@@ -77,8 +77,8 @@ struct Thread {
   std::map<float*, std::vector<float>> accumulators;  // the earlier values of accumulators in flight
 };
 
-// A range of shared memory that an asynchronous operation has read, and the time of the wait of each thread that waited for
-// it: the threads of a warpgroup for a product, one thread for a bulk copy.
+// A range of shared memory that an asynchronous operation has read, and the time of each thread's wait for the
+// operation. The threads of a warpgroup wait for a product, one thread waits for a bulk copy.
 struct Read {
   Bytes bytes;
   int first_thread;
@@ -114,8 +114,8 @@ inline std::string text(Site site) {
 Barrier& find_barrier(uint64_t* address);
 bool complete_if_done(Barrier& barrier);  // returns true if a thread waited for this phase
 
-// An asynchronous operation reads `bytes`. Checks for each of `starts` that it knew of these events: the copies to `bytes`
-// have landed, and each thread that wrote to `bytes` has made a proxy fence after its write.
+// An asynchronous operation reads `bytes`. Checks two conditions for each of `starts`. The copies to `bytes` have
+// landed. Each thread that wrote to `bytes` has made a proxy fence after its write.
 void check_readable(const char* reader, const Bytes& bytes, const std::vector<const Start*>& starts);
 // The operation has read the bytes. `fibers`, from first_thread on, now know it.
 void remember_read(const Bytes& bytes, int first_thread, const std::vector<Fiber*>& fibers);

@@ -1,5 +1,5 @@
-// setmaxnreg as the sm90 kernels use it: the producer warpgroup hands registers back, two consumer warpgroups
-// take more than the compiler's share, and hold values in them.
+// setmaxnreg as the sm90 kernels use it. The producer warpgroup releases registers. Two consumer warpgroups get more
+// than the compiler's share, and hold values in them.
 #include <csrc/cuda/sm90/ptx.h>
 
 #include "unit.h"

@@ -59,8 +59,8 @@ std::string difference_of(const CUtensorMap& map, const From& from, const std::v
   return first_difference(out.values(), expected, sm90::kPanelColumns);
 }
 
-// Tensors as torch has them after a transpose: heads lie between the columns of a row and the next row, and a
-// row is followed by a gap. `kBeyond` rows of the tile are outside.
+// Tensors as torch has them after a transpose. The other heads are between one row and the next row of a head, and a
+// gap follows each row. `kBeyond` rows of the tile are outside.
 template <int kRows, int kColumns>
 std::string tile_of_four_dimensions() {
   using Tile = sm90::Panels<uint16_t, kRows, kColumns>;

@@ -3,12 +3,12 @@
 //   dV_j += P^T dO    dK_j += dS^T Q    dQ_i += dS K       outer loop: key block j; inner loop: query block i
 //
 // A task processes all keys, or one block of keys, of one (sequence, query head). The tasks of a head add to the same
-// dQ, in the order of the keys (turns.h): the bits do not depend on the number of threads or on the batch.
+// dQ, in the order of the keys (turns.h). So the bits do not depend on the number of threads or on the batch.
 #pragma once
 
 #include "backward_captured-inl.h"
 
-// Adds one tile to the row terms: `reference` is the running maximum m, `correction` is l = sum of e^(S - m), `delta`
+// Adds one tile to the row terms. `reference` is the running maximum m. `correction` is l = sum of e^(S - m). `delta`
 // is the sum of e^(S - m) dP.
 template <class T>
 void add_to_row_terms(const TileFrame& f, const T* scores, const T* dprobs, const T* dropout_tile,

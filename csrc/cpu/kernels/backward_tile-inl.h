@@ -70,7 +70,7 @@ bool lse_holds_sum(T lse) {
 }
 
 // Returns whether an lse of this magnitude contains log l. Adding 1e9 to all scores of a row (masks of finfo.min or
-// -1e9) rounds log l away; e^(S - lse) is then wrong by a factor of the row length. Returns true for NaN, which stays
+// -1e9) rounds log l away. e^(S - lse) is then wrong by a factor of the row length. Returns true for NaN, which stays
 // NaN.
 //
 // The scores of the forward have the same bits, so their rounding errors cancel in S - lse. Only the decode kernel adds

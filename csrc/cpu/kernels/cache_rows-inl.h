@@ -211,8 +211,8 @@ class Prefetcher {
 };
 
 // Loads the factors of the 8-bit rows of a tile, one per key, up to `ld` lanes. Returns whether the factors may be
-// applied to scores or probabilities instead of rows: false if a factor is not finite, because a masked row must stay
-// masked.
+// applied to scores or probabilities instead of rows. It returns false if a factor is not finite, because a masked row
+// must stay masked.
 template <class T>
 bool load_factors(const AttentionParams& p, const CacheScale& scale, int64_t h_kv, int64_t j0, int64_t keys,
                   int64_t ld, T* factors) {

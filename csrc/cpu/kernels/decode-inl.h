@@ -2,11 +2,10 @@
 // reading K and V once.
 //
 // The query heads that share a key head are the rows of one tile, so K and V are read once for all of them. The keys
-// are cut into `splits`. Each split stores (O, m, l), and merge_row() adds the splits in order. The number of
-// splits depends only on the lengths and the number of key heads. So results depend neither on the number of
-// threads nor on the batch. A task is one split of one key head. With few threads a task is several
-// consecutive splits. It has several heads if their rows are adjacent in memory, so that memory is read in
-// order.
+// are cut into `splits`. Each split stores (O, m, l), and merge_row() adds the splits in order. The number of splits
+// depends only on the lengths and the number of key heads. So results depend neither on the number of threads nor on
+// the batch. A task is one split of one key head. With few threads a task is several consecutive splits. It has several
+// heads if their rows are adjacent in memory, so that memory is read in order.
 //
 // With a unified maximum (FlashDecoding++, Hong et al. 2023) every split computes e^(S - constant) instead of e^(S -
 // running maximum). If a row's maximum is too far from the constant, the split is computed again with the running
@@ -16,8 +15,8 @@
 #include "decode_tile-inl.h"
 
 // Returns whether the decode kernel runs. It runs for few queries. It is also faster for some more queries of a long
-// cache, if only the softmax follows the product, because it multiplies the rows of a whole group at once, prefetches
-// keys, and splits them.
+// cache, if only the softmax follows the product. The reason: it multiplies the rows of a whole group at once,
+// prefetches keys, and splits them.
 inline bool is_decode(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   const bool is_chunk = z.seqlen_q <= kDecodeMaxChunk && z.seqlen_k >= kDecodeMinKeysOfChunk &&
@@ -159,9 +158,8 @@ DecodeGrouping group_decode(const AttentionParams& call, int threads) {
   return g;
 }
 
-// Returns whether the terms e^(S - unified) of a row are as precise as e^(S - m). There is no overflow, even
-// in a sum of 2^31 terms, and no loss by underflow. Returns true for NaN, because the result is NaN in both
-// cases.
+// Returns whether the terms e^(S - unified) of a row are as precise as e^(S - m). There is no overflow, even in a sum
+// of 2^31 terms, and no loss by underflow. Returns true for NaN, because the result is NaN in both cases.
 template <class T>
 inline bool unified_max_fits(T row_max, T unified) {
   const T limit = static_cast<T>(Exp2<T>::kHighest * kLn2 / 2);

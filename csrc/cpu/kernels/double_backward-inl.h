@@ -1,6 +1,6 @@
 // Double backward: the gradient of <t_out, dout> + <t_lse, dlse> with respect to q, k, v, mask and slopes
-// (docs/derivative_formulas.md), by the loops of the backward, with ten products per tile. Per tile, from the tangent e
-// of the scores, g = R o dO V^T and f = R o dO tV^T:
+// (docs/derivative_formulas.md). The loops are the backward's, with ten products for each tile. Per tile, from the
+// tangent e of the scores, g = R o dO V^T and f = R o dO tV^T:
 //
 //   dS = P o (g - delta)    A = (g - delta) o e + f - mu g    G = P o (A - gamma)
 //   Z  = scale (y' G + y'' scale w dS)                        D = scale y' dS

@@ -66,8 +66,8 @@ FA_INLINE void dropout_block(const AttentionParams& p, PhiloxKey key, uint32_t h
     }
 }
 
-// For a tile in a part of a larger call, if the tile does not begin at the start of a Philox block of the larger call.
-// Computes whole blocks and copies the part of each block inside the tile.
+// For a part of a larger call: a tile that does not begin at the start of the larger call's Philox block. Computes
+// whole blocks and copies the part of each block inside the tile.
 template <class T>
 inline void load_dropout_tile_across_blocks(const AttentionParams& p, const TileFrame& f, PhiloxKey key,
                                             uint32_t head_index, int64_t i0, int64_t j0, T* dst) {

@@ -1,5 +1,5 @@
-// The products of attention by index that sum over the heads of one query row: dV = P^T dO and dK = dS^T Q, with one
-// row for each gathered key. Q and dO are loaded once for each query row.
+// The products of attention by index that sum over the heads of one query row. dV = P^T dO and dK = dS^T Q have one row
+// for each gathered key. Q and dO are loaded once for each query row.
 #pragma once
 
 #include "indexed_tile-inl.h"

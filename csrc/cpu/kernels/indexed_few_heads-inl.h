@@ -1,6 +1,6 @@
-// A tile of attention by index for few heads of a key head, in decode's form (decode_lanes-inl.h): one vector has several
-// keys of each head in the softmax, and several columns of each head in the products. The scores have the same bits as
-// in the backward.
+// A tile of attention by index for few heads of a key head, in decode's form (decode_lanes-inl.h). In the softmax one
+// vector has several keys of each head. In the products it has several columns of each head. The scores have the same
+// bits as in the backward.
 #pragma once
 
 #include "indexed_tile-inl.h"

@@ -1,4 +1,4 @@
-// Scores of the indexer for one query and a tile of keys: the heads are the columns of one product K_tile Q_i^T, and
+// Scores of the indexer for one query and a tile of keys. The heads are the columns of one product S = K_tile Q_i^T.
 // score[j] = sum_h w[h] relu(S[j][h]) is a sum over the lanes. So decoding and long sequences run the same code, and a
 // query's scores are contiguous for the selection.
 #pragma once

@@ -5,7 +5,7 @@
 #include "functions-inl.h"
 
 // The factor of <q, k> before finish_scores(). It multiplies the product, not an operand. The backward packs its
-// operands in another order, but its scores have the same bits as the forward's, so their rounding errors cancel in S -
+// operands in another order, but its scores have the same bits as the forward's. So their rounding errors cancel in S -
 // lse.
 template <class T>
 inline T product_scale(const AttentionParams& p) {

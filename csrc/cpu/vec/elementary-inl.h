@@ -122,8 +122,8 @@ FA_INLINE Vec<T> any_expm1(Vec<T> x) {
   return x > T(1) ? any_exp<T>(x) - T(1) : expm1<T>(x);
 }
 
-// The coefficients interpolate erf(x) / x as a polynomial in x^2 for |x| < kSmall, and log(1 - erf(x)) as a polynomial
-// in (x - kCenter) / kRadius for kSmall <= |x| < kOne, at Chebyshev nodes in 40 digits. From kOne on, erf rounds to 1.
+// The coefficients interpolate at Chebyshev nodes, in 40 digits. For |x| < kSmall, erf(x) / x is a polynomial in x^2.
+// For kSmall <= |x| < kOne, log(1 - erf(x)) is a polynomial in (x - kCenter) / kRadius. From kOne on, erf rounds to 1.
 template <class T>
 struct Erf;
 template <>

@@ -1,6 +1,6 @@
 // exp and tanh of vectors. Polynomials were fitted by interpolation of (2^f - 1) / f at Chebyshev nodes of
-// [-1/2, 1/2] in 60 digits; the absolute error of 2^f is below 4e-9 (float) and 7e-18 (double) before
-// rounding.
+// [-1/2, 1/2] in 60 digits. The absolute error of 2^f is below 4e-9 (float) and 7e-18 (double)
+// before rounding.
 #pragma once
 
 #include "vec-inl.h"
@@ -56,8 +56,8 @@ FA_INLINE void split_exp(Vec<T> x, T log2_scale, Vec<T>& power, Vec<T>& fraction
   fraction = exp2_polynomial<T>(f) * f;
 }
 
-// exp for probabilities of 16-bit types: the relative error is below 2.7e-6 (2^-18.5), 700 times below half an ulp of
-// bfloat16 and 90 times below half an ulp of float16. Minimax polynomials of degree 4 for 2^f, by Remez' exchange.
+// exp for probabilities of 16-bit types. The relative error is below 2.7e-6 (2^-18.5). It is 700 times less than half an
+// ulp of bfloat16 and 90 times less than half an ulp of float16. Minimax polynomials of degree 4 by Remez' exchange.
 constexpr float kShortExp2Nearest[] = {0.9999992847442627f, 0.6931217908859253f, 0.240247443318367f,
                                        0.05591785907745361f, 0.009570102207362652f};  // f in [-1/2, 1/2]
 constexpr float kShortExp2AboveFloor[] = {1.0000026226043701f, 0.6930038332939148f, 0.2414427548646927f,

@@ -11,8 +11,8 @@
 
 namespace flash_attn_ext::cuda::simt {
 
-// Whether lse = m + log(l) is exact enough. For scores of 1e9 (masks of finfo.min or -1e9) rounding removes log(l), and
-// e^(S - lse) is wrong by a factor of up to the length of the row. NaN counts as exact, so it stays NaN.
+// Whether lse = m + log(l) is exact enough. For scores of 1e9 (masks of finfo.min or -1e9) rounding removes log(l).
+// e^(S - lse) is then wrong by a factor of up to the length of the row. NaN counts as exact, so it stays NaN.
 template <class T>
 __device__ bool lse_is_exact(T lse) {
   return !(std::abs(lse) * std::numeric_limits<T>::epsilon() > T(1e-3)) || std::isinf(lse);

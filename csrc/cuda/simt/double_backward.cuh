@@ -1,5 +1,5 @@
 // Double backward: the gradient of <t_out, dout> + <t_lse, dlse> with respect to q, k, v, mask, slopes and sink
-// (docs/derivative_formulas.md), by the kernels of the backward. Per tile, from the tangent e of the scores,
+// (docs/derivative_formulas.md). The kernels are the backward's. Per tile, from the tangent e of the scores,
 // g = R o dO V^T and f = R o dO tV^T:
 //
 //   dS = P o (g - delta)    A = (g - delta) o e + f - mu g    G = P o (A - gamma)

@@ -1,5 +1,5 @@
-// Backward with functions of the user and block masks: the kernels of backward.cuh with another pass, which runs the
-// programs and skips tiles that the block mask hides.
+// Backward with functions of the user and block masks: the kernels of backward.cuh with another pass. This pass runs
+// the programs and skips tiles that the block mask hides.
 #pragma once
 
 #include "flex.cuh"

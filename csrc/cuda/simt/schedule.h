@@ -19,8 +19,8 @@ constexpr int kNarrowSlice = 64, kMaxSlice = 128;  // columns of a result that a
 constexpr int slice_of(int64_t columns) { return columns <= kNarrowSlice ? kNarrowSlice : kMaxSlice; }
 
 struct ForwardSchedule {
-  // Few queries: the heads that share a key head fill tiles of 16 rows together, so that K and V are read once for all
-  // of these heads.
+  // Few queries: the heads that share a key head fill tiles of 16 rows together. So K and V are read once for all of
+  // these heads.
   bool decode;
   int64_t heads_per_tile;
   int64_t row_blocks;  // per batch and tile of heads

@@ -31,7 +31,7 @@ __device__ inline int tile_row(int r) { return thread_y() + kSide * r; }
 __device__ inline int tile_col(int c) { return thread_x() + kSide * c; }
 
 // A tile of scores, P or dS: queries by keys. Between two products each thread works on its elements in shared memory,
-// in a loop that is not unrolled, because the code of masks, softcap, ALiBi and dropout is long.
+// in a loop. The loop is not unrolled, because the code of masks, softcap, ALiBi and dropout is long.
 template <class T, int kTileRows>
 using ScoreTile = T[kTileRows][kBlockK + 1];  // the odd length spreads a column over all banks
 

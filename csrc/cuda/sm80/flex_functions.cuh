@@ -1,5 +1,5 @@
-// Functions of the user in the kernels of this tier: the tiles that a block visits, the elements that the mask function
-// shows, and the new scores.
+// Functions of the user in the kernels of this tier. They give the tiles that a block visits, the elements that the
+// mask function shows, and the new scores.
 //
 // The mask function runs only on tiles that overlap a partial block or different blocks. It runs before the product S =
 // Q K^T, when few registers are in use. A thread stores the results as bits.
@@ -60,8 +60,8 @@ struct ShownPosition : Position {
   __device__ bool is_shown(int n, int e) const { return bits >> (4 * n + e) & 1; }
 };
 
-// The steps of a block of keys in the backward: the tiles of queries that the block mask does not hide from all of its
-// keys, for each head of the group.
+// The steps of a block of keys in the backward, for each head of the group. A step is a tile of queries. Tiles that the
+// block mask hides from all of these keys are skipped.
 template <class C>
 class ShownSteps {
  public:

@@ -8,8 +8,8 @@ namespace flash_attn_ext::cuda::sm80 {
 // Why this tier cannot run the forward. Null: it can, on a GPU of compute capability 8.0 or later.
 const char* why_not_forward(const AttentionParams& p);
 
-// Whether the forward uses the decode kernel: for few queries, if the caller sets num_splits, and for keys in pages,
-// which only the decode kernel reads.
+// Whether the forward uses the decode kernel: for few queries, if the caller sets num_splits, and for keys in pages.
+// Only the decode kernel reads pages.
 bool is_decode(const AttentionParams& p);
 size_t forward_workspace(const AttentionParams& p);
 

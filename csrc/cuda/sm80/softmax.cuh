@@ -9,8 +9,8 @@
 namespace flash_attn_ext::cuda::sm80 {
 
 // The step that applies the factor product_scale(). Before the softmax, if softcap, ALiBi or a mask follow, or if the
-// scale is negative, because then the largest product is not the largest score. Otherwise inside the exponent, without
-// additional instructions. `changes_scores`: the user's function follows.
+// scale is negative. In these cases the largest product is not the largest score. Otherwise inside the exponent,
+// without additional instructions. `changes_scores`: the user's function follows.
 struct ScoreScale {
   bool is_first;
   float scale;

@@ -7,7 +7,7 @@
 //
 // P and dS are computed transposed, so that their registers are left operands. dS is also written to shared memory, for
 // dQ. Beyond a head dimension of 128, dK and dV of 64 keys fill the registers of two warpgroups. Then each warpgroup
-// has half of the columns of dK and dV, computes P and dS for half of the queries, and writes both to shared memory.
+// has half of the columns of dK and dV. It computes P and dS for half of the queries, and writes both to shared memory.
 // TMA loads K, V, Q and dO. dK and dV stay in registers to the end. A separate thread adds each tile's part of dQ to
 // fp32 sums in global memory.
 #pragma once

@@ -42,8 +42,8 @@ __device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64
 }
 
 // 0 x NaN is NaN, so a hidden key with a NaN or Inf in its value row can make a visible result NaN. This calls
-// repair(n) for each NaN row n, but only if a value row of the tiles [begin, end) that is hidden from one of the warp's
-// queries is not finite. Every other NaN comes from a visible key.
+// repair(n) for each NaN row n, but only under one condition. A value row of the tiles [begin, end) is not finite and
+// is hidden from one of the warp's queries. Every other NaN comes from a visible key.
 template <class In, int kHeadDim, class Repair, class Hidden = HiddenByKeyMask>
 __device__ void repair_rows(const AttentionParams& p, int64_t b, int64_t h_kv, Range queries, Range tiles,
                             uint32_t nan_rows, const Repair& repair, const Hidden& hidden = {}) {

@@ -1,5 +1,5 @@
-// The rows of a call with float8 products: queries to shared memory, accumulators to out and lse, and the repair of rows that
-// came out as NaN.
+// The rows of a call with float8 products. Copies queries to shared memory, stores accumulators to out and lse, and
+// repairs NaN rows.
 #pragma once
 
 #include <cstring>
@@ -150,8 +150,8 @@ __device__ void repair_float8_row(const AttentionParams& call, int64_t b, int64_
   columns.store(call.out, 0, h, i, finish_float8_row(call, b, h, factors, max, sum).out_factor, out.x);
 }
 
-// 0 x NaN is NaN, so a hidden NaN in V can make a visible result NaN. Repairs the NaN rows of a warp's 16, but only if a value
-// row of the block's keys `tiles` that is hidden from one of them holds a NaN.
+// 0 x NaN is NaN, so a hidden NaN in V can make a visible result NaN. Repairs the NaN rows among a warp's 16 rows, but
+// only under one condition. A value row of the block's keys `tiles` holds a NaN and is hidden from one of the 16 rows.
 template <class Out, int kHeadDim>
 __device__ void repair_float8_rows(const AttentionParams& call, int64_t b, int64_t h, int64_t warp_row,
                                    Range tiles, uint32_t nan_rows, const Float8Factors& factors) {

@@ -3,8 +3,8 @@
 //
 //   V^T    wgmma reads 8-bit operands along k only. Three warps of the producer warpgroup transpose each tile of V, while the
 //          consumers work on the tile before (transpose.cuh).
-//   P      is rounded to float8 after a multiplication by 2^8, and is the left operand without moving: V^T has its keys in the
-//          order of the threads that hold P.
+//   P      is rounded to float8 after a multiplication by 2^8. It stays in its registers as the left operand: V^T has
+//          its keys in the order of the threads that hold P.
 //   out    = O v_scale / l, and a score is <q, k> scale k_scale. The factors are constant in a sequence and key head.
 //
 // Keys and values are caches, also in pages (ops/cache/kvcache.h). TMA copies a tile in boxes that lie in one page each.

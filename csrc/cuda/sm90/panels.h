@@ -47,8 +47,8 @@ FA_HOST_DEVICE constexpr uint64_t step_descriptor(uint64_t descriptor, uint32_t 
   return (descriptor & 0xffffffff00000000u) | static_cast<uint32_t>(descriptor + bytes / 16);
 }
 
-// The descriptor of a tile at `address` for a product along its columns, S = Q K^T; and the offset of its k-th 32 bytes of
-// each row, which are 16 columns of 16 bits or 32 columns of 8 bits.
+// The descriptor of a tile at `address` for a product along its columns, S = Q K^T. columns_step(k) is the offset of
+// the k-th 32 bytes of each row: 16 columns of 16 bits or 32 columns of 8 bits.
 FA_HOST_DEVICE constexpr uint64_t along_columns(uint32_t address) { return matrix_descriptor(address, 16); }
 template <class Tile>
 FA_HOST_DEVICE constexpr uint32_t columns_step(int k) {

@@ -99,8 +99,8 @@ __device__ inline void named_barrier_sync(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-// Ordered adds (../ptx.h) of bulk copies. The fences are needed because another unit adds: the first keeps the adds
-// after the wait, the second keeps them before the end of the turn.
+// Ordered adds (../ptx.h) of bulk copies. The fences are needed because another unit adds. The first fence keeps the
+// adds after the wait. The second fence keeps the adds before the end of the turn.
 __device__ inline void acquire_bulk_turn(const int32_t* turns, int turn) {
   acquire_turn(turns, turn);
   ::cuda::ptx::fence_proxy_async();

@@ -1,9 +1,8 @@
 // Choices that need a measurement on a GPU. Each is a switch, 1 or 0, defined here or by nvcc's -D.
 #pragma once
 
-// ---- Speed, in the plain forward kernels. The defaults are FlashAttention-3's. benchmarks/gpu/switches.py,
-// a stage of `make gpu`, finds these switches in this file, and times the kernels with each switch on and
-// off.
+// ---- Speed, in the plain forward kernels. The defaults are FlashAttention-3's. benchmarks/gpu/switches.py, a stage of
+// `make gpu`, finds these switches in this file, and times the kernels with each switch on and off.
 
 // Plain calls store out by TMA, not by their threads.
 #if !defined(FLASH_ATTN_EXT_SM90_TMA_STORE)

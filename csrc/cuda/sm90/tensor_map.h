@@ -58,8 +58,8 @@ cudaError_t encode_tensor_map(CUtensorMap& map, void* data, MapElement element, 
   for (int n = 0; n < kDimensions; ++n) {
     const MapDimension& d = dimensions[n];
     sizes[n + 1] = static_cast<cuuint64_t>(d.size);
-    // Copies do not step along a dimension of one element, but its stride must be valid for the driver: a multiple of
-    // 16 bytes, and not less than a row.
+    // Copies do not step along a dimension of one element. But the driver checks its stride: a multiple of 16 bytes,
+    // and not less than a row.
     strides[n] = static_cast<cuuint64_t>((d.size == 1 ? columns : d.stride) * element.bytes);
     box[n + 1] = d.box;
     every[n + 1] = 1;

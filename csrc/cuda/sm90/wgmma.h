@@ -1,6 +1,6 @@
 // wgmma: 64 x N += 64 x 16 times 16 x N, by a warpgroup. For thread t let g = 16 (t / 32) + t % 32 / 4 and c = 2 (t %
-// 4). The thread holds, as d[4 n + 0..3], the accumulator's elements (g, 8 n + c), (g, 8 n + c + 1), (g + 8, 8 n + c),
-// (g + 8, 8 n + c + 1); and as a[0..3] the pairs of A at (g, c), (g + 8, c), (g, c + 8), (g + 8, c + 8).
+// 4). d[4 n + 0..3] of a thread are the accumulator's elements (g, 8 n + c), (g, 8 n + c + 1), (g + 8, 8 n + c),
+// (g + 8, 8 n + c + 1). a[0..3] are the pairs of A at (g, c), (g + 8, c), (g, c + 8), (g + 8, c + 8).
 //
 // With 8-bit elements the product is 64 x N += 64 x 32 times 32 x N. Then a[0..3] are four adjacent elements of A each, from
 // (g, 2 c), (g + 8, 2 c), (g, 2 c + 16), (g + 8, 2 c + 16) on. The accumulator is the same.

@@ -38,7 +38,7 @@ namespace {
       "names every field of BackwardParams");
 }
 
-// Whether TMA can copy the tensor: it starts at a multiple of 16 bytes, and its strides are multiples of 16 bytes,
+// Whether TMA can copy the tensor. The tensor starts at a multiple of 16 bytes. Its strides are multiples of 16 bytes,
 // below 2^40 and not less than a row.
 bool tma_takes(const Tensor4& t, int64_t columns, int64_t length, int64_t heads, int64_t batch,
                int64_t element_bytes = 2) {

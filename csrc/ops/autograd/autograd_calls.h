@@ -1,5 +1,5 @@
-// Helpers of the autograd functions of a family: the modes of differentiation of a call, and the calls B, J and H of the
-// table in derivatives.h.
+// Helpers of the autograd functions of a family. They have the modes of differentiation of a call, and the calls B, J
+// and H of the table in derivatives.h.
 #pragma once
 
 #include <ATen/ops/add.h>

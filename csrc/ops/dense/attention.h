@@ -8,8 +8,8 @@
 //                        of <results of attention_backward, tangents>. No other second derivative is necessary:
 //                        docs/derivative_formulas.md
 //
-// Letters: B batch, H query heads, H_kv key/value heads, S_q and S_k sequence lengths, D head dimension of query and
-// key, D_v head dimension of value and out. declarations/ defines the words of a row and makes schemas from rows.
+// Letters: B batch, H query heads, H_kv key/value heads, S_q and S_k sequence lengths. D is the head dimension of query
+// and key, D_v of value and out. declarations/ defines the words of a row and makes schemas from rows.
 #pragma once
 
 #include <ATen/core/Tensor.h>

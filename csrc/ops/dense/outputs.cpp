@@ -6,8 +6,8 @@
 namespace flash_attn_ext {
 namespace {
 
-// An empty tensor with the first three sizes of `like` and `last_dim`, in the memory order of `like`. So for a
-// (B, S, H, D) tensor that is viewed as (B, H, S, D), the result can be viewed as (B, S, H, D) without a copy.
+// An empty tensor with the first three sizes of `like` and `last_dim`, in the memory order of `like`. Example: a (B, S,
+// H, D) tensor is viewed as (B, H, S, D). Then the result can be viewed as (B, S, H, D) without a copy.
 at::Tensor empty_in_order_of(const at::Tensor& like, const c10::SymInt& last_dim) {
   const auto b = like.sym_size(0), h = like.sym_size(1), s = like.sym_size(2);
   if (like.sym_stride(1) < like.sym_stride(2))

@@ -127,8 +127,7 @@ struct FunctionOptions {
   FA_OPTION_FIELDS(FA_FUNCTION_OPTIONS)
 };
 
-// base() returns the tensors or options of the operator without functions. functions() returns the other
-// ones.
+// base(): the tensors or options of the operator without functions. functions(): the other tensors or options.
 #define FA_BASE_TENSORS(Base, BASE)                                           \
   Base base() const {FA_PICK(Base, BASE)} FunctionTensors functions() const { \
     FA_PICK(FunctionTensors, FA_FUNCTION_TENSORS)                             \

@@ -7,8 +7,8 @@ namespace flash_attn_ext {
 
 // attention_if_ordinary(enable_gqa, return_lse, tensors, options) returns out or (out, lse): attention for an ordinary eager
 // call. Tensors and options are dictionaries with the names of the schema. It returns None if a mode, a subclass or a
-// transform must see the call, or if an argument does not have the operator's form: is_ordinary_tensor() in eager.cpp.
-// Python then calls torch.ops, which raises the errors.
+// transform must see the call. It also returns None if an argument does not have the operator's form:
+// is_ordinary_tensor() in eager.cpp. Python then calls torch.ops, which raises the errors.
 extern PyMethodDef kAttentionIfOrdinary;
 extern PyMethodDef kFlexIfOrdinary;  // the same for attention_flex
 

@@ -22,8 +22,7 @@ inline bool is_observed() {
          torch::jit::tracer::isTracing();
 }
 
-// Whether a mode must see the operators, too. Code that reads or writes elements itself is for calls without
-// one of these modes.
+// Whether a mode must see the operators, too. Code that reads or writes elements itself runs without modes.
 inline bool has_dispatch_mode() { return c10::impl::dispatch_mode_enabled(); }
 
 // Whether the memory holds the tensor's elements. It does not for a lazy negation or conjugate, zeros without memory, and a

@@ -40,8 +40,8 @@ void bulk_wait_read();
 void bulk_wait();
 void release_bulk_turn(Site site, int32_t* turns);
 void store_matrices(Site site, void* row, const uint32_t* r);
-// prmt.b32 without a mode. Byte n of the result is the byte of (high, low) that bits [4n, 4n + 3) of the selector name, or, if
-// bit 4n + 3 is set, copies of its sign.
+// prmt.b32 without a mode. Bits [4n, 4n + 3) of the selector choose byte n of the result from (high, low). If bit 4n +
+// 3 is set, byte n has copies of the chosen byte's sign.
 uint32_t choose_bytes(uint32_t low, uint32_t high, uint32_t selector);
 
 // d += a b, or d = a b: 64 x depth by depth x columns; depth is 32 bytes. `a` comes from shared memory if a_registers is
