@@ -89,7 +89,8 @@ def reading(kv: torch.Tensor, ours: list[float], streams: list[float]) -> dict:
 
 
 def measure_memory(lengths: tuple[int, ...], dtypes: list[str], threads: int) -> list[dict]:
-    """Measures the peak memory of forward and backward in separate processes, with this one's kernels and threads."""
+    """Measures the peak memory of forward and backward in separate processes, with this process's kernels and
+    threads."""
     environ = {"OMP_NUM_THREADS": str(threads), "FLASH_ATTN_EXT_ISA": flash_attn_ext.active_kernel()}
     methods = ("ours", "torch default", "torch math")
     problems = [(s, dtype, p) for dtype in dtypes if dtype in MEMORY_DTYPES for p in (0.0, 0.1) for s in lengths]

@@ -47,8 +47,8 @@ constexpr int64_t kPage = 4096, kLargestPiece = 1 << 20;
 
 namespace {
 
-// Returns the seconds from the start of all threads to the end of the last one. All threads wait for each other
-// first: otherwise one might end before the next one starts, and would not share the memory.
+// Returns the seconds from the start of all threads to the end of the last thread. All threads wait for each other
+// first. Otherwise a thread might end before the next thread starts, and would not share the memory.
 template <class Work>
 double seconds_of_all(int threads, const Work& work) {
   std::vector<double> seconds(threads);
@@ -139,7 +139,7 @@ double tile_bfloat16(int threads, int64_t rounds) {
 #endif
 }
 
-// Returns the bytes per second of reading `bytes` once. A thread that finished a piece reads the next one, so a
+// Returns the bytes per second of reading `bytes` once. A thread that finished a piece reads the next piece, so a
 // delayed thread does not delay the result. The hardware's prefetching stops at the end of a page, so the loop
 // prefetches the next page. A prefetch past the end of the data is ignored.
 double stream_read(int threads, const char* data, int64_t bytes) {

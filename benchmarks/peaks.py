@@ -51,7 +51,8 @@ def flops(isa: str, dtype: torch.dtype, threads: int) -> float:
 def stream_read(tensor: torch.Tensor, isa: str, threads: int) -> float:
     """Returns the bytes per second of reading the tensor in pieces of up to 1 MiB.
 
-    The second of two readings counts. During the first one other threads may still spin, and caches hold other data.
+    The second of two readings counts. During the first reading other threads may still spin, and caches hold other
+    data.
     """
     size = tensor.numel() * tensor.element_size()
     if not tensor.is_contiguous():

@@ -21,6 +21,6 @@ def catch_interruption() -> Iterator[Callable[[], bool]]:
 
 
 def steps_until_interruption(steps: int) -> Iterator[int]:
-    """Yields 0 to steps - 1, or fewer: after Ctrl-C or SIGTERM the current step is the last one."""
+    """Yields 0 to steps - 1, or fewer: after Ctrl-C or SIGTERM the current step is the last step."""
     with catch_interruption() as interrupted:
         yield from takewhile(lambda _: not interrupted(), range(steps))

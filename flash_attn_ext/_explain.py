@@ -135,7 +135,7 @@ explain.__signature__ = _SIGNATURE.replace(return_annotation=Explanation)
 
 
 def arguments_of(function: str, signature: inspect.Signature, args: tuple, kwargs: dict) -> dict:
-    """Returns the arguments of a call by name, with defaults for missing ones."""
+    """Returns the arguments of a call by name, with defaults for missing arguments."""
     for name in kwargs:
         if name not in signature.parameters:
             raise unknown_argument(function, name)

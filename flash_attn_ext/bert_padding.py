@@ -27,7 +27,7 @@ def unpad_input(
 
     Returns:
         rows (T, ...); their indices (T) in the flattened batch; cu_seqlens (B + 1), int32; the length of the longest
-        sequence; seqused (B), int32: the number of rows in use, for each sequence.
+        sequence; seqused (B), int32. seqused is the number of rows in use of each sequence.
     """
     every = attention_mask if unused_mask is None else attention_mask + unused_mask
     seqused = attention_mask.sum(-1, dtype=torch.int32)
@@ -47,7 +47,7 @@ def unpad_input_for_concatenated_sequences(
         hidden_states: (B, S, ...).
         attention_mask_in_length: (B, S), int. Its positive numbers are the lengths of an element's sequences, which
             follow each other from the element's start. ``[2, 3, 0, 0, 0, 0]``: rows 0 to 1 are a sequence, rows 2 to 4
-            are another one, and row 5 is padding.
+            are another sequence, and row 5 is padding.
 
     Returns:
         rows (T, ...); their indices (T) in the flattened batch; cu_seqlens of all short sequences, int32; the length

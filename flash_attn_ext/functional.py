@@ -150,7 +150,7 @@ def flash_attn(
     aligned to the lower right corner, as in flash-attention.
 
     Returns:
-        out (B, H, S_q, D_v) in ``query``'s dtype or ``out_dtype``; or (out, lse) with lse (B, H, S_q) in float32
+        out (B, H, S_q, D_v) in ``query``'s dtype or ``out_dtype``; or (out, lse). lse is (B, H, S_q) in float32
         (float64 for float64 inputs), natural logarithm. A row without a visible key has out 0, lse -inf and gradients
         0.
 

@@ -95,8 +95,8 @@ def flash_attn_varlen(
             and ``kv_idx`` count from the start of the sequence. On CUDA: in the tier `simt`.
         mask_mod: a function that returns True if a query sees a key, with the arguments of ``score_mod``.
         block_mask: a BlockMask for the longest sequence or a longer one. Its batch is 1 or B.
-        key_indices: (H_kv or 1, T_q, n), int32 or int64: the keys that each row of ``query`` may attend to, counted
-            from the start of its own sequence. -1 means no key. As in :func:`flash_attn`, but masks and ALiBi are not
+        key_indices: (H_kv or 1, T_q, n), int32 or int64: the keys that each row of ``query`` may attend to. They count
+            from the start of the row's sequence. -1 means no key. As in :func:`flash_attn`, but masks and ALiBi are not
             allowed.
         key_block_indices: (H_kv or 1, T_q, n), int32 or int64: blocks of ``key_block_size`` keys of the sequence.
         q_descale, k_descale, v_descale: (B, H_kv), float32: factors of float8_e4m3fn tensors, as in

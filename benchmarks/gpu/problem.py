@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 TOKENS, COLUMNS = 16384, 2048  # of a batch, of all heads
-LENGTHS = [16384, 1024, 8192, 4096, 2048, 512]  # the most informative ones come first
+LENGTHS = [16384, 1024, 8192, 4096, 2048, 512]  # the most informative problems come first
 HEAD_DIMS = [128, 64, 256]
 
 
@@ -22,7 +22,7 @@ class Problem:
 
 
 def problems(lengths: list[int], head_dims: list[int]) -> Iterator[Problem]:
-    """Yields the most informative problems first, because a time-out loses the last ones."""
+    """Yields the most informative problems first, because a time-out loses the last problems."""
     for length in lengths:
         for head_dim in head_dims:
             for causal in (False, True):

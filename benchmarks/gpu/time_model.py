@@ -181,7 +181,7 @@ class Iteration:
         return f"{unit} {self.units[unit] / self.cycles:.0%}"
 
 
-ITERATIONS = 12  # simulated; the first ones fill the pipeline
+ITERATIONS = 12  # simulated; the first iterations fill the pipeline
 
 
 def transposition(loop: list[sass_listing.Instruction], tiling: Tiling, dims: HeadDims) -> dict[str, float]:

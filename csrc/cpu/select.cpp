@@ -136,7 +136,7 @@ std::vector<std::string> why_not_faster() {
   for (const Candidate& c : candidates()) {
     const std::string reason = c.runs_here ? active_isa + " is forced" : "this CPU cannot run it";
     reasons.insert(reasons.begin(), c.kernels->isa + (": " + reason));
-    if (c.kernels->isa == active_isa) reasons.clear();  // this kernel runs; earlier ones are slower
+    if (c.kernels->isa == active_isa) reasons.clear();  // this kernel runs; earlier kernels are slower
   }
   return reasons;
 }

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads)
   if (padded >= z.batch * z.heads * z.seqlen_q) return;
   const int64_t b = padded / z.seqlen_q / z.heads, h = padded / z.seqlen_q % z.heads, i = padded % z.seqlen_q;
   const AttentionParams p = of_sequence(call, b);
-  if (i >= p.sizes.seqlen_q) return;  // this sequence is shorter than the longest one
+  if (i >= p.sizes.seqlen_q) return;  // this sequence is shorter than the longest sequence
   const int64_t row = p.lse_index(b, h, i), rows = call.lse_size();
 
   T max = -kInf<T>;

@@ -19,7 +19,7 @@ constexpr double kLog2E = 1.4426950408889634074;  // 2^(x log2(e)) = e^x, becaus
 template <class T>
 constexpr T kInf = std::numeric_limits<T>::infinity();
 
-// The larger one of two values. If one of them is NaN, the result is the other one.
+// The larger one of two values. If one value is NaN, the result is the other value.
 template <class T>
 __device__ T larger(T a, T b) {
   if constexpr (std::is_same_v<T, float>) {

@@ -11,7 +11,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class Exchange:
-    """Sends one message and receives another one. Both are in flight until :meth:`wait` returns.
+    """Sends one message and receives another message. Both are in flight until :meth:`wait` returns.
 
     Both are posted as one batch, so processes cannot deadlock. Messages between two processes arrive in the order of
     posting.

@@ -1,1 +1,1 @@
-"""flash_attn_ext in other libraries. flash_attn_ext does not import these modules: import the one that you use."""
+"""flash_attn_ext in other libraries. flash_attn_ext does not import these modules: import the module that you use."""

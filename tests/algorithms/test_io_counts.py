@@ -97,8 +97,8 @@ class TestCountedEqualsPredicted:
     def test_flash1(self, N, d, M):
         forward, backward = count_flash1(N, d, M)
         T_c = math.ceil(N / math.ceil(M / (4 * d)))
-        # k and v once; for each block of k one round of q, out, l and m (out, l and m read and written); the first
-        # values.
+        # k and v once; for each block of k one round of q, out, l and m; the first values. A round reads and writes
+        # out, l and m.
         assert forward.accesses == 2 * N * d + T_c * (3 * N * d + 4 * N) + N * d + 2 * N
         # k, v, dk, dv once; a round of q, dout, out, dq (read and written), l and m; dq's zeros.
         assert backward.accesses == 4 * N * d + T_c * (5 * N * d + 2 * N) + N * d

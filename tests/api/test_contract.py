@@ -343,7 +343,7 @@ class TestDropout:
         assert kept.float().mean().item() == pytest.approx(1 - p, abs=5 * (p * (1 - p) / kept.numel()) ** 0.5)
 
     def test_elements_are_independent(self):
-        """No row, column, head or batch repeats the pattern of another one."""
+        """No two rows, columns, heads or batches have the same pattern."""
         kept = dropout_mask(new_rng_state(), 2, 2, 64, 64, 0.5).double() - 0.5
         flat = kept.flatten()
         for shift in (1, 2, 8, 16, 63, 64, 65, 64 * 8, 64 * 64, 2 * 64 * 64):

@@ -212,7 +212,7 @@ def test_not_tensors():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors():
-    """Strided nested tensors, and jagged ones of a shape other than (batch, heads, j, head_dim)."""
+    """Strided nested tensors, and jagged tensors of a shape other than (batch, heads, j, head_dim)."""
     for layout, error, words in (
         (torch.strided, TypeError, "query: got a nested tensor; allowed: dense tensors"),
         (torch.jagged, ValueError, "query: got a tensor of shape .*; allowed with nested tensors: jagged ones"),

@@ -250,7 +250,7 @@ Case& add_packed(List& list, const std::string& name, const Packing::Lengths& le
   return c;
 }
 
-// Packed sequences: empty ones, single rows, decoded and not decoded ones in one batch, tile edges.
+// Packed sequences: without rows, single rows, decoded and not decoded sequences in one batch, tile edges.
 void packed(List& list) {
   const Packing::Lengths lengths = {{70, 130}, {1, 64}, {0, 5},   {129, 3},
                                     {7, 0},    {65, 0}, {8, 300}, {48, 65}};

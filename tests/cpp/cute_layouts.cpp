@@ -1,5 +1,5 @@
 // Compares with CuTe, element by element: the layouts and descriptors of csrc/cuda/sm90/panels.h, and the elements in
-// each register of a thread, as in the host models of the instructions. Prints differences.
+// each register of a thread. The host models of the instructions give the elements. Prints differences.
 #include <cstdint>
 #include <cstdio>
 

@@ -135,7 +135,7 @@ def test_each_gradient_alone(kernels, deterministic, wanted):
 
 
 def test_strided_tensors(kernels):
-    """(B, S, H, D) in memory, and rows that are slices of wider ones."""
+    """(B, S, H, D) in memory, and rows that are slices of wider rows."""
     inputs = [t.detach() for t in make(2, 3, 70, 150, 24)]
     grad = torch.randn(2, 3, 70, 24, dtype=torch.bfloat16)
 

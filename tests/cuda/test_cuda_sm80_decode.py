@@ -193,7 +193,7 @@ class TestWhatIsNotFinite:
             assert not torch.isfinite(out[sees]).any()
 
     def test_keys_that_no_query_sees_are_not_read(self, kernels):
-        """Causal: the queries' rows end before the poison, at keys of their own tile and of later ones."""
+        """Causal: the queries' rows end before the poison, at keys of their own tile and of later tiles."""
         q, k, v = make(1, 2, 3, 200, 64)
         clean = flash_attn(q, k, v, causal="upper_left")
         k[:, :, 3:] = v[:, :, 3:] = torch.nan

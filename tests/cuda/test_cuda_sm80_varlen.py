@@ -153,7 +153,8 @@ def test_hostile_offsets_read_nothing_outside(kernels, cu_seqlens, few, determin
 
 
 def test_sums_of_dq_grow_with_all_rows_not_with_the_longest(kernels):
-    """One long sequence and many short ones. In the workspace only the counts of tiles are padded to the longest."""
+    """One long sequence and many short sequences. In the workspace only the counts of tiles are padded to the
+    longest."""
     batch, longest, total, head_dim = 100, 10_000, 20_000, 64
     sizes = library.Sizes(batch, 1, 1, longest, longest, head_dim, head_dim)
     offsets = library.offsets(torch.zeros(batch + 1, dtype=torch.int32))

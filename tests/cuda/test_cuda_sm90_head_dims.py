@@ -1,6 +1,6 @@
 """Head dimensions other than 64, 128 and 256 in the Hopper tier on the host (tests/cuda_host), against the dense
-oracle: multiples of 8, also different for query and value. TMA fills the columns after the last one with zeros. There
-are tiles for 96, 192, and 192 with 128 for value.
+oracle: multiples of 8, also different for query and value. TMA fills the columns after the last column with zeros.
+There are tiles for 96, 192, and 192 with 128 for value.
 
 """
 
@@ -88,7 +88,7 @@ def test_packed_sequences(kernels, head_dim):
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(96, 96), (192, 128), (192, 192)])
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
 def test_poison_reaches_exactly_the_rows_that_depend_on_it(kernels, head_dim, head_dim_v, where):
-    """As in test_cuda_sm90_backward.py: repairs read no column after the last one."""
+    """As in test_cuda_sm90_backward.py: repairs read no column after the last column."""
     tensors = [t.detach() for t in make_qkv(1, 1, 150, 150, head_dim, head_dim_v=head_dim_v, dtype=torch.bfloat16)]
     inputs = dict(zip(("q", "k", "v", "dout"), (*tensors, torch.randn(1, 1, 150, head_dim_v).bfloat16()), strict=True))
 

@@ -95,7 +95,7 @@ def test_softcap_and_hidden_keys(kernels, head_dim, where):
 
 
 def padding(batch, length, case):
-    """bool (B, 1, 1, S_k), another one for each sequence."""
+    """bool (B, 1, 1, S_k), another mask for each sequence."""
     at = torch.arange(length)
     rows = {
         "right": lambda b: at < (length * (b + 1)) // (batch + 1),

@@ -130,7 +130,8 @@ def params_of(kind, lengths, total, head_dim=64, **options):
 
 
 def test_sums_of_dq_grow_with_all_rows_not_with_the_longest(kernels):
-    """One long sequence and many short ones. In the workspace only the counts of tiles are padded to the longest."""
+    """One long sequence and many short sequences. In the workspace only the counts of tiles are padded to the
+    longest."""
     params = params_of(library.BackwardParams, [10_000] + 99 * [100], 20_000)
     assert kernels.choice(params)[0] == "sm90"
     sums = 4 * 64 * (20_000 + 64 * 100)

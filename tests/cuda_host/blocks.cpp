@@ -1,4 +1,4 @@
-// The blocks of a launch: chooses the running block, and sets a block aside while it waits for another one.
+// The blocks of a launch: chooses the running block, and sets a block aside while it waits for another block.
 #include <cxxabi.h>
 #include <dlfcn.h>
 

@@ -20,7 +20,7 @@ struct Shared {
 
 __device__ Shared& shared() { return flash_attn_ext::cuda::shared_memory<Shared>(); }
 
-// Sums neighbours correctly. The other kernels are variations of this one.
+// Sums neighbours correctly. The other kernels are variations of this kernel.
 __global__ void correct(float* out) {
   const int t = threadIdx.x;
   shared().value[t] = t;

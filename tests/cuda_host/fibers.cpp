@@ -117,7 +117,7 @@ void join_clocks(const std::vector<Fiber*>& fibers) {
   }
 }
 
-// Waits until `expected` threads have arrived. The last one finishes the barrier for all.
+// Waits until `expected` threads have arrived. The last thread finishes the barrier for all.
 template <class Finish>
 void meet(Meeting& meeting, size_t expected, Site site, Finish finish) {
   Fiber* self = current;

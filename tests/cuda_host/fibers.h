@@ -55,13 +55,14 @@ constexpr size_t kStackBytes = 256 << 10;  // kernels of tests/ptx keep thousand
 
 extern Fiber* current;  // null while no kernel runs
 
-// For the files hopper_*.cpp: a thread waits until another one wakes it. The 128 threads of a warpgroup meet, without an
-// order of memory, and the last thread calls finish(all threads). A last function changes the order of the warps.
+// For the files hopper_*.cpp: a thread waits until another thread wakes it. The 128 threads of a warpgroup meet,
+// without an order of memory, and the last thread calls finish(all threads). A last function changes the order of the
+// warps.
 void wait_to_be_woken(Site site);
 void wake(Fiber* fiber);
 void pause();  // lets other threads run first
-// For blocks that take turns. Lets other blocks begin or continue before this one. Then this thread waits until *turns is
-// `turn`.
+// For blocks that take turns. Lets other blocks begin or continue before this block. Then this thread waits until
+// *turns is `turn`.
 void step_aside();
 void wait_until_turn(Site site, const int* turns, int turn);
 void wait_until_changed(Site site, const int* turns, int turn);  // waits until *turns is not `turn`

@@ -13,7 +13,7 @@ void hopper_begin_block(int threads);
 bool hopper_land_one();
 // Before a thread writes to shared memory: an error if something asynchronous may still read there.
 void hopper_check_write(const void* address, size_t bytes);
-// Another block continues before this one: saves the state of this block, and restores it.
+// Another block continues before this block: saves the state of this block, and restores it.
 std::shared_ptr<void> hopper_leave_block();
 void hopper_enter_block(const std::shared_ptr<void>& left);
 // A text that names the unfinished asynchronous work when all threads have ended; empty if there is none.

@@ -42,7 +42,7 @@ bool set_buffer(void* data, int value, size_t bytes);
 // Called by the launch.
 void memory_begin_launch(const void* arguments, size_t argument_bytes);
 void memory_begin_block(size_t shared_bytes);
-// Another block continues before this one: saves the shared memory of this block, and restores it.
+// Another block continues before this block: saves the shared memory of this block, and restores it.
 std::shared_ptr<void> memory_leave_block();
 void memory_enter_block(const std::shared_ptr<void>& left);
 

@@ -96,7 +96,7 @@ def test_a_window_exchanges_with_neighbours_only(processes):
     options = dict(window=(4, 0), balanced=False)
     for forward, backward, kv, _, _ in processes.run(count_bytes, 4, "ring", torch.float32, options):
         assert (forward, backward) == (kv * 4, kv * 4 + 2 * kv * 4)
-    # Zigzag: the chunk before is on the previous process, or on the next one in the second half of the sequence.
+    # Zigzag: the chunk before is on the previous process, or on the next process in the second half of the sequence.
     for forward, _, kv, _, _ in processes.run(count_bytes, 4, "ring", torch.float32, options | {"balanced": True}):
         assert forward == 2 * kv * 4
 

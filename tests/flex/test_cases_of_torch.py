@@ -174,7 +174,7 @@ def test_rows_without_keys():
 @pytest.mark.parametrize("q_len", [1, 48])
 @pytest.mark.parametrize("name", ["causal", "bias"])
 def test_pages(name, q_len):
-    """torch's PagedAttention: the functions convert physical positions to logical ones."""
+    """torch's PagedAttention: the functions convert physical positions to logical positions."""
     heads, length, page, batch = 2, 48, 16, 3
     q = tensor(batch, heads, q_len, 8)
     k, v = tensor(batch, heads, length, 8, seed=1), tensor(batch, heads, length, 8, seed=2)

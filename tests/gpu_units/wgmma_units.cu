@@ -1,8 +1,7 @@
 // wgmma, each form and width of csrc/cuda/sm90/wgmma.h: 64 x N = A (64 x K) B (K x N), in four steps along k. K is a panel
 // of columns: 64 with 16 bits, 128 with 8.
 //
-// The host writes A and B in the layout of shared memory. Addresses, descriptors and instructions are the ones
-// of the kernels.
+// The host writes A and B in the layout of shared memory. Addresses, descriptors and instructions are the kernels'.
 #include <csrc/cuda/sm90/panels.h>
 #include <csrc/cuda/sm90/ptx.h>
 #include <cuda_fp8.h>

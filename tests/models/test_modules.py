@@ -290,7 +290,7 @@ def test_dropout_gradients(p):
 
 
 def padded_batch():
-    """Four sequences; the last one is only padding, as at the end of an epoch with a fixed batch size."""
+    """Four sequences; the last sequence is only padding, as at the end of an epoch with a fixed batch size."""
     x = torch.randn(4, 6, E)
     padding = torch.arange(6) >= torch.tensor([6, 4, 1, 0]).unsqueeze(1)
     return x, padding

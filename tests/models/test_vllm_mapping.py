@@ -124,7 +124,7 @@ def test_options(given, expected):
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "int8_per_token_head", "fp8_per_token_head"])
 def test_caches_of_8_bits(name):
-    """Equals attention to the numbers that the cache holds, and these are near the given ones."""
+    """Equals attention to the numbers that the cache holds, and these are near the given numbers."""
     cache_format = FORMATS[name]
     common, cache = make_step(), make_cache(cache_format)
     layer = AttentionLayerCalls(D, D, D**-0.5, name)

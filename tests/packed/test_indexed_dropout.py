@@ -32,7 +32,7 @@ def rows_of_sequences():
 
 
 def one_by_one(leaves, numbers, place, **options):
-    """Each sequence by a dense call. ``place``: (row, column, head, heads) of the packed call in a larger one."""
+    """Each sequence by a dense call. ``place``: (row, column, head, heads) of the packed call in a larger call."""
     outs, lses = [], []
     row, column, head, heads = place
     (name,) = [n for n in numbers if n.endswith("indices")]

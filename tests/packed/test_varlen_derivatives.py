@@ -1,4 +1,5 @@
-"""Forward mode and double backward of packed sequences: numerically, against the dense ones, and through torch.func."""
+"""Forward mode and double backward of packed sequences: numerically, against the dense derivatives, and through
+torch.func."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@
 
 namespace ptx {
 
-// The kernels of a translated file; the last one has no name.
+// The kernels of a translated file; the last entry has no name.
 struct Kernel {
   const char* name;
   void (*run)(const unsigned char* params);
@@ -31,8 +31,8 @@ extern int fault;  // number of the planted fault that is on; 0: none
 void at_line(int line);
 [[noreturn]] void fail(int line, const char* what);
 
-// ---- addresses. Generic and global ones are the host's. A shared one counts from the start of the block's window, as
-// on the GPU, where the first 1024 bytes belong to the system on Hopper.
+// ---- addresses. Generic and global addresses are the host's. A shared address counts from the start of the block's
+// window, as on the GPU, where the first 1024 bytes belong to the system on Hopper.
 
 constexpr uint32_t kSharedBase = 1024;
 

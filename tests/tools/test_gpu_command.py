@@ -395,7 +395,7 @@ def test_a_call_that_hangs_is_given_up_with_its_children(hanging, tmp_path, caps
 
 
 def test_a_sanitizer_goes_on_after_a_call_that_hangs(hanging, tmp_path, capsys):
-    """The second call hangs, once; the third and last ones are made by the next process."""
+    """The second call hangs, once; the next process makes the third and last calls."""
     names = [", ".join(name) for name in sanitize.names()]
     tool = program(
         tmp_path / "tool",

@@ -103,7 +103,7 @@ template <class T>
 int64_t count_query_steps(const BackwardParams& p) {
   return ceil_div(count_query_blocks<T>(p), kBlocksAtATime) * kBlocksAtATime;
 }
-// Maps step n to its query block. The map is its own inverse. A block beyond the last one has no queries.
+// Maps step n to its query block. The map is its own inverse. A block beyond the last block has no queries.
 template <class T>
 int64_t block_in_mirrored_order(const BackwardParams& p, int64_t n) {
   const int64_t within = n % kBlocksAtATime, first = n - within;

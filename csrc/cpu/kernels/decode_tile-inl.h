@@ -436,7 +436,7 @@ struct DecodeTile {
   }
 };
 
-// `next`: the addresses of the tile after this one. `result_of(n)`: the result that head `n` of `heads` adds to.
+// `next`: the addresses of the next tile. `result_of(n)`: the result that head `n` of `heads` adds to.
 template <class In, class T, class ResultOf>
 void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const TileSources& next,
                  const ResultOf& result_of) {

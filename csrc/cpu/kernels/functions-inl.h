@@ -1,5 +1,5 @@
-// Functions of the user (core/program.h) on one tile: masks become bits, scores become new scores, gradients of new scores
-// become gradients of old ones.
+// Functions of the user (core/program.h) on one tile: masks become bits, scores become new scores, gradients of new
+// scores become gradients of old scores.
 #pragma once
 
 #include "kept_masks-inl.h"

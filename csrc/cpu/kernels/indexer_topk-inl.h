@@ -1,7 +1,7 @@
 // The keys with the largest scores of each query, chosen tile by tile: a query holds at most `capacity` keys.
 //
 // Keys are held in ascending order. If the buffer is full, a radix selection finds the topk-th largest score,
-// and keys with smaller scores are removed. Of equal scores the first ones remain. A later key must have a larger
+// and keys with smaller scores are removed. Of equal scores the first scores remain. A later key must have a larger
 // score. So the choice is unique for all tiles, splits and threads: ties go to the lower index. NaN counts as the
 // largest score, as in torch.topk.
 #pragma once

@@ -8,7 +8,7 @@
 #include "tiles-inl.h"
 
 // Returns the maximum of a column of vectors. Uses four chains, because in one chain each maximum would wait for the
-// one before.
+// maximum before.
 template <class T>
 FA_INLINE Vec<T> max_of_column(const T* column, int64_t rows, int64_t ld) {
   Vec<T> chain[4];

@@ -21,8 +21,8 @@ struct Types {
   using T = T_;    // of accumulators
 };
 
-// other_kernels(p): the table that runs this call in place of this one, or null.
-// for_types_of(p, body): returns body(Types<...>{}) for the types that belong to q's dtype.
+// other_kernels(p): the table that runs this call in place of this table, or null. for_types_of(p, body): returns
+// body(Types<...>{}) for the types that belong to q's dtype.
 #if defined(FA_OTHER_DTYPES)  // this table has kernels for bfloat16 only
 
 template <class Params>

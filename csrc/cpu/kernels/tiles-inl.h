@@ -101,7 +101,7 @@ inline void add_rows(T* dst, const T* src, int64_t count) {
 template <class In, class T>
 inline bool rows_are_finite(const Rows<In>& r, int64_t rows) {
   constexpr int L = kLanes<T>;
-  // 0 unless Inf or NaN. Four chains, because in one chain each sum would wait for the one before
+  // 0 unless Inf or NaN. Four chains, because in one chain each sum would wait for the sum before
   Vec<T> probe[4] = {};
   for (int64_t c = 0; c < r.cols; c += L) {
     const auto add = [&](int chain, int64_t j) FA_INLINE_LAMBDA {

@@ -1,8 +1,8 @@
 // Flash-Decoding (Dao et al. 2023) for few queries, where reading K and V takes most of the time. A block has
 // 16 or 32 query rows of all heads that share a key head. So K and V are read once for all of these heads.
 // The keys of a block are divided among its warps. Each warp has a separate ring of tiles, filled by
-// cp.async. No warp waits for another one before the end, when their (m, l, O) are merged. If there are few
-// blocks, the keys are split over more blocks, and combine.cu merges the results.
+// cp.async. No warp waits for another warp before the end, when their (m, l, O) are merged. If there are few blocks,
+// the keys are split over more blocks, and combine.cu merges the results.
 #pragma once
 
 #include <algorithm>
@@ -257,7 +257,7 @@ __device__ void finish_block(const AttentionParams& p, const DecodeMemory<C>& sh
   }
 }
 
-// The keys of the block. A packed sequence has at most the keys of the longest one.
+// The keys of the block. A packed sequence has at most the keys of the longest sequence.
 template <class C>
 __device__ Range keys_of_split(const AttentionParams& p, const DecodeSchedule& schedule) {
   const int64_t begin = schedule.keys.begin + blockIdx.z * schedule.keys_per_split;

@@ -23,7 +23,7 @@ struct ScoreScale {
   __device__ float to_exponent() const { return to_score() * static_cast<float>(kLog2E); }
 };
 
-// Converts products to the softmax's input; hidden ones are -inf. Bit 4 n + e of the result: that element attends. A
+// Converts products to the softmax's input; hidden scores are -inf. Bit 4 n + e of the result: that element attends. A
 // ScorePosition has the position of element e of accumulator n: batch(), head(e), query(e), key(n, e), inside(n, e).
 template <int N, class ScorePosition>
 __device__ uint32_t finish_scores(const AttentionParams& p, const ScoreScale& scale, const ScorePosition& at,

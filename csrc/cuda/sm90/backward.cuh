@@ -123,7 +123,7 @@ __device__ void add_dq(const BackwardArguments& a, const BackwardRange& range,
     const int turn = a.p.deterministic ? turn_of<Config::kRows, Config::kKeys>(band, range.last_key_tile,
                                                                                range.key_tile, at.tile)
                                        : 0;
-    if (a.p.deterministic) ptx::acquire_bulk_turn(turns, turn);  // the blocks before this one have added
+    if (a.p.deterministic) ptx::acquire_bulk_turn(turns, turn);  // the blocks before this block have added
     constexpr int kElements = sizeof(shared.dq) / sizeof(float);
     ptx::bulk_add(a.w.dq + int64_t{tile} * kElements, &shared.dq[0][0][0], kElements);
     ptx::bulk_commit();                    // ends the batch of these adds

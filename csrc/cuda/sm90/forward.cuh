@@ -165,7 +165,7 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
     first_query = range.rows.query(first_row);
     queries >>= range.rows.heads_shift;
   }
-  // The keys of tile n that the masks show. Loaded before the products, used after the first one.
+  // The keys of tile n that the masks show. Loaded before the products, used after the first product.
   const auto attending = [&](int n) {
     if constexpr (Config::kPlain)
       return ~0u;

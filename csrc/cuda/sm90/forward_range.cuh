@@ -28,7 +28,7 @@ struct ForwardArguments {
   __device__ HiddenByKeyMask hidden() const { return {}; }
 };
 
-// The arguments of the kernels of a form. flex_forward.cuh has the ones of kFunctions.
+// The arguments of the kernels of a form. flex_forward.cuh has the arguments of kFunctions.
 template <Form>
 struct ArgumentsOf {
   using Type = ForwardArguments;

@@ -44,7 +44,7 @@ __device__ inline void barrier_arrive_expecting(Barrier& barrier, uint32_t bytes
                                          ::cuda::ptx::space_shared, &barrier, bytes);
 }
 
-// Waits until the phase with this parity is complete. The phase before the first one has parity 1 and counts as
+// Waits until the phase with this parity is complete. The phase before the first phase has parity 1 and counts as
 // complete.
 __device__ inline void barrier_wait(Barrier& barrier, uint32_t parity) {
   while (!::cuda::ptx::mbarrier_try_wait_parity(&barrier, parity)) {

@@ -44,7 +44,7 @@ inline MapElement map_element(DType dtype) {
 }
 constexpr MapElement kFloat8Element{CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
 
-// A box has rows of one panel. Columns after the last one and rows outside of the tensor are zeros.
+// A box has rows of one panel. Columns after the last column and rows outside of the tensor are zeros.
 template <int kDimensions>
 cudaError_t encode_tensor_map(CUtensorMap& map, void* data, MapElement element, int64_t columns,
                               const MapDimension (&dimensions)[kDimensions]) {

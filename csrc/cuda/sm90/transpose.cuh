@@ -44,7 +44,7 @@ __device__ void transpose_tile(const From& from, To& to, int warp, int keys) {
     const unsigned char* rows =
         from.bytes[piece / kPieces] + first_key * kPanelRowBytes + (from_place ^ piece % kPieces * 16);
     unsigned char* to_rows = to.bytes[0] + piece * 16 * kPanelRowBytes;
-    uint32_t x[kGroups][4];  // x[g][m]: keys 8 m + pair and the next one of a group, two columns of each
+    uint32_t x[kGroups][4];  // x[g][m]: keys 8 m + pair and the next key of a group, two columns of each
 #pragma unroll
     for (int g = 0; g < kGroups; ++g)  // all loads come first, so that their latencies overlap
       ptx::ldmatrix_x4_trans(x[g], rows + 32 * g * kPanelRowBytes);

@@ -58,7 +58,7 @@ inline OptionalTensor tangent_of(const OptionalTensor& t) {
   return tangent.defined() && !tangent._is_zerotensor() ? OptionalTensor(tangent) : std::nullopt;
 }
 
-// The tangents of the first tensors: the differentiable ones.
+// The tangents of the first tensors, which are differentiable.
 template <class Tangents, class Tensors>
 Tangents tangents_of(const Tensors& tensors) {
   variable_list list;

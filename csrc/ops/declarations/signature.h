@@ -161,7 +161,7 @@ const c10::OperatorHandle& handle_of() {
 }
 
 // Whether calls of an operator pass single arguments, not a stack of IValues: Op::kIsUnboxed. It saves 0.2 us
-// a call, but the compiler needs 2 seconds for each one. So only small calls' operators are unboxed.
+// a call, but the compiler needs 2 seconds for each of them. So only small calls' operators are unboxed.
 template <class Op, class = void>
 struct IsUnboxed : std::false_type {};
 template <class Op>

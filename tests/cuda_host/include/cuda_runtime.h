@@ -48,8 +48,8 @@ struct Site {
 uint64_t meet_block(Site site, uint64_t value);
 // The lanes of a warp meet.
 void meet_warp(Site site, unsigned mask);
-// The lanes of a warp meet. The last one calls finish(pointer of each lane; null if the lane is not in the mask). This does
-// not order memory.
+// The lanes of a warp meet. The last lane calls finish(pointer of each lane; null if the lane is not in the mask). This
+// does not order memory.
 void combine_lanes(Site site, unsigned mask, void* mine, void (*finish)(void* const* lanes));
 // Ends the launch: a lane reads from a lane that is not in the mask.
 [[noreturn]] void refuse_source_lane(Site site, int source);
