@@ -36,4 +36,38 @@ void for_each_task(const Parallel& parallel, int64_t tasks, const Body& body) {
   }
 }
 
+// Like for_each_task(), for tasks of equal work. Each thread has a range of tasks, the same in every call. Then it draws from
+// the ranges of other threads. So a repeated call finds its keys in the cache of the same core.
+template <class Body>
+void for_each_equal_task(const Parallel& parallel, int64_t tasks, const Body& body) {
+  constexpr int kMostRanges = 64;  // more threads share them
+  struct alignas(64) Range {       // a cache line for each counter
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  struct Queue {
+    const Body& body;
+    int ranges;
+    Range range[kMostRanges];
+  };
+  const int threads = static_cast<int>(tasks < parallel.threads ? tasks : parallel.threads);
+  if (threads <= 1) return for_each_task(parallel, tasks, body);
+  Queue queue{body, threads < kMostRanges ? threads : kMostRanges, {}};
+  for (int n = 0; n < queue.ranges; ++n) {
+    queue.range[n].next = tasks * n / queue.ranges;
+    queue.range[n].end = tasks * (n + 1) / queue.ranges;
+  }
+  parallel.run(
+      threads,
+      [](void* context, int thread) {
+        auto& q = *static_cast<Queue*>(context);
+        for (int n = 0; n < q.ranges; ++n) {
+          Range& range = q.range[(thread + n) % q.ranges];
+          for (int64_t task; (task = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;)
+            q.body(task, thread);
+        }
+      },
+      &queue);
+}
+
 }  // namespace flash_attn_ext::cpu

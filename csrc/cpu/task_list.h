@@ -25,6 +25,10 @@ struct TaskList {
   const Sequence* sequences = nullptr;  // packed: sorted by the order of their tasks
 
   Task at(int64_t n) const;
+  // Returns whether the tasks of all sequences have equal weights.
+  bool has_equal_sequences() const {
+    return count <= 1 || sequences[0].weight == sequences[count - 1].weight;
+  }
 };
 
 // Sorts the sequences: the heaviest tasks first, so that the last tasks to run are short. Then replaces the number of

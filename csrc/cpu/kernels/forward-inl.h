@@ -201,7 +201,7 @@ template <class In, class T>
 void forward(const AttentionParams& call, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
   const ForwardWorkspace<T> w = allocate_forward_workspace<In, T>(arena, call, parallel.threads);
-  for_each_task(parallel, w.tasks.total, [&](int64_t n, int thread) {
+  const auto run_task = [&](int64_t n, int thread) {
     const TaskList::Task task = w.tasks.at(n);
     const AttentionParams p = of_sequence(call, task.b);
     Arena scratch(w.scratch + thread * w.scratch_bytes);
@@ -219,7 +219,11 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
       if (w.kept[thread]) own.mask.functions.kept = &w.kept[thread];
       forward_query_blocks<In, T>(p, own, b, h, first, std::min(w.per_task, blocks - first));
     }
-  });
+  };
+  if (is_decode(call) && w.tasks.has_equal_sequences())
+    for_each_equal_task(parallel, w.tasks.total, run_task);
+  else
+    for_each_task(parallel, w.tasks.total, run_task);
   if (w.decode.leaves_splits) merge_all_splits<In, T>(call, w.decode, w.splits, parallel);
 }
 
