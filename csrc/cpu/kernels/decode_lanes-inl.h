@@ -106,9 +106,9 @@ struct LaneTile {
 };
 
 // Returns whether decode_vector_of_rows-inl.h computes the scores of a block.
-template <class T>
-constexpr bool is_vector_of_rows(int64_t rows) {
-  return kHasVectorsOfRows && span_of<T>(rows) == 1;
+template <class In, class T>
+constexpr bool reads_keys_in_place(int64_t rows) {
+  return kHasVectorsOfRows && (span_of<T>(rows) == 1 || !std::is_same_v<In, T>);
 }
 
 // Calls body(span) with kSpan as a compile-time constant, for blocks that are no vectors of rows.
@@ -245,7 +245,7 @@ inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t d
   for (int64_t n = keys; n % kDotSums != 0; ++n) std::fill(copy + n * k.ld, copy + (n + 1) * k.ld, E{});
   Prefetcher nothing;
   for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
-    if (is_vector_of_rows<T>(count)) return;
+    if (reads_keys_in_place<In, T>(count)) return;
     for_span<T>(count, [&](auto span) {
       constexpr int kSpan = span.value;
       for (int64_t j = 0; j < keys; j += kDotSums)

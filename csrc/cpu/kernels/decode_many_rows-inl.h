@@ -165,8 +165,8 @@ struct ManyRows {
       return for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
         E* to = q + (n * lanes + first) * round_up_to_lanes<T>(depth);
         if constexpr (kHasVectorsOfRows)
-          if (is_vector_of_rows<T>(count))
-            return load_vector_of_queries<In>(from + first * ldq, ldq, count, depth, to);
+          if (reads_keys_in_place<In, T>(count))
+            return load_block_of_queries<In>(from + first * ldq, ldq, count, depth, to);
         load_query_lanes<T>(from + first * ldq, ldq, count, depth, to);
       });
     for (int64_t c = 0; c < lanes; c += kPanel<T>)
@@ -184,11 +184,11 @@ struct ManyRows {
       if constexpr (kHasVectorsOfRows) {
         Prefetcher nothing;
         for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
-          if (is_vector_of_rows<T>(count))
-            score_vector_of_rows<In>(own + first * block_depth, k, keys, scale, to.at(first, count, j),
-                                     reinterpret_cast<In*>(k_tile), first == 0 ? ahead : nothing);
+          if (reads_keys_in_place<In, T>(count))
+            score_block_of_rows<In>(own + first * block_depth, count, k, keys, scale, to.at(first, count, j),
+                                    reinterpret_cast<In*>(k_tile), first == 0 ? ahead : nothing);
         });
-        if (widest_span<T>(rows) == 1) return;  // the last block was a vector, too
+        if (!std::is_same_v<In, T> || widest_span<T>(rows) == 1) return;  // no block is left
       }
       return score_lanes<In, T>(own, block_depth, rows, depth,
                                 Operands::load_keys(k, keys, k_tile, widest_span<T>(rows)), keys, scale, to,

@@ -1,43 +1,41 @@
-// S^T of decode for a whole vector of rows, on AVX2. A load broadcasts kSpan neighbouring columns of a key, and kSpan
-// multiply-adds use it. With one load for each multiply-add the loads would be the limit: AVX2 has two of each in a cycle.
+// S^T of decode on AVX2, for a block of at most L rows: a whole vector of rows, or fewer rows and keys of 16 bits.
 //
-// Block b of L / kSpan rows is one vector of sums. Lane r * kSpan + i of it has column i of the block's row r. The sum of
-// all spans of the kSpan blocks is a vector of S^T. Example: kSpan 2, L = 8. The rows of block 0 are 0, 1, 4 and 5:
+// A load broadcasts kSpan neighbouring columns of a key, and kBlocks multiply-adds use it. With one load for each
+// multiply-add the loads would be the limit: AVX2 has two of each in a cycle.
+//
+// A block has L / kSpan rows and is one vector of sums. Lane r * kSpan + i of it has column i of the block's row r. The
+// sums of all spans of all blocks become S^T. Example: kSpan 2, L = 8, 8 rows. The rows of block 0 are 0, 1, 4 and 5:
 //
 //   q0[c] q0[c+1] q1[c] q1[c+1] q4[c] ...  times  k[c] k[c+1] k[c] k[c+1] k[c] ...
 //
-// Keys of 16 bits are widened in registers, after the broadcast.
+// Keys of 16 bits are widened in registers, after the broadcast. So no copy of them is written.
 #pragma once
 
 #include "decode_lanes-inl.h"
 
 // Loads neighbouring columns of a key: kVectors vectors of kSpan columns, repeated in all spans.
-template <class In>
+template <class In, int kSpan>
 struct KeyColumns {
-  static constexpr int kSpan = 2, kVectors = 1;
+  static constexpr int kVectors = 1;
   FA_INLINE static void load(const In* k, Vec<In>* columns) { columns[0] = broadcast_span<kSpan>(k); }
 };
 
 #if FA_VECTOR_BYTES == 32
 
-FA_INLINE U32 broadcast_8_bytes(const void* p) {
-  uint64_t bits;
-  std::memcpy(&bits, p, sizeof(bits));
-  return (U32)(VecBits<double>{} + bits);
-}
-
 // The even columns, then the odd columns.
-template <>
-struct KeyColumns<BFloat16> {
-  static constexpr int kSpan = 2, kVectors = 2;
+template <int kSpan>
+struct KeyColumns<BFloat16, kSpan> {
+  static constexpr int kVectors = 2;
   FA_INLINE static void load(const BFloat16* k, F32* columns) {
-    widen_pairs(broadcast_8_bytes(k), columns[0], columns[1]);
+    const U32 pairs = (U32)broadcast_span<kSpan>(reinterpret_cast<const float*>(k));  // two columns each
+    widen_pairs(pairs, columns[0], columns[1]);
   }
 };
 
-template <>
-struct KeyColumns<Float16> {
-  static constexpr int kSpan = 4, kVectors = 1;
+template <int kSpan>
+struct KeyColumns<Float16, kSpan> {
+  static_assert(kSpan == 4);
+  static constexpr int kVectors = 1;
   FA_INLINE static void load(const Float16* k, F32* columns) {
     uint64_t bits;
     std::memcpy(&bits, k, sizeof(bits));
@@ -48,89 +46,120 @@ struct KeyColumns<Float16> {
 
 #endif
 
-// Copies q[r][c] of `rows` <= L rows: kSpan blocks for each vector of columns. Rows of `q` are padded with zeros to whole
-// vectors. Lanes of missing rows repeat the last row.
-template <class In, class T>
-inline void load_vector_of_queries(const T* q, int64_t ldq, int64_t rows, int64_t depth, T* to) {
-  using Columns = KeyColumns<In>;
-  constexpr int L = kLanes<T>, kSpan = Columns::kSpan, kVectors = Columns::kVectors;
-  constexpr int kPart = 16 / sizeof(T), kRows = kPart / kSpan;  // rows of a block in 16 bytes
-  const T* from[kSpan][L];
-  for (int b = 0; b < kSpan; ++b)
-    for (int lane = 0; lane < L; ++lane) {
-      const int64_t row = lane / kPart * kPart + b * kRows + lane % kPart / kSpan;
-      from[b][lane] = q + std::min(row, rows - 1) * ldq + lane % kSpan * kVectors;
-    }
-  for (int64_t c = 0; c < depth; c += kSpan * kVectors)
-    for (int v = 0; v < kVectors; ++v)
-      for (int b = 0; b < kSpan; ++b, to += L)
-#pragma GCC unroll 16
-        for (int lane = 0; lane < L; ++lane) to[lane] = from[b][lane][c + v];
+// The form of the products for blocks that fill spans of kRest lanes of S^T: kRest = span_of(rows).
+template <class In, class T, int kRest>
+struct BlockForm {
+  static constexpr int kLeastSpan = std::is_same_v<In, Float16> ? 4 : 2;
+  static constexpr int kSpan = kRest > kLeastSpan ? kRest : kLeastSpan, kBlocks = kSpan / kRest;
+  static constexpr int kKeys = kDotSums / kBlocks, kLanesOut = kLanes<T> / kRest;
+  using Columns = KeyColumns<In, kSpan>;
+  static constexpr int kStep = kSpan * Columns::kVectors;  // columns of a step
+};
+
+// Calls body(rest) with rest = span_of(rows) as a compile-time constant.
+template <class In, class T, class Body>
+inline void for_form(int64_t rows, const Body& body) {
+  if constexpr (!std::is_same_v<In, T>) {
+    const int rest = span_of<T>(rows);
+    if (rest == 4) return body(std::integral_constant<int, 4>{});
+    if (rest == 2) return body(std::integral_constant<int, 2>{});
+  }
+  body(std::integral_constant<int, 1>{});
 }
 
-// Returns the sums of all spans of kSpan blocks: one lane for each row.
-template <class T, int kSpan>
-FA_INLINE Vec<T> sum_blocks(Vec<T> (&block)[kSpan]) {
+// Copies q[r][c] of `rows` <= L rows: kBlocks vectors for each vector of columns. Rows of `q` are padded with zeros to whole
+// vectors. Lanes of missing rows repeat the last row.
+template <class In, class T>
+inline void load_block_of_queries(const T* q, int64_t ldq, int64_t rows, int64_t depth, T* to) {
+  for_form<In, T>(rows, [&](auto rest) {
+    using Form = BlockForm<In, T, rest.value>;
+    constexpr int L = kLanes<T>, kSpan = Form::kSpan, kVectors = Form::Columns::kVectors,
+                  kBlocks = Form::kBlocks;
+    constexpr int kPart = 16 / sizeof(T), kRows = kPart / kSpan;  // rows of a block in 16 bytes
+    const T* from[kBlocks][L];
+    for (int b = 0; b < kBlocks; ++b)
+      for (int lane = 0; lane < L; ++lane) {
+        const int64_t row = lane / kPart * (kRows * kBlocks) + b * kRows + lane % kPart / kSpan;
+        from[b][lane] = q + std::min(row, rows - 1) * ldq + lane % kSpan * kVectors;
+      }
+    for (int64_t c = 0; c < depth; c += Form::kStep)
+      for (int v = 0; v < kVectors; ++v)
+        for (int b = 0; b < kBlocks; ++b, to += L)
+#pragma GCC unroll 16
+          for (int lane = 0; lane < L; ++lane) to[lane] = from[b][lane][c + v];
+  });
+}
+
+// Adds the blocks, whose spans become shorter by the factor kBlocks. One lane for each row and part of its span remains.
+template <class T, int kBlocks>
+FA_INLINE Vec<T> sum_blocks(Vec<T> (&block)[kBlocks]) {
   constexpr int kPart = 16 / sizeof(T);
   const VecIndex<T> even = every_second_part<T, 1, kPart>(0), odd = every_second_part<T, 1, kPart>(1);
 #pragma GCC unroll 4
-  for (int count = kSpan / 2; count > 0; count /= 2)
+  for (int count = kBlocks / 2; count > 0; count /= 2)
 #pragma GCC unroll 4
     for (int b = 0; b < count; ++b)
       block[b] = pick<T>(block[2 * b], block[2 * b + 1], even) + pick<T>(block[2 * b], block[2 * b + 1], odd);
   return block[0];
 }
 
-// out[n] = scale * S^T of key j + n, for kDotSums / kSpan keys. Keys past `keys` read the last key again.
-template <class In, class T>
-FA_INLINE void vector_of_rows_block(const T* q, int64_t steps, const Rows<In>& k, int64_t j, int64_t keys,
-                                    T scale, T* out, Prefetcher& ahead) {
-  using Columns = KeyColumns<In>;
-  constexpr int L = kLanes<T>, kSpan = Columns::kSpan, kVectors = Columns::kVectors, N = kDotSums / kSpan;
-  constexpr int64_t kBytes = N * kSpan * kVectors * sizeof(In);  // of a step
-  Vec<T> sum[N][kSpan];
+// out[n] = scale * S^T of key j + n, for kKeys keys. Keys past `keys` read the last key again.
+template <class In, class T, int kRest>
+FA_INLINE void block_of_rows(const T* q, int64_t steps, const Rows<In>& k, int64_t j, int64_t keys, T scale,
+                             T* out, Prefetcher& ahead) {
+  using Form = BlockForm<In, T, kRest>;
+  using Columns = typename Form::Columns;
+  constexpr int L = kLanes<T>, N = Form::kKeys, kBlocks = Form::kBlocks, kVectors = Columns::kVectors;
+  constexpr int64_t kBytes = N * Form::kStep * sizeof(In);  // of a step
+  Vec<T> sum[N][kBlocks];
   const In* key[N];
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) {
     key[n] = k.row(std::min<int64_t>(j + n, keys - 1));
 #pragma GCC unroll 4
-    for (int b = 0; b < kSpan; ++b) sum[n][b] = Vec<T>{};
+    for (int b = 0; b < kBlocks; ++b) sum[n][b] = Vec<T>{};
   }
   int64_t until_line = 1;
-  for (int64_t step = 0; step < steps; ++step, q += kVectors * kSpan * L) {
+  for (int64_t step = 0; step < steps; ++step, q += kVectors * kBlocks * L) {
 #pragma GCC unroll 16
     for (int n = 0; n < N; ++n) {
       Vec<T> columns[kVectors];
-      Columns::load(key[n] + step * kSpan * kVectors, columns);
+      Columns::load(key[n] + step * Form::kStep, columns);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v)
 #pragma GCC unroll 4
-        for (int b = 0; b < kSpan; ++b)
-          sum[n][b] = multiply_add(sum[n][b], columns[v], load<T>(q + (v * kSpan + b) * L));
+        for (int b = 0; b < kBlocks; ++b)
+          sum[n][b] = multiply_add(sum[n][b], columns[v], load<T>(q + (v * kBlocks + b) * L));
     }
     if (--until_line == 0) {
       ahead.lines(ceil_div(kBytes, 64));
       until_line = std::max<int64_t>(64 / kBytes, 1);
     }
   }
+  Vec<T> of_key[N];
 #pragma GCC unroll 16
-  for (int n = 0; n < N; ++n) store<T>(out + n * L, sum_blocks<T, kSpan>(sum[n]) * scale);
+  for (int n = 0; n < N; ++n) of_key[n] = sum_blocks<T, kBlocks>(sum[n]);
+  sum_spans<T, kRest, N>(of_key);
+#pragma GCC unroll 16
+  for (int n = 0; n < N / kRest; ++n) store<T>(out + n * L, of_key[n] * scale);
 }
 
 // S^T of a chunk of at most kChunkRows keys. Writes whole blocks of keys. `copy` has room for kChunkRows keys.
 template <class In, class T>
-inline void score_vector_of_rows(const T* q, Rows<In> k, int64_t keys, T scale, T* out, In* copy,
-                                 Prefetcher& ahead) {
-  using Columns = KeyColumns<In>;
-  constexpr int64_t kStep = Columns::kSpan * Columns::kVectors, kKeys = kDotSums / Columns::kSpan;
-  const int64_t cols = ceil_div(k.cols, kStep) * kStep;
-  if (k.cols != cols) {
-    for (int64_t n = 0; n < keys; ++n) {
-      std::memcpy(static_cast<void*>(copy + n * cols), k.row(n), k.cols * sizeof(In));
-      std::memset(static_cast<void*>(copy + n * cols + k.cols), 0, (cols - k.cols) * sizeof(In));
+inline void score_block_of_rows(const T* q, int64_t rows, Rows<In> k, int64_t keys, T scale, T* out, In* copy,
+                                Prefetcher& ahead) {
+  for_form<In, T>(rows, [&](auto rest) {
+    using Form = BlockForm<In, T, rest.value>;
+    const int64_t cols = ceil_div(k.cols, Form::kStep) * Form::kStep;
+    if (k.cols != cols) {
+      for (int64_t n = 0; n < keys; ++n) {
+        std::memcpy(static_cast<void*>(copy + n * cols), k.row(n), k.cols * sizeof(In));
+        std::memset(static_cast<void*>(copy + n * cols + k.cols), 0, (cols - k.cols) * sizeof(In));
+      }
+      k = {copy, cols, cols};
     }
-    k = {copy, cols, cols};
-  }
-  for (int64_t j = 0; j < keys; j += kKeys)
-    vector_of_rows_block<In, T>(q, cols / kStep, k, j, keys, scale, out + j * kLanes<T>, ahead);
+    for (int64_t j = 0; j < keys; j += Form::kKeys)
+      block_of_rows<In, T, rest.value>(q, cols / Form::kStep, k, j, keys, scale, out + j * Form::kLanesOut,
+                                       ahead);
+  });
 }

@@ -28,7 +28,7 @@ struct HeadScores {
 
   ForwardProducts<In, T> whole;
   ManyRows<In, T> few;
-  In* rows;  // [heads][D] Q of few heads, padded with zeros
+  E* rows;  // [heads][D] Q of few heads as elements, padded with zeros
 
   // `row`: the call of one query row, with the heads as queries and a tile of keys.
   static HeadScores allocate(Arena& arena, const AttentionParams& row) {
@@ -37,18 +37,18 @@ struct HeadScores {
     if (!are_few_heads<T>(z.seqlen_q)) return s;
     const int64_t heads = rows_of_few_heads<T>(z.seqlen_q);
     s.few = ManyRows<In, T>::allocate(arena, row, heads, 1, z.seqlen_k);
-    s.rows = arena.take<In>(heads * columns_of_row(z.head_dim));
+    s.rows = arena.take<E>(heads * elements_of_row(z.head_dim));
     return s;
   }
 
   // Loads the heads [h, h + heads).
   void load_queries(const AttentionParams& row, int64_t h, int64_t heads, int64_t ld) const {
     if (!rows) return whole.load_queries(row, 0, 0, h, heads, ld);
-    const int64_t ldq = columns_of_row(row.sizes.head_dim), all = rows_of_few_heads<T>(heads);
-    std::memset(static_cast<void*>(rows), 0, all * ldq * sizeof(In));
+    const int64_t ldq = elements_of_row(row.sizes.head_dim), all = rows_of_few_heads<T>(heads);
     for (int64_t n = 0; n < heads; ++n)
-      std::memcpy(rows + n * ldq, row.q.row<In>(0, 0, h + n), row.sizes.head_dim * sizeof(In));
-    load_elements_of_queries(rows, ldq, all, row.sizes.head_dim);
+      load_row(row.q.row<In>(0, 0, h + n), row.sizes.head_dim, rows + n * ldq);
+    std::fill(rows + heads * ldq, rows + all * ldq, E{});
+    few.load_queries(row, 0, rows, ldq, all);
   }
 
   // Writes S^T, [keys][f.ld]. Padding lanes are arbitrary. Prefetches all lines of `ahead`.
@@ -78,23 +78,16 @@ struct HeadScores {
   }
 
  private:
-  static int64_t columns_of_row(int64_t cols) { return ceil_div(cols, FA_VECTOR_BYTES) * FA_VECTOR_BYTES; }
+  static int64_t elements_of_row(int64_t cols) { return round_up_to_lanes<T>(Operands::depth_of(cols)); }
 
-  // ManyRows reads Q as elements of the products.
-  void load_elements_of_queries(const In* from, int64_t ldq, int64_t heads, int64_t depth) const {
-    const int64_t lanes = lanes_of<T>(heads), span = span_of<T>(heads);
-    E* to = few.q;
-    for (int64_t c = 0; c < Operands::depth_of(depth); c += span)
-      for (int64_t r = 0; r < lanes; ++r)
-        for (int64_t n = 0; n < span; ++n, ++to) *to = r < heads ? element_of(from + r * ldq, c + n) : E{};
-  }
-  static E element_of(const In* row, int64_t n) {
-    if constexpr (sizeof(E) > sizeof(In) && !std::is_same_v<E, T>) {
-      E pair;
-      std::memcpy(&pair, row + 2 * n, sizeof(pair));
-      return pair;
-    } else {
-      return scalar_as<T>(row[n]);
+  // Converts a row to elements, in whole vectors with zeros after the last column.
+  static void load_row(const In* from, int64_t cols, E* to) {
+    constexpr int64_t kCols = kLanes<T> * (std::is_same_v<E, T> ? 1 : 2);  // of a vector of elements
+    for (int64_t c = 0; c < cols; c += kCols, to += kLanes<T>) {
+      if constexpr (std::is_same_v<E, T>)
+        store<T>(to, load_columns<T>(from + c, cols - c));
+      else
+        store_elements(to, load_pairs(from + c, cols - c));
     }
   }
 };
