@@ -150,6 +150,18 @@ def calls_of(step: Step) -> dict[str, Callable[[], None]]:
     }  # fmt: skip
 
 
+def is_possible(step: Step) -> bool:
+    """Whether vLLM has an operator for the step on this CPU. Says if it has none."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    try:
+        _get_attn_isa(getattr(torch, step.dtype), PAGE_SIZE, step.head_dim, step.cache)
+    except NotImplementedError as reason:
+        print(f"left out: {step.name}, cache {step.cache}: {reason}")
+        return False
+    return True
+
+
 def measure(step: Step, seconds: float, rounds: tuple[int, int]) -> dict:
     torch.manual_seed(0)
     calls = calls_of(step)
@@ -310,7 +322,8 @@ def main() -> None:
 
         current_platform.import_kernels()
         with torch.no_grad():  # as vLLM runs its layers
-            rows = [measure(step, arguments.seconds, (5, 500)) for step in STEPS if arguments.only in step.name]
+            chosen = [step for step in STEPS if arguments.only in step.name and is_possible(step)]
+            rows = [measure(step, arguments.seconds, (5, 500)) for step in chosen]
         table = table_of(rows)
     record["rows"] = rows
     output.write_json(record, arguments.json)
