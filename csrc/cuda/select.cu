@@ -183,8 +183,13 @@ Selection<AttentionParams> select_forward(const AttentionParams& p) {
 
 Selection<BackwardParams> select_backward(const BackwardParams& p) {
   Choice<BackwardParams> choice(p);
-  choice.offer("sm90", p.dweights ? "sm90: no gradients of the weights" : sm90::why_not_backward(p),
-               of_half(p.dtype, sm90::backward_bfloat16, sm90::backward_float16), sm90::backward_workspace);
+  if (p.functions)
+    choice.offer("sm90", sm90::why_not_backward(p),
+                 of_half(p.dtype, sm90::flex_backward_bfloat16, sm90::flex_backward_float16),
+                 sm90::flex_backward_workspace);
+  else
+    choice.offer("sm90", p.dweights ? "sm90: no gradients of the weights" : sm90::why_not_backward(p),
+                 of_half(p.dtype, sm90::backward_bfloat16, sm90::backward_float16), sm90::backward_workspace);
   if (p.functions)
     choice.offer("sm80", sm80::why_not_backward(p),
                  of_half(p.dtype, sm80::flex_backward_bfloat16, sm80::flex_backward_float16),

@@ -21,7 +21,9 @@ from benchmarks.gpu import sass_listing, switches
 SOURCES = sorted((CUDA / "sm90").glob("*_bfloat16.cu"))
 # setmaxnreg ignored; wgmma serialised; a wait for wgmma injected
 WARNINGS = re.compile(r"C75(08|10|12|13|15|17|19)")
-FLEX, FORWARD, BACKWARD = ([p for p in SOURCES if p.stem.startswith(way)] for way in ("flex", "forward", "backward"))
+FORWARD, BACKWARD, FLEX_FORWARD, FLEX_BACKWARD = (
+    [p for p in SOURCES if p.stem.startswith(way)] for way in ("forward", "backward", "flex_forward", "flex_backward")
+)
 # Head dimensions of query and key and of value.
 D64, D96, D128, D192, D256 = ((head_dim, head_dim) for head_dim in (64, 96, 128, 192, 256))
 D192_128 = 192, 128
@@ -38,6 +40,7 @@ MOST_INSTRUCTIONS = {
     ("backward_kernel", "with options"): {D64: 860, D96: 920, D128: 910, D192_128: 660, D192: 690, D256: 690},
     ("forward_kernel", "few rows"): {D64: 970, D128: 1020, D256: 840},
     ("forward_kernel", "with functions"): {D64: 1380, D128: 1440, D256: 1170},
+    ("backward_kernel", "with functions"): {D64: 1170, D128: 910, D256: 980},
     # The plain forward with one switch of switches.h off.
     ("forward_kernel", "without a switch"): {D64: 600, D128: 650, D256: 585},
 }
@@ -47,7 +50,7 @@ FORMS = {
     "forward_kernel": {
         name: rf"NS\d*_4FormE{n}E" for n, name in enumerate(("plain", "with options", "few rows", "with functions"))
     },
-    "backward_kernel": {"plain": "b1E", "with options": "b0E"},
+    "backward_kernel": {"plain": "b1E", "with options": "b0E", "with functions": "b0E"},
 }
 
 pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compile the CUDA kernels; there is no {NVCC}")
@@ -97,11 +100,15 @@ def keys_of(dims, form):
 
 
 def kernel_of(source):
-    return "backward_kernel" if source in BACKWARD else "forward_kernel"
+    return "backward_kernel" if source in BACKWARD + FLEX_BACKWARD else "forward_kernel"
 
 
 def forms_of(source):
-    return [form for form in FORMS[kernel_of(source)] if (form == "with functions") == (source in FLEX)]
+    return [
+        form
+        for form in FORMS[kernel_of(source)]
+        if (form == "with functions") == (source in FLEX_FORWARD + FLEX_BACKWARD)
+    ]
 
 
 def every_kernel(sources):
@@ -116,7 +123,7 @@ def every_kernel(sources):
 
 
 def backward_tile(dims, form):
-    rows, keys = BACKWARD_TILES[dims]
+    rows, keys = BACKWARD_TILES[D256 if form == "with functions" and dims == D128 else dims]
     return rows if form == "plain" else min(rows, 64), keys
 
 
@@ -159,12 +166,12 @@ def check_forward_order(cubin, form, dims):
     assert schedule in order, order
 
 
-@every_kernel(FORWARD + FLEX)
+@every_kernel(FORWARD + FLEX_FORWARD)
 def test_forward_machine_code(compile_once, source, form, dims):
     check_forward_order(compile_once(source)[0], form, dims)
 
 
-@every_kernel(BACKWARD)
+@every_kernel(BACKWARD + FLEX_BACKWARD)
 def test_backward_machine_code(compile_once, source, form, dims):
     order = order_of(compile_once(source)[0], "backward_kernel", dims, form)
     rows, keys = backward_tile(dims, form)

@@ -1,4 +1,4 @@
-"""Mask functions and block masks in the Hopper tier's forward, on the kernels' host build, against dense references in
+"""Mask functions and block masks in the Hopper tier, on the kernels' host build, against dense references in
 float64."""
 
 import pytest
@@ -18,9 +18,13 @@ def kernels(built):
         yield loaded
 
 
-def on_sm90(kernels):
+def on_sm90(kernels, kernel=b"sm90::forward_kernel"):
     assert kernels.tier == "sm90"
-    assert b"sm90::forward_kernel" in kernels.c.last_kernel()
+    assert kernel in kernels.c.last_kernel()
+
+
+def on_backward(kernels):
+    on_sm90(kernels, b"sm90::dq_kernel")
 
 
 @pytest.mark.parametrize(("mask", "block_size", "head_dim"), cpu.BLOCK_MASKS)
@@ -120,10 +124,110 @@ def test_packed_sequences(kernels):
             cpu.assert_near("packed", out[rows], exact[0].transpose(0, 1), 4e-3)
 
 
+@pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "in any order"])
+@pytest.mark.parametrize(
+    ("mask", "block_size", "head_dim"),
+    [("document", 64, 64), ("by_table", (48, 100), 72), ("prefix_lm", 128, 200)],
+)
+def test_gradients(kernels, mask, block_size, head_dim, deterministic):
+    """Tiles of keys add to dq in turns. The turns must count only the tiles that visit the queries."""
+    kernels.deterministic = deterministic
+    cpu.check((1, 2, 1, 130, 300, head_dim), torch.bfloat16, None, mask_mods(1, 130, 300)[mask], block_size=block_size)
+    on_backward(kernels)
+
+
+@pytest.mark.parametrize("length", [64 * 3, 64 * 36])
+def test_turns_of_hidden_tiles(kernels, length):
+    """Two of three tiles of keys are hidden, also in more tiles than a warp looks up at once."""
+    kernels.deterministic = True
+    inputs = [torch.randn(1, 1, n, 72).bfloat16().requires_grad_() for n in (70, length, length)]
+    mask_mod = lambda b, h, i, j: (j // 64 + i // 64) % 3 == 0  # noqa: E731
+    mask = create_block_mask(mask_mod, None, None, 70, length, "cpu", BLOCK_SIZE=64)
+    out = flex_attention(*inputs, block_mask=mask)
+    dout = torch.randn_like(out)
+    exact_inputs = [t.detach().double().requires_grad_() for t in inputs]
+    exact = torch.autograd.grad(dense_flex(*exact_inputs, None, mask_mod)[0], exact_inputs, dout.double())
+    for name, ours, wanted in zip("qkv", torch.autograd.grad(out, inputs, dout), exact, strict=True):
+        cpu.assert_near(name, ours, wanted, cpu.TOLERANCES[torch.bfloat16])
+    on_backward(kernels)
+
+
+def test_backward_of_hidden_tiles(kernels):
+    """Hidden tiles are neither read nor computed: their products would be NaN."""
+    q, k, v = (torch.randn(1, 1, n, 64).half().requires_grad_() for n in (320, 256, 256))
+    mask = create_block_mask(lambda b, h, i, j: (i < 64) | (j < 128), None, None, 320, 256, "cpu", BLOCK_SIZE=64)
+    out = flex_attention(q, k, v, block_mask=mask)
+    dout = torch.randn(1, 1, 320, 64).half()
+    before = kernels.c.exponentials()
+    torch.autograd.grad(out, (q, k, v), dout)
+    on_backward(kernels)
+    # Tiles of 128 keys and 64 queries: all 5 of the first keys, 1 of the last keys.
+    assert kernels.c.exponentials() - before == 6 * 128 * 64
+
+
+def test_gradients_of_hidden_rows_that_are_not_finite(kernels):
+    """A mask function hides these rows, so they reach no gradient."""
+    q, k, v = (torch.randn(1, 1, 140, 64).half().requires_grad_() for _ in range(3))
+    dout = torch.randn(1, 1, 140, 64).half()
+    mask_mod = lambda b, h, i, j: (j != 90) & (i != 60) & (j < 120)  # noqa: E731
+    mask = create_block_mask(mask_mod, None, None, 140, 140, "cpu", BLOCK_SIZE=(64, 40))
+    clean = torch.autograd.grad(flex_attention(q, k, v, block_mask=mask), (q, k, v), dout)
+    dirty = [t.detach().clone() for t in (q, k, v)]
+    dirty[0][:, :, 60], dirty[1][:, :, 90], dirty[2][:, :, 90] = torch.nan, torch.nan, torch.inf
+    dirty = [t.requires_grad_() for t in dirty]
+    got = torch.autograd.grad(flex_attention(*dirty, block_mask=mask), dirty, dout)
+    on_backward(kernels)
+    for name, ours, wanted in zip("qkv", got, clean, strict=True):
+        cpu.assert_near(name, ours, wanted.double(), 3e-3)
+
+
+def gradients_on(kernels, tier, call, inputs, dout):
+    kernels.force_tier(tier)
+    found = torch.autograd.grad(call(), inputs, dout)
+    kernels.force_tier("")
+    return found
+
+
+def test_gradients_with_other_options(kernels):
+    q, k, v = (torch.randn(2, heads, n, 128).half().requires_grad_() for heads, n in ((4, 100), (2, 200), (2, 200)))
+    sink = torch.rand(4).requires_grad_()
+    padding = torch.arange(200) < torch.tensor([[190], [70]])
+    mask = create_block_mask(mask_mods(2, 100, 200)["document"], 2, None, 100, 200, "cpu", BLOCK_SIZE=64)
+    options = dict(softcap=3.0, sink=sink, window=(100, 70), enable_gqa=True, block_mask=mask)
+    dout = torch.randn(2, 4, 100, 128).half()
+    call = lambda: flash_attn(q, k, v, padding[:, None, None], **options)  # noqa: E731
+    inputs = q, k, v, sink
+    ours = torch.autograd.grad(call(), inputs, dout)
+    assert kernels.tier == "sm90"
+    for each, wanted in zip(ours, gradients_on(kernels, "simt", call, inputs, dout), strict=True):
+        cpu.assert_near("gradient", each, wanted.double(), 5e-3)
+
+
+def test_packed_gradients(kernels):
+    cu = torch.tensor([0, 70, 70, 203])
+    inputs = [torch.randn(203, 2, 24).half().requires_grad_() for _ in range(3)]
+    mask_mod = lambda b, h, i, j: (i + h >= j) & ((i - j) % 3 != b)  # noqa: E731
+    call = lambda: flash_attn_varlen(*inputs, cu, cu, mask_mod=mask_mod)  # noqa: E731
+    dout = torch.randn(203, 2, 24).half()
+    ours = torch.autograd.grad(call(), inputs, dout)
+    on_backward(kernels)
+    for each, wanted in zip(ours, gradients_on(kernels, "simt", call, inputs, dout), strict=True):
+        cpu.assert_near("packed gradient", each, wanted.double(), 4e-3)
+
+
+def test_captured_tensors_of_masks_have_no_gradient(kernels):
+    inputs = [torch.randn(1, 1, 20, 8).half().requires_grad_() for _ in range(3)]
+    limit = torch.tensor(5.0, requires_grad=True)
+    out = flash_attn(*inputs, mask_mod=lambda b, h, i, j: i - j < limit)
+    *_, found = torch.autograd.grad(out.sum(), [*inputs, limit], allow_unused=True)
+    assert kernels.tier == "sm90"
+    assert found is None or not found.any()
+
+
 def test_what_it_refuses(kernels):
     q, k, v = (torch.randn(1, 2, 9, 8).half() for _ in range(3))
     flex_attention(q, k, v, lambda s, b, h, i, j: s + h)
     assert (kernels.tier, kernels.why_not) == ("sm80", ["sm90: no score_mod"])
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    flash_attn(*inputs, mask_mod=lambda b, h, i, j: i >= j).sum().backward()
-    assert (kernels.tier, kernels.why_not) == ("sm80", ["sm90: no backward with functions of the user"])
+    flex_attention(*inputs, lambda s, b, h, i, j: s + h).sum().backward()
+    assert (kernels.tier, kernels.why_not[0]) == ("simt", "sm90: no score_mod")

@@ -25,15 +25,18 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// The plain kernels have neither softcap nor key masks nor packed sequences; the other kernels have all of them.
-template <class In, int kHeadDim_, int kHeadDimV_, bool kPlain_>
+// The plain kernels have neither softcap nor key masks nor packed sequences; the other kernels have all of them. flex_backward.cuh has
+// the kernels with functions of the user.
+template <class In, int kHeadDim_, int kHeadDimV_, bool kPlain_, bool kFunctions_ = false>
 struct Backward {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static_assert(kHeadDimV <= kHeadDim);
-  static constexpr bool kPlain = kPlain_, kPacked = !kPlain_;
+  static constexpr bool kPlain = kPlain_, kPacked = !kPlain_, kFunctions = kFunctions_;
+  using Arguments = BackwardArguments;
+  using Cursor = RowTileCursor;
   static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup, kConsumerThreads = kConsumers * kWarpgroup;
-  static constexpr int kKeys = backward_keys(kHeadDim), kRows = backward_rows(kHeadDim, kPlain);
+  static constexpr int kKeys = backward_keys(kHeadDim, kFunctions), kRows = backward_rows(kHeadDim, kPlain);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (64 << 10) / kWarpgroup);
 
   // The part of a warpgroup. If columns are not split: 64 keys of S, dP, dK and dV, with all columns. If columns are
@@ -80,14 +83,15 @@ struct Backward {
 // ---- load: two threads of the producer warpgroup, one for K, Q and lse, one for V, dO and delta
 
 template <class Config, class KeyTile, class Rows>
-__device__ void produce(const BackwardArguments& a, const BackwardRange& range, const CUtensorMap& keys_map,
-                        KeyTile& keys, ptx::Barrier& keys_full, const CUtensorMap& rows_map,
-                        const float* terms, Rows& rows) {
-  if (range.tiles() > 0)
+__device__ void produce(const typename Config::Arguments& a, const BackwardRange& range,
+                        const CUtensorMap& keys_map, KeyTile& keys, ptx::Barrier& keys_full,
+                        const CUtensorMap& rows_map, const float* terms, Rows& rows) {
+  const int tiles = tiles_of(a, range);
+  if (tiles > 0)
     load_tile(keys, keys_map, range.k_row + range.key_tile * Config::kKeys, range.h_kv, range.map_b,
               keys_full);
-  RowTileCursor at(range);
-  for (int n = 0; n < range.tiles(); ++n, at.advance(range)) {
+  typename Config::Cursor at(a, range);
+  for (int n = 0; n < tiles; ++n, at.advance(a, range)) {
     const int stage = rows.stage(n),
               tile_of_terms = range.workspace_tile + at.head * a.w.tiles.of_head + at.tile;
     const float* tile_terms = terms + int64_t{tile_of_terms} * Config::kRows;
@@ -104,25 +108,24 @@ __device__ void produce(const BackwardArguments& a, const BackwardRange& range, 
 // The turn in which a tile of keys adds to a tile of dQ. Tiles of later keys add first; `last` is the last tile that
 // any query sees. In a causal call a block begins with the queries at its diagonal. These queries see no later keys, so
 // the block does not wait.
-template <int kRows, int kKeys>
-__device__ int turn_of(const ShortBand& band, int last, int key_tile, int row_tile) {
-  const int end_row = min((row_tile + 1) * kRows, band.seqlen_q);
-  return min((band.end(end_row - 1) - 1) / kKeys, last) - key_tile;
+template <class Config>
+__device__ int turn_of(const BackwardArguments& a, const BackwardRange& range, const RowTileCursor& at) {
+  const ShortBand& band = Config::kPlain ? a.band : range.band;
+  const int end_row = min((at.tile + 1) * Config::kRows, band.seqlen_q);
+  return min((band.end(end_row - 1) - 1) / Config::kKeys, range.last_key_tile) - range.key_tile;
 }
 
 template <class Config>
-__device__ void add_dq(const BackwardArguments& a, const BackwardRange& range,
+__device__ void add_dq(const typename Config::Arguments& a, const BackwardRange& range,
                        typename Config::Shared& shared) {
   const int first_head = range.b * static_cast<int>(a.p.sizes.heads);
-  const ShortBand& band = Config::kPlain ? a.band : range.band;
-  RowTileCursor at(range);
-  for (int n = 0; n < range.tiles(); ++n, at.advance(range)) {
+  const int tiles = tiles_of(a, range);
+  typename Config::Cursor at(a, range);
+  for (int n = 0; n < tiles; ++n, at.advance(a, range)) {
     const int tile = range.workspace_tile + at.head * a.w.tiles.of_head + at.tile;
     int32_t* const turns = a.w.turns + (first_head + at.head) * a.w.tiles.longest + at.tile;
     ptx::barrier_wait(shared.dq_full, n % 2);  // the consumers have written all of dQ
-    const int turn = a.p.deterministic ? turn_of<Config::kRows, Config::kKeys>(band, range.last_key_tile,
-                                                                               range.key_tile, at.tile)
-                                       : 0;
+    const int turn = a.p.deterministic ? turn_of<Config>(a, range, at) : 0;
     if (a.p.deterministic) ptx::acquire_bulk_turn(turns, turn);  // the blocks before this block have added
     constexpr int kElements = sizeof(shared.dq) / sizeof(float);
     ptx::bulk_add(a.w.dq + int64_t{tile} * kElements, &shared.dq[0][0][0], kElements);
@@ -138,7 +141,7 @@ __device__ void add_dq(const BackwardArguments& a, const BackwardRange& range,
 // ---- compute: a consumer warpgroup, for its part
 
 template <class In, class Config>
-__device__ void consume(const BackwardArguments& a, const BackwardRange& range,
+__device__ void consume(const typename Config::Arguments& a, const BackwardRange& range,
                         typename Config::Shared& shared) {
   constexpr int kRows = Config::kRows, kOwnRows = Config::kOwnRows;
   constexpr bool kSplitsColumns = Config::kSplitsColumns;
@@ -190,14 +193,22 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
   const uint64_t p_columns = along_columns(weights_address + 2 * sizeof(WeightTile));
 
   float dk[dk_columns.kColumns / 2] = {}, dv[dv_columns.kColumns / 2] = {};
-  const int tiles = range.tiles();
+  const int tiles = tiles_of(a, range);
   if (tiles > 0) {
     ptx::barrier_wait(shared.k_full, 0);  // TMA has written K
     ptx::barrier_wait(shared.v_full, 0);  // TMA has written V
   }
   const int begin_row = range.first_tile * kRows + own_row, end_row = begin_row + range.row_tiles * kRows;
   int first_row = begin_row;
+  [[maybe_unused]] typename Config::Cursor at(a, range);  // with functions of the user, the current tile
   for (int n = 0; n < tiles; ++n) {
+    // The elements that the mask function shows. It is evaluated now, because no product owns registers.
+    [[maybe_unused]] uint32_t shown = ~0u;
+    if constexpr (Config::kFunctions) {
+      first_row = at.tile * kRows + own_row;
+      shown =
+          a.template shown_elements<kOwnRows>(range, at, warp_key + first_row_in_warp(), first_row, attends);
+    }
     float s[kOwnRows / 2], ds[kOwnRows / 2];
     uint32_t p16[kOwnRows / 16][4], ds16[kOwnRows / 16][4];
 
@@ -214,6 +225,7 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     // Rows past the end have P = 0, because their lse is +inf.
     bool partial = !band.shows_all(first_row, kOwnRows, first_key, kWarpgroupRows);
     if constexpr (!Config::kPlain) partial |= !all_attend || first_row + kOwnRows > band.seqlen_q;
+    if constexpr (Config::kFunctions) partial |= __ballot_sync(kAllLanes, shown != ~0u) != 0;
     if (!Config::kPlain && has_softcap(p)) {
       capped_probabilities<In>(score, lse2, s, p16);
     } else {
@@ -230,7 +242,8 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
     ptx::wgmma_wait<0>(ds);  // dP is complete
     score_gradients(s, delta, ds);
     if (partial) {
-      const SeenElements elements(band, warp_key + first_row_in_warp(), first_row, attends);
+      SeenElements elements(band, warp_key + first_row_in_warp(), first_row, attends);
+      if constexpr (Config::kFunctions) elements.hide_others(shown);
       elements.clear_others(ds);
       if constexpr (kMasksAtOnce) {
         elements.clear_others(p16);
@@ -306,18 +319,21 @@ __device__ void consume(const BackwardArguments& a, const BackwardRange& range,
       ptx::wgmma_wait<0>(dk);  // dk is complete, Q has been read
       shared.q.release(n);     // Q may be overwritten
     }
-    first_row = first_row + kRows < end_row ? first_row + kRows : begin_row;  // of the next head
+    if constexpr (Config::kFunctions)
+      at.advance(a, range);
+    else
+      first_row = first_row + kRows < end_row ? first_row + kRows : begin_row;  // of the next head
   }
   const Range rows{int64_t{range.first_tile} * kRows, (int64_t{range.first_tile} + range.row_tiles) * kRows};
   // Computes the params of a packed sequence again, because the loop has too few registers to keep them.
   finish_keys<In, Config::kHeadDim>(call_of_block<Config>(p, range.b), a.w, range.b, range.h_kv, warp_key,
-                                    dk_columns, dv_columns, rows, dk, dv);
+                                    dk_columns, dv_columns, rows, dk, dv, a.hidden());
 }
 
 template <class In, int kHeadDim, int kHeadDimV, bool kPlain,
           class Config = Backward<In, kHeadDim, kHeadDimV, kPlain>>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    backward_kernel(const __grid_constant__ BackwardArguments a) {
+    backward_kernel(const __grid_constant__ typename Config::Arguments a) {
 #if defined(FA_HAS_HOPPER)
   auto& shared = shared_memory<typename Config::Shared, kMaxHopperSharedBytes>();
   if (threadIdx.x == 0) {
@@ -350,29 +366,52 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 // ---- launch
 
-template <class In, int kHeadDim, int kHeadDimV, bool kPlain>
-cudaError_t launch_backward_tiles(const BackwardParams& p, void* workspace, cudaStream_t stream) {
-  using Config = Backward<In, kHeadDim, kHeadDimV, kPlain>;
+// The arguments without the tensor maps.
+inline BackwardArguments backward_arguments(const BackwardParams& p, void* workspace) {
+  return {{},
+          {},
+          {},
+          {},
+          p,
+          ShortBand(p),
+          ScoreScale(p),
+          BackwardWorkspace(workspace, p),
+          KeyTileOrder(p),
+          static_cast<int>(p.sizes.heads / p.sizes.heads_kv)};
+}
+
+// Launches everything but the kernel of the key mask.
+template <class In, class Config>
+cudaError_t launch_backward_kernels(typename Config::Arguments& a, cudaStream_t stream) {
+  constexpr auto* kernel = &backward_kernel<In, Config::kHeadDim, Config::kHeadDimV, Config::kPlain, Config>;
+  const BackwardParams& p = a.p;
+  const BackwardWorkspace& w = a.w;
   const Sizes& z = p.sizes;
-  const BackwardWorkspace w(workspace, p);
   const int64_t pieces = w.tiles.longest * (Config::kRows / kPieceRows);
-  const KeyTileOrder order(p);
-  BackwardArguments a{
-      {}, {}, {}, {}, p, ShortBand(p), ScoreScale(p), w, order, static_cast<int>(z.heads / z.heads_kv)};
-  const LaunchShape by_keys{z.batch * z.heads_kv * order.tiles, 1, 1, Config::kThreads,
+  const LaunchShape by_keys{z.batch * z.heads_kv * a.order.tiles, 1, 1, Config::kThreads,
                             sizeof(typename Config::Shared)};
   const LaunchShape by_rows{z.batch * z.heads * pieces, 1, 1, kWarpgroup};
   const TensorMaps maps(p);
-  return in_order(
-      [&] { return maps.of_queries(a.q, p.q, p.sizes.head_dim, Config::kRows); },
-      [&] { return maps.of_queries(a.dout, p.dout, p.sizes.head_dim_v, Config::kRows); },
-      [&] { return maps.of_keys(a.k, p.k, p.sizes.head_dim, Config::kKeys); },
-      [&] { return maps.of_keys(a.v, p.v, p.sizes.head_dim_v, Config::kKeys); },
-      [&] { return launch_key_mask<Config::kKeys>(p, w.key_mask, stream); },
-      [&] { return launch(row_terms_kernel<In, Config>, by_rows, stream, p, w); },
-      [&] { return launch(backward_kernel<In, kHeadDim, kHeadDimV, kPlain>, by_keys, stream, a); },
-      [&] { return p.dq ? launch(dq_kernel<In, Config>, by_rows, stream, p, w) : cudaSuccess; },
-      [&] { return launch_sink_gradient(p, w.delta, w.tiles, stream); });
+  return in_order([&] { return maps.of_queries(a.q, p.q, z.head_dim, Config::kRows); },
+                  [&] { return maps.of_queries(a.dout, p.dout, z.head_dim_v, Config::kRows); },
+                  [&] { return maps.of_keys(a.k, p.k, z.head_dim, Config::kKeys); },
+                  [&] { return maps.of_keys(a.v, p.v, z.head_dim_v, Config::kKeys); },
+                  [&] { return launch(row_terms_kernel<In, Config>, by_rows, stream, p, w); },
+                  [&] { return launch(kernel, by_keys, stream, a); },
+                  [&] {
+                    using Hidden = decltype(a.hidden());
+                    return p.dq ? launch(dq_kernel<In, Config, Hidden>, by_rows, stream, p, w, a.hidden())
+                                : cudaSuccess;
+                  },
+                  [&] { return launch_sink_gradient(p, w.delta, w.tiles, stream); });
+}
+
+template <class In, int kHeadDim, int kHeadDimV, bool kPlain>
+cudaError_t launch_backward_tiles(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+  using Config = Backward<In, kHeadDim, kHeadDimV, kPlain>;
+  BackwardArguments a = backward_arguments(p, workspace);
+  return in_order([&] { return launch_key_mask<Config::kKeys>(p, a.w.key_mask, stream); },
+                  [&] { return launch_backward_kernels<In, Config>(a, stream); });
 }
 
 template <class In, int kHeadDim, int kHeadDimV = kHeadDim>

@@ -6,6 +6,7 @@
 #include "../call_of_block.cuh"
 #include "backward_schedule.h"
 #include "band.h"
+#include "nan_rows.cuh"
 #include "softmax.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
@@ -18,6 +19,8 @@ struct BackwardArguments {
   BackwardWorkspace w;
   KeyTileOrder order;
   int heads_of_kv_head;
+
+  FA_HOST_DEVICE HiddenByKeyMask hidden() const { return {}; }
 };
 
 // The part of a block: for each head, `row_tiles` tiles of queries from `first_tile` on.
@@ -35,14 +38,17 @@ struct BackwardRange {
 struct RowTileCursor {
   int head, tile;
 
-  __device__ explicit RowTileCursor(const BackwardRange& range)
+  __device__ RowTileCursor(const BackwardArguments&, const BackwardRange& range)
       : head(range.first_head), tile(range.first_tile) {}
-  __device__ void advance(const BackwardRange& range) {
+  __device__ void advance(const BackwardArguments&, const BackwardRange& range) {
     if (++tile < range.first_tile + range.row_tiles) return;
     tile = range.first_tile;
     ++head;
   }
 };
+
+// The number of tiles of queries that a block visits.
+__device__ inline int tiles_of(const BackwardArguments&, const BackwardRange& range) { return range.tiles(); }
 
 template <class Config>
 __device__ BackwardRange backward_range(const BackwardArguments& a, int block) {

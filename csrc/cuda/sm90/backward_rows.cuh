@@ -79,9 +79,9 @@ __global__ void __launch_bounds__(kWarpgroup)
 }
 
 // A block computes 64 query rows of a head.
-template <class In, class Config>
-__global__ void __launch_bounds__(kWarpgroup)
-    dq_kernel(const BackwardParams call, const BackwardWorkspace w) {
+template <class In, class Config, class Hidden = HiddenByKeyMask>
+__global__ void __launch_bounds__(kWarpgroup, Hidden::kHidesAnywhere ? 1 : 0)
+    dq_kernel(const BackwardParams call, const BackwardWorkspace w, const Hidden hidden) {
 #if defined(FA_HAS_HOPPER)  // other GPUs do not run this tier
   constexpr int kHeadDim = Config::kHeadDim, kColumns = kHeadDim % kPanelColumns ? 32 : kPanelColumns;
   const QueryPiece<kHeadDim> piece(call, w);
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kWarpgroup)
     store_rows<In>(p.dq, b, h, warp_row, p.sizes.seqlen_q, static_cast<int>(p.sizes.head_dim), dq, column);
     nan_rows |= rows_with_nan(dq);
   }
-  repair_queries<In, kHeadDim>(p, w, b, h, warp_row, nan_rows);
+  repair_queries<In, kHeadDim>(p, w, b, h, warp_row, nan_rows, hidden);
 #endif
 }
 

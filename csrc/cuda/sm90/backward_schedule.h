@@ -14,7 +14,13 @@ constexpr int kPieceRows = 64;  // query rows of an accumulator of dQ
 
 // Keys of a block and query rows of a tile, by the head dimension of query and key. The registers limit both: they hold
 // S, dP, dK and dV at once.
-constexpr int backward_keys(int head_dim) { return head_dim > 128 ? 64 : 128; }
+constexpr int backward_keys(int head_dim, bool functions = false) {
+  // With functions of the user, 128 keys at a head dimension of 128 would spill 12 registers.
+  return head_dim > 128 || (functions && head_dim == 128) ? 64 : 128;
+}
+inline int backward_keys(const AttentionParams& p) {
+  return backward_keys(backward_head_dims(p).qk, p.functions != nullptr);
+}
 constexpr int backward_rows(int head_dim, bool plain) { return head_dim == 64 && plain ? 128 : 64; }
 
 // The tiles of queries in the workspace. A head has whole tiles. Packed sequences share the tiles of a head; each
@@ -62,7 +68,7 @@ struct BackwardWorkspace {
     delta = lse2 + rows;
     turns = reinterpret_cast<int32_t*>(delta + rows);
     ticket = turns + z.batch * z.heads * tiles.longest;
-    key_mask = KeyMask(ticket + 1, p, backward_keys(backward_head_dims(p).qk));
+    key_mask = KeyMask(ticket + 1, p, backward_keys(p));
   }
   static size_t bytes(const BackwardParams& p) {
     const Sizes& z = p.sizes;
@@ -70,7 +76,7 @@ struct BackwardWorkspace {
     const int64_t rows = tiles.count(p) * tiles.tile_rows;
     const int head_dim = backward_head_dims(p).qk;
     return 4 * (rows * (head_dim + 2) + z.batch * z.heads * tiles.longest + 1) +
-           KeyMask::bytes(p, backward_keys(head_dim));
+           KeyMask::bytes(p, backward_keys(p));
   }
 };
 
@@ -86,7 +92,7 @@ struct KeyTileOrder {
   Divider by_tiles, by_heads;
 
   KeyTileOrder(const BackwardParams& p)
-      : tiles(static_cast<int>(ceil_div(p.sizes.seqlen_k, backward_keys(backward_head_dims(p).qk)))),
+      : tiles(static_cast<int>(ceil_div(p.sizes.seqlen_k, backward_keys(p)))),
         last_first(p.deterministic),
         by_tiles(tiles),
         by_heads(p.sizes.heads_kv) {}

@@ -140,6 +140,12 @@ struct SeenElements {
     }
   }
 
+  // Hides more elements: bit 16 r + n of `shown` is bit n of seen[r].
+  __device__ void hide_others(uint32_t shown) {
+    seen[0] &= shown;
+    seen[1] &= shown >> 16;
+  }
+
   // Sets all hidden elements to 0, also NaN.
   template <int kElements>
   __device__ void clear_others(float (&x)[kElements]) const {
@@ -170,10 +176,12 @@ __device__ void store_sums(float (*sums)[kWarpgroup][4], const float (&dq)[kElem
 
 // Writes the existing rows of a warp's 16 rows of dK and dV, in the warpgroup's columns. `tiles`: the query rows that
 // the block has read.
-template <class In, int kHeadDim, class DKColumns, class DVColumns, int kDKElements, int kDVElements>
+template <class In, int kHeadDim, class DKColumns, class DVColumns, int kDKElements, int kDVElements,
+          class Hidden>
 __device__ void finish_keys(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
                             int64_t warp_key, const DKColumns& dk_columns, const DVColumns& dv_columns,
-                            Range tiles, float (&dk)[kDKElements], float (&dv)[kDVElements]) {
+                            Range tiles, float (&dk)[kDKElements], float (&dv)[kDVElements],
+                            const Hidden& hidden) {
   const int64_t length = p.sizes.seqlen_k;
   const float scale = static_cast<float>(p.scale);
 #pragma unroll
@@ -199,7 +207,8 @@ __device__ void finish_keys(const BackwardParams& p, const BackwardWorkspace& w,
     });
   const KeyColumns columns{dk_columns.begin, dk_columns.begin + DKColumns::kColumns, dv_columns.begin,
                            dv_columns.begin + DVColumns::kColumns};
-  repair_keys<In, kHeadDim>(p, w, b, h_kv, warp_key, tiles, rows_with_nan(dk) | rows_with_nan(dv), columns);
+  repair_keys<In, kHeadDim>(p, w, b, h_kv, warp_key, tiles, rows_with_nan(dk) | rows_with_nan(dv), columns,
+                            hidden);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

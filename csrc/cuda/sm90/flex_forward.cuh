@@ -14,15 +14,14 @@ cudaError_t launch_flex_tiles(const AttentionParams& p, void* workspace, cudaStr
   const auto w = FlexWorkspace::lay_out(arena, p);
   FlexArguments a{forward_arguments<Config>(p, {}, w.key_mask, Partials<float>(nullptr, p, 1)), w.lists,
                   w.functions};
-  const LaunchShape of_lists{ceil_div(w.lists.count(), kTileListThreads / 32), 1, 1, kTileListThreads};
   const LaunchShape shape{a.schedule.tasks, 1, 1, Config::kThreads, sizeof(typename Config::Shared)};
   return in_order(
       [&] { return map_tensors<Config>(a); },
       [&] { return simt::launch_store_functions(p, w.functions, stream); },
       [&] { return launch_key_mask<Config::kKeys>(p, w.key_mask, stream); },
       [&] {
-        return launch(tile_lists_kernel, of_lists, stream, p, w.functions, w.lists, w.key_mask, Config::kRows,
-                      Config::kKeys);
+        return launch(tile_lists_kernel, shape_of_lists(w.lists), stream, p, w.functions, w.lists, w.key_mask,
+                      Config::kRows, Config::kKeys);
       },
       [&] { return launch(forward_kernel<In, kHeadDim, kHeadDim, Form::kFunctions>, shape, stream, a); });
 }

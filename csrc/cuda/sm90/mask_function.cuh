@@ -1,32 +1,19 @@
-// The mask function of the user in the registers of consumers.
+// The mask function of the user in the registers of the forward's consumers.
 #pragma once
 
-#include "../simt/functions.cuh"
 #include "forward_range.cuh"
-#include "nan_rows.cuh"
+#include "hidden_by_functions.cuh"
 #include "softmax.cuh"
 #include "tile_lists.h"
 
 namespace flash_attn_ext::cuda::sm90 {
-
-// The keys that the key mask, the block mask or the mask function hides inside the band. Every key of a visited tile may be
-// hidden from some query.
-struct HiddenByFunctions {
-  const simt::DeviceFunctions& functions;
-
-  __device__ bool hides(const AttentionParams& p, int64_t b, int64_t h, int64_t i, int64_t j) const {
-    return is_masked(p, b, j) || !simt::is_shown<float>(functions, {b, h, i, j, 0, 0});
-  }
-  __device__ bool may_hide(const AttentionParams&) const { return true; }
-  __device__ bool may_hide(const AttentionParams&, int64_t, int64_t) const { return true; }
-};
 
 // The arguments of a kernel with functions.
 struct FlexArguments : ForwardArguments {
   TileLists lists;
   const simt::DeviceFunctions* functions;
 
-  __device__ HiddenByFunctions hidden() const { return {*functions}; }
+  __device__ HiddenByFunctions hidden() const { return {functions}; }
 
   // Which elements of the thread's rows, in tile n, the key mask and the functions show. A full tile does not run the
   // mask function. Other tiles run it where the band and the key mask show an element. This happens before the products
@@ -48,10 +35,7 @@ struct FlexArguments : ForwardArguments {
         const int bit = __ffs(open) - 1;
         const simt::ProgramPoint<float> at{range.b, range.h, query[r], first_key + bit / 2 * 8 + bit % 2,
                                            0,       0};
-        const bool is_shown = tile.state == TileState::kPartial
-                                  ? simt::run_program(functions, functions->mask, at) != 0
-                                  : simt::is_shown(*functions, at);
-        if (!is_shown) shown ^= 1u << bit;
+        if (!shows_element(functions, tile.state, at)) shown ^= 1u << bit;
       }
       bits.rows[r] = shown;
     }

@@ -42,6 +42,8 @@ __device__ inline bool is_masked(const AttentionParams& p, int64_t b, int64_t j)
 
 // The keys that nothing but the key mask hides inside the band.
 struct HiddenByKeyMask {
+  static constexpr bool kHidesAnywhere = false;  // whether it may hide any element of the band
+
   // Whether key j is hidden from a query i that sees it in the band; and whether it may be hidden from some query.
   __device__ bool hides(const AttentionParams& p, int64_t b, int64_t, int64_t, int64_t j) const {
     return is_masked(p, b, j);
@@ -52,12 +54,11 @@ struct HiddenByKeyMask {
   }
 };
 
-// Whether a key row of the tiles [tiles.begin, tiles.end) that is hidden from one of the query rows [begin, end) is not
-// finite in `t`. `tiles` may end after the tensor.
-template <class In, int kHeadDim, class Hidden = HiddenByKeyMask>
-__device__ bool has_non_finite_hidden_keys(const AttentionParams& p, const Tensor4& t, int64_t columns,
-                                           int64_t b, int64_t h_kv, Range rows, Range tiles,
-                                           const Hidden& hidden = {}) {
+// has_non_finite_hidden_keys() for keys that the band or the key mask hides.
+template <class In, int kHeadDim>
+__device__ bool has_non_finite_keys_outside(const AttentionParams& p, const Tensor4& t, int64_t columns,
+                                            int64_t b, int64_t h_kv, Range rows, Range tiles,
+                                            const HiddenByKeyMask& hidden) {
   const Range first = visible_keys(p.band.without_chunks(), rows.begin, rows.begin + 1, p.sizes.seqlen_k);
   const Range last = visible_keys(p.band.without_chunks(), rows.end - 1, rows.end, p.sizes.seqlen_k);
   const int64_t end = smaller(tiles.end, end_of_key_rows(p));
@@ -67,6 +68,19 @@ __device__ bool has_non_finite_hidden_keys(const AttentionParams& p, const Tenso
          has_non_finite_rows<In, kHeadDim>(t, b, h_kv, after, columns) ||
          (hidden.may_hide(p) &&
           has_non_finite_rows<In, kHeadDim>(t, b, h_kv, {tiles.begin, end}, columns, masked));
+}
+
+// Whether a key row of the tiles [tiles.begin, tiles.end) that is hidden from one of the query rows [begin, end) is not
+// finite in `t`. `tiles` may end after the tensor.
+template <class In, int kHeadDim, class Hidden = HiddenByKeyMask>
+__device__ bool has_non_finite_hidden_keys(const AttentionParams& p, const Tensor4& t, int64_t columns,
+                                           int64_t b, int64_t h_kv, Range rows, Range tiles,
+                                           const Hidden& hidden = {}) {
+  if constexpr (Hidden::kHidesAnywhere)
+    return has_non_finite_rows<In, kHeadDim>(t, b, h_kv,
+                                             {tiles.begin, smaller(tiles.end, end_of_key_rows(p))}, columns);
+  else
+    return has_non_finite_keys_outside<In, kHeadDim>(p, t, columns, b, h_kv, rows, tiles, hidden);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -34,9 +34,9 @@ struct KeyColumns {
 };
 
 // Repairs dK and dV of key j, in `columns`.
-template <class In, int kHeadDim>
+template <class In, int kHeadDim, class Hidden>
 __device__ void repair_key(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
-                           int64_t j, const KeyColumns& columns) {
+                           int64_t j, const KeyColumns& columns, const Hidden& hidden) {
   using Row = LaneRow<In, kHeadDim>;
   using Columns = NanColumns<In, kHeadDim>;
   const Sizes& z = p.sizes;
@@ -50,6 +50,7 @@ __device__ void repair_key(const BackwardParams& p, const BackwardWorkspace& w, 
   Row dk, dv;
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h)
     for (int64_t i = seen.begin; i < seen.end && (of_dk.any_open(dk.x) || of_dv.any_open(dv.x)); ++i) {
+      if (hidden.hides(p, b, h, i, j)) continue;
       const Row q(p.q, b, h, i, z.head_dim), dout(p.dout, b, h, i, z.head_dim_v);
       const RepairedElement element = repaired_element(p, w, b, h, i, q, k, v, dout);
       dk.add(element.dscore, q);
@@ -60,9 +61,9 @@ __device__ void repair_key(const BackwardParams& p, const BackwardWorkspace& w, 
 }
 
 // Repairs dQ of query i.
-template <class In, int kHeadDim>
+template <class In, int kHeadDim, class Hidden>
 __device__ void repair_query(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h,
-                             int64_t h_kv, int64_t i) {
+                             int64_t h_kv, int64_t i, const Hidden& hidden) {
   using Row = LaneRow<In, kHeadDim>;
   const Sizes& z = p.sizes;
   const Range seen = visible_keys(p.band.without_chunks(), i, i + 1, z.seqlen_k);
@@ -70,7 +71,7 @@ __device__ void repair_query(const BackwardParams& p, const BackwardWorkspace& w
   const NanColumns<In, kHeadDim> columns(p.dq, b, h, i, 0, z.head_dim);
   Row dq;
   for (int64_t j = seen.end - 1; j >= seen.begin && columns.any_open(dq.x); --j) {
-    if (is_masked(p, b, j)) continue;
+    if (hidden.hides(p, b, h, i, j)) continue;
     const Row k(p.k, b, h_kv, j, z.head_dim), v(p.v, b, h_kv, j, z.head_dim_v);
     dq.add(repaired_element(p, w, b, h, i, q, k, v, dout).dscore, k);
   }
@@ -78,9 +79,10 @@ __device__ void repair_query(const BackwardParams& p, const BackwardWorkspace& w
 }
 
 // Repairs dK and dV of a warp's 16 keys, where they are NaN. `tiles`: the query rows that the block has read.
-template <class In, int kHeadDim>
+template <class In, int kHeadDim, class Hidden>
 __device__ void repair_keys(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h_kv,
-                            int64_t warp_key, Range tiles, uint32_t nan_rows, const KeyColumns& columns) {
+                            int64_t warp_key, Range tiles, uint32_t nan_rows, const KeyColumns& columns,
+                            const Hidden& hidden) {
   const Sizes& z = p.sizes;
   const int64_t keys = smaller<int64_t>(kWarpRows, z.seqlen_k - warp_key), group = z.heads / z.heads_kv;
   if (nan_rows == 0 || keys <= 0) return;
@@ -88,8 +90,12 @@ __device__ void repair_keys(const BackwardParams& p, const BackwardWorkspace& w,
   const Range last =
       visible_queries(p.band.without_chunks(), warp_key + keys - 1, warp_key + keys, z.seqlen_q);
   const int64_t end_row = smaller<int64_t>(tiles.end, end_of_query_rows(p));
-  const Range before{tiles.begin, smaller<int64_t>(last.begin, end_row)},
+  Range before{tiles.begin, smaller<int64_t>(last.begin, end_row)},
       after{larger<int64_t>(first.end, tiles.begin), end_row};
+  if constexpr (Hidden::kHidesAnywhere) {
+    before.end = end_row;
+    after.begin = end_row;
+  }
   bool found = false;
   for (int64_t h = h_kv * group; h < (h_kv + 1) * group && !found; ++h)
     for (const Range& hidden : {before, after})
@@ -99,14 +105,14 @@ __device__ void repair_keys(const BackwardParams& p, const BackwardWorkspace& w,
   __syncwarp();  // publishes the lanes' stores of a row to the warp
 #pragma unroll 1
   for (int n = 0; n < keys; ++n)
-    if (nan_rows >> n & 1) repair_key<In, kHeadDim>(p, w, b, h_kv, warp_key + n, columns);
+    if (nan_rows >> n & 1) repair_key<In, kHeadDim>(p, w, b, h_kv, warp_key + n, columns, hidden);
 }
 
 // Repairs dQ of a warp's 16 queries, where it is NaN.
-template <class In, int kHeadDim>
+template <class In, int kHeadDim, class Hidden>
 __device__ void repair_queries(const BackwardParams& p, const BackwardWorkspace& w, int64_t b, int64_t h,
-                               int64_t warp_row, uint32_t nan_rows) {
-  constexpr int64_t kKeys = backward_keys(kHeadDim);
+                               int64_t warp_row, uint32_t nan_rows, const Hidden& hidden) {
+  constexpr int64_t kKeys = backward_keys(kHeadDim, Hidden::kHidesAnywhere);
   const int64_t tile_rows = w.tiles.tile_rows;
   const Sizes& z = p.sizes;
   const int64_t rows = smaller<int64_t>(kWarpRows, z.seqlen_q - warp_row);
@@ -118,12 +124,12 @@ __device__ void repair_queries(const BackwardParams& p, const BackwardWorkspace&
                                   smaller<int64_t>(tile_row + tile_rows, z.seqlen_q), z.seqlen_k);
   const Range tiles{seen.begin / kKeys * kKeys, ceil_div(seen.end, kKeys) * kKeys};
   if (!has_non_finite_hidden_keys<In, kHeadDim>(p, p.k, z.head_dim, b, h_kv, {warp_row, warp_row + rows},
-                                                tiles))
+                                                tiles, hidden))
     return;
   __syncwarp();  // publishes the lanes' stores of a row to the warp
 #pragma unroll 1
   for (int n = 0; n < rows; ++n)
-    if (nan_rows >> n & 1) repair_query<In, kHeadDim>(p, w, b, h, h_kv, warp_row + n);
+    if (nan_rows >> n & 1) repair_query<In, kHeadDim>(p, w, b, h, h_kv, warp_row + n, hidden);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

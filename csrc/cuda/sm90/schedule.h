@@ -21,8 +21,10 @@ FA_HOST_DEVICE constexpr int padded_head_dim(const Sizes& z) {
 // heads share tiles and keys are split (few_rows.h). kFunctions has mask functions and block masks (flex_forward.cuh).
 enum class Form { kPlain, kOptions, kFewRows, kFunctions };
 
-// Whether the plain kernels run a call: it has neither softcap nor mask nor packed sequences.
-inline bool is_plain(const AttentionParams& p) { return !(p.softcap > 0) && !p.mask && !p.varlen; }
+// Whether the plain kernels run a call: it has neither softcap nor mask nor packed sequences nor functions of the user.
+inline bool is_plain(const AttentionParams& p) {
+  return !(p.softcap > 0) && !p.mask && !p.varlen && !p.functions;
+}
 
 // The head dimensions of a kernel: of query and key, and of value, which is not larger.
 struct HeadDims {
@@ -49,6 +51,7 @@ constexpr HeadDims backward_head_dims(const Sizes& z, bool plain) {
   return {padded_head_dim(z), padded_head_dim(z)};
 }
 inline HeadDims backward_head_dims(const AttentionParams& p) {
+  if (p.functions) return {padded_head_dim(p.sizes), padded_head_dim(p.sizes)};
   return backward_head_dims(p.sizes, is_plain(p));
 }
 

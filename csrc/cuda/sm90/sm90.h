@@ -14,6 +14,7 @@ size_t flex_forward_workspace(const AttentionParams& p);  // of flex_forward_*: 
 // The same for the backward.
 const char* why_not_backward(const BackwardParams& p);
 size_t backward_workspace(const BackwardParams& p);
+size_t flex_backward_workspace(const BackwardParams& p);  // of flex_backward_*
 
 cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 // query, key and value in float8_e4m3fn (CacheParams::float8_products), out in bfloat16.
@@ -23,5 +24,7 @@ cudaError_t flex_forward_bfloat16(const AttentionParams& p, void* workspace, cud
 cudaError_t flex_forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_bfloat16(const BackwardParams& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_float16(const BackwardParams& p, void* workspace, cudaStream_t stream);
+cudaError_t flex_backward_bfloat16(const BackwardParams& p, void* workspace, cudaStream_t stream);
+cudaError_t flex_backward_float16(const BackwardParams& p, void* workspace, cudaStream_t stream);
 
 }  // namespace flash_attn_ext::cuda::sm90

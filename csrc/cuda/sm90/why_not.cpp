@@ -3,6 +3,7 @@
 #include "../simt/flex.h"
 #include "backward_schedule.h"
 #include "few_rows.h"
+#include "flex_backward_workspace.h"
 #include "sm90.h"
 #include "tile_lists.h"
 
@@ -96,7 +97,8 @@ const char* why_not_either(const AttentionParams& p) {
 }
 
 // Why this tier does not run the functions of a call; null: it does, or the call has none.
-const char* why_not_functions(const AttentionParams& p) {
+template <class Params>
+const char* why_not_functions(const Params& p) {
   if (!p.functions) return nullptr;
   if (simt::why_not_functions(p)) return "sm90: no functions of the user beyond the limits of simt";
   // A program of scores would run between the products, which own most registers there.
@@ -170,7 +172,7 @@ size_t flex_forward_workspace(const AttentionParams& p) {
 }
 
 const char* why_not_backward(const BackwardParams& p) {
-  if (p.functions) return "sm90: no backward with functions of the user";
+  if (const char* reason = why_not_functions(p)) return reason;
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
   if (!takes_queries(p.q, p, z.head_dim) || !takes_keys(p.k, p, z.head_dim) ||
@@ -181,5 +183,11 @@ const char* why_not_backward(const BackwardParams& p) {
 }
 
 size_t backward_workspace(const BackwardParams& p) { return BackwardWorkspace::bytes(p); }
+
+size_t flex_backward_workspace(const BackwardParams& p) {
+  Arena arena(nullptr);
+  FlexBackwardWorkspace::lay_out(arena, p);
+  return arena.used();
+}
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -1,0 +1,9 @@
+#include "flex_backward.cuh"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+cudaError_t flex_backward_float16(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+  return launch_flex_backward<__half>(p, workspace, stream);
+}
+
+}  // namespace flash_attn_ext::cuda::sm90
