@@ -42,7 +42,7 @@ FAULTS = {
     "a missing wait for wgmma": (Fault(r"wgmma\.wait_group\.sync\.aligned 0;", ""), "wgmma still reads"),
     "a wait for too few wgmma": (Fault(r"(wgmma\.wait_group\.sync\.aligned) 0;", r"\1 1;"), "wgmma still reads"),
     "a missing commit": (Fault(r"wgmma\.commit_group\.sync\.aligned;", ""), "wgmma still reads"),
-    "a wrong parity of the consumer": (Fault(WAIT, r"\1, 1;", CONSUMER), "has not landed|has not waited"),
+    "a wrong parity of the consumer": (Fault(WAIT, r"\1, 1;", CONSUMER), "have not landed|has not waited"),
     "a wrong parity of the producer": (Fault(WAIT, r"\1, 0;", r"expect_tx"), "deadlock"),
     "a missing fence of the barriers": (Fault(r"fence\.mbarrier_init\.release\.cluster;", ""), "for want of a fence"),
     "a missing proxy fence": (Fault(r"fence\.proxy\.async\.shared::cta;", ""), "no proxy fence"),
