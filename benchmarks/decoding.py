@@ -93,15 +93,15 @@ def text(record: dict) -> Iterator[str | Table]:
     quick = "; --quick" if record["settings"]["quick"] else ""
     yield "Decoding: " + ", ".join(f"{key} {value}" for key, value in machine.items()) + quick
     yield f"\nOne query, H {HEADS}, D {HEAD_DIM}. Variants: time of the default / theirs; above 1, they are faster.\n"
-    others = [name for name in VARIANTS if name != "default"]
-    columns = ["H_kv", "B", "S_k", "dtype", "default ms", "GB/s", "of plain read", *others]
+    variants = [name for name in VARIANTS if name != "default"]
+    columns = ["H_kv", "B", "S_k", "dtype", "default ms", "GB/s", "of plain read", *variants]
     lines = []
     for row in record["rows"]:
         default = row["variants"]["default"]
         line = [str(row[key]) for key in ("H_kv", "B", "S_k", "dtype")]
         line += [f"{default['ms']:.4g}", f"{default['GB/s']:.1f}", f"{default['of_stream']:.0%}"]
         line[4] += " ?" * row["busy"]
-        lines.append(line + [f"{row['variants'][name]['speed']:.2f}" for name in others])
+        lines.append(line + [f"{row['variants'][name]['speed']:.2f}" for name in variants])
     yield output.table(columns, lines)
     yield note(record["rows"])
     if record["left_out"]:

@@ -107,27 +107,31 @@ def measure(problem: Problem, seconds: float, rounds: tuple[int, int], memory: b
         "math double backward / ours": ratio("math double backward", "double backward"),
     }  # fmt: skip
     if memory:
-        row["bytes"] = {f"{which} {what}": peak(problem, which, what) for which in ("ours", "math") for what in WHAT}
+        row["bytes"] = {
+            f"{which} {pass_name}": peak(problem, which, pass_name)
+            for which in ("ours", "math")
+            for pass_name in PASSES
+        }
     return row
 
 
-WHAT = ("jvp", "double backward")
+PASSES = ("jvp", "double backward")
 
 
-def peak(problem: Problem, which: str, what: str) -> int:
+def peak(problem: Problem, which: str, pass_name: str) -> int:
     """Returns the growth of the resident set at its peak, in bytes, in a separate process."""
-    task = json.dumps({**asdict(problem), "which": which, "what": what})
+    task = json.dumps({**asdict(problem), "which": which, "pass_name": pass_name})
     command = [sys.executable, "-m", __spec__.name, "--peak", task]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return int(run.stdout)
 
 
-def grow(which: str, what: str, **problem) -> int:
+def grow(which: str, pass_name: str, **problem) -> int:
     def run(case: Problem) -> None:
         function, tensors = attention(which, case), case.tensors()
 
         def derivatives():
-            if what == "jvp":
+            if pass_name == "jvp":
                 return jvp(function, tensors)
             return backward_again(first_order(function, tensors), tensors[3:])
 
@@ -157,8 +161,8 @@ def text(record: dict) -> Iterator[str | Table]:
         line += ["{:.2f} ({:.2f}-{:.2f})".format(*row[name]) for name in ratios]
         if with_memory:
             line += [
-                " / ".join(f"{row['bytes'][f'{which} {what}'] / 2**20:.1f}" for which in ("ours", "math"))
-                for what in WHAT
+                " / ".join(f"{row['bytes'][f'{which} {pass_name}'] / 2**20:.1f}" for which in ("ours", "math"))
+                for pass_name in PASSES
             ]
         lines.append(line)
     yield output.table(columns, lines)

@@ -134,9 +134,11 @@ def build(isa: str, folder: Path, optimize: str = "-O3") -> Path:
     return built
 
 
-def record(built: Path, workload: Workload, what: str, threads: int) -> list[Pass]:
+def record(built: Path, workload: Workload, pass_name: str, threads: int) -> list[Pass]:
     numbers = [*workload.shape, *workload.window, *workload.mask, threads]
-    return read(subprocess.run([built, *map(str, numbers), what], capture_output=True, text=True, check=True).stdout)
+    return read(
+        subprocess.run([built, *map(str, numbers), pass_name], capture_output=True, text=True, check=True).stdout
+    )
 
 
 def shortest(events: tuple[tuple, ...]) -> tuple:
@@ -157,12 +159,12 @@ def steadied(records: list[list[Pass]]) -> list[Pass]:
 def predict(built: Path, repeat: int) -> list[dict]:
     results = []
     for workload in WORKLOADS:
-        for what in workload.passes:
-            cuts = {n: steadied([record(built, workload, what, n) for _ in range(repeat)]) for n in THREADS}
+        for pass_name in workload.passes:
+            cuts = {n: steadied([record(built, workload, pass_name, n) for _ in range(repeat)]) for n in THREADS}
             results.append(
                 {
                     "workload": workload.name,
-                    "pass": what,
+                    "pass": pass_name,
                     "seconds": sum(map(work, cuts[THREADS[0]])),
                     "tasks": "+".join(str(len(one.tasks)) for one in cuts[THREADS[-1]] if one.tasks),
                     "efficiency": {n: efficiency(cuts[n], n) for n in THREADS},

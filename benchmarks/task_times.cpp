@@ -42,7 +42,7 @@ void run(const cpu::Pass<Params>& pass, const Params& params, const cpu::Paralle
 int main(int, char** argv) {
   int64_t n[13];
   for (int i = 0; i < 13; ++i) n[i] = std::atoll(argv[i + 1]);
-  const char* what = argv[14];
+  const char* pass = argv[14];
   BackwardParams p;
   p.sizes = {n[0], n[1], n[2], n[3], n[4], n[5], n[5]};
   const Sizes& z = p.sizes;
@@ -72,9 +72,9 @@ int main(int, char** argv) {
 
   const cpu::Parallel parallel{static_cast<int>(n[12]), nullptr};
   run<AttentionParams>(cpu::KERNELS->forward, p, parallel);
-  if (std::strcmp(what, "forward") == 0) return 0;
+  if (std::strcmp(pass, "forward") == 0) return 0;
   p.dout = dout.tensor;
-  if (std::strcmp(what, "backward") == 0) p.dq = dq.tensor, p.dk = dk.tensor, p.dv = dv.tensor;
-  if (std::strcmp(what, "mask_gradient") == 0) p.dmask = {dmask.values.data(), n[8], n[9], n[10], n[11]};
+  if (std::strcmp(pass, "backward") == 0) p.dq = dq.tensor, p.dk = dk.tensor, p.dv = dv.tensor;
+  if (std::strcmp(pass, "mask_gradient") == 0) p.dmask = {dmask.values.data(), n[8], n[9], n[10], n[11]};
   run<BackwardParams>(cpu::KERNELS->backward, p, parallel);
 }

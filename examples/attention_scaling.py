@@ -64,9 +64,9 @@ def table(measured: list[list[Measured]]) -> Table:
     """Makes a table with a row for each length, and time and memory of each method."""
     result = Table(title="Attention alone: a training step", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     result.add_column("S", justify="right", no_wrap=True, min_width=4)
-    for what in ("time", "memory"):
+    for quantity in ("time", "memory"):
         for method in METHODS:
-            heading = f"{method} {what}".replace(" ", "\n")
+            heading = f"{method} {quantity}".replace(" ", "\n")
             result.add_column(heading, justify="right", no_wrap=True)
     for row in measured:
         times, sizes = zip(*(each.cells() for each in row), strict=True)

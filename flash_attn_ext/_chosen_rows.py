@@ -45,15 +45,15 @@ def number_chosen(indices: Tensor, total: int) -> tuple[Tensor, Tensor]:
     On CUDA and in a compiled graph the length of the first result must not depend on values. There it has min(total,
     indices.numel()) elements, padded with row 0.
     """
-    known = indices.is_cpu and not torch.compiler.is_compiling()
-    if known and ((indices < -1) | (indices >= total)).any():
+    can_read_values = indices.is_cpu and not torch.compiler.is_compiling()
+    if can_read_values and ((indices < -1) | (indices >= total)).any():
         raise ValueError(
             f"block_table, cache_batch_idx: got a number beyond the caches; allowed: rows 0 to {total - 1}"
         )
     seen = indices >= 0
     used = torch.zeros(total + 1, dtype=torch.bool, device=indices.device)  # the last element is for -1
     used.index_fill_(0, torch.where(seen, indices, total).flatten(), True)
-    if known:
+    if can_read_values:
         chosen = used[:total].nonzero()[:, 0]
     else:
         chosen = torch.nonzero_static(used[:total], size=min(total, indices.numel()), fill_value=0)[:, 0]

@@ -33,7 +33,7 @@ def with_layout_hint(error: ValueError, tensors: Mapping[str, Tensor | None]) ->
     return ValueError(f"{error}; {hint}")
 
 
-def _fits_transposed(query: Tensor, key: Tensor, value: Tensor, **others: Tensor | None) -> bool:
+def _fits_transposed(query: Tensor, key: Tensor, value: Tensor, **optional: Tensor | None) -> bool:
     """Whether the shapes are valid in the layout (B, S, H, D)."""
     if any(not isinstance(t, Tensor) or t.dim() != 4 for t in (query, key, value)):
         return False
@@ -48,7 +48,7 @@ def _fits_transposed(query: Tensor, key: Tensor, value: Tensor, **others: Tensor
         "sink": (batch, heads),
         "key_mask": (batch, seqlen_k),
     }
-    return all(_broadcasts(others[name], shape) for name, shape in allowed.items())
+    return all(_broadcasts(optional[name], shape) for name, shape in allowed.items())
 
 
 def _broadcasts(t: object, shape: tuple[int, ...]) -> bool:

@@ -118,8 +118,8 @@ class _Rows(NamedTuple):
     def of(cls, name: str, offsets: Tensor, total: int, in_use: Tensor | None) -> "_Rows":
         offsets = offsets.long()
         lengths = offsets.diff()
-        known = offsets.is_cpu and not torch.compiler.is_compiling()
-        if known and (offsets[0] != 0 or offsets[-1] != total or (lengths < 0).any()):
+        can_read_values = offsets.is_cpu and not torch.compiler.is_compiling()
+        if can_read_values and (offsets[0] != 0 or offsets[-1] != total or (lengths < 0).any()):
             raise ValueError(f"{name}: got {offsets.tolist()}; allowed: ascending from 0 to {total}")
         sequence = torch.repeat_interleave(
             torch.arange(len(lengths), device=offsets.device), lengths, output_size=total

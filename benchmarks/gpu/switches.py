@@ -74,8 +74,10 @@ def compare(on: list[str], off: list[str]) -> tuple[list[list[str]], bool]:
         best_on, best_off = (min(found[problem][0] for found in side) for side in rounds)
         equal = len({found[problem][1] for side in rounds for found in side}) == 1
         same &= equal
-        what = f"D {problem[0]} S {problem[1]} {'causal' if problem[2] == '1' else 'full'}"
-        lines.append([what, f"{best_on:.1f}", f"{best_off:.1f}", f"{best_off / best_on:.3f}", "yes" if equal else "NO"])
+        shape = f"D {problem[0]} S {problem[1]} {'causal' if problem[2] == '1' else 'full'}"
+        lines.append(
+            [shape, f"{best_on:.1f}", f"{best_off:.1f}", f"{best_off / best_on:.3f}", "yes" if equal else "NO"]
+        )
     return lines, same
 
 

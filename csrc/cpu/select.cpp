@@ -89,15 +89,15 @@ std::string list(const std::vector<std::string>& names) {
 
 // Returns the kernels called `name`. Throws std::invalid_argument that names `source`, the origin of the name.
 const Kernels* find_kernels(const std::string& name, const std::string& source) {
-  bool known = false;
+  bool is_built = false;
   for (const Candidate& c : candidates()) {
     if (name != c.kernels->isa) continue;
     if (c.runs_here) return c.kernels;
-    known = true;
+    is_built = true;
   }
   throw std::invalid_argument(
       source + ": got '" + name + "', " +
-      (known ? "which this CPU cannot run" : "which is not an instruction set of this build") +
+      (is_built ? "which this CPU cannot run" : "which is not an instruction set of this build") +
       "; allowed here: " + list(available_isas()));
 }
 

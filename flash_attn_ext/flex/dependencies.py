@@ -144,12 +144,12 @@ class QuickKey:
         if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
             return False
         code = function.__code__
-        known = _quick_codes.get(id(code))
-        if known is None:
+        quick_code = _quick_codes.get(id(code))
+        if quick_code is None:
             if len(_quick_codes) >= _MOST_CODES:
                 _quick_codes.clear()
-            known = _quick_codes[id(code)] = _QuickCode(code, _names_of(code)[0], next(_counter))
-        self.parts.append(known.number)
+            quick_code = _quick_codes[id(code)] = _QuickCode(code, _names_of(code)[0], next(_counter))
+        self.parts.append(quick_code.number)
         for cell in function.__closure__ or ():
             try:
                 if not self._add(cell.cell_contents):
@@ -157,7 +157,7 @@ class QuickKey:
             except ValueError:  # an empty cell
                 return False
         held = function.__globals__
-        for name in known.globals_read:
+        for name in quick_code.globals_read:
             if name in held:
                 if not self._add(held[name]):
                     return False

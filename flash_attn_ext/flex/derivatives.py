@@ -194,8 +194,10 @@ def _kept(block: _Block, x: _Tensors, options: dict[str, Any], keys: int, dtype:
     # attention by index of packed sequences: one place for each row
     if (places := x.get("dropout_places")) is not None:
         parts = []
-        for i, (row, *others) in enumerate(places[block.first : block.first + block.queries].tolist(), block.first):
-            part = x["rng_state"].new_tensor([seed, offset, row + i, *others])
+        for i, (row, *column_and_heads) in enumerate(
+            places[block.first : block.first + block.queries].tolist(), block.first
+        ):
+            part = x["rng_state"].new_tensor([seed, offset, row + i, *column_and_heads])
             parts.append(torch.ops.flash_attn_ext.dropout_mask(part, 1, heads, 1, keys, dropout_p)[0])
         return torch.cat(parts, 1).to(dtype) * scale
     row, column, head, heads_of_call = place or (0, 0, 0, heads)

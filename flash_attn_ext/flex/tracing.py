@@ -107,18 +107,18 @@ class Tracer:
 
     def capture(self, tensor: Tensor) -> Captured:
         """Adds the elements of ``tensor`` to a row of captured elements."""
-        known = self._captured.get(id(tensor))
-        if known is None:
+        captured = self._captured.get(id(tensor))
+        if captured is None:
             if tensor.is_complex() or tensor.is_quantized or tensor.layout != torch.strided:
                 raise self.refuse(f"got a captured tensor of {tensor.dtype}, {tensor.layout}", "dense real tensors")
             if tensor.device != self.device:
                 raise self.refuse(f"got a captured tensor on {tensor.device}", f"tensors on {self.device}")
             kind = FLOAT if tensor.is_floating_point() else INT
-            known = self._captured[id(tensor)] = Captured(tensor, self._sizes[kind])
+            captured = self._captured[id(tensor)] = Captured(tensor, self._sizes[kind])
             # int(): the program contains the size as a number, so torch.compile specialises on it
             self._sizes[kind] += int(tensor.numel())
-            (self.floats if kind == FLOAT else self.ints).append(known)
-        return known
+            (self.floats if kind == FLOAT else self.ints).append(captured)
+        return captured
 
     def gather(self, tensor: Tensor, indices: Sequence[int]) -> int:
         """Returns ``tensor[indices]``. Negative indices count from the end.
@@ -128,12 +128,12 @@ class Tracer:
         b = self.builder
         if tensor.numel() == 0:
             raise self.refuse(f"reads a captured tensor of shape {list(tensor.shape)}", "tensors with elements")
-        known = self.capture(tensor)
+        captured = self.capture(tensor)
         position = b.constant(0)
         for size, index in zip(map(int, tensor.shape), indices, strict=True):
             inside = b.emit("wrap_index", index, immediates=(size,))
             position = b.emit("int_add", b.emit("int_multiply", position, b.constant(size)), inside)
-        immediates = (known.offset, int(tensor.numel()))
+        immediates = (captured.offset, int(tensor.numel()))
         if tensor.is_floating_point():
             return b.emit("gather", position, immediates=immediates)
         value = b.emit("gather_int", position, immediates=immediates)
@@ -261,8 +261,8 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _with_elements(self, x: object) -> object:
-        known = self.tracer.constants.get(id(x)) if isinstance(x, Tensor) else None
-        return x if known is None else known.with_elements
+        constant = self.tracer.constants.get(id(x)) if isinstance(x, Tensor) else None
+        return x if constant is None else constant.with_elements
 
 
 _LIFT = torch.ops.aten.lift_fresh.default

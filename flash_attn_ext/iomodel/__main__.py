@@ -158,7 +158,7 @@ def run_predict(args: argparse.Namespace) -> None:
         time = predict(counts, device, problem.dtype)
         record["algorithms"][name] = {
             **asdict(counts),
-            "traffic": {" ".join(key): moved for key, moved in counts.traffic.items()},
+            "traffic": {" ".join(key): accessed for key, accessed in counts.traffic.items()},
             "predicted_seconds": time.seconds,
             "least_seconds": time.least_seconds,
         }
@@ -263,7 +263,7 @@ def run_context(args: argparse.Namespace) -> None:
                 ]  # fmt: skip
             rows.append([link.name, f"{problem.S // 2**10}k", problem.n, *cells])
     columns = ["link", "S", "n"]
-    columns += [f"{method} {what}" for method in ("ring", "gather", "ulysses") for what in ("ms", "idle", "GiB")]
+    columns += [f"{method} {unit}" for method in ("ring", "gather", "ulysses") for unit in ("ms", "idle", "GiB")]
     passes = "forward" if args.forward_only else "forward + backward"
     causal = "full" if args.full else "causal"
     title = f"one layer, B {args.B}, H {args.H}, H_kv {args.H_kv}, D {args.D}, {args.dtype}, {causal}, {passes}"

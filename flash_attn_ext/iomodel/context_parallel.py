@@ -145,12 +145,14 @@ def predict(
     # A step computes while its message is in flight. The first step waits for no message; no computation hides the last
     # message.
     total = 0.0
-    for compute, moved, sums in ((forward, traffic.forward, False), (backward, traffic.backward, True)):
+    for compute, sent_bytes, sums in ((forward, traffic.forward, False), (backward, traffic.backward, True)):
         if compute == 0.0:
             continue
         steps = p.n - 1
         message = (
-            moved / max(p.n if sums else steps, 1) / bandwidth + (2 if sums else 1) * link.latency if steps else 0.0
+            sent_bytes / max(p.n if sums else steps, 1) / bandwidth + (2 if sums else 1) * link.latency
+            if steps
+            else 0.0
         )
         step = compute / p.n
         total += steps * max(step, message) + step + (message if sums and steps else 0.0)

@@ -45,12 +45,12 @@ class Counts:
         self.other_flops += memory.chip.other_flops * problem.heads
         self.chip_peak = max(self.chip_peak, memory.chip.peak)
         self.extra_bytes += memory.extra_bytes * problem.heads
-        for tensor, moved in memory.traffic.items():
+        for tensor, accessed in memory.traffic.items():
             heads = 1 if tensor == "mask" else problem.heads
-            self.traffic[name, tensor] = tuple(n * moved.itemsize * heads for n in (moved.reads, moved.writes))
-            self.accesses += moved.elements * heads
-            self.bytes += moved.bytes * heads
-            self.bytes_once += moved.bytes_once * heads
+            self.traffic[name, tensor] = tuple(n * accessed.itemsize * heads for n in (accessed.reads, accessed.writes))
+            self.accesses += accessed.elements * heads
+            self.bytes += accessed.bytes * heads
+            self.bytes_once += accessed.bytes_once * heads
 
 
 def count(algorithm: str, problem: Problem, M: int, blocks: tuple[int, int] | None = None) -> Counts:

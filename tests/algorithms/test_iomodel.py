@@ -36,7 +36,10 @@ def test_heads_multiply_everything_but_the_mask(algorithm):
     passes = 1 if algorithm == "standard" else 2  # the standard backward does not need the mask
     rounds = masked.traffic["forward", "mask"][0] // (256 * 256 * 2)
     assert rounds == 1, "a mask is read once in a pass, and is the same for all heads"
-    assert sum(moved[0] for (_, tensor), moved in masked.traffic.items() if tensor == "mask") == passes * 256 * 256 * 2
+    assert (
+        sum(accessed[0] for (_, tensor), accessed in masked.traffic.items() if tensor == "mask")
+        == passes * 256 * 256 * 2
+    )
 
 
 def test_counts_equal_the_reference_s():

@@ -65,9 +65,9 @@ def test_broadcast_masks_numerically(shape):
 
 def second_order(function, inputs, tangents, cotangents):
     """(out, lse), their tangents, and the gradient of <gradients, tangents>, by reverse mode twice."""
-    results, moved = torch.func.jvp(function, tuple(t.detach() for t in inputs), tangents)
+    results, out_tangents = torch.func.jvp(function, tuple(t.detach() for t in inputs), tangents)
     first = torch.autograd.grad(function(*inputs), inputs, cotangents, create_graph=True)
-    return [*results, *moved, *torch.autograd.grad(first, inputs, tangents)]
+    return [*results, *out_tangents, *torch.autograd.grad(first, inputs, tangents)]
 
 
 @pytest.mark.any_device
@@ -141,9 +141,9 @@ def test_hessian_jacfwd_and_vmap_of_jvp():
     torch.testing.assert_close(several, torch.stack([torch.func.jvp(theirs, (q,), (t,))[1] for t in directions]))
     # The mapped dimension below the transform.
     qs = torch.randn(3, *q.shape, dtype=torch.float64)
-    moved = torch.func.jvp(lambda qs: torch.func.vmap(ours)(qs), (qs,), (directions,))[1]
+    out_tangents = torch.func.jvp(lambda qs: torch.func.vmap(ours)(qs), (qs,), (directions,))[1]
     expected = torch.stack([torch.func.jvp(theirs, (a,), (t,))[1] for a, t in zip(qs, directions, strict=True)])
-    torch.testing.assert_close(moved, expected)
+    torch.testing.assert_close(out_tangents, expected)
 
 
 def test_only_inputs_with_a_tangent_and_only_wanted_gradients():

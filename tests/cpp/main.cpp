@@ -105,28 +105,28 @@ int run_all(const cpu::Kernels& kernels, const std::string& match, bool wrong_re
   return failures || !cases;
 }
 
-int break_something(const cpu::Kernels& kernels, const std::string& match, const std::string& what) {
-  if (what == "arena") {
+int break_something(const cpu::Kernels& kernels, const std::string& match, const std::string& fault) {
+  if (fault == "arena") {
     const Buffer memory(256, 64);
     flash_attn_ext::Arena arena(memory.data());
     const volatile float* array = arena.take<float>(3);
     arena.take<float>(3);
     return array[3] == 0;
   }
-  if (what == "overflow") {
+  if (fault == "overflow") {
     const volatile int largest = INT_MAX;
     return largest + 1 == 0;
   }
-  if (what == "race") {
+  if (fault == "race") {
     volatile int written = 0;
     std::thread other([&] { written = 1; });
     written = 2;
     other.join();
     return 0;
   }
-  if (what == "reference") return run_all(kernels, match, true);
-  if (what.rfind("tile ", 0) == 0) {
-    amx::broken = what;
+  if (fault == "reference") return run_all(kernels, match, true);
+  if (fault.rfind("tile ", 0) == 0) {
+    amx::broken = fault;
     return run_all(kernels, match, false);
   }
   return 2;

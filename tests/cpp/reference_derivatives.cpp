@@ -17,8 +17,8 @@ double tangent_of_mask(const Case& c, const Inputs& in, int64_t b, int64_t h, in
 struct Pair {
   double prob, keep;
   Score score;
-  double moved;    // scale * w
-  double tangent;  // e
+  double product_tangent;  // scale * w
+  double tangent;          // e
 };
 
 Pair pair_at(const Case& c, const Inputs& in, const Outputs& r, int64_t b, int64_t h, int64_t i, int64_t j) {
@@ -28,8 +28,9 @@ Pair pair_at(const Case& c, const Inputs& in, const Outputs& r, int64_t b, int64
   pair.score = score(c, in, b, h, i, j);
   pair.prob = std::exp(pair.score.value - r.lse[at(c.lse_shape(), b, h, i, 0)]);
   pair.keep = keep_factor(c, in, b, h, i, j);
-  pair.moved = scale_of(c) * (dot(&in.t_q[q_row], &in.k[k_row], d) + dot(&in.q[q_row], &in.t_k[k_row], d));
-  pair.tangent = pair.score.slope * pair.moved + tangent_of_mask(c, in, b, h, i, j);
+  pair.product_tangent =
+      scale_of(c) * (dot(&in.t_q[q_row], &in.k[k_row], d) + dot(&in.q[q_row], &in.t_k[k_row], d));
+  pair.tangent = pair.score.slope * pair.product_tangent + tangent_of_mask(c, in, b, h, i, j);
   if (c.slopes != Slopes::kNone) pair.tangent -= distance(c, b, i, j) * in.t_slopes[slope_index(c, b, h)];
   return pair;
 }
@@ -80,7 +81,7 @@ void double_backward_row(const Case& c, const Inputs& in, int64_t b, int64_t h, 
     if (c.mask) r.hmask[mask_index(c, b, h, i, j)] += gs;
 
     const double scale = scale_of(c);
-    const double z_ij = scale * (pair.score.slope * gs + pair.score.curvature * pair.moved * ds);
+    const double z_ij = scale * (pair.score.slope * gs + pair.score.curvature * pair.product_tangent * ds);
     const double d_ij = scale * pair.score.slope * ds;
     const int64_t q_row = at(c.q_shape(), b, h, i, 0), k_row = at(c.k_shape(), b, h_kv, j, 0);
     for (int64_t n = 0; n < z.head_dim; ++n) {
@@ -110,7 +111,7 @@ void reference_double_backward(const Case& c, const Inputs& in, Outputs& r) {
 
 double derivatives_self_check(const Case& c, const Inputs& in) {
   constexpr double kStep = 1e-5;
-  auto moved = [&](double step) {
+  auto results_at = [&](double step) {
     Inputs x = in;
     auto add = [&](std::vector<double>& to, const std::vector<double>& tangent) {
       for (size_t n = 0; n < to.size(); ++n) to[n] += step * tangent[n];
@@ -126,7 +127,7 @@ double derivatives_self_check(const Case& c, const Inputs& in) {
     reference_backward(c, x, r);
     return r;
   };
-  const Outputs above = moved(kStep), below = moved(-kStep);
+  const Outputs above = results_at(kStep), below = results_at(-kStep);
   Outputs exact;
   reference_forward(c, in, exact);
   reference_jvp(c, in, exact);

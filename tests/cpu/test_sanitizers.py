@@ -121,8 +121,8 @@ def test_write_of_one_element_too_many_is_reported(programs, name):
         ("thread", "race", "ThreadSanitizer: data race"),
     ],
 )
-def test_other_errors_are_reported(programs, program, what, report):
-    status, output = run(programs / program, "generic", ONE_CASE, "--break", what)
+def test_other_errors_are_reported(programs, program, fault, report):
+    status, output = run(programs / program, "generic", ONE_CASE, "--break", fault)
     assert status != 0
     assert report in output
 
@@ -136,9 +136,9 @@ def test_other_errors_are_reported(programs, program, what, report):
         ("tile release", "FAIL emulated AMX: configured twice"),
     ],
 )
-def test_a_wrong_emulation_of_amx_is_reported(programs, what, report):
+def test_a_wrong_emulation_of_amx_is_reported(programs, fault, report):
     """A wrong emulation of AMX, or a wrong use of it, gives wrong values or an error of the emulation."""
-    status, output = run(programs / "address", "amx", ONE_CASE, "--break", what)
+    status, output = run(programs / "address", "amx", ONE_CASE, "--break", fault)
     if status == 77:
         pytest.skip(f"needs a CPU with AVX-512 BF16, on which AMX is emulated: {output.strip()}")
     assert status != 0

@@ -47,7 +47,7 @@ def test_a_replay_reads_the_present_inputs(kernels, capability, packed):
     first, second = (make_qkv(1, 2, 130, 140, 64, dtype=torch.bfloat16) for _ in range(2))
     first, second = ([t.detach().contiguous() for t in inputs] for inputs in (first, second))
     lengths = [torch.tensor(x, dtype=torch.int32) for x in ([0, 70, 130], [0, 40, 140])]
-    others = [torch.tensor(x, dtype=torch.int32) for x in ([0, 20, 130], [0, 130, 140])]
+    new_lengths = [torch.tensor(x, dtype=torch.int32) for x in ([0, 20, 130], [0, 130, 140])]
 
     def call(qkv, cu_seqlens):
         if not packed:
@@ -55,12 +55,12 @@ def test_a_replay_reads_the_present_inputs(kernels, capability, packed):
         return flash_attn_varlen(*(t[0].transpose(0, 1).contiguous() for t in qkv), *cu_seqlens, 130, 140)
 
     with kernels.on_gpu(*capability), torch.no_grad():
-        expected = call(second, others)
+        expected = call(second, new_lengths)
         rows = [t[0].transpose(0, 1).contiguous() for t in first] if packed else first
         out = flash_attn_varlen(*rows, *lengths, 130, 140) if packed else flash_attn(*rows, is_causal=True)
         assert not torch.equal(out, expected)
         new = [t[0].transpose(0, 1) for t in second] if packed else second
-        for kept, values in zip([*rows, *lengths], [*new, *others], strict=True):
+        for kept, values in zip([*rows, *lengths], [*new, *new_lengths], strict=True):
             kept.copy_(values)
         kernels.replay()
     assert torch.equal(out, expected)

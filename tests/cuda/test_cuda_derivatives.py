@@ -86,13 +86,23 @@ def test_inputs_without_a_tangent():
     for moves in (0, 1, 2, None):
         given = [tangents[n] if n == moves else None for n in range(3)]
         full = [tangents[n] if n == moves else zeros[n] for n in range(3)]
-        moved, expected = (operators.attention_jvp(*t, *none, *inputs, softcap=2.0) for t in (given, full))
-        assert all(torch.equal(a, b) for a, b in zip(moved, expected, strict=True))
+        results, expected = (operators.attention_jvp(*t, *none, *inputs, softcap=2.0) for t in (given, full))
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
         wanted = [n == moves for n in range(6)]  # and each gradient alone
         for mask in (wanted, [True, True, True, False, False, False]):
             second, all_second = (
                 operators.attention_double_backward(
-                    grads, grad_lse, *t, *none, *inputs, *[None] * 5, out, lse, *moved[2:], softcap=2.0, grad_mask=mask
+                    grads,
+                    grad_lse,
+                    *t,
+                    *none,
+                    *inputs,
+                    *[None] * 5,
+                    out,
+                    lse,
+                    *results[2:],
+                    softcap=2.0,
+                    grad_mask=mask,
                 )
                 for t in (given, full)
             )

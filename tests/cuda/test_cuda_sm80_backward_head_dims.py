@@ -105,8 +105,8 @@ def test_deterministic(kernels, head_dim):
     kernels.deterministic = True
     inputs = make(1, 2, 70, 150, head_dim, heads_kv=1)
     grads = [torch.randn(1, 2, 70, head_dim), torch.randn(1, 2, 70)]
-    first, *others = (run_in_order(kernels, seed, inputs, grads) for seed in range(3))
-    for other in others:
+    first, *repeated = (run_in_order(kernels, seed, inputs, grads) for seed in range(3))
+    for other in repeated:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 

@@ -112,8 +112,8 @@ def test_hidden_values_reach_no_result(head_dim, where, poison):
 
     clean = run(primals, tangents)
     side = tangents if where.startswith("t_") else primals
-    moved = dict(zip(("q", "k", "v"), side, strict=True))[where[-1]]
-    moved[:, :, 40] = poison
+    poisoned = dict(zip(("q", "k", "v"), side, strict=True))[where[-1]]
+    poisoned[:, :, 40] = poison
     got = run(primals, tangents)
     for a, b in zip(got, clean, strict=True):
         assert torch.equal(a[:, :, :40], b[:, :, :40])
@@ -126,14 +126,14 @@ def test_inputs_without_a_tangent(kernels):
     """Each input alone has a tangent, or no input. The results equal the results with tangents of zeros."""
     inputs = make(1, 2, 20, 70, 64)
     zeros, tangents = ([f(t) for t in inputs] for f in (torch.zeros_like, torch.randn_like))
-    for moves in (0, 1, 2, None):
-        given = [tangents[n] if n == moves else None for n in range(3)]
-        full = [tangents[n] if n == moves else zeros[n] for n in range(3)]
-        moved, expected = (
+    for with_tangent in (0, 1, 2, None):
+        given = [tangents[n] if n == with_tangent else None for n in range(3)]
+        full = [tangents[n] if n == with_tangent else zeros[n] for n in range(3)]
+        results, expected = (
             torch.ops.flash_attn_ext.attention_jvp(*t, None, None, None, *inputs, softcap=2.0) for t in (given, full)
         )
         assert b"sm80::jvp_kernel" in kernels.c.last_kernel()
-        assert all(torch.equal(a, b) for a, b in zip(moved, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @head_dims

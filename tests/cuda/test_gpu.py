@@ -181,8 +181,8 @@ def test_a_second_device(dtype):
     """That is not the current one."""
     inputs, options = everything(dtype)
     expected = run(inputs, options)
-    moved = [t.detach().to("cuda:1").requires_grad_() for t in inputs]
-    results = run(moved, options | {"rng_state": options["rng_state"].to("cuda:1")})
+    on_second = [t.detach().to("cuda:1").requires_grad_() for t in inputs]
+    results = run(on_second, options | {"rng_state": options["rng_state"].to("cuda:1")})
     for a, b in zip(expected, results, strict=True):
         assert b.device == torch.device("cuda:1")
         torch.testing.assert_close(a, b.to(a.device))

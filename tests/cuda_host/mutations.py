@@ -99,10 +99,10 @@ def build(folder, built):
 def link(folder, built, objects, rebuilt):
     """The library of the objects named `rebuilt`, from `objects`, and of all other objects of the build."""
     left_out = {built.parent / name for name in ("faulty.o", *rebuilt)}
-    others = [o for o in built.parent.rglob("*.o") if o not in left_out]
+    unchanged_objects = [o for o in built.parent.rglob("*.o") if o not in left_out]
     result = folder / "libmutated.so"
     targets = [objects / name for name in rebuilt]
-    subprocess.run([os.environ.get("CXX", "g++"), "-shared", "-o", result, *targets, *others], check=True)
+    subprocess.run([os.environ.get("CXX", "g++"), "-shared", "-o", result, *targets, *unchanged_objects], check=True)
     return result
 
 

@@ -68,10 +68,10 @@ def test_each_sequence_as_alone(isa, dtype):
     cu_seqlens = offsets(LONG)
 
     def second(function, x, t):
-        out, moved = torch.func.jvp(function, tuple(a.detach() for a in x), tuple(t))
+        out, out_tangents = torch.func.jvp(function, tuple(a.detach() for a in x), tuple(t))
         x = [a.detach().requires_grad_() for a in x]
         first = torch.autograd.grad(function(*x), x, torch.ones_like(out), create_graph=True)
-        return out, moved, *torch.autograd.grad(first, x, t)
+        return out, out_tangents, *torch.autograd.grad(first, x, t)
 
     together = second(
         lambda q, k, v: flash_attn_varlen(q, k, v, *cu_seqlens, causal="lower_right", enable_gqa=True),

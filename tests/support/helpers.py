@@ -121,8 +121,8 @@ def check_jvp_against_reference(inputs, tangents=None, *, added=ADDED, dropout_p
 
     def results_of(function, dtype, options):
         run = lambda *x: function(*x[:3], **dict(zip(added, x[3:], strict=False)), **options)  # noqa: E731
-        primals, moved = (tuple(t.detach().to(dtype) for t in side) for side in (inputs, tangents))
-        (out, lse), (t_out, t_lse) = torch.func.jvp(run, primals, moved)
+        primals, directions = (tuple(t.detach().to(dtype) for t in side) for side in (inputs, tangents))
+        (out, lse), (t_out, t_lse) = torch.func.jvp(run, primals, directions)
         return out, lse, t_out, t_lse
 
     ours = results_of(attend, q.dtype, ours_options)
@@ -148,6 +148,8 @@ def assert_hessian_vector_products_agree(loss, inputs):
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(t.detach().requires_grad_(), d) for t, d in zip(inputs, direction, strict=True)]
         dual_level = [forward_ad.unpack_dual(g).tangent for g in torch.autograd.grad(loss(*duals), duals)]
-    for a, *others in zip(forward_over_reverse, reverse_over_forward, reverse_over_reverse, dual_level, strict=True):
-        for b in others:
+    for a, *mixed_modes in zip(
+        forward_over_reverse, reverse_over_forward, reverse_over_reverse, dual_level, strict=True
+    ):
+        for b in mixed_modes:
             torch.testing.assert_close(b, a)

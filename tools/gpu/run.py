@@ -210,10 +210,10 @@ def current_commit() -> str:
 
 
 def choose(all_stages: list[Stage], names: Iterable[str] | None) -> list[Stage]:
-    known = [stage.name for stage in all_stages]
-    unknown = sorted(set(names or ()) - set(known))
+    stage_names = [stage.name for stage in all_stages]
+    unknown = sorted(set(names or ()) - set(stage_names))
     if unknown:
-        sys.exit(f"--only: got {', '.join(unknown)}; allowed: {', '.join(known)}")
+        sys.exit(f"--only: got {', '.join(unknown)}; allowed: {', '.join(stage_names)}")
     return [stage for stage in all_stages if not names or stage.name in names]
 
 

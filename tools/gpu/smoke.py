@@ -64,9 +64,9 @@ def jvp_errors(call: Call, attention) -> dict:
     def ours(*tensors):
         return attention(*tensors, enable_gqa=True, return_lse=True, **call.options)
 
-    moved = torch.func.jvp(ours, tuple(given), tuple(tangents))
+    computed = torch.func.jvp(ours, tuple(given), tuple(tangents))
     exact = torch.func.jvp(lambda *t: dense(t, call.options), tuple(exact_in), tuple(exact_tangents))
-    pairs = zip([*moved[0], *moved[1]], [*exact[0], *exact[1]], strict=True)
+    pairs = zip([*computed[0], *computed[1]], [*exact[0], *exact[1]], strict=True)
     return {name: error(a, b) for name, (a, b) in zip(["out", "lse", "t_out", "t_lse"], pairs, strict=True)}
 
 
@@ -74,10 +74,10 @@ def dense(tensors: Sequence, options: dict) -> tuple:
     """Computes the results by the tests' reference."""
     from tests.support import reference
 
-    known = {name: value for name, value in options.items() if name not in ("is_causal", "deterministic")}
+    reference_options = {name: value for name, value in options.items() if name not in ("is_causal", "deterministic")}
     if options.get("is_causal"):
-        known["causal"] = "upper_left"
-    return reference.attention(*tensors, **known)
+        reference_options["causal"] = "upper_left"
+    return reference.attention(*tensors, **reference_options)
 
 
 def error(ours, exact) -> float:
@@ -93,15 +93,15 @@ def error(ours, exact) -> float:
 
 def verdict(task: dict, reply: dict) -> tuple[bool, str]:
     call = CALLS[task["tier"]][task["name"]]
-    what = f"{task['tier']} {task['pass']}, {call.dtype}, {task['name']}"
+    case = f"{task['tier']} {task['pass']}, {call.dtype}, {task['name']}"
     if "error" in reply:
-        return False, f"FAILED  {what}: {reply['error']}"
+        return False, f"FAILED  {case}: {reply['error']}"
     allowed = ALLOWED[call.dtype]
     wrong = {name: e for name, e in reply["result"].items() if not e <= allowed}
     errors = ", ".join(f"{name} {e:.1e}" for name, e in reply["result"].items())
     if wrong:
-        return False, f"WRONG   {what}: errors {errors}; allowed {allowed:g}"
-    return True, f"ok      {what}: {errors}"
+        return False, f"WRONG   {case}: errors {errors}; allowed {allowed:g}"
+    return True, f"ok      {case}: {errors}"
 
 
 def run(tier: str, command: list[str]) -> list[tuple[bool, str]]:

@@ -91,13 +91,13 @@ struct RotaryRow {
     load_table<In>(sin, r.sin, r.sin_stride, r.sin_is_float32, position, r.pairs);
   }
 
-  void turn(const RotaryParams& r, T* x) const {
+  void rotate(const RotaryParams& r, T* x) const {
     const int64_t step = r.interleaved ? 2 : 1, other = r.interleaved ? 1 : r.pairs;
     for (int64_t c = 0; c < r.pairs; ++c) {
       T &a = x[c * step], &b = x[c * step + other];
-      const T turned = a * cos[c] - b * sin[c];
+      const T rotated = a * cos[c] - b * sin[c];
       b = a * sin[c] + b * cos[c];
-      a = turned;
+      a = rotated;
     }
   }
 };
@@ -151,7 +151,7 @@ struct AppendRows {
   void turn_to(const RotaryRow<T>& rotary, const In* from, In* to, int64_t cols) const {
     T x[kMostColumns];
     widen_row<T>(from, cols, x);
-    rotary.turn(p.rotary, x);
+    rotary.rotate(p.rotary, x);
     store_row<In, T>(to, x, cols, T(1));
   }
 

@@ -21,10 +21,10 @@ inline bool is_decode(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   const bool is_chunk = z.seqlen_q <= kDecodeMaxChunk && z.seqlen_k >= kDecodeMinKeysOfChunk &&
                         z.heads / z.heads_kv * z.seqlen_q <= kMostRowsAtOnce;
-  const bool is_plain = !p.mask && !p.alibi && !p.dropout && p.softcap == 0 &&
-                        p.band.left >= Band::kUnbounded && !p.band.chunks &&
-                        p.varlen.cache.dtype == CacheDType::kOfQuery;
-  return is_decode(p, is_chunk && is_plain ? kDecodeMaxChunk : kDecodeMaxQueries);
+  const bool only_softmax_follows = !p.mask && !p.alibi && !p.dropout && p.softcap == 0 &&
+                                    p.band.left >= Band::kUnbounded && !p.band.chunks &&
+                                    p.varlen.cache.dtype == CacheDType::kOfQuery;
+  return is_decode(p, is_chunk && only_softmax_follows ? kDecodeMaxChunk : kDecodeMaxQueries);
 }
 // Returns whether the decode kernel may run for some sequence of the call.
 inline bool may_decode(const AttentionParams& call) { return call.varlen || is_decode(call); }

@@ -238,11 +238,11 @@ inline void shift_mask_tile(const TileFrame& f, int64_t before, const MaskTile<T
     *high = static_cast<uint32_t>(bits >> VisibleKeys::kWord);
   }
   if (!tile.bias) return;
-  const int64_t rows = f.lanes_are_queries ? 1 : f.queries, moved = f.lanes_are_queries ? f.ld : 1;
+  const int64_t rows = f.lanes_are_queries ? 1 : f.queries, key_stride = f.lanes_are_queries ? f.ld : 1;
   for (int64_t r = 0; r < rows; ++r) {
     T* row = tile.bias + r * f.ld;
-    std::memmove(row + before * moved, row, (f.keys - before) * moved * sizeof(T));
-    std::fill(row, row + before * moved, T(0));
+    std::memmove(row + before * key_stride, row, (f.keys - before) * key_stride * sizeof(T));
+    std::fill(row, row + before * key_stride, T(0));
   }
 }
 

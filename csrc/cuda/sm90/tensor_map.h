@@ -16,16 +16,16 @@ using TensorMapEncoder = decltype(&cuTensorMapEncodeTiled);
 // The driver's encoder, looked up once in a process: libcuda is not linked.
 inline cudaError_t find_encoder(TensorMapEncoder& encode) {
   static std::mutex mutex;
-  static TensorMapEncoder known = nullptr;
+  static TensorMapEncoder cached = nullptr;
   const std::lock_guard<std::mutex> lock(mutex);
-  if ((encode = known)) return cudaSuccess;
+  if ((encode = cached)) return cudaSuccess;
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
   const cudaError_t status =
       cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
   if (status != cudaSuccess) return status;
   if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-  encode = known = reinterpret_cast<TensorMapEncoder>(found);
+  encode = cached = reinterpret_cast<TensorMapEncoder>(found);
   return cudaSuccess;
 }
 

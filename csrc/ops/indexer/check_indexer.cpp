@@ -22,9 +22,9 @@ void check_size(const char* name, const at::Tensor& t, int64_t dim, const SymInt
                     t.sym_size(dim), " in dimension ", dim, "; allowed there: ", size, " (", of, ")");
 }
 
-void check_dtype(const char* name, const at::Tensor& t, at::ScalarType wanted, const char* whose) {
+void check_dtype(const char* name, const at::Tensor& t, at::ScalarType wanted, const char* dtype_of) {
   TORCH_CHECK_TYPE(t.scalar_type() == wanted, name, ": got dtype ", name_of(t.scalar_type()),
-                   "; allowed: ", whose, ", ", name_of(wanted));
+                   "; allowed: ", dtype_of, ", ", name_of(wanted));
 }
 
 void check_is_index(const char* name, const at::Tensor& t) {

@@ -57,10 +57,10 @@ class PackedStep:
 
     def new_rows(self, page_size: int) -> NewRows:
         """Returns the cache rows of the new tokens, for pages of ``page_size`` rows."""
-        known = self._new_rows.get(page_size)
-        if known is None:
-            known = self._new_rows[page_size] = new_rows(self.slot_mapping, page_size)
-        return known
+        rows = self._new_rows.get(page_size)
+        if rows is None:
+            rows = self._new_rows[page_size] = new_rows(self.slot_mapping, page_size)
+        return rows
 
 
 def new_rows(slots: Tensor, page_size: int) -> NewRows:
