@@ -1,10 +1,10 @@
 """Writes a kernel as a C++ function: a local for each register, a statement for each instruction, labels and goto."""
 
-from ptx import collective, hopper, instructions, memory, parse
+from ptx import calls, collective, hopper, instructions, memory, parse
 from ptx.instructions import TABLE, label
 from ptx.values import Values
 
-MODULES = collective, hopper, instructions, memory  # they fill TABLE
+MODULES = calls, collective, hopper, instructions, memory  # they fill TABLE
 LONGEST_NAME = 9  # parts of an opcode
 
 
@@ -29,16 +29,30 @@ def guarded(ins, values, text):
     return f"if ({values.read(ins.guard, 'pred')}) {{ {text} }}" if ins.guard else text
 
 
-def function(entry, name, edits=None):
-    """The C++ function of an entry.
+def constant(data):
+    """The C++ definition of an array of constants."""
+    return f"alignas({data.align}) static const unsigned char D_{data.name}[] = {{{', '.join(map(str, data.values))}}};"
+
+
+def signature(entry, name):
+    if isinstance(entry, parse.Function):
+        return f"static void {name}(unsigned char* result, const unsigned char* params)"
+    return f'extern "C" void {name}(const unsigned char* params)'
+
+
+def function(entry, name, edits=None, functions=None, data=()):
+    """The C++ function of an entry, or of a function that entries call.
 
     `edits`: {(line, which of its instructions): [(number, instructions instead)]}; ptx::fault chooses at run time.
+    `functions`, `data`: as in Values.
     """
-    values = Values(entry)
+    values = Values(entry, functions, data)
     lines = [
-        f'extern "C" void {name}(const unsigned char* params) {{',
+        f"{signature(entry, name)} {{",
         f"constexpr size_t kParamBytes = {entry.param_bytes};",
     ]
+    if getattr(entry, "result", ""):
+        lines.append(f"constexpr size_t kResultBytes = {entry.result_bytes};")
     every = [item for item in entry.body if isinstance(item, parse.Instruction)]
     lines += values.place_in_arrays(hopper.asynchronous_registers(every))
     line = which = 0
@@ -48,6 +62,8 @@ def function(entry, name, edits=None):
         elif isinstance(item, parse.Local):
             values.locals[item.name] = item.bytes
             lines.append(f"alignas({item.align}) unsigned char L_{item.name}[{item.bytes}];")
+        elif isinstance(item, parse.Param):
+            lines.append(values.declare_param(item))
         elif isinstance(item, parse.Scope):
             lines.append("{" if item.opens else "}")
             values.enter_scope() if item.opens else values.leave_scope()

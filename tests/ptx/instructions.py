@@ -183,6 +183,8 @@ def approximate(ins, v, m):
     known = {"ex2": "cuda_host::exp2_fast", "rcp": "ptx::reciprocal", "tanh": "ptx::tanh"}
     if ins.opcode == "rcp.approx.ftz.f64":
         known = {"rcp": "ptx::gross_reciprocal"}
+    elif ins.opcode == "ex2.approx.f32":
+        known = {"ex2": "ptx::exp2"}
     elif kind != "f32" or ins.parts[0] not in known or (not ftz and ins.parts[0] != "tanh"):
         raise ins.error("this approximation is not known")
     return v.write(ins.operands[0], kind, f"{known[ins.parts[0]]}({v.read(ins.operands[1], kind)})")
@@ -246,15 +248,17 @@ def bit_function(ins, v):
     """Calls the machine's function with the instruction's name."""
     m = Modifiers(ins)
     mode = m.take("clamp", "b32") if ins.parts[0] in ("bmsk", "prmt", "lop3") else ""
+    shift = "_shift" if m.take("shiftamt") else ""  # of bfind
     kind = m.kind() if m.left else "b32"
     m.done()
-    if BITS[kind] != 32 and not (ins.parts[0] in ("popc", "clz") or (ins.parts[0] == "bfe" and kind == "u64")):
+    of_64_bits = ("popc", "clz", "bfi") if kind == "b64" else ("bfe",) if kind == "u64" else ()
+    if BITS[kind] != 32 and ins.parts[0] not in of_64_bits:
         raise ins.error("only 32 bits are known")
     d, *rest = ins.operands
     result = "u32" if ins.parts[0] in ("popc", "clz", "bfind") else kind
     kinds = [kind] * 2 + ["u32"] * 2 if ins.parts[0] == "bfi" else [kind] + ["u32"] * (len(rest) - 1)
     arguments = ", ".join(v.read(x, k) for x, k in zip(rest, kinds, strict=False))
-    return v.write(d, result, f"ptx::{ins.parts[0]}{'_clamp' if mode == 'clamp' else ''}({arguments})")
+    return v.write(d, result, f"ptx::{ins.parts[0]}{'_clamp' if mode == 'clamp' else shift}({arguments})")
 
 
 # ---- comparisons, selections, moves, conversions

@@ -78,6 +78,25 @@ int32_t atomic_add(int line, unsigned char* address, int32_t x) {
   return static_cast<int32_t>(atomic_add(line, address, static_cast<uint32_t>(x)));
 }
 
+namespace {
+
+unsigned long long* number(unsigned char* address) { return reinterpret_cast<unsigned long long*>(address); }
+
+}  // namespace
+
+uint64_t atomic_add(int line, unsigned char* address, uint64_t x) {
+  at_line(line);
+  return atomicAdd(number(address), x);
+}
+uint64_t atomic_max(int line, unsigned char* address, uint64_t x) {
+  at_line(line);
+  return atomicMax(number(address), x);
+}
+uint64_t atomic_or(int line, unsigned char* address, uint64_t x) {
+  at_line(line);
+  return atomicOr(number(address), x);
+}
+
 void release_add(int line, unsigned char* address, int32_t x) {
   if (x != 1) fail(line, "a turn ends by an addition of 1");
   at_line(line);
@@ -200,6 +219,12 @@ uint32_t bfi(uint32_t a, uint32_t b, uint32_t first, uint32_t count) {
   return (shift_left(a, first & 255) & mask) | (b & ~mask);
 }
 
+uint64_t bfi(uint64_t a, uint64_t b, uint32_t first, uint32_t count) {
+  const uint64_t bits = (count & 255) >= 64 ? ~uint64_t{0} : (uint64_t{1} << (count & 255)) - 1;
+  const uint64_t mask = shift_left(bits, first & 255);
+  return (shift_left(a, first & 255) & mask) | (b & ~mask);
+}
+
 uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) { return cuda_host::choose_bytes(a, b, selector); }
 
 uint32_t lop3(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
@@ -228,6 +253,10 @@ double gross_reciprocal(double x) {
 
 float tanh(float x) {
   return static_cast<float>(std::tanh(static_cast<double>(x)) * (1 + deviation(x) * 0x1p-11));
+}
+
+float exp2(float x) {
+  return static_cast<float>(std::exp2(static_cast<double>(x)) * (1 + deviation(x) * 0x1p-22));
 }
 
 uint16_t to_half(float x) { return bits<uint16_t>(__float2half_rn(x)); }

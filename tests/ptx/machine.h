@@ -78,10 +78,20 @@ T param(int line, const unsigned char* params, size_t bytes, const unsigned char
   return x;
 }
 
+template <class T>
+void store_param(int line, unsigned char* block, size_t bytes, unsigned char* address, T x) {
+  if (address < block || address + sizeof(T) > block + bytes)
+    fail(line, "out of bounds of a call's parameters");
+  std::memcpy(address, &x, sizeof(T));
+}
+
 int32_t acquire(int line, unsigned char* address);
 float atomic_add(int line, unsigned char* address, float x);
 int32_t atomic_add(int line, unsigned char* address, int32_t x);
 uint32_t atomic_add(int line, unsigned char* address, uint32_t x);
+uint64_t atomic_add(int line, unsigned char* address, uint64_t x);
+uint64_t atomic_max(int line, unsigned char* address, uint64_t x);
+uint64_t atomic_or(int line, unsigned char* address, uint64_t x);
 void release_add(int line, unsigned char* address, int32_t x);
 void cp_async(int line, unsigned char* shared, const unsigned char* global, int bytes, uint32_t read);
 void ldmatrix(cuda_host::Site site, uint32_t* r, const unsigned char* row, bool transposed);
@@ -209,11 +219,13 @@ inline uint32_t clz(uint32_t a) { return a ? __builtin_clz(a) : 32; }
 inline uint32_t clz(uint64_t a) { return a ? __builtin_clzll(a) : 64; }
 uint32_t brev(uint32_t a);
 inline uint32_t bfind(uint32_t a) { return a ? 31 - __builtin_clz(a) : ~0u; }
+inline uint32_t bfind_shift(uint32_t a) { return a ? __builtin_clz(a) : ~0u; }  // to the left, to bit 31
 uint32_t bmsk_clamp(uint32_t first, uint32_t count);
 uint32_t bfe(uint32_t a, uint32_t first, uint32_t count);
 uint64_t bfe(uint64_t a, uint32_t first, uint32_t count);
 int32_t bfe(int32_t a, uint32_t first, uint32_t count);
 uint32_t bfi(uint32_t a, uint32_t b, uint32_t first, uint32_t count);  // a's bits into b
+uint64_t bfi(uint64_t a, uint64_t b, uint32_t first, uint32_t count);
 uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector);
 uint32_t lop3(uint32_t a, uint32_t b, uint32_t c, uint32_t table);
 
@@ -221,6 +233,7 @@ uint32_t lop3(uint32_t a, uint32_t b, uint32_t c, uint32_t table);
 float reciprocal(float x);
 double gross_reciprocal(double x);  // its upper half
 float tanh(float x);
+float exp2(float x);  // also of results below the least normal number
 
 uint16_t to_half(float x);
 uint16_t to_bfloat16(float x);

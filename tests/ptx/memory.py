@@ -37,7 +37,7 @@ def load(ins, v):
         return v.write(d, kind, f"{CPP[kind]}(ptx::acquire({ins.line}, {v.address(a, space)}))")
     # Also of a vector the address is read before the first register is set.
     cpp = CPP[kind] if count == 1 else f"ptx::Vector<{CPP[kind]}, {count}>"
-    of_params = ", params, kParamBytes" if space == "param" else ""
+    of_params = f", {v.block_of(a)}" if space == "param" else ""
     loaded = f"ptx::{'param' if space == 'param' else 'load'}<{cpp}>({ins.line}{of_params}, {v.address(a, space)})"
     if count == 1:
         return v.write(d, kind, loaded)
@@ -53,9 +53,11 @@ def store(ins, v):
     m.done()
     a, d = ins.operands
     values = [v.read(x, kind) for x in elements(d)]
-    if len(values) != count or space == "param":
+    if len(values) != count:
         raise ins.error("this form is not known")
     value = values[0] if count == 1 else f"ptx::Vector<{CPP[kind]}, {count}>{{{{{', '.join(values)}}}}}"
+    if space == "param":
+        return f"ptx::store_param({ins.line}, {v.block_of(a)}, {v.address(a, space)}, {value});"
     return f"ptx::store({ins.line}, {v.address(a, space)}, {value});"
 
 
@@ -65,12 +67,17 @@ def atomic(ins, v):
     order = m.find("relaxed", "release")
     scope = m.find(*SCOPES, default="gpu")
     space = m.find("global")
-    operation = m.find("add")
+    operation = m.find("add", "or", "max")
     kind = m.kind()
     m.done()
     *d, a, b = ins.operands
+    if kind in ("u64", "b64") and not order and scope != "cta" and space in ("global", ""):
+        value = f"ptx::atomic_{operation}({ins.line}, {v.address(a, space)}, {v.read(b, kind)})"
+        return v.write(d[0], kind, value) if d else f"{value};"
     if operation != "add" or scope == "cta" or space != "global" or kind not in ("f32", "s32", "u32"):
-        raise ins.error("only an addition of 32 bits in global memory, for all blocks, is known")
+        raise ins.error(
+            "only additions of 32 bits, and add, or, max of 64 bits, for all blocks in global memory, are known"
+        )
     name = "release_add" if order == "release" else "atomic_add"
     value = f"ptx::{name}({ins.line}, {v.address(a, space)}, {v.read(b, kind)})"
     return v.write(d[0], kind, value) if d else f"{value};"

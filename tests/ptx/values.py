@@ -24,10 +24,18 @@ def unsigned(kind):
 
 
 class Values:
-    """The names that are known at a position of the text. Each register has its declared kind."""
+    """The names that are known at a position of the text. Each register has its declared kind.
 
-    def __init__(self, entry):
+    `functions`: C++ names of the functions that may be called, and their parse.Function. `data`: names of constants.
+    """
+
+    def __init__(self, entry, functions=None, data=()):
         self.params = entry.params
+        self.functions, self.data = functions or {}, data
+        # of a name in the space .param: a C++ pointer, the offset from it, and the bytes behind the pointer
+        self.blocks = {name: ("params", offset, "kParamBytes") for name, (offset, _) in entry.params.items()}
+        if getattr(entry, "result", ""):
+            self.blocks[entry.result] = "result", 0, "kResultBytes"
         self.locals = {}
         self.kinds = {}  # of a register's prefix or of its whole name
         self.outer_kinds = []
@@ -38,6 +46,23 @@ class Values:
 
     def leave_scope(self):
         self.kinds = self.outer_kinds.pop()
+
+    def declare_param(self, param):
+        """The C++ declaration of a parameter of a call. Before it is written it has a value that no call gives."""
+        name = f"P_{param.name}"
+        self.blocks[param.name] = name, 0, f"sizeof {name}"
+        return f"alignas(16) unsigned char {name}[{param.bytes}]; std::memset({name}, 0xff, {param.bytes});"
+
+    def block_of(self, operand):
+        """The C++ pointer and the bytes of the block that an address like [param0+8] lies in.
+
+        An address in a register lies in the parameters of the entry.
+        """
+        match = ADDRESS.fullmatch(operand)
+        if match is None:
+            raise PtxError(f"{operand} is no address")
+        pointer, _, size = self.blocks.get(match[1], ("params", 0, "kParamBytes"))
+        return f"{pointer}, {size}"
 
     def declare(self, registers):
         """C++ declarations."""
@@ -93,6 +118,8 @@ class Values:
             return f"{CPP[kind]}(reinterpret_cast<uint64_t>(params + {self.params[operand][0]}))"
         if operand.endswith("shared_bytesE"):  # csrc/cuda/shared_memory.h: the only shared memory
             return f"{CPP[kind]}(ptx::kSharedBase)"
+        if operand in self.data:
+            return f"{CPP[kind]}(reinterpret_cast<uint64_t>(D_{operand}))"
         if operand in self.locals:
             return f"{CPP[kind]}(reinterpret_cast<uint64_t>(L_{operand}))"
         return literal(operand, kind)
@@ -112,8 +139,9 @@ class Values:
         if match is None:
             raise PtxError(f"{operand} is no address")
         base, offset = match[1], int(match[2] or "0", 0)
-        if space == "param" and base in self.params:
-            return f"params + {self.params[base][0] + offset}"
+        if space == "param" and base in self.blocks:
+            pointer, first, _ = self.blocks[base]
+            return f"{pointer} + {first + offset}"
         kind = "u32" if space == "shared" and BITS.get(self.kind_of(base) or "u32", 32) == 32 else "u64"
         number = self.read(base, kind)
         return f"ptx::{space or 'generic'}_bytes({number}{f' + {offset}' if offset else ''})"

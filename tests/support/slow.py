@@ -73,6 +73,7 @@ FILES = {
     "test_meanflow_digits": "trains a model",
     "test_object_files": "compiles the kernels of every instruction set",
     "test_paper_tables": "a process with torch for each measurement",
+    "test_ptx_flex": "as test_ptx_sm80",
     "test_ptx_forms": "as test_ptx_sm80",
     "test_ptx_instructions": "as test_ptx_sm80",
     "test_ptx_sm75": "as test_ptx_sm80",
