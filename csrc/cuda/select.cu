@@ -57,6 +57,13 @@ size_t no_workspace(const Params&) {
   return 0;
 }
 
+// The kernels of a tier for the two dtypes of 16 bits.
+template <class Params>
+struct HalfKernels {
+  Launch<Params>*bfloat16, *float16;
+  Workspace<Params>* workspace;
+};
+
 // Chooses the first tier that can run the call. Tiers are offered from the fastest to the slowest.
 template <class Params>
 class Choice {
@@ -84,6 +91,12 @@ class Choice {
     }
     if (!forced_ || std::string_view(tier) == forced_) refusal_ = reason;
     selection_.why_not.push_back(std::move(reason));
+  }
+
+  // As above, for a tier with kernels of 16 bits only.
+  void offer(const char* tier, const char* why_not, const HalfKernels<Params>& kernels) {
+    offer(tier, why_not, params_.dtype == DType::kFloat16 ? kernels.float16 : kernels.bfloat16,
+          kernels.workspace);
   }
 
   // Returns the choice. If no tier can run the call, it has the reason of the forced tier, or otherwise of simt, the
@@ -122,12 +135,6 @@ Launch<Params>* of_float16(DType dtype, Launch<Params>* float16) {
   return dtype == DType::kFloat16 ? float16 : nullptr;
 }
 
-// The launcher of sm80 or sm90 for a dtype of 16 bits.
-template <class Params>
-Launch<Params>* of_half(DType dtype, Launch<Params>* bfloat16, Launch<Params>* float16) {
-  return dtype == DType::kFloat16 ? float16 : bfloat16;
-}
-
 // Only simt has kernels for the passes of the indexer.
 template <class Params>
 Selection<Params> select_indexer(const Params& p, Launch<Params>* launch, Workspace<Params>* workspace) {
@@ -144,80 +151,73 @@ Selection<Params> select_indexer(const Params& p, Launch<Params>* launch, Worksp
 // Each function offers the tiers, one line each, the fastest first.
 
 Selection<AttentionParams> select_forward(const AttentionParams& p) {
+  using Half = HalfKernels<AttentionParams>;
+  constexpr Half kSm90{sm90::forward_bfloat16, sm90::forward_float16, sm90::forward_workspace};
+  constexpr Half kSm90Float8{sm90::forward_float8, sm90::forward_float8, sm90::forward_workspace};
+  constexpr Half kSm90Flex{sm90::flex_forward_bfloat16, sm90::flex_forward_float16,
+                           sm90::flex_forward_workspace};
+  constexpr Half kSm80{sm80::forward_bfloat16, sm80::forward_float16, sm80::forward_workspace};
+  constexpr Half kSm80Decode{sm80::decode_bfloat16, sm80::decode_float16, sm80::forward_workspace};
+  constexpr Half kSm80Flex{sm80::flex_forward_bfloat16, sm80::flex_forward_float16,
+                           sm80::flex_forward_workspace};
+  const bool decodes = sm80::is_decode(p), has_float8_products = p.varlen.cache.float8_products;
   Choice<AttentionParams> choice(p);
-  if (p.functions)
-    choice.offer("sm90", sm90::why_not_forward(p),
-                 of_half(p.dtype, sm90::flex_forward_bfloat16, sm90::flex_forward_float16),
-                 sm90::flex_forward_workspace);
-  else
-    choice.offer("sm90", sm90::why_not_forward(p),
-                 p.varlen.cache.float8_products
-                     ? sm90::forward_float8
-                     : of_half(p.dtype, sm90::forward_bfloat16, sm90::forward_float16),
-                 sm90::forward_workspace);
-  if (p.functions)
-    choice.offer("sm80", sm80::why_not_forward(p),
-                 of_half(p.dtype, sm80::flex_forward_bfloat16, sm80::flex_forward_float16),
-                 sm80::flex_forward_workspace);
-  else
-    choice.offer("sm80", sm80::why_not_forward(p),
-                 sm80::is_decode(p) ? of_half(p.dtype, sm80::decode_bfloat16, sm80::decode_float16)
-                                    : of_half(p.dtype, sm80::forward_bfloat16, sm80::forward_float16),
-                 sm80::forward_workspace);
+  const auto offer = [&](const char* tier, const char* why_not, const Half& plain, const Half& flex) {
+    choice.offer(tier, why_not, p.functions ? flex : plain);
+  };
+  offer("sm90", sm90::why_not_forward(p), has_float8_products ? kSm90Float8 : kSm90, kSm90Flex);
+  offer("sm80", sm80::why_not_forward(p), decodes ? kSm80Decode : kSm80, kSm80Flex);
   choice.offer("sm75", sm75::why_not_forward(p),
-               of_float16(p.dtype, sm80::is_decode(p) ? sm75::decode_float16 : sm75::forward_float16),
+               of_float16(p.dtype, decodes ? sm75::decode_float16 : sm75::forward_float16),
                sm75::forward_workspace);
-  if (p.functions) {
+  if (p.functions)
     choice.offer(
         "simt", simt::why_not_forward(p),
         of_dtype(p.dtype, simt::flex_float32, simt::flex_float64, simt::flex_bfloat16, simt::flex_float16),
         simt::flex_workspace);
-    return choice.take();
-  }
-  choice.offer("simt", simt::why_not_forward(p),
-               of_dtype(p.dtype, simt::forward_float32, simt::forward_float64, simt::forward_bfloat16,
-                        simt::forward_float16),
-               simt::forward_workspace);
+  else
+    choice.offer("simt", simt::why_not_forward(p),
+                 of_dtype(p.dtype, simt::forward_float32, simt::forward_float64, simt::forward_bfloat16,
+                          simt::forward_float16),
+                 simt::forward_workspace);
   return choice.take();
 }
 
 Selection<BackwardParams> select_backward(const BackwardParams& p) {
+  using Half = HalfKernels<BackwardParams>;
+  constexpr Half kSm90{sm90::backward_bfloat16, sm90::backward_float16, sm90::backward_workspace};
+  constexpr Half kSm90Flex{sm90::flex_backward_bfloat16, sm90::flex_backward_float16,
+                           sm90::flex_backward_workspace};
+  constexpr Half kSm80{sm80::backward_bfloat16, sm80::backward_float16, sm80::backward_workspace};
+  constexpr Half kSm80Flex{sm80::flex_backward_bfloat16, sm80::flex_backward_float16,
+                           sm80::flex_backward_workspace};
   Choice<BackwardParams> choice(p);
-  if (p.functions)
-    choice.offer("sm90", sm90::why_not_backward(p),
-                 of_half(p.dtype, sm90::flex_backward_bfloat16, sm90::flex_backward_float16),
-                 sm90::flex_backward_workspace);
-  else
-    choice.offer("sm90", p.dweights ? "sm90: no gradients of the weights" : sm90::why_not_backward(p),
-                 of_half(p.dtype, sm90::backward_bfloat16, sm90::backward_float16), sm90::backward_workspace);
-  if (p.functions)
-    choice.offer("sm80", sm80::why_not_backward(p),
-                 of_half(p.dtype, sm80::flex_backward_bfloat16, sm80::flex_backward_float16),
-                 sm80::flex_backward_workspace);
-  else
-    choice.offer("sm80", p.dweights ? "sm80: no gradients of the weights" : sm80::why_not_backward(p),
-                 of_half(p.dtype, sm80::backward_bfloat16, sm80::backward_float16), sm80::backward_workspace);
+  const auto offer = [&](const char* tier, const char* no_weights, const char* why_not, const Half& plain,
+                         const Half& flex) {
+    choice.offer(tier, p.dweights && !p.functions ? no_weights : why_not, p.functions ? flex : plain);
+  };
+  offer("sm90", "sm90: no gradients of the weights", sm90::why_not_backward(p), kSm90, kSm90Flex);
+  offer("sm80", "sm80: no gradients of the weights", sm80::why_not_backward(p), kSm80, kSm80Flex);
   choice.offer("sm75", sm75::why_not_backward(p), of_float16(p.dtype, sm75::backward_float16),
                sm75::backward_workspace);
-  if (p.functions) {
+  if (p.functions)
     choice.offer("simt", simt::why_not_functions(p),
                  of_dtype(p.dtype, simt::flex_backward_float32, simt::flex_backward_float64,
                           simt::flex_backward_bfloat16, simt::flex_backward_float16),
                  simt::flex_backward_workspace);
-    return choice.take();
-  }
-  choice.offer("simt", nullptr,
-               of_dtype(p.dtype, simt::backward_float32, simt::backward_float64, simt::backward_bfloat16,
-                        simt::backward_float16),
-               simt::backward_workspace);
+  else
+    choice.offer("simt", nullptr,
+                 of_dtype(p.dtype, simt::backward_float32, simt::backward_float64, simt::backward_bfloat16,
+                          simt::backward_float16),
+                 simt::backward_workspace);
   return choice.take();
 }
 
 Selection<JvpParams> select_jvp(const JvpParams& p) {
   Choice<JvpParams> choice(p);
   choice.offer("sm90", "sm90: no forward-mode AD", nullptr, nullptr);
-  choice.offer("sm80", sm80::why_not_jvp(p), of_half(p.dtype, sm80::jvp_bfloat16, sm80::jvp_float16),
-               no_workspace);
+  choice.offer("sm80", sm80::why_not_jvp(p),
+               {sm80::jvp_bfloat16, sm80::jvp_float16, no_workspace<JvpParams>});
   choice.offer("sm75", "sm75: no forward-mode AD", nullptr, nullptr);
   choice.offer("simt", nullptr,
                of_dtype(p.dtype, simt::jvp_float32, simt::jvp_float64, simt::jvp_bfloat16, simt::jvp_float16),

@@ -63,6 +63,10 @@ struct ManyRowsOperands {
 
   static int64_t depth_of(int64_t n) { return n; }
   static int64_t prob_elements(int64_t, int64_t) { return 0; }
+  // Converts a row of Q to elements, in whole vectors with zeros after the last column.
+  static void load_row(const In* from, int64_t cols, T* to) {
+    for (int64_t c = 0; c < cols; c += kLanes<T>) store<T>(to + c, load_columns<T>(from + c, cols - c));
+  }
   static void load_queries(const T* q, int64_t ldq, int64_t rows, int64_t depth, T* to, int64_t ld) {
     load_tile_transposed<T, T>(q, ldq, rows, depth, to, ld);
   }
@@ -96,6 +100,10 @@ struct ManyRowsOperands<BFloat16, float> {
   static int64_t depth_of(int64_t n) { return pairs_of(n); }
   static int64_t prob_elements(int64_t lanes, int64_t keys) {
     return std::max(LeftPairs::count(lanes, keys), lanes * keys / 2 + kLanes<float>);
+  }
+  static void load_row(const BFloat16* from, int64_t cols, Pair* to) {
+    for (int64_t c = 0; c < cols; c += 2 * kLanes<float>)
+      store_elements(to + c / 2, load_pairs(from + c, cols - c));
   }
   static void load_queries(const Pair* q, int64_t ldq, int64_t rows, int64_t depth, Pair* to, int64_t ld) {
     load_pairs_transposed(reinterpret_cast<const BFloat16*>(q), 2 * ldq, rows, 2 * depth, to, ld);

@@ -130,8 +130,7 @@ struct DecodeProducts {
   }
 
   void load_query(const AttentionParams& p, int64_t row, const In* src) const {
-    for (int64_t c = 0; c < p.sizes.head_dim; c += kLanes<T>)
-      store<T>(q + row * ldq + c, load_columns<T>(src + c, p.sizes.head_dim - c));
+    ManyRowsOperands<In, T>::load_row(src, p.sizes.head_dim, q + row * ldq);
   }
 
   // Call after loading the queries of the task's head `n`.
@@ -230,8 +229,7 @@ struct DecodeProducts<BFloat16, float> {
   }
 
   void load_query(const AttentionParams& p, int64_t row, const BFloat16* src) const {
-    for (int64_t c = 0; c < p.sizes.head_dim; c += 2 * kLanes<float>)
-      store_elements(q + row * ldq + c / 2, load_pairs(src + c, p.sizes.head_dim - c));
+    ManyRowsOperands<BFloat16, float>::load_row(src, p.sizes.head_dim, q + row * ldq);
   }
 
   void finish_queries(const AttentionParams& p, int64_t n, int64_t rows) const {

@@ -46,7 +46,7 @@ struct HeadScores {
     if (!rows) return whole.load_queries(row, 0, 0, h, heads, ld);
     const int64_t ldq = elements_of_row(row.sizes.head_dim), all = rows_of_few_heads<T>(heads);
     for (int64_t n = 0; n < heads; ++n)
-      load_row(row.q.row<In>(0, 0, h + n), row.sizes.head_dim, rows + n * ldq);
+      Operands::load_row(row.q.row<In>(0, 0, h + n), row.sizes.head_dim, rows + n * ldq);
     std::fill(rows + heads * ldq, rows + all * ldq, E{});
     few.load_queries(row, 0, rows, ldq, all);
   }
@@ -79,15 +79,4 @@ struct HeadScores {
 
  private:
   static int64_t elements_of_row(int64_t cols) { return round_up_to_lanes<T>(Operands::depth_of(cols)); }
-
-  // Converts a row to elements, in whole vectors with zeros after the last column.
-  static void load_row(const In* from, int64_t cols, E* to) {
-    constexpr int64_t kCols = kLanes<T> * (std::is_same_v<E, T> ? 1 : 2);  // of a vector of elements
-    for (int64_t c = 0; c < cols; c += kCols, to += kLanes<T>) {
-      if constexpr (std::is_same_v<E, T>)
-        store<T>(to, load_columns<T>(from + c, cols - c));
-      else
-        store_elements(to, load_pairs(from + c, cols - c));
-    }
-  }
 };

@@ -8,24 +8,25 @@
 
 namespace flash_attn_ext::cuda::sm90 {
 
-// The tiles of queries and keys of one sequence's call, in the two kernels below.
+// The tiles of queries and keys of one sequence's call, for one list of the two kernels below.
 class BackwardTiles {
  public:
-  __device__ BackwardTiles(const AttentionParams& p, const simt::DeviceFunctions& functions,
-                           const BlockOfList& of, int rows, int keys)
-      : p_(p), functions_(functions), of_(of), rows_(rows), keys_(keys) {}
+  const BlockOfList of;
+  const AttentionParams p;  // of the sequence
 
-  __device__ Range queries(int row_tile) const { return part(row_tile, rows_, p_.sizes.seqlen_q); }
-  __device__ Range keys(int key_tile) const { return part(key_tile, keys_, p_.sizes.seqlen_k); }
+  __device__ BackwardTiles(const AttentionParams& call, const simt::DeviceFunctions& functions,
+                           const TileLists& lists, int64_t number, int rows, int keys)
+      : of(lists, number), p(of_sequence(call, of.b)), functions_(functions), rows_(rows), keys_(keys) {}
+
+  __device__ Range queries(int row_tile) const { return part(row_tile, rows_, p.sizes.seqlen_q); }
+  __device__ Range keys(int key_tile) const { return part(key_tile, keys_, p.sizes.seqlen_k); }
   __device__ StatesOfTile states(int row_tile, int key_tile) const {
     const Range i = queries(row_tile), j = keys(key_tile);
-    return states_of_tile(p_, functions_, of_.b, of_.h, i.begin, i.end, j.begin, j.end);
+    return states_of_tile(p, functions_, of.b, of.h, i.begin, i.end, j.begin, j.end);
   }
 
  private:
-  const AttentionParams& p_;
   const simt::DeviceFunctions& functions_;
-  const BlockOfList& of_;
   const int rows_, keys_;
 
   static __device__ Range part(int64_t tile, int size, int64_t length) {
@@ -44,14 +45,13 @@ static __global__ void __launch_bounds__(kTileListThreads)
                        const TileLists lists, const KeyMask key_mask, int rows, int keys) {
   const int64_t number = list_of_warp(lists);
   if (number < 0) return;
-  const BlockOfList of(lists, number);
-  const AttentionParams p = of_sequence(call, of.b);
-  const BackwardTiles tiles(p, *functions, of, rows, keys);
+  const BackwardTiles tiles(call, *functions, lists, number, rows, keys);
+  const BlockOfList& of = tiles.of;
   const Range own = tiles.keys(of.block), attending = key_mask.seen_tiles(of.b, lists.blocks);
   Range seen{0, 0};
   if (own.begin < own.end && attending.begin <= of.block && of.block < attending.end)
-    seen =
-        tiles_of_range(visible_queries(p.band.without_chunks(), own.begin, own.end, p.sizes.seqlen_q), rows);
+    seen = tiles_of_range(
+        visible_queries(tiles.p.band.without_chunks(), own.begin, own.end, tiles.p.sizes.seqlen_q), rows);
   write_list(lists.list(number), static_cast<int>(seen.begin), static_cast<int>(seen.end),
              [&](int n) { return tiles.states(n, of.block); });
 }
@@ -63,13 +63,12 @@ static __global__ void __launch_bounds__(kTileListThreads)
                  const KeyMask key_mask, int rows, int keys) {
   const int64_t number = list_of_warp(turns);
   if (number < 0) return;
-  const BlockOfList of(turns, number);
-  const AttentionParams p = of_sequence(call, of.b);
-  const BackwardTiles tiles(p, *functions, of, rows, keys);
+  const BackwardTiles tiles(call, *functions, turns, number, rows, keys);
+  const BlockOfList& of = tiles.of;
   const Range own = tiles.queries(of.block), attending = key_mask.seen_tiles(of.b, turns.tiles);
   if (own.begin >= own.end) return;
-  const Range seen =
-      tiles_of_range(visible_keys(p.band.without_chunks(), own.begin, own.end, p.sizes.seqlen_k), keys);
+  const Range seen = tiles_of_range(
+      visible_keys(tiles.p.band.without_chunks(), own.begin, own.end, tiles.p.sizes.seqlen_k), keys);
   const int begin = static_cast<int>(larger(seen.begin, attending.begin)),
             end = static_cast<int>(smaller(seen.end, attending.end)), lane = threadIdx.x % 32;
   int before = 0;
