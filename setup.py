@@ -72,7 +72,7 @@ CUDA += [
 CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/task_rounds.cpp"]
 CUDA += [
     f"sm90/{way}_{dtype}.cu"
-    for way in ("forward", "backward", "flex_forward", "flex_backward")
+    for way in ("forward", "backward", "flex_forward", "flex_backward", "score_forward")
     for dtype in ("bfloat16", "float16")
 ]
 CUDA += ["sm90/forward_float8.cu", "gpu_code.cpp"]

@@ -21,8 +21,9 @@ from benchmarks.gpu import sass_listing, switches
 SOURCES = sorted((CUDA / "sm90").glob("*_bfloat16.cu"))
 # setmaxnreg ignored; wgmma serialised; a wait for wgmma injected
 WARNINGS = re.compile(r"C75(08|10|12|13|15|17|19)")
-FORWARD, BACKWARD, FLEX_FORWARD, FLEX_BACKWARD = (
-    [p for p in SOURCES if p.stem.startswith(way)] for way in ("forward", "backward", "flex_forward", "flex_backward")
+FORWARD, BACKWARD, FLEX_FORWARD, FLEX_BACKWARD, SCORE_FORWARD = (
+    [p for p in SOURCES if p.stem.startswith(way)]
+    for way in ("forward", "backward", "flex_forward", "flex_backward", "score_forward")
 )
 # Head dimensions of query and key and of value.
 D64, D96, D128, D192, D256 = ((head_dim, head_dim) for head_dim in (64, 96, 128, 192, 256))
@@ -40,15 +41,18 @@ MOST_INSTRUCTIONS = {
     ("backward_kernel", "with options"): {D64: 860, D96: 920, D128: 910, D192_128: 660, D192: 690, D256: 690},
     ("forward_kernel", "few rows"): {D64: 970, D128: 1020, D256: 840},
     ("forward_kernel", "with functions"): {D64: 1380, D128: 1440, D256: 1170},
+    ("forward_kernel", "with scores"): {D64: 1500, D128: 1590, D256: 1270},
     ("backward_kernel", "with functions"): {D64: 1170, D128: 910, D256: 980},
     # The plain forward with one switch of switches.h off.
     ("forward_kernel", "without a switch"): {D64: 600, D128: 650, D256: 585},
 }
 PLAIN = "plain", "without a switch"
+WITH_FUNCTIONS = "with functions", "with scores"
 # How a kernel's mangled name says which form it is.
 FORMS = {
     "forward_kernel": {
-        name: rf"NS\d*_4FormE{n}E" for n, name in enumerate(("plain", "with options", "few rows", "with functions"))
+        name: rf"NS\d*_4FormE{n}E"
+        for n, name in enumerate(("plain", "with options", "few rows", "with functions", "with scores"))
     },
     "backward_kernel": {"plain": "b1E", "with options": "b0E", "with functions": "b0E"},
 }
@@ -87,7 +91,7 @@ def code_of(cubin, kernel, dims, form):
 def order_of(cubin, kernel, dims, form):
     """Returns the kernel's machine code with one letter for each instruction."""
     operations = [instruction.operation for instruction in code_of(cubin, kernel, dims, form)]
-    if form != "with functions":  # its interpreter keeps a program's values in local memory
+    if form not in WITH_FUNCTIONS:  # the interpreter keeps a program's values in local memory
         assert not {"LDL", "STL"} & {operation.split(".")[0] for operation in operations}
     marks = {"HGMMA": "P", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "W", "WARPGROUP.ARRIVE": "A", "USETMAXREG": "R"}
     order = "".join(mark for operation in operations for word, mark in marks.items() if operation.startswith(word))
@@ -96,7 +100,7 @@ def order_of(cubin, kernel, dims, form):
 
 
 def keys_of(dims, form):
-    return (KEYS_WITH_FUNCTIONS if form == "with functions" else KEYS)[dims]
+    return (KEYS_WITH_FUNCTIONS if form in WITH_FUNCTIONS else KEYS)[dims]
 
 
 def kernel_of(source):
@@ -108,6 +112,7 @@ def forms_of(source):
         form
         for form in FORMS[kernel_of(source)]
         if (form == "with functions") == (source in FLEX_FORWARD + FLEX_BACKWARD)
+        and (form == "with scores") == (source in SCORE_FORWARD)
     ]
 
 
@@ -161,12 +166,14 @@ def check_forward_order(cubin, form, dims):
     # sums.
     exponentials = "E" * (keys_of(dims, form) // 2 * (1 if form in PLAIN else 2) + 2)
     schedule = "A" + "P" * scores + "W" + exponentials
-    schedule += "A" + "P" * scores + "A" + "P" * output + "W" + exponentials + "W"
+    # A score function is called in the softmax, so no product may run.
+    softmax = "WW" + exponentials if form == "with scores" else "W" + exponentials + "W"
+    schedule += "A" + "P" * scores + "A" + "P" * output + softmax
     schedule += "A" + "P" * output + "W"
     assert schedule in order, order
 
 
-@every_kernel(FORWARD + FLEX_FORWARD)
+@every_kernel(FORWARD + FLEX_FORWARD + SCORE_FORWARD)
 def test_forward_machine_code(compile_once, source, form, dims):
     check_forward_order(compile_once(source)[0], form, dims)
 
@@ -187,7 +194,7 @@ def test_backward_machine_code(compile_once, source, form, dims):
 def check_main_loop(cubin, kernel, form, dims):
     loop = main_loop(cubin, kernel, dims, form)
     assert len(loop) <= MOST_INSTRUCTIONS[kernel, form][dims]
-    has_functions = form == "with functions"  # tiles that meet several blocks divide by the sizes of a block
+    has_functions = form in WITH_FUNCTIONS  # tiles that meet several blocks divide by the sizes of a block
     assert has_functions or not [str(i) for i in loop if division(form).match(i.operation)]
     # Descriptors are stepped in uniform registers: nothing is moved there between the products of a batch.
     products = [n for n, i in enumerate(loop) if i.operation.startswith("HGMMA")]
@@ -269,6 +276,7 @@ def test_nothing_touches_registers_of_a_running_product(compile_once, source, fo
     waits = [n for n, i in enumerate(code) if i.operation.startswith("WARPGROUP.DEPBAR")]
     found = [bool(sass.hazards(code[:n] + code[n + 1 :])) for n in waits]
     if kernel == "forward_kernel":
-        assert found == [True] * 4
+        # With a score function, a wait for both products follows the wait for the scores.
+        assert found == [True, form != "with scores", True, True]
     else:
         assert found == [True, True, False, backward_tile(dims, form)[1] == 128, True]

@@ -1,11 +1,11 @@
-"""Mask functions and block masks in the Hopper tier, on the kernels' host build, against dense references in
+"""Functions of the user and block masks in the Hopper tier, on the kernels' host build, against dense references in
 float64."""
 
 import pytest
 import test_flex_attention as cpu
 import torch
 from cuda_host import library
-from flex_gallery import mask_mods
+from flex_gallery import mask_mods, score_mods
 from flex_reference import dense_flex
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -224,10 +224,101 @@ def test_captured_tensors_of_masks_have_no_gradient(kernels):
     assert found is None or not found.any()
 
 
+@pytest.mark.parametrize(
+    ("score", "mask", "head_dim"),
+    [
+        ("everything", "document", 72),
+        ("causal_score", None, 64),
+        ("integers", "dilated", 136),
+        ("transformer_xl", "by_table", 128),
+        ("dense_bias", "prefix_lm", 256),
+    ],
+)
+def test_score_functions(kernels, score, mask, head_dim):
+    """Two query heads share a key head. Three of the functions read captured tensors."""
+    score_mod, _ = score_mods(2, 140, 200, torch.float64)[score]
+    mask_mod = mask_mods(1, 140, 200)[mask] if mask else None
+    dtype = torch.float16 if head_dim == 136 else torch.bfloat16
+    cpu.check_forward((1, 2, 1, 140, 200, head_dim), dtype, score_mod, mask_mod, (64, 48), mask_heads=2)
+    on_sm90(kernels)
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_scores_of_any_scale(kernels, scale):
+    """The largest product is not the largest score."""
+    q, k, v = (torch.randn(1, 1, n, 64).half() for n in (20, 150, 150))
+    score_mod = lambda s, b, h, i, j: s + 0.02 * (i - j)  # noqa: E731
+    out = flex_attention(q, k, v, score_mod, scale=scale)
+    on_sm90(kernels)
+    at = torch.arange(20)[:, None] - torch.arange(150)
+    probs = ((q.double() @ k.double().mT) * scale + 0.02 * at).softmax(-1)
+    cpu.assert_near("out", out, probs @ v.double(), 3e-3)
+
+
+def test_scores_at_the_limits(kernels):
+    """A row of finfo.min is uniform. A row of -inf sees nothing, and lets no gradient or NaN through."""
+    q, k, v = (torch.randn(1, 1, n, 64).half() for n in (140, 150, 150))
+    least = torch.finfo(torch.float32).min
+
+    def score_mod(score, b, h, i, j):
+        score = torch.where(i == 5, least, score)
+        return torch.where((i == 6) | ((j == 140) & (i != 7)), -torch.inf, score)
+
+    clean, lse = flex_attention(q, k, v, score_mod, return_lse=True)
+    on_sm90(kernels)
+    others = torch.arange(150) != 140
+    cpu.assert_near("uniform", clean[0, 0, 5], v[0, 0, others].double().mean(0), 3e-3)
+    assert not clean[0, 0, 6].any()
+    assert lse[0, 0, 6] == -torch.inf
+    k[:, :, 140], v[:, :, 140] = torch.nan, torch.inf
+    got = flex_attention(q, k, v, score_mod)
+    assert got[:, :, 7].isnan().all()
+    finite_queries = torch.arange(140) != 7
+    cpu.assert_near("out", got[:, :, finite_queries], clean[:, :, finite_queries].double(), 3e-3)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_scores_with_other_options(kernels, softcap):
+    """The order is softcap, function, masks."""
+    q, k, v = (torch.randn(2, 4, n, 64).half() for n in (140, 300, 300))
+    k, v, sink = k[:, :2], v[:, :2], torch.rand(4)
+    padding = torch.arange(300) < torch.tensor([[290], [150]])
+    mask = create_block_mask(mask_mods(2, 140, 300)["document"], 2, None, 140, 300, "cpu", BLOCK_SIZE=64)
+    options = dict(softcap=softcap, sink=sink, window=(100, 70), enable_gqa=True, block_mask=mask)
+    options |= dict(score_mod=lambda s, b, h, i, j: s * 1.5 - 0.01 * (i - j).abs() * h, return_lse=True)
+    ours = flash_attn(q, k, v, padding[:, None, None], **options)
+    on_sm90(kernels)
+    kernels.force_tier("simt")
+    slow = flash_attn(q, k, v, padding[:, None, None], **options)
+    kernels.force_tier("")
+    for name, each, wanted in zip(("out", "lse"), ours, slow, strict=True):
+        cpu.assert_near(name, each, wanted.double(), 3e-3)
+
+
+def test_scores_of_packed_sequences(kernels):
+    """Indices count within a sequence. The neighbours of a sequence are in its tiles, and not finite."""
+    lengths = (150, 0, 5, 133)
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    q, k, v = (torch.randn(288, 2, 24).half() for _ in range(3))
+    score_mod = lambda s, b, h, i, j: s - 0.1 * (i - j).abs() * (h + 1) + 0.3 * b  # noqa: E731
+    v[150] = torch.inf
+    out = flash_attn_varlen(q, k, v, cu, cu, is_causal=True, score_mod=score_mod)
+    on_sm90(kernels)
+    for b, length in enumerate(lengths):
+        rows = slice(cu[b], cu[b] + length)
+        own = [t[rows].transpose(0, 1)[None].double() for t in (q, k, v)]
+        if length and b != 2:
+            wanted = dense_flex(*own, lambda s, _, *at, b=b: score_mod(s, b, *at), lambda b, h, i, j: i >= j)[0]
+            cpu.assert_near("packed", out[rows], wanted[0].transpose(0, 1), 4e-3)
+
+
 def test_what_it_refuses(kernels):
     q, k, v = (torch.randn(1, 2, 9, 8).half() for _ in range(3))
-    flex_attention(q, k, v, lambda s, b, h, i, j: s + h)
-    assert (kernels.tier, kernels.why_not) == ("sm80", ["sm90: no score_mod"])
+    flash_attn(q, k, v, torch.zeros(9, 9, dtype=torch.half), score_mod=lambda s, b, h, i, j: s + h)
+    assert (kernels.tier, kernels.why_not[0]) == (
+        "simt",
+        "sm90: only bool masks that all heads and queries share, as padding is",
+    )
     inputs = [t.requires_grad_() for t in (q, k, v)]
     flex_attention(*inputs, lambda s, b, h, i, j: s + h).sum().backward()
-    assert (kernels.tier, kernels.why_not[0]) == ("simt", "sm90: no score_mod")
+    assert (kernels.tier, kernels.why_not[0]) == ("simt", "sm90: no backward of a score_mod")

@@ -19,6 +19,9 @@ __device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64
   const Sizes& z = p.sizes;
   const int64_t h_kv = z.kv_head(h);
   const ScoreScale score(p);
+  // From the values below to scores, and to exponents of 2.
+  const float to_score = Hidden::kChangesScores ? 1.0f : score.scale;
+  const float to_exponent = Hidden::kChangesScores ? static_cast<float>(kLog2E) : score.scale2;
   const Row q(p.q, b, h, i, z.head_dim);
   const NanColumns<Out, kHeadDim> columns(to, b, h, i, 0, z.head_dim_v);
   float max = -kInf<float>, sum = 0;
@@ -29,16 +32,20 @@ __device__ void repair_row(const AttentionParams& p, int64_t b, int64_t h, int64
     if (hidden.hides(p, b, h, i, j)) continue;
     float product = q.dot(Row(p.k, b, h_kv, j, z.head_dim));
     if (p.softcap > 0) product = score.tanh(product);
+    if constexpr (Hidden::kChangesScores) {
+      product = hidden.new_score({b, h, i, j, product * score.scale, 0});
+      if (product == -kInf<float>) continue;
+    }
     const float new_max = fmaxf(max, product);
-    const float reference = new_max == -kInf<float> ? 0.0f : new_max * score.scale2;
-    const float factor = ptx::exp2_fast(max * score.scale2 - reference);
-    const float weight = ptx::exp2_fast(product * score.scale2 - reference);
+    const float reference = new_max == -kInf<float> ? 0.0f : new_max;
+    const float factor = ptx::exp2_fast((max - reference) * to_exponent);
+    const float weight = ptx::exp2_fast((product - reference) * to_exponent);
     max = new_max;
     sum = sum * factor + weight;
     out.scale(factor);
     out.add(weight, Row(p.v, b, h_kv, j, z.head_dim_v));
   }
-  columns.store(to, b, h, i, factor_of(max * score.scale, sum), out.x);
+  columns.store(to, b, h, i, factor_of(max * to_score, sum), out.x);
 }
 
 // 0 x NaN is NaN, so a hidden key with a NaN or Inf in its value row can make a visible result NaN. This calls

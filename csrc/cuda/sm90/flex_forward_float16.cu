@@ -3,7 +3,8 @@
 namespace flash_attn_ext::cuda::sm90 {
 
 cudaError_t flex_forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  return launch_flex_forward<__half>(p, workspace, stream);
+  if (p.functions->score) return score_forward_float16(p, workspace, stream);
+  return launch_flex_forward<__half, Form::kFunctions>(p, workspace, stream);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

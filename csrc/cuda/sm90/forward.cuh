@@ -48,7 +48,7 @@ struct Forward {
   static_assert(kHeadDimV <= kHeadDim);  // out may use Q's memory
   using Arguments = typename ArgumentsOf<kForm>::Type;
   static constexpr bool kPlain = kForm == Form::kPlain, kPacked = !kPlain, kFewRows = kForm == Form::kFewRows;
-  static constexpr bool kFunctions = kForm == Form::kFunctions;
+  static constexpr bool kFunctions = has_functions(kForm), kScores = kForm == Form::kScores;
   static constexpr HeadDims kDims{kHeadDim, kHeadDimV};
   static constexpr int kRows = kFewRows ? kFewRowsTile : forward_rows(kDims, kForm);
   static constexpr int kKeys = forward_keys(kDims, kForm);
@@ -170,12 +170,18 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
     if constexpr (Config::kPlain)
       return ~0u;
     else if constexpr (Config::kFunctions)
-      return a.template shown_elements<kKeys>(range, n, query);
+      return a.template shown_elements<kKeys, Config::kScores>(range, n, query);
     else
       return a.key_mask.columns(range.b, range.first_key / kKeys + n, threadIdx.x);
   };
   const auto softmax = [&](int n, const auto& attends) {
     const int key = first_key_of<Config>(range, n);
+    if constexpr (Config::kScores) {
+      if (has_softcap(p)) cap(score, s);
+      a.change_scores(range, query, key, attends, s);
+      statistics.template update<0, true>(static_cast<float>(kLog2E), s, factor);
+      return;
+    }
     bool shows_all = band.shows_all(first_query, queries, key, kKeys);
     if constexpr (!Config::kPlain) {
       if (has_softcap(p)) cap(score, s);
@@ -186,6 +192,10 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
     statistics.update(score.scale2, s, factor);
   };
 
+  // With calls of a score function, ptxas no longer knows that all threads of a warp have the same descriptors.
+  const auto uniform = [](uint32_t x) {
+    return Config::kScores ? static_cast<uint32_t>(ptx::uniform(x)) : x;
+  };
   // Counts tiles of keys, and turns of ping-pong. The first tile of a task has no turn.
   const uint32_t first = begun.tiles, first_turn = begun.tiles - begun.queries - 1;
   if (range.tiles > 0) {
@@ -201,21 +211,26 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
   }
   for (int n = 1; n < range.tiles; ++n) {
     const auto attends = attending(n);
-    const uint64_t k = step_descriptor(first_k, shared.k.wait(first + n));
+    const uint64_t own_q = along_columns(uniform(q_address));
+    const uint64_t k = step_descriptor(first_k, uniform(shared.k.wait(first + n)));
     if constexpr (Config::kTakesTurns) shared.q.extra.ping_pong.wait(warpgroup, first_turn + n);
     ptx::wgmma_fence();  // publishes weights and o to wgmma; s may be written
-    start_scores<In, Config>(q, k, s);
+    start_scores<In, Config>(own_q, k, s);
     if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);  // while the tensor cores work on s
-    const uint64_t v = step_descriptor(first_v, shared.v.wait(first + n - 1));
+    const uint64_t v = step_descriptor(first_v, uniform(shared.v.wait(first + n - 1)));
     ptx::wgmma_fence();  // each batch needs one, or ptxas inserts it
     start_output<In, Config>(weights, v, o);
     if constexpr (Config::kTakesTurns) shared.q.extra.ping_pong.pass(warpgroup);
     ptx::wgmma_wait<1>(s);        // s is complete, K has been read
     shared.k.release(first + n);  // K may be overwritten
-    softmax(n, attends);          // the exponentials overlap with the product O
-    ptx::compute_before_wait(statistics.sum[0] + statistics.sum[1], q_address);
+    if constexpr (!Config::kScores) {
+      softmax(n, attends);  // the exponentials overlap with the product O
+      ptx::compute_before_wait(statistics.sum[0] + statistics.sum[1], q_address);
+    }
     ptx::wgmma_wait<0>(o);            // o is complete, weights and V have been read
     shared.v.release(first + n - 1);  // V may be overwritten
+    if constexpr (Config::kScores)
+      softmax(n, attends);  // no product runs: the function's call would serialise it
     if constexpr (!Config::kScalesUnderScores) scale_rows(o, factor);
     round_weights<In>(s, weights);
   }
@@ -240,7 +255,8 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
       store_partials<In, kHeadDimV>(call, block, rows, score.scale, statistics, a.partials, o);
   } else {
     const int row = range.first_row + warp_row;
-    const uint32_t nan_rows = finish_rows(call, range.b, range.h, row, score.scale, statistics, o);
+    const float to_score = Config::kScores ? 1.0f : score.scale;
+    const uint32_t nan_rows = finish_rows(call, range.b, range.h, row, to_score, statistics, o);
     shared.q.extra.out.remember_nan(nan_rows);
     if constexpr (Config::kStoresByTma)
       hand_over_out<In, Config>(begun.tasks, warpgroup, warp_row, o, shared);

@@ -43,6 +43,7 @@ __device__ inline bool is_masked(const AttentionParams& p, int64_t b, int64_t j)
 // The keys that nothing but the key mask hides inside the band.
 struct HiddenByKeyMask {
   static constexpr bool kHidesAnywhere = false;  // whether it may hide any element of the band
+  static constexpr bool kChangesScores = false;  // whether a function of the user computes the scores
 
   // Whether key j is hidden from a query i that sees it in the band; and whether it may be hidden from some query.
   __device__ bool hides(const AttentionParams& p, int64_t b, int64_t, int64_t, int64_t j) const {

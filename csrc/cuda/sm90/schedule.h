@@ -19,7 +19,11 @@ FA_HOST_DEVICE constexpr int padded_head_dim(const Sizes& z) {
 
 // The forward's kernels. kOptions has softcap, key masks and packed sequences, and so have the next two. In kFewRows
 // heads share tiles and keys are split (few_rows.h). kFunctions has mask functions and block masks (flex_forward.cuh).
-enum class Form { kPlain, kOptions, kFewRows, kFunctions };
+// kScores has functions on scores, too.
+enum class Form { kPlain, kOptions, kFewRows, kFunctions, kScores };
+
+// Whether a form has functions of the user.
+constexpr bool has_functions(Form form) { return form == Form::kFunctions || form == Form::kScores; }
 
 // Whether the plain kernels run a call: it has neither softcap nor mask nor packed sequences nor functions of the user.
 inline bool is_plain(const AttentionParams& p) {
@@ -56,13 +60,13 @@ inline HeadDims backward_head_dims(const AttentionParams& p) {
 }
 
 // Keys and query rows of the forward's tiles (kFewRows has its own rows). Shared memory and registers limit them. The
-// tiles of kFunctions divide a block of 128 x 128, which is the usual size in block masks.
+// tiles of forms with functions divide a block of 128 x 128, which is the usual size in block masks.
 constexpr int forward_keys(HeadDims dims, Form form = Form::kPlain) {
-  if (form == Form::kFunctions) return dims.v == 256 ? 64 : 128;
+  if (has_functions(form)) return dims.v == 256 ? 64 : 128;
   return dims.v == 256 ? 80 : dims.v == 192 ? 112 : 128;
 }
 constexpr int forward_rows(HeadDims dims, Form form = Form::kPlain) {
-  return dims.qk == 64 && form != Form::kFunctions ? 192 : 128;
+  return dims.qk == 64 && !has_functions(form) ? 192 : 128;
 }
 // The same of the kernel with float8 products.
 constexpr int float8_keys(int head_dim) { return head_dim == 256 ? 96 : 128; }

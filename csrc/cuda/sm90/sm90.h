@@ -9,7 +9,7 @@ namespace flash_attn_ext::cuda::sm90 {
 const char* why_not_forward(const AttentionParams& p);
 size_t forward_workspace(const AttentionParams& p);
 
-size_t flex_forward_workspace(const AttentionParams& p);  // of flex_forward_*: mask functions and block masks
+size_t flex_forward_workspace(const AttentionParams& p);  // of flex_forward_*: functions and block masks
 
 // The same for the backward.
 const char* why_not_backward(const BackwardParams& p);
@@ -22,6 +22,9 @@ cudaError_t forward_float8(const AttentionParams& p, void* workspace, cudaStream
 cudaError_t forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t flex_forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t flex_forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
+// flex_forward_* passes calls with a score_mod to these.
+cudaError_t score_forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream);
+cudaError_t score_forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_bfloat16(const BackwardParams& p, void* workspace, cudaStream_t stream);
 cudaError_t backward_float16(const BackwardParams& p, void* workspace, cudaStream_t stream);
 cudaError_t flex_backward_bfloat16(const BackwardParams& p, void* workspace, cudaStream_t stream);

@@ -65,8 +65,9 @@ struct RowStatistics {
   float max[2] = {-kInf<float>, -kInf<float>}, sum[2] = {0, 0};
 
   // Converts a tile of S to 2^kExponent P and updates the statistics. The caller multiplies the row's sums so far by
-  // factor[r].
-  template <int kExponent = 0, int kElements>
+  // factor[r]. kSubtractsFirst: before the factor scale2, because finfo.min, which a function may return, times scale2
+  // overflows.
+  template <int kExponent = 0, bool kSubtractsFirst = false, int kElements>
   __device__ void update(float scale2, float (&s)[kElements], float (&factor)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -77,8 +78,10 @@ struct RowStatistics {
             fmaxf(new_max, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));  // a NaN is never the maximum
       new_max = maximum_of_lanes<kRowLanes>(new_max);
       // If no key is visible so far, any finite reference works: 2^(-inf - reference) is 0.
-      const float reference = new_max == -kInf<float> ? 0.0f : new_max * scale2;
-      factor[r] = ptx::exp2_fast(max[r] * scale2 - reference);
+      const float finite_max = new_max == -kInf<float> ? 0.0f : new_max;
+      const float shift = kSubtractsFirst ? finite_max : 0.0f;
+      const float reference = kSubtractsFirst ? 0.0f : finite_max * scale2;
+      factor[r] = ptx::exp2_fast((max[r] - shift) * scale2 - reference);
       max[r] = new_max;
       sum[r] *= factor[r];
       const float subtracted = kExponent == 0 ? reference : reference - kExponent;
@@ -87,7 +90,7 @@ struct RowStatistics {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& element = s[4 * n + 2 * r + e];
-          element = ptx::exp2_fast(fmaf(element, scale2, -subtracted));
+          element = ptx::exp2_fast(fmaf(element - shift, scale2, -subtracted));
           sum[r] += element;
         }
     }

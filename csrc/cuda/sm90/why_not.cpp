@@ -99,11 +99,9 @@ const char* why_not_either(const AttentionParams& p) {
 // Why this tier does not run the functions of a call; null: it does, or the call has none.
 template <class Params>
 const char* why_not_functions(const Params& p) {
-  if (!p.functions) return nullptr;
-  if (simt::why_not_functions(p)) return "sm90: no functions of the user beyond the limits of simt";
-  // A program of scores would run between the products, which own most registers there.
-  if (p.functions->score) return "sm90: no score_mod";
-  return nullptr;
+  return p.functions && simt::why_not_functions(p)
+             ? "sm90: no functions of the user beyond the limits of simt"
+             : nullptr;
 }
 
 constexpr const char* kNotForTma =
@@ -152,7 +150,8 @@ const char* why_not_forward(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
   if (p.decode.has_unified_max) return "sm90: no unified_max";
-  if (!(p.scale > 0) && !(p.softcap > 0)) return "sm90: only a positive scale";
+  const bool changes_scores = p.functions && p.functions->score;
+  if (!(p.scale > 0) && !(p.softcap > 0) && !changes_scores) return "sm90: only a positive scale";
   if (!p.functions && z.seqlen_q <= kFewQueries && z.seqlen_q * (z.heads / z.heads_kv) <= kDecodeRows)
     return "sm90: few queries, with at most 32 rows of the heads that share a key head: sm80 decodes them";
   if (!takes_queries(p.q, p, z.head_dim) || !takes_keys(p.k, p, z.head_dim) ||
@@ -173,6 +172,7 @@ size_t flex_forward_workspace(const AttentionParams& p) {
 
 const char* why_not_backward(const BackwardParams& p) {
   if (const char* reason = why_not_functions(p)) return reason;
+  if (p.functions && p.functions->score) return "sm90: no backward of a score_mod";
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
   if (!takes_queries(p.q, p, z.head_dim) || !takes_keys(p.k, p, z.head_dim) ||

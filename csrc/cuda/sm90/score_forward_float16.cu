@@ -1,0 +1,10 @@
+#include "flex_forward.cuh"
+#include "score_function.cuh"
+
+namespace flash_attn_ext::cuda::sm90 {
+
+cudaError_t score_forward_float16(const AttentionParams& p, void* workspace, cudaStream_t stream) {
+  return launch_flex_forward<__half, Form::kScores>(p, workspace, stream);
+}
+
+}  // namespace flash_attn_ext::cuda::sm90
