@@ -30,6 +30,34 @@ def test_heads_that_share_keys(isa, dtype, group):
 
 
 @dtypes
+@pytest.mark.parametrize("head_dim_v", [16, 32, 48, 64, 80, 112, 128, 144])
+def test_values_of_several_vectors(isa, dtype, head_dim_v):
+    for seqlen_q in (1, 2, 4):
+        q, k, v = (t.detach() for t in make_qkv(1, 2, seqlen_q, 70, 16, head_dim_v, dtype=dtype))
+        check_forward_against_reference(q, k, v)
+
+
+@dtypes
+@pytest.mark.parametrize("seqlen_q", [1, 2, 3, 4, 5])
+def test_the_backward_of_few_queries(isa, dtype, seqlen_q):
+    """Up to 4 queries, S and dP are dot products of rows, without a transposition of the keys."""
+    for seqlen_k, head_dim in ((1, 64), (17, 64), (66, 33), (130, 128)):
+        check_against_reference(*make_qkv(2, 4, seqlen_q, seqlen_k, head_dim, heads_kv=2, dtype=dtype), softcap=3.0)
+    inputs = make_qkv(1, 2, seqlen_q, 20, 16, dtype=dtype)
+    keep = torch.arange(20) != 5
+
+    def gradients_of(k, v):
+        leaves = [t.detach().requires_grad_() for t in (inputs[0], k, v)]
+        return torch.autograd.grad(flash_attn(*leaves, key_mask=keep[None]).float().sum(), leaves)
+
+    hidden = [t.detach().clone() for t in inputs[1:]]
+    for t in hidden:
+        t[:, :, 5] = torch.nan
+    for clean, got in zip(gradients_of(*inputs[1:]), gradients_of(*hidden), strict=True):
+        assert torch.equal(got, clean)
+
+
+@dtypes
 @pytest.mark.parametrize("rows", [2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17])
 def test_rows_that_fill_a_part_of_a_vector(isa, dtype, rows):
     """Rows are lanes. Odd head dimensions, partial tiles, and rows of keys that are far from each other."""

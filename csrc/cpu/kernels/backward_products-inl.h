@@ -5,6 +5,7 @@
 // and add_dq() of a tile, which reuse the rows of Q and dO.
 #pragma once
 
+#include "decode_products-inl.h"
 #include "masked_gemm-inl.h"
 #include "tile_gemm-inl.h"
 
@@ -17,13 +18,22 @@ struct DqRows {
 
 template <class In, class T>
 struct BackwardProducts {
-  T* k_transposed;  // [D][block_k]     K^T
-  T* v_transposed;  // [D_v][block_k]
+  T* k_transposed;  // [D][block_k]     K^T, unless multiplies_rows()
+  T* v_transposed;  // [D_v][block_k]   likewise
   T* k_tile;        // [block_k][D]     only if the caller's memory cannot be read directly; also:
   T* q_tile;        // [block_q][D]
   T* dout_tile;     // [block_q][D_v]
   T* finite_tile;   // [max(block_q, block_k)][max(D, D_v)]  for masked_gemm
   Tile<T> k, q, dout;
+  Rows<In> key_rows, value_rows;  // of the key block
+
+  // Whether S and dP are dot products of rows. With few queries, the transpositions of K and V take longer than the
+  // products. Depends on the sequence's length alone. lse_is_exact() expects this order of sums after decode only.
+  static bool multiplies_rows(const BackwardParams& p) {
+    constexpr int64_t kFewQueries = 4;
+    static_assert(kFewQueries <= kDecodeMaxQueries);
+    return p.sizes.seqlen_q <= kFewQueries;
+  }
 
   static BackwardProducts allocate(Arena& arena, const BackwardParams& p) {
     const auto [block_q, block_k] = fitted(backward_tiling<T>(), p.sizes);
@@ -40,16 +50,25 @@ struct BackwardProducts {
 
   // Loads keys [j0, j0 + keys) of one head. K^T and V^T are padded with zeros to whole vectors of keys.
   void load_keys(const BackwardParams& p, int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {
-    const int64_t ld = round_up_to_lanes<T>(keys);
-    load_tile_transposed<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, p.sizes.head_dim, k_transposed,
-                                ld);
-    load_tile_transposed<In, T>(p.v.row<In>(b, h_kv, j0), p.v.stride_s, keys, p.sizes.head_dim_v,
-                                v_transposed, ld);
-    k = load_tile<In, T>(p.k.row<In>(b, h_kv, j0), p.k.stride_s, keys, p.sizes.head_dim, k_tile);
+    key_rows = {p.k.row<In>(b, h_kv, j0), p.k.stride_s, p.sizes.head_dim};
+    value_rows = {p.v.row<In>(b, h_kv, j0), p.v.stride_s, p.sizes.head_dim_v};
+    if (!multiplies_rows(p)) {
+      const int64_t ld = round_up_to_lanes<T>(keys);
+      load_tile_transposed<In, T>(key_rows.data, key_rows.stride, keys, key_rows.cols, k_transposed, ld);
+      load_tile_transposed<In, T>(value_rows.data, value_rows.stride, keys, value_rows.cols, v_transposed,
+                                  ld);
+    }
+    k = load_tile<In, T>(key_rows.data, key_rows.stride, keys, key_rows.cols, k_tile);
   }
 
   void scores(const BackwardParams& p, const TileFrame& f, T* out, bool accumulate = false) {
     q = load_tile<In, T>(p.q.row<In>(f.b, f.h, f.i0), p.q.stride_s, f.queries, p.sizes.head_dim, q_tile);
+    if (multiplies_rows(p)) {
+      T* to = accumulate ? finite_tile : out;
+      multiply_rows(f, q, key_rows, product_scale<T>(p), to);
+      if (accumulate) add_rows<T>(out, to, f.queries * f.ld);
+      return;
+    }
     gemm<T>(
         f.queries, f.ld,
         {p.sizes.head_dim, q.data, q.ld, 1, k_transposed, f.ld, out, f.ld, accumulate, product_scale<T>(p)});
@@ -58,6 +77,7 @@ struct BackwardProducts {
   void dprobs(const BackwardParams& p, const TileFrame& f, T* out) {
     dout = load_tile<In, T>(p.dout.row<In>(f.b, f.h, f.i0), p.dout.stride_s, f.queries, p.sizes.head_dim_v,
                             dout_tile);
+    if (multiplies_rows(p)) return multiply_rows(f, dout, value_rows, T(1), out);
     gemm<T>(f.queries, f.ld,
             {p.sizes.head_dim_v, dout.data, dout.ld, 1, v_transposed, f.ld, out, f.ld, false});
   }
@@ -84,6 +104,18 @@ struct BackwardProducts {
     masked_gemm<T>(score, false, f.queries, p.sizes.head_dim,
                    {f.keys, dscores, f.ld, 1, k.data, k.ld, dq.data + f.i0 * dq.ld, dq.ld, true},
                    finite_tile);
+  }
+
+ private:
+  // out[r][n] = scale * <left[r], right[n]>. Padding lanes repeat the last key.
+  static void multiply_rows(const TileFrame& f, const Tile<T>& left, const Rows<In>& right, T scale, T* out) {
+    Prefetcher nothing;
+    const auto load = [](const In* p, int64_t n) FA_INLINE_LAMBDA { return load_columns<T>(p, n); };
+    for_each_few_rows<T>(f.queries, [&](int64_t row, auto few) {
+      for (int64_t j = 0; j < f.ld; j += kDotSums / few.value)
+        dot_block<T, few.value, kLanes<T>>(left.data + row * left.ld, left.ld, right, j, f.keys, scale,
+                                           out + row * f.ld, f.ld, f.ld, load, nothing);
+    });
   }
 };
 

@@ -160,6 +160,9 @@ struct DecodeProducts {
     int64_t c = 0;
     for (; c + kWide * L <= v.cols; c += kWide * L)
       value_block<In, T, R, kWide>(probs, ld, v, c, keys, sum, ldo, ahead);
+    // 64 columns are half of the width with vectors of 16 lanes. One vector would wait for each multiply-add.
+    for (; c + kWide / 2 * L <= v.cols; c += kWide / 2 * L)
+      value_block<In, T, R, kWide / 2>(probs, ld, v, c, keys, sum, ldo, ahead);
     for (; c < v.cols; c += L) value_block<In, T, R, 1>(probs, ld, v, c, keys, sum, ldo, ahead);
   }
 };
@@ -210,6 +213,8 @@ FA_INLINE void add_value_pairs(const Pair* probs, int64_t ld, const Rows<In>& v,
   int64_t c = 0;
   for (; c + kWide * kCols <= v.cols; c += kWide * kCols)
     value_pairs_block<R, kWide>(probs, ld, v, c, keys, out, ldo, ahead);
+  for (; c + kWide / 2 * kCols <= v.cols; c += kWide / 2 * kCols)  // as DecodeProducts::add_values()
+    value_pairs_block<R, kWide / 2>(probs, ld, v, c, keys, out, ldo, ahead);
   for (; c < v.cols; c += kCols) value_pairs_block<R, 1>(probs, ld, v, c, keys, out, ldo, ahead);
 }
 
