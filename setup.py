@@ -144,6 +144,17 @@ def gpu_code() -> str:
     return ",".join(re.search(r"code=(\w+)$", option)[1] for option in options)
 
 
+def options_of_tier(tier: str) -> list[str]:
+    """Returns nvcc's -gencode options for a tier's sources: the GPUs of the list on which the tier runs.
+
+    nvcc would also compile the tier for the other GPUs of the list, where its kernels only trap. If the tier runs on no
+    GPU of the list, the result has one GPU, because nvcc compiles the host's half, too.
+    """
+    options = cpp_extension._get_cuda_arch_flags()
+    runs_on = {"sm75": r"compute_7[5-9]\b", "sm90": r"compute_90a\b"}[tier]
+    return [option for option in options if re.search(f"arch={runs_on}", option)] or options[-1:]
+
+
 def add_wheel_headers() -> None:
     """Adds the CUDA headers of torch's wheels (such as cusparse.h) after the toolkit's headers."""
     site = Path(torch.__file__).parent.parent
@@ -174,13 +185,28 @@ def flags_of_kernels() -> list[str]:
     return flags.split() + [f"--param={name}={value}" for name, value in inlining.items()]
 
 
-def with_flags(flags, more: list[str]):
-    """Returns the `flags` of an extension with more flags for the C++ compiler."""
-    return {**flags, "cxx": [*flags["cxx"], *more]} if isinstance(flags, dict) else [*flags, *more]
+def with_flags(flags, more: list[str], for_nvcc: list[str]):
+    """Returns the `flags` of an extension with more flags for the C++ compiler and for nvcc."""
+    if not isinstance(flags, dict):  # an extension without CUDA
+        return [*flags, *more]
+    return dict(flags, cxx=[*flags["cxx"], *more], nvcc=[*flags["nvcc"], *for_nvcc])
+
+
+def groups_of(sources: list[str]) -> list[tuple[list[str], list[str], list[str]]]:
+    """Returns the sources in groups that have the same flags: (sources, flags for C++, flags for nvcc)."""
+    light = [source for source in sources if Path(source).stem in UNITS + SLOW_KERNELS]
+    tiers = {
+        tier: [source for source in sources if Path(source).parent.name == tier and Path(source).suffix == ".cu"]
+        for tier in ("sm90", "sm75")
+    }
+    of_one_tier = [source for group in tiers.values() for source in group]
+    kernels = [source for source in sources if source not in light + of_one_tier]
+    groups = [(light, flags_of_units(), []), (kernels, flags_of_kernels(), [])]
+    return groups + [(group, flags_of_kernels(), options_of_tier(tier)) for tier, group in tiers.items() if group]
 
 
 def build_in_tree() -> type:
-    """torch's BuildExtension with objects in OBJECTS and flags for each kind of source."""
+    """torch's BuildExtension with objects in OBJECTS and flags for each group of sources."""
 
     class BuildInTree(cpp_extension.BuildExtension):
         def finalize_options(self) -> None:
@@ -190,17 +216,14 @@ def build_in_tree() -> type:
         def build_extension(self, ext) -> None:
             compile_all = self.compiler.compile
 
-            def compile_in_two_groups(sources, *args, extra_postargs=None, **options):
-                light = [source for source in sources if Path(source).stem in UNITS + SLOW_KERNELS]
-                kernels = [source for source in sources if source not in light]
-                groups = [(light, flags_of_units()), (kernels, flags_of_kernels())]
+            def compile_in_groups(sources, *args, extra_postargs=None, **options):
                 compiled = (
-                    compile_all(group, *args, extra_postargs=with_flags(extra_postargs, flags), **options)
-                    for group, flags in groups
+                    compile_all(group, *args, extra_postargs=with_flags(extra_postargs, *flags), **options)
+                    for group, *flags in groups_of(sources)
                 )
                 return list(itertools.chain.from_iterable(compiled))
 
-            self.compiler.compile = compile_in_two_groups
+            self.compiler.compile = compile_in_groups
             try:
                 super().build_extension(ext)
             finally:

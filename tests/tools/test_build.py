@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import types
 from pathlib import Path
 
 import _distutils_hack
@@ -111,6 +112,57 @@ def test_the_cuda_half_knows_for_which_gpus_it_is_built(tmp_path, asked, code):
     environment = {} if asked is None else {"TORCH_CUDA_ARCH_LIST": asked}
     result = run_setup(show, FLASH_ATTN_EXT_CUDA="1", CUDA_HOME=str(tmp_path), **environment)
     assert result == (0, f"['-DFLASH_ATTN_EXT_GPU_CODE={code}'] {code.split(',')}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_tier"),
+    [
+        (None, {"sm75": ["sm_90a"], "sm80": ["compute_80", "sm_80", "sm_90a"], "sm90": ["sm_90a"]}),
+        ("7.5;8.0+PTX", {"sm75": ["sm_75"], "sm80": ["compute_80", "sm_75", "sm_80"], "sm90": ["sm_80"]}),
+        ("9.0", {"sm75": ["sm_90"], "sm80": ["sm_90"], "sm90": ["sm_90"]}),
+        (
+            "9.0;9.0a+PTX",
+            {"sm75": ["sm_90a"], "sm80": ["compute_90a", "sm_90", "sm_90a"], "sm90": ["compute_90a", "sm_90a"]},
+        ),
+    ],
+)
+def test_nvcc_compiles_a_tier_for_the_gpus_on_which_it_runs(tmp_path, monkeypatch, asked, of_tier):
+    for name in ("bin/nvcc", "include/cuda_runtime.h"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    calls, given = [], {}
+
+    def build(command, extension):  # in place of torch's and setuptools' part
+        objects = command.compiler.compile(extension.sources, extra_postargs=extension.extra_compile_args)
+        assert sorted(objects) == sorted(extension.sources)
+
+    def compile_all(sources, extra_postargs):
+        calls.append((sources, cpp_extension._get_cuda_arch_flags(extra_postargs["nvcc"]) or extra_postargs["nvcc"]))
+        return sources
+
+    monkeypatch.setattr(cpp_extension.BuildExtension, "build_extension", build, raising=False)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    monkeypatch.setattr(sys, "argv", ["setup.py"])
+    monkeypatch.setattr(os, "environ", {**os.environ, "FLASH_ATTN_EXT_CUDA": "1", "CUDA_HOME": str(tmp_path)})
+    os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
+    if asked:
+        os.environ["TORCH_CUDA_ARCH_LIST"] = asked
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    command = given["cmdclass"]["build_ext"](setuptools.Distribution({"ext_modules": given["ext_modules"]}))
+    command.compiler = types.SimpleNamespace(compile=compile_all)
+    command.build_extension(given["ext_modules"][0])
+
+    compiled = {}
+    for sources, options in calls:
+        codes = sorted(option.rsplit("code=")[-1] for option in options if "gencode" in option)
+        for source in sources:
+            if source.endswith(".cu"):
+                assert compiled.setdefault(Path(source).parent.name, codes) == codes, source
+    assert {tier: compiled[tier] for tier in of_tier} == of_tier
+    assert compiled["simt"] == compiled["sm80"]
 
 
 def test_build_info():
