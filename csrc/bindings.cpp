@@ -1,4 +1,4 @@
-// The Python module flash_attn_ext._C: inspection, explain, activation. Importing it also runs the TORCH_LIBRARY
+// The Python module flash_attn_ext._C: inspection, explain, activation. Importing it also runs the FA_LIBRARY
 // registrations of ops/.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,7 +11,7 @@ import pytest
 from paths import ROOT
 
 import flash_attn_ext
-from tools.release import hub_kernel
+from tools.release import hub_kernel, hub_sources
 
 WHEEL = "flash_attn_ext-0.1.0+torch2.13-cp311-cp311-manylinux_2_34_x86_64.whl"
 
@@ -102,6 +103,20 @@ def test_a_model_of_transformers_loads_the_kernel(kernel):
     found = run(MODEL, LOCAL_KERNELS=f"org/repo={kernel}", HF_HUB_OFFLINE="1")
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip().splitlines()[-1].startswith(str(kernel))
+
+
+def test_build_toml_lists_the_sources_of_setup():
+    """A new source is missing in a kernel of the Hub until `python -m tools.release.hub_sources --write`."""
+    written = (ROOT / "build.toml").read_text()
+    assert written == hub_sources.build_toml()
+    assert all((ROOT / file).exists() for file in re.findall(r'^  "(.+)",$', written, re.MULTILINE))
+
+
+def test_sources_for_the_hub_need_no_python():
+    """kernel-builder compiles for Python's stable ABI, and pybind11 is not part of it."""
+    for _, files in hub_sources.sections().values():
+        for file in files:
+            assert not re.search(r"#include <(pybind11|Python\.h|torch/csrc/(utils/pybind|autograd/python))", (ROOT / file).read_text()), file
 
 
 def test_the_conda_recipe_is_one(tmp_path):

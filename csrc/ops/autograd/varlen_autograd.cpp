@@ -1,10 +1,10 @@
 // Autograd key of the operators on packed sequences and on caches. The operators on caches have no gradient.
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include "../cache/append.h"
 #include "../declarations/implement.h"
+#include "../declarations/library.h"
 #include "../packed/varlen.h"
 #include "derivatives.h"
 
@@ -35,11 +35,11 @@ AppendResult append_in_place(const AppendTensors& tensors, const AppendOptions& 
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, Autograd, m) {
+FA_LIBRARY_IMPL(Autograd, m) {
   implement_derivatives<VarlenFamily>(m);
   // Without this fallback the results would seem differentiable, and gradients would silently be zero.
   m.impl(AttentionCache::kName, torch::autograd::autogradNotImplementedFallback());
 }
-TORCH_LIBRARY_IMPL(flash_attn_ext, ADInplaceOrView, m) { implement<AppendToCache, append_in_place>(m); }
+FA_LIBRARY_IMPL(ADInplaceOrView, m) { implement<AppendToCache, append_in_place>(m); }
 
 }  // namespace flash_attn_ext

@@ -7,9 +7,9 @@
 // H x S_q x 512.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include "../declarations/implement.h"
+#include "../declarations/library.h"
 #include "../weights/weights.h"
 #include "autograd_calls.h"
 
@@ -121,7 +121,7 @@ Gradients weights_backward(const WeightsBackwardTensors& given, const WeightsBac
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, Autograd, m) {
+FA_LIBRARY_IMPL(Autograd, m) {
   implement<AttentionWeights, weights>(m);
   implement<AttentionWeightsBackward, weights_backward>(m);
 }

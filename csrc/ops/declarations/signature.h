@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "argument_kinds.h"
+#include "library.h"
 
 namespace flash_attn_ext {
 
@@ -156,7 +157,7 @@ using KernelOf = typename Op::Result(const typename Op::Tensors&, const typename
 template <class Op>
 const c10::OperatorHandle& handle_of() {
   static const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
-      (std::string("flash_attn_ext::") + Op::kName).c_str(), "");
+      (std::string(FA_NAMESPACE_TEXT "::") + Op::kName).c_str(), "");
   return handle;
 }
 

@@ -1,8 +1,8 @@
 // Autograd key of attention with functions of the user.
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include "../autograd/derivatives.h"
+#include "../declarations/library.h"
 #include "flex.h"
 
 namespace flash_attn_ext {
@@ -30,7 +30,7 @@ struct VarlenFlexFamily {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, Autograd, m) {
+FA_LIBRARY_IMPL(Autograd, m) {
   implement_derivatives<FlexFamily>(m);
   implement_derivatives<VarlenFlexFamily>(m);
   // Without this fallback the results would seem differentiable, and gradients would silently be zero.

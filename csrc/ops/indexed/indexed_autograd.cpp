@@ -1,7 +1,7 @@
 // Autograd key of attention by index.
-#include <torch/library.h>
 
 #include "../autograd/derivatives.h"
+#include "../declarations/library.h"
 #include "indexed.h"
 
 namespace flash_attn_ext {
@@ -25,7 +25,7 @@ AttentionResult indexed(const IndexedTensors& given, const IndexedOptions& optio
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, Autograd, m) {
+FA_LIBRARY_IMPL(Autograd, m) {
   using Derivatives = Derivatives<IndexedFamily>;
   implement<AttentionIndexed, indexed>(m);
   implement<AttentionIndexedBackward, Derivatives::backward>(m);

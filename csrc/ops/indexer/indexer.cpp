@@ -1,9 +1,9 @@
 // The operators of indexer.h: their schemas, and the keys CPU, CUDA and Meta.
 #include "indexer.h"
+#include "../declarations/library.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <string>
 
@@ -199,7 +199,7 @@ void implement_on_device(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(flash_attn_ext, m) {
+FA_LIBRARY_FRAGMENT(m) {
   const auto define = [&m](const std::string& schema) { m.def(schema.c_str()); };
   const std::string band = kBand, in = kIndexer, main = kMain, gradients = kGradients;
   define("indexer_topk(" + in +
@@ -213,14 +213,14 @@ TORCH_LIBRARY_FRAGMENT(flash_attn_ext, m) {
          ", *, float scale, float main_scale, " + band + ") -> " + gradients);
 }
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
+FA_LIBRARY_IMPL(CPU, m) {
   m.impl("indexer_topk", topk_cpu);
   implement_on_device(m);
 }
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) { implement_on_device(m); }
+FA_LIBRARY_IMPL(CUDA, m) { implement_on_device(m); }
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, Meta, m) {
+FA_LIBRARY_IMPL(Meta, m) {
   m.impl("indexer_topk", topk_meta);
   m.impl("indexer_scores", scores_meta);
   m.impl("indexer_scores_backward", scores_backward_meta);

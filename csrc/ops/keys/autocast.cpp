@@ -1,8 +1,8 @@
 // Autocast keys: casts each tensor by the rule in its row.
 #include <ATen/autocast_mode.h>
-#include <torch/library.h>
 
 #include "../declarations/implement.h"
+#include "../declarations/library.h"
 #include "../operators.h"
 
 namespace flash_attn_ext {
@@ -24,14 +24,14 @@ typename Op::Result autocast(const typename Op::Tensors& given, const typename O
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, AutocastCPU, m) {
+FA_LIBRARY_IMPL(AutocastCPU, m) {
   for_each_operator(AutocastOperators{}, [&m](auto tag) {
     using Op = typename decltype(tag)::Op;
     implement<Op, autocast<Op, c10::DispatchKey::AutocastCPU, at::kCPU>>(m);
   });
 }
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, AutocastCUDA, m) {
+FA_LIBRARY_IMPL(AutocastCUDA, m) {
   for_each_operator(AutocastOperators{}, [&m](auto tag) {
     using Op = typename decltype(tag)::Op;
     implement<Op, autocast<Op, c10::DispatchKey::AutocastCUDA, at::kCUDA>>(m);

@@ -5,7 +5,6 @@
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
@@ -17,6 +16,7 @@
 #include "../../cpu/select.h"
 #include "../../cpu/why_not.h"
 #include "../declarations/implement.h"
+#include "../declarations/library.h"
 #include "../operators.h"
 #include "on_cpu.h"
 #include "plan.h"
@@ -312,7 +312,7 @@ std::string why_not_decode_on_cpu() {
          " queries, or 32 on long caches, or where num_splits or unified_max asks for it";
 }
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) {
+FA_LIBRARY_IMPL(CPU, m) {
   const auto register_operator = [&m](auto tag) {
     using Op = typename decltype(tag)::Op;
     implement<Op, on_cpu<Op>>(m);

@@ -2,9 +2,9 @@
 //
 // No function here waits for the GPU, and memory is from torch's allocator. So a CUDA graph can capture a call. The
 // kernels are compiled and tested on the host (tests/cuda_host).
-#include <torch/library.h>
 
 #include "../declarations/implement.h"
+#include "../declarations/library.h"
 #include "../indexer/indexer.h"
 #include "../operators.h"
 #include "plan.h"
@@ -150,7 +150,7 @@ void run_on_cuda(const IndexerLossParams& p, const at::Tensor& q) { run_indexer(
 void run_on_cuda(const IndexerLossBackwardParams& p, const at::Tensor& q) { run_indexer(p, q); }
 }  // namespace indexer
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, CUDA, m) {
+FA_LIBRARY_IMPL(CUDA, m) {
   for_each_operator(KernelOperators{}, [&m](auto tag) {
     using Op = typename decltype(tag)::Op;
     implement<Op, on_cuda<Op>>(m);

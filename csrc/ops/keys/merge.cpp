@@ -9,10 +9,11 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/logaddexp.h>
-#include <torch/library.h>
 
 #include <cmath>
 #include <limits>
+
+#include "../declarations/library.h"
 
 namespace flash_attn_ext {
 namespace {
@@ -94,11 +95,11 @@ void merge(at::Tensor& out, at::Tensor& lse, const at::Tensor& part_out, const a
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(flash_attn_ext, m) {
+FA_LIBRARY_FRAGMENT(m) {
   m.def("attention_merge_(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, CPU, m) { m.impl("attention_merge_", merge_cpu); }
-TORCH_LIBRARY_IMPL(flash_attn_ext, CompositeExplicitAutograd, m) { m.impl("attention_merge_", merge); }
+FA_LIBRARY_IMPL(CPU, m) { m.impl("attention_merge_", merge_cpu); }
+FA_LIBRARY_IMPL(CompositeExplicitAutograd, m) { m.impl("attention_merge_", merge); }
 
 }  // namespace flash_attn_ext

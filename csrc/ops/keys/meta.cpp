@@ -1,8 +1,8 @@
 // Meta key: shapes and dtypes without data, for FakeTensor, torch.compile and torch.export.
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "../declarations/implement.h"
+#include "../declarations/library.h"
 #include "../operators.h"
 
 namespace flash_attn_ext {
@@ -25,7 +25,7 @@ at::Tensor dropout_mask_meta(const at::Tensor& rng_state, c10::SymInt batch, c10
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(flash_attn_ext, Meta, m) {
+FA_LIBRARY_IMPL(Meta, m) {
   const auto register_operator = [&m](auto tag) {
     using Op = typename decltype(tag)::Op;
     implement<Op, on_meta<Op>>(m);

@@ -1,6 +1,5 @@
 // Tells the dispatcher the operators' names, arguments and defaults.
-#include <torch/library.h>
-
+#include "../declarations/library.h"
 #include "../operators.h"
 
 namespace flash_attn_ext {
@@ -90,7 +89,7 @@ std::string schema(const std::string& name, std::vector<ArgumentText> tensors,
 
 }  // namespace
 
-TORCH_LIBRARY(flash_attn_ext, m) {
+FA_LIBRARY(m) {
   const auto define = [&m](auto tag) {
     using Op = typename decltype(tag)::Op;
     m.def(schema(Op::kName, arguments_of<typename Op::Tensors>(), arguments_of<typename Op::Options>(),
