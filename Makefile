@@ -5,8 +5,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-CXX_SOURCES := $(shell find csrc tests tools benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-PY_SOURCES := setup.py flash_attn_ext tests benchmarks examples tools
+CXX_SOURCES := $(shell find csrc tests tools benchmarks torch-ext -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+PY_SOURCES := setup.py flash_attn_ext tests benchmarks examples tools torch-ext
 
 bench_files = --text build/bench/$(1).txt --json build/bench/$(1).json --plot build/bench/$(1).png
 
