@@ -33,14 +33,15 @@ class Kernels:
     header: str  # in csrc/cuda
     names: tuple[str, ...]  # "forward_kernel<Config<In, 64, 64, 2>>"
     dtype: str = BFLOAT16  # of In
+    also: tuple[str, ...] = ()  # more headers
 
     def source(self):
         tier = self.header.partition("/")[0]
         space = "flash_attn_ext::cuda" + (f"::{tier}" if "/" in self.header else "")
         uses = ", ".join(f"reinterpret_cast<const void*>(&{name})" for name in self.names)
+        includes = "".join(f'#include "csrc/cuda/{header}"\n' for header in (self.header, *self.also))
         return (
-            f'#include "csrc/cuda/{self.header}"\n'
-            f"namespace {space} {{\nusing In = {self.dtype};\n"
+            f"{includes}namespace {space} {{\nusing In = {self.dtype};\n"
             f"extern const void* const used[] = {{{uses}}};\n}}\n"
         )
 

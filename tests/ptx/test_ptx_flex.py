@@ -19,7 +19,12 @@ BACKWARD = Kernels(
     "sm80/flex_backward.cuh",
     ("backward_kernel<BackwardConfig<In, 64, BackwardForm::kPacked>, WithFunctions>",),
 )
-HOPPER = Kernels("90a", "sm90/flex_forward.cuh", ("forward_kernel<In, 64, 64, Form::kFunctions>",))
+HOPPER = Kernels(
+    "90a",
+    "sm90/flex_forward.cuh",
+    ("forward_kernel<In, 64, 64, Form::kScores>",),
+    also=("sm90/score_function.cuh",),
+)
 SIMT = Kernels("80", "simt/flex_backward.cuh", ("dq_kernel<FlexPass<In>, 128, In>",), "float")
 WRONG = None  # no report: a wrong value
 FAULTS = {
@@ -83,12 +88,17 @@ def test_a_planted_fault_is_found(forward, fault):
         check_forward(forward, None, mask_of("window"), (48, 100))
 
 
-@pytest.mark.parametrize(
-    ("kernels", "gpu"), [(BACKWARD, (8, 0)), (HOPPER, (9, 0))], ids=["sm80 backward", "sm90 forward"]
-)
-def test_masks(built, kernels, gpu):
-    translated = Translated(built, (kernels,))
-    with translated.running(*gpu):
+def test_scores_on_hopper(built):
+    """The call of the interpreter lies between products of wgmma."""
+    translated = Translated(built, (HOPPER,))
+    score_mod, _ = score_mods(2, 140, 200, torch.float64)["everything"]
+    with translated.running(9, 0):
+        check_forward(translated, score_mod, mask_of("prefix_lm"), (64, 48))
+
+
+def test_gradients_of_masks(built):
+    translated = Translated(built, (BACKWARD,))
+    with translated.running():
         cpu.check((1, 2, 1, 130, 300, 64), torch.bfloat16, None, mask_mods(1, 130, 300)["window"], block_size=(48, 100))
         assert translated.launches() == 1
 
