@@ -1,5 +1,6 @@
 """The Hugging Face kernel and the conda recipe: the layout, the process's one library, a model through `kernels`."""
 
+import ast
 import json
 import os
 import re
@@ -117,6 +118,19 @@ def test_sources_for_the_hub_need_no_python():
     needs_python = re.compile(r"#include <(pybind11|Python\.h|torch/csrc/(utils/pybind|autograd/python))")
     for _, files in hub_sources.sections().values():
         assert [file for file in files if needs_python.search((ROOT / file).read_text())] == []
+
+
+def test_both_attention_functions_ignore_the_same_keywords():
+    """A kernel of the Hub has no file of the package, so it has a list of its own."""
+
+    def listed(file):
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "WITHOUT_EFFECT":
+                return ast.literal_eval(node.value)
+
+    of_package = listed("flash_attn_ext/integrations/transformers_keywords.py")
+    assert of_package
+    assert listed("torch-ext/flash_attn_ext/__init__.py") == of_package
 
 
 def test_the_conda_recipe_is_one(tmp_path):
