@@ -113,7 +113,7 @@ def test_write_of_one_element_too_many_is_reported(programs, name):
 
 
 @pytest.mark.parametrize(
-    ("program", "what", "report"),
+    ("program", "fault", "report"),
     [
         ("address", "arena", "AddressSanitizer: use-after-poison"),
         ("address", "overflow", "runtime error: signed integer overflow"),
@@ -128,7 +128,7 @@ def test_other_errors_are_reported(programs, program, fault, report):
 
 
 @pytest.mark.parametrize(
-    ("what", "report"),
+    ("fault", "report"),
     [
         ("tile pairs", "FAIL amx, bfloat16, case "),
         ("tile stride", "FAIL amx, bfloat16, case "),

@@ -99,7 +99,7 @@ def sections() -> dict[str, tuple[list[str], list[str]]]:
         "-fvisibility=hidden",
         "-Wno-psabi",
         "-Wno-unknown-pragmas",
-        "-DFLASH_ATTN_EXT_HUB",
+        "-DFA_HUB_KERNEL",
     ]
     result = {}
     for name, sources, flags in [

@@ -5,7 +5,7 @@
 
 // A kernel of the Hugging Face Hub (torch-ext/) has the namespace of its extension. So a process can load several
 // versions of the kernel, beside the package.
-#ifdef FLASH_ATTN_EXT_HUB
+#ifdef FA_HUB_KERNEL
 #define FA_NAMESPACE TORCH_EXTENSION_NAME
 #else
 #define FA_NAMESPACE flash_attn_ext
