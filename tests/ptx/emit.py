@@ -51,7 +51,7 @@ def function(entry, name, edits=None, functions=None, data=()):
         f"{signature(entry, name)} {{",
         f"constexpr size_t kParamBytes = {entry.param_bytes};",
     ]
-    if getattr(entry, "result", ""):
+    if entry.result:
         lines.append(f"constexpr size_t kResultBytes = {entry.result_bytes};")
     every = [item for item in entry.body if isinstance(item, parse.Instruction)]
     lines += values.place_in_arrays(hopper.asynchronous_registers(every))

@@ -72,6 +72,8 @@ class Entry:
     line: int
     params: dict[str, tuple[int, int]] = field(default_factory=dict)  # offset, bytes
     body: list = field(default_factory=list)
+    result: str = ""  # the name of a function's result; "" without one
+    result_bytes: int = 0
 
     @property
     def param_bytes(self):
@@ -80,10 +82,7 @@ class Entry:
 
 @dataclass
 class Function(Entry):
-    """A function that kernels call. `result`: its name, "" without one."""
-
-    result: str = ""
-    result_bytes: int = 0
+    """A function that kernels call."""
 
 
 @dataclass(frozen=True)

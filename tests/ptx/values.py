@@ -34,7 +34,7 @@ class Values:
         self.functions, self.data = functions or {}, data
         # of a name in the space .param: a C++ pointer, the offset from it, and the bytes behind the pointer
         self.blocks = {name: ("params", offset, "kParamBytes") for name, (offset, _) in entry.params.items()}
-        if getattr(entry, "result", ""):
+        if entry.result:
             self.blocks[entry.result] = "result", 0, "kResultBytes"
         self.locals = {}
         self.kinds = {}  # of a register's prefix or of its whole name

@@ -15,6 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+VERSION = 1  # of the kernel in the Hub
 README = """\
 ---
 license: bsd-3-clause
@@ -35,7 +36,25 @@ def variant(wheel: str) -> str:
     match = re.fullmatch(r"flash_attn_ext-[\d.]+\+torch(\d)\.(\d+)-cp3\d+-cp3\d+-.*(x86_64|aarch64)\.whl", wheel)
     if not match:
         raise ValueError(f"got the wheel {wheel}; allowed: a Linux wheel of make wheel, flash_attn_ext-0.1.0+torch...")
-    return f"torch{match[1]}{match[2]}-cxx11-cpu-{match[3]}-linux"
+    return name_of_variant(match[1], match[2], match[3])
+
+
+def name_of_variant(major: str, minor: str, machine: str) -> str:
+    """The folder of a build for one minor version of torch, as the package `kernels` looks for it."""
+    return f"torch{major}{minor}-cxx11-cpu-{machine}-linux"
+
+
+def write_metadata(folder: Path, identifier: str) -> None:
+    """Writes metadata.json for the package `kernels`. Another build has another identifier."""
+    metadata = {
+        "id": identifier,
+        "name": "flash-attn-ext",
+        "version": VERSION,
+        "license": "BSD-3-Clause",
+        "python-depends": [],
+        "backend": {"type": "cpu"},
+    }
+    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
 
 
 def make(wheel: Path, out: Path) -> Path:
@@ -45,15 +64,7 @@ def make(wheel: Path, out: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder, [name for name in archive.namelist() if name.startswith("flash_attn_ext/")])
     shutil.copy(Path(__file__).parent / "kernel_init.py", folder / "__init__.py")
-    metadata = {
-        "id": "_flash_attn_ext_" + folder.name.replace("-", "_"),
-        "name": "flash-attn-ext",
-        "version": 1,
-        "license": "BSD-3-Clause",
-        "python-depends": [],
-        "backend": {"type": "cpu"},
-    }
-    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    write_metadata(folder, "_flash_attn_ext_" + folder.name.replace("-", "_"))
     return folder
 
 

@@ -9,7 +9,6 @@ compiles them for Python's stable ABI, and makes build/<variant>/ as the package
 """
 
 import argparse
-import json
 import platform
 import re
 import runpy
@@ -21,11 +20,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from .hub_kernel import VERSION, name_of_variant, write_metadata
+
 ROOT = Path(__file__).parent.parent.parent
 NAME = "flash_attn_ext"
-VERSION = 1
-# Sources that call Python, or that only explain() and activate() need.
-LEFT_OUT = ("bindings", "eager", "plan.cpp", "torch_overrides")
+# Sources of csrc/ops that call Python, or that only explain() needs.
+LEFT_OUT = ("eager.cpp", "eager_cache.cpp", "plan.cpp")
 INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 HEADER = """\
 # For kernel-builder of the Hugging Face Hub. Made by: python -m tools.release.hub_sources --write
@@ -89,7 +89,7 @@ def sections() -> dict[str, tuple[list[str], list[str]]]:
     """The flags and the files of each kernel section of build.toml."""
     package = setup_of_package()
     csrc = ROOT / "csrc"
-    operators = sorted(path for path in csrc.glob("ops/**/*.cpp") if not any(part in str(path) for part in LEFT_OUT))
+    operators = sorted(path for path in csrc.glob("ops/**/*.cpp") if path.name not in LEFT_OUT)
     kernels = [csrc / "cpu" / f"{name}.cpp" for name in package["CPU"]]
     light = [*operators, csrc / "cuda/tiers.cpp", *(path for path in kernels if path.stem in package["SLOW_KERNELS"])]
     common = [
@@ -121,19 +121,13 @@ def build_toml() -> str:
     return text
 
 
-def variant() -> str:
-    import torch
-
-    major, minor = torch.__version__.split(".")[:2]
-    return f"torch{major}{minor}-cxx11-cpu-{platform.machine()}-linux"
-
-
 def build(out: Path, jobs: int, *, together: bool) -> Path:
     """Compiles the files that build.toml lists, and returns the folder of the variant.
 
     `together`: sources in csrc/ops are one unit, which takes 45 CPU seconds in place of 300 (torch's headers).
     """
     import tomllib  # Python 3.11 has it
+    import torch
     from torch.utils import cpp_extension
 
     listed = tomllib.loads((ROOT / "build.toml").read_text())
@@ -167,14 +161,12 @@ def build(out: Path, jobs: int, *, together: bool) -> Path:
     )
     (tree / "Makefile").write_text("\n".join(rules))
     subprocess.run(["make", "-s", f"-j{jobs}", "-C", str(tree)], check=True)
-    folder = out / "build" / variant()
+    folder = out / "build" / name_of_variant(*torch.__version__.split(".")[:2], platform.machine())
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "torch-ext" / NAME, folder)
     shutil.move(library, folder / library.name)
     (folder / "_ops.py").write_text(OPS.format(extension=extension))
-    metadata = {"id": extension, "name": "flash-attn-ext", "version": VERSION, "license": "BSD-3-Clause"}
-    metadata |= {"python-depends": [], "backend": {"type": "cpu"}}
-    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    write_metadata(folder, extension)
     return folder
 
 
