@@ -10,7 +10,7 @@ PY_SOURCES := setup.py flash_attn_ext tests benchmarks examples tools torch-ext
 
 bench_files = --text build/bench/$(1).txt --json build/bench/$(1).json --plot build/bench/$(1).png
 
-.PHONY: demo test test-faults test-quick bench bench-models lint format docs wheel clean
+.PHONY: demo test test-compilers test-faults test-quick bench bench-models lint format docs wheel clean
 
 # Trains a small GPT on the standard library's sources, through torch and through flash_attn_ext, and compares.
 # After the first build: about three minutes on two idle cores.
@@ -27,16 +27,21 @@ IN_PAIRS := FLASH_ATTN_EXT_TEST_PAIRS=$(PAIRS) $(PYTEST)
 # All tests of the library, after the build twenty minutes on two idle cores. Some of them:
 # TESTS="tests/cpu/test_decode.py -k split".
 test: $(VENV)/.built $(VENV)/.test
-	$(if $(TESTS),$(PYTEST) $(TESTS),$(IN_PAIRS) -m "not planted_fault")
+	$(if $(TESTS),$(PYTEST) $(TESTS),$(IN_PAIRS) -m "not planted_fault and not other_compiler")
 
 # The tests of the tests: each plants a fault, such as a missing barrier, and checks that a test finds it. Run it after a
 # change of kernels, or of the code that runs and checks them on the host (tests/cuda_host, tests/ptx, tests/cpp).
 test-faults: $(VENV)/.built $(VENV)/.test
-	$(PYTEST) -m planted_fault
+	$(PYTEST) -m planted_fault tests/cpu tests/cuda tests/ptx
 
-# All tests except the list in tests/support/slow.py, in 2 min 20 s on two idle cores. Run it after each change.
+# The tests that need nvcc, clang or a compiler for 64-bit ARM, and are skipped without it: registers and machine code of
+# the CUDA kernels, PTX that runs on the host, the kernels in an emulator of ARM. Run it after a change of kernels.
+test-compilers: $(VENV)/.built $(VENV)/.test
+	$(IN_PAIRS) -m "other_compiler and not planted_fault" tests/cpu tests/cuda tests/ptx tests/tools
+
+# All tests except the lists in tests/support/slow.py and other_compilers.py, in 2 min 20 s on two idle cores. Run it after each change.
 test-quick: $(VENV)/.built $(VENV)/.test
-	$(IN_PAIRS) -m "not slow"
+	$(IN_PAIRS) -m "not slow and not other_compiler"
 
 # Time and memory against torch, and options of the decode kernel. Tables, numbers and figures are in build/bench/.
 # BENCH=--quick measures only short cells. BENCH="--isa avx2" measures other kernels.

@@ -7,6 +7,7 @@ sets it. By default tests run on the CPU, and tests marked ``gpu`` are skipped.
 import os
 import sys
 
+import other_compilers
 import pairs
 import planted_faults
 import pytest
@@ -52,6 +53,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow)
         if planted_faults.plants_a_fault(item.path.stem, item.originalname):
             item.add_marker(pytest.mark.planted_fault)
+        if other_compilers.needs_one(item.path.stem, item.originalname):
+            item.add_marker(pytest.mark.other_compiler)
         if item.get_closest_marker("gpu") and DEVICE == "cpu":
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: FLASH_ATTN_EXT_TEST_DEVICE=cuda"))
 
