@@ -1,5 +1,5 @@
-"""The tests that `make test-quick` omits besides the lists in other_compilers.py, and why. Each takes many times the CPU
-time of an ordinary test."""
+"""The tests that `make test-quick` omits besides the lists in other_compilers.py, and why. Each takes many times the
+CPU time of an ordinary test."""
 
 # Whole files.
 FILES = {
