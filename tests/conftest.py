@@ -39,6 +39,13 @@ def pytest_configure(config):
     settings.load_profile(DEVICE)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Omits the files that `-m "not slow"` or `-m "not other_compiler"` would deselect. Their imports take seconds."""
+    lists = {"not slow": slow.FILES, "not other_compiler": other_compilers.FILES}
+    chosen = config.option.markexpr.split(" and ")
+    return any(collection_path.stem in lists.get(term, ()) for term in chosen) or None
+
+
 def pytest_collection_modifyitems(config, items):
     if DEVICE != "cpu":
         chosen = [item for item in items if item.get_closest_marker("any_device") or item.get_closest_marker("gpu")]

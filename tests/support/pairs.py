@@ -11,6 +11,7 @@ ENABLED = os.environ.get("FLASH_ATTN_EXT_TEST_PAIRS") == "1"
 
 # Tests with two parameters and many seconds, by file: every value occurs, and not every pair.
 EACH_VALUE = {
+    "test_integration": {"test_compile_fullgraph"},
     "test_cuda_host": {
         "test_all_options_together", "test_sink", "test_gradient", "test_head_dims", "test_splits",
         "test_large_finite_mask_values",
