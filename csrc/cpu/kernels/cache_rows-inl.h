@@ -164,21 +164,26 @@ class Prefetcher {
     return rows_ahead(source, heads) == kTileChunks * kChunkRows;
   }
 
-  // Always inline, because GCC 12 removes calls of a function that only prefetches.
+  // Always inline, because GCC 12 removes calls of a function that only prefetches. Rows of a chunk take few
+  // instructions and no call: a call would store the sums that the caller has in registers.
   FA_INLINE void lines(int64_t count) {
     constexpr int64_t kLine = 64;
-    due_ += count;
-    const int64_t stored = due_ >> widening_;
-    due_ -= stored << widening_;
-    for (int64_t n = 0; n < stored; ++n, at_ += kLine) {
-      if (at_ >= end_ && !find_row()) return;
-      __builtin_prefetch(at_, 0, kPrefetchLevel);
+    if (at_ >= end_ && rows_left_ > 0) next_row_of_chunk();
+    if (widening_ == 0 && end_ - at_ >= count * kLine) {
+      const char* from = at_;
+#pragma GCC unroll 16
+      for (int64_t n = 0; n < count; ++n) __builtin_prefetch(from + n * kLine, 0, kPrefetchLevel);
+      at_ = from + count * kLine;
+    } else if (source_) {
+      lines_of_some_rows(count);
     }
   }
   // After this call, lines() counts lines of elements with 2^widening times the bytes of the stored elements.
   void count_widened(int widening) { widening_ = widening; }
   // Prefetches all remaining lines.
-  void finish() { lines(std::numeric_limits<int64_t>::max() / 2); }
+  void finish() {
+    if (source_) lines_of_some_rows(std::numeric_limits<int64_t>::max() / 2);
+  }
 
  private:
   // The prefetch distance: whole chunks, with enough bytes to hide the latency. Prefetched rows stay in L2.
@@ -189,9 +194,32 @@ class Prefetcher {
   }
   static int64_t rows_of(const TileSource& source) { return source.known ? source.rows : 0; }
 
+  FA_INLINE void next_row_of_chunk() {
+    --rows_left_;
+    at_ = end_ + between_rows_;
+    end_ = at_ + source_->bytes;
+  }
+  __attribute__((noinline)) void lines_of_some_rows(int64_t count) {
+    constexpr int64_t kLine = 64;
+    due_ += count;
+    const int64_t stored = due_ >> widening_;
+    due_ -= stored << widening_;
+    for (int64_t n = 0; n < stored; ++n, at_ += kLine) {
+      if (at_ >= end_ && !find_row()) return;
+      __builtin_prefetch(at_, 0, kPrefetchLevel);
+    }
+  }
   bool find_row() {
+    if (rows_left_ > 0) {
+      next_row_of_chunk();
+      return true;
+    }
     while (row_ >= end_row_) {
-      if (source_ == next_) return false;
+      if (source_ == next_) {
+        source_ = nullptr;  // no row is left
+        at_ = end_ = nullptr;
+        return false;
+      }
       source_ = next_;
       row_ = 0;
       end_row_ = std::min(rows_of(*next_), ahead_);
@@ -199,6 +227,11 @@ class Prefetcher {
     at_ = source_->row(heads_.first + head_, row_);
     end_ = at_ + source_->bytes;
     if (++head_ == heads_.count) head_ = 0, ++row_;
+    if (heads_.count == 1) {
+      rows_left_ = std::min((kChunkRows - row_ % kChunkRows) % kChunkRows, end_row_ - row_);
+      row_ += rows_left_;
+      between_rows_ = source_->stride - source_->bytes;
+    }
     return true;
   }
 
@@ -207,6 +240,7 @@ class Prefetcher {
   int widening_ = 0;
   int64_t due_ = 0;  // widened lines, less than a stored line
   int64_t ahead_ = 0, row_ = 0, end_row_ = 0, head_ = 0;
+  int64_t rows_left_ = 0, between_rows_ = 0;  // of the chunk, if it has rows of one head
   const char *at_ = nullptr, *end_ = nullptr;
 };
 
