@@ -164,17 +164,16 @@ class Prefetcher {
     return rows_ahead(source, heads) == kTileChunks * kChunkRows;
   }
 
-  // Always inline, because GCC 12 removes calls of a function that only prefetches. Rows of a chunk take few
-  // instructions and no call: a call would store the sums that the caller has in registers.
+  // Always inline, because GCC 12 removes calls of a function that only prefetches. Lines of one row take few instructions
+  // and no call: a call would store the sums that the caller has in registers.
   FA_INLINE void lines(int64_t count) {
-    constexpr int64_t kLine = 64;
     if (at_ >= end_ && rows_left_ > 0) next_row_of_chunk();
     if (widening_ == 0 && end_ - at_ >= count * kLine) {
       const char* from = at_;
 #pragma GCC unroll 16
       for (int64_t n = 0; n < count; ++n) __builtin_prefetch(from + n * kLine, 0, kPrefetchLevel);
       at_ = from + count * kLine;
-    } else if (source_) {
+    } else if (__builtin_expect(source_ != nullptr, false)) {
       lines_of_some_rows(count);
     }
   }
@@ -186,21 +185,23 @@ class Prefetcher {
   }
 
  private:
+  static constexpr int64_t kLine = 64;  // bytes
+
   // The prefetch distance: whole chunks, with enough bytes to hide the latency. Prefetched rows stay in L2.
   static int64_t rows_ahead(const TileSource& source, const HeadRange& heads) {
     constexpr int64_t kBytes = 32 << 10;
-    const int64_t row = std::max<int64_t>(heads.count * source.bytes, 1);
-    return std::min(ceil_div(kBytes, row * kChunkRows), kTileChunks) * kChunkRows;
+    int64_t chunks = 1;
+    while (chunks < kTileChunks && chunks * heads.count * source.bytes * kChunkRows < kBytes) ++chunks;
+    return chunks * kChunkRows;
   }
   static int64_t rows_of(const TileSource& source) { return source.known ? source.rows : 0; }
 
   FA_INLINE void next_row_of_chunk() {
     --rows_left_;
-    at_ = end_ + between_rows_;
-    end_ = at_ + source_->bytes;
+    at_ = end_ + source_->stride - row_bytes_;
+    end_ = at_ + row_bytes_;
   }
   __attribute__((noinline)) void lines_of_some_rows(int64_t count) {
-    constexpr int64_t kLine = 64;
     due_ += count;
     const int64_t stored = due_ >> widening_;
     due_ -= stored << widening_;
@@ -226,11 +227,19 @@ class Prefetcher {
     }
     at_ = source_->row(heads_.first + head_, row_);
     end_ = at_ + source_->bytes;
-    if (++head_ == heads_.count) head_ = 0, ++row_;
-    if (heads_.count == 1) {
-      rows_left_ = std::min((kChunkRows - row_ % kChunkRows) % kChunkRows, end_row_ - row_);
-      row_ += rows_left_;
-      between_rows_ = source_->stride - source_->bytes;
+    const bool has_adjacent_heads = source_->stride_h == source_->bytes;
+    if (has_adjacent_heads) end_ = at_ + heads_.count * source_->bytes;  // as one row
+    if (has_adjacent_heads || heads_.count == 1) {
+      rows_left_ = std::min(kChunkRows - 1 - row_ % kChunkRows, end_row_ - row_ - 1);
+      row_ += 1 + rows_left_;
+      row_bytes_ = end_ - at_;
+      if (source_->stride == row_bytes_) {  // the rest of the chunk is as one row
+        end_ += rows_left_ * row_bytes_;
+        rows_left_ = 0;
+      }
+    } else if (++head_ == heads_.count) {
+      head_ = 0;
+      ++row_;
     }
     return true;
   }
@@ -240,7 +249,7 @@ class Prefetcher {
   int widening_ = 0;
   int64_t due_ = 0;  // widened lines, less than a stored line
   int64_t ahead_ = 0, row_ = 0, end_row_ = 0, head_ = 0;
-  int64_t rows_left_ = 0, between_rows_ = 0;  // of the chunk, if it has rows of one head
+  int64_t rows_left_ = 0, row_bytes_ = 0;  // of the current chunk, if its heads are one or adjacent
   const char *at_ = nullptr, *end_ = nullptr;
 };
 

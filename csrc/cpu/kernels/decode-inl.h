@@ -31,8 +31,9 @@ inline bool may_decode(const AttentionParams& call) { return call.varlen || is_d
 
 // The splits of the keys of one key head.
 struct DecodeSplits {
-  int64_t rows, splits, split_keys;  // rows: H / H_kv * S_q
-  Range keys;                        // the whole blocks that contain a visible key
+  int64_t group, rows;  // H / H_kv and group * S_q
+  int64_t splits, split_keys;
+  Range keys;  // the whole blocks that contain a visible key
 };
 
 template <class T>
@@ -40,7 +41,8 @@ DecodeSplits split_keys_of(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   constexpr int64_t block_k = decode_block_k<T>();
   DecodeSplits key_splits;
-  key_splits.rows = z.heads / z.heads_kv * z.seqlen_q;
+  key_splits.group = z.heads / z.heads_kv;
+  key_splits.rows = key_splits.group * z.seqlen_q;
   key_splits.keys = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
   key_splits.keys.begin =
       key_splits.keys.begin / block_k * block_k;  // one Philox call has random words for two keys
@@ -218,7 +220,8 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
       Prefetcher({}, now.values, some).finish();  // values of later tiles are prefetched one tile ahead
     for (int64_t j0 = begin; j0 < end; j0 += block_k) {
       const TileSources next = tile_at(std::min(j0 + block_k, end_of_task));
-      const DecodeTile<In, T> tile{p, s, b, some, first, j0, std::min(block_k, end - j0), unified};
+      const DecodeTile<In, T> tile{
+          p, s, b, some, first, j0, std::min(block_k, end - j0), unified, key_splits.group};
       if (!tile.is_hidden())
         decode_tile<In, T>(tile, now, next, [&](int64_t n) { return result_of(first + n); });
       now = next;

@@ -89,24 +89,28 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
     const In* v = chunk->data + c;
     const int64_t stride = chunk->stride, cols = NV > 1 ? kCols : chunk->cols - c,
                   count = std::min(kChunkRows, keys - j0);
-    for (int64_t first = 0; first < count; first += kFewKeys) {
-      ahead.lines(lines_of<In>(kFewKeys * NV * kCols));
-      const int64_t end = std::min<int64_t>(first + kFewKeys, count);
-      for (int64_t j = first; j < end; j += Values::kKeys) {
-        decltype(load_elements(p)) value[kVectors];
+    const auto add = [&](bool is_last) FA_INLINE_LAMBDA {
+      decltype(load_elements(p)) value[kVectors];
 #pragma GCC unroll 16
-        for (int n = 0; n < NV; ++n)
-          Values::load(v + n * kCols, stride, j + 1 == count, cols, value + n * Values::kVectors);
+      for (int n = 0; n < NV; ++n)
+        Values::load(v + n * kCols, stride, is_last, cols, value + n * Values::kVectors);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-          const auto prob = broadcast_element(p + r);
+      for (int r = 0; r < R; ++r) {
+        const auto prob = broadcast_element(p + r);
 #pragma GCC unroll 16
-          for (int n = 0; n < kVectors; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
-        }
-        v += Values::kKeys * stride;
-        p += probs.lanes;
+        for (int n = 0; n < kVectors; ++n) sum[r][n] = multiply_add(sum[r][n], prob, value[n]);
       }
+      v += Values::kKeys * stride;
+      p += probs.lanes;
+    };
+    int64_t j = 0;
+    for (; j + kFewKeys <= count; j += kFewKeys) {
+      ahead.lines(lines_of<In>(kFewKeys * NV * kCols));
+#pragma GCC unroll 4
+      for (int n = 0; n < kFewKeys; n += Values::kKeys) add(false);
     }
+    if (j < count) ahead.lines(lines_of<In>(kFewKeys * NV * kCols));
+    for (; j < count; j += Values::kKeys) add(j + 1 == count);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -144,7 +148,9 @@ void add_value_lanes(const LaneProbs<typename Values::E>& probs, int64_t row, co
 // 3 rows have too few sums. Otherwise all groups have about the same size.
 constexpr int64_t rows_of_group(int64_t rows) {
   if (FA_VECTOR_REGISTERS == 16) return rows == 3 ? 2 : std::min<int64_t>(rows, kMostValueRows);
-  return ceil_div(rows, ceil_div(rows, kMostValueRows));
+  // In 32 bits, because a division of 64 bits takes 40 cycles on some CPUs.
+  const auto groups = static_cast<uint32_t>(ceil_div(rows, kMostValueRows));
+  return (static_cast<uint32_t>(rows) + groups - 1) / groups;
 }
 
 // out += P V for `rows` rows and a whole tile. The first group of rows prefetches.

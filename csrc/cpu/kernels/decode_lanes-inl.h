@@ -25,12 +25,16 @@ constexpr int kDotSums = FA_VECTOR_REGISTERS / 2;
 template <class T>
 constexpr int kMostSpan = std::min<int>(16 / sizeof(T), kLanes<T> / 2);
 
-// Returns kSpan for `rows` rows: the largest kSpan for which a vector holds all rows.
+// Returns the logarithm of kSpan for `rows` rows: the largest kSpan for which a vector holds all rows.
+template <class T>
+constexpr int log2_span_of(int64_t rows) {
+  int log2 = 0;
+  while (2 << log2 <= kMostSpan<T> && rows << (log2 + 1) <= kLanes<T>) ++log2;
+  return log2;
+}
 template <class T>
 constexpr int span_of(int64_t rows) {
-  int span = 1;
-  while (2 * span <= kMostSpan<T> && 2 * span * rows <= kLanes<T>) span *= 2;
-  return span;
+  return 1 << log2_span_of<T>(rows);
 }
 
 constexpr bool kHasVectorsOfRows = FA_VECTOR_BYTES == 32;  // AVX2; no other instruction set was measured
@@ -62,7 +66,7 @@ constexpr bool fills_lanes(int64_t rows) {
 // Returns the number of lanes that `rows` rows fill, if fills_lanes(): a part of a vector, or whole vectors.
 template <class T>
 constexpr int64_t lanes_of(int64_t rows) {
-  return rows > kLanes<T> ? round_up_to_lanes<T>(rows) : kLanes<T> / span_of<T>(rows);
+  return rows > kLanes<T> ? round_up_to_lanes<T>(rows) : kLanes<T> >> log2_span_of<T>(rows);
 }
 
 // Measured up to 64 rows of 16 lanes, on a CPU with one unit for 64-byte multiply-adds (Zen 4). They are as
@@ -172,36 +176,50 @@ FA_INLINE void sum_spans(Vec<T> (&sum)[kKeys]) {
   }
 }
 
-// out = scale * S^T for kDotSums keys, rows of `k` at distance `ld`. `groups`: spans of columns. A step reads `bytes`
-// of each key from memory.
+// Adds kGroups spans of columns to the sums of kDotSums keys. key[i]: the address of key 4 i. `lines`: cache lines that two
+// spans read from memory.
+template <class T, int kSpan, int kGroups, class E>
+FA_INLINE void add_spans(const E* q, const E* (&key)[kDotSums / 4], int64_t ld, int64_t ld3, int64_t lines,
+                         Vec<T> (&sum)[kDotSums], Prefetcher& ahead) {
+  constexpr int N = kDotSums;
+#pragma GCC unroll 4
+  for (int s = 0; s < kGroups; ++s) {
+    if (s % 2 == 0) ahead.lines(lines);  // few at once, so that they are often of one row
+    const auto query = load_elements(q + s * kLanes<T>);
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+      const int64_t row = n % 4 == 3 ? ld3 : n % 4 * ld;  // each is an addressing mode
+      sum[n] = multiply_add(sum[n], broadcast_span<kSpan>(key[n / 4] + row + s * kSpan), query);
+    }
+  }
+#pragma GCC unroll 4
+  for (int n = 0; n < N / 4; ++n) {
+    key[n] += kGroups * kSpan;
+    // Otherwise the compiler computes a pointer for each key, and runs out of registers.
+    asm volatile("" : "+r"(key[n]));
+  }
+}
+
+// out = scale * S^T for kDotSums keys, rows of `k` at distance `ld`. `groups`: spans of columns. A span has `bytes`
+// bytes in memory.
 template <class T, int kSpan, class E>
 FA_INLINE void lanes_block(const E* q, int64_t groups, const E* k, int64_t ld, T scale, T* out, int64_t bytes,
                            Prefetcher& ahead) {
-  constexpr int L = kLanes<T>, N = kDotSums;
+  constexpr int L = kLanes<T>, N = kDotSums, kGroups = 4;
   Vec<T> sum[N];
 #pragma GCC unroll 16
   for (int n = 0; n < N; ++n) sum[n] = Vec<T>{};
   const E* key[N / 4];
 #pragma GCC unroll 4
   for (int n = 0; n < N / 4; ++n) key[n] = k + 4 * n * ld;
-  const int64_t steps_per_line = std::max<int64_t>(64 / (N * bytes), 1), lines = ceil_div(N * bytes, 64);
-  int64_t until_line = 1;
-  for (int64_t g = 0; g < groups; ++g) {
-    const auto query = load_elements(q + g * L);
-#pragma GCC unroll 16
-    for (int n = 0; n < N; ++n)
-      sum[n] = multiply_add(sum[n], broadcast_span<kSpan>(key[n / 4] + n % 4 * ld), query);
-    if (--until_line == 0) {
-      ahead.lines(lines);
-      until_line = steps_per_line;
-    }
-#pragma GCC unroll 4
-    for (int n = 0; n < N / 4; ++n) {
-      key[n] += kSpan;
-      // Otherwise the compiler computes a pointer for each key, and runs out of registers.
-      asm volatile("" : "+r"(key[n]));
-    }
-  }
+  int64_t ld3 = 3 * ld;
+  asm volatile("" : "+r"(ld3));  // in a register, not computed for each key
+  const int64_t lines = ceil_div(2 * N * bytes, 64);
+  int64_t g = 0;
+  for (; g + kGroups <= groups; g += kGroups)
+    add_spans<T, kSpan, kGroups>(q + g * L, key, ld, ld3, lines, sum, ahead);
+  for (; g < groups; ++g)
+    add_spans<T, kSpan, 1>(q + g * L, key, ld, ld3, ceil_div(N * bytes, 64), sum, ahead);
   sum_spans<T, kSpan, N>(sum);
 #pragma GCC unroll 16
   for (int n = 0; n < N / kSpan; ++n) store<T>(out + n * L, sum[n] * scale);
@@ -222,39 +240,50 @@ inline void load_query_lanes(const E* q, int64_t ldq, int64_t rows, int64_t dept
   });
 }
 
-// S^T of a chunk of at most kChunkRows keys, for rows as lanes. Omits vectors of rows. The first key is key `first_key` of the
-// tile `to`. Writes whole blocks of kDotSums keys. `q`: blocks at distance kLanes * block_depth. `k`: rows of elements with
-// whole spans; `copy` has room for kChunkRows of them.
+// S^T of a tile or a chunk of keys, for rows as lanes. Omits vectors of rows. The first key is key `first_key` of the tile
+// `to`. Writes whole blocks of kDotSums keys. `q`: blocks at distance kLanes * block_depth. `k`: rows of elements with whole
+// spans; `copy` has room for `keys` rows in whole chunks.
 template <class In, class T, class E>
-inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t depth, Tile<E> k, int64_t keys,
-                        T scale, const LaneTile<T>& to, int64_t first_key, E* copy, Prefetcher& ahead) {
+inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t depth, const Tile<E>& k,
+                        int64_t keys, T scale, const LaneTile<T>& to, int64_t first_key, E* copy,
+                        Prefetcher& ahead) {
   constexpr int L = kLanes<T>;
   constexpr int64_t kFarRows =
       2048;  // bytes: 16 rows at these distances compete for a few sets of the L1 cache
-  const bool is_partial = keys % kDotSums != 0;  // a block may not read past the last key
-  if (k.data != copy && (is_partial || k.ld * static_cast<int64_t>(sizeof(E)) >= kFarRows)) {
-    const int64_t ld = round_up_to_lanes<T>(depth), span = widest_span<T>(rows),
-                  cols = ceil_div(depth, span) * span;
-    for (int64_t n = 0; n < keys; ++n) {
-      int64_t c = 0;
-      for (; c + L <= cols; c += L) store_elements(copy + n * ld + c, load_elements(k.data + n * k.ld + c));
-      if (c < cols) std::memcpy(copy + n * ld + c, k.data + n * k.ld + c, (cols - c) * sizeof(E));
-    }
-    k = {copy, ld};
-  }
-  for (int64_t n = keys; n % kDotSums != 0; ++n) std::fill(copy + n * k.ld, copy + (n + 1) * k.ld, E{});
   Prefetcher nothing;
-  for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
-    if (reads_keys_in_place<In, T>(count)) return;
-    for_span<T>(count, [&](auto span) {
-      constexpr int kSpan = span.value;
-      for (int64_t j = 0; j < keys; j += kDotSums)
-        lanes_block<T, kSpan>(q + first * block_depth, ceil_div(depth, kSpan), k.data + j * k.ld, k.ld, scale,
-                              to.at(first, count, first_key + j),
-                              kSpan * sizeof(In) * (std::is_same_v<E, T> ? 1 : 2),
-                              first == 0 ? ahead : nothing);
+  for (int64_t j0 = 0; j0 < keys; j0 += kChunkRows) {
+    const int64_t count = std::min(kChunkRows, keys - j0);
+    Tile<E> chunk{k.data + j0 * k.ld, k.ld};
+    const bool is_partial = count % kDotSums != 0;  // a block may not read past the last key
+    const bool is_copy = k.data == copy;
+    if (!is_copy && (is_partial || k.ld * static_cast<int64_t>(sizeof(E)) >= kFarRows)) {
+      const int64_t ld = round_up_to_lanes<T>(depth), span = widest_span<T>(rows),
+                    cols = ceil_div(depth, span) * span;
+      for (int64_t n = 0; n < count; ++n) {
+        int64_t c = 0;
+        for (; c + L <= cols; c += L)
+          store_elements(copy + n * ld + c, load_elements(chunk.data + n * k.ld + c));
+        if (c < cols) std::memcpy(copy + n * ld + c, chunk.data + n * k.ld + c, (cols - c) * sizeof(E));
+      }
+      chunk = {copy, ld};
+    }
+    if (is_partial) {
+      E* first_row = is_copy ? copy + j0 * chunk.ld : copy;
+      for (int64_t n = count; n % kDotSums != 0; ++n)
+        std::fill(first_row + n * chunk.ld, first_row + (n + 1) * chunk.ld, E{});
+    }
+    for_each_lane_block<T>(rows, [&](int64_t first, int64_t some) {
+      if (reads_keys_in_place<In, T>(some)) return;
+      for_span<T>(some, [&](auto span) {
+        constexpr int kSpan = span.value;
+        for (int64_t j = 0; j < count; j += kDotSums)
+          lanes_block<T, kSpan>(q + first * block_depth, ceil_div(depth, kSpan), chunk.data + j * chunk.ld,
+                                chunk.ld, scale, to.at(first, some, first_key + j0 + j),
+                                kSpan * sizeof(In) * (std::is_same_v<E, T> ? 1 : 2),
+                                first == 0 ? ahead : nothing);
+      });
     });
-  });
+  }
 }
 
 // dst[r][j] = S of row r and key j. `src` has whole vectors after its last row. Writes whole vectors of keys.

@@ -71,7 +71,22 @@ struct ManyRowsOperands {
     load_tile_transposed<T, T>(q, ldq, rows, depth, to, ld);
   }
   static Tile<T> load_keys(const Rows<In>& k, int64_t keys, T* to, int64_t) {
-    return load_tile<In, T>(k.data, k.stride, keys, k.cols, to);
+    if constexpr (std::is_same_v<In, T>) return load_tile<In, T>(k.data, k.stride, keys, k.cols, to);
+    // As load_tile(), with four vectors in a step: a step of one vector has more instructions for the loop than for the
+    // vector.
+    constexpr int L = kLanes<T>;
+    const int64_t ld = round_up_to_lanes<T>(k.cols);
+    for (int64_t n = 0; n < keys; ++n) {
+      const In* from = k.row(n);
+      T* row = to + n * ld;
+      int64_t c = 0;
+      for (; c + 4 * L <= k.cols; c += 4 * L) {
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) store<T>(row + c + v * L, load_as<In, T>(from + c + v * L));
+      }
+      for (; c < k.cols; c += L) store<T>(row + c, load_columns<T>(from + c, k.cols - c));
+    }
+    return {to, ld};
   }
   // O += P V for one block of lanes. `probs`: P^T, [whole chunks of keys][lanes].
   static void add_lanes(const T* probs, int64_t rows, const Rows<In>* v, int64_t keys, T* out, int64_t ldo,

@@ -85,10 +85,11 @@ struct DecodeTile {
   int64_t slot;  // the first head's index among the heads of the task
   int64_t j0, keys;
   const T* unified;  // null: the running maximum
+  int64_t group;     // H / H_kv
 
   const Sizes& z = p.sizes;
   const CacheParams& cache = p.varlen.cache;
-  const int64_t group = z.heads / z.heads_kv, rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
+  const int64_t rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
   const int64_t lanes = lanes_of<T>(rows);  // if all_at_once
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
   const bool is_int8 =
@@ -130,9 +131,10 @@ struct DecodeTile {
           s.multiplied[n] = s.nibbles.keys_of(slot + n).load(p, cache.k_groups, s.nibbles.of_key,
                                                              heads.first + n, j0, keys);
     }
-    // One product of the whole tile reads each panel of Q^T once, not once for each chunk.
-    const int64_t step =
-        all_at_once && !uses_lane_blocks<T>(rows) && in_one_place(source) ? keys : kChunkRows;
+    // One product of the whole tile reads each panel of Q^T once, not once for each chunk. Blocks of lanes need a copy of
+    // widened keys, which stays in L1 only for a chunk.
+    const bool keeps_chunks = uses_lane_blocks<T>(rows) && (kHasVectorsOfRows || !std::is_same_v<In, T>);
+    const int64_t step = all_at_once && !keeps_chunks && in_one_place(source) ? keys : kChunkRows;
     for (int64_t j = 0; j < keys; j += step) {
       const int64_t count = std::min(step, keys - j);
       for (int64_t n = 0; n < heads.count; ++n) {
@@ -148,7 +150,7 @@ struct DecodeTile {
             s.products.many.load_scores(slot + n, rows, k, j, count, s.products.scale,
                                         {scores_of(n), padded_keys}, ahead);
           } else {
-            const LaneTile<T> chunk{s.products.many.scores, std::max(step, kChunkRows)};
+            const LaneTile<T> chunk{s.products.many.scores, ceil_div(step, kChunkRows) * kChunkRows};
             s.products.many.load_scores(slot + n, rows, k, 0, count, s.products.scale, chunk, ahead);
             for_each_lane_tile(chunk, [&](int64_t first, int64_t some, T* block) {
               transpose_lane_scores<T>(block, lanes_of<T>(some), count, some, scores + first * ld, ld);

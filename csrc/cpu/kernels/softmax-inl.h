@@ -217,7 +217,10 @@ inline void decode_softmax_part_of_vector(T* scores, int64_t keys, int64_t padde
   const int64_t vectors = padded_keys * lanes / L;
   std::fill(scores + keys * lanes, scores + padded_keys * lanes, kNegInf<T>);
   T old_max[L], factors[L], sums[L], maxima[L];
-  for (int64_t i = 0; i < L; ++i) old_max[i] = i % lanes < rows ? row_max[i % lanes] : kNegInf<T>;
+  for (int64_t i = 0; i < L; ++i) {
+    const int64_t row = i & (lanes - 1);  // `lanes` is a power of two, and a 64-bit division takes 40 cycles
+    old_max[i] = row < rows ? row_max[row] : kNegInf<T>;
+  }
   Vec<T> new_max = max<T>(load<T>(old_max), max_of_column<T>(scores, vectors, L));
 #pragma GCC unroll 8
   for (int d = L / 2; d > 0; d /= 2)
