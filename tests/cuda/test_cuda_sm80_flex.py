@@ -51,6 +51,55 @@ def test_gradients(kernels, mask, block_size, head_dim, deterministic):
     on_sm80(kernels)
 
 
+@pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "in any order"])
+@pytest.mark.parametrize(
+    ("score", "mask", "head_dim"),
+    [("everything", "document", 64), ("causal_score", None, 136), ("relative_table", "window", 184)],
+)
+def test_gradients_of_score_functions(kernels, score, mask, head_dim, deterministic):
+    kernels.deterministic = deterministic
+    score_mod, captured = score_mods(2, 130, 150, torch.float64)[score]
+    mask_mod = mask_mods(1, 130, 150)[mask] if mask else None
+    cpu.check((1, 2, 1, 130, 150, head_dim), torch.float16, score_mod, mask_mod, captured, (48, 100))
+    on_sm80(kernels)
+
+
+def test_gradients_of_score_functions_with_other_options(kernels):
+    """The derivative of the softcap follows from the old scores, also with slopes."""
+    q, k, v = (torch.randn(1, 4, n, 40).bfloat16().requires_grad_() for n in (70, 150, 150))
+    table, slopes = torch.randn(4, 8).requires_grad_(), torch.rand(4).requires_grad_()
+    score_mod = lambda s, b, h, i, j: torch.where(j % 5 == i % 3, -torch.inf, s * s * table[h, j % 8])  # noqa: E731
+    options = dict(score_mod=score_mod, softcap=2.0, alibi_slopes=slopes, is_causal=True, sink=torch.rand(4))
+    out = flash_attn(q, k, v, **options)
+    dout, wanted = torch.randn_like(out), (q, k, v, table, slopes)
+    got = torch.autograd.grad(out, wanted, dout, retain_graph=True)
+    on_sm80(kernels)
+    again = torch.autograd.grad(out, wanted, dout, retain_graph=True)
+    assert torch.equal(got[3], again[3])  # integers, so in any order
+    kernels.force_tier("simt")
+    for name, ours, exact in zip(
+        ("q", "k", "v", "table", "slopes"), got, torch.autograd.grad(out, wanted, dout), strict=True
+    ):
+        cpu.assert_near(name, ours, exact.double(), 8e-3)
+    kernels.force_tier("")
+
+
+@pytest.mark.parametrize("wanted", [(0,), (3,), (1, 3)], ids=["query", "captured", "key and captured"])
+def test_some_gradients_of_score_functions(kernels, wanted):
+    inputs = [torch.randn(1, 2, 70, 24).half() for _ in range(3)] + [torch.randn(2)]
+    for n in wanted:
+        inputs[n].requires_grad_()
+    q, k, v, slopes = inputs
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s) + slopes[h] * (i - j))
+    dout, leaves = torch.randn_like(out), [inputs[n] for n in wanted]
+    got = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    on_sm80(kernels)
+    kernels.force_tier("simt")
+    for ours, exact in zip(got, torch.autograd.grad(out, leaves, dout), strict=True):
+        cpu.assert_near("gradient", ours, exact.double(), 4e-3)
+    kernels.force_tier("")
+
+
 def test_hidden_rows_that_are_not_finite(kernels):
     """A mask function hides these rows, so they reach no gradient."""
     q, k, v = (torch.randn(1, 1, 140, 64).half().requires_grad_() for _ in range(3))
@@ -66,6 +115,25 @@ def test_hidden_rows_that_are_not_finite(kernels):
         got = torch.autograd.grad(flex_attention(*dirty, block_mask=mask), dirty, dout)
         for name, ours, wanted in zip("qkv", got, clean, strict=True):
             cpu.assert_near(name, ours, wanted.double(), 3e-3)
+
+
+def test_rows_that_a_score_function_hides_and_are_not_finite(kernels):
+    q, k, v = (torch.randn(1, 1, 140, 64).half().requires_grad_() for _ in range(3))
+    slope = torch.rand(()).requires_grad_()
+    dout = torch.randn(1, 1, 140, 64).half()
+
+    def score_mod(s, b, h, i, j):
+        return torch.where((j == 90) | (i == 60), -torch.inf, torch.tanh(s) + slope * (i - j))
+
+    clean = torch.autograd.grad(flex_attention(q, k, v, score_mod), (q, k, v, slope), dout)
+    on_sm80(kernels)
+    dirty = [t.detach().clone() for t in (q, k, v)]
+    dirty[0][:, :, 60], dirty[1][:, :, 90], dirty[2][:, :, 90] = torch.nan, torch.nan, torch.inf
+    dirty = [t.requires_grad_() for t in dirty]
+    got = torch.autograd.grad(flex_attention(*dirty, score_mod), (*dirty, slope), dout)
+    on_sm80(kernels)
+    for name, ours, wanted in zip(("q", "k", "v", "slope"), got, clean, strict=True):
+        cpu.assert_near(name, ours, wanted.double(), 3e-3)
 
 
 @pytest.mark.parametrize("block_size", [64, (48, 100)], ids=str)
@@ -148,14 +216,18 @@ def test_packed_sequences_and_caches(kernels):
 def test_packed_gradients(kernels):
     cu = torch.tensor([0, 70, 70, 203])
     inputs = [torch.randn(203, 2, 24).half().requires_grad_() for _ in range(3)]
-    out = flash_attn_varlen(*inputs, cu, cu, mask_mod=lambda b, h, i, j: (i + h >= j) & ((i - j) % 3 != b))
-    dout = torch.randn_like(out)
-    on_tensor_cores = torch.autograd.grad(out, inputs, dout, retain_graph=True)
-    on_sm80(kernels)
-    kernels.force_tier("simt")
-    for ours, wanted in zip(on_tensor_cores, torch.autograd.grad(out, inputs, dout), strict=True):
-        cpu.assert_near("packed gradient", ours, wanted.double(), 4e-3)
-    kernels.force_tier("")
+    slopes = torch.rand(3).requires_grad_()
+    mask_mod = lambda b, h, i, j: (i + h >= j) & ((i - j) % 3 != b)  # noqa: E731
+    score_mod = lambda s, b, h, i, j: s * slopes[b]  # noqa: E731
+    for functions, wanted in (({}, inputs), ({"score_mod": score_mod}, [*inputs, slopes])):
+        out = flash_attn_varlen(*inputs, cu, cu, mask_mod=mask_mod, **functions)
+        dout = torch.randn_like(out)
+        on_tensor_cores = torch.autograd.grad(out, wanted, dout, retain_graph=True)
+        on_sm80(kernels)
+        kernels.force_tier("simt")
+        for ours, exact in zip(on_tensor_cores, torch.autograd.grad(out, wanted, dout), strict=True):
+            cpu.assert_near("packed gradient", ours, exact.double(), 4e-3)
+        kernels.force_tier("")
 
 
 def test_what_it_refuses(kernels):
@@ -165,10 +237,10 @@ def test_what_it_refuses(kernels):
     assert kernels.tier == "simt"
     assert kernels.why_not[-1] == "sm80: no attn_mask together with a score_mod"
 
+    wide = [torch.randn(1, 1, 9, 200).half().requires_grad_() for _ in range(3)]
+    flex_attention(*wide, lambda s, b, h, i, j: s + h).sum().backward()
+    assert kernels.why_not[-1] == "sm80: the backward of a score_mod only with head dimensions up to 192"
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    flex_attention(*inputs, lambda s, b, h, i, j: s + h).sum().backward()
-    assert kernels.tier == "simt"
-    assert kernels.why_not[-1] == "sm80: no backward of a score_mod"
     flash_attn(*inputs, mask_mod=lambda b, h, i, j: i >= j, dropout_p=0.5).sum().backward()
     assert kernels.why_not[-1] == "sm80: no dropout in the backward with functions of the user"
 

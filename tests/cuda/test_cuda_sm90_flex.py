@@ -23,8 +23,8 @@ def on_sm90(kernels, kernel=b"sm90::forward_kernel"):
     assert kernel in kernels.c.last_kernel()
 
 
-def on_backward(kernels):
-    on_sm90(kernels, b"sm90::dq_kernel")
+def on_backward(kernels, captured=()):
+    on_sm90(kernels, b"store_captured_kernel" if captured else b"sm90::dq_kernel")
 
 
 @pytest.mark.parametrize(("mask", "block_size", "head_dim"), cpu.BLOCK_MASKS)
@@ -207,12 +207,14 @@ def test_packed_gradients(kernels):
     cu = torch.tensor([0, 70, 70, 203])
     inputs = [torch.randn(203, 2, 24).half().requires_grad_() for _ in range(3)]
     mask_mod = lambda b, h, i, j: (i + h >= j) & ((i - j) % 3 != b)  # noqa: E731
-    call = lambda: flash_attn_varlen(*inputs, cu, cu, mask_mod=mask_mod)  # noqa: E731
-    dout = torch.randn(203, 2, 24).half()
-    ours = torch.autograd.grad(call(), inputs, dout)
-    on_backward(kernels)
-    for each, wanted in zip(ours, gradients_on(kernels, "simt", call, inputs, dout), strict=True):
-        cpu.assert_near("packed gradient", each, wanted.double(), 4e-3)
+    dout, slopes = torch.randn(203, 2, 24).half(), torch.rand(3).requires_grad_()
+    score_mod = lambda s, b, h, i, j: s * slopes[b]  # noqa: E731
+    for functions, captured in (({}, []), ({"score_mod": score_mod}, [slopes])):
+        call = lambda f=functions: flash_attn_varlen(*inputs, cu, cu, mask_mod=mask_mod, **f)  # noqa: E731
+        ours = torch.autograd.grad(call(), [*inputs, *captured], dout)
+        on_backward(kernels, captured)
+        for each, wanted in zip(ours, gradients_on(kernels, "simt", call, [*inputs, *captured], dout), strict=True):
+            cpu.assert_near("packed gradient", each, wanted.double(), 4e-3)
 
 
 def test_captured_tensors_of_masks_have_no_gradient(kernels):
@@ -312,6 +314,71 @@ def test_scores_of_packed_sequences(kernels):
             cpu.assert_near("packed", out[rows], wanted[0].transpose(0, 1), 4e-3)
 
 
+@pytest.mark.parametrize("deterministic", [True, False], ids=["in turns", "in any order"])
+@pytest.mark.parametrize(
+    ("score", "mask", "head_dim"),
+    [("everything", "document", 72), ("relative_table", "window", 200), ("causal_score", None, 64)],
+)
+def test_gradients_of_score_functions(kernels, score, mask, head_dim, deterministic):
+    """The head dimensions 64 and 72 have the same kernel."""
+    kernels.deterministic = deterministic
+    score_mod, captured = score_mods(2, 130, 150, torch.float64)[score]
+    mask_mod = mask_mods(1, 130, 150)[mask] if mask else None
+    cpu.check((1, 2, 1, 130, 150, head_dim), torch.float16, score_mod, mask_mod, captured, (48, 100))
+    on_backward(kernels, captured)
+
+
+def test_gradients_of_score_functions_with_other_options(kernels):
+    q, k, v = (torch.randn(2, heads, n, 40).bfloat16().requires_grad_() for heads, n in ((4, 70), (2, 150), (2, 150)))
+    table, sink = torch.randn(4, 8).requires_grad_(), torch.rand(4).requires_grad_()
+    padding = (torch.arange(150) < torch.tensor([[140], [70]]))[:, None, None]
+    score_mod = lambda s, b, h, i, j: torch.where(j % 5 == i % 3, -torch.inf, s * s * table[h, j % 8])  # noqa: E731
+    options = dict(score_mod=score_mod, softcap=2.0, window=(100, 20), sink=sink, enable_gqa=True)
+    call = lambda: flash_attn(q, k, v, padding, **options)  # noqa: E731
+    dout, inputs = torch.randn(2, 4, 70, 40).bfloat16(), (q, k, v, table, sink)
+    ours = torch.autograd.grad(call(), inputs, dout)
+    on_backward(kernels, (table,))
+    assert torch.equal(ours[3], torch.autograd.grad(call(), inputs, dout)[3])  # integers, so in any order
+    for each, wanted in zip(ours, gradients_on(kernels, "simt", call, inputs, dout), strict=True):
+        cpu.assert_near("gradient", each, wanted.double(), 8e-3)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (3,)], ids=["query", "captured"])
+def test_some_gradients_of_score_functions(kernels, wanted):
+    inputs = [torch.randn(1, 2, 70, 24).half() for _ in range(3)] + [torch.randn(2)]
+    for n in wanted:
+        inputs[n].requires_grad_()
+    q, k, v, slopes = inputs
+    out = flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s) + slopes[h] * (i - j))
+    dout, leaves = torch.randn(1, 2, 70, 24).half(), [inputs[n] for n in wanted]
+    ours = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert kernels.tier == "sm90"
+    for each, exact in zip(ours, gradients_on(kernels, "simt", lambda: out, leaves, dout), strict=True):
+        cpu.assert_near("gradient", each, exact.double(), 4e-3)
+
+
+def test_gradients_of_scores_at_the_limits(kernels):
+    """A row of finfo.min is uniform. Rows that the function hides reach no gradient, also if they are not finite."""
+    q, k, v = (torch.randn(1, 1, n, 64).half().requires_grad_() for n in (140, 150, 150))
+    slope, dout = torch.rand(()).requires_grad_(), torch.randn(1, 1, 140, 64).half()
+    least = torch.finfo(torch.float32).min
+
+    def score_mod(s, b, h, i, j):
+        s = torch.where(i == 5, least, torch.tanh(s) + slope * (i - j))
+        return torch.where((i == 60) | (j == 90), -torch.inf, s)
+
+    out = flex_attention(q, k, v, score_mod)
+    clean = gradients_on(kernels, "simt", lambda: out, (q, k, v), dout)
+    dirty = [t.detach().clone() for t in (q, k, v)]
+    dirty[0][:, :, 60], dirty[1][:, :, 90], dirty[2][:, :, 90] = torch.nan, torch.nan, torch.inf
+    dirty = [t.requires_grad_() for t in dirty]
+    got = torch.autograd.grad(flex_attention(*dirty, score_mod), (*dirty, slope), dout)
+    on_backward(kernels, (slope,))
+    assert got[3].isfinite()
+    for name, ours, wanted in zip("qkv", got[:3], clean, strict=True):
+        cpu.assert_near(name, ours, wanted.double(), 3e-3)
+
+
 def test_what_it_refuses(kernels):
     q, k, v = (torch.randn(1, 2, 9, 8).half() for _ in range(3))
     flash_attn(q, k, v, torch.zeros(9, 9, dtype=torch.half), score_mod=lambda s, b, h, i, j: s + h)
@@ -319,6 +386,3 @@ def test_what_it_refuses(kernels):
         "simt",
         "sm90: only bool masks that all heads and queries share, as padding is",
     )
-    inputs = [t.requires_grad_() for t in (q, k, v)]
-    flex_attention(*inputs, lambda s, b, h, i, j: s + h).sum().backward()
-    assert (kernels.tier, kernels.why_not[0]) == ("simt", "sm90: no backward of a score_mod")

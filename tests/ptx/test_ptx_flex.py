@@ -17,7 +17,17 @@ FORWARD = Kernels("80", "sm80/flex_forward.cuh", ("forward_kernel<Config<In, 64,
 BACKWARD = Kernels(
     "80",
     "sm80/flex_backward.cuh",
-    ("backward_kernel<BackwardConfig<In, 64, BackwardForm::kPacked>, WithFunctions>",),
+    ("backward_kernel<BackwardConfig<In, 64, BackwardForm::kPacked>, FunctionsWith<ScoreFunction::kNone>>",),
+)
+SCORE_BACKWARD = Kernels(
+    "80",
+    "sm80/flex_backward.cuh",
+    ("backward_kernel<BackwardConfig<In, 192, BackwardForm::kPacked>, FunctionsWith<ScoreFunction::kOne>>",),
+)
+HOPPER_BACKWARD = Kernels(
+    "90a",
+    "sm90/score_backward.cuh",
+    ("backward_kernel<In, 128, 128, false, ScoreBackward<In, 128>>",),
 )
 HOPPER = Kernels(
     "90a",
@@ -101,6 +111,16 @@ def test_gradients_of_masks(built):
     with translated.running():
         cpu.check((1, 2, 1, 130, 300, 64), torch.bfloat16, None, mask_mods(1, 130, 300)["window"], block_size=(48, 100))
         assert translated.launches() == 1
+
+
+@pytest.mark.parametrize(("kernels", "gpu"), [(SCORE_BACKWARD, (8, 0)), (HOPPER_BACKWARD, (9, 0))], ids=["80", "90a"])
+def test_gradients_of_score_functions(built, kernels, gpu):
+    """Two launches, because the gradients of captured tensors need two passes."""
+    translated = Translated(built, (kernels,))
+    score_mod, captured = score_mods(2, 70, 90, torch.float64)["relative_table"]
+    with translated.running(*gpu):
+        cpu.check((1, 2, 1, 70, 90, 64), torch.bfloat16, score_mod, mask_mods(1, 70, 90)["window"], captured, 64)
+        assert translated.launches() == 2
 
 
 def test_gradients_of_captured_tensors(built):

@@ -72,4 +72,21 @@ __global__ void __launch_bounds__(kThreads)
   gradient[n] = static_cast<T>(total);
 }
 
+inline LaunchShape one_thread_each(int64_t elements) {
+  return {ceil_div(elements, kThreads), 1, 1, kThreads};
+}
+
+// Before the first loop.
+inline cudaError_t launch_clear_captured(const CapturedSums& sums, int64_t count, cudaStream_t stream) {
+  return launch(clear_captured_kernel, one_thread_each(count), stream, sums, count);
+}
+
+// After the second loop.
+template <class T>
+cudaError_t launch_store_captured(const CapturedSums& sums, const UserFunctions& functions,
+                                  cudaStream_t stream) {
+  return launch(store_captured_kernel<T>, one_thread_each(functions.captured_count), stream, sums,
+                static_cast<T*>(functions.dcaptured), functions.captured_count);
+}
+
 }  // namespace flash_attn_ext::cuda::simt

@@ -111,10 +111,7 @@ cudaError_t launch_flex_gradients(const BackwardParams& p, const FlexBackwardWor
   without_dq.dq = {};
   without_dq.dalibi_slopes = nullptr;
   return in_order(
-      [&] {
-        return launch(clear_captured_kernel, elementwise(captured > 0, captured), stream, w.captured,
-                      captured);
-      },
+      [&] { return captured > 0 ? launch_clear_captured(w.captured, captured, stream) : cudaSuccess; },
       [&] {
         return launch(dq_kernel<Pass, kMaxSlice>,
                       shape_of(p.dq || p.dalibi_slopes || captured > 0, heads * query_blocks,
@@ -148,10 +145,7 @@ cudaError_t launch_flex_gradients(const BackwardParams& p, const FlexBackwardWor
         return launch(dq_kernel<Pass, kMaxSlice>, shape_of(captured > 0, heads * query_blocks, 1), stream,
                       without_dq, w);
       },
-      [&] {
-        return launch(store_captured_kernel<T>, elementwise(captured > 0, captured), stream, adds,
-                      static_cast<T*>(p.functions->dcaptured), captured);
-      },
+      [&] { return captured > 0 ? launch_store_captured<T>(adds, *p.functions, stream) : cudaSuccess; },
       [&] { return launch_sink_gradient(p, w.rows.delta, RowOfLse{}, stream); });
 }
 

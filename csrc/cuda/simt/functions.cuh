@@ -30,4 +30,14 @@ __device__ bool is_shown(const DeviceFunctions& functions, ProgramPoint<T> point
   return !functions.mask || run_program(&functions, functions.mask, point) != 0;
 }
 
+// Returns the gradient of the score before the user's function, at one element. kAdds: adds the element to the
+// gradients of captured elements. A gradient of 0 stays 0, for every derivative of the function.
+template <bool kAdds>
+__device__ float old_gradient(const DeviceFunctions* functions, const ProgramPoint<float>& point) {
+  if (point.gradient == 0) return 0;
+  if (kAdds && functions->captured_gradient) run_program(functions, functions->captured_gradient, point);
+  return functions->gradient ? number_of<float>(run_program(functions, functions->gradient, point))
+                             : point.gradient;
+}
+
 }  // namespace flash_attn_ext::cuda::simt

@@ -164,6 +164,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     multiply_rows<C::kUnrolled>(shared.k, C::first_key(), shared.q[buffer], C::first_query(), products);
     Probs<C::kColumns> probs;
     recompute_scores(p, w.score_scale, at, partial, products, probs);
+    typename Functions::template OldScores<C::kColumns> old;
+    functions.recompute_new_scores(p, at, products, probs.gated, probs.attends, old);
     recompute_probs<C>(p, at, shared.terms[buffer], products, probs);
     if constexpr (C::kSharers > 1) store_scores<C>(probs.packed, shared.probs());
 
@@ -174,7 +176,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     multiply_rows<C::kUnrolled>(shared.v, C::first_key(), shared.dout, C::first_query(), dprobs);
     last_v.multiply(shared, dprobs);
     uint32_t dscores[C::kColumns / 2][4];
-    finish_dscores<C>(w.keep_scale, shared.terms[buffer], probs, dprobs, dscores);
+    finish_dscores<C>(w.keep_scale, shared.terms[buffer], probs, dprobs, dscores,
+                      [&] { functions.change_gradients(p, at, old, dprobs); });
     store_scores<C>(dscores, shared.dscores());
 
     __syncthreads();  // dS is complete; all have read dout

@@ -236,10 +236,10 @@ __device__ void recompute_probs(const BackwardParams& p, const TransposedPositio
 }
 
 // Converts dP to dS, without the factor `scale`, which multiplies the result at the end, in fp32. A hidden element is
-// 0, also if dP or delta is NaN.
-template <class C, int N>
+// 0, also if dP or delta is NaN. `change` changes dS before its conversion to 16 bits.
+template <class C, int N, class Change>
 __device__ void finish_dscores(float keep_scale, const TermsTile<C::kBlockQ>& terms, const Probs<N>& probs,
-                               float (&dprobs)[N][4], uint32_t (&dscores)[N / 2][4]) {
+                               float (&dprobs)[N][4], uint32_t (&dscores)[N / 2][4], const Change& change) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
 #pragma unroll
@@ -250,8 +250,10 @@ __device__ void finish_dscores(float keep_scale, const TermsTile<C::kBlockQ>& te
       const bool visible = probs.attends >> (4 * n + e) & 1;
       dprobs[n][e] = visible ? probs.gated[n][e] * centred : 0.0f;
     }
-    if (n % 2 == 1) pack_operand<typename C::In>(dprobs[n - 1], dprobs[n], dscores[n / 2]);
   }
+  change();
+#pragma unroll
+  for (int n = 0; n < N; n += 2) pack_operand<typename C::In>(dprobs[n], dprobs[n + 1], dscores[n / 2]);
 }
 
 // Writes the warp's part of P^T or dS^T.

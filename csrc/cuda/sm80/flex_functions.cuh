@@ -105,7 +105,11 @@ class ShownSteps {
   }
 };
 
-struct WithFunctions {
+// Whether a call has a function on scores. A kernel for one of the first two answers has fewer instructions.
+enum class ScoreFunction { kNone, kOne, kAsDevice };
+
+template <ScoreFunction kScore>
+struct FunctionsWith {
   static constexpr bool kAlsoDense = true;
 
   const simt::DeviceFunctions* device;
@@ -143,7 +147,9 @@ struct WithFunctions {
   __device__ bool may_hide(const Tile& tile) const {
     return tile.state != TileState::kFull || changes_scores();
   }
-  __device__ bool changes_scores() const { return bool(device->score); }
+  __device__ bool changes_scores() const {
+    return kScore == ScoreFunction::kAsDevice ? bool(device->score) : kScore == ScoreFunction::kOne;
+  }
 
   // Computes the new scores of elements that attend. Bit 4 n + e of `attends`: that element attends.
   template <int N, class Position>
@@ -154,8 +160,7 @@ struct WithFunctions {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (!(attends >> (4 * n + e) & 1)) continue;
-        values[e] = simt::number_of<float>(
-            simt::run_program(device, device->score, point_of(p, at.element(n, e), values[e])));
+        values[e] = run_score(p, at.element(n, e), values[e]);
         if (values[e] == -kInf<float>) attends &= ~(uint32_t{1} << (4 * n + e));
       }
     });
@@ -181,17 +186,77 @@ struct WithFunctions {
     }
     return visits;
   }
-  // Whether the mask function hides an element.
-  __device__ bool hides(const AttentionParams& p, const ElementIndex& at) const {
-    return !simt::is_shown(*device, point_of(p, at, 0));
+  // The scores before the user's function: arguments of its derivative.
+  template <int N>
+  struct OldScores {
+    float values[kScore == ScoreFunction::kNone ? 1 : N][4];
+  };
+  // Keeps the scores, and replaces them by the new scores. Then the gates of the softcap are 1, because
+  // change_gradients() computes them from the old scores: registers do not suffice for both.
+  template <class Position, int N>
+  __device__ void recompute_new_scores(const AttentionParams& p, const Position& at, float (&scores)[N][4],
+                                       float (&gates)[N][4], uint32_t& attends, OldScores<N>& old) const {
+    if constexpr (kScore != ScoreFunction::kNone) {
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          old.values[n][e] = scores[n][e];
+          gates[n][e] = 1;
+        }
+      change_scores(p, at, scores, attends);
+    }
+  }
+  // Replaces gradients of the new scores by gradients of the products, without the factor `scale`. Adds to the
+  // gradients of captured elements.
+  template <class Position, int N>
+  __device__ void change_gradients(const AttentionParams& p, const Position& at, OldScores<N>& old,
+                                   float (&dscores)[N][4]) const {
+    if constexpr (kScore == ScoreFunction::kNone)
+      return;
+    else
+      for_each_accumulator(dscores, old.values, [&](int n, float (&gradients)[4], float (&scores)[4]) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const ElementIndex at_element = at.element(n, e);
+          gradients[e] = simt::old_gradient<true>(device, point_of(p, at_element, scores[e], gradients[e])) *
+                         gate(p, at_element, scores[e]);
+        }
+      });
+  }
+  // Whether the functions hide an element. `score`: the score before the user's function.
+  __device__ bool hides(const AttentionParams& p, const ElementIndex& at, float score) const {
+    return !simt::is_shown(*device, point_of(p, at, 0)) || new_score(p, at, score) == -kInf<float>;
+  }
+  __device__ float new_score(const AttentionParams& p, const ElementIndex& at, float score) const {
+    return changes_scores() ? run_score(p, at, score) : score;
+  }
+  // The gradient of the score before the user's function.
+  __device__ float old_gradient(const AttentionParams& p, const ElementIndex& at, float score,
+                                float gradient) const {
+    return changes_scores() ? simt::old_gradient<false>(device, point_of(p, at, score, gradient)) : gradient;
   }
 
  private:
+  __device__ float run_score(const AttentionParams& p, const ElementIndex& at, float score) const {
+    return simt::number_of<float>(simt::run_program(device, device->score, point_of(p, at, score)));
+  }
   // The arguments of a function at an element.
   static __device__ simt::ProgramPoint<float> point_of(const AttentionParams& p, const ElementIndex& at,
-                                                       float score) {
-    return {at.b, at.h, first_query_index(p) + at.i, at.j, score, 0.0f};
+                                                       float score, float gradient = 0) {
+    return {at.b, at.h, first_query_index(p) + at.i, at.j, score, gradient};
+  }
+  // The derivative of the softcap at a score: 1 - tanh^2. It is 0 for a score of -inf.
+  static __device__ float gate(const AttentionParams& p, const ElementIndex& at, float score) {
+    if (!has_softcap(p)) return 1;
+    if (p.alibi)
+      score +=
+          rounded_product(alibi_slope<float>(p.alibi, at.b, at.h), alibi_distance<float>(p.band, at.i, at.j));
+    const float tanh = larger(score / static_cast<float>(p.softcap), -1.0f);
+    return 1 - tanh * tanh;
   }
 };
+
+using WithFunctions = FunctionsWith<ScoreFunction::kAsDevice>;
 
 }  // namespace flash_attn_ext::cuda::sm80

@@ -28,6 +28,7 @@ struct RepairConfig {
 
 struct RepairedElement {
   float prob, dscore;  // after dropout; without the factor `scale`
+  bool attends;
 };
 
 template <class C, class Functions>
@@ -45,20 +46,24 @@ struct Repair {
     return finish_scaled_score(p, rounded_product(product, w.score_scale), b, h, i, j, true);
   }
   __device__ bool is_hidden(int64_t h, int64_t i, int64_t j) const {
-    return !score_of(h, i, j, 0).attends || functions.hides(p, {b, h, i, j});
+    const Score<float> score = score_of(h, i, j, 0);
+    return !score.attends || functions.hides(p, {b, h, i, j}, score.value);
   }
 
   __device__ RepairedElement element(const Score<float>& score, int64_t h, int64_t i, int64_t j, const Row& v,
                                      const Row& dout) const {
     const int64_t row = p.lse_index(b, h, i);
     const simt::RowTerms<float>& terms = w.simt.rows;
+    const ElementIndex at{b, h, i, j};
+    const float new_score = functions.new_score(p, at, score.value);
     constexpr float kScale = static_cast<float>(kLog2E);
-    const float exponent =
-        fmaf(score.value - terms.reference[row], kScale, -(terms.correction[row] * kScale));
-    const float prob = score.value == -kInf<float> ? 0.0f : ptx::exp2_fast(exponent);
+    const float exponent = fmaf(new_score - terms.reference[row], kScale, -(terms.correction[row] * kScale));
+    const bool attends = new_score != -kInf<float>;
+    const float prob = attends ? ptx::exp2_fast(exponent) : 0.0f;
     const float kept = p.dropout ? dropout_factor<float>(p, dropout_key(p.dropout), b, h, i, j) : 1.0f;
     const float gate = 1 - score.tanh * score.tanh;
-    return {prob * kept, prob * gate * (dout.dot(v) * kept - terms.delta[row])};
+    const float dnew = prob * (dout.dot(v) * kept - terms.delta[row]);
+    return {prob * kept, gate * functions.old_gradient(p, at, score.value, dnew), attends};
   }
 
   // Whether one of the query rows that share a tile with key j is hidden from it and not finite.
@@ -102,6 +107,7 @@ struct Repair {
         if (is_hidden(h, i, j)) continue;
         const Row q(p.q, b, h, i, z.head_dim), dout(p.dout, b, h, i, z.head_dim_v);
         const RepairedElement e = element(score_of(h, i, j, q.dot(k)), h, i, j, v, dout);
+        if (!e.attends) continue;
         dk.add(e.dscore, q);
         dv.add(e.prob, dout);
       }
@@ -120,7 +126,8 @@ struct Repair {
     for (int64_t j = seen.begin; j < seen.end && columns.any_open(dq.x); ++j) {
       if (is_hidden(h, i, j)) continue;
       const Row k(p.k, b, h_kv, j, z.head_dim), v(p.v, b, h_kv, j, z.head_dim_v);
-      dq.add(element(score_of(h, i, j, q.dot(k)), h, i, j, v, dout).dscore, k);
+      const RepairedElement e = element(score_of(h, i, j, q.dot(k)), h, i, j, v, dout);
+      if (e.attends) dq.add(e.dscore, k);
     }
     columns.store(p.dq, b, h, i, static_cast<float>(p.scale), dq.x);
   }

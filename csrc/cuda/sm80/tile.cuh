@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../core/params.h"
+#include "../accumulators.cuh"
 #include "../convert.h"
 #include "../ptx.h"
 #include "../scores.cuh"
@@ -205,39 +206,6 @@ __device__ void multiply_transposed(Tile<In, kRows, kColsA>& a, Tile<In, kRows, 
       ptx::mma_m16n8k16<In>(acc[2 * n], fragment_a, fragment_b[0], fragment_b[1]);
       ptx::mma_m16n8k16<In>(acc[2 * n + 1], fragment_a, fragment_b[2], fragment_b[3]);
     }
-  }
-}
-
-// Moves accumulator n + 1 to n, and the first one to the end.
-template <int N>
-__device__ void rotate(float (&a)[N][4]) {
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const float first = a[0][e];
-#pragma unroll
-    for (int n = 0; n + 1 < N; ++n) a[n][e] = a[n + 1][e];
-    a[N - 1][e] = first;
-  }
-}
-
-// Calls f(n, a[n], b[n]) for every n, in a loop that is not unrolled, for long code. Registers can only be indexed by
-// constants. So each step works on accumulator 0, and then rotates all accumulators by one. After N steps each
-// accumulator is at its first position again.
-template <int N, class F>
-__device__ void for_each_accumulator(float (&a)[N][4], float (&b)[N][4], const F& f) {
-#pragma unroll 1
-  for (int n = 0; n < N; ++n) {
-    f(n, a[0], b[0]);
-    rotate(a);
-    rotate(b);
-  }
-}
-template <int N, class F>
-__device__ void for_each_accumulator(float (&a)[N][4], const F& f) {
-#pragma unroll 1
-  for (int n = 0; n < N; ++n) {
-    f(n, a[0]);
-    rotate(a);
   }
 }
 

@@ -64,7 +64,20 @@ struct NoFunctions {
                                 int64_t last) const {
     return static_cast<int>(last - block);
   }
-  __device__ bool hides(const AttentionParams&, const ElementIndex&) const { return false; }
+  template <int N>
+  struct OldScores {};
+  template <class Position, int N>
+  __device__ void recompute_new_scores(const AttentionParams&, const Position&, float (&)[N][4],
+                                       float (&)[N][4], uint32_t&, OldScores<N>&) const {}
+  template <class Position, int N>
+  __device__ void change_gradients(const AttentionParams&, const Position&, OldScores<N>&,
+                                   float (&)[N][4]) const {}
+  // One element, for repair.cuh.
+  __device__ bool hides(const AttentionParams&, const ElementIndex&, float) const { return false; }
+  __device__ float new_score(const AttentionParams&, const ElementIndex&, float score) const { return score; }
+  __device__ float old_gradient(const AttentionParams&, const ElementIndex&, float, float gradient) const {
+    return gradient;
+  }
 };
 
 }  // namespace flash_attn_ext::cuda::sm80

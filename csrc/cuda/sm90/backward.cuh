@@ -31,7 +31,7 @@ template <class In, int kHeadDim_, int kHeadDimV_, bool kPlain_, bool kFunctions
 struct Backward {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static_assert(kHeadDimV <= kHeadDim);
-  static constexpr bool kPlain = kPlain_, kPacked = !kPlain_, kFunctions = kFunctions_;
+  static constexpr bool kPlain = kPlain_, kPacked = !kPlain_, kFunctions = kFunctions_, kScores = false;
   using Arguments = BackwardArguments;
   using Cursor = RowTileCursor;
   static constexpr int kConsumers = 2, kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -125,6 +125,10 @@ __device__ void add_dq(const typename Config::Arguments& a, const BackwardRange&
     const int tile = range.workspace_tile + at.head * a.w.tiles.of_head + at.tile;
     int32_t* const turns = a.w.turns + (first_head + at.head) * a.w.tiles.longest + at.tile;
     ptx::barrier_wait(shared.dq_full, n % 2);  // the consumers have written all of dQ
+    if (Config::kScores && !a.p.dq) {          // the second pass of captured tensors has no dQ
+      ptx::barrier_arrive(shared.dq_empty);
+      continue;
+    }
     const int turn = a.p.deterministic ? turn_of<Config>(a, range, at) : 0;
     if (a.p.deterministic) ptx::acquire_bulk_turn(turns, turn);  // the blocks before this block have added
     constexpr int kElements = sizeof(shared.dq) / sizeof(float);
@@ -226,7 +230,14 @@ __device__ void consume(const typename Config::Arguments& a, const BackwardRange
     bool partial = !band.shows_all(first_row, kOwnRows, first_key, kWarpgroupRows);
     if constexpr (!Config::kPlain) partial |= !all_attend || first_row + kOwnRows > band.seqlen_q;
     if constexpr (Config::kFunctions) partial |= __ballot_sync(kAllLanes, shown != ~0u) != 0;
-    if (!Config::kPlain && has_softcap(p)) {
+    const int weights_row = own_key + warp * kWarpRows;
+    if constexpr (Config::kScores) {
+      ptx::wgmma_wait<0>(ds);  // dP is complete, and no product runs
+      SeenElements elements(band, warp_key + first_row_in_warp(), first_row, attends);
+      elements.hide_others(shown);
+      a.finish_scores(range, at, warp_key + first_row_in_warp(), first_row, elements, s, ds);
+      round_weights<In>(s, p16);
+    } else if (!Config::kPlain && has_softcap(p)) {
       capped_probabilities<In>(score, lse2, s, p16);
     } else {
       probabilities(score.scale2, lse2, s);
@@ -235,19 +246,20 @@ __device__ void consume(const typename Config::Arguments& a, const BackwardRange
       round_weights<In>(s, p16);
     }
     // The buffer of P is free, because TMA loaded this dO after all warpgroups had finished the last tile's dV.
-    const int weights_row = own_key + warp * kWarpRows;
     if constexpr (kSplitsColumns) store_to_tile(shared.weights[2], weights_row, own_row, p16);
-    const Terms<kOwnRows / 8> delta(shared.dout.tiles[shared.dout.stage(n)].terms + own_row);
-    if constexpr (kMasksAtOnce && !kSplitsColumns) ptx::compute_before_wait(any_bits(p16), k_address);
-    ptx::wgmma_wait<0>(ds);  // dP is complete
-    score_gradients(s, delta, ds);
-    if (partial) {
-      SeenElements elements(band, warp_key + first_row_in_warp(), first_row, attends);
-      if constexpr (Config::kFunctions) elements.hide_others(shown);
-      elements.clear_others(ds);
-      if constexpr (kMasksAtOnce) {
-        elements.clear_others(p16);
-        if constexpr (kSplitsColumns) store_to_tile(shared.weights[2], weights_row, own_row, p16);
+    if constexpr (!Config::kScores) {
+      const Terms<kOwnRows / 8> delta(shared.dout.tiles[shared.dout.stage(n)].terms + own_row);
+      if constexpr (kMasksAtOnce && !kSplitsColumns) ptx::compute_before_wait(any_bits(p16), k_address);
+      ptx::wgmma_wait<0>(ds);  // dP is complete
+      score_gradients(s, delta, ds);
+      if (partial) {
+        SeenElements elements(band, warp_key + first_row_in_warp(), first_row, attends);
+        if constexpr (Config::kFunctions) elements.hide_others(shown);
+        elements.clear_others(ds);
+        if constexpr (kMasksAtOnce) {
+          elements.clear_others(p16);
+          if constexpr (kSplitsColumns) store_to_tile(shared.weights[2], weights_row, own_row, p16);
+        }
       }
     }
     round_weights<In>(ds, ds16);
@@ -380,16 +392,23 @@ inline BackwardArguments backward_arguments(const BackwardParams& p, void* works
           static_cast<int>(p.sizes.heads / p.sizes.heads_kv)};
 }
 
+// Launches the main kernel: a block for each tile of keys.
+template <class In, class Config>
+cudaError_t launch_keys_kernel(const typename Config::Arguments& a, cudaStream_t stream) {
+  constexpr auto* kernel = &backward_kernel<In, Config::kHeadDim, Config::kHeadDimV, Config::kPlain, Config>;
+  const Sizes& z = a.p.sizes;
+  const LaunchShape by_keys{z.batch * z.heads_kv * a.order.tiles, 1, 1, Config::kThreads,
+                            sizeof(typename Config::Shared)};
+  return launch(kernel, by_keys, stream, a);
+}
+
 // Launches everything but the kernel of the key mask.
 template <class In, class Config>
 cudaError_t launch_backward_kernels(typename Config::Arguments& a, cudaStream_t stream) {
-  constexpr auto* kernel = &backward_kernel<In, Config::kHeadDim, Config::kHeadDimV, Config::kPlain, Config>;
   const BackwardParams& p = a.p;
   const BackwardWorkspace& w = a.w;
   const Sizes& z = p.sizes;
   const int64_t pieces = w.tiles.longest * (Config::kRows / kPieceRows);
-  const LaunchShape by_keys{z.batch * z.heads_kv * a.order.tiles, 1, 1, Config::kThreads,
-                            sizeof(typename Config::Shared)};
   const LaunchShape by_rows{z.batch * z.heads * pieces, 1, 1, kWarpgroup};
   const TensorMaps maps(p);
   return in_order([&] { return maps.of_queries(a.q, p.q, z.head_dim, Config::kRows); },
@@ -397,7 +416,7 @@ cudaError_t launch_backward_kernels(typename Config::Arguments& a, cudaStream_t 
                   [&] { return maps.of_keys(a.k, p.k, z.head_dim, Config::kKeys); },
                   [&] { return maps.of_keys(a.v, p.v, z.head_dim_v, Config::kKeys); },
                   [&] { return launch(row_terms_kernel<In, Config>, by_rows, stream, p, w); },
-                  [&] { return launch(kernel, by_keys, stream, a); },
+                  [&] { return launch_keys_kernel<In, Config>(a, stream); },
                   [&] {
                     using Hidden = decltype(a.hidden());
                     return p.dq ? launch(dq_kernel<In, Config, Hidden>, by_rows, stream, p, w, a.hidden())

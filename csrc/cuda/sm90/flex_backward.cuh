@@ -90,21 +90,27 @@ struct FlexBackward : Backward<In, kHeadDim, kHeadDim, false, true> {
   using Cursor = ListedTileCursor;
 };
 
-template <class In, int kHeadDim>
-cudaError_t launch_flex_backward_tiles(const BackwardParams& p, void* workspace, cudaStream_t stream) {
-  using Config = FlexBackward<In, kHeadDim>;
-  Arena arena(workspace);
-  const auto w = FlexBackwardWorkspace::lay_out(arena, p);
-  FlexBackwardArguments a{backward_arguments(p, w.others), w.lists, w.turns, w.functions};
+// Writes the lists, and launches the kernels of the backward.
+template <class In, class Config>
+cudaError_t launch_listed(const BackwardParams& p, const FlexBackwardWorkspace& w,
+                          typename Config::Arguments& a, cudaStream_t stream) {
   const auto launch_lists = [&](auto* kernel, const TileLists& lists) {
     return launch(kernel, shape_of_lists(lists), stream, p, w.functions, lists, a.w.key_mask, Config::kRows,
                   Config::kKeys);
   };
-  return in_order([&] { return simt::launch_store_functions(p, w.functions, stream); },
-                  [&] { return launch_key_mask<Config::kKeys>(p, a.w.key_mask, stream); },
+  return in_order([&] { return launch_key_mask<Config::kKeys>(p, a.w.key_mask, stream); },
                   [&] { return launch_lists(query_lists_kernel, w.lists); },
                   [&] { return p.deterministic ? launch_lists(turns_kernel, w.turns) : cudaSuccess; },
-                  [&] { return launch_backward_kernels<In, Config>(a, stream); },
+                  [&] { return launch_backward_kernels<In, Config>(a, stream); });
+}
+
+template <class In, int kHeadDim>
+cudaError_t launch_flex_backward_tiles(const BackwardParams& p, void* workspace, cudaStream_t stream) {
+  Arena arena(workspace);
+  const auto w = FlexBackwardWorkspace::lay_out(arena, p);
+  FlexBackwardArguments a{backward_arguments(p, w.others), w.lists, w.turns, w.functions};
+  return in_order([&] { return simt::launch_store_functions(p, w.functions, stream); },
+                  [&] { return launch_listed<In, FlexBackward<In, kHeadDim>>(p, w, a, stream); },
                   [&] {  // a mask function has no gradient
                     const size_t bytes = p.functions->captured_count * sizeof(float);
                     return p.functions->dcaptured ? cudaMemsetAsync(p.functions->dcaptured, 0, bytes, stream)

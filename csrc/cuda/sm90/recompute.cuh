@@ -14,18 +14,26 @@ namespace flash_attn_ext::cuda::sm90 {
 
 struct RepairedElement {
   float prob, dscore;
+  bool attends;
 };
 
-template <class Row>
+template <class Row, class Hidden>
 __device__ RepairedElement repaired_element(const BackwardParams& p, const BackwardWorkspace& w, int64_t b,
-                                            int64_t h, int64_t i, const Row& q, const Row& k, const Row& v,
-                                            const Row& dout) {
+                                            int64_t h, int64_t i, int64_t j, const Row& q, const Row& k,
+                                            const Row& v, const Row& dout, const Hidden& hidden) {
   const int64_t at = w.tiles(p, b, h, i);
   const ScoreScale score(p);
   const float product = q.dot(k), x = p.softcap > 0 ? score.tanh(product) : product;
-  const float prob = ptx::exp2_fast(fmaf(x, score.scale2, -w.lse2[at]));
   const float gate = p.softcap > 0 ? 1 - x * x : 1.0f;
-  return {prob, prob * gate * (dout.dot(v) - w.delta[at])};
+  if constexpr (Hidden::kChangesScores) {
+    bool attends;
+    const auto gradient = hidden.template gradient<false>({b, h, i, j, x * score.scale, 0},
+                                                          p.lse_index(b, h, i), dout.dot(v), attends);
+    return {gradient.prob, gate * gradient.dscore, attends};
+  } else {
+    const float prob = ptx::exp2_fast(fmaf(x, score.scale2, -w.lse2[at]));
+    return {prob, prob * gate * (dout.dot(v) - w.delta[at]), true};
+  }
 }
 
 // Columns of dK and of dV.
@@ -52,7 +60,8 @@ __device__ void repair_key(const BackwardParams& p, const BackwardWorkspace& w, 
     for (int64_t i = seen.begin; i < seen.end && (of_dk.any_open(dk.x) || of_dv.any_open(dv.x)); ++i) {
       if (hidden.hides(p, b, h, i, j)) continue;
       const Row q(p.q, b, h, i, z.head_dim), dout(p.dout, b, h, i, z.head_dim_v);
-      const RepairedElement element = repaired_element(p, w, b, h, i, q, k, v, dout);
+      const RepairedElement element = repaired_element(p, w, b, h, i, j, q, k, v, dout, hidden);
+      if (!element.attends) continue;
       dk.add(element.dscore, q);
       dv.add(element.prob, dout);
     }
@@ -73,7 +82,8 @@ __device__ void repair_query(const BackwardParams& p, const BackwardWorkspace& w
   for (int64_t j = seen.end - 1; j >= seen.begin && columns.any_open(dq.x); --j) {
     if (hidden.hides(p, b, h, i, j)) continue;
     const Row k(p.k, b, h_kv, j, z.head_dim), v(p.v, b, h_kv, j, z.head_dim_v);
-    dq.add(repaired_element(p, w, b, h, i, q, k, v, dout).dscore, k);
+    const RepairedElement element = repaired_element(p, w, b, h, i, j, q, k, v, dout, hidden);
+    if (element.attends) dq.add(element.dscore, k);
   }
   columns.store(p.dq, b, h, i, static_cast<float>(p.scale), dq.x);
 }

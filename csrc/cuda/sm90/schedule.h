@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../core/params.h"
+#include "../../core/program.h"
 #include "../../core/splits.h"
 #include "../divider.h"
 #include "switches.h"
@@ -55,7 +56,10 @@ constexpr HeadDims backward_head_dims(const Sizes& z, bool plain) {
   return {padded_head_dim(z), padded_head_dim(z)};
 }
 inline HeadDims backward_head_dims(const AttentionParams& p) {
-  if (p.functions) return {padded_head_dim(p.sizes), padded_head_dim(p.sizes)};
+  if (p.functions) {  // 128 or 256 with a function on scores: score_backward.cuh
+    const int padded = padded_head_dim(p.sizes), least = p.functions->score ? 128 : 64;
+    return {padded < least ? least : padded, padded < least ? least : padded};
+  }
   return backward_head_dims(p.sizes, is_plain(p));
 }
 

@@ -172,7 +172,6 @@ size_t flex_forward_workspace(const AttentionParams& p) {
 
 const char* why_not_backward(const BackwardParams& p) {
   if (const char* reason = why_not_functions(p)) return reason;
-  if (p.functions && p.functions->score) return "sm90: no backward of a score_mod";
   const Sizes& z = p.sizes;
   if (const char* reason = why_not_either(p)) return reason;
   if (!takes_queries(p.q, p, z.head_dim) || !takes_keys(p.k, p, z.head_dim) ||
