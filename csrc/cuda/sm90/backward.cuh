@@ -125,14 +125,11 @@ __device__ void add_dq(const typename Config::Arguments& a, const BackwardRange&
     const int tile = range.workspace_tile + at.head * a.w.tiles.of_head + at.tile;
     int32_t* const turns = a.w.turns + (first_head + at.head) * a.w.tiles.longest + at.tile;
     ptx::barrier_wait(shared.dq_full, n % 2);  // the consumers have written all of dQ
-    if (Config::kScores && !a.p.dq) {          // the second pass of captured tensors has no dQ
-      ptx::barrier_arrive(shared.dq_empty);
-      continue;
-    }
     const int turn = a.p.deterministic ? turn_of<Config>(a, range, at) : 0;
     if (a.p.deterministic) ptx::acquire_bulk_turn(turns, turn);  // the blocks before this block have added
     constexpr int kElements = sizeof(shared.dq) / sizeof(float);
-    ptx::bulk_add(a.w.dq + int64_t{tile} * kElements, &shared.dq[0][0][0], kElements);
+    if (!Config::kScores || a.p.dq)  // the second pass of captured tensors has no dQ
+      ptx::bulk_add(a.w.dq + int64_t{tile} * kElements, &shared.dq[0][0][0], kElements);
     ptx::bulk_commit();                    // ends the batch of these adds
     ptx::bulk_wait_read();                 // the copy engine has read dQ in shared memory
     ptx::barrier_arrive(shared.dq_empty);  // the consumers may overwrite it
@@ -232,7 +229,6 @@ __device__ void consume(const typename Config::Arguments& a, const BackwardRange
     if constexpr (Config::kFunctions) partial |= __ballot_sync(kAllLanes, shown != ~0u) != 0;
     const int weights_row = own_key + warp * kWarpRows;
     if constexpr (Config::kScores) {
-      ptx::wgmma_wait<0>(ds);  // dP is complete, and no product runs
       SeenElements elements(band, warp_key + first_row_in_warp(), first_row, attends);
       elements.hide_others(shown);
       a.finish_scores(range, at, warp_key + first_row_in_warp(), first_row, elements, s, ds);

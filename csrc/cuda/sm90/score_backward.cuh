@@ -41,12 +41,13 @@ struct ScoreBackwardArguments : FlexBackwardArguments {
 
   FA_HOST_DEVICE ScoreGradients hidden() const { return {{{functions}}, terms}; }
 
-  // Replaces products by P^T, and dP^T by dS^T. `key`: the thread's first key. No product may run: ptxas would
-  // serialise all products.
+  // Waits for dP, and replaces products by P^T, and dP^T by dS^T. `key`: the thread's first key. No product may
+  // run during the function: ptxas would serialise all products.
   template <int kElements>
   __device__ void finish_scores(const BackwardRange& range, const ListedTileCursor& tile, int key,
                                 int first_row, const SeenElements& elements, float (&s)[kElements],
                                 float (&ds)[kElements]) const {
+    ptx::wgmma_wait<0>(ds);  // dP is complete, and no product runs
     const int row = first_row + first_column_in_eight();
     const int64_t first_term = p.lse_index(range.b, tile.head, range.q_row);
     for_each_accumulator(
