@@ -207,11 +207,15 @@ def check_main_loop(cubin, kernel, form, dims):
     assert len(loop) <= MOST_INSTRUCTIONS[kernel, form][dims]
     has_functions = form in WITH_FUNCTIONS  # tiles that meet several blocks divide by the sizes of a block
     assert has_functions or not [str(i) for i in loop if division(form).match(i.operation)]
-    # Descriptors are stepped in uniform registers: nothing is moved there between the products of a batch.
+    # Descriptors are stepped in uniform registers: nothing is moved there between the products of a batch. One kernel
+    # moves a single number there, because its function of the user takes the uniform registers.
+    allowed = int((kernel, form, dims) == ("backward_kernel", "with scores", D256))
+    moves = []
     products = [n for n, i in enumerate(loop) if i.operation.startswith("HGMMA")]
     for a, b in itertools.pairwise(products):
         if "gsb0" not in loop[a].operands:
-            assert not [str(i) for i in loop[a:b] if i.operation.startswith("R2UR")]
+            moves += [str(i) for i in loop[a:b] if i.operation.startswith("R2UR")]
+    assert len(moves) <= allowed, moves
     # No division comes before the first load and the first product, either.
     code = code_of(cubin, kernel, dims, form)
     first = next(n for n, i in enumerate(code) if i.operation.startswith("HGMMA"))
