@@ -46,8 +46,9 @@ UNITS = ["torch"]
 # x86-64 float32 results keep their bits. Calls take 1.13 times as long; a decoding step of one row takes 1.4 times.
 SLOW_KERNELS = ["isa_generic"]
 CPU = ["isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_amx"]
-CPU += ["amx_permission", "key_lists", "select", "task_list", "why_not", "widen_float8"]
+CPU += ["amx_permission", "int8", "key_lists", "select", "task_list", "why_not", "widen_float8"]
 CPU += ["isa_neon", "isa_neon_bf16"]
+CPU += ["int8_generic", "int8_avx2", "int8_avx512", "int8_avx512_vnni"]
 CUDA = [
     "select.cu",
     "combine.cu",

@@ -201,6 +201,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   };
   for_each_operator(KernelOperators{}, add_rows);
   for_each_operator(PythonKernelOperators{}, add_rows);
+  for_each_operator(CpuOperators{}, add_rows);
   for_each_operator(CacheWriters{}, add_rows);
   m.attr("tensor_rows") = rows;
   m.attr("program_operations") = program_operations();
@@ -227,6 +228,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_readonly("parts", &Plan::parts);
   m.def("plan_attention", plan_of_forward<Attention>);
   m.def("plan_attention_backward", plan_of_backward<Attention, AttentionBackward>);
+  m.def("plan_int8", [](const pybind11::dict& tensors, const pybind11::dict& options) {
+    return flash_attn_ext::plan_int8(read<Int8Tensors>(tensors), read<Int8Options>(options));
+  });
   m.def("plan_varlen", plan_of_forward<AttentionVarlen>);
   m.def("plan_varlen_backward", plan_of_backward<AttentionVarlen, AttentionVarlenBackward>);
   m.def("plan_cache", plan_of_forward<AttentionCache>);

@@ -23,6 +23,8 @@ INDICES = ("key_indices", "key_block_indices")
 # Arguments of float8 calls. _float8.py has their calls.
 DESCALES = ("q_descale", "k_descale", "v_descale")
 OF_FLOAT8 = (*DESCALES, "out_dtype")
+# The argument of calls with rounded operands. _int8.py has their calls.
+QUANTIZE = "quantize"
 
 
 def take(arguments: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -48,7 +50,7 @@ class Call:
         cls, operator: _ops.Operator, *, enable_gqa: bool = False, return_lse: bool = False, **arguments
     ) -> Call:
         """Sorts the arguments of :func:`flash_attn` or :func:`flash_attn_varlen` into tensors and options."""
-        for name in (*FUNCTIONS, *INDICES, *OF_FLOAT8):
+        for name in (*FUNCTIONS, *INDICES, *OF_FLOAT8, QUANTIZE):
             if arguments.pop(name, None) is not None:
                 raise NotImplementedError(
                     f"{name}: got one; allowed here: none, and flash_attn of dense tensors takes it"

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _dense, _float8, _functorch, _ops
-from ._call import FUNCTIONS, OF_FLOAT8, Call, take
+from . import _dense, _float8, _functorch, _int8, _ops
+from ._call import FUNCTIONS, OF_FLOAT8, QUANTIZE, Call, take
 from ._hints import unknown_argument
 from ._tensor_checks import check_is_dense, is_causal_bias, some_dtensor
 from .flex.attention import with_functions
@@ -97,8 +97,9 @@ def explain(*args, **kwargs) -> Explanation:
     computes the gradients of query, key and value. Memory is the bytes that the call allocates through torch, for a
     contiguous gradient of out and no gradient of lse. Small CPU workspaces are on the stack and count as 0.
 
-    Tensors in float8_e4m3fn have no backward: ``allocates["widened query"]`` is a copy of the query in
-    the dtype of out.
+    Calls with ``quantize="int8"`` have no backward. Their kernel is "avx512_vnni", or the instruction set that computes
+    the same sums of integers without VNNI. Tensors in float8_e4m3fn have no backward: ``allocates["widened query"]`` is
+    a copy of the query in the dtype of out.
 
     With functions of the user, :attr:`Explanation.functions` shows their programs, how often each instruction runs,
     and how many blocks are visited. FLOPs and traffic ignore the block mask: they include its hidden blocks.
@@ -116,6 +117,8 @@ def explain(*args, **kwargs) -> Explanation:
     if _float8.is_float8(arguments["query"], *(arguments[name] for name in OF_FLOAT8)):
         form, _ = _dense.to_operator_form(_float8.dense_call(arguments))
         return of_float8("flash_attn", form, _float8.dense_on_cache(form, arguments))
+    if arguments[QUANTIZE] is not None:
+        return _of_int8(arguments)
     functions = take(arguments, FUNCTIONS)
     given = Call.from_arguments(_ops.DENSE, **arguments)
     refuse_dtensors(given.tensors)
@@ -199,6 +202,24 @@ def explanation(described: str, plans: tuple, call: Call, given: Call, copies: l
         gradients=tuple(name for name, want in zip(names, wanted, strict=True) if want),
         deterministic=backward.deterministic,
         functions=report_of(call.tensors) if "programs" in call.tensors else (),
+    )
+
+
+def _of_int8(arguments: dict) -> Explanation:
+    """Makes the Explanation of a call with ``quantize="int8"``."""
+    given = _int8.checked_call(arguments)
+    form, _ = _dense.to_operator_form(given)
+    call, cast = after_autocast(_int8.of_operator(form))
+    q, k, v = (call.tensors[name] for name in ("query", "key", "value"))
+    shape = HeadShape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype, q.dtype.itemsize, q.device.type)
+    plan = _ops.plan_int8(call.tensors, call.options)
+    copied = sum(t.nbytes for t in cast)
+    return Explanation(
+        call=describe("flash_attn", call, query="query", key="key", value="value") + ", quantize='int8'",
+        forward=pass_report("forward", plan, shape, call.tensors["attn_mask"], copied_bytes=copied),
+        backward=None,
+        gradients=(),
+        deterministic=True,
     )
 
 

@@ -104,5 +104,6 @@ for _name in ("attention", "attention_backward", "attention_jvp", "attention_dou
     _register(getattr(_ops, _name.replace("attention", "attention_varlen_flex")), _packed_pairs, _PER_PAIR[_name])
 for _name in ("attention", "attention_backward"):
     _register(getattr(_ops, _name.replace("attention", "attention_indexed")), _indexed_pairs, _PER_PAIR[_name])
+_register(_ops.attention_int8, _dense_pairs, _PER_PAIR["attention"])
 for _cached in (_ops.attention_cache, _ops.attention_cache_flex):
     _register(_cached, _cache_pairs, _PER_PAIR["attention"])

@@ -69,6 +69,7 @@ attention_varlen_flex_double_backward = torch.ops.flash_attn_ext.attention_varle
 attention_cache_flex = torch.ops.flash_attn_ext.attention_cache_flex.default
 attention_indexed = torch.ops.flash_attn_ext.attention_indexed.default
 attention_indexed_backward = torch.ops.flash_attn_ext.attention_indexed_backward.default
+attention_int8 = torch.ops.flash_attn_ext.attention_int8.default
 indexer_topk = torch.ops.flash_attn_ext.indexer_topk.default
 indexer_scores = torch.ops.flash_attn_ext.indexer_scores.default
 indexer_scores_backward = torch.ops.flash_attn_ext.indexer_scores_backward.default
@@ -88,6 +89,7 @@ write_cache_if_ordinary = _C.write_cache_if_ordinary
 read_cache_if_ordinary = _C.read_cache_if_ordinary
 plan_attention = _C.plan_attention
 plan_attention_backward = _C.plan_attention_backward
+plan_int8 = _C.plan_int8
 plan_varlen = _C.plan_varlen
 plan_varlen_backward = _C.plan_varlen_backward
 plan_cache = _C.plan_cache
@@ -154,6 +156,7 @@ VARLEN = _operator(
     "flash_attn_varlen", attention_varlen, attention_varlen_backward, attention_varlen_jvp,
     attention_varlen_double_backward,
 )  # fmt: skip
+INT8 = _operator("flash_attn", attention_int8)
 CACHE = _operator("flash_attn_with_kvcache", attention_cache)
 # The operators of calls with functions of the user.
 FLEX = _operator(

@@ -12,7 +12,7 @@ from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import _dense, _float8, _indexed, _ops, _packed
+from . import _dense, _float8, _indexed, _int8, _ops, _packed
 from ._attend import attend
 from ._call import FUNCTIONS, INDICES, Call
 from ._dropout import dropout_mask, new_rng_state
@@ -63,6 +63,7 @@ def flash_attn(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    quantize: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(scale * query @ key^T + bias) @ value``, without storing the score matrix.
@@ -145,6 +146,11 @@ def flash_attn(
         v_descale: as ``q_descale``, the factor of ``value``, which multiplies ``out``.
         out_dtype: the dtype of ``out`` for a ``query`` in float8_e4m3fn: bfloat16 or float16. None: bfloat16;
             ``query``'s for other dtypes. A number above 65504 becomes inf in float16.
+        quantize: "int8": an approximation for inference on CPU, with ``query @ key^T`` in int8 and ``P @ value`` in
+            int16 (SageAttention, Zhang et al. 2024). ``out`` differs from exact attention by about 1%, and by more if a
+            few columns of ``query`` or ``key`` are far larger than the others: docs/int8.md has the errors and the
+            speed. Hidden keys change the rounding. For float32, bfloat16 and float16 tensors that require no gradient;
+            without dropout, functions and ``key_indices``. None: exact.
 
     With ``window``, ``alibi_slopes`` or ``attention_chunk`` but neither ``is_causal`` nor ``causal``, the diagonal is
     aligned to the lower right corner, as in flash-attention.
@@ -168,6 +174,8 @@ def flash_attn(
         raise unknown_argument("flash_attn", next(iter(unknown)))
     if _float8.is_float8(query, q_descale, k_descale, v_descale, out_dtype):
         return _of_float8(locals())
+    if quantize is not None:
+        return _quantized(locals())
     has_functions = score_mod is not None or mask_mod is not None or block_mask is not None
     if key_indices is not None or key_block_indices is not None:
         if has_functions:
@@ -272,6 +280,15 @@ def _of_float8(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     if is_causal_bias(arguments["attn_mask"]):
         arguments = without_causal_bias(arguments)
     out, lse = _float8.attend_dense(arguments)
+    return (out, lse) if given["return_lse"] else out
+
+
+def _quantized(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs flash_attn with rounded operands. ``given``: the local variables of flash_attn."""
+    arguments = {name: given[name] for name in _PARAMETERS}
+    if is_causal_bias(arguments["attn_mask"]):
+        arguments = without_causal_bias(arguments)
+    out, lse = _int8.attend(arguments)
     return (out, lse) if given["return_lse"] else out
 
 

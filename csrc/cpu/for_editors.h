@@ -1,6 +1,7 @@
 // Lets an editor, or a compiler that only checks syntax, read any -inl.h alone, as isa_generic.cpp includes it.
 #pragma once
 
+#include "int8.h"
 #include "target_region.h"
 
 #define FA_ISA_NAME "generic"

@@ -41,6 +41,11 @@ const char* why_not(const DoubleBackwardParams& p) {
   if (p.dweights) return "cpu: no kernel for second derivatives of the weights";
   return why_not_differentiated(p);
 }
+const char* why_not(const Int8Params& p) {
+  if (p.dtype == DType::kFloat64 || p.functions || p.dropout || p.varlen)
+    return "cpu: no kernel with integer products for float64, functions, dropout and packed sequences";
+  return why_not_any(p);
+}
 const char* why_not(const WeightsParams& p) {
   if (const char* reason = why_not_functions(p)) return reason;
   if (p.varlen) return "cpu: no kernel for the weights of packed sequences";

@@ -8,6 +8,7 @@
 #include "dense/pack_params.h"
 #include "flex/flex.h"
 #include "indexed/indexed.h"
+#include "int8/int8.h"
 #include "packed/varlen.h"
 #include "weights/weights.h"
 
@@ -26,11 +27,13 @@ using KernelOperators = Types<Attention, AttentionBackward, AttentionJvp, Attent
 using PythonKernelOperators =
     Types<AttentionFlexJvp, AttentionFlexDoubleBackward, AttentionVarlenFlexJvp,
           AttentionVarlenFlexDoubleBackward, AttentionIndexedJvp, AttentionIndexedDoubleBackward>;
+// Operators with kernels on CPU only.
+using CpuOperators = Types<AttentionInt8>;
 // Operators that write to caches. On CUDA, append_to_cache is written in Python: flash_attn_ext/_append.py.
 using CacheWriters = Types<AppendToCache>;
 // Operators that users call under autocast. Derivatives get tensors that are already cast.
-using AutocastOperators =
-    Types<Attention, AttentionVarlen, AttentionWeights, AttentionFlex, AttentionVarlenFlex, AttentionIndexed>;
+using AutocastOperators = Types<Attention, AttentionVarlen, AttentionWeights, AttentionFlex,
+                                AttentionVarlenFlex, AttentionIndexed, AttentionInt8>;
 
 // Calls visit(operator_tag) for each operator; decltype(operator_tag)::Op is the operator.
 template <class T>

@@ -22,6 +22,7 @@
 #include "../ops/indexer/check_indexer.cpp"
 #include "../ops/indexer/compute_indexer.cpp"
 #include "../ops/indexer/indexer.cpp"
+#include "../ops/int8/int8.cpp"
 #include "../ops/keys/autocast.cpp"
 #include "../ops/keys/cpu.cpp"
 #include "../ops/keys/cuda.cpp"

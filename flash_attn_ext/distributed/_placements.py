@@ -102,6 +102,6 @@ for _op, _dims in (
 for _op in (
     _ops.attention_jvp, _ops.attention_double_backward, _ops.attention_varlen_jvp,
     _ops.attention_varlen_double_backward, _ops.attention_cache, _ops.append_to_cache, _ops.attention_merge_,
-    _ops.attention_weights, _ops.attention_weights_backward,
+    _ops.attention_weights, _ops.attention_weights_backward, _ops.attention_int8,
 ):  # fmt: skip
     torch.library.register_torch_dispatch(_op, DTensor, partial(_refuse, _op))

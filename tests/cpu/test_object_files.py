@@ -21,6 +21,7 @@ from paths import ROOT
 
 CPU = ROOT / "csrc" / "cpu"
 NAMESPACE = {f"isa_{isa}": f"flash_attn_ext::cpu::{isa}::" for isa in KERNELS if isa != "generic"}
+NAMESPACE |= {name: f"flash_attn_ext::cpu::{name}::" for name in ("int8_avx2", "int8_avx512", "int8_avx512_vnni")}
 BASELINE = ["isa_generic", "select", "task_list"]
 
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.+)>:$")
@@ -133,6 +134,9 @@ def test_baseline_has_no_avx(objects, name):
         ("isa_avx512_bf16", "%zmm", None),
         ("isa_avx512_bf16", "vdpbf16ps", "tdpbf16ps"),
         ("isa_amx", "%zmm", None),
+        ("int8_avx2", "%ymm", "%zmm"),
+        ("int8_avx512", "%zmm", "vpdp"),
+        ("int8_avx512_vnni", "vpdp", None),
     ],
 )
 def test_each_kernel_uses_its_own_instructions(objects, name, used, absent):
@@ -141,7 +145,7 @@ def test_each_kernel_uses_its_own_instructions(objects, name, used, absent):
     assert absent is None or absent not in text
     exported = exported_names(objects[name])
     kernels = [exported[function] for function in avx_by_function(objects[name]) if function in exported]
-    assert any("forward_query_block" in kernel for kernel in kernels)
+    assert any("forward_query_block" in kernel or "int8_forward" in kernel for kernel in kernels)
 
 
 def test_tile_registers_are_given_back(objects):

@@ -121,7 +121,7 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
   /* Same bits at every run; on CPU always so. Backward only. */                                                    \
   X(deterministic,  bool,                       false,        true,                             "")
 
-#define FA_SCORE_OPTIONS(X)                                                                                         \
+#define FA_SCORE_OPTIONS_BEFORE_DROPOUT(X)                                                                          \
   /* Factor of <q, k>; none: 1 / sqrt(D). */                                                                        \
   X(scale,          std::optional<double>,      std::nullopt, !v || std::isfinite(*v),          "a finite number")  \
   X(causal,         bool,                       false,        true,                             "")                 \
@@ -137,7 +137,10 @@ constexpr Shape kRngStateShape{Shape::kSeedOffset};
   /* Number of key 0 in the larger score matrix that has these chunks. */                                           \
   X(first_key,      c10::SymInt,                0,            true,                             "")                 \
   X(softcap,        double,                     0.0,          std::isfinite(v) && v >= 0,                           \
-    "0 (none) or a positive finite number")                                                                         \
+    "0 (none) or a positive finite number")
+
+#define FA_SCORE_OPTIONS(X)                                                                                         \
+  FA_SCORE_OPTIONS_BEFORE_DROPOUT(X)                                                                                \
   X(dropout_p,      double,                     0.0,          v >= 0.0 && v <= 1.0,             "0 to 1")
 
 #define FA_GRAD_MASK_OPTION(X)                                                                                      \

@@ -13,6 +13,7 @@
 #include "../../core/arena.h"
 #include "../../core/philox.h"
 #include "../../core/sequence.h"
+#include "../../cpu/int8.h"
 #include "../../cpu/select.h"
 #include "../../cpu/why_not.h"
 #include "../declarations/implement.h"
@@ -40,6 +41,12 @@ struct ForParams {
   static constexpr double products(const DoubleBackwardParams&) { return 10.0; }
   static constexpr double products(const WeightsParams&) { return 1.0; }
 };
+
+template <class Params>
+const auto& kernels_of(const Params& params) {
+  return cpu::active_kernels().*ForParams::kernels(params);
+}
+const auto& kernels_of(const Int8Params&) { return cpu::int8_kernels().forward; }
 
 // Fewer rows than this take as long as this many: the kernels read all keys anyway, or pad their vectors.
 int64_t least_rows(const AttentionParams&) { return 8; }
@@ -109,7 +116,7 @@ std::string refusal_of(const Params& params) {
 template <class Params>
 void run(const Params& params) {
   TORCH_CHECK_NOT_IMPLEMENTED(!cpu::why_not(params), refusal_of(params));
-  const auto& kernels = cpu::active_kernels().*ForParams::kernels(params);
+  const auto& kernels = kernels_of(params);
   const cpu::Parallel parallel = threads_for(params);
   const Workspace workspace(kernels.workspace(params, parallel.threads));
   kernels.run(params, workspace.data(), parallel);
@@ -138,6 +145,9 @@ OptionalTensor sink_of_rows(const AttentionTensors& in, const at::Tensor& lse) {
 }
 OptionalTensor sink_of_rows(const AttentionJvpTensors& in, const at::Tensor& lse) {
   return sink_of_rows(in.forward(), lse);
+}
+OptionalTensor sink_of_rows(const Int8Tensors& in, const at::Tensor& lse) {
+  return sink_of_rows(in.attention(), lse);
 }
 OptionalTensor sink_of_rows(const FlexTensors& in, const at::Tensor& lse) {
   return sink_of_rows(in.base(), lse);
@@ -281,7 +291,7 @@ KernelChoice choose(const Params& params) {
   if (!choice.refusal.empty()) return choice;
   choice.kernel = cpu::active_kernels().isa;
   choice.why_not = cpu::why_not_faster();
-  const auto& kernels = cpu::active_kernels().*ForParams::kernels(params);
+  const auto& kernels = kernels_of(params);
   choice.workspace_bytes = Workspace::allocated(kernels.workspace(params, threads_for(params).threads));
   return choice;
 }
@@ -302,6 +312,17 @@ AppendResult write_cache_on_cpu(const AppendTensors& given, const AppendOptions&
 
 KernelChoice choose_on_cpu(const AttentionParams& params) { return choose(params); }
 KernelChoice choose_on_cpu(const BackwardParams& params) { return choose(params); }
+KernelChoice choose_on_cpu(const Int8Params& params) {
+  KernelChoice choice = choose(params);
+  if (choice.kernel.empty()) return choice;
+  const std::string fastest = "avx512_vnni", active = choice.kernel;
+  choice.kernel = cpu::int8_kernels().isa;
+  choice.why_not.clear();
+  if (choice.kernel != fastest)
+    choice.why_not = {fastest + ": " +
+                      (cpu::cpu_has_vnni() ? active + " is forced" : "this CPU cannot run it")};
+  return choice;
+}
 
 int64_t decode_splits_on_cpu(const AttentionParams& params) {
   return cpu::active_kernels().decode_splits(params);
@@ -318,6 +339,7 @@ FA_LIBRARY_IMPL(CPU, m) {
     implement<Op, on_cpu<Op>>(m);
   };
   for_each_operator(KernelOperators{}, register_operator);
+  for_each_operator(CpuOperators{}, register_operator);
   implement<AppendToCache, append_on_cpu>(m);
   m.impl("dropout_mask", dropout_mask_cpu);
 }

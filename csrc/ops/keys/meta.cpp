@@ -32,6 +32,7 @@ FA_LIBRARY_IMPL(Meta, m) {
   };
   for_each_operator(KernelOperators{}, register_operator);
   for_each_operator(PythonKernelOperators{}, register_operator);
+  for_each_operator(CpuOperators{}, register_operator);
   for_each_operator(CacheWriters{}, register_operator);
   m.impl("dropout_mask", dropout_mask_meta);
 }

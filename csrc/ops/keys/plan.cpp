@@ -76,7 +76,9 @@ Placeholders<Tensors> placeholders_of(const Tensors& tensors) {
 template <class Params>
 KernelChoice choose(const Params& params, at::Device device) {
   if (device.is_cpu()) return choose_on_cpu(params);
-  if (device.is_cuda()) return choose_on_cuda(params, device);
+  if constexpr (!std::is_same_v<Params, Int8Params>) {
+    if (device.is_cuda()) return choose_on_cuda(params, device);
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(device.is_meta(), "flash_attn: no kernel for device ", device,
                               "; allowed: cpu, cuda");
   return {};
@@ -241,6 +243,21 @@ Plan plan_forward(const typename Op::Tensors& given, const typename Op::Options&
   const auto packed = Op::pack(placeholders.laid_out, options, not_allocated(result));
   return forward_plan(packed.params, given.query.device(), result, placeholders.copied_bytes,
                       options.deterministic);
+}
+
+Plan plan_int8(const Int8Tensors& given, const Int8Options& options) {
+  AttentionInt8::check(given, options);
+  check_contents(given, options);
+  const auto placeholders = placeholders_of(given);
+  const AttentionResult result = AttentionInt8::empty(placeholders.given, options);
+  const auto packed = AttentionInt8::pack(placeholders.laid_out, options, not_allocated(result));
+  Plan plan = plan_of(packed.params, given.query.device());
+  plan.deterministic = true;
+  plan.bytes = {{"out", bytes_of(result.out)},
+                {"lse", bytes_of(result.lse)},
+                {"workspace", plan.choice.workspace_bytes},
+                {"copies", placeholders.copied_bytes}};
+  return plan;
 }
 
 template <class Op, class Backward>

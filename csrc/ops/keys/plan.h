@@ -8,6 +8,7 @@
 #include "../../core/params.h"
 #include "../cache/kvcache.h"
 #include "../flex/flex.h"
+#include "../int8/int8.h"
 #include "../packed/varlen.h"
 
 namespace flash_attn_ext {
@@ -22,6 +23,7 @@ struct KernelChoice {
 
 KernelChoice choose_on_cpu(const AttentionParams& params);
 KernelChoice choose_on_cpu(const BackwardParams& params);
+KernelChoice choose_on_cpu(const Int8Params& params);
 KernelChoice choose_on_cuda(const AttentionParams& params, at::Device device);
 KernelChoice choose_on_cuda(const BackwardParams& params, at::Device device);
 
@@ -53,6 +55,8 @@ Plan plan_forward(const typename Op::Tensors& tensors, const typename Op::Option
 template <class Op, class Backward>
 Plan plan_backward(const typename Op::Tensors& tensors, const typename Op::Options& options,
                    const decltype(Backward::Options::grad_mask)& grad_mask);
+
+Plan plan_int8(const Int8Tensors& tensors, const Int8Options& options);
 
 extern template Plan plan_forward<Attention>(const AttentionTensors&, const AttentionOptions&);
 extern template Plan plan_forward<AttentionVarlen>(const VarlenTensors&, const VarlenOptions&);

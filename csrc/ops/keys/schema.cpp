@@ -98,6 +98,7 @@ FA_LIBRARY(m) {
   };
   for_each_operator(KernelOperators{}, define);
   for_each_operator(PythonKernelOperators{}, define);
+  for_each_operator(CpuOperators{}, define);
   for_each_operator(CacheWriters{}, define);
   m.def(
       "dropout_mask(Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, "
