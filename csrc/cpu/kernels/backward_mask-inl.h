@@ -88,18 +88,10 @@ void store_mask_rows(const BackwardParams& own, const MaskTask<T>& task, int64_t
   const int64_t before = by_row ? own.varlen.first_q : 0, rows_of_mask = by_row ? own.sizes.seqlen_q : g.rows;
   const int64_t i = task.mi + first, rows = std::min(count, rows_of_mask - i),
                 cols = std::min(block_k, g.cols - task.mj);
-  switch (own.mask.dtype) {
-    case DType::kFloat32:
-      return store_mask_tile<float, T>(g, task.mb, task.mh, before + i, task.mj, rows, cols, sums, block_k);
-    case DType::kFloat64:
-      return store_mask_tile<double, T>(g, task.mb, task.mh, before + i, task.mj, rows, cols, sums, block_k);
-    case DType::kBFloat16:
-      return store_mask_tile<BFloat16, T>(g, task.mb, task.mh, before + i, task.mj, rows, cols, sums,
+  for_float_mask<T>(own.mask.dtype, [&](auto element) {  // a bool mask has no gradient (ops/checks)
+    store_mask_tile<decltype(element), T>(g, task.mb, task.mh, before + i, task.mj, rows, cols, sums,
                                           block_k);
-    case DType::kFloat16:
-      return store_mask_tile<Float16, T>(g, task.mb, task.mh, before + i, task.mj, rows, cols, sums, block_k);
-    case DType::kBool: return;  // a bool mask has no gradient (ops/checks)
-  }
+  });
 }
 
 // Adds to pass.s.dmask: dS of all score tiles that share the mask tile, or of the score tiles in its part.

@@ -6,15 +6,15 @@
 
 enum class TileMask { kNone, kSome, kAll };  // how many of a tile's elements are masked
 
-// Calls body(M{}), where M is the element type of a float mask.
-template <class Body>
+// Calls body(M{}), where M is the element type of a float mask: float32, or the type of the queries (ops/checks). So
+// 16-bit masks have no code for float64 accumulators T, and float64 masks have none for float32 accumulators.
+template <class T, class Body>
 inline auto for_float_mask(DType dtype, const Body& body) {
-  switch (dtype) {
-    case DType::kFloat64: return body(double{});
-    case DType::kBFloat16: return body(BFloat16{});
-    case DType::kFloat16: return body(Float16{});
-    case DType::kFloat32:
-    case DType::kBool: break;  // a bool mask is stored as bits, not as a bias
+  if constexpr (std::is_same_v<T, double>) {
+    if (dtype == DType::kFloat64) return body(double{});
+  } else {
+    if (dtype == DType::kBFloat16) return body(BFloat16{});
+    if (dtype == DType::kFloat16) return body(Float16{});
   }
   return body(float{});
 }
@@ -36,7 +36,7 @@ FA_INLINE Vec<T> load_bias(const M* p, int64_t n) {
   if constexpr (kNext == Prefetch::kYes) __builtin_prefetch(p + kTile);
   if constexpr (std::is_same_v<M, T> || (std::is_same_v<T, float> && sizeof(M) == 2)) {
     return n == L ? load_as<M, T>(p) : load_tail_as<M, T>(p, n);
-  } else {  // a float32 or 16-bit mask with float64 inputs
+  } else {  // a float32 mask with float64 inputs
     Vec<T> value = {};
     for (int64_t i = 0; i < n; ++i) value[i] = scalar_as<T>(p[i]);
     return value;

@@ -175,7 +175,7 @@ void add_gathered_mask(const void* data, DType dtype, int64_t offset, int64_t st
   if (dtype == DType::kBool)
     return add_gathered_mask<T>(static_cast<const uint8_t*>(data) + offset, stride_h, stride_k, keys, f, bias,
                                 hides, [](uint8_t seen) { return seen ? T(0) : kNegInf<T>; });
-  for_float_mask(dtype, [&](auto element) {
+  for_float_mask<T>(dtype, [&](auto element) {
     using M = decltype(element);
     add_gathered_mask<T>(static_cast<const M*>(data) + offset, stride_h, stride_k, keys, f, bias, hides,
                          [](M x) { return scalar_as<T>(x); });

@@ -17,7 +17,7 @@ inline bool is_read_in_place(const AttentionParams& p, const TileFrame& f) {
 // partial last vector counts as partly visible, because lanes beyond the end read 0.
 template <class T>
 inline bool hides_in_place(const MaskParams& mask, const TileFrame& f) {
-  return for_float_mask(mask.dtype, [&](auto element) {
+  return for_float_mask<T>(mask.dtype, [&](auto element) {
     constexpr int64_t L = kLanes<T>;
     const auto* src = mask_at<decltype(element)>(mask, f);
     MaskedAndNot<T> first, all;
@@ -33,7 +33,7 @@ inline bool hides_in_place(const MaskParams& mask, const TileFrame& f) {
 // Returns whether the mask hides one element.
 template <class T>
 inline bool hides_in_place(const MaskParams& mask, const TileFrame& f, int64_t row, int64_t lane) {
-  return for_float_mask(mask.dtype, [&](auto element) {
+  return for_float_mask<T>(mask.dtype, [&](auto element) {
     return scalar_as<T>(mask_at<decltype(element)>(mask, f)[lane * mask.stride_q + row]) == kNegInf<T>;
   });
 }
@@ -41,7 +41,7 @@ inline bool hides_in_place(const MaskParams& mask, const TileFrame& f, int64_t r
 // Adds the mask to the scores of a tile. Returns whether it hides any of them.
 template <class T>
 inline bool add_in_place(const MaskParams& mask, const TileFrame& f, T* scores) {
-  return for_float_mask(mask.dtype, [&](auto element) {
+  return for_float_mask<T>(mask.dtype, [&](auto element) {
     const auto add = [&](int64_t row, int64_t lane, Vec<T> bias) FA_INLINE_LAMBDA {
       T* at = scores + row * f.ld + lane;
       store<T>(at, masked_sum<T>(load<T>(at), bias));
@@ -57,11 +57,13 @@ class MaskLines {
   // Has no lines if the mask is not read in place.
   MaskLines(const AttentionParams& p, const TileFrame& f) {
     if (!is_read_in_place(p, f)) return;
-    for_float_mask(p.mask.dtype, [&](auto element) {
-      row_ = reinterpret_cast<const char*>(mask_at<decltype(element)>(p.mask, f));
-      stride_ = p.mask.stride_q * static_cast<int64_t>(sizeof element);
-      bytes_ = f.keys * static_cast<int64_t>(sizeof element);
-    });
+    const MaskParams& mask = p.mask;
+    const int64_t element = bytes_of(mask.dtype);
+    const int64_t first =
+        f.b * mask.stride_b + f.h * mask.stride_h + f.i0 * mask.stride_q + f.j0 * mask.stride_k;
+    row_ = static_cast<const char*>(mask.data) + first * element;
+    stride_ = mask.stride_q * element;
+    bytes_ = f.keys * element;
     rows_ = f.queries;
     at_ = first_line();
   }

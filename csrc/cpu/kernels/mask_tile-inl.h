@@ -65,15 +65,15 @@ inline TileMask add_keys_as(const MaskParams& keys, const TileFrame& f, T* dst) 
 
 template <class T>
 inline TileMask add_keys(const MaskParams& keys, const TileFrame& f, T* dst) {
-  return for_float_mask(keys.dtype,
-                        [&](auto element) { return add_keys_as<T, decltype(element)>(keys, f, dst); });
+  return for_float_mask<T>(keys.dtype,
+                           [&](auto element) { return add_keys_as<T, decltype(element)>(keys, f, dst); });
 }
 
 // Fills dst[row][lane] with the bias of a float mask.
 template <class T>
 inline TileMask load_bias_tile(const MaskParams& mask, const TileFrame& f, T* dst) {
-  return for_float_mask(mask.dtype,
-                        [&](auto element) { return load_bias_as<T, decltype(element)>(mask, f, dst); });
+  return for_float_mask<T>(mask.dtype,
+                           [&](auto element) { return load_bias_as<T, decltype(element)>(mask, f, dst); });
 }
 
 // Returns bits: bit c is p[c] != 0, for c < n <= 64.
