@@ -34,7 +34,10 @@ _REFUSED = ("attn_mask", "key_mask", "rng_state", "seqused_q", "qv", *FUNCTIONS,
 
 def is_float8(query: object, *given: object) -> bool:
     """Whether this module computes the call: it has a float8 query, or one of ``given``, arguments of float8 calls."""
-    return getattr(query, "dtype", None) is DTYPE or any(argument is not None for argument in given)
+    for argument in given:  # every call comes here, and any() takes twice the time
+        if argument is not None:
+            return True
+    return getattr(query, "dtype", None) is DTYPE
 
 
 def out_dtype_of(query: Tensor, out_dtype: object, name: str) -> torch.dtype:

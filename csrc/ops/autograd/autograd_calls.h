@@ -5,13 +5,10 @@
 #include <ATen/ops/add.h>
 
 #include <algorithm>
-#include <functional>
 
-#include "autograd_lists.h"
+#include "record.h"
 
 namespace flash_attn_ext {
-
-using torch::autograd::AutogradContext;
 
 // The modes of differentiation that a call needs. A call that needs no mode runs without a Function: its set-up takes
 // longer than attention of a few rows.
@@ -99,82 +96,11 @@ struct Cotangents {
   bool any() const { return out.defined() || lse.defined(); }
 };
 
-// For each tensor of a Function: whether it needs a gradient. Each defined tensor has one edge, in order. An undefined
-// tensor has no edge.
-inline std::vector<bool> needs_gradient(AutogradContext* ctx, const variable_list& saved, size_t count) {
-  std::vector<bool> needs(count);
-  size_t edge = 0;
-  for (size_t n = 0; n < count; ++n) needs[n] = saved[n].defined() && ctx->needs_input_grad(edge++);
-  return needs;
-}
-
 template <size_t count = kGradients>
 std::array<bool, count> flags_from(const std::vector<bool>& needs, size_t first) {
   std::array<bool, count> flags;
   for (size_t n = 0; n < count; ++n) flags[n] = needs[first + n];
   return flags;
-}
-
-// One autograd Function serves all derivatives, because torch's header compiles much code for each class of Function, and
-// more for each number of arguments.
-class DerivativeFunction : public torch::autograd::Function<DerivativeFunction> {
- public:
-  using Backward = variable_list(AutogradContext* ctx, const variable_list& grads);
-  struct Computed {
-    variable_list results, saved;  // saved: for the backward. It begins with the operator's tensors
-  };
-
-  // `values`: the options and the backward. `tensors`: the operator's defined tensors, without forward-mode tangents.
-  static variable_list forward(AutogradContext* ctx, const c10::IValue& values,
-                               const std::function<Computed()>& compute, at::TensorList /*tensors*/) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Computed computed = compute();
-    ctx->save_for_backward(std::move(computed.saved));
-    // autograd stores each entry of saved_data in a node of a hash table, so one entry is cheaper.
-    ctx->saved_data["values"] = values;
-    ctx->set_materialize_grads(false);  // an unused lse costs nothing in the backward
-    return std::move(computed.results);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const int64_t backward = ctx->saved_data["values"].toTupleRef().elements().back().toInt();
-    return reinterpret_cast<Backward*>(backward)(ctx, grads);
-  }
-};
-
-// Calls compute(), and records `backward` as the derivative of its results.
-template <class Tensors, class Options>
-variable_list record(DerivativeFunction::Backward* backward, const Tensors& tensors, const Options& options,
-                     const std::function<DerivativeFunction::Computed()>& compute) {
-  std::vector<c10::IValue> values;
-  values.reserve(kMembers<Options> + 1);
-  push_members(values, options);
-  values.emplace_back(reinterpret_cast<int64_t>(backward));
-  variable_list defined;
-  for_each_tensor(tensors, [&](const TensorRule&, const auto& optional) {
-    if (const at::Tensor* t = tensor_or_null(optional)) defined.push_back(*t);
-  });
-  return DerivativeFunction::apply(c10::IValue(c10::ivalue::Tuple::create(std::move(values))), compute,
-                                   at::TensorList(defined));
-}
-
-// The options that record() got.
-template <class Options>
-Options recorded_options(AutogradContext* ctx) {
-  const std::vector<c10::IValue> values = ctx->saved_data["values"].toTupleRef().elements().vec();
-  Options options;
-  load_members(values.data(), options);
-  return options;
-}
-
-// The result of a backward: the gradients of the arguments of DerivativeFunction. `gradients` has one element for each of the
-// first tensors of `saved`.
-inline variable_list gradients_of_arguments(const variable_list& gradients, const variable_list& saved) {
-  constexpr size_t kNonTensorArguments = 2;
-  variable_list result(kNonTensorArguments);
-  for (size_t n = 0; n < gradients.size(); ++n)
-    if (saved[n].defined()) result.push_back(gradients[n]);
-  return result;
 }
 
 // Stores the gradients from the tensor at position `first` on.

@@ -26,7 +26,7 @@ struct Derivatives : DerivativeCalls<F> {
 
   // The backward of Forward.
   static variable_list differentiate_forward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
+    const variable_list saved = saved_tensors(ctx, kTensors + 2);
     const auto options = recorded_options<Options>(ctx);
     const GradFlags wanted = flags_from<kGradients>(needs_gradient(ctx, saved, kTensors), 0);
     variable_list result(kTensors);
@@ -80,7 +80,7 @@ struct Derivatives : DerivativeCalls<F> {
 
   // The backward of Backward.
   static variable_list differentiate_backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
+    const variable_list saved = saved_tensors(ctx, kMembers<BackwardTensors>);
     const auto given = struct_of<BackwardTensors>(saved);
     const auto options = recorded_options<BackwardOptions>(ctx);
 
@@ -141,7 +141,7 @@ struct Derivatives : DerivativeCalls<F> {
 
   // The backward of Jvp.
   static variable_list differentiate_jvp(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
+    const variable_list saved = saved_tensors(ctx, kMembers<JvpTensors> + kMembers<AttentionJvpResult>);
     const auto given = struct_of<JvpTensors>(saved);
     constexpr size_t kCount = std::size(JvpTensors::kRules), kFirst = position_of<JvpTensors>("query"),
                      kFirstTangent = position_of<JvpTensors>("tangent_query");
@@ -184,7 +184,7 @@ struct Derivatives : DerivativeCalls<F> {
   // The backward of DoubleBackward. H is linear in the tangents. It is symmetric in the tangents and the cotangents of its
   // results.
   static variable_list differentiate_double_backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
+    const variable_list saved = saved_tensors(ctx, kMembers<DoubleBackwardTensors>);
     const auto given = struct_of<DoubleBackwardTensors>(saved);
     const auto options = recorded_options<BackwardOptions>(ctx);
     constexpr size_t kCount = std::size(DoubleBackwardTensors::kRules),

@@ -62,7 +62,7 @@ Gradients gradients_by_attention(const WeightsBackwardTensors& given, const Weig
 }
 
 variable_list differentiate_weights(AutogradContext* ctx, const variable_list& grads) {
-  const variable_list saved = ctx->get_saved_variables();
+  const variable_list saved = saved_tensors(ctx, kTensors);
   if (!grads[0].defined()) return gradients_of_arguments(variable_list(kTensors), saved);
   WeightsBackwardTensors tensors;
   tensors.set_forward(struct_of<WeightsTensors>(saved));
