@@ -5,6 +5,7 @@ runs. csrc/ops/checks checks shapes and dtypes, for every device.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -173,9 +174,9 @@ def flash_attn(
     if unknown:
         raise unknown_argument("flash_attn", next(iter(unknown)))
     if _float8.is_float8(query, q_descale, k_descale, v_descale, out_dtype):
-        return _of_float8(locals())
+        return _run_by(_float8.attend_dense, locals())
     if quantize is not None:
-        return _quantized(locals())
+        return _run_by(_int8.attend, locals())
     has_functions = score_mod is not None or mask_mod is not None or block_mask is not None
     if key_indices is not None or key_block_indices is not None:
         if has_functions:
@@ -274,21 +275,14 @@ def _by_index(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
     return (out, lse) if call.return_lse else out
 
 
-def _of_float8(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """Runs flash_attn of float8 tensors. ``given``: the local variables of flash_attn."""
+def _run_by(
+    run: Callable[[dict[str, Any]], tuple[Tensor, Tensor]], given: dict[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs flash_attn by an operator of its own. ``given``: the local variables of flash_attn."""
     arguments = {name: given[name] for name in _PARAMETERS}
     if is_causal_bias(arguments["attn_mask"]):
         arguments = without_causal_bias(arguments)
-    out, lse = _float8.attend_dense(arguments)
-    return (out, lse) if given["return_lse"] else out
-
-
-def _quantized(given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """Runs flash_attn with rounded operands. ``given``: the local variables of flash_attn."""
-    arguments = {name: given[name] for name in _PARAMETERS}
-    if is_causal_bias(arguments["attn_mask"]):
-        arguments = without_causal_bias(arguments)
-    out, lse = _int8.attend(arguments)
+    out, lse = run(arguments)
     return (out, lse) if given["return_lse"] else out
 
 

@@ -39,7 +39,7 @@ def distance(a, b):
 def check(result, expected, bound=1e-3):
     out, lse = (t.double() for t in result)
     wanted, wanted_lse = expected
-    # out in 16 bits is rounded once more
+    # a 16-bit out is rounded a second time
     bound += torch.finfo(result[0].dtype).eps / 2
     torch.testing.assert_close(out, wanted, rtol=0, atol=bound * max(wanted.abs().max().item(), 1.0))
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=2e-3)  # the row sums are of rounded P
