@@ -7,6 +7,7 @@
 
 // The intrinsics of isa_avx2.cpp that these kernels need.
 #define FA_ISA_NAME "avx2"
+#define FA_TILE_FUNCTIONS kAvx2Kernels->tile_functions
 #define FA_VECTOR_BYTES 32
 #define FA_VECTOR_REGISTERS 16
 #define FA_WIDEN(x) (U32) _mm256_cvtepu16_epi32((__m128i)(x))

@@ -6,6 +6,7 @@
 #include "avx512.h"
 
 #define FA_ISA_NAME "avx512"
+#define FA_TILE_FUNCTIONS kAvx512Kernels->tile_functions
 
 FA_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace flash_attn_ext::cpu::int8_avx512 {

@@ -6,6 +6,7 @@
 #include "avx512.h"
 
 #define FA_ISA_NAME "avx512_vnni"
+#define FA_TILE_FUNCTIONS kAvx512Kernels->tile_functions
 // Sums of four products of bytes, unsigned in a and signed in b, and of two products of int16.
 #define FA_DOT_INT8_WORDS(sum, a, b) (Sums32) _mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(a), (__m512i)(b))
 #define FA_DOT_INT16_WORDS(sum, a, b) (Sums32) _mm512_dpwssd_epi32((__m512i)(sum), (__m512i)(a), (__m512i)(b))

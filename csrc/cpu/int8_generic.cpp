@@ -3,6 +3,7 @@
 #include "target_region.h"
 
 #define FA_ISA_NAME "generic"
+#define FA_TILE_FUNCTIONS kGenericKernels->tile_functions
 #define FA_VECTOR_BYTES 16
 #if defined(__aarch64__)
 #define FA_VECTOR_REGISTERS 32

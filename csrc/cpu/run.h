@@ -10,6 +10,7 @@
 #include "../core/indexer.h"
 #include "../core/params.h"
 #include "parallel.h"
+#include "tile_frame.h"
 
 namespace flash_attn_ext::cpu {
 
@@ -41,6 +42,7 @@ struct Kernels {
   Pass<IndexerScoresBackwardParams> indexer_scores_backward;
   Pass<IndexerLossParams> indexer_loss;
   Pass<IndexerLossBackwardParams> indexer_loss_backward;
+  const TileFunctions* tile_functions;
 };
 
 // isa_*.cpp define these. Null if the compiled architecture does not have the instruction set.

@@ -24,6 +24,7 @@
 #include "parallel.h"
 #include "run.h"
 #include "task_list.h"
+#include "tile_frame.h"
 #include "turns.h"
 #include "widen_float8.h"
 

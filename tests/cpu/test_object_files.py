@@ -148,6 +148,16 @@ def test_each_kernel_uses_its_own_instructions(objects, name, used, absent):
     assert any("forward_query_block" in kernel or "int8_forward" in kernel for kernel in kernels)
 
 
+TILE_FUNCTIONS = ["isa_avx512", "isa_avx512_bf16", "isa_amx", "int8_avx2", "int8_avx512", "int8_avx512_vnni"]
+
+
+@pytest.mark.parametrize("name", TILE_FUNCTIONS)
+def test_kernels_with_other_products_share_tile_functions(objects, name):
+    """They call the functions of a tile in the table without their instructions (tile_frame.h)."""
+    symbols = tool("nm", "--demangle", "--defined-only", objects[name])
+    assert ("::load_bias_as<float, float>" in symbols) == (name == "isa_avx512")
+
+
 def test_tile_registers_are_given_back(objects):
     """Each function that configures the tile registers also releases them, so that no other code finds them in use."""
     text = tool("objdump", "-d", "--no-show-raw-insn", objects["isa_amx"])

@@ -4,8 +4,6 @@
 #include "../vec/convert-inl.h"
 #include "frame-inl.h"
 
-enum class TileMask { kNone, kSome, kAll };  // how many of a tile's elements are masked
-
 // Calls body(M{}), where M is the element type of a float mask: float32, or the type of the queries (ops/checks). So
 // 16-bit masks have no code for float64 accumulators T, and float64 masks have none for float32 accumulators.
 template <class T, class Body>

@@ -89,6 +89,9 @@ inline void load_dropout_tile_across_blocks(const AttentionParams& p, const Tile
 // Fills dst[row][lane]: 1 / (1 - p) for kept elements, 0 for dropped elements.
 template <class T>
 inline void load_dropout_tile(const AttentionParams& p, const TileFrame& f, T* dst) {
+#if defined(FA_TILE_FUNCTIONS)
+  FA_TILE_FUNCTIONS->load_dropout_tile(p, f, dst);
+#else
   constexpr int L = kLanes<T>;
   const PhiloxKey key = philox_key(p.dropout.rng_state[0], p.dropout.rng_state[1]);
   const auto head_index = static_cast<uint32_t>(p.dropout.head(f.b, f.h, p.sizes.heads));
@@ -113,6 +116,7 @@ inline void load_dropout_tile(const AttentionParams& p, const TileFrame& f, T* d
         }
       }
     }
+#endif
 }
 
 // The same for one query and any list of keys: rows are keys, lanes are heads from f.h on.

@@ -1,21 +1,13 @@
-// The position of a tile in the matrix of scores.
+// The keys of the tiles of some queries (tile_frame.h: the position of a tile in the matrix of scores).
 #pragma once
 
 #include "../vec/vec-inl.h"
 
-// Position and layout of a tile. The forward stores S^T: rows are keys and lanes are queries, so row statistics are
-// vectors, one lane per query. The backward stores S: rows are queries and lanes are keys, so K^T and V^T are packed
-// once per key block.
-struct TileFrame {
-  int64_t b, h;
-  int64_t i0, j0;         // first query, first key
-  int64_t queries, keys;  // extents inside the tensor
-  int64_t ld;             // lanes per row, whole vectors
-  bool lanes_are_queries;
-
-  int64_t rows() const { return lanes_are_queries ? keys : queries; }
-  int64_t lanes() const { return lanes_are_queries ? queries : keys; }
-};
+// FA_TILE_FUNCTIONS: another table's functions of a tile (tile_frame.h), which these kernels call. Int8 kernels define it
+// themselves.
+#if !defined(FA_TILE_FUNCTIONS) && defined(FA_OTHER_DTYPES) && !defined(FA_TESTED_PASSES_ONLY)
+#define FA_TILE_FUNCTIONS FA_OTHER_DTYPES->tile_functions
+#endif
 
 // Returns the range of keys that the tiles of some queries cover: the visible keys. It begins at a multiple of 16,
 // because a cache line of a float mask and a pair of Philox words (core/philox.h) do.

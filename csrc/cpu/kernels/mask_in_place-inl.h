@@ -41,6 +41,9 @@ inline bool hides_in_place(const MaskParams& mask, const TileFrame& f, int64_t r
 // Adds the mask to the scores of a tile. Returns whether it hides any of them.
 template <class T>
 inline bool add_in_place(const MaskParams& mask, const TileFrame& f, T* scores) {
+#if defined(FA_TILE_FUNCTIONS)
+  return FA_TILE_FUNCTIONS->add_in_place(mask, f, scores);
+#else
   return for_float_mask<T>(mask.dtype, [&](auto element) {
     const auto add = [&](int64_t row, int64_t lane, Vec<T> bias) FA_INLINE_LAMBDA {
       T* at = scores + row * f.ld + lane;
@@ -49,6 +52,7 @@ inline bool add_in_place(const MaskParams& mask, const TileFrame& f, T* scores) 
     const auto* src = mask_at<decltype(element)>(mask, f);
     return for_each_transposed<T, Prefetch::kNo>(src, mask.stride_q, f.queries, f.keys, add).some_masked();
   });
+#endif
 }
 
 // The cache lines of a tile of the mask, row by row.

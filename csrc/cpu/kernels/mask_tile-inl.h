@@ -65,15 +65,23 @@ inline TileMask add_keys_as(const MaskParams& keys, const TileFrame& f, T* dst) 
 
 template <class T>
 inline TileMask add_keys(const MaskParams& keys, const TileFrame& f, T* dst) {
+#if defined(FA_TILE_FUNCTIONS)
+  return FA_TILE_FUNCTIONS->add_keys(keys, f, dst);
+#else
   return for_float_mask<T>(keys.dtype,
                            [&](auto element) { return add_keys_as<T, decltype(element)>(keys, f, dst); });
+#endif
 }
 
 // Fills dst[row][lane] with the bias of a float mask.
 template <class T>
 inline TileMask load_bias_tile(const MaskParams& mask, const TileFrame& f, T* dst) {
+#if defined(FA_TILE_FUNCTIONS)
+  return FA_TILE_FUNCTIONS->load_bias_tile(mask, f, dst);
+#else
   return for_float_mask<T>(mask.dtype,
                            [&](auto element) { return load_bias_as<T, decltype(element)>(mask, f, dst); });
+#endif
 }
 
 // Returns bits: bit c is p[c] != 0, for c < n <= 64.

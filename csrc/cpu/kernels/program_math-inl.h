@@ -185,6 +185,9 @@ FA_INLINE VecIndex<T> to_int(Vec<T> a) {
 
 template <class T>
 void execute_arithmetic(Operation operation, const ProgramStep<T>& s) {
+#if defined(FA_TILE_FUNCTIONS)
+  FA_TILE_FUNCTIONS->execute_arithmetic(operation, &s);
+#else
   using V = Vec<T>;
   using I = VecIndex<T>;
   using U = VecBits<T>;
@@ -196,6 +199,7 @@ void execute_arithmetic(Operation operation, const ProgramStep<T>& s) {
 #undef FA_PROGRAM_CASE
     default: return;  // checked in ops/flex/check_program.cpp
   }
+#endif
 }
 
 #undef FA_PROGRAM_V1

@@ -156,6 +156,12 @@ void run_append(const AppendParams& p, const Parallel& parallel) {
   });
 }
 
+constexpr TileFunctions kTileFunctions = {
+    load_bias_tile<float>, add_keys<float>, add_in_place<float>, load_dropout_tile<float>,
+    [](Operation operation, const void* step) {
+      execute_arithmetic<float>(operation, *static_cast<const ProgramStep<float>*>(step));
+    }};
+
 constexpr Kernels kKernels = {FA_ISA_NAME,
                               &calls,
                               forward_pass,
@@ -172,4 +178,5 @@ constexpr Kernels kKernels = {FA_ISA_NAME,
                               indexer_scores_pass,
                               indexer_scores_backward_pass,
                               indexer_loss_pass,
-                              indexer_loss_backward_pass};
+                              indexer_loss_backward_pass,
+                              &kTileFunctions};
