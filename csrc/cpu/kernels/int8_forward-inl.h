@@ -85,7 +85,6 @@ inline void int8_probs_as_floats(const TileFrame& f, const Int8Scratch& s) {
           s.prob_factors[i] * static_cast<float>(s.probs[j / 2 * f.ld + i] >> (j % 2 * 16) & 0xffff);
 }
 
-template <class In>
 inline void int8_attend(const AttentionParams& p, const Int8Keys& keys, const Int8Scratch& s,
                         const TileFrame& f, float unit) {
   const MaskTile<float> mask = load_mask_tile<float>(p, f, s.mask);
@@ -102,28 +101,36 @@ inline void int8_attend(const AttentionParams& p, const Int8Keys& keys, const In
                   f.queries);
   if (!keys.not_finite[tile]) return;
   int8_probs_as_floats(f, s);
-  const Rows<In> values{p.v.row<In>(f.b, h_kv, f.j0), p.v.stride_s, p.sizes.head_dim_v};
-  add_rows_not_finite<In, float>(score, true, f.queries, s.scores, 1, f.ld, values, f.keys, s.out, keys.ld_v);
+  for_row_type<float>(p.dtype, [&](auto element) {
+    using Row = decltype(element);
+    const Rows<Row> values{p.v.row<Row>(f.b, h_kv, f.j0), p.v.stride_s, p.sizes.head_dim_v};
+    add_rows_not_finite<Row, float>(score, true, f.queries, s.scores, 1, f.ld, values, f.keys, s.out,
+                                    keys.ld_v);
+  });
 }
 
-template <class In>
 inline void int8_query_block(const AttentionParams& p, const Int8Keys& keys, const Int8Scratch& s, int64_t b,
                              int64_t h, const Range& rows) {
   const int64_t i0 = rows.begin, queries = rows.end - rows.begin, ld = round_up_to_lanes<float>(queries);
   const float unit = score_unit<float>(p);
-  s.queries.load_rows<In>(p, keys, b, h, i0, queries, ld, unit == 1 ? product_scale<float>(p) : 1.0f);
+  for_row_type<float>(p.dtype, [&](auto element) {
+    s.queries.load_rows<decltype(element)>(p, keys, b, h, i0, queries, ld,
+                                           unit == 1 ? product_scale<float>(p) : 1.0f);
+  });
   const RowStart<float> first = start_of_row<float>(p.sink, b, h, unit);
   std::fill(s.row_max, s.row_max + ld, first.max);
   std::fill(s.row_sum, s.row_sum + ld, first.sum);
   std::fill(s.out, s.out + queries * keys.ld_v, 0.0f);
   const Range seen = keys_of_tiles(p, i0, queries);
   for (int64_t j0 = seen.begin / kInt8BlockK * kInt8BlockK; j0 < seen.end; j0 += kInt8BlockK)
-    int8_attend<In>(p, keys, s, {b, h, i0, j0, queries, std::min(kInt8BlockK, seen.end - j0), ld, true},
-                    unit);
+    int8_attend(p, keys, s, {b, h, i0, j0, queries, std::min(kInt8BlockK, seen.end - j0), ld, true}, unit);
   float* lse = static_cast<float*>(p.lse) + p.lse_index(b, h, i0);
-  for (int64_t i = 0; i < queries; ++i)
-    finish_row<In, float>(p.out.row<In>(b, h, i0 + i), s.out + i * keys.ld_v, p.sizes.head_dim_v,
-                          s.row_max[i], unit, s.row_sum[i], lse[i]);
+  for_row_type<float>(p.dtype, [&](auto element) {
+    using Row = decltype(element);
+    for (int64_t i = 0; i < queries; ++i)
+      finish_row<Row, float>(p.out.row<Row>(b, h, i0 + i), s.out + i * keys.ld_v, p.sizes.head_dim_v,
+                             s.row_max[i], unit, s.row_sum[i], lse[i]);
+  });
 }
 
 struct Int8Workspace {
@@ -139,14 +146,17 @@ struct Int8Workspace {
   }
 };
 
-template <class In>
-void int8_forward(const Int8Params& p, void* workspace, const Parallel& parallel) {
+// why_not() refuses float64.
+void run_int8_forward(const Int8Params& p, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
   const Int8Workspace w = Int8Workspace::allocate(arena, p, parallel.threads);
   const int64_t heads = p.sizes.batch * p.sizes.heads_kv;
-  for_each_task(parallel, heads, [&](int64_t head, int) { w.keys.average<In>(p, head); });
-  for_each_task(parallel, heads * w.keys.count,
-                [&](int64_t n, int) { w.keys.round_tile<In>(p, n / w.keys.count, n % w.keys.count); });
+  for_row_type<float>(p.dtype, [&](auto element) {
+    using Row = decltype(element);
+    for_each_task(parallel, heads, [&](int64_t head, int) { w.keys.average<Row>(p, head); });
+    for_each_task(parallel, heads * w.keys.count,
+                  [&](int64_t n, int) { w.keys.round_tile<Row>(p, n / w.keys.count, n % w.keys.count); });
+  });
   const RowTiles rows = row_tiles<float>(p);
   constexpr int64_t kFewTasks = 32;  // per thread; with more tasks, the blocks of a head follow each other
   const int64_t blocks = rows.count(), tasks = p.sizes.batch * p.sizes.heads * blocks;
@@ -154,8 +164,8 @@ void int8_forward(const Int8Params& p, void* workspace, const Parallel& parallel
   for_each_task(parallel, tasks, [&](int64_t n, int thread) {
     Arena own = w.scratch.of_thread(thread);
     const auto [b, h, n_from_last] = list.at({0, n});
-    int8_query_block<In>(p, w.keys, Int8Scratch::allocate(own, p, w.keys), b, h,
-                         rows.at(blocks - 1 - n_from_last));
+    int8_query_block(p, w.keys, Int8Scratch::allocate(own, p, w.keys), b, h,
+                     rows.at(blocks - 1 - n_from_last));
   });
 }
 
@@ -163,15 +173,6 @@ size_t run_int8_forward_workspace(const Int8Params& p, int threads) {
   Arena arena(nullptr);
   Int8Workspace::allocate(arena, p, threads);
   return arena.used();
-}
-
-// why_not() refuses float64.
-void run_int8_forward(const Int8Params& p, void* workspace, const Parallel& parallel) {
-  switch (p.dtype) {
-    case DType::kBFloat16: return int8_forward<BFloat16>(p, workspace, parallel);
-    case DType::kFloat16: return int8_forward<Float16>(p, workspace, parallel);
-    default: return int8_forward<float>(p, workspace, parallel);
-  }
 }
 
 constexpr Int8Kernels kKernels = {FA_ISA_NAME, {run_int8_forward_workspace, run_int8_forward}};

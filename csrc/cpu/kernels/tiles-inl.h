@@ -22,6 +22,17 @@ struct Rows {
   const In* row(int64_t n) const { return data + n * stride; }
 };
 
+// Calls body(Row{}), where Row is the type of the caller's rows: the type E of the products' operands, or a 16-bit type
+// if E is float. A pass that names the type of the rows only here is compiled once for all dtypes with float32 operands.
+template <class E, class Body>
+FA_INLINE auto for_row_type(DType dtype, const Body& body) {
+  if constexpr (std::is_same_v<E, float>) {
+    if (dtype == DType::kBFloat16) return body(BFloat16{});
+    if (dtype == DType::kFloat16) return body(Float16{});
+  }
+  return body(E{});
+}
+
 // Converts rows x cols of src to T, each row padded with zeros to whole vectors. Returns src itself if there is
 // nothing to pad or convert.
 template <class In, class T>
