@@ -18,7 +18,7 @@ inline int64_t indexer_parts(const IndexerParams& p) {
 
 // Rows of keys, queries and products in the accumulator's type, for passes that need the values of S, not only their
 // order.
-template <class In, class T>
+template <class T>
 struct IndexerTile {
   int64_t ld, d;    // ld: H_I, d: D_I, both rounded up to whole vectors
   T* q_transposed;  // [D_I][ld]
@@ -45,11 +45,15 @@ struct IndexerTile {
   void load_query(const IndexerParams& p, int64_t b_, int64_t i_) {
     b = b_;
     i = i_;
-    load_tile_transposed<In, T>(p.q.row<In>(b, 0, i), p.q.stride_h, p.heads, p.head_dim, q_transposed, ld);
+    for_row_type<T>(p.dtype, [&](auto element) {
+      using In = decltype(element);
+      load_tile_transposed<In, T>(p.q.row<In>(b, 0, i), p.q.stride_h, p.heads, p.head_dim, q_transposed, ld);
+    });
     load_indexer_weights<T>(p, b, i, weights, ld);
   }
 
-  // Copies key j to row r of the tile.
+  // Copies the key j to row r of the tile. In: the type of the keys.
+  template <class In>
   void load_key(const IndexerParams& p, int64_t batch, int64_t j, int64_t r) const {
     const Tile<T> row =
         load_tile<In, T>(p.key_row<In>(batch, j), p.k.stride_s, 1, p.head_dim, k_tile + r * d);
@@ -78,17 +82,20 @@ struct QueryGradients {
     std::fill(dq, dq + p.heads * round_up_to_lanes<T>(p.head_dim), T(0));
     std::fill(dweights, dweights + round_up_to_lanes<T>(p.heads), T(0));
   }
-  template <class In>
   void store_to(const IndexerParams& p, const IndexerGradients& to, int64_t b, int64_t i) const {
-    for (int64_t h = 0; h < p.heads; ++h)
-      store_row<In, T>(to.dq.row<In>(b, h, i), dq + h * round_up_to_lanes<T>(p.head_dim), p.head_dim, T(1));
+    for_row_type<T>(p.dtype, [&](auto element) {
+      using Out = decltype(element);
+      for (int64_t h = 0; h < p.heads; ++h)
+        store_row<Out, T>(to.dq.row<Out>(b, h, i), dq + h * round_up_to_lanes<T>(p.head_dim), p.head_dim,
+                          T(1));
+    });
     std::copy(dweights, dweights + p.heads, static_cast<T*>(to.dweights) + (b * p.seqlen_q + i) * p.heads);
   }
 };
 
 // The products above, after compute_scores(first, keys). Replaces S by G. `dk` has a row of d columns for each key.
-template <class In, class T>
-void add_indexer_gradients(const IndexerParams& p, const IndexerTile<In, T>& t, int64_t first, int64_t keys,
+template <class T>
+void add_indexer_gradients(const IndexerParams& p, const IndexerTile<T>& t, int64_t first, int64_t keys,
                            const T* dscores, const QueryGradients<T>& to, T* dk) {
   for (int64_t r = 0; r < keys; ++r) {
     T* row = t.s + r * t.ld;
@@ -102,7 +109,10 @@ void add_indexer_gradients(const IndexerParams& p, const IndexerTile<In, T>& t, 
     }
   }
   gemm<T>(p.heads, t.d, {keys, t.s, 1, t.ld, t.k_tile + first * t.d, t.d, to.dq, t.d, true});
-  const Tile<T> q = load_tile<In, T>(p.q.row<In>(t.b, 0, t.i), p.q.stride_h, p.heads, p.head_dim, t.q_copy);
+  const Tile<T> q = for_row_type<T>(p.dtype, [&](auto element) {
+    using In = decltype(element);
+    return load_tile<In, T>(p.q.row<In>(t.b, 0, t.i), p.q.stride_h, p.heads, p.head_dim, t.q_copy);
+  });
   gemm<T>(keys, t.d, {p.heads, t.s, t.ld, 1, q.data, q.ld, dk, t.d, true});
 }
 
@@ -121,7 +131,6 @@ struct KeyGradientParts {
   }
 
   // dk = the sum of the parts. A key that is hidden from all queries has gradient 0.
-  template <class In>
   void store_to(const IndexerParams& p, const IndexerGradients& to, const Parallel& parallel) const {
     for_each_task(parallel, p.batch * ceil_div(p.seqlen_k, kIndexerBlockK), [&](int64_t task, int) {
       const int64_t tiles = ceil_div(p.seqlen_k, kIndexerBlockK), b = task / tiles;
@@ -131,7 +140,10 @@ struct KeyGradientParts {
         if (!p.key_is_visible(b, j)) std::fill(sum, sum + d, T(0));
         for (int64_t part = 1; part < parts && p.key_is_visible(b, j); ++part)
           add_rows<T>(sum, row(p, b, part, j), d);
-        store_row<In, T>(to.dk.row<In>(b, 0, j), sum, p.head_dim, T(1));
+        for_row_type<T>(p.dtype, [&](auto element) {
+          using Out = decltype(element);
+          store_row<Out, T>(to.dk.row<Out>(b, 0, j), sum, p.head_dim, T(1));
+        });
       }
     });
   }

@@ -34,7 +34,7 @@ FA_INLINE Vec<T> log_of_normal(Vec<T> x) {
 }
 
 // T of the tiles of a block of queries: all queries see the same keys.
-template <class In, class T>
+template <class T>
 struct MainTile {
   int64_t d;
   T* q_transposed;  // [H][D][kLossBlockQ]
@@ -58,8 +58,11 @@ struct MainTile {
 
   void load_queries(const IndexerLossParams& p, int64_t b, int64_t i0, int64_t queries) const {
     for (int64_t h = 0; h < p.main_heads; ++h) {
-      load_tile_transposed<In, T>(p.query.row<In>(b, h, i0), p.query.stride_s, queries, p.main_head_dim,
-                                  q_transposed + h * p.main_head_dim * kLossBlockQ, kLossBlockQ);
+      for_row_type<T>(p.dtype, [&](auto element) {
+        using In = decltype(element);
+        load_tile_transposed<In, T>(p.query.row<In>(b, h, i0), p.query.stride_s, queries, p.main_head_dim,
+                                    q_transposed + h * p.main_head_dim * kLossBlockQ, kLossBlockQ);
+      });
       const T* from = static_cast<const T*>(p.lse) + (b * p.main_heads + h) * p.seqlen_q + i0;
       T* to = lse + h * kLossBlockQ;
       std::fill(to, to + kLossBlockQ, -kNegInf<T>);
@@ -70,11 +73,14 @@ struct MainTile {
   void compute(const IndexerLossParams& p, int64_t b, int64_t j0, int64_t keys) const {
     std::fill(sum, sum + kIndexerBlockK * kLossBlockQ, T(0));
     const int64_t group = p.main_heads / p.main_heads_kv;
+    Tile<T> k{};
     for (int64_t h = 0; h < p.main_heads; ++h) {
-      const Tile<T> k = h % group == 0 || !k_is_copied()
-                            ? load_tile<In, T>(p.key.row<In>(b, h / group, j0), p.key.stride_s, keys,
-                                               p.main_head_dim, k_tile)
-                            : Tile<T>{k_tile, d};
+      if (h % group == 0)
+        k = for_row_type<T>(p.dtype, [&](auto element) {
+          using In = decltype(element);
+          return load_tile<In, T>(p.key.row<In>(b, h / group, j0), p.key.stride_s, keys, p.main_head_dim,
+                                  k_tile);
+        });
       gemm<T>(keys, kLossBlockQ,
               {p.main_head_dim, k.data, k.ld, 1, q_transposed + h * p.main_head_dim * kLossBlockQ,
                kLossBlockQ, s, kLossBlockQ, false, static_cast<T>(p.main_scale)});
@@ -87,13 +93,10 @@ struct MainTile {
     }
     load_tile_transposed<T, T>(sum, kLossBlockQ, kIndexerBlockK, kLossBlockQ, target, kIndexerBlockK);
   }
-
- private:
-  static constexpr bool k_is_copied() { return !std::is_same_v<In, T>; }
 };
 
 // T of gathered keys of one query. The heads of a group are the columns of a product.
-template <class In, class T>
+template <class T>
 struct MainRow {
   int64_t d, ld, group;
   T* q_transposed;  // [H_kv][D][ld]
@@ -117,9 +120,12 @@ struct MainRow {
 
   void load_query(const IndexerLossParams& p, int64_t b, int64_t i) const {
     std::fill(lse, lse + p.main_heads_kv * ld, -kNegInf<T>);
-    for (int64_t h_kv = 0; h_kv < p.main_heads_kv; ++h_kv)
-      load_tile_transposed<In, T>(p.query.row<In>(b, h_kv * group, i), p.query.stride_h, group,
-                                  p.main_head_dim, q_transposed + h_kv * p.main_head_dim * ld, ld);
+    for_row_type<T>(p.dtype, [&](auto element) {
+      using In = decltype(element);
+      for (int64_t h_kv = 0; h_kv < p.main_heads_kv; ++h_kv)
+        load_tile_transposed<In, T>(p.query.row<In>(b, h_kv * group, i), p.query.stride_h, group,
+                                    p.main_head_dim, q_transposed + h_kv * p.main_head_dim * ld, ld);
+    });
     for (int64_t h = 0; h < p.main_heads; ++h) {
       const T own = static_cast<const T*>(p.lse)[(b * p.main_heads + h) * p.seqlen_q + i];
       lse[h / group * ld + h % group] = own == kNegInf<T> ? -kNegInf<T> : own;
@@ -129,11 +135,14 @@ struct MainRow {
   void compute(const IndexerLossParams& p, int64_t b, const GatheredKeys& keys) const {
     std::fill(target, target + kIndexerBlockK, T(0));
     for (int64_t h_kv = 0; h_kv < p.main_heads_kv; ++h_kv) {
-      for (int64_t r = 0; r < keys.count; ++r) {
-        const Tile<T> row = load_tile<In, T>(p.key.row<In>(b, h_kv, keys.key[r]), p.key.stride_s, 1,
-                                             p.main_head_dim, k_tile + r * d);
-        if (row.data != k_tile + r * d) std::copy(row.data, row.data + d, k_tile + r * d);
-      }
+      for_row_type<T>(p.dtype, [&](auto element) {
+        using In = decltype(element);
+        for (int64_t r = 0; r < keys.count; ++r) {
+          const Tile<T> row = load_tile<In, T>(p.key.row<In>(b, h_kv, keys.key[r]), p.key.stride_s, 1,
+                                               p.main_head_dim, k_tile + r * d);
+          if (row.data != k_tile + r * d) std::copy(row.data, row.data + d, k_tile + r * d);
+        }
+      });
       gemm<T>(keys.count, ld,
               {p.main_head_dim, k_tile, d, 1, q_transposed + h_kv * p.main_head_dim * ld, ld, s, ld, false,
                static_cast<T>(p.main_scale)});
@@ -196,22 +205,22 @@ void score_gradients(const T* scores, const T* targets, int64_t keys, T dloss, T
     store<T>(dscores + c, dloss * (exp<T>(load<T>(scores + c) - lse) - load<T>(targets + c) * inverse));
 }
 
-template <class In, class T>
+template <class T>
 struct IndexerLossScratch {
-  IndexerScoresBackwardScratch<In, T> index;
-  MainTile<In, T> main;
-  MainRow<In, T> main_row;
+  IndexerScoresBackwardScratch<T> index;
+  MainTile<T> main;
+  MainRow<T> main_row;
   QueryGradients<T> sums[kLossBlockQ];
   T* targets;  // [kIndexerBlockK], of one query
 
   static IndexerLossScratch allocate(Arena& arena, const IndexerLossParams& p) {
     IndexerLossScratch s;
-    s.index = IndexerScoresBackwardScratch<In, T>::allocate(arena, p);
+    s.index = IndexerScoresBackwardScratch<T>::allocate(arena, p);
     s.targets = arena.take<T>(kIndexerBlockK + kLanes<T>);
     if (p.chosen) {
-      s.main_row = MainRow<In, T>::allocate(arena, p);
+      s.main_row = MainRow<T>::allocate(arena, p);
     } else {
-      s.main = MainTile<In, T>::allocate(arena, p);
+      s.main = MainTile<T>::allocate(arena, p);
       for (auto& sums : s.sums) sums = QueryGradients<T>::allocate(arena, p);
     }
     return s;
@@ -229,22 +238,24 @@ void pad_row(T* scores, T* targets, int64_t keys) {
 
 // Calls body(n, first, keys) for each query n of a block and each tile, with the visible part of the tile: rows [first,
 // first + keys). Before the call, s.index.tile.scores and s.targets hold the scores and targets of query n.
-template <class In, class T, class Wanted, class Body>
-void for_each_row_of_tiles(const IndexerLossParams& p, IndexerLossScratch<In, T>& s, int64_t b, int64_t i0,
+template <class T, class Wanted, class Body>
+void for_each_row_of_tiles(const IndexerLossParams& p, IndexerLossScratch<T>& s, int64_t b, int64_t i0,
                            int64_t queries, const Wanted& wanted, const Body& body) {
   const Range block = indexer_keys(p, b, i0, i0 + queries);
   s.main.load_queries(p, b, i0, queries);
   for (int64_t j0 = block.begin; j0 < block.end; j0 += kIndexerBlockK) {
     const int64_t keys = std::min(kIndexerBlockK, block.end - j0);
     s.main.compute(p, b, j0, keys);
-    for (int64_t r = 0; r < keys; ++r) {
-      // A masked key may be NaN, and its dscore of 0 is a factor of its row.
-      if (p.key_is_visible(b, j0 + r))
-        s.index.tile.load_key(p, b, j0 + r, r);
-      else
-        std::fill(s.index.tile.k_tile + r * s.index.tile.d, s.index.tile.k_tile + (r + 1) * s.index.tile.d,
-                  T(0));
-    }
+    const IndexerTile<T>& tile = s.index.tile;
+    for_row_type<T>(p.dtype, [&](auto element) {
+      for (int64_t r = 0; r < keys; ++r) {
+        // A masked key may be NaN, and its dscore of 0 is a factor of its row.
+        if (p.key_is_visible(b, j0 + r))
+          tile.template load_key<decltype(element)>(p, b, j0 + r, r);
+        else
+          std::fill(tile.k_tile + r * tile.d, tile.k_tile + (r + 1) * tile.d, T(0));
+      }
+    });
     for (int64_t n = 0; n < queries; ++n) {
       const Range own = indexer_keys(p, b, i0 + n, i0 + n + 1);
       const int64_t begin = std::max(own.begin, j0), end = std::min(own.end, j0 + keys);
@@ -265,15 +276,15 @@ void for_each_row_of_tiles(const IndexerLossParams& p, IndexerLossScratch<In, T>
 }
 
 // The same for the chosen keys of one query: body(keys).
-template <class In, class T, class Body>
-void for_each_gathered(const IndexerLossParams& p, IndexerLossScratch<In, T>& s, int64_t b, int64_t i,
+template <class T, class Body>
+void for_each_gathered(const IndexerLossParams& p, IndexerLossScratch<T>& s, int64_t b, int64_t i,
                        const Body& body) {
   s.index.tile.load_query(p, b, i);
   s.main_row.load_query(p, b, i);
   for (int64_t first = 0; first < p.chosen.topk; first += kIndexerBlockK) {
     const GatheredKeys keys = GatheredKeys::of(p, p.chosen, b, i, first);
     if (keys.count == 0) continue;
-    load_gathered_keys<In, T>(p, s.index.tile, keys);
+    load_gathered_keys<T>(p, s.index.tile, keys);
     s.index.tile.compute_scores(p, 0, keys.count);
     s.main_row.compute(p, b, keys);
     std::copy(s.main_row.target, s.main_row.target + keys.count, s.targets);
@@ -282,37 +293,37 @@ void for_each_gathered(const IndexerLossParams& p, IndexerLossScratch<In, T>& s,
   }
 }
 
-template <class In, class T>
+template <class T>
 ThreadScratch allocate_indexer_loss(Arena& arena, const IndexerLossParams& p, int threads) {
   return ThreadScratch::allocate(arena, threads,
-                                 [&](Arena& one) { IndexerLossScratch<In, T>::allocate(one, p); });
+                                 [&](Arena& one) { IndexerLossScratch<T>::allocate(one, p); });
 }
 
-template <class In, class T>
+template <class T>
 size_t indexer_loss_workspace(const IndexerLossParams& p, int threads) {
   Arena arena(nullptr);
-  allocate_indexer_loss<In, T>(arena, p, threads);
+  allocate_indexer_loss<T>(arena, p, threads);
   return arena.used();
 }
 
-template <class In, class T>
+template <class T>
 void indexer_loss(const IndexerLossParams& p, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
-  const ThreadScratch scratch = allocate_indexer_loss<In, T>(arena, p, parallel.threads);
+  const ThreadScratch scratch = allocate_indexer_loss<T>(arena, p, parallel.threads);
   const int64_t blocks = ceil_div(p.seqlen_q, kLossBlockQ);
   for_each_task(parallel, p.batch * blocks, [&](int64_t task, int thread) {
     Arena own = scratch.of_thread(thread);
-    auto s = IndexerLossScratch<In, T>::allocate(own, p);
+    auto s = IndexerLossScratch<T>::allocate(own, p);
     const int64_t b = task / blocks, i0 = (blocks - 1 - task % blocks) * kLossBlockQ;
     const int64_t queries = std::min(kLossBlockQ, p.seqlen_q - i0);
     LossSums<T> sums[kLossBlockQ];
     if (p.chosen) {
       for (int64_t n = 0; n < queries; ++n)
-        for_each_gathered<In, T>(p, s, b, i0 + n, [&](const GatheredKeys& keys) {
+        for_each_gathered<T>(p, s, b, i0 + n, [&](const GatheredKeys& keys) {
           sums[n].add(s.index.tile.scores, s.targets, keys.count);
         });
     } else {
-      for_each_row_of_tiles<In, T>(
+      for_each_row_of_tiles<T>(
           p, s, b, i0, queries, [](int64_t) { return true; },
           [&](int64_t n, int64_t, int64_t, int64_t keys) {
             sums[n].add(s.index.tile.scores, s.targets, keys);
@@ -322,29 +333,29 @@ void indexer_loss(const IndexerLossParams& p, void* workspace, const Parallel& p
   });
 }
 
-template <class In, class T>
+template <class T>
 IndexerBackwardWorkspace<T> allocate_indexer_loss_backward(Arena& arena, const IndexerLossParams& p,
                                                            int threads) {
-  const ThreadScratch scratch = allocate_indexer_loss<In, T>(arena, p, threads);
+  const ThreadScratch scratch = allocate_indexer_loss<T>(arena, p, threads);
   return {scratch, KeyGradientParts<T>::allocate(arena, p)};
 }
 
-template <class In, class T>
+template <class T>
 size_t indexer_loss_backward_workspace(const IndexerLossBackwardParams& p, int threads) {
   Arena arena(nullptr);
-  allocate_indexer_loss_backward<In, T>(arena, p, threads);
+  allocate_indexer_loss_backward<T>(arena, p, threads);
   return arena.used();
 }
 
-template <class In, class T>
+template <class T>
 void indexer_loss_backward(const IndexerLossBackwardParams& p, void* workspace, const Parallel& parallel) {
   Arena arena(workspace);
-  const auto w = allocate_indexer_loss_backward<In, T>(arena, p, parallel.threads);
+  const auto w = allocate_indexer_loss_backward<T>(arena, p, parallel.threads);
   const KeyGradientParts<T>& dk = w.dk;
   for_each_query_of_parts<T>(
       p, dk, kLossBlockQ, parallel, [&](int64_t b, int64_t i0, int64_t queries, int64_t part, int thread) {
         Arena own = w.scratch.of_thread(thread);
-        auto s = IndexerLossScratch<In, T>::allocate(own, p);
+        auto s = IndexerLossScratch<T>::allocate(own, p);
         const auto row_of = [&](const void* rows, int64_t n) {
           return static_cast<const T*>(rows)[b * p.seqlen_q + i0 + n];
         };
@@ -357,22 +368,22 @@ void indexer_loss_backward(const IndexerLossBackwardParams& p, void* workspace, 
           for (int64_t n = 0; n < queries; ++n) {
             s.index.sums.clear(p);
             if (is_wanted(n))
-              for_each_gathered<In, T>(p, s, b, i0 + n, [&](const GatheredKeys& keys) {
+              for_each_gathered<T>(p, s, b, i0 + n, [&](const GatheredKeys& keys) {
                 set_gradients(n, keys.count);
-                add_gathered_gradients<In, T>(p, s.index, keys, dk, part);
+                add_gathered_gradients<T>(p, s.index, keys, dk, part);
               });
-            s.index.sums.template store_to<In>(p, p.gradients, b, i0 + n);
+            s.index.sums.store_to(p, p.gradients, b, i0 + n);
           }
           return;
         }
         for (int64_t n = 0; n < queries; ++n) s.sums[n].clear(p);
-        for_each_row_of_tiles<In, T>(
-            p, s, b, i0, queries, is_wanted, [&](int64_t n, int64_t j0, int64_t first, int64_t keys) {
-              set_gradients(n, keys);
-              add_indexer_gradients<In, T>(p, s.index.tile, first, keys, s.index.dscores, s.sums[n],
-                                           dk.row(p, b, part, j0 + first));
-            });
-        for (int64_t n = 0; n < queries; ++n) s.sums[n].template store_to<In>(p, p.gradients, b, i0 + n);
+        for_each_row_of_tiles<T>(p, s, b, i0, queries, is_wanted,
+                                 [&](int64_t n, int64_t j0, int64_t first, int64_t keys) {
+                                   set_gradients(n, keys);
+                                   add_indexer_gradients<T>(p, s.index.tile, first, keys, s.index.dscores,
+                                                            s.sums[n], dk.row(p, b, part, j0 + first));
+                                 });
+        for (int64_t n = 0; n < queries; ++n) s.sums[n].store_to(p, p.gradients, b, i0 + n);
       });
-  dk.template store_to<In>(p, p.gradients, parallel);
+  dk.store_to(p, p.gradients, parallel);
 }

@@ -86,13 +86,13 @@ auto for_types_of(const Params& p, const Body& body) {
 #endif
 
 // Defines run_NAME and run_NAME_workspace, which call the templates NAME and NAME_workspace for the types of a call, and
-// NAME_pass, which holds both.
-#define FA_PASS(name, Params)                                                            \
+// NAME_pass, which holds both. The third argument: the arguments of the templates.
+#define FA_PASS_FOR(name, Params, ...)                                                   \
   size_t run_##name##_workspace(const Params& p, int threads) {                          \
     if (const Kernels* k = other_kernels(p)) return k->name.workspace(p, threads);       \
     return for_types_of(p, [&](auto types) {                                             \
       using Of = decltype(types);                                                        \
-      return name##_workspace<typename Of::In, typename Of::T>(p, threads);              \
+      return name##_workspace<__VA_ARGS__>(p, threads);                                  \
     });                                                                                  \
   }                                                                                      \
   void run_##name(const Params& p, void* workspace, const Parallel& parallel) {          \
@@ -100,10 +100,11 @@ auto for_types_of(const Params& p, const Body& body) {
     calls.fetch_add(1, std::memory_order_relaxed);                                       \
     for_types_of(p, [&](auto types) {                                                    \
       using Of = decltype(types);                                                        \
-      name<typename Of::In, typename Of::T>(p, workspace, parallel);                     \
+      name<__VA_ARGS__>(p, workspace, parallel);                                         \
     });                                                                                  \
   }                                                                                      \
   constexpr Pass<Params> name##_pass = {run_##name##_workspace, run_##name};
+#define FA_PASS(name, Params) FA_PASS_FOR(name, Params, typename Of::In, typename Of::T)
 
 FA_PASS(forward, AttentionParams)
 FA_PASS(backward, BackwardParams)
@@ -111,13 +112,14 @@ FA_PASS(jvp, JvpParams)
 FA_PASS(double_backward, DoubleBackwardParams)
 
 #if defined(FA_TESTED_PASSES_ONLY)  // tests/cpp runs the passes above, and compiles no other pass
-#undef FA_PASS
-#define FA_PASS(name, Params) constexpr Pass<Params> name##_pass = {nullptr, nullptr};
+#undef FA_PASS_FOR
+#define FA_PASS_FOR(name, Params, ...) constexpr Pass<Params> name##_pass = {nullptr, nullptr};
 #endif
 FA_PASS(weights, WeightsParams)
 FA_PASS(indexer_topk, IndexerTopkParams)
 
-// Passes of the indexer. They widen 16-bit operands on every instruction set.
+// Passes of the indexer. They widen 16-bit operands on every instruction set, and choose the type of the operands while
+// they load them (for_row_type). So these passes are compiled once for each type of accumulators.
 #if defined(FA_OTHER_DTYPES) && !defined(FA_TESTED_PASSES_ONLY)
 #define FA_WIDENED_PASS(name, Params)                                           \
   size_t run_##name##_workspace(const Params& p, int threads) {                 \
@@ -128,7 +130,7 @@ FA_PASS(indexer_topk, IndexerTopkParams)
   }                                                                             \
   constexpr Pass<Params> name##_pass = {run_##name##_workspace, run_##name};
 #else
-#define FA_WIDENED_PASS(name, Params) FA_PASS(name, Params)
+#define FA_WIDENED_PASS(name, Params) FA_PASS_FOR(name, Params, typename Of::T)
 #endif
 FA_WIDENED_PASS(indexer_scores, IndexerScoresParams)
 FA_WIDENED_PASS(indexer_scores_backward, IndexerScoresBackwardParams)
@@ -138,6 +140,7 @@ FA_WIDENED_PASS(indexer_loss_backward, IndexerLossBackwardParams)
 FA_PASS(indexed, IndexedParams)
 FA_PASS(indexed_backward, IndexedBackwardParams)
 #undef FA_PASS
+#undef FA_PASS_FOR
 
 int64_t decode_splits(const AttentionParams& p) {
   if (const Kernels* k = other_kernels(p)) return k->decode_splits(p);
