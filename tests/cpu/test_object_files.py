@@ -158,6 +158,14 @@ def test_kernels_with_other_products_share_tile_functions(objects, name):
     assert ("::load_bias_as<float, float>" in symbols) == (name == "isa_avx512")
 
 
+@pytest.mark.parametrize("name", ["isa_generic", "isa_avx2", "isa_avx512"])
+def test_passes_that_widen_rows_have_one_text_for_16_bits(objects, name):
+    """Attention by index, and the indexer's scores and loss: for_row_type() chooses the type of the rows in a call."""
+    symbols = tool("nm", "--demangle", "--defined-only", objects[name])
+    passes = set(re.findall(r"::(indexed|indexed_backward|indexer_loss|indexer_scores)<([^>]+)>\(", symbols))
+    assert {types for _, types in passes} == {"float", "double", "float, float", "double, double"}
+
+
 def test_tile_registers_are_given_back(objects):
     """Each function that configures the tile registers also releases them, so that no other code finds them in use."""
     text = tool("objdump", "-d", "--no-show-raw-insn", objects["isa_amx"])

@@ -9,6 +9,7 @@
 template <class In, class T>
 struct IndexedScratch {
   KeyTile<In, T> tile;
+  In* q;                           // [heads][D]   if Q is widened
   HeadScores<In, T>* products;     // of each block of heads
   T* scores;                       // [keys][block of heads]   S^T, then P^T in place
   T* out;                          // [heads][D_v]    O, not yet divided by l
@@ -33,6 +34,7 @@ IndexedScratch<In, T> allocate_indexed(Arena& arena, const AttentionParams& p) {
   const int64_t heads = round_up_to_lanes<T>(row.sizes.seqlen_q) + block_of_heads();
   IndexedScratch<In, T> s;
   s.tile = KeyTile<In, T>::allocate(arena, p);
+  s.q = arena.take<In>(heads * round_up_to_lanes<T>(p.sizes.head_dim));
   s.products = allocate_products<In, T>(arena, row);
   s.scores = arena.take<T>(kGatheredKeys * block_of_heads());
   s.out = arena.take<T>(heads * decode_columns<T>(p.sizes.head_dim_v));
@@ -52,8 +54,9 @@ TileFrame frame_of_heads(const AttentionParams& row, int64_t block, int64_t keys
 template <class In, class T>
 void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedScratch<In, T>& s, int64_t b,
                          int64_t h_kv, int64_t i) {
-  AttentionParams row = call_of_row<In>(p, b, h_kv, i);
+  AttentionParams row = call_of_row(p);
   const int64_t heads = row.sizes.seqlen_q, first_head = h_kv * heads, blocks = count_head_blocks(p.sizes);
+  row.q = rows_of_heads<In>(p.q, p.dtype, b, first_head, i, heads, p.sizes.head_dim, s.q);
   const bool in_lanes = stays_in_lanes<T>(p);
   const int64_t d_v =
       in_lanes ? decode_columns<T>(p.sizes.head_dim_v) : round_up_to_lanes<T>(p.sizes.head_dim_v);
@@ -108,9 +111,12 @@ void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedS
   }
 
   T* lse = static_cast<T*>(p.lse);
-  for (int64_t c = 0; c < heads; ++c)
-    finish_row<In, T>(p.out.row<In>(b, first_head + c, i), s.out + c * d_v, p.sizes.head_dim_v, s.row_max[c],
-                      unit, s.row_sum[c], lse[p.lse_index(b, first_head + c, i)]);
+  for_row_type<In>(p.dtype, [&](auto element) {
+    using Row = decltype(element);
+    for (int64_t c = 0; c < heads; ++c)
+      finish_row<Row, T>(p.out.row<Row>(b, first_head + c, i), s.out + c * d_v, p.sizes.head_dim_v,
+                         s.row_max[c], unit, s.row_sum[c], lse[p.lse_index(b, first_head + c, i)]);
+  });
 }
 
 struct IndexedWorkspace {

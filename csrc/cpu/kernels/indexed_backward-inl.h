@@ -43,7 +43,7 @@ IndexedBackwardWorkspace<T> allocate_indexed_backward_workspace(Arena& arena, co
   IndexedBackwardWorkspace<T> w;
   w.lists = allocate_key_lists(arena, z, p.indices, threads);
   w.rows = {arena.take<T>(p.lse_size()), arena.take<T>(p.lse_size()), arena.take<T>(p.lse_size())};
-  const bool adds_to_dq = std::is_same_v<In, T> || !p.dq;
+  const bool adds_to_dq = bytes_of(p.dtype) == static_cast<int64_t>(sizeof(T)) || !p.dq;
   w.dq = adds_to_dq ? nullptr : arena.take<T>(p.lse_size() * round_up_to_lanes<T>(z.head_dim));
   w.dslopes = p.dalibi_slopes ? arena.take<T>(ranges.count * z.batch * z.heads) : nullptr;
   w.turns = arena.take<Turn::Counter>(ranges.count * z.batch * z.heads_kv);
@@ -53,9 +53,9 @@ IndexedBackwardWorkspace<T> allocate_indexed_backward_workspace(Arena& arena, co
 }
 
 // The row of dQ that tasks add to.
-template <class In, class T>
+template <class T>
 T* dq_row(const BackwardParams& p, const IndexedBackwardWorkspace<T>& w, int64_t b, int64_t h, int64_t i) {
-  if constexpr (std::is_same_v<In, T>) return p.dq.row<T>(b, h, i);
+  if (!w.dq) return p.dq.row<T>(b, h, i);
   return w.dq + p.lse_index(b, h, i) * round_up_to_lanes<T>(p.sizes.head_dim);
 }
 
@@ -76,7 +76,10 @@ void indexed_row_terms(const IndexedBackwardParams& p, const IndexedBackwardWork
     const int64_t n = at(c), h = first_head + c;
     T &delta = w.rows.delta[n], &reference = w.rows.reference[n], &correction = w.rows.correction[n];
     if (exact || !std::isfinite(lse[n])) {
-      delta = dot_rows<In, T>(p.dout.row<In>(b, h, i), p.out.row<In>(b, h, i), z.head_dim_v);
+      delta = for_row_type<In>(p.dtype, [&](auto element) {
+        using Row = decltype(element);
+        return dot_rows<Row, T>(p.dout.row<Row>(b, h, i), p.out.row<Row>(b, h, i), z.head_dim_v);
+      });
       reference = lse[n] == kNegInf<T> ? -kNegInf<T> : lse[n];
       correction = T(0);
     } else {
@@ -85,7 +88,7 @@ void indexed_row_terms(const IndexedBackwardParams& p, const IndexedBackwardWork
       correction = std::log(s.rows.correction[c]);
     }
     if (dlse) delta -= dlse[n];
-    if (p.dq) std::fill_n(dq_row<In, T>(p, w, b, h, i), z.head_dim, T(0));
+    if (p.dq) std::fill_n(dq_row<T>(p, w, b, h, i), z.head_dim, T(0));
   }
 }
 
@@ -129,7 +132,7 @@ void backward_indexed_row(const IndexedBackwardParams& p, const IndexedBackwardW
   if (!p.dq) return;
   turn.wait_for(i);
   for (int64_t c = 0; c < row.heads; ++c) {
-    T* sum = dq_row<In, T>(p, w, b, row.first_head + c, i);
+    T* sum = dq_row<T>(p, w, b, row.first_head + c, i);
     for (int64_t n = 0, cols = p.sizes.head_dim; n < cols; n += kLanes<T>)
       store_columns<T>(sum + n, load_columns<T>(sum + n, cols - n) + load<T>(s.dq + c * d + n), cols - n);
   }
@@ -151,11 +154,14 @@ void backward_key_range(const IndexedBackwardParams& p, const IndexedBackwardWor
     if (within.begin < within.end) backward_indexed_row<In, T>(p, w, s, b, h_kv, i, within, keys.begin, turn);
     turn.finish(i, i + 1 < z.seqlen_q ? i + 1 : Turn::kNone);
   }
-  for (int64_t j = keys.begin; j < keys.end; ++j) {
-    const int64_t n = j - keys.begin;
-    if (s.dk) store_row<In, T>(p.dk.row<In>(b, h_kv, j), s.dk + n * d, z.head_dim, T(1));
-    if (s.dv) store_row<In, T>(p.dv.row<In>(b, h_kv, j), s.dv + n * d_v, z.head_dim_v, T(1));
-  }
+  for_row_type<In>(p.dtype, [&](auto element) {
+    using Row = decltype(element);
+    for (int64_t j = keys.begin; j < keys.end; ++j) {
+      const int64_t n = j - keys.begin;
+      if (s.dk) store_row<Row, T>(p.dk.row<Row>(b, h_kv, j), s.dk + n * d, z.head_dim, T(1));
+      if (s.dv) store_row<Row, T>(p.dv.row<Row>(b, h_kv, j), s.dv + n * d_v, z.head_dim_v, T(1));
+    }
+  });
 }
 
 // Stores dQ if tasks added to a workspace, and sums the parts of the slopes' gradients.
@@ -166,8 +172,12 @@ void reduce_indexed(const IndexedBackwardParams& p, const IndexedBackwardWorkspa
   const int64_t heads = z.batch * z.heads;
   for_each_task(parallel, heads, [&](int64_t n, int) {
     const int64_t b = n / z.heads, h = n % z.heads;
-    for (int64_t i = 0; w.dq && i < z.seqlen_q; ++i)
-      store_row<In, T>(p.dq.row<In>(b, h, i), dq_row<In, T>(p, w, b, h, i), z.head_dim, T(1));
+    if (w.dq)
+      for_row_type<In>(p.dtype, [&](auto element) {
+        using Row = decltype(element);
+        for (int64_t i = 0; i < z.seqlen_q; ++i)
+          store_row<Row, T>(p.dq.row<Row>(b, h, i), dq_row<T>(p, w, b, h, i), z.head_dim, T(1));
+      });
     if (!w.dslopes) return;
     T sum = 0;
     for (int64_t range = 0; range < ranges; ++range) sum += w.dslopes[range * heads + n];

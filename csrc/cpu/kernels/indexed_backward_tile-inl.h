@@ -14,6 +14,7 @@
 template <class In, class T>
 struct IndexedBackwardScratch {
   KeyTile<In, T> tile;
+  In *q, *dout;                                  // [heads][D], [heads][D_v]   if Q and dO are widened
   HeadScores<In, T>*q_products, *dout_products;  // of each block of heads
   HeadProducts<In, T>*q_heads, *dout_heads;      // likewise
   T *probs, *dscores;                            // [keys][block of heads]   S, then P; dP, then dS
@@ -55,6 +56,8 @@ IndexedBackwardScratch<In, T> allocate_indexed_backward(Arena& arena, const Back
   const int64_t d = round_up_to_lanes<T>(p.sizes.head_dim), d_v = round_up_to_lanes<T>(p.sizes.head_dim_v);
   IndexedBackwardScratch<In, T> s;
   s.tile = KeyTile<In, T>::allocate(arena, p);
+  s.q = arena.take<In>(heads * d);
+  s.dout = arena.take<In>(heads * d_v);
   s.q_products = allocate_products<In, T>(arena, row);
   s.dout_products = allocate_products<In, T>(arena, with_operands_of_dprobs(row, {}));
   s.q_heads = allocate_head_products<In, T>(arena, blocks, p.sizes.head_dim);
@@ -78,12 +81,14 @@ struct IndexedBackwardRow {
   const IndexedBackwardParams& p;
   IndexedBackwardScratch<In, T>& s;
   int64_t b, h_kv, i;
-  AttentionParams row = call_of_row<In>(p, b, h_kv, i), swapped = {};
+  AttentionParams row = call_of_row(p), swapped = {};
+  Tensor4 dout = {};
 
   const int64_t heads = row.sizes.seqlen_q, first_head = h_kv * heads, blocks = count_head_blocks(p.sizes);
-  const Tensor4 dout = {p.dout.row<In>(b, first_head, i), 0, 0, p.dout.stride_h};
 
-  void load_queries() const {
+  void load_queries() {
+    row.q = rows_of_heads<In>(p.q, p.dtype, b, first_head, i, heads, p.sizes.head_dim, s.q);
+    dout = rows_of_heads<In>(p.dout, p.dtype, b, first_head, i, heads, p.sizes.head_dim_v, s.dout);
     for (int64_t n = 0; n < blocks; ++n) {
       const TileFrame f = frame_of_heads<T>(row, n, 0);
       const AttentionParams of_dprobs = with_operands_of_dprobs(row, dout);
@@ -94,7 +99,7 @@ struct IndexedBackwardRow {
     }
   }
 
-  // `following`: the keys of the next row.
+  // `following`: the keys of the next row. The products of a tile do not read row.q and dout, which may be unknown.
   bool next_tile(KeyCursor& cursor, const KeyCursor& following) {
     if (!s.tile.load(p, b, h_kv, cursor, following)) return false;
     row.k = s.tile.k;

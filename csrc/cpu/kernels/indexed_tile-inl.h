@@ -1,6 +1,7 @@
 // Attention by index: the call of one query row and one key head. Its queries are the query heads that share the key
 // head, its keys are the keys that the row lists. A tile of keys is gathered once for all of these heads. The products
-// are the products of the forward: S^T = K Q^T and O += P V.
+// are the products of the forward: S^T = K Q^T and O += P V. In is the type of their operands: rows of 16 bits are widened
+// when a tile gathers them, unless the products multiply bfloat16. So float32 and 16 bits share one text.
 //
 //             rows of Q x keys of a tile
 //   tile      48 x 64            the forward's tile; more heads make several blocks of 48
@@ -16,18 +17,31 @@ inline Sizes sizes_of_gathered(const Sizes& z) {
   return {1, 1, 1, z.heads / z.heads_kv, kGatheredKeys, z.head_dim, z.head_dim_v};
 }
 
-// The call on one tile of keys, before the keys are known. It has no band, ALiBi and masks, because KeyTile applies
-// them. Its dropout only declares that P is multiplied before P V.
-template <class In>
-AttentionParams call_of_row(const AttentionParams& p, int64_t b, int64_t h_kv, int64_t i) {
+// The call on one tile of keys, before the queries and the keys are known. It has no band, ALiBi and masks, because
+// KeyTile applies them. Its dropout only declares that P is multiplied before P V.
+inline AttentionParams call_of_row(const AttentionParams& p) {
   AttentionParams row;
   row.dtype = p.dtype;
   row.sizes = sizes_of_gathered(p.sizes);
-  row.q = {p.q.row<In>(b, h_kv * row.sizes.heads_kv * row.sizes.seqlen_q, i), 0, 0, p.q.stride_h};
   row.scale = p.scale;
   row.softcap = p.softcap;
   row.dropout = p.dropout;
   return row;
+}
+
+// Returns the rows of query i and of heads [h, h + heads) of q or dout, as operands: the caller's memory, or widened in
+// `copy`. `copy` has room for heads * round_up_to_lanes(cols) elements.
+template <class In>
+Tensor4 rows_of_heads(const Tensor4& t, DType dtype, int64_t b, int64_t h, int64_t i, int64_t heads,
+                      int64_t cols, In* copy) {
+  return for_row_type<In>(dtype, [&](auto element) -> Tensor4 {
+    using Row = decltype(element);
+    if constexpr (std::is_same_v<Row, In>) {
+      return {t.row<In>(b, h, i), 0, 0, t.stride_h};
+    } else {
+      return {copy, 0, 0, load_tile<Row, In>(t.row<Row>(b, h, i), t.stride_h, heads, cols, copy).ld};
+    }
+  });
 }
 
 // The blocks of query heads of a key head.
@@ -87,7 +101,7 @@ struct KeyTile {
   int32_t* keys;   // [kGatheredKeys], ascending
   int32_t* ahead;  // [kGatheredKeys]   the keys of the next tile
   int64_t count = 0, ahead_count = 0;
-  In* k_copy;  // [kGatheredKeys][D] only if the keys are not contiguous
+  In* k_copy;  // [kGatheredKeys][D] only if the keys are not contiguous, or widened
   In* v_copy;  // [kGatheredKeys][D_v]  likewise, and if V is not a part of K
   T* bias;     // [kGatheredKeys][heads of a block]   only with a mask or ALiBi
   T* dropout;  // [kGatheredKeys][heads of a block]   only with dropout
@@ -143,14 +157,23 @@ struct KeyTile {
       for (int64_t r = 0; r < count; ++r) copy_latent(copy + r * ld, t.row<uint8_t>(b, h, keys[r]), cols);
       return {copy, 0, 0, ld};
     }
-    if (keys[count - 1] - keys[0] == count - 1) return {t.row<In>(b, h, keys[0]), 0, 0, t.stride_s};
-    for (int64_t r = 0; r < count; ++r) copy_row<In>(copy + r * ld, t.row<In>(b, h, keys[r]), cols);
-    return {copy, 0, 0, ld};
+    const bool contiguous = keys[count - 1] - keys[0] == count - 1;
+    return for_row_type<In>(p.dtype, [&](auto element) -> Tensor4 {
+      using Row = decltype(element);
+      if constexpr (std::is_same_v<Row, In>) {
+        if (contiguous) return {t.row<In>(b, h, keys[0]), 0, 0, t.stride_s};
+        for (int64_t r = 0; r < count; ++r) copy_row<In>(copy + r * ld, t.row<In>(b, h, keys[r]), cols);
+      } else {
+        for (int64_t r = 0; r < count; ++r)
+          load_tile<Row, In>(t.row<Row>(b, h, keys[r]), 0, 1, cols, copy + r * ld);
+      }
+      return {copy, 0, 0, ld};
+    });
   }
   RowsAhead rows_ahead(const AttentionParams& p, const Tensor4& t, int64_t b, int64_t h, int64_t cols,
                        int64_t rows) const {
     if (has_latent_rows(p)) return {t, b, h, kLatentRowBytes, 1, ahead, rows};
-    return {t, b, h, cols * static_cast<int64_t>(sizeof(In)), sizeof(In), ahead, rows};
+    return {t, b, h, cols * bytes_of(p.dtype), bytes_of(p.dtype), ahead, rows};
   }
 };
 

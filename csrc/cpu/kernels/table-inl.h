@@ -137,8 +137,15 @@ FA_WIDENED_PASS(indexer_scores_backward, IndexerScoresBackwardParams)
 FA_WIDENED_PASS(indexer_loss, IndexerLossParams)
 FA_WIDENED_PASS(indexer_loss_backward, IndexerLossBackwardParams)
 #undef FA_WIDENED_PASS
+
+// Attention by index widens 16-bit operands if the products do not multiply them.
+#if defined(FA_OTHER_DTYPES)
 FA_PASS(indexed, IndexedParams)
 FA_PASS(indexed_backward, IndexedBackwardParams)
+#else
+FA_PASS_FOR(indexed, IndexedParams, typename Of::T, typename Of::T)
+FA_PASS_FOR(indexed_backward, IndexedBackwardParams, typename Of::T, typename Of::T)
+#endif
 #undef FA_PASS
 #undef FA_PASS_FOR
 
