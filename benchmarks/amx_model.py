@@ -23,9 +23,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from flash_attn_ext import available_kernels
+
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "amx_model"
-NEEDS_BFLOAT16 = 77  # exit status of tile_counts
 
 HEAD_DIMS = [32, 64, 80, 96, 128, 192, 256]
 
@@ -67,6 +68,8 @@ class Step:
 
 def count(head_dims: list[int]) -> list[Step]:
     """Runs the kernels in the emulation. Raises RuntimeError if it cannot be built or this CPU cannot run it."""
+    if "avx512_bf16" not in available_kernels():
+        raise RuntimeError("needs a CPU with AVX-512 BF16, on which AMX is emulated")
     program = BUILD / "tile_counts"
     jobs = f"-j{len(os.sched_getaffinity(0))}"
     made = subprocess.run(
@@ -75,8 +78,6 @@ def count(head_dims: list[int]) -> list[Step]:
     if made.returncode != 0:
         raise RuntimeError(made.stderr)
     done = subprocess.run([program, *map(str, head_dims)], capture_output=True, text=True)
-    if done.returncode == NEEDS_BFLOAT16:
-        raise RuntimeError(done.stdout.strip())
     done.check_returncode()
     rows = [line.split() for line in done.stdout.splitlines()]
     return [Step(name, *map(int, numbers)) for name, *numbers in rows]

@@ -5,6 +5,7 @@ an object file for AVX-512 may export inline functions only in its own namespace
 """
 
 import ast
+import functools
 import os
 import re
 import shutil
@@ -64,20 +65,30 @@ def exported_names(path):
     return dict(zip(mangled, tool("c++filt", *mangled).splitlines(), strict=True))
 
 
-def avx_by_function(path):
-    """Returns the functions with AVX instructions: mangled name -> one AVX instruction."""
-    found, function = {}, None
-    for line in tool("objdump", "-d", "--no-show-raw-insn", path).splitlines():
-        if header := FUNCTION.match(line):
-            function = header.group(1)
-        elif VEX_OR_EVEX.search(line):
-            found.setdefault(function, line.split(":", 1)[1].strip())
-    return found
+class Code:
+    """The machine code of an object file. Reading avx512 takes seconds, so code_of() reads each file once."""
+
+    WORDS = ("%ymm", "%zmm", "vdpbf16ps", "tdpbf16ps", "tileloadd", "tilestored", "tilezero", "vpdp")
+
+    def __init__(self, path):
+        text = tool("objdump", "-d", "--no-show-raw-insn", path)
+        self.count = {word: text.count(word) for word in self.WORDS}
+        self.functions_with_tiles = [part for part in text.split("\n\n") if "ldtilecfg" in part]
+        # The functions with AVX instructions: mangled name -> one AVX instruction.
+        self.avx_by_function, function = {}, None
+        for line in text.splitlines():
+            if line.endswith(">:") and (header := FUNCTION.match(line)):
+                function = header.group(1)
+            elif function not in self.avx_by_function and VEX_OR_EVEX.search(line):
+                self.avx_by_function[function] = line.split(":", 1)[1].strip()
+
+
+code_of = functools.cache(Code)
 
 
 def leaks(path, namespace):
     """Returns exported functions with AVX instructions outside `namespace`."""
-    avx = avx_by_function(path)
+    avx = code_of(path).avx_by_function
     parts = "".join(f"{len(part)}{part}" for part in namespace.removesuffix("::").split("::"))
     return [
         name
@@ -122,7 +133,7 @@ def test_avx_only_behind_own_names(objects, name):
 
 @pytest.mark.parametrize("name", BASELINE)
 def test_baseline_has_no_avx(objects, name):
-    assert avx_by_function(objects[name]) == {}
+    assert code_of(objects[name]).avx_by_function == {}
     assert len(exported_names(objects[name])) >= 3
 
 
@@ -140,11 +151,11 @@ def test_baseline_has_no_avx(objects, name):
     ],
 )
 def test_each_kernel_uses_its_own_instructions(objects, name, used, absent):
-    text = tool("objdump", "-d", "--no-show-raw-insn", objects[name])
-    assert text.count(used) > 100
-    assert absent is None or absent not in text
+    code = code_of(objects[name])
+    assert code.count[used] > 100
+    assert absent is None or code.count[absent] == 0
     exported = exported_names(objects[name])
-    kernels = [exported[function] for function in avx_by_function(objects[name]) if function in exported]
+    kernels = [exported[function] for function in code.avx_by_function if function in exported]
     assert any("forward_query_block" in kernel or "int8_forward" in kernel for kernel in kernels)
 
 
@@ -168,12 +179,11 @@ def test_passes_that_widen_rows_have_one_text_for_16_bits(objects, name):
 
 def test_tile_registers_are_given_back(objects):
     """Each function that configures the tile registers also releases them, so that no other code finds them in use."""
-    text = tool("objdump", "-d", "--no-show-raw-insn", objects["isa_amx"])
-    functions = [part for part in text.split("\n\n") if "ldtilecfg" in part]
-    assert len(functions) >= 5  # forward, backward and its row terms, the mask's gradient, forward mode
-    assert all("tilerelease" in function for function in functions)
+    code = code_of(objects["isa_amx"])
+    assert len(code.functions_with_tiles) >= 5  # forward, backward and its row terms, the mask's gradient, forward mode
+    assert all("tilerelease" in function for function in code.functions_with_tiles)
     for instruction in ("tdpbf16ps", "tileloadd", "tilestored", "tilezero"):
-        assert text.count(instruction) >= 20
+        assert code.count[instruction] >= 20
 
 
 @pytest.mark.parametrize("included", ["inside", "before"])
