@@ -74,9 +74,14 @@ struct Memory {
     last_found = &regions[0];
   }
 
-  Region* find(uintptr_t address) {
+  // Shared memory and the region of the last access. Null: the address is elsewhere.
+  Region* find_quickly(uintptr_t address) {
     if (regions[0].contains(address)) return &regions[0];
-    if (last_found->contains(address)) return last_found;
+    return last_found->contains(address) ? last_found : nullptr;
+  }
+
+  Region* find(uintptr_t address) {
+    if (Region* region = find_quickly(address)) return region;
     for (Region& region : regions)
       if (region.contains(address)) return last_found = &region;
     return nullptr;
@@ -144,16 +149,18 @@ bool is_launch_state(uintptr_t address) {
   fail("misaligned: " + describe(access, &region));
 }
 
-// Inlined into each hook, where the number of bytes is a constant: most of a run's time is spent here.
-[[gnu::always_inline]] inline void look_at(const Access& access) {
-  if (!current) return;  // code of the host
-  const auto stack = reinterpret_cast<uintptr_t>(current->stack.get());
-  if (access.address - stack < kStackBytes) return;
-  Region* region = memory.find(access.address);
-  if (!region) {
-    if (!access.is_write && is_launch_state(access.address)) return;
-    return fail_out_of_bounds(access, nullptr);
-  }
+// Whether the access needs no check: the host's own code runs, or the address is in the fiber's own stack.
+[[gnu::always_inline]] inline bool is_unchecked(uintptr_t address) {
+  return !current || address - reinterpret_cast<uintptr_t>(current->stack.get()) < kStackBytes;
+}
+
+// Checks an access. Inlined where the number of bytes is a constant: a large part of a run's time is spent here. Kernels
+// read threadIdx often, so is_launch_state() comes before the search in all buffers.
+[[gnu::always_inline]] inline void check_access(const Access& access) {
+  Region* region = memory.find_quickly(access.address);
+  if (!region && !access.is_write && is_launch_state(access.address)) return;
+  if (!region) region = memory.find(access.address);
+  if (!region) return fail_out_of_bounds(access, nullptr);
   if (access.address + access.bytes > region->end || (access.is_write && !region->writable))
     return fail_out_of_bounds(access, region);
   const bool is_copy = (access.bytes & (access.bytes - 1)) != 0;  // of a struct
@@ -167,6 +174,16 @@ bool is_launch_state(uintptr_t address) {
   if (region->shared) hopper_check_write(reinterpret_cast<const void*>(access.address), access.bytes);
   const Write mine{memory.block, current->now, static_cast<uint32_t>(current->thread)};
   for (size_t n = 0; n < elements; ++n) last[n] = mine;
+}
+
+// Not inlined: most accesses need no check, and their hooks then save no registers.
+template <size_t kBytes, bool kIsWrite>
+[[gnu::noinline]] void check_access(uintptr_t address, void* code) {
+  check_access({address, kBytes, kIsWrite, code});
+}
+
+inline void look_at(const Access& access) {
+  if (!is_unchecked(access.address)) check_access(access);
 }
 
 void set_writer(void* address, size_t bytes, uint32_t time) {
@@ -338,9 +355,11 @@ void require_ordered_adds(bool required) { cuda_host::memory.ordered_adds = requ
 
 void __tsan_init() {}
 
-#define CUDA_HOST_HOOK(name, bytes, is_write)                                                           \
-  void __tsan_##name(void* p) {                                                                         \
-    cuda_host::look_at({reinterpret_cast<uintptr_t>(p), bytes, is_write, __builtin_return_address(0)}); \
+#define CUDA_HOST_HOOK(name, bytes, is_write)                                         \
+  void __tsan_##name(void* p) {                                                       \
+    const auto address = reinterpret_cast<uintptr_t>(p);                              \
+    if (!cuda_host::is_unchecked(address))                                            \
+      cuda_host::check_access<bytes, is_write>(address, __builtin_return_address(0)); \
   }
 CUDA_HOST_HOOK(read1, 1, false)
 CUDA_HOST_HOOK(read2, 2, false)
