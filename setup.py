@@ -39,7 +39,7 @@ CSRC = "csrc"
 # changed files, and tests/cpu/test_object_files.py can read the objects.
 OBJECTS = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
 # Sources that include torch are one translation unit: torch's headers take 7 CPU seconds in each unit. CPU seconds on a
-# Zen 4, one file at a time: 65 for three units, 45 for one, 145 for the kernels of five instruction sets. The sources
+# Zen 4, one file at a time: 65 for three units, 45 for one. docs/packaging.md has the time of all sources. The sources
 # check and pack arguments, so they do not need -O3.
 UNITS = ["torch"]
 # Kernels for CPUs without AVX2 and NEON have the flags of UNITS, which halves the CPU seconds of their compilation. On
