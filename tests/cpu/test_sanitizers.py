@@ -44,7 +44,7 @@ def programs():
 
 
 def assert_passed(output, status, isa, min_cases, dtypes=(2, 3)):
-    """`dtypes`: the smallest and the largest mean number of dtypes of a case on generic."""
+    """`dtypes`: the smallest and the largest mean number of dtypes of a case."""
     assert status == 0, output
     cases, runs, failures = map(
         int, re.search(rf"^{isa}: (\d+) cases, (\d+) runs, (\d+) failures$", output, re.M).groups()
@@ -52,7 +52,7 @@ def assert_passed(output, status, isa, min_cases, dtypes=(2, 3)):
     assert cases >= min_cases
     if isa in ("amx", "avx512_bf16"):  # every case in bfloat16, few in other dtypes
         assert cases < runs < 2 * cases
-    else:  # every case in float32 and bfloat16, some in float64 and float16
+    else:
         fewest, most = dtypes
         assert fewest * cases <= runs <= most * cases
     assert failures == 0
@@ -68,14 +68,14 @@ def test_memory_and_values(programs, isa):
     if status == 77:
         assert isa not in ISAS, output
         pytest.skip(f"needs a CPU with {KERNELS[isa]}: {output.strip()}")
-    assert_passed(output, status, isa, MIN_CASES)
+    # Each case in float32 and a 16-bit type, if its mask allows both. On generic some cases also in the other dtypes.
+    assert_passed(output, status, isa, MIN_CASES, (2, 3) if isa in ("generic", "neon") else (1.8, 2))
 
 
-@pytest.mark.parametrize(("match", "cases", "dtypes"), [("everything", 12, 4), ("grouped heads", 12, 2)])
-def test_no_data_race(programs, match, cases, dtypes):
-    """The cases named "everything" run in all four dtypes, the other cases in float32 and bfloat16."""
+@pytest.mark.parametrize("match", ["everything", "grouped heads"])
+def test_no_data_race(programs, match):
     status, output = run(programs / "thread", "generic", match)
-    assert_passed(output, status, "generic", cases, dtypes=(dtypes, dtypes))
+    assert_passed(output, status, "generic", 12, dtypes=(2, 2))
 
 
 READ = "q, k, v, mask, slopes, dout, dlse, saved out, saved lse"
