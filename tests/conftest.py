@@ -4,6 +4,7 @@
 sets it. By default tests run on the CPU, and tests marked ``gpu`` are skipped.
 """
 
+import gc
 import os
 import sys
 
@@ -32,6 +33,7 @@ DEVICE = os.environ.get("FLASH_ATTN_EXT_TEST_DEVICE", "cpu")
 
 
 def pytest_configure(config):
+    gc.disable()  # until the tests are collected: imports make many objects, and almost no garbage
     if DEVICE not in ("cpu", "cuda"):
         raise pytest.UsageError(f"FLASH_ATTN_EXT_TEST_DEVICE: got {DEVICE!r}; allowed: cpu, cuda")
     if DEVICE == "cuda" and not (torch.cuda.is_available() and flash_attn_ext.build_info()["cuda"]):
@@ -44,6 +46,11 @@ def pytest_ignore_collect(collection_path, config):
     lists = {"not slow": slow.FILES, "not other_compiler": other_compilers.FILES}
     chosen = config.option.markexpr.split(" and ")
     return any(collection_path.stem in lists.get(term, ()) for term in chosen) or None
+
+
+def pytest_collection_finish(session):
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -93,10 +93,14 @@ TESTS = {
     ("test_transformers_keywords", "test_each_keyword_of_the_models_is_in_one_list"): "parses 350 models' sources",
 }
 
-# The files of half a minute and more, about the longest first: so no worker is left alone with one at the end.
-FIRST = ["test_cuda_compile", "test_cuda_host", "test_sanitizers", "test_ptx_forms", "test_arm", "test_gpu_command"]
-FIRST += ["test_cuda_mutations", "test_cuda_sm90_mutations", "test_cuda_sm80_backward", "test_integration", "test_demo"]
-FIRST += ["test_cuda_sm90_few_rows", "test_cuda_sm80_varlen", "test_cuda_derivatives", "test_paper_tables"]
+# The files of most time, about the longest first: so no worker is left alone with one at the end. The first five are of
+# other commands.
+FIRST = ["test_cuda_compile", "test_ptx_forms", "test_arm", "test_cuda_mutations", "test_cuda_sm90_mutations"]
+FIRST += ["test_cuda_host", "test_sanitizers", "test_demo", "test_cuda_varlen", "test_integration"]
+FIRST += ["test_cuda_sm90_varlen", "test_cuda_sm90_flex", "test_distributed_example", "test_distributed_compile"]
+FIRST += ["test_cuda_sm80_flex", "test_cuda_sm80_backward", "test_long_example", "test_cuda_sm90_switches"]
+FIRST += ["test_benchmarks", "test_flex_of_torch", "test_scaling", "test_cuda_sm90_few_rows", "test_cuda_sm80_varlen"]
+FIRST += ["test_cuda_sm90_backward", "test_distributed_costs", "test_paper_tables", "test_gpu_command"]
 # The files that read the machine code that test_cuda_compile makes. They come when it has ended: beside it they would
 # wait for it.
 AFTER_FIRST = ["test_gpu_time_model", "test_cuda_sm90_code", "test_cuda_sm80_code"]
