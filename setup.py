@@ -76,7 +76,7 @@ CUDA += [
     for way in ("forward", "backward", "flex_forward", "flex_backward", "score_forward")
     for dtype in ("bfloat16", "float16")
 ]
-CUDA += ["sm90/forward_float8.cu", "gpu_code.cpp"]
+CUDA += ["sm90/forward_float8.cu", "sm90/task_order.cu", "gpu_code.cpp"]
 
 
 def cuda_toolkit() -> Path | None:

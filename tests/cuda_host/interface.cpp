@@ -13,6 +13,7 @@
 #include "cuda/sm80/sm80.h"
 #include "cuda/sm90/few_rows.h"
 #include "cuda/sm90/sm90.h"
+#include "cuda/sm90/task_order.h"
 #include "cuda/sm90/task_rounds.h"
 #include "cuda/tiers.h"
 #include "fibers.h"
@@ -269,6 +270,28 @@ int64_t sm90_dealt_tasks(const AttentionParams* p, int blocks, int* block_of, in
   for (int task = 0; task < schedule.tasks; ++task)
     tiles[task] = tiles_of_row_block(*p, rows, keys, task_of(schedule, task).row_block);
   return schedule.tasks;
+}
+
+// The order in which the blocks of a forward (a backward) with functions begin, and the number of tiles of each task.
+// `words`: [blocks][1 + tiles], the lists of all heads (tile_lists.h).
+const char* sm90_task_order(const BackwardParams* p, bool backward, int32_t* words, int blocks, int tiles,
+                            int32_t* order, int32_t* tiles_of_task) {
+  using namespace flash_attn_ext::cuda::sm90;
+  TileLists lists;
+  lists.words = words;
+  lists.batches = lists.heads = 1;
+  lists.blocks = blocks;
+  lists.tiles = tiles;
+  const auto sorted = [&](const auto& tasks) {
+    for (int task = 0; task < tasks.groups().tasks; ++task) tiles_of_task[task] = tasks.length(task);
+    return report(launch_task_order(tasks, order, nullptr));
+  };
+  const flash_attn_ext::UserFunctions functions;
+  BackwardParams call = *p;
+  call.functions = &functions;
+  if (backward) return sorted(BackwardTasks(call, lists));
+  const int rows = forward_rows(forward_head_dims(p->sizes, Form::kFunctions), Form::kFunctions);
+  return sorted(ForwardTasks{schedule_forward(p->sizes, rows), lists});
 }
 
 int quotient(int n, int divisor) { return flash_attn_ext::cuda::Divider(divisor).quotient(n); }

@@ -28,7 +28,7 @@ TEXTS = (
     "forward", "backward", "dropout_mask", "last_kernel", "forward_choice", "backward_choice", "force_tier",
     "jvp", "double_backward", "jvp_choice", "double_backward_choice", "why_not_sm80_forward",
     "why_not_sm80_backward", "why_not_sm90_forward", "why_not_sm90_backward", "weights", "weights_choice", "replay",
-    "indexed", "indexed_choice", "indexed_backward", "indexed_backward_choice",
+    "indexed", "indexed_choice", "indexed_backward", "indexed_backward_choice", "sm90_task_order",
     *(f"indexer_{name}{text}" for name in INDEXER for text in ("", "_choice")),
 )  # fmt: skip
 

@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.dout.init(Config::kConsumers * 4);
     ptx::barrier_init_fence();  // publishes the barriers to TMA
     // Numbers follow the order in which blocks begin. So a block waits only for blocks that have begun.
-    shared.block = a.p.deterministic ? ptx::draw_ticket(a.w.ticket) : blockIdx.x;
+    shared.block = a.p.deterministic ? ptx::draw_ticket(a.w.ticket) : task_of_block(a);
   }
   __syncthreads();  // publishes the barriers and the block's number to all threads
   const BackwardRange range = backward_range<Config>(a, ptx::uniform(shared.block));

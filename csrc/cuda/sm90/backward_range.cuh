@@ -47,6 +47,9 @@ struct RowTileCursor {
   }
 };
 
+// The task of a block, if blocks do not draw tickets.
+__device__ inline int task_of_block(const BackwardArguments&) { return blockIdx.x; }
+
 // The number of tiles of queries that a block visits.
 __device__ inline int tiles_of(const BackwardArguments&, const BackwardRange& range) { return range.tiles(); }
 

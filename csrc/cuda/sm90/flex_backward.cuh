@@ -4,6 +4,7 @@
 #include "backward.cuh"
 #include "hidden_by_functions.cuh"
 #include "query_lists.cuh"
+#include "task_order.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
@@ -84,22 +85,31 @@ __device__ int turn_of(const FlexBackwardArguments& a, const BackwardRange& rang
   return a.turns.list(range.b, at.head, at.tile)[1 + range.key_tile];
 }
 
+// Of kernels with masks alone.
+struct SortedBackwardArguments : FlexBackwardArguments {
+  const int32_t* sorted_tasks;  // task_order.h; null: tasks are not sorted
+};
+
+__device__ inline int task_of_block(const SortedBackwardArguments& a) {
+  return task_of_block(a.sorted_tasks);
+}
+
 template <class In, int kHeadDim>
 struct FlexBackward : Backward<In, kHeadDim, kHeadDim, false, true> {
-  using Arguments = FlexBackwardArguments;
+  using Arguments = SortedBackwardArguments;
   using Cursor = ListedTileCursor;
 };
 
-// Writes the lists, and launches the kernels of the backward.
-template <class In, class Config>
+// Writes the lists, and launches the kernels of the backward. `sort`: launches the kernel that sorts the tasks, if any.
+template <class In, class Config, class Sort>
 cudaError_t launch_listed(const BackwardParams& p, const FlexBackwardWorkspace& w,
-                          typename Config::Arguments& a, cudaStream_t stream) {
+                          typename Config::Arguments& a, cudaStream_t stream, const Sort& sort) {
   const auto launch_lists = [&](auto* kernel, const TileLists& lists) {
     return launch(kernel, shape_of_lists(lists), stream, p, w.functions, lists, a.w.key_mask, Config::kRows,
                   Config::kKeys);
   };
   return in_order([&] { return launch_key_mask<Config::kKeys>(p, a.w.key_mask, stream); },
-                  [&] { return launch_lists(query_lists_kernel, w.lists); },
+                  [&] { return launch_lists(query_lists_kernel, w.lists); }, sort,
                   [&] { return p.deterministic ? launch_lists(turns_kernel, w.turns) : cudaSuccess; },
                   [&] { return launch_backward_kernels<In, Config>(a, stream); });
 }
@@ -108,9 +118,13 @@ template <class In, int kHeadDim>
 cudaError_t launch_flex_backward_tiles(const BackwardParams& p, void* workspace, cudaStream_t stream) {
   Arena arena(workspace);
   const auto w = FlexBackwardWorkspace::lay_out(arena, p);
-  FlexBackwardArguments a{backward_arguments(p, w.others), w.lists, w.turns, w.functions};
+  SortedBackwardArguments a{{backward_arguments(p, w.others), w.lists, w.turns, w.functions}, nullptr};
+  const BackwardTasks tasks(p, w.lists);
+  // In a deterministic call the order of the turns is the order of the tasks.
+  if (!p.deterministic && tasks.groups().are_sorted()) a.sorted_tasks = w.order;
+  const auto sort = [&] { return a.sorted_tasks ? launch_task_order(tasks, w.order, stream) : cudaSuccess; };
   return in_order([&] { return simt::launch_store_functions(p, w.functions, stream); },
-                  [&] { return launch_listed<In, FlexBackward<In, kHeadDim>>(p, w, a, stream); },
+                  [&] { return launch_listed<In, FlexBackward<In, kHeadDim>>(p, w, a, stream, sort); },
                   [&] {  // a mask function has no gradient
                     const size_t bytes = p.functions->captured_count * sizeof(float);
                     return p.functions->dcaptured ? cudaMemsetAsync(p.functions->dcaptured, 0, bytes, stream)

@@ -11,6 +11,7 @@ struct FlexBackwardWorkspace {
   simt::FlexBackwardWorkspace<float>
       simt;  // with a function on scores: row terms, and sums for captured tensors
   simt::DeviceFunctions* functions;
+  int32_t* order;  // the tasks of the blocks: task_order.h
   TileLists lists;
   // In a deterministic call, not lists: word 1 + n of row tile m is the turn of key tile n, if the key tile visits m.
   TileLists turns;
@@ -22,6 +23,7 @@ struct FlexBackwardWorkspace {
     FlexBackwardWorkspace w{};
     if (p.functions->score) w.simt = simt::FlexBackwardWorkspace<float>::lay_out(arena, p);
     w.functions = p.functions->score ? w.simt.functions : arena.take<simt::DeviceFunctions>(1);
+    w.order = arena.take<int32_t>(p.sizes.batch * p.sizes.heads_kv * key_tiles);
     w.lists = TileLists(arena, p, key_tiles, row_tiles);
     if (p.deterministic) w.turns = TileLists(arena, p, row_tiles, key_tiles);
     w.others = arena.take<char>(static_cast<int64_t>(BackwardWorkspace::bytes(p)));

@@ -12,8 +12,11 @@ cudaError_t launch_flex_tiles(const AttentionParams& p, void* workspace, cudaStr
   using Config = Forward<In, kHeadDim, kHeadDim, kForm>;
   Arena arena(workspace);
   const auto w = FlexWorkspace::lay_out(arena, p);
-  typename Config::Arguments a{FlexArguments{
-      forward_arguments<Config>(p, {}, w.key_mask, Partials<float>(nullptr, p, 1)), w.lists, w.functions}};
+  typename Config::Arguments a{
+      FlexArguments{forward_arguments<Config>(p, {}, w.key_mask, Partials<float>(nullptr, p, 1)), w.lists,
+                    w.functions, nullptr}};
+  const ForwardTasks tasks{a.schedule, w.lists};
+  if (tasks.groups().are_sorted()) a.sorted_tasks = w.order;
   const LaunchShape shape{a.schedule.tasks, 1, 1, Config::kThreads, sizeof(typename Config::Shared)};
   return in_order([&] { return map_tensors<Config>(a); },
                   [&] { return simt::launch_store_functions(p, w.functions, stream); },
@@ -22,6 +25,7 @@ cudaError_t launch_flex_tiles(const AttentionParams& p, void* workspace, cudaStr
                     return launch(tile_lists_kernel, shape_of_lists(w.lists), stream, p, w.functions, w.lists,
                                   w.key_mask, Config::kRows, Config::kKeys);
                   },
+                  [&] { return a.sorted_tasks ? launch_task_order(tasks, w.order, stream) : cudaSuccess; },
                   [&] { return launch(forward_kernel<In, kHeadDim, kHeadDim, kForm>, shape, stream, a); });
 }
 

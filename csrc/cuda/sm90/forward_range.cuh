@@ -106,8 +106,8 @@ struct Begun {
 
 // Calls work(range, begun) for each task of the block. A persistent block has one task in each round. ptxas keeps
 // descriptors in uniform registers only if it knows that all threads of a warp have the same task. ptxas knows this for
-// values that depend on blockIdx, kernel arguments and loop counters. It does not know this for values from memory or
-// from the round before.
+// values that depend on blockIdx, kernel arguments and loop counters, also for loads from addresses that depend on
+// these alone. It does not know this for other loads, for shuffles, and for values from the round before.
 template <class Config, class Work>
 __device__ void for_each_task(const typename Config::Arguments& a, const Work& work) {
   Begun begun;
@@ -121,6 +121,8 @@ __device__ void for_each_task(const typename Config::Arguments& a, const Work& w
       work(range, begun);
       begun.add(range);
     }
+  } else if constexpr (Config::kFunctions) {
+    work(block_range<Config>(a, a.task_of_block()), begun);
   } else {
     work(block_range<Config>(a, blockIdx.x), begun);
   }

@@ -4,6 +4,7 @@
 #include "forward_range.cuh"
 #include "hidden_by_functions.cuh"
 #include "softmax.cuh"
+#include "task_order.h"
 #include "tile_lists.h"
 
 namespace flash_attn_ext::cuda::sm90 {
@@ -12,7 +13,9 @@ namespace flash_attn_ext::cuda::sm90 {
 struct FlexArguments : ForwardArguments {
   TileLists lists;
   const simt::DeviceFunctions* functions;
+  const int32_t* sorted_tasks;  // task_order.h; null: tasks are not sorted
 
+  __device__ int task_of_block() const { return sm90::task_of_block(sorted_tasks); }
   __device__ HiddenByFunctions hidden() const { return {functions}; }
 
   // Which elements of the thread's rows, in tile n, the key mask and the functions show. A full tile does not run the

@@ -94,8 +94,9 @@ struct Task {
   int b, h, h_kv, row_block;
 };
 
+constexpr int64_t kL2Bytes = int64_t{24} << 20;  // about half of Hopper's L2, which has two halves
+
 inline ForwardSchedule schedule_forward(const Sizes& z, int64_t block_rows) {
-  constexpr int64_t kL2Bytes = int64_t{24} << 20;  // about half of Hopper's L2, which has two halves
   const int64_t bytes_of_head = 2 * z.seqlen_k * (z.head_dim + z.head_dim_v), heads = z.batch * z.heads;
   const int64_t kv_heads = kL2Bytes / bytes_of_head > 1 ? kL2Bytes / bytes_of_head : 1;
   const int64_t group = kv_heads * (z.heads / z.heads_kv), in_group = group < heads ? group : heads;

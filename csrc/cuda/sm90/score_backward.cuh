@@ -69,6 +69,7 @@ struct ScoreBackwardArguments : FlexBackwardArguments {
   }
 };
 
+// Its tasks are not sorted: the loop at a head dimension of 256 would have 1233 instructions, not 1189.
 template <class In, int kHeadDim>
 struct ScoreBackward : FlexBackward<In, kHeadDim> {
   using Arguments = ScoreBackwardArguments;
@@ -98,7 +99,7 @@ cudaError_t launch_score_backward_tiles(const BackwardParams& p, void* workspace
                     return w.simt.captured ? simt::launch_clear_captured(w.simt.captured, captured, stream)
                                            : cudaSuccess;
                   },
-                  [&] { return launch_listed<In, Config>(p, w, a, stream); },
+                  [&] { return launch_listed<In, Config>(p, w, a, stream, [] { return cudaSuccess; }); },
                   [&] { return w.simt.captured ? captured_pass() : cudaSuccess; });
 }
 

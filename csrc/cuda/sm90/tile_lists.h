@@ -45,15 +45,17 @@ struct BlockOfList {
 
 struct FlexWorkspace {
   simt::DeviceFunctions* functions;
+  int32_t* order;  // the tasks of the blocks: task_order.h
   TileLists lists;
   KeyMask key_mask;
 
   static FlexWorkspace lay_out(Arena& arena, const AttentionParams& p) {
     const HeadDims dims = forward_head_dims(p.sizes, Form::kFunctions);
     const int keys = forward_keys(dims, Form::kFunctions);
+    const int64_t row_blocks = ceil_div(p.sizes.seqlen_q, forward_rows(dims, Form::kFunctions));
     FlexWorkspace w{arena.take<simt::DeviceFunctions>(1),
-                    TileLists(arena, p, ceil_div(p.sizes.seqlen_q, forward_rows(dims, Form::kFunctions)),
-                              ceil_div(p.sizes.seqlen_k, keys)),
+                    arena.take<int32_t>(p.sizes.batch * p.sizes.heads * row_blocks),
+                    TileLists(arena, p, row_blocks, ceil_div(p.sizes.seqlen_k, keys)),
                     {}};
     w.key_mask = KeyMask(arena.take<char>(static_cast<int64_t>(KeyMask::bytes(p, keys))), p, keys);
     return w;
