@@ -31,28 +31,34 @@ MOST_INSTRUCTIONS = {
     "dense backward": {64: 809, 128: 574, 192: 447, 256: 498},
     "packed backward": {64: 797, 128: 567, 192: 438, 256: 502},
     "backward with dropout": {64: 1071, 128: 778, 192: 592, 256: 654},
+    # With functions of the user, on tiles that no function changes.
+    "flex forward": {64: 528, 128: 754, 256: 645},
+    "flex backward": {64: 832, 192: 465, 256: 510},
 }
+FLEX_KEYS = {64: 64, 128: 64, 256: 16}  # of a tile of the forward with functions of the user
+# How a kernel's mangled name says that its functions are masks alone.
+MASKS_ALONE = r"\w*FunctionsWithILNS\d_13ScoreFunctionE0E"
 
 
 @functools.cache
-def functions_of(kernel):
+def functions_of(source):
     """{mangled name: instructions} of one source file."""
-    cubin, _ = compiled_once(CUDA / "sm80" / f"{kernel}_bfloat16.cu", "80")
+    cubin, _ = compiled_once(CUDA / "sm80" / f"{source}_bfloat16.cu", "80")
     return sass_listing.functions(sass_listing.disassemble(cubin))
 
 
-def code_of(kernel, head_dim, form=""):
-    """The instructions of jvp_kernel, or of backward_kernel in one of its forms."""
-    pattern = rf"{kernel}_kernelI\w*?Li{head_dim}E{form}"
-    found = [code for name, code in functions_of(kernel).items() if re.search(pattern, name)]
+def code_of(source, head_dim, form=""):
+    """The instructions of a kernel: of jvp_kernel, forward_kernel, or backward_kernel in one of its forms."""
+    pattern = rf"{source.removeprefix('flex_')}_kernelI\w*?Li{head_dim}E{form}"
+    found = [code for name, code in functions_of(source).items() if re.search(pattern, name)]
     assert len(found) == 1
     return found[0]
 
 
-@pytest.mark.parametrize("kernel", ["forward", "decode", "backward", "jvp"])
-def test_no_main_loop_divides_or_computes_in_fp64(kernel):
+@pytest.mark.parametrize("source", ["forward", "decode", "backward", "jvp"])
+def test_no_main_loop_divides_or_computes_in_fp64(source):
     loops = 0
-    for name, code in functions_of(kernel).items():
+    for name, code in functions_of(source).items():
         if sass_listing.count(code, "HMMA"):
             loops += 1
             assert sass_listing.slow_instructions(sass_listing.main_loop(code)) == [], name
@@ -85,3 +91,31 @@ def test_machine_code_of_the_backward(head_dim, form):
     # One comparison with -inf for each score: exponentials in their slow form have another one.
     assert sass_listing.count(loop, "FSETP") < 2 * scores
     assert len(loop) <= MOST_INSTRUCTIONS[form][head_dim]
+
+
+def unconditional_calls(loop):
+    """Of the interpreter, for example. The compiler leaves a loop by a call with a predicate."""
+    return [str(i) for i in loop if i.name.startswith("CALL") and not i.predicate]
+
+
+@pytest.mark.parametrize("head_dim", FLEX_KEYS)
+def test_machine_code_of_the_forward_with_functions(head_dim):
+    keys = FLEX_KEYS[head_dim]
+    loop = sass_listing.main_loop(code_of("flex_forward", head_dim, f"Li{keys}E"))
+    assert sass_listing.count(loop, "HMMA.16816") == 2 * (head_dim // 16 * keys // 8)
+    # One for each of a thread's scores, and a factor for each of its two rows.
+    assert sass_listing.count(loop, "MUFU.EX2") == keys // 2 + 2
+    assert not unconditional_calls(loop)
+    assert sass_listing.count(loop, "LDL", "STL") <= 5  # of the search for the next tile
+    assert len(loop) <= MOST_INSTRUCTIONS["flex forward"][head_dim]
+
+
+@pytest.mark.parametrize("head_dim", MOST_INSTRUCTIONS["flex backward"])
+def test_machine_code_of_the_backward_with_a_mask_function(head_dim):
+    loop = sass_listing.main_loop(code_of("flex_backward", head_dim, FORMS["packed backward"] + MASKS_ALONE))
+    scores = QUERIES[head_dim] // SHARERS[head_dim] // 2  # of a thread
+    assert sass_listing.count(loop, "MUFU.EX2") == scores
+    assert sass_listing.count(loop, "FSETP") < 2 * scores
+    assert not unconditional_calls(loop)
+    assert not sass_listing.count(loop, "LDL", "STL")
+    assert len(loop) <= MOST_INSTRUCTIONS["flex backward"][head_dim]
