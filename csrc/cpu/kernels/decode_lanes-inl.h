@@ -37,7 +37,13 @@ constexpr int span_of(int64_t rows) {
   return 1 << log2_span_of<T>(rows);
 }
 
-constexpr bool kHasVectorsOfRows = FA_VECTOR_BYTES == 32;  // AVX2; no other instruction set was measured
+// Forms for AVX2 and for AVX-512 without dot products of bfloat16. They were measured on no other instruction set.
+constexpr bool kHasVectorsOfRows = FA_VECTOR_BYTES == 32;
+#if FA_VECTOR_BYTES == 64 && !defined(FA_DOT_BFLOAT16)
+constexpr bool kHasSumsOfColumns = true;
+#else
+constexpr bool kHasSumsOfColumns = false;
+#endif
 
 // Returns the number of rows in the next block. Example: 12 rows of 16 lanes are blocks of 8 and 4 rows, because
 // one block would have 4 lanes of padding. AVX2 multiplies a whole vector of rows faster (decode_vector_of_rows-inl.h).
@@ -109,10 +115,42 @@ struct LaneTile {
   }
 };
 
-// Returns whether decode_vector_of_rows-inl.h computes the scores of a block.
+// Whether decode_vector_of_rows-inl.h or decode_sums_of_columns-inl.h computes the scores of some blocks.
+template <class In, class T>
+constexpr bool kReadsKeysInPlace = kHasVectorsOfRows || (kHasSumsOfColumns && !std::is_same_v<In, T>);
+
+// Returns whether they compute the scores of a block of `rows` rows.
 template <class In, class T>
 constexpr bool reads_keys_in_place(int64_t rows) {
-  return kHasVectorsOfRows && (span_of<T>(rows) == 1 || !std::is_same_v<In, T>);
+  if (!kReadsKeysInPlace<In, T>) return false;
+  if (kHasSumsOfColumns) return rows <= kLanes<T> / 2;
+  return span_of<T>(rows) == 1 || !std::is_same_v<In, T>;
+}
+
+// Returns whether they compute the scores of all blocks. The first block has the most rows, and the last block the fewest.
+template <class In, class T>
+constexpr bool reads_all_keys_in_place(int64_t rows) {
+  return reads_keys_in_place<In, T>(rows_of_block<T>(rows)) &&
+         (!std::is_same_v<In, T> || widest_span<T>(rows) == 1);
+}
+
+// Returns the number of elements of a row of Q in a block, padded for each form.
+template <class T>
+constexpr int64_t block_depth_of(int64_t depth) {
+  constexpr int64_t kStep = kHasSumsOfColumns ? 2 * kLanes<T> : kLanes<T>;
+  return ceil_div(depth, kStep) * kStep;
+}
+
+// Returns rows with whole steps of columns: in place, or a copy with zeros after the last column. `copy` has room for them.
+template <class In>
+inline Rows<In> with_whole_steps(const Rows<In>& k, int64_t keys, int64_t step, In* copy) {
+  const int64_t cols = ceil_div(k.cols, step) * step;
+  if (k.cols == cols) return k;
+  for (int64_t n = 0; n < keys; ++n) {
+    std::memcpy(static_cast<void*>(copy + n * cols), k.row(n), k.cols * sizeof(In));
+    std::memset(static_cast<void*>(copy + n * cols + k.cols), 0, (cols - k.cols) * sizeof(In));
+  }
+  return {copy, cols, cols};
 }
 
 // Calls body(span) with kSpan as a compile-time constant, for blocks that are no vectors of rows.

@@ -10,6 +10,7 @@
 
 #include "cache_rows-inl.h"
 #include "decode_lane_values-inl.h"
+#include "decode_sums_of_columns-inl.h"
 #include "decode_vector_of_rows-inl.h"
 #include "gemm-inl.h"
 #include "tile_gemm-inl.h"
@@ -168,7 +169,7 @@ struct ManyRows {
     rows = std::min<int64_t>(rows, kMostRowsAtOnce);  // for a shorter sequence
     if (!fills_lanes<T>(rows)) return m;
     const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
-    m.q = arena.take<E>(heads * round_up_to_lanes<T>(depth) * round_up_to_lanes<T>(lanes));
+    m.q = arena.take<E>(heads * block_depth_of<T>(depth) * round_up_to_lanes<T>(lanes));
     // Transpositions read and write whole vectors.
     const int64_t whole = ceil_div(block_k, kChunkRows) * kChunkRows * lanes + kLanes<T>;
     m.scores = arena.take<T>(whole);
@@ -186,10 +187,9 @@ struct ManyRows {
     const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
     if (uses_lane_blocks<T>(rows))
       return for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
-        E* to = q + (n * lanes + first) * round_up_to_lanes<T>(depth);
-        if constexpr (kHasVectorsOfRows)
-          if (reads_keys_in_place<In, T>(count))
-            return load_block_of_queries<In>(from + first * ldq, ldq, count, depth, to);
+        E* to = q + (n * lanes + first) * block_depth_of<T>(depth);
+        if constexpr (kReadsKeysInPlace<In, T>)
+          if (reads_keys_in_place<In, T>(count)) return load_block(from + first * ldq, ldq, count, depth, to);
         load_query_lanes<T>(from + first * ldq, ldq, count, depth, to);
       });
     for (int64_t c = 0; c < lanes; c += kPanel<T>)
@@ -202,16 +202,16 @@ struct ManyRows {
                    const LaneTile<T>& to, Prefetcher& ahead) const {
     const int64_t depth = Operands::depth_of(k.cols), lanes = lanes_of<T>(rows);
     if (uses_lane_blocks<T>(rows)) {
-      const int64_t block_depth = round_up_to_lanes<T>(depth);
+      const int64_t block_depth = block_depth_of<T>(depth);
       const E* own = q + n * block_depth * lanes;
-      if constexpr (kHasVectorsOfRows) {
+      if constexpr (kReadsKeysInPlace<In, T>) {
         Prefetcher nothing;
         for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
           if (reads_keys_in_place<In, T>(count))
-            score_block_of_rows<In>(own + first * block_depth, count, k, keys, scale, to.at(first, count, j),
-                                    reinterpret_cast<In*>(k_tile), first == 0 ? ahead : nothing);
+            score_block(own + first * block_depth, count, k, keys, scale, to.at(first, count, j),
+                        first == 0 ? ahead : nothing);
         });
-        if (!std::is_same_v<In, T> || widest_span<T>(rows) == 1) return;  // no block is left
+        if (reads_all_keys_in_place<In, T>(rows)) return;
       }
       return score_lanes<In, T>(own, block_depth, rows, depth,
                                 Operands::load_keys(k, keys, k_tile, widest_span<T>(rows)), keys, scale, to,
@@ -265,6 +265,22 @@ struct ManyRows {
   }
 
  private:
+  // Q and S^T of a block that reads keys in place.
+  static void load_block(const E* from, int64_t ldq, int64_t rows, int64_t depth, E* to) {
+    if constexpr (kHasSumsOfColumns)
+      load_columns_of_queries<In>(from, ldq, rows, depth, to);
+    else
+      load_block_of_queries<In>(from, ldq, rows, depth, to);
+  }
+  void score_block(const E* own, int64_t rows, const Rows<In>& k, int64_t keys, T scale, T* out,
+                   Prefetcher& ahead) const {
+    In* copy = reinterpret_cast<In*>(k_tile);
+    if constexpr (kHasSumsOfColumns)
+      score_sums_of_columns<In>(own, rows, k, keys, scale, out, copy, ahead);
+    else
+      score_block_of_rows<In>(own, rows, k, keys, scale, out, copy, ahead);
+  }
+
   // Returns P^T of a block of lanes, [keys][lanes], with zeros in the padding of the last chunk.
   const T* block_of(const AllProbs<T>& all, int64_t first, int64_t rows, int64_t keys) const {
     const int64_t lanes = lanes_of<T>(rows), end = ceil_div(keys, kChunkRows) * kChunkRows;

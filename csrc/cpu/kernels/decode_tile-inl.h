@@ -133,7 +133,8 @@ struct DecodeTile {
     }
     // One product of the whole tile reads each panel of Q^T once, not once for each chunk. Blocks of lanes need a copy of
     // widened keys, which stays in L1 only for a chunk.
-    const bool keeps_chunks = uses_lane_blocks<T>(rows) && (kHasVectorsOfRows || !std::is_same_v<In, T>);
+    const bool keeps_chunks = uses_lane_blocks<T>(rows) && (kHasVectorsOfRows || !std::is_same_v<In, T>) &&
+                              !(kHasSumsOfColumns && reads_all_keys_in_place<In, T>(rows));
     const int64_t step = all_at_once && !keeps_chunks && in_one_place(source) ? keys : kChunkRows;
     for (int64_t j = 0; j < keys; j += step) {
       const int64_t count = std::min(step, keys - j);

@@ -150,16 +150,9 @@ inline void score_block_of_rows(const T* q, int64_t rows, Rows<In> k, int64_t ke
                                 Prefetcher& ahead) {
   for_form<In, T>(rows, [&](auto rest) {
     using Form = BlockForm<In, T, rest.value>;
-    const int64_t cols = ceil_div(k.cols, Form::kStep) * Form::kStep;
-    if (k.cols != cols) {
-      for (int64_t n = 0; n < keys; ++n) {
-        std::memcpy(static_cast<void*>(copy + n * cols), k.row(n), k.cols * sizeof(In));
-        std::memset(static_cast<void*>(copy + n * cols + k.cols), 0, (cols - k.cols) * sizeof(In));
-      }
-      k = {copy, cols, cols};
-    }
+    k = with_whole_steps(k, keys, Form::kStep, copy);
     for (int64_t j = 0; j < keys; j += Form::kKeys)
-      block_of_rows<In, T, rest.value>(q, cols / Form::kStep, k, j, keys, scale, out + j * Form::kLanesOut,
+      block_of_rows<In, T, rest.value>(q, k.cols / Form::kStep, k, j, keys, scale, out + j * Form::kLanesOut,
                                        ahead);
   });
 }

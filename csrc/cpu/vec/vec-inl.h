@@ -151,6 +151,14 @@ FA_INLINE void interleave_lanes(Vec<T>& a, Vec<T>& b) {
   a = low;
 }
 
+// The inverse: a0 a1 a2 ... and b0 b1 b2 ... become a0 a2 ... b0 b2 ... and a1 a3 ... b1 b3 ...
+template <class T>
+FA_INLINE void separate_lanes(Vec<T>& a, Vec<T>& b) {
+  const Vec<T> even = pick<T>(a, b, every_second_part<T, 1, kLanes<T>>(0));
+  b = pick<T>(a, b, every_second_part<T, 1, kLanes<T>>(1));
+  a = even;
+}
+
 // In each span of lanes: transposes the square of parts in rows[0], rows[kStep], rows[2 * kStep], ...
 template <class T, int kPart, int kSpan, int kStep>
 FA_INLINE void transpose_parts(Vec<T>* rows) {
