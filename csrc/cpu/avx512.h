@@ -32,6 +32,13 @@
 #define FA_UNPACK16_HIGH(a, b) (U32) _mm512_unpackhi_epi16((__m512i)(a), (__m512i)(b))
 #define FA_PERMUTE16_2(a, b, from) \
   (U32) _mm512_permutex2var_epi16((__m512i)(a), (__m512i)(from), (__m512i)(b))
+// In each 16 bytes: table[index & 15], and bytes of a and b alternate. FA_HALVES_TO_16_BYTES moves 8 bytes of the first and 8 of
+// the second half of x to each 16 bytes.
+#define FA_SHUFFLE_BYTES(table, index) _mm512_shuffle_epi8((__m512i)(table), (__m512i)(index))
+#define FA_UNPACK8_LOW(a, b) _mm512_unpacklo_epi8((__m512i)(a), (__m512i)(b))
+#define FA_UNPACK8_HIGH(a, b) _mm512_unpackhi_epi8((__m512i)(a), (__m512i)(b))
+#define FA_HALVES_TO_16_BYTES(x) \
+  _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), (__m512i)(x))
 // table[from & 127] for a table of 128 words. One permutation looks up 64 of them.
 #define FA_LOOKUP_128(table, from)                                                                     \
   _mm512_mask_blend_epi16(_mm512_test_epi16_mask((__m512i)(from), _mm512_set1_epi16(64)),              \

@@ -17,6 +17,12 @@
 #define FA_MULTIPLY_INT16(a, b) (VecIndex<float>)_mm256_madd_epi16((__m256i)(a), (__m256i)(b))
 #define FA_UNPACK16_LOW(a, b) (U32) _mm256_unpacklo_epi16((__m256i)(a), (__m256i)(b))
 #define FA_UNPACK16_HIGH(a, b) (U32) _mm256_unpackhi_epi16((__m256i)(a), (__m256i)(b))
+// In each 16 bytes: table[index & 15], and bytes of a and b alternate. FA_HALVES_TO_16_BYTES moves 8 bytes of the first and 8 of
+// the second half of x to each 16 bytes.
+#define FA_SHUFFLE_BYTES(table, index) _mm256_shuffle_epi8((__m256i)(table), (__m256i)(index))
+#define FA_UNPACK8_LOW(a, b) _mm256_unpacklo_epi8((__m256i)(a), (__m256i)(b))
+#define FA_UNPACK8_HIGH(a, b) _mm256_unpackhi_epi8((__m256i)(a), (__m256i)(b))
+#define FA_HALVES_TO_16_BYTES(x) _mm256_permute4x64_epi64((__m256i)(x), 0xd8)
 #define FA_BROADCAST_16_BYTES(p) _mm256_broadcast_ps((const __m128*)(p))
 #define FA_HAS_F16C
 #define FA_ZERO_BYTES(p)          \

@@ -168,11 +168,16 @@ class Prefetcher {
   // and no call: a call would store the sums that the caller has in registers.
   FA_INLINE void lines(int64_t count) {
     if (at_ >= end_ && rows_left_ > 0) next_row_of_chunk();
-    if (widening_ == 0 && end_ - at_ >= count * kLine) {
+    const int64_t stored = count >> widening_;
+    if (stored << widening_ == count && end_ - at_ >= stored * kLine) {
       const char* from = at_;
+      if (widening_ == 0) {
 #pragma GCC unroll 16
-      for (int64_t n = 0; n < count; ++n) __builtin_prefetch(from + n * kLine, 0, kPrefetchLevel);
-      at_ = from + count * kLine;
+        for (int64_t n = 0; n < count; ++n) __builtin_prefetch(from + n * kLine, 0, kPrefetchLevel);
+      } else {
+        for (int64_t n = 0; n < stored; ++n) __builtin_prefetch(from + n * kLine, 0, kPrefetchLevel);
+      }
+      at_ = from + stored * kLine;
     } else if (__builtin_expect(source_ != nullptr, false)) {
       lines_of_some_rows(count);
     }

@@ -77,6 +77,70 @@ constexpr uint16_t widened_float8(int code, bool e4m3, bool bfloat16) {
   return (exponent - bias + to_bias) << to_bits | mantissa << (to_bits - mantissa_bits);
 }
 
+#if defined(FA_SHUFFLE_BYTES)
+
+// Bytes of bfloat16. The upper bytes of normal numbers, by the upper 4 bits of the magnitude. Subnormal numbers, by the mantissa.
+template <CacheDType dtype>
+struct BFloat16Bytes {
+  uint8_t high[16] = {}, subnormal_high[16] = {}, subnormal_low[16] = {};
+  constexpr BFloat16Bytes() {
+    constexpr bool e4m3 = dtype == CacheDType::kFloat8E4M3;
+    constexpr int mantissa_bits = e4m3 ? 3 : 2;
+    for (int n = 0; n < 16; ++n) {
+      high[n] = widened_float8(n == 0 ? 1 << mantissa_bits : n << 3, e4m3, true) >> 8;
+      const int subnormal = widened_float8(n & ((1 << mantissa_bits) - 1), e4m3, true);
+      subnormal_high[n] = subnormal >> 8;
+      subnormal_low[n] = subnormal & 0xff;
+    }
+  }
+};
+
+// Converts float8 to bfloat16 by bytes. A shuffle looks up 16 of them, and the lower byte of a normal number has only bits of
+// the code: e4m3 is s eeee mmm, and bfloat16 is s EEEEEEE | E mmm 0000 with E = e + 120. So its lower byte is code << 4.
+template <CacheDType dtype>
+class Float8Shuffles {
+  typedef uint8_t Codes __attribute__((vector_size(FA_VECTOR_BYTES)));
+  typedef uint8_t UnalignedCodes __attribute__((vector_size(FA_VECTOR_BYTES), aligned(1), may_alias));
+  typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
+  typedef uint16_t UnalignedWords __attribute__((vector_size(FA_VECTOR_BYTES), aligned(2), may_alias));
+  static constexpr bool kE4M3 = dtype == CacheDType::kFloat8E4M3;
+  static constexpr int kMantissaBits = kE4M3 ? 3 : 2;
+  static constexpr uint8_t kMantissa = (1 << kMantissaBits) - 1, kExponent = 0x7f - kMantissa,
+                           kLowBits = 2 * kMantissa + 1;  // the mantissa and the last bit of the exponent
+
+  static constexpr BFloat16Bytes<dtype> kTables{};
+  Codes high_, subnormal_high_, subnormal_low_;
+
+ public:
+  static constexpr int64_t kCount = FA_VECTOR_BYTES;  // elements of copy()
+
+  FA_INLINE Float8Shuffles()
+      : high_((Codes)FA_BROADCAST_16_BYTES(kTables.high)),
+        subnormal_high_((Codes)FA_BROADCAST_16_BYTES(kTables.subnormal_high)),
+        subnormal_low_((Codes)FA_BROADCAST_16_BYTES(kTables.subnormal_low)) {}
+
+  FA_INLINE void copy(BFloat16* to, const uint8_t* from) const {
+    // Unpacking takes the first and the second half of each 16 bytes.
+    const Codes codes = (Codes)FA_HALVES_TO_16_BYTES(*reinterpret_cast<const UnalignedCodes*>(from));
+    const Codes magnitude = codes & 0x7f, mantissa = codes & 15;
+    const auto is_subnormal = (codes & kExponent) == 0;
+    const auto is_special = kE4M3 ? magnitude == 0x7f : (codes & kExponent) == kExponent;
+    Codes high = (Codes)FA_SHUFFLE_BYTES(high_, (Codes)((Words)magnitude >> 3) & 15),
+          low = (Codes)((Words)(codes & kLowBits) << (7 - kMantissaBits));
+    high = is_subnormal ? (Codes)FA_SHUFFLE_BYTES(subnormal_high_, mantissa) : high;
+    low = is_subnormal ? (Codes)FA_SHUFFLE_BYTES(subnormal_low_, mantissa) : low;
+    const Codes infinity = Codes{} + uint8_t{0x80}, nan = Codes{} + uint8_t{0xc0};
+    const Codes nan_or_inf = !kE4M3 ? (magnitude == 0x7c ? infinity : nan) : nan;
+    high = (is_special ? Codes{} + uint8_t{0x7f} : high) | (codes & uint8_t{0x80});
+    low = is_special ? nan_or_inf : low;
+    auto* words = reinterpret_cast<UnalignedWords*>(to);
+    words[0] = (Words)FA_UNPACK8_LOW(low, high);
+    words[1] = (Words)FA_UNPACK8_HIGH(low, high);
+  }
+};
+
+#endif
+
 #if defined(FA_LOOKUP_128)
 
 template <CacheDType dtype, class In>
@@ -150,6 +214,19 @@ inline void copy_coded_rows(In* to, int64_t ld, const uint8_t* from, int64_t str
     static constexpr Float8Bytes kBytes = float8_bytes<dtype, In>();
     if (WidenFloat8Rows* widen_rows = widen_float8_rows())
       return widen_rows(kBytes, from, stride, rows, cols, reinterpret_cast<uint16_t*>(to), ld);
+  }
+#endif
+#if defined(FA_SHUFFLE_BYTES)
+  if constexpr (std::is_same_v<In, BFloat16> && dtype != CacheDType::kInt8) {
+    const Float8Shuffles<dtype> shuffles;
+    const int64_t whole = cols / shuffles.kCount * shuffles.kCount;
+    for (int64_t n = 0; n < rows; ++n) {
+      for (int64_t c = 0; c < whole; c += shuffles.kCount)
+        shuffles.copy(to + n * ld + c, from + n * stride + c);
+      if (whole < cols)
+        copy_coded<dtype, false>(to + n * ld + whole, from + n * stride + whole, cols - whole, 1.0f);
+    }
+    return;
   }
 #endif
   for (int64_t n = 0; n < rows; ++n) copy_coded<dtype, false>(to + n * ld, from + n * stride, cols, 1.0f);
