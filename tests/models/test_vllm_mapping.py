@@ -94,6 +94,22 @@ def check(common, query, out, rows, dtype, factor=2, **options):
         assert_as_exact_as_torch("out", out[part].transpose(0, 1)[None], theirs, exact, factor)
 
 
+def test_keys_of_a_page_are_adjacent():
+    """A page of a head has all keys, then all values, if nothing else is between its rows. Other rows stay in place."""
+    cache = torch.arange(2 * HK * PAGE_SIZE * 2 * D, dtype=torch.float32).view(2, HK, PAGE_SIZE, 2 * D)
+    views = cache_views(cache, D, D, FORMATS["auto"])
+    assert torch.equal(views.keys[1, :, 1].flatten(), cache[1, 1].flatten()[: PAGE_SIZE * D])
+    assert torch.equal(views.values[1, :, 1].flatten(), cache[1, 1].flatten()[PAGE_SIZE * D :])
+    for interleaved in (
+        make_cache(order=LAYOUTS["LBNHC"]),
+        cache.as_strided((1, HK, 8, 2 * D), (4096, 2048, 4 * D, 1)),
+    ):
+        views = cache_views(interleaved, D, D, FORMATS["auto"])
+        assert views.values[0, 3, 1].data_ptr() == interleaved[0, 1, 3, D:].data_ptr()
+    views = cache_views(cache, 24, 40, FORMATS["auto"])
+    assert views.values[0, 3, 1].data_ptr() == cache[0, 1, 3, 24:].data_ptr()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mixed_step(layout, dtype):

@@ -49,7 +49,8 @@ class CacheViews(NamedTuple):
 def cache_views(cache: Tensor, head_dim: int, head_dim_v: int, cache_format: CacheFormat) -> CacheViews:
     """Returns views of vLLM's ``cache``, (pages, H_k, page size, content). Only the last dimension must be contiguous.
 
-    The content of a token and head is the key, the value, and, with a scale for each token, two scales.
+    The content of a token and head is the key, the value, and, with a scale for each token, two scales. But if the rows
+    of a head are adjacent in a page, and keys and values have one size, the page has all keys, then all values.
     """
     if cache_format.coded is not None:
         cache = cache.view(cache_format.coded)  # vLLM stores float8 as uint8
@@ -60,6 +61,12 @@ def cache_views(cache: Tensor, head_dim: int, head_dim_v: int, cache_format: Cac
             f"kv_cache: got shape {list(cache.shape)}; allowed: (pages, heads_k, page size, {expected}), a key of "
             f"{head_dim} and a value of {head_dim_v} elements"
         )
+    if not cache_format.scale_per_token and head_dim == head_dim_v and cache.stride(2) == columns:
+        # Adjacent rows of keys are read faster than rows with a value between them.
+        pages, heads, size, _ = cache.shape
+        shape, strides = (pages, size, heads, head_dim), (cache.stride(0), head_dim, cache.stride(1), 1)
+        first = cache.storage_offset()
+        return CacheViews(*(cache.as_strided(shape, strides, first + n * size * head_dim) for n in (0, 1)))
     rows = cache.transpose(1, 2)
     keys, values = rows[..., :head_dim], rows[..., head_dim:columns]
     if not cache_format.scale_per_token:
