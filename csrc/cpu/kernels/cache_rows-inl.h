@@ -241,6 +241,8 @@ class Prefetcher {
       if (source_->stride == row_bytes_) {  // the rest of the chunk is as one row
         end_ += rows_left_ * row_bytes_;
         rows_left_ = 0;
+        // The next chunk often follows. A CPU's own prefetch does not cross a page, so this starts it there.
+        for (int64_t n = 0; n < 3; ++n) __builtin_prefetch(end_ + n * kLine, 0, kPrefetchLevel);
       }
     } else if (++head_ == heads_.count) {
       head_ = 0;
