@@ -133,9 +133,9 @@ class Float8Shuffles {
     const Codes nan_or_inf = !kE4M3 ? (magnitude == 0x7c ? infinity : nan) : nan;
     high = (is_special ? Codes{} + uint8_t{0x7f} : high) | (codes & uint8_t{0x80});
     low = is_special ? nan_or_inf : low;
-    auto* words = reinterpret_cast<UnalignedWords*>(to);
-    words[0] = (Words)FA_UNPACK8_LOW(low, high);
-    words[1] = (Words)FA_UNPACK8_HIGH(low, high);
+    // No auto: it drops the alignment of the type.
+    *reinterpret_cast<UnalignedWords*>(to) = (Words)FA_UNPACK8_LOW(low, high);
+    *reinterpret_cast<UnalignedWords*>(to + kCount / 2) = (Words)FA_UNPACK8_HIGH(low, high);
   }
 };
 
