@@ -16,7 +16,7 @@ struct SomeLengths {
 // number. A group has some thousand tasks at most, so this takes a few microseconds.
 template <class Tasks>
 __global__ void __launch_bounds__(SomeLengths::kCount)
-    task_order_kernel(const Tasks tasks, const TaskGroups groups, int32_t* order) {
+    task_order_kernel(const __grid_constant__ Tasks tasks, const TaskGroups groups, int32_t* order) {
   constexpr int kCount = SomeLengths::kCount;
   auto& shared = shared_memory<SomeLengths>();
   const Range group = groups.group(blockIdx.x);
