@@ -24,9 +24,9 @@ struct TileFrame {
 
 enum class TileMask { kNone, kSome, kAll };  // how many of a tile's elements are masked
 
-// Functions of one tile with float32 accumulators. They have no product, so kernels with other products call the functions
-// of the table without these products: the tables for bfloat16, and the int8 kernels. Their own functions would be the
-// same machine code once more.
+// Functions of one tile with float32 accumulators. They contain no product. So kernels with other products, which are the
+// tables for bfloat16 and the int8 kernels, call the functions of the table without these products. A copy of the
+// functions in each table would be the same machine code.
 struct TileFunctions {
   TileMask (*load_bias_tile)(const MaskParams&, const TileFrame&, float* to);
   TileMask (*add_keys)(const MaskParams&, const TileFrame&, float* to);

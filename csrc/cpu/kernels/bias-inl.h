@@ -17,11 +17,15 @@ inline auto for_float_mask(DType dtype, const Body& body) {
   return body(float{});
 }
 
-// Returns a pointer to the first element of a tile.
+// Returns the index of the first element of a tile.
+inline int64_t mask_index(const MaskParams& mask, const TileFrame& f) {
+  return f.b * mask.stride_b + f.h * mask.stride_h + f.i0 * mask.stride_q + f.j0 * mask.stride_k;
+}
+
+// Returns a pointer to this element.
 template <class M>
 inline const M* mask_at(const MaskParams& mask, const TileFrame& f) {
-  return static_cast<const M*>(mask.data) + f.b * mask.stride_b + f.h * mask.stride_h + f.i0 * mask.stride_q +
-         f.j0 * mask.stride_k;
+  return static_cast<const M*>(mask.data) + mask_index(mask, f);
 }
 
 // kYes: reading a tile also prefetches the same rows of the next tile.

@@ -54,11 +54,17 @@ constexpr int64_t rows_of_block(int64_t rows) {
   return kLeast < L / 2 && rows > L / 2 && rows <= L / 2 + kLeast ? L / 2 : rows;
 }
 
-// Returns kSpan of the last block, which has the fewest rows.
+// Returns the number of rows in the last block, which has the fewest rows.
+template <class T>
+constexpr int64_t rows_of_last_block(int64_t rows) {
+  while (rows_of_block<T>(rows) < rows) rows -= rows_of_block<T>(rows);
+  return rows;
+}
+
+// Returns kSpan of the last block.
 template <class T>
 constexpr int widest_span(int64_t rows) {
-  while (rows_of_block<T>(rows) < rows) rows -= rows_of_block<T>(rows);
-  return span_of<T>(rows);
+  return span_of<T>(rows_of_last_block<T>(rows));
 }
 
 // Returns whether `rows` rows of Q are multiplied at once. The limit bounds the memory, because a caller may request
@@ -127,11 +133,11 @@ constexpr bool reads_keys_in_place(int64_t rows) {
   return span_of<T>(rows) == 1 || !std::is_same_v<In, T>;
 }
 
-// Returns whether they compute the scores of all blocks. The first block has the most rows, and the last block the fewest.
+// Returns whether they compute the scores of all blocks. The first block has the most rows.
 template <class In, class T>
 constexpr bool reads_all_keys_in_place(int64_t rows) {
   return reads_keys_in_place<In, T>(rows_of_block<T>(rows)) &&
-         (!std::is_same_v<In, T> || widest_span<T>(rows) == 1);
+         reads_keys_in_place<In, T>(rows_of_last_block<T>(rows));
 }
 
 // Returns the number of elements of a row of Q in a block, padded for each form.

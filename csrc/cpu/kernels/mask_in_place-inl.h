@@ -63,9 +63,7 @@ class MaskLines {
     if (!is_read_in_place(p, f)) return;
     const MaskParams& mask = p.mask;
     const int64_t element = bytes_of(mask.dtype);
-    const int64_t first =
-        f.b * mask.stride_b + f.h * mask.stride_h + f.i0 * mask.stride_q + f.j0 * mask.stride_k;
-    row_ = static_cast<const char*>(mask.data) + first * element;
+    row_ = static_cast<const char*>(mask.data) + mask_index(mask, f) * element;
     stride_ = mask.stride_q * element;
     bytes_ = f.keys * element;
     rows_ = f.queries;
