@@ -82,7 +82,7 @@ $(VENV)/.torch: Makefile
 	touch $@
 
 $(VENV)/.built: $(VENV)/.torch setup.py pyproject.toml $(filter csrc/%,$(CXX_SOURCES))
-	@echo "Compiling the files that changed: two minutes on two idle cores the first time, longer with CUDA kernels ..."
+	@echo "Compiling the files that changed: about four minutes on two idle cores the first time, longer with CUDA kernels ..."
 	$(BIN)/python tools/install_here.py
 	touch $@
 
