@@ -129,7 +129,7 @@ FA_INLINE void nibble_scores(const int16_t* q, int64_t ldq, const float* q_sums,
       const F32 factor = group.lanes<F32>([&](int64_t g) FA_INLINE_LAMBDA { return scales[n][g]; });
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const auto* columns = reinterpret_cast<const UnalignedInt16Words*>(q_step + r * ldq);
+        const UnalignedInt16Words* columns = reinterpret_cast<const UnalignedInt16Words*>(q_step + r * ldq);
         const S32 product = FA_MULTIPLY_INT16(columns[0], even) + FA_MULTIPLY_INT16(columns[1], odd);
         sum[r][n] += __builtin_convertvector(product, F32) * factor;
       }
