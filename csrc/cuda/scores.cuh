@@ -11,6 +11,7 @@
 #include "../core/params.h"
 #include "../core/philox.h"
 #include "convert.h"
+#include "product_scale.h"
 
 namespace flash_attn_ext::cuda {
 
@@ -70,20 +71,6 @@ struct Score {
   T tanh;        // the softcap's tanh, for its derivative 1 - tanh^2
   bool attends;  // neither the mask, nor the band, nor the end of the tensors hides it
 };
-
-// x > 0, for any x except NaN. An integer comparison, because most GPUs have 1/64 of the units for fp64.
-FA_HOST_DEVICE inline bool is_positive(double x) {
-  int64_t bits;
-  memcpy(&bits, &x, sizeof(bits));
-  return bits > 0;
-}
-FA_HOST_DEVICE inline bool has_softcap(const AttentionParams& p) { return is_positive(p.softcap); }
-
-// The factor of <q, k> before softcap, ALiBi and mask. Divides in fp64. A kernel computes it once, before its loop.
-template <class T>
-FA_HOST_DEVICE T product_scale(const AttentionParams& p) {
-  return static_cast<T>(has_softcap(p) ? p.scale / p.softcap : p.scale);
-}
 
 template <class T>
 __device__ T alibi_slope(const AlibiParams& alibi, int64_t b, int64_t h) {

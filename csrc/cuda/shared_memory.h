@@ -4,13 +4,11 @@
 #include <cuda_runtime.h>
 
 #include "ptx.h"
+#include "shared_bytes.h"
 
 namespace flash_attn_ext::cuda {
 
 extern __shared__ __align__(1024) unsigned char shared_bytes[];
-
-// The most shared memory that a block may have: on compute capability 7.5, on every GPU from 8.0 on, and on Hopper.
-constexpr size_t kTuringSharedBytes = 64 << 10, kMaxSharedBytes = 99 << 10, kMaxHopperSharedBytes = 227 << 10;
 
 template <class Shared, size_t kMaxBytes = kMaxSharedBytes>
 __device__ Shared& shared_memory() {

@@ -1,4 +1,7 @@
-"""The binding's CUDA half compiles against torch's headers, as setup.py compiles it with a CUDA build of torch.
+"""The sources of a CUDA build that g++ compiles, and not nvcc, as setup.py compiles them with a CUDA build of torch.
+
+Two kinds: the binding's CUDA half, against torch's headers, and the C++ sources of csrc/cuda. A header of csrc/cuda
+with functions of the GPU compiles in tests/cuda_host, but not here.
 
 Needs the CUDA toolkit's headers (CUDA_HOME, or /usr/local/cuda), no GPU and no CUDA build of torch. Only with a CUDA
 build of torch can the binding be linked and imported. `make gpu` and `FLASH_ATTN_EXT_CUDA=1 pip install .` do that.
@@ -43,5 +46,18 @@ def test_compiles(cuda_macros):
     command += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
     command += [f"-isystem{path}" for path in includes]
     done = subprocess.run([*command, unit], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "warning" not in done.stdout, done.stdout
+
+
+# gpu_code.cpp: setup.py passes the list of GPUs.
+OF_TIERS = sorted((ROOT / "csrc" / "cuda").rglob("*.cpp"))
+
+
+@pytest.mark.parametrize("source", OF_TIERS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_source_without_kernels_compiles_without_nvcc(source):
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wno-unknown-pragmas", f"-D{MACRO}"]
+    command += ["-DFLASH_ATTN_EXT_GPU_CODE=sm_80", f"-isystem{TOOLKIT}", source]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     assert "warning" not in done.stdout, done.stdout

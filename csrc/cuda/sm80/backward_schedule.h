@@ -1,7 +1,7 @@
 // Cuts the backward into blocks, and lays out its workspace.
 #pragma once
 
-#include "../scores.cuh"
+#include "../product_scale.h"
 #include "../simt/schedule.h"
 #include "gpu.h"
 

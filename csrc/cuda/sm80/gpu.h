@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "../shared_memory.h"
+#include "../shared_bytes.h"
 
 namespace flash_attn_ext::cuda::sm80 {
 

@@ -1,0 +1,11 @@
+// The limits of shared memory. The host reads them, too, so this header has no functions of the GPU.
+#pragma once
+
+#include <cstddef>
+
+namespace flash_attn_ext::cuda {
+
+// The most shared memory that a block may have: on compute capability 7.5, on every GPU from 8.0 on, and on Hopper.
+constexpr size_t kTuringSharedBytes = 64 << 10, kMaxSharedBytes = 99 << 10, kMaxHopperSharedBytes = 227 << 10;
+
+}  // namespace flash_attn_ext::cuda
