@@ -1,4 +1,4 @@
-// The factor of <q, k>. The host computes it, too, so this header has no functions of the GPU.
+// The factor of <q, k>, and whether there is a softcap. The host computes both, too, so this header has no functions of the GPU.
 #pragma once
 
 #include <cstdint>

@@ -28,6 +28,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def assert_compiles(source: Path, *options: str) -> None:
+    """g++ accepts the source without a warning, with the macro of a CUDA build."""
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wno-unknown-pragmas", f"-D{MACRO}", *options]
+    done = subprocess.run([*command, source], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "warning" not in done.stdout, done.stdout
+
+
 @pytest.fixture
 def cuda_macros(tmp_path):
     """The one header of c10/cuda that a CPU build of torch lacks, because CMake writes it for CUDA builds."""
@@ -42,12 +50,8 @@ def test_compiles(cuda_macros):
     unit = cuda_macros / "unit.cpp"
     unit.write_text("".join(f'#include "{source}"\n' for source in SOURCES))
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"], TOOLKIT, cuda_macros]
-    command = ["g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wno-unknown-pragmas", f"-D{MACRO}"]
-    command += ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
-    command += [f"-isystem{path}" for path in includes]
-    done = subprocess.run([*command, unit], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
-    assert "warning" not in done.stdout, done.stdout
+    macros = ["-DTORCH_EXTENSION_NAME=_C", "-DTORCH_API_INCLUDE_EXTENSION_H"]
+    assert_compiles(unit, *macros, *(f"-isystem{path}" for path in includes))
 
 
 # gpu_code.cpp: setup.py passes the list of GPUs.
@@ -56,8 +60,4 @@ OF_TIERS = sorted((ROOT / "csrc" / "cuda").rglob("*.cpp"))
 
 @pytest.mark.parametrize("source", OF_TIERS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_source_without_kernels_compiles_without_nvcc(source):
-    command = ["g++", "-std=c++20", "-fsyntax-only", "-Wall", "-Wno-unknown-pragmas", f"-D{MACRO}"]
-    command += ["-DFLASH_ATTN_EXT_GPU_CODE=sm_80", f"-isystem{TOOLKIT}", source]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
-    assert "warning" not in done.stdout, done.stdout
+    assert_compiles(source, "-DFLASH_ATTN_EXT_GPU_CODE=sm_80", f"-isystem{TOOLKIT}")
