@@ -79,7 +79,9 @@ TESTS = {
     ("test_derivatives", "test_peak_memory_is_linear"): "a process with torch for each size",
     ("test_contract", "test_peak_memory_grows_linearly"): "a process with torch for each case",
     ("test_integration", "test_compile_2d_3d_gqa_and_broadcast"): "compiles several graphs",
+    ("test_hub_kernel", "test_the_kernel_imports_its_own_library"): "starts processes",
     ("test_integration", "test_compile_fullgraph"): "compiles by inductor",
+    ("test_integration", "test_compile_with_dropout_is_governed_by_the_seed"): "compiles by inductor",
     ("test_integration", "test_integers_do_not_compile_anew"): "compiles several graphs",
     ("test_integration", "test_opcheck_attention"): "traces the operators",
     ("test_integration", "test_opcheck_attention_backward"): "traces the operators",
@@ -88,9 +90,11 @@ TESTS = {
     ("test_import", "test_the_rest_says_that_the_source_folder_hides_the_package"): "starts processes",
     ("test_kernel_selection", "test_empty_environment_variable_is_as_none"): "starts processes",
     ("test_kernel_selection", "test_environment_forces_at_import"): "starts processes",
+    ("test_kernel_selection", "test_unknown_name_in_the_environment_raises_at_import"): "starts processes",
     ("test_modules_in_models", "test_compile"): "compiles a model",
     ("test_reference_algorithms", "test_any_sizes_and_blocks"): "some hundred drawn sizes",
     ("test_transformers_keywords", "test_each_keyword_of_the_models_is_in_one_list"): "parses 350 models' sources",
+    ("test_vllm_mapping", "test_importing_us_does_not_import_vllm"): "starts processes",
 }
 
 # The files of most time, about the longest first: so no worker is left alone with one at the end. The first five are of
