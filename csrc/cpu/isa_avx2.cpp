@@ -15,8 +15,15 @@
 // half.
 #define FA_WIDEN_BYTES_TO_16(p) _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))
 #define FA_MULTIPLY_INT16(a, b) (VecIndex<float>)_mm256_madd_epi16((__m256i)(a), (__m256i)(b))
+#define FA_DOT_INT16(sum, a, b) ((sum) + FA_MULTIPLY_INT16(a, b))
+#define FA_WIDEN_INT8(p) (U32) _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))
 #define FA_UNPACK16_LOW(a, b) (U32) _mm256_unpacklo_epi16((__m256i)(a), (__m256i)(b))
 #define FA_UNPACK16_HIGH(a, b) (U32) _mm256_unpackhi_epi16((__m256i)(a), (__m256i)(b))
+// Words of a and b alternate: first half, second half.
+#define FA_ZIP16_LOW(a, b) \
+  (U32) _mm256_permute2x128_si256((__m256i)FA_UNPACK16_LOW(a, b), (__m256i)FA_UNPACK16_HIGH(a, b), 0x20)
+#define FA_ZIP16_HIGH(a, b) \
+  (U32) _mm256_permute2x128_si256((__m256i)FA_UNPACK16_LOW(a, b), (__m256i)FA_UNPACK16_HIGH(a, b), 0x31)
 // In each 16 bytes: table[index & 15], and bytes of a and b alternate. FA_HALVES_TO_16_BYTES moves 8 bytes of the first and 8 of
 // the second half of x to each 16 bytes.
 #define FA_SHUFFLE_BYTES(table, index) _mm256_shuffle_epi8((__m256i)(table), (__m256i)(index))

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -57,9 +58,19 @@ def forward_and_backward():
     out.sum().backward()
 
 
+def intel_with_avx512_fp16():
+    """Whether the CPU is a Sapphire Rapids or later, whose products of bfloat16 pairs are slower than widening."""
+    text = pathlib.Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    return "GenuineIntel" in text and "avx512_fp16" in text
+
+
 def test_detection_takes_the_best():
     available = available_kernels()
-    assert available == [isa for isa in KERNELS if isa in available]
+    slowest_first = list(KERNELS)
+    if intel_with_avx512_fp16():
+        slowest_first.remove("avx512_bf16")
+        slowest_first.insert(slowest_first.index("avx512"), "avx512_bf16")
+    assert available == [isa for isa in slowest_first if isa in available]
     assert available[0] == "generic"
     assert active_kernel() == available[-1]
     assert calls_during(forward_and_backward) == {available[-1]: 2}
@@ -89,15 +100,6 @@ def test_kernels_for_bfloat16_share_the_kernels_of_other_dtypes(isa, shared):
     for dtype in (torch.float32, torch.float64, torch.float16):
         q = torch.randn(1, 1, 4, 8, dtype=dtype)
         assert calls_during(functools.partial(flash_attn, q, q, q)) == {shared: 1}
-
-
-def test_avx512_bf16_multiplies_int8_caches_by_float16_queries():
-    if "avx512_bf16" not in available_kernels():
-        pytest.skip(f"needs a CPU with {KERNELS['avx512_bf16']}")
-    force_kernel("avx512_bf16")
-    q = torch.randn(1, 1, 2, 16, dtype=torch.float16)
-    cache = torch.randint(-127, 128, (1, 8, 2, 16), dtype=torch.int8)
-    assert calls_during(lambda: flash_attn_with_kvcache(q, cache, cache)) == {"avx512_bf16": 1}
 
 
 def test_kernels_agree(kernel):

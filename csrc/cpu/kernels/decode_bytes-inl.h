@@ -12,7 +12,7 @@
 // for all rows.
 template <class T>
 constexpr bool multiplies_bytes(int64_t rows) {
-  constexpr int64_t kMostRows = 4;
+  constexpr int64_t kMostRows = 16;
   return rows <= kMostRows || !fills_lanes<T>(rows);
 }
 

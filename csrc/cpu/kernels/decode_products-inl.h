@@ -167,7 +167,7 @@ struct DecodeProducts {
   }
 };
 
-#if defined(FA_DOT_BFLOAT16)
+#if defined(FA_HAS_PAIRS)
 
 // As value_block(), for elements that are multiplied in pairs of keys: NV times two vectors of columns.
 template <int R, int NV, class In, class Sum>
@@ -209,14 +209,20 @@ FA_INLINE void value_pairs_block(const Pair* probs, int64_t ld, const Rows<In>& 
 template <int R, class In, class Sum>
 FA_INLINE void add_value_pairs(const Pair* probs, int64_t ld, const Rows<In>& v, int64_t keys, Sum* out,
                                int64_t ldo, Prefetcher& ahead) {
-  constexpr int kCols = 2 * kLanes<float>, kWide = 8 / R < 4 ? 8 / R : 4;
+  // Pairs of vectors of columns. The sums of R rows fill half of the registers.
+  constexpr int kCols = 2 * kLanes<float>, kMost = FA_VECTOR_REGISTERS / 4 / R, kWide = kMost < 4 ? kMost : 4;
   int64_t c = 0;
   for (; c + kWide * kCols <= v.cols; c += kWide * kCols)
     value_pairs_block<R, kWide>(probs, ld, v, c, keys, out, ldo, ahead);
-  for (; c + kWide / 2 * kCols <= v.cols; c += kWide / 2 * kCols)  // as DecodeProducts::add_values()
-    value_pairs_block<R, kWide / 2>(probs, ld, v, c, keys, out, ldo, ahead);
+  if constexpr (kWide > 1)  // as DecodeProducts::add_values()
+    for (; c + kWide / 2 * kCols <= v.cols; c += kWide / 2 * kCols)
+      value_pairs_block<R, kWide / 2>(probs, ld, v, c, keys, out, ldo, ahead);
   for (; c < v.cols; c += kCols) value_pairs_block<R, 1>(probs, ld, v, c, keys, out, ldo, ahead);
 }
+
+#endif
+
+#if defined(FA_DOT_BFLOAT16)
 
 template <>
 struct DecodeProducts<BFloat16, float> {

@@ -6,8 +6,6 @@
 
 #if defined(FA_DOT_BFLOAT16)
 
-constexpr int64_t pairs_of(int64_t n) { return (n + 1) / 2; }
-
 // AMX's tile unit goes to sleep half a microsecond after its last product. Then the products of the next microsecond
 // take 1.5 times as long (Granite Rapids). So longer code without products calls this function every few hundred
 // cycles.

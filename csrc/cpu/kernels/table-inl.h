@@ -35,21 +35,6 @@ auto for_types_of(const Params&, const Body& body) {
   return body(Types<BFloat16, float>{});
 }
 
-#if defined(FA_DOT_INT16) && !defined(FA_HAS_TILE_REGISTERS) && !defined(FA_TESTED_PASSES_ONLY)
-
-// This table also runs the products on int8 caches for float16 queries.
-const Kernels* other_kernels(const AttentionParams& p) {
-  const bool is_ours = p.dtype == DType::kFloat16 && p.varlen.cache.dtype == CacheDType::kInt8;
-  return is_ours || p.dtype == DType::kBFloat16 ? nullptr : FA_OTHER_DTYPES;
-}
-
-template <class Body>
-auto for_types_of(const AttentionParams& p, const Body& body) {
-  return p.dtype == DType::kFloat16 ? body(Types<Float16, float>{}) : body(Types<BFloat16, float>{});
-}
-
-#endif
-
 #elif defined(FA_TESTED_16_BIT_TYPE)  // in tests/cpp, which calls it with float32 and one 16-bit type
 
 template <class Params>

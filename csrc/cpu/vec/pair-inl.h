@@ -1,15 +1,19 @@
-// bfloat16 products without widening, for ISAs that have them. One instruction multiplies two pairs of values per
-// lane, and adds both products in float32. A Pair contains two consecutive values along the depth of a product. int8
-// values have the same form: they are widened to int16, with sums in int32.
+// Products of pairs of 16-bit values, for ISAs that have them. A Pair contains two consecutive values along the depth of a
+// product. One instruction multiplies two pairs per lane, and adds both products:
+//   FA_DOT_BFLOAT16   bfloat16 without widening, sums in float32
+//   FA_DOT_INT16      int8 that was widened to int16, sums in int32
 #pragma once
 
 #include "convert-inl.h"
 
-#if defined(FA_DOT_BFLOAT16)
+#if defined(FA_DOT_BFLOAT16) || defined(FA_DOT_INT16)
+#define FA_HAS_PAIRS
 
 struct Pair {
   uint16_t low, high;  // even depth, odd depth: memory order
 };
+
+constexpr int64_t pairs_of(int64_t n) { return (n + 1) / 2; }
 
 FA_INLINE uint32_t bits_of(const Pair* p) {
   uint32_t bits;
@@ -19,46 +23,20 @@ FA_INLINE uint32_t bits_of(const Pair* p) {
 typedef uint32_t UnalignedPairs __attribute__((vector_size(FA_VECTOR_BYTES), aligned(2), may_alias));
 FA_INLINE U32 load_elements(const Pair* p) { return *reinterpret_cast<const UnalignedPairs*>(p); }
 FA_INLINE void store_elements(Pair* p, U32 x) { *reinterpret_cast<UnalignedPairs*>(p) = x; }
-FA_INLINE F32 multiply_add(F32 sum, U32 a, U32 b) { return FA_DOT_BFLOAT16(sum, a, b); }
 
-#if defined(FA_DOT_BFLOAT16_LANE)
+FA_INLINE F32 load_sums(const float* p) { return load<float>(p); }
+FA_INLINE void store_sums(float* p, F32 x) { store<float>(p, x); }
 
-// The instruction broadcasts one pair of a vector to all lanes.
-typedef uint32_t OnePair __attribute__((vector_size(8)));
-FA_INLINE OnePair broadcast_element(const Pair* p) { return OnePair{bits_of(p), 0}; }
-FA_INLINE F32 multiply_add(F32 sum, OnePair a, U32 b) { return FA_DOT_BFLOAT16_LANE(sum, a, b); }
-
-#else
-
-FA_INLINE U32 broadcast_element(const Pair* p) { return U32{} + bits_of(p); }
-
-#endif
-
+// interleave() returns the values of two rows, `low` and `high`, as pairs across them: first half and second half of the
+// columns.
 #if defined(FA_ZIP16_LOW)
 
-// Returns the lanes of two rows as pairs, rounded to bfloat16.
-FA_INLINE U32 pair_up(F32 low, F32 high) {
-  return FA_ZIP16_LOW(FA_CVTPS_BF16_2(low, low), FA_CVTPS_BF16_2(high, high));
-}
-
-// Returns the values of two rows, `low` and `high`, as pairs across them: first half and second half of the columns.
 FA_INLINE void interleave(U32 low, U32 high, U32& first, U32& second) {
   first = FA_ZIP16_LOW(low, high);
   second = FA_ZIP16_HIGH(low, high);
 }
 
 #else
-
-// The same functions by permutations.
-FA_INLINE U32 pair_up(F32 low, F32 high) {
-  typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
-  Words interleaved;
-  for (int i = 0; i < kLanes<float>; ++i) {
-    interleaved[2 * i] = i;
-    interleaved[2 * i + 1] = kLanes<float> + i;
-  }
-  return FA_PERMUTE16(FA_CVTPS_BF16_2(low, high), interleaved);
-}
 
 FA_INLINE void interleave(U32 low, U32 high, U32& first, U32& second) {
   typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
@@ -76,8 +54,39 @@ FA_INLINE void interleave(U32 low, U32 high, U32& first, U32& second) {
 
 #endif
 
-FA_INLINE F32 load_sums(const float* p) { return load<float>(p); }
-FA_INLINE void store_sums(float* p, F32 x) { store<float>(p, x); }
+#if defined(FA_DOT_BFLOAT16_LANE)
+
+// The instruction broadcasts one pair of a vector to all lanes.
+typedef uint32_t OnePair __attribute__((vector_size(8)));
+FA_INLINE OnePair broadcast_element(const Pair* p) { return OnePair{bits_of(p), 0}; }
+FA_INLINE F32 multiply_add(F32 sum, OnePair a, U32 b) { return FA_DOT_BFLOAT16_LANE(sum, a, b); }
+
+#else
+
+FA_INLINE U32 broadcast_element(const Pair* p) { return U32{} + bits_of(p); }
+
+#endif
+
+#if defined(FA_DOT_BFLOAT16)
+
+FA_INLINE F32 multiply_add(F32 sum, U32 a, U32 b) { return FA_DOT_BFLOAT16(sum, a, b); }
+
+// Returns the lanes of two rows as pairs, rounded to bfloat16.
+FA_INLINE U32 pair_up(F32 low, F32 high) {
+#if defined(FA_ZIP16_LOW)
+  return FA_ZIP16_LOW(FA_CVTPS_BF16_2(low, low), FA_CVTPS_BF16_2(high, high));
+#else
+  typedef uint16_t Words __attribute__((vector_size(FA_VECTOR_BYTES)));
+  Words interleaved;
+  for (int i = 0; i < kLanes<float>; ++i) {
+    interleaved[2 * i] = i;
+    interleaved[2 * i + 1] = kLanes<float> + i;
+  }
+  return FA_PERMUTE16(FA_CVTPS_BF16_2(low, high), interleaved);
+#endif
+}
+
+#endif
 
 #if defined(FA_DOT_INT16)
 typedef VecIndex<float> S32;
