@@ -85,7 +85,7 @@ void compute_row_terms(const BackwardParams& call, const BackwardWorkspace<T>& w
     for (int64_t r = 0; r < queries; ++r) {
       const int64_t i = i0 + r;
       if (exact || !std::isfinite(lse[r])) {
-        rows.delta[i] = dot_rows<In, T>(p.dout.row<In>(b, h, i), p.out.row<In>(b, h, i), p.sizes.head_dim_v);
+        rows.delta[i] = dot_rows_of<In, T>(p.dout, p.out, p.dtype, b, h, i, p.sizes.head_dim_v);
         rows.reference[i] = lse[r] == kNegInf<T> ? -kNegInf<T> : lse[r];
         rows.correction[i] = T(0);
       } else {
@@ -227,15 +227,18 @@ T backward_key_block(Pass& pass, int64_t b, int64_t h, int64_t j0, const DqRows<
 // Stores the rows of one key block in dk and dv. If several query heads share a key head, stores them in the query
 // head's partial sum.
 template <class In, class T>
-void store_key_rows(const Tensor4& grad, T* partial, const T* block, int64_t b, int64_t h, const Sizes& z,
-                    int64_t j0, int64_t keys, int64_t cols) {
+void store_key_rows(const Tensor4& grad, DType dtype, T* partial, const T* block, int64_t b, int64_t h,
+                    const Sizes& z, int64_t j0, int64_t keys, int64_t cols) {
   const int64_t ld = round_up_to_lanes<T>(cols);
   if (!grad) return;
   if (z.heads != z.heads_kv) {
     std::copy(block, block + keys * ld, partial + (h * z.seqlen_k + j0) * ld);
   } else {
-    for (int64_t j = 0; j < keys; ++j)
-      store_row<In, T>(grad.row<In>(b, h, j0 + j), block + j * ld, cols, T(1));
+    for_row_type<In>(dtype, [&](auto element) {
+      using Row = decltype(element);
+      for (int64_t j = 0; j < keys; ++j)
+        store_row<Row, T>(grad.row<Row>(b, h, j0 + j), block + j * ld, cols, T(1));
+    });
   }
 }
 
@@ -266,8 +269,8 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
       const Turn turn(block == 0 ? nullptr : w.turns + own - heads, w.turns + own);
       const T dslope = backward_key_block<Pass, T>(pass, b, h, j0, dq, turn);
       if (p.dalibi_slopes) w.dslopes[own] = dslope;
-      store_key_rows<In, T>(p.dk, w.dk_of(p, b), pass.s.dk, b, h, z, j0, keys, z.head_dim);
-      store_key_rows<In, T>(p.dv, w.dv_of(p, b), pass.s.dv, b, h, z, j0, keys, z.head_dim_v);
+      store_key_rows<In, T>(p.dk, p.dtype, w.dk_of(p, b), pass.s.dk, b, h, z, j0, keys, z.head_dim);
+      store_key_rows<In, T>(p.dv, p.dtype, w.dv_of(p, b), pass.s.dv, b, h, z, j0, keys, z.head_dim_v);
     }
   });
 }
@@ -275,14 +278,17 @@ void backward_qkv(const typename Pass::Params& call, const typename Pass::Worksp
 // Sums `parts` partial rows of `data` for each of these rows of head h of `grad`, in order. Part n begins n *
 // part_rows rows after the first, which is overwritten.
 template <class In, class T>
-void reduce_rows(const Tensor4& grad, T* data, int64_t b, int64_t h, const Range& rows, int64_t cols,
-                 int64_t parts, int64_t part_rows) {
+void reduce_rows(const Tensor4& grad, DType dtype, T* data, int64_t b, int64_t h, const Range& rows,
+                 int64_t cols, int64_t parts, int64_t part_rows) {
   const int64_t ld = round_up_to_lanes<T>(cols);
-  for (int64_t s = rows.begin; s < rows.end; ++s) {
-    T* sum = data + s * ld;
-    for (int64_t n = 1; n < parts; ++n) add_rows<T>(sum, sum + n * part_rows * ld, ld);
-    store_row<In, T>(grad.row<In>(b, h, s), sum, cols, T(1));
-  }
+  for_row_type<In>(dtype, [&](auto element) {
+    using Row = decltype(element);
+    for (int64_t s = rows.begin; s < rows.end; ++s) {
+      T* sum = data + s * ld;
+      for (int64_t n = 1; n < parts; ++n) add_rows<T>(sum, sum + n * part_rows * ld, ld);
+      store_row<Row, T>(grad.row<Row>(b, h, s), sum, cols, T(1));
+    }
+  });
 }
 
 template <class In, class T>
@@ -300,15 +306,15 @@ void reduce_gradients(const BackwardParams& call, const BackwardWorkspace<T>& w,
       return Range{block * kReducedRows, std::min((block + 1) * kReducedRows, seqlen)};
     };
     if (w.dq)
-      reduce_rows<In, T>(p.dq, w.template dq_of<In>(p, b, h).data, b, h, rows_of(z.seqlen_q), z.head_dim, 1,
-                         0);
+      reduce_rows<In, T>(p.dq, p.dtype, w.template dq_of<In>(p, b, h).data, b, h, rows_of(z.seqlen_q),
+                         z.head_dim, 1, 0);
     if (group > 1 && h % group == 0) {  // the parts are the heads of the group
       if (p.dk)
-        reduce_rows<In, T>(p.dk, w.dk_of(p, b) + h * z.seqlen_k * d, b, h / group, rows_of(z.seqlen_k),
-                           z.head_dim, group, z.seqlen_k);
+        reduce_rows<In, T>(p.dk, p.dtype, w.dk_of(p, b) + h * z.seqlen_k * d, b, h / group,
+                           rows_of(z.seqlen_k), z.head_dim, group, z.seqlen_k);
       if (p.dv)
-        reduce_rows<In, T>(p.dv, w.dv_of(p, b) + h * z.seqlen_k * d_v, b, h / group, rows_of(z.seqlen_k),
-                           z.head_dim_v, group, z.seqlen_k);
+        reduce_rows<In, T>(p.dv, p.dtype, w.dv_of(p, b) + h * z.seqlen_k * d_v, b, h / group,
+                           rows_of(z.seqlen_k), z.head_dim_v, group, z.seqlen_k);
     }
     if (p.dalibi_slopes && block == 0) {
       const T* dslopes = w.dslopes + w.first_block(p, b) * heads + h;

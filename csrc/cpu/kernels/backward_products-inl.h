@@ -1,5 +1,6 @@
 // The five products of the backward on one tile: S = Q K^T, dP = dO V^T, dV += P^T dO, dK += dS^T Q, dQ += dS K. The
-// first form has operands of the accumulator's type; 16-bit operands are widened when their tile is loaded.
+// first form has operands of the accumulator's type; 16-bit rows are widened when their tile is loaded. So float32,
+// bfloat16 and float16 share one text.
 //
 // Order of the calls: load_keys() before the tiles of a key block. scores() and dprobs() before add_dv(), add_dk()
 // and add_dq() of a tile, which reuse the rows of Q and dO.
@@ -16,6 +17,21 @@ struct DqRows {
   int64_t ld;
 };
 
+// Rows in the caller's memory. `dtype` is their type.
+struct RowsInMemory {
+  const void* data;
+  int64_t stride, cols;
+  DType dtype;
+
+  static RowsInMemory of(const Tensor4& t, DType dtype, int64_t b, int64_t h, int64_t s, int64_t cols) {
+    return {row_address(t, dtype, b, h, s), t.stride_s, cols, dtype};
+  }
+  template <class Row>
+  Rows<Row> as() const {
+    return {static_cast<const Row*>(data), stride, cols};
+  }
+};
+
 template <class In, class T>
 struct BackwardProducts {
   T* k_transposed;  // [D][block_k]     K^T, unless multiplies_rows()
@@ -25,7 +41,7 @@ struct BackwardProducts {
   T* dout_tile;     // [block_q][D_v]
   T* finite_tile;   // [max(block_q, block_k)][max(D, D_v)]  for masked_gemm
   Tile<T> k, q, dout;
-  Rows<In> key_rows, value_rows;  // of the key block
+  RowsInMemory key_rows, value_rows;  // of the key block
 
   // Whether S and dP are dot products of rows. With few queries, the transpositions of K and V take longer than the
   // products. Depends on the sequence's length alone. lse_is_exact() expects this order of sums after decode only.
@@ -50,19 +66,18 @@ struct BackwardProducts {
 
   // Loads keys [j0, j0 + keys) of one head. K^T and V^T are padded with zeros to whole vectors of keys.
   void load_keys(const BackwardParams& p, int64_t b, int64_t h_kv, int64_t j0, int64_t keys) {
-    key_rows = {p.k.row<In>(b, h_kv, j0), p.k.stride_s, p.sizes.head_dim};
-    value_rows = {p.v.row<In>(b, h_kv, j0), p.v.stride_s, p.sizes.head_dim_v};
+    key_rows = RowsInMemory::of(p.k, p.dtype, b, h_kv, j0, p.sizes.head_dim);
+    value_rows = RowsInMemory::of(p.v, p.dtype, b, h_kv, j0, p.sizes.head_dim_v);
     if (!multiplies_rows(p)) {
       const int64_t ld = round_up_to_lanes<T>(keys);
-      load_tile_transposed<In, T>(key_rows.data, key_rows.stride, keys, key_rows.cols, k_transposed, ld);
-      load_tile_transposed<In, T>(value_rows.data, value_rows.stride, keys, value_rows.cols, v_transposed,
-                                  ld);
+      load_tile_transposed_of<In, T>(p.k, p.dtype, b, h_kv, j0, keys, key_rows.cols, k_transposed, ld);
+      load_tile_transposed_of<In, T>(p.v, p.dtype, b, h_kv, j0, keys, value_rows.cols, v_transposed, ld);
     }
-    k = load_tile<In, T>(key_rows.data, key_rows.stride, keys, key_rows.cols, k_tile);
+    k = load_tile_of<In, T>(p.k, p.dtype, b, h_kv, j0, keys, key_rows.cols, k_tile);
   }
 
   void scores(const BackwardParams& p, const TileFrame& f, T* out, bool accumulate = false) {
-    q = load_tile<In, T>(p.q.row<In>(f.b, f.h, f.i0), p.q.stride_s, f.queries, p.sizes.head_dim, q_tile);
+    q = load_tile_of<In, T>(p.q, p.dtype, f.b, f.h, f.i0, f.queries, p.sizes.head_dim, q_tile);
     if (multiplies_rows(p)) {
       T* to = accumulate ? finite_tile : out;
       multiply_rows(f, q, key_rows, product_scale<T>(p), to);
@@ -75,8 +90,7 @@ struct BackwardProducts {
   }
 
   void dprobs(const BackwardParams& p, const TileFrame& f, T* out) {
-    dout = load_tile<In, T>(p.dout.row<In>(f.b, f.h, f.i0), p.dout.stride_s, f.queries, p.sizes.head_dim_v,
-                            dout_tile);
+    dout = load_tile_of<In, T>(p.dout, p.dtype, f.b, f.h, f.i0, f.queries, p.sizes.head_dim_v, dout_tile);
     if (multiplies_rows(p)) return multiply_rows(f, dout, value_rows, T(1), out);
     gemm<T>(f.queries, f.ld,
             {p.sizes.head_dim_v, dout.data, dout.ld, 1, v_transposed, f.ld, out, f.ld, false});
@@ -108,9 +122,18 @@ struct BackwardProducts {
 
  private:
   // out[r][n] = scale * <left[r], right[n]>. Padding lanes repeat the last key.
-  static void multiply_rows(const TileFrame& f, const Tile<T>& left, const Rows<In>& right, T scale, T* out) {
+  static void multiply_rows(const TileFrame& f, const Tile<T>& left, const RowsInMemory& right, T scale,
+                            T* out) {
+    for_row_type<In>(right.dtype, [&](auto element) {
+      using Row = decltype(element);
+      multiply_rows_as<Row>(f, left, right.as<Row>(), scale, out);
+    });
+  }
+  template <class Row>
+  static void multiply_rows_as(const TileFrame& f, const Tile<T>& left, const Rows<Row>& right, T scale,
+                               T* out) {
     Prefetcher nothing;
-    const auto load = [](const In* p, int64_t n) FA_INLINE_LAMBDA { return load_columns<T>(p, n); };
+    const auto load = [](const Row* p, int64_t n) FA_INLINE_LAMBDA { return load_columns<T>(p, n); };
     for_each_few_rows<T>(f.queries, [&](int64_t row, auto few) {
       for (int64_t j = 0; j < f.ld; j += kDotSums / few.value)
         dot_block<T, few.value, kLanes<T>>(left.data + row * left.ld, left.ld, right, j, f.keys, scale,

@@ -80,7 +80,8 @@ inline bool lse_is_exact(const BackwardParams& p, T lse) {
   return is_decode(p) ? lse_is_below<T>(lse, T(16)) : lse_holds_sum<T>(lse);
 }
 
-// Returns P for a vector of scores, by the forward's exponential. Masked scores give 0 for every lse.
+// Returns P for a vector of scores, by the forward's exponential. Masked scores give 0 for every lse. In: a type of the
+// rows' size.
 template <class In, class T>
 FA_INLINE Vec<T> prob_of(Vec<T> score, T reference, T correction) {
   return score == kNegInf<T> ? Vec<T>{} : prob_exp<In, T>((score - reference) - correction, T(kLog2E));
@@ -106,11 +107,14 @@ template <class In, class T>
 void load_dprobs(const BackwardParams& p, BackwardScratch<In, T>& s, const TileFrame& f) {
   if (!p.dweights) return s.products.dprobs(p, f, s.dscores);
   const T share = T(1) / static_cast<T>(p.sizes.heads);
-  for (int64_t r = 0; r < f.queries; ++r) {
-    const In* row = p.dweights.row<In>(f.b, f.h, f.i0 + r) + f.j0;
-    for (int64_t c = 0; c < f.ld; c += kLanes<T>)
-      store<T>(s.dscores + r * f.ld + c, share * load_columns<T>(row + c, f.keys - c));
-  }
+  for_row_type<In>(p.dtype, [&](auto element) {
+    using Row = decltype(element);
+    for (int64_t r = 0; r < f.queries; ++r) {
+      const Row* row = p.dweights.row<Row>(f.b, f.h, f.i0 + r) + f.j0;
+      for (int64_t c = 0; c < f.ld; c += kLanes<T>)
+        store<T>(s.dscores + r * f.ld + c, share * load_columns<T>(row + c, f.keys - c));
+    }
+  });
 }
 
 // Fills s.probs with P and s.dscores with dS for tile f. `rows` belong to the tile's head.
@@ -124,23 +128,25 @@ BackwardTile<T> recompute_tile(const BackwardParams& p, BackwardScratch<In, T>& 
   load_dprobs<In, T>(p, s, f);
   if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
 
-  for (int64_t r = 0; r < f.queries; ++r) {
-    const int64_t i = f.i0 + r;
-    const T delta = rows.delta[i], reference = rows.reference[i], correction = rows.correction[i];
-    T *prob_row = s.probs + r * f.ld, *dscore_row = s.dscores + r * f.ld;
-    for (int64_t c = 0; c < f.ld; c += L) {
-      const Vec<T> x = load<T>(prob_row + c);
-      const VecIndex<T> hidden = x == kNegInf<T>;  // masked or padding: dS is 0 for every dP
-      const Vec<T> prob = prob_of<In, T>(x, reference, correction);
-      Vec<T> dropped = prob, dprob = load<T>(dscore_row + c);
-      if (p.dropout) {
-        const Vec<T> keep = load<T>(s.dropout_tile + r * f.ld + c);
-        dropped = prob * keep;
-        dprob = dprob * keep;
+  for_row_size<In>(p.dtype, [&](auto element) {
+    for (int64_t r = 0; r < f.queries; ++r) {
+      const int64_t i = f.i0 + r;
+      const T delta = rows.delta[i], reference = rows.reference[i], correction = rows.correction[i];
+      T *prob_row = s.probs + r * f.ld, *dscore_row = s.dscores + r * f.ld;
+      for (int64_t c = 0; c < f.ld; c += L) {
+        const Vec<T> x = load<T>(prob_row + c);
+        const VecIndex<T> hidden = x == kNegInf<T>;  // masked or padding: dS is 0 for every dP
+        const Vec<T> prob = prob_of<decltype(element), T>(x, reference, correction);
+        Vec<T> dropped = prob, dprob = load<T>(dscore_row + c);
+        if (p.dropout) {
+          const Vec<T> keep = load<T>(s.dropout_tile + r * f.ld + c);
+          dropped = prob * keep;
+          dprob = dprob * keep;
+        }
+        store<T>(prob_row + c, dropped);
+        store<T>(dscore_row + c, hidden ? Vec<T>{} : prob * (dprob - delta));
       }
-      store<T>(prob_row + c, dropped);
-      store<T>(dscore_row + c, hidden ? Vec<T>{} : prob * (dprob - delta));
     }
-  }
+  });
   return tile;
 }

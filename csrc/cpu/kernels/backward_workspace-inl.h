@@ -169,7 +169,7 @@ struct BackwardWorkspace {
 // Returns whether the rows of dq can hold the sums: same type, and whole vectors.
 template <class In, class T>
 bool adds_to_dq_itself(const BackwardParams& p) {
-  return std::is_same_v<In, T> && p.sizes.head_dim % kLanes<T> == 0;
+  return !converts_rows<In, T>(p.dtype) && p.sizes.head_dim % kLanes<T> == 0;
 }
 
 template <class In, class T>

@@ -245,7 +245,7 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
   }
 }
 
-// Computes O and lse of one row of a key head: adds its splits in order.
+// Computes O and lse of one row of a key head: adds its splits in order. In: the type of the operands.
 template <class In, class T>
 void merge_row(const AttentionParams& p, const DecodeSplits& key_splits, int64_t b, int64_t h_kv, int64_t row,
                const SplitResult<T>& first) {  // the other splits are added to it
@@ -255,8 +255,8 @@ void merge_row(const AttentionParams& p, const DecodeSplits& key_splits, int64_t
   const int64_t h = h_kv * (z.heads / z.heads_kv) + row / z.seqlen_q, i = row % z.seqlen_q;
   T* lse = static_cast<T*>(p.lse) + p.lse_index(b, h, i);
   if (key_splits.splits == 1 && !p.sink)  // nothing to add
-    return finish_row<In, T>(p.out.row<In>(b, h, i), first.out + row * d_v, z.head_dim_v, first.row_max[row],
-                             T(1), first.row_sum[row], *lse);
+    return finish_row_of<In, T>(p.out, p.dtype, b, h, i, first.out + row * d_v, z.head_dim_v,
+                                first.row_max[row], T(1), first.row_sum[row], *lse);
   const RowStart<T> start = start_of_row<T>(p.sink, b, h);
   T highest = start.max;
   for (int64_t n = 0; n < key_splits.splits; ++n) highest = std::max(highest, first.row_max[n * rows + row]);
@@ -271,7 +271,7 @@ void merge_row(const AttentionParams& p, const DecodeSplits& key_splits, int64_t
       store<T>(out + c, n == 0 ? part : load<T>(out + c) + part);
     }
   }
-  finish_row<In, T>(p.out.row<In>(b, h, i), out, z.head_dim_v, highest, T(1), sum, *lse);
+  finish_row_of<In, T>(p.out, p.dtype, b, h, i, out, z.head_dim_v, highest, T(1), sum, *lse);
 }
 
 template <class In, class T>

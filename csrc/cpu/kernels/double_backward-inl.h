@@ -159,8 +159,7 @@ void compute_gamma(const DoubleBackwardParams& call, const DoubleBackwardWorkspa
     for (int64_t i = 0; i < p.sizes.seqlen_q; ++i) {
       const T mu = static_cast<const T*>(p.t_lse)[at + i];
       w.gamma[at + i] =
-          dot_rows<In, T>(p.dout.row<In>(b, h, i), p.t_out.row<In>(b, h, i), p.sizes.head_dim_v) -
-          mu * rows.delta[i];
+          dot_rows_of<In, T>(p.dout, p.t_out, p.dtype, b, h, i, p.sizes.head_dim_v) - mu * rows.delta[i];
     }
   });
 }

@@ -42,12 +42,13 @@ ForwardScratch<In, T> allocate_forward(Arena& arena, const AttentionParams& p, i
 // Blocks of queries share tiles of K and V if the tiles are converted, so that a task converts each tile once.
 constexpr int64_t kMostBlocksPerTask = 2;
 template <class In, class T>
-int64_t blocks_per_task(const Sizes& z, int threads) {
+int64_t blocks_per_task(const AttentionParams& p, int threads) {
+  const Sizes& z = p.sizes;
   constexpr int64_t kEnoughTasks =
       8;  // per thread; with fewer tasks, the last ones keep other threads waiting
   const int64_t tasks =
       z.batch * z.heads * ceil_div(z.seqlen_q, kMostBlocksPerTask * forward_tiling<T>().block_q);
-  return !std::is_same_v<In, T> && tasks >= kEnoughTasks * threads ? kMostBlocksPerTask : 1;
+  return converts_rows<In, T>(p.dtype) && tasks >= kEnoughTasks * threads ? kMostBlocksPerTask : 1;
 }
 
 // One block of queries of a head: m, l and O during the loop over the tiles of its keys.
@@ -100,9 +101,12 @@ struct QueryBlock {
 
   void finish() const {
     T* lse = static_cast<T*>(p.lse) + p.lse_index(b, h, i0);
-    for (int64_t i = 0; i < queries; ++i)
-      finish_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, p.sizes.head_dim_v, s.row_max[i], unit,
-                        s.row_sum[i], lse[i]);
+    for_row_type<In>(p.dtype, [&](auto element) {
+      using Row = decltype(element);
+      for (int64_t i = 0; i < queries; ++i)
+        finish_row<Row, T>(p.out.row<Row>(b, h, i0 + i), s.out + i * d_v, p.sizes.head_dim_v, s.row_max[i],
+                           unit, s.row_sum[i], lse[i]);
+    });
   }
 };
 
@@ -177,7 +181,7 @@ template <class In, class T>
 ForwardWorkspace<T> allocate_forward_workspace(Arena& arena, const AttentionParams& call, int threads) {
   ForwardWorkspace<T> w;
   if (may_decode(call)) w.decode = group_decode<T>(call, threads);
-  w.per_task = blocks_per_task<In, T>(call.sizes, threads);
+  w.per_task = blocks_per_task<In, T>(call, threads);
   w.tasks = list_tasks(
       arena, call, [&](const AttentionParams& p) { return count_forward_tasks<T>(p, w.decode, w.per_task); });
   w.splits = allocate_split_results<T>(arena, call);
@@ -191,7 +195,10 @@ ForwardWorkspace<T> allocate_forward_workspace(Arena& arena, const AttentionPara
   }
   Arena blocks(nullptr), decode(nullptr);
   if (call.varlen || !is_decode(call)) allocate_forward<In, T>(blocks, call, w.per_task);
-  if (may_decode(call)) allocate_decode_scratch<In, T>(decode, call, w.decode.heads);
+  if (may_decode(call))
+    for_row_type<In>(call.dtype, [&](auto element) {
+      allocate_decode_scratch<decltype(element), T>(decode, call, w.decode.heads);
+    });
   w.scratch_bytes = std::max(blocks.used(), decode.used());
   w.scratch = arena.take<char>(static_cast<int64_t>(w.scratch_bytes) * threads);
   return w;
@@ -208,8 +215,12 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
     const ProductUnit<In> unit;
     if (is_decode(p)) {
       const DecodeSplits key_splits = split_keys_of<T>(p);
-      decode_task<In, T>(p, key_splits, allocate_decode_scratch<In, T>(scratch, call, w.decode.heads),
-                         w.decode.at(p, key_splits, task), w.splits);
+      // Decode reads rows inside of its products, so it is compiled for each type of a row.
+      for_row_type<In>(p.dtype, [&](auto element) {
+        using Row = decltype(element);
+        decode_task<Row, T>(p, key_splits, allocate_decode_scratch<Row, T>(scratch, call, w.decode.heads),
+                            w.decode.at(p, key_splits, task), w.splits);
+      });
     } else {
       const int64_t blocks = row_tiles<T>(p).count();
       const HeadBlocks list = query_blocks(p.sizes, ceil_div(blocks, w.per_task), parallel.threads);

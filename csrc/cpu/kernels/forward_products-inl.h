@@ -1,5 +1,5 @@
 // The two products of the forward on one tile: S^T = K Q^T and O += P V. The first form has operands of the
-// accumulator's type; 16-bit operands are widened when their tile is loaded.
+// accumulator's type; 16-bit rows are widened when their tile is loaded. So float32, bfloat16 and float16 share one text.
 #pragma once
 
 #include "cache_rows-inl.h"
@@ -22,7 +22,8 @@ struct ForwardProducts {
   T* k_tile;        // [block_k][D]      only if the caller's k cannot be read directly
   T* v_tile;        // [block_k][D_v]    likewise
   T* finite_tile;   // [block_k][D_v]    for masked_gemm
-  In* row_copy;     // [block_k][max(D, D_v)]   only if keys come from pages or 8 bits
+  T* row_copy;      // [block_k][max(D, D_v)]   only if keys come from pages or 8 bits; rows of type `dtype`
+  DType dtype;      // of the rows
 
   // `blocks`: blocks of queries that share the tiles of keys and values.
   static ForwardProducts allocate(Arena& arena, const AttentionParams& p, int64_t blocks = 1) {
@@ -33,7 +34,8 @@ struct ForwardProducts {
     r.k_tile = arena.take<T>(block_k * d);
     r.v_tile = arena.take<T>(block_k * d_v);
     r.finite_tile = arena.take<T>(block_k * d_v);
-    r.row_copy = copies_rows(p) ? arena.take<In>(block_k * std::max(d, d_v)) : nullptr;
+    r.row_copy = copies_rows(p) ? arena.take<T>(block_k * std::max(d, d_v)) : nullptr;
+    r.dtype = p.dtype;
     return r;
   }
 
@@ -46,8 +48,7 @@ struct ForwardProducts {
 
   void load_queries(const AttentionParams& p, int64_t b, int64_t h, int64_t i0, int64_t queries,
                     int64_t ld) const {
-    load_tile_transposed<In, T>(p.q.row<In>(b, h, i0), p.q.stride_s, queries, p.sizes.head_dim, q_transposed,
-                                ld);
+    load_tile_transposed_of<In, T>(p.q, dtype, b, h, i0, queries, p.sizes.head_dim, q_transposed, ld);
   }
 
   // `loaded` (or null): a tile with as many keys is not loaded again.
@@ -72,7 +73,9 @@ struct ForwardProducts {
   static constexpr bool packs_probs(const AttentionParams&) { return false; }
 
   void softmax(const TileFrame& f, T unit, T* scores, T* row_max, T* row_sum, T* rescale, bool) const {
-    online_softmax<T, In>(f, unit, scores, row_max, row_sum, rescale);
+    for_row_size<In>(dtype, [&](auto element) {
+      online_softmax<T, decltype(element)>(f, unit, scores, row_max, row_sum, rescale);
+    });
   }
 
   // out = out * rescale + P V. rescale: one factor per query; null: 1.
@@ -91,7 +94,7 @@ struct ForwardProducts {
   }
 
  private:
-  // Loads the tile of k or v. 8-bit rows are converted directly to T, because In would round row * factor.
+  // Loads the tile of k or v. 8-bit rows are converted directly to T, because 16 bits would round row * factor.
   Tile<T> load_rows(const AttentionParams& p, const Tensor4& t, const CacheScale& scale, const TileFrame& f,
                     int64_t cols, T* tile) const {
     const int64_t h_kv = p.sizes.kv_head(f.h);
@@ -101,8 +104,12 @@ struct ForwardProducts {
       for (int64_t r = 0; r < f.keys; ++r) std::fill(tile + r * ld + cols, tile + (r + 1) * ld, T(0));
       return {tile, ld};
     }
-    const Rows<In> rows = rows_of_tile<In>(p, t, scale, f.b, h_kv, f.j0, f.keys, cols, row_copy, cols);
-    return load_tile<In, T>(rows.data, rows.stride, f.keys, cols, tile);
+    return for_row_type<In>(dtype, [&](auto element) {
+      using Row = decltype(element);
+      Row* const copy = reinterpret_cast<Row*>(row_copy);
+      const Rows<Row> rows = rows_of_tile<Row>(p, t, scale, f.b, h_kv, f.j0, f.keys, cols, copy, cols);
+      return load_tile<Row, T>(rows.data, rows.stride, f.keys, cols, tile);
+    });
   }
 };
 

@@ -54,7 +54,7 @@ TileFrame frame_of_heads(const AttentionParams& row, int64_t block, int64_t keys
 template <class In, class T>
 void forward_indexed_row(const IndexedParams& p, const KeyLists& lists, IndexedScratch<In, T>& s, int64_t b,
                          int64_t h_kv, int64_t i) {
-  AttentionParams row = call_of_row(p);
+  AttentionParams row = call_of_row<In>(p);
   const int64_t heads = row.sizes.seqlen_q, first_head = h_kv * heads, blocks = count_head_blocks(p.sizes);
   row.q = rows_of_heads<In>(p.q, p.dtype, b, first_head, i, heads, p.sizes.head_dim, s.q);
   const bool in_lanes = stays_in_lanes<T>(p);

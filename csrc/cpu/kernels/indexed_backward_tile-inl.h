@@ -81,7 +81,7 @@ struct IndexedBackwardRow {
   const IndexedBackwardParams& p;
   IndexedBackwardScratch<In, T>& s;
   int64_t b, h_kv, i;
-  AttentionParams row = call_of_row(p), swapped = {};
+  AttentionParams row = call_of_row<In>(p), swapped = {};
   Tensor4 dout = {};
 
   const int64_t heads = row.sizes.seqlen_q, first_head = h_kv * heads, blocks = count_head_blocks(p.sizes);

@@ -19,9 +19,10 @@ inline Sizes sizes_of_gathered(const Sizes& z) {
 
 // The call on one tile of keys, before the queries and the keys are known. It has no band, ALiBi and masks, because
 // KeyTile applies them. Its dropout only declares that P is multiplied before P V.
-inline AttentionParams call_of_row(const AttentionParams& p) {
+template <class In>
+AttentionParams call_of_row(const AttentionParams& p) {
   AttentionParams row;
-  row.dtype = p.dtype;
+  row.dtype = std::is_same_v<In, float> ? DType::kFloat32 : p.dtype;  // of the operands: rows are widened
   row.sizes = sizes_of_gathered(p.sizes);
   row.scale = p.scale;
   row.softcap = p.softcap;

@@ -131,14 +131,17 @@ void jvp_query_block(const JvpParams& p, const JvpScratch<In, T>& scratch, int64
 
   const int64_t at = p.lse_index(b, h, i0);
   T *lse = static_cast<T*>(p.lse) + at, *t_lse = static_cast<T*>(p.t_lse) + at;
-  for (int64_t i = 0; i < queries; ++i) {
-    finish_row<In, T>(p.out.row<In>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v, s.row_max[i], T(1),
-                      s.row_sum[i], lse[i]);
-    const T sum = s.row_sum[i];  // 0: no key is visible, and the tangents are 0
-    store_row<In, T>(p.t_out.row<In>(b, h, i0 + i), scratch.t_out + i * d_v, z.head_dim_v,
-                     sum == T(0) ? T(0) : T(1) / sum);
-    t_lse[i] = scratch.t_mean[i];
-  }
+  for_row_type<In>(p.dtype, [&](auto element) {
+    using Row = decltype(element);
+    for (int64_t i = 0; i < queries; ++i) {
+      finish_row<Row, T>(p.out.row<Row>(b, h, i0 + i), s.out + i * d_v, z.head_dim_v, s.row_max[i], T(1),
+                         s.row_sum[i], lse[i]);
+      const T sum = s.row_sum[i];  // 0: no key is visible, and the tangents are 0
+      store_row<Row, T>(p.t_out.row<Row>(b, h, i0 + i), scratch.t_out + i * d_v, z.head_dim_v,
+                        sum == T(0) ? T(0) : T(1) / sum);
+      t_lse[i] = scratch.t_mean[i];
+    }
+  });
 }
 
 struct JvpWorkspace {

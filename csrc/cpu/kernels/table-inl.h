@@ -19,6 +19,13 @@ template <class In_, class T_>
 struct Types {
   using In = In_;  // of q, k, v
   using T = T_;    // of accumulators
+  // The operands of products. If no product multiplies 16 bits, rows are widened while they are loaded. Then a pass is
+  // compiled once for float32, bfloat16 and float16: for_row_type().
+#if defined(FA_OTHER_DTYPES) || defined(FA_DOT_BFLOAT16)
+  using Operand = In;
+#else
+  using Operand = T;
+#endif
 };
 
 // other_kernels(p): the table that runs this call in place of this table, or null. for_types_of(p, body): returns
@@ -89,7 +96,7 @@ auto for_types_of(const Params& p, const Body& body) {
     });                                                                                  \
   }                                                                                      \
   constexpr Pass<Params> name##_pass = {run_##name##_workspace, run_##name};
-#define FA_PASS(name, Params) FA_PASS_FOR(name, Params, typename Of::In, typename Of::T)
+#define FA_PASS(name, Params) FA_PASS_FOR(name, Params, typename Of::Operand, typename Of::T)
 
 FA_PASS(forward, AttentionParams)
 FA_PASS(backward, BackwardParams)
@@ -101,7 +108,7 @@ FA_PASS(double_backward, DoubleBackwardParams)
 #define FA_PASS_FOR(name, Params, ...) constexpr Pass<Params> name##_pass = {nullptr, nullptr};
 #endif
 FA_PASS(weights, WeightsParams)
-FA_PASS(indexer_topk, IndexerTopkParams)
+FA_PASS_FOR(indexer_topk, IndexerTopkParams, typename Of::In, typename Of::T)
 
 // Passes of the indexer. They widen 16-bit operands on every instruction set, and choose the type of the operands while
 // they load them (for_row_type). So these passes are compiled once for each type of accumulators.
@@ -123,14 +130,8 @@ FA_WIDENED_PASS(indexer_loss, IndexerLossParams)
 FA_WIDENED_PASS(indexer_loss_backward, IndexerLossBackwardParams)
 #undef FA_WIDENED_PASS
 
-// Attention by index widens 16-bit operands if the products do not multiply them.
-#if defined(FA_OTHER_DTYPES)
 FA_PASS(indexed, IndexedParams)
 FA_PASS(indexed_backward, IndexedBackwardParams)
-#else
-FA_PASS_FOR(indexed, IndexedParams, typename Of::T, typename Of::T)
-FA_PASS_FOR(indexed_backward, IndexedBackwardParams, typename Of::T, typename Of::T)
-#endif
 #undef FA_PASS
 #undef FA_PASS_FOR
 

@@ -33,6 +33,28 @@ FA_INLINE auto for_row_type(DType dtype, const Body& body) {
   return body(E{});
 }
 
+// Calls body(Row{}), where Row has the size of the caller's rows. A pass that needs only the size has one copy of its code
+// for bfloat16 and float16.
+template <class E, class Body>
+FA_INLINE auto for_row_size(DType dtype, const Body& body) {
+  if constexpr (std::is_same_v<E, float>) {
+    if (bytes_of(dtype) == 2) return body(BFloat16{});
+  }
+  return body(E{});
+}
+
+// Returns whether rows are converted to the accumulator's type T before the products. E: the type of the operands.
+template <class E, class T>
+bool converts_rows(DType dtype) {
+  return !std::is_same_v<E, T> || bytes_of(dtype) != sizeof(T);
+}
+
+// Returns the address of a row of type `dtype`.
+inline const void* row_address(const Tensor4& t, DType dtype, int64_t b, int64_t h, int64_t s) {
+  return static_cast<const char*>(t.data) +
+         (b * t.stride_b + h * t.stride_h + s * t.stride_s) * bytes_of(dtype);
+}
+
 // Converts rows x cols of src to T, each row padded with zeros to whole vectors. Returns src itself if there is
 // nothing to pad or convert.
 template <class In, class T>
@@ -50,6 +72,16 @@ inline Tile<T> load_tile(const In* src, int64_t stride, int64_t rows, int64_t co
     if (c < cols) store<T>(out + c, load_tail_as<In, T>(in + c, cols - c));
   }
   return {scratch, ld};
+}
+
+// load_tile() for rows [s, s + rows) of a head of `t`. E: the type of the operands.
+template <class E, class T>
+inline Tile<T> load_tile_of(const Tensor4& t, DType dtype, int64_t b, int64_t h, int64_t s, int64_t rows,
+                            int64_t cols, T* scratch) {
+  return for_row_type<E>(dtype, [&](auto element) {
+    using Row = decltype(element);
+    return load_tile<Row, T>(t.row<Row>(b, h, s), t.stride_s, rows, cols, scratch);
+  });
 }
 
 // dst[c][r] = src[r][c]. Rows of dst are padded with zeros to ld, a whole number of vectors.
@@ -72,6 +104,16 @@ inline void load_tile_transposed(const In* src, int64_t stride, int64_t rows, in
         if (c < n) store<T>(dst + (c0 + c) * ld + r0, block[c]);
     }
   }
+}
+
+// load_tile_transposed() for rows [s, s + rows) of a head of `t`. E: the type of the operands.
+template <class E, class T>
+inline void load_tile_transposed_of(const Tensor4& t, DType dtype, int64_t b, int64_t h, int64_t s,
+                                    int64_t rows, int64_t cols, T* dst, int64_t ld) {
+  for_row_type<E>(dtype, [&](auto element) {
+    using Row = decltype(element);
+    load_tile_transposed<Row, T>(t.row<Row>(b, h, s), t.stride_s, rows, cols, dst, ld);
+  });
 }
 
 // dst[c] = factor * src[c], rounded to Out.
@@ -101,6 +143,16 @@ template <class Out, class T>
 inline void finish_row(Out* dst, const T* out, int64_t cols, T row_max, T unit, T row_sum, T& lse) {
   store_row<Out, T>(dst, out, cols, row_sum == T(0) ? T(0) : T(1) / row_sum);
   lse = row_sum == T(0) ? kNegInf<T> : row_max * unit + std::log(row_sum);
+}
+
+// finish_row() for row s of a head of `t`. E: the type of the operands.
+template <class E, class T>
+inline void finish_row_of(const Tensor4& t, DType dtype, int64_t b, int64_t h, int64_t s, const T* out,
+                          int64_t cols, T row_max, T unit, T row_sum, T& lse) {
+  for_row_type<E>(dtype, [&](auto element) {
+    using Row = decltype(element);
+    finish_row<Row, T>(t.row<Row>(b, h, s), out, cols, row_max, unit, row_sum, lse);
+  });
 }
 
 // dst += src over whole vectors.
@@ -136,4 +188,14 @@ inline T dot_rows(const In* a, const In* b, int64_t cols) {
   for (; c + L <= cols; c += L) sum += load_as<In, T>(a + c) * load_as<In, T>(b + c);
   if (c < cols) sum += load_tail_as<In, T>(a + c, cols - c) * load_tail_as<In, T>(b + c, cols - c);
   return sum_lanes<T>(sum);
+}
+
+// dot_rows() for row s of a head of `a` and `b`. E: the type of the operands.
+template <class E, class T>
+inline T dot_rows_of(const Tensor4& a, const Tensor4& b, DType dtype, int64_t batch, int64_t h, int64_t s,
+                     int64_t cols) {
+  return for_row_type<E>(dtype, [&](auto element) {
+    using Row = decltype(element);
+    return dot_rows<Row, T>(a.row<Row>(batch, h, s), b.row<Row>(batch, h, s), cols);
+  });
 }

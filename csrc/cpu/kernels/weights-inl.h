@@ -39,13 +39,15 @@ void add_weights_of_tile(const WeightsParams& p, BackwardScratch<In, T>& s, cons
                          const RowTerms<T>& rows, T* sum) {
   if (recompute_scores<In, T>(p, s, f).empty) return;
   if (p.dropout) load_dropout_tile<T>(p, f, s.dropout_tile);
-  for (int64_t r = 0; r < f.queries; ++r) {
-    const T reference = rows.reference[f.i0 + r], correction = rows.correction[f.i0 + r];
-    for (int64_t n = r * f.ld; n < (r + 1) * f.ld; n += kLanes<T>) {
-      const Vec<T> prob = prob_of<In, T>(load<T>(s.probs + n), reference, correction);
-      store<T>(sum + n, load<T>(sum + n) + (p.dropout ? prob * load<T>(s.dropout_tile + n) : prob));
+  for_row_size<In>(p.dtype, [&](auto element) {
+    for (int64_t r = 0; r < f.queries; ++r) {
+      const T reference = rows.reference[f.i0 + r], correction = rows.correction[f.i0 + r];
+      for (int64_t n = r * f.ld; n < (r + 1) * f.ld; n += kLanes<T>) {
+        const Vec<T> prob = prob_of<decltype(element), T>(load<T>(s.probs + n), reference, correction);
+        store<T>(sum + n, load<T>(sum + n) + (p.dropout ? prob * load<T>(s.dropout_tile + n) : prob));
+      }
     }
-  }
+  });
 }
 
 template <class In, class T>
@@ -75,9 +77,12 @@ void weights(const WeightsParams& p, void* workspace, const Parallel& parallel) 
         add_weights_of_tile<In, T>(p, tile, f, w.rows.of_head(p, b, h), sum + (i0 - first) * ld);
       }
     }
-    for (int64_t i = first; i < end; ++i)
-      store_row<In, T>(p.weights.row<In>(b, 0, i) + j0, sum + (i - first) * ld, keys,
-                       T(1) / static_cast<T>(z.heads));
+    for_row_type<In>(p.dtype, [&, sums = sum](auto element) {
+      using Row = decltype(element);
+      for (int64_t i = first; i < end; ++i)
+        store_row<Row, T>(p.weights.row<Row>(b, 0, i) + j0, sums + (i - first) * ld, keys,
+                          T(1) / static_cast<T>(z.heads));
+    });
   });
 }
 
