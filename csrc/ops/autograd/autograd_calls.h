@@ -19,11 +19,9 @@ struct Differentiated {
 template <class Tensors>
 Differentiated how_differentiated(const Tensors& tensors) {
   Differentiated how;
-  for_each_tensor(tensors, [&](const TensorRule&, const auto& optional) {
-    const at::Tensor* t = tensor_or_null(optional);
-    if (!t) return;
-    how.reverse |= at::GradMode::is_enabled() && t->requires_grad();
-    how.forward |= t->_fw_grad(/*level=*/0).defined();
+  for_each_present_tensor(tensors, [&](const TensorRule&, const at::Tensor& t) {
+    how.reverse |= at::GradMode::is_enabled() && t.requires_grad();
+    how.forward |= t._fw_grad(/*level=*/0).defined();
   });
   return how;
 }

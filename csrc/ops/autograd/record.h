@@ -109,9 +109,7 @@ variable_list record(DerivativeFunction::Backward* backward, const Tensors& tens
   push_members(values, options);
   variable_list inputs;
   inputs.reserve(kMembers<Tensors>);
-  for_each_tensor(tensors, [&](const TensorRule&, const auto& optional) {
-    if (const at::Tensor* t = tensor_or_null(optional)) inputs.push_back(*t);
-  });
+  for_each_present_tensor(tensors, [&](const TensorRule&, const at::Tensor& t) { inputs.push_back(t); });
   return record_values(backward, std::move(values), inputs, compute);
 }
 

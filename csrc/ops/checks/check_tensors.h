@@ -52,14 +52,13 @@ DimSizes sizes_of(const Tensors& in) {
 template <class Tensors, class Options, class AddSizes>
 void check_rows(const Tensors& tensors, const Options& options, const AddSizes& add_sizes) {
   options.check();
-  for_each_tensor(tensors, [&](const TensorRule& rule, const auto& optional) {
-    if (const at::Tensor* t = tensor_or_null(optional)) check_device_and_dtype(rule, *t, tensors.query);
+  for_each_present_tensor(tensors, [&](const TensorRule& rule, const at::Tensor& t) {
+    check_device_and_dtype(rule, t, tensors.query);
   });
   DimSizes sizes = sizes_of(tensors);
   add_sizes(sizes);
-  for_each_tensor(tensors, [&](const TensorRule& rule, const auto& optional) {
-    if (const at::Tensor* t = tensor_or_null(optional)) check_shape(rule, *t, sizes);
-  });
+  for_each_present_tensor(tensors,
+                          [&](const TensorRule& rule, const at::Tensor& t) { check_shape(rule, t, sizes); });
   check_sizes(sizes);
 }
 

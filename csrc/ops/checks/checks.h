@@ -21,9 +21,8 @@ namespace flash_attn_ext {
 void check_storage(const char* name, const at::Tensor& t);
 template <class Tensors>
 void check_storages(const Tensors& tensors) {
-  for_each_tensor(tensors, [](const TensorRule& rule, const auto& optional) {
-    if (const at::Tensor* t = tensor_or_null(optional)) check_storage(rule.name, *t);
-  });
+  for_each_present_tensor(tensors,
+                          [](const TensorRule& rule, const at::Tensor& t) { check_storage(rule.name, t); });
 }
 
 // Checks offsets, lengths and page numbers on CPU. On CUDA reading them would wait for the GPU: they are not checked

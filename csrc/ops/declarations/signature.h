@@ -97,6 +97,21 @@ void for_each_tensor(Tensors&& tensors, Visit&& visit) {
   std::apply([&](auto&... t) { (visit(std::decay_t<Tensors>::kRules[n++], t), ...); }, tensors.tie());
 }
 
+// The tensors of a struct, in order. An absent tensor is null.
+template <class Tensors>
+[[gnu::noinline]] auto pointers_to_tensors(const Tensors& tensors) {
+  return std::apply([](const auto&... t) { return std::array{tensor_or_null(t)...}; }, tensors.tie());
+}
+
+// Calls visit(rule, tensor) for each tensor that is present. In contrast to for_each_tensor(), the compiler has one copy of
+// `visit` for a struct, not one copy for each member.
+template <class Tensors, class Visit>
+void for_each_present_tensor(const Tensors& tensors, const Visit& visit) {
+  const auto pointers = pointers_to_tensors(tensors);
+  for (size_t n = 0; n < pointers.size(); ++n)
+    if (pointers[n]) visit(Tensors::kRules[n], *pointers[n]);
+}
+
 // For a struct with the members of a list and more. FA_PICK returns the members of the list as the list's own struct.
 // FA_SET assigns them from that struct.
 #define FA_PICK(Struct, LIST)                    \
@@ -182,8 +197,9 @@ typename Op::Result call_boxed(const typename Op::Tensors& tensors, const typena
   return result;
 }
 
-template <class Op, KernelOf<Op>* kernel>
-void boxed_kernel(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+// The kernel is an argument, because all dispatch keys share this function.
+template <class Op>
+[[gnu::noinline]] void run_boxed(KernelOf<Op>* kernel, torch::jit::Stack* stack) {
   constexpr size_t kTensors = kMembers<typename Op::Tensors>,
                    kArguments = kTensors + kMembers<typename Op::Options>;
   const c10::IValue* arguments = stack->data() + (stack->size() - kArguments);
@@ -194,6 +210,11 @@ void boxed_kernel(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   const typename Op::Result result = kernel(tensors, options);
   torch::jit::drop(*stack, kArguments);
   push_members(*stack, result);
+}
+
+template <class Op, KernelOf<Op>* kernel>
+void boxed_kernel(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  run_boxed<Op>(kernel, stack);
 }
 
 // An operator as a function of single arguments.

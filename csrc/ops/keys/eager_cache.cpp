@@ -237,9 +237,8 @@ bool may_skip_dispatcher(PyObject* const* objects, Tensors& tensors) {
       !all_from_python(objects, tensors))
     return false;
   bool plain = true;
-  for_each_tensor(tensors, [&](const TensorRule&, const auto& optional) {
-    const at::Tensor* t = tensor_or_null(optional);
-    if (t) plain &= has_plain_elements(*t) && !needs_derivative(*t);
+  for_each_present_tensor(tensors, [&](const TensorRule&, const at::Tensor& t) {
+    plain &= has_plain_elements(t) && !needs_derivative(t);
   });
   return plain;
 }
@@ -268,10 +267,7 @@ bool may_be_written(const at::Tensor& out, const CacheTensors& in) {
       (out.is_inference() && !c10::InferenceMode::is_enabled()))
     return false;
   bool shared = false;
-  for_each_tensor(in, [&](const TensorRule&, const auto& optional) {
-    const at::Tensor* t = tensor_or_null(optional);
-    shared |= t && out.is_alias_of(*t);
-  });
+  for_each_present_tensor(in, [&](const TensorRule&, const at::Tensor& t) { shared |= out.is_alias_of(t); });
   return !shared;
 }
 
