@@ -15,7 +15,6 @@ from flash_attn_ext import (
     active_kernel,
     available_kernels,
     flash_attn,
-    flash_attn_with_kvcache,
     force_kernel,
 )
 
