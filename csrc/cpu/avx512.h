@@ -28,7 +28,6 @@
 #define FA_WIDEN_BYTES_TO_16(p) _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))
 // Products of pairs of int16. Words of a and b alternate, in each 16 bytes: first half, second half.
 #define FA_MULTIPLY_INT16(a, b) (VecIndex<float>)_mm512_madd_epi16((__m512i)(a), (__m512i)(b))
-#define FA_DOT_INT16(sum, a, b) ((sum) + FA_MULTIPLY_INT16(a, b))
 #define FA_WIDEN_INT8(p) (U32) _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))
 #define FA_UNPACK16_LOW(a, b) (U32) _mm512_unpacklo_epi16((__m512i)(a), (__m512i)(b))
 #define FA_UNPACK16_HIGH(a, b) (U32) _mm512_unpackhi_epi16((__m512i)(a), (__m512i)(b))

@@ -8,6 +8,5 @@
 #define FA_CVTPS_BF16_2(low, high) (__m512i) _mm512_cvtne2ps_pbh(high, low)
 #define FA_PERMUTE16(x, from) (U32) _mm512_permutexvar_epi16((__m512i)(from), x)
 // AVX-512 VNNI: all CPUs with AVX-512 BF16 have it.
-#undef FA_DOT_INT16
 #define FA_DOT_INT16(sum, a, b) \
   (VecIndex<float>)_mm512_dpwssd_epi32((__m512i)(sum), (__m512i)(a), (__m512i)(b))

@@ -1,5 +1,6 @@
-// AVX-512 with its dot products of bfloat16 and int16 (Cooper Lake, Sapphire Rapids, Zen 4 onwards). bfloat16 inputs and
-// int8 caches are multiplied without widening. Every other call runs on the kernels of isa_avx512.cpp.
+// AVX-512 with its dot products of bfloat16 and int16 (Cooper Lake, Sapphire Rapids, Zen 4 onwards). bfloat16
+// inputs, and int8 caches of bfloat16 queries, are multiplied without widening to float32. Calls with other dtypes run on the
+// kernels of isa_avx512.cpp.
 #include "target_region.h"
 
 #if defined(__x86_64__)

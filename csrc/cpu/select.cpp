@@ -46,9 +46,9 @@ bool cpu_has_avx512_bf16() {
 #endif
 }
 
-// Returns whether the kernels of isa_avx512.cpp, which widen bfloat16, are faster than those of isa_avx512_bf16.cpp. They
-// are on Intel's cores with AVX512-FP16 (Sapphire Rapids onwards). These cores start a vdpbf16ps every second cycle, and
-// two multiply-adds of float32 in each cycle: 16 and 32 products. Zen 4 and 5 start as many of the one as of the other.
+// Returns whether bfloat16 calls are faster with avx512, which widens bfloat16, than with avx512_bf16. True for Intel's cores
+// with AVX512-FP16 (Sapphire Rapids onwards). One core starts half a vdpbf16ps a cycle and two vfmadd231ps a cycle: 16 and
+// 32 products. On Zen 4 and Zen 5, both instructions have the same rate.
 bool multiplies_bfloat16_slowly() {
 #if defined(__x86_64__)
   constexpr unsigned kFp16 = 1u << 23;  // older compilers have no name for AVX512-FP16

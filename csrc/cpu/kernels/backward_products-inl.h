@@ -24,7 +24,8 @@ struct RowsInMemory {
   DType dtype;
 
   static RowsInMemory of(const Tensor4& t, DType dtype, int64_t b, int64_t h, int64_t s, int64_t cols) {
-    return {row_address(t, dtype, b, h, s), t.stride_s, cols, dtype};
+    const int64_t first = b * t.stride_b + h * t.stride_h + s * t.stride_s;
+    return {static_cast<const char*>(t.data) + first * bytes_of(dtype), t.stride_s, cols, dtype};
   }
   template <class Row>
   Rows<Row> as() const {

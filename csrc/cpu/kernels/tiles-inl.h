@@ -49,12 +49,6 @@ bool converts_rows(DType dtype) {
   return !std::is_same_v<E, T> || bytes_of(dtype) != sizeof(T);
 }
 
-// Returns the address of a row of type `dtype`.
-inline const void* row_address(const Tensor4& t, DType dtype, int64_t b, int64_t h, int64_t s) {
-  return static_cast<const char*>(t.data) +
-         (b * t.stride_b + h * t.stride_h + s * t.stride_s) * bytes_of(dtype);
-}
-
 // Converts rows x cols of src to T, each row padded with zeros to whole vectors. Returns src itself if there is
 // nothing to pad or convert.
 template <class In, class T>

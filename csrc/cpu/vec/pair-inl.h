@@ -1,10 +1,15 @@
 // Products of pairs of 16-bit values, for ISAs that have them. A Pair contains two consecutive values along the depth of a
-// product. One instruction multiplies two pairs per lane, and adds both products:
+// product. Each product multiplies two pairs per lane, and adds both results to a sum:
 //   FA_DOT_BFLOAT16   bfloat16 without widening, sums in float32
-//   FA_DOT_INT16      int8 that was widened to int16, sums in int32
+//   FA_DOT_INT16      int8, widened to int16 before, sums in int32
 #pragma once
 
 #include "convert-inl.h"
+
+// An ISA with FA_WIDEN_INT8 multiplies int8 as pairs. Without AVX-512 VNNI, a product is two instructions.
+#if defined(FA_WIDEN_INT8) && !defined(FA_DOT_INT16)
+#define FA_DOT_INT16(sum, a, b) ((sum) + FA_MULTIPLY_INT16(a, b))
+#endif
 
 #if defined(FA_DOT_BFLOAT16) || defined(FA_DOT_INT16)
 #define FA_HAS_PAIRS
