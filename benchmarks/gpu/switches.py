@@ -1,7 +1,7 @@
 """Times the sm90 forward with each switch of csrc/cuda/sm90/switches.h on and off, and compares the results.
 
 Needs nvcc and a GPU of compute capability 9.0. The program is switches.cu. It is compiled once with the defaults, and
-once with each switch off.
+once with each switch changed.
 """
 
 import re
@@ -31,31 +31,40 @@ AT_THE_END = 2.0  # seconds of the stage for the tables
 
 def switches() -> list[str]:
     """Returns the switches of speed. The switches for shapes of wgmma change no kernel of this benchmark."""
+    return [name for name in defaults() if "_WGMMA_" not in name]
+
+
+def defaults() -> dict[str, int]:
+    """Returns each switch with its default, 1 or 0."""
     header = (ROOT / "csrc" / "cuda" / "sm90" / "switches.h").read_text()
-    names = re.findall(r"^#define (\w+) 1$", header, re.MULTILINE)
-    return [name for name in names if "_WGMMA_" not in name]
+    return {name: int(value) for name, value in re.findall(r"^#define (\w+) ([01])$", header, re.MULTILINE)}
 
 
-def program(off: str | None) -> Path:
-    """The program with this switch off; None: with the defaults."""
-    return PROGRAMS / (f"without_{off}" if off else "all")
+def other_value(switch: str) -> int:
+    """Returns the value that is not the default: 0 turns a switch off, 1 turns it on."""
+    return 1 - defaults()[switch]
 
 
-def command(compiler: str, off: str | None) -> list[str]:
+def program(changed: str | None) -> Path:
+    """The program with this switch changed; None: with the defaults."""
+    return PROGRAMS / (f"changed_{changed}" if changed else "defaults")
+
+
+def command(compiler: str, changed: str | None) -> list[str]:
     """Returns the command that compiles the program."""
-    define = [f"-D{off}=0"] if off else []
+    define = [f"-D{changed}={other_value(changed)}"] if changed else []
     sources = [str(ROOT / source) for source in SOURCES]
-    return [compiler, *units.FLAGS, f"-I{ROOT}", *define, *sources, "-o", str(program(off))]
+    return [compiler, *units.FLAGS, f"-I{ROOT}", *define, *sources, "-o", str(program(changed))]
 
 
-def is_compiled(off: str | None) -> bool:
-    done, source = program(off), ROOT / SOURCES[0]
+def is_compiled(changed: str | None) -> bool:
+    done, source = program(changed), ROOT / SOURCES[0]
     return units.is_newer_than_sources(done) and done.stat().st_mtime > source.stat().st_mtime
 
 
 def compile_all(compiler: str) -> None:
     PROGRAMS.mkdir(parents=True, exist_ok=True)
-    running = [subprocess.Popen(command(compiler, off)) for off in (None, *switches())]
+    running = [subprocess.Popen(command(compiler, changed)) for changed in (None, *switches())]
     if any([process.wait() for process in running]):
         sys.exit("nvcc could not compile the switches' program")
 
@@ -86,19 +95,19 @@ def text(switch: str, lines: list[list[str]]) -> Iterator[str]:
     yield output.table(["", "with", "without", "ratio", "same out"], lines)
 
 
-def run(off: str | None, end: float) -> str | None:
+def run(changed: str | None, end: float) -> str | None:
     """Returns the program's output. None if it hangs or fails; the other programs are still compared."""
-    status, lines = watch([str(program(off))], PATIENCE, end)
+    status, lines = watch([str(program(changed))], PATIENCE, end)
     if status == 0:
         return "\n".join(lines)
-    print(f"{program(off).name}: {'hangs' if status is None else f'exit status {status}'}", flush=True)
+    print(f"{program(changed).name}: {'hangs' if status is None else f'exit status {status}'}", flush=True)
     return None
 
 
 def try_to_compile() -> None:
     """Compiles in parallel to the build. If this fails, the stage `switches` compiles again and reports the failure."""
     compiler = units.nvcc()
-    if compiler and not all(is_compiled(off) for off in (None, *switches())):
+    if compiler and not all(is_compiled(changed) for changed in (None, *switches())):
         with suppress(SystemExit):
             compile_all(compiler)
 
@@ -110,21 +119,22 @@ def main() -> int:
         print("needs nvcc: CUDA_HOME, /usr/local/cuda and PATH have none")
         return 1
     end = time.monotonic() + needs.seconds_left() - AT_THE_END
-    if not all(is_compiled(off) for off in (None, *switches())):
+    if not all(is_compiled(changed) for changed in (None, *switches())):
         compile_all(compiler)
-    found: dict[str | None, list[str]] = {off: [] for off in (None, *switches())}
+    found: dict[str | None, list[str]] = {changed: [] for changed in (None, *switches())}
     broken: set[str | None] = set()
     for _ in range(ROUNDS):
-        for off, texts in found.items():
-            said = None if off in broken else run(off, end)
+        for changed, texts in found.items():
+            said = None if changed in broken else run(changed, end)
             if said is None:
-                broken.add(off)
+                broken.add(changed)
             else:
                 texts.append(said)
     good = not broken
     for switch in switches():
         if found[None] and found[switch]:
-            lines, same = compare(found[None], found[switch])
+            off, on = (found[switch], found[None]) if defaults()[switch] else (found[None], found[switch])
+            lines, same = compare(on, off)
             output.write_text(text(switch, lines), None)
             good &= same
     return 0 if good else 1

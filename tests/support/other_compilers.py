@@ -20,12 +20,13 @@ FILES = {
     "test_ptx_instructions": "as test_ptx_sm80",
     "test_ptx_sm75": "as test_ptx_sm80",
     "test_ptx_sm80": "compiles kernels by nvcc and g++, and runs them on the host",
+    "test_ptx_pairs": "as test_ptx_sm80",
     "test_ptx_sm90": "as test_ptx_sm80",
     "test_ptx_sm90_float8": "as test_ptx_sm80",
 }
 # Single tests of other files.
 TESTS = {
-    ("test_gpu_command", "test_the_switches_compile"): "compiles a kernel with a switch off",
+    ("test_gpu_command", "test_the_switches_compile"): "compiles a kernel with a switch changed",
     ("test_gpu_command", "test_the_units_compile_and_name_what_they_need"): "compiles the units for a GPU",
 }
 

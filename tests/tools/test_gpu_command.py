@@ -430,12 +430,12 @@ def test_a_profile_that_hangs_costs_its_own_rows(hanging, monkeypatch, tmp_path,
 def test_a_switch_that_hangs_costs_its_own_table(hanging, monkeypatch, tmp_path, capsys):
     first, *others = switches.switches()
     monkeypatch.setattr(switches, "PROGRAMS", tmp_path)
-    monkeypatch.setattr(switches, "is_compiled", lambda off: True)
+    monkeypatch.setattr(switches, "is_compiled", lambda changed: True)
     monkeypatch.setattr(needs, "a_gpu_and_our_build", lambda: None)
     monkeypatch.setattr(units, "nvcc", lambda: "nvcc")
-    for off in (None, first, *others):
-        stops = f"pathlib.Path({str(hanging)!r}).touch(); time.sleep(3600)\n" if off == first else ""
-        program(switches.program(off), f"{stops}print('64 1024 0 10.0 ff')\n")
+    for changed in (None, first, *others):
+        stops = f"pathlib.Path({str(hanging)!r}).touch(); time.sleep(3600)\n" if changed == first else ""
+        program(switches.program(changed), f"{stops}print('64 1024 0 10.0 ff')\n")
     assert switches.main() == 1
     said = capsys.readouterr().out
     assert said.count("hangs") == 1
@@ -625,10 +625,10 @@ def test_a_switch_is_worth_what_it_saves():
 @pytest.mark.skipif(units.nvcc() is None, reason="needs nvcc to compile the switches' program")
 def test_the_switches_compile(monkeypatch, tmp_path):
     monkeypatch.setattr(switches, "PROGRAMS", tmp_path)
-    off = switches.switches()[0]
-    subprocess.run(switches.command(units.nvcc(), off), check=True)
+    switch = switches.switches()[0]
+    subprocess.run(switches.command(units.nvcc(), switch), check=True)
     if not torch.cuda.is_available():
-        done = subprocess.run([switches.program(off)], capture_output=True, text=True)
+        done = subprocess.run([switches.program(switch)], capture_output=True, text=True)
         assert (done.returncode, len(done.stdout.splitlines())) == (1, 1), "the error, not a row"
 
 

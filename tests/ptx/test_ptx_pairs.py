@@ -1,0 +1,80 @@
+"""The sm90 forward in pairs of blocks, as nvcc's PTX, executed against the dense oracle: docs/design/ptx.md.
+
+The host's launcher is compiled with the same switch, so it starts clusters of two blocks.
+"""
+
+import pytest
+from cubins import NVCC
+from cuda_host import library, mutations_sm90
+from helpers import check_forward_against_reference
+from ptx.kernels import Fault, Kernels, Translated
+from test_cuda_sm90_switches import INSTANCE, SOURCE
+from test_ptx_sm90 import WAIT, make
+
+SWITCH = "FLASH_ATTN_EXT_SM90_PAIRS"
+KERNELS = Kernels(
+    "90a",
+    "sm90/forward.cuh",
+    tuple(f"forward_kernel<In, {head_dim}, {head_dim}, Form::kPlain>" for head_dim in (128, 256)),
+    defines=(SWITCH,),
+)
+CLUSTER_BARRIER = r"barrier\.cluster\.\w+\.\w+;"
+FAULTS = {
+    "no barrier of the cluster at the start": (Fault(CLUSTER_BARRIER, "", count=2), "initialisation is known"),
+    "no barrier of the cluster at the end": (
+        Fault(CLUSTER_BARRIER, "", r"setmaxnreg\.dec", count=4),
+        "a block may end before another block has arrived",
+    ),
+    "no arrival at the barrier of the cluster": (
+        Fault(r"barrier\.cluster\.arrive\.release;", ""),
+        "without an arrival",
+    ),
+    "a mask without the other block": (Fault(r"(multicast::cluster.*), \S+;", r"\1, 1;"), "deadlock|TMA"),
+    "a mask of a third block": (Fault(r"(multicast::cluster.*), \S+;", r"\1, 7;"), "not all blocks of the mask 7"),
+    "the same half from both blocks": (
+        Fault(r"(multicast::cluster.*\{)%r\d+,", r"\g<1>0,"),
+        None,
+    ),
+    "all arrivals at one block": (
+        Fault(r"(mapa\.shared::cluster\.u32\s+\S+ \S+), \S+;", r"\1, 0;"),
+        "too many arrivals|nobody has waited|deadlock",
+    ),
+    "a wrong parity of the producer": (Fault(WAIT, r"\1, 0;", r"expect_tx"), "deadlock"),
+}
+
+pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compile the CUDA kernels; there is no {NVCC}")
+
+
+@pytest.fixture(scope="module")
+def translated_pairs(built, tmp_path_factory):
+    instance = {SOURCE: f"#define {SWITCH} 1\n{INSTANCE}"}
+    path = mutations_sm90.build_changed(tmp_path_factory.mktemp("pairs"), built, instance, {})
+    loaded = Translated(path, (KERNELS,), faults=[fault for fault, _ in FAULTS.values()])
+    loaded.num_splits = 1
+    return loaded
+
+
+@pytest.fixture
+def pairs(translated_pairs):
+    with translated_pairs.running(9, 0) as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": "lower_right"}, {"window": (100, 9)}], ids=str)
+def test_forward(pairs, head_dim, options):
+    launches = pairs.launches()
+    check_forward_against_reference(*make(1, 1, 300, 330, head_dim), **options)
+    assert pairs.launches() == launches + 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(pairs, fault):
+    report = FAULTS[fault][1]
+    inputs = make(1, 1, 300, 330, 128)
+    pairs.seed_order(1)
+    with (
+        pairs.with_fault(1 + list(FAULTS).index(fault)),
+        pytest.raises(library.KernelError if report else AssertionError, match=report),
+    ):
+        check_forward_against_reference(*inputs, causal="lower_right")
