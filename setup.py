@@ -156,6 +156,25 @@ def options_of_tier(tier: str) -> list[str]:
     return [option for option in options if re.search(f"arch={runs_on}", option)] or options[-1:]
 
 
+def options_with_shared_ptx() -> list[str]:
+    """Returns nvcc's -gencode options for sources with the same text for every GPU from compute capability 8.0 on.
+
+    Machine code of all these GPUs comes from the PTX of the oldest GPU. So nvcc's slowest step runs once, not once for
+    each GPU. PTX of 8.0 and 9.0a differ in one conversion: `mov` or `cvt` of bfloat16 to float.
+    """
+    options = cpp_extension._get_cuda_arch_flags()
+    bases = [int(number) for option in options for number in re.findall(r"arch=compute_(\d+),", option)]
+    oldest = min((number for number in bases if number >= 80), default=None)
+
+    def share(option: str) -> str:
+        gpu = re.search(r"code=sm_(\d+)", option)
+        if oldest is None or gpu is None or int(gpu[1]) < oldest:
+            return option
+        return re.sub(r"arch=compute_\w+", f"arch=compute_{oldest}", option)
+
+    return [share(option) for option in options]
+
+
 def add_wheel_headers() -> None:
     """Adds the CUDA headers of torch's wheels (such as cusparse.h) after the toolkit's headers."""
     site = Path(torch.__file__).parent.parent
@@ -202,7 +221,9 @@ def groups_of(sources: list[str]) -> list[tuple[list[str], list[str], list[str]]
     }
     of_one_tier = [source for group in tiers.values() for source in group]
     kernels = [source for source in sources if source not in light + of_one_tier]
-    groups = [(light, flags_of_units(), []), (kernels, flags_of_kernels(), [])]
+    has_cuda = any(Path(source).suffix == ".cu" for source in sources)
+    groups = [(light, flags_of_units(), [])]
+    groups += [(kernels, flags_of_kernels(), options_with_shared_ptx() if has_cuda else [])]
     return groups + [(group, flags_of_kernels(), options_of_tier(tier)) for tier, group in tiers.items() if group]
 
 

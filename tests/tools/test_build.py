@@ -115,18 +115,21 @@ def test_the_cuda_half_knows_for_which_gpus_it_is_built(tmp_path, asked, code):
 
 
 @pytest.mark.parametrize(
-    ("asked", "of_tier"),
+    ("asked", "of_tier", "ptx_of_sm80"),
     [
-        (None, {"sm75": ["sm_90a"], "sm80": ["compute_80", "sm_80", "sm_90a"], "sm90": ["sm_90a"]}),
-        ("7.5;8.0+PTX", {"sm75": ["sm_75"], "sm80": ["compute_80", "sm_75", "sm_80"], "sm90": ["sm_80"]}),
-        ("9.0", {"sm75": ["sm_90"], "sm80": ["sm_90"], "sm90": ["sm_90"]}),
+        (None, {"sm75": ["sm_90a"], "sm80": ["compute_80", "sm_80", "sm_90a"], "sm90": ["sm_90a"]}, "80"),
+        ("7.5;8.0+PTX", {"sm75": ["sm_75"], "sm80": ["compute_80", "sm_75", "sm_80"], "sm90": ["sm_80"]}, "75 80"),
+        ("9.0", {"sm75": ["sm_90"], "sm80": ["sm_90"], "sm90": ["sm_90"]}, "90"),
         (
             "9.0;9.0a+PTX",
             {"sm75": ["sm_90a"], "sm80": ["compute_90a", "sm_90", "sm_90a"], "sm90": ["compute_90a", "sm_90a"]},
+            "90 90a",
         ),
+        ("8.6;9.0a;12.0", {"sm80": ["sm_120", "sm_86", "sm_90a"], "sm90": ["sm_90a"]}, "86"),
+        ("9.0a;10.0", {"sm80": ["sm_100", "sm_90a"], "sm90": ["sm_90a"]}, "100 90a"),
     ],
 )
-def test_nvcc_compiles_a_tier_for_the_gpus_on_which_it_runs(tmp_path, monkeypatch, asked, of_tier):
+def test_nvcc_compiles_a_tier_for_the_gpus_on_which_it_runs(tmp_path, monkeypatch, asked, of_tier, ptx_of_sm80):
     for name in ("bin/nvcc", "include/cuda_runtime.h"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
@@ -155,14 +158,17 @@ def test_nvcc_compiles_a_tier_for_the_gpus_on_which_it_runs(tmp_path, monkeypatc
     command.compiler = types.SimpleNamespace(compile=compile_all)
     command.build_extension(given["ext_modules"][0])
 
-    compiled = {}
+    compiled, ptx = {}, {}
     for sources, options in calls:
         codes = sorted(option.rsplit("code=")[-1] for option in options if "gencode" in option)
         for source in sources:
             if source.endswith(".cu"):
-                assert compiled.setdefault(Path(source).parent.name, codes) == codes, source
+                tier = Path(source).parent.name
+                assert compiled.setdefault(tier, codes) == codes, source
+                ptx[tier] = " ".join(sorted(set(re.findall(r"arch=compute_(\w+)", " ".join(options)))))
     assert {tier: compiled[tier] for tier in of_tier} == of_tier
     assert compiled["simt"] == compiled["sm80"]
+    assert ptx["simt"] == ptx["sm80"] == ptx_of_sm80
 
 
 def test_build_info():
