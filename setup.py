@@ -175,6 +175,15 @@ def options_with_shared_ptx() -> list[str]:
     return [share(option) for option in options]
 
 
+def compression() -> list[str]:
+    """Returns nvcc's options to compress GPU code with zstd.
+
+    The code has a quarter of the bytes of nvcc's default compression. Drivers before 12.4 cannot read it. CUDA 13 needs
+    a later driver, but CUDA 12 also runs on earlier ones.
+    """
+    return ["--compress-mode=size"] if int(torch.version.cuda.split(".")[0]) >= 13 else []
+
+
 def add_wheel_headers() -> None:
     """Adds the CUDA headers of torch's wheels (such as cusparse.h) after the toolkit's headers."""
     site = Path(torch.__file__).parent.parent
@@ -223,8 +232,11 @@ def groups_of(sources: list[str]) -> list[tuple[list[str], list[str], list[str]]
     kernels = [source for source in sources if source not in light + of_one_tier]
     has_cuda = any(Path(source).suffix == ".cu" for source in sources)
     groups = [(light, flags_of_units(), [])]
-    groups += [(kernels, flags_of_kernels(), options_with_shared_ptx() if has_cuda else [])]
-    return groups + [(group, flags_of_kernels(), options_of_tier(tier)) for tier, group in tiers.items() if group]
+    groups += [(kernels, flags_of_kernels(), options_with_shared_ptx() + compression() if has_cuda else [])]
+    groups += [
+        (group, flags_of_kernels(), options_of_tier(tier) + compression()) for tier, group in tiers.items() if group
+    ]
+    return groups
 
 
 def build_in_tree() -> type:
