@@ -51,18 +51,18 @@ __device__ void recompute_tile(const typename Pass::Params& p, const typename Pa
   constexpr int kTileRowsOfThread = Pass::kTileRows / kSide;
   const Sizes& z = p.sizes;
   const int64_t h_kv = z.kv_head(at.h);
-  T products[kTileRowsOfThread][kCols] = {};
-  add_row_products(shared, rows_from<In>(p.q, at.b, at.h, at.i0, z.seqlen_q),
-                   rows_from<In>(p.k, at.b, h_kv, at.j0, z.seqlen_k), z.head_dim, products);
-  store_elements(products, shared.weights);
-  if constexpr (kWithDscores && Pass::kGivenDprobs) {
-    Pass::load_gradient_of_weights(p, at, shared);
-  } else if constexpr (kWithDscores) {
-    T dprobs[kTileRowsOfThread][kCols] = {};
-    add_row_products(shared, rows_from<In>(p.dout, at.b, at.h, at.i0, z.seqlen_q),
-                     rows_from<In>(p.v, at.b, h_kv, at.j0, z.seqlen_k), z.head_dim_v, dprobs);
-    store_elements(dprobs, shared.dprobs);
+  const bool given_dprobs = kWithDscores && Pass::kTakesDweights && p.dweights;
+  // A loop, because the code of a product is long: Q K^T, then dO V^T.
+#pragma unroll 1
+  for (int n = 0; n < (kWithDscores && !given_dprobs ? 2 : 1); ++n) {
+    T products[kTileRowsOfThread][kCols] = {};
+    const Tensor4 left = n == 0 ? p.q : p.dout, right = n == 0 ? p.k : p.v;
+    add_row_products(shared, rows_from<In>(left, at.b, at.h, at.i0, z.seqlen_q),
+                     rows_from<In>(right, at.b, h_kv, at.j0, z.seqlen_k), n == 0 ? z.head_dim : z.head_dim_v,
+                     products);
+    store_elements(products, n == 0 ? shared.weights : shared.dprobs);
   }
+  if (given_dprobs) Pass::load_gradient_of_weights(p, at, shared);
   const TileChunks chunks(p.band, at.i0);
 #pragma unroll 1
   for (int e = 0; e < kTileRowsOfThread * kCols; ++e) {
@@ -75,16 +75,16 @@ __device__ void recompute_tile(const typename Pass::Params& p, const typename Pa
 // The first derivative. A template argument of the kernels of backward.cuh and backward_mask.cuh; double_backward.cuh
 // has the class of the second derivative.
 //
-// kOfWeights: dP is the gradient of P's average over the heads. A template parameter, because for a choice at run time
-// dq_kernel of fp64 has too few registers.
-template <class In_, bool kOfWeights = false>
+// A call with p.dweights has the gradient of P's average over the heads in place of dP. A choice for each tile, because a
+// second set of kernels would double the code.
+template <class In_>
 struct BackwardPass {
   using In = In_;
   using T = Accumulator<In>;
   using Params = BackwardParams;
   using Workspace = BackwardWorkspace<T>;
   static constexpr int kTileRows = kPassBlockQ<T>;  // query rows of a tile
-  static constexpr bool kGivenDprobs = kOfWeights, kHasFunctions = false;
+  static constexpr bool kTakesDweights = true, kHasFunctions = false;
 
   struct Memory : SharedMemory<T, kTileRows> {
     ScoreTile<T, kTileRows> dprobs;

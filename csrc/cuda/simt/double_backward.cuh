@@ -71,23 +71,23 @@ struct DoubleBackwardPass {
     const auto key_rows = [&](const Tensor4& tensor) {
       return rows_from<In>(tensor, at.b, z.kv_head(at.h), at.j0, z.seqlen_k);
     };
-    {
-      T products[kDoubleRows<T>][kCols] = {};
-      add_row_products(shared, query_rows(p.q), key_rows(p.k), z.head_dim, products);
-      store_elements(products, shared.weights);
-    }
-    {
-      T products[kDoubleRows<T>][kCols] = {};
-      add_row_products(shared, query_rows(t.q), key_rows(p.k), z.head_dim, products);
-      add_row_products(shared, query_rows(p.q), key_rows(t.k), z.head_dim, products);
-      store_elements(products, shared.t_weights);
-    }
-    if constexpr (kWithDscores) {
-      T dprobs[kDoubleRows<T>][kCols] = {}, t_dprobs[kDoubleRows<T>][kCols] = {};
-      add_row_products(shared, query_rows(p.dout), key_rows(p.v), z.head_dim_v, dprobs);
-      add_row_products(shared, query_rows(p.dout), key_rows(t.v), z.head_dim_v, t_dprobs);
-      store_elements(dprobs, shared.dprobs);
-      store_elements(t_dprobs, shared.t_dprobs);
+    // A loop, because the code of a product is long: Q K^T; tQ K^T + Q tK^T; dO V^T; dO tV^T.
+    T products[kDoubleRows<T>][kCols] = {};
+#pragma unroll 1
+    for (int n = 0; n < (kWithDscores ? 5 : 3); ++n) {
+      const Rows<In> left = n == 1 ? query_rows(t.q) : n < 3 ? query_rows(p.q) : query_rows(p.dout);
+      const Rows<In> right = n < 2    ? key_rows(p.k)
+                             : n == 2 ? key_rows(t.k)
+                             : n == 3 ? key_rows(p.v)
+                                      : key_rows(t.v);
+      add_row_products(shared, left, right, n < 3 ? z.head_dim : z.head_dim_v, products);
+      if (n == 1) continue;
+      store_elements(products, n == 0   ? shared.weights
+                               : n == 2 ? shared.t_weights
+                               : n == 3 ? shared.dprobs
+                                        : shared.t_dprobs);
+      for (auto& row : products)
+        for (T& product : row) product = T(0);
     }
     const TileChunks chunks(p.band, at.i0);
 #pragma unroll 1
@@ -112,24 +112,26 @@ struct DoubleBackwardPass {
   template <int kAccRows, int kSliceCols>
   static __device__ void add_to_dq(const Params& p, Memory& shared, const TilePosition& at, int64_t first_col,
                                    bool partial, T (&dq)[kAccRows][kSliceCols]) {
-    const Sizes& z = p.sizes;
-    const auto add = [&](const ScoreTile<T, kTileRows>& weights, const Tensor4& keys) {
-      add_weighted_rows<false>(shared, weights, rows_from<In>(keys, at.b, z.kv_head(at.h), at.j0, z.seqlen_k),
-                               first_col, z.head_dim, partial, dq);
+    const auto rows = [&](const Tensor4& keys) {
+      return rows_from<In>(keys, at.b, p.sizes.kv_head(at.h), at.j0, p.sizes.seqlen_k);
     };
-    add(shared.weights, p.k);
-    add(shared.t_weights, p.tangents.k);
+#pragma unroll 1
+    for (int n = 0; n < 2; ++n)
+      add_weighted_rows<false>(shared, n == 0 ? shared.weights : shared.t_weights,
+                               n == 0 ? rows(p.k) : rows(p.tangents.k), first_col, p.sizes.head_dim, partial,
+                               dq);
   }
   template <int kAccRows, int kSliceCols>
   static __device__ void add_to_dk(const Params& p, Memory& shared, const TilePosition& at, int64_t first_col,
                                    bool partial, T (&dk)[kAccRows][kSliceCols]) {
-    const auto add = [&](const ScoreTile<T, kTileRows>& weights, const Tensor4& queries) {
-      add_weighted_rows<true>(shared, weights,
-                              rows_from<In>(queries, at.b, at.h, at.i0, p.sizes.seqlen_q, kTileRows),
-                              first_col, p.sizes.head_dim, partial, dk);
+    const auto rows = [&](const Tensor4& queries) {
+      return rows_from<In>(queries, at.b, at.h, at.i0, p.sizes.seqlen_q, kTileRows);
     };
-    add(shared.weights, p.q);
-    add(shared.t_weights, p.tangents.q);
+#pragma unroll 1
+    for (int n = 0; n < 2; ++n)
+      add_weighted_rows<true>(shared, n == 0 ? shared.weights : shared.t_weights,
+                              n == 0 ? rows(p.q) : rows(p.tangents.q), first_col, p.sizes.head_dim, partial,
+                              dk);
   }
 };
 static_assert(sizeof(DoubleBackwardPass<float>::Memory) <= (48 << 10), "runs on every GPU without opting in");

@@ -21,7 +21,7 @@ struct FlexPass : BackwardPass<In_> {
   using Base = BackwardPass<In_>;
   using typename Base::In, typename Base::T, typename Base::Params, typename Base::Memory;
   using Workspace = FlexBackwardWorkspace<T>;
-  static constexpr bool kHasFunctions = true;
+  static constexpr bool kTakesDweights = false, kHasFunctions = true;
 
   static __device__ bool is_hidden(const Params& p, const Workspace& w, const TilePosition& at) {
     return simt::is_hidden(p, *w.functions, at, Base::kTileRows);

@@ -80,9 +80,7 @@ cudaError_t launch_passes(const typename Pass::Params& p, const typename Pass::W
 
 template <class In, class T = Accumulator<In>>
 cudaError_t launch_gradients(const BackwardParams& p, const BackwardWorkspace<T>& w, cudaStream_t stream) {
-  constexpr auto launch_all = launch_passes<BackwardPass<In>>,
-                 launch_of_weights = launch_passes<BackwardPass<In, true>>;
-  return in_order([&] { return (p.dweights ? launch_of_weights : launch_all)(p, w, stream); },
+  return in_order([&] { return launch_passes<BackwardPass<In>>(p, w, stream); },
                   [&] { return launch_sink_gradient(p, w.rows.delta, RowOfLse{}, stream); });
 }
 

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class In, class T = Accumulator<In>>
 __global__ void __launch_bounds__(kThreads, 1)
     delta_of_weights_kernel(const BackwardParams p, const BackwardWorkspace<T> w) {
-  using Pass = BackwardPass<In, true>;
+  using Pass = BackwardPass<In>;
   auto& shared = shared_memory<typename Pass::Memory>();
   const Sizes& z = p.sizes;
   const int64_t blocks = ceil_div(z.seqlen_q, kPassBlockQ<T>), head = blockIdx.x / blocks;
@@ -81,8 +81,7 @@ cudaError_t launch_delta_of_weights(const BackwardParams& p, const BackwardWorks
                                     cudaStream_t stream) {
   const Sizes& z = p.sizes;
   const int64_t tasks = z.batch * z.heads * ceil_div(z.seqlen_q, kPassBlockQ<T>);
-  const LaunchShape shape{p.dweights ? tasks : 0, 1, 1, kThreads,
-                          sizeof(typename BackwardPass<In, true>::Memory)};
+  const LaunchShape shape{p.dweights ? tasks : 0, 1, 1, kThreads, sizeof(typename BackwardPass<In>::Memory)};
   return launch(delta_of_weights_kernel<In>, shape, stream, p, w);
 }
 
