@@ -49,34 +49,27 @@ CPU = ["isa_generic", "isa_avx2", "isa_avx512", "isa_avx512_bf16", "isa_amx"]
 CPU += ["amx_permission", "int8", "key_lists", "select", "task_list", "why_not", "widen_float8"]
 CPU += ["isa_neon", "isa_neon_bf16"]
 CPU += ["int8_generic", "int8_avx2", "int8_avx512", "int8_avx512_vnni"]
-CUDA = [
-    "select.cu",
-    "combine.cu",
-    "dropout_mask.cu",
-    "simt/workspace.cpp",
-    "simt/key_lists.cu",
-    "simt/why_not.cpp",
-    "simt/functions.cpp",
-    "sm80/why_not.cpp",
-    "sm80/decode_splits.cpp",
-]
+CUDA = ["simt/workspace.cpp", "simt/why_not.cpp", "simt/functions.cpp", "sm75/why_not.cpp"]
+CUDA += ["sm80/why_not.cpp", "sm80/decode_splits.cpp"]
+CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/task_rounds.cpp", "gpu_code.cpp"]
 CUDA += [
-    f"sm80/{way}_{dtype}.cu" for way in ("forward", "decode", "backward", "jvp") for dtype in ("bfloat16", "float16")
-]
-CUDA += [f"sm80/flex_{way}_{dtype}.cu" for way in ("forward", "backward") for dtype in ("bfloat16", "float16")]
-CUDA += ["sm75/why_not.cpp", *(f"sm75/{way}_float16.cu" for way in ("forward", "decode", "backward"))]
-CUDA += [
-    f"simt/{way}_{dtype}.cu"
-    for way in ("forward", "backward", "jvp", "double_backward", "weights", "indexed", "indexer", "flex")
-    for dtype in ("bfloat16", "float16", "float32", "float64")
-]
-CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/task_rounds.cpp"]
-CUDA += [
-    f"sm90/{way}_{dtype}.cu"
-    for way in ("forward", "backward", "flex_forward", "flex_backward", "score_forward")
+    f"{tier}/{way}_{dtype}.cu"
+    for tier, ways in {
+        "sm80": ("forward", "backward", "flex_forward"),
+        "sm90": ("forward", "backward", "flex_backward"),
+    }.items()
+    for way in ways
     for dtype in ("bfloat16", "float16")
 ]
-CUDA += ["sm90/forward_float8.cu", "sm90/task_order.cu", "gpu_code.cpp"]
+# The other CUDA sources are compiled several at a time: headers take two CPU seconds in each unit. A unit takes less
+# time than sm80/forward_bfloat16.cu alone, so a build on many processors takes no longer. A unit's name begins with its
+# tier.
+CUDA_UNITS = ["cuda_small", "sm75_all", "sm90_flex_forward", "sm90_score_forward", "sm90_small"]
+CUDA_UNITS += ["sm80_decode", "sm80_flex_backward", "sm80_jvp"]
+CUDA_UNITS += ["simt_indexed", "simt_indexer", "simt_jvp", "simt_weights"]
+CUDA_UNITS += [
+    f"simt_{way}_{bits}" for way in ("forward", "backward", "double_backward", "flex") for bits in ("16", "32_64")
+]
 
 
 def cuda_toolkit() -> Path | None:
@@ -126,6 +119,7 @@ def extension(with_cuda: bool):
     kind = cpp_extension.CppExtension
     if with_cuda:
         sources += [f"{CSRC}/cuda/{name}" for name in CUDA]
+        sources += [f"{CSRC}/translation_units/{name}.cu" for name in CUDA_UNITS]
         flags += ["-DFLASH_ATTN_EXT_WITH_CUDA"]
         flags = {"cxx": flags, "nvcc": ["-O3", "--expt-relaxed-constexpr", "-DFLASH_ATTN_EXT_WITH_CUDA"]}
         # This list has no machine code for newer GPUs. Their driver compiles the PTX of 8.0 at the first use.
@@ -133,7 +127,9 @@ def extension(with_cuda: bool):
         flags["cxx"] += [f"-DFLASH_ATTN_EXT_GPU_CODE={gpu_code()}"]
         kind = cpp_extension.CUDAExtension
         add_wheel_headers()
-    included = sorted(str(path) for pattern in ("**/*.h", "**/*.cuh", "**/*.cpp") for path in Path(CSRC).glob(pattern))
+    included = sorted(
+        str(path) for pattern in ("**/*.h", "**/*.cuh", "**/*.cpp", "**/*.cu") for path in Path(CSRC).glob(pattern)
+    )
     return kind("flash_attn_ext._C", sources, depends=included, extra_compile_args=flags, extra_link_args=link_flags)
 
 
@@ -221,11 +217,17 @@ def with_flags(flags, more: list[str], for_nvcc: list[str]):
     return dict(flags, cxx=[*flags["cxx"], *more], nvcc=[*flags["nvcc"], *for_nvcc])
 
 
+def tier_of(source: str) -> str:
+    """Returns the folder of a source, or the first word of a unit's name."""
+    path = Path(source)
+    return path.stem.partition("_")[0] if path.parent.name == "translation_units" else path.parent.name
+
+
 def groups_of(sources: list[str]) -> list[tuple[list[str], list[str], list[str]]]:
     """Returns the sources in groups that have the same flags: (sources, flags for C++, flags for nvcc)."""
     light = [source for source in sources if Path(source).stem in UNITS + SLOW_KERNELS]
     tiers = {
-        tier: [source for source in sources if Path(source).parent.name == tier and Path(source).suffix == ".cu"]
+        tier: [source for source in sources if tier_of(source) == tier and Path(source).suffix == ".cu"]
         for tier in ("sm90", "sm75")
     }
     of_one_tier = [source for group in tiers.values() for source in group]

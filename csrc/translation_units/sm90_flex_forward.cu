@@ -1,0 +1,3 @@
+// Compiled together, because each unit takes two CPU seconds for the headers. setup.py lists this file.
+#include "../cuda/sm90/flex_forward_bfloat16.cu"
+#include "../cuda/sm90/flex_forward_float16.cu"
