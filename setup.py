@@ -53,23 +53,16 @@ CUDA = ["simt/workspace.cpp", "simt/why_not.cpp", "simt/functions.cpp", "sm75/wh
 CUDA += ["sm80/why_not.cpp", "sm80/decode_splits.cpp"]
 CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/task_rounds.cpp", "gpu_code.cpp"]
 CUDA += [
-    f"{tier}/{way}_{dtype}.cu"
-    for tier, ways in {
-        "sm80": ("forward", "backward", "flex_forward"),
-        "sm90": ("forward", "backward", "flex_backward"),
-    }.items()
-    for way in ways
-    for dtype in ("bfloat16", "float16")
+    f"sm80/{way}_{dtype}.cu" for way in ("forward", "backward", "flex_forward") for dtype in ("bfloat16", "float16")
 ]
+CUDA += [f"sm90/{way}_{dtype}.cu" for way in ("forward", "backward") for dtype in ("bfloat16", "float16")]
 # The other CUDA sources are compiled several at a time: headers take two CPU seconds in each unit. A unit takes less
 # time than sm80/forward_bfloat16.cu alone, so a build on many processors takes no longer. A unit's name begins with its
 # tier.
-CUDA_UNITS = ["cuda_small", "sm75_all", "sm90_flex_forward", "sm90_score_forward", "sm90_small"]
-CUDA_UNITS += ["sm80_decode", "sm80_flex_backward", "sm80_jvp"]
-CUDA_UNITS += ["simt_indexed", "simt_indexer", "simt_jvp", "simt_weights"]
-CUDA_UNITS += [
-    f"simt_{way}_{bits}" for way in ("forward", "backward", "double_backward", "flex") for bits in ("16", "32_64")
-]
+CUDA_UNITS = ["cuda_small", "sm75_all", "sm80_decode", "sm80_flex_backward", "sm80_jvp"]
+CUDA_UNITS += ["sm90_flex_backward", "sm90_flex_forward", "sm90_score_forward", "sm90_small"]
+CUDA_UNITS += [f"simt_{way}" for way in ("backward", "double_backward", "indexed", "indexer", "jvp", "weights")]
+CUDA_UNITS += [f"simt_{way}_{bits}" for way in ("forward", "flex") for bits in ("16", "32_64")]
 
 
 def cuda_toolkit() -> Path | None:
