@@ -72,7 +72,7 @@ Rows<In> rows_of_tile(const AttentionParams& p, const Tensor4& t, const CacheSca
 }
 
 // Rows per chunk of a decode tile. Each chunk may have another address, as pages have.
-constexpr int64_t kChunkRows = 16, kTileChunks = 4;
+constexpr int64_t kChunkRows = 16, kTileChunks = kMostDecodeKeys / kChunkRows;
 
 // Memory addresses of a tile of K or V. `known` is false for pages of odd sizes, if a chunk is not contiguous.
 struct TileSource {
@@ -108,11 +108,16 @@ TileSource tile_source(const AttentionParams& p, const Tensor4& t, int64_t b, in
   TileSource source{{}, t.stride_s * element, t.stride_h * element, bytes, keys, false};
   if (is_part_of_key(p, t)) return source;
   if (cache.pages && (first % kChunkRows != 0 || page_size % kChunkRows != 0)) return source;
+  const char* tile = static_cast<const char*>(t.data) + (b * t.stride_b + j0 * t.stride_s) * element;
+  int64_t end_of_page = 0;  // the first key of the tile in another page
   for (int64_t c = 0; c * kChunkRows < keys; ++c) {
-    const int64_t row = first + c * kChunkRows;
-    const int64_t at = cache.pages ? cache.pages.page_of(row) * t.stride_b + row % page_size * t.stride_s
-                                   : b * t.stride_b + (j0 + c * kChunkRows) * t.stride_s;
-    source.chunk[c] = static_cast<const char*>(t.data) + at * element;
+    if (cache.pages && c * kChunkRows >= end_of_page) {  // one division for each page, not for each chunk
+      const int64_t key = c * kChunkRows, row = (first + key) % page_size;
+      const int64_t at = cache.pages.page_of(first + key) * t.stride_b + (row - key) * t.stride_s;
+      tile = static_cast<const char*>(t.data) + at * element;
+      end_of_page = key + page_size - row;
+    }
+    source.chunk[c] = tile + c * kChunkRows * source.stride;
   }
   source.known = true;
   return source;

@@ -39,10 +39,10 @@ struct DecodeSplits {
 template <class T>
 DecodeSplits split_keys_of(const AttentionParams& p) {
   const Sizes& z = p.sizes;
-  constexpr int64_t block_k = decode_block_k<T>();
   DecodeSplits key_splits;
   key_splits.group = z.heads / z.heads_kv;
   key_splits.rows = key_splits.group * z.seqlen_q;
+  const int64_t block_k = decode_block_k(p);
   key_splits.keys = visible_keys(p.band, 0, z.seqlen_q, z.seqlen_k);
   key_splits.keys.begin =
       key_splits.keys.begin / block_k * block_k;  // one Philox call has random words for two keys
@@ -50,10 +50,10 @@ DecodeSplits split_keys_of(const AttentionParams& p) {
       std::max<int64_t>((key_splits.keys.end - key_splits.keys.begin + block_k - 1) / block_k, 1);
   // The batch size is not used: other sequences in the batch must not change the bits of a result.
   // Each split stores O of all rows.
-  const int64_t min_blocks = std::max(kDecodeMinBlocks, key_splits.rows / kDecodeRowsPerBlock);
+  const int64_t min_blocks = std::max(kDecodeMinKeys, key_splits.rows * kDecodeKeysPerRow) / block_k;
   const int64_t by_shape =
       std::max(std::min(ceil_div(kDecodeTasks, z.heads_kv), ceil_div(blocks, min_blocks)),
-               ceil_div(blocks, kDecodeMostBlocks));
+               ceil_div(blocks, kDecodeMostKeys / block_k));
   const KeySplits cut = split_keys(p, blocks, by_shape);
   key_splits.splits = cut.splits;
   key_splits.split_keys = cut.tiles_per_split * block_k;
@@ -192,7 +192,7 @@ void decode_split(const AttentionParams& p, const DecodeSplits& key_splits, cons
   const Sizes& z = p.sizes;
   const int64_t b = task.b;
   const HeadRange heads = task.heads;
-  const int64_t block_k = decode_block_k<T>(), rows = key_splits.rows, d_v = decode_columns<T>(z.head_dim_v);
+  const int64_t rows = key_splits.rows, block_k = decode_block_k(p), d_v = decode_columns<T>(z.head_dim_v);
   const auto end_of = [&](int64_t n) {
     return std::min(key_splits.keys.begin + (n + 1) * key_splits.split_keys, key_splits.keys.end);
   };

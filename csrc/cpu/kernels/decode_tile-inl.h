@@ -33,7 +33,8 @@ DecodeScratch<In, T> allocate_decode_scratch(Arena& arena, const AttentionParams
   const Sizes& z = call.sizes;
   const int64_t seqlen_q = is_decode(call, 0) ? z.seqlen_q : std::min(z.seqlen_q, kDecodeMaxChunk);
   const int64_t rows = z.heads / z.heads_kv * seqlen_q;
-  const int64_t block_k = fitted(decode_block_k<T>(), z.seqlen_k);
+  // A packed sequence can have fewer rows than the call, and so larger tiles.
+  const int64_t block_k = fitted(call.varlen ? kMostDecodeKeys : decode_block_k(call), z.seqlen_k);
   DecodeScratch<In, T> s;
   s.products = DecodeProducts<In, T>::allocate(arena, call, rows, heads, block_k);
   s.bytes = DecodeBytes<In>::allocate(arena, call, rows, heads, block_k);
@@ -447,7 +448,7 @@ void decode_tile(const DecodeTile<In, T>& tile, const TileSources& now, const Ti
              is_tile_ahead = Prefetcher::is_tile_ahead(now.keys, tile.heads);
   // Latent attention: V is the first columns of K, and no row is prefetched twice. The product with V has more and
   // smaller register tiles, so it issues most prefetches of the next tile.
-  const int64_t few = kChunkRows, all = kTileChunks * kChunkRows;
+  const int64_t few = kChunkRows, all = kMostDecodeKeys;
   Prefetcher during_scores, during_values;
   if (prefetches_rows(tile.p)) {
     during_scores = shares_rows ? Prefetcher(next.keys, 0, few, tile.heads)
