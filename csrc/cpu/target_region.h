@@ -30,6 +30,8 @@
 
 #define FA_INLINE __attribute__((always_inline)) inline
 #define FA_INLINE_LAMBDA __attribute__((always_inline))
+// For a function that several callers share, so that the callers have no copies of it.
+#define FA_NOINLINE __attribute__((noinline))
 
 // FA_TARGET_BEGIN("avx2,fma") ... FA_TARGET_END: functions between them are compiled for these features.
 #define FA_PRAGMA(text) _Pragma(#text)

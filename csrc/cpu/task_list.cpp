@@ -2,6 +2,15 @@
 
 #include <algorithm>
 
+namespace flash_attn_ext {
+
+template AttentionParams of_sequence(AttentionParams, int64_t);
+template BackwardParams of_sequence(BackwardParams, int64_t);
+template JvpParams of_sequence(JvpParams, int64_t);
+template DoubleBackwardParams of_sequence(DoubleBackwardParams, int64_t);
+
+}  // namespace flash_attn_ext
+
 namespace flash_attn_ext::cpu {
 
 TaskList::Task TaskList::at(int64_t n) const {

@@ -7,6 +7,16 @@
 #include "../core/mask.h"
 #include "../core/sequence.h"
 
+namespace flash_attn_ext {
+
+// task_list.cpp compiles these functions once for all kernels.
+extern template AttentionParams of_sequence(AttentionParams, int64_t);
+extern template BackwardParams of_sequence(BackwardParams, int64_t);
+extern template JvpParams of_sequence(JvpParams, int64_t);
+extern template DoubleBackwardParams of_sequence(DoubleBackwardParams, int64_t);
+
+}  // namespace flash_attn_ext
+
 namespace flash_attn_ext::cpu {
 
 // A packed call has all tasks of one sequence, then all tasks of the next. Without packing, the batch is one list.

@@ -20,10 +20,8 @@ constexpr bool multiplies_bytes(int64_t rows) {
 
 constexpr float kLargestOfWideRow = 16383;
 
-template <class In>
-struct DecodeBytes {
-  static constexpr bool kExists = sizeof(In) == 2;  // float32 is more exact than int16
-
+// The products. They do not depend on the type of Q, so both 16-bit types share this struct's functions.
+struct ByteProducts {
   Pair* q;  // [rows][D / 2]   rows of all heads of the task
   int64_t ldq;
   float* q_factors;  // [rows]
@@ -32,10 +30,10 @@ struct DecodeBytes {
   float* widened;  // [D]   a row of q
   int8_t* copy;    // [kChunkRows][D or D_v]   only if rows come from pages of odd sizes
 
-  static DecodeBytes allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
-                              int64_t block_k) {
-    DecodeBytes b{};
-    if (!kExists || p.varlen.cache.dtype != CacheDType::kInt8) return b;
+  static ByteProducts allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
+                               int64_t block_k) {
+    ByteProducts b{};
+    if (p.varlen.cache.dtype != CacheDType::kInt8) return b;
     b.ldq = round_up_to_lanes<float>(pairs_of(p.sizes.head_dim));
     b.q = arena.take<Pair>(heads * rows * b.ldq);
     b.q_factors = arena.take<float>(heads * rows);
@@ -46,6 +44,7 @@ struct DecodeBytes {
     return b;
   }
 
+  template <class In>
   void load_query(const AttentionParams& p, int64_t row, const In* src) const {
     const int64_t cols = p.sizes.head_dim;
     for (int64_t c = 0; c < 2 * ldq; c += kLanes<float>)
@@ -56,15 +55,15 @@ struct DecodeBytes {
 
   // scores[r][n] = scale * <q[r], k[n]> without the units of q, as DecodeProducts::scores().
   template <int R>
-  void scores(int64_t row, const Rows<int8_t>& k, int64_t keys, float scale, float* out, int64_t ld,
-              int64_t room, Prefetcher& ahead) const {
+  FA_NOINLINE void scores(int64_t row, const Rows<int8_t>& k, int64_t keys, float scale, float* out,
+                          int64_t ld, int64_t room, Prefetcher& ahead) const {
     const auto load = [](const int8_t* p, int64_t n) FA_INLINE_LAMBDA { return load_pairs(p, n); };
     for (int64_t j = 0; j < keys; j += kDotSums / R)
       dot_block<float, R, 2 * kLanes<float>, S32>(q + row * ldq, ldq, k, j, keys, scale, out, ld, room, load,
                                                   ahead);
   }
 
-  void finish_probs(int64_t row, int64_t rows, const float* p, int64_t ld) const {
+  FA_NOINLINE void finish_probs(int64_t row, int64_t rows, const float* p, int64_t ld) const {
     for (int64_t r = row; r < row + rows; ++r)
       prob_factors[r] =
           round_row(p + r * ld, ld, kLargestInt16, reinterpret_cast<int16_t*>(probs + r * ld / 2));
@@ -72,14 +71,25 @@ struct DecodeBytes {
 
   // As DecodeProducts::add_values(). The sums are integers: add_sums() multiplies them by the units of P.
   template <int R>
-  void add_values(int64_t row, int64_t j, int64_t ld, const Rows<int8_t>& v, int64_t keys, int32_t* sum,
-                  int64_t ldo, Prefetcher& ahead) const {
+  FA_NOINLINE void add_values(int64_t row, int64_t j, int64_t ld, const Rows<int8_t>& v, int64_t keys,
+                              int32_t* sum, int64_t ldo, Prefetcher& ahead) const {
     add_value_pairs<R>(probs + (row * ld + j) / 2, ld / 2, v, keys, sum, ldo, ahead);
   }
   void add_sums(int64_t row, const int32_t* sums, float* out, int64_t cols) const {
     for (int64_t c = 0; c < cols; c += kLanes<float>)
       store<float>(out + c, load<float>(out + c) +
                                 __builtin_convertvector(load_sums(sums + c), F32) * prob_factors[row]);
+  }
+};
+
+template <class In>
+struct DecodeBytes : ByteProducts {
+  static constexpr bool kExists = sizeof(In) == 2;  // float32 is more exact than int16
+
+  static DecodeBytes allocate(Arena& arena, const AttentionParams& p, int64_t rows, int64_t heads,
+                              int64_t block_k) {
+    if (!kExists) return {};
+    return {ByteProducts::allocate(arena, p, rows, heads, block_k)};
   }
 };
 

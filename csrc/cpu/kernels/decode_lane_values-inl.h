@@ -18,6 +18,12 @@ struct WideValues {
 
 typedef uint32_t UnalignedColumnPairs __attribute__((vector_size(FA_VECTOR_BYTES), aligned(2), may_alias));
 
+// Copies `cols` columns to `padded`, and zeros after them. A function, because loops over keys inline its callers.
+FA_NOINLINE inline void pad_columns(const BFloat16* v, int64_t cols, BFloat16* padded) {
+  std::memset(static_cast<void*>(padded), 0, 2 * kLanes<float> * sizeof(BFloat16));
+  std::memcpy(static_cast<void*>(padded), v, cols * sizeof(BFloat16));
+}
+
 // bfloat16: the even and the odd columns of two vectors. This takes half the operations of widening each vector.
 template <>
 struct WideValues<BFloat16, float> {
@@ -27,8 +33,7 @@ struct WideValues<BFloat16, float> {
     constexpr int64_t kMost = 2 * kLanes<float>;
     BFloat16 buffer[kMost];
     if (cols < kMost) {
-      std::memset(static_cast<void*>(buffer), 0, sizeof(buffer));
-      std::memcpy(static_cast<void*>(buffer), v, cols * sizeof(BFloat16));
+      pad_columns(v, cols, buffer);
       v = buffer;
     }
     widen_pairs(*reinterpret_cast<const UnalignedColumnPairs*>(v), value[0], value[1]);
@@ -70,6 +75,18 @@ struct LaneProbs {
   int64_t lanes;
 };
 
+// Sums of P V in registers. Two vectors of V and one of P need registers, too. 8 sums would be just enough to hide the
+// latency of two multiply-adds: 12 ran at 0.87 of the peak and 8 at 0.7 of it (AVX2, Zen 4).
+constexpr int kValueSums = FA_VECTOR_REGISTERS == 16 ? 12 : kDotSums;
+constexpr int kMostValueRows = kValueSums / 2;
+
+// NV of the widest block of R rows.
+template <class Values, int R>
+constexpr int widest_block() {
+  constexpr int kFit = kValueSums / R / Values::kVectors;
+  return kFit >= 8 ? 8 : kFit >= 4 ? 4 : kFit >= 2 ? 2 : 1;
+}
+
 // out[r][c] += sum_j P[r][j] V[j][c] for R rows and NV * kVectors vectors of columns from c on. `chunk`: the tile's rows
 // of V. The sum starts from 0: it rounds like a sum of tiles, not like one long chain.
 template <class Values, int R, int NV, class In, class T>
@@ -103,14 +120,16 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
       v += Values::kKeys * stride;
       p += probs.lanes;
     };
-    int64_t j = 0;
-    for (; j + kFewKeys <= count; j += kFewKeys) {
+    for (int64_t j = 0; j < count; j += kFewKeys) {
       ahead.lines(lines_of<In>(kFewKeys * NV * kCols));
+      if (NV == widest_block<Values, R>() && j + kFewKeys <= count) {
 #pragma GCC unroll 4
-      for (int n = 0; n < kFewKeys; n += Values::kKeys) add(false);
+        for (int n = 0; n < kFewKeys; n += Values::kKeys) add(false);
+      } else {  // not unrolled: narrow blocks wait for multiply-adds, not for instructions
+        const int64_t end = std::min(j + kFewKeys, count);
+        for (int64_t n = j; n < end; n += Values::kKeys) add(n + 1 == count);
+      }
     }
-    if (j < count) ahead.lines(lines_of<In>(kFewKeys * NV * kCols));
-    for (; j < count; j += Values::kKeys) add(j + 1 == count);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -124,23 +143,16 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
   }
 }
 
-// Sums of P V in registers. Two vectors of V and one of P need registers, too. 8 sums would be just enough to hide the
-// latency of two multiply-adds: 12 ran at 0.87 of the peak and 8 at 0.7 of it (AVX2, Zen 4).
-constexpr int kValueSums = FA_VECTOR_REGISTERS == 16 ? 12 : kDotSums;
-constexpr int kMostValueRows = kValueSums / 2;
-
 template <class Values, int R, class In, class T>
 void add_value_lanes(const LaneProbs<typename Values::E>& probs, int64_t row, const Rows<In>* chunk,
                      int64_t keys, T* out, int64_t ldo, Prefetcher& ahead) {
-  constexpr int kFit = kValueSums / R / Values::kVectors, kWide = kFit >= 8   ? 8
-                                                                  : kFit >= 4 ? 4
-                                                                  : kFit >= 2 ? 2
-                                                                              : 1;
+  constexpr int kWide = widest_block<Values, R>();
   constexpr int kCols = Values::kVectors * kLanes<T>;
   const int64_t cols = chunk->cols;
   int64_t c = 0;
-  for (; c + kWide * kCols <= cols; c += kWide * kCols)
-    value_lanes_block<Values, R, kWide>(probs, row, chunk, c, keys, out, ldo, ahead);
+  if constexpr (kWide > 1)
+    for (; c + kWide * kCols <= cols; c += kWide * kCols)
+      value_lanes_block<Values, R, kWide>(probs, row, chunk, c, keys, out, ldo, ahead);
   for (; c < cols; c += kCols) value_lanes_block<Values, R, 1>(probs, row, chunk, c, keys, out, ldo, ahead);
 }
 

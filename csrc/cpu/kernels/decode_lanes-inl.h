@@ -332,8 +332,8 @@ inline void score_lanes(const E* q, int64_t block_depth, int64_t rows, int64_t d
 
 // dst[r][j] = S of row r and key j. `src` has whole vectors after its last row. Writes whole vectors of keys.
 template <class T>
-inline void transpose_lane_scores(const T* src, int64_t lanes, int64_t keys, int64_t rows, T* dst,
-                                  int64_t ld) {
+FA_NOINLINE void transpose_lane_scores(const T* src, int64_t lanes, int64_t keys, int64_t rows, T* dst,
+                                       int64_t ld) {
   constexpr int L = kLanes<T>;
   for (int64_t j = 0; j < keys; j += L)
     for (int64_t r0 = 0; r0 < rows; r0 += L) {

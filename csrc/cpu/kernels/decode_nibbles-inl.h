@@ -254,15 +254,15 @@ struct DecodeNibbles {
   }
 
   template <int R>
-  void scores(int64_t row, const Rows<uint8_t>& k, const TileGroups& groups, int64_t count, float scale,
-              float* out, int64_t ld, int64_t room, Prefetcher& ahead) const {
+  FA_NOINLINE void scores(int64_t row, const Rows<uint8_t>& k, const TileGroups& groups, int64_t count,
+                          float scale, float* out, int64_t ld, int64_t room, Prefetcher& ahead) const {
     for (int64_t j = 0; j < count; j += kDotSums / R)
       nibble_scores<R>(q + row * ldq, ldq, q_sums + row * of_key.ld, k, groups, of_key, j, count, scale, out,
                        ld, room, ahead);
   }
 
   // Loads scales and zero points for the values of one head, as rows of groups. Returns whether all are finite.
-  bool load_values(const AttentionParams& p, int64_t h_kv, int64_t j0, int64_t count) const {
+  FA_NOINLINE bool load_values(const AttentionParams& p, int64_t h_kv, int64_t j0, int64_t count) const {
     constexpr int L = kLanes<float>;
     const bool is_finite = values.load(p, p.varlen.cache.v_groups, of_value, h_kv, j0, count);
     float* to = transposed;
@@ -284,7 +284,7 @@ struct DecodeNibbles {
   }
 
   // Rounds P s of some rows and all groups. Padding lanes of P are 0.
-  void finish_probs(int64_t row, int64_t rows, const float* p, int64_t ld) const {
+  FA_NOINLINE void finish_probs(int64_t row, int64_t rows, const float* p, int64_t ld) const {
     const int64_t groups = of_value.count;
     for (int64_t r = row; r < row + rows; ++r)
       for (int64_t g = 0; g < groups; ++g) {
@@ -306,7 +306,8 @@ struct DecodeNibbles {
 
   // Adds the products of at most kChunkRows values to the sums. The first value is key j of the tile.
   template <int R>
-  void add_values(int64_t row, int64_t j, const Rows<uint8_t>& v, int64_t count, Prefetcher& ahead) const {
+  FA_NOINLINE void add_values(int64_t row, int64_t j, const Rows<uint8_t>& v, int64_t count,
+                              Prefetcher& ahead) const {
     constexpr int kRows = std::min(R, kDotSums / 4);
     Prefetcher nothing;
     for (int r = 0; r < R; r += kRows) {
@@ -320,7 +321,7 @@ struct DecodeNibbles {
   }
 
   // out += the sums of one row, in the order of its columns.
-  void add_sums(int64_t row, float* out, int64_t cols) const {
+  FA_NOINLINE void add_sums(int64_t row, float* out, int64_t cols) const {
     constexpr int L = kLanes<float>;
     VecIndex<float> low, high;  // alternately even and odd columns, in each 16 bytes
 #pragma GCC unroll 16
