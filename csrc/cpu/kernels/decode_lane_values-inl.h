@@ -122,10 +122,12 @@ FA_INLINE void value_lanes_block(const LaneProbs<typename Values::E>& probs, int
     };
     for (int64_t j = 0; j < count; j += kFewKeys) {
       ahead.lines(lines_of<In>(kFewKeys * NV * kCols));
-      if (NV == widest_block<Values, R>() && j + kFewKeys <= count) {
+      // The other loop is not unrolled: it has partial vectors, or waits for multiply-adds of many rows.
+      const bool is_unrolled = NV == widest_block<Values, R>() || R <= 4;
+      if (is_unrolled && cols >= kCols && j + kFewKeys <= count) {
 #pragma GCC unroll 4
         for (int n = 0; n < kFewKeys; n += Values::kKeys) add(false);
-      } else {  // not unrolled: narrow blocks wait for multiply-adds, not for instructions
+      } else {
         const int64_t end = std::min(j + kFewKeys, count);
         for (int64_t n = j; n < end; n += Values::kKeys) add(n + 1 == count);
       }

@@ -8,6 +8,16 @@
 #include "masked_gemm-inl.h"
 #include "softmax-inl.h"
 
+// Returns the keys of a tile. If keys may be hidden, a tile has 64 keys in every call: a row of a bool mask has 64 bits, and
+// a band must give the same bits as the same mask.
+inline int64_t decode_block_k(const AttentionParams& p) {
+  const Sizes& z = p.sizes;
+  const bool may_hide = p.mask || p.functions || p.band.left < Band::kUnbounded || p.band.chunks ||
+                        (p.band.right < Band::kUnbounded && z.seqlen_q > 1);
+  const bool is_few_rows = z.heads / z.heads_kv * z.seqlen_q <= kRowsOfMostKeys;
+  return is_few_rows && !may_hide ? kMostDecodeKeys : kDecodeKeys;
+}
+
 // Scratch of one thread. `rows` counts the rows of all heads of a task.
 template <class In, class T>
 struct DecodeScratch {

@@ -49,16 +49,9 @@ inline Tiling fitted(const Tiling& t, const Sizes& z) {
   return {fitted(t.block_q, z.seqlen_q), fitted(t.block_k, z.seqlen_k)};
 }
 
-// Keys of a tile. The start and the end of a tile take as long as the products of several keys: tiles of 128 keys save 3% to
-// 9% of a call of up to 16 rows. The scores of more rows would leave L1. If keys may be hidden, a tile has 64 keys in every
-// call, so a band and the same mask give the same bits: a row of a bool mask has 64 bits.
-constexpr int64_t kDecodeKeys = 64, kMostDecodeKeys = 128;
-inline int64_t decode_block_k(const AttentionParams& p) {
-  const Sizes& z = p.sizes;
-  const bool may_hide = p.mask || p.functions || p.band.left < Band::kUnbounded || p.band.chunks ||
-                        (p.band.right < Band::kUnbounded && z.seqlen_q > 1);
-  return !may_hide && z.heads / z.heads_kv * z.seqlen_q <= 16 ? kMostDecodeKeys : kDecodeKeys;
-}
+// Keys of a tile: decode_block_k(). The start and the end of a tile take as long as the products of several keys: tiles of 128
+// keys save 3% to 9% of a call of up to 16 rows. The scores of more rows would leave L1.
+constexpr int64_t kDecodeKeys = 64, kMostDecodeKeys = 128, kRowsOfMostKeys = 16;
 constexpr int64_t kDecodeMaxQueries = 8;  // above it the forward's tile was measured to be faster,
 constexpr int64_t kDecodeMaxChunk = 32,
                   kDecodeMinKeysOfChunk = 512;  // except up to 32 queries on at least 512 keys
