@@ -36,8 +36,7 @@ struct DecodeSplits {
   Range keys;  // the whole blocks that contain a visible key
 };
 
-template <class T>
-DecodeSplits split_keys_of(const AttentionParams& p) {
+inline DecodeSplits split_keys_of(const AttentionParams& p) {
   const Sizes& z = p.sizes;
   DecodeSplits key_splits;
   key_splits.group = z.heads / z.heads_kv;
@@ -80,7 +79,7 @@ SplitResults<T> allocate_split_results(Arena& arena, const AttentionParams& call
   SplitResults<T> r{{}, nullptr, z.heads_kv, decode_columns<T>(z.head_dim_v)};
   auto add_rows_of = [&](const AttentionParams& p) {
     if (p.sizes.seqlen_q == 0 || !is_decode(p)) return;
-    const DecodeSplits key_splits = split_keys_of<T>(p);
+    const DecodeSplits key_splits = split_keys_of(p);
     r.rows += p.sizes.batch * z.heads_kv * key_splits.splits * key_splits.rows;
   };
   if (call.varlen) {
@@ -136,7 +135,7 @@ DecodeGrouping group_decode(const AttentionParams& call, int threads) {
   DecodeGrouping g;
   auto add = [&](const AttentionParams& p) {
     if (p.sizes.seqlen_q == 0 || !is_decode(p)) return;
-    const DecodeSplits key_splits = split_keys_of<T>(p);
+    const DecodeSplits key_splits = split_keys_of(p);
     work += static_cast<double>(p.sizes.batch * key_splits.rows) *
             static_cast<double>(key_splits.splits * key_splits.split_keys);
     heaviest =
@@ -298,7 +297,7 @@ void merge_all_splits(const AttentionParams& call, const DecodeGrouping& tasks,
     const int64_t row = n % tasks.rows, head = n / tasks.rows, h_kv = head % heads_kv, b = head / heads_kv;
     const AttentionParams p = of_sequence(call, b);
     if (p.sizes.seqlen_q == 0 || !is_decode(p)) return;
-    const DecodeSplits key_splits = split_keys_of<T>(p);
+    const DecodeSplits key_splits = split_keys_of(p);
     if (key_splits.splits <= tasks.splits || row >= key_splits.rows)
       return;  // already merged, or the row does not exist
     merge_row<In, T>(p, key_splits, b, h_kv, row, results.of(b, h_kv, key_splits));

@@ -162,7 +162,7 @@ inline HeadBlocks query_blocks(const Sizes& z, int64_t tasks_of_head, int thread
 template <class T>
 int64_t count_forward_tasks(const AttentionParams& p, const DecodeGrouping& decode, int64_t per_task) {
   if (p.sizes.seqlen_q == 0) return 0;  // a packed sequence may be empty
-  if (is_decode(p)) return p.sizes.batch * decode.count(p, split_keys_of<T>(p));
+  if (is_decode(p)) return p.sizes.batch * decode.count(p, split_keys_of(p));
   return p.sizes.batch * p.sizes.heads * ceil_div(row_tiles<T>(p).count(), per_task);
 }
 
@@ -214,7 +214,7 @@ void forward(const AttentionParams& call, void* workspace, const Parallel& paral
     Arena scratch(w.scratch + thread * w.scratch_bytes);
     const ProductUnit<In> unit;
     if (is_decode(p)) {
-      const DecodeSplits key_splits = split_keys_of<T>(p);
+      const DecodeSplits key_splits = split_keys_of(p);
       // Decode reads rows inside of its products, so it is compiled for each type of a row.
       for_row_type<In>(p.dtype, [&](auto element) {
         using Row = decltype(element);

@@ -135,14 +135,7 @@ FA_PASS(indexed_backward, IndexedBackwardParams)
 #undef FA_PASS
 #undef FA_PASS_FOR
 
-int64_t decode_splits(const AttentionParams& p) {
-  if (const Kernels* k = other_kernels(p)) return k->decode_splits(p);
-  if (!is_decode(p)) return 0;
-  return for_types_of(p, [&](auto types) {
-    using Of = decltype(types);
-    return split_keys_of<typename Of::T>(p).splits;
-  });
-}
+int64_t decode_splits(const AttentionParams& p) { return is_decode(p) ? split_keys_of(p).splits : 0; }
 
 void run_append(const AppendParams& p, const Parallel& parallel) {
   if (const Kernels* k = other_kernels(p)) return k->append(p, parallel);

@@ -5,7 +5,7 @@
 //             queries x keys   in L1                                   in L2
 //  forward    48 x 64          S^T 12 KB; K or V 16 KB at D 64 (fp32)  K, V at D >= 128; Q^T, O
 //  backward   64 x 64          P and dS, 16 KB each                    K, V, their transposes, dK, dV, Q, dO
-//  decode     a few rows x 128   S; K and V are streamed
+//  decode     rows x 128       S of a few rows; K and V are streamed
 #pragma once
 
 #include "../vec/vec-inl.h"
