@@ -25,23 +25,26 @@ def test_each_source_that_sees_torch_is_in_one_unit():
     assert sources_in_units(".cpp") == Counter(sources)
 
 
+def lists_of_setup(*names):
+    """{name: list} for these lists of setup.py."""
+    statements = [
+        node
+        for node in ast.parse((ROOT / "setup.py").read_text()).body
+        if isinstance(node, ast.Assign | ast.AugAssign)
+        and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) in names
+    ]
+    lists = {}
+    exec(compile(ast.Module(statements, []), "setup.py", "exec"), lists)
+    return lists
+
+
 def test_setup_compiles_each_unit():
-    tree = ast.parse((ROOT / "setup.py").read_text())
-    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-    assert ast.literal_eval(assigned["UNITS"]) == [unit.stem for unit in UNITS.glob("*.cpp")]
+    assert lists_of_setup("UNITS")["UNITS"] == [unit.stem for unit in UNITS.glob("*.cpp")]
 
 
 def test_each_cuda_source_is_compiled_once():
     """As a source of setup.py, or in one of its units."""
-    tree = ast.parse((ROOT / "setup.py").read_text())
-    lists = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.Assign | ast.AugAssign)
-        and ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target) in ("CUDA", "CUDA_UNITS")
-    ]
-    names = {}
-    exec(compile(ast.Module(lists, []), "setup.py", "exec"), names)
+    names = lists_of_setup("CUDA", "CUDA_UNITS")
     assert sorted(names["CUDA_UNITS"]) == sorted(unit.stem for unit in UNITS.glob("*.cu"))
     alone = Counter(CSRC / "cuda" / name for name in names["CUDA"])
     assert alone + sources_in_units(".cu") == Counter(

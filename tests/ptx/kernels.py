@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cubins
+import pytest
 from cuda_host import library
 from paths import ROOT
 from ptx import parse, translate
@@ -23,6 +24,7 @@ CXX_FLAGS = (
     f" -DFLASH_ATTN_EXT_CUDA_ON_HOST -I{ROOT}/tests/cuda_host -I{HERE} -I{ROOT}/csrc"
 ).split()
 BFLOAT16 = "__nv_bfloat16"
+WRONG = None  # the report of a planted fault that no check finds: a wrong value
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,16 @@ class Translated(library.Library):
         finally:
             for loaded, _ in self.objects:
                 loaded.ptx_set_fault(0)
+
+    @contextmanager
+    def finding(self, faults, name):
+        """Inside, the kernels have the fault `name` of `faults`, {name: (Fault, report)}, and a check must find it."""
+        report = faults[name][1]
+        with (
+            self.with_fault(1 + list(faults).index(name)),
+            pytest.raises(AssertionError if report is WRONG else library.KernelError, match=report),
+        ):
+            yield
 
     def check(self, error):
         raise_report(error, self.objects)
