@@ -189,10 +189,6 @@ std::string name_of(const void* kernel) {
 std::map<const void*, int> dynamic_shared_limit;  // set by cudaFuncSetAttribute
 int64_t attributes_set = 0;
 
-}  // namespace
-
-namespace {
-
 void refuse_in_a_cluster() {
   if (run.ranks > 1) fail("turns of the blocks of a cluster are not modelled: " + describe(current->thread));
 }
@@ -238,10 +234,6 @@ bool count_launch(const void* arguments) {
     if (kernel.run == launched->run && kernel.param_bytes == launched->bytes) return ++kernel.launches > 0;
   return false;
 }
-
-}  // namespace
-
-namespace {
 
 // The blocks of a cluster. 0: a cluster that is not along x.
 int cluster_blocks(const cudaLaunchConfig_t& config) {

@@ -38,6 +38,14 @@ struct Steps {
   uint32_t arrives_at = 0;  // added to the rank
 };
 
+// The correct steps with one change.
+template <class Field, class Value>
+__device__ Steps steps_with(Field Steps::* field, Value value) {
+  Steps steps;
+  steps.*field = static_cast<Field>(value);
+  return steps;
+}
+
 __device__ inline void exchange(float* out, const Steps& steps) {
   auto& shared = flash_attn_ext::cuda::shared_memory<Shared>();
   const int rank = blockIdx.x % kBlocks, lane = threadIdx.x % 32;
@@ -75,49 +83,25 @@ __device__ inline void exchange(float* out, const Steps& steps) {
 
 __global__ void correct_pair(float* out) { exchange(out, {}); }
 __global__ void pair_that_begins_alone(float* out) {
-  Steps steps;
-  steps.begins_together = false;
-  exchange(out, steps);
+  exchange(out, steps_with(&Steps::begins_together, false));
 }
-__global__ void pair_that_ends_alone(float* out) {
-  Steps steps;
-  steps.ends_together = false;
-  exchange(out, steps);
-}
+__global__ void pair_that_ends_alone(float* out) { exchange(out, steps_with(&Steps::ends_together, false)); }
 __global__ void other_block_not_waited_for(float* out) {
-  Steps steps;
-  steps.waits_for_both = false;
-  exchange(out, steps);
+  exchange(out, steps_with(&Steps::waits_for_both, false));
 }
 __global__ void mask_without_the_other_block(float* out) {
-  Steps steps;
-  steps.mask = static_cast<uint16_t>(1u << blockIdx.x % kBlocks);
-  exchange(out, steps);
+  exchange(out, steps_with(&Steps::mask, 1u << blockIdx.x % kBlocks));
 }
 __global__ void mask_without_this_block(float* out) {
-  Steps steps;
-  steps.mask = static_cast<uint16_t>(2u >> blockIdx.x % kBlocks);
-  exchange(out, steps);
+  exchange(out, steps_with(&Steps::mask, 2u >> blockIdx.x % kBlocks));
 }
-__global__ void mask_of_too_many_blocks(float* out) {
-  Steps steps;
-  steps.mask = 0b111;
-  exchange(out, steps);
-}
+__global__ void mask_of_too_many_blocks(float* out) { exchange(out, steps_with(&Steps::mask, 0b111)); }
 __global__ void bytes_of_one_half_expected(float* out) {
-  Steps steps;
-  steps.expects_both = false;
-  exchange(out, steps);
+  exchange(out, steps_with(&Steps::expects_both, false));
 }
-__global__ void arrival_at_no_block(float* out) {
-  Steps steps;
-  steps.arrives_at = 1;
-  exchange(out, steps);
-}
+__global__ void arrival_at_no_block(float* out) { exchange(out, steps_with(&Steps::arrives_at, 1)); }
 __global__ void memory_of_the_other_block(float* out) {
-  Steps steps;
-  steps.reads_other_memory = true;
-  exchange(out, steps);
+  exchange(out, steps_with(&Steps::reads_other_memory, true));
 }
 
 }  // namespace faulty_cluster

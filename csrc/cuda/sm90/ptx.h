@@ -62,7 +62,7 @@ __device__ inline void barrier_wait(Barrier& barrier, uint32_t parity) {
   }
 }
 
-// All threads of all blocks of the cluster meet, and what they wrote is visible to all of them.
+// Waits until all threads of the cluster have called it. Each thread then sees the earlier writes of all threads.
 __device__ inline void cluster_sync() {
   ::cuda::ptx::barrier_cluster_arrive(::cuda::ptx::sem_release);
   ::cuda::ptx::barrier_cluster_wait(::cuda::ptx::sem_acquire);
