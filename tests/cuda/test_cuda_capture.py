@@ -23,8 +23,8 @@ FAULTS = {
 }
 # Functions that the launchers may call. None of them allocates device memory or waits for the GPU.
 RUNTIME = {
-    "cudaLaunchKernelEx", "cudaMemsetAsync", "cudaFuncSetAttribute", "cudaGetDevice", "cudaDeviceGetAttribute",
-    "cudaGetDriverEntryPointByVersion",
+    "cudaLaunchKernelEx", "cudaMemsetAsync", "cudaFuncSetAttribute", "cudaGetDevice", "cudaSetDevice",
+    "cudaDeviceGetAttribute", "cudaGetDriverEntryPointByVersion",
 }  # fmt: skip
 # The same for the code that sees torch.
 OF_TORCH = {"c10::cuda::CUDAGuard", "c10::cuda::getCurrentCUDAStream"}

@@ -6,6 +6,7 @@ Values are compared with the dense oracle; a fault in the synchronisation is an 
 import ctypes
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reference
@@ -139,6 +140,13 @@ def test_the_driver_is_asked_once(kernels):
     check_forward(kernels, *inputs)
     assert (kernels.c.attributes_set(), kernels.c.driver_lookups()) == asked
     assert asked[1] == 1
+
+
+def test_a_thread_without_a_context(kernels):
+    """Such as a thread of torch's autograd engine: the launcher sets a context before it calls the driver."""
+    inputs = make(1, 1, 20, 30, 64)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(check_forward, kernels, *inputs).result()
 
 
 def test_division_by_multiplication(kernels):

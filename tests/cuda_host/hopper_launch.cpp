@@ -11,6 +11,8 @@ namespace {
 int compute_capability[2] = {8, 0};
 int multiprocessors = 2;
 int64_t lookups = 0;
+// A new thread has no context. On a GPU a launch also makes one current, but a launcher must not rely on an earlier launch.
+thread_local bool has_context = false;
 
 }  // namespace
 
@@ -57,6 +59,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
     valid =
         valid && stride[n] >= size[0] * element_bytes && stride[n] % 16 == 0 && stride[n] < uint64_t{1} << 40;
   }
+  if (!cuda_host::has_context) return CUDA_ERROR_INVALID_CONTEXT;
   return valid ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -71,6 +74,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
 
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int) {
+  cuda_host::has_context = true;
   return cudaSuccess;
 }
 

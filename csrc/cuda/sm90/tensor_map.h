@@ -29,6 +29,18 @@ inline cudaError_t find_encoder(TensorMapEncoder& encode) {
   return cudaSuccess;
 }
 
+// Makes the device's context current in this thread, once. The encoder needs a current context. A thread of torch's
+// autograd engine may have none: torch does not set a thread's device if it is the default device.
+inline cudaError_t set_context_of_thread() {
+  static thread_local bool done = false;
+  if (done) return cudaSuccess;
+  int device;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaSetDevice(device);
+  done = status == cudaSuccess;
+  return status;
+}
+
 // A dimension of a tensor, other than its columns, and the steps of a box along it.
 struct MapDimension {
   int64_t size, stride;
@@ -49,7 +61,8 @@ template <int kDimensions>
 cudaError_t encode_tensor_map(CUtensorMap& map, void* data, MapElement element, int64_t columns,
                               const MapDimension (&dimensions)[kDimensions]) {
   TensorMapEncoder encode;
-  const cudaError_t status = find_encoder(encode);
+  cudaError_t status = find_encoder(encode);
+  if (status == cudaSuccess) status = set_context_of_thread();
   if (status != cudaSuccess) return status;
 
   constexpr int kRank = 1 + kDimensions;
@@ -67,7 +80,7 @@ cudaError_t encode_tensor_map(CUtensorMap& map, void* data, MapElement element, 
   const CUresult encoded = encode(&map, element.type, kRank, data, sizes, strides, box, every,
                                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return encoded == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return static_cast<cudaError_t>(encoded);  // an error has the same number in the driver and the runtime
 }
 
 // A box has `rows` rows of a head.

@@ -6,7 +6,8 @@
 using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
 
-enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE };
+// The numbers of cudaError_t.
+enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_INVALID_CONTEXT = 201 };
 enum CUtensorMapDataType {
   CU_TENSOR_MAP_DATA_TYPE_UINT8,
   CU_TENSOR_MAP_DATA_TYPE_FLOAT16,

@@ -13,7 +13,8 @@ enum cudaError_t {
   cudaErrorInvalidValue,
   cudaErrorInvalidConfiguration,
   cudaErrorLaunchFailure,
-  cudaErrorNotSupported
+  cudaErrorNotSupported,
+  cudaErrorDeviceUninitialized = 201
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
@@ -46,6 +47,7 @@ enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount
 };
 cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
