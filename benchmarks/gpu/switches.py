@@ -100,7 +100,9 @@ def run(changed: str | None, end: float) -> str | None:
     status, lines = watch([str(program(changed))], PATIENCE, end)
     if status == 0:
         return "\n".join(lines)
-    print(f"{program(changed).name}: {'hangs' if status is None else f'exit status {status}'}", flush=True)
+    is_late = status is None and time.monotonic() >= end
+    why = "no time was left" if is_late else "hangs" if status is None else f"exit status {status}"
+    print(f"{program(changed).name}: {why}", flush=True)
     return None
 
 

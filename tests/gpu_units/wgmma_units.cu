@@ -26,7 +26,11 @@ constexpr float kBefore = 3;  // in the accumulator, where the first step adds t
 // By their names in wgmma.h.
 enum class Form { kShared, kSharedByRows, kSharedRightByRows, kRegisters };
 constexpr bool a_along_k(Form form) { return form != Form::kSharedByRows; }
-constexpr bool b_along_k(Form form) { return form == Form::kShared; }
+// wgmma of 8 bits has no other form of B.
+template <class In>
+constexpr bool b_along_k(Form form) {
+  return form == Form::kShared || sizeof(In) == 1;
+}
 constexpr bool may_overwrite(Form form) { return form == Form::kShared || form == Form::kSharedByRows; }
 
 // A tile in shared memory with `kRows` rows; and the descriptor of its step-th part of k, both as the kernels
@@ -54,7 +58,7 @@ template <class In, int kN, Form kForm>
 __global__ __launch_bounds__(kThreads) void wgmma_kernel(const uint4* a_image, const uint4* b_image,
                                                          const In* a_rows, float* out) {
   using A = ATile<In>;
-  using B = BTile<In, kN, b_along_k(kForm)>;
+  using B = BTile<In, kN, b_along_k<In>(kForm)>;
   constexpr bool kFloat8 = sizeof(In) == 1;
   extern __shared__ uint4 memory[];
   const uint32_t start = ptx::shared_address(memory);
@@ -85,8 +89,8 @@ __global__ __launch_bounds__(kThreads) void wgmma_kernel(const uint4* a_image, c
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const uint64_t a = step_descriptor<A, a_along_k(kForm)>(a_tile, step);
-    const uint64_t b = step_descriptor<B, b_along_k(kForm)>(
-        b_tile + (b_along_k(kForm) ? 0 : sm90::first_column<B>(first_column<In>(kN))), step);
+    const uint64_t b = step_descriptor<B, b_along_k<In>(kForm)>(
+        b_tile + (b_along_k<In>(kForm) ? 0 : sm90::first_column<B>(first_column<In>(kN))), step);
     if constexpr (kForm == Form::kShared && kFloat8) ptx::wgmma_shared_float8(d, a, b, step > 0);
     if constexpr (kForm == Form::kShared && !kFloat8) ptx::wgmma_shared<In>(d, a, b, step > 0);
     if constexpr (kForm == Form::kSharedByRows) ptx::wgmma_shared_by_rows<In>(d, a, b, step > 0);
@@ -123,7 +127,7 @@ std::string wgmma() {
   const auto a_image =
       a_along_k(kForm) ? image<In, kM, kDepth>(a_value) : image<In, kDepth, kM>(flipped(a_value));
   const auto b_image =
-      b_along_k(kForm) ? image<In, kN, kDepth>(b_value) : image<In, kDepth, kN>(flipped(b_value));
+      b_along_k<In>(kForm) ? image<In, kN, kDepth>(b_value) : image<In, kDepth, kN>(flipped(b_value));
   std::vector<In> a_rows(kM * kDepth);
   for (int n = 0; n < kM * kDepth; ++n) a_rows[n] = In(static_cast<float>(a_value(n / kDepth, n % kDepth)));
   std::vector<float> expected(kM * kN, may_overwrite(kForm) ? 0 : kBefore);
@@ -133,7 +137,7 @@ std::string wgmma() {
   const Buffer<unsigned char> on_a(a_image), on_b(b_image);
   const Buffer<In> on_rows(a_rows);
   const Buffer<float> out(expected.size());
-  const int bytes = sizeof(ATile<In>) + sizeof(BTile<In, kN, b_along_k(kForm)>) + kAlignment;
+  const int bytes = sizeof(ATile<In>) + sizeof(BTile<In, kN, b_along_k<In>(kForm)>) + kAlignment;
   const auto kernel = wgmma_kernel<In, kN, kForm>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   kernel<<<1, kThreads, bytes>>>(reinterpret_cast<const uint4*>(on_a.get()),

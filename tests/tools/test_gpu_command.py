@@ -493,9 +493,9 @@ def test_results_are_copied_to_the_folder_of_the_gpu(monkeypatch, tmp_path, name
 
 def test_each_case_of_the_tests_has_a_time_out(tmp_path):
     with_both = gpu_tests.command(tmp_path / "t.xml", False, {"pytest_timeout", "xdist"})
-    assert {"--timeout=10", "--timeout-method=thread", "--numprocesses=8"} <= set(with_both)
+    assert {"--timeout=30", "--timeout-method=thread", "--numprocesses=8"} <= set(with_both)
     with_neither = gpu_tests.command(None, True, set())
-    assert "faulthandler_timeout=10" in with_neither
+    assert "faulthandler_timeout=30" in with_neither
     assert not any("numprocesses" in argument for argument in with_neither)
 
 

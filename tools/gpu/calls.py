@@ -56,8 +56,14 @@ CALLS = {
     },
 }
 
-# The tiers that have forward mode.
-FORWARD_MODE = ("simt", "sm80")
+# The tiers that have forward mode, with their largest head dimension.
+FORWARD_MODE = {"simt": 1024, "sm80": 128}
+
+
+def has_forward_mode(tier: str, name: str) -> bool:
+    """Whether the tier computes the derivative of this call in forward mode."""
+    largest = FORWARD_MODE.get(tier, 0)
+    return largest >= CALLS[tier][name].D
 
 
 def inputs(call: Call, requires_grad: bool) -> list:

@@ -13,20 +13,22 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.gpu import needs
 from tools.gpu.calls import GPUS
 
-SECONDS_PER_CASE = 10
+SECONDS_PER_CASE = 30
 WORKERS = 8
 STOP_BEFORE = 4  # seconds before the stage's end: time for pytest to write its report
+WORKERS_END = 0.5  # seconds in which the workers of a killed pytest end
 
 
 def command(junit: Path | None, quick: bool, installed: set[str]) -> list[str]:
     result = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/test_gpu.py", "tests/api"]
-    result += ["--tb=short", "-p", "tools.gpu.skip_refusals"]
+    result += ["--tb=short", "-p", "tools.gpu.skip_refusals", "-p", "tools.gpu.show_failures"]
     if "pytest_timeout" in installed:
         result += [f"--timeout={SECONDS_PER_CASE}", "--timeout-method=thread"]
     else:
@@ -51,6 +53,7 @@ def run(arguments: list[str], environment: dict[str, str], seconds: float) -> in
         process.wait(STOP_BEFORE / 2)
     except subprocess.TimeoutExpired:
         process.kill()
+        time.sleep(WORKERS_END)
     print(f"stopped after {seconds:.0f} s, before the last case")
     return 1
 

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu import needs
 from benchmarks.gpu.watch import watch
-from tools.gpu.calls import CALLS, FORWARD_MODE, GPUS, inputs
+from tools.gpu.calls import CALLS, GPUS, has_forward_mode, inputs
 
 FOUND = 9  # the tool's exit status if it found something
 PATIENCE = 15.0  # seconds for one call, and for the start of Python, torch and CUDA under a tool
@@ -47,7 +47,7 @@ def make_calls(first: int) -> None:
         out = flash_attn(q, k, v, enable_gqa=True, **call.options)
         grad = torch.randn(out.shape, dtype=out.dtype, device="cpu").cuda()
         torch.autograd.grad(out, (q, k, v), grad)
-        if tier in FORWARD_MODE:
+        if has_forward_mode(tier, name):
             attend = functools.partial(flash_attn, enable_gqa=True, **call.options)
             torch.func.jvp(attend, (q, k, v), (q, k, v))
         torch.cuda.synchronize()

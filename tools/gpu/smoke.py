@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.gpu import needs
 from benchmarks.gpu.worker import Worker, serve
-from tools.gpu.calls import CALLS, FORWARD_MODE, Call, inputs
+from tools.gpu.calls import CALLS, Call, has_forward_mode, inputs
 
 PATIENCE = 5.0  # seconds for one call, which takes milliseconds
 AT_THE_END = 1.0  # seconds of the stage for the verdict
@@ -22,8 +22,10 @@ ALLOWED = {"bfloat16": 0.03, "float16": 0.005, "float32": 1e-4, "float64": 1e-10
 
 def tasks(tier: str) -> list[dict]:
     """Returns all forwards first, because a backward needs one."""
-    passes = ["forward", "backward", *["jvp"] * (tier in FORWARD_MODE)]
-    return [{"tier": tier, "name": name, "pass": way} for way in passes for name in CALLS[tier]]
+    calls = [(way, name) for way in ("forward", "backward", "jvp") for name in CALLS[tier]]
+    return [
+        {"tier": tier, "name": name, "pass": way} for way, name in calls if way != "jvp" or has_forward_mode(tier, name)
+    ]
 
 
 def check(task: dict) -> dict:
