@@ -45,7 +45,7 @@ MOST_INSTRUCTIONS = {
     ("backward_kernel", "with functions"): {D64: 1170, D128: 910, D256: 980},
     ("backward_kernel", "with scores"): {D128: 1130, D256: 1200},
     # The plain forward with one switch of switches.h changed.
-    ("forward_kernel", "with a switch changed"): {D64: 600, D128: 650, D256: 590},
+    ("forward_kernel", "with a switch changed"): {D64: 600, D128: 650, D256: 585},
 }
 PLAIN = "plain", "with a switch changed"
 WITH_FUNCTIONS = "with functions", "with scores"
@@ -262,23 +262,6 @@ def test_machine_code_with_a_switch_changed(compile_once, switch):
         check_forward_order(cubin, form, dims)
         check_main_loop(cubin, "forward_kernel", form, dims)
         assert sass.hazards(code_of(cubin, "forward_kernel", dims, form)) == []
-
-
-def test_machine_code_of_pairs(compile_once):
-    """A pair loads K and V by multicast, and its main loop waits for no access to memory.
-
-    An arrival with a release at the scope of the cluster would wait: MEMBAR.ALL.GPU.
-    """
-    cubin, _ = compile_once(ROOT / switches.SOURCES[0], "-DFLASH_ATTN_EXT_SM90_PAIRS=1")
-    for dims, paired in ((D64, False), (D128, True), (D256, True)):
-        operations = [i.operation for i in code_of(cubin, "forward_kernel", dims, "plain")]
-        multicasts = [operation for operation in operations if ".MULTICAST" in operation]
-        assert bool(multicasts) == any(operation.startswith("UCGABAR") for operation in operations) == paired
-        loop = main_loop(cubin, "forward_kernel", dims)
-        assert not [str(i) for i in loop if re.match("MEMBAR|ERRBAR|CGAERRBAR|CCTL", i.operation)]
-        # Lanes 0 and 1 of a warp release K and V in both blocks.
-        arrivals = [str(i) for i in loop if i.operation.startswith("SYNCS.ARRIVE.TRANS64.RED")]
-        assert len(arrivals) == (2 if paired else 0), arrivals
 
 
 @pytest.mark.parametrize("source", FORWARD, ids=lambda path: path.stem)

@@ -36,10 +36,8 @@ def with_one_changed(request, built, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def calls():
-    """Partial tiles, tasks and rows without a visible key, odd numbers of tiles, and a hidden NaN.
-
-    The NaN is in a tile that a block reads with and without pairs, because repaired rows are rounded otherwise. In the
-    last call heads lie side by side in memory.
+    """Partial tiles, tasks and rows without a visible key, odd numbers of tiles, and a hidden NaN. In the last call
+    heads lie side by side in memory.
     """
     shapes = ((2, 2, 70, 50, 40, 24), (2, 3, 500, 300, 64), (1, 2, 300, 130, 128), (1, 1, 300, 290, 256))
     inputs = [[t.detach() for t in make_qkv(*shape, dtype=torch.bfloat16)] for shape in shapes]

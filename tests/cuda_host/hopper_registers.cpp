@@ -13,7 +13,6 @@ void check_count(const char* name, int count) {
          who());
 }
 
-int& registers_free() { return block.registers.free[own_rank()]; }
 int& registers_held() { return block.registers.held[current->thread / kWarpgroup]; }
 
 void wake_all() {
@@ -23,10 +22,10 @@ void wake_all() {
 
 }  // namespace
 
-void begin_registers(int threads, int ranks) {
-  const int each = std::min(kRegisterFile * ranks / threads, kMostRegisters) / kStep * kStep;
+void begin_registers(int threads) {
+  const int each = std::min(kRegisterFile / threads, kMostRegisters) / kStep * kStep;
   block.registers.held.assign((threads + kWarpgroup - 1) / kWarpgroup, each);
-  block.registers.free.assign(ranks, 0);
+  block.registers.free = 0;
 }
 
 void release_registers(Site site, int count) {
@@ -34,7 +33,7 @@ void release_registers(Site site, int count) {
   meet_warpgroup(site, [&](const std::vector<Fiber*>&) {
     int& held = registers_held();
     if (count > held) fail(text(site) + " to more registers than " + std::to_string(held) + ": " + who());
-    registers_free() += held - count;
+    block.registers.free += held - count;
     held = count;
     wake_all();
   });
@@ -48,8 +47,8 @@ void claim_registers(Site site, int count) {
   });
   // The first thread of the warpgroup that finds enough registers takes them for all of its threads.
   for (int* held = &registers_held(); *held < count;) {
-    if (registers_free() >= count - *held) {
-      registers_free() -= count - *held;
+    if (block.registers.free >= count - *held) {
+      block.registers.free -= count - *held;
       *held = count;
       wake_all();
     } else {

@@ -1,5 +1,4 @@
-// The running block, or the running blocks of a cluster. fibers.cpp runs the threads, and blocks.cpp runs the launch. A block
-// without a cluster is a cluster of one block.
+// The running block. fibers.cpp runs its threads, and blocks.cpp runs the launch.
 #pragma once
 
 #include <memory>
@@ -30,13 +29,13 @@ struct TurnWaiter {
   bool may_go_on() const { return (*turns == turn) != until_changed; }
 };
 
-// A block that has begun, or a cluster: its threads, and for each waiting thread the reason.
+// A block that has begun: its threads, and for each waiting thread the reason.
 struct RunningBlock {
   int finished = 0;
   std::vector<std::vector<Fiber*>> ready;  // of each warp
   std::vector<int> warp_order;             // the order in which warps run
-  Meeting cluster;
-  std::vector<Meeting> blocks, warps, warpgroups, named;
+  Meeting block;
+  std::vector<Meeting> warps, warpgroups, named;
   std::vector<TurnWaiter> turns;
   bool steps_aside = false;  // another block continues before it
 };
@@ -46,8 +45,7 @@ struct Execution : RunningBlock {
   void (*enter)(void*);
   void* arguments;
   std::string kernel;
-  int threads;  // of a cluster
-  int threads_of_block, ranks;
+  int threads;
   std::string error;
 };
 

@@ -36,14 +36,12 @@ class Kernels:
     names: tuple[str, ...]  # "forward_kernel<Config<In, 64, 64, 2>>"
     dtype: str = BFLOAT16  # of In
     also: tuple[str, ...] = ()  # more headers
-    defines: tuple[str, ...] = ()  # macros that are 1
 
     def source(self):
         tier = self.header.partition("/")[0]
         space = "flash_attn_ext::cuda" + (f"::{tier}" if "/" in self.header else "")
         uses = ", ".join(f"reinterpret_cast<const void*>(&{name})" for name in self.names)
-        defines = "".join(f"#define {macro} 1\n" for macro in self.defines)
-        includes = defines + "".join(f'#include "csrc/cuda/{header}"\n' for header in (self.header, *self.also))
+        includes = "".join(f'#include "csrc/cuda/{header}"\n' for header in (self.header, *self.also))
         return (
             f"{includes}namespace {space} {{\nusing In = {self.dtype};\n"
             f"extern const void* const used[] = {{{uses}}};\n}}\n"

@@ -116,8 +116,6 @@ Taken shuffle_down(cuda_host::Site site, uint32_t value, uint32_t b, uint32_t c,
 // ---- Hopper
 
 inline uint64_t* barrier(unsigned char* address) { return reinterpret_cast<uint64_t*>(address); }
-uint32_t address_in_cluster(int line, uint32_t address, uint32_t rank);
-void arrive_in_cluster(cuda_host::Site site, uint32_t address);
 const CUtensorMap* tensor_map(uint64_t address);
 uint64_t descriptor(int line, uint64_t of_wgmma);  // with an address as tests/cuda_host counts them
 void bulk_add(cuda_host::Site site, unsigned char* sums, const unsigned char* terms, uint32_t bytes);

@@ -19,7 +19,6 @@
 #include "few_rows.cuh"
 #include "forward_range.cuh"
 #include "key_mask.cuh"
-#include "pairs.cuh"
 #include "ping_pong.cuh"
 #include "pipeline.cuh"
 #include "ptx.h"
@@ -55,7 +54,6 @@ struct Forward {
   static constexpr int kKeys = forward_keys(kDims, kForm);
   static constexpr int kConsumers = kRows / kWarpgroupRows;
   static constexpr bool kPersistent = kPlain && is_persistent(kDims);
-  static constexpr bool kPaired = kPlain && is_paired(kDims);
   static constexpr bool kStoresByTma = kPlain && FLASH_ATTN_EXT_SM90_TMA_STORE;
   static constexpr bool kTakesTurns = kPlain && kHeadDim <= 128 && FLASH_ATTN_EXT_SM90_PING_PONG;
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
@@ -79,8 +77,8 @@ struct Forward {
     QTile out;
   };
   struct Shared : std::conditional_t<kPersistent && kStoresByTma, OutTile, NoExtra> {
-    PipelineOf<KTile, kPaired> k;
-    PipelineOf<VTile, kPaired> v;
+    Pipeline<KTile> k;
+    Pipeline<VTile> v;
     Pipeline<QTile, 1, SharedExtra> q;
   };
   static_assert(sizeof(Shared) <= kMaxHopperSharedBytes);
@@ -299,10 +297,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     shared.q.extra.ping_pong.init();
     ptx::barrier_init_fence();  // publishes the barriers to TMA
   }
-  if constexpr (Config::kPaired)
-    ptx::cluster_sync();  // publishes the barriers to all threads of both blocks
-  else
-    __syncthreads();  // publishes the barriers to all threads
+  __syncthreads();  // publishes the barriers to all threads
   if (threadIdx.x < kWarpgroup) {
     ptx::release_registers<Config::kProducerRegisters>();
     if (threadIdx.x == 0)
@@ -315,13 +310,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         });
         tell_that_out_is_stored<Config>(shared);
       }
-    if constexpr (Config::kPaired) leave_pair();
   } else if (static_cast<int>(threadIdx.x) < (1 + consumers) * kWarpgroup) {
     ptx::claim_registers<Config::kConsumerRegisters>();
     for_each_task<Config>(a, [&](const BlockRange& range, const Begun& begun) {
       consume<In, Config>(a, range, begun, shared);
     });
-    if constexpr (Config::kPaired) leave_pair();
     if constexpr (!Config::kFewRows) {
       // After all tasks: branches between them would keep the loop's descriptors out of the uniform registers.
       __syncwarp();  // publishes the lanes' flags of NaN rows to the warp
@@ -346,7 +339,7 @@ ForwardArguments forward_arguments(const AttentionParams& p, const FewRows& few,
   const Sizes& z = p.sizes;
   return {{},       {},
           {},       {},
-          p,        Config::kFewRows ? schedule_few_rows(z, few) : schedule_forward(z, kRowsOfTask<Config>),
+          p,        Config::kFewRows ? schedule_few_rows(z, few) : schedule_forward(z, Config::kRows),
           {},       ScoreScale(p),
           key_mask, few,
           partials};
@@ -377,15 +370,11 @@ cudaError_t launch_tiles(const AttentionParams& p, const FewRows& few, void* wor
   using Config = Forward<In, kHeadDim, kHeadDimV, kForm>;
   const ForwardWorkspace memory(workspace, p, few.splits, Config::kKeys);
   ForwardArguments a = forward_arguments<Config>(p, few, memory.key_mask, memory.partials);
-  // With pairs, `workers` are pairs of blocks.
-  constexpr int kBlocks = kTaskBlocks<Config>, kRows = kRowsOfTask<Config>;
-  const int64_t most = std::max<int64_t>(multiprocessors() / kBlocks, 1);
-  const int64_t workers = Config::kPersistent
-                              ? std::min({a.schedule.tasks, most, int64_t{TaskRounds::kMaxBlocks}})
-                              : a.schedule.tasks;
-  if (Config::kPersistent) a.rounds = deal_tasks(p, kRows, Config::kKeys, static_cast<int>(workers));
-  const LaunchShape shape{
-      workers * kBlocks, 1, few.splits, Config::kThreads, sizeof(typename Config::Shared), kBlocks};
+  const int64_t blocks =
+      Config::kPersistent ? std::min({a.schedule.tasks, multiprocessors(), int64_t{TaskRounds::kMaxBlocks}})
+                          : a.schedule.tasks;
+  if (Config::kPersistent) a.rounds = deal_tasks(p, Config::kRows, Config::kKeys, static_cast<int>(blocks));
+  const LaunchShape shape{blocks, 1, few.splits, Config::kThreads, sizeof(typename Config::Shared)};
   static_assert(sizeof(ForwardArguments) <= 4096);
   return in_order([&] { return map_tensors<Config>(a); },
                   [&] { return launch_key_mask<Config::kKeys>(p, a.key_mask, stream); },

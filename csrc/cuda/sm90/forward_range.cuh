@@ -34,8 +34,7 @@ struct ArgumentsOf {
   using Type = ForwardArguments;
 };
 
-// A task: the rows of a block, and the key tiles that they see. The two blocks of a pair have neighbouring rows, and
-// both walk the tiles that the rows of either block see.
+// A task: the rows of a block, and the key tiles that they see.
 struct BlockRange {
   int b, h, h_kv, first_row, first_key, tiles;
   int consumers;  // warpgroups that have rows
@@ -44,20 +43,6 @@ struct BlockRange {
   int q_row, k_row, map_b;  // the first rows of its sequence in the tensor maps
   TileRows rows;            // used for few rows; first_row is then the first query
 };
-
-// The blocks that share a task; the query rows of a task.
-template <class Config>
-constexpr int kTaskBlocks = Config::kPaired ? 2 : 1;
-template <class Config>
-constexpr int kRowsOfTask = kTaskBlocks<Config> * Config::kRows;
-
-// The number of this block, or of its pair.
-template <class Config>
-__device__ int number_in_grid() {
-  return blockIdx.x / kTaskBlocks<Config>;
-}
-// A cluster of two blocks has the blocks 2 n and 2 n + 1 of the grid.
-__device__ inline int rank_in_pair() { return blockIdx.x % 2; }
 
 template <class Config>
 __device__ BlockRange block_range(const typename Config::Arguments& a, int number) {
@@ -68,13 +53,12 @@ __device__ BlockRange block_range(const typename Config::Arguments& a, int numbe
   range.b = task.b;
   range.h = task.h;
   range.h_kv = task.h_kv;
-  const int queries = Config::kFewRows ? a.few_rows.tile_queries() : kRowsOfTask<Config>;
+  const int queries = Config::kFewRows ? a.few_rows.tile_queries() : Config::kRows;
   range.first_row = task.row_block * queries;
   range.consumers = Config::kConsumers;
   const int64_t end_row = range.first_row + queries;
   Range seen = visible_keys(p.band.without_chunks(), range.first_row,
                             end_row < z.seqlen_q ? end_row : z.seqlen_q, z.seqlen_k);
-  if constexpr (Config::kPaired) range.first_row += rank_in_pair() * Config::kRows;
   range.band = ShortBand(p);
   range.q_row = range.k_row = 0;
   range.map_b = range.b;
@@ -128,8 +112,7 @@ template <class Config, class Work>
 __device__ void for_each_task(const typename Config::Arguments& a, const Work& work) {
   Begun begun;
   if constexpr (Config::kPersistent) {
-    const int blocks = gridDim.x / kTaskBlocks<Config>, block = number_in_grid<Config>();
-    const int tasks = static_cast<int>(a.schedule.tasks);
+    const int blocks = gridDim.x, block = blockIdx.x, tasks = static_cast<int>(a.schedule.tasks);
 #pragma unroll 1
     for (int round = 0, first = 0; first < tasks; ++round, first += blocks) {
       const int task = first + a.rounds.slot(round, block);
@@ -141,7 +124,7 @@ __device__ void for_each_task(const typename Config::Arguments& a, const Work& w
   } else if constexpr (Config::kFunctions) {
     work(block_range<Config>(a, a.task_of_block()), begun);
   } else {
-    work(block_range<Config>(a, number_in_grid<Config>()), begun);
+    work(block_range<Config>(a, blockIdx.x), begun);
   }
 }
 

@@ -80,12 +80,6 @@ constexpr int float8_rows(int head_dim) { return head_dim == 64 ? 192 : 128; }
 // has too few registers.
 constexpr bool is_persistent(HeadDims dims) { return FLASH_ATTN_EXT_SM90_PERSISTENT && dims.qk <= 128; }
 
-// Whether the plain kernel of these head dimensions runs in pairs of blocks (pairs.cuh). A block loads half of a tile's
-// panels.
-constexpr bool is_paired(HeadDims dims) {
-  return FLASH_ATTN_EXT_SM90_PAIRS && dims.qk == dims.v && (dims.qk == 128 || dims.qk == 256);
-}
-
 struct ForwardSchedule {
   int64_t tasks;            // a task is one block of rows of one head
   int row_blocks;           // blocks of rows of a head

@@ -1,9 +1,8 @@
 // Choices that need a measurement on a GPU. Each is a switch, 1 or 0, defined here or by nvcc's -D.
 #pragma once
 
-// ---- Speed, in the plain forward kernels. The switches that are on are FlashAttention-3's defaults.
-// benchmarks/gpu/switches.py, a stage of `make gpu`, finds these switches in this file, and times the kernels with each
-// switch on and off.
+// ---- Speed, in the plain forward kernels. The defaults are FlashAttention-3's. benchmarks/gpu/switches.py, a stage of
+// `make gpu`, finds these switches in this file, and times the kernels with each switch on and off.
 
 // Plain calls store out by TMA, not by their threads.
 #if !defined(FLASH_ATTN_EXT_SM90_TMA_STORE)
@@ -19,12 +18,6 @@
 // Up to a head dimension of 128, the consumer warpgroups of plain calls alternate (ping_pong.cuh).
 #if !defined(FLASH_ATTN_EXT_SM90_PING_PONG)
 #define FLASH_ATTN_EXT_SM90_PING_PONG 1
-#endif
-
-// At head dimensions 128 and 256, plain calls run in pairs of blocks, which load K and V by multicast (pairs.cuh). Off
-// until a GPU has run it.
-#if !defined(FLASH_ATTN_EXT_SM90_PAIRS)
-#define FLASH_ATTN_EXT_SM90_PAIRS 0
 #endif
 
 // ---- Shapes of wgmma that CUTLASS does not use. If a GPU does not support one of them, its unit fails in the stage
