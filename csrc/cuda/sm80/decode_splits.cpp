@@ -10,13 +10,13 @@ namespace flash_attn_ext::cuda::sm80 {
 namespace {
 
 // The number of splits for `tasks` tasks. Each task reads `tiles` tiles of keys. With few tasks, one block for each task
-// leaves most of a GPU idle. With very short splits, start and merge take longer than splitting saves.
+// leaves most of a GPU idle. More blocks than fit on the GPU at once leave it half idle at the end. Short splits, and many
+// splits of a row, cost more to start and to merge than they save. Measured on an H200 with 4 to 256 splits, head
+// dimension 128, 8192 to 131072 keys, 1, 8 and 32 key heads of 32 query heads.
 int64_t splits_by_shape(int64_t tiles, int64_t tasks) {
-  // Two blocks for each multiprocessor of a large GPU; more for more keys, so that the last wave of blocks is a small
-  // part. Both are estimates, not measured.
-  constexpr int64_t kBlocks = 256, kLeastTiles = 2, kManyBlocks = 1024, kManyTilesEach = 16;
-  return std::max(std::min(kBlocks / tasks, tiles / kLeastTiles),
-                  std::min(kManyBlocks / tasks, tiles / kManyTilesEach));
+  constexpr int64_t kBlocks = 256;  // two for each multiprocessor of a large GPU
+  constexpr int64_t kLeastTiles = 4, kMost = 128;
+  return std::min({kBlocks / tasks, tiles / kLeastTiles, kMost});
 }
 
 }  // namespace
