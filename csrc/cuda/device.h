@@ -3,6 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
+#include "shared_bytes.h"
+
 namespace flash_attn_ext::cuda {
 
 // The compute capability as 10 * major + minor; 0 if CUDA does not report it.
@@ -21,6 +25,15 @@ inline int64_t multiprocessors() {
   const bool found = cudaGetDevice(&device) == cudaSuccess &&
                      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
   return found ? count : 132;
+}
+
+// The shared memory of a multiprocessor in bytes. If CUDA does not report it: the least of all GPUs from 8.0 on.
+inline size_t shared_bytes_of_multiprocessor() {
+  int device, bytes;
+  const bool found =
+      cudaGetDevice(&device) == cudaSuccess &&
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) == cudaSuccess;
+  return found ? bytes : kMaxSharedBytes + kReservedSharedBytes;
 }
 
 }  // namespace flash_attn_ext::cuda

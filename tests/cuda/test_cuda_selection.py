@@ -66,6 +66,15 @@ def test_a_choice_has_a_reason_for_each_faster_tier(kernels, kind, dtype):
         assert all(len(reason) > len("sm90: ") for reason in why_not)
 
 
+@pytest.mark.parametrize("kind", [library.AttentionParams, library.BackwardParams])
+def test_a_sequence_that_32_bits_cannot_count(kernels, kind):
+    with kernels.on_gpu(9, 0):
+        assert kernels.choice(params_of(kind, seqlen=2**31 - 1024))[0] == "sm80"
+        tier, why_not = kernels.choice(params_of(kind, seqlen=2**31 - 1023))
+    assert tier == "simt"
+    assert why_not[1] == "sm80: only sequences of up to 2^31 - 1024 rows"
+
+
 # The tiers of calls in float16 and bfloat16, by GPU, in a build for the GPU: docs/gpus.md has the same.
 GPUS = {
     "T4": (7, 5, "sm_75", "sm75", "simt"), "V100": (7, 0, "sm_70", "simt", "simt"),

@@ -23,17 +23,22 @@ QUERIES = {64: 64, 128: 32, 192: 32, 256: 32}  # of a tile of the backward
 SHARERS = {64: 1, 128: 1, 192: 2, 256: 2}  # the warps that share 16 of its keys
 FORMS = {
     name: rf"LNS\d_12BackwardFormE{n}E"
-    for n, name in enumerate(("dense backward", "packed backward", "backward with dropout"))
+    for n, name in enumerate(
+        ("plain backward", "plain packed backward", "backward with options", "backward with dropout")
+    )
 }
 # On the shortest way through a tile: a whole one, no options, tangents of nothing, inner loops once.
 MOST_INSTRUCTIONS = {
-    "jvp": {64: 909, 128: 854},
-    "dense backward": {64: 809, 128: 574, 192: 447, 256: 498},
-    "packed backward": {64: 797, 128: 567, 192: 438, 256: 502},
-    "backward with dropout": {64: 1071, 128: 778, 192: 592, 256: 654},
+    "plain forward": {64: 627, 128: 872},
+    "forward": {64: 421, 128: 554, 192: 453, 256: 533},
+    "jvp": {64: 875, 128: 738},
+    "plain backward": {64: 708, 128: 506, 192: 381, 256: 442},
+    "plain packed backward": {64: 708, 128: 514, 192: 379, 256: 439},
+    "backward with options": {64: 786, 128: 475, 192: 393, 256: 466},
+    "backward with dropout": {64: 1116, 128: 742, 192: 549, 256: 627},
     # With functions of the user, on tiles that no function changes.
-    "flex forward": {64: 528, 128: 754, 256: 645},
-    "flex backward": {64: 832, 192: 465, 256: 510},
+    "flex forward": {64: 496, 128: 625, 256: 493},
+    "flex backward": {64: 807, 192: 414, 256: 480},
 }
 FLEX_KEYS = {64: 64, 128: 64, 256: 16}  # of a tile of the forward with functions of the user
 # How a kernel's mangled name says that its functions are masks alone.
@@ -63,6 +68,29 @@ def test_no_main_loop_divides_or_computes_in_fp64(source):
             loops += 1
             assert sass_listing.slow_instructions(sass_listing.main_loop(code)) == [], name
     assert loops >= 2
+
+
+FORWARD_KEYS = {64: 64, 128: 64, 192: 32, 256: 32}  # of a tile of the forward
+
+
+@pytest.mark.parametrize("head_dim", FORWARD_KEYS)
+def test_machine_code_of_the_forward(head_dim):
+    keys = FORWARD_KEYS[head_dim]
+    loop = sass_listing.main_loop(code_of("forward", head_dim, rf"Li{keys}ELi\dELb0ENS\d_6AmpereELb0E"))
+    assert sass_listing.count(loop, "HMMA.16816") == 2 * (head_dim // 16 * keys // 8)
+    assert not sass_listing.count(loop, "LDL", "STL")
+    assert len(loop) <= MOST_INSTRUCTIONS["forward"][head_dim]
+
+
+@pytest.mark.parametrize("head_dim", MOST_INSTRUCTIONS["plain forward"])
+def test_machine_code_of_the_plain_forward(head_dim):
+    loop = sass_listing.main_loop(code_of("forward", head_dim, r"Li64ELi1ELb0ENS\d_6AmpereELb1E"))
+    # Each part of K and V that is loaded from shared memory serves two products of each of two row tiles.
+    products = 2 * 2 * (head_dim // 16 * 64 // 8)
+    assert sass_listing.count(loop, "HMMA.16816") == products
+    assert sass_listing.count(loop, "LDSM") == products // 4 + 2 * (head_dim // 16)
+    assert sass_listing.count(loop, "LDL", "STL") <= 10
+    assert len(loop) <= MOST_INSTRUCTIONS["plain forward"][head_dim]
 
 
 @pytest.mark.parametrize("head_dim", KEYS)
@@ -112,7 +140,7 @@ def test_machine_code_of_the_forward_with_functions(head_dim):
 
 @pytest.mark.parametrize("head_dim", MOST_INSTRUCTIONS["flex backward"])
 def test_machine_code_of_the_backward_with_a_mask_function(head_dim):
-    loop = sass_listing.main_loop(code_of("flex_backward", head_dim, FORMS["packed backward"] + MASKS_ALONE))
+    loop = sass_listing.main_loop(code_of("flex_backward", head_dim, FORMS["backward with options"] + MASKS_ALONE))
     scores = QUERIES[head_dim] // SHARERS[head_dim] // 2  # of a thread
     assert sass_listing.count(loop, "MUFU.EX2") == scores
     assert sass_listing.count(loop, "FSETP") < 2 * scores

@@ -83,9 +83,15 @@ cudaError_t cudaSetDevice(int) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount
-               ? cuda_host::multiprocessors
-               : cuda_host::compute_capability[attribute == cudaDevAttrComputeCapabilityMinor];
+  constexpr int kReserved = 1 << 10;  // for each block
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor: *value = cuda_host::compute_capability[0]; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = cuda_host::compute_capability[1]; break;
+    case cudaDevAttrMultiProcessorCount: *value = cuda_host::multiprocessors; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+      *value = static_cast<int>(cuda_host::most_shared_bytes()) + kReserved;
+      break;
+  }
   return cudaSuccess;
 }
 

@@ -16,12 +16,12 @@ FORWARD = Kernels("80", "sm80/flex_forward.cuh", ("forward_kernel<Config<In, 64,
 BACKWARD = Kernels(
     "80",
     "sm80/flex_backward.cuh",
-    ("backward_kernel<BackwardConfig<In, 64, BackwardForm::kPacked>, FunctionsWith<ScoreFunction::kNone>>",),
+    ("backward_kernel<BackwardConfig<In, 64, BackwardForm::kOptions>, FunctionsWith<ScoreFunction::kNone>>",),
 )
 SCORE_BACKWARD = Kernels(
     "80",
     "sm80/flex_backward.cuh",
-    ("backward_kernel<BackwardConfig<In, 192, BackwardForm::kPacked>, FunctionsWith<ScoreFunction::kOne>>",),
+    ("backward_kernel<BackwardConfig<In, 192, BackwardForm::kOptions>, FunctionsWith<ScoreFunction::kOne>>",),
 )
 HOPPER_BACKWARD = Kernels(
     "90a",

@@ -60,7 +60,7 @@ def simt(rows):
     return Kernels("80", "simt/forward.cuh", (f"forward_kernel<float, {rows}, kNarrowSlice, false>",))
 
 
-BACKWARD_PACKED = "backward_kernel<BackwardConfig<In, 64, BackwardForm::kPacked>>"
+BACKWARD_PACKED = "backward_kernel<BackwardConfig<In, 64, BackwardForm::kOptions>>"
 # GPU, kernels, calls.
 CASES = {
     "simt forward": (

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compil
 
 TURING = (7, 5, "sm_75")
 FORWARD = Kernels("75", "sm80/forward.cuh", ("forward_kernel<Config<In, 64, 64, 1, false, Turing>>",), "__half")
-CONFIG = "<BackwardConfig<In, 128, BackwardForm::kDense, Turing>>"
+CONFIG = "<BackwardConfig<In, 128, BackwardForm::kPlain, Turing>>"
 BACKWARD = Kernels("75", "sm80/launch_backward.cuh", (f"backward_kernel{CONFIG}", f"dq_kernel{CONFIG}"), "__half")
 DECODE = Kernels("75", "sm80/decode.cuh", ("decode_kernel<DecodeConfig<In, 64, 1, 3, Turing>>",), "__half")
 MMA = r"(mma\.sync\S+\s+\{[^}]*\}, )"

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not NVCC.exists(), reason=f"needs nvcc to compil
 BACKWARD = Kernels(
     "80",
     "sm80/launch_backward.cuh",
-    tuple(f"{name}_kernel<BackwardConfig<In, 64, BackwardForm::kDense>>" for name in ("backward", "dq")),
+    tuple(f"{name}_kernel<BackwardConfig<In, 64, BackwardForm::kPlain>>" for name in ("backward", "dq")),
 )
 DECODE = Kernels("80", "sm80/decode.cuh", ("decode_kernel<DecodeConfig<In, 64, 1, 7>>",))
 FORWARD = Kernels("80", "sm80/forward.cuh", ("forward_kernel<Config<In, 64, 64, 2, false>>",))

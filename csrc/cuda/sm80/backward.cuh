@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int key_block = in_turns ? key_blocks - 1 - task % key_blocks : task % key_blocks;
   const BackwardParams& p = call_of_block<C>(call, b);
   const Sizes& z = p.sizes;
-  const int64_t j0 = int64_t{key_block} * C::kBlockK;
-  const int64_t j_end = smaller<int64_t>(j0 + C::kBlockK, z.seqlen_k);
+  const int j0 = key_block * C::kBlockK;
+  const int j_end = static_cast<int>(smaller<int64_t>(j0 + C::kBlockK, z.seqlen_k));
 
   // The steps of the block: each query tile that sees one of the keys, for each head of the group. There are none if
   // the sequence has fewer keys. An int is enough to number all tiles that fit in memory.
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int end_tile = j0 < j_end && seen.begin < seen.end ? ceil_div(seen.end, C::kBlockQ) : first_tile;
   auto steps = functions.template steps<C>(p, b, h_kv * group, group, j0, first_tile, end_tile);
   const auto place = [&](const auto& step) {
-    return TransposedPosition<C>{b, h_kv * group + step.head, int64_t{step.tile} * C::kBlockQ, j0};
+    return TransposedPosition<C>{b, h_kv * group + step.head, step.tile * C::kBlockQ, j0};
   };
 
   const auto load_q = [&](const auto& step, int buffer) {
@@ -151,9 +151,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   for (int buffer = 0; (step.head) < group; buffer ^= C::kQBuffers - 1) {
     const auto at = functions.template shown<C::kColumns>(p, step, place(step));
     const auto next = steps.after(step);
-    const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, z.seqlen_q);
+    const int i_end = static_cast<int>(smaller<int64_t>(at.i0 + C::kBlockQ, z.seqlen_q));
     const bool tail = j_end < j0 + C::kBlockK;
-    const bool partial = call.mask || tail || functions.may_hide(step) ||
+    const bool partial = (!C::kPlain && call.mask) || tail || functions.may_hide(step) ||
                          !band_covers(p.band.without_chunks(), at.i0, i_end, j0, j_end);
 
     ptx::cp_async_wait<C::kLater>();  // this thread's part of q has landed; dout may be in flight
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     float products[C::kColumns][4] = {};
     multiply_rows<C::kUnrolled>(shared.k, C::first_key(), shared.q[buffer], C::first_query(), products);
     Probs<C::kColumns> probs;
-    recompute_scores(p, w.score_scale, at, partial, products, probs);
+    recompute_scores<C>(p, w.score_scale, at, partial, products, probs);
     typename Functions::template OldScores<C::kColumns> old;
     functions.recompute_new_scores(p, at, products, probs.gated, probs.attends, old);
     recompute_probs<C>(p, at, shared.terms[buffer], products, probs);

@@ -11,9 +11,9 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// The kernels of the backward: for dense tensors, for packed sequences, and for both with dropout. So the kernel for
-// dense tensors has no instructions for packing or dropout.
-enum class BackwardForm { kDense, kPacked, kDropout };
+// The kernels of the backward. The first two are for calls with is_plain(), and have registers for longer loops: dense
+// tensors, packed sequences. The other two compute all other calls, without and with dropout.
+enum class BackwardForm { kPlain, kPlainPacked, kOptions, kDropout };
 
 // Up to a head dimension of 128, a warp has 16 keys, with their dK and dV in its registers. Beyond 128, the registers
 // of a warp hold half of dK and dV, so two warps share 16 keys. Each warp computes P and dS for half of the queries,
@@ -34,7 +34,8 @@ struct BackwardConfig {
   static constexpr int kHeadDim =
       kHeadDim_;  // of q, k, v and out; smaller head dimensions are padded with zeros
   static constexpr bool kDropout = kForm == BackwardForm::kDropout;
-  static constexpr bool kPacked = kForm != BackwardForm::kDense;  // computes packed sequences
+  static constexpr bool kPlain = kForm == BackwardForm::kPlain || kForm == BackwardForm::kPlainPacked;
+  static constexpr bool kPacked = kForm != BackwardForm::kPlain;  // computes packed sequences
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int kBlockK = kTiles.keys, kBlockQ = kTiles.rows;
   static constexpr int kKeyWarps = kBlockK / 16,
@@ -45,7 +46,8 @@ struct BackwardConfig {
   static constexpr int kLater = kQBuffers - 1;  // groups of copies that may be in flight when Q is used
   static constexpr int kHeldColumns = kHeadDim <= 192 ? 0 : 64;  // columns of V in registers
   static constexpr int kStoredColumns = kHeadDim - kHeldColumns;
-  static constexpr int kUnrolled = kSharers == 1 ? 2 : 4;  // steps of a product: with more, registers spill
+  // Unrolled steps of a product. With more, registers spill.
+  static constexpr int kUnrolled = kPlain || kSharers > 1 ? 4 : kHeadDim == 128 && !kDropout ? 1 : 2;
 
   // The first key, query and column of dK and dV of the warp's part.
   static __device__ int first_key() { return 16 * (kSharers == 1 ? warp() : warp() % kKeyWarps); }
@@ -97,12 +99,11 @@ struct BackwardMemory {
 // The query and key of a thread's elements: element e of accumulator n. The tile is transposed: keys are rows.
 template <class C>
 struct TransposedPosition {
-  int b, h;
-  int64_t i0, j0;
+  int b, h, i0, j0;
 
   static __device__ int column(int n, int e) { return C::first_query() + 8 * n + lane() % 4 * 2 + e % 2; }
-  __device__ int64_t query(int n, int e) const { return i0 + column(n, e); }
-  __device__ int64_t key(int e) const { return j0 + C::first_key() + lane() / 4 + e / 2 * 8; }
+  __device__ int query(int n, int e) const { return i0 + column(n, e); }
+  __device__ int key(int e) const { return j0 + C::first_key() + static_cast<int>(lane()) / 4 + e / 2 * 8; }
   __device__ bool inside(const Sizes& z, int n, int e) const {
     return query(n, e) < z.seqlen_q && key(e) < z.seqlen_k;
   }
@@ -194,8 +195,35 @@ __device__ uint32_t finish_scores(const BackwardParams& p, float scale, const Po
   return attends;
 }
 
-// Converts products to scores. `scale`: product_scale(). `partial`: the tile may have hidden elements.
+// The same for calls with is_plain(), from scores. Faster, because the limits of a key are computed once, in 32 bits.
 template <class Position, int N>
+__device__ uint32_t hide_outside_band(const BackwardParams& p, const Position& at, float (&scores)[N][4]) {
+  constexpr int64_t kFar = 1 << 20;  // beyond every tile
+  const DiagonalBand& band = p.band.without_chunks();
+  const Sizes& z = p.sizes;
+  uint32_t attends = 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int64_t first = at.query(0, 0), j = at.key(2 * r) - band.diagonal;
+    const int64_t end_query = at.key(2 * r) < z.seqlen_k ? smaller(j + band.left + 1, z.seqlen_q) : 0;
+    // Both count from the thread's first query.
+    const int begin = static_cast<int>(clamp_to(j - band.right - first, -kFar, kFar));
+    const int end = static_cast<int>(clamp_to(end_query - first, -kFar, kFar));
+    const uint32_t count = end > begin ? end - begin : 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int e = 2 * r; e < 2 * r + 2; ++e) {
+        const bool shows = static_cast<uint32_t>(8 * n + e % 2 - begin) < count;
+        scores[n][e] = shows ? scores[n][e] : -kInf<float>;
+        attends |= uint32_t{shows} << (4 * n + e);
+      }
+  }
+  return attends;
+}
+
+// Converts products to scores. `scale`: product_scale(). `partial`: the tile may have hidden elements.
+template <class C, class Position, int N>
 __device__ void recompute_scores(const BackwardParams& p, float scale, const Position& at, bool partial,
                                  float (&scores)[N][4], Probs<N>& probs) {
   probs.attends = ~0u;
@@ -203,14 +231,15 @@ __device__ void recompute_scores(const BackwardParams& p, float scale, const Pos
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) probs.gated[n][e] = 1;
-  if (partial || has_softcap(p) || p.alibi) {
+  if (!C::kPlain && (partial || has_softcap(p) || p.alibi)) {
     probs.attends = finish_scores(p, scale, at, scores, probs.gated);
-  } else {
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
+    return;
   }
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) scores[n][e] *= scale;
+  if (C::kPlain && partial) probs.attends = hide_outside_band(p, at, scores);
 }
 
 template <class C, int N>

@@ -75,6 +75,8 @@ struct DecodePlace {
   __device__ int64_t query(int e) const { return rows[e / 2].query; }
   __device__ int64_t key(int n, int e) const { return j0 + 8 * n + lane() % 4 * 2 + e % 2; }
   __device__ bool inside(int n, int e) const { return rows[e / 2].inside && key(n, e) < end; }
+  __device__ int64_t end_key(int r) const { return rows[r].inside ? end : 0; }
+  __device__ bool shows(int, int) const { return true; }
 };
 
 // Streams the tiles of K or V that a warp reads. A lane copies the same chunk of every kStep-th row.
@@ -168,17 +170,6 @@ __device__ inline void drop_probs(const AttentionParams& p, const DecodePlace& a
       if ((lower ? words.w[2] : words.w[0]) < p.dropout.threshold) probs[n][e] = 0;
       if ((lower ? words.w[3] : words.w[1]) < p.dropout.threshold) probs[n][e + 1] = 0;
     }
-}
-
-// Whether an element of the chunk is Inf or NaN: all bits of its exponent are set.
-template <class In>
-__device__ bool has_non_finite(const In* chunk) {
-  constexpr uint32_t kExponent = std::is_same_v<In, __half> ? 0x7c00 : 0x7f80;
-  const uint4 pairs = *reinterpret_cast<const uint4*>(chunk);
-  bool found = false;
-  for (const uint32_t pair : {pairs.x, pairs.y, pairs.z, pairs.w})
-    found |= (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
-  return found;
 }
 
 // For a warp and its tile: adds the value rows with Inf or NaN by add_non_finite_rows(), then sets them to zero.
@@ -346,8 +337,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
     auto& values = take(v, j0);
     if (hides) take_out_non_finite_rows(scores, attends, values, out);
-#pragma unroll
-    for (int r = 0; r < C::kRowTiles; ++r) multiply_probs(scores[r], values, out[r]);
+    multiply_probs(scores, values, out);
   }
 
 #pragma unroll

@@ -24,7 +24,7 @@ cudaError_t launch_flex_backward(const BackwardParams& p, void* workspace, cudaS
   auto without_captured = w.simt;
   without_captured.captured = {};
   const auto on_tensor_cores = [&](const BackwardParams& p) {
-    constexpr auto kForm = BackwardForm::kPacked;
+    constexpr auto kForm = BackwardForm::kOptions;
     const FunctionsWith<ScoreFunction::kNone> mask{w.simt.functions};
     const FunctionsWith<ScoreFunction::kOne> score{w.simt.functions};
     const int padded = flex_padded_head_dim(p);

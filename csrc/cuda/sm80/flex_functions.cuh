@@ -16,7 +16,7 @@ template <class C>
 class ShownTiles {
  public:
   struct Tile {
-    int64_t j0;
+    int j0;
     TileState state;
   };
 
@@ -42,7 +42,7 @@ class ShownTiles {
                     j_end = smaller<int64_t>(j0 + C::kBlockK, p_.sizes.seqlen_k);
       return states_of_tile(p_, functions_, b_, h_, i0_, i_end, j0, j_end);
     });
-    return {int64_t{tile} * C::kBlockK, tile < end ? search_.state(tile) : TileState::kFull};
+    return {tile * C::kBlockK, tile < end ? search_.state(tile) : TileState::kFull};
   }
 };
 
@@ -51,13 +51,11 @@ template <class Position>
 struct ShownPosition : Position {
   uint32_t bits;  // bit 4 n + e: element e of accumulator n is shown
 
-  __device__ bool inside(int n, int e) const { return is_shown(n, e) && Position::inside(n, e); }
+  __device__ bool shows(int n, int e) const { return bits >> (4 * n + e) & 1; }
+  __device__ bool inside(int n, int e) const { return shows(n, e) && Position::inside(n, e); }
   __device__ bool inside(const Sizes& z, int n, int e) const {
-    return is_shown(n, e) && Position::inside(z, n, e);
+    return shows(n, e) && Position::inside(z, n, e);
   }
-
- private:
-  __device__ bool is_shown(int n, int e) const { return bits >> (4 * n + e) & 1; }
 };
 
 // The steps of a block of keys in the backward, for each head of the group. A step is a tile of queries. Tiles that the

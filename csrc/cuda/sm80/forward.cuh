@@ -7,6 +7,7 @@
 
 #include "../../core/splits.h"
 #include "../call_of_block.cuh"
+#include "../device.h"
 #include "../launch.h"
 #include "../shared_memory.h"
 #include "gpu.h"
@@ -18,14 +19,20 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-template <class In_, int kHeadDim_, int kBlockK_, int kBuffers_, bool kPacked_ = false, class Gpu_ = Ampere>
+// A plain kernel computes calls with is_plain(). So its registers suffice for 32 query rows of a warp, up to a head dimension
+// of 128. Then each part of K and V that a warp reads from shared memory serves two products.
+template <class In_, int kHeadDim_, int kBlockK_, int kBuffers_, bool kPacked_ = false, class Gpu_ = Ampere,
+          bool kPlain_ = false>
 struct Config {
   using In = In_;
   using Gpu = Gpu_;
   static constexpr int kHeadDim =
       kHeadDim_;  // of q, k, v and out; smaller head dimensions are padded with zeros
-  static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kBlockQ = 16 * kWarps, kBlockK = kBlockK_;
+  static constexpr bool kPlain = kPlain_;
+  static constexpr int kRowTiles = kPlain ? 2 : 1;  // of 16 query rows, in a warp
+  static constexpr int kWarps = 8 / kRowTiles, kThreads = 32 * kWarps;
+  static constexpr int kBlocks = kPlain ? 2 : 1;  // of a multiprocessor, at least
+  static constexpr int kBlockQ = 16 * kRowTiles * kWarps, kBlockK = kBlockK_;
   static constexpr int kBuffers = kBuffers_;  // buffers of K, and buffers of V
   static constexpr bool kPacked = kPacked_;   // computes packed sequences and caches only
 };
@@ -37,32 +44,44 @@ struct SharedMemory {
   int row_is_finite[C::kBlockK];  // rows of v; set by take_out_non_finite_rows()
 };
 
-// The query and key of a thread's elements of the block's scores: element e of accumulator n.
+// The query and key of a thread's elements of a row tile's scores: element e of accumulator n.
 struct ScorePosition {
   const Sizes& sizes;
-  int64_t b, h, i0, j0;
+  int64_t b, h;
+  int i0, j0;
+  int row = 16 * warp();  // the row tile's first row in the block
 
   __device__ int64_t batch() const { return b; }
   __device__ int64_t head(int) const { return h; }
-  __device__ int64_t query(int e) const { return i0 + 16 * warp() + lane() / 4 + e / 2 * 8; }
-  __device__ int64_t key(int n, int e) const { return j0 + 8 * n + lane() % 4 * 2 + e % 2; }
+  __device__ int query(int e) const { return i0 + row + static_cast<int>(lane()) / 4 + e / 2 * 8; }
+  __device__ int key(int n, int e) const { return j0 + 8 * n + static_cast<int>(lane()) % 4 * 2 + e % 2; }
   __device__ bool inside(int n, int e) const {
     return query(e) < sizes.seqlen_q && key(n, e) < sizes.seqlen_k;
   }
+  __device__ int64_t end_key(int r) const { return query(2 * r) < sizes.seqlen_q ? sizes.seqlen_k : 0; }
+  __device__ bool shows(int, int) const { return true; }
   __device__ ElementIndex element(int n, int e) const { return {b, h, query(e), key(n, e)}; }
 };
+
+// The position of row tile m of the warp.
+template <class C, class Position>
+__device__ Position of_row_tile(Position at, int m) {
+  if constexpr (C::kRowTiles > 1) at.row = 16 * (C::kRowTiles * warp() + m);
+  return at;
+}
 
 // The query rows of a block, of one head. The last rows of a head are first, because in a causal call they take
 // longest.
 template <class C>
 struct QueryBlock {
-  int64_t head, b, h, i0;
+  int64_t head, b, h;
+  int i0;
 
   __device__ QueryBlock(const Sizes& z, int64_t query_blocks)
       : head(blockIdx.x / query_blocks),
         b(head / z.heads),
         h(head % z.heads),
-        i0((query_blocks - 1 - blockIdx.x % query_blocks) * C::kBlockQ) {}
+        i0(static_cast<int>(query_blocks - 1 - blockIdx.x % query_blocks) * C::kBlockQ) {}
 };
 
 // The keys that some query of a block from i0 on sees, from the start of a tile on.
@@ -79,7 +98,7 @@ __device__ bool is_partial(const AttentionParams& p, const ScorePosition& at) {
   const int64_t i_end = smaller<int64_t>(at.i0 + C::kBlockQ, p.sizes.seqlen_q);
   const int64_t j_end = smaller<int64_t>(at.j0 + C::kBlockK, p.sizes.seqlen_k);
   const bool tail = j_end < at.j0 + C::kBlockK;
-  return p.mask || tail || !band_covers(p.band.without_chunks(), at.i0, i_end, at.j0, j_end);
+  return (!C::kPlain && p.mask) || tail || !band_covers(p.band.without_chunks(), at.i0, i_end, at.j0, j_end);
 }
 
 // Drops elements of P, and of the tangents' tile if there is one. The factor of kept elements is applied at the end, in
@@ -103,8 +122,8 @@ __device__ void drop_probs(const AttentionParams& p, PhiloxKey key, const ScoreP
 template <class C, class ValueTile>
 __device__ bool has_non_finite(const ValueTile& tile) {
   bool found = false;
-  for (int e = threadIdx.x; e < C::kBlockK * C::kHeadDim; e += C::kThreads)
-    found |= !std::isfinite(widen(tile.elements[e]));
+  for (int e = threadIdx.x; e < C::kBlockK * C::kHeadDim / kChunk; e += C::kThreads)
+    found |= has_non_finite(tile.elements + e * kChunk);
   return __syncthreads_or(found);  // one answer for all threads, because they branch on it
 }
 
@@ -139,18 +158,20 @@ __device__ void store_row(In* row, int64_t columns, int r, float factor, const f
 }
 
 template <class C, class Functions = NoFunctions>
-__global__ void __launch_bounds__(C::kThreads, 1)
+__global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     forward_kernel(const AttentionParams call, int64_t query_blocks, const Functions functions) {
   using In = typename C::In;
   if (!C::Gpu::kHasCode) return __trap();
   auto& shared = shared_memory<SharedMemory<C>, C::Gpu::kSharedBytes>();
   const QueryBlock<C> block(call.sizes, query_blocks);
-  const int64_t b = block.b, h = block.h, i0 = block.i0;
+  const int64_t b = block.b, h = block.h;
+  const int i0 = block.i0;
   const AttentionParams& p = call_of_block<C>(call, b);
   const Sizes& z = p.sizes;
   if (i0 >= z.seqlen_q) return;  // the sequence ends before these rows
   const int64_t h_kv = z.kv_head(h);
   const Range keys = key_tiles<C>(p, i0);
+  const int end = static_cast<int>(keys.end);
   const PhiloxKey key = dropout_key(p.dropout);
 
   const int64_t batch_of_rows =
@@ -159,59 +180,70 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                         int64_t columns) {
     tile.template load_async<C::kThreads>(t, batch_of_rows, head, first, seqlen, columns);
   };
-  const auto load_k = [&](int64_t j0, int buffer) {
+  const auto load_k = [&](int j0, int buffer) {
     load(shared.k[buffer], p.k, h_kv, j0, z.seqlen_k, z.head_dim);
   };
-  const auto load_v = [&](int64_t j0, int buffer) {
+  const auto load_v = [&](int j0, int buffer) {
     load(shared.v[buffer], p.v, h_kv, j0, z.seqlen_k, z.head_dim_v);
   };
-  const auto fetch_k = [&](int64_t j0, auto& staged) {
+  const auto fetch_k = [&](int j0, auto& staged) {
     staged.fetch(p.k, batch_of_rows, h_kv, j0, z.seqlen_k, z.head_dim);
   };
-  const auto fetch_v = [&](int64_t j0, auto& staged) {
+  const auto fetch_v = [&](int j0, auto& staged) {
     staged.fetch(p.v, batch_of_rows, h_kv, j0, z.seqlen_k, z.head_dim_v);
   };
   auto copies = [&] {
     if constexpr (C::Gpu::kAsyncCopies) {
-      return copies_of<C>(load_k, load_v, keys.end);
+      return copies_of<C>(load_k, load_v, end);
     } else {
-      return staged_copies_of<C>(fetch_k, fetch_v, shared.k[0], shared.v[0], keys.end);
+      return staged_copies_of<C>(fetch_k, fetch_v, shared.k[0], shared.v[0], end);
     }
   }();
   auto tiles = functions.template tiles<C>(p, b, h, i0, keys);
   auto tile = tiles.first();
   // Without keys, no thread waits for q.
-  if ((tile.j0) < keys.end) load(shared.q, p.q, h, i0, z.seqlen_q, z.head_dim);
+  if ((tile.j0) < end) load(shared.q, p.q, h, i0, z.seqlen_q, z.head_dim);
   copies.start(tile.j0);
 
-  const ScoreScale scale(p, functions.changes_scores());
-  RowStatistics statistics;
-  float out[C::kHeadDim / 8][4] = {};
+  const ScoreScale scale = C::kPlain ? ScoreScale::in_exponent(p) : ScoreScale(p, functions.changes_scores());
+  constexpr int kRowTiles = C::kRowTiles;
+  RowStatistics statistics[kRowTiles];
+  float out[kRowTiles][C::kHeadDim / 8][4] = {};
   int buffer = 0;
-  for (; (tile.j0) < keys.end; buffer ^= C::kBuffers - 1) {
+  for (; (tile.j0) < end; buffer ^= C::kBuffers - 1) {
     const auto at = functions.template shown<C::kBlockK / 8>(p, tile, ScorePosition{z, b, h, i0, tile.j0});
     const bool partial = is_partial<C>(p, at) || functions.may_hide(tile);
     const auto next = tiles.after(tile);
 
     copies.wait_for_k(tile.j0, next.j0, buffer);
-    float scores[C::kBlockK / 8][4] = {};
+    float scores[kRowTiles][C::kBlockK / 8][4] = {};
     multiply_rows(shared.q, shared.k[buffer], scores);
-    uint32_t attends = finish_scores(p, scale, at, partial, scores);
-    functions.change_scores(p, at, scores, attends);
-    float factor[2];
-    statistics.update(scale, scores, factor);
-    // After the row sum: dropout applies to the normalised P.
-    if (p.dropout) drop_probs(p, key, at, block.head, scores);
+    uint32_t attends[kRowTiles];
 #pragma unroll
-    for (int n = 0; n < C::kHeadDim / 8; ++n)
+    for (int m = 0; m < kRowTiles; ++m) {
+      const auto here = of_row_tile<C>(at, m);
+      if constexpr (C::kPlain)
+        attends[m] = partial ? hide_outside_band(p.band.without_chunks(), here, scores[m]) : ~0u;
+      else
+        attends[m] = finish_scores(p, scale, here, partial, scores[m]);
+      functions.change_scores(p, here, scores[m], attends[m]);
+      float factor[2];
+      statistics[m].update(scale, scores[m], factor);
+      // After the row sum: dropout applies to the normalised P.
+      if (!C::kPlain && p.dropout) drop_probs(p, key, here, block.head, scores[m]);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) out[n][e] *= factor[e / 2];
+      for (int n = 0; n < C::kHeadDim / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[m][n][e] *= factor[e / 2];
+    }
 
     copies.wait_for_v(next.j0, buffer);
     auto& values = shared.v[buffer];
     if (partial)
       take_out_non_finite_rows(values, shared, [&](const auto& is_finite) {
-        add_non_finite_rows(scores, attends, values, is_finite, out);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m)
+          add_non_finite_rows(scores[m], attends[m], values, is_finite, out[m]);
       });
     multiply_probs(scores, values, out);
     tile = next;
@@ -219,17 +251,20 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   // Computes the params again, because the loop has too few registers to keep them.
   const AttentionParams& results = call_of_block<C>(call, b);
-  const ScorePosition at_end{results.sizes, b, h, i0, 0};
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const RowResult<float> result = finish_row(p, b, h, statistics.max[r] * scale.to_score(),
-                                               total_of_lanes<kRowLanes>(statistics.sum[r]));
-    const float out_factor =
-        result.out_factor * (p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f);
-    const int64_t i = at_end.query(2 * r);
-    if (i >= results.sizes.seqlen_q) continue;
-    if (lane() % 4 == 0) static_cast<float*>(p.lse)[results.lse_index(b, h, i)] = result.lse;
-    store_row(results.out.row<In>(batch_of_rows, h, i), z.head_dim_v, r, out_factor, out);
+  for (int m = 0; m < kRowTiles; ++m) {
+    const auto at_end = of_row_tile<C>(ScorePosition{results.sizes, b, h, i0, 0}, m);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const RowResult<float> result = finish_row(p, b, h, statistics[m].max[r] * scale.to_score(),
+                                                 total_of_lanes<kRowLanes>(statistics[m].sum[r]));
+      const float out_factor =
+          result.out_factor * (!C::kPlain && p.dropout ? static_cast<float>(p.dropout.keep_scale) : 1.0f);
+      const int64_t i = at_end.query(2 * r);
+      if (i >= results.sizes.seqlen_q) continue;
+      if (lane() % 4 == 0) static_cast<float*>(p.lse)[results.lse_index(b, h, i)] = result.lse;
+      store_row(results.out.row<In>(batch_of_rows, h, i), z.head_dim_v, r, out_factor, out[m]);
+    }
   }
 }
 
@@ -239,6 +274,17 @@ cudaError_t launch_padded(const AttentionParams& p, cudaStream_t stream, const F
   const int64_t query_blocks = ceil_div(z.seqlen_q, C::kBlockQ);
   const LaunchShape shape{z.batch * z.heads * query_blocks, 1, 1, C::kThreads, sizeof(SharedMemory<C>)};
   return launch(forward_kernel<C, Functions>, shape, stream, p, query_blocks, functions);
+}
+
+// Plain calls up to a head dimension of 128. Two blocks share a multiprocessor, so one block computes while the other
+// waits. On GPUs with less than 130 KB for two blocks, such as an RTX 4090 or an L4, a tile has fewer keys.
+template <class In, bool kPacked>
+cudaError_t launch_plain(const AttentionParams& p, int64_t widest, cudaStream_t stream) {
+  using Wide = Config<In, 128, 64, 1, kPacked, Ampere, true>;                                       // 64 KB
+  if (widest <= 64) return launch_padded<Config<In, 64, 64, 1, kPacked, Ampere, true>>(p, stream);  // 32 KB
+  return shared_bytes_of_multiprocessor() >= 2 * (sizeof(SharedMemory<Wide>) + kReservedSharedBytes)
+             ? launch_padded<Wide>(p, stream)
+             : launch_padded<Config<In, 128, 32, 1, kPacked, Ampere, true>>(p, stream);  // 48 KB
 }
 
 // Each config needs at most 99 KB, the limit of GPUs of compute capability 8.6 and 8.9. All have 128 queries, so K and
@@ -251,6 +297,7 @@ cudaError_t launch_forward_of(const AttentionParams& p, cudaStream_t stream) {
     return widest <= 64 ? launch_padded<Config<In, 64, 64, 1, kPacked, Gpu>>(p, stream)
                         : launch_padded<Config<In, 128, 32, 1, kPacked, Gpu>>(p, stream);
   } else {
+    if (is_plain(p) && widest <= 128) return launch_plain<In, kPacked>(p, widest, stream);
     if (widest <= 64) return launch_padded<Config<In, 64, 64, 2, kPacked>>(p, stream);    // 48 KB
     if (widest <= 128) return launch_padded<Config<In, 128, 64, 2, kPacked>>(p, stream);  // 96 KB
     if (widest <= 192) return launch_padded<Config<In, 192, 32, 2, kPacked>>(p, stream);  // 96 KB: fewer keys

@@ -104,7 +104,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (!C::Gpu::kHasCode) return __trap();
   auto& shared = shared_memory<JvpMemory<C>>();
   const QueryBlock<C> block(p.sizes, query_blocks);
-  const int64_t b = block.b, h = block.h, i0 = block.i0;
+  const int64_t b = block.b, h = block.h;
+  const int i0 = block.i0;
   const Tangents& t = p.tangents;
   const Sizes& z = p.sizes;
   const int64_t h_kv = z.kv_head(h);
@@ -116,15 +117,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                         int64_t columns) {
     if (tensor) tile.template load_async<C::kThreads>(tensor, b, head, first, seqlen, columns);
   };
-  const auto load_k = [&](int64_t j0, int buffer) {
+  const auto load_k = [&](int j0, int buffer) {
     load(shared.k[buffer], p.k, h_kv, j0, z.seqlen_k, z.head_dim);
     load(shared.t_k[buffer], t.k, h_kv, j0, z.seqlen_k, z.head_dim);
   };
-  const auto load_v = [&](int64_t j0, int buffer) {
+  const auto load_v = [&](int j0, int buffer) {
     load(shared.v[buffer], p.v, h_kv, j0, z.seqlen_k, z.head_dim_v);
     load(shared.t_v[buffer], t.v, h_kv, j0, z.seqlen_k, z.head_dim_v);
   };
-  const auto copies = copies_of<C>(load_k, load_v, keys.end);
+  const auto copies = copies_of<C>(load_k, load_v, static_cast<int>(keys.end));
   if (keys.begin < keys.end) {  // otherwise no thread waits for them
     load(shared.q, p.q, h, i0, z.seqlen_q, z.head_dim);
     load(shared.t_q, t.q, h, i0, z.seqlen_q, z.head_dim);
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   JvpStatistics statistics(p, b, h);
   float out[C::kHeadDim / 8][4] = {}, t_out[C::kHeadDim / 8][4] = {};
   int buffer = 0;
-  for (int64_t j0 = keys.begin; j0 < keys.end; j0 += C::kBlockK, buffer ^= C::kBuffers - 1) {
+  for (int j0 = static_cast<int>(keys.begin); j0 < keys.end; j0 += C::kBlockK, buffer ^= C::kBuffers - 1) {
     const ScorePosition at{z, b, h, i0, j0};
     const bool partial = is_partial<C>(p, at);
 

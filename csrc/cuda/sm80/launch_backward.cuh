@@ -20,7 +20,7 @@ cudaError_t launch_padded(const BackwardParams& p, const BackwardWorkspace& w, c
         return launch(backward_kernel<C, Functions>, shape, stream, p, w, functions);
       },
       [&] {
-        constexpr auto kForm = C::kPacked ? BackwardForm::kPacked : BackwardForm::kDense;
+        constexpr auto kForm = C::kPacked ? BackwardForm::kPlainPacked : BackwardForm::kPlain;
         return launch(dq_kernel<BackwardConfig<typename C::In, C::kHeadDim, kForm, typename C::Gpu>>,
                       {query_tasks, 1, 1, C::kThreads}, stream, p, w);
       });
@@ -50,8 +50,9 @@ cudaError_t launch_backward(const BackwardParams& p, void* workspace, cudaStream
   sums_of_dscores.dq = sums_of_dscores.dk = sums_of_dscores.dv = {};
   const auto on_tensor_cores = [&] {
     if (p.dropout) return launch_backward_of<In, BackwardForm::kDropout, Gpu>(p, w, stream);
-    return p.varlen ? launch_backward_of<In, BackwardForm::kPacked, Gpu>(p, w, stream)
-                    : launch_backward_of<In, BackwardForm::kDense, Gpu>(p, w, stream);
+    if (!is_plain(p)) return launch_backward_of<In, BackwardForm::kOptions, Gpu>(p, w, stream);
+    return p.varlen ? launch_backward_of<In, BackwardForm::kPlainPacked, Gpu>(p, w, stream)
+                    : launch_backward_of<In, BackwardForm::kPlain, Gpu>(p, w, stream);
   };
   const auto qkv_pass = [&] {
     return in_order([&] { return cudaMemsetAsync(w.ticket, 0, w.zeroed_bytes, stream); }, on_tensor_cores,

@@ -1,9 +1,15 @@
 // The sm80 tier: fp16 and bf16 on tensor cores, by instructions of all GPUs from compute capability 8.0 on.
 #pragma once
 
+#include "../product_scale.h"
 #include "../run.h"
 
 namespace flash_attn_ext::cuda::sm80 {
+
+// Whether a call has neither softcap, ALiBi, masks nor dropout, and a positive scale. Then only the band hides elements.
+inline bool is_plain(const AttentionParams& p) {
+  return is_positive(p.scale) && !has_softcap(p) && !p.alibi && !p.mask && !p.dropout;
+}
 
 // Why this tier cannot run the forward. Null: it can, on a GPU of compute capability 8.0 or later.
 const char* why_not_forward(const AttentionParams& p);

@@ -15,26 +15,26 @@ struct TileCopies {
 
   const LoadK& load_k;  // (j0, buffer): starts to copy the tile from key j0 on
   const LoadV& load_v;
-  const int64_t end;  // the end of the keys
+  const int end;  // the end of the keys
 
   // Each call ends a group, also an empty one, because the waits count groups.
-  __device__ void start_k(int64_t j0, int buffer) const {
+  __device__ void start_k(int j0, int buffer) const {
     if (j0 < end) load_k(j0, buffer);
     ptx::cp_async_commit();  // ends the group of k
   }
-  __device__ void start_v(int64_t j0, int buffer) const {
+  __device__ void start_v(int j0, int buffer) const {
     if (j0 < end) load_v(j0, buffer);
     ptx::cp_async_commit();  // ends the group of v
   }
 
   // Starts the first tile. Copies that the caller has started are in the same group as its K.
-  __device__ void start(int64_t j0) const {
+  __device__ void start(int j0) const {
     start_k(j0, 0);
     if (kDouble) start_v(j0, 0);
   }
 
   // Waits until the block may read K of the tile from key j0 on; then V. The tile from key `next` on follows.
-  __device__ void wait_for_k(int64_t j0, int64_t next, int buffer) const {
+  __device__ void wait_for_k(int j0, int next, int buffer) const {
     ptx::cp_async_wait<kLater>();  // this thread's part of q and k has landed; v may be in flight
     __syncthreads();               // all parts have landed; all have read the other k or, with one buffer, v
     if constexpr (kDouble) {
@@ -43,7 +43,7 @@ struct TileCopies {
       start_v(j0, 0);
     }
   }
-  __device__ void wait_for_v(int64_t next, int buffer) const {
+  __device__ void wait_for_v(int next, int buffer) const {
     ptx::cp_async_wait<kLater>();  // this thread's part of v has landed; the next k may be in flight
     __syncthreads();               // all parts have landed; all have read the other v or, with one buffer, k
     if constexpr (kDouble) {
@@ -55,7 +55,7 @@ struct TileCopies {
 };
 
 template <class C, class LoadK, class LoadV>
-__device__ TileCopies<C, LoadK, LoadV> copies_of(const LoadK& load_k, const LoadV& load_v, int64_t end) {
+__device__ TileCopies<C, LoadK, LoadV> copies_of(const LoadK& load_k, const LoadV& load_v, int end) {
   return {load_k, load_v, end};
 }
 

@@ -11,11 +11,11 @@ namespace flash_attn_ext::cuda::sm80 {
 template <int kBlockK>
 struct BandTiles {
   struct Tile {
-    int64_t j0;
+    int j0;
   };
   const Range& keys;
 
-  __device__ Tile first() const { return {keys.begin}; }
+  __device__ Tile first() const { return {static_cast<int>(keys.begin)}; }
   __device__ Tile after(Tile tile) const { return {tile.j0 + kBlockK}; }
 };
 

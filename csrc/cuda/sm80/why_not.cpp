@@ -42,9 +42,12 @@ namespace {
 }
 
 constexpr int64_t kMaxHeadDim = 256, kMaxJvpHeadDim = 128;
+// The kernels count rows in 32 bits, up to the end of the last tile.
+constexpr int64_t kMaxLength = (int64_t{1} << 31) - 1024;
 
 constexpr const char* kWide = "sm80: only head dimensions up to 256";
 constexpr const char* kChunks = "sm80: no attention_chunk";
+constexpr const char* kLong = "sm80: only sequences of up to 2^31 - 1024 rows";
 constexpr const char* kUnaligned = "sm80: a tensor's rows are not aligned to 16 bytes";
 
 // Why this tier does not run the functions of a call. Null: it does, or the call has no functions.
@@ -74,6 +77,7 @@ const char* why_not_forward(const AttentionParams& p) {
   if (p.varlen.cache.key_has_value) return "sm80: no qv with separate caches";
   if (p.dropout.place) return "sm80: no dropout of a part of a larger call";
   if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return kWide;
+  if (z.seqlen_q > kMaxLength || z.seqlen_k > kMaxLength) return kLong;
   if (!is_aligned(p.q, z.head_dim) || !is_aligned(p.k, z.head_dim) || !is_aligned(p.v, z.head_dim_v) ||
       !is_aligned(p.out, z.head_dim_v))
     return kUnaligned;
@@ -91,6 +95,7 @@ const char* why_not_backward(const BackwardParams& p) {
   if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) return "sm80: only float16 and bfloat16";
   if (p.dropout.place) return "sm80: no dropout of a part of a larger call";
   if (z.head_dim > kMaxHeadDim || z.head_dim_v > kMaxHeadDim) return kWide;
+  if (z.seqlen_q > kMaxLength || z.seqlen_k > kMaxLength) return kLong;
   // A gradient that is not wanted is null, which is aligned.
   for (const Tensor4& t : {p.q, p.k, p.dq, p.dk})
     if (!is_aligned(t, z.head_dim)) return kUnaligned;

@@ -32,7 +32,8 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute
 enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor,
-  cudaDevAttrMultiProcessorCount
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor
 };
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
