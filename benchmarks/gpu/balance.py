@@ -1,8 +1,7 @@
 """Measures the balance of the forward's persistent blocks: the rate of causal calls divided by the rate of full calls.
 
 bfloat16, forward. If a block has more work than the other blocks, the GPU waits for it, and the ratio falls. Tiles on
-the
-diagonal are computed whole: `most` is the ratio with perfect balance.
+the diagonal are computed whole: `most` is the ratio with perfect balance.
 """
 
 import argparse
@@ -20,7 +19,7 @@ from benchmarks.gpu.timing import time_in_turn
 from benchmarks.gpu.worker import Worker, serve
 
 LENGTHS, HEAD_DIMS = [16384, 1024, 4096], [128, 64]
-TILE = 128  # query rows and keys of a tile
+TILES = {64: (192, 128), 128: (128, 128)}  # query rows and keys of a tile, by head dimension
 LEAST = 0.85  # of the possible ratio; the host computes a balance of at least 0.95
 PATIENCE, AT_THE_END = 10.0, 2.0  # seconds for one task, and for the table
 
@@ -36,16 +35,18 @@ def measure(task: dict) -> list[float]:
     return [statistics.median(seconds) for seconds in taken]
 
 
-def most(length: int) -> float:
-    """The ratio with perfect balance: visible elements over the elements of the tiles that contain them."""
-    tiles = -(-length // TILE)
-    return (length * (length + 1) / 2) / (tiles * (tiles + 1) / 2 * TILE**2)
+def most(length: int, head_dim: int) -> float:
+    """The ratio with perfect balance. Tiles on the diagonal are computed whole, and a causal call has more of them."""
+    rows, keys = TILES[head_dim]
+    row_tiles, key_tiles = -(-length // rows), -(-length // keys)
+    causal = sum(-(-min((n + 1) * rows, length) // keys) for n in range(row_tiles))
+    return (length + 1) / (2 * length) * row_tiles * key_tiles / causal
 
 
 def row_of(problem: Problem, full: float, causal: float) -> dict:
     """The rates count the visible elements."""
     ratio = full * (problem.S + 1) / (2 * problem.S) / causal
-    return {**asdict(problem), "us": [full * 1e6, causal * 1e6], "ratio": ratio, "most": most(problem.S)}
+    return {**asdict(problem), "us": [full * 1e6, causal * 1e6], "ratio": ratio, "most": most(problem.S, problem.D)}
 
 
 def text(record: dict) -> Iterator:

@@ -69,7 +69,8 @@ def main() -> int:
     for name in {"pytest_timeout", "xdist"} - installed:
         print(f"{name} is not installed: the first case that hangs ends the stage")
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "FLASH_ATTN_EXT_TEST_DEVICE": "cuda"}
+    settings = {"FLASH_ATTN_EXT_TEST_DEVICE": "cuda", "FLASH_ATTN_EXT_TEST_PAIRS": "1"}
+    environment = os.environ | settings | {"PYTHONPATH": os.pathsep.join(path)}
     if args.tier != "sm90":
         environment["FLASH_ATTN_EXT_CUDA_TIER"] = args.tier
     return run(command(args.junit, args.quick, installed), environment, needs.seconds_left() - STOP_BEFORE)

@@ -39,25 +39,25 @@ def stages(out: Path, quick: bool) -> list[Stage]:
         return Stage(f"tests-{tier}", command, timeout, gpus=GPUS[tier])
 
     def smoke(tier: str) -> Stage:
-        return Stage(f"smoke-{tier}", script("tools.gpu.smoke", tier), 15, gpus=GPUS[tier])
+        return Stage(f"smoke-{tier}", script("tools.gpu.smoke", tier), 18, gpus=GPUS[tier])
 
     hopper = GPUS["sm90"]
     return [
         Stage("build", script("tools.gpu.build_all", files(out, "build")[0]), 200),
-        Stage("units", script("tools.gpu.units"), 25, gpus=hopper),
+        Stage("units", script("tools.gpu.units"), 10, gpus=hopper),
         smoke("sm90"),
         Stage("balance", script("benchmarks.gpu.balance", *files(out, "balance")[:2]), 15, gpus=hopper),
-        Stage("switches", script("benchmarks.gpu.switches"), 45, gpus=hopper),
+        Stage("switches", script("benchmarks.gpu.switches"), 30, gpus=hopper),
         smoke("sm80"),
         smoke("sm75"),
         smoke("simt"),
-        compare("compare-16384-1024", 45, 16384, 1024),
-        compare("compare-8192", 25, 8192),
-        compare("compare-others", 35, 4096, 2048, 512),
-        tests("sm90", 30),
-        tests("sm80", 30),
-        tests("sm75", 30),
-        tests("simt", 25),
+        compare("compare-16384-1024", 65, 16384, 1024),
+        tests("sm90", 55),
+        tests("sm80", 40),
+        tests("sm75", 40),
+        tests("simt", 55),
+        compare("compare-8192", 35, 8192),
+        compare("compare-others", 70, 4096, 2048, 512),
         Stage("memcheck", script("tools.gpu.sanitize", "memcheck"), 40),
         Stage("decode", script("benchmarks.gpu.decode", *files(out, "decode"), *faster), 25),
         Stage("ncu", script("benchmarks.gpu.ncu", *files(out, "ncu")[:2]), 45),
