@@ -55,7 +55,7 @@ struct Forward {
   static constexpr int kConsumers = kRows / kWarpgroupRows;
   static constexpr bool kPersistent = kPlain && is_persistent(kDims);
   static constexpr bool kStoresByTma = kPlain && FLASH_ATTN_EXT_SM90_TMA_STORE;
-  static constexpr bool kTakesTurns = kPlain && kHeadDim <= 128 && FLASH_ATTN_EXT_SM90_PING_PONG;
+  static constexpr bool kTakesTurns = kPlain && takes_turns(kDims);
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
   // If O is long, it is scaled while S = Q K^T runs, not after the exponentials.
   static constexpr bool kScalesUnderScores = kHeadDimV > 128;

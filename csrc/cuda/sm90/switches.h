@@ -1,8 +1,8 @@
 // Choices that need a measurement on a GPU. Each is a switch, 1 or 0, defined here or by nvcc's -D.
 #pragma once
 
-// ---- Speed, in the plain forward kernels. The defaults are FlashAttention-3's. benchmarks/gpu/switches.py, a stage of
-// `make gpu`, finds these switches in this file, and times the kernels with each switch on and off.
+// ---- Speed, in the plain forward kernels. benchmarks/gpu/switches.py, a stage of `make gpu`, finds these switches in
+// this file, and times the kernels with each switch on and off. benchmarks/results/h200 has the times of an H200.
 
 // Plain calls store out by TMA, not by their threads.
 #if !defined(FLASH_ATTN_EXT_SM90_TMA_STORE)
@@ -15,7 +15,7 @@
 #define FLASH_ATTN_EXT_SM90_PERSISTENT 1
 #endif
 
-// Up to a head dimension of 128, the consumer warpgroups of plain calls alternate (ping_pong.cuh).
+// At head dimensions 96 and 128, the consumer warpgroups of plain calls alternate (ping_pong.cuh).
 #if !defined(FLASH_ATTN_EXT_SM90_PING_PONG)
 #define FLASH_ATTN_EXT_SM90_PING_PONG 1
 #endif
