@@ -293,6 +293,7 @@ __device__ void consume(const typename Config::Arguments& a, const BackwardRange
       start_own_dq();
       ptx::wgmma_commit();     // ends the batch of dQ
       ptx::wgmma_wait<2>(dv);  // dv is complete, dO has been read
+      __syncwarp();            // all lanes have read lse and delta, which are in the stages of Q and dO
       shared.dout.release(n);  // dO may be overwritten
       ptx::wgmma_wait<1>(dk);  // dk is complete, Q has been read
       shared.q.release(n);     // Q may be overwritten
@@ -309,6 +310,7 @@ __device__ void consume(const typename Config::Arguments& a, const BackwardRange
       start_sum<In>(ds16, q_rows, dk);
       ptx::wgmma_commit();     // ends the batch of dK
       ptx::wgmma_wait<2>(dv);  // dv is complete, dO has been read
+      __syncwarp();            // all lanes have read lse and delta, which are in the stages of Q and dO
       shared.dout.release(n);  // dO may be overwritten
       ptx::wgmma_wait<1>(dq);  // dq is complete
     }
