@@ -29,7 +29,7 @@ FORMS = {
 }
 # On the shortest way through a tile: a whole one, no options, tangents of nothing, inner loops once.
 MOST_INSTRUCTIONS = {
-    "plain forward": {64: 627, 128: 872},
+    "plain forward": {64: 1118, 128: 871, 256: 755},
     "forward": {64: 421, 128: 554, 192: 453, 256: 533},
     "jvp": {64: 875, 128: 738},
     "plain backward": {64: 708, 128: 506, 192: 381, 256: 442},
@@ -82,14 +82,20 @@ def test_machine_code_of_the_forward(head_dim):
     assert len(loop) <= MOST_INSTRUCTIONS["forward"][head_dim]
 
 
-@pytest.mark.parametrize("head_dim", MOST_INSTRUCTIONS["plain forward"])
+PLAIN_KEYS = {64: 128, 128: 64, 256: 64}  # of a tile of the plain forward
+ROW_TILES = {64: 2, 128: 2, 256: 1}  # of a warp
+SPILLS = {64: 39, 128: 14, 256: 0}  # accesses to local memory; smaller tiles without them are slower
+
+
+@pytest.mark.parametrize("head_dim", PLAIN_KEYS)
 def test_machine_code_of_the_plain_forward(head_dim):
-    loop = sass_listing.main_loop(code_of("forward", head_dim, r"Li64ELi1ELb0ENS\d_6AmpereELb1E"))
-    # Each part of K and V that is loaded from shared memory serves two products of each of two row tiles.
-    products = 2 * 2 * (head_dim // 16 * 64 // 8)
+    keys, row_tiles = PLAIN_KEYS[head_dim], ROW_TILES[head_dim]
+    loop = sass_listing.main_loop(code_of("forward", head_dim, rf"Li{keys}ELi1ELb0ENS\d_\w*AmpereELb1E"))
+    # One load from shared memory has a part of K or V for four products, of two row tiles. Q has loads of its own.
+    products = 2 * row_tiles * (head_dim // 16 * keys // 8)
     assert sass_listing.count(loop, "HMMA.16816") == products
-    assert sass_listing.count(loop, "LDSM") == products // 4 + 2 * (head_dim // 16)
-    assert sass_listing.count(loop, "LDL", "STL") <= 10
+    assert sass_listing.count(loop, "LDSM") == products // (2 * row_tiles) + row_tiles * (head_dim // 16)
+    assert sass_listing.count(loop, "LDL", "STL") <= SPILLS[head_dim]
     assert len(loop) <= MOST_INSTRUCTIONS["plain forward"][head_dim]
 
 

@@ -1,6 +1,7 @@
 """The sm80 forward above head dimension 128 (csrc/cuda/sm80/forward.cuh) on the host.
 
-Tiles are 128 queries by 32 keys; up to 192 K and V have two buffers each, beyond one.
+Tiles are 128 queries by 32 keys; up to 192 K and V have two buffers each, beyond one. Plain calls beyond 192 have 64
+keys, on GPUs with 163 KB of shared memory.
 """
 
 import pytest
@@ -28,10 +29,23 @@ def check(kernels, *inputs, **options):
 
 
 @head_dims
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(17, 1), (127, 31), (128, 32), (129, 33), (130, 100), (17, 0)])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"),
+    [(17, 1), (127, 31), (128, 32), (129, 33), (127, 63), (128, 64), (129, 65), (130, 100), (17, 0)],
+)
 @pytest.mark.parametrize("causal", ["upper_left", "lower_right"])
 def test_tile_edges(kernels, head_dim, seqlen_q, seqlen_k, causal):
     check(kernels, *make(1, 1, seqlen_q, seqlen_k, head_dim), causal=causal)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=["163 KB", "99 KB"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(127, 127), (128, 128), (129, 129), (260, 300)])
+def test_plain_calls_by_the_shared_memory_of_the_gpu(kernels, capability, head_dim, seqlen_q, seqlen_k):
+    with kernels.on_gpu(*capability):
+        check(kernels, *make(1, 1, seqlen_q, seqlen_k, head_dim), causal="lower_right")
+    keys = {64: 128, 128: 64, 256: 64} if capability == (8, 0) else {64: 128, 128: 32, 256: 32}
+    assert f", {head_dim}, {keys[head_dim]}, 1, false".encode() in kernels.c.last_kernel()
 
 
 @halves

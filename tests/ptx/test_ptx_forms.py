@@ -60,7 +60,7 @@ def simt(rows):
     return Kernels("80", "simt/forward.cuh", (f"forward_kernel<float, {rows}, kNarrowSlice, false>",))
 
 
-BACKWARD_PACKED = "backward_kernel<BackwardConfig<In, 64, BackwardForm::kOptions>>"
+BACKWARD_PACKED = "backward_kernel<BackwardConfig<In, 64, BackwardForm::kPlainPacked>>"
 # GPU, kernels, calls.
 CASES = {
     "simt forward": (
@@ -74,13 +74,13 @@ CASES = {
     "sm80 packed": (
         SM80,
         [
-            Kernels("80", "sm80/forward.cuh", ("forward_kernel<Config<In, 64, 64, 2, true>>",)),
+            Kernels("80", "sm80/forward.cuh", ("forward_kernel<Config<In, 64, 128, 1, true, Ampere, true>>",)),
             Kernels("80", "sm80/launch_backward.cuh", (BACKWARD_PACKED,)),
         ],
         [packed],
     ),
     "sm80 dropout backward": (
-        SM80, [Kernels("80", "sm80/launch_backward.cuh", (BACKWARD_PACKED.replace("kPacked", "kDropout"),))],
+        SM80, [Kernels("80", "sm80/launch_backward.cuh", (BACKWARD_PACKED.replace("kPlainPacked", "kDropout"),))],
         [backward(70, 140, 64, dropout_p=0.3)],
     ),
     "sm80 jvp": (SM80, [Kernels("80", "sm80/jvp.cuh", ("jvp_kernel<Config<In, 64, 64, 2>>",))], [jvp]),

@@ -185,7 +185,8 @@ __device__ void take_out_non_finite_rows(const float (&probs)[kRowTiles][2][4],
   if (found == 0) return;
   const auto is_finite = [&](int row) { return (found >> 2 * row & 3) == 0; };
 #pragma unroll
-  for (int r = 0; r < kRowTiles; ++r) add_non_finite_rows(probs[r], attends[r], values, is_finite, acc[r]);
+  for (int r = 0; r < kRowTiles; ++r)
+    add_non_finite_rows(probs[r], AttendingBits<>{attends[r]}, values, is_finite, acc[r]);
   __syncwarp();  // all lanes have read the rows
   if (!is_finite(my_row))
     for (int n = lane() % 2; n < kCols / kChunk; n += 2)

@@ -19,8 +19,8 @@
 
 namespace flash_attn_ext::cuda::sm80 {
 
-// A plain kernel computes calls with is_plain(). So its registers suffice for 32 query rows of a warp, up to a head dimension
-// of 128. Then each part of K and V that a warp reads from shared memory serves two products.
+// A plain kernel computes calls with is_plain(). So its registers suffice for 32 query rows of a warp, up to a head
+// dimension of 128. Then each part of K and V that a warp reads from shared memory serves two products.
 template <class In_, int kHeadDim_, int kBlockK_, int kBuffers_, bool kPacked_ = false, class Gpu_ = Ampere,
           bool kPlain_ = false>
 struct Config {
@@ -29,9 +29,9 @@ struct Config {
   static constexpr int kHeadDim =
       kHeadDim_;  // of q, k, v and out; smaller head dimensions are padded with zeros
   static constexpr bool kPlain = kPlain_;
-  static constexpr int kRowTiles = kPlain ? 2 : 1;  // of 16 query rows, in a warp
+  static constexpr int kRowTiles = kPlain && kHeadDim <= 128 ? 2 : 1;  // of 16 query rows, in a warp
   static constexpr int kWarps = 8 / kRowTiles, kThreads = 32 * kWarps;
-  static constexpr int kBlocks = kPlain ? 2 : 1;  // of a multiprocessor, at least
+  static constexpr int kBlocks = kRowTiles;  // of a multiprocessor, at least
   static constexpr int kBlockQ = 16 * kRowTiles * kWarps, kBlockK = kBlockK_;
   static constexpr int kBuffers = kBuffers_;  // buffers of K, and buffers of V
   static constexpr bool kPacked = kPacked_;   // computes packed sequences and caches only
@@ -222,10 +222,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const auto here = of_row_tile<C>(at, m);
-      if constexpr (C::kPlain)
-        attends[m] = partial ? hide_outside_band(p.band.without_chunks(), here, scores[m]) : ~0u;
-      else
+      if constexpr (!C::kPlain)
         attends[m] = finish_scores(p, scale, here, partial, scores[m]);
+      else if (partial)
+        hide_outside_band(p.band.without_chunks(), here, scores[m], [](int, int, bool) {});
       functions.change_scores(p, here, scores[m], attends[m]);
       float factor[2];
       statistics[m].update(scale, scores[m], factor);
@@ -242,8 +242,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks)
     if (partial)
       take_out_non_finite_rows(values, shared, [&](const auto& is_finite) {
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m)
-          add_non_finite_rows(scores[m], attends[m], values, is_finite, out[m]);
+        for (int m = 0; m < kRowTiles; ++m) {
+          const auto here = of_row_tile<C>(at, m);
+          if constexpr (C::kPlain)
+            add_non_finite_rows(scores[m], attending_in_band<C::kBlockK / 8>(p.band.without_chunks(), here),
+                                values, is_finite, out[m]);
+          else
+            add_non_finite_rows(scores[m], AttendingBits<>{attends[m]}, values, is_finite, out[m]);
+        }
       });
     multiply_probs(scores, values, out);
     tile = next;
@@ -276,15 +282,16 @@ cudaError_t launch_padded(const AttentionParams& p, cudaStream_t stream, const F
   return launch(forward_kernel<C, Functions>, shape, stream, p, query_blocks, functions);
 }
 
-// Plain calls up to a head dimension of 128. Two blocks share a multiprocessor, so one block computes while the other
-// waits. On GPUs with less than 130 KB for two blocks, such as an RTX 4090 or an L4, a tile has fewer keys.
+// The kernel of plain calls of a padded head dimension. Up to 128, two blocks share a multiprocessor, so one block computes
+// while the other waits. `large`: the GPU has 163 KB of shared memory. The other GPUs, such as an RTX 4090 or an L4, have
+// 100 KB, so a tile has fewer keys.
 template <class In, bool kPacked>
-cudaError_t launch_plain(const AttentionParams& p, int64_t widest, cudaStream_t stream) {
-  using Wide = Config<In, 128, 64, 1, kPacked, Ampere, true>;                                       // 64 KB
-  if (widest <= 64) return launch_padded<Config<In, 64, 64, 1, kPacked, Ampere, true>>(p, stream);  // 32 KB
-  return shared_bytes_of_multiprocessor() >= 2 * (sizeof(SharedMemory<Wide>) + kReservedSharedBytes)
-             ? launch_padded<Wide>(p, stream)
-             : launch_padded<Config<In, 128, 32, 1, kPacked, Ampere, true>>(p, stream);  // 48 KB
+cudaError_t launch_plain(const AttentionParams& p, int64_t widest, bool large, cudaStream_t stream) {
+  if (widest <= 64) return launch_padded<Config<In, 64, 128, 1, kPacked, Ampere, true>>(p, stream);  // 48 KB
+  if (widest <= 128)
+    return large ? launch_padded<Config<In, 128, 64, 1, kPacked, Ampere, true>>(p, stream)   // 64 KB
+                 : launch_padded<Config<In, 128, 32, 1, kPacked, Ampere, true>>(p, stream);  // 48 KB
+  return launch_padded<Config<In, 256, 64, 1, kPacked, LargeAmpere, true>>(p, stream);       // 128 KB
 }
 
 // Each config needs at most 99 KB, the limit of GPUs of compute capability 8.6 and 8.9. All have 128 queries, so K and
@@ -297,7 +304,9 @@ cudaError_t launch_forward_of(const AttentionParams& p, cudaStream_t stream) {
     return widest <= 64 ? launch_padded<Config<In, 64, 64, 1, kPacked, Gpu>>(p, stream)
                         : launch_padded<Config<In, 128, 32, 1, kPacked, Gpu>>(p, stream);
   } else {
-    if (is_plain(p) && widest <= 128) return launch_plain<In, kPacked>(p, widest, stream);
+    const bool large = shared_bytes_of_multiprocessor() > kLargeSharedBytes;
+    if (is_plain(p) && (widest <= 128 || (large && widest > 192)))
+      return launch_plain<In, kPacked>(p, widest, large, stream);
     if (widest <= 64) return launch_padded<Config<In, 64, 64, 2, kPacked>>(p, stream);    // 48 KB
     if (widest <= 128) return launch_padded<Config<In, 128, 64, 2, kPacked>>(p, stream);  // 96 KB
     if (widest <= 192) return launch_padded<Config<In, 192, 32, 2, kPacked>>(p, stream);  // 96 KB: fewer keys

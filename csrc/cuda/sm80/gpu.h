@@ -25,6 +25,11 @@ struct Ampere {
       128;  // head dimension up to which registers hold two row tiles of decoding
 };
 
+// GPUs with 163 KB of shared memory: compute capability 8.0, 8.7, 9.0 and 10.0.
+struct LargeAmpere : Ampere {
+  static constexpr size_t kSharedBytes = kLargeSharedBytes;
+};
+
 // Compute capability 7.5. It has no cp.async, so rows are copied through registers. Its mma.sync has a left operand of
 // 8 columns, so ptx.h makes two instructions of each product.
 struct Turing {

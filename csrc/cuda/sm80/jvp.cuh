@@ -160,12 +160,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     auto &values = shared.v[buffer], &t_values = shared.t_v[buffer];
     if (partial) {
       take_out_non_finite_rows(values, shared, [&](const auto& is_finite) {
-        add_non_finite_rows(scores, attends, values, is_finite, out);
-        add_non_finite_rows(tangents, attends, values, is_finite, t_out);
+        add_non_finite_rows(scores, AttendingBits<>{attends}, values, is_finite, out);
+        add_non_finite_rows(tangents, AttendingBits<>{attends}, values, is_finite, t_out);
       });
       if (t.v)
         take_out_non_finite_rows(t_values, shared, [&](const auto& is_finite) {
-          add_non_finite_rows(scores, attends, t_values, is_finite, t_out);
+          add_non_finite_rows(scores, AttendingBits<>{attends}, t_values, is_finite, t_out);
         });
     }
     multiply_probs(scores, values, out);

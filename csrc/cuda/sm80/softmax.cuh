@@ -30,13 +30,12 @@ struct ScoreScale {
   __device__ ScoreScale(bool is_first, float scale) : is_first(is_first), scale(scale) {}
 };
 
-// Hides the scores outside of the band and of the tensors. Bit 4 n + e of the result: that element attends. Faster than
-// finish_scaled_score() for each element, because the limits of a row are computed once, in 32 bits.
-template <int N, class ScorePosition>
-__device__ uint32_t hide_outside_band(const DiagonalBand& band, const ScorePosition& at,
-                                      float (&scores)[N][4]) {
+// Hides the scores outside of the band and of the tensors. Calls mark(n, e, whether element e of accumulator n is shown).
+// Faster than finish_scaled_score() for each element, because the limits of a row are computed once, in 32 bits.
+template <int N, class ScorePosition, class Mark>
+__device__ void hide_outside_band(const DiagonalBand& band, const ScorePosition& at, float (&scores)[N][4],
+                                  const Mark& mark) {
   constexpr int64_t kFar = 1 << 20;  // beyond every tile
-  uint32_t attends = 0;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int64_t first = at.key(0, 0), i = at.query(2 * r) + band.diagonal;
@@ -51,9 +50,26 @@ __device__ uint32_t hide_outside_band(const DiagonalBand& band, const ScorePosit
       for (int e = 2 * r; e < 2 * r + 2; ++e) {
         const bool shows = static_cast<uint32_t>(8 * n + e % 2 - begin) < count && at.shows(n, e);
         scores[n][e] = shows ? scores[n][e] : -kInf<float>;
-        attends |= uint32_t{shows} << (4 * n + e);
+        mark(n, e, shows);
       }
   }
+}
+
+// The elements that attend. Bit 4 n + e: element e of accumulator n.
+template <class Word = uint32_t>
+struct AttendingBits {
+  Word bits;
+  __device__ bool operator()(int n, int e) const { return bits >> (4 * n + e) & 1; }
+};
+
+// The elements that hide_outside_band() shows.
+template <int N, class ScorePosition>
+__device__ auto attending_in_band(const DiagonalBand& band, const ScorePosition& at) {
+  AttendingBits<std::conditional_t<(N > 8), uint64_t, uint32_t>> attends{};
+  float ignored[N][4] = {};
+  hide_outside_band(band, at, ignored, [&](int n, int e, bool shows) {
+    attends.bits |= decltype(attends.bits){shows} << (4 * n + e);
+  });
   return attends;
 }
 
@@ -72,9 +88,15 @@ __device__ uint32_t finish_scores(const AttentionParams& p, const ScoreScale& sc
   if (!has_softcap(p) && !p.alibi) {
     if (!partial) return ~uint32_t{0};
     constexpr bool kWide = N > 2;  // limits of rows do not pay for eight elements
-    if (kWide && !p.mask) return hide_outside_band(p.band.without_chunks(), at, scores);
+    if (kWide && !p.mask) {
+      uint32_t attends = 0;
+      hide_outside_band(p.band.without_chunks(), at, scores,
+                        [&](int n, int e, bool shows) { attends |= uint32_t{shows} << (4 * n + e); });
+      return attends;
+    }
   }
 
+  static_assert(4 * N <= 32);
   uint32_t attends = 0;
 #pragma unroll
   for (int n = 0; n < N; ++n)
@@ -133,8 +155,8 @@ struct RowStatistics {
 
 // A hidden value must not reach a result, but in a matrix product 0 * NaN is NaN. So this function adds value rows with
 // an Inf or NaN, only to results that attend to them. The caller then sets these rows to zero.
-template <int N, int kColumns, class Values, class IsFinite>
-__device__ void add_non_finite_rows(const float (&probs)[N][4], uint32_t attends, const Values& values,
+template <int N, int kColumns, class Attends, class Values, class IsFinite>
+__device__ void add_non_finite_rows(const float (&probs)[N][4], const Attends& attends, const Values& values,
                                     const IsFinite& is_finite, float (&acc)[kColumns][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
@@ -145,7 +167,7 @@ __device__ void add_non_finite_rows(const float (&probs)[N][4], uint32_t attends
         const int row = 8 * n + 2 * t + e % 2, r = e / 2, owner = lane() / 4 * 4 + t;
         if (is_finite(row)) continue;
         const float prob = __shfl_sync(0xffffffffu, probs[n][e], owner);
-        const uint32_t attended = __shfl_sync(0xffffffffu, attends >> (4 * n + e) & 1, owner);
+        const uint32_t attended = __shfl_sync(0xffffffffu, uint32_t{attends(n, e)}, owner);
         if (!attended) continue;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
