@@ -13,7 +13,7 @@ from benchmarks.gpu import needs
 from benchmarks.gpu.worker import Worker, serve
 from tools.gpu.calls import CALLS, Call, has_forward_mode, inputs
 
-PATIENCE = 5.0  # seconds for one call, which takes milliseconds
+PATIENCE = 8.0  # seconds for one call: milliseconds, and up to 5 seconds for the first import of torch.func
 AT_THE_END = 1.0  # seconds of the stage for the verdict
 AT_ONCE = 4  # processes, so that a hang delays only a part of the calls
 # Fractions of the largest value. Gradients are sums of more terms.
