@@ -372,7 +372,7 @@ def compile_machine_code() -> None:
 def text() -> Iterator:
     yield f"Speed limit of the sm90 kernels at {CLOCK / 1e9:g} GHz, bf16 and fp8, by a model of their machine code"
     yield "Cycles of one iteration of a block's main loop, and the cycles that each unit alone would need. In pairs: if"
-    yield "two blocks shared what they load from L2, which no kernel does yet\n"
+    yield "two blocks shared what they load from L2, which no kernel does\n"
     columns = ["tensor", "exponentials", "issue", "ALU", "fp32", "shared memory", "L2", "transposition"]
     lines = []
     for kernel in TILINGS:

@@ -1,6 +1,6 @@
 """Functions of the user and block masks on the CUDA kernels' host build, against dense references.
 
-Here is the tier simt; test_cuda_sm80_flex.py and test_cuda_sm90_flex.py have the other tiers. No GPU has run it yet.
+Here is the tier simt; test_cuda_sm80_flex.py and test_cuda_sm90_flex.py have the other tiers.
 """
 
 import pytest

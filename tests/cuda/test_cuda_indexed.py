@@ -1,6 +1,6 @@
 """Attention by index on the CUDA kernels' host build (tests/cuda_host): the tests of the CPU kernels, on smaller calls.
 
-The tier simt is the only one for it. No GPU has run it yet.
+The tier simt is the only one for it.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The indexer's scores, loss and gradients on the CUDA kernels' host build (tests/cuda_host), against dense PyTorch.
 
-The tier simt is the only one for it. No GPU has run it yet.
+The tier simt is the only one for it.
 """
 
 import ctypes
