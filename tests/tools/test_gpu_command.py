@@ -31,7 +31,7 @@ from benchmarks.gpu import (
     traffic,
     watch,
 )
-from tools.gpu import build_all, gpu_tests, machine, run, sanitize, stages, units
+from tools.gpu import build_all, gpu_tests, machine, run, sanitize, smoke_forms, stages, units
 from tools.gpu.stages import Stage
 
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the stages would run")
@@ -205,8 +205,8 @@ def test_the_most_important_stages_get_their_time(tmp_path):
         if seconds
     ]
     assert sure == [
-        "build", "units", "smoke-sm90", "balance", "switches", "smoke-sm80", "smoke-simt", "compare-16384-1024",
-        "tests-sm90", "tests-sm80", "tests-simt",
+        "build", "units", "smoke-sm90", "balance", "switches", "smoke-sm80", "smoke-simt", "smoke-forms",
+        "compare-16384-1024", "tests-sm90", "tests-sm80", "tests-simt",
     ]  # fmt: skip
     assert all_stages[0].timeout == 200, "of the build"
 
@@ -514,6 +514,13 @@ def test_the_gpu_tests_are_skipped_visibly():
     ]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
     assert "needs an NVIDIA GPU: FLASH_ATTN_EXT_TEST_DEVICE=cuda" in done.stdout
+
+
+@pytest.mark.parametrize("form", smoke_forms.FORMS)
+def test_each_form_is_right_on_the_cpu(form):
+    good, line = smoke_forms.verdict(form, {"result": smoke_forms.check({"name": form})})
+    assert good, line
+    assert not smoke_forms.verdict(form, {"result": {"out": float("nan")}})[0]
 
 
 def test_flops_of_attention():
