@@ -29,15 +29,15 @@ FORMS = {
 }
 # On the shortest way through a tile: a whole one, no options, tangents of nothing, inner loops once.
 MOST_INSTRUCTIONS = {
-    "plain forward": {64: 1118, 128: 871, 256: 755},
+    "plain forward": {64: 1113, 128: 867, 256: 755},
     "forward": {64: 421, 128: 554, 192: 453, 256: 533},
-    "jvp": {64: 875, 128: 738},
+    "jvp": {64: 862, 128: 731},
     "plain backward": {64: 708, 128: 506, 192: 381, 256: 442},
     "plain packed backward": {64: 708, 128: 514, 192: 379, 256: 439},
     "backward with options": {64: 786, 128: 475, 192: 393, 256: 466},
     "backward with dropout": {64: 1116, 128: 742, 192: 549, 256: 627},
     # With functions of the user, on tiles that no function changes.
-    "flex forward": {64: 496, 128: 625, 256: 493},
+    "flex forward": {64: 499, 128: 631, 256: 482},
     "flex backward": {64: 807, 192: 414, 256: 480},
 }
 FLEX_KEYS = {64: 64, 128: 64, 256: 16}  # of a tile of the forward with functions of the user
@@ -84,7 +84,7 @@ def test_machine_code_of_the_forward(head_dim):
 
 PLAIN_KEYS = {64: 128, 128: 64, 256: 64}  # of a tile of the plain forward
 ROW_TILES = {64: 2, 128: 2, 256: 1}  # of a warp
-SPILLS = {64: 39, 128: 14, 256: 0}  # accesses to local memory; smaller tiles without them are slower
+SPILLS = {64: 41, 128: 2, 256: 0}  # accesses to local memory; smaller tiles without them are slower
 
 
 @pytest.mark.parametrize("head_dim", PLAIN_KEYS)

@@ -174,7 +174,7 @@ __device__ inline void drop_probs(const AttentionParams& p, const DecodePlace& a
 
 // For a warp and its tile: adds the value rows with Inf or NaN by add_non_finite_rows(), then sets them to zero.
 template <class In, int kRowTiles, int kCols>
-__device__ void take_out_non_finite_rows(const float (&probs)[kRowTiles][2][4],
+__device__ void take_out_non_finite_rows(float (&probs)[kRowTiles][2][4],
                                          const uint32_t (&attends)[kRowTiles],
                                          Tile<In, kWarpKeys, kCols>& values,
                                          float (&acc)[kRowTiles][kCols / 8][4]) {

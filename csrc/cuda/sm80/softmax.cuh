@@ -156,17 +156,16 @@ struct RowStatistics {
 // A hidden value must not reach a result, but in a matrix product 0 * NaN is NaN. So this function adds value rows with
 // an Inf or NaN, only to results that attend to them. The caller then sets these rows to zero.
 template <int N, int kColumns, class Attends, class Values, class IsFinite>
-__device__ void add_non_finite_rows(const float (&probs)[N][4], const Attends& attends, const Values& values,
+__device__ void add_non_finite_rows(float (&probs)[N][4], const Attends& attends, const Values& values,
                                     const IsFinite& is_finite, float (&acc)[kColumns][4]) {
-#pragma unroll
-  for (int n = 0; n < N; ++n)
+  for_each_accumulator(probs, [&](int n, const float (&four)[4]) {
 #pragma unroll
     for (int e = 0; e < 4; ++e)
 #pragma unroll 1
       for (int t = 0; t < 4; ++t) {  // lane t of a row of four has probs 8 n + 2 t and 8 n + 2 t + 1
         const int row = 8 * n + 2 * t + e % 2, r = e / 2, owner = lane() / 4 * 4 + t;
         if (is_finite(row)) continue;
-        const float prob = __shfl_sync(0xffffffffu, probs[n][e], owner);
+        const float prob = __shfl_sync(0xffffffffu, four[e], owner);
         const uint32_t attended = __shfl_sync(0xffffffffu, uint32_t{attends(n, e)}, owner);
         if (!attended) continue;
 #pragma unroll
@@ -175,6 +174,7 @@ __device__ void add_non_finite_rows(const float (&probs)[N][4], const Attends& a
           acc[c][2 * r + 1] += prob * widen(values.at(row, 8 * c + lane() % 4 * 2 + 1));
         }
       }
+  });
 }
 
 }  // namespace flash_attn_ext::cuda::sm80
