@@ -95,10 +95,13 @@ def error(ours, exact) -> float:
 
 def verdict(task: dict, reply: dict) -> tuple[bool, str]:
     call = CALLS[task["tier"]][task["name"]]
-    case = f"{task['tier']} {task['pass']}, {call.dtype}, {task['name']}"
+    return judged(f"{task['tier']} {task['pass']}, {call.dtype}, {task['name']}", reply, ALLOWED[call.dtype])
+
+
+def judged(case: str, reply: dict, allowed: float) -> tuple[bool, str]:
+    """Returns whether the worker's reply is good, and a line about it. `allowed`: as in ALLOWED."""
     if "error" in reply:
         return False, f"FAILED  {case}: {reply['error']}"
-    allowed = ALLOWED[call.dtype]
     wrong = {name: e for name, e in reply["result"].items() if not e <= allowed}
     errors = ", ".join(f"{name} {e:.1e}" for name, e in reply["result"].items())
     if wrong:
@@ -135,8 +138,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     needs.a_gpu_and_our_build()
     verdicts = run(args.tier, [sys.executable, "-m", __spec__.name, args.tier, "--child"])
+    return exit_status(args.tier, verdicts)
+
+
+def exit_status(title: str, verdicts: list[tuple[bool, str]]) -> int:
+    """Prints the last line of a stage's log. Returns the exit status."""
     bad = [line for good, line in verdicts if not good]
-    print(f"{args.tier}: {len(verdicts)} calls, {len(bad)} bad" + (f"; the first: {bad[0]}" if bad else ""))
+    print(f"{title}: {len(verdicts)} calls, {len(bad)} bad" + (f"; the first: {bad[0]}" if bad else ""))
     return 1 if bad else 0
 
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu import needs
 from benchmarks.gpu.timing import dtype_16
 from benchmarks.gpu.worker import Worker, serve
-from tools.gpu.smoke import ALLOWED, AT_THE_END, PATIENCE, dense, error
+from tools.gpu.smoke import ALLOWED, AT_THE_END, PATIENCE, dense, error, exit_status, judged
 
 HEADS, HEADS_KV = 4, 2
 Results = Iterator[tuple[str, torch.Tensor, torch.Tensor]]  # name, ours, exact
@@ -132,12 +132,7 @@ def check(task: dict) -> dict:
 
 
 def verdict(name: str, reply: dict) -> tuple[bool, str]:
-    if "error" in reply:
-        return False, f"FAILED  {name}: {reply['error']}"
-    allowed = OF_FLOAT8 if name.startswith("float8") else ALLOWED["bfloat16"]
-    good = all(e <= allowed for e in reply["result"].values())
-    errors = ", ".join(f"{result} {e:.1e}" for result, e in reply["result"].items())
-    return good, f"{'ok     ' if good else 'WRONG  '} {name}: errors {errors}; allowed {allowed:g}"
+    return judged(name, reply, OF_FLOAT8 if name.startswith("float8") else ALLOWED["bfloat16"])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -149,14 +144,12 @@ def main(argv: list[str] | None = None) -> int:
         serve(check)
         return 0
     needs.a_gpu_and_our_build()
-    bad = []
+    verdicts = []
     with Worker([sys.executable, "-m", __spec__.name, "--child"], needs.seconds_left() - AT_THE_END) as worker:
         for name in FORMS:
-            good, line = verdict(name, worker.ask({"name": name}, PATIENCE))
-            print(line, flush=True)
-            bad += [] if good else [line]
-    print(f"{len(FORMS)} forms, {len(bad)} bad" + (f"; the first: {bad[0]}" if bad else ""))
-    return 1 if bad else 0
+            verdicts.append(verdict(name, worker.ask({"name": name}, PATIENCE)))
+            print(verdicts[-1][1], flush=True)
+    return exit_status("forms", verdicts)
 
 
 if __name__ == "__main__":

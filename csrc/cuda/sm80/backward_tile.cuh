@@ -198,7 +198,6 @@ __device__ uint32_t finish_scores(const BackwardParams& p, float scale, const Po
 // The same for calls with is_plain(), from scores. Faster, because the limits of a key are computed once, in 32 bits.
 template <class Position, int N>
 __device__ uint32_t hide_outside_band(const BackwardParams& p, const Position& at, float (&scores)[N][4]) {
-  constexpr int64_t kFar = 1 << 20;  // beyond every tile
   const DiagonalBand& band = p.band.without_chunks();
   const Sizes& z = p.sizes;
   uint32_t attends = 0;
@@ -206,18 +205,9 @@ __device__ uint32_t hide_outside_band(const BackwardParams& p, const Position& a
   for (int r = 0; r < 2; ++r) {
     const int64_t first = at.query(0, 0), j = at.key(2 * r) - band.diagonal;
     const int64_t end_query = at.key(2 * r) < z.seqlen_k ? smaller(j + band.left + 1, z.seqlen_q) : 0;
-    // Both count from the thread's first query.
-    const int begin = static_cast<int>(clamp_to(j - band.right - first, -kFar, kFar));
-    const int end = static_cast<int>(clamp_to(end_query - first, -kFar, kFar));
-    const uint32_t count = end > begin ? end - begin : 0;
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int e = 2 * r; e < 2 * r + 2; ++e) {
-        const bool shows = static_cast<uint32_t>(8 * n + e % 2 - begin) < count;
-        scores[n][e] = shows ? scores[n][e] : -kInf<float>;
-        attends |= uint32_t{shows} << (4 * n + e);
-      }
+    hide_outside_columns(
+        r, Range{j - band.right - first, end_query - first}, scores, [](int, int) { return true; },
+        [&](int n, int e, bool shows) { attends |= uint32_t{shows} << (4 * n + e); });
   }
   return attends;
 }

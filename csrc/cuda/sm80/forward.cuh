@@ -304,9 +304,10 @@ cudaError_t launch_forward_of(const AttentionParams& p, cudaStream_t stream) {
     return widest <= 64 ? launch_padded<Config<In, 64, 64, 1, kPacked, Gpu>>(p, stream)
                         : launch_padded<Config<In, 128, 32, 1, kPacked, Gpu>>(p, stream);
   } else {
-    const bool large = shared_bytes_of_multiprocessor() > kLargeSharedBytes;
-    if (is_plain(p) && (widest <= 128 || (large && widest > 192)))
-      return launch_plain<In, kPacked>(p, widest, large, stream);
+    if (is_plain(p) && (widest <= 128 || widest > 192)) {
+      const bool large = shared_bytes_of_multiprocessor() > kLargeSharedBytes;
+      if (widest <= 128 || large) return launch_plain<In, kPacked>(p, widest, large, stream);
+    }
     if (widest <= 64) return launch_padded<Config<In, 64, 64, 2, kPacked>>(p, stream);    // 48 KB
     if (widest <= 128) return launch_padded<Config<In, 128, 64, 2, kPacked>>(p, stream);  // 96 KB
     if (widest <= 192) return launch_padded<Config<In, 192, 32, 2, kPacked>>(p, stream);  // 96 KB: fewer keys

@@ -35,23 +35,11 @@ struct ScoreScale {
 template <int N, class ScorePosition, class Mark>
 __device__ void hide_outside_band(const DiagonalBand& band, const ScorePosition& at, float (&scores)[N][4],
                                   const Mark& mark) {
-  constexpr int64_t kFar = 1 << 20;  // beyond every tile
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int64_t first = at.key(0, 0), i = at.query(2 * r) + band.diagonal;
-    // Both count from the thread's first key.
-    const int begin = static_cast<int>(clamp_to(i - band.left - first, -kFar, kFar));
-    const int end =
-        static_cast<int>(clamp_to(smaller(i + band.right + 1, at.end_key(r)) - first, -kFar, kFar));
-    const uint32_t count = end > begin ? end - begin : 0;
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int e = 2 * r; e < 2 * r + 2; ++e) {
-        const bool shows = static_cast<uint32_t>(8 * n + e % 2 - begin) < count && at.shows(n, e);
-        scores[n][e] = shows ? scores[n][e] : -kInf<float>;
-        mark(n, e, shows);
-      }
+    const Range shown{i - band.left - first, smaller(i + band.right + 1, at.end_key(r)) - first};
+    hide_outside_columns(r, shown, scores, [&](int n, int e) { return at.shows(n, e); }, mark);
   }
 }
 

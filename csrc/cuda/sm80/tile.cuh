@@ -77,6 +77,25 @@ struct Tile {
   }
 };
 
+// Hides the elements of the thread's row r outside of the columns `shown`, and the elements without shows(n, e). Columns count
+// from the thread's first column. Calls mark(n, e, whether the element is shown).
+template <int N, class Shows, class Mark>
+__device__ void hide_outside_columns(int r, Range shown, float (&scores)[N][4], const Shows& shows,
+                                     const Mark& mark) {
+  constexpr int64_t kFar = 1 << 20;  // beyond every tile
+  const int begin = static_cast<int>(clamp_to(shown.begin, -kFar, kFar));
+  const int end = static_cast<int>(clamp_to(shown.end, -kFar, kFar));
+  const uint32_t count = end > begin ? end - begin : 0;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int e = 2 * r; e < 2 * r + 2; ++e) {
+      const bool is_shown = static_cast<uint32_t>(8 * n + e % 2 - begin) < count && shows(n, e);
+      scores[n][e] = is_shown ? scores[n][e] : -kInf<float>;
+      mark(n, e, is_shown);
+    }
+}
+
 // Whether an element of the chunk is Inf or NaN: all bits of its exponent are set.
 template <class In>
 __device__ bool has_non_finite(const In* chunk) {
