@@ -6,6 +6,7 @@ The operators get the name of a process group, as in torch's own functional coll
 import re
 
 import torch
+import torch.distributed.nn.functional  # before init_process_group: its default arguments keep the group of that time
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 

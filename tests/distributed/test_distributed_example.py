@@ -1,4 +1,4 @@
-"""examples/train_distributed.py under torchrun: two processes have the loss curve of one process."""
+"""Whole programs: examples/train_distributed.py under torchrun, and the end of a process group."""
 
 import os
 import runpy
@@ -23,6 +23,30 @@ def test_two_processes_train_as_one():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "median difference of the losses" in done.stdout
+
+
+# A process group that lives until the interpreter ends can abort the process: its threads then need Python's lock.
+GROUP_ENDS = """
+import torch
+import torch.distributed as dist
+from flash_attn_ext.distributed import context_parallel_attn
+
+def threads():
+    return {open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")}
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+q = torch.randn(1, 2, 8, 16, requires_grad=True)
+context_parallel_attn(q, q, q, method=METHOD).sum().backward()
+assert any("gloo" in name for name in threads()), threads()
+dist.destroy_process_group()
+assert not any("gloo" in name for name in threads()), threads()
+"""
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather", "ulysses"])
+def test_destroy_process_group_ends_its_threads(method):
+    done = run("-c", f"import os; METHOD = {method!r}\n{GROUP_ENDS}")
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_torchrun_it_says_how_to_start_it(monkeypatch, capsys):
