@@ -85,11 +85,12 @@ FA_INLINE V multiply_add(V sum, V a, V b) {
   return sum + a * b;
 }
 
-template <class T, class E, int MR, int NV>
-FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, int64_t m0, int64_t n0) {
+// `a_row`: g.a_row, or the constant 1. Then one register addresses all rows of A, and none is kept in a vector register.
+template <class T, class E, int MR, int NV, class ARow = int64_t>
+FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, ARow a_row, int64_t m0, int64_t n0) {
   constexpr int L = kLanes<T>;
   g.prefetch_hook(MR * NV);
-  const E* a = g.a + m0 * g.a_row;
+  const E* a = g.a + m0 * a_row;
   const E* b = g.b + n0;
   T* c = g.c + m0 * g.ldc + n0;
   Vec<T> acc[MR][NV];
@@ -103,7 +104,7 @@ FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, int64_t m0, int64_t n
     for (int n = 0; n < NV; ++n) bv[n] = load_elements(b + n * L);
 #pragma GCC unroll 16
     for (int m = 0; m < MR; ++m) {
-      const auto av = broadcast_element(a + m * g.a_row);
+      const auto av = broadcast_element(a + m * a_row);
 #pragma GCC unroll 4
       for (int n = 0; n < NV; ++n) acc[m][n] = multiply_add(acc[m][n], av, bv[n]);
     }
@@ -131,12 +132,19 @@ FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, int64_t m0, int64_t n
 template <class T, class E, int MR, int NV>
 inline void gemm_panel(const GemmArgs<T, E>& g, int64_t rows, int64_t n0) {
   int64_t m = 0;
-  for (; m + MR <= rows && !(MR == 12 && rows - m == 16); m += MR) gemm_register_tile<T, E, MR, NV>(g, m, n0);
+  const auto add_full_tiles = [&](auto a_row) FA_INLINE_LAMBDA {
+    for (; m + MR <= rows && !(MR == 12 && rows - m == 16); m += MR)
+      gemm_register_tile<T, E, MR, NV>(g, a_row, m, n0);
+  };
+  if (std::is_same_v<T, E> && g.a_row == 1)
+    add_full_tiles(std::integral_constant<int64_t, 1>{});
+  else
+    add_full_tiles(g.a_row);
   if constexpr (MR > 8)
-    for (; m + 8 <= rows; m += 8) gemm_register_tile<T, E, 8, NV>(g, m, n0);
+    for (; m + 8 <= rows; m += 8) gemm_register_tile<T, E, 8, NV>(g, g.a_row, m, n0);
   if constexpr (MR > 4)
-    for (; m + 4 <= rows; m += 4) gemm_register_tile<T, E, 4, NV>(g, m, n0);
-  for (; m < rows; ++m) gemm_register_tile<T, E, 1, NV>(g, m, n0);
+    for (; m + 4 <= rows; m += 4) gemm_register_tile<T, E, 4, NV>(g, g.a_row, m, n0);
+  for (; m < rows; ++m) gemm_register_tile<T, E, 1, NV>(g, g.a_row, m, n0);
 }
 
 // Rounds `cols` up to whole vectors: B and C must have room, and the padding of B must be finite.
