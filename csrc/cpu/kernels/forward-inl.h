@@ -39,16 +39,20 @@ ForwardScratch<In, T> allocate_forward(Arena& arena, const AttentionParams& p, i
   return s;
 }
 
-// Blocks of queries share tiles of K and V if the tiles are converted, so that a task converts each tile once.
+// Two blocks of queries share tiles of K and V if the tiles are converted, or if a head's keys and values do not fit into
+// L2, so that a task converts or reads each tile once.
 constexpr int64_t kMostBlocksPerTask = 2;
 template <class In, class T>
 int64_t blocks_per_task(const AttentionParams& p, int threads) {
   const Sizes& z = p.sizes;
   constexpr int64_t kEnoughTasks =
       8;  // per thread; with fewer tasks, the last ones keep other threads waiting
+  constexpr int64_t kL2Bytes = 2 << 20;
   const int64_t tasks =
       z.batch * z.heads * ceil_div(z.seqlen_q, kMostBlocksPerTask * forward_tiling<T>().block_q);
-  return converts_rows<In, T>(p.dtype) && tasks >= kEnoughTasks * threads ? kMostBlocksPerTask : 1;
+  const int64_t bytes_of_head = z.seqlen_k * (z.head_dim + z.head_dim_v) * bytes_of(p.dtype);
+  const bool shares = converts_rows<In, T>(p.dtype) || bytes_of_head >= kL2Bytes;
+  return shares && tasks >= kEnoughTasks * threads ? kMostBlocksPerTask : 1;
 }
 
 // One block of queries of a head: m, l and O during the loop over the tiles of its keys.
