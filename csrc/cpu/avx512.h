@@ -10,13 +10,16 @@
 #define FA_VECTOR_BYTES 64
 #define FA_VECTOR_REGISTERS 32
 #define FA_MUL_EPU32(a, b) _mm512_mul_epu32((__m512i)(a), (__m512i)(b))
-// FRACTION: x minus the nearest integer, 0 for an infinity; ABOVE_FLOOR: x - floor(x). SCALEF: y * 2^floor(n).
+// FRACTION: x minus the nearest integer, 0 for an infinity; ABOVE_FLOOR: x - floor(x). SCALEF: y * 2^floor(n), but 0 if
+// x < lowest.
 #define FA_HAS_SCALEF
 #define FA_FRACTION_PS(x) _mm512_reduce_ps(x, 0)
 #define FA_FRACTION_PD(x) _mm512_reduce_pd(x, 0)
 #define FA_ABOVE_FLOOR_PS(x) _mm512_reduce_ps(x, 1)
-#define FA_SCALEF_PS(y, n) _mm512_scalef_ps(y, n)
-#define FA_SCALEF_PD(y, n) _mm512_scalef_pd(y, n)
+#define FA_SCALEF_PS(y, n, x, lowest) \
+  _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(lowest), _CMP_NLT_UQ), y, n)
+#define FA_SCALEF_PD(y, n, x, lowest) \
+  _mm512_maskz_scalef_pd(_mm512_cmp_pd_mask(x, _mm512_set1_pd(lowest), _CMP_NLT_UQ), y, n)
 #define FA_WIDEN(x) (U32) _mm512_cvtepu16_epi32((__m256i)(x))
 #define FA_WIDEN_BYTES(x) (U32) _mm512_cvtepu8_epi32((__m128i)(x))
 #define FA_WIDEN_SIGNED_BYTES(x) (VecIndex<float>)_mm512_cvtepi8_epi32((__m128i)(x))

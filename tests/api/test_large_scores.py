@@ -1,5 +1,7 @@
 """Scores far from 0: the backward's P, and mask values up to finfo.min in the scores and in lse."""
 
+import math
+
 import pytest
 import torch
 from helpers import gradients, leaves, make_qkv
@@ -57,3 +59,22 @@ def test_mask_values_up_to_the_largest_keep_their_difference(isa, dtype, seqlen_
     out, lse = flash_attn(q, k, v, mask, return_lse=True)
     assert torch.equal(out, v[:, :, 7:8].expand_as(out))
     torch.testing.assert_close(lse, mask[:, :, :, 7])
+
+
+@wide_dtypes
+@pytest.mark.parametrize("seqlen_q", [1, 64])  # the decode kernel, the other one
+def test_no_weight_is_subnormal(isa, dtype, seqlen_q):
+    """CPUs of Intel take 100 cycles and more for a multiply-add with a subnormal number. Smaller weights are 0."""
+    keys, smallest = 256, torch.finfo(dtype).smallest_normal
+    scores = torch.linspace(0, 1.1 * math.log(smallest), keys, dtype=dtype)
+    q, k = (torch.zeros(1, 1, rows, 16, dtype=dtype) for rows in (seqlen_q, keys))
+    v = (8 * torch.eye(keys, dtype=dtype)).expand(1, 1, keys, keys).requires_grad_()  # out is 8 P
+    out = flash_attn(q, k, v, scores.expand(1, 1, seqlen_q, keys))
+    (dv,) = torch.autograd.grad(out, v, torch.ones_like(out))
+    weights = scores.double().softmax(0)
+    least_of_backward = {torch.float32: 2.0**-98, torch.float64: 2.0**-898}[dtype]
+    for found, factor, least in ((out[0, 0, 0], 8, 8 * smallest), (dv[0, 0, :, 0], seqlen_q, least_of_backward)):
+        assert ((found == 0) | (found >= smallest)).all()
+        assert (found == 0).any()
+        shown = weights >= least
+        torch.testing.assert_close(found[shown].double(), factor * weights[shown], rtol=1e-4, atol=0)

@@ -19,7 +19,8 @@ void add_to_row_terms(const TileFrame& f, const T* scores, const T* dprobs, cons
     if (new_max == kNegInf<T>) continue;
     Vec<T> sum = {}, weighted = {};
     for (int64_t n = row; n < row + f.ld; n += kLanes<T>) {
-      const Vec<T> x = load<T>(scores + n), prob = exp<T>(x - new_max), dprob = load<T>(dprobs + n);
+      const Vec<T> x = load<T>(scores + n), prob = exp<T>(x - new_max, Exp2<T>::kLowestProb),
+                   dprob = load<T>(dprobs + n);
       const Vec<T> product = prob * (dropout_tile ? dprob * load<T>(dropout_tile + n) : dprob);
       sum += prob;
       weighted += x == kNegInf<T> ? Vec<T>{} : product;  // masked: 0 for every dP

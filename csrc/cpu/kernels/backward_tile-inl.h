@@ -84,7 +84,9 @@ inline bool lse_is_exact(const BackwardParams& p, T lse) {
 // rows' size.
 template <class In, class T>
 FA_INLINE Vec<T> prob_of(Vec<T> score, T reference, T correction) {
-  return score == kNegInf<T> ? Vec<T>{} : prob_exp<In, T>((score - reference) - correction, T(kLog2E));
+  return score == kNegInf<T>
+             ? Vec<T>{}
+             : prob_exp<In, T>((score - reference) - correction, T(kLog2E), Exp2<T>::kLowestProb);
 }
 
 template <class T>

@@ -136,8 +136,8 @@ struct DoubleBackwardPass {
     for (int64_t n = r * f.ld; n < (r + 1) * f.ld; n += kLanes<T>) {
       const Vec<T> x = load<T>(s.probs + n), g = load<T>(s.dscores + n), e = load<T>(s.t_scores + n);
       const VecIndex<T> hidden = x == kNegInf<T>;
-      const Vec<T> prob = exp<T>((x - row.reference) - row.correction), from_delta = g - row.delta,
-                   dscore = prob * from_delta;
+      const Vec<T> prob = exp<T>((x - row.reference) - row.correction, Exp2<T>::kLowestProb),
+                   from_delta = g - row.delta, dscore = prob * from_delta;
       const Vec<T> a = from_delta * e + load<T>(s.t_dprobs + n) - row.mu * g;
       store<T>(s.probs + n, hidden ? Vec<T>{} : prob * (e - row.mu));
       store<T>(s.dscores + n, hidden ? Vec<T>{} : prob * (a - row.gamma));

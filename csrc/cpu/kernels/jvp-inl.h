@@ -50,7 +50,7 @@ inline void online_softmax_jvp(const TileFrame& f, const JvpScratch<In, T>& scra
     const Vec<T> reference = new_max == kNegInf<T> ? Vec<T>{} : new_max;
     Vec<T> sum = {}, t_sum = {};
     for (int64_t n = c; n < f.keys * f.ld; n += f.ld) {
-      const Vec<T> x = load<T>(s.scores + n), prob = exp<T>(x - reference);
+      const Vec<T> x = load<T>(s.scores + n), prob = exp<T>(x - reference, Exp2<T>::kLowestProb);
       const Vec<T> e = x == kNegInf<T> ? Vec<T>{} : load<T>(scratch.t_scores + n);
       store<T>(s.scores + n, prob);
       store<T>(scratch.t_scores + n, e);

@@ -17,6 +17,7 @@ struct Exp2<float> {
                                     0.00961808255728f, 0.00133908633665f, 0.000154531629451f};
   static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x) in the low bits
   static constexpr float kLowest = -126.0f, kHighest = 127.0f;  // exponents of normal numbers
+  static constexpr float kLowestProb = -100.0f;
   static constexpr int kMantissaBits = 23;
   static constexpr uint32_t kOne = 127u << 23;
 };
@@ -29,6 +30,7 @@ struct Exp2<double> {
       1.0178062445845773521e-7, 7.0725859492692236999e-9,  4.4549605981865183938e-10};
   static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
   static constexpr double kLowest = -1022.0, kHighest = 1023.0;
+  static constexpr double kLowestProb = -900.0;
   static constexpr int kMantissaBits = 52;
   static constexpr uint64_t kOne = uint64_t{1023} << 52;
 };
@@ -70,50 +72,50 @@ FA_INLINE Vec<float> short_polynomial(const float (&terms)[5], Vec<float> f) {
   return p;
 }
 
+// exp_scaled() returns e^(scale x) for log2_scale = scale * log2(e), for results up to 2^127 (2^1023). -inf gives 0,
+// NaN stays NaN. Results below 2^lowest are 0, where 2^lowest is a normal number: a multiply-add with a subnormal number
+// takes 100 cycles and more on CPUs of Intel, and peaked scores make many of them.
+//
+// For gradients `lowest` is kLowestProb: P times a difference of dP may be subnormal, too.
+
 #if defined(FA_HAS_SCALEF)
 
 // As exp_scaled(), with the error of a short polynomial. 2^f for f = y - floor(y): FA_SCALEF_PS itself rounds its
 // exponent down.
-FA_INLINE Vec<float> short_exp_scaled(Vec<float> x, float log2_scale) {
+FA_INLINE Vec<float> short_exp_scaled(Vec<float> x, float log2_scale, float lowest = Exp2<float>::kLowest) {
   const Vec<float> y = x * log2_scale;
-  return FA_SCALEF_PS(short_polynomial(kShortExp2AboveFloor, FA_ABOVE_FLOOR_PS(y)), y);
+  return FA_SCALEF_PS(short_polynomial(kShortExp2AboveFloor, FA_ABOVE_FLOOR_PS(y)), y, y, lowest);
 }
 
-// Returns e^(scale x) for log2_scale = scale * log2(e), for results up to 2^127 (2^1023). -inf gives 0, NaN stays
-// NaN. One instruction subtracts the nearest integer, also from an infinity. Another instruction multiplies by 2^n,
-// with underflow.
+// One instruction subtracts the nearest integer, also from an infinity. Another instruction multiplies by 2^n.
 template <class T>
-FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale) {
+FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale, T lowest = Exp2<T>::kLowest) {
   const Vec<T> y = x * log2_scale;
   if constexpr (sizeof(T) == 4) {
     const Vec<T> f = FA_FRACTION_PS(y);
-    return FA_SCALEF_PS(exp2_polynomial<T>(f) * f + T(1), y - f);
+    return FA_SCALEF_PS(exp2_polynomial<T>(f) * f + T(1), y - f, y, lowest);
   } else {
     const Vec<T> f = FA_FRACTION_PD(y);
-    return FA_SCALEF_PD(exp2_polynomial<T>(f) * f + T(1), y - f);
+    return FA_SCALEF_PD(exp2_polynomial<T>(f) * f + T(1), y - f, y, lowest);
   }
 }
 
 #else
 
-// Returns e^(scale x) for log2_scale = scale * log2(e), for results up to 2^127 (2^1023). -inf gives 0, results below
-// the normal range give 0, NaN stays NaN.
 template <class T>
-FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale) {
-  const T lowest = Exp2<T>::kLowest / log2_scale;
-  const VecIndex<T> tiny = x < lowest;
+FA_INLINE Vec<T> exp_scaled(Vec<T> x, T log2_scale, T lowest = Exp2<T>::kLowest) {
+  const VecIndex<T> tiny = x < lowest / log2_scale;
   Vec<T> power, fraction;
-  split_exp<T>(tiny ? splat<T>(lowest) : x, log2_scale, power, fraction);
+  split_exp<T>(tiny ? Vec<T>{} : x, log2_scale, power, fraction);
   const Vec<T> y = power * fraction + power;
   return tiny ? Vec<T>{} : y;
 }
 
 // As exp_scaled(), with the error of a short polynomial.
-FA_INLINE Vec<float> short_exp_scaled(Vec<float> x, float log2_scale) {
+FA_INLINE Vec<float> short_exp_scaled(Vec<float> x, float log2_scale, float lowest = Exp2<float>::kLowest) {
   using C = Exp2<float>;
-  const float lowest = C::kLowest / log2_scale;
-  const VecIndex<float> tiny = x < lowest;
-  const Vec<float> in_range = tiny ? splat<float>(lowest) : x;
+  const VecIndex<float> tiny = x < lowest / log2_scale;
+  const Vec<float> in_range = tiny ? Vec<float>{} : x;
   const Vec<float> shifted = in_range * log2_scale + C::kRound;
   const Vec<float> f = in_range * log2_scale - (shifted - C::kRound);
   const Vec<float> power = (Vec<float>)(((VecBits<float>)shifted << C::kMantissaBits) + C::kOne);
@@ -124,17 +126,17 @@ FA_INLINE Vec<float> short_exp_scaled(Vec<float> x, float log2_scale) {
 #endif
 
 template <class T>
-FA_INLINE Vec<T> exp(Vec<T> x) {
-  return exp_scaled<T>(x, T(kLog2E));
+FA_INLINE Vec<T> exp(Vec<T> x, T lowest = Exp2<T>::kLowest) {
+  return exp_scaled<T>(x, T(kLog2E), lowest);
 }
 
 // e^(scale x) for P, if q, k, v have type In: only as exact as the use of P requires. log2_scale = scale * log2(e).
 template <class In, class T>
-FA_INLINE Vec<T> prob_exp(Vec<T> x, T log2_scale) {
+FA_INLINE Vec<T> prob_exp(Vec<T> x, T log2_scale, T lowest = Exp2<T>::kLowest) {
   if constexpr (sizeof(In) == 2) {
-    return short_exp_scaled(x, log2_scale);
+    return short_exp_scaled(x, log2_scale, lowest);
   } else {
-    return exp_scaled<T>(x, log2_scale);
+    return exp_scaled<T>(x, log2_scale, lowest);
   }
 }
 
