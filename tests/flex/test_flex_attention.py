@@ -1,6 +1,7 @@
 """flex_attention against dense references: every function of the gallery, forward and backward."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -199,6 +200,33 @@ def test_gradcheck_with_captured_tensors():
         return flex_attention(q, k, v, score_mod, return_lse=True)
 
     assert torch.autograd.gradcheck(attend, (q, k, v, table, temperature))
+
+
+INDICES = {
+    "rising and falling": lambda i, j, _: i - j + 300,
+    "falling and rising": lambda i, j, _: j - i + 150,
+    "constant beyond a distance": lambda i, j, _: (i - j).clamp(-6, 9) + 6,
+    "two apart": lambda i, j, _: (2 * i + 2 * j) % 400,
+    "random": lambda i, j, order: order[i] + order[j],
+}
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2, 67, 90, 16), (1, 2, 1, 3, 300, 16)], ids=["rows", "decode"])
+@pytest.mark.parametrize("index", INDICES)
+def test_neighbouring_elements_of_a_table(index, shape, isa):
+    """The kernels load elements n, n + 1, ... or n, n - 1, ... as a vector."""
+    order, exact_table = torch.randperm(shape[4]) % 200, torch.randn(shape[1], 450).double()
+    tables = [exact_table.clone().requires_grad_(), exact_table.clone().requires_grad_()]
+    q, k, v, dout = (t.detach() for t in make(shape, torch.float64))
+    ours, exact = (
+        call(q, k, v, lambda s, b, h, i, j, table=table: s + table[h, INDICES[index](i, j, order)])
+        for call, table in zip(
+            (partial(flex_attention, enable_gqa=True), lambda *a: dense_flex(*a)[0]), tables, strict=True
+        )
+    )
+    assert_near("out", ours, exact, 1e-12)
+    grads = [torch.autograd.grad(out, table, dout)[0] for out, table in zip((ours, exact), tables, strict=True)]
+    assert_near("gradient of the table", *grads, 1e-12)
 
 
 def test_no_function_is_plain_attention():

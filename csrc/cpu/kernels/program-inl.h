@@ -37,6 +37,25 @@ FA_INLINE VecIndex<T> splat_index(int64_t x) {
 }
 
 template <class T>
+FA_INLINE Vec<T> reversed(Vec<T> x) {
+  return pick<T>(x, x, splat_index<T>(kLanes<T> - 1) - iota<T>());
+}
+
+// Returns the step if the lanes are n, n + step, n + 2 step, ... with a step of 1, -1 or 0; otherwise kNoStep. Positions,
+// differences of positions, and clamped differences, which index most tables, are such lanes.
+constexpr int kNoStep = 2;
+template <class T>
+FA_INLINE int common_step(VecIndex<T> n) {
+  const int64_t step = n[1] - n[0];
+  if (step < -1 || step > 1) return kNoStep;
+  const VecIndex<T> others = n - splat_index<T>(n[0]) - iota<T>() * splat_index<T>(step);
+  uint64_t words[sizeof(others) / 8], any = 0;
+  std::memcpy(words, &others, sizeof others);
+  for (const uint64_t word : words) any |= word;
+  return any == 0 ? static_cast<int>(step) : kNoStep;
+}
+
+template <class T>
 struct ProgramRun {
   using V = Vec<T>;
   using I = VecIndex<T>;
@@ -120,6 +139,10 @@ struct ProgramRun {
     }
     map1<T>(s, [&](V index) FA_INLINE_LAMBDA {
       const I n = nearest_index<T>((I)index, last);
+      const int step = common_step<T>(n);
+      if (step == 1) return load<T>(elements + n[0]);
+      if (step == -1) return reversed<T>(load<T>(elements + n[kLanes<T> - 1]));
+      if (step == 0) return splat<T>(elements[n[0]]);
       V result = {};
       for (int i = 0; i < kLanes<T>; ++i) std::memcpy(&((T*)&result)[i], elements + n[i], sizeof(T));
       return result;
@@ -152,7 +175,14 @@ struct ProgramRun {
         sum += part(r, c);
         if (index.row == 0 && r + 1 < rows) continue;
         const I n = position(r, c);
-        for (int i = 0; i < kLanes<T>; ++i) to[n[i]] += sum[i];
+        const int step = common_step<T>(n);
+        if (step == 1 || step == -1) {
+          const V in_order = step == 1 ? sum : reversed<T>(sum);
+          double* const first = to + n[step == 1 ? 0 : kLanes<T> - 1];
+          for (int i = 0; i < kLanes<T>; ++i) first[i] += in_order[i];
+        } else {
+          for (int i = 0; i < kLanes<T>; ++i) to[n[i]] += sum[i];
+        }
         sum = V{};
       }
     }
