@@ -85,7 +85,8 @@ FA_INLINE V multiply_add(V sum, V a, V b) {
   return sum + a * b;
 }
 
-// `a_row`: g.a_row, or the constant 1. Then one register addresses all rows of A, and none is kept in a vector register.
+// `a_row`: g.a_row, or the constant 1. With the constant, one register addresses all rows of A. Otherwise the compiler needs an
+// address for each row, and keeps some of them in vector registers.
 template <class T, class E, int MR, int NV, class ARow = int64_t>
 FA_INLINE void gemm_register_tile(const GemmArgs<T, E>& g, ARow a_row, int64_t m0, int64_t n0) {
   constexpr int L = kLanes<T>;

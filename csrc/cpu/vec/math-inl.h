@@ -73,10 +73,11 @@ FA_INLINE Vec<float> short_polynomial(const float (&terms)[5], Vec<float> f) {
 }
 
 // exp_scaled() returns e^(scale x) for log2_scale = scale * log2(e), for results up to 2^127 (2^1023). -inf gives 0,
-// NaN stays NaN. Results below 2^lowest are 0, where 2^lowest is a normal number: a multiply-add with a subnormal number
-// takes 100 cycles and more on CPUs of Intel, and peaked scores make many of them.
+// NaN stays NaN. Results below 2^lowest become 0.
 //
-// For gradients `lowest` is kLowestProb: P times a difference of dP may be subnormal, too.
+// No result is subnormal, because CPUs of Intel take 100 cycles and more for a multiply-add with a subnormal number, and
+// peaked scores would make many of them. For gradients `lowest` is kLowestProb, because P times a difference of dP may be
+// subnormal, too.
 
 #if defined(FA_HAS_SCALEF)
 
