@@ -1,5 +1,5 @@
 // AVX-512 BF16 with AMX (Xeons from Sapphire Rapids on). Products of bfloat16 tiles run on the tile registers of AMX.
-// Other dtypes run on the kernels of isa_avx512_bf16.cpp.
+// Other dtypes, and products of decode for few rows, run on the kernels of isa_avx512_bf16.cpp.
 #include "target_region.h"
 
 // Older compilers do not know the instructions. Only Linux gives the permission (amx_permission.cpp).

@@ -8,6 +8,7 @@
 
 #define FA_ISA_NAME "avx512_bf16"
 #define FA_OTHER_DTYPES kAvx512Kernels
+#define FA_HAS_FUNCTIONS_FOR_AMX
 
 FA_TARGET_BEGIN("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace flash_attn_ext::cpu::avx512_bf16 {

@@ -23,6 +23,23 @@ struct Pass {
   void (*run)(const Params&, void* workspace, const Parallel&);
 };
 
+// Decode's functions for bfloat16 that do not use tile registers. The table for AMX calls them in the table without AMX. Each
+// table has types with the names of the comments and with the same members.
+struct FewRowFunctions {
+  void (*decode_task)(const AttentionParams&, const void* key_splits,  // DecodeSplits
+                      const void* scratch,                             // DecodeScratch<BFloat16, float>
+                      const void* task, const void* results);          // DecodeTask, SplitResults<float>
+  // `many`: ManyRows<BFloat16, float>.
+  void (*load_queries)(const void* many, const AttentionParams&, int64_t n, const void* from, int64_t ldq,
+                       int64_t rows);
+  void (*load_scores)(const void* many, int64_t n, int64_t rows, const void* keys,  // Rows<BFloat16>
+                      int64_t j, int64_t count, float scale, const void* to,        // LaneTile<float>
+                      void* ahead);                                                 // Prefetcher
+  void (*add_values)(const void* many, const void* probs, int64_t rows,             // AllProbs<float>
+                     const void* values, int64_t count, float* out, int64_t ldo,    // Rows<BFloat16>
+                     void* ahead);
+};
+
 struct Kernels {
   const char* isa;
   std::atomic<int64_t>* calls;  // how often these kernels ran
@@ -43,6 +60,7 @@ struct Kernels {
   Pass<IndexerLossParams> indexer_loss;
   Pass<IndexerLossBackwardParams> indexer_loss_backward;
   const TileFunctions* tile_functions;
+  const FewRowFunctions* few_rows;  // null in tables that no table for AMX calls
 };
 
 // isa_*.cpp define these. Null if the compiled architecture does not have the instruction set.

@@ -175,9 +175,9 @@ void load_decode_queries(const AttentionParams& p, const DecodeScratch<In, T>& s
     for (int64_t row = 0; row < rows; ++row) {
       const In* q = p.q.row<In>(task.b, (task.heads.first + n) * group + row / seqlen_q, row % seqlen_q);
       s.products.load_query(p, n * rows + row, q);
-      if constexpr (DecodeBytes<In>::kExists)
+      if constexpr (DecodeBytes<In>::kExists && !kHasOnlyPanels)
         if (s.bytes.q && multiplies_bytes<T>(rows)) s.bytes.load_query(p, n * rows + row, q);
-      if constexpr (DecodeNibbles::kExists<In>)
+      if constexpr (DecodeNibbles::kExists<In> && !kHasOnlyPanels)
         if (s.nibbles.q) s.nibbles.load_query(p, n * rows + row, q);
     }
     s.products.finish_queries(p, n, rows);
@@ -276,6 +276,10 @@ void merge_row(const AttentionParams& p, const DecodeSplits& key_splits, int64_t
 template <class In, class T>
 void decode_task(const AttentionParams& p, const DecodeSplits& key_splits, const DecodeScratch<In, T>& s,
                  const DecodeTask& task, const SplitResults<T>& results) {
+#if defined(FA_FEW_ROWS)
+  if (!multiplies_panels<T>(p, key_splits.rows))
+    return FA_FEW_ROWS->decode_task(p, &key_splits, &s, &task, &results);
+#endif
   load_decode_queries<In, T>(p, s, task, key_splits.rows);
   for (int64_t split = task.splits.begin; split < task.splits.end; ++split)
     decode_split<In, T>(p, key_splits, s, task, results, split);

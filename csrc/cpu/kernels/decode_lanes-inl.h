@@ -17,6 +17,14 @@
 #include "gemm-inl.h"
 #include "pairs-inl.h"
 
+// AMX: another table's functions for few rows (run.h). This table has only decode's products on tile registers.
+#if defined(FA_HAS_TILE_REGISTERS) && !defined(FA_TESTED_PASSES_ONLY)
+#define FA_FEW_ROWS FA_OTHER_DTYPES->few_rows
+constexpr bool kHasOnlyPanels = true;
+#else
+constexpr bool kHasOnlyPanels = false;
+#endif
+
 // Number of sums in registers: half of the registers. One reduction of dot_block() completes as many sums as a vector
 // has lanes.
 constexpr int kDotSums = FA_VECTOR_REGISTERS / 2;

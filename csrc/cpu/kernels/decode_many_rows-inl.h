@@ -185,13 +185,7 @@ struct ManyRows {
   void load_queries(const AttentionParams& p, int64_t n, const E* from, int64_t ldq, int64_t rows) const {
     if (!fills_lanes<T>(rows)) return;
     const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
-    if (uses_lane_blocks<T>(rows))
-      return for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
-        E* to = q + (n * lanes + first) * block_depth_of<T>(depth);
-        if constexpr (kReadsKeysInPlace<In, T>)
-          if (reads_keys_in_place<In, T>(count)) return load_block(from + first * ldq, ldq, count, depth, to);
-        load_query_lanes<T>(from + first * ldq, ldq, count, depth, to);
-      });
+    if (uses_lane_blocks<T>(rows)) return load_lane_queries(p, n, from, ldq, rows);
     for (int64_t c = 0; c < lanes; c += kPanel<T>)
       Operands::load_queries(from + c * ldq, ldq, std::min(kPanel<T>, rows - c), depth,
                              q + (n * lanes + c) * depth, std::min(kPanel<T>, lanes - c));
@@ -200,23 +194,8 @@ struct ManyRows {
   // to = scale * K Q^T for head `n`. The first key is key j of the tile.
   void load_scores(int64_t n, int64_t rows, const Rows<In>& k, int64_t j, int64_t keys, T scale,
                    const LaneTile<T>& to, Prefetcher& ahead) const {
+    if (uses_lane_blocks<T>(rows)) return load_lane_scores(n, rows, k, j, keys, scale, to, ahead);
     const int64_t depth = Operands::depth_of(k.cols), lanes = lanes_of<T>(rows);
-    if (uses_lane_blocks<T>(rows)) {
-      const int64_t block_depth = block_depth_of<T>(depth);
-      const E* own = q + n * block_depth * lanes;
-      if constexpr (kReadsKeysInPlace<In, T>) {
-        Prefetcher nothing;
-        for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
-          if (reads_keys_in_place<In, T>(count))
-            score_block(own + first * block_depth, count, k, keys, scale, to.at(first, count, j),
-                        first == 0 ? ahead : nothing);
-        });
-        if (reads_all_keys_in_place<In, T>(rows)) return;
-      }
-      return score_lanes<In, T>(own, block_depth, rows, depth,
-                                Operands::load_keys(k, keys, k_tile, widest_span<T>(rows)), keys, scale, to,
-                                j, k_tile, ahead);
-    }
     T* out = to.at(0, rows, j);
     const int64_t passes = ceil_div(depth, rows_in_l1<E>(std::min(kPanel<T>, lanes), depth));
     GradualPrefetch gradual(ahead, keys * lines_of<In>(k.cols), passes * keys * lanes / kLanes<T>);
@@ -236,13 +215,7 @@ struct ManyRows {
                   T* out, int64_t ldo, Prefetcher& ahead) const {
     Rows<In> v[kTileChunks] = {};
     for (int64_t j = 0; j < keys; j += kChunkRows) v[j / kChunkRows] = chunk(j);
-    if (uses_lane_blocks<T>(rows)) {
-      Prefetcher nothing;
-      return for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
-        Operands::add_lanes(block_of(all, first, count, keys), count, v, keys, out + first * ldo, ldo, probs,
-                            first == 0 ? ahead : nothing);
-      });
-    }
+    if (uses_lane_blocks<T>(rows)) return add_lane_values(all, rows, v, keys, out, ldo, ahead);
     const int64_t cols = v[0].cols, depth = Operands::depth_of(keys);
     const LeftOperand<E> left = Operands::load_probs(all, rows, keys, probs);
     GradualPrefetch gradual(ahead, keys * lines_of<In>(cols), rows * ceil_div(cols, kLanes<T>));
@@ -263,6 +236,58 @@ struct ManyRows {
                   all.rescale, gradual.prefetch_hook()});
     }
   }
+
+  // The three functions above for blocks of lanes. `v`: the tile's chunks.
+#if defined(FA_FEW_ROWS)
+  void load_lane_queries(const AttentionParams& p, int64_t n, const E* from, int64_t ldq,
+                         int64_t rows) const {
+    FA_FEW_ROWS->load_queries(this, p, n, from, ldq, rows);
+  }
+  void load_lane_scores(int64_t n, int64_t rows, const Rows<In>& k, int64_t j, int64_t keys, T scale,
+                        const LaneTile<T>& to, Prefetcher& ahead) const {
+    FA_FEW_ROWS->load_scores(this, n, rows, &k, j, keys, scale, &to, &ahead);
+  }
+  void add_lane_values(const AllProbs<T>& all, int64_t rows, const Rows<In>* v, int64_t keys, T* out,
+                       int64_t ldo, Prefetcher& ahead) const {
+    FA_FEW_ROWS->add_values(this, &all, rows, v, keys, out, ldo, &ahead);
+  }
+#else
+  void load_lane_queries(const AttentionParams& p, int64_t n, const E* from, int64_t ldq,
+                         int64_t rows) const {
+    const int64_t lanes = lanes_of<T>(rows), depth = Operands::depth_of(p.sizes.head_dim);
+    for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+      E* to = q + (n * lanes + first) * block_depth_of<T>(depth);
+      if constexpr (kReadsKeysInPlace<In, T>)
+        if (reads_keys_in_place<In, T>(count)) return load_block(from + first * ldq, ldq, count, depth, to);
+      load_query_lanes<T>(from + first * ldq, ldq, count, depth, to);
+    });
+  }
+  void load_lane_scores(int64_t n, int64_t rows, const Rows<In>& k, int64_t j, int64_t keys, T scale,
+                        const LaneTile<T>& to, Prefetcher& ahead) const {
+    const int64_t depth = Operands::depth_of(k.cols), block_depth = block_depth_of<T>(depth);
+    const E* own = q + n * block_depth * lanes_of<T>(rows);
+    if constexpr (kReadsKeysInPlace<In, T>) {
+      Prefetcher nothing;
+      for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+        if (reads_keys_in_place<In, T>(count))
+          score_block(own + first * block_depth, count, k, keys, scale, to.at(first, count, j),
+                      first == 0 ? ahead : nothing);
+      });
+      if (reads_all_keys_in_place<In, T>(rows)) return;
+    }
+    score_lanes<In, T>(own, block_depth, rows, depth,
+                       Operands::load_keys(k, keys, k_tile, widest_span<T>(rows)), keys, scale, to, j, k_tile,
+                       ahead);
+  }
+  void add_lane_values(const AllProbs<T>& all, int64_t rows, const Rows<In>* v, int64_t keys, T* out,
+                       int64_t ldo, Prefetcher& ahead) const {
+    Prefetcher nothing;
+    for_each_lane_block<T>(rows, [&](int64_t first, int64_t count) {
+      Operands::add_lanes(block_of(all, first, count, keys), count, v, keys, out + first * ldo, ldo, probs,
+                          first == 0 ? ahead : nothing);
+    });
+  }
+#endif
 
  private:
   // Q and S^T of a block that reads keys in place.

@@ -85,6 +85,14 @@ inline void multiply_lanes(T* row, const T* factors, int64_t ld) {
   for (int64_t c = 0; c < ld; c += kLanes<T>) store<T>(row + c, load<T>(row + c) * load<T>(factors + c));
 }
 
+// Returns whether the products of `rows` rows run on panels (decode_many_rows-inl.h), which may be on tile registers.
+template <class T>
+bool multiplies_panels(const AttentionParams& p, int64_t rows) {
+  const CacheDType dtype = p.varlen.cache.dtype;
+  return fills_lanes<T>(rows) && !uses_lane_blocks<T>(rows) && dtype != CacheDType::kInt4 &&
+         !(dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows));
+}
+
 // The keys [j0, j0 + keys) for some key heads of one sequence. Products loop over chunks of keys, and within a chunk
 // over the heads. Rows of neighbouring heads are often adjacent, so memory is read in order.
 template <class In, class T>
@@ -103,10 +111,14 @@ struct DecodeTile {
   const int64_t rows = group * z.seqlen_q, ld = round_up_to_lanes<T>(keys);
   const int64_t lanes = lanes_of<T>(rows);  // if all_at_once
   const int64_t d_v = decode_columns<T>(z.head_dim_v);
+#if defined(FA_FEW_ROWS)  // only tiles of multiplies_panels()
+  static constexpr bool is_int8 = false, is_int4 = false, all_at_once = true;
+#else
   const bool is_int8 =
       DecodeBytes<In>::kExists && cache.dtype == CacheDType::kInt8 && multiplies_bytes<T>(rows);
   const bool is_int4 = DecodeNibbles::kExists<In> && cache.dtype == CacheDType::kInt4;
   const bool all_at_once = fills_lanes<T>(rows) && !is_int8 && !is_int4;
+#endif
   // If only the softmax and the factors of 8-bit rows follow the product, scores stay S^T.
   const bool stays_transposed = all_at_once && !p.dropout && !p.alibi && p.softcap == 0 && !may_mask();
   // The products count elements of 2^widening times the bytes of the stored elements.

@@ -151,6 +151,36 @@ constexpr TileFunctions kTileFunctions = {
       execute_arithmetic<float>(operation, *static_cast<const ProgramStep<float>*>(step));
     }};
 
+#if defined(FA_HAS_FUNCTIONS_FOR_AMX)
+constexpr FewRowFunctions kFewRows = {
+    [](const AttentionParams& p, const void* key_splits, const void* scratch, const void* task,
+       const void* results) {
+      decode_task<BFloat16, float>(p, *static_cast<const DecodeSplits*>(key_splits),
+                                   *static_cast<const DecodeScratch<BFloat16, float>*>(scratch),
+                                   *static_cast<const DecodeTask*>(task),
+                                   *static_cast<const SplitResults<float>*>(results));
+    },
+    [](const void* many, const AttentionParams& p, int64_t n, const void* from, int64_t ldq, int64_t rows) {
+      static_cast<const ManyRows<BFloat16, float>*>(many)->load_lane_queries(
+          p, n, static_cast<const Pair*>(from), ldq, rows);
+    },
+    [](const void* many, int64_t n, int64_t rows, const void* keys, int64_t j, int64_t count, float scale,
+       const void* to, void* ahead) {
+      static_cast<const ManyRows<BFloat16, float>*>(many)->load_lane_scores(
+          n, rows, *static_cast<const Rows<BFloat16>*>(keys), j, count, scale,
+          *static_cast<const LaneTile<float>*>(to), *static_cast<Prefetcher*>(ahead));
+    },
+    [](const void* many, const void* probs, int64_t rows, const void* values, int64_t count, float* out,
+       int64_t ldo, void* ahead) {
+      static_cast<const ManyRows<BFloat16, float>*>(many)->add_lane_values(
+          *static_cast<const AllProbs<float>*>(probs), rows, static_cast<const Rows<BFloat16>*>(values),
+          count, out, ldo, *static_cast<Prefetcher*>(ahead));
+    }};
+constexpr const FewRowFunctions* few_rows = &kFewRows;
+#else
+constexpr const FewRowFunctions* few_rows = nullptr;
+#endif
+
 constexpr Kernels kKernels = {FA_ISA_NAME,
                               &calls,
                               forward_pass,
@@ -168,4 +198,5 @@ constexpr Kernels kKernels = {FA_ISA_NAME,
                               indexer_scores_backward_pass,
                               indexer_loss_pass,
                               indexer_loss_backward_pass,
-                              &kTileFunctions};
+                              &kTileFunctions,
+                              few_rows};
