@@ -38,6 +38,7 @@ struct ForwardTasks {
   TaskGroups groups() const {
     return {schedule.tasks, int64_t{schedule.heads_per_group} * schedule.row_blocks};
   }
+  FA_HOST_DEVICE int longest() const { return lists.tiles; }
   FA_HOST_DEVICE int length(int number) const {
     const Task task = task_of(schedule, number);
     return lists.list(task.b, task.h, task.row_block)[0];
@@ -64,6 +65,7 @@ struct BackwardTasks {
     const int64_t heads = kL2Bytes / bytes > 1 ? kL2Bytes / bytes : 1;
     return {z.batch * z.heads_kv * order.tiles, heads * order.tiles};
   }
+  FA_HOST_DEVICE int longest() const { return heads_of_kv_head * lists.tiles; }
   FA_HOST_DEVICE int length(int number) const {
     const KeyTile task = order(number);
     int sum = 0;
