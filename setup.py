@@ -52,7 +52,7 @@ CPU += ["isa_neon", "isa_neon_bf16"]
 CPU += ["int8_generic", "int8_avx2", "int8_avx512", "int8_avx512_vnni"]
 CUDA = ["simt/workspace.cpp", "simt/why_not.cpp", "simt/functions.cpp", "sm75/why_not.cpp"]
 CUDA += ["sm80/why_not.cpp", "sm80/decode_splits.cpp"]
-CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/task_rounds.cpp", "gpu_code.cpp"]
+CUDA += ["sm90/why_not.cpp", "sm90/few_rows.cpp", "sm90/sorted_rounds.cpp", "sm90/task_rounds.cpp", "gpu_code.cpp"]
 CUDA += [
     f"sm80/{way}_{dtype}.cu" for way in ("forward", "backward", "flex_forward") for dtype in ("bfloat16", "float16")
 ]

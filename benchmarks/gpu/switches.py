@@ -21,6 +21,7 @@ SOURCES = (
     "benchmarks/gpu/switches.cu",
     "csrc/cuda/combine.cu",
     "csrc/cuda/sm90/few_rows.cpp",
+    "csrc/cuda/sm90/sorted_rounds.cpp",
     "csrc/cuda/sm90/task_rounds.cpp",
 )
 PROGRAMS = ROOT / "build" / "gpu_switches"

@@ -13,7 +13,7 @@ from benchmarks.gpu import switches
 from flash_attn_ext import flash_attn
 
 SOURCE = "sm90/forward_bfloat16.cu"
-# Only the plain kernels have switches.
+# Only the plain kernels have switches, and FLASH_ATTN_EXT_SM90_PERSISTENT changes the kernels with options, too.
 INSTANCE = """#include "forward.cuh"
 
 namespace flash_attn_ext::cuda::sm90 {
@@ -21,7 +21,7 @@ namespace flash_attn_ext::cuda::sm90 {
 cudaError_t forward_bfloat16(const AttentionParams& p, void* workspace, cudaStream_t stream) {
   if (p.sizes.head_dim > 128) return launch_tiles<__nv_bfloat16, 256, 256, Form::kPlain>(p, {}, workspace, stream);
   return p.sizes.head_dim > 64 ? launch_tiles<__nv_bfloat16, 128, 128, Form::kPlain>(p, {}, workspace, stream)
-                               : launch_tiles<__nv_bfloat16, 64, 64, Form::kPlain>(p, {}, workspace, stream);
+                               : launch_many_rows<__nv_bfloat16, 64, 64>(p, workspace, stream);
 }
 
 }  // namespace flash_attn_ext::cuda::sm90
@@ -52,6 +52,9 @@ def results(path, calls, multiprocessors):
         found = []
         for qkv in calls:
             found += flash_attn(*qkv, causal="lower_right", return_lse=True)
+            assert b"sm90::forward_kernel" in loaded.c.last_kernel()
+        for options in (dict(softcap=3.0), dict(attn_mask=torch.arange(300)[None, None, None] % 200 < 150)):
+            found += flash_attn(*calls[1], causal="lower_right", return_lse=True, **options)
             assert b"sm90::forward_kernel" in loaded.c.last_kernel()
     return found
 

@@ -272,6 +272,27 @@ int64_t sm90_dealt_tasks(const AttentionParams* p, int blocks, int* block_of, in
   return schedule.tasks;
 }
 
+// The tasks of persistent blocks, made by the kernel of sorted_rounds.h for a packed call: its head, counted over all
+// sequences, and its block of rows. [rounds][blocks]; -1: no task. Returns the number of rounds; 0: tasks are not sorted.
+int64_t sm90_sorted_tasks(const AttentionParams* p, void* workspace, int* heads, int* row_blocks) {
+  using namespace flash_attn_ext::cuda::sm90;
+  const ForwardChoice choice = choose_forward(*p);
+  const int rows = forward_rows(choice.head_dims), keys = forward_keys(choice.head_dims);
+  flash_attn_ext::Arena arena(workspace);
+  const SortedRounds rounds = ForwardWorkspace::lay_out(arena, *p, choice).sorted;
+  if (!rounds) return 0;
+  if (const char* error = report(launch_make_rounds(rounds, *p, {}, rows, keys, nullptr)))
+    throw std::runtime_error(error);
+  const ForwardSchedule schedule = rounds.schedule(p->sizes, rows);
+  for (int64_t n = 0; n < int64_t{*rounds.count} * rounds.blocks; ++n) {
+    const Task task = task_of(schedule, rounds.numbers[n]);
+    const bool exists = rounds.numbers[n] != SortedRounds::kNoTask;
+    heads[n] = exists ? static_cast<int>(task.b * p->sizes.heads) + task.h : -1;
+    row_blocks[n] = exists ? task.row_block : -1;
+  }
+  return *rounds.count;
+}
+
 // The order in which the blocks of a forward (a backward) with functions begin, and the number of tiles of each task.
 // `words`: [blocks][1 + tiles], the lists of all heads (tile_lists.h).
 const char* sm90_task_order(const BackwardParams* p, bool backward, int32_t* words, int blocks, int tiles,

@@ -127,7 +127,8 @@ class Library:
         workspaces = [f"{name}_workspace" for name in WITH_WORKSPACE]
         for name in ("params_bytes", *workspaces):
             getattr(self.c, name).restype = ctypes.c_size_t
-        for name in ("sm80_flagged_tiles", "sm90_dealt_tasks", "exponentials", "attributes_set", "driver_lookups"):
+        counts = "sm80_flagged_tiles", "sm90_dealt_tasks", "sm90_sorted_tasks", "exponentials", "attributes_set"
+        for name in (*counts, "driver_lookups"):
             getattr(self.c, name).restype = i64
         self.c.exp2_fast.argtypes, self.c.exp2_fast.restype = [ctypes.c_float], ctypes.c_float
         self.c.register_buffer.argtypes = [pointer, i64, i64, ctypes.c_char_p, ctypes.c_bool, ctypes.c_bool]

@@ -19,12 +19,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from cuda_host import library
 from cuda_host.mutations import Mutation, judge, link, with_conditions
 
-from flash_attn_ext import flash_attn
+from flash_attn_ext import flash_attn, flash_attn_varlen
 
 CUDA = library.ROOT / "csrc" / "cuda"
 FORWARD = [f"sm90/{name}.cuh" for name in ("pipeline", "forward", "store_out", "ping_pong", "epilogue", "key_mask")]
 FLOAT8 = [f"sm90/{name}.cuh" for name in ("forward_float8", "float8_rows", "transpose")]
 BACKWARD = ["sm90/backward.cuh", "sm90/backward_tile.cuh", "sm90/recompute.cuh"]
+FORWARD += ["sm90/counting_sort.cuh", "sm90/make_rounds.cu"]
 SOURCES = FORWARD + BACKWARD + FLOAT8
 SEEDS = 3
 STATEMENT = (
@@ -102,7 +103,8 @@ def build(folder, built):
         path: with_conditions((CUDA / path).read_text(), [m for m in found if m.path == Path(path)], conditional)
         for path in SOURCES
     }
-    return build_changed(folder, built, INSTANCES, changed)
+    units = {path: changed.pop(path) for path in SOURCES if path.endswith(".cu")}
+    return build_changed(folder, built, INSTANCES | units, changed)
 
 
 def build_changed(folder, built, instances, changed):
@@ -122,8 +124,8 @@ def forward_results(path, seed):
     """One block runs three tasks with seven tiles of keys. In one task some warpgroups have no rows.
 
     Further calls have: ping-pong; a key mask; heads that share tiles, with split keys; a softcap; one block for each
-    task. One call has a NaN that must not reach most rows. One call has this NaN and a first task without a visible
-    key.
+    task; packed sequences. Two calls have a NaN that must not reach most rows. One call has this NaN and a first task
+    without a visible key.
     """
     torch.manual_seed(0)
     q = torch.randn(1, 1, 400, 64, dtype=torch.bfloat16)
@@ -139,6 +141,16 @@ def forward_results(path, seed):
         shared = q.reshape(1, 4, 50, 64)
         results += flash_attn(shared, k, v, num_splits=2, enable_gqa=True, return_lse=True)
         assert b"combine_kernel" in loaded.c.last_kernel()
+        # 17 sequences with 32 blocks of rows, nearly all without rows: the warps that sort them have two passes.
+        packed = [t[0, 0, :rows].repeat(4, 1).reshape(-1, 4, 64) for t, rows in ((k, 400), (k, 300), (v, 300))]
+        packed[2][130, :, 5:] = torch.nan
+        cu_seqlens = [[0, 150, 300, 390, 400], [0, 140, 280, 280, 300]]
+        cu_seqlens = [torch.tensor(offsets + 13 * offsets[-1:]) for offsets in cu_seqlens]
+        loaded.c.set_multiprocessors(2)
+        results += flash_attn_varlen(*packed, *cu_seqlens, 6144, 140, causal="upper_left", return_lse=True)
+        assert b"sm90::forward_kernel" in loaded.c.last_kernel()
+        assert loaded.kept[2].numel() > 0, "a kernel sorts the tasks"
+        loaded.c.set_multiprocessors(1)
         hidden = v.clone()
         hidden[:, :, 845, 5:] = torch.nan
         results += flash_attn(shared, k, hidden, causal="lower_right", enable_gqa=True, return_lse=True)

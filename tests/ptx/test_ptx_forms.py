@@ -44,6 +44,10 @@ def packed(kernels):
     check_packed(kernels, LENGTHS, torch.bfloat16, head_dim=64, causal=True, lower_right=True, deterministic=True)
 
 
+def packed_without_shared_tiles(kernels):
+    check_packed(kernels, [*LENGTHS, (250, 129)], torch.bfloat16, head_dim=64, causal=True, deterministic=True)
+
+
 def jvp(_):
     check_jvp_against_reference(make(1, 2, 130, 70, 64), causal="lower_right", softcap=3.0)
 
@@ -61,6 +65,7 @@ def simt(rows):
 
 
 BACKWARD_PACKED = "backward_kernel<BackwardConfig<In, 64, BackwardForm::kPlainPacked>>"
+MAKE_ROUNDS = Kernels("90a", "sm90/make_rounds.cu", ("make_rounds_kernel",))
 # GPU, kernels, calls.
 CASES = {
     "simt forward": (
@@ -85,8 +90,8 @@ CASES = {
     ),
     "sm80 jvp": (SM80, [Kernels("80", "sm80/jvp.cuh", ("jvp_kernel<Config<In, 64, 64, 2>>",))], [jvp]),
     "sm90 options": (
-        SM90, [sm90_forward(64, 64, "kOptions"), sm90_backward(64, 64, "false")],
-        [backward(130, 150, 64, softcap=2.0), forward(200, 150, 64, mask=(1, 150)), packed],
+        SM90, [sm90_forward(64, 64, "kOptions"), MAKE_ROUNDS, sm90_backward(64, 64, "false")],
+        [backward(130, 150, 64, softcap=2.0), forward(200, 150, 64, mask=(1, 150)), packed_without_shared_tiles],
     ),
     "sm90 few rows": (SM90, [sm90_forward(64, 64, "kFewRows")], [few_rows]),
     "sm90 head dimension 128": (

@@ -96,12 +96,22 @@ ForwardChoice choose_forward(const AttentionParams& p) {
   return {is_plain(p) ? Form::kPlain : Form::kOptions, others_dims, {}};
 }
 
-ForwardWorkspace::ForwardWorkspace(void* memory, const AttentionParams& p, int splits, int keys)
-    : partials(memory, p, splits), key_mask(static_cast<char*>(memory) + partial_bytes(p, splits), p, keys) {}
+ForwardWorkspace ForwardWorkspace::lay_out(Arena& arena, const AttentionParams& p,
+                                           const ForwardChoice& choice) {
+  const HeadDims dims = choice.head_dims;
+  const int splits = choice.few_rows.splits, keys = forward_keys(dims, choice.form);
+  const auto take = [&](size_t bytes) { return arena.take<char>(static_cast<int64_t>(bytes)); };
+  ForwardWorkspace w{
+      {take(partial_bytes(p, splits)), p, splits}, {take(KeyMask::bytes(p, keys)), p, keys}, {}};
+  if (choice.form == Form::kOptions && is_persistent(dims))
+    w.sorted = SortedRounds(arena, p, forward_rows(dims, choice.form));
+  return w;
+}
 
 size_t ForwardWorkspace::bytes(const AttentionParams& p) {
-  const ForwardChoice choice = choose_forward(p);
-  return partial_bytes(p, choice.few_rows.splits) + KeyMask::bytes(p, forward_keys(choice.head_dims));
+  Arena arena(nullptr);
+  lay_out(arena, p, choose_forward(p));
+  return arena.used();
 }
 
 }  // namespace flash_attn_ext::cuda::sm90

@@ -6,6 +6,7 @@
 #include "../combine.h"
 #include "key_mask.h"
 #include "schedule.h"
+#include "sorted_rounds.h"
 
 namespace flash_attn_ext::cuda::sm90 {
 
@@ -50,13 +51,13 @@ ForwardChoice choose_forward(const AttentionParams& p);
 
 ForwardSchedule schedule_few_rows(const Sizes& z, const FewRows& few_rows);
 
-// The results of splits, and the mask's bits.
+// The results of splits, the mask's bits, and the tasks of persistent blocks.
 struct ForwardWorkspace {
-  Partials<float> partials;
+  Partials<float> partials;  // first, for launch_combine()
   KeyMask key_mask;
+  SortedRounds sorted;
 
-  // `keys`: the keys of a tile.
-  ForwardWorkspace(void* memory, const AttentionParams& p, int splits, int keys);
+  static ForwardWorkspace lay_out(Arena& arena, const AttentionParams& p, const ForwardChoice& choice);
   static size_t bytes(const AttentionParams& p);
 };
 

@@ -53,7 +53,8 @@ struct Forward {
   static constexpr int kRows = kFewRows ? kFewRowsTile : forward_rows(kDims, kForm);
   static constexpr int kKeys = forward_keys(kDims, kForm);
   static constexpr int kConsumers = kRows / kWarpgroupRows;
-  static constexpr bool kPersistent = kPlain && is_persistent(kDims);
+  static constexpr bool kPersistent = (kPlain || kForm == Form::kOptions) && is_persistent(kDims);
+  static constexpr bool kAlwaysLoadsQ = kPersistent && !kPlain;
   static constexpr bool kStoresByTma = kPlain && FLASH_ATTN_EXT_SM90_TMA_STORE;
   static constexpr bool kTakesTurns = kPlain && takes_turns(kDims);
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
@@ -97,7 +98,8 @@ __device__ void load_next(Pipeline<Tile>& pipeline, uint32_t n, const CUtensorMa
 template <class Config>
 __device__ void produce(const typename Config::Arguments& a, const BlockRange& range, const Begun& begun,
                         typename Config::Shared& shared) {
-  if (range.tiles == 0) return;  // no consumer waits for Q: it would land in the next block's memory
+  if constexpr (!Config::kAlwaysLoadsQ)
+    if (range.tiles == 0) return;  // no consumer waits for Q: it would land in the next block's memory
   const int row = range.q_row + range.first_row;
   typename Config::QTile& q = shared.q.tiles[0];
   ptx::Barrier& q_full = shared.q.full[0];
@@ -172,7 +174,8 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
     else if constexpr (Config::kFunctions)
       return a.template shown_elements<kKeys, Config::kScores>(range, n, query);
     else
-      return a.key_mask.columns(range.b, range.first_key / kKeys + n, threadIdx.x);
+      return a.key_mask.columns(range.b, static_cast<uint32_t>(first_key_of<Config>(range, n)) / kKeys,
+                                threadIdx.x);
   };
   const auto softmax = [&](int n, const auto& attends) {
     const int key = first_key_of<Config>(range, n);
@@ -198,9 +201,10 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
   };
   // Counts tiles of keys, and turns of ping-pong. The first tile of a task has no turn.
   const uint32_t first = begun.tiles, first_turn = begun.tiles - begun.queries - 1;
+  if constexpr (Config::kAlwaysLoadsQ) shared.q.wait(begun.queries);
   if (range.tiles > 0) {
     const auto attends = attending(0);
-    shared.q.wait(begun.queries);
+    if constexpr (!Config::kAlwaysLoadsQ) shared.q.wait(begun.queries);
     const uint64_t k = step_descriptor(first_k, shared.k.wait(first));
     ptx::wgmma_fence();  // s may be written: no product uses it
     start_scores<In, Config>(q, k, s);
@@ -234,8 +238,10 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
     if constexpr (!Config::kScalesUnderScores) scale_rows(o, factor);
     round_weights<In>(s, weights);
   }
+  if constexpr (Config::kAlwaysLoadsQ) shared.q.release(begun.queries);  // Q may be overwritten
   if (range.tiles > 0) {
-    if constexpr (Config::kPersistent) shared.q.release(begun.queries);  // Q may be overwritten
+    if constexpr (Config::kPersistent && !Config::kAlwaysLoadsQ)
+      shared.q.release(begun.queries);  // Q may be overwritten
     if constexpr (Config::kScalesUnderScores) scale_rows(o, factor);
     const uint32_t last = first + range.tiles - 1;
     const uint64_t v = step_descriptor(first_v, shared.v.wait(last));
@@ -244,8 +250,14 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
     ptx::wgmma_wait<0>(o);                                      // o is complete, V has been read
     if constexpr (Config::kPersistent) shared.v.release(last);  // V may be overwritten
   }
-  // Computes the params of a packed sequence again, because the loop has too few registers to keep them.
-  const auto& call = call_of_block<Config>(p, range.b);
+  // Finds the task and the params of a packed sequence again, because the loop has too few registers to keep them.
+  Task task{range.b, range.h, range.h_kv, 0};
+  int task_row = range.first_row;
+  if constexpr (Config::kAlwaysLoadsQ) {
+    task = task_of(a.schedule, task_of_round(a, static_cast<int>(begun.tasks)));
+    task_row = task.row_block * Config::kRows;
+  }
+  const auto& call = call_of_block<Config>(p, task.b);
   if constexpr (Config::kFewRows) {
     const FewRowsBlock block{range.b, range.h_kv, keys_of<Config>(range), static_cast<int>(blockIdx.z)};
     const TileRows rows = range.rows.from(warp_row);
@@ -254,14 +266,14 @@ __device__ void consume(const typename Config::Arguments& a, const BlockRange& r
     else
       store_partials<In, kHeadDimV>(call, block, rows, score.scale, statistics, a.partials, o);
   } else {
-    const int row = range.first_row + warp_row;
+    const int row = task_row + warp_row;
     const float to_score = Config::kScores ? 1.0f : score.scale;
-    const uint32_t nan_rows = finish_rows(call, range.b, range.h, row, to_score, statistics, o);
+    const uint32_t nan_rows = finish_rows(call, task.b, task.h, row, to_score, statistics, o);
     shared.q.extra.out.remember_nan(nan_rows);
     if constexpr (Config::kStoresByTma)
       hand_over_out<In, Config>(begun.tasks, warpgroup, warp_row, o, shared);
     else
-      store_rows<In>(call.out, range.b, range.h, row, call.sizes.seqlen_q,
+      store_rows<In>(call.out, task.b, task.h, row, call.sizes.seqlen_q,
                      static_cast<int>(call.sizes.head_dim_v), o);
   }
 }
@@ -337,11 +349,18 @@ template <class Config>
 ForwardArguments forward_arguments(const AttentionParams& p, const FewRows& few, const KeyMask& key_mask,
                                    const Partials<float>& partials) {
   const Sizes& z = p.sizes;
-  return {{},       {},
-          {},       {},
-          p,        Config::kFewRows ? schedule_few_rows(z, few) : schedule_forward(z, Config::kRows),
-          {},       ScoreScale(p),
-          key_mask, few,
+  return {{},
+          {},
+          {},
+          {},
+          p,
+          Config::kFewRows ? schedule_few_rows(z, few) : schedule_forward(z, Config::kRows),
+          {},
+          {},
+          SequenceRows(p),
+          ScoreScale(p),
+          key_mask,
+          few,
           partials};
 }
 
@@ -368,16 +387,29 @@ cudaError_t map_tensors(ForwardArguments& a) {
 template <class In, int kHeadDim, int kHeadDimV, Form kForm>
 cudaError_t launch_tiles(const AttentionParams& p, const FewRows& few, void* workspace, cudaStream_t stream) {
   using Config = Forward<In, kHeadDim, kHeadDimV, kForm>;
-  const ForwardWorkspace memory(workspace, p, few.splits, Config::kKeys);
+  Arena arena(workspace);
+  const auto memory = ForwardWorkspace::lay_out(arena, p, {kForm, Config::kDims, few});
   ForwardArguments a = forward_arguments<Config>(p, few, memory.key_mask, memory.partials);
-  const int64_t blocks =
-      Config::kPersistent ? std::min({a.schedule.tasks, multiprocessors(), int64_t{TaskRounds::kMaxBlocks}})
-                          : a.schedule.tasks;
-  if (Config::kPersistent) a.rounds = deal_tasks(p, Config::kRows, Config::kKeys, static_cast<int>(blocks));
+  int64_t blocks = a.schedule.tasks;
+  if (Config::kPersistent && memory.sorted) {
+    blocks = memory.sorted.blocks;
+    a.schedule = memory.sorted.schedule(p.sizes, Config::kRows);
+  } else if (Config::kPersistent && !SortedRounds::needs_sorting(p)) {
+    blocks = std::min(blocks, most_persistent_blocks());
+    a.rounds = deal_tasks(p, Config::kRows, Config::kKeys, static_cast<int>(blocks));
+  }
+  a.sorted = memory.sorted;
   const LaunchShape shape{blocks, 1, few.splits, Config::kThreads, sizeof(typename Config::Shared)};
   static_assert(sizeof(ForwardArguments) <= 4096);
   return in_order([&] { return map_tensors<Config>(a); },
                   [&] { return launch_key_mask<Config::kKeys>(p, a.key_mask, stream); },
+                  [&] {
+                    if constexpr (Config::kPersistent && !Config::kPlain)
+                      if (a.sorted)
+                        return launch_make_rounds(a.sorted, p, a.key_mask, Config::kRows, Config::kKeys,
+                                                  stream);
+                    return cudaSuccess;
+                  },
                   [&] { return launch(forward_kernel<In, kHeadDim, kHeadDimV, kForm>, shape, stream, a); },
                   [&] { return launch_combine(p, few.splits, workspace, stream); });
 }

@@ -10,7 +10,9 @@
 #include "key_mask.h"
 #include "nan_rows.cuh"
 #include "schedule.h"
+#include "sequence_rows.h"
 #include "softmax.cuh"
+#include "sorted_rounds.h"
 #include "task_rounds.h"
 
 namespace flash_attn_ext::cuda::sm90 {
@@ -19,7 +21,9 @@ struct ForwardArguments {
   CUtensorMap q, k, v, out;  // out: used if out is stored by TMA
   AttentionParams p;
   ForwardSchedule schedule;
-  TaskRounds rounds;  // of persistent blocks
+  TaskRounds rounds;       // of persistent blocks, if the host knows the lengths of the tasks
+  SortedRounds sorted;     // of persistent blocks, if the host does not
+  SequenceRows sequences;  // of persistent blocks, with options
   ScoreScale score;
   KeyMask key_mask;
   FewRows few_rows;
@@ -44,10 +48,19 @@ struct BlockRange {
   TileRows rows;            // used for few rows; first_row is then the first query
 };
 
+// The call of a sequence: its sizes, its first rows and its band. Persistent blocks need it without branches.
+template <class Config>
+__device__ decltype(auto) sizes_of_block(const typename Config::Arguments& a, int b) {
+  if constexpr (Config::kPersistent && Config::kPacked)
+    return a.sequences.sizes_of(a.p, b);
+  else
+    return call_of_block<Config>(a.p, b);
+}
+
 template <class Config>
 __device__ BlockRange block_range(const typename Config::Arguments& a, int number) {
   const Task task = task_of(a.schedule, number);
-  const AttentionParams& p = call_of_block<Config>(a.p, task.b);
+  const AttentionParams& p = sizes_of_block<Config>(a, task.b);
   const Sizes& z = p.sizes;
   BlockRange range;
   range.b = task.b;
@@ -56,9 +69,7 @@ __device__ BlockRange block_range(const typename Config::Arguments& a, int numbe
   const int queries = Config::kFewRows ? a.few_rows.tile_queries() : Config::kRows;
   range.first_row = task.row_block * queries;
   range.consumers = Config::kConsumers;
-  const int64_t end_row = range.first_row + queries;
-  Range seen = visible_keys(p.band.without_chunks(), range.first_row,
-                            end_row < z.seqlen_q ? end_row : z.seqlen_q, z.seqlen_k);
+  Range seen = keys_of_rows(p, range.first_row, queries);
   range.band = ShortBand(p);
   range.q_row = range.k_row = 0;
   range.map_b = range.b;
@@ -67,19 +78,17 @@ __device__ BlockRange block_range(const typename Config::Arguments& a, int numbe
       range.q_row = static_cast<int>(p.varlen.first_q);
       range.k_row = static_cast<int>(p.varlen.first_k);
       range.map_b = 0;
-      if (range.first_row >= z.seqlen_q) seen.end = 0;  // the sequence ends before these rows
     }
+    if (range.first_row >= z.seqlen_q) seen.end = 0;  // the sequence ends before these rows
     if constexpr (Config::kFunctions) {
       range.list = a.lists.list(task.b, task.h, task.row_block);
       range.tiles = range.list[0];
       return range;
     }
-    const Range attending = a.key_mask.seen_tiles(task.b, ceil_div(z.seqlen_k, Config::kKeys));
-    seen.begin = larger(seen.begin, attending.begin * Config::kKeys);
-    seen.end = smaller(seen.end, attending.end * Config::kKeys);
+    seen = a.key_mask.shown_keys(seen, task.b, z.seqlen_k, Config::kKeys);
   }
   range.first_key = seen.begin / Config::kKeys * Config::kKeys;
-  range.tiles = seen.begin < seen.end ? ceil_div(seen.end - range.first_key, Config::kKeys) : 0;
+  range.tiles = tiles_of_keys(seen, Config::kKeys);
   if constexpr (Config::kFewRows) {
     const FewRows& few = a.few_rows;
     range.rows = tile_rows(few, z, task.h_kv, task.h, range.first_row);
@@ -104,14 +113,37 @@ struct Begun {
   }
 };
 
+// The task of the block in a round, with options. The host or the GPU has made the rounds.
+__device__ inline int task_of_round(const ForwardArguments& a, int round) {
+  const int blocks = gridDim.x, block = blockIdx.x, first = round * blocks;
+  const int sorted = a.sorted.numbers[a.sorted ? first + block : 0];  // always a load: sequence_rows.h
+  const int slot =
+      blocks < a.schedule.tasks ? a.rounds.slot(round, block) : block;  // of one round: not in `rounds`
+  return a.sorted ? sorted : first + slot;
+}
+
 // Calls work(range, begun) for each task of the block. A persistent block has one task in each round. ptxas keeps
 // descriptors in uniform registers only if it knows that all threads of a warp have the same task. ptxas knows this for
-// values that depend on blockIdx, kernel arguments and loop counters, also for loads from addresses that depend on
-// these alone. It does not know this for other loads, for shuffles, and for values from the round before.
+// values that depend on blockIdx, kernel arguments and loop counters, also for loads of words from addresses that depend
+// on these alone. It does not know this for loads of bytes, for shuffles, for values from the round before, and after
+// branches, even if they depend on a kernel argument alone. So a conditional expression here must not become a branch.
 template <class Config, class Work>
 __device__ void for_each_task(const typename Config::Arguments& a, const Work& work) {
   Begun begun;
-  if constexpr (Config::kPersistent) {
+  if constexpr (Config::kPersistent && !Config::kPlain) {
+    const int rounds = a.sorted ? *a.sorted.count : a.rounds.count,
+              tasks = static_cast<int>(a.schedule.tasks);
+#pragma unroll 1
+    for (int round = 0; round < rounds; ++round) {
+      const int task = task_of_round(a, round);
+      if (task >= tasks) return;  // the last round has fewer tasks than there are blocks
+      const BlockRange range = block_range<Config>(a, task);
+      begun.tasks = begun.queries =
+          round;  // a task without keys loads Q, too: it saves a register for another count
+      work(range, begun);
+      begun.tiles += range.tiles;
+    }
+  } else if constexpr (Config::kPersistent) {
     const int blocks = gridDim.x, block = blockIdx.x, tasks = static_cast<int>(a.schedule.tasks);
 #pragma unroll 1
     for (int round = 0, first = 0; first < tasks; ++round, first += blocks) {

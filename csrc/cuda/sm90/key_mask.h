@@ -31,12 +31,19 @@ struct KeyMask {
 
   FA_HOST_DEVICE explicit operator bool() const { return tiles > 0; }
   // The bits of a thread's columns of a tile.
-  FA_HOST_DEVICE uint32_t columns(int b, int tile, int thread) const {
-    return *this ? words[(int64_t{b} * tiles + tile) * kWordsOfTile + thread % kWordsOfTile] : ~0u;
+  FA_HOST_DEVICE uint32_t columns(int b, uint32_t tile, uint32_t thread) const {
+    return *this ? words[(static_cast<uint32_t>(b) * tiles + tile) * kWordsOfTile + thread % kWordsOfTile]
+                 : ~0u;
   }
   FA_HOST_DEVICE bool attends(int b, int tile, int key) const {
     return !*this ||
            words[(int64_t{b} * tiles + tile) * kWordsOfTile + key % 8 / 2] >> (key / 8 * 2 + key % 2) & 1;
+  }
+  // The part of `keys` in the tiles from the first to the last with a key that attends. `all`: of the sequence.
+  FA_HOST_DEVICE Range shown_keys(Range keys, int b, int64_t all, int tile_keys) const {
+    const Range tiles = seen_tiles(b, ceil_div(all, tile_keys));
+    const int64_t begin = tiles.begin * tile_keys, end = tiles.end * tile_keys;
+    return {begin < keys.begin ? keys.begin : begin, end < keys.end ? end : keys.end};
   }
   // The tiles of [0, all), from the first to the last with a key that attends.
   FA_HOST_DEVICE Range seen_tiles(int b, int all) const {

@@ -1,6 +1,7 @@
 // How the forward is cut into tasks, and in which order blocks compute them.
 #pragma once
 
+#include "../../core/mask.h"
 #include "../../core/params.h"
 #include "../../core/program.h"
 #include "../../core/splits.h"
@@ -76,12 +77,12 @@ constexpr int forward_rows(HeadDims dims, Form form = Form::kPlain) {
 constexpr int float8_keys(int head_dim) { return head_dim == 256 ? 96 : 128; }
 constexpr int float8_rows(int head_dim) { return head_dim == 64 ? 192 : 128; }
 
-// Whether the plain kernel of these head dimensions has persistent blocks. Beyond a head dimension of 128 their loop
-// has too few registers.
+// Whether the plain kernel and the kernel with options of these head dimensions have persistent blocks. Beyond a head
+// dimension of 128 their loop has too few registers.
 constexpr bool is_persistent(HeadDims dims) { return FLASH_ATTN_EXT_SM90_PERSISTENT && dims.qk <= 128; }
 
 // Whether the consumer warpgroups of the plain kernel alternate (ping_pong.cuh). On an H200, alternating made head
-// dimension 64 slower by up to 1.5%, and 128 faster by 1% at 1024 keys.
+// dimension 64 slower by up to 1.5%, and 128 faster by 1% at 1024 keys. So other kernels do not alternate.
 constexpr bool takes_turns(HeadDims dims) {
   return FLASH_ATTN_EXT_SM90_PING_PONG && dims.qk > 64 && dims.qk <= 128;
 }
@@ -102,10 +103,15 @@ struct Task {
 
 constexpr int64_t kL2Bytes = int64_t{24} << 20;  // about half of Hopper's L2, which has two halves
 
-inline ForwardSchedule schedule_forward(const Sizes& z, int64_t block_rows) {
-  const int64_t bytes_of_head = 2 * z.seqlen_k * (z.head_dim + z.head_dim_v), heads = z.batch * z.heads;
+// The number of heads, counted over all batches, with keys and values that fit in L2.
+inline int64_t heads_in_l2(const Sizes& z) {
+  const int64_t bytes_of_head = 2 * z.seqlen_k * (z.head_dim + z.head_dim_v);
   const int64_t kv_heads = kL2Bytes / bytes_of_head > 1 ? kL2Bytes / bytes_of_head : 1;
-  const int64_t group = kv_heads * (z.heads / z.heads_kv), in_group = group < heads ? group : heads;
+  return kv_heads * (z.heads / z.heads_kv);
+}
+
+inline ForwardSchedule schedule_forward(const Sizes& z, int64_t block_rows, int64_t group) {
+  const int64_t heads = z.batch * z.heads, in_group = group < heads ? group : heads;
   const int64_t row_blocks = ceil_div(z.seqlen_q, block_rows), left = heads % in_group;
   ForwardSchedule schedule;
   schedule.tasks = heads * row_blocks;
@@ -118,6 +124,21 @@ inline ForwardSchedule schedule_forward(const Sizes& z, int64_t block_rows) {
   schedule.by_heads_of_batch = Divider(z.heads);
   schedule.by_heads_of_kv_head = Divider(z.heads / z.heads_kv);
   return schedule;
+}
+inline ForwardSchedule schedule_forward(const Sizes& z, int64_t block_rows) {
+  return schedule_forward(z, block_rows, heads_in_l2(z));
+}
+
+// The keys that the rows of a block see in the band, and the number of their tiles.
+FA_HOST_DEVICE inline Range keys_of_rows(const AttentionParams& p, int64_t first_row, int rows) {
+  const int64_t end = first_row + rows;
+  return visible_keys(p.band.without_chunks(), first_row, end < p.sizes.seqlen_q ? end : p.sizes.seqlen_q,
+                      p.sizes.seqlen_k);
+}
+FA_HOST_DEVICE inline int tiles_of_keys(Range keys, int tile_keys) {
+  return keys.begin < keys.end
+             ? static_cast<int>(ceil_div(keys.end - keys.begin / tile_keys * tile_keys, tile_keys))
+             : 0;
 }
 
 // Finds a task by its number. Group after group; in a group the last rows of all heads come first, because causal makes

@@ -9,8 +9,8 @@
 #define FLASH_ATTN_EXT_SM90_TMA_STORE 1
 #endif
 
-// Up to a head dimension of 128, plain calls have persistent blocks: one for each multiprocessor, with one task in each
-// round. So the next task's Q and first K are loaded while the consumers finish the last task.
+// Up to a head dimension of 128, calls without functions of the user have persistent blocks: one for each
+// multiprocessor, with one task in each round. So the next task's Q and first K are loaded while the consumers finish the last task.
 #if !defined(FLASH_ATTN_EXT_SM90_PERSISTENT)
 #define FLASH_ATTN_EXT_SM90_PERSISTENT 1
 #endif

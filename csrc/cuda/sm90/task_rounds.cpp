@@ -40,6 +40,7 @@ std::array<Lengths, TaskRounds::kRows> add_lengths(const AttentionParams& p, int
 // least work.
 TaskRounds deal(const AttentionParams& p, int rows, int keys, int blocks) {
   TaskRounds rounds;
+  rounds.count = static_cast<int>(ceil_div(schedule_forward(p.sizes, rows).tasks, blocks));
   if (band_covers(p.band.without_chunks(), 0, p.sizes.seqlen_q, 0,
                   p.sizes.seqlen_k)) {  // all tasks have one length
     for (int row = 0; row < TaskRounds::kRows; ++row)
@@ -74,9 +75,7 @@ TaskRounds deal(const AttentionParams& p, int rows, int keys, int blocks) {
 }  // namespace
 
 int tiles_of_row_block(const AttentionParams& p, int rows, int keys, int row_block) {
-  const int64_t first = int64_t{row_block} * rows, end = std::min(first + rows, p.sizes.seqlen_q);
-  const Range seen = visible_keys(p.band.without_chunks(), first, end, p.sizes.seqlen_k);
-  return seen.begin < seen.end ? static_cast<int>(ceil_div(seen.end - seen.begin / keys * keys, keys)) : 0;
+  return tiles_of_keys(keys_of_rows(p, int64_t{row_block} * rows, rows), keys);
 }
 
 // The layers of a model make the same call, so a thread keeps its last table. A new table takes about 50 us.

@@ -1,4 +1,4 @@
-// The tasks of the persistent blocks of the forward.
+// The tasks of the persistent blocks of the forward, if the host knows the tasks' lengths. If not: sorted_rounds.h.
 //
 // Round n has the tasks [n * blocks, (n + 1) * blocks) in the order of schedule.h, one for each block. The tasks of a causal
 // call have different lengths. So the host adds up the lengths and assigns long tasks to blocks with little work so
@@ -17,6 +17,8 @@ struct TaskRounds {
   // An H100 or H200 has 132 multiprocessors. With these sizes all arguments of a kernel fit in 4 KB, the limit of older
   // drivers.
   static constexpr int kMaxBlocks = 132, kRows = 16;
+
+  int count = 1;  // of rounds
 
   // A byte for each block: its task in round n is slot(n, block). Rounds n and n + kRows have the same row. A load of
   // four bytes gives a uniform value; a load of one byte does not.
