@@ -16,7 +16,7 @@ struct CountingSort {
       [kBins];  // first the items of a warp in a bin, then the position of the warp's next item of this bin
   int of_warp[kWarps];  // items, for sums over the block
 
-  // The sum over the threads before, and over all threads.
+  // The sum over the threads before, and over all threads. Between two sums, the caller waits for the block.
   struct Sums {
     int before, all;
   };
@@ -28,7 +28,6 @@ struct CountingSort {
       const int other = __shfl_sync(kAllLanes, sum, (lane - distance) & 31);
       sum += lane >= distance ? other : 0;
     }
-    __syncthreads();  // all threads have read of_warp of the last sum
     if (lane == 31) of_warp[warp] = sum;
     __syncthreads();  // publishes of_warp
     Sums sums{sum - x, 0};
