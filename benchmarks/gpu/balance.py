@@ -50,7 +50,7 @@ def row_of(problem: Problem, full: float, causal: float) -> dict:
 
 
 def text(record: dict) -> Iterator:
-    yield f"{record['machine']}; the rate of causal calls over that of full calls\n"
+    yield f"{record['machine']}; the rate of causal calls divided by the rate of full calls\n"
     lines = [
         [
             f"D {row['D']}",

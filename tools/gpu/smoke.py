@@ -6,7 +6,7 @@ limit is only a rough form of the tests' rule: it distinguishes a wrong kernel f
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.gpu import needs
@@ -125,18 +125,28 @@ def run(tier: str, command: list[str]) -> list[tuple[bool, str]]:
         return [one for part in pool.map(some, parts) for one in part]
 
 
+def parent_arguments(
+    parser: argparse.ArgumentParser, answer: Callable[[dict], dict], argv: list[str] | None
+) -> argparse.Namespace | None:
+    """Returns the arguments in the parent. In the child it answers tasks on stdin, and then returns None."""
+    parser.add_argument("--child", action="store_true", help="answer tasks on stdin: this program calls itself so")
+    args = parser.parse_args(argv)
+    if not args.child:
+        needs.a_gpu_and_our_build()
+        return args
+    import torch
+
+    torch.set_default_device("cuda")
+    serve(answer)
+    return None
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tier", choices=CALLS)
-    parser.add_argument("--child", action="store_true", help="answer tasks on stdin: this program calls itself so")
-    args = parser.parse_args(argv)
-    if args.child:
-        import torch
-
-        torch.set_default_device("cuda")
-        serve(check)
+    args = parent_arguments(parser, check, argv)
+    if args is None:
         return 0
-    needs.a_gpu_and_our_build()
     verdicts = run(args.tier, [sys.executable, "-m", __spec__.name, args.tier, "--child"])
     return exit_status(args.tier, verdicts)
 

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.gpu import needs
 from benchmarks.gpu.timing import dtype_16
-from benchmarks.gpu.worker import Worker, serve
-from tools.gpu.smoke import ALLOWED, AT_THE_END, PATIENCE, dense, error, exit_status, judged
+from benchmarks.gpu.worker import Worker
+from tools.gpu.smoke import ALLOWED, AT_THE_END, PATIENCE, dense, error, exit_status, judged, parent_arguments
 
 HEADS, HEADS_KV = 4, 2
 Results = Iterator[tuple[str, torch.Tensor, torch.Tensor]]  # name, ours, exact
@@ -137,13 +137,8 @@ def verdict(name: str, reply: dict) -> tuple[bool, str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--child", action="store_true", help="answer tasks on stdin: this program calls itself so")
-    args = parser.parse_args(argv)
-    if args.child:
-        torch.set_default_device("cuda")
-        serve(check)
+    if parent_arguments(parser, check, argv) is None:
         return 0
-    needs.a_gpu_and_our_build()
     verdicts = []
     with Worker([sys.executable, "-m", __spec__.name, "--child"], needs.seconds_left() - AT_THE_END) as worker:
         for name in FORMS:
