@@ -155,7 +155,7 @@ def _named(x: _Tensors, options: dict[str, Any], shape: torch.Size) -> Tensor:
     """Returns a bool for each score, (H, queries, keys): the query lists the key."""
     numbers = x.get("key_indices")
     if numbers is None:
-        return torch.ones((), dtype=torch.bool)
+        return torch.ones((), dtype=torch.bool, device=x["query"].device)
     size, keys = max(options["key_block_size"], 1), shape[2]
     blocks = -(-keys // size)
     seen = torch.zeros(*numbers.shape[:2], blocks + 1, dtype=torch.bool, device=numbers.device)
@@ -269,7 +269,9 @@ class _Derivative:
             out, lse = (block.cut(name, t) for name, t in zip(("out", "lse"), result, strict=False))
             keep = self.kept(block)
             with _differentiation():
-                cotangents = tuple(torch.zeros(t.shape, dtype=self.dtype, requires_grad=True) for t in (out, lse))
+                cotangents = tuple(
+                    torch.zeros(t.shape, dtype=self.dtype, device=t.device, requires_grad=True) for t in (out, lse)
+                )
                 total, _, computed = self.gradient_times_tangents(block, cotangents, keep)
                 tangents: tuple[Tensor | None, ...] = (None, None)
                 if total.requires_grad:
@@ -283,7 +285,7 @@ class _Derivative:
     def double_backward(self, wanted: list[bool]) -> tuple[Tensor | None, ...]:
         names = _DIFFERENTIABLE[: len(wanted)]  # without functions no tensors are captured
         sums = {
-            name: torch.zeros(self.x[name].shape, dtype=self.dtype)
+            name: torch.zeros(self.x[name].shape, dtype=self.dtype, device=self.x[name].device)
             for name, want in zip(names, wanted, strict=True)
             if want
         }
@@ -316,10 +318,10 @@ def _register() -> torch.library.Library:
             return _Derivative(given, given), given
 
         def jvp(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-            derivative, _ = derivative_of(args, kwargs)
+            derivative, given = derivative_of(args, kwargs)
             with torch._C._DisableTorchDispatch():
                 meta = operator(*_on_meta(args), **_on_meta(kwargs))
-            result = tuple(torch.empty(t.shape, dtype=t.dtype) for t in meta)
+            result = tuple(torch.empty(t.shape, dtype=t.dtype, device=given["query"].device) for t in meta)
             derivative.jvp(result)
             return result
 

@@ -128,7 +128,8 @@ def compile_functions(
     for program in encoded:
         directory.append(-1 if program is None else len(encoded) + len(words))
         words += program or []
-    return Compiled(torch.tensor(directory + words, dtype=torch.int64), score, mask, gradients, floats, ints)
+    programs = torch.tensor(directory + words, dtype=torch.int64, device="cpu")
+    return Compiled(programs, score, mask, gradients, floats, ints)
 
 
 def rows_of(programs: Tensor, floats: tuple[Tensor, ...], ints: tuple[Tensor, ...], dtype: torch.dtype) -> Functions:

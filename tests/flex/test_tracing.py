@@ -203,6 +203,9 @@ def test_a_malformed_program_is_refused():
             run([*words[:position], wrong, *words[position + 1 :]])
     with pytest.raises(ValueError, match="programs: got"):
         run(words[:9])
+    # The kernel of the Meta key returns memory without values.
+    with pytest.raises(ValueError, match="programs: got a tensor on meta; allowed: cpu"):
+        _ops.attention_flex(Q, Q, Q, programs=good.to("meta"))
 
 
 def test_schema_meta_and_autograd_agree():

@@ -45,8 +45,9 @@ void check_functions(const Tensors& in, const FunctionOptions& options) {
   const auto integer = in.query.scalar_type() == at::kDouble ? at::kLong : at::kInt;
   check_row("captured", in.captured, accumulate_type(in.query), in.query.device());
   check_row("captured_ints", in.captured_ints, integer, in.query.device());
-  // Programs are in the host's memory, for every device. Without elements: on the Meta device.
-  const bool is_meta = in.programs && in.programs->is_meta();
+  // Programs are in the host's memory, for every device. Programs on the Meta device need a query there: with any
+  // other query the kernel of the Meta key would return memory without values.
+  const bool is_meta = in.programs && in.programs->is_meta() && in.query.is_meta();
   check_row("programs", in.programs, at::kLong, is_meta ? at::kMeta : at::kCPU);
   options.check();
   if (!in.block_states) return;
